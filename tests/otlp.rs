@@ -13,9 +13,25 @@ use ostinato::telemetry::{self, Settings};
 use serving::collector::*;
 use serving::*;
 use std::time::{Duration, Instant};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 use tonic::Request;
 
 const SECRET: &str = "a prompt that nobody may see";
+
+/// Sends a chat over HTTP under a trace, and returns the whole answer.
+async fn post(at: std::net::SocketAddr, trace: &str) -> String {
+    let body =
+        format!(r#"{{"model": "alpha", "messages": [{{"role": "user", "content": "{SECRET}"}}], "max_tokens": 2}}"#);
+    let head =
+        format!("POST /v1/chat/completions HTTP/1.1\r\nhost: {at}\r\ntraceparent: 00-{trace}-00f067aa0ba902b7-01");
+    let request = format!("{head}\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+    let mut stream = TcpStream::connect(at).await.unwrap();
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    answer
+}
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_trace_from_the_client_to_the_steps() {
@@ -86,6 +102,9 @@ async fn one_trace_from_the_client_to_the_steps() {
     let stream = client.generate(trace(SAMPLES, request)).await.unwrap().into_inner();
     assert_eq!(read_samples(stream, 2).await.reasons(), [Some(proto::FinishReason::Length); 2]);
     generate(&mut client, text_request("alpha", SECRET, 2)).await;
+    const HTTP: &str = "eeeeeeeeeeeeeeeeeeeeeeeeeeeeeeee";
+    let answer = post(served.http, HTTP).await;
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.contains(&format!("traceparent: 00-{HTTP}-")), "{answer}");
     served.idle("alpha/0", Duration::from_secs(5)).await;
 
     let until = Instant::now() + Duration::from_secs(10);
@@ -94,12 +113,12 @@ async fn one_trace_from_the_client_to_the_steps() {
         spans.iter().filter(|span| hex(&span.trace_id) == trace).cloned().collect()
     };
     // `flush` blocks until the batch is sent, so it must not run on a thread that drives the receiver.
-    let (first, refused, dropped, chat, samples) = loop {
+    let (first, refused, dropped, chat, samples, http) = loop {
         tokio::task::block_in_place(|| guard.flush());
-        let all = (of(FIRST), of(REFUSED), of(DROPPED), of(CHAT), of(SAMPLES));
-        // The RPC span of each request ends last.
-        let ended = |spans: &[Span]| spans.iter().any(|span| span.name == "ostinato.v1.Ostinato/Generate");
-        if [&all.0, &all.1, &all.2, &all.3, &all.4].into_iter().all(|spans| ended(spans)) {
+        let all = (of(FIRST), of(REFUSED), of(DROPPED), of(CHAT), of(SAMPLES), of(HTTP));
+        // The span of the call of each request ends last.
+        let ended = |spans: &[Span]| spans.iter().any(|span| span.name.contains('/'));
+        if [&all.0, &all.1, &all.2, &all.3, &all.4, &all.5].into_iter().all(|spans| ended(spans)) {
             break all;
         }
         assert!(Instant::now() < until, "{all:#?}");
@@ -109,8 +128,9 @@ async fn one_trace_from_the_client_to_the_steps() {
 
     // RPC → inference → queue, prefill, decode. Step and region spans were checked above and are removed.
     check_steps(&first);
-    let [first, refused, dropped, chat, samples] = [first, refused, dropped, chat, samples].map(without_steps);
-    assert_eq!(first.len(), 5, "{first:#?}");
+    let [first, refused, dropped, chat, samples, http] =
+        [first, refused, dropped, chat, samples, http].map(without_steps);
+    assert_eq!(first.len(), 6, "{first:#?}");
     let rpc = one(&first, "ostinato.v1.Ostinato/Generate");
     assert_eq!(hex(&rpc.parent_span_id), "00f067aa0ba902b7");
     assert_eq!(rpc.kind(), SpanKind::Server);
@@ -176,13 +196,28 @@ async fn one_trace_from_the_client_to_the_steps() {
     assert_eq!(words(&inference.attributes, "gen_ai.response.finish_reasons"), ["aborted"]);
 
     assert_eq!(text(&one(&chat, "chat alpha").attributes, "gen_ai.operation.name"), "chat");
+    let rpc = one(&chat, "ostinato.v1.Ostinato/Generate");
+    for name in ["template", "tokenize"] {
+        assert_eq!(one(&chat, name).parent_span_id, rpc.span_id, "{name}");
+    }
+
+    // The same over HTTP.
+    let server = one(&http, "POST /v1/chat/completions");
+    assert_eq!((hex(&server.parent_span_id).as_str(), server.kind()), ("00f067aa0ba902b7", SpanKind::Server));
+    assert_eq!(text(&server.attributes, "http.request.method"), "POST");
+    assert_eq!(text(&server.attributes, "http.route"), "/v1/chat/completions");
+    assert_eq!(int(&server.attributes, "http.response.status_code"), 200);
+    assert!(find(&server.attributes, "rpc.grpc.status_code").is_none());
+    for name in ["template", "tokenize", "chat alpha"] {
+        assert_eq!(one(&http, name).parent_span_id, server.span_id, "{name}");
+    }
 
     // The samples of a request share one inference span; each phase has the number of its sample.
     let inference = one(&samples, "text_completion alpha");
     assert_eq!(int(&inference.attributes, "gen_ai.request.choice.count"), 2);
     assert_eq!(words(&inference.attributes, "gen_ai.response.finish_reasons"), ["length"; 2]);
     assert_eq!(int(&inference.attributes, "gen_ai.usage.output_tokens"), 18);
-    assert_eq!(samples.len(), 8, "{samples:#?}");
+    assert_eq!(samples.len(), 9, "{samples:#?}");
     for phase in ["queue", "prefill", "decode"] {
         let spans = samples.iter().filter(|span| span.name == phase);
         let mut whose: Vec<i64> = spans

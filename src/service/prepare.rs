@@ -13,6 +13,7 @@ use crate::model::text::chat::{CalledFunction, ChatMessage, ChatOptions, REASONI
 use crate::model::text::{Text, TextError};
 use crate::replica::{Replica, SubmitError};
 use crate::telemetry::names;
+use proto::constraint::Kind;
 use proto::generate_request::Prompt;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
@@ -119,41 +120,49 @@ impl Reasons {
 
     /// A constraint that holds only after the reasoning, as a structural tag.
     fn before(self, constraint: Constraint) -> Result<Constraint, GrammarError> {
-        let invalid = |what: &str, error: serde_json::Error| GrammarError::Invalid(format!("{what}: {error}"));
         let [open, close] = REASONING;
         let reasoning =
             |begin: &str| json!({"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": close});
-        let (first, space) = match self {
+        let space = json!({"type": "regex", "pattern": r"\s{0,4}"});
+        let first = match self {
             Reasons::Never => return Ok(constraint),
-            Reasons::Opened => (reasoning(""), r"\s{0,4}"),
-            Reasons::IfOpened => (json!({"type": "optional", "content": reasoning(open)}), r"\s{0,4}"),
-        };
-        let then = match constraint {
-            Constraint::JsonSchema(schema) => {
-                let schema: Value = serde_json::from_str(&schema).map_err(|error| invalid("the schema", error))?;
-                json!({"type": "json_schema", "json_schema": schema})
-            }
-            Constraint::JsonObject => json!({"type": "json_schema", "json_schema": {"type": "object"}}),
-            Constraint::Regex(pattern) => json!({"type": "regex", "pattern": pattern}),
-            Constraint::Grammar(grammar) => json!({"type": "grammar", "grammar": grammar}),
-            Constraint::Choice(texts) => {
-                let texts = texts.into_iter().map(|text| json!({"type": "const_string", "value": text}));
-                json!({"type": "or", "elements": texts.collect::<Vec<_>>()})
-            }
-            Constraint::StructuralTag(tag) => {
-                let tag: Value = serde_json::from_str(&tag).map_err(|error| invalid("the structural tag", error))?;
-                match tag.get("format") {
-                    Some(format) => format.clone(),
-                    None => {
-                        let why = "a structural tag after reasoning needs a \"format\"";
-                        return Err(GrammarError::Invalid(why.to_owned()));
-                    }
-                }
+            Reasons::Opened => vec![reasoning(""), space],
+            Reasons::IfOpened => {
+                let reasoning = json!({"type": "sequence", "elements": [reasoning(open), space]});
+                vec![json!({"type": "optional", "content": reasoning})]
             }
         };
-        let format = json!({"type": "sequence", "elements": [first, {"type": "regex", "pattern": space}, then]});
+        // A tag of the older form begins with free text, in which the model may reason.
+        if matches!(&constraint, Constraint::StructuralTag(tag) if !tag.contains("\"format\"")) {
+            return Ok(constraint);
+        }
+        let then = format(constraint)?;
+        let elements: Vec<Value> = first.into_iter().chain([then]).collect();
+        let format = json!({"type": "sequence", "elements": elements});
         Ok(Constraint::StructuralTag(json!({"type": "structural_tag", "format": format}).to_string()))
     }
+}
+
+/// A constraint as a format of a structural tag.
+pub(super) fn format(constraint: Constraint) -> Result<Value, GrammarError> {
+    let parse = |what: &str, text: &str| {
+        serde_json::from_str::<Value>(text)
+            .map_err(|error| GrammarError::Invalid(format!("{what} is not JSON: {error}")))
+    };
+    Ok(match constraint {
+        Constraint::JsonSchema(schema) => json!({"type": "json_schema", "json_schema": parse("the schema", &schema)?}),
+        Constraint::JsonObject => json!({"type": "json_schema", "json_schema": {"type": "object"}}),
+        Constraint::Regex(pattern) => json!({"type": "regex", "pattern": pattern}),
+        Constraint::Grammar(grammar) => json!({"type": "grammar", "grammar": grammar}),
+        Constraint::Choice(texts) => {
+            let texts = texts.into_iter().map(|text| json!({"type": "const_string", "value": text}));
+            json!({"type": "or", "elements": texts.collect::<Vec<_>>()})
+        }
+        Constraint::StructuralTag(tag) => match parse("the structural tag", &tag)?.get_mut("format") {
+            Some(format) => format.take(),
+            None => return Err(GrammarError::Invalid("the structural tag has no \"format\"".to_owned())),
+        },
+    })
 }
 
 /// How many samples a message asks for.
@@ -313,6 +322,18 @@ pub struct ConstrainedModel<'a> {
     pub eos_ids: &'a [u32],
 }
 
+/// A message's constraint, and the field that it stands in.
+pub(super) fn named_constraint(kind: Kind) -> (&'static str, Constraint) {
+    match kind {
+        Kind::JsonSchema(schema) => ("constraint.json_schema", Constraint::JsonSchema(schema)),
+        Kind::Regex(regex) => ("constraint.regex", Constraint::Regex(regex)),
+        Kind::Grammar(grammar) => ("constraint.grammar", Constraint::Grammar(grammar)),
+        Kind::Choice(choice) => ("constraint.choice", Constraint::Choice(choice.texts)),
+        Kind::JsonObject(_) => ("constraint.json_object", Constraint::JsonObject),
+        Kind::StructuralTag(tag) => ("constraint.structural_tag", Constraint::StructuralTag(tag)),
+    }
+}
+
 /// Compiles a constraint for a model. `reasons` tells where an output may hold reasoning, for constraints that hold only
 /// after it.
 pub fn start_grammar(
@@ -322,20 +343,12 @@ pub fn start_grammar(
     ignore_eos: bool,
     cancel: &Cancel,
 ) -> Result<StartedGrammar, Refusal> {
-    use proto::constraint::Kind;
     let reasons = if constraint.after_reasoning { reasons } else { Reasons::Never };
-    let (field, constraint) = match constraint.kind {
-        None => {
-            let rule = "one of json_schema, regex, grammar, choice, json_object and structural_tag";
-            return Err(Refusal::Missing { field: "constraint.kind", rule });
-        }
-        Some(Kind::JsonSchema(schema)) => ("constraint.json_schema", Constraint::JsonSchema(schema)),
-        Some(Kind::Regex(regex)) => ("constraint.regex", Constraint::Regex(regex)),
-        Some(Kind::Grammar(grammar)) => ("constraint.grammar", Constraint::Grammar(grammar)),
-        Some(Kind::Choice(choice)) => ("constraint.choice", Constraint::Choice(choice.texts)),
-        Some(Kind::JsonObject(_)) => ("constraint.json_object", Constraint::JsonObject),
-        Some(Kind::StructuralTag(tag)) => ("constraint.structural_tag", Constraint::StructuralTag(tag)),
+    let Some(kind) = constraint.kind else {
+        let rule = "one of json_schema, regex, grammar, choice, json_object and structural_tag";
+        return Err(Refusal::Missing { field: "constraint.kind", rule });
     };
+    let (field, constraint) = named_constraint(kind);
     let text = model.text.ok_or_else(|| Refusal::NoTokenizer { model: model.name.to_owned(), field })?;
     let started = reasons.before(constraint).and_then(|constraint| {
         let grammars = text.grammars(model.vocabulary, model.eos_ids)?;

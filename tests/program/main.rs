@@ -15,6 +15,7 @@ mod cli;
 mod fleet;
 mod front;
 mod hub;
+mod openai;
 mod package;
 mod page;
 mod soak;

@@ -1,16 +1,27 @@
 //! Tests of OpenAI's API over HTTP, with a real HTTP client against fake devices: the shapes of answers and of streams,
 //! tools, reasoning and constraints, refusals in OpenAI's form, and that tokens, limits and counts are those of gRPC.
 
-use crate::serving::{END, Served, fake, model, serve_models, tokenizer, tokenizer_of};
+use crate::serving::certificates::Authority;
+use crate::serving::{END, Served, fake, model, serve_models, text_request, tokenizer, tokenizer_of};
 use axum::body::{Body, to_bytes};
+use http_body::Body as _;
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
+use ostinato::config::TlsConfig;
 use ostinato::model::text::Text;
+use ostinato::service::auth::Tokens;
+use ostinato::service::proto::ostinato_client::OstinatoClient;
 use ostinato::service::server::Options;
+use ostinato::service::tls::Tls;
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+use tokio_rustls::rustls;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
 
 /// A template with tools and reasoning, whose prompts leave the reasoning to the model.
 const TEMPLATE: &str = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}\
@@ -426,6 +437,20 @@ async fn outputs_follow_response_formats_and_vllms_constraints() {
     assert!(digits.len() == 4 && digits.bytes().all(|byte| byte.is_ascii_digit()), "{digits}");
     let grammar = json!({"guided_grammar": "root ::= \"a\" \"b\"", "enable_thinking": false});
     assert_eq!(ask(grammar).await, "ab");
+    // Where the model may reason it may do so first, and what follows is the same.
+    assert!(ok(ask(json!({"response_format": format})).await));
+    let digits = ask(json!({"guided_regex": "[0-9]{4}"})).await;
+    assert!(digits.len() == 4 && digits.bytes().all(|byte| byte.is_ascii_digit()), "{digits}");
+    // With tools the answer is a call or conforms to the format.
+    for seed in 0..4 {
+        let asked = json!({
+            "messages": user("x"), "response_format": format, "tools": tools(), "seed": seed, "max_tokens": 2000,
+            "parallel_tool_calls": false, "enable_thinking": false, "temperature": 1,
+        });
+        let whole = chat(served.http, asked).await.json();
+        let message = &whole["choices"][0]["message"];
+        assert!(message["tool_calls"].is_array() || ok(message["content"].as_str().unwrap().to_owned()), "{whole}");
+    }
     let asked = json!({"messages": user("x"), "response_format": format, "guided_regex": "a"});
     assert_eq!(chat(served.http, asked).await.error(400)["param"], "structured_outputs");
     let asked = json!({"messages": user("x"), "guided_regex": "("});
@@ -453,4 +478,398 @@ async fn models_health_and_unknown_paths() {
     assert_eq!(error["code"], "context_length_exceeded");
     let model = server(tokenizer(false), "x").await;
     chat(model.http, json!({"messages": user("x")})).await.error(400);
+}
+
+#[tokio::test]
+async fn responses_are_items_whole_and_as_named_events() {
+    let output = "<think>hm</think>So.<tool_call>{\"name\": \"time\", \"arguments\": {\"a\": 1}}</tool_call>";
+    let served = server(tokenizer_of(Some(TEMPLATE)), output).await;
+    let tool = json!({"type": "function", "name": "time", "parameters": {"type": "object", "properties": {}}});
+    let asked = json!({
+        "model": "alpha", "instructions": "be", "input": "x", "tools": [tool], "max_output_tokens": output.len(),
+        "reasoning": {"effort": "low"}, "store": false,
+    });
+    let ask = async |body: &Value| post(served.http, "/v1/responses", body).await;
+    let whole = ask(&asked).await.json();
+    assert_eq!((&whole["object"], &whole["status"]), (&json!("response"), &json!("incomplete")));
+    assert_eq!(whole["incomplete_details"]["reason"], "max_output_tokens");
+    assert_eq!(whole["instructions"], "be");
+    let kinds: Vec<&Value> = whole["output"].as_array().unwrap().iter().map(|item| &item["type"]).collect();
+    assert_eq!(kinds, ["reasoning", "message", "function_call"]);
+    assert_eq!(whole["output"][0]["content"][0]["text"], "hm");
+    assert_eq!(whole["output"][1]["content"][0]["text"], "So.");
+    assert_eq!(whole["output"][2]["arguments"], "{\"a\": 1}");
+    assert_eq!(whole["usage"]["output_tokens"], output.len());
+
+    let mut streamed = asked.clone();
+    streamed["stream"] = json!(true);
+    let answer = ask(&streamed).await;
+    let events: Vec<Value> = answer
+        .body
+        .split("\n\n")
+        .filter(|event| !event.is_empty())
+        .map(|event| {
+            let (name, data) = event.split_once('\n').expect("a name and data");
+            let data: Value = serde_json::from_str(data.strip_prefix("data: ").unwrap()).unwrap();
+            assert_eq!(name.strip_prefix("event: "), data["type"].as_str());
+            data
+        })
+        .collect();
+    for (number, event) in events.iter().enumerate() {
+        assert_eq!(event["sequence_number"], number);
+    }
+    let named = |kind: &str| events.iter().filter(|event| event["type"] == kind).collect::<Vec<_>>();
+    assert_eq!(events[0]["type"], "response.created");
+    assert_eq!((named("response.output_item.added").len(), named("response.output_item.done").len()), (3, 3));
+    let deltas = |kind: &str| named(kind).iter().map(|event| event["delta"].as_str().unwrap()).collect::<String>();
+    assert_eq!(deltas("response.output_text.delta"), "So.");
+    assert_eq!(deltas("response.reasoning_text.delta"), "hm");
+    assert_eq!(deltas("response.function_call_arguments.delta"), "{\"a\": 1}");
+    let last = &events.last().unwrap();
+    assert_eq!(last["type"], "response.incomplete");
+    assert_eq!(last["response"]["output"][1]["content"][0]["text"], "So.");
+
+    // A conversation with calls, their results and reasoning.
+    let items = json!([
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
+        {"type": "function_call", "call_id": "c1", "name": "time", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "noon"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+    ]);
+    let whole = ask(&json!({"input": items, "max_output_tokens": 1})).await.json();
+    let call = "[{\"id\": \"c1\", \"type\": \"function\", \"function\": {\"name\": \"time\", \"arguments\": {}}}]";
+    let prompt = format!("[user]a[assistant]{call}[tool]noon[assistant]b[assistant]");
+    // `tool_calls` is written by the template with the keys in their order.
+    assert_eq!(whole["usage"]["input_tokens"], prompt.len());
+    for (body, param) in [
+        (json!({"input": "x", "previous_response_id": "resp_1"}), "previous_response_id"),
+        (json!({"input": 5}), "input"),
+        (json!({}), "input"),
+        (json!({"input": [{"type": "item_reference", "id": "x"}]}), "input[0].type"),
+        (json!({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}), "input[0].content[0].type"),
+        (json!({"input": "x", "tools": [{"type": "web_search"}]}), "tools[0].type"),
+        (json!({"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}}), "text.format.schema"),
+        (json!({"input": "x", "n": 2}), "n"),
+    ] {
+        let error = ask(&body).await.error(400);
+        assert!(error["param"].as_str().unwrap().starts_with(param), "{param}: {error}");
+    }
+    served.idle("alpha/0", Duration::from_secs(5)).await;
+}
+
+#[tokio::test]
+async fn conversations_with_calls_are_rendered_with_objects() {
+    let served = server(tokenizer_of(Some(TEMPLATE)), "ok").await;
+    let conversation = |arguments: Value| {
+        let call = json!({"id": "c1", "type": "function", "function": {"name": "time", "arguments": arguments}});
+        let messages = json!([
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": null, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "noon"}]},
+        ]);
+        json!({"messages": messages, "max_tokens": 1})
+    };
+    let call =
+        "[{\"id\": \"c1\", \"type\": \"function\", \"function\": {\"name\": \"time\", \"arguments\": {\"z\": 1}}}]";
+    let prompt = format!("[user]a[assistant]{call}[tool]noon[assistant]");
+    for arguments in [json!("{\"z\":1}"), json!({"z": 1})] {
+        let whole = chat(served.http, conversation(arguments)).await.json();
+        assert_eq!(whole["usage"]["prompt_tokens"], prompt.len());
+    }
+    for arguments in [json!("{"), json!("[]"), json!(5)] {
+        let error = chat(served.http, conversation(arguments)).await.error(400);
+        assert!(error["param"].as_str().unwrap().contains("arguments"), "{error}");
+    }
+    let error = chat(served.http, json!({"messages": user("x"), "chat_template_kwargs": {"messages": []}})).await;
+    assert_eq!(error.error(400)["param"], "chat_template_kwargs");
+    let error = chat(served.http, json!({"messages": user("x"), "chat_template_kwargs": "no"})).await;
+    assert_eq!(error.error(400)["param"], "chat_template_kwargs");
+}
+
+/// Goal: tokens and limits are those of gRPC, for the same clients.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tokens_rights_and_limits_are_shared_with_grpc() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("tokens.toml");
+    let entry = |name: &str, more: &str| {
+        let digest = Sha256::digest(name);
+        let digest: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("[[tokens]]\nname = \"{name}\"\nsha256 = \"{digest}\"\n{more}\n")
+    };
+    let entries = [
+        entry("alice", "requests = 1"),
+        entry("operator", "may = [\"admin\"]"),
+        entry("other", "models = [\"beta\"]"),
+        entry("metered", "tokens_per_minute = 30"),
+    ];
+    std::fs::write(&file, entries.concat()).unwrap();
+    let options = Options { tokens: Some(Arc::new(Tokens::read(&file).unwrap())), ..Options::default() };
+    let slow = || vec![(0, fake(Duration::from_millis(3), b"abc"))];
+    let models =
+        vec![model("alpha", Some(tokenizer(true)), slow(), 8), model("beta", Some(tokenizer(true)), slow(), 8)];
+    let served = serve_models(models, options).await;
+    let ask = async |token: &str, body: Value| {
+        let bearer = format!("Bearer {token}");
+        let headers = [("authorization", bearer.as_str())];
+        let headers = if token.is_empty() { &headers[..0] } else { &headers[..] };
+        send(served.http, "POST", "/v1/chat/completions", headers, body.to_string()).await
+    };
+    let asked = json!({"model": "alpha", "messages": user("x"), "max_tokens": 3});
+    assert_eq!(ask("", asked.clone()).await.error(401)["code"], "invalid_api_key");
+    assert_eq!(ask("nobody", asked.clone()).await.error(401)["code"], "invalid_api_key");
+    assert_eq!(ask("operator", asked.clone()).await.error(403)["type"], "permission_error");
+    ask("other", asked.clone()).await.error(403);
+    assert_eq!(ask("alice", asked.clone()).await.json()["usage"]["completion_tokens"], 3);
+    // One that names no model means the only one of its token; lists show it alone.
+    let whole = ask("other", json!({"messages": user("x"), "max_tokens": 3})).await.json();
+    assert_eq!(whole["model"], "beta");
+    let list = send(served.http, "GET", "/v1/models", &[("authorization", "Bearer other")], Body::empty()).await.json();
+    assert_eq!((list["data"].as_array().unwrap().len(), &list["data"][0]["id"]), (1, &json!("beta")));
+    assert_eq!(send(served.http, "GET", "/v1/models", &[], Body::empty()).await.status, 401);
+    assert_eq!(send(served.http, "GET", "/health", &[], Body::empty()).await.status, 200);
+
+    // A request over gRPC takes the place of one over HTTP.
+    let channel = served.channel().await;
+    let mut client = OstinatoClient::with_interceptor(channel, |mut request: tonic::Request<()>| {
+        request.metadata_mut().insert("authorization", "Bearer alice".parse().unwrap());
+        Ok(request)
+    });
+    let mut stream = client.generate(text_request("alpha", "x", 2000)).await.unwrap().into_inner();
+    assert!(stream.message().await.unwrap().is_some());
+    let refused = ask("alice", asked.clone()).await;
+    assert_eq!(refused.error(429)["code"], "rate_limit_exceeded");
+    drop(stream);
+    served.idle("alpha/0", Duration::from_secs(5)).await;
+    ask("alice", asked.clone()).await.json();
+    // The bucket of tokens is the same, and a refusal says when to come again.
+    ask("metered", asked.clone()).await.json();
+    let refused = loop {
+        let answer = ask("metered", asked.clone()).await;
+        if answer.status != 200 {
+            break answer;
+        }
+    };
+    assert!(refused.headers["retry-after"].to_str().unwrap().parse::<u64>().unwrap() >= 1);
+    assert_eq!(refused.error(429)["code"], "rate_limit_exceeded");
+}
+
+/// Goal: a client that goes away frees its row, before its answer began and in the middle of it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_goes_away_frees_its_row() {
+    let device = fake(Duration::from_millis(5), b"abc");
+    let served =
+        serve_models(vec![model("alpha", Some(tokenizer(true)), vec![(0, device)], 8)], Options::default()).await;
+    for stream in [true, false] {
+        let mut sender = connect(served.http).await;
+        let body = json!({"messages": user("x"), "max_tokens": 3500, "n": 2, "stream": stream});
+        let request = http::Request::post("/v1/chat/completions").header("host", served.http.to_string());
+        let answer = sender.send_request(request.body(Body::from(body.to_string())).unwrap());
+        if stream {
+            let mut body = Body::new(answer.await.unwrap().into_body());
+            let first = std::future::poll_fn(|context| std::pin::Pin::new(&mut body).poll_frame(context)).await;
+            assert!(first.unwrap().is_ok());
+            served.busy("alpha/0", 2, 0).await;
+        } else {
+            let waiting = tokio::spawn(answer);
+            served.busy("alpha/0", 2, 0).await;
+            waiting.abort();
+            let _ = waiting.await;
+        }
+        drop(sender);
+        served.idle("alpha/0", Duration::from_secs(5)).await;
+    }
+}
+
+/// Goal: every request ends once, however many come. Method: 1,000 requests from 64 clients, whole and as streams.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_thousand_requests_of_64_clients_end_once_each() {
+    let device = fake(Duration::from_micros(50), b"abc");
+    let served =
+        serve_models(vec![model("alpha", Some(tokenizer(true)), vec![(0, device)], 256)], Options::default()).await;
+    let clients = (0..64u32).map(|client| {
+        let at = served.http;
+        tokio::spawn(async move {
+            let mut ended = 0;
+            for number in (client..1000).step_by(64) {
+                let tokens = 1 + number % 9;
+                let body = json!({
+                    "messages": user(&format!("{number}")), "max_tokens": tokens, "stream": number % 2 == 0,
+                    "stream_options": {"include_usage": true},
+                });
+                let answer = chat(at, body).await;
+                let text: String = "abc".chars().cycle().take(tokens as usize).collect();
+                if number % 2 == 0 {
+                    let events = answer.events();
+                    assert_eq!(joined(&events).0, text);
+                    let finishes = events.iter().filter(|e| e["choices"][0]["finish_reason"].is_string()).count();
+                    assert_eq!((finishes, &events.last().unwrap()["usage"]["completion_tokens"]), (1, &json!(tokens)));
+                } else {
+                    assert_eq!(answer.json()["choices"][0]["message"]["content"], json!(text));
+                }
+                ended += 1;
+            }
+            ended
+        })
+    });
+    let mut ended = 0;
+    for client in clients.collect::<Vec<_>>() {
+        ended += client.await.unwrap();
+    }
+    assert_eq!(ended, 1000);
+    served.idle("alpha/0", Duration::from_secs(5)).await;
+}
+
+/// Sends raw bytes and returns what comes back until the server closes the connection.
+async fn raw(at: SocketAddr, bytes: &[u8]) -> String {
+    let mut stream = TcpStream::connect(at).await.unwrap();
+    stream.write_all(bytes).await.unwrap();
+    let mut answer = Vec::new();
+    // A reset after the answer is as good as an end.
+    let _ = stream.read_to_end(&mut answer).await;
+    String::from_utf8_lossy(&answer).into_owned()
+}
+
+/// Goal: nothing that a client sends ends the server or is taken without bound. Method: bodies that are too long, slow,
+/// cut, deep or of the wrong kind; then an ordinary request.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hostile_bodies_are_refused_and_others_are_served() {
+    let options = Options {
+        message_wait: Duration::from_millis(500),
+        max_message_bytes: 100 << 10,
+        max_prompt_bytes: 2 << 10,
+        ..Options::default()
+    };
+    let device = fake(Duration::from_micros(200), b"abc");
+    let served = serve_models(vec![model("alpha", Some(tokenizer(true)), vec![(0, device)], 8)], options).await;
+    let at = served.http;
+    let head = |length: usize| {
+        format!("POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {length}\r\n")
+    };
+    // A declared length is refused before the body comes, a real one as soon as it is too long.
+    let answer = raw(at, format!("{}\r\n", head(1 << 30)).as_bytes()).await;
+    assert!(answer.starts_with("HTTP/1.1 413"), "{answer}");
+    let long = send(at, "POST", "/v1/chat/completions", &[], "x".repeat((100 << 10) + 1)).await.error(413);
+    assert!(long["message"].as_str().unwrap().contains("102400"), "{long}");
+    // A body that does not come.
+    let begun = std::time::Instant::now();
+    let answer = raw(at, format!("{}connection: close\r\n\r\n{{", head(100)).as_bytes()).await;
+    assert!(answer.starts_with("HTTP/1.1 408"), "{answer}");
+    assert!(begun.elapsed() < Duration::from_secs(5));
+    // Half a request and rubbish.
+    let mut stream = TcpStream::connect(at).await.unwrap();
+    stream.write_all(b"POST /v1/chat/comp").await.unwrap();
+    drop(stream);
+    assert!(raw(at, b"\x16\x03\x01\x00\xff rubbish\r\n\r\n").await.starts_with("HTTP/1.1 400"));
+    let huge = format!("GET /health HTTP/1.1\r\nhost: localhost\r\nx: {}\r\n\r\n", "y".repeat(64 << 10));
+    let answer = raw(at, huge.as_bytes()).await;
+    assert!(answer.starts_with("HTTP/1.1 431") || answer.is_empty(), "{answer}");
+    let deep = format!("{}{}", "[".repeat(50_000), "]".repeat(50_000));
+    for body in [
+        String::new(),
+        "{".to_owned(),
+        "[]".to_owned(),
+        "null".to_owned(),
+        "5".to_owned(),
+        "\u{0}".to_owned(),
+        deep.clone(),
+        format!("{{\"messages\": {deep}}}"),
+        format!("{{\"messages\": [{}]}}", "{},".repeat(20_000) + "{}"),
+        json!({"messages": vec![json!({"role": "user", "content": "x"}); 2000]}).to_string(),
+        json!({"messages": user(&"x".repeat(4 << 10))}).to_string(),
+        json!({"messages": user("x"), "stop": vec!["x"; 20_000]}).to_string(),
+    ] {
+        send(at, "POST", "/v1/chat/completions", &[], body).await.error(400);
+    }
+    let error = send(at, "POST", "/v1/chat/completions", &[("content-encoding", "gzip")], "x").await.error(400);
+    assert_eq!(error["param"], "content-encoding");
+    let whole = chat(at, json!({"messages": user("x"), "max_tokens": 3})).await.json();
+    assert_eq!(whole["choices"][0]["message"]["content"], "abc");
+    served.idle("alpha/0", Duration::from_secs(5)).await;
+}
+
+#[tokio::test]
+async fn pages_of_other_origins_cannot_ask_a_server_without_tokens() {
+    let served = server(tokenizer(true), "ok").await;
+    let body = json!({"messages": user("x"), "max_tokens": 1}).to_string();
+    let ask = async |host: &str, origin: Option<&str>| {
+        let origin = origin.map(|origin| format!("origin: {origin}\r\n")).unwrap_or_default();
+        let request = format!(
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\n{origin}connection: close\r\ncontent-length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        raw(served.http, request.as_bytes()).await.split(' ').nth(1).unwrap_or_default().to_owned()
+    };
+    assert_eq!(ask("localhost:8000", None).await, "200");
+    assert_eq!(ask("127.0.0.1", Some("http://localhost:3000")).await, "200");
+    assert_eq!(ask("evil.example", None).await, "403");
+    assert_eq!(ask("localhost", Some("https://evil.example")).await, "403");
+    assert_eq!(ask("localhost", Some("null")).await, "403");
+    // Pages of this machine may read the answers, others are not told so.
+    let preflight = async |origin: &str| {
+        let headers = [
+            ("origin", origin),
+            ("access-control-request-method", "POST"),
+            ("access-control-request-headers", "content-type"),
+        ];
+        send(served.http, "OPTIONS", "/v1/chat/completions", &headers, Body::empty()).await
+    };
+    let allowed = preflight("http://localhost:3000").await;
+    assert_eq!(allowed.status, 204);
+    assert_eq!(allowed.headers["access-control-allow-origin"], "http://localhost:3000");
+    assert_eq!(allowed.headers["access-control-allow-headers"], "content-type");
+    let denied = preflight("https://evil.example").await;
+    assert!(denied.status != 204 && !denied.headers.contains_key("access-control-allow-origin"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn deadlines_and_the_end_of_the_server_are_told() {
+    let device = fake(Duration::from_millis(5), b"abc");
+    let options = Options { drain: Duration::from_millis(300), ..Options::default() };
+    let served = serve_models(vec![model("alpha", Some(tokenizer(true)), vec![(0, device)], 8)], options).await;
+    let body = json!({"messages": user("x"), "max_tokens": 3000});
+    let late = [("grpc-timeout", "200m")];
+    let answer = send(served.http, "POST", "/v1/chat/completions", &late, body.to_string()).await;
+    assert_eq!(answer.error(504)["code"], "timeout");
+    let mut streamed = body.clone();
+    streamed["stream"] = json!(true);
+    let events = send(served.http, "POST", "/v1/chat/completions", &late, streamed.to_string()).await.events();
+    assert_eq!(events.last().unwrap()["error"]["code"], "timeout");
+    // A stream that runs at the end is cut with a reason.
+    let at = served.http;
+    let cut = tokio::spawn(async move { chat(at, streamed).await });
+    served.busy("alpha/0", 1, 0).await;
+    served.stop.cancel();
+    let events = cut.await.unwrap().events();
+    assert_eq!(events.last().unwrap()["error"]["code"], "unavailable");
+    assert_eq!(served.server.await.unwrap().unwrap().cut, 1);
+}
+
+/// Goal: with certificates the endpoint is encrypted, whether or not a client names HTTP/1.1 in its handshake.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn certificates_are_those_of_the_server() {
+    let folder = tempfile::tempdir().unwrap();
+    let authority = Authority::new("a");
+    let (certificate, key) = authority.issue_to(folder.path(), "server");
+    let files = TlsConfig { certificate, key, client_ca: None };
+    let options = Options { tls: Some(Arc::new(Tls::read(&files).unwrap())), ..Options::default() };
+    let device = fake(Duration::from_micros(200), b"abc");
+    let served = serve_models(vec![model("alpha", Some(tokenizer(true)), vec![(0, device)], 8)], options).await;
+    for alpn in [&[][..], &[b"http/1.1".to_vec()][..]] {
+        let mut roots = rustls::RootCertStore::empty();
+        roots.add(rustls::pki_types::CertificateDer::from_pem_slice(authority.pem().as_bytes()).unwrap()).unwrap();
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let config =
+            rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+        let mut config = config.with_root_certificates(roots).with_no_client_auth();
+        config.alpn_protocols = alpn.to_vec();
+        let stream = TcpStream::connect(served.http).await.unwrap();
+        let connector = tokio_rustls::TlsConnector::from(Arc::new(config));
+        let mut stream = connector.connect("localhost".try_into().unwrap(), stream).await.unwrap();
+        stream.write_all(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").await.unwrap();
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer).await;
+        assert!(answer.starts_with(b"HTTP/1.1 200"), "{}", String::from_utf8_lossy(&answer));
+    }
+    assert!(!raw(served.http, b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n").await.contains("200 OK"));
 }

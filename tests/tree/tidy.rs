@@ -163,6 +163,7 @@ const CYCLES: [(&[&str], &str); 13] = [
             "service::openai::answer",
             "service::openai::chat",
             "service::openai::completions",
+            "service::openai::origin",
             "service::openai::responses",
             "service::rpc",
             "service::server",

@@ -31,7 +31,7 @@ const NAMES: [(&str, &str); 22] = [
     ("chat.tools", "tools"),
     ("chat.messages.tool_calls.arguments", "messages.tool_calls.function.arguments"),
     ("chat.template_arguments", "chat_template_kwargs"),
-    ("output.text", "messages"),
+    ("output.text", "model"),
     ("logprobs", "top_logprobs"),
     ("prompt_logprobs", "logprobs"),
 ];

@@ -16,6 +16,7 @@ mod chat;
 mod completions;
 mod error;
 mod fields;
+mod origin;
 mod output;
 mod request;
 mod responses;
@@ -26,10 +27,10 @@ use super::bounds::Arrival;
 use super::connections;
 use super::crowd::OpenCall;
 use super::prepare::Prepared;
+use super::proto;
 use super::refusal::{Refusal, code_name};
 use super::rpc::{Caller, Rpc, Tracked};
 use super::tls::{Accept, ConnectInfo};
-use super::{admin, proto};
 use crate::host::ServedModel;
 use crate::service::jobs::LONG;
 use crate::telemetry::{names, spans};
@@ -39,6 +40,7 @@ use axum::body::{Body, Bytes};
 use axum::extract::{Path, State};
 use axum::http::header::{self, HeaderName, HeaderValue};
 use axum::http::{HeaderMap, Method, Request, StatusCode};
+use axum::middleware;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use error::ApiError;
@@ -97,6 +99,7 @@ fn router(openai: Arc<OpenAi>) -> Router {
         .route(HEALTH, get(health))
         .fallback(no_route)
         .method_not_allowed_fallback(no_route)
+        .layer(middleware::from_fn_with_state(Arc::clone(&openai), origin::share))
         .with_state(openai)
 }
 
@@ -163,7 +166,7 @@ impl OpenAi {
         span: &Span,
         request: &mut Request<B>,
     ) -> Result<Call, Refusal> {
-        if self.open_loopback && !from_here(request) {
+        if self.open_loopback && !origin::from_here(request) {
             return Err(Refusal::OtherOrigin);
         }
         let identity = self.authentication.identify(route, request.headers())?;
@@ -200,16 +203,6 @@ impl OpenAi {
         // A long body takes long to parse, and several times its memory.
         if long { self.rpc.text_work(&call.caller, size, parse).await } else { parse() }
     }
-}
-
-/// Whether a request names this machine, and comes from no page of another origin.
-fn from_here<B>(request: &Request<B>) -> bool {
-    let origins = request.headers().get_all(header::ORIGIN);
-    let local = |origin: &HeaderValue| {
-        let host = origin.to_str().ok().and_then(|origin| Some(origin.split_once("://")?.1));
-        host.is_some_and(admin::is_loopback)
-    };
-    admin::names_loopback(request.uri(), request.headers()) && origins.iter().all(local)
 }
 
 /// What was found out while a prompt was made.

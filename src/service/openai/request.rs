@@ -6,7 +6,7 @@ use super::fields::{self, Fields, refuse};
 use super::tools::{Choice, Tools};
 use crate::engine::request::MAX_LOGPROBS;
 use crate::host::ServedModel;
-use crate::service::prepare::fresh_id;
+use crate::service::prepare::{format, fresh_id, named_constraint};
 use crate::service::proto;
 use crate::service::refusal::Refusal;
 use proto::constraint::{AnyJsonObject, Choice as Texts, Kind};
@@ -269,20 +269,6 @@ pub(super) fn with_tools(
 
 /// A constraint as a format of a structural tag.
 fn content_format(kind: Kind) -> Result<Value, Refusal> {
-    let parse = |text: &str| {
-        serde_json::from_str::<Value>(text).map_err(|_| refuse("response_format", &Value::from(text), "JSON"))
-    };
-    Ok(match kind {
-        Kind::JsonSchema(schema) => json!({"type": "json_schema", "json_schema": parse(&schema)?}),
-        Kind::JsonObject(_) => json!({"type": "json_schema", "json_schema": {"type": "object"}}),
-        Kind::Regex(pattern) => json!({"type": "regex", "pattern": pattern}),
-        Kind::Grammar(grammar) => json!({"type": "grammar", "grammar": grammar}),
-        Kind::Choice(Texts { texts }) => {
-            let texts = texts.into_iter().map(|text| json!({"type": "const_string", "value": text}));
-            json!({"type": "or", "elements": texts.collect::<Vec<_>>()})
-        }
-        Kind::StructuralTag(_) => {
-            return Err(refuse("tools", &Value::Array(Vec::new()), "empty where a structural tag is given"));
-        }
-    })
+    let (field, constraint) = named_constraint(kind);
+    format(constraint).map_err(|source| Refusal::Grammar { field, source })
 }

@@ -103,6 +103,10 @@ fn messages(body: &mut Fields, instructions: Option<&str>) -> Result<Vec<ChatMes
 /// Reads a request for `model`.
 pub(super) fn read(mut body: Fields, model: &ServedModel) -> Result<Asked, Refusal> {
     body.not_served(&NOT_SERVED)?;
+    let included = body.list("include")?.unwrap_or_default();
+    if let Some(at) = included.iter().position(|part| part == "message.output_text.logprobs") {
+        return Err(Refusal::NotServedField { field: format!("include[{at}]") });
+    }
     // What the response says again.
     let mut again = Map::new();
     let mut echo = |body: &mut Fields, key: &str, absent: Value| {

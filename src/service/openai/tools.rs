@@ -143,6 +143,7 @@ impl Tools {
         } else if choice == Choice::Required && tools.is_empty() {
             return Err(refuse(path, &Value::Array(Vec::new()), "at least one tool, as tool_choice is \"required\""));
         }
+        let choice = if tools.is_empty() { Choice::None } else { choice };
         if choice == Choice::None {
             // The model is not shown what it may not call.
             shown.clear();
@@ -204,7 +205,7 @@ fn tag(form: CallForm, tool: &Tool) -> Value {
             };
             let elements: Vec<Value> = properties.into_iter().flatten().map(parameter).collect();
             let content = match elements.is_empty() {
-                true => json!({"type": "regex", "pattern": ""}),
+                true => json!({"type": "const_string", "value": ""}),
                 false => json!({"type": "sequence", "elements": elements}),
             };
             json!({"type": "tag", "begin": begin, "content": content, "end": end})

@@ -30,7 +30,7 @@ use crate::model::text::Text;
 use crate::replica::rebuild::{Rebuild, RebuildError};
 use crate::replica::{DeviceInfo, MemoryUse, Replica, ReplicaConfig};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
@@ -256,8 +256,8 @@ impl Devices {
         build.executor(cache)
     }
 
-    /// Returns the model's directory and the checkpoint in it.
-    fn checkpoint(&self, model: &config::Model) -> Result<(PathBuf, Checkpoint), StartError> {
+    /// Opens the model's checkpoint.
+    fn checkpoint(&self, model: &config::Model) -> Result<Checkpoint, StartError> {
         let cache = self.runtime.cache_directory.as_deref();
         let path = demo::unpack(&model.path, cache).map_err(|(path, source)| StartError::Demo { path, source })?;
         match Checkpoint::open(&path) {
@@ -265,7 +265,7 @@ impl Devices {
                 if let Some(to) = model.quantize {
                     checkpoint.quantize(to);
                 }
-                Ok((path, checkpoint))
+                Ok(checkpoint)
             }
             Err(source) => Err(StartError::Checkpoint { model: model.name.clone(), path, source }),
         }
@@ -280,7 +280,7 @@ impl Devices {
         cancelled: &AtomicBool,
     ) -> Result<GpuExecutor, StartError> {
         let adapter = choose(&self.instance.adapters(), model.replicas[index].device.as_ref())?.clone();
-        let (_, checkpoint) = self.checkpoint(model)?;
+        let checkpoint = self.checkpoint(model)?;
         // Context and pages that the configuration leaves open depended on the free memory at that time; the new
         // executor must have the same.
         let model = config::Model {
@@ -333,8 +333,8 @@ impl ModelSource for Arc<Devices> {
 fn serve(devices: &Arc<Devices>, model: &config::Model, attempt: &LoadAttempt<'_>) -> Result<ServedModel, StartError> {
     let adapters = devices.choose(model)?;
     let progress = attempt.progress;
-    let (path, checkpoint) = devices.checkpoint(model)?;
-    let text = Text::load(&path).map_err(|source| StartError::Text { model: model.name.clone(), source })?;
+    let checkpoint = devices.checkpoint(model)?;
+    let text = Text::of(&checkpoint).map_err(|source| StartError::Text { model: model.name.clone(), source })?;
     if text.is_none() {
         progress.line(&format!("model \"{}\" has no tokenizer: it serves token ids only", model.name));
     }

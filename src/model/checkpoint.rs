@@ -164,6 +164,9 @@ pub struct Checkpoint {
     /// All tensors by name: every tensor of a single file, or of shards those that the index assigns to them. May
     /// include tensors that the model does not use.
     pub tensors: BTreeMap<String, TensorInfo>,
+    /// What a GGUF model has in place of the other files of a folder, by their names: configuration and tokenizer.
+    /// Empty for a folder.
+    pub embedded: Vec<(&'static str, Vec<u8>)>,
     weights: Vec<WeightSpec>,
 }
 
@@ -188,9 +191,14 @@ impl Checkpoint {
             None => Vec::new(),
         };
         match config {
-            Some(config) if problems.is_empty() => {
-                Ok(Checkpoint { dir: dir.to_owned(), config, files: headers.files, tensors: headers.tensors, weights })
-            }
+            Some(config) if problems.is_empty() => Ok(Checkpoint {
+                dir: dir.to_owned(),
+                config,
+                files: headers.files,
+                tensors: headers.tensors,
+                embedded: Vec::new(),
+                weights,
+            }),
             _ => Err(CheckpointError { problems }),
         }
     }
@@ -200,10 +208,11 @@ impl Checkpoint {
             GgufError::Tensors(problems) => problems.into_iter().map(CheckpointProblem::GgufTensor).collect(),
             error => vec![CheckpointProblem::Gguf { path: path.to_owned(), error: Box::new(error) }],
         };
-        let (gguf, stamps) = gguf::open(path).map_err(problem)?;
+        let (mut gguf, stamps) = gguf::open(path).map_err(problem)?;
         let text = |name: &str| gguf.file(name).map(String::from_utf8_lossy).unwrap_or_default().into_owned();
         let mut config = ModelConfig::parse(&text("config.json"), Some(&text("generation_config.json")))
             .map_err(|error| error.problems.into_iter().map(CheckpointProblem::Config).collect::<Vec<_>>())?;
+        let embedded = std::mem::take(&mut gguf.files);
         let headers = Headers::of_gguf(gguf, stamps);
         if let Some(delta) = &mut config.delta {
             delta.tiled = headers.tiled();
@@ -211,9 +220,14 @@ impl Checkpoint {
         let mut problems = Vec::new();
         let weights = weights::build(&config, &headers, &mut problems);
         match problems.is_empty() {
-            true => {
-                Ok(Checkpoint { dir: path.to_owned(), config, files: headers.files, tensors: headers.tensors, weights })
-            }
+            true => Ok(Checkpoint {
+                dir: path.to_owned(),
+                config,
+                files: headers.files,
+                tensors: headers.tensors,
+                embedded,
+                weights,
+            }),
             false => Err(problems),
         }
     }

@@ -22,6 +22,7 @@ use tokenizers::Tokenizer;
 use self::assembler::Assembler;
 use self::chat::{ChatMessage, ChatOptions, ChatStyle, Templates};
 use self::stream::TextStream;
+use super::checkpoint::Checkpoint;
 use super::gguf::{self, GgufError};
 use super::grammar::{GrammarError, Grammars, Uses};
 use crate::actors::workers::Cancel;
@@ -129,10 +130,7 @@ impl Text {
         if gguf::is_named(dir) {
             let (gguf, _) =
                 gguf::open(dir).map_err(|error| TextError::Gguf { path: dir.to_owned(), error: Box::new(error) })?;
-            return match gguf.file("tokenizer.json") {
-                Some(_) => Text::from_files(gguf.files).map(Some),
-                None => Ok(None),
-            };
+            return Text::from_embedded(gguf.files);
         }
         let read = |name: &str, most: u64| {
             let path = dir.join(name);
@@ -156,6 +154,22 @@ impl Text {
             files.extend(read(name, file::SMALL)?.map(|bytes| (name, bytes)));
         }
         Text::from_files(files).map(Some)
+    }
+
+    /// Like [`Text::load`], for a checkpoint that is open: the header of a GGUF file is not read again.
+    pub fn of(checkpoint: &Checkpoint) -> Result<Option<Text>, TextError> {
+        if checkpoint.embedded.is_empty() {
+            return Text::load(&checkpoint.dir);
+        }
+        Text::from_embedded(checkpoint.embedded.clone())
+    }
+
+    /// Builds the text from the files that stand for a GGUF model's, if it has a tokenizer.
+    fn from_embedded(files: Vec<File>) -> Result<Option<Text>, TextError> {
+        match files.iter().any(|(name, _)| *name == "tokenizer.json") {
+            true => Text::from_files(files).map(Some),
+            false => Ok(None),
+        }
     }
 
     /// Builds the text from the contents of the named files, which must include tokenizer.json.

@@ -15,7 +15,6 @@ use ostinato::model::gguf;
 use ostinato::model::gguf::container::TensorType;
 use ostinato::model::gguf::write::{FileType, convert};
 use ostinato::model::synth::{self, SynthOptions};
-use ostinato::quant::blocks::BlockType;
 use ostinato::quant::store::StoredType;
 use safetensors::tensor::{Dtype, TensorView};
 use std::collections::BTreeMap;
@@ -87,8 +86,7 @@ fn restore(file: &Path, folder: &Path) {
                 bytes.chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
             }
             TensorType::F16 => bytes.chunks_exact(2).map(|b| half::f16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
-            kind => {
-                let blocks = BlockType::from_id(kind.id()).expect("blocks");
+            TensorType::Blocks(blocks) => {
                 let mut values = vec![0.0; bytes.len() / blocks.bytes() * blocks.elements()];
                 blocks.dequantize(&bytes, &mut values);
                 values

@@ -15,7 +15,6 @@ use crate::model::config::Dtype;
 use crate::model::gguf::Gguf;
 use crate::model::gguf::container::TensorType;
 use crate::model::gguf::tensors::{ColumnOrder, RowOrder, RowRun, Source, StoredAs};
-use crate::quant::blocks::BlockType;
 use crate::quant::safetensors::TensorDtype;
 
 /// The maximum header length in bytes, as the safetensors format defines it.
@@ -68,7 +67,7 @@ impl Headers {
             let tensor = TensorInfo {
                 file: source.at.file,
                 dtype: info.kind.name().to_owned(),
-                format: source_format(info.kind),
+                format: Some(source_format(info.kind)),
                 shape: source.shape.clone(),
                 offset: info.offset,
                 bytes: info.bytes,
@@ -221,13 +220,13 @@ fn numbers_of(dtype: Dtype) -> SourceFormat {
     })
 }
 
-/// Returns the format of a GGUF element type, if it is supported.
-fn source_format(kind: TensorType) -> Option<SourceFormat> {
+/// Returns the format of a GGUF element type.
+fn source_format(kind: TensorType) -> SourceFormat {
     match kind {
-        TensorType::F32 => Some(numbers_of(Dtype::F32)),
-        TensorType::F16 => Some(numbers_of(Dtype::F16)),
-        TensorType::BF16 => Some(numbers_of(Dtype::Bf16)),
-        kind => BlockType::from_id(kind.id()).map(SourceFormat::Blocks),
+        TensorType::F32 => numbers_of(Dtype::F32),
+        TensorType::F16 => numbers_of(Dtype::F16),
+        TensorType::BF16 => numbers_of(Dtype::Bf16),
+        TensorType::Blocks(blocks) => SourceFormat::Blocks(blocks),
     }
 }
 

@@ -7,6 +7,8 @@ use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::io::{ErrorKind, Read};
 
+use crate::quant::blocks::BlockType;
+
 /// The maximum length of a header in bytes: metadata and tensor descriptions together. The largest vocabularies take
 /// about 30 MB.
 pub const MAX_HEADER_BYTES: u64 = 128 << 20;
@@ -36,8 +38,7 @@ const ALIGNMENT_KEY: &str = "general.alignment";
 const CHUNK: usize = 1 << 16;
 
 /// The element types that tensors may have here.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[allow(non_camel_case_types)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TensorType {
     /// IEEE single precision.
     F32,
@@ -45,74 +46,9 @@ pub enum TensorType {
     F16,
     /// bfloat16, the upper half of an F32.
     BF16,
-    /// 4 bits, blocks of 32 with a scale.
-    Q4_0,
-    /// 4 bits, blocks of 32 with a scale and a minimum.
-    Q4_1,
-    /// 5 bits, blocks of 32 with a scale.
-    Q5_0,
-    /// 5 bits, blocks of 32 with a scale and a minimum.
-    Q5_1,
-    /// 8 bits, blocks of 32 with a scale.
-    Q8_0,
-    /// 2 bits, blocks of 256 with 16 scales and minima.
-    Q2_K,
-    /// 3 bits, blocks of 256 with 16 scales.
-    Q3_K,
-    /// 4 bits, blocks of 256 with 8 scales and minima.
-    Q4_K,
-    /// 5 bits, blocks of 256 with 8 scales and minima.
-    Q5_K,
-    /// 6 bits, blocks of 256 with 16 scales.
-    Q6_K,
-    /// 2.06 bits from a table of 256 entries, blocks of 256.
-    IQ2_XXS,
-    /// 2.31 bits from a table of 512 entries, blocks of 256.
-    IQ2_XS,
-    /// 2.56 bits from a table of 1024 entries, blocks of 256.
-    IQ2_S,
-    /// 3.06 bits from a table of 256 entries, blocks of 256.
-    IQ3_XXS,
-    /// 3.44 bits from a table of 512 entries, blocks of 256.
-    IQ3_S,
-    /// 4 bits from a table of 16 values, blocks of 32.
-    IQ4_NL,
-    /// 4 bits from a table of 16 values, blocks of 256 with 8 scales.
-    IQ4_XS,
-    /// 4-bit floats, blocks of 32 with a power of two as scale.
-    MXFP4,
-    /// 4-bit floats, blocks of 64 with four 8-bit float scales.
-    NVFP4,
+    /// Quantised blocks.
+    Blocks(BlockType),
 }
-
-/// A row of the table of types: id in the file, type, name, elements of a block, bytes of a block.
-type Row = (u32, TensorType, &'static str, u64, u64);
-
-/// The supported types.
-const TYPES: [Row; 22] = [
-    (0, TensorType::F32, "F32", 1, 4),
-    (1, TensorType::F16, "F16", 1, 2),
-    (2, TensorType::Q4_0, "Q4_0", 32, 18),
-    (3, TensorType::Q4_1, "Q4_1", 32, 20),
-    (6, TensorType::Q5_0, "Q5_0", 32, 22),
-    (7, TensorType::Q5_1, "Q5_1", 32, 24),
-    (8, TensorType::Q8_0, "Q8_0", 32, 34),
-    (10, TensorType::Q2_K, "Q2_K", 256, 84),
-    (11, TensorType::Q3_K, "Q3_K", 256, 110),
-    (12, TensorType::Q4_K, "Q4_K", 256, 144),
-    (13, TensorType::Q5_K, "Q5_K", 256, 176),
-    (14, TensorType::Q6_K, "Q6_K", 256, 210),
-    (16, TensorType::IQ2_XXS, "IQ2_XXS", 256, 66),
-    (17, TensorType::IQ2_XS, "IQ2_XS", 256, 74),
-    (18, TensorType::IQ3_XXS, "IQ3_XXS", 256, 98),
-    (20, TensorType::IQ4_NL, "IQ4_NL", 32, 18),
-    (21, TensorType::IQ3_S, "IQ3_S", 256, 110),
-    (22, TensorType::IQ2_S, "IQ2_S", 256, 82),
-    (23, TensorType::IQ4_XS, "IQ4_XS", 256, 136),
-    (30, TensorType::BF16, "BF16", 1, 2),
-    (39, TensorType::MXFP4, "MXFP4", 32, 17),
-    (40, TensorType::NVFP4, "NVFP4", 64, 36),
-];
 
 /// Types that exist but are not supported: id and name.
 const UNSUPPORTED: [(u32, &str); 21] = [
@@ -142,46 +78,65 @@ const UNSUPPORTED: [(u32, &str); 21] = [
 impl TensorType {
     /// All supported types, in the order of their ids.
     pub fn all() -> impl Iterator<Item = TensorType> {
-        TYPES.iter().map(|row| row.1)
+        let numbers = [TensorType::F32, TensorType::F16, TensorType::BF16];
+        let mut all: Vec<TensorType> = numbers.into_iter().chain(BlockType::ALL.map(TensorType::Blocks)).collect();
+        all.sort_by_key(|kind| kind.id());
+        all.into_iter()
     }
 
     /// Returns the type with this id, or the name of an unsupported type: its own, or `type N` if it is not known.
     pub fn of(id: u32) -> Result<TensorType, String> {
-        if let Some(row) = TYPES.iter().find(|row| row.0 == id) {
-            return Ok(row.1);
+        match id {
+            0 => Ok(TensorType::F32),
+            1 => Ok(TensorType::F16),
+            30 => Ok(TensorType::BF16),
+            _ => BlockType::from_id(id).map(TensorType::Blocks).ok_or_else(|| {
+                let known = UNSUPPORTED.iter().find(|(other, _)| *other == id);
+                known.map_or_else(|| format!("type {id}"), |(_, name)| (*name).to_owned())
+            }),
         }
-        let known = UNSUPPORTED.iter().find(|(other, _)| *other == id);
-        Err(known.map_or_else(|| format!("type {id}"), |(_, name)| (*name).to_owned()))
-    }
-
-    fn row(self) -> &'static Row {
-        // Every type has a row, which a test checks.
-        TYPES.iter().find(|row| row.1 == self).unwrap_or(&TYPES[0])
     }
 
     /// Returns the type's id in the file.
     pub fn id(self) -> u32 {
-        self.row().0
+        match self {
+            TensorType::F32 => 0,
+            TensorType::F16 => 1,
+            TensorType::BF16 => 30,
+            TensorType::Blocks(blocks) => blocks.id(),
+        }
     }
 
     /// Returns the type's name, for example `Q4_K`.
     pub fn name(self) -> &'static str {
-        self.row().2
+        match self {
+            TensorType::F32 => "F32",
+            TensorType::F16 => "F16",
+            TensorType::BF16 => "BF16",
+            TensorType::Blocks(blocks) => blocks.name(),
+        }
     }
 
     /// Returns the number of elements of a block; 1 if the type is not quantised.
     pub fn block_elements(self) -> u64 {
-        self.row().3
+        match self {
+            TensorType::F32 | TensorType::F16 | TensorType::BF16 => 1,
+            TensorType::Blocks(blocks) => blocks.elements() as u64,
+        }
     }
 
     /// Returns the number of bytes of a block.
     pub fn block_bytes(self) -> u64 {
-        self.row().4
+        match self {
+            TensorType::F32 => 4,
+            TensorType::F16 | TensorType::BF16 => 2,
+            TensorType::Blocks(blocks) => blocks.bytes() as u64,
+        }
     }
 
     /// Whether the type stores blocks of several elements.
     pub fn is_quantised(self) -> bool {
-        self.block_elements() > 1
+        matches!(self, TensorType::Blocks(_))
     }
 }
 

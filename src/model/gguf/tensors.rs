@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use super::config::{Delta, GgufExperts, GgufModel};
 use super::container::{GgufTensor, TensorType};
 use super::split::{GgufFiles, TensorRef};
+use crate::quant::blocks::BlockType;
 
 /// The order in which rows of a Hugging Face tensor stand in the GGUF tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,6 +58,19 @@ pub enum ColumnOrder {
         /// The number of columns of a head.
         head_cols: u64,
     },
+}
+
+impl ColumnOrder {
+    /// Returns the stored column of a column of the Hugging Face tensor.
+    pub fn stored_column(self, column: u64) -> u64 {
+        match self {
+            ColumnOrder::Same => column,
+            ColumnOrder::TiledHeads { key_heads, per_key, head_cols } => {
+                let (head, within) = (column / head_cols, column % head_cols);
+                (head % per_key * key_heads + head / per_key) * head_cols + within
+            }
+        }
+    }
 }
 
 /// How the stored values differ from those of the Hugging Face tensor.
@@ -159,17 +173,6 @@ impl Source {
         self.runs().into_iter().filter_map(cut).collect()
     }
 
-    /// Returns the stored column of a column of the Hugging Face tensor.
-    pub fn stored_column(&self, column: u64) -> u64 {
-        match self.columns {
-            ColumnOrder::Same => column,
-            ColumnOrder::TiledHeads { key_heads, per_key, head_cols } => {
-                let (head, within) = (column / head_cols, column % head_cols);
-                (head % per_key * key_heads + head / per_key) * head_cols + within
-            }
-        }
-    }
-
     /// Whether the Hugging Face tensor is a run of the GGUF tensor's bytes as they are.
     pub fn is_plain(&self) -> bool {
         self.order == RowOrder::Same && self.columns == ColumnOrder::Same && self.change == StoredAs::None
@@ -198,7 +201,7 @@ impl Source {
         for run in self.runs() {
             for i in 0..run.rows {
                 let begin = (run.stored + i * run.stored_step) * self.cols;
-                out.extend((0..self.cols).map(|col| self.value(stored[(begin + self.stored_column(col)) as usize])));
+                out.extend((0..self.cols).map(|col| self.value(stored[(begin + self.columns.stored_column(col)) as usize])));
             }
         }
         out
@@ -528,7 +531,7 @@ impl Builder<'_> {
             let (tensor, kind) = (stored.to_owned(), info.kind.name());
             return self.problem(TensorProblem::QuantisedVector { tensor, kind });
         }
-        let scale = (info.kind == TensorType::NVFP4).then(|| {
+        let scale = (info.kind == TensorType::Blocks(BlockType::NVFP4)).then(|| {
             let base = stored.strip_suffix(".weight").unwrap_or(stored);
             self.parts.find(&format!("{base}.scale"))
         });

@@ -4,6 +4,7 @@ use super::super::container::{
     Array, ContainerError, Header, MAX_HEADER_BYTES, MAX_PAIRS, MAX_TENSORS, TensorType, Value,
 };
 use super::{File, text};
+use crate::quant::blocks::BlockType;
 
 fn parse(file: &File) -> Result<Header, ContainerError> {
     let bytes = file.bytes();
@@ -164,7 +165,7 @@ fn keys_and_names_are_unique() {
 #[test]
 fn tensors_must_have_possible_shapes_and_types() {
     let with = |dims: &[u64], kind: u32| {
-        let mut file = File::new().tensor("t", &[32], TensorType::Q4_0);
+        let mut file = File::new().tensor("t", &[32], TensorType::Blocks(BlockType::Q4_0));
         (file.tensors[0].dims, file.tensors[0].kind) = (dims.to_owned(), kind);
         file
     };

@@ -6,6 +6,7 @@ use super::super::split::{GgufFile, GgufFiles};
 use super::super::{Gguf, GgufError};
 use super::{File, small_model, text};
 use crate::model::config::{self as model_config, ModelConfig};
+use crate::quant::blocks::BlockType;
 
 fn open(file: &File, factors: Option<&[f32]>) -> Result<Gguf, GgufError> {
     let bytes = file.bytes();
@@ -181,7 +182,7 @@ fn tensors_are_checked_against_the_metadata() {
         ["tensor blk.0.ffn_norm.weight has the dimensions [4], must have [8]", "tensor blk.0.attn_k.weight is missing"]
     );
     let mut file = small_model();
-    file.tensors[1].kind = TensorType::Q4_0.id();
+    file.tensors[1].kind = TensorType::Blocks(BlockType::Q4_0).id();
     file.tensors[1].dims = vec![32];
     for (key, value) in [("llama.embedding_length", 32), ("llama.attention.key_length", 4)] {
         file.pairs.retain(|(other, _)| other != key);

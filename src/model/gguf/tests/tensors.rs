@@ -63,7 +63,7 @@ fn rows_stand_where_their_order_says() {
         // Columns are reordered alike.
         let columns = ColumnOrder::TiledHeads { key_heads, per_key, head_cols: head_rows };
         let columns = Source { columns, ..source(1, all - lead, RowOrder::Same) };
-        let stored: Vec<u64> = (0..all - lead).map(|column| lead + columns.stored_column(column)).collect();
+        let stored: Vec<u64> = (0..all - lead).map(|column| lead + columns.columns.stored_column(column)).collect();
         assert_eq!(stored, rows[lead as usize..]);
     }
     let groups = Source { first: 3, ..source(6, 1, RowOrder::Groups { rows: 2, stride: 5 }) };

@@ -109,7 +109,7 @@ impl Layout {
         for (tensor, kind) in tensors {
             let (cols, block) = (tensor.cols, kind.block_elements());
             let name = || tensor.name.clone();
-            if *kind == TensorType::NVFP4 {
+            if *kind == TensorType::Blocks(BlockType::NVFP4) {
                 return Err(WriteError::Type { tensor: name(), kind: kind.name() });
             }
             if !cols.is_multiple_of(block) {
@@ -272,7 +272,7 @@ impl Worker {
         self.scratch.resize(cols, 0.0);
         for row in self.numbers.chunks_mut(cols) {
             for (head, from) in row.chunks(head_cols).enumerate() {
-                let to = tensor.stored_column((head * head_cols) as u64) as usize;
+                let to = tensor.columns.stored_column((head * head_cols) as u64) as usize;
                 self.scratch[to..to + head_cols].copy_from_slice(from);
             }
             row.copy_from_slice(&self.scratch);
@@ -284,7 +284,7 @@ impl Worker {
         let limit = match kind {
             TensorType::F32 | TensorType::BF16 => return Ok(()),
             TensorType::F16 => 65_504.0,
-            _ => f32::MAX,
+            TensorType::Blocks(_) => f32::MAX,
         };
         let cols = tensor.cols as usize;
         if self.numbers.chunks(1 << 12).all(|part| part.iter().fold(true, |all, x| all & (x.abs() <= limit))) {
@@ -322,8 +322,7 @@ fn encode(kind: TensorType, numbers: &[f32], bytes: &mut Vec<u8>) {
             let halves = bytes.as_chunks_mut::<2>().0.iter_mut().zip(numbers);
             halves.for_each(|(out, x)| *out = bf16::from_f32(*x).to_le_bytes());
         }
-        // Every other type has blocks, which a test checks.
-        kind => BlockType::from_id(kind.id()).into_iter().for_each(|blocks| blocks.quantize(numbers, bytes)),
+        TensorType::Blocks(blocks) => blocks.quantize(numbers, bytes),
     }
 }
 

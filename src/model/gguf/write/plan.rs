@@ -73,7 +73,7 @@ pub struct PlannedTensor {
     /// The runs of rows that make up the tensor. They fill each row once.
     pub sources: Vec<Run>,
     /// The order of the columns, as a reader sees it: column `c` of the checkpoint's tensor stands where
-    /// [`PlannedTensor::stored_column`] says.
+    /// [`ColumnOrder::stored_column`] says.
     pub columns: ColumnOrder,
     /// The change of the values that a reader has to undo: with [`StoredAs::PlusOne`], the file stores `w + 1`.
     pub change: StoredAs,
@@ -93,17 +93,6 @@ impl PlannedTensor {
             StoredAs::None => value,
             StoredAs::PlusOne => value + 1.0,
             StoredAs::NegativeExp => -value.exp(),
-        }
-    }
-
-    /// Returns the stored column of a column of the checkpoint's tensor.
-    pub fn stored_column(&self, column: u64) -> u64 {
-        match self.columns {
-            ColumnOrder::Same => column,
-            ColumnOrder::TiledHeads { key_heads, per_key, head_cols } => {
-                let (head, within) = (column / head_cols, column % head_cols);
-                (head % per_key * key_heads + head / per_key) * head_cols + within
-            }
         }
     }
 }

@@ -3,6 +3,7 @@
 
 use super::super::container::TensorType;
 use super::WriteError;
+use crate::quant::blocks::BlockType;
 
 /// The type of a file: how the types of its tensors are chosen. Vectors, norms, routers and convolutions are always
 /// F32, and a matrix whose rows are no whole blocks of its type takes one with smaller blocks.
@@ -31,13 +32,13 @@ use FileType::*;
 
 impl FileType {
     const MIXTURES: [(FileType, &'static str, TensorType, u32); 7] = [
-        (Q3_K_S, "Q3_K_S", TensorType::Q3_K, 11),
-        (Q3_K_M, "Q3_K_M", TensorType::Q3_K, 12),
-        (Q3_K_L, "Q3_K_L", TensorType::Q3_K, 13),
-        (Q4_K_S, "Q4_K_S", TensorType::Q4_K, 14),
-        (Q4_K_M, "Q4_K_M", TensorType::Q4_K, 15),
-        (Q5_K_S, "Q5_K_S", TensorType::Q5_K, 16),
-        (Q5_K_M, "Q5_K_M", TensorType::Q5_K, 17),
+        (Q3_K_S, "Q3_K_S", TensorType::Blocks(BlockType::Q3_K), 11),
+        (Q3_K_M, "Q3_K_M", TensorType::Blocks(BlockType::Q3_K), 12),
+        (Q3_K_L, "Q3_K_L", TensorType::Blocks(BlockType::Q3_K), 13),
+        (Q4_K_S, "Q4_K_S", TensorType::Blocks(BlockType::Q4_K), 14),
+        (Q4_K_M, "Q4_K_M", TensorType::Blocks(BlockType::Q4_K), 15),
+        (Q5_K_S, "Q5_K_S", TensorType::Blocks(BlockType::Q5_K), 16),
+        (Q5_K_M, "Q5_K_M", TensorType::Blocks(BlockType::Q5_K), 17),
     ];
 
     fn row(self) -> Option<&'static (FileType, &'static str, TensorType, u32)> {
@@ -47,7 +48,7 @@ impl FileType {
     /// Returns the types of one element type that can be written.
     fn single() -> impl Iterator<Item = TensorType> {
         // The blocks of NVFP4 need a factor beside the tensor.
-        TensorType::all().filter(|kind| *kind != TensorType::NVFP4)
+        TensorType::all().filter(|kind| *kind != TensorType::Blocks(BlockType::NVFP4))
     }
 
     /// Returns the names of all file types.
@@ -87,26 +88,26 @@ impl FileType {
         match kind {
             TensorType::F32 => 0,
             TensorType::F16 => 1,
-            TensorType::Q4_0 => 2,
-            TensorType::Q4_1 => 3,
-            TensorType::Q8_0 => 7,
-            TensorType::Q5_0 => 8,
-            TensorType::Q5_1 => 9,
-            TensorType::Q2_K => 10,
-            TensorType::Q3_K => 11,
-            TensorType::Q4_K => 14,
-            TensorType::Q5_K => 16,
-            TensorType::Q6_K => 18,
-            TensorType::IQ2_XXS => 19,
-            TensorType::IQ2_XS => 20,
-            TensorType::IQ3_XXS => 23,
-            TensorType::IQ4_NL => 25,
-            TensorType::IQ3_S => 26,
-            TensorType::IQ2_S => 28,
-            TensorType::IQ4_XS => 30,
+            TensorType::Blocks(BlockType::Q4_0) => 2,
+            TensorType::Blocks(BlockType::Q4_1) => 3,
+            TensorType::Blocks(BlockType::Q8_0) => 7,
+            TensorType::Blocks(BlockType::Q5_0) => 8,
+            TensorType::Blocks(BlockType::Q5_1) => 9,
+            TensorType::Blocks(BlockType::Q2_K) => 10,
+            TensorType::Blocks(BlockType::Q3_K) => 11,
+            TensorType::Blocks(BlockType::Q4_K) => 14,
+            TensorType::Blocks(BlockType::Q5_K) => 16,
+            TensorType::Blocks(BlockType::Q6_K) => 18,
+            TensorType::Blocks(BlockType::IQ2_XXS) => 19,
+            TensorType::Blocks(BlockType::IQ2_XS) => 20,
+            TensorType::Blocks(BlockType::IQ3_XXS) => 23,
+            TensorType::Blocks(BlockType::IQ4_NL) => 25,
+            TensorType::Blocks(BlockType::IQ3_S) => 26,
+            TensorType::Blocks(BlockType::IQ2_S) => 28,
+            TensorType::Blocks(BlockType::IQ4_XS) => 30,
             TensorType::BF16 => 32,
-            TensorType::MXFP4 => 38,
-            TensorType::NVFP4 => 39,
+            TensorType::Blocks(BlockType::MXFP4) => 38,
+            TensorType::Blocks(BlockType::NVFP4) => 39,
         }
     }
 }
@@ -132,7 +133,7 @@ pub fn type_of(
         (One(kind), _) => kind,
         _ if name == "output.weight" || tied && name == "token_embd.weight" => {
             let whole = dims[0].is_multiple_of(base.block_elements());
-            if whole { TensorType::Q6_K } else { TensorType::Q8_0 }
+            if whole { TensorType::Blocks(BlockType::Q6_K) } else { TensorType::Blocks(BlockType::Q8_0) }
         }
         (_, None) => base,
         (_, Some(layer)) => of_layer(file_type, name, layer, layers),
@@ -152,39 +153,40 @@ fn of_layer(file_type: FileType, name: &str, layer: u64, layers: u64) -> TensorT
     match file_type {
         Q3_K_M if values => {
             if layer < 2 {
-                TensorType::Q5_K
+                TensorType::Blocks(BlockType::Q5_K)
             } else {
-                TensorType::Q4_K
+                TensorType::Blocks(BlockType::Q4_K)
             }
         }
         Q3_K_M if down => {
             if layer < layers / 16 {
-                TensorType::Q5_K
+                TensorType::Blocks(BlockType::Q5_K)
             } else {
-                TensorType::Q4_K
+                TensorType::Blocks(BlockType::Q4_K)
             }
         }
-        Q3_K_M if output => TensorType::Q4_K,
-        Q3_K_L if values || down || output => TensorType::Q5_K,
-        Q4_K_S if values && layer < 4 || down && layer < eighth => TensorType::Q5_K,
-        Q4_K_M | Q5_K_M if (values || down) && more => TensorType::Q6_K,
+        Q3_K_M if output => TensorType::Blocks(BlockType::Q4_K),
+        Q3_K_L if values || down || output => TensorType::Blocks(BlockType::Q5_K),
+        Q4_K_S if values && layer < 4 || down && layer < eighth => TensorType::Blocks(BlockType::Q5_K),
+        Q4_K_M | Q5_K_M if (values || down) && more => TensorType::Blocks(BlockType::Q6_K),
         _ => base,
     }
 }
 
 /// Returns the type itself, or the one that takes its place where rows of `cols` elements are no whole blocks.
 fn fitting(kind: TensorType, cols: u64) -> TensorType {
-    use TensorType::*;
+    use BlockType::*;
     if cols.is_multiple_of(kind.block_elements()) {
         return kind;
     }
-    let smaller = match kind {
+    let TensorType::Blocks(blocks) = kind else { return TensorType::F16 };
+    let smaller = TensorType::Blocks(match blocks {
         Q2_K | Q3_K => Q4_0,
         Q4_K => Q5_0,
         Q5_K => Q5_1,
         Q6_K => Q8_0,
         IQ2_XXS | IQ2_XS | IQ2_S | IQ3_XXS | IQ3_S | IQ4_XS => IQ4_NL,
         other => other,
-    };
-    if cols.is_multiple_of(smaller.block_elements()) { smaller } else { F16 }
+    });
+    if cols.is_multiple_of(smaller.block_elements()) { smaller } else { TensorType::F16 }
 }

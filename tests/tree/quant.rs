@@ -2,8 +2,11 @@
 //! `tests/fixtures/quant`, whose values were computed by the Python packages that its scripts name; and what llama.cpp's
 //! converter and quantiser made of the demo model (`tests/fixtures/llama.cpp`).
 
+use crate::python::python;
 use ostinato::model::gguf;
+use ostinato::model::gguf::container::TensorType;
 use ostinato::model::gguf::write::{FileType, convert};
+use ostinato::model::synth::{self, SynthOptions};
 use ostinato::model::text::Text;
 use ostinato::quant::blocks::BlockType;
 use ostinato::quant::number::Number;
@@ -15,8 +18,9 @@ use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 fn path(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
@@ -230,7 +234,62 @@ fn digest(file: &Path) -> String {
         sha.update(format!("{name} {} {dims} ", info.kind));
         sha.update(&bytes[info.offset as usize..][..info.bytes as usize]);
     }
-    sha.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    hex(&sha.finalize())
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The values of a tensor of a GGUF file, in the order of the file.
+fn tensor_values(kind: TensorType, bytes: &[u8]) -> Vec<f32> {
+    match kind {
+        TensorType::F32 => floats(bytes),
+        TensorType::F16 => bytes.as_chunks().0.iter().map(|b| half::f16::from_le_bytes(*b).to_f32()).collect(),
+        TensorType::BF16 => bytes.as_chunks().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32()).collect(),
+        TensorType::Blocks(blocks) => {
+            let mut values = vec![0.0; bytes.len() / blocks.bytes() * blocks.elements()];
+            blocks.dequantize(bytes, &mut values);
+            values
+        }
+    }
+}
+
+#[test]
+fn pythons_gguf_reads_every_type_of_file_with_the_same_values() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let checkpoint = folder.path().join("checkpoint");
+    // Rows of whole blocks of every type.
+    let config = std::fs::read_to_string(path("tests/fixtures/qwen3-deep/config.json")).expect("the configuration");
+    let mut config: Value = serde_json::from_str(&config).expect("JSON");
+    for (key, value) in [("hidden_size", 256), ("intermediate_size", 256), ("num_hidden_layers", 2)] {
+        config[key] = value.into();
+    }
+    synth::write(&config.to_string(), &checkpoint, &SynthOptions::default(), &mut |_, _| {}).expect("written");
+    let (mut files, mut wanted) = (Vec::new(), BTreeSet::new());
+    // Also a file with a tokenizer.
+    let kinds = FileType::known().into_iter().map(|kind| (kind, checkpoint.clone()));
+    for (kind, from) in kinds.chain([("Q4_K_M", path("demo/model"))]) {
+        let file = folder.path().join(format!("{}-{kind}.gguf", files.len()));
+        convert(&from, &file, FileType::from_name(kind).expect("a type"), 2).expect("converted");
+        let (model, _) = gguf::open(&file).expect("a model");
+        let data = std::fs::read(&file).expect("the file");
+        for info in &model.parts.files[0].header.tensors {
+            let dims = info.dims.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
+            let values = tensor_values(info.kind, &data[info.offset as usize..][..info.bytes as usize]);
+            let values: Vec<f32> = values.iter().map(|value| value + 0.0).collect();
+            let digest = hex(&Sha256::digest(bytes(&values)));
+            wanted.insert(format!("{} {} {} {dims} {digest}", file.display(), info.name, info.kind));
+        }
+        files.push(file);
+    }
+    let output = Command::new(python()).arg(path("tests/python/gguf_values.py")).args(&files).output().expect("it runs");
+    let [said, problem] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).expect("text"));
+    assert!(output.status.success(), "{problem}");
+    let found: BTreeSet<String> = said.lines().map(str::to_owned).collect();
+    assert_eq!(found.symmetric_difference(&wanted).collect::<Vec<_>>(), Vec::<&String>::new());
+    // Every type but NVFP4, which is not written.
+    assert_eq!(files.len(), TensorType::all().count() - 1 + 7 + 1);
 }
 
 #[test]

@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")"
 seconds=${1:?how many seconds for each target}
 shift
-all=(safetensors model_config tokenizer chat constraint configuration generate vllm_generate)
+all=(safetensors gguf gguf_split weights model_config tokenizer chat constraint configuration generate vllm_generate)
 targets=("$@")
 [ ${#targets[@]} -gt 0 ] || targets=("${all[@]}")
 

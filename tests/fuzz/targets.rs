@@ -4,6 +4,10 @@
 
 #[path = "constraints.rs"]
 mod constraints;
+#[path = "weights.rs"]
+mod weights;
+
+pub use weights::weights;
 
 use ostinato::actors::workers::{self, Cancel};
 use ostinato::config::{Sources, from_sources};
@@ -11,6 +15,8 @@ use ostinato::engine::fake::{FakeConfig, FakeExecutor};
 use ostinato::host::{Host, ModelInfo, ServedModel};
 use ostinato::model::checkpoint::Checkpoint;
 use ostinato::model::config::ModelConfig;
+use ostinato::model::gguf;
+use ostinato::model::gguf::split::GgufFiles;
 use ostinato::model::grammar::{GrammarError, Grammars, Next, bit};
 use ostinato::model::text::Text;
 use ostinato::model::text::chat::{ChatMessage, ChatOptions};
@@ -30,8 +36,11 @@ use tempfile::TempDir;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets, under the names of their binaries.
-pub const TARGETS: [Target; 8] = [
+pub const TARGETS: [Target; 11] = [
     ("safetensors", safetensors),
+    ("gguf", gguf),
+    ("gguf_split", gguf_split),
+    ("weights", weights),
     ("model_config", model_config),
     ("tokenizer", tokenizer),
     ("chat", chat),
@@ -71,6 +80,47 @@ pub fn safetensors(bytes: &[u8]) {
     let folder = with_file("model.safetensors", bytes, &[("config.json", MODEL_CONFIG)]);
     if let Err(error) = Checkpoint::open(folder.path()) {
         assert!(!error.to_string().is_empty());
+    }
+}
+
+/// A GGUF file: its header becomes a configuration, tensors and a tokenizer, first one by one, as far as each comes, and
+/// then as a checkpoint and a text.
+pub fn gguf(bytes: &[u8]) {
+    gguf::fuzz(bytes);
+    let folder = with_file("model.gguf", bytes, &[]);
+    let file = folder.path().join("model.gguf");
+    let opened = Checkpoint::open(&file);
+    if let Err(error) = &opened {
+        assert!(!error.to_string().is_empty());
+    }
+    READING.set(true);
+    let text = Text::load(&file);
+    READING.set(false);
+    match text {
+        Ok(Some(text)) => drop(text.encode("It's 12 o'clock.\n\n  Grüße \u{1f98a}", true)),
+        Ok(None) => {}
+        Err(error) => assert!(!error.to_string().is_empty()),
+    }
+}
+
+/// A model that is split into two GGUF files: the length of the first in two bytes, and both.
+pub fn gguf_split(bytes: &[u8]) {
+    let Some((length, bytes)) = bytes.split_first_chunk() else { return };
+    let (first, second) = bytes.split_at(usize::from(u16::from_le_bytes(*length)).min(bytes.len()));
+    let files = GgufFiles::open(Path::new("m-00001-of-00002.gguf"), |path: &Path| {
+        let bytes = if path == Path::new("m-00001-of-00002.gguf") { first } else { second };
+        Ok((bytes, bytes.len() as u64))
+    });
+    match files {
+        Ok(files) => {
+            // Every tensor lies within its file.
+            for at in files.tensors.values() {
+                let info = files.at(*at);
+                assert!(info.offset.checked_add(info.bytes).is_some_and(|end| end <= files.files[at.file].bytes));
+            }
+            drop(gguf::Gguf::new(files, None));
+        }
+        Err(error) => assert!(!error.to_string().is_empty()),
     }
 }
 

@@ -283,7 +283,8 @@ fn pythons_gguf_reads_every_type_of_file_with_the_same_values() {
         }
         files.push(file);
     }
-    let output = Command::new(python()).arg(path("tests/python/gguf_values.py")).args(&files).output().expect("it runs");
+    let output =
+        Command::new(python()).arg(path("tests/python/gguf_values.py")).args(&files).output().expect("it runs");
     let [said, problem] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).expect("text"));
     assert!(output.status.success(), "{problem}");
     let found: BTreeSet<String> = said.lines().map(str::to_owned).collect();

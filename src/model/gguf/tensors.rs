@@ -201,7 +201,9 @@ impl Source {
         for run in self.runs() {
             for i in 0..run.rows {
                 let begin = (run.stored + i * run.stored_step) * self.cols;
-                out.extend((0..self.cols).map(|col| self.value(stored[(begin + self.columns.stored_column(col)) as usize])));
+                out.extend(
+                    (0..self.cols).map(|col| self.value(stored[(begin + self.columns.stored_column(col)) as usize])),
+                );
             }
         }
         out

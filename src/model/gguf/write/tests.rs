@@ -377,9 +377,14 @@ fn types_of_the_mixtures() {
     let narrow = |name: &str, cols: u64| {
         type_of(FileType::from_name(name).unwrap(), "blk.1.attn_q.weight", &[cols, 8], Some(1), 32, false).name()
     };
-    for (name, expected) in
-        [("q4_k", "Q5_0"), ("q5_k", "Q5_1"), ("q6_k", "Q8_0"), ("q3_k", "Q4_0"), ("iq4_xs", "IQ4_NL"), ("mxfp4", "MXFP4")]
-    {
+    for (name, expected) in [
+        ("q4_k", "Q5_0"),
+        ("q5_k", "Q5_1"),
+        ("q6_k", "Q8_0"),
+        ("q3_k", "Q4_0"),
+        ("iq4_xs", "IQ4_NL"),
+        ("mxfp4", "MXFP4"),
+    ] {
         assert_eq!(narrow(name, 256 + 32), expected, "{name}");
         assert_eq!(narrow(name, 256 + 16), "F16", "{name}");
     }
@@ -404,7 +409,12 @@ fn problems_are_named_and_leave_no_file() {
         let folder = tempfile::tempdir().unwrap();
         model.save(folder.path(), "F32");
         let before = std::fs::read_dir(folder.path()).unwrap().count();
-        let result = convert(folder.path(), &folder.path().join("out.gguf"), FileType::One(TensorType::Blocks(BlockType::Q8_0)), 2);
+        let result = convert(
+            folder.path(),
+            &folder.path().join("out.gguf"),
+            FileType::One(TensorType::Blocks(BlockType::Q8_0)),
+            2,
+        );
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), before);
         result.unwrap_err().to_string()
     };

@@ -10,7 +10,7 @@ use ostinato::config::{Config, Model, Selector, Sources, from_sources};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use yaml_rust2::{Yaml, YamlLoader};
+use yaml_rust2::{Yaml, YamlEmitter, YamlLoader};
 
 fn deploy() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy")
@@ -210,8 +210,25 @@ fn alerts_ask_for_what_is_documented() {
         assert!(found.is_empty(), "{name}: {found:?}");
         assert!(["critical", "warning"].contains(&rule["labels"]["severity"].as_str().expect("a severity")), "{name}");
     }
+    // While a lost device is rebuilt, its replica is not up and its requests wait. That is no failure yet.
+    let mut states = 0;
+    for rule in &rules {
+        let (name, expression) = (rule["alert"].as_str().unwrap(), rule["expr"].as_str().unwrap());
+        let minutes = rule["for"].as_str().and_then(|time| time.strip_suffix('m')?.parse::<u32>().ok());
+        let down =
+            ["ostinato_replica_up == 0", "ostinato_device_up == 0"].iter().any(|state| expression.contains(state));
+        if down && !expression.contains("ostinato_replica_closed == 1") {
+            states += 1;
+            assert!(minutes.is_some_and(|minutes| minutes >= 10), "{name} fires while a lost device is rebuilt");
+        }
+        if expression.contains("ostinato_requests_room == 0") {
+            assert!(expression.contains("ostinato_replica_up == 1"), "{name}: there is no room while it is rebuilt");
+        }
+    }
+    assert_eq!(states, 2, "a replica and a device");
     let expressions: String = rules.iter().filter_map(|rule| rule["expr"].as_str()).collect();
     for asked in [
+        "ostinato_device_losses_total",
         "ostinato_replica_up",
         "ostinato_requests_room",
         "ostinato_device_up",
@@ -609,6 +626,133 @@ fn objects_keep_to_the_schemas_of_kubernetes() {
         .expect("written");
     let problem = held_against_schemas(wrong.path()).expect_err("no such field");
     assert!(problem.contains("readynessProbe"), "{problem}");
+}
+
+/// Returns the workers' deployment.
+fn workers() -> Yaml {
+    let all = yaml("kubernetes.yaml");
+    objects(&all, "Deployment")["ostinato"].clone()
+}
+
+#[test]
+fn the_network_policy_lets_in_whoever_needs_the_workers() {
+    let all = yaml("kubernetes.yaml");
+    let deployments = objects(&all, "Deployment");
+    let template = |name: &str| &deployments[name]["spec"]["template"];
+    let policy = &objects(&all, "NetworkPolicy")["ostinato"]["spec"];
+    assert!(selects(&policy["podSelector"]["matchLabels"], template("ostinato")));
+    let rule = |rule: &Yaml, peers: &str| {
+        let peer = &rule[peers][0]["podSelector"]["matchLabels"];
+        let whose = deployments.keys().find(|name| selects(peer, template(name))).copied();
+        (whose, list(&rule["ports"]).iter().map(|port| port["port"].as_i64().unwrap()).collect::<Vec<_>>())
+    };
+    let config = container();
+    let grpc = i64::from(config.server.listen.port());
+    let admin = i64::from(config.admin.listen.expect("it is on").port());
+    let entering: Vec<_> = list(&policy["ingress"]).iter().map(|of| rule(of, "from")).collect();
+    assert_eq!(entering, [(Some("router"), vec![grpc]), (Some("prometheus"), vec![admin])]);
+    let (_, collector) = host_and_port(config.telemetry.otlp_endpoint.as_deref().expect("traces go somewhere"));
+    let leaving: Vec<_> = list(&policy["egress"]).iter().map(|of| rule(of, "to")).collect();
+    assert_eq!(leaving, [(None, vec![53, 53]), (Some("otel-collector"), vec![collector.into()])]);
+}
+
+/// Applies the operation of a JSON patch to an object. Only what the components use is known.
+fn patch(object: &mut Yaml, operation: &Yaml) {
+    let path = operation["path"].as_str().expect("a path");
+    let (parent, last) = path.rsplit_once('/').expect("a path");
+    let place = parent.split('/').skip(1).fold(object, |at, key| match at {
+        Yaml::Array(list) => &mut list[key.parse::<usize>().expect("an index")],
+        Yaml::Hash(hash) => hash.get_mut(&Yaml::String(key.to_owned())).unwrap_or_else(|| panic!("no {key}: {path}")),
+        _ => panic!("{path} leads nowhere"),
+    });
+    let key = Yaml::String(last.to_owned());
+    match (operation["op"].as_str().expect("an operation"), place) {
+        ("add", Yaml::Array(list)) if last == "-" => list.push(operation["value"].clone()),
+        ("replace", Yaml::Hash(hash)) if hash.contains_key(&key) => _ = hash.insert(key, operation["value"].clone()),
+        ("remove", Yaml::Hash(hash)) if hash.contains_key(&key) => _ = hash.remove(&key),
+        (operation, _) => panic!("{operation} of {path}"),
+    }
+}
+
+/// Goal: the components that `kustomization.yaml` offers can be used as they are. Method: their patches are applied to
+/// the workers' deployment, and the result and their objects are checked against Kubernetes' schemas.
+#[test]
+fn components_change_what_is_there() {
+    let offered = text("kustomization.yaml");
+    let offered: Vec<&str> = offered.lines().filter_map(|line| line.strip_prefix("#   - ")).collect();
+    assert_eq!(offered, ["weights", "autoscaling"]);
+    // Kustomize reads the list without its `#`.
+    let list_of = text("kustomization.yaml").replace("\n# components:", "\ncomponents:").replace("\n#   ", "\n  ");
+    let documents = YamlLoader::load_from_str(&list_of).expect("YAML");
+    assert_eq!(words(&documents[0]["components"]), offered);
+    let generated = one("kustomization.yaml");
+    let generated: Vec<&str> =
+        list(&generated["configMapGenerator"]).iter().filter_map(|map| map["name"].as_str()).collect();
+    let mut workers = workers();
+    for name in &offered {
+        let component = one(&format!("{name}/kustomization.yaml"));
+        assert_eq!(component["kind"].as_str(), Some("Component"), "{name}");
+        for resource in words(&component["resources"]) {
+            let file = format!("{name}/{resource}");
+            let kept = held_against_schemas(&deploy().join(&file)).unwrap_or_else(|problem| panic!("{problem}"));
+            assert_eq!(kept.lines().count(), yaml(&file).len(), "{kept}");
+        }
+        for map in list(&component["configMapGenerator"]) {
+            assert!(generated.contains(&map["name"].as_str().expect("a name")), "{name} replaces what is not there");
+            assert!(words(&map["files"]).iter().all(|file| deploy().join(name).join(file).is_file()), "{name}");
+        }
+        for change in list(&component["patches"]) {
+            assert_eq!(change["target"]["kind"], workers["kind"], "{name}");
+            assert_eq!(change["target"]["name"], workers["metadata"]["name"], "{name}");
+            let operations = YamlLoader::load_from_str(change["patch"].as_str().expect("a patch")).expect("YAML");
+            list(&operations[0]).iter().for_each(|operation| patch(&mut workers, operation));
+        }
+    }
+    let mut changed = String::new();
+    YamlEmitter::new(&mut changed).dump(&workers).expect("YAML");
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    std::fs::write(file.path(), &changed).expect("written");
+    held_against_schemas(file.path()).unwrap_or_else(|problem| panic!("{problem}\n{changed}"));
+
+    // The workers see the files that the job downloads, where their configuration looks for them.
+    let sources = Sources { file: Some(deploy().join("weights/ostinato.toml")), ..Sources::default() };
+    let mut config = from_sources(&sources).unwrap_or_else(|e| panic!("{e}"));
+    let path = config.models[0].path.to_str().expect("UTF-8").to_owned();
+    config.models = container().models;
+    assert_eq!(config, container(), "only the models differ");
+    let all = yaml("weights/volume.yaml");
+    let claim = objects(&all, "PersistentVolumeClaim").into_keys().next().expect("a claim");
+    for template in [&workers["spec"]["template"], &objects(&all, "Job")["download"]["spec"]["template"]] {
+        let volume = list(&template["spec"]["volumes"])
+            .iter()
+            .find(|volume| volume["persistentVolumeClaim"]["claimName"].as_str() == Some(claim))
+            .expect("a volume of the claim");
+        let container = &template["spec"]["containers"][0];
+        let mount = list(&container["volumeMounts"]).iter().find(|mount| mount["name"] == volume["name"]);
+        assert!(path.starts_with(mount.expect("a mount")["mountPath"].as_str().expect("a path")), "{path}");
+    }
+    let job = &objects(&all, "Job")["download"]["spec"]["template"]["spec"]["containers"][0];
+    assert!(job["args"][0].as_str().expect("a script").ends_with(&format!("mv {path}.part {path}\n")));
+    assert!(text("router.Dockerfile").contains(&format!("FROM {}\n", job["image"].as_str().expect("an image"))));
+
+    // The metric exists, and the adapter's rule gives it the name under which it is asked for.
+    let scaler = one("autoscaling/autoscaler.yaml")["spec"].clone();
+    assert_eq!(scaler["scaleTargetRef"]["name"], workers["metadata"]["name"]);
+    assert!(workers["spec"]["replicas"].is_badvalue(), "the autoscaler decides");
+    let metric = scaler["metrics"][0]["external"]["metric"]["name"].as_str().expect("a metric");
+    let adapter = one("autoscaling/adapter.yaml");
+    let rule = &adapter["rules"]["external"][0];
+    assert_eq!(rule["name"]["as"].as_str(), Some(metric));
+    let documented = documented();
+    for query in ["seriesQuery", "metricsQuery"] {
+        let found = problems(rule[query].as_str().expect("a query"), &[], &documented);
+        assert!(found.is_empty(), "{found:?}");
+    }
+    let url = adapter["prometheus"]["url"].as_str().expect("an address").trim_start_matches("http://");
+    let (service, namespace) = url.trim_end_matches(".svc").split_once('.').expect("SERVICE.NAMESPACE.svc");
+    let all = yaml("kubernetes.yaml");
+    assert!(objects(&all, "Namespace").contains_key(namespace));
+    assert_eq!(adapter["prometheus"]["port"], objects(&all, "Service")[service]["spec"]["ports"][0]["port"]);
 }
 
 #[test]

@@ -1,5 +1,5 @@
 //! Tests of trace export with an OTLP receiver in this process: one trace from a client's `traceparent` to the engine's
-//! phases. There is one test per process, because a process has one tracing subscriber; the second test uses child
+//! phases. There is one test per process, because a process has one tracing subscriber; the other tests use child
 //! processes.
 
 mod serving;
@@ -7,6 +7,7 @@ mod serving;
 use opentelemetry_proto::tonic::trace::v1::Span;
 use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
 use opentelemetry_proto::tonic::trace::v1::status::StatusCode;
+use ostinato::config::{Sources, from_sources};
 use ostinato::service::proto;
 use ostinato::service::server::Options;
 use ostinato::telemetry::{self, Settings};
@@ -41,13 +42,10 @@ async fn one_trace_from_the_client_to_the_steps() {
         // Traces that begin in the server are not sampled; those that a client asks for are.
         sample_ratio: 0.0,
         log: "off".to_owned(),
-        json: false,
+        ..Settings::default()
     })
     .unwrap();
-    assert!(
-        telemetry::init(&Settings { otlp_endpoint: None, sample_ratio: 1.0, log: "off".to_owned(), json: false })
-            .is_err()
-    );
+    assert!(telemetry::init(&Settings::default()).is_err());
 
     let step = Duration::from_millis(2);
     let mut faulty = fake(step, b"abcdefgh");
@@ -124,7 +122,12 @@ async fn one_trace_from_the_client_to_the_steps() {
         assert!(Instant::now() < until, "{all:#?}");
         tokio::time::sleep(Duration::from_millis(10)).await;
     };
-    assert!(collector.services.lock().unwrap().iter().all(|service| service == "ostinato"));
+    for resource in collector.resources.lock().unwrap().iter() {
+        assert_eq!(text(resource, "service.name"), "ostinato");
+        assert_eq!(text(resource, "service.version"), env!("CARGO_PKG_VERSION"));
+        let instance = text(resource, "service.instance.id");
+        assert!(instance.len() == 36 && instance.as_bytes()[14] == b'4', "{instance}");
+    }
 
     // RPC → inference → queue, prefill, decode. Step and region spans were checked above and are removed.
     check_steps(&first);
@@ -319,8 +322,7 @@ fn a_collector_that_is_down_or_does_not_answer_costs_nothing() {
             "down" => "http://127.0.0.1:1".to_owned(),
             _ => format!("http://{}", silent.local_addr().unwrap()),
         };
-        let settings =
-            Settings { otlp_endpoint: Some(endpoint), sample_ratio: 1.0, log: "off".to_owned(), json: false };
+        let settings = Settings { otlp_endpoint: Some(endpoint), log: "off".to_owned(), ..Settings::default() };
         let guard = telemetry::init(&settings).unwrap();
         let runtime = tokio::runtime::Runtime::new().unwrap();
         runtime.block_on(async {
@@ -350,5 +352,65 @@ fn a_collector_that_is_down_or_does_not_answer_costs_nothing() {
         let ended = text.split("ended in ").nth(1).and_then(|rest| rest.split(' ').next());
         let ended: u64 = ended.unwrap_or_else(|| panic!("{text}")).parse().unwrap();
         assert!(ended < 4000, "{how}: {ended} ms");
+    }
+}
+
+/// Goal: the standard `OTEL_*` variables configure the export, and every process has an instance of its own. Method: a
+/// child process with these variables reads its configuration as `ostinato serve` does and exports one span.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_standard_variables_configure_the_export() {
+    const CHILD: &str = "OTLP_VARIABLES_CHILD";
+    if std::env::var_os(CHILD).is_some() {
+        let sources = Sources { environment: true, ..Sources::default() };
+        let config = from_sources(&sources).unwrap_or_else(|e| panic!("{e}"));
+        // The exporter waits for its own threads when it ends.
+        tokio::task::block_in_place(|| {
+            let guard = telemetry::init(&config.telemetry.settings(false)).unwrap();
+            drop(tracing::info_span!(target: "ostinato", "probe").entered());
+            drop(guard);
+        });
+        return;
+    }
+    let (collector, endpoint) = Collector::start().await;
+    let run = |variables: &[(&str, &str)]| {
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "the_standard_variables_configure_the_export", "--nocapture"]).env(CHILD, "1");
+        child.env("OTEL_EXPORTER_OTLP_ENDPOINT", &endpoint).envs(variables.iter().copied());
+        let output = tokio::task::block_in_place(|| child.output()).unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let resources = std::mem::take(&mut *collector.resources.lock().unwrap());
+        let metadata = std::mem::take(&mut *collector.metadata.lock().unwrap());
+        let spans = std::mem::take(&mut *collector.spans.lock().unwrap());
+        assert!(spans.iter().all(|span| span.name == "probe") && spans.len() <= 1, "{spans:?}");
+        (resources, metadata, String::from_utf8(output.stderr).unwrap())
+    };
+    let (resources, metadata, _) = run(&[
+        ("OTEL_SERVICE_NAME", "chat"),
+        ("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=a%2Cb,service.version=2,service.name=no"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "api-key=a%20key"),
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "5000"),
+        ("OTEL_TRACES_SAMPLER", "always_on"),
+        ("OSTINATO_TELEMETRY__LOG", "off"),
+    ]);
+    let [resource] = &resources[..] else { panic!("one export: {resources:?}") };
+    for (key, value) in [("service.name", "chat"), ("service.version", "2"), ("deployment.environment.name", "a,b")] {
+        assert_eq!(text(resource, key), value);
+    }
+    assert_eq!(metadata[0].get("api-key").unwrap(), "a key");
+    let first = text(resource, "service.instance.id");
+    let (resources, _, log) = run(&[]);
+    let second = text(&resources[0], "service.instance.id");
+    assert_ne!(first, second, "each process has its own");
+    assert!(log.contains(&second) && log.contains(&endpoint), "the log names it: {log}");
+    let (resources, ..) = run(&[("OTEL_RESOURCE_ATTRIBUTES", "service.instance.id=gpu-7")]);
+    assert_eq!(text(&resources[0], "service.instance.id"), "gpu-7");
+    for (name, value) in [
+        ("OTEL_TRACES_SAMPLER", "always_off"),
+        ("OSTINATO_TELEMETRY__SAMPLE_RATIO", "0"),
+        ("OTEL_SDK_DISABLED", "true"),
+        ("OSTINATO_TELEMETRY__OTLP_ENDPOINT", "http://127.0.0.1:1"),
+    ] {
+        let (resources, ..) = run(&[(name, value), ("OSTINATO_TELEMETRY__LOG", "off")]);
+        assert!(resources.is_empty(), "{name}={value}: {resources:?}");
     }
 }

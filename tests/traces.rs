@@ -45,7 +45,7 @@ fn child<'a>(spans: &'a [Span], parent: &Span, name: &str) -> &'a Span {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_trace_leads_from_the_client_to_the_device_and_a_load_shows_where_its_time_went() {
     let (collector, endpoint) = Collector::start().await;
-    let settings = Settings { otlp_endpoint: Some(endpoint), sample_ratio: 1.0, log: "off".to_owned(), json: false };
+    let settings = Settings { otlp_endpoint: Some(endpoint), log: "off".to_owned(), ..Settings::default() };
     let guard = telemetry::init(&settings).unwrap();
     let vulkan = Vulkan::new();
     let begun = Instant::now();

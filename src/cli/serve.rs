@@ -142,13 +142,11 @@ impl Serve {
 pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
     let args = &args.found()?;
     let config = args.configuration()?;
-    let quiet = progress::verbosity() == progress::Verbosity::Quiet && config.telemetry.log == "info";
-    let _telemetry = telemetry::init(&telemetry::Settings {
-        otlp_endpoint: config.telemetry.otlp_endpoint.clone(),
-        sample_ratio: config.telemetry.sample_ratio,
-        log: if quiet { "warn".to_owned() } else { config.telemetry.log.clone() },
-        json: args.json,
-    })?;
+    let mut settings = config.telemetry.settings(args.json);
+    if progress::verbosity() == progress::Verbosity::Quiet && config.telemetry.log == "info" {
+        settings.log = "warn".to_owned();
+    }
+    let _telemetry = telemetry::init(&settings)?;
     workers::use_limits(WorkerLimits {
         memory: config.server.worker_memory.0,
         cpu: Duration::from_secs_f64(config.server.worker_seconds),

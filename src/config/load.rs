@@ -14,7 +14,8 @@ use std::path::{Path, PathBuf};
 pub struct Sources {
     /// The path of a TOML file.
     pub file: Option<PathBuf>,
-    /// Whether to read environment variables `OSTINATO_SECTION__KEY`, such as `OSTINATO_SERVER__LISTEN`.
+    /// Whether to read environment variables: `OSTINATO_SECTION__KEY`, such as `OSTINATO_SERVER__LISTEN`, and the
+    /// standard ones for the export of spans ([`super::OTEL_VARIABLES`]), over which the former take precedence.
     pub environment: bool,
     /// The argument `--listen`.
     pub listen: Option<String>,
@@ -111,10 +112,12 @@ pub fn from_sources(sources: &Sources) -> Result<Config, ConfigError> {
         syntax(path, &toml)?;
         figment = figment.merge(FromFile { path, toml });
     }
+    let mut ours = Figment::new();
     if sources.environment {
         // Only names with a section are read: OSTINATO_X without one may mean something else.
         let keyed = |key: &figment::value::UncasedStr| key.as_str().contains("__");
-        figment = figment.merge(Env::prefixed("OSTINATO_").filter(keyed).split("__"));
+        ours = ours.merge(Env::prefixed("OSTINATO_").filter(keyed).split("__"));
+        figment = figment.merge(&ours);
     }
     if let Some(listen) = &sources.listen {
         figment = figment.merge(Serialized::default("server.listen", listen));
@@ -131,6 +134,9 @@ pub fn from_sources(sources: &Sources) -> Result<Config, ConfigError> {
         figment = figment.merge(Serialized::default("admin.insecure", true));
     }
     let (mut config, mut problems) = typed::<Config>(&figment, not_tables);
+    if sources.environment {
+        problems.extend(config.apply_otel(|key| ours.contains(key), |name| std::env::var(name).ok()));
+    }
     if let Some(folder) = sources.file.as_deref().and_then(Path::parent) {
         for model in &mut config.models {
             resolve(folder, model);

@@ -8,6 +8,7 @@ mod http;
 mod listen;
 mod load;
 mod models;
+mod otel;
 mod selector;
 mod server;
 mod telemetry;
@@ -22,6 +23,7 @@ pub use load::{ConfigError, Problem, Sources, from_sources};
 pub use models::{
     DEMO_HYBRID_PATH, DEMO_PATH, KvFormat, LoadWhen, Model, ParseModelError, Placement, Quantize, embedded,
 };
+pub use otel::{OTEL_VARIABLES, OtelSettings};
 pub use selector::{DeviceNames, Selector, SelectorError};
 pub use server::{Server, TlsConfig};
 pub use telemetry::{GpuTime, Telemetry};
@@ -58,6 +60,16 @@ pub struct Runtime {
 }
 
 impl Config {
+    /// Applies OpenTelemetry's variables, and returns the problems of those that matter. `ours` tells whether
+    /// `OSTINATO_*` has a key; `variable` returns the value of a variable.
+    fn apply_otel(
+        &mut self,
+        ours: impl Fn(&str) -> bool,
+        variable: impl Fn(&str) -> Option<String>,
+    ) -> Vec<load::Problem> {
+        otel::apply(&mut self.telemetry, ours, variable)
+    }
+
     /// Returns the problems of the values, alone and in combination; empty if there are none.
     fn problems(&self) -> Vec<Problem> {
         let mut problems = self.server.problems();

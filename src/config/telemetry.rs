@@ -1,6 +1,8 @@
 //! `[telemetry]`: logs and traces.
 
 use super::load::Problem;
+use super::otel::OtelSettings;
+use crate::telemetry::Settings;
 use serde::Deserialize;
 
 /// Logs and traces.
@@ -16,6 +18,9 @@ pub struct Telemetry {
     pub log: String,
     /// How finely GPU timestamps divide the device's work.
     pub gpu_time: GpuTime,
+    /// The settings that only standard `OTEL_*` environment variables have.
+    #[serde(skip)]
+    pub otel: OtelSettings,
 }
 
 /// How finely GPU timestamps divide the device's work.
@@ -33,16 +38,40 @@ pub enum GpuTime {
 
 impl Default for Telemetry {
     fn default() -> Telemetry {
-        Telemetry { otlp_endpoint: None, sample_ratio: 1.0, log: "info".to_owned(), gpu_time: GpuTime::default() }
+        Telemetry {
+            otlp_endpoint: None,
+            sample_ratio: 1.0,
+            log: "info".to_owned(),
+            gpu_time: GpuTime::default(),
+            otel: OtelSettings::default(),
+        }
     }
 }
 
 impl Telemetry {
+    /// Returns the settings with which telemetry is started; `json` makes log lines JSON objects.
+    pub fn settings(&self, json: bool) -> Settings {
+        Settings {
+            otlp_endpoint: self.otlp_endpoint.clone(),
+            export_timeout: self.otel.timeout,
+            resource: self.otel.resource.clone(),
+            sample_ratio: self.sample_ratio,
+            parent_based: self.otel.parent_based,
+            log: self.log.clone(),
+            json,
+        }
+    }
+
+    /// Whether a text is an address to which spans can be exported.
+    pub(super) fn is_endpoint(text: &str) -> bool {
+        let rest = text.strip_prefix("http://");
+        rest.is_some_and(|rest| !rest.is_empty() && !rest.contains(char::is_whitespace))
+    }
+
     pub(super) fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if let Some(endpoint) = &self.otlp_endpoint {
-            let rest = endpoint.strip_prefix("http://");
-            if rest.is_none_or(|rest| rest.is_empty() || rest.contains(char::is_whitespace)) {
+            if !Telemetry::is_endpoint(endpoint) {
                 problems.push(Problem::new(
                     "telemetry.otlp_endpoint",
                     "must be an http:// address such as http://127.0.0.1:4317",

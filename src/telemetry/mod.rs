@@ -7,6 +7,7 @@ pub mod otlp;
 pub mod requests;
 pub mod spans;
 
+use std::time::Duration;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
@@ -27,13 +28,34 @@ pub fn with_causes(error: &dyn std::error::Error) -> String {
 pub struct Settings {
     /// Endpoint of the OTLP collector for spans (gRPC); `None` exports nothing.
     pub otlp_endpoint: Option<String>,
-    /// The fraction of traces started by this process that are sampled, 0 to 1. Traces started elsewhere keep the
-    /// caller's decision.
+    /// The timeout of one export; by default two seconds.
+    pub export_timeout: Option<Duration>,
+    /// Attributes of the resource, which take precedence over the exporter's own; of two with the same name the later
+    /// one does.
+    pub resource: Vec<(String, String)>,
+    /// The fraction of traces started by this process that are sampled, 0 to 1.
     pub sample_ratio: f64,
+    /// Whether traces started elsewhere keep the caller's decision; otherwise `sample_ratio` applies to them too.
+    pub parent_based: bool,
     /// The log filter for stderr, in `tracing`'s filter syntax.
     pub log: String,
     /// Whether log lines are JSON objects.
     pub json: bool,
+}
+
+impl Default for Settings {
+    /// Logs from level `info` on, and no export.
+    fn default() -> Settings {
+        Settings {
+            otlp_endpoint: None,
+            export_timeout: None,
+            resource: Vec::new(),
+            sample_ratio: 1.0,
+            parent_based: true,
+            log: "info".to_owned(),
+            json: false,
+        }
+    }
 }
 
 /// Why telemetry cannot start.
@@ -95,15 +117,18 @@ pub fn init(settings: &Settings) -> Result<Guard, TelemetryError> {
         use std::io::IsTerminal;
         plain.with_ansi(std::io::stderr().is_terminal()).with_filter(filter).boxed()
     };
-    let exporter = settings
-        .otlp_endpoint
-        .as_deref()
-        .map(|endpoint| otlp::Exporter::new(endpoint, settings.sample_ratio))
-        .transpose()?;
+    let exporter =
+        settings.otlp_endpoint.as_deref().map(|endpoint| otlp::Exporter::new(endpoint, settings)).transpose()?;
     let spans = exporter.as_ref().map(otlp::Exporter::layer);
     tracing_subscriber::registry().with(logs).with(spans).try_init().map_err(TelemetryError::Twice)?;
     if let Some(exporter) = &exporter {
         spans::export_with(exporter.tracer());
+        tracing::info!(
+            endpoint = exporter.endpoint,
+            service = exporter.resource(names::SERVICE_NAME),
+            instance = exporter.resource(names::SERVICE_INSTANCE_ID),
+            "spans are exported"
+        );
     }
     Ok(Guard { exporter })
 }

@@ -3,8 +3,12 @@
 //! the module tree, with the prefix `ostinato.`. Metric names are written as Prometheus shows them, with `_total` at
 //! the end of counters; `docs/metrics.md` lists their labels and units. The constants of labels begin with `LABEL_`.
 
-/// `service.name`, and the prefix of this program's span targets.
+/// The default of `service.name`, and the prefix of this program's span targets.
 pub const SERVICE: &str = "ostinato";
+/// The name of the service.
+pub const SERVICE_NAME: &str = "service.name";
+/// Which process of the service it is: by default a random UUID for each start.
+pub const SERVICE_INSTANCE_ID: &str = "service.instance.id";
 /// `service.version`.
 pub const SERVICE_VERSION: &str = "service.version";
 

@@ -11,7 +11,10 @@ use tonic::{Request, Response, Status};
 #[derive(Clone, Debug, Default)]
 pub struct Collector {
     pub spans: Arc<Mutex<Vec<Span>>>,
-    pub services: Arc<Mutex<Vec<String>>>,
+    /// The attributes of each resource that sent spans.
+    pub resources: Arc<Mutex<Vec<Vec<KeyValue>>>>,
+    /// The metadata of each export.
+    pub metadata: Arc<Mutex<Vec<tonic::metadata::MetadataMap>>>,
 }
 
 #[tonic::async_trait]
@@ -20,9 +23,9 @@ impl TraceService for Collector {
         &self,
         request: Request<ExportTraceServiceRequest>,
     ) -> Result<Response<ExportTraceServiceResponse>, Status> {
+        self.metadata.lock().unwrap().push(request.metadata().clone());
         for resource in request.into_inner().resource_spans {
-            let attributes = resource.resource.unwrap().attributes;
-            self.services.lock().unwrap().push(text(&attributes, "service.name"));
+            self.resources.lock().unwrap().push(resource.resource.unwrap().attributes);
             for scope in resource.scope_spans {
                 self.spans.lock().unwrap().extend(scope.spans);
             }

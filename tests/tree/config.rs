@@ -4,6 +4,7 @@
 use ostinato::config::{
     Bytes, Config, ConfigError, Model, Placement, Problem, Selector, Sources, from_sources, tokens,
 };
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -36,17 +37,10 @@ fn nothing_said_is_the_default_and_listens_on_loopback() {
     assert_eq!(config.admin.listen.unwrap().to_string(), "127.0.0.1:9464");
 }
 
-#[test]
-fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/ostinato.toml");
-    let sources = Sources { file: Some(path.clone()), ..Sources::default() };
-    let config = from_sources(&sources).unwrap();
-    assert_eq!(config.models.len(), 1);
-    assert_eq!(config.models[0].path, PathBuf::from("embedded:demo"));
-
-    // Uncomments the example: `# key = value`, `# [[models]]`, `#   { … }`, `# ]` and `# # comment` lose one `# `.
-    let uncommented: String = std::fs::read_to_string(path)
-        .unwrap()
+/// The example configuration with its comments taken off: `# key = value`, `# [[models]]`, `#   { … }`, `# ]` and
+/// `# # comment` lose one `# `.
+fn uncommented() -> String {
+    include_str!("../../deploy/ostinato.toml")
         .lines()
         .map(|line| match line.strip_prefix("# ") {
             Some(rest)
@@ -62,7 +56,18 @@ fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
             }
             _ => format!("{line}\n"),
         })
-        .collect();
+        .collect()
+}
+
+#[test]
+fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/ostinato.toml");
+    let sources = Sources { file: Some(path), ..Sources::default() };
+    let config = from_sources(&sources).unwrap();
+    assert_eq!(config.models.len(), 1);
+    assert_eq!(config.models[0].path, PathBuf::from("embedded:demo"));
+
+    let uncommented = uncommented();
     let config = read(&uncommented).unwrap();
     assert_eq!(config.models.len(), 2, "{uncommented}");
     let model = &config.models[1];
@@ -88,6 +93,58 @@ fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
     assert_eq!(config.admin, ostinato::config::AdminConfig::default());
     assert_eq!(config.telemetry.sample_ratio, 1.0);
     assert_eq!(config.telemetry.log, ostinato::config::Telemetry::default().log);
+    assert_eq!(config.telemetry.gpu_time, ostinato::config::Telemetry::default().gpu_time);
+    assert_eq!(config.runtime.tune, ostinato::config::Config::default().runtime.tune);
+}
+
+/// Keys that the example has in a comment only, with the reason.
+const SHOWN_IN_A_COMMENT: [(&str, &str); 1] = [("models.kv_memory", "it excludes kv_pages, which is shown")];
+
+/// Goal: a new key is shown in the example. Method: an unknown key in each table has the configuration name the known
+/// ones, and the example is read as plain TOML.
+#[test]
+fn the_example_shows_every_key() {
+    use figment::providers::{Format, Toml};
+    let shown: serde_json::Value = figment::Figment::from(Toml::string(&uncommented())).extract().expect("TOML");
+    let keys = |tables: &[&serde_json::Value]| -> BTreeSet<String> {
+        tables.iter().flat_map(|table| table.as_object().expect("a table").keys().cloned()).collect()
+    };
+    let models: Vec<_> = shown["models"].as_array().expect("models").iter().collect();
+    let replicas: Vec<_> = models.iter().flat_map(|model| model["replicas"].as_array().expect("replicas")).collect();
+    let (mut compared, mut missing) = (0, Vec::new());
+    for (table, wrong, shown) in [
+        ("", "unknown = 1".to_owned(), keys(&[&shown])),
+        ("server.", "[server]\nunknown = 1".to_owned(), keys(&[&shown["server"]])),
+        ("server.tls.", "[server.tls]\nunknown = 1".to_owned(), keys(&[&shown["server"]["tls"]])),
+        ("admin.", "[admin]\nunknown = 1".to_owned(), keys(&[&shown["admin"]])),
+        ("telemetry.", "[telemetry]\nunknown = 1".to_owned(), keys(&[&shown["telemetry"]])),
+        ("runtime.", "[runtime]\nunknown = 1".to_owned(), keys(&[&shown["runtime"]])),
+        ("models.", "[[models]]\nunknown = 1".to_owned(), keys(&models)),
+        ("models.replicas.", "models = [{ replicas = [{ unknown = 1 }] }]".to_owned(), keys(&replicas)),
+    ] {
+        let found = problems(&wrong);
+        let rule = found.iter().find_map(|problem| problem.rule.strip_prefix("is not a key; known here are "));
+        let known: BTreeSet<String> = rule.expect("a list of keys").split(", ").map(str::to_owned).collect();
+        compared += known.len();
+        let commented = |key: &&String| SHOWN_IN_A_COMMENT.iter().any(|(name, _)| **name == format!("{table}{key}"));
+        missing.extend(known.difference(&shown).filter(|key| !commented(key)).map(|key| format!("{table}{key}")));
+    }
+    assert!(missing.is_empty(), "deploy/ostinato.toml does not show {missing:?}");
+    assert!(compared > 45, "only {compared} keys were compared");
+    for (key, _) in SHOWN_IN_A_COMMENT {
+        let (_, name) = key.rsplit_once('.').expect("TABLE.KEY");
+        let text = include_str!("../../deploy/ostinato.toml");
+        assert!(text.contains(&format!("`{name} = ")), "{key} is in no comment");
+    }
+}
+
+#[test]
+fn the_page_about_the_configuration_lists_the_standard_variables() {
+    let page = include_str!("../../docs/configuration.md");
+    let listed: Vec<&str> = page.lines().filter_map(|line| line.strip_prefix("| `OTEL_")?.split('`').next()).collect();
+    let read: Vec<&str> =
+        ostinato::config::OTEL_VARIABLES.iter().map(|name| name.strip_prefix("OTEL_").expect("a prefix")).collect();
+    assert_eq!(listed, read);
 }
 
 #[test]
@@ -378,12 +435,14 @@ fn folders_are_relative_to_the_file_and_arguments_replace_or_add() {
 fn the_environment_goes_over_the_file() {
     const CHILD: &str = "CONFIG_TEST_CHILD";
     if std::env::var_os(CHILD).is_some() {
-        let (_folder, mut sources) = write("[server]\nlisten = \"127.0.0.1:1\"\nqueue_limit = 7");
+        let (_folder, mut sources) =
+            write("[server]\nlisten = \"127.0.0.1:1\"\nqueue_limit = 7\n[telemetry]\notlp_endpoint = \"http://c:0\"");
         sources.environment = true;
         match from_sources(&sources) {
             Ok(config) => {
                 println!("listen {} queue {}", config.server.listen, config.server.queue_limit);
                 println!("key {:?}", config.server.tls.map(|tls| tls.key));
+                println!("spans to {:?}", config.telemetry.otlp_endpoint);
             }
             Err(error) => println!("error {error}"),
         }
@@ -406,4 +465,14 @@ fn the_environment_goes_over_the_file() {
     assert!(text.contains("server.queue_limit") && text.contains("\"many\""), "{text}");
     assert!(text.contains("server.x is not a key"), "{text}");
     assert!(text.contains("OSTINATO_"), "the source is said: {text}");
+    // Standard variables come between both.
+    let standard = ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://c:1");
+    assert!(run(&[standard]).contains("spans to Some(\"http://c:1\")"));
+    let text = run(&[standard, ("OSTINATO_TELEMETRY__OTLP_ENDPOINT", "http://c:2")]);
+    assert!(text.contains("spans to Some(\"http://c:2\")"), "{text}");
+    let text = run(&[standard, ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"), ("OSTINATO_SERVER__X", "1")]);
+    assert!(
+        text.contains("OTEL_EXPORTER_OTLP_PROTOCOL must be grpc, is http/json") && text.contains("2 problems"),
+        "{text}"
+    );
 }

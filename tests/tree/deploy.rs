@@ -131,7 +131,7 @@ fn named(query: &str) -> (Vec<(String, Vec<String>)>, Vec<String>) {
             let (word, behind) = rest.split_at(end);
             rest = behind;
             if WORDS.contains(&word) {
-                grouping = ["by", "without", "on", "ignoring"].contains(&word);
+                grouping = ["by", "without", "on", "ignoring", "group_left", "group_right"].contains(&word);
             } else if !behind.trim_start().starts_with('(') && !behind.trim_start().starts_with("by") {
                 metrics.push((word.to_owned(), Vec::new()));
             }
@@ -188,6 +188,8 @@ fn expressions_are_read_as_prometheus_reads_them() {
         (r#"rate(ostinato_steps_total{reason="decode"}[5m])"#, "", 1),
         ("sum by (uuid) (ostinato_slots)", "", 1),
         ("ostinato_slots", "{{uuid}}", 1),
+        ("ostinato_slots * on (replica) group_left (uuid) ostinato_memory_plan_bytes", "{{uuid}}", 0),
+        ("ostinato_slots * on (replica) group_left (reason) ostinato_memory_plan_bytes", "", 1),
         ("gen_ai_server_request_duration_seconds", "", 1),
         ("1 + 1", "", 1),
     ] {
@@ -290,6 +292,7 @@ fn the_dashboard_asks_for_what_is_documented() {
         "ostinato_step_seconds_total",
         "ostinato_flushes_total",
         "ostinato_memory_plan_bytes",
+        "ostinato_device_memory_used_bytes",
         "ostinato_fallbacks_total",
     ] {
         assert!(asked.contains(name), "no panel shows {name}");

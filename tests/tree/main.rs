@@ -1,4 +1,5 @@
-//! Tests without a device: configuration, checkpoints, text, deployment files and the rules of the source tree.
+//! Tests of the tree: configuration, checkpoints, text, deployment files, the rules of the source tree, and the commands
+//! of the README, which are the only ones that use a device.
 
 #[path = "../python/mod.rs"]
 mod python;
@@ -9,6 +10,7 @@ mod checkpoint;
 mod config;
 mod deploy;
 mod quant;
+mod readme;
 mod regressions;
 mod text;
 mod tidy;

@@ -1,0 +1,206 @@
+//! Goal: the commands of `README.md` and `docs/usage.md` work as they are written. Method: every line of their `sh`
+//! blocks is run in the root of the tree with the program of this build, with other names in place of what a test does
+//! not have (a checkpoint, a GPU, a fixed port); lines that are not run are listed with the reason and with what is
+//! checked instead. The embedded demo model runs on a CPU driver.
+
+use std::collections::BTreeSet;
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// The pages, with their names.
+const PAGES: [(&str, &str); 2] =
+    [("README.md", include_str!("../../README.md")), ("docs/usage.md", include_str!("../../docs/usage.md"))];
+
+/// Words of the commands and what takes their place, for what a test does not have.
+const INSTEAD: [(&str, &str); 4] = [
+    // A checkpoint, on the only GPU.
+    ("/models/Qwen3-8B", "demo"),
+    // A checkpoint on a certain GPU.
+    ("qwen=/models/Qwen3-8B@0000:65:00.0", "qwen=demo@cpu"),
+    // So many streams take a GPU.
+    ("1,16,64", "1,2"),
+    ("person.json", "tests/fixtures/readme/person.json"),
+];
+
+/// What is added to commands that begin like this, so that they end soon or find a device and a free port.
+const ADDED: [(&str, &str); 4] = [
+    ("ostinato serve", "--listen 127.0.0.1:0 --admin 127.0.0.1:0"),
+    ("ostinato generate --model", "--device cpu --max-tokens 8"),
+    ("ostinato generate --server", "--max-tokens 8"),
+    ("ostinato bench --server", "--requests 2 --prompt 16 --decode 4"),
+];
+
+/// Commands of the program of which only the arguments are checked, by how they begin, with the reason.
+const ARGUMENTS_ONLY: [(&str, &str); 4] = [
+    ("ostinato bench --model", "it measures for minutes on a CPU driver"),
+    ("ostinato tune", "it measures for minutes on a CPU driver"),
+    ("ostinato profile", "it waits for the work of other clients"),
+    ("ostinato synth", "it writes 15 GiB"),
+];
+
+/// Other commands, by how they begin, with the reason for which they are not run and the files that they need.
+const NOT_RUN: [(&str, &str, &[&str]); 6] = [
+    ("sudo apt-get install", "it changes the machine", &[]),
+    ("curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs", "it needs a network", &[]),
+    ("make demo", "it builds the program in release mode", &["deploy/demo.sh", "deploy/setup.sh"]),
+    ("export PATH=\"$PWD/target/release:$PATH\"", "the test has a program of its own", &[]),
+    (
+        "docker compose -f deploy/compose.yaml -f deploy/fleet.yaml --profile fleet up",
+        "it needs containers; tests/tree/deploy.rs checks the files",
+        &["deploy/compose.yaml", "deploy/fleet.yaml"],
+    ),
+    (
+        "kubectl apply -k deploy",
+        "it needs a cluster; tests/tree/deploy.rs checks the files",
+        &["deploy/kustomization.yaml"],
+    ),
+];
+
+/// Returns the commands of the `sh` blocks without their comments, each with its page.
+fn commands() -> Vec<(&'static str, String)> {
+    let mut commands = Vec::new();
+    for (page, text) in PAGES {
+        let blocks = text.split("```sh\n").skip(1).map(|rest| rest.split("\n```").next().expect("a block's end"));
+        for line in blocks.flat_map(str::lines) {
+            let command = line.split(" #").next().expect("a first part").trim();
+            if !command.is_empty() {
+                commands.push((page, command.to_owned()));
+            }
+        }
+        // Commands of a page are in `sh` blocks, or they would not be found here.
+        for line in text.lines() {
+            assert!(!line.starts_with("    "), "{page}: a block without a fence: {line}");
+        }
+    }
+    commands
+}
+
+/// Splits a command into words; a word may be in double quotes.
+fn words(command: &str) -> Vec<String> {
+    let mut words = Vec::new();
+    for (index, part) in command.split('"').enumerate() {
+        if index % 2 == 1 {
+            words.push(part.to_owned());
+        } else {
+            words.extend(part.split_whitespace().map(str::to_owned));
+        }
+    }
+    words
+}
+
+fn ostinato(arguments: &[String]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ostinato"));
+    command.args(arguments).stdin(Stdio::null()).current_dir(env!("CARGO_MANIFEST_DIR"));
+    command
+}
+
+fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&[&*output.stdout, &*output.stderr].concat()).into_owned()
+}
+
+/// A server process that is killed when the test ends.
+struct Server {
+    child: Child,
+    address: String,
+}
+
+impl Server {
+    fn start(arguments: &[String]) -> Server {
+        let mut child = ostinato(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().expect("a pipe")).read_line(&mut line).expect("a line");
+        match line.strip_prefix("listening on ") {
+            Some(address) => Server { address: address.trim().to_owned(), child },
+            None => {
+                let mut errors = String::new();
+                child.stderr.take().expect("a pipe").read_to_string(&mut errors).expect("text");
+                panic!("{arguments:?}: {line:?} {errors}")
+            }
+        }
+    }
+
+    /// Sends SIGTERM and returns the exit status.
+    fn stop(mut self) -> Option<i32> {
+        let id = self.child.id().to_string();
+        assert!(Command::new("kill").args(["-TERM", &id]).status().expect("kill runs").success());
+        let until = Instant::now() + Duration::from_secs(60);
+        loop {
+            if let Some(status) = self.child.try_wait().expect("a child") {
+                return status.code();
+            }
+            assert!(Instant::now() < until, "it does not stop");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn every_command_of_the_pages_works() {
+    let (mut used, mut run, mut servers) = (BTreeSet::new(), 0, 0);
+    let serve = words("serve --model qwen=demo@cpu --listen 127.0.0.1:0 --admin off");
+    let server = Server::start(&serve);
+    for (page, command) in commands() {
+        if let Some((begin, _, files)) = NOT_RUN.iter().find(|(begin, ..)| command.starts_with(begin)) {
+            used.insert(*begin);
+            for file in *files {
+                assert!(Path::new(env!("CARGO_MANIFEST_DIR")).join(file).is_file(), "{page}: {command} needs {file}");
+            }
+            if let Some(target) = command.strip_prefix("make ") {
+                let makefile = include_str!("../../Makefile");
+                assert!(makefile.lines().any(|line| line.starts_with(&format!("{target}:"))), "{page}: {command}");
+            }
+            continue;
+        }
+        let mut arguments = words(&command);
+        assert_eq!(arguments.remove(0), "ostinato", "{page}: {command} is no command that this test knows");
+        if let Some((begin, _)) = ARGUMENTS_ONLY.iter().find(|(begin, _)| command.starts_with(begin)) {
+            used.insert(*begin);
+            // Whatever is wrong with the arguments before `--help` is reported instead of the help.
+            arguments.push("--help".to_owned());
+            let output = ostinato(&arguments).output().expect("it runs");
+            assert!(output.status.success(), "{page}: {command}: {}", text(&output));
+            continue;
+        }
+        for word in &mut arguments {
+            if let Some((name, instead)) = INSTEAD.iter().find(|(name, _)| name == word) {
+                used.insert(*name);
+                *word = (*instead).to_owned();
+            } else if word == "127.0.0.1:50051" {
+                *word = server.address.clone();
+            }
+        }
+        for (begin, added) in ADDED.iter().filter(|(begin, _)| command.starts_with(begin)) {
+            used.insert(*begin);
+            arguments.extend(words(added));
+        }
+        run += 1;
+        if arguments[0] == "serve" {
+            servers += 1;
+            assert_eq!(Server::start(&arguments).stop(), Some(0), "{page}: {command}");
+            continue;
+        }
+        let output = ostinato(&arguments).output().expect("it runs");
+        assert!(output.status.success() && !output.stdout.is_empty(), "{page}: {command}: {}", text(&output));
+    }
+    assert_eq!(server.stop(), Some(0));
+    let listed = INSTEAD.iter().chain(&ADDED).chain(&ARGUMENTS_ONLY).map(|(name, _)| *name);
+    let unused: Vec<_> = listed.chain(NOT_RUN.iter().map(|(name, ..)| *name)).filter(|n| !used.contains(n)).collect();
+    assert!(unused.is_empty(), "no command has {unused:?} any more");
+    assert!(run >= 10 && servers >= 3, "only {run} commands were run");
+}
+
+#[test]
+fn an_argument_that_does_not_exist_is_noticed() {
+    let output = ostinato(&words("tune --modle demo --help")).output().expect("it runs");
+    assert_eq!(output.status.code(), Some(2), "{}", text(&output));
+    assert_eq!(words("a \"b c\" d"), ["a", "b c", "d"]);
+}

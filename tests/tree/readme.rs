@@ -70,8 +70,10 @@ fn commands() -> Vec<(&'static str, String)> {
             }
         }
         // Commands of a page are in `sh` blocks, or they would not be found here.
+        let mut fenced = false;
         for line in text.lines() {
-            assert!(!line.starts_with("    "), "{page}: a block without a fence: {line}");
+            fenced ^= line.starts_with("```");
+            assert!(fenced || !line.starts_with("    "), "{page}: a block without a fence: {line}");
         }
     }
     commands

@@ -62,11 +62,7 @@ pub struct Runtime {
 impl Config {
     /// Applies OpenTelemetry's variables, and returns the problems of those that matter. `ours` tells whether
     /// `OSTINATO_*` has a key; `variable` returns the value of a variable.
-    fn apply_otel(
-        &mut self,
-        ours: impl Fn(&str) -> bool,
-        variable: impl Fn(&str) -> Option<String>,
-    ) -> Vec<load::Problem> {
+    fn apply_otel(&mut self, ours: impl Fn(&str) -> bool, variable: impl Fn(&str) -> Option<String>) -> Vec<Problem> {
         otel::apply(&mut self.telemetry, ours, variable)
     }
 

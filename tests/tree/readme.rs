@@ -1,7 +1,8 @@
 //! Goal: the commands of `README.md` and `docs/usage.md` work as they are written. Method: every line of their `sh`
 //! blocks is run in the root of the tree with the program of this build, with other names in place of what a test does
 //! not have (a checkpoint, a GPU, a fixed port); lines that are not run are listed with the reason and with what is
-//! checked instead. The embedded demo model runs on a CPU driver.
+//! checked instead. The embedded demo model runs on a CPU driver. The README's speeds must be in `docs/performance.md`,
+//! and links of all pages must lead to files and headings.
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read};
@@ -198,6 +199,72 @@ fn every_command_of_the_pages_works() {
     let unused: Vec<_> = listed.chain(NOT_RUN.iter().map(|(name, ..)| *name)).filter(|n| !used.contains(n)).collect();
     assert!(unused.is_empty(), "no command has {unused:?} any more");
     assert!(run >= 10 && servers >= 3, "only {run} commands were run");
+}
+
+#[test]
+fn the_readmes_speeds_are_measurements() {
+    let measured = include_str!("../../docs/performance.md");
+    let numbers = |text: &str| -> BTreeSet<String> {
+        let words = text.split(|c: char| !c.is_ascii_digit() && c != ',' && c != '–');
+        words.map(|word| word.trim_matches(',').to_owned()).filter(|word| !word.is_empty() && word != "–").collect()
+    };
+    let measured = numbers(measured);
+    let table = include_str!("../../README.md").split("## Speed\n").nth(1).expect("a section about speed");
+    let rows = table.split("\n## ").next().expect("a section").lines().filter(|line| line.starts_with('|')).skip(2);
+    let mut count = 0;
+    for row in rows {
+        let (_, cells) = row.trim_start_matches('|').split_once('|').expect("cells");
+        for number in numbers(cells) {
+            assert!(measured.contains(&number), "{number} is not in docs/performance.md: {row}");
+            count += 1;
+        }
+    }
+    assert!(count > 20, "only {count} numbers were found");
+}
+
+/// The anchor that a heading has on a page.
+fn anchor(heading: &str) -> String {
+    let kept = heading.trim_start_matches('#').trim().to_lowercase();
+    let kept = kept.chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c));
+    kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+}
+
+#[test]
+fn links_of_the_pages_lead_somewhere() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let (mut open, mut pages) = (vec![root.join("docs")], vec![root.join("README.md"), root.join("CHANGELOG.md")]);
+    while let Some(folder) = open.pop() {
+        for entry in std::fs::read_dir(folder).expect("a folder") {
+            let path = entry.expect("an entry").path();
+            match path.is_dir() {
+                true => open.push(path),
+                false if path.extension().is_some_and(|extension| extension == "md") => pages.push(path),
+                false => {}
+            }
+        }
+    }
+    let (mut links, mut problems) = (0, Vec::new());
+    for page in &pages {
+        let text = std::fs::read_to_string(page).expect("text");
+        for link in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+            if link.contains("://") {
+                continue;
+            }
+            links += 1;
+            let (path, place) = link.split_once('#').unwrap_or((link, ""));
+            let target = if path.is_empty() { page.clone() } else { page.parent().expect("a folder").join(path) };
+            let there = match place {
+                "" => target.exists(),
+                _ => std::fs::read_to_string(&target)
+                    .is_ok_and(|text| text.lines().any(|line| line.starts_with('#') && anchor(line) == place)),
+            };
+            if !there {
+                problems.push(format!("{}: {link}", page.display()));
+            }
+        }
+    }
+    assert!(problems.is_empty(), "{problems:#?}");
+    assert!(links > 50, "only {links} links were found");
 }
 
 #[test]

@@ -267,8 +267,9 @@ mod tests {
 
     #[test]
     fn what_is_saved_is_loaded_and_other_files_are_told() {
-        let messages = [("system", "be \"brief\"\n"), ("user", "hé"), ("assistant", "")]
-            .map(|(role, content)| ChatMessage { role: role.to_owned(), content: content.to_owned() });
+        let messages = [("system", "be \"brief\"\n"), ("user", "hé"), ("assistant", "")].map(|(role, content)| {
+            ChatMessage { role: role.to_owned(), content: content.to_owned(), ..ChatMessage::default() }
+        });
         assert_eq!(from_json(&to_json(&messages).to_string()), Ok(messages.to_vec()));
         for (text, words) in [
             ("x", "not JSON"),

@@ -70,14 +70,11 @@ impl Telemetry {
 
     pub(super) fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
-        if let Some(endpoint) = &self.otlp_endpoint {
-            if !Telemetry::is_endpoint(endpoint) {
-                problems.push(Problem::new(
-                    "telemetry.otlp_endpoint",
-                    "must be an http:// address such as http://127.0.0.1:4317",
-                    endpoint,
-                ));
-            }
+        if let Some(endpoint) = &self.otlp_endpoint
+            && !Telemetry::is_endpoint(endpoint)
+        {
+            let rule = "must be an http:// address such as http://127.0.0.1:4317";
+            problems.push(Problem::new("telemetry.otlp_endpoint", rule, endpoint));
         }
         if !(0.0..=1.0).contains(&self.sample_ratio) {
             problems.push(Problem::new("telemetry.sample_ratio", "must be between 0 and 1", self.sample_ratio));

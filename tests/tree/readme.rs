@@ -26,15 +26,18 @@ const INSTEAD: [(&str, &str); 4] = [
 ];
 
 /// What is added to commands that begin like this, so that they end soon or find a device and a free port.
-const ADDED: [(&str, &str); 4] = [
-    ("ostinato serve", "--listen 127.0.0.1:0 --admin 127.0.0.1:0"),
+const ADDED: [(&str, &str); 6] = [
+    ("ostinato serve", "--listen 127.0.0.1:0 --http 127.0.0.1:0 --admin 127.0.0.1:0"),
+    ("ostinato serve /models", "--device cpu"),
+    ("ostinato chat", "--device cpu"),
     ("ostinato generate --model", "--device cpu --max-tokens 8"),
     ("ostinato generate --server", "--max-tokens 8"),
     ("ostinato bench --server", "--requests 2 --prompt 16 --decode 4"),
 ];
 
 /// Commands of the program of which only the arguments are checked, by how they begin, with the reason.
-const ARGUMENTS_ONLY: [(&str, &str); 4] = [
+const ARGUMENTS_ONLY: [(&str, &str); 5] = [
+    ("ostinato pull", "it needs a network; tests/program/hub.rs has a hub of its own"),
     ("ostinato bench --model", "it measures for minutes on a CPU driver"),
     ("ostinato tune", "it measures for minutes on a CPU driver"),
     ("ostinato profile", "it waits for the work of other clients"),
@@ -42,7 +45,12 @@ const ARGUMENTS_ONLY: [(&str, &str); 4] = [
 ];
 
 /// Other commands, by how they begin, with the reason for which they are not run and the files that they need.
-const NOT_RUN: [(&str, &str, &[&str]); 6] = [
+const NOT_RUN: [(&str, &str, &[&str]); 7] = [
+    (
+        "curl http://127.0.0.1:8000/v1/chat/completions",
+        "it needs a fixed port; tests/program/openai.rs sends such requests",
+        &["tests/program/openai.rs"],
+    ),
     ("sudo apt-get install", "it changes the machine", &[]),
     ("curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs", "it needs a network", &[]),
     ("make demo", "it builds the program in release mode", &["deploy/demo.sh", "deploy/setup.sh"]),
@@ -149,7 +157,7 @@ impl Drop for Server {
 #[test]
 fn every_command_of_the_pages_works() {
     let (mut used, mut run, mut servers) = (BTreeSet::new(), 0, 0);
-    let serve = words("serve --model qwen=demo@cpu --listen 127.0.0.1:0 --admin off");
+    let serve = words("serve --model qwen=demo@cpu --listen 127.0.0.1:0 --http off --admin off");
     let server = Server::start(&serve);
     for (page, command) in commands() {
         if let Some((begin, _, files)) = NOT_RUN.iter().find(|(begin, ..)| command.starts_with(begin)) {

@@ -470,7 +470,7 @@ async fn text_completions(State(openai): State<Arc<OpenAi>>, request: Request<Bo
         let place = call.model(&mut body)?;
         let asked = completions::read(body, place.model())?;
         let (id, streaming) = (asked.common.message.request_id.clone(), asked.common.streaming);
-        let output = asked.common.message.output.clone().unwrap_or_default();
+        let output = asked.common.message.output.unwrap_or_default();
         let logprobs = output.logprobs.is_some() || output.prompt_logprobs.is_some();
         let stop_ids = asked.common.message.stopping.clone().unwrap_or_default().ids;
         let text = place.model().text.as_deref();

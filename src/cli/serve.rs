@@ -252,11 +252,11 @@ async fn listen(
     } else {
         println!("listening on {address}");
         // The script that has read the port may already have closed the pipe, so errors are ignored.
-        if let Some(http) = http_address {
-            let _ = writeln!(std::io::stdout(), "OpenAI's API on {scheme}://{http}/v1");
-        }
         if let Some(page) = page {
             let _ = writeln!(std::io::stdout(), "admin on http://{page}/");
+        }
+        if let Some(http) = http_address {
+            let _ = writeln!(std::io::stdout(), "OpenAI's API on {scheme}://{http}/v1");
         }
     }
     let (sender, changes) = watch::channel(changeable(&config.server));

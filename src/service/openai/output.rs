@@ -312,7 +312,7 @@ impl Calls {
 #[derive(Debug, Default)]
 struct CallObject {
     state: At,
-    /// Everything so far.
+    /// Everything until the call was told, after which it is not needed.
     raw: String,
     /// The key or the value that is being read.
     token: String,
@@ -359,7 +359,9 @@ impl CallObject {
         let mut forwarded = String::new();
         let mut used = text.len();
         for (at, c) in text.char_indices() {
-            self.raw.push(c);
+            if !self.told {
+                self.raw.push(c);
+            }
             self.take(c, index, &mut forwarded, pieces);
             if matches!(self.state, At::Done | At::Bad) {
                 used = at + c.len_utf8();
@@ -557,7 +559,10 @@ impl TaggedCall {
                 continue;
             }
             let shown = self.kept.trim_start();
-            let (mark, end) = if self.named { (PARAMETER[0], FUNCTION[1]) } else { (FUNCTION[0], "\0") };
+            let (mark, end) = match self.named {
+                true => (PARAMETER[0], Some(FUNCTION[1])),
+                false => (FUNCTION[0], None),
+            };
             if let Some(rest) = shown.strip_prefix(mark) {
                 let Some(at) = rest.find('>') else { return Ok(None) };
                 let (name, rest) = (rest[..at].trim().to_owned(), rest[at + 1..].to_owned());
@@ -568,11 +573,11 @@ impl TaggedCall {
                     (self.name, self.named) = (name.clone(), true);
                     pieces.push(Piece::Call { index, name });
                 }
-            } else if let Some(rest) = shown.strip_prefix(end) {
+            } else if let Some(rest) = end.and_then(|end| shown.strip_prefix(end)) {
                 let text = if self.parameters == 0 { "{}" } else { "}" }.to_owned();
                 pieces.push(Piece::Arguments { index, text });
                 return Ok(Some(rest.to_owned()));
-            } else if shown.is_empty() || mark.starts_with(shown) || end.starts_with(shown) {
+            } else if mark.starts_with(shown) || end.is_some_and(|end| end.starts_with(shown)) {
                 return Ok(None);
             } else if self.named {
                 // Text between parameters means nothing.

@@ -259,8 +259,8 @@ impl Ceiling {
     fn exceeded(&self) -> Option<String> {
         (self.most > self.measured).then(|| {
             format!(
-                "a row read {:.1} GB/s, more than the {:.1} GB/s of the measurement, which is a lower bound (caches may \
-                 have helped): it is the ceiling of 100 % here",
+                "a row read {:.1} GB/s, more than the {:.1} GB/s of the measurement, which is a lower bound: caches may \
+                 have helped, and this is the ceiling of 100 % here",
                 self.most / 1e9,
                 self.measured / 1e9
             )

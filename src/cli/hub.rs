@@ -1,6 +1,6 @@
-//! Models of the Hugging Face hub: `ostinato pull`, and the hub's cache, in which models that were downloaded before are
-//! found without a network. Downloads are those of the crate `hf-hub`. Not here: which files of a repository make up a
-//! model (`choice`), and the environment variables (`settings`).
+//! Models of the Hugging Face hub: `ostinato pull`, and the hub's cache, in which models that were downloaded before
+//! are found without a network. Downloads are those of the crate `hf-hub`. Not here: which files of a repository make up
+//! a model (`choice`), and the environment variables (`settings`).
 
 mod choice;
 mod settings;
@@ -125,7 +125,7 @@ pub(crate) enum HubError {
     },
     /// The hub refuses access.
     #[error(
-        "{endpoint} refuses \"{model}\" (status {status}): there is no such model, or it needs a token that may read it; {token}"
+        "{endpoint} refuses \"{model}\" (status {status}): it does not exist, or needs a token that may read it; {token}"
     )]
     Denied {
         /// As the user wrote it.

@@ -1,5 +1,5 @@
-//! `ostinato inspect`: what a checkpoint contains, whether it can be run, and what memory it needs. It reads headers and
-//! the tokenizer, and needs no device.
+//! `ostinato inspect`: what a checkpoint contains, whether it can be run, and what memory it needs. It reads headers
+//! and the tokenizer, and needs no device.
 
 use super::{cache_directory, named};
 use crate::config::{Bytes, Quantize};

@@ -59,7 +59,7 @@ pub(super) fn told_apart(names: &[(String, String)]) -> Result<(), Usage> {
     for (index, (name, given)) in names.iter().enumerate() {
         if let Some((_, earlier)) = names[..index].iter().find(|(other, _)| other == name) {
             return Err(Usage(format!(
-                "\"{earlier}\" and \"{given}\" would both be served as \"{name}\": give one a name, --model NAME={given}"
+                "\"{earlier}\" and \"{given}\" would both be served as \"{name}\": name one, --model NAME={given}"
             )));
         }
     }

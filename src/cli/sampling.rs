@@ -19,7 +19,8 @@ pub(super) struct SamplingArgs {
     /// Sample only from the K most probable tokens.
     #[arg(long, value_name = "K")]
     top_k: Option<u32>,
-    /// Sample only from the smallest set of tokens whose probabilities add up to at least P. Default: 1, in a chat 0.95.
+    /// Sample only from the smallest set of tokens whose probabilities add up to at least P. Default: 1, in a chat
+    /// 0.95.
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     top_p: Option<f32>,
     /// Drop tokens whose probability is below P times that of the most probable token.

@@ -36,8 +36,8 @@ const BACKLOG: u32 = 1024;
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Serve {
     /// Models to serve, each a checkpoint's folder, a GGUF file, ORG/NAME on the Hugging Face hub (downloaded unless it
-    /// is in the cache, see `ostinato pull`), or an embedded demo model. Each is served under the last part of its path;
-    /// --model gives it another name. Without any model, `demo` is served.
+    /// is in the cache, see `ostinato pull`), or an embedded demo model. Each is served under the last part of its
+    /// path; --model gives it another name. Without any model, `demo` is served.
     #[arg(value_name = "MODEL")]
     models: Vec<String>,
     /// The device of the models given on the command line without one: UUID, PCI address, index, name or `cpu`.

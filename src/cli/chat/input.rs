@@ -1,5 +1,5 @@
-//! The words of the user: lines of a terminal, with editing and a history, or of a pipe. Lines are joined to messages of
-//! several lines, and those that begin with a slash are commands.
+//! The words of the user: lines of a terminal, with editing and a history, or of a pipe. Lines are joined to messages
+//! of several lines, and those that begin with a slash are commands.
 
 use rustyline::error::ReadlineError;
 use rustyline::history::DefaultHistory;

@@ -306,8 +306,8 @@ pub enum LoadError {
         /// The row.
         source: BadRow,
     },
-    /// The columns of a quantised weight are in another order than the model's.
-    #[error("{name}: the columns of tensor {tensor} are in the order of their groups, which is not supported here")]
+    /// The columns of a quantised weight's groups are not adjacent (act-order).
+    #[error("{name}: the groups of tensor {tensor} are not of adjacent columns (act-order), which is not supported")]
     ColumnOrder {
         /// The packed tensor's name.
         name: String,

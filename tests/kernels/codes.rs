@@ -1,5 +1,5 @@
 //! Goal: the kernels that read quantised weights match their references on both CPU drivers, for every type of block of
-//! GGUF files and both formats of quantising at load, in both layouts. The references read weights through
+//! GGUF files, the codes of safetensors formats, and both formats of quantising at load, in both layouts. The references read weights through
 //! `memory::pack::codes::element`, which unit tests compare with the blocks' values. Method: as in `forward.rs`.
 //!
 //! Tolerances: of sums as in `forward.rs`. `skinny_codes` multiplies x and the weights in f16 with sums in f32. Each of
@@ -21,7 +21,9 @@ use ostinato::memory::pack::codes::element;
 use ostinato::memory::pack::{self, Format, Layout, Packing, SourceFormat};
 use ostinato::model::decoder::stride;
 use ostinato::quant::blocks::BlockType;
+use ostinato::quant::number::Number;
 use ostinato::quant::quantize::{INT4, INT8};
+use ostinato::quant::{Codes, Minimum};
 
 /// Tolerance of sums in f32.
 const SUMS: f32 = 2e-5;
@@ -33,18 +35,39 @@ const HALF_SWIGLU: f32 = 4e-2;
 #[derive(Clone, Copy, Debug)]
 enum Way {
     Blocks(BlockType),
+    /// Canonical rows, as the loader makes them of safetensors formats.
+    Canonical(Codes),
     Load(Format),
 }
 
+/// The codes of safetensors formats that no type of block has.
+const CANONICAL: [Codes; 8] = {
+    const fn codes(bits: u32, group: u32, number: Number, halves: u16) -> Codes {
+        Codes { bits, group, number, minimum: Minimum::Zero { halves } }
+    }
+    [
+        codes(8, 128, Number::E4m3, 0),
+        codes(8, 32, Number::E4m3, 0),
+        codes(8, 128, Number::E5m2, 0),
+        codes(4, 16, Number::E2m1, 0),
+        codes(4, 128, Number::Affine, 16),
+        codes(3, 64, Number::Affine, 8),
+        codes(2, 128, Number::Affine, 4),
+        Codes { bits: 4, group: 128, number: Number::Affine, minimum: Minimum::Stored },
+    ]
+};
+
 fn ways() -> Vec<Way> {
     let blocks = BlockType::ALL.into_iter().map(Way::Blocks);
-    blocks.chain([INT8, INT4].map(|codes| Way::Load(Format::Codes(codes)))).collect()
+    let canonical = CANONICAL.into_iter().map(Way::Canonical);
+    blocks.chain(canonical).chain([INT8, INT4].map(|codes| Way::Load(Format::Codes(codes)))).collect()
 }
 
 impl Way {
     fn format(self) -> Format {
         match self {
             Way::Blocks(blocks) => Format::Codes(blocks.codes()),
+            Way::Canonical(codes) => Format::Codes(codes),
             Way::Load(format) => format,
         }
     }
@@ -53,7 +76,7 @@ impl Way {
     fn columns(self) -> u32 {
         match self {
             Way::Blocks(blocks) => blocks.elements() as u32,
-            Way::Load(_) => 8,
+            Way::Canonical(_) | Way::Load(_) => 8,
         }
     }
 
@@ -65,6 +88,10 @@ impl Way {
                 let mut bytes = vec![0; numbers.len() / blocks.elements() * blocks.bytes()];
                 blocks.quantize(&numbers, &mut bytes);
                 (bytes, SourceFormat::Blocks(blocks))
+            }
+            Way::Canonical(codes) => {
+                let rows = numbers.chunks(cols as usize).flat_map(|row| canonical(codes, row)).collect();
+                (rows, SourceFormat::Canonical(codes))
             }
             Way::Load(_) => {
                 let bytes = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
@@ -78,6 +105,34 @@ impl Way {
             .expect("finite values");
         words
     }
+}
+
+/// Returns a canonical row of the codes nearest to numbers below 1.
+fn canonical(codes: Codes, row: &[f32]) -> Vec<u8> {
+    let table = &codes.number.table()[..1 << codes.bits];
+    let finite = |code: &u8| codes.number.is_finite(*code);
+    let middle = codes.zero().unwrap_or((1 << (codes.bits - 1)) as f32);
+    let (mut numbers, mut scales, mut minimums) = (Vec::new(), Vec::new(), Vec::new());
+    for (group, part) in row.chunks(codes.group as usize).enumerate() {
+        // Floats reach from -1 to 1; scales differ, and zeros where each group has its own.
+        let reach = if codes.number == Number::E2m1 { 6.0 } else { 1.0 };
+        let size = if codes.number == Number::Affine { (1 << (codes.bits - 1)) as f32 } else { reach };
+        let scale = (1.0 + group as f32 / 7.0) / size;
+        let zero = if codes.zero().is_none() { middle + (group % 3) as f32 - 1.0 } else { middle };
+        let nearest = |x: &f32| {
+            let apart = |code: u8| (scale * (table[usize::from(code)] - zero) - x).abs();
+            let all = (0..table.len()).map(|code| code as u8).filter(finite);
+            all.min_by(|a, b| apart(*a).total_cmp(&apart(*b))).expect("a code")
+        };
+        numbers.extend(part.iter().map(nearest));
+        scales.push(scale);
+        if codes.zero().is_none() {
+            minimums.push(scale * zero);
+        }
+    }
+    let mut out = vec![0; SourceFormat::Canonical(codes).row_bytes(row.len() as u32) as usize];
+    pack::write_canonical(&numbers, &scales, &minimums, 1.0, &mut out);
+    out
 }
 
 const ROW_MAJOR: Layout = Layout::RowMajor { columns_multiple: 8 };

@@ -409,6 +409,8 @@ impl<'a> Specs<'a> {
         match (cols, common(&whole.sources)) {
             (None, _) => self.specs.push(whole),
             (Some(_), Some(format)) => self.specs.push(WeightSpec { format, ..whole }),
+            // A missing tensor was reported.
+            (Some(_), None) if whole.sources.iter().map(|source| source.rows).sum::<u32>() < rows => {}
             (Some(_), None) => self.push_ranges(whole),
         }
     }

@@ -157,7 +157,7 @@ impl Decoder<'_> {
     /// Whether the products of a step of this shape take rows of activations that were packed for them.
     pub(super) fn packs(&self, shape: StepShape) -> bool {
         let narrow = self.config.hidden <= NARROW && self.config.experts.is_none();
-        let codes = self.weight("layers.0.o").is_some_and(|w| self.in_code_fragments(w));
+        let codes = self.has_codes();
         let most = if narrow || codes { MOST_SKINNY_ROWS_NARROW } else { MOST_SKINNY_ROWS };
         self.tuning.fragments.is_some() && shape.rows() > most
     }
@@ -304,13 +304,15 @@ impl Decoder<'_> {
     pub(super) fn unscaled(&self, r: &mut Recording, shape: StepShape) -> Option<Unscaled> {
         let (rows, hidden) = (shape.rows(), self.config.hidden);
         let whole = |name: &str| {
-            let fits = |w| self.in_fragments(w) && !self.in_code_fragments(w) && self.parts(w).len() == 1;
+            let fits = |w| self.in_fragments(w) && self.parts(w).len() == 1;
             self.weight(name).is_some_and(fits)
         };
         let folds = matches!(shape, StepShape::Decode { .. })
             && self.packs(shape)
             && rows <= if hidden <= NARROW { 2 * self.tuning.fold_rows } else { self.tuning.fold_rows }
             && hidden.is_multiple_of(32)
+            // Any layer may have codes, whose products of many rows are in parts.
+            && !self.has_codes()
             && self.config.mlp_kinds.iter().all(|kind| *kind == MlpKind::Dense)
             && whole("layers.0.o")
             && whole("layers.0.down");

@@ -13,15 +13,30 @@ const MOST_EXPANDED: u64 = 128 << 20;
 
 impl Decoder<'_> {
     /// Whether a weight is packed in fragment order. If the device supports that, it applies to all matrices of a
-    /// checkpoint whose matrices are all bfloat16 or codes, except for checkpoints with experts of codes.
+    /// checkpoint whose matrices are all bfloat16 or codes, except for checkpoints with experts of codes. Beside codes,
+    /// f16 matrices (embeddings and LM heads of GPTQ and AWQ) are rounded to bfloat16, as codes are for many rows.
     pub(super) fn in_fragments(&self, weight: &WeightSpec) -> bool {
         let is_matrix = |w: &WeightSpec| matches!(w.kind, WeightKind::Matrix);
         let fits = |w: &WeightSpec| match w.format {
             Format::Bf16 => true,
             Format::Codes(_) => !w.is_of_experts(),
-            Format::F16 | Format::F32 => false,
+            Format::F16 => self.has_codes(),
+            Format::F32 => false,
         };
         self.tuning.fragments.is_some() && is_matrix(weight) && self.weights.iter().all(|w| !is_matrix(w) || fits(w))
+    }
+
+    /// Whether any weight is of codes.
+    pub(super) fn has_codes(&self) -> bool {
+        self.weights.iter().any(|weight| weight.format.codes().is_some())
+    }
+
+    /// Returns the format of a weight in memory.
+    fn packed_format(&self, weight: &WeightSpec) -> Format {
+        match weight.format {
+            Format::F16 if self.in_fragments(weight) => Format::Bf16,
+            format => format,
+        }
     }
 
     /// Whether a weight is of codes in fragment order.
@@ -41,7 +56,7 @@ impl Decoder<'_> {
         let row_major = |columns_multiple| Layout::RowMajor { columns_multiple };
         let (rows, cols, layout, format) = match weight.kind {
             WeightKind::Matrix if self.in_fragments(weight) => {
-                (weight.rows, weight.cols, Layout::Fragments, weight.format)
+                (weight.rows, weight.cols, Layout::Fragments, self.packed_format(weight))
             }
             WeightKind::Matrix => (weight.rows, weight.cols, row_major(8), weight.format),
             // Each row holds one value, so that sources can interleave. The padding becomes zero and extends as far as
@@ -83,9 +98,10 @@ impl Decoder<'_> {
     pub(super) fn matrix(&self, recording: &mut Recording, name: &str) -> Vec<(u32, Matrix)> {
         let mut parts = Vec::new();
         for weight in self.weights.iter().filter(|weight| weight.merged == name) {
+            let format = self.packed_format(weight);
             parts.extend(self.parts(weight).into_iter().map(|part| {
                 let range = recording.buffer(&part.name, part.bytes);
-                let matrix = Matrix { range, format: weight.format, rows: part.rows, cols: weight.cols };
+                let matrix = Matrix { range, format, rows: part.rows, cols: weight.cols };
                 (weight.first_row + part.first_row, matrix)
             }));
         }

@@ -408,7 +408,7 @@ mod tests {
 
     fn words(packing: &Packing, sources: &[Rows<'_>]) -> Vec<u32> {
         let mut out = vec![0xa5; packing.bytes() as usize];
-        pack(packing, sources, 0..packing.bytes(), &mut out);
+        pack(packing, sources, 0..packing.bytes(), &mut out).expect("finite values");
         out.as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect()
     }
 

@@ -303,7 +303,8 @@ async fn one_trace_from_the_client_to_the_steps() {
     let mut traces: Vec<String> = spans.iter().map(|span| hex(&span.trace_id)).collect();
     traces.sort();
     traces.dedup();
-    let mut asked = [FIRST, REFUSED, DROPPED, CHAT, SAMPLES, NAMED, OLDER, YOUNGER, LONG, FAULTY].map(str::to_owned);
+    let asked = [FIRST, REFUSED, DROPPED, CHAT, SAMPLES, HTTP, NAMED, OLDER, YOUNGER, LONG, FAULTY];
+    let mut asked = asked.map(str::to_owned);
     asked.sort();
     assert_eq!(traces, asked);
     let everything = format!("{spans:?}");

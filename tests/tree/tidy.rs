@@ -160,11 +160,6 @@ const CYCLES: [(&[&str], &str); 13] = [
         &[
             "service::lifecycle",
             "service::openai",
-            "service::openai::answer",
-            "service::openai::chat",
-            "service::openai::completions",
-            "service::openai::origin",
-            "service::openai::responses",
             "service::rpc",
             "service::server",
             "service::vllm",

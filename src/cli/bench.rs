@@ -619,12 +619,10 @@ fn print_table(rows: &[Row], ceiling: Option<&Ceiling>, device: &str, path: &Pat
         info.bytes_per_token as f64 / 1e6
     );
     match ceiling {
-        Some(ceiling) => {
-            println!("{device}: reads {:.1} GB/s at most (measured now)", ceiling.measured / 1e9);
-            if let Some(exceeded) = ceiling.exceeded() {
-                println!("{exceeded}");
-            }
-        }
+        Some(ceiling) => match ceiling.exceeded() {
+            None => println!("{device}: reads {:.1} GB/s at most (measured now)", ceiling.measured / 1e9),
+            Some(exceeded) => println!("{device}: {exceeded}"),
+        },
         None => println!("{device}: its queue has no timestamps, so its read ceiling is unknown"),
     }
     println!();

@@ -63,7 +63,7 @@ const HELP: &str = "\
 Ctrl-C ends an answer; at the prompt, Ctrl-C twice or Ctrl-D ends the program.";
 
 pub(super) fn run(args: &Chat) -> anyhow::Result<()> {
-    args.sampling.check()?;
+    args.sampling.check().map_err(Refused::from)?;
     let quiet = verbosity() == Verbosity::Quiet;
     // One thread of its own, so that a server's questions are answered while the user types.
     let runtime = tokio::runtime::Builder::new_multi_thread()

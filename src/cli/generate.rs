@@ -188,7 +188,7 @@ impl Refused {
 }
 
 pub(crate) fn run(args: &Generate) -> anyhow::Result<()> {
-    args.sampling.check()?;
+    args.sampling.check().map_err(Refused::from)?;
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot start a runtime")?;
     let mut printer = Printer::new(args.json);

@@ -1,7 +1,6 @@
 //! The arguments that say how tokens are drawn, which `generate` and `chat` share. They are checked with the engine's
 //! own rules before a model is loaded or a server is asked.
 
-use super::generate::Refused;
 use crate::engine::request::{Bounds, Limits, Sampling};
 use crate::replica::SubmitError;
 use crate::service::proto;
@@ -77,7 +76,7 @@ impl SamplingArgs {
 
     /// Refuses values that no model takes, in the words of the engine. Values that a model's size decides are left to
     /// it.
-    pub(super) fn check(&self) -> Result<(), Refused> {
+    pub(super) fn check(&self) -> Result<(), Refusal> {
         let defaults = Sampling::default();
         let sampling = Sampling {
             temperature: self.temperature.unwrap_or(defaults.temperature),
@@ -93,13 +92,14 @@ impl SamplingArgs {
         let limits = Limits { max_tokens: self.max_tokens, ..Limits::default() };
         let any = Bounds { vocabulary: u32::MAX, context: u32::MAX, eos_ids: Vec::new() };
         let checked = sampling.validate(any.vocabulary).and_then(|()| limits.validate(&any));
-        checked.map_err(|error| Refused::from(Refusal::from(SubmitError::Request(error))))
+        checked.map_err(|error| SubmitError::Request(error).into())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::service::refusal::status;
 
     #[test]
     fn values_that_no_model_takes_are_named_with_the_rule() {
@@ -112,7 +112,8 @@ mod tests {
             (SamplingArgs { logit_bias: vec![(1, 0.5), (1, 0.6)], ..none() }, "logit_bias is 1, must be given once"),
         ] {
             let error = args.check().expect_err(words);
-            assert!(error.to_string().contains(words) && error.is_users(), "{error}");
+            assert!(error.to_string().contains(words), "{error}");
+            assert_eq!(status(&error).code(), tonic::Code::InvalidArgument, "{error}");
         }
         assert!(none().of_chat().check().is_ok());
     }

@@ -30,7 +30,7 @@ fn the_packages_hold_a_program_that_starts_and_all_that_belongs_to_it() {
     let archive = run(Command::new("tar").arg("--list").arg("--file").arg(named(".tar.gz")));
 
     run(Command::new("dpkg-deb").arg("--extract").arg(named(".deb")).arg(&root));
-    let version = run(&mut Command::new(root.join("usr/bin/ostinato")).arg("--version"));
+    let version = run(Command::new(root.join("usr/bin/ostinato")).arg("--version"));
     assert!(version.starts_with(concat!("ostinato ", env!("CARGO_PKG_VERSION"))), "{version}");
     for file in [
         "bin/ostinato",

@@ -385,6 +385,11 @@ fn quantised_values_that_are_not_finite_end_a_load() {
     let index = "model.layers.0.mlp.down_proj.g_idx";
     check("quantised/gptq-4", index, 4, &[9], &["layers.0.down", index, "column 1", "group 9 of 3"]);
 
+    // Act-order is not supported: other columns would be multiplied.
+    let error = refused(&vulkan, vec![model(&vulkan, &fixture("quantised/gptq-order"))]);
+    assert!(matches!(error, StartError::Load { source: LoadError::ColumnOrder { .. }, .. }), "{error:?}");
+    assert_names(&with_causes(&error), &["layers.0.", "qweight", "act-order"]);
+
     // A block of a GGUF file with a scale that is not a number.
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("demo.gguf");

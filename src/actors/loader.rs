@@ -777,7 +777,8 @@ fn fill(
                 None => source.file.bytes(bytes, into, &tensor.name)?,
                 Some((matrix, first)) => {
                     let failed = |source| LoadError::Weight { name: tensor.name.clone(), source };
-                    decode(matrix, first + of.start..first + of.end, into).map_err(failed)?;
+                    let decoded = decode(matrix, first + of.start..first + of.end, into);
+                    decoded.map_err(|error| changed(source).unwrap_or_else(|| failed(error)))?;
                     &*into
                 }
             };
@@ -802,13 +803,21 @@ fn fill(
         while begin < end {
             let tile_end = end.min(begin + tile_bytes);
             let tile = &mut tile[..(tile_end - begin) as usize];
-            let failed = |source| LoadError::BadRow { name: tensor.name.clone(), source };
-            pack(&tensor.packing, &sources, begin..tile_end, tile).map_err(failed)?;
+            let packed = pack(&tensor.packing, &sources, begin..tile_end, tile);
+            packed.map_err(|source| {
+                let changed = needed.iter().find_map(|source| changed(source));
+                changed.unwrap_or_else(|| LoadError::BadRow { name: tensor.name.clone(), source })
+            })?;
             put(begin - part.start, tile);
             begin = tile_end;
         }
     }
     Ok(read)
+}
+
+/// Returns the error of a source whose file has changed: what is wrong with its data is then a consequence.
+fn changed(source: &TensorSource) -> Option<LoadError> {
+    source.files().into_iter().find_map(|(file, _)| file.unchanged().err()).map(LoadError::from)
 }
 
 /// Opens a quantised weight whose columns are in the model's order.

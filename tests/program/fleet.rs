@@ -5,7 +5,7 @@
 //! `deploy/setup.sh test` installs; without them it fails.
 
 use crate::router::{COLLECTOR_PORT, Fleet, Network};
-use crate::serving::collector::{Collector, find, hex};
+use crate::serving::collector::{Collector, find, hex, text};
 use opentelemetry_proto::tonic::trace::v1::Span;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -82,7 +82,8 @@ fn chat_through_a_router_is_what_we_serve_and_one_trace_leads_to_the_device() {
     // The router's own span stands between the client's and ours.
     let rpc = spans.iter().find(|span| span.name == "vllm.grpc.engine.VllmEngine/Generate").expect("it was waited for");
     assert_ne!(hex(&rpc.parent_span_id), client, "{rpc:#?}");
-    assert!(collector.services.lock().unwrap().iter().any(|service| service == "smg"), "the router exports spans");
+    let resources = collector.resources.lock().unwrap().clone();
+    assert!(resources.iter().any(|resource| text(resource, "service.name") == "smg"), "the router exports spans");
 }
 
 #[test]

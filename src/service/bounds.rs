@@ -312,8 +312,8 @@ impl Arrival {
         self.clients.identify(request.headers(), peer).unwrap_or_else(|_| Client::of(peer))
     }
 
-    /// Receives the body of an HTTP request of `client` to its end, within the same time and room as a gRPC message. The
-    /// room is taken until the second value is dropped.
+    /// Receives the body of an HTTP request of `client` to its end, within the same time and room as a gRPC message.
+    /// The room is taken until the second value is dropped.
     pub(super) async fn body<B>(&self, client: Client, mut body: B) -> Result<(BytesMut, impl Send + use<B>), Refusal>
     where
         B: http_body::Body<Data = Bytes> + Unpin,

@@ -525,8 +525,8 @@ impl Rpc {
         caller.scope.place(&self.host, model, "")
     }
 
-    /// Runs the work of a Tokenize or Detokenize call, or the parsing of a body, whose message has `bytes` bytes. It counts as one of the
-    /// client's requests until it ends.
+    /// Runs the work of a Tokenize or Detokenize call, or the parsing of a body, whose message has `bytes` bytes. It
+    /// counts as one of the client's requests until it ends.
     pub(super) async fn text_work<T: Send + 'static>(
         &self,
         caller: &Caller,

@@ -61,7 +61,7 @@ impl Made {
     }
 
     fn tensor(&self, name: &'static str) -> Tensor<'_> {
-        Tensor { name, dtype: self.dtype, shape: &self.shape, bytes: &self.bytes }
+        Tensor { name, dtype: self.dtype, shape: &self.shape, bytes: Some(&self.bytes) }
     }
 }
 

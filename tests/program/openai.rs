@@ -1,6 +1,7 @@
-//! Goal: the official `openai` client works with `ostinato serve` as it comes: streams, tools, parsed outputs, responses.
-//! Method: the embedded demo model with a chat template that has tools and reasoning, on a CPU driver, and the checks in
-//! `tests/python/api.py`. Needs the packages that `deploy/setup.sh test` installs; without them it fails.
+//! Goal: the official `openai` client works with `ostinato serve` as it comes: streams, tools, parsed outputs,
+//! responses.
+//! Method: the embedded demo model with a chat template that has tools and reasoning, on a CPU driver, and the checks
+//! in `tests/python/api.py`. Needs the packages that `deploy/setup.sh test` installs; without them it fails.
 
 use crate::cli::cpu;
 use crate::python::python;
@@ -9,10 +10,12 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 /// A chat template in the manner of Qwen3's.
-const TEMPLATE: &str = "{%- if tools %}<|im_start|>system\n# Tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}\
+const TEMPLATE: &str = "{%- if tools %}<|im_start|>system\n# Tools\n\
+    {% for tool in tools %}{{ tool | tojson }}\n{% endfor %}\
     Answer with <tool_call>\n{\"name\": <name>, \"arguments\": <arguments>}\n</tool_call><|im_end|>\n{% endif %}\
     {%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}\
-    {%- for call in message.tool_calls %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n\
+    {%- for call in message.tool_calls %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}\
+    <|im_end|>\n\
     {%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n\
     {%- if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}";
 

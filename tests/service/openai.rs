@@ -394,8 +394,10 @@ async fn required_and_named_calls_are_forced() {
         let (name, arguments) = ask(named, seed).await;
         assert_eq!(name, "weather");
         assert!(["Rome", "Oslo"].contains(&arguments["city"].as_str().unwrap()), "{arguments}");
-        let (name, _) = ask(json!("required"), seed).await;
+        let (name, arguments) = ask(json!("required"), seed).await;
         assert!(["weather", "time"].contains(&name.as_str()), "{name}");
+        // Arguments that the schema does not name are not invented.
+        assert_eq!(arguments.as_object().unwrap().len(), usize::from(name == "weather"), "{arguments}");
     }
     for (choice, param) in [
         (json!({"type": "function", "function": {"name": "other"}}), "tool_choice"),

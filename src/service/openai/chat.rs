@@ -192,7 +192,7 @@ fn call(id: &str, name: &str, arguments: &str, index: Option<usize>) -> Value {
 }
 
 /// The frames of a completion's stream.
-pub(super) fn chunks(answer: &Answer, choices: &mut Choices, frame: Frame) -> Vec<Value> {
+pub(super) fn chunks(answer: &Answer, choices: &Choices, frame: Frame) -> Vec<Value> {
     let chunk = |choices: Value, usage: Value| {
         let mut chunk = json!({
             "id": answer.id, "object": "chat.completion.chunk", "created": answer.created, "model": answer.model,

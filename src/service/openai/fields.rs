@@ -17,7 +17,8 @@ pub(super) fn refuse(path: impl Into<String>, value: &Value, rule: impl Into<Str
     Refusal::Json { field: path.into(), value: shown(value), rule: rule.into() }
 }
 
-/// A value for an error message: numbers and booleans as they are, everything else by kind, since it may quote a prompt.
+/// A value for an error message: numbers and booleans as they are, everything else by kind, since it may quote a
+/// prompt.
 fn shown(value: &Value) -> String {
     match value {
         Value::Null => "null".to_owned(),

@@ -318,7 +318,7 @@ impl Events {
     fn tell(&mut self, frame: Frame, to: &mut String) {
         let last = matches!(frame, Frame::Done);
         let chunks = match &mut self.telling {
-            Telling::Chat => chat::chunks(&self.answer, &mut self.running.choices, frame),
+            Telling::Chat => chat::chunks(&self.answer, &self.running.choices, frame),
             Telling::Text { echo, offsets } => {
                 completions::chunks(&self.answer, &self.running, echo.as_ref(), offsets, frame)
             }

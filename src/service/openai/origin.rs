@@ -1,4 +1,5 @@
-//! Which browsers' pages may use the API: refusing those that may not, and telling browsers about those that may (CORS).
+//! Which browsers' pages may use the API: refusing those that may not, and telling browsers about those that may
+//! (CORS).
 //! Not here: tokens (`service::auth`).
 
 use super::OpenAi;
@@ -27,8 +28,8 @@ pub(super) fn from_here<B>(request: &Request<B>) -> bool {
 }
 
 impl OpenAi {
-    /// The origin of a request, if its page may read the answer: pages of this machine always, others only where a token
-    /// is needed, which no browser adds by itself.
+    /// The origin of a request, if its page may read the answer: pages of this machine always, others only where a
+    /// token is needed, which no browser adds by itself.
     fn origin(&self, headers: &HeaderMap) -> Option<HeaderValue> {
         let mut origins = headers.get_all(header::ORIGIN).iter();
         let (Some(origin), None) = (origins.next(), origins.next()) else { return None };

@@ -1,5 +1,5 @@
-//! `/v1/responses`: the Responses API for text, without stored state. A list of items becomes our message; our stream of
-//! events becomes a response of items, or its named events.
+//! `/v1/responses`: the Responses API for text, without stored state. A list of items becomes our message; our stream
+//! of events becomes a response of items, or its named events.
 //! Not here: stored responses and conversations, tools that a server runs, and HTTP.
 
 use super::answer::{Answer, Choices, Frame, Used};

@@ -178,11 +178,26 @@ impl Tools {
     }
 }
 
+/// The schema that constrained arguments conform to: without properties that it does not name, unless it says that
+/// there may be others. A model would invent some.
+fn closed(parameters: &Value) -> Value {
+    let mut closed = parameters.clone();
+    const OTHERS: [&str; 7] =
+        ["additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"];
+    if let Value::Object(schema) = &mut closed
+        && schema.contains_key("properties")
+        && !OTHERS.iter().any(|key| schema.contains_key(*key))
+    {
+        schema.insert("additionalProperties".to_owned(), false.into());
+    }
+    closed
+}
+
 /// A call of a tool as a tag of a structural tag.
 fn tag(form: CallForm, tool: &Tool) -> Value {
     let [open, close] = CALL;
     let name = Value::from(tool.name.as_str());
-    let schema = json!({"type": "json_schema", "json_schema": tool.parameters});
+    let schema = json!({"type": "json_schema", "json_schema": closed(&tool.parameters)});
     match form {
         CallForm::TaggedJson => json!({
             "type": "tag", "begin": format!("{open}\n{{\"name\": {name}, \"arguments\": "),

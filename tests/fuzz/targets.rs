@@ -16,6 +16,7 @@ use ostinato::host::{Host, ModelInfo, ServedModel};
 use ostinato::model::checkpoint::Checkpoint;
 use ostinato::model::config::ModelConfig;
 use ostinato::model::gguf;
+use ostinato::model::gguf::container::Header;
 use ostinato::model::gguf::split::GgufFiles;
 use ostinato::model::grammar::{GrammarError, Grammars, Next, bit};
 use ostinato::model::text::Text;
@@ -87,6 +88,10 @@ pub fn safetensors(bytes: &[u8]) {
 /// then as a checkpoint and a text.
 pub fn gguf(bytes: &[u8]) {
     gguf::fuzz(bytes);
+    if Header::parse(bytes, bytes.len() as u64).is_err() {
+        // No load comes further.
+        return;
+    }
     let folder = with_file("model.gguf", bytes, &[]);
     let file = folder.path().join("model.gguf");
     let opened = Checkpoint::open(&file);

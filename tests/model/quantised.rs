@@ -68,7 +68,7 @@ pub fn divergence(found: &[Vec<f32>], wanted: &[Vec<f32>]) -> f64 {
 }
 
 /// Writes the checkpoint whose f32 weights are the values of a GGUF file.
-fn restore(file: &Path, folder: &Path) {
+pub fn restore(file: &Path, folder: &Path) {
     let (model, _) = gguf::open(file).expect("a model");
     for (name, bytes) in &model.files {
         std::fs::write(folder.join(name), bytes).expect("written");

@@ -291,7 +291,7 @@ fn a_device_that_computes_a_format_wrongly_is_noticed_at_start() {
     let said = lines.0.lock().expect("no panic").join("\n");
     assert!(said.contains("computes quantised weights in fragments wrongly"), "{said}");
 
-    let error = format!("{:?}", started(&["broken_codes=2"], &lines).err().expect("a refusal"));
+    let error = format!("{:?}", started(&["broken_codes=2"], &lines).expect_err("a refusal"));
     assert!(error.contains("computes its quantised weights wrongly") && error.contains("differs by"), "{error}");
 }
 

@@ -572,7 +572,7 @@ fn order(g_idx: Option<Tensor<'_>>, cols: u32, group: u32) -> Result<Option<Vec<
 
 /// What a tensor of a quantised weight holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Role {
+pub enum TensorRole {
     /// The codes.
     Codes,
     /// The scales of groups.
@@ -636,7 +636,7 @@ pub enum Storage {
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorHead {
     /// What the tensor holds.
-    pub role: Role,
+    pub role: TensorRole,
     /// The tensor's name, for errors.
     pub name: String,
     /// The element type.
@@ -669,25 +669,25 @@ impl Description {
     }
 
     fn matrix<'a>(&'a self, bytes: impl Fn(usize) -> Option<&'a [u8]>) -> Result<CodeMatrix<'a>, WeightError> {
-        let find = |role: Role| {
+        let find = |role: TensorRole| {
             let at = self.tensors.iter().position(|tensor| tensor.role == role)?;
             let TensorHead { name, dtype, shape, .. } = &self.tensors[at];
             Some(Tensor { name, dtype: *dtype, shape, bytes: bytes(at) })
         };
-        let need = |role: Role| {
+        let need = |role: TensorRole| {
             find(role).ok_or_else(|| {
                 let tensor = self.tensors.first().map_or_else(String::new, |tensor| tensor.name.clone());
                 WeightError::Missing { tensor, role }
             })
         };
-        let weight = need(Role::Codes)?;
+        let weight = need(TensorRole::Codes)?;
         match self.storage {
-            Storage::Fp8 { scale_shape } => Fp8 { weight, scale: need(Role::Scale)?, scale_shape }.open(),
+            Storage::Fp8 { scale_shape } => Fp8 { weight, scale: need(TensorRole::Scale)?, scale_shape }.open(),
             Storage::Gptq { bits, group, symmetric, version } => Gptq {
                 qweight: weight,
-                qzeros: need(Role::Zero)?,
-                scales: need(Role::Scale)?,
-                g_idx: find(Role::GroupIndex),
+                qzeros: need(TensorRole::Zero)?,
+                scales: need(TensorRole::Scale)?,
+                g_idx: find(TensorRole::GroupIndex),
                 bits,
                 group,
                 symmetric,
@@ -695,27 +695,27 @@ impl Description {
             }
             .open(),
             Storage::Awq { group } => {
-                Awq { qweight: weight, qzeros: find(Role::Zero), scales: need(Role::Scale)?, group }.open()
+                Awq { qweight: weight, qzeros: find(TensorRole::Zero), scales: need(TensorRole::Scale)?, group }.open()
             }
             Storage::PackedInts { bits, scale_shape, shape } => PackedInts {
                 packed: weight,
-                scale: need(Role::Scale)?,
+                scale: need(TensorRole::Scale)?,
                 scale_shape,
-                zero_point: find(Role::Zero),
-                g_idx: find(Role::GroupIndex),
+                zero_point: find(TensorRole::Zero),
+                g_idx: find(TensorRole::GroupIndex),
                 shape,
                 bits,
             }
             .open(),
             Storage::Int8 { scale_shape } => {
-                let (scale, zero_point) = (need(Role::Scale)?, find(Role::Zero));
+                let (scale, zero_point) = (need(TensorRole::Scale)?, find(TensorRole::Zero));
                 Int8 { weight, scale, scale_shape, zero_point }.open()
             }
             Storage::Nvfp4 { global_divides } => {
-                let (scale, global) = (need(Role::Scale)?, need(Role::Global)?);
+                let (scale, global) = (need(TensorRole::Scale)?, need(TensorRole::Global)?);
                 Nvfp4 { packed: weight, scale, global, global_divides }.open()
             }
-            Storage::Mxfp4 => Mxfp4 { packed: weight, scale: need(Role::Scale)? }.open(),
+            Storage::Mxfp4 => Mxfp4 { packed: weight, scale: need(TensorRole::Scale)? }.open(),
         }
     }
 }
@@ -1205,7 +1205,7 @@ pub enum WeightError {
         /// The name of the codes' tensor.
         tensor: String,
         /// What is missing.
-        role: Role,
+        role: TensorRole,
     },
     /// The element type is not one that the format has.
     TensorDtype {

@@ -363,7 +363,7 @@ fn awq(rows: usize, cols: usize, numbers: &[f32]) -> Vec<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::super::safetensors::{
-        Description, GptqVersion, Role, ScaleShape, Storage, TensorDtype, TensorHead, WeightError,
+        Description, GptqVersion, ScaleShape, Storage, TensorDtype, TensorHead, TensorRole, WeightError,
     };
     use super::*;
 
@@ -385,14 +385,14 @@ mod tests {
         }
     }
 
-    fn role(part: &str) -> Option<Role> {
+    fn role(part: &str) -> Option<TensorRole> {
         match part {
-            "weight" | "qweight" | "weight_packed" => Some(Role::Codes),
-            "qzeros" => Some(Role::Zero),
-            "g_idx" => Some(Role::GroupIndex),
-            "weight_global_scale" => Some(Role::Global),
+            "weight" | "qweight" | "weight_packed" => Some(TensorRole::Codes),
+            "qzeros" => Some(TensorRole::Zero),
+            "g_idx" => Some(TensorRole::GroupIndex),
+            "weight_global_scale" => Some(TensorRole::Global),
             "weight_shape" => None,
-            _ => Some(Role::Scale),
+            _ => Some(TensorRole::Scale),
         }
     }
 

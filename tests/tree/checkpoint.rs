@@ -550,15 +550,12 @@ fn shapes_formats_and_missing_tensors_are_named_at_once() {
     edit(dir.path(), "config.json", |config| config["vocab_size"] = 513.into());
     edit_header(&dir.path().join("model.safetensors"), |header| {
         let header = header.as_object_mut().unwrap();
-        header["model.layers.0.mlp.up_proj.weight"]["dtype"] = "F8_E4M3".into();
+        header["model.layers.0.mlp.up_proj.weight"]["dtype"] = "I16".into();
         header.remove("model.layers.2.self_attn.q_norm.weight");
     });
     let found = problems(dir.path());
     let expected = [
-        CheckpointProblem::UnsupportedDtype {
-            tensor: "model.layers.0.mlp.up_proj.weight".into(),
-            dtype: "F8_E4M3".into(),
-        },
+        CheckpointProblem::UnsupportedDtype { tensor: "model.layers.0.mlp.up_proj.weight".into(), dtype: "I16".into() },
         CheckpointProblem::MissingTensor { tensor: "model.layers.2.self_attn.q_norm.weight".into() },
         CheckpointProblem::Shape {
             tensor: "model.embed_tokens.weight".into(),

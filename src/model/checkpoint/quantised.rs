@@ -11,7 +11,7 @@ use super::headers::Headers;
 use super::{CheckpointProblem, TensorInfo};
 use crate::model::config::quantization::{Quantization, Scheme, Strategy};
 use crate::quant::Codes;
-use crate::quant::safetensors::{Description, Role, ScaleShape, Storage, TensorDtype, TensorHead};
+use crate::quant::safetensors::{Description, ScaleShape, Storage, TensorDtype, TensorHead, TensorRole};
 
 /// A quantised weight of a checkpoint.
 #[derive(Clone, Debug, PartialEq)]
@@ -131,19 +131,19 @@ pub(super) fn find(
         return Some(Err(CheckpointProblem::NotQuantised { tensor: codes.to_owned(), module: in_file.to_owned() }));
     };
     let mut finder = Finder { headers, names, tensors: Vec::new(), places: Vec::new() };
-    finder.add(Role::Codes, (codes, info, dtype));
+    finder.add(TensorRole::Codes, (codes, info, dtype));
     Some(finder.weight(scheme, shape))
 }
 
 impl<'a> Finder<'a> {
-    fn add(&mut self, role: Role, (name, info, dtype): Found<'a>) {
+    fn add(&mut self, role: TensorRole, (name, info, dtype): Found<'a>) {
         self.tensors.push(TensorHead { role, name: name.to_owned(), dtype, shape: info.shape.clone() });
         let path = Arc::clone(&self.headers.files[info.file].path);
         self.places.push(TensorPlace { path, offset: info.offset, bytes: info.bytes });
     }
 
     /// Adds the tensor with the first of these names that exists.
-    fn need(&mut self, role: Role, parts: &[&str]) -> Result<(), CheckpointProblem> {
+    fn need(&mut self, role: TensorRole, parts: &[&str]) -> Result<(), CheckpointProblem> {
         let all: Vec<String> = parts.iter().map(|part| self.names.of(part)).collect();
         match self.optional(role, parts)? {
             true => Ok(()),
@@ -153,7 +153,7 @@ impl<'a> Finder<'a> {
     }
 
     /// Adds the tensor with the first of these names that exists, and returns whether one does.
-    fn optional(&mut self, role: Role, parts: &[&str]) -> Result<bool, CheckpointProblem> {
+    fn optional(&mut self, role: TensorRole, parts: &[&str]) -> Result<bool, CheckpointProblem> {
         let headers = self.headers;
         let found = parts.iter().find_map(|part| headers.find(&self.names.of(part)));
         let Some((name, info)) = found else { return Ok(false) };
@@ -186,7 +186,7 @@ impl<'a> Finder<'a> {
         let storage = match scheme {
             Scheme::Fp8 { block } => {
                 self.codes_are(&[numbers])?;
-                self.need(Role::Scale, &["weight_scale_inv", "weight_scale"])?;
+                self.need(TensorRole::Scale, &["weight_scale_inv", "weight_scale"])?;
                 let scale_shape = match block {
                     Some([rows, cols]) => ScaleShape::Block { rows, cols },
                     None => self.scale_shape(),
@@ -195,49 +195,49 @@ impl<'a> Finder<'a> {
             }
             Scheme::Floats { strategy } => {
                 self.codes_are(&[numbers])?;
-                self.need(Role::Scale, &["weight_scale"])?;
+                self.need(TensorRole::Scale, &["weight_scale"])?;
                 Storage::Fp8 { scale_shape: self.flatten(shape, scale_shape(strategy))? }
             }
             Scheme::Gptq { layout, version } => {
                 self.codes_are(&[".qweight"])?;
-                self.need(Role::Zero, &["qzeros"])?;
-                self.need(Role::Scale, &["scales"])?;
-                self.optional(Role::GroupIndex, &["g_idx"])?;
+                self.need(TensorRole::Zero, &["qzeros"])?;
+                self.need(TensorRole::Scale, &["scales"])?;
+                self.optional(TensorRole::GroupIndex, &["g_idx"])?;
                 Storage::Gptq { bits: layout.bits, group: layout.group, symmetric: layout.symmetric, version }
             }
             Scheme::Awq { group } => {
                 self.codes_are(&[".qweight"])?;
-                self.optional(Role::Zero, &["qzeros"])?;
-                self.need(Role::Scale, &["scales"])?;
+                self.optional(TensorRole::Zero, &["qzeros"])?;
+                self.need(TensorRole::Scale, &["scales"])?;
                 Storage::Awq { group }
             }
             Scheme::PackedInts { bits, strategy, symmetric } => {
                 self.codes_are(&[".weight_packed"])?;
-                self.need(Role::Scale, &["weight_scale"])?;
+                self.need(TensorRole::Scale, &["weight_scale"])?;
                 if !symmetric {
-                    self.need(Role::Zero, &["weight_zero_point"])?;
+                    self.need(TensorRole::Zero, &["weight_zero_point"])?;
                 }
-                self.optional(Role::GroupIndex, &["weight_g_idx"])?;
+                self.optional(TensorRole::GroupIndex, &["weight_g_idx"])?;
                 Storage::PackedInts { bits, scale_shape: scale_shape(strategy), shape: [rows, cols] }
             }
             Scheme::Int8 { strategy, symmetric } => {
                 self.codes_are(&[numbers])?;
-                self.need(Role::Scale, &["weight_scale"])?;
+                self.need(TensorRole::Scale, &["weight_scale"])?;
                 if !symmetric {
-                    self.need(Role::Zero, &["weight_zero_point"])?;
+                    self.need(TensorRole::Zero, &["weight_zero_point"])?;
                 }
                 Storage::Int8 { scale_shape: scale_shape(strategy) }
             }
             Scheme::Nvfp4 { compressed } => {
                 self.codes_are(&[if compressed { ".weight_packed" } else { ".weight" }])?;
-                self.need(Role::Scale, &["weight_scale"])?;
-                self.need(Role::Global, &[if compressed { "weight_global_scale" } else { "weight_scale_2" }])?;
+                self.need(TensorRole::Scale, &["weight_scale"])?;
+                self.need(TensorRole::Global, &[if compressed { "weight_global_scale" } else { "weight_scale_2" }])?;
                 Storage::Nvfp4 { global_divides: compressed }
             }
             Scheme::Mxfp4 { compressed } => {
                 let names = if compressed { (".weight_packed", "weight_scale") } else { ("blocks", "scales") };
                 self.codes_are(&[names.0])?;
-                self.need(Role::Scale, &[names.1])?;
+                self.need(TensorRole::Scale, &[names.1])?;
                 Storage::Mxfp4
             }
         };
@@ -281,7 +281,7 @@ impl<'a> Finder<'a> {
         };
         for tensor in &mut self.tensors {
             let (name, found) = (tensor.name.clone(), tensor.shape.clone());
-            let of_one = if tensor.role == Role::Codes { Some(rows) } else { per_expert.map(|(rows, _)| rows) };
+            let of_one = if tensor.role == TensorRole::Codes { Some(rows) } else { per_expert.map(|(rows, _)| rows) };
             let expected = || CheckpointProblem::Shape { tensor: name, shape: found, expected: shape.to_vec() };
             match (&tensor.shape[..], of_one) {
                 (&[first, second, third], Some(rows)) if (first, second) == (experts, rows) => {

@@ -52,7 +52,7 @@ pub enum Quantization {
         /// The key `config_groups`.
         groups: Vec<SchemeGroup>,
         /// The key `ignore`: modules that are not quantised.
-        ignore: Vec<Target>,
+        ignore: Vec<ModuleTarget>,
     },
     /// `modelopt` with NVFP4.
     ModelOptNvfp4,
@@ -84,14 +84,14 @@ pub struct Rule {
 #[derive(Clone, Debug, PartialEq)]
 pub struct SchemeGroup {
     /// The modules that the group describes.
-    pub targets: Vec<Target>,
+    pub targets: Vec<ModuleTarget>,
     /// How their weights are stored.
     pub scheme: Scheme,
 }
 
 /// A module, or modules, in a list of compressed-tensors.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Target {
+pub enum ModuleTarget {
     /// A module's exact name, or the name of a class such as `Linear`.
     Name(String),
     /// `re:` and a regular expression that is matched at the start of a module's name.
@@ -212,16 +212,16 @@ impl Quantization {
     }
 }
 
-impl Target {
+impl ModuleTarget {
     fn names(&self, names: &[&str]) -> bool {
         match self {
-            Target::Name(target) => names.contains(&target.as_str()),
-            Target::Pattern(pattern) => names.iter().any(|name| pattern.matches(name)),
+            ModuleTarget::Name(target) => names.contains(&target.as_str()),
+            ModuleTarget::Pattern(pattern) => names.iter().any(|name| pattern.matches(name)),
         }
     }
 
     fn is_class(&self, class: &str) -> bool {
-        matches!(self, Target::Name(name) if name == class)
+        matches!(self, ModuleTarget::Name(name) if name == class)
     }
 }
 
@@ -515,7 +515,7 @@ impl<'a> Keys<'a> {
     }
 
     /// Reads a list of modules; `None` if the key is absent.
-    fn targets(&mut self, key: &str) -> Option<Vec<Target>> {
+    fn targets(&mut self, key: &str) -> Option<Vec<ModuleTarget>> {
         let value = self.value(key)?;
         let Some(list) = value.as_array().filter(|list| list.len() <= MAX_PATTERNS) else {
             self.wrong(key, value, format!("a list of at most {MAX_PATTERNS} names"));
@@ -524,8 +524,8 @@ impl<'a> Keys<'a> {
         let mut targets = Vec::new();
         for entry in list {
             let target = match entry.as_str().map(|text| (text, text.strip_prefix("re:"))) {
-                Some((_, Some(pattern))) => Pattern::new(pattern).map(Target::Pattern),
-                Some((text, None)) => Ok(Target::Name(text.to_owned())),
+                Some((_, Some(pattern))) => Pattern::new(pattern).map(ModuleTarget::Pattern),
+                Some((text, None)) => Ok(ModuleTarget::Name(text.to_owned())),
                 None => Err("not a name".to_owned()),
             };
             match target {

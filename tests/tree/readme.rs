@@ -5,7 +5,7 @@
 //! and links of all pages must lead to files and headings.
 
 use std::collections::BTreeSet;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -29,7 +29,7 @@ const INSTEAD: [(&str, &str); 4] = [
 const ADDED: [(&str, &str); 6] = [
     ("ostinato serve", "--listen 127.0.0.1:0 --http 127.0.0.1:0 --admin 127.0.0.1:0"),
     ("ostinato serve /models", "--device cpu"),
-    ("ostinato chat", "--device cpu"),
+    ("ostinato chat", "--device cpu --max-tokens 8"),
     ("ostinato generate --model", "--device cpu --max-tokens 8"),
     ("ostinato generate --server", "--max-tokens 8"),
     ("ostinato bench --server", "--requests 2 --prompt 16 --decode 4"),
@@ -105,6 +105,18 @@ fn ostinato(arguments: &[String]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ostinato"));
     command.args(arguments).stdin(Stdio::null()).current_dir(env!("CARGO_MANIFEST_DIR"));
     command
+}
+
+/// Runs the program with this standard input.
+fn with_input(arguments: &[String], input: &str) -> Output {
+    let mut command = ostinato(arguments);
+    let mut child =
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+    let mut stdin = child.stdin.take().expect("a pipe");
+    // A command that does not read its input may have ended.
+    let _ = stdin.write_all(input.as_bytes());
+    drop(stdin);
+    child.wait_with_output().expect("it runs")
 }
 
 fn text(output: &Output) -> String {
@@ -199,7 +211,9 @@ fn every_command_of_the_pages_works() {
             assert_eq!(Server::start(&arguments).stop(), Some(0), "{page}: {command}");
             continue;
         }
-        let output = ostinato(&arguments).output().expect("it runs");
+        // A chat has a turn for each line.
+        let input = if arguments[0] == "chat" { "Hello\n" } else { "" };
+        let output = with_input(&arguments, input);
         assert!(output.status.success() && !output.stdout.is_empty(), "{page}: {command}: {}", text(&output));
     }
     assert_eq!(server.stop(), Some(0));

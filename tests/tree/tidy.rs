@@ -148,6 +148,7 @@ const CYCLES: [(&[&str], &str); 13] = [
         &[
             "gpu::build",
             "gpu::build::defaults",
+            "gpu::build::format_test",
             "gpu::build::limits",
             "gpu::build::overlap_test",
             "gpu::build::recordings",

@@ -285,7 +285,7 @@ fn write_fragment_row(codes: Codes, padded_cols: u32, index: u32, row: &Row, out
 
 /// Returns a packed tensor of `rows` rows and `cols` columns, in which every code that stands for a finite number
 /// occurs among any 256 adjacent columns of 16 rows, in an order that looks random; scales are positive and negative and
-/// of different sizes. For tests of kernels: most weights are between 2⁻¹² and 1.
+/// of different sizes. For tests of kernels.
 pub fn sample(codes: Codes, layout: Layout, rows: u32, cols: u32) -> Vec<u32> {
     let packing = Packing { rows, cols, layout, format: super::Format::Codes(codes) };
     let padded = packing.padded_cols();
@@ -432,7 +432,7 @@ mod tests {
             let mut found = std::collections::BTreeMap::<_, std::collections::BTreeSet<u32>>::new();
             for place in values {
                 let value = read(&packing, &words, place.0, place.1);
-                assert!(value.is_finite() && value.abs() < 4.0, "{kind:?} {layout:?}: {value}");
+                assert!(value.is_finite(), "{kind:?} {layout:?}: {value}");
                 found.entry(group(place)).or_default().insert(value.to_bits());
             }
             let distinct = found.values().map(|values| values.len()).sum::<usize>();

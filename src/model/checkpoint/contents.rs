@@ -83,7 +83,7 @@ impl TensorKind {
 
 /// A tensor as its file describes it.
 #[derive(Clone, Debug, PartialEq)]
-pub struct StoredTensor {
+pub struct ListedTensor {
     /// The name in the file.
     pub name: String,
     /// The element type as the file spells it.
@@ -106,7 +106,7 @@ pub struct Contents {
     /// The maximum context length in tokens as the files say it.
     pub context: Option<u64>,
     /// All tensors, in the order of their names.
-    pub tensors: Vec<StoredTensor>,
+    pub tensors: Vec<ListedTensor>,
     /// The checkpoint, or all reasons for which it cannot be run.
     pub checkpoint: Result<Checkpoint, CheckpointError>,
 }
@@ -139,7 +139,7 @@ fn of_folder(dir: &Path, checkpoint: Result<Checkpoint, CheckpointError>) -> Res
     let config: Value = serde_json::from_str(&text).unwrap_or_default();
     let texts = [&config, &config["text_config"]];
     let architecture = config["architectures"][0].as_str().or_else(|| config["model_type"].as_str());
-    let tensors = headers.tensors.into_iter().map(|(name, info)| StoredTensor {
+    let tensors = headers.tensors.into_iter().map(|(name, info)| ListedTensor {
         name,
         dtype: info.dtype,
         elements: info.shape.iter().fold(1, |product: u64, size| product.saturating_mul(*size)),
@@ -164,7 +164,7 @@ fn of_gguf(path: &Path, checkpoint: Result<Checkpoint, CheckpointError>) -> Resu
     let context = architecture.as_ref().and_then(|name| files.get(&format!("{name}.context_length"))?.unsigned());
     let tensors = files.tensors.iter().map(|(name, at)| {
         let info = files.at(*at);
-        StoredTensor {
+        ListedTensor {
             name: name.clone(),
             dtype: info.kind.name().to_owned(),
             elements: info.rows().saturating_mul(info.cols()),

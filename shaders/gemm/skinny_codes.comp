@@ -201,11 +201,12 @@ void main() {
                 float sum = 0.0;
                 [[unroll]] for (uint part = 0u; part < PARTS; part++) {
                     value[part] *= scale;
-                    sum += dot(value[part], vec4(1.0));
+                    uvec2 rounded = uvec2(packHalf2x16(value[part].xy), packHalf2x16(value[part].zw));
+                    // The sum is of the rounded values, as the product of the codes is, so that the zeros cancel.
+                    if (AFTER) sum += dot(vec4(unpackHalf2x16(rounded.x), unpackHalf2x16(rounded.y)), vec4(1.0));
                     // AFTER: the second pair of codes stays shifted by 4 bits.
-                    vec2 second = AFTER && BITS == 4u ? value[part].zw * 0.0625 : value[part].zw;
-                    x_s[(LANE_GROUP * LOADS + i) * QUADS + part * 32u + LANE] =
-                        uvec2(packHalf2x16(value[part].xy), packHalf2x16(second));
+                    if (AFTER && BITS == 4u) rounded.y = packHalf2x16(value[part].zw * 0.0625);
+                    x_s[(LANE_GROUP * LOADS + i) * QUADS + part * 32u + LANE] = rounded;
                 }
                 if (AFTER) sum = group_add(sum);
                 if (LANE == 0u) scale_s[LANE_GROUP * LOADS + i] = vec2(uintBitsToFloat((exponent - 14u) << 23), sum);

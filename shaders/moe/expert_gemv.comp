@@ -8,7 +8,7 @@
 //
 // choices    [rows][CHOSEN + SHARED] of (expert, share as f32 bits), as `expert_choose` writes them
 // weight     [experts][n][chunks·8] in the variant's format; in STAGE 0 the rows of gate and up alternate
-// shared     [shared_n][shared_chunks·8], likewise; codes may have another format than the experts'
+// shared     [shared_n][shared_chunks·8], likewise; beside codes, of any format
 // x          STAGE 0: [rows][x_stride] f32, the residual. STAGE 1: the output of STAGE 0
 // y          STAGE 0: [rows][y_stride] f32: CHOSEN parts of `part` floats each, then the shared expert's part. STAGE 1:
 //            [rows][y_stride] f32, the residual
@@ -27,7 +27,7 @@ layout(constant_id = 4) const uint USED = 0;      // rows of x in use; 0: `count
 layout(constant_id = 5) const uint ROWS = 2;      // rows of W, even
 #if WEIGHT == 3
 layout(constant_id = 6) const uint CODES = 0x5024; // the format of the experts' W
-layout(constant_id = 7) const uint SHARED_CODES = 0x5024; // of the shared expert's W
+layout(constant_id = 7) const uint SHARED_CODES = 0x5024; // of the shared expert's W, or numbers (`kernels::shared_word`)
 #include "codes.glsl"
 #endif
 
@@ -66,11 +66,31 @@ uvec4 load(bool of_shared, uint at) {
     return word;
 }
 
+#if WEIGHT == 3
+// Loads the eight numbers of chunk `at` of a matrix of bfloat16 (kind 0), float16 (1) or float32 (2).
+void load_numbers8(uint kind, Words4In buffer_, uint at, out vec4 a, out vec4 b) {
+    if (kind == 2u) {
+        a = uintBitsToFloat(buffer_.v[at * 2u]);
+        b = uintBitsToFloat(buffer_.v[at * 2u + 1u]);
+        return;
+    }
+    uvec4 words = buffer_.v[at];
+    if (kind == 1u) {
+        a = vec4(unpackHalf2x16(words.x), unpackHalf2x16(words.y));
+        b = vec4(unpackHalf2x16(words.z), unpackHalf2x16(words.w));
+    } else {
+        a = vec4(bf16_low(words.x), bf16_high(words.x), bf16_low(words.y), bf16_high(words.y));
+        b = vec4(bf16_low(words.z), bf16_high(words.z), bf16_low(words.w), bf16_high(words.w));
+    }
+}
+#endif
+
 // Loads eight values of row `row` of W, whose rows have `each` chunks, from chunk `c` on.
 void load8(bool of_shared, uint row, uint c, uint each, out vec4 a, out vec4 b) {
     uint at = row * each + c;
 #if WEIGHT == 3
-    if (SHARED == 1u && of_shared) load_codes8_of(SHARED_CODES, shared_weight, row, c, each, a, b);
+    if (SHARED == 1u && of_shared && (SHARED_CODES & 15u) == 0u) load_numbers8(SHARED_CODES >> 4, shared_weight, at, a, b);
+    else if (SHARED == 1u && of_shared) load_codes8_of(SHARED_CODES, shared_weight, row, c, each, a, b);
     else load_codes8(weight, row, c, each, a, b);
 #elif WEIGHT == 2
     a = uintBitsToFloat(load(of_shared, at * 2u));

@@ -248,6 +248,16 @@ pub enum LoadError {
     /// The device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// A unit of packed rows does not fit in a staging slot.
+    #[error("{name}: {bytes} bytes of its rows belong together, a staging slot has {slot}")]
+    Unit {
+        /// The tensor's name.
+        name: String,
+        /// The size of the unit.
+        bytes: u64,
+        /// The size of a slot.
+        slot: u64,
+    },
     /// The packed tensor does not fit in its target buffer.
     #[error("{name} needs {asked} bytes at {offset} of {buffer:?}, which has {has}")]
     TooLarge {
@@ -493,8 +503,12 @@ impl Actor {
         for tensor in &plan.tensors {
             check(tensor)?;
         }
+        let slot = self.ring.slot_bytes() as u64;
+        if let Some(tensor) = plan.tensors.iter().find(|tensor| tensor.packing.unit_bytes() > slot) {
+            return Err(LoadError::Unit { name: tensor.name.clone(), bytes: tensor.packing.unit_bytes(), slot });
+        }
         let sizes: Vec<Packing> = plan.tensors.iter().map(|t| t.packing).collect();
-        let chunks = cut(&sizes, self.ring.slot_bytes() as u64);
+        let chunks = cut(&sizes, slot);
         let bytes_total = sizes.iter().map(Packing::bytes).sum();
         let submits_before = self.transfer.counters().submits;
         // One reply per chunk, so sending never blocks.

@@ -14,10 +14,11 @@ use super::shaders::{
     GemvArgs, GemvConstants, MatmulArgs, MatmulConstants, SkinnyCodesArgs, SkinnyCodesConstants,
 };
 use super::tags::tagged;
-use super::{Format, codes_of, fold, interpreter, state};
+use super::{Format, codes_of, fold, interpreter, shared_format, state};
 use crate::memory::pack::codes::{sample, unit_cols};
 use crate::memory::pack::{FRAGMENT_COLS, FRAGMENT_ROWS, Layout};
 use crate::quant::Codes;
+use half::{bf16, f16};
 
 /// The name of the buffer of a probe's weights.
 pub const WEIGHTS: &str = "probe.weight";
@@ -52,11 +53,14 @@ pub struct CodeKernel {
     pub kernel: &'static str,
     /// The format of its weights: the constant of that name.
     pub codes: u32,
+    /// What else changes how it reads weights: of experts, the stage and the format of the shared expert; else zeros.
+    pub variant: [u32; 2],
 }
 
 /// Returns the kernel and format of a call that reads quantised weights, and the number of rows of x for which it is
 /// specialized (0 for any number); `None` for other calls.
 pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
+    let mut variant = [0; 2];
     let (codes, rows) = match base(call.kernel) {
         "skinny_codes" => {
             let c = SkinnyCodesConstants::from_values(&call.constants);
@@ -68,11 +72,12 @@ pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
         "embed_rows" => (EmbedRowsConstants::from_values(&call.constants).codes, 0),
         "expert_gemv" => {
             let c = ExpertGemvConstants::from_values(&call.constants);
+            variant = [c.stage, c.shared_codes];
             (c.codes, c.used)
         }
         _ => return None,
     };
-    (codes != 0).then_some((CodeKernel { kernel: call.kernel, codes }, rows))
+    (codes != 0).then_some((CodeKernel { kernel: call.kernel, codes, variant }, rows))
 }
 
 /// The name of a kernel without its variant.
@@ -157,6 +162,20 @@ impl Operands {
 
     fn weight(&mut self, name: &str, codes: Codes, layout: Layout, rows: u32, cols: u32) -> Range {
         self.buffer(name, sample(codes, layout, rows, cols))
+    }
+
+    /// Random numbers in a format, packed as rows of a multiple of eight.
+    fn numbers(&mut self, name: &str, format: Format, count: u32) -> Range {
+        let values: Vec<f32> = (0..count).map(|_| self.random() * 0.1).collect();
+        let pair = |bits: &dyn Fn(f32) -> u16| {
+            values.chunks_exact(2).map(|p| u32::from(bits(p[0])) | u32::from(bits(p[1])) << 16).collect()
+        };
+        let words = match format {
+            Format::Bf16 => pair(&|v| bf16::from_f32(v).to_bits()),
+            Format::F16 => pair(&|v| f16::from_f32(v).to_bits()),
+            Format::F32 | Format::Codes(_) => values.iter().map(|v| v.to_bits()).collect(),
+        };
+        self.buffer(name, words)
     }
 
     /// Rows of x: of each, `values` adjacent values are random and the others zero. `tag` is the tag of the words.
@@ -297,7 +316,10 @@ impl Operands {
         let shared_cols = if c.stage == 0 { a.k } else { a.shared_chunks * 8 };
         let weight = self.weight("weight", codes, ROW_MAJOR, c.chosen * n, a.k);
         let shared_weight = match c.shared {
-            1 => self.weight("shared_weight", codes_of(c.shared_codes), ROW_MAJOR, n, shared_cols),
+            1 => match shared_format(c.shared_codes) {
+                Format::Codes(codes) => self.weight("shared_weight", codes, ROW_MAJOR, n, shared_cols),
+                format => self.numbers("shared_weight", format, n * shared_cols.next_multiple_of(8)),
+            },
             _ => self.zeros("shared_weight", 1),
         };
         // In the second stage, a row of x is the parts of all choices.

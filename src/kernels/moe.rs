@@ -20,7 +20,7 @@ use super::shaders::{
     ExpertGemvConstants, ExpertPlanArgs, ExpertPlanConstants, ExpertSkinnyArgs, ExpertSkinnyConstants,
 };
 use super::tags::{Flow, tagged};
-use super::{Format, codes_word, fold, format_of};
+use super::{Format, codes_word, fold, format_of, shared_format, shared_word};
 use crate::memory::pack::{FRAGMENT_COLS, FRAGMENT_ROWS};
 
 /// Sentinel: no expert, or no row.
@@ -196,8 +196,8 @@ pub struct Mlp {
     pub gate_up: Matrix,
     /// `[count · hidden][inner]`.
     pub down: Matrix,
-    /// The shared expert's two matrices (gate/up and down), if there is one: of the same numbers as the experts', or all
-    /// four of codes, of any formats.
+    /// The shared expert's two matrices (gate/up and down), if there is one: in the experts' format, or in any format
+    /// beside experts of codes.
     pub shared: Option<(Matrix, Matrix)>,
     /// The residual.
     pub x: Activations,
@@ -434,9 +434,8 @@ impl Mlp {
         const ROWS: u32 = 4;
         let shape = &self.shape;
         let (weight, shared, n, shared_n) = self.matrices(stage);
-        let of_codes = |format: Format| format.codes().is_some();
         assert!(
-            shared.is_none_or(|s| s.format == weight.format || of_codes(s.format) && of_codes(weight.format)),
+            shared.is_none_or(|s| s.format == weight.format || weight.format.codes().is_some()),
             "{}: experts of {:?} and a shared expert of {shared:?}",
             self.label,
             weight.format
@@ -449,7 +448,7 @@ impl Mlp {
             used: used.constant(),
             rows: ROWS,
             codes: codes_word(weight.format),
-            shared_codes: shared.map_or(0, |s| codes_word(s.format)),
+            shared_codes: shared.map_or(0, |s| shared_word(s.format)),
         };
         let args = ExpertGemvArgs {
             weight: weight.range,
@@ -673,15 +672,14 @@ pub(super) fn reference_expert_skinny(call: &Call, memory: &mut HostMemory) {
 pub(super) fn reference_expert_gemv(call: &Call, memory: &mut HostMemory) {
     let a = ExpertGemvArgs::from_args(&call.args);
     let c = ExpertGemvConstants::from_values(&call.constants);
-    let weights = |range, cols, codes| {
-        let format = format_of(call.kernel, codes);
-        PackedMatrix { range, format, fragments: false, cols }
-    };
+    let weights = |range, cols, format| PackedMatrix { range, format, fragments: false, cols };
+    let format = format_of(call.kernel, c.codes);
+    let shared_format = if format.codes().is_some() { shared_format(c.shared_codes) } else { format };
     let shared_columns = if c.stage == 1 { a.shared_chunks * 8 } else { a.k };
     let stages = Stages {
         down: c.stage == 1,
-        weights: weights(a.weight, a.k, c.codes),
-        shared: (c.shared == 1).then(|| weights(a.shared_weight, shared_columns, c.shared_codes)),
+        weights: weights(a.weight, a.k, format),
+        shared: (c.shared == 1).then(|| weights(a.shared_weight, shared_columns, shared_format)),
         x: Activations { range: a.x, stride: a.x_stride },
         norm: (a.norm, a.epsilon),
         y: Activations { range: a.y, stride: a.y_stride },

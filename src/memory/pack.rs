@@ -557,7 +557,7 @@ fn widen(format: Format, from: &[u8], numbers: &mut [f32]) {
                 *x = f32::from_le_bytes(*b);
             }
         }
-        Format::Codes(_) => unreachable!("sources are of numbers or blocks"),
+        Format::Codes(_) => unreachable!("codes are decoded, not widened"),
     }
 }
 

@@ -370,8 +370,11 @@ fn experts_beside_a_shared_expert_of_another_type() {
     let mut cases = Cases::new("expert_gemv.codes");
     let mut random = Random(95);
     let types = [BlockType::Q4_K, BlockType::Q6_K, BlockType::Q8_0, BlockType::Q3_K, BlockType::MXFP4];
-    for (index, blocks) in types.into_iter().enumerate() {
-        let (routed, other) = (Way::Blocks(blocks), Way::Blocks(types[(index + 1) % types.len()]));
+    let beside = types.iter().cycle().skip(1).map(|blocks| Way::Blocks(*blocks)).zip(types);
+    // A shared expert of numbers, as checkpoints of quantised experts often have it.
+    let numbers = [Format::Bf16, Format::F16, Format::F32].map(|format| (Way::Load(format), BlockType::Q4_K));
+    for (other, blocks) in beside.chain(numbers) {
+        let routed = Way::Blocks(blocks);
         let (count, chosen, inner, hidden, shared_inner, rows) = (4u32, 2u32, 256u32, 256u32, 512u32, 3u32);
         let shape = ExpertsShape { count, chosen, inner, hidden, shared_inner: Some(shared_inner), normalise: true };
         cases.case(format!("{routed:?}.{other:?}"));
@@ -380,10 +383,11 @@ fn experts_beside_a_shared_expert_of_another_type() {
             Matrix { range, format: way.format(), rows, cols }
         };
         let gate_up = matrix(&mut cases, "gate_up", routed, count * 2 * inner, hidden);
-        let down = matrix(&mut cases, "down", other, count * hidden, inner);
+        let (down, shared_down) = if other.format().codes().is_some() { (other, routed) } else { (routed, other) };
+        let down = matrix(&mut cases, "down", down, count * hidden, inner);
         let shared = (
             matrix(&mut cases, "shared.gate_up", other, 2 * shared_inner, hidden),
-            matrix(&mut cases, "shared.down", routed, hidden, shared_inner),
+            matrix(&mut cases, "shared.down", shared_down, hidden, shared_inner),
         );
         let floats = |cases: &mut Cases, random: &mut Random, name: &str, width: u32| Activations {
             range: cases.floats(name, &random.floats((rows * width) as usize)),

@@ -45,6 +45,21 @@ pub(crate) fn purpose(name: &str) -> Purpose {
 }
 
 impl Build<'_> {
+    /// Refuses experts that do not fit in one buffer each, in which their kernels read them.
+    pub(crate) fn check_experts(&self, decoder: &Decoder<'_>) -> Result<(), StartError> {
+        let most = decoder.max_buffer_bytes;
+        for weight in decoder.weights.iter().filter(|weight| weight.is_of_experts()) {
+            let bytes = decoder.packing(weight).bytes();
+            if bytes > most {
+                let name = &weight.name;
+                return Err(
+                    self.unsupported(format!("\"{name}\" has {bytes} bytes, the device's buffers have at most {most}"))
+                );
+            }
+        }
+        Ok(())
+    }
+
     pub(crate) fn check(&self) -> Result<(), StartError> {
         let c = &self.checkpoint.config;
         if let Some(asked) = self.model.context.filter(|asked| *asked > c.context) {
@@ -73,16 +88,6 @@ impl Build<'_> {
         {
             return Err(self
                 .unsupported(format!("prefill_chunk is {chunk}, recurrent state takes a multiple of {STATE_TOKENS}")));
-        }
-        let most = self.adapter.capabilities.max_allocation_bytes.min(self.adapter.capabilities.max_buffer_bytes);
-        for weight in self.checkpoint.weights().iter().filter(|weight| weight.name.contains(".experts.")) {
-            if weight.bytes() > most {
-                return Err(self.unsupported(format!(
-                    "\"{}\" has {} bytes, the device's buffers have at most {most}",
-                    weight.name,
-                    weight.bytes()
-                )));
-            }
         }
         if !c.head_dim.is_multiple_of(8) {
             return Err(self.unsupported(format!("head_dim is {}, kernels need a multiple of 8", c.head_dim)));

@@ -134,6 +134,7 @@ impl Build<'_> {
 
         // The sizes of everything except the KV pool are known before the pool is planned.
         let probe = self.decoder(wanted, 1, chunk);
+        self.check_experts(&probe)?;
         let plan = self.plan(&probe, &buckets, wanted, asked.is_some())?;
         self.progress.line(&format!("memory of \"{}\" on {}\n{plan}", self.name, self.adapter.name));
         let memory = plan.entries().iter().map(|entry| MemoryUse {

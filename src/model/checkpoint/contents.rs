@@ -5,7 +5,7 @@
 use super::headers::Headers;
 use super::{Checkpoint, CheckpointError, CheckpointProblem};
 use crate::config::file;
-use crate::model::config::ConfigProblem;
+use crate::model::config::{ConfigProblem, quantization};
 use crate::model::gguf::config::GgufConfigError;
 use crate::model::gguf::split::GgufFiles;
 use crate::model::gguf::{self, GgufError};
@@ -200,8 +200,12 @@ fn is_damage(problem: &CheckpointProblem) -> bool {
 /// Whether the model is complete and has something that cannot be run.
 fn is_unsupported(problem: &CheckpointProblem) -> bool {
     match problem {
+        // What the configuration of quantised weights may say is more than what is supported.
+        CheckpointProblem::Config(ConfigProblem::Value { key, .. }) => {
+            key.starts_with("quantization_config") || quantization::FILES.iter().any(|file| key.starts_with(file))
+        }
         CheckpointProblem::Config(problem) => {
-            !matches!(problem, ConfigProblem::NotJson { .. } | ConfigProblem::Missing(_) | ConfigProblem::Value { .. })
+            !matches!(problem, ConfigProblem::NotJson { .. } | ConfigProblem::Missing(_))
         }
         CheckpointProblem::Gguf { error, .. } => match &**error {
             GgufError::Config(error) => {
@@ -211,6 +215,10 @@ fn is_unsupported(problem: &CheckpointProblem) -> bool {
             _ => false,
         },
         CheckpointProblem::Stored { .. }
+        | CheckpointProblem::ScaleBeside { .. }
+        | CheckpointProblem::NotQuantised { .. }
+        | CheckpointProblem::OtherFormat { .. }
+        | CheckpointProblem::NoQuantization { .. }
         | CheckpointProblem::MixedFormats { .. }
         | CheckpointProblem::UnsupportedDtype { .. } => true,
         _ => false,

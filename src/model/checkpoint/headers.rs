@@ -255,7 +255,13 @@ fn other_weights(dir: &Path) -> String {
         .collect();
     names.sort();
     names.truncate(4);
-    if names.is_empty() { String::new() } else { format!(" (found {}, which is not read)", names.join(", ")) }
+    match names.as_slice() {
+        [] => String::new(),
+        names if names.iter().any(|name| name.ends_with(".gguf")) => {
+            format!(" (found {}; a GGUF file is read if it is named itself)", names.join(", "))
+        }
+        names => format!(" (found {}, which is not read)", names.join(", ")),
+    }
 }
 
 /// The contents of one file's header.

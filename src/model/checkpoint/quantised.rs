@@ -234,10 +234,9 @@ impl<'a> Finder<'a> {
                 self.need(TensorRole::Global, &[if compressed { "weight_global_scale" } else { "weight_scale_2" }])?;
                 Storage::Nvfp4 { global_divides: compressed }
             }
-            Scheme::Mxfp4 { compressed } => {
-                let names = if compressed { (".weight_packed", "weight_scale") } else { ("blocks", "scales") };
-                self.codes_are(&[names.0])?;
-                self.need(TensorRole::Scale, &[names.1])?;
+            Scheme::Mxfp4 => {
+                self.codes_are(&[".weight_packed"])?;
+                self.need(TensorRole::Scale, &["weight_scale"])?;
                 Storage::Mxfp4
             }
         };

@@ -292,15 +292,16 @@ impl<'a> Specs<'a> {
         }
     }
 
-    /// Gives two matrices that one kernel reads the same format of numbers, which represents both exactly. Two matrices
-    /// of codes keep their formats; a matrix of numbers beside one of codes is a problem.
+    /// Gives the routed experts' and the shared expert's matrix, which one kernel reads, the same format of numbers, which
+    /// represents both exactly. Beside experts of codes, the shared expert keeps its format; a shared expert of codes
+    /// beside experts of numbers is a problem.
     fn match_numbers(&mut self, names: [String; 2]) {
         let found = names.each_ref().map(|name| self.specs.iter().position(|spec| spec.name == *name));
         let [Some(a), Some(b)] = found else { return };
         match [a, b].map(|at| self.specs[at].format) {
-            [Format::Codes(_), Format::Codes(_)] => {}
+            [Format::Codes(_), _] => {}
             [x, y] if x == y => {}
-            [Format::Codes(_), _] | [_, Format::Codes(_)] => {
+            [_, Format::Codes(_)] => {
                 let sources = [a, b].map(|at| self.specs[at].sources.first());
                 let sources = sources.into_iter().flatten();
                 let formats: Vec<String> =

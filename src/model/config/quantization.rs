@@ -24,6 +24,10 @@ const MAX_GROUP: u64 = 1 << 24;
 const MAX_PATTERNS: usize = 4096;
 /// How often a pattern may go back while it is matched against a name.
 const BACKTRACKS: usize = 100_000;
+/// The maximum size of a compiled pattern in bytes; names of modules need a hundredth.
+const PATTERN_BYTES: usize = 256 << 10;
+/// The maximum number of patterns of a configuration, in all of its lists.
+const MOST_COMPILED: usize = 1024;
 
 /// How the weights of a checkpoint are quantised.
 #[derive(Clone, Debug, PartialEq)]
@@ -110,7 +114,11 @@ impl PartialEq for Pattern {
 
 impl Pattern {
     fn new(text: &str) -> Result<Pattern, String> {
-        let built = fancy_regex::RegexBuilder::new(&format!("^(?:{text})")).backtrack_limit(BACKTRACKS).build();
+        let built = fancy_regex::RegexBuilder::new(&format!("^(?:{text})"))
+            .backtrack_limit(BACKTRACKS)
+            .delegate_size_limit(PATTERN_BYTES)
+            .delegate_dfa_size_limit(PATTERN_BYTES)
+            .build();
         built.map(Pattern).map_err(|error| error.to_string())
     }
 
@@ -179,11 +187,8 @@ pub enum Scheme {
         /// Whether it is compressed-tensors', whose global scale divides.
         compressed: bool,
     },
-    /// MXFP4 of compressed-tensors (`weight_packed`) or gpt-oss (`_blocks`).
-    Mxfp4 {
-        /// Whether it is compressed-tensors'.
-        compressed: bool,
-    },
+    /// MXFP4 of compressed-tensors (`weight_packed`).
+    Mxfp4,
 }
 
 impl Quantization {
@@ -207,7 +212,8 @@ impl Quantization {
                 named.or_else(of_class).map(|group| group.scheme)
             }
             Quantization::ModelOptNvfp4 => Some(Scheme::Nvfp4 { compressed: false }),
-            Quantization::Mxfp4 => Some(Scheme::Mxfp4 { compressed: false }),
+            // Its tensors are gpt-oss's, whose rows of gate and up alternate: no architecture that is built has them.
+            Quantization::Mxfp4 => None,
         }
     }
 }
@@ -244,6 +250,13 @@ pub(super) fn read(value: &Value, path: &str, problems: &mut Vec<ConfigProblem>)
     let inner = (path == FILES[2]).then(|| map.get("quantization").and_then(Value::as_object)).flatten();
     let map = inner.unwrap_or(map);
     let before = problems.len();
+    let compiled = patterns(value);
+    if compiled > MOST_COMPILED {
+        let rule = format!("a configuration of at most {MOST_COMPILED} regular expressions");
+        let (key, value) = (path.to_owned(), format!("{compiled} regular expressions"));
+        problems.push(ConfigProblem::Value { key, value, rule });
+        return None;
+    }
     let mut keys = Keys { map, path: path.to_owned(), problems };
     let method = match keys.value("quant_method").map(|value| value.as_str().ok_or_else(|| value.to_string())) {
         Some(Ok(method)) => method.to_owned(),
@@ -266,6 +279,19 @@ pub(super) fn read(value: &Value, path: &str, problems: &mut Vec<ConfigProblem>)
         }
     };
     read.filter(|_| problems.len() == before)
+}
+
+/// Counts the regular expressions of a configuration: texts that begin with `re:`, and the keys of `dynamic`.
+fn patterns(value: &Value) -> usize {
+    match value {
+        Value::String(text) => usize::from(text.starts_with("re:")),
+        Value::Array(list) => list.iter().map(patterns).sum(),
+        Value::Object(map) => {
+            let rules = map.get("dynamic").and_then(Value::as_object).map_or(0, Map::len);
+            rules + map.values().map(patterns).sum::<usize>()
+        }
+        _ => 0,
+    }
 }
 
 /// The supported values of `quant_method`, for messages.
@@ -560,7 +586,7 @@ impl<'a> Keys<'a> {
             ("int", "pack-quantized") => Scheme::PackedInts { bits, strategy, symmetric },
             ("int", _) => Scheme::Int8 { strategy, symmetric },
             (_, "nvfp4-pack-quantized") => Scheme::Nvfp4 { compressed: true },
-            (_, "mxfp4-pack-quantized") => Scheme::Mxfp4 { compressed: true },
+            (_, "mxfp4-pack-quantized") => Scheme::Mxfp4,
             _ => Scheme::Floats { strategy },
         };
         let blocks = matches!(strategy, Strategy::Block(_));

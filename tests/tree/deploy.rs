@@ -654,6 +654,10 @@ fn the_network_policy_lets_in_whoever_needs_the_workers() {
     let admin = i64::from(config.admin.listen.expect("it is on").port());
     let entering: Vec<_> = list(&policy["ingress"]).iter().map(|of| rule(of, "from")).collect();
     assert_eq!(entering, [(Some("router"), vec![grpc]), (Some("prometheus"), vec![admin])]);
+    // The service offers no port that the policy closes.
+    let offered = list(&objects(&all, "Service")["ostinato"]["spec"]["ports"]).iter();
+    let offered: BTreeSet<i64> = offered.map(|port| port["port"].as_i64().unwrap()).collect();
+    assert_eq!(offered, entering.iter().flat_map(|(_, ports)| ports).copied().collect());
     let (_, collector) = host_and_port(config.telemetry.otlp_endpoint.as_deref().expect("traces go somewhere"));
     let leaving: Vec<_> = list(&policy["egress"]).iter().map(|of| rule(of, "to")).collect();
     assert_eq!(leaving, [(None, vec![53, 53]), (Some("otel-collector"), vec![collector.into()])]);

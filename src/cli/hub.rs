@@ -1,28 +1,33 @@
 //! Models of the Hugging Face hub: `ostinato pull`, and the hub's cache, in which models that were downloaded before
-//! are found without a network. Downloads are those of the crate `hf-hub`. Not here: which files of a repository make up
-//! a model (`choice`), and the environment variables (`settings`).
+//! are found without a network. The cache's layout is that of the hub's own programs. Not here: which files of a
+//! repository make up a model (`choice`), the environment variables (`settings`), and HTTP (`transfer`).
 
 mod choice;
 mod settings;
+mod transfer;
 
 use super::progress::Show;
 use crate::config::file;
 use crate::host::progress::{Progress, Unit};
 use crate::memory::plan::HumanBytes;
-use hf_hub::api::sync::{Api, ApiBuilder, ApiError, ApiRepo};
 use hf_hub::{Cache, Repo, RepoType};
 use serde_json::Value;
 use settings::Settings;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeSet;
 use std::fmt;
+use std::fs::{File, TryLockError};
 use std::io::{Read, Write};
 use std::path::{Component, Path, PathBuf};
+use std::time::Duration;
+use transfer::{Client, RequestError};
 
-/// How often a file's download is taken up again where it was cut.
-const RETRIES: usize = 5;
 /// Bytes between two reports of a download's progress.
 const REPORTED: u64 = 4 << 20;
+/// The most characters of an etag.
+const MAX_ETAG: usize = 128;
+/// How often another program's lock of a file is waited for, a second each.
+const LOCKED: u32 = 5;
 /// Bytes of a file that are read at once to check its hash.
 const HASHED: usize = 4 << 20;
 
@@ -102,10 +107,11 @@ impl fmt::Display for Reference {
     }
 }
 
-/// Whether a text is a relative path without `.` and `..`, so that nothing outside its folder can be named with it.
+/// Whether a text is a relative path without `.` and `..`, so that nothing outside its folder can be named with it, and
+/// without control characters.
 fn plain(text: &str) -> bool {
     !text.is_empty()
-        && !text.contains(['\\', '\0'])
+        && !text.contains(|c: char| c == '\\' || c.is_control())
         && Path::new(text).components().all(|part| matches!(part, Component::Normal(_)))
 }
 
@@ -195,7 +201,7 @@ pub(crate) enum HubError {
         endpoint: String,
         /// The cause.
         #[source]
-        source: Box<ApiError>,
+        source: Box<RequestError>,
     },
     /// A file could not be downloaded.
     #[error(
@@ -208,7 +214,15 @@ pub(crate) enum HubError {
         endpoint: String,
         /// The cause.
         #[source]
-        source: Box<ApiError>,
+        source: Box<RequestError>,
+    },
+    /// Another program downloads the file.
+    #[error("another program downloads \"{file}\": it has locked {}", lock.display())]
+    Busy {
+        /// The file's name in the repository.
+        file: String,
+        /// The lock's file.
+        lock: PathBuf,
     },
     /// The cache cannot be read or written.
     #[error("cannot use {}", path.display())]
@@ -226,8 +240,8 @@ pub(crate) enum HubError {
 impl HubError {
     /// Whether the user can correct the error.
     pub(super) fn is_users(&self) -> bool {
-        use HubError::{Answer, Damaged, Request, Unreachable};
-        !matches!(self, Unreachable { .. } | Request { .. } | Damaged { .. } | Answer { .. })
+        use HubError::{Answer, Busy, Damaged, Request, Unreachable};
+        !matches!(self, Unreachable { .. } | Request { .. } | Damaged { .. } | Answer { .. } | Busy { .. })
     }
 }
 
@@ -267,6 +281,7 @@ struct Hub<'a> {
 /// A file of a repository, before its download.
 struct Wanted {
     name: String,
+    url: String,
     bytes: u64,
     etag: String,
 }
@@ -315,37 +330,28 @@ impl Hub<'_> {
 
     /// Downloads the files that are missing and returns the model's path.
     fn pull(&self, show: &Show) -> Result<PathBuf, HubError> {
-        let Settings { cache, endpoint, token, .. } = self.settings;
+        let Settings { cache, .. } = self.settings;
         let model = self.reference.to_string();
-        let api = ApiBuilder::from_cache(self.cache())
-            .with_endpoint(endpoint.clone())
-            .with_token(token.clone())
-            .with_progress(false)
-            .with_retries(RETRIES)
-            .with_user_agent("ostinato", env!("CARGO_PKG_VERSION"))
-            .build()
-            .map_err(|error| self.failed(&model, error))?;
-        let info = api.repo(self.reference.at(self.reference.revision())).info();
+        let client = Client::new(self.settings);
+        let info = client.describe(&self.reference.repository, self.reference.revision());
         let info = info.map_err(|error| match self.failed(&model, error) {
             HubError::Request { source, endpoint, .. } => {
                 HubError::Unreachable { model: model.clone(), endpoint, source }
             }
             told => told,
         })?;
-        let answer = |what: String| HubError::Answer { model: model.clone(), endpoint: endpoint.clone(), what };
-        if info.sha.is_empty() || !info.sha.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
-            return Err(answer(format!("the commit {:?}", info.sha)));
+        let (commit, names) = (info.commit, info.names);
+        if commit.is_empty() || !commit.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
+            return Err(self.answer(format!("the commit {commit:?}")));
         }
-        let names: Vec<String> = info.siblings.into_iter().map(|sibling| sibling.rfilename).collect();
         if let Some(name) = names.iter().find(|name| !plain(name)) {
-            return Err(answer(format!("the file name {name:?}")));
+            return Err(self.answer(format!("the file name {name:?}")));
         }
         // All files are of this commit, even if the branch moves meanwhile.
-        let repository = api.repo(self.reference.at(&info.sha));
-        let snapshot = self.snapshot(&info.sha);
+        let snapshot = self.snapshot(&commit);
         let mut index_problem = None;
         let chosen = choice::files(&names, self.reference.file.as_deref(), |index| {
-            let read = self.fetch(&api, &repository, &snapshot, &[index.to_owned()], show).and_then(|()| {
+            let read = self.fetch(&client, &commit, &[index.to_owned()], show).and_then(|()| {
                 let path = snapshot.join(index);
                 file::read_text(&path, file::LARGE).map_err(|source| HubError::Cache { path, source })
             });
@@ -360,48 +366,39 @@ impl Hub<'_> {
             return Err(HubError::NoWeights { model, found: format!("{}{more}", some.join(", ")) });
         };
         if let Some(missing) = files.names.iter().find(|name| !names.contains(name)) {
-            return Err(answer(format!("no file \"{missing}\", which its index names")));
+            return Err(self.answer(format!("no file \"{missing}\", which its index names")));
         }
-        self.fetch(&api, &repository, &snapshot, &files.names, show)?;
+        self.fetch(&client, &commit, &files.names, show)?;
         // Written last, so that a revision's name leads to complete models only.
         let cached = self.cache().repo(self.reference.at(self.reference.revision()));
-        let io = |source| HubError::Cache { path: cache.clone(), source };
-        if self.reference.revision() != info.sha {
-            cached.create_ref(&info.sha).map_err(io)?;
-            // hf-hub names the commit after itself, which other programs do not.
-            let _ = std::fs::remove_file(self.folder().join("refs").join(&info.sha));
+        if self.reference.revision() != commit {
+            cached.create_ref(&commit).map_err(io(cache))?;
         }
         Ok(files.path(&snapshot))
     }
 
-    /// Downloads the named files that are not in the snapshot.
-    fn fetch(
-        &self,
-        api: &Api,
-        repository: &ApiRepo,
-        snapshot: &Path,
-        names: &[String],
-        show: &Show,
-    ) -> Result<(), HubError> {
+    /// Downloads the named files that are not in the commit's snapshot.
+    fn fetch(&self, client: &Client<'_>, commit: &str, names: &[String], show: &Show) -> Result<(), HubError> {
         let Settings { cache, .. } = self.settings;
+        let snapshot = self.snapshot(commit);
         let mut wanted = Vec::new();
         for name in names.iter().filter(|name| !snapshot.join(name).exists()) {
-            let about = api.metadata(&repository.url(name)).map_err(|error| self.failed(name, error))?;
-            if !about.etag().bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-') || about.etag().is_empty()
-            {
-                let (model, endpoint) = (self.reference.to_string(), self.settings.endpoint.clone());
-                return Err(HubError::Answer { model, endpoint, what: format!("the etag {:?}", about.etag()) });
+            let url = client.url(&self.reference.repository, commit, name);
+            let about = client.about(&url).map_err(|error| self.failed(name, error))?;
+            let part = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+            // The etag becomes the name of a file.
+            if !(1..=MAX_ETAG).contains(&about.etag.len()) || !about.etag.bytes().all(part) {
+                return Err(self.answer(format!("the etag {:?} of \"{name}\"", about.etag)));
             }
-            wanted.push(Wanted { name: name.clone(), bytes: about.size() as u64, etag: about.etag().to_owned() });
+            if about.commit != commit {
+                return Err(self.answer(format!("\"{name}\" of commit {:?} instead of {commit}", about.commit)));
+            }
+            wanted.push(Wanted { name: name.clone(), url, bytes: about.bytes, etag: about.etag });
         }
         if wanted.is_empty() {
             return Ok(());
         }
         let blobs = self.folder().join("blobs");
-        let io = |path: &Path| {
-            let path = path.to_owned();
-            move |source| HubError::Cache { path, source }
-        };
         std::fs::create_dir_all(&blobs).map_err(io(&blobs))?;
         let length = |path: PathBuf| path.metadata().map_or(0, |metadata| metadata.len());
         let here =
@@ -414,79 +411,99 @@ impl Hub<'_> {
         let total: u64 = wanted.iter().map(|file| file.bytes).sum();
         let mut before = 0;
         for file in &wanted {
-            self.fetch_one(repository, snapshot, &blobs, file, &mut Meter::new(show, before, total))?;
+            self.fetch_one(client, &snapshot, &blobs, file, &mut Meter::new(show, before, total))?;
             before += file.bytes;
         }
         show.step(Meter::WHAT, total, total, Unit::Bytes);
         Ok(())
     }
 
+    /// Downloads a file to `blobs` unless it is there, and links it into the snapshot once it is known to be what the
+    /// hub says.
     fn fetch_one(
         &self,
-        repository: &ApiRepo,
+        client: &Client<'_>,
         snapshot: &Path,
         blobs: &Path,
         file: &Wanted,
         meter: &mut Meter<'_>,
     ) -> Result<(), HubError> {
         let blob = blobs.join(&file.etag);
-        let whole = |path: &Path| path.metadata().is_ok_and(|metadata| metadata.len() == file.bytes);
-        let io = |path: &Path| {
-            let path = path.to_owned();
-            move |source| HubError::Cache { path, source }
-        };
-        // Another revision may have the same file, and an earlier attempt may have ended before the last rename.
-        let part = blob.with_extension("part");
-        if !whole(&blob) && whole(&part) {
-            std::fs::rename(&part, &blob).map_err(io(&part))?;
+        let _lock = lock(&blob.with_extension("lock"), &file.name)?;
+        // Another revision may have the same file.
+        let there = blob.exists() && damage(&blob, file).map_err(io(&blob))?.is_none();
+        if !there {
+            let part = blob.with_extension("part");
+            let mut open = File::options();
+            let mut to = open.read(true).write(true).create(true).truncate(false).open(&part).map_err(io(&part))?;
+            // A longer part belongs to another file, and one of the same length may be damaged.
+            let has = to.metadata().map_err(io(&part))?.len();
+            if has > file.bytes || has == file.bytes && damage(&part, file).map_err(io(&part))?.is_some() {
+                to.set_len(0).map_err(io(&part))?;
+            }
+            let fetched = client.download(&file.url, &mut to, file.bytes, |has| meter.at(has));
+            fetched.map_err(|error| self.failed(&file.name, error))?;
+            to.sync_all().map_err(io(&part))?;
+            if let Some(what) = damage(&part, file).map_err(io(&part))? {
+                std::fs::remove_file(&part).map_err(io(&part))?;
+                return Err(HubError::Damaged { file: file.name.clone(), what });
+            }
+            std::fs::rename(&part, &blob).map_err(io(&blob))?;
         }
         let link = snapshot.join(&file.name);
         if link.is_symlink() {
             // What it led to was removed.
             std::fs::remove_file(&link).map_err(io(&link))?;
         }
-        if whole(&blob) {
-            let depth = Path::new(&file.name).components().count() + 1;
-            let target = (0..depth).map(|_| "..").chain(["blobs", &file.etag]).collect::<PathBuf>();
-            let folder = link.parent().unwrap_or(snapshot);
-            std::fs::create_dir_all(folder).map_err(io(folder))?;
-            let linked = std::os::unix::fs::symlink(target, &link);
-            return match linked {
-                Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => Err(io(&link)(error)),
-                _ => Ok(()),
-            };
+        let depth = Path::new(&file.name).components().count() + 1;
+        let target = (0..depth).map(|_| "..").chain(["blobs", &file.etag]).collect::<PathBuf>();
+        let folder = link.parent().unwrap_or(snapshot);
+        std::fs::create_dir_all(folder).map_err(io(folder))?;
+        match std::os::unix::fs::symlink(target, &link) {
+            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => Err(io(&link)(error)),
+            _ => Ok(()),
         }
-        // A longer part belongs to another file.
-        if part.metadata().is_ok_and(|metadata| metadata.len() > file.bytes) {
-            std::fs::remove_file(&part).map_err(io(&part))?;
-        }
-        repository.download_with_progress(&file.name, meter).map_err(|error| self.failed(&file.name, error))?;
-        let problem = damage(&blob, file).map_err(io(&blob))?;
-        let Some(what) = problem else { return Ok(()) };
-        for path in [snapshot.join(&file.name), blob] {
-            std::fs::remove_file(&path).map_err(io(&path))?;
-        }
-        Err(HubError::Damaged { file: file.name.clone(), what })
+    }
+
+    /// Returns the error of an answer that cannot be used.
+    fn answer(&self, what: String) -> HubError {
+        HubError::Answer { model: self.reference.to_string(), endpoint: self.settings.endpoint.clone(), what }
     }
 
     /// Returns the error of a failed request for a model or file.
-    fn failed(&self, what: &str, error: ApiError) -> HubError {
+    fn failed(&self, what: &str, error: RequestError) -> HubError {
         let (model, endpoint) = (self.reference.to_string(), self.settings.endpoint.clone());
-        match &error {
-            ApiError::RequestError(inner) => match **inner {
-                ureq::Error::StatusCode(404) => HubError::NotFound { model, endpoint },
-                ureq::Error::StatusCode(status @ (401 | 403)) => {
-                    let token = match self.settings.token {
-                        Some(_) => "a token was sent",
-                        None => "HF_TOKEN is not set",
-                    };
-                    HubError::Denied { model, endpoint, status, token }
-                }
-                _ => HubError::Request { what: what.to_owned(), endpoint, source: Box::new(error) },
-            },
-            _ => HubError::Request { what: what.to_owned(), endpoint, source: Box::new(error) },
+        match error {
+            RequestError::Status(404) => HubError::NotFound { model, endpoint },
+            RequestError::Status(status @ (401 | 403)) => {
+                let token = match self.settings.token {
+                    Some(_) => "a token was sent",
+                    None => "HF_TOKEN is not set",
+                };
+                HubError::Denied { model, endpoint, status, token }
+            }
+            error => HubError::Request { what: what.to_owned(), endpoint, source: Box::new(error) },
         }
     }
+}
+
+/// Makes the error of a path.
+fn io(path: &Path) -> impl FnOnce(std::io::Error) -> HubError {
+    let path = path.to_owned();
+    move |source| HubError::Cache { path, source }
+}
+
+/// Locks a file for as long as the result exists, so that one program at a time writes what it stands for.
+fn lock(path: &Path, name: &str) -> Result<File, HubError> {
+    let file = File::create(path).map_err(io(path))?;
+    for _ in 0..LOCKED {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_secs(1)),
+            Err(TryLockError::Error(source)) => return Err(io(path)(source)),
+        }
+    }
+    Err(HubError::Busy { file: name.to_owned(), lock: path.to_owned() })
 }
 
 /// Returns how a downloaded file differs from what the hub says about it; `None` if it does not. The hub names large
@@ -544,7 +561,6 @@ struct Meter<'a> {
     /// The bytes of the files before it.
     before: u64,
     total: u64,
-    done: u64,
     reported: u64,
 }
 
@@ -552,25 +568,16 @@ impl Meter<'_> {
     const WHAT: &'static str = "downloading";
 
     fn new(show: &Show, before: u64, total: u64) -> Meter<'_> {
-        Meter { show, before, total, done: 0, reported: 0 }
-    }
-}
-
-impl hf_hub::api::Progress for &mut Meter<'_> {
-    /// Called at the start, and again when a download is continued; `update` then reports what is there already.
-    fn init(&mut self, _: usize, _: &str) {
-        (self.done, self.reported) = (0, 0);
+        Meter { show, before, total, reported: 0 }
     }
 
-    fn update(&mut self, size: usize) {
-        self.done += size as u64;
-        if self.done - self.reported >= REPORTED {
-            self.reported = self.done;
-            self.show.step(Meter::WHAT, self.before + self.done, self.total, Unit::Bytes);
+    /// Takes the number of the file's bytes that are there.
+    fn at(&mut self, has: u64) {
+        if has.abs_diff(self.reported) >= REPORTED {
+            self.reported = has;
+            self.show.step(Meter::WHAT, self.before + has, self.total, Unit::Bytes);
         }
     }
-
-    fn finish(&mut self) {}
 }
 
 #[cfg(test)]

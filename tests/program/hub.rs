@@ -30,6 +30,13 @@ struct Shelf {
     cut: Option<usize>,
     /// Answers with other bytes than those that the hashes belong to.
     damage: bool,
+    /// How many downloads are cut before their first byte.
+    silent: usize,
+    /// What its answers say in place of a file's own etag and commit.
+    etag: Option<String>,
+    commit: Option<String>,
+    /// The location that requests for files are sent to, before their path; without one if it is empty.
+    redirect: Option<String>,
     asked: Vec<Asked>,
 }
 
@@ -134,21 +141,30 @@ fn answer(stream: &TcpStream, shelf: &Mutex<Shelf>) -> std::io::Result<()> {
             out.write_all(json("404 Not Found", "{}").as_bytes())?;
             continue;
         };
-        let (etag, all) = (hash(&bytes), bytes.len());
+        let (etag, all) = (shelf.etag.clone().unwrap_or_else(|| hash(&bytes)), bytes.len());
+        let commit = shelf.commit.as_deref().unwrap_or(COMMIT);
+        if let Some(to) = &shelf.redirect {
+            let location = if to.is_empty() { String::new() } else { format!("Location: {to}{path}\r\n") };
+            let about = format!("X-Linked-Etag: \"{etag}\"\r\nX-Repo-Commit: {commit}\r\n");
+            out.write_all(format!("HTTP/1.1 302 Found\r\n{location}{about}Content-Length: 0\r\n\r\n").as_bytes())?;
+            continue;
+        }
         if shelf.damage {
             bytes.iter_mut().for_each(|byte| *byte ^= 1);
         }
         let end = to.parse().map_or(all, |to: usize| to + 1).min(all);
         out.write_all(
             format!(
-                "HTTP/1.1 206 Partial Content\r\nETag: \"{etag}\"\r\nX-Repo-Commit: {COMMIT}\r\nContent-Length: {}\r\n\
+                "HTTP/1.1 206 Partial Content\r\nETag: \"{etag}\"\r\nX-Repo-Commit: {commit}\r\nContent-Length: {}\r\n\
                  Content-Range: bytes {from}-{}/{all}\r\n\r\n",
                 end - from,
                 end - 1
             )
             .as_bytes(),
         )?;
-        let sent = shelf.cut.map_or(end, |cut| end.min(from + cut));
+        let silent = to.is_empty() && shelf.silent > 0;
+        shelf.silent -= usize::from(silent);
+        let sent = if silent { from } else { shelf.cut.map_or(end, |cut| end.min(from + cut)) };
         out.write_all(&bytes[from..sent])?;
         if sent < end {
             return stream.shutdown(std::net::Shutdown::Both);
@@ -266,4 +282,98 @@ fn what_the_hub_has_not_and_what_is_damaged_is_told() {
     assert_eq!(path, snapshot.join("tiny-Q8_0.gguf"));
     assert_eq!(std::fs::read(&path).unwrap(), weights);
     assert!(!hub.asked().iter().any(|asked| asked.path.contains("Q4_0")), "only the selected file");
+}
+
+/// The only file of these repositories.
+const WEIGHTS: &str = "tiny-Q8_0.gguf";
+
+/// All files under a folder but locks, with what they contain.
+fn files_under(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    for entry in std::fs::read_dir(folder).unwrap().map(Result::unwrap) {
+        let path = entry.path();
+        match entry.file_type().unwrap().is_dir() {
+            true => found.extend(files_under(&path)),
+            false if path.extension().is_some_and(|ending| ending == "lock") => {}
+            false => _ = found.insert(path.clone(), std::fs::read(&path).unwrap()),
+        }
+    }
+    found
+}
+
+/// Goal: an address that answers with hostile headers gets no file written. Method: each header is changed alone.
+#[test]
+fn what_a_hub_says_names_no_file_outside_the_cache() {
+    let weights = vec![7u8; 5000];
+    let hub = Hub::new(&[("org/tiny", WEIGHTS, &weights)]);
+    let outside = hub.home.path().join("outside");
+    let refused = |words: &str| {
+        let output = hub.run(&["pull", "org/tiny"]);
+        assert_eq!(output.status.code(), Some(1), "{words}: {}", told(&output));
+        assert!(told(&output).contains(words) && !told(&output).contains("panicked"), "{words}: {}", told(&output));
+        assert_eq!(files_under(hub.home.path()), BTreeMap::new(), "{words}");
+    };
+    for etag in [outside.to_str().unwrap(), "../../../outside", "..", "", &"a".repeat(200)] {
+        hub.shelf.lock().unwrap().etag = Some(etag.to_owned());
+        refused("the etag");
+    }
+    hub.shelf.lock().unwrap().etag = None;
+    for commit in ["../../outside", "fedcba9876543210fedcba9876543210fedcba98"] {
+        hub.shelf.lock().unwrap().commit = Some(commit.to_owned());
+        refused(commit);
+    }
+    hub.shelf.lock().unwrap().commit = None;
+    for (location, words) in [("", "redirects to \"\""), ("file://", "file://"), (&*hub.address, "redirects")] {
+        hub.shelf.lock().unwrap().redirect = Some(location.to_owned());
+        refused(words);
+    }
+    hub.shelf.lock().unwrap().redirect = None;
+    let named = "a\u{1b}[2J.json".to_owned();
+    hub.shelf.lock().unwrap().files.insert(("org/tiny".to_owned(), named), b"{}".to_vec());
+    refused("\\u{1b}");
+}
+
+#[test]
+fn a_token_stays_with_the_hub_that_redirects() {
+    let weights = vec![7u8; 5000];
+    let files: [(&str, &str, &[u8]); 1] = [("org/tiny", WEIGHTS, &weights)];
+    let (hub, store) = (Hub::new(&files), Hub::new(&files));
+    hub.shelf.lock().unwrap().redirect = Some(store.address.clone());
+    // What the other address says about the file is not believed.
+    store.shelf.lock().unwrap().etag = Some("/outside".to_owned());
+    store.shelf.lock().unwrap().commit = Some("other".to_owned());
+    let output = hub.run(&["pull", "org/tiny"]);
+    assert!(output.status.success(), "{}", told(&output));
+    assert_eq!(std::fs::read(String::from_utf8(output.stdout).unwrap().trim()).unwrap(), weights);
+    let (to_hub, to_store) = (hub.asked(), store.asked());
+    assert!(to_hub.iter().all(|asked| asked.token.is_some()), "{to_hub:?}");
+    assert!(!to_store.is_empty() && to_store.iter().all(|asked| asked.token.is_none()), "{to_store:?}");
+}
+
+/// Goal: what an earlier attempt left is continued or replaced, and never taken for the file. Method: the blob or its
+/// part is there before the download, and the first answers have no bytes.
+#[test]
+fn what_is_left_of_an_earlier_download_is_continued_or_replaced() {
+    let weights: Vec<u8> = (0..5000u32).map(|index| (index % 251) as u8).collect();
+    for (ending, left, from) in [
+        ("part", weights[..2000].to_vec(), Some(2000)),
+        ("part", weights.clone(), None),
+        ("part", vec![1; 5000], Some(0)),
+        ("part", vec![1; 6000], Some(0)),
+        ("", vec![1; 5000], Some(0)),
+        ("", weights.clone(), None),
+    ] {
+        let hub = Hub::new(&[("org/tiny", WEIGHTS, &weights)]);
+        hub.shelf.lock().unwrap().silent = 2;
+        let blob = hub.folder("org/tiny").join("blobs").join(hash(&weights));
+        std::fs::create_dir_all(blob.parent().unwrap()).unwrap();
+        std::fs::write(blob.with_extension(ending), &left).unwrap();
+        let output = hub.run(&["pull", "org/tiny"]);
+        assert!(output.status.success(), "{from:?}: {}", told(&output));
+        let path = String::from_utf8(output.stdout).unwrap();
+        assert_eq!(std::fs::read(path.trim()).unwrap(), weights, "{ending:?} of {} bytes", left.len());
+        // The first request is for the file's size.
+        let asked: Vec<u64> = hub.asked().iter().filter(|a| a.path.contains("resolve")).map(|a| a.from).collect();
+        assert_eq!(asked[1..], from.map_or(Vec::new(), |from| vec![from; 3]), "{ending:?} of {} bytes", left.len());
+    }
 }

@@ -15,7 +15,8 @@ use crate::service::proto::ChatMessage;
 use answer::{Answers, Outcome};
 use anyhow::Context;
 use input::{Input, Said};
-use std::io::Write;
+use std::borrow::Cow;
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -76,7 +77,7 @@ pub(super) fn run(args: &Chat) -> anyhow::Result<()> {
     let mut talk = Talk { args, answers, messages: Vec::new(), system: args.system.clone(), saved: None };
     talk.begin();
     if input.is_terminal() && !quiet {
-        eprintln!("{}; /help lists the commands", talk.answers.describe());
+        eprintln!("{}; /help lists the commands", visible(&talk.answers.describe()));
     }
     // From here on an interrupt ends an answer and not the program.
     let mut interrupts = {
@@ -91,6 +92,7 @@ pub(super) fn run(args: &Chat) -> anyhow::Result<()> {
                 _ = interrupts.recv() => Ok(Said::End),
             }
         })?;
+        let before = talk.messages.clone();
         let sent = match said {
             Said::End => break,
             Said::Message(text) => {
@@ -102,7 +104,7 @@ pub(super) fn run(args: &Chat) -> anyhow::Result<()> {
                 Ok(Next::Go) => false,
                 Ok(Next::Quit) => break,
                 Err(error) if input.is_terminal() => {
-                    eprintln!("{error}");
+                    eprintln!("{}", visible(&error.to_string()));
                     false
                 }
                 Err(error) => return Err(error),
@@ -120,8 +122,8 @@ pub(super) fn run(args: &Chat) -> anyhow::Result<()> {
             }
             // The conversation is as it was before, and the user may say something else.
             Err(error) if input.is_terminal() => {
-                talk.messages.pop();
-                eprintln!("error: {}", super::told(&error));
+                talk.messages = before;
+                eprintln!("error: {}", visible(&super::told(&error)));
             }
             Err(error) => return Err(error),
         }
@@ -171,7 +173,10 @@ impl Talk<'_> {
             ("help" | "?", _) => println!("{HELP}"),
             ("quit" | "exit" | "bye", _) => return Ok(Next::Quit),
             ("clear", _) => self.begin(),
-            ("system", "") => println!("{}", self.system.as_deref().unwrap_or("there is no system prompt")),
+            ("system", "") => {
+                print(self.system.as_deref().unwrap_or("there is no system prompt"))?;
+                print("\n")?;
+            }
             ("system", text) => {
                 self.system = Some(text.to_owned()).filter(|text| text != "\"\"");
                 self.begin();
@@ -246,11 +251,22 @@ fn from_json(text: &str) -> Result<Vec<ChatMessage>, String> {
     list.iter().enumerate().map(message).collect()
 }
 
-/// Prints text of an answer at once, also into a pipe.
+/// Prints text of an answer at once, also into a pipe. A terminal gets it without control characters.
 fn print(text: &str) -> std::io::Result<()> {
     let mut out = std::io::stdout().lock();
+    let text = if out.is_terminal() { visible(text) } else { Cow::Borrowed(text) };
     out.write_all(text.as_bytes())?;
     out.flush()
+}
+
+/// Returns a text with U+FFFD in place of each control character but line feed and tab: text of a model, a file or a
+/// server can then not command the terminal, for instance to change its title or what stands above.
+pub(super) fn visible(text: &str) -> Cow<'_, str> {
+    let control = |c: char| c.is_control() && c != '\n' && c != '\t';
+    match text.contains(control) {
+        true => Cow::Owned(text.replace(control, "\u{FFFD}")),
+        false => Cow::Borrowed(text),
+    }
 }
 
 /// Returns the error if the model cannot chat.
@@ -264,6 +280,17 @@ fn without_template(model: &str) -> Refused {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_terminal_is_shown_text_and_no_commands() {
+        for (text, shown) in [
+            ("a\tb\nhé 😀", "a\tb\nhé 😀"),
+            ("\u{1b}]0;title\u{7}x\r\n", "\u{FFFD}]0;title\u{FFFD}x\u{FFFD}\n"),
+            ("\u{9b}2J\u{7f}\0", "\u{FFFD}2J\u{FFFD}\u{FFFD}"),
+        ] {
+            assert_eq!(visible(text), shown);
+        }
+    }
 
     #[test]
     fn what_is_saved_is_loaded_and_other_files_are_told() {

@@ -1,6 +1,7 @@
 //! `ostinato inspect`: what a checkpoint contains, whether it can be run, and what memory it needs. It reads headers
 //! and the tokenizer, and needs no device.
 
+use super::chat::visible;
 use super::{cache_directory, named};
 use crate::config::{Bytes, Quantize};
 use crate::gpu::error::StartError;
@@ -18,7 +19,7 @@ use crate::telemetry::with_causes;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::path::Path;
 
 /// The bytes of a number in the KV cache.
@@ -75,11 +76,14 @@ pub(super) fn run(args: &Inspect) -> anyhow::Result<()> {
     let reasons = reasons(&contents, &text);
     let needs = contents.checkpoint.as_ref().ok().map(|checkpoint| Needs::of(checkpoint, args.context));
     let plan = needs.as_ref().zip(args.memory).map(|(needs, memory)| needs.plan(memory.0));
+    let mut out = std::io::stdout().lock();
     let output = match args.json {
         true => format!("{}\n", object(&path, &contents, text.as_ref().ok(), &reasons, needs.as_ref(), plan.as_ref())),
         false => table(&path, &contents, text.as_ref().ok(), &reasons, needs.as_ref(), plan.as_ref()),
     };
-    Ok(std::io::stdout().lock().write_all(output.as_bytes())?)
+    // JSON escapes most control characters itself.
+    let output = if args.json && !out.is_terminal() { output.into() } else { visible(&output) };
+    Ok(out.write_all(output.as_bytes())?)
 }
 
 /// Returns why the model cannot be run; empty if it can.
@@ -162,8 +166,10 @@ fn table(
         if files == 1 { "file" } else { "files" },
         HumanBytes(bytes)
     );
+    // A name of the file cannot begin a line of its own.
+    let one_line = |text: &str| text.replace('\n', "\u{FFFD}");
     let mut line = |key: &str, value: String| {
-        let _ = writeln!(out, "  {key:<14} {value}");
+        let _ = writeln!(out, "  {key:<14} {}", one_line(&value));
     };
     line("architecture", contents.architecture.clone().unwrap_or_else(|| "not named".to_owned()));
     if let Ok(checkpoint) = &contents.checkpoint {
@@ -215,7 +221,7 @@ fn table(
     );
     for ((kind, dtype), sum) in sums(contents) {
         let bits = sum.bytes as f64 * 8.0 / sum.elements.max(1) as f64;
-        let bytes = HumanBytes(sum.bytes).to_string();
+        let (dtype, bytes) = (one_line(dtype), HumanBytes(sum.bytes).to_string());
         let _ = writeln!(out, "  {kind:<10} {dtype:<8} {:>8} {:>16} {bytes:>11} {bits:>6.2}", sum.count, sum.elements);
     }
     if let Some(needs) = needs {

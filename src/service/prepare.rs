@@ -8,7 +8,7 @@ use crate::actors::workers::Cancel;
 use crate::engine::prefix::{PageKey, page_keys};
 use crate::engine::request::{Limits, MAX_SAMPLES, Request, RequestError, Sampling};
 use crate::host::{Host, ServedModel};
-use crate::model::grammar::{Constraint, GrammarError, StartedGrammar};
+use crate::model::grammar::{Constraint, GrammarError, MOST_BYTES, MOST_CHOICES, StartedGrammar};
 use crate::model::text::chat::{CalledFunction, ChatMessage, ChatOptions, REASONING, ToolCall};
 use crate::model::text::{Text, TextError};
 use crate::replica::{Replica, SubmitError};
@@ -133,7 +133,8 @@ impl Reasons {
             }
         };
         // A tag of the older form begins with free text, in which the model may reason.
-        if matches!(&constraint, Constraint::StructuralTag(tag) if !tag.contains("\"format\"")) {
+        let has_format = |tag: &str| serde_json::from_str::<Value>(tag).is_ok_and(|tag| tag.get("format").is_some());
+        if matches!(&constraint, Constraint::StructuralTag(tag) if !has_format(tag)) {
             return Ok(constraint);
         }
         let then = format(constraint)?;
@@ -322,16 +323,44 @@ pub struct ConstrainedModel<'a> {
     pub eos_ids: &'a [u32],
 }
 
+/// The field of a message that a constraint stands in.
+fn constraint_field(kind: &Kind) -> &'static str {
+    match kind {
+        Kind::JsonSchema(_) => "constraint.json_schema",
+        Kind::Regex(_) => "constraint.regex",
+        Kind::Grammar(_) => "constraint.grammar",
+        Kind::Choice(_) => "constraint.choice",
+        Kind::JsonObject(_) => "constraint.json_object",
+        Kind::StructuralTag(_) => "constraint.structural_tag",
+    }
+}
+
+/// Refuses a constraint with more bytes or choices than constraints may have, before it is copied or parsed.
+pub(super) fn constraint_size(kind: &Kind) -> Result<(), Refusal> {
+    let refuse = |source| Err(Refusal::Grammar { field: constraint_field(kind), source });
+    let bytes = match kind {
+        Kind::JsonSchema(text) | Kind::Regex(text) | Kind::Grammar(text) | Kind::StructuralTag(text) => text.len(),
+        Kind::Choice(choice) if choice.texts.len() > MOST_CHOICES => {
+            return refuse(GrammarError::Choices { choices: choice.texts.len() });
+        }
+        Kind::Choice(choice) => choice.texts.iter().map(String::len).sum(),
+        Kind::JsonObject(_) => 0,
+    };
+    if bytes > MOST_BYTES { refuse(GrammarError::TooLong { bytes }) } else { Ok(()) }
+}
+
 /// A message's constraint, and the field that it stands in.
 pub(super) fn named_constraint(kind: Kind) -> (&'static str, Constraint) {
-    match kind {
-        Kind::JsonSchema(schema) => ("constraint.json_schema", Constraint::JsonSchema(schema)),
-        Kind::Regex(regex) => ("constraint.regex", Constraint::Regex(regex)),
-        Kind::Grammar(grammar) => ("constraint.grammar", Constraint::Grammar(grammar)),
-        Kind::Choice(choice) => ("constraint.choice", Constraint::Choice(choice.texts)),
-        Kind::JsonObject(_) => ("constraint.json_object", Constraint::JsonObject),
-        Kind::StructuralTag(tag) => ("constraint.structural_tag", Constraint::StructuralTag(tag)),
-    }
+    let field = constraint_field(&kind);
+    let constraint = match kind {
+        Kind::JsonSchema(schema) => Constraint::JsonSchema(schema),
+        Kind::Regex(regex) => Constraint::Regex(regex),
+        Kind::Grammar(grammar) => Constraint::Grammar(grammar),
+        Kind::Choice(choice) => Constraint::Choice(choice.texts),
+        Kind::JsonObject(_) => Constraint::JsonObject,
+        Kind::StructuralTag(tag) => Constraint::StructuralTag(tag),
+    };
+    (field, constraint)
 }
 
 /// Compiles a constraint for a model. `reasons` tells where an output may hold reasoning, for constraints that hold only
@@ -348,6 +377,7 @@ pub fn start_grammar(
         let rule = "one of json_schema, regex, grammar, choice, json_object and structural_tag";
         return Err(Refusal::Missing { field: "constraint.kind", rule });
     };
+    constraint_size(&kind)?;
     let (field, constraint) = named_constraint(kind);
     let text = model.text.ok_or_else(|| Refusal::NoTokenizer { model: model.name.to_owned(), field })?;
     let started = reasons.before(constraint).and_then(|constraint| {

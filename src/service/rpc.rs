@@ -265,6 +265,8 @@ pub(super) struct Caller {
     peer: Option<SocketAddr>,
     /// Whether it came over gRPC.
     grpc: bool,
+    /// When the call was received: its timeout begins here.
+    received: Instant,
     /// Which models it may know of.
     pub(super) scope: Scope,
 }
@@ -356,13 +358,14 @@ impl Caller {
     pub(super) fn of<T>(request: &Request<T>) -> Caller {
         let identity = request.extensions().get().cloned();
         let scope = Scope { identity };
-        Caller { metadata: request.metadata().clone(), peer: request.remote_addr(), grpc: true, scope }
+        let (metadata, peer) = (request.metadata().clone(), request.remote_addr());
+        Caller { metadata, peer, grpc: true, received: Instant::now(), scope }
     }
 
     /// The caller of an HTTP request with these headers; `identity` is whom its token stands for.
     pub(super) fn of_http(headers: &HeaderMap, peer: Option<SocketAddr>, identity: Option<Identity>) -> Caller {
         let metadata = MetadataMap::from_headers(headers.clone());
-        Caller { metadata, peer, grpc: false, scope: Scope { identity } }
+        Caller { metadata, peer, grpc: false, received: Instant::now(), scope: Scope { identity } }
     }
 
     /// What its token says of its limits.
@@ -370,9 +373,9 @@ impl Caller {
         self.scope.identity.as_ref().map(|identity| identity.allowance().clone()).unwrap_or_default()
     }
 
-    /// When the call must have ended.
+    /// When the call must have ended. It is the same for all requests that one call begins.
     pub(super) fn deadline(&self) -> Result<Option<Instant>, Refusal> {
-        deadline(self.metadata.as_ref(), Instant::now())
+        deadline(self.metadata.as_ref(), self.received)
     }
 }
 
@@ -442,7 +445,7 @@ impl Rpc {
         // What it may do first, then whether it can be, then whether there is room for it.
         let place = caller.scope.place(&self.host, &message.model, &message.device)?;
         if let Some(Prompt::Tokens(tokens)) = &message.prompt {
-            prepare::fits(place.model(), tokens.ids.len())?;
+            prepare::fits(place.model(), keep.map_or(tokens.ids.len(), |keep| keep.min(tokens.ids.len())))?;
         }
         let samples = prepare::samples(&message)?;
         let size = Size { bytes: message.encoded_len(), constraint: message.constraint.is_some() };

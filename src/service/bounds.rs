@@ -41,6 +41,14 @@ pub const MAX_NAME_BYTES: usize = 256;
 pub const MAX_ABORTS: usize = 1024;
 /// The most stop ids that a request lists, duplicates included.
 pub const MAX_STOP_IDS: usize = 1024;
+/// The most elements of a JSON body: members of objects and lists. One takes up to 150 bytes of memory once parsed.
+pub const MAX_JSON_ELEMENTS: usize = 1 << 20;
+/// The most objects and lists of a JSON body: several for each message, call and tool of the largest chat.
+pub const MAX_JSON_CONTAINERS: usize = 1 << 16;
+/// The most prompt tokens, summed over all choices, that a completion tells again (`echo`) with log probabilities.
+pub const MAX_ECHO_TOKENS: usize = 1 << 16;
+/// The most bytes of prompts, summed over all choices, that a completion tells again (`echo`).
+pub const MAX_ECHO_BYTES: usize = 16 << 20;
 /// The most open calls of a connection. HTTP/2 clients hold further calls back; calls beyond it are reset.
 pub const STREAMS: u32 = 200;
 /// The most bytes of a call's headers, as HTTP/2 counts them. More are answered with HTTP status 431.
@@ -124,6 +132,99 @@ pub fn aborts(ids: usize) -> Result<(), Refusal> {
     Err(Refusal::Value { field: "request_ids", value: format!("{ids} ids"), rule })
 }
 
+/// Refuses more entries of `logit_bias` than the engine takes.
+pub fn logit_biases(biases: usize) -> Result<(), Refusal> {
+    if biases <= MAX_LOGIT_BIAS {
+        return Ok(());
+    }
+    let rule = const {
+        assert!(MAX_LOGIT_BIAS == 300, "as the rule says");
+        "at most 300 entries"
+    };
+    Err(Refusal::Value { field: "logit_bias", value: biases.to_string(), rule })
+}
+
+/// Refuses more than [`MAX_STOP_IDS`] stop ids. The engine has a lower bound for the number of different ones.
+pub fn stop_ids(ids: usize) -> Result<(), Refusal> {
+    if ids <= MAX_STOP_IDS {
+        return Ok(());
+    }
+    let rule = const {
+        assert!(MAX_STOP_IDS == 1024, "as the rule says");
+        "at most 1024 ids"
+    };
+    Err(Refusal::Value { field: "stopping.ids", value: format!("{ids} ids"), rule })
+}
+
+/// Refuses more than [`MAX_CHAT_TOOLS`] tools.
+pub fn tools(tools: usize) -> Result<(), Refusal> {
+    if tools <= MAX_CHAT_TOOLS {
+        return Ok(());
+    }
+    let rule = const {
+        assert!(MAX_CHAT_TOOLS == 1024, "as the rule says");
+        "at most 1024 tools"
+    };
+    Err(Refusal::Value { field: "chat.tools", value: format!("{tools} tools"), rule })
+}
+
+/// Refuses a JSON body with more than [`MAX_JSON_ELEMENTS`] elements or [`MAX_JSON_CONTAINERS`] objects and lists, which
+/// are counted before it is parsed: an element of two bytes takes many times as much memory. What is not JSON is
+/// counted too, and is not refused here.
+pub fn json(body: &[u8]) -> Result<(), Refusal> {
+    let (mut commas, mut containers) = (0, 0);
+    let mut bytes = body.iter();
+    while let Some(byte) = bytes.next() {
+        match byte {
+            b',' => commas += 1,
+            b'{' | b'[' => containers += 1,
+            b'"' => {
+                while let Some(byte) = bytes.next() {
+                    match byte {
+                        b'"' => break,
+                        b'\\' => {
+                            bytes.next();
+                        }
+                        _ => {}
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    let refuse = |field: &str, elements, most| Err(Refusal::Elements { field: field.to_owned(), elements, most });
+    if containers > MAX_JSON_CONTAINERS {
+        return refuse("the body, counting its objects and lists,", containers, MAX_JSON_CONTAINERS);
+    }
+    // A list or an object has one element more than it has commas, or none.
+    let elements = commas + containers;
+    if elements > MAX_JSON_ELEMENTS {
+        return refuse("the body", elements, MAX_JSON_ELEMENTS);
+    }
+    Ok(())
+}
+
+/// Refuses to tell prompts again that have so many tokens and bytes over all choices: each choice has its own copy.
+/// The tokens count only with log probabilities.
+pub fn echo(tokens: usize, bytes: usize, logprobs: bool) -> Result<(), Refusal> {
+    let refuse = |value, rule| Err(Refusal::Value { field: "echo", value, rule });
+    if logprobs && tokens > MAX_ECHO_TOKENS {
+        let rule = const {
+            assert!(MAX_ECHO_TOKENS == 65_536, "as the rule says");
+            "at most 65536 tokens with logprobs, of all choices together"
+        };
+        return refuse(format!("{tokens} tokens of prompts"), rule);
+    }
+    if bytes > MAX_ECHO_BYTES {
+        let rule = const {
+            assert!(MAX_ECHO_BYTES == 16_777_216, "as the rule says");
+            "at most 16777216 bytes, of all choices together"
+        };
+        return refuse(format!("{bytes} bytes of prompts"), rule);
+    }
+    Ok(())
+}
+
 /// Checks the lengths of a request's fields before any work is done for it. `most` is the most text bytes of a prompt.
 pub fn request(message: &proto::GenerateRequest, most: usize) -> Result<(), Refusal> {
     for (field, text) in [
@@ -134,23 +235,8 @@ pub fn request(message: &proto::GenerateRequest, most: usize) -> Result<(), Refu
     ] {
         name(field, text)?;
     }
-    let biases = message.sampling.as_ref().map_or(0, |sampling| sampling.logit_bias.len());
-    if biases > MAX_LOGIT_BIAS {
-        let rule = const {
-            assert!(MAX_LOGIT_BIAS == 300, "as the rule says");
-            "at most 300 entries"
-        };
-        return Err(Refusal::Value { field: "logit_bias", value: biases.to_string(), rule });
-    }
-    // The engine has a lower bound for the number of different ids.
-    let ids = message.stopping.as_ref().map_or(0, |stopping| stopping.ids.len());
-    if ids > MAX_STOP_IDS {
-        let rule = const {
-            assert!(MAX_STOP_IDS == 1024, "as the rule says");
-            "at most 1024 ids"
-        };
-        return Err(Refusal::Value { field: "stopping.ids", value: format!("{ids} ids"), rule });
-    }
+    logit_biases(message.sampling.as_ref().map_or(0, |sampling| sampling.logit_bias.len()))?;
+    stop_ids(message.stopping.as_ref().map_or(0, |stopping| stopping.ids.len()))?;
     match &message.prompt {
         Some(Prompt::Text(text)) => prompt("prompt.text", text.len(), most),
         Some(Prompt::Chat(messages)) => chat(messages, most),
@@ -169,13 +255,7 @@ pub fn chat(chat: &proto::Chat, most: usize) -> Result<(), Refusal> {
         };
         return Err(Refusal::Value { field: "chat.messages", value: format!("{messages} messages"), rule });
     }
-    if chat.tools.len() > MAX_CHAT_TOOLS {
-        let rule = const {
-            assert!(MAX_CHAT_TOOLS == 1024, "as the rule says");
-            "at most 1024 tools"
-        };
-        return Err(Refusal::Value { field: "chat.tools", value: format!("{} tools", chat.tools.len()), rule });
-    }
+    tools(chat.tools.len())?;
     let call = |call: &proto::chat_message::ToolCall| call.id.len() + call.name.len() + call.arguments.len();
     let message = |message: &proto::ChatMessage| {
         let proto::ChatMessage { role, content, tool_calls, tool_call_id, name, reasoning_content } = message;
@@ -730,6 +810,25 @@ mod tests {
             let told = Messages::new(16 << 20).take(&mut Bytes::copy_from_slice(&wrong), true);
             assert!(matches!(told, Some(Told::Refused(prefix)) if prefix[..] == wrong));
         }
+    }
+
+    #[test]
+    fn elements_of_json_are_counted_outside_of_texts() {
+        let refused = |body: &str| match json(body.as_bytes()) {
+            Err(Refusal::Elements { elements, most, .. }) => Some((elements, most)),
+            other => other.map(|()| None).unwrap(),
+        };
+        let text = format!("[\"{}\\\\\", \"\\\"{}\"]", ",[{".repeat(400_000), "[,".repeat(700_000));
+        assert!(serde_json::from_str::<serde_json::Value>(&text).is_ok());
+        assert_eq!(refused(&text), None);
+        let numbers = |count: usize| format!("[{}1]", "1,".repeat(count - 1));
+        assert_eq!(refused(&numbers(MAX_JSON_ELEMENTS)), None);
+        assert_eq!(refused(&numbers(MAX_JSON_ELEMENTS + 1)), Some((MAX_JSON_ELEMENTS + 1, MAX_JSON_ELEMENTS)));
+        let lists = |count: usize| format!("[{}{{}}]", "[],".repeat(count - 2));
+        assert_eq!(refused(&lists(MAX_JSON_CONTAINERS)), None);
+        assert_eq!(refused(&lists(MAX_JSON_CONTAINERS + 1)), Some((MAX_JSON_CONTAINERS + 1, MAX_JSON_CONTAINERS)));
+        // A text that does not end.
+        assert_eq!(refused("{\"\\"), None);
     }
 
     /// Goal: no client, and no few clients, can take the whole room. Method: greedy clients take what they get, then

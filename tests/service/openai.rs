@@ -500,6 +500,15 @@ async fn models_health_and_unknown_paths() {
     let long = "x".repeat(5000);
     let error = chat(served.http, json!({"messages": user(&long)})).await.error(400);
     assert_eq!(error["code"], "context_length_exceeded");
+    // Names may have slashes, as they are or encoded.
+    let device = fake(Duration::from_micros(200), b"x");
+    let named = vec![model("Qwen/Qwen3-8B", Some(tokenizer(true)), vec![(0, device)], 8)];
+    let named = serve_models(named, Options::default()).await;
+    for path in ["/v1/models/Qwen/Qwen3-8B", "/v1/models/Qwen%2FQwen3-8B"] {
+        assert_eq!(send(named.http, "GET", path, &[], Body::empty()).await.json()["id"], "Qwen/Qwen3-8B");
+    }
+    let error = send(named.http, "GET", "/v1/models/Qwen/other", &[], Body::empty()).await.error(404);
+    assert_eq!(error["code"], "model_not_found");
     let model = server(tokenizer(false), "x").await;
     chat(model.http, json!({"messages": user("x")})).await.error(400);
 }
@@ -580,6 +589,136 @@ async fn responses_are_items_whole_and_as_named_events() {
         assert!(error["param"].as_str().unwrap().starts_with(param), "{param}: {error}");
     }
     served.idle("alpha/0", Duration::from_secs(5)).await;
+}
+
+/// Goal: what a response repeats is what was read, and is bounded.
+#[tokio::test]
+async fn responses_repeat_what_was_read_and_no_more() {
+    let served = server(tokenizer_of(Some(TEMPLATE)), "5").await;
+    let asked = json!({
+        "input": "x", "max_output_tokens": 1, "metadata": {"a": "b"}, "user": "me", "truncation": "disabled",
+        "reasoning": {"effort": "low", "unread": [1]}, "text": {"format": {"type": "text", "unread": {}}, "unread": 5},
+    });
+    let whole = post(served.http, "/v1/responses", &asked).await.json();
+    assert_eq!((&whole["metadata"], &whole["user"]), (&json!({"a": "b"}), &json!("me")));
+    assert_eq!(whole["reasoning"], json!({"effort": "low", "summary": null}));
+    assert_eq!((&whole["text"], &whole["truncation"]), (&json!({"format": {"type": "text"}}), &json!("disabled")));
+    let schema = json!({"type": "integer"});
+    let format = json!({"type": "json_schema", "name": "n", "schema": schema, "strict": true, "unread": [[]]});
+    let asked = json!({"input": "x", "max_output_tokens": 2, "text": {"format": format}});
+    let whole = post(served.http, "/v1/responses", &asked).await.json();
+    let again = json!({"type": "json_schema", "name": "n", "schema": schema, "strict": true});
+    assert_eq!(whole["text"], json!({"format": again}));
+
+    let plain = json!({"input": "x", "max_output_tokens": 1});
+    let whole = post(served.http, "/v1/responses", &plain).await.json();
+    assert_eq!((&whole["metadata"], &whole["user"]), (&json!({}), &Value::Null));
+    let many: serde_json::Map<String, Value> = (0..17).map(|key| (key.to_string(), json!("v"))).collect();
+    for (field, value, param) in [
+        ("metadata", json!(many), "metadata"),
+        ("metadata", json!({"k": "v".repeat(513)}), "metadata.k"),
+        ("metadata", json!({"k": [1]}), "metadata.k"),
+        ("metadata", json!({"k".repeat(65): "v"}), "metadata"),
+        ("metadata", json!([]), "metadata"),
+        ("user", json!({}), "user"),
+        ("user", json!("u".repeat(257)), "user"),
+        ("truncation", json!("auto"), "truncation"),
+        ("reasoning", json!({"summary": {}}), "reasoning.summary"),
+        ("text", json!({"format": {"type": "json_schema", "name": [], "schema": {}}}), "text.format.name"),
+    ] {
+        let mut body = plain.clone();
+        body[field] = value;
+        assert_eq!(post(served.http, "/v1/responses", &body).await.error(400)["param"], param);
+    }
+    let most: serde_json::Map<String, Value> = (0..16).map(|key| (key.to_string(), json!("v".repeat(512)))).collect();
+    let mut body = plain;
+    body["metadata"] = json!(most);
+    assert_eq!(post(served.http, "/v1/responses", &body).await.json()["metadata"], json!(most));
+}
+
+/// Goal: definitions are copied only for parameters that refer to them, and not beyond what a constraint may have.
+#[tokio::test]
+async fn definitions_of_tools_are_not_copied_without_bound() {
+    // A template of calls with tagged parameters.
+    let template = format!("{{# <function= #}}{TEMPLATE}");
+    let served = server(tokenizer_of(Some(&template)), "").await;
+    let ask = async |parameters: usize, definition: usize, schema: Value| {
+        let properties: serde_json::Map<String, Value> =
+            (0..parameters).map(|number| (format!("p{number}"), schema.clone())).collect();
+        let description = "x".repeat(definition);
+        let definitions = json!({"d": {"type": "integer", "maximum": 5, "minimum": 5, "description": description}});
+        let parameters = json!({"type": "object", "properties": properties, "required": ["p0"], "$defs": definitions});
+        let tool = json!({"type": "function", "function": {"name": "f", "parameters": parameters}});
+        let asked = json!({
+            "messages": user("x"), "tools": [tool], "tool_choice": "required", "max_tokens": 300, "seed": 1,
+            "enable_thinking": false,
+        });
+        chat(served.http, asked).await
+    };
+    let refers = json!({"$ref": "#/$defs/d"});
+    let whole = ask(1, 10, refers.clone()).await.json();
+    let arguments = whole["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"].as_str().unwrap();
+    assert_eq!(serde_json::from_str::<Value>(arguments).unwrap()["p0"], 5, "{whole}");
+    // With a copy for each parameter they are longer than a constraint may be.
+    let error = ask(500, 1 << 10, refers).await.error(400);
+    let message = error["message"].as_str().unwrap();
+    assert_eq!(error["param"], "tools");
+    assert!(message.contains("262144") && message.contains("bytes"), "{message}");
+    // Parameters that refer to nothing get no copy: only the prompt is too long.
+    let error = ask(500, 1 << 10, json!({"type": "boolean"})).await.error(400);
+    assert_eq!(error["code"], "context_length_exceeded", "{error}");
+
+    let tool = json!({"type": "function", "function": {"name": "f"}});
+    let asked = json!({"messages": user("x"), "tools": vec![tool; 1025]});
+    let error = chat(served.http, asked).await.error(400);
+    assert_eq!(error["param"], "tools");
+    assert!(error["message"].as_str().unwrap().contains("1025"), "{error}");
+}
+
+/// Goal: without marks around calls, an object that names no tool is the answer.
+#[tokio::test]
+async fn an_answer_in_json_with_a_name_is_no_call() {
+    let template = "{% if tools %}{# \"name\" \"parameters\" #}{{ tools | tojson }}{% endif %}\
+        {% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]";
+    for (output, calls) in
+        [("{\"name\": \"Ada\", \"age\": 36}", false), ("{\"name\": \"time\", \"parameters\": {}}", true)]
+    {
+        let served = server(tokenizer_of(Some(template)), output).await;
+        let asked = json!({"messages": user("x"), "tools": tools(), "max_tokens": output.len()});
+        let message = chat(served.http, asked).await.json()["choices"][0]["message"].clone();
+        assert_eq!(message["content"], if calls { Value::Null } else { json!(output) });
+        assert_eq!(message.get("tool_calls").is_some(), calls, "{message}");
+    }
+}
+
+/// Goal: prompts that are told again are bounded over all choices, and truncation applies before the context does.
+#[tokio::test]
+async fn echoes_and_truncated_prompts_are_bounded() {
+    let served = server(tokenizer(true), "abc").await;
+    let ask = async |body: Value| post(served.http, "/v1/completions", &body).await;
+    let prompt = "x".repeat(2000);
+    let scored = |n: usize| json!({"prompt": prompt, "n": n, "max_tokens": 1, "echo": true, "logprobs": 0, "seed": 1});
+    let error = ask(scored(33)).await.error(400);
+    let message = error["message"].as_str().unwrap();
+    assert_eq!(error["param"], "echo");
+    assert!(message.contains("66000") && message.contains("65536"), "{message}");
+    // Over all prompts.
+    let mut several = scored(11);
+    several["prompt"] = json!([prompt, prompt, prompt]);
+    assert_eq!(ask(several).await.error(400)["param"], "echo");
+    let whole = ask(scored(2)).await.json();
+    assert_eq!(whole["choices"][1]["logprobs"]["tokens"].as_array().unwrap().len(), 2001);
+    served.idle("alpha/0", Duration::from_secs(5)).await;
+
+    let long = "x".repeat(5000);
+    let ids = vec![120; 5000];
+    for prompt in [json!(long), json!(ids)] {
+        let whole = ask(json!({"prompt": prompt, "max_tokens": 1, "truncate_prompt_tokens": 7})).await.json();
+        assert_eq!(whole["usage"]["prompt_tokens"], 7);
+        assert_eq!(ask(json!({"prompt": prompt})).await.error(400)["code"], "context_length_exceeded");
+    }
+    let asked = json!({"messages": user(&long), "max_tokens": 1, "truncate_prompt_tokens": 7});
+    assert_eq!(chat(served.http, asked).await.json()["usage"]["prompt_tokens"], 7);
 }
 
 #[tokio::test]
@@ -805,6 +944,14 @@ async fn hostile_bodies_are_refused_and_others_are_served() {
     ] {
         send(at, "POST", "/v1/chat/completions", &[], body).await.error(400);
     }
+    let open = format!("{{\"messages\": {}", "[".repeat(70_000));
+    let error = send(at, "POST", "/v1/chat/completions", &[], open).await.error(400);
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains("70001") && message.contains("65536"), "{message}");
+    // Texts are not counted.
+    let text =
+        json!({"messages": user("x"), "unknown": "[{\\\"\\".repeat(2_000) + &"[".repeat(70_000), "max_tokens": 1});
+    chat(at, text).await.json();
     let error = send(at, "POST", "/v1/chat/completions", &[("content-encoding", "gzip")], "x").await.error(400);
     assert_eq!(error["param"], "content-encoding");
     let whole = chat(at, json!({"messages": user("x"), "max_tokens": 3})).await.json();

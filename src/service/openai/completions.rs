@@ -1,4 +1,4 @@
-//! `/v1/completions`: prompts as our messages, and our streams of events as a completion or its chunks.
+//! `/v1/completions`: prompts for our messages, and our streams of events as a completion or its chunks.
 //! Not here: HTTP.
 
 use super::answer::{Answer, Choices, Frame, Running, finite, usage};
@@ -16,18 +16,16 @@ use serde_json::{Map, Value, json};
 /// The output tokens of a request that does not say how many, as OpenAI has it.
 const DEFAULT_TOKENS: u32 = 16;
 
-/// A completion, as our messages and as what is needed to answer it.
+/// A completion, as what its messages have in common, their prompts, and what is needed to answer it.
 #[derive(Debug)]
 pub(super) struct Asked {
+    /// Its message has no prompt yet.
     pub(super) common: Common,
-    /// One message for each prompt.
-    pub(super) messages: Vec<proto::GenerateRequest>,
+    pub(super) prompts: Vec<Prompt>,
     /// Whether the prompts are told before the outputs.
     pub(super) echo: bool,
     /// Whether no output is wanted.
     pub(super) hidden: bool,
-    /// Of each prompt, the last tokens that are kept.
-    pub(super) keep: Option<usize>,
 }
 
 /// The prompts of a request: a text, a list of texts, token ids, or a list of lists of them.
@@ -68,18 +66,6 @@ pub(super) fn read(mut body: Fields, model: &ServedModel) -> Result<Asked, Refus
     let format = request::response_format(format, false)?;
     let kind = request::constraint(&mut body, format)?;
     common.message.constraint = kind.map(|kind| proto::Constraint { kind: Some(kind), after_reasoning: false });
-    let keep = match body.signed("truncate_prompt_tokens")? {
-        None => None,
-        // What the context has room for; one place is left for an output.
-        Some(-1) => {
-            let context = model.replicas.iter().map(|replica| replica.bounds().context).min().unwrap_or(0);
-            Some(context.saturating_sub(1) as usize)
-        }
-        Some(most) => match usize::try_from(most) {
-            Ok(most @ 1..) => Some(most),
-            _ => return Err(refuse("truncate_prompt_tokens", &most.into(), "at least 1, or -1")),
-        },
-    };
     let prompts = prompts(body.any("prompt"))?;
     let samples = prompts.len().saturating_mul(common.n as usize);
     if samples > MAX_SAMPLES as usize && prompts.len() > 1 {
@@ -92,23 +78,24 @@ pub(super) fn read(mut body: Fields, model: &ServedModel) -> Result<Asked, Refus
         logprobs: if hidden { None } else { logprobs },
         prompt_logprobs: logprobs.filter(|_| echo),
     });
-    let first = common.message.request_id.clone();
-    let message = |(index, prompt): (usize, Prompt)| {
-        let request_id = if index == 0 { first.clone() } else { format!("{first}-{index}") };
-        let mut message = common.message.clone();
-        // As vLLM: every prompt of a list has the same seed.
-        (message.request_id, message.prompt) = (request_id, Some(prompt));
-        message
-    };
-    let messages = prompts.into_iter().enumerate().map(message).collect();
-    Ok(Asked { common, messages, echo, hidden, keep })
+    Ok(Asked { common, prompts, echo, hidden })
 }
 
-/// The text of a prompt that is told again.
-pub(super) fn shown(prompt: &Option<Prompt>, ids: &[u32], keep: Option<usize>, text: Option<&Text>) -> String {
-    match prompt {
-        Some(Prompt::Text(text)) if keep.is_none() => text.clone(),
-        _ => text.and_then(|text| text.decode(ids, false).ok()).unwrap_or_default(),
+/// The message of one of several prompts. As in vLLM, all of them have the same seed.
+pub(super) fn message(common: &Common, index: usize, prompt: Prompt) -> proto::GenerateRequest {
+    let mut message = common.message.clone();
+    if index > 0 {
+        message.request_id = format!("{}-{index}", message.request_id);
+    }
+    message.prompt = Some(prompt);
+    message
+}
+
+/// The text of a prompt that is told again: `given`, where that is the whole prompt as text.
+pub(super) fn shown(given: Option<String>, ids: &[u32], text: Option<&Text>) -> String {
+    match given {
+        Some(given) => given,
+        None => text.and_then(|text| text.decode(ids, false).ok()).unwrap_or_default(),
     }
 }
 

@@ -45,12 +45,13 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use error::ApiError;
 use fields::Fields;
+use proto::generate_request::Prompt;
 use serde_json::{Value, json};
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use tokio::net::TcpListener;
 use tokio_stream::Stream;
 use tokio_util::sync::CancellationToken;
@@ -95,7 +96,7 @@ fn router(openai: Arc<OpenAi>) -> Router {
         .route(RESPONSES, post(created_response))
         .route(EMBEDDINGS, post(embeddings))
         .route(MODELS, get(models))
-        .route(MODEL, get(model))
+        .route(MODEL_PATHS, get(model))
         .route(HEALTH, get(health))
         .fallback(no_route)
         .method_not_allowed_fallback(no_route)
@@ -108,7 +109,10 @@ const COMPLETIONS: &str = "/v1/completions";
 const RESPONSES: &str = "/v1/responses";
 const EMBEDDINGS: &str = "/v1/embeddings";
 const MODELS: &str = "/v1/models";
+/// As spans and rights name it.
 const MODEL: &str = "/v1/models/{model}";
+/// Names may have slashes.
+const MODEL_PATHS: &str = "/v1/models/{*model}";
 const HEALTH: &str = "/health";
 
 /// A request on its way: who asks, and its span.
@@ -116,7 +120,7 @@ struct Call {
     openai: Arc<OpenAi>,
     span: Span,
     caller: Caller,
-    /// Holds the connection's place until the answer is sent.
+    /// Holds the connection's place from when the body was received until the answer is sent.
     open: Option<OpenCall>,
 }
 
@@ -175,15 +179,13 @@ impl OpenAi {
         if let Some(identity) = &identity {
             request.extensions_mut().insert(identity.clone());
         }
-        let connection = request.extensions().get::<ConnectInfo>();
-        let peer = connection.and_then(ConnectInfo::peer);
-        let open = connection.map(|connection| connection.standing().call());
+        let peer = request.extensions().get::<ConnectInfo>().and_then(ConnectInfo::peer);
         let caller = Caller::of_http(request.headers(), peer, identity);
-        Ok(Call { openai: Arc::clone(self), span: span.clone(), caller, open })
+        Ok(Call { openai: Arc::clone(self), span: span.clone(), caller, open: None })
     }
 
     /// Receives the body of a request and parses it.
-    async fn body(&self, call: &Call, request: Request<Body>) -> Result<Fields, Refusal> {
+    async fn body(&self, call: &mut Call, request: Request<Body>) -> Result<Fields, Refusal> {
         if let Some(encoding) = request.headers().get(header::CONTENT_ENCODING) {
             let identity = encoding.as_bytes().eq_ignore_ascii_case(b"identity");
             if !identity {
@@ -192,10 +194,14 @@ impl OpenAi {
             }
         }
         let client = self.arrival.client(&request);
+        let connection = request.extensions().get::<ConnectInfo>().cloned();
         let (bytes, held) = self.arrival.body(client, request.into_body()).await?;
+        // A call without its message does not hold its connection's place.
+        call.open = connection.map(|connection| connection.standing().call());
         let long = bytes.len() > LONG;
         let size = bytes.len();
         let parse = move || {
+            super::bounds::json(&bytes)?;
             let value = serde_json::from_slice::<Value>(&bytes).map_err(|error| Refusal::NotJson(error.to_string()))?;
             drop(held);
             Fields::of("", value)
@@ -238,15 +244,7 @@ impl Call {
             let ids = if echo { prepared.request.prompt.clone() } else { Vec::new() };
             Found { reasons: prepared.reasons, ids }
         };
-        let deadline = self.caller.deadline()?;
-        let opened = self.openai.rpc.open(&self.span, self.caller.clone(), message, keep, adjust);
-        match deadline {
-            None => opened.await,
-            Some(deadline) => {
-                let late = |_| Err(Refusal::Deadline { output_tokens: 0 });
-                tokio::time::timeout_at(deadline.into(), opened).await.unwrap_or_else(late)
-            }
-        }
+        self.openai.rpc.open(&self.span, self.caller.clone(), message, keep, adjust).await
     }
 
     /// The answer of generations that run: at their end, or as events.
@@ -391,6 +389,15 @@ impl Stream for Events {
     }
 }
 
+/// Waits for `work` until the call's deadline.
+async fn in_time<T>(deadline: Option<Instant>, work: impl Future<Output = Result<T, Refusal>>) -> Result<T, Refusal> {
+    let late = |_| Err(Refusal::Deadline { output_tokens: 0 });
+    match deadline {
+        None => work.await,
+        Some(deadline) => tokio::time::timeout_at(deadline.into(), work).await.unwrap_or_else(late),
+    }
+}
+
 /// Answers a POST: admits it, receives its body, and has `work` begin the generations.
 async fn generate<F>(
     openai: Arc<OpenAi>,
@@ -402,15 +409,21 @@ where
     F: Future<Output = Result<(Answer, Running, Telling), Refusal>>,
 {
     let span = http_span(request.method(), route, request.headers());
-    let call = match openai.admit(route, &span, &mut request) {
-        Ok(call) => Arc::new(call),
+    let mut call = match openai.admit(route, &span, &mut request) {
+        Ok(call) => call,
         Err(refusal) => return refused(&openai, &span, refusal),
     };
-    let begun = async {
-        let body = openai.body(&call, request).await?;
-        work(Arc::clone(&call), body).await.map_err(|refusal| call.caller.scope.narrowed(openai.rpc.host(), refusal))
+    let deadline = match call.caller.deadline() {
+        Ok(deadline) => deadline,
+        Err(refusal) => return call.refuse(refusal),
     };
-    let begun = begun.await;
+    let body = match in_time(deadline, openai.body(&mut call, request)).await {
+        Ok(body) => body,
+        Err(refusal) => return call.refuse(refusal),
+    };
+    let call = Arc::new(call);
+    let begun = in_time(deadline, work(Arc::clone(&call), body)).await;
+    let begun = begun.map_err(|refusal| call.caller.scope.narrowed(openai.rpc.host(), refusal));
     // The work has dropped its handle.
     let Some(call) = Arc::into_inner(call) else { return refused(&openai, &span, Refusal::Stopping) };
     match begun {
@@ -455,8 +468,8 @@ async fn chat_completions(State(openai): State<Arc<OpenAi>>, request: Request<Bo
         let logprobs = logprobs.is_some_and(|output| output.logprobs.is_some());
         let (id, streaming) = (common.message.request_id.clone(), common.streaming);
         let stop_ids = common.message.stopping.as_ref().map(|stopping| stopping.ids.clone()).unwrap_or_default();
-        let each = common.n as usize;
-        let (stream, found) = call.start(asked.common.message, None, asked.common.special_text, false).await?;
+        let (each, keep) = (common.n as usize, common.keep);
+        let (stream, found) = call.start(asked.common.message, keep, asked.common.special_text, false).await?;
         let reading = reading(place.model(), &asked.tools, &found, &stop_ids, !streaming.stream);
         let running = Running::new(&id, vec![stream], each, &reading);
         let answer = Answer { reasoning: asked.reasoning, logprobs, ..Answer::new(&id, place.model(), streaming) };
@@ -475,12 +488,22 @@ async fn text_completions(State(openai): State<Arc<OpenAi>>, request: Request<Bo
         let stop_ids = asked.common.message.stopping.clone().unwrap_or_default().ids;
         let text = place.model().text.as_deref();
         let (mut streams, mut echo) = (Vec::new(), completions::Echo::default());
+        let (keep, each) = (asked.common.keep, asked.common.n as usize);
+        let (mut tokens, mut bytes) = (0usize, 0usize);
         let mut reasons = super::prepare::Reasons::Never;
-        for message in asked.messages {
-            let prompt = message.prompt.clone().filter(|_| asked.echo);
-            let (stream, found) = call.start(message, asked.keep, asked.common.special_text, asked.echo).await?;
+        for (index, prompt) in asked.prompts.into_iter().enumerate() {
+            let given = match &prompt {
+                Prompt::Text(text) if asked.echo && keep.is_none() => Some(text.clone()),
+                _ => None,
+            };
+            let message = completions::message(&asked.common, index, prompt);
+            let (stream, found) = call.start(message, keep, asked.common.special_text, asked.echo).await?;
             if asked.echo {
-                echo.texts.push(completions::shown(&prompt, &found.ids, asked.keep, text));
+                let shown = completions::shown(given, &found.ids, text);
+                tokens = tokens.saturating_add(found.ids.len().saturating_mul(each));
+                bytes = bytes.saturating_add(shown.len().saturating_mul(each));
+                super::bounds::echo(tokens, bytes, logprobs)?;
+                echo.texts.push(shown);
                 echo.first.push(found.ids.first().copied());
             }
             reasons = found.reasons;
@@ -496,7 +519,7 @@ async fn text_completions(State(openai): State<Arc<OpenAi>>, request: Request<Bo
             stop_ids: &stop_ids,
             hidden: asked.hidden,
         };
-        let running = Running::new(&id, streams, asked.common.n as usize, &reading);
+        let running = Running::new(&id, streams, each, &reading);
         let answer = Answer { logprobs, ..Answer::new(&id, place.model(), streaming) };
         let (echo, offsets) = (asked.echo.then_some(echo), completions::Offsets::default());
         Ok((answer, running, Telling::Text { echo, offsets }))
@@ -509,7 +532,8 @@ async fn created_response(State(openai): State<Arc<OpenAi>>, request: Request<Bo
         let place = call.model(&mut body)?;
         let asked = responses::read(body, place.model())?;
         let (id, streaming) = (asked.common.message.request_id.clone(), asked.common.streaming);
-        let (stream, found) = call.start(asked.common.message, None, asked.common.special_text, false).await?;
+        let keep = asked.common.keep;
+        let (stream, found) = call.start(asked.common.message, keep, asked.common.special_text, false).await?;
         // The last events of a stream tell everything again.
         let reading = reading(place.model(), &asked.tools, &found, &[], true);
         let running = Running::new(&id, vec![stream], 1, &reading);

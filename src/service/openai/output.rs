@@ -195,7 +195,7 @@ impl Calls {
                     content(kept.trim_end(), pieces);
                     self.at = match self.form {
                         CallForm::TaggedParameters => CallsAt::Tagged(TaggedCall::default()),
-                        _ => CallsAt::Object(Box::default()),
+                        _ => CallsAt::Object(self.object()),
                     };
                     return rest;
                 }
@@ -215,7 +215,7 @@ impl Calls {
                 if shown.is_empty() || shown.starts_with('{') {
                     let shown = shown.to_owned();
                     if !shown.is_empty() {
-                        self.at = CallsAt::Object(Box::default());
+                        self.at = CallsAt::Object(self.object());
                     }
                     return shown;
                 }
@@ -275,6 +275,12 @@ impl Calls {
         }
     }
 
+    fn object(&self) -> Box<CallObject> {
+        // Without marks around it, an object that names no tool is an answer in JSON.
+        let only = (self.form == CallForm::Json).then(|| Arc::clone(&self.tools));
+        Box::new(CallObject { only, ..CallObject::default() })
+    }
+
     /// The state after a call.
     fn behind(&mut self) {
         self.at = match self.form {
@@ -312,6 +318,8 @@ impl Calls {
 #[derive(Debug, Default)]
 struct CallObject {
     state: At,
+    /// The tools of which one must be named, if that matters.
+    only: Option<Arc<[Tool]>>,
     /// Everything until the call was told, after which it is not needed.
     raw: String,
     /// The key or the value that is being read.
@@ -469,6 +477,9 @@ impl CallObject {
         }
         if self.key == "name" && self.name.is_none() {
             let Ok(Value::String(name)) = serde_json::from_str(&self.token) else { return At::Bad };
+            if self.only.as_ref().is_some_and(|tools| tools.iter().all(|tool| tool.name != name)) {
+                return At::Bad;
+            }
             self.name = Some(name.clone());
             self.told = true;
             pieces.push(Piece::Call { index, name });
@@ -730,6 +741,10 @@ mod tests {
         check(Reasons::Never, form, call, "", "", &[("f", "{\"n\": 1}")]);
         check(Reasons::Never, form, &format!(" {call}; {call}"), "", "", &[("f", "{\"n\": 1}"), ("f", "{\"n\": 1}")]);
         check(Reasons::Never, form, "{\"answer\": 5}", "", "{\"answer\": 5}", &[]);
+        // An answer about something that has a name.
+        for answer in ["{\"name\": \"Ada\", \"age\": 36}", "{\"parameters\": {}, \"name\": \"Ada\"}"] {
+            check(Reasons::Never, form, answer, "", answer, &[]);
+        }
         check(Reasons::Never, form, "It is {\"name\"", "", "It is {\"name\"", &[]);
     }
 }

@@ -6,7 +6,8 @@ use super::fields::{self, Fields, refuse};
 use super::tools::{Choice, Tools};
 use crate::engine::request::MAX_LOGPROBS;
 use crate::host::ServedModel;
-use crate::service::prepare::{format, fresh_id, named_constraint};
+use crate::service::bounds;
+use crate::service::prepare::{constraint_size, format, fresh_id, named_constraint};
 use crate::service::proto;
 use crate::service::refusal::Refusal;
 use proto::constraint::{AnyJsonObject, Choice as Texts, Kind};
@@ -49,6 +50,8 @@ pub(super) struct Common {
     pub(super) special_text: bool,
     /// The number of samples.
     pub(super) n: u32,
+    /// The number of last tokens of each prompt that are kept; `None`: all.
+    pub(super) keep: Option<usize>,
 }
 
 /// The sampling parameters that the model's generation_config.json recommends.
@@ -92,7 +95,7 @@ impl Common {
             max_tokens: None,
             min_tokens: body.whole("min_tokens")?,
             strings: stop(body)?,
-            ids: ids("stop_token_ids", body.list("stop_token_ids")?.unwrap_or_default())?,
+            ids: stop_ids(body)?,
             ignore_eos: body.flag("ignore_eos")?.unwrap_or(false),
         };
         let stream = body.flag("stream")?.unwrap_or(false);
@@ -112,7 +115,8 @@ impl Common {
             ..Default::default()
         };
         let special_text = !body.flag("skip_special_tokens")?.unwrap_or(true);
-        Ok(Common { message, streaming: Streaming { stream, usage }, special_text, n })
+        let keep = kept(body, model)?;
+        Ok(Common { message, streaming: Streaming { stream, usage }, special_text, n, keep })
     }
 
     pub(super) fn stopping(&mut self) -> &mut proto::Stopping {
@@ -122,6 +126,8 @@ impl Common {
 
 fn logit_bias(body: &mut Fields) -> Result<std::collections::HashMap<u32, f32>, Refusal> {
     let Some(object) = body.object("logit_bias")? else { return Ok(Default::default()) };
+    let object = object.into_map();
+    bounds::logit_biases(object.len())?;
     let entry = |(id, bias): (String, Value)| {
         let key = id
             .parse::<u32>()
@@ -130,19 +136,44 @@ fn logit_bias(body: &mut Fields) -> Result<std::collections::HashMap<u32, f32>, 
         let value = in_range.ok_or_else(|| refuse(format!("logit_bias.{key}"), &bias, "a number from -100 to 100"))?;
         Ok((key, value))
     };
-    object.into_map().into_iter().map(entry).collect()
+    object.into_iter().map(entry).collect()
 }
 
 /// `stop`: a text, or a list of texts. An empty list and an empty text stop nowhere.
 fn stop(body: &mut Fields) -> Result<Vec<String>, Refusal> {
-    match body.any("stop") {
-        None => Ok(Vec::new()),
-        Some(Value::String(text)) if text.is_empty() => Ok(Vec::new()),
-        Some(Value::String(text)) => Ok(vec![text]),
+    let strings = match body.any("stop") {
+        None => Vec::new(),
+        Some(Value::String(text)) if text.is_empty() => Vec::new(),
+        Some(Value::String(text)) => vec![text],
         Some(Value::Array(list)) => {
-            list.into_iter().enumerate().map(|(index, text)| fields::text(&format!("stop[{index}]"), text)).collect()
+            let text = |(index, text)| fields::text(&format!("stop[{index}]"), text);
+            list.into_iter().enumerate().map(text).collect::<Result<_, _>>()?
         }
-        Some(other) => Err(refuse("stop", &other, "a text or a list of texts")),
+        Some(other) => return Err(refuse("stop", &other, "a text or a list of texts")),
+    };
+    bounds::stop_strings(&strings)?;
+    Ok(strings)
+}
+
+fn stop_ids(body: &mut Fields) -> Result<Vec<u32>, Refusal> {
+    let list = body.list("stop_token_ids")?.unwrap_or_default();
+    bounds::stop_ids(list.len())?;
+    ids("stop_token_ids", list)
+}
+
+/// `truncate_prompt_tokens`: how many of a prompt's last tokens are kept.
+fn kept(body: &mut Fields, model: &ServedModel) -> Result<Option<usize>, Refusal> {
+    match body.signed("truncate_prompt_tokens")? {
+        None => Ok(None),
+        // What the context has room for; one place is left for an output.
+        Some(-1) => {
+            let context = model.replicas.iter().map(|replica| replica.bounds().context).min().unwrap_or(0);
+            Ok(Some(context.saturating_sub(1) as usize))
+        }
+        Some(most) => match usize::try_from(most) {
+            Ok(most @ 1..) => Ok(Some(most)),
+            _ => Err(refuse("truncate_prompt_tokens", &most.into(), "at least 1, or -1")),
+        },
     }
 }
 
@@ -246,6 +277,7 @@ pub(super) fn constraint(body: &mut Fields, format: Option<Kind>) -> Result<Opti
             "one constraint, response_format included",
         ));
     }
+    kinds.iter().try_for_each(constraint_size)?;
     Ok(kinds.pop())
 }
 
@@ -263,7 +295,8 @@ pub(super) fn with_tools(
     let form = model.text.as_ref().and_then(|text| text.chat_style(true).1.tools);
     let Some(form) = form else { return Ok(None) };
     let content = kind.filter(|_| tools.choice == Choice::Auto).map(content_format).transpose()?;
-    let tag = tools.format(form, content).map(|format| json!({"type": "structural_tag", "format": format}).to_string());
+    let format = tools.format(form, content).map_err(|source| Refusal::Grammar { field: "tools", source })?;
+    let tag = format.map(|format| json!({"type": "structural_tag", "format": format}).to_string());
     Ok(tag.map(Kind::StructuralTag).map(constrain))
 }
 

@@ -9,6 +9,7 @@ use super::output::Piece;
 use super::request::{self, Common};
 use super::tools::{self, Tools};
 use crate::host::ServedModel;
+use crate::service::bounds;
 use crate::service::proto;
 use crate::service::refusal::Refusal;
 use proto::ChatMessage;
@@ -27,6 +28,50 @@ pub(super) struct Asked {
 /// What needs stored state, or a server that runs tools.
 const NOT_SERVED: [&str; 6] =
     ["previous_response_id", "conversation", "background", "prompt", "max_tool_calls", "top_logprobs"];
+
+/// The most entries of `metadata`, and the most bytes of a key and of a value, as OpenAI has them.
+const METADATA: (usize, usize, usize) = (16, 64, 512);
+
+/// Reads `metadata`: texts by name.
+fn metadata(body: &mut Fields) -> Result<Value, Refusal> {
+    let (most, most_key, most_value) = METADATA;
+    let Some(metadata) = body.object("metadata")? else { return Ok(json!({})) };
+    let metadata = metadata.into_map();
+    let wrong = |value: String, rule: String| Err(Refusal::Json { field: "metadata".to_owned(), value, rule });
+    if metadata.len() > most {
+        return wrong(format!("{} entries", metadata.len()), format!("at most {most} entries"));
+    }
+    for (key, value) in &metadata {
+        if key.len() > most_key {
+            let rule = format!("an object with keys of at most {most_key} bytes");
+            return wrong(format!("an object with a key of {} bytes", key.len()), rule);
+        }
+        if value.as_str().is_none_or(|value| value.len() > most_value) {
+            return Err(refuse(format!("metadata.{key}"), value, format!("a text of at most {most_value} bytes")));
+        }
+    }
+    Ok(Value::Object(metadata))
+}
+
+/// Reads a short text that the response repeats.
+fn short_text(fields: &mut Fields, key: &str, name: &'static str) -> Result<Value, Refusal> {
+    let text = fields.text(key)?;
+    bounds::name(name, text.as_deref().unwrap_or_default())?;
+    Ok(text.into())
+}
+
+/// The members of `text.format` that are read, as the response repeats them.
+fn format_again(format: Option<&mut Fields>) -> Result<Value, Refusal> {
+    let Some(format) = format else { return Ok(json!({"type": "text"})) };
+    // Type and schema are checked when the constraint is read.
+    let kind = format.peek("type").cloned().unwrap_or_default();
+    if kind != "json_schema" {
+        return Ok(json!({"type": kind}));
+    }
+    let schema = format.peek("schema").cloned().unwrap_or_default();
+    let name = short_text(format, "name", "text.format.name")?;
+    Ok(json!({"type": kind, "name": name, "schema": schema, "strict": format.flag("strict")?}))
+}
 
 /// The messages of `input`, behind the instructions.
 fn messages(body: &mut Fields, instructions: Option<&str>) -> Result<Vec<ChatMessage>, Refusal> {
@@ -109,25 +154,26 @@ pub(super) fn read(mut body: Fields, model: &ServedModel) -> Result<Asked, Refus
     }
     // What the response says again.
     let mut again = Map::new();
-    let mut echo = |body: &mut Fields, key: &str, absent: Value| {
+    let mut echo = |body: &Fields, key: &str, absent: Value| {
         let value = body.peek(key).cloned().unwrap_or(absent);
         again.insert(key.to_owned(), value);
     };
     for (key, absent) in [
         ("instructions", Value::Null),
         ("max_output_tokens", Value::Null),
-        ("metadata", json!({})),
         ("parallel_tool_calls", true.into()),
-        ("reasoning", json!({"effort": null, "summary": null})),
         ("temperature", Value::Null),
-        ("text", json!({"format": {"type": "text"}})),
         ("tool_choice", "auto".into()),
         ("tools", json!([])),
         ("top_p", Value::Null),
         ("truncation", "disabled".into()),
-        ("user", Value::Null),
     ] {
-        echo(&mut body, key, absent);
+        echo(&body, key, absent);
+    }
+    again.insert("metadata".to_owned(), metadata(&mut body)?);
+    again.insert("user".to_owned(), short_text(&mut body, "user", "user")?);
+    if let Some(truncation) = body.text("truncation")?.filter(|truncation| truncation != "disabled") {
+        return Err(refuse("truncation", &truncation.into(), "\"disabled\": no input is left out"));
     }
     let mut common = Common::read(&mut body, model, "resp")?;
     if common.n != 1 {
@@ -135,18 +181,23 @@ pub(super) fn read(mut body: Fields, model: &ServedModel) -> Result<Asked, Refus
     }
     common.stopping().max_tokens = body.whole("max_output_tokens")?;
     let tools = Tools::read(&mut body, true)?;
-    let format = match body.object("text")? {
+    let mut format = match body.object("text")? {
         Some(mut text) => text.object("format")?,
         None => None,
     };
+    again.insert("text".to_owned(), json!({"format": format_again(format.as_mut())?}));
     let format = request::response_format(format, true)?;
     let kind = request::constraint(&mut body, format)?;
     common.message.constraint = request::with_tools(&tools, kind, model)?;
-    if let Some(mut reasoning) = body.object("reasoning")?
-        && let Some(effort) = reasoning.text("effort")?
-    {
-        body.put("reasoning_effort", effort.into());
+    let (mut effort, mut summary) = (Value::Null, Value::Null);
+    if let Some(mut reasoning) = body.object("reasoning")? {
+        effort = short_text(&mut reasoning, "effort", "reasoning.effort")?;
+        summary = short_text(&mut reasoning, "summary", "reasoning.summary")?;
     }
+    if !effort.is_null() {
+        body.put("reasoning_effort", effort.clone());
+    }
+    again.insert("reasoning".to_owned(), json!({"effort": effort, "summary": summary}));
     let instructions = body.text("instructions")?;
     common.message.prompt = Some(Prompt::Chat(proto::Chat {
         messages: messages(&mut body, instructions.as_deref())?,

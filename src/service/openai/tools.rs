@@ -3,9 +3,12 @@
 //! Not here: reading calls from an output (`output`).
 
 use super::fields::{self, Fields, refuse};
+use crate::model::grammar::{GrammarError, MOST_BYTES};
 use crate::model::text::chat::CallForm;
+use crate::service::bounds;
 use crate::service::refusal::Refusal;
 use serde_json::{Map, Value, json};
+use std::collections::HashSet;
 use std::sync::Arc;
 
 /// The marks around a call, in the forms that have them.
@@ -95,7 +98,9 @@ impl Tools {
         let parallel = body.flag("parallel_tool_calls")?.unwrap_or(true);
         let (mut tools, mut shown) = (Vec::new(), Vec::new());
         let path = body.at("tools");
-        for (index, tool) in body.list("tools")?.unwrap_or_default().into_iter().enumerate() {
+        let list = body.list("tools")?.unwrap_or_default();
+        bounds::tools(list.len())?;
+        for (index, tool) in list.into_iter().enumerate() {
             let mut tool = Fields::of(format!("{path}[{index}]"), tool)?;
             let kind = tool.need_text("type")?;
             if kind != "function" {
@@ -154,27 +159,38 @@ impl Tools {
 
     /// The format of a structural tag that the output must have, and `None` if it is free. `content` is the format of
     /// an answer without calls, if that is constrained.
-    pub(super) fn format(&self, form: CallForm, content: Option<Value>) -> Option<Value> {
-        let tags: Vec<Value> = self.callable.iter().map(|tool| tag(form, tool)).collect();
-        let separator = if form == CallForm::Json { "; " } else { "\n" };
-        let calls = || {
-            json!({
-                "type": "tags_with_separator", "tags": tags, "separator": separator, "at_least_one": true,
-                "stop_after_first": !self.parallel || form == CallForm::Json,
-            })
+    ///
+    /// # Errors [`GrammarError::TooLong`] if the definitions of the schemas alone, with a copy for each parameter that
+    /// refers to them, are longer than a constraint may be.
+    pub(super) fn format(&self, form: CallForm, content: Option<Value>) -> Result<Option<Value>, GrammarError> {
+        let tags = || -> Result<Vec<Value>, GrammarError> {
+            if form == CallForm::TaggedParameters {
+                let bytes = self.callable.iter().map(copied_definitions).fold(0, usize::saturating_add);
+                if bytes > MOST_BYTES {
+                    return Err(GrammarError::TooLong { bytes });
+                }
+            }
+            Ok(self.callable.iter().map(|tool| tag(form, tool)).collect())
         };
-        match (self.choice, content) {
+        let separator = if form == CallForm::Json { "; " } else { "\n" };
+        let calls = || -> Result<Value, GrammarError> {
+            Ok(json!({
+                "type": "tags_with_separator", "tags": tags()?, "separator": separator, "at_least_one": true,
+                "stop_after_first": !self.parallel || form == CallForm::Json,
+            }))
+        };
+        Ok(match (self.choice, content) {
             (Choice::None, content) => content,
-            (Choice::Required, _) => Some(calls()),
-            (Choice::Auto, Some(content)) => Some(json!({"type": "or", "elements": [calls(), content]})),
+            (Choice::Required, _) => Some(calls()?),
+            (Choice::Auto, Some(content)) => Some(json!({"type": "or", "elements": [calls()?, content]})),
             (Choice::Auto, None) if form != CallForm::Json && self.callable.iter().any(|tool| tool.strict) => {
                 let (trigger, parallel) = (CALL[0], self.parallel);
                 Some(json!({
-                    "type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": !parallel,
+                    "type": "triggered_tags", "triggers": [trigger], "tags": tags()?, "stop_after_first": !parallel,
                 }))
             }
             (Choice::Auto, None) => None,
-        }
+        })
     }
 }
 
@@ -209,14 +225,16 @@ fn tag(form: CallForm, tool: &Tool) -> Value {
         CallForm::TaggedParameters => {
             let begin = format!("{open}\n<function={}>\n", tool.name);
             let end = format!("</function>\n{close}");
-            let required = |name: &str| {
-                let required = tool.parameters.get("required").and_then(Value::as_array);
-                required.is_some_and(|names| names.iter().any(|other| other == name))
-            };
+            let required = tool.parameters.get("required").and_then(Value::as_array);
+            let required: HashSet<&str> = required.into_iter().flatten().filter_map(Value::as_str).collect();
             let properties = tool.parameters.get("properties").and_then(Value::as_object);
             let parameter = |(name, schema): (&String, &Value)| {
                 let parameter = parameter(name, schema, tool.is_json(name), &tool.parameters);
-                if required(name) { parameter } else { json!({"type": "optional", "content": parameter}) }
+                if required.contains(name.as_str()) {
+                    parameter
+                } else {
+                    json!({"type": "optional", "content": parameter})
+                }
             };
             let elements: Vec<Value> = properties.into_iter().flatten().map(parameter).collect();
             let content = match elements.is_empty() {
@@ -226,6 +244,30 @@ fn tag(form: CallForm, tool: &Tool) -> Value {
             json!({"type": "tag", "begin": begin, "content": content, "end": end})
         }
     }
+}
+
+/// The keywords of a schema that hold definitions for references.
+const DEFINITIONS: [&str; 2] = ["$defs", "definitions"];
+
+/// Whether a schema refers to another one.
+fn refers(schema: &Value) -> bool {
+    match schema {
+        Value::Object(map) => map.contains_key("$ref") || map.values().any(refers),
+        Value::Array(list) => list.iter().any(refers),
+        _ => false,
+    }
+}
+
+/// The bytes of the definitions of a tool's schema, for all of its parameters that get a copy of them.
+fn copied_definitions(tool: &Tool) -> usize {
+    let properties = tool.parameters.get("properties").and_then(Value::as_object);
+    let copies = properties.into_iter().flatten().filter(|(name, schema)| tool.is_json(name) && refers(schema)).count();
+    if copies == 0 {
+        return 0;
+    }
+    let definitions = DEFINITIONS.iter().filter_map(|key| tool.parameters.get(*key));
+    let bytes: usize = definitions.map(|definitions| definitions.to_string().len()).sum();
+    bytes.saturating_mul(copies)
 }
 
 /// A parameter of a tagged call.
@@ -241,9 +283,10 @@ fn parameter(name: &str, schema: &Value, is_json: bool, whole: &Value) -> Value 
         None if is_json => {
             let mut schema = schema.clone();
             // References begin at the whole schema.
-            for definitions in ["$defs", "definitions"] {
-                if let (Some(found), Value::Object(schema)) = (whole.get(definitions), &mut schema) {
-                    schema.entry(definitions).or_insert(found.clone());
+            let definitions: &[&str] = if refers(&schema) { &DEFINITIONS } else { &[] };
+            for definitions in definitions {
+                if let (Some(found), Value::Object(schema)) = (whole.get(*definitions), &mut schema) {
+                    schema.entry(*definitions).or_insert_with(|| found.clone());
                 }
             }
             json!({"type": "json_schema", "json_schema": schema})

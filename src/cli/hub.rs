@@ -403,12 +403,12 @@ impl Hub<'_> {
         let length = |path: PathBuf| path.metadata().map_or(0, |metadata| metadata.len());
         let here =
             |file: &Wanted| length(blobs.join(&file.etag)).max(length(blobs.join(&file.etag).with_extension("part")));
-        let needed = wanted.iter().map(|file| file.bytes.saturating_sub(here(file))).sum();
+        let needed = wanted.iter().map(|file| file.bytes.saturating_sub(here(file))).fold(0, u64::saturating_add);
         let free = rustix::fs::statvfs(&blobs).map_or(u64::MAX, |stat| stat.f_bavail * stat.f_frsize);
         if needed > free {
             return Err(HubError::Disk { model: self.reference.to_string(), cache: cache.clone(), needed, free });
         }
-        let total: u64 = wanted.iter().map(|file| file.bytes).sum();
+        let total = wanted.iter().map(|file| file.bytes).fold(0, u64::saturating_add);
         let mut before = 0;
         for file in &wanted {
             self.fetch_one(client, &snapshot, &blobs, file, &mut Meter::new(show, before, total))?;

@@ -208,7 +208,8 @@ fn told(error: &anyhow::Error) -> String {
         }
         above = cause;
     }
-    text
+    // Errors quote files and servers.
+    chat::visible(&text).into_owned()
 }
 
 /// Whether the user can correct the error: arguments, files, configuration, a missing device.

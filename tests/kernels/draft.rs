@@ -213,18 +213,18 @@ impl Layer {
     }
 
     /// Adds a step that processes `rows` from `position` on: a plain step for one row, otherwise a verification step.
-    /// `settled` is the number of tokens already in the state, if tokens may be pending.
+    /// `settled` is the number of tokens already in the state; those from there to `position` are pending.
     fn step(
         &self,
         cases: &mut Cases,
         name: &str,
         cell: &Cell,
-        (position, settled): (u32, Option<u32>),
+        (position, settled): (u32, u32),
         rows: &[Vec<f32>],
     ) -> Range {
         let (width, each) = (self.heads.output(), rows.len() as u32);
         let mut words = vec![POISON; SLOT_WORDS as usize];
-        words[SLOT_SETTLED as usize] = settled.unwrap_or(POISON);
+        words[SLOT_SETTLED as usize] = settled;
         let table: Vec<u32> = (0..each).flat_map(|t| [1, position + t, 0, 1]).collect();
         let [conv, a_log, dt_bias, norm] = self.vectors;
         let args = DeltaStepArgs {
@@ -237,7 +237,7 @@ impl Layer {
             state: cell.state,
             window: cell.window,
             slots: cases.words(&format!("{name}.slots"), &words),
-            pending: if settled.is_some() { cell.pending } else { cell.pending.none() },
+            pending: cell.pending,
             y: cases.output(&format!("{name}.y"), (each * width) as usize, Expect::Floats(SUMS)),
             fault: cases.words(&format!("{name}.fault"), &[0]),
             stride: self.stride,
@@ -247,7 +247,7 @@ impl Layer {
             y_tag: 0,
         };
         let label = name.to_owned();
-        let entries = if settled.is_some() { MOST_PENDING } else { 0 };
+        let entries = MOST_PENDING;
         cases.recording.call(match each {
             1 => delta_step(label, self.heads, (1, entries), false, Flow::NONE, args),
             _ => delta_verify(label, self.heads, (1, each, entries), false, Flow::NONE, args),
@@ -273,8 +273,8 @@ fn rejected_tokens_leave_nothing_and_accepted_ones_what_steps_would() {
         let mut outputs: Vec<(Range, u32)> = Vec::new();
         for p in 0..2 {
             let row = std::slice::from_ref(&layer.rows[p as usize]);
-            outputs.push((layer.step(&mut cases, &format!("first.{p}"), &drafting, (p, None), row), 0));
-            [position, settled] = [p + 1, p + 1];
+            outputs.push((layer.step(&mut cases, &format!("first.{p}"), &drafting, (p, settled), row), 0));
+            [position, settled] = [p + 1, p];
         }
         let turns: [(u32, u32); 6] = [(2, 1), (4, 4), (3, 2), (1, 1), (4, 3), (2, 2)];
         for (turn, (each, accepted)) in turns.into_iter().enumerate() {
@@ -285,7 +285,7 @@ fn rejected_tokens_leave_nothing_and_accepted_ones_what_steps_would() {
                     false => random.floats(layer.stride as usize),
                 })
                 .collect();
-            let at = (position, Some(settled));
+            let at = (position, settled);
             // Steps with a fault, which process arbitrary rows, run first. The correct step must give the same result
             // as if it had run alone.
             for again in 0..turn % 3 {
@@ -300,14 +300,16 @@ fn rejected_tokens_leave_nothing_and_accepted_ones_what_steps_would() {
         assert!(position - settled <= MOST_PENDING && position + 1 < layer.rows.len() as u32);
         // A step without drafts adds the pending tokens to the state.
         let row = |p: u32| std::slice::from_ref(&layer.rows[p as usize]);
-        outputs.push((layer.step(&mut cases, "last", &drafting, (position, Some(settled)), row(position)), 0));
+        outputs.push((layer.step(&mut cases, "last", &drafting, (position, settled), row(position)), 0));
         // The next step adds the last token to the state.
-        layer.step(&mut cases, "behind", &drafting, (position + 1, Some(position)), row(position + 1));
+        layer.step(&mut cases, "behind", &drafting, (position + 1, position), row(position + 1));
         for p in 0..=position {
-            let y = layer.step(&mut cases, &format!("plain.{p}"), &plain, (p, None), row(p));
+            let at = (p, p.saturating_sub(1));
+            let y = layer.step(&mut cases, &format!("plain.{p}"), &plain, at, row(p));
             let (drafted, row) = outputs[p as usize];
             compared.push((drafted.part(u64::from(row * heads.output()) * 4, u64::from(heads.output()) * 4), y, p));
         }
+        layer.step(&mut cases, "plain.behind", &plain, (position + 1, position), row(position + 1));
         compared.push((drafting.state, plain.state, index as u32));
     }
     let vulkan = Vulkan::new();

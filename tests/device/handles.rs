@@ -215,10 +215,12 @@ fn a_cpu_driver_is_never_chosen_by_itself_and_two_are_ambiguous() {
     assert!(matches!(select(&adapters, None), Err(DeviceError::MustChoose { count: 0, .. })));
     assert!(matches!(select(&adapters, Some(&Selector::Cpu)), Err(DeviceError::Ambiguous { count: 2, .. })));
     for adapter in &adapters {
-        for text in [adapter.uuid.to_uppercase(), adapter.index.to_string(), adapter.name.clone()] {
+        for text in [adapter.uuid.to_uppercase(), adapter.name.clone()] {
             let selector: Selector = text.parse().expect("a selector");
             assert_eq!(select(&adapters, Some(&selector)).expect("chosen").uuid, adapter.uuid, "by {text}");
         }
+        let by_index = select(&adapters, Some(&Selector::Index(adapter.index)));
+        assert!(matches!(by_index, Err(DeviceError::CpuByIndex { .. })), "{by_index:?}");
     }
 }
 

@@ -28,7 +28,8 @@ fn models_and_replicas_run_on_the_devices_that_they_name() {
     let vulkan = Vulkan::new();
     let devices = Driver::BOTH.map(|driver| vulkan.adapter(driver));
     let fixture = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/qwen3-gqa7");
-    // One model is on both devices, selected by UUID and by name; another is on the second, selected by index.
+    // One model is on both devices, selected by UUID and by name; another is on the second, selected by its UUID
+    // in upper case.
     let host = Arc::new(start(
         &vulkan,
         &format!(
@@ -42,7 +43,9 @@ fn models_and_replicas_run_on_the_devices_that_they_name() {
             path = "{fixture}"
             replicas = [{{ device = "{}" }}]
             "#,
-            devices[0].uuid, devices[1].name, devices[1].index
+            devices[0].uuid,
+            devices[1].name,
+            devices[1].uuid.to_uppercase()
         ),
     ));
     let runtime = tokio::runtime::Runtime::new().unwrap();

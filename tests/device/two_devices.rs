@@ -78,8 +78,8 @@ fn two_models_run_on_two_devices_at_once() {
 fn replicas_on_two_devices_are_found_by_uuid_name_index_and_replica_name() {
     let vulkan = Vulkan::new();
     let adapters = Driver::BOTH.map(|driver| vulkan.adapter(driver));
-    // The configuration selects one device by UUID and one by index.
-    let places = vec![on(&adapters[0].uuid), on(&adapters[1].index.to_string())];
+    // The configuration selects one device by UUID and one by name; an index does not select a CPU driver.
+    let places = vec![on(&adapters[0].uuid), on(&adapters[1].name)];
     let host = serve(&vulkan, vec![Model { replicas: places, ..Model::new("m", fixture("qwen3-f16"), None) }]);
     for (place, adapter) in adapters.iter().enumerate() {
         let selectors = [

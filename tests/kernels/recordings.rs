@@ -1074,7 +1074,8 @@ fn recordings_name_only_what_they_declare_and_print_the_same_every_time() {
                     let Op::Call(call) = op else { continue };
                     let shader = ostinato::kernels::shaders::find(call.kernel);
                     assert_eq!(call.args.len(), shader.fields.len(), "{}", call.kernel);
-                    assert_eq!(call.constants.len(), shader.constants.len(), "{}", call.kernel);
+                    // Other variants of the shader may have further constants, whose values this one ignores.
+                    assert!(call.constants.len() >= shader.constants.len(), "{}", call.kernel);
                     for (arg, field) in call.args.iter().zip(shader.fields) {
                         let buffer = matches!(arg, Arg::Buffer(..) | Arg::Carried(..));
                         assert_eq!(buffer, field.bytes == 8, "{}.{}", call.kernel, field.name);

@@ -98,22 +98,26 @@ fn memory_outlives_the_work_on_a_device_that_was_declared_lost() {
         let compute = Compute::spawn(Arc::clone(&device), GpuTime::Off).unwrap();
         let region = filling(&device, &arena, 64 << 20, 16);
         let reports = Reports::new();
-        // Measures how long one run takes.
-        let begun = Instant::now();
-        compute.submit(reports.submission(0, vec![Arc::clone(&region)]));
-        reports.reports.recv_timeout(LONG).unwrap().result.unwrap();
-        let took = begun.elapsed();
+        // Measures how long one run takes, after one that touches the memory for the first time.
+        let mut took = Duration::ZERO;
+        for id in 0..4 {
+            let begun = Instant::now();
+            compute.submit(reports.submission(id, vec![Arc::clone(&region)]));
+            reports.reports.recv_timeout(LONG).unwrap().result.unwrap();
+            took = begun.elapsed();
+        }
 
-        compute.submit(reports.submission(1, vec![Arc::clone(&region); 4]));
-        while device.queue(ostinato::device::Role::Compute).last().value < 2 {
+        compute.submit(reports.submission(4, vec![Arc::clone(&region); 4]));
+        while device.queue(ostinato::device::Role::Compute).last().value < 5 {
             std::thread::sleep(Duration::from_micros(100));
         }
+        let begun = Instant::now();
         device.declare_lost("a test");
+        // The report may come at once or when the work has ended.
         let report = reports.reports.recv_timeout(LONG).unwrap();
         assert!(report.result.is_err_and(|error| error.is_lost()));
-        // The region is the last owner of the memory, which the device is still using.
+        // The region is the last owner of the memory, which the device may still be using.
         assert!(arena.usage().buffers_bytes >= 64 << 20);
-        let begun = Instant::now();
         drop(region);
         while arena.usage().buffers_bytes > 0 {
             assert!(begun.elapsed() < LONG, "the watcher keeps what it no longer watches");
@@ -123,7 +127,7 @@ fn memory_outlives_the_work_on_a_device_that_was_declared_lost() {
         eprintln!("{driver:?}: one run took {took:?}; memory was given back {waited:?} after a loss within four");
         vulkan.assert_clean();
         assert!(
-            waited > took / 10,
+            waited > took,
             "it was given back {waited:?} after the loss, and four times {took:?} of work were left"
         );
     }

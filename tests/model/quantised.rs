@@ -199,7 +199,11 @@ fn check_fixture(name: &str, limit: f64) {
     assert_eq!(found, expected.greedy, "{name}");
     assert!(apart <= limit, "{name}: {apart:e}");
     drop(host);
-    // Fragments without matrix units: products in f16 and bfloat16. Experts and 16-bit floats have row-major kernels.
+    // Fragments without matrix units: products in f16 and bfloat16. CPU drivers take a minute to compile them, and
+    // `kernels::codes` tests them for every format, so one model stands for all.
+    if name != "quantised/awq" {
+        return;
+    }
     let (_, logits) = draw(&start(&vulkan, &path, None, &["fragments=1"]), &expected.prompt, 1);
     let apart = divergence(&logits, &wanted[..1]);
     println!("{name} in fragments: divergence {apart:.1e}");

@@ -192,10 +192,17 @@ impl Operands {
         self.buffer("x", words)
     }
 
-    /// Values near 1, for norms and biases.
-    fn vector(&mut self, name: &str, values: u32) -> Range {
+    /// The weights of a norm over `values` columns, if there is one: values near 1.
+    fn norm(&mut self, used: bool, values: u32) -> Range {
+        let values = if used { values } else { 1 };
         let words = (0..values).map(|_| (1.0 + 0.1 * self.random()).to_bits()).collect();
-        self.buffer(name, words)
+        self.buffer("norm", words)
+    }
+
+    /// A bias that is small beside the products, so that it does not hide their errors.
+    fn bias(&mut self, rows: u32) -> Range {
+        let words = (0..rows).map(|_| (1e-3 * self.random()).to_bits()).collect();
+        self.buffer("bias", words)
     }
 
     fn skinny(&mut self, call: &Call, codes: Codes) -> Built {
@@ -204,14 +211,14 @@ impl Operands {
         let n = FRAGMENT_ROWS * c.tiles * 2;
         let tag = |bit: u32, tag: u32| (c.tagged & bit != 0).then_some(tag);
         let x = self.rows(VALUES, [c.rows, a.k, a.x_stride], tag(1, a.x_tag));
-        let width = a.y_stride.min(n.next_multiple_of(FRAGMENT_COLS));
+        let width = n;
         let old = tag(2, a.old_tag).map_or(0, |tag| tagged(0.0, tag));
         let y = self.buffer("y", vec![old; (c.rows * width) as usize]);
         let args = SkinnyCodesArgs {
             weight: self.weight("weight", codes, Layout::Fragments, n, a.k),
             x,
-            norm: self.vector("norm", if c.norm == 1 { a.x_stride } else { 1 }),
-            bias: self.vector("bias", n),
+            norm: self.norm(c.norm == 1, a.x_stride),
+            bias: self.bias(n),
             y,
             fault: self.zeros("fault", 1),
             n,
@@ -242,8 +249,8 @@ impl Operands {
         let args = GemvArgs {
             weight: self.weight("weight", codes, ROW_MAJOR, n, a.k),
             x: self.rows(VALUES, [rows, a.k, a.x_stride], None),
-            norm: self.vector("norm", if c.norm == 1 { a.x_stride } else { 1 }),
-            bias: self.vector("bias", n),
+            norm: self.norm(c.norm == 1, a.x_stride),
+            bias: self.bias(n),
             y,
             n,
             y_stride: n,
@@ -260,8 +267,8 @@ impl Operands {
         let args = MatmulArgs {
             weight: self.weight("weight", codes, ROW_MAJOR, n, a.k),
             x: self.rows(VALUES, [rows, a.k, a.x_stride], None),
-            norm: self.vector("norm", if c.norm == 1 { a.x_stride } else { 1 }),
-            bias: self.vector("bias", n),
+            norm: self.norm(c.norm == 1, a.x_stride),
+            bias: self.bias(n),
             y,
             count: self.buffer("count", vec![0, 0, rows, 0]),
             n,
@@ -329,7 +336,7 @@ impl Operands {
             weight,
             shared_weight,
             x: self.rows(values, [rows, x_cols, a.x_stride], None),
-            norm: self.vector("norm", if c.stage == 0 { a.x_stride } else { 1 }),
+            norm: self.norm(c.stage == 0, a.x_stride),
             choices: self.buffer("choices", chosen),
             count: self.buffer("count", vec![0, 0, rows, 0]),
             y,
@@ -357,6 +364,7 @@ mod tests {
         let mut r = Recording::new("calls");
         let (rows, cols) = (512, 768);
         let weight = Matrix { range: r.buffer("weight", 1 << 20), format, rows, cols };
+        let biased = r.buffer("bias", 4 * u64::from(rows));
         let product = |epilogue, norm| Product {
             label: "product".to_owned(),
             weight,
@@ -378,6 +386,13 @@ mod tests {
             skinny(&product(Epilogue::Store, norm), 1, Flow::NONE),
             skinny(&product(Epilogue::SwiGlu, norm), 4, flow),
             skinny(&product(Epilogue::Residual, None), 16, flow),
+            skinny(&Product { bias: Some(biased), ..product(Epilogue::Store, None) }, 4, Flow::NONE),
+            skinny(
+                &Product { y: Activations { range: biased, stride: 16 }, ..product(Epilogue::Store, None) },
+                2,
+                flow,
+            ),
+            Product { bias: Some(biased), ..product(Epilogue::Store, None) }.gemv(1, 64, 2),
             expand_codes("expand".to_owned(), &weight, (0, rows), Matrices::Emulated, weight.range),
         ]
     }

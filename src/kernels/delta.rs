@@ -39,6 +39,12 @@ pub struct DeltaHeads {
 }
 
 impl DeltaHeads {
+    /// The heads that a kernel's constants describe: the numbers of key and value heads, their dimensions, and
+    /// whether they are tiled.
+    fn of([key, value, key_dim, value_dim, tiled]: [u32; 5]) -> DeltaHeads {
+        DeltaHeads { key, value, tiled: tiled == 1, key_dim, value_dim }
+    }
+
     /// The number of channels of the convolution: q, k and v.
     pub fn channels(self) -> u32 {
         2 * self.key * self.key_dim + self.value * self.value_dim
@@ -446,13 +452,7 @@ fn put(memory: &mut HostMemory, y: Range, packed: u32, (row, column, y_stride): 
 pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
     let a = DeltaStepArgs::from_args(&call.args);
     let c = DeltaStepConstants::from_values(&call.constants);
-    let heads = DeltaHeads {
-        key: c.key_heads,
-        value: c.value_heads,
-        key_dim: c.key_dim,
-        value_dim: c.value_dim,
-        tiled: c.tiled == 1,
-    };
+    let heads = DeltaHeads::of([c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.tiled]);
     let DeltaHeads { value, key_dim, value_dim, .. } = heads;
     let channels = heads.channels();
     for first_row in (0..call.groups[1]).map(|sequence| sequence * c.tokens) {
@@ -585,13 +585,7 @@ fn prompts_of(memory: &HostMemory, chunk: Range, cells: Range) -> Vec<Prompt> {
 pub(super) fn reference_delta_blocks(call: &Call, memory: &mut HostMemory) {
     let a = DeltaBlocksArgs::from_args(&call.args);
     let c = DeltaBlocksConstants::from_values(&call.constants);
-    let heads = DeltaHeads {
-        key: c.key_heads,
-        value: c.value_heads,
-        key_dim: c.key_dim,
-        value_dim: c.value_dim,
-        tiled: c.tiled == 1,
-    };
+    let heads = DeltaHeads::of([c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.tiled]);
     let channels = heads.channels();
     let n = BLOCK_ROWS as usize;
     for prompt in prompts_of(memory, a.chunk, a.cells) {
@@ -664,13 +658,7 @@ pub(super) fn reference_delta_blocks(call: &Call, memory: &mut HostMemory) {
 pub(super) fn reference_delta_scan(call: &Call, memory: &mut HostMemory) {
     let a = DeltaScanArgs::from_args(&call.args);
     let c = DeltaScanConstants::from_values(&call.constants);
-    let heads = DeltaHeads {
-        key: c.key_heads,
-        value: c.value_heads,
-        key_dim: c.key_dim,
-        value_dim: c.value_dim,
-        tiled: c.tiled == 1,
-    };
+    let heads = DeltaHeads::of([c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.tiled]);
     let DeltaHeads { value, key_dim, value_dim, .. } = heads;
     let (n, cell_floats) = (BLOCK_ROWS, value * key_dim * value_dim);
     for prompt in prompts_of(memory, a.chunk, a.cells) {

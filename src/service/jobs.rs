@@ -16,9 +16,10 @@ const AT_ONCE: (usize, usize) = (4, 16);
 /// The most message bytes of a short job. A job with more bytes, or with a constraint, is a long job; long jobs get at
 /// most half of the turns.
 pub const LONG: usize = 64 << 10;
-/// The most message bytes of all long jobs that run at once, because encoding takes about 100 times the memory of the
-/// text. A job that exceeds the bound by itself runs as the only long job.
-const LONG_BYTES: usize = 8 << 20;
+/// The most message bytes of all long jobs that run at once, because encoding takes 100 to 150 times the memory of the
+/// text. A job that exceeds the bound by itself runs as the only long job. By default a text of the largest size
+/// (`prompt_text_bytes`, 4 MiB) is one of them.
+const LONG_BYTES: usize = 4 << 20;
 /// The most jobs that wait for a turn, over all clients.
 pub const WAITING: usize = 512;
 /// The expected duration of a job for each MiB of its message.

@@ -166,8 +166,8 @@ fn prompts_that_are_reset_hold_up_nobody() {
             scope.spawn(|| reset_prompts(&target, None, 10, Duration::from_millis(700)));
         }
     });
-    // Two texts are encoded at once, 0.4 GiB each; what the allocator still holds of the one before comes on top, which
-    // made up to 1,032 MiB. Without the limit, six texts at once take 2.4 GiB and more.
+    // One such text is encoded at a time, which takes 0.4 to 0.6 GiB; what the allocator still holds of the one before
+    // comes on top. Without the limit, six texts at once take 2.4 GiB and more; with two at once it was 1.3 GiB.
     let seen = arena.leave(Bounds { peak_mib: 1280, ..Bounds::default() });
     eprintln!("{seen:?}");
 }

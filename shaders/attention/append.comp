@@ -5,6 +5,8 @@
 //
 // qkv   [rows][stride] f32: q heads, k heads, v heads
 // k, v  KV cache pages: `kv.glsl`
+// QUERY_SCALES  where in the rotary table the factor of each position's query begins, in floats; 0 for none
+// A layer that reads another layer's cache has q heads only (KV_HEADS 0).
 // One workgroup processes one head of one row. Traffic: one head read, one head written.
 #include "common.glsl"
 #include "kv.glsl"
@@ -15,6 +17,7 @@ layout(constant_id = 2) const uint ROT = 128;
 layout(constant_id = 3) const uint Q_HEADS = 16;
 layout(constant_id = 4) const uint KV_HEADS = 8;
 layout(constant_id = 5) const uint QK_NORM = 0;
+layout(constant_id = 6) const uint QUERY_SCALES = 0;
 
 layout(push_constant) uniform Args {
     FloatsInOut qkv;
@@ -68,7 +71,7 @@ void main() {
             uint at = (info.y * (ROT / 2u) + j) * 2u;
             value = value * rope.v[at] + (low ? -head[j + ROT / 2u] : head[j]) * rope.v[at + 1u];
         }
-        if (h < Q_HEADS) qkv.v[base + i] = value;
+        if (h < Q_HEADS) qkv.v[base + i] = QUERY_SCALES > 0u ? value * rope.v[QUERY_SCALES + info.y] : value;
         else rotated[i] = value;
     }
     if (h < Q_HEADS) return;

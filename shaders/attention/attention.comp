@@ -2,6 +2,7 @@
 #extension GL_GOOGLE_include_directive : require
 // Paged attention without matrix units, for decode and prefill, with split-K over the context:
 //   o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V    over the pages of row r's sequence up to the row's position
+// Variants of the scores, which are all constants: `scores.glsl`.
 //
 // qkv    [rows][stride] f32: q heads, k heads, v heads. GATED 1: then a gate for each value of the output, which is
 //        multiplied by the gate's sigmoid
@@ -31,6 +32,13 @@ layout(constant_id = 6) const uint FUSED = 1;
 layout(constant_id = 7) const uint WORKERS = 128; // the workgroup's size
 layout(constant_id = 8) const uint TAGGED = 0;
 layout(constant_id = 9) const uint GATED = 0;
+layout(constant_id = 10) const uint SCALE = 0;
+layout(constant_id = 11) const uint WINDOW = 0;
+layout(constant_id = 12) const uint SOFT_CAP = 0;
+layout(constant_id = 13) const uint SINKS = 0;
+layout(constant_id = 14) const uint QUERY_SCALES = 0;
+
+#include "scores.glsl"
 
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Partials { coherent float v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Counters { coherent uint v[]; };
@@ -48,6 +56,7 @@ layout(push_constant) uniform Args {
     Counters counters;   // [rows][kv_heads], zero between uses
     TaggedOut1 o;
     Fault fault;
+    FloatsIn sinks;      // [q heads], with SINKS 1
     uint stride;
     uint output_stride;
     uint max_pages;
@@ -114,12 +123,13 @@ void pair_of(uint j, out uint first, out uint second) {
 // invocation reads what another has overwritten.
 void prepare_heads(uint position, float turn_c[ITEMS], float turn_s[ITEMS], float weight_a[ITEMS], float weight_b[ITEMS]) {
     uint t = gl_LocalInvocationID.x;
-    float inverse = inversesqrt(float(D));
+    float inverse = score_scale(D);
     if (FUSED == 0u) {
         for (uint i = t; i < G * D; i += WORKERS) q_s[i / 4u][i % 4u] *= inverse;
         barrier();
         return;
     }
+    if (QUERY_SCALES > 0u) inverse *= rope.v[QUERY_SCALES + position];
     if (QK_NORM == 1u) {
         for (uint g = gl_SubgroupID; g < G + 1u; g += gl_NumSubgroups) {
             float square = 0.0;
@@ -159,10 +169,11 @@ void prepare_heads(uint position, float turn_c[ITEMS], float turn_s[ITEMS], floa
 // Rounds the new key or value as the cache will hold it.
 void rounded(vec4 low, vec4 high, out vec4 a, out vec4 b) { unpack_eight(pack_eight(low, high), a, b); }
 
-// Loads values of AHEAD tokens of this lane from `from` on. Tokens beyond the last cached one are replaced by it.
+// Loads values of AHEAD tokens of this lane from `from` on. Tokens beyond the last cached one, or before the window, are
+// replaced by the nearest token of the window: their own values may be anything.
 #define LOAD_VALUES(from)                                                                           \
     [[unroll]] for (uint n = 0u; n < AHEAD; n++) {                                                   \
-        uint token_ = min((from) + n * LANES, max(cached, 1u) - 1u);                                 \
+        uint token_ = min(max((from) + n * LANES, hidden), max(cached, 1u) - 1u);                    \
         value[n] = LOAD_EIGHT(v, ((page_s[token_ / 16u] * KV_HEADS + kvh) * 16u + token_ % 16u) * EIGHTS + column); \
     }
 
@@ -187,8 +198,10 @@ void main() {
     uint split = gl_WorkGroupID.x;
     uvec4 info = rows.v[row];
     uint position = info.y;
+    uint low = first_visible(position);
+    uint first_block = low / WORKERS;
     uint blocks = position / WORKERS + 1u;
-    uint live = min(blocks, gl_NumWorkGroups.x);
+    uint live = min(blocks - first_block, gl_NumWorkGroups.x);
     uint t = gl_LocalInvocationID.x;
     if (info.w == 0u) {
         if (TAGGED != 0u && split == 0u) {
@@ -203,9 +216,9 @@ void main() {
 
     // The keys of this invocation's token in the first block. Tokens past the end read the last token's.
     Eight key[EIGHTS];
-    uint page = token_page(table, min(split * WORKERS + t, position));
+    uint page = token_page(table, min((first_block + split) * WORKERS + t, position));
     {
-        uint token = min(split * WORKERS + t, position);
+        uint token = min((first_block + split) * WORKERS + t, position);
         uint base = (page * KV_HEADS + kvh) * 2u * D + token % 16u;
         [[unroll]] for (uint j = 0u; j < EIGHTS; j++) key[j] = LOAD_EIGHT(k, base + j * 16u);
     }
@@ -236,16 +249,19 @@ void main() {
     vec4 acc_a[G], acc_b[G];
     [[unroll]] for (uint g = 0u; g < G; g++) acc_a[g] = acc_b[g] = vec4(0.0);
     for (uint g = t; g < G; g += WORKERS) {
-        m_s[g] = LOWEST;
-        l_s[g] = 0.0;
+        // A sink is a score without a value: the first split begins with it.
+        bool sink = SINKS == 1u && split == 0u;
+        m_s[g] = sink ? sinks.v[kvh * G + g] : LOWEST;
+        l_s[g] = sink ? 1.0 : 0.0;
     }
 
-    for (uint block = split; block < blocks; block += gl_NumWorkGroups.x) {
+    for (uint block = first_block + split; block < blocks; block += gl_NumWorkGroups.x) {
         uint first = block * WORKERS;
         uint count = min(WORKERS, position + 1u - first);
         bool has_new = FUSED == 1u && first + count == position + 1u;
         // The new token's value is not in the cache yet: its place there may hold anything.
         uint cached = has_new ? count - 1u : count;
+        uint hidden = max(low, first) - first; // tokens of the block before the window
         if (t % 16u == 0u) page_s[t / 16u] = page;
 
         // Scores: invocation t computes token first + t.
@@ -259,7 +275,7 @@ void main() {
             [[unroll]] for (uint g = 0u; g < G; g++)
                 score[g] += dot(q_s[g * (D / 4u) + j * 2u], a) + dot(q_s[g * (D / 4u) + j * 2u + 1u], b);
         }
-        [[unroll]] for (uint g = 0u; g < G; g++) p_s[g * WORKERS + t] = t < count ? score[g] : LOWEST;
+        [[unroll]] for (uint g = 0u; g < G; g++) p_s[g * WORKERS + t] = t < count && t >= hidden ? soft_cap(score[g]) : LOWEST;
         // The next block's keys are loaded while values are accumulated.
         uint next = block + gl_NumWorkGroups.x;
         if (next < blocks) {
@@ -280,7 +296,7 @@ void main() {
             top = subgroupMax(top);
             float sum = 0.0;
             for (uint i = gl_SubgroupInvocationID; i < WORKERS; i += gl_SubgroupSize) {
-                float p = i < count ? exp(p_s[g * WORKERS + i] - top) : 0.0;
+                float p = i < count && i >= hidden ? exp(p_s[g * WORKERS + i] - top) : 0.0;
                 p_s[g * WORKERS + i] = p;
                 sum += p;
             }

@@ -3,6 +3,7 @@
 #pragma use_vulkan_memory_model
 // Flash attention for prefill, on matrix blocks, optionally with split-K over the context:
 //   o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V    over the pages of row r's prompt up to the position of row r
+// Variants of the scores, which are all constants: `scores.glsl`.
 //
 // qkv    [rows][stride] f32: q heads, normalized and rotated; k and v heads, which are not read. GATED 1: then a gate
 //        for each value of the output, which is multiplied by the gate's sigmoid
@@ -37,8 +38,14 @@ layout(constant_id = 3) const uint KV_HEADS = 8;
 layout(constant_id = 4) const uint LANES = 128; // the workgroup's size, a multiple of 32
 layout(constant_id = 5) const uint SPLITS = 1;  // maximum number of workgroups per tile
 layout(constant_id = 6) const uint GATED = 0;
+layout(constant_id = 7) const uint SCALE = 0;
+layout(constant_id = 8) const uint WINDOW = 0;
+layout(constant_id = 9) const uint SOFT_CAP = 0;
+layout(constant_id = 10) const uint SINKS = 0;
+const uint QUERY_SCALES = 0u; // `append` has applied them
 
 #include "fragments.glsl"
+#include "scores.glsl"
 
 layout(buffer_reference, std430, buffer_reference_align = 8) writeonly restrict buffer Floats2Out { vec2 v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 16) buffer Partials { coherent vec4 v[]; };
@@ -53,6 +60,7 @@ layout(push_constant) uniform Args {
     Floats2Out o;
     Partials partials;   // [kv heads][parts][D / 8 + 1][LANES]: outputs of two pairs, then their m and l
     Counters counters;   // [kv heads][parts], zero between uses
+    FloatsIn sinks;      // [q heads], with SINKS 1
     uint stride;
     uint output_stride;
     uint max_pages;
@@ -75,6 +83,7 @@ const uint STAGED = (WORDS + LANES - 1u) / LANES;      // of those, words per in
 const uint K_STRIDE = 18u;
 const uint V_STRIDE = EIGHTS + 1u;
 const float LOWEST = -3.0e38;
+const float LOG2_E = 1.4426950408889634;
 // The minimum number of blocks per workgroup where several workgroups share a tile.
 const uint LEAST_BLOCKS = 4u;
 
@@ -99,11 +108,12 @@ uint cached(uint table, uint kvh, uint last, uint block, uint w) {
 
 #define LOAD(cache, block) EACH_STAGED(staged[i_] = cache.v[cached(table, kvh, last, block, w_)];)
 #define STORE_KEYS EACH_STAGED(k_s[(w_ / 16u) * K_STRIDE + w_ % 16u] = staged[i_];)
-// Tokens past `last` may hold anything, also NaN or infinity, whose product with a zero weight is not zero. They are
-// replaced by zeros.
+// Tokens past `last` and tokens that no row sees may hold anything, also NaN or infinity, whose product with a zero weight
+// is not zero. They are replaced by zeros.
 #define STORE_VALUES(first)                                                                         \
     EACH_STAGED(                                                                                    \
         bool there_ = (first) + BLOCK <= last + 1u || (first) + w_ / EIGHTS <= last;                \
+        if (WINDOW > 0u) there_ = there_ && (first) + w_ / EIGHTS >= low;                           \
         v_s[(w_ / EIGHTS) * V_STRIDE + w_ % EIGHTS] = there_ ? staged[i_] : uvec4(0u);)
 
 // Loads values of 16 tokens from `token` on and 16 dimensions from `dim` on. The dimensions take the place of the rows
@@ -188,26 +198,28 @@ void main() {
     uint kvh = gl_WorkGroupID.x;
     // A prompt's last tiles have the longest contexts, so they come first.
     uint number = gl_NumWorkGroups.y - 1u - gl_WorkGroupID.y;
-    uint prompts = chunk.v[0].x, low = 0u, high = prompts;
-    while (high - low > 1u) {
-        uint middle = (low + high) / 2u;
-        if (chunk.v[1u + middle].w <= number) low = middle; else high = middle;
+    uint prompts = chunk.v[0].x, index = 0u, end = prompts;
+    while (end - index > 1u) {
+        uint middle = (index + end) / 2u;
+        if (chunk.v[1u + middle].w <= number) index = middle; else end = middle;
     }
-    uvec4 prompt = chunk.v[1u + low]; // slot, position of the first row, first row, first tile
-    uint in_use = (low + 1u < prompts ? chunk.v[2u + low].z : chunk.v[0].z) - prompt.z;
+    uvec4 prompt = chunk.v[1u + index]; // slot, position of the first row, first row, first tile
+    uint in_use = (index + 1u < prompts ? chunk.v[2u + index].z : chunk.v[0].z) - prompt.z;
     uint tile = (number - prompt.w) * ROWS;
     if (tile >= in_use * G || prompt.x == 0xffffffffu) return;
     uint start = prompt.y;
     uint table = prompt.x * max_pages;
     uint last = start + min((tile + ROWS - 1u) / G, in_use - 1u); // position of the tile's last row
     uint open = start + tile / G;                                 // its first row's position; no mask up to this token
-    uint blocks = last / BLOCK + 1u;
+    uint low = first_visible(open);                        // the first token that a row of the tile sees
+    uint first_block = low / BLOCK;
+    uint blocks = last / BLOCK + 1u - first_block;
     uint most_sharers = SPLITS > 1u ? min(SPLITS, max(parts / max(chunk.v[0].w, 1u), 1u)) : 1u;
     uint sharers = min(most_sharers, max(blocks / LEAST_BLOCKS, 1u));
     uint share = (blocks + sharers - 1u) / sharers;
     sharers = (blocks + share - 1u) / share;
     if (gl_WorkGroupID.z >= sharers) return;
-    uint block_begin = gl_WorkGroupID.z * share, block_end = min(block_begin + share, blocks);
+    uint block_begin = first_block + gl_WorkGroupID.z * share, block_end = min(block_begin + share, first_block + blocks);
     uint g = LANE >> 2, t = LANE & 3u;
     // The lane's two pairs. Pairs past the end repeat the last row.
     uvec2 pair = tile + LANE_GROUP * 16u + g + uvec2(0u, 8u);
@@ -217,8 +229,9 @@ void main() {
 
     uvec4 staged[STAGED];
     LOAD(k, block_begin)
-    // The factor log2(e) is part of the scale, so that the softmax uses exp2, which the hardware provides.
-    float scale = 1.4426950408889634 * inversesqrt(float(D));
+    // The factor log2(e) is part of the scale, so that the softmax uses exp2, which the hardware provides. Scores that are
+    // capped get it afterwards.
+    float scale = (SOFT_CAP == 0u ? LOG2_E : 1.0) * score_scale(D);
     Tokens q[D / 16u];
     UNROLL for (uint c = 0u; c < D / 32u; c++) {
         uvec2 at = ((prompt.z + row) * stride + head * D + c * 32u + t * 8u) / 4u;
@@ -233,6 +246,11 @@ void main() {
     UNROLL for (uint i = 0u; i < D / 16u; i++) sums[i] = NO_SUMS;
     vec2 m = vec2(LOWEST); // maxima of the lane's two pairs
     vec2 l = vec2(0.0);    // the lane's part of their sums
+    if (SINKS == 1u && gl_WorkGroupID.z == 0u) {
+        // A sink is a score without a value: the first workgroup of a tile begins with it.
+        m = LOG2_E * vec2(sinks.v[head.x], sinks.v[head.y]);
+        l = vec2(t == 0u ? 1.0 : 0.0);
+    }
     for (uint block = block_begin; block < block_end; block++) {
         uint first = block * BLOCK;
         barrier();
@@ -253,30 +271,42 @@ void main() {
         }
 
         // The lane has tokens 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16.
-        vec4 low[PARTS], high[PARTS];
+        vec4 above[PARTS], below[PARTS]; // of the lane's first and second pair
         UNROLL for (uint j = 0u; j < PARTS; j++) {
-            low[j] = SUMS_LOW(scores[j]);
-            high[j] = SUMS_HIGH(scores[j]);
+            above[j] = SUMS_LOW(scores[j]);
+            below[j] = SUMS_HIGH(scores[j]);
+            if (SOFT_CAP != 0u) {
+                above[j] = LOG2_E * soft_cap(above[j]);
+                below[j] = LOG2_E * soft_cap(below[j]);
+            }
         }
         if (first + BLOCK > open + 1u) {
             UNROLL for (uint j = 0u; j < PARTS; j++) {
                 uvec4 token = first + j * 16u + 2u * t + uvec4(0u, 1u, 8u, 9u);
-                low[j] = mix(low[j], vec4(LOWEST), greaterThan(token, uvec4(position.x)));
-                high[j] = mix(high[j], vec4(LOWEST), greaterThan(token, uvec4(position.y)));
+                above[j] = mix(above[j], vec4(LOWEST), greaterThan(token, uvec4(position.x)));
+                below[j] = mix(below[j], vec4(LOWEST), greaterThan(token, uvec4(position.y)));
+            }
+        }
+        if (WINDOW > 0u && first + WINDOW <= last) {
+            uvec2 from = uvec2(first_visible(position.x), first_visible(position.y));
+            UNROLL for (uint j = 0u; j < PARTS; j++) {
+                uvec4 token = first + j * 16u + 2u * t + uvec4(0u, 1u, 8u, 9u);
+                above[j] = mix(above[j], vec4(LOWEST), lessThan(token, uvec4(from.x)));
+                below[j] = mix(below[j], vec4(LOWEST), lessThan(token, uvec4(from.y)));
             }
         }
         vec2 top = m;
-        UNROLL for (uint j = 0u; j < PARTS; j++) top = max(top, vec2(max4(low[j]), max4(high[j])));
+        UNROLL for (uint j = 0u; j < PARTS; j++) top = max(top, vec2(max4(above[j]), max4(below[j])));
         top = max_of_pairs(top);
         vec2 correction = exp2(m - top);
         m = top;
         l *= correction;
         Tokens weights[PARTS];
         UNROLL for (uint j = 0u; j < PARTS; j++) {
-            low[j] = exp2(low[j] - top.x);
-            high[j] = exp2(high[j] - top.y);
-            l += vec2(sum4(low[j]), sum4(high[j]));
-            uvec2 a = pack4(low[j]), b = pack4(high[j]);
+            above[j] = exp2(above[j] - top.x);
+            below[j] = exp2(below[j] - top.y);
+            l += vec2(sum4(above[j]), sum4(below[j]));
+            uvec2 a = pack4(above[j]), b = pack4(below[j]);
             SET_TOKENS(weights[j], a, b)
         }
         UNROLL for (uint i = 0u; i < D / 16u; i++) SCALE_SUMS(sums[i], correction.x, correction.y)

@@ -4,6 +4,7 @@
 // Flash attention for decode (flash-decoding), on matrix blocks, with split-K over the context, for one new token per
 // row:
 //   o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V    over the pages of row r's sequence up to the row's position
+// Variants of the scores, which are all constants: `scores.glsl`.
 // The kernel also normalizes and rotates q and k and appends k and v to the cache: the same result as `attention.comp`
 // with FUSED 1.
 //
@@ -45,8 +46,14 @@ layout(constant_id = 9) const uint PACKED = 0;
 layout(constant_id = 10) const uint GATED = 0;
 layout(constant_id = 11) const uint WAITS = 0;
 layout(constant_id = 12) const uint COMBINERS = 0; // workgroups after the splits; not with PLANNED
+layout(constant_id = 13) const uint SCALE = 0;
+layout(constant_id = 14) const uint WINDOW = 0;
+layout(constant_id = 15) const uint SOFT_CAP = 0;
+layout(constant_id = 16) const uint SINKS = 0;
+layout(constant_id = 17) const uint QUERY_SCALES = 0;
 
 #include "fragments.glsl"
+#include "scores.glsl"
 
 layout(buffer_reference, std430, buffer_reference_align = 16) buffer Partials { coherent volatile uvec4 v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Counters { coherent uint v[]; };
@@ -65,6 +72,7 @@ layout(push_constant) uniform Args {
     Counters counters;   // [rows][kv_heads], zero between uses
     TaggedOut o;
     Fault fault;
+    FloatsIn sinks;      // [q heads], with SINKS 1
     uint stride;
     uint output_stride;
     uint max_pages;
@@ -260,8 +268,9 @@ void main() {
     }
     // The new token is at `position`; all tokens before it are in pages.
     uint full = (position + 15u) / 16u;
+    uint low = first_visible(position), seen = full - low / 16u; // pages with tokens of the window
     uint splits = gl_NumWorkGroups.x - COMBINERS;
-    uint live = PLANNED != 0u ? planned : clamp((full + GROUPS - 1u) / GROUPS, 1u, splits);
+    uint live = PLANNED != 0u ? planned : clamp((seen + GROUPS - 1u) / GROUPS, 1u, splits);
     uint slot = row * KV_HEADS + kvh;
     // The offset of the row's first split in `partials`, and the distance from one split to the next.
     uint parts = (PLANNED == 0u ? slot * splits : (gl_WorkGroupID.x - split) * KV_HEADS + kvh) * PART;
@@ -271,9 +280,9 @@ void main() {
 #endif
     if (split >= live) return;
     uint table = info.z * max_pages;
-    uint rounds = (full + live * GROUPS - 1u) / (live * GROUPS);
+    uint rounds = (seen + live * GROUPS - 1u) / (live * GROUPS);
     uint step_pages = live * GROUPS;
-    uint own_page = split * GROUPS + LANE_GROUP;
+    uint own_page = low / 16u + split * GROUPS + LANE_GROUP;
 
     // A page's keys: dimensions from 8t on of each chunk of 32, of tokens g and g + 8. Its values: rows of D, in order.
     uvec4 key[BLOCKS], value[BLOCKS];
@@ -362,7 +371,8 @@ void main() {
             }
             x *= scale;
             if (head < G) {
-                x *= inversesqrt(float(D));
+                x *= score_scale(D);
+                if (QUERY_SCALES > 0u) x *= rope.v[QUERY_SCALES + position];
                 uvec4 parts;
                 split_pair(x.x, x.y, parts.x, parts.z);
                 split_pair(x.z, x.w, parts.y, parts.w);
@@ -415,9 +425,11 @@ void main() {
             }
         }
         if (round + 1u < rounds) LOAD_KEYS(next)
-        vec4 score = SUMS_LOW(scores) + SUMS_HIGH(scores);
+        vec4 score = soft_cap(SUMS_LOW(scores) + SUMS_HIGH(scores));
         uint first = index * 16u + t * 2u;
-        bvec4 there = lessThan(uvec4(first, first + 1u, first + 8u, first + 9u), uvec4(position));
+        uvec4 tokens = uvec4(first, first + 1u, first + 8u, first + 9u);
+        bvec4 there = lessThan(tokens, uvec4(position));
+        if (WINDOW > 0u) there = lessThan(tokens - low, uvec4(position - low)); // a token before the window wraps around
         score = mix(vec4(LOWEST), score, there);
         float top = max(max(score.x, score.y), max(score.z, score.w));
         top = max(top, subgroupShuffleXor(top, 1u));
@@ -435,8 +447,10 @@ void main() {
 
         [[unroll]] for (uint c = 0u; c < BLOCKS; c++) {
             uint eighth = c * 32u + LANE, token = eighth / (D / 8u);
-            // Tokens that are not written yet may hold anything, also NaN, so they are replaced by zeros.
-            stage_s[LANE_GROUP * STAGED + token * ROW + eighth % (D / 8u)] = index * 16u + token < position ? value[c] : uvec4(0u);
+            // Tokens that are not written yet, or are before the window, may hold anything, also NaN, so they are
+            // replaced by zeros.
+            bool there_ = index * 16u + token < position && (WINDOW == 0u || index * 16u + token >= low);
+            stage_s[LANE_GROUP * STAGED + token * ROW + eighth % (D / 8u)] = there_ ? value[c] : uvec4(0u);
         }
         if (round + 1u < rounds) LOAD_VALUES(next)
         LANES_BARRIER
@@ -477,11 +491,14 @@ void main() {
         if (split == 0u) {
             own = 0.0;
             for (uint n = 0u; n < QUADS / JOINED; n++) own += new_score_s[h * (QUADS / JOINED) + n];
+            own = soft_cap(own);
         }
-        float top = own;
+        float sink = SINKS == 1u && split == 0u ? sinks.v[kvh * G + h] : LOWEST;
+        float top = max(own, sink);
         [[unroll]] for (uint n = 0u; n < GROUPS; n++) top = max(top, state_s[n * G + h].x);
         float scale = split == 0u ? exp(own - top) : 0.0, l = scale;
         vec4 result = scale * vec4(unpackHalf2x16(new_v_s[i % QUADS].x), unpackHalf2x16(new_v_s[i % QUADS].y));
+        if (SINKS == 1u && split == 0u) l += exp(sink - top);
         [[unroll]] for (uint n = 0u; n < GROUPS; n++) {
             vec2 state = state_s[n * G + h];
             float share = state.y > 0.0 ? exp(state.x - top) : 0.0;

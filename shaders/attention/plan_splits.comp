@@ -15,6 +15,7 @@ layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint ROWS = 1;
 layout(constant_id = 2) const uint UNITS = 1;     // at least ROWS + `spread`
 layout(constant_id = 3) const uint MOST = 32;     // the maximum number of units of a row
+layout(constant_id = 4) const uint WINDOW = 0;    // number of tokens that a token sees, itself included; 0 for all
 
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Words4Out { uvec4 v[]; };
 
@@ -36,7 +37,8 @@ void main() {
     uint first = gl_LocalInvocationID.x, step_ = gl_WorkGroupSize.x;
     EACH_ROW(r) {
         uvec4 info = rows.v[r];
-        pages_s[r] = info.w == 0u ? 0u : (info.y + 15u) / 16u;
+        uint low = WINDOW > 0u && info.y >= WINDOW ? info.y + 1u - WINDOW : 0u;
+        pages_s[r] = info.w == 0u ? 0u : (info.y + 15u) / 16u - low / 16u;
     }
     barrier();
     uint all = 0u;

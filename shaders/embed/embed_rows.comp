@@ -1,6 +1,6 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// Embedding lookup at the start of a step: rows[r] = {token, position, slot, valid}; x[r] = embedding[token].
+// Embedding lookup at the start of a step: rows[r] = {token, position, slot, valid}; x[r] = embedding[token] · scale.
 //
 // embedding  weights of vocabulary rows part_first .. part_first + part_rows, [part_rows][chunks·8], or with LAYOUT 1
 //            in fragment order (`memory::pack::Layout::Fragments`)
@@ -38,6 +38,7 @@ layout(push_constant) uniform Args {
     uint part_rows;
     uint x_tag;
     uint tokens_at;   // index of the descriptor's first token word
+    float scale;
 };
 
 void main() {
@@ -88,6 +89,8 @@ void main() {
 #else
     unpack8(embedding.v[(token - part_first) * chunks + c], a, b);
 #endif
+    a *= scale;
+    b *= scale;
     uint o = (row * x_stride) / 4u + c * 2u;
     x.v[o] = TAGGED == 3u ? tagged(a, x_tag) : floatBitsToUint(a);
     x.v[o + 1u] = TAGGED == 3u ? tagged(b, x_tag) : floatBitsToUint(b);

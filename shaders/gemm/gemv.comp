@@ -5,7 +5,7 @@
 // prologue   NORM 0: x. NORM 1 (RMSNorm): x ⊙ norm, and the epilogue scales the product by rsqrt(mean x² + eps), so
 //            that the norm needs no dispatch of its own
 // epilogue   0 store: y = s·Wx + b. 1 residual: y += s·Wx + b. 2 SwiGLU: the rows of W alternate gate and up;
-//            y[n/2] = silu(gate)·up. s is the norm's scale, 1 without NORM
+//            y[n/2] = glu(gate, up). s is the norm's scale, 1 without NORM
 // weight     [N][chunks·8] in the variant's format (codes: `codes.glsl`);  x [rows][x_stride] f32;  y [rows][y_stride] f32
 //
 // One workgroup computes ROWS rows of W (2 or 4) for one row of x. All its invocations split K: per iteration, an
@@ -14,6 +14,7 @@
 // is summed.
 // Traffic: W once per row of x (2·N·K bytes in a 16-bit format); x from the L1 cache.
 #include "common.glsl"
+#include "glu.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint NORM = 0;
@@ -104,9 +105,9 @@ void main() {
     }
     float scale = NORM == 1u ? inversesqrt(square / float(k) + epsilon) : 1.0;
     [[unroll]] for (uint r = 0u; r < ROWS; r++) acc[r] = acc[r] * scale + added[r];
-    if (EPILOGUE == 2u) {
+    if (EPILOGUE >= 2u) {
         [[unroll]] for (uint r = 0u; r < ROWS; r += 2u)
-            if (first + r < n) y.v[yo + (first + r) / 2u] = acc[r] / (1.0 + exp(-acc[r])) * acc[r + 1u];
+            if (first + r < n) y.v[yo + (first + r) / 2u] = glu(EPILOGUE, acc[r], acc[r + 1u]);
     } else {
         [[unroll]] for (uint r = 0u; r < ROWS; r++)
             if (first + r < n) y.v[yo + first + r] = acc[r];

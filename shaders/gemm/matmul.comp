@@ -9,6 +9,7 @@
 // (the number of rows of the prompt step) return at once.
 // Traffic: x is read N/64 times, W rows/64 times.
 #include "common.glsl"
+#include "glu.glsl"
 
 layout(local_size_x = 256) in;
 layout(constant_id = 0) const uint NORM = 0;
@@ -111,9 +112,9 @@ void main() {
             for (uint i = 0u; i < 4u; i++)
                 if (n0 + tn + i < n) v[i] += bias.v[n0 + tn + i];
         }
-        if (EPILOGUE == 2u) {
+        if (EPILOGUE >= 2u) {
             for (uint i = 0u; i < 4u; i += 2u)
-                if (n0 + tn + i < n) y.v[yo + (n0 + tn + i) / 2u] = v[i] / (1.0 + exp(-v[i])) * v[i + 1u];
+                if (n0 + tn + i < n) y.v[yo + (n0 + tn + i) / 2u] = glu(EPILOGUE, v[i], v[i + 1u]);
         } else {
             for (uint i = 0u; i < 4u; i++) {
                 if (n0 + tn + i >= n) continue;

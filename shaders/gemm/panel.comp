@@ -5,7 +5,7 @@
 // packed rows of x. It serves the range between the few rows of `skinny` and the many rows of `tiled`.
 //
 // epilogue   0 store: y = Wx + b. 1 residual: y += Wx + b. 2 SwiGLU: the rows of W alternate gate and up;
-//            y[n/2] = silu(gate)·up
+//            y[n/2] = glu(gate, up)
 // weight     16 × 32 blocks in fragment order (`memory::pack::Layout::Fragments`)
 // x          16 × 32 blocks as `pack_rows` writes them
 // y          PACKED 0: [rows][y_stride] f32. PACKED 1 (SwiGLU only): 16-bit blocks like x, as input of the next
@@ -24,6 +24,7 @@
 // Traffic: W once per panel; x once per workgroup, through the L1 cache.
 #extension GL_KHR_shader_subgroup_shuffle : require
 #include "common.glsl"
+#include "glu.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint LANES = 256;   // the workgroup's size
@@ -194,9 +195,8 @@ void main() {
             }
             uint left = min(n - row, 4u);
             if (BIAS == 1u) [[unroll]] for (uint e = 0u; e < 4u; e++) if (e < left) v[e] += bias.v[row + e];
-            if (EPILOGUE == 2u) {
-                vec2 gate = v.xz;
-                vec2 result = gate / (1.0 + exp(-gate)) * v.yw;
+            if (EPILOGUE >= 2u) {
+                vec2 result = glu(EPILOGUE, v.xz, v.yw);
                 uint column = row / 2u;
                 if (PACKED == 1u) {
                     if (left < 4u) result.y = 0.0;

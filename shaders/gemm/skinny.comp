@@ -7,7 +7,7 @@
 // prologue   NORM 0: x. NORM 1 (RMSNorm): x ⊙ norm, and the epilogue scales the product by rsqrt(mean x² + eps), so
 //            that the norm needs no dispatch of its own
 // epilogue   0 store: y = s·Wx + b. 1 residual: y += s·Wx + b. 2 SwiGLU: the rows of W alternate gate and up;
-//            y[n/2] = silu(gate)·up. s is the norm's scale, 1 without NORM
+//            y[n/2] = glu(gate, up). s is the norm's scale, 1 without NORM
 // weight     16 × 32 blocks in fragment order (`memory::pack::Layout::Fragments`)
 // x          [rows][x_stride] f32; each value is split into two 16-bit parts, so that the sums are as accurate as with
 //            16 bits of significand of x
@@ -22,6 +22,7 @@
 #extension GL_KHR_shader_subgroup_vote : require
 #extension GL_KHR_shader_subgroup_shuffle : require
 #include "common.glsl"
+#include "glu.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint LANES = 256;   // the workgroup's size
@@ -225,9 +226,8 @@ void main() {
         uint left = min(n - item_row, 4u);
         if (BIAS == 1u) [[unroll]] for (uint i = 0u; i < 4u; i++) if (i < left) v[i] += bias.v[item_row + i];
         if (EPILOGUE == 1u) v += uintBitsToFloat(old);
-        if (EPILOGUE == 2u) {
-            vec2 gate = v.xz;
-            vec2 result = gate / (1.0 + exp(-gate)) * v.yw;
+        if (EPILOGUE >= 2u) {
+            vec2 result = glu(EPILOGUE, v.xz, v.yw);
             uint at = item_token * y_stride + item_row / 2u;
             uvec2 words = TAGGED == 3u ? uvec2(tagged(result.x, y_tag), tagged(result.y, y_tag)) : floatBitsToUint(result);
             if (left == 4u) {

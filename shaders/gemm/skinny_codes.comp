@@ -19,6 +19,7 @@
 // The fragments are of f16.
 #define WEIGHT 1
 #include "common.glsl"
+#include "glu.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint LANES = 256;   // the workgroup's size
@@ -294,9 +295,8 @@ void main() {
         uint left = min(n - item_row, 4u);
         if (BIAS == 1u) [[unroll]] for (uint i = 0u; i < 4u; i++) if (i < left) v[i] += bias.v[item_row + i];
         if (EPILOGUE == 1u) v += uintBitsToFloat(old);
-        if (EPILOGUE == 2u) {
-            vec2 gate = v.xz;
-            vec2 result = gate / (1.0 + exp(-gate)) * v.yw;
+        if (EPILOGUE >= 2u) {
+            vec2 result = glu(EPILOGUE, v.xz, v.yw);
             uint at = item_token * y_stride + item_row / 2u;
             uvec2 words = TAGGED == 3u ? uvec2(tagged(result.x, y_tag), tagged(result.y, y_tag)) : floatBitsToUint(result);
             if (left == 4u) {

@@ -4,7 +4,7 @@
 // prompts.
 //
 // epilogue   0 store: y = Wx + b. 1 residual: y += Wx + b. 2 SwiGLU: the rows of W alternate gate and up;
-//            y[N/2] = silu(gate)·up
+//            y[N/2] = glu(gate, up)
 // weight     [N padded to 16][K], `memory::pack::Layout::Fragments`
 // x          [rows padded to 64][K], as `pack_rows` writes it
 // y          PACKED 0: [rows][y_stride] f32. PACKED 1 (SwiGLU only): packed as `pack_rows` would pack it, as x of the
@@ -21,6 +21,7 @@
 // of W.
 // Traffic: x is read N/TILE_ROWS times and W rows/TILE_TOKENS/ORDER times; the caches serve the remaining reads.
 #include "common.glsl"
+#include "glu.glsl"
 
 #define LANES ((TILE_TOKENS / GROUP_TOKENS) * (TILE_ROWS / GROUP_ROWS) * 32u)
 #include "fragments.glsl"
@@ -94,26 +95,26 @@ uvec4 load_weights(uint base, uint block, uint j, uint step_) {
     return weight.v[expert_words + min(block + j, WEIGHT_BLOCKS - 1u) * BLOCK_WORDS + step_ * 32u + LANE];
 }
 
-vec2 swiglu(vec4 v) { return v.xz / (1.0 + exp(-v.xz)) * v.yw; }
+vec2 gated(vec4 v) { return glu(EPILOGUE, v.xz, v.yw); }
 
 // Stores rows row .. + 4 of W for one token.
 void store(uint token, uint row, vec4 v) {
-    uint at = token * y_stride + (EPILOGUE == 2u ? row / 2u : row);
+    uint at = token * y_stride + (EPILOGUE >= 2u ? row / 2u : row);
 #if MATRIX == 1
     // Only here: not every driver without cooperative matrices supports access to y through a second reference type.
     if (row + 4u <= N) {
         if (EPILOGUE == 0u) Floats4InOut(y).v[at / 4u] = v;
         if (EPILOGUE == 1u) Floats4InOut(y).v[at / 4u] += v;
-        if (EPILOGUE == 2u) Floats2Out(y).v[at / 2u] = swiglu(v);
+        if (EPILOGUE >= 2u) Floats2Out(y).v[at / 2u] = gated(v);
         return;
     }
 #endif
-    vec2 s = swiglu(v);
+    vec2 s = gated(v);
     [[unroll]] for (uint i = 0u; i < 4u; i++) {
         if (row + i >= N) return;
         if (EPILOGUE == 0u) y.v[at + i] = v[i];
         if (EPILOGUE == 1u) y.v[at + i] += v[i];
-        if (EPILOGUE == 2u && (i & 1u) == 0u) y.v[at + i / 2u] = s[i / 2u];
+        if (EPILOGUE >= 2u && (i & 1u) == 0u) y.v[at + i / 2u] = s[i / 2u];
     }
 }
 
@@ -202,7 +203,7 @@ void main() {
             uint token = (tile_block + group_token + i) * 16u + g;
             vec4 low = SUMS_LOW(sums[i][j]) + b, high = SUMS_HIGH(sums[i][j]) + b;
             if (PACKED == 1u) {
-                store_packed(token, row, swiglu(low), swiglu(high), used);
+                store_packed(token, row, gated(low), gated(high), used);
             } else {
                 if (EXPERTS == 1u) {
                     uint low_row = slots.v[token], high_row = slots.v[token + 8u];

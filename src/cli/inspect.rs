@@ -99,7 +99,7 @@ impl Needs {
     fn of(checkpoint: &Checkpoint, context: Option<u32>) -> Needs {
         let config = &checkpoint.config;
         // The block that drafts has keys and values of its own.
-        let drafts = if checkpoint.has_mtp() { 2 * u64::from(config.kv_rows()) } else { 0 };
+        let drafts = if checkpoint.has_mtp() { 2 * u64::from(config.attention_kinds[0].kv_rows()) } else { 0 };
         let state = config.delta.map_or(0, |net| {
             let heads = delta_heads(net);
             config.layers_of(LayerKind::GatedDelta).count() as u64 * (heads.state_bytes(1) + heads.window_bytes(1))
@@ -174,6 +174,7 @@ fn table(
     line("architecture", contents.architecture.clone().unwrap_or_else(|| "not named".to_owned()));
     if let Ok(checkpoint) = &contents.checkpoint {
         let config = &checkpoint.config;
+        let (windowed, of) = (&config.attention_kinds, &config.attention_kinds[0]);
         let recurrent = config.layers_of(LayerKind::GatedDelta).count();
         let kinds = if recurrent > 0 { format!(" ({recurrent} recurrent)") } else { String::new() };
         let experts = config.experts.map_or(String::new(), |experts| {
@@ -184,9 +185,14 @@ fn table(
             "shape",
             format!(
                 "{} layers{kinds}, hidden {}, {} heads of {}, {} of keys and values{inner}{experts}",
-                config.layers, config.hidden, config.heads, config.head_dim, config.kv_heads
+                config.layers, config.hidden, of.heads, of.head_dim, of.kv_heads
             ),
         );
+        if let Some(window) = windowed.iter().find_map(|kind| kind.window) {
+            let layers = config.layers_of(LayerKind::Attention);
+            let layers = layers.filter(|layer| config.attention(*layer).window.is_some()).count();
+            line("window", format!("{window} tokens in {layers} of {} layers", config.layers));
+        }
         let (all, active) = (checkpoint.parameters(), checkpoint.active_parameters());
         let active = if active < all { format!(", {} for a token", millions(active)) } else { String::new() };
         line("parameters", format!("{}{active}", millions(all)));

@@ -6,13 +6,12 @@
 use crate::config::file;
 use crate::device::{Adapter, driver_key, write_atomically};
 use crate::host::progress::Progress;
-use crate::kernels::attention::Heads;
-use crate::kernels::attention::flash_decode;
+use crate::kernels::attention::{Heads, Scores, flash_decode};
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::shaders::SHADER_SET;
 use crate::memory::pack::Format;
 use crate::model::checkpoint::Checkpoint;
-use crate::model::config::ModelConfig;
+use crate::model::config::{ModelConfig, QkNorm};
 use crate::model::decoder::Tuning;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -125,7 +124,8 @@ pub(crate) fn keep(
 pub(crate) fn entry(key: &str, config: &ModelConfig) -> Option<String> {
     match key {
         "flash_threads" | "splits" | "attention_threads" => {
-            Some(format!("{key}.{}x{}x{}", config.heads, config.kv_heads, config.head_dim))
+            let of = &config.attention_kinds[0];
+            Some(format!("{key}.{}x{}x{}", of.heads, of.kv_heads, of.head_dim))
         }
         "gemv_threads" => Some(format!("{key}.{}x{}", config.hidden, config.intermediate)),
         key if key.starts_with("skinny.") => Some(key.to_owned()),
@@ -145,13 +145,15 @@ pub(crate) struct TuningBounds {
 impl TuningBounds {
     pub(crate) fn new(adapter: &Adapter, config: &ModelConfig) -> TuningBounds {
         let capabilities = &adapter.capabilities;
+        let of = &config.attention_kinds[0];
         let heads = Heads {
-            q: config.heads,
-            kv: config.kv_heads,
-            dim: config.head_dim,
-            rot: config.rope.rotary_dim,
-            qk_norm: config.qk_norm,
+            q: of.heads,
+            kv: of.kv_heads,
+            dim: of.head_dim,
+            rot: of.rotary_dim(),
+            qk_norm: config.qk_norm == QkNorm::Heads,
             gated: config.attention_gate,
+            scores: Scores::default(),
             kv_format: Format::F16,
         };
         TuningBounds { threads: capabilities.max_invocations.min(capabilities.max_workgroup_size[0]), heads }

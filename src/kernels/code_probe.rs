@@ -356,7 +356,7 @@ mod tests {
     use super::*;
     use crate::kernels::gemm::codes::{expand_codes, skinny_codes};
     use crate::kernels::gemm::skinny::{Matrices, SkinnyConfig};
-    use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product};
+    use crate::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product};
     use crate::kernels::tags::Flow;
     use crate::quant::blocks::BlockType;
 
@@ -381,10 +381,10 @@ mod tests {
         let norm = Some((weight.range, 1e-5));
         vec![
             product(Epilogue::Store, None).gemv(1, 64, 2),
-            product(Epilogue::SwiGlu, norm).gemv(1, 64, 4),
+            product(Epilogue::Gated(Glu::Silu), norm).gemv(1, 64, 4),
             product(Epilogue::Residual, norm).matmul(64, weight.range),
             skinny(&product(Epilogue::Store, norm), 1, Flow::NONE),
-            skinny(&product(Epilogue::SwiGlu, norm), 4, flow),
+            skinny(&product(Epilogue::Gated(Glu::Silu), norm), 4, flow),
             skinny(&product(Epilogue::Residual, None), 16, flow),
             skinny(&Product { bias: Some(biased), ..product(Epilogue::Store, None) }, 4, Flow::NONE),
             skinny(

@@ -215,7 +215,7 @@ pub(super) fn reference_embed_rows(call: &Call, memory: &mut HostMemory) {
             continue;
         }
         for i in 0..args.chunks * 8 {
-            let value = memory.element(&matrix, token - args.part_first, i);
+            let value = memory.element(&matrix, token - args.part_first, i) * args.scale;
             match constants.tagged {
                 3 => memory.set_u32(args.x, row * args.x_stride + i, tagged(value, args.x_tag)),
                 _ => memory.set_f32(args.x, row * args.x_stride + i, value),

@@ -19,6 +19,7 @@ pub mod region;
 pub mod sampling;
 pub mod shaders;
 pub mod state;
+pub mod stream;
 pub mod tags;
 
 use crate::memory::pack::Format;
@@ -115,6 +116,9 @@ pub fn reference(kernel: &str) -> Reference {
         "panel" => gemm::panel::reference_panel,
         "tiled" => gemm::tiled::reference_tiled,
         "take_last" => gemm::reference_take_last,
+        "add_branch" => stream::reference_add_branch,
+        "norm_heads" => stream::reference_norm_heads,
+        "bound_logits" => stream::reference_bound_logits,
         "flash_decode" => attention::flash_decode::reference_flash_decode,
         "plan_splits" => attention::flash_decode::reference_plan_splits,
         "delta_step" => delta::reference_delta_step,

@@ -12,7 +12,7 @@ use super::deterministic::{key_of, value_of};
 use super::gemm::panel;
 use super::gemm::skinny::{Matrices, SkinnyConfig};
 use super::gemm::tiled::{Output, Packed, TILE_TOKENS, Tile, Tiled};
-use super::gemm::{Activations, Epilogue, Matrix, swiglu};
+use super::gemm::{Activations, Epilogue, Glu, Matrix, glu};
 use super::host_memory::{HostMemory, PackedMatrix};
 use super::recording::{Call, Range};
 use super::shaders::{
@@ -518,7 +518,7 @@ impl Mlp {
     /// Returns the call that computes the experts' values between their products for sorted packed rows, packed
     /// likewise.
     pub fn sorted_gate_up(&self, x: Packed, middle: Packed, sorted: &Sorted, how: Grouped) -> Call {
-        self.grouped(Stage::GateUp, x, Output::Packed(middle), Epilogue::SwiGlu, sorted, how)
+        self.grouped(Stage::GateUp, x, Output::Packed(middle), Epilogue::Gated(Glu::Silu), sorted, how)
     }
 
     /// Returns the call that computes each chosen expert's output for a row: `parts`, of [`ExpertsShape::parts_bytes`].
@@ -636,7 +636,7 @@ impl Stages {
             let to = row * self.y.stride + place * (self.n / 2).next_multiple_of(FRAGMENT_COLS);
             for i in 0..n / 2 {
                 let [gate, up] = [0, 1].map(|r| dot(memory, weights, first + 2 * i + r, &x));
-                set(memory, to + i, swiglu(gate, up) * share);
+                set(memory, to + i, glu(Glu::Silu.code(), gate, up) * share);
             }
         }
     }

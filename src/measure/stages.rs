@@ -145,7 +145,7 @@ pub fn stages(
         *position = last;
     }
     let max_pages = positions.iter().map(|position| pages_of(*position, load)).max().unwrap_or(1);
-    let mut tuning = tuning(adapter, matrices, config.kv_heads, max_pages * 16);
+    let mut tuning = tuning(adapter, matrices, config.attention_kinds[0].kv_heads, max_pages * 16);
     change(&mut tuning);
     let decoder = Decoder {
         config,
@@ -188,7 +188,7 @@ pub fn stages(
         let place = if name == "state" { Place::Upload { bar: true } } else { Place::DeviceLocal };
         let buffer = arena.buffer(&name, bytes, place)?;
         if name == "state" {
-            buffer.write(0, bytemuck::cast_slice(&state_words(&decoder.state, decoder.heads(), load, &positions)));
+            buffer.write(0, bytemuck::cast_slice(&state_words(&decoder.state, decoder.heads(0), load, &positions)));
         } else {
             let to = init.buffer(&name, bytes);
             init.ops.push(Op::Fill { to, word: 0 });

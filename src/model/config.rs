@@ -3,6 +3,7 @@
 //!
 //! Not here: file access, tensors, and anything inferred from a model's name rather than from its configuration.
 
+mod families;
 pub mod quantization;
 mod read;
 mod rope;
@@ -14,81 +15,10 @@ use std::str::FromStr;
 
 use serde_json::Value;
 
+pub use families::Architecture;
 use quantization::Quantization;
 use read::Reader;
 pub use rope::{Rope, RopeScaling};
-
-/// A model family whose forward pass is implemented.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Architecture {
-    /// `Qwen3ForCausalLM`: dense, with an RMS norm on each query and key head.
-    Qwen3,
-    /// `LlamaForCausalLM`: dense.
-    Llama,
-    /// `Qwen3MoeForCausalLM`: like Qwen3, with MoE layers.
-    Qwen3Moe,
-    /// `Qwen3NextForCausalLM`: a hybrid of gated-delta-rule layers (linear attention) and gated full-attention layers,
-    /// with MoE layers that include a shared expert.
-    Qwen3Next,
-    /// `Qwen3_5ForConditionalGeneration` and `Qwen3_5ForCausalLM`: a dense hybrid of gated-delta-rule layers (linear
-    /// attention) and gated full-attention layers. Only the text model of a multimodal checkpoint is used.
-    Qwen35,
-    /// `Qwen3_5MoeForConditionalGeneration` and `Qwen3_5MoeForCausalLM`: like Qwen35, with MoE layers that include a
-    /// shared expert.
-    Qwen35Moe,
-}
-
-impl Architecture {
-    /// All supported families.
-    pub const ALL: [Architecture; 6] = [
-        Architecture::Qwen3,
-        Architecture::Llama,
-        Architecture::Qwen3Moe,
-        Architecture::Qwen3Next,
-        Architecture::Qwen35,
-        Architecture::Qwen35Moe,
-    ];
-
-    /// Returns the names that config.json's `architectures` may contain, the one used by released checkpoints first.
-    pub fn names(self) -> &'static [&'static str] {
-        match self {
-            Architecture::Qwen3 => &["Qwen3ForCausalLM"],
-            Architecture::Llama => &["LlamaForCausalLM"],
-            Architecture::Qwen3Moe => &["Qwen3MoeForCausalLM"],
-            Architecture::Qwen3Next => &["Qwen3NextForCausalLM"],
-            Architecture::Qwen35 => &["Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"],
-            Architecture::Qwen35Moe => &["Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"],
-        }
-    }
-
-    /// Returns the first of [`Architecture::names`].
-    pub fn name(self) -> &'static str {
-        self.names()[0]
-    }
-
-    /// Returns the values of config.json's `model_type`.
-    pub fn model_types(self) -> &'static [&'static str] {
-        match self {
-            Architecture::Qwen3 => &["qwen3"],
-            Architecture::Llama => &["llama"],
-            Architecture::Qwen3Moe => &["qwen3_moe"],
-            Architecture::Qwen3Next => &["qwen3_next"],
-            Architecture::Qwen35 => &["qwen3_5", "qwen3_5_text"],
-            Architecture::Qwen35Moe => &["qwen3_5_moe", "qwen3_5_moe_text"],
-        }
-    }
-
-    /// Whether the model is a hybrid: some of its layers use the gated delta rule (linear attention) instead of full
-    /// attention.
-    pub fn is_hybrid(self) -> bool {
-        matches!(self, Architecture::Qwen3Next | Architecture::Qwen35 | Architecture::Qwen35Moe)
-    }
-
-    /// Whether the family's configuration describes experts.
-    pub fn has_experts(self) -> bool {
-        matches!(self, Architecture::Qwen3Moe | Architecture::Qwen3Next | Architecture::Qwen35Moe)
-    }
-}
 
 /// An element type that weights may have in a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -161,8 +91,8 @@ pub struct UnknownDtype(pub String);
 /// The operation of a layer that mixes information across tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LayerKind {
-    /// Causal attention over all earlier positions.
-    FullAttention,
+    /// Causal attention over earlier positions: all of them, or those of a sliding window ([`Attention::window`]).
+    Attention,
     /// The gated delta rule (linear attention): a short causal convolution, followed by a recurrent state of fixed size
     /// for each head, which every token updates and reads.
     GatedDelta,
@@ -256,11 +186,104 @@ pub enum NormKind {
     ZeroCentred,
 }
 
-/// The activation function that an MLP applies to its gate projection.
+/// The RMS norms of queries and keys before RoPE.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum QkNorm {
+    /// None.
+    None,
+    /// Of each head, with a weight of `[head_dim]` for queries and one for keys.
+    Heads,
+    /// Of all query heads together and of all key heads together, with weights of `[heads * head_dim]` and `[kv_heads *
+    /// head_dim]`.
+    Rows,
+}
+
+/// The RMS norms of a layer over the residual stream's width, by the names of their tensors within the layer; `None`
+/// where there is no norm.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BlockNorms {
+    /// Of the mixer's input.
+    pub mixer: Option<&'static str>,
+    /// Of the mixer's output, before it is added to the residual stream.
+    pub after_mixer: Option<&'static str>,
+    /// Of the MLP's input.
+    pub mlp: Option<&'static str>,
+    /// Of the MLP's output, before it is added to the residual stream.
+    pub after_mlp: Option<&'static str>,
+}
+
+impl BlockNorms {
+    /// Before mixer and MLP, as in Llama.
+    pub const BEFORE: BlockNorms = BlockNorms {
+        mixer: Some("input_layernorm"),
+        after_mixer: None,
+        mlp: Some("post_attention_layernorm"),
+        after_mlp: None,
+    };
+    /// Before and after mixer and MLP, with Gemma's names.
+    pub const GEMMA: BlockNorms = BlockNorms {
+        mixer: Some("input_layernorm"),
+        after_mixer: Some("post_attention_layernorm"),
+        mlp: Some("pre_feedforward_layernorm"),
+        after_mlp: Some("post_feedforward_layernorm"),
+    };
+    /// Before and after mixer and MLP, with the names of GLM-4.
+    pub const GLM: BlockNorms = BlockNorms {
+        mixer: Some("input_layernorm"),
+        after_mixer: Some("post_self_attn_layernorm"),
+        mlp: Some("post_attention_layernorm"),
+        after_mlp: Some("post_mlp_layernorm"),
+    };
+    /// After mixer and MLP only, as in OLMo 2.
+    pub const OLMO: BlockNorms = BlockNorms {
+        mixer: None,
+        after_mixer: Some("post_attention_layernorm"),
+        mlp: None,
+        after_mlp: Some("post_feedforward_layernorm"),
+    };
+}
+
+/// The activation function that an MLP applies to its gate projection, and how it combines the result with the up
+/// projection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Activation {
-    /// `x * sigmoid(x)`.
+    /// SwiGLU: `gate * sigmoid(gate) * up`.
     Silu,
+    /// GeGLU: `gelu(gate) * up` with GELU's approximation by tanh.
+    GeluTanh,
+}
+
+/// Attention layers that are computed alike.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Attention {
+    /// The number of query heads.
+    pub heads: u32,
+    /// The number of key and value heads; divides `heads`.
+    pub kv_heads: u32,
+    /// The dimensions of a head; even. `heads * head_dim` may differ from the hidden size.
+    pub head_dim: u32,
+    /// The rotary embedding (RoPE); `None` for layers without.
+    pub rope: Option<Rope>,
+    /// The number of tokens that a token sees, itself included (sliding window); `None` for all.
+    pub window: Option<u32>,
+}
+
+impl Attention {
+    /// Returns the number of rows of the query projection: `heads * head_dim`.
+    pub fn q_rows(&self) -> u32 {
+        self.heads * self.head_dim
+    }
+
+    /// Returns the number of rows of the key projection, which equals that of the value projection: `kv_heads *
+    /// head_dim`.
+    pub fn kv_rows(&self) -> u32 {
+        self.kv_heads * self.head_dim
+    }
+
+    /// Returns the number of a head's dimensions that are rotated.
+    pub fn rotary_dim(&self) -> u32 {
+        self.rope.as_ref().map_or(0, |rope| rope.rotary_dim)
+    }
 }
 
 /// A model's configuration from config.json, validated.
@@ -274,31 +297,43 @@ pub struct ModelConfig {
     pub intermediate: u32,
     /// The number of layers.
     pub layers: u32,
-    /// The number of query heads.
-    pub heads: u32,
-    /// The number of key and value heads; divides `heads`.
-    pub kv_heads: u32,
-    /// The dimensions of a head; even. `heads * head_dim` may differ from `hidden`.
-    pub head_dim: u32,
+    /// The kinds of attention layers; at least one.
+    pub attention_kinds: Vec<Attention>,
+    /// `[layers]`: the index of each layer's kind in `attention_kinds`; 0 for layers without attention.
+    pub attention_of: Vec<usize>,
     /// The epsilon that every RMS norm adds to the mean square.
     pub rms_eps: f32,
     /// The number of rows of the embedding and of the LM head.
     pub vocab: u32,
     /// Whether the LM head is tied to the embedding.
     pub tied: bool,
-    /// Whether the q, k, v and o projections have biases.
-    pub attention_bias: bool,
+    /// Whether the q, k and v projections have biases.
+    pub qkv_bias: bool,
+    /// Whether the attention output's projection has a bias.
+    pub o_bias: bool,
     /// Whether the gate, up and down projections have biases.
     pub mlp_bias: bool,
-    /// Whether each query and key head is normalised before RoPE is applied.
-    pub qk_norm: bool,
+    /// The norms of queries and keys.
+    pub qk_norm: QkNorm,
     /// Whether the attention output is multiplied by the sigmoid of a gate, which is as wide as the queries (`heads *
     /// head_dim`).
     pub attention_gate: bool,
-    /// The rotary embedding (RoPE) parameters.
-    pub rope: Rope,
+    /// The factor of attention scores; `None` for `1 / sqrt(head_dim)`.
+    pub score_scale: Option<f32>,
+    /// The bound c of attention scores: `c * tanh(score / c)`.
+    pub score_cap: Option<f32>,
+    /// The factor of embeddings.
+    pub embedding_scale: f32,
+    /// The factor of the mixer's and the MLP's output, before it is added to the residual stream.
+    pub residual_scale: f32,
+    /// The factor of logits.
+    pub logit_scale: f32,
+    /// The bound c of logits: `c * tanh(logit / c)`.
+    pub logit_cap: Option<f32>,
     /// How norms apply their weights.
     pub norm: NormKind,
+    /// The norms of a layer.
+    pub norms: BlockNorms,
     /// The activation function of the MLPs.
     pub activation: Activation,
     /// `[layers]`: the token mixing of each layer.
@@ -368,21 +403,20 @@ impl ModelConfig {
         }
     }
 
-    /// Returns the number of rows of the query projection: `heads * head_dim`.
-    pub fn q_rows(&self) -> u32 {
-        self.heads * self.head_dim
+    /// Returns the attention of a layer.
+    pub fn attention(&self, layer: u32) -> &Attention {
+        &self.attention_kinds[self.attention_of[layer as usize]]
     }
 
-    /// Returns the number of rows of the key projection, which equals that of the value projection: `kv_heads *
-    /// head_dim`.
-    pub fn kv_rows(&self) -> u32 {
-        self.kv_heads * self.head_dim
+    /// Returns the number of rows of the packed `qkv` of a kind of layers: queries, keys, values and, if attention has
+    /// one, the output gate.
+    pub fn qkv_rows(&self, attention: &Attention) -> u32 {
+        attention.q_rows() * if self.attention_gate { 2 } else { 1 } + 2 * attention.kv_rows()
     }
 
-    /// Returns the number of rows of the packed `qkv`: queries, keys, values and, if attention has one, the output
-    /// gate.
-    pub fn qkv_rows(&self) -> u32 {
-        self.q_rows() * if self.attention_gate { 2 } else { 1 } + 2 * self.kv_rows()
+    /// Whether the outputs of mixers and MLPs are changed before they are added to the residual stream.
+    pub fn has_branch_stages(&self) -> bool {
+        self.norms.after_mixer.is_some() || self.norms.after_mlp.is_some() || self.residual_scale != 1.0
     }
 
     /// Returns the indices of the layers with the given token mixing, in ascending order.
@@ -390,10 +424,10 @@ impl ModelConfig {
         (0..).zip(&self.layer_kinds).filter(move |(_, of_layer)| **of_layer == kind).map(|(layer, _)| layer)
     }
 
-    /// Returns the number of key and value elements that one token adds to the KV cache, over all full-attention
-    /// layers. MTP blocks are not included.
+    /// Returns the number of key and value elements that one token adds to the KV cache, over all attention layers. MTP
+    /// blocks are not included.
     pub fn kv_elements_per_token(&self) -> u64 {
-        2 * self.layers_of(LayerKind::FullAttention).count() as u64 * u64::from(self.kv_rows())
+        self.layers_of(LayerKind::Attention).map(|layer| 2 * u64::from(self.attention(layer).kv_rows())).sum()
     }
 }
 
@@ -430,13 +464,13 @@ pub enum ConfigProblem {
         reason: String,
     },
     /// The model family is not supported.
-    #[error("architecture \"{0}\" is not supported ({known} are)", known = Architecture::ALL.map(Architecture::name).join(", "))]
+    #[error("architecture \"{0}\" is not supported ({known} are)", known = Architecture::all().map(Architecture::name).collect::<Vec<_>>().join(", "))]
     UnsupportedArchitecture(String),
     /// The activation function is not supported.
-    #[error("activation \"{0}\" is not supported (silu is)")]
-    UnsupportedActivation(String),
+    #[error("activation \"{0}\" is not supported for this architecture ({1} is)")]
+    UnsupportedActivation(String, &'static str),
     /// The RoPE scaling type is not supported.
-    #[error("rope type \"{0}\" is not supported (default, linear, llama3 and yarn are)")]
+    #[error("rope type \"{0}\" is not supported (default, linear, llama3, longrope and yarn are)")]
     UnsupportedRope(String),
     /// The element type is not supported.
     #[error("dtype \"{0}\" is not supported (bfloat16, float16 and float32 are)")]
@@ -444,11 +478,14 @@ pub enum ConfigProblem {
     /// The weights are quantised in a way that is not supported.
     #[error("quantization \"{0}\" is not supported ({known} are)", known = quantization::methods())]
     Quantized(String),
-    /// The model uses sliding-window attention.
-    #[error("sliding-window attention is not supported ({0})")]
+    /// The model uses sliding-window attention, which its family does not have.
+    #[error("sliding-window attention is not supported for this architecture ({0})")]
     SlidingWindow(String),
-    /// A layer is neither full attention nor, in a hybrid, linear attention.
-    #[error("layer type \"{0}\" is not supported (full_attention is, and linear_attention in hybrids)")]
+    /// A layer is of a type that its family does not have.
+    #[error(
+        "layer type \"{0}\" is not supported for this architecture (full_attention is, sliding_attention in families \
+         with a window, linear_attention in hybrids)"
+    )]
     UnsupportedLayer(String),
     /// A required key is missing.
     #[error("{0} is missing")]

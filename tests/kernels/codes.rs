@@ -11,7 +11,7 @@ use crate::harness::{Bench, Cases, Expect, POISON, Random};
 use ostinato::kernels::embed::{RowsFrom, Table, embed_rows};
 use ostinato::kernels::gemm::codes::{expand_codes, expanded_bytes, shared_bytes, skinny_codes};
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig};
-use ostinato::kernels::gemm::{Activations, Epilogue, Matrix, Product};
+use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product};
 use ostinato::kernels::moe::{ExpertsShape, Mlp, Used};
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::EmbedRowsArgs;
@@ -162,7 +162,7 @@ impl Case {
     /// Adds the operands. The values after x's columns and after the norm are poison.
     fn product(&self, cases: &mut Cases, random: &mut Random, layout: Layout, limit: f32) -> Product {
         let Case { way, rows, n, k, flow, .. } = *self;
-        let outputs = if self.epilogue == Epilogue::SwiGlu { n / 2 } else { n };
+        let outputs = if self.epilogue == Epilogue::Gated(Glu::Silu) { n / 2 } else { n };
         let (x_stride, y_stride) = (stride(k), stride(outputs));
         let weight = cases.words("weight", &way.matrix(random, n, k, layout));
         let word = |tag: Option<u32>| move |v: f32| tag.map_or(v.to_bits(), |tag| tagged(v, tag));
@@ -203,7 +203,7 @@ impl Case {
 
 /// A product of each format, with several widths and epilogues.
 fn products(rows: &[u32], flow: Flow) -> Vec<Case> {
-    let epilogues = [Epilogue::Store, Epilogue::SwiGlu, Epilogue::Residual];
+    let epilogues = [Epilogue::Store, Epilogue::Gated(Glu::Silu), Epilogue::Residual];
     let each = ways().into_iter().enumerate().flat_map(|(index, way)| rows.iter().map(move |rows| (index, way, *rows)));
     each.map(|(index, way, rows)| {
         let k = [256, 512, 280, 96][index % 4];
@@ -247,7 +247,7 @@ fn skinny_cases(name: &str, list: Vec<Case>) {
         let shared = shared_bytes(config, case.way.format(), case.rows, Matrices::Emulated);
         assert!(shared <= 32 << 10, "{config:?} of {} rows: {shared}", case.rows);
         cases.case(format!("{case:?}.{config:?}"));
-        let limit = if case.epilogue == Epilogue::SwiGlu { HALF_SWIGLU } else { HALF };
+        let limit = if case.epilogue == Epilogue::Gated(Glu::Silu) { HALF_SWIGLU } else { HALF };
         let product = case.product(&mut cases, &mut random, Layout::Fragments, limit);
         let fault = cases.words("fault", &[0]);
         cases.recording.call(skinny_codes(&product, case.rows, Matrices::Emulated, config, case.flow, fault));
@@ -337,6 +337,7 @@ fn embeddings_of_every_format_in_both_layouts() {
                 part_rows: vocabulary,
                 x_tag: 0,
                 tokens_at: 0,
+                scale: 1.0,
             };
             let table = Table { format: way.format(), fragments: layout == Layout::Fragments };
             cases.recording.call(embed_rows(

@@ -14,11 +14,12 @@
 
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor, round};
+use crate::scores::{first_visible, scored, sink_of, variants};
 use ostinato::device::{Component, MatrixShape};
-use ostinato::kernels::attention::Heads;
 use ostinato::kernels::attention::flash::{
     PARTS, SHARED_BYTES, counters_bytes, flash, flash_serves, flash_tiles, partials_bytes,
 };
+use ostinato::kernels::attention::{Heads, Scores};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows};
 use ostinato::kernels::gemm::skinny::Matrices;
 use ostinato::kernels::host_memory::HostMemory;
@@ -32,7 +33,16 @@ const SLOTS: u32 = 3;
 const SLOT: u32 = 1;
 
 fn heads(group: u32, kv: u32, dim: u32) -> Heads {
-    Heads { q: group * kv, kv, dim, rot: dim, qk_norm: false, gated: group.is_multiple_of(2), kv_format: Format::F16 }
+    Heads {
+        q: group * kv,
+        kv,
+        dim,
+        rot: dim,
+        qk_norm: false,
+        gated: group.is_multiple_of(2),
+        scores: Scores::default(),
+        kv_format: Format::F16,
+    }
 }
 
 /// Returns the implementations of the matrix product that a device supports.
@@ -98,13 +108,15 @@ impl Chunk {
         let at = |token: u32| token * kv + head / self.heads.group();
         let score = |token: u32| {
             let dot: f64 = of(&self.keys, at(token)).iter().zip(&query).map(|(k, q)| k * q).sum();
-            dot / f64::from(dim).sqrt()
+            scored(self.heads.scores, dim, dot)
         };
-        let scores: Vec<f64> = (0..=self.start + row).map(score).collect();
-        let top = scores.iter().copied().fold(f64::MIN, f64::max);
+        let first = first_visible(self.heads.scores, self.start + row);
+        let scores: Vec<f64> = (first..=self.start + row).map(score).collect();
+        let sink = if self.heads.scores.sinks { f64::from(sink_of(head)) } else { f64::NEG_INFINITY };
+        let top = scores.iter().copied().fold(sink, f64::max);
         let mut sums = vec![0.0; dim as usize];
-        let mut total = 0.0;
-        for (token, score) in (0..).zip(scores) {
+        let mut total = (sink - top).exp();
+        for (token, score) in (first..).zip(scores) {
             let weight = (score - top).exp();
             total += weight;
             for (sum, value) in sums.iter_mut().zip(of(&self.values, at(token))) {
@@ -162,7 +174,8 @@ fn call(chunks: &[Chunk], splits: u32, cases: &mut Cases, matrices: Matrices) ->
         for (at, page) in chunk.pages.iter().enumerate() {
             table[(slot * max_pages) as usize + at] = first_page + page;
         }
-        for token in 0..chunk.start + chunk.length {
+        // Tokens that no row sees may hold anything.
+        for token in first_visible(heads.scores, chunk.start)..chunk.start + chunk.length {
             let page = first_page + chunk.pages[token as usize / 16];
             for head in 0..kv {
                 for i in 0..dim {
@@ -194,6 +207,7 @@ fn call(chunks: &[Chunk], splits: u32, cases: &mut Cases, matrices: Matrices) ->
         output_stride,
         partials: cases.output("partials", partials_bytes(heads) as usize / 4, Expect::Any),
         counters: cases.words("counters", &vec![0; counters_bytes(heads) as usize / 4]),
+        sinks: cases.floats("sinks", &(0..q).map(sink_of).collect::<Vec<f32>>()),
         max_pages,
         parts: PARTS,
     };
@@ -288,6 +302,22 @@ fn ends_of_long_prompts_are_shared() {
         steps.push(vec![Chunk::new(&mut random, heads, 900, 2, 2)]);
     }
     check_steps(Driver::all(), "shared", 5, &steps);
+}
+
+/// Goal: windows, sinks and bounds of scores, alone and with workgroups that share a context of which some rows see
+/// nothing.
+#[test]
+fn variants_of_scores_agree() {
+    let mut random = Random(37);
+    let mut steps = Vec::new();
+    for (index, scores) in variants().into_iter().enumerate() {
+        let heads = Heads { scores, ..heads([4, 1, 3][index], 1 + index as u32 % 2, [64, 32, 64][index]) };
+        for shape in [&[(0, 70), (3, 16)][..], &[(300, 33)], &[(0, 1), (500, 2), (31, 40)]] {
+            let chunk = |&(start, length): &(u32, u32)| Chunk::new(&mut random, heads, start, length, length + 1);
+            steps.push(shape.iter().map(chunk).collect());
+        }
+    }
+    check_steps(Driver::all(), "scores", 3, &steps);
 }
 
 #[test]

@@ -11,13 +11,14 @@
 
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor, round, ways};
+use crate::scores::{self, first_visible, query_scale, scored, sink_of};
 use half::bf16;
 use ostinato::kernels::attention::flash_decode::{Split, Spread, flash_decode, plan_splits};
-use ostinato::kernels::attention::{self, Heads};
+use ostinato::kernels::attention::{self, Heads, Scores};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows, RowsFrom, Table, embed_rows};
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig, skinny};
 use ostinato::kernels::gemm::tiled::{Packed, token_index};
-use ostinato::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last};
+use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product, take_last};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::{AppendArgs, AttentionArgs, EmbedRowsArgs, TakeLastArgs};
@@ -159,6 +160,7 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
                     part_rows: count,
                     x_tag: 0,
                     tokens_at: layout.token(0),
+                    scale: 1.0,
                 };
                 let table = Table { format, fragments: false };
                 cases.recording.call(embed_rows("embed".to_owned(), table, from, rows, hidden, Flow::NONE, args));
@@ -239,6 +241,7 @@ fn embed_rows_from_fragments_and_with_tags() {
                     part_rows: count,
                     x_tag: 0,
                     tokens_at: layout.token(0),
+                    scale: 1.5,
                 };
                 let table = Table { format: Format::Bf16, fragments: true };
                 let from = RowsFrom::Chunk;
@@ -251,7 +254,7 @@ fn embed_rows_from_fragments_and_with_tags() {
     for (x, tokens, table, hidden, stride, tag) in outputs {
         for (row, token) in (0..).zip(tokens) {
             for i in 0..hidden {
-                let value = table[(token * hidden + i) as usize];
+                let value = 1.5 * table[(token * hidden + i) as usize];
                 let wanted = tag.map_or(value.to_bits(), |tag| tagged(value, tag));
                 assert_eq!(reference.u32(x, row * stride + i), wanted, "token {token}, value {i} of {hidden}");
             }
@@ -376,7 +379,7 @@ impl Logical {
     }
 
     fn outputs(&self) -> u32 {
-        if self.epilogue == Epilogue::SwiGlu { self.n / 2 } else { self.n }
+        if self.epilogue == Epilogue::Gated(Glu::Silu) { self.n / 2 } else { self.n }
     }
 
     /// Adds the buffers, with poison wherever nothing may be read, and returns the product.
@@ -432,7 +435,7 @@ impl Logical {
                 let wanted = match self.epilogue {
                     Epilogue::Store => v(i),
                     Epilogue::Residual => f64::from(self.old[row * n + i]) + v(i),
-                    Epilogue::SwiGlu => {
+                    Epilogue::Gated(_) => {
                         let gate = v(2 * i);
                         gate / (1.0 + (-gate).exp()) * v(2 * i + 1)
                     }
@@ -448,7 +451,7 @@ impl Logical {
 }
 
 fn variants() -> Vec<(Format, bool, bool, Epilogue)> {
-    let epilogues = [Epilogue::Store, Epilogue::Residual, Epilogue::SwiGlu];
+    let epilogues = [Epilogue::Store, Epilogue::Residual, Epilogue::Gated(Glu::Silu)];
     let options = epilogues
         .into_iter()
         .flat_map(|e| [(false, false), (true, false), (false, true), (true, true)].map(|(n, b)| (n, b, e)));
@@ -465,8 +468,11 @@ fn gemv_multiplies_a_few_rows() {
     for (index, (format, norm, bias, epilogue)) in variants().into_iter().enumerate() {
         for turn in 0..3 {
             let at = index * 3 + turn;
-            let shape =
-                if epilogue != Epilogue::SwiGlu && turn == 2 { odd[at % odd.len()] } else { shapes[at % shapes.len()] };
+            let shape = if epilogue != Epilogue::Gated(Glu::Silu) && turn == 2 {
+                odd[at % odd.len()]
+            } else {
+                shapes[at % shapes.len()]
+            };
             let rows = at as u32 % 17 + 1;
             let threads = [32, 64, 128][(index / 3 + index % 3) % 3];
             let weight_rows = [2, 4][at % 2];
@@ -512,7 +518,7 @@ fn matmul_multiplies_the_rows_of_a_chunk() {
     for (index, (format, norm, bias, epilogue)) in variants().into_iter().enumerate() {
         for turn in 0..2 {
             let at = index * 2 + turn;
-            let shape = if epilogue != Epilogue::SwiGlu && turn == 1 {
+            let shape = if epilogue != Epilogue::Gated(Glu::Silu) && turn == 1 {
                 odd[at / 2 % odd.len()]
             } else {
                 shapes[at % shapes.len()]
@@ -666,21 +672,22 @@ fn skinny_cases(name: &str, list: &[Skinny], flow: impl Fn(usize) -> Flow) {
 
 #[test]
 fn skinny_multiplies_a_few_rows_by_fragments() {
-    use Epilogue::{Residual, Store, SwiGlu};
+    use Epilogue::{Residual, Store};
+    const GATED: Epilogue = Epilogue::Gated(Glu::Silu);
     let list: [Skinny; 14] = [
         (1, (16, 8), (false, false), Store, [32, 1, 1]),
-        (1, (146, 40), (true, true), SwiGlu, [64, 2, 2]),
+        (1, (146, 40), (true, true), GATED, [64, 2, 2]),
         (1, (70, 1024), (true, false), Store, [256, 1, 4]),
         (1, (3, 33), (false, true), Residual, [32, 1, 3]),
         (1, (131, 200), (false, false), Store, [64, 3, 2]),
         (2, (50, 145), (true, true), Residual, [128, 1, 2]),
-        (3, (34, 200), (false, true), SwiGlu, [64, 2, 1]),
+        (3, (34, 200), (false, true), GATED, [64, 2, 1]),
         (5, (145, 72), (true, false), Store, [32, 3, 1]),
-        (8, (62, 96), (true, false), SwiGlu, [128, 1, 2]),
+        (8, (62, 96), (true, false), GATED, [128, 1, 2]),
         (8, (33, 1024), (false, false), Residual, [256, 1, 2]),
         (9, (18, 200), (true, true), Residual, [64, 1, 2]),
         (12, (37, 72), (false, true), Store, [128, 2, 1]),
-        (16, (48, 145), (true, false), SwiGlu, [64, 1, 1]),
+        (16, (48, 145), (true, false), GATED, [64, 1, 1]),
         (33, (22, 40), (true, true), Residual, [32, 1, 1]),
     ];
     skinny_cases("skinny", &list, |_| Flow::NONE);
@@ -690,13 +697,14 @@ fn skinny_multiplies_a_few_rows_by_fragments() {
 /// multiples of 4, as those of rows padded to 32 are. The output carries a third tag; in the last case it carries none.
 #[test]
 fn skinny_reads_and_writes_tagged_rows() {
-    use Epilogue::{Residual, Store, SwiGlu};
+    use Epilogue::{Residual, Store};
+    const GATED: Epilogue = Epilogue::Gated(Glu::Silu);
     let list: [Skinny; 7] = [
         (1, (48, 96), (true, true), Store, [64, 1, 2]),
         (1, (36, 1024), (false, false), Residual, [256, 1, 4]),
-        (1, (98, 32), (true, false), SwiGlu, [32, 3, 1]),
+        (1, (98, 32), (true, false), GATED, [32, 3, 1]),
         (2, (40, 64), (true, false), Residual, [128, 1, 1]),
-        (5, (50, 160), (false, true), SwiGlu, [64, 2, 1]),
+        (5, (50, 160), (false, true), GATED, [64, 2, 1]),
         (8, (32, 96), (true, false), Store, [32, 1, 2]),
         (3, (19, 64), (true, false), Store, [64, 1, 1]),
     ];
@@ -766,6 +774,9 @@ impl Context {
                         [(p as f32 * 0.7 / (1 + j) as f32).cos(), (p as f32 * 0.7 / (1 + j) as f32).sin()]
                     })
                 })
+                .chain((0..if heads.scores.query_scales.is_some() { LONGEST } else { 0 }).map(query_scale))
+                // Without rotated dimensions there is no table; a buffer has at least one value.
+                .chain((rot == 0).then_some(f32::NAN))
                 .collect(),
             stride: width + 8,
         }
@@ -816,7 +827,9 @@ impl Context {
         let floats = (pages * self.heads.kv * 16 * self.heads.dim) as usize;
         let (mut k, mut v) = (vec![f32::NAN; floats], vec![f32::NAN; floats]);
         for (row, position) in self.rows.iter().enumerate() {
-            for token in 0..position.map_or(0, &tokens) {
+            // Tokens before the window may hold anything.
+            let first = position.map_or(0, |position| first_visible(self.heads.scores, position));
+            for token in first..position.map_or(0, &tokens) {
                 for head in 0..self.heads.kv {
                     for i in 0..self.heads.dim {
                         let at = (token * self.heads.kv + head) as usize;
@@ -855,12 +868,17 @@ impl Context {
             values[j] = old[j] * c - old[j + half] * s;
             values[j + half] = old[j + half] * c + old[j] * s;
         }
+        if head < self.heads.q && self.heads.scores.query_scales.is_some() {
+            let position = self.rows[row].expect("a valid row");
+            values.iter_mut().for_each(|value| *value *= f64::from(query_scale(position)));
+        }
         values
     }
 
-    /// Returns softmax(q · Kᵀ / sqrt(D)) · V. `new` is the key and value of the row's own token, if it is not in the
-    /// cache.
-    fn attend(&self, row: usize, kv_head: u32, query: &[f64], new: Option<(&[f64], &[f64])>) -> Vec<f64> {
+    /// Returns softmax(q · Kᵀ / sqrt(D)) · V of query head `h`. `new` is the key and value of the row's own token, if it is
+    /// not in the cache.
+    fn attend(&self, row: usize, h: u32, query: &[f64], new: Option<(&[f64], &[f64])>) -> Vec<f64> {
+        let kv_head = h / self.heads.group();
         let position = self.rows[row].expect("a valid row");
         let cached = |of: &[Vec<f32>], token: u32| -> Vec<f64> {
             of[(token * self.heads.kv + kv_head) as usize].iter().map(|v| f64::from(*v)).collect()
@@ -869,13 +887,12 @@ impl Context {
             Some((k, v)) if token == position => (k.to_vec(), v.to_vec()),
             _ => (cached(&self.keys[row], token), cached(&self.values[row], token)),
         };
-        let kv: Vec<_> = (0..=position).map(token).collect();
-        let scores: Vec<f64> = kv
-            .iter()
-            .map(|(k, _)| k.iter().zip(query).map(|(k, q)| k * q).sum::<f64>() / f64::from(self.heads.dim).sqrt())
-            .collect();
-        let top = scores.iter().copied().fold(f64::MIN, f64::max);
-        let total: f64 = scores.iter().map(|s| (s - top).exp()).sum();
+        let kv: Vec<_> = (first_visible(self.heads.scores, position)..=position).map(token).collect();
+        let dot = |k: &[f64]| k.iter().zip(query).map(|(k, q)| k * q).sum::<f64>();
+        let scores: Vec<f64> = kv.iter().map(|(k, _)| scored(self.heads.scores, self.heads.dim, dot(k))).collect();
+        let sink = if self.heads.scores.sinks { f64::from(sink_of(h)) } else { f64::NEG_INFINITY };
+        let top = scores.iter().copied().fold(sink, f64::max);
+        let total: f64 = scores.iter().map(|s| (s - top).exp()).sum::<f64>() + (sink - top).exp();
         (0..query.len())
             .map(|i| scores.iter().zip(&kv).map(|(s, (_, v))| (s - top).exp() / total * v[i]).sum())
             .collect()
@@ -901,9 +918,10 @@ fn all_heads() -> Vec<Heads> {
         rot,
         qk_norm,
         gated: dim == 80 || rot < dim,
+        scores: Scores::default(),
         kv_format,
     };
-    [
+    let plain: [Heads; 9] = [
         (1, 1, 8, 8, false, Format::F32),
         (7, 1, 8, 4, true, Format::F16),
         (6, 2, 64, 64, true, Format::F32),
@@ -914,8 +932,25 @@ fn all_heads() -> Vec<Heads> {
         (6, 2, 128, 64, true, Format::F16),
         (2, 2, 128, 128, false, Format::F16),
     ]
-    .map(make)
-    .to_vec()
+    .map(make);
+    let varied = [
+        make((4, 2, 64, 64, false, Format::F32)),
+        make((3, 1, 64, 0, false, Format::F16)),
+        make((2, 1, 512, 512, true, Format::F32)),
+    ];
+    plain.into_iter().chain(with_scores(&varied)).collect()
+}
+
+/// Returns each of the heads with a variant of the scores.
+fn with_scores(heads: &[Heads]) -> Vec<Heads> {
+    let of = |(at, heads): (usize, &Heads)| {
+        let variants = scores::variants();
+        let scores = variants[at % variants.len()];
+        // The factors of queries follow the rotary table.
+        let query_scales = (at == 0).then_some(LONGEST * heads.rot);
+        Heads { scores: Scores { query_scales, ..scores }, ..*heads }
+    };
+    heads.iter().enumerate().map(of).collect()
 }
 
 const POSITIONS: [u32; 10] = [0, 1, 15, 16, 17, 31, 32, 127, 128, 300];
@@ -999,12 +1034,27 @@ fn append_normalises_rotates_and_fills_pages() {
 /// Returns heads that `flash_decode` supports: groups that leave lanes idle, and head sizes that the lanes do not
 /// divide evenly.
 fn flash_heads() -> Vec<Heads> {
-    let make =
-        |(q, kv, dim, rot, qk_norm)| Heads { q, kv, dim, rot, qk_norm, gated: rot < dim, kv_format: Format::F16 };
-    [(7, 1, 64, 32, false), (6, 2, 128, 64, true), (3, 1, 32, 32, true), (8, 1, 32, 16, false), (5, 1, 96, 96, true)]
-        .map(make)
-        .to_vec()
+    let make = |(q, kv, dim, rot, qk_norm)| Heads {
+        q,
+        kv,
+        dim,
+        rot,
+        qk_norm,
+        gated: rot < dim,
+        scores: Scores::default(),
+        kv_format: Format::F16,
+    };
+    let plain = [
+        (7, 1, 64, 32, false),
+        (6, 2, 128, 64, true),
+        (3, 1, 32, 32, true),
+        (8, 1, 32, 16, false),
+        (5, 1, 96, 96, true),
+    ];
+    let varied = [(4, 2, 64, 64, false), (3, 1, 32, 32, true), (2, 2, 96, 0, false)].map(make);
+    plain.map(make).into_iter().chain(with_scores(&varied)).collect()
 }
+
 /// How `flash_decode` splits its rows and writes its output.
 #[derive(Clone, Copy, PartialEq)]
 enum Batch {
@@ -1079,6 +1129,7 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
                 counters: cases.words("counters", &vec![0; (heads.kv * count) as usize]),
                 o: outputs[0],
                 fault: cases.words("fault", &[0]),
+                sinks: cases.floats("sinks", &(0..heads.q).map(sink_of).collect::<Vec<f32>>()),
                 stride: context.stride,
                 output_stride: if packs { width / 32 } else { width + 8 },
                 max_pages: context.max_pages,
@@ -1103,7 +1154,8 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
                         let spread = Spread { units: (splits - 1) * count, least: 1 + index as u32 % 2 };
                         let work =
                             cases.output(&format!("work.{turn}"), spread.bytes(count) as usize / 4, Expect::Exact);
-                        let plan = plan_splits("plan".to_owned(), count, spread, args.rows, work);
+                        let window = heads.scores.window;
+                        let plan = plan_splits("plan".to_owned(), count, spread, window, args.rows, work);
                         cases.recording.call(plan);
                         let split = Split::Planned { units: spread.most(count) };
                         let args = AttentionArgs { rows: work, ..args };
@@ -1146,7 +1198,7 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
                     )
                 });
                 let query = if fused { context.prepared(row, h, &context.q_norm) } else { context.head(row, h) };
-                let wanted = context.attend(row, kv_head, &query, new.as_ref().map(|(k, v)| (&k[..], &v[..])));
+                let wanted = context.attend(row, h, &query, new.as_ref().map(|(k, v)| (&k[..], &v[..])));
                 let wanted = context.gated(row, h, wanted);
                 for i in 0..dim {
                     for o in outputs {

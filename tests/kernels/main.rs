@@ -13,4 +13,6 @@ mod forward;
 mod moe;
 mod recordings;
 mod sampling;
+mod scores;
+mod stream;
 mod tiled;

@@ -72,7 +72,12 @@ fn decoder<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, max_
         kv_format: Format::F32,
         ring: RING,
         context: 16 * PAGES,
-        tuning: defaults::tuning(&vulkan.adapter(driver), None, checkpoint.config.kv_heads, checkpoint.config.context),
+        tuning: defaults::tuning(
+            &vulkan.adapter(driver),
+            None,
+            checkpoint.config.attention_kinds[0].kv_heads,
+            checkpoint.config.context,
+        ),
     }
 }
 
@@ -120,7 +125,7 @@ fn weight_words(decoder: &Decoder<'_>) -> Memory {
 fn initial(decoder: &Decoder<'_>, recordings: &[&Recording]) -> Memory {
     let mut memory = weight_words(decoder);
     let c = decoder.config;
-    let heads = decoder.heads();
+    let heads = decoder.heads(0);
     for (name, bytes) in buffer_sizes(recordings) {
         let words = bytes.div_ceil(4) as usize;
         let row = |width: u32| {
@@ -142,7 +147,7 @@ fn initial(decoder: &Decoder<'_>, recordings: &[&Recording]) -> Memory {
         let content = match name.as_str() {
             "x" | "head.x" | "draft.x" | "draft.embedded" | "draft.head" => row(c.hidden),
             "draft.joined" => row(2 * c.hidden),
-            "qkv" => row(c.qkv_rows()),
+            "qkv" => row(c.qkv_rows(&c.attention_kinds[0])),
             "attention.output" => row(heads.q * heads.dim),
             "in_proj.output" => row(net().projected_rows()),
             // Read for rows without a sequence, but not written where only steps of few rows have this buffer.
@@ -151,7 +156,7 @@ fn initial(decoder: &Decoder<'_>, recordings: &[&Recording]) -> Memory {
             "router.logits" => row(experts().count + u32::from(experts().shared_inner.is_some())),
             "experts.middle" => middle(),
             "logits" | "draft.logits" => row(c.vocab),
-            "rope" => decoder.rope_table().iter().map(|v| v.to_bits()).collect(),
+            "rope" => decoder.rope_tables()[0].1.iter().map(|v| v.to_bits()).collect(),
             // Pages, states and scratch are not initialised.
             name if name.starts_with("kv.") || name.starts_with(RECURRENT) => vec![POISON; words],
             "attention.partials" | "scan" | "experts.parts" => vec![POISON; words],
@@ -260,7 +265,7 @@ impl<'a> Run<'a> {
             layout: decoder.state,
             bound,
             host: interpreted.then_some(memory),
-            heads: decoder.heads(),
+            heads: decoder.heads(0),
             kv_format: decoder.kv_format,
             near: if decoder.config.delta.is_some() { 2.0 * NEAR } else { NEAR },
         }
@@ -981,7 +986,7 @@ fn calls(recording: &Recording) -> Vec<&str> {
 fn stages(checkpoint: &Checkpoint, layer: u32, fragments: bool) -> Vec<String> {
     let c = &checkpoint.config;
     let mixer = match c.layer_kinds[layer as usize] {
-        LayerKind::FullAttention => ["qkv", "attention", "o"],
+        LayerKind::Attention => ["qkv", "attention", "o"],
         LayerKind::GatedDelta => ["in_proj", "delta", "o"],
     };
     let mlp: &[&str] = match c.mlp_kinds[layer as usize] {

@@ -14,7 +14,7 @@ use crate::harness::{Bench, Cases, Expect, POISON, Random, round, ways};
 use half::{bf16, f16};
 use ostinato::kernels::gemm::panel::{Fold, PanelConfig, Unscaled, panel};
 use ostinato::kernels::gemm::tiled::{Output, Packed, Tile, Tiled, pack_rows, token_index};
-use ostinato::kernels::gemm::{Activations, Epilogue, Matrix};
+use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
 use ostinato::memory::pack::{Format, fragment_index};
@@ -194,7 +194,7 @@ impl Logical {
     }
 
     fn outputs(&self) -> u32 {
-        if self.epilogue == Epilogue::SwiGlu { self.n / 2 } else { self.n }
+        if self.epilogue == Epilogue::Gated(Glu::Silu) { self.n / 2 } else { self.n }
     }
 
     /// Adds the buffers, with poison wherever nothing may be read, and returns the product.
@@ -243,7 +243,7 @@ impl Logical {
         match self.epilogue {
             Epilogue::Store => v(i),
             Epilogue::Residual => f64::from(self.old[row * n + i]) + v(i),
-            Epilogue::SwiGlu => silu(v(2 * i)) * v(2 * i + 1),
+            Epilogue::Gated(_) => silu(v(2 * i)) * v(2 * i + 1),
         }
     }
 
@@ -272,8 +272,12 @@ fn tiled_multiplies_the_rows_of_a_chunk() {
     let shapes = [(2, 8), (146, 40), (64, 72), (130, 145), (66, 200), (16, 32), (62, 40), (256, 128), (320, 96)];
     let odd = [(1, 8), (145, 145), (65, 40), (63, 200)];
     let counts = [(16, 16), (64, 1), (16, 7), (64, 63), (128, 64), (128, 65), (64, 17)];
-    let epilogues =
-        [(Epilogue::Store, false), (Epilogue::Residual, false), (Epilogue::SwiGlu, false), (Epilogue::SwiGlu, true)];
+    let epilogues = [
+        (Epilogue::Store, false),
+        (Epilogue::Residual, false),
+        (Epilogue::Gated(Glu::Silu), false),
+        (Epilogue::Gated(Glu::Silu), true),
+    ];
     for tile in tiles() {
         let mut cases = Cases::new(&format!("tiled.{tile:?}"));
         let mut random = Random(22);
@@ -320,8 +324,12 @@ fn panel_multiplies_the_rows_of_a_batch() {
     let shapes = [(2, 8), (146, 40), (64, 72), (130, 145), (66, 200), (16, 32), (62, 40), (256, 128), (320, 96)];
     let batches = [9, 17, 70];
     let configs = [(64, 1, 1), (32, 2, 1)];
-    let epilogues =
-        [(Epilogue::Store, false), (Epilogue::Residual, false), (Epilogue::SwiGlu, false), (Epilogue::SwiGlu, true)];
+    let epilogues = [
+        (Epilogue::Store, false),
+        (Epilogue::Residual, false),
+        (Epilogue::Gated(Glu::Silu), false),
+        (Epilogue::Gated(Glu::Silu), true),
+    ];
     for matrices in ways() {
         let mut cases = Cases::new(&format!("panel.{matrices:?}"));
         let mut random = Random(24);
@@ -358,8 +366,8 @@ fn tiled_multiplies_the_rows_of_a_batch() {
         let epilogues = [
             (Epilogue::Store, false),
             (Epilogue::Residual, false),
-            (Epilogue::SwiGlu, false),
-            (Epilogue::SwiGlu, true),
+            (Epilogue::Gated(Glu::Silu), false),
+            (Epilogue::Gated(Glu::Silu), true),
         ];
         for (at, (epilogue, into_packed)) in epilogues.into_iter().enumerate() {
             for (shape, rows) in [((192, 96), 128), ((400, 160), 256), ((66, 200), 128)] {
@@ -404,7 +412,8 @@ fn panels_fold_the_norm_between_them() {
             let config = PanelConfig { threads: 64, tiles, ahead: 1, blocks };
             cases.recording.call(panel(&first, rows, *matrices, config, Fold::Next(unscaled, norm)));
             cases.case(format!("{rows}x{hidden}.behind"));
-            let logical = Logical::new(&mut random, Format::Bf16, (inner * 2, hidden), rows, false, Epilogue::SwiGlu);
+            let logical =
+                Logical::new(&mut random, Format::Bf16, (inner * 2, hidden), rows, false, Epilogue::Gated(Glu::Silu));
             // A value of x that is rounded the other way changes the results that depend on it.
             let second = logical.product(&mut cases, rows, false, 1e-2);
             let second = Tiled { x: unscaled.rows, ..second };
@@ -453,7 +462,7 @@ fn a_feed_forward_block_runs_on_packed_rows() {
                 Some(count),
             ));
             let products = [
-                (gate_up, spaces[0], Epilogue::SwiGlu, Output::Packed(spaces[1])),
+                (gate_up, spaces[0], Epilogue::Gated(Glu::Silu), Output::Packed(spaces[1])),
                 (down, spaces[1], Epilogue::Residual, Output::Rows(residual)),
             ];
             for (weight, x, epilogue, y) in products {
@@ -477,7 +486,7 @@ fn tiled_at_the_shapes_of_models() {
     let calls = [
         ((4096, 4096), 512, Epilogue::Residual, false),
         ((6144, 2560), 300, Epilogue::Store, false),
-        ((8192, 4096), 129, Epilogue::SwiGlu, true),
+        ((8192, 4096), 129, Epilogue::Gated(Glu::Silu), true),
     ];
     for (shape, used, epilogue, into_packed) in calls {
         for format in FORMATS {

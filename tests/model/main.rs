@@ -10,6 +10,7 @@ mod serving;
 mod batches;
 mod demo;
 mod fallback;
+mod families;
 mod grammar;
 mod hybrids;
 mod llama_cpp;

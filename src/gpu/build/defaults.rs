@@ -198,7 +198,7 @@ impl Build<'_> {
 
     pub(crate) fn tuning(&self, context: u32) -> Tuning {
         let adapter = self.adapter;
-        let kv_heads = self.checkpoint.config.kv_heads;
+        let kv_heads = self.checkpoint.config.attention_kinds[0].kv_heads;
         let mut tuning = tuning(adapter, self.opened.matrices, kv_heads, context);
         for change in self.tune {
             tuning.set(change);

@@ -10,7 +10,7 @@ use crate::kernels::region::buffer_sizes;
 use crate::kernels::state::MOST_DRAFTS;
 use crate::memory::plan::{self, KvRequest, MemoryLimits, Pages, Plan, PlanEntry, Purpose, Side};
 use crate::model::config::LayerKind;
-use crate::model::decoder::{self, Decoder, Part};
+use crate::model::decoder::{self, Decoder, Part, ROPE};
 
 /// The default size of the KV pool, if memory suffices, is the maximum context for every slot, but at most the larger
 /// of `DEFAULT_CONTEXTS` maximum contexts and [`DEFAULT_KV_TOKENS`] tokens.
@@ -36,7 +36,8 @@ const MOST_CHUNK: u32 = 16_384;
 /// Returns the purpose of a buffer in the memory plan, by the buffer's name.
 pub(crate) fn purpose(name: &str) -> Purpose {
     match name {
-        "state" | "sampling.counts" | "step" | "rope" => Purpose::State,
+        "state" | "sampling.counts" | "step" => Purpose::State,
+        name if name.starts_with(ROPE) => Purpose::State,
         name if name.starts_with(decoder::RECURRENT) => Purpose::Recurrent,
         "ring" | "dump" | "scores" => Purpose::Ring,
         name if name.starts_with("kv.") => Purpose::KvPages,
@@ -89,14 +90,16 @@ impl Build<'_> {
             return Err(self
                 .unsupported(format!("prefill_chunk is {chunk}, recurrent state takes a multiple of {STATE_TOKENS}")));
         }
-        if !c.head_dim.is_multiple_of(8) {
-            return Err(self.unsupported(format!("head_dim is {}, kernels need a multiple of 8", c.head_dim)));
-        }
-        if c.head_dim / 8 > self.adapter.capabilities.max_invocations {
-            return Err(self.unsupported(format!(
-                "head_dim is {}, the device's workgroups have {} invocations and need an eighth of it",
-                c.head_dim, self.adapter.capabilities.max_invocations
-            )));
+        for head_dim in c.attention_kinds.iter().map(|kind| kind.head_dim) {
+            if !head_dim.is_multiple_of(8) {
+                return Err(self.unsupported(format!("head_dim is {head_dim}, kernels need a multiple of 8")));
+            }
+            if head_dim / 8 > self.adapter.capabilities.max_invocations {
+                return Err(self.unsupported(format!(
+                    "head_dim is {head_dim}, the device's workgroups have {} invocations and need an eighth of it",
+                    self.adapter.capabilities.max_invocations
+                )));
+            }
         }
         Ok(())
     }
@@ -152,11 +155,13 @@ impl Build<'_> {
             }
             entries.push(entry);
         }
-        let heads = probe.heads();
-        // The drafting block has KV pages of its own.
-        let layers = probe.config.layers_of(LayerKind::FullAttention).count() as u64 + u64::from(probe.drafts());
+        // The bytes of a page of K, or of V, of each layer. The drafting block has KV pages of its own.
+        let of = |layer: u32| probe.heads(probe.config.attention_of[layer as usize]).page_bytes();
+        let layers: Vec<u64> = probe.config.layers_of(LayerKind::Attention).map(of).collect();
+        let drafting = if probe.drafts() { probe.heads(0).page_bytes() } else { 0 };
         let context_pages = u64::from(context.div_ceil(PAGE_TOKENS));
-        let page_bytes = heads.page_bytes() * 2 * layers;
+        let page_bytes = 2 * (layers.iter().sum::<u64>() + drafting);
+        let page_bytes_in_largest_buffer = layers.iter().copied().max().unwrap_or(0);
         let pages = match (self.model.kv_pages, self.model.kv_memory) {
             (Some(pages), _) => Pages::Exactly(u64::from(pages)),
             (None, Some(bytes)) => Pages::Exactly(bytes.0 / page_bytes),
@@ -167,7 +172,7 @@ impl Build<'_> {
         };
         // A configured context is kept or refused; the model's own context may be reduced to fit into memory.
         let least = if asked { context_pages } else { context_pages.min(16) };
-        let kv = KvRequest { page_bytes, page_bytes_in_largest_buffer: heads.page_bytes(), pages, least };
+        let kv = KvRequest { page_bytes, page_bytes_in_largest_buffer, pages, least };
         Plan::new(limits, entries, Some(kv))
             .map_err(|source| StartError::Plan { model: self.model.name.clone(), source })
     }

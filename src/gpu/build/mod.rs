@@ -33,7 +33,7 @@ use crate::memory::pack::Packing;
 use crate::memory::plan::{Purpose, Side};
 use crate::memory::{BufferTable, Place, WeightFile};
 use crate::model::checkpoint::{Checkpoint, SourceRef, WeightSpec};
-use crate::model::decoder::{Decoder, Part};
+use crate::model::decoder::{Decoder, Part, ROPE};
 use crate::replica::MemoryUse;
 use crate::telemetry::clock::Moment;
 use std::collections::{BTreeMap, HashMap};
@@ -98,7 +98,8 @@ pub(crate) struct Loading {
     /// Clears the buffers that start as zero.
     init: Arc<Region>,
     weights: Weights,
-    rope: Point,
+    /// After these the rotary tables are there.
+    tables: Vec<Point>,
     pipelines: (usize, Moment, Moment),
     started: Instant,
 }
@@ -175,7 +176,7 @@ impl Build<'_> {
             let buffer = self.opened.arena.buffer(&name, bytes, place)?;
             // Caches need no initial value: only entries that were written are read.
             let cache = matches!(purpose(&name), Purpose::KvPages | Purpose::Recurrent);
-            if place == Place::DeviceLocal && !cache && name != "rope" {
+            if place == Place::DeviceLocal && !cache && !name.starts_with(ROPE) {
                 let to = init.buffer(&name, bytes);
                 init.ops.push(Op::Fill { to, word: 0 });
             }
@@ -183,9 +184,11 @@ impl Build<'_> {
         }
 
         let load = Weights(Some(self.load(&decoder, &weights, &table)?));
-        let rope = decoder.rope_table();
-        let rope_buffer = table.require("rope")?;
-        let rope_point = self.opened.transfer.upload(&self.opened.ring, rope_buffer, 0, bytemuck::cast_slice(&rope))?;
+        let mut tables = Vec::new();
+        for (name, rope) in decoder.rope_tables() {
+            let bytes = bytemuck::cast_slice(&rope);
+            tables.push(self.opened.transfer.upload(&self.opened.ring, table.require(&name)?, 0, bytes)?);
+        }
 
         let mut with_init = all.clone();
         with_init.push(&init);
@@ -196,7 +199,7 @@ impl Build<'_> {
         })?;
         let init = Arc::new(Region::build(&self.opened.device, &init, &table, &pipelines)?);
         let built = (pipelines.len(), begin, Moment::now());
-        let loading = Loading { init, weights: load, rope: rope_point, pipelines: built, started };
+        let loading = Loading { init, weights: load, tables, pipelines: built, started };
         Ok(PreparedModel { decoder, recordings, table, pipelines, loading, memory })
     }
 
@@ -220,7 +223,7 @@ impl Build<'_> {
             loading.started.elapsed().as_secs_f64()
         ));
         spans::loaded(self.span, &report, loading.pipelines);
-        Ok((report.point.into_iter().chain([loading.rope]).collect(), report))
+        Ok((report.point.into_iter().chain(loading.tables).collect(), report))
     }
 
     /// Prepares a model and tests its kernels of quantised weights. If those for weights in fragments fail, the model is
@@ -342,7 +345,7 @@ impl Build<'_> {
         let executor = GpuExecutor::new(Parts {
             capacity,
             layout: decoder.state,
-            heads: decoder.heads(),
+            heads: decoder.heads(0),
             ring: decoder.ring,
             ring_buffer,
             masks: Arc::clone(table.require("masks")?),

@@ -3,7 +3,7 @@
 //! caches (`attention`).
 
 use super::Format;
-use crate::kernels::attention::{Heads, Layer, PAGE_TOKENS, gate, k_index, v_index};
+use crate::kernels::attention::{Heads, Layer, PAGE_TOKENS, first_visible, gate, k_index, score, v_index};
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::recording::Call;
@@ -58,6 +58,7 @@ pub fn flash(
         args.stride,
         args.output_stride
     );
+    let [scale, window, soft_cap] = heads.scores.words();
     let constants = FlashConstants {
         threads: THREADS,
         d: heads.dim,
@@ -66,6 +67,10 @@ pub fn flash(
         lanes: THREADS,
         splits,
         gated: u32::from(heads.gated),
+        scale,
+        window,
+        soft_cap,
+        sinks: u32::from(heads.scores.sinks),
     };
     Call {
         kernel: match matrices {
@@ -109,14 +114,18 @@ pub(crate) fn reference_flash(call: &Call, memory: &mut HostMemory) {
             for h in kvh * c.g..(kvh + 1) * c.g {
                 let query: Vec<f64> =
                     (0..c.d).map(|i| f64::from(memory.f32(a.qkv, row * a.stride + h * c.d + i))).collect();
-                let score =
-                    |key: &[f64]| key.iter().zip(&query).map(|(k, q)| k * q).sum::<f64>() / f64::from(c.d).sqrt();
-                let scores: Vec<f64> = keys.chunks_exact(d).map(score).collect();
-                let top = scores.iter().copied().fold(f64::MIN, f64::max);
+                let of_key = |key: &[f64]| {
+                    let dot = key.iter().zip(&query).map(|(k, q)| k * q).sum::<f64>();
+                    score(dot, c.d, c.scale, c.soft_cap)
+                };
+                let first = first_visible(c.window, position) as usize;
+                let scores: Vec<f64> = keys.chunks_exact(d).skip(first).map(of_key).collect();
+                let sink = if c.sinks == 1 { f64::from(memory.f32(a.sinks, h)) } else { f64::NEG_INFINITY };
+                let top = scores.iter().copied().fold(sink, f64::max);
                 let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
-                let total: f64 = weights.iter().sum();
+                let total: f64 = weights.iter().sum::<f64>() + (sink - top).exp();
                 let mut sums = vec![0.0; d];
-                for (weight, value) in weights.iter().zip(values.chunks_exact(d)) {
+                for (weight, value) in weights.iter().zip(values.chunks_exact(d).skip(first)) {
                     sums.iter_mut().zip(value).for_each(|(sum, v)| *sum += weight * v);
                 }
                 for (i, sum) in (0..).zip(sums) {

@@ -3,7 +3,7 @@
 //! other formats than f16.
 
 use super::Format;
-use crate::kernels::attention::{Heads, attend, put_row};
+use crate::kernels::attention::{Heads, attend, first_visible, put_row};
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::token_index;
 use crate::kernels::host_memory::HostMemory;
@@ -55,8 +55,9 @@ impl Spread {
     }
 }
 
-/// Returns the call that computes the plan of an attention's `rows` rows from their positions.
-pub fn plan_splits(label: String, rows: u32, spread: Spread, table: Range, work: Range) -> Call {
+/// Returns the call that computes the plan of an attention's `rows` rows from their positions. `window` is the number of
+/// tokens that a token sees, if not all.
+pub fn plan_splits(label: String, rows: u32, spread: Spread, window: Option<u32>, table: Range, work: Range) -> Call {
     Call {
         kernel: "plan_splits",
         label,
@@ -65,6 +66,7 @@ pub fn plan_splits(label: String, rows: u32, spread: Spread, table: Range, work:
             rows,
             units: spread.most(rows),
             most: MOST_SPLITS,
+            window: window.unwrap_or(0),
         }
         .into_values(),
         args: PlanSplitsArgs { rows: table, work, spread: spread.units, least: spread.least }.into_args(),
@@ -127,6 +129,7 @@ pub fn flash_decode(
         }
         Split::Planned { units } => (1, 0, [units, heads.kv, 1]),
     };
+    let [scale, window, soft_cap] = heads.scores.words();
     let constants = FlashDecodeConstants {
         threads,
         lanes: threads,
@@ -141,6 +144,11 @@ pub fn flash_decode(
         gated: u32::from(heads.gated),
         waits: u32::from(waits),
         combiners,
+        scale,
+        window,
+        soft_cap,
+        sinks: u32::from(heads.scores.sinks),
+        query_scales: heads.scores.query_scales.unwrap_or(0),
     };
     // The argument block is the same as `attention`'s, field for field.
     let args = AttentionArgs { fault: args.fault.none(), qkv_tag: flow.input, o_tag: flow.output.unwrap_or(0), ..args };
@@ -174,6 +182,11 @@ pub(crate) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
         workers: c.threads,
         tagged: c.tagged,
         gated: c.gated,
+        scale: c.scale,
+        window: c.window,
+        soft_cap: c.soft_cap,
+        sinks: c.sinks,
+        query_scales: c.query_scales,
     };
     let [groups, _, rows] = call.groups;
     let word = |at: u32| memory.u32(args.rows, at);
@@ -201,7 +214,10 @@ pub(crate) fn reference_plan_splits(call: &Call, memory: &mut HostMemory) {
     let c = PlanSplitsConstants::from_values(&call.constants);
     let rows: Vec<[u32; 4]> =
         (0..c.rows).map(|row| std::array::from_fn(|i| memory.u32(a.rows, row * 4 + i as u32))).collect();
-    let pages = |row: &[u32; 4]| if row[3] == 0 { 0 } else { row[1].div_ceil(16) };
+    let pages = |row: &[u32; 4]| match row[3] {
+        0 => 0,
+        _ => row[1].div_ceil(16) - first_visible(c.window, row[1]) / 16,
+    };
     let all: u32 = rows.iter().map(pages).sum();
     let live = |row: &[u32; 4]| {
         let most = (pages(row) / a.least.max(1)).clamp(1, c.most);

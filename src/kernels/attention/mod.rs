@@ -13,8 +13,50 @@ use crate::kernels::tags::{Flow, tagged};
 /// The number of tokens in a KV cache page.
 pub const PAGE_TOKENS: u32 = 16;
 
+/// Variants of attention scores, `scores.glsl`. The default is that of Llama: q · k / sqrt(D) over all earlier tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Scores {
+    /// The factor of q · k; `None` for 1 / sqrt(D).
+    pub scale: Option<f32>,
+    /// The number of tokens that a token sees, itself included (sliding window).
+    pub window: Option<u32>,
+    /// The bound c of `c * tanh(score / c)`.
+    pub soft_cap: Option<f32>,
+    /// Whether each query head has an attention sink: a score without a value.
+    pub sinks: bool,
+    /// Where in the rotary table the factor of each position's query begins, in floats.
+    pub query_scales: Option<u32>,
+}
+
+impl Scores {
+    /// Returns the constants SCALE, WINDOW and SOFT_CAP of kernels.
+    fn words(self) -> [u32; 3] {
+        [self.scale.map_or(0, f32::to_bits), self.window.unwrap_or(0), self.soft_cap.map_or(0, f32::to_bits)]
+    }
+}
+
+/// The first token that the token at `position` sees through a window of a kernel's constants.
+fn first_visible(window: u32, position: u32) -> u32 {
+    if window > 0 { (position + 1).saturating_sub(window) } else { 0 }
+}
+
+/// Returns q · k with the scale and the soft cap of a kernel's constants.
+fn score(dot: f64, d: u32, scale: u32, soft_cap: u32) -> f64 {
+    let scaled = match scale {
+        0 => dot / f64::from(d).sqrt(),
+        bits => dot * f64::from(f32::from_bits(bits)),
+    };
+    match soft_cap {
+        0 => scaled,
+        bits => {
+            let cap = f64::from(f32::from_bits(bits));
+            cap * (scaled / cap).tanh()
+        }
+    }
+}
+
 /// The heads of an attention layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Heads {
     /// The number of query heads.
     pub q: u32,
@@ -28,6 +70,8 @@ pub struct Heads {
     pub qk_norm: bool,
     /// Whether each value of the output is multiplied by the sigmoid of a gate. The gates follow the v heads in qkv.
     pub gated: bool,
+    /// The variant of the scores.
+    pub scores: Scores,
     /// The format of cached keys and values: f16 or f32.
     pub kv_format: Format,
 }
@@ -77,6 +121,7 @@ pub fn attention(
     flow: Flow,
     args: AttentionArgs,
 ) -> Call {
+    let [scale, window, soft_cap] = heads.scores.words();
     let constants = AttentionConstants {
         threads,
         d: heads.dim,
@@ -88,6 +133,11 @@ pub fn attention(
         workers: threads,
         tagged: flow.code(),
         gated: u32::from(heads.gated),
+        scale,
+        window,
+        soft_cap,
+        sinks: u32::from(heads.scores.sinks),
+        query_scales: if fused { heads.scores.query_scales.unwrap_or(0) } else { 0 },
     };
     let args = AttentionArgs { qkv_tag: flow.input, o_tag: flow.output.unwrap_or(0), fault: args.fault.none(), ..args };
     let (qkv, o, partials, counters) = (args.qkv, args.o, args.partials, args.counters);
@@ -103,7 +153,8 @@ pub fn attention(
     flow.mark(call, qkv, o)
 }
 
-/// Returns the call that normalizes, rotates and appends `rows` rows of a prompt chunk.
+/// Returns the call that normalizes, rotates and appends `rows` rows of a prompt chunk. Without KV heads (`kv` 0), it only
+/// normalizes and rotates the queries.
 pub fn append(label: String, heads: Heads, rows: u32, args: AppendArgs) -> Call {
     let constants = AppendConstants {
         threads: 64,
@@ -112,6 +163,7 @@ pub fn append(label: String, heads: Heads, rows: u32, args: AppendArgs) -> Call 
         q_heads: heads.q,
         kv_heads: heads.kv,
         qk_norm: u32::from(heads.qk_norm),
+        query_scales: heads.scores.query_scales.unwrap_or(0),
     };
     Call {
         kernel: heads.kernel("append.f16", "append.f32"),
@@ -200,8 +252,9 @@ pub(crate) fn reference_append(call: &Call, memory: &mut HostMemory) {
                 let rope = |j: u32| rope_at(memory, a.rope, position, layer.rot, j);
                 norm_rope(&mut head, layer.qk_norm.then_some(&norm), a.epsilon, layer.rot, rope);
             }
+            let factor = if h < c.q_heads { query_scale(c.query_scales, memory, a.rope, position) } else { 1.0 };
             for i in 0..c.d {
-                let value = head[i as usize] as f32;
+                let value = (head[i as usize] * factor) as f32;
                 if h < c.q_heads {
                     memory.set_f32(a.qkv, base + i, value);
                 } else if is_v {
@@ -218,6 +271,11 @@ pub(crate) fn reference_append(call: &Call, memory: &mut HostMemory) {
             }
         }
     }
+}
+
+/// Returns the factor of the query at a position.
+fn query_scale(query_scales: u32, memory: &HostMemory, rope: Range, position: u32) -> f64 {
+    if query_scales > 0 { f64::from(memory.f32(rope, query_scales + position)) } else { 1.0 }
 }
 
 fn rope_at(memory: &HostMemory, rope: Range, position: u32, rot: u32, j: u32) -> (f32, f32) {
@@ -303,20 +361,24 @@ pub(super) fn attend(
                     norm_rope(&mut query, layer.qk_norm.then_some(&norm), a.epsilon, layer.rot, |j| {
                         rope_at(memory, a.rope, position, layer.rot, j)
                     });
+                    let factor = query_scale(c.query_scales, memory, a.rope, position);
+                    query.iter_mut().for_each(|value| *value *= factor);
                 }
-                let scores: Vec<f64> = (0..=position)
+                let first = first_visible(c.window, position);
+                let scores: Vec<f64> = (first..=position)
                     .map(|t| {
                         let page = page_of(memory, t);
                         let key = |i: u32| {
                             f64::from(memory.weight(format, a.k, k_index(&layer, page, kvh, t % PAGE_TOKENS, i)))
                         };
                         let dot: f64 = (0..c.d).map(|i| query[i as usize] * key(i)).sum();
-                        dot / f64::from(c.d).sqrt()
+                        score(dot, c.d, c.scale, c.soft_cap)
                     })
                     .collect();
-                let top = scores.iter().copied().fold(f64::MIN, f64::max);
+                let sink = if c.sinks == 1 { f64::from(memory.f32(a.sinks, h)) } else { f64::NEG_INFINITY };
+                let top = scores.iter().copied().fold(sink, f64::max);
                 let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
-                let sum: f64 = weights.iter().sum();
+                let sum: f64 = weights.iter().sum::<f64>() + (sink - top).exp();
                 for i in 0..c.d {
                     let value = |t: u32| {
                         f64::from(memory.weight(
@@ -325,7 +387,7 @@ pub(super) fn attend(
                             v_index(&layer, page_of(memory, t), kvh, t % PAGE_TOKENS, i),
                         ))
                     };
-                    let mixed: f64 = (0..).zip(&weights).map(|(t, w)| w * value(t)).sum();
+                    let mixed: f64 = (first..).zip(&weights).map(|(t, w)| w * value(t)).sum();
                     let at = row * a.stride + (c.kv_heads * (c.g + 2) + h) * c.d + i;
                     let gate = gate(c.gated, memory, a.qkv, at);
                     put(memory, row, h * c.d + i, (mixed / sum * gate) as f32);

@@ -22,8 +22,30 @@ pub enum Epilogue {
     Store,
     /// `y += v`
     Residual,
-    /// The rows of W alternate gate and up: `y[i] = silu(v[2i]) * v[2i + 1]`.
-    SwiGlu,
+    /// The rows of W alternate gate and up: `y[i] = glu(v[2i], v[2i + 1])`.
+    Gated(Glu),
+}
+
+/// A gated linear unit (`glu.glsl`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Glu {
+    /// SwiGLU: `gate * sigmoid(gate) * up`.
+    Silu,
+    /// GeGLU: `gelu(gate) * up`, with GELU's approximation by tanh.
+    GeluTanh,
+    /// `g * sigmoid(1.702 g) * (u + 1)` with `g = min(gate, 7)` and `u = clamp(up, -7, 7)`.
+    Clamped,
+}
+
+impl Glu {
+    /// Returns its number in kernels.
+    pub(super) fn code(self) -> u32 {
+        match self {
+            Glu::Silu => 2,
+            Glu::GeluTanh => 3,
+            Glu::Clamped => 4,
+        }
+    }
 }
 
 impl Epilogue {
@@ -31,8 +53,13 @@ impl Epilogue {
         match self {
             Epilogue::Store => 0,
             Epilogue::Residual => 1,
-            Epilogue::SwiGlu => 2,
+            Epilogue::Gated(glu) => glu.code(),
         }
+    }
+
+    /// Whether one output is made of two rows of W.
+    pub fn halves(self) -> bool {
+        matches!(self, Epilogue::Gated(_))
     }
 }
 
@@ -223,9 +250,20 @@ pub(super) fn normed(memory: &HostMemory, x: Vec<f64>, norm: Range, epsilon: f32
     x.iter().enumerate().map(|(i, v)| v * scale * f64::from(memory.f32(norm, i as u32))).collect()
 }
 
-/// Returns `silu(gate) * up`.
-pub(super) fn swiglu(gate: f64, up: f64) -> f64 {
-    gate / (1.0 + (-gate).exp()) * up
+/// Returns the gated linear unit with number `kind`.
+pub(super) fn glu(kind: u32, gate: f64, up: f64) -> f64 {
+    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+    match kind {
+        3 => {
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (gate + 0.044715 * gate.powi(3));
+            0.5 * gate * (1.0 + inner.tanh()) * up
+        }
+        4 => {
+            let gate = gate.min(7.0);
+            gate * sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1.0)
+        }
+        _ => gate * sigmoid(gate) * up,
+    }
 }
 
 /// Applies the epilogue to one row of products and writes the floats of y from `first` on, with the tag if there is
@@ -233,7 +271,7 @@ pub(super) fn swiglu(gate: f64, up: f64) -> f64 {
 pub(super) fn finish(memory: &mut HostMemory, epilogue: u32, (y, tag): (Range, Option<u32>), first: u32, v: &[f64]) {
     let results: Vec<f64> = match epilogue {
         1 => (first..).zip(v).map(|(at, v)| f64::from(memory.f32(y, at)) + v).collect(),
-        2 => v.chunks_exact(2).map(|pair| swiglu(pair[0], pair[1])).collect(),
+        2.. => v.chunks_exact(2).map(|pair| glu(epilogue, pair[0], pair[1])).collect(),
         _ => v.to_vec(),
     };
     for (at, value) in (first..).zip(results) {

@@ -92,7 +92,7 @@ fn of_rows(
     let (y, y_stride, packed) = match product.y {
         Output::Rows(y) => (y.range, y.stride, 0),
         Output::Packed(y) => {
-            assert_eq!((product.epilogue, y.cols), (Epilogue::SwiGlu, weight.rows / 2), "packed y");
+            assert_eq!((product.epilogue.halves(), y.cols), (true, weight.rows / 2), "packed y");
             (y.range, y.cols.div_ceil(FRAGMENT_COLS), 1)
         }
     };
@@ -203,7 +203,7 @@ pub(crate) fn reference_panel(call: &Call, memory: &mut HostMemory) {
             // Columns are written in pairs; those beyond the last are left unchanged.
             for (col, pair) in (0..).zip(v.chunks_exact(2)) {
                 let at = token_index(row, col, a.y_stride * FRAGMENT_COLS);
-                memory.set_number(Format::Bf16, a.y, at as u32, gemm::swiglu(pair[0], pair[1]) as f32);
+                memory.set_number(Format::Bf16, a.y, at as u32, gemm::glu(c.epilogue, pair[0], pair[1]) as f32);
             }
             if a.n / 2 % 2 == 1 {
                 let at = token_index(row, a.n / 2, a.y_stride * FRAGMENT_COLS);

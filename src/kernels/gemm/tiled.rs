@@ -182,7 +182,7 @@ pub fn choose(rows: u32, n: u32, processors: u32) -> Tile {
 pub enum Output {
     /// Rows of floats.
     Rows(Activations),
-    /// Packed rows for the next product; only with [`Epilogue::SwiGlu`]. Rows beyond the rows in use are zero up to a
+    /// Packed rows for the next product; only with [`Epilogue::Gated`]. Rows beyond the rows in use are zero up to a
     /// multiple of [`TILE_TOKENS`]; rows beyond those are left unchanged.
     Packed(Packed),
 }
@@ -233,8 +233,8 @@ impl Tiled {
         let (y, y_stride, packed) = match self.y {
             Output::Rows(y) => (y.range, y.stride, 0),
             Output::Packed(y) => {
-                let made = (self.epilogue, y.format, y.cols);
-                assert_eq!(made, (Epilogue::SwiGlu, format, n / 2), "packed y of \"{}\"", self.label);
+                let made = (self.epilogue.halves(), y.format, y.cols);
+                assert_eq!(made, (true, format, n / 2), "packed y of \"{}\"", self.label);
                 (y.range.part(0, Packed::bytes(rows, y.cols)), 0, 1)
             }
         };
@@ -339,7 +339,7 @@ pub(crate) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
         if c.packed == 0 {
             gemm::finish(memory, c.epilogue, (a.y, None), to * a.y_stride, &v);
         } else {
-            let y: Vec<f64> = v.chunks_exact(2).map(|pair| gemm::swiglu(pair[0], pair[1])).collect();
+            let y: Vec<f64> = v.chunks_exact(2).map(|pair| gemm::glu(c.epilogue, pair[0], pair[1])).collect();
             set_row(memory, format, a.y, row, (c.n / 2).div_ceil(FRAGMENT_COLS), &y);
         }
     }

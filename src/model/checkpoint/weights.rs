@@ -9,7 +9,9 @@ use super::headers::Headers;
 use super::quantised::{self, MatrixRef, Names, QuantisedWeight};
 use super::{CheckpointProblem, SourceRef, TensorInfo, WeightKind, WeightSpec};
 use crate::memory::pack::{Format, SourceFormat};
-use crate::model::config::{Architecture, DeltaNet, Experts, LayerKind, MlpKind, ModelConfig, NormKind};
+use crate::model::config::{
+    Architecture, Attention, DeltaNet, Experts, LayerKind, MlpKind, ModelConfig, NormKind, QkNorm,
+};
 use crate::model::gguf::tensors::StoredAs;
 
 /// Returns the packed weights. Missing or unsuitable tensors are added to `problems`.
@@ -114,7 +116,7 @@ impl<'a> Specs<'a> {
             let (to, from) = (format!("layers.{layer}."), format!("model.layers.{layer}."));
             match (kind, &c.delta) {
                 (LayerKind::GatedDelta, Some(delta)) => self.gated_delta(&to, &from, *delta),
-                _ => self.full_attention(&to, &from),
+                _ => self.attention(&to, &from, c.attention(layer as u32)),
             }
             self.mlp(*mlp, &to, &from);
         }
@@ -142,52 +144,77 @@ impl<'a> Specs<'a> {
         self.norm("mtp.hidden_norm", "mtp.pre_fc_norm_hidden.weight", c.hidden);
         self.stacked("mtp.fc", &[("mtp.fc.weight", c.hidden)], Some(2 * c.hidden));
         let mlp = if c.experts.is_some() { MlpKind::Experts } else { MlpKind::Dense };
-        self.full_attention("mtp.", "mtp.layers.0.");
+        self.attention("mtp.", "mtp.layers.0.", &c.attention_kinds[0]);
         self.mlp(mlp, "mtp.", "mtp.layers.0.");
         self.norm("mtp.final_norm", "mtp.norm.weight", c.hidden);
     }
 
-    /// Adds a full-attention layer's weights. `to` is the prefix of the packed weights' names and `from` the prefix of
-    /// the tensors' names, here and in the functions below.
-    fn full_attention(&mut self, to: &str, from: &str) {
+    /// Adds an attention layer's weights. `to` is the prefix of the packed weights' names and `from` the prefix of the
+    /// tensors' names, here and in the functions below.
+    fn attention(&mut self, to: &str, from: &str, of: &Attention) {
         let c = self.config;
         let name = |part: &str| format!("{to}{part}");
         let attention = |part: &str| format!("{from}self_attn.{part}");
 
-        self.norm(&name("attn_norm"), &format!("{from}input_layernorm.weight"), c.hidden);
-        self.qkv(&name("qkv"), from, "weight", Some(c.hidden));
-        if c.attention_bias {
-            self.qkv(&name("qkv.bias"), from, "bias", None);
+        self.block_norm(&name("attn_norm"), from, c.norms.mixer);
+        self.qkv(&name("qkv"), from, "weight", Some(c.hidden), of);
+        if c.qkv_bias {
+            self.qkv(&name("qkv.bias"), from, "bias", None, of);
         }
-        if c.qk_norm {
-            self.norm(&name("q_norm"), &attention("q_norm.weight"), c.head_dim);
-            self.norm(&name("k_norm"), &attention("k_norm.weight"), c.head_dim);
+        let rotated = of.rope.as_ref().filter(|rope| rope.interleaved).map(|rope| rope.rotary_dim);
+        for (part, heads) in [("q_norm", of.heads), ("k_norm", of.kv_heads)] {
+            let tensor = attention(&format!("{part}.weight"));
+            let (heads, dim) = match c.qk_norm {
+                QkNorm::None => continue,
+                QkNorm::Heads => (1, of.head_dim),
+                QkNorm::Rows => (heads, of.head_dim),
+            };
+            let slices = head_slices(heads, dim, rotated, |head| head * dim, |head| head * dim);
+            let origin = Origin::cut(tensor, heads * dim, None, slices);
+            self.push(&name(part), None, vec![origin], self.plus());
         }
-        self.stacked(&name("o"), &[(&attention("o_proj.weight"), c.hidden)], Some(c.q_rows()));
-        if c.attention_bias {
+        self.stacked(&name("o"), &[(&attention("o_proj.weight"), c.hidden)], Some(of.q_rows()));
+        if c.o_bias {
             self.stacked(&name("o.bias"), &[(&attention("o_proj.bias"), c.hidden)], None);
         }
+        self.block_norm(&name("attn_post_norm"), from, c.norms.after_mixer);
     }
 
     /// Adds the rows of q, k, v and, if the model has one, the attention output gate. The checkpoint interleaves the
-    /// gate with q head by head in q's tensor: `head_dim` rows of the query, then `head_dim` rows of its gate.
-    fn qkv(&mut self, name: &str, from: &str, part: &str, cols: Option<u32>) {
-        let c = self.config;
+    /// gate with q head by head in q's tensor: `head_dim` rows of the query, then `head_dim` rows of its gate. Some
+    /// checkpoints have one tensor with the rows of q, k and v one after the other.
+    fn qkv(&mut self, name: &str, from: &str, part: &str, cols: Option<u32>, of: &Attention) {
         let tensor = |projection: &str| format!("{from}self_attn.{projection}.{part}");
-        let (q, kv, dim) = (c.q_rows(), c.kv_rows(), c.head_dim);
-        let queries = match c.attention_gate {
-            false => Origin::whole(tensor("q_proj"), q, cols, 0),
-            true => {
-                let gates = q + 2 * kv;
-                let slices = (0..c.heads).flat_map(|head| {
-                    let slice = |from, first_row| Slice { from, rows: dim, first_row, row_step: 1 };
-                    [slice(2 * head * dim, head * dim), slice((2 * head + 1) * dim, gates + head * dim)]
-                });
-                Origin::cut(tensor("q_proj"), 2 * q, cols, slices.collect())
-            }
+        let (q, kv, dim) = (of.q_rows(), of.kv_rows(), of.head_dim);
+        let rotated = of.rope.as_ref().filter(|rope| rope.interleaved).map(|rope| rope.rotary_dim);
+        // Where each head's rows are in q's tensor, and in the packed weight.
+        let each = if self.config.attention_gate { 2 * dim } else { dim };
+        let mut queries = head_slices(of.heads, dim, rotated, |head| head * each, |head| head * dim);
+        if self.config.attention_gate {
+            let gates = q + 2 * kv;
+            queries.extend((0..of.heads).map(|head| Slice {
+                from: head * each + dim,
+                rows: dim,
+                first_row: gates + head * dim,
+                row_step: 1,
+            }));
+        }
+        let keys = head_slices(of.kv_heads, dim, rotated, |head| head * dim, |head| q + head * dim);
+        let values = vec![Slice { from: 0, rows: kv, first_row: q + kv, row_step: 1 }];
+        let fused = tensor("qkv_proj");
+        let origins = if self.has(&fused) && !self.has(&tensor("q_proj")) {
+            let at = |slices: Vec<Slice>, first: u32| {
+                slices.into_iter().map(move |slice| Slice { from: slice.from + first, ..slice })
+            };
+            let slices = at(queries, 0).chain(at(keys, q)).chain(at(values, q + kv)).collect();
+            vec![Origin::cut(fused, q + 2 * kv, cols, slices)]
+        } else {
+            vec![
+                Origin::cut(tensor("q_proj"), of.heads * each, cols, queries),
+                Origin::cut(tensor("k_proj"), kv, cols, keys),
+                Origin::cut(tensor("v_proj"), kv, cols, values),
+            ]
         };
-        let (keys, values) = (tensor("k_proj"), tensor("v_proj"));
-        let origins = vec![queries, Origin::whole(keys, kv, cols, q), Origin::whole(values, kv, cols, q + kv)];
         self.push(name, cols, origins, 0.0);
     }
 
@@ -196,7 +223,7 @@ impl<'a> Specs<'a> {
         let name = |part: &str| format!("{to}{part}");
         let tensor = |part: &str| format!("{from}linear_attn.{part}");
 
-        self.norm(&name("attn_norm"), &format!("{from}input_layernorm.weight"), c.hidden);
+        self.block_norm(&name("attn_norm"), from, c.norms.mixer);
         let grouped = self.has(&tensor("in_proj_qkvz.weight"))
             || c.architecture == Architecture::Qwen3Next && !self.has(&tensor("in_proj_qkv.weight"));
         let origins =
@@ -218,19 +245,28 @@ impl<'a> Specs<'a> {
 
     fn mlp(&mut self, kind: MlpKind, to: &str, from: &str) {
         let c = self.config;
-        self.norm(&format!("{to}mlp_norm"), &format!("{from}post_attention_layernorm.weight"), c.hidden);
+        self.block_norm(&format!("{to}mlp_norm"), from, c.norms.mlp);
         match (kind, c.experts) {
             (MlpKind::Experts, Some(experts)) => self.experts(experts, to, from),
             _ => self.dense(to, &format!("{from}mlp."), c.intermediate, c.mlp_bias),
         }
+        self.block_norm(&format!("{to}mlp_post_norm"), from, c.norms.after_mlp);
     }
 
     fn dense(&mut self, to: &str, from: &str, inner: u32, bias: bool) {
         let hidden = self.config.hidden;
         let name = |part: &str| format!("{to}{part}");
         let mlp = |part: &str| format!("{from}{part}");
-        let parts = ["gate_proj.weight", "up_proj.weight"].map(|part| (mlp(part), inner));
-        self.interleaved(&name("gate_up"), &borrowed(&parts), Some(hidden));
+        // Some checkpoints have one tensor with the rows of the gate projection, then those of the up projection.
+        let fused = mlp("gate_up_proj.weight");
+        if self.has(&fused) && !self.has(&mlp("gate_proj.weight")) {
+            let slices = [0, 1].map(|part| Slice { from: part * inner, rows: inner, first_row: part, row_step: 2 });
+            let origin = Origin::cut(fused, 2 * inner, Some(hidden), slices.into());
+            self.push(&name("gate_up"), Some(hidden), vec![origin], 0.0);
+        } else {
+            let parts = ["gate_proj.weight", "up_proj.weight"].map(|part| (mlp(part), inner));
+            self.interleaved(&name("gate_up"), &borrowed(&parts), Some(hidden));
+        }
         if bias {
             let parts = ["gate_proj.bias", "up_proj.bias"].map(|part| (mlp(part), inner));
             self.interleaved(&name("gate_up.bias"), &borrowed(&parts), None);
@@ -313,13 +349,24 @@ impl<'a> Specs<'a> {
         }
     }
 
-    /// Adds a norm's weights, converted to the actual multipliers.
-    fn norm(&mut self, name: &str, tensor: &str, rows: u32) {
-        let plus = match self.config.norm {
+    /// Returns what is added to a norm's weights to get the actual multipliers.
+    fn plus(&self) -> f32 {
+        match self.config.norm {
             NormKind::Plain => 0.0,
             NormKind::ZeroCentred => 1.0,
-        };
-        self.push(name, None, vec![Origin::whole(tensor.to_owned(), rows, None, 0)], plus);
+        }
+    }
+
+    /// Adds a norm's weights, converted to the actual multipliers.
+    fn norm(&mut self, name: &str, tensor: &str, rows: u32) {
+        self.push(name, None, vec![Origin::whole(tensor.to_owned(), rows, None, 0)], self.plus());
+    }
+
+    /// Adds a layer's norm over the residual stream's width, if the model has it.
+    fn block_norm(&mut self, name: &str, from: &str, tensor: Option<&str>) {
+        if let Some(tensor) = tensor {
+            self.norm(name, &format!("{from}{tensor}.weight"), self.config.hidden);
+        }
     }
 
     /// Adds a weight whose parts are stacked one after the other. `cols` is `None` for a vector.
@@ -507,6 +554,31 @@ impl<'a> Specs<'a> {
             }
         }
     }
+}
+
+/// Returns the slices of heads of `dim` rows, whose first rows in the tensor and in the packed weight the functions give.
+/// If neighbouring rows of the first `rotated` of a head are rotated together, the even ones come first and the odd ones
+/// after them, so that kernels rotate halves.
+fn head_slices(
+    heads: u32,
+    dim: u32,
+    rotated: Option<u32>,
+    from: impl Fn(u32) -> u32,
+    to: impl Fn(u32) -> u32,
+) -> Vec<Slice> {
+    let rotated = rotated.unwrap_or(0);
+    let of = |head: u32| {
+        let (from, to) = (from(head), to(head));
+        let pairs = (0..rotated).map(move |i| Slice {
+            from: from + i,
+            rows: 1,
+            first_row: to + i / 2 + if i % 2 == 0 { 0 } else { rotated / 2 },
+            row_step: 1,
+        });
+        let rest = Slice { from: from + rotated, rows: dim - rotated, first_row: to + rotated, row_step: 1 };
+        pairs.chain((rest.rows > 0).then_some(rest))
+    };
+    (0..heads).flat_map(of).collect()
 }
 
 /// The rows of `in_proj` as Qwen3.5 stores them: q, k and v in one tensor, and one tensor each for z, b and a.

@@ -7,11 +7,11 @@ use std::str::FromStr;
 
 use serde_json::{Map, Value};
 
+use super::families::{Bias, EmbeddingScale, ExpertFacts, FAMILIES, Facts, ScoreScale, WRAPPERS, Windows};
 use super::quantization::{self, Quantization};
-use super::rope::{self, Rope};
+use super::rope::{self, Layers, Rope, RopeScaling};
 use super::{
-    Activation, Architecture, ConfigProblem, DeltaNet, Dtype, Experts, LayerKind, MlpKind, ModelConfig, NormKind,
-    UnknownDtype,
+    Activation, Attention, ConfigProblem, DeltaNet, Dtype, Experts, LayerKind, MlpKind, ModelConfig, UnknownDtype,
 };
 
 /// The maximum size of a dimension. A larger value means that the file is damaged.
@@ -119,6 +119,21 @@ impl Reader {
         }
     }
 
+    /// Reads a positive number, or returns `default` if the key is absent or null.
+    fn positive(&mut self, key: &str, default: Option<f64>) -> Option<f64> {
+        let Some(value) = self.value(key).cloned() else { return default };
+        let number = value.as_f64().filter(|n| n.is_finite() && *n > 0.0);
+        if number.is_none() {
+            self.wrong(key, value, "a positive number");
+        }
+        number
+    }
+
+    /// Whether the key is there and null.
+    fn is_null(&self, key: &str) -> bool {
+        self.map.get(key).is_some_and(Value::is_null)
+    }
+
     fn flag(&mut self, key: &str) -> bool {
         self.flag_or(key, false)
     }
@@ -144,57 +159,24 @@ pub(super) fn read(
     generation: Option<&Map<String, Value>>,
     quantized: Option<(&'static str, &Value)>,
 ) -> Option<ModelConfig> {
-    let architecture = architecture(reader);
+    // Without a known family, the keys are read with the defaults of the first, so that all problems are found.
+    let known = family(reader);
+    let facts = known.unwrap_or(&FAMILIES[0]);
     let quantization = quantization(reader, quantized);
-    let activation = reader.value("hidden_act").or(reader.value("hidden_activation")).cloned();
-    match activation.as_ref().map(|value| value.as_str().ok_or(value)) {
-        None | Some(Ok("silu" | "swish")) => {}
-        Some(Ok(other)) => reader.problems.push(ConfigProblem::UnsupportedActivation(other.to_owned())),
-        Some(Err(other)) => reader.problems.push(ConfigProblem::UnsupportedActivation(other.to_string())),
-    }
+    let activation = activation(reader, facts);
     let dtype = dtype(reader);
 
     let hidden = reader.count("hidden_size", MAX_DIMENSION);
     let layers = reader.count("num_hidden_layers", MAX_LAYERS);
-    let layer_kinds = layer_kinds(reader, architecture, layers);
-    let (mlp_kinds, experts) = mlp_kinds(reader, architecture, layers, hidden);
+    let (mlp_kinds, experts) = mlp_kinds(reader, facts, layers, hidden);
     let intermediate = match &mlp_kinds {
         Some(kinds) if !kinds.contains(&MlpKind::Dense) => Some(0),
         _ => reader.count("intermediate_size", MAX_DIMENSION),
     };
-    let delta = layer_kinds.as_ref().is_some_and(|kinds| kinds.contains(&LayerKind::GatedDelta));
-    let delta = delta.then(|| delta_net(reader));
-    let heads = reader.count("num_attention_heads", MAX_DIMENSION);
     let vocab = reader.count("vocab_size", MAX_DIMENSION);
-    let kv_heads = match reader.value("num_key_value_heads") {
-        None => architecture.and_then(default_kv_heads).or(heads),
-        Some(_) => reader.optional_count("num_key_value_heads", MAX_DIMENSION),
-    };
-    let head_dim = match (reader.map.get("head_dim"), architecture) {
-        // The class default of transformers; no released checkpoint omits the key.
-        (None, Some(Architecture::Qwen3)) => Some(128),
-        (None, Some(architecture)) if architecture.is_hybrid() => Some(256),
-        (None | Some(Value::Null), _) => derived_head_dim(reader, hidden, heads),
-        (Some(_), _) => reader.optional_count("head_dim", MAX_DIMENSION),
-    };
-    if let (Some(heads), Some(kv_heads)) = (heads, kv_heads)
-        && heads % kv_heads != 0
-    {
-        reader.wrong("num_key_value_heads", kv_heads, format!("a divisor of num_attention_heads ({heads})"));
-    }
-    if let Some(head_dim) = head_dim
-        && head_dim % 2 != 0
-    {
-        reader.wrong("head_dim", head_dim, "even");
-    }
-    if let (Some(heads), Some(head_dim)) = (heads, head_dim)
-        && u64::from(heads) * u64::from(head_dim) > MAX_DIMENSION
-    {
-        reader.wrong("num_attention_heads", heads, format!("at most {MAX_DIMENSION} / head_dim ({head_dim})"));
-    }
-
+    let heads = heads(reader, facts, hidden);
     let rms_eps = match reader.value("rms_norm_eps").cloned() {
-        None => 1e-6,
+        None => facts.defaults.rms_eps,
         Some(value) => match value.as_f64().map(|eps| eps as f32) {
             Some(eps) if eps.is_finite() && eps > 0.0 => eps,
             _ => {
@@ -203,43 +185,83 @@ pub(super) fn read(
             }
         },
     };
-    let context = match (reader.value("max_position_embeddings"), architecture) {
-        (Some(_), _) => reader.optional_count("max_position_embeddings", MAX_CONTEXT),
-        (None, Some(Architecture::Llama)) => Some(2048),
-        (None, Some(_)) => Some(32768),
-        (None, None) => None,
+    let context = match reader.value("max_position_embeddings") {
+        Some(_) => reader.optional_count("max_position_embeddings", MAX_CONTEXT),
+        None => Some(facts.defaults.context),
     };
-    let rope = rope(reader, architecture, head_dim, context);
-    let tied = reader.flag("tie_word_embeddings");
-    let attention_bias = reader.flag("attention_bias");
-    // Only Llama has this key. The other families' MLPs have no biases, whatever the file says.
-    let mlp_bias = reader.flag("mlp_bias") && architecture == Some(Architecture::Llama);
-    let (bos, eos) = special_ids(reader, generation, architecture, vocab);
+    let mixers = mixers(reader, facts, layers);
+    let attention = attention(reader, facts, mixers.as_deref(), heads, context);
+    let layer_kinds: Option<Vec<LayerKind>> = mixers.map(|mixers| mixers.iter().map(|mixer| mixer.kind()).collect());
+    let delta = layer_kinds.as_ref().is_some_and(|kinds| kinds.contains(&LayerKind::GatedDelta));
+    let delta = delta.then(|| delta_net(reader));
 
-    let hybrid = architecture.is_some_and(Architecture::is_hybrid);
-    let attention_gate = reader.flag_or("attn_output_gate", true) && hybrid;
-    let mtp_layers = mtp_layers(reader, hybrid);
+    let tied = reader.flag_or("tie_word_embeddings", facts.defaults.tied);
+    let mut bias = |bias: Bias| match bias {
+        Bias::Never => false,
+        Bias::Always => true,
+        Bias::Key(key, default) => reader.flag_or(key, default),
+    };
+    let (qkv_bias, o_bias, mlp_bias) = (bias(facts.qkv_bias), bias(facts.o_bias), bias(facts.mlp_bias));
+    let (bos, eos) = special_ids(reader, generation, facts, vocab);
+    let attention_gate = reader.flag_or("attn_output_gate", true) && facts.hybrid;
+    let mtp_layers = mtp_layers(reader, facts.hybrid);
+    let score_scale = match facts.score_scale {
+        ScoreScale::RootOfHead => None,
+        ScoreScale::RootOf(key, default) => {
+            reader.positive(key, Some(f64::from(default))).map(|value| value.powf(-0.5) as f32)
+        }
+        ScoreScale::Key(key) => reader.positive(key, Some(1.0)).map(|value| value as f32),
+    };
+    let [score_cap, logit_cap] = match facts.soft_caps {
+        None => [None, None],
+        Some([scores, logits]) => {
+            [("attn_logit_softcapping", scores), ("final_logit_softcapping", logits)].map(|(key, default)| {
+                // A null is no bound; an absent key is the class's default.
+                match reader.map.contains_key(key) {
+                    true => reader.positive(key, None),
+                    false => default,
+                }
+            })
+        }
+    };
+    let embedding_scale = match (facts.embedding_scale, hidden) {
+        (EmbeddingScale::One, _) | (EmbeddingScale::RootOfHidden, None) => 1.0,
+        // The factor is rounded like the embeddings themselves.
+        (EmbeddingScale::RootOfHidden, Some(hidden)) => rounded(f64::from(hidden).sqrt() as f32, dtype),
+        (EmbeddingScale::Key(key), _) => reader.positive(key, Some(1.0)).unwrap_or(1.0) as f32,
+    };
+    let mut multiplier = |key: &str| match facts.multipliers {
+        true => reader.positive(key, Some(1.0)).unwrap_or(1.0),
+        false => 1.0,
+    };
+    let (residual_scale, logits_scaling) = (multiplier("residual_multiplier"), multiplier("logits_scaling"));
 
-    let architecture = architecture?;
-    let head_dim = head_dim?;
+    known?;
+    let (attention_kinds, attention_of) = attention?;
     Some(ModelConfig {
-        architecture,
+        architecture: facts.architecture,
         hidden: hidden?,
         intermediate: intermediate?,
         layers: layers?,
-        heads: heads?,
-        kv_heads: kv_heads?,
-        head_dim,
+        attention_kinds,
+        attention_of,
         rms_eps,
         vocab: vocab?,
         tied,
-        attention_bias,
+        qkv_bias,
+        o_bias,
         mlp_bias,
-        qk_norm: architecture != Architecture::Llama,
+        qk_norm: facts.qk_norm,
         attention_gate,
-        rope: rope?,
-        norm: if hybrid { NormKind::ZeroCentred } else { NormKind::Plain },
-        activation: Activation::Silu,
+        score_scale,
+        score_cap: score_cap.map(|cap| cap as f32),
+        embedding_scale,
+        residual_scale: residual_scale as f32,
+        logit_scale: (1.0 / logits_scaling) as f32,
+        logit_cap: logit_cap.map(|cap| cap as f32),
+        norm: facts.norm,
+        norms: facts.norms,
+        activation,
         layer_kinds: layer_kinds?,
         mlp_kinds: mlp_kinds?,
         delta: match delta {
@@ -259,6 +281,62 @@ pub(super) fn read(
     })
 }
 
+/// Rounds a number to an element type; without one, to bfloat16.
+fn rounded(value: f32, dtype: Option<Dtype>) -> f32 {
+    match dtype {
+        Some(Dtype::F32) => value,
+        Some(Dtype::F16) => half::f16::from_f32(value).to_f32(),
+        Some(Dtype::Bf16) | None => half::bf16::from_f32(value).to_f32(),
+    }
+}
+
+/// Reads the MLPs' activation function.
+fn activation(reader: &mut Reader, facts: &Facts) -> Activation {
+    let (keys, own) = facts.activation;
+    let (known, name) = match own {
+        Activation::Silu => (["silu", "swish"].as_slice(), "silu"),
+        Activation::GeluTanh => (["gelu_pytorch_tanh"].as_slice(), "gelu_pytorch_tanh"),
+    };
+    let found = keys.iter().find_map(|key| reader.value(key)).cloned();
+    match found.as_ref().map(|value| value.as_str().ok_or(value)) {
+        None => {}
+        Some(Ok(named)) if known.contains(&named) => {}
+        Some(Ok(other)) => reader.problems.push(ConfigProblem::UnsupportedActivation(other.to_owned(), name)),
+        Some(Err(other)) => reader.problems.push(ConfigProblem::UnsupportedActivation(other.to_string(), name)),
+    }
+    own
+}
+
+/// Reads the number of query heads, of key and value heads, and the dimensions of a head.
+fn heads(reader: &mut Reader, facts: &Facts, hidden: Option<u32>) -> [Option<u32>; 3] {
+    let heads = reader.count("num_attention_heads", MAX_DIMENSION);
+    let kv_heads = match reader.value("num_key_value_heads") {
+        None => facts.defaults.kv_heads.or(heads),
+        Some(_) => reader.optional_count("num_key_value_heads", MAX_DIMENSION),
+    };
+    let head_dim = match (reader.map.get("head_dim"), facts.defaults.head_dim) {
+        (None, Some(dim)) => Some(dim),
+        (None | Some(Value::Null), _) => derived_head_dim(reader, hidden, heads),
+        (Some(_), _) => reader.optional_count("head_dim", MAX_DIMENSION),
+    };
+    if let (Some(heads), Some(kv_heads)) = (heads, kv_heads)
+        && heads % kv_heads != 0
+    {
+        reader.wrong("num_key_value_heads", kv_heads, format!("a divisor of num_attention_heads ({heads})"));
+    }
+    if let Some(head_dim) = head_dim
+        && head_dim % 2 != 0
+    {
+        reader.wrong("head_dim", head_dim, "even");
+    }
+    if let (Some(heads), Some(head_dim)) = (heads, head_dim)
+        && u64::from(heads) * u64::from(head_dim) > MAX_DIMENSION
+    {
+        reader.wrong("num_attention_heads", heads, format!("at most {MAX_DIMENSION} / head_dim ({head_dim})"));
+    }
+    [heads, kv_heads, head_dim]
+}
+
 /// Returns how the weights are quantised, according to config.json or else to a file beside it; the inner `None` stands
 /// for a problem.
 #[expect(clippy::option_option, reason = "absent, or present and wrong")]
@@ -272,19 +350,19 @@ fn quantization(reader: &mut Reader, beside: Option<(&'static str, &Value)>) -> 
     beside.map(|(file, value)| quantization::read(value, file, &mut reader.problems))
 }
 
-fn architecture(reader: &mut Reader) -> Option<Architecture> {
+/// Returns the facts of the model's family.
+fn family(reader: &mut Reader) -> Option<&'static Facts> {
+    let model_type = reader.value("model_type").and_then(Value::as_str).map(str::to_owned);
+    let by_type =
+        FAMILIES.iter().find(|facts| model_type.as_deref().is_some_and(|name| facts.model_types.contains(&name)));
     let named = match reader.value("architectures") {
         Some(Value::Array(names)) if !names.is_empty() => {
             names.iter().map(|name| name.as_str().map_or_else(|| name.to_string(), str::to_owned)).collect::<Vec<_>>()
         }
-        None => match reader.value("model_type").and_then(Value::as_str) {
-            Some(model_type) => {
-                match Architecture::ALL.into_iter().find(|known| known.model_types().contains(&model_type)) {
-                    Some(known) => return Some(known),
-                    None => vec![model_type.to_owned()],
-                }
-            }
-            None => {
+        None => match (by_type, model_type) {
+            (Some(facts), _) => return Some(facts),
+            (None, Some(model_type)) => vec![model_type],
+            (None, None) => {
                 reader.problems.push(ConfigProblem::Missing("architectures".to_owned()));
                 return None;
             }
@@ -295,9 +373,9 @@ fn architecture(reader: &mut Reader) -> Option<Architecture> {
             return None;
         }
     };
-    let known = Architecture::ALL
-        .into_iter()
-        .find(|architecture| named.iter().any(|name| architecture.names().contains(&name.as_str())));
+    let known = FAMILIES.iter().find(|facts| named.iter().any(|name| facts.names.contains(&name.as_str())));
+    let wrapped = named.iter().any(|name| WRAPPERS.contains(&name.as_str()));
+    let known = known.or(by_type.filter(|_| wrapped));
     if known.is_none() {
         reader.problems.push(ConfigProblem::UnsupportedArchitecture(named.join(", ")));
     }
@@ -317,49 +395,91 @@ fn derived_head_dim(reader: &mut Reader, hidden: Option<u32>, heads: Option<u32>
     Some(hidden / heads)
 }
 
-/// Returns the default number of key and value heads, or `None` if the default is one per query head.
-fn default_kv_heads(architecture: Architecture) -> Option<u32> {
-    match architecture {
-        Architecture::Qwen3 | Architecture::Llama => None,
-        Architecture::Qwen3Moe | Architecture::Qwen35 => Some(4),
-        Architecture::Qwen3Next | Architecture::Qwen35Moe => Some(2),
+/// What mixes tokens in a layer.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mixer {
+    Attention(Layers),
+    GatedDelta,
+}
+
+impl Mixer {
+    fn kind(self) -> LayerKind {
+        match self {
+            Mixer::Attention(_) => LayerKind::Attention,
+            Mixer::GatedDelta => LayerKind::GatedDelta,
+        }
     }
 }
 
-/// Returns the token mixing of each layer: `layer_types` if present. Otherwise every `full_attention_interval`-th layer
-/// of a hybrid has full attention, and every layer of other models does.
-fn layer_kinds(reader: &mut Reader, architecture: Option<Architecture>, layers: Option<u32>) -> Option<Vec<LayerKind>> {
-    if reader.flag("use_sliding_window") {
+/// Returns the token mixing of each layer: `layer_types` if present, otherwise the family's rule.
+fn mixers(reader: &mut Reader, facts: &Facts, layers: Option<u32>) -> Option<Vec<Mixer>> {
+    if facts.windows == Windows::Never && reader.flag("use_sliding_window") {
         let window = reader.value("sliding_window").map_or("default".to_owned(), Value::to_string);
         let text = format!("use_sliding_window is true, sliding_window is {window}");
         reader.problems.push(ConfigProblem::SlidingWindow(text));
     }
-    let hybrid = architecture.is_some_and(Architecture::is_hybrid);
-    let Some(names) = reader.value("layer_types").cloned() else {
-        if !hybrid {
-            return layers.map(|layers| vec![LayerKind::FullAttention; layers as usize]);
-        }
-        let interval = reader.count_or("full_attention_interval", MAX_LAYERS, 4)?;
-        let kind = |layer: u32| match (layer + 1) % interval {
-            0 => LayerKind::FullAttention,
-            _ => LayerKind::GatedDelta,
-        };
-        // The KV cache's pages belong to full-attention layers, so a model needs at least one.
-        if let Some(layers) = layers.filter(|layers| interval > *layers) {
-            reader.wrong("full_attention_interval", interval, format!("at most num_hidden_layers ({layers})"));
-        }
-        return layers.map(|layers| (0..layers).map(kind).collect());
+    // Whether `sliding_window` counts at all.
+    let slides = match facts.windows {
+        Windows::Never => false,
+        Windows::Upper => reader.flag("use_sliding_window") && !reader.is_null("sliding_window"),
+        Windows::Everywhere(default) => match reader.map.contains_key("sliding_window") {
+            true => reader.value("sliding_window").is_some(),
+            false => default.is_some(),
+        },
+        Windows::Between(..) => true,
+    };
+    let (full, sliding) = (Mixer::Attention(Layers::Full), Mixer::Attention(Layers::Sliding));
+    // Mistral's classes ignore `layer_types`.
+    let everywhere = matches!(facts.windows, Windows::Everywhere(_));
+    let Some(names) = reader.value("layer_types").cloned().filter(|_| !everywhere) else {
+        let layers = layers?;
+        return Some(match facts.windows {
+            _ if facts.hybrid => {
+                let interval = reader.count_or("full_attention_interval", MAX_LAYERS, 4)?;
+                // The KV cache's pages belong to attention layers, so a model needs at least one.
+                if interval > layers {
+                    let rule = format!("at most num_hidden_layers ({layers})");
+                    reader.wrong("full_attention_interval", interval, rule);
+                }
+                let at = |layer: u32| if (layer + 1).is_multiple_of(interval) { full } else { Mixer::GatedDelta };
+                (0..layers).map(at).collect()
+            }
+            _ if !slides => vec![full; layers as usize],
+            Windows::Never => vec![full; layers as usize],
+            Windows::Everywhere(_) => vec![sliding; layers as usize],
+            // A window without rotary embedding is on the layers without one.
+            Windows::Upper if facts.some_without_rope => {
+                let rotated = rotated_layers(reader, facts, layers)?;
+                rotated.into_iter().map(|rotated| if rotated { full } else { sliding }).collect()
+            }
+            Windows::Upper => {
+                let from = match reader.value("max_window_layers") {
+                    None => 28,
+                    Some(_) => reader.integer("max_window_layers", 0, MAX_LAYERS)?,
+                };
+                (0..layers).map(|layer| if layer >= from { sliding } else { full }).collect()
+            }
+            Windows::Between(keys, default, _) => {
+                let key = keys.iter().find(|key| reader.value(key).is_some());
+                let every = match key {
+                    None => default,
+                    Some(key) => reader.optional_count(key, MAX_LAYERS)?,
+                };
+                (0..layers).map(|layer| if (layer + 1).is_multiple_of(every) { full } else { sliding }).collect()
+            }
+        });
     };
     let Some(names) = names.as_array() else {
         reader.wrong("layer_types", names, "a list of names");
         return None;
     };
-    let mut kinds = Vec::new();
+    let mut mixers = Vec::new();
     let mut refused: Vec<String> = Vec::new();
     for name in names {
         match name.as_str() {
-            Some("full_attention") => kinds.push(LayerKind::FullAttention),
-            Some("linear_attention") if hybrid => kinds.push(LayerKind::GatedDelta),
+            Some("full_attention") => mixers.push(full),
+            Some("linear_attention") if facts.hybrid => mixers.push(Mixer::GatedDelta),
+            Some("sliding_attention") if facts.windows != Windows::Never => mixers.push(sliding),
             other => {
                 let name = other.map_or_else(|| name.to_string(), str::to_owned);
                 if !refused.contains(&name) {
@@ -369,7 +489,7 @@ fn layer_kinds(reader: &mut Reader, architecture: Option<Architecture>, layers: 
             }
         }
     }
-    if refused.is_empty() && !kinds.contains(&LayerKind::FullAttention) {
+    if refused.is_empty() && !mixers.iter().any(|mixer| mixer.kind() == LayerKind::Attention) {
         reader.wrong("layer_types", "without full_attention", "with a layer of it at least");
     }
     if let Some(layers) = layers
@@ -377,28 +497,87 @@ fn layer_kinds(reader: &mut Reader, architecture: Option<Architecture>, layers: 
     {
         let rule = format!("as long as num_hidden_layers ({layers})");
         reader.wrong("layer_types", format!("{} long", names.len()), rule);
+        return None;
     }
-    Some(kinds)
+    Some(mixers)
+}
+
+/// Returns whether each layer has a rotary embedding: `no_rope_layers`, in which 1 stands for a layer with one, or all
+/// but every `no_rope_layer_interval`-th.
+fn rotated_layers(reader: &mut Reader, facts: &Facts, layers: u32) -> Option<Vec<bool>> {
+    if !facts.some_without_rope {
+        return Some(vec![true; layers as usize]);
+    }
+    let Some(list) = reader.value("no_rope_layers").cloned() else {
+        let interval = reader.count_or("no_rope_layer_interval", MAX_LAYERS, 4)?;
+        return Some((0..layers).map(|layer| !(layer + 1).is_multiple_of(interval)).collect());
+    };
+    let flags = list.as_array().filter(|list| list.len() == layers as usize);
+    let flags = flags.and_then(|list| list.iter().map(|n| n.as_u64().filter(|n| *n <= 1)).collect::<Option<Vec<_>>>());
+    if flags.is_none() {
+        let rule = format!("a list of 0 and 1 as long as num_hidden_layers ({layers})");
+        reader.wrong("no_rope_layers", list, rule);
+    }
+    Some(flags?.into_iter().map(|flag| flag == 1).collect())
+}
+
+/// Returns the kinds of attention layers and the kind of each layer.
+fn attention(
+    reader: &mut Reader,
+    facts: &Facts,
+    mixers: Option<&[Mixer]>,
+    [heads, kv_heads, head_dim]: [Option<u32>; 3],
+    context: Option<u32>,
+) -> Option<(Vec<Attention>, Vec<usize>)> {
+    let full = rope(reader, facts, Layers::Full, head_dim, context);
+    let mixers = mixers?;
+    let slides = mixers.contains(&Mixer::Attention(Layers::Sliding));
+    let (local, window) = match slides {
+        false => (None, None),
+        true => {
+            let window = match (reader.value("sliding_window"), facts.windows) {
+                (Some(_), _) => reader.optional_count("sliding_window", MAX_CONTEXT),
+                (None, Windows::Between(_, _, default) | Windows::Everywhere(Some(default))) => Some(default),
+                // The class's default.
+                (None, _) => Some(4096),
+            };
+            (rope(reader, facts, Layers::Sliding, head_dim, context), Some(window?))
+        }
+    };
+    let rotated = rotated_layers(reader, facts, mixers.len() as u32)?;
+    let (heads, kv_heads, head_dim) = (heads?, kv_heads?, head_dim?);
+    let full = full?;
+    let mut kinds: Vec<Attention> = Vec::new();
+    let mut of = Vec::new();
+    for (mixer, rotated) in mixers.iter().zip(rotated) {
+        let (rope, window) = match mixer {
+            Mixer::GatedDelta => {
+                of.push(0);
+                continue;
+            }
+            Mixer::Attention(Layers::Full) => (Some(full.clone()), None),
+            Mixer::Attention(Layers::Sliding) => (local.clone(), window),
+        };
+        let kind = Attention { heads, kv_heads, head_dim, rope: rope.filter(|_| rotated), window };
+        of.push(kinds.iter().position(|other| *other == kind).unwrap_or(kinds.len()));
+        if !kinds.contains(&kind) {
+            kinds.push(kind);
+        }
+    }
+    Some((kinds, of)).filter(|(kinds, _)| !kinds.is_empty())
 }
 
 /// Returns the MLP of each layer, and the experts' dimensions if a layer has experts.
 fn mlp_kinds(
     reader: &mut Reader,
-    architecture: Option<Architecture>,
+    facts: &Facts,
     layers: Option<u32>,
     hidden: Option<u32>,
 ) -> (Option<Vec<MlpKind>>, Option<Experts>) {
     let all = |kind: MlpKind| layers.map(|layers| vec![kind; layers as usize]);
-    // The class defaults: number of experts, experts chosen per token, their intermediate size, the shared expert's
-    // intermediate size.
-    let (count, chosen, inner, shared) = match architecture {
-        Some(Architecture::Qwen3Moe) => (128, 8, 768, None),
-        Some(Architecture::Qwen3Next) => (512, 10, 512, Some(512)),
-        Some(Architecture::Qwen35Moe) => (256, 8, 512, Some(512)),
-        Some(Architecture::Qwen3 | Architecture::Llama | Architecture::Qwen35) => return (all(MlpKind::Dense), None),
-        None => return (None, None),
+    let Some(ExpertFacts { count, chosen, inner, shared, everywhere, normalise }) = facts.experts else {
+        return (all(MlpKind::Dense), None);
     };
-    let everywhere = architecture == Some(Architecture::Qwen35Moe);
     let key = if reader.value("num_experts").is_some() { "num_experts" } else { "num_local_experts" };
     let count = match reader.value(key) {
         None => Some(count),
@@ -420,10 +599,7 @@ fn mlp_kinds(
         (default, None) => default,
         (_, Some(_)) => reader.integer("shared_expert_intermediate_size", 0, MAX_DIMENSION),
     };
-    let normalise = match architecture {
-        Some(Architecture::Qwen35Moe) => true,
-        architecture => reader.flag_or("norm_topk_prob", architecture == Some(Architecture::Qwen3Next)),
-    };
+    let normalise = normalise.is_none_or(|default| reader.flag_or("norm_topk_prob", default));
     if let (Some(count), Some(chosen)) = (count, chosen)
         && chosen > count
     {
@@ -538,18 +714,19 @@ fn mtp_layers(reader: &mut Reader, hybrid: bool) -> u32 {
     if hybrid && !own_embedding { layers } else { 0 }
 }
 
-/// Reads the rotary embedding. Without a `partial_rotary_factor`, hybrids rotate a quarter of a head and other models
-/// all of it.
+/// Reads the rotary embedding of a kind of layers. Without a `partial_rotary_factor`, the family decides which part of a
+/// head is rotated.
 fn rope(
     reader: &mut Reader,
-    architecture: Option<Architecture>,
+    facts: &Facts,
+    layers: Layers,
     head_dim: Option<u32>,
     context: Option<u32>,
 ) -> Option<Rope> {
-    let parameters = rope::read(reader, context)?;
-    let partial = match architecture? {
-        architecture if architecture.is_hybrid() => parameters.partial.unwrap_or(0.25),
-        _ => {
+    let parameters = rope::read(reader, facts, layers, context)?;
+    let partial = match facts.defaults.partial {
+        Some(default) => parameters.partial.unwrap_or(default),
+        None => {
             if let Some(partial) = parameters.partial.filter(|partial| *partial != 1.0) {
                 reader.wrong("partial_rotary_factor", partial, "1 for this architecture");
             }
@@ -563,7 +740,21 @@ fn rope(
         let rule = format!("such that it takes an even number of a head's {head_dim} dimensions");
         reader.wrong("partial_rotary_factor", partial, rule);
     }
-    Some(Rope { theta: parameters.theta, rotary_dim, scaling: parameters.scaling })
+    if let RopeScaling::LongRope { short, long, .. } = &parameters.scaling {
+        for (key, list) in [("short_factor", short), ("long_factor", long)] {
+            if list.len() != rotary_dim as usize / 2 {
+                let rule = format!("{} long, one for each two rotated dimensions", rotary_dim / 2);
+                reader.wrong(&format!("rope_scaling.{key}"), format!("{} long", list.len()), rule);
+            }
+        }
+    }
+    Some(Rope {
+        theta: parameters.theta,
+        rotary_dim,
+        scaling: parameters.scaling,
+        interleaved: facts.interleaved,
+        query_growth: parameters.query_growth,
+    })
 }
 
 fn dtype(reader: &mut Reader) -> Option<Dtype> {
@@ -588,7 +779,7 @@ fn dtype(reader: &mut Reader) -> Option<Dtype> {
 fn special_ids(
     reader: &mut Reader,
     generation: Option<&Map<String, Value>>,
-    architecture: Option<Architecture>,
+    facts: &Facts,
     vocab: Option<u32>,
 ) -> (Option<u32>, Vec<u32>) {
     let vocab = vocab.map_or(u64::from(u32::MAX), u64::from);
@@ -626,14 +817,12 @@ fn special_ids(
     }
     let mut bos = ids("", "bos_token_id", own_bos.clone());
     bos.extend(ids("generation_config.json", "bos_token_id", of("bos_token_id").cloned()));
-    // The class defaults of transformers, which old Llama checkpoints rely on.
-    if architecture == Some(Architecture::Llama) {
-        if eos.is_empty() && own_eos.is_none() && of("eos_token_id").is_none() && vocab > 2 {
-            eos.push(2);
-        }
-        if bos.is_empty() && own_bos.is_none() && of("bos_token_id").is_none() && vocab > 1 {
-            bos.push(1);
-        }
+    // The class defaults of transformers, which old checkpoints rely on.
+    if eos.is_empty() && own_eos.is_none() && of("eos_token_id").is_none() {
+        eos.extend(facts.defaults.eos.iter().filter(|id| u64::from(**id) < vocab));
+    }
+    if bos.is_empty() && own_bos.is_none() && of("bos_token_id").is_none() {
+        bos.extend(facts.defaults.bos.filter(|id| u64::from(*id) < vocab));
     }
     (bos.first().copied(), eos)
 }

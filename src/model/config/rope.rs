@@ -6,6 +6,7 @@
 use serde_json::{Map, Value};
 
 use super::ConfigProblem;
+use super::families::{Facts, LocalRope};
 use super::read::Reader;
 
 /// How the rotary frequencies are changed to support a longer context.
@@ -50,9 +51,39 @@ pub enum RopeScaling {
         /// The coefficient in the denominator of the derived attention factor.
         mscale_all_dim: Option<f64>,
     },
+    /// LongRoPE: every frequency is divided by a factor of its own, of one list for short contexts and of another for
+    /// long ones. transformers chooses by the length of a sequence so far; here the context that is served decides,
+    /// because cached keys cannot change.
+    LongRope {
+        /// The divisors of a context of up to `original_context` tokens, `[rotary_dim / 2]`.
+        short: Vec<f64>,
+        /// The divisors of longer contexts, `[rotary_dim / 2]`.
+        long: Vec<f64>,
+        /// The context length of the original training, in tokens.
+        original_context: f64,
+        /// The factor that multiplies cos and sin.
+        attention_factor: f64,
+    },
 }
 
-/// The rotary position embedding, in the rotate-half convention.
+/// Queries that grow with their position p: they are multiplied by `1 + beta * ln(1 + floor(p / original_context))`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QueryGrowth {
+    /// The factor of the logarithm.
+    pub beta: f64,
+    /// The context length of the original training, in tokens.
+    pub original_context: f64,
+}
+
+impl QueryGrowth {
+    /// Returns the factor of the query at a position, computed in f32 as in transformers.
+    pub fn factor(self, position: u32) -> f32 {
+        let turns = (position as f32 / self.original_context as f32).floor();
+        1.0 + self.beta as f32 * (1.0 + turns).ln()
+    }
+}
+
+/// The rotary position embedding.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
     /// The base of the frequencies.
@@ -61,23 +92,32 @@ pub struct Rope {
     pub rotary_dim: u32,
     /// The change of the frequencies for longer contexts.
     pub scaling: RopeScaling,
+    /// Which dimensions are rotated together: neighbours (2j, 2j + 1), or j and j + rotary_dim / 2 (rotate-half). Kernels
+    /// rotate halves; the rows of q and k of the other kind are reordered where they are read.
+    pub interleaved: bool,
+    /// The growth of queries with their position.
+    pub query_growth: Option<QueryGrowth>,
 }
 
 impl Rope {
-    /// Returns the inverse frequencies, `[rotary_dim / 2]`: the angle of dimension pair `j` at position `p` is `p *
-    /// inv_freq[j]`.
+    /// Returns the inverse frequencies, `[rotary_dim / 2]`, for a context of this many tokens: the angle of dimension pair
+    /// `j` at position `p` is `p * inv_freq[j]`.
     ///
     /// Powers are computed in f64 and rounded to f32. The remaining operations use f32 in the same order as
     /// transformers, so that the results differ from its tables by at most one rounding.
-    pub fn inv_freq(&self) -> Vec<f32> {
+    pub fn inv_freq(&self, context: u32) -> Vec<f32> {
         let dim = self.rotary_dim as f32;
         let theta = f64::from(self.theta as f32);
         let powers: Vec<f32> =
             (0..self.rotary_dim / 2).map(|j| theta.powf(f64::from((2 * j) as f32 / dim)) as f32).collect();
-        match self.scaling {
-            RopeScaling::Default => powers.iter().map(|p| 1.0 / p).collect(),
-            RopeScaling::Linear { factor } => powers.iter().map(|p| 1.0 / p / factor as f32).collect(),
-            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
+        match &self.scaling {
+            RopeScaling::LongRope { short, long, original_context, .. } => {
+                let divisors = if f64::from(context) > *original_context { long } else { short };
+                powers.iter().zip(divisors).map(|(p, divisor)| 1.0 / (*divisor as f32 * p)).collect()
+            }
+            &RopeScaling::Default => powers.iter().map(|p| 1.0 / p).collect(),
+            &RopeScaling::Linear { factor } => powers.iter().map(|p| 1.0 / p / factor as f32).collect(),
+            &RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
                 let longest = (original_context / low_freq_factor) as f32;
                 let shortest = (original_context / high_freq_factor) as f32;
                 let span = (high_freq_factor - low_freq_factor) as f32;
@@ -99,7 +139,7 @@ impl Rope {
                     })
                     .collect()
             }
-            RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, truncate, .. } => {
+            &RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, truncate, .. } => {
                 let dim = f64::from(self.rotary_dim);
                 let correction = |rotations: f64| {
                     dim * (original_context / (rotations * std::f64::consts::TAU)).ln() / (2.0 * self.theta.ln())
@@ -127,8 +167,11 @@ impl Rope {
         }
     }
 
-    /// Returns the factor that multiplies cos and sin, for both queries and keys; 1 except with YaRN.
+    /// Returns the factor that multiplies cos and sin, for both queries and keys; 1 except with YaRN and LongRoPE.
     pub fn attention_scale(&self) -> f32 {
+        if let RopeScaling::LongRope { attention_factor, .. } = self.scaling {
+            return attention_factor as f32;
+        }
         let RopeScaling::Yarn { factor, attention_factor, mscale, mscale_all_dim, .. } = self.scaling else {
             return 1.0;
         };
@@ -148,30 +191,84 @@ pub(super) struct Parameters {
     /// The fraction of a head that is rotated, above 0 and at most 1; `None` if the file does not say.
     pub(super) partial: Option<f64>,
     pub(super) scaling: RopeScaling,
+    pub(super) query_growth: Option<QueryGrowth>,
 }
 
-/// Reads either spelling: `rope_parameters`, or `rope_theta` next to `rope_scaling`. `context` is the model's maximum
-/// sequence length. Returns `None` if it has recorded a problem.
-pub(super) fn read(reader: &mut Reader, context: Option<u32>) -> Option<Parameters> {
+/// The layers that a rotary embedding is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Layers {
+    /// Those that see all tokens.
+    Full,
+    /// Those with a sliding window.
+    Sliding,
+}
+
+impl Layers {
+    /// The name in `layer_types`, and of the layers' own object in `rope_parameters`.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Layers::Full => "full_attention",
+            Layers::Sliding => "sliding_attention",
+        }
+    }
+}
+
+/// Reads either spelling: `rope_parameters`, which may have an object for each kind of layers, or `rope_theta` next to
+/// `rope_scaling`. `context` is the model's maximum sequence length. Returns `None` if it has recorded a problem.
+pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: Option<u32>) -> Option<Parameters> {
     let before = reader.problems.len();
-    let mut section = "rope_scaling";
+    let mut section = "rope_scaling".to_owned();
     let mut parameters = Map::new();
     for name in ["rope_scaling", "rope_parameters"] {
         match reader.value(name).cloned() {
             None => {}
             // If both are given, `rope_scaling` wins, as in transformers.
             Some(Value::Object(map)) if parameters.is_empty() && !map.is_empty() => {
-                section = name;
+                section = name.to_owned();
                 parameters = map;
             }
             Some(Value::Object(_)) => {}
             Some(other) => reader.wrong(name, other, "an object"),
         }
     }
+    let nested = [Layers::Full, Layers::Sliding].iter().any(|kind| parameters.contains_key(kind.name()));
+    let mut default_theta = facts.defaults.theta;
+    if nested {
+        parameters = match parameters.remove(layers.name()) {
+            None | Some(Value::Null) => Map::new(),
+            Some(Value::Object(map)) => map,
+            Some(other) => {
+                reader.wrong(&format!("{section}.{}", layers.name()), other, "an object");
+                return None;
+            }
+        };
+        section = format!("{section}.{}", layers.name());
+    }
+    if let (Layers::Sliding, LocalRope::Own(key, theta)) = (layers, facts.local_rope) {
+        default_theta = theta;
+        if !nested {
+            let theta = match key.and_then(|key| reader.value(key).cloned().map(|value| (key, value))) {
+                None => theta,
+                Some((key, value)) => match value.as_f64().filter(|n| n.is_finite() && *n > 1.0) {
+                    Some(n) => n,
+                    None => {
+                        reader.wrong(key, value, "a number above 1");
+                        return None;
+                    }
+                },
+            };
+            return Some(Parameters { theta, partial: None, scaling: RopeScaling::Default, query_growth: None });
+        }
+    }
+    if facts.rope_required && parameters.is_empty() {
+        let key = reader.named("rope_parameters");
+        reader.problems.push(ConfigProblem::Missing(key));
+        return None;
+    }
     let mut number = |key: &str, least: f64, default: Option<f64>| -> Option<f64> {
         let (value, key) = match parameters.get(key).filter(|value| !value.is_null()) {
             Some(value) => (Some(value.clone()), format!("{section}.{key}")),
-            None if key == "rope_theta" || key == "partial_rotary_factor" => {
+            None if ["rope_theta", "partial_rotary_factor"].contains(&key) => {
                 (reader.value(key).cloned(), key.to_owned())
             }
             None => (None, format!("{section}.{key}")),
@@ -188,7 +285,7 @@ pub(super) fn read(reader: &mut Reader, context: Option<u32>) -> Option<Paramete
         }
     };
 
-    let theta = number("rope_theta", 1.0, Some(10_000.0))?;
+    let theta = number("rope_theta", 1.0, Some(default_theta))?;
     let partial = number("partial_rotary_factor", 0.0, None);
     let factor = number("factor", 0.0, None);
     let low = number("low_freq_factor", 0.0, None);
@@ -199,6 +296,7 @@ pub(super) fn read(reader: &mut Reader, context: Option<u32>) -> Option<Paramete
     let attention_factor = number("attention_factor", 0.0, None);
     let mscale = number("mscale", 0.0, None);
     let mscale_all_dim = number("mscale_all_dim", 0.0, None);
+    let beta = number("llama_4_scaling_beta", 0.0, None);
     if let Some(partial) = partial.filter(|partial| *partial > 1.0) {
         let own = parameters.get("partial_rotary_factor").is_some_and(|value| !value.is_null());
         let key = if own { format!("{section}.partial_rotary_factor") } else { "partial_rotary_factor".to_owned() };
@@ -221,11 +319,29 @@ pub(super) fn read(reader: &mut Reader, context: Option<u32>) -> Option<Paramete
     let kind = parameters.get("rope_type").or(parameters.get("type")).filter(|value| !value.is_null());
     let kind = match kind {
         None => "default",
+        // Old Phi-3 files name LongRoPE so.
+        Some(Value::String(kind))
+            if ["su", "yarn"].contains(&kind.as_str()) && parameters.contains_key("long_factor") =>
+        {
+            "longrope"
+        }
         Some(Value::String(kind)) => kind.as_str(),
         Some(other) => {
             reader.problems.push(ConfigProblem::UnsupportedRope(other.to_string()));
             return None;
         }
+    };
+    let [short_factors, long_factors] = match kind {
+        "longrope" => ["short_factor", "long_factor"].map(|key| {
+            let value = parameters.get(key).cloned().unwrap_or(Value::Null);
+            let list = value.as_array().and_then(|list| list.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>());
+            let list = list.filter(|list| list.iter().all(|n| n.is_finite() && *n > 0.0));
+            if list.is_none() {
+                reader.wrong(&format!("{section}.{key}"), value, "a list of positive numbers");
+            }
+            list
+        }),
+        _ => [None, None],
     };
     let mut need = |key: &str, value: Option<f64>| {
         let key = reader.named(&format!("{section}.{key}"));
@@ -277,10 +393,28 @@ pub(super) fn read(reader: &mut Reader, context: Option<u32>) -> Option<Paramete
                 _ => None,
             }
         }
+        "longrope" => {
+            let original = need("original_max_position_embeddings", original);
+            let attention_factor = attention_factor.or_else(|| {
+                let original = original?;
+                let factor = factor.or(context.map(|context| f64::from(context) / original))?;
+                Some(if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / original.ln()).sqrt() })
+            });
+            match (short_factors, long_factors, original, attention_factor) {
+                (Some(short), Some(long), Some(original_context), Some(attention_factor)) => {
+                    Some(RopeScaling::LongRope { short, long, original_context, attention_factor })
+                }
+                _ => None,
+            }
+        }
         other => {
             reader.problems.push(ConfigProblem::UnsupportedRope(other.to_owned()));
             None
         }
     };
-    (reader.problems.len() == before).then_some(Parameters { theta, partial, scaling: scaling? })
+    let query_growth = match (beta, original) {
+        (Some(beta), Some(original_context)) => Some(QueryGrowth { beta, original_context }),
+        _ => None,
+    };
+    (reader.problems.len() == before).then_some(Parameters { theta, partial, scaling: scaling?, query_growth })
 }

@@ -5,44 +5,76 @@
 use super::{Block, Decoder, Mixed, Step, StepShape};
 use crate::kernels::attention::flash;
 use crate::kernels::attention::flash_decode::{self, Split};
-use crate::kernels::attention::{self, Heads};
+use crate::kernels::attention::{self, Heads, Scores};
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::shaders::{AppendArgs, AttentionArgs, FlashArgs};
+use crate::kernels::stream;
+use crate::model::config::{QkNorm, Rope};
+use std::collections::BTreeMap;
 
 /// The maximum number of workgroups that share a tile of a prompt's attention.
 const MOST_PROMPT_SPLITS: u32 = 16;
+/// The name of the rotary table of the first kind of attention layers, and the beginning of the others' names.
+pub const ROPE: &str = "rope";
 
 impl Decoder<'_> {
-    /// Returns the head configuration of every full-attention layer.
-    pub fn heads(&self) -> Heads {
+    /// Returns the heads of a kind of attention layers.
+    pub fn heads(&self, kind: usize) -> Heads {
         let c = self.config;
+        let of = &c.attention_kinds[kind];
+        let grows = of.rope.as_ref().is_some_and(|rope| rope.query_growth.is_some());
         Heads {
-            q: c.heads,
-            kv: c.kv_heads,
-            dim: c.head_dim,
-            rot: c.rope.rotary_dim,
-            qk_norm: c.qk_norm,
+            q: of.heads,
+            kv: of.kv_heads,
+            dim: of.head_dim,
+            rot: of.rotary_dim(),
+            qk_norm: c.qk_norm == QkNorm::Heads,
             gated: c.attention_gate,
+            scores: Scores {
+                scale: c.score_scale,
+                window: of.window,
+                soft_cap: c.score_cap,
+                sinks: false,
+                query_scales: grows.then(|| self.context * of.rotary_dim()),
+            },
             kv_format: self.kv_format,
         }
     }
 
-    /// Returns the size in bytes of one layer's K pages, which equals that of its V pages.
-    pub fn kv_bytes(&self) -> u64 {
-        u64::from(self.pages) * self.heads().page_bytes()
+    /// Returns the heads of each kind of attention layers.
+    pub fn all_heads(&self) -> Vec<Heads> {
+        (0..self.config.attention_kinds.len()).map(|kind| self.heads(kind)).collect()
     }
 
-    /// Returns the size in bytes of the cos and sin table: `[context][rot / 2][2]` f32.
-    pub fn rope_bytes(&self) -> u64 {
-        u64::from(self.context) * u64::from(self.config.rope.rotary_dim) * 4
+    /// Returns the size in bytes of the K pages of a layer of a kind, which equals that of its V pages.
+    pub fn kv_bytes(&self, kind: usize) -> u64 {
+        u64::from(self.pages) * self.heads(kind).page_bytes()
     }
 
-    /// Returns the cos and sin table, multiplied by the RoPE attention scale.
-    pub fn rope_table(&self) -> Vec<f32> {
-        let inv_freq = self.config.rope.inv_freq();
-        let scale = self.config.rope.attention_scale();
-        (0..self.context)
+    /// Returns the name of the rotary table of a kind of attention layers: kinds with the same rotary embedding share it.
+    /// `None` for layers without rotary embedding.
+    fn rope_name(&self, kind: usize) -> Option<String> {
+        let kinds = &self.config.attention_kinds;
+        let rope = kinds[kind].rope.as_ref()?;
+        let first = kinds.iter().position(|other| other.rope.as_ref() == Some(rope))?;
+        Some(if first == 0 { ROPE.to_owned() } else { format!("{ROPE}.{first}") })
+    }
+
+    /// Returns the rotary tables with their buffers' names: `[context][rot / 2][2]` cos and sin, multiplied by the RoPE
+    /// attention scale; then, if queries grow with their position, the factor of each position's query, `[context]`.
+    pub fn rope_tables(&self) -> Vec<(String, Vec<f32>)> {
+        let kinds = 0..self.config.attention_kinds.len();
+        let named =
+            kinds.filter_map(|kind| Some((self.rope_name(kind)?, self.config.attention_kinds[kind].rope.as_ref()?)));
+        let tables: BTreeMap<String, &Rope> = named.collect();
+        tables.into_iter().map(|(name, rope)| (name, self.rope_table(rope))).collect()
+    }
+
+    fn rope_table(&self, rope: &Rope) -> Vec<f32> {
+        let inv_freq = rope.inv_freq(self.context);
+        let scale = rope.attention_scale();
+        let mut table: Vec<f32> = (0..self.context)
             .flat_map(|p| {
                 inv_freq
                     .iter()
@@ -53,12 +85,23 @@ impl Decoder<'_> {
                     })
                     .collect::<Vec<f32>>()
             })
-            .collect()
+            .collect();
+        if let Some(growth) = rope.query_growth {
+            table.extend((0..self.context).map(|position| growth.factor(position)));
+        }
+        table
+    }
+
+    /// Returns the rotary table of a kind of attention layers, if it has one.
+    fn rope(&self, r: &mut Recording, kind: usize) -> Option<Range> {
+        let name = self.rope_name(kind)?;
+        let rope = self.config.attention_kinds[kind].rope.as_ref()?;
+        let floats = rope.rotary_dim + u32::from(rope.query_growth.is_some());
+        Some(r.buffer(&name, u64::from(self.context) * u64::from(floats) * 4))
     }
 
     /// Returns the number of threads of an `attention` workgroup: the maximum that the tuning and shared memory allow.
-    pub(super) fn attention_threads(&self) -> u32 {
-        let heads = self.heads();
+    pub(super) fn attention_threads(&self, heads: Heads) -> u32 {
         // The last split to finish combines all splits, with one thread per split.
         let least = (heads.dim / 8).next_power_of_two().max(self.tuning.splits).max(16);
         let mut threads = self.tuning.attention_threads.max(least);
@@ -69,16 +112,16 @@ impl Decoder<'_> {
     }
 
     /// Whether prompts' attention uses the `flash` kernel.
-    pub(super) fn flashes(&self, matrices: Matrices) -> bool {
-        flash::flash_serves(self.heads())
+    pub(super) fn flashes(&self, heads: Heads, matrices: Matrices) -> bool {
+        flash::flash_serves(heads)
             && (matrices == Matrices::Emulated || self.tuning.shared_bytes >= flash::SHARED_BYTES)
     }
 
     /// Returns the number of threads of a `flash_decode` workgroup.
-    pub(super) fn flash_threads(&self, rows: u32, matrices: Matrices) -> u32 {
-        let many = rows * self.config.kv_heads > self.tuning.processors;
+    pub(super) fn flash_threads(&self, heads: Heads, rows: u32, matrices: Matrices) -> u32 {
+        let many = rows * heads.kv > self.tuning.processors;
         let mut threads = if many { self.tuning.flash_threads_many } else { self.tuning.flash_threads };
-        while threads > 32 && flash_decode::shared_bytes(self.heads(), threads, matrices) > self.tuning.shared_bytes {
+        while threads > 32 && flash_decode::shared_bytes(heads, threads, matrices) > self.tuning.shared_bytes {
             threads /= 2;
         }
         threads
@@ -86,10 +129,10 @@ impl Decoder<'_> {
 
     /// Returns how the workgroups of a batch's attention are shared among its rows, or `None` for a single row, which
     /// has all of them.
-    pub(super) fn spread(&self, rows: u32, threads: u32) -> Option<flash_decode::Spread> {
+    pub(super) fn spread(&self, heads: Heads, rows: u32, threads: u32) -> Option<flash_decode::Spread> {
         // The buffer of partial results has room for this many units in addition to one per row.
         let room = (self.tuning.splits.min(flash_decode::MOST_SPLITS) - 1) * rows;
-        let units = (self.tuning.spread * self.tuning.processors / self.config.kv_heads).min(room);
+        let units = (self.tuning.spread * self.tuning.processors / heads.kv).min(room);
         (rows > 1).then_some(flash_decode::Spread { units, least: (threads / 32 * self.tuning.spread_pages).max(1) })
     }
 
@@ -104,15 +147,16 @@ impl Decoder<'_> {
         cache: &str,
     ) -> Mixed {
         let c = self.config;
-        let heads = self.heads();
+        let heads = self.heads(block.attention);
         self.mixer_input(r, shape, step, block, "qkv", step.qkv);
+        self.norm_rows(r, shape, step, block);
         let packs = self.packs_for(shape, &block.name("qkv"));
-        let AppendArgs { k, v, q_norm, k_norm, .. } = self.append_args(r, step, block, cache);
+        let AppendArgs { k, v, q_norm, k_norm, rope, .. } = self.append_args(r, step, block, cache);
         let fused = matches!(shape, StepShape::Decode { .. });
         if !fused {
             let args = self.append_args(r, step, block, cache);
             r.call(attention::append(block.name("append"), heads, shape.rows(), args));
-            if let Some(matrices) = self.tuning.fragments.filter(|matrices| self.flashes(*matrices)) {
+            if let Some(matrices) = self.tuning.fragments.filter(|matrices| self.flashes(heads, *matrices)) {
                 self.flash(r, shape, step, block, (k, v), matrices);
                 return Mixed::Rows(step.attention);
             }
@@ -122,7 +166,7 @@ impl Decoder<'_> {
             rows: step.rows,
             q_norm: if fused { q_norm } else { q_norm.none() },
             k_norm: if fused { k_norm } else { k_norm.none() },
-            rope: if fused { step.rope } else { step.rope.none() },
+            rope: if fused { rope } else { rope.none() },
             pages: step.pages,
             k,
             v,
@@ -130,6 +174,7 @@ impl Decoder<'_> {
             counters: step.counters,
             o: step.attention.range,
             fault: step.fault,
+            sinks: step.fault.none(),
             stride: step.qkv.stride,
             output_stride: step.attention.stride,
             max_pages: self.state.max_pages,
@@ -141,16 +186,18 @@ impl Decoder<'_> {
         let rows = shape.rows();
         let Some(matrices) = self.tuning.fragments.filter(|_| fused && flash_decode::serves(heads)) else {
             let splits = if fused { self.tuning.splits } else { 1 };
-            let threads = self.attention_threads();
+            let threads = self.attention_threads(heads);
             r.call(attention::attention(block.name("attention"), heads, rows, splits, threads, fused, flow, args));
             return Mixed::Rows(step.attention);
         };
-        let threads = self.flash_threads(rows, matrices);
-        let (split, table) = match self.spread(rows, threads) {
+        let threads = self.flash_threads(heads, rows, matrices);
+        let (split, table) = match self.spread(heads, rows, threads) {
             Some(spread) => {
-                let work = r.buffer("attention.work", spread.bytes(rows));
+                let window = heads.scores.window;
+                let name = window.map_or("attention.work".to_owned(), |window| format!("attention.work.{window}"));
+                let work = r.buffer(&name, spread.bytes(rows));
                 if block.first {
-                    r.call(flash_decode::plan_splits("plan".to_owned(), rows, spread, step.rows, work));
+                    r.call(flash_decode::plan_splits("plan".to_owned(), rows, spread, window, step.rows, work));
                 }
                 (Split::Planned { units: spread.most(rows) }, work)
             }
@@ -172,18 +219,37 @@ impl Decoder<'_> {
         direct.map_or(Mixed::Rows(step.attention), Mixed::Packed)
     }
 
+    /// Records the norms over all query heads and over all key heads, if the model has them.
+    fn norm_rows(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block) {
+        let c = self.config;
+        if c.qk_norm != QkNorm::Rows {
+            return;
+        }
+        let of = &c.attention_kinds[block.attention];
+        for (name, first, width) in [("q_norm", 0, of.q_rows()), ("k_norm", of.q_rows(), of.kv_rows())] {
+            let norm = (self.vector(r, &block.name(name)), c.rms_eps);
+            r.call(stream::norm_heads(block.name(name), shape.rows(), step.qkv, (first, 1, width), norm));
+        }
+    }
+
     /// Returns the arguments of `append`, which writes a layer's keys and values to its pages. `cache` is the prefix of
     /// the names of the page buffers.
     pub(super) fn append_args(&self, r: &mut Recording, step: &Step, block: &Block, cache: &str) -> AppendArgs {
+        let none = step.rows.none();
+        let bytes = self.kv_bytes(block.attention);
+        let norms = ["q_norm", "k_norm"].map(|name| match self.config.qk_norm {
+            QkNorm::Heads => self.vector(r, &block.name(name)).unwrap_or(none),
+            QkNorm::None | QkNorm::Rows => none,
+        });
         AppendArgs {
             qkv: step.qkv.range,
             rows: step.rows,
-            q_norm: self.vector(r, &block.name("q_norm")).unwrap_or(step.rope.none()),
-            k_norm: self.vector(r, &block.name("k_norm")).unwrap_or(step.rope.none()),
-            rope: step.rope,
+            q_norm: norms[0],
+            k_norm: norms[1],
+            rope: self.rope(r, block.attention).unwrap_or(none),
             pages: step.pages,
-            k: r.buffer(&format!("{cache}.k"), self.kv_bytes()),
-            v: r.buffer(&format!("{cache}.v"), self.kv_bytes()),
+            k: r.buffer(&format!("{cache}.k"), bytes),
+            v: r.buffer(&format!("{cache}.v"), bytes),
             stride: step.qkv.stride,
             max_pages: self.state.max_pages,
             epsilon: self.config.rms_eps,
@@ -200,7 +266,7 @@ impl Decoder<'_> {
         (k, v): (Range, Range),
         matrices: Matrices,
     ) {
-        let heads = self.heads();
+        let heads = self.heads(block.attention);
         // With few tiles and long contexts, one workgroup per tile would leave compute units idle.
         let tiles = flash::flash_tiles(heads, shape.rows()) * heads.kv;
         let splits = match matrices {
@@ -216,6 +282,7 @@ impl Decoder<'_> {
             o: step.attention.range,
             partials: r.buffer("flash.partials", flash::partials_bytes(heads)),
             counters: r.buffer("flash.counters", flash::counters_bytes(heads)),
+            sinks: step.fault.none(),
             stride: step.qkv.stride,
             output_stride: step.attention.stride,
             max_pages: self.state.max_pages,

@@ -124,7 +124,7 @@ impl Decoder<'_> {
             let hidden = Self::packed(r, "shared.packed", rows, inner);
             let output = Self::activations(r, "shared.output", rows, c.hidden);
             let (gate_up, down) = (block.name("shared.gate_up"), block.name("shared.down"));
-            self.tiled(r, shape, &gate_up, step, packed, Output::Packed(hidden), Epilogue::SwiGlu, Fold::None);
+            self.tiled(r, shape, &gate_up, step, packed, Output::Packed(hidden), self.gated(), Fold::None);
             self.tiled(r, shape, &down, step, hidden, Output::Rows(output), Epilogue::Store, Fold::None);
             output
         });

@@ -10,6 +10,7 @@ use crate::kernels::gemm::{Activations, Epilogue, take_last};
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling::{self, SampledStep};
 use crate::kernels::shaders::{AdvanceArgs, ArgmaxArgs, EmbedRowsArgs, MarkPromptArgs, SampleArgs, TakeLastArgs};
+use crate::kernels::stream;
 
 impl Decoder<'_> {
     /// Records the row table of a step and the rows' embeddings.
@@ -38,6 +39,7 @@ impl Decoder<'_> {
                 part_rows: table.rows,
                 x_tag: 0,
                 tokens_at: self.state.chunk_layout().token(0),
+                scale: self.config.embedding_scale,
             };
             let layout = Table { format: table.format, fragments };
             r.call(embed::embed_rows(label.to_owned(), layout, from, shape.rows(), self.config.hidden, flow, args));
@@ -74,6 +76,10 @@ impl Decoder<'_> {
             self.tiled(r, shape, name, step, x, Output::Rows(logits), Epilogue::Store, Fold::None);
         } else {
             self.product(r, shape, name, step, x, logits, norm, Epilogue::Store);
+        }
+        if c.logit_scale != 1.0 || c.logit_cap.is_some() {
+            let size = (shape.rows(), c.vocab);
+            r.call(stream::bound_logits("bound_logits".to_owned(), size, logits, c.logit_scale, c.logit_cap));
         }
     }
 

@@ -1,21 +1,23 @@
-//! Dense MLPs: two matrix products with SwiGLU between them.
+//! Dense MLPs: two matrix products with a gated linear unit between them.
 //!
 //! Not here: experts (`experts`).
 
-use super::{Block, Decoder, Step, StepShape};
-use crate::kernels::gemm::Epilogue;
+use super::{Block, Decoder, Mixed, Step, StepShape};
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::tiled::Output;
+use crate::kernels::gemm::{Epilogue, Glu};
 use crate::kernels::recording::Recording;
+use crate::model::config::Activation;
 
 impl Decoder<'_> {
     pub(super) fn mlp(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block) {
         let c = self.config;
         let (gate_up, down) = (block.name("gate_up"), block.name("down"));
         let norm = self.vector(r, &block.name("mlp_norm"));
+        let after = self.vector(r, &block.name("mlp_post_norm"));
         if !self.packs_for(shape, &gate_up) {
-            self.product(r, shape, &gate_up, step, step.x, step.mlp, norm, Epilogue::SwiGlu);
-            self.product(r, shape, &down, step, step.mlp, step.x, None, Epilogue::Residual);
+            self.product(r, shape, &gate_up, step, step.x, step.mlp, norm, self.gated());
+            self.add_output(r, shape, step, &down, Mixed::Rows(step.mlp), after, None);
             return;
         }
         let unscaled = self.unscaled(r, shape);
@@ -28,14 +30,21 @@ impl Decoder<'_> {
         let whole = self.weight(&gate_up).is_none_or(|w| self.parts(w).len() == 1 && !self.in_code_fragments(w));
         let hidden = if whole {
             let hidden = Self::packed(r, "packed.mlp", shape.rows(), c.intermediate);
-            self.tiled(r, shape, &gate_up, step, x, Output::Packed(hidden), Epilogue::SwiGlu, fold);
+            self.tiled(r, shape, &gate_up, step, x, Output::Packed(hidden), self.gated(), fold);
             hidden
         } else {
-            self.tiled(r, shape, &gate_up, step, x, Output::Rows(step.mlp), Epilogue::SwiGlu, fold);
+            self.tiled(r, shape, &gate_up, step, x, Output::Rows(step.mlp), self.gated(), fold);
             self.pack(r, shape, step, block.name("down_pack"), step.mlp, c.intermediate, None)
         };
         let next = self.vector(r, &block.next_norm);
-        let fold = Self::leaves(unscaled, next);
-        self.tiled(r, shape, &down, step, hidden, Output::Rows(step.x), Epilogue::Residual, fold);
+        self.add_output(r, shape, step, &down, Mixed::Packed(hidden), after, next);
+    }
+
+    /// Returns the epilogue of the MLP's first product.
+    pub(super) fn gated(&self) -> Epilogue {
+        Epilogue::Gated(match self.config.activation {
+            Activation::Silu => Glu::Silu,
+            Activation::GeluTanh => Glu::GeluTanh,
+        })
     }
 }

@@ -14,11 +14,12 @@ mod score;
 mod tuning;
 mod weights;
 
+pub use attention::ROPE;
 pub use delta::delta_heads;
 pub use tuning::Tuning;
 
 use super::checkpoint::{WeightKind, WeightSpec};
-use super::config::{LayerKind, MlpKind, ModelConfig};
+use super::config::{Attention, LayerKind, MlpKind, ModelConfig, QkNorm};
 use crate::kernels::embed;
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::tiled::{Output, Packed};
@@ -26,6 +27,7 @@ use crate::kernels::gemm::{Activations, Epilogue};
 use crate::kernels::layout::StateLayout;
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling;
+use crate::kernels::stream;
 use crate::kernels::tags::{self, Flow, Generations};
 use crate::memory::pack::Format;
 use std::cell::RefCell;
@@ -140,10 +142,10 @@ fn floats_from(range: Range, first: u32) -> Range {
     range.part(offset, range.bytes - offset)
 }
 
-/// Returns the part of `y` that receives the product with W's rows from `first` on. SwiGLU makes one output of two rows
-/// of W.
+/// Returns the part of `y` that receives the product with W's rows from `first` on. A gated linear unit makes one output
+/// of two rows of W.
 fn outputs_from(y: Activations, first: u32, epilogue: Epilogue) -> Activations {
-    let first = if epilogue == Epilogue::SwiGlu { first / 2 } else { first };
+    let first = if epilogue.halves() { first / 2 } else { first };
     Activations { range: floats_from(y.range, first), ..y }
 }
 
@@ -185,12 +187,13 @@ struct Step {
     projected: Activations,
     mixed: Activations,
     mlp: Activations,
+    /// The output of a mixer or an MLP before it is added to x, if it is changed before.
+    branch: Activations,
     /// The router's logits, and the experts' activations between their two matrix products.
     router: Activations,
     middle: Activations,
     partials: Range,
     counters: Range,
-    rope: Range,
     pages: Range,
     chunk: Range,
     logits: Activations,
@@ -226,8 +229,11 @@ struct Block {
     follows: bool,
     /// The name of the norm that follows the layer; a weight of this name exists only if another layer follows.
     next_norm: String,
-    /// Whether the layer is the first of its kind in the step.
+    /// Whether the layer is the first of its kind in the step: of those with attention over the same window, or of those
+    /// without attention.
     first: bool,
+    /// The index of the layer's kind of attention; 0 for layers without.
+    attention: usize,
 }
 
 impl Block {
@@ -261,12 +267,13 @@ impl Decoder<'_> {
     /// the previous step.
     fn carries(&self, shape: StepShape) -> bool {
         let c = self.config;
-        let attention = c.layers_of(LayerKind::FullAttention).count();
-        let heads = self.heads();
+        let attention = c.layers_of(LayerKind::Attention).count();
         let mut widths = vec![c.hidden];
-        if attention > 0 {
-            widths.extend([heads.q * heads.dim, c.qkv_rows()]);
+        for kind in c.attention_kinds.iter().filter(|_| attention > 0) {
+            widths.extend([kind.q_rows(), c.qkv_rows(kind)]);
         }
+        // The stages of `kernels::stream` use barriers.
+        let staged = c.has_branch_stages() || c.qk_norm == QkNorm::Rows;
         if let Some(net) = c.delta {
             widths.extend([net.projected_rows(), net.value_rows()]);
         }
@@ -278,6 +285,7 @@ impl Decoder<'_> {
             && matches!(shape, StepShape::Decode { .. })
             && !self.packs(shape)
             && whole
+            && !staged
             && attention != 1
             && widths.iter().all(|width| width.is_multiple_of(32))
             && self.weights.iter().all(|w| matches!(w.kind, WeightKind::Vector) || self.in_fragments(w))
@@ -290,7 +298,7 @@ impl Decoder<'_> {
         let r = &mut recording;
         let rows = shape.rows();
         let prefill = matches!(shape, StepShape::Prefill { .. });
-        let heads = self.heads();
+        let heads = self.all_heads();
         // Tagged and plain words never share memory, because a plain word's low bits could equal any tag.
         let carries = self.carries(shape);
         let named = |name: &str| if carries { format!("{TAGGED}{name}") } else { name.to_owned() };
@@ -298,6 +306,8 @@ impl Decoder<'_> {
         // largest one.
         let behind = matches!(shape, StepShape::Head { .. } | StepShape::Score { .. });
         let x_rows = if behind { self.state.chunk } else { rows };
+        let most = |of: &dyn Fn(&Attention) -> u32| c.attention_kinds.iter().map(of).max().unwrap_or(0);
+        let kv_heads = most(&|kind| kind.kv_heads);
         let (projected, mixed) = c.delta.map_or((0, 0), |net| (net.projected_rows(), net.value_rows()));
         let experts = c.experts.map(|experts| self.expert_shape(experts));
         let chunk = match shape {
@@ -307,11 +317,12 @@ impl Decoder<'_> {
         let step = Step {
             rows: r.buffer("rows", embed::rows_bytes(x_rows)),
             x: Self::activations(r, &named("x"), x_rows, c.hidden),
-            qkv: Self::activations(r, &named("qkv"), rows, c.qkv_rows()),
-            attention: Self::activations(r, &named("attention.output"), rows, heads.q * heads.dim),
+            qkv: Self::activations(r, &named("qkv"), rows, most(&|kind| c.qkv_rows(kind))),
+            attention: Self::activations(r, &named("attention.output"), rows, most(&Attention::q_rows)),
             projected: Self::activations(r, &named("in_proj.output"), rows, projected),
             mixed: Self::activations(r, &named("mixer.output"), rows, mixed),
             mlp: Self::activations(r, &named("mlp.hidden"), rows, c.intermediate),
+            branch: Self::activations(r, "branch", rows, if c.has_branch_stages() { c.hidden } else { 0 }),
             router: Self::activations(r, &named("router.logits"), rows, experts.map_or(0, |e| e.logits())),
             middle: Self::activations(r, &named("experts.middle"), rows, experts.map_or(0, |e| e.middle_stride())),
             logits: Self::activations(r, "logits", if prefill { 1 } else { rows }, c.vocab),
@@ -319,10 +330,11 @@ impl Decoder<'_> {
             generations: carries.then(RefCell::default),
             partials: r.buffer(
                 &named("attention.partials"),
-                heads.partial_floats(self.tuning.splits) * 4 * u64::from(self.state.rows),
+                heads.iter().map(|heads| heads.partial_floats(self.tuning.splits)).max().unwrap_or(0)
+                    * 4
+                    * u64::from(self.state.rows),
             ),
-            counters: r.buffer("attention.counters", u64::from(heads.kv) * u64::from(self.state.rows) * 4),
-            rope: r.buffer("rope", self.rope_bytes()),
+            counters: r.buffer("attention.counters", u64::from(kv_heads) * u64::from(self.state.rows) * 4),
             pages: self.state.pages(r),
             chunk,
         };
@@ -362,14 +374,19 @@ impl Decoder<'_> {
         let c = self.config;
         let at = layer as usize;
         let kind = c.layer_kinds[at];
+        let alike = |other: u32| {
+            c.layer_kinds[other as usize] == kind
+                && (kind == LayerKind::GatedDelta || c.attention(other).window == c.attention(layer).window)
+        };
         let block = Block {
             prefix: format!("layers.{layer}"),
             follows: layer > 0,
             next_norm: format!("layers.{}.attn_norm", layer + 1),
-            first: c.layer_kinds.iter().position(|other| *other == kind) == Some(at),
+            first: (0..c.layers).find(|other| alike(*other)) == Some(layer),
+            attention: c.attention_of[at],
         };
         let mixed = match kind {
-            LayerKind::FullAttention => self.attention(r, shape, step, &block, &format!("kv.{layer}")),
+            LayerKind::Attention => self.attention(r, shape, step, &block, &format!("kv.{layer}")),
             LayerKind::GatedDelta => self.delta(r, shape, step, &block, &format!("{RECURRENT}{layer}")),
         };
         self.mixer_output(r, shape, step, &block, mixed);
@@ -403,19 +420,45 @@ impl Decoder<'_> {
     /// Records a mixer's output projection, which is added to x.
     fn mixer_output(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block, mixed: Mixed) {
         let name = block.name("o");
-        let packed = match mixed {
-            Mixed::Rows(y) if !self.packs_for(shape, &name) => {
-                self.product(r, shape, &name, step, y, step.x, None, Epilogue::Residual);
-                return;
-            }
-            Mixed::Rows(y) => {
+        let mixed = match mixed {
+            Mixed::Rows(y) if self.packs_for(shape, &name) => {
                 let cols = self.weight(&name).map_or(0, |w| w.cols);
-                self.pack(r, shape, step, block.name("o_pack"), y, cols, None)
+                Mixed::Packed(self.pack(r, shape, step, block.name("o_pack"), y, cols, None))
             }
-            Mixed::Packed(packed) => packed,
+            mixed => mixed,
         };
+        let after = self.vector(r, &block.name("attn_post_norm"));
         let next = self.vector(r, &block.name("mlp_norm"));
-        let fold = Self::leaves(self.unscaled(r, shape), next);
-        self.tiled(r, shape, &name, step, packed, Output::Rows(step.x), Epilogue::Residual, fold);
+        self.add_output(r, shape, step, &name, mixed, after, next);
+    }
+
+    /// Records the last product of a mixer or an MLP, whose output is added to x: directly, or after a norm with the
+    /// weights `after` and the model's factor. `next` is the norm of x that follows.
+    #[expect(clippy::too_many_arguments, reason = "a product's operands and what surrounds it")]
+    fn add_output(
+        &self,
+        r: &mut Recording,
+        shape: StepShape,
+        step: &Step,
+        name: &str,
+        y: Mixed,
+        after: Option<Range>,
+        next: Option<Range>,
+    ) {
+        let c = self.config;
+        let staged = after.is_some() || c.residual_scale != 1.0;
+        let (to, epilogue) = if staged { (step.branch, Epilogue::Store) } else { (step.x, Epilogue::Residual) };
+        match y {
+            Mixed::Rows(y) => self.product(r, shape, name, step, y, to, None, epilogue),
+            Mixed::Packed(y) => {
+                let fold = if staged { Fold::None } else { Self::leaves(self.unscaled(r, shape), next) };
+                self.tiled(r, shape, name, step, y, Output::Rows(to), epilogue, fold);
+            }
+        }
+        if staged {
+            let norm = after.map(|norm| (norm, c.rms_eps));
+            let (label, size) = (format!("{name}_add"), (shape.rows(), c.hidden));
+            r.call(stream::add_branch(label, size, step.branch, norm, c.residual_scale, step.x));
+        }
     }
 }

@@ -33,7 +33,7 @@ impl Decoder<'_> {
     }
 
     fn verify(&self, sequences: u32, each: u32) -> VerifyRows {
-        VerifyRows { sequences, each, tiles: flash_tiles(self.heads(), each) }
+        VerifyRows { sequences, each, tiles: flash_tiles(self.heads(0), each) }
     }
 
     /// Records the kernel that describes the rows of a verification step, and returns the descriptor.
@@ -91,7 +91,7 @@ impl Decoder<'_> {
     }
 
     fn draft_block(&self) -> Block {
-        Block { prefix: PREFIX.to_owned(), follows: false, next_norm: String::new(), first: false }
+        Block { prefix: PREFIX.to_owned(), follows: false, next_norm: String::new(), first: false, attention: 0 }
     }
 
     /// Records the computation of the drafting block's keys and values for the rows of a prefill step.
@@ -111,7 +111,7 @@ impl Decoder<'_> {
         let block = self.draft_block();
         self.mixer_input(r, shape, &draft, &block, "qkv", draft.qkv);
         let args = self.append_args(r, &draft, &block, CACHE);
-        r.call(attention::append(block.name("append"), self.heads(), shape.rows(), args));
+        r.call(attention::append(block.name("append"), self.heads(block.attention), shape.rows(), args));
     }
 
     /// Records the drafting of `drafts` tokens after those that were sampled from the rows `x` of `sequences` sequences

@@ -11,7 +11,7 @@ use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, codes};
 use crate::kernels::recording::{Range, Recording};
 use crate::memory::pack::Format;
 use crate::memory::pack::codes::unit_cols;
-use crate::model::config::MlpKind;
+use crate::model::config::{BlockNorms, MlpKind};
 
 /// The maximum number of rows for which products read rows of floats (`skinny`). Every workgroup reads all rows, so
 /// with more rows it is faster to pack them first in a stage of its own; narrow models reach that point later.
@@ -311,6 +311,8 @@ impl Decoder<'_> {
             && self.packs(shape)
             && rows <= if hidden <= NARROW { 2 * self.tuning.fold_rows } else { self.tuning.fold_rows }
             && hidden.is_multiple_of(32)
+            && self.config.norms == BlockNorms::BEFORE
+            && !self.config.has_branch_stages()
             // Any layer may have codes, whose products of many rows are in parts.
             && !self.has_codes()
             && self.config.mlp_kinds.iter().all(|kind| *kind == MlpKind::Dense)

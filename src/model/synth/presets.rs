@@ -188,12 +188,12 @@ impl Preset {
             _ if tiny => (json!(256), json!(258)),
             Architecture::Qwen3 | Architecture::Qwen3Moe | Architecture::Qwen3Next => (json!(151_643), json!(151_645)),
             Architecture::Qwen35 | Architecture::Qwen35Moe => (Value::Null, json!([248_046, 248_044])),
-            Architecture::Llama => (json!(128_000), json!([128_001, 128_008, 128_009])),
+            _ => (json!(128_000), json!([128_001, 128_008, 128_009])),
         };
         let (eps, theta) = match self.architecture {
             Architecture::Qwen3 | Architecture::Qwen3Moe => (1e-6, 1e6),
             Architecture::Qwen3Next | Architecture::Qwen35 | Architecture::Qwen35Moe => (1e-6, 1e7),
-            Architecture::Llama => (1e-5, 5e5),
+            _ => (1e-5, 5e5),
         };
         let mut keys = Map::new();
         let mut add = |more: Value| keys.extend(more.as_object().cloned().unwrap_or_default());
@@ -223,13 +223,6 @@ impl Preset {
         }
         add(match self.architecture {
             Architecture::Qwen3 | Architecture::Qwen3Moe => json!({"rope_theta": theta, "rope_scaling": null}),
-            Architecture::Llama => json!({"rope_theta": theta, "rope_scaling": {
-                "factor": f64::from(self.rope_factor),
-                "high_freq_factor": 4.0,
-                "low_freq_factor": 1.0,
-                "original_max_position_embeddings": if tiny { 256 } else { 8192 },
-                "rope_type": "llama3",
-            }}),
             Architecture::Qwen3Next => {
                 json!({"rope_theta": theta, "rope_scaling": null, "partial_rotary_factor": 0.25})
             }
@@ -245,6 +238,13 @@ impl Preset {
                     "rope_type": "default",
                 }})
             }
+            _ => json!({"rope_theta": theta, "rope_scaling": {
+                "factor": f64::from(self.rope_factor),
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": if tiny { 256 } else { 8192 },
+                "rope_type": "llama3",
+            }}),
         });
         if let Some(delta) = self.delta {
             add(json!({

@@ -2,7 +2,9 @@
 //! standard deviations keep activations near 1: `1 / sqrt(inputs)` for projections, and more for the LM head, so that
 //! one token's logit stands out.
 
-use crate::model::config::{Architecture, DeltaNet, Experts, LayerKind, MlpKind, ModelConfig, NormKind};
+use crate::model::config::{
+    Architecture, Attention, DeltaNet, Experts, LayerKind, MlpKind, ModelConfig, NormKind, QkNorm,
+};
 
 /// The distribution of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -32,7 +34,7 @@ pub(super) fn tensors_of(c: &ModelConfig, root: &str) -> Vec<Tensor> {
     let mut list = List { config: c, matrices: Vec::new(), vectors: Vec::new() };
     list.matrix(format!("{root}embed_tokens.weight"), c.vocab, c.hidden, 2.0);
     for ((layer, kind), mlp) in (0..c.layers).zip(&c.layer_kinds).zip(&c.mlp_kinds) {
-        list.layer(&format!("{root}layers.{layer}."), *kind, *mlp);
+        list.layer(&format!("{root}layers.{layer}."), *kind, c.attention(layer), *mlp);
     }
     if !c.tied {
         list.matrix("lm_head.weight".to_owned(), c.vocab, c.hidden, 2.0);
@@ -42,7 +44,7 @@ pub(super) fn tensors_of(c: &ModelConfig, root: &str) -> Vec<Tensor> {
         list.matrix("mtp.fc.weight".to_owned(), c.hidden, 2 * c.hidden, 1.0);
         let mlp = if c.experts.is_some() { MlpKind::Experts } else { MlpKind::Dense };
         for layer in 0..c.mtp_layers {
-            list.layer(&format!("mtp.layers.{layer}."), LayerKind::FullAttention, mlp);
+            list.layer(&format!("mtp.layers.{layer}."), LayerKind::Attention, &c.attention_kinds[0], mlp);
         }
         for norm in ["mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.norm.weight"] {
             list.norm(norm.to_owned(), c.hidden);
@@ -79,23 +81,25 @@ impl List<'_> {
     }
 
     /// Adds one layer, whose names begin with `at`.
-    fn layer(&mut self, at: &str, kind: LayerKind, mlp: MlpKind) {
+    fn layer(&mut self, at: &str, kind: LayerKind, attention: &Attention, mlp: MlpKind) {
         let c = self.config;
         match (kind, c.delta) {
             (LayerKind::GatedDelta, Some(delta)) => self.gated_delta(at, delta),
-            _ => self.full_attention(at),
+            _ => self.attention(at, attention),
         }
         match (mlp, c.experts) {
             (MlpKind::Experts, Some(experts)) => self.experts(&format!("{at}mlp."), experts),
             _ => self.dense(&format!("{at}mlp."), c.intermediate, c.mlp_bias),
         }
-        self.norm(format!("{at}input_layernorm.weight"), c.hidden);
-        self.norm(format!("{at}post_attention_layernorm.weight"), c.hidden);
+        let norms = c.norms;
+        for norm in [norms.mixer, norms.after_mixer, norms.mlp, norms.after_mlp].into_iter().flatten() {
+            self.norm(format!("{at}{norm}.weight"), c.hidden);
+        }
     }
 
-    fn full_attention(&mut self, at: &str) {
+    fn attention(&mut self, at: &str, of: &Attention) {
         let c = self.config;
-        let (q, kv) = (c.q_rows(), c.kv_rows());
+        let (q, kv) = (of.q_rows(), of.kv_rows());
         // Each head has the rows of its query, then those of its gate.
         let q_and_gate = if c.attention_gate { 2 * q } else { q };
         let name = |part: &str| format!("{at}self_attn.{part}");
@@ -103,14 +107,20 @@ impl List<'_> {
         self.matrix(name("k_proj.weight"), kv, c.hidden, 1.0);
         self.matrix(name("v_proj.weight"), kv, c.hidden, 1.0);
         self.matrix(name("o_proj.weight"), c.hidden, q, 1.0);
-        if c.qk_norm {
-            self.norm(name("q_norm.weight"), c.head_dim);
-            self.norm(name("k_norm.weight"), c.head_dim);
+        let norms = match c.qk_norm {
+            QkNorm::None => None,
+            QkNorm::Heads => Some([of.head_dim; 2]),
+            QkNorm::Rows => Some([q, kv]),
+        };
+        for (part, length) in ["q_norm.weight", "k_norm.weight"].into_iter().zip(norms.into_iter().flatten()) {
+            self.norm(name(part), length);
         }
-        if c.attention_bias {
+        if c.qkv_bias {
             self.vector(name("q_proj.bias"), q_and_gate, 0.0);
             self.vector(name("k_proj.bias"), kv, 0.0);
             self.vector(name("v_proj.bias"), kv, 0.0);
+        }
+        if c.o_bias {
             self.vector(name("o_proj.bias"), c.hidden, 0.0);
         }
     }

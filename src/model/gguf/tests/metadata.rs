@@ -37,9 +37,17 @@ fn a_small_model_is_understood() {
     let config = parsed(&small_model());
     assert_eq!(config.architecture, model_config::Architecture::Llama);
     assert_eq!((config.hidden, config.intermediate, config.layers), (8, 4, 1));
-    assert_eq!((config.heads, config.kv_heads, config.head_dim, config.vocab), (2, 1, 4, 4));
-    assert_eq!((config.rms_eps, config.rope.theta, config.context), (1e-6, 500_000.0, 64));
-    assert_eq!((config.tied, config.attention_bias, config.mlp_bias), (true, false, false));
+    assert_eq!(
+        (
+            config.attention_kinds[0].heads,
+            config.attention_kinds[0].kv_heads,
+            config.attention_kinds[0].head_dim,
+            config.vocab
+        ),
+        (2, 1, 4, 4)
+    );
+    assert_eq!((config.rms_eps, rope(&config).theta, config.context), (1e-6, 500_000.0, 64));
+    assert_eq!((config.tied, config.qkv_bias, config.mlp_bias), (true, false, false));
     assert_eq!((config.eos, config.bos), (vec![3], None));
 }
 

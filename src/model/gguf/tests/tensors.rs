@@ -217,7 +217,7 @@ fn hybrids_have_all_their_tensors() {
         let json = std::str::from_utf8(gguf.file("config.json").unwrap()).unwrap();
         let config = ModelConfig::parse(json, None).unwrap();
         assert_eq!((config.layers, config.mtp_layers), (4, u32::from(mtp)));
-        assert_eq!(config.layers_of(LayerKind::FullAttention).collect::<Vec<_>>(), [3]);
+        assert_eq!(config.layers_of(LayerKind::Attention).collect::<Vec<_>>(), [3]);
         let delta = model_config::DeltaNet {
             key_heads: 2,
             value_heads: 6,
@@ -226,7 +226,7 @@ fn hybrids_have_all_their_tensors() {
             conv_kernel: 4,
             tiled: false,
         };
-        assert_eq!((config.delta, config.rope.rotary_dim), (Some(delta), 4));
+        assert_eq!((config.delta, rope(&config).rotary_dim), (Some(delta), 4));
         let expected = experts.then_some(model_config::Experts {
             count: 3,
             chosen: 2,

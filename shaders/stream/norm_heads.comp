@@ -1,0 +1,39 @@
+#version 460
+#extension GL_GOOGLE_include_directive : require
+// RMS norm in place, of parts of rows:
+//   x[r][first + h·width ..] = x[r][first + h·width ..] · rsqrt(mean square + eps) ⊙ norm    for each part h
+//
+// x  [rows][stride] f32. norm [width] f32, the same for all parts; with NORM 0 there are no weights
+// One workgroup processes one part of one row. Traffic: 12 bytes per value.
+#include "common.glsl"
+
+layout(local_size_x_id = 0) in;
+layout(constant_id = 1) const uint NORM = 1;
+
+layout(push_constant) uniform Args {
+    FloatsInOut x;
+    FloatsIn norm;
+    uint first;
+    uint width;
+    uint stride;      // in floats
+    float epsilon;
+};
+
+shared float partial[256];
+
+void main() {
+    uint base = gl_WorkGroupID.y * stride + first + gl_WorkGroupID.x * width, t = gl_LocalInvocationID.x;
+    float square = 0.0;
+    for (uint i = t; i < width; i += gl_WorkGroupSize.x) {
+        float value = x.v[base + i];
+        square += value * value;
+    }
+    square = subgroupAdd(square);
+    if (subgroupElect()) partial[gl_SubgroupID] = square;
+    barrier();
+    float sum = 0.0;
+    for (uint i = 0u; i < gl_NumSubgroups; i++) sum += partial[i];
+    float factor = inversesqrt(sum / float(width) + epsilon);
+    for (uint i = t; i < width; i += gl_WorkGroupSize.x)
+        x.v[base + i] *= NORM == 1u ? factor * norm.v[i] : factor;
+}

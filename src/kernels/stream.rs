@@ -1,0 +1,126 @@
+//! Stages between products, for models that need them: `add_branch`, which adds a changed output of a mixer or an MLP to
+//! the residual stream; `norm_heads`, the norm of parts of rows; `bound_logits`, which scales and bounds logits. Not here:
+//! norms before a product, which are a part of it (`gemm`), and norms of heads in attention (`attention`).
+
+use super::gemm::Activations;
+use super::host_memory::HostMemory;
+use super::recording::{Call, Range};
+use super::shaders::{
+    AddBranchArgs, AddBranchConstants, BoundLogitsArgs, BoundLogitsConstants, NormHeadsArgs, NormHeadsConstants,
+};
+
+/// The number of invocations of a workgroup.
+const THREADS: u32 = 128;
+
+/// Returns the call that adds `scale` times `rows` rows of y, normed if there is a `norm` (its weights and epsilon), to
+/// `columns` floats of each row of x.
+pub fn add_branch(
+    label: String,
+    (rows, columns): (u32, u32),
+    y: Activations,
+    norm: Option<(Range, f32)>,
+    scale: f32,
+    x: Activations,
+) -> Call {
+    let (weights, epsilon) = norm.unwrap_or((y.range.none(), 0.0));
+    let args = AddBranchArgs {
+        y: y.range,
+        norm: weights,
+        x: x.range,
+        columns,
+        y_stride: y.stride,
+        x_stride: x.stride,
+        epsilon,
+        scale,
+    };
+    Call {
+        kernel: "add_branch",
+        label,
+        constants: AddBranchConstants { threads: THREADS, norm: u32::from(norm.is_some()) }.into_values(),
+        args: args.into_args(),
+        groups: [rows, 1, 1],
+    }
+}
+
+/// Returns the call that norms `parts` adjacent parts of `width` floats, from float `first` on, of each of `rows` rows of
+/// x in place. `norm` has the weights, if there are any, and epsilon.
+pub fn norm_heads(
+    label: String,
+    rows: u32,
+    x: Activations,
+    (first, parts, width): (u32, u32, u32),
+    (norm, epsilon): (Option<Range>, f32),
+) -> Call {
+    let args =
+        NormHeadsArgs { x: x.range, norm: norm.unwrap_or(x.range.none()), first, width, stride: x.stride, epsilon };
+    Call {
+        kernel: "norm_heads",
+        label,
+        constants: NormHeadsConstants { threads: THREADS, norm: u32::from(norm.is_some()) }.into_values(),
+        args: args.into_args(),
+        groups: [parts, rows, 1],
+    }
+}
+
+/// Returns the call that scales `columns` logits of each of `rows` rows in place, and bounds them with `cap`.
+pub fn bound_logits(
+    label: String,
+    (rows, columns): (u32, u32),
+    logits: Activations,
+    scale: f32,
+    cap: Option<f32>,
+) -> Call {
+    let args = BoundLogitsArgs { logits: logits.range, columns, stride: logits.stride, scale, cap: cap.unwrap_or(0.0) };
+    Call {
+        kernel: "bound_logits",
+        label,
+        constants: BoundLogitsConstants { threads: THREADS, cap: u32::from(cap.is_some()) }.into_values(),
+        args: args.into_args(),
+        groups: [columns.div_ceil(THREADS), rows, 1],
+    }
+}
+
+/// Returns the factor of an RMS norm without weights.
+fn rms(values: &[f64], epsilon: f32) -> f64 {
+    1.0 / (values.iter().map(|v| v * v).sum::<f64>() / values.len() as f64 + f64::from(epsilon)).sqrt()
+}
+
+pub(crate) fn reference_add_branch(call: &Call, memory: &mut HostMemory) {
+    let a = AddBranchArgs::from_args(&call.args);
+    let c = AddBranchConstants::from_values(&call.constants);
+    for row in 0..call.groups[0] {
+        let y: Vec<f64> = (0..a.columns).map(|i| f64::from(memory.f32(a.y, row * a.y_stride + i))).collect();
+        let factor = f64::from(a.scale) * if c.norm == 1 { rms(&y, a.epsilon) } else { 1.0 };
+        for (i, y) in (0..).zip(y) {
+            let weight = if c.norm == 1 { f64::from(memory.f32(a.norm, i)) } else { 1.0 };
+            let at = row * a.x_stride + i;
+            let x = f64::from(memory.f32(a.x, at));
+            memory.set_f32(a.x, at, (x + y * factor * weight) as f32);
+        }
+    }
+}
+
+pub(crate) fn reference_norm_heads(call: &Call, memory: &mut HostMemory) {
+    let a = NormHeadsArgs::from_args(&call.args);
+    let c = NormHeadsConstants::from_values(&call.constants);
+    for (row, part) in (0..call.groups[1]).flat_map(|row| (0..call.groups[0]).map(move |part| (row, part))) {
+        let base = row * a.stride + a.first + part * a.width;
+        let x: Vec<f64> = (0..a.width).map(|i| f64::from(memory.f32(a.x, base + i))).collect();
+        let factor = rms(&x, a.epsilon);
+        for (i, x) in (0..).zip(x) {
+            let weight = if c.norm == 1 { f64::from(memory.f32(a.norm, i)) } else { 1.0 };
+            memory.set_f32(a.x, base + i, (x * factor * weight) as f32);
+        }
+    }
+}
+
+pub(crate) fn reference_bound_logits(call: &Call, memory: &mut HostMemory) {
+    let a = BoundLogitsArgs::from_args(&call.args);
+    let c = BoundLogitsConstants::from_values(&call.constants);
+    for (row, i) in (0..call.groups[1]).flat_map(|row| (0..a.columns).map(move |i| (row, i))) {
+        let at = row * a.stride + i;
+        let value = f64::from(memory.f32(a.logits, at)) * f64::from(a.scale);
+        let cap = f64::from(a.cap);
+        memory.set_f32(a.logits, at, if c.cap == 1 { cap * (value / cap).tanh() } else { value } as f32);
+    }
+}

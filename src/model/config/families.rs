@@ -1,0 +1,509 @@
+//! The model families, and the facts about each that no key of config.json says: one table, which the configuration's
+//! reader combines with the keys. Nothing else depends on a family's name.
+//!
+//! Sources: the configuration and modelling classes of Hugging Face transformers 5.23.
+
+use super::{Activation, BlockNorms, NormKind, QkNorm};
+
+/// A model family whose forward pass is implemented.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Architecture {
+    /// `Qwen3ForCausalLM`: dense, with an RMS norm on each query and key head.
+    Qwen3,
+    /// `LlamaForCausalLM`: dense.
+    Llama,
+    /// `Qwen3MoeForCausalLM`: like Qwen3, with MoE layers.
+    Qwen3Moe,
+    /// `Qwen3NextForCausalLM`: a hybrid of gated-delta-rule layers (linear attention) and gated full-attention layers,
+    /// with MoE layers that include a shared expert.
+    Qwen3Next,
+    /// `Qwen3_5ForConditionalGeneration` and `Qwen3_5ForCausalLM`: a dense hybrid of gated-delta-rule layers (linear
+    /// attention) and gated full-attention layers. Only the text model of a multimodal checkpoint is used.
+    Qwen35,
+    /// `Qwen3_5MoeForConditionalGeneration` and `Qwen3_5MoeForCausalLM`: like Qwen35, with MoE layers that include a
+    /// shared expert.
+    Qwen35Moe,
+    /// `Qwen2ForCausalLM` (Qwen2, Qwen2.5): dense, with biases on q, k and v.
+    Qwen2,
+    /// `Qwen2MoeForCausalLM`: like Qwen2, with MoE layers that include a shared expert.
+    Qwen2Moe,
+    /// `Qwen3VLForConditionalGeneration`: its text model, which is Qwen3's.
+    Qwen3Vl,
+    /// `MistralForCausalLM`: like Llama, with a sliding window on all layers if the configuration has one.
+    Mistral,
+    /// `Ministral3ForCausalLM`: like Mistral, with queries that grow with their position.
+    Ministral3,
+    /// `Phi3ForCausalLM` (Phi-3, Phi-4, Phi-4-mini): like Llama, with fused projections and LongRoPE.
+    Phi3,
+    /// `SmolLM3ForCausalLM`: like Llama; some layers have no rotary embedding.
+    SmolLm3,
+    /// `GraniteForCausalLM`: like Llama, with constant factors on embeddings, scores, layers' outputs and logits.
+    Granite,
+    /// `Gemma2ForCausalLM`: norms before and after attention and MLP, GeGLU, bounded scores and logits, a sliding window
+    /// on every other layer.
+    Gemma2,
+    /// `Gemma3ForCausalLM` and `Gemma3ForConditionalGeneration`: like Gemma 2, with an RMS norm on each query and key
+    /// head instead of bounds, and a sliding window with a rotary embedding of its own on five layers of six. Only the
+    /// text model of a multimodal checkpoint is used.
+    Gemma3,
+    /// `Olmo2ForCausalLM`: norms only after attention and MLP, and one norm over all query heads and one over all key
+    /// heads.
+    Olmo2,
+    /// `Olmo3ForCausalLM`: like OLMo 2, with a sliding window on three layers of four.
+    Olmo3,
+    /// `Glm4ForCausalLM`: norms before and after attention and MLP, half of each head rotated, in neighbouring pairs.
+    Glm4,
+}
+
+/// Whether a projection has a bias.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Bias {
+    Never,
+    Always,
+    /// As a key of config.json says, or this if the key is absent.
+    Key(&'static str, bool),
+}
+
+/// Which layers have a sliding window if config.json has no `layer_types`, and whether the key `sliding_window` counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Windows {
+    /// None, whatever the key says.
+    Never,
+    /// If `use_sliding_window` is true, the layers from `max_window_layers` on.
+    Upper,
+    /// If the key is not null, all layers. The value if the key is absent.
+    Everywhere(Option<u32>),
+    /// All layers but every n-th, counted from 1. The keys that may hold n, n, and the window if its key is absent.
+    Between(&'static [&'static str], u32, u32),
+}
+
+/// The rotary embedding of layers with a sliding window.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum LocalRope {
+    /// That of the other layers.
+    Same,
+    /// Unscaled, with a base of its own: the key that holds it, and its value if the key is absent.
+    Own(Option<&'static str>, f64),
+}
+
+/// The factor of the embeddings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum EmbeddingScale {
+    One,
+    /// The square root of the hidden size, rounded to the weights' element type.
+    RootOfHidden,
+    /// A key of config.json; 1 if it is absent.
+    Key(&'static str),
+}
+
+/// The factor of q · k.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ScoreScale {
+    /// 1 / sqrt(head_dim).
+    RootOfHead,
+    /// 1 / sqrt of a key's value, which is this if the key is absent.
+    RootOf(&'static str, u32),
+    /// A key's value; 1 if it is absent.
+    Key(&'static str),
+}
+
+/// The facts of a family that are the same in all its checkpoints, and the defaults of its configuration class.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Facts {
+    pub(super) architecture: Architecture,
+    /// The names that `architectures` may contain, the one used by released checkpoints first.
+    pub(super) names: &'static [&'static str],
+    /// The values of `model_type`.
+    pub(super) model_types: &'static [&'static str],
+    /// Whether some layers use the gated delta rule instead of attention.
+    pub(super) hybrid: bool,
+    /// Whether layers may have experts.
+    pub(super) experts: Option<ExpertFacts>,
+    /// The biases of q, k and v; of the attention output's projection; of the MLP.
+    pub(super) qkv_bias: Bias,
+    pub(super) o_bias: Bias,
+    pub(super) mlp_bias: Bias,
+    pub(super) qk_norm: QkNorm,
+    pub(super) norm: NormKind,
+    pub(super) norms: BlockNorms,
+    pub(super) windows: Windows,
+    pub(super) local_rope: LocalRope,
+    /// Whether the class's default of `rope_parameters` is more than a base, so that the key must be there.
+    pub(super) rope_required: bool,
+    /// Layers without rotary embedding: whether `no_rope_layers` and `no_rope_layer_interval` (4) count.
+    pub(super) some_without_rope: bool,
+    /// Whether the rotated dimensions are neighbouring pairs; otherwise the halves of the rotated part.
+    pub(super) interleaved: bool,
+    /// The keys that name the MLP's activation, and the activation if all are absent.
+    pub(super) activation: (&'static [&'static str], Activation),
+    pub(super) embedding_scale: EmbeddingScale,
+    pub(super) score_scale: ScoreScale,
+    /// The default of `attn_logit_softcapping` and of `final_logit_softcapping`, in families that have these keys.
+    pub(super) soft_caps: Option<[Option<f64>; 2]>,
+    /// Whether `residual_multiplier` and `logits_scaling` count.
+    pub(super) multipliers: bool,
+    /// The class's defaults of keys.
+    pub(super) defaults: Defaults,
+}
+
+/// The values of absent keys.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Defaults {
+    /// `num_key_value_heads`; `None`: as many as query heads.
+    pub(super) kv_heads: Option<u32>,
+    /// `head_dim`; `None`: hidden_size / num_attention_heads.
+    pub(super) head_dim: Option<u32>,
+    pub(super) context: u32,
+    pub(super) rms_eps: f32,
+    pub(super) tied: bool,
+    pub(super) theta: f64,
+    /// `partial_rotary_factor`; `None`: the key is not supported for this family, and 1.
+    pub(super) partial: Option<f64>,
+    /// `bos_token_id` and `eos_token_id`.
+    pub(super) bos: Option<u32>,
+    pub(super) eos: &'static [u32],
+}
+
+/// The experts of a family.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ExpertFacts {
+    /// The class's defaults: number of experts, experts chosen per token, their intermediate size, the shared expert's
+    /// intermediate size.
+    pub(super) count: u32,
+    pub(super) chosen: u32,
+    pub(super) inner: u32,
+    pub(super) shared: Option<u32>,
+    /// Whether all layers have experts, and at least one expert.
+    pub(super) everywhere: bool,
+    /// Whether the chosen experts' weights are normalised: always, or by `norm_topk_prob` with this default.
+    pub(super) normalise: Option<bool>,
+}
+
+const DEFAULTS: Defaults = Defaults {
+    kv_heads: None,
+    head_dim: None,
+    context: 32_768,
+    rms_eps: 1e-6,
+    tied: false,
+    theta: 10_000.0,
+    partial: None,
+    bos: None,
+    eos: &[],
+};
+
+const LLAMA: Facts = Facts {
+    architecture: Architecture::Llama,
+    names: &["LlamaForCausalLM"],
+    model_types: &["llama"],
+    hybrid: false,
+    experts: None,
+    qkv_bias: Bias::Key("attention_bias", false),
+    o_bias: Bias::Key("attention_bias", false),
+    mlp_bias: Bias::Key("mlp_bias", false),
+    qk_norm: QkNorm::None,
+    norm: NormKind::Plain,
+    norms: BlockNorms::BEFORE,
+    windows: Windows::Never,
+    local_rope: LocalRope::Same,
+    rope_required: false,
+    some_without_rope: false,
+    interleaved: false,
+    activation: (&["hidden_act", "hidden_activation"], Activation::Silu),
+    embedding_scale: EmbeddingScale::One,
+    score_scale: ScoreScale::RootOfHead,
+    soft_caps: None,
+    multipliers: false,
+    defaults: Defaults { context: 2048, bos: Some(1), eos: &[2], ..DEFAULTS },
+};
+
+const QWEN3: Facts = Facts {
+    architecture: Architecture::Qwen3,
+    names: &["Qwen3ForCausalLM"],
+    model_types: &["qwen3"],
+    // The other families' MLPs have no biases, whatever the file says.
+    mlp_bias: Bias::Never,
+    qk_norm: QkNorm::Heads,
+    windows: Windows::Upper,
+    // No released checkpoint omits `head_dim`.
+    defaults: Defaults { head_dim: Some(128), ..DEFAULTS },
+    ..LLAMA
+};
+
+const QWEN35: Facts = Facts {
+    architecture: Architecture::Qwen35,
+    names: &["Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"],
+    model_types: &["qwen3_5", "qwen3_5_text"],
+    hybrid: true,
+    norm: NormKind::ZeroCentred,
+    windows: Windows::Never,
+    defaults: Defaults { kv_heads: Some(4), head_dim: Some(256), partial: Some(0.25), ..DEFAULTS },
+    ..QWEN3
+};
+
+const QWEN2: Facts = Facts {
+    architecture: Architecture::Qwen2,
+    names: &["Qwen2ForCausalLM"],
+    model_types: &["qwen2"],
+    qkv_bias: Bias::Always,
+    o_bias: Bias::Never,
+    mlp_bias: Bias::Never,
+    windows: Windows::Upper,
+    defaults: DEFAULTS,
+    ..LLAMA
+};
+
+const MISTRAL: Facts = Facts {
+    architecture: Architecture::Mistral,
+    names: &["MistralForCausalLM"],
+    model_types: &["mistral"],
+    qkv_bias: Bias::Never,
+    o_bias: Bias::Never,
+    mlp_bias: Bias::Never,
+    windows: Windows::Everywhere(Some(4096)),
+    defaults: Defaults { kv_heads: Some(8), context: 131_072, bos: Some(1), eos: &[2], ..DEFAULTS },
+    ..LLAMA
+};
+
+const GEMMA2: Facts = Facts {
+    architecture: Architecture::Gemma2,
+    names: &["Gemma2ForCausalLM"],
+    model_types: &["gemma2"],
+    mlp_bias: Bias::Never,
+    norm: NormKind::ZeroCentred,
+    norms: BlockNorms::GEMMA,
+    windows: Windows::Between(&[], 2, 4096),
+    activation: (&["hidden_activation"], Activation::GeluTanh),
+    embedding_scale: EmbeddingScale::RootOfHidden,
+    score_scale: ScoreScale::RootOf("query_pre_attn_scalar", 256),
+    soft_caps: Some([Some(50.0), Some(30.0)]),
+    defaults: Defaults {
+        kv_heads: Some(4),
+        head_dim: Some(256),
+        context: 8192,
+        tied: true,
+        bos: Some(2),
+        eos: &[1],
+        ..DEFAULTS
+    },
+    ..LLAMA
+};
+
+const OLMO2: Facts = Facts {
+    architecture: Architecture::Olmo2,
+    names: &["Olmo2ForCausalLM"],
+    model_types: &["olmo2"],
+    mlp_bias: Bias::Never,
+    qk_norm: QkNorm::Rows,
+    norms: BlockNorms::OLMO,
+    defaults: Defaults { context: 2048, rms_eps: 1e-5, eos: &[50_279], ..DEFAULTS },
+    ..LLAMA
+};
+
+/// All supported families.
+pub(super) const FAMILIES: [Facts; 19] = [
+    QWEN3,
+    LLAMA,
+    Facts {
+        architecture: Architecture::Qwen3Moe,
+        names: &["Qwen3MoeForCausalLM"],
+        model_types: &["qwen3_moe"],
+        experts: Some(ExpertFacts {
+            count: 128,
+            chosen: 8,
+            inner: 768,
+            shared: None,
+            everywhere: false,
+            normalise: Some(false),
+        }),
+        defaults: Defaults { kv_heads: Some(4), ..DEFAULTS },
+        ..QWEN3
+    },
+    Facts {
+        architecture: Architecture::Qwen3Next,
+        names: &["Qwen3NextForCausalLM"],
+        model_types: &["qwen3_next"],
+        experts: Some(ExpertFacts {
+            count: 512,
+            chosen: 10,
+            inner: 512,
+            shared: Some(512),
+            everywhere: false,
+            normalise: Some(true),
+        }),
+        defaults: Defaults { kv_heads: Some(2), ..QWEN35.defaults },
+        ..QWEN35
+    },
+    QWEN35,
+    Facts {
+        architecture: Architecture::Qwen35Moe,
+        names: &["Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"],
+        model_types: &["qwen3_5_moe", "qwen3_5_moe_text"],
+        experts: Some(ExpertFacts {
+            count: 256,
+            chosen: 8,
+            inner: 512,
+            shared: Some(512),
+            everywhere: true,
+            normalise: None,
+        }),
+        defaults: Defaults { kv_heads: Some(2), ..QWEN35.defaults },
+        ..QWEN35
+    },
+    QWEN2,
+    Facts {
+        architecture: Architecture::Qwen2Moe,
+        names: &["Qwen2MoeForCausalLM"],
+        model_types: &["qwen2_moe"],
+        experts: Some(ExpertFacts {
+            count: 60,
+            chosen: 4,
+            inner: 1408,
+            shared: Some(5632),
+            everywhere: false,
+            normalise: Some(false),
+        }),
+        qkv_bias: Bias::Key("qkv_bias", true),
+        defaults: Defaults { kv_heads: Some(16), ..DEFAULTS },
+        ..QWEN2
+    },
+    Facts {
+        architecture: Architecture::Qwen3Vl,
+        names: &["Qwen3VLForConditionalGeneration"],
+        model_types: &["qwen3_vl", "qwen3_vl_text"],
+        windows: Windows::Never,
+        defaults: Defaults { context: 128_000, theta: 500_000.0, ..QWEN3.defaults },
+        ..QWEN3
+    },
+    MISTRAL,
+    Facts {
+        architecture: Architecture::Ministral3,
+        names: &["Ministral3ForCausalLM"],
+        model_types: &["ministral3"],
+        rope_required: true,
+        windows: Windows::Everywhere(None),
+        defaults: Defaults { head_dim: Some(128), context: 262_144, rms_eps: 1e-5, ..MISTRAL.defaults },
+        ..MISTRAL
+    },
+    Facts {
+        architecture: Architecture::Phi3,
+        names: &["Phi3ForCausalLM"],
+        model_types: &["phi3"],
+        windows: Windows::Everywhere(None),
+        defaults: Defaults {
+            kv_heads: None,
+            context: 4096,
+            rms_eps: 1e-5,
+            partial: Some(1.0),
+            eos: &[32_000],
+            ..MISTRAL.defaults
+        },
+        ..MISTRAL
+    },
+    Facts {
+        architecture: Architecture::SmolLm3,
+        names: &["SmolLM3ForCausalLM"],
+        model_types: &["smollm3"],
+        windows: Windows::Upper,
+        some_without_rope: true,
+        defaults: Defaults {
+            kv_heads: Some(4),
+            tied: true,
+            theta: 2_000_000.0,
+            bos: Some(128_000),
+            eos: &[128_001],
+            ..DEFAULTS
+        },
+        ..LLAMA
+    },
+    Facts {
+        architecture: Architecture::Granite,
+        names: &["GraniteForCausalLM"],
+        model_types: &["granite"],
+        embedding_scale: EmbeddingScale::Key("embedding_multiplier"),
+        score_scale: ScoreScale::Key("attention_multiplier"),
+        multipliers: true,
+        ..LLAMA
+    },
+    GEMMA2,
+    Facts {
+        architecture: Architecture::Gemma3,
+        names: &["Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"],
+        model_types: &["gemma3_text", "gemma3"],
+        qk_norm: QkNorm::Heads,
+        windows: Windows::Between(&["sliding_window_pattern", "_sliding_window_pattern"], 6, 4096),
+        local_rope: LocalRope::Own(Some("rope_local_base_freq"), 10_000.0),
+        soft_caps: Some([None, None]),
+        defaults: Defaults { context: 131_072, theta: 1_000_000.0, ..GEMMA2.defaults },
+        ..GEMMA2
+    },
+    OLMO2,
+    Facts {
+        architecture: Architecture::Olmo3,
+        names: &["Olmo3ForCausalLM"],
+        model_types: &["olmo3"],
+        windows: Windows::Between(&[], 4, 4096),
+        local_rope: LocalRope::Own(None, 500_000.0),
+        defaults: Defaults { theta: 500_000.0, ..OLMO2.defaults },
+        ..OLMO2
+    },
+    Facts {
+        architecture: Architecture::Glm4,
+        names: &["Glm4ForCausalLM"],
+        model_types: &["glm4"],
+        qkv_bias: Bias::Key("attention_bias", true),
+        o_bias: Bias::Never,
+        mlp_bias: Bias::Never,
+        norms: BlockNorms::GLM,
+        interleaved: true,
+        defaults: Defaults {
+            kv_heads: Some(2),
+            head_dim: Some(128),
+            context: 131_072,
+            rms_eps: 1.5625e-7,
+            partial: Some(0.5),
+            eos: &[151_329, 151_336, 151_338],
+            ..DEFAULTS
+        },
+        ..LLAMA
+    },
+];
+
+/// Multimodal architectures whose text model may be of several families: `text_config.model_type` decides.
+pub(super) const WRAPPERS: [&str; 1] = ["Mistral3ForConditionalGeneration"];
+
+impl Architecture {
+    pub(super) fn facts(self) -> &'static Facts {
+        FAMILIES.iter().find(|facts| facts.architecture == self).expect("every family has facts")
+    }
+
+    /// All supported families.
+    pub fn all() -> impl Iterator<Item = Architecture> {
+        FAMILIES.iter().map(|facts| facts.architecture)
+    }
+
+    /// Returns the names that config.json's `architectures` may contain, the one used by released checkpoints first.
+    pub fn names(self) -> &'static [&'static str] {
+        self.facts().names
+    }
+
+    /// Returns the first of [`Architecture::names`].
+    pub fn name(self) -> &'static str {
+        self.names()[0]
+    }
+
+    /// Returns the values of config.json's `model_type`.
+    pub fn model_types(self) -> &'static [&'static str] {
+        self.facts().model_types
+    }
+
+    /// Whether the model is a hybrid: some of its layers use the gated delta rule (linear attention) instead of
+    /// attention.
+    pub fn is_hybrid(self) -> bool {
+        self.facts().hybrid
+    }
+
+    /// Whether the family's configuration describes experts.
+    pub fn has_experts(self) -> bool {
+        self.facts().experts.is_some()
+    }
+}

@@ -1,0 +1,193 @@
+//! Goal: the stages between products (`add_branch`, `norm_heads`, `bound_logits`), the gated linear units and the factor of
+//! embeddings match their references, and the references match the formulas. Method: awkward widths, with and without
+//! weights, on both CPU drivers; words that must not be written must stay unchanged.
+
+use crate::common::{Driver, Vulkan};
+use crate::harness::{Bench, Cases, Expect, POISON, Random};
+use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product};
+use ostinato::kernels::host_memory::HostMemory;
+use ostinato::kernels::stream::{add_branch, bound_logits, norm_heads};
+use ostinato::memory::pack::Format;
+
+const LIMIT: f32 = 2e-6;
+const EPSILON: f32 = 1e-5;
+
+/// Runs the cases on every driver and compares with the reference.
+fn check(cases: &Cases, reference: &HostMemory) {
+    let vulkan = Vulkan::new();
+    for driver in Driver::all() {
+        cases.check(&Bench::new(&vulkan, *driver), reference);
+    }
+}
+
+/// Returns rows of `width` values, padded with `padding` to `stride`.
+fn rows(random: &mut Random, rows: u32, width: u32, stride: u32, padding: f32) -> Vec<f32> {
+    (0..rows * stride).map(|i| if i % stride < width { random.float() * 2.0 } else { padding }).collect()
+}
+
+fn near(found: f32, wanted: f64, what: &str) {
+    assert!((f64::from(found) - wanted).abs() <= 1e-5 * (1.0 + wanted.abs()), "{what}: {found} instead of {wanted}");
+}
+
+fn rms(values: &[f32]) -> f64 {
+    (values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / values.len() as f64 + f64::from(EPSILON)).sqrt()
+}
+
+#[test]
+fn branches_are_added_with_and_without_a_norm() {
+    let mut cases = Cases::new("add_branch");
+    let mut random = Random(71);
+    let mut made = Vec::new();
+    for (index, width) in [8, 40, 96, 1000].into_iter().enumerate() {
+        for normed in [false, true] {
+            cases.case(format!("{width} normed={normed}"));
+            let (count, stride) = (1 + 2 * index as u32, (width + 31) / 32 * 32);
+            let y = rows(&mut random, count, width, stride, 0.0);
+            let x = rows(&mut random, count, width, stride, f32::from_bits(POISON));
+            let weights: Vec<f32> = (0..stride).map(|i| if i < width { 1.0 + random.float() } else { 0.0 }).collect();
+            let of = |range| Activations { range, stride };
+            let (y_range, x_range) = (cases.floats("y", &y), cases.floats("x", &x));
+            let norm = normed.then_some((cases.floats("norm", &weights), EPSILON));
+            cases.expect(x_range, Expect::Floats(LIMIT));
+            let scale = if index % 2 == 0 { 1.0 } else { 0.22 };
+            let call = add_branch("add".to_owned(), (count, width), of(y_range), norm, scale, of(x_range));
+            cases.recording.call(call);
+            made.push((x_range, x, y, normed.then_some(weights), (count, width, stride), scale));
+        }
+    }
+    let reference = cases.reference();
+    for (range, x, y, weights, (count, width, stride), scale) in made {
+        for row in 0..count {
+            let y = &y[(row * stride) as usize..][..width as usize];
+            let divisor = if weights.is_some() { rms(y) } else { 1.0 };
+            for i in 0..width {
+                let at = row * stride + i;
+                let weight = weights.as_ref().map_or(1.0, |weights| f64::from(weights[i as usize]));
+                let added = f64::from(y[i as usize]) / divisor * weight * f64::from(scale);
+                near(reference.f32(range, at), f64::from(x[at as usize]) + added, "x");
+            }
+        }
+    }
+    check(&cases, &reference);
+}
+
+#[test]
+fn parts_of_rows_are_normed_in_place() {
+    let mut cases = Cases::new("norm_heads");
+    let mut random = Random(72);
+    let mut made = Vec::new();
+    for (first, parts, width) in [(0, 1, 40), (8, 3, 24), (16, 2, 128), (0, 1, 1000)] {
+        for weighted in [false, true] {
+            cases.case(format!("{parts} of {width} from {first} weighted={weighted}"));
+            let (count, stride) = (3, first + parts * width + 8);
+            let x: Vec<f32> = (0..count * stride).map(|_| random.float() * 3.0).collect();
+            let weights: Vec<f32> = (0..width).map(|_| 1.0 + random.float()).collect();
+            let range = cases.floats("x", &x);
+            let norm = weighted.then(|| cases.floats("norm", &weights));
+            cases.expect(range, Expect::Floats(LIMIT));
+            let of = Activations { range, stride };
+            cases.recording.call(norm_heads("norm".to_owned(), count, of, (first, parts, width), (norm, EPSILON)));
+            made.push((range, x, weighted.then_some(weights), (first, parts, width), (count, stride)));
+        }
+    }
+    let reference = cases.reference();
+    for (range, x, weights, (first, parts, width), (count, stride)) in made {
+        for (row, at) in (0..count).flat_map(|row| (0..stride).map(move |at| (row, at))) {
+            let index = row * stride + at;
+            let value = f64::from(x[index as usize]);
+            let wanted = match at.checked_sub(first).filter(|at| *at < parts * width) {
+                None => value,
+                Some(at) => {
+                    let part = &x[(row * stride + first + at / width * width) as usize..][..width as usize];
+                    let weight = weights.as_ref().map_or(1.0, |weights| f64::from(weights[(at % width) as usize]));
+                    value / rms(part) * weight
+                }
+            };
+            near(reference.f32(range, index), wanted, "x");
+        }
+    }
+    check(&cases, &reference);
+}
+
+#[test]
+fn logits_are_scaled_and_bounded() {
+    let mut cases = Cases::new("bound_logits");
+    let mut random = Random(73);
+    let mut made = Vec::new();
+    for (columns, scale, cap) in [(257, 0.125, None), (100, 1.0, Some(30.0)), (513, 0.5, Some(2.0))] {
+        cases.case(format!("{columns} {scale} {cap:?}"));
+        let (count, stride) = (2, columns + 7);
+        let mut logits: Vec<f32> = (0..count * stride).map(|_| random.float() * 60.0).collect();
+        // Values whose exponential overflows, and infinity.
+        logits[..4].copy_from_slice(&[1e6, -1e6, f32::INFINITY, 0.0]);
+        let range = cases.floats("logits", &logits);
+        cases.expect(range, Expect::Floats(2e-6));
+        let of = Activations { range, stride };
+        cases.recording.call(bound_logits("bound".to_owned(), (count, columns), of, scale, cap));
+        made.push((range, logits, (columns, scale, cap), stride));
+    }
+    let reference = cases.reference();
+    for (range, logits, (columns, scale, cap), stride) in made {
+        for (index, logit) in (0..).zip(logits) {
+            let z = f64::from(logit) * f64::from(scale);
+            let bounded = cap.map_or(z, |cap| f64::from(cap) * (z / f64::from(cap)).tanh());
+            let wanted = if index % stride < columns { bounded } else { f64::from(logit) };
+            let found = reference.f32(range, index);
+            assert!(
+                f64::from(found) == wanted || (f64::from(found) - wanted).abs() <= 1e-5 * wanted.abs(),
+                "{found} {wanted}"
+            );
+        }
+    }
+    check(&cases, &reference);
+}
+
+/// Goal: the gated linear units, in the kernel for row-major weights; the other kernels include the same functions.
+#[test]
+fn gated_linear_units_match_their_formulas() {
+    let mut cases = Cases::new("glu");
+    let mut random = Random(74);
+    let mut made = Vec::new();
+    // W has one column, so that the products are its values times x; pairs beyond the clamps of ±7 are among them.
+    let pairs: Vec<f32> = (0..128)
+        .map(|i| if i < 8 { [9.0, 8.5, -9.0, -8.0, 30.0, 1.0, 0.5, -30.0][i] } else { random.float() * 5.0 })
+        .collect();
+    for glu in [Glu::Silu, Glu::GeluTanh, Glu::Clamped] {
+        cases.case(format!("{glu:?}"));
+        let weight: Vec<f32> = pairs.iter().flat_map(|value| [*value, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]).collect();
+        let range = cases.weights("weight", Format::F32, &weight);
+        let x = cases.floats("x", &[1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]);
+        let y = cases.output("y", 64, Expect::Floats(2e-6));
+        let product = Product {
+            label: "product".to_owned(),
+            weight: Matrix { range, format: Format::F32, rows: 128, cols: 1 },
+            x: Activations { range: x, stride: 8 },
+            norm: None,
+            bias: None,
+            epilogue: Epilogue::Gated(glu),
+            y: Activations { range: y, stride: 64 },
+        };
+        cases.recording.call(product.gemv(1, 32, 2));
+        made.push((glu, y));
+    }
+    let reference = cases.reference();
+    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+    for (glu, y) in made {
+        for (at, pair) in (0..).zip(pairs.chunks_exact(2)) {
+            let (gate, up) = (f64::from(pair[0]), f64::from(pair[1]));
+            let wanted = match glu {
+                Glu::Silu => gate * sigmoid(gate) * up,
+                Glu::GeluTanh => {
+                    let inner = (2.0 / std::f64::consts::PI).sqrt() * (gate + 0.044715 * gate * gate * gate);
+                    0.5 * gate * (1.0 + inner.tanh()) * up
+                }
+                Glu::Clamped => {
+                    let (gate, up) = (gate.min(7.0), up.clamp(-7.0, 7.0));
+                    (up + 1.0) * gate * sigmoid(1.702 * gate)
+                }
+            };
+            near(reference.f32(y, at), wanted, &format!("{glu:?}({gate}, {up})"));
+        }
+    }
+    check(&cases, &reference);
+}

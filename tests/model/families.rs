@@ -1,0 +1,207 @@
+//! Goal: every model family gives the same tokens and logits as Hugging Face transformers (float32).
+//! Method: the random-weight checkpoints in `tests/fixtures/families`, which `make_families.py` there has made, are served
+//! in process. Prompts of several lengths, past twice the window where there is one, run alone, all at once in small
+//! chunks and with few pages, and again on their cached prefixes.
+
+use crate::common::{Driver, Vulkan};
+use crate::harness::models::{collect, fixture, generate, request, submit};
+use ostinato::config::{Config, KvFormat, Model};
+use ostinato::engine::request::Request;
+use ostinato::gpu::devices::start_on;
+use ostinato::host::Host;
+use ostinato::host::progress::Quiet;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+/// The allowed relative error of logits with f32 keys and values, where only sums differ.
+const EXACT: f64 = 1e-4;
+
+/// A prompt and what transformers makes of it.
+struct Case {
+    prompt: Vec<u32>,
+    greedy: Vec<u32>,
+    /// Pairs of a step's number and the logits from which that step's token is drawn.
+    logits: Vec<(usize, Vec<f32>)>,
+}
+
+fn cases(folder: &Path) -> Vec<Case> {
+    let text = std::fs::read_to_string(folder.join("expected.json")).expect("expected.json");
+    let json: serde_json::Value = serde_json::from_str(&text).expect("valid JSON");
+    let bytes = std::fs::read(folder.join("expected.safetensors")).expect("expected.safetensors");
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("safetensors");
+    let logits = tensors.tensor("logits").expect("logits");
+    let floats: Vec<f32> =
+        logits.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+    let numbers = |name: &str| -> Vec<usize> {
+        let data = tensors.tensor(name).expect("numbers of prompts and steps").data().to_vec();
+        data.chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().expect("eight bytes")) as usize).collect()
+    };
+    let (prompts, steps) = (numbers("logit_prompts"), numbers("logit_steps"));
+    let rows: Vec<&[f32]> = floats.chunks_exact(logits.shape()[1]).collect();
+    let ids = |value: &serde_json::Value| -> Vec<u32> { serde_json::from_value(value.clone()).expect("token ids") };
+    json["prompts"]
+        .as_array()
+        .expect("prompts")
+        .iter()
+        .enumerate()
+        .map(|(index, case)| Case {
+            prompt: ids(&case["prompt"]),
+            greedy: ids(&case["greedy"]),
+            logits: (0..rows.len())
+                .filter(|row| prompts[*row] == index)
+                .map(|row| (steps[row], rows[row].to_vec()))
+                .collect(),
+        })
+        .collect()
+}
+
+/// Returns all fixtures whose names begin with a family's name and a dash.
+fn fixtures(family: &str) -> Vec<PathBuf> {
+    let all = std::fs::read_dir(fixture("families")).expect("the fixtures are in the tree");
+    let mut found: Vec<PathBuf> = all.map(|entry| entry.expect("a readable folder").path()).collect();
+    found.retain(|path| family_of(path).as_deref() == Some(family));
+    found.sort();
+    found
+}
+
+/// Returns the part of a fixture's name before the dash; `None` for files.
+fn family_of(path: &Path) -> Option<String> {
+    let name = path.file_name()?.to_str()?;
+    path.is_dir().then(|| name.split('-').next().unwrap_or(name).to_owned())
+}
+
+fn serve(vulkan: &Vulkan, driver: Driver, folder: &Path, change: impl FnOnce(&mut Model)) -> Host {
+    let mut model = Model::new("fixture", folder, Some(vulkan.adapter(driver).selector()));
+    change(&mut model);
+    let config = Config { models: vec![model], ..Config::default() };
+    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", folder.display()))
+}
+
+fn error(found: &[f32], wanted: &[f32]) -> f64 {
+    assert_eq!(found.len(), wanted.len());
+    let square = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
+    let difference = square(&mut found.iter().zip(wanted).map(|(a, b)| f64::from(*a) - f64::from(*b)));
+    (difference / square(&mut wanted.iter().map(|v| f64::from(*v)))).sqrt()
+}
+
+/// Returns the length of the longest sequence. The context that is served is hardly longer: LongRoPE depends on it.
+fn longest(cases: &[Case]) -> u32 {
+    cases.iter().map(|case| case.prompt.len() + case.greedy.len()).max().expect("there are prompts") as u32
+}
+
+/// Checks all fixtures of a family.
+fn check(family: &str) {
+    let vulkan = Vulkan::new();
+    let folders = fixtures(family);
+    assert!(folders.len() >= 2, "{} fixtures of {family}", folders.len());
+    for folder in folders {
+        let name = folder.file_name().expect("a name").to_string_lossy().into_owned();
+        let cases = cases(&folder);
+        alone(&vulkan, &folder, &name, &cases);
+        together(&vulkan, &folder, &name, &cases);
+        in_fragments(&vulkan, &folder, &name, &cases);
+    }
+}
+
+/// Each prompt alone, its tokens with run-ahead and its logits step by step; then again, with its prefix cached.
+fn alone(vulkan: &Vulkan, folder: &Path, name: &str, cases: &[Case]) {
+    let host = serve(vulkan, Driver::Lavapipe, folder, |model| {
+        model.kv_format = Some(KvFormat::F32);
+        model.context = Some(longest(cases) + 16);
+    });
+    let replica = &host.replicas().next().expect("one model");
+    for case in cases {
+        let count = case.greedy.len() as u32;
+        let what = format!("{name}, prompt of {}", case.prompt.len());
+        assert_eq!(generate(replica, request(&case.prompt, count)).tokens, case.greedy, "{what}");
+        let steps = case.logits.iter().map(|(step, _)| *step as u32 + 1).max().expect("there are logits");
+        let stepped = generate(replica, Request { dump_logits: true, ..request(&case.prompt, steps) });
+        for (step, wanted) in &case.logits {
+            let found = stepped.drawn[*step].logits.as_ref().expect("logits were asked for");
+            let error = error(found, wanted);
+            println!("{what}, step {step}: relative error {error:.2e}");
+            assert!(error <= EXACT, "{what}, step {step}: relative error {error:.2e} exceeds {EXACT:.2e}");
+        }
+    }
+}
+
+/// All prompts at once, in chunks of 32 tokens, with too few pages for all of them: sequences are batched, chunked and
+/// preempted.
+fn together(vulkan: &Vulkan, folder: &Path, name: &str, cases: &[Case]) {
+    let longest = longest(cases);
+    let host = serve(vulkan, Driver::Lavapipe, folder, |model| {
+        model.kv_format = Some(KvFormat::F32);
+        model.prefill_chunk = Some(32);
+        model.context = Some(longest + 16);
+        model.kv_pages = Some(longest.div_ceil(16) + 6);
+    });
+    let replica = &host.replicas().next().expect("one model");
+    let events: Vec<_> = cases
+        .iter()
+        .enumerate()
+        .map(|(index, case)| {
+            let id = format!("prompt-{index}");
+            submit(replica, Request { id, ..request(&case.prompt, case.greedy.len() as u32) })
+        })
+        .collect();
+    for (case, events) in cases.iter().zip(&events) {
+        assert_eq!(collect(events).tokens, case.greedy, "{name}, prompt of {} beside others", case.prompt.len());
+    }
+}
+
+/// The kernels for weights in fragments, emulated, with f16 keys and values: the logits of the first step.
+fn in_fragments(vulkan: &Vulkan, folder: &Path, name: &str, cases: &[Case]) {
+    let mut model = Model::new("fixture", folder, Some(vulkan.adapter(Driver::Lavapipe).selector()));
+    model.kv_format = Some(KvFormat::F16);
+    model.context = Some(longest(cases) + 16);
+    let mut config = Config { models: vec![model], ..Config::default() };
+    config.runtime.tune = vec!["fragments=1".to_owned()];
+    let host = start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", folder.display()));
+    let replica = &host.replicas().next().expect("one model");
+    for case in cases {
+        let Some((_, wanted)) = case.logits.iter().find(|(step, _)| *step == 0) else { continue };
+        let stepped = generate(replica, Request { dump_logits: true, ..request(&case.prompt, 2) });
+        for (step, wanted) in [(0, Some(wanted)), (1, case.logits.iter().find(|(s, _)| *s == 1).map(|(_, l)| l))] {
+            let Some(wanted) = wanted.filter(|_| stepped.tokens[..step] == case.greedy[..step]) else { continue };
+            let found = stepped.drawn[step].logits.as_ref().expect("logits were asked for");
+            let error = error(found, wanted);
+            let what = format!("{name} in fragments, prompt of {}, step {step}", case.prompt.len());
+            println!("{what}: relative error {error:.2e}");
+            assert!(error <= ROUNDED, "{what}: relative error {error:.2e} exceeds {ROUNDED:.2e}");
+        }
+    }
+}
+
+/// The allowed relative error of logits with f16 keys and values and rounded activations.
+const ROUNDED: f64 = 5e-2;
+
+macro_rules! families {
+    ($($test:ident $family:literal),* $(,)?) => {
+        $(#[test]
+        fn $test() {
+            check($family);
+        })*
+
+        #[test]
+        fn every_fixture_belongs_to_a_tested_family() {
+            let tested = BTreeSet::from([$($family.to_owned()),*]);
+            let all = std::fs::read_dir(fixture("families")).expect("the fixtures are in the tree");
+            let found: BTreeSet<String> =
+                all.filter_map(|entry| family_of(&entry.expect("a readable folder").path())).collect();
+            assert_eq!(found, tested);
+        }
+    };
+}
+
+families! {
+    qwen2_agrees "qwen2",
+    mistral_agrees "mistral",
+    phi3_agrees "phi3",
+    qwen2_moe_agrees "qwen2moe",
+    qwen3_vl_agrees "qwen3vl",
+    granite_agrees "granite",
+    smollm3_agrees "smollm3",
+    ministral3_agrees "ministral3",
+    olmo2_agrees "olmo2",
+    olmo3_agrees "olmo3",
+}

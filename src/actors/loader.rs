@@ -89,6 +89,9 @@ pub struct TensorSource {
     pub row_step: u32,
     /// Distance in rows of the file between consecutive source rows; at least 1.
     pub stride: u32,
+    /// The number of elements in a row of the stored matrix if the source's rows are adjacent columns of it. `offset` is
+    /// then that of the first column's first element, and `stride` is 1.
+    pub transposed: Option<u32>,
     /// A constant added to every number, in f32.
     pub plus: f32,
     /// The quantised weight whose rows these are. `format` is then [`SourceFormat::Canonical`] with the weight's codes,
@@ -131,18 +134,26 @@ impl TensorSource {
     /// The bytes that are read for the source.
     fn bytes_read(&self) -> u64 {
         match &self.matrix {
+            None if self.transposed.is_some() => u64::from(self.rows) * self.row_bytes(),
             None => self.range().end - self.offset,
             Some(matrix) => matrix.bytes(self.rows, matrix.description.check().map_or(1, |whole| whole.rows())),
         }
     }
 
+    /// The bytes of the file from the source's first element to its last.
     fn range(&self) -> Range<u64> {
+        if let Some(width) = self.transposed {
+            let between = u64::from(self.cols.saturating_sub(1)).saturating_mul(self.format.row_bytes(width));
+            let bytes = if self.rows == 0 { 0 } else { between.saturating_add(self.format.row_bytes(self.rows)) };
+            return self.offset..self.offset.saturating_add(bytes);
+        }
         let last = u64::from(self.rows.saturating_sub(1)).saturating_mul(u64::from(self.stride));
         let rows = if self.rows == 0 { 0 } else { last.saturating_add(1) };
         self.offset..self.offset.saturating_add(self.row_bytes().saturating_mul(rows))
     }
 
-    /// The byte range of `rows` in the file, which ends with the last of them.
+    /// The byte range of `rows` in the file, which ends with the last of them; of rows that are not stored as rows, in
+    /// the order in which they are packed.
     fn bytes_of(&self, rows: &Range<u32>) -> Range<u64> {
         let at = |row: u32| self.offset + u64::from(row) * u64::from(self.stride) * self.row_bytes();
         match rows.is_empty() {
@@ -655,51 +666,136 @@ fn workers_for(cores: usize) -> usize {
 struct Buffers {
     /// Packed bytes before they are copied into the slot.
     tile: Vec<u8>,
-    /// Source rows read from files that are not mapped, and rows of quantised weights.
+    /// Source rows read from files that are not mapped, and rows of quantised weights and of transposed matrices.
     band: Vec<u8>,
-    /// The tensors of quantised weights in files that are not mapped.
+    /// The tensors of quantised weights, and columns of transposed matrices, in files that are not mapped.
     whole: Vec<u8>,
 }
 
-/// A source, with the matrix of its rows if it is a quantised weight.
+/// A source with the data that its rows are made of.
 struct Opened<'a> {
     source: &'a TensorSource,
-    matrix: Option<(CodeMatrix<'a>, u32)>,
+    data: Data<'a>,
 }
 
-/// Returns the tensors' bytes of quantised weights: slices of maps, or of `room` after they were read into it.
-fn read_whole<'a>(
-    sources: &[&'a TensorSource],
+/// What the rows of a source are made of.
+enum Data<'a> {
+    /// The rows themselves, which are read band by band.
+    Rows,
+    /// A quantised weight, and the row of it that is the source's row 0.
+    Matrix(Box<CodeMatrix<'a>>, u32),
+    /// Columns of a stored matrix.
+    Columns(Columns<'a>),
+}
+
+/// Adjacent columns of a stored matrix, which are the source's rows from `first` on. Those of the matrix' row k begin at
+/// byte `k * stride`.
+struct Columns<'a> {
+    bytes: &'a [u8],
+    stride: usize,
+    first: u32,
+}
+
+impl Columns<'_> {
+    /// Writes the source's rows `rows` of `cols` elements of `SIZE` bytes.
+    fn transpose<const SIZE: usize>(&self, rows: &Range<u32>, cols: usize, out: &mut [u8]) {
+        /// The columns that are written at a time: a cache line of elements of two bytes.
+        const STEP: usize = 32;
+        let out = out.as_chunks_mut::<SIZE>().0;
+        let at = (rows.start - self.first) as usize * SIZE;
+        for start in (0..cols).step_by(STEP) {
+            for col in start..cols.min(start + STEP) {
+                let line = &self.bytes[col * self.stride + at..][..rows.len() * SIZE];
+                for (row, x) in line.as_chunks::<SIZE>().0.iter().enumerate() {
+                    out[row * cols + col] = *x;
+                }
+            }
+        }
+    }
+
+    fn write(&self, format: SourceFormat, rows: &Range<u32>, cols: u32, out: &mut [u8]) {
+        match format.row_bytes(1) {
+            2 => self.transpose::<2>(rows, cols as usize, out),
+            4 => self.transpose::<4>(rows, cols as usize, out),
+            size => unreachable!("elements of {size} bytes"),
+        }
+    }
+}
+
+/// Returns the columns that `rows` of a source are: a slice of the map, or of `room`, which has their size if the file is
+/// not mapped, after they were read into it.
+fn columns<'a>(
+    source: &'a TensorSource,
+    width: u32,
+    rows: &Range<u32>,
+    room: &'a mut [u8],
+    name: &str,
+) -> Result<Columns<'a>, LoadError> {
+    let each = source.format.row_bytes(rows.len() as u32);
+    let between = source.format.row_bytes(width);
+    let begin = source.offset + source.format.row_bytes(rows.start);
+    if source.file.is_mapped() {
+        let end = begin + between * u64::from(source.cols.saturating_sub(1)) + each;
+        let bytes = source.file.bytes(begin..end, &mut [], name)?;
+        return Ok(Columns { bytes, stride: between as usize, first: rows.start });
+    }
+    for (line, begin) in room.chunks_exact_mut(each as usize).zip((begin..).step_by(between as usize)) {
+        source.file.bytes(begin..begin + each, line, name)?;
+    }
+    Ok(Columns { bytes: room, stride: each as usize, first: rows.start })
+}
+
+/// Opens sources, of each of which some rows will be packed. What is needed of files that are not mapped is read into
+/// `room`, except for plain rows.
+fn open_all<'a>(
+    sources: &[(&'a TensorSource, Range<u32>)],
     room: &'a mut Vec<u8>,
     name: &str,
-) -> Result<Vec<Vec<&'a [u8]>>, LoadError> {
-    let parts = |source: &&'a TensorSource| source.matrix.iter().flat_map(|m| m.tensors.iter()).collect::<Vec<_>>();
-    let each = |(file, range): &&(Arc<WeightFile>, Range<u64>)| match file.is_mapped() {
-        true => 0,
-        false => (range.end - range.start) as usize,
+) -> Result<Vec<Opened<'a>>, LoadError> {
+    let unmapped = |file: &WeightFile, bytes: u64| if file.is_mapped() { 0 } else { bytes as usize };
+    let total = |(source, rows): &(&TensorSource, Range<u32>)| match (&source.matrix, source.transposed) {
+        (Some(of), _) => of.tensors.iter().map(|(file, range)| unmapped(file, range.end - range.start)).sum(),
+        (None, Some(_)) => unmapped(&source.file, rows.len() as u64 * source.row_bytes()),
+        (None, None) => 0,
     };
-    let total = sources.iter().flat_map(parts).map(|part| each(&part)).sum();
-    room.resize(total, 0);
+    room.resize(sources.iter().map(total).sum(), 0);
     let mut room = &mut room[..];
-    let mut all = Vec::with_capacity(sources.len());
-    for source in sources {
-        let mut slices = Vec::new();
-        for part in parts(source) {
-            let (into, rest) = std::mem::take(&mut room).split_at_mut(each(&part));
-            room = rest;
-            slices.push(part.0.bytes(part.1.clone(), into, name)?);
-        }
-        all.push(slices);
+    let mut opened = Vec::with_capacity(sources.len());
+    for one in sources {
+        let (mut into, rest) = std::mem::take(&mut room).split_at_mut(total(one));
+        room = rest;
+        let (source, rows) = one;
+        let data = match (&source.matrix, source.transposed) {
+            (None, None) => Data::Rows,
+            (None, Some(width)) => Data::Columns(columns(source, width, rows, into, name)?),
+            (Some(of), _) => {
+                let mut slices = Vec::with_capacity(of.tensors.len());
+                for (file, range) in of.tensors.iter() {
+                    let bytes = unmapped(file, range.end - range.start);
+                    let (here, rest) = std::mem::take(&mut into).split_at_mut(bytes);
+                    into = rest;
+                    slices.push(file.bytes(range.clone(), here, name)?);
+                }
+                Data::Matrix(Box::new(open(of, &slices, name)?), of.first)
+            }
+        };
+        opened.push(Opened { source, data });
     }
-    Ok(all)
+    Ok(opened)
 }
 
 /// Announces the bytes of rows of a source that are read next.
 fn announce(opened: &Opened<'_>, rows: &Range<u32>) -> Result<(), LoadError> {
     let source = opened.source;
-    let (Some((matrix, first)), Some(of)) = (&opened.matrix, &source.matrix) else {
+    let (Data::Matrix(matrix, first), Some(of)) = (&opened.data, &source.matrix) else {
         source.file.unchanged()?;
-        return Ok(source.file.announce(&source.bytes_of(rows))?);
+        let part = match opened.data {
+            // Columns of a file that is not mapped were read already.
+            Data::Columns(_) if !source.file.is_mapped() => return Ok(()),
+            Data::Columns(_) => source.range(),
+            _ => source.bytes_of(rows),
+        };
+        return Ok(source.file.announce(&part)?);
     };
     for (index, (file, range)) in of.tensors.iter().enumerate() {
         file.unchanged()?;
@@ -752,19 +848,13 @@ fn fill(
 ) -> Result<Duration, LoadError> {
     let rows = packed_rows(&tensor.packing, &part);
     // A tensor may consist of hundreds of experts; a part has rows of only a few of them.
-    let needed: Vec<&TensorSource> =
-        tensor.sources.iter().filter(|source| !source_rows(source, &rows).is_empty()).collect();
+    let needed = tensor.sources.iter().map(|source| (source, source_rows(source, &rows)));
+    let needed: Vec<(&TensorSource, Range<u32>)> = needed.filter(|(_, of)| !of.is_empty()).collect();
     let started = Instant::now();
     let Buffers { tile, band: rows_read, whole } = buffers;
-    let mut opened = Vec::with_capacity(needed.len());
-    for (source, bytes) in needed.iter().zip(read_whole(&needed, whole, &tensor.name)?) {
-        let matrix = match &source.matrix {
-            None => None,
-            Some(of) => Some((open(of, &bytes, &tensor.name)?, of.first)),
-        };
-        let one = Opened { source, matrix };
-        announce(&one, &source_rows(source, &rows))?;
-        opened.push(one);
+    let opened = open_all(&needed, whole, &tensor.name)?;
+    for (one, (_, rows)) in opened.iter().zip(&needed) {
+        announce(one, rows)?;
     }
     let mut read = started.elapsed();
     let stride = tensor.packing.row_bytes() * u64::from(tensor.packing.rows_of_unit());
@@ -783,13 +873,17 @@ fn fill(
         }
         let mut room = &mut rows_read[..total];
         let mut sources = Vec::with_capacity(here.len());
-        for (Opened { source, matrix }, of) in here {
+        for (Opened { source, data }, of) in here {
             let bytes = source.bytes_of(&of);
             let (into, rest) = std::mem::take(&mut room).split_at_mut((bytes.end - bytes.start) as usize);
             room = rest;
-            let bytes = match matrix {
-                None => source.file.bytes(bytes, into, &tensor.name)?,
-                Some((matrix, first)) => {
+            let bytes = match data {
+                Data::Rows => source.file.bytes(bytes, into, &tensor.name)?,
+                Data::Columns(columns) => {
+                    columns.write(source.format, &of, source.cols, into);
+                    &*into
+                }
+                Data::Matrix(matrix, first) => {
                     let failed = |source| LoadError::Weight { name: tensor.name.clone(), source };
                     let decoded = decode(matrix, first + of.start..first + of.end, into);
                     decoded.map_err(|error| changed(source).unwrap_or_else(|| failed(error)))?;
@@ -819,7 +913,7 @@ fn fill(
             let tile = &mut tile[..(tile_end - begin) as usize];
             let packed = pack(&tensor.packing, &sources, begin..tile_end, tile);
             packed.map_err(|source| {
-                let changed = needed.iter().find_map(|source| changed(source));
+                let changed = needed.iter().find_map(|(source, _)| changed(source));
                 changed.unwrap_or_else(|| LoadError::BadRow { name: tensor.name.clone(), source })
             })?;
             put(begin - part.start, tile);
@@ -907,6 +1001,12 @@ fn check(tensor: &LoadTensor) -> Result<(), LoadError> {
                 && u64::from(of.first) + u64::from(source.rows) <= u64::from(matrix.rows())
                 && (source.offset, source.stride) == (0, 1);
             assert!(fits, "{name}: the rows of {source:?} are those of its matrix");
+        }
+        if let Some(width) = source.transposed {
+            let fits = matches!(source.format, SourceFormat::Numbers(_))
+                && (source.stride, source.matrix.is_none()) == (1, true)
+                && source.rows <= width;
+            assert!(fits, "{name}: the rows of {source:?} are columns of its matrix");
         }
     }
     Ok(())
@@ -1046,6 +1146,7 @@ mod tests {
             first_row: 1,
             row_step: 2,
             stride: 1,
+            transposed: None,
             plus: 0.0,
             matrix: None,
         };

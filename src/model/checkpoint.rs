@@ -85,6 +85,9 @@ pub struct SourceRef {
     pub row_step: u32,
     /// The distance, in rows of the tensor, between two consecutive source rows.
     pub stride: u32,
+    /// The number of elements in a row of the stored matrix if it is the transpose of the weight: then the source's
+    /// rows are adjacent columns of it, and `offset` is that of the first column's first element.
+    pub transposed: Option<u32>,
     /// A constant that is added to every element in f32: 1 for norm weights that are stored zero-centred, otherwise 0.
     pub plus: f32,
     /// The weight of several tensors whose rows these are; `tensor` and `path` are then those of its codes.

@@ -72,6 +72,7 @@ fn source(file: &Arc<WeightFile>, first: usize, rows: u32, cols: u32, first_row:
         first_row,
         row_step,
         stride: 1,
+        transposed: None,
         plus: 0.0,
         matrix: None,
     }
@@ -228,6 +229,56 @@ fn experts_and_norms_around_zero_arrive_as_defined() {
     }
     drop(host);
     vulkan.assert_clean();
+}
+
+/// Goal: rows that are columns of stored matrices arrive in their places, from a file that is mapped and from one that is
+/// read. Method: matrices of two experts, the second in two sources, through slots smaller than one.
+#[test]
+fn transposed_matrices_arrive_as_defined() {
+    let (rows, cols) = (90u32, 72u32);
+    for mapped in [true, false] {
+        let vulkan = Vulkan::new();
+        let host = Host::new(&vulkan, Driver::first());
+        let (_keep, file) = shard(100_000);
+        let file = if mapped { file } else { Arc::new(Arc::try_unwrap(file).expect("the only reference").unmapped()) };
+        let packing = Packing { rows: 2 * rows, cols, layout: Layout::Fragments, format: Format::Bf16 };
+        let target = host.arena.buffer("experts", packing.bytes(), Place::DeviceLocal).unwrap();
+        let first = |expert: u32| (1000 + expert * rows * cols) as usize;
+        let columns = |expert: u32, from: u32, count: u32| TensorSource {
+            transposed: Some(rows),
+            ..source(&file, first(expert) + from as usize, count, cols, expert * rows + from, 1)
+        };
+        let tensor = LoadTensor {
+            name: "experts".to_owned(),
+            target: Arc::clone(&target),
+            offset: 0,
+            packing,
+            sources: vec![columns(1, 37, 53), columns(0, 0, rows), columns(1, 0, 37)],
+        };
+        let report = host.load(vec![tensor]).wait().unwrap();
+        assert_eq!(report.bytes_read, u64::from(2 * 2 * rows * cols));
+        let mut want = vec![0u16; (packing.bytes() / 2) as usize];
+        for row in 0..2 * rows {
+            for col in 0..cols {
+                let number = first(row / rows) + (col * rows + row % rows) as usize;
+                want[fragment_index(row, col, packing.padded_cols())] = bits(number);
+            }
+        }
+        assert!(words(&host.transfer.read(&target, 0, target.bytes()).unwrap()) == want, "mapped: {mapped}");
+        // The last column ends with the file.
+        let beyond = TensorSource { offset: 7 + 2 * (100_000 - 72 * 90 + 1), ..columns(0, 0, rows) };
+        let tensor = LoadTensor {
+            name: "beyond".to_owned(),
+            target: Arc::clone(&target),
+            offset: 0,
+            packing,
+            sources: vec![beyond],
+        };
+        let error = host.load(vec![tensor]).wait().unwrap_err();
+        assert!(matches!(error, LoadError::Memory(MemoryError::Truncated { .. })), "{error:?}");
+        drop(host);
+        vulkan.assert_clean();
+    }
 }
 
 /// Goal: a shard that is too short is detected before anything is copied. The error names the file and both numbers,

@@ -246,6 +246,16 @@ fn fp8_blocks_of_fused_experts() {
 }
 
 #[test]
+fn mxfp4_experts_as_gpt_oss_has_them() {
+    check_fixture("gpt-oss-mxfp4", EXACT_DIVERGENCE);
+}
+
+#[test]
+fn transposed_experts_as_gpt_oss_has_them() {
+    check_fixture("gpt-oss-bf16", EXACT_DIVERGENCE);
+}
+
+#[test]
 fn nvfp4_experts_of_modelopt() {
     check_fixture("modelopt-moe", EXACT_DIVERGENCE);
 }

@@ -75,7 +75,18 @@ fn pack(spec: &WeightSpec) -> Vec<f32> {
     let mut packed = vec![f32::NAN; spec.elements() as usize];
     for source in &spec.sources {
         let mut bytes = vec![0; source.bytes() as usize];
-        fs::File::open(&source.path).unwrap().read_exact_at(&mut bytes, source.offset).unwrap();
+        let file = fs::File::open(&source.path).unwrap();
+        match source.transposed {
+            None => file.read_exact_at(&mut bytes, source.offset).unwrap(),
+            Some(width) => {
+                let size = source.format.row_bytes(1) as usize;
+                for (i, element) in bytes.chunks_mut(size).enumerate() {
+                    let (row, col) = (i / source.cols as usize, i % source.cols as usize);
+                    let at = source.offset + ((col * width as usize + row) * size) as u64;
+                    file.read_exact_at(element, at).unwrap();
+                }
+            }
+        }
         let SourceFormat::Numbers(format) = source.format else { panic!("{:?}", source.format) };
         let values: Vec<f32> = match format {
             Format::Bf16 => bytes.chunks(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
@@ -389,6 +400,55 @@ fn experts_one_by_one_and_fused() {
     rewrite(dir.path(), &single);
     let tensor = "model.layers.1.mlp.experts.5.up_proj.weight".to_owned();
     assert_eq!(problems(dir.path()), [CheckpointProblem::MissingTensor { tensor }]);
+}
+
+/// Goal: experts of numbers in gpt-oss's layout, each matrix transposed and with alternating rows of gate and up, are the
+/// same weights. Method: the tensors of a checkpoint are written again in that layout, for an expert whose inner size is
+/// half the hidden size, so that the shape of `gate_up_proj` does not tell, and for one of another size.
+#[test]
+fn experts_of_numbers_as_gpt_oss_has_them() {
+    for inner in [64, 48] {
+        let mut config: Value = serde_json::from_str(&synth::preset("tiny-qwen3.5-moe").unwrap()).unwrap();
+        config["text_config"]["moe_intermediate_size"] = inner.into();
+        let dir = written(&config.to_string(), SynthOptions::default());
+        let (all, wanted) = (shaped(dir.path()), packed(dir.path()));
+        let mut stored = all.clone();
+        for (name, (shape, bytes)) in &all {
+            let Some((_, part)) = name.split_once(".experts.") else { continue };
+            let &[count, rows, cols] = &shape[..] else { panic!("{name}: {shape:?}") };
+            let mut to = vec![0u8; bytes.len()];
+            for (i, element) in bytes.chunks(2).enumerate() {
+                let (expert, row, col) = (i / (rows * cols), i / cols % rows, i % cols);
+                let row = match (part, row) {
+                    ("gate_up_proj", gate) if gate < rows / 2 => 2 * gate,
+                    ("gate_up_proj", up) => 2 * (up - rows / 2) + 1,
+                    (_, row) => row,
+                };
+                to[2 * ((expert * cols + col) * rows + row)..][..2].copy_from_slice(element);
+            }
+            stored.insert(name.clone(), (vec![count, cols, rows], to));
+        }
+        rewrite(dir.path(), &stored);
+        assert!(packed(dir.path()) == wanted, "inner size {inner}");
+    }
+}
+
+#[test]
+fn mxfp4_experts_of_other_dimensions_are_refused() {
+    let dir = TempDir::new().unwrap();
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/quantised/gpt-oss-mxfp4");
+    for file in ["config.json", "model.safetensors"] {
+        fs::copy(fixture.join(file), dir.path().join(file)).unwrap();
+    }
+    Checkpoint::open(dir.path()).unwrap();
+    edit_header(&dir.path().join("model.safetensors"), |header| {
+        for (part, shape) in [("blocks", json!([192, 4, 2, 16])), ("scales", json!([192, 4, 2]))] {
+            header[format!("model.layers.1.mlp.experts.gate_up_proj_{part}")]["shape"] = shape;
+        }
+    });
+    let tensor = "model.layers.1.mlp.experts.gate_up_proj_blocks".to_owned();
+    let problem = CheckpointProblem::Shape { tensor, shape: vec![192, 4, 2, 16], expected: vec![4, 192, 2, 16] };
+    assert_eq!(problems(dir.path()), [problem]);
 }
 
 #[test]

@@ -498,9 +498,10 @@ fn clip(source: &SourceRef, part: &Part, file: Arc<WeightFile>) -> Option<Clippe
     if from >= to {
         return None;
     }
-    let bytes = match source.matrix {
-        None => source.offset + from * u64::from(source.stride) * source.format.row_bytes(source.cols),
-        Some(_) => 0,
+    let bytes = match (&source.matrix, source.transposed) {
+        (Some(_), _) => 0,
+        (None, Some(_)) => source.offset + from * source.format.row_bytes(1),
+        (None, None) => source.offset + from * u64::from(source.stride) * source.format.row_bytes(source.cols),
     };
     let source = TensorSource {
         file,
@@ -511,6 +512,7 @@ fn clip(source: &SourceRef, part: &Part, file: Arc<WeightFile>) -> Option<Clippe
         first_row: (first + from * step - begin) as u32,
         row_step: source.row_step,
         stride: source.stride,
+        transposed: source.transposed,
         plus: source.plus,
         matrix: None,
     };

@@ -174,6 +174,18 @@ impl<'a> Finder<'a> {
         Err(CheckpointProblem::OtherFormat { tensor: tensor.clone(), expected: expected.join(" or ") })
     }
 
+    /// Refuses gpt-oss's codes of experts whose first dimensions are not those of the experts' matrices.
+    fn are_blocks(&self, shape: &[u64]) -> Result<(), CheckpointProblem> {
+        let TensorHead { name, shape: found, .. } = &self.tensors[0];
+        match (shape.split_last(), found.split_last_chunk::<2>()) {
+            (Some((cols, front)), Some((of, _))) if of != front => {
+                let expected = [front, &[cols / 32, 16]].concat();
+                Err(CheckpointProblem::Shape { tensor: name.clone(), shape: found.clone(), expected })
+            }
+            _ => Ok(()),
+        }
+    }
+
     fn weight(mut self, scheme: Scheme, shape: &[u64]) -> Result<QuantisedWeight, CheckpointProblem> {
         let fused = self.names.joint == "_";
         let numbers = if fused { "_proj" } else { ".weight" };
@@ -234,9 +246,12 @@ impl<'a> Finder<'a> {
                 self.need(TensorRole::Global, &[if compressed { "weight_global_scale" } else { "weight_scale_2" }])?;
                 Storage::Nvfp4 { global_divides: compressed }
             }
-            Scheme::Mxfp4 => {
-                self.codes_are(&[".weight_packed"])?;
-                self.need(TensorRole::Scale, &["weight_scale"])?;
+            Scheme::Mxfp4 { compressed } => {
+                self.codes_are(&[if compressed { ".weight_packed" } else { "_blocks" }])?;
+                self.need(TensorRole::Scale, &[if compressed { "weight_scale" } else { "scales" }])?;
+                if !compressed {
+                    self.are_blocks(shape)?;
+                }
                 Storage::Mxfp4
             }
         };

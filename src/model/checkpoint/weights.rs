@@ -54,6 +54,7 @@ fn quantised_source(matrix: &Arc<QuantisedWeight>, slice: &Slice, cols: u32) -> 
         first_row: slice.first_row,
         row_step: slice.row_step,
         stride: 1,
+        transposed: None,
         plus: 0.0,
         matrix: Some(MatrixRef { matrix: Arc::clone(matrix), first: slice.from }),
     }
@@ -86,6 +87,18 @@ struct Origin {
     tensor: String,
     shape: Vec<u64>,
     slices: Vec<Slice>,
+    /// The number of rows of each matrix of the tensor if these are stored as its columns. No slice has rows of two
+    /// matrices.
+    transposed: Option<u32>,
+}
+
+/// How tensors of all experts hold the experts' matrices.
+#[derive(Clone, Copy)]
+struct Fused {
+    /// Whether rows of gate and up alternate. Otherwise all rows of up follow those of gate.
+    alternate: bool,
+    /// Whether each matrix is stored as its transpose.
+    transposed: bool,
 }
 
 impl Origin {
@@ -97,7 +110,14 @@ impl Origin {
 
     fn cut(tensor: String, rows: u32, cols: Option<u32>, slices: Vec<Slice>) -> Origin {
         let shape = [Some(rows), cols].into_iter().flatten().map(u64::from).collect();
-        Origin { tensor, shape, slices }
+        Origin { tensor, shape, slices, transposed: None }
+    }
+
+    /// The matrices of all experts in one tensor; `slices` are of their stacked rows.
+    fn fused(tensor: String, [count, rows, cols]: [u32; 3], transposed: bool, slices: Vec<Slice>) -> Origin {
+        let shape = if transposed { [count, cols, rows] } else { [count, rows, cols] };
+        let transposed = transposed.then_some(rows);
+        Origin { tensor, shape: shape.map(u64::from).to_vec(), slices, transposed }
     }
 }
 
@@ -234,6 +254,7 @@ impl<'a> Specs<'a> {
             tensor: tensor("conv1d.weight"),
             shape: [channels, 1, taps].map(u64::from).to_vec(),
             slices: vec![Slice { from: 0, rows: channels * taps, first_row: 0, row_step: 1 }],
+            transposed: None,
         };
         self.push(&name("conv"), None, vec![conv], 0.0);
         self.stacked(&name("a_log"), &[(&tensor("A_log"), delta.value_heads)], None);
@@ -289,8 +310,6 @@ impl<'a> Specs<'a> {
         }
         self.stacked(&name("router"), &rows, Some(hidden));
         let (count, inner) = (experts.count, experts.inner);
-        let fused = self.has(&tensor("experts.gate_up_proj"))
-            || self.config.architecture == Architecture::Qwen35Moe && !self.has(&tensor("experts.0.gate_proj.weight"));
         // The rows of an expert's gate projection and of its up projection alternate in the packed weight.
         let slice = |from: u32, expert: u32, part: u32| Slice {
             from,
@@ -298,16 +317,22 @@ impl<'a> Specs<'a> {
             first_row: 2 * inner * expert + part,
             row_step: 2,
         };
-        let (gate_up, down) = if fused {
-            // In the fused tensor each expert has all rows of the gate projection, then all rows of the up projection.
-            let slices = (0..count).flat_map(|e| [slice(2 * inner * e, e, 0), slice(2 * inner * e + inner, e, 1)]);
-            let origin = |part: &str, rows: u32, cols: u32, slices: Vec<Slice>| {
-                vec![Origin { tensor: tensor(part), shape: [count, rows, cols].map(u64::from).to_vec(), slices }]
+        let (gate_up, down) = if let Some(Fused { alternate, transposed }) = self.fused(&tensor, experts) {
+            let halves = |e: u32| [slice(2 * inner * e, e, 0), slice(2 * inner * e + inner, e, 1)];
+            // A slice has columns of one stored matrix.
+            let whole = |rows: u32| -> Vec<Slice> {
+                let (rows, count) = if transposed { (rows, count) } else { (rows * count, 1) };
+                (0..count).map(|e| Slice { from: rows * e, rows, first_row: rows * e, row_step: 1 }).collect()
             };
-            let all = Slice { from: 0, rows: count * hidden, first_row: 0, row_step: 1 };
+            // Rows that alternate are in the packed order.
+            let gate_up = if alternate { whole(2 * inner) } else { (0..count).flat_map(halves).collect() };
+            let down = whole(hidden);
+            let origin = |part: &str, rows: u32, cols: u32, slices: Vec<Slice>| {
+                vec![Origin::fused(tensor(part), [count, rows, cols], transposed, slices)]
+            };
             (
-                origin("experts.gate_up_proj", 2 * inner, hidden, slices.collect()),
-                origin("experts.down_proj", hidden, inner, vec![all]),
+                origin("experts.gate_up_proj", 2 * inner, hidden, gate_up),
+                origin("experts.down_proj", hidden, inner, down),
             )
         } else {
             let of = |expert: u32, part: &str| tensor(&format!("experts.{expert}.{part}.weight"));
@@ -326,6 +351,28 @@ impl<'a> Specs<'a> {
                 self.match_numbers([name(&format!("experts.{part}")), name(&format!("shared.{part}"))]);
             }
         }
+    }
+
+    /// Returns how the experts' matrices are stored in tensors of all experts; `None` if each expert has its own tensors.
+    fn fused(&self, tensor: &dyn Fn(&str) -> String, experts: Experts) -> Option<Fused> {
+        let [gate_up, down] = ["experts.gate_up_proj", "experts.down_proj"].map(tensor);
+        if !self.has(&gate_up) {
+            let alone = self.has(&tensor("experts.0.gate_proj.weight"));
+            let fused = self.config.architecture == Architecture::Qwen35Moe && !alone;
+            return fused.then_some(Fused { alternate: false, transposed: false });
+        }
+        // gpt-oss: rows alternate, of MXFP4 as they are multiplied, of numbers as their transpose. At least one of the
+        // two matrices of an expert is not square.
+        let [.., blocks] = Names::new(&gate_up).codes();
+        let (count, inner, hidden) = (experts.count, experts.inner, self.config.hidden);
+        let has_shape = |name: &str, shape: [u32; 3]| {
+            self.headers.find(name).is_some_and(|(_, info)| info.shape == shape.map(u64::from))
+        };
+        let transposed = match 2 * inner == hidden {
+            true => has_shape(&down, [count, inner, hidden]),
+            false => has_shape(&gate_up, [count, hidden, 2 * inner]),
+        };
+        Some(Fused { alternate: transposed || self.headers.find(&blocks).is_some(), transposed })
     }
 
     /// Gives the routed experts' and the shared expert's matrix, which one kernel reads, the same format of numbers, which
@@ -427,16 +474,24 @@ impl<'a> Specs<'a> {
                     continue;
                 }
                 for run in runs {
+                    let offset = match origin.transposed {
+                        None => run.stored * format.row_bytes(width),
+                        Some(rows) => {
+                            let (matrix, column) = (run.stored / u64::from(rows), run.stored % u64::from(rows));
+                            (matrix * u64::from(width)) * format.row_bytes(rows) + column * format.row_bytes(1)
+                        }
+                    };
                     sources.push(SourceRef {
                         tensor: tensor.clone(),
                         path: path.clone(),
-                        offset: info.offset + run.stored * format.row_bytes(width),
+                        offset: info.offset + offset,
                         format,
                         rows: run.rows as u32,
                         cols: width,
                         first_row: slice.first_row + (run.row as u32 - slice.from) * slice.row_step,
                         row_step: slice.row_step,
                         stride: run.stored_step as u32,
+                        transposed: origin.transposed,
                         plus,
                         matrix: None,
                     });

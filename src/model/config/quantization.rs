@@ -187,8 +187,11 @@ pub enum Scheme {
         /// Whether it is compressed-tensors', whose global scale divides.
         compressed: bool,
     },
-    /// MXFP4 of compressed-tensors (`weight_packed`).
-    Mxfp4,
+    /// MXFP4 of compressed-tensors (`weight_packed`), or of gpt-oss (`_blocks` and `_scales` of all experts).
+    Mxfp4 {
+        /// Whether it is compressed-tensors'.
+        compressed: bool,
+    },
 }
 
 impl Quantization {
@@ -212,8 +215,8 @@ impl Quantization {
                 named.or_else(of_class).map(|group| group.scheme)
             }
             Quantization::ModelOptNvfp4 => Some(Scheme::Nvfp4 { compressed: false }),
-            // Its tensors are gpt-oss's, whose rows of gate and up alternate: no architecture that is built has them.
-            Quantization::Mxfp4 => None,
+            // Modules of `modules_to_not_convert` have no blocks.
+            Quantization::Mxfp4 => Some(Scheme::Mxfp4 { compressed: false }),
         }
     }
 }
@@ -586,7 +589,7 @@ impl<'a> Keys<'a> {
             ("int", "pack-quantized") => Scheme::PackedInts { bits, strategy, symmetric },
             ("int", _) => Scheme::Int8 { strategy, symmetric },
             (_, "nvfp4-pack-quantized") => Scheme::Nvfp4 { compressed: true },
-            (_, "mxfp4-pack-quantized") => Scheme::Mxfp4,
+            (_, "mxfp4-pack-quantized") => Scheme::Mxfp4 { compressed: true },
             _ => Scheme::Floats { strategy },
         };
         let blocks = matches!(strategy, Strategy::Block(_));

@@ -347,6 +347,12 @@ fn defects_of_quantised_headers_are_all_named() {
         &["o_proj.weight of dtype BF16 has the scale", "o_proj.weight_scale beside it"],
         1,
     );
+    // Groups of columns are read when the checkpoint is opened.
+    let index = "model.layers.0.mlp.down_proj.g_idx";
+    let misplaced = |tensors: &mut Tensors| tensors.get_mut(index).expect(index).2[4] = 9;
+    check("quantised/gptq-4", &misplaced, &[index, "column 1", "group 9 of 3"], 1);
+    let crowded = |tensors: &mut Tensors| tensors.get_mut(index).expect(index).2[4 * 40] = 0;
+    check("quantised/gptq-4", &crowded, &[index, "more than 32 columns in group 0"], 1);
     let folder = copy("quantised/gptq-8");
     configure(
         folder.path(),
@@ -382,13 +388,6 @@ fn quantised_values_that_are_not_finite_end_a_load() {
     check("quantised/awq", scales, 130, &[0, 0x7c], &["layers.0.qkv", scales, "inf", "row 1, group 1"]);
     let weight = "model.language_model.layers.0.linear_attn.in_proj_z.weight";
     check("quantised/fp8-hybrid", weight, 161, &[0x7f], &["layers.0.in_proj", weight, "0x7f", "row 1, column 1"]);
-    let index = "model.layers.0.mlp.down_proj.g_idx";
-    check("quantised/gptq-4", index, 4, &[9], &["layers.0.down", index, "column 1", "group 9 of 3"]);
-
-    // Act-order is not supported: other columns would be multiplied.
-    let error = refused(&vulkan, vec![model(&vulkan, &fixture("quantised/gptq-order"))]);
-    assert!(matches!(error, StartError::Load { source: LoadError::ColumnOrder { .. }, .. }), "{error:?}");
-    assert_names(&with_causes(&error), &["layers.0.", "qweight", "act-order"]);
 
     // A block of a GGUF file with a scale that is not a number.
     let folder = tempfile::tempdir().expect("a folder");

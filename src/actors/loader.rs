@@ -94,8 +94,8 @@ pub struct TensorSource {
     pub transposed: Option<u32>,
     /// A constant added to every number, in f32.
     pub plus: f32,
-    /// The quantised weight whose rows these are. `format` is then [`SourceFormat::Canonical`] with the weight's codes,
-    /// `offset` is 0 and `stride` is 1.
+    /// The quantised weight whose rows these are. `format` is then [`SourceFormat::Canonical`] with the weight's codes, or
+    /// numbers in f32, `offset` is 0 and `stride` is 1.
     pub matrix: Option<MatrixRows>,
 }
 
@@ -108,6 +108,9 @@ pub struct MatrixRows {
     pub tensors: Arc<[(Arc<WeightFile>, Range<u64>)]>,
     /// The row of the weight that is the source's row 0.
     pub first: u32,
+    /// Whether the columns of packed codes are in the order in which the weight is decoded
+    /// ([`CodeMatrix::order`]). Numbers are always in the checkpoint's order.
+    pub ordered: bool,
 }
 
 impl MatrixRows {
@@ -327,8 +330,11 @@ pub enum LoadError {
         /// The row.
         source: BadRow,
     },
-    /// The columns of a quantised weight's groups are not adjacent (act-order).
-    #[error("{name}: the groups of tensor {tensor} are not of adjacent columns (act-order), which is not supported")]
+    /// The columns of a quantised weight's groups are not adjacent (act-order), but those of its packed codes are in the
+    /// checkpoint's order.
+    #[error(
+        "{name}: the groups of tensor {tensor} are not of adjacent columns (act-order), as they were when it was opened"
+    )]
     ColumnOrder {
         /// The packed tensor's name.
         name: String,
@@ -776,7 +782,7 @@ fn open_all<'a>(
                     into = rest;
                     slices.push(file.bytes(range.clone(), here, name)?);
                 }
-                Data::Matrix(Box::new(open(of, &slices, name)?), of.first)
+                Data::Matrix(Box::new(open(of, source.format, &slices, name)?), of.first)
             }
         };
         opened.push(Opened { source, data });
@@ -809,10 +815,10 @@ fn announce(opened: &Opened<'_>, rows: &Range<u32>) -> Result<(), LoadError> {
     Ok(())
 }
 
-/// Decodes rows of a quantised weight into canonical rows.
-fn decode(matrix: &CodeMatrix<'_>, rows: Range<u32>, out: &mut [u8]) -> Result<(), WeightError> {
+/// Decodes rows of a quantised weight into canonical rows, or into numbers in the checkpoint's order.
+fn decode(matrix: &CodeMatrix<'_>, format: SourceFormat, rows: Range<u32>, out: &mut [u8]) -> Result<(), WeightError> {
     let (cols, groups) = (matrix.cols() as usize, matrix.groups());
-    let row_bytes = SourceFormat::Canonical(matrix.codes()).row_bytes(matrix.cols()) as usize;
+    let row_bytes = format.row_bytes(matrix.cols()) as usize;
     let together = matrix.rows_together().max(1);
     let most = rows.len().min(together as usize);
     let mut codes = vec![0; most * cols];
@@ -831,11 +837,25 @@ fn decode(matrix: &CodeMatrix<'_>, rows: Range<u32>, out: &mut [u8]) -> Result<(
             let minimums = if stored == 0 { &[][..] } else { &minimums[row * groups..][..groups] };
             let out = out.next().expect("a row for each");
             let (codes, scales) = (&codes[row * cols..][..cols], &scales[row * groups..][..groups]);
-            write_canonical(codes, scales, minimums, matrix.unit(), out);
+            match format {
+                SourceFormat::Canonical(_) => write_canonical(codes, scales, minimums, matrix.unit(), out),
+                _ => write_numbers(matrix, codes, scales, minimums, out),
+            }
         }
         first += count;
     }
     Ok(())
+}
+
+/// Writes the numbers of a decoded row in f32, in the checkpoint's order.
+fn write_numbers(matrix: &CodeMatrix<'_>, codes: &[u8], scales: &[f32], minimums: &[f32], out: &mut [u8]) {
+    let mut numbers = vec![0.0; codes.len()];
+    matrix.codes().dequantize(codes, scales, minimums, &mut numbers);
+    let out = out.as_chunks_mut::<4>().0;
+    match matrix.order() {
+        None => out.iter_mut().zip(numbers).for_each(|(to, x)| *to = x.to_le_bytes()),
+        Some(order) => order.iter().zip(numbers).for_each(|(col, x)| out[*col as usize] = x.to_le_bytes()),
+    }
 }
 
 /// Packs a part of a tensor from its files, band by band, and calls `put` with each tile's offset in the part and its
@@ -885,7 +905,7 @@ fn fill(
                 }
                 Data::Matrix(matrix, first) => {
                     let failed = |source| LoadError::Weight { name: tensor.name.clone(), source };
-                    let decoded = decode(matrix, first + of.start..first + of.end, into);
+                    let decoded = decode(matrix, source.format, first + of.start..first + of.end, into);
                     decoded.map_err(|error| changed(source).unwrap_or_else(|| failed(error)))?;
                     &*into
                 }
@@ -928,12 +948,18 @@ fn changed(source: &TensorSource) -> Option<LoadError> {
     source.files().into_iter().find_map(|(file, _)| file.unchanged().err()).map(LoadError::from)
 }
 
-/// Opens a quantised weight whose columns are in the model's order.
-fn open<'a>(of: &'a MatrixRows, bytes: &[&'a [u8]], name: &str) -> Result<CodeMatrix<'a>, LoadError> {
+/// Opens a quantised weight whose columns are in the order of the packed weight.
+fn open<'a>(
+    of: &'a MatrixRows,
+    format: SourceFormat,
+    bytes: &[&'a [u8]],
+    name: &str,
+) -> Result<CodeMatrix<'a>, LoadError> {
     let failed = |source| LoadError::Weight { name: name.to_owned(), source };
     let matrix = of.description.open(bytes).map_err(failed)?;
     match matrix.order() {
         None => Ok(matrix),
+        Some(_) if of.ordered || format.codes().is_none() => Ok(matrix),
         Some(_) => {
             let tensor = of.description.tensors.first().map_or_else(String::new, |tensor| tensor.name.clone());
             Err(LoadError::ColumnOrder { name: name.to_owned(), tensor })
@@ -996,7 +1022,8 @@ fn check(tensor: &LoadTensor) -> Result<(), LoadError> {
             let failed = |source| LoadError::Weight { name: name.clone(), source };
             let matrix = of.description.check().map_err(failed)?;
             let fits = of.tensors.len() == of.description.tensors.len()
-                && SourceFormat::Canonical(matrix.codes()) == source.format
+                && [SourceFormat::Canonical(matrix.codes()), SourceFormat::Numbers(Format::F32)]
+                    .contains(&source.format)
                 && matrix.cols() == source.cols
                 && u64::from(of.first) + u64::from(source.rows) <= u64::from(matrix.rows())
                 && (source.offset, source.stride) == (0, 1);

@@ -113,6 +113,8 @@ pub fn reference(kernel: &str) -> Reference {
         "expand_codes" => gemm::codes::reference_expand_codes,
         "matmul" => gemm::reference_matmul,
         "pack_rows" => gemm::tiled::reference_pack_rows,
+        "order_rows" => gemm::order::reference_order_rows,
+        "order_packed" => gemm::order::reference_order_packed,
         "panel" => gemm::panel::reference_panel,
         "tiled" => gemm::tiled::reference_tiled,
         "take_last" => gemm::reference_take_last,

@@ -118,6 +118,9 @@ pub struct WeightSpec {
     pub cols: u32,
     /// Whether the weight is a matrix or a vector.
     pub kind: WeightKind,
+    /// The order of the columns of a matrix, if it is not that of its inputs: column j is multiplied with input
+    /// `order[j]`. Only for quantised weights whose groups are not of adjacent columns (act-order).
+    pub order: Option<Arc<[u32]>>,
     /// The format to pack to. A matrix keeps its sources' format. If the formats differ, it becomes f32, or codes that
     /// represent all of the sources' codes exactly. A vector is always f32.
     pub format: Format,
@@ -147,6 +150,11 @@ impl WeightSpec {
     /// Whether the weight belongs to the multi-token-prediction (MTP) block.
     pub fn is_mtp(&self) -> bool {
         self.name.starts_with("mtp.")
+    }
+
+    /// Whether the weight is quantised in the checkpoint, and packed as numbers because no form of codes fits.
+    pub fn is_expanded(&self) -> bool {
+        self.format.codes().is_none() && self.sources.iter().any(|source| source.matrix.is_some())
     }
 
     /// Whether the weight stacks one matrix per routed expert: `experts.gate_up` or `experts.down`.

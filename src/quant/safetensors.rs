@@ -543,7 +543,9 @@ fn order(g_idx: Option<Tensor<'_>>, cols: u32, group: u32) -> Result<Option<Vec<
     }
     let groups = cols.div_ceil(group);
     let group_of = |col: u32| g_idx.word(col as usize);
-    if (0..cols).all(|col| group_of(col) == col / group) {
+    // compressed-tensors writes -1 where groups are of adjacent columns.
+    let adjacent = (0..cols).all(|col| group_of(col) == col / group);
+    if adjacent || (0..cols).all(|col| group_of(col) == u32::MAX) {
         return Ok(None);
     }
     // Where each group's next column goes.
@@ -660,6 +662,21 @@ impl Description {
         self.matrix(|_| None)
     }
 
+    /// The index of the tensor with the groups of the columns, if there is one.
+    pub fn group_index(&self) -> Option<usize> {
+        self.tensors.iter().position(|tensor| tensor.role == TensorRole::GroupIndex)
+    }
+
+    /// Returns the order in which the columns are decoded, as [`CodeMatrix::order`] does, given the bytes of the tensor
+    /// with the columns' groups.
+    pub fn order(&self, bytes: &[u8]) -> Result<Option<Vec<u32>>, WeightError> {
+        let Some(index) = self.group_index() else { return Ok(None) };
+        let matrix = self.check()?;
+        let TensorHead { name, dtype, shape, .. } = &self.tensors[index];
+        let g_idx = Tensor { name, dtype: *dtype, shape, bytes: Some(bytes) };
+        order(Some(g_idx), matrix.cols, matrix.scales.group)
+    }
+
     /// Gives the matrix of the tensors with these bytes, in the order of [`Description::tensors`].
     ///
     /// # Panics
@@ -681,7 +698,7 @@ impl Description {
             })
         };
         let weight = need(TensorRole::Codes)?;
-        match self.storage {
+        let mut matrix = match self.storage {
             Storage::Fp8 { scale_shape } => Fp8 { weight, scale: need(TensorRole::Scale)?, scale_shape }.open(),
             Storage::Gptq { bits, group, symmetric, version } => Gptq {
                 qweight: weight,
@@ -716,7 +733,11 @@ impl Description {
                 Nvfp4 { packed: weight, scale, global, global_divides }.open()
             }
             Storage::Mxfp4 => Mxfp4 { packed: weight, scale: need(TensorRole::Scale)? }.open(),
+        }?;
+        if matrix.order.is_none() {
+            matrix.order = order(find(TensorRole::GroupIndex), matrix.cols, matrix.scales.group)?;
         }
+        Ok(matrix)
     }
 }
 

@@ -1,6 +1,6 @@
-//! Goal: `pack_rows` and `tiled` match their `reference()`, and the references match the formula. Method: as in
-//! `kernels.rs`, with awkward shapes. The CPU drivers run the variant without matrix units. A GPU (`OSTINATO_TEST_GPU`)
-//! runs every variant, also at the shapes of real models, where a sample of the outputs is compared.
+//! Goal: `pack_rows`, `order_rows`, `order_packed` and `tiled` match their `reference()`, and the references match the
+//! formula. Method: as in `kernels.rs`, with awkward shapes. The CPU drivers run the variant without matrix units. A GPU
+//! (`OSTINATO_TEST_GPU`) runs every variant, also at the shapes of real models, where a sample of the outputs is compared.
 //!
 //! Tolerances: both sides multiply the same 16-bit numbers, whose products are exact in f32. They differ in the order
 //! of sums of up to 1,024 terms, by a few units in the last place (2^-24 ≈ 6e-8) of sums of about 1, and in `exp`:
@@ -14,7 +14,7 @@ use crate::harness::{Bench, Cases, Expect, POISON, Random, round, ways};
 use half::{bf16, f16};
 use ostinato::kernels::gemm::panel::{Fold, PanelConfig, Unscaled, panel};
 use ostinato::kernels::gemm::tiled::{Output, Packed, Tile, Tiled, pack_rows, token_index};
-use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix};
+use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix, order};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
 use ostinato::memory::pack::{Format, fragment_index};
@@ -94,6 +94,86 @@ fn near(found: f32, wanted: f64, what: &str) {
 
 fn silu(gate: f64) -> f64 {
     gate / (1.0 + (-gate).exp())
+}
+
+/// Returns an order of `count` columns.
+fn shuffled(random: &mut Random, count: u32) -> Vec<u32> {
+    let mut order: Vec<u32> = (0..count).collect();
+    (1..count).rev().for_each(|i| order.swap(i as usize, random.below(i + 1) as usize));
+    order
+}
+
+#[test]
+fn order_rows_norms_and_orders() {
+    let mut cases = Cases::new("order_rows");
+    let mut random = Random(61);
+    let mut made = Vec::new();
+    for (k, rows) in [(8u32, 1u32), (40, 3), (145, 16), (1024, 2), (2120, 5), (12_288, 1)] {
+        for norm in [false, true] {
+            cases.case(format!("{k}.norm={norm}.{rows}"));
+            let (stride, y_stride) = (k.next_multiple_of(8) + 8, k.next_multiple_of(32));
+            let values = random.floats((rows * k) as usize);
+            let mut x = vec![f32::from_bits(POISON); (rows * stride) as usize];
+            for (line, x) in values.chunks_exact(k as usize).zip(x.chunks_exact_mut(stride as usize)) {
+                x[..k as usize].copy_from_slice(line);
+            }
+            let (weight, order) = (random.floats(k as usize), shuffled(&mut random, k));
+            let x = Activations { range: cases.floats("x", &x), stride };
+            let weights = norm.then(|| (cases.floats("norm", &weight), EPSILON));
+            let expect = if norm { Expect::Floats(1e-6) } else { Expect::Exact };
+            let table = cases.words("order", &order::table(&order));
+            let y = Activations { range: cases.output("y", (rows * y_stride) as usize, expect), stride: y_stride };
+            cases.recording.call(order::order_rows("order".to_owned(), x, weights, table, y, (rows, k)));
+            made.push((y, k, values, norm.then_some(weight), order));
+        }
+    }
+    let reference = cases.reference();
+    for (y, k, values, weight, order) in made {
+        for (row, line) in (0..).zip(values.chunks_exact(k as usize)) {
+            let mean = line.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / f64::from(k);
+            for j in 0..y.stride {
+                let wanted = order.get(j as usize).map_or(0.0, |from| {
+                    let (x, from) = (f64::from(line[*from as usize]), *from as usize);
+                    weight.as_ref().map_or(x, |w| x * f64::from(w[from]) / (mean + f64::from(EPSILON)).sqrt())
+                });
+                let found = f64::from(reference.f32(y.range, row * y.stride + j));
+                assert!((found - wanted).abs() <= 1e-6 * wanted.abs(), "row {row}, column {j} of {k}");
+            }
+        }
+    }
+    check(&cases, &reference);
+}
+
+#[test]
+fn order_packed_orders() {
+    let mut cases = Cases::new("order_packed");
+    let mut random = Random(62);
+    let mut made = Vec::new();
+    for (k, rows) in [(32u32, 1u32), (40, 64), (145, 65), (1024, 17), (2120, 3)] {
+        cases.case(format!("{k}.{rows}"));
+        let words = Packed::bytes(rows, k) as usize / 4;
+        let numbers: Vec<u32> = (0..words).map(|_| random.below(u32::MAX)).collect();
+        let order = shuffled(&mut random, k);
+        let x = Packed { range: cases.words("x", &numbers), format: Format::Bf16, cols: k };
+        let table = cases.words("order", &order::table(&order));
+        let y = cases.output("y", words, Expect::Exact);
+        cases.recording.call(order::order_packed("order".to_owned(), x, table, y, rows));
+        made.push((y, k, rows, numbers, order));
+    }
+    let reference = cases.reference();
+    for (y, k, rows, numbers, order) in made {
+        let padded = k.next_multiple_of(32);
+        let half = |word: u32, at: usize| word >> (16 * (at % 2)) & 0xffff;
+        for row in 0..rows.next_multiple_of(64) {
+            for col in 0..padded {
+                let from = order.get(col as usize).map_or(col, |from| *from);
+                let [from, to] = [from, col].map(|col| token_index(row, col, padded));
+                let found = half(reference.u32(y, to as u32 / 2), to);
+                assert_eq!(found, half(numbers[from / 2], from), "row {row}, column {col} of {k}");
+            }
+        }
+    }
+    check(&cases, &reference);
 }
 
 #[test]

@@ -30,6 +30,8 @@ const EXACT_DIVERGENCE: f64 = 1e-10;
 /// The mean divergence of integers with zeros: a minimum, scale × zero, has up to 19 significant bits and is stored in 11,
 /// so that all weights of a group are off by up to half a 500th of a step.
 const OFF_BY_MINIMUMS: f64 = 1e-5;
+/// The mean divergence of codes that are expanded to f16.
+const EXPANDED_DIVERGENCE: f64 = 1e-6;
 
 fn configured(vulkan: &Vulkan, path: &Path, quantize: Option<Quantize>, tune: &[&str]) -> Config {
     let mut model = Model::new("quantised", path, Some(vulkan.adapter(Driver::Lavapipe).selector()));
@@ -200,12 +202,12 @@ fn check_fixture(name: &str, limit: f64) {
     assert!(apart <= limit, "{name}: {apart:e}");
     drop(host);
     // Fragments without matrix units: products in f16 and bfloat16. CPU drivers take a minute to compile them, and
-    // `kernels::codes` tests them for every format, so one model stands for all.
-    if name != "quantised/awq" {
+    // `kernels::codes` tests them for every format, so one model stands for all, and one for those with act-order.
+    if !["quantised/awq", "quantised/gptq-order"].contains(&name.as_str()) {
         return;
     }
-    let (_, logits) = draw(&start(&vulkan, &path, None, &["fragments=1"]), &expected.prompt, 1);
-    let apart = divergence(&logits, &wanted[..1]);
+    let (_, logits) = draw(&start(&vulkan, &path, None, &["fragments=1"]), &expected.prompt, 2);
+    let apart = divergence(&logits, &wanted[..2]);
     println!("{name} in fragments: divergence {apart:.1e}");
     assert!(apart <= 1e-3, "{name} in fragments: {apart:e}");
 }
@@ -228,6 +230,29 @@ fn gptq_of_eight_bits_version_2() {
 #[test]
 fn gptq_of_three_bits() {
     check_fixture("gptq-3", EXACT_DIVERGENCE);
+}
+
+#[test]
+fn gptq_with_act_order() {
+    check_fixture("gptq-order", EXACT_DIVERGENCE);
+}
+
+/// Of q, k and v each is multiplied with its own order of inputs. Of gate and up, whose rows alternate, numbers are
+/// packed.
+#[test]
+fn gptq_with_an_order_for_each_module() {
+    check_fixture("gptq-orders", OFF_BY_MINIMUMS);
+}
+
+/// The experts' codes are expanded to f16.
+#[test]
+fn gptq_with_act_order_of_experts() {
+    check_fixture("gptq-order-moe", EXPANDED_DIVERGENCE);
+}
+
+#[test]
+fn compressed_tensors_with_act_order() {
+    check_fixture("ct-order", EXACT_DIVERGENCE);
 }
 
 #[test]
@@ -327,9 +352,6 @@ fn random_models_of_every_stored_type() {
         let out = folder.path().join(kind.name());
         // Two files, so that the tensors of a weight may be in different ones.
         synth::quantise(&numbers, &out, kind, 400_000, 2, &|_, _| {}).expect("written");
-        if kind == StoredType::Gptq4Order {
-            continue;
-        }
         let (_, found) = draw(&start(&vulkan, &out, None, &[]), &prompt, 1);
         let apart = divergence(&found, &wanted);
         println!("{}: divergence {apart:.1e}", kind.name());

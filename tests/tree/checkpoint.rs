@@ -433,6 +433,52 @@ fn experts_of_numbers_as_gpt_oss_has_them() {
     }
 }
 
+/// Goal: weights with act-order stay codes where a product can have one order of inputs: merged rows of one order are one
+/// weight, rows of several are ranges, and rows that alternate are expanded.
+#[test]
+fn orders_of_columns_decide_how_weights_are_packed() {
+    let open = |name: &str| {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/quantised").join(name);
+        Checkpoint::open(&folder).unwrap().weights().to_vec()
+    };
+    let found = |weights: &[WeightSpec], name: &str| {
+        let of = weights.iter().filter(|weight| weight.merged == name);
+        of.map(|weight| (weight.first_row, weight.format, weight.order.clone())).collect::<Vec<_>>()
+    };
+    let weights = open("gptq-order");
+    for name in ["qkv", "o", "gate_up", "down"] {
+        match &found(&weights, &format!("layers.1.{name}"))[..] {
+            [(0, Format::Codes(_), Some(order))] => {
+                assert!(order.iter().zip(0..).any(|(column, place)| *column != place));
+                assert_eq!(order.iter().copied().collect::<BTreeSet<u32>>().len(), order.len(), "{name}");
+            }
+            other => panic!("{name}: {other:?}"),
+        }
+    }
+    let weights = open("gptq-orders");
+    let of = |name: &str| found(&weights, name);
+    match &of("layers.0.qkv")[..] {
+        [(0, Format::Codes(_), Some(q)), (64, Format::Codes(_), Some(k)), (128, Format::Codes(_), Some(v))] => {
+            assert!(q != k && k != v && v != q);
+        }
+        other => panic!("{other:?}"),
+    }
+    match &of("layers.1.qkv")[..] {
+        [(0, Format::Codes(_), Some(_)), (64, Format::Bf16, None), (128, Format::Codes(_), Some(_))] => {}
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(of("layers.0.gate_up"), [(0, Format::F16, None)]);
+    let expanded: Vec<&str> = weights.iter().filter(|w| w.is_expanded()).map(|w| w.name.as_str()).collect();
+    assert_eq!(expanded, ["layers.0.gate_up", "layers.1.gate_up"]);
+    let weights = open("ct-order");
+    match &found(&weights, "layers.0.o")[..] {
+        [(0, Format::Codes(_), None)] => {}
+        other => panic!("groups of -1 are of adjacent columns: {other:?}"),
+    }
+    let experts = open("gptq-order-moe");
+    assert_eq!(found(&experts, "layers.0.experts.down"), [(0, Format::F16, None)]);
+}
+
 #[test]
 fn mxfp4_experts_of_other_dimensions_are_refused() {
     let dir = TempDir::new().unwrap();

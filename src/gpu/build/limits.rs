@@ -36,7 +36,7 @@ const MOST_CHUNK: u32 = 16_384;
 /// Returns the purpose of a buffer in the memory plan, by the buffer's name.
 pub(crate) fn purpose(name: &str) -> Purpose {
     match name {
-        "state" | "sampling.counts" | "step" => Purpose::State,
+        "state" | "sampling.counts" | "step" | "orders" => Purpose::State,
         name if name.starts_with(ROPE) => Purpose::State,
         name if name.starts_with(decoder::RECURRENT) => Purpose::Recurrent,
         "ring" | "dump" | "scores" => Purpose::Ring,

@@ -30,7 +30,7 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region, buffer_sizes};
 use crate::memory::pack::Packing;
-use crate::memory::plan::{Purpose, Side};
+use crate::memory::plan::{HumanBytes, Purpose, Side};
 use crate::memory::{BufferTable, Place, WeightFile};
 use crate::model::checkpoint::{Checkpoint, SourceRef, WeightSpec};
 use crate::model::decoder::{Decoder, Part, ROPE};
@@ -98,7 +98,7 @@ pub(crate) struct Loading {
     /// Clears the buffers that start as zero.
     init: Arc<Region>,
     weights: Weights,
-    /// After these the rotary tables are there.
+    /// After these the rotary tables and the orders of columns are there.
     tables: Vec<Point>,
     pipelines: (usize, Moment, Moment),
     started: Instant,
@@ -138,6 +138,9 @@ impl Build<'_> {
         self.check_experts(&probe)?;
         let plan = self.plan(&probe, &buckets, wanted, asked.is_some())?;
         self.progress.line(&format!("memory of \"{}\" on {}\n{plan}", self.name, self.adapter.name));
+        for line in acts_in_order(&probe) {
+            self.progress.line(&format!("\"{}\": {line}", self.name));
+        }
         let memory = plan.entries().iter().map(|entry| MemoryUse {
             replica: self.name.to_owned(),
             purpose: entry.purpose.to_string(),
@@ -176,7 +179,7 @@ impl Build<'_> {
             let buffer = self.opened.arena.buffer(&name, bytes, place)?;
             // Caches need no initial value: only entries that were written are read.
             let cache = matches!(purpose(&name), Purpose::KvPages | Purpose::Recurrent);
-            if place == Place::DeviceLocal && !cache && !name.starts_with(ROPE) {
+            if place == Place::DeviceLocal && !cache && !name.starts_with(ROPE) && name != "orders" {
                 let to = init.buffer(&name, bytes);
                 init.ops.push(Op::Fill { to, word: 0 });
             }
@@ -184,10 +187,13 @@ impl Build<'_> {
         }
 
         let load = Weights(Some(self.load(&decoder, &weights, &table)?));
+        let upload = |buffer, bytes: &[u8]| self.opened.transfer.upload(&self.opened.ring, buffer, 0, bytes);
         let mut tables = Vec::new();
         for (name, rope) in decoder.rope_tables() {
-            let bytes = bytemuck::cast_slice(&rope);
-            tables.push(self.opened.transfer.upload(&self.opened.ring, table.require(&name)?, 0, bytes)?);
+            tables.push(upload(table.require(&name)?, bytemuck::cast_slice(&rope))?);
+        }
+        if let (Some(buffer), orders @ [_, ..]) = (table.get("orders"), &decoder.orders()[..]) {
+            tables.push(upload(buffer, bytemuck::cast_slice(orders))?);
         }
 
         let mut with_init = all.clone();
@@ -421,6 +427,7 @@ impl Build<'_> {
                                 description: Arc::clone(&of.matrix.description),
                                 tensors: tensors.collect::<Result<_, StartError>>()?,
                                 first: of.first + clipped.from,
+                                ordered: weight.order.is_some(),
                             })
                         }
                     };
@@ -480,6 +487,30 @@ impl Build<'_> {
         }
         Ok(())
     }
+}
+
+/// What is said of weights whose groups are not of adjacent columns.
+fn acts_in_order(decoder: &Decoder<'_>) -> Vec<String> {
+    let count = |is: &dyn Fn(&&WeightSpec) -> bool| decoder.weights.iter().filter(is).count();
+    let ordered = count(&|weight| weight.order.is_some());
+    let expanded = |weight: &&WeightSpec| weight.is_expanded();
+    let bytes: u64 = decoder.weights.iter().filter(expanded).map(WeightSpec::bytes).sum();
+    let mut lines = Vec::new();
+    if ordered > 0 {
+        lines.push(format!(
+            "the groups of {ordered} matrices are not of adjacent columns (act-order): a stage before each of their \
+             products puts its input in order, and stages do not overlap"
+        ));
+    }
+    if bytes > 0 {
+        lines.push(format!(
+            "{} matrices are not kept quantised but expanded to 16 bits, {}: the groups of their columns (act-order) \
+             differ between rows of a matrix, or they are of experts",
+            count(&expanded),
+            HumanBytes(bytes)
+        ));
+    }
+    lines
 }
 
 /// Rows of a source that lie in a part of its weight.

@@ -5,6 +5,7 @@
 
 pub mod codes;
 pub mod fragment_layout;
+pub mod order;
 pub mod panel;
 pub mod skinny;
 pub mod tiled;

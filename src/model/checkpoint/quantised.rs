@@ -1,17 +1,23 @@
 //! The quantised weights of a safetensors checkpoint: which tensors form a weight, and how they are to be read. The
 //! tensors decide whether a module is quantised, the configuration how.
 //!
-//! Not here: the configuration (`config::quantization`), and reading the tensors' data.
+//! Not here: the configuration (`config::quantization`), and reading the tensors' data, except for the groups of columns
+//! that are not adjacent, which say how a weight can be used.
 
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
 use super::headers::Headers;
 use super::{CheckpointProblem, TensorInfo};
+use crate::config::file;
 use crate::model::config::quantization::{Quantization, Scheme, Strategy};
 use crate::quant::Codes;
 use crate::quant::safetensors::{Description, ScaleShape, Storage, TensorDtype, TensorHead, TensorRole};
+
+/// The maximum size in bytes of the groups of a weight's columns: those of 16 million columns.
+const MOST_READ: u64 = 64 << 20;
 
 /// A quantised weight of a checkpoint.
 #[derive(Clone, Debug, PartialEq)]
@@ -22,6 +28,9 @@ pub struct QuantisedWeight {
     pub places: Vec<TensorPlace>,
     /// What the codes, scales and minimums of decoded rows mean.
     pub codes: Codes,
+    /// The order of the columns in decoded rows, if it is not that of the checkpoint (act-order): position j is column
+    /// `order[j]`.
+    pub order: Option<Arc<[u32]>>,
 }
 
 /// Where a tensor is.
@@ -97,6 +106,7 @@ type Found<'a> = (&'a str, &'a TensorInfo, TensorDtype);
 /// Finds the tensors of one weight.
 struct Finder<'a> {
     headers: &'a Headers,
+    quantization: &'a Quantization,
     names: Names,
     tensors: Vec<TensorHead>,
     places: Vec<TensorPlace>,
@@ -104,9 +114,9 @@ struct Finder<'a> {
 
 /// Returns the quantised weight that is stored instead of the numbers of tensor `name`, which would have this shape;
 /// `None` if there is none.
-pub(super) fn find(
-    headers: &Headers,
-    quantization: Option<&Quantization>,
+pub(super) fn find<'a>(
+    headers: &'a Headers,
+    quantization: Option<&'a Quantization>,
     name: &str,
     shape: &[u64],
 ) -> Option<Result<QuantisedWeight, CheckpointProblem>> {
@@ -130,7 +140,7 @@ pub(super) fn find(
     let Some(scheme) = quantization.scheme(&[in_file, &module], class) else {
         return Some(Err(CheckpointProblem::NotQuantised { tensor: codes.to_owned(), module: in_file.to_owned() }));
     };
-    let mut finder = Finder { headers, names, tensors: Vec::new(), places: Vec::new() };
+    let mut finder = Finder { headers, quantization, names, tensors: Vec::new(), places: Vec::new() };
     finder.add(TensorRole::Codes, (codes, info, dtype));
     Some(finder.weight(scheme, shape))
 }
@@ -229,7 +239,6 @@ impl<'a> Finder<'a> {
                 if !symmetric {
                     self.need(TensorRole::Zero, &["weight_zero_point"])?;
                 }
-                self.optional(TensorRole::GroupIndex, &["weight_g_idx"])?;
                 Storage::PackedInts { bits, scale_shape: scale_shape(strategy), shape: [rows, cols] }
             }
             Scheme::Int8 { strategy, symmetric } => {
@@ -255,6 +264,9 @@ impl<'a> Finder<'a> {
                 Storage::Mxfp4
             }
         };
+        if matches!(self.quantization, Quantization::CompressedTensors { .. }) {
+            self.optional(TensorRole::GroupIndex, &["weight_g_idx"])?;
+        }
         let description = Description { storage, tensors: self.tensors };
         let checked = description.check().map_err(CheckpointProblem::Weight)?;
         let (found, codes) = ((u64::from(checked.rows()), u64::from(checked.cols())), checked.codes());
@@ -263,7 +275,14 @@ impl<'a> Finder<'a> {
             let (found, expected) = ([found.0, found.1], [rows, cols]);
             return Err(CheckpointProblem::QuantisedShape { tensor, found, expected });
         }
-        Ok(QuantisedWeight { description: Arc::new(description), places: self.places, codes })
+        let order = match description.group_index() {
+            None => None,
+            Some(index) => {
+                let bytes = read(&self.places[index])?;
+                description.order(&bytes).map_err(CheckpointProblem::Weight)?.map(Arc::from)
+            }
+        };
+        Ok(QuantisedWeight { description: Arc::new(description), places: self.places, codes, order })
     }
 
     /// The shape of scales that are not blocks: one, or one a row.
@@ -307,6 +326,18 @@ impl<'a> Finder<'a> {
         }
         Ok(per_expert.map_or(scale_shape, |(_, shape)| shape))
     }
+}
+
+/// Reads a tensor of at most [`MOST_READ`] bytes.
+fn read(place: &TensorPlace) -> Result<Vec<u8>, CheckpointProblem> {
+    let failed = |reason: String| CheckpointProblem::Unreadable { path: place.path.to_path_buf(), reason };
+    if place.bytes > MOST_READ {
+        return Err(failed(format!("groups of columns of {} bytes exceed the limit of {MOST_READ}", place.bytes)));
+    }
+    let mut bytes = vec![0; place.bytes as usize];
+    let (file, _) = file::open(&place.path).map_err(|error| failed(error.to_string()))?;
+    file.read_exact_at(&mut bytes, place.offset).map_err(|error| failed(error.to_string()))?;
+    Ok(bytes)
 }
 
 fn scale_shape(strategy: Strategy) -> ScaleShape {

@@ -69,9 +69,30 @@ fn both(a: Format, b: Format) -> Option<Format> {
     }
 }
 
-/// Returns the format that represents the numbers of all sources of a matrix exactly, if there is one.
+/// The format of numbers that quantised weights are expanded to, if they cannot be packed as codes. Their codes have few
+/// bits and their scales are mostly f16.
+const EXPANDED: Format = Format::F16;
+
+/// Returns the order of a source's columns, if it is not that of the checkpoint.
+fn order_of(source: &SourceRef) -> Option<&Arc<[u32]>> {
+    let SourceFormat::Canonical(_) = source.format else { return None };
+    source.matrix.as_ref().and_then(|of| of.matrix.order.as_ref())
+}
+
+/// Returns the sources with quantised ones expanded to numbers.
+fn expanded(sources: Vec<SourceRef>) -> Vec<SourceRef> {
+    let expand = |source: SourceRef| match &source.matrix {
+        Some(_) => SourceRef { format: SourceFormat::Numbers(Format::F32), ..source },
+        None => source,
+    };
+    sources.into_iter().map(expand).collect()
+}
+
+/// Returns the format that represents the numbers of all sources of a matrix exactly, if there is one; except for those
+/// of expanded sources.
 fn common(sources: &[SourceRef]) -> Option<Format> {
     let packed = |source: &SourceRef| match source.format {
+        SourceFormat::Numbers(_) if source.matrix.is_some() => EXPANDED,
         SourceFormat::Numbers(format) => format,
         SourceFormat::NegatedExp => Format::F32,
         SourceFormat::Blocks(blocks) => Format::Codes(blocks.codes()),
@@ -79,6 +100,11 @@ fn common(sources: &[SourceRef]) -> Option<Format> {
     };
     let formats = sources.iter().map(packed).map(Some);
     formats.reduce(|a, b| both(a?, b?)).unwrap_or(Some(Format::F32))
+}
+
+/// Whether the products with a weight can take their inputs in another order. The kernels of experts cannot.
+fn takes_order(name: &str) -> bool {
+    ![".experts.", ".shared."].iter().any(|part| name.contains(part))
 }
 
 /// A tensor that supplies rows of a packed weight. Whatever its shape, it is treated as rows with as many columns as
@@ -499,35 +525,52 @@ impl<'a> Specs<'a> {
             }
         }
         let merged = name.to_owned();
-        let whole = WeightSpec {
+        let order = sources.first().and_then(order_of).cloned();
+        let mut whole = WeightSpec {
             name: name.to_owned(),
             merged,
             first_row: 0,
             rows,
             cols: width,
             kind: if cols.is_some() { WeightKind::Matrix } else { WeightKind::Vector },
+            order,
             format: Format::F32,
             sources,
         };
+        let one_order = whole.sources.iter().all(|source| order_of(source) == whole.order.as_ref());
+        if !one_order || whole.order.is_some() && !takes_order(name) {
+            if takes_order(name) && self.push_ranges(&whole) {
+                return;
+            }
+            whole.sources = expanded(whole.sources);
+            whole.order = None;
+        }
         match (cols, common(&whole.sources)) {
             (None, _) => self.specs.push(whole),
             (Some(_), Some(format)) => self.specs.push(WeightSpec { format, ..whole }),
             // A missing tensor was reported.
             (Some(_), None) if whole.sources.iter().map(|source| source.rows).sum::<u32>() < rows => {}
-            (Some(_), None) => self.push_ranges(whole),
+            (Some(_), None) if self.push_ranges(&whole) => {}
+            (Some(_), None) => {
+                let formats: Vec<String> =
+                    whole.sources.iter().map(|source| format!("{} {}", source.tensor, source.format)).collect();
+                let (weight, formats) = (whole.name, formats.join(", "));
+                self.problems.push(CheckpointProblem::MixedFormats { weight, formats });
+            }
         }
     }
 
-    /// Adds a matrix as ranges of rows, each of one format. A range begins at a multiple of [`RANGE_ROWS`], and its rows
-    /// do not alternate with those of another format; otherwise reports the problem.
-    fn push_ranges(&mut self, whole: WeightSpec) {
+    /// Adds a matrix as ranges of rows, each of one format and with one order of columns, and returns whether that is
+    /// possible: a range begins at a multiple of [`RANGE_ROWS`], and its rows do not alternate with those of another one.
+    fn push_ranges(&mut self, whole: &WeightSpec) -> bool {
         let mut sources = whole.sources.clone();
         sources.sort_by_key(|source| source.first_row);
         let mut ranges: Vec<(Format, Vec<SourceRef>)> = Vec::new();
         for source in sources {
             let alone = common(std::slice::from_ref(&source));
+            let same_order = |of: &[SourceRef]| of.first().and_then(order_of) == order_of(&source);
             match (ranges.last_mut(), alone) {
-                (Some((format, of)), Some(alone)) if both(*format, alone).is_some() => {
+                (Some((format, of)), Some(alone)) if both(*format, alone).is_some() && same_order(of) => {
                     *format = both(*format, alone).unwrap_or(*format);
                     of.push(source);
                 }
@@ -546,17 +589,15 @@ impl<'a> Specs<'a> {
             next += rows;
             sources.iter_mut().for_each(|source| source.first_row -= first_row);
             let name = if first_row == 0 { whole.name.clone() } else { format!("{}.from{first_row}", whole.name) };
-            specs.push(WeightSpec { name, first_row, rows, format, sources, ..whole.clone() });
+            let order = sources.first().and_then(order_of).cloned();
+            specs.push(WeightSpec { name, first_row, rows, format, order, sources, ..whole.clone() });
         }
         // Experts are one buffer for their kernels.
-        if fits && next == whole.rows && !whole.is_of_experts() {
+        let fits = fits && next == whole.rows && !whole.is_of_experts();
+        if fits {
             self.specs.extend(specs);
-            return;
         }
-        let formats: Vec<String> =
-            whole.sources.iter().map(|source| format!("{} {}", source.tensor, source.format)).collect();
-        let (weight, formats) = (whole.name.clone(), formats.join(", "));
-        self.problems.push(CheckpointProblem::MixedFormats { weight, formats });
+        fits
     }
 
     /// Returns the tensor, or the quantised weight in its place, if it exists with the expected shape and supported

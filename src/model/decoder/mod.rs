@@ -262,7 +262,7 @@ impl Decoder<'_> {
     }
 
     /// Whether the activations of a step of this shape are tagged. It requires widths that are multiples of 32, because
-    /// products wait for whole chunks of 32 columns. It also requires more than one full-attention layer (or none): the
+    /// products wait for whole chunks of 32 columns, and inputs in the order of the columns. It also requires more than one full-attention layer (or none): the
     /// partial results of splits are not cleared, so with a single layer they could not be distinguished from those of
     /// the previous step.
     fn carries(&self, shape: StepShape) -> bool {
@@ -289,6 +289,7 @@ impl Decoder<'_> {
             && attention != 1
             && widths.iter().all(|width| width.is_multiple_of(32))
             && self.weights.iter().all(|w| matches!(w.kind, WeightKind::Vector) || self.in_fragments(w))
+            && self.weights.iter().all(|w| w.order.is_none())
     }
 
     /// Returns the recording of a step.

@@ -7,7 +7,7 @@ use super::{Decoder, Step, StepShape, floats_from, outputs_from};
 use crate::kernels::gemm::panel::{self, Fold, Unscaled};
 use crate::kernels::gemm::skinny::{self, Matrices};
 use crate::kernels::gemm::tiled::{self, Output, Packed, Tile, Tiled};
-use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, codes};
+use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, codes, order};
 use crate::kernels::recording::{Range, Recording};
 use crate::memory::pack::Format;
 use crate::memory::pack::codes::unit_cols;
@@ -126,6 +126,7 @@ impl Decoder<'_> {
         let flow = step.flow(Some(x.range), (!step.is_logits(y.range)).then_some(y.range));
         for (first, weight) in self.matrix(recording, name) {
             let codes = fragments && weight.format.codes().is_some();
+            let (x, norm) = self.in_order(recording, shape, (name, first), x, norm);
             let product = Product {
                 label: label_of(name),
                 weight,
@@ -152,6 +153,24 @@ impl Decoder<'_> {
                 ),
             });
         }
+    }
+
+    /// Records the input of a product in the order of the columns of its weight, where that is another one. Returns the
+    /// input, and the norm if it is still to be applied.
+    fn in_order(
+        &self,
+        recording: &mut Recording,
+        shape: StepShape,
+        (name, row): (&str, u32),
+        x: Activations,
+        norm: Option<Range>,
+    ) -> (Activations, Option<Range>) {
+        let Some((order, cols)) = self.order(recording, name, row) else { return (x, norm) };
+        let y = Self::activations(recording, &format!("ordered.{cols}"), shape.rows(), cols);
+        let label = format!("{}.order", label_of(name));
+        let norm = norm.map(|norm| (norm, self.config.rms_eps));
+        recording.call(order::order_rows(label, x, norm, order, y, (shape.rows(), cols)));
+        (y, None)
     }
 
     /// Whether the products of a step of this shape take rows of activations that were packed for them.
@@ -238,7 +257,18 @@ impl Decoder<'_> {
                 false => parts.push((first, weight, None)),
             }
         }
+        let input = x;
+        let mut x = x;
         for (first, weight, run) in parts {
+            // All runs of a part have one order.
+            if run.is_none_or(|(from, _)| from == 0) {
+                x = input;
+                if let Some((order, cols)) = self.order(recording, name, first) {
+                    x = Self::packed(recording, &format!("packed.ordered.{cols}"), rows, cols);
+                    let label = format!("{}.order", label_of(name));
+                    recording.call(order::order_packed(label, input, order, x.range, rows));
+                }
+            }
             let (first, weight) = match run {
                 None => (first, weight),
                 Some((from, rows)) => {

@@ -3,7 +3,7 @@
 //! Not here: where the weights come from (`checkpoint`).
 
 use super::{Decoder, Part, stride};
-use crate::kernels::gemm::{Matrix, codes};
+use crate::kernels::gemm::{Matrix, codes, order};
 use crate::kernels::recording::{Range, Recording};
 use crate::memory::pack::{Format, Layout, Packing};
 use crate::model::checkpoint::{WeightKind, WeightSpec};
@@ -83,6 +83,26 @@ impl Decoder<'_> {
         (0..packing.rows.div_ceil(fit))
             .map(|i| part(format!("{}.part{i}", weight.name), i * fit, fit.min(packing.rows - i * fit)))
             .collect()
+    }
+
+    /// Returns the tables of all orders of columns, one after the other: the content of the buffer `orders`.
+    pub fn orders(&self) -> Vec<u32> {
+        self.weights.iter().filter_map(|weight| weight.order.as_deref()).flat_map(order::table).collect()
+    }
+
+    /// Returns the table of the order of the columns in row `row` of a merged weight, and their number; `None` if they are
+    /// in the order of their inputs.
+    pub(super) fn order(&self, recording: &mut Recording, name: &str, row: u32) -> Option<(Range, u32)> {
+        let bytes = |cols: u32| 4 * u64::from(order::table_words(cols));
+        let (mut all, mut found) = (0, None);
+        for weight in self.weights.iter().filter(|weight| weight.order.is_some()) {
+            if weight.merged == name && (weight.first_row..weight.first_row + weight.rows).contains(&row) {
+                found = Some((all, weight.cols));
+            }
+            all += bytes(weight.cols);
+        }
+        let (at, cols) = found?;
+        Some((recording.buffer("orders", all).part(at, bytes(cols)), cols))
     }
 
     pub(super) fn weight(&self, name: &str) -> Option<&WeightSpec> {

@@ -194,7 +194,7 @@ void main() {
                 if (token == NOBODY) continue;
             }
             uint left = min(n - row, 4u);
-            if (BIAS == 1u) [[unroll]] for (uint e = 0u; e < 4u; e++) if (e < left) v[e] += bias.v[row + e];
+            if (BIAS == 1u) [[unroll]] for (uint e = 0u; e < 4u; e++) if (e < left) v[e] += bias.v[before * 16u + row + e];
             if (EPILOGUE >= 2u) {
                 vec2 result = glu(EPILOGUE, v.xz, v.yw);
                 uint column = row / 2u;

@@ -62,6 +62,8 @@ layout(push_constant) uniform Args {
 const uint NOBODY = 0xffffffffu;
 // The first 16-byte word of the tile's expert's weights.
 uint expert_words = 0u;
+// The first row of the tile's expert among all experts' rows.
+uint expert_row = 0u;
 
 // Blocks of 16 rows of x and of W per lane group.
 const uint TOKEN_BLOCKS = GROUP_TOKENS / 16u;
@@ -154,6 +156,7 @@ void main() {
         uint expert = tiles.v[ordered + rest % together];
         if (expert == NOBODY) return;
         expert_words = expert * (WEIGHT_BLOCKS * BLOCK_WORDS);
+        expert_row = expert * N;
     }
     uint x_base = tile_block * BLOCK_WORDS + lane, w_base = expert_words + row_block * BLOCK_WORDS + LANE;
 
@@ -197,7 +200,7 @@ void main() {
         uint row = (row_block + j) * 16u + t * 4u;
         vec4 b = vec4(0.0);
         if (BIAS == 1u) {
-            [[unroll]] for (uint i = 0u; i < 4u; i++) b[i] = bias.v[min(row + i, N - 1u)];
+            [[unroll]] for (uint i = 0u; i < 4u; i++) b[i] = bias.v[expert_row + min(row + i, N - 1u)];
         }
         [[unroll]] for (uint i = 0u; i < TOKEN_BLOCKS; i++) {
             uint token = (tile_block + group_token + i) * 16u + g;

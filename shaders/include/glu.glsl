@@ -1,14 +1,16 @@
 // Gated linear units: the activation of a gate, times an up projection. The kind is a constant of a kernel, from
-// `Epilogue::code` on:
+// `Glu::code`:
 //   2  SwiGLU   gate · sigmoid(gate) · up
 //   3  GeGLU    gelu(gate) · up, with GELU's approximation by tanh:  ½x (1 + tanh u) = x · sigmoid(2u),
 //               u = sqrt(2/π) (x + 0.044715 x³)
-//   4  clamped  g · sigmoid(1.702 g) · (u + 1),  g = min(gate, 7), u = clamp(up, -7, 7)
+//   4  clamped  g · sigmoid(1.702 g) · (u + 1),  g = min(gate, limit), u = clamp(up, -limit, limit); the upper 24 bits of
+//               the kind are those of the limit, an f32
 float glu(uint kind, float gate, float up) {
     if (kind == 3u) return gate / (1.0 + exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up;
-    if (kind == 4u) {
-        gate = min(gate, 7.0);
-        return gate / (1.0 + exp(-1.702 * gate)) * (clamp(up, -7.0, 7.0) + 1.0);
+    if ((kind & 255u) == 4u) {
+        float limit = uintBitsToFloat(kind & 0xffffff00u);
+        gate = min(gate, limit);
+        return gate / (1.0 + exp(-1.702 * gate)) * (clamp(up, -limit, limit) + 1.0);
     }
     return gate / (1.0 + exp(-gate)) * up;
 }

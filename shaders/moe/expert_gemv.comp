@@ -2,9 +2,9 @@
 #extension GL_GOOGLE_include_directive : require
 // MoE expert MLP as GEMV, on row-major weights, in two dispatches (stages) for the experts that `choices` names:
 //
-// STAGE 0   y[r][j] = share(r, j) · swiglu( W[e(r, j)] · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) ); the shared expert's
-//           result follows the others
-// STAGE 1   y[r] += sum_j W[e(r, j)] · x[r][j] + Ws · x[r][CHOSEN]
+// STAGE 0   y[r][j] = share(r, j) · glu( W[e(r, j)] · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) + bias[e(r, j)] ); the
+//           shared expert's result follows the others
+// STAGE 1   y[r] += sum_j ( W[e(r, j)] · x[r][j] + share(r, j) · bias[e(r, j)] ) + Ws · x[r][CHOSEN]
 //
 // choices    [rows][CHOSEN + SHARED] of (expert, share as f32 bits), as `expert_choose` writes them
 // weight     [experts][n][chunks·8] in the variant's format; in STAGE 0 the rows of gate and up alternate
@@ -18,6 +18,7 @@
 // rows of the prompt step) and rows that chose NOBODY are left unchanged.
 // Traffic: the weights once per choice; x from the L1 cache.
 #include "common.glsl"
+#include "glu.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint STAGE = 0;
@@ -25,9 +26,11 @@ layout(constant_id = 2) const uint CHOSEN = 2;
 layout(constant_id = 3) const uint SHARED = 0;
 layout(constant_id = 4) const uint USED = 0;      // rows of x in use; 0: `count` holds the number
 layout(constant_id = 5) const uint ROWS = 2;      // rows of W, even
+layout(constant_id = 6) const uint GLU = 2;       // the gated linear unit: `glu.glsl`
+layout(constant_id = 7) const uint BIAS = 0;
 #if WEIGHT == 3
-layout(constant_id = 6) const uint CODES = 0x5024; // the format of the experts' W
-layout(constant_id = 7) const uint SHARED_CODES = 0x5024; // of the shared expert's W, or numbers (`kernels::shared_word`)
+layout(constant_id = 8) const uint CODES = 0x5024; // the format of the experts' W
+layout(constant_id = 9) const uint SHARED_CODES = 0x5024; // of the shared expert's W, or numbers (`kernels::shared_word`)
 #include "codes.glsl"
 #endif
 
@@ -41,6 +44,7 @@ layout(push_constant) uniform Args {
     ChoicesIn choices;
     WordsIn count;    // descriptor of the prompt step; word 2 is the number of rows in use
     FloatsInOut y;
+    FloatsIn bias;    // [experts][n]; the shared expert has none
     uint n;           // rows of an expert's W, a multiple of ROWS
     uint shared_n;
     uint k;           // columns without padding; the divisor of the mean
@@ -163,9 +167,20 @@ void main() {
         float scale = inversesqrt(square / float(k) + epsilon), share = uintBitsToFloat(chosen.y);
         [[unroll]] for (uint r = 0u; r < ROWS; r += 2u) {
             float gate = acc[r] * scale, up = acc[r + 1u] * scale;
-            y.v[yo + choice * part + (first + r) / 2u] = gate / (1.0 + exp(-gate)) * up * share;
+            if (BIAS == 1u && !of_shared) {
+                gate += bias.v[chosen.x * n + first + r];
+                up += bias.v[chosen.x * n + first + r + 1u];
+            }
+            y.v[yo + choice * part + (first + r) / 2u] = glu(GLU, gate, up) * share;
         }
     } else {
+        if (BIAS == 1u) {
+            for (uint j = 0u; j < CHOSEN; j++) {
+                uvec2 other = choices.v[row * (CHOSEN + SHARED) + j];
+                [[unroll]] for (uint r = 0u; r < ROWS; r++)
+                    acc[r] += uintBitsToFloat(other.y) * bias.v[other.x * n + first + r];
+            }
+        }
         [[unroll]] for (uint r = 0u; r < ROWS; r++) y.v[yo + first + r] += acc[r];
     }
 }

@@ -4,10 +4,11 @@
 // MoE expert MLP for decode: small-M GEMM on fragment-packed weights for 1 to 8 · BLOCKS rows, in two dispatches
 // (stages). With TAGGED 1 there is no barrier between the stages: the second one polls the words of the first.
 //
-// STAGE 0   for each expert e that row r chooses as its j-th: y[r][j] = share(r, j) · swiglu(
+// STAGE 0   for each expert e that row r chooses as its j-th: y[r][j] = share(r, j) · glu(
 //           Wgu[e] · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) ), and for the shared expert
-//           y[r][CHOSEN] = sigmoid(logits[r][COUNT]) · swiglu( Ws · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) )
+//           y[r][CHOSEN] = sigmoid(logits[r][COUNT]) · glu( Ws · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) )
 // STAGE 1   y[r] += sum_j Wd[e(r, j)] · x[r][j] + Wsd · x[r][CHOSEN], as one sum over all columns of all experts
+// With BIAS 1, an expert's bias is added to the products of STAGE 0, and times its share to those of STAGE 1.
 //
 // logits     [rows][logits_stride] f32: COUNT router logits, then the shared expert's gate if there is one.
 //            `experts.glsl` defines the selection and the shares; each workgroup computes them for itself, for all rows
@@ -27,6 +28,7 @@
 #extension GL_KHR_shader_subgroup_vote : require
 #extension GL_KHR_shader_subgroup_shuffle : require
 #include "common.glsl"
+#include "glu.glsl"
 #include "deterministic.glsl"
 
 layout(local_size_x_id = 0) in;
@@ -42,6 +44,8 @@ layout(constant_id = 9) const uint ROWS = 1;      // at most 16
 layout(constant_id = 10) const uint COLUMNS = 32; // columns of an expert's matrix
 layout(constant_id = 11) const uint SHARED_COLUMNS = 32;
 layout(constant_id = 12) const uint TAGGED = 0;
+layout(constant_id = 13) const uint GLU = 2;      // the gated linear unit: `glu.glsl`
+layout(constant_id = 14) const uint BIAS = 0;
 
 #include "fragments.glsl"
 #include "tags.glsl"
@@ -54,6 +58,7 @@ layout(push_constant) uniform Args {
     TaggedIn logits;
     TaggedInOut y;
     Fault fault;
+    FloatsIn bias;    // [COUNT][n]; the shared expert has none
     uint n;           // rows of an expert's matrix, a multiple of 16
     uint shared_n;    // rows of the shared expert's matrix
     uint x_stride;    // in floats, as the strides below
@@ -126,7 +131,8 @@ uvec4 load_weight(bool other, uint at) {
 // Returns the index of an expert (an entry of `list_s`) among a row's choices.
 uint choice_of(uvec4 entry, uint row) { return ((row < 8u ? entry.z : entry.w) >> (row % 8u * 4u)) & 15u; }
 
-const bool SHARES = STAGE == 0u;
+// STAGE 1 needs the shares only for the biases.
+const bool SHARES = STAGE == 0u || BIAS == 1u;
 #include "choose.glsl"
 
 // Selects the experts of all rows and lists the distinct ones, for the whole workgroup.
@@ -354,12 +360,23 @@ void main() {
             uint choice = of_shared ? CHOSEN : choice_of(entry, item_token);
             float share = of_shared ? gates_s[item_token]
                 : shares_s[item_token * CHOSEN + min(choice, CHOSEN - 1u)] / total_of(item_token);
-            vec2 result = v.xz / (1.0 + exp(-v.xz)) * v.yw * share;
+            if (BIAS == 1u && !of_shared) {
+                uint at_ = entry.x * n + item_row;
+                v += vec4(bias.v[at_], bias.v[at_ + 1u], bias.v[at_ + 2u], bias.v[at_ + 3u]);
+            }
+            vec2 result = glu(GLU, v.xz, v.yw) * share;
             uint to = item_token * y_stride + choice * ((n / 2u + 31u) / 32u * 32u) + item_row / 2u;
             uvec2 words = TAGGED == 1u ? uvec2(tagged(result.x, y_tag), tagged(result.y, y_tag)) : floatBitsToUint(result);
             PUT_TWO(to, words)
         } else {
             v += uintBitsToFloat(old);
+            if (BIAS == 1u) {
+                for (uint j = 0u; j < CHOSEN; j++) {
+                    uint at_ = ids_s[item_token * CHOSEN + j] * n + item_row;
+                    vec4 b = vec4(bias.v[at_], bias.v[at_ + 1u], bias.v[at_ + 2u], bias.v[at_ + 3u]);
+                    v += shares_s[item_token * CHOSEN + j] / total_of(item_token) * b;
+                }
+            }
             y.v[item_at] = TAGGED == 1u ? tagged(v, y_tag) : floatBitsToUint(v);
         }
     }

@@ -7,7 +7,7 @@
 
 use super::embed::rows_bytes;
 use super::gemm::codes::expanded_bytes;
-use super::host_memory::HostMemory;
+use super::host_memory::{HostMemory, PackedMatrix};
 use super::recording::{Call, Op, Range, Recording};
 use super::shaders::{
     EmbedRowsArgs, EmbedRowsConstants, ExpandCodesArgs, ExpandCodesConstants, ExpertGemvArgs, ExpertGemvConstants,
@@ -194,9 +194,22 @@ impl Operands {
 
     /// The weights of a norm over `values` columns, if there is one: values near 1.
     fn norm(&mut self, used: bool, values: u32) -> Range {
+        self.scaled_norm(used, values, 1.0)
+    }
+
+    /// Like [`Operands::norm`], with values near `scale`.
+    fn scaled_norm(&mut self, used: bool, values: u32, scale: f32) -> Range {
         let values = if used { values } else { 1 };
-        let words = (0..values).map(|_| (1.0 + 0.1 * self.random()).to_bits()).collect();
+        let words = (0..values).map(|_| ((1.0 + 0.1 * self.random()) * scale).to_bits()).collect();
         self.buffer("norm", words)
+    }
+
+    /// Returns the largest magnitude of a row-major matrix of codes.
+    fn largest(&self, range: Range, codes: Codes, rows: u32, cols: u32) -> f32 {
+        let memory = HostMemory { buffers: self.words.clone() };
+        let matrix = PackedMatrix { range, format: Format::Codes(codes), fragments: false, cols };
+        let all = (0..rows).flat_map(|row| (0..cols).map(move |col| (row, col)));
+        all.map(|(row, col)| memory.element(&matrix, row, col).abs()).fold(f32::MIN_POSITIVE, f32::max)
     }
 
     /// A bias that is small beside the products, so that it does not hide their errors.
@@ -329,6 +342,12 @@ impl Operands {
             },
             _ => self.zeros("shared_weight", 1),
         };
+        // A gated linear unit with a limit hides the errors of large products, and shows the rounding of small ones beside
+        // terms that cancel: the norm makes the largest of them about 1.
+        let norm = match c.stage == 0 && c.glu & 0xff == 4 {
+            true => 1.0 / (8.0 * self.largest(weight, codes, c.chosen * n, a.k)),
+            false => 1.0,
+        };
         // In the second stage, a row of x is the parts of all choices.
         let (values, x_cols) = if c.stage == 0 { (VALUES, a.k) } else { (a.x_stride, a.x_stride) };
         let y = self.zeros("y", rows * a.y_stride);
@@ -336,10 +355,11 @@ impl Operands {
             weight,
             shared_weight,
             x: self.rows(values, [rows, x_cols, a.x_stride], None),
-            norm: self.norm(c.stage == 0, a.x_stride),
+            norm: self.scaled_norm(c.stage == 0, a.x_stride, norm),
             choices: self.buffer("choices", chosen),
             count: self.buffer("count", vec![0, 0, rows, 0]),
             y,
+            bias: self.bias(c.chosen * n),
             n,
             shared_n,
             part: if c.stage == 0 { (n / 2).next_multiple_of(FRAGMENT_COLS) } else { a.part },

@@ -46,6 +46,8 @@ pub struct ExpertsShape {
     pub shared_inner: Option<u32>,
     /// Whether the shares of a row's chosen experts are divided by their sum.
     pub normalise: bool,
+    /// The gated linear unit between an expert's two products.
+    pub glu: Glu,
 }
 
 impl ExpertsShape {
@@ -199,6 +201,8 @@ pub struct Mlp {
     /// The shared expert's two matrices (gate/up and down), if there is one: in the experts' format, or in any format
     /// beside experts of codes.
     pub shared: Option<(Matrix, Matrix)>,
+    /// The biases of the experts' two products, in the order of their rows; the shared expert has none.
+    pub biases: [Option<Range>; 2],
     /// The residual.
     pub x: Activations,
     /// The norm before the MLP: its weight and epsilon.
@@ -304,6 +308,8 @@ impl Mlp {
             columns,
             shared_columns: shared.map_or(FRAGMENT_COLS, |s| s.cols),
             tagged: u32::from(tagged),
+            glu: shape.glu.code(),
+            bias: u32::from(self.bias(stage).is_some()),
         };
         let args = ExpertSkinnyArgs {
             weight: weight.range,
@@ -314,6 +320,7 @@ impl Mlp {
             y: y.range,
             // An empty range, so that no barrier is derived: calls may set and read the fault word in any order.
             fault: fault.none(),
+            bias: self.bias(stage).unwrap_or(x.range.none()),
             n,
             shared_n,
             x_stride: x.stride,
@@ -378,6 +385,10 @@ impl Mlp {
         let emulated = if matrices == Matrices::Emulated { emulated } else { 0 };
         let (sums, x) = (config.tiles * blocks * tokens * 4 * 16, tokens * quads * 16);
         groups * (sums + x + blocks * tokens * squares * 4) + rows * self.shape.chosen * 28 + rows * 4 + 16 + emulated
+    }
+
+    fn bias(&self, stage: Stage) -> Option<Range> {
+        self.biases[usize::from(stage == Stage::Down)]
     }
 
     fn label_of(&self, stage: Stage) -> String {
@@ -449,6 +460,8 @@ impl Mlp {
             rows: ROWS,
             codes: codes_word(weight.format),
             shared_codes: shared.map_or(0, |s| shared_word(s.format)),
+            glu: shape.glu.code(),
+            bias: u32::from(self.bias(stage).is_some()),
         };
         let args = ExpertGemvArgs {
             weight: weight.range,
@@ -458,6 +471,7 @@ impl Mlp {
             choices: choices.part(0, shape.choices_bytes(used.rows)),
             count: used.count.unwrap_or(choices.none()),
             y: y.range,
+            bias: self.bias(stage).unwrap_or(x.range.none()),
             n,
             shared_n,
             k: weight.cols,
@@ -518,7 +532,7 @@ impl Mlp {
     /// Returns the call that computes the experts' values between their products for sorted packed rows, packed
     /// likewise.
     pub fn sorted_gate_up(&self, x: Packed, middle: Packed, sorted: &Sorted, how: Grouped) -> Call {
-        self.grouped(Stage::GateUp, x, Output::Packed(middle), Epilogue::Gated(Glu::Silu), sorted, how)
+        self.grouped(Stage::GateUp, x, Output::Packed(middle), Epilogue::Gated(self.shape.glu), sorted, how)
     }
 
     /// Returns the call that computes each chosen expert's output for a row: `parts`, of [`ExpertsShape::parts_bytes`].
@@ -528,8 +542,14 @@ impl Mlp {
 
     fn grouped(&self, stage: Stage, x: Packed, y: Output, epilogue: Epilogue, sorted: &Sorted, how: Grouped) -> Call {
         let (weight, _, rows, _) = self.matrices(stage);
-        let product =
-            Tiled { label: self.label_of(stage), weight: Matrix { rows, ..weight }, x, bias: None, epilogue, y };
+        let product = Tiled {
+            label: self.label_of(stage),
+            weight: Matrix { rows, ..weight },
+            x,
+            bias: self.bias(stage),
+            epilogue,
+            y,
+        };
         match how {
             Grouped::Panel(matrices, config) => panel::panel_sorted(&product, sorted, matrices, config),
             Grouped::Tiled(tile) => product.sorted(tile, sorted),
@@ -599,6 +619,8 @@ struct Stages {
     tag: Option<u32>,
     n: u32,
     shared_n: u32,
+    glu: u32,
+    bias: Option<Range>,
 }
 
 impl Stages {
@@ -607,6 +629,11 @@ impl Stages {
         let of = |expert: Option<u32>| match expert {
             Some(id) => (&self.weights, id * self.n, self.n),
             None => (self.shared.as_ref().expect("a shared expert"), 0, self.shared_n),
+        };
+        // The shared expert has no bias.
+        let bias = |memory: &HostMemory, expert: Option<u32>, row: u32| match (self.bias, expert) {
+            (Some(bias), Some(_)) => f64::from(memory.f32(bias, row)),
+            _ => 0.0,
         };
         let set = |memory: &mut HostMemory, at: u32, value: f64| match self.tag {
             Some(tag) => memory.set_u32(self.y.range, at, tagged(value as f32, tag)),
@@ -618,11 +645,11 @@ impl Stages {
         if self.down {
             let mut sums: Vec<f64> =
                 (0..self.n).map(|i| f64::from(memory.f32(self.y.range, row * self.y.stride + i))).collect();
-            for (place, (expert, _)) in (0..).zip(choices) {
+            for (place, (expert, share)) in (0..).zip(choices) {
                 let (weights, first, n) = of(*expert);
                 let x = line(memory, place * self.weights.cols.next_multiple_of(FRAGMENT_COLS), weights.cols);
                 for r in 0..n {
-                    sums[r as usize] += dot(memory, weights, first + r, &x);
+                    sums[r as usize] += dot(memory, weights, first + r, &x) + share * bias(memory, *expert, first + r);
                 }
             }
             for (i, sum) in (0..).zip(sums) {
@@ -635,8 +662,11 @@ impl Stages {
             let (weights, first, n) = of(*expert);
             let to = row * self.y.stride + place * (self.n / 2).next_multiple_of(FRAGMENT_COLS);
             for i in 0..n / 2 {
-                let [gate, up] = [0, 1].map(|r| dot(memory, weights, first + 2 * i + r, &x));
-                set(memory, to + i, glu(Glu::Silu.code(), gate, up) * share);
+                let [gate, up] = [0, 1].map(|r| {
+                    let row = first + 2 * i + r;
+                    dot(memory, weights, row, &x) + bias(memory, *expert, row)
+                });
+                set(memory, to + i, glu(self.glu, gate, up) * share);
             }
         }
     }
@@ -657,6 +687,8 @@ pub(super) fn reference_expert_skinny(call: &Call, memory: &mut HostMemory) {
         tag: (c.tagged == 1).then_some(a.y_tag),
         n: a.n,
         shared_n: a.shared_n,
+        glu: c.glu,
+        bias: (c.bias == 1).then_some(a.bias),
     };
     for row in 0..c.rows {
         let first = row * a.logits_stride;
@@ -686,6 +718,8 @@ pub(super) fn reference_expert_gemv(call: &Call, memory: &mut HostMemory) {
         tag: None,
         n: a.n,
         shared_n: a.shared_n,
+        glu: c.glu,
+        bias: (c.bias == 1).then_some(a.bias),
     };
     let used = if c.used == 0 { memory.u32(a.count, 2) } else { c.used };
     for row in 0..used {
@@ -777,7 +811,15 @@ mod tests {
 
     #[test]
     fn no_choice_of_rows_takes_more_tiles_than_are_counted() {
-        let shape = ExpertsShape { count: 4, chosen: 2, inner: 8, hidden: 16, shared_inner: None, normalise: true };
+        let shape = ExpertsShape {
+            count: 4,
+            chosen: 2,
+            inner: 8,
+            hidden: 16,
+            shared_inner: None,
+            normalise: true,
+            glu: Glu::Silu,
+        };
         assert_eq!(shape.most_tiles(1, 16), 2);
         // 20 choices of four experts, each of which may have begun a tile with its last row.
         assert_eq!(shape.most_tiles(10, 16), 5);

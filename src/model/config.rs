@@ -168,6 +168,8 @@ pub struct Experts {
     pub shared_inner: Option<u32>,
     /// Whether the weights of a token's chosen experts are normalised to a sum of 1.
     pub normalise: bool,
+    /// Whether the router and the experts' matrices have biases.
+    pub bias: bool,
 }
 
 impl Experts {
@@ -251,6 +253,11 @@ pub enum Activation {
     Silu,
     /// GeGLU: `gelu(gate) * up` with GELU's approximation by tanh.
     GeluTanh,
+    /// gpt-oss: `g * sigmoid(1.702 g) * (u + 1)` with `g = min(gate, limit)` and `u = clamp(up, -limit, limit)`.
+    ClampedSilu {
+        /// The bits of the limit, an f32.
+        limit: u32,
+    },
 }
 
 /// Attention layers that are computed alike.
@@ -318,6 +325,8 @@ pub struct ModelConfig {
     /// Whether the attention output is multiplied by the sigmoid of a gate, which is as wide as the queries (`heads *
     /// head_dim`).
     pub attention_gate: bool,
+    /// Whether each query head has an attention sink: a score without a value.
+    pub sinks: bool,
     /// The factor of attention scores; `None` for `1 / sqrt(head_dim)`.
     pub score_scale: Option<f32>,
     /// The bound c of attention scores: `c * tanh(score / c)`.

@@ -377,7 +377,15 @@ fn experts_beside_a_shared_expert_of_another_type() {
     for (other, blocks) in beside.chain(numbers) {
         let routed = Way::Blocks(blocks);
         let (count, chosen, inner, hidden, shared_inner, rows) = (4u32, 2u32, 256u32, 256u32, 512u32, 3u32);
-        let shape = ExpertsShape { count, chosen, inner, hidden, shared_inner: Some(shared_inner), normalise: true };
+        let shape = ExpertsShape {
+            count,
+            chosen,
+            inner,
+            hidden,
+            shared_inner: Some(shared_inner),
+            normalise: true,
+            glu: Glu::Silu,
+        };
         cases.case(format!("{routed:?}.{other:?}"));
         let mut matrix = |cases: &mut Cases, name: &str, way: Way, rows: u32, cols: u32| {
             let range = cases.words(name, &way.matrix(&mut random, rows, cols, ROW_MAJOR));
@@ -397,7 +405,17 @@ fn experts_beside_a_shared_expert_of_another_type() {
         let x = floats(&mut cases, &mut random, "x", hidden);
         let logits = floats(&mut cases, &mut random, "logits", shape.logits().next_multiple_of(4));
         let norm = (cases.floats("norm", &random.floats(hidden as usize)), 1e-5);
-        let mlp = Mlp { label: "layers.0.".to_owned(), shape, gate_up, down, shared: Some(shared), x, norm, logits };
+        let mlp = Mlp {
+            label: "layers.0.".to_owned(),
+            shape,
+            gate_up,
+            down,
+            shared: Some(shared),
+            biases: [None, None],
+            x,
+            norm,
+            logits,
+        };
         cases.expect(x.range, Expect::Floats(SUMS * 16.0));
         let used = Used { rows, count: None };
         let choices = cases.output("choices", shape.choices_bytes(rows) as usize / 4, Expect::Floats(SUMS));

@@ -14,7 +14,7 @@ use crate::harness::{Bench, Cases, Expect, POISON, Random, round, ways};
 use ostinato::kernels::gemm::panel;
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig};
 use ostinato::kernels::gemm::tiled::{Packed, TILE_TOKENS, Tile, pack_sorted};
-use ostinato::kernels::gemm::{Activations, Matrix};
+use ostinato::kernels::gemm::{Activations, Glu, Matrix};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::moe::{ExpertsShape, Grouped, Mlp, Sorted, Used};
 use ostinato::kernels::recording::Range;
@@ -58,7 +58,12 @@ struct Layer {
     norm: Vec<f32>,
     /// `[rows][shape.logits()]`
     logits: Vec<f32>,
+    /// The biases of the experts' two products; only with [`CLAMPED`].
+    biases: Option<[Vec<f32>; 2]>,
 }
+
+/// A limit that many values reach.
+const CLAMPED: Glu = Glu::Clamped { limit: 2.5f32.to_bits() };
 
 fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
@@ -92,6 +97,8 @@ impl Layer {
             x: random.floats((rows * shape.hidden) as usize),
             norm: random.floats(shape.hidden as usize),
             logits: values,
+            biases: (shape.glu == CLAMPED)
+                .then(|| [2 * shape.inner, shape.hidden].map(|rows| random.floats((shape.count * rows) as usize))),
         };
         // The weights of experts that no row chooses must not be read.
         let chosen: Vec<u32> = (0..rows).flat_map(|row| layer.chosen(row)).map(|(id, _)| id).collect();
@@ -99,6 +106,10 @@ impl Layer {
             let size = (shape.inner * shape.hidden) as usize;
             layer.gate_up[id as usize * 2 * size..][..2 * size].fill(f32::NAN);
             layer.down[id as usize * size..][..size].fill(f32::NAN);
+            for biases in layer.biases.iter_mut().flatten() {
+                let rows = biases.len() / shape.count as usize;
+                biases[id as usize * rows..][..rows].fill(f32::NAN);
+            }
         }
         layer
     }
@@ -135,25 +146,41 @@ impl Layer {
         let m: Vec<f64> = x.iter().zip(&self.norm).map(|(v, w)| v * scale * f64::from(*w)).collect();
         let times = |w: &[f32], x: &[f64]| -> f64 { w.iter().zip(x).map(|(w, x)| f64::from(*w) * x).sum() };
         let mut y = x;
-        let mut add = |gate_up: &[f32], down: &[f32], inner: usize, share: f64| {
+        let glu = |gate: f64, up: f64| match self.shape.glu {
+            CLAMPED => {
+                let gate = gate.min(2.5);
+                gate * sigmoid(1.702 * gate) * (up.clamp(-2.5, 2.5) + 1.0)
+            }
+            _ => gate * sigmoid(gate) * up,
+        };
+        let bias = |stage: usize, id: Option<u32>, row: usize| match (&self.biases, id) {
+            (Some(biases), Some(id)) => {
+                let rows = biases[stage].len() / self.shape.count as usize;
+                f64::from(biases[stage][id as usize * rows + row])
+            }
+            _ => 0.0,
+        };
+        let mut add = |gate_up: &[f32], down: &[f32], inner: usize, id: Option<u32>, share: f64| {
             let middle: Vec<f64> = (0..inner)
                 .map(|i| {
-                    let [gate, up] = [2 * i, 2 * i + 1].map(|r| times(&gate_up[r * hidden..][..hidden], &m));
-                    gate * sigmoid(gate) * up
+                    let [gate, up] =
+                        [2 * i, 2 * i + 1].map(|r| times(&gate_up[r * hidden..][..hidden], &m) + bias(0, id, r));
+                    glu(gate, up)
                 })
                 .collect();
             for (r, y) in y.iter_mut().enumerate() {
-                *y += share * times(&down[r * inner..][..inner], &middle);
+                *y += share * (times(&down[r * inner..][..inner], &middle) + bias(1, id, r));
             }
         };
         let inner = self.shape.inner as usize;
         for (id, share) in self.chosen(row) {
             let at = id as usize * inner * hidden;
-            add(&self.gate_up[2 * at..][..2 * inner * hidden], &self.down[at..][..inner * hidden], inner, share);
+            let (gate_up, down) = (&self.gate_up[2 * at..][..2 * inner * hidden], &self.down[at..][..inner * hidden]);
+            add(gate_up, down, inner, Some(id), share);
         }
         if let Some((gate_up, down)) = &self.shared {
             let gate = self.logits[(row * self.shape.logits() + self.shape.count) as usize];
-            add(gate_up, down, down.len() / hidden, sigmoid(f64::from(gate)));
+            add(gate_up, down, down.len() / hidden, None, sigmoid(f64::from(gate)));
         }
         y
     }
@@ -212,7 +239,13 @@ impl Layer {
         let x = Self::activations(cases, "x", &self.x, hidden, most, tags.map(|t| t[0]));
         let logits = Self::activations(cases, "logits", &self.logits, shape.logits(), most, tags.map(|t| t[1]));
         let norm = (cases.floats("norm", &self.norm), EPSILON);
-        Mlp { label: "layers.0.".to_owned(), shape, gate_up, down, shared, x, norm, logits }
+        let biases = match &self.biases {
+            None => [None, None],
+            Some([gate_up, down]) => {
+                [Some(cases.floats("gate_up.bias", gate_up)), Some(cases.floats("down.bias", down))]
+            }
+        };
+        Mlp { label: "layers.0.".to_owned(), shape, gate_up, down, shared, biases, x, norm, logits }
     }
 
     /// Compares the values that the reference left in x with the formula.
@@ -232,7 +265,9 @@ impl Layer {
 
 fn shape(sizes: [u32; 4], shared_inner: Option<u32>, normalise: bool) -> ExpertsShape {
     let [count, chosen, inner, hidden] = sizes;
-    ExpertsShape { count, chosen, inner, hidden, shared_inner, normalise }
+    // Without a shared expert, as in gpt-oss: with biases, and its gated linear unit.
+    let glu = if shared_inner.is_none() { CLAMPED } else { Glu::Silu };
+    ExpertsShape { count, chosen, inner, hidden, shared_inner, normalise, glu }
 }
 
 /// Returns sizes, rows, the router's logits, and tiles of W per workgroup.

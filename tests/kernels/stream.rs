@@ -152,7 +152,7 @@ fn gated_linear_units_match_their_formulas() {
     let pairs: Vec<f32> = (0..128)
         .map(|i| if i < 8 { [9.0, 8.5, -9.0, -8.0, 30.0, 1.0, 0.5, -30.0][i] } else { random.float() * 5.0 })
         .collect();
-    for glu in [Glu::Silu, Glu::GeluTanh, Glu::Clamped] {
+    for glu in [Glu::Silu, Glu::GeluTanh, Glu::Clamped { limit: 7f32.to_bits() }] {
         cases.case(format!("{glu:?}"));
         let weight: Vec<f32> = pairs.iter().flat_map(|value| [*value, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]).collect();
         let range = cases.weights("weight", Format::F32, &weight);
@@ -181,7 +181,7 @@ fn gated_linear_units_match_their_formulas() {
                     let inner = (2.0 / std::f64::consts::PI).sqrt() * (gate + 0.044715 * gate * gate * gate);
                     0.5 * gate * (1.0 + inner.tanh()) * up
                 }
-                Glu::Clamped => {
+                Glu::Clamped { .. } => {
                     let (gate, up) = (gate.min(7.0), up.clamp(-7.0, 7.0));
                     (up + 1.0) * gate * sigmoid(1.702 * gate)
                 }

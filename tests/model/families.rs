@@ -199,9 +199,13 @@ families! {
     phi3_agrees "phi3",
     qwen2_moe_agrees "qwen2moe",
     qwen3_vl_agrees "qwen3vl",
+    gpt_oss_agrees "gptoss",
     granite_agrees "granite",
     smollm3_agrees "smollm3",
     ministral3_agrees "ministral3",
     olmo2_agrees "olmo2",
     olmo3_agrees "olmo3",
+    gemma2_agrees "gemma2",
+    gemma3_agrees "gemma3",
+    glm4_agrees "glm4",
 }

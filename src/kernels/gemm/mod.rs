@@ -34,17 +34,23 @@ pub enum Glu {
     Silu,
     /// GeGLU: `gelu(gate) * up`, with GELU's approximation by tanh.
     GeluTanh,
-    /// `g * sigmoid(1.702 g) * (u + 1)` with `g = min(gate, 7)` and `u = clamp(up, -7, 7)`.
-    Clamped,
+    /// `g * sigmoid(1.702 g) * (u + 1)` with `g = min(gate, limit)` and `u = clamp(up, -limit, limit)`.
+    Clamped {
+        /// The bits of the limit, an f32 whose lower eight bits are zero.
+        limit: u32,
+    },
 }
 
 impl Glu {
-    /// Returns its number in kernels.
+    /// Returns its number in kernels, which is at least 2.
     pub(super) fn code(self) -> u32 {
         match self {
             Glu::Silu => 2,
             Glu::GeluTanh => 3,
-            Glu::Clamped => 4,
+            Glu::Clamped { limit } => {
+                assert_eq!(limit & 0xff, 0, "a limit of {}", f32::from_bits(limit));
+                limit | 4
+            }
         }
     }
 }
@@ -259,9 +265,10 @@ pub(super) fn glu(kind: u32, gate: f64, up: f64) -> f64 {
             let inner = (2.0 / std::f64::consts::PI).sqrt() * (gate + 0.044715 * gate.powi(3));
             0.5 * gate * (1.0 + inner.tanh()) * up
         }
-        4 => {
-            let gate = gate.min(7.0);
-            gate * sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1.0)
+        clamped if clamped & 0xff == 4 => {
+            let limit = f64::from(f32::from_bits(clamped & !0xff));
+            let gate = gate.min(limit);
+            gate * sigmoid(1.702 * gate) * (up.clamp(-limit, limit) + 1.0)
         }
         _ => gate * sigmoid(gate) * up,
     }

@@ -183,7 +183,7 @@ pub(crate) fn reference_panel(call: &Call, memory: &mut HostMemory) {
         let v: Vec<f64> = (0..a.n)
             .map(|r| {
                 let dot: f64 = (0..k).zip(&x).map(|(col, x)| weight(memory, first + r, col) * x).sum();
-                dot * scale + if c.bias == 1 { f64::from(memory.f32(a.bias, r)) } else { 0.0 }
+                dot * scale + if c.bias == 1 { f64::from(memory.f32(a.bias, first + r)) } else { 0.0 }
             })
             .collect();
         if c.packed == 0 {

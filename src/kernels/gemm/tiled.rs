@@ -312,6 +312,7 @@ pub(crate) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
             .collect()
     };
     let mut weights = if c.experts == 0 { weights_from(memory, 0) } else { Vec::new() };
+    let mut expert_row = 0;
     for row in 0..used {
         let mut to = row;
         if c.experts == 1 {
@@ -321,6 +322,7 @@ pub(crate) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
             }
             if row % TILE_TOKENS == 0 {
                 weights = weights_from(memory, expert * c.n.next_multiple_of(16));
+                expert_row = expert * c.n;
             }
             to = memory.u32(a.slots, row);
             if c.packed == 0 && to == NOBODY {
@@ -333,7 +335,7 @@ pub(crate) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
             .zip(weights.chunks_exact(c.k as usize))
             .map(|(r, w)| {
                 let dot: f64 = w.iter().zip(&x).map(|(w, x)| w * x).sum();
-                dot + if c.bias == 1 { f64::from(memory.f32(a.bias, r)) } else { 0.0 }
+                dot + if c.bias == 1 { f64::from(memory.f32(a.bias, expert_row + r)) } else { 0.0 }
             })
             .collect();
         if c.packed == 0 {

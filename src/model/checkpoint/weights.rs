@@ -219,6 +219,9 @@ impl<'a> Specs<'a> {
             let origin = Origin::cut(tensor, heads * dim, None, slices);
             self.push(&name(part), None, vec![origin], self.plus());
         }
+        if c.sinks {
+            self.stacked(&name("sinks"), &[(&attention("sinks"), of.heads)], None);
+        }
         self.stacked(&name("o"), &[(&attention("o_proj.weight"), c.hidden)], Some(of.q_rows()));
         if c.o_bias {
             self.stacked(&name("o.bias"), &[(&attention("o_proj.bias"), c.hidden)], None);
@@ -329,13 +332,26 @@ impl<'a> Specs<'a> {
         let name = |part: &str| format!("{to}{part}");
         let tensor = |part: &str| format!("{from}mlp.{part}");
 
-        let (router, gate) = (tensor("gate.weight"), tensor("shared_expert_gate.weight"));
+        let own = if self.has(&tensor("router.weight")) { "router" } else { "gate" };
+        let (router, gate) = (tensor(&format!("{own}.weight")), tensor("shared_expert_gate.weight"));
         let mut rows = vec![(router.as_str(), experts.count)];
         if experts.shared_inner.is_some() {
             rows.push((gate.as_str(), 1));
         }
         self.stacked(&name("router"), &rows, Some(hidden));
         let (count, inner) = (experts.count, experts.inner);
+        if experts.bias {
+            self.stacked(&name("router.bias"), &[(&tensor(&format!("{own}.bias")), count)], None);
+            // In the order of the packed rows, in which gate and up alternate.
+            for (bias, from, rows) in [("gate_up", "gate_up_proj_bias", 2 * inner), ("down", "down_proj_bias", hidden)]
+            {
+                let all = Slice { from: 0, rows: count * rows, first_row: 0, row_step: 1 };
+                let shape = [count, rows].map(u64::from).to_vec();
+                let tensor = tensor(&format!("experts.{from}"));
+                let origin = Origin { tensor, shape, slices: vec![all], transposed: None };
+                self.push(&name(&format!("experts.{bias}.bias")), None, vec![origin], 0.0);
+            }
+        }
         // The rows of an expert's gate projection and of its up projection alternate in the packed weight.
         let slice = |from: u32, expert: u32, part: u32| Slice {
             from,

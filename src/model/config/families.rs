@@ -51,6 +51,9 @@ pub enum Architecture {
     Olmo2,
     /// `Olmo3ForCausalLM`: like OLMo 2, with a sliding window on three layers of four.
     Olmo3,
+    /// `GptOssForCausalLM`: MoE layers with biases and a clamped activation, attention with sinks and biases, a sliding
+    /// window on every other layer.
+    GptOss,
     /// `Glm4ForCausalLM`: norms before and after attention and MLP, half of each head rotated, in neighbouring pairs.
     Glm4,
 }
@@ -138,6 +141,8 @@ pub(super) struct Facts {
     pub(super) activation: (&'static [&'static str], Activation),
     pub(super) embedding_scale: EmbeddingScale,
     pub(super) score_scale: ScoreScale,
+    /// Whether attention has sinks.
+    pub(super) sinks: bool,
     /// The default of `attn_logit_softcapping` and of `final_logit_softcapping`, in families that have these keys.
     pub(super) soft_caps: Option<[Option<f64>; 2]>,
     /// Whether `residual_multiplier` and `logits_scaling` count.
@@ -177,6 +182,11 @@ pub(super) struct ExpertFacts {
     pub(super) everywhere: bool,
     /// Whether the chosen experts' weights are normalised: always, or by `norm_topk_prob` with this default.
     pub(super) normalise: Option<bool>,
+    /// The keys of the number of experts and of their intermediate size; the first that is there counts.
+    pub(super) count_keys: &'static [&'static str],
+    pub(super) inner_keys: &'static [&'static str],
+    /// Whether the router and the experts' matrices have biases.
+    pub(super) bias: bool,
 }
 
 const DEFAULTS: Defaults = Defaults {
@@ -189,6 +199,18 @@ const DEFAULTS: Defaults = Defaults {
     partial: None,
     bos: None,
     eos: &[],
+};
+
+const EXPERTS: ExpertFacts = ExpertFacts {
+    count: 128,
+    chosen: 8,
+    inner: 768,
+    shared: None,
+    everywhere: false,
+    normalise: Some(false),
+    count_keys: &["num_experts", "num_local_experts"],
+    inner_keys: &["moe_intermediate_size"],
+    bias: false,
 };
 
 const LLAMA: Facts = Facts {
@@ -211,6 +233,7 @@ const LLAMA: Facts = Facts {
     activation: (&["hidden_act", "hidden_activation"], Activation::Silu),
     embedding_scale: EmbeddingScale::One,
     score_scale: ScoreScale::RootOfHead,
+    sinks: false,
     soft_caps: None,
     multipliers: false,
     defaults: Defaults { context: 2048, bos: Some(1), eos: &[2], ..DEFAULTS },
@@ -300,21 +323,14 @@ const OLMO2: Facts = Facts {
 };
 
 /// All supported families.
-pub(super) const FAMILIES: [Facts; 19] = [
+pub(super) const FAMILIES: [Facts; 20] = [
     QWEN3,
     LLAMA,
     Facts {
         architecture: Architecture::Qwen3Moe,
         names: &["Qwen3MoeForCausalLM"],
         model_types: &["qwen3_moe"],
-        experts: Some(ExpertFacts {
-            count: 128,
-            chosen: 8,
-            inner: 768,
-            shared: None,
-            everywhere: false,
-            normalise: Some(false),
-        }),
+        experts: Some(EXPERTS),
         defaults: Defaults { kv_heads: Some(4), ..DEFAULTS },
         ..QWEN3
     },
@@ -327,8 +343,8 @@ pub(super) const FAMILIES: [Facts; 19] = [
             chosen: 10,
             inner: 512,
             shared: Some(512),
-            everywhere: false,
             normalise: Some(true),
+            ..EXPERTS
         }),
         defaults: Defaults { kv_heads: Some(2), ..QWEN35.defaults },
         ..QWEN35
@@ -345,6 +361,7 @@ pub(super) const FAMILIES: [Facts; 19] = [
             shared: Some(512),
             everywhere: true,
             normalise: None,
+            ..EXPERTS
         }),
         defaults: Defaults { kv_heads: Some(2), ..QWEN35.defaults },
         ..QWEN35
@@ -354,14 +371,7 @@ pub(super) const FAMILIES: [Facts; 19] = [
         architecture: Architecture::Qwen2Moe,
         names: &["Qwen2MoeForCausalLM"],
         model_types: &["qwen2_moe"],
-        experts: Some(ExpertFacts {
-            count: 60,
-            chosen: 4,
-            inner: 1408,
-            shared: Some(5632),
-            everywhere: false,
-            normalise: Some(false),
-        }),
+        experts: Some(ExpertFacts { count: 60, chosen: 4, inner: 1408, shared: Some(5632), ..EXPERTS }),
         qkv_bias: Bias::Key("qkv_bias", true),
         defaults: Defaults { kv_heads: Some(16), ..DEFAULTS },
         ..QWEN2
@@ -445,6 +455,38 @@ pub(super) const FAMILIES: [Facts; 19] = [
         local_rope: LocalRope::Own(None, 500_000.0),
         defaults: Defaults { theta: 500_000.0, ..OLMO2.defaults },
         ..OLMO2
+    },
+    Facts {
+        architecture: Architecture::GptOss,
+        names: &["GptOssForCausalLM"],
+        model_types: &["gpt_oss"],
+        experts: Some(ExpertFacts {
+            count: 128,
+            chosen: 4,
+            inner: 2880,
+            everywhere: true,
+            normalise: None,
+            count_keys: &["num_local_experts", "num_experts"],
+            inner_keys: &["intermediate_size"],
+            bias: true,
+            ..EXPERTS
+        }),
+        qkv_bias: Bias::Key("attention_bias", true),
+        o_bias: Bias::Key("attention_bias", true),
+        mlp_bias: Bias::Never,
+        windows: Windows::Between(&[], 2, 128),
+        rope_required: true,
+        activation: (&["hidden_act"], Activation::ClampedSilu { limit: 7f32.to_bits() }),
+        sinks: true,
+        defaults: Defaults {
+            kv_heads: Some(8),
+            head_dim: Some(64),
+            context: 131_072,
+            rms_eps: 1e-5,
+            theta: 150_000.0,
+            ..DEFAULTS
+        },
+        ..LLAMA
     },
     Facts {
         architecture: Architecture::Glm4,

@@ -253,6 +253,7 @@ pub(super) fn read(
         mlp_bias,
         qk_norm: facts.qk_norm,
         attention_gate,
+        sinks: facts.sinks,
         score_scale,
         score_cap: score_cap.map(|cap| cap as f32),
         embedding_scale,
@@ -292,10 +293,24 @@ fn rounded(value: f32, dtype: Option<Dtype>) -> f32 {
 
 /// Reads the MLPs' activation function.
 fn activation(reader: &mut Reader, facts: &Facts) -> Activation {
-    let (keys, own) = facts.activation;
+    let (keys, mut own) = facts.activation;
     let (known, name) = match own {
         Activation::Silu => (["silu", "swish"].as_slice(), "silu"),
         Activation::GeluTanh => (["gelu_pytorch_tanh"].as_slice(), "gelu_pytorch_tanh"),
+        Activation::ClampedSilu { .. } => {
+            // The kernels have this number; no released checkpoint has another.
+            if let Some(value) = reader.value("swiglu_alpha").cloned().filter(|value| value.as_f64() != Some(1.702)) {
+                reader.wrong("swiglu_alpha", value, "1.702");
+            }
+            if let Some(limit) = reader.positive("swiglu_limit", None) {
+                own = Activation::ClampedSilu { limit: (limit as f32).to_bits() };
+                // The kernels keep the upper 24 bits of the limit.
+                if (limit as f32).to_bits() & 0xff != 0 {
+                    reader.wrong("swiglu_limit", limit, "a number of at most 16 significant bits");
+                }
+            }
+            (["silu", "swish"].as_slice(), "silu")
+        }
     };
     let found = keys.iter().find_map(|key| reader.value(key)).cloned();
     match found.as_ref().map(|value| value.as_str().ok_or(value)) {
@@ -575,10 +590,14 @@ fn mlp_kinds(
     hidden: Option<u32>,
 ) -> (Option<Vec<MlpKind>>, Option<Experts>) {
     let all = |kind: MlpKind| layers.map(|layers| vec![kind; layers as usize]);
-    let Some(ExpertFacts { count, chosen, inner, shared, everywhere, normalise }) = facts.experts else {
+    let Some(experts) = facts.experts else {
         return (all(MlpKind::Dense), None);
     };
-    let key = if reader.value("num_experts").is_some() { "num_experts" } else { "num_local_experts" };
+    let ExpertFacts { count, chosen, inner, shared, everywhere, normalise, count_keys, inner_keys, bias } = experts;
+    let named = |reader: &Reader, keys: &[&'static str]| {
+        keys.iter().copied().find(|key| reader.value(key).is_some()).unwrap_or(keys[0])
+    };
+    let (key, inner_key) = (named(reader, count_keys), named(reader, inner_keys));
     let count = match reader.value(key) {
         None => Some(count),
         // 0 experts make every layer dense, in families that allow dense layers.
@@ -593,7 +612,7 @@ fn mlp_kinds(
         return (kinds, None);
     }
     let chosen = reader.count_or("num_experts_per_tok", MAX_DIMENSION, chosen);
-    let inner = reader.count_or("moe_intermediate_size", MAX_DIMENSION, inner);
+    let inner = reader.count_or(inner_key, MAX_DIMENSION, inner);
     let shared_inner = match (shared, reader.value("shared_expert_intermediate_size")) {
         (None, _) => Some(0),
         (default, None) => default,
@@ -608,7 +627,7 @@ fn mlp_kinds(
     if let Some(inner) = inner
         && inner % 8 != 0
     {
-        reader.wrong("moe_intermediate_size", inner, "a multiple of 8");
+        reader.wrong(inner_key, inner, "a multiple of 8");
     }
     if let Some(hidden) = hidden
         && hidden % 16 != 0
@@ -625,7 +644,7 @@ fn mlp_kinds(
         return (kinds, None);
     };
     let shared_inner = Some(shared_inner).filter(|inner| *inner > 0);
-    (kinds, Some(Experts { count, chosen, inner, shared_inner, normalise }))
+    (kinds, Some(Experts { count, chosen, inner, shared_inner, normalise, bias }))
 }
 
 /// Returns experts for every `decoder_sparse_step`-th layer except those in `mlp_only_layers`, and dense for the

@@ -37,6 +37,11 @@ fn problems(text: &str) -> Vec<ConfigProblem> {
     ModelConfig::parse(text, None).unwrap_err().problems
 }
 
+/// Returns the rotary embedding of the first kind of attention layers.
+fn rope_of(config: &ModelConfig) -> &Rope {
+    config.attention_kinds[0].rope.as_ref().unwrap()
+}
+
 #[test]
 fn reads_qwen3() {
     let c = ModelConfig::parse(QWEN3, None).unwrap();
@@ -51,7 +56,10 @@ fn reads_qwen3() {
     );
     assert_eq!(c.kv_elements_per_token(), 2 * 28 * 1024);
     assert!(c.tied && c.qk_norm == QkNorm::Heads && !c.qkv_bias && !c.o_bias && !c.mlp_bias);
-    assert_eq!(rope(&c), Rope { theta: 1e6, rotary_dim: 128, scaling: RopeScaling::Default });
+    assert_eq!(
+        *rope_of(&c),
+        Rope { theta: 1e6, rotary_dim: 128, scaling: RopeScaling::Default, interleaved: false, query_growth: None }
+    );
     assert_eq!((c.vocab, c.context, c.rms_eps), (151936, 40960, 1e-6));
     assert_eq!((c.bos, c.eos.as_slice()), (Some(151643), &[151645][..]));
     assert_eq!(c.dtype, Some(Dtype::Bf16));
@@ -66,7 +74,7 @@ fn reads_llama_and_derives_head_dim() {
     assert_eq!(c.dtype, None);
     let expected =
         RopeScaling::Llama3 { factor: 32.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 8192.0 };
-    assert_eq!(rope(&c).scaling, expected);
+    assert_eq!(rope_of(&c).scaling, expected);
 }
 
 #[test]
@@ -86,7 +94,7 @@ fn absent_keys_take_the_class_defaults_of_transformers() {
     let c = ModelConfig::parse(&with(LLAMA, absent), None).unwrap();
     assert_eq!((c.bos, c.eos.as_slice()), (Some(1), &[2][..]));
     assert_eq!(
-        (rope(&c).theta, c.attention_kinds[0].kv_heads, c.rms_eps, c.tied, c.context),
+        (rope_of(&c).theta, c.attention_kinds[0].kv_heads, c.rms_eps, c.tied, c.context),
         (10_000.0, 32, 1e-6, false, 2048)
     );
     let c = ModelConfig::parse(&with(QWEN3, serde_json::json!({"head_dim": "<absent>"})), None).unwrap();
@@ -111,15 +119,15 @@ fn both_spellings_of_rope_agree() {
 fn original_context_and_factor_have_fallbacks() {
     let yarn = serde_json::json!({"rope_scaling": {"type": "yarn", "factor": 4.0}});
     let c = ModelConfig::parse(&with(QWEN3, yarn), None).unwrap();
-    let RopeScaling::Yarn { original_context, beta_fast, beta_slow, truncate, .. } = rope(&c).scaling else {
-        panic!("{:?}", rope(&c).scaling);
+    let RopeScaling::Yarn { original_context, beta_fast, beta_slow, truncate, .. } = rope_of(&c).scaling.clone() else {
+        panic!("{:?}", rope_of(&c).scaling);
     };
     assert_eq!((original_context, beta_fast, beta_slow, truncate), (40960.0, 32.0, 1.0, true));
 
     let ratio = serde_json::json!({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 10240}});
     let c = ModelConfig::parse(&with(QWEN3, ratio), None).unwrap();
-    assert!(matches!(rope(&c).scaling, RopeScaling::Yarn { factor: 4.0, .. }));
-    assert!((rope(&c).attention_scale() - (0.1 * 4f32.ln() + 1.0)).abs() < 1e-6);
+    assert!(matches!(rope_of(&c).scaling, RopeScaling::Yarn { factor: 4.0, .. }));
+    assert!((rope_of(&c).attention_scale() - (0.1 * 4f32.ln() + 1.0)).abs() < 1e-6);
 }
 
 /// Goal: the inverse frequencies match those of transformers. Method: compare with the bits of its f32 values, which
@@ -265,7 +273,7 @@ fn reads_qwen3_moe() {
     assert_eq!(c.mlp_kinds, vec![MlpKind::Experts; 48]);
     assert_eq!((c.intermediate, c.delta, c.mtp_layers), (0, None, 0));
     assert!(c.qk_norm == QkNorm::Heads && !c.attention_gate && c.norm == NormKind::Plain);
-    assert_eq!((rope(&c).rotary_dim, c.qkv_rows(&c.attention_kinds[0])), (128, (32 + 2 * 4) * 128));
+    assert_eq!((rope_of(&c).rotary_dim, c.qkv_rows(&c.attention_kinds[0])), (128, (32 + 2 * 4) * 128));
     // The class default of transformers differs from the released value.
     let c = ModelConfig::parse(&with(QWEN3_MOE, serde_json::json!({"norm_topk_prob": "<absent>"})), None).unwrap();
     assert!(!c.experts.unwrap().normalise);
@@ -306,7 +314,7 @@ fn reads_qwen3_next() {
     assert_eq!((c.experts, experts.router_rows()), (Some(experts), 513));
     assert!(c.attention_gate && c.qk_norm == QkNorm::Heads && !c.tied);
     assert_eq!(
-        (rope(&c).rotary_dim, c.qkv_rows(&c.attention_kinds[0]), c.mtp_layers),
+        (rope_of(&c).rotary_dim, c.qkv_rows(&c.attention_kinds[0]), c.mtp_layers),
         (64, 2 * 16 * 256 + 2 * 2 * 256, 1)
     );
     // Only full-attention layers keep keys and values.
@@ -318,7 +326,7 @@ fn reads_the_text_of_qwen35() {
     let c = ModelConfig::parse(QWEN35, None).unwrap();
     assert_eq!((c.architecture, c.hidden, c.intermediate, c.vocab), (Architecture::Qwen35, 1024, 3584, 248_320));
     assert_eq!(c.layers_of(LayerKind::Attention).collect::<Vec<_>>(), [3, 5]);
-    assert_eq!((rope(&c).theta, rope(&c).rotary_dim, c.mtp_layers), (1e7, 64, 1));
+    assert_eq!((rope_of(&c).theta, rope_of(&c).rotary_dim, c.mtp_layers), (1e7, 64, 1));
     assert_eq!((c.mlp_kinds.as_slice(), c.experts), (&[MlpKind::Dense; 6][..], None));
     assert!(c.tied && c.attention_gate && c.norm == NormKind::ZeroCentred);
     assert_eq!((c.eos.as_slice(), c.bos, c.dtype), (&[248_044][..], None, Some(Dtype::Bf16)));
@@ -357,7 +365,7 @@ fn reads_qwen35_with_experts_by_class_defaults() {
     let experts = Experts { count: 256, chosen: 8, inner: 512, shared_inner: Some(512), normalise: true };
     assert_eq!((c.architecture, c.experts, c.intermediate), (Architecture::Qwen35Moe, Some(experts), 0));
     assert_eq!(
-        (c.attention_kinds[0].head_dim, c.attention_kinds[0].kv_heads, rope(&c).rotary_dim, rope(&c).theta),
+        (c.attention_kinds[0].head_dim, c.attention_kinds[0].kv_heads, rope_of(&c).rotary_dim, rope_of(&c).theta),
         (256, 2, 64, 10_000.0)
     );
     let delta = DeltaNet { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, conv_kernel: 4, tiled: false };

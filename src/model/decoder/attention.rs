@@ -35,7 +35,7 @@ impl Decoder<'_> {
                 scale: c.score_scale,
                 window: of.window,
                 soft_cap: c.score_cap,
-                sinks: false,
+                sinks: c.sinks,
                 query_scales: grows.then(|| self.context * of.rotary_dim()),
             },
             kv_format: self.kv_format,
@@ -161,6 +161,7 @@ impl Decoder<'_> {
                 return Mixed::Rows(step.attention);
             }
         }
+        let sinks = self.vector(r, &block.name("sinks")).unwrap_or(step.fault.none());
         let args = AttentionArgs {
             qkv: step.qkv.range,
             rows: step.rows,
@@ -174,7 +175,7 @@ impl Decoder<'_> {
             counters: step.counters,
             o: step.attention.range,
             fault: step.fault,
-            sinks: step.fault.none(),
+            sinks,
             stride: step.qkv.stride,
             output_stride: step.attention.stride,
             max_pages: self.state.max_pages,
@@ -282,7 +283,7 @@ impl Decoder<'_> {
             o: step.attention.range,
             partials: r.buffer("flash.partials", flash::partials_bytes(heads)),
             counters: r.buffer("flash.counters", flash::counters_bytes(heads)),
-            sinks: step.fault.none(),
+            sinks: self.vector(r, &block.name("sinks")).unwrap_or(step.fault.none()),
             stride: step.qkv.stride,
             output_stride: step.attention.stride,
             max_pages: self.state.max_pages,

@@ -23,6 +23,7 @@ impl Decoder<'_> {
             hidden: self.config.hidden,
             shared_inner: experts.shared_inner,
             normalise: experts.normalise,
+            glu: self.glu(),
         }
     }
 
@@ -47,6 +48,10 @@ impl Decoder<'_> {
             gate_up: self.one_matrix(r, &block.name("experts.gate_up")),
             down: self.one_matrix(r, &block.name("experts.down")),
             shared,
+            biases: [
+                self.vector(r, &block.name("experts.gate_up.bias")),
+                self.vector(r, &block.name("experts.down.bias")),
+            ],
             x: step.x,
             norm: (norm, c.rms_eps),
             logits: step.router,

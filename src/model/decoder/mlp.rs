@@ -42,9 +42,15 @@ impl Decoder<'_> {
 
     /// Returns the epilogue of the MLP's first product.
     pub(super) fn gated(&self) -> Epilogue {
-        Epilogue::Gated(match self.config.activation {
+        Epilogue::Gated(self.glu())
+    }
+
+    /// Returns the gated linear unit of the MLPs.
+    pub(super) fn glu(&self) -> Glu {
+        match self.config.activation {
             Activation::Silu => Glu::Silu,
             Activation::GeluTanh => Glu::GeluTanh,
-        })
+            Activation::ClampedSilu { limit } => Glu::Clamped { limit },
+        }
     }
 }

@@ -46,7 +46,10 @@ fn a_small_model_is_understood() {
         ),
         (2, 1, 4, 4)
     );
-    assert_eq!((config.rms_eps, rope(&config).theta, config.context), (1e-6, 500_000.0, 64));
+    assert_eq!(
+        (config.rms_eps, config.attention_kinds[0].rope.as_ref().unwrap().theta, config.context),
+        (1e-6, 500_000.0, 64)
+    );
     assert_eq!((config.tied, config.qkv_bias, config.mlp_bias), (true, false, false));
     assert_eq!((config.eos, config.bos), (vec![3], None));
 }

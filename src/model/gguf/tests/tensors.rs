@@ -226,7 +226,7 @@ fn hybrids_have_all_their_tensors() {
             conv_kernel: 4,
             tiled: false,
         };
-        assert_eq!((config.delta, rope(&config).rotary_dim), (Some(delta), 4));
+        assert_eq!((config.delta, config.attention_kinds[0].rope.as_ref().unwrap().rotary_dim), (Some(delta), 4));
         let expected = experts.then_some(model_config::Experts {
             count: 3,
             chosen: 2,

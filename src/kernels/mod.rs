@@ -137,6 +137,7 @@ pub fn reference(kernel: &str) -> Reference {
         "flash" => attention::flash::reference_flash,
         "expert_skinny" => moe::reference_expert_skinny,
         "expert_choose" => moe::reference_expert_choose,
+        "expert_route" => moe::reference_expert_route,
         "expert_gemv" => moe::reference_expert_gemv,
         "expert_plan" => moe::reference_expert_plan,
         "expert_combine" => moe::reference_expert_combine,

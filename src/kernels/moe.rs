@@ -17,7 +17,8 @@ use super::host_memory::{HostMemory, PackedMatrix};
 use super::recording::{Call, Range};
 use super::shaders::{
     ExpertChooseArgs, ExpertChooseConstants, ExpertCombineArgs, ExpertCombineConstants, ExpertGemvArgs,
-    ExpertGemvConstants, ExpertPlanArgs, ExpertPlanConstants, ExpertSkinnyArgs, ExpertSkinnyConstants,
+    ExpertGemvConstants, ExpertPlanArgs, ExpertPlanConstants, ExpertRouteArgs, ExpertRouteConstants, ExpertSkinnyArgs,
+    ExpertSkinnyConstants,
 };
 use super::tags::{Flow, tagged};
 use super::{Format, codes_word, fold, format_of, shared_format, shared_word};
@@ -48,12 +49,31 @@ pub struct ExpertsShape {
     pub normalise: bool,
     /// The gated linear unit between an expert's two products.
     pub glu: Glu,
+    /// Whether the shared expert's output is multiplied by the sigmoid of a gate, a further row of the router.
+    pub gated: bool,
+}
+
+/// A selection of experts that is more than the greatest logits, `expert_route`.
+#[derive(Clone, Copy, Debug)]
+pub struct Routing {
+    /// Whether an expert's score is the sigmoid of its logit; otherwise the softmax over all logits.
+    pub sigmoid: bool,
+    /// What is added to the scores for the choice, but not for the shares: `[count]`.
+    pub bias: Option<Range>,
+    /// The number of groups of experts with adjacent ids; divides the number of experts.
+    pub groups: u32,
+    /// The number of groups from which experts are chosen.
+    pub kept: u32,
+    /// The number of experts whose scores make a group's score.
+    pub best: u32,
+    /// The factor of the shares.
+    pub factor: f32,
 }
 
 impl ExpertsShape {
     /// The number of rows of the router: the experts, and the gate of the shared expert.
     pub fn logits(&self) -> u32 {
-        self.count + self.shared()
+        self.count + if self.gated { self.shared() } else { 0 }
     }
 
     fn shared(&self) -> u32 {
@@ -431,6 +451,51 @@ impl Mlp {
         }
     }
 
+    /// Like [`Mlp::choose`], with another selection.
+    pub fn route(&self, routing: &Routing, used: Used, valid: Option<Range>, choices: Range) -> Call {
+        self.shape.assert_served();
+        let shape = &self.shape;
+        let each = shape.count / routing.groups;
+        assert!(
+            shape.count.is_multiple_of(routing.groups)
+                && (1..=routing.groups).contains(&routing.kept)
+                && (1..=each).contains(&routing.best)
+                && routing.kept * each >= shape.chosen,
+            "{routing:?} of {shape:?}"
+        );
+        let constants = ExpertRouteConstants {
+            threads: 64,
+            count: shape.count,
+            chosen: shape.chosen,
+            normalise: u32::from(shape.normalise),
+            shared: shape.shared(),
+            rows: used.constant(),
+            valid: u32::from(valid.is_some()),
+            sigmoid: u32::from(routing.sigmoid),
+            bias: u32::from(routing.bias.is_some()),
+            gate: u32::from(shape.gated),
+            groups: routing.groups,
+            kept: routing.kept,
+            best: routing.best,
+        };
+        let args = ExpertRouteArgs {
+            logits: self.logits.range,
+            bias: routing.bias.unwrap_or(choices.none()),
+            rows: valid.unwrap_or(choices.none()),
+            count: used.count.unwrap_or(choices.none()),
+            choices: choices.part(0, shape.choices_bytes(used.rows)),
+            logits_stride: self.logits.stride,
+            factor: routing.factor,
+        };
+        Call {
+            kernel: "expert_route",
+            label: format!("{}experts.route", self.label),
+            constants: constants.into_values(),
+            args: args.into_args(),
+            groups: fold(used.rows, 1),
+        }
+    }
+
     /// Returns the call of the first stage on row-major weights; see [`Mlp::few_gate_up`].
     pub fn gemv_gate_up(&self, used: Used, choices: Range, middle: Activations, threads: u32) -> Call {
         self.gemv(Stage::GateUp, self.x, middle, used, choices, threads)
@@ -756,6 +821,54 @@ pub(super) fn reference_expert_choose(call: &Call, memory: &mut HostMemory) {
     }
 }
 
+pub(super) fn reference_expert_route(call: &Call, memory: &mut HostMemory) {
+    let a = ExpertRouteArgs::from_args(&call.args);
+    let c = ExpertRouteConstants::from_values(&call.constants);
+    let used = if c.rows == 0 { memory.u32(a.count, 2) } else { c.rows };
+    for row in 0..used {
+        let first = row * a.logits_stride;
+        let logits: Vec<f32> = (0..c.count).map(|id| memory.f32(a.logits, first + id)).collect();
+        let plain = |logit: f32| f64::from(value_of(key_of(logit)));
+        let most = logits.iter().copied().map(plain).fold(f64::MIN, f64::max);
+        let total: f64 = logits.iter().map(|logit| (plain(*logit) - most).exp()).sum();
+        let score = |logit: f32| if c.sigmoid == 1 { sigmoid(logit) } else { (plain(logit) - most).exp() / total };
+        let scores: Vec<f64> = logits.iter().map(|logit| score(*logit)).collect();
+        let bias = |id: u32| if c.bias == 1 { memory.f32(a.bias, id) } else { 0.0 };
+        // A choice is between numbers as the kernel rounds them.
+        let mut keys: Vec<(u32, u32)> =
+            (0..).zip(&scores).map(|(id, score)| (key_of(*score as f32 + bias(id)).max(1), id)).collect();
+        let order = |keys: &mut [(u32, u32)]| keys.sort_by_key(|(key, id)| (std::cmp::Reverse(*key), *id));
+        let each = (c.count / c.groups) as usize;
+        let mut groups: Vec<(u32, u32)> = (0..)
+            .zip(keys.chunks_exact(each))
+            .map(|(group, keys)| {
+                let mut keys = keys.to_vec();
+                order(&mut keys);
+                (key_of(keys[..c.best as usize].iter().map(|(key, _)| value_of(*key)).sum()), group)
+            })
+            .collect();
+        order(&mut groups);
+        let kept: Vec<u32> = groups[..c.kept as usize].iter().map(|(_, group)| *group).collect();
+        keys.retain(|(_, id)| kept.contains(&(id / each as u32)));
+        order(&mut keys);
+        let chosen: Vec<u32> = keys[..c.chosen as usize].iter().map(|(_, id)| *id).collect();
+        let sum: f64 = chosen.iter().map(|id| scores[*id as usize]).sum();
+        let divisor = if c.normalise == 1 { sum + 1e-20 } else { 1.0 };
+        let share = |id: &u32| (*id, scores[*id as usize] / divisor * f64::from(a.factor));
+        let mut choices: Vec<(u32, f64)> = chosen.iter().map(share).collect();
+        if c.shared == 1 {
+            let gate = if c.gate == 1 { sigmoid(memory.f32(a.logits, first + c.count)) } else { 1.0 };
+            choices.push((c.count, gate));
+        }
+        let valid = c.valid == 0 || memory.u32(a.rows, row * 4 + 3) != 0;
+        for (j, (id, share)) in (0..).zip(choices) {
+            let at = (row * (c.chosen + c.shared) + j) * 2;
+            memory.set_u32(a.choices, at, if valid { id } else { NOBODY });
+            memory.set_f32(a.choices, at + 1, if valid { share as f32 } else { 0.0 });
+        }
+    }
+}
+
 pub(super) fn reference_expert_plan(call: &Call, memory: &mut HostMemory) {
     let a = ExpertPlanArgs::from_args(&call.args);
     let c = ExpertPlanConstants::from_values(&call.constants);
@@ -819,6 +932,7 @@ mod tests {
             shared_inner: None,
             normalise: true,
             glu: Glu::Silu,
+            gated: true,
         };
         assert_eq!(shape.most_tiles(1, 16), 2);
         // 20 choices of four experts, each of which may have begun a tile with its last row.

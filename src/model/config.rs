@@ -154,8 +154,25 @@ impl DeltaNet {
     }
 }
 
+/// How a router chooses experts, if not by the greatest logits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Routing {
+    /// Whether an expert's score is the sigmoid of its logit; otherwise the softmax over all logits.
+    pub sigmoid: bool,
+    /// Whether a bias is added to the scores for the choice, but not for the weights.
+    pub choice_bias: bool,
+    /// The number of groups of experts.
+    pub groups: u32,
+    /// The number of groups from which experts are chosen.
+    pub kept: u32,
+    /// The number of experts whose scores make a group's score.
+    pub best: u32,
+    /// The factor of the chosen experts' weights.
+    pub factor: f32,
+}
+
 /// The dimensions of MoE layers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Experts {
     /// The number of routed experts.
     pub count: u32,
@@ -163,9 +180,13 @@ pub struct Experts {
     pub chosen: u32,
     /// The intermediate size of one routed expert's MLP.
     pub inner: u32,
-    /// The intermediate size of the shared expert, whose output is scaled by a gate of its own. Every token uses it in
-    /// addition to its routed experts. `None` if there is no shared expert.
+    /// The intermediate size of the shared expert. Every token uses it in addition to its routed experts. `None` if there
+    /// is no shared expert.
     pub shared_inner: Option<u32>,
+    /// Whether the shared expert's output is scaled by a gate of its own.
+    pub shared_gate: bool,
+    /// How the router chooses; `None`: the greatest logits, with softmax weights.
+    pub routing: Option<Routing>,
     /// Whether the weights of a token's chosen experts are normalised to a sum of 1.
     pub normalise: bool,
     /// Whether the router and the experts' matrices have biases.
@@ -175,7 +196,7 @@ pub struct Experts {
 impl Experts {
     /// Returns the number of rows of `router`: one per expert, plus one for the shared expert's gate.
     pub fn router_rows(&self) -> u32 {
-        self.count + u32::from(self.shared_inner.is_some())
+        self.count + u32::from(self.shared_inner.is_some() && self.shared_gate)
     }
 }
 

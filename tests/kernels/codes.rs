@@ -385,6 +385,7 @@ fn experts_beside_a_shared_expert_of_another_type() {
             shared_inner: Some(shared_inner),
             normalise: true,
             glu: Glu::Silu,
+            gated: true,
         };
         cases.case(format!("{routed:?}.{other:?}"));
         let mut matrix = |cases: &mut Cases, name: &str, way: Way, rows: u32, cols: u32| {

@@ -267,7 +267,7 @@ fn shape(sizes: [u32; 4], shared_inner: Option<u32>, normalise: bool) -> Experts
     let [count, chosen, inner, hidden] = sizes;
     // Without a shared expert, as in gpt-oss: with biases, and its gated linear unit.
     let glu = if shared_inner.is_none() { CLAMPED } else { Glu::Silu };
-    ExpertsShape { count, chosen, inner, hidden, shared_inner, normalise, glu }
+    ExpertsShape { count, chosen, inner, hidden, shared_inner, normalise, glu, gated: true }
 }
 
 /// Returns sizes, rows, the router's logits, and tiles of W per workgroup.

@@ -335,11 +335,15 @@ impl<'a> Specs<'a> {
         let own = if self.has(&tensor("router.weight")) { "router" } else { "gate" };
         let (router, gate) = (tensor(&format!("{own}.weight")), tensor("shared_expert_gate.weight"));
         let mut rows = vec![(router.as_str(), experts.count)];
-        if experts.shared_inner.is_some() {
+        if experts.shared_inner.is_some() && experts.shared_gate {
             rows.push((gate.as_str(), 1));
         }
         self.stacked(&name("router"), &rows, Some(hidden));
         let (count, inner) = (experts.count, experts.inner);
+        if experts.routing.is_some_and(|routing| routing.choice_bias) {
+            let bias = tensor(&format!("{own}.e_score_correction_bias"));
+            self.stacked(&name("router.choice_bias"), &[(&bias, count)], None);
+        }
         if experts.bias {
             self.stacked(&name("router.bias"), &[(&tensor(&format!("{own}.bias")), count)], None);
             // In the order of the packed rows, in which gate and up alternate.
@@ -388,7 +392,9 @@ impl<'a> Specs<'a> {
         self.push(&name("experts.gate_up"), Some(hidden), gate_up, 0.0);
         self.push(&name("experts.down"), Some(inner), down, 0.0);
         if let Some(inner) = experts.shared_inner {
-            self.dense(&name("shared."), &tensor("shared_expert."), inner, false);
+            let shared =
+                if self.has(&tensor("shared_experts.down_proj.weight")) { "shared_experts." } else { "shared_expert." };
+            self.dense(&name("shared."), &tensor(shared), inner, false);
             for part in ["gate_up", "down"] {
                 self.match_numbers([name(&format!("experts.{part}")), name(&format!("shared.{part}"))]);
             }

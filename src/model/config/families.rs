@@ -56,6 +56,9 @@ pub enum Architecture {
     GptOss,
     /// `Glm4ForCausalLM`: norms before and after attention and MLP, half of each head rotated, in neighbouring pairs.
     Glm4,
+    /// `Glm4MoeForCausalLM` (GLM-4.5 and later): like Llama, with half of each head rotated, and MoE layers after dense
+    /// ones, whose experts are chosen by sigmoid scores with a bias, beside a shared expert.
+    Glm4Moe,
 }
 
 /// Whether a projection has a bias.
@@ -127,6 +130,9 @@ pub(super) struct Facts {
     pub(super) o_bias: Bias,
     pub(super) mlp_bias: Bias,
     pub(super) qk_norm: QkNorm,
+    /// The key that says whether there are norms of queries and keys, if not all checkpoints of the family have them; absent,
+    /// it means no.
+    pub(super) qk_norm_key: Option<&'static str>,
     pub(super) norm: NormKind,
     pub(super) norms: BlockNorms,
     pub(super) windows: Windows,
@@ -187,6 +193,20 @@ pub(super) struct ExpertFacts {
     pub(super) inner_keys: &'static [&'static str],
     /// Whether the router and the experts' matrices have biases.
     pub(super) bias: bool,
+    /// How the keys say which layers are dense and how wide the shared expert is, and how experts are chosen.
+    pub(super) style: ExpertStyle,
+}
+
+/// The style of a family's configuration of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ExpertStyle {
+    /// Every `decoder_sparse_step`-th layer has experts, except `mlp_only_layers`; `shared_expert_intermediate_size`, with a
+    /// gate; the greatest logits are chosen.
+    Qwen,
+    /// The layers from `first_k_dense_replace` on (with this default), or those that `mlp_layer_types` calls sparse, have
+    /// experts; `n_shared_experts` times the experts' width, without a gate; chosen by sigmoid scores with a bias, in
+    /// groups.
+    DeepSeekV3(u32),
 }
 
 const DEFAULTS: Defaults = Defaults {
@@ -211,6 +231,7 @@ const EXPERTS: ExpertFacts = ExpertFacts {
     count_keys: &["num_experts", "num_local_experts"],
     inner_keys: &["moe_intermediate_size"],
     bias: false,
+    style: ExpertStyle::Qwen,
 };
 
 const LLAMA: Facts = Facts {
@@ -223,6 +244,7 @@ const LLAMA: Facts = Facts {
     o_bias: Bias::Key("attention_bias", false),
     mlp_bias: Bias::Key("mlp_bias", false),
     qk_norm: QkNorm::None,
+    qk_norm_key: None,
     norm: NormKind::Plain,
     norms: BlockNorms::BEFORE,
     windows: Windows::Never,
@@ -322,8 +344,29 @@ const OLMO2: Facts = Facts {
     ..LLAMA
 };
 
+const GLM4: Facts = Facts {
+    architecture: Architecture::Glm4,
+    names: &["Glm4ForCausalLM"],
+    model_types: &["glm4"],
+    qkv_bias: Bias::Key("attention_bias", true),
+    o_bias: Bias::Never,
+    mlp_bias: Bias::Never,
+    norms: BlockNorms::GLM,
+    interleaved: true,
+    defaults: Defaults {
+        kv_heads: Some(2),
+        head_dim: Some(128),
+        context: 131_072,
+        rms_eps: 1.5625e-7,
+        partial: Some(0.5),
+        eos: &[151_329, 151_336, 151_338],
+        ..DEFAULTS
+    },
+    ..LLAMA
+};
+
 /// All supported families.
-pub(super) const FAMILIES: [Facts; 20] = [
+pub(super) const FAMILIES: [Facts; 21] = [
     QWEN3,
     LLAMA,
     Facts {
@@ -488,25 +531,26 @@ pub(super) const FAMILIES: [Facts; 20] = [
         },
         ..LLAMA
     },
+    GLM4,
     Facts {
-        architecture: Architecture::Glm4,
-        names: &["Glm4ForCausalLM"],
-        model_types: &["glm4"],
-        qkv_bias: Bias::Key("attention_bias", true),
-        o_bias: Bias::Never,
-        mlp_bias: Bias::Never,
-        norms: BlockNorms::GLM,
-        interleaved: true,
-        defaults: Defaults {
-            kv_heads: Some(2),
-            head_dim: Some(128),
-            context: 131_072,
-            rms_eps: 1.5625e-7,
-            partial: Some(0.5),
-            eos: &[151_329, 151_336, 151_338],
-            ..DEFAULTS
-        },
-        ..LLAMA
+        architecture: Architecture::Glm4Moe,
+        names: &["Glm4MoeForCausalLM"],
+        model_types: &["glm4_moe"],
+        experts: Some(ExpertFacts {
+            inner: 1408,
+            shared: Some(1408),
+            normalise: Some(true),
+            count_keys: &["n_routed_experts", "num_local_experts"],
+            style: ExpertStyle::DeepSeekV3(1),
+            ..EXPERTS
+        }),
+        qkv_bias: Bias::Key("attention_bias", false),
+        qk_norm: QkNorm::Heads,
+        qk_norm_key: Some("use_qk_norm"),
+        norms: BlockNorms::BEFORE,
+        interleaved: false,
+        defaults: Defaults { kv_heads: Some(8), head_dim: None, rms_eps: 1e-5, eos: &[], ..GLM4.defaults },
+        ..GLM4
     },
 ];
 

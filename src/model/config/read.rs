@@ -7,11 +7,12 @@ use std::str::FromStr;
 
 use serde_json::{Map, Value};
 
-use super::families::{Bias, EmbeddingScale, ExpertFacts, FAMILIES, Facts, ScoreScale, WRAPPERS, Windows};
+use super::families::{Bias, EmbeddingScale, ExpertFacts, ExpertStyle, FAMILIES, Facts, ScoreScale, WRAPPERS, Windows};
 use super::quantization::{self, Quantization};
 use super::rope::{self, Layers, Rope, RopeScaling};
 use super::{
-    Activation, Attention, ConfigProblem, DeltaNet, Dtype, Experts, LayerKind, MlpKind, ModelConfig, UnknownDtype,
+    Activation, Attention, ConfigProblem, DeltaNet, Dtype, Experts, LayerKind, MlpKind, ModelConfig, QkNorm, Routing,
+    UnknownDtype,
 };
 
 /// The maximum size of a dimension. A larger value means that the file is damaged.
@@ -203,6 +204,7 @@ pub(super) fn read(
     };
     let (qkv_bias, o_bias, mlp_bias) = (bias(facts.qkv_bias), bias(facts.o_bias), bias(facts.mlp_bias));
     let (bos, eos) = special_ids(reader, generation, facts, vocab);
+    let qk_normed = facts.qk_norm_key.is_none_or(|key| reader.flag(key));
     let attention_gate = reader.flag_or("attn_output_gate", true) && facts.hybrid;
     let mtp_layers = mtp_layers(reader, facts.hybrid);
     let score_scale = match facts.score_scale {
@@ -251,7 +253,7 @@ pub(super) fn read(
         qkv_bias,
         o_bias,
         mlp_bias,
-        qk_norm: facts.qk_norm,
+        qk_norm: if qk_normed { facts.qk_norm } else { QkNorm::None },
         attention_gate,
         sinks: facts.sinks,
         score_scale,
@@ -593,7 +595,8 @@ fn mlp_kinds(
     let Some(experts) = facts.experts else {
         return (all(MlpKind::Dense), None);
     };
-    let ExpertFacts { count, chosen, inner, shared, everywhere, normalise, count_keys, inner_keys, bias } = experts;
+    let ExpertFacts { count, chosen, inner, shared, everywhere, normalise, count_keys, inner_keys, bias, style } =
+        experts;
     let named = |reader: &Reader, keys: &[&'static str]| {
         keys.iter().copied().find(|key| reader.value(key).is_some()).unwrap_or(keys[0])
     };
@@ -606,17 +609,31 @@ fn mlp_kinds(
     let kinds = match (everywhere, count) {
         (true, _) => all(MlpKind::Experts),
         (false, Some(0)) => all(MlpKind::Dense),
-        (false, _) => sparse_layers(reader, layers),
+        (false, _) => match style {
+            ExpertStyle::Qwen => sparse_layers(reader, layers),
+            ExpertStyle::DeepSeekV3(dense) => layers_after_dense(reader, layers, dense),
+        },
     };
     if kinds.as_ref().is_some_and(|kinds| !kinds.contains(&MlpKind::Experts)) {
         return (kinds, None);
     }
     let chosen = reader.count_or("num_experts_per_tok", MAX_DIMENSION, chosen);
     let inner = reader.count_or(inner_key, MAX_DIMENSION, inner);
-    let shared_inner = match (shared, reader.value("shared_expert_intermediate_size")) {
-        (None, _) => Some(0),
-        (default, None) => default,
-        (_, Some(_)) => reader.integer("shared_expert_intermediate_size", 0, MAX_DIMENSION),
+    let shared_inner = match (style, shared, reader.value("shared_expert_intermediate_size")) {
+        (_, None, _) => Some(0),
+        (ExpertStyle::DeepSeekV3(_), Some(_), _) => {
+            let shared = match reader.value("n_shared_experts") {
+                None => Some(1),
+                Some(_) => reader.integer("n_shared_experts", 0, 1024),
+            };
+            shared.zip(inner).map(|(shared, inner)| shared.saturating_mul(inner)).filter(|inner| *inner <= 1 << 24)
+        }
+        (ExpertStyle::Qwen, default, None) => default,
+        (ExpertStyle::Qwen, _, Some(_)) => reader.integer("shared_expert_intermediate_size", 0, MAX_DIMENSION),
+    };
+    let routing = match style {
+        ExpertStyle::Qwen => None,
+        ExpertStyle::DeepSeekV3(_) => routing(reader, count, chosen),
     };
     let normalise = normalise.is_none_or(|default| reader.flag_or("norm_topk_prob", default));
     if let (Some(count), Some(chosen)) = (count, chosen)
@@ -644,7 +661,65 @@ fn mlp_kinds(
         return (kinds, None);
     };
     let shared_inner = Some(shared_inner).filter(|inner| *inner > 0);
-    (kinds, Some(Experts { count, chosen, inner, shared_inner, normalise, bias }))
+    (
+        kinds,
+        Some(Experts {
+            count,
+            chosen,
+            inner,
+            shared_inner,
+            shared_gate: style == ExpertStyle::Qwen,
+            routing,
+            normalise,
+            bias,
+        }),
+    )
+}
+
+/// Returns experts for the layers that `mlp_layer_types` calls sparse, or for those from `first_k_dense_replace` on.
+fn layers_after_dense(reader: &mut Reader, layers: Option<u32>, dense: u32) -> Option<Vec<MlpKind>> {
+    let layers = layers?;
+    if let Some(names) = reader.value("mlp_layer_types").cloned() {
+        let kind = |name: &Value| match name.as_str() {
+            Some("dense") => Some(MlpKind::Dense),
+            Some("sparse") => Some(MlpKind::Experts),
+            _ => None,
+        };
+        let list = names.as_array().filter(|list| list.len() == layers as usize);
+        let kinds = list.and_then(|list| list.iter().map(kind).collect::<Option<Vec<_>>>());
+        if kinds.is_none() {
+            let rule = format!("a list of dense and sparse as long as num_hidden_layers ({layers})");
+            reader.wrong("mlp_layer_types", names, rule);
+        }
+        return kinds;
+    }
+    let dense = match reader.value("first_k_dense_replace") {
+        None => dense,
+        Some(_) => reader.integer("first_k_dense_replace", 0, MAX_LAYERS)?,
+    };
+    Some((0..layers).map(|layer| if layer < dense { MlpKind::Dense } else { MlpKind::Experts }).collect())
+}
+
+/// Reads the choice of experts by sigmoid scores with a bias, in groups.
+fn routing(reader: &mut Reader, count: Option<u32>, chosen: Option<u32>) -> Option<Routing> {
+    let (groups, kept) =
+        (reader.count_or("n_group", MAX_DIMENSION, 1)?, reader.count_or("topk_group", MAX_DIMENSION, 1)?);
+    let factor = reader.positive("routed_scaling_factor", Some(1.0))? as f32;
+    let (count, chosen) = (count?, chosen?);
+    let each = count / groups;
+    if !count.is_multiple_of(groups) || each < 2 {
+        reader.wrong("n_group", groups, format!("a divisor of the number of experts ({count}) that leaves two each"));
+        return None;
+    }
+    if kept > groups || kept * each < chosen {
+        reader.wrong(
+            "topk_group",
+            kept,
+            format!("at most n_group ({groups}), with num_experts_per_tok ({chosen}) experts"),
+        );
+        return None;
+    }
+    Some(Routing { sigmoid: true, choice_bias: true, groups, kept, best: 2, factor })
 }
 
 /// Returns experts for every `decoder_sparse_step`-th layer except those in `mlp_only_layers`, and dense for the

@@ -11,7 +11,7 @@ use crate::kernels::gemm::{Activations, Epilogue, Matrix};
 use crate::kernels::moe::{self, Grouped, Mlp, Sorted, Used};
 use crate::kernels::recording::{Range, Recording};
 use crate::memory::pack::Format;
-use crate::model::config::Experts;
+use crate::model::config::{self, Experts};
 
 impl Decoder<'_> {
     /// Returns the dimensions of an MoE layer.
@@ -24,6 +24,7 @@ impl Decoder<'_> {
             shared_inner: experts.shared_inner,
             normalise: experts.normalise,
             glu: self.glu(),
+            gated: experts.shared_gate,
         }
     }
 
@@ -57,7 +58,9 @@ impl Decoder<'_> {
             logits: step.router,
         };
         let router = block.name("router");
-        if self.packs_for(shape, &router) {
+        let fragments = self.tuning.fragments.is_some() && self.weight(&router).is_some_and(|w| self.in_fragments(w));
+        // The kernels for a few rows in fragments choose the experts themselves, by the greatest logits.
+        if self.packs_for(shape, &router) || fragments && c.experts.is_some_and(|experts| experts.routing.is_some()) {
             self.many_experts(r, shape, step, block, &mlp);
             return;
         }
@@ -74,11 +77,33 @@ impl Decoder<'_> {
             None => {
                 let (used, valid) = Self::used(shape, step);
                 let choices = r.buffer("experts.choices", experts.choices_bytes(rows));
-                r.call(mlp.choose(used, valid, choices));
+                self.choose(r, block, &mlp, (used, valid), choices);
                 r.call(mlp.gemv_gate_up(used, choices, step.middle, self.gemv_threads(c.hidden)));
                 r.call(mlp.gemv_down(used, choices, step.middle, self.gemv_threads(experts.inner)));
             }
         }
+    }
+
+    /// Records the choice of experts.
+    fn choose(
+        &self,
+        r: &mut Recording,
+        block: &Block,
+        mlp: &Mlp,
+        (used, valid): (Used, Option<Range>),
+        choices: Range,
+    ) {
+        let routing = self.config.experts.and_then(|experts| experts.routing);
+        let call = match routing {
+            None => mlp.choose(used, valid, choices),
+            Some(routing) => {
+                let bias = routing.choice_bias.then(|| self.vector(r, &block.name("router.choice_bias"))).flatten();
+                let config::Routing { sigmoid, groups, kept, best, factor, .. } = routing;
+                let routing = moe::Routing { sigmoid, bias, groups, kept, best, factor };
+                mlp.route(&routing, used, valid, choices)
+            }
+        };
+        r.call(call);
     }
 
     /// Returns the rows of a step, and the row table that marks valid rows. For a prefill step it returns no table: the
@@ -107,7 +132,7 @@ impl Decoder<'_> {
             Fold::None,
         );
         let choices = r.buffer("experts.choices", experts.choices_bytes(rows));
-        r.call(mlp.choose(used, valid, choices));
+        self.choose(r, block, mlp, (used, valid), choices);
 
         let (tile, how) = Grouped::choose(&experts, rows, matrices);
         let [tiles, slots] = Sorted::bytes(&experts, rows, tile);

@@ -272,8 +272,9 @@ impl Decoder<'_> {
         for kind in c.attention_kinds.iter().filter(|_| attention > 0) {
             widths.extend([kind.q_rows(), c.qkv_rows(kind)]);
         }
-        // The stages of `kernels::stream` use barriers.
-        let staged = c.has_branch_stages() || c.qk_norm == QkNorm::Rows;
+        // The stages of `kernels::stream`, and experts that a kernel of its own chooses, use barriers.
+        let routed = c.experts.is_some_and(|experts| experts.routing.is_some());
+        let staged = c.has_branch_stages() || c.qk_norm == QkNorm::Rows || routed;
         if let Some(net) = c.delta {
             widths.extend([net.projected_rows(), net.value_rows()]);
         }

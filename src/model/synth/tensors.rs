@@ -123,6 +123,9 @@ impl List<'_> {
         if c.o_bias {
             self.vector(name("o_proj.bias"), c.hidden, 0.0);
         }
+        if c.sinks {
+            self.vector(name("sinks"), of.heads, 0.0);
+        }
     }
 
     /// Adds a gated-delta-rule layer. The fraction of the state that a step forgets is about `exp(A_log + a +
@@ -189,7 +192,20 @@ impl List<'_> {
         }
         if let Some(inner) = experts.shared_inner {
             self.dense(&format!("{at}shared_expert."), inner, false);
-            self.matrix(format!("{at}shared_expert_gate.weight"), 1, hidden, 1.0);
+            if experts.shared_gate {
+                self.matrix(format!("{at}shared_expert_gate.weight"), 1, hidden, 1.0);
+            }
+        }
+        if experts.routing.is_some_and(|routing| routing.choice_bias) {
+            self.vector(format!("{at}gate.e_score_correction_bias"), count, 0.0);
+        }
+        if experts.bias {
+            self.vector(format!("{at}gate.bias"), count, 0.0);
+            let spread = Distribution::Normal { mean: 0.0, deviation: VECTOR_DEVIATION };
+            for (part, rows) in [("gate_up_proj_bias", 2 * inner), ("down_proj_bias", hidden)] {
+                let shape = [count, rows].map(u64::from).to_vec();
+                self.vectors.push((format!("{at}experts.{part}"), shape, spread));
+            }
         }
     }
 }

@@ -53,6 +53,8 @@ pub enum SourceFormat {
     Numbers(Format),
     /// Quantised blocks; a row is a whole number of them.
     Blocks(BlockType),
+    /// Quantised blocks whose values are all multiplied by a factor; these are the bits of its f32.
+    ScaledBlocks(BlockType, u32),
     /// Each number x is stored as -eˣ in f32.
     NegatedExp,
     /// Canonical rows, as [`write_canonical`] makes them: the loader decodes weights of several tensors into these.
@@ -64,7 +66,9 @@ impl SourceFormat {
     pub fn row_bytes(self, cols: u32) -> u64 {
         match self {
             SourceFormat::Numbers(format) => u64::from(cols) * format.bytes() as u64,
-            SourceFormat::Blocks(blocks) => u64::from(cols) / blocks.elements() as u64 * blocks.bytes() as u64,
+            SourceFormat::Blocks(blocks) | SourceFormat::ScaledBlocks(blocks, _) => {
+                u64::from(cols) / blocks.elements() as u64 * blocks.bytes() as u64
+            }
             SourceFormat::NegatedExp => u64::from(cols) * 4,
             SourceFormat::Canonical(codes) => {
                 let numbers = if codes.zero().is_none() { 2 } else { 1 };
@@ -77,7 +81,7 @@ impl SourceFormat {
     pub const fn codes(self) -> Option<Codes> {
         match self {
             SourceFormat::Numbers(_) | SourceFormat::NegatedExp => None,
-            SourceFormat::Blocks(blocks) => Some(blocks.codes()),
+            SourceFormat::Blocks(blocks) | SourceFormat::ScaledBlocks(blocks, _) => Some(blocks.codes()),
             SourceFormat::Canonical(codes) => Some(codes),
         }
     }
@@ -112,7 +116,7 @@ impl fmt::Display for SourceFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             SourceFormat::Numbers(format) => write!(f, "{format:?}"),
-            SourceFormat::Blocks(blocks) => write!(f, "{blocks}"),
+            SourceFormat::Blocks(blocks) | SourceFormat::ScaledBlocks(blocks, _) => write!(f, "{blocks}"),
             SourceFormat::NegatedExp => f.write_str("negated exponentials"),
             SourceFormat::Canonical(codes) => write!(f, "{codes}"),
         }
@@ -288,7 +292,7 @@ impl Line<'_> {
                 let size = from.bytes();
                 convert(from, &self.bytes[range.start * size..range.end * size], self.plus, format, out);
             }
-            SourceFormat::Blocks(_) | SourceFormat::Canonical(_) | SourceFormat::NegatedExp => {
+            _ => {
                 let mut numbers = vec![0.0; self.cols];
                 self.floats(&mut numbers)?;
                 let (numbers, size) = (&numbers[range], format.bytes());
@@ -313,7 +317,7 @@ impl Line<'_> {
                 widen(Format::F32, self.bytes, out);
                 out.iter_mut().for_each(|x| *x = (-*x).ln());
             }
-            SourceFormat::Blocks(_) | SourceFormat::Canonical(_) => {
+            SourceFormat::Blocks(_) | SourceFormat::ScaledBlocks(..) | SourceFormat::Canonical(_) => {
                 let codes = self.format.codes().expect("a quantised format");
                 let groups = codes.groups(self.cols);
                 let (mut numbers, mut scales, mut minimums) =
@@ -331,6 +335,7 @@ impl Line<'_> {
     /// Returns a number of which all scales of a quantised row are multiples by numbers of few bits.
     fn unit(&self) -> f32 {
         match (self.format, self.bytes.last_chunk()) {
+            (SourceFormat::ScaledBlocks(_, factor), _) => f32::from_bits(factor),
             (SourceFormat::Canonical(_), Some(unit)) => f32::from_le_bytes(*unit),
             _ => 1.0,
         }
@@ -342,6 +347,11 @@ impl Line<'_> {
             SourceFormat::Numbers(_) | SourceFormat::NegatedExp => unreachable!("numbers have no codes"),
             SourceFormat::Blocks(blocks) => {
                 blocks.decode(self.bytes, codes, scales, minimums);
+                blocks.codes().finite(scales, minimums)
+            }
+            SourceFormat::ScaledBlocks(blocks, factor) => {
+                blocks.decode(self.bytes, codes, scales, minimums);
+                scales.iter_mut().chain(&mut *minimums).for_each(|x| *x *= f32::from_bits(factor));
                 blocks.codes().finite(scales, minimums)
             }
             SourceFormat::Canonical(of) => {

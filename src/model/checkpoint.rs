@@ -5,6 +5,7 @@
 
 pub mod contents;
 mod headers;
+mod place;
 mod quantised;
 mod weights;
 
@@ -22,7 +23,8 @@ use crate::memory::pack::{Format, SourceFormat};
 use crate::quant::quantize::{INT4, INT8};
 use crate::quant::safetensors::WeightError;
 use headers::Headers;
-pub use quantised::{MatrixRef, QuantisedWeight, TensorPlace};
+pub use place::TensorPlace;
+pub use quantised::{MatrixRef, QuantisedWeight};
 
 /// One tensor of a safetensors file.
 #[derive(Clone, Debug, PartialEq)]
@@ -154,7 +156,8 @@ impl WeightSpec {
 
     /// Whether the weight is quantised in the checkpoint, and packed as numbers because no form of codes fits.
     pub fn is_expanded(&self) -> bool {
-        self.format.codes().is_none() && self.sources.iter().any(|source| source.matrix.is_some())
+        let quantised = |source: &SourceRef| source.matrix.is_some() || source.format.codes().is_some();
+        self.format.codes().is_none() && self.sources.iter().any(quantised)
     }
 
     /// Whether the weight stacks one matrix per routed expert: `experts.gate_up` or `experts.down`.
@@ -407,6 +410,16 @@ pub enum CheckpointProblem {
         tensor: String,
         /// What is special about it.
         what: &'static str,
+    },
+    /// The factor of a quantised tensor is zero or not finite.
+    #[error("tensor {tensor} has factor {factor} at index {index}, which is zero or not a normal number")]
+    Factor {
+        /// The tensor with the factors.
+        tensor: String,
+        /// The index in the tensor.
+        index: u64,
+        /// The factor.
+        factor: f32,
     },
     /// model.safetensors.index.json is malformed.
     #[error("{} is not valid: {reason}", path.display())]

@@ -32,6 +32,8 @@ const EXACT_DIVERGENCE: f64 = 1e-10;
 const OFF_BY_MINIMUMS: f64 = 1e-5;
 /// The mean divergence of codes that are expanded to f16.
 const EXPANDED_DIVERGENCE: f64 = 1e-6;
+/// The mean divergence of codes that are expanded to bfloat16.
+const EXPANDED_TO_BFLOATS: f64 = 1e-4;
 
 fn configured(vulkan: &Vulkan, path: &Path, quantize: Option<Quantize>, tune: &[&str]) -> Config {
     let mut model = Model::new("quantised", path, Some(vulkan.adapter(Driver::Lavapipe).selector()));
@@ -187,11 +189,14 @@ fn random_models_of_several_architectures() {
     }
 }
 
-/// The fixtures of quantised safetensors (`make_quantised.py`).
+/// The fixtures of quantised safetensors, and of GGUF files of types that are not written here (`make_quantised.py`).
 fn check_fixture(name: &str, limit: f64) {
     let vulkan = Vulkan::new();
     let name = format!("quantised/{name}");
-    let (path, expected) = (crate::harness::models::fixture(&name), expected(&name));
+    let (mut path, expected) = (crate::harness::models::fixture(&name), expected(&name));
+    if path.join("model.gguf").is_file() {
+        path.push("model.gguf");
+    }
     let host = start(&vulkan, &path, None, &[]);
     let (found, logits) = draw(&host, &expected.prompt, expected.greedy.len() as u32);
     let steps = expected.logits.iter();
@@ -278,6 +283,17 @@ fn mxfp4_experts_as_gpt_oss_has_them() {
 #[test]
 fn transposed_experts_as_gpt_oss_has_them() {
     check_fixture("gpt-oss-bf16", EXACT_DIVERGENCE);
+}
+
+/// The shared expert is expanded to the other experts' bfloat16.
+#[test]
+fn a_quantised_shared_expert_beside_experts_of_numbers() {
+    check_fixture("fp8-shared", EXPANDED_TO_BFLOATS);
+}
+
+#[test]
+fn nvfp4_in_a_gguf_file() {
+    check_fixture("gguf-nvfp4", EXACT_DIVERGENCE);
 }
 
 #[test]

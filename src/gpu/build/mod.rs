@@ -504,8 +504,8 @@ fn acts_in_order(decoder: &Decoder<'_>) -> Vec<String> {
     }
     if bytes > 0 {
         lines.push(format!(
-            "{} matrices are not kept quantised but expanded to 16 bits, {}: the groups of their columns (act-order) \
-             differ between rows of a matrix, or they are of experts",
+            "{} matrices are expanded to numbers, {}: the order of their columns (act-order) differs between rows, or they \
+             are of experts, of which all or none are quantised",
             count(&expanded),
             HumanBytes(bytes)
         ));

@@ -153,6 +153,7 @@ impl Row {
                 }
             }
         }
+        self.pad(codes, cols);
         let largest = |numbers: &[f32]| numbers.iter().fold(0f32, |most, x| most.max(x.abs()));
         let exponent = |x: f32| if x > 0.0 && x.is_finite() { Some(exponent_of(x)) } else { None };
         let shift = value_exponent(codes.number);
@@ -176,6 +177,26 @@ impl Row {
         self.scales.iter_mut().for_each(|x| *x = (f64::from(*x) * by_scale) as f32);
         self.minimums.iter_mut().for_each(|x| *x = (f64::from(*x) * by_minimum) as f32);
         Ok(())
+    }
+}
+
+impl Row {
+    /// Gives the columns beyond `cols` of a group that has fewer columns than others the code nearest to zero: their
+    /// scale is not zero.
+    fn pad(&mut self, codes: Codes, cols: usize) {
+        let end = codes.groups(cols) * codes.group as usize;
+        if codes.number != Number::Affine || end == cols {
+            return;
+        }
+        let last = end / codes.group as usize - 1;
+        let zero = match (codes.minimum, self.scales[last], self.minimums[last]) {
+            (Minimum::Zero { halves }, ..) => f32::from(halves) * 0.5,
+            (Minimum::Stored, scale, minimum) if scale != 0.0 => minimum / scale,
+            _ => 0.0,
+        };
+        // A conversion to an integer saturates.
+        let zero = (zero.round() as u8).min(((1u32 << codes.bits) - 1) as u8);
+        self.codes[cols..end].fill(zero);
     }
 }
 
@@ -527,6 +548,66 @@ mod tests {
                         "{layout:?} {row} {col}: {found}, {wanted}"
                     );
                 }
+            }
+        }
+    }
+
+    /// Columns beyond the last one are zero also where the last group has fewer columns than others, if the group has a
+    /// code for zero.
+    #[test]
+    fn padding_of_a_short_group_is_zero() {
+        let (rows, cols) = (3u32, 200u32);
+        for (bits, minimum) in [
+            (4, Minimum::Zero { halves: 16 }),
+            (8, Minimum::Zero { halves: 256 }),
+            (4, Minimum::Stored),
+            (8, Minimum::Stored),
+        ] {
+            let codes = Codes { bits, group: 128, number: Number::Affine, minimum };
+            let bytes: Vec<u8> = (0..rows)
+                .flat_map(|row| {
+                    let line: Vec<u8> = (0..cols).map(|col| ((col * 7 + row) % (1 << bits)) as u8).collect();
+                    let scales = [0.25 + row as f32, 0.5 + row as f32];
+                    let zeros = if minimum == Minimum::Stored { [3.0, 5.0] } else { [0.0; 2] };
+                    let minimums: Vec<f32> = scales.iter().zip(zeros).map(|(scale, zero)| scale * zero).collect();
+                    let stored = if minimum == Minimum::Stored { &minimums[..] } else { &[] };
+                    let mut out = vec![0; SourceFormat::Canonical(codes).row_bytes(cols) as usize];
+                    super::super::write_canonical(&line, &scales, stored, 1.0, &mut out);
+                    out
+                })
+                .collect();
+            for layout in LAYOUTS {
+                let packing = Packing { rows, cols, layout, format: Format::Codes(codes) };
+                let format = SourceFormat::Canonical(codes);
+                let source =
+                    Rows { bytes: &bytes, format, rows, cols, first_row: 0, row_step: 1, stride: 1, plus: 0.0 };
+                let words = words(&packing, &[source]);
+                for (row, col) in (0..rows).flat_map(|row| (cols..packing.padded_cols()).map(move |col| (row, col))) {
+                    assert_eq!(read(&packing, &words, row, col), 0.0, "{codes:?} {layout:?} {row} {col}");
+                }
+            }
+        }
+    }
+
+    /// Blocks with a factor have the numbers of the blocks multiplied by it, exactly.
+    #[test]
+    fn blocks_with_a_factor_are_multiplied() {
+        let (kind, rows, cols, factor) = (BlockType::NVFP4, 17, 256, 0.001_234_567_9f32);
+        let bytes = blocks_of(kind, &numbers(rows, cols, 9));
+        let mut wanted = vec![0.0; (rows * cols) as usize];
+        kind.dequantize(&bytes, &mut wanted);
+        assert!(wanted.iter().any(|x| *x != 0.0));
+        for layout in LAYOUTS {
+            let packing = Packing { rows, cols, layout, format: Format::Codes(kind.codes()) };
+            let format = SourceFormat::ScaledBlocks(kind, factor.to_bits());
+            let words = words(&packing, &[Rows { format, ..source(&bytes, kind, rows, cols) }]);
+            for (i, wanted) in (0..).zip(&wanted) {
+                let wanted = (f64::from(*wanted) * f64::from(factor)) as f32;
+                let found = read(&packing, &words, i / cols, i % cols);
+                assert!(
+                    (found - wanted).abs() <= wanted.abs() * 2f32.powi(-22),
+                    "{layout:?} {i}: {found:e}, {wanted:e}"
+                );
             }
         }
     }

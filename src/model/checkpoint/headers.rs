@@ -5,9 +5,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
 use std::path::Path;
 use std::str::FromStr;
+use std::sync::Arc;
 
 use serde_json::Value;
 
+use super::place::TensorPlace;
 use super::{CheckpointFile, CheckpointProblem, TensorInfo, read_text};
 use crate::config::file::{self, Stamp};
 use crate::memory::pack::{Format, SourceFormat};
@@ -29,10 +31,21 @@ pub(super) struct Headers {
     lost: BTreeSet<String>,
     /// Where the rows of a GGUF model's tensors are, by name. Tensors of safetensors files are stored in order.
     sources: BTreeMap<String, Source>,
+    /// The factors of GGUF tensors that have one, by the tensors' names.
+    factors: BTreeMap<String, Factor>,
     /// Whether value heads of gated-delta layers are used in the tiled order in which they are stored.
     tiled: bool,
     /// Set when any tensor may be lost: the single file or the index could not be read, or there are no weight files.
     all_lost: bool,
+}
+
+/// The factor of all values of a tensor.
+struct Factor {
+    /// The tensor that holds it.
+    tensor: String,
+    place: TensorPlace,
+    /// Its index in that tensor.
+    index: u64,
 }
 
 impl Headers {
@@ -75,8 +88,17 @@ impl Headers {
             (name.clone(), tensor)
         });
         let tiled = gguf.sources.values().any(|source| matches!(source.columns, ColumnOrder::TiledHeads { .. }));
-        let (files, tensors) = (files.collect(), tensors.collect());
-        Headers { files, tensors, sources: gguf.sources, tiled, ..Headers::default() }
+        let (files, tensors): (Vec<CheckpointFile>, _) = (files.collect(), tensors.collect());
+        let factor = |(name, source): (&String, &Source)| {
+            let info = parts.at(source.scale?);
+            let path = Arc::clone(&files[source.scale?.file].path);
+            // One factor is that of all experts.
+            let index = if info.bytes == 4 { 0 } else { source.expert.unwrap_or(0) };
+            let place = TensorPlace { path, offset: info.offset + 4 * index, bytes: 4 };
+            Some((name.clone(), Factor { tensor: info.name.clone(), place, index }))
+        };
+        let factors = gguf.sources.iter().filter_map(factor).collect();
+        Headers { files, tensors, factors, sources: gguf.sources, tiled, ..Headers::default() }
     }
 
     /// Returns where `rows` rows of `cols` columns of a tensor, from row `from` on, are in its file, as runs of such rows.
@@ -127,11 +149,24 @@ impl Headers {
     /// Returns what prevents a tensor from being read row by row, if anything does.
     pub(super) fn stored_specially(&self, tensor: &str) -> Option<&'static str> {
         let source = self.sources.get(tensor)?;
-        match (source.columns, source.scale) {
-            (ColumnOrder::TiledHeads { .. }, _) if !self.tiled => Some("reordered columns"),
-            (_, Some(_)) => Some("a scale of its own"),
+        match source.columns {
+            ColumnOrder::TiledHeads { .. } if !self.tiled => Some("reordered columns"),
             _ => None,
         }
+    }
+
+    /// Reads the factor of all values of a tensor, if it has one.
+    pub(super) fn factor(&self, tensor: &str) -> Option<Result<f32, CheckpointProblem>> {
+        let factors = self.factors.get(tensor)?;
+        let bytes = match factors.place.read() {
+            Ok(bytes) => bytes,
+            Err(problem) => return Some(Err(problem)),
+        };
+        let factor = bytes.first_chunk().map_or(f32::NAN, |bytes| f32::from_le_bytes(*bytes));
+        Some(match factor.is_normal() {
+            true => Ok(factor),
+            false => Err(CheckpointProblem::Factor { tensor: factors.tensor.clone(), index: factors.index, factor }),
+        })
     }
 
     fn read_shards(&mut self, dir: &Path, index: &Path, problems: &mut Vec<CheckpointProblem>) {

@@ -4,20 +4,14 @@
 //! Not here: the configuration (`config::quantization`), and reading the tensors' data, except for the groups of columns
 //! that are not adjacent, which say how a weight can be used.
 
-use std::ops::Range;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::sync::Arc;
 
 use super::headers::Headers;
+use super::place::TensorPlace;
 use super::{CheckpointProblem, TensorInfo};
-use crate::config::file;
 use crate::model::config::quantization::{Quantization, Scheme, Strategy};
 use crate::quant::Codes;
 use crate::quant::safetensors::{Description, ScaleShape, Storage, TensorDtype, TensorHead, TensorRole};
-
-/// The maximum size in bytes of the groups of a weight's columns: those of 16 million columns.
-const MOST_READ: u64 = 64 << 20;
 
 /// A quantised weight of a checkpoint.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,24 +25,6 @@ pub struct QuantisedWeight {
     /// The order of the columns in decoded rows, if it is not that of the checkpoint (act-order): position j is column
     /// `order[j]`.
     pub order: Option<Arc<[u32]>>,
-}
-
-/// Where a tensor is.
-#[derive(Clone, Debug, PartialEq)]
-pub struct TensorPlace {
-    /// The file.
-    pub path: Arc<Path>,
-    /// Byte offset of the tensor's data from the beginning of the file.
-    pub offset: u64,
-    /// The length of the tensor's data in bytes.
-    pub bytes: u64,
-}
-
-impl TensorPlace {
-    /// The tensor's bytes in the file.
-    pub fn range(&self) -> Range<u64> {
-        self.offset..self.offset + self.bytes
-    }
 }
 
 /// Rows of a quantised weight.
@@ -278,7 +254,7 @@ impl<'a> Finder<'a> {
         let order = match description.group_index() {
             None => None,
             Some(index) => {
-                let bytes = read(&self.places[index])?;
+                let bytes = self.places[index].read()?;
                 description.order(&bytes).map_err(CheckpointProblem::Weight)?.map(Arc::from)
             }
         };
@@ -326,18 +302,6 @@ impl<'a> Finder<'a> {
         }
         Ok(per_expert.map_or(scale_shape, |(_, shape)| shape))
     }
-}
-
-/// Reads a tensor of at most [`MOST_READ`] bytes.
-fn read(place: &TensorPlace) -> Result<Vec<u8>, CheckpointProblem> {
-    let failed = |reason: String| CheckpointProblem::Unreadable { path: place.path.to_path_buf(), reason };
-    if place.bytes > MOST_READ {
-        return Err(failed(format!("groups of columns of {} bytes exceed the limit of {MOST_READ}", place.bytes)));
-    }
-    let mut bytes = vec![0; place.bytes as usize];
-    let (file, _) = file::open(&place.path).map_err(|error| failed(error.to_string()))?;
-    file.read_exact_at(&mut bytes, place.offset).map_err(|error| failed(error.to_string()))?;
-    Ok(bytes)
 }
 
 fn scale_shape(strategy: Strategy) -> ScaleShape {

@@ -95,7 +95,7 @@ fn common(sources: &[SourceRef]) -> Option<Format> {
         SourceFormat::Numbers(_) if source.matrix.is_some() => EXPANDED,
         SourceFormat::Numbers(format) => format,
         SourceFormat::NegatedExp => Format::F32,
-        SourceFormat::Blocks(blocks) => Format::Codes(blocks.codes()),
+        SourceFormat::Blocks(blocks) | SourceFormat::ScaledBlocks(blocks, _) => Format::Codes(blocks.codes()),
         SourceFormat::Canonical(codes) => Format::Codes(codes),
     };
     let formats = sources.iter().map(packed).map(Some);
@@ -425,20 +425,17 @@ impl<'a> Specs<'a> {
 
     /// Gives the routed experts' and the shared expert's matrix, which one kernel reads, the same format of numbers, which
     /// represents both exactly. Beside experts of codes, the shared expert keeps its format; a shared expert of codes
-    /// beside experts of numbers is a problem.
+    /// beside experts of numbers is expanded to their format.
     fn match_numbers(&mut self, names: [String; 2]) {
         let found = names.each_ref().map(|name| self.specs.iter().position(|spec| spec.name == *name));
         let [Some(a), Some(b)] = found else { return };
         match [a, b].map(|at| self.specs[at].format) {
             [Format::Codes(_), _] => {}
             [x, y] if x == y => {}
-            [_, Format::Codes(_)] => {
-                let sources = [a, b].map(|at| self.specs[at].sources.first());
-                let sources = sources.into_iter().flatten();
-                let formats: Vec<String> =
-                    sources.map(|source| format!("{} {}", source.tensor, source.format)).collect();
-                let (weight, formats) = (names.join(" and "), formats.join(", "));
-                self.problems.push(CheckpointProblem::MixedFormats { weight, formats });
+            [numbers, Format::Codes(_)] => {
+                let shared = &mut self.specs[b];
+                shared.format = numbers;
+                shared.sources = expanded(std::mem::take(&mut shared.sources));
             }
             _ => [a, b].into_iter().for_each(|at| self.specs[at].format = Format::F32),
         }
@@ -509,6 +506,20 @@ impl<'a> Specs<'a> {
                     self.problems.push(CheckpointProblem::UnsupportedDtype { tensor, dtype });
                     continue;
                 }
+            };
+            let format = match (format, self.headers.factor(&tensor)) {
+                (SourceFormat::Blocks(blocks), Some(Ok(factor))) => {
+                    SourceFormat::ScaledBlocks(blocks, factor.to_bits())
+                }
+                (_, Some(Ok(_))) => {
+                    self.problems.push(CheckpointProblem::Stored { tensor, what: "numbers that have a factor" });
+                    continue;
+                }
+                (_, Some(Err(problem))) => {
+                    self.problems.push(problem);
+                    continue;
+                }
+                (format, _) => format,
             };
             if let Some(what) = self.headers.stored_specially(&tensor) {
                 self.problems.push(CheckpointProblem::Stored { tensor, what });

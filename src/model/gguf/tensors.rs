@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 use super::config::{Delta, GgufExperts, GgufModel};
 use super::container::{GgufTensor, TensorType};
 use super::split::{GgufFiles, TensorRef};
-use crate::quant::blocks::BlockType;
 
 /// The order in which rows of a Hugging Face tensor stand in the GGUF tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,7 +115,8 @@ pub struct Source {
     pub columns: ColumnOrder,
     /// The change of the values.
     pub change: StoredAs,
-    /// The tensor of factors that belongs to an NVFP4 tensor, one for all values or one for each expert.
+    /// The tensor of factors that belongs to the tensor, one for all values or one for each expert. Tensors of NVFP4
+    /// have one.
     pub scale: Option<TensorRef>,
     /// The expert whose rows these are, if the GGUF tensor holds those of all experts. It is also the index of its
     /// factor in [`Source::scale`], if there are several.
@@ -236,6 +236,14 @@ pub enum TensorProblem {
         layers: u64,
         /// The number of experts of a layer.
         experts: u64,
+    },
+    /// The factors of a quantised tensor are of another type than F32.
+    #[error("tensor {tensor} of factors is of type {kind}, must be F32")]
+    Factors {
+        /// The GGUF name.
+        tensor: String,
+        /// The name of its type.
+        kind: &'static str,
     },
     /// A vector has a quantised type.
     #[error("tensor {tensor} is a vector of type {kind}, must not be quantised")]
@@ -533,11 +541,21 @@ impl Builder<'_> {
             let (tensor, kind) = (stored.to_owned(), info.kind.name());
             return self.problem(TensorProblem::QuantisedVector { tensor, kind });
         }
-        let scale = (info.kind == TensorType::Blocks(BlockType::NVFP4)).then(|| {
-            let base = stored.strip_suffix(".weight").unwrap_or(stored);
-            self.parts.find(&format!("{base}.scale"))
-        });
-        Some((at, scale.flatten()))
+        let scale = stored.strip_suffix(".weight").and_then(|base| self.parts.find(&format!("{base}.scale")));
+        let Some(scale) = scale else { return Some((at, None)) };
+        // One factor, or one for each expert.
+        let factors = self.parts.at(scale);
+        let experts = dims.get(2).copied().unwrap_or(1);
+        let fits = [1, experts].iter().any(|count| trimmed(&factors.dims) == trimmed(&[*count]));
+        if !fits || factors.kind != TensorType::F32 {
+            let (tensor, found) = (factors.name.clone(), factors.dims.clone());
+            let problem = match fits {
+                true => TensorProblem::Factors { tensor, kind: factors.kind.name() },
+                false => TensorProblem::Shape { tensor, dims: found, expected: vec![experts] },
+            };
+            return self.problem(problem);
+        }
+        Some((at, Some(scale)))
     }
 
     fn problem<T>(&mut self, problem: TensorProblem) -> Option<T> {

@@ -9,7 +9,7 @@ use crate::device::{DeviceError, Point};
 use crate::memory::pack::{BadRow, Format, Layout, Packing, Rows, SourceFormat, pack, write_canonical};
 use crate::memory::plan::HumanBytes;
 use crate::memory::{Buffer, MemoryError, StagingRing, WeightFile};
-use crate::quant::safetensors::{CodeMatrix, Description, WeightError};
+use crate::quant::safetensors::{CodeMatrix, Description, Runs, WeightError, WeightPart};
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, Sender, bounded};
 use std::fmt;
@@ -601,7 +601,7 @@ impl Actor {
     fn work(&self, shared: &Shared<'_>) -> Result<WorkerReport, LoadError> {
         let (now, none) = (Moment::now(), Duration::ZERO);
         let mut spent = WorkerReport { begin: now, end: now, read: none, pack: none, staging_wait: none };
-        let mut buffers = Buffers { tile: vec![0; TILE], band: Vec::new(), whole: Vec::new() };
+        let mut buffers = Buffers { tile: vec![0; TILE], band: Vec::new(), parts: Vec::new() };
         loop {
             let stop = [shared.cancelled, &*self.closing].iter().any(|flag| flag.load(Ordering::Relaxed));
             if stop {
@@ -674,8 +674,8 @@ struct Buffers {
     tile: Vec<u8>,
     /// Source rows read from files that are not mapped, and rows of quantised weights and of transposed matrices.
     band: Vec<u8>,
-    /// The tensors of quantised weights, and columns of transposed matrices, in files that are not mapped.
-    whole: Vec<u8>,
+    /// Parts of quantised weights, and columns of transposed matrices, in files that are not mapped.
+    parts: Vec<u8>,
 }
 
 /// A source with the data that its rows are made of.
@@ -688,8 +688,15 @@ struct Opened<'a> {
 enum Data<'a> {
     /// The rows themselves, which are read band by band.
     Rows,
-    /// A quantised weight, and the row of it that is the source's row 0.
-    Matrix(Box<CodeMatrix<'a>>, u32),
+    /// A quantised weight, or a part of it.
+    Matrix {
+        /// The part.
+        matrix: Box<CodeMatrix<'a>>,
+        /// The weight's row that is the source's row 0.
+        first: u32,
+        /// The weight's row that is the part's row 0.
+        from: u32,
+    },
     /// Columns of a stored matrix.
     Columns(Columns<'a>),
 }
@@ -751,49 +758,89 @@ fn columns<'a>(
     Ok(Columns { bytes: room, stride: each as usize, first: rows.start })
 }
 
-/// Opens sources, of each of which some rows will be packed. What is needed of files that are not mapped is read into
-/// `room`, except for plain rows.
-fn open_all<'a>(
-    sources: &[(&'a TensorSource, Range<u32>)],
-    room: &'a mut Vec<u8>,
-    name: &str,
-) -> Result<Vec<Opened<'a>>, LoadError> {
-    let unmapped = |file: &WeightFile, bytes: u64| if file.is_mapped() { 0 } else { bytes as usize };
-    let total = |(source, rows): &(&TensorSource, Range<u32>)| match (&source.matrix, source.transposed) {
-        (Some(of), _) => of.tensors.iter().map(|(file, range)| unmapped(file, range.end - range.start)).sum(),
-        (None, Some(_)) => unmapped(&source.file, rows.len() as u64 * source.row_bytes()),
-        (None, None) => 0,
-    };
-    room.resize(sources.iter().map(total).sum(), 0);
-    let mut room = &mut room[..];
-    let mut opened = Vec::with_capacity(sources.len());
-    for one in sources {
-        let (mut into, rest) = std::mem::take(&mut room).split_at_mut(total(one));
-        room = rest;
-        let (source, rows) = one;
+/// Some rows of a source that are packed.
+struct Needed<'a> {
+    source: &'a TensorSource,
+    rows: Range<u32>,
+    /// The part of the quantised weight that has the rows, if it is read instead of mapped.
+    part: Option<WeightPart>,
+}
+
+impl<'a> Needed<'a> {
+    fn new(source: &'a TensorSource, rows: Range<u32>, name: &str) -> Result<Needed<'a>, LoadError> {
+        let part = match &source.matrix {
+            Some(of) if of.tensors.iter().any(|(file, _)| !file.is_mapped()) => {
+                let failed = |source| LoadError::Weight { name: name.to_owned(), source };
+                Some(of.description.part(of.first + rows.start..of.first + rows.end).map_err(failed)?)
+            }
+            _ => None,
+        };
+        Ok(Needed { source, rows, part })
+    }
+
+    /// The bytes that are read before the rows are packed.
+    fn bytes_read(&self) -> usize {
+        let bytes = match &self.part {
+            Some(part) => part.tensors.iter().map(Runs::total).sum(),
+            None if self.source.transposed.is_some() && !self.source.file.is_mapped() => {
+                self.rows.len() as u64 * self.source.row_bytes()
+            }
+            None => 0,
+        };
+        bytes as usize
+    }
+
+    /// Opens the source. What is needed of files that are not mapped is read into `room`, except for plain rows.
+    fn open(&'a self, room: &'a mut [u8], name: &str) -> Result<Opened<'a>, LoadError> {
+        let source = self.source;
         let data = match (&source.matrix, source.transposed) {
             (None, None) => Data::Rows,
-            (None, Some(width)) => Data::Columns(columns(source, width, rows, into, name)?),
+            (None, Some(width)) => Data::Columns(columns(source, width, &self.rows, room, name)?),
             (Some(of), _) => {
                 let mut slices = Vec::with_capacity(of.tensors.len());
-                for (file, range) in of.tensors.iter() {
-                    let bytes = unmapped(file, range.end - range.start);
-                    let (here, rest) = std::mem::take(&mut into).split_at_mut(bytes);
-                    into = rest;
-                    slices.push(file.bytes(range.clone(), here, name)?);
-                }
-                Data::Matrix(Box::new(open(of, source.format, &slices, name)?), of.first)
+                let (description, from) = match &self.part {
+                    None => {
+                        for (file, range) in of.tensors.iter() {
+                            slices.push(file.bytes(range.clone(), &mut [], name)?);
+                        }
+                        (&*of.description, 0)
+                    }
+                    Some(part) => {
+                        let mut room = room;
+                        for ((file, range), runs) in of.tensors.iter().zip(&part.tensors) {
+                            let (here, rest) = room.split_at_mut(runs.total() as usize);
+                            room = rest;
+                            read_runs(file, range.start, runs, here, name)?;
+                            slices.push(&*here);
+                        }
+                        (&part.description, part.first)
+                    }
+                };
+                let matrix = Box::new(open(of, description, source.format, &slices, name)?);
+                Data::Matrix { matrix, first: of.first, from }
             }
         };
-        opened.push(Opened { source, data });
+        Ok(Opened { source, data })
     }
-    Ok(opened)
+}
+
+/// Reads runs of a tensor's bytes, which begins at `start` in the file.
+fn read_runs(file: &WeightFile, start: u64, runs: &Runs, room: &mut [u8], name: &str) -> Result<(), LoadError> {
+    let begins = (0..runs.count).map(|index| start + runs.first + index * runs.stride);
+    for (line, begin) in room.chunks_exact_mut(runs.bytes.max(1) as usize).zip(begins) {
+        let part = begin..begin + runs.bytes;
+        match file.is_mapped() {
+            true => line.copy_from_slice(file.bytes(part, &mut [], name)?),
+            false => drop(file.bytes(part, line, name)?),
+        }
+    }
+    Ok(())
 }
 
 /// Announces the bytes of rows of a source that are read next.
 fn announce(opened: &Opened<'_>, rows: &Range<u32>) -> Result<(), LoadError> {
     let source = opened.source;
-    let (Data::Matrix(matrix, first), Some(of)) = (&opened.data, &source.matrix) else {
+    let (Data::Matrix { matrix, first, .. }, Some(of)) = (&opened.data, &source.matrix) else {
         source.file.unchanged()?;
         let part = match opened.data {
             // Columns of a file that is not mapped were read already.
@@ -803,12 +850,13 @@ fn announce(opened: &Opened<'_>, rows: &Range<u32>) -> Result<(), LoadError> {
         };
         return Ok(source.file.announce(&part)?);
     };
+    // All of a weight in files that are not mapped was read already.
+    let is_read = of.tensors.iter().any(|(file, _)| !file.is_mapped());
     for (index, (file, range)) in of.tensors.iter().enumerate() {
         file.unchanged()?;
         let part = (index == 0).then(|| matrix.bytes_of(first + rows.start..first + rows.end)).flatten();
         let part = part.map_or(range.clone(), |part| range.start + part.start..range.start + part.end);
-        // A file that is not mapped was read already.
-        if file.is_mapped() {
+        if !is_read {
             file.announce(&part)?;
         }
     }
@@ -869,12 +917,22 @@ fn fill(
     let rows = packed_rows(&tensor.packing, &part);
     // A tensor may consist of hundreds of experts; a part has rows of only a few of them.
     let needed = tensor.sources.iter().map(|source| (source, source_rows(source, &rows)));
-    let needed: Vec<(&TensorSource, Range<u32>)> = needed.filter(|(_, of)| !of.is_empty()).collect();
+    let needed = needed.filter(|(_, of)| !of.is_empty()).map(|(source, of)| Needed::new(source, of, &tensor.name));
+    let needed: Vec<Needed<'_>> = needed.collect::<Result<_, LoadError>>()?;
     let started = Instant::now();
-    let Buffers { tile, band: rows_read, whole } = buffers;
-    let opened = open_all(&needed, whole, &tensor.name)?;
-    for (one, (_, rows)) in opened.iter().zip(&needed) {
-        announce(one, rows)?;
+    let Buffers { tile, band: rows_read, parts } = buffers;
+    let total = needed.iter().map(Needed::bytes_read).sum();
+    if parts.len() < total {
+        parts.resize(total, 0);
+    }
+    let mut parts = &mut parts[..total];
+    let mut opened = Vec::with_capacity(needed.len());
+    for one in &needed {
+        let (room, rest) = parts.split_at_mut(one.bytes_read());
+        parts = rest;
+        let source = one.open(room, &tensor.name)?;
+        announce(&source, &one.rows)?;
+        opened.push(source);
     }
     let mut read = started.elapsed();
     let stride = tensor.packing.row_bytes() * u64::from(tensor.packing.rows_of_unit());
@@ -903,10 +961,11 @@ fn fill(
                     columns.write(source.format, &of, source.cols, into);
                     &*into
                 }
-                Data::Matrix(matrix, first) => {
+                Data::Matrix { matrix, first, from } => {
+                    let first = first + of.start - from;
                     let failed = |source| LoadError::Weight { name: tensor.name.clone(), source };
-                    let decoded = decode(matrix, source.format, first + of.start..first + of.end, into);
-                    decoded.map_err(|error| changed(source).unwrap_or_else(|| failed(error)))?;
+                    let decoded = decode(matrix, source.format, first..first + of.len() as u32, into);
+                    decoded.map_err(|error| changed(source).unwrap_or_else(|| failed(error.in_part_from(*from))))?;
                     &*into
                 }
             };
@@ -933,7 +992,7 @@ fn fill(
             let tile = &mut tile[..(tile_end - begin) as usize];
             let packed = pack(&tensor.packing, &sources, begin..tile_end, tile);
             packed.map_err(|source| {
-                let changed = needed.iter().find_map(|(source, _)| changed(source));
+                let changed = needed.iter().find_map(|one| changed(one.source));
                 changed.unwrap_or_else(|| LoadError::BadRow { name: tensor.name.clone(), source })
             })?;
             put(begin - part.start, tile);
@@ -950,13 +1009,14 @@ fn changed(source: &TensorSource) -> Option<LoadError> {
 
 /// Opens a quantised weight whose columns are in the order of the packed weight.
 fn open<'a>(
-    of: &'a MatrixRows,
+    of: &MatrixRows,
+    description: &'a Description,
     format: SourceFormat,
     bytes: &[&'a [u8]],
     name: &str,
 ) -> Result<CodeMatrix<'a>, LoadError> {
     let failed = |source| LoadError::Weight { name: name.to_owned(), source };
-    let matrix = of.description.open(bytes).map_err(failed)?;
+    let matrix = description.open(bytes).map_err(failed)?;
     match matrix.order() {
         None => Ok(matrix),
         Some(_) if of.ordered || format.codes().is_none() => Ok(matrix),

@@ -741,6 +741,132 @@ impl Description {
     }
 }
 
+// ---- Parts ----
+
+/// Runs of a tensor's bytes: `count` runs of `bytes` bytes, each `stride` bytes after the one before; the first begins at
+/// `first`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Runs {
+    /// The first byte.
+    pub first: u64,
+    /// The bytes of a run.
+    pub bytes: u64,
+    /// The distance between the beginnings of two runs.
+    pub stride: u64,
+    /// The number of runs.
+    pub count: u64,
+}
+
+impl Runs {
+    /// Adjacent bytes.
+    fn one(first: u64, bytes: u64) -> Runs {
+        Runs { first, bytes, stride: bytes, count: 1 }
+    }
+
+    /// The bytes of all runs.
+    pub fn total(&self) -> u64 {
+        self.bytes * self.count
+    }
+}
+
+/// Some rows of a quantised weight, as a weight of its own.
+#[derive(Clone, Debug, PartialEq)]
+pub struct WeightPart {
+    /// The part's description; its tensors are those of the weight, in the same order.
+    pub description: Description,
+    /// The bytes of each tensor that belong to the part.
+    pub tensors: Vec<Runs>,
+    /// The weight's row that is the part's row 0.
+    pub first: u32,
+}
+
+/// Returns the least common multiple of two numbers above zero.
+fn common_multiple(a: u64, b: u64) -> u64 {
+    let (mut x, mut y) = (a, b);
+    while y != 0 {
+        (x, y) = (y, x % y);
+    }
+    a / x * b
+}
+
+impl Description {
+    /// Returns the smallest part of the weight that has these rows and whose tensors are whole bytes and blocks of the
+    /// weight's tensors.
+    pub fn part(&self, rows: Range<u32>) -> Result<WeightPart, WeightError> {
+        let matrix = self.check()?;
+        let all = u64::from(matrix.rows);
+        let mut step = common_multiple(32, matrix.scales.rows as u64);
+        if let Zeros::Down { dense: false, .. } = matrix.zeros {
+            step = common_multiple(step, u64::from(32 / matrix.codes.bits));
+        }
+        let first = u64::from(rows.start) / step * step;
+        let end = u64::from(rows.end).next_multiple_of(step).min(all);
+        let (mut tensors, mut heads) = (Vec::new(), Vec::new());
+        for head in &self.tensors {
+            let (runs, shape) = self.part_of(&matrix, head, first..end);
+            tensors.push(runs);
+            heads.push(TensorHead { shape, ..head.clone() });
+        }
+        let storage = match self.storage {
+            Storage::PackedInts { bits, scale_shape, shape: [_, cols] } => {
+                Storage::PackedInts { bits, scale_shape, shape: [end - first, cols] }
+            }
+            other => other,
+        };
+        Ok(WeightPart { description: Description { storage, tensors: heads }, tensors, first: first as u32 })
+    }
+
+    /// Returns the bytes and the shape of the part of a tensor that `rows` of the weight need.
+    fn part_of(&self, matrix: &CodeMatrix<'_>, head: &TensorHead, rows: Range<u64>) -> (Runs, Vec<u64>) {
+        let (all, cols, bits) = (u64::from(matrix.rows), u64::from(matrix.cols), u64::from(matrix.codes.bits));
+        let size = head.dtype.bytes() as u64;
+        let whole = || {
+            let elements: u64 = head.shape.iter().product();
+            (Runs::one(0, elements * size), head.shape.clone())
+        };
+        // Lines of elements, each with `per` elements for a row or for several.
+        let lines = |lines: u64, of: Range<u64>, width: u64| {
+            let here = of.end - of.start;
+            let runs = Runs { first: of.start * size, bytes: here * size, stride: width * size, count: lines };
+            (runs, vec![lines, here])
+        };
+        let row_major = |of: Range<u64>, width: u64| {
+            let here = of.end - of.start;
+            (Runs::one(of.start * width * size, here * width * size), vec![here, width])
+        };
+        let words = |bits: u64| rows.start * bits / 32..(rows.end * bits).div_ceil(32);
+        let is_transposed = matches!(self.storage, Storage::Gptq { .. } | Storage::Awq { .. });
+        match head.role {
+            TensorRole::GroupIndex | TensorRole::Global => whole(),
+            TensorRole::Codes => match matrix.packing {
+                Packing::Bytes { .. } => row_major(rows, cols),
+                Packing::Nibbles => row_major(rows, cols / 2),
+                Packing::Along { words, .. } => row_major(rows, words as u64),
+                Packing::Down => lines(head.shape[0], rows, all),
+                Packing::Awq => lines(head.shape[0], rows.start / 8..rows.end / 8, all / 8),
+            },
+            TensorRole::Scale if is_transposed => lines(head.shape[0], rows, all),
+            TensorRole::Zero if is_transposed => lines(head.shape[0], words(bits), (all * bits).div_ceil(32)),
+            TensorRole::Zero if matches!(matrix.zeros, Zeros::Down { .. }) => {
+                let of = match matrix.zeros {
+                    Zeros::Down { dense: false, .. } => {
+                        let each = 32 / bits;
+                        rows.start / each..rows.end.div_ceil(each)
+                    }
+                    _ => words(bits),
+                };
+                row_major(of, matrix.scales.groups as u64)
+            }
+            // Scales, and zeros of their shape.
+            TensorRole::Scale | TensorRole::Zero if matrix.scales.row_stride == 0 => whole(),
+            TensorRole::Scale | TensorRole::Zero => {
+                let height = matrix.scales.rows as u64;
+                row_major(rows.start / height..rows.end.div_ceil(height), matrix.scales.row_stride as u64)
+            }
+        }
+    }
+}
+
 // ---- Rows ----
 
 /// Quantised weights of one matrix, of which any rows can be decoded.
@@ -1346,6 +1472,19 @@ pub enum WeightError {
         /// The code.
         code: u8,
     },
+}
+
+impl WeightError {
+    /// Returns the error of a part of a weight as one of the weight, of which `first` is the part's row 0.
+    pub fn in_part_from(mut self, first: u32) -> WeightError {
+        match &mut self {
+            WeightError::Scale { row, .. } | WeightError::Zero { row, .. } | WeightError::NotFinite { row, .. } => {
+                *row += first;
+            }
+            _ => {}
+        }
+        self
+    }
 }
 
 impl fmt::Display for WeightError {

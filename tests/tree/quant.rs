@@ -11,8 +11,8 @@ use ostinato::model::text::Text;
 use ostinato::quant::blocks::BlockType;
 use ostinato::quant::number::Number;
 use ostinato::quant::safetensors::{
-    Awq, CodeMatrix, Fp8, Gptq, GptqVersion, Int8, Mxfp4, Nvfp4, PackedInts, ScaleShape, Tensor, TensorDtype,
-    WeightError,
+    Awq, CodeMatrix, Description, Fp8, Gptq, GptqVersion, Int8, Mxfp4, Nvfp4, PackedInts, ScaleShape, Storage, Tensor,
+    TensorDtype, TensorHead, TensorRole, WeightError,
 };
 use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
@@ -161,6 +161,77 @@ impl<'a> Case<'a> {
     }
 }
 
+impl Case<'_> {
+    /// The description of the case's weight, and the bytes of its tensors.
+    fn description(&self) -> (Description, Vec<&[u8]>) {
+        let (bits, group) = (self.number("bits").unwrap_or(0), self.number("group"));
+        let size = |key: &str| self.json[key].as_u64().expect("a size");
+        let storage = match self.json["format"].as_str().expect("a format") {
+            "fp8" => Storage::Fp8 {
+                scale_shape: match (self.json["scale"].as_str(), &self.json["block"]) {
+                    (Some("tensor"), _) => ScaleShape::Tensor,
+                    (Some("block"), block) => {
+                        let side = |i: usize| block[i].as_u64().expect("a size") as u32;
+                        ScaleShape::Block { rows: side(0), cols: side(1) }
+                    }
+                    _ => self.group(),
+                },
+            },
+            "packed" => Storage::PackedInts { bits, scale_shape: self.group(), shape: [size("rows"), size("cols")] },
+            "int8" => Storage::Int8 { scale_shape: self.group() },
+            "nvfp4" => Storage::Nvfp4 { global_divides: self.json["divides"].as_bool().expect("a flag") },
+            "mxfp4" => Storage::Mxfp4,
+            "gptq" => Storage::Gptq {
+                bits,
+                group,
+                symmetric: self.json["symmetric"].as_bool().expect("a flag"),
+                version: if self.number("version") == Some(1) { GptqVersion::V1 } else { GptqVersion::V2 },
+            },
+            "awq" => Storage::Awq { group },
+            other => panic!("format {other}"),
+        };
+        let roles = [
+            (TensorRole::Codes, &["weight", "packed", "qweight"][..]),
+            (TensorRole::Scale, &["scale", "scales"]),
+            (TensorRole::Zero, &["zero_point", "qzeros"]),
+            (TensorRole::GroupIndex, &["g_idx"]),
+            (TensorRole::Global, &["global"]),
+        ];
+        let (mut tensors, mut bytes) = (Vec::new(), Vec::new());
+        for (role, names) in roles {
+            let Some((dtype, shape, data)) = names.iter().find_map(|name| self.tensors.get(*name)) else { continue };
+            tensors.push(TensorHead { role, name: self.name.to_owned(), dtype: *dtype, shape: shape.clone() });
+            bytes.push(*data);
+        }
+        (Description { storage, tensors }, bytes)
+    }
+
+    /// Parts of the weight, made of the bytes that they need, have the values that the whole one has.
+    fn compare_parts(&self, wanted: &[f32]) {
+        let (description, bytes) = self.description();
+        let (rows, cols) = (self.number("rows").expect("rows"), self.number("cols").expect("columns") as usize);
+        for (start, end) in [(0, 1), (0, rows), (rows - 1, rows), (rows / 3, rows / 2 + 1), (rows - 3, rows - 2)] {
+            let part = description.part(start..end).unwrap_or_else(|e| panic!("{}: {e}", self.name));
+            let held: Vec<Vec<u8>> = bytes
+                .iter()
+                .zip(&part.tensors)
+                .map(|(bytes, runs)| {
+                    let begins = (0..runs.count).map(|i| (runs.first + i * runs.stride) as usize);
+                    begins.flat_map(|begin| bytes[begin..begin + runs.bytes as usize].to_vec()).collect()
+                })
+                .collect();
+            let held: Vec<&[u8]> = held.iter().map(Vec::as_slice).collect();
+            let matrix = part.description.open(&held).unwrap_or_else(|e| panic!("{} {start}..{end}: {e}", self.name));
+            let (first, last) = (part.first, part.first + matrix.rows());
+            assert!(first <= start && end <= last && last <= rows, "{}: {first} to {last}", self.name);
+            let found = values(&matrix).unwrap_or_else(|e| panic!("{}: {e}", self.name));
+            let wanted = &wanted[first as usize * cols..last as usize * cols];
+            assert!(found.iter().zip(wanted).all(|(a, b)| a + 0.0 == *b), "{} {start}..{end}", self.name);
+            assert_eq!(found.len(), wanted.len());
+        }
+    }
+}
+
 /// The values of a matrix, with its columns in the checkpoint's order.
 fn values(matrix: &CodeMatrix<'_>) -> Result<Vec<f32>, WeightError> {
     let (cols, groups) = (matrix.cols() as usize, matrix.groups());
@@ -218,6 +289,7 @@ fn matrices_of_every_safetensors_format_have_the_values_of_other_software() {
         for (row, (values, digest)) in values.chunks_exact(size[1] as usize).zip(digests).enumerate() {
             assert_eq!(&Sha256::digest(bytes(values))[..8], digest, "{name}, row {row}: {values:?}");
         }
+        case.compare_parts(&values);
     }
     assert!(cases.len() > 30, "only {} cases", cases.len());
 }

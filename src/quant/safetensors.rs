@@ -820,6 +820,8 @@ impl Description {
     fn part_of(&self, matrix: &CodeMatrix<'_>, head: &TensorHead, rows: Range<u64>) -> (Runs, Vec<u64>) {
         let (all, cols, bits) = (u64::from(matrix.rows), u64::from(matrix.cols), u64::from(matrix.codes.bits));
         let size = head.dtype.bytes() as u64;
+        // A dimension of 1 may be missing.
+        let height = head.shape.first().copied().unwrap_or(1);
         let whole = || {
             let elements: u64 = head.shape.iter().product();
             (Runs::one(0, elements * size), head.shape.clone())
@@ -842,11 +844,11 @@ impl Description {
                 Packing::Bytes { .. } => row_major(rows, cols),
                 Packing::Nibbles => row_major(rows, cols / 2),
                 Packing::Along { words, .. } => row_major(rows, words as u64),
-                Packing::Down => lines(head.shape[0], rows, all),
-                Packing::Awq => lines(head.shape[0], rows.start / 8..rows.end / 8, all / 8),
+                Packing::Down => lines(height, rows, all),
+                Packing::Awq => lines(height, rows.start / 8..rows.end / 8, all / 8),
             },
-            TensorRole::Scale if is_transposed => lines(head.shape[0], rows, all),
-            TensorRole::Zero if is_transposed => lines(head.shape[0], words(bits), (all * bits).div_ceil(32)),
+            TensorRole::Scale if is_transposed => lines(height, rows, all),
+            TensorRole::Zero if is_transposed => lines(height, words(bits), (all * bits).div_ceil(32)),
             TensorRole::Zero if matches!(matrix.zeros, Zeros::Down { .. }) => {
                 let of = match matrix.zeros {
                     Zeros::Down { dense: false, .. } => {
@@ -860,8 +862,8 @@ impl Description {
             // Scales, and zeros of their shape.
             TensorRole::Scale | TensorRole::Zero if matrix.scales.row_stride == 0 => whole(),
             TensorRole::Scale | TensorRole::Zero => {
-                let height = matrix.scales.rows as u64;
-                row_major(rows.start / height..rows.end.div_ceil(height), matrix.scales.row_stride as u64)
+                let each = matrix.scales.rows as u64;
+                row_major(rows.start / each..rows.end.div_ceil(each), matrix.scales.row_stride as u64)
             }
         }
     }

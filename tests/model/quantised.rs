@@ -33,7 +33,7 @@ const OFF_BY_MINIMUMS: f64 = 1e-5;
 /// The mean divergence of codes that are expanded to f16.
 const EXPANDED_DIVERGENCE: f64 = 1e-6;
 /// The mean divergence of codes that are expanded to bfloat16.
-const EXPANDED_TO_BFLOATS: f64 = 1e-4;
+const EXPANDED_TO_BFLOATS: f64 = 1e-5;
 
 fn configured(vulkan: &Vulkan, path: &Path, quantize: Option<Quantize>, tune: &[&str]) -> Config {
     let mut model = Model::new("quantised", path, Some(vulkan.adapter(Driver::Lavapipe).selector()));

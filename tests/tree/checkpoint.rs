@@ -480,6 +480,34 @@ fn orders_of_columns_decide_how_weights_are_packed() {
 }
 
 #[test]
+fn factors_of_a_gguf_file_that_no_tensor_can_have_are_refused() {
+    let dir = TempDir::new().unwrap();
+    let path = dir.path().join("model.gguf");
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/quantised/gguf-nvfp4/model.gguf");
+    for (index, factor) in [(2, 0.0f32), (0, f32::NAN), (3, f32::INFINITY)] {
+        let mut bytes = fs::read(&fixture).unwrap();
+        let (model, _) = ostinato::model::gguf::open(&fixture).unwrap();
+        let tensor = "blk.1.ffn_up_exps.scale".to_owned();
+        let factors = model.parts.tensor(&tensor).unwrap();
+        assert_eq!(factors.dims, [4]);
+        bytes[factors.offset as usize + 4 * index..][..4].copy_from_slice(&factor.to_le_bytes());
+        fs::write(&path, bytes).unwrap();
+        let found: Vec<String> = problems(&path).iter().map(ToString::to_string).collect();
+        let problem = CheckpointProblem::Factor { tensor, index: index as u64, factor };
+        assert_eq!(found, [problem.to_string()]);
+    }
+    // Two factors for four experts.
+    let bytes = fs::read(&fixture).unwrap();
+    let name = b"blk.0.ffn_up_exps.scale\x01\0\0\0\x04";
+    let at = bytes.windows(name.len()).position(|window| window == name).expect("the header has it");
+    let mut changed = bytes.clone();
+    changed[at + name.len() - 1] = 2;
+    fs::write(&path, changed).unwrap();
+    let found: Vec<String> = problems(&path).iter().map(ToString::to_string).collect();
+    assert_eq!(found, ["tensor blk.0.ffn_up_exps.scale has the dimensions [2], must have [4]"]);
+}
+
+#[test]
 fn mxfp4_experts_of_other_dimensions_are_refused() {
     let dir = TempDir::new().unwrap();
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/quantised/gpt-oss-mxfp4");

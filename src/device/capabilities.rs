@@ -98,6 +98,11 @@ pub struct Capabilities {
     pub cooperative_matrix2: bool,
     /// `VK_KHR_shader_bfloat16`: the type itself and, if the adapter has cooperative matrices, its use in them.
     pub bfloat16: bool,
+    /// Subnormal 16-bit floats are kept if a shader asks for it.
+    pub denorm_preserve_16: bool,
+    /// `VK_KHR_pipeline_executable_properties`: the driver tells what its compiler made of a pipeline. Enabled only by
+    /// [`crate::device::Device::open_with_statistics`].
+    pub pipeline_statistics: bool,
     /// `VK_EXT_memory_budget`.
     pub memory_budget: bool,
     /// Timestamps that can be calibrated against the host's `CLOCK_MONOTONIC`.
@@ -117,7 +122,8 @@ pub struct Capabilities {
 }
 
 impl Capabilities {
-    /// Returns the names of the optional features that the adapter supports; all of them are enabled.
+    /// Returns the names of the optional features that the adapter supports. All of them are enabled when
+    /// it is opened, except for statistics of pipelines.
     pub fn optional(&self) -> Vec<&'static str> {
         [
             (self.storage_16, "storage_16bit"),
@@ -136,6 +142,8 @@ impl Capabilities {
             (self.cooperative_matrix, "cooperative_matrix"),
             (self.cooperative_matrix2, "cooperative_matrix2"),
             (self.bfloat16, "bfloat16"),
+            (self.denorm_preserve_16, "denorm_preserve_16"),
+            (self.pipeline_statistics, "pipeline_statistics"),
             (self.memory_budget, "memory_budget"),
             (self.calibrated_timestamps, "calibrated_timestamps"),
             (self.timestamp_bits > 0, "timestamps"),

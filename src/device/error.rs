@@ -124,6 +124,16 @@ pub enum DeviceError {
         /// The device's limit.
         limit: u64,
     },
+    /// A kernel uses what the device does not offer.
+    #[error("kernel \"{kernel}\" needs {needs}, which device \"{device}\" does not offer")]
+    Kernel {
+        /// The kernel's name.
+        kernel: String,
+        /// The SPIR-V capabilities that the device lacks.
+        needs: String,
+        /// The adapter's name.
+        device: String,
+    },
     /// The device does not support the operation.
     #[error("device \"{device}\" has no {what}")]
     Unsupported {
@@ -167,6 +177,7 @@ impl DeviceError {
                 | DeviceError::MustChoose { .. }
                 | DeviceError::CpuByIndex { .. }
                 | DeviceError::Refused { .. }
+                | DeviceError::Kernel { .. }
         )
     }
 

@@ -89,6 +89,7 @@ pub(super) struct FeatureSet {
     cooperative: vk::PhysicalDeviceCooperativeMatrixFeaturesKHR<'static>,
     cooperative2: CooperativeMatrix2Features,
     bfloat16: Bfloat16Features,
+    executables: vk::PhysicalDevicePipelineExecutablePropertiesFeaturesKHR<'static>,
 }
 
 impl FeatureSet {
@@ -103,6 +104,7 @@ impl FeatureSet {
         let cooperative = self.has(ash::khr::cooperative_matrix::NAME);
         let cooperative2 = self.has(COOPERATIVE_MATRIX_2);
         let bfloat16 = self.has(BFLOAT16);
+        let executables = self.has(ash::khr::pipeline_executable_properties::NAME);
         let mut root = vk::PhysicalDeviceFeatures2::default().features(self.core);
         root = root.push_next(&mut self.v11).push_next(&mut self.v12).push_next(&mut self.v13);
         if cooperative {
@@ -114,6 +116,9 @@ impl FeatureSet {
         if bfloat16 {
             root = root.push_next(&mut self.bfloat16);
         }
+        if executables {
+            root = root.push_next(&mut self.executables);
+        }
         let out = use_chain(&mut root);
         self.core = root.features;
         self.v11.p_next = std::ptr::null_mut();
@@ -122,6 +127,7 @@ impl FeatureSet {
         self.cooperative.p_next = std::ptr::null_mut();
         self.cooperative2.p_next = std::ptr::null_mut();
         self.bfloat16.p_next = std::ptr::null_mut();
+        self.executables.p_next = std::ptr::null_mut();
         out
     }
 
@@ -162,6 +168,20 @@ impl FeatureSet {
             && (!self.cooperative_matrix() || self.bfloat16.cooperative_matrix == vk::TRUE)
     }
 
+    /// Whether the set has `VK_KHR_pipeline_executable_properties` and its feature.
+    pub(super) fn pipeline_statistics(&self) -> bool {
+        self.has(ash::khr::pipeline_executable_properties::NAME)
+            && self.executables.pipeline_executable_info == vk::TRUE
+    }
+
+    /// Adds what statistics of pipelines need, if `there`, the driver's features, have it.
+    pub(super) fn enable_pipeline_statistics(&mut self, there: &FeatureSet) {
+        if there.pipeline_statistics() {
+            self.extensions.insert(ash::khr::pipeline_executable_properties::NAME.to_owned());
+            self.executables.pipeline_executable_info = vk::TRUE;
+        }
+    }
+
     /// Returns the extension for calibrated timestamps; the ratified (KHR) name is preferred.
     pub(super) fn calibrated_timestamps(&self) -> Option<&'static CStr> {
         [ash::khr::calibrated_timestamps::NAME, ash::ext::calibrated_timestamps::NAME]
@@ -181,6 +201,8 @@ impl FeatureSet {
         extension(ash::khr::cooperative_matrix::NAME, self.cooperative_matrix());
         extension(COOPERATIVE_MATRIX_2, self.cooperative_matrix2());
         extension(BFLOAT16, self.bfloat16());
+        // A driver that lists it implements Vulkan on another interface, and requires that it is enabled.
+        extension(ash::khr::portability_subset::NAME, self.has(ash::khr::portability_subset::NAME));
         extension(ash::ext::memory_budget::NAME, self.has(ash::ext::memory_budget::NAME));
         if let Some(name) = self.calibrated_timestamps() {
             extension(name, true);
@@ -241,6 +263,26 @@ mod tests {
         let on = baseline();
         assert!(on.extensions.is_empty());
         assert_eq!((on.core.shader_int64, on.v12.shader_float16, on.v13.subgroup_size_control), (0, 0, 0));
+    }
+
+    #[test]
+    fn a_portability_driver_gets_the_extension_that_it_requires() {
+        let mut there = FeatureSet::default();
+        there.extensions.insert(ash::khr::portability_subset::NAME.to_owned());
+        assert!(there.enabled().has(ash::khr::portability_subset::NAME));
+    }
+
+    #[test]
+    fn statistics_of_pipelines_are_enabled_only_where_the_driver_has_them() {
+        let mut there = FeatureSet::default();
+        let mut on = there.enabled();
+        on.enable_pipeline_statistics(&there);
+        assert!(!on.pipeline_statistics());
+        there.extensions.insert(ash::khr::pipeline_executable_properties::NAME.to_owned());
+        there.executables.pipeline_executable_info = vk::TRUE;
+        assert!(!there.enabled().pipeline_statistics());
+        on.enable_pipeline_statistics(&there);
+        assert!(on.pipeline_statistics());
     }
 
     #[test]

@@ -46,12 +46,22 @@ impl std::fmt::Debug for Device {
 impl Device {
     /// Opens an adapter and enables every optional feature that the program knows and the adapter supports.
     pub fn open(instance: &Instance, adapter: &Adapter) -> Result<Arc<Device>, DeviceError> {
+        Device::with(instance, adapter, false)
+    }
+
+    /// Like [`Device::open`]; pipelines of this device report what the driver's compiler made of them, if the driver
+    /// tells ([`crate::device::Pipeline::executables`]). Building them may take longer.
+    pub fn open_with_statistics(instance: &Instance, adapter: &Adapter) -> Result<Arc<Device>, DeviceError> {
+        Device::with(instance, adapter, true)
+    }
+
+    fn with(instance: &Instance, adapter: &Adapter, statistics: bool) -> Result<Arc<Device>, DeviceError> {
         let refused = |reason: &str| DeviceError::Refused { name: adapter.name.clone(), reason: reason.to_owned() };
         if let Some(reason) = &adapter.refused {
             return Err(refused(reason));
         }
         let choice = families::choose(&adapter.queue_families).ok_or_else(|| refused("it has no compute queue"))?;
-        let logical = Arc::new(Logical::create(instance, adapter, choice)?);
+        let logical = Arc::new(Logical::create(instance, adapter, choice, statistics)?);
         let compute = timeline(&logical, Role::Compute)?;
         let transfer = timeline(&logical, Role::Transfer).inspect_err(|_| {
             // SAFETY: the semaphore was created above and never used.

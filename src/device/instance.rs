@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 const VALIDATION_LAYER: &CStr = c"VK_LAYER_KHRONOS_validation";
 const LAYER_SETTINGS: &CStr = c"VK_EXT_layer_settings";
+const PORTABILITY: &CStr = ash::khr::portability_enumeration::NAME;
 /// The maximum number of validation messages that are kept. Later ones are dropped, so that a message in a loop cannot
 /// fill the memory.
 const MAX_MESSAGES: usize = 1000;
@@ -176,6 +177,14 @@ fn create(entry: &ash::Entry, validate: bool) -> Result<(ash::Instance, Option<B
             extensions.push(ext::validation_features::NAME.as_ptr());
         }
     }
+    // Drivers that implement Vulkan on another interface, such as MoltenVK, are listed only on request.
+    // SAFETY: a global function of the loader.
+    let of_loader = unsafe { entry.enumerate_instance_extension_properties(None) };
+    let of_loader = of_loader.map_err(|e| failed("vkEnumerateInstanceExtensionProperties", e))?;
+    let portability = of_loader.iter().any(|e| e.extension_name_as_c_str() == Ok(PORTABILITY));
+    if portability {
+        extensions.push(PORTABILITY.as_ptr());
+    }
     let on = vk::TRUE.to_ne_bytes();
     // The check across submissions has one of the last two names, depending on the version of the layer.
     let names = [c"validate_sync", c"syncval_submit_time_validation", c"syncval_full_validation"];
@@ -198,6 +207,9 @@ fn create(entry: &ash::Entry, validate: bool) -> Result<(ash::Instance, Option<B
         .application_info(&app)
         .enabled_layer_names(&layers)
         .enabled_extension_names(&extensions);
+    if portability {
+        info = info.flags(vk::InstanceCreateFlags::ENUMERATE_PORTABILITY_KHR);
+    }
     if let Some(messenger) = &mut messenger {
         info = info.push_next(messenger);
         info =

@@ -19,6 +19,8 @@ pub(super) struct Logical {
     pub(super) choice: Choice,
     /// `vkGetCalibratedTimestamps`, from the KHR or the EXT extension.
     pub(super) calibrated: Option<vk::PFN_vkGetCalibratedTimestampsKHR>,
+    /// The functions that report what the compiler made of a pipeline, if this was asked for.
+    pub(super) executables: Option<khr::pipeline_executable_properties::Device>,
     names: Option<ext::debug_utils::Device>,
     /// The call that reported the loss of the device; set once.
     lost: OnceLock<String>,
@@ -27,9 +29,18 @@ pub(super) struct Logical {
 }
 
 impl Logical {
-    pub(super) fn create(instance: &Instance, adapter: &Adapter, choice: Choice) -> Result<Logical, DeviceError> {
+    /// Creates the device; with `statistics`, pipelines report what the driver's compiler made of them.
+    pub(super) fn create(
+        instance: &Instance,
+        adapter: &Adapter,
+        choice: Choice,
+        statistics: bool,
+    ) -> Result<Logical, DeviceError> {
         let there = probe::features(instance.raw(), adapter.physical);
         let mut on = there.enabled();
+        if statistics {
+            on.enable_pipeline_statistics(&there);
+        }
         let extensions: Vec<CString> = on.extensions.iter().cloned().collect();
         let names: Vec<*const c_char> = extensions.iter().map(|e| e.as_ptr()).collect();
         // The length of the priorities is the number of queues: 2 if the transfer queue is the second queue of the
@@ -61,11 +72,14 @@ impl Logical {
             _ => None,
         };
         let names = instance.validates().then(|| ext::debug_utils::Device::new(instance.raw(), &raw));
+        let executables =
+            on.pipeline_statistics().then(|| khr::pipeline_executable_properties::Device::new(instance.raw(), &raw));
         Ok(Logical {
             raw,
             adapter: adapter.clone(),
             choice,
             calibrated,
+            executables,
             names,
             lost: OnceLock::new(),
             instance: instance.clone(),

@@ -4,6 +4,7 @@ use crate::device::cache::PipelineCache;
 use crate::device::error::DeviceError;
 use crate::device::handle::Device;
 use crate::device::logical::Logical;
+use crate::device::module::Module;
 use ash::vk;
 use std::sync::Arc;
 
@@ -37,6 +38,45 @@ struct Inner {
     logical: Arc<Logical>,
 }
 
+/// A program that the driver's compiler made of a pipeline.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Executable {
+    /// The driver's name for it.
+    pub name: String,
+    /// Its subgroup size; 0 if the driver does not tell.
+    pub subgroup_size: u32,
+    /// What the driver tells about it, in the driver's order.
+    pub statistics: Vec<Statistic>,
+}
+
+/// A number that a driver tells about a program. Names and units are the driver's own.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Statistic {
+    /// The driver's name for it.
+    pub name: String,
+    /// The value; a truth value is 0 or 1.
+    pub value: f64,
+}
+
+impl Statistic {
+    fn of(raw: &vk::PipelineExecutableStatisticKHR<'_>) -> Statistic {
+        // SAFETY: the driver wrote the member of the union that `format` names.
+        let value = unsafe {
+            match raw.format {
+                vk::PipelineExecutableStatisticFormatKHR::BOOL32 => f64::from(raw.value.b32),
+                vk::PipelineExecutableStatisticFormatKHR::INT64 => raw.value.i64 as f64,
+                vk::PipelineExecutableStatisticFormatKHR::UINT64 => raw.value.u64 as f64,
+                _ => raw.value.f64,
+            }
+        };
+        Statistic { name: text(raw.name_as_c_str()), value }
+    }
+}
+
+fn text(name: Result<&std::ffi::CStr, std::ffi::FromBytesUntilNulError>) -> String {
+    name.map_or_else(|_| "?".to_owned(), |name| name.to_string_lossy().into_owned())
+}
+
 impl std::fmt::Debug for Pipeline {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Pipeline").field("name", &self.0.name).field("push_bytes", &self.0.push_bytes).finish()
@@ -47,7 +87,8 @@ impl Pipeline {
     /// Creates a pipeline. Several threads may create pipelines with one cache at the same time.
     ///
     /// # Errors
-    /// `Limit` if there are too many push constants, or if the device does not support the required subgroup size.
+    /// `Limit` if there are too many push constants, the device does not support the required subgroup size, or a
+    /// workgroup is too large or has too much shared memory; `Kernel` if the device lacks a capability of the module.
     pub fn new(device: &Device, cache: &PipelineCache, desc: &PipelineDesc<'_>) -> Result<Pipeline, DeviceError> {
         let logical = device.logical();
         let capabilities = &device.adapter().capabilities;
@@ -72,6 +113,23 @@ impl Pipeline {
             } else if size != capabilities.subgroup_size {
                 return Err(limit("subgroup", size, "invocations", capabilities.subgroup_size));
             }
+        }
+
+        let module = Module::read(desc.spirv, desc.constants);
+        let lacks = module.lacks(capabilities);
+        if !lacks.is_empty() {
+            let (kernel, device) = (desc.name.to_owned(), device.adapter().name.clone());
+            return Err(DeviceError::Kernel { kernel, needs: lacks.join(", "), device });
+        }
+        let dimensions = module.group.iter().zip(capabilities.max_workgroup_size);
+        if let Some((size, most)) = dimensions.map(|(size, most)| (*size, most)).find(|(size, most)| size > most) {
+            return Err(limit("a dimension of a workgroup", size, "invocations", most));
+        }
+        if module.invocations() > capabilities.max_invocations {
+            return Err(limit("a workgroup", module.invocations(), "invocations", capabilities.max_invocations));
+        }
+        if let Some(bytes) = module.shared_bytes.filter(|bytes| *bytes > capabilities.max_shared_bytes) {
+            return Err(limit("shared memory", bytes, "bytes", capabilities.max_shared_bytes));
         }
 
         // SAFETY: the words are SPIR-V that the build compiled for Vulkan 1.3; the caller passes no other in `desc`.
@@ -107,6 +165,32 @@ impl Pipeline {
     /// The size of the push constants in bytes.
     pub fn push_bytes(&self) -> u32 {
         self.0.push_bytes
+    }
+
+    /// Returns what the driver's compiler made of the pipeline, one entry for each program: some drivers compile one
+    /// for each subgroup size. Empty unless the device was opened with statistics and its driver tells.
+    pub fn executables(&self) -> Result<Vec<Executable>, DeviceError> {
+        let logical = &self.0.logical;
+        let Some(functions) = &logical.executables else {
+            return Ok(Vec::new());
+        };
+        let info = vk::PipelineInfoKHR::default().pipeline(self.0.raw);
+        // SAFETY: the pipeline is alive, and its device has the extension and its feature enabled.
+        let programs = unsafe { functions.get_pipeline_executable_properties(&info) };
+        let programs = logical.check("vkGetPipelineExecutablePropertiesKHR", programs)?;
+        let mut executables = Vec::new();
+        for (index, program) in (0u32..).zip(&programs) {
+            let info = vk::PipelineExecutableInfoKHR::default().pipeline(self.0.raw).executable_index(index);
+            // SAFETY: as above; the pipeline was created with CAPTURE_STATISTICS, and it has this program.
+            let statistics = unsafe { functions.get_pipeline_executable_statistics(&info) };
+            let statistics = logical.check("vkGetPipelineExecutableStatisticsKHR", statistics)?;
+            executables.push(Executable {
+                name: text(program.name_as_c_str()),
+                subgroup_size: program.subgroup_size,
+                statistics: statistics.iter().map(Statistic::of).collect(),
+            });
+        }
+        Ok(executables)
     }
 
     pub(super) fn raw(&self) -> vk::Pipeline {
@@ -166,7 +250,11 @@ fn raw_pipeline(
     if let Some(required) = &mut required {
         stage = stage.push_next(required);
     }
-    let info = [vk::ComputePipelineCreateInfo::default().stage(stage).layout(layout)];
+    let mut info = vk::ComputePipelineCreateInfo::default().stage(stage).layout(layout);
+    if logical.executables.is_some() {
+        info = info.flags(vk::PipelineCreateFlags::CAPTURE_STATISTICS_KHR);
+    }
+    let info = [info];
     // SAFETY: module and layout live during the call, and Vulkan synchronises access to the cache internally. A
     // subgroup size and full subgroups are required only if the device supports the features.
     let result = unsafe { logical.raw.create_compute_pipelines(cache.raw(), &info, None) };

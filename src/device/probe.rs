@@ -5,6 +5,7 @@ use crate::device::capabilities::{Capabilities, Component, MatrixShape};
 use crate::device::error::DeviceError;
 use crate::device::families;
 use crate::device::features::{FeatureSet, SM_BUILTINS};
+use crate::device::module::{self, NEEDED_INVOCATIONS, NEEDED_SHARED_BYTES};
 use ash::{ext, khr, vk};
 use std::ffi::CStr;
 
@@ -88,12 +89,13 @@ fn adapter(entry: &ash::Entry, instance: &ash::Instance, index: usize, physical:
 
 fn lacks(adapter: &Adapter, features: &FeatureSet) -> Vec<&'static str> {
     let mut missing = features.missing();
-    let operations = adapter.capabilities.subgroup_operations;
-    if !operations.contains(vk::SubgroupFeatureFlags::BASIC) {
-        missing.push("basic subgroup operations in compute shaders");
+    let capabilities = &adapter.capabilities;
+    missing.extend(module::lacking(capabilities));
+    if capabilities.max_invocations.min(capabilities.max_workgroup_size[0]) < NEEDED_INVOCATIONS {
+        missing.push("workgroups of 256 invocations");
     }
-    if !operations.contains(vk::SubgroupFeatureFlags::ARITHMETIC) {
-        missing.push("subgroup arithmetic in compute shaders");
+    if capabilities.max_shared_bytes < NEEDED_SHARED_BYTES {
+        missing.push("16 KiB of shared memory");
     }
     if families::choose(&adapter.queue_families).is_none() {
         missing.push("compute queue");
@@ -174,6 +176,8 @@ fn describe(
         matrix_shapes: if features.cooperative_matrix() { shapes(entry, instance, physical) } else { Vec::new() },
         cooperative_matrix2: features.cooperative_matrix2(),
         bfloat16: features.bfloat16(),
+        denorm_preserve_16: on(v12.shader_denorm_preserve_float16),
+        pipeline_statistics: features.pipeline_statistics(),
         memory_budget: features.has(ext::memory_budget::NAME),
         calibrated_timestamps: timestamp_bits > 0 && calibrates(entry, instance, physical, features),
         host_query_reset: on(features.v12.host_query_reset),

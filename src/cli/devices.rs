@@ -23,7 +23,8 @@ pub(crate) fn run(json: bool) -> Result<(), anyhow::Error> {
     Ok(())
 }
 
-fn row(adapter: &Adapter) -> Value {
+/// Returns an adapter as an object.
+pub(super) fn row(adapter: &Adapter) -> Value {
     let (major, minor, patch) = adapter.api;
     let c = &adapter.capabilities;
     json!({
@@ -59,6 +60,7 @@ fn row(adapter: &Adapter) -> Value {
         "max_invocations": c.max_invocations,
         "max_push_bytes": c.max_push_bytes,
         "max_allocation_bytes": c.max_allocation_bytes,
+        "max_buffer_bytes": c.max_buffer_bytes,
         "multiprocessors": c.sm_count,
     })
 }

@@ -4,6 +4,7 @@ mod arrivals;
 mod bench;
 mod beside;
 mod chat;
+mod check_device;
 mod connect;
 mod devices;
 mod generate;
@@ -61,6 +62,9 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Report what a device gets and lacks, build every pipeline of a model on it, and run the tests at start: for bug
+    /// reports. The exit status is 1 if something fails.
+    CheckDevice(check_device::CheckDevice),
     /// Serve models over gRPC.
     Serve(Box<serve::Serve>),
     /// Talk to a model in the terminal, in this process or on a server.
@@ -160,6 +164,11 @@ pub fn main() -> ExitCode {
     }
     let result = match command {
         Command::Devices { json } => devices::run(json),
+        Command::CheckDevice(args) => match check_device::run(&args) {
+            Ok(true) => Ok(()),
+            Ok(false) => return ExitCode::from(1),
+            Err(error) => Err(error),
+        },
         Command::Serve(args) => serve::run(&args),
         Command::Chat(args) => chat::run(&args),
         Command::Pull(args) => hub::run(&args),
@@ -272,6 +281,8 @@ mod tests {
     fn the_documented_arguments_are_read() {
         for line in [
             "devices --json",
+            "check-device",
+            "check-device --device cpu --model dir --compile-only --tune fragments=0,tags=0 --validation --json",
             "serve --config f.toml --model a=/b@0 --model c=/d --listen 127.0.0.1:1 --insecure",
             "generate --model dir --device cpu --prompt text --max-tokens 5 --temperature 0.7 \
              --top-k 5 --top-p 0.9 --min-p 0.1 --seed 7 --stop a --stop b --logprobs 3 \
@@ -314,6 +325,7 @@ mod tests {
     #[test]
     fn arguments_that_contradict_each_other_are_refused() {
         for line in [
+            "check-device demo",
             "generate",
             "generate --prompt a --chat b",
             "generate --tokens 1,x",

@@ -49,22 +49,21 @@ const fn known(number: u32, name: &'static str, offered: fn(&Capabilities) -> bo
 }
 
 /// The capabilities that every path through the kernels needs, whatever the device has besides. A device without one of
-/// them is refused before a model is loaded (`probe::lacks`).
-pub const NEEDED: [(&str, &str); 7] = [
+/// them is refused before a model is loaded (`probe::lacks`); what single variants need beside them, such as shuffles
+/// and votes, is asked for when their pipelines are built. A test compares this list with the shaders (`gpu::check`).
+pub const NEEDED: [(&str, &str); 5] = [
     ("Shader", "compute shaders"),
     ("VulkanMemoryModel", "vulkanMemoryModel"),
     ("PhysicalStorageBufferAddresses", "bufferDeviceAddress"),
     ("GroupNonUniform", "basic subgroup operations in compute shaders"),
     ("GroupNonUniformArithmetic", "subgroup arithmetic in compute shaders"),
-    ("GroupNonUniformShuffle", "subgroup shuffles in compute shaders"),
-    ("GroupNonUniformVote", "subgroup votes in compute shaders"),
 ];
 
 /// The number of invocations of a workgroup that every path through the kernels needs; Vulkan promises 128.
 pub const NEEDED_INVOCATIONS: u32 = 256;
 
-/// The shared memory of a workgroup, in bytes, that every path through the kernels needs: what Vulkan promises.
-pub const NEEDED_SHARED_BYTES: u32 = 16 << 10;
+/// The shared memory of a workgroup, in bytes, that every path through the kernels needs; Vulkan promises half of it.
+pub const NEEDED_SHARED_BYTES: u32 = 32 << 10;
 
 /// Returns what a device lacks of [`NEEDED`], in words.
 pub(super) fn lacking(capabilities: &Capabilities) -> Vec<&'static str> {
@@ -355,11 +354,7 @@ mod tests {
         assert_eq!(read.lacks(&capabilities), ["9999"]);
         assert_eq!(
             lacking(&capabilities),
-            [
-                "basic subgroup operations in compute shaders",
-                "subgroup arithmetic in compute shaders",
-                "subgroup votes in compute shaders"
-            ]
+            ["basic subgroup operations in compute shaders", "subgroup arithmetic in compute shaders"]
         );
     }
 

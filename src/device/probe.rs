@@ -95,7 +95,7 @@ fn lacks(adapter: &Adapter, features: &FeatureSet) -> Vec<&'static str> {
         missing.push("workgroups of 256 invocations");
     }
     if capabilities.max_shared_bytes < NEEDED_SHARED_BYTES {
-        missing.push("16 KiB of shared memory");
+        missing.push("32 KiB of shared memory");
     }
     if families::choose(&adapter.queue_families).is_none() {
         missing.push("compute queue");

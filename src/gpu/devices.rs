@@ -64,11 +64,21 @@ impl OpenDevice {
         gpu_time: GpuTime,
     ) -> Result<OpenDevice, StartError> {
         let device = Device::open(instance, adapter)?;
+        OpenDevice::of(device, gpu_time, staging(adapter), |device, arena| probe(device, arena, cache))
+    }
+
+    /// Makes an open device of `device`, with a staging ring of some slots of some bytes. `matrices` says how the device
+    /// multiplies matrix blocks.
+    pub(crate) fn of(
+        device: Arc<Device>,
+        gpu_time: GpuTime,
+        (slots, bytes): (usize, usize),
+        matrices: impl FnOnce(&Arc<Device>, &Arena) -> Result<Option<Matrices>, StartError>,
+    ) -> Result<OpenDevice, StartError> {
         let arena = Arena::new(&device)?;
-        let (slots, bytes) = staging(adapter);
         let ring = StagingRing::new(&arena, slots, bytes)?;
         let transfer = Arc::new(Transfer::spawn(&arena)?);
-        let matrices = probe(&device, &arena, cache)?;
+        let matrices = matrices(&device, &arena)?;
         Ok(OpenDevice {
             matrices,
             building: Mutex::default(),

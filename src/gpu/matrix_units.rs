@@ -2,7 +2,7 @@
 //! stores the elements where the kernels expect them.
 //! Not here: the choice of kernels (`model::decoder`).
 
-use crate::device::{Component, Device, MatrixShape};
+use crate::device::{Capabilities, Component, Device, MatrixShape};
 use crate::gpu::error::StartError;
 use crate::gpu::timing::time_regions;
 use crate::kernels::gemm::fragment_layout::{self, FOUND};
@@ -14,19 +14,34 @@ use crate::memory::{Arena, BufferTable, Place};
 use std::path::Path;
 use std::sync::Arc;
 
+/// Returns what a device does not promise of what the kernels for matrix units need; empty if it promises all of it.
+pub(crate) fn unpromised(capabilities: &Capabilities) -> Vec<&'static str> {
+    let shape = |input| {
+        let shape = MatrixShape { m: 16, n: 16, k: 16, input, accumulator: Component::F32 };
+        capabilities.matrix_shapes.contains(&shape)
+    };
+    // Without matrices there are no shapes to speak of.
+    let none = !capabilities.cooperative_matrix;
+    let subgroups_of_32 = (capabilities.subgroup_min..=capabilities.subgroup_max).contains(&32);
+    [
+        (capabilities.cooperative_matrix, "cooperative matrices"),
+        (none || shape(Component::Bf16), "matrices of 16x16x16 in bf16 with sums in f32"),
+        (none || shape(Component::F16), "matrices of 16x16x16 in f16 with sums in f32"),
+        (capabilities.bfloat16, "bf16 in shaders"),
+        (capabilities.float16, "arithmetic in f16"),
+        (capabilities.int16, "arithmetic on 16-bit integers"),
+        (capabilities.full_subgroups, "full subgroups"),
+        (subgroups_of_32, "subgroups of 32"),
+    ]
+    .into_iter()
+    .filter_map(|(there, what)| (!there).then_some(what))
+    .collect()
+}
+
 /// Tests the layout of cooperative matrices, if the device's capabilities offer the required ones. Returns `None` if
 /// the kernels cannot use them; then the weights are stored row-major.
 pub(crate) fn probe(device: &Arc<Device>, arena: &Arena, cache: Option<&Path>) -> Result<Option<Matrices>, StartError> {
-    let capabilities = &device.adapter().capabilities;
-    let shape = |input| MatrixShape { m: 16, n: 16, k: 16, input, accumulator: Component::F32 };
-    let promised = capabilities.cooperative_matrix
-        && capabilities.bfloat16
-        && capabilities.float16
-        && capabilities.int16
-        && capabilities.full_subgroups
-        && (capabilities.subgroup_min..=capabilities.subgroup_max).contains(&32)
-        && [Component::Bf16, Component::F16].iter().all(|input| capabilities.matrix_shapes.contains(&shape(*input)));
-    if !promised {
+    if !unpromised(&device.adapter().capabilities).is_empty() {
         return Ok(None);
     }
     let mut recording = Recording::new("fragment_layout");

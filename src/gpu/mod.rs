@@ -3,6 +3,7 @@
 //! Not here: which models are loaded and when (`host`).
 
 pub mod build;
+pub mod check;
 pub mod devices;
 pub mod error;
 pub mod executor;

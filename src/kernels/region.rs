@@ -5,13 +5,15 @@ use super::barriers;
 use super::recording::{Arg, BufferId, Call, Op, Range, Recording};
 use super::shaders::{self, SHADER_SET};
 use crate::device::{
-    Commands, Device, DeviceError, Encoder, Pipeline, PipelineCache, PipelineDesc, Point, Queries, Role,
+    Commands, Device, DeviceError, Encoder, Executable, Module, Pipeline, PipelineCache, PipelineDesc, Point, Queries,
+    Role,
 };
 use crate::memory::{Buffer, BufferTable};
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 /// An error while a region is built.
 #[derive(Debug, thiserror::Error)]
@@ -43,6 +45,36 @@ pub enum RegionError {
 
 /// The key of a pipeline: a kernel and its specialization constants.
 type Key = (&'static str, Vec<u32>);
+
+/// A pipeline that recordings need.
+#[derive(Clone, Debug)]
+pub struct Planned {
+    /// The shader variant's name.
+    pub kernel: &'static str,
+    /// The values of its specialization constants, with ids from 0 on.
+    pub constants: Vec<u32>,
+    /// What it needs of the device.
+    pub module: Module,
+}
+
+impl Planned {
+    /// Returns the constants that the shader declares, with their names.
+    pub fn named(&self) -> impl Iterator<Item = (&'static str, u32)> {
+        let declared = shaders::find(self.kernel).constants.iter();
+        declared.filter_map(|(id, name)| Some((*name, *self.constants.get(*id as usize)?)))
+    }
+}
+
+/// A pipeline that was built for a report.
+#[derive(Debug)]
+pub struct BuiltPipeline {
+    /// The pipeline.
+    pub planned: Planned,
+    /// The time that it took. The driver may have kept the result of an earlier build in a cache of its own.
+    pub took: Duration,
+    /// What the driver tells about its programs, empty where it tells nothing; or why the build failed.
+    pub result: Result<Vec<Executable>, DeviceError>,
+}
 
 /// The pipelines of a device, each built once.
 #[derive(Debug)]
@@ -95,6 +127,39 @@ impl Pipelines {
         self.build_missing(device, &PipelineCache::in_memory(device)?, recordings, None, &|_, _| {})
     }
 
+    /// Builds the pipelines that the recordings need for a report: one after the other on this thread, so that each
+    /// one's time is its own, and without our cache. A pipeline that fails does not end the build; only the loss of the
+    /// device does. `before` is called before each one, with the number of those that are built and the total number.
+    pub fn build_reported(
+        device: &Device,
+        recordings: &[&Recording],
+        before: &dyn Fn(&Planned, usize, usize),
+    ) -> Result<(Pipelines, Vec<BuiltPipeline>), DeviceError> {
+        let cache = PipelineCache::in_memory(device)?;
+        let keys: BTreeSet<Key> = keys(recordings).collect();
+        let mut pipelines = Pipelines { built: HashMap::new() };
+        let mut built = Vec::new();
+        for (index, key) in keys.iter().enumerate() {
+            let (kernel, constants) = key.clone();
+            let planned =
+                Planned { kernel, module: Module::read(&shaders::find(kernel).words(), &constants), constants };
+            before(&planned, index, keys.len());
+            let begun = Instant::now();
+            let result = build_one(device, &cache, key);
+            let took = begun.elapsed();
+            let result = match result {
+                Err(error) if error.is_lost() => return Err(error),
+                result => result.and_then(|pipeline| {
+                    let executables = pipeline.executables()?;
+                    pipelines.built.insert(key.clone(), pipeline);
+                    Ok(executables)
+                }),
+            };
+            built.push(BuiltPipeline { planned, took, result });
+        }
+        Ok((pipelines, built))
+    }
+
     fn build_missing(
         &mut self,
         device: &Device,
@@ -103,13 +168,7 @@ impl Pipelines {
         cores: Option<usize>,
         progress: &(dyn Fn(usize, usize) + Sync),
     ) -> Result<(), DeviceError> {
-        let mut keys: HashSet<Key> = HashSet::new();
-        for call in recordings.iter().flat_map(|r| &r.ops).filter_map(as_call) {
-            let key = (call.kernel, call.constants.clone());
-            if !self.built.contains_key(&key) {
-                keys.insert(key);
-            }
-        }
+        let keys: HashSet<Key> = keys(recordings).filter(|key| !self.built.contains_key(key)).collect();
         let total = keys.len();
         progress(0, total);
         let queue = Mutex::new(keys.into_iter());
@@ -158,6 +217,12 @@ impl Pipelines {
             .get(&(call.kernel, call.constants.clone()))
             .unwrap_or_else(|| panic!("no pipeline was built for {}{:?}", call.kernel, call.constants))
     }
+}
+
+/// Returns the keys of all calls, some of them several times.
+fn keys(recordings: &[&Recording]) -> impl Iterator<Item = Key> {
+    let calls = recordings.iter().flat_map(|r| &r.ops).filter_map(as_call);
+    calls.map(|call| (call.kernel, call.constants.clone()))
 }
 
 fn build_one(device: &Device, cache: &PipelineCache, (kernel, constants): &Key) -> Result<Pipeline, DeviceError> {

@@ -11,6 +11,7 @@ mod router;
 #[path = "../serving/mod.rs"]
 mod serving;
 
+mod check;
 mod cli;
 mod fleet;
 mod front;

@@ -3,21 +3,28 @@
 //! to garbage; a model must not be served on them.
 //! Not here: the probes and their references (`kernels::code_probe`).
 
-use crate::gpu::build::{Build, PreparedModel};
+use crate::gpu::build::Build;
+use crate::gpu::build::recordings::Recordings;
 use crate::gpu::error::StartError;
 use crate::kernels::code_probe::{CodeKernel, CodeProbe, WEIGHTS, code_kernel, probe};
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::recording::{Call, Op};
-use crate::kernels::region::Region;
+use crate::kernels::region::{Pipelines, Region};
 use crate::memory::{BufferTable, Place};
+use crate::model::decoder::Tuning;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Tests the kernels of quantised weights in a model's recordings, of each kernel and format those for the fewest and
 /// for the most rows. Returns a description of the first failure; `None` if all results are right.
-pub(crate) fn test_formats(build: &Build<'_>, prepared: &PreparedModel<'_>) -> Result<Option<String>, StartError> {
+pub(crate) fn test_formats(
+    build: &Build<'_>,
+    tuning: &Tuning,
+    recordings: &Recordings,
+    pipelines: &Pipelines,
+) -> Result<Option<String>, StartError> {
     let mut calls: BTreeMap<CodeKernel, BTreeMap<u32, &Call>> = BTreeMap::new();
-    for op in prepared.recordings.all().into_iter().flat_map(|recording| &recording.ops) {
+    for op in recordings.all().into_iter().flat_map(|recording| &recording.ops) {
         if let Op::Call(call) = op
             && let Some((kernel, rows)) = code_kernel(call)
         {
@@ -29,7 +36,7 @@ pub(crate) fn test_formats(build: &Build<'_>, prepared: &PreparedModel<'_>) -> R
         for (_, call) in ends.into_iter().flatten().take(by_rows.len().min(2)) {
             build.wanted()?;
             let Some(probe) = probe(call) else { continue };
-            if let Some(why) = run(build, &probe, prepared)? {
+            if let Some(why) = run(build, &probe, tuning, pipelines)? {
                 return Ok(Some(why));
             }
         }
@@ -38,8 +45,12 @@ pub(crate) fn test_formats(build: &Build<'_>, prepared: &PreparedModel<'_>) -> R
 }
 
 /// Runs a probe on the device. Returns a description of the difference from the reference; `None` if there is none.
-fn run(build: &Build<'_>, probe: &CodeProbe, prepared: &PreparedModel<'_>) -> Result<Option<String>, StartError> {
-    let tuning = &prepared.decoder.tuning;
+fn run(
+    build: &Build<'_>,
+    probe: &CodeProbe,
+    tuning: &Tuning,
+    pipelines: &Pipelines,
+) -> Result<Option<String>, StartError> {
     let broken = tuning.broken_codes > u32::from(tuning.fragments.is_none());
     let mut table = BufferTable::new();
     for (decl, words) in probe.recording.buffers.iter().zip(&probe.memory.buffers) {
@@ -51,7 +62,7 @@ fn run(build: &Build<'_>, probe: &CodeProbe, prepared: &PreparedModel<'_>) -> Re
         }
         table.add(buffer)?;
     }
-    let region = Region::build(&build.opened.device, &probe.recording, &table, &prepared.pipelines)?;
+    let region = Region::build(&build.opened.device, &probe.recording, &table, pipelines)?;
     build.run_all(vec![vec![Arc::new(region)]], &[])?;
     let mut found = HostMemory::new(&probe.recording);
     for (decl, words) in probe.recording.buffers.iter().zip(&mut found.buffers) {

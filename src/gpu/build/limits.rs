@@ -5,7 +5,9 @@ use crate::gpu::build::Build;
 use crate::gpu::build::recordings::Recordings;
 use crate::gpu::devices::staging;
 use crate::gpu::error::StartError;
+use crate::gpu::matrix_units::unpromised;
 use crate::kernels::attention::PAGE_TOKENS;
+use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::region::buffer_sizes;
 use crate::kernels::state::MOST_DRAFTS;
 use crate::memory::plan::{self, KvRequest, MemoryLimits, Pages, Plan, PlanEntry, Purpose, Side};
@@ -63,6 +65,14 @@ impl Build<'_> {
 
     pub(crate) fn check(&self) -> Result<(), StartError> {
         let c = &self.checkpoint.config;
+        let lacks = unpromised(&self.adapter.capabilities);
+        if self.tuning(c.context).fragments == Some(Matrices::Cooperative) && !lacks.is_empty() {
+            return Err(self.unsupported(format!(
+                "tuning fragments=2 is asked for, device \"{}\" does not offer {}",
+                self.adapter.name,
+                lacks.join(", ")
+            )));
+        }
         if let Some(asked) = self.model.context.filter(|asked| *asked > c.context) {
             return Err(StartError::Context { model: self.model.name.clone(), asked, own: c.context });
         }

@@ -2,7 +2,7 @@
 //! Not here: requests, the open devices (`gpu::devices`), and loading and unloading of models (`host::lifecycle`).
 
 pub mod defaults;
-mod format_test;
+pub(crate) mod format_test;
 mod limits;
 mod overlap_test;
 pub(crate) mod recordings;
@@ -237,7 +237,8 @@ impl Build<'_> {
     fn prepare_tested(&self, cache: Option<&Path>) -> Result<PreparedModel<'_>, StartError> {
         loop {
             let prepared = self.prepare(cache)?;
-            let Some(why) = test_formats(self, &prepared)? else {
+            let PreparedModel { decoder, recordings, pipelines, .. } = &prepared;
+            let Some(why) = test_formats(self, &decoder.tuning, recordings, pipelines)? else {
                 return Ok(prepared);
             };
             let device = &self.adapter.name;

@@ -58,7 +58,7 @@ pub(crate) struct InboxRecordings {
 }
 
 impl Recordings {
-    pub(super) fn new(decoder: &Decoder<'_>, buckets: &[u32], draft_sequences: u32) -> Recordings {
+    pub(crate) fn new(decoder: &Decoder<'_>, buckets: &[u32], draft_sequences: u32) -> Recordings {
         let mut decode = Vec::new();
         let mut broken = BTreeMap::new();
         let tuning = &decoder.tuning;
@@ -112,7 +112,7 @@ impl Recordings {
         decode.chain(verify).chain(prompts)
     }
 
-    pub(super) fn all(&self) -> Vec<&Recording> {
+    pub(crate) fn all(&self) -> Vec<&Recording> {
         let decode = self.decode.iter().flat_map(|(_, recording, plain)| std::iter::once(recording).chain(plain));
         let prompts = self.prefill.iter().chain(&self.first).chain([&self.score]).map(|(_, recording)| recording);
         let verify = self.verify.iter().map(|(.., recording)| recording);

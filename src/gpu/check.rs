@@ -1,0 +1,342 @@
+//! What a model gets on a device: the path through the kernels, what the device lacks and what that costs, every
+//! pipeline with what the driver's compiler made of it, and the tests at start. For `ostinato check-device`.
+//! Not here: how it is printed, and serving.
+
+use crate::actors::compute::GpuTime;
+use crate::config;
+use crate::device::{Adapter, Device, DeviceError, Executable, Instance, Role};
+use crate::engine::executor::Executor;
+use crate::engine::variants::Fallback;
+use crate::gpu::build::Build;
+use crate::gpu::build::defaults::DEFAULT_CONTEXT;
+use crate::gpu::build::format_test::test_formats;
+use crate::gpu::build::recordings::Recordings;
+use crate::gpu::devices::OpenDevice;
+use crate::gpu::error::StartError;
+use crate::gpu::matrix_units::{probe, unpromised};
+use crate::gpu::tuned::Tuned;
+use crate::host::progress::{Progress, Unit};
+use crate::kernels::gemm::skinny::Matrices;
+use crate::kernels::recording::Recording;
+use crate::kernels::region::{BuiltPipeline, Pipelines};
+use crate::model::checkpoint::Checkpoint;
+use crate::telemetry::with_causes;
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+/// The staging ring of a device on which nothing is loaded: slots and bytes of each.
+const LITTLE_STAGING: (usize, usize) = (1, 4096);
+/// The size of an allocation, in bytes, above which weights of common models are split.
+const LARGE_ALLOCATION: u64 = 4 << 30;
+
+/// What is checked.
+#[derive(Clone, Copy, Debug)]
+pub struct CheckOptions<'a> {
+    /// The model, as a server is configured with it.
+    pub model: &'a config::Model,
+    /// The model's checkpoint.
+    pub checkpoint: &'a Checkpoint,
+    /// Changes of the tuning, `KEY=VALUE`.
+    pub tune: &'a [String],
+    /// Whether no work is submitted to the device: pipelines are built, and nothing is loaded or run.
+    pub compile_only: bool,
+    /// The directory for pipelines and tunings.
+    pub cache: Option<&'a Path>,
+}
+
+/// What was found.
+#[derive(Debug, Default)]
+pub struct Check {
+    /// The paths through the kernels that were built; the first one is used, unless its test says otherwise.
+    pub paths: Vec<KernelPath>,
+    /// The tests, in order.
+    pub tests: Vec<SelfTest>,
+    /// The pipelines, ordered by kernel.
+    pub pipelines: Vec<BuiltPipeline>,
+}
+
+impl Check {
+    /// Whether nothing failed.
+    pub fn passed(&self) -> bool {
+        self.tests.iter().all(|test| !matches!(test.outcome, Outcome::Failed(_)))
+            && self.pipelines.iter().all(|pipeline| pipeline.result.is_ok())
+    }
+}
+
+/// How weights lie in memory and are multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KernelPath {
+    /// In fragments, on matrix units.
+    MatrixUnits,
+    /// In fragments, multiplied with scalar arithmetic.
+    Emulated,
+    /// Row after row, with scalar arithmetic.
+    RowMajor,
+}
+
+impl KernelPath {
+    fn of(fragments: Option<Matrices>) -> KernelPath {
+        match fragments {
+            None => KernelPath::RowMajor,
+            Some(Matrices::Emulated) => KernelPath::Emulated,
+            Some(Matrices::Cooperative) => KernelPath::MatrixUnits,
+        }
+    }
+
+    /// Returns the path's name for programs.
+    pub fn name(self) -> &'static str {
+        match self {
+            KernelPath::MatrixUnits => "matrix_units",
+            KernelPath::Emulated => "emulated",
+            KernelPath::RowMajor => "row_major",
+        }
+    }
+
+    /// Returns the path in words.
+    pub fn words(self) -> &'static str {
+        match self {
+            KernelPath::MatrixUnits => "weights in fragments, multiplied on matrix units",
+            KernelPath::Emulated => "weights in fragments, multiplied by hand",
+            KernelPath::RowMajor => "weights row after row, multiplied by hand",
+        }
+    }
+}
+
+/// A test and what came of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SelfTest {
+    /// The test's name.
+    pub name: &'static str,
+    /// What came of it.
+    pub outcome: Outcome,
+}
+
+/// What came of a test.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It passed. The text may say what follows.
+    Passed(String),
+    /// The model cannot be served, with the reason.
+    Failed(String),
+    /// It was not run, with the reason.
+    NotRun(&'static str),
+}
+
+/// Something that a device does not offer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Missing {
+    /// What it does not offer.
+    pub what: String,
+    /// What that costs.
+    pub cost: &'static str,
+}
+
+/// Returns what an adapter does not offer of what the program can use, and what that costs.
+pub fn missing(adapter: &Adapter) -> Vec<Missing> {
+    let capabilities = &adapter.capabilities;
+    let mut missing = Vec::new();
+    let mut lacks = |lacks: bool, what: &str, cost: &'static str| {
+        if lacks {
+            missing.push(Missing { what: what.to_owned(), cost });
+        }
+    };
+    let matrices = unpromised(capabilities);
+    lacks(
+        !matrices.is_empty(),
+        &matrices.join(", "),
+        "no matrix units: on an H200 without them an 8B model in bf16 reads prompts of 512 tokens 12 times slower, and \
+         64 streams are 32 times slower; one stream is not as much",
+    );
+    lacks(
+        matrices.is_empty() && !adapter.is_nvidia(),
+        "a known order in which workgroups start",
+        "the stages of a decode step run one after the other: 3.3 us a stage on an H200",
+    );
+    lacks(adapter.is_cpu(), "a GPU", "a CPU driver is for tests");
+    lacks(
+        capabilities.sm_count.is_none() && !adapter.is_cpu(),
+        "its number of processors",
+        "32 are assumed, so long contexts may use too few or too many workgroups",
+    );
+    lacks(
+        capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes) < LARGE_ALLOCATION,
+        "buffers of 4 GiB",
+        "larger weights are split; larger weights of experts are refused",
+    );
+    lacks(
+        !capabilities.bar && !capabilities.unified_memory,
+        "device memory that the host can write (resizable BAR)",
+        "what changes from step to step is read from the host's memory",
+    );
+    lacks(
+        !capabilities.memory_budget,
+        "a budget of free memory",
+        "memory that other programs use is not known: set memory_limit beside them",
+    );
+    lacks(capabilities.timestamp_bits == 0, "timestamps", "profiles and traces have no times of GPU work");
+    lacks(
+        capabilities.timestamp_bits > 0 && !capabilities.calibrated_timestamps,
+        "calibrated timestamps",
+        "traces cannot place GPU work on the host's clock",
+    );
+    lacks(!capabilities.pipeline_statistics, "statistics of pipelines", "this report has no registers and no spills");
+    missing
+}
+
+/// Checks a model on a device. What fails is part of the result, as far as the check can go on.
+///
+/// # Errors
+/// If the device cannot be opened or is lost.
+pub fn check(
+    instance: &Instance,
+    adapter: &Adapter,
+    options: CheckOptions<'_>,
+    progress: &dyn Progress,
+) -> Result<Check, StartError> {
+    let device = Device::open_with_statistics(instance, adapter)?;
+    let promised = unpromised(&adapter.capabilities).is_empty();
+    let opened = OpenDevice::of(device, GpuTime::Off, LITTLE_STAGING, |device, arena| match options.compile_only {
+        true => Ok(promised.then_some(Matrices::Cooperative)),
+        false => probe(device, arena, None),
+    })?;
+    let tuned = Tuned::of_model(options.cache, adapter, options.checkpoint, progress);
+    let (no_span, cancelled) = (tracing::Span::none(), AtomicBool::new(false));
+    let of = |tune| Build {
+        name: &options.model.name,
+        model: options.model,
+        checkpoint: options.checkpoint,
+        opened: &opened,
+        adapter,
+        limit: None,
+        tune,
+        tuned: &tuned,
+        progress,
+        span: &no_span,
+        beside: false,
+        cancelled: &cancelled,
+        row_major: AtomicBool::new(false),
+    };
+    let build = of(options.tune);
+    let mut found = Check::default();
+    found.tests.push(SelfTest {
+        name: "matrix_order",
+        outcome: match (promised, options.compile_only, opened.matrices) {
+            (false, ..) => Outcome::NotRun("the device promises no matrix units"),
+            (_, true, _) => Outcome::NotRun(COMPILE_ONLY),
+            (.., Some(_)) => Outcome::Passed("matrix units keep elements where the kernels expect them".to_owned()),
+            (.., None) => Outcome::Passed("matrix units keep elements elsewhere: they are not used".to_owned()),
+        },
+    });
+    if let Err(error) = build.check().and_then(|()| build.check_experts(&build.decoder(1, 1, 1))) {
+        found.tests.push(SelfTest { name: "limits", outcome: Outcome::Failed(with_causes(&error)) });
+        return Ok(found);
+    }
+    found.tests.push(SelfTest { name: "limits", outcome: Outcome::Passed(String::new()) });
+
+    // Without a test it is not known whether matrix units can be used, so the path without them is built too.
+    let mut tunes = vec![options.tune.to_vec()];
+    let untested = options.compile_only && promised;
+    if untested && !options.tune.iter().any(|change| change.starts_with("fragments=")) {
+        tunes.push([options.tune, &["fragments=0".to_owned()]].concat());
+    }
+    let builds: Vec<Build<'_>> = tunes.iter().map(|tune| of(tune)).collect();
+    let recordings: Vec<(KernelPath, Recordings)> = builds.iter().map(recorded).collect();
+    found.paths = recordings.iter().map(|(path, _)| *path).collect();
+    let all: Vec<&Recording> = recordings.iter().flat_map(|(_, recordings)| recordings.all()).collect();
+    let (pipelines, built) = Pipelines::build_reported(&opened.device, &all, &|planned, done, total| {
+        progress.step("building pipelines", done as u64, total as u64, Unit::Count);
+        progress.line(&format!("building {} {:?}", planned.kernel, planned.constants));
+    })?;
+    found.pipelines = built;
+    let whole = found.passed();
+    let outcome = match () {
+        () if options.compile_only => Outcome::NotRun(COMPILE_ONLY),
+        () if !whole => Outcome::NotRun(NOT_BUILT),
+        () => match test_formats(&build, &build.tuning(context(&build)), &recordings[0].1, &pipelines)? {
+            None => Outcome::Passed(String::new()),
+            Some(why) if found.paths[0] == KernelPath::RowMajor => Outcome::Failed(why),
+            Some(why) => Outcome::Passed(format!("wrong in fragments ({why}): weights are packed row after row")),
+        },
+    };
+    found.tests.push(SelfTest { name: "quantised_kernels", outcome });
+    drop(pipelines);
+    drop(builds);
+    let outcome = match () {
+        () if options.compile_only => Outcome::NotRun(COMPILE_ONLY),
+        () if !whole => Outcome::NotRun(NOT_BUILT),
+        () => {
+            // The device of a server, without statistics.
+            let opened = OpenDevice::open(instance, adapter, options.cache, GpuTime::Off)?;
+            start(&Build { opened: &opened, ..of(options.tune) }, options.cache)?
+        }
+    };
+    found.tests.push(SelfTest { name: "start", outcome });
+    let submitted = Role::ALL.map(|role| opened.device.queue(role).last().value);
+    assert!(!options.compile_only || submitted == [0, 0], "work was submitted: {submitted:?}");
+    Ok(found)
+}
+
+/// Why no test ran that submits work.
+const COMPILE_ONLY: &str = "--compile-only submits no work";
+/// Why no test ran of a model whose pipelines failed.
+const NOT_BUILT: &str = "a pipeline could not be built";
+
+/// Returns the context of a model that a server would plan if memory suffices.
+fn context(build: &Build<'_>) -> u32 {
+    build.model.context.unwrap_or(build.checkpoint.config.context.min(DEFAULT_CONTEXT))
+}
+
+/// Returns what a replica would run, and on which path.
+fn recorded(build: &Build<'_>) -> (KernelPath, Recordings) {
+    let buckets = build.buckets();
+    let decoder = build.decoder(context(build), 1, *buckets.last().expect("there is at least one bucket"));
+    let path = KernelPath::of(decoder.tuning.fragments);
+    (path, Recordings::new(&decoder, &buckets, build.draft_sequences()))
+}
+
+/// Loads the model as a server does, with the tests at start, and runs its first work.
+fn start(build: &Build<'_>, cache: Option<&Path>) -> Result<Outcome, StartError> {
+    match build.executor(cache) {
+        Ok((executor, ..)) => {
+            let failed = executor.variants().fallen(Fallback::OverlapTest);
+            Ok(Outcome::Passed(match failed {
+                0 => String::new(),
+                failed => format!("decode steps of {failed} sizes fail without barriers: they have barriers"),
+            }))
+        }
+        Err(StartError::Device(error)) if matches!(error, DeviceError::DeviceLost { .. }) => Err(error.into()),
+        Err(error) => Ok(Outcome::Failed(with_causes(&error))),
+    }
+}
+
+/// Returns the registers of a pipeline's largest program, as its driver counts them; `None` if it does not tell.
+pub fn registers(executables: &[Executable]) -> Option<u64> {
+    // AMD's scalar registers are another kind, of which there are always enough.
+    let counts = |name: &str| match name {
+        "VGPRs" | "GPRs" | "Number of GPRs" | "Registers used" | "Register Count" | "Max live registers" => true,
+        name => name.eq_ignore_ascii_case("grf registers"),
+    };
+    let statistics = executables.iter().flat_map(|executable| &executable.statistics);
+    statistics.filter(|statistic| counts(&statistic.name)).map(|statistic| statistic.value as u64).max()
+}
+
+/// Returns how often a pipeline's programs spill registers to memory, as the driver counts it, of the program that does
+/// so most; `None` if it does not tell.
+pub fn spills(executables: &[Executable]) -> Option<u64> {
+    // Spills from one kind of registers to another, as AMD's scalar registers have them, cost little. `STP Count` is
+    // Adreno's number of stores to private memory: our shaders have no arrays there.
+    let counts = |name: &str| match name {
+        "STP Count" => true,
+        "Spilled SGPRs" | "Spills to reg" => false,
+        name => name.to_lowercase().contains("spill"),
+    };
+    let of = |executable: &Executable| {
+        let counted = executable.statistics.iter().filter(|statistic| counts(&statistic.name));
+        counted.map(|statistic| statistic.value as u64).reduce(|a, b| a + b)
+    };
+    executables.iter().filter_map(of).max()
+}
+
+#[cfg(test)]
+#[path = "check_tests.rs"]
+mod tests;

@@ -1,0 +1,111 @@
+//! Tests of `ostinato check-device` on a CPU driver: what scripts and bug reports rely on, its exit statuses, and that a
+//! driver behind the loader's switch for portability is found.
+
+use crate::cli::{cpu, ostinato, run};
+use serde_json::Value;
+use std::path::Path;
+use std::process::Output;
+
+fn report(output: &Output) -> Value {
+    let errors = String::from_utf8_lossy(&output.stderr);
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {errors}"))
+}
+
+fn outcomes(report: &Value) -> Vec<(String, String)> {
+    let text = |value: &Value| value.as_str().expect("a text").to_owned();
+    let tests = report["tests"].as_array().expect("tests");
+    tests.iter().map(|test| (text(&test["name"]), text(&test["result"]))).collect()
+}
+
+#[test]
+fn compiling_only_builds_every_pipeline_and_runs_nothing() {
+    let output =
+        run(&["check-device", "--device", cpu(), "--model", "demo-hybrid", "--compile-only", "--validation", "--json"]);
+    let report = report(&output);
+    assert!(output.status.success(), "{report:#}");
+    assert_eq!((&report["passed"], &report["compile_only"]), (&true.into(), &true.into()));
+    assert_eq!(report["paths"], serde_json::json!(["row_major"]));
+    assert_eq!(report["validation"], serde_json::json!([]));
+    assert_eq!(report["device"]["uuid"], cpu());
+    let not_run = outcomes(&report).into_iter().filter(|(_, result)| result == "not_run").map(|(name, _)| name);
+    assert_eq!(not_run.collect::<Vec<_>>(), ["matrix_order", "quantised_kernels", "start"]);
+    let pipelines = report["pipelines"].as_array().expect("pipelines");
+    for kernel in ["sample", "gemv.bf16", "attention.f16", "delta_step", "next_tokens"] {
+        assert!(pipelines.iter().any(|pipeline| pipeline["kernel"] == kernel), "{kernel} was not built");
+    }
+    for pipeline in pipelines {
+        let group: u64 = pipeline["workgroup"].as_array().expect("a size").iter().filter_map(Value::as_u64).product();
+        let fits = group >= 1 && group <= report["device"]["max_invocations"].as_u64().expect("a limit");
+        let built = pipeline["ms"].as_f64().is_some_and(|ms| ms > 0.0) && pipeline["error"].is_null();
+        assert!(fits && built && pipeline["shared_bytes"].is_u64(), "{pipeline:#}");
+        assert!(pipeline["constants"].is_object(), "{pipeline:#}");
+    }
+    let missing = report["missing"].as_array().expect("what is missing");
+    let says = |word: &str| missing.iter().any(|missing| missing["what"].as_str().expect("a text").contains(word));
+    assert!(says("cooperative matrices") && says("a GPU"), "{missing:#?}");
+}
+
+#[test]
+fn a_check_loads_the_model_and_passes_its_tests() {
+    // A model with quantised weights, whose kernels are tested.
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/llama.cpp/demo-Q4_K_M.gguf");
+    let output = run(&["check-device", "--device", cpu(), "--model", model]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
+    for line in ["limits             passed", "quantised_kernels  passed", "start              passed", "\npassed\n"] {
+        assert!(text.contains(line), "{line:?} in\n{text}");
+    }
+}
+
+#[test]
+fn kernels_that_compute_wrongly_fail_the_check() {
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/llama.cpp/demo-Q4_K_M.gguf");
+    let output = run(&["check-device", "--device", cpu(), "--model", model, "--tune", "broken_codes=2", "--json"]);
+    let report = report(&output);
+    assert_eq!((output.status.code(), &report["passed"]), (Some(1), &false.into()), "{report:#}");
+    let failed = outcomes(&report).into_iter().filter(|(_, result)| result == "failed").map(|(name, _)| name);
+    assert_eq!(failed.collect::<Vec<_>>(), ["quantised_kernels", "start"]);
+}
+
+#[test]
+fn matrix_units_that_the_device_did_not_promise_are_refused() {
+    let tune = ["--tune", "fragments=2"];
+    let output = ostinato(&["check-device", "--device", cpu(), "--compile-only"]).args(tune).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    let what = "tuning fragments=2 is asked for, device";
+    assert!(text.contains(what) && text.contains("does not offer cooperative matrices"), "{text}");
+    // A command that would run the model ends in the same way.
+    let output = ostinato(&["bench", "--model", "demo", "--device", cpu()]).args(tune).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(2) && text.contains(what), "{:?} {text}", output.status);
+}
+
+#[test]
+fn arguments_that_are_wrong_end_with_2() {
+    for wrong in [
+        &["--device", "no such device"][..],
+        &["--device", cpu(), "--tune", "fragment=2"],
+        &["--device", cpu(), "--model", "no/such/model/here"],
+    ] {
+        let output = ostinato(&["check-device"]).args(wrong).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{wrong:?}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
+#[test]
+fn a_driver_that_the_loader_lists_on_request_only_is_found() {
+    // The environment of this process names the drivers' manifests.
+    let _ = cpu();
+    let given = std::env::var_os("VK_DRIVER_FILES").expect("the tests select the drivers");
+    let lavapipe = std::env::split_paths(&given).next().expect("a driver");
+    let manifest = std::fs::read_to_string(&lavapipe).expect("the driver's manifest");
+    let mut manifest: Value = serde_json::from_str(&manifest).expect("JSON");
+    manifest["ICD"]["is_portability_driver"] = true.into();
+    let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("portability-{}.json", std::process::id()));
+    std::fs::write(&file, manifest.to_string()).expect("a manifest");
+    let output = ostinato(&["devices"]).env("VK_DRIVER_FILES", &file).env("VK_ICD_FILENAMES", &file).output().unwrap();
+    std::fs::remove_file(&file).expect("it was written above");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains("llvmpipe"), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
+}

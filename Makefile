@@ -3,6 +3,7 @@
 #   make test   installs what the tests need and passes them
 #   make install   builds and installs the program, completions, manual pages and the systemd unit (PREFIX, DESTDIR)
 #   make dist      builds an archive and a Debian package with checksums in target/dist
+#   make test-drivers   compiles every pipeline with the drivers of GPUs that are not there (docs/hardware.md)
 # Further: make test-full also passes the long tests that repeat in depth what others prove (docs/decisions/testing.md).
 
 CARGO ?= cargo
@@ -11,7 +12,7 @@ CARGO ?= cargo
 COMMIT := $(shell git rev-parse --short=12 HEAD 2>/dev/null)
 PREFIX ?= /usr/local
 
-.PHONY: demo test test-full build setup setup-test fmt install dist
+.PHONY: demo test test-full test-drivers build setup setup-test fmt install dist
 
 demo: setup build
 	@deploy/demo.sh
@@ -41,6 +42,11 @@ test: setup-test
 test-full: test
 	$(CARGO) test --locked --test model -- --ignored batches:: demo::
 	$(CARGO) test --locked --test kernels -- --ignored codes::
+
+test-drivers:
+	@deploy/setup.sh drivers
+	$(CARGO) build --locked
+	tests/drivers/run.py
 
 fmt:
 	$(CARGO) fmt

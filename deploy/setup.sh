@@ -4,6 +4,8 @@
 #   setup.sh test   the C++ compiler, the Vulkan loader, both CPU drivers, the validation layer, a browser, cargo-deny,
 #                   the tools for network namespaces (iproute2) and for checking units (systemd), and a Python
 #                   environment with a router (target/python)
+#   setup.sh drivers  the C++ compiler, the Vulkan loader, the validation layer, and in target/drivers the drivers of a
+#                   newer Mesa with what lets them run without hardware (tests/drivers)
 set -euo pipefail
 what=${1:-run}
 
@@ -40,8 +42,12 @@ test)
     command -v systemd-analyze >/dev/null || need systemd
     python3 -c 'import ensurepip, venv' 2>/dev/null || need python3-venv
     ;;
+drivers)
+    [ -e /usr/lib/chromium/libVkLayer_khronos_validation.so ] || need chromium
+    python3 -c 'import ensurepip, venv' 2>/dev/null || need python3-venv
+    ;;
 *)
-    echo "setup.sh: '$what' is neither run nor test" >&2
+    echo "setup.sh: '$what' is neither run nor test nor drivers" >&2
     exit 2
     ;;
 esac
@@ -58,6 +64,11 @@ if [ "$what" = test ] && ! cargo deny --version >/dev/null 2>&1; then
     # Built without optimization: it takes longer to build than to check a few hundred crates.
     echo "installing cargo-deny"
     CARGO_PROFILE_DEV_DEBUG=false cargo install --locked --quiet --debug cargo-deny
+fi
+
+if [ "$what" = drivers ]; then
+    "$(dirname "$0")/../tests/drivers/install.sh"
+    "$(dirname "$0")/../tests/drivers/intel.sh"
 fi
 
 if [ "$what" = test ]; then

@@ -274,6 +274,7 @@ fn pipeline(built: &BuiltPipeline) -> Value {
         "workgroup": planned.module.group,
         "shared_bytes": planned.module.shared_bytes,
         "ms": millis(built.took),
+        "cpu_ms": millis(built.cpu),
         "registers": executables.and_then(registers),
         "spills": executables.and_then(spills),
         "programs": executables.map(|programs| programs.iter().map(program).collect::<Vec<_>>()),

@@ -9,6 +9,7 @@ use crate::device::{
     Role,
 };
 use crate::memory::{Buffer, BufferTable};
+use crate::telemetry::clock::cpu_time;
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -72,6 +73,8 @@ pub struct BuiltPipeline {
     pub planned: Planned,
     /// The time that it took. The driver may have kept the result of an earlier build in a cache of its own.
     pub took: Duration,
+    /// The CPU time of the process meanwhile: what it takes on one core, whatever else runs on the machine.
+    pub cpu: Duration,
     /// What the driver tells about its programs, empty where it tells nothing; or why the build failed.
     pub result: Result<Vec<Executable>, DeviceError>,
 }
@@ -144,9 +147,9 @@ impl Pipelines {
             let planned =
                 Planned { kernel, module: Module::read(&shaders::find(kernel).words(), &constants), constants };
             before(&planned, index, keys.len());
-            let begun = Instant::now();
+            let (begun, used) = (Instant::now(), cpu_time());
             let result = build_one(device, &cache, key);
-            let took = begun.elapsed();
+            let (took, cpu) = (begun.elapsed(), cpu_time().saturating_sub(used));
             let result = match result {
                 Err(error) if error.is_lost() => return Err(error),
                 result => result.and_then(|pipeline| {
@@ -155,7 +158,7 @@ impl Pipelines {
                     Ok(executables)
                 }),
             };
-            built.push(BuiltPipeline { planned, took, result });
+            built.push(BuiltPipeline { planned, took, cpu, result });
         }
         Ok((pipelines, built))
     }

@@ -9,6 +9,12 @@ use std::time::{Duration, Instant, SystemTime};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Moment(pub u64);
 
+/// Returns the CPU time that this process has used, with all its threads.
+pub fn cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
+}
+
 /// Readings of both clocks, taken together once so that all conversions agree.
 static START: OnceLock<(Moment, SystemTime)> = OnceLock::new();
 

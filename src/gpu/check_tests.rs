@@ -79,7 +79,7 @@ fn what_every_device_is_asked_for_is_what_the_plain_path_uses() {
     assert!(folders.len() > 10, "{folders:?}");
     for folder in folders {
         let checkpoint = Checkpoint::open(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
-        let tuning = tuning(&adapter, None, checkpoint.config.kv_heads, 2048);
+        let tuning = tuning(&adapter, None, checkpoint.config.attention_kinds[0].kv_heads, 2048);
         for (kernel, constants) in pipelines(&checkpoint, tuning) {
             let module = Module::read(&find(kernel).words(), &constants);
             let bytes = module.shared_bytes.unwrap_or_else(|| panic!("{kernel}: its shared memory is not known"));

@@ -138,7 +138,9 @@ pub fn model_config(bytes: &[u8]) {
     match ModelConfig::parse(config, generation) {
         Ok(parsed) => {
             // These numbers are computed from the configuration before anything is loaded.
-            let rows = [parsed.q_rows(), parsed.kv_rows(), parsed.qkv_rows()];
+            let kinds = &parsed.attention_kinds;
+            let rows: Vec<u32> =
+                kinds.iter().flat_map(|kind| [kind.q_rows(), kind.kv_rows(), parsed.qkv_rows(kind)]).collect();
             assert!(rows[2] >= rows[0] && parsed.kv_elements_per_token() > 0, "{rows:?}");
             let folder = with_file("config.json", config.as_bytes(), &[]);
             assert!(Checkpoint::open(folder.path()).is_err(), "it has no weights");

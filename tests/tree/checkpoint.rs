@@ -281,7 +281,7 @@ fn weights_of_a_hybrid() {
     qkv.extend(tensor("3.self_attn.k_proj.weight"));
     qkv.extend(tensor("3.self_attn.v_proj.weight"));
     qkv.extend((0..4).flat_map(|head| rows(&q, 128 * head + 64, 128 * head + 128, 128)));
-    assert_eq!(qkv.len() / 128, c.qkv_rows() as usize);
+    assert_eq!(qkv.len() / 128, c.qkv_rows(&c.attention_kinds[0]) as usize);
     assert_eq!(packed["layers.3.qkv"], qkv);
 
     assert!(checkpoint.has_mtp());

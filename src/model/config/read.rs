@@ -496,7 +496,7 @@ fn mixers(reader: &mut Reader, facts: &Facts, layers: Option<u32>) -> Option<Vec
         match name.as_str() {
             Some("full_attention") => mixers.push(full),
             Some("linear_attention") if facts.hybrid => mixers.push(Mixer::GatedDelta),
-            Some("sliding_attention") if facts.windows != Windows::Never => mixers.push(sliding),
+            Some("sliding_attention") if slides => mixers.push(sliding),
             other => {
                 let name = other.map_or_else(|| name.to_string(), str::to_owned);
                 if !refused.contains(&name) {

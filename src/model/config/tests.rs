@@ -142,10 +142,11 @@ fn rotary_tables_are_those_of_transformers() {
         let mut changes = fixture["config"].clone();
         changes["rope_scaling"] = "<absent>".into();
         changes["rope_theta"] = "<absent>".into();
-        let rope = ModelConfig::parse(&with(LLAMA, changes), None).unwrap().rope;
+        let config = ModelConfig::parse(&with(LLAMA, changes), None).unwrap();
+        let rope = rope_of(&config);
         assert_eq!(rope.attention_scale(), fixture["scale"].as_f64().unwrap() as f32, "{name}");
         let bits: Vec<i64> = fixture["bits"].as_array().unwrap().iter().map(|b| b.as_i64().unwrap()).collect();
-        let ours: Vec<i64> = rope.inv_freq().iter().map(|f| i64::from(f.to_bits())).collect();
+        let ours: Vec<i64> = rope.inv_freq(config.context).iter().map(|f| i64::from(f.to_bits())).collect();
         assert_eq!(ours.len(), bits.len(), "{name}");
         for (j, (ours, theirs)) in ours.iter().zip(&bits).enumerate() {
             assert!((ours - theirs).abs() <= 2, "{name}[{j}]: {ours} and {theirs}");
@@ -160,23 +161,22 @@ fn every_problem_is_reported_at_once() {
         serde_json::json!({
             "architectures": ["MambaForCausalLM"], "hidden_act": "gelu", "num_attention_heads": 0,
             "num_hidden_layers": "<absent>", "vocab_size": -5, "rms_norm_eps": 0, "torch_dtype": "float8_e4m3fn",
-            "rope_scaling": {"rope_type": "longrope"}, "use_sliding_window": true,
+            "rope_scaling": {"rope_type": "dynamic"},
             "quantization_config": {"quant_method": "bitsandbytes"}, "tie_word_embeddings": "yes",
         }),
     );
     let found = problems(&text);
     let expect = |problem: ConfigProblem| assert!(found.contains(&problem), "{problem:?} not in {found:#?}");
     expect(ConfigProblem::UnsupportedArchitecture("MambaForCausalLM".into()));
-    expect(ConfigProblem::UnsupportedActivation("gelu".into()));
+    expect(ConfigProblem::UnsupportedActivation("gelu".into(), "silu"));
     expect(ConfigProblem::Missing("num_hidden_layers".into()));
     expect(ConfigProblem::UnsupportedDtype("float8_e4m3fn".into()));
-    expect(ConfigProblem::UnsupportedRope("longrope".into()));
+    expect(ConfigProblem::UnsupportedRope("dynamic".into()));
     expect(ConfigProblem::Quantized("bitsandbytes".into()));
     for key in ["num_attention_heads", "vocab_size", "rms_norm_eps", "tie_word_embeddings"] {
         assert!(found.iter().any(|p| matches!(p, ConfigProblem::Value { key: k, .. } if k == key)), "{key}");
     }
-    assert!(found.iter().any(|p| matches!(p, ConfigProblem::SlidingWindow(_))));
-    assert_eq!(found.len(), 11, "{found:#?}");
+    assert_eq!(found.len(), 10, "{found:#?}");
     let message = ModelConfigError { problems: found }.to_string();
     assert!(message.contains("num_hidden_layers is missing; "), "{message}");
 }
@@ -268,7 +268,16 @@ fn with_text(changes: Value) -> String {
 fn reads_qwen3_moe() {
     let c = ModelConfig::parse(QWEN3_MOE, None).unwrap();
     assert_eq!(c.architecture, Architecture::Qwen3Moe);
-    let experts = Experts { count: 128, chosen: 8, inner: 768, shared_inner: None, normalise: true };
+    let experts = Experts {
+        count: 128,
+        chosen: 8,
+        inner: 768,
+        shared_inner: None,
+        shared_gate: true,
+        routing: None,
+        normalise: true,
+        bias: false,
+    };
     assert_eq!((c.experts, experts.router_rows()), (Some(experts), 128));
     assert_eq!(c.mlp_kinds, vec![MlpKind::Experts; 48]);
     assert_eq!((c.intermediate, c.delta, c.mtp_layers), (0, None, 0));
@@ -310,7 +319,16 @@ fn reads_qwen3_next() {
     assert_eq!(c.delta, Some(delta));
     assert_eq!((delta.key_rows(), delta.value_rows(), delta.channels()), (2048, 4096, 8192));
     assert_eq!((delta.projected_rows(), delta.state_elements()), (8192 + 4096 + 64, 32 * 128 * 128));
-    let experts = Experts { count: 512, chosen: 10, inner: 512, shared_inner: Some(512), normalise: true };
+    let experts = Experts {
+        count: 512,
+        chosen: 10,
+        inner: 512,
+        shared_inner: Some(512),
+        shared_gate: true,
+        routing: None,
+        normalise: true,
+        bias: false,
+    };
     assert_eq!((c.experts, experts.router_rows()), (Some(experts), 513));
     assert!(c.attention_gate && c.qk_norm == QkNorm::Heads && !c.tied);
     assert_eq!(
@@ -362,7 +380,16 @@ fn reads_qwen35_with_experts_by_class_defaults() {
     let mut config: Value = serde_json::from_str(&with_text(absent)).unwrap();
     config["architectures"] = serde_json::json!(["Qwen3_5MoeForConditionalGeneration"]);
     let c = ModelConfig::parse(&config.to_string(), None).unwrap();
-    let experts = Experts { count: 256, chosen: 8, inner: 512, shared_inner: Some(512), normalise: true };
+    let experts = Experts {
+        count: 256,
+        chosen: 8,
+        inner: 512,
+        shared_inner: Some(512),
+        shared_gate: true,
+        routing: None,
+        normalise: true,
+        bias: false,
+    };
     assert_eq!((c.architecture, c.experts, c.intermediate), (Architecture::Qwen35Moe, Some(experts), 0));
     assert_eq!(
         (c.attention_kinds[0].head_dim, c.attention_kinds[0].kv_heads, rope_of(&c).rotary_dim, rope_of(&c).theta),
@@ -424,4 +451,115 @@ fn hybrids_that_cannot_be_run_are_refused_with_every_reason() {
     assert_eq!(one(QWEN3_MOE, serde_json::json!({"partial_rotary_factor": 0.25})), "partial_rotary_factor");
     let hybrid = serde_json::json!({"num_hidden_layers": 1, "layer_types": ["linear_attention"]});
     assert_eq!(problems(&with(QWEN3_MOE, hybrid)), [ConfigProblem::UnsupportedLayer("linear_attention".into())]);
+}
+
+const MISTRAL: &str = r#"{
+    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": false, "vocab_size": 32000 }"#;
+
+/// Returns the window of each layer.
+fn windows(text: &str) -> Vec<Option<u32>> {
+    let c = ModelConfig::parse(text, None).unwrap();
+    (0..c.layers).map(|layer| c.attention(layer).window).collect()
+}
+
+#[test]
+fn windows_are_live_where_the_family_says_so() {
+    let mistral = |window: Value| windows(&with(MISTRAL, serde_json::json!({"sliding_window": window})));
+    assert_eq!(mistral(4096.into()), vec![Some(4096); 32]);
+    // The class's default; a null is no window.
+    assert_eq!(mistral("<absent>".into()), vec![Some(4096); 32]);
+    assert_eq!(mistral(Value::Null), vec![None; 32]);
+    // Qwen's key counts only with its flag, from a layer on.
+    let qwen = |flag: bool| {
+        let keys = serde_json::json!({
+            "sliding_window": 2048, "use_sliding_window": flag, "max_window_layers": 26,
+        });
+        windows(&with(QWEN3, keys))
+    };
+    assert_eq!(qwen(false), vec![None; 28]);
+    assert_eq!(qwen(true), [vec![None; 26], vec![Some(2048); 2]].concat());
+    // Llama has no window.
+    let llama = with(LLAMA, serde_json::json!({"use_sliding_window": true, "sliding_window": 128}));
+    assert!(matches!(problems(&llama).as_slice(), [ConfigProblem::SlidingWindow(_)]));
+    assert_eq!(windows(&with(LLAMA, serde_json::json!({"sliding_window": 128}))), vec![None; 16]);
+}
+
+#[test]
+fn layers_of_gemma_3_have_rotary_embeddings_of_their_own() {
+    let text = with(
+        MISTRAL,
+        serde_json::json!({
+            "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 7,
+            "hidden_act": "<absent>", "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "rope_theta": 1e6,
+            "rope_local_base_freq": 10000, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "sliding_window": 1024, "query_pre_attn_scalar": 168, "torch_dtype": "bfloat16",
+        }),
+    );
+    let c = ModelConfig::parse(&text, None).unwrap();
+    assert_eq!(c.attention_of, [0, 0, 0, 0, 0, 1, 0]);
+    let [local, global] = c.attention_kinds.as_slice() else { panic!("{:?}", c.attention_kinds) };
+    assert_eq!((local.window, global.window), (Some(1024), None));
+    let of = |kind: &Attention| kind.rope.clone().map(|rope| (rope.theta, rope.scaling));
+    assert_eq!(of(local), Some((10_000.0, RopeScaling::Default)));
+    assert_eq!(of(global), Some((1e6, RopeScaling::Linear { factor: 8.0 })));
+    assert_eq!(c.score_scale, Some(168f64.powf(-0.5) as f32));
+    // The factor of embeddings is rounded like the weights: sqrt(4096) is exact, sqrt(3072) is not.
+    assert_eq!(c.embedding_scale, 64.0);
+    let c = ModelConfig::parse(&with(&text, serde_json::json!({"hidden_size": 3072})), None).unwrap();
+    assert_eq!(c.embedding_scale, 55.5);
+    assert!(!c.tied && c.norms == BlockNorms::GEMMA && c.activation == Activation::GeluTanh);
+}
+
+#[test]
+fn routers_with_groups_are_read_and_checked() {
+    let text = with(
+        MISTRAL,
+        serde_json::json!({
+            "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "num_hidden_layers": 3,
+            "sliding_window": "<absent>", "n_routed_experts": 16, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
+            "num_experts_per_tok": 6, "moe_intermediate_size": 64, "routed_scaling_factor": 2.5,
+        }),
+    );
+    let c = ModelConfig::parse(&text, None).unwrap();
+    assert_eq!(c.mlp_kinds, [MlpKind::Dense, MlpKind::Experts, MlpKind::Experts]);
+    let routing = Routing { sigmoid: true, choice_bias: true, groups: 4, kept: 2, best: 2, factor: 2.5 };
+    let experts = c.experts.unwrap();
+    assert_eq!((experts.routing, experts.shared_inner, experts.shared_gate), (Some(routing), Some(128), false));
+    assert_eq!((experts.router_rows(), c.qk_norm), (16, QkNorm::None));
+    for (key, value) in [("n_group", 5), ("n_group", 16), ("topk_group", 5), ("topk_group", 1)] {
+        let mut change = serde_json::json!({});
+        change[key] = value.into();
+        match problems(&with(&text, change)).as_slice() {
+            [ConfigProblem::Value { key: found, .. }] => assert_eq!(found, key),
+            other => panic!("{key} {value}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn long_rope_takes_its_lists_by_the_served_context() {
+    let list = |first: f64| -> Vec<f64> { (0..64).map(|i| first + f64::from(i)).collect() };
+    let phi = |changes: Value| {
+        let base = serde_json::json!({
+            "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "sliding_window": null,
+            "original_max_position_embeddings": 4096, "max_position_embeddings": 131072,
+            "rope_scaling": {"type": "longrope", "short_factor": list(1.0), "long_factor": list(2.0)},
+        });
+        with(&with(MISTRAL, base), changes)
+    };
+    let c = ModelConfig::parse(&phi(serde_json::json!({})), None).unwrap();
+    let rope = rope_of(&c);
+    assert_eq!(rope.inv_freq(4096)[0], 1.0);
+    assert_eq!(rope.inv_freq(4097)[0], 0.5);
+    let factor = (1.0 + 32f64.ln() / 4096f64.ln()).sqrt() as f32;
+    assert_eq!(rope.attention_scale(), factor);
+    let short = phi(serde_json::json!({
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": list(2.0)},
+    }));
+    assert!(matches!(problems(&short).as_slice(), [ConfigProblem::Value { key, .. }] if key.ends_with("short_factor")));
+    let none = phi(serde_json::json!({"rope_scaling": {"type": "longrope", "short_factor": list(1.0)}}));
+    assert!(matches!(problems(&none).as_slice(), [ConfigProblem::Value { key, .. }] if key.ends_with("long_factor")));
 }

@@ -61,7 +61,7 @@ fn scalings_of_the_rotary_frequencies_are_translated() {
         for (key, value) in pairs {
             file = file.pair(&format!("llama.rope.{key}"), value.clone());
         }
-        parsed(&file).rope.scaling
+        parsed(&file).attention_kinds[0].rope.clone().unwrap().scaling
     };
     use model_config::RopeScaling as Expected;
     assert_eq!(scaling(&[("scaling.type", text("none"))]), Expected::Default);

@@ -232,7 +232,10 @@ fn hybrids_have_all_their_tensors() {
             chosen: 2,
             inner: 8,
             shared_inner: Some(24),
+            shared_gate: true,
+            routing: None,
             normalise: true,
+            bias: false,
         });
         assert_eq!(config.experts, expected);
         // Every GGUF tensor is used.

@@ -240,7 +240,7 @@ fn everything_that_is_not_supported_is_named_at_once() {
     let wanted = [
         ConfigProblem::UnsupportedArchitecture("MambaForCausalLM".to_owned()),
         ConfigProblem::UnsupportedDtype("float8_e4m3fn".to_owned()),
-        ConfigProblem::UnsupportedActivation("relu2".to_owned()),
+        ConfigProblem::UnsupportedActivation("relu2".to_owned(), "silu"),
         ConfigProblem::Quantized("bitsandbytes".to_owned()),
     ];
     for problem in &wanted {

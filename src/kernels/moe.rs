@@ -55,7 +55,7 @@ pub struct ExpertsShape {
 
 /// A selection of experts that is more than the greatest logits, `expert_route`.
 #[derive(Clone, Copy, Debug)]
-pub struct Routing {
+pub struct Route {
     /// Whether an expert's score is the sigmoid of its logit; otherwise the softmax over all logits.
     pub sigmoid: bool,
     /// What is added to the scores for the choice, but not for the shares: `[count]`.
@@ -452,7 +452,7 @@ impl Mlp {
     }
 
     /// Like [`Mlp::choose`], with another selection.
-    pub fn route(&self, routing: &Routing, used: Used, valid: Option<Range>, choices: Range) -> Call {
+    pub fn route(&self, routing: &Route, used: Used, valid: Option<Range>, choices: Range) -> Call {
         self.shape.assert_served();
         let shape = &self.shape;
         let each = shape.count / routing.groups;

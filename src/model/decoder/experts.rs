@@ -99,7 +99,7 @@ impl Decoder<'_> {
             Some(routing) => {
                 let bias = routing.choice_bias.then(|| self.vector(r, &block.name("router.choice_bias"))).flatten();
                 let config::Routing { sigmoid, groups, kept, best, factor, .. } = routing;
-                let routing = moe::Routing { sigmoid, bias, groups, kept, best, factor };
+                let routing = moe::Route { sigmoid, bias, groups, kept, best, factor };
                 mlp.route(&routing, used, valid, choices)
             }
         };

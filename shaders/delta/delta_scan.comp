@@ -374,15 +374,20 @@ void main() {
         float decay = gates.v[own * 4u * BLOCK_ROWS + BLOCK_ROWS - 1u];
         uint end = min((block + 1u) * BLOCK_ROWS, in_use);
         for (uint n = 0u; n < ROWS; n++) {
+            // An invocation without a row does not read the last one's, which is written below.
+            bool has = n * THREADS + i < KEY_DIM;
             uint d = min(n * THREADS + i, KEY_DIM - 1u);
             vec4 next[4];
-            [[unroll]] for (uint c = 0u; c < 4u; c++) next[c] = decay * state_s[d * 4u + c];
+            [[unroll]] for (uint c = 0u; c < 4u; c++) {
+                next[c] = vec4(0.0);
+                if (has) next[c] = decay * state_s[d * 4u + c];
+            }
             for (uint j = 0u; j < BLOCK_ROWS; j++) {
                 vec4 quad = mixed.v[((own * 2u + 1u) * BLOCK_ROWS + j) * KEY_QUADS + d / 4u];
                 float k = (d & 2u) == 0u ? ((d & 1u) == 0u ? quad.x : quad.y) : ((d & 1u) == 0u ? quad.z : quad.w);
                 [[unroll]] for (uint c = 0u; c < 4u; c++) next[c] += k * made_s[j * 4u + c];
             }
-            if (n * THREADS + i < KEY_DIM) {
+            if (has) {
                 uint inside = (h * KEY_DIM + d) * QUADS + slice * 4u, cell = VALUE_HEADS * KEY_DIM * QUADS;
                 [[unroll]] for (uint c = 0u; c < 4u; c++) {
                     state_s[d * 4u + c] = next[c];

@@ -54,30 +54,35 @@ uint logit(uint at, inout uint polls) {
 
 // Selects the experts row by row: a candidate is chosen if fewer than CHOSEN candidates precede it in the order (key
 // descending, id ascending). Every invocation runs the same number of iterations, repeating the last candidate where it
-// has none of its own: a CPU driver counts loop iterations between barriers (see EACH in `flash_decode.comp`).
+// has none of its own, without storing it: a CPU driver counts loop iterations between barriers (see EACH in
+// `flash_decode.comp`).
 void choose_for_rows(inout uint polls) {
     for (uint row = 0u; row < ROWS; row++) {
         barrier();
         for (uint turn = 0u; turn < COUNT; turn += LANES) {
             uint id = min(turn + gl_LocalInvocationIndex, COUNT - 1u);
-            keys_s[id] = key_of(uintBitsToFloat(logit(row * logits_stride + id, polls)));
+            uint key = key_of(uintBitsToFloat(logit(row * logits_stride + id, polls)));
+            if (turn + gl_LocalInvocationIndex < COUNT) keys_s[id] = key;
         }
-        if (SHARED == 1u) gates_s[row] = 1.0 / (1.0 + exp(-uintBitsToFloat(logit(row * logits_stride + COUNT, polls))));
+        if (SHARED == 1u) {
+            float gate = 1.0 / (1.0 + exp(-uintBitsToFloat(logit(row * logits_stride + COUNT, polls))));
+            if (gl_LocalInvocationIndex == 0u) gates_s[row] = gate;
+        }
         barrier();
         for (uint turn = 0u; turn < COUNT; turn += LANES) {
             uint id = min(turn + gl_LocalInvocationIndex, COUNT - 1u), key = keys_s[id], before = 0u;
             for (uint other = 0u; other < COUNT; other++)
                 before += keys_s[other] > key || (keys_s[other] == key && other < id) ? 1u : 0u;
-            if (before < CHOSEN) ids_s[row * CHOSEN + before] = id;
+            if (before < CHOSEN && turn + gl_LocalInvocationIndex < COUNT) ids_s[row * CHOSEN + before] = id;
         }
         barrier();
         float most = value_of(keys_s[ids_s[row * CHOSEN]]), total = 0.0;
         if (SHARES && NORMALISE == 0u) {
             for (uint i = 0u; i < COUNT; i++) total += exp(value_of(keys_s[i]) - most);
-            totals_s[row] = total;
+            if (gl_LocalInvocationIndex == 0u) totals_s[row] = total;
         }
-        uint place = row * CHOSEN + min(gl_LocalInvocationIndex, CHOSEN - 1u);
-        shares_s[place] = exp(value_of(keys_s[ids_s[place]]) - most);
+        uint place = row * CHOSEN + gl_LocalInvocationIndex;
+        if (gl_LocalInvocationIndex < CHOSEN) shares_s[place] = exp(value_of(keys_s[ids_s[place]]) - most);
     }
 }
 #endif

@@ -16,8 +16,9 @@ use crate::gpu::error::StartError;
 use crate::gpu::matrix_units::{probe, unpromised};
 use crate::gpu::tuned::Tuned;
 use crate::host::progress::{Progress, Unit};
+use crate::kernels::code_probe::code_kernel;
 use crate::kernels::gemm::skinny::Matrices;
-use crate::kernels::recording::Recording;
+use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{BuiltPipeline, Pipelines};
 use crate::model::checkpoint::Checkpoint;
 use crate::telemetry::with_causes;
@@ -144,8 +145,8 @@ pub fn missing(adapter: &Adapter) -> Vec<Missing> {
     lacks(
         !matrices.is_empty(),
         &matrices.join(", "),
-        "no matrix units: on an H200 without them an 8B model in bf16 reads prompts of 512 tokens 12 times slower, and \
-         64 streams are 32 times slower; one stream is not as much",
+        "no matrix units: on an H200 without them, an 8B model in bf16 reads prompts of 512 tokens 12 times slower, and \
+         64 streams are 32 times slower",
     );
     lacks(
         matrices.is_empty() && !adapter.is_nvidia(),
@@ -252,6 +253,7 @@ pub fn check(
     let outcome = match () {
         () if options.compile_only => Outcome::NotRun(COMPILE_ONLY),
         () if !whole => Outcome::NotRun(NOT_BUILT),
+        () if !quantised(&all) => Outcome::NotRun("the model has no quantised weights"),
         () => match test_formats(&build, &build.tuning(context(&build)), &recordings[0].1, &pipelines)? {
             None => Outcome::Passed(String::new()),
             Some(why) if found.paths[0] == KernelPath::RowMajor => Outcome::Failed(why),
@@ -292,6 +294,12 @@ fn recorded(build: &Build<'_>) -> (KernelPath, Recordings) {
     let decoder = build.decoder(context(build), 1, *buckets.last().expect("there is at least one bucket"));
     let path = KernelPath::of(decoder.tuning.fragments);
     (path, Recordings::new(&decoder, &buckets, build.draft_sequences()))
+}
+
+/// Whether a recording has a kernel of quantised weights.
+fn quantised(recordings: &[&Recording]) -> bool {
+    let mut ops = recordings.iter().flat_map(|recording| &recording.ops);
+    ops.any(|op| matches!(op, Op::Call(call) if code_kernel(call).is_some()))
 }
 
 /// Loads the model as a server does, with the tests at start, and runs its first work.

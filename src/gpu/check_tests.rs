@@ -3,7 +3,6 @@ use super::*;
 use crate::device::{AdapterKind, Capabilities, Module, NEEDED, NEEDED_INVOCATIONS, NEEDED_SHARED_BYTES, Statistic};
 use crate::gpu::build::defaults::{RING_STEPS, tuning};
 use crate::kernels::layout::StateLayout;
-use crate::kernels::recording::Op;
 use crate::kernels::shaders::{SHADERS, find};
 use crate::memory::pack::Format;
 use crate::model::decoder::{Decoder, RingLayout, Tuning};

@@ -1,4 +1,6 @@
-//! Tests of the report: what a least device is asked for is what the kernels of the plain path use.
+//! Tests of the checks: what every device is asked for against what the shaders use, and how numbers of drivers are read.
+//! Not here: a check on a driver (`tests/program/check.rs`).
+
 use super::*;
 use crate::device::{AdapterKind, Capabilities, Module, NEEDED, NEEDED_INVOCATIONS, NEEDED_SHARED_BYTES, Statistic};
 use crate::gpu::build::defaults::{RING_STEPS, tuning};

@@ -5,7 +5,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 here=$PWD/tests/drivers
-folder=$PWD/${CARGO_TARGET_DIR:-target}/drivers
+mkdir -p "${CARGO_TARGET_DIR:-target}"
+folder=$(cd "${CARGO_TARGET_DIR:-target}" && pwd)/drivers
 mirror=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
 suite=trixie
 keys=/usr/share/keyrings/debian-archive-keyring.gpg

@@ -4,7 +4,7 @@
 # driver too. What the build needs is downloaded into target/drivers as well: nothing outside it changes.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-folder=$PWD/${CARGO_TARGET_DIR:-target}/drivers
+folder=$(cd "${CARGO_TARGET_DIR:-target}" && pwd)/drivers
 mirror=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
 archive=mesa_25.0.7.orig.tar.xz
 sum=592272df3cf01e85e7db300c449df5061092574d099da275d19e97ef0510f8a6

@@ -151,7 +151,9 @@ fn registers_and_spills_are_found_under_each_drivers_names() {
             .map(|(name, value)| Statistic { name: (*name).to_owned(), value: *value })
             .collect(),
     };
-    let cases: [(&[(&str, f64)], Option<u64>, Option<u64>); 6] = [
+    // What a driver tells, then the registers and the spills of it.
+    type Case<'a> = (&'a [(&'a str, f64)], Option<u64>, Option<u64>);
+    let cases: [Case<'_>; 6] = [
         (&[("SGPRs", 108.0), ("VGPRs", 96.0), ("Spilled SGPRs", 4.0), ("Spilled VGPRs", 2.0)], Some(96), Some(2)),
         (&[("Number of GPRs", 40.0), ("Spills to memory", 3.0), ("Spills to reg", 9.0)], Some(40), Some(3)),
         (&[("Registers used", 32.0), ("Half-registers used", 4.0), ("STP Count", 0.0)], Some(32), Some(0)),

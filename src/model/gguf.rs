@@ -17,7 +17,9 @@ use std::collections::BTreeMap;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
-use self::config::{GgufConfigError, GgufModel, MAX_ROPE_FACTORS, ROPE_FACTORS, SpecialIds};
+use self::config::{
+    GgufConfigError, GgufModel, LONG_ROPE_FACTORS, MAX_ROPE_FACTORS, ROPE_FACTORS, RopeFactors, SpecialIds,
+};
 use self::container::{Header, TensorType};
 use self::split::{GgufFile, GgufFiles, SplitError};
 use self::tensors::{Source, TensorProblem};
@@ -82,15 +84,15 @@ pub fn open(path: &Path) -> Result<(Gguf, Vec<Stamp>), GgufError> {
         stamps.push(stamp);
         Ok((opened, bytes))
     })?;
-    // A file with rotary factors was opened once more.
+    // Files with rotary factors were opened again.
     stamps.truncate(gguf.parts.files.len());
     Ok((gguf, stamps))
 }
 
 impl Gguf {
     /// Opens the model that the file `path` belongs to, with all of its files. `open` opens a file for reading and
-    /// returns its length. It is called for each file once and in order, and once more for a file that holds factors of
-    /// the rotary frequencies.
+    /// returns its length. It is called for each file once and in order, and once more for each tensor of divisors of the
+    /// rotary frequencies.
     ///
     /// # Errors The first problem found; of tensors, all.
     pub fn open<R: Read + Seek>(
@@ -99,14 +101,15 @@ impl Gguf {
     ) -> Result<Gguf, GgufError> {
         let parts = GgufFiles::open(path, &mut open)?;
         let factors = rope_factors(&parts, open)?;
-        Gguf::new(parts, factors.as_deref())
+        Gguf::new(parts, &factors)
     }
 
-    /// Translates a model, given the headers of its files and the values of the tensor [`ROPE_FACTORS`], if it has one.
+    /// Translates a model, given the headers of its files and the values of its tensors of divisors of the rotary
+    /// frequencies.
     ///
     /// # Errors The first problem found; of tensors, all.
-    pub fn new(parts: GgufFiles, rope_factors: Option<&[f32]>) -> Result<Gguf, GgufError> {
-        let model = GgufModel::read(&parts, rope_factors)?;
+    pub fn new(parts: GgufFiles, factors: &RopeFactors) -> Result<Gguf, GgufError> {
+        let model = GgufModel::read(&parts, factors)?;
         let sources = tensors::map(&model, &parts).map_err(GgufError::Tensors)?;
         let (ids, tokenizer) = match tokenizer::ids_without_text(parts.header())? {
             Some(ids) => (ids, None),
@@ -135,16 +138,30 @@ impl Gguf {
 
 /// Reads the divisors of the rotary frequencies, if the model has them.
 ///
-/// # Errors They cannot be read, or are not a short vector of single precision numbers.
+/// # Errors They cannot be read, or are not short vectors of single precision numbers.
 pub fn rope_factors<R: Read + Seek>(
     parts: &GgufFiles,
     mut open: impl FnMut(&Path) -> std::io::Result<(R, u64)>,
+) -> Result<RopeFactors, GgufError> {
+    let llama3 = factors(parts, ROPE_FACTORS, &mut open, GgufConfigError::RopeFactors)?;
+    let [short, long] = LONG_ROPE_FACTORS.map(|tensor| {
+        let rule = "a short vector of type F32".to_owned();
+        factors(parts, tensor, &mut open, |has| GgufConfigError::LongRopeFactors { tensor, has, rule })
+    });
+    Ok(RopeFactors { llama3, long: short?.zip(long?).map(<[_; 2]>::from) })
+}
+
+/// Reads a tensor of divisors of the rotary frequencies, if the model has it. `wrong` makes an error of what it has.
+fn factors<R: Read + Seek>(
+    parts: &GgufFiles,
+    tensor: &str,
+    open: &mut impl FnMut(&Path) -> std::io::Result<(R, u64)>,
+    wrong: impl FnOnce(String) -> GgufConfigError,
 ) -> Result<Option<Vec<f32>>, GgufError> {
-    let Some(at) = parts.find(ROPE_FACTORS) else { return Ok(None) };
+    let Some(at) = parts.find(tensor) else { return Ok(None) };
     let info = parts.at(at);
     if info.kind != TensorType::F32 || info.rows() != 1 || info.cols() > MAX_ROPE_FACTORS {
-        let what = format!("the type {} and the dimensions {:?}", info.kind, info.dims);
-        return Err(GgufConfigError::RopeFactors(what).into());
+        return Err(wrong(format!("the type {} and the dimensions {:?}", info.kind, info.dims)).into());
     }
     let path = &parts.files[at.file].path;
     let mut bytes = vec![0; info.bytes as usize];
@@ -165,7 +182,7 @@ pub fn fuzz(data: &[u8]) {
     let Ok(parts) = GgufFiles::new(vec![part]) else { return };
     let factors = rope_factors(&parts, |_: &Path| Ok((std::io::Cursor::new(data), data.len() as u64)));
     let Ok(factors) = factors else { return };
-    if let Ok(model) = GgufModel::read(&parts, factors.as_deref()) {
+    if let Ok(model) = GgufModel::read(&parts, &factors) {
         drop(model.config_json(&SpecialIds::default()).to_string());
         if let Ok(sources) = tensors::map(&model, &parts) {
             for source in sources.values() {
@@ -173,5 +190,5 @@ pub fn fuzz(data: &[u8]) {
             }
         }
     }
-    drop(Gguf::new(parts, factors.as_deref()));
+    drop(Gguf::new(parts, &factors));
 }

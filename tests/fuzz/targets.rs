@@ -123,7 +123,7 @@ pub fn gguf_split(bytes: &[u8]) {
                 let info = files.at(*at);
                 assert!(info.offset.checked_add(info.bytes).is_some_and(|end| end <= files.files[at.file].bytes));
             }
-            drop(gguf::Gguf::new(files, None));
+            drop(gguf::Gguf::new(files, &gguf::config::RopeFactors::default()));
         }
         Err(error) => assert!(!error.to_string().is_empty()),
     }

@@ -346,14 +346,23 @@ impl<'a> Specs<'a> {
         }
         if experts.bias {
             self.stacked(&name("router.bias"), &[(&tensor(&format!("{own}.bias")), count)], None);
-            // In the order of the packed rows, in which gate and up alternate.
-            for (bias, from, rows) in [("gate_up", "gate_up_proj_bias", 2 * inner), ("down", "down_proj_bias", hidden)]
-            {
-                let all = Slice { from: 0, rows: count * rows, first_row: 0, row_step: 1 };
+            let biases = |part: &str, rows: u32, slices: Vec<Slice>| {
                 let shape = [count, rows].map(u64::from).to_vec();
-                let tensor = tensor(&format!("experts.{from}"));
-                let origin = Origin { tensor, shape, slices: vec![all], transposed: None };
-                self.push(&name(&format!("experts.{bias}.bias")), None, vec![origin], 0.0);
+                Origin { tensor: tensor(&format!("experts.{part}_proj_bias")), shape, slices, transposed: None }
+            };
+            let all = |rows: u32| vec![Slice { from: 0, rows: count * rows, first_row: 0, row_step: 1 }];
+            // In the order of the packed rows. GGUF files have the biases of gate and of up in tensors of their own.
+            let alone = |(part, index)| {
+                let slice = |e| Slice { from: inner * e, rows: inner, first_row: 2 * inner * e + index, row_step: 2 };
+                biases(part, inner, (0..count).map(slice).collect())
+            };
+            let gate_up = match self.has(&tensor("experts.gate_proj_bias")) {
+                true => [("gate", 0), ("up", 1)].map(alone).into(),
+                false => vec![biases("gate_up", 2 * inner, all(2 * inner))],
+            };
+            let down = vec![biases("down", hidden, all(hidden))];
+            for (part, origins) in [("gate_up", gate_up), ("down", down)] {
+                self.push(&name(&format!("experts.{part}.bias")), None, origins, 0.0);
             }
         }
         // The rows of an expert's gate projection and of its up projection alternate in the packed weight.

@@ -3,6 +3,8 @@
 //!
 //! Not here: whether the values can be run, which the reader of `config.json` decides, and the tokenizer.
 
+mod families;
+
 use serde_json::{Map, Value as Json, json};
 
 use super::container::{Array, Value};
@@ -17,8 +19,19 @@ const MAX_SIZE: u64 = 1 << 30;
 
 /// The tensor that holds the divisors of the rotary frequencies in models with Llama 3's scaling.
 pub const ROPE_FACTORS: &str = "rope_freqs.weight";
-/// The maximum number of elements of [`ROPE_FACTORS`].
+/// The tensors that hold LongRoPE's divisors of the rotary frequencies: for short contexts and for long ones.
+pub const LONG_ROPE_FACTORS: [&str; 2] = ["rope_factors_short.weight", "rope_factors_long.weight"];
+/// The maximum number of elements of each of these tensors.
 pub const MAX_ROPE_FACTORS: u64 = 1 << 16;
+
+/// The values of the tensors of divisors of the rotary frequencies that a model has.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RopeFactors {
+    /// Of [`ROPE_FACTORS`].
+    pub llama3: Option<Vec<f32>>,
+    /// Of [`LONG_ROPE_FACTORS`].
+    pub long: Option<[Vec<f32>; 2]>,
+}
 
 /// The model families whose metadata and tensors are understood.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -37,11 +50,31 @@ pub enum GgufArchitecture {
     Qwen35,
     /// Qwen3.5 with experts: a hybrid.
     Qwen35Moe,
+    /// Qwen2 with experts, one of them shared.
+    Qwen2Moe,
+    /// Gemma 2; dense, with norms around attention and MLP, a sliding window and bounds.
+    Gemma2,
+    /// Gemma 3; dense, with norms around attention and MLP and a sliding window.
+    Gemma3,
+    /// gpt-oss: experts with biases, attention with sinks and a sliding window.
+    GptOss,
+    /// Phi-3 and Phi-4; dense, with LongRoPE.
+    Phi3,
+    /// Granite; dense, with constant factors.
+    Granite,
+    /// SmolLM3; dense, with layers without rotary embedding.
+    SmolLm3,
+    /// OLMo 2 and, with a sliding window, OLMo 3; dense, with norms after attention and MLP.
+    Olmo2,
+    /// GLM-4; dense, with norms around attention and MLP.
+    Glm4,
+    /// Mistral Small 3 and Ministral 3; dense.
+    Mistral3,
 }
 
 impl GgufArchitecture {
     /// All families.
-    pub const ALL: [GgufArchitecture; 7] = [
+    pub const ALL: [GgufArchitecture; 17] = [
         GgufArchitecture::Llama,
         GgufArchitecture::Qwen2,
         GgufArchitecture::Qwen3,
@@ -49,6 +82,16 @@ impl GgufArchitecture {
         GgufArchitecture::Qwen3Next,
         GgufArchitecture::Qwen35,
         GgufArchitecture::Qwen35Moe,
+        GgufArchitecture::Qwen2Moe,
+        GgufArchitecture::Gemma2,
+        GgufArchitecture::Gemma3,
+        GgufArchitecture::GptOss,
+        GgufArchitecture::Phi3,
+        GgufArchitecture::Granite,
+        GgufArchitecture::SmolLm3,
+        GgufArchitecture::Olmo2,
+        GgufArchitecture::Glm4,
+        GgufArchitecture::Mistral3,
     ];
 
     /// Returns the value of `general.architecture`, which is also the prefix of the family's metadata keys.
@@ -61,19 +104,16 @@ impl GgufArchitecture {
             GgufArchitecture::Qwen3Next => "qwen3next",
             GgufArchitecture::Qwen35 => "qwen35",
             GgufArchitecture::Qwen35Moe => "qwen35moe",
-        }
-    }
-
-    /// Returns the entry of `architectures` and the `model_type` in config.json.
-    pub fn published_names(self) -> (&'static str, &'static str) {
-        match self {
-            GgufArchitecture::Llama => ("LlamaForCausalLM", "llama"),
-            GgufArchitecture::Qwen2 => ("Qwen2ForCausalLM", "qwen2"),
-            GgufArchitecture::Qwen3 => ("Qwen3ForCausalLM", "qwen3"),
-            GgufArchitecture::Qwen3Moe => ("Qwen3MoeForCausalLM", "qwen3_moe"),
-            GgufArchitecture::Qwen3Next => ("Qwen3NextForCausalLM", "qwen3_next"),
-            GgufArchitecture::Qwen35 => ("Qwen3_5ForCausalLM", "qwen3_5_text"),
-            GgufArchitecture::Qwen35Moe => ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
+            GgufArchitecture::Qwen2Moe => "qwen2moe",
+            GgufArchitecture::Gemma2 => "gemma2",
+            GgufArchitecture::Gemma3 => "gemma3",
+            GgufArchitecture::GptOss => "gpt-oss",
+            GgufArchitecture::Phi3 => "phi3",
+            GgufArchitecture::Granite => "granite",
+            GgufArchitecture::SmolLm3 => "smollm3",
+            GgufArchitecture::Olmo2 => "olmo2",
+            GgufArchitecture::Glm4 => "glm4",
+            GgufArchitecture::Mistral3 => "mistral3",
         }
     }
 
@@ -84,7 +124,19 @@ impl GgufArchitecture {
 
     /// Whether the layers have experts.
     pub fn has_experts(self) -> bool {
-        matches!(self, GgufArchitecture::Qwen3Moe | GgufArchitecture::Qwen3Next | GgufArchitecture::Qwen35Moe)
+        matches!(
+            self,
+            GgufArchitecture::Qwen2Moe
+                | GgufArchitecture::Qwen3Moe
+                | GgufArchitecture::Qwen3Next
+                | GgufArchitecture::Qwen35Moe
+                | GgufArchitecture::GptOss
+        )
+    }
+
+    /// Whether the weights of norms over the residual stream and over heads are stored with 1 added.
+    pub fn has_shifted_norms(self) -> bool {
+        self.is_hybrid() || matches!(self, GgufArchitecture::Gemma2 | GgufArchitecture::Gemma3)
     }
 }
 
@@ -119,7 +171,7 @@ pub struct GgufExperts {
 }
 
 /// How the rotary frequencies are changed for longer contexts.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum GgufRope {
     /// No change.
     Default,
@@ -142,7 +194,32 @@ pub enum GgufRope {
         beta_slow: Option<f64>,
         /// The factor of cosines and sines.
         attention_factor: Option<f64>,
+        /// The coefficient in the divisor of the factor of cosines and sines.
+        mscale_all_dim: Option<f64>,
     },
+    /// LongRoPE: every frequency has a divisor of its own.
+    LongRope {
+        /// The divisors for contexts up to the original one.
+        short: Vec<f32>,
+        /// The divisors for longer contexts.
+        long: Vec<f32>,
+        /// The context length of the original training.
+        original_context: u64,
+        /// The factor of cosines and sines.
+        attention_factor: Option<f64>,
+    },
+}
+
+/// The sliding window of attention layers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GgufWindow {
+    /// The number of tokens that a token sees, itself included.
+    pub tokens: u64,
+    /// `[layers]`: whether the layer has the window.
+    pub layers: Vec<bool>,
+    /// The base of the rotary frequencies of these layers, which are not scaled. `None`: their rotary embedding is that
+    /// of the other layers.
+    pub rope_theta: Option<f64>,
 }
 
 /// The parameters of Llama 3's scaling of rotary frequencies.
@@ -203,6 +280,12 @@ pub struct GgufModel {
     pub delta: Option<Delta>,
     /// The dimensions of layers with experts; `Some` for families that have them.
     pub experts: Option<GgufExperts>,
+    /// The sliding window; `None` if no layer has one.
+    pub window: Option<GgufWindow>,
+    /// The coefficient of the growth of queries with their position. Only with YaRN.
+    pub query_growth: Option<f64>,
+    /// The keys of config.json that only this family has, such as its constant factors.
+    pub own_keys: Vec<(&'static str, Json)>,
 }
 
 /// The reason why a model's metadata cannot be used.
@@ -252,6 +335,16 @@ pub enum GgufConfigError {
     /// The divisors of the rotary frequencies are not those of a known scaling.
     #[error("tensor {ROPE_FACTORS} has {0}, which is not the scaling of Llama 3")]
     RopeFactors(String),
+    /// The divisors of the rotary frequencies are not LongRoPE's.
+    #[error("tensor {tensor} has {has}, must have {rule}")]
+    LongRopeFactors {
+        /// The tensor.
+        tensor: &'static str,
+        /// What it has.
+        has: String,
+        /// What it must have.
+        rule: String,
+    },
 }
 
 fn known_architectures() -> String {
@@ -334,54 +427,6 @@ impl<'a> Keys<'a> {
     fn unsupported(&self, key: &str, value: &Value, what: &'static str) -> GgufConfigError {
         GgufConfigError::Unsupported { key: self.key(key), value: value.to_string(), what }
     }
-
-    /// Refuses keys that change the computation in a way that no supported family has. Each key has a value that
-    /// changes nothing.
-    fn refuse_foreign(&self) -> Result<(), GgufConfigError> {
-        let neutral: [(&str, f64, &str); 18] = [
-            ("attention.sliding_window", 0.0, "sliding-window attention"),
-            ("attention.clamp_kqv", 0.0, "clamped queries, keys and values"),
-            ("attention.max_alibi_bias", 0.0, "ALiBi"),
-            ("attention.scale", 0.0, "a scale of attention"),
-            ("attention.temperature_scale", 0.0, "a temperature of attention"),
-            ("attention.temperature_length", 0.0, "a temperature of attention"),
-            ("attention.shared_kv_layers", 0.0, "keys and values that layers share"),
-            ("attn_logit_softcapping", 0.0, "softcapping"),
-            ("final_logit_softcapping", 0.0, "softcapping"),
-            ("router_logit_softcapping", 0.0, "softcapping"),
-            ("logit_scale", 1.0, "a scale of the logits"),
-            ("residual_scale", 1.0, "a scale of the residual stream"),
-            ("embedding_scale", 1.0, "a scale of the embedding"),
-            ("expert_group_count", 1.0, "groups of experts"),
-            ("expert_weights_scale", 1.0, "a scale of the experts' weights"),
-            ("leading_dense_block_count", 0.0, "leading dense layers"),
-            ("rope.scaling.yarn_log_multiplier", 0.0, "a multiplier of YaRN's attention factor"),
-            ("rope.scaling.yarn_ext_factor", 1.0, "a factor of YaRN's extrapolation"),
-        ];
-        for (key, neutral, what) in neutral {
-            match self.get(key) {
-                None => {}
-                // 0 stands for "not used" in all of these keys.
-                Some(value) if value.number().is_some_and(|n| n == neutral || n == 0.0) => {}
-                Some(value) => return Err(self.unsupported(key, value, what)),
-            }
-        }
-        match self.get("attention.causal") {
-            None | Some(Value::Bool(true)) => {}
-            Some(value) => return Err(self.unsupported("attention.causal", value, "attention to later tokens")),
-        }
-        match self.get("expert_gating_func") {
-            None => {}
-            Some(value) if matches!(value.unsigned(), Some(0 | 1)) => {}
-            Some(value) => return Err(self.unsupported("expert_gating_func", value, "a router without softmax")),
-        }
-        match (self.get("expert_count"), self.architecture.has_experts()) {
-            (Some(value), false) if value.unsigned() != Some(0) => {
-                Err(self.unsupported("expert_count", value, "experts in this architecture"))
-            }
-            _ => Ok(()),
-        }
-    }
 }
 
 /// Returns the model family.
@@ -396,10 +441,10 @@ pub fn architecture(parts: &GgufFiles) -> Result<GgufArchitecture, GgufConfigErr
 }
 
 impl GgufModel {
-    /// Reads the configuration. `rope_factors` are the values of the tensor [`ROPE_FACTORS`], if the model has it.
+    /// Reads the configuration. `factors` are the values of the model's tensors of divisors of the rotary frequencies.
     ///
     /// # Errors The first problem found.
-    pub fn read(parts: &GgufFiles, rope_factors: Option<&[f32]>) -> Result<GgufModel, GgufConfigError> {
+    pub fn read(parts: &GgufFiles, factors: &RopeFactors) -> Result<GgufModel, GgufConfigError> {
         let architecture = architecture(parts)?;
         let keys = Keys { parts, architecture };
         keys.refuse_foreign()?;
@@ -421,8 +466,10 @@ impl GgufModel {
         }
         let rotary_dim = keys.size("rope.dimension_count", head_dim)?.unwrap_or(head_dim);
         let rope_theta = keys.number("rope.freq_base")?.unwrap_or(10_000.0);
-        let scaling = rope_scaling(&keys)?;
-        let rope_scaling = match (parts.has(ROPE_FACTORS), rope_factors) {
+        let long = architecture == GgufArchitecture::Phi3 && LONG_ROPE_FACTORS.iter().any(|name| parts.has(name));
+        let scaling = rope_scaling(&keys, long)?;
+        let rope_scaling = match (parts.has(ROPE_FACTORS), &factors.llama3) {
+            (false, _) if long => families::long_rope(&keys, &scaling, factors.long.as_ref(), rotary_dim)?,
             (false, _) => scaling,
             (true, None) => return Err(GgufConfigError::RopeFactors("no values".to_owned())),
             (true, Some(_)) if scaling != GgufRope::Default => {
@@ -469,12 +516,15 @@ impl GgufModel {
             full_attention: full_attention(&keys, layers)?,
             delta: architecture.is_hybrid().then(|| delta(&keys)).transpose()?,
             experts: architecture.has_experts().then(|| experts(&keys)).transpose()?,
+            window: families::window(&keys, layers, rope_theta)?,
+            query_growth: families::query_growth(&keys)?,
+            own_keys: families::own_keys(&keys, [layers, hidden, heads, head_dim])?,
         })
     }
 
     /// Returns the text model's config.json. `ids` are those of the tokenizer.
     pub fn config_json(&self, ids: &SpecialIds) -> Json {
-        let (class, model_type) = self.architecture.published_names();
+        let (class, model_type) = self.published_names();
         let mut config = Map::new();
         let mut set = |key: &str, value: Json| {
             config.insert(key.to_owned(), value);
@@ -487,7 +537,9 @@ impl GgufModel {
         set("num_attention_heads", json!(self.heads));
         set("num_key_value_heads", json!(self.kv_heads));
         set("head_dim", json!(self.head_dim));
-        if let Some(intermediate) = self.intermediate {
+        // Families without dense layers have the size of their experts under this key.
+        let of_experts = self.experts.filter(|_| self.architecture == GgufArchitecture::GptOss);
+        if let Some(intermediate) = of_experts.map(|experts| experts.inner).or(self.intermediate) {
             set("intermediate_size", json!(intermediate));
         }
         set("rms_norm_eps", json!(self.rms_eps));
@@ -495,6 +547,7 @@ impl GgufModel {
         set("max_position_embeddings", json!(self.context));
         set("tie_word_embeddings", json!(self.tied));
         set("attention_bias", json!(self.attention_bias));
+        set("qkv_bias", json!(self.attention_bias));
         set("mlp_bias", json!(self.mlp_bias));
         set("rope_parameters", self.rope_json());
         if self.architecture.is_hybrid() {
@@ -519,6 +572,14 @@ impl GgufModel {
             // 0 stands for no shared expert; without the key a default would be used.
             set("shared_expert_intermediate_size", json!(experts.shared_inner.unwrap_or(0)));
         }
+        set("sliding_window", json!(self.window.as_ref().map(|window| window.tokens)));
+        if let Some(window) = &self.window {
+            let kind = |slides: &bool| if *slides { "sliding_attention" } else { "full_attention" };
+            set("layer_types", json!(window.layers.iter().map(kind).collect::<Vec<_>>()));
+        }
+        for (key, value) in &self.own_keys {
+            set(key, value.clone());
+        }
         set("bos_token_id", json!(ids.bos));
         set("eos_token_id", json!(ids.eos));
         set("pad_token_id", json!(ids.pad));
@@ -526,7 +587,19 @@ impl GgufModel {
     }
 
     fn rope_json(&self) -> Json {
-        let mut rope = match self.rope_scaling {
+        let rope = self.full_rope_json();
+        match self.window.as_ref().and_then(|window| window.rope_theta) {
+            None => rope,
+            Some(theta) => json!({
+                "full_attention": rope,
+                "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+            }),
+        }
+    }
+
+    /// Returns the rotary embedding of layers without a sliding window.
+    fn full_rope_json(&self) -> Json {
+        let mut rope = match &self.rope_scaling {
             GgufRope::Default => json!({"rope_type": "default"}),
             GgufRope::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
             GgufRope::Llama3(Llama3 { factor, low_freq_factor, high_freq_factor, original_context }) => json!({
@@ -534,19 +607,34 @@ impl GgufModel {
                 "factor": factor,
                 "low_freq_factor": low_freq_factor,
                 "high_freq_factor": high_freq_factor,
-                "original_max_position_embeddings": original_context as u64,
+                "original_max_position_embeddings": *original_context as u64,
             }),
-            GgufRope::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor } => json!({
-                "rope_type": "yarn",
-                "factor": factor,
+            GgufRope::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor, mscale_all_dim } => {
+                json!({
+                    "rope_type": "yarn",
+                    "factor": factor,
+                    "original_max_position_embeddings": original_context,
+                    "beta_fast": beta_fast,
+                    "beta_slow": beta_slow,
+                    "attention_factor": attention_factor,
+                    "mscale": mscale_all_dim.map(|_| 1.0),
+                    "mscale_all_dim": mscale_all_dim,
+                    "llama_4_scaling_beta": self.query_growth,
+                    // The published models of this family do not round the ends of the ramp. No key says so.
+                    "truncate": self.architecture != GgufArchitecture::GptOss,
+                })
+            }
+            GgufRope::LongRope { short, long, original_context, attention_factor } => json!({
+                "rope_type": "longrope",
+                "short_factor": short,
+                "long_factor": long,
                 "original_max_position_embeddings": original_context,
-                "beta_fast": beta_fast,
-                "beta_slow": beta_slow,
                 "attention_factor": attention_factor,
             }),
         };
         rope["rope_theta"] = json!(self.rope_theta);
-        if self.architecture.is_hybrid() || self.rotary_dim != self.head_dim {
+        let always = self.architecture.is_hybrid() || self.architecture == GgufArchitecture::Glm4;
+        if always || self.rotary_dim != self.head_dim {
             rope["partial_rotary_factor"] = json!(partial(self.rotary_dim, self.head_dim));
         }
         rope
@@ -562,9 +650,10 @@ fn partial(rotary_dim: u64, head_dim: u64) -> f64 {
     }
 }
 
-fn rope_scaling(keys: &Keys<'_>) -> Result<GgufRope, GgufConfigError> {
+/// Reads the scaling of the rotary frequencies. `long`: the model has the tensors of LongRoPE.
+fn rope_scaling(keys: &Keys<'_>, long: bool) -> Result<GgufRope, GgufConfigError> {
     let factor = keys.number("rope.scaling.factor")?;
-    if let Some(value) = keys.get("rope.scaling.attn_factor").filter(|value| value.number() != Some(1.0)) {
+    if let Some(value) = keys.get("rope.scaling.attn_factor").filter(|value| value.number() != Some(1.0) && !long) {
         return Err(keys.unsupported("rope.scaling.attn_factor", value, "a factor of attention"));
     }
     let need = || factor.ok_or_else(|| keys.missing("rope.scaling.factor"));
@@ -575,6 +664,8 @@ fn rope_scaling(keys: &Keys<'_>) -> Result<GgufRope, GgufConfigError> {
             Some(factor) => Ok(GgufRope::Linear { factor }),
         },
         Some((_, Some("none"))) => Ok(GgufRope::Default),
+        // Its tensors say the rest.
+        Some((_, Some("longrope"))) if long => Ok(GgufRope::Default),
         Some((_, Some("linear"))) => Ok(GgufRope::Linear { factor: need()? }),
         Some((_, Some("yarn"))) => Ok(GgufRope::Yarn {
             factor: need()?,
@@ -582,6 +673,7 @@ fn rope_scaling(keys: &Keys<'_>) -> Result<GgufRope, GgufConfigError> {
             beta_fast: keys.number("rope.scaling.yarn_beta_fast")?,
             beta_slow: keys.number("rope.scaling.yarn_beta_slow")?,
             attention_factor: keys.number("rope.scaling.yarn_attn_factor")?,
+            mscale_all_dim: families::mscale_all_dim(keys)?,
         }),
         Some((value, _)) => Err(keys.unsupported("rope.scaling.type", value, "none, linear and yarn are")),
     }
@@ -645,8 +737,11 @@ fn experts(keys: &Keys<'_>) -> Result<GgufExperts, GgufConfigError> {
         chosen: keys.need("expert_used_count", MAX_EXPERTS)?,
         inner: keys.uniform(inner)?.or(tensor("ffn_down_exps")).ok_or_else(|| keys.missing(inner))?,
         shared_inner,
-        // The released models of these families normalise; only few files state it.
-        normalise: keys.get("expert_weights_norm").and_then(Value::flag).unwrap_or(true),
+        // The released models of these families normalise, except for Qwen2's; only few files state it.
+        normalise: keys
+            .get("expert_weights_norm")
+            .and_then(Value::flag)
+            .unwrap_or(keys.architecture != GgufArchitecture::Qwen2Moe),
     })
 }
 

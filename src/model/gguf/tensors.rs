@@ -5,6 +5,9 @@
 
 use std::collections::BTreeMap;
 
+use super::config::GgufArchitecture::{
+    Gemma2, Gemma3, Glm4, GptOss, Granite, Llama, Mistral3, Olmo2, Phi3, Qwen2, Qwen2Moe, Qwen3Next, SmolLm3,
+};
 use super::config::{Delta, GgufExperts, GgufModel};
 use super::container::{GgufTensor, TensorType};
 use super::split::{GgufFiles, TensorRef};
@@ -332,10 +335,31 @@ impl Builder<'_> {
     /// Adds a layer. `to` is the prefix of the Hugging Face names and `from` that of the GGUF names, here and below.
     fn block(&mut self, to: &str, from: &str, full_attention: bool) {
         let m = self.model;
-        self.norm(&format!("{to}input_layernorm.weight"), &format!("{from}attn_norm.weight"), m.hidden);
-        let mlp_norm = if m.architecture.is_hybrid() { "post_attention_norm" } else { "ffn_norm" };
-        let mlp_norm = format!("{from}{mlp_norm}.weight");
-        self.norm(&format!("{to}post_attention_layernorm.weight"), &mlp_norm, m.hidden);
+        let norms: &[(&str, &str)] = match m.architecture {
+            Gemma2 | Gemma3 => &[
+                ("input_layernorm", "attn_norm"),
+                ("post_attention_layernorm", "post_attention_norm"),
+                ("pre_feedforward_layernorm", "ffn_norm"),
+                ("post_feedforward_layernorm", "post_ffw_norm"),
+            ],
+            Glm4 => &[
+                ("input_layernorm", "attn_norm"),
+                ("post_self_attn_layernorm", "post_attention_norm"),
+                ("post_attention_layernorm", "ffn_norm"),
+                ("post_mlp_layernorm", "post_ffw_norm"),
+            ],
+            Olmo2 => {
+                &[("post_attention_layernorm", "post_attention_norm"), ("post_feedforward_layernorm", "post_ffw_norm")]
+            }
+            GptOss => &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "post_attention_norm")],
+            other if other.is_hybrid() => {
+                &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "post_attention_norm")]
+            }
+            _ => &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ffn_norm")],
+        };
+        for (name, stored) in norms {
+            self.norm(&format!("{to}{name}.weight"), &format!("{from}{stored}.weight"), m.hidden);
+        }
         match (full_attention, m.delta) {
             (false, Some(delta)) => self.gated_delta(&format!("{to}linear_attn."), from, delta),
             _ => self.attention(&format!("{to}self_attn."), from),
@@ -347,13 +371,12 @@ impl Builder<'_> {
     }
 
     fn attention(&mut self, to: &str, from: &str) {
-        use super::config::GgufArchitecture::{Llama, Qwen2};
         let m = self.model;
         let (q, kv) = (m.heads * m.head_dim, m.kv_heads * m.head_dim);
         // The queries of hybrids have a gate of the same width, interleaved head by head.
         let q_rows = if m.architecture.is_hybrid() { 2 * q } else { q };
         let permuted = |heads: u64| match m.architecture {
-            Llama => RowOrder::RotaryPairs { heads, head_dim: m.head_dim },
+            Llama | Granite | SmolLm3 | Mistral3 => RowOrder::RotaryPairs { heads, head_dim: m.head_dim },
             _ => RowOrder::Same,
         };
         let projections = [
@@ -385,10 +408,18 @@ impl Builder<'_> {
         if self.parts.has(&bias) {
             self.put(format!("{to}o_proj.bias"), &bias, &[m.hidden], Piece::vector(0, m.hidden));
         }
-        if !matches!(m.architecture, Llama | Qwen2) {
-            for name in ["q_norm", "k_norm"] {
-                self.norm(&format!("{to}{name}.weight"), &format!("{from}attn_{name}.weight"), m.head_dim);
-            }
+        let head_norms = match m.architecture {
+            Llama | Qwen2 | Qwen2Moe | Gemma2 | GptOss | Phi3 | Granite | SmolLm3 | Glm4 | Mistral3 => None,
+            // One norm over all heads.
+            Olmo2 => Some([q, kv]),
+            _ => Some([m.head_dim; 2]),
+        };
+        for (name, rows) in ["q_norm", "k_norm"].into_iter().zip(head_norms.into_iter().flatten()) {
+            self.norm(&format!("{to}{name}.weight"), &format!("{from}attn_{name}.weight"), rows);
+        }
+        if m.architecture == GptOss {
+            let sinks = format!("{from}attn_sinks.weight");
+            self.put(format!("{to}sinks"), &sinks, &[m.heads], Piece::vector(0, m.heads));
         }
     }
 
@@ -398,7 +429,7 @@ impl Builder<'_> {
         let (keys, values) = (key_heads * key_dim, value_heads * value_dim);
         let channels = 2 * keys + values;
         let per_key = value_heads / key_heads;
-        let grouped = m.architecture == super::config::GgufArchitecture::Qwen3Next;
+        let grouped = m.architecture == Qwen3Next;
         // Qwen3-Next keeps the value heads grouped by their key heads. With one value head for each key head both
         // orders are the same.
         let tiled = |lead: u64, head_rows: u64| match grouped || per_key == 1 || key_heads == 1 {
@@ -455,8 +486,17 @@ impl Builder<'_> {
             self.problems.push(TensorProblem::Missing { tensor: format!("{from}ffn_gate.weight") });
             return;
         };
+        // The rows of gate and then those of up.
+        let fused = matches!(m.architecture, Phi3 | Glm4) && !self.parts.has(&format!("{from}ffn_gate.weight"));
         for (part, rows, cols) in [("gate", inner, m.hidden), ("up", inner, m.hidden), ("down", m.hidden, inner)] {
-            self.matrix(&format!("{to}{part}_proj.weight"), &format!("{from}ffn_{part}.weight"), rows, cols);
+            let name = format!("{to}{part}_proj.weight");
+            match (fused, part) {
+                (true, "gate" | "up") => {
+                    let piece = Piece::matrix(if part == "gate" { 0 } else { inner }, inner, cols);
+                    self.put(name, &format!("{from}ffn_up.weight"), &[cols, 2 * inner], piece);
+                }
+                _ => self.matrix(&name, &format!("{from}ffn_{part}.weight"), rows, cols),
+            }
             let bias = format!("{from}ffn_{part}.bias");
             if m.mlp_bias {
                 self.put(format!("{to}{part}_proj.bias"), &bias, &[rows], Piece::vector(0, rows));
@@ -467,7 +507,19 @@ impl Builder<'_> {
     fn experts(&mut self, to: &str, from: &str, experts: GgufExperts) {
         let m = self.model;
         let GgufExperts { count, inner, shared_inner, .. } = experts;
-        self.matrix(&format!("{to}gate.weight"), &format!("{from}ffn_gate_inp.weight"), count, m.hidden);
+        let router = if m.architecture == GptOss { "router" } else { "gate" };
+        self.matrix(&format!("{to}{router}.weight"), &format!("{from}ffn_gate_inp.weight"), count, m.hidden);
+        if m.architecture == GptOss {
+            let bias = format!("{from}ffn_gate_inp.bias");
+            self.put(format!("{to}{router}.bias"), &bias, &[count], Piece::vector(0, count));
+            for (part, rows) in [("gate", inner), ("up", inner), ("down", m.hidden)] {
+                let (name, stored) = (format!("{to}experts.{part}_proj_bias"), format!("{from}ffn_{part}_exps.bias"));
+                // Each expert's is a row.
+                if let Some((at, scale)) = self.resolve(&stored, &[rows, count], false) {
+                    self.insert(name, at, scale, Piece::matrix(0, count, rows));
+                }
+            }
+        }
         let fused = format!("{from}ffn_gate_up_exps.weight");
         let is_fused = self.parts.has(&fused);
         let tensors = [
@@ -504,9 +556,10 @@ impl Builder<'_> {
         self.put(name.to_owned(), stored, &[cols, rows], Piece::matrix(0, rows, cols));
     }
 
-    /// Adds a norm, whose weights hybrids store with 1 added.
+    /// Adds a norm, whose weights some families store with 1 added.
     fn norm(&mut self, name: &str, stored: &str, rows: u64) {
-        let change = if self.model.architecture.is_hybrid() { StoredAs::PlusOne } else { StoredAs::None };
+        let shifted = self.model.architecture.has_shifted_norms();
+        let change = if shifted { StoredAs::PlusOne } else { StoredAs::None };
         self.put(name.to_owned(), stored, &[rows], Piece { change, ..Piece::vector(0, rows) });
     }
 

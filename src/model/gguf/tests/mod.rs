@@ -1,6 +1,7 @@
 //! Tests of the module, and what they share: a writer of GGUF files and a random number generator.
 
 mod container;
+mod families;
 mod hostile;
 mod metadata;
 mod split;

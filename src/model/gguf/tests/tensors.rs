@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use super::super::config::RopeFactors;
 use super::super::container::{Header, TensorType, Value};
 use super::super::split::{GgufFile, GgufFiles, TensorRef};
 use super::super::tensors::{ColumnOrder, RowOrder, Source, StoredAs};
@@ -203,7 +204,7 @@ fn open(file: &File) -> Result<Gguf, GgufError> {
     let header = Header::parse(&bytes, bytes.len() as u64).unwrap();
     Gguf::new(
         GgufFiles::new(vec![GgufFile { path: "m.gguf".into(), bytes: bytes.len() as u64, header }]).unwrap(),
-        None,
+        &RopeFactors::default(),
     )
 }
 

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use super::super::config::ROPE_FACTORS;
+use super::super::config::{ROPE_FACTORS, RopeFactors};
 use super::super::container::{Array, DEFAULT_ALIGNMENT, Header, TensorType, Value};
 use super::super::split::{GgufFile, GgufFiles};
 use super::super::tensors::{ColumnOrder, StoredAs};
@@ -140,7 +140,8 @@ impl Layout {
             .map_err(|error| unreadable(error.into()))?;
         let factors = tensors.iter().find(|(tensor, _)| tensor.name == ROPE_FACTORS);
         let factors = factors.and_then(|(tensor, _)| tensor.values.as_deref());
-        Gguf::new(parts, factors).map(drop).map_err(unreadable)
+        let factors = RopeFactors { llama3: factors.map(<[f32]>::to_vec), long: None };
+        Gguf::new(parts, &factors).map(drop).map_err(unreadable)
     }
 
     fn write(

@@ -154,6 +154,7 @@ impl<'a> Keys<'a> {
                     beta_fast: number("beta_fast")?,
                     beta_slow: number("beta_slow")?,
                     attention_factor: number("attention_factor")?,
+                    mscale_all_dim: None,
                 }
             }
             Some((kind, _)) => {
@@ -280,6 +281,9 @@ pub fn model(config: &Json) -> Result<GgufModel, WriteError> {
         full_attention: keys.full_attention(architecture, layers)?,
         delta: architecture.is_hybrid().then(|| keys.delta()).transpose()?,
         experts: architecture.has_experts().then(|| keys.experts(architecture)).transpose()?,
+        window: None,
+        query_growth: None,
+        own_keys: Vec::new(),
     })
 }
 
@@ -338,13 +342,13 @@ fn of_model(model: &GgufModel, config: &Json) -> Vec<(String, Value)> {
     set("rope.dimension_count", size(model.rotary_dim));
     set("rope.freq_base", number(model.rope_theta));
     match model.rope_scaling {
-        // Llama 3's scaling is a tensor.
-        GgufRope::Default | GgufRope::Llama3(_) => {}
+        // Llama 3's scaling is a tensor. No family that is written has LongRoPE.
+        GgufRope::Default | GgufRope::Llama3(_) | GgufRope::LongRope { .. } => {}
         GgufRope::Linear { factor } => {
             set("rope.scaling.type", Value::String("linear".to_owned()));
             set("rope.scaling.factor", number(factor));
         }
-        GgufRope::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor } => {
+        GgufRope::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor, mscale_all_dim: _ } => {
             set("rope.scaling.type", Value::String("yarn".to_owned()));
             set("rope.scaling.factor", number(factor));
             set("rope.scaling.original_context_length", size(original_context));

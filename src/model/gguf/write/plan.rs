@@ -153,7 +153,7 @@ pub fn tensors(config: &Json, names: &BTreeMap<String, (Vec<u64>, String)>) -> R
         used.insert(origin);
     }
     for tensor in &mut planned {
-        if let (ROPE_FACTORS, GgufRope::Llama3(scaling)) = (tensor.name.as_str(), model.rope_scaling) {
+        if let (ROPE_FACTORS, GgufRope::Llama3(scaling)) = (tensor.name.as_str(), &model.rope_scaling) {
             let divisor = |pair: u64| {
                 let power = 2.0 * pair as f64 / model.rotary_dim as f64;
                 scaling.divisor(std::f64::consts::TAU * model.rope_theta.powf(power)) as f32

@@ -135,12 +135,13 @@ const PRES: &[Pre] = &[
         add_bos: true,
     },
     Pre {
-        names: &["smaug-bpe", "dbrx"],
+        names: &["smaug-bpe", "dbrx", "chatglm-bpe"],
         steps: &[Step::Split(LLAMA3)],
         nfc: false,
         ignore_merges: false,
         add_bos: false,
     },
+    Pre { names: &["glm4"], steps: &[Step::Split(LLAMA3)], nfc: false, ignore_merges: true, add_bos: false },
     Pre {
         names: &["gpt-4o", "llama4"],
         steps: &[Step::Split(GPT4O)],

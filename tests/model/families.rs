@@ -15,17 +15,17 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// The allowed relative error of logits with f32 keys and values, where only sums differ.
-const EXACT: f64 = 1e-4;
+pub const EXACT: f64 = 1e-4;
 
 /// A prompt and what transformers makes of it.
-struct Case {
-    prompt: Vec<u32>,
-    greedy: Vec<u32>,
+pub struct Case {
+    pub prompt: Vec<u32>,
+    pub greedy: Vec<u32>,
     /// Pairs of a step's number and the logits from which that step's token is drawn.
-    logits: Vec<(usize, Vec<f32>)>,
+    pub logits: Vec<(usize, Vec<f32>)>,
 }
 
-fn cases(folder: &Path) -> Vec<Case> {
+pub fn cases(folder: &Path) -> Vec<Case> {
     let text = std::fs::read_to_string(folder.join("expected.json")).expect("expected.json");
     let json: serde_json::Value = serde_json::from_str(&text).expect("valid JSON");
     let bytes = std::fs::read(folder.join("expected.safetensors")).expect("expected.safetensors");
@@ -71,14 +71,14 @@ fn family_of(path: &Path) -> Option<String> {
     path.is_dir().then(|| name.split('-').next().unwrap_or(name).to_owned())
 }
 
-fn serve(vulkan: &Vulkan, driver: Driver, folder: &Path, change: impl FnOnce(&mut Model)) -> Host {
+pub fn serve(vulkan: &Vulkan, driver: Driver, folder: &Path, change: impl FnOnce(&mut Model)) -> Host {
     let mut model = Model::new("fixture", folder, Some(vulkan.adapter(driver).selector()));
     change(&mut model);
     let config = Config { models: vec![model], ..Config::default() };
     start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", folder.display()))
 }
 
-fn error(found: &[f32], wanted: &[f32]) -> f64 {
+pub fn error(found: &[f32], wanted: &[f32]) -> f64 {
     assert_eq!(found.len(), wanted.len());
     let square = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
     let difference = square(&mut found.iter().zip(wanted).map(|(a, b)| f64::from(*a) - f64::from(*b)));
@@ -86,7 +86,7 @@ fn error(found: &[f32], wanted: &[f32]) -> f64 {
 }
 
 /// Returns the length of the longest sequence. The context that is served is hardly longer: LongRoPE depends on it.
-fn longest(cases: &[Case]) -> u32 {
+pub fn longest(cases: &[Case]) -> u32 {
     cases.iter().map(|case| case.prompt.len() + case.greedy.len()).max().expect("there are prompts") as u32
 }
 

@@ -11,6 +11,7 @@ mod batches;
 mod demo;
 mod fallback;
 mod families;
+mod gguf_families;
 mod grammar;
 mod hybrids;
 mod llama_cpp;

@@ -7,8 +7,8 @@ use super::super::container::{Array, Value};
 use super::GgufArchitecture::{self, Gemma2, Gemma3, Glm4, GptOss, Granite, Mistral3, Olmo2, Phi3, SmolLm3};
 use super::{GgufConfigError, GgufModel, GgufRope, GgufWindow, Keys, LONG_ROPE_FACTORS, MAX_LAYERS, MAX_SIZE};
 
-/// A key that changes the computation: the key, the value that changes nothing, what it means, and the families in which
-/// it is understood. 0 stands for "not used" in all of these keys.
+/// A key that changes the computation: the key, the value that changes nothing, what it means, and the families that
+/// understand it. 0 stands for "not used" in all of these keys.
 type Foreign = (&'static str, f64, &'static str, &'static [GgufArchitecture]);
 
 const FOREIGN: [Foreign; 18] = [

@@ -1,0 +1,112 @@
+//! Goal: a GGUF file that llama.cpp's converter made from a checkpoint of any supported architecture gives the same
+//! tokens and logits as Hugging Face transformers gives for the checkpoint (float32). Method: the files of
+//! `tests/fixtures/gguf_families`, which are differences from the random checkpoints in `tests/fixtures/families`, are
+//! put together and served in process, all prompts one by one and with logits.
+
+use super::families::{Case, EXACT, cases, error, longest, serve};
+use crate::common::{Driver, Vulkan};
+use crate::harness::models::{fixture, generate, request};
+use ostinato::config::KvFormat;
+use ostinato::engine::request::Request;
+use ostinato::model::gguf;
+use std::collections::BTreeSet;
+use std::path::Path;
+
+/// Returns the bytes of a fixture's GGUF file. `make_gguf_families.py` describes the format of its difference from the
+/// checkpoint's file.
+fn restored(name: &str) -> Vec<u8> {
+    let delta = fixture("gguf_families").join(format!("{name}.delta"));
+    let delta = std::fs::read(&delta).unwrap_or_else(|error| panic!("{}: {error}", delta.display()));
+    let source = fixture("families").join(name).join("model.safetensors");
+    let source = std::fs::read(&source).unwrap_or_else(|error| panic!("{}: {error}", source.display()));
+    let mut rest = delta.as_slice();
+    let mut take = |count: usize| {
+        let (head, tail) = rest.split_at_checked(count)?;
+        rest = tail;
+        Some(head)
+    };
+    let number = |bytes: &[u8]| bytes.iter().rev().fold(0u64, |n, byte| n << 8 | u64::from(*byte));
+    assert_eq!(take(8), Some(&b"OSTDELTA"[..]), "{name}");
+    let [length, hash] = [8, 8].map(|bytes| number(take(bytes).expect("the file's length and hash")));
+    let mut file: Vec<u8> = Vec::new();
+    while let Some(length) = take(4) {
+        let (length, offset) = (number(length) as usize, take(8).map(number).expect("an offset"));
+        match offset {
+            u64::MAX => file.extend(take(length).expect("the bytes themselves")),
+            _ => file.extend(&source[offset as usize..][..length]),
+        }
+    }
+    let fnv = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+    let found = file.iter().fold(0xcbf2_9ce4_8422_2325, fnv);
+    assert_eq!((file.len() as u64, found), (length, hash), "{name} is not what the converter wrote");
+    file
+}
+
+/// Checks the tokens and logits of GGUF files of an architecture.
+fn check(architecture: &str, names: &[&str]) {
+    let vulkan = Vulkan::new();
+    let folder = tempfile::tempdir().expect("a folder");
+    for name in names {
+        let file = folder.path().join(format!("{name}.gguf"));
+        std::fs::write(&file, restored(name)).expect("written");
+        let (found, _) = gguf::open(&file).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert_eq!(found.model.architecture.name(), architecture, "{name}");
+        draws(&vulkan, &file, name, &cases(&fixture("families").join(name)));
+    }
+}
+
+/// Each prompt alone: its tokens, and its logits step by step.
+fn draws(vulkan: &Vulkan, file: &Path, name: &str, cases: &[Case]) {
+    let host = serve(vulkan, Driver::Lavapipe, file, |model| {
+        model.kv_format = Some(KvFormat::F32);
+        model.context = Some(longest(cases) + 16);
+    });
+    let replica = &host.replicas().next().expect("one model");
+    assert!(!cases.is_empty(), "{name} has no prompts");
+    for case in cases {
+        let what = format!("{name}.gguf, prompt of {}", case.prompt.len());
+        let steps = case.greedy.len() as u32;
+        assert_eq!(generate(replica, request(&case.prompt, steps)).tokens, case.greedy, "{what}");
+        let steps = case.logits.iter().map(|(step, _)| *step as u32 + 1).max().expect("there are logits");
+        let stepped = generate(replica, Request { dump_logits: true, ..request(&case.prompt, steps) });
+        for (step, wanted) in &case.logits {
+            let found = stepped.drawn[*step].logits.as_ref().expect("logits were asked for");
+            let error = error(found, wanted);
+            println!("{what}, step {step}: relative error {error:.2e}");
+            assert!(error <= EXACT, "{what}, step {step}: relative error {error:.2e} exceeds {EXACT:.2e}");
+        }
+    }
+}
+
+macro_rules! architectures {
+    ($($test:ident $architecture:literal $names:expr;)*) => {
+        $(#[test]
+        fn $test() {
+            check($architecture, &$names);
+        })*
+
+        #[test]
+        fn every_file_belongs_to_a_tested_architecture() {
+            let tested: BTreeSet<String> = [$(&$names[..]),*].concat().into_iter().map(str::to_owned).collect();
+            let all = std::fs::read_dir(fixture("gguf_families")).expect("the fixtures are in the tree");
+            let names = all.map(|entry| entry.expect("a readable folder").file_name().into_string().expect("a name"));
+            let found = names.filter_map(|name| name.strip_suffix(".delta").map(str::to_owned));
+            assert_eq!(found.collect::<BTreeSet<_>>(), tested);
+        }
+    };
+}
+
+architectures! {
+    gemma3_files_agree "gemma3" ["gemma3-text", "gemma3-wrapped"];
+    gpt_oss_files_agree "gpt-oss" ["gptoss-mxfp4"];
+    gemma2_files_agree "gemma2" ["gemma2-new", "gemma2-old"];
+    phi3_files_agree "phi3" ["phi3-long", "phi3-plain", "phi3-short"];
+    qwen2_moe_files_agree "qwen2moe" ["qwen2moe-every"];
+    granite_files_agree "granite" ["granite-tied", "granite-untied"];
+    smollm3_files_agree "smollm3" ["smollm3-list"];
+    olmo_files_agree "olmo2" ["olmo2-equal", "olmo2-grouped", "olmo3-new", "olmo3-old"];
+    glm4_files_agree "glm4" ["glm4-bias", "glm4-plain"];
+    mistral3_files_agree "mistral3" ["ministral3-flat", "ministral3-wrapped"];
+    qwen2_files_agree "qwen2" ["qwen2-tied", "qwen2-yarn"];
+    mistral_files_agree "llama" ["mistral-nemo"];
+}

@@ -38,10 +38,10 @@ fn branches_are_added_with_and_without_a_norm() {
     let mut cases = Cases::new("add_branch");
     let mut random = Random(71);
     let mut made = Vec::new();
-    for (index, width) in [8, 40, 96, 1000].into_iter().enumerate() {
+    for (index, width) in [8u32, 40, 96, 1000].into_iter().enumerate() {
         for normed in [false, true] {
             cases.case(format!("{width} normed={normed}"));
-            let (count, stride) = (1 + 2 * index as u32, (width + 31) / 32 * 32);
+            let (count, stride) = (1 + 2 * index as u32, width.next_multiple_of(32));
             let y = rows(&mut random, count, width, stride, 0.0);
             let x = rows(&mut random, count, width, stride, f32::from_bits(POISON));
             let weights: Vec<f32> = (0..stride).map(|i| if i < width { 1.0 + random.float() } else { 0.0 }).collect();

@@ -592,7 +592,7 @@ mod tests {
     /// Blocks with a factor have the numbers of the blocks multiplied by it, exactly.
     #[test]
     fn blocks_with_a_factor_are_multiplied() {
-        let (kind, rows, cols, factor) = (BlockType::NVFP4, 17, 256, 0.001_234_567_9f32);
+        let (kind, rows, cols, factor) = (BlockType::NVFP4, 17, 256, 0.001_234_5f32);
         let bytes = blocks_of(kind, &numbers(rows, cols, 9));
         let mut wanted = vec![0.0; (rows * cols) as usize];
         kind.dequantize(&bytes, &mut wanted);

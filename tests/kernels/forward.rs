@@ -13,7 +13,7 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor, round, ways};
 use crate::scores::{self, first_visible, query_scale, scored, sink_of};
 use half::bf16;
-use ostinato::kernels::attention::flash_decode::{Split, Spread, flash_decode, plan_splits};
+use ostinato::kernels::attention::flash_decode::{self, Split, Spread, flash_decode, plan_splits};
 use ostinato::kernels::attention::{self, Heads, Scores};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows, RowsFrom, Table, embed_rows};
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig, skinny};
@@ -1055,6 +1055,15 @@ fn flash_heads() -> Vec<Heads> {
     plain.map(make).into_iter().chain(with_scores(&varied)).collect()
 }
 
+/// Returns the size of a workgroup of `flash_decode`: another one for each case, within the shared memory of every device.
+fn flash_threads(heads: Heads, case: usize, matrices: Matrices) -> u32 {
+    let mut threads = [32, 64, 128, 256][case % 4];
+    while threads > 32 && flash_decode::shared_bytes(heads, threads, matrices) > 32 << 10 {
+        threads /= 2;
+    }
+    threads
+}
+
 /// How `flash_decode` splits its rows and writes its output.
 #[derive(Clone, Copy, PartialEq)]
 enum Batch {
@@ -1144,12 +1153,12 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
                 let label = "attention".to_owned();
                 let call = match flash {
                     Some((matrices, Batch::Even)) => {
-                        let threads = [32, 64, 128, 256][index % 4];
+                        let threads = flash_threads(heads, index, matrices);
                         let split = Split::Evenly { rows: count, splits };
                         flash_decode(label, heads, split, threads, false, matrices, flow, args)
                     }
                     Some((matrices, _)) => {
-                        let threads = [32, 64, 128, 256][index % 4];
+                        let threads = flash_threads(heads, index, matrices);
                         // As many units as there is room for partial results.
                         let spread = Spread { units: (splits - 1) * count, least: 1 + index as u32 % 2 };
                         let work =

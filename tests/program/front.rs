@@ -236,11 +236,11 @@ fn a_checkpoint_is_inspected_without_a_device() {
         std::fs::copy(own.join(name), other.join(name)).unwrap();
     }
     let config = std::fs::read_to_string(own.join("config.json")).unwrap();
-    let foreign = config.replace("Qwen3ForCausalLM", "GptOssForCausalLM").replace("\"qwen3\"", "\"gpt_oss\"");
+    let foreign = config.replace("Qwen3ForCausalLM", "MambaForCausalLM").replace("\"qwen3\"", "\"mamba\"");
     std::fs::write(other.join("config.json"), foreign).unwrap();
     let described = json(&[other.to_str().unwrap()]);
-    assert_eq!((&described["runs"], &described["architecture"]), (&false.into(), &"GptOssForCausalLM".into()));
-    assert!(described["reasons"][0].as_str().unwrap().contains("GptOssForCausalLM"), "{described}");
+    assert_eq!((&described["runs"], &described["architecture"]), (&false.into(), &"MambaForCausalLM".into()));
+    assert!(described["reasons"][0].as_str().unwrap().contains("MambaForCausalLM"), "{described}");
     assert_eq!(of(&described, "attention", "count"), 28);
     assert_eq!(described["tokenizer"], false);
 

@@ -11,7 +11,7 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::region::buffer_sizes;
 use crate::kernels::state::MOST_DRAFTS;
 use crate::memory::plan::{self, KvRequest, MemoryLimits, Pages, Plan, PlanEntry, Purpose, Side};
-use crate::model::config::LayerKind;
+use crate::model::config::{Attention, LayerKind};
 use crate::model::decoder::{self, Decoder, Part, ROPE};
 
 /// The default size of the KV pool, if memory suffices, is the maximum context for every slot, but at most the larger
@@ -99,6 +99,11 @@ impl Build<'_> {
         {
             return Err(self
                 .unsupported(format!("prefill_chunk is {chunk}, recurrent state takes a multiple of {STATE_TOKENS}")));
+        }
+        // A prompt step describes the tiles of one kind of heads, and a batch's plan is for one.
+        let heads = |kind: &Attention| (kind.heads, kind.kv_heads, kind.head_dim);
+        if c.attention_kinds.iter().any(|kind| heads(kind) != heads(&c.attention_kinds[0])) {
+            return Err(self.unsupported("layers differ in the number or size of their attention heads".to_owned()));
         }
         for head_dim in c.attention_kinds.iter().map(|kind| kind.head_dim) {
             if !head_dim.is_multiple_of(8) {

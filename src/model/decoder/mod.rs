@@ -262,14 +262,17 @@ impl Decoder<'_> {
     }
 
     /// Whether the activations of a step of this shape are tagged. It requires widths that are multiples of 32, because
-    /// products wait for whole chunks of 32 columns, and inputs in the order of the columns. It also requires more than one full-attention layer (or none): the
-    /// partial results of splits are not cleared, so with a single layer they could not be distinguished from those of
-    /// the previous step.
+    /// products wait for whole chunks of 32 columns, and inputs in the order of the columns. It also requires that no
+    /// attention layer is the only one over its window: the partial results of splits are not cleared, and layers over
+    /// other windows have other splits, so that those of a single layer could not be distinguished from its own of the
+    /// previous step.
     fn carries(&self, shape: StepShape) -> bool {
         let c = self.config;
-        let attention = c.layers_of(LayerKind::Attention).count();
+        let windows: Vec<Option<u32>> =
+            c.layers_of(LayerKind::Attention).map(|layer| c.attention(layer).window).collect();
+        let alone = windows.iter().any(|window| windows.iter().filter(|other| *other == window).count() == 1);
         let mut widths = vec![c.hidden];
-        for kind in c.attention_kinds.iter().filter(|_| attention > 0) {
+        for kind in c.attention_kinds.iter().filter(|_| !windows.is_empty()) {
             widths.extend([kind.q_rows(), c.qkv_rows(kind)]);
         }
         // The stages of `kernels::stream`, and experts that a kernel of its own chooses, use barriers.
@@ -287,7 +290,7 @@ impl Decoder<'_> {
             && !self.packs(shape)
             && whole
             && !staged
-            && attention != 1
+            && !alone
             && widths.iter().all(|width| width.is_multiple_of(32))
             && self.weights.iter().all(|w| matches!(w.kind, WeightKind::Vector) || self.in_fragments(w))
             && self.weights.iter().all(|w| w.order.is_none())

@@ -198,8 +198,11 @@ impl Checkpoint {
             problems.push(CheckpointProblem::NoDirectory(dir.to_owned()));
             return Err(CheckpointError { problems });
         }
-        let config = read_config(dir, &mut problems);
+        let mut config = read_config(dir, &mut problems);
         let headers = Headers::read(dir, &mut problems);
+        if let Some(config) = &mut config {
+            config.tied &= !headers.has_head();
+        }
         let weights = match &config {
             Some(config) => weights::build(config, &headers, &mut problems),
             None => Vec::new(),

@@ -241,6 +241,11 @@ impl Headers {
             .find_map(|name| self.tensors.get_key_value(name.as_str()).map(|(name, info)| (name.as_str(), info)))
     }
 
+    /// Whether a head of its own is there, which counts more than a flag: fine-tunes keep a flag that is no longer true.
+    pub(super) fn has_head(&self) -> bool {
+        !self.is_gguf() && self.find("lm_head.weight").is_some()
+    }
+
     pub(super) fn is_lost(&self, name: &str) -> bool {
         self.all_lost || spellings(name).any(|name| self.lost.contains(name.as_str()))
     }

@@ -160,6 +160,9 @@ pub(super) struct Facts {
 /// The values of absent keys.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Defaults {
+    /// `num_attention_heads` and `vocab_size`, in families whose released files leave them out.
+    pub(super) heads: Option<u32>,
+    pub(super) vocab: Option<u32>,
     /// `num_key_value_heads`; `None`: as many as query heads.
     pub(super) kv_heads: Option<u32>,
     /// `head_dim`; `None`: hidden_size / num_attention_heads.
@@ -210,6 +213,8 @@ pub(super) enum ExpertStyle {
 }
 
 const DEFAULTS: Defaults = Defaults {
+    heads: None,
+    vocab: None,
     kv_heads: None,
     head_dim: None,
     context: 32_768,
@@ -322,6 +327,8 @@ const GEMMA2: Facts = Facts {
     score_scale: ScoreScale::RootOf("query_pre_attn_scalar", 256),
     soft_caps: Some([Some(50.0), Some(30.0)]),
     defaults: Defaults {
+        heads: Some(8),
+        vocab: Some(256_000),
         kv_heads: Some(4),
         head_dim: Some(256),
         context: 8192,
@@ -374,6 +381,8 @@ pub(super) const FAMILIES: [Facts; 21] = [
         names: &["Qwen3MoeForCausalLM"],
         model_types: &["qwen3_moe"],
         experts: Some(EXPERTS),
+        // Their windows follow other rules.
+        windows: Windows::Never,
         defaults: Defaults { kv_heads: Some(4), ..DEFAULTS },
         ..QWEN3
     },
@@ -416,6 +425,7 @@ pub(super) const FAMILIES: [Facts; 21] = [
         model_types: &["qwen2_moe"],
         experts: Some(ExpertFacts { count: 60, chosen: 4, inner: 1408, shared: Some(5632), ..EXPERTS }),
         qkv_bias: Bias::Key("qkv_bias", true),
+        windows: Windows::Never,
         defaults: Defaults { kv_heads: Some(16), ..DEFAULTS },
         ..QWEN2
     },
@@ -486,7 +496,7 @@ pub(super) const FAMILIES: [Facts; 21] = [
         windows: Windows::Between(&["sliding_window_pattern", "_sliding_window_pattern"], 6, 4096),
         local_rope: LocalRope::Own(Some("rope_local_base_freq"), 10_000.0),
         soft_caps: Some([None, None]),
-        defaults: Defaults { context: 131_072, theta: 1_000_000.0, ..GEMMA2.defaults },
+        defaults: Defaults { vocab: Some(262_208), context: 131_072, theta: 1_000_000.0, ..GEMMA2.defaults },
         ..GEMMA2
     },
     OLMO2,

@@ -120,12 +120,13 @@ impl Reader {
         }
     }
 
-    /// Reads a positive number, or returns `default` if the key is absent or null.
+    /// Reads a positive number between 1e-30 and 1e30, so that neither it nor its reciprocal leaves the range of f32, or
+    /// returns `default` if the key is absent or null.
     fn positive(&mut self, key: &str, default: Option<f64>) -> Option<f64> {
         let Some(value) = self.value(key).cloned() else { return default };
-        let number = value.as_f64().filter(|n| n.is_finite() && *n > 0.0);
+        let number = value.as_f64().filter(|n| (1e-30..=1e30).contains(n));
         if number.is_none() {
-            self.wrong(key, value, "a positive number");
+            self.wrong(key, value, "a positive number, from 1e-30 to 1e30");
         }
         number
     }
@@ -174,7 +175,15 @@ pub(super) fn read(
         Some(kinds) if !kinds.contains(&MlpKind::Dense) => Some(0),
         _ => reader.count("intermediate_size", MAX_DIMENSION),
     };
-    let vocab = reader.count("vocab_size", MAX_DIMENSION);
+    let vocab = match facts.defaults.vocab {
+        Some(default) => reader.count_or("vocab_size", MAX_DIMENSION, default),
+        None => reader.count("vocab_size", MAX_DIMENSION),
+    };
+    for (key, only) in [("use_bidirectional_attention", false), ("is_causal", true)] {
+        if reader.flag_or(key, only) != only {
+            reader.wrong(key, !only, format!("{only}: attention is causal"));
+        }
+    }
     let heads = heads(reader, facts, hidden);
     let rms_eps = match reader.value("rms_norm_eps").cloned() {
         None => facts.defaults.rms_eps,
@@ -326,7 +335,10 @@ fn activation(reader: &mut Reader, facts: &Facts) -> Activation {
 
 /// Reads the number of query heads, of key and value heads, and the dimensions of a head.
 fn heads(reader: &mut Reader, facts: &Facts, hidden: Option<u32>) -> [Option<u32>; 3] {
-    let heads = reader.count("num_attention_heads", MAX_DIMENSION);
+    let heads = match facts.defaults.heads {
+        Some(default) => reader.count_or("num_attention_heads", MAX_DIMENSION, default),
+        None => reader.count("num_attention_heads", MAX_DIMENSION),
+    };
     let kv_heads = match reader.value("num_key_value_heads") {
         None => facts.defaults.kv_heads.or(heads),
         Some(_) => reader.optional_count("num_key_value_heads", MAX_DIMENSION),
@@ -626,7 +638,12 @@ fn mlp_kinds(
                 None => Some(1),
                 Some(_) => reader.integer("n_shared_experts", 0, 1024),
             };
-            shared.zip(inner).map(|(shared, inner)| shared.saturating_mul(inner)).filter(|inner| *inner <= 1 << 24)
+            let product = shared.zip(inner).map(|(shared, inner)| u64::from(shared) * u64::from(inner));
+            if let Some(product) = product.filter(|product| *product > MAX_DIMENSION) {
+                let rule = format!("such that {inner_key} times it is at most {MAX_DIMENSION}, not {product}");
+                reader.wrong("n_shared_experts", shared.unwrap_or(0), rule);
+            }
+            product.filter(|product| *product <= MAX_DIMENSION).map(|product| product as u32)
         }
         (ExpertStyle::Qwen, default, None) => default,
         (ExpertStyle::Qwen, _, Some(_)) => reader.integer("shared_expert_intermediate_size", 0, MAX_DIMENSION),

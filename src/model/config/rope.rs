@@ -275,7 +275,7 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
         };
         match (value, default) {
             (None, default) => default,
-            (Some(value), _) => match value.as_f64().filter(|n| n.is_finite() && *n > least) {
+            (Some(value), _) => match value.as_f64().filter(|n| *n > least && (1e-30..=1e30).contains(n)) {
                 Some(n) => Some(n),
                 None => {
                     reader.wrong(&key, value, format!("a number above {least}"));
@@ -335,7 +335,7 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
         "longrope" => ["short_factor", "long_factor"].map(|key| {
             let value = parameters.get(key).cloned().unwrap_or(Value::Null);
             let list = value.as_array().and_then(|list| list.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>());
-            let list = list.filter(|list| list.iter().all(|n| n.is_finite() && *n > 0.0));
+            let list = list.filter(|list| list.iter().all(|n| (1e-30..=1e30).contains(n)));
             if list.is_none() {
                 reader.wrong(&format!("{section}.{key}"), value, "a list of positive numbers");
             }
@@ -395,6 +395,9 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
         }
         "longrope" => {
             let original = need("original_max_position_embeddings", original);
+            if let Some(original) = original.filter(|original| *original <= 1.0) {
+                reader.wrong(&format!("{section}.original_max_position_embeddings"), original, "above 1");
+            }
             let attention_factor = attention_factor.or_else(|| {
                 let original = original?;
                 let factor = factor.or(context.map(|context| f64::from(context) / original))?;

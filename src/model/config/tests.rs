@@ -563,3 +563,44 @@ fn long_rope_takes_its_lists_by_the_served_context() {
     let none = phi(serde_json::json!({"rope_scaling": {"type": "longrope", "short_factor": list(1.0)}}));
     assert!(matches!(problems(&none).as_slice(), [ConfigProblem::Value { key, .. }] if key.ends_with("long_factor")));
 }
+
+/// Goal: the released file of Gemma 3 4B, which leaves most keys to the class.
+#[test]
+fn reads_the_sparse_file_of_gemma_3() {
+    let text = r#"{
+        "architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024
+        },
+        "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1152} }"#;
+    let c = ModelConfig::parse(text, None).unwrap();
+    let of = &c.attention_kinds[0];
+    assert_eq!((of.heads, of.kv_heads, of.head_dim, c.vocab, c.tied), (8, 4, 256, 262_208, true));
+    assert_eq!((of.window, c.context), (Some(1024), 131_072));
+}
+
+#[test]
+fn numbers_outside_the_range_of_f32_are_refused() {
+    let refused = |text: &str, changes: Value, key: &str| match problems(&with(text, changes)).as_slice() {
+        [ConfigProblem::Value { key: found, .. }, ..] => assert!(found.ends_with(key), "{found}"),
+        other => panic!("{key}: {other:?}"),
+    };
+    let granite = with(
+        MISTRAL,
+        serde_json::json!({"architectures": ["GraniteForCausalLM"], "model_type": "granite", "sliding_window": null}),
+    );
+    for key in ["embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"] {
+        for value in [1e39, 1e-46, 0.0, -1.0] {
+            let mut change = serde_json::json!({});
+            change[key] = value.into();
+            refused(&granite, change, key);
+        }
+    }
+    refused(LLAMA, serde_json::json!({"is_causal": false}), "is_causal");
+    let experts = serde_json::json!({
+        "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "sliding_window": "<absent>",
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16392, "n_shared_experts": 1024,
+    });
+    refused(MISTRAL, experts, "n_shared_experts");
+}

@@ -6,7 +6,6 @@
 // qkv   [rows][stride] f32: q heads, k heads, v heads
 // k, v  KV cache pages: `kv.glsl`
 // QUERY_SCALES  where in the rotary table the factor of each position's query begins, in floats; 0 for none
-// A layer that reads another layer's cache has q heads only (KV_HEADS 0).
 // One workgroup processes one head of one row. Traffic: one head read, one head written.
 #include "common.glsl"
 #include "kv.glsl"

@@ -153,8 +153,7 @@ pub fn attention(
     flow.mark(call, qkv, o)
 }
 
-/// Returns the call that normalizes, rotates and appends `rows` rows of a prompt chunk. Without KV heads (`kv` 0), it only
-/// normalizes and rotates the queries.
+/// Returns the call that normalizes, rotates and appends `rows` rows of a prompt chunk.
 pub fn append(label: String, heads: Heads, rows: u32, args: AppendArgs) -> Call {
     let constants = AppendConstants {
         threads: 64,

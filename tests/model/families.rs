@@ -5,6 +5,7 @@
 
 use crate::common::{Driver, Vulkan};
 use crate::harness::models::{collect, fixture, generate, request, submit};
+use crate::transformers::error;
 use ostinato::config::{Config, KvFormat, Model};
 use ostinato::engine::request::Request;
 use ostinato::gpu::devices::start_on;
@@ -15,7 +16,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// The allowed relative error of logits with f32 keys and values, where only sums differ.
-pub const EXACT: f64 = 1e-4;
+const EXACT: f64 = 1e-4;
 
 /// A prompt and what transformers makes of it.
 pub struct Case {
@@ -71,22 +72,15 @@ fn family_of(path: &Path) -> Option<String> {
     path.is_dir().then(|| name.split('-').next().unwrap_or(name).to_owned())
 }
 
-pub fn serve(vulkan: &Vulkan, driver: Driver, folder: &Path, change: impl FnOnce(&mut Model)) -> Host {
+fn serve(vulkan: &Vulkan, driver: Driver, folder: &Path, change: impl FnOnce(&mut Model)) -> Host {
     let mut model = Model::new("fixture", folder, Some(vulkan.adapter(driver).selector()));
     change(&mut model);
     let config = Config { models: vec![model], ..Config::default() };
     start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", folder.display()))
 }
 
-pub fn error(found: &[f32], wanted: &[f32]) -> f64 {
-    assert_eq!(found.len(), wanted.len());
-    let square = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
-    let difference = square(&mut found.iter().zip(wanted).map(|(a, b)| f64::from(*a) - f64::from(*b)));
-    (difference / square(&mut wanted.iter().map(|v| f64::from(*v)))).sqrt()
-}
-
 /// Returns the length of the longest sequence. The context that is served is hardly longer: LongRoPE depends on it.
-pub fn longest(cases: &[Case]) -> u32 {
+fn longest(cases: &[Case]) -> u32 {
     cases.iter().map(|case| case.prompt.len() + case.greedy.len()).max().expect("there are prompts") as u32
 }
 
@@ -107,13 +101,14 @@ fn check(family: &str) {
     }
 }
 
-/// Each prompt alone, its tokens with run-ahead and its logits step by step; then again, with its prefix cached.
-fn alone(vulkan: &Vulkan, folder: &Path, name: &str, cases: &[Case]) {
-    let host = serve(vulkan, Driver::Lavapipe, folder, |model| {
+/// Checks a checkpoint with each prompt alone, its tokens with run-ahead and its logits step by step; then again, with its prefix cached.
+pub fn alone(vulkan: &Vulkan, path: &Path, name: &str, cases: &[Case]) {
+    let host = serve(vulkan, Driver::Lavapipe, path, |model| {
         model.kv_format = Some(KvFormat::F32);
         model.context = Some(longest(cases) + 16);
     });
     let replica = &host.replicas().next().expect("one model");
+    assert!(!cases.is_empty(), "{name} has no prompts");
     for case in cases {
         let count = case.greedy.len() as u32;
         let what = format!("{name}, prompt of {}", case.prompt.len());

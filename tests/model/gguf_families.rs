@@ -3,14 +3,11 @@
 //! `tests/fixtures/gguf_families`, which are differences from the random checkpoints in `tests/fixtures/families`, are
 //! put together and served in process, all prompts one by one and with logits.
 
-use super::families::{Case, EXACT, cases, error, longest, serve};
-use crate::common::{Driver, Vulkan};
-use crate::harness::models::{fixture, generate, request};
-use ostinato::config::KvFormat;
-use ostinato::engine::request::Request;
+use super::families::{alone, cases};
+use crate::common::Vulkan;
+use crate::harness::models::fixture;
 use ostinato::model::gguf;
 use std::collections::BTreeSet;
-use std::path::Path;
 
 /// Returns the bytes of a fixture's GGUF file. `make_gguf_families.py` describes the format of its difference from the
 /// checkpoint's file.
@@ -51,30 +48,7 @@ fn check(architecture: &str, names: &[&str]) {
         std::fs::write(&file, restored(name)).expect("written");
         let (found, _) = gguf::open(&file).unwrap_or_else(|error| panic!("{name}: {error}"));
         assert_eq!(found.model.architecture.name(), architecture, "{name}");
-        draws(&vulkan, &file, name, &cases(&fixture("families").join(name)));
-    }
-}
-
-/// Each prompt alone: its tokens, and its logits step by step.
-fn draws(vulkan: &Vulkan, file: &Path, name: &str, cases: &[Case]) {
-    let host = serve(vulkan, Driver::Lavapipe, file, |model| {
-        model.kv_format = Some(KvFormat::F32);
-        model.context = Some(longest(cases) + 16);
-    });
-    let replica = &host.replicas().next().expect("one model");
-    assert!(!cases.is_empty(), "{name} has no prompts");
-    for case in cases {
-        let what = format!("{name}.gguf, prompt of {}", case.prompt.len());
-        let steps = case.greedy.len() as u32;
-        assert_eq!(generate(replica, request(&case.prompt, steps)).tokens, case.greedy, "{what}");
-        let steps = case.logits.iter().map(|(step, _)| *step as u32 + 1).max().expect("there are logits");
-        let stepped = generate(replica, Request { dump_logits: true, ..request(&case.prompt, steps) });
-        for (step, wanted) in &case.logits {
-            let found = stepped.drawn[*step].logits.as_ref().expect("logits were asked for");
-            let error = error(found, wanted);
-            println!("{what}, step {step}: relative error {error:.2e}");
-            assert!(error <= EXACT, "{what}, step {step}: relative error {error:.2e} exceeds {EXACT:.2e}");
-        }
+        alone(&vulkan, &file, &format!("{name}.gguf"), &cases(&fixture("families").join(name)));
     }
 }
 

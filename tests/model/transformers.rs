@@ -37,7 +37,8 @@ fn serve(vulkan: &Vulkan, driver: Driver, folder: &Path, kv: KvFormat) -> Host {
     start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", folder.display()))
 }
 
-fn error(found: &[f32], wanted: &[f32]) -> f64 {
+/// Returns the length of the difference, relative to that of `wanted`.
+pub fn error(found: &[f32], wanted: &[f32]) -> f64 {
     assert_eq!(found.len(), wanted.len());
     let square = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
     let difference = square(&mut found.iter().zip(wanted).map(|(a, b)| f64::from(*a) - f64::from(*b)));

@@ -8,7 +8,7 @@ use crate::config::{self, Bytes, Config, ConfigError, DEMO_PATH, Model, Placemen
 use crate::gpu::devices::start;
 use crate::host::Host;
 use crate::host::progress::{Progress, Unit};
-use crate::service::admin::{self, Admin};
+use crate::service::admin::{self, Admin, HttpEndpoint};
 use crate::service::auth::Tokens;
 use crate::service::bounds::FILES_KEPT;
 use crate::service::server::{Changeable, Options, serve_with_http};
@@ -245,7 +245,11 @@ async fn listen(
     admin.set_endpoint(address);
     // On standard output, because scripts read the port from it.
     let http_address = http.as_ref().and_then(|listener| listener.local_addr().ok());
-    let scheme = if config.server.tls.is_some() { "https" } else { "http" };
+    let tls = config.server.tls.is_some();
+    if let Some(address) = http_address {
+        admin.set_http(HttpEndpoint { address, tls, tokens: config.server.tokens.is_some() });
+    }
+    let scheme = if tls { "https" } else { "http" };
     if json {
         let event = serde_json::json!({ "event": "listening", "grpc": address, "http": http_address, "admin": page });
         println!("{event}");

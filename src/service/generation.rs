@@ -440,6 +440,7 @@ impl Generation {
         self.place.host().ended.note(EndedRequest {
             at,
             id: self.id.clone(),
+            trace: spans::trace_id(&self.inference),
             model: self.place.model().name.clone(),
             replica: self.place.replica().name.clone(),
             operation: self.operation,

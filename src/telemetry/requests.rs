@@ -1,4 +1,4 @@
-//! EndedRequest requests: a list of the last ones, for the admin page, and their metrics. Not here: running requests, which
+//! Ended requests: a list of the last ones, for the admin page, and their metrics. Not here: running requests, which
 //! the engine owns.
 
 use super::clock::Moment;
@@ -8,6 +8,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -21,6 +22,8 @@ pub struct EndedRequest {
     pub at: Moment,
     /// The request's id.
     pub id: String,
+    /// The id of its trace, 32 hexadecimal digits; `None` if spans are not exported.
+    pub trace: Option<String>,
     /// Name of the served model.
     pub model: String,
     /// The replica, `MODEL/INDEX`.
@@ -184,11 +187,43 @@ pub fn counter_family(name: &str) -> &str {
     name.strip_suffix("_total").unwrap_or(name)
 }
 
+impl EndedRequest {
+    /// Whether it failed, rather than ending by itself or by its client.
+    fn failed(&self) -> bool {
+        self.reason == "error" || self.reason == "deadline_exceeded"
+    }
+}
+
+/// Numbers of requests since the server's start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Requests that were taken and have ended.
+    pub ended: u64,
+    /// Of them those that ended with an error or at their deadline.
+    pub failed: u64,
+    /// Requests that were not taken.
+    pub refused: u64,
+}
+
+impl Counts {
+    /// Returns how many there were after `before`.
+    pub fn since(self, before: Counts) -> Counts {
+        Counts {
+            ended: self.ended - before.ended,
+            failed: self.failed - before.failed,
+            refused: self.refused - before.refused,
+        }
+    }
+}
+
 /// The last ended requests of a server, and the metrics of all its requests.
 #[derive(Debug, Default)]
 pub struct Requests {
     last: Mutex<VecDeque<EndedRequest>>,
     metrics: Metrics,
+    ended: AtomicU64,
+    failed: AtomicU64,
+    refused: AtomicU64,
 }
 
 impl Requests {
@@ -200,6 +235,8 @@ impl Requests {
     /// Records an ended request.
     pub fn note(&self, ended: EndedRequest) {
         self.metrics.note(&ended);
+        self.ended.fetch_add(1, Ordering::Relaxed);
+        self.failed.fetch_add(u64::from(ended.failed()), Ordering::Relaxed);
         let mut last = self.last();
         if last.len() == KEPT {
             last.pop_front();
@@ -212,8 +249,15 @@ impl Requests {
         self.last().iter().filter(|ended| ended.at > moment).cloned().collect()
     }
 
+    /// Returns how many requests ended, failed and were refused since the server's start.
+    pub fn counts(&self) -> Counts {
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        Counts { ended: read(&self.ended), failed: read(&self.failed), refused: read(&self.refused) }
+    }
+
     /// Counts a refused request by its gRPC code.
     pub fn refuse(&self, code: &'static str) {
+        self.refused.fetch_add(1, Ordering::Relaxed);
         self.metrics.refused.get_or_create(&by_code(code)).inc();
     }
 
@@ -270,6 +314,7 @@ mod tests {
         EndedRequest {
             at: Moment(5),
             id: "request".to_owned(),
+            trace: None,
             model: "m".to_owned(),
             replica: "m/0".to_owned(),
             operation: "chat",
@@ -302,6 +347,7 @@ mod tests {
             EndedRequest { reason: "aborted", error: Some("CANCELLED"), first_token: None, per_token: None, ..ended() };
         requests.note(unfinished);
         requests.refuse("NOT_FOUND");
+        assert_eq!(requests.counts(), Counts { ended: 2, failed: 0, refused: 1 }, "who hangs up does not fail");
         let text = shown(&requests);
         for line in [
             "ostinato_requests_total{model=\"m\",replica=\"m/0\",reason=\"stop\"} 1",
@@ -322,6 +368,8 @@ mod tests {
 
         // Removing a model removes all its series and no others.
         requests.note(EndedRequest { model: "n".to_owned(), replica: "n/0".to_owned(), ..ended() });
+        requests.note(EndedRequest { reason: "deadline_exceeded", model: "n".to_owned(), ..ended() });
+        assert_eq!(requests.counts(), Counts { ended: 4, failed: 1, refused: 1 });
         requests.keep_models(&|model| model == "n");
         let text = shown(&requests);
         assert!(!text.contains("model=\"m\""), "{text}");

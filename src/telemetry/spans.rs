@@ -49,6 +49,12 @@ pub fn inject(span: &Span, set: impl FnMut(&str, String)) {
     TraceContextPropagator::new().inject_context(&span.context(), &mut Headers(set));
 }
 
+/// Returns the id of the span's trace in hexadecimal; `None` if spans are not exported.
+pub fn trace_id(span: &Span) -> Option<String> {
+    let context = span.context().span().span_context().clone();
+    context.is_valid().then(|| context.trace_id().to_string())
+}
+
 /// Sets an attribute. `name` is a constant of `names`.
 pub fn set(span: &Span, name: &'static str, value: impl Into<opentelemetry::Value>) {
     span.set_attribute(name, value);

@@ -139,7 +139,10 @@ fn every_view_shows_a_host_at_work() {
     numbers_move(&mut browser, &served.host);
     timeline_moves(&mut browser);
     transfers_and_waits_are_drawn(&mut browser);
+    boxes_are_found_and_saved(&mut browser);
     requests_are_text(&mut browser);
+    a_request_opens(&mut browser);
+    the_history_is_drawn(&mut browser, &served.host);
     keyboard_alone(&mut browser);
     every_size_and_theme(&mut browser);
     assert_eq!(browser.complaints, Vec::<String>::new());
@@ -328,6 +331,87 @@ fn requests_are_text(browser: &mut Browser) {
     browser.until(&format!("{output} !== {before}"));
 }
 
+/// Searches the timeline for a request, and saves the trace.
+fn boxes_are_found_and_saved(browser: &mut Browser) {
+    browser.eval("location.hash = '#timeline'");
+    browser.until("chart.boxes.some((box) => box.step?.requests.some((id) => id.startsWith('story-')))");
+    browser.eval("const find = $('find'); find.value = 'STORY-'; find.dispatchEvent(new Event('input'))");
+    browser.until("chart.found.length > 0 && chart.found.length < chart.boxes.length");
+    let wrong = "chart.found.filter((box) => ![box.label, ...(box.step?.requests ?? [])].some((text) => text.includes('story-'))).length";
+    assert_eq!(browser.eval(wrong), 0);
+    assert!(browser.text("#find-count").ends_with("boxes"));
+    browser.eval("$('find').focus()");
+    browser.key("Enter", false);
+    browser.until("chart.found.some((box) => box.key === chart.chosen) && !chart.live");
+    let first = browser.eval("chart.chosen");
+    browser.key("Enter", false);
+    browser.until(&format!("chart.chosen !== {first}"));
+    assert!(browser.text("#find-count").contains(" of "));
+    browser.screenshot("timeline-found-light");
+    // The trace is what a download has; the browser of the test saves none.
+    browser.eval("URL.createObjectURL = (file) => { window.saved = file; return 'data:,'; }");
+    browser.eval("$('save').click()");
+    browser.until("window.saved");
+    let trace = browser.eval("window.saved.text()");
+    let trace: serde_json::Value = serde_json::from_str(trace.as_str().unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let boxes: Vec<_> = events.iter().filter(|event| event["ph"] == "X").collect();
+    assert!(
+        boxes.len() > 20 && boxes.iter().all(|of| of["ts"].is_number() && of["tid"].is_number()),
+        "{}",
+        boxes.len()
+    );
+    assert!(boxes.iter().any(|of| of["name"].as_str().unwrap().starts_with("decode.")));
+    browser.eval("$('find').value = ''; $('find').dispatchEvent(new Event('input'))");
+}
+
+/// Opens an ended request: its facts, and its place on the timeline.
+fn a_request_opens(browser: &mut Browser) {
+    let id = browser.eval("known.ended.findLast((request) => request.id.startsWith('tale-')).id");
+    let id = id.as_str().unwrap();
+    browser.eval(&format!("openRequest({id:?})"));
+    browser.until("document.querySelector('#request').checkVisibility()");
+    assert_eq!(browser.text("#request-title"), id);
+    let facts = browser.text("#request-facts");
+    for name in ["Replicastories/", "Output tokens150", "First token", "Tracenot exported"] {
+        assert!(facts.contains(name), "{facts}");
+    }
+    fits(browser, "an open request");
+    browser.screenshot("request-light");
+    browser.eval("$('request-timeline').click()");
+    browser.until("document.body.dataset.view === 'timeline' && chart.found.length > 0");
+    let inside = "chart.found.some((box) => box.end > chart.from && box.begin < chart.from + chart.span)";
+    browser.until(inside);
+    browser.eval(
+        "$('find').value = ''; $('find').dispatchEvent(new Event('input')); chart.lane = null; chart.follow(true)",
+    );
+    browser.eval("location.hash = '#requests'");
+    browser.eval("$('request-close').click()");
+    browser.until("document.querySelector('#request').hidden");
+}
+
+/// The charts show what the server sampled.
+fn the_history_is_drawn(browser: &mut Browser, host: &Host) {
+    browser.eval("location.hash = '#history'");
+    browser.until("past.samples.filter((sample) => sample.output_tokens > 0 && sample.ended > 0).length >= 2");
+    browser.until("document.querySelectorAll('#plots canvas').length === 7");
+    browser.until(
+        "[...document.querySelectorAll('#plots canvas')].every((canvas) => Number(canvas.dataset.samples) >= 2)",
+    );
+    browser.until("Number(document.querySelector('#plot-output canvas').dataset.largest) > 20");
+    let sampled = browser.eval("past.samples.reduce((sum, sample) => sum + sample.output_tokens, 0)").as_u64().unwrap();
+    let drawn: u64 = host.replicas().map(|of| of.totals()).map(|of| of.prefill.tokens + of.decode.tokens).sum();
+    assert!(0 < sampled && sampled <= drawn, "{sampled} of {drawn}");
+    assert!(browser.eval("past.samples.at(-1).first_token.p95 >= past.samples.at(-1).first_token.p50") == true);
+    browser.eval("document.querySelector('#plot-first canvas').focus()");
+    browser.key("ArrowLeft", false);
+    let said = browser.text("#plot-first .sub");
+    assert!(said.contains("ago: p50 ") && said.contains("p95 "), "{said}");
+    browser.eval("$('range').value = '120'; $('range').dispatchEvent(new Event('change'))");
+    fits(browser, "the history");
+    browser.screenshot("history-light");
+}
+
 fn keyboard_alone(browser: &mut Browser) {
     let focus = |browser: &mut Browser| browser.eval("getComputedStyle(document.activeElement).outlineStyle");
     browser.eval("location.hash = '#overview'");
@@ -392,7 +476,7 @@ fn every_size_and_theme(browser: &mut Browser) {
         browser.size(width, height, phone);
         for theme in ["light", "dark"] {
             browser.theme(theme);
-            for view in ["overview", "timeline", "requests"] {
+            for view in ["overview", "chat", "history", "timeline", "requests"] {
                 browser.eval(&format!("location.hash = '#{view}'"));
                 browser.until(&format!("document.body.dataset.view === '{view}'"));
                 let polls = browser.eval("document.body.dataset.polls").as_str().unwrap().parse::<u64>().unwrap();
@@ -502,7 +586,7 @@ fn the_program_serves_the_page() {
         format!("[[models]]\nname = \"demo\"\n{place}\n[[models]]\nname = \"spare\"\nload = \"request\"\n{place}");
     std::fs::write(&file, models).unwrap();
     let child = Command::new(env!("CARGO_BIN_EXE_ostinato"))
-        .args(["serve", "--listen", "127.0.0.1:0", "--http", "off", "--admin", "127.0.0.1:0", "--config"])
+        .args(["serve", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--config"])
         .arg(&file)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -576,10 +660,57 @@ fn the_program_serves_the_page() {
     browser.eval("location.hash = '#overview'");
     browser.until("!document.querySelector('#rate').textContent.startsWith('–') && document.querySelector('#overview').checkVisibility()");
     browser.screenshot("overview-program-light");
+    a_conversation(&mut browser);
     assert_eq!(browser.complaints, Vec::<String>::new());
     let id = program.0.id().to_string();
     assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
     assert_eq!(program.0.wait().unwrap().code(), Some(0));
+}
+
+/// Talks to the model through the endpoint of OpenAI's API, which has another origin than the page.
+fn a_conversation(browser: &mut Browser) {
+    browser.eval("location.hash = '#chat'");
+    browser.until("document.querySelector('#chat-main').checkVisibility()");
+    let models = browser.eval("[...document.querySelectorAll('#chat-model option')].map((option) => option.value)");
+    assert_eq!(models, json!(["demo", "spare"]));
+    browser.eval("$('chat-temperature').value = '0'; $('chat-max').value = '24'; $('chat-text').focus()");
+    browser.eval("$('chat-text').value = 'Tell me of <b>a fox</b>.'");
+    browser.key("Enter", false);
+    browser.until("document.querySelectorAll('#chat-log li').length === 2 && !chat.running");
+    let said = browser.eval("[...document.querySelectorAll('#chat-log .words')].map((words) => words.textContent)");
+    assert!(said.to_string().contains("<b>a fox</b>"), "what is said stays text: {said}");
+    let facts = browser.text("#chat-log .assistant .sub");
+    assert!(
+        facts.contains("first token after") && facts.contains("tokens/s") && facts.contains("its request"),
+        "{facts}"
+    );
+    let answer = browser.eval("chat.messages[1].content");
+    assert!(answer.as_str().is_some_and(|answer| answer.len() > 10), "{answer}");
+    browser.screenshot("chat-program-light");
+    fits(browser, "a conversation");
+    // The second question goes with what was said; an answer is stopped.
+    browser.eval("$('chat-max').value = '400'; $('chat-text').value = 'And then?'; $('chat-send').click()");
+    browser.until("chat.running && chat.messages.at(-1).content.length > 0");
+    assert_eq!(browser.text("#chat-send"), "Stop");
+    browser.eval("$('chat-send').click()");
+    browser.until("!chat.running");
+    assert!(browser.text("#chat-log li:last-child .sub").contains("stopped"));
+    assert_eq!(
+        browser.eval("chatBody().messages.map((message) => message.role).join()"),
+        "user,assistant,user,assistant"
+    );
+    // A refusal is told in the server's words.
+    browser.eval("$('chat-top-p').value = '5'; $('chat-text').value = 'Again'; $('chat-send').click()");
+    browser.until("document.querySelector('#chat-log .failed')");
+    let refusal = browser.text("#chat-log .failed");
+    assert!(refusal.starts_with("400: ") && refusal.contains("top_p"), "{refusal}");
+    // The browser notes each refused request.
+    browser.complaints.retain(|line| !line.contains("400 (Bad Request)"));
+    browser.eval("document.querySelector('#chat-log .assistant a').click()");
+    browser.until("document.querySelector('#request').checkVisibility()");
+    browser.until("document.querySelector('#request-facts').textContent.includes('Output tokens24')");
+    browser.eval("location.hash = '#chat'; $('chat-new').click()");
+    browser.until("document.querySelectorAll('#chat-log li').length === 0");
 }
 
 #[test]

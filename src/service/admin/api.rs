@@ -7,6 +7,8 @@
 //!
 //! - `version`; `now`; `status`: `loading`, `serving`, `idle` (no model is loaded, and one can be) or `closed` (no replica takes
 //!   requests); `warnings[]` (sentences, as `/healthz` has them); `endpoint`: `ADDR` of gRPC
+//! - `http`: the endpoint of OpenAI's API, `null` without one: `scheme`, `host` (`null`: the one under which the page was opened),
+//!   `port`, `tokens` (whether requests need a token)
 //! - `loading`: `step` (`what`, `done`, `total`, `unit`: `bytes` or `things`, `begun`; `null` when over), `lines`
 //! - `devices[]`: `index`, `name`, `uuid`, `pci`; `heap_bytes`, `budget_bytes`, `used_bytes` of its own memory, as far as the
 //!   driver says; `plan[]`: `replica`, `purpose`, `side` (`device` or `host`), `bytes`; `transfer`: `submits`, `copies`,
@@ -31,10 +33,16 @@
 //!
 //! `/api/requests[?since=TIME]`: `now`, `running[]`: `replica`, `id`, `phase`, `prompt_tokens`, `prefilled_tokens`,
 //! `cached_tokens`, `output_tokens`, `max_tokens`, `pages`, `preemptions`, `age`, `queued`, `first_token`; `ended[]` after TIME: `at`,
-//! `id`, `model`, `replica`, `operation`, `reason`, `error`, `input_tokens`, `cached_tokens`, `output_tokens`, `queue`,
+//! `id`, `trace` (the id of its trace; `null`: spans are not exported), `model`, `replica`, `operation`, `reason`, `error`, `input_tokens`, `cached_tokens`, `output_tokens`, `queue`,
 //! `first_token`, `per_token`, `whole`.
+//!
+//! `/api/history[?since=TIME]`: `now`, `interval`, and of the last hour `samples[]` after TIME, each over the time since the one
+//! before: `at` (its end), `length`, `prompt_tokens` (computed), `output_tokens`, `ended`, `failed` and `refused` requests,
+//! `first_token` and `per_token` (`p50`, `p95`) of those that ended; and at its end `running`, `waiting`, `pages_used`,
+//! `pages_total`.
 
-use super::{Admin, Loading};
+use super::history::{Quantiles, Sample};
+use super::{Admin, HttpEndpoint, Loading};
 use crate::actors::timeline::Point;
 use crate::actors::timeline::{ClockQuality, SubmissionRecord, TransferRecord};
 use crate::host::ServedDevice;
@@ -80,11 +88,19 @@ pub(super) fn state(admin: &Admin) -> Value {
         "status": admin.status().name(),
         "warnings": admin.warnings(),
         "endpoint": admin.endpoint.get().map(ToString::to_string),
+        "http": admin.http.get().map(http),
         "loading": loading(admin, &admin.loading()),
         "devices": devices.iter().map(device).collect::<Vec<_>>(),
         "models": models.iter().map(|served| model(admin, served)).collect::<Vec<_>>(),
         "configured": configured.iter().map(listed).collect::<Vec<_>>(),
     })
+}
+
+fn http(http: &HttpEndpoint) -> Value {
+    let address = http.address.ip();
+    // Every address of this machine: the page takes the name under which it was opened.
+    let name = (!address.is_loopback() && !address.is_unspecified()).then(|| http.host());
+    json!({ "host": name, "port": http.address.port(), "scheme": http.scheme(), "tokens": http.tokens })
 }
 
 fn unit(unit: Unit) -> &'static str {
@@ -324,6 +340,7 @@ fn ended(admin: &Admin, ended: &EndedRequest) -> Value {
     json!({
         "at": admin.us(ended.at),
         "id": ended.id,
+        "trace": ended.trace,
         "model": ended.model,
         "replica": ended.replica,
         "operation": ended.operation,
@@ -336,5 +353,34 @@ fn ended(admin: &Admin, ended: &EndedRequest) -> Value {
         "first_token": ended.first_token.map(micros),
         "per_token": ended.per_token.map(micros),
         "whole": micros(ended.whole),
+    })
+}
+
+/// `/api/history`.
+pub(super) fn history(admin: &Admin, since: f64) -> Value {
+    let samples = admin.history.after(admin.moment(since));
+    json!({
+        "now": admin.now(),
+        "interval": micros(super::history::INTERVAL),
+        "samples": samples.iter().map(|of| sample(admin, of)).collect::<Vec<_>>(),
+    })
+}
+
+fn sample(admin: &Admin, sample: &Sample) -> Value {
+    let quantiles = |of: Option<Quantiles>| of.map(|of| json!({ "p50": micros(of.p50), "p95": micros(of.p95) }));
+    json!({
+        "at": admin.us(sample.at),
+        "length": micros(sample.length),
+        "prompt_tokens": sample.prompt_tokens,
+        "output_tokens": sample.output_tokens,
+        "ended": sample.requests.ended,
+        "failed": sample.requests.failed,
+        "refused": sample.requests.refused,
+        "first_token": quantiles(sample.first_token),
+        "per_token": quantiles(sample.per_token),
+        "running": sample.running,
+        "waiting": sample.waiting,
+        "pages_used": sample.pages_used,
+        "pages_total": sample.pages_total,
     })
 }

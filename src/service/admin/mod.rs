@@ -1,15 +1,17 @@
 //! The admin endpoint: what an operator looks at, over HTTP. A page, its data as JSON ([`api`] says what it is), a health
 //! check and the metrics. It shows and changes nothing: only GET is answered, and a model that loads is shown too.
-//! Deliberately absent: TLS and authentication (it listens on loopback unless told otherwise), requests for tokens.
+//! Deliberately absent: TLS and authentication (it listens on loopback unless told otherwise), requests for tokens: the
+//! page's chat talks to the endpoint of OpenAI's API.
 //!
 //! | path | what |
 //! |---|---|
-//! | `/` | the page; `/page.css`, `/page.js`, `/favicon.svg` belong to it |
-//! | `/api/state`, `/api/steps`, `/api/transfers`, `/api/requests` | JSON |
+//! | `/` | the page; `/page.css`, `/page.js`, `/history.js`, `/chat.js`, `/favicon.svg` belong to it |
+//! | `/api/state`, `/api/steps`, `/api/transfers`, `/api/requests`, `/api/history` | JSON |
 //! | `/healthz` | 200 while a replica takes requests, or none is loaded and one can be; else 503: loading, draining or failed. The first line is the status, each further one a warning: it changes no status |
 //! | `/metrics` | [`metrics`] for Prometheus |
 
 pub mod api;
+mod history;
 pub mod metrics;
 
 use crate::host::Host;
@@ -25,6 +27,7 @@ use axum::http::{HeaderMap, Method, StatusCode, Uri};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use history::History;
 use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -49,18 +52,57 @@ const GOODBYE: Duration = Duration::from_secs(1);
 /// How long after a fault of a decode step there is a warning of it.
 const FAULT_WARNING: Duration = Duration::from_secs(600);
 
-/// What the browser may do with the page: its own files and nothing else.
-const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \
-                      img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
+/// What the browser may do with the page, but for `connect-src`: its own files and nothing else.
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; base-uri 'none'; \
+                      form-action 'none'; frame-ancestors 'none'; connect-src 'self'";
 
 /// What the admin endpoint shows.
 #[derive(Debug)]
 pub struct Admin {
     started: Moment,
     endpoint: OnceLock<SocketAddr>,
+    http: OnceLock<HttpEndpoint>,
+    history: History,
     host: OnceLock<Arc<Host>>,
     loading: Mutex<Loading>,
     questions: Semaphore,
+}
+
+/// The endpoint of OpenAI's API, as the page's chat reaches it.
+#[derive(Clone, Copy, Debug)]
+pub struct HttpEndpoint {
+    /// Where it listens.
+    pub address: SocketAddr,
+    /// Whether connections are encrypted.
+    pub tls: bool,
+    /// Whether requests need a token.
+    pub tokens: bool,
+}
+
+impl HttpEndpoint {
+    fn scheme(&self) -> &'static str {
+        if self.tls { "https" } else { "http" }
+    }
+
+    /// The address as a URL has it.
+    fn host(&self) -> String {
+        match self.address.ip() {
+            IpAddr::V4(address) => address.to_string(),
+            IpAddr::V6(address) => format!("[{address}]"),
+        }
+    }
+
+    /// The origins that the page may connect to, if it was opened under `page`, the `Host` of its request: the same
+    /// name with this endpoint's port, and the endpoint's own address.
+    fn origins(&self, page: Option<&str>) -> String {
+        let plain = |name: &&str| {
+            !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-_:[]".contains(&byte))
+        };
+        let page = page.map(|host| split_port(host)).filter(plain).map(ToOwned::to_owned);
+        let own = (!self.address.ip().is_unspecified()).then(|| self.host());
+        let (scheme, port) = (self.scheme(), self.address.port());
+        page.into_iter().chain(own).map(|host| format!(" {scheme}://{host}:{port}")).collect()
+    }
 }
 
 /// How far the start is.
@@ -87,6 +129,8 @@ impl Admin {
         Arc::new(Admin {
             started: Moment::now(),
             endpoint: OnceLock::new(),
+            http: OnceLock::new(),
+            history: History::default(),
             host: OnceLock::new(),
             loading: Mutex::default(),
             questions: Semaphore::new(QUESTIONS),
@@ -102,6 +146,11 @@ impl Admin {
     /// Where the gRPC endpoint listens: the page says how to send a request there.
     pub fn set_endpoint(&self, address: SocketAddr) {
         let _ = self.endpoint.set(address);
+    }
+
+    /// Where the endpoint of OpenAI's API listens: the page has a chat there.
+    pub fn set_http(&self, http: HttpEndpoint) {
+        let _ = self.http.set(http);
     }
 
     /// What is served; `None` while it is loaded.
@@ -193,6 +242,7 @@ pub async fn serve(admin: Arc<Admin>, listener: TcpListener, stop: CancellationT
     let loopback = listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
     let (protocol, connections, handshake) = (Protocol::Http1, CONNECTIONS, connections::HEAD_WAIT);
     let accept = Accept { protocol, tls: None, connections, handshake, stuck: STUCK };
+    let sampled = sample(Arc::clone(&admin));
     let server = connections::serve(listener, router(admin, loopback), accept, "admin", stop.clone());
     let late = async {
         stop.cancelled().await;
@@ -201,6 +251,19 @@ pub async fn serve(admin: Arc<Admin>, listener: TcpListener, stop: CancellationT
     tokio::select! {
         () = server => {}
         () = late => {}
+        () = sampled => {}
+    }
+}
+
+/// Samples the history for ever.
+async fn sample(admin: Arc<Admin>) {
+    let mut ticks = tokio::time::interval(history::INTERVAL);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        if let Some(host) = admin.host() {
+            admin.history.sample(host);
+        }
     }
 }
 
@@ -210,20 +273,28 @@ fn router(admin: Arc<Admin>, loopback: bool) -> Router {
         .route("/", file("text/html; charset=utf-8", include_str!("page/index.html")))
         .route("/page.css", file("text/css; charset=utf-8", include_str!("page/page.css")))
         .route("/page.js", file("text/javascript; charset=utf-8", include_str!("page/page.js")))
+        .route("/history.js", file("text/javascript; charset=utf-8", include_str!("page/history.js")))
+        .route("/chat.js", file("text/javascript; charset=utf-8", include_str!("page/chat.js")))
         .route("/favicon.svg", file("image/svg+xml", include_str!("page/favicon.svg")))
         .route("/api/state", get(state))
         .route("/api/steps", get(steps))
         .route("/api/transfers", get(transfers))
         .route("/api/requests", get(requests))
+        .route("/api/history", get(history))
         .route("/healthz", get(health))
         .route("/metrics", get(metrics))
         .fallback(async || (StatusCode::NOT_FOUND, "there is no such page\n"))
-        .with_state(admin)
-        .layer(middleware::from_fn(move |request: Request, next: Next| guard(loopback, request, next)))
+        .with_state(Arc::clone(&admin))
+        .layer(middleware::from_fn(move |request: Request, next: Next| {
+            guard(Arc::clone(&admin), loopback, request, next)
+        }))
 }
 
 /// Refuses what is not for us, and tells browsers to keep to our own files.
-async fn guard(loopback: bool, request: Request, next: Next) -> Response {
+async fn guard(admin: Arc<Admin>, loopback: bool, request: Request, next: Next) -> Response {
+    let page = request.headers().get(header::HOST).and_then(|host| host.to_str().ok());
+    let origins = admin.http.get().map(|http| http.origins(page)).unwrap_or_default();
+    let policy = HeaderValue::try_from(format!("{POLICY}{origins}")).unwrap_or(HeaderValue::from_static(POLICY));
     // A page of another site whose name was made to mean this machine comes with that site's name (DNS rebinding).
     let mut response = if loopback && !names_loopback(request.uri(), request.headers()) {
         (StatusCode::FORBIDDEN, "this address is answered under localhost and 127.0.0.1 only\n").into_response()
@@ -234,8 +305,8 @@ async fn guard(loopback: bool, request: Request, next: Next) -> Response {
         let late = |_| (StatusCode::SERVICE_UNAVAILABLE, "the answer took too long\n").into_response();
         tokio::time::timeout(ANSWER_WAIT, next.run(request)).await.unwrap_or_else(late)
     };
+    response.headers_mut().insert(header::CONTENT_SECURITY_POLICY, policy);
     let set = [
-        (header::CONTENT_SECURITY_POLICY, POLICY),
         (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
         (header::X_FRAME_OPTIONS, "DENY"),
         (header::REFERRER_POLICY, "no-referrer"),
@@ -257,13 +328,18 @@ pub(super) fn names_loopback(uri: &Uri, headers: &HeaderMap) -> bool {
         && uri.authority().is_none_or(|authority| is_loopback(authority.as_str()))
 }
 
-/// Whether `HOST[:PORT]` is `localhost` or a loopback address.
-pub(super) fn is_loopback(host: &str) -> bool {
-    let name = match host.rsplit_once(':') {
+/// The host of `HOST[:PORT]`.
+fn split_port(host: &str) -> &str {
+    match host.rsplit_once(':') {
         // The colons of a bare IPv6 address stand in brackets.
         Some((name, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => name,
         _ => host,
-    };
+    }
+}
+
+/// Whether `HOST[:PORT]` is `localhost` or a loopback address.
+pub(super) fn is_loopback(host: &str) -> bool {
+    let name = split_port(host);
     let address = name.strip_prefix('[').and_then(|name| name.strip_suffix(']')).unwrap_or(name);
     name.eq_ignore_ascii_case("localhost") || address.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
 }
@@ -324,7 +400,7 @@ async fn transfers(State(admin): State<Arc<Admin>>, Query(query): Query<Transfer
     .await
 }
 
-/// Which ended requests.
+/// Which ended requests, or samples of the history.
 #[derive(Debug, serde::Deserialize)]
 struct Since {
     /// Microseconds since the server's start.
@@ -334,6 +410,10 @@ struct Since {
 
 async fn requests(State(admin): State<Arc<Admin>>, Query(query): Query<Since>) -> Response {
     ask(admin, move |admin, host| Ok(api::requests(admin, host, query.since))).await
+}
+
+async fn history(State(admin): State<Arc<Admin>>, Query(query): Query<Since>) -> Response {
+    json(&api::history(&admin, query.since))
 }
 
 fn find(host: &Host, replica: &str) -> Result<Arc<Replica>, String> {
@@ -383,6 +463,19 @@ mod tests {
             ["", ":9464", "localhost.evil.example", "127.0.0.1.evil.example:9464", "evil.example", "10.0.0.1:9464"]
         {
             assert!(!is_loopback(host), "{host}");
+        }
+    }
+
+    #[test]
+    fn the_page_may_connect_to_the_api_under_its_own_name_and_that_of_the_api() {
+        let http = |address: &str, tls| HttpEndpoint { address: address.parse().unwrap(), tls, tokens: false };
+        let local = http("127.0.0.1:8000", false);
+        assert_eq!(local.origins(Some("localhost:9464")), " http://localhost:8000 http://127.0.0.1:8000");
+        assert_eq!(local.origins(None), " http://127.0.0.1:8000");
+        assert_eq!(http("0.0.0.0:8001", true).origins(Some("gpu.example:9464")), " https://gpu.example:8001");
+        assert_eq!(http("[::1]:8000", false).origins(Some("[::1]:9464")), " http://[::1]:8000 http://[::1]:8000");
+        for host in ["a b", "x;script-src *", "*", ""] {
+            assert_eq!(http("0.0.0.0:8000", false).origins(Some(host)), "", "{host}");
         }
     }
 

@@ -1,6 +1,6 @@
 // The page: asks the server what it does, twice a second while somebody looks, and draws it. Everything that comes from
 // the server is shown as text (textContent, canvas text), never as markup: request ids are what clients say they are.
-// Deliberately absent: libraries, a build step, anything that changes the server.
+// history.js and chat.js are the views of these names. Not here: libraries, a build step, anything that changes the server.
 //
 // Times are microseconds since the server's start, as the server sends them.
 "use strict";
@@ -123,6 +123,7 @@ function forget() {
   known.ended = [];
   known.endedSince = 0;
   chart.forget();
+  forgetHistory();
 }
 
 /** The server's time now. */
@@ -150,6 +151,7 @@ async function ask() {
   if (state.status === "loading") return;
   const jobs = replicas().map((replica) => askSteps(replica.name));
   jobs.push(askRequests());
+  if (view() === "history") jobs.push(askHistory());
   if (view() === "timeline" && chart.device !== null) jobs.push(askTransfers(chart.device));
   const failed = (await Promise.allSettled(jobs)).filter((job) => job.status === "rejected").map((job) => job.reason);
   for (const error of failed) if (!(error instanceof Gone)) throw error;
@@ -193,7 +195,7 @@ async function askRequests() {
 
 // ---- Views -------------------------------------------------------------------------------------------------------
 
-const VIEWS = ["overview", "timeline", "requests"];
+const VIEWS = ["overview", "chat", "history", "timeline", "requests"];
 const view = () => (VIEWS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "overview");
 
 function route() {
@@ -226,6 +228,8 @@ function render() {
   show($("warnings"), state.warnings.length > 0);
   if (state.status === "loading") return renderLoading(state.loading);
   renderOverview(state);
+  renderChat();
+  renderHistory();
   renderRequests();
   chart.update();
 }
@@ -500,20 +504,84 @@ function updateDevice(card, device) {
 /** Ended requests that are shown at first: a phone shows each as a card. */
 const FEW = 12;
 let allEnded = false;
+/** The id of the request that is shown whole. */
+let opened = null;
+
+/** Shows a request whole. Its card follows as soon as the server has told of it. */
+function openRequest(id) {
+  opened = opened === id ? null : id;
+  if (known.state) renderRequests();
+  if (opened !== null) $("request").scrollIntoView({ block: "nearest" });
+}
+
+/** The card of the opened request: all that is known of it. */
+function renderRequest() {
+  const ended = known.ended.findLast((request) => request.id === opened);
+  const running = known.running.find((request) => request.id === opened);
+  show($("request"), opened !== null);
+  if (opened === null) return;
+  say($("request-title"), opened);
+  const request = running ?? ended;
+  show($("request-timeline"), !!request);
+  if (!request) {
+    fillFacts($("request-facts"), [["State", "not known: it has not begun, or ended too long ago"]]);
+    return;
+  }
+  const whole = request.whole ?? request.age;
+  const queue = request.queue ?? request.queued;
+  const facts = [["State", words(running ? running.phase : ended.error ?? ended.reason)], ["Replica", request.replica]];
+  if (ended && !running) facts.push(["Operation", words(ended.operation)]);
+  facts.push(
+    ["Prompt tokens", number(request.input_tokens ?? request.prompt_tokens)], ["Of them cached", number(request.cached_tokens)],
+    ["Output tokens", running ? `${number(running.output_tokens)} of ${number(running.max_tokens)}` : number(ended.output_tokens)],
+    ["Queue", length(queue)], ["Prefill", request.first_token === null ? "–" : length(request.first_token - queue)],
+    ["First token", length(request.first_token)], ["Decode", request.first_token === null ? "–" : length(whole - request.first_token)],
+  );
+  if (ended && !running) facts.push(["A token", length(ended.per_token)]);
+  facts.push(["In all", length(whole)], running ? ["Began", `${length(running.age)} ago`] : ["Ended", `${length(known.clock.server - ended.at)} ago`]);
+  if (running) facts.push(["Pages", number(running.pages)], ["Preemptions", number(running.preemptions)]);
+  else facts.push(["Trace", ended.trace ?? "not exported", true]);
+  fillFacts($("request-facts"), facts);
+}
+
+/** Shows the opened request's place on the timeline. */
+function showOnTimeline() {
+  const running = known.running.find((request) => request.id === opened);
+  const ended = known.ended.findLast((request) => request.id === opened);
+  const request = running ?? ended;
+  if (!request) return;
+  const [until, took] = running ? [known.clock.server, running.age] : [ended.at, ended.whole];
+  const replica = replicas().find((replica) => replica.name === request.replica);
+  if (replica) chart.device = replica.device;
+  chart.seek(opened, until - took, until);
+  location.hash = "#timeline";
+}
+
+function fillFacts(list, facts) {
+  keyed(list, facts, ([name]) => name, ([name, , long]) => el("div", long ? { class: "long" } : null, el("dt", null, name), el("dd")), (row, [, text]) => say(row.lastElementChild, text));
+}
 
 function cell(label, name) {
   return el("td", { "data-label": label, class: name ?? null });
 }
 
+/** A request's id as a button that opens it. */
+function opener(id) {
+  const button = el("button", { type: "button", class: "open" }, id);
+  button.addEventListener("click", () => openRequest(id));
+  return button;
+}
+
 function renderRequests() {
+  renderRequest();
   const running = known.running;
   show($("running"), running.length > 0);
   show($("running-none"), running.length === 0);
   say($("running-count"), running.length ? String(running.length) : "");
-  keyed($("running").tBodies[0], running.slice(0, 200), (request) => `${request.replica} ${request.id}`, () => {
+  keyed($("running").tBodies[0], running.slice(0, 200), (request) => `${request.replica} ${request.id}`, (request) => {
     const row = el("tr");
     row.parts = [cell("Request", "id"), cell("Phase"), cell("Time so far"), cell("Prompt", "n"), cell("Output", "n"), cell("Age", "n"), cell("Pages", "n")];
-    row.name = el("span");
+    row.name = opener(request.id);
     row.place = el("span", { class: "label" });
     row.pill = el("span", { class: "pill" });
     row.bar = el("div", { class: "barline", role: "img" });
@@ -523,7 +591,7 @@ function renderRequests() {
     row.append(...row.parts);
     return row;
   }, (row, request) => {
-    say(row.name, request.id);
+    row.name.setAttribute("aria-expanded", String(opened === request.id));
     say(row.place, request.replica + (request.preemptions ? ` · ${plural(request.preemptions, "preemption")}` : ""));
     row.pill.dataset.status = request.phase;
     row.dataset.phase = request.phase;
@@ -548,7 +616,7 @@ function renderRequests() {
     row.bar = el("div", { class: "barline", role: "img" });
     const failed = request.error !== null || request.reason === "error" || request.reason === "deadline_exceeded";
     const cells = [
-      ["Request", "id", el("span", null, request.id), el("span", { class: "label" }, `${request.replica} · ${words(request.operation)}`)],
+      ["Request", "id", (row.name = opener(request.id)), el("span", { class: "label" }, `${request.replica} · ${words(request.operation)}`)],
       ["End", null, el("span", { class: "pill", "data-status": failed ? "error" : "ended" }, words(request.error ?? request.reason))],
       ["Time", null, row.bar],
       ["Queue", "n", length(request.queue)],
@@ -563,7 +631,10 @@ function renderRequests() {
       row.append(td);
     }
     return row;
-  }, (row, request) => bar(row.bar, request.queue, request.first_token, request.whole, longest));
+  }, (row, request) => {
+    row.name.setAttribute("aria-expanded", String(opened === request.id));
+    bar(row.bar, request.queue, request.first_token, request.whole, longest);
+  });
 }
 
 /** Queue, prefill and decode of a request, against `whole`. */
@@ -630,6 +701,9 @@ const chart = {
   last: 0,
   pointers: new Map(),
   frame: 0,
+  /** What is searched for, in lower case; empty: nothing. */
+  wanted: "",
+  found: [],
 
   forget() {
     this.chosen = null;
@@ -654,6 +728,13 @@ const chart = {
     $("zoom-out").addEventListener("click", () => this.zoom(2));
     $("pan-left").addEventListener("click", () => this.pan(-0.25));
     $("pan-right").addEventListener("click", () => this.pan(0.25));
+    $("find").addEventListener("input", (event) => { this.wanted = event.target.value.trim().toLowerCase(); this.search(); this.redraw(); });
+    $("find").addEventListener("keydown", (event) => {
+      if (event.key !== "Enter") return;
+      event.preventDefault();
+      this.next(event.shiftKey ? -1 : 1);
+    });
+    $("save").addEventListener("click", () => this.save());
     $("device").addEventListener("change", (event) => { this.device = Number(event.target.value); this.forget(); this.update(); });
     new ResizeObserver(() => this.redraw()).observe(c);
     $("chart-legend").append(
@@ -734,6 +815,66 @@ const chart = {
       this.span = Math.min(Math.max(one * 10, 0.01 * SECOND), 30 * SECOND);
     }
     if (this.chosen && !boxes.some((box) => box.key === this.chosen)) this.choose(null);
+    this.search();
+  },
+
+  // -- Searching and saving
+
+  matches(box) {
+    const texts = [box.label, box.replica ?? "", ...(box.step?.requests ?? [])];
+    return texts.some((text) => text.toLowerCase().includes(this.wanted));
+  },
+
+  search() {
+    this.found = this.wanted === "" ? [] : this.boxes.filter((box) => this.matches(box));
+    const of = this.found.findIndex((box) => box.key === this.chosen);
+    const place = of < 0 ? "" : `${number(of + 1)} of `;
+    say($("find-count"), this.wanted === "" ? "" : `${place}${plural(this.found.length, "box").replace("boxs", "boxes")}`);
+  },
+
+  /** Chooses the next box that was found, after the chosen one or from the window's begin. */
+  next(by) {
+    if (this.found.length === 0) return;
+    if (this.live) this.follow(false);
+    const now = this.found.findIndex((box) => box.key === this.chosen);
+    const here = this.found.findIndex((box) => box.end >= this.from);
+    const index = now < 0 ? (here < 0 ? this.found.length - 1 : here) : (now + by + this.found.length) % this.found.length;
+    this.choose(this.found[index]);
+    this.search();
+  },
+
+  /** Shows the time from `begin` to `end`, in which the request `id` ran. */
+  seek(id, begin, end) {
+    this.follow(false);
+    this.spanned = true;
+    this.span = Math.min(Math.max((end - begin) * 1.15, SHORTEST), LONGEST);
+    this.from = (begin + end) / 2 - this.span / 2;
+    this.choose(null, false);
+    $("find").value = id;
+    this.wanted = id.toLowerCase();
+  },
+
+  /** Saves the kept boxes in the JSON format of trace events, which Perfetto and Chrome open. */
+  save() {
+    const events = [{ ph: "M", pid: 1, name: "process_name", args: { name: known.state.devices.find((device) => device.index === this.device)?.name ?? "device" } }];
+    const threads = new Map();
+    for (const lane of this.lanes) {
+      for (let row = 0; row < lane.rows; row += 1) {
+        const tid = threads.size + 1;
+        threads.set(`${lane.id} ${row}`, tid);
+        events.push({ ph: "M", pid: 1, tid, name: "thread_name", args: { name: lane.rows > 1 ? `${lane.title} (${row + 1})` : lane.title } });
+        events.push({ ph: "M", pid: 1, tid, name: "thread_sort_index", args: { sort_index: tid } });
+      }
+    }
+    for (const box of this.boxes) {
+      const args = Object.fromEntries(explain(box).facts.map(([name, text]) => [name, text]));
+      events.push({ ph: "X", pid: 1, tid: threads.get(`${box.lane} ${box.row}`), name: box.label, cat: box.kind, ts: box.begin, dur: Math.max(box.end - box.begin, 0), args });
+    }
+    const file = new Blob([JSON.stringify({ displayTimeUnit: "ms", traceEvents: events })], { type: "application/json" });
+    const link = el("a", { href: URL.createObjectURL(file), download: `ostinato-${Math.round(known.state.now / SECOND)}s.perfetto.json` });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+    $("save").dataset.events = events.length;
   },
 
   submission(boxes, submissions, key, submission, step, replica) {
@@ -956,7 +1097,7 @@ const chart = {
     }
     const { title, facts } = explain(box);
     say($("detail-title"), title);
-    keyed($("detail-facts"), facts, ([name]) => name, ([name, , long]) => el("div", long ? { class: "long" } : null, el("dt", null, name), el("dd")), (row, [, text]) => say(row.lastElementChild, text));
+    fillFacts($("detail-facts"), facts);
     if (aloud) say($("detail-said"), `${title}. ${facts.slice(0, 4).map(([name, text]) => `${name}: ${text}`).join(". ")}`);
   },
 
@@ -1010,7 +1151,9 @@ const chart = {
       const place = `${box.lane} ${box.row}`;
       if (right - left < 2 && Math.floor(left) === drawn.get(place) && box.key !== this.chosen) continue;
       drawn.set(place, Math.floor(left));
+      c.globalAlpha = this.wanted === "" || this.matches(box) ? 1 : 0.25;
       this.box(c, box, left, right, lane, width);
+      c.globalAlpha = 1;
       if (box.key === this.chosen || box.key === this.hovered) chosen = { box, left, right, lane };
     }
     this.links(c, x, lanes, width);
@@ -1265,17 +1408,27 @@ function back() {
   if (known.incomplete) say($("gone"), "The server answers, but an engine thread does not: some of this is older than it looks.");
 }
 
-const sleep = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+/** Ends the pause before the next question to the server. */
+let poll = () => {};
+const sleep = (ms) => new Promise((resolve) => {
+  poll = resolve;
+  setTimeout(resolve, ms);
+});
 const visible = () => new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
 
 async function main() {
   chart.start();
+  makeHistory();
+  makeChat();
+  $("request-close").addEventListener("click", () => openRequest(opened));
+  $("request-timeline").addEventListener("click", showOnTimeline);
   $("ended-more").addEventListener("click", () => {
     allEnded = !allEnded;
     renderRequests();
   });
   addEventListener("hashchange", () => {
     if (known.state) render();
+    poll();
     scrollTo(0, 0);
   });
   DARK.addEventListener("change", () => {
@@ -1300,4 +1453,5 @@ async function main() {
   }
 }
 
-main();
+// The other scripts have run by then.
+addEventListener("DOMContentLoaded", main);

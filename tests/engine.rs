@@ -8,7 +8,7 @@
 //! `OSTINATO_SIM_SEED=N` repeats a simulation; a failing one prints its seed.
 
 use ostinato::engine::executor::{ExecuteError, Executor};
-use ostinato::engine::fake::{FakeConfig, FakeExecutor, scored};
+use ostinato::engine::fake::{FakeConfig, FakeExecutor, HIDDEN, hidden, scored};
 use ostinato::engine::pace::Pace;
 use ostinato::engine::plan::{Capacity, Drafts, PlanReport, Slot, SlotParams, StepPlan, Ticket};
 use ostinato::engine::request::{
@@ -20,6 +20,7 @@ use ostinato::engine::sequence::SequenceId;
 use ostinato::engine::split_mix::split_mix;
 use ostinato::host::route::RouteError;
 use ostinato::host::{Host, ModelInfo, ServedModel};
+use ostinato::model::embedding::Pooling;
 use ostinato::model::grammar::{Constraint, Grammar, GrammarError, Grammars, Next, StartedGrammar};
 use ostinato::model::text::Text;
 use ostinato::replica::observer::STEP_RING;
@@ -127,6 +128,7 @@ struct Seen {
     started: bool,
     scored: Vec<Scored>,
     output: Vec<u32>,
+    embedding: Option<Box<[f32]>>,
     finished: Option<FinishReason>,
 }
 
@@ -147,6 +149,8 @@ struct Outcome {
     cached_tokens: u64,
     /// Prompt tokens that were scored.
     scored: u64,
+    /// Prompts that were embedded.
+    embedded: u64,
 }
 
 fn simulate(world: &World, seed: u64) -> Outcome {
@@ -204,6 +208,8 @@ fn simulate(world: &World, seed: u64) -> Outcome {
             },
             logprobs: None,
             prompt_logprobs: random.one_in(12).then(|| random.below(4) as u32),
+            pooling: random.one_in(8).then(|| POOLINGS[random.below(3) as usize]),
+            allowed: None,
             dump_logits: random.one_in(50),
             grammar: (world.constrained > 0 && random.one_in(world.constrained))
                 .then(|| constraints[random.below(constraints.len() as u64) as usize].clone()),
@@ -311,6 +317,10 @@ fn simulate(world: &World, seed: u64) -> Outcome {
                     assert!(one.started, "{id:?} draws before its start");
                     one.output.push(token.id);
                 }
+                Event::Embedding(vector) => {
+                    assert!(one.started && one.embedding.is_none(), "{id:?} gets a vector too early or twice");
+                    one.embedding = Some(vector);
+                }
                 Event::Finished(finished) => {
                     if unstarted.first() == Some(&id) {
                         passed_over = 0;
@@ -330,14 +340,24 @@ fn simulate(world: &World, seed: u64) -> Outcome {
     for ((_, request), seen) in requests.iter().zip(&seen) {
         let id = &request.id;
         let prompt = &request.prompt;
-        let scores: Vec<Scored> = match request.prompt_logprobs {
+        let scores: Vec<Scored> = match request.prompt_logprobs.filter(|_| request.pooling.is_none()) {
             None => Vec::new(),
             Some(top) => (1..prompt.len()).map(|at| scored(&prompt[..at], prompt[at], top, VOCABULARY)).collect(),
         };
         assert!(scores.starts_with(&seen.scored), "{id}: scores of another prompt");
         assert!(seen.output.is_empty() || seen.scored.len() == scores.len(), "{id} draws before its prompt is scored");
         outcome.scored += seen.scored.len() as u64;
-        let alone = alone(request, context);
+        if let Some(pooling) = request.pooling {
+            assert!(seen.output.is_empty() && seen.scored.is_empty(), "{id} is embedded and draws");
+            let wanted = seen.finished == Some(FinishReason::Embedded);
+            assert_eq!(seen.embedding, wanted.then(|| embedded(prompt, pooling)), "{id} has another vector than alone");
+            outcome.embedded += u64::from(wanted);
+            if wanted {
+                continue;
+            }
+        }
+        assert_eq!(seen.embedding, None, "{id} gets a vector");
+        let alone = if request.pooling.is_some() { Vec::new() } else { alone(request, context) };
         match seen.finished.as_ref().unwrap_or_else(|| panic!("{id} never ends")) {
             FinishReason::Stop(stop) => {
                 assert_eq!(seen.output, alone, "{id} differs from what it draws alone");
@@ -381,6 +401,20 @@ fn setup(capacity: Capacity, seed: u64) -> Setup {
         seed,
         prefix_cache: true,
     }
+}
+
+const POOLINGS: [Pooling; 3] = [Pooling::Last, Pooling::First, Pooling::Mean];
+
+/// Returns the vector of a prompt that has the device to itself.
+fn embedded(prompt: &[u32], pooling: Pooling) -> Box<[f32]> {
+    let rows = pooling.pooled(0, prompt.len() as u32, prompt.len() as u32);
+    let count = rows.len() as f32;
+    let mut sum = [0.0; HIDDEN];
+    for row in rows {
+        let state = hidden(prompt[..=row as usize].iter().copied());
+        sum.iter_mut().zip(state).for_each(|(sum, value)| *sum += value);
+    }
+    sum.map(|value: f32| value / count).into()
 }
 
 /// Returns the output of a request that has the device to itself.
@@ -460,7 +494,7 @@ fn thousands_of_requests_one_at_a_time() {
         assert_eq!(outcome.preemptions, 0, "one alone always finds its pages");
         assert_eq!(outcome.running_most, 1);
         assert!(outcome.aborted > 50 && outcome.expired > 50, "{outcome:?}");
-        assert!(outcome.stopped > 500 && outcome.scored > 1_000, "{outcome:?}");
+        assert!(outcome.stopped > 500 && outcome.scored > 1_000 && outcome.embedded > 200, "{outcome:?}");
         assert!((1..=PASSED_OVER_MAX).contains(&outcome.passed_over_most), "{outcome:?}");
     }
 }
@@ -484,7 +518,7 @@ fn thousands_of_requests_on_eight_slots_with_pages_for_few() {
         assert!(outcome.preemptions > 100, "{outcome:?}");
         assert!(outcome.cached_tokens > 0, "{outcome:?}");
         assert!(outcome.aborted > 50 && outcome.expired > 50, "{outcome:?}");
-        assert!(outcome.stopped > 500 && outcome.scored > 1_000, "{outcome:?}");
+        assert!(outcome.stopped > 500 && outcome.scored > 1_000 && outcome.embedded > 200, "{outcome:?}");
         assert!(outcome.running_most > 5, "{outcome:?}");
     }
 }
@@ -716,6 +750,8 @@ fn request(id: &str, prompt: u32, max_tokens: u32) -> Request {
         limits: Limits { max_tokens: Some(max_tokens), ignore_eos: true, ..Limits::default() },
         logprobs: None,
         prompt_logprobs: None,
+        pooling: None,
+        allowed: None,
         dump_logits: false,
         grammar: None,
         priority: 0,
@@ -796,7 +832,7 @@ fn collect(events: &mpsc::Receiver<Event>) -> (Vec<u32>, Finished) {
     loop {
         match events.recv_timeout(PATIENCE).expect("the request ends in time") {
             Event::Started(started) => assert!(output.is_empty() && started.prompt_tokens > 0),
-            Event::Prompt(_) => panic!("nobody asked"),
+            Event::Prompt(_) | Event::Embedding(_) => panic!("nobody asked"),
             Event::Token(token) => output.push(token.id),
             Event::Finished(finished) => {
                 assert_eq!(finished.output_tokens as usize, output.len());
@@ -1297,6 +1333,7 @@ fn served(name: &str, replicas: Vec<Replica>) -> ServedModel {
         bytes_per_token: 0,
         parameters: 0,
         active_parameters: 0,
+        embedding: Default::default(),
     };
     ServedModel::new(name.into(), info, None, replicas)
 }

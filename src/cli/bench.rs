@@ -475,7 +475,7 @@ fn once(
                     Event::Finished(finished) => {
                         sender.send((std::mem::take(&mut arrivals), *finished)).map_err(|_| SinkClosed)?;
                     }
-                    Event::Started(_) | Event::Prompt(_) => {}
+                    Event::Started(_) | Event::Prompt(_) | Event::Embedding(_) => {}
                 }
                 Ok(())
             });
@@ -526,6 +526,8 @@ pub(super) fn request(id: String, prompt: Vec<u32>, output: u32) -> Request {
         limits: Limits { max_tokens: Some(output), ignore_eos: true, ..Limits::default() },
         logprobs: None,
         prompt_logprobs: None,
+        pooling: None,
+        allowed: None,
         dump_logits: false,
         grammar: None,
         priority: 0,
@@ -552,6 +554,7 @@ fn wait(ended: &Receiver<(Arrivals, Finished)>) -> anyhow::Result<(Arrivals, Fin
     match &finished.reason {
         FinishReason::Error(message) => bail!("the run failed: {message}"),
         FinishReason::Constraint(error) => bail!("{error}"),
+        FinishReason::Embedded => bail!("a vector came instead of tokens"),
         FinishReason::Complete => bail!("the schema was satisfied after {} tokens", finished.output_tokens),
         _ => {}
     }

@@ -37,7 +37,7 @@ fn token(events: &Receiver<(Instant, Event)>) -> anyhow::Result<Instant> {
     loop {
         match events.recv()? {
             (at, Event::Token(_)) => return Ok(at),
-            (_, Event::Started(_) | Event::Prompt(_)) => {}
+            (_, Event::Started(_) | Event::Prompt(_) | Event::Embedding(_)) => {}
             (_, Event::Finished(finished)) => match finished.reason {
                 FinishReason::Error(why) => bail!("the run failed: {why}"),
                 reason => bail!("a stream ended ({reason:?}) before the prompt was taken in"),
@@ -98,7 +98,7 @@ pub(super) fn beside(
                     *last = at;
                 }
                 Event::Finished(_) => break,
-                Event::Started(_) | Event::Prompt(_) => {}
+                Event::Started(_) | Event::Prompt(_) | Event::Embedding(_) => {}
             }
         }
     }

@@ -14,6 +14,7 @@ use crate::model::checkpoint::contents::{Contents, TensorKind};
 use crate::model::config::LayerKind;
 use crate::model::decoder::delta_heads;
 use crate::model::demo;
+use crate::model::embedding;
 use crate::model::text::Text;
 use crate::telemetry::with_causes;
 use serde_json::{Value, json};
@@ -91,7 +92,7 @@ fn reasons(contents: &Contents, text: &Result<Option<Text>, crate::model::text::
     match (&contents.checkpoint, text) {
         (Err(error), _) => error.problems.iter().map(ToString::to_string).collect(),
         (Ok(_), Err(error)) => vec![with_causes(error)],
-        (Ok(_), Ok(_)) => Vec::new(),
+        (Ok(checkpoint), Ok(_)) => embedding::of(checkpoint).err().iter().map(ToString::to_string).collect(),
     }
 }
 

@@ -45,7 +45,7 @@ pub enum ExecuteError {
 /// - At most `run_ahead` decode steps are queued and not reported.
 /// - Within a plan no snapshot cell is both read and written, or written twice.
 /// - A slot with `dump_logits` has at most one unreported sample.
-/// - At most two plans with a scored chunk are unreported.
+/// - At most two plans with a scored chunk, and at most two with pooled tokens, are unreported.
 pub trait Executor: Send {
     /// Returns the executor's limits.
     fn capacity(&self) -> &Capacity;

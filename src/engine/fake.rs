@@ -9,8 +9,8 @@ use crate::actors::timeline::{Point, Role};
 use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::pace::Pace;
 use crate::engine::plan::{
-    Capacity, Change, Chunk, Done, Drafts, MOST_KEEPS, Page, PlanReport, STATE_TOKENS, Sampled, ScoredChunk, Slot,
-    SlotParams, StateSlot, StepPlan, Ticket, Work,
+    Capacity, Change, Chunk, Done, Drafts, MOST_KEEPS, Page, PlanReport, PooledChunk, STATE_TOKENS, Sampled,
+    ScoredChunk, Slot, SlotParams, StateSlot, StepPlan, Ticket, Work,
 };
 use crate::engine::request::{Flushes, PerToken, Scored, TokenLogprobs};
 use crate::engine::split_mix::split_mix;
@@ -406,6 +406,26 @@ impl FakeExecutor {
         (!tokens.is_empty()).then_some(ScoredChunk { slot: asked.slot, first: asked.start + 1, tokens })
     }
 
+    /// Returns the pooled states of a plan's chunks; called when their tokens are written.
+    fn pool(&mut self, chunks: &[Chunk]) -> Vec<PooledChunk> {
+        let unreported = self.reports.iter().filter(|report| !report.progress.pooled.is_empty()).count();
+        let pooled: Vec<PooledChunk> = chunks
+            .iter()
+            .filter(|chunk| !chunk.pooled.is_empty())
+            .map(|chunk| {
+                assert!(!chunk.last && chunk.pooled.end as usize <= chunk.tokens.len(), "{:?}", chunk.pooled);
+                let mut sum = vec![0.0; HIDDEN];
+                for row in chunk.pooled.clone() {
+                    let history = (0..=chunk.start + row).map(|position| self.read(chunk.slot, position));
+                    sum.iter_mut().zip(hidden(history)).for_each(|(sum, value)| *sum += value);
+                }
+                PooledChunk { slot: chunk.slot, tokens: chunk.pooled.len() as u32, sum }
+            })
+            .collect();
+        assert!(pooled.is_empty() || unreported < 2, "a third plan with pooled tokens before the first is reported");
+        pooled
+    }
+
     /// Returns the token at a position of a slot.
     fn read(&self, slot: Slot, position: u32) -> u32 {
         let page = self.slots[slot.0 as usize].table[(position / PAGE_TOKENS) as usize];
@@ -598,6 +618,7 @@ impl FakeExecutor {
                 self.submission = Some(self.submission(ticket, format!("prefill.{count}"), 1, start, took));
                 let tokens = self.prefill(&chunks);
                 let scored = self.score(&chunks);
+                let pooled = self.pool(&chunks);
                 self.pace.note_chunk(count, self.config.chunk);
                 self.busy_until = start + self.config.chunk;
                 let cost = cost(1, 1.0);
@@ -607,6 +628,7 @@ impl FakeExecutor {
                     steps: 1,
                     tokens,
                     scored,
+                    pooled,
                     finished: true,
                     faults: 0,
                     cost,
@@ -647,6 +669,7 @@ impl FakeExecutor {
                             steps: part,
                             tokens,
                             scored: None,
+                            pooled: Vec::new(),
                             finished,
                             faults: u32::from(faults && finished),
                             cost,
@@ -763,6 +786,16 @@ pub fn scored(history: &[u32], token: u32, top: u32, vocabulary: u32) -> Scored 
     let chosen = -((split_mix(&mut mix) % 1000) as f32);
     let top = (0..top).map(|i| ((token + i) % vocabulary, -(i as f32))).collect();
     Scored { id: token, logprobs: TokenLogprobs { chosen, top } }
+}
+
+/// The number of values of a made-up hidden state.
+pub const HIDDEN: usize = 4;
+
+/// Returns the made-up hidden state of a token, given the history that ends with it: whole numbers up to 256, whose sums
+/// are exact.
+pub fn hidden(history: impl Iterator<Item = u32>) -> [f32; HIDDEN] {
+    let mut mix = history.fold(1, take_in);
+    std::array::from_fn(|_| (split_mix(&mut mix) % 256) as f32)
 }
 
 /// Returns why the slot is done with `token`, the `drawn`th token of this stay; `None` if it is not.

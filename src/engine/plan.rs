@@ -4,6 +4,7 @@
 use crate::actors::timeline::SubmissionRecord;
 use crate::engine::request::{PerToken, Scored, TokenLogprobs};
 use crate::kernels::embed::BLOCK_ROWS;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// The index of a slot: a row of device state that a running sequence holds. Below `Capacity::slots`.
@@ -142,6 +143,9 @@ pub struct Chunk {
     /// If set, all tokens of the chunk except its first one, and the token in `next`, are scored (their log
     /// probabilities are computed), with this many alternatives each. Such a chunk is alone in its plan.
     pub score: Option<u32>,
+    /// The chunk's tokens whose hidden states are pooled, counted from its first one; empty for sequences that are not
+    /// embedded. No token is drawn from a chunk of a sequence that is embedded: `last` is false.
+    pub pooled: Range<u32>,
 }
 
 /// The maximum number of snapshots that a chunk stores.
@@ -247,6 +251,17 @@ pub struct ScoredChunk {
     pub tokens: Vec<Scored>,
 }
 
+/// The pooled hidden states of a chunk.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PooledChunk {
+    /// The slot of the sequence.
+    pub slot: Slot,
+    /// The number of tokens pooled.
+    pub tokens: u32,
+    /// The sum of their hidden states after the final norm: as many values as the model's hidden states have.
+    pub sum: Vec<f32>,
+}
+
 /// Why the device marked a slot done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Done {
@@ -269,6 +284,8 @@ pub struct PlanReport {
     pub tokens: Vec<Sampled>,
     /// The scores of the plan's chunk, if it asked for them.
     pub scored: Option<ScoredChunk>,
+    /// In the last report of a prefill plan: the pooled states of each chunk that has some.
+    pub pooled: Vec<PooledChunk>,
     /// Whether this is the plan's last report.
     pub finished: bool,
     /// In the last report: how often a fault (see [`super::executor::Executor::faults`]) kept steps of the plan from

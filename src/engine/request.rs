@@ -2,7 +2,9 @@
 //! Not here: text. Requests have token ids only (`model::text` converts them).
 
 use super::split_mix::nth;
+use crate::model::embedding::Pooling;
 use crate::model::grammar::{GrammarError, StartedGrammar};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// A request for one generation, which a replica runs.
@@ -22,6 +24,14 @@ pub struct Request {
     /// position (n <= 20). The whole prompt is then computed, even if the prefix cache holds pages of it. If there are
     /// several samples, only the first one returns them.
     pub prompt_logprobs: Option<u32>,
+    /// `Some`: no token is drawn; the request ends with one vector of the prompt ([`Event::Embedding`]). Sampling, stop
+    /// conditions, log probabilities and constraints then have no effect.
+    pub pooling: Option<Pooling>,
+    /// The only tokens that may be drawn, as a mask in the format of [`Executor::set_mask`]; only with `max_tokens` 1 and
+    /// without a grammar. Log probabilities are then those among these tokens.
+    ///
+    /// [`Executor::set_mask`]: super::executor::Executor::set_mask
+    pub allowed: Option<Arc<[u32]>>,
     /// Whether the logits of every step are returned (for tests and `--dump-logits`; one such request runs at a time).
     pub dump_logits: bool,
     /// The constraint on the output (structured output), at its start.
@@ -101,7 +111,7 @@ pub struct Limits {
     pub ignore_eos: bool,
 }
 
-/// An event of a request. The order is: one `Started`, `Prompt` if asked for, tokens, one `Finished`. (A request that
+/// An event of a request. The order is: one `Started`, `Prompt` if asked for, tokens or an `Embedding`, one `Finished`. (A request that
 /// is refused or aborted in the queue gets only `Finished`.) Events that occur once are boxed, so that tokens, of which
 /// there can be hundreds per step, stay small.
 #[derive(Clone, Debug)]
@@ -113,6 +123,8 @@ pub enum Event {
     Prompt(Vec<Scored>),
     /// A token was drawn.
     Token(Token),
+    /// The vector of the prompt, of as many values as the model's hidden states have, as pooled: neither scaled nor cut.
+    Embedding(Box<[f32]>),
     /// The last event.
     Finished(Box<Finished>),
 }
@@ -173,6 +185,8 @@ pub enum FinishReason {
     Stop(u32),
     /// The output satisfies its constraint, and no token may follow.
     Complete,
+    /// The prompt's vector was returned.
+    Embedded,
     /// `max_tokens` or the end of the context was reached.
     Length,
     /// The caller aborted the request, disconnected, or read too slowly.
@@ -331,15 +345,27 @@ impl Request {
                 vocabulary: bounds.vocabulary,
             });
         }
-        if self.prompt.len() >= bounds.context as usize {
-            return Err(RequestError::ContextExceeded {
-                prompt: self.prompt.len(),
-                output: 1,
-                context: bounds.context as usize,
-            });
+        // Without an output, the prompt may fill the context.
+        let output = usize::from(self.pooling.is_none());
+        if self.prompt.len() + output > bounds.context as usize {
+            let (prompt, context) = (self.prompt.len(), bounds.context as usize);
+            return Err(RequestError::ContextExceeded { prompt, output, context });
         }
         self.sampling.validate(bounds.vocabulary)?;
         self.limits.validate(bounds)?;
+        if let Some(allowed) = &self.allowed {
+            let words = bounds.vocabulary.div_ceil(32) as usize;
+            if allowed.len() != words || allowed.iter().all(|word| *word == 0) {
+                return Err(value(
+                    "allowed",
+                    format!("a mask of {} words", allowed.len()),
+                    "of the vocabulary, with a token",
+                ));
+            }
+            if self.limits.max_tokens != Some(1) || self.grammar.is_some() {
+                return Err(value("allowed", "set", "used for one token, without a constraint"));
+            }
+        }
         for (field, asked) in [("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)] {
             if let Some(asked) = asked.filter(|asked| *asked > MAX_LOGPROBS) {
                 return Err(value(field, asked, "at most 20"));
@@ -502,6 +528,8 @@ mod tests {
             limits: Limits::default(),
             logprobs: None,
             prompt_logprobs: None,
+            pooling: None,
+            allowed: None,
             dump_logits: false,
             grammar: None,
             priority: 0,
@@ -555,6 +583,14 @@ mod tests {
             check(|r| r.prompt = vec![0; 8]),
             Err(RequestError::ContextExceeded { prompt: 8, output: 1, context: 8 })
         );
+        let embedding = |tokens| {
+            check(|r| {
+                r.prompt = vec![0; tokens];
+                r.pooling = Some(Pooling::Last);
+            })
+        };
+        assert_eq!(embedding(8), Ok(()));
+        assert_eq!(embedding(9), Err(RequestError::ContextExceeded { prompt: 9, output: 0, context: 8 }));
     }
 
     #[test]

@@ -8,6 +8,7 @@ use crate::engine::plan::{Chunk, Page, STATE_TOKENS, Slot, SlotParams, StateSlot
 use crate::engine::prefix::PageKey;
 use crate::engine::request::{PerToken, Request, Scored, Timings};
 use crate::kernels::attention::PAGE_TOKENS;
+use crate::model::embedding::Pooling;
 use crate::model::grammar::{Grammar, StartedGrammar};
 use crate::telemetry::names;
 use std::cmp::Reverse;
@@ -145,6 +146,10 @@ pub struct Sequence {
     score: Option<u32>,
     /// The number of prompt tokens whose scores were reported, including the first token, which has none.
     scored: u32,
+    /// How the prompt is embedded, if it is; then no token is drawn.
+    pooling: Option<Pooling>,
+    /// The sum of the states pooled since the sequence last joined, and their number.
+    pooled: (Vec<f32>, u32),
     /// The constraint on its output, if any.
     pub constraint: Option<Constrained>,
 
@@ -212,9 +217,14 @@ impl Sequence {
     /// Creates the sequence of a validated request, in the queue.
     pub fn new(id: SequenceId, request: Request, context: u32, eos_ids: &[u32], seed: u64, now: Instant) -> Sequence {
         let prompt_tokens = request.prompt.len() as u32;
-        assert!(0 < prompt_tokens && prompt_tokens < context, "the request was not validated");
+        let output = u32::from(request.pooling.is_none());
+        assert!(0 < prompt_tokens && prompt_tokens + output <= context, "the request was not validated");
         let room = context - prompt_tokens;
-        let max_tokens = request.limits.max_tokens.map_or(room, |asked| asked.min(room));
+        let max_tokens = match request.pooling {
+            None => request.limits.max_tokens.map_or(room, |asked| asked.min(room)),
+            // As if the prompt's end had drawn the only token.
+            Some(_) => 1,
+        };
         let params = SlotParams {
             seed: request.sampling.seed.unwrap_or(seed),
             sampling: request.sampling,
@@ -225,7 +235,7 @@ impl Sequence {
             stop_ids: request.limits.resolve_stop_ids(eos_ids),
             logprobs: request.logprobs,
             dump_logits: request.dump_logits,
-            mask: None,
+            mask: request.allowed,
         };
         let constrained = |started: StartedGrammar| Constrained {
             cancel: started.grammar.cancel(),
@@ -245,9 +255,11 @@ impl Sequence {
             max_tokens,
             params,
             // A prompt of one token has nothing to score.
-            score: request.prompt_logprobs.filter(|_| prompt_tokens > 1),
+            score: request.prompt_logprobs.filter(|_| prompt_tokens > 1 && request.pooling.is_none()),
             scored: 1,
-            constraint: request.grammar.map(constrained),
+            pooling: request.pooling,
+            pooled: (Vec::new(), 0),
+            constraint: request.grammar.filter(|_| request.pooling.is_none()).map(constrained),
             keys: Vec::new(),
             root: PageKey::root(&request.cache_salt),
             salted: !request.cache_salt.is_empty(),
@@ -299,6 +311,30 @@ impl Sequence {
         self.score.is_some()
     }
 
+    /// Whether every token of the history must be computed, so that no pages can be reused: tokens are scored, or pooled
+    /// that a reused page may hold.
+    pub fn computes_all(&self) -> bool {
+        self.is_scored() || self.pooling.is_some_and(|pooling| pooling != Pooling::Last)
+    }
+
+    /// Adds pooled states of a chunk. Returns the prompt's vector when all of its states have come. Chunks are reported
+    /// in order, so the sum of a prompt does not depend on what runs beside it.
+    pub fn take_pooled(&mut self, sum: Vec<f32>, tokens: u32) -> Option<Box<[f32]>> {
+        let pooling = self.pooling?;
+        let (total, count) = &mut self.pooled;
+        if total.is_empty() {
+            *total = sum;
+        } else {
+            total.iter_mut().zip(sum).for_each(|(total, value)| *total += value);
+        }
+        *count += tokens;
+        if *count < pooling.count(self.prompt_tokens) {
+            return None;
+        }
+        let (total, count) = std::mem::take(&mut self.pooled);
+        Some(total.into_iter().map(|value| value / count as f32).collect())
+    }
+
     /// Takes scores of prompt tokens, the first of which is at position `first`. Returns those that were not reported
     /// before.
     pub fn take_scores(&mut self, first: u32, mut tokens: Vec<Scored>) -> Vec<Scored> {
@@ -343,7 +379,7 @@ impl Sequence {
         let start = chunk.start;
         let end = start + chunk.tokens.len() as u32;
         let turn = (self.history - 1) / STATE_TOKENS * STATE_TOKENS;
-        let whole = if chunk.last { 0 } else { end };
+        let whole = if end == self.history { 0 } else { end };
         let points = [turn, self.branch, whole].into_iter();
         let inside = points.filter(move |point| start < *point && *point <= end);
         inside.map(|point| (point, self.keys[(point / PAGE_TOKENS) as usize - 1]))
@@ -367,6 +403,7 @@ impl Sequence {
         self.prefilled = found * PAGE_TOKENS;
         assert!(self.prefilled < self.history, "nothing is left to compute");
         self.drawn = 0;
+        self.pooled = (Vec::new(), 0);
         let generated = self.output_tokens();
         if self.started.is_none() {
             self.cached_tokens = self.prefilled;
@@ -375,7 +412,10 @@ impl Sequence {
             generated,
             max_tokens: self.max_tokens - generated,
             min_tokens: self.params.min_tokens.saturating_sub(generated),
-            mask: self.constraint.as_ref().map(|constraint| Arc::clone(&constraint.mask)),
+            mask: match &self.constraint {
+                Some(constraint) => Some(Arc::clone(&constraint.mask)),
+                None => self.params.mask.clone(),
+            },
             ..self.params.clone()
         };
         let counted = if params.sampling.has_penalties() { self.prefilled } else { 0 };
@@ -437,7 +477,14 @@ impl Sequence {
         }
         let tokens = self.tokens[start as usize..end as usize].to_vec();
         let next = self.tokens.get(end as usize).copied();
-        Chunk { slot, tokens, start, last, next, restore: self.restore.take(), keeps: Vec::new(), score: self.score }
+        let pooled = match self.pooling {
+            None => 0..0,
+            Some(pooling) => pooling.pooled(start, end, self.history),
+        };
+        let pooled = if pooled.is_empty() { 0..0 } else { pooled.start - start..pooled.end - start };
+        let last = last && self.pooling.is_none();
+        let (restore, keeps, score) = (self.restore.take(), Vec::new(), self.score);
+        Chunk { slot, tokens, start, last, next, restore, keeps, score, pooled }
     }
 
     /// Returns the number of tokens that the device may still be asked to draw.

@@ -26,6 +26,7 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::memory::{Arena, StagingRing};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::demo;
+use crate::model::embedding;
 use crate::model::text::Text;
 use crate::replica::rebuild::{Rebuild, RebuildError};
 use crate::replica::{DeviceInfo, MemoryUse, Replica, ReplicaConfig};
@@ -348,6 +349,8 @@ fn serve(devices: &Arc<Devices>, model: &config::Model, attempt: &LoadAttempt<'_
     if text.is_none() {
         progress.line(&format!("model \"{}\" has no tokenizer: it serves token ids only", model.name));
     }
+    let embedding = embedding::of(&checkpoint)
+        .map_err(|error| StartError::Unsupported { model: model.name.clone(), what: error.to_string() })?;
     let mut replicas = Vec::new();
     let mut context = checkpoint.config.context;
     for (index, adapter) in adapters.iter().enumerate() {
@@ -376,6 +379,7 @@ fn serve(devices: &Arc<Devices>, model: &config::Model, attempt: &LoadAttempt<'_
         bytes_per_token: checkpoint.bytes_per_token(),
         parameters: checkpoint.parameters(),
         active_parameters: checkpoint.active_parameters(),
+        embedding,
     };
     Ok(ServedModel::new(model.name.clone(), info, text.map(Arc::new), replicas))
 }

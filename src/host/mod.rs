@@ -14,6 +14,7 @@ use crate::actors::transfer::TransferCounters;
 use crate::host::affinity::Affinity;
 use crate::host::catalogue::Catalogue;
 use crate::host::source::{Fixed, ModelSource};
+use crate::model::embedding::Embedding;
 use crate::model::text::Text;
 use crate::replica::Replica;
 use crate::replica::{DeviceInfo, MemoryUse};
@@ -72,6 +73,8 @@ pub struct ModelInfo {
     pub parameters: u64,
     /// The number of parameters that one token uses: of the experts, only the selected ones count.
     pub active_parameters: u64,
+    /// How it makes vectors of texts.
+    pub embedding: Embedding,
 }
 
 /// An open device, on which replicas run or have run.

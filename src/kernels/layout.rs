@@ -5,6 +5,7 @@
 use super::embed::ChunkLayout;
 use super::recording::{Range, Recording};
 use super::state;
+use super::stream::pool_words;
 
 /// The sizes that determine the layout of a replica's device state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +28,7 @@ pub struct StateLayout {
 const ALIGN: u64 = 64;
 
 impl StateLayout {
-    fn offsets(&self) -> [u64; 8] {
+    fn offsets(&self) -> [u64; 9] {
         let bytes = [
             u64::from(self.slots) * u64::from(state::SLOT_WORDS) * 4,
             u64::from(self.rows) * 4,
@@ -36,8 +37,9 @@ impl StateLayout {
             u64::from(self.slots) * u64::from(state::BIAS_ENTRIES) * 8,
             4,
             u64::from(state::SCORE_STATE_WORDS) * 4,
+            pool_words(self.prompts) * 4,
         ];
-        let mut offsets = [0; 8];
+        let mut offsets = [0; 9];
         for (i, b) in bytes.iter().enumerate() {
             offsets[i + 1] = (offsets[i] + b).next_multiple_of(ALIGN);
         }
@@ -46,7 +48,7 @@ impl StateLayout {
 
     /// The size of the whole buffer in bytes.
     pub fn bytes(&self) -> u64 {
-        self.offsets()[7]
+        self.offsets()[8]
     }
 
     fn range(&self, recording: &mut Recording, part: usize) -> Range {
@@ -104,6 +106,16 @@ impl StateLayout {
     /// The scoring state: `[SCORE_STATE_WORDS]`, which rows of a chunk are scored next, and how.
     pub fn score(&self, recording: &mut Recording) -> Range {
         self.range(recording, 6).part(0, u64::from(state::SCORE_STATE_WORDS) * 4)
+    }
+
+    /// The pooling state: which rows of a prompt step are pooled ([`super::stream::pool_words`]).
+    pub fn pool(&self, recording: &mut Recording) -> Range {
+        self.range(recording, 7).part(0, pool_words(self.prompts) * 4)
+    }
+
+    /// The word offset of the first word of `pool`.
+    pub fn pool_word(&self) -> u32 {
+        (self.offsets()[7] / 4) as u32
     }
 
     /// The word offset of the first word of `score`.
@@ -167,6 +179,9 @@ mod tests {
         let score = layout.score(&mut recording);
         assert!(score.offset >= parts[5].offset + parts[5].bytes && score.offset + score.bytes <= layout.bytes());
         assert_eq!(u64::from(layout.score_word()) * 4, score.offset);
+        let pool = layout.pool(&mut recording);
+        assert!(pool.offset >= score.offset + score.bytes && pool.offset + pool.bytes <= layout.bytes());
+        assert_eq!(u64::from(layout.pool_word()) * 4, pool.offset);
         let token = layout.chunk_word(layout.chunk_layout().token(16));
         assert_eq!(u64::from(token) * 4 + 4, parts[2].offset + layout.chunk_layout().bytes(17));
     }

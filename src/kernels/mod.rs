@@ -121,6 +121,8 @@ pub fn reference(kernel: &str) -> Reference {
         "add_branch" => stream::reference_add_branch,
         "norm_heads" => stream::reference_norm_heads,
         "bound_logits" => stream::reference_bound_logits,
+        "row_scales" => stream::reference_row_scales,
+        "pool_rows" => stream::reference_pool_rows,
         "flash_decode" => attention::flash_decode::reference_flash_decode,
         "plan_splits" => attention::flash_decode::reference_plan_splits,
         "delta_step" => delta::reference_delta_step,

@@ -1,12 +1,14 @@
 //! Stages between products, for models that need them: `add_branch`, which adds a changed output of a mixer or an MLP to
-//! the residual stream; `norm_heads`, the norm of parts of rows; `bound_logits`, which scales and bounds logits. Not here:
-//! norms before a product, which are a part of it (`gemm`), and norms of heads in attention (`attention`).
+//! the residual stream; `norm_heads`, the norm of parts of rows; `bound_logits`, which scales and bounds logits. Also the
+//! end of a step whose prompts are embedded: `row_scales` and `pool_rows`, the sums of normed rows. Not here: norms before
+//! a product, which are a part of it (`gemm`), and norms of heads in attention (`attention`).
 
 use super::gemm::Activations;
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{
     AddBranchArgs, AddBranchConstants, BoundLogitsArgs, BoundLogitsConstants, NormHeadsArgs, NormHeadsConstants,
+    PoolRowsArgs, PoolRowsConstants, RowScalesArgs, RowScalesConstants,
 };
 
 /// The number of invocations of a workgroup.
@@ -80,6 +82,42 @@ pub fn bound_logits(
     }
 }
 
+/// The number of words that say which rows of a step with at most `prompts` prompts are pooled: {the number of runs of
+/// rows, the index of the first output}, then {first row, number of rows} of each run.
+pub fn pool_words(prompts: u32) -> u64 {
+    2 + 2 * u64::from(prompts)
+}
+
+/// Returns the size in bytes of the outputs of two steps with at most `prompts` pooled prompts each, so that one can be
+/// read while the next is computed.
+pub fn pooled_bytes(prompts: u32, stride: u32) -> u64 {
+    2 * u64::from(prompts) * u64::from(stride) * 4
+}
+
+/// Returns the call that computes the factor of the RMS norm of each row of a prompt step with at most `rows` rows.
+pub fn row_scales(label: String, (rows, columns): (u32, u32), args: RowScalesArgs) -> Call {
+    debug_assert_eq!(columns, args.columns);
+    Call {
+        kernel: "row_scales",
+        label,
+        constants: RowScalesConstants { threads: THREADS }.into_values(),
+        args: args.into_args(),
+        groups: [rows, 1, 1],
+    }
+}
+
+/// Returns the call that sums runs of normed rows, at most `prompts`.
+pub fn pool_rows(label: String, prompts: u32, args: PoolRowsArgs) -> Call {
+    let threads = 64;
+    Call {
+        kernel: "pool_rows",
+        label,
+        constants: PoolRowsConstants { threads }.into_values(),
+        args: args.into_args(),
+        groups: [args.columns.div_ceil(threads), prompts, 1],
+    }
+}
+
 /// Returns the factor of an RMS norm without weights.
 fn rms(values: &[f64], epsilon: f32) -> f64 {
     1.0 / (values.iter().map(|v| v * v).sum::<f64>() / values.len() as f64 + f64::from(epsilon)).sqrt()
@@ -111,6 +149,26 @@ pub(crate) fn reference_norm_heads(call: &Call, memory: &mut HostMemory) {
             let weight = if c.norm == 1 { f64::from(memory.f32(a.norm, i)) } else { 1.0 };
             memory.set_f32(a.x, base + i, (x * factor * weight) as f32);
         }
+    }
+}
+
+pub(crate) fn reference_row_scales(call: &Call, memory: &mut HostMemory) {
+    let a = RowScalesArgs::from_args(&call.args);
+    for row in 0..call.groups[0].min(memory.u32(a.chunk, 2)) {
+        let x: Vec<f64> = (0..a.columns).map(|i| f64::from(memory.f32(a.x, row * a.x_stride + i))).collect();
+        memory.set_f32(a.scales, row, rms(&x, a.epsilon) as f32);
+    }
+}
+
+pub(crate) fn reference_pool_rows(call: &Call, memory: &mut HostMemory) {
+    let a = PoolRowsArgs::from_args(&call.args);
+    let (runs, first) = (memory.u32(a.pool, 0), memory.u32(a.pool, 1));
+    for (run, i) in (0..call.groups[1].min(runs)).flat_map(|run| (0..a.columns).map(move |i| (run, i))) {
+        let (from, count) = (memory.u32(a.pool, 2 + 2 * run), memory.u32(a.pool, 3 + 2 * run));
+        let scaled = |row: u32| f64::from(memory.f32(a.x, row * a.x_stride + i)) * f64::from(memory.f32(a.scales, row));
+        let sum: f64 = (from..from + count).map(scaled).sum();
+        let value = sum * f64::from(memory.f32(a.norm, i));
+        memory.set_f32(a.pooled, (first + run) * a.pooled_stride + i, value as f32);
     }
 }
 

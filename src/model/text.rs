@@ -23,6 +23,7 @@ use self::assembler::Assembler;
 use self::chat::{ChatMessage, ChatOptions, ChatStyle, Templates};
 use self::stream::TextStream;
 use super::checkpoint::Checkpoint;
+use super::gguf::config::EMBEDDING_FILES;
 use super::gguf::{self, GgufError};
 use super::grammar::{GrammarError, Grammars, Uses};
 use crate::actors::workers::Cancel;
@@ -166,6 +167,8 @@ impl Text {
 
     /// Builds the text from the files that stand for a GGUF model's, if it has a tokenizer.
     fn from_embedded(files: Vec<File>) -> Result<Option<Text>, TextError> {
+        // How an embedding model pools is none of the text's files.
+        let files: Vec<File> = files.into_iter().filter(|(name, _)| !EMBEDDING_FILES.contains(name)).collect();
         match files.iter().any(|(name, _)| *name == "tokenizer.json") {
             true => Text::from_files(files).map(Some),
             false => Ok(None),

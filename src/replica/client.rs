@@ -89,7 +89,7 @@ impl Client {
                 }
                 self.output_tokens += 1;
             }
-            Event::Prompt(_) | Event::Finished(_) => {}
+            Event::Prompt(_) | Event::Embedding(_) | Event::Finished(_) => {}
         }
         if self.gone {
             return true;

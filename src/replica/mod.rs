@@ -320,15 +320,33 @@ impl Replica {
     pub fn submit_samples(&self, request: Request, sinks: Vec<Sink>) -> Result<(), SubmitError> {
         request.validate(&self.bounds)?;
         let asked = sinks.len();
-        let samples = request.into_samples(asked as u32);
-        let id = &samples[0].id;
+        let id = request.id.clone();
+        self.submit_all(request.into_samples(asked as u32), sinks, |gate| gate.samples(&id).next().is_some())
+    }
+
+    /// Queues one of several inputs of a call, each with a prompt of its own. All have the call's id, by which they can
+    /// be aborted together; the engine knows them under the ids of samples ([`sample_id`]).
+    pub fn submit_input(&self, request: Request, input: u32, sink: Sink) -> Result<(), SubmitError> {
+        request.validate(&self.bounds)?;
+        let id = sample_id(&request.id, input);
+        self.submit_all(vec![Request { id: id.clone(), ..request }], vec![sink], |gate| gate.live.contains(&id))
+    }
+
+    /// Queues validated requests, all or none. `taken` says whether their ids are in use.
+    fn submit_all(
+        &self,
+        samples: Vec<Request>,
+        sinks: Vec<Sink>,
+        taken: impl FnOnce(&Gate) -> bool,
+    ) -> Result<(), SubmitError> {
+        let asked = sinks.len();
         {
             let mut gate = self.shared.gate();
             if let Some(why) = &gate.closed {
                 return Err(self.unavailable(why));
             }
-            if gate.samples(id).next().is_some() {
-                return Err(RequestError::DuplicateId(id.clone()).into());
+            if taken(&gate) {
+                return Err(RequestError::DuplicateId(samples[0].id.clone()).into());
             }
             let unfinished = gate.live.len();
             let live_max = self.live_max.load(Relaxed);

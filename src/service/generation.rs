@@ -7,7 +7,9 @@ use super::convert;
 use super::prepare::{Prepared, Target};
 use super::proto;
 use super::refusal::Refusal;
-use crate::engine::request::{Event, FinishReason, Finished, PerToken, Request, Sink, SinkClosed, Token};
+use crate::engine::request::{
+    Event, FinishReason, Finished, PerToken, Request, SAMPLE_MARK, Sink, SinkClosed, Token, sample_id,
+};
 use crate::model::text::assembler::{Assembler, OutputText};
 use crate::telemetry::clock::Moment;
 use crate::telemetry::requests::EndedRequest;
@@ -88,6 +90,8 @@ pub struct Generation {
     operation: &'static str,
     submitted: Moment,
     last_finished: Option<Finished>,
+    /// The vector of a prompt that is embedded.
+    embedding: Option<Box<[f32]>>,
 }
 
 /// What is known of one sample.
@@ -135,6 +139,7 @@ impl Generation {
             text,
             token_ids,
             reasons: _,
+            input,
         } = prepared;
         let inference = inference_span(&surroundings.rpc, operation, &place, &request, samples);
         request.span = inference.clone();
@@ -166,9 +171,15 @@ impl Generation {
                 })
             })
         };
-        let sinks = (0..samples).map(|_| sink()).collect();
-        let (submitted, id) = (Moment::now(), request.id.clone());
-        if let Err(error) = place.replica().submit_samples(request, sinks) {
+        let (submitted, mut id) = (Moment::now(), request.id.clone());
+        let taken = match input {
+            None => place.replica().submit_samples(request, (0..samples).map(|_| sink()).collect()),
+            Some(input) => {
+                id = sample_id(&id, input);
+                place.replica().submit_input(request, input, sink())
+            }
+        };
+        if let Err(error) = taken {
             let refusal = Refusal::from(error);
             spans::fail(&inference, refusal.kind(), &refusal.to_string());
             return Err(refusal);
@@ -206,7 +217,13 @@ impl Generation {
             operation,
             submitted,
             last_finished: None,
+            embedding: None,
         })
+    }
+
+    /// Takes the vector of a prompt that was embedded, when it has come.
+    pub fn take_embedding(&mut self) -> Option<Box<[f32]>> {
+        self.embedding.take()
     }
 
     /// Of all samples.
@@ -234,6 +251,7 @@ impl Generation {
                 }
             }
             Event::Token(token) => self.take_token(token),
+            Event::Embedding(vector) => self.embedding = Some(vector),
             Event::Finished(finished) => self.finish(*finished),
         }
     }
@@ -318,7 +336,7 @@ impl Generation {
         let (reason, word, stop_match) = match (&sample.stopped, &finished.reason) {
             (Some(string), _) => (Reason::Stop, "stop", Some(StopMatch::StopString(string.clone()))),
             (None, FinishReason::Stop(id)) => (Reason::Stop, "stop", Some(StopMatch::StopId(*id))),
-            (None, FinishReason::Complete) => (Reason::Stop, "stop", None),
+            (None, FinishReason::Complete | FinishReason::Embedded) => (Reason::Stop, "stop", None),
             (None, FinishReason::Length) => (Reason::Length, "length", None),
             (None, FinishReason::Aborted) => (Reason::Aborted, "aborted", None),
             (None, FinishReason::DeadlineExceeded) => {
@@ -439,7 +457,7 @@ impl Generation {
         let drawn = finished.map_or(0, |finished| finished.output_tokens);
         self.place.host().ended.note(EndedRequest {
             at,
-            id: self.id.clone(),
+            id: self.id.split(SAMPLE_MARK).next().unwrap_or_default().to_owned(),
             trace: spans::trace_id(&self.inference),
             model: self.place.model().name.clone(),
             replica: self.place.replica().name.clone(),

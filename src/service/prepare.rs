@@ -43,7 +43,7 @@ impl Target {
 
     /// The place for `samples` of a prompt whose full pages have the names `keys`, on the same model: what was found out
     /// with its tokenizer and its vocabulary never reaches another model that has its name by now.
-    fn for_prompt(self, device: &str, keys: &[PageKey], samples: usize) -> Result<Target, Refusal> {
+    pub(super) fn for_prompt(self, device: &str, keys: &[PageKey], samples: usize) -> Result<Target, Refusal> {
         let replica = self.model.route_prompt(device, keys, samples)?;
         Ok(Target { replica, ..self })
     }
@@ -81,7 +81,7 @@ pub struct Prepared {
     pub request: Request,
     /// Samples of it, at least one.
     pub samples: u32,
-    /// `chat` or `text_completion`.
+    /// `chat`, `text_completion`, `embeddings` or `rerank`.
     pub operation: &'static str,
     /// The samples' stop strings.
     pub stop_strings: Vec<String>,
@@ -93,6 +93,8 @@ pub struct Prepared {
     pub text: bool,
     /// Ids in deltas.
     pub token_ids: bool,
+    /// Which of several inputs of one call it is: all of them have the call's id. `None` for generations.
+    pub input: Option<u32>,
 }
 
 /// Where an output may hold the model's reasoning ([`REASONING`]).
@@ -239,7 +241,7 @@ pub fn prepare_at(
         prompt.drain(..prompt.len().saturating_sub(keep));
     }
     // Before a grammar is compiled, which may take longer than all else.
-    fits(place.model(), prompt.len())?;
+    fits(place.model(), prompt.len(), 1)?;
     let grammar = match message.constraint {
         None => None,
         Some(constraint) => {
@@ -281,6 +283,8 @@ pub fn prepare_at(
         },
         logprobs: output.logprobs,
         prompt_logprobs: output.prompt_logprobs,
+        pooling: None,
+        allowed: None,
         dump_logits: false,
         grammar,
         priority: message.priority,
@@ -298,16 +302,17 @@ pub fn prepare_at(
         reasons,
         text,
         token_ids: output.token_ids.unwrap_or(true),
+        input: None,
     })
 }
 
-/// Whether a prompt of so many tokens leaves room for an output on any of a model's replicas.
-pub fn fits(model: &ServedModel, prompt: usize) -> Result<(), Refusal> {
+/// Whether a prompt of so many tokens leaves room for an output of at least `output` on any of a model's replicas.
+pub fn fits(model: &ServedModel, prompt: usize, output: usize) -> Result<(), Refusal> {
     let context = model.replicas.iter().map(|replica| replica.bounds().context).max().unwrap_or(0) as usize;
-    if prompt < context {
+    if prompt.saturating_add(output) <= context {
         return Ok(());
     }
-    Err(SubmitError::Request(RequestError::ContextExceeded { prompt, output: 1, context }).into())
+    Err(SubmitError::Request(RequestError::ContextExceeded { prompt, output, context }).into())
 }
 
 /// What constraints are compiled against.

@@ -272,6 +272,7 @@ fn host() -> &'static Arc<Host> {
             bytes_per_token: 1,
             parameters: 1,
             active_parameters: 1,
+            embedding: Default::default(),
         };
         let text = Text::from_bytes(TOKENIZER, Some(TOKENIZER_CONFIG), None).expect("the demo's");
         let replicas = vec![replica("demo/0"), replica("demo/1")];

@@ -51,6 +51,8 @@ pub fn request(prompt: &[u32], tokens: u32) -> Request {
         limits: Limits { max_tokens: Some(tokens), ignore_eos: true, ..Limits::default() },
         logprobs: None,
         prompt_logprobs: None,
+        pooling: None,
+        allowed: None,
         dump_logits: false,
         grammar: None,
         priority: 0,
@@ -92,6 +94,7 @@ pub fn collect(events: &Receiver<Event>) -> Generated {
                 scored.extend(tokens);
             }
             Event::Token(token) => drawn.push(token),
+            Event::Embedding(vector) => panic!("a vector of {} values that nobody asked for", vector.len()),
             Event::Finished(finished) => {
                 let tokens = drawn.iter().map(|token| token.id).collect();
                 let started = *started.expect("it started before it ended");

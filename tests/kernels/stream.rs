@@ -1,4 +1,5 @@
-//! Goal: the stages between products (`add_branch`, `norm_heads`, `bound_logits`), the gated linear units and the factor of
+//! Goal: the stages between products (`add_branch`, `norm_heads`, `bound_logits`), those of embedded prompts (`row_scales`,
+//! `pool_rows`), the gated linear units and the factor of
 //! embeddings match their references, and the references match the formulas. Method: awkward widths, with and without
 //! weights, on both CPU drivers; words that must not be written must stay unchanged.
 
@@ -6,7 +7,8 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random};
 use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product};
 use ostinato::kernels::host_memory::HostMemory;
-use ostinato::kernels::stream::{add_branch, bound_logits, norm_heads};
+use ostinato::kernels::shaders::{PoolRowsArgs, RowScalesArgs};
+use ostinato::kernels::stream::{add_branch, bound_logits, norm_heads, pool_rows, pool_words, row_scales};
 use ostinato::memory::pack::Format;
 
 const LIMIT: f32 = 2e-6;
@@ -104,6 +106,49 @@ fn parts_of_rows_are_normed_in_place() {
                 }
             };
             near(reference.f32(range, index), wanted, "x");
+        }
+    }
+    check(&cases, &reference);
+}
+
+#[test]
+fn runs_of_normed_rows_are_summed() {
+    let mut cases = Cases::new("pool_rows");
+    let mut random = Random(74);
+    let mut made = Vec::new();
+    // Rows of the step and the most it can have, columns, and the pooled runs of rows.
+    let shapes: [(u32, u32, u32, &[(u32, u32)]); 3] =
+        [(1, 1, 8, &[(0, 1)]), (37, 64, 72, &[(0, 5), (5, 1), (36, 1)]), (130, 160, 1000, &[(0, 130), (64, 3)])];
+    for (rows_used, most, width, runs) in shapes {
+        cases.case(format!("{width} rows={rows_used}"));
+        let (stride, prompts, first) = (width.next_multiple_of(32), 4, 3);
+        let x = rows(&mut random, most, width, stride, 0.0);
+        let weights: Vec<f32> = (0..width).map(|_| 1.0 + random.float()).collect();
+        let mut words = vec![runs.len() as u32, first];
+        words.extend(runs.iter().flat_map(|(from, count)| [*from, *count]));
+        words.resize(pool_words(prompts) as usize, 77);
+        let (x_range, norm) = (cases.floats("x", &x), cases.floats("norm", &weights));
+        let (pool, chunk) = (cases.words("pool", &words), cases.words("chunk", &[1, 0, rows_used, 0]));
+        let scales = cases.output("scales", most as usize, Expect::Floats(LIMIT));
+        let pooled = cases.output("pooled", ((first + prompts) * stride) as usize, Expect::Floats(1e-5));
+        let (columns, x_stride, pooled_stride) = (width, stride, stride);
+        let args = RowScalesArgs { x: x_range, chunk, scales, columns, x_stride, epsilon: EPSILON };
+        cases.recording.call(row_scales("row_scales".to_owned(), (most, width), args));
+        let args = PoolRowsArgs { x: x_range, scales, norm, pool, pooled, columns, x_stride, pooled_stride };
+        cases.recording.call(pool_rows("pool_rows".to_owned(), prompts, args));
+        made.push((pooled, x, weights, runs, (width, stride, first)));
+    }
+    let reference = cases.reference();
+    for (pooled, x, weights, runs, (width, stride, first)) in made {
+        for (index, (from, count)) in runs.iter().enumerate() {
+            for i in 0..width {
+                let normed = |row: u32| {
+                    let row = &x[(row * stride) as usize..][..width as usize];
+                    f64::from(row[i as usize]) / rms(row) * f64::from(weights[i as usize])
+                };
+                let wanted = (*from..from + count).map(normed).sum();
+                near(reference.f32(pooled, (first + index as u32) * stride + i), wanted, "pooled");
+            }
         }
     }
     check(&cases, &reference);

@@ -278,7 +278,7 @@ fn hundreds_join_and_leave_and_dozens_lose_their_pages_and_nothing_is_left() {
                             completed += u32::from(!cut);
                             break tokens;
                         }
-                        Event::Started(_) | Event::Prompt(_) => {}
+                        Event::Started(_) | Event::Prompt(_) | Event::Embedding(_) => {}
                     }
                 }
             };
@@ -307,7 +307,7 @@ fn an_aborted_sequence_leaves_the_others_as_they_are() {
         match leaving.recv_timeout(Duration::from_secs(60)).expect("it goes on") {
             Event::Token(_) => drawn += 1,
             Event::Finished(finished) => panic!("{finished:?}"),
-            Event::Started(_) | Event::Prompt(_) => {}
+            Event::Started(_) | Event::Prompt(_) | Event::Embedding(_) => {}
         }
     }
     replica.abort("leaving");

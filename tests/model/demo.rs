@@ -122,6 +122,8 @@ impl Demo {
             limits: Limits::default(),
             logprobs: None,
             prompt_logprobs: None,
+            pooling: None,
+            allowed: None,
             dump_logits: false,
             grammar: None,
             priority: 0,
@@ -149,7 +151,7 @@ impl Reply {
         let mut ids = Vec::new();
         loop {
             match self.events.recv_timeout(Duration::from_secs(120)).expect("the request goes on") {
-                Event::Started(_) | Event::Prompt(_) => {}
+                Event::Started(_) | Event::Prompt(_) | Event::Embedding(_) => {}
                 Event::Token(token) => ids.push(token.id),
                 Event::Finished(finished) => return (ids, *finished),
             }

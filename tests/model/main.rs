@@ -9,6 +9,7 @@ mod serving;
 
 mod batches;
 mod demo;
+mod embedding;
 mod fallback;
 mod families;
 mod gguf_families;

@@ -47,6 +47,8 @@ fn requests(temperature: f32) -> Vec<Request> {
                 limits: Limits { max_tokens: Some(40 - number as u32), ..Limits::default() },
                 logprobs: None,
                 prompt_logprobs: None,
+                pooling: None,
+                allowed: None,
                 dump_logits: false,
                 grammar: None,
                 priority: 0,

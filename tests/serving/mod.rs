@@ -5,9 +5,10 @@ pub mod certificates;
 pub mod collector;
 pub mod raw;
 
-use ostinato::engine::fake::{FakeConfig, FakeExecutor};
+use ostinato::engine::fake::{FakeConfig, FakeExecutor, HIDDEN};
 use ostinato::engine::plan::Capacity;
 use ostinato::host::{Host, ModelInfo, ServedModel};
+use ostinato::model::embedding::Embedding;
 use ostinato::model::text::Text;
 use ostinato::replica::ReplicaConfig;
 use ostinato::replica::rebuild::Rebuild;
@@ -160,6 +161,7 @@ pub fn model_of(name: &str, text: Option<Text>, replicas: Vec<Replica>) -> Serve
         bytes_per_token: 8,
         parameters: 5,
         active_parameters: 4,
+        embedding: Embedding { size: HIDDEN as u32, ..Embedding::default() },
     };
     ServedModel::new(name.to_owned(), info, text.map(Arc::new), replicas)
 }

@@ -32,7 +32,7 @@ mod prompts;
 use crate::engine::pace::Pace;
 use crate::engine::page_pool::PagePool;
 use crate::engine::plan::{
-    Capacity, Change, Done, Page, PlanReport, STATE_TOKENS, Sampled, ScoredChunk, Slot, StepPlan, Ticket,
+    Capacity, Change, Done, Page, PlanReport, PooledChunk, STATE_TOKENS, Sampled, ScoredChunk, Slot, StepPlan, Ticket,
 };
 use crate::engine::request::{Event, FinishReason, Finished, PerToken, Request, Token};
 use crate::engine::sequence::{PhaseCost, RequestView, Sequence, SequenceId, SequenceState};
@@ -608,6 +608,16 @@ impl Scheduler {
             let tokens = sequence.take_scores(first, tokens);
             if !tokens.is_empty() {
                 self.outputs.push(SchedulerOutput::Event(id, Event::Prompt(tokens)));
+            }
+        }
+        for PooledChunk { slot, tokens, sum } in progress.pooled {
+            // The sum of a sequence that has lost its place begins anew when it joins again.
+            if let Some(sequence) = self.holder(slot).filter(|s| !s.ended && s.state != SequenceState::Leaving) {
+                let id = sequence.id;
+                if let Some(vector) = sequence.take_pooled(sum, tokens) {
+                    self.outputs.push(SchedulerOutput::Event(id, Event::Embedding(vector)));
+                    self.end(id, FinishReason::Embedded, now);
+                }
             }
         }
         for sampled in progress.tokens {

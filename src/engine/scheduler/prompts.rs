@@ -112,7 +112,7 @@ impl Scheduler {
     /// Returns the part of a waiting sequence's history that the prefix cache holds; `None` if the plan being made
     /// stores a longer recurrent state, which the next plan can use.
     pub(super) fn beginning(&mut self, id: SequenceId) -> Option<Beginning> {
-        if !self.setup.prefix_cache || self.sequences[id].is_scored() {
+        if !self.setup.prefix_cache || self.sequences[id].computes_all() {
             return Some(Beginning::default());
         }
         let sequence = self.sequences.get_mut(id).expect("a waiting sequence is known");

@@ -41,7 +41,7 @@ pub(crate) fn purpose(name: &str) -> Purpose {
         "state" | "sampling.counts" | "step" | "orders" => Purpose::State,
         name if name.starts_with(ROPE) => Purpose::State,
         name if name.starts_with(decoder::RECURRENT) => Purpose::Recurrent,
-        "ring" | "dump" | "scores" => Purpose::Ring,
+        "ring" | "dump" | "scores" | "pooled" => Purpose::Ring,
         name if name.starts_with("kv.") => Purpose::KvPages,
         _ => Purpose::Scratch,
     }

@@ -172,7 +172,7 @@ impl Build<'_> {
                 continue;
             }
             let place = match name.as_str() {
-                "ring" | "dump" | "scores" => Place::Readback,
+                "ring" | "dump" | "scores" | "pooled" => Place::Readback,
                 name if name.starts_with("inbox.") || name == "masks" => Place::Upload { bar: true },
                 _ => Place::DeviceLocal,
             };
@@ -294,6 +294,7 @@ impl Build<'_> {
             first.insert(*rows, region(head)?);
         }
         let score = (recordings.score.0, region(&recordings.score.1)?);
+        let pool = region(&recordings.pool)?;
         let mut inboxes = Vec::new();
         for (index, InboxRecordings { apply, clear, mark }) in recordings.inboxes.iter().enumerate() {
             inboxes.push(Inbox {
@@ -365,6 +366,9 @@ impl Build<'_> {
             first,
             score,
             scores: Arc::clone(table.require("scores")?),
+            pool,
+            hidden: (decoder.config.hidden, decoder.pooled_stride()),
+            pooled: Arc::clone(table.require("pooled")?),
             inboxes,
             patch_pairs: PATCH_PAIRS,
             seen_rows: SEEN_ROWS,

@@ -43,6 +43,8 @@ pub(crate) struct Recordings {
     pub(crate) first: Vec<(u32, Recording)>,
     /// The recording that scores prompt tokens, with its number of rows.
     pub(crate) score: (u32, Recording),
+    /// The recording that pools rows of prompts that are embedded.
+    pub(crate) pool: Recording,
     pub(crate) inboxes: Vec<InboxRecordings>,
     pub(crate) dump: Recording,
 }
@@ -101,7 +103,8 @@ impl Recordings {
         dump.ops.push(Op::Copy { from, to });
         let rows = decoder.score_rows();
         let score = (rows, decoder.record(StepShape::Score { rows }));
-        Recordings { decode, broken, verify, prefill, first, score, inboxes, dump }
+        let pool = decoder.record(StepShape::Pool { prompts: decoder.state.prompts });
+        Recordings { decode, broken, verify, prefill, first, score, pool, inboxes, dump }
     }
 
     /// Returns the recordings that steps normally use, without the fallbacks with barriers.
@@ -109,12 +112,14 @@ impl Recordings {
         let decode = self.decode.iter().map(|(_, recording, _)| recording);
         let verify = self.verify.iter().map(|(.., recording)| recording);
         let prompts = self.prefill.iter().chain(&self.first).chain([&self.score]).map(|(_, recording)| recording);
+        let prompts = prompts.chain([&self.pool]);
         decode.chain(verify).chain(prompts)
     }
 
     pub(crate) fn all(&self) -> Vec<&Recording> {
         let decode = self.decode.iter().flat_map(|(_, recording, plain)| std::iter::once(recording).chain(plain));
         let prompts = self.prefill.iter().chain(&self.first).chain([&self.score]).map(|(_, recording)| recording);
+        let prompts = prompts.chain([&self.pool]);
         let verify = self.verify.iter().map(|(.., recording)| recording);
         let inboxes = self.inboxes.iter().flat_map(|inbox| [&inbox.apply, &inbox.clear, &inbox.mark]);
         decode.chain(verify).chain(prompts).chain(inboxes).chain([&self.dump]).collect()

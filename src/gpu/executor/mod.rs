@@ -111,6 +111,12 @@ pub struct Parts {
     pub score: (u32, Arc<Region>),
     /// Mapped memory: the scores, of two chunks.
     pub scores: Arc<Buffer>,
+    /// The region that pools rows of a prefill step.
+    pub pool: Arc<Region>,
+    /// The number of values of a hidden state, and the number of floats per row of `pooled`.
+    pub hidden: (u32, u32),
+    /// Mapped memory: the pooled rows of two prefill steps.
+    pub pooled: Arc<Buffer>,
     /// The inboxes: at least two. If there are no more of them than plans in flight, `submit` blocks.
     pub inboxes: Vec<Inbox>,
     /// The capacity of an inbox's patch, in pairs of offset and value.
@@ -159,6 +165,9 @@ pub struct GpuExecutor {
     pace: Pace,
     /// The number of chunks scored so far. Their scores are written alternately to the two halves of the buffer.
     scored: u32,
+    /// The number of prefill steps with pooled rows so far. Their sums are written alternately to the two halves of the
+    /// buffer.
+    pooled: u32,
     /// When steps run without barriers again after a fault.
     overlap: OverlapRetry,
     /// Set while a plan is queued that repeats steps after a fault; these steps run with barriers.
@@ -183,6 +192,8 @@ struct Pending {
     entries: u32,
     /// The tokens of the chunk that are scored.
     scoring: Option<Scoring>,
+    /// What the step pools.
+    pooling: Pools,
     /// Steps from this one on drew nothing because of a fault; `u32::MAX` if no fault is known.
     good: u32,
     /// Valid with `good`: the fault word, which is the number of the call that timed out.
@@ -221,6 +232,15 @@ struct Scoring {
     entry: u32,
 }
 
+/// The runs of rows that a prefill step pools, and the place of their sums.
+#[derive(Clone, Debug, Default)]
+struct Pools {
+    /// The slot of each run, and its number of rows.
+    runs: Vec<(Slot, u32)>,
+    /// The index of the first run's row of `pooled`.
+    first: u32,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
     /// Changes only; there is nothing to report.
@@ -251,6 +271,7 @@ impl GpuExecutor {
             logprobs: vec![false; slots],
             gates: 0,
             scored: 0,
+            pooled: 0,
             pace: Pace::default(),
             overlap: OverlapRetry::new(parts.retry_after),
             repeats: false,
@@ -262,8 +283,6 @@ impl GpuExecutor {
         }
     }
 }
-
-impl GpuExecutor {}
 
 impl Pending {
     /// Creates the record of a submission of changes only.
@@ -280,6 +299,7 @@ impl Pending {
             work: Kind::Changes,
             prompt_tokens: 0,
             scoring: None,
+            pooling: Pools::default(),
             slots: Vec::new(),
             drafts: 0,
             dump: false,

@@ -3,9 +3,9 @@
 use crate::actors::timeline::{FlushReason, SubmissionRecord};
 use crate::actors::watcher::Report;
 use crate::engine::executor::ExecuteError;
-use crate::engine::plan::{Done, PlanReport, Sampled, ScoredChunk, Slot, Ticket};
+use crate::engine::plan::{Done, PlanReport, PooledChunk, Sampled, ScoredChunk, Slot, Ticket};
 use crate::engine::request::{PerToken, Scored, TokenLogprobs};
-use crate::gpu::executor::{GpuExecutor, Kind, Pending, Scoring};
+use crate::gpu::executor::{GpuExecutor, Kind, Pending, Pools, Scoring};
 use crate::kernels::sampling::score::Score;
 use crate::kernels::state::{self, RingEntry};
 use crate::model::decoder::RingLayout;
@@ -125,6 +125,7 @@ impl GpuExecutor {
                     steps,
                     tokens,
                     scored: pending.scoring.filter(|_| report.last).map(|scoring| self.scores(scoring)),
+                    pooled: if report.last { self.pooled(&pending.pooling) } else { Vec::new() },
                     finished,
                     faults: if finished { pending.faults } else { 0 },
                     cost,
@@ -165,6 +166,18 @@ impl GpuExecutor {
             self.pending.push_front(pending);
         }
         Ok(progress)
+    }
+
+    /// Reads the pooled rows of a step from the mapped buffer, after the device has written them.
+    pub(super) fn pooled(&self, pools: &Pools) -> Vec<PooledChunk> {
+        let (hidden, stride) = self.parts.hidden;
+        let read = |(&(slot, tokens), row): (&(Slot, u32), u32)| {
+            let mut sum = vec![0f32; hidden as usize];
+            let at = u64::from(row) * u64::from(stride) * 4;
+            self.parts.pooled.read(at, bytemuck::cast_slice_mut(&mut sum));
+            PooledChunk { slot, tokens, sum }
+        };
+        pools.runs.iter().zip(pools.first..).map(read).collect()
     }
 
     /// Reads the scores of a chunk from the mapped buffer, after the device has written them.

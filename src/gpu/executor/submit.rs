@@ -6,7 +6,7 @@ use crate::engine::executor::ExecuteError;
 use crate::engine::plan::{Chunk, Slot, Ticket, Work};
 use crate::engine::variants::Fallback;
 use crate::gpu::executor::inbox::Posts;
-use crate::gpu::executor::{DecodeRegion, GpuExecutor, Kind, MOST_REPEATS, Pending, REPORT_EVERY, Scoring};
+use crate::gpu::executor::{DecodeRegion, GpuExecutor, Kind, MOST_REPEATS, Pending, Pools, REPORT_EVERY, Scoring};
 use crate::kernels::attention::flash::flash_tiles;
 use crate::kernels::embed::PromptRows;
 use crate::kernels::region::Region;
@@ -40,9 +40,9 @@ impl GpuExecutor {
         (rows, (first..self.carried_steps + 1).map(|step| region(step).clone()).collect())
     }
 
-    /// Returns the regions of a prefill step, the number of rows that draw tokens (rounded up to a bucket), and the
-    /// number of prompt tokens. Adds the description of the step to `patch`.
-    pub(super) fn prompts(&self, chunks: &[Chunk], patch: &mut Patch) -> (Vec<Arc<Region>>, u32, u32) {
+    /// Returns the regions of a prefill step, the number of rows that draw tokens (rounded up to a bucket), the number of
+    /// prompt tokens, and what is pooled. Adds the description of the step to `patch`.
+    pub(super) fn prompts(&mut self, chunks: &[Chunk], patch: &mut Patch) -> (Vec<Arc<Region>>, u32, u32, Pools) {
         let layout = self.parts.layout;
         let mut chunks: Vec<&Chunk> = chunks.iter().collect();
         // Logits can only be requested for the first row.
@@ -76,7 +76,22 @@ impl GpuExecutor {
             regions.push(Arc::clone(first));
             rows = bucket;
         }
-        (regions, rows, tokens)
+        let (mut pools, mut ranges, mut first_row) = (Pools::default(), Vec::new(), 0);
+        for chunk in &chunks {
+            if !chunk.pooled.is_empty() {
+                pools.runs.push((chunk.slot, chunk.pooled.len() as u32));
+                ranges.extend([first_row + chunk.pooled.start, chunk.pooled.len() as u32]);
+            }
+            first_row += chunk.tokens.len() as u32;
+        }
+        if !pools.runs.is_empty() {
+            pools.first = self.pooled % 2 * layout.prompts;
+            self.pooled = self.pooled.wrapping_add(1);
+            let words: Vec<u32> = [pools.runs.len() as u32, pools.first].into_iter().chain(ranges).collect();
+            patch.set_all(layout.pool_word(), &words);
+            regions.push(Arc::clone(&self.parts.pool));
+        }
+        (regions, rows, tokens, pools)
     }
 
     /// Returns the tokens of a step that are scored and the regions that score them; `None` if none are. Adds the
@@ -108,6 +123,7 @@ impl GpuExecutor {
         let layout = self.parts.layout;
         let mut prompt_tokens = 0;
         let mut scoring = None;
+        let mut pooling = Pools::default();
         let mut draw: Option<Arc<Region>> = None;
         let steps = planned.as_ref().map_or(0, Work::steps);
         // The regions of each step; for a plan without steps, the regions that it runs once.
@@ -115,7 +131,8 @@ impl GpuExecutor {
         let (work, steps, rows, mut entries, flush) = match &planned {
             None => (Kind::Changes, 0, 0, once(Vec::new()), FlushReason::PhaseBoundary),
             Some(Work::Prefill { chunks }) => {
-                let (mut regions, rows, tokens) = self.prompts(chunks, &mut posts.patch);
+                let (mut regions, rows, tokens, pools) = self.prompts(chunks, &mut posts.patch);
+                pooling = pools;
                 prompt_tokens = tokens;
                 if let Some((asked, turns)) = self.scoring(chunks, &mut posts.patch) {
                     scoring = Some(asked);
@@ -221,6 +238,7 @@ impl GpuExecutor {
             work,
             prompt_tokens,
             scoring,
+            pooling,
             dump,
             fixed,
             each,

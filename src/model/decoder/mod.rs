@@ -57,6 +57,11 @@ pub enum StepShape {
         /// The number of rows scored per run.
         rows: u32,
     },
+    /// Pools the hidden states of rows of prompts that are embedded, after a prefill.
+    Pool {
+        /// The maximum number of prompts.
+        prompts: u32,
+    },
     /// A verification step of speculative decoding: runs the next token and the draft tokens of each of `sequences`
     /// slots. For each sequence, samples one token more than the number of leading drafts that are correct.
     Verify {
@@ -75,6 +80,7 @@ impl StepShape {
             StepShape::Prefill { rows } => format!("prefill.{rows}"),
             StepShape::Head { rows } => format!("head.{rows}"),
             StepShape::Score { rows } => format!("score.{rows}"),
+            StepShape::Pool { prompts } => format!("pool.{prompts}"),
             StepShape::Verify { sequences, drafts } => format!("verify.{sequences}.{drafts}"),
         }
     }
@@ -85,7 +91,8 @@ impl StepShape {
             StepShape::Decode { rows }
             | StepShape::Prefill { rows }
             | StepShape::Head { rows }
-            | StepShape::Score { rows } => rows,
+            | StepShape::Score { rows }
+            | StepShape::Pool { prompts: rows } => rows,
             StepShape::Verify { sequences, drafts } => sequences * (drafts + 1),
         }
     }
@@ -307,9 +314,9 @@ impl Decoder<'_> {
         // Tagged and plain words never share memory, because a plain word's low bits could equal any tag.
         let carries = self.carries(shape);
         let named = |name: &str| if carries { format!("{TAGGED}{name}") } else { name.to_owned() };
-        // Head and Score recordings read the activations that a prefill step left, so their buffers are sized for the
+        // Head, Score and Pool recordings read the activations that a prefill step left, so their buffers are sized for the
         // largest one.
-        let behind = matches!(shape, StepShape::Head { .. } | StepShape::Score { .. });
+        let behind = matches!(shape, StepShape::Head { .. } | StepShape::Score { .. } | StepShape::Pool { .. });
         let x_rows = if behind { self.state.chunk } else { rows };
         let most = |of: &dyn Fn(&Attention) -> u32| c.attention_kinds.iter().map(of).max().unwrap_or(0);
         let kv_heads = most(&|kind| kind.kv_heads);
@@ -360,6 +367,7 @@ impl Decoder<'_> {
                 }
             }
             StepShape::Score { .. } => self.score(r, shape, &step),
+            StepShape::Pool { .. } => self.pool(r, &step),
             StepShape::Decode { .. } | StepShape::Head { .. } | StepShape::Verify { .. } => self.head(r, shape, &step),
         }
         tags::number_calls(&mut recording);

@@ -440,6 +440,33 @@ pub fn architecture(parts: &GgufFiles) -> Result<GgufArchitecture, GgufConfigErr
     known.ok_or_else(|| GgufConfigError::GgufArchitecture(name.chars().take(80).collect()))
 }
 
+/// Returns the files that say how an embedding model pools, by their names; `None` if the metadata does not say. Vectors
+/// are scaled to unit length, as llama.cpp does by default.
+///
+/// # Errors The kind of pooling is unknown.
+pub fn embedding_json(parts: &GgufFiles) -> Result<Option<[(&'static str, Json); 2]>, GgufConfigError> {
+    let keys = Keys { parts, architecture: architecture(parts)? };
+    let key = "pooling_type";
+    let Some(value) = keys.get(key) else { return Ok(None) };
+    let mode = match value.unsigned() {
+        Some(0) => return Ok(None),
+        Some(1) => "mean",
+        Some(2) => "cls",
+        Some(3) => "lasttoken",
+        Some(4) => return Err(keys.unsupported(key, value, "a head for ranking")),
+        _ => return Err(keys.wrong(key, value, "an integer from 0 to 3")),
+    };
+    let modules = ["Transformer", "Pooling", "Normalize"].into_iter().enumerate().map(|(index, class)| {
+        let path = if class == "Pooling" { "1_Pooling" } else { "" };
+        json!({"idx": index, "name": index.to_string(), "path": path, "type": class})
+    });
+    let [modules_file, pooling_file] = EMBEDDING_FILES;
+    Ok(Some([(modules_file, modules.collect()), (pooling_file, json!({"pooling_mode": mode}))]))
+}
+
+/// The names of the files of [`embedding_json`].
+pub const EMBEDDING_FILES: [&str; 2] = ["modules.json", "1_Pooling/config.json"];
+
 impl GgufModel {
     /// Reads the configuration. `factors` are the values of the model's tensors of divisors of the rotary frequencies.
     ///

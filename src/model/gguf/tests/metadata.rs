@@ -6,6 +6,7 @@ use super::super::split::{GgufFile, GgufFiles};
 use super::super::{Gguf, GgufError};
 use super::{File, small_model, text};
 use crate::model::config::{self as model_config, ModelConfig};
+use crate::model::embedding::{self, Embedding, Pooling};
 use crate::quant::blocks::BlockType;
 
 fn open(file: &File, factors: Option<&[f32]>) -> Result<Gguf, GgufError> {
@@ -224,4 +225,20 @@ fn the_fraction_of_rotated_dimensions_is_exact() {
             break;
         }
     }
+}
+
+#[test]
+fn the_pooling_of_embedding_models_is_read() {
+    let embedding = |pooling| {
+        let gguf = open(&with("llama.pooling_type", Value::U32(pooling)), None).unwrap();
+        let file = |name: &str| Ok(gguf.file(name).map(<[u8]>::to_vec));
+        embedding::read(file, 100).unwrap()
+    };
+    for (kind, pooling) in [(1, Pooling::Mean), (2, Pooling::First), (3, Pooling::Last)] {
+        let read = embedding(kind);
+        assert_eq!((read.pooling, read.normalize, read.declared), (pooling, true, true));
+    }
+    assert_eq!(embedding(0), Embedding::default());
+    assert!(refused(&with("llama.pooling_type", Value::U32(4))).contains("llama.pooling_type is 4"));
+    assert!(refused(&with("llama.pooling_type", Value::U32(5))).contains("from 0 to 3"));
 }

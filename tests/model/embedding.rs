@@ -1,0 +1,269 @@
+//! Goal: the vector of a prompt equals transformers' hidden states, however it is pooled, and does not depend on how the
+//! prompt is split into chunks, on other sequences in the batch or on the prefix cache. Method: a committed checkpoint
+//! with hidden states from transformers; checkpoints of several families, whose logits follow from the pooled state.
+
+use crate::common::{Driver, Vulkan};
+use crate::harness::models::{expected, fixture, generate, idle, request, submit};
+use crossbeam_channel::Receiver;
+use ostinato::config::{Config, KvFormat, Model};
+use ostinato::engine::request::{Event, FinishReason, Finished, Limits, Request, Started};
+use ostinato::gpu::devices::start_on;
+use ostinato::host::Host;
+use ostinato::host::progress::Quiet;
+use ostinato::model::embedding::Pooling;
+use ostinato::replica::Replica;
+use std::sync::Arc;
+use std::time::Duration;
+
+fn serve(vulkan: &Vulkan, name: &str, change: impl FnOnce(&mut Model, &mut Config)) -> Host {
+    let mut model = Model::new("m", fixture(name), Some(vulkan.adapter(Driver::first()).selector()));
+    model.slots = Some(4);
+    model.kv_format = Some(KvFormat::F32);
+    let mut config = Config::default();
+    config.runtime.tune = vec!["fragments=0".into()];
+    change(&mut model, &mut config);
+    config.models = vec![model];
+    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{name}: {e:?}"))
+}
+
+fn ask(id: &str, prompt: &[u32], pooling: Pooling) -> Request {
+    Request { id: id.to_owned(), pooling: Some(pooling), ..request(prompt, 1) }
+}
+
+/// What an embedded prompt returned.
+struct Embedded {
+    started: Started,
+    vector: Box<[f32]>,
+    finished: Finished,
+}
+
+/// Receives all events of an embedded prompt.
+fn embedded(events: &Receiver<Event>) -> Embedded {
+    let (mut started, mut vector) = (None, None);
+    loop {
+        match events.recv_timeout(Duration::from_secs(120)).expect("the request goes on") {
+            Event::Started(event) => started = Some(*event),
+            Event::Embedding(values) => assert!(vector.replace(values).is_none(), "two vectors"),
+            Event::Finished(finished) => {
+                assert_eq!(finished.reason, FinishReason::Embedded);
+                assert_eq!(finished.output_tokens, 0);
+                let (started, vector) = (started.expect("it started"), vector.expect("it has a vector"));
+                return Embedded { started, vector, finished: *finished };
+            }
+            other => panic!("{other:?} of a prompt that is embedded"),
+        }
+    }
+}
+
+fn embed(replica: &Replica, request: Request) -> Embedded {
+    embedded(&submit(replica, request))
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+}
+
+/// Returns 1 minus the cosine, and the relative difference.
+fn apart(found: &[f32], wanted: &[f32]) -> (f64, f64) {
+    let square: f64 = found.iter().zip(wanted).map(|(f, w)| f64::from(f - w).powi(2)).sum();
+    let wanted_square = dot(wanted, wanted);
+    (1.0 - dot(found, wanted) / (dot(found, found) * wanted_square).sqrt(), (square / wanted_square).sqrt())
+}
+
+fn near(found: &[f32], wanted: &[f32], relative: f64, what: &str) {
+    let (angle, difference) = apart(found, wanted);
+    println!("{what}: 1 - cosine {angle:.1e}, relative difference {difference:.1e} of {relative:.0e}");
+    assert!(angle <= 1e-6_f64.max(relative * relative) && difference <= relative, "{what}: {angle}, {difference}");
+}
+
+const POOLINGS: [(Pooling, &str); 3] = [(Pooling::Last, "last"), (Pooling::First, "first"), (Pooling::Mean, "mean")];
+
+/// A vector of each prompt.
+type Vectors = Vec<Vec<f32>>;
+
+/// The prompts of a fixture, and transformers' vectors of each by pooling.
+fn known(name: &str) -> (Vec<Vec<u32>>, [(Pooling, Vectors); 3]) {
+    let folder = fixture(name);
+    let text = std::fs::read_to_string(folder.join("expected.json")).unwrap();
+    let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let prompts: Vec<Vec<u32>> = serde_json::from_value(json["prompts"].clone()).unwrap();
+    let bytes = std::fs::read(folder.join("expected.safetensors")).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let vectors = POOLINGS.map(|(pooling, key)| {
+        let tensor = tensors.tensor(key).unwrap();
+        let values: Vec<f32> =
+            tensor.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+        (pooling, values.chunks_exact(tensor.shape()[1]).map(<[f32]>::to_vec).collect())
+    });
+    (prompts, vectors)
+}
+
+#[test]
+fn vectors_are_those_of_transformers() {
+    let vulkan = Vulkan::new();
+    let name = "embeddings/qwen3";
+    let (prompts, vectors) = known(name);
+    for chunk in [256, 24] {
+        let host = serve(&vulkan, name, |model, _| model.prefill_chunk = Some(chunk));
+        let model = &host.models()[0];
+        let says = &model.info.embedding;
+        assert_eq!((says.pooling, says.normalize, says.declared, says.size), (Pooling::Last, true, true, 72));
+        let replica = &model.replicas[0];
+        for (pooling, wanted) in &vectors {
+            // All of a kind at once, so that prompts share steps; each alone; and each again, when its pages are there.
+            let ask = |index: usize| ask(&format!("{index}"), &prompts[index], *pooling);
+            let together: Vec<_> = (0..prompts.len()).map(|index| submit(replica, ask(index))).collect();
+            for (index, events) in together.iter().enumerate() {
+                let what = format!("{pooling:?} of {} tokens, chunks of {chunk}", prompts[index].len());
+                let found = embedded(events);
+                near(&found.vector, &wanted[index], 2e-6, &what);
+                assert_eq!(found.finished.prompt_tokens as usize, prompts[index].len());
+                idle(replica);
+                assert!(replica.forget_prompts());
+                let alone = embed(replica, ask(index));
+                near(&alone.vector, &found.vector, 1e-6, &format!("{what}, alone"));
+                let again = embed(replica, ask(index));
+                near(&again.vector, &alone.vector, 1e-6, &format!("{what}, again"));
+                // Only the state of the last token can follow pages that were found.
+                let reusable = (prompts[index].len() as u32 - 1) / 16 * 16;
+                let cached = if *pooling == Pooling::Last { reusable } else { 0 };
+                assert_eq!(again.started.cached_tokens, cached, "{what}");
+            }
+        }
+        idle(replica);
+    }
+}
+
+#[test]
+fn vectors_beside_generation_are_those_of_transformers() {
+    let vulkan = Vulkan::new();
+    let name = "embeddings/qwen3";
+    let (prompts, vectors) = known(name);
+    // Pages for 11 times 16 tokens: prompts wait for pages of sequences that decode, and their chunks alternate with steps.
+    let host = serve(&vulkan, name, |model, _| {
+        model.kv_pages = Some(11);
+        model.context = Some(16 * 11);
+        model.prefill_chunk = Some(16);
+    });
+    let replica = &host.replicas().next().unwrap();
+    let wanted = generate(replica, request(&prompts[2], 100)).tokens;
+    let beside: Vec<_> = (0..2)
+        .map(|index| {
+            let limits = Limits { max_tokens: Some(100), ignore_eos: true, ..Limits::default() };
+            let id = format!("beside {index}");
+            submit(replica, Request { id, limits, cache_salt: index.to_string(), ..request(&prompts[2], 100) })
+        })
+        .collect();
+    let asked: Vec<_> = vectors
+        .iter()
+        .flat_map(|(pooling, wanted)| wanted.iter().enumerate().map(move |(index, wanted)| (pooling, index, wanted)))
+        .map(|(pooling, index, wanted)| {
+            let request = Request {
+                // A higher priority, so that prompts come between the steps.
+                priority: (index % 2) as i32,
+                ..ask(&format!("{pooling:?} {index}"), &prompts[index], *pooling)
+            };
+            (submit(replica, request), wanted, format!("{pooling:?} of {} tokens", prompts[index].len()))
+        })
+        .collect();
+    for (events, wanted, what) in asked {
+        near(&embedded(&events).vector, wanted, 2e-6, &what);
+    }
+    for events in &beside {
+        assert_eq!(crate::harness::models::collect(events).tokens, wanted, "what is drawn beside");
+    }
+    // The whole context may be a prompt, and no more.
+    let whole: Vec<u32> = prompts[5].iter().chain(&prompts[5]).copied().take(16 * 11).collect();
+    embed(replica, ask("whole", &whole, Pooling::Mean));
+    let longer = [&whole[..], &[1]].concat();
+    let sink = Box::new(|_| Ok(()));
+    let refused = replica.submit(ask("longer", &longer, Pooling::Mean), sink).unwrap_err().to_string();
+    assert_eq!(refused, "177 prompt tokens and 0 to generate exceed the context of 176");
+    idle(replica);
+}
+
+/// Goal: the last state of a language model of any family is what its head reads: the products with the rows of the
+/// head are transformers' logits. Hybrids and mixtures of experts included.
+#[test]
+fn the_last_state_gives_the_logits() {
+    let vulkan = Vulkan::new();
+    for name in ["qwen3-deep", "llama-f32", "moe-top2", "hybrid-long", "hybrid-two"] {
+        let host = serve(&vulkan, name, |_, _| {});
+        let replica = &host.replicas().next().unwrap();
+        let expected = expected(name);
+        let found = embed(replica, ask("a", &expected.prompt, Pooling::Last));
+        let tensors = head(name);
+        let logits = &expected.logits[0];
+        assert_eq!(logits.0, 0);
+        let computed: Vec<f32> =
+            tensors.chunks_exact(found.vector.len()).map(|row| dot(row, &found.vector) as f32).collect();
+        near(&computed, &logits.1, 3e-5, name);
+        idle(replica);
+    }
+}
+
+/// Returns the head's matrix `[vocab, hidden]` of a checkpoint, or its embedding if the two are tied.
+fn head(name: &str) -> Vec<f32> {
+    let mut tied = None;
+    for entry in std::fs::read_dir(fixture(name)).unwrap() {
+        let path = entry.unwrap().path();
+        let file = path.file_name().unwrap().to_string_lossy().into_owned();
+        if !(file.starts_with("model") && file.ends_with(".safetensors")) {
+            continue;
+        }
+        let bytes = std::fs::read(&path).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        for (key, tensor) in tensors.tensors() {
+            let values = || -> Vec<f32> {
+                let data = tensor.data();
+                match tensor.dtype() {
+                    safetensors::Dtype::F32 => {
+                        data.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+                    }
+                    safetensors::Dtype::F16 => {
+                        data.chunks_exact(2).map(|b| half::f16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
+                    }
+                    _ => data
+                        .chunks_exact(2)
+                        .map(|b| f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16))
+                        .collect(),
+                }
+            };
+            if key == "lm_head.weight" {
+                return values();
+            }
+            if key.ends_with("embed_tokens.weight") {
+                tied = Some(values());
+            }
+        }
+    }
+    tied.expect("a checkpoint has an embedding")
+}
+
+/// Goal: with the only token drawn among two, its log probabilities are those among the two.
+#[test]
+fn probabilities_among_allowed_tokens_are_transformers() {
+    let vulkan = Vulkan::new();
+    for name in ["qwen3-deep", "llama-f32"] {
+        let host = serve(&vulkan, name, |_, _| {});
+        let replica = &host.replicas().next().unwrap();
+        let expected = expected(name);
+        let logits = &expected.logits[0].1;
+        for pair in [[3, 4], [40, 7], [200, 33]] {
+            let mut mask = vec![0u32; logits.len().div_ceil(32)];
+            pair.iter().for_each(|token: &usize| mask[token / 32] |= 1 << (token % 32));
+            let asked = Request { logprobs: Some(2), allowed: Some(Arc::from(mask)), ..request(&expected.prompt, 1) };
+            let drawn = generate(replica, asked);
+            let top = &drawn.drawn[0].logprobs.as_ref().unwrap().top;
+            let found = |token: usize| top.iter().find(|(id, _)| *id as usize == token).expect("it is allowed").1;
+            let difference = f64::from(logits[pair[0]] - logits[pair[1]]);
+            let wanted = 1.0 / (1.0 + (-difference).exp());
+            let probability = f64::from(found(pair[0])).exp();
+            println!("{name}: {probability} instead of {wanted}");
+            assert!((probability - wanted).abs() < 2e-5, "{name}: {probability} instead of {wanted}");
+            assert_eq!(top.len(), 2);
+        }
+        idle(replica);
+    }
+}

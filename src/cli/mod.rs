@@ -7,6 +7,7 @@ mod chat;
 mod check_device;
 mod connect;
 mod devices;
+mod embed;
 mod generate;
 mod hub;
 mod inspect;
@@ -79,6 +80,8 @@ enum Command {
     Token(token::TokenArgs),
     /// Generate text once, in this process or on a server.
     Generate(Box<generate::Generate>),
+    /// Make vectors (embeddings) of texts, in this process or on a server.
+    Embed(Box<embed::Embed>),
     /// Measure prompt and decode speed, compared with the device's maximum read bandwidth, or measure a server under
     /// load.
     Bench(Box<bench::Bench>),
@@ -178,6 +181,7 @@ pub fn main() -> ExitCode {
         Command::Models(args) => models::run(&args),
         Command::Token(args) => token::run(&args),
         Command::Generate(args) => generate::run(&args),
+        Command::Embed(args) => embed::run(&args),
         Command::Bench(args) => bench::run(&args, cache_directory(), &progress::Show::new(args.json)),
         Command::Profile(args) => profile::run(&args),
         Command::Worker => return crate::model::worker::serve(),

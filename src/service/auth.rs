@@ -41,12 +41,12 @@ const GENERATE: Need = Need::Right(Right::Generate);
 const ADMIN: Need = Need::Right(Right::Admin);
 
 /// What each method that there is needs, by its service.
-const NEEDS: [(&str, &[&str], Need); 12] = [
+const NEEDS: [(&str, &[&str], Need); 14] = [
     // Balancers and orchestrators ask without a token.
     ("grpc.health.v1.Health", &["Check", "List", "Watch"], Need::Nothing),
     ("grpc.reflection.v1.ServerReflection", &["ServerReflectionInfo"], Need::Token),
     ("grpc.reflection.v1alpha.ServerReflection", &["ServerReflectionInfo"], Need::Token),
-    ("ostinato.v1.Ostinato", &["Generate", "Abort", "Tokenize", "Detokenize"], GENERATE),
+    ("ostinato.v1.Ostinato", &["Generate", "Embed", "Abort", "Tokenize", "Detokenize"], GENERATE),
     ("ostinato.v1.Ostinato", &["ListDevices", "ListModels", "GetLoad"], Need::Token),
     ("ostinato.v1.Ostinato", &["Profile", "LoadModel", "UnloadModel"], ADMIN),
     ("vllm.grpc.engine.VllmEngine", &["Generate", "Embed", "Abort", "GetTokenizer"], GENERATE),
@@ -55,7 +55,10 @@ const NEEDS: [(&str, &[&str], Need); 12] = [
     ("vllm.grpc.engine.VllmEngine", &["SubscribeKvEvents", "FlushCache", "StartProfile", "StopProfile"], ADMIN),
     // OpenAI's API over HTTP.
     ("", &["health"], Need::Nothing),
-    ("v1", &["chat/completions", "completions", "responses", "embeddings"], GENERATE),
+    ("v1", &["chat/completions", "completions", "responses", "embeddings", "rerank", "score"], GENERATE),
+    // Names of the last two in other servers.
+    ("", &["rerank", "score"], GENERATE),
+    ("v2", &["rerank"], GENERATE),
     ("v1", &["models", "models/{model}"], Need::Token),
 ];
 

@@ -1,6 +1,8 @@
 //! Engine values as messages. Deliberately absent: decisions.
 
+use super::inputs::{Answers, Common, EmbedCall, Input};
 use super::proto;
+use super::refusal::Refusal;
 use crate::actors::loader::{LoadReport, WorkerReport};
 use crate::actors::timeline::Point;
 use crate::actors::timeline::{ClockQuality, KernelSpan, RegionSpan, SubmissionRecord, TransferRecord};
@@ -18,6 +20,39 @@ pub fn device(device: &DeviceInfo) -> proto::Device {
         uuid: device.uuid.clone(),
         pci: device.pci.clone().unwrap_or_default(),
     }
+}
+
+/// A message as a call for vectors.
+pub(super) fn embed_call(message: proto::EmbedRequest) -> Result<EmbedCall, Refusal> {
+    let input = |input: proto::EmbedInput| match input.input {
+        Some(proto::embed_input::Input::Text(text)) => Ok(Input::Text(text)),
+        Some(proto::embed_input::Input::Tokens(tokens)) => Ok(Input::Tokens(tokens.ids)),
+        None => Err(Refusal::Missing { field: "inputs.input", rule: "one of text and tokens" }),
+    };
+    Ok(EmbedCall {
+        common: Common {
+            id: message.request_id,
+            model: message.model,
+            device: message.device,
+            priority: message.priority,
+            cache_salt: message.cache_salt,
+            keep: None,
+        },
+        inputs: message.inputs.into_iter().map(input).collect::<Result<_, _>>()?,
+        prompt: message.prompt_name,
+        dimensions: message.dimensions,
+        normalize: message.normalize,
+    })
+}
+
+/// The vectors of a call.
+pub(super) fn embedded(answers: Answers<Vec<f32>>) -> proto::EmbedResponse {
+    let embeddings = answers.answers.into_iter().map(|answer| proto::Embedding {
+        values: answer.value,
+        prompt_tokens: answer.prompt_tokens,
+        cached_tokens: answer.cached_tokens,
+    });
+    proto::EmbedResponse { embeddings: embeddings.collect(), request_id: answers.id, model: answers.model }
 }
 
 /// The beginning of a stream.

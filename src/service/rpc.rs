@@ -6,12 +6,13 @@ use super::bounds;
 use super::clients::{Allowance, Client, Clients, Places};
 use super::deadline::deadline;
 use super::generation::{Generation, Surroundings};
+use super::inputs::Failure;
 use super::jobs::{Jobs, Size};
 use super::lifecycle::{self, Loading};
 use super::prepare::{self, Prepared, Target};
 use super::proto;
 use super::refusal::{Refusal, code_name, status};
-use super::server::Changeable;
+use super::server::{Changeable, Options};
 use super::{convert, proto::ostinato_server::Ostinato};
 use crate::actors::workers::Cancel;
 use crate::host::lifecycle::LifecycleError;
@@ -69,6 +70,28 @@ impl Rpc {
         let jobs = Arc::new(Jobs::new(usize::MAX));
         let questions = Arc::new(Semaphore::new(QUESTIONS));
         Rpc { host, settings, clients, stop, streams, most_text: usize::MAX, jobs, questions }
+    }
+
+    /// Answers calls of this process alone, without limits.
+    pub fn alone(host: Arc<Host>) -> Rpc {
+        // Nothing changes: the sender may be gone.
+        let (_, settings) = watch::channel(Options::default().changeable());
+        Rpc::new(host, settings, Arc::default(), CancellationToken::new(), TaskTracker::new())
+    }
+
+    /// The most bytes of text of a prompt.
+    pub(super) fn most_text(&self) -> usize {
+        self.most_text
+    }
+
+    /// Counts as an open stream until it is dropped.
+    pub(super) fn open_call(&self) -> TaskTrackerToken {
+        self.streams.token()
+    }
+
+    /// Gives tokens back that a client's minute was charged with, and that were not computed.
+    pub(super) fn give_back(&self, caller: &Caller, tokens: u32) {
+        caller.allowance().meter.iter().for_each(|meter| meter.give_back(tokens, Instant::now()));
     }
 
     /// Takes prompts of so many bytes of text at most.
@@ -143,6 +166,16 @@ impl Ostinato for Rpc {
         let caller = Caller::of(&request);
         let started = self.open(&span, caller, request.into_inner(), None, |_| {}).await.map(|(stream, ())| stream);
         self.begun(&span, started)
+    }
+
+    async fn embed(&self, request: Request<proto::EmbedRequest>) -> Result<Response<proto::EmbedResponse>, Status> {
+        let span = rpc_span(SERVICE, "Embed", request.metadata());
+        let caller = Caller::of(&request);
+        let answered = async {
+            let call = convert::embed_call(request.into_inner())?;
+            self.vectors(&span, &caller, call).await.map(convert::embedded)
+        };
+        self.settled(&span, answered.await)
     }
 
     async fn abort(&self, request: Request<proto::AbortRequest>) -> Result<Response<proto::AbortResponse>, Status> {
@@ -368,6 +401,11 @@ impl Caller {
         Caller { metadata, peer, grpc: false, received: Instant::now(), scope: Scope { identity } }
     }
 
+    /// Whether it came over gRPC.
+    pub(super) fn is_grpc(&self) -> bool {
+        self.grpc
+    }
+
     /// What its token says of its limits.
     fn allowance(&self) -> Allowance {
         self.scope.identity.as_ref().map(|identity| identity.allowance().clone()).unwrap_or_default()
@@ -418,7 +456,7 @@ impl Rpc {
 
     /// Room for a client's requests, and a turn for the work that they begin with. The work is given the room: whoever
     /// goes away while it is done has not ended it.
-    async fn work<T: Send + 'static>(
+    pub(super) async fn work<T: Send + 'static>(
         &self,
         caller: &Caller,
         asked: u32,
@@ -445,7 +483,7 @@ impl Rpc {
         // What it may do first, then whether it can be, then whether there is room for it.
         let place = caller.scope.place(&self.host, &message.model, &message.device)?;
         if let Some(Prompt::Tokens(tokens)) = &message.prompt {
-            prepare::fits(place.model(), keep.map_or(tokens.ids.len(), |keep| keep.min(tokens.ids.len())))?;
+            prepare::fits(place.model(), keep.map_or(tokens.ids.len(), |keep| keep.min(tokens.ids.len())), 1)?;
         }
         let samples = prepare::samples(&message)?;
         let size = Size { bytes: message.encoded_len(), constraint: message.constraint.is_some() };
@@ -551,6 +589,23 @@ impl Rpc {
                 self.host.ended.refuse(refusal.kind());
                 Err(refused(span, &refusal))
             }
+        }
+    }
+
+    /// A unary call's answer that engines gave, which says in which trace it is, or why there is none.
+    pub(super) fn settled<T>(&self, span: &Span, answered: Result<T, Failure>) -> Result<Response<T>, Status> {
+        match answered {
+            Ok(message) => {
+                let mut response = answer(span, Ok(message))?;
+                name_trace(span, response.metadata_mut());
+                Ok(response)
+            }
+            Err(Failure::Refused(refusal)) => {
+                self.host.ended.refuse(refusal.kind());
+                Err(refused(span, &refusal))
+            }
+            // The input that failed has told the span.
+            Err(Failure::Ended(status)) => Err(status),
         }
     }
 

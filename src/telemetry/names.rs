@@ -62,7 +62,11 @@ pub const HTTP_ROUTE: &str = "http.route";
 /// The status of the answer to an HTTP request.
 pub const HTTP_RESPONSE_STATUS_CODE: &str = "http.response.status_code";
 
-/// `chat` or `text_completion`.
+/// The operation of calls for vectors.
+pub const OPERATION_EMBEDDINGS: &str = "embeddings";
+/// The operation of calls for the relevance of documents by a reranker.
+pub const OPERATION_RERANK: &str = "rerank";
+/// `chat`, `text_completion`, `embeddings` or `rerank`.
 pub const GEN_AI_OPERATION_NAME: &str = "gen_ai.operation.name";
 /// The provider: `ostinato`.
 pub const GEN_AI_PROVIDER_NAME: &str = "gen_ai.provider.name";
@@ -310,7 +314,7 @@ pub const METRIC_VLLM_KV_CACHE_USAGE: &str = "vllm:kv_cache_usage_perc";
 /// vLLM's name for endpoint pickers: always 1, with the tokens per page and the number of pages as labels.
 pub const METRIC_VLLM_CACHE_CONFIG_INFO: &str = "vllm:cache_config_info";
 
-/// `chat` or `text_completion`.
+/// `chat`, `text_completion`, `embeddings` or `rerank`.
 pub const LABEL_OPERATION: &str = "gen_ai_operation_name";
 /// The provider: `ostinato`.
 pub const LABEL_PROVIDER: &str = "gen_ai_provider_name";

@@ -28,7 +28,7 @@ pub struct EndedRequest {
     pub model: String,
     /// The replica, `MODEL/INDEX`.
     pub replica: String,
-    /// `chat` or `text_completion`.
+    /// `chat`, `text_completion`, `embeddings` or `rerank`.
     pub operation: &'static str,
     /// How its first sample ended: `stop`, `length`, `aborted`, `deadline_exceeded` or `error`.
     pub reason: &'static str,

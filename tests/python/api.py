@@ -1,5 +1,5 @@
 """Sends requests to `ostinato serve` with the official `openai` client and checks the answers: chats, streams, tools,
-parsed outputs, responses and errors. Usage: api.py BASE_URL MODEL. The model's chat template has tools and reasoning."""
+parsed outputs, responses, embeddings and errors. Usage: api.py BASE_URL MODEL. The model's chat template has tools and reasoning."""
 
 import json
 import sys
@@ -123,13 +123,30 @@ def errors():
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
     assert "image_url" in fails(openai.BadRequestError, messages=image).param
     try:
-        client.embeddings.create(model=model, input="x")
+        client.embeddings.create(model=model, input=[])
     except openai.BadRequestError as error:
-        assert "not served" in error.message
+        assert error.param == "input"
     else:
-        raise AssertionError("embeddings are served")
+        raise AssertionError("no input is embedded")
 
 
-for check in (models, chats, completions, tools, parsed_outputs, responses, errors):
+def embeddings():
+    texts = ["The weather in Rome", "Once upon a time", "Rome"]
+    # The client asks for base64 and decodes it.
+    together = client.embeddings.create(model=model, input=texts)
+    assert [entry.index for entry in together.data] == [0, 1, 2]
+    size = len(together.data[0].embedding)
+    for text, entry in zip(texts, together.data):
+        assert abs(sum(value * value for value in entry.embedding) - 1) < 1e-5
+        alone = client.embeddings.create(model=model, input=text, encoding_format="float")
+        assert sum(a * b for a, b in zip(alone.data[0].embedding, entry.embedding)) > 0.9999
+    assert together.usage.total_tokens == together.usage.prompt_tokens > 3
+    short = client.embeddings.create(model=model, input=texts[0], dimensions=8).data[0].embedding
+    assert len(short) == 8 < size
+    scale = sum(value * value for value in together.data[0].embedding[:8]) ** 0.5
+    assert all(abs(a - b / scale) < 1e-2 for a, b in zip(short, together.data[0].embedding))
+
+
+for check in (models, chats, completions, tools, parsed_outputs, responses, embeddings, errors):
     check()
     print(check.__name__, "ok", flush=True)

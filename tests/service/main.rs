@@ -6,6 +6,7 @@ mod common;
 mod serving;
 
 mod admin;
+mod embedding;
 mod lifecycle;
 mod metrics;
 mod native;

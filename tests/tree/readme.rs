@@ -26,10 +26,11 @@ const INSTEAD: [(&str, &str); 4] = [
 ];
 
 /// What is added to commands that begin like this, so that they end soon or find a device and a free port.
-const ADDED: [(&str, &str); 6] = [
+const ADDED: [(&str, &str); 7] = [
     ("ostinato serve", "--listen 127.0.0.1:0 --http 127.0.0.1:0 --admin 127.0.0.1:0"),
     ("ostinato serve /models", "--device cpu"),
     ("ostinato chat", "--device cpu --max-tokens 8"),
+    ("ostinato embed --model", "--device cpu"),
     ("ostinato generate --model", "--device cpu --max-tokens 8"),
     ("ostinato generate --server", "--max-tokens 8"),
     ("ostinato bench --server", "--requests 2 --prompt 16 --decode 4"),

@@ -67,6 +67,8 @@ pub struct ChatStyle {
     pub reasoning: bool,
     /// How it writes calls of tools; `None` if the template has no tools, or an unknown form of calls.
     pub tools: Option<CallForm>,
+    /// Whether it turns messages of the roles `query` and `document` into a reranker's prompt.
+    pub pairs: bool,
 }
 
 /// The forms in which models write calls of tools.
@@ -90,7 +92,8 @@ impl ChatStyle {
             () if has("\"parameters\"") && has("\"name\"") => Some(CallForm::Json),
             () => None,
         };
-        ChatStyle { reasoning: has(REASONING[1]), tools }
+        let role = |name: &str| has(&format!("\"{name}\"")) || has(&format!("'{name}'"));
+        ChatStyle { reasoning: has(REASONING[1]), tools, pairs: role("query") && role("document") }
     }
 }
 

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use tonic::Code;
 
 /// Our field names → OpenAI's.
-const NAMES: [(&str, &str); 22] = [
+const NAMES: [(&str, &str); 24] = [
     ("sampling.n", "n"),
     ("stopping.strings", "stop"),
     ("stopping.ids", "stop_token_ids"),
@@ -34,6 +34,8 @@ const NAMES: [(&str, &str); 22] = [
     ("output.text", "model"),
     ("logprobs", "top_logprobs"),
     ("prompt_logprobs", "logprobs"),
+    ("inputs", "input"),
+    ("inputs.text", "input"),
 ];
 
 /// How a gRPC code is told over HTTP: the status, and OpenAI's `type` and `code` of the error.

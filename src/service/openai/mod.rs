@@ -8,12 +8,14 @@
 //! |---|---|
 //! | `/v1/chat/completions`, `/v1/completions`, `/v1/responses` | generations, whole or as a stream of events (SSE) |
 //! | `/v1/models`, `/v1/models/{model}` | the served models that the caller may use |
-//! | `/v1/embeddings` | an error that says that they are not served |
+//! | `/v1/embeddings` | vectors of texts |
+//! | `/v1/rerank`, `/v1/score` | how relevant documents are to a query; also at the paths of other servers |
 //! | `/health` | 200 while requests are taken, else 503 |
 
 mod answer;
 mod chat;
 mod completions;
+mod embeddings;
 mod error;
 mod fields;
 mod origin;
@@ -26,6 +28,7 @@ use super::auth::Authentication;
 use super::bounds::Arrival;
 use super::connections;
 use super::crowd::OpenCall;
+use super::inputs::Failure;
 use super::prepare::Prepared;
 use super::proto;
 use super::refusal::{Refusal, code_name};
@@ -94,7 +97,12 @@ fn router(openai: Arc<OpenAi>) -> Router {
         .route(CHAT, post(chat_completions))
         .route(COMPLETIONS, post(text_completions))
         .route(RESPONSES, post(created_response))
-        .route(EMBEDDINGS, post(embeddings))
+        .route(EMBEDDINGS, post(vectors))
+        .route(RERANK[0], post(ranks::<0>))
+        .route(RERANK[1], post(ranks::<1>))
+        .route(RERANK[2], post(ranks::<2>))
+        .route(SCORE[0], post(scores::<0>))
+        .route(SCORE[1], post(scores::<1>))
         .route(MODELS, get(models))
         .route(MODEL_PATHS, get(model))
         .route(HEALTH, get(health))
@@ -108,6 +116,9 @@ const CHAT: &str = "/v1/chat/completions";
 const COMPLETIONS: &str = "/v1/completions";
 const RESPONSES: &str = "/v1/responses";
 const EMBEDDINGS: &str = "/v1/embeddings";
+/// As Jina and vLLM have it.
+const RERANK: [&str; 3] = ["/v1/rerank", "/v2/rerank", "/rerank"];
+const SCORE: [&str; 2] = ["/v1/score", "/score"];
 const MODELS: &str = "/v1/models";
 /// As spans and rights name it.
 const MODEL: &str = "/v1/models/{model}";
@@ -390,38 +401,89 @@ impl Stream for Events {
 }
 
 /// Waits for `work` until the call's deadline.
-async fn in_time<T>(deadline: Option<Instant>, work: impl Future<Output = Result<T, Refusal>>) -> Result<T, Refusal> {
-    let late = |_| Err(Refusal::Deadline { output_tokens: 0 });
+async fn in_time<T, E: From<Refusal>>(
+    deadline: Option<Instant>,
+    work: impl Future<Output = Result<T, E>>,
+) -> Result<T, E> {
+    let late = |_| Err(Refusal::Deadline { output_tokens: 0 }.into());
     match deadline {
         None => work.await,
         Some(deadline) => tokio::time::timeout_at(deadline.into(), work).await.unwrap_or_else(late),
     }
 }
 
+/// Admits a POST and receives its body. Also returns its deadline.
+async fn received(
+    openai: &Arc<OpenAi>,
+    route: &'static str,
+    mut request: Request<Body>,
+) -> Result<(Arc<Call>, Fields, Option<Instant>), Response> {
+    let span = http_span(request.method(), route, request.headers());
+    let mut call = match openai.admit(route, &span, &mut request) {
+        Ok(call) => call,
+        Err(refusal) => return Err(refused(openai, &span, refusal)),
+    };
+    let deadline = match call.caller.deadline() {
+        Ok(deadline) => deadline,
+        Err(refusal) => return Err(call.refuse(refusal)),
+    };
+    match in_time(deadline, openai.body(&mut call, request)).await {
+        Ok(body) => Ok((Arc::new(call), body, deadline)),
+        Err(refusal) => Err(call.refuse(refusal)),
+    }
+}
+
+/// Answers a POST of several inputs with what `work` returns: the call's id, and the answer.
+async fn settle<F>(
+    openai: Arc<OpenAi>,
+    route: &'static str,
+    request: Request<Body>,
+    work: impl FnOnce(Arc<Call>, Fields) -> F,
+) -> Response
+where
+    F: Future<Output = Result<(String, Value), Failure>>,
+{
+    let (call, body, deadline) = match received(&openai, route, request).await {
+        Ok(received) => received,
+        Err(response) => return response,
+    };
+    let answered = in_time(deadline, work(Arc::clone(&call), body)).await;
+    match answered {
+        Ok((id, value)) => {
+            let mut response = json_answer(&call.span, &value);
+            if let Ok(id) = HeaderValue::try_from(id) {
+                response.headers_mut().insert(HeaderName::from_static("x-request-id"), id);
+            }
+            response
+        }
+        Err(Failure::Refused(refusal)) => {
+            let refusal = call.caller.scope.narrowed(openai.rpc.host(), refusal);
+            refused(&openai, &call.span, refusal)
+        }
+        // The input that failed has told the span.
+        Err(Failure::Ended(status)) => answered_with(&call.span, status),
+    }
+}
+
+fn answered_with(span: &Span, status: tonic::Status) -> Response {
+    answered(span, ApiError::from(status).into_response())
+}
+
 /// Answers a POST: admits it, receives its body, and has `work` begin the generations.
 async fn generate<F>(
     openai: Arc<OpenAi>,
     route: &'static str,
-    mut request: Request<Body>,
+    request: Request<Body>,
     work: impl FnOnce(Arc<Call>, Fields) -> F,
 ) -> Response
 where
     F: Future<Output = Result<(Answer, Running, Telling), Refusal>>,
 {
-    let span = http_span(request.method(), route, request.headers());
-    let mut call = match openai.admit(route, &span, &mut request) {
-        Ok(call) => call,
-        Err(refusal) => return refused(&openai, &span, refusal),
+    let (call, body, deadline) = match received(&openai, route, request).await {
+        Ok(received) => received,
+        Err(response) => return response,
     };
-    let deadline = match call.caller.deadline() {
-        Ok(deadline) => deadline,
-        Err(refusal) => return call.refuse(refusal),
-    };
-    let body = match in_time(deadline, openai.body(&mut call, request)).await {
-        Ok(body) => body,
-        Err(refusal) => return call.refuse(refusal),
-    };
-    let call = Arc::new(call);
+    let span = call.span.clone();
     let begun = in_time(deadline, work(Arc::clone(&call), body)).await;
     let begun = begun.map_err(|refusal| call.caller.scope.narrowed(openai.rpc.host(), refusal));
     // The work has dropped its handle.
@@ -543,13 +605,41 @@ async fn created_response(State(openai): State<Arc<OpenAi>>, request: Request<Bo
     .await
 }
 
-async fn embeddings(State(openai): State<Arc<OpenAi>>, mut request: Request<Body>) -> Response {
-    let span = http_span(request.method(), EMBEDDINGS, request.headers());
-    let refusal = match openai.admit(EMBEDDINGS, &span, &mut request) {
-        Ok(_) => Refusal::NotServed { field: "embeddings" },
-        Err(refusal) => refusal,
-    };
-    refused(&openai, &span, refusal)
+async fn vectors(State(openai): State<Arc<OpenAi>>, request: Request<Body>) -> Response {
+    settle(openai, EMBEDDINGS, request, async |call, mut body| {
+        let place = call.model(&mut body)?;
+        let asked = embeddings::read(body, place.model())?;
+        let answers = call.openai.rpc.vectors(&call.span, &call.caller, asked.call).await?;
+        let told = embeddings::vectors(&answers, asked.encoding);
+        Ok((answers.id, told))
+    })
+    .await
+}
+
+async fn ranks<const AT: usize>(State(openai): State<Arc<OpenAi>>, request: Request<Body>) -> Response {
+    settle(openai, RERANK[AT], request, async |call, mut body| {
+        let place = call.model(&mut body)?;
+        let asked = embeddings::read_ranks(body, place.model())?;
+        let documents: Vec<String> = match asked.echo {
+            true => asked.call.pairs.iter().map(|(_, document)| document.clone()).collect(),
+            false => Vec::new(),
+        };
+        let answers = call.openai.rpc.relevance(&call.span, &call.caller, asked.call).await?;
+        let told = embeddings::ranks(&answers, &documents, asked.most, asked.echo);
+        Ok((answers.id, told))
+    })
+    .await
+}
+
+async fn scores<const AT: usize>(State(openai): State<Arc<OpenAi>>, request: Request<Body>) -> Response {
+    settle(openai, SCORE[AT], request, async |call, mut body| {
+        let place = call.model(&mut body)?;
+        let asked = embeddings::read_scores(body, place.model())?;
+        let answers = call.openai.rpc.relevance(&call.span, &call.caller, asked).await?;
+        let told = embeddings::scores(&answers, since_1970());
+        Ok((answers.id, told))
+    })
+    .await
 }
 
 /// A model of a list.

@@ -115,7 +115,7 @@ impl Common {
             ..Default::default()
         };
         let special_text = !body.flag("skip_special_tokens")?.unwrap_or(true);
-        let keep = kept(body, model)?;
+        let keep = kept(body, model, 1)?;
         Ok(Common { message, streaming: Streaming { stream, usage }, special_text, n, keep })
     }
 
@@ -162,13 +162,14 @@ fn stop_ids(body: &mut Fields) -> Result<Vec<u32>, Refusal> {
 }
 
 /// `truncate_prompt_tokens`: how many of a prompt's last tokens are kept.
-fn kept(body: &mut Fields, model: &ServedModel) -> Result<Option<usize>, Refusal> {
+/// `output` is the number of places that are left for an output.
+pub(super) fn kept(body: &mut Fields, model: &ServedModel, output: u32) -> Result<Option<usize>, Refusal> {
     match body.signed("truncate_prompt_tokens")? {
         None => Ok(None),
-        // What the context has room for; one place is left for an output.
+        // What the context has room for.
         Some(-1) => {
             let context = model.replicas.iter().map(|replica| replica.bounds().context).min().unwrap_or(0);
-            Ok(Some(context.saturating_sub(1) as usize))
+            Ok(Some(context.saturating_sub(output) as usize))
         }
         Some(most) => match usize::try_from(most) {
             Ok(most @ 1..) => Ok(Some(most)),

@@ -5,6 +5,7 @@
 use super::contract;
 use crate::host::{Host, ServedModel};
 use crate::replica::Replica;
+use crate::service::inputs::{Answers, Common, EmbedCall, Input as Embedded};
 use crate::service::prepare::Prepared;
 use crate::service::proto;
 use crate::service::refusal::Refusal;
@@ -351,6 +352,28 @@ fn logprobs(tokens: &[proto::TokenLogprobs]) -> Option<contract::OutputLogProbs>
     })
 }
 
+/// A call for the vector of a prompt, which must come as token ids, as in Generate.
+pub(in crate::service) fn embed_call(
+    model: &ServedModel,
+    message: contract::EmbedRequest,
+) -> Result<EmbedCall, Refusal> {
+    let Some(tokenized) = message.tokenized else {
+        return Err(Refusal::Missing { field: "tokenized", rule: "the prompt's token ids" });
+    };
+    let common = Common { id: message.request_id, model: model.name.clone(), ..Common::default() };
+    Ok(EmbedCall { common, inputs: vec![Embedded::Tokens(tokenized.input_ids)], ..EmbedCall::default() })
+}
+
+/// The vector of the only input.
+pub(in crate::service) fn embedded(answers: Answers<Vec<f32>>) -> contract::EmbedResponse {
+    let first = answers.answers.into_iter().next();
+    first.map_or_else(contract::EmbedResponse::default, |answer| contract::EmbedResponse {
+        embedding_dim: u32::try_from(answer.value.len()).unwrap_or(u32::MAX),
+        prompt_tokens: answer.prompt_tokens,
+        embedding: answer.value,
+    })
+}
+
 /// What a model is.
 pub fn model_info(model: &ServedModel) -> contract::GetModelInfoResponse {
     let object = |name: &str| -> serde_json::Map<String, serde_json::Value> {
@@ -368,7 +391,7 @@ pub fn model_info(model: &ServedModel) -> contract::GetModelInfoResponse {
     let path = model.text.as_ref().map(|_| NOWHERE.to_owned()).unwrap_or_default();
     contract::GetModelInfoResponse {
         model_path: path.clone(),
-        is_generation: true,
+        is_generation: !model.info.embedding.declared,
         max_context_length: context,
         vocab_size: model.info.vocabulary,
         supports_vision: false,

@@ -7,10 +7,11 @@ pub mod events;
 pub mod tokenizer;
 
 use super::bounds;
+use super::inputs::Failure;
 use super::prepare::Prepared;
 use super::proto::{smg::grpc::common, vllm::grpc::engine as contract};
 use super::refusal::Refusal;
-use super::rpc::{Caller, Rpc, Scope, Tracked, answer, refused, rpc_span};
+use super::rpc::{Caller, Rpc, Scope, Tracked, answer, rpc_span};
 use crate::host::{Host, ServedModel};
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::model::text::Text;
@@ -221,7 +222,17 @@ impl VllmEngine for VllmRpc {
         request: Request<contract::EmbedRequest>,
     ) -> Result<Response<contract::EmbedResponse>, Status> {
         let span = rpc_span(SERVICE, "Embed", request.metadata());
-        Err(refused(&span, &Refusal::NotServed { field: "Embed" }))
+        self.last_received.store(since_1970().to_bits(), Ordering::Relaxed);
+        let caller = Caller::of(&request);
+        let answered = async {
+            let call = convert::embed_call(&*self.model(&caller.scope)?, request.into_inner())?;
+            self.rpc.vectors(&span, &caller, call).await.map(convert::embedded)
+        };
+        let answered = answered.await.map_err(|failure| match failure {
+            Failure::Refused(refusal) => Failure::Refused(in_their_words(refusal)),
+            ended => ended,
+        });
+        self.rpc.settled(&span, answered)
     }
 
     async fn health_check(

@@ -1,0 +1,504 @@
+//! Calls of several inputs: vectors of texts, and how relevant documents are to a query. Each input is a request of its
+//! own to the engine, under the call's id; as many of them as a model has slots are submitted at a time, so that they
+//! share steps and leave room in the queue to others.
+//! Not here: calls as plain data (`inputs`), and messages and bodies (`rpc`, `vllm`, `openai`).
+
+use super::bounds;
+use super::clients::Places;
+use super::generation::{Generation, Surroundings};
+use super::inputs::{Answer, Answers, Common, EmbedCall, Failure, Input, ScoreCall};
+use super::jobs::Size;
+use super::prepare::{self, Prepared, Reasons, Target};
+use super::proto::generate_response::Event;
+use super::refusal::Refusal;
+use super::rpc::{Caller, Rpc};
+use crate::actors::workers::Cancel;
+use crate::engine::prefix::page_keys;
+use crate::engine::request::{Limits, Request, RequestError, Sampling};
+use crate::host::ServedModel;
+use crate::model::embedding::Embedding;
+use crate::model::text::Text;
+use crate::model::text::chat::{ChatMessage, ChatOptions};
+use crate::replica::SubmitError;
+use crate::telemetry::names;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+use tokio_stream::StreamExt;
+use tonic::Status;
+use tracing::Span;
+
+/// The most inputs of one call, as OpenAI has it.
+pub(super) const MOST_INPUTS: usize = 2048;
+/// The most inputs of one call that the engine has at a time.
+const MOST_AT_ONCE: usize = 256;
+/// The least events that are kept of an input: those that it has, so that its reader cannot be too slow.
+const EVENTS: usize = 8;
+/// The texts by which a reranker answers whose files do not name its tokens, as sentence-transformers has them.
+const ANSWERS: [&str; 2] = ["yes", "no"];
+/// What a reranker is told to do where a call does not say.
+const TASK: &str = "Given a web search query, retrieve relevant passages that answer the query";
+
+/// What the engine is asked of each input.
+enum Task {
+    /// A vector.
+    Embed,
+    /// The probability of the first of two tokens, among the two.
+    Answer { mask: Arc<[u32]>, token: u32 },
+}
+
+/// Inputs that are ready to be submitted.
+struct Ready {
+    place: Target,
+    prompts: VecDeque<Vec<u32>>,
+    task: Task,
+    operation: &'static str,
+    deadline: Option<Instant>,
+}
+
+fn check(common: &Common, inputs: usize, field: &'static str) -> Result<(), Refusal> {
+    let Common { id, model, device, cache_salt, .. } = common;
+    for (field, text) in [("request_id", id), ("model", model), ("device", device), ("cache_salt", cache_salt)] {
+        bounds::name(field, text)?;
+    }
+    if inputs == 0 {
+        return Err(Refusal::Missing { field, rule: "at least one" });
+    }
+    if inputs > MOST_INPUTS {
+        let rule = const {
+            assert!(MOST_INPUTS == 2048, "as the rule says");
+            "at most 2048"
+        };
+        return Err(Refusal::Value { field, value: inputs.to_string(), rule });
+    }
+    Ok(())
+}
+
+fn tokenizer<'a>(model: &'a ServedModel, field: &'static str) -> Result<&'a Text, Refusal> {
+    model.text.as_deref().ok_or_else(|| Refusal::NoTokenizer { model: model.name.clone(), field })
+}
+
+/// The text that is put before texts, as a call says or the model's files.
+fn before<'a>(embedding: &'a Embedding, prompt: Option<&str>) -> Result<&'a str, Refusal> {
+    let named = |name: &str| {
+        embedding.prompts.get(name).map(String::as_str).ok_or_else(|| {
+            let names: Vec<&str> = embedding.prompts.keys().map(String::as_str).collect();
+            let rule = if names.is_empty() { "unset: the model has none".to_owned() } else { names.join(" or ") };
+            Refusal::Json { field: "prompt_name".to_owned(), value: format!("{name:?}"), rule }
+        })
+    };
+    match prompt.or(embedding.default_prompt.as_deref()) {
+        None => Ok(""),
+        Some(name) => named(name),
+    }
+}
+
+/// Scales values to unit length, unless all are zero.
+fn unit(values: &mut [f32]) {
+    let square: f64 = values.iter().map(|value| f64::from(*value).powi(2)).sum();
+    if square > 0.0 {
+        let factor = 1.0 / square.sqrt();
+        values.iter_mut().for_each(|value| *value = (f64::from(*value) * factor) as f32);
+    }
+}
+
+/// The vector that a client gets: cut, then scaled.
+fn shape(vector: Box<[f32]>, dimensions: Option<u32>, normalize: bool) -> Vec<f32> {
+    let mut values = vector.into_vec();
+    values.truncate(dimensions.map_or(values.len(), |dimensions| dimensions as usize));
+    if normalize {
+        unit(&mut values);
+    }
+    values
+}
+
+/// The messages that a reranker's chat template turns into a prompt: those of the roles `query` and `document`.
+fn pair(query: String, document: String, task: Option<&str>) -> Vec<ChatMessage> {
+    let message =
+        |role: &str, content: String| ChatMessage { role: role.to_owned(), content, ..ChatMessage::default() };
+    let task = task.map(|task| message("system", task.to_owned()));
+    task.into_iter().chain([message("query", query), message("document", document)]).collect()
+}
+
+/// The prompt of Qwen3's rerankers, for models with their form of chats whose template has no pairs.
+fn qwen3_pair(query: &str, document: &str, task: &str) -> String {
+    format!(
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct \
+         provided. Note that the answer can only be \"yes\" or \"no\".<|im_end|>\n<|im_start|>user\n<Instruct>: {task}\n\
+         <Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+}
+
+/// The token ids of a pair's prompt.
+fn encode_pair(
+    text: &Text,
+    model: &ServedModel,
+    (query, document): (String, String),
+    task: Option<&str>,
+    cancel: &Cancel,
+) -> Result<Vec<u32>, Refusal> {
+    let (template, style) = text.chat_style(false);
+    if style.pairs {
+        let options = ChatOptions { template: Some(template.to_owned()), ..ChatOptions::default() };
+        let rendered = text.chat_until(&pair(query, document, task), &options, cancel)?;
+        return Ok(text.encode(&rendered, false)?);
+    }
+    if text.id("<|im_start|>").is_none() {
+        let rule = "a reranker: its chat template has neither the roles query and document nor <|im_start|>";
+        return Err(Refusal::Value { field: "model", value: format!("{:?}", model.name), rule });
+    }
+    Ok(text.encode(&qwen3_pair(&query, &document, task.unwrap_or(TASK)), false)?)
+}
+
+/// The two tokens by which a model answers whether a document is relevant.
+fn answers(model: &ServedModel, text: &Text) -> Result<[u32; 2], Refusal> {
+    if let Some(answers) = model.info.embedding.answers {
+        return Ok(answers);
+    }
+    match ANSWERS.map(|answer| text.id(answer).filter(|id| *id < model.info.vocabulary)) {
+        [Some(yes), Some(no)] => Ok([yes, no]),
+        _ => {
+            let rule = "a reranker: its tokenizer has no tokens \"yes\" and \"no\"";
+            Err(Refusal::Value { field: "model", value: format!("{:?}", model.name), rule })
+        }
+    }
+}
+
+impl Rpc {
+    /// Answers a call for vectors.
+    pub(super) async fn vectors(
+        &self,
+        span: &Span,
+        caller: &Caller,
+        call: EmbedCall,
+    ) -> Result<Answers<Vec<f32>>, Failure> {
+        check(&call.common, call.inputs.len(), "inputs")?;
+        for input in &call.inputs {
+            if let Input::Text(text) = input {
+                bounds::prompt("inputs.text", text.len(), self.most_text())?;
+            }
+        }
+        let place = caller.scope.place(self.host(), &call.common.model, &call.common.device)?;
+        let embedding = &place.model().info.embedding;
+        let (size, normalize) = (embedding.size, call.normalize.unwrap_or(embedding.normalize));
+        if let Some(dimensions) = call.dimensions.filter(|dimensions| !(1..=size).contains(dimensions)) {
+            let rule = format!("from 1 to {size}, the size of the model's vectors");
+            return Err(Refusal::Json { field: "dimensions".into(), value: dimensions.to_string(), rule }.into());
+        }
+        before(embedding, call.prompt.as_deref())?;
+        let bytes = call.inputs.iter().map(Input::bytes).sum();
+        let EmbedCall { common, inputs, prompt, dimensions, .. } = call;
+        let encode = move |model: &ServedModel, _: &Cancel| {
+            let before = before(&model.info.embedding, prompt.as_deref())?;
+            let ids = |input: Input| -> Result<Vec<u32>, Refusal> {
+                let text = match input {
+                    Input::Tokens(ids) => return Ok(ids),
+                    Input::Text(text) if before.is_empty() => text,
+                    Input::Text(text) => format!("{before}{text}"),
+                };
+                Ok(tokenizer(model, "inputs.text")?.encode(&text, true)?)
+            };
+            let prompts = inputs.into_iter().map(ids).collect::<Result<Vec<_>, Refusal>>()?;
+            Ok((prompts, Task::Embed, 0))
+        };
+        let answers = self.run(span, caller, place, common, bytes, names::OPERATION_EMBEDDINGS, encode).await?;
+        let Answers { id, model, answers } = answers;
+        let answers = answers.into_iter().map(|answer| {
+            let value = match answer.value {
+                Outcome::Vector(vector) => shape(vector, dimensions, normalize),
+                Outcome::Probability(_) => Vec::new(),
+            };
+            Answer { value, prompt_tokens: answer.prompt_tokens, cached_tokens: answer.cached_tokens }
+        });
+        Ok(Answers { id, model, answers: answers.collect() })
+    }
+
+    /// Answers a call for the relevance of documents, from 0 to 1: of a reranker the probability of its positive answer,
+    /// of an embedding model the cosine of the two vectors.
+    pub(super) async fn relevance(
+        &self,
+        span: &Span,
+        caller: &Caller,
+        call: ScoreCall,
+    ) -> Result<Answers<f64>, Failure> {
+        check(&call.common, call.pairs.len(), "documents")?;
+        for (query, document) in &call.pairs {
+            bounds::prompt("documents", query.len() + document.len(), self.most_text())?;
+        }
+        let place = caller.scope.place(self.host(), &call.common.model, &call.common.device)?;
+        let embedding = &place.model().info.embedding;
+        if embedding.declared && embedding.answers.is_none() {
+            return self.cosines(span, caller, call).await;
+        }
+        let bytes = call.pairs.iter().map(|(query, document)| query.len() + document.len()).sum();
+        let ScoreCall { common, pairs, task } = call;
+        let encode = move |model: &ServedModel, cancel: &Cancel| {
+            let text = tokenizer(model, "documents")?;
+            let [yes, no] = answers(model, text)?;
+            let mut mask = vec![0u32; model.info.vocabulary.div_ceil(32) as usize];
+            [yes, no].into_iter().for_each(|token| mask[token as usize / 32] |= 1 << (token % 32));
+            let ids = |pair| encode_pair(text, model, pair, task.as_deref(), cancel);
+            let prompts = pairs.into_iter().map(ids).collect::<Result<Vec<_>, Refusal>>()?;
+            Ok((prompts, Task::Answer { mask: Arc::from(mask), token: yes }, 1))
+        };
+        let answers = self.run(span, caller, place, common, bytes, names::OPERATION_RERANK, encode).await?;
+        let Answers { id, model, answers } = answers;
+        let answers = answers.into_iter().map(|answer| {
+            let value = match answer.value {
+                Outcome::Probability(probability) => probability,
+                Outcome::Vector(_) => f64::NAN,
+            };
+            Answer { value, prompt_tokens: answer.prompt_tokens, cached_tokens: answer.cached_tokens }
+        });
+        Ok(Answers { id, model, answers: answers.collect() })
+    }
+
+    /// The cosines of pairs of texts. A query that several pairs begin with is embedded once.
+    async fn cosines(&self, span: &Span, caller: &Caller, call: ScoreCall) -> Result<Answers<f64>, Failure> {
+        let mut inputs: Vec<Input> = Vec::new();
+        let mut last: Option<(String, usize)> = None;
+        let mut places = Vec::with_capacity(call.pairs.len());
+        for (query, document) in call.pairs {
+            let first = match &last {
+                Some((text, at)) if *text == query => *at,
+                _ => {
+                    inputs.push(Input::Text(query.clone()));
+                    last = Some((query, inputs.len() - 1));
+                    inputs.len() - 1
+                }
+            };
+            inputs.push(Input::Text(document));
+            places.push((first, inputs.len() - 1));
+        }
+        check(&call.common, inputs.len().min(MOST_INPUTS), "documents")?;
+        let mut vectors: Vec<Answer<Vec<f32>>> = Vec::new();
+        let (mut id, mut model) = (String::new(), String::new());
+        while !inputs.is_empty() {
+            let rest = inputs.split_off(inputs.len().min(MOST_INPUTS));
+            let part = EmbedCall {
+                common: call.common.clone(),
+                inputs: std::mem::replace(&mut inputs, rest),
+                normalize: Some(true),
+                ..EmbedCall::default()
+            };
+            let answers = Box::pin(self.vectors(span, caller, part)).await?;
+            (id, model) = (answers.id, answers.model);
+            vectors.extend(answers.answers);
+        }
+        let mut told = vec![false; vectors.len()];
+        let answers = places.into_iter().map(|(query, document)| {
+            let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+            let value = dot(&vectors[query].value, &vectors[document].value);
+            // The tokens of a query count once.
+            let own = if std::mem::replace(&mut told[query], true) { 0 } else { vectors[query].prompt_tokens };
+            let prompt_tokens = own + vectors[document].prompt_tokens;
+            Answer { value, prompt_tokens, cached_tokens: vectors[document].cached_tokens }
+        });
+        Ok(Answers { id, model, answers: answers.collect() })
+    }
+
+    /// Encodes the inputs of a call on a blocking thread, has the engine run them, and collects what they gave. `encode`
+    /// returns the prompts, what is asked of each, and the number of tokens that each draws.
+    #[expect(clippy::too_many_arguments, reason = "a call, and what is done for it")]
+    async fn run(
+        &self,
+        span: &Span,
+        caller: &Caller,
+        place: Target,
+        common: Common,
+        bytes: usize,
+        operation: &'static str,
+        encode: impl FnOnce(&ServedModel, &Cancel) -> Result<(Vec<Vec<u32>>, Task, usize), Refusal> + Send + 'static,
+    ) -> Result<Answers<Outcome>, Failure> {
+        let deadline = caller.deadline()?;
+        let cancel = Cancel::until(deadline);
+        let _waits = cancel.guard();
+        let id = if common.id.is_empty() { prepare::fresh_id() } else { common.id.clone() };
+        let (named, within, keep) = (id.clone(), span.clone(), common.keep);
+        let work = move |mut places: Option<Places>| -> Result<(Ready, Option<Places>), Refusal> {
+            let span = tracing::info_span!(parent: &within, names::SPAN_TOKENIZE);
+            let (mut prompts, task, output) = span.in_scope(|| encode(place.model(), &cancel))?;
+            let mut total = 0u32;
+            for prompt in &mut prompts {
+                if let Some(keep) = keep {
+                    prompt.drain(..prompt.len().saturating_sub(keep));
+                }
+                prepare::fits(place.model(), prompt.len(), output)?;
+                total = total.saturating_add(u32::try_from(prompt.len()).unwrap_or(u32::MAX));
+            }
+            if let Some(places) = &mut places {
+                places.admit(&named, total)?;
+            }
+            Ok((Ready { place, prompts: prompts.into(), task, operation, deadline }, places))
+        };
+        let worked = self.work(caller, 1, Size { bytes, constraint: false }, work).await;
+        // The client's room is held until all inputs have ended.
+        let (ready, _places) = worked.map_err(|refusal| caller.scope.narrowed(self.host(), refusal))?;
+        let model = ready.place.model().name.clone();
+        let answers = self.collect(span, caller, &common, &id, ready).await?;
+        Ok(Answers { id, model, answers })
+    }
+
+    /// Submits inputs, so many at a time, and collects what they give, in their order.
+    async fn collect(
+        &self,
+        span: &Span,
+        caller: &Caller,
+        common: &Common,
+        id: &str,
+        mut ready: Ready,
+    ) -> Result<Vec<Answer<Outcome>>, Failure> {
+        let slots: usize = ready.place.model().replicas.iter().map(|replica| replica.slots()).sum();
+        let at_once = slots.clamp(1, MOST_AT_ONCE);
+        let _open = self.open_call();
+        let mut running: VecDeque<Generation> = VecDeque::new();
+        let mut answers = Vec::with_capacity(ready.prompts.len());
+        loop {
+            while running.len() < at_once && !ready.prompts.is_empty() {
+                match self.submit(span, caller, common, (id, answers.len() + running.len()), &mut ready) {
+                    Ok(generation) => running.push_back(generation),
+                    // Others fill the queue; room comes at the latest when those of this call have ended.
+                    Err(Refusal::Submit(SubmitError::QueueFull { .. })) if !running.is_empty() => break,
+                    Err(refusal) => {
+                        if answers.is_empty() && running.is_empty() {
+                            // What is not run costs nothing.
+                            let tokens =
+                                ready.prompts.iter().map(|prompt| prompt.len() as u32).fold(0, u32::saturating_add);
+                            self.give_back(caller, tokens);
+                        }
+                        return Err(refusal.into());
+                    }
+                }
+            }
+            let Some(mut first) = running.pop_front() else { return Ok(answers) };
+            answers.push(outcome(&mut first, &ready.task).await?);
+        }
+    }
+
+    /// Submits the next input. What is refused stays the next.
+    fn submit(
+        &self,
+        span: &Span,
+        caller: &Caller,
+        common: &Common,
+        (id, index): (&str, usize),
+        ready: &mut Ready,
+    ) -> Result<Generation, Refusal> {
+        let Some(prompt) = ready.prompts.front() else {
+            return Err(Refusal::Submit(SubmitError::Request(RequestError::EmptyPrompt)));
+        };
+        let several = ready.place.model().replicas.len() > 1;
+        let keys = if several { page_keys(&common.cache_salt, prompt) } else { Vec::new() };
+        let place = ready.place.clone().for_prompt(&common.device, &keys, 1)?;
+        let (pooling, allowed) = match &ready.task {
+            Task::Embed => (Some(place.model().info.embedding.pooling), None),
+            Task::Answer { mask, .. } => (None, Some(Arc::clone(mask))),
+        };
+        let request = Request {
+            id: id.to_owned(),
+            prompt: prompt.clone(),
+            sampling: Sampling::default(),
+            limits: Limits { max_tokens: Some(1), ignore_eos: true, ..Limits::default() },
+            logprobs: allowed.is_some().then_some(2),
+            prompt_logprobs: None,
+            pooling,
+            allowed,
+            dump_logits: false,
+            grammar: None,
+            priority: common.priority,
+            cache_salt: common.cache_salt.clone(),
+            deadline: ready.deadline,
+            span: Span::none(),
+        };
+        let prepared = Prepared {
+            place,
+            request,
+            samples: 1,
+            operation: ready.operation,
+            stop_strings: Vec::new(),
+            special_text: false,
+            reasons: Reasons::Never,
+            text: false,
+            token_ids: false,
+            input: Some(u32::try_from(index).unwrap_or(u32::MAX)),
+        };
+        let surroundings = Surroundings {
+            buffer: self.settings().stream_buffer.max(EVENTS),
+            rpc: span.clone(),
+            grpc: caller.is_grpc(),
+            stop: self.stop().clone(),
+            places: None,
+            logits: None,
+        };
+        let generation = Generation::start(prepared, surroundings)?;
+        ready.prompts.pop_front();
+        Ok(generation)
+    }
+}
+
+/// What the engine gave for an input.
+#[derive(Debug)]
+enum Outcome {
+    Vector(Box<[f32]>),
+    Probability(f64),
+}
+
+/// Waits for the end of an input.
+async fn outcome(generation: &mut Generation, task: &Task) -> Result<Answer<Outcome>, Failure> {
+    let mut usage = None;
+    let mut probability = None;
+    while let Some(message) = generation.next().await {
+        match message.map_err(Failure::Ended)?.event {
+            Some(Event::Delta(delta)) => {
+                if let Task::Answer { token, .. } = task {
+                    let top = delta.logprobs.first().map(|first| first.top.as_slice()).unwrap_or_default();
+                    let found = top.iter().find(|other| other.token_id == *token);
+                    // Tokens of probability 0 are not told.
+                    probability = Some(found.map_or(0.0, |found| f64::from(found.logprob).exp()));
+                }
+            }
+            Some(Event::Finished(finished)) => usage = finished.usage,
+            _ => {}
+        }
+    }
+    let value = match task {
+        Task::Embed => generation.take_embedding().map(Outcome::Vector),
+        Task::Answer { .. } => probability.map(Outcome::Probability),
+    };
+    // Only an input that was aborted by its id ends without either.
+    let value = value.ok_or_else(|| Failure::Ended(Status::cancelled("the call was aborted")))?;
+    let usage = usage.unwrap_or_default();
+    Ok(Answer { value, prompt_tokens: usage.prompt_tokens, cached_tokens: usage.cached_tokens })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn vectors_are_cut_and_then_scaled() {
+        let vector: Box<[f32]> = [3.0, 4.0, 12.0].into();
+        assert_eq!(shape(vector.clone(), None, false), [3.0, 4.0, 12.0]);
+        assert_eq!(shape(vector.clone(), Some(2), true), [0.6, 0.8]);
+        assert_eq!(shape(vector.clone(), Some(2), false), [3.0, 4.0]);
+        let unit = shape(vector, None, true);
+        assert!((unit.iter().map(|value| value * value).sum::<f32>() - 1.0).abs() < 1e-6);
+        assert_eq!(shape([0.0, 0.0].into(), None, true), [0.0, 0.0]);
+    }
+
+    #[test]
+    fn texts_before_inputs_are_found_by_name_and_others_are_refused() {
+        let mut embedding = Embedding::default();
+        assert_eq!(before(&embedding, None).unwrap(), "");
+        let error = before(&embedding, Some("query")).unwrap_err().to_string();
+        assert_eq!(error, "prompt_name is \"query\", must be unset: the model has none");
+        embedding.prompts =
+            [("document", ""), ("query", "Q:")].map(|(name, text)| (name.to_owned(), text.to_owned())).into();
+        assert_eq!(before(&embedding, Some("query")).unwrap(), "Q:");
+        embedding.default_prompt = Some("query".to_owned());
+        assert_eq!(before(&embedding, None).unwrap(), "Q:");
+        assert_eq!(before(&embedding, Some("document")).unwrap(), "");
+        let error = before(&embedding, Some("other")).unwrap_err().to_string();
+        assert_eq!(error, "prompt_name is \"other\", must be document or query");
+    }
+}

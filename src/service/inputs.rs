@@ -1,0 +1,104 @@
+//! Calls of several inputs, and their answers, as plain data: texts or token ids to be embedded, pairs of texts to be
+//! scored.
+//! Not here: what is done with them (`embed`).
+
+use super::refusal::Refusal;
+use tonic::Status;
+
+/// One input of a call.
+#[derive(Clone, Debug)]
+pub(super) enum Input {
+    /// A text, to which the tokenizer adds its special tokens.
+    Text(String),
+    /// Token ids, as they are.
+    Tokens(Vec<u32>),
+}
+
+impl Input {
+    /// Returns its size in bytes.
+    pub(super) fn bytes(&self) -> usize {
+        match self {
+            Input::Text(text) => text.len(),
+            Input::Tokens(ids) => ids.len() * 4,
+        }
+    }
+}
+
+/// What calls of several inputs have in common.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Common {
+    /// The call's id; empty: the server makes one.
+    pub(super) id: String,
+    /// As in `GenerateRequest`.
+    pub(super) model: String,
+    /// As in `GenerateRequest`.
+    pub(super) device: String,
+    /// As in `GenerateRequest`.
+    pub(super) priority: i32,
+    /// As in `GenerateRequest`.
+    pub(super) cache_salt: String,
+    /// The number of last tokens of each input that are kept; `None`: all.
+    pub(super) keep: Option<usize>,
+}
+
+/// A call for vectors.
+#[derive(Clone, Debug, Default)]
+pub(super) struct EmbedCall {
+    pub(super) common: Common,
+    pub(super) inputs: Vec<Input>,
+    /// The name of the text that is put before texts; `None`: the model's default, which mostly is none.
+    pub(super) prompt: Option<String>,
+    /// The number of values that are kept of each vector; `None`: all.
+    pub(super) dimensions: Option<u32>,
+    /// Whether vectors have unit length; `None`: as the model's files say.
+    pub(super) normalize: Option<bool>,
+}
+
+/// A call for the relevance of documents.
+#[derive(Clone, Debug, Default)]
+pub(super) struct ScoreCall {
+    pub(super) common: Common,
+    /// Pairs of a query and a document.
+    pub(super) pairs: Vec<(String, String)>,
+    /// What makes a document relevant; `None`: a general task.
+    pub(super) task: Option<String>,
+}
+
+/// The vector of an input, or its relevance.
+#[derive(Clone, Debug)]
+pub(super) struct Answer<T> {
+    pub(super) value: T,
+    /// The number of tokens of the input, and of those found in the prefix cache.
+    pub(super) prompt_tokens: u32,
+    pub(super) cached_tokens: u32,
+}
+
+/// The answers of a call, in the order of its inputs.
+#[derive(Clone, Debug)]
+pub(super) struct Answers<T> {
+    pub(super) id: String,
+    pub(super) model: String,
+    pub(super) answers: Vec<Answer<T>>,
+}
+
+impl<T> Answers<T> {
+    /// Returns the number of tokens of all inputs.
+    pub(super) fn prompt_tokens(&self) -> u64 {
+        self.answers.iter().map(|answer| u64::from(answer.prompt_tokens)).sum()
+    }
+}
+
+/// Why a call has no answer.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// It was refused; nobody has been told yet.
+    Refused(Refusal),
+    /// One of its inputs failed, which is noted already.
+    Ended(Status),
+}
+
+impl From<Refusal> for Failure {
+    fn from(refusal: Refusal) -> Failure {
+        Failure::Refused(refusal)
+    }
+}

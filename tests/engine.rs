@@ -557,7 +557,7 @@ fn thousands_of_requests_with_recurrent_state() {
                 prefill_chunk: 192,
                 context: 1200,
                 snapshots: Some(snapshots),
-                drafts: Drafts { most: seed as u32, sequences: 4, always: seed == 2 },
+                drafts: Drafts { most: seed as u32, sequences: 4, always: seed == 2, history: seed == 2 },
                 ..capacity(8, 80, &[1, 2, 4, 8])
             },
             gap_steps: 30,
@@ -661,7 +661,7 @@ fn thousands_of_requests_on_devices_that_are_lost() {
             prefill_chunk: 192,
             context: 1200,
             snapshots: Some(12),
-            drafts: Drafts { most: 1, sequences: 4, always: true },
+            drafts: Drafts { most: 1, sequences: 4, always: true, history: false },
             ..capacity(8, 80, &[1, 2, 4, 8])
         };
         for capacity in [plain, recurrent] {

@@ -5,7 +5,7 @@ use super::arrivals::{Arrivals, Window};
 use super::beside::{self, OWN_PROMPT, beside};
 use super::load::{self, Load};
 use super::named;
-use crate::config::{Config, GpuTime, Model, Quantize, Selector, file};
+use crate::config::{Config, Draft, GpuTime, Model, Quantize, Selector, file};
 use crate::device::{Adapter, Instance, InstanceOptions, choose};
 use crate::engine::request::{Event, FinishReason, Finished, Limits, PerToken, Request, Sampling, SinkClosed};
 use crate::gpu::devices::start_on;
@@ -63,6 +63,10 @@ pub(crate) struct Bench {
     /// as are worthwhile.
     #[arg(long)]
     drafts: Option<u32>,
+    /// Where drafts come from: `lookup`, which needs no block of the model, drafts what followed the last tokens where
+    /// they occurred before. Default: the model's own block, if it has one.
+    #[arg(long, value_name = "KIND", conflicts_with = "server")]
+    draft: Option<Draft>,
     /// Number format of keys and values in the KV cache: f16 or f32. Default: f16.
     #[arg(long)]
     kv_format: Option<String>,
@@ -188,6 +192,7 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     model.context = Some(longest);
     model.prefill_chunk = args.prefill_chunk;
     model.quantize = args.quantize;
+    model.draft = args.draft;
     model.drafts = args.drafts;
     model.drafts_always = args.drafts.map(|drafts| drafts > 0);
     model.kv_format = match args.kv_format.as_deref() {

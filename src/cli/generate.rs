@@ -4,7 +4,7 @@
 use super::sampling::SamplingArgs;
 use super::{Usage, cache_directory, named, progress};
 use crate::actors::workers::Cancel;
-use crate::config::{Bytes, Config, DEMO_PATH, Model, Quantize, file};
+use crate::config::{Bytes, Config, DEMO_PATH, Draft, Model, Quantize, file};
 use crate::gpu::devices::start;
 use crate::model::text::Text;
 use crate::service::generation::{Generation, Surroundings};
@@ -88,6 +88,10 @@ pub(crate) struct Generate {
     /// as are worthwhile.
     #[arg(long)]
     drafts: Option<u32>,
+    /// Where drafts come from: `lookup`, which needs no block of the model, drafts what followed the last tokens where
+    /// they occurred before. Default: the model's own block, if it has one.
+    #[arg(long, value_name = "KIND", conflicts_with = "server")]
+    draft: Option<Draft>,
     /// Write the logits of each step to a safetensors file: tensor `logits`, f32, [steps, vocabulary].
     #[arg(long, value_name = "FILE")]
     dump_logits: Option<PathBuf>,
@@ -283,6 +287,7 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
     if let Some(quantize) = args.quantize {
         tracing::info!("{quantize}");
     }
+    model.draft = args.draft;
     model.drafts = args.drafts;
     model.drafts_always = args.drafts.map(|drafts| drafts > 0);
     let mut config = Config { models: vec![model], ..Config::default() };

@@ -65,11 +65,21 @@ pub struct Model {
     /// The number of recurrent-state snapshots that each replica keeps for prompts with the same prefix, for models
     /// that have recurrent state; by default the engine's choice.
     pub snapshots: Option<u32>,
+    /// Where drafts come from; by default from the model's own block, if it has one.
+    pub draft: Option<Draft>,
     /// The maximum number of draft tokens per step, at most 3, for models that can draft; 0 disables drafting. By
     /// default the engine's choice.
     pub drafts: Option<u32>,
     /// Whether `drafts` tokens are always drafted, even when fewer would be faster; by default false.
     pub drafts_always: Option<bool>,
+}
+
+/// Where draft tokens come from, other than from the model's own block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Draft {
+    /// Prompt look-up: what followed the sequence's last tokens where they occurred before in it.
+    Lookup,
 }
 
 /// When a model is loaded.
@@ -166,6 +176,7 @@ impl Model {
             prefill_chunk: None,
             prefix_cache: None,
             snapshots: None,
+            draft: None,
             drafts: None,
             drafts_always: None,
         }

@@ -62,6 +62,8 @@ pub struct Drafts {
     /// Whether to draft `most` tokens wherever drafts are possible, whatever they cost, instead of choosing the number
     /// by measured speed.
     pub always: bool,
+    /// Whether the executor must know all tokens of a sequence: [`Change::Join`] then names those that no chunk contains.
+    pub history: bool,
 }
 
 /// The sampling and stopping parameters of a slot, as the device holds them. Set when the sequence joins.
@@ -102,7 +104,7 @@ pub enum Change {
         /// The sampling and stopping parameters.
         params: Box<SlotParams>,
         /// The tokens at the beginning of its history that were found in the prefix cache and are therefore in no later
-        /// chunk. Only used for the penalties' counts, and empty without penalties.
+        /// chunk. Used for the penalties' counts and by [`Drafts::history`]; otherwise empty.
         cached: Vec<u32>,
     },
     /// Writes entries `first..first + pages.len()` of a slot's page table.

@@ -391,8 +391,9 @@ impl Sequence {
     }
 
     /// Takes a slot and the pages of the whole history, of which the first `found` already hold their tokens. Returns
-    /// the slot's parameters, and the tokens that no chunk contains but that the penalties count.
-    pub fn join(&mut self, slot: Slot, pages: Vec<Page>, found: u32) -> (SlotParams, Vec<u32>) {
+    /// the slot's parameters, and the tokens that no chunk contains but that the penalties count or, with `history`, that
+    /// the executor must know.
+    pub fn join(&mut self, slot: Slot, pages: Vec<Page>, found: u32, history: bool) -> (SlotParams, Vec<u32>) {
         assert_eq!(self.state, SequenceState::Waiting);
         assert!(self.slot.is_none() && self.pages.is_empty() && self.in_flight == 0);
         self.state = SequenceState::Prefill;
@@ -418,7 +419,7 @@ impl Sequence {
             },
             ..self.params.clone()
         };
-        let counted = if params.sampling.has_penalties() { self.prefilled } else { 0 };
+        let counted = if params.sampling.has_penalties() || history { self.prefilled } else { 0 };
         (params, self.tokens[..counted as usize].to_vec())
     }
 

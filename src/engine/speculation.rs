@@ -99,7 +99,7 @@ mod tests {
 
     #[test]
     fn every_number_of_drafts_is_timed_before_one_is_preferred() {
-        let mut speculation = Speculation::new(Drafts { most: 2, sequences: 2, always: false });
+        let mut speculation = Speculation::new(Drafts { most: 2, sequences: 2, always: false, history: false });
         let mut pace = Pace::default();
         assert_eq!(speculation.choose(1, &pace), 0);
         pace.note_step(1, Duration::from_millis(2));
@@ -111,7 +111,7 @@ mod tests {
 
     #[test]
     fn drafts_are_as_many_as_are_worth_their_time() {
-        let mut speculation = Speculation::new(Drafts { most: 2, sequences: 2, always: false });
+        let mut speculation = Speculation::new(Drafts { most: 2, sequences: 2, always: false, history: false });
         let pace = timed([1000, 1200, 1500]);
         for _ in 0..2000 {
             // The first draft is accepted, the second rejected.

@@ -1,13 +1,15 @@
 //! The kernels of speculative decoding: the rows of a verification step and of a drafting pass, the input of a draft
-//! (MTP) block, and the storage of its draft tokens. Not here: the products and attention of both, which are those of
+//! (MTP) block, and the storage of its draft tokens; and drafts without a block, by looking up what followed the last
+//! tokens where they occurred before (`note_tokens`, `look_up`). Not here: the products and attention of both, which are those of
 //! prompts, and the drawing of tokens (`sampling`), which decides which draft tokens are accepted.
 
 use super::deterministic::key_of;
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{
-    JoinNormsArgs, JoinNormsConstants, NextTokensArgs, NextTokensConstants, ShiftTokensArgs, ShiftTokensConstants,
-    StoreDraftArgs, StoreDraftConstants, VerifyRowsArgs, VerifyRowsConstants,
+    JoinNormsArgs, JoinNormsConstants, LookUpArgs, LookUpConstants, NextTokensArgs, NextTokensConstants,
+    NoteTokensArgs, NoteTokensConstants, ShiftTokensArgs, ShiftTokensConstants, StoreDraftArgs, StoreDraftConstants,
+    VerifyRowsArgs, VerifyRowsConstants,
 };
 use super::state::{
     ACTIVE_RUNNING, MOST_DRAFTS, SLOT_ACTIVE, SLOT_DRAFTS, SLOT_POSITION, SLOT_TOKEN, SLOT_WORDS, TOKEN_NONE,
@@ -35,6 +37,81 @@ pub fn verify_rows(label: String, rows: VerifyRows, args: VerifyRowsArgs) -> Cal
         constants: VerifyRowsConstants { threads: 32, rows: sequences, each, tiles }.into_values(),
         args: args.into_args(),
         groups: [1, 1, 1],
+    }
+}
+
+/// Returns the call that keeps the tokens of a step's rows by slot and position.
+pub fn note_tokens(label: String, args: NoteTokensArgs) -> Call {
+    let threads = 64;
+    Call {
+        kernel: "note_tokens",
+        label,
+        constants: NoteTokensConstants { threads }.into_values(),
+        args: args.into_args(),
+        groups: [args.row_count.div_ceil(threads), 1, 1],
+    }
+}
+
+/// Returns the call that drafts `drafts` tokens of each of `sequences` sequences, whose rows are `each` rows apart. The
+/// `stride` of the history is at most 2^28.
+pub fn look_up(label: String, (sequences, each): (u32, u32), drafts: u32, args: LookUpArgs) -> Call {
+    assert!((1..=MOST_DRAFTS).contains(&drafts), "{drafts} drafts of a sequence");
+    assert!(args.stride <= 1 << POSITION_BITS, "a history of {} positions", args.stride);
+    Call {
+        kernel: "look_up",
+        label,
+        constants: LookUpConstants { threads: 128, each, drafts }.into_values(),
+        args: args.into_args(),
+        groups: [sequences, 1, 1],
+    }
+}
+
+/// The bits of a position in a match of `look_up`; the number of equal tokens stands above them.
+const POSITION_BITS: u32 = 28;
+/// The maximum number of tokens that `look_up` compares.
+const TAIL: u32 = 3;
+
+/// Returns what followed the last tokens of a sequence where they occurred before: defines what `look_up` computes.
+/// `history` holds all tokens, the last of which is the next one to be computed; at least one.
+pub fn looked_up(history: &[u32], drafts: u32) -> Vec<u32> {
+    let position = history.len() - 1;
+    let same = |at: usize| {
+        let most = (TAIL as usize).min(at + 1);
+        (0..most).take_while(|back| history[at - back] == history[position - back]).count()
+    };
+    let best = (0..position).filter(|at| same(*at) > 0).max_by_key(|at| (same(*at), *at));
+    let mut all = history.to_vec();
+    for index in 0..drafts as usize {
+        all.push(best.map_or(history[position], |best| all[best + 1 + index]));
+    }
+    all.split_off(history.len())
+}
+
+pub(super) fn reference_note_tokens(call: &Call, memory: &mut HostMemory) {
+    let a = NoteTokensArgs::from_args(&call.args);
+    for row in 0..a.row_count {
+        let [token, position, slot, valid] = std::array::from_fn(|i| memory.u32(a.rows, row * 4 + i as u32));
+        if valid != 0 && position < a.stride {
+            memory.set_u32(a.history, slot * a.stride + position, token);
+        }
+    }
+}
+
+pub(super) fn reference_look_up(call: &Call, memory: &mut HostMemory) {
+    let a = LookUpArgs::from_args(&call.args);
+    let c = LookUpConstants::from_values(&call.constants);
+    for sequence in 0..call.groups[0] {
+        let [_, _, slot, valid] = std::array::from_fn(|i| memory.u32(a.rows, sequence * c.each * 4 + i as u32));
+        let at = slot.wrapping_mul(SLOT_WORDS);
+        if valid == 0 || memory.u32(a.slots, at + SLOT_ACTIVE) != ACTIVE_RUNNING {
+            continue;
+        }
+        let position = memory.u32(a.slots, at + SLOT_POSITION);
+        let mut history: Vec<u32> = (0..position).map(|i| memory.u32(a.history, slot * a.stride + i)).collect();
+        history.push(memory.u32(a.slots, at + SLOT_TOKEN));
+        for (index, draft) in (0..).zip(looked_up(&history, c.drafts)) {
+            memory.set_u32(a.slots, at + SLOT_DRAFTS + index, draft);
+        }
     }
 }
 

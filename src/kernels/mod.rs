@@ -134,6 +134,8 @@ pub fn reference(kernel: &str) -> Reference {
         "shift_tokens" => draft::reference_shift_tokens,
         "join_norms" => draft::reference_join_norms,
         "store_draft" => draft::reference_store_draft,
+        "note_tokens" => draft::reference_note_tokens,
+        "look_up" => draft::reference_look_up,
         "append" => attention::reference_append,
         "attention" => attention::reference_attention,
         "flash" => attention::flash::reference_flash,

@@ -11,7 +11,8 @@ use ostinato::kernels::draft::{self, VerifyRows};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows};
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::{
-    DeltaStepArgs, JoinNormsArgs, NextTokensArgs, ShiftTokensArgs, StoreDraftArgs, VerifyRowsArgs,
+    DeltaStepArgs, JoinNormsArgs, LookUpArgs, NextTokensArgs, NoteTokensArgs, ShiftTokensArgs, StoreDraftArgs,
+    VerifyRowsArgs,
 };
 use ostinato::kernels::state::*;
 use ostinato::kernels::tags::Flow;
@@ -41,6 +42,55 @@ fn slots(positions: [u32; 4]) -> Vec<u32> {
         (0..MOST_DRAFTS).for_each(|i| set(SLOT_DRAFTS + i, 200 + 10 * slot as u32 + i));
     }
     words
+}
+
+/// Goal: what followed the last tokens is drafted: the longest match, the last one of several, across the sequence's end.
+#[test]
+fn drafts_are_what_followed_the_last_tokens() {
+    for (history, wanted) in [
+        (&[7][..], [7, 7, 7]),
+        (&[1, 2, 3, 4], [4, 4, 4]),
+        (&[5, 1, 6, 2, 5], [1, 6, 2]),
+        (&[5, 1, 9, 5, 2, 9, 5], [2, 9, 5]),
+        // Three equal tokens go before a later match of two.
+        (&[1, 2, 3, 8, 9, 2, 3, 6, 1, 2, 3], [8, 9, 2]),
+        (&[4, 4], [4, 4, 4]),
+        (&[1, 2, 1, 2, 1], [2, 1, 2]),
+    ] {
+        assert_eq!(draft::looked_up(history, 3), wanted, "{history:?}");
+    }
+}
+
+#[test]
+fn tokens_are_kept_and_looked_up() {
+    let mut cases = Cases::new("look_up");
+    let mut random = Random(91);
+    for (drafts, each, stride, positions) in
+        [(1, 1, 16, [0, 1, 2, 15]), (3, 4, 48, [3, 9, 0, 40]), (2, 3, 1024, [1023, 0, 0, 700])]
+    {
+        cases.case(format!("{drafts} {each} {stride}"));
+        // Few different tokens, so that there are matches of all lengths, and poison behind the last token.
+        let mut words = vec![POISON; 4 * stride as usize];
+        for (slot, position) in positions.iter().enumerate() {
+            let known = &mut words[slot * stride as usize..][..*position as usize];
+            known.iter_mut().for_each(|token| *token = 100 + random.below(5));
+        }
+        let history = cases.words("history", &words);
+        let slots = cases.words("slots", &slots(positions));
+        cases.expect(slots, Expect::Exact);
+        // The first row of each sequence names its slot; there is a row of no sequence.
+        let named = [3, 0, u32::MAX, 1];
+        let row = |slot: u32| [0, 0, slot, u32::from(slot != u32::MAX)];
+        let rows: Vec<u32> = named.into_iter().flat_map(|slot| (0..each).flat_map(move |_| row(slot))).collect();
+        let args = LookUpArgs { rows: cases.words("rows", &rows), history, slots, stride };
+        cases.recording.call(draft::look_up("look_up".to_owned(), (4, each), drafts, args));
+        // Tokens, positions and slots of rows, of which one is not valid and one is behind the end.
+        let noted = [[11, 0, 2, 1], [12, stride - 1, 1, 1], [13, 3, 0, 0], [14, stride, 3, 1], [15, 5, 3, 1]].concat();
+        let kept = cases.output("kept", 4 * stride as usize, Expect::Exact);
+        let args = NoteTokensArgs { rows: cases.words("noted", &noted), history: kept, row_count: 5, stride };
+        cases.recording.call(draft::note_tokens("note_tokens".to_owned(), args));
+    }
+    check(&cases);
 }
 
 #[test]

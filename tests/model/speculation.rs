@@ -1,11 +1,11 @@
-//! Goal: drafting changes only the number of steps. The tokens are the same, and drafts are accepted. Method: the
+//! Goal: drafting changes only the number of steps, whether the model's own block drafts or a look-up in the sequence. The tokens are the same, and drafts are accepted. Method: the
 //! hybrid demo model on lavapipe with keys and values in f32; prompts of held-out tasks whose answers the model
 //! predicts with certainty; with the largest number of drafts and without; greedy and sampled with a seed, alone and
 //! two at a time.
 
 use crate::common::{Driver, Vulkan};
-use crate::harness::models::{Generated, collect, idle, submit};
-use ostinato::config::{Config, KvFormat, Model};
+use crate::harness::models::{Generated, collect, expected, fixture, generate, idle, request, submit};
+use ostinato::config::{Config, Draft, KvFormat, Model};
 use ostinato::engine::request::{Limits, Request, Sampling};
 use ostinato::gpu::devices::start_on;
 use ostinato::host::Host;
@@ -123,4 +123,73 @@ fn drafts_end_where_the_context_does() {
     request.limits.max_tokens = Some(12);
     let wanted = run(&plain, &[request], false);
     assert_eq!(found[0].tokens[..12], wanted[0].tokens);
+}
+
+/// Serves a model whose drafts are looked up, as many as possible wherever they are possible.
+fn serve_with_lookup(
+    vulkan: &Vulkan,
+    path: PathBuf,
+    drafts: u32,
+    change: impl FnOnce(&mut Model, &mut Config),
+) -> Host {
+    let mut model = Model::new("m", path, Some(vulkan.adapter(Driver::Lavapipe).selector()));
+    model.kv_format = Some(KvFormat::F32);
+    model.slots = Some(2);
+    model.draft = (drafts > 0).then_some(Draft::Lookup);
+    (model.drafts, model.drafts_always) = (Some(drafts), Some(true));
+    let mut config = Config::default();
+    change(&mut model, &mut config);
+    config.models = vec![model];
+    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
+}
+
+/// Goal: models without a drafting block verify what was looked up, and draw the tokens of transformers, also when pages
+/// of the prompt are found in the prefix cache.
+#[test]
+fn looked_up_drafts_change_no_token() {
+    let vulkan = Vulkan::new();
+    for name in ["qwen3-deep", "llama-f32", "hybrid-two"] {
+        let host = serve_with_lookup(&vulkan, fixture(name), 3, |model, config| {
+            model.prefill_chunk = Some(64);
+            config.runtime.tune = vec!["fragments=0".into()];
+        });
+        let (_, replica) = host.route("", "").expect("one model");
+        let known = expected(name);
+        let prompt = [&known.prompt[..], &known.greedy[..24]].concat();
+        for turn in 0..2 {
+            let found = generate(&replica, request(&known.prompt, 64));
+            assert_eq!(found.tokens, known.greedy, "{name}, turn {turn}");
+            assert!(found.finished.drafted_tokens > 0);
+            let rest = generate(&replica, request(&prompt, 40));
+            assert_eq!(rest.tokens, known.greedy[24..], "{name}, turn {turn}, the rest");
+        }
+        idle(&replica);
+    }
+}
+
+/// Goal: repetitions are drafted, in the prompt and in the output, and steps are saved; greedy and sampled with a seed.
+#[test]
+fn repetitions_are_looked_up() {
+    let vulkan = Vulkan::new();
+    let folder = || Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/model");
+    let [plain, drafting] =
+        [0, 3].map(|drafts| serve_with_lookup(&vulkan, folder(), drafts, |model, _| model.context = Some(256)));
+    let text = Text::load(&folder()).expect("the tokenizer").expect("there is one");
+    let sentence = text.encode("The fox saw the bird. ", false).expect("it is text");
+    for temperature in [0.0, 0.2] {
+        let ask = |number: u64, repeats: usize| Request {
+            id: number.to_string(),
+            sampling: Sampling { temperature, seed: Some(number), ..Sampling::default() },
+            ..request(&sentence.repeat(repeats), 60)
+        };
+        let asked: Vec<Request> = (0..2).map(|number| ask(number, 6)).collect();
+        let wanted = run(&plain, &asked, false);
+        let found = run(&drafting, &asked, false);
+        assert_eq!(tokens(&found), tokens(&wanted), "temperature {temperature}");
+        assert_eq!(tokens(&run(&drafting, &asked, true)), tokens(&wanted), "temperature {temperature}, two at a time");
+        let accepted: u32 = found.iter().map(|one| one.finished.accepted_tokens).sum();
+        let output: u32 = found.iter().map(|one| one.finished.output_tokens).sum();
+        println!("temperature {temperature}: {accepted} of {output} tokens were looked up");
+        assert!(temperature > 0.0 || accepted * 3 > output, "{accepted} of {output} tokens were looked up");
+    }
 }

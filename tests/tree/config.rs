@@ -75,6 +75,7 @@ fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
     assert_eq!(model.memory_limit, Some(Bytes(70 << 30)));
     assert_eq!(model.replicas[1].memory_limit, Some(Bytes(40 << 30)));
     assert_eq!((model.snapshots, model.drafts, model.drafts_always), (Some(64), Some(3), Some(true)));
+    assert_eq!(model.draft, Some(ostinato::config::Draft::Lookup));
     // The values in the example's comments are the default values.
     let server = config.server;
     assert_eq!(server.client_limit, Some(32));

@@ -259,7 +259,7 @@ impl Scheduler {
         self.ranked.remove(&(Reverse(sequence.priority), id));
         let holder = self.slots[slot.0 as usize].replace(id);
         assert!(holder.is_none(), "the slot is held");
-        let (params, cached) = sequence.join(slot, pages.clone(), found);
+        let (params, cached) = sequence.join(slot, pages.clone(), found, self.setup.capacity.drafts.history);
         sequence.continue_state(restore, branch);
         changes.push(Change::Join { slot, params: Box::new(params), cached });
         changes.push(Change::Pages { slot, first: 0, pages });

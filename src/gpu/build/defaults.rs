@@ -150,7 +150,7 @@ impl Build<'_> {
 
     /// Returns the maximum number of draft tokens per sequence and step.
     pub(crate) fn drafts(&self) -> u32 {
-        if !self.checkpoint.has_mtp() {
+        if self.model.draft.is_none() && !self.checkpoint.has_mtp() {
             return 0;
         }
         self.model.drafts.unwrap_or(if self.adapter.is_cpu() { CPU_DRAFTS } else { GPU_DRAFTS })
@@ -169,7 +169,10 @@ impl Build<'_> {
         let capabilities = &self.adapter.capabilities;
         Decoder {
             config,
-            weights: if self.drafts() > 0 { self.checkpoint.weights() } else { self.checkpoint.weights_without_mtp() },
+            weights: match (self.drafts(), self.model.draft) {
+                (1.., None) => self.checkpoint.weights(),
+                _ => self.checkpoint.weights_without_mtp(),
+            },
             max_buffer_bytes: capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes),
             state: StateLayout {
                 slots,

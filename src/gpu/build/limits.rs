@@ -38,7 +38,7 @@ const MOST_CHUNK: u32 = 16_384;
 /// Returns the purpose of a buffer in the memory plan, by the buffer's name.
 pub(crate) fn purpose(name: &str) -> Purpose {
     match name {
-        "state" | "sampling.counts" | "step" | "orders" => Purpose::State,
+        "state" | "sampling.counts" | "step" | "orders" | "history" => Purpose::State,
         name if name.starts_with(ROPE) => Purpose::State,
         name if name.starts_with(decoder::RECURRENT) => Purpose::Recurrent,
         "ring" | "dump" | "scores" | "pooled" => Purpose::Ring,
@@ -89,9 +89,10 @@ impl Build<'_> {
         if drafts > MOST_DRAFTS {
             return Err(self.unsupported(format!("drafts is {drafts}, at most {MOST_DRAFTS} are possible")));
         }
-        if drafts > 0 && !self.checkpoint.has_mtp() {
+        if drafts > 0 && self.model.draft.is_none() && !self.checkpoint.has_mtp() {
             return Err(self.unsupported(format!(
-                "drafts is {drafts}, the checkpoint has no block that drafts tokens (multi-token prediction): only 0 is possible"
+                "drafts is {drafts}, the checkpoint has no block that drafts tokens (multi-token prediction): only 0 is \
+                 possible, or draft = \"lookup\""
             )));
         }
         if let (Some(_), Some(chunk)) =

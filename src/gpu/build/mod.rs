@@ -347,6 +347,7 @@ impl Build<'_> {
                 most: decoder.drafts,
                 sequences: self.draft_sequences(),
                 always: self.model.drafts_always.unwrap_or(false),
+                history: decoder.looks_up(),
             },
             snapshots: self.snapshots(),
         };

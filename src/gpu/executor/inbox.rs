@@ -22,7 +22,7 @@ pub struct Inbox {
     pub apply: Arc<Region>,
     /// Clears the token counts of the slots in `clear`.
     pub clear_counts: Arc<Region>,
-    /// Adds the tokens in `seen` to token counts.
+    /// Adds the tokens in `seen` to token counts and, if drafts are looked up, keeps them.
     pub mark_seen: Arc<Region>,
 }
 
@@ -32,7 +32,7 @@ pub(super) struct Posts {
     pub(super) patch: Patch,
     /// The slots whose token counts are cleared.
     pub(super) clear: Vec<u32>,
-    /// The tokens to add to token counts: token, position, slot and 1.
+    /// The tokens to add to token counts and to keep for look-up: token, position, slot and 1.
     pub(super) seen: Vec<[u32; 4]>,
 }
 
@@ -54,9 +54,9 @@ impl GpuExecutor {
                     let init = slot_init(params);
                     if init.has_penalties() {
                         posts.clear.push(slot.0);
-                        let rows = (0..).zip(cached).map(|(position, token)| [*token, position, slot.0, 1]);
-                        posts.seen.extend(rows);
                     }
+                    let rows = (0..).zip(cached).map(|(position, token)| [*token, position, slot.0, 1]);
+                    posts.seen.extend(rows);
                     self.dumps[slot.0 as usize] = params.dump_logits;
                     self.logprobs[slot.0 as usize] = params.logprobs.is_some();
                     patch.set_all(layout.slot_word(slot.0, 0), &init.words());

@@ -45,7 +45,7 @@ impl Decoder<'_> {
         let window = r.buffer(&format!("{cells}.window"), heads.window_bytes(self.cells));
         let (x, stride, epsilon) = (step.projected.range, step.projected.stride, c.rms_eps);
         let slots = self.state.slots(r);
-        let entries = if self.drafts() { MOST_PENDING } else { 1 };
+        let entries = if self.drafts > 0 { MOST_PENDING } else { 1 };
         let pending = r.buffer(&format!("{cells}.pending"), heads.pending_bytes(self.state.slots, entries));
         if let StepShape::Decode { .. } | StepShape::Verify { .. } = shape {
             let flow = step.flow(Some(x), packed.is_none().then_some(y));

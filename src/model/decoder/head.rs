@@ -156,7 +156,10 @@ impl Decoder<'_> {
                     r.call(sampling::sample_drafts(label, sequences, (each, first), threads, args));
                 }
                 r.call(sampling::advance("advance".to_owned(), advance));
-                self.draft(r, step, x, rows_range, (sequences, each), drafts);
+                match self.looks_up() {
+                    true => self.look_up(r, rows_range, (sequences, each), drafts),
+                    false => self.draft(r, step, x, rows_range, (sequences, each), drafts),
+                }
             }
             _ => {
                 let decode = matches!(shape, StepShape::Decode { .. });
@@ -169,6 +172,8 @@ impl Decoder<'_> {
                 }
                 if matches!(shape, StepShape::Head { .. }) && self.drafts() {
                     self.draft(r, step, x, rows_range, (rows, 1), self.drafts);
+                } else if matches!(shape, StepShape::Head { .. }) && self.looks_up() {
+                    self.look_up(r, rows_range, (rows, 1), self.drafts);
                 }
             }
         }

@@ -173,7 +173,8 @@ pub struct Decoder<'a> {
     pub kv_format: Format,
     /// The number of cells of recurrent state: one per slot, followed by those of snapshots.
     pub cells: u32,
-    /// The maximum number of draft tokens per sequence and step; 0 disables drafting.
+    /// The maximum number of draft tokens per sequence and step; 0 disables drafting. Without the weights of a drafting
+    /// block, drafts are looked up.
     pub drafts: u32,
     /// The dimensions of the token ring buffer.
     pub ring: RingLayout,
@@ -355,6 +356,9 @@ impl Decoder<'_> {
                 self.clear_tags(r, &step);
             }
             self.embed(r, shape, &step);
+            if self.looks_up() {
+                self.note_tokens(r, step.rows, rows);
+            }
             for layer in 0..c.layers {
                 self.layer(r, shape, &step, layer);
             }

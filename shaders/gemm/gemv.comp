@@ -1,6 +1,6 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// GEMV on row-major weights, for one or a few rows of x: y[r] = epilogue( W · prologue(x[r]) ).
+// GEMV on row-major weights, for one or a few rows of x, which share each load of W: y[r] = epilogue( W · prologue(x[r]) ).
 //
 // prologue   NORM 0: x. NORM 1 (RMSNorm): x ⊙ norm, and the epilogue scales the product by rsqrt(mean x² + eps), so
 //            that the norm needs no dispatch of its own
@@ -8,11 +8,13 @@
 //            y[n/2] = glu(gate, up). s is the norm's scale, 1 without NORM
 // weight     [N][chunks·8] in the variant's format (codes: `codes.glsl`);  x [rows][x_stride] f32;  y [rows][y_stride] f32
 //
-// One workgroup computes ROWS rows of W (2 or 4) for one row of x. All its invocations split K: per iteration, an
-// invocation loads 16 bytes of each W row (512 contiguous bytes per subgroup of 32; twice as much in f32). x is read
-// directly from global memory, through the L1 cache. The values that the epilogue adds to are loaded before the product
-// is summed.
-// Traffic: W once per row of x (2·N·K bytes in a 16-bit format); x from the L1 cache.
+// One workgroup computes ROWS rows of W (an even number) for BATCH rows of x. All its invocations split K: per iteration,
+// an invocation loads 16 bytes of each W row (512 contiguous bytes per subgroup of 32; twice as much in f32) and
+// multiplies them with all BATCH rows. x is read directly from global memory, through the L1 cache. The values that the
+// epilogue adds to are loaded before the product is summed. A row's sums do not depend on BATCH. Workgroups with the same
+// rows of W are neighbours.
+// Traffic: W once per BATCH rows of x (2·N·K bytes in a 16-bit format; the next BATCH rows find it in the L2 cache);
+// x from the L1 cache, N/ROWS times.
 #include "common.glsl"
 #include "glu.glsl"
 
@@ -21,8 +23,10 @@ layout(constant_id = 1) const uint NORM = 0;
 layout(constant_id = 2) const uint BIAS = 0;
 layout(constant_id = 3) const uint EPILOGUE = 0;
 layout(constant_id = 4) const uint ROWS = 2;
+layout(constant_id = 5) const uint BATCH = 1;
+layout(constant_id = 6) const uint LANES = 64;  // the workgroup's size, at least BATCH · ROWS / 2
 #if WEIGHT == 3
-layout(constant_id = 5) const uint CODES = 0x5024; // the weights' format
+layout(constant_id = 7) const uint CODES = 0x5024; // the weights' format
 #include "codes.glsl"
 #endif
 
@@ -38,78 +42,97 @@ layout(push_constant) uniform Args {
     uint x_stride;    // in floats
     uint y_stride;    // in floats
     float epsilon;
+    uint rows;        // of x
 };
 
-// The sums of each subgroup: ROWS products, then the squares of x.
-shared float partial[256u * (ROWS + 1u)];
+// The sums of each subgroup, which has at least four invocations: for each row of x its ROWS products and its squares.
+const uint SUMS = BATCH * (ROWS + 1u);
+const uint PAIRS = BATCH * (ROWS / 2u);
+shared float partial[(LANES + 3u) / 4u * SUMS];
 
 void main() {
-    uint row = gl_WorkGroupID.y;
-    uint block = gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x;
-    uint first = block * ROWS;
+    uint batches = (rows + BATCH - 1u) / BATCH;
+    uint group = gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x;
+    uint first = group / batches * ROWS, from = group % batches * BATCH;
     if (first >= n) return;
     uint t = gl_LocalInvocationID.x;
-    uint xo = row * x_stride / 4u;
-    uint yo = row * y_stride;
 
-    uint base[ROWS];
-    float acc[ROWS], added[ROWS];
-    [[unroll]] for (uint r = 0u; r < ROWS; r++) {
-        uint weight_row = min(first + r, n - 1u);
-        base[r] = weight_row * chunks;
-        acc[r] = 0.0;
-        added[r] = EPILOGUE == 1u ? y.v[yo + weight_row] : 0.0;
-        if (BIAS == 1u) added[r] += bias.v[weight_row];
+    // The first invocations finish two neighbouring rows of W for one row of x each.
+    uint own_row = from + t / (ROWS / 2u), own_first = first + t % (ROWS / 2u) * 2u;
+    bool finishes = t < PAIRS && own_row < rows && own_first < n;
+    uint own_y = min(own_row, rows - 1u) * y_stride;
+    vec2 added = vec2(0.0);
+    [[unroll]] for (uint i = 0u; i < 2u; i++) {
+        uint weight_row = min(own_first + i, n - 1u);
+        if (EPILOGUE == 1u) added[i] = y.v[own_y + weight_row];
+        if (BIAS == 1u) added[i] += bias.v[weight_row];
     }
-    float square = 0.0;
-    for (uint c = t; c < chunks; c += gl_WorkGroupSize.x) {
-        vec4 xa = x.v[xo + c * 2u], xb = x.v[xo + c * 2u + 1u];
+
+    uint base[ROWS], xo[BATCH];
+    float acc[BATCH * ROWS], square[BATCH];
+    [[unroll]] for (uint r = 0u; r < ROWS; r++) base[r] = min(first + r, n - 1u) * chunks;
+    [[unroll]] for (uint b = 0u; b < BATCH; b++) {
+        xo[b] = min(from + b, rows - 1u) * (x_stride / 4u);
+        square[b] = 0.0;
+        [[unroll]] for (uint r = 0u; r < ROWS; r++) acc[b * ROWS + r] = 0.0;
+    }
+    for (uint c = t; c < chunks; c += LANES) {
 #if WEIGHT < 2
         uvec4 w[ROWS];
         [[unroll]] for (uint r = 0u; r < ROWS; r++) w[r] = weight.v[base[r] + c];
 #endif
+        vec4 norm_a = vec4(1.0), norm_b = vec4(1.0);
         if (NORM == 1u) {
-            square += dot(xa, xa) + dot(xb, xb);
-            xa *= norm.v[c * 2u];
-            xb *= norm.v[c * 2u + 1u];
+            norm_a = norm.v[c * 2u];
+            norm_b = norm.v[c * 2u + 1u];
         }
+        vec4 wa[ROWS], wb[ROWS];
         [[unroll]] for (uint r = 0u; r < ROWS; r++) {
-            vec4 a, b;
 #if WEIGHT == 3
-            load_codes8(weight, min(first + r, n - 1u), c, chunks, a, b);
+            load_codes8(weight, min(first + r, n - 1u), c, chunks, wa[r], wb[r]);
 #elif WEIGHT == 2
-            a = uintBitsToFloat(weight.v[(base[r] + c) * 2u]);
-            b = uintBitsToFloat(weight.v[(base[r] + c) * 2u + 1u]);
+            wa[r] = uintBitsToFloat(weight.v[(base[r] + c) * 2u]);
+            wb[r] = uintBitsToFloat(weight.v[(base[r] + c) * 2u + 1u]);
 #else
-            unpack8(w[r], a, b);
+            unpack8(w[r], wa[r], wb[r]);
 #endif
-            acc[r] += dot(a, xa) + dot(b, xb);
+        }
+        [[unroll]] for (uint b = 0u; b < BATCH; b++) {
+            vec4 xa = x.v[xo[b] + c * 2u], xb = x.v[xo[b] + c * 2u + 1u];
+            if (NORM == 1u) {
+                square[b] += dot(xa, xa) + dot(xb, xb);
+                xa *= norm_a;
+                xb *= norm_b;
+            }
+            [[unroll]] for (uint r = 0u; r < ROWS; r++) acc[b * ROWS + r] += dot(wa[r], xa) + dot(wb[r], xb);
         }
     }
 
-    [[unroll]] for (uint r = 0u; r < ROWS; r++) acc[r] = subgroupAdd(acc[r]);
-    if (NORM == 1u) square = subgroupAdd(square);
-    if (gl_NumSubgroups > 1u) {
-        if (subgroupElect()) {
-            [[unroll]] for (uint r = 0u; r < ROWS; r++) partial[gl_SubgroupID * (ROWS + 1u) + r] = acc[r];
-            partial[gl_SubgroupID * (ROWS + 1u) + ROWS] = square;
+    [[unroll]] for (uint b = 0u; b < BATCH; b++) {
+        [[unroll]] for (uint r = 0u; r < ROWS; r++) {
+            float sum = subgroupAdd(acc[b * ROWS + r]);
+            if (subgroupElect()) partial[gl_SubgroupID * SUMS + b * (ROWS + 1u) + r] = sum;
         }
-        barrier();
-        if (t != 0u) return;
-        for (uint i = 1u; i < gl_NumSubgroups; i++) {
-            [[unroll]] for (uint r = 0u; r < ROWS; r++) acc[r] += partial[i * (ROWS + 1u) + r];
-            square += partial[i * (ROWS + 1u) + ROWS];
+        if (NORM == 1u) {
+            float sum = subgroupAdd(square[b]);
+            if (subgroupElect()) partial[gl_SubgroupID * SUMS + b * (ROWS + 1u) + ROWS] = sum;
         }
-    } else if (t != 0u) {
-        return;
     }
-    float scale = NORM == 1u ? inversesqrt(square / float(k) + epsilon) : 1.0;
-    [[unroll]] for (uint r = 0u; r < ROWS; r++) acc[r] = acc[r] * scale + added[r];
+    barrier();
+    if (!finishes) return;
+    uint at = t / (ROWS / 2u) * (ROWS + 1u), pair = t % (ROWS / 2u) * 2u;
+    vec2 v = vec2(0.0);
+    float squares = 0.0;
+    for (uint i = 0u; i < gl_NumSubgroups; i++) {
+        v += vec2(partial[i * SUMS + at + pair], partial[i * SUMS + at + pair + 1u]);
+        if (NORM == 1u) squares += partial[i * SUMS + at + ROWS];
+    }
+    float scale = NORM == 1u ? inversesqrt(squares / float(k) + epsilon) : 1.0;
+    v = v * scale + added;
     if (EPILOGUE >= 2u) {
-        [[unroll]] for (uint r = 0u; r < ROWS; r += 2u)
-            if (first + r < n) y.v[yo + (first + r) / 2u] = glu(EPILOGUE, acc[r], acc[r + 1u]);
+        y.v[own_y + own_first / 2u] = glu(EPILOGUE, v.x, v.y);
     } else {
-        [[unroll]] for (uint r = 0u; r < ROWS; r++)
-            if (first + r < n) y.v[yo + first + r] = acc[r];
+        y.v[own_y + own_first] = v.x;
+        if (own_first + 1u < n) y.v[own_y + own_first + 1u] = v.y;
     }
 }

@@ -1,126 +1,405 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// Tiled GEMM on row-major weights, without matrix units, for many rows (prefill): y[r] = epilogue(
-// W · prologue(x[r]) ). The prologue, epilogue and formats are those of `gemv.comp`.
+#if ARITHMETIC > 0
+#extension GL_EXT_shader_explicit_arithmetic_types_float16 : require
+#endif
+#if ARITHMETIC == 2
+#extension GL_KHR_cooperative_matrix : require
+#extension GL_KHR_memory_scope_semantics : require
+#endif
+// Tiled GEMM on row-major weights for many rows of x, on every device: y[r] = epilogue( scales[r] · W · x[r] ).
 //
-// weight [N][chunks·8] in the variant's format; x [rows][x_stride] f32; y [rows][y_stride] f32
-// One workgroup of 256 invocations computes a tile of 64 rows of x by 64 rows of W. Per iteration, 16 columns of both
-// are staged in shared memory; each invocation accumulates 4 × 4 sums. Tiles whose first row is not below `count[2]`
-// (the number of rows of the prompt step) return at once.
-// Traffic: x is read N/64 times, W rows/64 times.
+// ARITHMETIC 0   f32: x in ORDER 0 of `block_rows`
+// ARITHMETIC 1   pairs of f16: x in ORDER 1, W rounded to f16. Products are summed in f16 over the 32 columns of a stage,
+//                then in f32. The sum over a stage has a relative error of about 8e-4; it overflows only if weights are
+//                larger than 1023, since elements of x are smaller than 2
+// ARITHMETIC 2   cooperative matrices of MATRIX_M × MATRIX_N × MATRIX_K in f16 with sums in f32, loaded from shared memory
+//                with `coopMatLoad`: x in ORDER 2, W rounded to f16
+// epilogue       0 store: y = v + b. 1 residual: y += v + b. From 2 on a gated linear unit: the rows of W alternate gate
+//                and up; y[n/2] = glu(gate, up)
+// weight         [n][chunks·8] in the variant's format (codes: `codes.glsl`);  y [rows][y_stride] f32
+// experts        EXPERTS 1 (MoE): `tiles` assigns an expert to each tile of x, and the expert's weights are n rows.
+//                SCATTER 1: the tile's rows are written to rows `slots` of y; rows whose slot is NOBODY are dropped
+//                (`expert_plan`)
+//
+// One workgroup computes a tile of TOKENS rows of x by FEATURES rows of W, or of SPLITS workgroups each a part of K: the
+// last one to arrive (an atomic counter) adds their sums in the order of the parts. Per stage, 16 columns (f32) or 32 of
+// both are in shared memory; the next stage's are loaded while these are multiplied. An invocation computes WORDS words
+// of x (of 4 rows in f32, 8 in f16) by EACH rows of W; a subgroup computes WORDS · MATRIX_M rows of x by EACH · MATRIX_N
+// rows of W with ARITHMETIC 2. Tiles whose first row is not below the number of rows in use return at once. Workgroups
+// with the same tile of W are neighbours.
+// Traffic: W rows/TOKENS times, x n/FEATURES times, most of them from the L2 cache.
 #include "common.glsl"
 #include "glu.glsl"
 
-layout(local_size_x = 256) in;
-layout(constant_id = 0) const uint NORM = 0;
-layout(constant_id = 1) const uint BIAS = 0;
-layout(constant_id = 2) const uint EPILOGUE = 0;
+layout(local_size_x_id = 0) in;
+layout(constant_id = 1) const uint LANES = 256;     // the workgroup's size
+layout(constant_id = 2) const uint BIAS = 0;
+layout(constant_id = 3) const uint EPILOGUE = 0;
+layout(constant_id = 4) const uint TOKENS = 64;     // rows of x of a tile
+layout(constant_id = 5) const uint FEATURES = 64;   // rows of W of a tile
+layout(constant_id = 6) const uint WORDS = 1;
+layout(constant_id = 7) const uint EACH = 4;        // even
+layout(constant_id = 8) const uint SPLITS = 1;
+layout(constant_id = 9) const uint ROWS = 0;        // rows of x in use; 0: `count` holds the number
+layout(constant_id = 10) const uint EXPERTS = 0;
+layout(constant_id = 11) const uint SCATTER = 0;
 #if WEIGHT == 3
-layout(constant_id = 3) const uint CODES = 0x5024; // the weights' format
+layout(constant_id = 12) const uint CODES = 0x5024; // the weights' format
 #include "codes.glsl"
+#endif
+#if ARITHMETIC == 2
+#if WEIGHT != 3
+layout(constant_id = 12) const uint CODES = 0x5024;
+#endif
+layout(constant_id = 13) const uint MATRIX_M = 16;
+layout(constant_id = 14) const uint MATRIX_N = 16;
+layout(constant_id = 15) const uint MATRIX_K = 16;
+layout(constant_id = 16) const uint SUBGROUP = 32;   // the subgroups' size
+#endif
+
+layout(buffer_reference, std430, buffer_reference_align = 4) buffer Counters { coherent uint v[]; };
+#if ARITHMETIC == 2
+layout(buffer_reference, std430, buffer_reference_align = 4) buffer Partials { coherent float v[]; };
+#else
+layout(buffer_reference, std430, buffer_reference_align = 16) buffer Partials { coherent vec4 v[]; };
 #endif
 
 layout(push_constant) uniform Args {
     Words4In weight;
-    Floats4In x;
-    Floats4In norm;
+    Words4In x;
+    FloatsIn scales;
     FloatsIn bias;
     FloatsInOut y;
-    WordsIn count;    // descriptor of the prompt step; word 2 is the number of rows in use
+    WordsIn count;     // descriptor of the prompt step; word 2 is the number of rows in use
+    WordsIn tiles;
+    WordsIn slots;
+    Partials partials; // with SPLITS > 1: [tiles][SPLITS][TOKENS · FEATURES]
+    Counters counters; // [tiles], zero between uses
     uint n;
-    uint k;
-    uint chunks;
-    uint x_stride;
-    uint y_stride;
-    float epsilon;
+    uint chunks;       // 8-value chunks of a padded row of W
+    uint y_stride;     // in floats
 };
 
-const uint TILE = 64u;
-const uint STEP = 16u;
-shared float xs[STEP][TILE + 4u];
-shared float ws[STEP][TILE + 4u];
-shared float squares[TILE][2];
+const uint NOBODY = 0xffffffffu;
+// Columns in a 16-byte word of W in shared memory.
+#if ARITHMETIC == 0
+const uint COLUMNS = 4u;
+#else
+const uint COLUMNS = 8u;
+#endif
+// Columns of a stage: four words of a row of W. A fifth word keeps rows in different banks.
+const uint STEP = 4u * COLUMNS;
+const uint W_STRIDE = 5u;
+const uint W_CHUNKS = STEP / 8u;
+const uint W_ITEMS = FEATURES * W_CHUNKS;
+const uint W_LOADS = (W_ITEMS + LANES - 1u) / LANES;
+#if ARITHMETIC == 2
+// x like W: rows of four words and one more.
+const uint X_STRIDE = W_STRIDE;
+const uint X_ITEMS = TOKENS * 4u;
+#else
+// x in words of adjacent rows, of which each has the STEP columns of a stage.
+const uint TOKENS_OF_WORD = COLUMNS;
+const uint X_STRIDE = STEP + 1u;
+const uint X_ITEMS = TOKENS / TOKENS_OF_WORD * STEP;
+#endif
+const uint X_LOADS = (X_ITEMS + LANES - 1u) / LANES;
+
+#if ARITHMETIC == 2
+shared f16vec4 w_s[FEATURES * W_STRIDE * 2u];
+shared f16vec4 x_s[TOKENS * X_STRIDE * 2u];
+const uint SUBGROUPS = (TOKENS / (WORDS * MATRIX_M)) * (FEATURES / (EACH * MATRIX_N));
+shared float slab_s[SUBGROUPS * MATRIX_M * MATRIX_N];
+#else
+shared uvec4 w_s[FEATURES * W_STRIDE];
+shared uvec4 x_s[TOKENS / TOKENS_OF_WORD * X_STRIDE];
+#endif
+shared uint last_s;
+
+uint used, tile_token, tile_feature, expert_row;
+
+// Eight weights as they are loaded, and as they are multiplied: two words in f32, one in f16.
+struct Eight { uvec4 a; uvec4 b; };
+
+Eight load_weights(uint item, uint stage) {
+    uint row = expert_row + min(tile_feature + item / W_CHUNKS, n - 1u);
+    // Chunks past the end of a row are multiplied with zeros of x.
+    uint c = min(stage * W_CHUNKS + item % W_CHUNKS, chunks - 1u);
+    Eight w;
+#if WEIGHT == 3
+    vec4 a, b;
+    load_codes8(weight, row, c, chunks, a, b);
+    w.a = floatBitsToUint(a);
+    w.b = floatBitsToUint(b);
+#elif WEIGHT == 2
+    w.a = weight.v[(row * chunks + c) * 2u];
+    w.b = weight.v[(row * chunks + c) * 2u + 1u];
+#else
+    w.a = weight.v[row * chunks + c];
+    w.b = uvec4(0u);
+#endif
+    return w;
+}
+
+Eight converted(Eight w) {
+#if WEIGHT < 2
+    vec4 a, b;
+    unpack8(w.a, a, b);
+#else
+    vec4 a = uintBitsToFloat(w.a), b = uintBitsToFloat(w.b);
+#endif
+#if ARITHMETIC == 0
+    return Eight(floatBitsToUint(a), floatBitsToUint(b));
+#elif WEIGHT == 1
+    return w;
+#else
+    return Eight(uvec4(packHalf2x16(a.xy), packHalf2x16(a.zw), packHalf2x16(b.xy), packHalf2x16(b.zw)), uvec4(0u));
+#endif
+}
+
+// Row `row` of the tile of W is at this place in shared memory. Except for matrices, the even rows come first, so that
+// invocations that have neighbouring pairs of rows read neighbouring rows.
+uint place(uint row) {
+#if ARITHMETIC == 2
+    return row;
+#else
+    return row % 2u * (FEATURES / 2u) + row / 2u;
+#endif
+}
+
+void store_weights(uint item, Eight loaded) {
+    Eight w = converted(loaded);
+    uint row = place(item / W_CHUNKS), chunk = item % W_CHUNKS;
+#if ARITHMETIC == 0
+    w_s[row * W_STRIDE + chunk * 2u] = w.a;
+    w_s[row * W_STRIDE + chunk * 2u + 1u] = w.b;
+#elif ARITHMETIC == 1
+    w_s[row * W_STRIDE + chunk] = w.a;
+#else
+    uint at = (row * W_STRIDE + chunk) * 2u;
+    w_s[at] = f16vec4(unpackFloat2x16(w.a.x), unpackFloat2x16(w.a.y));
+    w_s[at + 1u] = f16vec4(unpackFloat2x16(w.a.z), unpackFloat2x16(w.a.w));
+#endif
+}
+
+uvec4 load_tokens(uint item, uint stage) {
+    uint padded = (chunks + 3u) / 4u * 32u;
+#if ARITHMETIC == 2
+    uint row = min(tile_token + item / 4u, (used + 7u) / 8u * 8u - 1u);
+    return x.v[row * (padded / 8u) + stage * 4u + item % 4u];
+#else
+    uint block = min(tile_token / TOKENS_OF_WORD + item / STEP, (used - 1u) / TOKENS_OF_WORD);
+    return x.v[block * padded + stage * STEP + item % STEP];
+#endif
+}
+
+void store_tokens(uint item, uvec4 word) {
+#if ARITHMETIC == 2
+    uint at = (item / 4u * X_STRIDE + item % 4u) * 2u;
+    x_s[at] = f16vec4(unpackFloat2x16(word.x), unpackFloat2x16(word.y));
+    x_s[at + 1u] = f16vec4(unpackFloat2x16(word.z), unpackFloat2x16(word.w));
+#else
+    x_s[item / STEP * X_STRIDE + item % STEP] = word;
+#endif
+}
+
+// Items that every invocation has need no test.
+#define EACH_ITEM(items, loads, body)                                     \
+    [[unroll]] for (uint i_ = 0u; i_ < loads; i_++) {                     \
+        uint item_ = i_ * LANES + gl_LocalInvocationIndex;                \
+        if (items % LANES == 0u || item_ < items) { body }                \
+    }
+#define LOAD(stage)                                                       \
+    EACH_ITEM(W_ITEMS, W_LOADS, weights_[i_] = load_weights(item_, stage);) \
+    EACH_ITEM(X_ITEMS, X_LOADS, tokens_[i_] = load_tokens(item_, stage);)
+#define STORE                                                             \
+    EACH_ITEM(W_ITEMS, W_LOADS, store_weights(item_, weights_[i_]);)      \
+    EACH_ITEM(X_ITEMS, X_LOADS, store_tokens(item_, tokens_[i_]);)
+
+// Finishes the sums of one row of x with rows `feature` (even) and `feature` + 1 of W.
+void finish(uint token, uint feature, vec2 v) {
+    if (token >= used || feature >= n) return;
+    uint row = token;
+    if (SCATTER == 1u) {
+        row = slots.v[token];
+        if (row == NOBODY) return;
+    }
+    v *= scales.v[token];
+    if (BIAS == 1u) v += vec2(bias.v[expert_row + feature], bias.v[expert_row + min(feature + 1u, n - 1u)]);
+    uint at = row * y_stride;
+    if (EPILOGUE >= 2u) {
+        y.v[at + feature / 2u] = glu(EPILOGUE, v.x, v.y);
+        return;
+    }
+    at += feature;
+    if (EPILOGUE == 1u) y.v[at] += v.x; else y.v[at] = v.x;
+    if (feature + 1u >= n) return;
+    if (EPILOGUE == 1u) y.v[at + 1u] += v.y; else y.v[at + 1u] = v.y;
+}
+
+// Whether this workgroup is the last one of its tile to arrive: releases its partial sums and acquires the others'.
+bool is_last(uint tile) {
+    memoryBarrierBuffer();
+    barrier();
+    if (gl_LocalInvocationIndex == 0u) {
+        uint arrived = atomicAdd(counters.v[tile], 1u) + 1u;
+        if (arrived == SPLITS) counters.v[tile] = 0u;
+        last_s = arrived == SPLITS ? 1u : 0u;
+    }
+    barrier();
+    memoryBarrierBuffer();
+    return last_s == 1u;
+}
 
 void main() {
-    uint rows = count.v[2];
-    uint m0 = gl_WorkGroupID.y * TILE;
-    uint n0 = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * TILE;
-    if (m0 >= rows || n0 >= n) return;
-    uint t = gl_LocalInvocationID.x;
-    // The first 128 invocations stage x, the others W: each stages one row's half of the 16 columns.
-    uint stage_row = (t & 127u) >> 1u, stage_half = t & 1u;
-    bool stages_x = t < 128u;
-    uint xr = min(m0 + stage_row, rows - 1u), wr = min(n0 + stage_row, n - 1u);
-    float square = 0.0;
-    uint tm = (t & 15u) * 4u, tn = (t >> 4u) * 4u;
-    vec4 acc[4];
-    acc[0] = acc[1] = acc[2] = acc[3] = vec4(0.0);
-    for (uint c0 = 0u; c0 < chunks; c0 += 2u) {
-        uint c = c0 + stage_half;
-        vec4 a = vec4(0.0), b = vec4(0.0);
-        if (c < chunks) {
-            if (stages_x) {
-                a = x.v[xr * x_stride / 4u + c * 2u];
-                b = x.v[xr * x_stride / 4u + c * 2u + 1u];
-                if (NORM == 1u) {
-                    square += dot(a, a) + dot(b, b);
-                    a *= norm.v[c * 2u];
-                    b *= norm.v[c * 2u + 1u];
-                }
+    used = ROWS != 0u ? ROWS : count.v[2];
+    tile_token = gl_WorkGroupID.x * TOKENS;
+    tile_feature = gl_WorkGroupID.y * FEATURES;
+    if (tile_token >= used || tile_feature >= n) return;
+    expert_row = 0u;
+    if (EXPERTS == 1u) {
+        uint expert = tiles.v[gl_WorkGroupID.x];
+        if (expert == NOBODY) return;
+        expert_row = expert * n;
+    }
+    uint t = gl_LocalInvocationIndex;
+    uint tile = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x, split = gl_WorkGroupID.z;
+    uint stages = (chunks + W_CHUNKS - 1u) / W_CHUNKS;
+    uint share = (stages + SPLITS - 1u) / SPLITS;
+    uint begin = min(split * share, stages - 1u);
+    // A part past the end has no stages.
+    uint end = split * share < stages ? min(begin + share, stages) : begin;
+
+    Eight weights_[W_LOADS];
+    uvec4 tokens_[X_LOADS];
+    LOAD(begin)
+    STORE
+    barrier();
+
+#if ARITHMETIC == 2
+    uint wide = FEATURES / (EACH * MATRIX_N);
+    uint group_token = gl_SubgroupID / wide * (WORDS * MATRIX_M), group_feature = gl_SubgroupID % wide * (EACH * MATRIX_N);
+    coopmat<float, gl_ScopeSubgroup, MATRIX_M, MATRIX_N, gl_MatrixUseAccumulator> sums[WORDS * EACH];
+    [[unroll]] for (uint i = 0u; i < WORDS * EACH; i++)
+        sums[i] = coopmat<float, gl_ScopeSubgroup, MATRIX_M, MATRIX_N, gl_MatrixUseAccumulator>(0.0);
+    [[dont_unroll]] for (uint stage = begin; stage < end; stage++) {
+        LOAD(min(stage + 1u, stages - 1u))
+        [[unroll]] for (uint c = 0u; c < STEP / MATRIX_K; c++) {
+            coopmat<float16_t, gl_ScopeSubgroup, MATRIX_M, MATRIX_K, gl_MatrixUseA> a[WORDS];
+            [[unroll]] for (uint i = 0u; i < WORDS; i++)
+                coopMatLoad(a[i], x_s, ((group_token + i * MATRIX_M) * X_STRIDE * 2u + c * (MATRIX_K / 4u)),
+                            X_STRIDE * 2u, gl_CooperativeMatrixLayoutRowMajor);
+            [[unroll]] for (uint j = 0u; j < EACH; j++) {
+                coopmat<float16_t, gl_ScopeSubgroup, MATRIX_K, MATRIX_N, gl_MatrixUseB> b;
+                coopMatLoad(b, w_s, ((group_feature + j * MATRIX_N) * W_STRIDE * 2u + c * (MATRIX_K / 4u)),
+                            W_STRIDE * 2u, gl_CooperativeMatrixLayoutColumnMajor);
+                [[unroll]] for (uint i = 0u; i < WORDS; i++)
+                    sums[i * EACH + j] = coopMatMulAdd(a[i], b, sums[i * EACH + j]);
+            }
+        }
+        barrier();
+        STORE
+        barrier();
+    }
+
+    // The sums go through shared memory, since only the device knows which invocation has which of them.
+    uint slab = gl_SubgroupID * (MATRIX_M * MATRIX_N);
+    uint own = (tile * SPLITS + split) * (TOKENS * FEATURES);
+    [[unroll]] for (uint i = 0u; i < WORDS * EACH; i++) {
+        coopMatStore(sums[i], slab_s, slab, MATRIX_N, gl_CooperativeMatrixLayoutRowMajor);
+        subgroupMemoryBarrierShared();
+        subgroupBarrier();
+        uint token = group_token + i / EACH * MATRIX_M, feature = group_feature + i % EACH * MATRIX_N;
+        for (uint p = gl_SubgroupInvocationID; p < MATRIX_M * MATRIX_N / 2u; p += SUBGROUP) {
+            uint row = token + p / (MATRIX_N / 2u), column = feature + p % (MATRIX_N / 2u) * 2u;
+            vec2 v = vec2(slab_s[slab + p * 2u], slab_s[slab + p * 2u + 1u]);
+            if (SPLITS > 1u) {
+                partials.v[own + row * FEATURES + column] = v.x;
+                partials.v[own + row * FEATURES + column + 1u] = v.y;
             } else {
-#if WEIGHT == 3
-                load_codes8(weight, wr, c, chunks, a, b);
-#elif WEIGHT == 2
-                a = uintBitsToFloat(weight.v[(wr * chunks + c) * 2u]);
-                b = uintBitsToFloat(weight.v[(wr * chunks + c) * 2u + 1u]);
+                finish(tile_token + row, tile_feature + column, v);
+            }
+        }
+        subgroupMemoryBarrierShared();
+        subgroupBarrier();
+    }
+    if (SPLITS > 1u) {
+        if (!is_last(tile)) return;
+        uint from = tile * SPLITS * (TOKENS * FEATURES);
+        for (uint p = t; p < TOKENS * FEATURES / 2u; p += LANES) {
+            vec2 v = vec2(0.0);
+            for (uint s = 0u; s < SPLITS; s++) {
+                uint at = from + s * (TOKENS * FEATURES) + p * 2u;
+                v += vec2(partials.v[at], partials.v[at + 1u]);
+            }
+            finish(tile_token + p / (FEATURES / 2u), tile_feature + p % (FEATURES / 2u) * 2u, v);
+        }
+    }
+    if (CODES == 1u) y.v[0] = 0.0; // no format: keeps the constant
 #else
-                unpack8(weight.v[wr * chunks + c], a, b);
+    // The invocation's words of x and pairs of rows of W.
+    const uint FEATURE_GROUPS = FEATURES / EACH;
+    const uint QUADS = WORDS * (TOKENS_OF_WORD / 4u);
+    uint feature_group = t % FEATURE_GROUPS, word = t / FEATURE_GROUPS * WORDS;
+    vec4 sums[EACH * QUADS];
+    [[unroll]] for (uint i = 0u; i < EACH * QUADS; i++) sums[i] = vec4(0.0);
+    [[dont_unroll]] for (uint stage = begin; stage < end; stage++) {
+        LOAD(min(stage + 1u, stages - 1u))
+#if ARITHMETIC == 1
+        f16vec2 parts[EACH * QUADS * 2u];
+        [[unroll]] for (uint i = 0u; i < EACH * QUADS * 2u; i++) parts[i] = f16vec2(0.0);
 #endif
+        [[unroll]] for (uint c = 0u; c < 4u; c++) {
+            uvec4 w[EACH];
+            [[unroll]] for (uint i = 0u; i < EACH; i++)
+                w[i] = w_s[(i % 2u * (FEATURES / 2u) + i / 2u * FEATURE_GROUPS + feature_group) * W_STRIDE + c];
+            [[unroll]] for (uint k = 0u; k < COLUMNS; k++) {
+                [[unroll]] for (uint d = 0u; d < WORDS; d++) {
+                    uvec4 xs = x_s[(word + d) * X_STRIDE + c * COLUMNS + k];
+#if ARITHMETIC == 0
+                    vec4 tokens = uintBitsToFloat(xs);
+                    [[unroll]] for (uint i = 0u; i < EACH; i++)
+                        sums[i * QUADS + d] += uintBitsToFloat(w[i][k]) * tokens;
+#else
+                    [[unroll]] for (uint i = 0u; i < EACH; i++) {
+                        f16vec2 pair = unpackFloat2x16(w[i][k / 2u]);
+                        f16vec2 one = f16vec2(pair[k & 1u]);
+                        [[unroll]] for (uint e = 0u; e < 4u; e++) {
+                            uint at = (i * QUADS + d * 2u) * 2u + e;
+                            parts[at] = fma(unpackFloat2x16(xs[e]), one, parts[at]);
+                        }
+                    }
+#endif
+                }
             }
         }
+#if ARITHMETIC == 1
+        [[unroll]] for (uint i = 0u; i < EACH * QUADS; i++)
+            sums[i] += vec4(vec2(parts[2u * i]), vec2(parts[2u * i + 1u]));
+#endif
         barrier();
-        uint s = stage_half * 8u;
-        if (stages_x) {
-            [[unroll]] for (uint i = 0u; i < 4u; i++) {
-                xs[s + i][stage_row] = a[i];
-                xs[s + 4u + i][stage_row] = b[i];
-            }
-        } else {
-            [[unroll]] for (uint i = 0u; i < 4u; i++) {
-                ws[s + i][stage_row] = a[i];
-                ws[s + 4u + i][stage_row] = b[i];
-            }
-        }
+        STORE
         barrier();
-        [[unroll]] for (uint i = 0u; i < STEP; i++) {
-            vec4 wv = vec4(ws[i][tn], ws[i][tn + 1u], ws[i][tn + 2u], ws[i][tn + 3u]);
-            [[unroll]] for (uint j = 0u; j < 4u; j++) acc[j] += xs[i][tm + j] * wv;
+    }
+
+    if (SPLITS > 1u) {
+        uint own = (tile * SPLITS + split) * (EACH * QUADS * LANES) + t;
+        [[unroll]] for (uint i = 0u; i < EACH * QUADS; i++) partials.v[own + i * LANES] = sums[i];
+        if (!is_last(tile)) return;
+        uint from = tile * SPLITS * (EACH * QUADS * LANES) + t;
+        [[unroll]] for (uint i = 0u; i < EACH * QUADS; i++) {
+            sums[i] = partials.v[from + i * LANES];
+            for (uint s = 1u; s < SPLITS; s++) sums[i] += partials.v[from + (s * EACH * QUADS + i) * LANES];
         }
     }
-    if (NORM == 1u) {
-        if (stages_x) squares[stage_row][stage_half] = square;
-        barrier();
-    }
-    for (uint j = 0u; j < 4u; j++) {
-        uint row = m0 + tm + j;
-        if (row >= rows) continue;
-        float scale = 1.0;
-        if (NORM == 1u) scale = inversesqrt((squares[tm + j][0] + squares[tm + j][1]) / float(k) + epsilon);
-        vec4 v = acc[j] * scale;
-        uint yo = row * y_stride;
-        if (BIAS == 1u) {
-            for (uint i = 0u; i < 4u; i++)
-                if (n0 + tn + i < n) v[i] += bias.v[n0 + tn + i];
-        }
-        if (EPILOGUE >= 2u) {
-            for (uint i = 0u; i < 4u; i += 2u)
-                if (n0 + tn + i < n) y.v[yo + (n0 + tn + i) / 2u] = glu(EPILOGUE, v[i], v[i + 1u]);
-        } else {
-            for (uint i = 0u; i < 4u; i++) {
-                if (n0 + tn + i >= n) continue;
-                if (EPILOGUE == 1u) y.v[yo + n0 + tn + i] += v[i];
-                else y.v[yo + n0 + tn + i] = v[i];
-            }
+    [[unroll]] for (uint i = 0u; i < EACH; i += 2u) {
+        uint feature = tile_feature + (i / 2u * FEATURE_GROUPS + feature_group) * 2u;
+        [[unroll]] for (uint q = 0u; q < QUADS; q++) {
+            uint token = tile_token + word * TOKENS_OF_WORD + q * 4u;
+            [[unroll]] for (uint e = 0u; e < 4u; e++)
+                finish(token + e, feature, vec2(sums[i * QUADS + q][e], sums[(i + 1u) * QUADS + q][e]));
         }
     }
+#endif
 }

@@ -154,7 +154,7 @@ impl Report<'_> {
             line("refused", reason.clone());
         }
         if let Some(check) = self.check {
-            let paths: Vec<&str> = check.paths.iter().map(|path| path.words()).collect();
+            let paths: Vec<String> = check.paths.iter().map(|path| path.words()).collect();
             line("path", paths.join("; or, if a test fails that was not run, "));
         }
         let sizes = if c.subgroup_size_control {

@@ -13,14 +13,16 @@ use crate::gpu::build::format_test::test_formats;
 use crate::gpu::build::recordings::Recordings;
 use crate::gpu::devices::OpenDevice;
 use crate::gpu::error::StartError;
-use crate::gpu::matrix_units::{probe, unpromised};
+use crate::gpu::matrix_units::{arithmetic, probe, promised as offered, unpromised};
 use crate::gpu::tuned::Tuned;
 use crate::host::progress::{Progress, Unit};
 use crate::kernels::code_probe::code_kernel;
+use crate::kernels::gemm::matmul::Arithmetic;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{BuiltPipeline, Pipelines};
 use crate::model::checkpoint::Checkpoint;
+use crate::model::decoder::Tuning;
 use crate::telemetry::with_causes;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
@@ -71,14 +73,14 @@ pub enum KernelPath {
     MatrixUnits,
     /// In fragments, multiplied with scalar arithmetic.
     Emulated,
-    /// Row after row, with scalar arithmetic.
-    RowMajor,
+    /// Row after row; many rows of activations are multiplied in this arithmetic.
+    RowMajor(Arithmetic),
 }
 
 impl KernelPath {
-    fn of(fragments: Option<Matrices>) -> KernelPath {
-        match fragments {
-            None => KernelPath::RowMajor,
+    fn of(tuning: &Tuning) -> KernelPath {
+        match tuning.fragments {
+            None => KernelPath::RowMajor(tuning.arithmetic),
             Some(Matrices::Emulated) => KernelPath::Emulated,
             Some(Matrices::Cooperative) => KernelPath::MatrixUnits,
         }
@@ -89,16 +91,25 @@ impl KernelPath {
         match self {
             KernelPath::MatrixUnits => "matrix_units",
             KernelPath::Emulated => "emulated",
-            KernelPath::RowMajor => "row_major",
+            KernelPath::RowMajor(_) => "row_major",
         }
     }
 
     /// Returns the path in words.
-    pub fn words(self) -> &'static str {
+    pub fn words(self) -> String {
         match self {
-            KernelPath::MatrixUnits => "weights in fragments, multiplied on matrix units",
-            KernelPath::Emulated => "weights in fragments, multiplied by hand",
-            KernelPath::RowMajor => "weights row after row, multiplied by hand",
+            KernelPath::MatrixUnits => "weights in fragments, multiplied on matrix units".to_owned(),
+            KernelPath::Emulated => "weights in fragments, multiplied by hand".to_owned(),
+            KernelPath::RowMajor(arithmetic) => {
+                let how = match arithmetic {
+                    Arithmetic::F32 => "in f32".to_owned(),
+                    Arithmetic::F16 => "in pairs of f16".to_owned(),
+                    Arithmetic::Matrices(of) => {
+                        format!("on matrix units of {}x{}x{} in f16, by subgroups of {}", of.m, of.n, of.k, of.subgroup)
+                    }
+                };
+                format!("weights row after row, many rows multiplied {how}")
+            }
         }
     }
 }
@@ -197,8 +208,11 @@ pub fn check(
     let device = Device::open_with_statistics(instance, adapter)?;
     let promised = unpromised(&adapter.capabilities).is_empty();
     let opened = OpenDevice::of(device, GpuTime::Off, LITTLE_STAGING, |device, arena| match options.compile_only {
-        true => Ok(promised.then_some(Matrices::Cooperative)),
-        false => probe(device, arena, None),
+        true => Ok((promised.then_some(Matrices::Cooperative), offered(adapter)[0])),
+        false => {
+            let matrices = probe(device, arena, None)?;
+            Ok((matrices, arithmetic(device, arena, None, matrices.is_some())?))
+        }
     })?;
     let tuned = Tuned::of_model(options.cache, adapter, options.checkpoint, progress);
     let (no_span, cancelled) = (tracing::Span::none(), AtomicBool::new(false));
@@ -256,7 +270,7 @@ pub fn check(
         () if !quantised(&all) => Outcome::NotRun("the model has no quantised weights"),
         () => match test_formats(&build, &build.tuning(context(&build)), &recordings[0].1, &pipelines)? {
             None => Outcome::Passed(String::new()),
-            Some(why) if found.paths[0] == KernelPath::RowMajor => Outcome::Failed(why),
+            Some(why) if matches!(found.paths[0], KernelPath::RowMajor(_)) => Outcome::Failed(why),
             Some(why) => Outcome::Passed(format!("wrong in fragments ({why}): weights are packed row after row")),
         },
     };
@@ -292,7 +306,7 @@ fn context(build: &Build<'_>) -> u32 {
 fn recorded(build: &Build<'_>) -> (KernelPath, Recordings) {
     let buckets = build.buckets();
     let decoder = build.decoder(context(build), 1, *buckets.last().expect("there is at least one bucket"));
-    let path = KernelPath::of(decoder.tuning.fragments);
+    let path = KernelPath::of(&decoder.tuning);
     (path, Recordings::new(&decoder, &buckets, build.draft_sequences()))
 }
 

@@ -14,7 +14,7 @@ use crate::engine::plan::Capacity;
 use crate::gpu::build::Build;
 use crate::gpu::error::StartError;
 use crate::gpu::executor::GpuExecutor;
-use crate::gpu::matrix_units::probe;
+use crate::gpu::matrix_units::{arithmetic, probe};
 use crate::gpu::spans;
 use crate::gpu::tuned::Tuned;
 use crate::host::progress::{Progress, Quiet};
@@ -22,6 +22,7 @@ use crate::host::source::LoadAttempt;
 use crate::host::source::{BuildError, ModelSource};
 use crate::host::{DeviceMemory, DeviceStatus, MemoryShare, ServedDevice};
 use crate::host::{Host, ModelInfo, ServedModel};
+use crate::kernels::gemm::matmul::Arithmetic;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::memory::{Arena, StagingRing};
 use crate::model::checkpoint::Checkpoint;
@@ -53,6 +54,8 @@ pub struct OpenDevice {
     pub(crate) ring: StagingRing,
     pub(crate) loader: Loader,
     pub(crate) matrices: Option<Matrices>,
+    /// The arithmetic of products of many rows with row-major weights.
+    pub(crate) arithmetic: Arithmetic,
     /// Locked while a replica is built: a memory plan relies on free memory that no other load may take.
     building: Mutex<()>,
 }
@@ -65,23 +68,27 @@ impl OpenDevice {
         gpu_time: GpuTime,
     ) -> Result<OpenDevice, StartError> {
         let device = Device::open(instance, adapter)?;
-        OpenDevice::of(device, gpu_time, staging(adapter), |device, arena| probe(device, arena, cache))
+        OpenDevice::of(device, gpu_time, staging(adapter), |device, arena| {
+            let matrices = probe(device, arena, cache)?;
+            Ok((matrices, arithmetic(device, arena, cache, matrices.is_some())?))
+        })
     }
 
-    /// Makes an open device of `device`, with a staging ring of some slots of some bytes. `matrices` says how the device
-    /// multiplies matrix blocks.
+    /// Makes an open device of `device`, with a staging ring of some slots of some bytes. `multiplies` says how the device
+    /// multiplies matrix blocks, and row-major weights.
     pub(crate) fn of(
         device: Arc<Device>,
         gpu_time: GpuTime,
         (slots, bytes): (usize, usize),
-        matrices: impl FnOnce(&Arc<Device>, &Arena) -> Result<Option<Matrices>, StartError>,
+        multiplies: impl FnOnce(&Arc<Device>, &Arena) -> Result<(Option<Matrices>, Arithmetic), StartError>,
     ) -> Result<OpenDevice, StartError> {
         let arena = Arena::new(&device)?;
         let ring = StagingRing::new(&arena, slots, bytes)?;
         let transfer = Arc::new(Transfer::spawn(&arena)?);
-        let matrices = matrices(&device, &arena)?;
+        let (matrices, arithmetic) = multiplies(&device, &arena)?;
         Ok(OpenDevice {
             matrices,
+            arithmetic,
             building: Mutex::default(),
             compute: Arc::new(Compute::spawn(Arc::clone(&device), gpu_time)?),
             loader: Loader::spawn(Arc::clone(&transfer), ring.clone(), None)?,

@@ -1,12 +1,17 @@
-//! Determines how a device multiplies matrix blocks: on its matrix units (cooperative matrices), if it has them and
-//! stores the elements where the kernels expect them.
+//! Determines how a device multiplies: blocks of weights in fragments on its matrix units (cooperative matrices), if it has
+//! them and stores the elements where the kernels expect them; and row-major weights in the fastest arithmetic that gives
+//! right results.
 //! Not here: the choice of kernels (`model::decoder`).
 
-use crate::device::{Capabilities, Component, Device, MatrixShape};
+use crate::device::{Adapter, Capabilities, Component, Device, MatrixShape};
 use crate::gpu::error::StartError;
 use crate::gpu::timing::time_regions;
 use crate::kernels::gemm::fragment_layout::{self, FOUND};
+use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatrixUnits, Rows, Scratch, block_rows};
 use crate::kernels::gemm::skinny::Matrices;
+use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product};
+use crate::kernels::host_memory::HostMemory;
+use crate::kernels::interpreter;
 use crate::kernels::recording::Recording;
 use crate::kernels::region::{Pipelines, Region};
 use crate::memory::pack::Format;
@@ -68,4 +73,92 @@ pub(crate) fn probe(device: &Arc<Device>, arena: &Arena, cache: Option<&Path>) -
         tracing::warn!(device = device.adapter().name, "matrix units keep elements elsewhere: they are not used");
     }
     Ok(as_expected.then_some(Matrices::Cooperative))
+}
+
+/// Returns the arithmetic that an adapter promises for row-major weights, the fastest first. CPU drivers compute in f32.
+pub(crate) fn promised(adapter: &Adapter) -> Vec<Arithmetic> {
+    let units = MatrixUnits::of(&adapter.capabilities).map(Arithmetic::Matrices);
+    let half = adapter.capabilities.float16.then_some(Arithmetic::F16);
+    let fast = [units, half].into_iter().flatten().filter(|_| !adapter.is_cpu());
+    fast.chain([Arithmetic::F32]).collect()
+}
+
+/// Returns the fastest promised arithmetic for row-major weights whose results are right on the device. A device that
+/// multiplies weights in fragments on matrix units (`fragments`) has row-major weights in exceptions only: it is not
+/// tested, and gets pairs of f16.
+pub(crate) fn arithmetic(
+    device: &Arc<Device>,
+    arena: &Arena,
+    cache: Option<&Path>,
+    fragments: bool,
+) -> Result<Arithmetic, StartError> {
+    let adapter = device.adapter();
+    let promised = promised(adapter);
+    if fragments {
+        let plain = promised.into_iter().find(|of| !matches!(of, Arithmetic::Matrices(_)));
+        return Ok(plain.unwrap_or(Arithmetic::F32));
+    }
+    for arithmetic in promised {
+        if arithmetic == Arithmetic::F32 || is_right(device, arena, cache, arithmetic)? {
+            return Ok(arithmetic);
+        }
+        tracing::warn!(device = adapter.name, ?arithmetic, "products in this arithmetic are wrong: it is not used");
+    }
+    Ok(Arithmetic::F32)
+}
+
+/// Multiplies a small matrix, whose sizes are no multiples of a tile's, and compares with the reference.
+fn is_right(
+    device: &Arc<Device>,
+    arena: &Arena,
+    cache: Option<&Path>,
+    arithmetic: Arithmetic,
+) -> Result<bool, StartError> {
+    /// The allowed difference of sums of up to about 2: rounding changes them by less than 4e-3.
+    const LIMIT: f32 = 2e-2;
+    let (n, k, rows) = (50, 104, 21);
+    let mut recording = Recording::new("arithmetic");
+    let r = &mut recording;
+    let stride = 64;
+    let config = match arithmetic {
+        Arithmetic::Matrices(of) => MatmulConfig { tokens: 2 * of.m, features: 4 * of.n, words: 2, each: 2, splits: 2 },
+        _ => MatmulConfig { tokens: 16, features: 64, words: 1, each: 4, splits: 2 },
+    };
+    let x = Activations { range: r.buffer("x", u64::from(rows * k) * 4), stride: k };
+    let product = Product {
+        label: "arithmetic".to_owned(),
+        weight: Matrix { range: r.buffer("weight", u64::from(n * k) * 2), format: Format::F16, rows: n, cols: k },
+        x,
+        norm: None,
+        bias: None,
+        epilogue: Epilogue::Store,
+        y: Activations { range: r.buffer("y", u64::from(rows * stride) * 4), stride },
+    };
+    let blocked = Blocked::declare(r, "blocked", arithmetic, rows, k);
+    let scratch = Scratch::declare(r, config, rows, n);
+    r.call(block_rows("block".to_owned(), x, None, blocked, Rows::All(rows)));
+    r.call(product.matmul(blocked, Rows::All(rows), 0, config, scratch));
+
+    let mut memory = HostMemory::new(r);
+    for i in 0..rows * k {
+        // Pseudo-random values between -1 and 1.
+        memory.set_f32(x.range, i, (i.wrapping_mul(2_654_435_761) >> 16 & 0xff) as f32 / 128.0 - 1.0);
+    }
+    for i in 0..n * k {
+        memory.set_f16(product.weight.range, i, (i.wrapping_mul(2_246_822_519) >> 16 & 0xff) as f32 / 1024.0 - 0.125);
+    }
+    let mut table = BufferTable::new();
+    for (decl, words) in recording.buffers.iter().zip(&memory.buffers) {
+        let buffer = arena.buffer(&decl.name, decl.bytes, Place::Readback)?;
+        buffer.write(0, &bytemuck::cast_slice(words)[..decl.bytes as usize]);
+        table.add(buffer)?;
+    }
+    let pipelines = Pipelines::build(device, cache, &[&recording], &|_, _| {})?;
+    let region = Arc::new(Region::build(device, &recording, &table, &pipelines)?);
+    time_regions(device, &[region], 1)?;
+    let mut found = vec![0f32; (rows * stride) as usize];
+    table.require("y")?.read(0, bytemuck::cast_slice_mut(&mut found));
+    interpreter::run(&recording, &mut memory);
+    let wanted = memory.floats(product.y.range);
+    Ok(wanted.iter().zip(&found).all(|(wanted, found)| (wanted - found).abs() <= LIMIT))
 }

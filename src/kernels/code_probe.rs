@@ -7,6 +7,7 @@
 
 use super::embed::rows_bytes;
 use super::gemm::codes::expanded_bytes;
+use super::gemm::matmul;
 use super::host_memory::{HostMemory, PackedMatrix};
 use super::recording::{Call, Op, Range, Recording};
 use super::shaders::{
@@ -68,7 +69,11 @@ pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
         }
         "expand_codes" => (ExpandCodesConstants::from_values(&call.constants).codes, 0),
         "gemv" => (GemvConstants::from_values(&call.constants).codes, 0),
-        "matmul" => (MatmulConstants::from_values(&call.constants).codes, 0),
+        "matmul" => {
+            let c = MatmulConstants::from_values(&call.constants);
+            variant = [c.experts, 0];
+            (c.codes, c.rows)
+        }
         "embed_rows" => (EmbedRowsConstants::from_values(&call.constants).codes, 0),
         "expert_gemv" => {
             let c = ExpertGemvConstants::from_values(&call.constants);
@@ -267,28 +272,57 @@ impl Operands {
             y,
             n,
             y_stride: n,
+            rows,
             ..a
         };
-        (Call { args: args.into_args(), groups: fold(n.div_ceil(c.rows), rows), ..call.clone() }, (y, n), false)
+        let groups = fold(n.div_ceil(c.rows) * rows.div_ceil(c.batch), 1);
+        (Call { args: args.into_args(), groups, ..call.clone() }, (y, n), false)
     }
 
     fn matmul(&mut self, call: &Call, codes: Codes) -> Built {
         let c = MatmulConstants::from_values(&call.constants);
         let a = MatmulArgs::from_args(&call.args);
-        let (n, rows) = (64, ROWS);
-        let y = self.zeros("y", rows * n);
+        let order = matmul::order_of(call.kernel);
+        // A tile of one expert, if the rows are sorted by expert; its rows keep their order.
+        let (n, k) = (c.features, a.chunks * 8);
+        let rows = if c.rows == 0 { ROWS } else { c.rows };
+        let used = if c.experts == 1 { c.tokens } else { rows };
+        let cols = k.next_multiple_of(32);
+        let padded = rows.next_multiple_of(8);
+        let mut values = vec![0f32; (padded * cols) as usize];
+        for row in 0..used {
+            let first = row * VALUES % k.saturating_sub(VALUES).max(1);
+            for col in first..(first + VALUES).min(k) {
+                values[matmul::blocked_index(order, row, col, cols) as usize] = self.random();
+            }
+        }
+        let x = match order {
+            0 => values.iter().map(|v| v.to_bits()).collect(),
+            _ => {
+                let half = |v: f32| u32::from(f16::from_f32(v).to_bits());
+                values.chunks_exact(2).map(|pair| half(pair[0]) | half(pair[1]) << 16).collect()
+            }
+        };
+        let y = self.zeros("y", used * n);
+        let tiles = rows.div_ceil(c.tokens);
+        let slots = (0..rows).map(|row| if row < used { row } else { u32::MAX }).collect();
         let args = MatmulArgs {
-            weight: self.weight("weight", codes, ROW_MAJOR, n, a.k),
-            x: self.rows(VALUES, [rows, a.k, a.x_stride], None),
-            norm: self.norm(c.norm == 1, a.x_stride),
+            weight: self.weight("weight", codes, ROW_MAJOR, n, k),
+            x: self.buffer("x", x),
+            scales: self.buffer("scales", vec![1f32.to_bits(); padded as usize]),
             bias: self.bias(n),
             y,
             count: self.buffer("count", vec![0, 0, rows, 0]),
+            tiles: self.buffer("tiles", (0..tiles).map(|tile| if tile == 0 { 0 } else { u32::MAX }).collect()),
+            slots: self.buffer("slots", slots),
+            partials: self.zeros("partials", tiles * c.splits * c.tokens * c.features),
+            counters: self.zeros("counters", tiles),
             n,
             y_stride: n,
             ..a
         };
-        (Call { args: args.into_args(), groups: [1, 1, 1], ..call.clone() }, (y, n), false)
+        let groups = [tiles, 1, c.splits];
+        (Call { args: args.into_args(), groups, ..call.clone() }, (y, n), false)
     }
 
     fn embed(&mut self, call: &Call, codes: Codes) -> Built {
@@ -375,6 +409,7 @@ impl Operands {
 mod tests {
     use super::*;
     use crate::kernels::gemm::codes::{expand_codes, skinny_codes};
+    use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, Rows, Scratch};
     use crate::kernels::gemm::skinny::{Matrices, SkinnyConfig};
     use crate::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product};
     use crate::kernels::tags::Flow;
@@ -399,10 +434,17 @@ mod tests {
         let skinny =
             |product: &Product, rows, flow| skinny_codes(product, rows, Matrices::Emulated, config, flow, weight.range);
         let norm = Some((weight.range, 1e-5));
+        let config = MatmulConfig { tokens: 16, features: 32, words: 1, each: 4, splits: 2 };
+        let scratch = Scratch { partials: weight.range, counters: weight.range };
+        let many = |arithmetic| {
+            let x = Blocked { range: weight.range, scales: weight.range, cols, arithmetic };
+            product(Epilogue::Residual, None).matmul(x, Rows::All(16), 0, config, scratch)
+        };
         vec![
-            product(Epilogue::Store, None).gemv(1, 64, 2),
-            product(Epilogue::Gated(Glu::Silu), norm).gemv(1, 64, 4),
-            product(Epilogue::Residual, norm).matmul(64, weight.range),
+            product(Epilogue::Store, None).gemv(1, 64, 2, 1),
+            product(Epilogue::Gated(Glu::Silu), norm).gemv(5, 64, 4, 4),
+            many(Arithmetic::F32),
+            many(Arithmetic::F16),
             skinny(&product(Epilogue::Store, norm), 1, Flow::NONE),
             skinny(&product(Epilogue::Gated(Glu::Silu), norm), 4, flow),
             skinny(&product(Epilogue::Residual, None), 16, flow),
@@ -412,7 +454,7 @@ mod tests {
                 2,
                 flow,
             ),
-            Product { bias: Some(biased), ..product(Epilogue::Store, None) }.gemv(1, 64, 2),
+            Product { bias: Some(biased), ..product(Epilogue::Store, None) }.gemv(1, 64, 2, 1),
             expand_codes("expand".to_owned(), &weight, (0, rows), Matrices::Emulated, weight.range),
         ]
     }

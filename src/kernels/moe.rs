@@ -1,7 +1,9 @@
 //! Mixtures of experts (MoE): the routing and the MLP of the chosen experts.
 //!
 //! - A few rows, weights in fragment order: [`Mlp::few_gate_up`] and [`Mlp::few_down`], which include the routing.
-//! - Row-major weights: [`Mlp::choose`], then [`Mlp::gemv_gate_up`] and [`Mlp::gemv_down`], for any number of rows.
+//! - Row-major weights: [`Mlp::choose`], then [`Mlp::gemv_gate_up`] and [`Mlp::gemv_down`], for any number of rows; or, for
+//!   many rows, [`Mlp::choose`], [`Mlp::plan`], [`super::gemm::matmul::block_rows`], [`Mlp::matmul_gate_up`],
+//!   [`Mlp::matmul_down`] and [`Mlp::combine`].
 //! - Many rows, weights in fragment order: [`Mlp::choose`], [`Mlp::plan`], [`super::gemm::tiled::pack_sorted`],
 //!   [`Mlp::sorted_gate_up`], [`Mlp::sorted_down`] and [`Mlp::combine`].
 //!
@@ -9,10 +11,11 @@
 //! (`skinny`, `gemm`, `panel`, `tiled`).
 
 use super::deterministic::{key_of, value_of};
+use super::gemm::matmul::{Blocked, MatmulConfig, Rows, Scratch};
 use super::gemm::panel;
 use super::gemm::skinny::{Matrices, SkinnyConfig};
 use super::gemm::tiled::{Output, Packed, TILE_TOKENS, Tile, Tiled};
-use super::gemm::{Activations, Epilogue, Glu, Matrix, glu};
+use super::gemm::{Activations, Epilogue, Glu, Matrix, Product, glu};
 use super::host_memory::{HostMemory, PackedMatrix};
 use super::recording::{Call, Range};
 use super::shaders::{
@@ -619,6 +622,43 @@ impl Mlp {
             Grouped::Panel(matrices, config) => panel::panel_sorted(&product, sorted, matrices, config),
             Grouped::Tiled(tile) => product.sorted(tile, sorted),
         }
+    }
+
+    /// Returns the call that computes the experts' values between their products on row-major weights. `x` are the rows
+    /// that [`super::gemm::matmul::block_rows`] has prepared for [`Rows::Sorted`], `middle` has a row for each slot.
+    pub fn matmul_gate_up(&self, x: Blocked, middle: Activations, sorted: &Sorted, config: MatmulConfig) -> Call {
+        let epilogue = Epilogue::Gated(self.shape.glu);
+        self.matmul(Stage::GateUp, x, middle, epilogue, Rows::Slots(sorted), config)
+    }
+
+    /// Returns the call that computes each chosen expert's output for a row: `parts`, of [`ExpertsShape::parts_bytes`].
+    /// `middle` are the rows that were prepared for [`Rows::Slots`].
+    pub fn matmul_down(&self, middle: Blocked, parts: Activations, sorted: &Sorted, config: MatmulConfig) -> Call {
+        self.matmul(Stage::Down, middle, parts, Epilogue::Store, Rows::Sorted(sorted), config)
+    }
+
+    fn matmul(
+        &self,
+        stage: Stage,
+        x: Blocked,
+        y: Activations,
+        epilogue: Epilogue,
+        rows: Rows<'_>,
+        config: MatmulConfig,
+    ) -> Call {
+        let (weight, _, each, _) = self.matrices(stage);
+        let product = Product {
+            label: self.label_of(stage),
+            weight,
+            x: y,
+            norm: None,
+            bias: self.bias(stage),
+            epilogue,
+            y,
+        };
+        // There are many tiles, so their columns are not divided.
+        let none = Scratch { partials: y.range.none(), counters: y.range.none() };
+        product.matmul(x, rows, each, MatmulConfig { splits: 1, ..config }, none)
     }
 
     /// Returns the call of x += the chosen experts' outputs, times their shares, plus `shared`, the shared expert's

@@ -236,7 +236,7 @@ fn build_one(device: &Device, cache: &PipelineCache, (kernel, constants): &Key) 
         spirv: &words,
         constants,
         push_bytes: shader.push_bytes,
-        required_subgroup: shader.matrices.then_some(32),
+        required_subgroup: shader.required_subgroup(constants),
         full_subgroups: shader.matrices,
     };
     Pipeline::new(device, cache, &desc)

@@ -18,11 +18,22 @@ pub struct Shader {
     pub fields: &'static [ArgField],
     /// The specialization constants: id and name.
     pub constants: &'static [(u32, &'static str)],
-    /// Whether the shader uses cooperative matrices and therefore needs full subgroups of 32.
+    /// Whether the shader uses cooperative matrices and therefore needs full subgroups, of
+    /// [`Shader::required_subgroup`] invocations.
     pub matrices: bool,
 }
 
 impl Shader {
+    /// Returns the subgroup size that a pipeline with these specialization constants requires: the constant of that name,
+    /// or 32 for other shaders with cooperative matrices; `None` for shaders that run with any size.
+    pub fn required_subgroup(&self, constants: &[u32]) -> Option<u32> {
+        let named = self.constants.iter().find(|(_, name)| *name == "subgroup");
+        match named {
+            Some((id, _)) => constants.get(*id as usize).copied(),
+            None => self.matrices.then_some(32),
+        }
+    }
+
     /// The SPIR-V module as words.
     pub fn words(&self) -> Vec<u32> {
         self.spirv.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()

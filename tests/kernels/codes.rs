@@ -10,6 +10,7 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random};
 use ostinato::kernels::embed::{RowsFrom, Table, embed_rows};
 use ostinato::kernels::gemm::codes::{expand_codes, expanded_bytes, shared_bytes, skinny_codes};
+use ostinato::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, Rows, Scratch, block_rows};
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig};
 use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product};
 use ostinato::kernels::moe::{ExpertsShape, Mlp, Used};
@@ -229,13 +230,54 @@ fn row_major_products_of_every_format() {
         cases.case(format!("{case:?}"));
         let product = case.product(&mut cases, &mut random, ROW_MAJOR, SUMS * 16.0);
         if case.rows == 1 {
-            cases.recording.call(product.gemv(1, 64, 2));
+            cases.recording.call(product.gemv(1, 64, 2, 1));
         } else {
-            let chunk = cases.words("chunk", &[0, 0, case.rows, 0]);
-            cases.recording.call(product.matmul(case.rows, chunk));
+            cases.recording.call(product.gemv(case.rows, 64, 2, 4));
         }
     }
     check(&cases);
+}
+
+/// Records the products of many rows on row-major weights.
+fn many_rows(name: &str, arithmetic: Arithmetic, limit: f32) -> Cases {
+    let mut cases = Cases::new(name);
+    let mut random = Random(93);
+    for (index, case) in products(&[5], Flow::NONE).into_iter().enumerate() {
+        cases.case(format!("{case:?}"));
+        let product = case.product(&mut cases, &mut random, ROW_MAJOR, limit);
+        let splits = 1 + index as u32 % 2;
+        let config = MatmulConfig { tokens: 16, features: 32, words: 1, each: 4, splits };
+        let words = |bytes: u64| vec![0; bytes.div_ceil(4).max(1) as usize];
+        let range = cases.words("blocked", &words(Blocked::bytes(arithmetic, case.rows, case.k)));
+        let scales = cases.words("scales", &words(Blocked::scale_bytes(case.rows)));
+        cases.expect(scales, Expect::Floats(1e-6));
+        let x = Blocked { range, scales, cols: case.k, arithmetic };
+        let [partials, counters] = config.scratch_bytes(case.rows, case.n);
+        let partials = cases.words("partials", &words(partials));
+        cases.expect(partials, Expect::Any);
+        let counters = cases.words("counters", &words(counters));
+        let rows = Rows::All(case.rows);
+        cases.recording.call(block_rows("block".to_owned(), product.x, product.norm, x, rows));
+        cases.recording.call(product.matmul(x, rows, 0, config, Scratch { partials, counters }));
+    }
+    cases
+}
+
+#[test]
+fn many_rows_of_every_format() {
+    check(&many_rows("matmul.codes", Arithmetic::F32, SUMS * 16.0));
+}
+
+#[test]
+fn many_rows_of_every_format_in_f16() {
+    let cases = many_rows("matmul.codes.half", Arithmetic::F16, HALF_SWIGLU);
+    let (vulkan, reference) = (Vulkan::new(), cases.reference());
+    for driver in Driver::all() {
+        let bench = Bench::new(&vulkan, *driver);
+        if bench.device.adapter().capabilities.float16 {
+            cases.check(&bench, &reference);
+        }
+    }
 }
 
 fn skinny_cases(name: &str, list: Vec<Case>) {

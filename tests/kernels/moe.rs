@@ -11,12 +11,13 @@
 
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, round, ways};
+use ostinato::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, Rows, block_rows};
 use ostinato::kernels::gemm::panel;
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig};
 use ostinato::kernels::gemm::tiled::{Packed, TILE_TOKENS, Tile, pack_sorted};
 use ostinato::kernels::gemm::{Activations, Glu, Matrix};
 use ostinato::kernels::host_memory::HostMemory;
-use ostinato::kernels::moe::{ExpertsShape, Grouped, Mlp, Sorted, Used};
+use ostinato::kernels::moe::{ExpertsShape, Grouped, Mlp, Route, Sorted, Used};
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::tags::{Flow, tagged};
 use ostinato::memory::pack::{self, Format, Layout, Packing, SourceFormat};
@@ -419,6 +420,121 @@ fn rows_run_their_experts_on_weights_row_after_row() {
     check(&vulkan, &cases, &reference);
 }
 
+/// A selection by scores: the sizes, the routing without its bias, and what the formula needs besides.
+struct Routed {
+    shape: ExpertsShape,
+    route: Route,
+    logits: Vec<f32>,
+    bias: Option<Vec<f32>>,
+}
+
+impl Routed {
+    /// Returns the experts of a row with their shares, as the formula defines them.
+    fn chosen(&self, row: u32) -> Vec<(u32, f64)> {
+        let (shape, route) = (&self.shape, &self.route);
+        let (count, width) = (shape.count as usize, shape.logits() as usize);
+        let logits = &self.logits[row as usize * width..][..count];
+        let number = |logit: f32| if logit.is_nan() { f64::NEG_INFINITY } else { f64::from(logit) };
+        let most = logits.iter().map(|l| number(*l)).fold(f64::NEG_INFINITY, f64::max);
+        let total: f64 = logits.iter().map(|l| (number(*l) - most).exp()).sum();
+        let scores: Vec<f64> = match route.sigmoid {
+            true => logits.iter().map(|l| sigmoid(f64::from(*l))).collect(),
+            false => logits.iter().map(|l| (number(*l) - most).exp() / total).collect(),
+        };
+        // A NaN counts as less than every number.
+        let by: Vec<f64> = (0..count)
+            .map(|id| scores[id] + self.bias.as_ref().map_or(0.0, |bias| f64::from(bias[id])))
+            .map(|c| if c.is_nan() { f64::NEG_INFINITY } else { c })
+            .collect();
+        // The greatest of some ids, the lowest first among equals.
+        let greatest = |ids: &[usize], values: &[f64], number: u32| -> Vec<usize> {
+            let mut left = ids.to_vec();
+            let mut best = Vec::new();
+            for _ in 0..number {
+                let first = left.iter().copied().reduce(|a, b| if values[b] > values[a] { b } else { a }).unwrap();
+                left.retain(|id| *id != first);
+                best.push(first);
+            }
+            best
+        };
+        let each = count / route.groups as usize;
+        let members = |group: usize| (group * each..(group + 1) * each).collect::<Vec<usize>>();
+        let sums: Vec<f64> = (0..route.groups as usize)
+            .map(|group| greatest(&members(group), &by, route.best).iter().map(|id| by[*id]).sum())
+            .collect();
+        let kept = greatest(&(0..route.groups as usize).collect::<Vec<_>>(), &sums, route.kept);
+        let ids: Vec<usize> = (0..count).filter(|id| kept.contains(&(id / each))).collect();
+        let chosen = greatest(&ids, &by, shape.chosen);
+        let sum: f64 = chosen.iter().map(|id| scores[*id]).sum();
+        let divisor = if shape.normalise { sum } else { 1.0 };
+        chosen.iter().map(|id| (*id as u32, scores[*id] / divisor * f64::from(route.factor))).collect()
+    }
+}
+
+/// Goal: the selection by scores, groups and a bias is that of the formula, on devices and in the reference. Logits are
+/// eighths, so that many are equal; one is NaN; all of one row are equal.
+#[test]
+fn experts_are_chosen_by_scores_in_groups() {
+    let sizes = |[count, chosen]: [u32; 2], normalise, gated: bool| ExpertsShape {
+        gated,
+        ..shape([count, chosen, 8, 16], gated.then_some(8), normalise)
+    };
+    let list = [
+        (sizes([160, 6], false, false), [1, 1, 1], false, false),
+        (sizes([96, 8], true, true), [3, 2, 2], true, true),
+        (sizes([160, 8], true, false), [8, 4, 2], true, true),
+        (sizes([96, 4], false, true), [3, 1, 1], false, false),
+        (sizes([64, 6], true, false), [4, 3, 3], false, true),
+    ];
+    let (rows, used, nobody) = (7u32, 6u32, 4u32);
+    let mut cases = Cases::new("route");
+    let mut random = Random(86);
+    let mut made = Vec::new();
+    for (shape, [groups, kept, best], sigmoid, biased) in list {
+        cases.case(format!("{shape:?}.groups={groups}.kept={kept}.best={best}.sigmoid={sigmoid}.bias={biased}"));
+        let width = shape.logits();
+        let logits: Vec<f32> = (0..rows * width)
+            .map(|i| match (i / width, i % width) {
+                (1, _) => 0.5,
+                (2, 3) => f32::NAN,
+                _ => random.below(49) as f32 / 8.0 - 3.0,
+            })
+            .collect();
+        let bias: Option<Vec<f32>> = biased.then(|| (0..shape.count).map(|_| random.below(5) as f32 / 16.0).collect());
+        let layer = Layer::new(&mut random, shape, 1, Format::Bf16, Logits::Random);
+        let mut mlp = layer.mlp(&mut cases, rows, false, None);
+        mlp.logits = Activations { range: cases.floats("scored", &logits), stride: width };
+        let range = bias.as_ref().map(|bias| cases.floats("choice_bias", bias));
+        let route = Route { sigmoid, bias: range, groups, kept, best, factor: 2.5 };
+        let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
+        let choices = cases.output("choices", shape.choices_bytes(rows) as usize / 4, Expect::Pairs(SUMS));
+        let valid = valid_rows(&mut cases, rows, nobody);
+        cases.recording.call(mlp.route(&route, Used { rows, count: Some(count) }, Some(valid), choices));
+        made.push((Routed { shape, route, logits, bias }, choices));
+    }
+    let reference = cases.reference();
+    for (routed, choices) in made {
+        let each = routed.shape.choices_bytes(1) as u32 / 8;
+        for row in 0..used {
+            let found = |j: u32| {
+                let at = (row * each + j) * 2;
+                (reference.u32(choices, at), f64::from(reference.f32(choices, at + 1)))
+            };
+            if row == nobody {
+                assert!((0..each).all(|j| found(j).0 == u32::MAX), "row {row} of {:?} chose experts", routed.shape);
+                continue;
+            }
+            for (j, (id, share)) in (0..).zip(routed.chosen(row)) {
+                let (expert, part) = found(j);
+                let what = format!("choice {j} of row {row} of {:?}, {:?}", routed.shape, routed.route);
+                assert_eq!(expert, id, "{what}");
+                assert!((part - share).abs() <= 1e-5 * (1.0 + share), "{part} instead of {share}: {what}");
+            }
+        }
+    }
+    check(&Vulkan::new(), &cases, &reference);
+}
+
 /// Returns the ways in which grouped rows are multiplied, with the rows of a tile: 16 and 32 by `panel`, 64 by `tiled`.
 fn groupings(matrices: Matrices) -> Vec<(u32, Grouped)> {
     let panel = |blocks: u32, tiles| {
@@ -432,81 +548,133 @@ fn groupings(matrices: Matrices) -> Vec<(u32, Grouped)> {
     [panel(1, 1), panel(2, 2)].into_iter().chain(tiled).collect()
 }
 
-#[test]
-fn many_rows_are_sorted_by_expert_and_put_together_again() {
-    let vulkan = Vulkan::new();
+/// The calls between the plan of sorted rows and their combination: adds their buffers, and writes `parts`.
+type Stages<'a> = &'a dyn Fn(&mut Cases, &Mlp, &Sorted, Activations);
+
+/// Records the stages of many rows for several sizes, and compares their reference with the formula.
+fn sorted_cases(name: &str, tile: u32, fragments: bool, stages: Stages<'_>) -> (Cases, HostMemory) {
     let list = [
         (shape([4, 1, 8, 16], None, false), 17, 17, Logits::Random),
         (shape([16, 8, 32, 64], Some(32), true), 64, 41, Logits::Ties),
         (shape([5, 2, 40, 48], Some(24), false), 128, 97, Logits::Same),
         (shape([128, 8, 16, 32], None, true), 64, 64, Logits::NotNumbers),
     ];
+    let mut cases = Cases::new(name);
+    let mut random = Random(85);
+    let mut made = Vec::new();
+    for (shape, most, used, logits) in list {
+        let name = format!("{shape:?}x{used}of{most}.{logits:?}");
+        cases.case(name.clone());
+        let layer = Layer::new(&mut random, shape, used, Format::Bf16, logits);
+        let mlp = layer.mlp(&mut cases, most, fragments, None);
+        cases.expect(mlp.x.range, Expect::Floats(ROUNDED));
+        let count = (used != most).then(|| cases.words("chunk", &[POISON, POISON, used, POISON]));
+        let rows = Used { rows: most, count };
+        // A row that is not valid chooses no expert.
+        let nobody = (used == 17).then_some(5);
+        let valid = nobody.map(|row| valid_rows(&mut cases, most, row));
+        let choices = cases.output("choices", shape.choices_bytes(most) as usize / 4, Expect::Floats(SUMS));
+        let [tiles, slots] = Sorted::bytes(&shape, most, tile);
+        let tiles = cases.output("tiles", tiles as usize / 4, Expect::Exact);
+        let slots = cases.output("slots", slots as usize / 4, Expect::Exact);
+        let sorted = Sorted::new(&shape, most, tile, tiles, slots);
+        let stride = shape.hidden.next_multiple_of(32) + 4;
+        let parts = cases.output("parts", shape.parts_bytes(most, stride) as usize / 4, Expect::Floats(ROUNDED));
+        let parts = Activations { range: parts, stride };
+        cases.recording.call(mlp.choose(rows, valid, choices));
+        cases.recording.call(mlp.plan(rows, choices, &sorted));
+        stages(&mut cases, &mlp, &sorted, parts);
+        // The output of the shared expert comes from another product; here it is given.
+        let shared = layer.shared.as_ref().map(|_| {
+            let values = random.floats((used * shape.hidden) as usize);
+            let of = Layer::activations(&mut cases, "shared", &values, shape.hidden, most, None);
+            (of, values)
+        });
+        cases.recording.call(mlp.combine(rows, choices, parts, shared.as_ref().map(|s| s.0)));
+        made.push((layer, mlp, name, nobody, shared.map(|s| s.1)));
+    }
+    let reference = cases.reference();
+    for (mut layer, mlp, name, nobody, shared) in made {
+        // The formula is evaluated without the shared expert, and the given output is added.
+        layer.shared = None;
+        for row in 0..layer.rows {
+            let gate = layer.logits[(row * layer.shape.logits() + layer.shape.logits() - 1) as usize];
+            for (i, wanted) in (0..).zip(layer.wanted(row)) {
+                let at = (row * layer.shape.hidden + i) as usize;
+                let added = shared.as_ref().map_or(0.0, |s| sigmoid(f64::from(gate)) * f64::from(s[at]));
+                let wanted = if nobody == Some(row) { f64::from(layer.x[at]) } else { wanted + added };
+                let found = f64::from(reference.f32(mlp.x.range, row * mlp.x.stride + i));
+                let near = (found - wanted).abs() <= 3e-2 * (1.0 + wanted.abs());
+                assert!(
+                    near || (found.is_nan() && wanted.is_nan()),
+                    "the reference says {found:e}, the formula {wanted:e}: {name}, row {row}, column {i}"
+                );
+            }
+        }
+    }
+    (cases, reference)
+}
+
+#[test]
+fn many_rows_are_sorted_by_expert_and_put_together_again() {
+    let vulkan = Vulkan::new();
     for matrices in ways() {
         for (tile, how) in groupings(*matrices) {
-            let mut cases = Cases::new(&format!("many.{how:?}"));
-            let mut random = Random(85);
-            let mut made = Vec::new();
-            for (shape, most, used, logits) in list {
-                let name = format!("{shape:?}x{used}of{most}.{logits:?}");
-                cases.case(name.clone());
-                let layer = Layer::new(&mut random, shape, used, Format::Bf16, logits);
-                let mlp = layer.mlp(&mut cases, most, true, None);
-                cases.expect(mlp.x.range, Expect::Floats(ROUNDED));
-                let count = (used != most).then(|| cases.words("chunk", &[POISON, POISON, used, POISON]));
-                let rows = Used { rows: most, count };
-                // A row that is not valid chooses no expert.
-                let nobody = (used == 17).then_some(5);
-                let valid = nobody.map(|row| valid_rows(&mut cases, most, row));
-                let choices = cases.output("choices", shape.choices_bytes(most) as usize / 4, Expect::Floats(SUMS));
-                let [tiles, slots] = Sorted::bytes(&shape, most, tile);
-                let tiles = cases.output("tiles", tiles as usize / 4, Expect::Exact);
-                let slots = cases.output("slots", slots as usize / 4, Expect::Exact);
-                let sorted = Sorted::new(&shape, most, tile, tiles, slots);
+            let stages = |cases: &mut Cases, mlp: &Mlp, sorted: &Sorted, parts: Activations| {
                 let near = Expect::Bfloats(2f32.powi(-7));
-                let packed = cases.output("packed", sorted.packed_bytes(shape.hidden) as usize / 4, near);
-                let packed = Packed { range: packed, format: Format::Bf16, cols: shape.hidden };
+                let (hidden, inner) = (mlp.shape.hidden, mlp.shape.inner);
+                let packed = cases.output("packed", sorted.packed_bytes(hidden) as usize / 4, near);
+                let packed = Packed { range: packed, format: Format::Bf16, cols: hidden };
                 // `panel` does not write padded columns.
-                let middle = cases.words("middle", &vec![0; sorted.packed_bytes(shape.inner) as usize / 4]);
+                let middle = cases.words("middle", &vec![0; sorted.packed_bytes(inner) as usize / 4]);
                 cases.expect(middle, Expect::Bfloats(ROUNDED));
-                let middle = Packed { range: middle, format: Format::Bf16, cols: shape.inner };
-                let stride = shape.hidden.next_multiple_of(32) + 4;
-                let parts =
-                    cases.output("parts", shape.parts_bytes(most, stride) as usize / 4, Expect::Floats(ROUNDED));
-                let parts = Activations { range: parts, stride };
-                cases.recording.call(mlp.choose(rows, valid, choices));
-                cases.recording.call(mlp.plan(rows, choices, &sorted));
-                cases.recording.call(pack_sorted("pack".to_owned(), mlp.x, Some(mlp.norm), packed, &sorted));
-                cases.recording.call(mlp.sorted_gate_up(packed, middle, &sorted, how));
-                cases.recording.call(mlp.sorted_down(middle, parts, &sorted, how));
-                // The output of the shared expert comes from another product; here it is given.
-                let shared = layer.shared.as_ref().map(|_| {
-                    let values = random.floats((used * shape.hidden) as usize);
-                    let of = Layer::activations(&mut cases, "shared", &values, shape.hidden, most, None);
-                    (of, values)
-                });
-                cases.recording.call(mlp.combine(rows, choices, parts, shared.as_ref().map(|s| s.0)));
-                made.push((layer, mlp, name, nobody, shared.map(|s| s.1)));
-            }
-            let reference = cases.reference();
-            for (mut layer, mlp, name, nobody, shared) in made {
-                // The formula is evaluated without the shared expert, and the given output is added.
-                layer.shared = None;
-                for row in 0..layer.rows {
-                    let gate = layer.logits[(row * layer.shape.logits() + layer.shape.logits() - 1) as usize];
-                    for (i, wanted) in (0..).zip(layer.wanted(row)) {
-                        let at = (row * layer.shape.hidden + i) as usize;
-                        let added = shared.as_ref().map_or(0.0, |s| sigmoid(f64::from(gate)) * f64::from(s[at]));
-                        let wanted = if nobody == Some(row) { f64::from(layer.x[at]) } else { wanted + added };
-                        let found = f64::from(reference.f32(mlp.x.range, row * mlp.x.stride + i));
-                        let near = (found - wanted).abs() <= 3e-2 * (1.0 + wanted.abs());
-                        assert!(
-                            near || (found.is_nan() && wanted.is_nan()),
-                            "the reference says {found:e}, the formula {wanted:e}: {name}, row {row}, column {i}"
-                        );
-                    }
-                }
-            }
+                let middle = Packed { range: middle, format: Format::Bf16, cols: inner };
+                cases.recording.call(pack_sorted("pack".to_owned(), mlp.x, Some(mlp.norm), packed, sorted));
+                cases.recording.call(mlp.sorted_gate_up(packed, middle, sorted, how));
+                cases.recording.call(mlp.sorted_down(middle, parts, sorted, how));
+            };
+            let (cases, reference) = sorted_cases(&format!("many.{how:?}"), tile, true, &stages);
             check(&vulkan, &cases, &reference);
+        }
+    }
+}
+
+#[test]
+fn many_rows_on_weights_row_after_row_are_sorted_by_expert() {
+    let vulkan = Vulkan::new();
+    let config = |tokens, features, words, each| MatmulConfig { tokens, features, words, each, splits: 1 };
+    let ways = [
+        (Arithmetic::F32, config(16, 32, 1, 4)),
+        (Arithmetic::F32, config(64, 64, 1, 4)),
+        (Arithmetic::F16, config(32, 32, 1, 4)),
+    ];
+    for (arithmetic, config) in ways {
+        let stages = |cases: &mut Cases, mlp: &Mlp, sorted: &Sorted, parts: Activations| {
+            let rows = sorted.slot_count();
+            let mut blocked = |name: &str, cols: u32| {
+                // Tiles without an expert are left as they are. Their contents depend on the rounding of what is blocked.
+                let range = cases.words(name, &vec![0; Blocked::bytes(arithmetic, rows, cols) as usize / 4]);
+                cases.expect(range, Expect::Any);
+                let scales = cases.words(&format!("{name}.scales"), &vec![0; Blocked::scale_bytes(rows) as usize / 4]);
+                cases.expect(scales, Expect::Any);
+                Blocked { range, scales, cols, arithmetic }
+            };
+            let (x, middle) = (blocked("x.blocked", mlp.shape.hidden), blocked("middle.blocked", mlp.shape.inner));
+            let stride = mlp.shape.inner.next_multiple_of(8) + 8;
+            let between = cases.output("middle", (rows * stride) as usize, Expect::Floats(ROUNDED));
+            let between = Activations { range: between, stride };
+            let norm = Some(mlp.norm);
+            cases.recording.call(block_rows("block".to_owned(), mlp.x, norm, x, Rows::Sorted(sorted)));
+            cases.recording.call(mlp.matmul_gate_up(x, between, sorted, config));
+            cases.recording.call(block_rows("again".to_owned(), between, None, middle, Rows::Slots(sorted)));
+            cases.recording.call(mlp.matmul_down(middle, parts, sorted, config));
+        };
+        let (cases, reference) = sorted_cases(&format!("rows.{config:?}"), config.tokens, false, &stages);
+        for driver in Driver::all() {
+            let bench = Bench::new(&vulkan, *driver);
+            if arithmetic == Arithmetic::F32 || bench.device.adapter().capabilities.float16 {
+                cases.check(&bench, &reference);
+            }
         }
     }
 }

@@ -212,7 +212,7 @@ fn gated_linear_units_match_their_formulas() {
             epilogue: Epilogue::Gated(glu),
             y: Activations { range: y, stride: 64 },
         };
-        cases.recording.call(product.gemv(1, 32, 2));
+        cases.recording.call(product.gemv(1, 32, 2, 1));
         made.push((glu, y));
     }
     let reference = cases.reference();

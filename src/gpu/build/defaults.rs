@@ -3,7 +3,9 @@
 use crate::config::{self};
 use crate::device::Adapter;
 use crate::gpu::build::Build;
+use crate::gpu::matrix_units::promised;
 use crate::kernels::attention::PAGE_TOKENS;
+use crate::kernels::gemm::matmul::MatrixUnits;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::layout::StateLayout;
 use crate::kernels::sampling;
@@ -76,6 +78,11 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
     Tuning {
         gemv_threads: if cpu { 32 } else { 128.min(most) },
         gemv_wide_from: 12_000,
+        gemv_most: 16,
+        arithmetic: promised(adapter)[0],
+        matrix_units: MatrixUnits::of(capabilities),
+        small_tiles: cpu,
+        matmul: BTreeMap::new(),
         // Larger workgroups are faster on long contexts and cost half a microsecond on short ones.
         attention_threads: if cpu { 32 } else { if context >= 8192 { 256 } else { 128 }.min(most) },
         flash_threads: if cpu { 64 } else { 256.min(most) },
@@ -203,6 +210,7 @@ impl Build<'_> {
         let adapter = self.adapter;
         let kv_heads = self.checkpoint.config.attention_kinds[0].kv_heads;
         let mut tuning = tuning(adapter, self.opened.matrices, kv_heads, context);
+        tuning.arithmetic = self.opened.arithmetic;
         for change in self.tune {
             tuning.set(change);
         }

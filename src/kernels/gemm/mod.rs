@@ -1,10 +1,11 @@
-//! Products of a weight matrix with rows of activations: `gemv` for few rows and `matmul` for many, on row-major
-//! weights, with the same result; and `take_last`, the row gather between a prompt step and the LM head. Also the
+//! Products of a weight matrix with rows of activations: `gemv` for few rows, on row-major weights (many rows: `matmul`);
+//! and `take_last`, the row gather between a prompt step and the LM head. Also the
 //! common types and references of all product kernels. Not here: weights in fragment order (`skinny`, `panel`,
 //! `tiled`).
 
 pub mod codes;
 pub mod fragment_layout;
+pub mod matmul;
 pub mod order;
 pub mod panel;
 pub mod skinny;
@@ -13,7 +14,7 @@ pub mod tiled;
 use super::{Format, codes_word, fold, format_of};
 use crate::kernels::host_memory::{HostMemory, PackedMatrix};
 use crate::kernels::recording::{Call, Range};
-use crate::kernels::shaders::{GemvArgs, GemvConstants, MatmulArgs, MatmulConstants, TakeLastArgs, TakeLastConstants};
+use crate::kernels::shaders::{GemvArgs, GemvConstants, TakeLastArgs, TakeLastConstants};
 use crate::kernels::tags::tagged;
 
 /// The operation on a product before it is stored.
@@ -119,9 +120,13 @@ impl Product {
         (norm, self.bias.unwrap_or(self.x.range.none()), epsilon)
     }
 
-    /// Returns the call for a few rows of x, with workgroups of `threads` invocations that compute `weight_rows` (2 or
-    /// 4) rows of W.
-    pub fn gemv(&self, rows: u32, threads: u32, weight_rows: u32) -> Call {
+    /// Returns the call for a few rows of x, with workgroups of `threads` invocations that compute `weight_rows` (an even
+    /// number) rows of W for `batch` rows of x.
+    ///
+    /// # Panics
+    /// If a workgroup computes more pairs of rows of W than it has invocations.
+    pub fn gemv(&self, rows: u32, threads: u32, weight_rows: u32, batch: u32) -> Call {
+        assert!(weight_rows / 2 * batch <= threads, "{weight_rows} rows of W, {batch} of x by {threads} threads");
         let (norm, bias, epsilon) = self.touched();
         let constants = GemvConstants {
             threads,
@@ -129,6 +134,8 @@ impl Product {
             bias: u32::from(self.bias.is_some()),
             epilogue: self.epilogue.code(),
             rows: weight_rows,
+            batch,
+            lanes: threads,
             codes: codes_word(self.weight.format),
         };
         let args = GemvArgs {
@@ -143,6 +150,7 @@ impl Product {
             x_stride: self.x.stride,
             y_stride: self.y.stride,
             epsilon,
+            rows,
         };
         Call {
             kernel: match self.weight.format {
@@ -154,45 +162,7 @@ impl Product {
             label: self.label.clone(),
             constants: constants.into_values(),
             args: args.into_args(),
-            groups: fold(self.weight.rows.div_ceil(weight_rows), rows),
-        }
-    }
-
-    /// Returns the call for at most `rows` rows of x; the chunk descriptor `count` holds the number of rows in use.
-    pub fn matmul(&self, rows: u32, count: Range) -> Call {
-        let (norm, bias, epsilon) = self.touched();
-        let constants = MatmulConstants {
-            norm: u32::from(self.norm.is_some()),
-            bias: u32::from(self.bias.is_some()),
-            epilogue: self.epilogue.code(),
-            codes: codes_word(self.weight.format),
-        };
-        let args = MatmulArgs {
-            weight: self.weight.range,
-            x: self.x.range,
-            norm,
-            bias,
-            y: self.y.range,
-            count,
-            n: self.weight.rows,
-            k: self.weight.cols,
-            chunks: self.weight.cols.div_ceil(8),
-            x_stride: self.x.stride,
-            y_stride: self.y.stride,
-            epsilon,
-        };
-        let [x, _, z] = fold(self.weight.rows.div_ceil(64), 1);
-        Call {
-            kernel: match self.weight.format {
-                Format::Bf16 => "matmul.bf16",
-                Format::F16 => "matmul.f16",
-                Format::F32 => "matmul.f32",
-                Format::Codes(_) => "matmul.codes",
-            },
-            label: self.label.clone(),
-            constants: constants.into_values(),
-            args: args.into_args(),
-            groups: [x, rows.div_ceil(64), z],
+            groups: fold(self.weight.rows.div_ceil(weight_rows) * rows.div_ceil(batch), 1),
         }
     }
 }
@@ -290,38 +260,24 @@ pub(super) fn finish(memory: &mut HostMemory, epilogue: u32, (y, tag): (Range, O
     }
 }
 
-/// Returns the shape of a `gemv` or a `matmul`, whose arguments have the same names.
-macro_rules! row_major_shape {
-    ($args:expr, $constants:expr) => {
-        Shape {
-            weight: $args.weight,
-            x: $args.x,
-            norm: ($constants.norm == 1).then_some($args.norm),
-            bias: ($constants.bias == 1).then_some($args.bias),
-            y: $args.y,
-            n: $args.n,
-            k: $args.k,
-            fragments: false,
-            x_stride: $args.x_stride,
-            y_stride: $args.y_stride,
-            epsilon: $args.epsilon,
-            epilogue: $constants.epilogue,
-            tag: None,
-        }
-    };
-}
-
 pub(crate) fn reference_gemv(call: &Call, memory: &mut HostMemory) {
     let (args, constants) = (GemvArgs::from_args(&call.args), GemvConstants::from_values(&call.constants));
-    let shape = row_major_shape!(args, constants);
-    product(memory, format_of(call.kernel, constants.codes), call.groups[1], &shape);
-}
-
-pub(crate) fn reference_matmul(call: &Call, memory: &mut HostMemory) {
-    let (args, constants) = (MatmulArgs::from_args(&call.args), MatmulConstants::from_values(&call.constants));
-    let shape = row_major_shape!(args, constants);
-    let rows = memory.u32(args.count, 2);
-    product(memory, format_of(call.kernel, constants.codes), rows, &shape);
+    let shape = Shape {
+        weight: args.weight,
+        x: args.x,
+        norm: (constants.norm == 1).then_some(args.norm),
+        bias: (constants.bias == 1).then_some(args.bias),
+        y: args.y,
+        n: args.n,
+        k: args.k,
+        fragments: false,
+        x_stride: args.x_stride,
+        y_stride: args.y_stride,
+        epsilon: args.epsilon,
+        epilogue: constants.epilogue,
+        tag: None,
+    };
+    product(memory, format_of(call.kernel, constants.codes), args.rows, &shape);
 }
 
 pub(crate) fn reference_take_last(call: &Call, memory: &mut HostMemory) {

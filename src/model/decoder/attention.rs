@@ -111,6 +111,12 @@ impl Decoder<'_> {
         threads
     }
 
+    /// Returns the number of splits of each row's attention with the `attention` kernel: no more than the device can run
+    /// at once together with those of the other rows.
+    fn attention_splits(&self, heads: Heads, rows: u32) -> u32 {
+        self.tuning.splits.min((8 * self.tuning.processors / (rows * heads.kv)).max(1))
+    }
+
     /// Whether prompts' attention uses the `flash` kernel.
     pub(super) fn flashes(&self, heads: Heads, matrices: Matrices) -> bool {
         flash::flash_serves(heads)
@@ -186,7 +192,7 @@ impl Decoder<'_> {
         let flow = step.flow(Some(step.qkv.range), Some(step.attention.range));
         let rows = shape.rows();
         let Some(matrices) = self.tuning.fragments.filter(|_| fused && flash_decode::serves(heads)) else {
-            let splits = if fused { self.tuning.splits } else { 1 };
+            let splits = if fused { self.attention_splits(heads, rows) } else { 1 };
             let threads = self.attention_threads(heads);
             r.call(attention::attention(block.name("attention"), heads, rows, splits, threads, fused, flow, args));
             return Mixed::Rows(step.attention);

@@ -4,6 +4,7 @@
 //! Not here: the choice of experts, which kernels make (`kernels::moe`).
 
 use super::{Block, Decoder, Step, StepShape};
+use crate::kernels::gemm::matmul::{Blocked, MatmulConfig, Rows, block_rows};
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::{self, Output, Packed};
@@ -78,10 +79,65 @@ impl Decoder<'_> {
                 let (used, valid) = Self::used(shape, step);
                 let choices = r.buffer("experts.choices", experts.choices_bytes(rows));
                 self.choose(r, block, &mlp, (used, valid), choices);
+                let configs = self.sorted_configs(&mlp, rows);
+                if rows > self.tuning.gemv_most && configs[0].tokens == configs[1].tokens {
+                    self.sorted_experts(r, shape, step, block, &mlp, choices, configs);
+                    return;
+                }
                 r.call(mlp.gemv_gate_up(used, choices, step.middle, self.gemv_threads(c.hidden)));
                 r.call(mlp.gemv_down(used, choices, step.middle, self.gemv_threads(experts.inner)));
             }
         }
+    }
+
+    /// Returns the workgroups of `matmul` for the two products of sorted rows, with tiles of about as many rows as an
+    /// expert has.
+    fn sorted_configs(&self, mlp: &Mlp, rows: u32) -> [MatmulConfig; 2] {
+        let each = (rows * mlp.shape.chosen / mlp.shape.count).clamp(1, 64);
+        [(&mlp.gate_up, 2 * mlp.shape.inner), (&mlp.down, mlp.shape.hidden)]
+            .map(|(weight, n)| self.matmul_config(weight, each, n))
+    }
+
+    /// Records the experts' products for many rows sorted by expert, on row-major weights, after the choice of experts.
+    #[expect(clippy::too_many_arguments, reason = "a layer's operands, and how its products are computed")]
+    fn sorted_experts(
+        &self,
+        r: &mut Recording,
+        shape: StepShape,
+        step: &Step,
+        block: &Block,
+        mlp: &Mlp,
+        choices: Range,
+        [gate_up, down]: [MatmulConfig; 2],
+    ) {
+        let (c, rows, experts) = (self.config, shape.rows(), mlp.shape);
+        let (used, _) = Self::used(shape, step);
+        let tile = gate_up.tokens;
+        let [tiles, slots] = Sorted::bytes(&experts, rows, tile);
+        let (tiles, slots) = (r.buffer("experts.tiles", tiles), r.buffer("experts.slots", slots));
+        let sorted = Sorted::new(&experts, rows, tile, tiles, slots);
+        r.call(mlp.plan(used, choices, &sorted));
+        let mut blocked = |name: &str, weight: &Matrix| {
+            let arithmetic = self.tuning.arithmetic.of(weight.format);
+            Blocked::declare(r, name, arithmetic, sorted.slot_count(), weight.cols)
+        };
+        let (x, packed) = (blocked("experts.x", &mlp.gate_up), blocked("experts.blocked", &mlp.down));
+        let middle = Self::activations(r, "experts.sorted", sorted.slot_count(), experts.inner);
+        let stride = step.x.stride;
+        let parts = Activations { range: r.buffer("experts.parts", experts.parts_bytes(rows, stride)), stride };
+        r.call(block_rows(block.name("experts.block"), step.x, Some(mlp.norm), x, Rows::Sorted(&sorted)));
+        r.call(mlp.matmul_gate_up(x, middle, &sorted, gate_up));
+        r.call(block_rows(block.name("experts.down_block"), middle, None, packed, Rows::Slots(&sorted)));
+        r.call(mlp.matmul_down(packed, parts, &sorted, down));
+        let shared = experts.shared_inner.map(|inner| {
+            let hidden = Self::activations(r, "shared.hidden", rows, inner);
+            let output = Self::activations(r, "shared.output", rows, c.hidden);
+            let (gate_up, down) = (block.name("shared.gate_up"), block.name("shared.down"));
+            self.product(r, shape, &gate_up, step, step.x, hidden, Some(mlp.norm.0), self.gated());
+            self.product(r, shape, &down, step, hidden, output, None, Epilogue::Store);
+            output
+        });
+        r.call(mlp.combine(used, choices, parts, shared));
     }
 
     /// Records the choice of experts.

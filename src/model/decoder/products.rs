@@ -4,11 +4,12 @@
 //! Not here: which weights a layer has.
 
 use super::{Decoder, Step, StepShape, floats_from, outputs_from};
+use crate::kernels::gemm::matmul::{self, Arithmetic, Blocked, MatmulConfig, Rows, Scratch};
 use crate::kernels::gemm::panel::{self, Fold, Unscaled};
 use crate::kernels::gemm::skinny::{self, Matrices};
 use crate::kernels::gemm::tiled::{self, Output, Packed, Tile, Tiled};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, codes, order};
-use crate::kernels::recording::{Range, Recording};
+use crate::kernels::recording::{Call, Range, Recording};
 use crate::memory::pack::Format;
 use crate::memory::pack::codes::unit_cols;
 use crate::model::config::{BlockNorms, MlpKind};
@@ -136,7 +137,7 @@ impl Decoder<'_> {
                 epilogue,
                 y: outputs_from(y, first, epilogue),
             };
-            recording.call(match (shape, self.tuning.fragments.filter(|_| fragments)) {
+            let call = match (shape, self.tuning.fragments.filter(|_| fragments)) {
                 (_, Some(matrices)) if codes && !self.packs(shape) => {
                     let config = self.codes_config(&weight, shape.rows(), matrices);
                     codes::skinny_codes(&product, shape.rows(), matrices, config, flow, step.fault)
@@ -145,14 +146,74 @@ impl Decoder<'_> {
                     let config = self.skinny_config(&weight, shape.rows(), matrices);
                     skinny::skinny(&product, shape.rows(), matrices, config, flow, step.fault)
                 }
-                (StepShape::Prefill { rows }, _) => product.matmul(rows, step.chunk),
-                (shape, _) => product.gemv(
-                    shape.rows(),
-                    self.gemv_threads(weight.cols),
-                    self.gemv_rows(weight.rows, norm.is_some()),
-                ),
-            });
+                (shape, _) if shape.rows() > self.tuning.gemv_most || matches!(shape, StepShape::Prefill { .. }) => {
+                    let rows = match shape {
+                        StepShape::Prefill { rows } => Rows::Counted(rows, step.chunk),
+                        other => Rows::All(other.rows()),
+                    };
+                    self.many_rows(recording, &product, rows)
+                }
+                (shape, _) => {
+                    let threads = self.gemv_threads(weight.cols);
+                    let (weight_rows, batch) = self.gemv_shape(&weight, shape.rows(), norm.is_some(), threads);
+                    product.gemv(shape.rows(), threads, weight_rows, batch)
+                }
+            };
+            recording.call(call);
         }
+    }
+
+    /// Records the preparation of the rows of x for `matmul`, and returns the product's call.
+    fn many_rows(&self, recording: &mut Recording, product: &Product, rows: Rows<'_>) -> Call {
+        let (most, cols) = (rows.most(), product.weight.cols);
+        let arithmetic = self.tuning.arithmetic.of(product.weight.format);
+        let x = Blocked::declare(recording, &format!("blocked.{cols}"), arithmetic, most, cols);
+        let label = format!("{}.block", product.label);
+        recording.call(matmul::block_rows(label, product.x, product.norm, x, rows));
+        let config = self.matmul_config(&product.weight, most, product.weight.rows);
+        let scratch = Scratch::declare(recording, config, most, product.weight.rows);
+        product.matmul(x, rows, 0, config, scratch)
+    }
+
+    /// Returns the workgroups of `matmul` for at most `rows` rows by `n` rows of a weight.
+    pub(super) fn matmul_config(&self, weight: &Matrix, rows: u32, n: u32) -> MatmulConfig {
+        let arithmetic = self.tuning.arithmetic.of(weight.format);
+        if let Some((_, config)) = self.tuning.matmul.range(..=rows).next_back()
+            && config.fits(arithmetic)
+        {
+            return *config;
+        }
+        let config = |tokens, features, words, each| MatmulConfig { tokens, features, words, each, splits: 1 };
+        let mut config = match (arithmetic, rows) {
+            (Arithmetic::F32, ..=16) => config(16, 64, 1, 4),
+            (Arithmetic::F32, _) if self.tuning.small_tiles => config(64, 64, 1, 4),
+            (Arithmetic::F32, ..=32) => config(32, 64, 2, 4),
+            (Arithmetic::F32, _) => config(64, 128, 2, 8),
+            (Arithmetic::F16, ..=16) => config(16, 128, 1, 8),
+            (Arithmetic::F16, ..=32) => config(32, 128, 1, 8),
+            (Arithmetic::F16, _) if weight.format.codes().is_some() && rows >= 128 => config(128, 64, 1, 8),
+            (Arithmetic::F16, _) => config(64, 128, 1, 8),
+            (Arithmetic::Matrices(of), ..=32) => config(2 * of.m, 8 * of.n, 2, 2),
+            (Arithmetic::Matrices(of), ..=64) => config(4 * of.m, 8 * of.n, 2, 4),
+            (Arithmetic::Matrices(of), _) => config(8 * of.m, 8 * of.n, 4, 4),
+        };
+        // Enough workgroups to fill the device, each with at least eight stages.
+        let tiles = rows.div_ceil(config.tokens) * n.div_ceil(config.features);
+        let stages = weight.cols.div_ceil(32);
+        let wanted = 512 * self.tuning.processors / config.threads(arithmetic).max(1);
+        if !self.tuning.small_tiles {
+            config.splits = (wanted / tiles).min(stages / 8).clamp(1, 16);
+        }
+        config
+    }
+
+    /// Returns the rows of W and of x per workgroup of `gemv`.
+    fn gemv_shape(&self, weight: &Matrix, rows: u32, norm: bool, threads: u32) -> (u32, u32) {
+        let weight_rows = match rows {
+            1 => self.gemv_rows(weight.rows, norm),
+            _ => 4,
+        };
+        (weight_rows, rows.min(8).min(threads / (weight_rows / 2)))
     }
 
     /// Records the input of a product in the order of the columns of its weight, where that is another one. Returns the

@@ -3,6 +3,7 @@
 //!
 //! Not here: the choices that follow from a product's shape (`products`).
 
+use crate::kernels::gemm::matmul::{Arithmetic, MatmulConfig, MatrixUnits};
 use crate::kernels::gemm::panel;
 use crate::kernels::gemm::skinny::{self, Matrices};
 use crate::kernels::gemm::tiled::Tile;
@@ -15,6 +16,17 @@ pub struct Tuning {
     pub gemv_threads: u32,
     /// The number of rows of W from which a `gemv` workgroup computes four rows instead of two.
     pub gemv_wide_from: u32,
+    /// The maximum number of rows of activations for which products with row-major weights use `gemv`; more use `matmul`.
+    pub gemv_most: u32,
+    /// The arithmetic of `matmul`.
+    pub arithmetic: Arithmetic,
+    /// The device's cooperative matrices for `matmul`, if it has any.
+    pub matrix_units: Option<MatrixUnits>,
+    /// Whether tiles of `matmul` are small and are not split, as suits CPU drivers, which compile few sums per invocation
+    /// much faster.
+    pub small_tiles: bool,
+    /// The workgroups of `matmul`, by a minimum number of rows of activations. Overrides the default rule.
+    pub matmul: BTreeMap<u32, MatmulConfig>,
     /// The maximum number of threads of an `attention` workgroup.
     pub attention_threads: u32,
     /// The maximum number of threads of a `flash_decode` workgroup; a multiple of 32.
@@ -78,6 +90,9 @@ impl Tuning {
     /// Applies a change `key=value`. Returns false, without a change, if the key is unknown or the value is invalid.
     /// Values are numbers, except: `skinny.ROWSxCOLUMNS` (of W) takes `threads/tiles/ahead`, `panel.ROWSxCOLUMNS` takes
     /// `threads/tiles/ahead/blocks`, and `tiles.ROWSxCOLUMNS` takes a tile's name (`wide`, `half` or `square`).
+    /// `matmul.ROWS` (from that number of rows of activations on) takes `tokens/features/words/each/splits`; `arithmetic`
+    /// takes 0 for f32, 1 for f16 and 2 for
+    /// [`Tuning::matrix_units`].
     pub fn set(&mut self, change: &str) -> bool {
         let Some((key, value)) = change.split_once('=') else { return false };
         if let Some((rows, cols)) = key.strip_prefix("tiles.").and_then(|shape| shape.split_once('x')) {
@@ -103,6 +118,18 @@ impl Tuning {
             self.panel.insert((rows, cols), panel::PanelConfig { threads, tiles, ahead, blocks });
             return true;
         }
+        if let Some(rows) = key.strip_prefix("matmul.") {
+            let numbers: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
+            let (Ok(rows), &[tokens, features, words, each, splits]) = (rows.parse(), &numbers[..]) else {
+                return false;
+            };
+            let config = MatmulConfig { tokens, features, words, each, splits };
+            if numbers.contains(&0) || !config.fits(self.arithmetic) {
+                return false;
+            }
+            self.matmul.insert(rows, config);
+            return true;
+        }
         if let Some((rows, cols)) = key.strip_prefix("skinny.").and_then(|shape| shape.split_once('x')) {
             let numbers: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
             let (Ok(rows), Ok(cols), &[threads, tiles, ahead]) = (rows.parse(), cols.parse(), &numbers[..]) else {
@@ -118,6 +145,7 @@ impl Tuning {
         let place = match key {
             "gemv_threads" => &mut self.gemv_threads,
             "gemv_wide_from" => &mut self.gemv_wide_from,
+            "gemv_most" => &mut self.gemv_most,
             "attention_threads" => &mut self.attention_threads,
             "flash_threads" => &mut self.flash_threads,
             "flash_threads_many" => &mut self.flash_threads_many,
@@ -134,6 +162,17 @@ impl Tuning {
             "retry_ms" => &mut self.retry_ms,
             "tags" => {
                 self.tags = value != 0;
+                return true;
+            }
+            "arithmetic" => {
+                self.arithmetic = match value {
+                    0 => Arithmetic::F32,
+                    1 => Arithmetic::F16,
+                    _ => match self.matrix_units {
+                        Some(units) => Arithmetic::Matrices(units),
+                        None => return false,
+                    },
+                };
                 return true;
             }
             "gates" => {

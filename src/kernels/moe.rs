@@ -647,15 +647,8 @@ impl Mlp {
         config: MatmulConfig,
     ) -> Call {
         let (weight, _, each, _) = self.matrices(stage);
-        let product = Product {
-            label: self.label_of(stage),
-            weight,
-            x: y,
-            norm: None,
-            bias: self.bias(stage),
-            epilogue,
-            y,
-        };
+        let product =
+            Product { label: self.label_of(stage), weight, x: y, norm: None, bias: self.bias(stage), epilogue, y };
         // There are many tiles, so their columns are not divided.
         let none = Scratch { partials: y.range.none(), counters: y.range.none() };
         product.matmul(x, rows, each, MatmulConfig { splits: 1, ..config }, none)

@@ -629,7 +629,8 @@ fn rows_are_scaled_to_fit_f16() {
     let sizes = [0.0, 1.0, 1e-30, 1e30, 65504.0, 3e-5, 1e-10, 1e10, 300.0f32];
     cases.case("sizes".to_owned());
     let w: Vec<f32> = (0..n * k).map(|_| round(Format::F16, random.float() * 0.1)).collect();
-    let x: Vec<f32> = (0..rows).flat_map(|row| random.floats(k as usize).into_iter().map(move |v| v * sizes[row as usize])).collect();
+    let x: Vec<f32> =
+        (0..rows).flat_map(|row| random.floats(k as usize).into_iter().map(move |v| v * sizes[row as usize])).collect();
     let product = Product {
         label: "scaled".to_owned(),
         weight: Matrix { range: cases.weights("weight", Format::F16, &w), format: Format::F16, rows: n, cols: k },
@@ -651,11 +652,15 @@ fn rows_are_scaled_to_fit_f16() {
         let found = bench.run(&cases.recording, &cases.before());
         for row in 0..rows {
             for i in 0..n {
-                let exact: f64 = (0..k).map(|c| f64::from(w[(i * k + c) as usize]) * f64::from(x[(row * k + c) as usize])).sum();
+                let exact: f64 =
+                    (0..k).map(|c| f64::from(w[(i * k + c) as usize]) * f64::from(x[(row * k + c) as usize])).sum();
                 for memory in [&reference, &found] {
                     let value = f64::from(memory.f32(product.y.range, row * 40 + i));
                     let size = f64::from(sizes[row as usize]);
-                    assert!((value - exact).abs() <= 4e-3 * size, "{driver:?} row {row} of size {size:e}: {value:e}, {exact:e}");
+                    assert!(
+                        (value - exact).abs() <= 4e-3 * size,
+                        "{driver:?} row {row} of size {size:e}: {value:e}, {exact:e}"
+                    );
                 }
             }
         }

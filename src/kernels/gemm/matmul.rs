@@ -276,14 +276,7 @@ impl Product {
     ///
     /// # Panics
     /// If x was prepared for other columns, or the config does not fit the arithmetic: bugs of the caller.
-    pub fn matmul(
-        &self,
-        x: Blocked,
-        rows: Rows<'_>,
-        each_expert: u32,
-        config: MatmulConfig,
-        scratch: Scratch,
-    ) -> Call {
+    pub fn matmul(&self, x: Blocked, rows: Rows<'_>, each_expert: u32, config: MatmulConfig, scratch: Scratch) -> Call {
         let Matrix { range: weight, format, cols, .. } = self.weight;
         let arithmetic = x.arithmetic;
         assert_eq!((x.cols, arithmetic.of(format)), (cols, arithmetic), "x of \"{}\"", self.label);

@@ -25,6 +25,9 @@ const MOST_SKINNY_ROWS_NARROW: u32 = 16;
 const NARROW: u32 = 2048;
 /// The maximum number of rows of a prompt chunk for which its products are computed like those of a decode batch.
 const MOST_PANEL_ROWS: u32 = 64;
+/// The number of invocations per compute unit up to which the columns of a product of few tiles are divided among
+/// workgroups (`matmul`).
+const THREADS_PER_PROCESSOR: u32 = 512;
 
 impl Decoder<'_> {
     pub(super) fn gemv_threads(&self, cols: u32) -> u32 {
@@ -184,23 +187,24 @@ impl Decoder<'_> {
             return *config;
         }
         let config = |tokens, features, words, each| MatmulConfig { tokens, features, words, each, splits: 1 };
+        // 32 sums per invocation: with 64, drivers of Adreno and Apple GPUs spill registers to memory.
         let mut config = match (arithmetic, rows) {
-            (Arithmetic::F32, ..=16) => config(16, 64, 1, 4),
-            (Arithmetic::F32, _) if self.tuning.small_tiles => config(64, 64, 1, 4),
-            (Arithmetic::F32, ..=32) => config(32, 64, 2, 4),
-            (Arithmetic::F32, _) => config(64, 128, 2, 8),
-            (Arithmetic::F16, ..=16) => config(16, 128, 1, 8),
-            (Arithmetic::F16, ..=32) => config(32, 128, 1, 8),
-            (Arithmetic::F16, _) if weight.format.codes().is_some() && rows >= 128 => config(128, 64, 1, 8),
-            (Arithmetic::F16, _) => config(64, 128, 1, 8),
             (Arithmetic::Matrices(of), ..=32) => config(2 * of.m, 8 * of.n, 2, 2),
             (Arithmetic::Matrices(of), ..=64) => config(4 * of.m, 8 * of.n, 2, 4),
             (Arithmetic::Matrices(of), _) => config(8 * of.m, 8 * of.n, 4, 4),
+            (_, ..=16) => config(16, 64, 1, 4),
+            (Arithmetic::F32, _) if self.tuning.small_tiles => config(64, 64, 1, 4),
+            (Arithmetic::F32, ..=32) => config(32, 64, 2, 4),
+            (Arithmetic::F32, ..=127) => config(64, 64, 2, 4),
+            (Arithmetic::F32, _) => config(128, 64, 2, 4),
+            (Arithmetic::F16, ..=32) => config(32, 64, 1, 4),
+            (Arithmetic::F16, ..=127) => config(64, 64, 1, 4),
+            (Arithmetic::F16, _) => config(128, 64, 1, 4),
         };
         // Enough workgroups to fill the device, each with at least eight stages.
         let tiles = rows.div_ceil(config.tokens) * n.div_ceil(config.features);
         let stages = weight.cols.div_ceil(32);
-        let wanted = 512 * self.tuning.processors / config.threads(arithmetic).max(1);
+        let wanted = THREADS_PER_PROCESSOR * self.tuning.processors / config.threads(arithmetic).max(1);
         if !self.tuning.small_tiles {
             config.splits = (wanted / tiles).min(stages / 8).clamp(1, 16);
         }

@@ -7,7 +7,7 @@ use crate::device::{Adapter, Capabilities, Component, Device, MatrixShape};
 use crate::gpu::error::StartError;
 use crate::gpu::timing::time_regions;
 use crate::kernels::gemm::fragment_layout::{self, FOUND};
-use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatrixUnits, Rows, Scratch, block_rows};
+use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, MatrixUnits, Scratch, block_rows};
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product};
 use crate::kernels::host_memory::HostMemory;
@@ -136,8 +136,8 @@ fn is_right(
     };
     let blocked = Blocked::declare(r, "blocked", arithmetic, rows, k);
     let scratch = Scratch::declare(r, config, rows, n);
-    r.call(block_rows("block".to_owned(), x, None, blocked, Rows::All(rows)));
-    r.call(product.matmul(blocked, Rows::All(rows), 0, config, scratch));
+    r.call(block_rows("block".to_owned(), x, None, blocked, MatmulRows::All(rows)));
+    r.call(product.matmul(blocked, MatmulRows::All(rows), 0, config, scratch));
 
     let mut memory = HostMemory::new(r);
     for i in 0..rows * k {

@@ -409,7 +409,7 @@ impl Operands {
 mod tests {
     use super::*;
     use crate::kernels::gemm::codes::{expand_codes, skinny_codes};
-    use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, Rows, Scratch};
+    use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch};
     use crate::kernels::gemm::skinny::{Matrices, SkinnyConfig};
     use crate::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product};
     use crate::kernels::tags::Flow;
@@ -438,7 +438,7 @@ mod tests {
         let scratch = Scratch { partials: weight.range, counters: weight.range };
         let many = |arithmetic| {
             let x = Blocked { range: weight.range, scales: weight.range, cols, arithmetic };
-            product(Epilogue::Residual, None).matmul(x, Rows::All(16), 0, config, scratch)
+            product(Epilogue::Residual, None).matmul(x, MatmulRows::All(16), 0, config, scratch)
         };
         vec![
             product(Epilogue::Store, None).gemv(1, 64, 2, 1),

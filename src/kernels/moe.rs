@@ -11,7 +11,7 @@
 //! (`skinny`, `gemm`, `panel`, `tiled`).
 
 use super::deterministic::{key_of, value_of};
-use super::gemm::matmul::{Blocked, MatmulConfig, Rows, Scratch};
+use super::gemm::matmul::{Blocked, MatmulConfig, MatmulRows, Scratch};
 use super::gemm::panel;
 use super::gemm::skinny::{Matrices, SkinnyConfig};
 use super::gemm::tiled::{Output, Packed, TILE_TOKENS, Tile, Tiled};
@@ -625,16 +625,16 @@ impl Mlp {
     }
 
     /// Returns the call that computes the experts' values between their products on row-major weights. `x` are the rows
-    /// that [`super::gemm::matmul::block_rows`] has prepared for [`Rows::Sorted`], `middle` has a row for each slot.
+    /// that [`super::gemm::matmul::block_rows`] has prepared for [`MatmulRows::Sorted`], `middle` has a row for each slot.
     pub fn matmul_gate_up(&self, x: Blocked, middle: Activations, sorted: &Sorted, config: MatmulConfig) -> Call {
         let epilogue = Epilogue::Gated(self.shape.glu);
-        self.matmul(Stage::GateUp, x, middle, epilogue, Rows::Slots(sorted), config)
+        self.matmul(Stage::GateUp, x, middle, epilogue, MatmulRows::Slots(sorted), config)
     }
 
     /// Returns the call that computes each chosen expert's output for a row: `parts`, of [`ExpertsShape::parts_bytes`].
-    /// `middle` are the rows that were prepared for [`Rows::Slots`].
+    /// `middle` are the rows that were prepared for [`MatmulRows::Slots`].
     pub fn matmul_down(&self, middle: Blocked, parts: Activations, sorted: &Sorted, config: MatmulConfig) -> Call {
-        self.matmul(Stage::Down, middle, parts, Epilogue::Store, Rows::Sorted(sorted), config)
+        self.matmul(Stage::Down, middle, parts, Epilogue::Store, MatmulRows::Sorted(sorted), config)
     }
 
     fn matmul(
@@ -643,7 +643,7 @@ impl Mlp {
         x: Blocked,
         y: Activations,
         epilogue: Epilogue,
-        rows: Rows<'_>,
+        rows: MatmulRows<'_>,
         config: MatmulConfig,
     ) -> Call {
         let (weight, _, each, _) = self.matrices(stage);

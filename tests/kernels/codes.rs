@@ -10,7 +10,7 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random};
 use ostinato::kernels::embed::{RowsFrom, Table, embed_rows};
 use ostinato::kernels::gemm::codes::{expand_codes, expanded_bytes, shared_bytes, skinny_codes};
-use ostinato::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, Rows, Scratch, block_rows};
+use ostinato::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch, block_rows};
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig};
 use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product};
 use ostinato::kernels::moe::{ExpertsShape, Mlp, Used};
@@ -256,7 +256,7 @@ fn many_rows(name: &str, arithmetic: Arithmetic, limit: f32) -> Cases {
         let partials = cases.words("partials", &words(partials));
         cases.expect(partials, Expect::Any);
         let counters = cases.words("counters", &words(counters));
-        let rows = Rows::All(case.rows);
+        let rows = MatmulRows::All(case.rows);
         cases.recording.call(block_rows("block".to_owned(), product.x, product.norm, x, rows));
         cases.recording.call(product.matmul(x, rows, 0, config, Scratch { partials, counters }));
     }

@@ -16,7 +16,9 @@ use half::bf16;
 use ostinato::kernels::attention::flash_decode::{self, Split, Spread, flash_decode, plan_splits};
 use ostinato::kernels::attention::{self, Heads, Scores};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows, RowsFrom, Table, embed_rows};
-use ostinato::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatrixUnits, Rows, Scratch, block_rows};
+use ostinato::kernels::gemm::matmul::{
+    Arithmetic, Blocked, MatmulConfig, MatmulRows, MatrixUnits, Scratch, block_rows,
+};
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig, skinny};
 use ostinato::kernels::gemm::tiled::{Packed, token_index};
 use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product, take_last};
@@ -510,7 +512,13 @@ fn gemv_folds_more_rows_than_one_dimension_of_a_dispatch_holds() {
 }
 
 /// Adds the buffers of prepared rows and of partial sums, and records the product for many rows.
-fn record_many(cases: &mut Cases, product: &Product, rows: Rows<'_>, arithmetic: Arithmetic, config: MatmulConfig) {
+fn record_many(
+    cases: &mut Cases,
+    product: &Product,
+    rows: MatmulRows<'_>,
+    arithmetic: Arithmetic,
+    config: MatmulConfig,
+) {
     let (most, cols) = (rows.most(), product.weight.cols);
     let arithmetic = arithmetic.of(product.weight.format);
     let words = |bytes: u64| vec![POISON; bytes.div_ceil(4) as usize];
@@ -558,7 +566,7 @@ fn matmul_cases(name: &str, arithmetic: Arithmetic, configs: &[MatmulConfig], li
             cases.expect(product.y.range, Expect::Floats(limit));
             let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
             // Rows beyond those in use hold poison, so a step that uses all of its rows has as many as that.
-            let rows = if at % 3 == 0 { Rows::All(used) } else { Rows::Counted(rows, count) };
+            let rows = if at % 3 == 0 { MatmulRows::All(used) } else { MatmulRows::Counted(rows, count) };
             record_many(&mut cases, &product, rows, arithmetic, config);
             made.push((logical, product.y));
         }
@@ -641,7 +649,7 @@ fn rows_are_scaled_to_fit_f16() {
         y: Activations { range: cases.output("y", (rows * 40) as usize, Expect::Any), stride: 40 },
     };
     let config = MatmulConfig { tokens: 16, features: 32, words: 1, each: 4, splits: 2 };
-    record_many(&mut cases, &product, Rows::All(rows), Arithmetic::F16, config);
+    record_many(&mut cases, &product, MatmulRows::All(rows), Arithmetic::F16, config);
     let reference = cases.reference();
     let vulkan = Vulkan::new();
     for driver in Driver::all() {
@@ -704,7 +712,7 @@ fn unit_vectors_read_weights_back_exactly() {
             if many {
                 let config = MatmulConfig { tokens: 16, features: 32, words: 1, each: 4, splits: 1 };
                 cases.case(format!("{format:?}.many"));
-                record_many(&mut cases, &product, Rows::Counted(k, chunk), Arithmetic::F32, config);
+                record_many(&mut cases, &product, MatmulRows::Counted(k, chunk), Arithmetic::F32, config);
             } else {
                 cases.recording.call(product.gemv(k, 32, 2, 2));
             }

@@ -11,7 +11,7 @@
 
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, round, ways};
-use ostinato::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, Rows, block_rows};
+use ostinato::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, block_rows};
 use ostinato::kernels::gemm::panel;
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig};
 use ostinato::kernels::gemm::tiled::{Packed, TILE_TOKENS, Tile, pack_sorted};
@@ -664,9 +664,9 @@ fn many_rows_on_weights_row_after_row_are_sorted_by_expert() {
             let between = cases.output("middle", (rows * stride) as usize, Expect::Floats(ROUNDED));
             let between = Activations { range: between, stride };
             let norm = Some(mlp.norm);
-            cases.recording.call(block_rows("block".to_owned(), mlp.x, norm, x, Rows::Sorted(sorted)));
+            cases.recording.call(block_rows("block".to_owned(), mlp.x, norm, x, MatmulRows::Sorted(sorted)));
             cases.recording.call(mlp.matmul_gate_up(x, between, sorted, config));
-            cases.recording.call(block_rows("again".to_owned(), between, None, middle, Rows::Slots(sorted)));
+            cases.recording.call(block_rows("again".to_owned(), between, None, middle, MatmulRows::Slots(sorted)));
             cases.recording.call(mlp.matmul_down(middle, parts, sorted, config));
         };
         let (cases, reference) = sorted_cases(&format!("rows.{config:?}"), config.tokens, false, &stages);

@@ -129,7 +129,7 @@ impl Blocked {
 
 /// The rows that are prepared or multiplied.
 #[derive(Clone, Copy, Debug)]
-pub enum Rows<'a> {
+pub enum MatmulRows<'a> {
     /// The given number of rows.
     All(u32),
     /// At most the given number of rows; word 2 of the chunk descriptor holds the number of those in use.
@@ -140,28 +140,28 @@ pub enum Rows<'a> {
     Slots(&'a Sorted),
 }
 
-impl Rows<'_> {
+impl MatmulRows<'_> {
     /// Returns the maximum number of rows.
     pub fn most(self) -> u32 {
         match self {
-            Rows::All(rows) | Rows::Counted(rows, _) => rows,
-            Rows::Sorted(sorted) | Rows::Slots(sorted) => sorted.slot_count(),
+            MatmulRows::All(rows) | MatmulRows::Counted(rows, _) => rows,
+            MatmulRows::Sorted(sorted) | MatmulRows::Slots(sorted) => sorted.slot_count(),
         }
     }
 
     /// The kernels' constant ROWS: 0 if a descriptor holds the number.
     fn constant(self) -> u32 {
-        if matches!(self, Rows::Counted(..)) { 0 } else { self.most() }
+        if matches!(self, MatmulRows::Counted(..)) { 0 } else { self.most() }
     }
 }
 
 /// Returns the call that prepares rows of x for `matmul`, after an optional RMSNorm with the given weight and epsilon.
-pub fn block_rows(label: String, x: Activations, norm: Option<(Range, f32)>, y: Blocked, rows: Rows<'_>) -> Call {
+pub fn block_rows(label: String, x: Activations, norm: Option<(Range, f32)>, y: Blocked, rows: MatmulRows<'_>) -> Call {
     let none = x.range.none();
     let (each, tile, slots, tiles) = match rows {
-        Rows::All(_) | Rows::Counted(..) => (0, 16, none, none),
-        Rows::Sorted(sorted) => (sorted.chosen, sorted.tile, sorted.slots, sorted.tiles),
-        Rows::Slots(sorted) => (IN_ORDER, sorted.tile, none, sorted.tiles),
+        MatmulRows::All(_) | MatmulRows::Counted(..) => (0, 16, none, none),
+        MatmulRows::Sorted(sorted) => (sorted.chosen, sorted.tile, sorted.slots, sorted.tiles),
+        MatmulRows::Slots(sorted) => (IN_ORDER, sorted.tile, none, sorted.tiles),
     };
     let threads = y.cols.div_ceil(8).next_power_of_two().clamp(32, 128);
     let constants = BlockRowsConstants {
@@ -177,7 +177,7 @@ pub fn block_rows(label: String, x: Activations, norm: Option<(Range, f32)>, y: 
     let args = BlockRowsArgs {
         x: x.range,
         norm: weight,
-        count: if let Rows::Counted(_, count) = rows { count } else { none },
+        count: if let MatmulRows::Counted(_, count) = rows { count } else { none },
         slots,
         tiles,
         y: y.range.part(0, Blocked::bytes(y.arithmetic, rows.most(), y.cols)),
@@ -270,18 +270,25 @@ impl Scratch {
 
 impl Product {
     /// Returns the call for many rows of x: `x` has them prepared by [`block_rows`], with this product's norm. With
-    /// [`Rows::Sorted`], `self.weight` holds the weights of all experts, and `each_expert` is the number of rows of
-    /// one; results are written to the place of their slots. With [`Rows::Slots`] they are written in the order of the
+    /// [`MatmulRows::Sorted`], `self.weight` holds the weights of all experts, and `each_expert` is the number of rows of
+    /// one; results are written to the place of their slots. With [`MatmulRows::Slots`] they are written in the order of the
     /// slots.
     ///
     /// # Panics
     /// If x was prepared for other columns, or the config does not fit the arithmetic: bugs of the caller.
-    pub fn matmul(&self, x: Blocked, rows: Rows<'_>, each_expert: u32, config: MatmulConfig, scratch: Scratch) -> Call {
+    pub fn matmul(
+        &self,
+        x: Blocked,
+        rows: MatmulRows<'_>,
+        each_expert: u32,
+        config: MatmulConfig,
+        scratch: Scratch,
+    ) -> Call {
         let Matrix { range: weight, format, cols, .. } = self.weight;
         let arithmetic = x.arithmetic;
         assert_eq!((x.cols, arithmetic.of(format)), (cols, arithmetic), "x of \"{}\"", self.label);
         let sorted = match rows {
-            Rows::Sorted(sorted) | Rows::Slots(sorted) => Some(sorted),
+            MatmulRows::Sorted(sorted) | MatmulRows::Slots(sorted) => Some(sorted),
             _ => None,
         };
         assert!(sorted.is_none_or(|s| s.tile == config.tokens), "tiles of {config:?} in \"{}\"", self.label);
@@ -303,7 +310,7 @@ impl Product {
             splits: config.splits,
             rows: rows.constant(),
             experts: u32::from(sorted.is_some()),
-            scatter: u32::from(matches!(rows, Rows::Sorted(_))),
+            scatter: u32::from(matches!(rows, MatmulRows::Sorted(_))),
             codes: codes_word(format),
             matrix_m: units.m,
             matrix_n: units.n,
@@ -318,7 +325,7 @@ impl Product {
             scales: x.scales.part(0, Blocked::scale_bytes(most)),
             bias: self.bias.unwrap_or(none),
             y: self.y.range,
-            count: if let Rows::Counted(_, count) = rows { count } else { none },
+            count: if let MatmulRows::Counted(_, count) = rows { count } else { none },
             tiles: sorted.map_or(none, |s| s.tiles),
             slots: sorted.map_or(none, |s| s.slots),
             partials: scratch.partials,

@@ -4,7 +4,7 @@
 //! Not here: the choice of experts, which kernels make (`kernels::moe`).
 
 use super::{Block, Decoder, Step, StepShape};
-use crate::kernels::gemm::matmul::{Blocked, MatmulConfig, Rows, block_rows};
+use crate::kernels::gemm::matmul::{Blocked, MatmulConfig, MatmulRows, block_rows};
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::{self, Output, Packed};
@@ -125,9 +125,9 @@ impl Decoder<'_> {
         let middle = Self::activations(r, "experts.sorted", sorted.slot_count(), experts.inner);
         let stride = step.x.stride;
         let parts = Activations { range: r.buffer("experts.parts", experts.parts_bytes(rows, stride)), stride };
-        r.call(block_rows(block.name("experts.block"), step.x, Some(mlp.norm), x, Rows::Sorted(&sorted)));
+        r.call(block_rows(block.name("experts.block"), step.x, Some(mlp.norm), x, MatmulRows::Sorted(&sorted)));
         r.call(mlp.matmul_gate_up(x, middle, &sorted, gate_up));
-        r.call(block_rows(block.name("experts.down_block"), middle, None, packed, Rows::Slots(&sorted)));
+        r.call(block_rows(block.name("experts.down_block"), middle, None, packed, MatmulRows::Slots(&sorted)));
         r.call(mlp.matmul_down(packed, parts, &sorted, down));
         let shared = experts.shared_inner.map(|inner| {
             let hidden = Self::activations(r, "shared.hidden", rows, inner);

@@ -4,7 +4,7 @@
 //! Not here: which weights a layer has.
 
 use super::{Decoder, Step, StepShape, floats_from, outputs_from};
-use crate::kernels::gemm::matmul::{self, Arithmetic, Blocked, MatmulConfig, Rows, Scratch};
+use crate::kernels::gemm::matmul::{self, Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch};
 use crate::kernels::gemm::panel::{self, Fold, Unscaled};
 use crate::kernels::gemm::skinny::{self, Matrices};
 use crate::kernels::gemm::tiled::{self, Output, Packed, Tile, Tiled};
@@ -151,8 +151,8 @@ impl Decoder<'_> {
                 }
                 (shape, _) if shape.rows() > self.tuning.gemv_most || matches!(shape, StepShape::Prefill { .. }) => {
                     let rows = match shape {
-                        StepShape::Prefill { rows } => Rows::Counted(rows, step.chunk),
-                        other => Rows::All(other.rows()),
+                        StepShape::Prefill { rows } => MatmulRows::Counted(rows, step.chunk),
+                        other => MatmulRows::All(other.rows()),
                     };
                     self.many_rows(recording, &product, rows)
                 }
@@ -167,7 +167,7 @@ impl Decoder<'_> {
     }
 
     /// Records the preparation of the rows of x for `matmul`, and returns the product's call.
-    fn many_rows(&self, recording: &mut Recording, product: &Product, rows: Rows<'_>) -> Call {
+    fn many_rows(&self, recording: &mut Recording, product: &Product, rows: MatmulRows<'_>) -> Call {
         let (most, cols) = (rows.most(), product.weight.cols);
         let arithmetic = self.tuning.arithmetic.of(product.weight.format);
         let x = Blocked::declare(recording, &format!("blocked.{cols}"), arithmetic, most, cols);

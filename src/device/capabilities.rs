@@ -117,6 +117,10 @@ pub struct Capabilities {
     pub unified_memory: bool,
     /// The largest device-local heap is host-visible (resizable BAR), so the host can map all of it.
     pub bar: bool,
+    /// `VK_NVX_binary_import` on NVIDIA's own driver, with a compute family without graphics: programs in PTX can be
+    /// launched from command buffers. A driver that cannot load CUDA's library refuses a device with the extension; it
+    /// is then opened without ([`crate::device::Device::takes_ptx`]).
+    pub ptx: bool,
     /// The number of streaming multiprocessors, if `VK_NV_shader_sm_builtins` reports it.
     pub sm_count: Option<u32>,
 }
@@ -148,6 +152,7 @@ impl Capabilities {
             (self.calibrated_timestamps, "calibrated_timestamps"),
             (self.timestamp_bits > 0, "timestamps"),
             (self.bar, "resizable_bar"),
+            (self.ptx, "ptx"),
         ]
         .into_iter()
         .filter_map(|(there, name)| there.then_some(name))

@@ -6,12 +6,13 @@ use crate::device::handle::Device;
 use crate::device::logical::Logical;
 use crate::device::pipeline::Pipeline;
 use crate::device::point::Role;
+use crate::device::ptx::Program;
 use crate::device::queries::Queries;
 use ash::vk;
 use std::sync::Arc;
 
-/// A recorded command buffer; clones share it. It may be pending in several submissions at once. It keeps its pipelines
-/// and query pools alive; the buffers that it uses are kept alive by their owner.
+/// A recorded command buffer; clones share it. It may be pending in several submissions at once. It keeps its pipelines,
+/// programs and query pools alive; the buffers that it uses are kept alive by their owner.
 #[derive(Clone)]
 pub struct Commands(Arc<Inner>);
 
@@ -20,6 +21,7 @@ struct Inner {
     pool: vk::CommandPool,
     family: u32,
     _pipelines: Vec<Pipeline>,
+    _programs: Vec<Program>,
     _queries: Vec<Queries>,
     logical: Arc<Logical>,
 }
@@ -38,6 +40,7 @@ pub struct Encoder {
     /// Whether the queue family supports dispatches; a pure copy engine does not.
     computes: bool,
     pipelines: Vec<Pipeline>,
+    programs: Vec<Program>,
     queries: Vec<Queries>,
     logical: Arc<Logical>,
 }
@@ -63,6 +66,7 @@ impl Commands {
             pool,
             family,
             _pipelines: Vec::new(),
+            _programs: Vec::new(),
             _queries: Vec::new(),
             logical: logical.clone(),
         };
@@ -123,11 +127,13 @@ impl Inner {
             role,
             computes,
             pipelines: Vec::new(),
+            programs: Vec::new(),
             queries: Vec::new(),
             logical: logical.clone(),
         };
         record(&mut encoder);
         self._pipelines = encoder.pipelines;
+        self._programs = encoder.programs;
         self._queries = encoder.queries;
         // SAFETY: this thread is recording the command buffer.
         logical.check("vkEndCommandBuffer", unsafe { logical.raw.end_command_buffer(self.raw) })?;
@@ -212,6 +218,18 @@ impl Encoder {
         // SAFETY: the command buffer is being recorded. A pipeline is bound, and the counts are within the device's
         // limits.
         unsafe { self.logical.raw.cmd_dispatch(self.raw, groups[0], groups[1], groups[2]) };
+    }
+
+    /// Launches a program on `groups` workgroups in x, y and z, with the argument block `args`. Barriers treat it as a
+    /// dispatch. The bound pipeline and its push constants stay.
+    ///
+    /// # Panics
+    /// If the role is not compute, or [`Program`]'s argument block has another size.
+    pub fn launch(&mut self, program: &Program, groups: [u32; 3], args: &[u8]) {
+        assert!(self.role == Role::Compute, "programs are launched on the compute queue");
+        // SAFETY: the command buffer is being recorded, for the compute role.
+        unsafe { program.record(self.raw, &self.logical, groups, args) };
+        self.programs.push(program.clone());
     }
 
     /// Dispatches the bound pipeline on a number of workgroups that is read from the buffer when the command executes:

@@ -134,6 +134,16 @@ pub enum DeviceError {
         /// The adapter's name.
         device: String,
     },
+    /// The driver does not compile or load a program in PTX.
+    #[error("device \"{device}\" does not take the program of kernel \"{kernel}\"")]
+    Program {
+        /// The kernel's name.
+        kernel: String,
+        /// The adapter's name.
+        device: String,
+        /// The result code.
+        source: vk::Result,
+    },
     /// The device does not support the operation.
     #[error("device \"{device}\" has no {what}")]
     Unsupported {

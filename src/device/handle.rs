@@ -46,22 +46,27 @@ impl std::fmt::Debug for Device {
 impl Device {
     /// Opens an adapter and enables every optional feature that the program knows and the adapter supports.
     pub fn open(instance: &Instance, adapter: &Adapter) -> Result<Arc<Device>, DeviceError> {
-        Device::with(instance, adapter, false)
+        Device::with(instance, adapter, false, true)
+    }
+
+    /// Like [`Device::open`], without programs in PTX.
+    pub fn open_without_ptx(instance: &Instance, adapter: &Adapter) -> Result<Arc<Device>, DeviceError> {
+        Device::with(instance, adapter, false, false)
     }
 
     /// Like [`Device::open`]; pipelines of this device report what the driver's compiler made of them, if the driver
-    /// tells ([`crate::device::Pipeline::executables`]). Building them may take longer.
+    /// tells ([`crate::device::Pipeline::executables`]). Building them may take longer. It takes no programs in PTX.
     pub fn open_with_statistics(instance: &Instance, adapter: &Adapter) -> Result<Arc<Device>, DeviceError> {
-        Device::with(instance, adapter, true)
+        Device::with(instance, adapter, true, false)
     }
 
-    fn with(instance: &Instance, adapter: &Adapter, statistics: bool) -> Result<Arc<Device>, DeviceError> {
+    fn with(instance: &Instance, adapter: &Adapter, statistics: bool, ptx: bool) -> Result<Arc<Device>, DeviceError> {
         let refused = |reason: &str| DeviceError::Refused { name: adapter.name.clone(), reason: reason.to_owned() };
         if let Some(reason) = &adapter.refused {
             return Err(refused(reason));
         }
         let choice = families::choose(&adapter.queue_families).ok_or_else(|| refused("it has no compute queue"))?;
-        let logical = Arc::new(Logical::create(instance, adapter, choice, statistics)?);
+        let logical = Arc::new(Logical::create(instance, adapter, choice, statistics, ptx)?);
         let compute = timeline(&logical, Role::Compute)?;
         let transfer = timeline(&logical, Role::Transfer).inspect_err(|_| {
             // SAFETY: the semaphore was created above and never used.
@@ -109,6 +114,11 @@ impl Device {
     /// The queue of a role.
     pub fn queue(&self, role: Role) -> &Queue {
         &self.queues[role.index()]
+    }
+
+    /// Returns why the device takes no programs in PTX ([`crate::device::Program`]), or nothing if it takes them.
+    pub fn takes_ptx(&self) -> Result<(), &'static str> {
+        self.logical.binary_import.as_ref().map(|_| ()).map_err(|why| *why)
     }
 
     pub(super) fn logical(&self) -> &Arc<Logical> {

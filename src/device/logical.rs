@@ -4,11 +4,12 @@
 use crate::device::adapter::Adapter;
 use crate::device::error::DeviceError;
 use crate::device::families::{Choice, QueueSlot};
+use crate::device::features::{BINARY_IMPORT, FeatureSet};
 use crate::device::instance::Instance;
 use crate::device::point::Role;
 use crate::device::probe;
 use ash::prelude::VkResult;
-use ash::{ext, khr, vk};
+use ash::{ext, khr, nvx, vk};
 use std::ffi::{CStr, CString, c_char};
 use std::sync::OnceLock;
 
@@ -21,6 +22,8 @@ pub(super) struct Logical {
     pub(super) calibrated: Option<vk::PFN_vkGetCalibratedTimestampsKHR>,
     /// The functions that report what the compiler made of a pipeline, if this was asked for.
     pub(super) executables: Option<khr::pipeline_executable_properties::Device>,
+    /// The functions for programs in PTX, or why there are none.
+    pub(super) binary_import: Result<nvx::binary_import::Device, &'static str>,
     names: Option<ext::debug_utils::Device>,
     /// The call that reported the loss of the device; set once.
     lost: OnceLock<String>,
@@ -29,20 +32,20 @@ pub(super) struct Logical {
 }
 
 impl Logical {
-    /// Creates the device; with `statistics`, pipelines report what the driver's compiler made of them.
+    /// Creates the device; with `statistics`, pipelines report what the driver's compiler made of them; with `ptx`, it
+    /// takes programs in PTX if the adapter does.
     pub(super) fn create(
         instance: &Instance,
         adapter: &Adapter,
         choice: Choice,
         statistics: bool,
+        ptx: bool,
     ) -> Result<Logical, DeviceError> {
         let there = probe::features(instance.raw(), adapter.physical);
         let mut on = there.enabled();
         if statistics {
             on.enable_pipeline_statistics(&there);
         }
-        let extensions: Vec<CString> = on.extensions.iter().cloned().collect();
-        let names: Vec<*const c_char> = extensions.iter().map(|e| e.as_ptr()).collect();
         // The length of the priorities is the number of queues: 2 if the transfer queue is the second queue of the
         // compute family.
         let priorities = [1.0f32, 1.0];
@@ -54,13 +57,35 @@ impl Logical {
         } else {
             vec![of_family(choice.compute, 1), of_family(choice.transfer, 1)]
         };
-        let raw = on.chained(|features| {
-            let mut info = vk::DeviceCreateInfo::default().queue_create_infos(&queues).enabled_extension_names(&names);
-            info.p_next = std::ptr::from_mut(features).cast();
-            // SAFETY: `features` is the head of a chain of structures that live until `chained` returns. Only features
-            // and extensions that the driver reported are enabled.
-            unsafe { instance.raw().create_device(adapter.physical, &info, None) }
-        });
+        let create = |on: &mut FeatureSet| {
+            let extensions: Vec<CString> = on.extensions.iter().cloned().collect();
+            let names: Vec<*const c_char> = extensions.iter().map(|e| e.as_ptr()).collect();
+            on.chained(|features| {
+                let mut info =
+                    vk::DeviceCreateInfo::default().queue_create_infos(&queues).enabled_extension_names(&names);
+                info.p_next = std::ptr::from_mut(features).cast();
+                // SAFETY: `features` is the head of a chain of structures that live until `chained` returns. Only
+                // features and extensions that the driver reported are enabled.
+                unsafe { instance.raw().create_device(adapter.physical, &info, None) }
+            })
+        };
+        let mut no_ptx = match (ptx, adapter.capabilities.ptx) {
+            (false, _) => Some("it is switched off"),
+            (true, false) => {
+                Some("the driver does not offer VK_NVX_binary_import on a compute family without graphics")
+            }
+            (true, true) => None,
+        };
+        if no_ptx.is_none() {
+            on.extensions.insert(BINARY_IMPORT.to_owned());
+        }
+        let mut raw = create(&mut on);
+        // Without CUDA's library or its device file the driver lists the extension and refuses a device with it.
+        if no_ptx.is_none() && matches!(raw, Err(vk::Result::ERROR_INITIALIZATION_FAILED)) {
+            no_ptx = Some("the driver cannot load CUDA's library (libcuda, /dev/nvidia-uvm; containers: compute)");
+            on.extensions.remove(BINARY_IMPORT);
+            raw = create(&mut on);
+        }
         let raw = raw.map_err(|source| match source {
             vk::Result::ERROR_DEVICE_LOST => {
                 DeviceError::DeviceLost { device: adapter.name.clone(), call: "vkCreateDevice".to_owned() }
@@ -74,12 +99,17 @@ impl Logical {
         let names = instance.validates().then(|| ext::debug_utils::Device::new(instance.raw(), &raw));
         let executables =
             on.pipeline_statistics().then(|| khr::pipeline_executable_properties::Device::new(instance.raw(), &raw));
+        let binary_import = match no_ptx {
+            None => Ok(nvx::binary_import::Device::new(instance.raw(), &raw)),
+            Some(why) => Err(why),
+        };
         Ok(Logical {
             raw,
             adapter: adapter.clone(),
             choice,
             calibrated,
             executables,
+            binary_import,
             names,
             lost: OnceLock::new(),
             instance: instance.clone(),

@@ -3,7 +3,7 @@
 //!
 //! Guarantees to the layers above:
 //! - A [`Point`] is the only meaning of "done". Each [`Role`] has one timeline, whose value only grows.
-//! - [`Commands`], [`Pipeline`] and [`Queries`] are handles. A queue keeps everything submitted to it alive until the
+//! - [`Commands`], [`Pipeline`], [`Program`] and [`Queries`] are handles. A queue keeps everything submitted to it alive until the
 //!   point of that submission is reached, so dropping a handle early is harmless.
 //! - Buffers are the exception: the owner of a buffer's memory must keep it until the last point that uses it is
 //!   reached (`memory` does this).
@@ -26,6 +26,7 @@ mod module;
 mod pipeline;
 mod point;
 mod probe;
+mod ptx;
 mod queries;
 mod queue;
 mod select;
@@ -44,6 +45,7 @@ pub use instance::{Instance, InstanceOptions};
 pub use module::{Module, NEEDED, NEEDED_INVOCATIONS, NEEDED_SHARED_BYTES};
 pub use pipeline::{Executable, Pipeline, PipelineDesc, Statistic};
 pub use point::{Point, Role};
+pub use ptx::{MOST_SHARED_BYTES, Program, ProgramDesc};
 pub use queries::Queries;
 pub use queue::{Batch, Queue, QueueEntry};
 pub use select::select;

@@ -4,7 +4,7 @@ use crate::device::adapter::{Adapter, AdapterKind, HeapInfo, QueueFamilyInfo};
 use crate::device::capabilities::{Capabilities, Component, MatrixShape};
 use crate::device::error::DeviceError;
 use crate::device::families;
-use crate::device::features::{FeatureSet, SM_BUILTINS};
+use crate::device::features::{BINARY_IMPORT, FeatureSet, SM_BUILTINS};
 use crate::device::module::{self, NEEDED_INVOCATIONS, NEEDED_SHARED_BYTES};
 use ash::{ext, khr, vk};
 use std::ffi::CStr;
@@ -185,6 +185,10 @@ fn describe(
         timestamp_bits,
         unified_memory: adapter.kind == AdapterKind::Cpu || adapter.memory_heaps.iter().all(|h| h.device_local),
         bar: bar(memory),
+        ptx: features.has(BINARY_IMPORT)
+            && v12.driver_id == vk::DriverId::NVIDIA_PROPRIETARY
+            && choice
+                .is_some_and(|c| adapter.queue_families.iter().any(|f| f.index == c.compute.family && !f.graphics())),
         sm_count: has_sm.then_some(sm.shader_sm_count),
     };
 }

@@ -177,12 +177,13 @@ const CYCLES: [(&[&str], &str); 13] = [
 ];
 
 /// The group of the objects that a device creates and that hold it.
-const DEVICE_OBJECTS: [&str; 7] = [
+const DEVICE_OBJECTS: [&str; 8] = [
     "device::cache",
     "device::commands",
     "device::gate",
     "device::handle",
     "device::pipeline",
+    "device::ptx",
     "device::queries",
     "device::queue",
 ];

@@ -12,7 +12,7 @@
 //        multiplied by the gate's sigmoid
 // k, v   KV cache pages of f16: `kv.glsl`;  pages [slots][max_pages];  rope [positions][ROT/2] of cos, sin
 // output [rows][output_stride] f32. PACKED 1: 16-bit blocks as `pack_rows` writes them, `output_stride` in blocks of
-//        32 columns
+//        32 columns. PACKED 2: as its variant SWIZZLED writes them, for `output_stride` rows
 // TAGGED 3: qkv and output are tagged (`tags.glsl`); a row without a sequence then still writes zeros
 // PLANNED 1: `rows` is the work list of `plan_splits`, which gives a row a number of splits according to its length
 //
@@ -177,6 +177,12 @@ uint head_quad(uint row, uint kvh, uint item) {
             : KV_HEADS * (G + 2u) + kvh * G + head - (G + 2u)) * QUADS;
 }
 
+// Stores component `part` of a 16-byte word of the output. Each branch names a constant component: some drivers implement a
+// store to a dynamically indexed component as a store of the whole vector.
+#define PUT_WORD(to, part, word) { uint part_ = part; \
+    if (part_ == 0u) o.v[to].x = word; else if (part_ == 1u) o.v[to].y = word; \
+    else if (part_ == 2u) o.v[to].z = word; else o.v[to].w = word; }
+
 // Writes quad `quad` of the KV head's query heads to the output.
 void write_output(uint row, uint kvh, uint quad, vec4 value) {
     if (GATED == 1u) value /= 1.0 + exp(-raw_s[(G + 2u) * QUADS + quad]);
@@ -185,6 +191,14 @@ void write_output(uint row, uint kvh, uint quad, vec4 value) {
         return;
     }
     uint column = kvh * G * QUADS + quad;
+    if (PACKED == 2u) {
+        uint first = column % 16u / 8u * 4u + column % 2u * 2u, at = (column / 16u * output_stride + row) * 8u;
+        uint low = at + (first ^ row & 7u), high = at + (first + 1u ^ row & 7u);
+        uvec2 words = uvec2(round_pair(value.x, value.y), round_pair(value.z, value.w));
+        PUT_WORD(low, column % 8u / 2u, words.x)
+        PUT_WORD(high, column % 8u / 2u, words.y)
+        return;
+    }
     uint word = (((row / 16u * output_stride + column / 8u) * 2u + column % 2u) * 32u + row % 8u * 4u + column % 8u / 2u);
     uvec2 pairs = uvec2(round_pair(value.x, value.y), round_pair(value.z, value.w));
     // The components are constants: some drivers implement a store to a dynamically indexed component as a store of the

@@ -9,6 +9,8 @@
 //            ((row / 16 · chunks + column / 32)·2 + h)·32 + 4g + t holds columns 8t + 4h .. + 4 of rows g and g + 8 of
 //            the block, a pair of columns at a time: {g: 0, 1}, {g + 8: 0, 1}, {g: 2, 3}, {g + 8: 2, 3}. Rows not below
 //            `count[2]` (the number of rows of the prompt step) and columns from k on are zero.
+//            SWIZZLED: [k / 64][pairs·2][64], where the 128 bytes of a row are as `swizzled_index` orders them: 16-byte word
+//            4c + u holds columns 32c + 8t + 2u and + 1 for t = 0 .. 3, and lies at place (4c + u) ^ (row % 8)
 // slots      with EACH n > 0 (MoE): row i of the result is row slots[i] / n of x, or zeros if slots[i] is NOBODY.
 //            Nothing is written for tiles of TILE rows to which `tiles` assigns no expert (`expert_plan`)
 //
@@ -16,6 +18,9 @@
 // word from 16 bytes of each of the two rows.
 // Traffic: x once (twice with NORM, the second time from the L1 cache); 2 bytes written per value.
 #include "common.glsl"
+#ifndef SWIZZLED
+#define SWIZZLED 0
+#endif
 // Only the rounding functions of `fragments.glsl` are used.
 #define LANES 1
 #include "fragments.glsl"
@@ -53,6 +58,15 @@ vec4 four(uint row, uint column, bool used) {
     vec4 v = x.v[(row * x_stride + column) / 4u];
     return mix(vec4(0.0), v, lessThan(uvec4(column, column + 1u, column + 2u, column + 3u), uvec4(k)));
 }
+
+#if SWIZZLED
+// Returns columns column and column + 1 of a row, or zeros if it is unused.
+vec2 two(uint row, uint column, bool used) {
+    if (!used) return vec2(0.0);
+    vec4 v = x.v[(row * x_stride + column) / 4u];
+    return (column & 2u) == 0u ? v.xy : v.zw;
+}
+#endif
 
 void main() {
     uint pair = gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x;
@@ -92,6 +106,28 @@ void main() {
         scale = inversesqrt(square / float(k) + epsilon);
     }
 
+#if SWIZZLED
+    // A word of each row from four pairs of columns; k is a multiple of 64.
+    for (uint i = gl_LocalInvocationID.x; i < chunks * 4u; i += gl_WorkGroupSize.x) {
+        uint c = i >> 2, u = i & 3u;
+        uvec4 words_low, words_high;
+        [[unroll]] for (uint t = 0u; t < 4u; t++) {
+            uint column = c * 32u + t * 8u + u * 2u;
+            vec2 a = two(low, column, low_used), b = two(high, column, high_used);
+            if (NORM == 1u) {
+                vec4 four = norm.v[column / 4u];
+                vec2 w = (u & 1u) == 0u ? four.xy : four.zw;
+                a *= w * scale.x;
+                b *= w * scale.y;
+            }
+            words_low[t] = pack_pair(a.x, a.y);
+            words_high[t] = pack_pair(b.x, b.y);
+        }
+        uint at = (i >> 3) * pairs * 2u + block * 16u + g, place = (i & 7u) ^ g;
+        packed.v[at * 8u + place] = words_low;
+        packed.v[(at + 8u) * 8u + place] = words_high;
+    }
+#else
     for (uint i = gl_LocalInvocationID.x; i < words; i += gl_WorkGroupSize.x) {
         uint column = i * 4u;
         vec4 a = four(low, column, low_used), b = four(high, column, high_used);
@@ -106,4 +142,5 @@ void main() {
         packed.v[((block * chunks + c) * 2u + h) * 32u + g * 4u + t] =
             uvec4(pack_pair(a.x, a.y), pack_pair(b.x, b.y), pack_pair(a.z, a.w), pack_pair(b.z, b.w));
     }
+#endif
 }

@@ -123,6 +123,7 @@ fn kept(old: &Config, new: &Config) -> Vec<String> {
     let (a, b) = (&old.runtime, &new.runtime);
     compare("runtime.cache_directory", show(&a.cache_directory), show(&b.cache_directory));
     compare("runtime.tune", show(&a.tune), show(&b.tune));
+    compare("runtime.ptx", show(&a.ptx), show(&b.ptx));
     compare("runtime.validation", show(&a.validation), show(&b.validation));
     kept
 }

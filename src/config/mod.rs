@@ -55,6 +55,9 @@ pub struct Runtime {
     pub cache_directory: Option<std::path::PathBuf>,
     /// Changes to the device tuning, each `KEY=VALUE`; for experiments (`ostinato bench --tune`).
     pub tune: Vec<String>,
+    /// Whether devices may take programs in PTX, which some kernels are on NVIDIA's compute capability 9.0; by default
+    /// the engine's choice.
+    pub ptx: Option<bool>,
     /// Loads the Khronos validation layer (slow; for development).
     pub validation: bool,
 }

@@ -8,7 +8,7 @@ use crate::device::{Adapter, Device, DeviceError, Executable, Instance, Role};
 use crate::engine::executor::Executor;
 use crate::engine::variants::Fallback;
 use crate::gpu::build::Build;
-use crate::gpu::build::defaults::DEFAULT_CONTEXT;
+use crate::gpu::build::defaults::{DEFAULT_CONTEXT, takes_ptx};
 use crate::gpu::build::format_test::test_formats;
 use crate::gpu::build::recordings::Recordings;
 use crate::gpu::devices::OpenDevice;
@@ -229,6 +229,7 @@ pub fn check(
         beside: false,
         cancelled: &cancelled,
         row_major: AtomicBool::new(false),
+        no_ptx: AtomicBool::new(false),
     };
     let build = of(options.tune);
     let mut found = Check::default();
@@ -281,7 +282,7 @@ pub fn check(
         () if !whole => Outcome::NotRun(NOT_BUILT),
         () => {
             // The device of a server, without statistics.
-            let opened = OpenDevice::open(instance, adapter, options.cache, GpuTime::Off)?;
+            let opened = OpenDevice::open(instance, adapter, options.cache, GpuTime::Off, takes_ptx(options.tune))?;
             start(&Build { opened: &opened, ..of(options.tune) }, options.cache)?
         }
     };

@@ -12,9 +12,10 @@ use crate::device::{Adapter, Device, Instance, InstanceOptions, MemoryBudget, ch
 use crate::engine::executor::Executor;
 use crate::engine::plan::Capacity;
 use crate::gpu::build::Build;
+use crate::gpu::build::defaults::takes_ptx;
 use crate::gpu::error::StartError;
 use crate::gpu::executor::GpuExecutor;
-use crate::gpu::matrix_units::{arithmetic, probe};
+use crate::gpu::matrix_units::{arithmetic, probe, runs_wgmma};
 use crate::gpu::spans;
 use crate::gpu::tuned::Tuned;
 use crate::host::progress::{Progress, Quiet};
@@ -56,18 +57,25 @@ pub struct OpenDevice {
     pub(crate) matrices: Option<Matrices>,
     /// The arithmetic of products of many rows with row-major weights.
     pub(crate) arithmetic: Arithmetic,
+    /// Why the device does not run `wgmma`, if it does not.
+    pub(crate) ptx: Result<(), String>,
     /// Locked while a replica is built: a memory plan relies on free memory that no other load may take.
     building: Mutex<()>,
 }
 
 impl OpenDevice {
+    /// Opens a device; with `ptx`, it takes programs in PTX if it can.
     pub(crate) fn open(
         instance: &Instance,
         adapter: &Adapter,
         cache: Option<&Path>,
         gpu_time: GpuTime,
+        ptx: bool,
     ) -> Result<OpenDevice, StartError> {
-        let device = Device::open(instance, adapter)?;
+        let device = match ptx {
+            true => Device::open(instance, adapter)?,
+            false => Device::open_without_ptx(instance, adapter)?,
+        };
         OpenDevice::of(device, gpu_time, staging(adapter), |device, arena| {
             let matrices = probe(device, arena, cache)?;
             Ok((matrices, arithmetic(device, arena, cache, matrices.is_some())?))
@@ -87,6 +95,10 @@ impl OpenDevice {
         let transfer = Arc::new(Transfer::spawn(&arena)?);
         let (matrices, arithmetic) = multiplies(&device, &arena)?;
         Ok(OpenDevice {
+            ptx: match matrices {
+                Some(Matrices::Cooperative) => runs_wgmma(&device),
+                _ => Err("the device has no matrix units that the kernels use".to_owned()),
+            },
             matrices,
             arithmetic,
             building: Mutex::default(),
@@ -234,7 +246,8 @@ impl Devices {
             return Ok(Arc::clone(opened));
         }
         let cache = self.runtime.cache_directory.as_deref();
-        let opened = Arc::new(OpenDevice::open(&self.instance, adapter, cache, self.gpu_time)?);
+        let ptx = self.runtime.ptx.unwrap_or_else(|| takes_ptx(&self.runtime.tune));
+        let opened = Arc::new(OpenDevice::open(&self.instance, adapter, cache, self.gpu_time, ptx)?);
         let lost = self.open().insert(adapter.index, Arc::clone(&opened));
         // Dropped without the lock on the map: if this was the last reference to the lost device, dropping it ends its
         // actors.
@@ -270,6 +283,7 @@ impl Devices {
             beside: attempt.beside,
             cancelled: attempt.cancelled,
             row_major: AtomicBool::default(),
+            no_ptx: AtomicBool::default(),
         };
         build.executor(cache)
     }

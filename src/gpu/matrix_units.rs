@@ -3,7 +3,7 @@
 //! right results.
 //! Not here: the choice of kernels (`model::decoder`).
 
-use crate::device::{Adapter, Capabilities, Component, Device, MatrixShape};
+use crate::device::{Adapter, Capabilities, Component, Device, MatrixShape, Program, ProgramDesc};
 use crate::gpu::error::StartError;
 use crate::gpu::timing::time_regions;
 use crate::kernels::gemm::fragment_layout::{self, FOUND};
@@ -41,6 +41,27 @@ pub(crate) fn unpromised(capabilities: &Capabilities) -> Vec<&'static str> {
     .into_iter()
     .filter_map(|(there, what)| (!there).then_some(what))
     .collect()
+}
+
+/// A program for compute capability 9.0 alone that does nothing.
+const EMPTY: &str = ".version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry empty(.param .align 8 .b8 args[8])
+{
+ret;
+}
+";
+
+/// Returns why a device does not run `wgmma`, or nothing if it does: programs in PTX, on compute capability 9.0. Only such
+/// a device has a driver that compiles a program for `sm_90a`.
+pub(crate) fn runs_wgmma(device: &Device) -> Result<(), String> {
+    device.takes_ptx().map_err(str::to_owned)?;
+    let desc = ProgramDesc { name: "empty", text: EMPTY, entry: "empty", threads: 32, shared_bytes: 0, args_bytes: 8 };
+    match Program::new(device, &desc) {
+        Ok(_) => Ok(()),
+        Err(_) => Err("the driver does not compile PTX for compute capability 9.0".to_owned()),
+    }
 }
 
 /// Tests the layout of cooperative matrices, if the device's capabilities offer the required ones. Returns `None` if

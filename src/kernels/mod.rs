@@ -118,6 +118,7 @@ pub fn reference(kernel: &str) -> Reference {
         "order_packed" => gemm::order::reference_order_packed,
         "panel" => gemm::panel::reference_panel,
         "tiled" => gemm::tiled::reference_tiled,
+        "wgmma" => gemm::wgmma::reference_wgmma,
         "take_last" => gemm::reference_take_last,
         "add_branch" => stream::reference_add_branch,
         "norm_heads" => stream::reference_norm_heads,

@@ -2,11 +2,12 @@
 //! submitted unchanged. Not here: when it is submitted, and what it computes.
 
 use super::barriers;
+use super::gemm::wgmma;
 use super::recording::{Arg, BufferId, Call, Op, Range, Recording};
 use super::shaders::{self, SHADER_SET};
 use crate::device::{
-    Commands, Device, DeviceError, Encoder, Executable, Module, Pipeline, PipelineCache, PipelineDesc, Point, Queries,
-    Role,
+    Commands, Device, DeviceError, Encoder, Executable, Module, Pipeline, PipelineCache, PipelineDesc, Point, Program,
+    ProgramDesc, Queries, Role,
 };
 use crate::memory::{Buffer, BufferTable};
 use crate::telemetry::clock::cpu_time;
@@ -82,7 +83,16 @@ pub struct BuiltPipeline {
 /// The pipelines of a device, each built once.
 #[derive(Debug)]
 pub struct Pipelines {
-    built: HashMap<Key, Pipeline>,
+    built: HashMap<Key, Kernel>,
+}
+
+/// What a kernel was built as.
+#[derive(Debug)]
+enum Kernel {
+    /// A pipeline, of SPIR-V.
+    Pipeline(Pipeline),
+    /// A program, of PTX.
+    Program(Program),
 }
 
 impl Pipelines {
@@ -144,17 +154,28 @@ impl Pipelines {
         let mut built = Vec::new();
         for (index, key) in keys.iter().enumerate() {
             let (kernel, constants) = key.clone();
-            let planned =
-                Planned { kernel, module: Module::read(&shaders::find(kernel).words(), &constants), constants };
+            let shader = shaders::find(kernel);
+            let module = match shader.is_ptx() {
+                true => {
+                    let tile = wgmma::variant_of(&constants).tile;
+                    let shared_bytes = Some(tile.shared_bytes());
+                    Module { capabilities: BTreeSet::new(), group: [tile.threads(), 1, 1], shared_bytes }
+                }
+                false => Module::read(&shader.words(), &constants),
+            };
+            let planned = Planned { kernel, module, constants };
             before(&planned, index, keys.len());
             let (begun, used) = (Instant::now(), cpu_time());
             let result = build_one(device, &cache, key);
             let (took, cpu) = (begun.elapsed(), cpu_time().saturating_sub(used));
             let result = match result {
                 Err(error) if error.is_lost() => return Err(error),
-                result => result.and_then(|pipeline| {
-                    let executables = pipeline.executables()?;
-                    pipelines.built.insert(key.clone(), pipeline);
+                result => result.and_then(|kernel| {
+                    let executables = match &kernel {
+                        Kernel::Pipeline(pipeline) => pipeline.executables()?,
+                        Kernel::Program(_) => Vec::new(),
+                    };
+                    pipelines.built.insert(key.clone(), kernel);
                     Ok(executables)
                 }),
             };
@@ -215,7 +236,7 @@ impl Pipelines {
         self.built.is_empty()
     }
 
-    fn get(&self, call: &Call) -> &Pipeline {
+    fn get(&self, call: &Call) -> &Kernel {
         self.built
             .get(&(call.kernel, call.constants.clone()))
             .unwrap_or_else(|| panic!("no pipeline was built for {}{:?}", call.kernel, call.constants))
@@ -228,8 +249,20 @@ fn keys(recordings: &[&Recording]) -> impl Iterator<Item = Key> {
     calls.map(|call| (call.kernel, call.constants.clone()))
 }
 
-fn build_one(device: &Device, cache: &PipelineCache, (kernel, constants): &Key) -> Result<Pipeline, DeviceError> {
+fn build_one(device: &Device, cache: &PipelineCache, (kernel, constants): &Key) -> Result<Kernel, DeviceError> {
     let shader = shaders::find(kernel);
+    if shader.is_ptx() {
+        let variant = wgmma::variant_of(constants);
+        let desc = ProgramDesc {
+            name: kernel,
+            text: &wgmma::text::text(&variant),
+            entry: wgmma::text::ENTRY,
+            threads: variant.tile.threads(),
+            shared_bytes: variant.tile.shared_bytes(),
+            args_bytes: shader.push_bytes,
+        };
+        return Program::new(device, &desc).map(Kernel::Program);
+    }
     let words = shader.words();
     let desc = PipelineDesc {
         name: kernel,
@@ -239,7 +272,7 @@ fn build_one(device: &Device, cache: &PipelineCache, (kernel, constants): &Key) 
         required_subgroup: shader.required_subgroup(constants),
         full_subgroups: shader.matrices,
     };
-    Pipeline::new(device, cache, &desc)
+    Pipeline::new(device, cache, &desc).map(Kernel::Pipeline)
 }
 
 fn as_call(op: &Op) -> Option<&Call> {
@@ -495,7 +528,6 @@ fn encode(encoder: &mut Encoder, op: &Op, buffers: &[Arc<Buffer>], pipelines: &P
     let buffer = |id: BufferId| &buffers[id.0 as usize];
     match op {
         Op::Call(call) => {
-            encoder.bind(pipelines.get(call));
             let shader = shaders::find(call.kernel);
             let mut block = vec![0u8; shader.push_bytes as usize];
             assert_eq!(call.args.len(), shader.fields.len(), "{} takes other arguments", call.kernel);
@@ -510,8 +542,14 @@ fn encode(encoder: &mut Encoder, op: &Op, buffers: &[Arc<Buffer>], pipelines: &P
                     Arg::F32(value) => block[at..at + 4].copy_from_slice(&value.to_le_bytes()),
                 }
             }
-            encoder.push(&block);
-            encoder.dispatch(call.groups);
+            match pipelines.get(call) {
+                Kernel::Pipeline(pipeline) => {
+                    encoder.bind(pipeline);
+                    encoder.push(&block);
+                    encoder.dispatch(call.groups);
+                }
+                Kernel::Program(program) => encoder.launch(program, call.groups, &block),
+            }
         }
         Op::Copy { from, to } => {
             let Range { offset, bytes, .. } = *from;

@@ -4,7 +4,7 @@
 //! the power that long products draw.
 
 use crate::device::{Adapter, Device, Instance};
-use crate::gpu::build::defaults::tuning;
+use crate::gpu::build::defaults::{PTX, tuning};
 use crate::gpu::error::StartError;
 use crate::gpu::timing::time_regions;
 use crate::kernels::attention::Heads;
@@ -53,7 +53,7 @@ pub struct Stage {
 
 /// Returns whether a call multiplies by a weight matrix, which is then its first argument.
 fn multiplies(call: &Call) -> bool {
-    ["gemv", "skinny", "panel", "tiled", "matmul"].iter().any(|kernel| call.kernel.starts_with(kernel))
+    ["gemv", "skinny", "panel", "tiled", "matmul", "wgmma"].iter().any(|kernel| call.kernel.starts_with(kernel))
 }
 
 /// Groups the calls of a step by kind, in the order of each kind's first call.
@@ -146,7 +146,10 @@ pub fn stages(
     }
     let max_pages = positions.iter().map(|position| pages_of(*position, load)).max().unwrap_or(1);
     let mut tuning = tuning(adapter, matrices, config.attention_kinds[0].kv_heads, max_pages * 16);
+    let runs_ptx = matrices.is_some() && crate::gpu::matrix_units::runs_wgmma(&device).is_ok();
+    tuning.ptx = PTX;
     change(&mut tuning);
+    tuning.ptx &= runs_ptx;
     let decoder = Decoder {
         config,
         weights: checkpoint.weights_without_mtp(),
@@ -171,6 +174,7 @@ pub fn stages(
     for change in &load.tries {
         let mut decoder = decoder.clone();
         decoder.tuning.set(change);
+        decoder.tuning.ptx &= runs_ptx;
         let step = decoder.record(load.shape).without_tags();
         // Stages that a change does not affect are already timed.
         for group in groups(&step) {

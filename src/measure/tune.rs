@@ -8,7 +8,7 @@ use crate::actors::timeline::FlushReason;
 use crate::actors::watcher::Outbox;
 use crate::config;
 use crate::device::{Adapter, Device, Instance, Point};
-use crate::gpu::build::defaults::PATCH_PAIRS;
+use crate::gpu::build::defaults::{PATCH_PAIRS, takes_ptx};
 use crate::gpu::build::recordings::InboxRecordings;
 use crate::gpu::build::{Build, PreparedModel};
 use crate::gpu::devices::OpenDevice;
@@ -148,7 +148,7 @@ pub fn tune(
 ) -> Result<TuneOutcome, StartError> {
     let mut model = config::Model::new("tune", "", Some(adapter.selector()));
     model.context = Some(options.depth.saturating_add(16));
-    let opened = OpenDevice::open(instance, adapter, options.cache, GpuTime::Phases)?;
+    let opened = OpenDevice::open(instance, adapter, options.cache, GpuTime::Phases, takes_ptx(options.tune))?;
     let kept = Tuned::of_model(options.cache, adapter, checkpoint, progress);
     let none = Tuned::none(adapter, checkpoint);
     let (no_span, wanted) = (tracing::Span::none(), AtomicBool::new(false));
@@ -166,6 +166,7 @@ pub fn tune(
         beside: false,
         cancelled: &wanted,
         row_major: AtomicBool::new(false),
+        no_ptx: AtomicBool::new(false),
     };
     // The memory plan must allow for the largest number of splits that may be tried.
     let build = of(options.tune);

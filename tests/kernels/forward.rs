@@ -20,7 +20,7 @@ use ostinato::kernels::gemm::matmul::{
     Arithmetic, Blocked, MatmulConfig, MatmulRows, MatrixUnits, Scratch, block_rows,
 };
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig, skinny};
-use ostinato::kernels::gemm::tiled::{Packed, token_index};
+use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, swizzled_index, token_index};
 use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product, take_last};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
@@ -1213,8 +1213,8 @@ enum Batch {
     Even,
     /// Split by a plan; writes rows of floats.
     Planned,
-    /// Split by a plan; the output is packed for the next product.
-    Packed,
+    /// Split by a plan; the output is packed for the next product, in this order.
+    Packed(PackedOrder),
 }
 
 /// Method, in addition to that of the file: each case runs twice in a row with the same counters, which must be zero
@@ -1239,6 +1239,10 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
         true => Flow { input_carried: true, input: TAGS[0], old: 0, output: Some(TAGS[2]) },
         false => Flow::NONE,
     };
+    let order = match flash {
+        Some((_, Batch::Packed(order))) => Some(order),
+        _ => None,
+    };
     let put = |v: f32| if tags { tagged(v, flow.input) } else { v.to_bits() };
     for (index, heads) in all.enumerate() {
         let rows = all_rows();
@@ -1258,8 +1262,12 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
             // changes its score by up to 2^-11 of its terms.
             let limit = if fused && heads.kv_format == Format::F16 { 1e-3 } else { SUMS };
             let near_words = |limit| if tags { Expect::Tagged(limit + 2e-5) } else { Expect::Floats(limit) };
-            let packs = flash.is_some_and(|(_, batch)| batch == Batch::Packed);
+            let packs = order.is_some();
             let width = heads.q * heads.dim;
+            // Rows of whole blocks of 64 columns can be swizzled.
+            if order == Some(PackedOrder::Swizzled) && !width.is_multiple_of(64) {
+                continue;
+            }
             let outputs = ["o", "o.again"].map(|name| match packs {
                 // A value may be rounded to the other neighbor.
                 true => {
@@ -1282,7 +1290,11 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
                 fault: cases.words("fault", &[0]),
                 sinks: cases.floats("sinks", &(0..heads.q).map(sink_of).collect::<Vec<f32>>()),
                 stride: context.stride,
-                output_stride: if packs { width / 32 } else { width + 8 },
+                output_stride: match order {
+                    None => width + 8,
+                    Some(PackedOrder::Fragments) => width / 32,
+                    Some(PackedOrder::Swizzled) => Packed::padded_rows(count),
+                },
                 max_pages: context.max_pages,
                 epsilon: EPSILON,
                 qkv_tag: 0,
@@ -1297,7 +1309,7 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
                     Some((matrices, Batch::Even)) => {
                         let threads = flash_threads(heads, index, matrices);
                         let split = Split::Evenly { rows: count, splits };
-                        flash_decode(label, heads, split, threads, false, matrices, flow, args)
+                        flash_decode(label, heads, split, threads, None, matrices, flow, args)
                     }
                     Some((matrices, _)) => {
                         let threads = flash_threads(heads, index, matrices);
@@ -1310,7 +1322,7 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
                         cases.recording.call(plan);
                         let split = Split::Planned { units: spread.most(count) };
                         let args = AttentionArgs { rows: work, ..args };
-                        flash_decode(label, heads, split, threads, packs, matrices, flow, args)
+                        flash_decode(label, heads, split, threads, order, matrices, flow, args)
                     }
                     None => attention::attention(label, heads, count, splits, threads, fused, flow, args),
                 };
@@ -1319,17 +1331,16 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
             last = Some((args, outputs));
         }
         // The formula is checked for one number of splits only, because the reference does not depend on it.
-        let (args, outputs) = last.expect("there are splits");
+        let Some((args, outputs)) = last else { continue };
         made.push((context, args, outputs));
     }
     let reference = cases.reference();
-    let packs = flash.is_some_and(|(_, batch)| batch == Batch::Packed);
     for (context, args, outputs) in made {
         let Heads { q, kv, dim, kv_format, .. } = context.heads;
         let what = &cases.recording.decl(args.o.buffer).name;
         for row in 0..context.rows.len() {
             if context.rows[row].is_none() {
-                if packs {
+                if order.is_some() {
                     continue;
                 }
                 let words = (0..q * dim).map(|i| reference.u32(args.o, row as u32 * args.output_stride + i));
@@ -1353,15 +1364,19 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
                 let wanted = context.gated(row, h, wanted);
                 for i in 0..dim {
                     for o in outputs {
-                        let found = match packs {
-                            true => {
-                                let at = token_index(row as u32, h * dim + i, q * dim) as u32;
-                                reference.weight(Format::Bf16, o, at)
+                        let (r, column) = (row as u32, h * dim + i);
+                        let found = match order {
+                            Some(PackedOrder::Fragments) => {
+                                reference.weight(Format::Bf16, o, token_index(r, column, q * dim) as u32)
                             }
-                            false => reference.f32(o, row as u32 * args.output_stride + h * dim + i),
+                            Some(PackedOrder::Swizzled) => {
+                                reference.weight(Format::Bf16, o, swizzled_index(r, column, args.output_stride) as u32)
+                            }
+                            None => reference.f32(o, row as u32 * args.output_stride + h * dim + i),
                         };
                         let limit = if fused && kv_format == Format::F16 { 1e-3 } else { 5e-6 };
-                        let limit = if packs { limit + wanted[i as usize].abs() * 2f64.powi(-8) } else { limit };
+                        let limit =
+                            if order.is_some() { limit + wanted[i as usize].abs() * 2f64.powi(-8) } else { limit };
                         // Tags change the values that are read and written by up to 2^-17 of themselves.
                         let limit = if tags { limit + 1e-3 } else { limit };
                         let difference = (f64::from(found) - wanted[i as usize]).abs();
@@ -1418,6 +1433,8 @@ fn flash_decode_shares_its_workgroups_out_by_a_plan() {
 #[test]
 fn flash_decode_packs_its_output_for_the_next_product() {
     for matrices in ways() {
-        attention_cases(true, Some((*matrices, Batch::Packed)), false);
+        for order in [PackedOrder::Fragments, PackedOrder::Swizzled] {
+            attention_cases(true, Some((*matrices, Batch::Packed(order))), false);
+        }
     }
 }

@@ -4,6 +4,8 @@
 mod common;
 #[path = "../harness/mod.rs"]
 mod harness;
+#[path = "../python/mod.rs"]
+mod python;
 
 mod codes;
 mod delta;
@@ -11,8 +13,10 @@ mod draft;
 mod flash;
 mod forward;
 mod moe;
+mod ptx;
 mod recordings;
 mod sampling;
 mod scores;
 mod stream;
 mod tiled;
+mod wgmma;

@@ -14,7 +14,7 @@ use crate::harness::{Bench, Cases, Expect, POISON, Random, round, ways};
 use ostinato::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, block_rows};
 use ostinato::kernels::gemm::panel;
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig};
-use ostinato::kernels::gemm::tiled::{Packed, TILE_TOKENS, Tile, pack_sorted};
+use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, TILE_TOKENS, Tile, pack_sorted};
 use ostinato::kernels::gemm::{Activations, Glu, Matrix};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::moe::{ExpertsShape, Grouped, Mlp, Route, Sorted, Used};
@@ -624,11 +624,12 @@ fn many_rows_are_sorted_by_expert_and_put_together_again() {
                 let near = Expect::Bfloats(2f32.powi(-7));
                 let (hidden, inner) = (mlp.shape.hidden, mlp.shape.inner);
                 let packed = cases.output("packed", sorted.packed_bytes(hidden) as usize / 4, near);
-                let packed = Packed { range: packed, format: Format::Bf16, cols: hidden };
+                let packed =
+                    Packed { range: packed, format: Format::Bf16, cols: hidden, order: PackedOrder::Fragments };
                 // `panel` does not write padded columns.
                 let middle = cases.words("middle", &vec![0; sorted.packed_bytes(inner) as usize / 4]);
                 cases.expect(middle, Expect::Bfloats(ROUNDED));
-                let middle = Packed { range: middle, format: Format::Bf16, cols: inner };
+                let middle = Packed { range: middle, format: Format::Bf16, cols: inner, order: PackedOrder::Fragments };
                 cases.recording.call(pack_sorted("pack".to_owned(), mlp.x, Some(mlp.norm), packed, sorted));
                 cases.recording.call(mlp.sorted_gate_up(packed, middle, sorted, how));
                 cases.recording.call(mlp.sorted_down(middle, parts, sorted, how));

@@ -629,6 +629,56 @@ fn recordings_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() {
     run_by_hand(Driver::first(), &[Emulated { chunk: 8, ..ways[1] }, ways[2]], &["tiny-qwen3.5-moe"]);
 }
 
+/// Goal: a prompt step whose products are `wgmma` means the same as one whose products are others. Method: both
+/// recordings in the interpreter, from the same memory; both round the same activations, so that only sums of rounded
+/// values differ.
+#[test]
+fn a_prompt_step_with_wgmma_means_the_same_in_plain_rust() {
+    let vulkan = Vulkan::new();
+    let (_folder, checkpoints) = on_fragments();
+    for (name, checkpoint) in checkpoints.iter().filter(|(name, _)| ["demo", "demo-hybrid"].contains(name)) {
+        let way = Emulated { chunk: 32, tags: false, kv_format: Format::F16, near: 0.0 };
+        let mut decoder = emulated(&vulkan, Driver::first(), checkpoint, way);
+        let shape = StepShape::Prefill { rows: 32 };
+        let plain = decoder.record(shape);
+        (decoder.tuning.ptx, decoder.tuning.wgmma_rows) = (true, 32);
+        let ptx = decoder.record(shape);
+        let mut memory = initial(&decoder, &[&plain, &ptx]);
+        let tokens: Vec<u32> = (3..30).collect();
+        let prompt =
+            PromptRows { slot: SLOT, start: 0, tokens: &tokens, last: true, next: None, from: None, keeps: &[] };
+        let (layout, heads) = (decoder.state, decoder.heads(0));
+        let words = memory.get_mut("state").expect("the state");
+        for (word, values) in layout.chunk_layout().describe(&[prompt], |rows| flash_tiles(heads, rows)) {
+            let at = layout.chunk_word(word) as usize;
+            words[at..at + values.len()].copy_from_slice(&values);
+        }
+        for index in 0..2 {
+            words[layout.page_word(SLOT, index) as usize] = index + 1;
+        }
+        let [plain_x, ptx_x] = [&plain, &ptx].map(|recording| {
+            let mut memory = gather(&memory, recording);
+            interpreter::run(recording, &mut memory);
+            let x = recording.buffers.iter().position(|buffer| buffer.name == "x").expect("x");
+            memory.buffers[x].iter().map(|word| f32::from_bits(*word)).collect::<Vec<f32>>()
+        });
+        let stride = stride(checkpoint.config.hidden) as usize;
+        for (at, (a, b)) in plain_x.iter().zip(&ptx_x).enumerate().take(tokens.len() * stride) {
+            assert!((a - b).abs() <= 1e-3 * (1.0 + a.abs()), "{name}, {at}: {b} instead of {a}");
+        }
+        let kernels = |recording: &Recording| -> Vec<(String, &'static str)> {
+            let calls = recording.ops.iter().filter_map(|op| if let Op::Call(call) = op { Some(call) } else { None });
+            calls.map(|call| (call.label.clone(), call.kernel)).collect()
+        };
+        let products = kernels(&ptx).into_iter().filter(|(label, _)| {
+            ["qkv", "in_proj", "o", "gate_up", "down"].iter().any(|part| label.ends_with(&format!(".{part}")))
+        });
+        let others: Vec<_> = products.filter(|(_, kernel)| *kernel != "wgmma.bf16").collect();
+        assert!(others.is_empty(), "{name}: {others:?}");
+        assert!(kernels(&plain).iter().all(|(_, kernel)| *kernel != "wgmma.bf16"), "{name}");
+    }
+}
+
 #[test]
 fn tagged_recordings_mean_the_same_on_swiftshader_and_in_plain_rust() {
     let ways = [Emulated { chunk: 16, tags: true, kv_format: Format::F16, near: 1e-2 }];

@@ -13,7 +13,7 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, round, ways};
 use half::{bf16, f16};
 use ostinato::kernels::gemm::panel::{Fold, PanelConfig, Unscaled, panel};
-use ostinato::kernels::gemm::tiled::{Output, Packed, Tile, Tiled, pack_rows, token_index};
+use ostinato::kernels::gemm::tiled::{Output, Packed, PackedOrder, Tile, Tiled, pack_rows, token_index};
 use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix, order};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
@@ -154,7 +154,8 @@ fn order_packed_orders() {
         let words = Packed::bytes(rows, k) as usize / 4;
         let numbers: Vec<u32> = (0..words).map(|_| random.below(u32::MAX)).collect();
         let order = shuffled(&mut random, k);
-        let x = Packed { range: cases.words("x", &numbers), format: Format::Bf16, cols: k };
+        let x =
+            Packed { range: cases.words("x", &numbers), format: Format::Bf16, cols: k, order: PackedOrder::Fragments };
         let table = cases.words("order", &order::table(&order));
         let y = cases.output("y", words, Expect::Exact);
         cases.recording.call(order::order_packed("order".to_owned(), x, table, y, rows));
@@ -201,7 +202,7 @@ fn pack_rows_norms_rounds_and_pads() {
                 let expect = if norm.is_some() { rounded(format) } else { Expect::Exact };
                 let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
                 let range = cases.output("packed", Packed::bytes(rows, k) as usize / 4, expect);
-                let packed = Packed { range, format, cols: k };
+                let packed = Packed { range, format, cols: k, order: PackedOrder::Fragments };
                 cases.recording.call(pack_rows("pack".to_owned(), x, norm, packed, rows, Some(count)));
                 made.push((packed, values, weight, norm.is_some(), rows));
             }
@@ -287,7 +288,12 @@ impl Logical {
         let bias = self.bias.then(|| cases.floats("bias", &self.bias_values));
         let y = if into_packed {
             let words = Packed::bytes(rows, n / 2) as usize / 4;
-            Output::Packed(Packed { range: cases.output("y", words, rounded(format)), format, cols: n / 2 })
+            Output::Packed(Packed {
+                range: cases.output("y", words, rounded(format)),
+                format,
+                cols: n / 2,
+                order: PackedOrder::Fragments,
+            })
         } else {
             // The stride is larger than the outputs need, so that writes after a row's end are detected.
             let stride = self.outputs().next_multiple_of(8) + 8;
@@ -304,7 +310,7 @@ impl Logical {
         Tiled {
             label: "product".to_owned(),
             weight: Matrix { range: weight, format, rows: n, cols: k },
-            x: Packed { range: x, format, cols: k },
+            x: Packed { range: x, format, cols: k, order: PackedOrder::Fragments },
             bias,
             epilogue: self.epilogue,
             y,
@@ -482,6 +488,7 @@ fn panels_fold_the_norm_between_them() {
                     range: cases.output("unscaled", Packed::bytes(rows, hidden) as usize / 4, rounded(Format::Bf16)),
                     format: Format::Bf16,
                     cols: hidden,
+                    order: PackedOrder::Fragments,
                 },
                 squares: cases.output(
                     "squares",
@@ -529,7 +536,7 @@ fn a_feed_forward_block_runs_on_packed_rows() {
             cases.expect(residual.range, Expect::Floats(1e-2));
             let spaces = [("packed", hidden), ("middle", inner)].map(|(name, cols)| {
                 let words = Packed::bytes(rows, cols) as usize / 4;
-                Packed { range: cases.output(name, words, Expect::Any), format, cols }
+                Packed { range: cases.output(name, words, Expect::Any), format, cols, order: PackedOrder::Fragments }
             });
             let gate_up = weight(&mut cases, &mut random, "gate_up", inner * 2, hidden);
             let down = weight(&mut cases, &mut random, "down", hidden, inner);

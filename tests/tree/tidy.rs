@@ -151,6 +151,7 @@ const CYCLES: [(&[&str], &str); 13] = [
             "gpu::build::format_test",
             "gpu::build::limits",
             "gpu::build::overlap_test",
+            "gpu::build::ptx_test",
             "gpu::build::recordings",
             "gpu::devices",
         ],

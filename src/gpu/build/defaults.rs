@@ -38,6 +38,15 @@ pub(crate) const CPU_SLOTS: u32 = 4;
 /// power of two.
 pub(crate) const SLOT_MEMORY: u64 = 512 << 20;
 
+/// Whether devices take programs in PTX unless the configuration says otherwise. Not yet: the programs' results have
+/// been compared on a simulated processor, and on a GPU only their times were measured.
+pub(crate) const PTX: bool = false;
+
+/// Returns whether a device with these changes of the tuning takes programs in PTX.
+pub(crate) fn takes_ptx(tune: &[String]) -> bool {
+    PTX || tune.iter().any(|change| change == "ptx=1")
+}
+
 /// The minimum and maximum of the default number of slots on a GPU.
 pub(crate) const GPU_SLOTS: (u32, u32) = (8, 256);
 
@@ -98,6 +107,9 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         skinny: BTreeMap::new(),
         panel: BTreeMap::new(),
         tiles: BTreeMap::new(),
+        ptx: false,
+        wgmma_rows: 64,
+        wgmma: BTreeMap::new(),
         fold_rows: 32,
         // Workgroups of later calls poll for words of earlier calls, so tags are only used where workgroups of earlier
         // calls are known to start first.
@@ -107,6 +119,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         broken_step: 0,
         broken_every: 0,
         broken_codes: 0,
+        broken_ptx: 0,
         retry_ms: 1000,
         gates: !cpu,
     }
@@ -211,6 +224,7 @@ impl Build<'_> {
         let kv_heads = self.checkpoint.config.attention_kinds[0].kv_heads;
         let mut tuning = tuning(adapter, self.opened.matrices, kv_heads, context);
         tuning.arithmetic = self.opened.arithmetic;
+        tuning.ptx = self.opened.ptx.is_ok();
         for change in self.tune {
             tuning.set(change);
         }
@@ -222,6 +236,9 @@ impl Build<'_> {
         }
         if self.row_major.load(Ordering::Relaxed) {
             tuning.fragments = None;
+        }
+        if self.no_ptx.load(Ordering::Relaxed) || self.opened.ptx.is_err() {
+            tuning.ptx = false;
         }
         tuning
     }

@@ -5,6 +5,7 @@ pub mod defaults;
 pub(crate) mod format_test;
 mod limits;
 mod overlap_test;
+mod ptx_test;
 pub(crate) mod recordings;
 
 use crate::actors::compute::Submission;
@@ -12,12 +13,13 @@ use crate::actors::loader::{LoadError, LoadPlan, LoadReport, LoadTensor, MatrixR
 use crate::actors::timeline::FlushReason;
 use crate::actors::watcher::Outbox;
 use crate::config::{self, file::Stamp};
-use crate::device::{Adapter, Gate, Point};
+use crate::device::{Adapter, DeviceError, Gate, Point};
 use crate::engine::plan::{Capacity, Drafts};
 use crate::gpu::build::defaults::{DEFAULT_CONTEXT, MOST_PROMPTS, PATCH_PAIRS, RUN_AHEAD, SEEN_ROWS};
 use crate::gpu::build::format_test::test_formats;
 use crate::gpu::build::limits::{MOST_PAGES, purpose};
 use crate::gpu::build::overlap_test::{Probe, test_overlap};
+use crate::gpu::build::ptx_test::test_ptx;
 use crate::gpu::build::recordings::{InboxRecordings, Recordings, variants};
 use crate::gpu::devices::OpenDevice;
 use crate::gpu::error::StartError;
@@ -36,6 +38,7 @@ use crate::model::checkpoint::{Checkpoint, SourceRef, WeightSpec};
 use crate::model::decoder::{Decoder, Part, ROPE};
 use crate::replica::MemoryUse;
 use crate::telemetry::clock::Moment;
+use crate::telemetry::with_causes;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::Arc;
@@ -80,6 +83,8 @@ pub(crate) struct Build<'a> {
     /// Set when kernels that read quantised weights in fragments have failed their test on this device: the weights are
     /// then packed row after row.
     pub(crate) row_major: AtomicBool,
+    /// Set when programs in PTX could not be built or have failed their test on this device: the model runs without.
+    pub(crate) no_ptx: AtomicBool,
 }
 
 /// A model whose buffers are allocated and whose weights are being loaded.
@@ -209,6 +214,34 @@ impl Build<'_> {
         Ok(PreparedModel { decoder, recordings, table, pipelines, loading, memory })
     }
 
+    /// Tests the programs in PTX that a prepared model launches, and says whether it launches any. Returns whether the
+    /// model can stay as it is.
+    fn passes_ptx(&self, prepared: &PreparedModel<'_>) -> Result<bool, StartError> {
+        let PreparedModel { decoder, recordings, pipelines, .. } = prepared;
+        let says = |what: &str| self.progress.line(&format!("\"{}\": {what}", self.name));
+        if !self.adapter.is_nvidia() {
+            return Ok(true);
+        }
+        if !decoder.tuning.ptx {
+            match &self.opened.ptx {
+                _ if self.no_ptx.load(Ordering::Relaxed) => {}
+                Ok(()) => says("wgmma is not used: ptx=0"),
+                Err(why) => says(&format!("wgmma is not used: {why}")),
+            }
+            return Ok(true);
+        }
+        match test_ptx(self, &decoder.tuning, recordings, pipelines)? {
+            Ok(0) => says("wgmma serves none of the model's products"),
+            Ok(count) => says(&format!("products of many rows use wgmma, {count} programs in PTX")),
+            Err(why) => {
+                says(&format!("wgmma is not used: its test failed ({why})"));
+                self.no_ptx.store(true, Ordering::Relaxed);
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// Waits until a prepared model is loaded. Returns the points after which it can run, and the report of the load.
     pub(crate) fn finish(&self, mut loading: Loading) -> Result<(Vec<Point>, LoadReport), StartError> {
         self.run_once(vec![loading.init])?;
@@ -232,11 +265,24 @@ impl Build<'_> {
         Ok((report.point.into_iter().chain(loading.tables).collect(), report))
     }
 
-    /// Prepares a model and tests its kernels of quantised weights. If those for weights in fragments fail, the model is
+    /// Prepares a model and tests its programs in PTX and its kernels of quantised weights. If programs in PTX fail, the
+    /// model is prepared again without them. If those for weights in fragments fail, the model is
     /// prepared again with weights row after row.
     fn prepare_tested(&self, cache: Option<&Path>) -> Result<PreparedModel<'_>, StartError> {
         loop {
-            let prepared = self.prepare(cache)?;
+            let prepared = match self.prepare(cache) {
+                Err(StartError::Device(error @ DeviceError::Program { .. }))
+                    if !self.no_ptx.load(Ordering::Relaxed) =>
+                {
+                    self.progress.line(&format!("\"{}\": wgmma is not used: {}", self.name, with_causes(&error)));
+                    self.no_ptx.store(true, Ordering::Relaxed);
+                    continue;
+                }
+                prepared => prepared?,
+            };
+            if !self.passes_ptx(&prepared)? {
+                continue;
+            }
             let PreparedModel { decoder, recordings, pipelines, .. } = &prepared;
             let Some(why) = test_formats(self, &decoder.tuning, recordings, pipelines)? else {
                 return Ok(prepared);

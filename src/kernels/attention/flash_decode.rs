@@ -5,7 +5,7 @@
 use super::Format;
 use crate::kernels::attention::{Heads, attend, first_visible, put_row};
 use crate::kernels::gemm::skinny::Matrices;
-use crate::kernels::gemm::tiled::token_index;
+use crate::kernels::gemm::tiled::{PackedOrder, swizzled_index, token_index};
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::recording::{Call, Range};
 use crate::kernels::shaders::{
@@ -106,19 +106,20 @@ fn combiners(heads: Heads, threads: u32) -> u32 {
 }
 
 /// Returns the call for the attention of a step's rows, split along their contexts, with workgroups of `threads`
-/// invocations. With `packed`, the output is packed for the next product, and its stride counts blocks of 32 columns.
+/// invocations. With `packed`, the output is packed for the next product in that order; its stride then counts blocks
+/// of 32 columns ([`PackedOrder::Fragments`]) or rows ([`PackedOrder::Swizzled`]).
 #[expect(clippy::too_many_arguments, reason = "a call's shape and operands; each call names all of them")]
 pub fn flash_decode(
     label: String,
     heads: Heads,
     split: Split,
     threads: u32,
-    packed: bool,
+    packed: Option<PackedOrder>,
     matrices: Matrices,
     flow: Flow,
     args: AttentionArgs,
 ) -> Call {
-    assert!(serves(heads) && (!packed || flow.output.is_none()), "{heads:?}, packed {packed}");
+    assert!(serves(heads) && (packed.is_none() || flow.output.is_none()), "{heads:?}, {packed:?}");
     // Polling requires that earlier workgroups were launched first, but a CPU driver may run workgroups in any order.
     let waits = flow.output.is_some() && matrices == Matrices::Cooperative;
     let (planned, combiners, groups) = match split {
@@ -140,7 +141,11 @@ pub fn flash_decode(
         qk_norm: u32::from(heads.qk_norm),
         tagged: flow.code(),
         planned,
-        packed: u32::from(packed),
+        packed: match packed {
+            None => 0,
+            Some(PackedOrder::Fragments) => 1,
+            Some(PackedOrder::Swizzled) => 2,
+        },
         gated: u32::from(heads.gated),
         waits: u32::from(waits),
         combiners,
@@ -201,8 +206,11 @@ pub(crate) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
     };
     let put = |memory: &mut HostMemory, row, column, value| match c.packed {
         0 => put_row(&args, &constants, memory, row, column, value),
-        _ => {
-            let at = token_index(row, column, args.output_stride * FRAGMENT_COLS);
+        packed => {
+            let at = match packed {
+                1 => token_index(row, column, args.output_stride * FRAGMENT_COLS),
+                _ => swizzled_index(row, column, args.output_stride),
+            };
             memory.set_number(Format::Bf16, args.o, at as u32, value);
         }
     };

@@ -1,7 +1,7 @@
 //! Products of a weight matrix with rows of activations: `gemv` for few rows, on row-major weights (many rows: `matmul`);
 //! and `take_last`, the row gather between a prompt step and the LM head. Also the
 //! common types and references of all product kernels. Not here: weights in fragment order (`skinny`, `panel`,
-//! `tiled`).
+//! `tiled`, `wgmma`).
 
 pub mod codes;
 pub mod fragment_layout;
@@ -10,6 +10,7 @@ pub mod order;
 pub mod panel;
 pub mod skinny;
 pub mod tiled;
+pub mod wgmma;
 
 use super::{Format, codes_word, fold, format_of};
 use crate::kernels::host_memory::{HostMemory, PackedMatrix};

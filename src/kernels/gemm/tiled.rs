@@ -13,8 +13,19 @@ use crate::memory::pack::{FRAGMENT_COLS, fragment_index};
 /// The number of rows of x in a tile; packed rows are padded to a multiple of it.
 pub const TILE_TOKENS: u32 = 64;
 
-/// Rows of activations in 16 bits in the order of [`token_index`]: the rows are padded to [`TILE_TOKENS`] and the
-/// columns to 32, both with zeros.
+/// The columns of rows in [`PackedOrder::Swizzled`] are a multiple of this.
+pub const SWIZZLED_COLS: u32 = 64;
+
+/// The order of packed rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PackedOrder {
+    /// That of [`token_index`], which `tiled` and `panel` read.
+    Fragments,
+    /// That of [`swizzled_index`], which `wgmma` reads; the columns are a multiple of 64.
+    Swizzled,
+}
+
+/// Rows of activations in 16 bits: the rows are padded to [`TILE_TOKENS`] and the columns to 32, both with zeros.
 #[derive(Clone, Copy, Debug)]
 pub struct Packed {
     /// The memory, of which [`Packed::bytes`] are used.
@@ -23,12 +34,27 @@ pub struct Packed {
     pub format: Format,
     /// The number of columns, without padding.
     pub cols: u32,
+    /// The order.
+    pub order: PackedOrder,
 }
 
 impl Packed {
+    /// Returns the number of rows that there is memory for.
+    pub const fn padded_rows(rows: u32) -> u32 {
+        rows.next_multiple_of(TILE_TOKENS)
+    }
+
+    /// Returns the index, in numbers, of row `row` and column `col` of `rows` rows of `cols` columns.
+    pub fn index(self, row: u32, col: u32, rows: u32) -> usize {
+        match self.order {
+            PackedOrder::Fragments => token_index(row, col, self.cols.next_multiple_of(FRAGMENT_COLS)),
+            PackedOrder::Swizzled => swizzled_index(row, col, Packed::padded_rows(rows)),
+        }
+    }
+
     /// Returns the size of `rows` rows of `cols` columns in bytes.
     pub fn bytes(rows: u32, cols: u32) -> u64 {
-        2 * u64::from(rows.next_multiple_of(TILE_TOKENS)) * u64::from(cols.next_multiple_of(FRAGMENT_COLS))
+        2 * u64::from(Packed::padded_rows(rows)) * u64::from(cols.next_multiple_of(FRAGMENT_COLS))
     }
 }
 
@@ -42,6 +68,17 @@ pub fn token_index(row: u32, col: u32, padded_cols: u32) -> usize {
     let (g, second) = ((row % 8) as usize, (row / 8 % 2) as usize);
     let (t, half, e) = ((col % 32 / 8) as usize, (col % 8 / 4) as usize, (col % 4) as usize);
     ((block * 2 + half) * 32 + g * 4 + t) * 8 + e / 2 * 4 + second * 2 + e % 2
+}
+
+/// Returns the index, in numbers, of row `row` and column `col` among `rows` rows in [`PackedOrder::Swizzled`].
+///
+/// Blocks of 64 columns lie one after the other, each with 128 bytes for each row: eight words of 16 bytes, of which word
+/// `w` lies at place `w ^ (row % 8)`. Word 4c + u holds columns 32c + 8t + 2u and + 1 of the block for t = 0 … 3: the
+/// order in which a lane's fragments of W have their columns.
+pub fn swizzled_index(row: u32, col: u32, rows: u32) -> usize {
+    let word = col % 64 / 32 * 4 + col % 8 / 2;
+    let at = (word ^ (row % 8)) * 8 + col % 32 / 8 * 2 + col % 2;
+    (u64::from(col / 64) * u64::from(rows) + u64::from(row)) as usize * 64 + at as usize
 }
 
 /// Returns the call that packs `rows` rows, or as many of them as the chunk descriptor `count` holds, after an optional
@@ -99,6 +136,11 @@ fn packing(
         Rows::Sorted(sorted) => (rows / 2, sorted.packed_bytes(packed.cols)),
         _ => (rows.next_multiple_of(TILE_TOKENS) / 2, Packed::bytes(rows, packed.cols)),
     };
+    assert!(
+        packed.order == PackedOrder::Fragments
+            || packed.cols.is_multiple_of(SWIZZLED_COLS) && !matches!(rows_of, Rows::Sorted(_)),
+        "{packed:?} cannot be packed"
+    );
     let threads = (chunks * 8).next_power_of_two().clamp(32, 256);
     let (weight, epsilon) = norm.unwrap_or((none, 0.0));
     let args = PackRowsArgs {
@@ -115,10 +157,11 @@ fn packing(
         epsilon,
     };
     Call {
-        kernel: match packed.format {
-            Format::Bf16 => "pack_rows.bf16",
-            Format::F16 => "pack_rows.f16",
-            Format::F32 | Format::Codes(_) => panic!("rows are packed in 16 bits"),
+        kernel: match (packed.format, packed.order) {
+            (Format::Bf16, PackedOrder::Fragments) => "pack_rows.bf16",
+            (Format::Bf16, PackedOrder::Swizzled) => "pack_rows.bf16.swizzled",
+            (Format::F16, PackedOrder::Fragments) => "pack_rows.f16",
+            _ => panic!("rows are not packed as {packed:?}"),
         },
         label,
         constants: PackRowsConstants { threads, norm: u32::from(norm.is_some()), rows: used, each, tile }.into_values(),
@@ -229,12 +272,13 @@ impl Tiled {
 
     fn for_rows(&self, tile: Tile, rows: u32, count: Option<Range>, sorted: Option<&Sorted>) -> Call {
         let Matrix { range: weight, format, rows: n, cols } = self.weight;
-        assert_eq!((self.x.format, self.x.cols), (format, cols), "x of \"{}\"", self.label);
+        let x = (self.x.format, self.x.cols, self.x.order);
+        assert_eq!(x, (format, cols, PackedOrder::Fragments), "x of \"{}\"", self.label);
         let (y, y_stride, packed) = match self.y {
             Output::Rows(y) => (y.range, y.stride, 0),
             Output::Packed(y) => {
-                let made = (self.epilogue.halves(), y.format, y.cols);
-                assert_eq!(made, (true, format, n / 2), "packed y of \"{}\"", self.label);
+                let made = (self.epilogue.halves(), y.format, y.cols, y.order);
+                assert_eq!(made, (true, format, n / 2, PackedOrder::Fragments), "packed y of \"{}\"", self.label);
                 (y.range.part(0, Packed::bytes(rows, y.cols)), 0, 1)
             }
         };
@@ -282,6 +326,11 @@ pub(crate) fn reference_pack_rows(call: &Call, memory: &mut HostMemory) {
     let a = PackRowsArgs::from_args(&call.args);
     let c = PackRowsConstants::from_values(&call.constants);
     let used = if c.rows == 0 && c.each == 0 { memory.u32(a.count, 2) } else { c.rows };
+    let order = match call.kernel.ends_with(".swizzled") {
+        true => PackedOrder::Swizzled,
+        false => PackedOrder::Fragments,
+    };
+    let packed = Packed { range: a.packed, format: format_of(call.kernel, 0), cols: a.chunks * FRAGMENT_COLS, order };
     for row in 0..a.pairs * 2 {
         let from = match c.each {
             0 => (row < used).then_some(row),
@@ -295,7 +344,7 @@ pub(crate) fn reference_pack_rows(call: &Call, memory: &mut HostMemory) {
         if c.norm == 1 && from.is_some() {
             x = gemm::normed(memory, x, a.norm, a.epsilon);
         }
-        set_row(memory, format_of(call.kernel, 0), a.packed, row, a.chunks, &x);
+        set_row(memory, packed, (row, a.pairs * 2), &x);
     }
 }
 
@@ -313,6 +362,7 @@ pub(crate) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
     };
     let mut weights = if c.experts == 0 { weights_from(memory, 0) } else { Vec::new() };
     let mut expert_row = 0;
+    let y_rows = Packed { range: a.y, format, cols: c.n / 2, order: PackedOrder::Fragments };
     for row in 0..used {
         let mut to = row;
         if c.experts == 1 {
@@ -342,22 +392,21 @@ pub(crate) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
             gemm::finish(memory, c.epilogue, (a.y, None), to * a.y_stride, &v);
         } else {
             let y: Vec<f64> = v.chunks_exact(2).map(|pair| gemm::glu(c.epilogue, pair[0], pair[1])).collect();
-            set_row(memory, format, a.y, row, (c.n / 2).div_ceil(FRAGMENT_COLS), &y);
+            set_row(memory, y_rows, (row, 0), &y);
         }
     }
     if c.packed == 1 {
         for row in used..used.next_multiple_of(TILE_TOKENS) {
-            set_row(memory, format, a.y, row, (c.n / 2).div_ceil(FRAGMENT_COLS), &[]);
+            set_row(memory, y_rows, (row, 0), &[]);
         }
     }
 }
 
-/// Writes one packed row of `chunks` blocks of columns; columns without a value are zero.
-fn set_row(memory: &mut HostMemory, format: Format, packed: Range, row: u32, chunks: u32, values: &[f64]) {
-    for col in 0..chunks * FRAGMENT_COLS {
+/// Writes row `row` of `rows` packed rows; columns without a value are zero.
+fn set_row(memory: &mut HostMemory, packed: Packed, (row, rows): (u32, u32), values: &[f64]) {
+    for col in 0..packed.cols.next_multiple_of(FRAGMENT_COLS) {
         let value = values.get(col as usize).copied().unwrap_or(0.0);
-        let at = token_index(row, col, chunks * FRAGMENT_COLS);
-        memory.set_number(format, packed, at as u32, value as f32);
+        memory.set_number(packed.format, packed.range, packed.index(row, col, rows) as u32, value as f32);
     }
 }
 
@@ -369,6 +418,15 @@ mod tests {
     fn every_packed_number_has_a_place_of_its_own() {
         let (rows, cols) = (32, 96);
         let mut places: Vec<usize> = (0..rows).flat_map(|r| (0..cols).map(move |c| token_index(r, c, cols))).collect();
+        places.sort_unstable();
+        assert_eq!(places, (0..(rows * cols) as usize).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn every_swizzled_number_has_a_place_of_its_own() {
+        let (rows, cols) = (24, 192);
+        let mut places: Vec<usize> =
+            (0..rows).flat_map(|row| (0..cols).map(move |col| swizzled_index(row, col, rows))).collect();
         places.sort_unstable();
         assert_eq!(places, (0..(rows * cols) as usize).collect::<Vec<_>>());
     }

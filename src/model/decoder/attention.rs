@@ -7,6 +7,7 @@ use crate::kernels::attention::flash;
 use crate::kernels::attention::flash_decode::{self, Split};
 use crate::kernels::attention::{self, Heads, Scores};
 use crate::kernels::gemm::skinny::Matrices;
+use crate::kernels::gemm::tiled::{Packed, PackedOrder};
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::shaders::{AppendArgs, AttentionArgs, FlashArgs};
 use crate::kernels::stream;
@@ -156,7 +157,8 @@ impl Decoder<'_> {
         let heads = self.heads(block.attention);
         self.mixer_input(r, shape, step, block, "qkv", step.qkv);
         self.norm_rows(r, shape, step, block);
-        let packs = self.packs_for(shape, &block.name("qkv"));
+        let o = block.name("o");
+        let packs = self.packs_for(shape, &o).then(|| self.packed_order(shape, &o));
         let AppendArgs { k, v, q_norm, k_norm, rope, .. } = self.append_args(r, step, block, cache);
         let fused = matches!(shape, StepShape::Decode { .. });
         if !fused {
@@ -215,9 +217,15 @@ impl Decoder<'_> {
         };
         // `flash_decode` packs its output for the next product itself.
         let width = heads.q * heads.dim;
-        let direct = packs.then(|| Self::packed(r, &format!("packed.{width}"), rows, width));
+        let direct = packs.map(|order| Packed { order, ..Self::packed(r, &format!("packed.{width}"), rows, width) });
         let args = match direct {
-            Some(packed) => AttentionArgs { o: packed.range, output_stride: packed.cols.div_ceil(32), ..args },
+            Some(packed) => {
+                let output_stride = match packed.order {
+                    PackedOrder::Fragments => packed.cols.div_ceil(32),
+                    PackedOrder::Swizzled => Packed::padded_rows(rows),
+                };
+                AttentionArgs { o: packed.range, output_stride, ..args }
+            }
             None => args,
         };
         let args = AttentionArgs { rows: table, ..args };

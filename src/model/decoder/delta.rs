@@ -5,6 +5,7 @@
 use super::{Block, Decoder, Mixed, Step, StepShape};
 use crate::kernels::delta::{self, DeltaHeads, MOST_PENDING, PromptOperands};
 use crate::kernels::gemm::skinny::Matrices;
+use crate::kernels::gemm::tiled::PackedOrder;
 use crate::kernels::recording::Recording;
 use crate::kernels::shaders::DeltaStepArgs;
 use crate::model::config::DeltaNet;
@@ -30,8 +31,10 @@ impl Decoder<'_> {
         let rows = shape.rows();
         let width = heads.output();
         // The output is packed for the next product if its rows consist of whole blocks of 32 columns.
-        let packed = (self.packs_for(shape, &block.name("o")) && width.is_multiple_of(32))
-            .then(|| Self::packed(r, &format!("packed.{width}"), rows, width));
+        let order = self.packed_order(shape, &block.name("o"));
+        let packs = self.packs_for(shape, &block.name("o")) && order == PackedOrder::Fragments;
+        let packed =
+            (packs && width.is_multiple_of(32)).then(|| Self::packed(r, &format!("packed.{width}"), rows, width));
         let (y, y_stride) = match packed {
             Some(packed) => (packed.range, packed.cols / 32),
             None => (step.mixed.range, step.mixed.stride),

@@ -7,7 +7,7 @@ use super::{Block, Decoder, Step, StepShape};
 use crate::kernels::gemm::matmul::{Blocked, MatmulConfig, MatmulRows, block_rows};
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::skinny::Matrices;
-use crate::kernels::gemm::tiled::{self, Output, Packed};
+use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix};
 use crate::kernels::moe::{self, Grouped, Mlp, Sorted, Used};
 use crate::kernels::recording::{Range, Recording};
@@ -176,7 +176,9 @@ impl Decoder<'_> {
         let experts = mlp.shape;
         let matrices = self.tuning.fragments.unwrap_or(Matrices::Emulated);
         let (used, valid) = Self::used(shape, step);
-        let packed = self.pack(r, shape, step, block.name("mlp_pack"), step.x, c.hidden, Some(mlp.norm.0));
+        // The shared expert's products read the same rows.
+        let order = PackedOrder::Fragments;
+        let packed = self.pack(r, shape, step, block.name("mlp_pack"), step.x, c.hidden, Some(mlp.norm.0), order);
         self.tiled(
             r,
             shape,
@@ -199,6 +201,7 @@ impl Decoder<'_> {
             range: r.buffer(name, sorted.packed_bytes(cols)),
             format: Format::Bf16,
             cols,
+            order,
         };
         let (x, middle) = (packed_rows("experts.x", c.hidden), packed_rows("experts.packed", experts.inner));
         let stride = step.x.stride;

@@ -72,7 +72,8 @@ impl Decoder<'_> {
         let norm = self.vector(r, norm);
         let name = if c.tied { "embed" } else { "lm_head" };
         if self.packs_for(shape, name) {
-            let x = self.pack(r, shape, step, "head_pack".to_owned(), x, c.hidden, norm);
+            let order = self.packed_order(shape, name);
+            let x = self.pack(r, shape, step, "head_pack".to_owned(), x, c.hidden, norm, order);
             self.tiled(r, shape, name, step, x, Output::Rows(logits), Epilogue::Store, Fold::None);
         } else {
             self.product(r, shape, name, step, x, logits, norm, Epilogue::Store);

@@ -4,7 +4,8 @@
 
 use super::{Block, Decoder, Mixed, Step, StepShape};
 use crate::kernels::gemm::panel::Fold;
-use crate::kernels::gemm::tiled::Output;
+use crate::kernels::gemm::tiled::{Output, Packed, PackedOrder};
+use crate::kernels::gemm::wgmma;
 use crate::kernels::gemm::{Epilogue, Glu};
 use crate::kernels::recording::Recording;
 use crate::model::config::Activation;
@@ -20,21 +21,24 @@ impl Decoder<'_> {
             self.add_output(r, shape, step, &down, Mixed::Rows(step.mlp), after, None);
             return;
         }
+        let [order, next_order] = [&gate_up, &down].map(|name| self.packed_order(shape, name));
         let unscaled = self.unscaled(r, shape);
         let (x, fold) = match unscaled {
             Some(unscaled) => (unscaled.rows, Fold::Scale(unscaled, c.rms_eps)),
-            None => (self.pack(r, shape, step, block.name("mlp_pack"), step.x, c.hidden, norm), Fold::None),
+            None => (self.pack(r, shape, step, block.name("mlp_pack"), step.x, c.hidden, norm, order), Fold::None),
         };
         // A weight in several parts writes rows of floats, in which each part has its own columns. Codes are expanded in
         // parts.
         let whole = self.weight(&gate_up).is_none_or(|w| self.parts(w).len() == 1 && !self.in_code_fragments(w));
+        let whole =
+            whole && order == next_order && (order == PackedOrder::Fragments || wgmma::packs(2 * c.intermediate));
         let hidden = if whole {
-            let hidden = Self::packed(r, "packed.mlp", shape.rows(), c.intermediate);
+            let hidden = Packed { order, ..Self::packed(r, "packed.mlp", shape.rows(), c.intermediate) };
             self.tiled(r, shape, &gate_up, step, x, Output::Packed(hidden), self.gated(), fold);
             hidden
         } else {
             self.tiled(r, shape, &gate_up, step, x, Output::Rows(step.mlp), self.gated(), fold);
-            self.pack(r, shape, step, block.name("down_pack"), step.mlp, c.intermediate, None)
+            self.pack(r, shape, step, block.name("down_pack"), step.mlp, c.intermediate, None, next_order)
         };
         let next = self.vector(r, &block.next_norm);
         self.add_output(r, shape, step, &down, Mixed::Packed(hidden), after, next);

@@ -428,7 +428,8 @@ impl Decoder<'_> {
                 self.tiled(r, shape, &name, step, x.rows, Output::Rows(y), Epilogue::Store, fold);
             }
             None => {
-                let x = self.pack(r, shape, step, block.name("attn_pack"), step.x, c.hidden, norm);
+                let order = self.packed_order(shape, &name);
+                let x = self.pack(r, shape, step, block.name("attn_pack"), step.x, c.hidden, norm, order);
                 self.tiled(r, shape, &name, step, x, Output::Rows(y), Epilogue::Store, Fold::None);
             }
         }
@@ -440,7 +441,8 @@ impl Decoder<'_> {
         let mixed = match mixed {
             Mixed::Rows(y) if self.packs_for(shape, &name) => {
                 let cols = self.weight(&name).map_or(0, |w| w.cols);
-                Mixed::Packed(self.pack(r, shape, step, block.name("o_pack"), y, cols, None))
+                let order = self.packed_order(shape, &name);
+                Mixed::Packed(self.pack(r, shape, step, block.name("o_pack"), y, cols, None, order))
             }
             mixed => mixed,
         };

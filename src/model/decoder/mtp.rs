@@ -109,7 +109,8 @@ impl Decoder<'_> {
         };
         r.call(draft::join_norms("draft_norms".to_owned(), rows, args));
         if self.packs_for(shape, "mtp.fc") {
-            let x = self.pack(r, shape, step, "mtp.fc_pack".to_owned(), joined, 2 * c.hidden, None);
+            let order = self.packed_order(shape, "mtp.fc");
+            let x = self.pack(r, shape, step, "mtp.fc_pack".to_owned(), joined, 2 * c.hidden, None, order);
             self.tiled(r, shape, "mtp.fc", step, x, Output::Rows(step.x), Epilogue::Store, Fold::None);
         } else {
             self.product(r, shape, "mtp.fc", step, joined, step.x, None, Epilogue::Store);

@@ -3,15 +3,17 @@
 //!
 //! Not here: which weights a layer has.
 
-use super::{Decoder, Step, StepShape, floats_from, outputs_from};
+use super::{Decoder, Part, Step, StepShape, floats_from, outputs_from};
 use crate::kernels::gemm::matmul::{self, Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch};
 use crate::kernels::gemm::panel::{self, Fold, Unscaled};
 use crate::kernels::gemm::skinny::{self, Matrices};
-use crate::kernels::gemm::tiled::{self, Output, Packed, Tile, Tiled};
+use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder, Tile, Tiled};
+use crate::kernels::gemm::wgmma;
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, codes, order};
 use crate::kernels::recording::{Call, Range, Recording};
 use crate::memory::pack::Format;
 use crate::memory::pack::codes::unit_cols;
+use crate::model::checkpoint::WeightSpec;
 use crate::model::config::{BlockNorms, MlpKind};
 
 /// The maximum number of rows for which products read rows of floats (`skinny`). Every workgroup reads all rows, so
@@ -355,7 +357,14 @@ impl Decoder<'_> {
                 },
             };
             let batch_tile = self.batch_tile(&weight, rows, fold);
+            let count = matches!(shape, StepShape::Prefill { .. }).then_some(step.chunk);
             recording.call(match (shape, batch_tile) {
+                _ if product.x.order == PackedOrder::Swizzled => {
+                    let processors = self.tuning.processors;
+                    let tile = self.tuning.wgmma.get(&(weight.rows, weight.cols));
+                    let tile = tile.copied().unwrap_or_else(|| wgmma::choose(rows, weight.rows, processors));
+                    wgmma::wgmma(&product, tile, rows, count, processors)
+                }
                 (StepShape::Prefill { .. }, _) if rows > MOST_PANEL_ROWS => {
                     let tile = match matrices {
                         Matrices::Cooperative => tiled::choose(rows, weight.rows, self.tuning.processors),
@@ -370,6 +379,17 @@ impl Decoder<'_> {
         }
     }
 
+    /// Returns the order in which the product of a step with this weight takes its rows, if it takes packed rows.
+    pub(super) fn packed_order(&self, shape: StepShape, name: &str) -> PackedOrder {
+        let serves = |w: &WeightSpec| {
+            let served = |part: &Part| wgmma::serves(w.format, part.rows, w.cols);
+            w.order.is_none() && self.in_fragments(w) && self.parts(w).iter().all(served)
+        };
+        let mut parts = self.weights.iter().filter(|w| w.merged == name);
+        let fits = self.tuning.ptx && shape.rows() >= self.tuning.wgmma_rows && !self.folds(shape);
+        if fits && parts.all(serves) { PackedOrder::Swizzled } else { PackedOrder::Fragments }
+    }
+
     /// Records the packing of rows for the next products, after an optional norm.
     #[expect(clippy::too_many_arguments, reason = "what is packed, how, and where from")]
     pub(super) fn pack(
@@ -381,8 +401,9 @@ impl Decoder<'_> {
         x: Activations,
         cols: u32,
         norm: Option<Range>,
+        order: PackedOrder,
     ) -> Packed {
-        let packed = Self::packed(recording, &format!("packed.{cols}"), shape.rows(), cols);
+        let packed = Packed { order, ..Self::packed(recording, &format!("packed.{cols}"), shape.rows(), cols) };
         let norm = norm.map(|norm| (norm, self.config.rms_eps));
         let count = matches!(shape, StepShape::Prefill { .. }).then_some(step.chunk);
         recording.call(tiled::pack_rows(label, x, norm, packed, shape.rows(), count));
@@ -390,19 +411,29 @@ impl Decoder<'_> {
     }
 
     pub(super) fn packed(recording: &mut Recording, name: &str, rows: u32, cols: u32) -> Packed {
-        Packed { range: recording.buffer(name, Packed::bytes(rows, cols)), format: Format::Bf16, cols }
+        let range = recording.buffer(name, Packed::bytes(rows, cols));
+        Packed { range, format: Format::Bf16, cols, order: PackedOrder::Fragments }
     }
 
     /// Returns the buffers of unscaled rows if the products of a decode step fold the norms between them, otherwise
-    /// `None`. Each workgroup then sums the squares of all its rows again, which costs more than a separate stage if
-    /// there are many rows.
+    /// `None`.
     pub(super) fn unscaled(&self, r: &mut Recording, shape: StepShape) -> Option<Unscaled> {
+        let (rows, hidden) = (shape.rows(), self.config.hidden);
+        self.folds(shape).then(|| Unscaled {
+            rows: Self::packed(r, "unscaled", rows, hidden),
+            squares: r.buffer("unscaled.squares", Unscaled::square_bytes(rows, hidden)),
+        })
+    }
+
+    /// Whether the products of a decode step fold the norms between them. Each workgroup then sums the squares of all its
+    /// rows again, which costs more than a separate stage if there are many rows.
+    fn folds(&self, shape: StepShape) -> bool {
         let (rows, hidden) = (shape.rows(), self.config.hidden);
         let whole = |name: &str| {
             let fits = |w| self.in_fragments(w) && self.parts(w).len() == 1;
             self.weight(name).is_some_and(fits)
         };
-        let folds = matches!(shape, StepShape::Decode { .. })
+        matches!(shape, StepShape::Decode { .. })
             && self.packs(shape)
             && rows <= if hidden <= NARROW { 2 * self.tuning.fold_rows } else { self.tuning.fold_rows }
             && hidden.is_multiple_of(32)
@@ -412,11 +443,7 @@ impl Decoder<'_> {
             && !self.has_codes()
             && self.config.mlp_kinds.iter().all(|kind| *kind == MlpKind::Dense)
             && whole("layers.0.o")
-            && whole("layers.0.down");
-        folds.then(|| Unscaled {
-            rows: Self::packed(r, "unscaled", rows, hidden),
-            squares: r.buffer("unscaled.squares", Unscaled::square_bytes(rows, hidden)),
-        })
+            && whole("layers.0.down")
     }
 
     /// Returns the folding of the norm that follows a product.

@@ -7,6 +7,7 @@ use crate::kernels::gemm::matmul::{Arithmetic, MatmulConfig, MatrixUnits};
 use crate::kernels::gemm::panel;
 use crate::kernels::gemm::skinny::{self, Matrices};
 use crate::kernels::gemm::tiled::Tile;
+use crate::kernels::gemm::wgmma::WgmmaTile;
 use std::collections::BTreeMap;
 
 /// The choices that depend on the device and not on the model.
@@ -59,6 +60,12 @@ pub struct Tuning {
     pub panel: BTreeMap<(u32, u32), panel::PanelConfig>,
     /// The tiles for products of a batch that use `tiled` instead of `panel`, by rows and columns of W.
     pub tiles: BTreeMap<(u32, u32), Tile>,
+    /// Whether products of at least `wgmma_rows` rows use `wgmma`, whose programs are PTX, if its rules allow.
+    pub ptx: bool,
+    /// The minimum number of rows for `wgmma`.
+    pub wgmma_rows: u32,
+    /// The tiles of `wgmma`, by rows and columns of W. Overrides the default rule.
+    pub wgmma: BTreeMap<(u32, u32), WgmmaTile>,
     /// The maximum number of rows of a batch for which norms are folded into the products around them. The limit is
     /// twice as large for narrow models.
     pub fold_rows: u32,
@@ -84,14 +91,16 @@ pub struct Tuning {
     /// For tests: the test at start of the kernels of quantised weights fails for weights in fragments (1) or for all (2);
     /// 0 changes nothing.
     pub broken_codes: u32,
+    /// For tests: the test at start of `wgmma` fails (1); 0 changes nothing.
+    pub broken_ptx: u32,
 }
 
 impl Tuning {
     /// Applies a change `key=value`. Returns false, without a change, if the key is unknown or the value is invalid.
     /// Values are numbers, except: `skinny.ROWSxCOLUMNS` (of W) takes `threads/tiles/ahead`, `panel.ROWSxCOLUMNS` takes
-    /// `threads/tiles/ahead/blocks`, and `tiles.ROWSxCOLUMNS` takes a tile's name (`wide`, `half` or `square`).
-    /// `matmul.ROWS` (from that number of rows of activations on) takes `tokens/features/words/each/splits`; `arithmetic`
-    /// takes 0 for f32, 1 for f16 and 2 for
+    /// `threads/tiles/ahead/blocks`, `tiles.ROWSxCOLUMNS` takes a tile's name (`wide`, `half` or `square`), and
+    /// `wgmma.ROWSxCOLUMNS` takes `groups/blocks/tokens/stages`. `matmul.ROWS` (from that number of rows of activations
+    /// on) takes `tokens/features/words/each/splits`; `arithmetic` takes 0 for f32, 1 for f16 and 2 for
     /// [`Tuning::matrix_units`].
     pub fn set(&mut self, change: &str) -> bool {
         let Some((key, value)) = change.split_once('=') else { return false };
@@ -130,6 +139,19 @@ impl Tuning {
             self.matmul.insert(rows, config);
             return true;
         }
+        if let Some((rows, cols)) = key.strip_prefix("wgmma.").and_then(|shape| shape.split_once('x')) {
+            let numbers: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
+            let (Ok(rows), Ok(cols), &[groups, blocks, tokens, stages]) = (rows.parse(), cols.parse(), &numbers[..])
+            else {
+                return false;
+            };
+            let tile = WgmmaTile { groups, blocks, tokens, stages };
+            if !tile.is_possible() {
+                return false;
+            }
+            self.wgmma.insert((rows, cols), tile);
+            return true;
+        }
         if let Some((rows, cols)) = key.strip_prefix("skinny.").and_then(|shape| shape.split_once('x')) {
             let numbers: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
             let (Ok(rows), Ok(cols), &[threads, tiles, ahead]) = (rows.parse(), cols.parse(), &numbers[..]) else {
@@ -151,6 +173,8 @@ impl Tuning {
             "flash_threads_many" => &mut self.flash_threads_many,
             "spread" => &mut self.spread,
             "fold_rows" => &mut self.fold_rows,
+            "wgmma_rows" => &mut self.wgmma_rows,
+            "broken_ptx" => &mut self.broken_ptx,
             "spread_pages" => &mut self.spread_pages,
             "splits" => &mut self.splits,
             "sample_threads" => &mut self.sample_threads,
@@ -160,6 +184,10 @@ impl Tuning {
             "broken_step" => &mut self.broken_step,
             "broken_every" => &mut self.broken_every,
             "retry_ms" => &mut self.retry_ms,
+            "ptx" => {
+                self.ptx = value != 0;
+                return true;
+            }
             "tags" => {
                 self.tags = value != 0;
                 return true;

@@ -1,0 +1,724 @@
+//! The text of `wgmma`, a GEMM of many rows for NVIDIA GPUs of compute capability 9.0, in PTX: y[r] = epilogue( W · x[r] ).
+//! A program's text is made for a [`WgmmaVariant`]: tile, stages and epilogue are numbers in it.
+//!
+//! ```text
+//! epilogue   0 store: y = Wx + b. 1 residual: y += Wx + b. 2 and more: a gated linear unit (`Glu::code`): the rows of W
+//!            alternate gate and up; y[N/2] = glu(gate, up)
+//! weight     [N padded to 16][K] bfloat16, `memory::pack::Layout::Fragments`: a block of 16 rows × 64 columns is 2 KiB
+//! x          [K / 64][x_rows][64] bfloat16 in the order of `tiled::swizzled_index`: 128 bytes for 64 columns of a row
+//! bias       [N] f32
+//! y          not packed: [rows][y_stride] f32. Packed: like x, [N / 128][y_rows][64] bfloat16, as x of the next product
+//! count      if `rows` is 0, the third word here is the number of rows
+//! ```
+//!
+//! A workgroup has GROUPS + 1 warpgroups of 128 threads and computes tiles of GROUPS · BLOCKS · 64 rows of W by TOKENS rows
+//! of x, one after the other: tile `workgroup + i · workgroups`, with the tiles of x counted first. The last warpgroup
+//! copies, one thread of each of its four warps: for each 64 columns it fills one of STAGES places in shared memory, as soon
+//! as all consumers have left it (`empty`), by one bulk copy for each 16 rows of W and one for all rows of x, which count
+//! their bytes on the place's `full` barrier.
+//!
+//! The other warpgroups multiply. Operand A, the weights, comes from registers: in fragment order, the 16 bytes of a lane
+//! are its registers of `m64k16`, with the rows of W and the columns in another order than the instruction's. Lane
+//! 4g + t has rows 4(g / 2) + g % 2 and + 2 of a warp's 16, and number e of its four columns of step s of 64 columns is
+//! column 32(s / 2) + 8t + 4(s % 2) + e. Operand B, the rows of x, is read from shared memory with the 128-byte swizzle;
+//! its columns have been put in the same order. One group of instructions stays in flight while the next one's weights
+//! are loaded, so there are two sets of registers for weights.
+//!
+//! A lane's sums are those of rows 4a + b and 4a + b + 2 (g = 2a + b) for rows 2t and 2t + 1 of each 8 rows of x. It
+//! exchanges half of them with lane `lane ^ 4`, and then has rows 4a .. 4a + 3 of row 2t + b of x: 16 bytes of y, or two
+//! gated outputs.
+//!
+//! Traffic: W is read rows / TOKENS times and x N / (rows of a tile) times, mostly from the L2 cache; y once.
+//! All waits are bounded; one that is given up ends the program with a trap, which loses the device.
+
+use crate::device::MOST_SHARED_BYTES;
+use crate::kernels::shaders::WGMMA;
+use std::fmt::Write as _;
+
+/// The size of a tile, and how its work is shared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct WgmmaTile {
+    /// The number of warpgroups that multiply: 1 to 3.
+    pub groups: u32,
+    /// The number of blocks of 64 rows of W of each of them.
+    pub blocks: u32,
+    /// The number of rows of x: a multiple of 8, at most 256.
+    pub tokens: u32,
+    /// The number of places for 64 columns in shared memory.
+    pub stages: u32,
+}
+
+impl WgmmaTile {
+    /// Whether there are programs for the tile: whether the numbers are in range, and it fits a processor.
+    pub const fn is_possible(self) -> bool {
+        let WgmmaTile { groups, blocks, tokens, stages } = self;
+        groups >= 1
+            && groups <= 3
+            && blocks >= 1
+            && groups * blocks <= 4
+            && (tokens == 64 || tokens == 128 || tokens == 256)
+            && stages >= 2
+            && stages <= 64
+            && self.least_registers() <= [255, 200, 128][groups as usize - 1]
+            && self.shared_bytes() <= MOST_SHARED_BYTES
+    }
+
+    /// The number of rows of W.
+    pub const fn weight_rows(self) -> u32 {
+        self.groups * self.blocks * 64
+    }
+
+    /// The number of threads of a workgroup.
+    pub const fn threads(self) -> u32 {
+        (self.groups + 1) * 128
+    }
+
+    /// The bytes of a stage: 64 columns of W and of x.
+    const fn stage_bytes(self) -> u32 {
+        (self.weight_rows() + self.tokens) * 128
+    }
+
+    /// The shared memory of a workgroup in bytes, with room to align it.
+    pub const fn shared_bytes(self) -> u32 {
+        ALIGNMENT + self.stages * (self.stage_bytes() + 16) + self.groups * STAGING_BYTES
+    }
+
+    /// The number of registers of a thread that multiplies, at least, without addresses: sums and two sets of weights.
+    pub const fn least_registers(self) -> u32 {
+        self.blocks * (self.tokens / 2 + 32)
+    }
+}
+
+/// What a program is made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct WgmmaVariant {
+    /// The tile.
+    pub tile: WgmmaTile,
+    /// The epilogue's number (`Epilogue::code`).
+    pub epilogue: u32,
+    /// Whether a bias is added.
+    pub bias: bool,
+    /// Whether y is packed; only with a gated linear unit.
+    pub packed: bool,
+}
+
+/// The name of the program's entry.
+pub const ENTRY: &str = "wgmma";
+
+/// The alignment of stages in shared memory, which the swizzle needs.
+const ALIGNMENT: u32 = 1024;
+/// The number of tokens whose packed outputs pass through shared memory at once.
+const STAGED_TOKENS: u32 = 64;
+/// The shared memory of a warpgroup for packed outputs: 32 of them for [`STAGED_TOKENS`] tokens.
+const STAGING_BYTES: u32 = STAGED_TOKENS * 64;
+/// The number of polls after which a wait is given up: at least a tenth of a second, as each takes more than ten cycles.
+const MOST_POLLS: u32 = 1 << 24;
+/// The upper bits of a descriptor of shared memory: rows of 128 bytes, swizzled, 8 rows in 1,024 bytes.
+const DESCRIPTOR: u64 = 1 << 62 | 64 << 32 | 1 << 16;
+
+/// Returns the text of a program.
+pub fn text(variant: &WgmmaVariant) -> String {
+    let mut program = Text { out: String::new(), variant: *variant, labels: 0 };
+    program.write();
+    program.out
+}
+
+struct Text {
+    out: String,
+    variant: WgmmaVariant,
+    labels: u32,
+}
+
+/// Appends a line of formatted text.
+macro_rules! line {
+    ($program:expr, $($format:tt)*) => {{
+        let _ = writeln!($program.out, $($format)*);
+    }};
+}
+
+impl Text {
+    fn write(&mut self) {
+        let WgmmaVariant { tile, .. } = self.variant;
+        let WgmmaTile { groups, stages, .. } = tile;
+        let sums = tile.blocks * tile.tokens / 2;
+        let weights = tile.blocks * 32;
+        let (staging, barriers) = (stages * tile.stage_bytes(), stages * tile.stage_bytes() + groups * STAGING_BYTES);
+        line!(
+            self,
+            "
+.version 8.0
+.target sm_90a
+.address_size 64
+.extern .shared .align 1024 .b8 shared[];
+.visible .entry {ENTRY}(.param .align 8 .b8 args[{args_bytes}])
+.maxntid {threads}, 1, 1
+.minnctapersm 1
+{{
+.reg .pred %p<8>, %accumulate, %all, %release, %odd, %valid, %last;
+.reg .b32 %r<32>, %i<8>;
+.reg .b64 %l<16>;
+.reg .f32 %v<8>, %b<4>, %f<8>;
+.reg .b32 %thread, %lane, %warp, %base, %bars, %n, %k, %rows, %x_rows, %y_stride, %y_rows, %steps, %step;
+.reg .b32 %tile, %tiles, %token_tiles, %weight_tile, %token_tile, %slot, %slot8, %phase, %polls, %full, %empty, %previous;
+.reg .b32 %group, %quarter, %a, %t, %first, %left, %row, %staged, %bytes, %rest;
+.reg .b64 %weight, %x, %bias, %y, %count, %from<4>, %advance, %descriptor, %at, %pitch;
+.reg .f32 %sum<{sums}>;
+.reg .b32 %w<{weights}>;
+ld.param.u64 %weight, [args];
+ld.param.u64 %x, [args+8];
+ld.param.u64 %bias, [args+16];
+ld.param.u64 %y, [args+24];
+ld.param.u64 %count, [args+32];
+ld.param.u32 %n, [args+40];
+ld.param.u32 %k, [args+44];
+ld.param.u32 %rows, [args+48];
+ld.param.u32 %x_rows, [args+52];
+ld.param.u32 %y_stride, [args+56];
+ld.param.u32 %y_rows, [args+60];
+// The rows in use, and the tiles.
+setp.ne.u32 %p0, %rows, 0;
+@%p0 bra HAVE_ROWS;
+ld.global.u32 %rows, [%count+8];
+HAVE_ROWS:
+add.u32 %r0, %rows, {tokens_less};
+div.u32 %token_tiles, %r0, {tokens};
+add.u32 %r0, %n, {rows_less};
+div.u32 %r0, %r0, {weight_rows};
+mul.lo.u32 %tiles, %r0, %token_tiles;
+shr.u32 %steps, %k, 6;
+mov.u32 %thread, %tid.x;
+and.b32 %lane, %thread, 31;
+shr.u32 %r0, %thread, 5;
+shfl.sync.idx.b32 %warp, %r0, 0, 31, 0xffffffff;
+mov.u32 %base, shared;
+add.u32 %base, %base, 1023;
+and.b32 %base, %base, 0xfffffc00;
+add.u32 %bars, %base, {barriers};
+mov.u32 %tile, %ctaid.x;
+mov.u32 %slot, 0;
+mov.u32 %slot8, 0;
+mov.u32 %phase, 0;
+// Barriers: `full` for each stage, then `empty` for each stage.
+setp.ne.u32 %p0, %thread, 0;
+@%p0 bra BARRIERS;",
+            args_bytes = WGMMA.push_bytes,
+            threads = tile.threads(),
+            tokens = tile.tokens,
+            tokens_less = tile.tokens - 1,
+            weight_rows = tile.weight_rows(),
+            rows_less = tile.weight_rows() - 1,
+        );
+        for stage in 0..stages {
+            line!(self, "mbarrier.init.shared::cta.b64 [%bars+{}], 4;", stage * 8);
+            line!(self, "mbarrier.init.shared::cta.b64 [%bars+{}], {};", (stages + stage) * 8, groups * 4);
+        }
+        line!(
+            self,
+            "fence.mbarrier_init.release.cluster;
+fence.proxy.async;
+BARRIERS:
+bar.sync 0;
+setp.ge.u32 %p0, %warp, {};
+@%p0 bra PRODUCER;",
+            groups * 4
+        );
+        self.consumer(staging);
+        line!(self, "PRODUCER:");
+        self.producer();
+        line!(self, "END:\nret;\n}}");
+    }
+
+    /// Returns a label that no other has.
+    fn label(&mut self) -> u32 {
+        self.labels += 1;
+        self.labels
+    }
+
+    /// Waits for the phase with parity `phase` of the barrier at `at` to end.
+    fn wait(&mut self, at: &str, phase: &str) {
+        let label = self.label();
+        line!(
+            self,
+            "mov.u32 %polls, 0;
+POLL{label}:
+mbarrier.try_wait.parity.shared::cta.b64 %p0, [{at}], {phase};
+@%p0 bra POLLED{label};
+add.u32 %polls, %polls, 1;
+setp.lt.u32 %p0, %polls, {MOST_POLLS};
+@%p0 bra POLL{label};
+trap;
+POLLED{label}:"
+        );
+    }
+
+    /// Goes on to the next stage.
+    fn advance(&mut self) {
+        let tile = self.variant.tile;
+        line!(
+            self,
+            "add.u32 %slot8, %slot8, 8;
+add.u32 %slot, %slot, {stage};
+setp.eq.u32 %p0, %slot8, {end};
+selp.u32 %slot8, 0, %slot8, %p0;
+selp.u32 %slot, 0, %slot, %p0;
+selp.u32 %r0, 1, 0, %p0;
+xor.b32 %phase, %phase, %r0;",
+            stage = tile.stage_bytes(),
+            end = tile.stages * 8,
+        );
+    }
+
+    /// Begins a loop over the workgroup's tiles; `name` begins its labels.
+    fn each_tile(&mut self, name: &str) {
+        line!(
+            self,
+            "{name}_TILE:
+setp.ge.u32 %p0, %tile, %tiles;
+@%p0 bra END;
+div.u32 %weight_tile, %tile, %token_tiles;
+mul.lo.u32 %r0, %weight_tile, %token_tiles;
+sub.u32 %token_tile, %tile, %r0;"
+        );
+    }
+
+    fn next_tile(&mut self, name: &str) {
+        line!(self, "mov.u32 %r0, %nctaid.x;\nadd.u32 %tile, %tile, %r0;\nbra {name}_TILE;");
+    }
+
+    /// Four warps, one thread of each: each copies a quarter of the blocks of 16 rows of W, and the first one the rows of x.
+    fn producer(&mut self) {
+        let tile = self.variant.tile;
+        let WgmmaTile { tokens, .. } = tile;
+        let (blocks, share) = (tile.weight_rows() / 16, tile.weight_rows() / 64);
+        if let Some((few, _)) = self.registers() {
+            line!(self, "setmaxnreg.dec.sync.aligned.u32 {few};");
+        }
+        line!(
+            self,
+            "elect.sync %r1|%p0, 0xffffffff;
+@!%p0 bra END;
+sub.u32 %quarter, %warp, {first};
+setp.eq.u32 %last, %quarter, 0;
+mad.lo.u32 %first, %quarter, {share_bytes}, %base;
+mul.wide.u32 %advance, %x_rows, 128;",
+            first = tile.groups * 4,
+            share_bytes = share * 2048,
+        );
+        self.each_tile("PRODUCER");
+        line!(
+            self,
+            "// Rows of x are copied up to a multiple of 8.
+mul.lo.u32 %r1, %token_tile, {tokens};
+add.u32 %r2, %rows, 7;
+and.b32 %r2, %r2, 0xfffffff8;
+sub.u32 %r2, %r2, %r1;
+min.u32 %r2, %r2, {tokens};
+mul.lo.u32 %bytes, %r2, 128;
+add.u32 %rest, %bytes, {share_bytes};
+selp.u32 %rest, %rest, {share_bytes}, %last;
+mul.wide.u32 %l0, %r1, 128;
+add.u64 %at, %x, %l0;
+// Blocks beyond the last row of W are copies of the last one.
+mul.lo.u32 %r3, %weight_tile, {blocks};
+mad.lo.u32 %r3, %quarter, {share}, %r3;
+shr.u32 %r4, %n, 4;
+sub.u32 %r4, %r4, 1;
+mul.wide.u32 %l1, %k, 32;",
+            share_bytes = share * 2048,
+        );
+        for block in 0..share {
+            line!(
+                self,
+                "add.u32 %r5, %r3, {block};
+min.u32 %r5, %r5, %r4;
+cvt.u64.u32 %l2, %r5;
+mad.lo.u64 %from{block}, %l2, %l1, %weight;"
+            );
+        }
+        line!(
+            self,
+            "mov.u32 %step, 0;
+PRODUCER_STEP:
+.pragma \"nounroll\";
+add.u32 %full, %bars, %slot8;
+add.u32 %empty, %full, {empty};
+xor.b32 %r5, %phase, 1;",
+            empty = tile.stages * 8,
+        );
+        self.wait("%empty", "%r5");
+        line!(
+            self,
+            "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%full], %rest;
+add.u32 %r6, %first, %slot;"
+        );
+        const COPY: &str = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes";
+        for block in 0..share {
+            line!(
+                self,
+                "{COPY} [%r6], [%from{block}], 2048, [%full];
+add.u32 %r6, %r6, 2048;
+add.u64 %from{block}, %from{block}, 2048;"
+            );
+        }
+        line!(
+            self,
+            "@!%last bra COPIED;
+add.u32 %r6, %base, %slot;
+add.u32 %r6, %r6, {x_at};
+{COPY} [%r6], [%at], %bytes, [%full];
+add.u64 %at, %at, %advance;
+COPIED:",
+            x_at = tile.weight_rows() * 128,
+        );
+        self.advance();
+        line!(
+            self,
+            "add.u32 %step, %step, 1;
+setp.lt.u32 %p0, %step, %steps;
+@%p0 bra PRODUCER_STEP;"
+        );
+        self.next_tile("PRODUCER");
+    }
+
+    /// Returns the registers of a thread that copies and of one that multiplies, where they are not shared out evenly.
+    fn registers(&self) -> Option<(u32, u32)> {
+        match self.variant.tile.groups {
+            2 => Some((40, 232)),
+            3 => Some((32, 160)),
+            _ => None,
+        }
+    }
+
+    fn consumer(&mut self, staging: u32) {
+        let tile = self.variant.tile;
+        if let Some((_, many)) = self.registers() {
+            line!(self, "setmaxnreg.inc.sync.aligned.u32 {many};");
+        }
+        line!(
+            self,
+            "shr.u32 %group, %warp, 2;
+and.b32 %quarter, %warp, 3;
+shr.u32 %a, %lane, 3;
+and.b32 %t, %lane, 3;
+bfe.u32 %r1, %lane, 2, 1;
+setp.ne.u32 %odd, %r1, 0;
+shl.b32 %t, %t, 1;
+add.u32 %t, %t, %r1;
+setp.eq.u32 %release, %lane, 0;
+setp.eq.u32 %all, %lane, %lane;
+// The lane's weights in a stage, and the descriptor of the rows of x.
+mad.lo.u32 %r1, %group, {group_bytes}, %base;
+mad.lo.u32 %r1, %quarter, 2048, %r1;
+mad.lo.u32 %first, %lane, 16, %r1;
+add.u32 %r1, %base, {x_at};
+and.b32 %r1, %r1, 0x3ffff;
+shr.u32 %r1, %r1, 4;
+cvt.u64.u32 %descriptor, %r1;
+or.b64 %descriptor, %descriptor, {DESCRIPTOR:#x};
+mad.lo.u32 %staged, %group, {STAGING_BYTES}, %base;
+add.u32 %staged, %staged, {staging};",
+            group_bytes = tile.blocks * 8192,
+            x_at = tile.weight_rows() * 128,
+        );
+        self.each_tile("CONSUMER");
+        line!(self, "mov.u32 %step, 0;\nCONSUMER_STEP:\n.pragma \"nounroll\";");
+        for set in 0..2 {
+            self.multiply(set);
+            line!(self, "add.u32 %step, %step, 1;\nsetp.ge.u32 %p0, %step, %steps;\n@%p0 bra SUMS;");
+        }
+        line!(
+            self,
+            "bra CONSUMER_STEP;
+SUMS:
+wgmma.wait_group.sync.aligned 0;
+@%release mbarrier.arrive.shared::cta.b64 _, [%previous];"
+        );
+        self.finish();
+        self.next_tile("CONSUMER");
+    }
+
+    /// Multiplies the 64 columns of a stage, with the weights in register set `set`.
+    fn multiply(&mut self, set: u32) {
+        let tile = self.variant.tile;
+        line!(self, "add.u32 %full, %bars, %slot8;");
+        self.wait("%full", "%phase");
+        line!(self, "add.u32 %r1, %first, %slot;");
+        let weights = |block: u32, sixteen: u32| ((set * tile.blocks + block) * 4 + sixteen) * 4;
+        for (block, sixteen) in (0..tile.blocks).flat_map(|block| (0..4).map(move |sixteen| (block, sixteen))) {
+            let w = weights(block, sixteen);
+            // Words 1 and 2 change places: the instruction has both rows' first columns before their last ones.
+            line!(
+                self,
+                "ld.shared.v4.b32 {{%w{}, %w{}, %w{}, %w{}}}, [%r1+{}];",
+                w,
+                w + 2,
+                w + 1,
+                w + 3,
+                block * 8192 + sixteen * 512
+            );
+        }
+        line!(
+            self,
+            "shr.u32 %r2, %slot, 4;
+cvt.u64.u32 %l0, %r2;
+add.u64 %l0, %l0, %descriptor;
+setp.ne.u32 %accumulate, %step, 0;
+wgmma.fence.sync.aligned;"
+        );
+        for sixteen in 0..4u32 {
+            if sixteen > 0 {
+                line!(self, "add.u64 %l{}, %l0, {};", sixteen, sixteen * 2);
+            }
+            for block in 0..tile.blocks {
+                let w = weights(block, sixteen);
+                let each = tile.tokens / 2;
+                let sums: Vec<String> = (block * each..(block + 1) * each).map(|i| format!("%sum{i}")).collect();
+                line!(
+                    self,
+                    "wgmma.mma_async.sync.aligned.m64n{}k16.f32.bf16.bf16 {{{}}}, {{%w{}, %w{}, %w{}, %w{}}}, %l{sixteen}, {}, 1, 1, 0;",
+                    tile.tokens,
+                    sums.join(", "),
+                    w,
+                    w + 1,
+                    w + 2,
+                    w + 3,
+                    if sixteen == 0 { "%accumulate" } else { "%all" }
+                );
+            }
+        }
+        line!(
+            self,
+            "wgmma.commit_group.sync.aligned;
+wgmma.wait_group.sync.aligned 1;
+and.pred %p1, %release, %accumulate;
+@%p1 mbarrier.arrive.shared::cta.b64 _, [%previous];
+add.u32 %previous, %full, {};",
+            tile.stages * 8
+        );
+        self.advance();
+    }
+
+    /// Stores the sums of a tile.
+    fn finish(&mut self) {
+        let WgmmaVariant { tile, bias, packed, .. } = self.variant;
+        line!(
+            self,
+            "// %t: the lane's row of x among 8; %left: the rows in use from there on.
+mad.lo.u32 %r1, %token_tile, {}, %t;
+sub.u32 %left, %rows, %r1;",
+            tile.tokens
+        );
+        for block in 0..tile.blocks {
+            let label = self.label();
+            line!(
+                self,
+                "mad.lo.u32 %row, %weight_tile, {rows}, {at};
+mad.lo.u32 %row, %group, {group_rows}, %row;
+mad.lo.u32 %row, %quarter, 16, %row;
+setp.ge.u32 %p0, %row, %n;
+@%p0 bra STORED{label};
+mad.lo.u32 %row, %a, 4, %row;",
+                rows = tile.weight_rows(),
+                at = block * 64,
+                group_rows = tile.blocks * 64,
+            );
+            if bias {
+                line!(
+                    self,
+                    "mul.wide.u32 %l0, %row, 4;
+add.u64 %l0, %bias, %l0;
+ld.global.nc.v4.f32 {{%b0, %b1, %b2, %b3}}, [%l0];"
+                );
+            }
+            match packed {
+                true => self.store_packed(block),
+                false => self.store_rows(block),
+            }
+            line!(self, "STORED{label}:");
+        }
+    }
+
+    /// Sets %v0 to %v3 to the products of rows 4a .. 4a + 3 of W with the lane's row of the `eight`-th 8 rows of x.
+    fn exchange(&mut self, block: u32, eight: u32) {
+        let s = block * self.variant.tile.tokens / 2 + eight * 4;
+        line!(
+            self,
+            "selp.f32 %f0, %sum{}, %sum{}, %odd;
+selp.f32 %f1, %sum{}, %sum{}, %odd;
+selp.f32 %f2, %sum{}, %sum{}, %odd;
+selp.f32 %f3, %sum{}, %sum{}, %odd;
+shfl.sync.bfly.b32 %f0, %f0, 4, 31, 0xffffffff;
+shfl.sync.bfly.b32 %f1, %f1, 4, 31, 0xffffffff;
+selp.f32 %v0, %f0, %f2, %odd;
+selp.f32 %v1, %f2, %f0, %odd;
+selp.f32 %v2, %f1, %f3, %odd;
+selp.f32 %v3, %f3, %f1, %odd;",
+            s,
+            s + 1,
+            s + 2,
+            s + 3,
+            s + 1,
+            s,
+            s + 3,
+            s + 2
+        );
+        if self.variant.bias {
+            (0..4).for_each(|i| line!(self, "add.f32 %v{i}, %v{i}, %b{i};"));
+        }
+        if self.variant.epilogue >= 2 {
+            self.glu(0, 1, 0);
+            self.glu(2, 3, 1);
+        }
+    }
+
+    /// Sets %v`to` to the gated linear unit of %v`gate` and %v`up` (`glu.glsl`).
+    fn glu(&mut self, gate: u32, up: u32, to: u32) {
+        let kind = self.variant.epilogue;
+        const LOG2_E: f32 = std::f32::consts::LOG2_E;
+        let bits = |value: f32| format!("0f{:08x}", value.to_bits());
+        // %f4: the gate's factor before its sigmoid, which is 1 / (1 + 2^%f5).
+        match kind {
+            3 => {
+                // gelu(x) = x · sigmoid(2 · sqrt(2 / pi) · (x + 0.044715 x³))
+                let scale = 2.0 * (2.0 / std::f32::consts::PI).sqrt();
+                line!(self, "mul.f32 %f4, %v{gate}, %v{gate};");
+                line!(self, "fma.rn.f32 %f4, %f4, {}, {};", bits(0.044715), bits(1.0));
+                line!(self, "mul.f32 %f4, %f4, %v{gate};");
+                line!(self, "mul.f32 %f5, %f4, {};", bits(-scale * LOG2_E));
+            }
+            clamped if clamped & 0xff == 4 => {
+                let limit = f32::from_bits(clamped & !0xff);
+                line!(self, "min.f32 %v{gate}, %v{gate}, {};", bits(limit));
+                line!(self, "min.f32 %v{up}, %v{up}, {};", bits(limit));
+                line!(self, "max.f32 %v{up}, %v{up}, {};", bits(-limit));
+                line!(self, "add.f32 %v{up}, %v{up}, {};", bits(1.0));
+                line!(self, "mul.f32 %f5, %v{gate}, {};", bits(-1.702 * LOG2_E));
+            }
+            _ => line!(self, "mul.f32 %f5, %v{gate}, {};", bits(-LOG2_E)),
+        }
+        line!(
+            self,
+            "ex2.approx.f32 %f5, %f5;
+add.f32 %f5, %f5, {one};
+mul.f32 %f4, %v{gate}, %v{up};
+div.full.f32 %v{to}, %f4, %f5;",
+            one = bits(1.0)
+        );
+    }
+
+    /// Stores rows of floats: four of a row of W each, or two gated ones.
+    fn store_rows(&mut self, block: u32) {
+        let WgmmaVariant { tile, epilogue, .. } = self.variant;
+        line!(
+            self,
+            "mad.lo.u32 %r1, %token_tile, {}, %t;
+mul.wide.u32 %l0, %r1, %y_stride;
+cvt.u64.u32 %l1, %row;",
+            tile.tokens
+        );
+        if epilogue >= 2 {
+            line!(self, "shr.u64 %l1, %l1, 1;");
+        }
+        line!(
+            self,
+            "add.u64 %l0, %l0, %l1;
+shl.b64 %l0, %l0, 2;
+add.u64 %at, %y, %l0;
+mul.wide.u32 %pitch, %y_stride, 32;"
+        );
+        // A residual's loads are issued for some rows before the first of them is needed; two sets of sums leave fewer
+        // registers for them.
+        let ahead = 4 / tile.blocks.min(2);
+        for first in (0..tile.tokens / 8).step_by(ahead as usize) {
+            let eights = first..(first + ahead).min(tile.tokens / 8);
+            if epilogue == 1 {
+                line!(self, "mov.u64 %l1, %at;");
+                for eight in eights.clone() {
+                    let r = (eight - first) * 4;
+                    line!(self, "setp.gt.s32 %p1, %left, {};", eight * 8);
+                    line!(
+                        self,
+                        "@%p1 ld.global.v4.b32 {{%r{}, %r{}, %r{}, %r{}}}, [%l1];\nadd.u64 %l1, %l1, %pitch;",
+                        8 + r,
+                        9 + r,
+                        10 + r,
+                        11 + r
+                    );
+                }
+            }
+            for eight in eights {
+                self.exchange(block, eight);
+                line!(self, "setp.gt.s32 %p1, %left, {};", eight * 8);
+                match epilogue {
+                    0 => line!(self, "@%p1 st.global.v4.f32 [%at], {{%v0, %v1, %v2, %v3}};"),
+                    1 => {
+                        for i in 0..4 {
+                            line!(self, "mov.b32 %f{i}, %r{};", 8 + (eight - first) * 4 + i);
+                            line!(self, "add.f32 %v{i}, %v{i}, %f{i};");
+                        }
+                        line!(self, "@%p1 st.global.v4.f32 [%at], {{%v0, %v1, %v2, %v3}};");
+                    }
+                    _ => line!(self, "@%p1 st.global.v2.f32 [%at], {{%v0, %v1}};"),
+                }
+                line!(self, "add.u64 %at, %at, %pitch;");
+            }
+        }
+    }
+
+    /// Stores packed outputs: the four warps of a warpgroup put together the 32 outputs of each token in shared memory.
+    fn store_packed(&mut self, block: u32) {
+        let WgmmaVariant { tile, .. } = self.variant;
+        let staged = STAGED_TOKENS.min(tile.tokens);
+        line!(
+            self,
+            "add.u32 %r1, %group, 1;
+mad.lo.u32 %r2, %t, 64, %staged;
+mad.lo.u32 %r2, %a, 16, %r2;
+mad.lo.u32 %r2, %quarter, 4, %r2;
+// The block's 32 outputs: %r4 is their half of 64, %r5 these 64; %r6 is the thread's token of 32, %r7 its 16 bytes.
+mad.lo.u32 %r3, %weight_tile, {weight_blocks}, {block};
+mad.lo.u32 %r3, %group, {blocks}, %r3;
+and.b32 %r4, %r3, 1;
+shr.u32 %r5, %r3, 1;
+and.b32 %r3, %thread, 127;
+shr.u32 %r6, %r3, 2;
+and.b32 %r7, %r3, 3;
+mad.lo.u32 %r8, %r6, 64, %staged;
+mad.lo.u32 %r8, %r7, 16, %r8;
+mad.lo.u32 %r7, %r4, 4, %r7;
+and.b32 %r3, %r6, 7;
+xor.b32 %r7, %r7, %r3;
+mad.lo.u32 %r6, %token_tile, {tokens}, %r6;
+mul.wide.u32 %l0, %r5, %y_rows;
+cvt.u64.u32 %l1, %r6;
+add.u64 %l0, %l0, %l1;
+shl.b64 %l0, %l0, 7;
+mul.wide.u32 %l1, %r7, 16;
+add.u64 %l0, %l0, %l1;
+add.u64 %at, %y, %l0;",
+            weight_blocks = tile.groups * tile.blocks,
+            blocks = tile.blocks,
+            tokens = tile.tokens,
+        );
+        for first in (0..tile.tokens).step_by(staged as usize) {
+            line!(self, "bar.sync %r1, 128;");
+            for eight in 0..staged / 8 {
+                self.exchange(block, first / 8 + eight);
+                line!(self, "cvt.rn.bf16x2.f32 %r9, %v1, %v0;\nst.shared.b32 [%r2+{}], %r9;", eight * 8 * 64);
+            }
+            line!(self, "bar.sync %r1, 128;");
+            for part in 0..staged / 32 {
+                line!(
+                    self,
+                    "add.u32 %r9, %r6, {};
+setp.lt.u32 %p1, %r9, %rows;
+ld.shared.v4.b32 {{%r10, %r11, %r12, %r13}}, [%r8+{}];
+@%p1 st.global.v4.b32 [%at+{}], {{%r10, %r11, %r12, %r13}};",
+                    first + part * 32,
+                    part * 32 * 64,
+                    (first + part * 32) * 128
+                );
+            }
+        }
+    }
+}

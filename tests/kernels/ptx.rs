@@ -1,0 +1,540 @@
+//! A simulated processor for programs in PTX: the instructions that `wgmma` consists of, for tests without a GPU. What is
+//! asynchronous on the device happens as late as its rules allow: a bulk copy when no warp can go on without it, and a
+//! group of products when it is waited for. A program that reads or overwrites something too early then computes
+//! something else. Not here: instructions that no program uses; they end the test.
+
+use half::bf16;
+use std::collections::{BTreeSet, HashMap, VecDeque};
+
+/// The number of lanes of a warp.
+const LANES: usize = 32;
+/// Where shared memory that a program may use begins: not aligned to 1,024, so that the program has to do that.
+const SHARED_AT: u64 = 1040;
+
+/// The values of a register in the lanes of a warp.
+type Values = [u64; LANES];
+/// Whether each lane takes part.
+type Mask = [bool; LANES];
+
+/// An instruction.
+#[derive(Debug)]
+struct Instruction {
+    /// The predicate's register, and the value for which the instruction is carried out.
+    predicate: Option<(usize, bool)>,
+    /// The operation's name, and its parts.
+    name: String,
+    operands: Vec<Operand>,
+}
+
+#[derive(Clone, Debug)]
+enum Operand {
+    Register(usize),
+    Special(String),
+    Number(u64),
+    Label(String),
+    /// A register plus a number of bytes; without a register, of the argument block or of shared memory.
+    Address(Option<usize>, u64),
+    List(Vec<usize>),
+}
+
+struct Warp {
+    number: u32,
+    at: usize,
+    registers: Vec<Values>,
+    active: Mask,
+    /// Where lanes that have gone another way join again.
+    join: Option<usize>,
+    /// The named barrier at which the warp waits, and the barrier's turn.
+    barrier: Option<(u64, u32)>,
+    /// Products, of the groups that are committed and of the one that is not.
+    groups: VecDeque<Vec<Product>>,
+    open: Vec<Product>,
+    done: bool,
+}
+
+/// A product that has not happened yet: its instruction, its descriptor, and whether it adds to the sums.
+type Product = (usize, u64, bool);
+
+#[derive(Debug)]
+struct Barrier {
+    count: i64,
+    pending: i64,
+    bytes: i64,
+    phase: u64,
+}
+
+impl Barrier {
+    fn check(&mut self) {
+        assert!(self.pending >= 0, "{self:?}: too many arrivals");
+        if self.pending == 0 && self.bytes == 0 {
+            self.phase += 1;
+            self.pending = self.count;
+        }
+    }
+}
+
+/// A bulk copy that has not happened yet: destination, source, bytes and barrier.
+type Copy = [u64; 4];
+
+/// The memory of the device: the address of each buffer, and its bytes.
+pub type Memory = Vec<(u64, Vec<u8>)>;
+
+/// A launch of a program.
+pub struct Launch<'a> {
+    pub text: &'a str,
+    pub groups: u32,
+    pub threads: u32,
+    pub shared_bytes: u32,
+    pub args: &'a [u8],
+}
+
+/// Carries out a launch, one workgroup after the other.
+pub fn launch(launch: &Launch<'_>, memory: &mut Memory) {
+    let program = Program::read(launch.text);
+    for group in 0..launch.groups {
+        let mut processor = Processor {
+            program: &program,
+            launch,
+            group,
+            memory,
+            shared: vec![0xff; SHARED_AT as usize + launch.shared_bytes as usize],
+            barriers: HashMap::new(),
+            named: HashMap::new(),
+            copies: VecDeque::new(),
+        };
+        processor.run();
+    }
+}
+
+struct Program {
+    code: Vec<Instruction>,
+    labels: HashMap<String, usize>,
+    registers: usize,
+}
+
+impl Program {
+    fn read(text: &str) -> Program {
+        let body = &text[text.find('{').expect("a body") + 1..text.rfind('}').expect("a body")];
+        let (mut code, mut labels, mut names) = (Vec::new(), HashMap::new(), HashMap::new());
+        for line in body.lines() {
+            let line = line.split("//").next().unwrap_or_default().trim();
+            if line.is_empty() || line.starts_with(".reg") || line.starts_with(".pragma") {
+                continue;
+            }
+            if let Some(label) = line.strip_suffix(':') {
+                labels.insert(label.to_owned(), code.len());
+                continue;
+            }
+            let mut line = line.trim_end_matches(';');
+            let mut register = |name: &str| {
+                let next = names.len();
+                *names.entry(name.to_owned()).or_insert(next)
+            };
+            let mut predicate = None;
+            if let Some(rest) = line.strip_prefix('@') {
+                let (name, after) = rest.split_once(' ').expect("an instruction");
+                predicate = Some((register(name.trim_start_matches('!')), !name.starts_with('!')));
+                line = after;
+            }
+            let (name, rest) = line.split_once(' ').unwrap_or((line, ""));
+            let operands = split(rest).iter().map(|operand| operand_of(operand, &mut register)).collect();
+            code.push(Instruction { predicate, name: name.to_owned(), operands });
+        }
+        Program { code, labels, registers: names.len() }
+    }
+}
+
+/// Splits operands at commas outside of brackets.
+fn split(text: &str) -> Vec<String> {
+    let (mut parts, mut depth) = (vec![String::new()], 0);
+    for c in text.chars() {
+        depth += i32::from("{[".contains(c)) - i32::from("}]".contains(c));
+        match c {
+            ',' | '|' if depth == 0 => parts.push(String::new()),
+            c => parts.last_mut().expect("a part").push(c),
+        }
+    }
+    parts.iter().map(|part| part.trim().to_owned()).filter(|part| !part.is_empty()).collect()
+}
+
+fn operand_of(text: &str, register: &mut impl FnMut(&str) -> usize) -> Operand {
+    const SPECIAL: [&str; 4] = ["%tid.x", "%ctaid.x", "%nctaid.x", "shared"];
+    if let Some(inner) = text.strip_prefix('[') {
+        let inner = inner.trim_end_matches(']');
+        let (base, offset) = inner.split_once('+').unwrap_or((inner, "0"));
+        let base = base.starts_with('%').then(|| register(base));
+        return Operand::Address(base, offset.parse().expect("an offset"));
+    }
+    if let Some(inner) = text.strip_prefix('{') {
+        return Operand::List(inner.trim_end_matches('}').split(',').map(|name| register(name.trim())).collect());
+    }
+    if SPECIAL.contains(&text) {
+        return Operand::Special(text.to_owned());
+    }
+    if text.starts_with('%') {
+        return Operand::Register(register(text));
+    }
+    let hexadecimal = text.strip_prefix("0x").or_else(|| text.strip_prefix("0f"));
+    let number = hexadecimal.map_or_else(|| text.parse().ok(), |digits| u64::from_str_radix(digits, 16).ok());
+    number.map_or_else(|| Operand::Label(text.to_owned()), Operand::Number)
+}
+
+struct Processor<'a> {
+    program: &'a Program,
+    launch: &'a Launch<'a>,
+    group: u32,
+    memory: &'a mut Memory,
+    shared: Vec<u8>,
+    barriers: HashMap<u64, Barrier>,
+    /// Of each named barrier, the warps that have arrived and its turn.
+    named: HashMap<u64, (BTreeSet<u32>, u32)>,
+    copies: VecDeque<Copy>,
+}
+
+impl Processor<'_> {
+    fn run(&mut self) {
+        let warp = |number| Warp {
+            number,
+            at: 0,
+            registers: vec![[0; LANES]; self.program.registers],
+            active: [true; LANES],
+            join: None,
+            barrier: None,
+            groups: VecDeque::new(),
+            open: Vec::new(),
+            done: false,
+        };
+        let mut warps: Vec<Warp> = (0..self.launch.threads / LANES as u32).map(warp).collect();
+        while warps.iter().any(|warp| !warp.done) {
+            let mut moved = false;
+            for warp in warps.iter_mut().filter(|warp| !warp.done) {
+                while !warp.done && self.step(warp) {
+                    moved = true;
+                }
+            }
+            if moved {
+                continue;
+            }
+            let waits = || warps.iter().filter(|w| !w.done).map(|w| (w.number, &self.program.code[w.at].name));
+            let Some([to, from, bytes, barrier]) = self.copies.pop_front() else {
+                panic!("no warp goes on: {:?}", waits().collect::<Vec<_>>())
+            };
+            let content = self.global(from, bytes as usize).to_vec();
+            self.shared[to as usize..(to + bytes) as usize].copy_from_slice(&content);
+            let barrier = self.barriers.get_mut(&barrier).expect("a barrier");
+            barrier.bytes -= bytes as i64;
+            barrier.check();
+        }
+        assert!(self.copies.is_empty(), "copies are on their way at the end");
+    }
+
+    fn global(&mut self, address: u64, bytes: usize) -> &mut [u8] {
+        let found = self
+            .memory
+            .iter_mut()
+            .find(|(base, content)| *base <= address && address + bytes as u64 <= base + content.len() as u64);
+        let (base, content) = found.unwrap_or_else(|| panic!("{bytes} bytes at {address:#x} are in no buffer"));
+        let at = (address - *base) as usize;
+        &mut content[at..at + bytes]
+    }
+
+    /// Carries out the warp's next instruction. Returns false if it waits.
+    fn step(&mut self, warp: &mut Warp) -> bool {
+        if warp.join == Some(warp.at) {
+            (warp.active, warp.join) = ([true; LANES], None);
+        }
+        let program = self.program;
+        let instruction = &program.code[warp.at];
+        let mut mask = warp.active;
+        if let Some((register, wanted)) = instruction.predicate {
+            for (lane, takes) in mask.iter_mut().enumerate() {
+                *takes &= (warp.registers[register][lane] != 0) == wanted;
+            }
+        }
+        let name = instruction.name.as_str();
+        let operands = &instruction.operands;
+        match name {
+            "bra" => {
+                let Operand::Label(label) = &operands[0] else { panic!("{instruction:?}") };
+                let to = program.labels[label];
+                if mask == warp.active {
+                    warp.at = to;
+                } else {
+                    if mask.contains(&true) {
+                        assert!(to > warp.at && warp.join.is_none(), "{instruction:?}: lanes part");
+                        warp.join = Some(to);
+                        (0..LANES).for_each(|lane| warp.active[lane] &= !mask[lane]);
+                    }
+                    warp.at += 1;
+                }
+                return true;
+            }
+            "ret" => {
+                warp.done = true;
+                assert!(warp.groups.iter().all(Vec::is_empty), "products are on their way at the end");
+                return true;
+            }
+            "bar.sync" => {
+                let number = self.value(warp, &operands[0])[0];
+                let warps = match operands.get(1) {
+                    Some(count) => self.value(warp, count)[0] / LANES as u64,
+                    None => u64::from(self.launch.threads) / LANES as u64,
+                };
+                let (arrived, turn) = self.named.entry(number).or_default();
+                match warp.barrier {
+                    Some((_, old)) if old == *turn => return false,
+                    Some(_) => warp.barrier = None,
+                    None => {
+                        arrived.insert(warp.number);
+                        if arrived.len() as u64 == warps {
+                            arrived.clear();
+                            *turn += 1;
+                        } else {
+                            warp.barrier = Some((number, *turn));
+                            return true;
+                        }
+                    }
+                }
+            }
+            _ if name.starts_with("mbarrier.try_wait.parity") => {
+                let (at, parity) = (self.address(warp, &operands[1])[0], self.value(warp, &operands[2])[0]);
+                if self.barriers[&at].phase % 2 == parity {
+                    return false;
+                }
+                set(warp, &operands[0], [1; LANES], mask);
+            }
+            _ => self.simple(warp, name, operands, mask),
+        }
+        warp.at += 1;
+        true
+    }
+
+    fn value(&self, warp: &Warp, operand: &Operand) -> Values {
+        match operand {
+            Operand::Register(register) => warp.registers[*register],
+            Operand::Number(number) => [*number; LANES],
+            Operand::Special(name) => match name.as_str() {
+                "%tid.x" => std::array::from_fn(|lane| u64::from(warp.number) * LANES as u64 + lane as u64),
+                "%ctaid.x" => [u64::from(self.group); LANES],
+                "%nctaid.x" => [u64::from(self.launch.groups); LANES],
+                _ => [SHARED_AT; LANES],
+            },
+            other => panic!("{other:?} has no value"),
+        }
+    }
+
+    fn address(&self, warp: &Warp, operand: &Operand) -> Values {
+        let Operand::Address(base, offset) = operand else { panic!("{operand:?} is no address") };
+        base.map_or([0; LANES], |base| warp.registers[base]).map(|value| value.wrapping_add(*offset))
+    }
+
+    fn simple(&mut self, warp: &mut Warp, name: &str, operands: &[Operand], mask: Mask) {
+        let parts: Vec<&str> = name.split('.').collect();
+        let lanes = || (0..LANES).filter(|lane| mask[*lane]);
+        let of = |i: usize| self.value(warp, &operands[i]);
+        match (parts[0], &parts[1..]) {
+            ("fence" | "setmaxnreg", _) | ("bar", ["warp", ..]) | ("wgmma", ["fence", ..]) => {}
+            ("trap", _) => assert!(!mask.contains(&true), "a wait was given up"),
+            ("elect", _) => {
+                let first = lanes().next();
+                set(warp, &operands[1], std::array::from_fn(|lane| u64::from(Some(lane) == first)), mask);
+            }
+            ("ld", ["param", kind]) => {
+                let (at, bytes) = (self.address(warp, &operands[1])[0] as usize, if *kind == "u64" { 8 } else { 4 });
+                let mut word = [0; 8];
+                word[..bytes].copy_from_slice(&self.launch.args[at..at + bytes]);
+                set(warp, &operands[0], [u64::from_le_bytes(word); LANES], mask);
+            }
+            ("ld" | "st", [space, ..]) => {
+                let (list, address) = match parts[0] {
+                    "ld" => (&operands[0], &operands[1]),
+                    _ => (&operands[1], &operands[0]),
+                };
+                let list = match list {
+                    Operand::List(list) => list.clone(),
+                    Operand::Register(register) => vec![*register],
+                    other => panic!("{other:?}"),
+                };
+                let at = self.address(warp, address);
+                for lane in lanes() {
+                    assert!(at[lane].is_multiple_of(4 * list.len() as u64), "{name} at {:#x}", at[lane]);
+                    for (i, register) in (0..).zip(&list) {
+                        let word = match *space {
+                            "shared" => &mut self.shared[(at[lane] + 4 * i) as usize..][..4],
+                            _ => self.global(at[lane] + 4 * i, 4),
+                        };
+                        match parts[0] {
+                            "ld" => {
+                                let word = u32::from_le_bytes(word.try_into().expect("four bytes"));
+                                warp.registers[*register][lane] = word.into();
+                            }
+                            _ => word.copy_from_slice(&(warp.registers[*register][lane] as u32).to_le_bytes()),
+                        }
+                    }
+                }
+            }
+            ("mbarrier", ["init", ..]) => {
+                let (at, count) = (self.address(warp, &operands[0]), of(1));
+                for lane in lanes() {
+                    let count = count[lane] as i64;
+                    self.barriers.insert(at[lane], Barrier { count, pending: count, bytes: 0, phase: 0 });
+                }
+            }
+            ("mbarrier", ["arrive", rest @ ..]) => {
+                let expects = rest[0] == "expect_tx";
+                let at = self.address(warp, &operands[1]);
+                let bytes = if expects { of(2) } else { [0; LANES] };
+                for lane in lanes() {
+                    let barrier = self.barriers.get_mut(&at[lane]).expect("a barrier");
+                    barrier.pending -= 1;
+                    barrier.bytes += bytes[lane] as i64;
+                    barrier.check();
+                }
+            }
+            ("cp", ["async", "bulk", ..]) => {
+                let [to, from, barrier] = [0, 1, 3].map(|i| self.address(warp, &operands[i]));
+                let bytes = of(2);
+                for lane in lanes() {
+                    let copy = [to[lane], from[lane], bytes[lane], barrier[lane]];
+                    assert!(copy[2] > 0 && copy[..3].iter().all(|n| n.is_multiple_of(16)), "a copy of {copy:?}");
+                    self.copies.push_back(copy);
+                }
+            }
+            ("wgmma", ["mma_async", ..]) => {
+                assert_eq!(mask, [true; LANES], "a product of some lanes");
+                let (descriptor, adds) = (of(2)[0], of(3)[0] != 0);
+                warp.open.push((warp.at, descriptor, adds));
+            }
+            ("wgmma", ["commit_group", ..]) => {
+                let group = std::mem::take(&mut warp.open);
+                warp.groups.push_back(group);
+            }
+            ("wgmma", ["wait_group", ..]) => {
+                let left = of(0)[0] as usize;
+                while warp.groups.len() > left {
+                    let group = warp.groups.pop_front().expect("a group");
+                    group.into_iter().for_each(|product| self.multiply(warp, product));
+                }
+            }
+            _ => {
+                let value = self.computed(warp, name, &parts, operands);
+                set(warp, &operands[0], value, mask);
+            }
+        }
+    }
+
+    fn computed(&self, warp: &Warp, name: &str, parts: &[&str], operands: &[Operand]) -> Values {
+        let of = |i: usize| self.value(warp, &operands[i]);
+        let each = |f: &dyn Fn(usize) -> u64| -> Values { std::array::from_fn(f) };
+        let kind = *parts.last().expect("a kind");
+        let float = |i: usize| of(i).map(|bits| f32::from_bits(bits as u32));
+        let floats = |f: &dyn Fn(usize) -> f32| each(&|lane| f(lane).to_bits().into());
+        match (parts[0], kind) {
+            ("shfl", _) => match parts[2] {
+                "idx" => [of(1)[of(2)[0] as usize]; LANES],
+                _ => each(&|lane| of(1)[lane ^ of(2)[0] as usize]),
+            },
+            ("selp", _) => each(&|lane| if of(3)[lane] != 0 { of(1)[lane] } else { of(2)[lane] }),
+            ("setp", _) => {
+                let signed = |bits: u64| if kind == "s32" { i64::from(bits as u32 as i32) } else { bits as u32 as i64 };
+                let (a, b) = (of(1).map(signed), of(2).map(signed));
+                each(&|lane| {
+                    u64::from(match parts[1] {
+                        "eq" => a[lane] == b[lane],
+                        "ne" => a[lane] != b[lane],
+                        "ge" => a[lane] >= b[lane],
+                        "lt" => a[lane] < b[lane],
+                        "gt" => a[lane] > b[lane],
+                        other => panic!("setp.{other}"),
+                    })
+                })
+            }
+            ("cvt", "f32") => {
+                let half = |i: usize, lane: usize| u64::from(bf16::from_f32(float(i)[lane]).to_bits());
+                each(&|lane| half(1, lane) << 16 | half(2, lane))
+            }
+            ("mov", "f32" | "b32" | "u32" | "u64") | ("cvt", "u32") => of(1),
+            (operation, "f32") => {
+                let (a, b) = (float(1), operands.get(2).map_or([0.0; LANES], |_| float(2)));
+                floats(&|lane| match operation {
+                    "add" => a[lane] + b[lane],
+                    "mul" => a[lane] * b[lane],
+                    "min" => a[lane].min(b[lane]),
+                    "max" => a[lane].max(b[lane]),
+                    "fma" => a[lane].mul_add(b[lane], float(3)[lane]),
+                    "div" => a[lane] / b[lane],
+                    "ex2" => a[lane].exp2(),
+                    _ => panic!("{name} is not simulated"),
+                })
+            }
+            (operation, _) => {
+                let wide = kind.ends_with("64") || parts[1] == "wide";
+                let (a, b, c) = (of(1), of(2), operands.get(3).map_or([0; LANES], |_| of(3)));
+                each(&|lane| {
+                    let (a, b, c) = (a[lane], b[lane], c[lane]);
+                    let value = match (operation, parts[1]) {
+                        ("mul", "wide") => (a & 0xffff_ffff) * (b & 0xffff_ffff),
+                        ("add", _) => a.wrapping_add(b),
+                        ("sub", _) => a.wrapping_sub(b),
+                        ("mul", "lo") => a.wrapping_mul(b),
+                        ("mad", "lo") => a.wrapping_mul(b).wrapping_add(c),
+                        ("div", _) => a / b,
+                        ("min", _) => a.min(b),
+                        ("and", _) => a & b,
+                        ("or", _) => a | b,
+                        ("xor", _) => a ^ b,
+                        ("shr", _) => a >> b,
+                        ("shl", _) => a << b,
+                        ("bfe", _) => a >> b & ((1 << c) - 1),
+                        _ => panic!("{name} is not simulated"),
+                    };
+                    if wide { value } else { value & 0xffff_ffff }
+                })
+            }
+        }
+    }
+
+    /// Adds a warp's part of a product, 16 rows of A from registers by N columns of B from shared memory.
+    fn multiply(&mut self, warp: &mut Warp, (at, descriptor, adds): Product) {
+        let instruction = &self.program.code[at];
+        let [Operand::List(sums), Operand::List(a), ..] = &instruction.operands[..] else { panic!("{instruction:?}") };
+        let n = sums.len() * 2;
+        assert!(instruction.name.contains(&format!("m64n{n}k16.f32.bf16.bf16")), "{instruction:?}");
+        // 128-byte swizzle, 1,024 bytes for 8 rows.
+        assert_eq!((descriptor >> 62, descriptor >> 32 & 0x3fff), (1, 64), "a descriptor of {descriptor:#x}");
+        let start = (descriptor & 0x3fff) << 4;
+        let float = |bits: u16| bf16::from_bits(bits).to_f32();
+        let mut rows = [[0f32; 16]; 16];
+        for lane in 0..LANES {
+            let (g, t) = (lane / 4, lane % 4);
+            for (register, (row, col)) in a.iter().zip([(g, 2 * t), (g + 8, 2 * t), (g, 2 * t + 8), (g + 8, 2 * t + 8)])
+            {
+                let word = warp.registers[*register][lane] as u32;
+                rows[row][col] = float(word as u16);
+                rows[row][col + 1] = float((word >> 16) as u16);
+            }
+        }
+        for col in 0..n {
+            let column: [f32; 16] = std::array::from_fn(|k| {
+                let place = start + (col / 8 * 1024 + col % 8 * 128 + 2 * k) as u64;
+                let place = (place ^ (place >> 7 & 7) << 4) as usize;
+                float(u16::from_le_bytes([self.shared[place], self.shared[place + 1]]))
+            });
+            for (row, values) in rows.iter().enumerate() {
+                let dot: f32 = values.iter().zip(&column).map(|(a, b)| a * b).sum();
+                let lane = row % 8 * 4 + col % 8 / 2;
+                let register = sums[col / 8 * 4 + row / 8 * 2 + col % 2];
+                let before = if adds { f32::from_bits(warp.registers[register][lane] as u32) } else { 0.0 };
+                warp.registers[register][lane] = (before + dot).to_bits().into();
+            }
+        }
+    }
+}
+
+/// Sets a register in the lanes that take part.
+fn set(warp: &mut Warp, operand: &Operand, values: Values, mask: Mask) {
+    let Operand::Register(register) = operand else { panic!("{operand:?} is no register") };
+    for lane in (0..LANES).filter(|lane| mask[*lane]) {
+        warp.registers[*register][lane] = values[lane];
+    }
+}

@@ -1,0 +1,326 @@
+//! Goal: the programs in PTX are assembled by NVIDIA's own assembler and compute their `reference()`, and the reference and
+//! the packing before it match the formula. Method: ptxas of the tests' Python packages assembles each tile with each
+//! epilogue; a simulated processor (`ptx.rs`) runs them, and so does a GPU of compute capability 9.0
+//! (`OSTINATO_TEST_GPU`), with awkward shapes, with fewer workgroups than tiles, and with the number of rows in memory.
+//! The selected drivers run `pack_rows`.
+
+use crate::common::{Driver, Vulkan};
+use crate::harness::{Bench, Cases, Expect, POISON, Random};
+use crate::ptx::{self, Launch, Memory};
+use crate::python::python;
+use ostinato::kernels::gemm::Activations;
+use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, pack_rows, swizzled_index};
+use ostinato::kernels::gemm::wgmma::probe::{WgmmaProbe, probe, sized};
+use ostinato::kernels::gemm::wgmma::{WgmmaTile, WgmmaVariant, text, variant_of};
+use ostinato::kernels::host_memory::HostMemory;
+use ostinato::kernels::interpreter;
+use ostinato::kernels::recording::{Arg, Op, Recording};
+use ostinato::kernels::shaders::find;
+use ostinato::memory::pack::{Format, fragment_index};
+use std::path::PathBuf;
+use std::process::Command;
+
+/// Every tile that `wgmma::choose` knows, and every other combination that can be configured, but for the stages.
+const TILES: [[u32; 4]; 13] = [
+    [2, 1, 256, 4],
+    [2, 2, 128, 4],
+    [2, 1, 128, 6],
+    [3, 1, 128, 5],
+    [3, 1, 64, 6],
+    [1, 1, 64, 12],
+    [1, 1, 128, 8],
+    [2, 1, 64, 8],
+    [2, 2, 64, 5],
+    [1, 2, 128, 6],
+    [1, 1, 256, 4],
+    [1, 2, 64, 8],
+    [1, 3, 64, 6],
+];
+/// The number of an epilogue: GeGLU, and the clamped unit with a limit of 7.
+const GELU: u32 = 3;
+const CLAMPED: u32 = 4 | 0x40e0_0000;
+/// Bias, epilogue and whether y is packed.
+const EPILOGUES: [[u32; 3]; 8] =
+    [[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0], [0, 2, 0], [0, 2, 1], [1, GELU, 1], [1, CLAMPED, 1]];
+
+fn constants(tile: [u32; 4], epilogue: [u32; 3]) -> Vec<u32> {
+    tile.into_iter().chain(epilogue).collect()
+}
+
+/// Returns ptxas of the tests' Python packages.
+fn ptxas() -> PathBuf {
+    let find = "import nvidia.cuda_nvcc as m; print(m.__path__[0])";
+    let out = Command::new(python()).args(["-c", find]).output().expect("Python runs");
+    assert!(out.status.success(), "nvidia-cuda-nvcc-cu12: {}", String::from_utf8_lossy(&out.stderr));
+    PathBuf::from(String::from_utf8(out.stdout).expect("a path").trim()).join("bin/ptxas")
+}
+
+#[test]
+fn every_program_is_assembled_without_spilling() {
+    let ptxas = ptxas();
+    let folder = tempfile::tempdir().expect("a folder");
+    for tile in TILES {
+        let [groups, blocks, tokens, stages] = tile;
+        let tile = WgmmaTile { groups, blocks, tokens, stages };
+        assert!(tile.is_possible(), "{tile:?}");
+        for [bias, epilogue, packed] in EPILOGUES {
+            let variant = WgmmaVariant { tile, epilogue, bias: bias == 1, packed: packed == 1 };
+            let path = folder.path().join("program.ptx");
+            std::fs::write(&path, text::text(&variant)).expect("a file");
+            let mut command = Command::new(&ptxas);
+            command.args(["-arch=sm_90a", "-v", "-o", "/dev/null"]).arg(&path);
+            let out = command.output().expect("ptxas runs");
+            let said = String::from_utf8_lossy(&out.stderr);
+            assert!(out.status.success(), "{variant:?}: {said}");
+            let whole = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads";
+            assert!(said.contains(whole) && !said.contains("serialized"), "{variant:?}: {said}");
+        }
+    }
+}
+
+#[test]
+fn every_possible_tile_is_tested() {
+    for (groups, blocks, tokens) in (1..=4).flat_map(|g| (1..=4).flat_map(move |b| [64, 128, 256].map(|t| (g, b, t)))) {
+        let possible = WgmmaTile { groups, blocks, tokens, stages: 2 }.is_possible();
+        let tested = TILES.iter().any(|[g, b, t, _]| (*g, *b, *t) == (groups, blocks, tokens));
+        assert_eq!(possible, tested, "{groups}/{blocks}/{tokens}");
+    }
+}
+
+#[test]
+fn the_assembler_refuses_a_wrong_program() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tile = WgmmaTile { groups: 1, blocks: 1, tokens: 64, stages: 4 };
+    let right = text::text(&WgmmaVariant { tile, epilogue: 0, bias: false, packed: false });
+    let path = folder.path().join("program.ptx");
+    std::fs::write(&path, right.replace("m64n64k16", "m64n65k16")).expect("a file");
+    let out = Command::new(ptxas()).args(["-arch=sm_90a", "-o", "/dev/null"]).arg(&path).output().expect("ptxas runs");
+    assert!(!out.status.success());
+}
+
+/// Goal: the reference is the formula. Method: one product whose operands are unpacked here.
+#[test]
+fn the_reference_is_the_formula() {
+    let (rows, n, k) = (9, 128, 192);
+    let made = sized(&constants([1, 1, 64, 2], [0, 2, 1]), rows, (n, k), 4);
+    let mut after = made.memory.clone();
+    interpreter::run(&made.recording, &mut after);
+    let range = |name: &str| {
+        let at = made.recording.buffers.iter().position(|b| b.name == format!("probe.{name}")).expect("a buffer");
+        let mut copy = made.recording.clone();
+        copy.buffer(&format!("probe.{name}"), made.recording.buffers[at].bytes)
+    };
+    let [weight, x, y] = ["weight", "x", "y"].map(range);
+    let number = |range, at: usize| f64::from(after.weight(Format::Bf16, range, at as u32));
+    for row in 0..rows {
+        for output in 0..n / 2 {
+            let dot = |r: u32| -> f64 {
+                let terms =
+                    (0..k).map(|c| number(weight, fragment_index(r, c, k)) * number(x, swizzled_index(row, c, 64)));
+                terms.sum()
+            };
+            let (gate, up) = (dot(2 * output), dot(2 * output + 1));
+            let wanted = gate / (1.0 + (-gate).exp()) * up;
+            let found = number(y, swizzled_index(row, output, 64));
+            assert!((found - wanted).abs() <= 2f64.powi(-8) * wanted.abs() + 1e-30, "{found} is not {wanted}");
+        }
+    }
+}
+
+#[test]
+fn pack_rows_packs_for_wgmma() {
+    let mut cases = Cases::new("pack_rows.swizzled");
+    let mut random = Random(81);
+    let mut made = Vec::new();
+    for (k, rows, used, norm) in
+        [(64, 64, 64, false), (192, 64, 7, true), (1024, 128, 65, true), (320, 192, 130, false)]
+    {
+        cases.case(format!("{k}.{used}of{rows}"));
+        let stride = k + 8;
+        let values = random.floats((rows * stride) as usize);
+        let x = Activations { range: cases.floats("x", &values), stride };
+        let norm = norm.then(|| (cases.floats("norm", &random.floats(k as usize)), 1e-3));
+        let expect = if norm.is_some() { Expect::Bfloats(2f32.powi(-7)) } else { Expect::Exact };
+        let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
+        let pair = [PackedOrder::Swizzled, PackedOrder::Fragments].map(|order| {
+            let range = cases.output(&format!("{order:?}"), Packed::bytes(rows, k) as usize / 4, expect);
+            let packed = Packed { range, format: Format::Bf16, cols: k, order };
+            cases.recording.call(pack_rows("pack".to_owned(), x, norm, packed, rows, Some(count)));
+            packed
+        });
+        made.push((pair, rows));
+    }
+    let reference = cases.reference();
+    for ([swizzled, fragments], rows) in made {
+        for (row, col) in (0..rows).flat_map(|row| (0..swizzled.cols).map(move |col| (row, col))) {
+            let [a, b] =
+                [swizzled, fragments].map(|packed| reference.u16(packed.range, packed.index(row, col, rows) as u32));
+            assert_eq!(a, b, "row {row}, column {col}");
+        }
+    }
+    let vulkan = Vulkan::new();
+    for driver in Driver::all() {
+        cases.check(&Bench::new(&vulkan, *driver), &reference);
+    }
+}
+
+/// Runs a probe's program, whose text `change` may change, on the simulated processor.
+fn simulate(probe: &WgmmaProbe, change: impl Fn(&str) -> String) -> HostMemory {
+    let Op::Call(call) = &probe.recording.ops[0] else { panic!("a probe is one call") };
+    let base = |buffer: usize| (buffer as u64 + 1) << 32;
+    let shader = find(call.kernel);
+    let mut args = vec![0; shader.push_bytes as usize];
+    for (arg, field) in call.args.iter().zip(shader.fields) {
+        let bytes = match arg {
+            Arg::Buffer(range, _) => (base(range.buffer.0 as usize) + range.offset).to_le_bytes().to_vec(),
+            other => other.u32().to_le_bytes().to_vec(),
+        };
+        args[field.offset as usize..][..bytes.len()].copy_from_slice(&bytes);
+    }
+    let contents = probe.memory.buffers.iter().map(|words| bytemuck::cast_slice(words).to_vec());
+    let mut memory: Memory = contents.enumerate().map(|(buffer, bytes)| (base(buffer), bytes)).collect();
+    let variant = variant_of(&call.constants);
+    let launch = Launch {
+        text: &change(&text::text(&variant)),
+        groups: call.groups[0],
+        threads: variant.tile.threads(),
+        shared_bytes: variant.tile.shared_bytes(),
+        args: &args,
+    };
+    ptx::launch(&launch, &mut memory);
+    let words = |bytes: &[u8]| bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+    HostMemory { buffers: memory.iter().map(|(_, bytes)| words(bytes)).collect() }
+}
+
+#[test]
+fn every_tile_and_epilogue_matches_its_reference_on_a_simulated_processor() {
+    for tile in TILES {
+        for epilogue in EPILOGUES {
+            let constants = constants(tile, epilogue);
+            let probe = probe(&constants, 3);
+            assert_eq!(probe.difference(&simulate(&probe, str::to_owned)), None, "{constants:?}");
+        }
+    }
+}
+
+#[test]
+fn awkward_shapes_match_their_reference_on_a_simulated_processor() {
+    for (rows, shape) in
+        [(1, (16, 64)), (7, (208, 320)), (64, (80, 128)), (65, (256, 192)), (300, (128, 64)), (257, (48, 448))]
+    {
+        for (tile, processors) in [(TILES[0], 132), (TILES[1], 2), (TILES[5], 0)] {
+            let probe = sized(&constants(tile, [0, 1, 0]), rows, shape, processors);
+            let found = simulate(&probe, str::to_owned);
+            assert_eq!(probe.difference(&found), None, "{rows} rows of {shape:?} with {tile:?}");
+        }
+    }
+}
+
+/// Goal: the simulation notices what is read or overwritten too early. Method: programs that wait less than they must.
+#[test]
+fn the_simulated_processor_notices_a_missing_wait() {
+    let probe = probe(&constants([1, 1, 64, 4], [0, 0, 0]), 2);
+    for (right, wrong) in [
+        // A place is left while it is still read.
+        ("wgmma.wait_group.sync.aligned 1;", "wgmma.wait_group.sync.aligned 2;"),
+        // The sums are stored before they are complete.
+        ("wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;"),
+        // The descriptor is that of the columns before.
+        ("add.u64 %l1, %l0, 2;", "add.u64 %l1, %l0, 0;"),
+    ] {
+        let change = |text: &str| {
+            assert!(text.contains(right), "the text has no {right}");
+            text.replace(right, wrong)
+        };
+        let run = std::panic::AssertUnwindSafe(|| probe.difference(&simulate(&probe, change)));
+        // A panic is the processor's own complaint.
+        assert!(std::panic::catch_unwind(run).map_or(true, |found| found.is_some()), "{wrong} is not noticed");
+    }
+}
+
+/// Runs probes on the selected GPU, which must take programs in PTX.
+fn run(probes: &[(String, WgmmaProbe)]) {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::Gpu);
+    bench.device.takes_ptx().expect("programs in PTX");
+    let failed: Vec<String> = probes
+        .iter()
+        .filter_map(|(name, probe)| {
+            let found = bench.run(&probe.recording, &probe.memory);
+            probe.difference(&found).map(|why| format!("{name}: {why}"))
+        })
+        .collect();
+    assert!(failed.is_empty(), "{} of {} differ:\n{}", failed.len(), probes.len(), failed.join("\n"));
+}
+
+#[test]
+#[ignore = "needs a GPU of compute capability 9.0 (OSTINATO_TEST_GPU)"]
+fn every_tile_and_epilogue_matches_its_reference() {
+    let mut probes = Vec::new();
+    for tile in TILES {
+        for epilogue in EPILOGUES {
+            let constants = constants(tile, epilogue);
+            probes.push((format!("{constants:?}"), probe(&constants, 132)));
+        }
+    }
+    run(&probes);
+}
+
+#[test]
+#[ignore = "needs a GPU of compute capability 9.0 (OSTINATO_TEST_GPU)"]
+fn awkward_shapes_match_their_reference() {
+    let mut probes = Vec::new();
+    let mut add = |tile, epilogue, rows, shape, processors| {
+        let constants = constants(tile, epilogue);
+        let name = format!("{constants:?}, {rows} rows of {shape:?} on {processors}");
+        probes.push((name, sized(&constants, rows, shape, processors)));
+    };
+    for rows in [1, 7, 8, 9, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 300] {
+        for (tile, processors) in [(TILES[0], 132), (TILES[1], 3), (TILES[5], 0)] {
+            add(tile, [0, 1, 0], rows, (208, 320), processors);
+            add(tile, [0, 2, 1], rows, (256, 64), processors);
+        }
+    }
+    for rows in [2047, 4096] {
+        for tile in [TILES[0], TILES[1], TILES[6]] {
+            add(tile, [1, 0, 0], rows, (80, 192), 5);
+            add(tile, [0, 2, 1], rows, (128, 128), 0);
+        }
+    }
+    // More columns than any other product has here, and one tile for many processors.
+    add(TILES[0], [0, 0, 0], 256, (256, 12_288), 132);
+    run(&probes);
+}
+
+/// Goal: launches are ordered with dispatches. Method: rows are packed by a dispatch, multiplied twice, the second time
+/// with what the first left, and the whole recording is repeated.
+#[test]
+#[ignore = "needs a GPU of compute capability 9.0 (OSTINATO_TEST_GPU)"]
+fn launches_and_dispatches_are_ordered_by_barriers() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::Gpu);
+    let made = sized(&constants(TILES[0], [0, 1, 0]), 512, (1024, 1024), 132);
+    let mut recording = Recording { name: "chain".to_owned(), ..made.recording.clone() };
+    let mut memory = made.memory.clone();
+    let stride = 1024 + 8;
+    let y = recording.buffer("probe.y", 512 * stride * 4);
+    let x = recording.buffer("probe.x", Packed::bytes(512, 1024));
+    let packed = Packed { range: x, format: Format::Bf16, cols: 1024, order: PackedOrder::Swizzled };
+    let ones = recording.buffer("ones", 1024 * 4);
+    memory.buffers.push(vec![1f32.to_bits(); 1024]);
+    for _ in 0..2 {
+        let rows = Activations { range: y, stride: stride as u32 };
+        recording.call(pack_rows("pack".to_owned(), rows, Some((ones, 1e-6)), packed, 512, None));
+        recording.ops.push(made.recording.ops[0].clone());
+    }
+    let mut wanted = memory.clone();
+    interpreter::run(&recording, &mut wanted);
+    for _ in 0..8 {
+        let found = bench.run(&recording, &memory);
+        for (row, col) in (0..512).flat_map(|row| (0..1024).map(move |col| (row, col))) {
+            let at = row * stride as u32 + col;
+            let (wanted, found) = (wanted.f32(y, at), found.f32(y, at));
+            assert!((wanted - found).abs() <= 0.05, "row {row}, column {col} is {found}, not {wanted}");
+        }
+    }
+}

@@ -292,6 +292,7 @@ impl Product {
             _ => None,
         };
         assert!(sorted.is_none_or(|s| s.tile == config.tokens), "tiles of {config:?} in \"{}\"", self.label);
+        assert!(config.fits(arithmetic), "{config:?} of {arithmetic:?} in \"{}\"", self.label);
         let n = if sorted.is_some() { each_expert } else { self.weight.rows };
         let threads = config.threads(arithmetic);
         let units = match arithmetic {

@@ -191,9 +191,21 @@ impl Decoder<'_> {
         let config = |tokens, features, words, each| MatmulConfig { tokens, features, words, each, splits: 1 };
         // 32 sums per invocation: with 64, drivers of Adreno and Apple GPUs spill registers to memory.
         let mut config = match (arithmetic, rows) {
-            (Arithmetic::Matrices(of), ..=32) => config(2 * of.m, 8 * of.n, 2, 2),
-            (Arithmetic::Matrices(of), ..=64) => config(4 * of.m, 8 * of.n, 2, 4),
-            (Arithmetic::Matrices(of), _) => config(8 * of.m, 8 * of.n, 4, 4),
+            (Arithmetic::Matrices(of), _) => {
+                let tokens = match rows {
+                    ..=32 => 2,
+                    ..=64 => 4,
+                    _ => 8,
+                };
+                // A workgroup has about 128 invocations, whatever its subgroups' size.
+                let (words, each) = match tokens * of.subgroup / 16 {
+                    16.. => (4, 4),
+                    8.. => (2, 4),
+                    4.. => (2, 2),
+                    _ => (1, 2),
+                };
+                config(tokens * of.m, 8 * of.n, words, each)
+            }
             (_, ..=16) => config(16, 64, 1, 4),
             (Arithmetic::F32, _) if self.tuning.small_tiles => config(64, 64, 1, 4),
             (Arithmetic::F32, ..=32) => config(32, 64, 2, 4),

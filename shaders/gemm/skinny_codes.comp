@@ -1,18 +1,19 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #pragma use_vulkan_memory_model
-// Small-M GEMM for decode on quantised weights in fragment order: y[r] = epilogue( W · prologue(x[r]) ) for 1 to
-// 16 · BLOCKS rows of x. The prologue, the epilogue and the tags are those of `skinny.comp`.
+// Small-M GEMM for decode on quantised weights in fragment order: y[r] = epilogue( W · prologue(x[r]) ) for 1 to 16 rows
+// of x. The prologue, the epilogue and the tags are those of `skinny.comp`.
 //
 // weight     codes with scales (`codes.glsl`; fragments as `memory::pack::codes` lays them out)
-// x          [rows][x_stride] f32; multiplied in f16. For each token and unit of columns, x is scaled by a power of two
-//            that makes its largest value a large f16, and the products are scaled back, so that nothing overflows
+// x          [rows][x_stride] f32; multiplied in f16. Each lane group scales its columns of a row by a power of two that
+//            makes the largest value a large f16, and scales the products back, so that nothing overflows
 // y          [rows][y_stride] f32. TAGGED 1: x is tagged (`tags.glsl`). TAGGED 3: x and y are tagged
 //
 // One workgroup computes TILES blocks of 16 rows of W for all rows of x. Its groups of 32 lanes split K, each with AHEAD
-// units of columns in flight; their sums are added through shared memory. Codes become f16 in registers: with bit
-// operations the code's bits as a subnormal f16, then one fused multiply-add with the scale and the minimum. Groups of
-// 128 columns of affine codes of 4 or 8 bits are scaled after the product instead (AFTER).
+// units of columns in flight; their sums are added through shared memory. Everything that does not depend on x (codes,
+// scales, the norm's weights, the rows' factors) is loaded before the workgroup polls for x, and the words of BATCH rows of
+// x are polled together: each wait in turn would cost a round trip to the L2 cache. Codes become f16 in registers: with bit
+// operations the code's bits as a subnormal f16, then one fused multiply-add with the scale and the minimum.
 // Traffic: W once; x once per workgroup, from the L2 cache where it is tagged.
 #extension GL_KHR_shader_subgroup_vote : require
 #extension GL_KHR_shader_subgroup_shuffle : require
@@ -28,11 +29,10 @@ layout(constant_id = 3) const uint BIAS = 0;
 layout(constant_id = 4) const uint EPILOGUE = 0;
 layout(constant_id = 5) const uint TILES = 1;
 layout(constant_id = 6) const uint AHEAD = 1;
-layout(constant_id = 7) const uint BLOCKS = 1;
-layout(constant_id = 8) const uint ROWS = 1;
-layout(constant_id = 9) const uint UNITS = 32;    // units of columns of a padded row
-layout(constant_id = 10) const uint TAGGED = 0;
-layout(constant_id = 11) const uint CODES = 0x5024; // the weights' format
+layout(constant_id = 7) const uint ROWS = 1;      // at most 16
+layout(constant_id = 8) const uint UNITS = 32;    // units of columns of a padded row
+layout(constant_id = 9) const uint TAGGED = 0;
+layout(constant_id = 10) const uint CODES = 0x5024; // the weights' format
 
 #include "fragments.glsl"
 #include "codes.glsl"
@@ -71,18 +71,26 @@ layout(push_constant) uniform Args {
 
 const uint GROUPS = LANES / 32u;
 const uint ROUNDS = (UNITS + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD);
-const uint TOKENS = ROWS < 16u ? ROWS : 16u;      // tokens of a block
-const uint HALVES = TOKENS > 8u ? 2u : 1u;        // of a lane's sums: tokens g and g + 8
-const uint KEPT = (TOKENS < 8u ? TOKENS : 8u) * 4u; // lanes of a group whose sums belong to existing tokens
-const uint ITEMS = TILES * BLOCKS * HALVES * KEPT;
-const uint QUADS = UNIT_COLS / 4u;                // groups of four columns of a token per unit
-const uint PARTS = UNIT_COLS / 128u;              // of those, loads per lane
-const uint LOADS = TOKENS * AHEAD;                // tokens and units per round
+const uint BLOCK = ROWS < 8u ? ROWS : 8u;         // rows of x in half a fragment
+const uint HALVES = ROWS > 8u ? 2u : 1u;          // of a lane's sums: rows g and g + 8 of x
+const uint KEPT = BLOCK * 4u;                     // lanes of a group whose sums belong to existing rows of x
+const uint ITEMS = TILES * HALVES * KEPT;
+const uint UNIT_QUADS = UNIT_COLS / 4u;
+const uint PARTS = UNIT_COLS / 128u;              // 16-byte words of a row of x for a lane: of a unit
+const uint LOADS = AHEAD * PARTS;                 // and of a round
+const uint BATCH = LOADS < 8u ? (ROWS < 8u / LOADS ? ROWS : 8u / LOADS) : 1u; // rows whose words are polled together
+// Independent chains of sums of a tile, which hide the latency of the matrix units.
+const uint CHAINS = TILES == 1u ? 2u : 1u;
 
-shared vec4 sums_s[GROUPS * ITEMS];
-shared uvec2 x_s[GROUPS * LOADS * QUADS];         // four columns in f16
-shared vec2 scale_s[GROUPS * LOADS];              // the factor that undoes x's scaling, and the sum of x's unit
-shared float squares_s[GROUPS * BLOCKS * TOKENS];
+// Of a lane group: x in f16 as [half][16 columns][row of the half][t] of four columns each, where 16 columns take SLOT words
+// that spread over the banks; then the sums.
+const uint SLOT = BLOCK * 4u + (BLOCK > 1u ? 4u : 0u);
+const uint SLOTS = AHEAD * UNIT_COLS / 16u;
+const uint X_WORDS = HALVES * SLOTS * SLOT;
+const uint GROUP_WORDS = X_WORDS > ITEMS * 2u ? X_WORDS : ITEMS * 2u;
+
+shared uvec2 group_s[GROUPS * GROUP_WORDS];
+shared float squares_s[GROUPS * ROWS];
 
 #if MATRIX == 1
 uint group_max(uint x) { return subgroupMax(x); }
@@ -118,6 +126,12 @@ float group_add(float x) {
 
 uint unit_of(uint round, uint u) { return (round * AHEAD + u) * GROUPS + LANE_GROUP; }
 
+void put_sums(uint at, vec4 sums) {
+    uvec4 words = floatBitsToUint(sums);
+    group_s[at] = words.xy;
+    group_s[at + 1u] = words.zw;
+}
+
 void main() {
     uint blocks = (n + 15u) / 16u;
     uint first = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * TILES;
@@ -131,141 +145,145 @@ void main() {
 #define plain_x x
 #endif
 
-    // The old value of y, which the residual epilogue adds to, is loaded early. If y is tagged, the epilogue checks the
-    // word and polls again while it is stale.
+    // The rows' factors and the old value of y, which the residual epilogue adds to, are loaded early, by every invocation:
+    // those without an item load words of another one. If y is tagged, the epilogue checks the word and polls again while
+    // it is stale.
     uint item = gl_LocalInvocationIndex;
-    uint item_lane = item % KEPT, item_half = item / KEPT % HALVES, item_block = item / (KEPT * HALVES) % BLOCKS;
-    uint item_tile = item / (KEPT * HALVES * BLOCKS), item_place = item_half * 8u + (item_lane >> 2);
-    uint item_token = item_block * 16u + item_place, item_row = (first + item_tile) * 16u + (item_lane & 3u) * 4u;
-    bool has_item = item < ITEMS && item_token < ROWS && item_row < n;
-    uint item_at = (item_token * y_stride + item_row) / 4u;
+    uint item_lane = item % KEPT, item_half = item / KEPT % HALVES, item_tile = min(item / (KEPT * HALVES), TILES - 1u);
+    uint item_token = min(item_half * 8u + (item_lane >> 2), ROWS - 1u);
+    uint item_block = min(first + item_tile, blocks - 1u);
+    uint item_at = (item_token * y_stride + min(item_block * 16u + (item_lane & 3u) * 4u, n - 1u)) / 4u;
+    uvec4 factor = weight.v[item_block * BLOCK_WORDS + (item_lane & 3u)];
     uvec4 old = uvec4(0u);
-    if (EPILOGUE == 1u && has_item) old = y.v[item_at];
+    if (EPILOGUE == 1u) old = y.v[item_at];
 
     uint base[TILES];
-    [[unroll]] for (uint j = 0u; j < TILES; j++) base[j] = min(first + j, blocks - 1u) * BLOCK_WORDS;
+    [[unroll]] for (uint j = 0u; j < TILES; j++) base[j] = min(first + j, blocks - 1u) * BLOCK_WORDS + 4u;
 
-    vec4 low[BLOCKS * TILES], high[BLOCKS * TILES];
-    [[unroll]] for (uint i = 0u; i < BLOCKS * TILES; i++) low[i] = high[i] = vec4(0.0);
-    float square[BLOCKS * TOKENS];
-    [[unroll]] for (uint i = 0u; i < BLOCKS * TOKENS; i++) square[i] = 0.0;
+    vec4 low[TILES], high[TILES];
+    [[unroll]] for (uint j = 0u; j < TILES; j++) low[j] = high[j] = vec4(0.0);
+    float square[ROWS];
+    [[unroll]] for (uint i = 0u; i < ROWS; i++) square[i] = 0.0;
     uint polls = 0u;
+    uint own_x = LANE_GROUP * GROUP_WORDS;
+    uint put_at = own_x + ((LANE >> 3) * 2u + (LANE & 1u)) * SLOT + (LANE >> 1 & 3u);
+    uint take_at = own_x + min(g, BLOCK - 1u) * 4u + t;
 
     [[dont_unroll]] for (uint round = 0u; round < ROUNDS; round++) {
         // Beyond the last unit, the last unit's weights are multiplied by zeros.
         uvec4 w[AHEAD * TILES * PLANE_LOADS];
         uint scales[AHEAD * TILES * SCALE_SLOTS];
         [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
-            uint at = 4u + min(unit_of(round, u), UNITS - 1u) * UNIT_WORDS;
+            uint at = min(unit_of(round, u), UNITS - 1u) * UNIT_WORDS;
             [[unroll]] for (uint j = 0u; j < TILES; j++) {
                 [[unroll]] for (uint i = 0u; i < PLANE_LOADS; i++)
                     w[(u * TILES + j) * PLANE_LOADS + i] = weight.v[base[j] + at + i * 32u + LANE];
                 LOAD_SCALES(scales, (u * TILES + j) * SCALE_SLOTS, base[j] + at + PLANE_LOADS * 32u)
             }
         }
-        [[unroll]] for (uint b = 0u; b < BLOCKS; b++) {
-            [[unroll]] for (uint i = 0u; i < LOADS; i++) {
-                uint unit = unit_of(round, i / TOKENS), token = i % TOKENS;
-                uint row = min(b * 16u + token, ROWS - 1u) * (x_stride / 4u);
-                uint column[PARTS];
-                bool there[PARTS];
-                uvec4 words[PARTS];
-                [[unroll]] for (uint part = 0u; part < PARTS; part++) {
-                    column[part] = unit * QUADS + part * 32u + LANE;
-                    there[part] = unit < UNITS && column[part] * 4u < k;
-                    column[part] = there[part] ? column[part] : 0u;
-                }
-                if (TAGGED == 0u) {
-                    [[unroll]] for (uint part = 0u; part < PARTS; part++) words[part] = plain_x.v[row + column[part]];
-                } else {
-                    uint bad;
-                    do {
-                        bad = 0u;
-                        [[unroll]] for (uint part = 0u; part < PARTS; part++) words[part] = x.v[row + column[part]];
-                        [[unroll]] for (uint part = 0u; part < PARTS; part++) bad |= stale(words[part], x_tag);
-                    } while (poll_again(subgroupAny(bad != 0u), polls, fault, x_tag));
-                }
-                vec4 value[PARTS];
-                vec4 most = vec4(0.0);
-                [[unroll]] for (uint part = 0u; part < PARTS; part++) {
-                    value[part] = there[part] ? uintBitsToFloat(words[part]) : vec4(0.0);
-                    if (NORM == 1u) {
-                        square[b * TOKENS + token] += dot(value[part], value[part]);
-                        value[part] *= norm.v[column[part]];
-                    }
-                    most = max(most, abs(value[part]));
-                }
-                // The largest exponent becomes 14.
-                uint exponent = group_max(floatBitsToUint(max(max(most.x, most.y), max(most.z, most.w)))) >> 23;
-                exponent = clamp(exponent, 16u, 254u);
-                float scale = uintBitsToFloat((268u - exponent) << 23);
-                float sum = 0.0;
-                [[unroll]] for (uint part = 0u; part < PARTS; part++) {
-                    value[part] *= scale;
-                    uvec2 rounded = uvec2(packHalf2x16(value[part].xy), packHalf2x16(value[part].zw));
-                    // The sum is of the rounded values, as the product of the codes is, so that the zeros cancel.
-                    if (AFTER) sum += dot(vec4(unpackHalf2x16(rounded.x), unpackHalf2x16(rounded.y)), vec4(1.0));
-                    // AFTER: the second pair of codes stays shifted by 4 bits.
-                    if (AFTER && BITS == 4u) rounded.y = packHalf2x16(value[part].zw * 0.0625);
-                    x_s[(LANE_GROUP * LOADS + i) * QUADS + part * 32u + LANE] = rounded;
-                }
-                if (AFTER) sum = group_add(sum);
-                if (LANE == 0u) scale_s[LANE_GROUP * LOADS + i] = vec2(uintBitsToFloat((exponent - 14u) << 23), sum);
-            }
-            LANES_BARRIER
-            [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
-                uint token = LANE_GROUP * LOADS + u * TOKENS + min(g, TOKENS - 1u);
-                uint other = LANE_GROUP * LOADS + u * TOKENS + min(g + 8u, TOKENS - 1u);
-                Sums sums[TILES];
-                [[unroll]] for (uint j = 0u; j < TILES; j++) sums[j] = NO_SUMS;
-                EACH_HALF for (uint c = 0u; c < UNIT_COLS / 32u; c++) {
-                    EACH_HALF for (uint h = 0u; h < 2u; h++) {
-                        uvec2 a_low = x_s[token * QUADS + c * 8u + t * 2u + h];
-                        uvec2 a_high = TOKENS > 8u ? x_s[other * QUADS + c * 8u + t * 2u + h] : uvec2(0u);
-                        Tokens a;
-                        SET_TOKENS(a, a_low, a_high)
-                        [[unroll]] for (uint j = 0u; j < TILES; j++) {
-                            uint i = u * TILES + j;
-                            uvec4 pairs = PAIRS(w, i * PLANE_LOADS, c, h);
-                            if (!AFTER) {
-                                uint group = i * SCALE_SLOTS + group_of(c, t);
-                                pairs = scaled(pairs, scales[group], scales[group + UNIT_GROUPS]);
-                            }
-                            Weights m;
-                            SET_WEIGHTS(m, pairs)
-                            MULTIPLY_ADD(sums[j], a, m)
-                        }
-                    }
-                }
-                vec2 undo = scale_s[token], undo_other = scale_s[other];
-                [[unroll]] for (uint j = 0u; j < TILES; j++) {
-                    vec4 s = vec4(1.0), m = vec4(0.0);
-                    if (AFTER) {
-                        uint i = (u * TILES + j) * SCALE_SLOTS;
-                        AFTER_SCALES(s, m, scales, i)
-                    }
-                    low[b * TILES + j] += undo.x * (s * SUMS_LOW(sums[j]) - m * undo.y);
-                    if (TOKENS > 8u) high[b * TILES + j] += undo_other.x * (s * SUMS_HIGH(sums[j]) - m * undo_other.y);
-                }
-            }
-            // All lanes must have read x before the next block overwrites it.
-            if (ROUNDS * BLOCKS > 1u) LANES_BARRIER
+        uint column[LOADS];
+        bool there[LOADS];
+        vec4 gain[LOADS];
+        [[unroll]] for (uint i = 0u; i < LOADS; i++) {
+            uint unit = unit_of(round, i / PARTS);
+            column[i] = unit * UNIT_QUADS + i % PARTS * 32u + LANE;
+            there[i] = unit < UNITS && column[i] * 4u < k;
+            column[i] = there[i] ? column[i] : 0u;
+            gain[i] = NORM == 1u ? norm.v[column[i]] : vec4(1.0);
         }
+        // The factors that undo the scaling of rows g and g + 8 of x.
+        float undo = 1.0, undo_other = 1.0;
+        [[unroll]] for (uint from = 0u; from < ROWS; from += BATCH) {
+            uvec4 words[BATCH * LOADS];
+            if (TAGGED == 0u) {
+                [[unroll]] for (uint i = 0u; i < BATCH * LOADS; i++)
+                    words[i] = plain_x.v[min(from + i / LOADS, ROWS - 1u) * (x_stride / 4u) + column[i % LOADS]];
+            } else {
+                uint bad;
+                do {
+                    bad = 0u;
+                    [[unroll]] for (uint i = 0u; i < BATCH * LOADS; i++)
+                        words[i] = x.v[min(from + i / LOADS, ROWS - 1u) * (x_stride / 4u) + column[i % LOADS]];
+                    [[unroll]] for (uint i = 0u; i < BATCH * LOADS; i++) bad |= stale(words[i], x_tag);
+                } while (poll_again(subgroupAny(bad != 0u), polls, fault, x_tag));
+            }
+            [[unroll]] for (uint b = 0u; b < BATCH; b++) {
+                uint token = from + b;
+                if (token < ROWS) {
+                    vec4 value[LOADS];
+                    vec4 most = vec4(0.0);
+                    [[unroll]] for (uint i = 0u; i < LOADS; i++) {
+                        value[i] = uintBitsToFloat(words[b * LOADS + i]);
+                        if (NORM == 1u) {
+                            square[token] += there[i] ? dot(value[i], value[i]) : 0.0;
+                            value[i] *= gain[i];
+                        }
+                        most = max(most, abs(value[i]));
+                    }
+                    // The largest exponent becomes 14.
+                    uint exponent = group_max(floatBitsToUint(max(max(most.x, most.y), max(most.z, most.w)))) >> 23;
+                    exponent = clamp(exponent, 16u, 254u);
+                    float scale = uintBitsToFloat((268u - exponent) << 23), back = uintBitsToFloat((exponent - 14u) << 23);
+                    [[unroll]] for (uint i = 0u; i < LOADS; i++) {
+                        vec4 scaled_value = value[i] * (there[i] ? scale : 0.0);
+                        group_s[put_at + (token / 8u * SLOTS + i * 8u) * SLOT + token % 8u * 4u] =
+                            uvec2(packHalf2x16(scaled_value.xy), packHalf2x16(scaled_value.zw));
+                    }
+                    if (token < 8u && (BLOCK == 1u || g == token)) undo = back;
+                    if (token >= 8u && g == token - 8u) undo_other = back;
+                }
+            }
+        }
+        LANES_BARRIER
+        Sums sums[TILES * CHAINS];
+        [[unroll]] for (uint j = 0u; j < TILES * CHAINS; j++) sums[j] = NO_SUMS;
+        [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
+            EACH_HALF for (uint c = 0u; c < UNIT_COLS / 32u; c++) {
+                uint scale[TILES], minimum[TILES];
+                [[unroll]] for (uint j = 0u; j < TILES; j++) {
+                    uint at = (u * TILES + j) * SCALE_SLOTS;
+                    scale[j] = SCALE_OF(scales, at, c, t);
+                    minimum[j] = STORED == 1u ? SCALE_OF(scales, at + STORED * SCALE_WORDS, c, t) : 0u;
+                }
+                EACH_HALF for (uint h = 0u; h < 2u; h++) {
+                    uint at = take_at + (u * (UNIT_COLS / 16u) + c * 2u + h) * SLOT;
+                    uvec2 a_low = group_s[at], a_high = HALVES == 2u ? group_s[at + (HALVES - 1u) * SLOTS * SLOT] : uvec2(0u);
+                    Tokens a;
+                    SET_TOKENS(a, a_low, a_high)
+                    [[unroll]] for (uint j = 0u; j < TILES; j++) {
+                        uvec4 pairs = PAIRS(w, (u * TILES + j) * PLANE_LOADS, c, h);
+                        pairs = scaled(pairs, scale[j], minimum[j]);
+                        Weights m;
+                        SET_WEIGHTS(m, pairs)
+                        MULTIPLY_ADD(sums[j * CHAINS + h % CHAINS], a, m)
+                    }
+                }
+            }
+        }
+        [[unroll]] for (uint j = 0u; j < TILES; j++) {
+            vec4 sum = SUMS_LOW(sums[j * CHAINS]), sum_other = SUMS_HIGH(sums[j * CHAINS]);
+            if (CHAINS == 2u) {
+                sum += SUMS_LOW(sums[j * CHAINS + CHAINS - 1u]);
+                sum_other += SUMS_HIGH(sums[j * CHAINS + CHAINS - 1u]);
+            }
+            low[j] += undo * sum;
+            if (HALVES == 2u) high[j] += undo_other * sum_other;
+        }
+        // All lanes must have read x before the next round or the sums overwrite it.
+        LANES_BARRIER
     }
 
-    [[unroll]] for (uint b = 0u; b < BLOCKS; b++) {
-        if (NORM == 1u) {
-            [[unroll]] for (uint i = 0u; i < TOKENS; i++) {
-                float sum = group_add(square[b * TOKENS + i]);
-                if (LANE == 0u) squares_s[(LANE_GROUP * BLOCKS + b) * TOKENS + i] = sum;
-            }
+    if (NORM == 1u) {
+        [[unroll]] for (uint i = 0u; i < ROWS; i++) {
+            float sum = group_add(square[i]);
+            if (LANE == 0u) squares_s[LANE_GROUP * ROWS + i] = sum;
         }
-        if (LANE < KEPT) {
-            [[unroll]] for (uint j = 0u; j < TILES; j++) {
-                uint at = LANE_GROUP * ITEMS + (j * BLOCKS + b) * HALVES * KEPT + LANE;
-                sums_s[at] = low[b * TILES + j];
-                if (HALVES == 2u) sums_s[at + KEPT] = high[b * TILES + j];
-            }
+    }
+    if (LANE < KEPT) {
+        [[unroll]] for (uint j = 0u; j < TILES; j++) {
+            uint at = own_x + (j * HALVES * KEPT + LANE) * 2u;
+            put_sums(at, low[j]);
+            if (HALVES == 2u) put_sums(at + KEPT * 2u, high[j]);
         }
     }
     barrier();
@@ -273,25 +291,29 @@ void main() {
     for (; item < ITEMS; item += LANES) {
         item_lane = item % KEPT;
         item_half = item / KEPT % HALVES;
-        item_block = item / (KEPT * HALVES) % BLOCKS;
-        item_tile = item / (KEPT * HALVES * BLOCKS);
-        item_place = item_half * 8u + (item_lane >> 2);
-        item_token = item_block * 16u + item_place;
-        item_row = (first + item_tile) * 16u + (item_lane & 3u) * 4u;
+        item_tile = item / (KEPT * HALVES);
+        item_token = item_half * 8u + (item_lane >> 2);
+        uint item_row = (first + item_tile) * 16u + (item_lane & 3u) * 4u;
         if (item_token >= ROWS || item_row >= n) continue;
         item_at = (item_token * y_stride + item_row) / 4u;
-        if (EPILOGUE == 1u && item >= LANES) old = y.v[item_at];
+        if (item >= LANES) {
+            factor = weight.v[(first + item_tile) * BLOCK_WORDS + (item_lane & 3u)];
+            if (EPILOGUE == 1u) old = y.v[item_at];
+        }
         if (EPILOGUE == 1u && TAGGED == 3u)
             while (poll_again(stale(old, old_tag) != 0u, polls, fault, old_tag)) old = y.v[item_at];
 
         vec4 v = vec4(0.0);
-        [[unroll]] for (uint i = 0u; i < GROUPS; i++) v += sums_s[i * ITEMS + item];
+        [[unroll]] for (uint i = 0u; i < GROUPS; i++) {
+            uint at = i * GROUP_WORDS + item * 2u;
+            v += uintBitsToFloat(uvec4(group_s[at], group_s[at + 1u]));
+        }
         if (NORM == 1u) {
             float sum = 0.0;
-            [[unroll]] for (uint i = 0u; i < GROUPS; i++) sum += squares_s[(i * BLOCKS + item_block) * TOKENS + item_place];
+            [[unroll]] for (uint i = 0u; i < GROUPS; i++) sum += squares_s[i * ROWS + item_token];
             v *= inversesqrt(sum / float(k) + epsilon);
         }
-        v *= uintBitsToFloat(weight.v[(first + item_tile) * BLOCK_WORDS + (item_lane & 3u)]);
+        v *= uintBitsToFloat(factor);
         uint left = min(n - item_row, 4u);
         if (BIAS == 1u) [[unroll]] for (uint i = 0u; i < 4u; i++) if (i < left) v[i] += bias.v[item_row + i];
         if (EPILOGUE == 1u) v += uintBitsToFloat(old);

@@ -2,38 +2,39 @@
 // rows u and v of a block of 16; `memory::pack::codes` gives the places of the bits. The shader includes `codes.glsl` and
 // `fragments.glsl` first; its weights are `weight`, of 16-byte words.
 
-// Words that hold a unit's scales and minimums in a lane.
-const uint SCALE_SLOTS = IS_AFTER == 1u ? 4u : UNIT_GROUPS * 2u;
+// Words with scales in a lane, for a unit, and as many with minimums. With cooperative matrices the four lanes of a pair of
+// rows share the unit's groups, so that each word is loaded once, and take them from each other by shuffles.
+#if MATRIX == 1
+const uint SCALE_WORDS = UNIT_GROUPS > 4u ? UNIT_GROUPS / 4u : 1u;
+const uint SCALE_STEP = UNIT_GROUPS < 4u ? UNIT_GROUPS : 4u;
+#define SCALE_FIRST (LANE & (SCALE_STEP - 1u))
+#else
+const uint SCALE_WORDS = UNIT_GROUPS;
+const uint SCALE_STEP = 1u;
+#define SCALE_FIRST 0u
+#endif
+const uint SCALE_SLOTS = SCALE_WORDS * (1u + STORED);
 
 // Loads a unit's scales and minimums to `to[first]` and on; `at` is the 16-byte word where the scales begin. Each word has
-// two f16. Without AFTER: the scales of u and v for each group, then the minimums. With AFTER: the scales of rows 4t and
-// 4t + 2 and of rows 4t + 1 and 4t + 3, whose sums the lane has, then the minimums.
+// two f16, those of rows u and v.
 #define LOAD_SCALES(to, first, at) { \
-    uint at_ = (at) * 4u, first_ = first; \
-    if (AFTER) { \
-        at_ += (LANE & 3u) * 2u; \
-        to[first_] = CODE_WORD(weight, at_); \
-        to[first_ + 1u] = CODE_WORD(weight, at_ + 1u); \
-        to[first_ + 2u] = STORED == 1u ? CODE_WORD(weight, at_ + 8u) : 0u; \
-        to[first_ + 3u] = STORED == 1u ? CODE_WORD(weight, at_ + 9u) : 0u; \
-    } else { \
-        at_ += (LANE >> 2) * UNIT_GROUPS; \
-        [[unroll]] for (uint e_ = 0u; e_ < UNIT_GROUPS; e_++) { \
-            to[first_ + e_] = CODE_WORD(weight, at_ + e_); \
-            to[first_ + UNIT_GROUPS + e_] = STORED == 1u ? CODE_WORD(weight, at_ + 8u * UNIT_GROUPS + e_) : 0u; \
-        } \
+    uint at_ = (at) * 4u + (LANE >> 2) * UNIT_GROUPS + SCALE_FIRST, first_ = first; \
+    [[unroll]] for (uint e_ = 0u; e_ < SCALE_WORDS; e_++) { \
+        to[first_ + e_] = CODE_WORD(weight, at_ + e_ * SCALE_STEP); \
+        if (STORED == 1u) to[first_ + SCALE_WORDS + e_] = CODE_WORD(weight, at_ + 8u * UNIT_GROUPS + e_ * SCALE_STEP); \
     } }
-
-// The scales and minimums of a lane's four rows, with AFTER.
-#define AFTER_SCALES(s, m, scales, first) { \
-    uint first_ = first; \
-    vec2 a_ = unpackHalf2x16(scales[first_]), b_ = unpackHalf2x16(scales[first_ + 1u]); \
-    s = vec4(a_.x, b_.x, a_.y, b_.y); \
-    vec2 c_ = unpackHalf2x16(scales[first_ + 2u]), d_ = unpackHalf2x16(scales[first_ + 3u]); \
-    m = STORED == 1u ? vec4(c_.x, d_.x, c_.y, d_.y) : s * (ZERO * 5.9604644775390625e-8); }
 
 // The group of a unit that columns 32c + 8t .. + 8 belong to.
 uint group_of(uint c, uint t) { return GROUP == 16u ? c * 2u + t / 2u : c * 32u / GROUP; }
+
+// The word with the scales (`first` as in LOAD_SCALES) or minimums (SCALE_WORDS after it) of the group of columns
+// 32c + 8t .. + 8 of the unit.
+#if MATRIX == 1
+#define SCALE_OF(words, first, c, t) (UNIT_GROUPS == 1u ? words[first] \
+    : subgroupShuffle(words[(first) + (GROUP == 16u ? (c) / 2u : (c) * 32u / GROUP / 4u)], (LANE & 28u) | (group_of(c, t) & 3u)))
+#else
+#define SCALE_OF(words, first, c, t) words[(first) + group_of(c, t)]
+#endif
 
 // Whether the second pair of a row's codes is left 4 bits higher, as a number 16 times as large: one shift less.
 #define HIGH_SECOND (BITS == 4u && NUMBER == 0u)

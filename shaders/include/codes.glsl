@@ -87,10 +87,6 @@ const uint UNIT_GROUPS = UNIT_COLS / GROUP;
 const uint PLANE_LOADS = UNIT_COLS * BITS / 256u;    // 16-byte loads of a lane for a unit's codes
 const uint UNIT_WORDS = PLANE_LOADS * 32u + UNIT_GROUPS * 2u * (1u + STORED);
 #define BLOCK_WORDS (4u + UNITS * UNIT_WORDS)
-// Scales are applied to the products of a unit instead of to its codes.
-const uint IS_AFTER = (GROUP == 128u ? 1u : 0u) * (NUMBER == 0u ? 1u : 0u) * (BITS == 4u ? 1u : BITS == 8u ? 1u : 0u);
-#define AFTER (IS_AFTER == 1u)
-
 // Reads eight weights of a matrix in fragment order: chunk `c` of row `row`. `chunks` are those of a row without padding.
 void load_fragment_codes8(Words4In weight, uint row, uint c, uint chunks, out vec4 a, out vec4 b) {
     uint units = (chunks * 8u + UNIT_COLS - 1u) / UNIT_COLS, unit = c * 8u / UNIT_COLS;

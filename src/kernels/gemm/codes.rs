@@ -13,7 +13,7 @@ use crate::memory::pack::codes::unit_cols;
 use crate::memory::pack::{FRAGMENT_COLS, FRAGMENT_ROWS, Layout, Packing, fragment_index};
 
 /// The maximum number of rows of x.
-pub const MOST_ROWS: u32 = 64;
+pub const MOST_ROWS: u32 = 16;
 
 fn units(weight: &Matrix) -> u32 {
     let codes = weight.format.codes().unwrap_or_else(|| panic!("weights of {:?} are no codes", weight.format));
@@ -23,11 +23,13 @@ fn units(weight: &Matrix) -> u32 {
 /// Returns the shared memory that a workgroup uses for `rows` rows of x, in bytes. `config.ahead` counts units of
 /// columns.
 pub fn shared_bytes(config: SkinnyConfig, format: Format, rows: u32, matrices: Matrices) -> u32 {
-    let codes = format.codes().map_or(128, unit_cols);
-    let (groups, blocks, tokens) = (config.threads / 32, rows.div_ceil(16), rows.min(16));
-    let items = config.tiles * blocks * tokens.div_ceil(8) * tokens.min(8) * 4;
+    let unit = format.codes().map_or(128, unit_cols);
+    let (groups, halves, block) = (config.threads / 32, rows.div_ceil(8), rows.min(8));
+    let slot = block * 4 + if block > 1 { 4 } else { 0 };
+    let x = halves * config.ahead * unit / 16 * slot * 8;
+    let sums = config.tiles * halves * block * 4 * 16;
     let exchange = if matrices == Matrices::Emulated { config.threads * 36 } else { 0 };
-    groups * (items * 16 + tokens * config.ahead * (codes / 4 * 8 + 8) + blocks * tokens * 4) + exchange
+    groups * (x.max(sums) + rows * 4) + exchange
 }
 
 /// Returns the call of `product` for `rows` rows of x, at most [`MOST_ROWS`], with W as codes packed as
@@ -53,7 +55,6 @@ pub fn skinny_codes(
         epilogue: product.epilogue.code(),
         tiles: config.tiles,
         ahead: config.ahead,
-        blocks: rows.div_ceil(16),
         rows,
         units: units(&product.weight),
         tagged: flow.code(),

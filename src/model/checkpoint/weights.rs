@@ -581,18 +581,24 @@ impl<'a> Specs<'a> {
         };
         let one_order = whole.sources.iter().all(|source| order_of(source) == whole.order.as_ref());
         if !one_order || whole.order.is_some() && !takes_order(name) {
-            if takes_order(name) && self.push_ranges(&whole) {
+            if takes_order(name) && self.push_ranges(&whole, both) {
                 return;
             }
             whole.sources = expanded(whole.sources);
             whole.order = None;
+        }
+        // A format that represents all rows would have more bits than some of them need.
+        let same = |a: Format, b: Format| (a == b).then_some(a);
+        let codes = |source: &SourceRef| matches!(common(std::slice::from_ref(source)), Some(Format::Codes(_)));
+        if cols.is_some() && whole.sources.iter().all(codes) && self.push_ranges(&whole, same) {
+            return;
         }
         match (cols, common(&whole.sources)) {
             (None, _) => self.specs.push(whole),
             (Some(_), Some(format)) => self.specs.push(WeightSpec { format, ..whole }),
             // A missing tensor was reported.
             (Some(_), None) if whole.sources.iter().map(|source| source.rows).sum::<u32>() < rows => {}
-            (Some(_), None) if self.push_ranges(&whole) => {}
+            (Some(_), None) if self.push_ranges(&whole, both) => {}
             (Some(_), None) => {
                 let formats: Vec<String> =
                     whole.sources.iter().map(|source| format!("{} {}", source.tensor, source.format)).collect();
@@ -604,7 +610,8 @@ impl<'a> Specs<'a> {
 
     /// Adds a matrix as ranges of rows, each of one format and with one order of columns, and returns whether that is
     /// possible: a range begins at a multiple of [`RANGE_ROWS`], and its rows do not alternate with those of another one.
-    fn push_ranges(&mut self, whole: &WeightSpec) -> bool {
+    /// `joined` returns the format of a range that has rows of two formats, if they may be in one range.
+    fn push_ranges(&mut self, whole: &WeightSpec, joined: impl Fn(Format, Format) -> Option<Format>) -> bool {
         let mut sources = whole.sources.clone();
         sources.sort_by_key(|source| source.first_row);
         let mut ranges: Vec<(Format, Vec<SourceRef>)> = Vec::new();
@@ -612,8 +619,8 @@ impl<'a> Specs<'a> {
             let alone = common(std::slice::from_ref(&source));
             let same_order = |of: &[SourceRef]| of.first().and_then(order_of) == order_of(&source);
             match (ranges.last_mut(), alone) {
-                (Some((format, of)), Some(alone)) if both(*format, alone).is_some() && same_order(of) => {
-                    *format = both(*format, alone).unwrap_or(*format);
+                (Some((format, of)), Some(alone)) if joined(*format, alone).is_some() && same_order(of) => {
+                    *format = joined(*format, alone).unwrap_or(*format);
                     of.push(source);
                 }
                 (_, Some(alone)) => ranges.push((alone, vec![source])),

@@ -90,25 +90,30 @@ impl Decoder<'_> {
         if let (1, Some(config)) = (rows, self.tuning.skinny.get(&(weight.rows, weight.cols))) {
             return *config;
         }
-        let units = weight.format.codes().map_or(1, |codes| weight.cols.div_ceil(unit_cols(codes)));
+        let codes = weight.format.codes();
+        let units = codes.map_or(1, |codes| weight.cols.div_ceil(unit_cols(codes)));
         let blocks = weight.rows.div_ceil(16);
-        let wide = weight.format.codes().is_some_and(|codes| codes.bits == 8);
-        // Measured with `bench --stages --tune skinny.…` for the products of an 8B model.
-        let (threads, tiles) = match (matrices, rows) {
-            (Matrices::Emulated, _) => (64, 1),
-            (Matrices::Cooperative, 1) if blocks >= 4096 => (128, 2),
-            (Matrices::Cooperative, 1) if blocks >= 1024 => (256, 1),
-            (Matrices::Cooperative, 1) if units >= 64 || blocks <= 256 || wide => (512, 1),
-            (Matrices::Cooperative, 1) => (256, 1),
-            (Matrices::Cooperative, _) if blocks >= 1024 => (256, 2),
-            (Matrices::Cooperative, _) => (256, 1),
+        // The 16-byte words of codes that a lane has in flight, by which registers allow two workgroups on a processor.
+        let words = codes.map_or(2, |codes| unit_cols(codes) * codes.bits / 256);
+        let (threads, tiles, most_words) = match (matrices, rows) {
+            (Matrices::Emulated, _) => (64, 1, 1),
+            (Matrices::Cooperative, 1) if blocks >= 4096 => (256, 2, 8),
+            (Matrices::Cooperative, 1) => (if units * words > 64 { 512 } else { 256 }, 1, 8),
+            (Matrices::Cooperative, _) if blocks >= 1024 => (256, 2, 8),
+            (Matrices::Cooperative, _) => (256, 1, 4),
         };
-        let threads = threads.min(units.next_power_of_two() * 32);
-        let mut config = skinny::SkinnyConfig { threads, tiles, ahead: 1 };
+        let threads: u32 = threads.min(units.next_power_of_two() * 32);
+        // As few rounds as the words in flight allow, of equal lengths.
+        let rounds = units.div_ceil(threads / 32 * (most_words / words / tiles).max(1));
+        let ahead = units.div_ceil(threads / 32 * rounds);
+        let mut config = skinny::SkinnyConfig { threads, tiles, ahead };
         while config.threads > 32
             && codes::shared_bytes(config, weight.format, rows, matrices) > self.tuning.shared_bytes
         {
-            config.threads /= 2;
+            match config.ahead {
+                1 => config.threads /= 2,
+                _ => config.ahead /= 2,
+            }
         }
         config
     }

@@ -3,7 +3,7 @@
 //!
 //! Not here: which weights a layer has.
 
-use super::{Decoder, Part, Step, StepShape, floats_from, outputs_from};
+use super::{Decoder, Part, Step, StepShape, floats_from, outputs_from, outputs_of};
 use crate::kernels::gemm::matmul::{self, Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch};
 use crate::kernels::gemm::panel::{self, Fold, Unscaled};
 use crate::kernels::gemm::skinny::{self, Matrices};
@@ -93,19 +93,22 @@ impl Decoder<'_> {
         let codes = weight.format.codes();
         let units = codes.map_or(1, |codes| weight.cols.div_ceil(unit_cols(codes)));
         let blocks = weight.rows.div_ceil(16);
-        // The 16-byte words of codes that a lane has in flight, by which registers allow two workgroups on a processor.
+        // The 16-byte words of codes that a lane loads for a unit.
         let words = codes.map_or(2, |codes| unit_cols(codes) * codes.bits / 256);
-        let (threads, tiles, most_words) = match (matrices, rows) {
+        // Measured with `bench --stages --tune skinny.…` for the steps of an 8B model in Q4_K_M: more words in flight in a
+        // workgroup leave no room for workgroups of the next call beside it.
+        let (threads, tiles, ahead) = match (matrices, rows) {
             (Matrices::Emulated, _) => (64, 1, 1),
-            (Matrices::Cooperative, 1) if blocks >= 4096 => (256, 2, 8),
-            (Matrices::Cooperative, 1) => (if units * words > 64 { 512 } else { 256 }, 1, 8),
-            (Matrices::Cooperative, _) if blocks >= 1024 => (256, 2, 8),
-            (Matrices::Cooperative, _) => (256, 1, 4),
+            (Matrices::Cooperative, 1) if blocks >= 4096 => (256, 2, 1),
+            (Matrices::Cooperative, 1) if blocks >= 1024 && words <= 2 => (256, 2, 2),
+            (Matrices::Cooperative, 1) if blocks >= 1024 => (256, 1, 1),
+            (Matrices::Cooperative, 1) if units >= 64 || words > 2 => (512, 1, 1),
+            (Matrices::Cooperative, 1) if blocks <= 256 => (512, 1, 2),
+            (Matrices::Cooperative, 1) => (256, 1, 2),
+            (Matrices::Cooperative, _) => (256, if blocks >= 1024 { 2 } else { 1 }, if words <= 2 { 2 } else { 1 }),
         };
         let threads: u32 = threads.min(units.next_power_of_two() * 32);
-        // As few rounds as the words in flight allow, of equal lengths.
-        let rounds = units.div_ceil(threads / 32 * (most_words / words / tiles).max(1));
-        let ahead = units.div_ceil(threads / 32 * rounds);
+        let ahead = ahead.min(units.div_ceil(threads / 32));
         let mut config = skinny::SkinnyConfig { threads, tiles, ahead };
         while config.threads > 32
             && codes::shared_bytes(config, weight.format, rows, matrices) > self.tuning.shared_bytes
@@ -145,7 +148,10 @@ impl Decoder<'_> {
                 norm: norm.map(|n| (n, self.config.rms_eps)),
                 bias: bias.map(|bias| floats_from(bias, first)),
                 epilogue,
-                y: outputs_from(y, first, epilogue),
+                y: match shape.rows() {
+                    1 => outputs_of(y, (first, weight.rows), epilogue),
+                    _ => outputs_from(y, first, epilogue),
+                },
             };
             let call = match (shape, self.tuning.fragments.filter(|_| fragments)) {
                 (_, Some(matrices)) if codes && !self.packs(shape) => {

@@ -26,6 +26,7 @@ use crate::quant::number::Number;
 use crate::quant::quantize::{self, INT4, INT8};
 use crate::quant::{BadGroup, Codes, Minimum};
 use half::f16;
+use half::slice::HalfFloatSliceExt;
 
 /// The bytes before a row's planes in a row-major tensor.
 const ROW_HEADER: u64 = 16;
@@ -220,9 +221,9 @@ pub(super) fn pack_codes(
     let padded = packing.padded_cols();
     let line = |row: u32| sources.iter().find_map(|s| s.line(row));
     let row_bytes = row_bytes(codes, packing.layout, padded);
-    let mut row = Row::new(codes, padded);
     match packing.layout {
         Layout::RowMajor { .. } => {
+            let mut row = Row::new(codes, padded);
             let first = (start / row_bytes) as u32;
             for (index, out) in (first..).zip(out.chunks_exact_mut(row_bytes as usize)) {
                 row.read(line(index), codes).map_err(|group| BadRow { row: index, group })?;
@@ -232,14 +233,21 @@ pub(super) fn pack_codes(
         Layout::Fragments => {
             let block_bytes = row_bytes * u64::from(FRAGMENT_ROWS);
             let first = (start / block_bytes) as u32;
+            let mut rows: Vec<Row> = (0..FRAGMENT_ROWS).map(|_| Row::new(codes, padded)).collect();
             for (block, out) in (first..).zip(out.chunks_exact_mut(block_bytes as usize)) {
                 out.fill(0);
-                for index in 0..FRAGMENT_ROWS {
+                for (index, row) in (0..).zip(&mut rows) {
                     let packed = block * FRAGMENT_ROWS + index;
-                    if packed < packing.rows {
-                        row.read(line(packed), codes).map_err(|group| BadRow { row: packed, group })?;
-                        write_fragment_row(codes, padded, index, &row, out);
+                    // Rows beyond the last one are zeros.
+                    let source = if packed < packing.rows { line(packed) } else { None };
+                    row.read(source, codes).map_err(|group| BadRow { row: packed, group })?;
+                    if packed >= packing.rows {
+                        row.factor = 0.0;
                     }
+                }
+                for u in (0..FRAGMENT_ROWS).filter(|row| row / 2 % 2 == 0) {
+                    let pair = [&rows[u as usize], &rows[u as usize + 2]];
+                    write_fragment_rows(codes, padded, u, pair, out);
                 }
             }
         }
@@ -268,37 +276,87 @@ fn write_row(codes: Codes, row: &Row, out: &mut [u8]) {
     }
 }
 
-/// Writes row `index` of a block of 16 rows into the block, which was zero.
-fn write_fragment_row(codes: Codes, padded_cols: u32, index: u32, row: &Row, out: &mut [u8]) {
-    out[index as usize * 4..][..4].copy_from_slice(&row.factor.to_le_bytes());
+/// Writes the rows u and v = u + 2 of a block of 16 rows, which lie in the same lanes, into the block, which was zero: what
+/// [`fragment_place`] and [`pair_place`] describe, a word at a time.
+fn write_fragment_rows(codes: Codes, padded_cols: u32, u: u32, rows: [&Row; 2], out: &mut [u8]) {
+    for (index, row) in [u, u + 2].into_iter().zip(rows) {
+        out[index as usize * 4..][..4].copy_from_slice(&row.factor.to_le_bytes());
+    }
     let unit = unit_cols(codes);
-    let groups = unit / codes.group;
+    let groups = (unit / codes.group) as usize;
     let unit_bytes = (out.len() - BLOCK_HEADER as usize) / (padded_cols / unit) as usize;
+    let g = (2 * (u / 4) + u % 2) as usize;
+    let halves = |numbers: &[f32]| {
+        let mut halves = vec![f16::ZERO; numbers.len()];
+        halves.convert_from_f32_slice(numbers);
+        halves
+    };
+    let scales = rows.map(|row| halves(&row.scales));
+    let minimums = rows.map(|row| if codes.minimum == Minimum::Stored { halves(&row.minimums) } else { Vec::new() });
     for (number, out) in out[BLOCK_HEADER as usize..].chunks_exact_mut(unit_bytes).enumerate() {
-        let numbers = &row.codes[number * unit as usize..][..unit as usize];
+        let columns = rows.map(|row| row.codes[number * unit as usize..][..unit as usize].as_chunks::<4>().0);
         let mut rest = &mut *out;
         for (plane, shift) in planes(codes) {
             let (to, after) = rest.split_at_mut((FRAGMENT_ROWS * unit * plane / 8) as usize);
             rest = after;
-            let mask = (1u32 << plane) - 1;
-            let words = to.as_chunks_mut::<4>().0;
-            for (quad, codes) in (0..).zip(numbers.as_chunks::<4>().0) {
-                let (word, places) = fragment_place(plane, index, quad);
-                let bits = codes
-                    .iter()
-                    .zip(places)
-                    .fold(0, |bits, (code, place)| bits | ((u32::from(*code) >> shift) & mask) << place);
-                let word = &mut words[word as usize];
-                *word = (u32::from_le_bytes(*word) | bits).to_le_bytes();
+            match plane {
+                8 => write_plane::<8>(columns, shift, g, to),
+                4 => write_plane::<4>(columns, shift, g, to),
+                2 => write_plane::<2>(columns, shift, g, to),
+                _ => write_plane::<1>(columns, shift, g, to),
             }
         }
-        let halves = rest.as_chunks_mut::<2>().0;
+        let pairs = rest.as_chunks_mut::<4>().0;
         for group in 0..groups {
-            let place = pair_place(index, group, groups) as usize;
-            let at = number * groups as usize + group as usize;
-            halves[place] = f16::from_f32(row.scales[at]).to_le_bytes();
+            let at = number * groups + group;
+            let pair = |of: &[Vec<f16>; 2]| {
+                let [u, v] = [0, 1].map(|row| u32::from(of[row][at].to_bits()));
+                (u | v << 16).to_le_bytes()
+            };
+            pairs[g * groups + group] = pair(&scales);
             if codes.minimum == Minimum::Stored {
-                halves[(16 * groups) as usize + place] = f16::from_f32(row.minimums[at]).to_le_bytes();
+                pairs[(8 + g) * groups + group] = pair(&minimums);
+            }
+        }
+    }
+}
+
+/// Writes a unit's plane of `PLANE` bits, which are at bit `shift` of the codes, of the rows u and v of lanes 4g .. 4g + 4.
+/// `columns` has the codes of four adjacent columns at a time.
+fn write_plane<const PLANE: u32>(columns: [&[[u8; 4]]; 2], shift: u32, g: usize, out: &mut [u8]) {
+    let words = out.as_chunks_mut::<4>().0;
+    let mask = 0x0101_0101 * ((1u32 << PLANE) - 1);
+    // The bits of four codes: the first and third next to each other, the second and fourth 16 bits above them.
+    let spread = |quad: &[u8; 4]| {
+        let x = u32::from_le_bytes(*quad) >> shift & mask;
+        let (first, second, third, fourth) = (x & 0xff, x >> 8 & 0xff, x >> 16 & 0xff, x >> 24);
+        first | third << PLANE | second << 16 | fourth << (16 + PLANE)
+    };
+    let blocks = columns[0].as_chunks::<8>().0.iter().zip(columns[1].as_chunks::<8>().0);
+    for (block, (u, v)) in blocks.enumerate() {
+        for t in 0..4 {
+            let [u0, u1] = [spread(&u[2 * t]), spread(&u[2 * t + 1])];
+            let [v0, v1] = [spread(&v[2 * t]), spread(&v[2 * t + 1])];
+            let lane = 4 * g + t;
+            match PLANE {
+                8 => {
+                    let to = &mut words[(block * 32 + lane) * 4..][..4];
+                    to.copy_from_slice(&[u0, v0, u1, v1].map(u32::to_le_bytes));
+                }
+                4 => {
+                    let to = &mut words[(block / 2 * 32 + lane) * 4 + block % 2 * 2..][..2];
+                    to.copy_from_slice(&[u0 | v0 << 8, u1 | v1 << 8].map(u32::to_le_bytes));
+                }
+                2 => {
+                    let word = u0 | v0 << 4 | u1 << 8 | v1 << 12;
+                    words[(block / 4 * 32 + lane) * 4 + block % 4] = word.to_le_bytes();
+                }
+                _ => {
+                    // Two blocks share a word.
+                    let word = (u0 | v0 << 2 | u1 << 4 | v1 << 6) << (8 * (block % 2));
+                    let to = &mut words[(block / 8 * 32 + lane) * 4 + block / 2 % 4];
+                    *to = (u32::from_le_bytes(*to) | word).to_le_bytes();
+                }
             }
         }
     }
@@ -315,8 +373,12 @@ pub fn sample(codes: Codes, layout: Layout, rows: u32, cols: u32) -> Vec<u32> {
     let largest = 2f32.powi(scale_exponent(codes.number));
     let mut out = vec![0u8; packing.bytes() as usize];
     let bytes = row_bytes(codes, layout, padded) as usize;
-    let mut row = Row::new(codes, padded);
-    for index in 0..rows {
+    let row_of = |index: u32| {
+        let mut row = Row::new(codes, padded);
+        if index >= rows {
+            row.factor = 0.0;
+            return row;
+        }
         for (col, code) in (0..).zip(&mut row.codes[..cols as usize]) {
             // Odd multipliers visit every remainder of a power of two.
             *code = finite[(col * 0x9e37 + index * 16 + col / 256) as usize % finite.len()];
@@ -330,12 +392,20 @@ pub fn sample(codes: Codes, layout: Layout, rows: u32, cols: u32) -> Vec<u32> {
             *minimum = *scale * 2f32.powi(codes.bits as i32 - 1 - value_exponent(codes.number));
         }
         row.factor = 2f32.powi(index as i32 % 3);
-        match layout {
-            Layout::RowMajor { .. } => write_row(codes, &row, &mut out[index as usize * bytes..][..bytes]),
-            Layout::Fragments => {
-                let block = bytes * FRAGMENT_ROWS as usize;
-                let block = &mut out[(index / FRAGMENT_ROWS) as usize * block..][..block];
-                write_fragment_row(codes, padded, index % FRAGMENT_ROWS, &row, block);
+        row
+    };
+    match layout {
+        Layout::RowMajor { .. } => {
+            for (index, out) in (0..rows).zip(out.chunks_exact_mut(bytes)) {
+                write_row(codes, &row_of(index), out);
+            }
+        }
+        Layout::Fragments => {
+            for (block, out) in (0..).zip(out.chunks_exact_mut(bytes * FRAGMENT_ROWS as usize)) {
+                for u in (0..FRAGMENT_ROWS).filter(|row| row / 2 % 2 == 0) {
+                    let [first, second] = [u, u + 2].map(|row| row_of(block * FRAGMENT_ROWS + row));
+                    write_fragment_rows(codes, padded, u, [&first, &second], out);
+                }
             }
         }
     }

@@ -6,7 +6,9 @@
 //
 // epilogue   0 store: y = Wx + b. 1 residual: y += Wx + b. 2 SwiGLU: the rows of W alternate gate and up;
 //            y[n/2] = glu(gate, up)
-// weight     16 × 32 blocks in fragment order (`memory::pack::Layout::Fragments`)
+// weight     16 × 32 blocks in fragment order (`memory::pack::Layout::Fragments`). CODED 1: codes with scales
+//            (`codes.glsl`), which are dequantised in f16 and rounded to bfloat16 in registers, once for all rows of x of
+//            the panel; AHEAD then counts units of columns
 // x          16 × 32 blocks as `pack_rows` writes them
 // y          PACKED 0: [rows][y_stride] f32. PACKED 1 (SwiGLU only): 16-bit blocks like x, as input of the next
 //            product; rows are written up to a multiple of 16, columns beyond the last are not written
@@ -23,6 +25,9 @@
 // are those of tokens g and g + 8 for rows 4t .. 4t + 3 of a block.
 // Traffic: W once per panel; x once per workgroup, through the L1 cache.
 #extension GL_KHR_shader_subgroup_shuffle : require
+#ifndef CODED
+#define CODED 0
+#endif
 #include "common.glsl"
 #include "glu.glsl"
 
@@ -38,8 +43,20 @@ layout(constant_id = 8) const uint PACKED = 0;
 layout(constant_id = 9) const uint FOLD = 0;
 layout(constant_id = 10) const uint PARTS = 1;    // partial sums of squares per row, read with FOLD 1
 layout(constant_id = 11) const uint EXPERTS = 0;
+#if CODED == 1
+layout(constant_id = 12) const uint CODES = 0x5024; // the weights' format
+#endif
 
 #include "fragments.glsl"
+#if CODED == 1
+#include "codes.glsl"
+const uint UNITS = (CHUNKS * 32u + UNIT_COLS - 1u) / UNIT_COLS;
+#if MATRIX == 1
+// f16 arithmetic keeps subnormal numbers: the codes.
+#extension GL_EXT_spirv_intrinsics : require
+spirv_execution_mode(extensions = ["SPV_KHR_float_controls"], capabilities = [4464], 4459, 16);
+#endif
+#endif
 
 layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Words4InOut { uvec4 v[]; };
 
@@ -62,7 +79,11 @@ layout(push_constant) uniform Args {
 
 const uint NOBODY = 0xffffffffu;
 const uint GROUPS = LANES / 32u;
+#if CODED == 1
+const uint ROUNDS = (UNITS + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD);
+#else
 const uint ROUNDS = (CHUNKS + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD);
+#endif
 const uint ITEMS = BLOCKS * 64u;
 
 const uint TURNS = (ITEMS + LANES - 1u) / LANES;
@@ -109,6 +130,27 @@ void read_scales(uint panel, uint row_blocks) {
     }
 }
 
+#if CODED == 1
+#include "code_fragments.glsl"
+// Without cooperative matrices the loop body is already long, so it is not unrolled.
+#if MATRIX == 1
+#define EACH_CHUNK [[unroll]]
+#define HALVES_OF(pair) vec2(unpackFloat2x16(pair))
+#else
+#define EACH_CHUNK [[dont_unroll]]
+#define HALVES_OF(pair) unpackHalf2x16(pair)
+#endif
+
+// Rounds a pair of f16 values to bfloat16.
+uint rounded_pair(uint pair) {
+    uvec2 bits = floatBitsToUint(HALVES_OF(pair)) + 0x8000u;
+    return bits.x >> 16 | (bits.y & 0xffff0000u);
+}
+uvec4 rounded_pairs(uvec4 pairs) {
+    return uvec4(rounded_pair(pairs.x), rounded_pair(pairs.y), rounded_pair(pairs.z), rounded_pair(pairs.w));
+}
+#endif
+
 void main() {
     uint blocks = (n + 15u) / 16u, panel = gl_WorkGroupID.y * BLOCKS, row_blocks = (rows + 15u) / 16u;
     uint first = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * TILES;
@@ -121,11 +163,67 @@ void main() {
     }
 
     uint base[TILES], x_base[BLOCKS];
+#if CODED == 1
+    // The rows' factors.
+    vec4 factor[TILES];
+    [[unroll]] for (uint j = 0u; j < TILES; j++) {
+        base[j] = (before + min(first + j, blocks - 1u)) * BLOCK_WORDS + 4u;
+        factor[j] = uintBitsToFloat(weight.v[base[j] - 4u + (gl_LocalInvocationIndex & 3u)]);
+    }
+#else
     [[unroll]] for (uint j = 0u; j < TILES; j++) base[j] = (before + min(first + j, blocks - 1u)) * (CHUNKS * 64u) + LANE;
+#endif
     [[unroll]] for (uint i = 0u; i < BLOCKS; i++) x_base[i] = min(panel + i, row_blocks - 1u) * (CHUNKS * 64u) + LANE;
     Sums sums[BLOCKS * TILES];
     [[unroll]] for (uint i = 0u; i < BLOCKS * TILES; i++) sums[i] = NO_SUMS;
 
+#if CODED == 1
+    [[dont_unroll]] for (uint round = 0u; round < ROUNDS; round++) {
+        uvec4 w[AHEAD * TILES * PLANE_LOADS];
+        uint scales[AHEAD * TILES * SCALE_SLOTS];
+        [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
+            uint at = min((round * AHEAD + u) * GROUPS + LANE_GROUP, UNITS - 1u) * UNIT_WORDS;
+            [[unroll]] for (uint j = 0u; j < TILES; j++) {
+                [[unroll]] for (uint i = 0u; i < PLANE_LOADS; i++)
+                    w[(u * TILES + j) * PLANE_LOADS + i] = weight.v[base[j] + at + i * 32u + LANE];
+                LOAD_SCALES(scales, (u * TILES + j) * SCALE_SLOTS, base[j] + at + PLANE_LOADS * 32u)
+            }
+        }
+        [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
+            uint unit = (round * AHEAD + u) * GROUPS + LANE_GROUP;
+            EACH_CHUNK for (uint c = 0u; c < UNIT_COLS / 32u; c++) {
+                // Beyond the last chunk, weights are multiplied by zeros.
+                uint chunk = unit * (UNIT_COLS / 32u) + c, at = min(chunk, CHUNKS - 1u) * 64u;
+                bool there = CHUNKS % (GROUPS * AHEAD * (UNIT_COLS / 32u)) == 0u || chunk < CHUNKS;
+                uvec4 q[BLOCKS * 2u];
+                [[unroll]] for (uint i = 0u; i < BLOCKS; i++) {
+                    q[i * 2u] = x.v[x_base[i] + at];
+                    q[i * 2u + 1u] = x.v[x_base[i] + at + 32u];
+                }
+                uint scale[TILES], minimum[TILES];
+                [[unroll]] for (uint j = 0u; j < TILES; j++) {
+                    uint from = (u * TILES + j) * SCALE_SLOTS;
+                    scale[j] = SCALE_OF(scales, from, c, LANE & 3u);
+                    minimum[j] = STORED == 1u ? SCALE_OF(scales, from + STORED * SCALE_WORDS, c, LANE & 3u) : 0u;
+                }
+                [[unroll]] for (uint h = 0u; h < 2u; h++) {
+                    Tokens a[BLOCKS];
+                    [[unroll]] for (uint i = 0u; i < BLOCKS; i++) {
+                        uvec4 part = there ? q[i * 2u + h] : uvec4(0u);
+                        SET_TOKENS(a[i], part.xz, part.yw)
+                    }
+                    [[unroll]] for (uint j = 0u; j < TILES; j++) {
+                        uvec4 pairs = PAIRS(w, (u * TILES + j) * PLANE_LOADS, c, h);
+                        pairs = rounded_pairs(scaled(pairs, scale[j], minimum[j]));
+                        Weights m;
+                        SET_WEIGHTS(m, pairs)
+                        [[unroll]] for (uint i = 0u; i < BLOCKS; i++) MULTIPLY_ADD(sums[i * TILES + j], a[i], m)
+                    }
+                }
+            }
+        }
+    }
+#else
     [[dont_unroll]] for (uint round = 0u; round < ROUNDS; round++) {
         uvec4 w[AHEAD * TILES * 2u];
         [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
@@ -159,6 +257,7 @@ void main() {
             }
         }
     }
+#endif
 
     // The scales reuse the shared memory of the sums: a few more bytes of shared memory would reduce the number of
     // workgroups that fit on a processor.
@@ -186,6 +285,9 @@ void main() {
             if (row >= n || block >= row_blocks || (PACKED == 0u && token >= rows)) continue;
             vec4 v = vec4(0.0);
             [[unroll]] for (uint s = 0u; s < GROUPS; s++) v += sums_s[s * ITEMS + item];
+#if CODED == 1
+            v *= factor[j];
+#endif
             if (FOLD == 1u) {
                 [[unroll]] for (uint turn = 0u; turn < TURNS; turn++) if (item / LANES == turn) v *= scale[turn];
             }

@@ -9,11 +9,13 @@
 //            makes the largest value a large f16, and scales the products back, so that nothing overflows
 // y          [rows][y_stride] f32. TAGGED 1: x is tagged (`tags.glsl`). TAGGED 3: x and y are tagged
 //
-// One workgroup computes TILES blocks of 16 rows of W for all rows of x. Its groups of 32 lanes split K, each with AHEAD
-// units of columns in flight; their sums are added through shared memory. Everything that does not depend on x (codes,
-// scales, the norm's weights, the rows' factors) is loaded before the workgroup polls for x, and the words of BATCH rows of
-// x are polled together: each wait in turn would cost a round trip to the L2 cache. Codes become f16 in registers: with bit
-// operations the code's bits as a subnormal f16, then one fused multiply-add with the scale and the minimum.
+// A workgroup computes TILES blocks of 16 rows of W for all rows of x, then as many blocks further on, as long as there are
+// any. Its groups of 32 lanes split K; their sums are added through shared memory. x is scaled, rounded and put into shared
+// memory once. A step is AHEAD units of columns of each lane group; the codes and scales of the next two steps are in flight
+// while one is multiplied, also across blocks of W. The first of them, the norm's weights and the rows' factors are loaded
+// before the workgroup polls for x, and the words of BATCH rows of x are polled together: each wait in turn would cost a
+// round trip to the L2 cache. Codes become f16 in registers: with bit operations the code's bits as a subnormal f16, then
+// one fused multiply-add with the scale and the minimum.
 // Traffic: W once; x once per workgroup, from the L2 cache where it is tagged.
 #extension GL_KHR_shader_subgroup_vote : require
 #extension GL_KHR_shader_subgroup_shuffle : require
@@ -30,9 +32,12 @@ layout(constant_id = 4) const uint EPILOGUE = 0;
 layout(constant_id = 5) const uint TILES = 1;
 layout(constant_id = 6) const uint AHEAD = 1;
 layout(constant_id = 7) const uint ROWS = 1;      // at most 16
-layout(constant_id = 8) const uint UNITS = 32;    // units of columns of a padded row
+layout(constant_id = 8) const uint UNITS = 32;    // units of columns of a padded row of W
 layout(constant_id = 9) const uint TAGGED = 0;
 layout(constant_id = 10) const uint CODES = 0x5024; // the weights' format
+// The product is with a part of W's columns, to which x and k belong: its first unit, and their number.
+layout(constant_id = 11) const uint FIRST_UNIT = 0;
+layout(constant_id = 12) const uint OWN_UNITS = 32;
 
 #include "fragments.glsl"
 #include "codes.glsl"
@@ -51,7 +56,7 @@ layout(push_constant) uniform Args {
     TaggedInOut y;
     Fault fault;
     uint n;           // rows of W
-    uint k;           // columns without padding; the divisor of the mean
+    uint k;           // columns of the part without padding; the divisor of the mean
     uint x_stride;    // in floats
     uint y_stride;    // in floats
     float epsilon;
@@ -70,26 +75,28 @@ layout(push_constant) uniform Args {
 #endif
 
 const uint GROUPS = LANES / 32u;
-const uint ROUNDS = (UNITS + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD);
+const uint ROUNDS = (OWN_UNITS + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD); // steps of a block of W
 const uint BLOCK = ROWS < 8u ? ROWS : 8u;         // rows of x in half a fragment
 const uint HALVES = ROWS > 8u ? 2u : 1u;          // of a lane's sums: rows g and g + 8 of x
 const uint KEPT = BLOCK * 4u;                     // lanes of a group whose sums belong to existing rows of x
 const uint ITEMS = TILES * HALVES * KEPT;
 const uint UNIT_QUADS = UNIT_COLS / 4u;
-const uint PARTS = UNIT_COLS / 128u;              // 16-byte words of a row of x for a lane: of a unit
-const uint LOADS = AHEAD * PARTS;                 // and of a round
-const uint BATCH = LOADS < 8u ? (ROWS < 8u / LOADS ? ROWS : 8u / LOADS) : 1u; // rows whose words are polled together
+const uint PARTS = UNIT_COLS / 128u;              // 16-byte words of a row of x for a lane, of a unit
+const uint ALL_LOADS = ROUNDS * AHEAD * PARTS;    // and of all its units
+const uint LOADS = ALL_LOADS < 8u ? ALL_LOADS : 8u; // of those, loaded together
+const uint PASSES = (ALL_LOADS + LOADS - 1u) / LOADS;
+const uint BATCH = ROWS < 8u / LOADS ? ROWS : 8u / LOADS; // rows whose words are polled together
 // Independent chains of sums of a tile, which hide the latency of the matrix units.
 const uint CHAINS = TILES == 1u ? 2u : 1u;
 
 // Of a lane group: x in f16 as [half][16 columns][row of the half][t] of four columns each, where 16 columns take SLOT words
-// that spread over the banks; then the sums.
+// that spread over the banks. Sums have two places, used in turn.
 const uint SLOT = BLOCK * 4u + (BLOCK > 1u ? 4u : 0u);
-const uint SLOTS = AHEAD * UNIT_COLS / 16u;
+const uint SLOTS = PASSES * LOADS * 8u;
 const uint X_WORDS = HALVES * SLOTS * SLOT;
-const uint GROUP_WORDS = X_WORDS > ITEMS * 2u ? X_WORDS : ITEMS * 2u;
 
-shared uvec2 group_s[GROUPS * GROUP_WORDS];
+shared uvec2 x_s[GROUPS * X_WORDS];
+shared vec4 sums_s[2u * GROUPS * ITEMS];
 shared float squares_s[GROUPS * ROWS];
 
 #if MATRIX == 1
@@ -124,18 +131,87 @@ float group_add(float x) {
 #endif
 #define PUT_ONE(at, word) if ((at) % 4u == 0u) y.v[(at) / 4u].x = word; else y.v[(at) / 4u].z = word;
 
-uint unit_of(uint round, uint u) { return (round * AHEAD + u) * GROUPS + LANE_GROUP; }
+// Loads the 16-byte words of x of pass `pass` of BATCH rows from row `from` on; of columns that do not exist, others.
+#define LOAD_X(words, from, pass) { \
+    uint column_[LOADS]; \
+    [[unroll]] for (uint i = 0u; i < LOADS; i++) column_[i] = column_of(pass, i); \
+    if (TAGGED == 0u) { \
+        [[unroll]] for (uint i = 0u; i < BATCH * LOADS; i++) \
+            words[i] = plain_x.v[min((from) + i / LOADS, ROWS - 1u) * (x_stride / 4u) + column_[i % LOADS]]; \
+    } else { \
+        uint bad_; \
+        do { \
+            bad_ = 0u; \
+            [[unroll]] for (uint i = 0u; i < BATCH * LOADS; i++) \
+                words[i] = x.v[min((from) + i / LOADS, ROWS - 1u) * (x_stride / 4u) + column_[i % LOADS]]; \
+            [[unroll]] for (uint i = 0u; i < BATCH * LOADS; i++) bad_ |= stale(words[i], x_tag); \
+        } while (poll_again(subgroupAny(bad_ != 0u), polls, fault, x_tag)); \
+    } }
 
-void put_sums(uint at, vec4 sums) {
-    uvec4 words = floatBitsToUint(sums);
-    group_s[at] = words.xy;
-    group_s[at + 1u] = words.zw;
+uint unit_of(uint load) { return load / PARTS * GROUPS + LANE_GROUP; }
+bool exists(uint pass, uint i) {
+    uint load = pass * LOADS + i, unit = unit_of(load);
+    return load < ALL_LOADS && unit < OWN_UNITS && (unit * UNIT_QUADS + load % PARTS * 32u + LANE) * 4u < k;
+}
+uint column_of(uint pass, uint i) {
+    uint load = pass * LOADS + i;
+    return exists(pass, i) ? unit_of(load) * UNIT_QUADS + load % PARTS * 32u + LANE : 0u;
+}
+
+// Loads the codes and scales of a step: of tile `tile_`, round `round_`. Beyond the last tile, all lanes load one word.
+// Beyond the last unit, the last unit's weights are multiplied by zeros.
+#define LOAD_STEP(w, scales, tile_, round_) { \
+    bool more_ = tile_ < tiles; \
+    uint lane_ = more_ ? LANE : 0u; \
+    [[unroll]] for (uint u = 0u; u < AHEAD; u++) { \
+        uint unit_ = (FIRST_UNIT + min((round_ * AHEAD + u) * GROUPS + LANE_GROUP, OWN_UNITS - 1u)) * UNIT_WORDS; \
+        [[unroll]] for (uint j = 0u; j < TILES; j++) { \
+            uint at_of_unit = more_ ? min(tile_ * TILES + j, blocks - 1u) * BLOCK_WORDS + 4u + unit_ : 0u; \
+            [[unroll]] for (uint i = 0u; i < PLANE_LOADS; i++) \
+                w[(u * TILES + j) * PLANE_LOADS + i] = weight.v[at_of_unit + (more_ ? i * 32u : 0u) + lane_]; \
+            LOAD_SCALES(scales, (u * TILES + j) * SCALE_SLOTS, more_ ? at_of_unit + PLANE_LOADS * 32u : 0u) \
+        } \
+    } }
+
+// Adds the products of a step to the sums.
+#define MULTIPLY_STEP(w, scales, round_) { \
+    uint step_at = take_at + round_ * (AHEAD * (UNIT_COLS / 16u) * SLOT); \
+    [[unroll]] for (uint u = 0u; u < AHEAD; u++) { \
+        EACH_HALF for (uint c = 0u; c < UNIT_COLS / 32u; c++) { \
+            uint scale[TILES], minimum[TILES]; \
+            [[unroll]] for (uint j = 0u; j < TILES; j++) { \
+                uint at = (u * TILES + j) * SCALE_SLOTS; \
+                scale[j] = SCALE_OF(scales, at, c, t); \
+                minimum[j] = STORED == 1u ? SCALE_OF(scales, at + STORED * SCALE_WORDS, c, t) : 0u; \
+            } \
+            EACH_HALF for (uint h = 0u; h < 2u; h++) { \
+                uint at = step_at + (u * (UNIT_COLS / 16u) + c * 2u + h) * SLOT; \
+                uvec2 a_low = x_s[at], a_high = HALVES == 2u ? x_s[at + (HALVES - 1u) * SLOTS * SLOT] : uvec2(0u); \
+                Tokens a; \
+                SET_TOKENS(a, a_low, a_high) \
+                [[unroll]] for (uint j = 0u; j < TILES; j++) { \
+                    uvec4 pairs = PAIRS(w, (u * TILES + j) * PLANE_LOADS, c, h); \
+                    pairs = scaled(pairs, scale[j], minimum[j]); \
+                    Weights m; \
+                    SET_WEIGHTS(m, pairs) \
+                    MULTIPLY_ADD(sums[j * CHAINS + h % CHAINS], a, m) \
+                } \
+            } \
+        } \
+    } }
+
+// Returns an item's row of W in the workgroup's tile, and sets its row of x.
+uint item_row_of(uint item, out uint token) {
+    uint lane = item % KEPT;
+    token = item / KEPT % HALVES * 8u + (lane >> 2);
+    return item / (KEPT * HALVES) * 16u + (lane & 3u) * 4u;
 }
 
 void main() {
-    uint blocks = (n + 15u) / 16u;
-    uint first = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * TILES;
-    if (first >= blocks) return;
+    uint blocks = (n + 15u) / 16u, tiles = (blocks + TILES - 1u) / TILES;
+    uint tile = gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x;
+    uint workgroups = gl_NumWorkGroups.x * gl_NumWorkGroups.z;
+    if (tile >= tiles) return;
     uint g = LANE >> 2, t = LANE & 3u;
 #if MATRIX == 1
     // A view of x without `volatile`, whose loads the L1 cache may serve: an untagged x is not written during this
@@ -144,194 +220,185 @@ void main() {
 #else
 #define plain_x x
 #endif
-
-    // The rows' factors and the old value of y, which the residual epilogue adds to, are loaded early, by every invocation:
-    // those without an item load words of another one. If y is tagged, the epilogue checks the word and polls again while
-    // it is stale.
-    uint item = gl_LocalInvocationIndex;
-    uint item_lane = item % KEPT, item_half = item / KEPT % HALVES, item_tile = min(item / (KEPT * HALVES), TILES - 1u);
-    uint item_token = min(item_half * 8u + (item_lane >> 2), ROWS - 1u);
-    uint item_block = min(first + item_tile, blocks - 1u);
-    uint item_at = (item_token * y_stride + min(item_block * 16u + (item_lane & 3u) * 4u, n - 1u)) / 4u;
-    uvec4 factor = weight.v[item_block * BLOCK_WORDS + (item_lane & 3u)];
-    uvec4 old = uvec4(0u);
-    if (EPILOGUE == 1u) old = y.v[item_at];
-
-    uint base[TILES];
-    [[unroll]] for (uint j = 0u; j < TILES; j++) base[j] = min(first + j, blocks - 1u) * BLOCK_WORDS + 4u;
-
-    vec4 low[TILES], high[TILES];
-    [[unroll]] for (uint j = 0u; j < TILES; j++) low[j] = high[j] = vec4(0.0);
-    float square[ROWS];
-    [[unroll]] for (uint i = 0u; i < ROWS; i++) square[i] = 0.0;
     uint polls = 0u;
-    uint own_x = LANE_GROUP * GROUP_WORDS;
+    uint own_x = LANE_GROUP * X_WORDS;
     uint put_at = own_x + ((LANE >> 3) * 2u + (LANE & 1u)) * SLOT + (LANE >> 1 & 3u);
     uint take_at = own_x + min(g, BLOCK - 1u) * 4u + t;
 
-    [[dont_unroll]] for (uint round = 0u; round < ROUNDS; round++) {
-        // Beyond the last unit, the last unit's weights are multiplied by zeros.
-        uvec4 w[AHEAD * TILES * PLANE_LOADS];
-        uint scales[AHEAD * TILES * SCALE_SLOTS];
-        [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
-            uint at = min(unit_of(round, u), UNITS - 1u) * UNIT_WORDS;
-            [[unroll]] for (uint j = 0u; j < TILES; j++) {
-                [[unroll]] for (uint i = 0u; i < PLANE_LOADS; i++)
-                    w[(u * TILES + j) * PLANE_LOADS + i] = weight.v[base[j] + at + i * 32u + LANE];
-                LOAD_SCALES(scales, (u * TILES + j) * SCALE_SLOTS, base[j] + at + PLANE_LOADS * 32u)
+    // The next step to load: two steps are in flight.
+    uint next_tile = tile, next_round = 0u;
+#define NEXT_STEP { next_round++; if (next_round == ROUNDS) { next_round = 0u; next_tile += workgroups; } }
+    uvec4 even_w[AHEAD * TILES * PLANE_LOADS];
+    uint even_scales[AHEAD * TILES * SCALE_SLOTS];
+    LOAD_STEP(even_w, even_scales, next_tile, next_round)
+    NEXT_STEP
+#if MATRIX == 1
+    uvec4 odd_w[AHEAD * TILES * PLANE_LOADS];
+    uint odd_scales[AHEAD * TILES * SCALE_SLOTS];
+    LOAD_STEP(odd_w, odd_scales, next_tile, next_round)
+    NEXT_STEP
+#endif
+    // The rows' factors and the old values of y, which the residual epilogue adds to, are loaded at the start of a tile by
+    // every invocation: those without an item load words of another one. If y is tagged, the epilogue checks the word and
+    // polls again while it is stale.
+    uint item = gl_LocalInvocationIndex, own_token;
+    uint own_row = item_row_of(min(item, ITEMS - 1u), own_token);
+    own_token = min(own_token, ROWS - 1u);
+    uvec4 factor, old = uvec4(0u);
+#define LOAD_OLD { \
+    uint row_ = min(tile * (TILES * 16u) + own_row, n - 1u); \
+    factor = weight.v[row_ / 16u * BLOCK_WORDS + row_ % 16u / 4u]; \
+    if (EPILOGUE == 1u) old = y.v[(own_token * y_stride + row_) / 4u]; }
+    LOAD_OLD
+
+    // x, with the factors that undo the scaling of rows g and g + 8.
+    float undo = 1.0, undo_other = 1.0;
+    [[unroll]] for (uint from = 0u; from < ROWS; from += BATCH) {
+        uvec4 words[BATCH * LOADS];
+        vec4 most[BATCH];
+        float square[BATCH];
+        [[unroll]] for (uint b = 0u; b < BATCH; b++) {
+            most[b] = vec4(0.0);
+            square[b] = 0.0;
+        }
+        vec4 gain[LOADS];
+        [[dont_unroll]] for (uint pass = 0u; pass < PASSES; pass++) {
+            [[unroll]] for (uint i = 0u; i < LOADS; i++) gain[i] = NORM == 1u ? norm.v[column_of(pass, i)] : vec4(1.0);
+            LOAD_X(words, from, pass)
+            [[unroll]] for (uint b = 0u; b < BATCH; b++) {
+                [[unroll]] for (uint i = 0u; i < LOADS; i++) {
+                    vec4 value = uintBitsToFloat(words[b * LOADS + i]);
+                    if (NORM == 1u) square[b] += exists(pass, i) ? dot(value, value) : 0.0;
+                    most[b] = max(most[b], abs(value * gain[i]));
+                }
             }
         }
-        uint column[LOADS];
-        bool there[LOADS];
-        vec4 gain[LOADS];
-        [[unroll]] for (uint i = 0u; i < LOADS; i++) {
-            uint unit = unit_of(round, i / PARTS);
-            column[i] = unit * UNIT_QUADS + i % PARTS * 32u + LANE;
-            there[i] = unit < UNITS && column[i] * 4u < k;
-            column[i] = there[i] ? column[i] : 0u;
-            gain[i] = NORM == 1u ? norm.v[column[i]] : vec4(1.0);
+        float scale[BATCH];
+        [[unroll]] for (uint b = 0u; b < BATCH; b++) {
+            // The largest exponent becomes 14.
+            vec4 m = most[b];
+            uint exponent = group_max(floatBitsToUint(max(max(m.x, m.y), max(m.z, m.w)))) >> 23;
+            exponent = clamp(exponent, 16u, 254u);
+            scale[b] = uintBitsToFloat((268u - exponent) << 23);
+            float back = uintBitsToFloat((exponent - 14u) << 23);
+            uint token = from + b;
+            if (token < 8u && (BLOCK == 1u || g == token)) undo = back;
+            if (token >= 8u && g == token - 8u) undo_other = back;
+            if (NORM == 1u && token < ROWS) {
+                float sum = group_add(square[b]);
+                if (LANE == 0u) squares_s[LANE_GROUP * ROWS + token] = sum;
+            }
         }
-        // The factors that undo the scaling of rows g and g + 8 of x.
-        float undo = 1.0, undo_other = 1.0;
-        [[unroll]] for (uint from = 0u; from < ROWS; from += BATCH) {
-            uvec4 words[BATCH * LOADS];
-            if (TAGGED == 0u) {
-                [[unroll]] for (uint i = 0u; i < BATCH * LOADS; i++)
-                    words[i] = plain_x.v[min(from + i / LOADS, ROWS - 1u) * (x_stride / 4u) + column[i % LOADS]];
-            } else {
-                uint bad;
-                do {
-                    bad = 0u;
-                    [[unroll]] for (uint i = 0u; i < BATCH * LOADS; i++)
-                        words[i] = x.v[min(from + i / LOADS, ROWS - 1u) * (x_stride / 4u) + column[i % LOADS]];
-                    [[unroll]] for (uint i = 0u; i < BATCH * LOADS; i++) bad |= stale(words[i], x_tag);
-                } while (poll_again(subgroupAny(bad != 0u), polls, fault, x_tag));
+        [[dont_unroll]] for (uint pass = 0u; pass < PASSES; pass++) {
+            // With several passes, the words are those of the last one.
+            if (PASSES > 1u) {
+                [[unroll]] for (uint i = 0u; i < LOADS; i++) gain[i] = NORM == 1u ? norm.v[column_of(pass, i)] : vec4(1.0);
+                LOAD_X(words, from, pass)
             }
             [[unroll]] for (uint b = 0u; b < BATCH; b++) {
                 uint token = from + b;
                 if (token < ROWS) {
-                    vec4 value[LOADS];
-                    vec4 most = vec4(0.0);
                     [[unroll]] for (uint i = 0u; i < LOADS; i++) {
-                        value[i] = uintBitsToFloat(words[b * LOADS + i]);
-                        if (NORM == 1u) {
-                            square[token] += there[i] ? dot(value[i], value[i]) : 0.0;
-                            value[i] *= gain[i];
-                        }
-                        most = max(most, abs(value[i]));
+                        vec4 value = uintBitsToFloat(words[b * LOADS + i]) * gain[i] * (exists(pass, i) ? scale[b] : 0.0);
+                        x_s[put_at + (token / 8u * SLOTS + (pass * LOADS + i) * 8u) * SLOT + token % 8u * 4u] =
+                            uvec2(packHalf2x16(value.xy), packHalf2x16(value.zw));
                     }
-                    // The largest exponent becomes 14.
-                    uint exponent = group_max(floatBitsToUint(max(max(most.x, most.y), max(most.z, most.w)))) >> 23;
-                    exponent = clamp(exponent, 16u, 254u);
-                    float scale = uintBitsToFloat((268u - exponent) << 23), back = uintBitsToFloat((exponent - 14u) << 23);
-                    [[unroll]] for (uint i = 0u; i < LOADS; i++) {
-                        vec4 scaled_value = value[i] * (there[i] ? scale : 0.0);
-                        group_s[put_at + (token / 8u * SLOTS + i * 8u) * SLOT + token % 8u * 4u] =
-                            uvec2(packHalf2x16(scaled_value.xy), packHalf2x16(scaled_value.zw));
-                    }
-                    if (token < 8u && (BLOCK == 1u || g == token)) undo = back;
-                    if (token >= 8u && g == token - 8u) undo_other = back;
                 }
             }
         }
-        LANES_BARRIER
-        Sums sums[TILES * CHAINS];
-        [[unroll]] for (uint j = 0u; j < TILES * CHAINS; j++) sums[j] = NO_SUMS;
-        [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
-            EACH_HALF for (uint c = 0u; c < UNIT_COLS / 32u; c++) {
-                uint scale[TILES], minimum[TILES];
+    }
+    LANES_BARRIER
+
+    Sums sums[TILES * CHAINS];
+    [[unroll]] for (uint j = 0u; j < TILES * CHAINS; j++) sums[j] = NO_SUMS;
+    uint round = 0u, place = 0u;
+    float norm_scale = 1.0;
+    bool first = true;
+
+    [[dont_unroll]] while (tile < tiles) {
+#if MATRIX == 1
+        [[unroll]] for (uint odd = 0u; odd < 2u; odd++) {
+            if (tile >= tiles) break;
+            if (odd == 0u) {
+                MULTIPLY_STEP(even_w, even_scales, round)
+                LOAD_STEP(even_w, even_scales, next_tile, next_round)
+            } else {
+                MULTIPLY_STEP(odd_w, odd_scales, round)
+                LOAD_STEP(odd_w, odd_scales, next_tile, next_round)
+            }
+            NEXT_STEP
+#else
+        {
+            MULTIPLY_STEP(even_w, even_scales, round)
+            LOAD_STEP(even_w, even_scales, next_tile, next_round)
+            NEXT_STEP
+#endif
+            round++;
+            if (round == ROUNDS) {
+                round = 0u;
                 [[unroll]] for (uint j = 0u; j < TILES; j++) {
-                    uint at = (u * TILES + j) * SCALE_SLOTS;
-                    scale[j] = SCALE_OF(scales, at, c, t);
-                    minimum[j] = STORED == 1u ? SCALE_OF(scales, at + STORED * SCALE_WORDS, c, t) : 0u;
-                }
-                EACH_HALF for (uint h = 0u; h < 2u; h++) {
-                    uint at = take_at + (u * (UNIT_COLS / 16u) + c * 2u + h) * SLOT;
-                    uvec2 a_low = group_s[at], a_high = HALVES == 2u ? group_s[at + (HALVES - 1u) * SLOTS * SLOT] : uvec2(0u);
-                    Tokens a;
-                    SET_TOKENS(a, a_low, a_high)
-                    [[unroll]] for (uint j = 0u; j < TILES; j++) {
-                        uvec4 pairs = PAIRS(w, (u * TILES + j) * PLANE_LOADS, c, h);
-                        pairs = scaled(pairs, scale[j], minimum[j]);
-                        Weights m;
-                        SET_WEIGHTS(m, pairs)
-                        MULTIPLY_ADD(sums[j * CHAINS + h % CHAINS], a, m)
+                    vec4 sum = SUMS_LOW(sums[j * CHAINS]), sum_other = SUMS_HIGH(sums[j * CHAINS]);
+                    if (CHAINS == 2u) {
+                        sum += SUMS_LOW(sums[j * CHAINS + CHAINS - 1u]);
+                        sum_other += SUMS_HIGH(sums[j * CHAINS + CHAINS - 1u]);
+                    }
+                    if (LANE < KEPT) {
+                        uint at = (place * GROUPS + LANE_GROUP) * ITEMS + j * HALVES * KEPT + LANE;
+                        sums_s[at] = undo * sum;
+                        if (HALVES == 2u) sums_s[at + KEPT] = undo_other * sum_other;
                     }
                 }
-            }
-        }
-        [[unroll]] for (uint j = 0u; j < TILES; j++) {
-            vec4 sum = SUMS_LOW(sums[j * CHAINS]), sum_other = SUMS_HIGH(sums[j * CHAINS]);
-            if (CHAINS == 2u) {
-                sum += SUMS_LOW(sums[j * CHAINS + CHAINS - 1u]);
-                sum_other += SUMS_HIGH(sums[j * CHAINS + CHAINS - 1u]);
-            }
-            low[j] += undo * sum;
-            if (HALVES == 2u) high[j] += undo_other * sum_other;
-        }
-        // All lanes must have read x before the next round or the sums overwrite it.
-        LANES_BARRIER
-    }
+                [[unroll]] for (uint j = 0u; j < TILES * CHAINS; j++) sums[j] = NO_SUMS;
+                barrier();
+                for (uint turn = item; turn < ITEMS; turn += LANES) {
+                    uint token, row = item_row_of(turn, token) + tile * (TILES * 16u);
+                    if (token >= ROWS || row >= n) continue;
+                    uint at = (token * y_stride + row) / 4u;
+                    if (turn >= LANES) {
+                        factor = weight.v[row / 16u * BLOCK_WORDS + row % 16u / 4u];
+                        if (EPILOGUE == 1u) old = y.v[at];
+                    }
+                    if (EPILOGUE == 1u && TAGGED == 3u)
+                        while (poll_again(stale(old, old_tag) != 0u, polls, fault, old_tag)) old = y.v[at];
 
-    if (NORM == 1u) {
-        [[unroll]] for (uint i = 0u; i < ROWS; i++) {
-            float sum = group_add(square[i]);
-            if (LANE == 0u) squares_s[LANE_GROUP * ROWS + i] = sum;
-        }
-    }
-    if (LANE < KEPT) {
-        [[unroll]] for (uint j = 0u; j < TILES; j++) {
-            uint at = own_x + (j * HALVES * KEPT + LANE) * 2u;
-            put_sums(at, low[j]);
-            if (HALVES == 2u) put_sums(at + KEPT * 2u, high[j]);
-        }
-    }
-    barrier();
-
-    for (; item < ITEMS; item += LANES) {
-        item_lane = item % KEPT;
-        item_half = item / KEPT % HALVES;
-        item_tile = item / (KEPT * HALVES);
-        item_token = item_half * 8u + (item_lane >> 2);
-        uint item_row = (first + item_tile) * 16u + (item_lane & 3u) * 4u;
-        if (item_token >= ROWS || item_row >= n) continue;
-        item_at = (item_token * y_stride + item_row) / 4u;
-        if (item >= LANES) {
-            factor = weight.v[(first + item_tile) * BLOCK_WORDS + (item_lane & 3u)];
-            if (EPILOGUE == 1u) old = y.v[item_at];
-        }
-        if (EPILOGUE == 1u && TAGGED == 3u)
-            while (poll_again(stale(old, old_tag) != 0u, polls, fault, old_tag)) old = y.v[item_at];
-
-        vec4 v = vec4(0.0);
-        [[unroll]] for (uint i = 0u; i < GROUPS; i++) {
-            uint at = i * GROUP_WORDS + item * 2u;
-            v += uintBitsToFloat(uvec4(group_s[at], group_s[at + 1u]));
-        }
-        if (NORM == 1u) {
-            float sum = 0.0;
-            [[unroll]] for (uint i = 0u; i < GROUPS; i++) sum += squares_s[i * ROWS + item_token];
-            v *= inversesqrt(sum / float(k) + epsilon);
-        }
-        v *= uintBitsToFloat(factor);
-        uint left = min(n - item_row, 4u);
-        if (BIAS == 1u) [[unroll]] for (uint i = 0u; i < 4u; i++) if (i < left) v[i] += bias.v[item_row + i];
-        if (EPILOGUE == 1u) v += uintBitsToFloat(old);
-        if (EPILOGUE >= 2u) {
-            vec2 result = glu(EPILOGUE, v.xz, v.yw);
-            uint at = item_token * y_stride + item_row / 2u;
-            uvec2 words = TAGGED == 3u ? uvec2(tagged(result.x, y_tag), tagged(result.y, y_tag)) : floatBitsToUint(result);
-            if (left == 4u) {
-                PUT_TWO(at, words)
-            } else if (left >= 2u) {
-                PUT_ONE(at, words.x)
+                    vec4 v = vec4(0.0);
+                    [[unroll]] for (uint i = 0u; i < GROUPS; i++) v += sums_s[(place * GROUPS + i) * ITEMS + turn];
+                    if (NORM == 1u) {
+                        // An invocation with one item has the same row of x in all tiles.
+                        if (first || ITEMS > LANES) {
+                            float sum = 0.0;
+                            [[unroll]] for (uint i = 0u; i < GROUPS; i++) sum += squares_s[i * ROWS + token];
+                            norm_scale = inversesqrt(sum / float(k) + epsilon);
+                        }
+                        v *= norm_scale;
+                    }
+                    v *= uintBitsToFloat(factor);
+                    uint left = min(n - row, 4u);
+                    if (BIAS == 1u) [[unroll]] for (uint i = 0u; i < 4u; i++) if (i < left) v[i] += bias.v[row + i];
+                    if (EPILOGUE == 1u) v += uintBitsToFloat(old);
+                    if (EPILOGUE >= 2u) {
+                        vec2 result = glu(EPILOGUE, v.xz, v.yw);
+                        uint half_at = token * y_stride + row / 2u;
+                        uvec2 words = TAGGED == 3u ? uvec2(tagged(result.x, y_tag), tagged(result.y, y_tag)) : floatBitsToUint(result);
+                        if (left == 4u) {
+                            PUT_TWO(half_at, words)
+                        } else if (left >= 2u) {
+                            PUT_ONE(half_at, words.x)
+                        }
+                    } else {
+                        uvec4 words = TAGGED == 3u ? tagged(v, y_tag) : floatBitsToUint(v);
+                        if (left == 4u) y.v[at] = words;
+                        if (left < 4u) y.v[at].x = words.x;
+                        if (left < 4u && left > 1u) y.v[at].y = words.y;
+                        if (left == 3u) y.v[at].z = words.z;
+                    }
+                }
+                first = false;
+                // Sums go to the other place next, which nobody reads any more: all invocations have left its last barrier.
+                place = 1u - place;
+                tile += workgroups;
+                LOAD_OLD
             }
-        } else {
-            uvec4 words = TAGGED == 3u ? tagged(v, y_tag) : floatBitsToUint(v);
-            if (left == 4u) y.v[item_at] = words;
-            if (left < 4u) y.v[item_at].x = words.x;
-            if (left < 4u && left > 1u) y.v[item_at].y = words.y;
-            if (left == 3u) y.v[item_at].z = words.z;
         }
     }
 }

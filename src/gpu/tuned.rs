@@ -10,9 +10,11 @@ use crate::kernels::attention::{Heads, Scores, flash_decode};
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::shaders::SHADER_SET;
 use crate::memory::pack::Format;
-use crate::model::checkpoint::Checkpoint;
+use crate::model::checkpoint::{Checkpoint, WeightSpec};
 use crate::model::config::{ModelConfig, QkNorm};
 use crate::model::decoder::Tuning;
+use crate::quant::number::Number;
+use crate::quant::{Codes, Minimum};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io;
@@ -128,7 +130,7 @@ pub(crate) fn entry(key: &str, config: &ModelConfig) -> Option<String> {
             Some(format!("{key}.{}x{}x{}", of.heads, of.kv_heads, of.head_dim))
         }
         "gemv_threads" => Some(format!("{key}.{}x{}", config.hidden, config.intermediate)),
-        key if key.starts_with("skinny.") => Some(key.to_owned()),
+        key if key.starts_with("skinny.") || key.starts_with("codes.") => Some(key.to_owned()),
         _ => None,
     }
 }
@@ -182,6 +184,15 @@ impl TuningBounds {
                     && self.heads.shared_bytes(threads) <= tuning.shared_bytes
             }
             "gemv_threads" => changed.gemv_threads.is_power_of_two() && (16..=most).contains(&changed.gemv_threads),
+            key if key.starts_with("codes.") => {
+                let shape = codes_shape(key)?;
+                let (config, (bits, _, cols, _)) = (changed.codes.get(&shape)?, shape);
+                // The format whose units take most memory.
+                let group = if bits.is_multiple_of(2) { 128 } else { 64 };
+                let widest = Codes { bits, group, number: Number::Affine, minimum: Minimum::Stored };
+                let shared = config.shared_bytes(Format::Codes(widest), cols, 1, tuning.fragments?);
+                config.threads <= most && config.tiles <= MOST_TILES && shared <= tuning.shared_bytes
+            }
             key => {
                 let (rows, cols) = key.strip_prefix("skinny.")?.split_once('x')?;
                 let config = changed.skinny.get(&(rows.parse().ok()?, cols.parse().ok()?))?;
@@ -252,9 +263,23 @@ impl Tuned {
     }
 }
 
+/// Returns the bits of a code, the rows and columns of W and the rows of x (one) of a key `codes.BITSxROWSxCOLUMNS`.
+fn codes_shape(key: &str) -> Option<(u32, u32, u32, u32)> {
+    let numbers: Result<Vec<u32>, _> = key.strip_prefix("codes.")?.split('x').map(str::parse).collect();
+    let &[bits, rows, cols] = &numbers.ok()?[..] else { return None };
+    Some((bits, rows, cols, 1))
+}
+
 /// Returns the tuning key and value of an entry if the model has the entry's shape.
 fn occurs((name, value): (String, String), checkpoint: &Checkpoint) -> Option<(String, String)> {
     let (key, shape) = name.split_once('.')?;
+    if key == "codes" {
+        let (bits, rows, cols, _) = codes_shape(&name)?;
+        let fits = |w: &WeightSpec| {
+            w.cols == cols && w.rows >= rows && w.format.codes().is_some_and(|codes| codes.bits == bits)
+        };
+        return checkpoint.weights().iter().any(fits).then_some((name, value));
+    }
     if key != "skinny" {
         return (entry(key, &checkpoint.config)? == name).then(|| (key.to_owned(), value));
     }

@@ -8,11 +8,13 @@
 use super::embed::rows_bytes;
 use super::gemm::codes::expanded_bytes;
 use super::gemm::matmul;
+use super::gemm::tiled::token_index;
 use super::host_memory::{HostMemory, PackedMatrix};
 use super::recording::{Call, Op, Range, Recording};
 use super::shaders::{
     EmbedRowsArgs, EmbedRowsConstants, ExpandCodesArgs, ExpandCodesConstants, ExpertGemvArgs, ExpertGemvConstants,
-    GemvArgs, GemvConstants, MatmulArgs, MatmulConstants, SkinnyCodesArgs, SkinnyCodesConstants,
+    GemvArgs, GemvConstants, MatmulArgs, MatmulConstants, PanelArgs, PanelConstants, SkinnyCodesArgs,
+    SkinnyCodesConstants,
 };
 use super::tags::tagged;
 use super::{Format, codes_of, fold, interpreter, shared_format, state};
@@ -67,6 +69,10 @@ pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
             let c = SkinnyCodesConstants::from_values(&call.constants);
             (c.codes, c.rows)
         }
+        "panel" => {
+            let c = PanelConstants::from_values(&call.constants);
+            (c.codes, 16 * c.blocks)
+        }
         "expand_codes" => (ExpandCodesConstants::from_values(&call.constants).codes, 0),
         "gemv" => (GemvConstants::from_values(&call.constants).codes, 0),
         "matmul" => {
@@ -97,6 +103,7 @@ pub fn probe(call: &Call) -> Option<CodeProbe> {
     let codes = codes_of(codes);
     let (call, results, bfloat16) = match base(call.kernel) {
         "skinny_codes" => operands.skinny(call, codes),
+        "panel" => operands.panel(call, codes),
         "expand_codes" => operands.expand(call, codes),
         "gemv" => operands.gemv(call, codes),
         "matmul" => operands.matmul(call, codes),
@@ -226,14 +233,15 @@ impl Operands {
     fn skinny(&mut self, call: &Call, codes: Codes) -> Built {
         let c = SkinnyCodesConstants::from_values(&call.constants);
         let a = SkinnyCodesArgs::from_args(&call.args);
-        let n = FRAGMENT_ROWS * c.tiles * 2;
+        // One workgroup computes all tiles, one after the other.
+        let n = FRAGMENT_ROWS * c.tiles * 3;
         let tag = |bit: u32, tag: u32| (c.tagged & bit != 0).then_some(tag);
         let x = self.rows(VALUES, [c.rows, a.k, a.x_stride], tag(1, a.x_tag));
         let width = n;
         let old = tag(2, a.old_tag).map_or(0, |tag| tagged(0.0, tag));
         let y = self.buffer("y", vec![old; (c.rows * width) as usize]);
         let args = SkinnyCodesArgs {
-            weight: self.weight("weight", codes, Layout::Fragments, n, a.k),
+            weight: self.weight("weight", codes, Layout::Fragments, n, c.units * unit_cols(codes)),
             x,
             norm: self.norm(c.norm == 1, a.x_stride),
             bias: self.bias(n),
@@ -243,8 +251,51 @@ impl Operands {
             y_stride: width,
             ..a
         };
-        let call = Call { args: args.into_args(), groups: fold(n.div_ceil(16 * c.tiles), 1), ..call.clone() };
+        let call = Call { args: args.into_args(), groups: [1, 1, 1], ..call.clone() };
         (call, (y, width), false)
+    }
+
+    fn panel(&mut self, call: &Call, codes: Codes) -> Built {
+        let c = PanelConstants::from_values(&call.constants);
+        let a = PanelArgs::from_args(&call.args);
+        let (rows, cols, n) = (ROWS, c.chunks * FRAGMENT_COLS, 2 * FRAGMENT_ROWS * c.tiles);
+        let mut x = vec![0u32; (FRAGMENT_ROWS * cols / 2) as usize];
+        for row in 0..rows {
+            let first = row * VALUES % (cols - VALUES.min(cols - 1));
+            for col in first..(first + VALUES).min(a.k) {
+                let at = token_index(row, col, cols);
+                x[at / 2] |= u32::from(bf16::from_f32(self.random()).to_bits()) << (16 * (at % 2));
+            }
+        }
+        let x = self.buffer("x", x);
+        // Packed rows of y are blocks of 16 rows and 32 columns.
+        let chunks = (n / 2).div_ceil(FRAGMENT_COLS);
+        let (y_words, y_stride, width) = match c.packed {
+            0 => (rows * n, n, n),
+            _ => (FRAGMENT_ROWS * chunks * FRAGMENT_COLS / 2, chunks, FRAGMENT_ROWS * FRAGMENT_COLS),
+        };
+        let y = self.zeros("y", y_words);
+        let squares = match c.fold {
+            1 => vec![1f32.to_bits(); (FRAGMENT_ROWS * c.parts) as usize],
+            _ => vec![0; (FRAGMENT_ROWS * n / 16) as usize],
+        };
+        let args = PanelArgs {
+            weight: self.weight("weight", codes, Layout::Fragments, n, cols.next_multiple_of(unit_cols(codes))),
+            x,
+            bias: self.bias(n),
+            y,
+            squares: self.buffer("squares", squares),
+            norm: self.norm(c.fold == 2, n),
+            next: self.zeros("next", FRAGMENT_ROWS * n / 2),
+            tiles: self.zeros("tiles", 1),
+            slots: self.zeros("slots", 1),
+            n,
+            rows,
+            y_stride,
+            ..a
+        };
+        let call = Call { args: args.into_args(), groups: [2, 1, 1], ..call.clone() };
+        (call, (y, width), c.packed == 1)
     }
 
     fn expand(&mut self, call: &Call, codes: Codes) -> Built {
@@ -408,9 +459,11 @@ impl Operands {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::gemm::codes::{expand_codes, skinny_codes};
+    use crate::kernels::gemm::codes::{CodesConfig, expand_codes, skinny_codes, units};
     use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch};
-    use crate::kernels::gemm::skinny::{Matrices, SkinnyConfig};
+    use crate::kernels::gemm::panel::{Fold, PanelConfig, panel};
+    use crate::kernels::gemm::skinny::Matrices;
+    use crate::kernels::gemm::tiled::{Output, Packed, PackedOrder, Tiled};
     use crate::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product};
     use crate::kernels::tags::Flow;
     use crate::quant::blocks::BlockType;
@@ -429,16 +482,24 @@ mod tests {
             epilogue,
             y: Activations { range: weight.range, stride: rows },
         };
-        let config = SkinnyConfig { threads: 64, tiles: 2, ahead: 1 };
+        let config = CodesConfig { threads: 64, tiles: 2, ahead: 1, workgroups: 8 };
         let flow = Flow { input_carried: true, input: 3, old: 127, output: Some(64) };
-        let skinny =
-            |product: &Product, rows, flow| skinny_codes(product, rows, Matrices::Emulated, config, flow, weight.range);
+        let skinny = |product: &Product, rows, flow| {
+            let all = 0..units(&product.weight);
+            skinny_codes(product, rows, Matrices::Emulated, config, all, flow, weight.range)
+        };
         let norm = Some((weight.range, 1e-5));
         let config = MatmulConfig { tokens: 16, features: 32, words: 1, each: 4, splits: 2 };
         let scratch = Scratch { partials: weight.range, counters: weight.range };
         let many = |arithmetic| {
             let x = Blocked { range: weight.range, scales: weight.range, cols, arithmetic };
             product(Epilogue::Residual, None).matmul(x, MatmulRows::All(16), 0, config, scratch)
+        };
+        let packed = Packed { range: weight.range, format: Format::Bf16, cols, order: PackedOrder::Fragments };
+        let panels = |epilogue, y| {
+            let config = PanelConfig { threads: 64, tiles: 2, ahead: 1, blocks: 1 };
+            let product = Tiled { label: "panel".to_owned(), weight, x: packed, bias: None, epilogue, y };
+            panel(&product, 16, Matrices::Emulated, config, Fold::None)
         };
         vec![
             product(Epilogue::Store, None).gemv(1, 64, 2, 1),
@@ -456,6 +517,8 @@ mod tests {
             ),
             Product { bias: Some(biased), ..product(Epilogue::Store, None) }.gemv(1, 64, 2, 1),
             expand_codes("expand".to_owned(), &weight, (0, rows), Matrices::Emulated, weight.range),
+            panels(Epilogue::Store, Output::Rows(Activations { range: weight.range, stride: rows })),
+            panels(Epilogue::Gated(Glu::Silu), Output::Packed(Packed { cols: rows / 2, ..packed })),
         ]
     }
 

@@ -79,7 +79,7 @@ fn shared_format(word: u32) -> Format {
 }
 
 /// Returns the format of a constant `codes`.
-fn codes_of(word: u32) -> Codes {
+pub(crate) fn codes_of(word: u32) -> Codes {
     Codes {
         bits: word & 15,
         group: word >> 4 & 255,

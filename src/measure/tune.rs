@@ -18,12 +18,14 @@ use crate::gpu::tuned::{MOST_AHEAD, MOST_TILES, Tuned, TuningBounds};
 use crate::host::progress::{Progress, Unit};
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::attention::flash_decode::MOST_SPLITS;
+use crate::kernels::codes_of;
 use crate::kernels::embed::PromptRows;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region};
 use crate::kernels::sampling::{Patch, patch_inbox};
-use crate::kernels::shaders::{SkinnyArgs, SkinnyConstants};
+use crate::kernels::shaders::{SkinnyArgs, SkinnyCodesArgs, SkinnyCodesConstants, SkinnyConstants};
 use crate::kernels::state::{self, SlotInit};
+use crate::memory::pack::codes::unit_cols;
 use crate::memory::{Buffer, BufferTable, Place};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::decoder::{Decoder, StepShape, Tuning};
@@ -273,6 +275,18 @@ fn knobs(decoder: &Decoder<'_>, rules: &Tuning, bounds: TuningBounds, depth: u32
                 let values = skinny_values(args.n, constants.chunks, rules.processors);
                 add(format!("skinny.{}x{}", args.n, args.k), rule, values, args.weight.bytes);
             }
+            "skinny_codes" => {
+                let (args, c) =
+                    (SkinnyCodesArgs::from_args(&call.args), SkinnyCodesConstants::from_values(&call.constants));
+                let codes = codes_of(c.codes);
+                let tiles = args.n.div_ceil(16 * c.tiles);
+                let each = tiles.min(call.groups[0] * call.groups[2]).div_ceil(rules.processors);
+                let rule = format!("{}/{}/{}/{each}", c.threads, c.tiles, c.ahead);
+                // The 16-byte words of codes in a lane count like those of bfloat16, of which a chunk has two.
+                let words = unit_cols(codes) * codes.bits / 256;
+                let values = codes_values(args.n, c.units, words, rules.processors);
+                add(format!("codes.{}x{}x{}", codes.bits, args.n, args.k), rule, values, args.weight.bytes);
+            }
             "gemv" => {
                 let bytes = call.args[0].range().bytes;
                 add("gemv_threads".to_owned(), rules.gemv_threads.to_string(), powers(32, 256), bytes);
@@ -311,6 +325,27 @@ fn skinny_values(rows: u32, chunks: u32, processors: u32) -> Vec<String> {
                 let few = tiles > 1 && rows.div_ceil(16 * tiles) < processors / 2;
                 if !(wasted || heavy || few) {
                     values.push(format!("{threads}/{tiles}/{ahead}"));
+                }
+            }
+        }
+    }
+    values
+}
+
+/// Like [`skinny_values`], for `skinny_codes` and a matrix with `units` units of columns, of which a lane loads `words` 16-byte words.
+fn codes_values(rows: u32, units: u32, words: u32, processors: u32) -> Vec<String> {
+    let mut values = Vec::new();
+    for threads in [64, 128, 192, 256, 384, 512, 768] {
+        for tiles in 1..=MOST_TILES {
+            for ahead in [1, 2, 3, 4, 6] {
+                let groups = threads / 32;
+                let wasted = ahead > 1 && (ahead - 1) * groups >= units;
+                // Two steps are in flight.
+                let heavy = ahead * tiles * words > 8 || ahead * tiles * words * 8 * threads > 32 << 10;
+                let few = tiles > 1 && rows.div_ceil(16 * tiles) < processors / 2;
+                if !(wasted || heavy || few) {
+                    let each = (1..=4).filter(|each| each * threads <= 1024);
+                    values.extend(each.map(|each| format!("{threads}/{tiles}/{ahead}/{each}")));
                 }
             }
         }

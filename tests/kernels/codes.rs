@@ -8,10 +8,13 @@
 
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random};
+use half::bf16;
 use ostinato::kernels::embed::{RowsFrom, Table, embed_rows};
-use ostinato::kernels::gemm::codes::{expand_codes, expanded_bytes, shared_bytes, skinny_codes};
+use ostinato::kernels::gemm::codes::{CodesConfig, expand_codes, expanded_bytes, skinny_codes, units};
 use ostinato::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch, block_rows};
-use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig};
+use ostinato::kernels::gemm::panel::{Fold, PanelConfig, panel};
+use ostinato::kernels::gemm::skinny::Matrices;
+use ostinato::kernels::gemm::tiled::{Output, Packed, PackedOrder, Tiled, token_index};
 use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product};
 use ostinato::kernels::moe::{ExpertsShape, Mlp, Used};
 use ostinato::kernels::recording::Range;
@@ -285,14 +288,16 @@ fn skinny_cases(name: &str, list: Vec<Case>) {
     let mut random = Random(92);
     for (index, case) in list.into_iter().enumerate() {
         let threads = if case.rows > 8 { 32 } else { [32, 64, 128][index % 3] };
-        let config = SkinnyConfig { threads, tiles: 1 + index as u32 % 2, ahead: 1 + index as u32 / 2 % 2 };
-        let shared = shared_bytes(config, case.way.format(), case.rows, Matrices::Emulated);
+        let index = index as u32;
+        let config = CodesConfig { threads, tiles: 1 + index % 2, ahead: 1 + index / 2 % 2, workgroups: 1 + index % 3 };
+        let shared = config.shared_bytes(case.way.format(), case.k, case.rows, Matrices::Emulated);
         assert!(shared <= 32 << 10, "{config:?} of {} rows: {shared}", case.rows);
         cases.case(format!("{case:?}.{config:?}"));
         let limit = if case.epilogue == Epilogue::Gated(Glu::Silu) { HALF_SWIGLU } else { HALF };
         let product = case.product(&mut cases, &mut random, Layout::Fragments, limit);
         let fault = cases.words("fault", &[0]);
-        cases.recording.call(skinny_codes(&product, case.rows, Matrices::Emulated, config, case.flow, fault));
+        let units = 0..units(&product.weight);
+        cases.recording.call(skinny_codes(&product, case.rows, Matrices::Emulated, config, units, case.flow, fault));
     }
     check(&cases);
 }
@@ -326,6 +331,69 @@ fn tagged_rows_by_fragments() {
     let some = |case: &Case| matches!(case.way, Way::Blocks(BlockType::Q4_K | BlockType::Q6_K) | Way::Load(_));
     let fits = |case: Case| Case { n: 48, ..case };
     skinny_cases("skinny_codes.tagged", products(&[1, 4], flow).into_iter().filter(some).map(fits).collect());
+}
+
+/// Goal: `panel` dequantises codes of every format for packed rows, with every epilogue, also into packed rows.
+#[test]
+fn packed_rows_by_fragments_of_every_format() {
+    let mut cases = Cases::new("panel.codes");
+    let mut random = Random(95);
+    let mut seen = Vec::new();
+    for (index, case) in products(&[11], Flow::NONE).into_iter().enumerate() {
+        if seen.contains(&case.way.format()) {
+            continue;
+        }
+        seen.push(case.way.format());
+        let rows = [11u32, 3, 20][index % 3];
+        let n = case.n.next_multiple_of(4);
+        let Case { way, k, .. } = case;
+        let index = index as u32;
+        let config =
+            PanelConfig { threads: 64, tiles: 1 + index % 2, ahead: 1 + index / 2 % 2, blocks: rows.div_ceil(16) };
+        cases.case(format!("{case:?}.{rows}.{config:?}"));
+        let weight = cases.words("weight", &way.matrix(&mut random, n, k, Layout::Fragments));
+        let chunks = k.next_multiple_of(32);
+        let mut x = vec![0u32; (rows.next_multiple_of(16) * chunks / 2) as usize];
+        for (row, col) in (0..rows).flat_map(|row| (0..k).map(move |col| (row, col))) {
+            let at = token_index(row, col, chunks);
+            x[at / 2] |= u32::from(bf16::from_f32(random.float()).to_bits()) << (16 * (at % 2));
+        }
+        let x = Packed { range: cases.words("x", &x), format: Format::Bf16, cols: k };
+        // Sums of up to 512 terms of about 0.3 with a relative error of 2^-9 each and a random sign; rounding to bfloat16
+        // adds 2^-8 of the result.
+        let gated = case.epilogue == Epilogue::Gated(Glu::Silu);
+        let y = match (case.epilogue, index % 2) {
+            (Epilogue::Gated(_), 0) => {
+                let to = Packed { cols: n / 2, ..x };
+                let words = Packed::bytes(rows, n / 2) as usize / 4;
+                // Rows and columns beyond the last ones may be left as they are.
+                Output::Packed(Packed { range: cases.words("y", &vec![0; words]), ..to })
+            }
+            (Epilogue::Residual, _) => {
+                let y = cases.floats("y", &random.floats((rows * stride(n)) as usize));
+                Output::Rows(Activations { range: y, stride: stride(n) })
+            }
+            _ => {
+                let words = (rows * stride(n)) as usize;
+                let y = cases.output("y", words, Expect::Floats(if gated { 0.5 } else { 6e-2 }));
+                Output::Rows(Activations { range: y, stride: stride(n) })
+            }
+        };
+        match y {
+            Output::Packed(y) => cases.expect(y.range, Expect::Bfloats(0.5)),
+            Output::Rows(y) => cases.expect(y.range, Expect::Floats(if gated { 0.5 } else { 6e-2 })),
+        }
+        let product = Tiled {
+            label: "panel".to_owned(),
+            weight: Matrix { range: weight, format: way.format(), rows: n, cols: k },
+            x,
+            bias: None,
+            epilogue: case.epilogue,
+            y,
+        };
+        cases.recording.call(panel(&product, rows, Matrices::Emulated, config, Fold::None));
+    }
+    check(&cases);
 }
 
 #[test]

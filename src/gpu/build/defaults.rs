@@ -105,6 +105,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         sample_threads: sampling::sample_threads(if cpu { 128 } else { most }),
         fragments: matrices,
         skinny: BTreeMap::new(),
+        codes: BTreeMap::new(),
         panel: BTreeMap::new(),
         tiles: BTreeMap::new(),
         ptx: false,

@@ -2,7 +2,7 @@
 //! part of a matrix to bfloat16 for the products of many rows. Not here: row-major quantised weights (`gemm`), and the
 //! layout of codes (`memory::pack::codes`).
 
-use super::skinny::{Matrices, SkinnyConfig};
+use super::skinny::Matrices;
 use super::{Matrix, Product, Shape, product};
 use crate::kernels::host_memory::{HostMemory, PackedMatrix};
 use crate::kernels::recording::{Call, Range};
@@ -15,37 +15,65 @@ use crate::memory::pack::{FRAGMENT_COLS, FRAGMENT_ROWS, Layout, Packing, fragmen
 /// The maximum number of rows of x.
 pub const MOST_ROWS: u32 = 16;
 
-fn units(weight: &Matrix) -> u32 {
+/// Returns the number of units of columns of a matrix of codes.
+///
+/// # Panics
+/// If it has no codes.
+pub fn units(weight: &Matrix) -> u32 {
     let codes = weight.format.codes().unwrap_or_else(|| panic!("weights of {:?} are no codes", weight.format));
     weight.cols.div_ceil(unit_cols(codes))
 }
 
-/// Returns the shared memory that a workgroup uses for `rows` rows of x, in bytes. `config.ahead` counts units of
-/// columns.
-pub fn shared_bytes(config: SkinnyConfig, format: Format, rows: u32, matrices: Matrices) -> u32 {
-    let unit = format.codes().map_or(128, unit_cols);
-    let (groups, halves, block) = (config.threads / 32, rows.div_ceil(8), rows.min(8));
-    let slot = block * 4 + if block > 1 { 4 } else { 0 };
-    let x = halves * config.ahead * unit / 16 * slot * 8;
-    let sums = config.tiles * halves * block * 4 * 16;
-    let exchange = if matrices == Matrices::Emulated { config.threads * 36 } else { 0 };
-    groups * (x.max(sums) + rows * 4) + exchange
+/// The shape of `skinny_codes`' workgroups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct CodesConfig {
+    /// The number of invocations, a multiple of 32. Each group of 32 processes a share of K.
+    pub threads: u32,
+    /// The number of blocks of 16 rows of W that a workgroup computes together.
+    pub tiles: u32,
+    /// The number of units of columns of a step of a group of 32 invocations; two steps are in flight.
+    pub ahead: u32,
+    /// The maximum number of workgroups; each computes as many tiles, but for the last ones.
+    pub workgroups: u32,
+}
+
+impl CodesConfig {
+    /// Returns the shared memory that a workgroup uses for `rows` rows of x and a matrix of `cols` columns, in bytes.
+    pub fn shared_bytes(self, format: Format, cols: u32, rows: u32, matrices: Matrices) -> u32 {
+        let unit = format.codes().map_or(128, unit_cols);
+        let (groups, halves, block) = (self.threads / 32, rows.div_ceil(8), rows.min(8));
+        let rounds = cols.div_ceil(unit).div_ceil(groups * self.ahead);
+        let all_loads = rounds * self.ahead * unit / 128;
+        let loads = all_loads.next_multiple_of(all_loads.min(8));
+        let slot = block * 4 + if block > 1 { 4 } else { 0 };
+        let (x, sums) = (halves * loads * 8 * slot * 8, 2 * self.tiles * halves * block * 4 * 16);
+        let exchange = if matrices == Matrices::Emulated { self.threads * 36 } else { 0 };
+        groups * (x + sums + rows * 4) + exchange
+    }
 }
 
 /// Returns the call of `product` for `rows` rows of x, at most [`MOST_ROWS`], with W as codes packed as
-/// [`crate::memory::pack::Layout::Fragments`]. `flow` gives the tagged operands. `config.ahead` counts units of columns.
+/// [`crate::memory::pack::Layout::Fragments`]. `flow` gives the tagged operands. `part` is the range of the units of columns
+/// of W that are multiplied, with which x begins.
 ///
 /// # Panics
-/// If there are too many rows or W has no codes.
+/// If there are too many rows, W has no codes, or a part of the columns has a norm.
 pub fn skinny_codes(
     product: &Product,
     rows: u32,
     matrices: Matrices,
-    config: SkinnyConfig,
+    config: CodesConfig,
+    part: std::ops::Range<u32>,
     flow: Flow,
     fault: Range,
 ) -> Call {
-    assert!(rows <= MOST_ROWS, "{rows} rows");
+    let (units, own_units) = (units(&product.weight), part.end - part.start);
+    assert!(rows <= MOST_ROWS && (own_units == units || product.norm.is_none()), "{rows} rows, units {part:?}");
+    let skipped = product.weight.format.codes().map_or(0, |codes| part.start * unit_cols(codes));
+    let k = match part.end == units {
+        true => product.weight.cols - skipped,
+        false => product.weight.format.codes().map_or(0, |codes| own_units * unit_cols(codes)),
+    };
     let (norm, bias, epsilon) = product.touched();
     let constants = SkinnyCodesConstants {
         threads: config.threads,
@@ -56,9 +84,11 @@ pub fn skinny_codes(
         tiles: config.tiles,
         ahead: config.ahead,
         rows,
-        units: units(&product.weight),
+        units,
         tagged: flow.code(),
         codes: codes_word(product.weight.format),
+        first_unit: part.start,
+        own_units,
     };
     let args = SkinnyCodesArgs {
         weight: product.weight.range,
@@ -69,7 +99,7 @@ pub fn skinny_codes(
         // An empty range, so that no barrier is derived: calls may set and read the fault word in any order.
         fault: fault.none(),
         n: product.weight.rows,
-        k: product.weight.cols,
+        k,
         x_stride: product.x.stride,
         y_stride: product.y.stride,
         epsilon,
@@ -85,7 +115,11 @@ pub fn skinny_codes(
         label: product.label.clone(),
         constants: constants.into_values(),
         args: args.into_args(),
-        groups: fold(product.weight.rows.div_ceil(16 * config.tiles), 1),
+        groups: {
+            let tiles = product.weight.rows.div_ceil(16 * config.tiles);
+            let each = tiles.div_ceil(config.workgroups.max(1));
+            fold(tiles.div_ceil(each), 1)
+        },
     };
     flow.mark(call, product.x.range, product.y.range)
 }
@@ -93,6 +127,8 @@ pub fn skinny_codes(
 pub(crate) fn reference_skinny_codes(call: &Call, memory: &mut HostMemory) {
     let a = SkinnyCodesArgs::from_args(&call.args);
     let c = SkinnyCodesConstants::from_values(&call.constants);
+    let format = format_of("codes", c.codes);
+    let unit = format.codes().map_or(1, unit_cols);
     let shape = Shape {
         weight: a.weight,
         x: a.x,
@@ -101,6 +137,8 @@ pub(crate) fn reference_skinny_codes(call: &Call, memory: &mut HostMemory) {
         y: a.y,
         n: a.n,
         k: a.k,
+        cols: c.units * unit,
+        first_col: c.first_unit * unit,
         fragments: true,
         x_stride: a.x_stride,
         y_stride: a.y_stride,
@@ -108,7 +146,7 @@ pub(crate) fn reference_skinny_codes(call: &Call, memory: &mut HostMemory) {
         epilogue: c.epilogue,
         tag: (c.tagged == 3).then_some(a.y_tag),
     };
-    product(memory, format_of("codes", c.codes), c.rows, &shape);
+    product(memory, format, c.rows, &shape);
 }
 
 /// Returns the size in bytes of `rows` rows of a matrix of `cols` columns after [`expand_codes`].

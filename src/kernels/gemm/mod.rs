@@ -190,6 +190,10 @@ pub(super) struct Shape {
     pub(super) y: Range,
     pub(super) n: u32,
     pub(super) k: u32,
+    /// The columns of W.
+    pub(super) cols: u32,
+    /// The column of W that the first column of x belongs to.
+    pub(super) first_col: u32,
     /// Whether W is in fragment order.
     pub(super) fragments: bool,
     pub(super) x_stride: u32,
@@ -203,7 +207,7 @@ pub(super) struct Shape {
 /// The reference of a product. It sums in f64, so that any difference to a device's result is the device's. It does not
 /// read the padding; a kernel may read it, but its result must not depend on it.
 pub(super) fn product(memory: &mut HostMemory, format: Format, rows: u32, s: &Shape) {
-    let matrix = PackedMatrix { range: s.weight, format, fragments: s.fragments, cols: s.k };
+    let matrix = PackedMatrix { range: s.weight, format, fragments: s.fragments, cols: s.cols };
     for row in 0..rows {
         let x: Vec<f64> = (0..s.k).map(|i| f64::from(memory.f32(s.x, row * s.x_stride + i))).collect();
         let x = match s.norm {
@@ -212,7 +216,7 @@ pub(super) fn product(memory: &mut HostMemory, format: Format, rows: u32, s: &Sh
         };
         let v: Vec<f64> = (0..s.n)
             .map(|r| {
-                let weight = |i: usize| f64::from(memory.element(&matrix, r, i as u32));
+                let weight = |i: usize| f64::from(memory.element(&matrix, r, s.first_col + i as u32));
                 let dot: f64 = x.iter().enumerate().map(|(i, x)| x * weight(i)).sum();
                 dot + s.bias.map_or(0.0, |b| f64::from(memory.f32(b, r)))
             })
@@ -271,6 +275,8 @@ pub(crate) fn reference_gemv(call: &Call, memory: &mut HostMemory) {
         y: args.y,
         n: args.n,
         k: args.k,
+        cols: args.k,
+        first_col: 0,
         fragments: false,
         x_stride: args.x_stride,
         y_stride: args.y_stride,

@@ -2,15 +2,16 @@
 //! as `tiled` takes them. An RMSNorm between two products can be fused into both. Not here: rows of prompts (`tiled`),
 //! and rows of floats (`skinny`).
 
-use super::{Format, fold};
+use super::{Format, codes_word, fold, format_of};
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::{Output, Packed, Tiled, token_index};
 use crate::kernels::gemm::{self, Epilogue};
-use crate::kernels::host_memory::HostMemory;
+use crate::kernels::host_memory::{HostMemory, PackedMatrix};
 use crate::kernels::moe::{NOBODY, Sorted};
 use crate::kernels::recording::{Call, Range};
 use crate::kernels::shaders::{PanelArgs, PanelConstants};
-use crate::memory::pack::{FRAGMENT_COLS, fragment_index};
+use crate::memory::pack::FRAGMENT_COLS;
+use crate::memory::pack::codes::unit_cols;
 
 /// The shape of `panel`'s workgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -19,7 +20,7 @@ pub struct PanelConfig {
     pub threads: u32,
     /// The number of blocks of 16 rows of W per workgroup.
     pub tiles: u32,
-    /// The number of chunks of 32 columns that each group of 32 invocations has in flight.
+    /// The number of chunks of 32 columns, or of units of columns of codes, that each group of 32 invocations has in flight.
     pub ahead: u32,
     /// The number of blocks of 16 rows of x per workgroup.
     pub blocks: u32,
@@ -64,7 +65,7 @@ pub enum Fold {
 /// Returns the call of a product with `rows` packed rows of x.
 ///
 /// # Panics
-/// If a format is not bfloat16, the columns of a packed y are not those of the product, or the fused norm does not fit
+/// If x is not bfloat16, W neither bfloat16 nor codes, the columns of a packed y are not those of the product, or the fused norm does not fit
 /// the product.
 pub fn panel(product: &Tiled, rows: u32, matrices: Matrices, config: PanelConfig, fold_norm: Fold) -> Call {
     of_rows(product, rows, matrices, config, fold_norm, None)
@@ -88,7 +89,9 @@ fn of_rows(
     sorted: Option<&Sorted>,
 ) -> Call {
     let weight = product.weight;
-    assert_eq!((weight.format, product.x.format, product.x.cols), (Format::Bf16, Format::Bf16, weight.cols));
+    assert_eq!((product.x.format, product.x.cols), (Format::Bf16, weight.cols), "x of \"{}\"", product.label);
+    let coded = weight.format.codes().is_some();
+    assert!(coded || weight.format == Format::Bf16, "{:?} of \"{}\"", weight.format, product.label);
     let (y, y_stride, packed) = match product.y {
         Output::Rows(y) => (y.range, y.stride, 0),
         Output::Packed(y) => {
@@ -122,6 +125,7 @@ fn of_rows(
         fold: fold_code,
         parts,
         experts: u32::from(sorted.is_some()),
+        codes: codes_word(weight.format),
     };
     let args = PanelArgs {
         weight: weight.range,
@@ -140,9 +144,11 @@ fn of_rows(
         epsilon,
     };
     Call {
-        kernel: match matrices {
-            Matrices::Emulated => "panel.bf16.plain",
-            Matrices::Cooperative => "panel.bf16",
+        kernel: match (matrices, coded) {
+            (Matrices::Emulated, false) => "panel.bf16.plain",
+            (Matrices::Cooperative, false) => "panel.bf16",
+            (Matrices::Emulated, true) => "panel.codes.plain",
+            (Matrices::Cooperative, true) => "panel.codes",
         },
         label: product.label.clone(),
         constants: constants.into_values(),
@@ -156,9 +162,10 @@ pub(crate) fn reference_panel(call: &Call, memory: &mut HostMemory) {
     let a = PanelArgs::from_args(&call.args);
     let c = PanelConstants::from_values(&call.constants);
     let k = c.chunks * FRAGMENT_COLS;
-    let weight = |memory: &HostMemory, r, col| {
-        f64::from(memory.weight(Format::Bf16, a.weight, fragment_index(r, col, k) as u32))
-    };
+    let format = format_of(call.kernel, c.codes);
+    let cols = format.codes().map_or(k, |codes| k.next_multiple_of(unit_cols(codes)));
+    let matrix = PackedMatrix { range: a.weight, format, fragments: true, cols };
+    let weight = |memory: &HostMemory, r, col| f64::from(memory.element(&matrix, r, col));
     let tile = 16 * c.blocks;
     let rows = if c.packed == 1 { a.rows.next_multiple_of(16) } else { a.rows };
     for row in 0..rows {

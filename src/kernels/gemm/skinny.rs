@@ -114,6 +114,8 @@ pub(crate) fn reference_skinny(call: &Call, memory: &mut HostMemory) {
         y: a.y,
         n: a.n,
         k: a.k,
+        cols: a.k,
+        first_col: 0,
         fragments: true,
         x_stride: a.x_stride,
         y_stride: a.y_stride,

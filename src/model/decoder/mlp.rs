@@ -29,7 +29,9 @@ impl Decoder<'_> {
         };
         // A weight in several parts writes rows of floats, in which each part has its own columns. Codes are expanded in
         // parts.
-        let whole = self.weight(&gate_up).is_none_or(|w| self.parts(w).len() == 1 && !self.in_code_fragments(w));
+        let expands = Self::expands(shape);
+        let whole = |w| self.parts(w).len() == 1 && !(expands && self.in_code_fragments(w));
+        let whole = self.weight(&gate_up).is_none_or(whole);
         let whole =
             whole && order == next_order && (order == PackedOrder::Fragments || wgmma::packs(2 * c.intermediate));
         let hidden = if whole {

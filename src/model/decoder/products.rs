@@ -4,27 +4,32 @@
 //! Not here: which weights a layer has.
 
 use super::{Decoder, Part, Step, StepShape, floats_from, outputs_from, outputs_of};
+use crate::kernels::gemm::codes::CodesConfig;
 use crate::kernels::gemm::matmul::{self, Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch};
 use crate::kernels::gemm::panel::{self, Fold, Unscaled};
 use crate::kernels::gemm::skinny::{self, Matrices};
 use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder, Tile, Tiled};
 use crate::kernels::gemm::wgmma;
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, codes, order};
-use crate::kernels::recording::{Call, Range, Recording};
+use crate::kernels::recording::{BufferId, Call, Range, Recording};
+use crate::kernels::tags::Flow;
 use crate::memory::pack::Format;
 use crate::memory::pack::codes::unit_cols;
 use crate::model::checkpoint::WeightSpec;
 use crate::model::config::{BlockNorms, MlpKind};
+use crate::quant::Codes;
 
 /// The maximum number of rows for which products read rows of floats (`skinny`). Every workgroup reads all rows, so
 /// with more rows it is faster to pack them first in a stage of its own; narrow models reach that point later.
 const MOST_SKINNY_ROWS: u32 = 8;
-/// Like [`MOST_SKINNY_ROWS`], for models of codes, and for models without experts of at most [`NARROW`] hidden values.
+/// Like [`MOST_SKINNY_ROWS`], for models without experts of at most [`NARROW`] hidden values.
 /// Models with experts use [`MOST_SKINNY_ROWS`], because a step of few rows reads the experts' weights separately for
 /// each row, whereas a larger step sorts its rows by expert.
 const MOST_SKINNY_ROWS_NARROW: u32 = 16;
 /// The maximum hidden size of a narrow model; see [`MOST_SKINNY_ROWS_NARROW`].
 const NARROW: u32 = 2048;
+/// Like [`MOST_SKINNY_ROWS`], for models with weights of codes.
+const MOST_CODES_ROWS: u32 = 4;
 /// The maximum number of rows of a prompt chunk for which its products are computed like those of a decode batch.
 const MOST_PANEL_ROWS: u32 = 64;
 /// The number of invocations per compute unit up to which the columns of a product of few tiles are divided among
@@ -85,40 +90,49 @@ impl Decoder<'_> {
         config
     }
 
-    /// Returns the workgroup shape of `skinny_codes` for a product.
-    pub(super) fn codes_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> skinny::SkinnyConfig {
-        if let (1, Some(config)) = (rows, self.tuning.skinny.get(&(weight.rows, weight.cols))) {
+    /// Returns the workgroup shape of `skinny_codes` for a product with `units` of a matrix's units of columns.
+    pub(super) fn codes_config(&self, weight: &Matrix, units: u32, rows: u32, matrices: Matrices) -> CodesConfig {
+        let codes = weight.format.codes();
+        let bits = codes.map_or(16, |codes| codes.bits);
+        if let Some(config) = self.tuning.codes.get(&(bits, weight.rows, weight.cols, rows)) {
             return *config;
         }
-        let codes = weight.format.codes();
-        let units = codes.map_or(1, |codes| weight.cols.div_ceil(unit_cols(codes)));
-        let blocks = weight.rows.div_ceil(16);
         // The 16-byte words of codes that a lane loads for a unit.
         let words = codes.map_or(2, |codes| unit_cols(codes) * codes.bits / 256);
-        // Measured with `bench --stages --tune skinny.…` for the steps of an 8B model in Q4_K_M: more words in flight in a
-        // workgroup leave no room for workgroups of the next call beside it.
-        let (threads, tiles, ahead) = match (matrices, rows) {
-            (Matrices::Emulated, _) => (64, 1, 1),
-            (Matrices::Cooperative, 1) if blocks >= 4096 => (256, 2, 1),
-            (Matrices::Cooperative, 1) if blocks >= 1024 && words <= 2 => (256, 2, 2),
-            (Matrices::Cooperative, 1) if blocks >= 1024 => (256, 1, 1),
-            (Matrices::Cooperative, 1) if units >= 64 || words > 2 => (512, 1, 1),
-            (Matrices::Cooperative, 1) if blocks <= 256 => (512, 1, 2),
-            (Matrices::Cooperative, 1) => (256, 1, 2),
-            (Matrices::Cooperative, _) => (256, if blocks >= 1024 { 2 } else { 1 }, if words <= 2 { 2 } else { 1 }),
+        let (threads, tiles, most_words, each) = match matrices {
+            Matrices::Emulated => (64, 1, 1, 4),
+            // Two steps are in flight: more words would leave no registers for another workgroup on the processor.
+            Matrices::Cooperative => (256, 1, 4, 2),
         };
         let threads: u32 = threads.min(units.next_power_of_two() * 32);
-        let ahead = ahead.min(units.div_ceil(threads / 32));
-        let mut config = skinny::SkinnyConfig { threads, tiles, ahead };
-        while config.threads > 32
-            && codes::shared_bytes(config, weight.format, rows, matrices) > self.tuning.shared_bytes
-        {
-            match config.ahead {
-                1 => config.threads /= 2,
-                _ => config.ahead /= 2,
-            }
-        }
-        config
+        // As few steps as the words in flight allow, of equal lengths.
+        let rounds = units.div_ceil(threads / 32 * (most_words / words).max(1));
+        let ahead = units.div_ceil(threads / 32 * rounds);
+        CodesConfig { threads, tiles, ahead, workgroups: each * self.tuning.processors.max(1) }
+    }
+
+    /// Returns the number of parts of a matrix's columns whose products `skinny_codes` adds up one after the other: x of a
+    /// part must fit in shared memory.
+    fn column_parts(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> u32 {
+        let Some(codes) = weight.format.codes() else { return 1 };
+        let units = codes::units(weight);
+        let fits = |parts: &u32| {
+            let own = units.div_ceil(*parts);
+            let config = self.codes_config(weight, own, rows, matrices);
+            let bytes = config.shared_bytes(weight.format, own * unit_cols(codes), rows, matrices);
+            bytes <= self.tuning.shared_bytes
+        };
+        (1..=units).find(fits).unwrap_or(units)
+    }
+
+    /// Whether `skinny_codes` serves a step of a number of rows. With more than one row, every workgroup scales more of x.
+    fn codes_fit(&self, rows: u32) -> bool {
+        let fits = |w: &WeightSpec| {
+            let range = Range { buffer: BufferId(0), offset: 0, bytes: 0 };
+            let weight = Matrix { range, format: w.format, rows: w.rows, cols: w.cols };
+            self.tuning.fragments.is_none_or(|matrices| self.column_parts(&weight, rows, matrices) == 1)
+        };
+        rows <= 1 || rows <= MOST_CODES_ROWS && self.weights.iter().all(fits)
     }
 
     /// Records a product with every part of a weight.
@@ -137,8 +151,14 @@ impl Decoder<'_> {
         let bias = self.vector(recording, &format!("{name}.bias"));
         let fragments = self.weight(name).is_some_and(|w| self.in_fragments(w));
         // Logits are not tagged: the kernels that read them use barriers.
-        let flow = step.flow(Some(x.range), (!step.is_logits(y.range)).then_some(y.range));
-        for (first, weight) in self.matrix(recording, name) {
+        let flow = || step.flow(Some(x.range), (!step.is_logits(y.range)).then_some(y.range));
+        let parts = self.matrix(recording, name);
+        let most = match self.tuning.fragments.filter(|_| fragments && !self.packs(shape)) {
+            Some(matrices) => parts.iter().map(|(_, weight)| self.column_parts(weight, shape.rows(), matrices)).max(),
+            None => None,
+        };
+        let flows: Vec<Flow> = (0..most.unwrap_or(1)).map(|_| flow()).collect();
+        for (first, weight) in parts {
             let codes = fragments && weight.format.codes().is_some();
             let (x, norm) = self.in_order(recording, shape, (name, first), x, norm);
             let product = Product {
@@ -153,11 +173,12 @@ impl Decoder<'_> {
                     _ => outputs_from(y, first, epilogue),
                 },
             };
+            if let Some(matrices) = self.tuning.fragments.filter(|_| codes && !self.packs(shape)) {
+                self.codes_product(recording, shape, product, matrices, &flows, step.fault);
+                continue;
+            }
+            let flow = flows[0];
             let call = match (shape, self.tuning.fragments.filter(|_| fragments)) {
-                (_, Some(matrices)) if codes && !self.packs(shape) => {
-                    let config = self.codes_config(&weight, shape.rows(), matrices);
-                    codes::skinny_codes(&product, shape.rows(), matrices, config, flow, step.fault)
-                }
                 (_, Some(matrices)) if !self.packs(shape) => {
                     let config = self.skinny_config(&weight, shape.rows(), matrices);
                     skinny::skinny(&product, shape.rows(), matrices, config, flow, step.fault)
@@ -245,6 +266,39 @@ impl Decoder<'_> {
         (weight_rows, rows.min(8).min(threads / (weight_rows / 2)))
     }
 
+    /// Records the product of a few rows with a matrix of codes, in as many parts of its columns as there are flows: each
+    /// part's product is added to those of the parts before it.
+    fn codes_product(
+        &self,
+        recording: &mut Recording,
+        shape: StepShape,
+        product: Product,
+        matrices: Matrices,
+        flows: &[Flow],
+        fault: Range,
+    ) {
+        let units = codes::units(&product.weight);
+        let unit = product.weight.format.codes().map_or(1, unit_cols);
+        let count = flows.len() as u32;
+        assert!(count <= units, "{count} parts of {units} units of \"{}\"", product.label);
+        for (flow, index) in flows.iter().zip(0..) {
+            let first = units * index / count;
+            let own = units * (index + 1) / count - first;
+            let config = self.codes_config(&product.weight, own, shape.rows(), matrices);
+            let part = match first {
+                0 => product.clone(),
+                _ => Product {
+                    x: Activations { range: floats_from(product.x.range, first * unit), ..product.x },
+                    epilogue: Epilogue::Residual,
+                    bias: None,
+                    ..product.clone()
+                },
+            };
+            let range = first..first + own;
+            recording.call(codes::skinny_codes(&part, shape.rows(), matrices, config, range, *flow, fault));
+        }
+    }
+
     /// Records the input of a product in the order of the columns of its weight, where that is another one. Returns the
     /// input, and the norm if it is still to be applied.
     fn in_order(
@@ -266,9 +320,9 @@ impl Decoder<'_> {
     /// Whether the products of a step of this shape take rows of activations that were packed for them.
     pub(super) fn packs(&self, shape: StepShape) -> bool {
         let narrow = self.config.hidden <= NARROW && self.config.experts.is_none();
-        let codes = self.has_codes();
-        let most = if narrow || codes { MOST_SKINNY_ROWS_NARROW } else { MOST_SKINNY_ROWS };
-        self.tuning.fragments.is_some() && shape.rows() > most
+        let most = if narrow { MOST_SKINNY_ROWS_NARROW } else { MOST_SKINNY_ROWS };
+        let few = if self.has_codes() { self.codes_fit(shape.rows()) } else { shape.rows() <= most };
+        self.tuning.fragments.is_some() && !few
     }
 
     /// Whether the product of a step of this shape with this weight takes packed rows.
@@ -280,6 +334,9 @@ impl Decoder<'_> {
     pub(super) fn panel_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> panel::PanelConfig {
         if let Some(config) = self.tuning.panel.get(&(weight.rows, weight.cols)) {
             return *config;
+        }
+        if let Some(codes) = weight.format.codes() {
+            return self.panel_codes_config(weight, codes, rows, matrices);
         }
         let (n, long) = (weight.rows, weight.cols >= 8192);
         // Measured with `bench --stages --try` for the products of an 8B model. `Emulated` uses shapes that every device
@@ -306,9 +363,32 @@ impl Decoder<'_> {
         config
     }
 
+    /// Returns the workgroup shape of `panel` for a product with a matrix of codes.
+    fn panel_codes_config(&self, weight: &Matrix, codes: Codes, rows: u32, matrices: Matrices) -> panel::PanelConfig {
+        let units = codes::units(weight);
+        // The 16-byte words of codes that a lane loads for a unit.
+        let words = unit_cols(codes) * codes.bits / 256;
+        let blocks = rows.div_ceil(16).min(4);
+        let (threads, tiles, most_words) = match (matrices, blocks) {
+            (Matrices::Emulated, _) => (128, 1, 1),
+            (_, 1) => (if weight.cols >= 8192 { 512 } else { 256 }, 1, 4),
+            (_, 2) => (256, 1, 4),
+            (_, _) if weight.rows >= 16_384 => (128, 2, 4),
+            _ => (256, 1, 4),
+        };
+        let threads: u32 = threads.min(units.next_power_of_two() * 32);
+        let rounds = units.div_ceil(threads / 32 * (most_words / words / tiles).max(1));
+        let ahead = units.div_ceil(threads / 32 * rounds);
+        let mut config = panel::PanelConfig { threads, tiles, ahead, blocks };
+        while config.threads > 32 && config.shared_bytes(matrices) > self.tuning.shared_bytes {
+            config.threads /= 2;
+        }
+        config
+    }
+
     /// Returns the tile if the product of a batch uses `tiled`, or `None` if it uses `panel`.
     pub(super) fn batch_tile(&self, weight: &Matrix, rows: u32, fold: Fold) -> Option<Tile> {
-        if !matches!(fold, Fold::None) {
+        if weight.format.codes().is_some() || !matches!(fold, Fold::None) {
             return None;
         }
         if let Some(tile) = self.tuning.tiles.get(&(weight.rows, weight.cols)) {
@@ -342,7 +422,7 @@ impl Decoder<'_> {
         let bias = self.vector(recording, &format!("{name}.bias"));
         let mut parts = Vec::new();
         for (first, weight) in self.matrix(recording, name) {
-            match weight.format.codes().is_some() {
+            match weight.format.codes().is_some() && Self::expands(shape) {
                 true => parts.extend(self.expanded(&weight).into_iter().map(|rows| (first, weight, Some(rows)))),
                 false => parts.push((first, weight, None)),
             }
@@ -413,6 +493,12 @@ impl Decoder<'_> {
         if fits && parts.all(serves) { PackedOrder::Swizzled } else { PackedOrder::Fragments }
     }
 
+    /// Whether the products of packed rows of a step of this shape expand codes to bfloat16 first. Otherwise each workgroup of
+    /// `panel` dequantises its own, once for all rows.
+    pub(super) fn expands(shape: StepShape) -> bool {
+        shape.rows() > MOST_PANEL_ROWS
+    }
+
     /// Records the packing of rows for the next products, after an optional norm.
     #[expect(clippy::too_many_arguments, reason = "what is packed, how, and where from")]
     pub(super) fn pack(
@@ -463,7 +549,7 @@ impl Decoder<'_> {
             && self.config.norms == BlockNorms::BEFORE
             && !self.config.has_branch_stages()
             // Any layer may have codes, whose products of many rows are in parts.
-            && !self.has_codes()
+            && (!self.has_codes() || !Self::expands(shape))
             && self.config.mlp_kinds.iter().all(|kind| *kind == MlpKind::Dense)
             && whole("layers.0.o")
             && whole("layers.0.down")

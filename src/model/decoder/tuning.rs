@@ -3,6 +3,7 @@
 //!
 //! Not here: the choices that follow from a product's shape (`products`).
 
+use crate::kernels::gemm::codes::CodesConfig;
 use crate::kernels::gemm::matmul::{Arithmetic, MatmulConfig, MatrixUnits};
 use crate::kernels::gemm::panel;
 use crate::kernels::gemm::skinny::{self, Matrices};
@@ -56,6 +57,9 @@ pub struct Tuning {
     /// The workgroup shapes of `skinny` for one row of activations, by rows and columns of W. Overrides the default
     /// rule.
     pub skinny: BTreeMap<(u32, u32), skinny::SkinnyConfig>,
+    /// The workgroup shapes of `skinny_codes`, by bits of a code, rows and columns of W and rows of x. Overrides the default
+    /// rule.
+    pub codes: BTreeMap<(u32, u32, u32, u32), CodesConfig>,
     /// The workgroup shapes of `panel`, by rows and columns of W. Overrides the default rule.
     pub panel: BTreeMap<(u32, u32), panel::PanelConfig>,
     /// The tiles for products of a batch that use `tiled` instead of `panel`, by rows and columns of W.
@@ -97,10 +101,11 @@ pub struct Tuning {
 
 impl Tuning {
     /// Applies a change `key=value`. Returns false, without a change, if the key is unknown or the value is invalid.
-    /// Values are numbers, except: `skinny.ROWSxCOLUMNS` (of W) takes `threads/tiles/ahead`, `panel.ROWSxCOLUMNS` takes
-    /// `threads/tiles/ahead/blocks`, `tiles.ROWSxCOLUMNS` takes a tile's name (`wide`, `half` or `square`), and
-    /// `wgmma.ROWSxCOLUMNS` takes `groups/blocks/tokens/stages`. `matmul.ROWS` (from that number of rows of activations
-    /// on) takes `tokens/features/words/each/splits`; `arithmetic` takes 0 for f32, 1 for f16 and 2 for
+    /// Values are numbers, except: `skinny.ROWSxCOLUMNS` (of W) takes `threads/tiles/ahead`, `codes.BITSxROWSxCOLUMNS`, which
+    /// may end in the number of rows of x (`x8`), takes these and the number of workgroups per compute unit,
+    /// `panel.ROWSxCOLUMNS` takes `threads/tiles/ahead/blocks`, `tiles.ROWSxCOLUMNS` takes a tile's name (`wide`, `half`
+    /// or `square`), and `wgmma.ROWSxCOLUMNS` takes `groups/blocks/tokens/stages`. `matmul.ROWS` (from that number of rows
+    /// of activations on) takes `tokens/features/words/each/splits`; `arithmetic` takes 0 for f32, 1 for f16 and 2 for
     /// [`Tuning::matrix_units`].
     pub fn set(&mut self, change: &str) -> bool {
         let Some((key, value)) = change.split_once('=') else { return false };
@@ -153,14 +158,26 @@ impl Tuning {
             return true;
         }
         if let Some((rows, cols)) = key.strip_prefix("skinny.").and_then(|shape| shape.split_once('x')) {
-            let numbers: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
-            let (Ok(rows), Ok(cols), &[threads, tiles, ahead]) = (rows.parse(), cols.parse(), &numbers[..]) else {
+            let (Ok(rows), Ok(cols), Some(config)) = (rows.parse(), cols.parse(), skinny_config(value)) else {
                 return false;
             };
-            if threads % 32 != 0 || [threads, tiles, ahead].contains(&0) {
+            self.skinny.insert((rows, cols), config);
+            return true;
+        }
+        if let Some(shape) = key.strip_prefix("codes.") {
+            let numbers: Result<Vec<u32>, _> = shape.split('x').map(str::parse).collect();
+            let Some((config, each)) = value.rsplit_once('/') else { return false };
+            let (Ok(numbers), Some(config), Ok(each)) = (numbers, skinny_config(config), each.parse::<u32>()) else {
                 return false;
-            }
-            self.skinny.insert((rows, cols), skinny::SkinnyConfig { threads, tiles, ahead });
+            };
+            let skinny::SkinnyConfig { threads, tiles, ahead } = config;
+            let config = CodesConfig { threads, tiles, ahead, workgroups: each.max(1).saturating_mul(self.processors) };
+            let shape = match numbers[..] {
+                [bits, rows, cols] => (bits, rows, cols, 1),
+                [bits, rows, cols, tokens] => (bits, rows, cols, tokens),
+                _ => return false,
+            };
+            self.codes.insert(shape, config);
             return true;
         }
         let Ok(value) = value.parse() else { return false };
@@ -220,4 +237,12 @@ impl Tuning {
         *place = value;
         true
     }
+}
+
+/// Parses `threads/tiles/ahead`.
+fn skinny_config(value: &str) -> Option<skinny::SkinnyConfig> {
+    let numbers: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
+    let &[threads, tiles, ahead] = &numbers[..] else { return None };
+    let valid = threads.is_multiple_of(32) && ![threads, tiles, ahead].contains(&0);
+    valid.then_some(skinny::SkinnyConfig { threads, tiles, ahead })
 }

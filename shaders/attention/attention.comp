@@ -12,8 +12,8 @@
 // FUSED  1 (decode): q and k are raw; this kernel normalizes and rotates them and appends k and v to the cache. 0
 //        (prefill): `append` has done both
 //
-// One workgroup serves all G query heads (GQA) of one KV head of one row, so that K and V are read once. Split s of the
-// S splits (S = gl_NumWorkGroups.x) processes blocks s, s + S, … of WORKERS tokens. In the score phase an invocation
+// One workgroup serves G query heads (GQA) of one KV head of one row. PARTS workgroups serve all G · PARTS query heads of
+// the KV head, one of them if shared memory is large enough, so that K and V are read once. Split s of the S splits (S = gl_NumWorkGroups.x) processes blocks s, s + S, … of WORKERS tokens. In the score phase an invocation
 // computes one token; in the value phase it accumulates eight dimensions. Keys are loaded before they are needed: the
 // first block's while q is prepared, the next block's while values are accumulated. If several splits have work, each
 // writes {m, l, o} (maximum, sum, output) to `partials`, and the last one to arrive (an atomic counter) combines them.
@@ -25,7 +25,7 @@
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint D = 128;
 layout(constant_id = 2) const uint ROT = 128;
-layout(constant_id = 3) const uint G = 2;
+layout(constant_id = 3) const uint G = 2;          // query heads of a workgroup
 layout(constant_id = 4) const uint KV_HEADS = 8;
 layout(constant_id = 5) const uint QK_NORM = 0;
 layout(constant_id = 6) const uint FUSED = 1;
@@ -37,6 +37,7 @@ layout(constant_id = 11) const uint WINDOW = 0;
 layout(constant_id = 12) const uint SOFT_CAP = 0;
 layout(constant_id = 13) const uint SINKS = 0;
 layout(constant_id = 14) const uint QUERY_SCALES = 0;
+layout(constant_id = 15) const uint PARTS = 1;
 
 #include "scores.glsl"
 
@@ -52,8 +53,8 @@ layout(push_constant) uniform Args {
     WordsIn pages;
     CacheInOut k;
     CacheInOut v;
-    Partials partials;   // [rows][kv_heads][splits][G·(D + 2)]: m and l of each head, then o
-    Counters counters;   // [rows][kv_heads], zero between uses
+    Partials partials;   // [rows][kv_heads · PARTS][splits][G·(D + 2)]: m and l of each head, then o
+    Counters counters;   // [rows][kv_heads · PARTS], zero between uses
     TaggedOut1 o;
     Fault fault;
     FloatsIn sinks;      // [q heads], with SINKS 1
@@ -66,10 +67,12 @@ layout(push_constant) uniform Args {
 };
 
 const uint EIGHTS = D / 8u;
+const uint Q_HEADS = KV_HEADS * PARTS * G;
 const uint LANES = WORKERS / EIGHTS;    // tokens processed at a time in the value phase
 const uint HALF = ROT / 2u;
 const uint ITEMS = ((G + 1u) * (D / 2u) + WORKERS - 1u) / WORKERS; // pairs of q and k dimensions per invocation
 const uint AHEAD = 4u;                  // number of tokens whose values are in flight
+const uint HELD = D <= 256u ? EIGHTS : 1u; // registers of a token's key: those of wider heads are loaded when they are used
 const float LOWEST = -3.0e38;
 
 shared vec4 q_s[G * D / 4u];
@@ -84,8 +87,8 @@ shared float scale_s[G + 1u];
 shared uint page_s[(WORKERS + 15u) / 16u];
 shared uint last_s;
 
-// Loads the raw heads to shared memory: G heads of q and, with FUSED, the new k and v.
-void load_heads(uint row, uint kvh) {
+// Loads the raw heads to shared memory: the G heads of q of part `part` and, with FUSED, the new k and v.
+void load_heads(uint row, uint part) {
     const uint QUADS = D / 4u;
     const uint LOADS = (G + (FUSED == 1u ? 2u : 0u)) * QUADS;
     uint base = row * stride / 4u;
@@ -93,7 +96,7 @@ void load_heads(uint row, uint kvh) {
     for (uint i = gl_LocalInvocationID.x; i < LOADS; i += WORKERS) {
         uint head = i / QUADS;
         uint at = base + i % QUADS
-            + (head < G ? kvh * G + head : head == G ? KV_HEADS * G + kvh : KV_HEADS * (G + 1u) + kvh) * QUADS;
+            + (head < G ? part * G + head : Q_HEADS + (head == G ? 0u : KV_HEADS) + part / PARTS) * QUADS;
         uvec4 words = qkv.v[at];
         if (TAGGED != 0u) while (poll_again(stale(words, qkv_tag) != 0u, polls, fault, qkv_tag)) words = qkv.v[at];
         vec4 value = uintBitsToFloat(words);
@@ -177,24 +180,35 @@ void rounded(vec4 low, vec4 high, out vec4 a, out vec4 b) { unpack_eight(pack_ei
         value[n] = LOAD_EIGHT(v, ((page_s[token_ / 16u] * KV_HEADS + kvh) * 16u + token_ % 16u) * EIGHTS + column); \
     }
 
-// Writes value `i` of the KV head's query heads to the output.
-void write_output(uint row, uint kvh, uint i, float value) {
+// Adds the products of eight dimensions, from dimension 8j on, to the scores of this invocation's token, whose cached key
+// has `eight` there.
+#define SCORE_EIGHT(j, eight) {                                                                              \
+        vec4 a_, b_;                                                                                         \
+        if (is_new) rounded(k_s[(j) * 2u], k_s[(j) * 2u + 1u], a_, b_);                                      \
+        else unpack_eight(eight, a_, b_);                                                                    \
+        [[unroll]] for (uint g = 0u; g < G; g++)                                                             \
+            score[g] += dot(q_s[g * (D / 4u) + (j) * 2u], a_) + dot(q_s[g * (D / 4u) + (j) * 2u + 1u], b_);  \
+    }
+
+// Writes value `i` of the part's query heads to the output.
+void write_output(uint row, uint part, uint i, float value) {
     if (GATED == 1u) {
-        uint from = row * stride + (KV_HEADS * (G + 2u) + kvh * G) * D + i, polls = 0u;
+        uint from = row * stride + (Q_HEADS + 2u * KV_HEADS + part * G) * D + i, polls = 0u;
         uvec4 words = qkv.v[from / 4u];
         if (TAGGED != 0u) while (poll_again(stale(words, qkv_tag) != 0u, polls, fault, qkv_tag)) words = qkv.v[from / 4u];
         // A row without a sequence has polled for its gates but ignores them: they may be anything, and its output is
         // zero.
         if (value != 0.0) value /= 1.0 + exp(-uintBitsToFloat(words[from % 4u]));
     }
-    o.v[row * output_stride + kvh * G * D + i] = TAGGED != 0u ? tagged(value, o_tag) : floatBitsToUint(value);
+    o.v[row * output_stride + part * G * D + i] = TAGGED != 0u ? tagged(value, o_tag) : floatBitsToUint(value);
 }
 
 uint token_page(uint table, uint token) { return pages.v[table + token / 16u]; }
 
 void main() {
     uint row = gl_WorkGroupID.z;
-    uint kvh = gl_WorkGroupID.y;
+    uint part = gl_WorkGroupID.y; // of all query heads
+    uint kvh = part / PARTS;
     uint split = gl_WorkGroupID.x;
     uvec4 info = rows.v[row];
     uint position = info.y;
@@ -206,8 +220,8 @@ void main() {
     if (info.w == 0u) {
         if (TAGGED != 0u && split == 0u) {
             // A consumer that polls the output assumes that the heads were polled before.
-            load_heads(row, kvh);
-            for (uint i = t; i < G * D; i += WORKERS) write_output(row, kvh, i, 0.0);
+            load_heads(row, part);
+            for (uint i = t; i < G * D; i += WORKERS) write_output(row, part, i, 0.0);
         }
         return;
     }
@@ -215,12 +229,12 @@ void main() {
     uint table = info.z * max_pages;
 
     // The keys of this invocation's token in the first block. Tokens past the end read the last token's.
-    Eight key[EIGHTS];
+    Eight key[HELD];
     uint page = token_page(table, min((first_block + split) * WORKERS + t, position));
     {
         uint token = min((first_block + split) * WORKERS + t, position);
         uint base = (page * KV_HEADS + kvh) * 2u * D + token % 16u;
-        [[unroll]] for (uint j = 0u; j < EIGHTS; j++) key[j] = LOAD_EIGHT(k, base + j * 16u);
+        if (HELD == EIGHTS) { [[unroll]] for (uint j = 0u; j < HELD; j++) key[j] = LOAD_EIGHT(k, base + j * 16u); }
     }
     // The rotary factors and norm weights of the heads, loaded before the first barrier.
     float turn_c[ITEMS], turn_s[ITEMS], weight_a[ITEMS], weight_b[ITEMS];
@@ -242,7 +256,7 @@ void main() {
             }
         }
     }
-    load_heads(row, kvh);
+    load_heads(row, part);
     prepare_heads(position, turn_c, turn_s, weight_a, weight_b);
 
     uint lane = t / EIGHTS, column = t % EIGHTS;
@@ -251,7 +265,7 @@ void main() {
     for (uint g = t; g < G; g += WORKERS) {
         // A sink is a score without a value: the first split begins with it.
         bool sink = SINKS == 1u && split == 0u;
-        m_s[g] = sink ? sinks.v[kvh * G + g] : LOWEST;
+        m_s[g] = sink ? sinks.v[part * G + g] : LOWEST;
         l_s[g] = sink ? 1.0 : 0.0;
     }
 
@@ -268,12 +282,11 @@ void main() {
         float score[G];
         [[unroll]] for (uint g = 0u; g < G; g++) score[g] = 0.0;
         bool is_new = has_new && t == count - 1u;
-        [[unroll]] for (uint j = 0u; j < EIGHTS; j++) {
-            vec4 a, b;
-            if (is_new) rounded(k_s[j * 2u], k_s[j * 2u + 1u], a, b);
-            else unpack_eight(key[j], a, b);
-            [[unroll]] for (uint g = 0u; g < G; g++)
-                score[g] += dot(q_s[g * (D / 4u) + j * 2u], a) + dot(q_s[g * (D / 4u) + j * 2u + 1u], b);
+        if (HELD == EIGHTS) {
+            [[unroll]] for (uint j = 0u; j < HELD; j++) SCORE_EIGHT(j, key[j])
+        } else {
+            uint base = (page * KV_HEADS + kvh) * 2u * D + min(first + t, position) % 16u;
+            for (uint j = 0u; j < EIGHTS; j++) SCORE_EIGHT(j, LOAD_EIGHT(k, base + j * 16u))
         }
         [[unroll]] for (uint g = 0u; g < G; g++) p_s[g * WORKERS + t] = t < count && t >= hidden ? soft_cap(score[g]) : LOWEST;
         // The next block's keys are loaded while values are accumulated.
@@ -282,7 +295,7 @@ void main() {
             uint token = min(next * WORKERS + t, position);
             page = token_page(table, token);
             uint base = (page * KV_HEADS + kvh) * 2u * D + token % 16u;
-            [[unroll]] for (uint j = 0u; j < EIGHTS; j++) key[j] = LOAD_EIGHT(k, base + j * 16u);
+            if (HELD == EIGHTS) { [[unroll]] for (uint j = 0u; j < HELD; j++) key[j] = LOAD_EIGHT(k, base + j * 16u); }
         }
         barrier();
         // The first values are loaded during the softmax.
@@ -339,8 +352,8 @@ void main() {
                 }
             }
         }
-        if (has_new) {
-            // No other workgroup reads this token in this dispatch, and no invocation of this one does.
+        if (has_new && part % PARTS == 0u) {
+            // No other workgroup uses this token's cached key or value in this dispatch, and no invocation of this one does.
             uint own = page_s[(count - 1u) / 16u] * KV_HEADS + kvh, in_page = position % 16u;
             for (uint i = t; i < EIGHTS; i += WORKERS) {
                 STORE_EIGHT(k, own * 2u * D + i * 16u + in_page, pack_eight(k_s[i * 2u], k_s[i * 2u + 1u]));
@@ -358,19 +371,19 @@ void main() {
         }
     }
     barrier();
-    uint slot = row * KV_HEADS + kvh;
-    uint parts = slot * gl_NumWorkGroups.x * G * (D + 2u);
-    uint part = parts + split * G * (D + 2u);
+    uint slot = row * KV_HEADS * PARTS + part;
+    uint splits = slot * gl_NumWorkGroups.x * G * (D + 2u);
+    uint own_split = splits + split * G * (D + 2u);
     for (uint i = t; i < G * D; i += WORKERS) {
         float sum = 0.0;
         for (uint n = 0u; n < LANES; n++) sum += reduce_s[(n * G * D + i) / 4u][i % 4u];
-        if (live == 1u) write_output(row, kvh, i, sum / l_s[i / D]);
-        else partials.v[part + 2u * G + i] = sum;
+        if (live == 1u) write_output(row, part, i, sum / l_s[i / D]);
+        else partials.v[own_split + 2u * G + i] = sum;
     }
     if (live == 1u) return;
     for (uint g = t; g < G; g += WORKERS) {
-        partials.v[part + 2u * g] = m_s[g];
-        partials.v[part + 2u * g + 1u] = l_s[g];
+        partials.v[own_split + 2u * g] = m_s[g];
+        partials.v[own_split + 2u * g + 1u] = l_s[g];
     }
     // Release the partial results and count; the last workgroup to arrive acquires all of them.
     memoryBarrierBuffer();
@@ -389,11 +402,11 @@ void main() {
     for (uint g = gl_SubgroupID; g < G; g += gl_NumSubgroups) {
         float top = LOWEST;
         for (uint s = gl_SubgroupInvocationID; s < live; s += gl_SubgroupSize)
-            top = max(top, partials.v[parts + s * G * (D + 2u) + 2u * g]);
+            top = max(top, partials.v[splits + s * G * (D + 2u) + 2u * g]);
         top = subgroupMax(top);
         float sum = 0.0;
         for (uint s = gl_SubgroupInvocationID; s < live; s += gl_SubgroupSize) {
-            uint p = parts + s * G * (D + 2u) + 2u * g;
+            uint p = splits + s * G * (D + 2u) + 2u * g;
             float w = exp(partials.v[p] - top);
             p_s[g * WORKERS + s] = w;
             sum += w * partials.v[p + 1u];
@@ -405,7 +418,7 @@ void main() {
     for (uint i = t; i < G * D; i += WORKERS) {
         uint g = i / D;
         float sum = 0.0;
-        for (uint s = 0u; s < live; s++) sum += p_s[g * WORKERS + s] * partials.v[parts + s * G * (D + 2u) + 2u * G + i];
-        write_output(row, kvh, i, sum / l_s[g]);
+        for (uint s = 0u; s < live; s++) sum += p_s[g * WORKERS + s] * partials.v[splits + s * G * (D + 2u) + 2u * G + i];
+        write_output(row, part, i, sum / l_s[g]);
     }
 }

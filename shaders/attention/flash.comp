@@ -166,6 +166,10 @@ vec2 sum_of_pairs(vec2 x) {
 }
 #endif
 
+// Returns the number of the first tile of prompt `index`, whose first row is `row` of the step. The tiles of the prompts
+// before it have lower numbers, as each prompt has at most one tile that is not full; some numbers are of no tile.
+uint first_tile(uint index, uint row) { return row * G / ROWS + index; }
+
 float max4(vec4 x) { return max(max(x.x, x.y), max(x.z, x.w)); }
 float sum4(vec4 x) { return (x.x + x.y) + (x.z + x.w); }
 uvec2 pack4(vec4 x) { return uvec2(pack_pair(x.x, x.y), pack_pair(x.z, x.w)); }
@@ -201,11 +205,11 @@ void main() {
     uint prompts = chunk.v[0].x, index = 0u, end = prompts;
     while (end - index > 1u) {
         uint middle = (index + end) / 2u;
-        if (chunk.v[1u + middle].w <= number) index = middle; else end = middle;
+        if (first_tile(middle, chunk.v[1u + middle].z) <= number) index = middle; else end = middle;
     }
-    uvec4 prompt = chunk.v[1u + index]; // slot, position of the first row, first row, first tile
+    uvec4 prompt = chunk.v[1u + index]; // slot, position of the first row, first row
     uint in_use = (index + 1u < prompts ? chunk.v[2u + index].z : chunk.v[0].z) - prompt.z;
-    uint tile = (number - prompt.w) * ROWS;
+    uint tile = (number - first_tile(index, prompt.z)) * ROWS;
     if (tile >= in_use * G || prompt.x == 0xffffffffu) return;
     uint start = prompt.y;
     uint table = prompt.x * max_pages;
@@ -214,7 +218,9 @@ void main() {
     uint low = first_visible(open);                        // the first token that a row of the tile sees
     uint first_block = low / BLOCK;
     uint blocks = last / BLOCK + 1u - first_block;
-    uint most_sharers = SPLITS > 1u ? min(SPLITS, max(parts / max(chunk.v[0].w, 1u), 1u)) : 1u;
+    uint final_row = chunk.v[prompts].z; // the last prompt's first row
+    uint tiles = first_tile(prompts - 1u, final_row) + ((chunk.v[0].z - final_row) * G + ROWS - 1u) / ROWS;
+    uint most_sharers = SPLITS > 1u ? min(SPLITS, max(parts / max(tiles, 1u), 1u)) : 1u;
     uint sharers = min(most_sharers, max(blocks / LEAST_BLOCKS, 1u));
     uint share = (blocks + sharers - 1u) / sharers;
     sharers = (blocks + share - 1u) / share;

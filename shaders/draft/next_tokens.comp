@@ -17,8 +17,7 @@
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint ROWS = 1;
 layout(constant_id = 2) const uint EACH = 1;
-layout(constant_id = 3) const uint TILES = 1;     // attention tiles per prompt
-layout(constant_id = 4) const uint STEP = 0;
+layout(constant_id = 3) const uint STEP = 0;
 
 layout(push_constant) uniform Args {
     Words4In rows;
@@ -40,7 +39,7 @@ void main() {
             next.v[4u + 4u * index] = runs ? info.z : 0xffffffffu;
             next.v[4u + 4u * index + 1u] = position;
             next.v[4u + 4u * index + 2u] = row;
-            next.v[4u + 4u * index + 3u] = index * TILES;
+            next.v[4u + 4u * index + 3u] = 0u;
             next.v[last_at + index] = row + (STEP == 0u && runs ? min(drawn - info.y, EACH) - 1u : 0u);
         }
         uint token = slots.v[at + SLOT_DRAFTS + max(STEP, 1u) - 1u];
@@ -53,7 +52,7 @@ void main() {
             next.v[0] = ROWS / EACH;
             next.v[1] = ROWS / EACH;
             next.v[2] = ROWS;
-            next.v[3] = ROWS / EACH * TILES;
+            next.v[3] = 0u;
         }
     }
 }

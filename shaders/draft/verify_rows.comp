@@ -13,7 +13,6 @@
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint ROWS = 1;      // slots of the batch
 layout(constant_id = 2) const uint EACH = 2;      // rows per slot
-layout(constant_id = 3) const uint TILES = 1;     // attention tiles per prompt
 
 layout(push_constant) uniform Args {
     WordsIn slots;
@@ -32,7 +31,7 @@ void main() {
             chunk.v[4u + 4u * index] = runs ? slot : 0xffffffffu;
             chunk.v[4u + 4u * index + 1u] = runs ? slots.v[at + SLOT_POSITION] : 0u;
             chunk.v[4u + 4u * index + 2u] = row;
-            chunk.v[4u + 4u * index + 3u] = index * TILES;
+            chunk.v[4u + 4u * index + 3u] = 0u;
         }
         uint token = slots.v[at + (offset == 0u ? SLOT_TOKEN : SLOT_DRAFTS + offset - 1u)];
         chunk.v[tokens_at + row] = runs ? token : 0u;
@@ -40,7 +39,7 @@ void main() {
             chunk.v[0] = ROWS;
             chunk.v[1] = 0u;
             chunk.v[2] = ROWS * EACH;
-            chunk.v[3] = ROWS * TILES;
+            chunk.v[3] = 0u;
         }
     }
 }

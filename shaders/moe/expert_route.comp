@@ -1,10 +1,11 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 // MoE top-k selection with scores, groups and a bias of the choice, as in DeepSeek-V2, DeepSeek-V3 and GLM-4.5:
-//   s = softmax(logits) or, with SIGMOID 1, sigmoid(logits);   c = s + bias
+//   z = logits · logit_scale
+//   s = softmax(z) or, with SIGMOID 1, sigmoid(z);   c = s + bias
 //   of GROUPS groups of experts with adjacent ids, the KEPT groups with the greatest sums of their BEST greatest c stay
 //   the CHOSEN experts of these groups with the greatest c are chosen, each with the share  s · factor
-//   (NORMALISE 1: s / (the sum of the chosen s) · factor)
+//   (NORMALISE 1: s / (the sum of the chosen s) · factor), with SCALES 1 times the expert's own factor
 // Of equals, the lowest id wins. A NaN counts as less than every number.
 //
 // logits   [rows][logits_stride] f32: COUNT router logits. GATE 1: then the shared expert's gate
@@ -30,17 +31,20 @@ layout(constant_id = 9) const uint GATE = 0;
 layout(constant_id = 10) const uint GROUPS = 1;   // divides COUNT
 layout(constant_id = 11) const uint KEPT = 1;
 layout(constant_id = 12) const uint BEST = 1;     // at most COUNT / GROUPS
+layout(constant_id = 13) const uint SCALES = 0;
 
 layout(buffer_reference, std430, buffer_reference_align = 8) writeonly restrict buffer ChoicesOut { uvec2 v[]; };
 
 layout(push_constant) uniform Args {
     FloatsIn logits;
     FloatsIn bias;    // [COUNT]
+    FloatsIn scales;  // [COUNT]
     WordsIn rows;
     WordsIn count;    // descriptor of the prompt step; word 2 is the number of rows in use
     ChoicesOut choices;
     uint logits_stride;
     float factor;
+    float logit_scale;
 };
 
 const uint NOBODY = 0xffffffffu;
@@ -56,7 +60,7 @@ void main() {
     uint row = gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x, t = gl_LocalInvocationID.x;
     if (row >= used) return;
     uint base = row * logits_stride;
-    for (uint i = t; i < COUNT; i += gl_WorkGroupSize.x) scores_s[i] = logits.v[base + i];
+    for (uint i = t; i < COUNT; i += gl_WorkGroupSize.x) scores_s[i] = logits.v[base + i] * logit_scale;
     barrier();
     // The greatest logit and the sum of the softmax: each invocation computes them alike.
     float most = value_of(KEY_MINUS_INFINITY), total = 0.0;
@@ -119,6 +123,7 @@ void main() {
             for (uint other = 0u; other < CHOSEN; other++) divisor += scores_s[ids_s[other]];
         }
         float share = scores_s[ids_s[j]] / divisor * factor;
+        if (SCALES == 1u) share *= scales.v[ids_s[j]];
         choices.v[to + j] = valid ? uvec2(ids_s[j], floatBitsToUint(share)) : uvec2(NOBODY, 0u);
     }
     if (SHARED == 1u && t == 0u) {

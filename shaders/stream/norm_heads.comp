@@ -2,21 +2,26 @@
 #extension GL_GOOGLE_include_directive : require
 // RMS norm in place, of parts of rows:
 //   x[r][first + h·width ..] = x[r][first + h·width ..] · rsqrt(mean square + eps) ⊙ norm    for each part h
+// With ADD 1, then:  x[r][i] = (x[r][i] + scale · y[r][i]) · rsqrt(2)    for each i of the parts
 //
-// x  [rows][stride] f32. norm [width] f32, the same for all parts; with NORM 0 there are no weights
-// One workgroup processes one part of one row. Traffic: 12 bytes per value.
+// x, y  [rows][stride] f32. norm [width] f32, the same for all parts; with NORM 0 there are no weights
+// One workgroup processes one part of one row. Traffic: 12 bytes per value, with ADD 1 16.
 #include "common.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint NORM = 1;
+layout(constant_id = 2) const uint ADD = 0;
 
 layout(push_constant) uniform Args {
     FloatsInOut x;
     FloatsIn norm;
+    FloatsIn y;
     uint first;
     uint width;
     uint stride;      // in floats
+    uint y_stride;
     float epsilon;
+    float scale;
 };
 
 shared float partial[256];
@@ -34,6 +39,9 @@ void main() {
     float sum = 0.0;
     for (uint i = 0u; i < gl_NumSubgroups; i++) sum += partial[i];
     float factor = inversesqrt(sum / float(width) + epsilon);
-    for (uint i = t; i < width; i += gl_WorkGroupSize.x)
-        x.v[base + i] *= NORM == 1u ? factor * norm.v[i] : factor;
+    for (uint i = t; i < width; i += gl_WorkGroupSize.x) {
+        float value = x.v[base + i] * (NORM == 1u ? factor * norm.v[i] : factor);
+        if (ADD == 1u) value = (value + scale * y.v[base - gl_WorkGroupID.y * stride + gl_WorkGroupID.y * y_stride + i]) * inversesqrt(2.0);
+        x.v[base + i] = value;
+    }
 }

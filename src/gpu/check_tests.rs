@@ -86,7 +86,7 @@ fn what_every_device_is_asked_for_is_what_the_plain_path_uses() {
             Err(error) if error.to_string().contains("architecture \"") => continue,
             Err(error) => panic!("{}: {error}", folder.display()),
         };
-        let tuning = tuning(&adapter, None, checkpoint.config.attention_kinds[0].kv_heads, 2048);
+        let tuning = tuning(&adapter, None, checkpoint.config.least_kv_heads(), 2048);
         for (kernel, constants) in pipelines(&checkpoint, tuning) {
             let module = Module::read(&find(kernel).words(), &constants);
             let bytes = module.shared_bytes.unwrap_or_else(|| panic!("{kernel}: its shared memory is not known"));

@@ -181,7 +181,7 @@ impl TuningBounds {
                 let threads = changed.attention_threads;
                 threads.is_power_of_two()
                     && (16..=most).contains(&threads)
-                    && self.heads.shared_bytes(threads) <= tuning.shared_bytes
+                    && self.heads.shared_bytes(1, threads) <= tuning.shared_bytes
             }
             "gemv_threads" => changed.gemv_threads.is_power_of_two() && (16..=most).contains(&changed.gemv_threads),
             key if key.starts_with("codes.") => {

@@ -22,19 +22,17 @@ pub struct VerifyRows {
     pub sequences: u32,
     /// The number of rows per sequence: its next token and its draft tokens.
     pub each: u32,
-    /// The number of attention tiles per sequence.
-    pub tiles: u32,
 }
 
 /// Returns the call that writes the descriptor of a verification step from the batch and its slots' draft tokens, all
 /// but the cells.
 pub fn verify_rows(label: String, rows: VerifyRows, args: VerifyRowsArgs) -> Call {
     assert!((1..=MOST_DRAFTS + 1).contains(&rows.each), "{} rows of a sequence", rows.each);
-    let VerifyRows { sequences, each, tiles } = rows;
+    let VerifyRows { sequences, each } = rows;
     Call {
         kernel: "verify_rows",
         label,
-        constants: VerifyRowsConstants { threads: 32, rows: sequences, each, tiles }.into_values(),
+        constants: VerifyRowsConstants { threads: 32, rows: sequences, each }.into_values(),
         args: args.into_args(),
         groups: [1, 1, 1],
     }
@@ -119,8 +117,8 @@ pub(super) fn reference_look_up(call: &Call, memory: &mut HostMemory) {
 /// from: all rows with `step` 0, or one row per sequence for the `step`-th draft token.
 pub fn next_tokens(label: String, rows: VerifyRows, step: u32, args: NextTokensArgs) -> Call {
     assert!(step == 0 || (step <= MOST_DRAFTS && rows.each == 1), "step {step} of {} rows a sequence", rows.each);
-    let VerifyRows { sequences, each, tiles } = rows;
-    let constants = NextTokensConstants { threads: 32, rows: sequences * each, each, tiles, step };
+    let VerifyRows { sequences, each } = rows;
+    let constants = NextTokensConstants { threads: 32, rows: sequences * each, each, step };
     Call { kernel: "next_tokens", label, constants: constants.into_values(), args: args.into_args(), groups: [1, 1, 1] }
 }
 
@@ -169,14 +167,14 @@ fn slot_word(memory: &HostMemory, slots: Range, slot: u32, word: u32) -> u32 {
 pub(super) fn reference_verify_rows(call: &Call, memory: &mut HostMemory) {
     let a = VerifyRowsArgs::from_args(&call.args);
     let c = VerifyRowsConstants::from_values(&call.constants);
-    for (i, word) in (0..).zip([c.rows, 0, c.rows * c.each, c.rows * c.tiles]) {
+    for (i, word) in (0..).zip([c.rows, 0, c.rows * c.each, 0]) {
         memory.set_u32(a.chunk, i, word);
     }
     for index in 0..c.rows {
         let slot = memory.u32(a.batch, index);
         let runs = slot != u32::MAX && slot_word(memory, a.slots, slot, SLOT_ACTIVE) == ACTIVE_RUNNING;
         let word = |memory: &HostMemory, word| if runs { slot_word(memory, a.slots, slot, word) } else { 0 };
-        let prompt = [if runs { slot } else { u32::MAX }, word(memory, SLOT_POSITION), index * c.each, index * c.tiles];
+        let prompt = [if runs { slot } else { u32::MAX }, word(memory, SLOT_POSITION), index * c.each, 0];
         for (i, word) in (0..).zip(prompt) {
             memory.set_u32(a.chunk, 4 + 4 * index + i, word);
         }
@@ -192,7 +190,7 @@ pub(super) fn reference_next_tokens(call: &Call, memory: &mut HostMemory) {
     let a = NextTokensArgs::from_args(&call.args);
     let c = NextTokensConstants::from_values(&call.constants);
     let sequences = c.rows / c.each;
-    for (i, word) in (0..).zip([sequences, sequences, c.rows, sequences * c.tiles]) {
+    for (i, word) in (0..).zip([sequences, sequences, c.rows, 0]) {
         memory.set_u32(a.next, i, word);
     }
     for row in 0..c.rows {
@@ -203,7 +201,7 @@ pub(super) fn reference_next_tokens(call: &Call, memory: &mut HostMemory) {
         if row % c.each == 0 {
             let index = row / c.each;
             let runs = valid != 0 && slot_word(memory, a.slots, slot, SLOT_ACTIVE) == ACTIVE_RUNNING;
-            let prompt = [if runs { slot } else { u32::MAX }, position, row, index * c.tiles];
+            let prompt = [if runs { slot } else { u32::MAX }, position, row, 0];
             for (i, word) in (0..).zip(prompt) {
                 memory.set_u32(a.next, 4 + 4 * index + i, word);
             }

@@ -26,10 +26,9 @@ pub struct Table {
 }
 
 /// The layout of a prompt step's descriptor, in words:
-/// - `{prompts, lasts, rows, tiles}`: the numbers of prompts, of prompts whose last chunk this is, of rows, and of
-///   tiles of `flash`;
-/// - for each prompt with a chunk in the step `{slot, position of its first row, first row, first tile}`, in ascending
-///   order of rows; tiles are those of `flash`;
+/// - `{prompts, lasts, rows, 0}`: the numbers of prompts, of prompts whose last chunk this is, and of rows;
+/// - for each prompt with a chunk in the step `{slot, position of its first row, first row, 0}`, in ascending order of
+///   rows;
 /// - only for models with recurrent state, for each prompt the cell whose state it continues or `u32::MAX`; twice {the
 ///   number of rows after which the state is also stored as a snapshot, the snapshot's cell}; the first of its blocks
 ///   of [`BLOCK_ROWS`] rows; the token that follows its last row if it is known; 0;
@@ -74,19 +73,18 @@ impl ChunkLayout {
         u64::from(self.token(tokens)) * 4
     }
 
-    /// Returns the words of a step's descriptor, as runs with the index of their first word. `tiles` gives the number
-    /// of tiles for a prompt with the given number of rows.
+    /// Returns the words of a step's descriptor, as runs with the index of their first word.
     ///
     /// # Panics
     /// If there are more prompts than the descriptor has room for, or a snapshot is requested at a row where no block
     /// ends or beyond a prompt's end.
-    pub fn describe(self, prompts: &[PromptRows<'_>], tiles: impl Fn(u32) -> u32) -> Vec<(u32, Vec<u32>)> {
+    pub fn describe(self, prompts: &[PromptRows<'_>]) -> Vec<(u32, Vec<u32>)> {
         assert!(prompts.len() <= self.prompts as usize, "{} prompts, at most {}", prompts.len(), self.prompts);
-        let (mut first_row, mut first_tile, mut first_block) = (0, 0, 0);
+        let (mut first_row, mut first_block) = (0, 0);
         let (mut words, mut cells) = (Vec::with_capacity(4 * prompts.len()), Vec::new());
         let (mut lasts, mut tokens) = (Vec::new(), Vec::new());
         for prompt in prompts {
-            words.extend([prompt.slot, prompt.start, first_row, first_tile]);
+            words.extend([prompt.slot, prompt.start, first_row, 0]);
             if self.recurrent {
                 let rows = prompt.tokens.len();
                 assert!(prompt.keeps.len() <= 2, "{} snapshots of a prompt", prompt.keeps.len());
@@ -101,7 +99,6 @@ impl ChunkLayout {
                 cells.extend([from, rows, cell, more_rows, more_cell, first_block, next, 0]);
             }
             first_row += prompt.tokens.len() as u32;
-            first_tile += tiles(prompt.tokens.len() as u32);
             first_block += (prompt.tokens.len() as u32).div_ceil(BLOCK_ROWS);
             if prompt.last {
                 lasts.push(first_row - 1);
@@ -109,7 +106,7 @@ impl ChunkLayout {
             tokens.extend_from_slice(prompt.tokens);
         }
         vec![
-            (0, vec![prompts.len() as u32, lasts.len() as u32, first_row, first_tile]),
+            (0, vec![prompts.len() as u32, lasts.len() as u32, first_row, 0]),
             (self.prompt(0), words),
             (self.cells(0), cells),
             (self.last(0), lasts),

@@ -125,6 +125,7 @@ pub fn reference(kernel: &str) -> Reference {
         "bound_logits" => stream::reference_bound_logits,
         "row_scales" => stream::reference_row_scales,
         "pool_rows" => stream::reference_pool_rows,
+        "gate_rows" => stream::reference_gate_rows,
         "flash_decode" => attention::flash_decode::reference_flash_decode,
         "plan_splits" => attention::flash_decode::reference_plan_splits,
         "delta_step" => delta::reference_delta_step,

@@ -71,6 +71,10 @@ pub struct Route {
     pub best: u32,
     /// The factor of the shares.
     pub factor: f32,
+    /// The factor of the logits.
+    pub logit_scale: f32,
+    /// A factor of each expert's shares: `[count]`.
+    pub scales: Option<Range>,
 }
 
 impl ExpertsShape {
@@ -226,8 +230,10 @@ pub struct Mlp {
     pub shared: Option<(Matrix, Matrix)>,
     /// The biases of the experts' two products, in the order of their rows; the shared expert has none.
     pub biases: [Option<Range>; 2],
-    /// The residual.
+    /// The MLP's input, which is normed first.
     pub x: Activations,
+    /// What the MLP's output is added to: mostly x, the residual.
+    pub y: Activations,
     /// The norm before the MLP: its weight and epsilon.
     pub norm: (Range, f32),
     /// The router's product with the normalized rows: [`ExpertsShape::logits`] floats per row.
@@ -281,8 +287,8 @@ impl Mlp {
         self.few(Stage::GateUp, self.x, middle, rows, matrices, config, flow, logits, fault)
     }
 
-    /// Returns the call of the second stage: x += the sum of the experts' outputs for `middle`. `flow` describes
-    /// `middle` and x.
+    /// Returns the call of the second stage: y += the sum of the experts' outputs for `middle`. `flow` describes
+    /// `middle` and y.
     #[expect(clippy::too_many_arguments, reason = "the same for both stages; each call names all of them")]
     pub fn few_down(
         &self,
@@ -294,7 +300,7 @@ impl Mlp {
         logits: Flow,
         fault: Range,
     ) -> Call {
-        self.few(Stage::Down, middle, self.x, rows, matrices, config, flow, logits, fault)
+        self.few(Stage::Down, middle, self.y, rows, matrices, config, flow, logits, fault)
     }
 
     #[expect(clippy::too_many_arguments, reason = "the operands of both stages")]
@@ -480,15 +486,18 @@ impl Mlp {
             groups: routing.groups,
             kept: routing.kept,
             best: routing.best,
+            scales: u32::from(routing.scales.is_some()),
         };
         let args = ExpertRouteArgs {
             logits: self.logits.range,
             bias: routing.bias.unwrap_or(choices.none()),
+            scales: routing.scales.unwrap_or(choices.none()),
             rows: valid.unwrap_or(choices.none()),
             count: used.count.unwrap_or(choices.none()),
             choices: choices.part(0, shape.choices_bytes(used.rows)),
             logits_stride: self.logits.stride,
             factor: routing.factor,
+            logit_scale: routing.logit_scale,
         };
         Call {
             kernel: "expert_route",
@@ -506,7 +515,7 @@ impl Mlp {
 
     /// Returns the call of the second stage; see [`Mlp::few_down`].
     pub fn gemv_down(&self, used: Used, choices: Range, middle: Activations, threads: u32) -> Call {
-        self.gemv(Stage::Down, middle, self.x, used, choices, threads)
+        self.gemv(Stage::Down, middle, self.y, used, choices, threads)
     }
 
     fn gemv(&self, stage: Stage, x: Activations, y: Activations, used: Used, choices: Range, threads: u32) -> Call {
@@ -654,7 +663,7 @@ impl Mlp {
         product.matmul(x, rows, each, MatmulConfig { splits: 1, ..config }, none)
     }
 
-    /// Returns the call of x += the chosen experts' outputs, times their shares, plus `shared`, the shared expert's
+    /// Returns the call of y += the chosen experts' outputs, times their shares, plus `shared`, the shared expert's
     /// output, times its gate.
     pub fn combine(&self, used: Used, choices: Range, parts: Activations, shared: Option<Activations>) -> Call {
         assert_eq!(shared.is_some(), self.shape.shared_inner.is_some(), "{}: the shared expert", self.label);
@@ -669,12 +678,12 @@ impl Mlp {
             choices: choices.part(0, self.shape.choices_bytes(used.rows)),
             parts: parts.range,
             shared_rows: shared.map_or(parts.range.none(), |s| s.range),
-            x: self.x.range,
+            x: self.y.range,
             count: used.count.unwrap_or(choices.none()),
             columns: self.shape.hidden,
             parts_stride: parts.stride,
             shared_stride: shared.map_or(0, |s| s.stride),
-            x_stride: self.x.stride,
+            x_stride: self.y.stride,
         };
         Call {
             kernel: "expert_combine",
@@ -860,7 +869,7 @@ pub(super) fn reference_expert_route(call: &Call, memory: &mut HostMemory) {
     let used = if c.rows == 0 { memory.u32(a.count, 2) } else { c.rows };
     for row in 0..used {
         let first = row * a.logits_stride;
-        let logits: Vec<f32> = (0..c.count).map(|id| memory.f32(a.logits, first + id)).collect();
+        let logits: Vec<f32> = (0..c.count).map(|id| memory.f32(a.logits, first + id) * a.logit_scale).collect();
         let plain = |logit: f32| f64::from(value_of(key_of(logit)));
         let most = logits.iter().copied().map(plain).fold(f64::MIN, f64::max);
         let total: f64 = logits.iter().map(|logit| (plain(*logit) - most).exp()).sum();
@@ -887,7 +896,8 @@ pub(super) fn reference_expert_route(call: &Call, memory: &mut HostMemory) {
         let chosen: Vec<u32> = keys[..c.chosen as usize].iter().map(|(_, id)| *id).collect();
         let sum: f64 = chosen.iter().map(|id| scores[*id as usize]).sum();
         let divisor = if c.normalise == 1 { sum + 1e-20 } else { 1.0 };
-        let share = |id: &u32| (*id, scores[*id as usize] / divisor * f64::from(a.factor));
+        let own = |id: u32| if c.scales == 1 { f64::from(memory.f32(a.scales, id)) } else { 1.0 };
+        let share = |id: &u32| (*id, scores[*id as usize] / divisor * f64::from(a.factor) * own(*id));
         let mut choices: Vec<(u32, f64)> = chosen.iter().map(share).collect();
         if c.shared == 1 {
             let gate = if c.gate == 1 { sigmoid(memory.f32(a.logits, first + c.count)) } else { 1.0 };

@@ -1,44 +1,70 @@
 //! Stages between products, for models that need them: `add_branch`, which adds a changed output of a mixer or an MLP to
-//! the residual stream; `norm_heads`, the norm of parts of rows; `bound_logits`, which scales and bounds logits. Also the
-//! end of a step whose prompts are embedded: `row_scales` and `pool_rows`, the sums of normed rows. Not here: norms before
-//! a product, which are a part of it (`gemm`), and norms of heads in attention (`attention`).
+//! the residual stream; `norm_heads`, the norm of parts of rows; `gate_rows`, a gated linear unit of two buffers;
+//! `bound_logits`, which scales and bounds logits. Also the end of a step whose prompts are embedded: `row_scales` and
+//! `pool_rows`, the sums of normed rows. Not here: norms before a product, which are a part of it (`gemm`), and norms of
+//! queries and keys in attention (`attention`).
 
-use super::gemm::Activations;
+use super::gemm::{Activations, Glu, glu};
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{
-    AddBranchArgs, AddBranchConstants, BoundLogitsArgs, BoundLogitsConstants, NormHeadsArgs, NormHeadsConstants,
-    PoolRowsArgs, PoolRowsConstants, RowScalesArgs, RowScalesConstants,
+    AddBranchArgs, AddBranchConstants, BoundLogitsArgs, BoundLogitsConstants, GateRowsArgs, GateRowsConstants,
+    NormHeadsArgs, NormHeadsConstants, PoolRowsArgs, PoolRowsConstants, RowScalesArgs, RowScalesConstants,
 };
 
 /// The number of invocations of a workgroup.
 const THREADS: u32 = 128;
 
+/// What [`add_branch`] does with the residual stream.
+#[derive(Clone, Copy, Debug)]
+pub struct Onto {
+    /// The stream.
+    pub x: Activations,
+    /// Whether the branch is added to what is there; otherwise it replaces it.
+    pub adds: bool,
+    /// A factor of the sum, `[1]`.
+    pub factor: Option<Range>,
+}
+
+impl Onto {
+    /// Adds to `x`.
+    pub fn add(x: Activations) -> Onto {
+        Onto { x, adds: true, factor: None }
+    }
+}
+
 /// Returns the call that adds `scale` times `rows` rows of y, normed if there is a `norm` (its weights and epsilon), to
-/// `columns` floats of each row of x.
+/// `columns` floats of each row of a stream.
 pub fn add_branch(
     label: String,
     (rows, columns): (u32, u32),
     y: Activations,
     norm: Option<(Range, f32)>,
     scale: f32,
-    x: Activations,
+    onto: Onto,
 ) -> Call {
     let (weights, epsilon) = norm.unwrap_or((y.range.none(), 0.0));
     let args = AddBranchArgs {
         y: y.range,
         norm: weights,
-        x: x.range,
+        x: onto.x.range,
+        factor: onto.factor.unwrap_or(y.range.none()),
         columns,
         y_stride: y.stride,
-        x_stride: x.stride,
+        x_stride: onto.x.stride,
         epsilon,
         scale,
+    };
+    let constants = AddBranchConstants {
+        threads: THREADS,
+        norm: u32::from(norm.is_some()),
+        add: u32::from(onto.adds),
+        factor: u32::from(onto.factor.is_some()),
     };
     Call {
         kernel: "add_branch",
         label,
-        constants: AddBranchConstants { threads: THREADS, norm: u32::from(norm.is_some()) }.into_values(),
+        constants: constants.into_values(),
         args: args.into_args(),
         groups: [rows, 1, 1],
     }
@@ -50,17 +76,71 @@ pub fn norm_heads(
     label: String,
     rows: u32,
     x: Activations,
+    parts: (u32, u32, u32),
+    norm: (Option<Range>, f32),
+) -> Call {
+    norm_parts(label, rows, x, parts, norm, None)
+}
+
+/// Like [`norm_heads`], and then adds a factor times the same floats of another buffer, and divides the sums by √2.
+pub fn norm_and_add(
+    label: String,
+    rows: u32,
+    x: Activations,
+    parts: (u32, u32, u32),
+    norm: (Option<Range>, f32),
+    added: (Activations, f32),
+) -> Call {
+    norm_parts(label, rows, x, parts, norm, Some(added))
+}
+
+fn norm_parts(
+    label: String,
+    rows: u32,
+    x: Activations,
     (first, parts, width): (u32, u32, u32),
     (norm, epsilon): (Option<Range>, f32),
+    added: Option<(Activations, f32)>,
 ) -> Call {
-    let args =
-        NormHeadsArgs { x: x.range, norm: norm.unwrap_or(x.range.none()), first, width, stride: x.stride, epsilon };
+    let (y, scale) = added.unwrap_or((Activations { range: x.range.none(), stride: 0 }, 0.0));
+    let args = NormHeadsArgs {
+        x: x.range,
+        norm: norm.unwrap_or(x.range.none()),
+        y: y.range,
+        first,
+        width,
+        stride: x.stride,
+        y_stride: y.stride,
+        epsilon,
+        scale,
+    };
+    let constants =
+        NormHeadsConstants { threads: THREADS, norm: u32::from(norm.is_some()), add: u32::from(added.is_some()) };
     Call {
         kernel: "norm_heads",
         label,
-        constants: NormHeadsConstants { threads: THREADS, norm: u32::from(norm.is_some()) }.into_values(),
+        constants: constants.into_values(),
         args: args.into_args(),
         groups: [parts, rows, 1],
+    }
+}
+
+/// Returns the call that replaces `columns` floats x of each of `rows` rows by `glu(x, y)`, where y begins at float
+/// `first` of the row of another buffer.
+pub fn gate_rows(
+    label: String,
+    (rows, columns): (u32, u32),
+    x: Activations,
+    (y, first): (Activations, u32),
+    unit: Glu,
+) -> Call {
+    let args = GateRowsArgs { x: x.range, y: y.range, columns, first, stride: x.stride, y_stride: y.stride };
+    Call {
+        kernel: "gate_rows",
+        label,
+        constants: GateRowsConstants { threads: THREADS, glu: unit.code() }.into_values(),
+        args: args.into_args(),
+        groups: [columns.div_ceil(THREADS), rows, 1],
     }
 }
 
@@ -132,8 +212,9 @@ pub(crate) fn reference_add_branch(call: &Call, memory: &mut HostMemory) {
         for (i, y) in (0..).zip(y) {
             let weight = if c.norm == 1 { f64::from(memory.f32(a.norm, i)) } else { 1.0 };
             let at = row * a.x_stride + i;
-            let x = f64::from(memory.f32(a.x, at));
-            memory.set_f32(a.x, at, (x + y * factor * weight) as f32);
+            let x = if c.add == 1 { f64::from(memory.f32(a.x, at)) } else { 0.0 };
+            let stream = if c.factor == 1 { f64::from(memory.f32(a.factor, 0)) } else { 1.0 };
+            memory.set_f32(a.x, at, ((x + y * factor * weight) * stream) as f32);
         }
     }
 }
@@ -147,7 +228,12 @@ pub(crate) fn reference_norm_heads(call: &Call, memory: &mut HostMemory) {
         let factor = rms(&x, a.epsilon);
         for (i, x) in (0..).zip(x) {
             let weight = if c.norm == 1 { f64::from(memory.f32(a.norm, i)) } else { 1.0 };
-            memory.set_f32(a.x, base + i, (x * factor * weight) as f32);
+            let mut value = x * factor * weight;
+            if c.add == 1 {
+                let y = memory.f32(a.y, row * a.y_stride + a.first + part * a.width + i);
+                value = (value + f64::from(a.scale) * f64::from(y)) * std::f64::consts::FRAC_1_SQRT_2;
+            }
+            memory.set_f32(a.x, base + i, value as f32);
         }
     }
 }
@@ -169,6 +255,16 @@ pub(crate) fn reference_pool_rows(call: &Call, memory: &mut HostMemory) {
         let sum: f64 = (from..from + count).map(scaled).sum();
         let value = sum * f64::from(memory.f32(a.norm, i));
         memory.set_f32(a.pooled, (first + run) * a.pooled_stride + i, value as f32);
+    }
+}
+
+pub(crate) fn reference_gate_rows(call: &Call, memory: &mut HostMemory) {
+    let a = GateRowsArgs::from_args(&call.args);
+    let c = GateRowsConstants::from_values(&call.constants);
+    for (row, i) in (0..call.groups[1]).flat_map(|row| (0..a.columns).map(move |i| (row, i))) {
+        let at = row * a.stride + i;
+        let y = f64::from(memory.f32(a.y, row * a.y_stride + a.first + i));
+        memory.set_f32(a.x, at, glu(c.glu, f64::from(memory.f32(a.x, at)), y) as f32);
     }
 }
 

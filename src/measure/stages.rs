@@ -7,9 +7,7 @@ use crate::device::{Adapter, Device, Instance};
 use crate::gpu::build::defaults::{PTX, tuning};
 use crate::gpu::error::StartError;
 use crate::gpu::timing::time_regions;
-use crate::kernels::attention::Heads;
 use crate::kernels::attention::PAGE_TOKENS;
-use crate::kernels::attention::flash::flash_tiles;
 use crate::kernels::embed::PromptRows;
 use crate::kernels::layout::StateLayout;
 use crate::kernels::recording::{Call, Op, Recording};
@@ -75,7 +73,7 @@ fn groups(step: &Recording) -> Vec<Recording> {
 }
 
 /// Returns the words of the device state for a step: the positions of the sequences and their page tables.
-fn state_words(layout: &StateLayout, heads: Heads, load: &StageLoad, positions: &[u32]) -> Vec<u32> {
+fn state_words(layout: &StateLayout, load: &StageLoad, positions: &[u32]) -> Vec<u32> {
     let mut words = vec![0u32; (layout.bytes() / 4) as usize];
     let mut set = |at: u32, value: u32| words[at as usize] = value;
     let mut page = 0;
@@ -102,7 +100,7 @@ fn state_words(layout: &StateLayout, heads: Heads, load: &StageLoad, positions: 
         let from = (load.position > 0).then_some(0);
         let prompt =
             PromptRows { slot: 0, start: load.position, tokens: &tokens, last: true, next: None, from, keeps: &[] };
-        for (word, words) in layout.chunk_layout().describe(&[prompt], |rows| flash_tiles(heads, rows)) {
+        for (word, words) in layout.chunk_layout().describe(&[prompt]) {
             for (at, value) in (layout.chunk_word(word)..).zip(words) {
                 set(at, value);
             }
@@ -145,7 +143,7 @@ pub fn stages(
         *position = last;
     }
     let max_pages = positions.iter().map(|position| pages_of(*position, load)).max().unwrap_or(1);
-    let mut tuning = tuning(adapter, matrices, config.attention_kinds[0].kv_heads, max_pages * 16);
+    let mut tuning = tuning(adapter, matrices, config.least_kv_heads(), max_pages * 16);
     let runs_ptx = matrices.is_some() && crate::gpu::matrix_units::runs_wgmma(&device).is_ok();
     tuning.ptx = PTX;
     change(&mut tuning);
@@ -192,7 +190,7 @@ pub fn stages(
         let place = if name == "state" { Place::Upload { bar: true } } else { Place::DeviceLocal };
         let buffer = arena.buffer(&name, bytes, place)?;
         if name == "state" {
-            buffer.write(0, bytemuck::cast_slice(&state_words(&decoder.state, decoder.heads(0), load, &positions)));
+            buffer.write(0, bytemuck::cast_slice(&state_words(&decoder.state, load, &positions)));
         } else {
             let to = init.buffer(&name, bytes);
             init.ops.push(Op::Fill { to, word: 0 });

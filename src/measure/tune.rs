@@ -665,7 +665,7 @@ impl<'a> Bench<'a> {
             let from = (start > 0).then_some(0);
             let rows = PromptRows { slot: 0, start, tokens: some, last: false, next: None, from, keeps: &[] };
             // The tiles of a single prompt begin at 0.
-            for (word, words) in layout.chunk_layout().describe(&[rows], |_| 0) {
+            for (word, words) in layout.chunk_layout().describe(&[rows]) {
                 patch.set_all(layout.chunk_word(word), &words);
             }
             self.write(patch)?;

@@ -265,7 +265,13 @@ impl Checkpoint {
     ///   projection), `gate_up.bias`, `down`, `down.bias`;
     /// - MoE: `mlp_norm`, `router` (one row per expert, then the shared expert's gate), `experts.gate_up` (all experts
     ///   stacked, each laid out like a dense `gate_up`), `experts.down` (all experts stacked, each with `hidden` rows
-    ///   of `inner` elements), and `shared.gate_up` and `shared.down`, laid out like a dense MLP's.
+    ///   of `inner` elements), and `shared.gate_up` and `shared.down`, laid out like a dense MLP's;
+    /// - experts beside a dense MLP: the weights of both, and `dense_post_norm`, `experts.norm`, `experts.post_norm`,
+    ///   `router.norm` and `router.scales`;
+    /// - norms after mixer and MLP: `attn_post_norm`, `mlp_post_norm`;
+    /// - inputs of the layer that depend on the token: `layer_input.gate`, `layer_input.output`, `layer_input.norm`; for
+    ///   all layers together `layer_inputs.embed`, `layer_inputs.projection` and `layer_inputs.norm`;
+    /// - `layer_scale`, one element.
     ///
     /// The MTP block is the first of `mtp_layers`, if the checkpoint contains it. It uses the prefix `mtp.` and has
     /// `embed_norm`, `hidden_norm`, `fc` (`[hidden, 2 * hidden]`, the embedding's columns first), `final_norm`, and the
@@ -285,7 +291,7 @@ impl Checkpoint {
                 continue;
             }
             weight.format = Format::Codes(match to {
-                Quantize::Int4 if !["embed", "lm_head"].contains(&weight.name.as_str()) => INT4,
+                Quantize::Int4 if !["embed", "lm_head", "layer_inputs.embed"].contains(&weight.name.as_str()) => INT4,
                 _ => INT8,
             });
         }
@@ -326,7 +332,7 @@ impl Checkpoint {
         self.active()
             .map(|(weight, of, in_all)| match weight.name.as_str() {
                 "embed" if self.config.tied => weight.bytes() + row(weight),
-                "embed" => row(weight),
+                "embed" | "layer_inputs.embed" => row(weight),
                 _ => weight.bytes() / in_all * of,
             })
             .sum()

@@ -18,7 +18,7 @@ use serde_json::Value;
 pub use families::Architecture;
 use quantization::Quantization;
 use read::Reader;
-pub use rope::{Rope, RopeScaling};
+pub use rope::{Rope, RopeScaling, RotatedPairs};
 
 /// An element type that weights may have in a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -169,6 +169,12 @@ pub struct Routing {
     pub best: u32,
     /// The factor of the chosen experts' weights.
     pub factor: f32,
+    /// The factor of the logits.
+    pub logit_scale: f32,
+    /// Whether the logits are those of rows that were normed with weights of the router's own.
+    pub own_norm: bool,
+    /// Whether each expert's weights have a factor of their own.
+    pub expert_scales: bool,
 }
 
 /// The dimensions of MoE layers.
@@ -191,6 +197,24 @@ pub struct Experts {
     pub normalise: bool,
     /// Whether the router and the experts' matrices have biases.
     pub bias: bool,
+    /// Whether a layer with experts also has a dense MLP: the outputs of both are normed and added. The experts' input has a
+    /// norm of its own ([`BESIDE_DENSE`]).
+    pub beside_dense: bool,
+}
+
+/// The names of the norms of experts beside a dense MLP, within the layer: of the dense MLP's output, of the experts' input
+/// and of the experts' output.
+pub const BESIDE_DENSE: [&str; 3] =
+    ["post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"];
+
+/// Inputs of every layer that depend on a row's token: an embedding for each layer, with a projection of the token's
+/// common embedding added. After its MLP, a layer multiplies them with a gate, projects them and adds them to the stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct LayerInputs {
+    /// The number of values of a row and layer.
+    pub width: u32,
+    /// The number of rows of their embedding, at least the model's vocabulary.
+    pub vocab: u32,
 }
 
 impl Experts {
@@ -294,6 +318,8 @@ pub struct Attention {
     pub rope: Option<Rope>,
     /// The number of tokens that a token sees, itself included (sliding window); `None` for all.
     pub window: Option<u32>,
+    /// Whether the values are the rows of the key projection, before norm and rotation.
+    pub values_are_keys: bool,
 }
 
 impl Attention {
@@ -321,14 +347,19 @@ pub struct ModelConfig {
     pub architecture: Architecture,
     /// The width of the residual stream.
     pub hidden: u32,
-    /// The intermediate size of dense MLPs; 0 if no layer is dense.
+    /// The greatest intermediate size of dense MLPs; 0 if no layer is dense.
     pub intermediate: u32,
+    /// `[layers]`: the intermediate size of each layer's dense MLP.
+    pub dense_widths: Vec<u32>,
     /// The number of layers.
     pub layers: u32,
     /// The kinds of attention layers; at least one.
     pub attention_kinds: Vec<Attention>,
     /// `[layers]`: the index of each layer's kind in `attention_kinds`; 0 for layers without attention.
     pub attention_of: Vec<usize>,
+    /// `[layers]`: the layer whose keys and values a layer with attention reads: itself, or an earlier layer of the same
+    /// kind, and then it has no key and value projections.
+    pub cache_of: Vec<u32>,
     /// The epsilon that every RMS norm adds to the mean square.
     pub rms_eps: f32,
     /// The number of rows of the embedding and of the LM head.
@@ -343,6 +374,8 @@ pub struct ModelConfig {
     pub mlp_bias: bool,
     /// The norms of queries and keys.
     pub qk_norm: QkNorm,
+    /// Whether each value head has an RMS norm without weights.
+    pub v_norm: bool,
     /// Whether the attention output is multiplied by the sigmoid of a gate, which is as wide as the queries (`heads *
     /// head_dim`).
     pub attention_gate: bool,
@@ -356,6 +389,10 @@ pub struct ModelConfig {
     pub embedding_scale: f32,
     /// The factor of the mixer's and the MLP's output, before it is added to the residual stream.
     pub residual_scale: f32,
+    /// Whether each layer multiplies the stream by a factor of its own, at its end.
+    pub layer_scale: bool,
+    /// The inputs of every layer that depend on the token.
+    pub layer_inputs: Option<LayerInputs>,
     /// The factor of logits.
     pub logit_scale: f32,
     /// The bound c of logits: `c * tanh(logit / c)`.
@@ -444,6 +481,11 @@ impl ModelConfig {
         attention.q_rows() * if self.attention_gate { 2 } else { 1 } + 2 * attention.kv_rows()
     }
 
+    /// Whether a layer with attention has keys and values of its own.
+    pub fn owns_cache(&self, layer: u32) -> bool {
+        self.cache_of[layer as usize] == layer
+    }
+
     /// Whether the outputs of mixers and MLPs are changed before they are added to the residual stream.
     pub fn has_branch_stages(&self) -> bool {
         self.norms.after_mixer.is_some() || self.norms.after_mlp.is_some() || self.residual_scale != 1.0
@@ -454,10 +496,20 @@ impl ModelConfig {
         (0..).zip(&self.layer_kinds).filter(move |(_, of_layer)| **of_layer == kind).map(|(layer, _)| layer)
     }
 
+    /// Returns the least number of key heads of a kind of attention layers.
+    pub fn least_kv_heads(&self) -> u32 {
+        self.attention_kinds.iter().map(|kind| kind.kv_heads).min().unwrap_or(1)
+    }
+
+    /// Returns the layers that have keys and values of their own, in ascending order.
+    pub fn cached_layers(&self) -> impl Iterator<Item = u32> + '_ {
+        self.layers_of(LayerKind::Attention).filter(|layer| self.owns_cache(*layer))
+    }
+
     /// Returns the number of key and value elements that one token adds to the KV cache, over all attention layers. MTP
     /// blocks are not included.
     pub fn kv_elements_per_token(&self) -> u64 {
-        self.layers_of(LayerKind::Attention).map(|layer| 2 * u64::from(self.attention(layer).kv_rows())).sum()
+        self.cached_layers().map(|layer| 2 * u64::from(self.attention(layer).kv_rows())).sum()
     }
 }
 
@@ -500,7 +552,7 @@ pub enum ConfigProblem {
     #[error("activation \"{0}\" is not supported for this architecture ({1} is)")]
     UnsupportedActivation(String, &'static str),
     /// The RoPE scaling type is not supported.
-    #[error("rope type \"{0}\" is not supported (default, linear, llama3, longrope and yarn are)")]
+    #[error("rope type \"{0}\" is not supported (default, linear, llama3, longrope, proportional and yarn are)")]
     UnsupportedRope(String),
     /// The element type is not supported.
     #[error("dtype \"{0}\" is not supported (bfloat16, float16 and float32 are)")]

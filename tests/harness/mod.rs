@@ -385,9 +385,9 @@ impl Random {
 }
 
 /// Returns the words of a step's descriptor, starting at word 0. Words that the layout does not set are [`POISON`].
-pub fn descriptor(layout: ChunkLayout, prompts: &[PromptRows<'_>], tiles: impl Fn(u32) -> u32) -> Vec<u32> {
+pub fn descriptor(layout: ChunkLayout, prompts: &[PromptRows<'_>]) -> Vec<u32> {
     let mut words = Vec::new();
-    for (at, part) in layout.describe(prompts, tiles) {
+    for (at, part) in layout.describe(prompts) {
         words.resize(at as usize, POISON);
         words.extend(part);
     }

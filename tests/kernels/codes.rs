@@ -524,6 +524,7 @@ fn experts_beside_a_shared_expert_of_another_type() {
             shared: Some(shared),
             biases: [None, None],
             x,
+            y: x,
             norm,
             logits,
         };

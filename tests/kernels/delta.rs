@@ -596,7 +596,7 @@ fn prompt_step(cases: &mut Cases, layer: &Layer, parts: &[Part], packed: bool, m
     let width = heads.output();
     let scratch = scratch_bytes(heads, rows, most) as usize / 4;
     let layout = ChunkLayout { prompts: most, recurrent: true };
-    let chunk = cases.words("chunk", &descriptor(layout, &prompts, |_| 0));
+    let chunk = cases.words("chunk", &descriptor(layout, &prompts));
     let cells_at = u64::from(layout.cells(0)) * 4;
     let operands = PromptOperands {
         x: cases.floats("x", &layer.rows(&tokens)),
@@ -873,7 +873,6 @@ fn cells_are_laid_out_by_blocks() {
             prompt(BLOCK_ROWS + 1, Some(77), Some(9), &[(64, 3)]),
             prompt(BLOCK_ROWS, None, Some(0), &[(0, 0), (64, 4)]),
         ],
-        |_| 0,
     );
     let none = u32::MAX;
     let wanted = [[none, 0, none, 0, none, 0, 0, 0], [9, 64, 3, 0, none, 1, 77, 0], [0, 0, 0, 64, 4, 3, 0, 0]];

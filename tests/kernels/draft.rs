@@ -99,7 +99,7 @@ fn rows_to_verify_and_rows_to_draft_from() {
     for (each, batch) in [(2, vec![3, 0]), (4, vec![0, u32::MAX, 3, 1]), (1, vec![2])] {
         cases.case(format!("{each}.{}", batch.len()));
         let sequences = batch.len() as u32;
-        let rows = VerifyRows { sequences, each, tiles: 2 };
+        let rows = VerifyRows { sequences, each };
         let slots = cases.words("slots", &slots([17, 5, 0, 40]));
         let chunk = cases.output("chunk", LAYOUT.bytes(16) as usize / 4, Expect::Exact);
         let args = VerifyRowsArgs { slots, batch: cases.words("batch", &batch), chunk, tokens_at: LAYOUT.token(0) };
@@ -124,7 +124,7 @@ fn rows_to_verify_and_rows_to_draft_from() {
             last_at: LAYOUT.last(0),
             tokens_at: LAYOUT.token(0),
         };
-        let rows = VerifyRows { sequences: starts.len() as u32, each, tiles: 1 };
+        let rows = VerifyRows { sequences: starts.len() as u32, each };
         cases.recording.call(draft::next_tokens("next_tokens".to_owned(), rows, step, args));
         let memory = cases.reference();
         let word = |at: u32| memory.u32(next, at);
@@ -162,7 +162,7 @@ fn tokens_of_prompts_shift_by_one() {
             .collect();
         let next = cases.output("next", LAYOUT.bytes(rows as u32 + 2) as usize / 4, Expect::Exact);
         let args = ShiftTokensArgs {
-            chunk: cases.words("chunk", &descriptor(LAYOUT, &prompts, |_| 1)),
+            chunk: cases.words("chunk", &descriptor(LAYOUT, &prompts)),
             next,
             cells_at: LAYOUT.cells(0),
             last_at: LAYOUT.last(0),

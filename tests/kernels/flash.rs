@@ -16,9 +16,7 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor, round};
 use crate::scores::{first_visible, scored, sink_of, variants};
 use ostinato::device::{Component, MatrixShape};
-use ostinato::kernels::attention::flash::{
-    PARTS, SHARED_BYTES, counters_bytes, flash, flash_serves, flash_tiles, partials_bytes,
-};
+use ostinato::kernels::attention::flash::{PARTS, SHARED_BYTES, counters_bytes, flash, flash_serves, partials_bytes};
 use ostinato::kernels::attention::{Heads, Scores};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows};
 use ostinato::kernels::gemm::skinny::Matrices;
@@ -193,8 +191,7 @@ fn call(chunks: &[Chunk], splits: u32, cases: &mut Cases, matrices: Matrices) ->
         first_page += chunk.pages.len() as u32 + 2;
     }
     let most = chunks.len() as u32 + 1;
-    let descriptor =
-        descriptor(ChunkLayout { prompts: most, recurrent: false }, &prompts, |rows| flash_tiles(heads, rows));
+    let descriptor = descriptor(ChunkLayout { prompts: most, recurrent: false }, &prompts);
     let output_stride = chunks[0].output_stride();
     let args = FlashArgs {
         qkv: cases.floats("qkv", &qkv),

@@ -136,7 +136,7 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
                 .collect();
             let layout = ChunkLayout { prompts: 5, recurrent: true };
             // The words after a chunk's tokens are leftovers of an earlier chunk.
-            let mut chunk = descriptor(layout, &prompts, |_| 0);
+            let mut chunk = descriptor(layout, &prompts);
             chunk.extend((count..rows).map(|i| u32::MAX - i));
 
             // The parts are processed in descending order, so that a part that writes rows of a later one is detected.
@@ -222,7 +222,7 @@ fn embed_rows_from_fragments_and_with_tags() {
             let prompt =
                 PromptRows { slot: 7, start: 3, tokens: &tokens, last: false, next: None, from: None, keeps: &[] };
             let layout = ChunkLayout { prompts: 1, recurrent: false };
-            let chunk = descriptor(layout, &[prompt], |_| 0);
+            let chunk = descriptor(layout, &[prompt]);
             let stride = decoder::stride(hidden);
             let chunk = cases.words("chunk", &chunk);
             let x = cases.output("x", (rows * stride) as usize, Expect::Exact);
@@ -310,7 +310,7 @@ fn take_last_copies_the_last_rows_of_the_prompts_that_end() {
         let args = TakeLastArgs {
             x: cases.floats("x", &x),
             rows: cases.words("rows", &infos),
-            chunk: cases.words("chunk", &descriptor(layout, &parts, |_| 0)),
+            chunk: cases.words("chunk", &descriptor(layout, &parts)),
             head_x: cases.output("head_x", heads as usize * stride, Expect::Exact),
             head_rows: cases.output("head_rows", heads as usize * 4, Expect::Exact),
             x_stride: stride as u32,
@@ -1136,7 +1136,7 @@ fn append_normalises_rotates_and_fills_pages() {
         cases.expect(args.k, stored(heads.kv_format));
         // Values are only rounded.
         cases.expect(args.v, if heads.kv_format == Format::F16 { stored(Format::F16) } else { Expect::Exact });
-        cases.recording.call(attention::append("append".to_owned(), heads, context.rows.len() as u32, args));
+        cases.recording.call(attention::append("append".to_owned(), heads, context.rows.len() as u32, true, args));
         made.push((context, args));
     }
     let reference = cases.reference();
@@ -1285,7 +1285,7 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
                 k: cases.weights("k", heads.kv_format, &k),
                 v: cases.weights("v", heads.kv_format, &v),
                 partials: cases.output("partials", heads.partial_floats(splits) as usize * count as usize, Expect::Any),
-                counters: cases.words("counters", &vec![0; (heads.kv * count) as usize]),
+                counters: cases.words("counters", &vec![0; (heads.q * count) as usize]),
                 o: outputs[0],
                 fault: cases.words("fault", &[0]),
                 sinks: cases.floats("sinks", &(0..heads.q).map(sink_of).collect::<Vec<f32>>()),
@@ -1324,7 +1324,12 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
                         let args = AttentionArgs { rows: work, ..args };
                         flash_decode(label, heads, split, threads, order, matrices, flow, args)
                     }
-                    None => attention::attention(label, heads, count, splits, threads, fused, flow, args),
+                    None => {
+                        // With three splits, several workgroups share the query heads of a KV head.
+                        let group = heads.group();
+                        let parts = (2..=group).find(|parts| splits == 3 && group.is_multiple_of(*parts)).unwrap_or(1);
+                        attention::attention(label, heads, count, splits, (threads, parts), fused, flow, args)
+                    }
                 };
                 cases.recording.call(call);
             }

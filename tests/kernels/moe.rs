@@ -246,7 +246,7 @@ impl Layer {
                 [Some(cases.floats("gate_up.bias", gate_up)), Some(cases.floats("down.bias", down))]
             }
         };
-        Mlp { label: "layers.0.".to_owned(), shape, gate_up, down, shared, biases, x, norm, logits }
+        Mlp { label: "layers.0.".to_owned(), shape, gate_up, down, shared, biases, x, y: x, norm, logits }
     }
 
     /// Compares the values that the reference left in x with the formula.
@@ -678,4 +678,69 @@ fn many_rows_on_weights_row_after_row_are_sorted_by_expert() {
             }
         }
     }
+}
+
+/// Goal: the selection with scores chooses the experts of the formula and gives them its shares: softmax with factors of
+/// logits and of experts (Gemma 4), and sigmoids with a bias and groups (DeepSeek-V3).
+#[test]
+fn experts_are_chosen_by_scores() {
+    let vulkan = Vulkan::new();
+    let mut cases = Cases::new("route");
+    let mut random = Random(85);
+    let mut made = Vec::new();
+    for (count, chosen, groups, sigmoid) in [(8, 2, 1, false), (128, 8, 1, false), (16, 4, 4, true), (9, 3, 3, false)] {
+        let sizes = ExpertsShape { gated: false, ..shape([count, chosen, 8, 16], None, !sigmoid) };
+        let rows = 5;
+        cases.case(format!("{chosen} of {count} in {groups} groups, sigmoid {sigmoid}"));
+        let layer = Layer::new(&mut random, sizes, rows, Format::F32, Logits::Random);
+        let mlp = layer.mlp(&mut cases, rows, false, None);
+        let (bias, scales) = (random.floats(count as usize), random.floats(count as usize));
+        let route = Route {
+            sigmoid,
+            bias: sigmoid.then(|| cases.floats("bias", &bias)),
+            groups,
+            kept: groups.min(2),
+            best: if sigmoid { 2 } else { 1 },
+            factor: 1.5,
+            logit_scale: 3.0,
+            scales: (!sigmoid).then(|| cases.floats("scales", &scales)),
+        };
+        let choices = cases.output("choices", sizes.choices_bytes(rows) as usize / 4, Expect::Pairs(SUMS));
+        cases.recording.call(mlp.route(&route, Used { rows, count: None }, None, choices));
+        made.push((layer, route, bias, scales, choices));
+    }
+    let reference = cases.reference();
+    for (layer, route, bias, scales, choices) in made {
+        let ExpertsShape { count, chosen, normalise, .. } = layer.shape;
+        for row in 0..layer.rows {
+            let logits = &layer.logits[(row * count) as usize..][..count as usize];
+            let z: Vec<f64> = logits.iter().map(|z| f64::from(*z) * 3.0).collect();
+            let total: f64 = z.iter().map(|z| z.exp()).sum();
+            let score = |z: f64| if route.sigmoid { 1.0 / (1.0 + (-z).exp()) } else { z.exp() / total };
+            let scores: Vec<f64> = z.iter().map(|z| score(*z)).collect();
+            let wish = |id: usize| scores[id] + if route.sigmoid { f64::from(bias[id]) } else { 0.0 };
+            let by_wish = |ids: &mut Vec<usize>| ids.sort_by(|a, b| wish(*b).total_cmp(&wish(*a)));
+            let each = (count / route.groups) as usize;
+            let of_group = |group: usize| -> f64 {
+                let mut ids: Vec<usize> = (group * each..(group + 1) * each).collect();
+                by_wish(&mut ids);
+                ids[..route.best as usize].iter().map(|id| wish(*id)).sum()
+            };
+            let mut kept: Vec<usize> = (0..route.groups as usize).collect();
+            kept.sort_by(|a, b| of_group(*b).total_cmp(&of_group(*a)));
+            kept.truncate(route.kept as usize);
+            let mut ids: Vec<usize> = (0..count as usize).filter(|id| kept.contains(&(id / each))).collect();
+            by_wish(&mut ids);
+            ids.truncate(chosen as usize);
+            let sum: f64 = if normalise { ids.iter().map(|id| scores[*id]).sum() } else { 1.0 };
+            for (j, id) in ids.into_iter().enumerate() {
+                let at = (row * chosen + j as u32) * 2;
+                let own = if route.sigmoid { 1.0 } else { f64::from(scales[id]) };
+                let (found, wanted) = (f64::from(reference.f32(choices, at + 1)), scores[id] / sum * 1.5 * own);
+                assert_eq!(reference.u32(choices, at), id as u32, "choice {j} of row {row} of {count}");
+                assert!((found - wanted).abs() <= 1e-5, "share {j} of row {row} of {count}: {found}, not {wanted}");
+            }
+        }
+    }
+    check(&vulkan, &cases, &reference);
 }

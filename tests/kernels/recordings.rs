@@ -14,8 +14,6 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::models::{expected, fixture};
 use crate::harness::{Bench, Bound, Change, Expect, POISON, Random, compare};
 use ostinato::gpu::build::defaults;
-use ostinato::kernels::attention::Heads;
-use ostinato::kernels::attention::flash::flash_tiles;
 use ostinato::kernels::barriers;
 use ostinato::kernels::embed::PromptRows;
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig, skinny};
@@ -247,7 +245,6 @@ struct Run<'a> {
     layout: StateLayout,
     bound: Bound<'a>,
     host: Option<Memory>,
-    heads: Heads,
     kv_format: Format,
     near: f32,
 }
@@ -265,7 +262,6 @@ impl<'a> Run<'a> {
             layout: decoder.state,
             bound,
             host: interpreted.then_some(memory),
-            heads: decoder.heads(0),
             kv_format: decoder.kv_format,
             near: if decoder.config.delta.is_some() { 2.0 * NEAR } else { NEAR },
         }
@@ -347,7 +343,7 @@ impl<'a> Run<'a> {
                 };
                 parts.insert(0, beside);
             }
-            for (word, words) in layout.chunk_layout().describe(&parts, |rows| flash_tiles(self.heads, rows)) {
+            for (word, words) in layout.chunk_layout().describe(&parts) {
                 self.patch(layout.chunk_word(word), &words);
             }
             self.step(&[&recordings.layers]);

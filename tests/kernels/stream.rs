@@ -1,5 +1,5 @@
-//! Goal: the stages between products (`add_branch`, `norm_heads`, `bound_logits`), those of embedded prompts (`row_scales`,
-//! `pool_rows`), the gated linear units and the factor of
+//! Goal: the stages between products (`add_branch`, `norm_heads`, `gate_rows`, `bound_logits`), those of embedded prompts
+//! (`row_scales`, `pool_rows`), the gated linear units and the factor of
 //! embeddings match their references, and the references match the formulas. Method: awkward widths, with and without
 //! weights, on both CPU drivers; words that must not be written must stay unchanged.
 
@@ -8,7 +8,9 @@ use crate::harness::{Bench, Cases, Expect, POISON, Random};
 use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::shaders::{PoolRowsArgs, RowScalesArgs};
-use ostinato::kernels::stream::{add_branch, bound_logits, norm_heads, pool_rows, pool_words, row_scales};
+use ostinato::kernels::stream::{
+    Onto, add_branch, bound_logits, gate_rows, norm_and_add, norm_heads, pool_rows, pool_words, row_scales,
+};
 use ostinato::memory::pack::Format;
 
 const LIMIT: f32 = 2e-6;
@@ -52,13 +54,18 @@ fn branches_are_added_with_and_without_a_norm() {
             let norm = normed.then_some((cases.floats("norm", &weights), EPSILON));
             cases.expect(x_range, Expect::Floats(LIMIT));
             let scale = if index % 2 == 0 { 1.0 } else { 0.22 };
-            let call = add_branch("add".to_owned(), (count, width), of(y_range), norm, scale, of(x_range));
+            // A factor with every second width, and a stream that is replaced with every second of these.
+            let (factor, adds) = ((index % 2 == 1).then_some(0.6f32), index != 3);
+            let onto =
+                Onto { x: of(x_range), adds, factor: factor.map(|factor| cases.floats("factor", &[factor, f32::NAN])) };
+            let call = add_branch("add".to_owned(), (count, width), of(y_range), norm, scale, onto);
             cases.recording.call(call);
-            made.push((x_range, x, y, normed.then_some(weights), (count, width, stride), scale));
+            let weights = normed.then_some(weights);
+            made.push((x_range, x, y, weights, (count, width, stride), (scale, adds, factor.unwrap_or(1.0))));
         }
     }
     let reference = cases.reference();
-    for (range, x, y, weights, (count, width, stride), scale) in made {
+    for (range, x, y, weights, (count, width, stride), (scale, adds, factor)) in made {
         for row in 0..count {
             let y = &y[(row * stride) as usize..][..width as usize];
             let divisor = if weights.is_some() { rms(y) } else { 1.0 };
@@ -66,7 +73,8 @@ fn branches_are_added_with_and_without_a_norm() {
                 let at = row * stride + i;
                 let weight = weights.as_ref().map_or(1.0, |weights| f64::from(weights[i as usize]));
                 let added = f64::from(y[i as usize]) / divisor * weight * f64::from(scale);
-                near(reference.f32(range, at), f64::from(x[at as usize]) + added, "x");
+                let before = if adds { f64::from(x[at as usize]) } else { 0.0 };
+                near(reference.f32(range, at), (before + added) * f64::from(factor), "x");
             }
         }
     }
@@ -232,6 +240,68 @@ fn gated_linear_units_match_their_formulas() {
                 }
             };
             near(reference.f32(y, at), wanted, &format!("{glu:?}({gate}, {up})"));
+        }
+    }
+    check(&cases, &reference);
+}
+
+#[test]
+fn normed_parts_and_other_rows_are_added() {
+    let mut cases = Cases::new("norm_and_add");
+    let mut random = Random(74);
+    let mut made = Vec::new();
+    for (parts, width) in [(1, 40), (5, 16), (3, 256)] {
+        cases.case(format!("{parts} of {width}"));
+        let (count, stride, other) = (3, parts * width + 8, parts * width + 32);
+        let x: Vec<f32> = (0..count * stride).map(|_| random.float() * 3.0).collect();
+        let y: Vec<f32> = (0..count * other).map(|_| random.float()).collect();
+        let weights: Vec<f32> = (0..width).map(|_| 1.0 + random.float()).collect();
+        let (range, norm) = (cases.floats("x", &x), cases.floats("norm", &weights));
+        let added = (Activations { range: cases.floats("y", &y), stride: other }, 0.7);
+        cases.expect(range, Expect::Floats(LIMIT));
+        let (of, parts) = (Activations { range, stride }, (0, parts, width));
+        cases.recording.call(norm_and_add("norm".to_owned(), count, of, parts, (Some(norm), EPSILON), added));
+        made.push((range, x, y, weights, (count, stride, other), parts));
+    }
+    let reference = cases.reference();
+    for (range, x, y, weights, (count, stride, other), (_, parts, width)) in made {
+        for (row, at) in (0..count).flat_map(|row| (0..parts * width).map(move |at| (row, at))) {
+            let part = &x[(row * stride + at / width * width) as usize..][..width as usize];
+            let normed = f64::from(part[(at % width) as usize]) / rms(part) * f64::from(weights[(at % width) as usize]);
+            let wanted = (normed + 0.7 * f64::from(y[(row * other + at) as usize])) / 2f64.sqrt();
+            near(reference.f32(range, row * stride + at), wanted, "x");
+        }
+    }
+    check(&cases, &reference);
+}
+
+#[test]
+fn rows_are_gated_by_their_part_of_other_rows() {
+    let mut cases = Cases::new("gate_rows");
+    let mut random = Random(75);
+    let mut made = Vec::new();
+    for (width, first) in [(16, 0), (16, 32), (200, 8)] {
+        cases.case(format!("{width} from {first}"));
+        let (count, stride, other) = (3, width + 8, first + width + 16);
+        let x: Vec<f32> = (0..count * stride).map(|_| random.float() * 3.0).collect();
+        let y: Vec<f32> = (0..count * other).map(|_| random.float()).collect();
+        let range = cases.floats("x", &x);
+        let from = (Activations { range: cases.floats("y", &y), stride: other }, first);
+        cases.expect(range, Expect::Floats(LIMIT * 4.0));
+        let call = gate_rows("gate".to_owned(), (count, width), Activations { range, stride }, from, Glu::GeluTanh);
+        cases.recording.call(call);
+        made.push((range, x, y, (count, stride, other), (width, first)));
+    }
+    let reference = cases.reference();
+    for (range, x, y, (count, stride, other), (width, first)) in made {
+        for (row, at) in (0..count).flat_map(|row| (0..stride).map(move |at| (row, at))) {
+            let value = f64::from(x[(row * stride + at) as usize]);
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * (value + 0.044715 * value.powi(3));
+            let wanted = match at < width {
+                true => 0.5 * value * (1.0 + inner.tanh()) * f64::from(y[(row * other + first + at) as usize]),
+                false => value,
+            };
+            near(reference.f32(range, row * stride + at), wanted, "x");
         }
     }
     check(&cases, &reference);

@@ -222,7 +222,7 @@ impl Build<'_> {
 
     pub(crate) fn tuning(&self, context: u32) -> Tuning {
         let adapter = self.adapter;
-        let kv_heads = self.checkpoint.config.attention_kinds[0].kv_heads;
+        let kv_heads = self.checkpoint.config.least_kv_heads();
         let mut tuning = tuning(adapter, self.opened.matrices, kv_heads, context);
         tuning.arithmetic = self.opened.arithmetic;
         tuning.ptx = self.opened.ptx.is_ok();

@@ -11,7 +11,6 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::region::buffer_sizes;
 use crate::kernels::state::MOST_DRAFTS;
 use crate::memory::plan::{self, KvRequest, MemoryLimits, Pages, Plan, PlanEntry, Purpose, Side};
-use crate::model::config::{Attention, LayerKind};
 use crate::model::decoder::{self, Decoder, Part, ROPE};
 
 /// The default size of the KV pool, if memory suffices, is the maximum context for every slot, but at most the larger
@@ -101,11 +100,6 @@ impl Build<'_> {
             return Err(self
                 .unsupported(format!("prefill_chunk is {chunk}, recurrent state takes a multiple of {STATE_TOKENS}")));
         }
-        // A prompt step describes the tiles of one kind of heads, and a batch's plan is for one.
-        let heads = |kind: &Attention| (kind.heads, kind.kv_heads, kind.head_dim);
-        if c.attention_kinds.iter().any(|kind| heads(kind) != heads(&c.attention_kinds[0])) {
-            return Err(self.unsupported("layers differ in the number or size of their attention heads".to_owned()));
-        }
         for head_dim in c.attention_kinds.iter().map(|kind| kind.head_dim) {
             if !head_dim.is_multiple_of(8) {
                 return Err(self.unsupported(format!("head_dim is {head_dim}, kernels need a multiple of 8")));
@@ -173,7 +167,7 @@ impl Build<'_> {
         }
         // The bytes of a page of K, or of V, of each layer. The drafting block has KV pages of its own.
         let of = |layer: u32| probe.heads(probe.config.attention_of[layer as usize]).page_bytes();
-        let layers: Vec<u64> = probe.config.layers_of(LayerKind::Attention).map(of).collect();
+        let layers: Vec<u64> = probe.config.cached_layers().map(of).collect();
         let drafting = if probe.drafts() { probe.heads(0).page_bytes() } else { 0 };
         let context_pages = u64::from(context.div_ceil(PAGE_TOKENS));
         let page_bytes = 2 * (layers.iter().sum::<u64>() + drafting);

@@ -400,7 +400,6 @@ impl Build<'_> {
         let executor = GpuExecutor::new(Parts {
             capacity,
             layout: decoder.state,
-            heads: decoder.heads(0),
             ring: decoder.ring,
             ring_buffer,
             masks: Arc::clone(table.require("masks")?),

@@ -15,7 +15,6 @@ use crate::engine::pace::Pace;
 use crate::engine::plan::{Capacity, PlanReport, Slot, StepPlan, Ticket, Work};
 use crate::engine::variants::{Fallback, Variants};
 use crate::gpu::overlap::OverlapRetry;
-use crate::kernels::attention::Heads;
 use crate::kernels::layout::StateLayout;
 use crate::kernels::region::{Pipelines, Region};
 use crate::kernels::sampling::mask_words;
@@ -84,8 +83,6 @@ pub struct Parts {
     pub capacity: Capacity,
     /// The layout of the device state.
     pub layout: StateLayout,
-    /// The attention heads, which determine the number of prefill tiles.
-    pub heads: Heads,
     /// The dimensions of the token ring.
     pub ring: RingLayout,
     /// Mapped memory: the token ring.

@@ -7,7 +7,6 @@ use crate::engine::plan::{Chunk, Slot, Ticket, Work};
 use crate::engine::variants::Fallback;
 use crate::gpu::executor::inbox::Posts;
 use crate::gpu::executor::{DecodeRegion, GpuExecutor, Kind, MOST_REPEATS, Pending, Pools, REPORT_EVERY, Scoring};
-use crate::kernels::attention::flash::flash_tiles;
 use crate::kernels::embed::PromptRows;
 use crate::kernels::region::Region;
 use crate::kernels::sampling::Patch;
@@ -63,7 +62,7 @@ impl GpuExecutor {
                 keeps,
             })
             .collect();
-        for (word, words) in layout.chunk_layout().describe(&rows, |rows| flash_tiles(self.parts.heads, rows)) {
+        for (word, words) in layout.chunk_layout().describe(&rows) {
             patch.set_all(layout.chunk_word(word), &words);
         }
         let tokens = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();

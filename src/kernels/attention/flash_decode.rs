@@ -192,6 +192,7 @@ pub(crate) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
         soft_cap: c.soft_cap,
         sinks: c.sinks,
         query_scales: c.query_scales,
+        parts: 1,
     };
     let [groups, _, rows] = call.groups;
     let word = |at: u32| memory.u32(args.rows, at);

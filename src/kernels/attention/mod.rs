@@ -95,9 +95,10 @@ impl Heads {
         }
     }
 
-    /// Returns the shared memory that `attention` uses with `threads` invocations, in bytes.
-    pub fn shared_bytes(self, threads: u32) -> u32 {
-        let (g, d) = (self.group(), self.dim);
+    /// Returns the shared memory that `attention` uses with `threads` invocations, in bytes, if `parts` workgroups share
+    /// the query heads of a KV head.
+    pub fn shared_bytes(self, parts: u32, threads: u32) -> u32 {
+        let (g, d) = (self.group() / parts, self.dim);
         let lanes = threads / (d / 8);
         4 * (g * d + 2 * d + g * threads + lanes * g * d + 4 * g + 1 + threads.div_ceil(16) + 1)
     }
@@ -109,24 +110,26 @@ impl Heads {
 }
 
 /// Returns the call for the attention of `rows` rows, each divided into up to `splits` splits along its context
-/// (split-K). With `fused`, it also normalizes, rotates and appends.
+/// (split-K). `parts` workgroups of `threads` invocations share the query heads of a KV head; it divides their number.
+/// With `fused`, the call also normalizes, rotates and appends.
 #[expect(clippy::too_many_arguments, reason = "a call's shape and operands; each call names all of them")]
 pub fn attention(
     label: String,
     heads: Heads,
     rows: u32,
     splits: u32,
-    threads: u32,
+    (threads, parts): (u32, u32),
     fused: bool,
     flow: Flow,
     args: AttentionArgs,
 ) -> Call {
+    assert!(heads.group().is_multiple_of(parts), "{parts} parts of {heads:?}");
     let [scale, window, soft_cap] = heads.scores.words();
     let constants = AttentionConstants {
         threads,
         d: heads.dim,
         rot: heads.rot,
-        g: heads.group(),
+        g: heads.group() / parts,
         kv_heads: heads.kv,
         qk_norm: u32::from(heads.qk_norm),
         fused: u32::from(fused),
@@ -138,6 +141,7 @@ pub fn attention(
         soft_cap,
         sinks: u32::from(heads.scores.sinks),
         query_scales: if fused { heads.scores.query_scales.unwrap_or(0) } else { 0 },
+        parts,
     };
     let args = AttentionArgs { qkv_tag: flow.input, o_tag: flow.output.unwrap_or(0), fault: args.fault.none(), ..args };
     let (qkv, o, partials, counters) = (args.qkv, args.o, args.partials, args.counters);
@@ -146,15 +150,16 @@ pub fn attention(
         label,
         constants: constants.into_values(),
         args: args.into_args(),
-        groups: [splits, heads.kv, rows],
+        groups: [splits, heads.kv * parts, rows],
     };
     // The splits' scratch buffers bypass the L1 cache, and the output's tags order their next use.
     let call = if flow.output.is_some() { call.carry(partials).carry(counters) } else { call };
     flow.mark(call, qkv, o)
 }
 
-/// Returns the call that normalizes, rotates and appends `rows` rows of a prompt chunk.
-pub fn append(label: String, heads: Heads, rows: u32, args: AppendArgs) -> Call {
+/// Returns the call that normalizes and rotates `rows` rows of a prompt chunk, and appends their keys and values if they
+/// have any.
+pub fn append(label: String, heads: Heads, rows: u32, keys: bool, args: AppendArgs) -> Call {
     let constants = AppendConstants {
         threads: 64,
         d: heads.dim,
@@ -169,7 +174,7 @@ pub fn append(label: String, heads: Heads, rows: u32, args: AppendArgs) -> Call 
         label,
         constants: constants.into_values(),
         args: args.into_args(),
-        groups: [heads.q + 2 * heads.kv, rows, 1],
+        groups: [heads.q + if keys { 2 * heads.kv } else { 0 }, rows, 1],
     }
 }
 
@@ -241,7 +246,7 @@ pub(crate) fn reference_append(call: &Call, memory: &mut HostMemory) {
             continue;
         }
         let page = memory.u32(a.pages, slot * a.max_pages + position / PAGE_TOKENS);
-        for h in 0..c.q_heads + 2 * c.kv_heads {
+        for h in 0..call.groups[0] {
             let base = row * a.stride + h * c.d;
             let mut head: Vec<f64> = (0..c.d).map(|i| f64::from(memory.f32(a.qkv, base + i))).collect();
             let is_v = h >= c.q_heads + c.kv_heads;
@@ -321,10 +326,11 @@ pub(super) fn attend(
     put: &dyn Fn(&mut HostMemory, u32, u32, f32),
 ) {
     let layer = Layer { d: c.d, rot: c.rot, kv_heads: c.kv_heads, qk_norm: c.qk_norm == 1 };
+    let group = c.g * c.parts;
     for &[row, position, slot, valid] in rows {
         if valid == 0 {
             if c.tagged != 0 {
-                (0..c.kv_heads * c.g * c.d).for_each(|i| put(memory, row, i, 0.0));
+                (0..c.kv_heads * group * c.d).for_each(|i| put(memory, row, i, 0.0));
             }
             continue;
         }
@@ -332,7 +338,7 @@ pub(super) fn attend(
             let page_of =
                 |memory: &HostMemory, token: u32| memory.u32(a.pages, slot * a.max_pages + token / PAGE_TOKENS);
             if c.fused == 1 {
-                let k_base = row * a.stride + (c.kv_heads * c.g + kvh) * c.d;
+                let k_base = row * a.stride + (c.kv_heads * group + kvh) * c.d;
                 let mut key: Vec<f64> = (0..c.d).map(|i| f64::from(memory.f32(a.qkv, k_base + i))).collect();
                 let norm = |i: u32| memory.f32(a.k_norm, i);
                 norm_rope(&mut key, layer.qk_norm.then_some(&norm), a.epsilon, layer.rot, |j| {
@@ -351,8 +357,8 @@ pub(super) fn attend(
                     );
                 }
             }
-            for g in 0..c.g {
-                let h = kvh * c.g + g;
+            for g in 0..group {
+                let h = kvh * group + g;
                 let mut query: Vec<f64> =
                     (0..c.d).map(|i| f64::from(memory.f32(a.qkv, row * a.stride + h * c.d + i))).collect();
                 if c.fused == 1 {
@@ -387,7 +393,7 @@ pub(super) fn attend(
                         ))
                     };
                     let mixed: f64 = (first..).zip(&weights).map(|(t, w)| w * value(t)).sum();
-                    let at = row * a.stride + (c.kv_heads * (c.g + 2) + h) * c.d + i;
+                    let at = row * a.stride + (c.kv_heads * (group + 2) + h) * c.d + i;
                     let gate = gate(c.gated, memory, a.qkv, at);
                     put(memory, row, h * c.d + i, (mixed / sum * gate) as f32);
                 }

@@ -10,7 +10,7 @@ use super::quantised::{self, MatrixRef, Names, QuantisedWeight};
 use super::{CheckpointProblem, SourceRef, TensorInfo, WeightKind, WeightSpec};
 use crate::memory::pack::{Format, SourceFormat};
 use crate::model::config::{
-    Architecture, Attention, DeltaNet, Experts, LayerKind, MlpKind, ModelConfig, NormKind, QkNorm,
+    Architecture, Attention, BESIDE_DENSE, DeltaNet, Experts, LayerKind, MlpKind, ModelConfig, NormKind, QkNorm, Rope,
 };
 use crate::model::gguf::tensors::StoredAs;
 
@@ -162,9 +162,17 @@ impl<'a> Specs<'a> {
             let (to, from) = (format!("layers.{layer}."), format!("model.layers.{layer}."));
             match (kind, &c.delta) {
                 (LayerKind::GatedDelta, Some(delta)) => self.gated_delta(&to, &from, *delta),
-                _ => self.attention(&to, &from, c.attention(layer as u32)),
+                _ => self.attention(&to, &from, c.attention(layer as u32), c.owns_cache(layer as u32)),
             }
-            self.mlp(*mlp, &to, &from);
+            self.mlp(*mlp, &to, &from, c.dense_widths[layer]);
+            self.layer_end(&to, &from);
+        }
+        if let Some(of) = c.layer_inputs {
+            let all = of.width * c.layers;
+            self.stacked("layer_inputs.embed", &[("model.embed_tokens_per_layer.weight", of.vocab)], Some(all));
+            let projection = ("model.per_layer_model_projection.weight", all);
+            self.stacked("layer_inputs.projection", &[projection], Some(c.hidden));
+            self.norm("layer_inputs.norm", "model.per_layer_projection_norm.weight", of.width);
         }
         self.stacked("embed", &[("model.embed_tokens.weight", c.vocab)], Some(c.hidden));
         self.norm("final_norm", "model.norm.weight", c.hidden);
@@ -190,32 +198,46 @@ impl<'a> Specs<'a> {
         self.norm("mtp.hidden_norm", "mtp.pre_fc_norm_hidden.weight", c.hidden);
         self.stacked("mtp.fc", &[("mtp.fc.weight", c.hidden)], Some(2 * c.hidden));
         let mlp = if c.experts.is_some() { MlpKind::Experts } else { MlpKind::Dense };
-        self.attention("mtp.", "mtp.layers.0.", &c.attention_kinds[0]);
-        self.mlp(mlp, "mtp.", "mtp.layers.0.");
+        self.attention("mtp.", "mtp.layers.0.", &c.attention_kinds[0], true);
+        self.mlp(mlp, "mtp.", "mtp.layers.0.", c.intermediate);
         self.norm("mtp.final_norm", "mtp.norm.weight", c.hidden);
     }
 
-    /// Adds an attention layer's weights. `to` is the prefix of the packed weights' names and `from` the prefix of the
-    /// tensors' names, here and in the functions below.
-    fn attention(&mut self, to: &str, from: &str, of: &Attention) {
+    /// Adds the weights of what follows a layer's MLP.
+    fn layer_end(&mut self, to: &str, from: &str) {
+        let c = self.config;
+        if let Some(of) = c.layer_inputs {
+            let tensor = |part: &str| format!("{from}{part}.weight");
+            let (gate, output) = (tensor("per_layer_input_gate"), tensor("per_layer_projection"));
+            self.stacked(&format!("{to}layer_input.gate"), &[(&gate, of.width)], Some(c.hidden));
+            self.stacked(&format!("{to}layer_input.output"), &[(&output, c.hidden)], Some(of.width));
+            self.norm(&format!("{to}layer_input.norm"), &tensor("post_per_layer_input_norm"), c.hidden);
+        }
+        if c.layer_scale {
+            self.stacked(&format!("{to}layer_scale"), &[(&format!("{from}layer_scalar"), 1)], None);
+        }
+    }
+
+    /// Adds an attention layer's weights; `own`: those of its keys and values too. `to` is the prefix of the packed weights'
+    /// names and `from` the prefix of the tensors' names, here and in the functions below.
+    fn attention(&mut self, to: &str, from: &str, of: &Attention, own: bool) {
         let c = self.config;
         let name = |part: &str| format!("{to}{part}");
         let attention = |part: &str| format!("{from}self_attn.{part}");
 
         self.block_norm(&name("attn_norm"), from, c.norms.mixer);
-        self.qkv(&name("qkv"), from, "weight", Some(c.hidden), of);
+        self.qkv(&name("qkv"), from, "weight", Some(c.hidden), of, own);
         if c.qkv_bias {
-            self.qkv(&name("qkv.bias"), from, "bias", None, of);
+            self.qkv(&name("qkv.bias"), from, "bias", None, of, own);
         }
-        let rotated = of.rope.as_ref().filter(|rope| rope.interleaved).map(|rope| rope.rotary_dim);
-        for (part, heads) in [("q_norm", of.heads), ("k_norm", of.kv_heads)] {
+        for (part, heads) in [("q_norm", of.heads), ("k_norm", of.kv_heads)].into_iter().take(if own { 2 } else { 1 }) {
             let tensor = attention(&format!("{part}.weight"));
             let (heads, dim) = match c.qk_norm {
                 QkNorm::None => continue,
                 QkNorm::Heads => (1, of.head_dim),
                 QkNorm::Rows => (heads, of.head_dim),
             };
-            let slices = head_slices(heads, dim, rotated, |head| head * dim, |head| head * dim);
+            let slices = head_slices(heads, dim, of.rope.as_ref(), |head| head * dim, |head| head * dim);
             let origin = Origin::cut(tensor, heads * dim, None, slices);
             self.push(&name(part), None, vec![origin], self.plus());
         }
@@ -231,14 +253,15 @@ impl<'a> Specs<'a> {
 
     /// Adds the rows of q, k, v and, if the model has one, the attention output gate. The checkpoint interleaves the
     /// gate with q head by head in q's tensor: `head_dim` rows of the query, then `head_dim` rows of its gate. Some
-    /// checkpoints have one tensor with the rows of q, k and v one after the other.
-    fn qkv(&mut self, name: &str, from: &str, part: &str, cols: Option<u32>, of: &Attention) {
+    /// checkpoints have one tensor with the rows of q, k and v one after the other. Without keys and values of its own, a
+    /// layer has the rows of q only.
+    fn qkv(&mut self, name: &str, from: &str, part: &str, cols: Option<u32>, of: &Attention, own: bool) {
         let tensor = |projection: &str| format!("{from}self_attn.{projection}.{part}");
         let (q, kv, dim) = (of.q_rows(), of.kv_rows(), of.head_dim);
-        let rotated = of.rope.as_ref().filter(|rope| rope.interleaved).map(|rope| rope.rotary_dim);
+        let rope = of.rope.as_ref();
         // Where each head's rows are in q's tensor, and in the packed weight.
         let each = if self.config.attention_gate { 2 * dim } else { dim };
-        let mut queries = head_slices(of.heads, dim, rotated, |head| head * each, |head| head * dim);
+        let mut queries = head_slices(of.heads, dim, rope, |head| head * each, |head| head * dim);
         if self.config.attention_gate {
             let gates = q + 2 * kv;
             queries.extend((0..of.heads).map(|head| Slice {
@@ -248,10 +271,12 @@ impl<'a> Specs<'a> {
                 row_step: 1,
             }));
         }
-        let keys = head_slices(of.kv_heads, dim, rotated, |head| head * dim, |head| q + head * dim);
+        let keys = head_slices(of.kv_heads, dim, rope, |head| head * dim, |head| q + head * dim);
         let values = vec![Slice { from: 0, rows: kv, first_row: q + kv, row_step: 1 }];
         let fused = tensor("qkv_proj");
-        let origins = if self.has(&fused) && !self.has(&tensor("q_proj")) {
+        let origins = if !own {
+            vec![Origin::cut(tensor("q_proj"), of.heads * each, cols, queries)]
+        } else if self.has(&fused) && !self.has(&tensor("q_proj")) {
             let at = |slices: Vec<Slice>, first: u32| {
                 slices.into_iter().map(move |slice| Slice { from: slice.from + first, ..slice })
             };
@@ -261,7 +286,7 @@ impl<'a> Specs<'a> {
             vec![
                 Origin::cut(tensor("q_proj"), of.heads * each, cols, queries),
                 Origin::cut(tensor("k_proj"), kv, cols, keys),
-                Origin::cut(tensor("v_proj"), kv, cols, values),
+                Origin::cut(tensor(if of.values_are_keys { "k_proj" } else { "v_proj" }), kv, cols, values),
             ]
         };
         self.push(name, cols, origins, 0.0);
@@ -293,12 +318,16 @@ impl<'a> Specs<'a> {
         self.stacked(&name("o"), &[(&tensor("out_proj.weight"), c.hidden)], Some(delta.value_rows()));
     }
 
-    fn mlp(&mut self, kind: MlpKind, to: &str, from: &str) {
+    /// Adds an MLP's weights. `inner` is the width of a dense one.
+    fn mlp(&mut self, kind: MlpKind, to: &str, from: &str, inner: u32) {
         let c = self.config;
         self.block_norm(&format!("{to}mlp_norm"), from, c.norms.mlp);
-        match (kind, c.experts) {
-            (MlpKind::Experts, Some(experts)) => self.experts(experts, to, from),
-            _ => self.dense(to, &format!("{from}mlp."), c.intermediate, c.mlp_bias),
+        let experts = c.experts.filter(|_| kind == MlpKind::Experts);
+        if experts.is_none_or(|experts| experts.beside_dense) {
+            self.dense(to, &format!("{from}mlp."), inner, c.mlp_bias);
+        }
+        if let Some(experts) = experts {
+            self.experts(experts, to, from);
         }
         self.block_norm(&format!("{to}mlp_post_norm"), from, c.norms.after_mlp);
     }
@@ -330,9 +359,26 @@ impl<'a> Specs<'a> {
     fn experts(&mut self, experts: Experts, to: &str, from: &str) {
         let hidden = self.config.hidden;
         let name = |part: &str| format!("{to}{part}");
-        let tensor = |part: &str| format!("{from}mlp.{part}");
+        let root = if experts.beside_dense { from.to_owned() } else { format!("{from}mlp.") };
+        let tensor = |part: &str| format!("{root}{part}");
 
-        let own = if self.has(&tensor("router.weight")) { "router" } else { "gate" };
+        let own = match experts.beside_dense {
+            true => "router.proj",
+            false if self.has(&tensor("router.weight")) => "router",
+            false => "gate",
+        };
+        if experts.beside_dense {
+            let names = ["dense_post_norm", "experts.norm", "experts.post_norm"];
+            for (to, norm) in names.into_iter().zip(BESIDE_DENSE) {
+                self.norm(&name(to), &tensor(&format!("{norm}.weight")), hidden);
+            }
+        }
+        if experts.routing.is_some_and(|routing| routing.own_norm) {
+            self.stacked(&name("router.norm"), &[(&tensor("router.scale"), hidden)], None);
+        }
+        if experts.routing.is_some_and(|routing| routing.expert_scales) {
+            self.stacked(&name("router.scales"), &[(&tensor("router.per_expert_scale"), experts.count)], None);
+        }
         let (router, gate) = (tensor(&format!("{own}.weight")), tensor("shared_expert_gate.weight"));
         let mut rows = vec![(router.as_str(), experts.count)];
         if experts.shared_inner.is_some() && experts.shared_gate {
@@ -702,28 +748,30 @@ impl<'a> Specs<'a> {
 }
 
 /// Returns the slices of heads of `dim` rows, whose first rows in the tensor and in the packed weight the functions give.
-/// If neighbouring rows of the first `rotated` of a head are rotated together, the even ones come first and the odd ones
-/// after them, so that kernels rotate halves.
+/// The rows of each head are reordered so that kernels rotate the halves of the first ones.
 fn head_slices(
     heads: u32,
     dim: u32,
-    rotated: Option<u32>,
+    rope: Option<&Rope>,
     from: impl Fn(u32) -> u32,
     to: impl Fn(u32) -> u32,
 ) -> Vec<Slice> {
-    let rotated = rotated.unwrap_or(0);
-    let of = |head: u32| {
-        let (from, to) = (from(head), to(head));
-        let pairs = (0..rotated).map(move |i| Slice {
-            from: from + i,
-            rows: 1,
-            first_row: to + i / 2 + if i % 2 == 0 { 0 } else { rotated / 2 },
-            row_step: 1,
-        });
-        let rest = Slice { from: from + rotated, rows: dim - rotated, first_row: to + rotated, row_step: 1 };
-        pairs.chain((rest.rows > 0).then_some(rest))
+    let places = rope.map_or_else(|| (0..dim).collect(), |rope| rope.pairs.places(dim, rope.rotary_dim));
+    // Runs of rows that stay adjacent: the first row, its place, and their number.
+    let mut runs: Vec<(u32, u32, u32)> = Vec::new();
+    for (row, place) in (0..).zip(places) {
+        match runs.last_mut() {
+            Some((_, first, rows)) if *first + *rows == place => *rows += 1,
+            _ => runs.push((row, place, 1)),
+        }
+    }
+    let slice = |head: u32, (row, place, rows): (u32, u32, u32)| Slice {
+        from: from(head) + row,
+        rows,
+        first_row: to(head) + place,
+        row_step: 1,
     };
-    (0..heads).flat_map(of).collect()
+    (0..heads).flat_map(|head| runs.iter().map(move |run| (head, *run))).map(|(head, run)| slice(head, run)).collect()
 }
 
 /// The rows of `in_proj` as Qwen3.5 stores them: q, k and v in one tensor, and one tensor each for z, b and a.

@@ -59,6 +59,11 @@ pub enum Architecture {
     /// `Glm4MoeForCausalLM` (GLM-4.5 and later): like Llama, with half of each head rotated, and MoE layers after dense
     /// ones, whose experts are chosen by sigmoid scores with a bias, beside a shared expert.
     Glm4Moe,
+    /// `Gemma4ForConditionalGeneration` and `Gemma4ForCausalLM`: like Gemma 3, with other heads in the layers that see all
+    /// tokens, norms of values and factors of layers; some sizes with experts beside the dense MLPs, with inputs of every
+    /// layer, and with layers that read the keys and values of others. Only the text model of a multimodal checkpoint is
+    /// used.
+    Gemma4,
 }
 
 /// Whether a projection has a bias.
@@ -111,6 +116,8 @@ pub(super) enum ScoreScale {
     RootOf(&'static str, u32),
     /// A key's value; 1 if it is absent.
     Key(&'static str),
+    /// 1.
+    One,
 }
 
 /// The facts of a family that are the same in all its checkpoints, and the defaults of its configuration class.
@@ -149,6 +156,9 @@ pub(super) struct Facts {
     pub(super) score_scale: ScoreScale,
     /// Whether attention has sinks.
     pub(super) sinks: bool,
+    /// Whether the keys of Gemma 4 count: other heads in layers that see all tokens, values that are keys, shared keys and
+    /// values, inputs and factors of layers, and norms of values.
+    pub(super) gemma4: bool,
     /// The default of `attn_logit_softcapping` and of `final_logit_softcapping`, in families that have these keys.
     pub(super) soft_caps: Option<[Option<f64>; 2]>,
     /// Whether `residual_multiplier` and `logits_scaling` count.
@@ -210,6 +220,9 @@ pub(super) enum ExpertStyle {
     /// experts; `n_shared_experts` times the experts' width, without a gate; chosen by sigmoid scores with a bias, in
     /// groups.
     DeepSeekV3(u32),
+    /// If `enable_moe_block` is true, all layers have experts beside a dense MLP; `top_k_experts` are chosen of softmax
+    /// scores, by a router with a norm of its own, and each has a factor.
+    Gemma4,
 }
 
 const DEFAULTS: Defaults = Defaults {
@@ -261,6 +274,7 @@ const LLAMA: Facts = Facts {
     embedding_scale: EmbeddingScale::One,
     score_scale: ScoreScale::RootOfHead,
     sinks: false,
+    gemma4: false,
     soft_caps: None,
     multipliers: false,
     defaults: Defaults { context: 2048, bos: Some(1), eos: &[2], ..DEFAULTS },
@@ -373,7 +387,7 @@ const GLM4: Facts = Facts {
 };
 
 /// All supported families.
-pub(super) const FAMILIES: [Facts; 21] = [
+pub(super) const FAMILIES: [Facts; 22] = [
     QWEN3,
     LLAMA,
     Facts {
@@ -497,6 +511,33 @@ pub(super) const FAMILIES: [Facts; 21] = [
         local_rope: LocalRope::Own(Some("rope_local_base_freq"), 10_000.0),
         soft_caps: Some([None, None]),
         defaults: Defaults { vocab: Some(262_208), context: 131_072, theta: 1_000_000.0, ..GEMMA2.defaults },
+        ..GEMMA2
+    },
+    Facts {
+        architecture: Architecture::Gemma4,
+        names: &["Gemma4ForConditionalGeneration", "Gemma4ForCausalLM"],
+        model_types: &["gemma4_text", "gemma4"],
+        experts: Some(ExpertFacts {
+            normalise: None,
+            count_keys: &["num_experts"],
+            style: ExpertStyle::Gemma4,
+            ..EXPERTS
+        }),
+        qk_norm: QkNorm::Heads,
+        norm: NormKind::Plain,
+        windows: Windows::Between(&[], 6, 512),
+        local_rope: LocalRope::Own(None, 10_000.0),
+        rope_required: true,
+        score_scale: ScoreScale::One,
+        soft_caps: Some([None, None]),
+        gemma4: true,
+        defaults: Defaults {
+            vocab: Some(262_144),
+            context: 131_072,
+            theta: 1_000_000.0,
+            partial: Some(1.0),
+            ..GEMMA2.defaults
+        },
         ..GEMMA2
     },
     OLMO2,

@@ -9,10 +9,10 @@ use serde_json::{Map, Value};
 
 use super::families::{Bias, EmbeddingScale, ExpertFacts, ExpertStyle, FAMILIES, Facts, ScoreScale, WRAPPERS, Windows};
 use super::quantization::{self, Quantization};
-use super::rope::{self, Layers, Rope, RopeScaling};
+use super::rope::{self, Layers, Rope, RopeScaling, RotatedPairs};
 use super::{
-    Activation, Attention, ConfigProblem, DeltaNet, Dtype, Experts, LayerKind, MlpKind, ModelConfig, QkNorm, Routing,
-    UnknownDtype,
+    Activation, Attention, ConfigProblem, DeltaNet, Dtype, Experts, LayerInputs, LayerKind, MlpKind, ModelConfig,
+    QkNorm, Routing, UnknownDtype,
 };
 
 /// The maximum size of a dimension. A larger value means that the file is damaged.
@@ -172,7 +172,7 @@ pub(super) fn read(
     let layers = reader.count("num_hidden_layers", MAX_LAYERS);
     let (mlp_kinds, experts) = mlp_kinds(reader, facts, layers, hidden);
     let intermediate = match &mlp_kinds {
-        Some(kinds) if !kinds.contains(&MlpKind::Dense) => Some(0),
+        Some(kinds) if !kinds.contains(&MlpKind::Dense) && !experts.is_some_and(|of| of.beside_dense) => Some(0),
         _ => reader.count("intermediate_size", MAX_DIMENSION),
     };
     let vocab = match facts.defaults.vocab {
@@ -180,6 +180,10 @@ pub(super) fn read(
         None => reader.count("vocab_size", MAX_DIMENSION),
     };
     for (key, only) in [("use_bidirectional_attention", false), ("is_causal", true)] {
+        // Only the rows of images see later ones.
+        if reader.value(key).and_then(Value::as_str) == Some("vision") {
+            continue;
+        }
         if reader.flag_or(key, only) != only {
             reader.wrong(key, !only, format!("{only}: attention is causal"));
         }
@@ -200,7 +204,10 @@ pub(super) fn read(
         None => Some(facts.defaults.context),
     };
     let mixers = mixers(reader, facts, layers);
+    let shared = shared_caches(reader, facts, mixers.as_deref());
     let attention = attention(reader, facts, mixers.as_deref(), heads, context);
+    let layer_inputs = layer_inputs(reader, facts, layers, vocab);
+    let wide = facts.gemma4 && reader.flag("use_double_wide_mlp");
     let layer_kinds: Option<Vec<LayerKind>> = mixers.map(|mixers| mixers.iter().map(|mixer| mixer.kind()).collect());
     let delta = layer_kinds.as_ref().is_some_and(|kinds| kinds.contains(&LayerKind::GatedDelta));
     let delta = delta.then(|| delta_net(reader));
@@ -222,6 +229,7 @@ pub(super) fn read(
             reader.positive(key, Some(f64::from(default))).map(|value| value.powf(-0.5) as f32)
         }
         ScoreScale::Key(key) => reader.positive(key, Some(1.0)).map(|value| value as f32),
+        ScoreScale::One => Some(1.0),
     };
     let [score_cap, logit_cap] = match facts.soft_caps {
         None => [None, None],
@@ -249,13 +257,19 @@ pub(super) fn read(
 
     known?;
     let (attention_kinds, attention_of) = attention?;
+    let cache_of = shared?;
+    let width =
+        |(layer, cache): (u32, &u32)| if wide && *cache != layer { intermediate.map(|n| 2 * n) } else { intermediate };
+    let dense_widths: Vec<u32> = (0..).zip(&cache_of).map(width).collect::<Option<_>>()?;
     Some(ModelConfig {
         architecture: facts.architecture,
         hidden: hidden?,
-        intermediate: intermediate?,
+        intermediate: dense_widths.iter().copied().max().unwrap_or(0),
+        dense_widths,
         layers: layers?,
         attention_kinds,
         attention_of,
+        cache_of,
         rms_eps,
         vocab: vocab?,
         tied,
@@ -263,12 +277,15 @@ pub(super) fn read(
         o_bias,
         mlp_bias,
         qk_norm: if qk_normed { facts.qk_norm } else { QkNorm::None },
+        v_norm: facts.gemma4,
         attention_gate,
         sinks: facts.sinks,
         score_scale,
         score_cap: score_cap.map(|cap| cap as f32),
         embedding_scale,
         residual_scale: residual_scale as f32,
+        layer_scale: facts.gemma4,
+        layer_inputs: layer_inputs?,
         logit_scale: (1.0 / logits_scaling) as f32,
         logit_cap: logit_cap.map(|cap| cap as f32),
         norm: facts.norm,
@@ -424,6 +441,55 @@ fn derived_head_dim(reader: &mut Reader, hidden: Option<u32>, heads: Option<u32>
     Some(hidden / heads)
 }
 
+/// Returns the layer whose keys and values each layer reads: of the last `num_kv_shared_layers`, the last layer before
+/// them of the same kind; of all others, the layer itself.
+fn shared_caches(reader: &mut Reader, facts: &Facts, mixers: Option<&[Mixer]>) -> Option<Vec<u32>> {
+    let mixers = mixers?;
+    let layers = mixers.len() as u32;
+    let shared = match facts.gemma4.then(|| reader.value("num_kv_shared_layers")).flatten() {
+        None => 0,
+        Some(_) => reader.integer("num_kv_shared_layers", 0, u64::from(layers))?,
+    };
+    let own = layers - shared;
+    let source = |layer: u32| match layer < own {
+        true => Some(layer),
+        false => (0..own).rev().find(|other| mixers[*other as usize] == mixers[layer as usize]),
+    };
+    let sources: Option<Vec<u32>> = (0..layers).map(source).collect();
+    if sources.is_none() {
+        reader.wrong("num_kv_shared_layers", shared, "such that a layer of each kind has keys and values of its own");
+    }
+    sources
+}
+
+/// Returns the inputs of every layer that depend on the token, if the model has them. The inner `None` stands for models
+/// without, the outer one for a problem.
+#[expect(clippy::option_option, reason = "absent, or wrong")]
+fn layer_inputs(
+    reader: &mut Reader,
+    facts: &Facts,
+    layers: Option<u32>,
+    vocab: Option<u32>,
+) -> Option<Option<LayerInputs>> {
+    const WIDTH: &str = "hidden_size_per_layer_input";
+    let width = match (facts.gemma4, reader.map.get(WIDTH)) {
+        (false, _) | (true, Some(Value::Null)) => 0,
+        (true, None) => 256,
+        (true, Some(_)) => reader.integer(WIDTH, 0, MAX_DIMENSION / u64::from(layers?))?,
+    };
+    if width == 0 {
+        return Some(None);
+    }
+    let rows = reader.count_or("vocab_size_per_layer_input", MAX_DIMENSION, 262_144)?;
+    if rows < vocab? {
+        reader.wrong("vocab_size_per_layer_input", rows, format!("at least vocab_size ({})", vocab?));
+    }
+    if width % 8 != 0 {
+        reader.wrong(WIDTH, width, "a multiple of 8");
+    }
+    Some(Some(LayerInputs { width, vocab: rows }))
+}
+
 /// What mixes tokens in a layer.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Mixer {
@@ -494,7 +560,9 @@ fn mixers(reader: &mut Reader, facts: &Facts, layers: Option<u32>) -> Option<Vec
                     None => default,
                     Some(key) => reader.optional_count(key, MAX_LAYERS)?,
                 };
-                (0..layers).map(|layer| if (layer + 1).is_multiple_of(every) { full } else { sliding }).collect()
+                let last = |layer: u32| facts.gemma4 && layer + 1 == layers;
+                let sees_all = |layer: u32| (layer + 1).is_multiple_of(every) || last(layer);
+                (0..layers).map(|layer| if sees_all(layer) { full } else { sliding }).collect()
             }
         });
     };
@@ -558,7 +626,27 @@ fn attention(
     [heads, kv_heads, head_dim]: [Option<u32>; 3],
     context: Option<u32>,
 ) -> Option<(Vec<Attention>, Vec<usize>)> {
-    let full = rope(reader, facts, Layers::Full, head_dim, context);
+    // Layers that see all tokens may have other heads.
+    let keys_as_values = facts.gemma4 && reader.flag("attention_k_eq_v");
+    let full_dim = match facts.gemma4 {
+        true => full_head_dim(reader, heads, head_dim),
+        false => head_dim,
+    };
+    let full_kv_heads = match keys_as_values && reader.value("num_global_key_value_heads").is_some() {
+        true => reader.optional_count("num_global_key_value_heads", MAX_DIMENSION),
+        false => kv_heads,
+    };
+    if let (Some(heads), Some(kv_heads)) = (heads, full_kv_heads)
+        && heads % kv_heads != 0
+    {
+        reader.wrong("num_global_key_value_heads", kv_heads, format!("a divisor of num_attention_heads ({heads})"));
+    }
+    if facts.gemma4
+        && let Some(value) = reader.value("per_layer_config").cloned()
+    {
+        reader.wrong("per_layer_config", value, "absent");
+    }
+    let full = rope(reader, facts, Layers::Full, full_dim, context);
     let mixers = mixers?;
     let slides = mixers.contains(&Mixer::Attention(Layers::Sliding));
     let (local, window) = match slides {
@@ -575,6 +663,7 @@ fn attention(
     };
     let rotated = rotated_layers(reader, facts, mixers.len() as u32)?;
     let (heads, kv_heads, head_dim) = (heads?, kv_heads?, head_dim?);
+    let (full_kv_heads, full_dim) = (full_kv_heads?, full_dim?);
     let full = full?;
     let mut kinds: Vec<Attention> = Vec::new();
     let mut of = Vec::new();
@@ -587,13 +676,32 @@ fn attention(
             Mixer::Attention(Layers::Full) => (Some(full.clone()), None),
             Mixer::Attention(Layers::Sliding) => (local.clone(), window),
         };
-        let kind = Attention { heads, kv_heads, head_dim, rope: rope.filter(|_| rotated), window };
+        let (kv_heads, head_dim) = if window.is_none() { (full_kv_heads, full_dim) } else { (kv_heads, head_dim) };
+        let values_are_keys = keys_as_values && window.is_none();
+        let kind = Attention { heads, kv_heads, head_dim, rope: rope.filter(|_| rotated), window, values_are_keys };
         of.push(kinds.iter().position(|other| *other == kind).unwrap_or(kinds.len()));
         if !kinds.contains(&kind) {
             kinds.push(kind);
         }
     }
     Some((kinds, of)).filter(|(kinds, _)| !kinds.is_empty())
+}
+
+/// Reads the dimensions of a head in layers that see all tokens: `global_head_dim`, or those of the other layers if it is
+/// null or 0.
+fn full_head_dim(reader: &mut Reader, heads: Option<u32>, other: Option<u32>) -> Option<u32> {
+    const KEY: &str = "global_head_dim";
+    let dim = match reader.map.get(KEY) {
+        None => Some(512),
+        Some(Value::Null) => Some(0),
+        Some(_) => reader.integer(KEY, 0, MAX_DIMENSION / u64::from(heads?)),
+    };
+    let dim = dim.and_then(|dim| if dim == 0 { other } else { Some(dim) })?;
+    if dim % 2 != 0 {
+        reader.wrong(KEY, dim, "even");
+        return None;
+    }
+    Some(dim)
 }
 
 /// Returns the MLP of each layer, and the experts' dimensions if a layer has experts.
@@ -604,7 +712,9 @@ fn mlp_kinds(
     hidden: Option<u32>,
 ) -> (Option<Vec<MlpKind>>, Option<Experts>) {
     let all = |kind: MlpKind| layers.map(|layers| vec![kind; layers as usize]);
-    let Some(experts) = facts.experts else {
+    let style = facts.experts.map(|experts| experts.style);
+    let Some(experts) = facts.experts.filter(|_| style != Some(ExpertStyle::Gemma4) || reader.flag("enable_moe_block"))
+    else {
         return (all(MlpKind::Dense), None);
     };
     let ExpertFacts { count, chosen, inner, shared, everywhere, normalise, count_keys, inner_keys, bias, style } =
@@ -624,12 +734,14 @@ fn mlp_kinds(
         (false, _) => match style {
             ExpertStyle::Qwen => sparse_layers(reader, layers),
             ExpertStyle::DeepSeekV3(dense) => layers_after_dense(reader, layers, dense),
+            ExpertStyle::Gemma4 => all(MlpKind::Experts),
         },
     };
     if kinds.as_ref().is_some_and(|kinds| !kinds.contains(&MlpKind::Experts)) {
         return (kinds, None);
     }
-    let chosen = reader.count_or("num_experts_per_tok", MAX_DIMENSION, chosen);
+    let chosen_key = if style == ExpertStyle::Gemma4 { "top_k_experts" } else { "num_experts_per_tok" };
+    let chosen = reader.count_or(chosen_key, MAX_DIMENSION, chosen);
     let inner = reader.count_or(inner_key, MAX_DIMENSION, inner);
     let shared_inner = match (style, shared, reader.value("shared_expert_intermediate_size")) {
         (_, None, _) => Some(0),
@@ -645,18 +757,29 @@ fn mlp_kinds(
             }
             product.filter(|product| *product <= MAX_DIMENSION).map(|product| product as u32)
         }
-        (ExpertStyle::Qwen, default, None) => default,
-        (ExpertStyle::Qwen, _, Some(_)) => reader.integer("shared_expert_intermediate_size", 0, MAX_DIMENSION),
+        (ExpertStyle::Qwen | ExpertStyle::Gemma4, default, None) => default,
+        (ExpertStyle::Qwen | ExpertStyle::Gemma4, _, Some(_)) => {
+            reader.integer("shared_expert_intermediate_size", 0, MAX_DIMENSION)
+        }
     };
     let routing = match style {
         ExpertStyle::Qwen => None,
         ExpertStyle::DeepSeekV3(_) => routing(reader, count, chosen),
+        // The router's input is divided by the square root of its width.
+        ExpertStyle::Gemma4 => hidden.map(|hidden| Routing {
+            sigmoid: false,
+            choice_bias: false,
+            logit_scale: f64::from(hidden).powf(-0.5) as f32,
+            own_norm: true,
+            expert_scales: true,
+            ..PLAIN_ROUTING
+        }),
     };
     let normalise = normalise.is_none_or(|default| reader.flag_or("norm_topk_prob", default));
     if let (Some(count), Some(chosen)) = (count, chosen)
         && chosen > count
     {
-        reader.wrong("num_experts_per_tok", chosen, format!("at most {key} ({count})"));
+        reader.wrong(chosen_key, chosen, format!("at most {key} ({count})"));
     }
     if let Some(inner) = inner
         && inner % 8 != 0
@@ -689,6 +812,7 @@ fn mlp_kinds(
             routing,
             normalise,
             bias,
+            beside_dense: style == ExpertStyle::Gemma4,
         }),
     )
 }
@@ -717,6 +841,19 @@ fn layers_after_dense(reader: &mut Reader, layers: Option<u32>, dense: u32) -> O
     Some((0..layers).map(|layer| if layer < dense { MlpKind::Dense } else { MlpKind::Experts }).collect())
 }
 
+/// A choice by the greatest softmax scores of all experts.
+const PLAIN_ROUTING: Routing = Routing {
+    sigmoid: false,
+    choice_bias: false,
+    groups: 1,
+    kept: 1,
+    best: 1,
+    factor: 1.0,
+    logit_scale: 1.0,
+    own_norm: false,
+    expert_scales: false,
+};
+
 /// Reads the choice of experts by sigmoid scores with a bias, in groups.
 fn routing(reader: &mut Reader, count: Option<u32>, chosen: Option<u32>) -> Option<Routing> {
     let (groups, kept) =
@@ -736,7 +873,7 @@ fn routing(reader: &mut Reader, count: Option<u32>, chosen: Option<u32>) -> Opti
         );
         return None;
     }
-    Some(Routing { sigmoid: true, choice_bias: true, groups, kept, best: 2, factor })
+    Some(Routing { sigmoid: true, choice_bias: true, groups, kept, best: 2, factor, ..PLAIN_ROUTING })
 }
 
 /// Returns experts for every `decoder_sparse_step`-th layer except those in `mlp_only_layers`, and dense for the
@@ -845,7 +982,11 @@ fn rope(
         }
     };
     let head_dim = head_dim?;
-    let rotary_dim = (f64::from(head_dim) * partial) as u32;
+    // Proportional embeddings rotate a part of each half of a head.
+    let rotary_dim = match parameters.proportional {
+        true => 2 * ((f64::from(head_dim) * partial) as u32 / 2),
+        false => (f64::from(head_dim) * partial) as u32,
+    };
     // An odd head_dim has its own problem report.
     if head_dim.is_multiple_of(2) && (rotary_dim == 0 || !rotary_dim.is_multiple_of(2)) {
         let rule = format!("such that it takes an even number of a head's {head_dim} dimensions");
@@ -863,7 +1004,12 @@ fn rope(
         theta: parameters.theta,
         rotary_dim,
         scaling: parameters.scaling,
-        interleaved: facts.interleaved,
+        exponent_dim: if parameters.proportional { head_dim } else { rotary_dim },
+        pairs: match parameters.proportional {
+            true => RotatedPairs::HalvesOfHead,
+            false if facts.interleaved => RotatedPairs::Neighbours,
+            false => RotatedPairs::Halves,
+        },
         query_growth: parameters.query_growth,
     })
 }

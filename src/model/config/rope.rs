@@ -83,6 +83,33 @@ impl QueryGrowth {
     }
 }
 
+/// The pairs of a head's dimensions that are rotated together. Kernels rotate the halves of the first `rotary_dim`
+/// dimensions; the rows of q and k of the other kinds are reordered where they are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RotatedPairs {
+    /// j and j + rotary_dim / 2 (rotate-half).
+    Halves,
+    /// 2j and 2j + 1.
+    Neighbours,
+    /// j and j + head_dim / 2.
+    HalvesOfHead,
+}
+
+impl RotatedPairs {
+    /// Returns the place in a kernel's head of each dimension of a head of `dim` dimensions, of which `rotated` are rotated.
+    pub fn places(self, dim: u32, rotated: u32) -> Vec<u32> {
+        let half = rotated / 2;
+        let place = |i: u32| match self {
+            RotatedPairs::Neighbours if i < rotated => i / 2 + if i % 2 == 0 { 0 } else { half },
+            RotatedPairs::HalvesOfHead if i < half => i,
+            RotatedPairs::HalvesOfHead if i < dim / 2 => i + half,
+            RotatedPairs::HalvesOfHead if i < dim / 2 + half => i - dim / 2 + half,
+            _ => i,
+        };
+        (0..dim).map(place).collect()
+    }
+}
+
 /// The rotary position embedding.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
@@ -92,9 +119,11 @@ pub struct Rope {
     pub rotary_dim: u32,
     /// The change of the frequencies for longer contexts.
     pub scaling: RopeScaling,
-    /// Which dimensions are rotated together: neighbours (2j, 2j + 1), or j and j + rotary_dim / 2 (rotate-half). Kernels
-    /// rotate halves; the rows of q and k of the other kind are reordered where they are read.
-    pub interleaved: bool,
+    /// The divisor of the exponents: mostly `rotary_dim`, but the dimensions of the whole head for proportional rotary
+    /// embeddings.
+    pub exponent_dim: u32,
+    /// Which dimensions are rotated together.
+    pub pairs: RotatedPairs,
     /// The growth of queries with their position.
     pub query_growth: Option<QueryGrowth>,
 }
@@ -106,7 +135,7 @@ impl Rope {
     /// Powers are computed in f64 and rounded to f32. The remaining operations use f32 in the same order as
     /// transformers, so that the results differ from its tables by at most one rounding.
     pub fn inv_freq(&self, context: u32) -> Vec<f32> {
-        let dim = self.rotary_dim as f32;
+        let dim = self.exponent_dim as f32;
         let theta = f64::from(self.theta as f32);
         let powers: Vec<f32> =
             (0..self.rotary_dim / 2).map(|j| theta.powf(f64::from((2 * j) as f32 / dim)) as f32).collect();
@@ -192,6 +221,8 @@ pub(super) struct Parameters {
     pub(super) partial: Option<f64>,
     pub(super) scaling: RopeScaling,
     pub(super) query_growth: Option<QueryGrowth>,
+    /// Whether the exponents' divisor is the whole head, whose halves rotate together.
+    pub(super) proportional: bool,
 }
 
 /// The layers that a rotary embedding is for.
@@ -257,7 +288,13 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
                     }
                 },
             };
-            return Some(Parameters { theta, partial: None, scaling: RopeScaling::Default, query_growth: None });
+            return Some(Parameters {
+                theta,
+                partial: None,
+                scaling: RopeScaling::Default,
+                query_growth: None,
+                proportional: false,
+            });
         }
     }
     if facts.rope_required && parameters.is_empty() {
@@ -355,6 +392,10 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
     };
     let scaling = match kind {
         "default" => Some(RopeScaling::Default),
+        "proportional" => Some(match factor {
+            None => RopeScaling::Default,
+            Some(factor) => RopeScaling::Linear { factor },
+        }),
         "linear" => need("factor", factor).map(|factor| RopeScaling::Linear { factor }),
         "llama3" => {
             let factor = need("factor", factor);
@@ -419,5 +460,12 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
         (Some(beta), Some(original_context)) => Some(QueryGrowth { beta, original_context }),
         _ => None,
     };
-    (reader.problems.len() == before).then_some(Parameters { theta, partial, scaling: scaling?, query_growth })
+    let proportional = kind == "proportional";
+    (reader.problems.len() == before).then_some(Parameters {
+        theta,
+        partial,
+        scaling: scaling?,
+        query_growth,
+        proportional,
+    })
 }

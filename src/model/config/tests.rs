@@ -58,7 +58,14 @@ fn reads_qwen3() {
     assert!(c.tied && c.qk_norm == QkNorm::Heads && !c.qkv_bias && !c.o_bias && !c.mlp_bias);
     assert_eq!(
         *rope_of(&c),
-        Rope { theta: 1e6, rotary_dim: 128, scaling: RopeScaling::Default, interleaved: false, query_growth: None }
+        Rope {
+            theta: 1e6,
+            rotary_dim: 128,
+            scaling: RopeScaling::Default,
+            exponent_dim: 128,
+            pairs: RotatedPairs::Halves,
+            query_growth: None
+        }
     );
     assert_eq!((c.vocab, c.context, c.rms_eps), (151936, 40960, 1e-6));
     assert_eq!((c.bos, c.eos.as_slice()), (Some(151643), &[151645][..]));

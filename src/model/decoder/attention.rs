@@ -101,15 +101,26 @@ impl Decoder<'_> {
         Some(r.buffer(&name, u64::from(self.context) * u64::from(floats) * 4))
     }
 
-    /// Returns the number of threads of an `attention` workgroup: the maximum that the tuning and shared memory allow.
-    pub(super) fn attention_threads(&self, heads: Heads) -> u32 {
+    /// Returns the number of threads of an `attention` workgroup, the maximum that the tuning and shared memory allow, and
+    /// the number of workgroups that share the query heads of a KV head, the minimum that shared memory allows.
+    pub(super) fn attention_size(&self, heads: Heads) -> (u32, u32) {
         // The last split to finish combines all splits, with one thread per split.
-        let least = (heads.dim / 8).next_power_of_two().max(self.tuning.splits).max(16);
+        let least = (heads.dim / 8).next_power_of_two().max(self.tuning.splits.next_power_of_two()).max(16);
+        let fits = |parts: u32, threads: u32| heads.shared_bytes(parts, threads) <= self.tuning.shared_bytes;
+        let group = heads.group();
+        let mut divisors = (1..=group).filter(|parts| group.is_multiple_of(*parts));
+        let parts = divisors.find(|parts| fits(*parts, least)).unwrap_or(group);
         let mut threads = self.tuning.attention_threads.max(least);
-        while threads > least && heads.shared_bytes(threads) > self.tuning.shared_bytes {
+        while threads > least && !fits(parts, threads) {
             threads /= 2;
         }
-        threads
+        (threads, parts)
+    }
+
+    /// Returns the size of the buffer of `attention`'s counters in bytes, for the steps of most rows.
+    pub(super) fn counter_bytes(&self) -> u64 {
+        let parts = self.all_heads().into_iter().map(|heads| heads.kv * self.attention_size(heads).1);
+        u64::from(parts.max().unwrap_or(0)) * u64::from(self.state.rows) * 4
     }
 
     /// Returns the number of splits of each row's attention with the `attention` kernel: no more than the device can run
@@ -132,6 +143,14 @@ impl Decoder<'_> {
             threads /= 2;
         }
         threads
+    }
+
+    /// Returns the first kind of attention layers whose plan of splits is that of a kind: those with the same heads and
+    /// window.
+    pub(super) fn plan_kind(&self, kind: usize) -> usize {
+        let kinds = &self.config.attention_kinds;
+        let of = |kind: usize| (kinds[kind].heads, kinds[kind].kv_heads, kinds[kind].head_dim, kinds[kind].window);
+        (0..kind).find(|other| of(*other) == of(kind)).unwrap_or(kind)
     }
 
     /// Returns how the workgroups of a batch's attention are shared among its rows, or `None` for a single row, which
@@ -159,11 +178,20 @@ impl Decoder<'_> {
         self.norm_rows(r, shape, step, block);
         let o = block.name("o");
         let packs = self.packs_for(shape, &o).then(|| self.packed_order(shape, &o));
+        self.norm_values(r, shape, step, block);
         let AppendArgs { k, v, q_norm, k_norm, rope, .. } = self.append_args(r, step, block, cache);
-        let fused = matches!(shape, StepShape::Decode { .. });
+        // Rows of a decode step are prepared and appended by the attention itself, if the layer has keys of its own.
+        let decode = matches!(shape, StepShape::Decode { .. });
+        let fused = decode && block.owns_cache;
         if !fused {
             let args = self.append_args(r, step, block, cache);
-            r.call(attention::append(block.name("append"), heads, shape.rows(), args));
+            let args = match block.owns_cache {
+                true => args,
+                false => AppendArgs { k: args.k.none(), v: args.v.none(), ..args },
+            };
+            r.call(attention::append(block.name("append"), heads, shape.rows(), block.owns_cache, args));
+        }
+        if !decode {
             if let Some(matrices) = self.tuning.fragments.filter(|matrices| self.flashes(heads, *matrices)) {
                 self.flash(r, shape, step, block, (k, v), matrices);
                 return Mixed::Rows(step.attention);
@@ -194,16 +222,19 @@ impl Decoder<'_> {
         let flow = step.flow(Some(step.qkv.range), Some(step.attention.range));
         let rows = shape.rows();
         let Some(matrices) = self.tuning.fragments.filter(|_| fused && flash_decode::serves(heads)) else {
-            let splits = if fused { self.attention_splits(heads, rows) } else { 1 };
-            let threads = self.attention_threads(heads);
-            r.call(attention::attention(block.name("attention"), heads, rows, splits, threads, fused, flow, args));
+            let splits = if decode { self.attention_splits(heads, rows) } else { 1 };
+            let size = self.attention_size(heads);
+            r.call(attention::attention(block.name("attention"), heads, rows, splits, size, fused, flow, args));
             return Mixed::Rows(step.attention);
         };
         let threads = self.flash_threads(heads, rows, matrices);
         let (split, table) = match self.spread(heads, rows, threads) {
             Some(spread) => {
                 let window = heads.scores.window;
-                let name = window.map_or("attention.work".to_owned(), |window| format!("attention.work.{window}"));
+                let name = match self.plan_kind(block.attention) {
+                    0 => "attention.work".to_owned(),
+                    kind => format!("attention.work.{kind}"),
+                };
                 let work = r.buffer(&name, spread.bytes(rows));
                 if block.first {
                     r.call(flash_decode::plan_splits("plan".to_owned(), rows, spread, window, step.rows, work));
@@ -245,6 +276,17 @@ impl Decoder<'_> {
             let norm = (self.vector(r, &block.name(name)), c.rms_eps);
             r.call(stream::norm_heads(block.name(name), shape.rows(), step.qkv, (first, 1, width), norm));
         }
+    }
+
+    /// Records the norm of each value head, if the model has it.
+    fn norm_values(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block) {
+        let c = self.config;
+        if !c.v_norm || !block.owns_cache {
+            return;
+        }
+        let of = &c.attention_kinds[block.attention];
+        let heads = (of.q_rows() + of.kv_rows(), of.kv_heads, of.head_dim);
+        r.call(stream::norm_heads(block.name("v_norm"), shape.rows(), step.qkv, heads, (None, c.rms_eps)));
     }
 
     /// Returns the arguments of `append`, which writes a layer's keys and values to its pages. `cache` is the prefix of

@@ -10,7 +10,8 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix};
 use crate::kernels::moe::{self, Grouped, Mlp, Sorted, Used};
-use crate::kernels::recording::{Range, Recording};
+use crate::kernels::recording::{Op, Range, Recording};
+use crate::kernels::stream::{self, Onto};
 use crate::memory::pack::Format;
 use crate::model::config::{self, Experts};
 
@@ -36,14 +37,37 @@ impl Decoder<'_> {
         }
     }
 
-    pub(super) fn experts(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block) {
+    /// Records a dense MLP and experts with the same input, whose normed outputs are added: x += norm(norm(MLP(x)) +
+    /// norm(experts(x))), times the layer's factor.
+    pub(super) fn experts_beside_dense(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block) {
+        let c = self.config;
+        let (rows, size) = (shape.rows(), (shape.rows(), c.hidden));
+        let hidden = self.mlp_hidden(r, shape, step, block);
+        self.output(r, shape, step, &block.name("down"), hidden, step.branch, Epilogue::Store, Fold::None);
+        let of_experts = Self::activations(r, "experts.output", rows, c.hidden);
+        r.ops.push(Op::Fill { to: of_experts.range, word: 0 });
+        self.experts(r, shape, step, block, of_experts);
+        let sum = Self::activations(r, "branches", rows, c.hidden);
+        let mut norm = |name: &str| self.vector(r, &block.name(name)).map(|norm| (norm, c.rms_eps));
+        let [dense, experts, both] = ["dense_post_norm", "experts.post_norm", "mlp_post_norm"].map(&mut norm);
+        let first = Onto { adds: false, ..Onto::add(sum) };
+        let last = Onto { factor: self.layer_factor(r, block, true), ..Onto::add(step.x) };
+        r.call(stream::add_branch(block.name("down_norm"), size, step.branch, dense, 1.0, first));
+        r.call(stream::add_branch(block.name("experts.add"), size, of_experts, experts, 1.0, Onto::add(sum)));
+        r.call(stream::add_branch(block.name("mlp_add"), size, sum, both, c.residual_scale, last));
+    }
+
+    /// Records a router and its experts, whose output is added to `y`.
+    pub(super) fn experts(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block, y: Activations) {
         let c = self.config;
         let experts = self.expert_shape(c.experts.expect("a layer of this kind has a configuration"));
         let rows = shape.rows();
         let shared = experts.shared_inner.map(|_| {
             (self.one_matrix(r, &block.name("shared.gate_up")), self.one_matrix(r, &block.name("shared.down")))
         });
-        let norm = self.vector(r, &block.name("mlp_norm")).expect("a layer has a norm");
+        let own = self.vector(r, &block.name("experts.norm"));
+        let norm = own.or_else(|| self.vector(r, &block.name("mlp_norm"))).expect("a layer has a norm");
+        let router_norm = self.vector(r, &block.name("router.norm")).unwrap_or(norm);
         let mlp = Mlp {
             label: format!("{}.", block.prefix),
             shape: experts,
@@ -55,6 +79,7 @@ impl Decoder<'_> {
                 self.vector(r, &block.name("experts.down.bias")),
             ],
             x: step.x,
+            y,
             norm: (norm, c.rms_eps),
             logits: step.router,
         };
@@ -62,10 +87,10 @@ impl Decoder<'_> {
         let fragments = self.tuning.fragments.is_some() && self.weight(&router).is_some_and(|w| self.in_fragments(w));
         // The kernels for a few rows in fragments choose the experts themselves, by the greatest logits.
         if self.packs_for(shape, &router) || fragments && c.experts.is_some_and(|experts| experts.routing.is_some()) {
-            self.many_experts(r, shape, step, block, &mlp);
+            self.many_experts(r, shape, step, block, &mlp, router_norm);
             return;
         }
-        self.product(r, shape, &router, step, step.x, step.router, Some(norm), Epilogue::Store);
+        self.product(r, shape, &router, step, step.x, step.router, Some(router_norm), Epilogue::Store);
         match self.tuning.fragments.filter(|_| self.weight(&router).is_some_and(|w| self.in_fragments(w))) {
             Some(matrices) => {
                 let [gate_up, down] = mlp.few_configs(rows, matrices, self.tuning.shared_bytes);
@@ -154,8 +179,9 @@ impl Decoder<'_> {
             None => mlp.choose(used, valid, choices),
             Some(routing) => {
                 let bias = routing.choice_bias.then(|| self.vector(r, &block.name("router.choice_bias"))).flatten();
-                let config::Routing { sigmoid, groups, kept, best, factor, .. } = routing;
-                let routing = moe::Route { sigmoid, bias, groups, kept, best, factor };
+                let scales = routing.expert_scales.then(|| self.vector(r, &block.name("router.scales"))).flatten();
+                let config::Routing { sigmoid, groups, kept, best, factor, logit_scale, .. } = routing;
+                let routing = moe::Route { sigmoid, bias, groups, kept, best, factor, logit_scale, scales };
                 mlp.route(&routing, used, valid, choices)
             }
         };
@@ -170,15 +196,24 @@ impl Decoder<'_> {
     }
 
     /// Records an MoE layer for many rows sorted by expert, with weights in fragment order.
-    fn many_experts(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block, mlp: &Mlp) {
+    fn many_experts(
+        &self,
+        r: &mut Recording,
+        shape: StepShape,
+        step: &Step,
+        block: &Block,
+        mlp: &Mlp,
+        router_norm: Range,
+    ) {
         let c = self.config;
         let rows = shape.rows();
         let experts = mlp.shape;
         let matrices = self.tuning.fragments.unwrap_or(Matrices::Emulated);
         let (used, valid) = Self::used(shape, step);
         // The shared expert's products read the same rows.
+        assert!(mlp.shared.is_none() || router_norm == mlp.norm.0, "a shared expert has the router's norm");
         let order = PackedOrder::Fragments;
-        let packed = self.pack(r, shape, step, block.name("mlp_pack"), step.x, c.hidden, Some(mlp.norm.0), order);
+        let packed = self.pack(r, shape, step, block.name("router_pack"), step.x, c.hidden, Some(router_norm), order);
         self.tiled(
             r,
             shape,

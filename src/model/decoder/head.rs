@@ -20,11 +20,25 @@ impl Decoder<'_> {
 
     /// Records the row table of a step, and the rows' embeddings into `x`.
     pub(super) fn embed_into(&self, r: &mut Recording, shape: StepShape, step: &Step, x: Activations, label: &str) {
+        let c = self.config;
+        self.look_up(r, shape, step, ("embed", c.hidden, c.embedding_scale), x, label);
+    }
+
+    /// Records the row table of a step, and into `x` the rows' embeddings in a table of `width` columns, times `scale`.
+    pub(super) fn look_up(
+        &self,
+        r: &mut Recording,
+        shape: StepShape,
+        step: &Step,
+        (name, width, scale): (&str, u32, f32),
+        x: Activations,
+        label: &str,
+    ) {
         let decode = matches!(shape, StepShape::Decode { .. });
         let from = if decode { RowsFrom::Batch } else { RowsFrom::Chunk };
         let flow = step.flow(None, Some(x.range));
-        let fragments = self.weight("embed").is_some_and(|w| self.in_fragments(w));
-        for (first, table) in self.matrix(r, "embed") {
+        let fragments = self.weight(name).is_some_and(|w| self.in_fragments(w));
+        for (first, table) in self.matrix(r, name) {
             let (slots, batch) = (self.state.slots(r), self.state.batch(r));
             let args = EmbedRowsArgs {
                 embedding: table.range,
@@ -33,16 +47,16 @@ impl Decoder<'_> {
                 chunk: if decode { step.chunk.none() } else { step.chunk },
                 x: x.range,
                 rows: step.rows,
-                chunks: self.config.hidden.div_ceil(8),
+                chunks: width.div_ceil(8),
                 x_stride: x.stride,
                 part_first: first,
                 part_rows: table.rows,
                 x_tag: 0,
                 tokens_at: self.state.chunk_layout().token(0),
-                scale: self.config.embedding_scale,
+                scale,
             };
             let layout = Table { format: table.format, fragments };
-            r.call(embed::embed_rows(label.to_owned(), layout, from, shape.rows(), self.config.hidden, flow, args));
+            r.call(embed::embed_rows(label.to_owned(), layout, from, shape.rows(), width, flow, args));
         }
     }
 
@@ -158,7 +172,7 @@ impl Decoder<'_> {
                 }
                 r.call(sampling::advance("advance".to_owned(), advance));
                 match self.looks_up() {
-                    true => self.look_up(r, rows_range, (sequences, each), drafts),
+                    true => self.draft_by_look_up(r, rows_range, (sequences, each), drafts),
                     false => self.draft(r, step, x, rows_range, (sequences, each), drafts),
                 }
             }
@@ -174,7 +188,7 @@ impl Decoder<'_> {
                 if matches!(shape, StepShape::Head { .. }) && self.drafts() {
                     self.draft(r, step, x, rows_range, (rows, 1), self.drafts);
                 } else if matches!(shape, StepShape::Head { .. }) && self.looks_up() {
-                    self.look_up(r, rows_range, (rows, 1), self.drafts);
+                    self.draft_by_look_up(r, rows_range, (rows, 1), self.drafts);
                 }
             }
         }

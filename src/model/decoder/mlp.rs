@@ -12,16 +12,23 @@ use crate::model::config::Activation;
 
 impl Decoder<'_> {
     pub(super) fn mlp(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block) {
-        let c = self.config;
-        let (gate_up, down) = (block.name("gate_up"), block.name("down"));
-        let norm = self.vector(r, &block.name("mlp_norm"));
+        let hidden = self.mlp_hidden(r, shape, step, block);
         let after = self.vector(r, &block.name("mlp_post_norm"));
+        let next = self.vector(r, &block.next_norm);
+        let factor = self.layer_factor(r, block, true);
+        self.add_output(r, shape, step, &block.name("down"), hidden, after, next, factor);
+    }
+
+    /// Records a dense MLP up to its second product, and returns that product's input.
+    pub(super) fn mlp_hidden(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block) -> Mixed {
+        let c = self.config;
+        let gate_up = block.name("gate_up");
+        let norm = self.vector(r, &block.name("mlp_norm"));
         if !self.packs_for(shape, &gate_up) {
             self.product(r, shape, &gate_up, step, step.x, step.mlp, norm, self.gated());
-            self.add_output(r, shape, step, &down, Mixed::Rows(step.mlp), after, None);
-            return;
+            return Mixed::Rows(step.mlp);
         }
-        let [order, next_order] = [&gate_up, &down].map(|name| self.packed_order(shape, name));
+        let [order, next_order] = [&gate_up, &block.name("down")].map(|name| self.packed_order(shape, name));
         let unscaled = self.unscaled(r, shape);
         let (x, fold) = match unscaled {
             Some(unscaled) => (unscaled.rows, Fold::Scale(unscaled, c.rms_eps)),
@@ -32,18 +39,16 @@ impl Decoder<'_> {
         let expands = Self::expands(shape);
         let whole = |w| self.parts(w).len() == 1 && !(expands && self.in_code_fragments(w));
         let whole = self.weight(&gate_up).is_none_or(whole);
-        let whole =
-            whole && order == next_order && (order == PackedOrder::Fragments || wgmma::packs(2 * c.intermediate));
+        let whole = whole && order == next_order && (order == PackedOrder::Fragments || wgmma::packs(2 * block.inner));
         let hidden = if whole {
-            let hidden = Packed { order, ..Self::packed(r, "packed.mlp", shape.rows(), c.intermediate) };
+            let hidden = Packed { order, ..Self::packed(r, "packed.mlp", shape.rows(), block.inner) };
             self.tiled(r, shape, &gate_up, step, x, Output::Packed(hidden), self.gated(), fold);
             hidden
         } else {
             self.tiled(r, shape, &gate_up, step, x, Output::Rows(step.mlp), self.gated(), fold);
-            self.pack(r, shape, step, block.name("down_pack"), step.mlp, c.intermediate, None, next_order)
+            self.pack(r, shape, step, block.name("down_pack"), step.mlp, block.inner, None, next_order)
         };
-        let next = self.vector(r, &block.next_norm);
-        self.add_output(r, shape, step, &down, Mixed::Packed(hidden), after, next);
+        Mixed::Packed(hidden)
     }
 
     /// Returns the epilogue of the MLP's first product.

@@ -7,6 +7,7 @@ mod attention;
 mod delta;
 mod experts;
 mod head;
+mod inputs;
 mod mlp;
 mod mtp;
 mod products;
@@ -27,7 +28,7 @@ use crate::kernels::gemm::{Activations, Epilogue};
 use crate::kernels::layout::StateLayout;
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling;
-use crate::kernels::stream;
+use crate::kernels::stream::{self, Onto};
 use crate::kernels::tags::{self, Flow, Generations};
 use crate::memory::pack::Format;
 use std::cell::RefCell;
@@ -205,6 +206,8 @@ struct Step {
     mlp: Activations,
     /// The output of a mixer or an MLP before it is added to x, if it is changed before.
     branch: Activations,
+    /// The inputs of all layers that depend on the tokens, if the model has them.
+    inputs: Activations,
     /// The router's logits, and the experts' activations between their two matrix products.
     router: Activations,
     middle: Activations,
@@ -245,11 +248,15 @@ struct Block {
     follows: bool,
     /// The name of the norm that follows the layer; a weight of this name exists only if another layer follows.
     next_norm: String,
-    /// Whether the layer is the first of its kind in the step: of those with attention over the same window, or of those
-    /// without attention.
+    /// Whether the layer is the first of its kind in the step: of those whose attention has the same plan of splits, or of
+    /// those without attention.
     first: bool,
     /// The index of the layer's kind of attention; 0 for layers without.
     attention: usize,
+    /// Whether the layer has keys and values of its own.
+    owns_cache: bool,
+    /// The width of the layer's dense MLP.
+    inner: u32,
 }
 
 impl Block {
@@ -279,11 +286,13 @@ impl Decoder<'_> {
 
     /// Whether the activations of a step of this shape are tagged. It requires widths that are multiples of 32, because
     /// products wait for whole chunks of 32 columns, and inputs in the order of the columns. It also requires that no
-    /// attention layer is the only one over its window: the partial results of splits are not cleared, and layers over
-    /// other windows have other splits, so that those of a single layer could not be distinguished from its own of the
-    /// previous step.
+    /// attention layer is the only one over its window, and that all have the same heads: the partial results of splits are
+    /// not cleared, and layers over other windows have other splits, so that those of a single layer could not be
+    /// distinguished from its own of the previous step.
     fn carries(&self, shape: StepShape) -> bool {
         let c = self.config;
+        let sizes = |kind: &Attention| (kind.heads, kind.kv_heads, kind.head_dim);
+        let alike = c.attention_kinds.iter().all(|kind| sizes(kind) == sizes(&c.attention_kinds[0]));
         let windows: Vec<Option<u32>> =
             c.layers_of(LayerKind::Attention).map(|layer| c.attention(layer).window).collect();
         let alone = windows.iter().any(|window| windows.iter().filter(|other| *other == window).count() == 1);
@@ -293,7 +302,8 @@ impl Decoder<'_> {
         }
         // The stages of `kernels::stream`, and experts that a kernel of its own chooses, use barriers.
         let routed = c.experts.is_some_and(|experts| experts.routing.is_some());
-        let staged = c.has_branch_stages() || c.qk_norm == QkNorm::Rows || routed;
+        let shared = c.layers_of(LayerKind::Attention).any(|layer| !c.owns_cache(layer));
+        let staged = c.has_branch_stages() || c.qk_norm == QkNorm::Rows || c.v_norm || routed || shared;
         if let Some(net) = c.delta {
             widths.extend([net.projected_rows(), net.value_rows()]);
         }
@@ -307,6 +317,7 @@ impl Decoder<'_> {
             && whole
             && !staged
             && !alone
+            && alike
             && widths.iter().all(|width| width.is_multiple_of(32))
             && self.weights.iter().all(|w| matches!(w.kind, WeightKind::Vector) || self.in_fragments(w))
             && self.weights.iter().all(|w| w.order.is_none())
@@ -328,7 +339,6 @@ impl Decoder<'_> {
         let behind = matches!(shape, StepShape::Head { .. } | StepShape::Score { .. } | StepShape::Pool { .. });
         let x_rows = if behind { self.state.chunk } else { rows };
         let most = |of: &dyn Fn(&Attention) -> u32| c.attention_kinds.iter().map(of).max().unwrap_or(0);
-        let kv_heads = most(&|kind| kind.kv_heads);
         let (projected, mixed) = c.delta.map_or((0, 0), |net| (net.projected_rows(), net.value_rows()));
         let experts = c.experts.map(|experts| self.expert_shape(experts));
         let chunk = match shape {
@@ -344,6 +354,7 @@ impl Decoder<'_> {
             mixed: Self::activations(r, &named("mixer.output"), rows, mixed),
             mlp: Self::activations(r, &named("mlp.hidden"), rows, c.intermediate),
             branch: Self::activations(r, "branch", rows, if c.has_branch_stages() { c.hidden } else { 0 }),
+            inputs: Self::activations(r, "layer_inputs", rows, c.layer_inputs.map_or(0, |of| of.width * c.layers)),
             router: Self::activations(r, &named("router.logits"), rows, experts.map_or(0, |e| e.logits())),
             middle: Self::activations(r, &named("experts.middle"), rows, experts.map_or(0, |e| e.middle_stride())),
             logits: Self::activations(r, "logits", if prefill { 1 } else { rows }, c.vocab),
@@ -355,7 +366,7 @@ impl Decoder<'_> {
                     * 4
                     * u64::from(self.state.rows),
             ),
-            counters: r.buffer("attention.counters", u64::from(kv_heads) * u64::from(self.state.rows) * 4),
+            counters: r.buffer("attention.counters", self.counter_bytes()),
             pages: self.state.pages(r),
             chunk,
         };
@@ -367,6 +378,7 @@ impl Decoder<'_> {
             if self.looks_up() {
                 self.note_tokens(r, step.rows, rows);
             }
+            self.layer_inputs(r, shape, &step);
             for layer in 0..c.layers {
                 self.layer(r, shape, &step, layer);
             }
@@ -399,9 +411,9 @@ impl Decoder<'_> {
         let c = self.config;
         let at = layer as usize;
         let kind = c.layer_kinds[at];
+        let plan = |layer: u32| self.plan_kind(c.attention_of[layer as usize]);
         let alike = |other: u32| {
-            c.layer_kinds[other as usize] == kind
-                && (kind == LayerKind::GatedDelta || c.attention(other).window == c.attention(layer).window)
+            c.layer_kinds[other as usize] == kind && (kind == LayerKind::GatedDelta || plan(other) == plan(layer))
         };
         let block = Block {
             prefix: format!("layers.{layer}"),
@@ -409,15 +421,23 @@ impl Decoder<'_> {
             next_norm: format!("layers.{}.attn_norm", layer + 1),
             first: (0..c.layers).find(|other| alike(*other)) == Some(layer),
             attention: c.attention_of[at],
+            owns_cache: c.owns_cache(layer),
+            inner: c.dense_widths[at],
         };
         let mixed = match kind {
-            LayerKind::Attention => self.attention(r, shape, step, &block, &format!("kv.{layer}")),
+            LayerKind::Attention => self.attention(r, shape, step, &block, &format!("kv.{}", c.cache_of[at])),
             LayerKind::GatedDelta => self.delta(r, shape, step, &block, &format!("{RECURRENT}{layer}")),
         };
         self.mixer_output(r, shape, step, &block, mixed);
-        match c.mlp_kinds[at] {
-            MlpKind::Dense => self.mlp(r, shape, step, &block),
-            MlpKind::Experts => self.experts(r, shape, step, &block),
+        match (c.mlp_kinds[at], c.experts) {
+            (MlpKind::Experts, Some(experts)) if experts.beside_dense => {
+                self.experts_beside_dense(r, shape, step, &block);
+            }
+            (MlpKind::Experts, _) => self.experts(r, shape, step, &block, step.x),
+            (MlpKind::Dense, _) => self.mlp(r, shape, step, &block),
+        }
+        if c.layer_inputs.is_some() {
+            self.layer_input(r, shape, step, &block, layer);
         }
     }
 
@@ -456,11 +476,11 @@ impl Decoder<'_> {
         };
         let after = self.vector(r, &block.name("attn_post_norm"));
         let next = self.vector(r, &block.name("mlp_norm"));
-        self.add_output(r, shape, step, &name, mixed, after, next);
+        self.add_output(r, shape, step, &name, mixed, after, next, None);
     }
 
     /// Records the last product of a mixer or an MLP, whose output is added to x: directly, or after a norm with the
-    /// weights `after` and the model's factor. `next` is the norm of x that follows.
+    /// weights `after` and the model's factor. `next` is the norm of x that follows, `factor` the layer's factor of x.
     #[expect(clippy::too_many_arguments, reason = "a product's operands and what surrounds it")]
     fn add_output(
         &self,
@@ -471,21 +491,44 @@ impl Decoder<'_> {
         y: Mixed,
         after: Option<Range>,
         next: Option<Range>,
+        factor: Option<Range>,
     ) {
         let c = self.config;
-        let staged = after.is_some() || c.residual_scale != 1.0;
+        let staged = after.is_some() || factor.is_some() || c.residual_scale != 1.0;
         let (to, epilogue) = if staged { (step.branch, Epilogue::Store) } else { (step.x, Epilogue::Residual) };
-        match y {
-            Mixed::Rows(y) => self.product(r, shape, name, step, y, to, None, epilogue),
-            Mixed::Packed(y) => {
-                let fold = if staged { Fold::None } else { Self::leaves(self.unscaled(r, shape), next) };
-                self.tiled(r, shape, name, step, y, Output::Rows(to), epilogue, fold);
-            }
-        }
+        let fold = if staged { Fold::None } else { Self::leaves(self.unscaled(r, shape), next) };
+        self.output(r, shape, step, name, y, to, epilogue, fold);
         if staged {
             let norm = after.map(|norm| (norm, c.rms_eps));
             let (label, size) = (format!("{name}_add"), (shape.rows(), c.hidden));
-            r.call(stream::add_branch(label, size, step.branch, norm, c.residual_scale, step.x));
+            let onto = Onto { factor, ..Onto::add(step.x) };
+            r.call(stream::add_branch(label, size, step.branch, norm, c.residual_scale, onto));
         }
+    }
+
+    /// Records the product of rows that are packed or not; `fold` is for packed rows.
+    #[expect(clippy::too_many_arguments, reason = "a product's operands and what surrounds it")]
+    fn output(
+        &self,
+        r: &mut Recording,
+        shape: StepShape,
+        step: &Step,
+        name: &str,
+        y: Mixed,
+        to: Activations,
+        epilogue: Epilogue,
+        fold: Fold,
+    ) {
+        match y {
+            Mixed::Rows(y) => self.product(r, shape, name, step, y, to, None, epilogue),
+            Mixed::Packed(y) => self.tiled(r, shape, name, step, y, Output::Rows(to), epilogue, fold),
+        }
+    }
+
+    /// Returns a layer's factor of the residual stream for the stage that ends the layer: its MLP, or what follows it if the
+    /// layer has inputs that depend on the token.
+    fn layer_factor(&self, r: &mut Recording, block: &Block, ends_with_mlp: bool) -> Option<Range> {
+        let ends = self.config.layer_inputs.is_none() == ends_with_mlp;
+        self.vector(r, &block.name("layer_scale")).filter(|_| ends)
     }
 }

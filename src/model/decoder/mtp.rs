@@ -5,7 +5,6 @@
 
 use super::{Block, Decoder, Step, StepShape, stride};
 use crate::kernels::attention;
-use crate::kernels::attention::flash::flash_tiles;
 use crate::kernels::draft::{self, VerifyRows};
 use crate::kernels::embed;
 use crate::kernels::gemm::panel::Fold;
@@ -42,7 +41,7 @@ impl Decoder<'_> {
     }
 
     /// Records the drafting of `drafts` tokens of each of `sequences` sequences with `each` rows per sequence.
-    pub(super) fn look_up(&self, r: &mut Recording, rows: Range, sequences: (u32, u32), drafts: u32) {
+    pub(super) fn draft_by_look_up(&self, r: &mut Recording, rows: Range, sequences: (u32, u32), drafts: u32) {
         let (history, stride) = self.history(r);
         let args = LookUpArgs { rows, history, slots: self.state.slots(r), stride };
         r.call(draft::look_up("look_up".to_owned(), sequences, drafts, args));
@@ -58,16 +57,12 @@ impl Decoder<'_> {
         r.buffer(name, self.state.chunk_layout().bytes(self.state.chunk))
     }
 
-    fn verify(&self, sequences: u32, each: u32) -> VerifyRows {
-        VerifyRows { sequences, each, tiles: flash_tiles(self.heads(0), each) }
-    }
-
     /// Records the kernel that describes the rows of a verification step, and returns the descriptor.
     pub(super) fn verify_rows(&self, r: &mut Recording, sequences: u32, each: u32) -> Range {
         let chunk = self.descriptor(r, "verify.chunk");
         let (slots, batch) = (self.state.slots(r), self.state.batch(r));
         let args = VerifyRowsArgs { slots, batch, chunk, tokens_at: self.state.chunk_layout().token(0) };
-        r.call(draft::verify_rows("verify_rows".to_owned(), self.verify(sequences, each), args));
+        r.call(draft::verify_rows("verify_rows".to_owned(), VerifyRows { sequences, each }, args));
         chunk
     }
 
@@ -118,7 +113,15 @@ impl Decoder<'_> {
     }
 
     fn draft_block(&self) -> Block {
-        Block { prefix: PREFIX.to_owned(), follows: false, next_norm: String::new(), first: false, attention: 0 }
+        Block {
+            prefix: PREFIX.to_owned(),
+            follows: false,
+            next_norm: String::new(),
+            first: false,
+            attention: 0,
+            owns_cache: true,
+            inner: self.config.intermediate,
+        }
     }
 
     /// Records the computation of the drafting block's keys and values for the rows of a prefill step.
@@ -138,7 +141,7 @@ impl Decoder<'_> {
         let block = self.draft_block();
         self.mixer_input(r, shape, &draft, &block, "qkv", draft.qkv);
         let args = self.append_args(r, &draft, &block, CACHE);
-        r.call(attention::append(block.name("append"), self.heads(block.attention), shape.rows(), args));
+        r.call(attention::append(block.name("append"), self.heads(block.attention), shape.rows(), true, args));
     }
 
     /// Records the drafting of `drafts` tokens after those that were sampled from the rows `x` of `sequences` sequences
@@ -163,13 +166,13 @@ impl Decoder<'_> {
             let draft = self.draft_step(r, step, shape.rows());
             let args =
                 NextTokensArgs { rows, slots, next: draft.chunk, last_at: layout.last(0), tokens_at: layout.token(0) };
-            r.call(draft::next_tokens("next_tokens".to_owned(), self.verify(sequences, each), index, args));
+            r.call(draft::next_tokens("next_tokens".to_owned(), VerifyRows { sequences, each }, index, args));
             self.draft_input(r, shape, &draft, h, norm);
             let block = self.draft_block();
             let mixed = self.attention(r, shape, &draft, &block, CACHE);
             self.mixer_output(r, shape, &draft, &block, mixed);
             match self.weight("mtp.router") {
-                Some(_) => self.experts(r, shape, &draft, &block),
+                Some(_) => self.experts(r, shape, &draft, &block, draft.x),
                 None => self.mlp(r, shape, &draft, &block),
             }
             let args = TakeLastArgs {

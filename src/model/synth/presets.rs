@@ -34,7 +34,17 @@ pub const PRESETS: [(&str, Preset); 19] = [
 const TINY_EXPERTS: Experts = experts(8, 2, 64, Some(96));
 
 const fn experts(count: u32, chosen: u32, inner: u32, shared_inner: Option<u32>) -> Experts {
-    Experts { count, chosen, inner, shared_inner, shared_gate: true, routing: None, normalise: true, bias: false }
+    Experts {
+        count,
+        chosen,
+        inner,
+        shared_inner,
+        shared_gate: true,
+        routing: None,
+        normalise: true,
+        bias: false,
+        beside_dense: false,
+    }
 }
 
 /// The shape of a model that can be requested by name.

@@ -3,7 +3,7 @@
 //! one token's logit stands out.
 
 use crate::model::config::{
-    Architecture, Attention, DeltaNet, Experts, LayerKind, MlpKind, ModelConfig, NormKind, QkNorm,
+    Architecture, Attention, BESIDE_DENSE, DeltaNet, Experts, LayerKind, MlpKind, ModelConfig, NormKind, QkNorm,
 };
 
 /// The distribution of a tensor's elements.
@@ -34,7 +34,15 @@ pub(super) fn tensors_of(c: &ModelConfig, root: &str) -> Vec<Tensor> {
     let mut list = List { config: c, matrices: Vec::new(), vectors: Vec::new() };
     list.matrix(format!("{root}embed_tokens.weight"), c.vocab, c.hidden, 2.0);
     for ((layer, kind), mlp) in (0..c.layers).zip(&c.layer_kinds).zip(&c.mlp_kinds) {
-        list.layer(&format!("{root}layers.{layer}."), *kind, c.attention(layer), *mlp);
+        let at = format!("{root}layers.{layer}.");
+        list.layer(&at, *kind, (c.attention(layer), c.owns_cache(layer)), (*mlp, c.dense_widths[layer as usize]));
+        list.layer_end(&at);
+    }
+    if let Some(of) = c.layer_inputs {
+        let all = of.width * c.layers;
+        list.matrix(format!("{root}embed_tokens_per_layer.weight"), of.vocab, all, 1.0);
+        list.matrix(format!("{root}per_layer_model_projection.weight"), all, c.hidden, 1.0);
+        list.norm(format!("{root}per_layer_projection_norm.weight"), of.width);
     }
     if !c.tied {
         list.matrix("lm_head.weight".to_owned(), c.vocab, c.hidden, 2.0);
@@ -44,7 +52,12 @@ pub(super) fn tensors_of(c: &ModelConfig, root: &str) -> Vec<Tensor> {
         list.matrix("mtp.fc.weight".to_owned(), c.hidden, 2 * c.hidden, 1.0);
         let mlp = if c.experts.is_some() { MlpKind::Experts } else { MlpKind::Dense };
         for layer in 0..c.mtp_layers {
-            list.layer(&format!("mtp.layers.{layer}."), LayerKind::Attention, &c.attention_kinds[0], mlp);
+            list.layer(
+                &format!("mtp.layers.{layer}."),
+                LayerKind::Attention,
+                (&c.attention_kinds[0], true),
+                (mlp, c.intermediate),
+            );
         }
         for norm in ["mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.norm.weight"] {
             list.norm(norm.to_owned(), c.hidden);
@@ -80,16 +93,22 @@ impl List<'_> {
         self.vector(name, length, mean);
     }
 
-    /// Adds one layer, whose names begin with `at`.
-    fn layer(&mut self, at: &str, kind: LayerKind, attention: &Attention, mlp: MlpKind) {
+    /// Adds one layer, whose names begin with `at`: its attention, and whether it has keys and values of its own; the kind of
+    /// its MLP, and the width of a dense one.
+    fn layer(&mut self, at: &str, kind: LayerKind, (attention, own): (&Attention, bool), (mlp, inner): (MlpKind, u32)) {
         let c = self.config;
         match (kind, c.delta) {
             (LayerKind::GatedDelta, Some(delta)) => self.gated_delta(at, delta),
-            _ => self.attention(at, attention),
+            _ => self.attention(at, attention, own),
         }
-        match (mlp, c.experts) {
-            (MlpKind::Experts, Some(experts)) => self.experts(&format!("{at}mlp."), experts),
-            _ => self.dense(&format!("{at}mlp."), c.intermediate, c.mlp_bias),
+        let experts = c.experts.filter(|_| mlp == MlpKind::Experts);
+        if experts.is_none_or(|experts| experts.beside_dense) {
+            self.dense(&format!("{at}mlp."), inner, c.mlp_bias);
+        }
+        match experts {
+            Some(experts) if experts.beside_dense => self.experts_beside(at, experts),
+            Some(experts) => self.experts(&format!("{at}mlp."), experts),
+            None => {}
         }
         let norms = c.norms;
         for norm in [norms.mixer, norms.after_mixer, norms.mlp, norms.after_mlp].into_iter().flatten() {
@@ -97,28 +116,73 @@ impl List<'_> {
         }
     }
 
-    fn attention(&mut self, at: &str, of: &Attention) {
+    /// Adds what follows a layer's MLP.
+    fn layer_end(&mut self, at: &str) {
+        let c = self.config;
+        if let Some(of) = c.layer_inputs {
+            self.matrix(format!("{at}per_layer_input_gate.weight"), of.width, c.hidden, 1.0);
+            self.matrix(format!("{at}per_layer_projection.weight"), c.hidden, of.width, 1.0);
+            self.norm(format!("{at}post_per_layer_input_norm.weight"), c.hidden);
+        }
+        if c.layer_scale {
+            self.vector(format!("{at}layer_scalar"), 1, 0.8);
+        }
+    }
+
+    /// Adds experts beside a dense MLP.
+    fn experts_beside(&mut self, at: &str, experts: Experts) {
+        let hidden = self.config.hidden;
+        let (count, inner) = (experts.count, experts.inner);
+        self.matrix(format!("{at}router.proj.weight"), count, hidden, ROUTER_GAIN * (hidden as f32).sqrt());
+        self.vector(format!("{at}router.scale"), hidden, 1.0);
+        self.vector(format!("{at}router.per_expert_scale"), count, 1.0);
+        self.fused_experts(at, [count, inner, hidden]);
+        for norm in BESIDE_DENSE {
+            self.norm(format!("{at}{norm}.weight"), hidden);
+        }
+    }
+
+    /// Adds all experts as two tensors. Each expert has the rows of its gate projection, then those of its up projection.
+    fn fused_experts(&mut self, at: &str, [count, inner, hidden]: [u32; 3]) {
+        let parts = [
+            ("gate_up_proj", [count, 2 * inner, hidden], projection(hidden, 1.0)),
+            ("down_proj", [count, hidden, inner], projection(inner, EXPERT_GAIN)),
+        ];
+        for (part, shape, spread) in parts {
+            self.matrices.push((format!("{at}experts.{part}"), shape.map(u64::from).to_vec(), spread));
+        }
+    }
+
+    /// Adds attention; `own`: also its key and value projections.
+    fn attention(&mut self, at: &str, of: &Attention, own: bool) {
         let c = self.config;
         let (q, kv) = (of.q_rows(), of.kv_rows());
         // Each head has the rows of its query, then those of its gate.
         let q_and_gate = if c.attention_gate { 2 * q } else { q };
         let name = |part: &str| format!("{at}self_attn.{part}");
         self.matrix(name("q_proj.weight"), q_and_gate, c.hidden, 1.0);
-        self.matrix(name("k_proj.weight"), kv, c.hidden, 1.0);
-        self.matrix(name("v_proj.weight"), kv, c.hidden, 1.0);
+        if own {
+            self.matrix(name("k_proj.weight"), kv, c.hidden, 1.0);
+        }
+        if own && !of.values_are_keys {
+            self.matrix(name("v_proj.weight"), kv, c.hidden, 1.0);
+        }
         self.matrix(name("o_proj.weight"), c.hidden, q, 1.0);
         let norms = match c.qk_norm {
             QkNorm::None => None,
             QkNorm::Heads => Some([of.head_dim; 2]),
             QkNorm::Rows => Some([q, kv]),
         };
-        for (part, length) in ["q_norm.weight", "k_norm.weight"].into_iter().zip(norms.into_iter().flatten()) {
+        let parts = ["q_norm.weight", "k_norm.weight"].into_iter().take(if own { 2 } else { 1 });
+        for (part, length) in parts.zip(norms.into_iter().flatten()) {
             self.norm(name(part), length);
         }
         if c.qkv_bias {
             self.vector(name("q_proj.bias"), q_and_gate, 0.0);
-            self.vector(name("k_proj.bias"), kv, 0.0);
-            self.vector(name("v_proj.bias"), kv, 0.0);
+            if own {
+                self.vector(name("k_proj.bias"), kv, 0.0);
+                self.vector(name("v_proj.bias"), kv, 0.0);
+            }
         }
         if c.o_bias {
             self.vector(name("o_proj.bias"), c.hidden, 0.0);
@@ -174,14 +238,7 @@ impl List<'_> {
         let (count, inner) = (experts.count, experts.inner);
         self.matrix(format!("{at}gate.weight"), count, hidden, ROUTER_GAIN);
         if self.config.architecture == Architecture::Qwen35Moe {
-            // Each expert has the rows of its gate projection, then those of its up projection.
-            let parts = [
-                ("gate_up_proj", [count, 2 * inner, hidden], projection(hidden, 1.0)),
-                ("down_proj", [count, hidden, inner], projection(inner, EXPERT_GAIN)),
-            ];
-            for (part, shape, spread) in parts {
-                self.matrices.push((format!("{at}experts.{part}"), shape.map(u64::from).to_vec(), spread));
-            }
+            self.fused_experts(at, [count, inner, hidden]);
         } else {
             for expert in 0..count {
                 let name = |part: &str| format!("{at}experts.{expert}.{part}.weight");

@@ -10,7 +10,7 @@
 use ostinato::engine::executor::{ExecuteError, Executor};
 use ostinato::engine::fake::{FakeConfig, FakeExecutor, HIDDEN, hidden, scored};
 use ostinato::engine::pace::Pace;
-use ostinato::engine::plan::{Capacity, Drafts, PlanReport, Slot, SlotParams, StepPlan, Ticket};
+use ostinato::engine::plan::{Capacity, Drafts, PlanReport, Slot, SlotParams, StepPlan, Ticket, WindowCapacity};
 use ostinato::engine::request::{
     Event, FinishReason, Finished, Limits, Request, RequestError, Sampling, Scored, Sink, SinkClosed,
 };
@@ -463,6 +463,7 @@ fn capacity(slots: u32, pages: u32, buckets: &[u32]) -> Capacity {
     Capacity {
         slots,
         pages,
+        window: None,
         context: 160,
         prefill_chunk: 24,
         prompts: 4,
@@ -575,6 +576,37 @@ fn thousands_of_requests_with_recurrent_state() {
     }
 }
 
+/// Goal: pages of layers with a sliding window are given back and taken again without a row that sees another sequence's
+/// tokens, with prefixes that are found, drafts, faults, preemptions and too few window pages for all slots.
+#[test]
+fn thousands_of_requests_with_sliding_windows() {
+    for (seed, tokens, pages, fault_every) in [(0, 20, 26, None), (1, 5, 40, Some(7)), (2, 100, 32, Some(50))] {
+        let drafts = Drafts { most: seed as u32, sequences: 4, always: seed == 2 };
+        let world = World {
+            name: "sliding windows",
+            requests: 4_000,
+            capacity: Capacity {
+                context: 480,
+                run_ahead: 8,
+                window: Some(WindowCapacity { tokens, pages }),
+                drafts,
+                ..capacity(8, 60, &[1, 2, 4, 8])
+            },
+            gap_steps: 30,
+            priorities: 3,
+            nuisance: 20,
+            beginnings: 5,
+            fault_every,
+            constrained: 5,
+            lost: 0,
+        };
+        let outcome = simulate(&world, seed);
+        assert!(outcome.cached_tokens > 1_000, "{outcome:?}");
+        assert!(outcome.preemptions > 10, "{outcome:?}");
+        assert!(outcome.running_most > 2, "{outcome:?}");
+    }
+}
+
 #[test]
 fn thousands_of_requests_of_one_priority_start_in_their_order() {
     for seed in seeds(3) {
@@ -664,7 +696,12 @@ fn thousands_of_requests_on_devices_that_are_lost() {
             drafts: Drafts { most: 1, sequences: 4, always: true, history: false },
             ..capacity(8, 80, &[1, 2, 4, 8])
         };
-        for capacity in [plain, recurrent] {
+        let windows = Capacity {
+            context: 480,
+            window: Some(WindowCapacity { tokens: 20, pages: 40 }),
+            ..capacity(8, 60, &[1, 2, 4, 8])
+        };
+        for capacity in [plain, recurrent, windows] {
             let snapshots = capacity.snapshots;
             let world = World {
                 name: "lost",

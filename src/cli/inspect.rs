@@ -7,7 +7,8 @@ use crate::config::{Bytes, Quantize};
 use crate::gpu::error::StartError;
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::memory::plan::{
-    HumanBytes, KvRequest, MemoryLimits, Pages, Plan, PlanEntry, PlanError, Purpose, Side, default_reserve,
+    HumanBytes, KvRequest, MemoryLimits, Pages, Plan, PlanEntry, PlanError, Purpose, Side, WindowRequest,
+    default_reserve,
 };
 use crate::model::checkpoint::Checkpoint;
 use crate::model::checkpoint::contents::{Contents, TensorKind};
@@ -61,6 +62,8 @@ struct Needs {
     context: u32,
     weights: u64,
     kv_per_token: u64,
+    /// The keys and values of one sequence in layers with a sliding window, if these are given back.
+    window: u64,
     /// The recurrent state of one sequence.
     state: u64,
 }
@@ -105,10 +108,16 @@ impl Needs {
             let heads = delta_heads(net);
             config.layers_of(LayerKind::GatedDelta).count() as u64 * (heads.state_bytes(1) + heads.window_bytes(1))
         });
+        let context = context.unwrap_or(config.context.min(CONTEXT));
+        let window = config.recycled_window().filter(|window| *window < context);
+        let windowed =
+            config.cached_layers().filter(|layer| window.is_some() && config.attention(*layer).window.is_some());
+        let windowed: u64 = windowed.map(|layer| 2 * u64::from(config.attention(layer).kv_rows())).sum();
         Needs {
-            context: context.unwrap_or(config.context.min(CONTEXT)),
+            context,
             weights: checkpoint.weight_bytes(),
-            kv_per_token: (config.kv_elements_per_token() + drafts) * KV_BYTES,
+            kv_per_token: (config.kv_elements_per_token() - windowed + drafts) * KV_BYTES,
+            window: windowed * KV_BYTES * u64::from(window.unwrap_or(0)),
             state,
         }
     }
@@ -130,7 +139,15 @@ impl Needs {
         ];
         let page_bytes = self.kv_per_token * u64::from(PAGE_TOKENS);
         let least = u64::from(self.context.div_ceil(PAGE_TOKENS));
-        let kv = KvRequest { page_bytes, page_bytes_in_largest_buffer: 0, pages: Pages::All, least };
+        let window = (self.window > 0).then_some(WindowRequest {
+            page_bytes: self.window,
+            page_bytes_in_largest_buffer: 0,
+            each: 1,
+            least: 1,
+            most: 1,
+            typical: 0,
+        });
+        let kv = KvRequest { page_bytes, page_bytes_in_largest_buffer: 0, pages: Pages::All, least, window };
         Plan::new(limits, entries, (page_bytes > 0).then_some(kv))
     }
 }
@@ -234,15 +251,16 @@ fn table(
     if let Some(needs) = needs {
         let (weights, token) = (HumanBytes(needs.weights), HumanBytes(needs.kv_per_token));
         let kv = HumanBytes(needs.kv_per_token * u64::from(needs.context));
+        let of_sequence = |what: &str, bytes: u64| match bytes {
+            0 => String::new(),
+            bytes => format!(", {what} {} a sequence", HumanBytes(bytes)),
+        };
         let _ = writeln!(
             out,
-            "\nmemory: weights {weights}, keys and values {token} a token, {kv} for {} tokens{}",
+            "\nmemory: weights {weights}, keys and values {token} a token, {kv} for {} tokens{}{}",
             needs.context,
-            if needs.state > 0 {
-                format!(", recurrent state {} a sequence", HumanBytes(needs.state))
-            } else {
-                String::new()
-            }
+            of_sequence("windows", needs.window),
+            of_sequence("recurrent state", needs.state)
         );
     }
     match plan {
@@ -311,6 +329,7 @@ fn object(
         "reasons": reasons,
         "weight_bytes": needs.map(|needs| needs.weights),
         "kv_bytes_per_token": needs.map(|needs| needs.kv_per_token),
+        "window_bytes_per_sequence": needs.map(|needs| needs.window),
         "state_bytes_per_sequence": needs.map(|needs| needs.state),
         "memory": plan.map(|plan| match plan {
             Ok(plan) => json!({"fits": true, "kv_tokens": plan.kv_pages() * u64::from(PAGE_TOKENS)}),
@@ -326,7 +345,7 @@ mod tests {
     #[test]
     fn a_plan_without_a_device_says_both_sizes_or_what_fits() {
         let gib = 1 << 30;
-        let needs = Needs { context: 1024, weights: 10 * gib, kv_per_token: 1 << 17, state: 0 };
+        let needs = Needs { context: 1024, weights: 10 * gib, kv_per_token: 1 << 17, window: 0, state: 0 };
         let plan = needs.plan(16 * gib).expect("it fits");
         assert_eq!(plan.bytes(Purpose::Weights), 10 * gib);
         // What is left after the reserve, in pages of 16 tokens.

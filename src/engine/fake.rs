@@ -9,7 +9,7 @@ use crate::actors::timeline::{Point, Role};
 use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::pace::Pace;
 use crate::engine::plan::{
-    Capacity, Change, Chunk, Done, Drafts, MOST_KEEPS, Page, PlanReport, PooledChunk, STATE_TOKENS, Sampled,
+    Capacity, Change, Chunk, Done, Drafts, MOST_KEEPS, Page, PageTable, PlanReport, PooledChunk, STATE_TOKENS, Sampled,
     ScoredChunk, Slot, SlotParams, StateSlot, StepPlan, Ticket, Work,
 };
 use crate::engine::request::{Flushes, PerToken, Scored, TokenLogprobs};
@@ -50,6 +50,7 @@ impl Default for FakeConfig {
             capacity: Capacity {
                 slots: 1,
                 pages: 64,
+                window: None,
                 context: 1024,
                 prefill_chunk: 128,
                 prompts: 8,
@@ -77,6 +78,8 @@ pub struct FakeExecutor {
     clock: Clock,
     wake: Receiver<()>,
     memory: Vec<PageMemory>,
+    /// The pages of layers with a sliding window, and who has read each of them.
+    windows: Vec<(PageMemory, Vec<Reader>)>,
     slots: Vec<FakeSlot>,
     /// By cell: a hash of the tokens that its state includes; `None` if nothing was written.
     cells: Vec<Option<u64>>,
@@ -146,6 +149,17 @@ struct PageMemory {
     writer: Option<(Slot, u64)>,
 }
 
+/// The last time that a slot has read a window page.
+#[derive(Clone, Copy, Debug)]
+struct Reader {
+    slot: Slot,
+    stay: u64,
+    /// The position of the row that has read it.
+    position: u32,
+    /// The plan.
+    ticket: u64,
+}
+
 /// The value of a position that was never written.
 const POISON: u32 = u32::MAX;
 
@@ -158,6 +172,8 @@ struct FakeSlot {
     /// The number of joins so far.
     stay: u64,
     table: Vec<Page>,
+    /// The window pages, from the one with this index in the page table on.
+    window: (u32, Vec<Page>),
     /// The number of positions written.
     written: u32,
     /// The token drawn last, which is not written yet: the input of the next step.
@@ -220,6 +236,7 @@ impl FakeExecutor {
             done: false,
             stay: 0,
             table: Vec::new(),
+            window: (0, Vec::new()),
             written: 0,
             input: None,
             drawn: 0,
@@ -230,6 +247,10 @@ impl FakeExecutor {
             memory: vec![
                 PageMemory { tokens: [POISON; PAGE_TOKENS as usize], writer: None };
                 config.capacity.pages as usize
+            ],
+            windows: vec![
+                (PageMemory { tokens: [POISON; PAGE_TOKENS as usize], writer: None }, Vec::new());
+                config.capacity.window.map_or(0, |window| window.pages) as usize
             ],
             slots: vec![empty; config.capacity.slots as usize],
             cells: vec![None; (config.capacity.slots + config.capacity.snapshots.unwrap_or(0)) as usize],
@@ -303,6 +324,7 @@ impl FakeExecutor {
                     done: false,
                     stay: s.stay + 1,
                     table: Vec::new(),
+                    window: (0, Vec::new()),
                     written: 0,
                     input: None,
                     drawn: 0,
@@ -310,7 +332,20 @@ impl FakeExecutor {
                     unreported: 0,
                 };
             }
-            Change::Pages { slot, first, pages } => {
+            Change::Pages { slot, table: PageTable::Window, first, pages } => {
+                for &page in &pages {
+                    assert!((page.0 as usize) < self.windows.len(), "window {page:?} does not exist");
+                }
+                let s = self.slot(slot);
+                assert!(s.joined, "window pages for {slot:?}, which has not joined");
+                let (begin, own) = &mut s.window;
+                if own.is_empty() {
+                    *begin = first;
+                }
+                assert_eq!(*begin + own.len() as u32, first, "the window of {slot:?} has a gap");
+                own.extend(pages);
+            }
+            Change::Pages { slot, table: PageTable::Full, first, pages } => {
                 let most = self.config.capacity.context.div_ceil(PAGE_TOKENS);
                 for &page in &pages {
                     assert!(page.0 < self.config.capacity.pages, "{page:?} does not exist");
@@ -495,8 +530,51 @@ impl FakeExecutor {
             self.begin(page, slot, position);
         }
         self.memory[page.0 as usize].tokens[(position % PAGE_TOKENS) as usize] = token;
+        self.write_window(slot, position, token);
         let state = &mut self.cells[slot.0 as usize];
         *state = state.map(|taken| take_in(taken, token));
+    }
+
+    /// Writes a token to its window page, and reads what its row sees.
+    fn write_window(&mut self, slot: Slot, position: u32, token: u32) {
+        let Some(window) = self.config.capacity.window else { return };
+        let s = &self.slots[slot.0 as usize];
+        let (stay, (first, own)) = (s.stay, &s.window);
+        let page_of = |position: u32| {
+            let index = (position / PAGE_TOKENS).checked_sub(*first).and_then(|index| own.get(index as usize));
+            *index.unwrap_or_else(|| panic!("{slot:?} has no window page for position {position}"))
+        };
+        let seen: Vec<(u32, Page)> =
+            ((position + 1).saturating_sub(window.tokens)..position).map(|seen| (seen, page_of(seen))).collect();
+        let page = page_of(position);
+        if self.windows[page.0 as usize].0.writer != Some((slot, stay)) || position.is_multiple_of(PAGE_TOKENS) {
+            assert_eq!(position % PAGE_TOKENS, 0, "{slot:?} writes in the middle of window {page:?}");
+            for reader in std::mem::take(&mut self.windows[page.0 as usize].1) {
+                self.check_reader(page, reader);
+            }
+            self.windows[page.0 as usize].0 =
+                PageMemory { tokens: [POISON; PAGE_TOKENS as usize], writer: Some((slot, stay)) };
+        }
+        self.windows[page.0 as usize].0.tokens[(position % PAGE_TOKENS) as usize] = token;
+        let reader = Reader { slot, stay, position, ticket: self.working };
+        for (seen, page) in seen {
+            let (memory, readers) = &mut self.windows[page.0 as usize];
+            let found = memory.tokens[(seen % PAGE_TOKENS) as usize];
+            readers.retain(|reader| reader.slot != slot);
+            readers.push(reader);
+            assert_eq!(found, self.read(slot, seen), "{slot:?} sees another token at {seen} from {position}");
+        }
+    }
+
+    /// Panics if a row that has read a window page may still be computed again, so that the page must not be written: it is
+    /// in an unfinished plan, and no token drawn from it or from a later row of its slot was reported.
+    fn check_reader(&self, page: Page, reader: Reader) {
+        let s = &self.slots[reader.slot.0 as usize];
+        let history = s.params.prompt_tokens + s.params.generated;
+        // Row `history - 1 + n` draws token n of the stay.
+        let reported = reader.position + 1 >= history && reader.position + 1 - history < s.drawn - s.unreported;
+        let done = s.stay != reader.stay || reader.ticket <= self.finished || reported;
+        assert!(done, "window {page:?} is written, and {reader:?} has read it");
     }
 
     /// Begins a page: the slot writes to it for the first time in this stay.

@@ -16,3 +16,4 @@ pub mod snapshots;
 pub mod speculation;
 pub mod split_mix;
 pub mod variants;
+pub mod window;

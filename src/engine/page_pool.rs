@@ -135,6 +135,11 @@ impl PagePool {
         (pages, free)
     }
 
+    /// Returns the page with a key.
+    pub fn named(&self, name: PageKey) -> Option<Page> {
+        self.named.get(&name).copied()
+    }
+
     /// Returns how many of the pages have no holder.
     pub fn free_among(&self, pages: &[Page]) -> u32 {
         pages.iter().filter(|page| self.holders(**page) == 0).count() as u32

@@ -3,6 +3,7 @@
 
 use crate::actors::timeline::SubmissionRecord;
 use crate::engine::request::{PerToken, Scored, TokenLogprobs};
+use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::embed::BLOCK_ROWS;
 use std::ops::Range;
 use std::sync::Arc;
@@ -31,6 +32,9 @@ pub struct Capacity {
     pub slots: u32,
     /// The number of KV cache pages.
     pub pages: u32,
+    /// The pages of layers with a sliding window, if these have pages of their own. Otherwise they share those of the other
+    /// layers.
+    pub window: Option<WindowCapacity>,
     /// The maximum context in tokens (prompt and output).
     pub context: u32,
     /// The maximum number of prompt tokens in a step, of one sequence or several.
@@ -50,6 +54,33 @@ pub struct Capacity {
     /// The number of cells for snapshots of recurrent state, in addition to one cell per slot; `None` if the model has
     /// no recurrent state.
     pub snapshots: Option<u32>,
+}
+
+/// The pages of layers with a sliding window, which are given back when no token sees them any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WindowCapacity {
+    /// The number of tokens that a token sees, itself included; the greatest, if layers differ.
+    pub tokens: u32,
+    /// The number of pages.
+    pub pages: u32,
+}
+
+/// The maximum number of plans with work that are submitted and unfinished: one runs, and one is queued behind it.
+pub const PLANS_IN_FLIGHT: usize = 2;
+
+impl WindowCapacity {
+    /// Returns the maximum number of window pages of a sequence of at most `context` tokens, apart from those of its prompt's
+    /// chunks in flight: the window, and as many tokens as may be written before the first of them is reported.
+    pub fn pages_each(tokens: u32, context: u32, run_ahead: u32, drafts: u32) -> u32 {
+        let ahead = run_ahead * (drafts + 1) + drafts;
+        // The first and the last page may be partly used, and the page of a chunk's end is also that of the next one's start.
+        (tokens.saturating_add(ahead).div_ceil(PAGE_TOKENS) + 3).min(context.div_ceil(PAGE_TOKENS))
+    }
+
+    /// Returns the maximum number of window pages of all prompt chunks in flight together.
+    pub fn pages_of_chunks(prefill_chunk: u32) -> u32 {
+        PLANS_IN_FLIGHT as u32 * prefill_chunk.div_ceil(PAGE_TOKENS)
+    }
 }
 
 /// The limits of speculative decoding on an executor.
@@ -94,6 +125,15 @@ pub struct SlotParams {
     pub mask: Option<Arc<[u32]>>,
 }
 
+/// The page tables of a slot. Entry i is the page of tokens 16 i and following.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PageTable {
+    /// Of the layers that see all tokens, and of all layers if windows have no pages of their own.
+    Full,
+    /// Of the layers with a sliding window. Entries before the window may name pages of others.
+    Window,
+}
+
 /// A small change of device state. Changes are applied in order, before the step of the same plan.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Change {
@@ -107,10 +147,12 @@ pub enum Change {
         /// chunk. Used for the penalties' counts and by [`Drafts::history`]; otherwise empty.
         cached: Vec<u32>,
     },
-    /// Writes entries `first..first + pages.len()` of a slot's page table.
+    /// Writes entries `first..first + pages.len()` of one of a slot's page tables.
     Pages {
         /// The slot.
         slot: Slot,
+        /// Which of its tables.
+        table: PageTable,
         /// The index of the first entry in the slot's page table.
         first: u32,
         /// The pages.

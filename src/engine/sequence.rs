@@ -164,6 +164,11 @@ pub struct Sequence {
     pub slot: Option<Slot>,
     /// The page table.
     pub pages: Vec<Page>,
+    /// The pages of layers with a sliding window, if these have pages of their own: those of the tokens that the sequence's
+    /// unfinished and later tokens see.
+    pub window: Vec<Page>,
+    /// The index in the page table of the first of them.
+    pub window_first: u32,
     /// The number of unfinished plans that name the sequence.
     pub in_flight: u32,
     /// The keys of the full pages of `tokens`, as far as they were needed.
@@ -270,6 +275,8 @@ impl Sequence {
             ended: false,
             slot: None,
             pages: Vec::new(),
+            window: Vec::new(),
+            window_first: 0,
             in_flight: 0,
             history: 0,
             prefilled: 0,
@@ -390,6 +397,35 @@ impl Sequence {
         self.history - self.prefilled
     }
 
+    /// Returns the number of tokens that the sequence has at most.
+    pub fn most_tokens(&self) -> u32 {
+        self.prompt_tokens + self.max_tokens
+    }
+
+    /// Returns the position of the next token that the device will be asked to compute, as far as that is known to be
+    /// computed in order: earlier ones are computed, or in unfinished chunks.
+    pub fn next_position(&self) -> u32 {
+        if self.state == SequenceState::Prefill { self.prefilled } else { self.tokens.len() as u32 - 1 }
+    }
+
+    /// Gives up the window pages before the page with index `first`, and returns them.
+    pub fn slide(&mut self, first: u32) -> Vec<Page> {
+        let count = first.saturating_sub(self.window_first).min(self.window.len() as u32);
+        self.window_first = self.window_first.max(first);
+        self.window.drain(..count as usize).collect()
+    }
+
+    /// Returns the number of window pages to add so that the first `tokens` tokens can be written.
+    pub fn window_missing(&self, tokens: u32) -> u32 {
+        pages_for(tokens).saturating_sub(self.window_first + self.window.len() as u32)
+    }
+
+    /// Returns the number of tokens that are written when `tokens` more are drawn.
+    pub fn written_after(&self, tokens: u32) -> u32 {
+        // The last token drawn is written by the step that draws the next one.
+        self.history + self.drawn - 1 + tokens.min(self.undrawn())
+    }
+
     /// Takes a slot and the pages of the whole history, of which the first `found` already hold their tokens. Returns
     /// the slot's parameters, and the tokens that no chunk contains but that the penalties count or, with `history`, that
     /// the executor must know.
@@ -424,8 +460,8 @@ impl Sequence {
     }
 
     /// Returns the pages whose content has become final since the last call: those that queued chunks fill, and those
-    /// that hold only reported tokens.
-    pub fn newly_full(&mut self) -> impl Iterator<Item = (Page, Content)> {
+    /// that hold only reported tokens. Each comes with the window page of the same tokens, if the sequence has it.
+    pub fn newly_full(&mut self) -> impl Iterator<Item = (Page, Option<Page>, Content)> {
         let written = match self.state {
             SequenceState::Prefill => self.prefilled,
             // The last token reported is written by the step that draws the next one.
@@ -443,7 +479,9 @@ impl Sequence {
                 tokens: tokens.try_into().expect("a full page"),
                 shared: !self.salted,
             };
-            (self.pages[index], content)
+            let window = (index as u32).checked_sub(self.window_first);
+            let window = window.and_then(|index| self.window.get(index as usize).copied());
+            (self.pages[index], window, content)
         })
     }
 
@@ -454,12 +492,18 @@ impl Sequence {
         queued / PAGE_TOKENS
     }
 
-    /// Returns slot and pages, which the caller must release. The sequence counts as waiting again.
-    pub fn leave(&mut self) -> (Option<Slot>, Vec<Page>) {
+    /// Returns slot, pages and window pages, which the caller must release. The sequence counts as waiting again.
+    pub fn leave(&mut self) -> (Option<Slot>, Vec<Page>, Vec<Page>) {
         assert_eq!(self.in_flight, 0, "an unfinished plan names the sequence");
         self.state = SequenceState::Waiting;
         self.unnamed = 0;
-        (self.slot.take(), std::mem::take(&mut self.pages))
+        self.window_first = 0;
+        (self.slot.take(), std::mem::take(&mut self.pages), std::mem::take(&mut self.window))
+    }
+
+    /// Returns the position after the chunk that [`Sequence::next_chunk`] would return.
+    pub fn chunk_end(&self, most: u32, unit: u32) -> u32 {
+        if self.unqueued() <= most { self.history } else { self.prefilled + most / unit * unit }
     }
 
     /// Returns the next chunk of the history with at most `most` tokens; a chunk that is not the last has a multiple of
@@ -468,7 +512,7 @@ impl Sequence {
         assert_eq!(self.state, SequenceState::Prefill);
         let slot = self.slot.expect("it has joined");
         let start = self.prefilled;
-        let end = if self.unqueued() <= most { self.history } else { start + most / unit * unit };
+        let end = self.chunk_end(most, unit);
         assert!(end > start, "a chunk of {most} tokens, at least {unit} are needed");
         self.prefilled = end;
         let last = end == self.history;
@@ -523,10 +567,7 @@ impl Sequence {
 
     /// Returns the number of pages to add so that `tokens` more drawn tokens can be written.
     pub fn pages_missing(&self, tokens: u32) -> u32 {
-        // The last token drawn is written by the step that draws the next one.
-        let written = self.history + self.drawn - 1;
-        let needed = (written + tokens.min(self.undrawn())).div_ceil(PAGE_TOKENS);
-        needed.saturating_sub(self.pages.len() as u32)
+        pages_for(self.written_after(tokens)).saturating_sub(self.pages.len() as u32)
     }
 
     /// Notes that the device was asked to draw up to `tokens` more.

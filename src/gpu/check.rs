@@ -242,7 +242,7 @@ pub fn check(
             (.., None) => Outcome::Passed("matrix units keep elements elsewhere: they are not used".to_owned()),
         },
     });
-    if let Err(error) = build.check().and_then(|()| build.check_experts(&build.decoder(1, 1, 1))) {
+    if let Err(error) = build.check().and_then(|()| build.check_experts(&build.decoder(1, 1, None, 1))) {
         found.tests.push(SelfTest { name: "limits", outcome: Outcome::Failed(with_causes(&error)) });
         return Ok(found);
     }
@@ -305,7 +305,9 @@ fn context(build: &Build<'_>) -> u32 {
 /// Returns what a replica would run, and on which path.
 fn recorded(build: &Build<'_>) -> (KernelPath, Recordings) {
     let buckets = build.buckets();
-    let decoder = build.decoder(context(build), 1, *buckets.last().expect("there is at least one bucket"));
+    let window = build.recycled_window(context(build)).map(|_| 1);
+    let chunk = *buckets.last().expect("there is at least one bucket");
+    let decoder = build.decoder(context(build), 1, window, chunk);
     let path = KernelPath::of(&decoder.tuning);
     (path, Recordings::new(&decoder, &buckets, build.draft_sequences()))
 }

@@ -22,13 +22,15 @@ pub struct StateLayout {
     pub max_pages: u32,
     /// Whether the model has recurrent state.
     pub recurrent: bool,
+    /// Whether layers with a sliding window have page tables of their own.
+    pub windows: bool,
 }
 
 /// The alignment of the parts in bytes; 16-byte loads need at least 16.
 const ALIGN: u64 = 64;
 
 impl StateLayout {
-    fn offsets(&self) -> [u64; 9] {
+    fn offsets(&self) -> [u64; 10] {
         let bytes = [
             u64::from(self.slots) * u64::from(state::SLOT_WORDS) * 4,
             u64::from(self.rows) * 4,
@@ -38,8 +40,9 @@ impl StateLayout {
             4,
             u64::from(state::SCORE_STATE_WORDS) * 4,
             pool_words(self.prompts) * 4,
+            if self.windows { u64::from(self.slots) * u64::from(self.max_pages) * 4 } else { 0 },
         ];
-        let mut offsets = [0; 9];
+        let mut offsets = [0; 10];
         for (i, b) in bytes.iter().enumerate() {
             offsets[i + 1] = (offsets[i] + b).next_multiple_of(ALIGN);
         }
@@ -48,7 +51,7 @@ impl StateLayout {
 
     /// The size of the whole buffer in bytes.
     pub fn bytes(&self) -> u64 {
-        self.offsets()[8]
+        self.offsets()[9]
     }
 
     fn range(&self, recording: &mut Recording, part: usize) -> Range {
@@ -91,6 +94,12 @@ impl StateLayout {
     /// The page tables: `[slots][max_pages]`.
     pub fn pages(&self, recording: &mut Recording) -> Range {
         self.range(recording, 3)
+    }
+
+    /// The page tables of layers with a sliding window: `[slots][max_pages]`. They are those of the other layers, if windows
+    /// have none of their own.
+    pub fn window_pages(&self, recording: &mut Recording) -> Range {
+        self.range(recording, if self.windows { 8 } else { 3 })
     }
 
     /// The logit biases: `[slots][BIAS_ENTRIES]` of token, bias.
@@ -148,6 +157,11 @@ impl StateLayout {
         (self.offsets()[3] / 4) as u32 + slot * self.max_pages + index
     }
 
+    /// The word offset of an entry of a slot's page table of layers with a sliding window.
+    pub fn window_word(&self, slot: u32, index: u32) -> u32 {
+        (self.offsets()[7] / 4) as u32 + slot * self.max_pages + index
+    }
+
     /// The word offset of a word of a slot's bias table.
     pub fn bias_word(&self, slot: u32, word: u32) -> u32 {
         (self.offsets()[4] / 4) as u32 + slot * state::BIAS_ENTRIES * 2 + word
@@ -160,7 +174,8 @@ mod tests {
 
     #[test]
     fn parts_follow_each_other_without_overlap() {
-        let layout = StateLayout { slots: 3, rows: 5, chunk: 17, prompts: 3, max_pages: 9, recurrent: true };
+        let layout =
+            StateLayout { slots: 3, rows: 5, chunk: 17, prompts: 3, max_pages: 9, recurrent: true, windows: true };
         let mut recording = Recording::new("test");
         let parts = [
             layout.slots(&mut recording),
@@ -176,6 +191,9 @@ mod tests {
         }
         assert_eq!(u64::from(layout.page_word(2, 8)) * 4 + 4, parts[3].offset + 3 * 9 * 4);
         assert!(u64::from(layout.bias_word(2, state::BIAS_ENTRIES * 2 - 1)) * 4 + 4 <= layout.bytes());
+        let windows = layout.window_pages(&mut recording);
+        assert_eq!(u64::from(layout.window_word(2, 8)) * 4 + 4, windows.offset + 3 * 9 * 4);
+        assert!(windows.offset + windows.bytes <= layout.bytes());
         let score = layout.score(&mut recording);
         assert!(score.offset >= parts[5].offset + parts[5].bytes && score.offset + score.bytes <= layout.bytes());
         assert_eq!(u64::from(layout.score_word()) * 4, score.offset);

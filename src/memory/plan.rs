@@ -137,6 +137,45 @@ pub struct KvRequest {
     pub pages: Pages,
     /// The minimum number of pages; a model needs at least enough for one sequence.
     pub least: u64,
+    /// The pages of layers with a sliding window, if these have pages of their own. Those above are then of the other layers.
+    pub window: Option<WindowRequest>,
+}
+
+/// The pool of window pages. It is sized with the KV pool: for as many sequences as fit with `typical` pages of the KV pool
+/// each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WindowRequest {
+    /// The size of one page over all layers with a window, in bytes.
+    pub page_bytes: u64,
+    /// The size of one page's share of the pool's largest single buffer, in bytes.
+    pub page_bytes_in_largest_buffer: u64,
+    /// The number of pages that one more sequence needs.
+    pub each: u64,
+    /// The number of pages that one sequence needs.
+    pub least: u64,
+    /// The number of pages beyond which more are of no use.
+    pub most: u64,
+    /// The number of pages of the KV pool that a sequence is expected to have.
+    pub typical: u64,
+}
+
+impl WindowRequest {
+    /// Returns the number of pages if `free` bytes are left for this pool and the KV pool, whose pages have `page_bytes` and
+    /// of which `kv_pages` are asked for, if any are; `None` if one sequence does not fit.
+    fn pages(&self, free: u64, page_bytes: u64, kv_pages: Option<u64>, max_allocation: u64) -> Option<u64> {
+        let own = |sequences: u64| (self.least + sequences * self.each) * self.page_bytes;
+        let other = |sequences: u64| kv_pages.unwrap_or((1 + sequences) * self.typical) * page_bytes;
+        let fits = |sequences: u64| own(sequences) + other(sequences) <= free;
+        let allocation = max_allocation.checked_div(self.page_bytes_in_largest_buffer).unwrap_or(u64::MAX);
+        let most = self.most.min(allocation);
+        if own(0) > free || self.least > allocation {
+            return None;
+        }
+        // The number of sequences after the first.
+        let all = most.saturating_sub(self.least).div_ceil(self.each.max(1));
+        let sequences = (0..=all).rev().find(|sequences| fits(*sequences)).unwrap_or(0);
+        Some((self.least + sequences * self.each).min(most.max(self.least)))
+    }
 }
 
 /// The reason for which a plan was refused.
@@ -181,6 +220,8 @@ pub struct Plan {
     kv_pages: u64,
     page_bytes: u64,
     pages_bound: PagesBound,
+    /// The number of window pages, and their size in bytes.
+    window: Option<(u64, u64)>,
 }
 
 /// What determined the number of KV pages.
@@ -226,6 +267,17 @@ impl Plan {
             free = free.checked_sub(entry.bytes).ok_or_else(|| refuse(entry.purpose, entry.bytes, free))?;
         }
         let (mut kv_pages, mut page_bytes, mut pages_bound) = (0, 0, PagesBound::None);
+        let mut window = None;
+        if let Some((kv, request)) = kv.and_then(|kv| Some((kv, kv.window?))) {
+            let asked = match kv.pages {
+                Pages::Exactly(pages) => Some(pages.max(kv.least)),
+                Pages::UpTo(_) | Pages::All => None,
+            };
+            let pages = request.pages(free, kv.page_bytes, asked, limits.max_allocation_bytes);
+            let pages = pages.ok_or_else(|| refuse(Purpose::KvPages, request.least * request.page_bytes, free))?;
+            free -= pages * request.page_bytes;
+            window = Some((pages, request.page_bytes));
+        }
         if let Some(kv) = kv {
             assert!(kv.page_bytes > 0 && kv.page_bytes_in_largest_buffer <= kv.page_bytes, "a page has bytes");
             let by_memory = free / kv.page_bytes;
@@ -262,19 +314,24 @@ impl Plan {
             };
             entries.push(PlanEntry {
                 purpose: Purpose::KvPages,
-                bytes: kv_pages * kv.page_bytes,
+                bytes: kv_pages * kv.page_bytes + window.map_or(0, |(pages, bytes)| pages * bytes),
                 largest: Some(("kv pages".to_owned(), kv_pages * kv.page_bytes_in_largest_buffer)),
                 side: Side::Device,
                 things: None,
             });
             entries.sort_by_key(|entry| entry.purpose);
         }
-        Ok(Plan { limits, entries, kv_pages, page_bytes, pages_bound })
+        Ok(Plan { limits, entries, kv_pages, page_bytes, pages_bound, window })
     }
 
     /// The number of pages of the KV pool.
     pub fn kv_pages(&self) -> u64 {
         self.kv_pages
+    }
+
+    /// The number of pages of the layers with a sliding window, if these have pages of their own.
+    pub fn window_pages(&self) -> Option<u64> {
+        self.window.map(|(pages, _)| pages)
     }
 
     /// The size of one KV page over all layers, in bytes; 0 without a KV pool.
@@ -327,6 +384,9 @@ impl fmt::Display for Plan {
                         PagesBound::Asked | PagesBound::None => "",
                     }
                 );
+                if let Some((pages, bytes)) = self.window {
+                    note = format!("{note}; {pages} window pages of {}", size(bytes));
+                }
             }
             rows.push((entry.purpose.to_string(), size(entry.bytes), note));
         }
@@ -470,7 +530,7 @@ mod tests {
     }
 
     fn kv(pages: Pages) -> KvRequest {
-        KvRequest { page_bytes: 3 * MIB, page_bytes_in_largest_buffer: MIB, pages, least: 4 }
+        KvRequest { page_bytes: 3 * MIB, page_bytes_in_largest_buffer: MIB, pages, least: 4, window: None }
     }
 
     #[test]
@@ -503,6 +563,35 @@ mod tests {
         assert!(plan.to_string().contains("bound by the largest allocation"), "{plan}");
         let error = Plan::new(limits, vec![], Some(kv(Pages::Exactly(101)))).unwrap_err();
         assert!(matches!(error, PlanError::TooLarge { .. }), "{error}");
+    }
+
+    #[test]
+    fn window_pages_are_planned_for_the_sequences_that_fit_with_them() {
+        let window = WindowRequest {
+            page_bytes: 12 * MIB,
+            page_bytes_in_largest_buffer: MIB,
+            each: 10,
+            least: 14,
+            most: 1000,
+            typical: 100,
+        };
+        let with = |pages| KvRequest { window: Some(window), ..kv(pages) };
+        // 10 GiB hold 168 MiB, and 300 MiB for the first sequence, and 420 MiB for each of 23 more.
+        let plan = Plan::new(limits(), vec![], Some(with(Pages::All))).unwrap();
+        assert_eq!(plan.window_pages(), Some(14 + 23 * 10));
+        assert_eq!(plan.kv_pages(), (10 * 1024 - 244 * 12) / 3);
+        assert!(plan.device_bytes() <= 10 * GIB && plan.device_bytes() > 10 * GIB - 3 * MIB);
+        assert!(plan.to_string().contains("; 244 window pages of 12.0 MiB"), "{plan}");
+        // What is asked for comes first.
+        let plan = Plan::new(limits(), vec![], Some(with(Pages::Exactly(3000)))).unwrap();
+        assert_eq!((plan.kv_pages(), plan.window_pages()), (3000, Some(14 + 8 * 10)));
+        // No more than are of use.
+        let few = KvRequest { window: Some(WindowRequest { most: 54, ..window }), ..kv(Pages::UpTo(10)) };
+        let plan = Plan::new(limits(), vec![], Some(few)).unwrap();
+        assert_eq!((plan.kv_pages(), plan.window_pages()), (10, Some(54)));
+        let weights = entry(Purpose::Weights, 10 * GIB - 100 * MIB, Side::Device);
+        let error = Plan::new(limits(), vec![weights], Some(with(Pages::All))).unwrap_err();
+        assert_eq!(error.to_string(), "cannot reserve 168.0 MiB for kv pages, 100.0 MiB free on \"RTX 4090\"");
     }
 
     #[test]

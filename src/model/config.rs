@@ -506,6 +506,13 @@ impl ModelConfig {
         self.layers_of(LayerKind::Attention).filter(|layer| self.owns_cache(*layer))
     }
 
+    /// Returns the greatest window of layers whose pages are given back when no token sees them: those with a window, if
+    /// others see all tokens.
+    pub fn recycled_window(&self) -> Option<u32> {
+        let windows = || self.cached_layers().map(|layer| self.attention(layer).window);
+        windows().flatten().max().filter(|_| windows().any(|window| window.is_none()))
+    }
+
     /// Returns the number of key and value elements that one token adds to the KV cache, over all attention layers. MTP
     /// blocks are not included.
     pub fn kv_elements_per_token(&self) -> u64 {

@@ -63,10 +63,12 @@ fn decoder<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, max_
             prompts: 2,
             max_pages: PAGES,
             recurrent: checkpoint.config.delta.is_some(),
+            windows: false,
         },
         cells: 4,
         drafts: 0,
         pages: PAGES + 2,
+        window_pages: None,
         kv_format: Format::F32,
         ring: RING,
         context: 16 * PAGES,
@@ -890,7 +892,8 @@ fn a_tagged_step_reads_no_word_of_another_whatever_the_order_of_workgroups() {
 #[test]
 fn a_tagged_product_whose_input_never_comes_raises_the_fault_word_and_ends() {
     let mut recording = Recording::new("stuck");
-    let layout = StateLayout { slots: 4, rows: 4, chunk: 16, prompts: 2, max_pages: 8, recurrent: false };
+    let layout =
+        StateLayout { slots: 4, rows: 4, chunk: 16, prompts: 2, max_pages: 8, recurrent: false, windows: false };
     let fault = layout.fault(&mut recording);
     let weight = recording.buffer("weight", 16 * 32 * 2);
     let [x, y] = [("x", 32), ("y", 32)].map(|(name, width)| recording.buffer(name, width * 4));

@@ -104,6 +104,7 @@ pub fn fake(step: Duration, script: &[u8]) -> FakeConfig {
         capacity: Capacity {
             slots: 2,
             pages: 512,
+            window: None,
             context: 4096,
             prefill_chunk: 128,
             prompts: 8,

@@ -2,7 +2,7 @@
 //! Not here: prefill plans (`prompts`), and which sequence is preempted (`preemption`).
 
 use crate::engine::pace::Pace;
-use crate::engine::plan::{Change, StepPlan, Ticket, Work};
+use crate::engine::plan::{Change, PageTable, StepPlan, Ticket, Work};
 use crate::engine::scheduler::{Flight, Scheduler};
 use crate::engine::sequence::{Sequence, SequenceId};
 use std::time::Duration;
@@ -97,8 +97,11 @@ impl Scheduler {
                 let pages = self.pool.take(missing).expect("the pages were counted");
                 let first = sequence.pages.len() as u32;
                 sequence.pages.extend_from_slice(&pages);
-                changes.push(Change::Pages { slot, first, pages });
+                changes.push(Change::Pages { slot, table: PageTable::Full, first, pages });
             }
+            let end = sequence.written_after(tokens(steps));
+            self.move_window(*id, end, &mut changes);
+            let sequence = self.sequences.get_mut(*id).expect("rows are known");
             awaits.extend(sequence.awaited_mask().map(|output| (slot, output)));
             sequence.draw(steps * (drafts + 1));
             sequence.in_flight += 1;
@@ -110,6 +113,7 @@ impl Scheduler {
         self.unnamed = Some(Flight {
             ticket: Ticket(0),
             chunks: Vec::new(),
+            starts: Vec::new(),
             slots: slots.clone(),
             rows: slots.len() as u32,
             steps_left: steps,

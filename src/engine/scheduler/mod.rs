@@ -32,7 +32,8 @@ mod prompts;
 use crate::engine::pace::Pace;
 use crate::engine::page_pool::PagePool;
 use crate::engine::plan::{
-    Capacity, Change, Done, Page, PlanReport, PooledChunk, STATE_TOKENS, Sampled, ScoredChunk, Slot, StepPlan, Ticket,
+    Capacity, Change, Done, PLANS_IN_FLIGHT, Page, PageTable, PlanReport, PooledChunk, STATE_TOKENS, Sampled,
+    ScoredChunk, Slot, StepPlan, Ticket,
 };
 use crate::engine::request::{Event, FinishReason, Finished, PerToken, Request, Token};
 use crate::engine::sequence::{PhaseCost, RequestView, Sequence, SequenceId, SequenceState};
@@ -40,6 +41,7 @@ use crate::engine::sequence_map::SequenceMap;
 use crate::engine::snapshots::Snapshots;
 use crate::engine::speculation::Speculation;
 use crate::engine::split_mix::split_mix;
+use crate::engine::window::WindowPages;
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::model::grammar::{Grammar, GrammarError, Next};
 use crate::telemetry::names;
@@ -48,8 +50,6 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// The maximum number of plans with work that are submitted and unfinished: one runs, and one is queued behind it.
-pub const PLANS_IN_FLIGHT: usize = 2;
 /// The maximum number of consecutive admissions that pass over the sequence that has waited longest; then it is
 /// admitted next.
 pub const PASSED_OVER_MAX: u32 = 7;
@@ -149,6 +149,8 @@ struct Flight {
     ticket: Ticket,
     /// The number of tokens of each slot's chunk; empty for decode plans.
     chunks: Vec<u32>,
+    /// The position of the first token of each slot's chunk.
+    starts: Vec<u32>,
     /// The slots that the plan names, each once.
     slots: Vec<Slot>,
     /// The number of rows (decode) or tokens (prefill).
@@ -176,6 +178,8 @@ impl Flight {
 pub struct Scheduler {
     setup: Setup,
     pool: PagePool,
+    /// The pages of layers with a sliding window, if these have pages of their own.
+    window: Option<WindowPages>,
     /// The snapshots, for models with recurrent state.
     snapshots: Option<Snapshots>,
     speculation: Speculation,
@@ -239,6 +243,7 @@ impl Scheduler {
             speculation: Speculation::new(capacity.drafts),
             choices: (0, 0),
             pool: PagePool::new(capacity.pages),
+            window: WindowPages::new(capacity),
             sequences: SequenceMap::default(),
             by_request: HashMap::new(),
             deadlines: BTreeSet::new(),
@@ -391,7 +396,15 @@ impl Scheduler {
                 self.end(id, FinishReason::Error(why.to_owned()), now);
             }
         }
+        self.forget_caches();
+    }
+
+    /// Empties the prefix cache. Only allowed while no page is held.
+    fn forget_caches(&mut self) {
         self.pool.forget();
+        if let Some(window) = &mut self.window {
+            window.pool.forget();
+        }
         if let Some(snapshots) = &mut self.snapshots {
             snapshots.forget();
         }
@@ -431,10 +444,7 @@ impl Scheduler {
     pub fn forget_prompts(&mut self) -> bool {
         let idle = self.sequences.is_empty() && self.flights.is_empty();
         if idle {
-            self.pool.forget();
-            if let Some(snapshots) = &mut self.snapshots {
-                snapshots.forget();
-            }
+            self.forget_caches();
         }
         idle
     }
@@ -447,8 +457,8 @@ impl Scheduler {
     /// Panics if redundant state is inconsistent. Simulations call it after every step; its cost grows with the number
     /// of slots, not with the queue.
     pub fn assert_consistent(&self) {
-        let mut held: BTreeMap<Page, u32> = BTreeMap::new();
-        let mut open = Vec::new();
+        let (mut held, mut held_windows): (BTreeMap<Page, u32>, BTreeMap<Page, u32>) = Default::default();
+        let (mut open, mut open_windows, mut shares) = (Vec::new(), Vec::new(), 0);
         let mut ended = 0;
         for (index, id) in self.slots.iter().enumerate() {
             let Some(id) = id else { continue };
@@ -468,8 +478,33 @@ impl Scheduler {
             for &page in &sequence.pages {
                 *held.entry(page).or_default() += 1;
             }
+            for &page in &sequence.window {
+                *held_windows.entry(page).or_default() += 1;
+            }
             if sequence.state != SequenceState::Leaving {
-                open.extend(&sequence.pages[sequence.first_open_page() as usize..]);
+                let first = sequence.first_open_page();
+                open.extend(&sequence.pages[first as usize..]);
+                let first = first.saturating_sub(sequence.window_first) as usize;
+                open_windows.extend(sequence.window.iter().skip(first));
+            }
+            shares += self.window.as_ref().map_or(0, |window| window.share(sequence.most_tokens()));
+        }
+        match &self.window {
+            None => assert!(held_windows.is_empty(), "window pages of a model without any"),
+            Some(window) => {
+                assert!(window.serves(shares), "sequences with {shares} window pages together");
+                window.pool.assert_consistent();
+                assert_eq!(
+                    held_windows.len() as u32,
+                    window.pool.used(),
+                    "window pages are held by nobody with a slot"
+                );
+                for (&page, &holders) in &held_windows {
+                    assert_eq!(holders, window.pool.holders(page), "window {page:?} has other holders");
+                }
+                for page in open_windows {
+                    assert_eq!(held_windows[page], 1, "window {page:?} is shared and will be written");
+                }
             }
         }
         assert_eq!(held.len() as u32, self.pool.used(), "pages are held by nobody with a slot");
@@ -801,11 +836,14 @@ impl Scheduler {
     /// Frees slot and pages of a sequence that no plan names any more. The sequence is removed or returns to the queue.
     fn release(&mut self, id: SequenceId) {
         let sequence = self.sequences.get_mut(id).expect("a released sequence is known");
-        let (slot, pages) = sequence.leave();
+        let (slot, pages, window) = sequence.leave();
         // From the last page to the first, because the pages released first are reused first, and the beginning of a
         // prompt stays useful longer than what follows it.
         for page in pages.into_iter().rev() {
             self.pool.release(page);
+        }
+        if let Some(pool) = self.window.as_mut().map(|window| &mut window.pool) {
+            window.into_iter().for_each(|page| pool.release(page));
         }
         if let Some(slot) = slot {
             let holder = self.slots[slot.0 as usize].take();
@@ -819,6 +857,30 @@ impl Scheduler {
         } else {
             // It is kept out of the queue, so that it does not block the sequences behind it.
             self.unmasked.insert(id);
+        }
+    }
+
+    // ---- window pages ----
+
+    /// Gives back the window pages of a sequence that none of its unfinished and later tokens sees, and takes those in which
+    /// the tokens before `end` are written.
+    fn move_window(&mut self, id: SequenceId, end: u32, changes: &mut Vec<Change>) {
+        let Some(window) = &mut self.window else { return };
+        let sequence = self.sequences.get_mut(id).expect("a sequence in a plan is known");
+        let slot = sequence.slot.expect("a sequence in a plan holds a slot");
+        let started = self.flights.iter().flat_map(|flight| flight.slots.iter().zip(&flight.starts));
+        let unfinished = started.filter(|(other, _)| **other == slot).map(|(_, start)| *start).min();
+        let from = unfinished.unwrap_or(u32::MAX).min(sequence.next_position());
+        for page in sequence.slide(window.first_seen(from)) {
+            window.pool.release(page);
+        }
+        let missing = sequence.window_missing(end);
+        if missing > 0 {
+            let first = sequence.window_first + sequence.window.len() as u32;
+            let pages =
+                window.pool.take(missing).expect("sequences join only if there are enough window pages for all");
+            sequence.window.extend_from_slice(&pages);
+            changes.push(Change::Pages { slot, table: PageTable::Window, first, pages });
         }
     }
 

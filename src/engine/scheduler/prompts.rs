@@ -5,7 +5,7 @@
 use super::PASSED_OVER_MAX;
 use crate::engine::pace::Pace;
 use crate::engine::plan::{
-    Change, Chunk, Keep, MOST_KEEPS, Page, STATE_TOKENS, Slot, StateSlot, StepPlan, Ticket, Work,
+    Change, Chunk, Keep, MOST_KEEPS, Page, PageTable, STATE_TOKENS, Slot, StateSlot, StepPlan, Ticket, Work,
 };
 use crate::engine::request::{Event, Started};
 use crate::engine::scheduler::{Flight, Scheduler, SchedulerOutput};
@@ -63,7 +63,9 @@ pub(super) struct Joining {
 #[derive(Debug, Default)]
 pub(super) struct Beginning {
     pages: Vec<Page>,
-    /// The number of these pages that are free.
+    /// The window pages of the tokens that the next one sees, if windows have pages of their own.
+    window: Vec<Page>,
+    /// The number of `pages` that are free.
     free: u32,
     /// The recurrent state after the pages, for models that have such state.
     restore: Option<StateSlot>,
@@ -103,6 +105,13 @@ impl Scheduler {
         if self.sequences[id].dumps_logits() && self.residents().any(Sequence::dumps_logits) {
             return None;
         }
+        if let Some(window) = &self.window {
+            let share = |sequence: &Sequence| window.share(sequence.most_tokens());
+            let shares = self.residents().map(share).sum::<u32>() + share(&self.sequences[id]);
+            if !window.serves(shares) {
+                return None;
+            }
+        }
         let beginning = self.beginning(id)?;
         let missing = pages_for(self.sequences[id].tokens.len() as u32) - beginning.pages.len() as u32;
         let needed = missing + beginning.free + reserve;
@@ -119,8 +128,14 @@ impl Scheduler {
         let wanted = sequence.wanted();
         let (mut pages, free) = self.pool.find(wanted);
         let branch = pages.len() as u32 * PAGE_TOKENS;
+        if let Some(window) = &self.window {
+            let (usable, seen) = window.find(&wanted[..pages.len()]);
+            pages.truncate(usable);
+            let free = self.pool.free_among(&pages);
+            return Some(Beginning { pages, window: seen, free, restore: None, branch });
+        }
         let Some(snapshots) = &self.snapshots else {
-            return Some(Beginning { pages, free, restore: None, branch });
+            return Some(Beginning { pages, free, branch, ..Beginning::default() });
         };
         let (usable, restore) = match snapshots.find(&wanted[..pages.len()]) {
             Found::Soon(_) => return None,
@@ -129,7 +144,7 @@ impl Scheduler {
         };
         pages.truncate(usable);
         let free = self.pool.free_among(&pages);
-        Some(Beginning { pages, free, restore, branch })
+        Some(Beginning { pages, free, restore, branch, ..Beginning::default() })
     }
 
     /// Returns the unit of chunk sizes in tokens: a chunk that is not a prompt's last has a multiple of it.
@@ -192,6 +207,8 @@ impl Scheduler {
                 }
             };
             let turn = self.next_turn();
+            let end = self.sequences[id].chunk_end(left, unit);
+            self.move_window(id, end, &mut changes);
             let sequence = self.sequences.get_mut(id).expect("a prompt's sequence is known");
             let mut chunk = sequence.next_chunk(left, unit);
             sequence.in_flight += 1;
@@ -207,6 +224,7 @@ impl Scheduler {
         self.unnamed = Some(Flight {
             ticket: Ticket(0),
             chunks: chunks.iter().map(|chunk| chunk.tokens.len() as u32).collect(),
+            starts: chunks.iter().map(|chunk| chunk.start).collect(),
             slots: chunks.iter().map(|chunk| chunk.slot).collect(),
             rows: chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum(),
             steps_left: 1,
@@ -231,20 +249,26 @@ impl Scheduler {
     pub(super) fn name_pages(&mut self, id: SequenceId) {
         if self.setup.prefix_cache {
             let sequence = self.sequences.get_mut(id).expect("who holds pages is known");
-            for (page, content) in sequence.newly_full() {
+            for (page, window_page, content) in sequence.newly_full() {
+                if let (Some(window), Some(page)) = (&mut self.window, window_page) {
+                    window.pool.name(page, content.name);
+                }
                 self.pool.name_content(page, content);
             }
         }
     }
 
     pub(super) fn admit(&mut self, joining: Joining, changes: &mut Vec<Change>, now: Instant) {
-        let Joining { id, slot, beginning: Beginning { mut pages, restore, branch, .. } } = joining;
+        let Joining { id, slot, beginning: Beginning { mut pages, window: seen, restore, branch, .. } } = joining;
         let found = pages.len() as u32;
         if let (Some(snapshots), Some(cell)) = (&mut self.snapshots, restore) {
             snapshots.read(cell);
         }
         for page in &pages {
             self.pool.share(*page);
+        }
+        if let Some(window) = &mut self.window {
+            seen.iter().for_each(|page| window.pool.share(*page));
         }
         let sequence = self.sequences.get_mut(id).expect("a joining sequence is known");
         let missing = pages_for(sequence.tokens.len() as u32) - found;
@@ -262,7 +286,15 @@ impl Scheduler {
         let (params, cached) = sequence.join(slot, pages.clone(), found, self.setup.capacity.drafts.history);
         sequence.continue_state(restore, branch);
         changes.push(Change::Join { slot, params: Box::new(params), cached });
-        changes.push(Change::Pages { slot, first: 0, pages });
+        changes.push(Change::Pages { slot, table: PageTable::Full, first: 0, pages });
+        if self.window.is_some() {
+            sequence.window_first = found - seen.len() as u32;
+            sequence.window.clone_from(&seen);
+            if !seen.is_empty() {
+                let first = sequence.window_first;
+                changes.push(Change::Pages { slot, table: PageTable::Window, first, pages: seen });
+            }
+        }
         if sequence.started.is_none() {
             sequence.started = Some(now);
             self.prompt_tokens += u64::from(sequence.prompt_tokens);

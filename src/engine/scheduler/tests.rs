@@ -15,6 +15,7 @@ fn setup(slots: u32, pages: u32) -> Setup {
     let capacity = Capacity {
         slots,
         pages,
+        window: None,
         context: 256,
         prefill_chunk: 32,
         prompts: 4,

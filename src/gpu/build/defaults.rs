@@ -2,6 +2,7 @@
 
 use crate::config::{self};
 use crate::device::Adapter;
+use crate::engine::plan::WindowCapacity;
 use crate::gpu::build::Build;
 use crate::gpu::matrix_units::promised;
 use crate::kernels::attention::PAGE_TOKENS;
@@ -169,6 +170,14 @@ impl Build<'_> {
         Some(if finds { self.model.snapshots.unwrap_or_else(own) } else { 0 })
     }
 
+    /// Returns the greatest window of layers whose pages are given back when no token sees them any more, in a context of this
+    /// many tokens: windows that are hardly shorter have no pages of their own.
+    pub(crate) fn recycled_window(&self, context: u32) -> Option<u32> {
+        let each = |window: u32| WindowCapacity::pages_each(window, u32::MAX, RUN_AHEAD, self.drafts());
+        let window = self.checkpoint.config.recycled_window()?;
+        Some(window).filter(|window| each(*window) < context.div_ceil(PAGE_TOKENS))
+    }
+
     /// Returns the maximum number of draft tokens per sequence and step.
     pub(crate) fn drafts(&self) -> u32 {
         if self.model.draft.is_none() && !self.checkpoint.has_mtp() {
@@ -183,8 +192,8 @@ impl Build<'_> {
         1 << most.min(self.slots()).ilog2()
     }
 
-    /// Returns the decoder of the model with `pages` KV pages.
-    pub(crate) fn decoder(&self, context: u32, pages: u32, chunk: u32) -> Decoder<'_> {
+    /// Returns the decoder of the model with `pages` KV pages and, if windows have pages of their own, `window_pages`.
+    pub(crate) fn decoder(&self, context: u32, pages: u32, window_pages: Option<u32>, chunk: u32) -> Decoder<'_> {
         let slots = self.slots();
         let config = &self.checkpoint.config;
         let capabilities = &self.adapter.capabilities;
@@ -203,10 +212,12 @@ impl Build<'_> {
                 prompts: slots.next_power_of_two().min(MOST_PROMPTS),
                 max_pages: context.div_ceil(PAGE_TOKENS),
                 recurrent: config.delta.is_some(),
+                windows: window_pages.is_some(),
             },
             cells: slots + self.snapshots().unwrap_or(0),
             drafts: self.drafts(),
             pages,
+            window_pages,
             kv_format: self.model.kv_format.map_or(Format::F16, |format| match format {
                 config::KvFormat::F16 => Format::F16,
                 config::KvFormat::F32 => Format::F32,

@@ -1,7 +1,8 @@
 //! The limits of what a replica's configuration may request, and its memory plan.
 
-use crate::engine::plan::STATE_TOKENS;
+use crate::engine::plan::{STATE_TOKENS, WindowCapacity};
 use crate::gpu::build::Build;
+use crate::gpu::build::defaults::RUN_AHEAD;
 use crate::gpu::build::recordings::Recordings;
 use crate::gpu::devices::staging;
 use crate::gpu::error::StartError;
@@ -10,7 +11,7 @@ use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::region::buffer_sizes;
 use crate::kernels::state::MOST_DRAFTS;
-use crate::memory::plan::{self, KvRequest, MemoryLimits, Pages, Plan, PlanEntry, Purpose, Side};
+use crate::memory::plan::{self, KvRequest, MemoryLimits, Pages, Plan, PlanEntry, Purpose, Side, WindowRequest};
 use crate::model::decoder::{self, Decoder, Part, ROPE};
 
 /// The default size of the KV pool, if memory suffices, is the maximum context for every slot, but at most the larger
@@ -167,14 +168,40 @@ impl Build<'_> {
         }
         // The bytes of a page of K, or of V, of each layer. The drafting block has KV pages of its own.
         let of = |layer: u32| probe.heads(probe.config.attention_of[layer as usize]).page_bytes();
-        let layers: Vec<u64> = probe.config.cached_layers().map(of).collect();
+        let windowed = |layer: &u32| probe.window_pages.is_some() && probe.config.attention(*layer).window.is_some();
+        let (windows, layers): (Vec<u32>, Vec<u32>) = probe.config.cached_layers().partition(windowed);
+        let [windows, layers] = [windows, layers].map(|layers| layers.into_iter().map(of).collect::<Vec<u64>>());
         let drafting = if probe.drafts() { probe.heads(0).page_bytes() } else { 0 };
         let context_pages = u64::from(context.div_ceil(PAGE_TOKENS));
         let page_bytes = 2 * (layers.iter().sum::<u64>() + drafting);
         let page_bytes_in_largest_buffer = layers.iter().copied().max().unwrap_or(0);
+        let mut window = (!windows.is_empty()).then(|| {
+            let tokens = probe.config.recycled_window().unwrap_or(context);
+            let each = u64::from(WindowCapacity::pages_each(tokens, context, RUN_AHEAD, probe.drafts));
+            let least = each + u64::from(WindowCapacity::pages_of_chunks(probe.state.chunk));
+            WindowRequest {
+                page_bytes: 2 * windows.iter().sum::<u64>(),
+                page_bytes_in_largest_buffer: windows.iter().copied().max().unwrap_or(0),
+                each,
+                least,
+                most: least + each * u64::from(probe.state.slots - 1),
+                typical: context_pages.div_ceil(2),
+            }
+        });
         let pages = match (self.model.kv_pages, self.model.kv_memory) {
             (Some(pages), _) => Pages::Exactly(u64::from(pages)),
-            (None, Some(bytes)) => Pages::Exactly(bytes.0 / page_bytes),
+            (None, Some(bytes)) => match &mut window {
+                None => Pages::Exactly(bytes.0 / page_bytes),
+                // Divided as sequences of typical length need them.
+                Some(window) => {
+                    let (own, other) = (window.each * window.page_bytes, window.typical * page_bytes);
+                    let first = bytes.0.saturating_sub((window.least - window.each) * window.page_bytes);
+                    let pages = first / (own + other).max(1) * window.typical;
+                    let rest = bytes.0.saturating_sub(pages * page_bytes) / window.page_bytes;
+                    window.most = window.most.min(rest).max(window.least);
+                    Pages::Exactly(pages)
+                }
+            },
             (None, None) => {
                 let most = (context_pages * DEFAULT_CONTEXTS).max(DEFAULT_KV_TOKENS / u64::from(PAGE_TOKENS));
                 Pages::UpTo((context_pages * u64::from(probe.state.slots)).min(most).min(MOST_PAGES.into()))
@@ -182,7 +209,7 @@ impl Build<'_> {
         };
         // A configured context is kept or refused; the model's own context may be reduced to fit into memory.
         let least = if asked { context_pages } else { context_pages.min(16) };
-        let kv = KvRequest { page_bytes, page_bytes_in_largest_buffer, pages, least };
+        let kv = KvRequest { page_bytes, page_bytes_in_largest_buffer, pages, least, window };
         Plan::new(limits, entries, Some(kv))
             .map_err(|source| StartError::Plan { model: self.model.name.clone(), source })
     }

@@ -14,7 +14,7 @@ use crate::actors::timeline::FlushReason;
 use crate::actors::watcher::Outbox;
 use crate::config::{self, file::Stamp};
 use crate::device::{Adapter, DeviceError, Gate, Point};
-use crate::engine::plan::{Capacity, Drafts};
+use crate::engine::plan::{Capacity, Drafts, WindowCapacity};
 use crate::gpu::build::defaults::{DEFAULT_CONTEXT, MOST_PROMPTS, PATCH_PAIRS, RUN_AHEAD, SEEN_ROWS};
 use crate::gpu::build::format_test::test_formats;
 use crate::gpu::build::limits::{MOST_PAGES, purpose};
@@ -139,7 +139,8 @@ impl Build<'_> {
         let wanted = asked.unwrap_or(model_context.min(DEFAULT_CONTEXT));
 
         // The sizes of everything except the KV pool are known before the pool is planned.
-        let probe = self.decoder(wanted, 1, chunk);
+        let window = self.recycled_window(wanted);
+        let probe = self.decoder(wanted, 1, window.map(|_| 1), chunk);
         self.check_experts(&probe)?;
         let plan = self.plan(&probe, &buckets, wanted, asked.is_some())?;
         self.progress.line(&format!("memory of \"{}\" on {}\n{plan}", self.name, self.adapter.name));
@@ -156,8 +157,9 @@ impl Build<'_> {
         let pages = u32::try_from(plan.kv_pages()).ok().filter(|pages| *pages <= MOST_PAGES).ok_or_else(|| {
             self.unsupported(format!("{} KV pages are asked for, at most {MOST_PAGES} are possible", plan.kv_pages()))
         })?;
+        let window_pages = plan.window_pages().map(|pages| pages.min(MOST_PAGES.into()) as u32);
         let context = wanted.min(pages.saturating_mul(PAGE_TOKENS));
-        let decoder = self.decoder(context, pages, chunk);
+        let decoder = self.decoder(context, pages, window_pages, chunk);
         let used = self.tuned.apply(&mut decoder.tuning.clone());
         if used > 0 {
             self.progress.line(&format!("\"{}\": {used} workgroup shapes as `ostinato tune` found them", self.name));
@@ -382,6 +384,10 @@ impl Build<'_> {
         let capacity = Capacity {
             slots,
             pages: decoder.pages,
+            window: decoder.window_pages.map(|pages| {
+                let window = self.checkpoint.config.recycled_window();
+                WindowCapacity { tokens: window.expect("a model with window pages has windows"), pages }
+            }),
             context: decoder.context,
             prefill_chunk: decoder.state.chunk,
             prompts: slots.min(MOST_PROMPTS),

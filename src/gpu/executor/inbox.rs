@@ -1,7 +1,7 @@
 //! Inboxes: how changes of the device state reach the device, as patches in mapped memory that a region applies.
 
 use crate::engine::executor::{ExecuteError, Executor};
-use crate::engine::plan::{Change, SlotParams, Ticket};
+use crate::engine::plan::{Change, PageTable, SlotParams, Ticket};
 use crate::gpu::executor::{GpuExecutor, Pending};
 use crate::kernels::region::Region;
 use crate::kernels::sampling::{Patch, clear_inbox, patch_inbox};
@@ -65,9 +65,13 @@ impl GpuExecutor {
                         self.set_mask(*slot, mask);
                     }
                 }
-                Change::Pages { slot, first, pages } => {
+                Change::Pages { slot, table, first, pages } => {
                     for (index, page) in (*first..).zip(pages) {
-                        patch.set(layout.page_word(slot.0, index), page.0);
+                        let word = match table {
+                            PageTable::Full => layout.page_word(slot.0, index),
+                            PageTable::Window => layout.window_word(slot.0, index),
+                        };
+                        patch.set(word, page.0);
                     }
                 }
                 Change::Leave { slot } => {

@@ -148,6 +148,8 @@ pub(super) struct Facts {
     pub(super) rope_required: bool,
     /// Layers without rotary embedding: whether `no_rope_layers` and `no_rope_layer_interval` (4) count.
     pub(super) some_without_rope: bool,
+    /// Whether `llama_4_scaling_beta` counts: queries grow with their position.
+    pub(super) query_growth: bool,
     /// Whether the rotated dimensions are neighbouring pairs; otherwise the halves of the rotated part.
     pub(super) interleaved: bool,
     /// The keys that name the MLP's activation, and the activation if all are absent.
@@ -269,6 +271,7 @@ const LLAMA: Facts = Facts {
     local_rope: LocalRope::Same,
     rope_required: false,
     some_without_rope: false,
+    query_growth: false,
     interleaved: false,
     activation: (&["hidden_act", "hidden_activation"], Activation::Silu),
     embedding_scale: EmbeddingScale::One,
@@ -457,6 +460,7 @@ pub(super) const FAMILIES: [Facts; 22] = [
         names: &["Ministral3ForCausalLM"],
         model_types: &["ministral3"],
         rope_required: true,
+        query_growth: true,
         windows: Windows::Everywhere(None),
         defaults: Defaults { head_dim: Some(128), context: 262_144, rms_eps: 1e-5, ..MISTRAL.defaults },
         ..MISTRAL
@@ -607,6 +611,8 @@ pub(super) const FAMILIES: [Facts; 22] = [
 
 /// Multimodal architectures whose text model may be of several families: `text_config.model_type` decides.
 pub(super) const WRAPPERS: [&str; 1] = ["Mistral3ForConditionalGeneration"];
+/// The values of `model_type` of these architectures themselves.
+pub(super) const WRAPPER_TYPES: [&str; 1] = ["mistral3"];
 
 impl Architecture {
     pub(super) fn facts(self) -> &'static Facts {

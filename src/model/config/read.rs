@@ -7,7 +7,10 @@ use std::str::FromStr;
 
 use serde_json::{Map, Value};
 
-use super::families::{Bias, EmbeddingScale, ExpertFacts, ExpertStyle, FAMILIES, Facts, ScoreScale, WRAPPERS, Windows};
+use super::families::{
+    Architecture, Bias, EmbeddingScale, ExpertFacts, ExpertStyle, FAMILIES, Facts, ScoreScale, WRAPPER_TYPES, WRAPPERS,
+    Windows,
+};
 use super::quantization::{self, Quantization};
 use super::rope::{self, Layers, Rope, RopeScaling, RotatedPairs};
 use super::{
@@ -405,7 +408,7 @@ fn family(reader: &mut Reader) -> Option<&'static Facts> {
         Some(Value::Array(names)) if !names.is_empty() => {
             names.iter().map(|name| name.as_str().map_or_else(|| name.to_string(), str::to_owned)).collect::<Vec<_>>()
         }
-        None => match (by_type, model_type) {
+        None => match (by_type, model_type.clone()) {
             (Some(facts), _) => return Some(facts),
             (None, Some(model_type)) => vec![model_type],
             (None, None) => {
@@ -421,7 +424,10 @@ fn family(reader: &mut Reader) -> Option<&'static Facts> {
     };
     let known = FAMILIES.iter().find(|facts| named.iter().any(|name| facts.names.contains(&name.as_str())));
     let wrapped = named.iter().any(|name| WRAPPERS.contains(&name.as_str()));
-    let known = known.or(by_type.filter(|_| wrapped));
+    // A wrapper that does not name its text model's family has Mistral's.
+    let by_default = FAMILIES.iter().find(|facts| facts.architecture == Architecture::Mistral);
+    let unnamed = by_type.is_none() && model_type.as_deref().is_none_or(|name| WRAPPER_TYPES.contains(&name));
+    let known = known.or(if unnamed { by_default } else { by_type }.filter(|_| wrapped));
     if known.is_none() {
         reader.problems.push(ConfigProblem::UnsupportedArchitecture(named.join(", ")));
     }
@@ -609,10 +615,13 @@ fn rotated_layers(reader: &mut Reader, facts: &Facts, layers: u32) -> Option<Vec
         let interval = reader.count_or("no_rope_layer_interval", MAX_LAYERS, 4)?;
         return Some((0..layers).map(|layer| !(layer + 1).is_multiple_of(interval)).collect());
     };
-    let flags = list.as_array().filter(|list| list.len() == layers as usize);
-    let flags = flags.and_then(|list| list.iter().map(|n| n.as_u64().filter(|n| *n <= 1)).collect::<Option<Vec<_>>>());
+    // Entries beyond the last layer are of no layer.
+    let flags = list.as_array().filter(|list| list.len() >= layers as usize);
+    let flags = flags.and_then(|list| {
+        list[..layers as usize].iter().map(|n| n.as_u64().filter(|n| *n <= 1)).collect::<Option<Vec<_>>>()
+    });
     if flags.is_none() {
-        let rule = format!("a list of 0 and 1 as long as num_hidden_layers ({layers})");
+        let rule = format!("a list of 0 and 1 at least as long as num_hidden_layers ({layers})");
         reader.wrong("no_rope_layers", list, rule);
     }
     Some(flags?.into_iter().map(|flag| flag == 1).collect())
@@ -636,7 +645,7 @@ fn attention(
         true => reader.optional_count("num_global_key_value_heads", MAX_DIMENSION),
         false => kv_heads,
     };
-    if let (Some(heads), Some(kv_heads)) = (heads, full_kv_heads)
+    if let (true, Some(heads), Some(kv_heads)) = (keys_as_values, heads, full_kv_heads)
         && heads % kv_heads != 0
     {
         reader.wrong("num_global_key_value_heads", kv_heads, format!("a divisor of num_attention_heads ({heads})"));

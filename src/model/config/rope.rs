@@ -333,7 +333,7 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
     let attention_factor = number("attention_factor", 0.0, None);
     let mscale = number("mscale", 0.0, None);
     let mscale_all_dim = number("mscale_all_dim", 0.0, None);
-    let beta = number("llama_4_scaling_beta", 0.0, None);
+    let beta = if facts.query_growth { number("llama_4_scaling_beta", 0.0, None) } else { None };
     if let Some(partial) = partial.filter(|partial| *partial > 1.0) {
         let own = parameters.get("partial_rotary_factor").is_some_and(|value| !value.is_null());
         let key = if own { format!("{section}.partial_rotary_factor") } else { "partial_rotary_factor".to_owned() };

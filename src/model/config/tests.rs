@@ -284,6 +284,7 @@ fn reads_qwen3_moe() {
         routing: None,
         normalise: true,
         bias: false,
+        beside_dense: false,
     };
     assert_eq!((c.experts, experts.router_rows()), (Some(experts), 128));
     assert_eq!(c.mlp_kinds, vec![MlpKind::Experts; 48]);
@@ -335,6 +336,7 @@ fn reads_qwen3_next() {
         routing: None,
         normalise: true,
         bias: false,
+        beside_dense: false,
     };
     assert_eq!((c.experts, experts.router_rows()), (Some(experts), 513));
     assert!(c.attention_gate && c.qk_norm == QkNorm::Heads && !c.tied);
@@ -396,6 +398,7 @@ fn reads_qwen35_with_experts_by_class_defaults() {
         routing: None,
         normalise: true,
         bias: false,
+        beside_dense: false,
     };
     assert_eq!((c.architecture, c.experts, c.intermediate), (Architecture::Qwen35Moe, Some(experts), 0));
     assert_eq!(
@@ -532,7 +535,17 @@ fn routers_with_groups_are_read_and_checked() {
     );
     let c = ModelConfig::parse(&text, None).unwrap();
     assert_eq!(c.mlp_kinds, [MlpKind::Dense, MlpKind::Experts, MlpKind::Experts]);
-    let routing = Routing { sigmoid: true, choice_bias: true, groups: 4, kept: 2, best: 2, factor: 2.5 };
+    let routing = Routing {
+        sigmoid: true,
+        choice_bias: true,
+        groups: 4,
+        kept: 2,
+        best: 2,
+        factor: 2.5,
+        logit_scale: 1.0,
+        own_norm: false,
+        expert_scales: false,
+    };
     let experts = c.experts.unwrap();
     assert_eq!((experts.routing, experts.shared_inner, experts.shared_gate), (Some(routing), Some(128), false));
     assert_eq!((experts.router_rows(), c.qk_norm), (16, QkNorm::None));
@@ -610,4 +623,95 @@ fn numbers_outside_the_range_of_f32_are_refused() {
         "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16392, "n_shared_experts": 1024,
     });
     refused(MISTRAL, experts, "n_shared_experts");
+}
+
+/// The configuration of a released Gemma 4 of the given kind, as far as it matters.
+fn gemma4(changes: Value) -> String {
+    let text = r#"{
+        "model_type": "gemma4_text", "hidden_size": 2816, "num_hidden_layers": 30, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "num_global_key_value_heads": 2, "head_dim": 256, "global_head_dim": 512,
+        "intermediate_size": 2112, "vocab_size": 262144, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 1024,
+        "attention_k_eq_v": true, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "dtype": "bfloat16",
+        "enable_moe_block": true, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
+        "final_logit_softcapping": 30.0, "use_bidirectional_attention": "vision", "rope_parameters": {
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}}"#;
+    let text: Value = serde_json::from_str(&with(text, changes)).unwrap();
+    serde_json::json!({
+        "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": text
+    })
+    .to_string()
+}
+
+#[test]
+fn reads_gemma_4_with_two_head_shapes() {
+    let c = ModelConfig::parse(&gemma4(serde_json::json!({})), None).unwrap();
+    let [local, global] = c.attention_kinds.as_slice() else { panic!("{:?}", c.attention_kinds) };
+    assert_eq!((local.heads, local.kv_heads, local.head_dim, local.window), (16, 8, 256, Some(1024)));
+    assert_eq!((global.heads, global.kv_heads, global.head_dim, global.window), (16, 2, 512, None));
+    assert_eq!((local.values_are_keys, global.values_are_keys, c.v_norm), (false, true, true));
+    let rope = global.rope.as_ref().unwrap();
+    assert_eq!((rope.rotary_dim, rope.exponent_dim, rope.pairs), (128, 512, RotatedPairs::HalvesOfHead));
+    assert_eq!(rope.pairs.places(8, 4), [0, 1, 4, 5, 2, 3, 6, 7]);
+    let full: Vec<u32> = (0..30).filter(|layer| c.attention(*layer).window.is_none()).collect();
+    assert_eq!(full, [5, 11, 17, 23, 29], "every sixth, and the last");
+    assert_eq!((c.score_scale, c.logit_cap, c.embedding_scale), (Some(1.0), Some(30.0), 53.0));
+    let experts = c.experts.unwrap();
+    assert_eq!((experts.count, experts.chosen, experts.inner, experts.beside_dense), (128, 8, 704, true));
+    assert_eq!((c.intermediate, c.recycled_window(), c.layer_inputs), (2112, Some(1024), None));
+}
+
+#[test]
+fn reads_gemma_4_with_shared_keys_and_inputs_of_layers() {
+    let small = serde_json::json!({
+        "num_hidden_layers": 8, "attention_k_eq_v": false, "enable_moe_block": false, "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": "<absent>", "use_double_wide_mlp": true,
+    });
+    let c = ModelConfig::parse(&gemma4(small), None).unwrap();
+    // The sixth layer and the last see all tokens; the last two have no keys and values of their own.
+    assert_eq!(c.cache_of, [0, 1, 2, 3, 4, 5, 4, 5]);
+    assert_eq!(c.cached_layers().count(), 6);
+    assert_eq!(c.dense_widths, [2112, 2112, 2112, 2112, 2112, 2112, 4224, 4224]);
+    assert_eq!((c.intermediate, c.experts), (4224, None));
+    assert_eq!(c.layer_inputs, Some(LayerInputs { width: 256, vocab: 262_144 }));
+    assert_eq!(c.attention(5).kv_heads, 8, "the number of others' key heads, unless values are keys");
+}
+
+#[test]
+fn refuses_what_gemma_4_does_not_say_or_do() {
+    for (key, value) in [
+        ("use_bidirectional_attention", serde_json::json!("all")),
+        ("num_kv_shared_layers", serde_json::json!(30)),
+        ("num_global_key_value_heads", serde_json::json!(3)),
+        ("per_layer_config", serde_json::json!({"0": {}})),
+        ("vocab_size_per_layer_input", serde_json::json!(7)),
+    ] {
+        let mut changes = serde_json::json!({"hidden_size_per_layer_input": 256});
+        changes[key] = value;
+        let problems = problems(&gemma4(changes));
+        let named = |problem: &ConfigProblem| matches!(problem, ConfigProblem::Value { key: found, .. } if found.ends_with(key));
+        assert!(problems.iter().any(named), "{key}: {problems:?}");
+    }
+    let without = gemma4(serde_json::json!({"rope_parameters": "<absent>"}));
+    assert!(problems(&without).iter().all(|problem| matches!(problem, ConfigProblem::Missing(_))));
+}
+
+#[test]
+fn keys_of_one_family_do_not_count_in_another() {
+    let scaling = serde_json::json!({"rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192, "llama_4_scaling_beta": 0.1}});
+    let c = ModelConfig::parse(&with(QWEN3, scaling), None).unwrap();
+    assert_eq!(rope_of(&c).query_growth, None);
+    let wrapper = with(
+        QWEN3,
+        serde_json::json!({
+        "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}),
+    );
+    assert_eq!(ModelConfig::parse(&wrapper, None).unwrap().architecture, Architecture::Mistral);
+    let longer = with(
+        LLAMA,
+        serde_json::json!({
+        "architectures": ["SmolLM3ForCausalLM"], "rope_scaling": null, "no_rope_layers": vec![1; 20]}),
+    );
+    assert!(ModelConfig::parse(&longer, None).unwrap().attention_kinds.iter().all(|kind| kind.rope.is_some()));
 }

@@ -50,7 +50,17 @@ impl Decoder<'_> {
 
     /// Returns the size in bytes of the K pages of a layer of a kind, which equals that of its V pages.
     pub fn kv_bytes(&self, kind: usize) -> u64 {
-        u64::from(self.pages) * self.heads(kind).page_bytes()
+        let windowed = self.config.attention_kinds[kind].window.is_some();
+        let pages = self.window_pages.filter(|_| windowed).unwrap_or(self.pages);
+        u64::from(pages) * self.heads(kind).page_bytes()
+    }
+
+    /// Returns the page tables of a kind of attention layers.
+    fn page_tables(&self, r: &mut Recording, kind: usize) -> Range {
+        match self.config.attention_kinds[kind].window {
+            Some(_) => self.state.window_pages(r),
+            None => self.state.pages(r),
+        }
     }
 
     /// Returns the name of the rotary table of a kind of attention layers: kinds with the same rotary embedding share it.
@@ -204,7 +214,7 @@ impl Decoder<'_> {
             q_norm: if fused { q_norm } else { q_norm.none() },
             k_norm: if fused { k_norm } else { k_norm.none() },
             rope: if fused { rope } else { rope.none() },
-            pages: step.pages,
+            pages: self.page_tables(r, block.attention),
             k,
             v,
             partials: step.partials,
@@ -304,7 +314,7 @@ impl Decoder<'_> {
             q_norm: norms[0],
             k_norm: norms[1],
             rope: self.rope(r, block.attention).unwrap_or(none),
-            pages: step.pages,
+            pages: self.page_tables(r, block.attention),
             k: r.buffer(&format!("{cache}.k"), bytes),
             v: r.buffer(&format!("{cache}.v"), bytes),
             stride: step.qkv.stride,
@@ -333,7 +343,7 @@ impl Decoder<'_> {
         let args = FlashArgs {
             qkv: step.qkv.range,
             chunk: step.chunk,
-            pages: step.pages,
+            pages: self.page_tables(r, block.attention),
             k,
             v,
             o: step.attention.range,

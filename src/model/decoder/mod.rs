@@ -178,6 +178,8 @@ pub struct Decoder<'a> {
     pub state: StateLayout,
     /// The number of KV cache pages.
     pub pages: u32,
+    /// The number of pages of layers with a sliding window, if these have pages of their own.
+    pub window_pages: Option<u32>,
     /// The format of cached keys and values: f16 or f32.
     pub kv_format: Format,
     /// The number of cells of recurrent state: one per slot, followed by those of snapshots.
@@ -213,7 +215,6 @@ struct Step {
     middle: Activations,
     partials: Range,
     counters: Range,
-    pages: Range,
     chunk: Range,
     logits: Activations,
     fault: Range,
@@ -367,7 +368,6 @@ impl Decoder<'_> {
                     * u64::from(self.state.rows),
             ),
             counters: r.buffer("attention.counters", self.counter_bytes()),
-            pages: self.state.pages(r),
             chunk,
         };
         if !behind {

@@ -603,6 +603,11 @@ impl GgufModel {
         if let Some(window) = &self.window {
             let kind = |slides: &bool| if *slides { "sliding_attention" } else { "full_attention" };
             set("layer_types", json!(window.layers.iter().map(kind).collect::<Vec<_>>()));
+        } else if [GgufArchitecture::Gemma2, GgufArchitecture::Gemma3, GgufArchitecture::GptOss]
+            .contains(&self.architecture)
+        {
+            // Without the key, these families have their default window.
+            set("layer_types", json!(vec!["full_attention"; self.layers as usize]));
         }
         for (key, value) in &self.own_keys {
             set(key, value.clone());
@@ -680,7 +685,11 @@ fn partial(rotary_dim: u64, head_dim: u64) -> f64 {
 /// Reads the scaling of the rotary frequencies. `long`: the model has the tensors of LongRoPE.
 fn rope_scaling(keys: &Keys<'_>, long: bool) -> Result<GgufRope, GgufConfigError> {
     let factor = keys.number("rope.scaling.factor")?;
-    if let Some(value) = keys.get("rope.scaling.attn_factor").filter(|value| value.number() != Some(1.0) && !long) {
+    let yarn = keys.get("rope.scaling.type").and_then(Value::text) == Some("yarn");
+    // Files of OLMo 3 have the factor of cosines and sines under this key.
+    let whole = keys.architecture == GgufArchitecture::Olmo2 && yarn;
+    let allowed = |value: &&Value| value.number() == Some(1.0) || long || whole;
+    if let Some(value) = keys.get("rope.scaling.attn_factor").filter(|value| !allowed(value)) {
         return Err(keys.unsupported("rope.scaling.attn_factor", value, "a factor of attention"));
     }
     let need = || factor.ok_or_else(|| keys.missing("rope.scaling.factor"));
@@ -699,7 +708,10 @@ fn rope_scaling(keys: &Keys<'_>, long: bool) -> Result<GgufRope, GgufConfigError
             original_context: keys.need("rope.scaling.original_context_length", MAX_SIZE)?,
             beta_fast: keys.number("rope.scaling.yarn_beta_fast")?,
             beta_slow: keys.number("rope.scaling.yarn_beta_slow")?,
-            attention_factor: keys.number("rope.scaling.yarn_attn_factor")?,
+            attention_factor: match whole {
+                true => keys.number("rope.scaling.attn_factor")?,
+                false => keys.number("rope.scaling.yarn_attn_factor")?,
+            },
             mscale_all_dim: families::mscale_all_dim(keys)?,
         }),
         Some((value, _)) => Err(keys.unsupported("rope.scaling.type", value, "none, linear and yarn are")),

@@ -6,7 +6,7 @@ use super::{SynthError, TEXT};
 use crate::model::config::{Architecture, DeltaNet, Experts};
 
 /// The presets by name.
-pub const PRESETS: [(&str, Preset); 19] = [
+pub const PRESETS: [(&str, Preset); 23] = [
     ("qwen3-0.6b", Preset::qwen3(1024, 3072, 28, 16, true)),
     ("qwen3-1.7b", Preset::qwen3(2048, 6144, 28, 16, true)),
     ("qwen3-4b", Preset::qwen3(2560, 9728, 36, 32, true)),
@@ -20,6 +20,10 @@ pub const PRESETS: [(&str, Preset); 19] = [
     ("qwen3.5-9b", Preset::qwen35(4096, 12288, 32, 32, false).heads(16, 4)),
     ("qwen3.5-35b-a3b", Preset::qwen35(2048, 0, 40, 32, false).heads(16, 2).with(experts(256, 8, 512, Some(512)))),
     ("qwen3-next-80b-a3b", Preset::qwen3_next(2048, 48, 16, 2, experts(512, 10, 512, Some(512)))),
+    ("gemma-4-e2b", Preset::gemma4(1536, 6144, 35, (8, 1), E2B)),
+    ("gemma-4-e4b", Preset::gemma4(2560, 10_240, 42, (8, 2), E4B)),
+    ("gemma-4-31b", Preset::gemma4(5376, 21_504, 60, (32, 16), Gemma4 { full_kv_heads: Some(4), ..LARGE })),
+    ("gemma-4-26b-a4b", Preset::gemma4(2816, 2112, 30, (16, 8), LARGE).beside(experts(128, 8, 704, None))),
     ("tiny-qwen3", Preset::qwen3(128, 384, 4, 4, true).narrow(2, 64).tiny()),
     ("tiny-llama", Preset::llama3(128, 352, 3, 32, 8, false).heads(4, 1).tiny()),
     ("tiny-qwen3-moe", Preset::qwen3_moe(128, 3, 4, 2, experts(8, 2, 64, None)).narrow(2, 64).tiny()),
@@ -30,6 +34,26 @@ pub const PRESETS: [(&str, Preset); 19] = [
     ),
     ("tiny-qwen3-next", Preset::qwen3_next(128, 4, 4, 2, TINY_EXPERTS).narrow(2, 64).delta(2, 32).tiny()),
 ];
+
+/// What Gemma 4's sizes differ in, beside widths and heads.
+#[derive(Clone, Copy, Debug)]
+struct Gemma4 {
+    window: u32,
+    /// Every n-th layer sees all tokens.
+    every: u32,
+    /// The key heads of layers that see all tokens, whose values are their keys then.
+    full_kv_heads: Option<u32>,
+    /// The number of last layers that read the keys and values of others.
+    shared: u32,
+    /// The width of the layers' inputs that depend on the token; 0 for none.
+    inputs: u32,
+    /// Whether layers without keys and values have MLPs of twice the width.
+    wide: bool,
+}
+
+const LARGE: Gemma4 = Gemma4 { window: 1024, every: 6, full_kv_heads: Some(2), shared: 0, inputs: 0, wide: false };
+const E4B: Gemma4 = Gemma4 { window: 512, every: 6, full_kv_heads: None, shared: 18, inputs: 256, wide: false };
+const E2B: Gemma4 = Gemma4 { every: 5, shared: 20, wide: true, ..E4B };
 
 const TINY_EXPERTS: Experts = experts(8, 2, 64, Some(96));
 
@@ -68,6 +92,8 @@ pub struct Preset {
     delta: Option<DeltaNet>,
     /// The experts of every layer; `None` for a dense model.
     experts: Option<Experts>,
+    /// What only Gemma 4 has.
+    gemma4: Option<Gemma4>,
 }
 
 /// In hybrids every INTERVAL-th layer has full attention.
@@ -89,6 +115,7 @@ impl Preset {
             rope_factor: 1,
             delta: None,
             experts: None,
+            gemma4: None,
         }
     }
 
@@ -136,6 +163,23 @@ impl Preset {
         }
     }
 
+    const fn gemma4(hidden: u32, intermediate: u32, layers: u32, (heads, kv_heads): (u32, u32), of: Gemma4) -> Preset {
+        Preset {
+            architecture: Architecture::Gemma4,
+            head_dim: 256,
+            kv_heads,
+            vocab: 262_144,
+            context: if of.inputs > 0 { 131_072 } else { 262_144 },
+            gemma4: Some(of),
+            ..Preset::qwen3(hidden, intermediate, layers, heads, true)
+        }
+    }
+
+    /// Returns the preset with experts beside its dense MLPs.
+    const fn beside(self, experts: Experts) -> Preset {
+        Preset { experts: Some(experts), ..self }
+    }
+
     const fn narrow(self, kv_heads: u32, head_dim: u32) -> Preset {
         Preset { kv_heads, head_dim, ..self }
     }
@@ -169,7 +213,7 @@ impl Preset {
     /// Returns the config.json of the preset.
     pub fn config_json(&self) -> String {
         let config = match self.architecture {
-            Architecture::Qwen35 | Architecture::Qwen35Moe => self.with_text(),
+            Architecture::Qwen35 | Architecture::Qwen35Moe | Architecture::Gemma4 => self.with_text(),
             _ => Value::Object(self.keys()),
         };
         format!("{config:#}\n")
@@ -180,12 +224,14 @@ impl Preset {
     fn with_text(&self) -> Value {
         let mut text = self.keys();
         text.remove("architectures");
-        if let Some(part) = self.architecture.model_types().last() {
+        let types = self.architecture.model_types();
+        let of_text = if self.gemma4.is_some() { types.first() } else { types.last() };
+        if let Some(part) = of_text {
             text.insert("model_type".to_owned(), (*part).into());
         }
         json!({
             "architectures": [self.architecture.name()],
-            "model_type": self.architecture.model_types()[0],
+            "model_type": if self.gemma4.is_some() { types[1] } else { types[0] },
             TEXT: text,
             "tie_word_embeddings": self.tied,
         })
@@ -198,11 +244,13 @@ impl Preset {
             _ if tiny => (json!(256), json!(258)),
             Architecture::Qwen3 | Architecture::Qwen3Moe | Architecture::Qwen3Next => (json!(151_643), json!(151_645)),
             Architecture::Qwen35 | Architecture::Qwen35Moe => (Value::Null, json!([248_046, 248_044])),
+            Architecture::Gemma4 => (json!(2), json!([1, 106])),
             _ => (json!(128_000), json!([128_001, 128_008, 128_009])),
         };
         let (eps, theta) = match self.architecture {
             Architecture::Qwen3 | Architecture::Qwen3Moe => (1e-6, 1e6),
             Architecture::Qwen3Next | Architecture::Qwen35 | Architecture::Qwen35Moe => (1e-6, 1e7),
+            Architecture::Gemma4 => (1e-6, 1e6),
             _ => (1e-5, 5e5),
         };
         let mut keys = Map::new();
@@ -248,6 +296,10 @@ impl Preset {
                     "rope_type": "default",
                 }})
             }
+            Architecture::Gemma4 => json!({"rope_parameters": {
+                "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": theta, "rope_type": "proportional"},
+                "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+            }}),
             _ => json!({"rope_theta": theta, "rope_scaling": {
                 "factor": f64::from(self.rope_factor),
                 "high_freq_factor": 4.0,
@@ -256,6 +308,27 @@ impl Preset {
                 "rope_type": "llama3",
             }}),
         });
+        if let Some(of) = self.gemma4 {
+            let sees_all = |layer: u32| (layer + 1).is_multiple_of(of.every) || layer + 1 == self.layers;
+            let kind = |layer: u32| if sees_all(layer) { "full_attention" } else { "sliding_attention" };
+            add(json!({
+                "attention_k_eq_v": of.full_kv_heads.is_some(),
+                "enable_moe_block": self.experts.is_some(),
+                "final_logit_softcapping": 30.0,
+                "global_head_dim": 512,
+                "hidden_activation": "gelu_pytorch_tanh",
+                "hidden_size_per_layer_input": of.inputs,
+                "layer_types": (0..self.layers).map(kind).collect::<Vec<_>>(),
+                "num_global_key_value_heads": of.full_kv_heads,
+                "num_kv_shared_layers": of.shared,
+                "sliding_window": of.window,
+                "top_k_experts": self.experts.map(|experts| experts.chosen),
+                "use_double_wide_mlp": of.wide,
+                "vocab_size_per_layer_input": self.vocab,
+            }));
+            keys.remove("hidden_act");
+        }
+        let mut add = |more: Value| keys.extend(more.as_object().cloned().unwrap_or_default());
         if let Some(delta) = self.delta {
             add(json!({
                 "attn_output_gate": true,
@@ -277,7 +350,7 @@ impl Preset {
             if let Some(inner) = experts.shared_inner {
                 add(json!({"shared_expert_intermediate_size": inner}));
             }
-            if self.architecture != Architecture::Qwen35Moe {
+            if ![Architecture::Qwen35Moe, Architecture::Gemma4].contains(&self.architecture) {
                 add(json!({
                     "decoder_sparse_step": 1,
                     "mlp_only_layers": [],

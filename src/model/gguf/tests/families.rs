@@ -73,7 +73,10 @@ fn windows_follow_the_families_pattern_or_the_files() {
     assert_eq!(layers(&config("gemma3", &[window.clone(), six])), "SSSSSF");
     // Without the key: a default, no window, and a missing key.
     assert_eq!(config("gemma2", &[])["sliding_window"], 4096);
-    assert!(config("gemma3", &[])["sliding_window"].is_null() && config("gemma3", &[])["layer_types"].is_null());
+    // Without the list, the family's default window would be used.
+    assert!(config("gemma3", &[])["sliding_window"].is_null());
+    assert_eq!(layers(&config("gemma3", &[])), "FFFF");
+    assert_eq!(layers(&config("gemma2", &[(WINDOW, Value::U32(0))])), "FFFF");
     assert_eq!(config("olmo2", &[])["model_type"], "olmo2");
     assert_eq!(config("olmo2", std::slice::from_ref(&window))["model_type"], "olmo3");
     assert_eq!(config("phi3", std::slice::from_ref(&window))["sliding_window"], 7);
@@ -132,6 +135,19 @@ fn gemmas_bounds_and_scale_are_those_of_the_released_models() {
         let config = config(family, &[heads_of_6.clone(), values_of_6.clone(), blocks]);
         assert_eq!(config["query_pre_attn_scalar"], expected, "{family}");
     }
+}
+
+#[test]
+fn the_factor_of_olmo_3s_frequencies_is_read() {
+    let pairs = [
+        ("rope.scaling.type", text("yarn")),
+        ("rope.scaling.factor", Value::F32(8.0)),
+        ("rope.scaling.original_context_length", Value::U32(16)),
+        ("rope.scaling.attn_factor", Value::F32(1.25)),
+    ];
+    assert_eq!(config("olmo2", &pairs)["rope_parameters"]["attention_factor"], 1.25);
+    let error = refused("granite", &pairs);
+    assert_eq!(error, "granite.rope.scaling.attn_factor is 1.25, which is not supported (a factor of attention)");
 }
 
 #[test]

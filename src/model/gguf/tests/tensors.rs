@@ -237,6 +237,7 @@ fn hybrids_have_all_their_tensors() {
             routing: None,
             normalise: true,
             bias: false,
+            beside_dense: false,
         });
         assert_eq!(config.experts, expected);
         // Every GGUF tensor is used.

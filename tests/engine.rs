@@ -581,7 +581,7 @@ fn thousands_of_requests_with_recurrent_state() {
 #[test]
 fn thousands_of_requests_with_sliding_windows() {
     for (seed, tokens, pages, fault_every) in [(0, 20, 26, None), (1, 5, 40, Some(7)), (2, 100, 32, Some(50))] {
-        let drafts = Drafts { most: seed as u32, sequences: 4, always: seed == 2 };
+        let drafts = Drafts { most: seed as u32, sequences: 4, always: seed == 2, history: false };
         let world = World {
             name: "sliding windows",
             requests: 4_000,

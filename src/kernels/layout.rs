@@ -159,7 +159,7 @@ impl StateLayout {
 
     /// The word offset of an entry of a slot's page table of layers with a sliding window.
     pub fn window_word(&self, slot: u32, index: u32) -> u32 {
-        (self.offsets()[7] / 4) as u32 + slot * self.max_pages + index
+        (self.offsets()[8] / 4) as u32 + slot * self.max_pages + index
     }
 
     /// The word offset of a word of a slot's bias table.

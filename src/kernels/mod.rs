@@ -140,6 +140,8 @@ pub fn reference(kernel: &str) -> Reference {
         "note_tokens" => draft::reference_note_tokens,
         "look_up" => draft::reference_look_up,
         "append" => attention::reference_append,
+        "latent_rows" => attention::latent::reference_latent_rows,
+        "latent_values" => attention::latent::reference_latent_values,
         "attention" => attention::reference_attention,
         "flash" => attention::flash::reference_flash,
         "expert_skinny" => moe::reference_expert_skinny,

@@ -340,6 +340,30 @@ impl Attention {
     }
 }
 
+/// Multi-head latent attention (MLA): all heads share one key, a latent vector with a rotated part, from which the values
+/// are projected too. The kinds of attention layers then have one key head, of `rope + kv_rank` dimensions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Latent {
+    /// The rank of the queries' projection; `None` if it is one matrix.
+    pub q_rank: Option<u32>,
+    /// The dimensions of the latent vector.
+    pub kv_rank: u32,
+    /// The dimensions of a head's query that meet the latent vector, and those that are rotated.
+    pub nope: u32,
+    /// The dimensions of the rotated part.
+    pub rope: u32,
+    /// The dimensions of a head's value.
+    pub value_dim: u32,
+}
+
+impl Latent {
+    /// Returns the number of rows of the projection of a layer's input: the queries' first projection, the rotated part of
+    /// the key and the latent vector.
+    pub fn input_rows(&self) -> u32 {
+        self.q_rank.unwrap_or(0) + self.rope + self.kv_rank
+    }
+}
+
 /// A model's configuration from config.json, validated.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
@@ -357,6 +381,8 @@ pub struct ModelConfig {
     pub attention_kinds: Vec<Attention>,
     /// `[layers]`: the index of each layer's kind in `attention_kinds`; 0 for layers without attention.
     pub attention_of: Vec<usize>,
+    /// The dimensions of latent attention, if attention is of that kind.
+    pub latent: Option<Latent>,
     /// `[layers]`: the layer whose keys and values a layer with attention reads: itself, or an earlier layer of the same
     /// kind, and then it has no key and value projections.
     pub cache_of: Vec<u32>,

@@ -5,6 +5,7 @@
 
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random};
+use ostinato::kernels::attention::latent::{LatentShape, latent_rows, latent_values};
 use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::shaders::{PoolRowsArgs, RowScalesArgs};
@@ -302,6 +303,62 @@ fn rows_are_gated_by_their_part_of_other_rows() {
                 false => value,
             };
             near(reference.f32(range, row * stride + at), wanted, "x");
+        }
+    }
+    check(&cases, &reference);
+}
+
+#[test]
+fn queries_meet_the_latent_vector_and_values_are_made_of_it() {
+    let mut cases = Cases::new("latent");
+    let mut random = Random(76);
+    let mut made = Vec::new();
+    for (heads, rope, nope, rank, values) in [(1, 8, 8, 16, 8), (5, 16, 24, 40, 32), (3, 64, 128, 512, 128)] {
+        let shape = LatentShape { heads, rope, nope, rank, values };
+        cases.case(format!("{shape:?}"));
+        let (rows, dim, first) = (3, rope + rank, 24);
+        let mut floats = |count: u32| -> Vec<f32> { (0..count).map(|_| random.float()).collect() };
+        let (q_stride, k_stride, y_stride) = (heads * (rope + nope) + 8, first + dim + 8, (heads + 2) * dim + 16);
+        let (q, k) = (floats(rows * q_stride), floats(rows * k_stride));
+        let (keys, outputs) = (floats(heads * nope * rank), floats(heads * values * rank));
+        let of = |range, stride| Activations { range, stride };
+        let (q_range, k_range) = (of(cases.floats("q", &q), q_stride), of(cases.floats("k", &k), k_stride));
+        let y = of(cases.output("y", (rows * y_stride) as usize, Expect::Floats(LIMIT * 16.0)), y_stride);
+        let weights = cases.floats("keys", &keys);
+        let call = latent_rows("rows".to_owned(), shape, rows, q_range, (k_range, first), weights, y);
+        cases.recording.call(call);
+        let v_stride = heads * values + 8;
+        let v = of(cases.output("v", (rows * v_stride) as usize, Expect::Floats(LIMIT * 64.0)), v_stride);
+        let weights = cases.floats("values", &outputs);
+        cases.recording.call(latent_values("values".to_owned(), shape, rows, y, weights, v));
+        made.push((shape, (q, q_stride), (k, k_stride), keys, outputs, y, v));
+    }
+    let reference = cases.reference();
+    for (shape, (q, q_stride), (k, k_stride), keys, outputs, y, v) in made {
+        let LatentShape { heads, rope, nope, rank, values } = shape;
+        let dim = rope + rank;
+        for (row, h) in (0..3).flat_map(|row| (0..heads).map(move |h| (row, h))) {
+            let query = &q[(row * q_stride + h * (rope + nope)) as usize..][..(rope + nope) as usize];
+            let found = |i: u32| f64::from(reference.f32(y.range, row * y.stride + h * dim + i));
+            for i in 0..rope {
+                near(found(i) as f32, f64::from(query[i as usize]), "the rotated part");
+            }
+            for j in 0..rank {
+                let weight = |i: u32| f64::from(keys[((h * nope + i) * rank + j) as usize]);
+                let wanted = (0..nope).map(|i| weight(i) * f64::from(query[(rope + i) as usize])).sum();
+                near(found(rope + j) as f32, wanted, "the query");
+            }
+            for r in 0..values {
+                let weight = |i: u32| f64::from(outputs[((h * values + r) * rank + i) as usize]);
+                let wanted: f64 = (0..rank).map(|i| weight(i) * found(rope + i)).sum();
+                near(reference.f32(v.range, row * v.stride + h * values + r), wanted, "the value");
+            }
+        }
+        for (row, i) in (0..3).flat_map(|row| (0..dim).map(move |i| (row, i))) {
+            let wanted = f64::from(k[(row * k_stride + 24 + i) as usize]);
+            for part in [0, 1] {
+                near(reference.f32(y.range, row * y.stride + (heads + part) * dim + i), wanted, "the key");
+            }
         }
     }
     check(&cases, &reference);

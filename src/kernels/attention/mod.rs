@@ -3,6 +3,7 @@
 
 pub mod flash;
 pub mod flash_decode;
+pub mod latent;
 
 use super::{Format, format_of};
 use crate::kernels::host_memory::HostMemory;

@@ -10,7 +10,8 @@ use super::quantised::{self, MatrixRef, Names, QuantisedWeight};
 use super::{CheckpointProblem, SourceRef, TensorInfo, WeightKind, WeightSpec};
 use crate::memory::pack::{Format, SourceFormat};
 use crate::model::config::{
-    Architecture, Attention, BESIDE_DENSE, DeltaNet, Experts, LayerKind, MlpKind, ModelConfig, NormKind, QkNorm, Rope,
+    Architecture, Attention, BESIDE_DENSE, DeltaNet, Experts, Latent, LayerKind, MlpKind, ModelConfig, NormKind,
+    QkNorm, Rope,
 };
 use crate::model::gguf::tensors::StoredAs;
 
@@ -162,7 +163,10 @@ impl<'a> Specs<'a> {
             let (to, from) = (format!("layers.{layer}."), format!("model.layers.{layer}."));
             match (kind, &c.delta) {
                 (LayerKind::GatedDelta, Some(delta)) => self.gated_delta(&to, &from, *delta),
-                _ => self.attention(&to, &from, c.attention(layer as u32), c.owns_cache(layer as u32)),
+                _ => match c.latent {
+                    Some(latent) => self.latent_attention(&to, &from, c.attention(layer as u32), latent),
+                    None => self.attention(&to, &from, c.attention(layer as u32), c.owns_cache(layer as u32)),
+                },
             }
             self.mlp(*mlp, &to, &from, c.dense_widths[layer]);
             self.layer_end(&to, &from);
@@ -248,6 +252,62 @@ impl<'a> Specs<'a> {
         if c.o_bias {
             self.stacked(&name("o.bias"), &[(&attention("o_proj.bias"), c.hidden)], None);
         }
+        self.block_norm(&name("attn_post_norm"), from, c.norms.after_mixer);
+    }
+
+    /// Adds the weights of a layer with latent attention. The rotated rows of each head's query, and of the key, come before
+    /// the others, in the order that kernels rotate.
+    fn latent_attention(&mut self, to: &str, from: &str, of: &Attention, latent: Latent) {
+        let c = self.config;
+        let Latent { q_rank, kv_rank, nope, rope, value_dim } = latent;
+        let name = |part: &str| format!("{to}{part}");
+        let tensor = |part: &str| format!("{from}self_attn.{part}");
+        self.block_norm(&name("attn_norm"), from, c.norms.mixer);
+        let first = q_rank.unwrap_or(0);
+        let mut origins = Vec::new();
+        if let Some(rank) = q_rank {
+            origins.push(Origin::whole(tensor("q_a_proj.weight"), rank, Some(c.hidden), 0));
+        }
+        let mut slices = head_slices(1, rope, of.rope.as_ref(), |_| kv_rank, |_| first);
+        slices.push(Slice { from: 0, rows: kv_rank, first_row: first + rope, row_step: 1 });
+        origins.push(Origin::cut(tensor("kv_a_proj_with_mqa.weight"), kv_rank + rope, Some(c.hidden), slices));
+        self.push(&name("latent.input"), Some(c.hidden), origins, 0.0);
+        if let Some(rank) = q_rank {
+            self.norm(&name("latent.q_norm"), &tensor("q_a_layernorm.weight"), rank);
+        }
+        self.norm(&name("latent.kv_norm"), &tensor("kv_a_layernorm.weight"), kv_rank);
+        let each = rope + nope;
+        let mut slices = head_slices(of.heads, rope, of.rope.as_ref(), |head| head * each + nope, |head| head * each);
+        slices.extend((0..of.heads).map(|head| Slice {
+            from: head * each,
+            rows: nope,
+            first_row: head * each + rope,
+            row_step: 1,
+        }));
+        let (queries, cols) = match q_rank {
+            Some(rank) => ("q_b_proj.weight", rank),
+            None => ("q_proj.weight", c.hidden),
+        };
+        let origin = Origin::cut(tensor(queries), of.heads * each, Some(cols), slices);
+        self.push(&name("latent.q"), Some(cols), vec![origin], 0.0);
+        // Element by element: each head's keys and values are products of their own.
+        let rows = nope + value_dim;
+        for (part, from, count) in [("latent.keys", 0, nope), ("latent.values", nope, value_dim)] {
+            let slice = |head: u32| Slice {
+                from: (head * rows + from) * kv_rank,
+                rows: count * kv_rank,
+                first_row: head * count * kv_rank,
+                row_step: 1,
+            };
+            let origin = Origin {
+                tensor: tensor("kv_b_proj.weight"),
+                shape: [of.heads * rows, kv_rank].map(u64::from).to_vec(),
+                slices: (0..of.heads).map(slice).collect(),
+                transposed: None,
+            };
+            self.push(&name(part), None, vec![origin], 0.0);
+        }
+        self.stacked(&name("o"), &[(&tensor("o_proj.weight"), c.hidden)], Some(of.heads * value_dim));
         self.block_norm(&name("attn_post_norm"), from, c.norms.after_mixer);
     }
 

@@ -3,7 +3,7 @@
 //!
 //! Sources: the configuration and modelling classes of Hugging Face transformers 5.23.
 
-use super::{Activation, BlockNorms, NormKind, QkNorm};
+use super::{Activation, BlockNorms, Latent, NormKind, QkNorm};
 
 /// A model family whose forward pass is implemented.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -64,6 +64,13 @@ pub enum Architecture {
     /// layer, and with layers that read the keys and values of others. Only the text model of a multimodal checkpoint is
     /// used.
     Gemma4,
+    /// `DeepseekV2ForCausalLM`: latent attention, and MoE layers after dense ones, whose experts are chosen by softmax scores,
+    /// beside a shared expert.
+    DeepseekV2,
+    /// `DeepseekV3ForCausalLM` (DeepSeek-V3, -R1): like DeepSeek-V2, with experts chosen as in GLM-4.5.
+    DeepseekV3,
+    /// `Glm4MoeLiteForCausalLM` (GLM-4.7-Flash): like DeepSeek-V3.
+    Glm4MoeLite,
 }
 
 /// Whether a projection has a bias.
@@ -150,6 +157,9 @@ pub(super) struct Facts {
     pub(super) some_without_rope: bool,
     /// Whether `llama_4_scaling_beta` counts: queries grow with their position.
     pub(super) query_growth: bool,
+    /// The class's defaults of the dimensions of latent attention, in families that have it, and whether
+    /// `rope_interleave` counts.
+    pub(super) latent: Option<(Latent, bool)>,
     /// Whether the rotated dimensions are neighbouring pairs; otherwise the halves of the rotated part.
     pub(super) interleaved: bool,
     /// The keys that name the MLP's activation, and the activation if all are absent.
@@ -213,15 +223,17 @@ pub(super) struct ExpertFacts {
 }
 
 /// The style of a family's configuration of experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum ExpertStyle {
     /// Every `decoder_sparse_step`-th layer has experts, except `mlp_only_layers`; `shared_expert_intermediate_size`, with a
     /// gate; the greatest logits are chosen.
     Qwen,
     /// The layers from `first_k_dense_replace` on (with this default), or those that `mlp_layer_types` calls sparse, have
     /// experts; `n_shared_experts` times the experts' width, without a gate; chosen by sigmoid scores with a bias, in
-    /// groups.
-    DeepSeekV3(u32),
+    /// groups. The defaults of `n_group`, `topk_group` and `routed_scaling_factor`.
+    DeepSeekV3(u32, u32, u32, f64),
+    /// Like that, from layer 0 on by default; chosen by softmax scores, in groups if `topk_method` says so.
+    DeepSeekV2,
     /// If `enable_moe_block` is true, all layers have experts beside a dense MLP; `top_k_experts` are chosen of softmax
     /// scores, by a router with a norm of its own, and each has a factor.
     Gemma4,
@@ -272,6 +284,7 @@ const LLAMA: Facts = Facts {
     rope_required: false,
     some_without_rope: false,
     query_growth: false,
+    latent: None,
     interleaved: false,
     activation: (&["hidden_act", "hidden_activation"], Activation::Silu),
     embedding_scale: EmbeddingScale::One,
@@ -389,8 +402,31 @@ const GLM4: Facts = Facts {
     ..LLAMA
 };
 
+const DEEPSEEK_V3: Facts = Facts {
+    architecture: Architecture::DeepseekV3,
+    names: &["DeepseekV3ForCausalLM"],
+    model_types: &["deepseek_v3"],
+    experts: Some(ExpertFacts {
+        count: 256,
+        chosen: 8,
+        inner: 2048,
+        shared: Some(2048),
+        normalise: Some(true),
+        count_keys: &["n_routed_experts", "num_local_experts"],
+        style: ExpertStyle::DeepSeekV3(3, 8, 4, 2.5),
+        ..EXPERTS
+    }),
+    qkv_bias: Bias::Never,
+    o_bias: Bias::Never,
+    mlp_bias: Bias::Never,
+    latent: Some((Latent { q_rank: Some(1536), kv_rank: 512, nope: 128, rope: 64, value_dim: 128 }, true)),
+    interleaved: true,
+    defaults: Defaults { context: 4096, partial: Some(1.0), bos: Some(0), eos: &[1], ..DEFAULTS },
+    ..LLAMA
+};
+
 /// All supported families.
-pub(super) const FAMILIES: [Facts; 22] = [
+pub(super) const FAMILIES: [Facts; 25] = [
     QWEN3,
     LLAMA,
     Facts {
@@ -596,7 +632,7 @@ pub(super) const FAMILIES: [Facts; 22] = [
             shared: Some(1408),
             normalise: Some(true),
             count_keys: &["n_routed_experts", "num_local_experts"],
-            style: ExpertStyle::DeepSeekV3(1),
+            style: ExpertStyle::DeepSeekV3(1, 1, 1, 1.0),
             ..EXPERTS
         }),
         qkv_bias: Bias::Key("attention_bias", false),
@@ -606,6 +642,43 @@ pub(super) const FAMILIES: [Facts; 22] = [
         interleaved: false,
         defaults: Defaults { kv_heads: Some(8), head_dim: None, rms_eps: 1e-5, eos: &[], ..GLM4.defaults },
         ..GLM4
+    },
+    Facts {
+        architecture: Architecture::DeepseekV2,
+        names: &["DeepseekV2ForCausalLM"],
+        model_types: &["deepseek_v2"],
+        experts: Some(ExpertFacts {
+            count: 64,
+            chosen: 6,
+            inner: 1407,
+            shared: Some(1407),
+            normalise: None,
+            count_keys: &["n_routed_experts", "num_local_experts"],
+            style: ExpertStyle::DeepSeekV2,
+            ..EXPERTS
+        }),
+        latent: Some((Latent { q_rank: Some(1536), kv_rank: 512, nope: 128, rope: 64, value_dim: 128 }, false)),
+        defaults: Defaults { context: 2048, bos: Some(0), eos: &[1], ..DEEPSEEK_V3.defaults },
+        ..DEEPSEEK_V3
+    },
+    DEEPSEEK_V3,
+    Facts {
+        architecture: Architecture::Glm4MoeLite,
+        names: &["Glm4MoeLiteForCausalLM"],
+        model_types: &["glm4_moe_lite"],
+        experts: Some(ExpertFacts {
+            count: 64,
+            chosen: 4,
+            inner: 1536,
+            shared: Some(1536),
+            normalise: Some(true),
+            count_keys: &["n_routed_experts", "num_local_experts"],
+            style: ExpertStyle::DeepSeekV3(1, 1, 1, 1.8),
+            ..EXPERTS
+        }),
+        latent: Some((Latent { q_rank: Some(768), kv_rank: 512, nope: 192, rope: 64, value_dim: 256 }, true)),
+        defaults: Defaults { context: 202_752, rms_eps: 1e-5, bos: None, eos: &[], ..DEEPSEEK_V3.defaults },
+        ..DEEPSEEK_V3
     },
 ];
 

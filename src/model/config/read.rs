@@ -14,8 +14,8 @@ use super::families::{
 use super::quantization::{self, Quantization};
 use super::rope::{self, Layers, Rope, RopeScaling, RotatedPairs};
 use super::{
-    Activation, Attention, ConfigProblem, DeltaNet, Dtype, Experts, LayerInputs, LayerKind, MlpKind, ModelConfig,
-    QkNorm, Routing, UnknownDtype,
+    Activation, Attention, ConfigProblem, DeltaNet, Dtype, Experts, Latent, LayerInputs, LayerKind, MlpKind,
+    ModelConfig, QkNorm, Routing, UnknownDtype,
 };
 
 /// The maximum size of a dimension. A larger value means that the file is damaged.
@@ -191,7 +191,11 @@ pub(super) fn read(
             reader.wrong(key, !only, format!("{only}: attention is causal"));
         }
     }
-    let heads = heads(reader, facts, hidden);
+    let latent = latent(reader, facts);
+    let heads = match (facts.latent, latent) {
+        (None, _) => heads(reader, facts, hidden),
+        (Some(_), latent) => latent_heads(reader, latent),
+    };
     let rms_eps = match reader.value("rms_norm_eps").cloned() {
         None => facts.defaults.rms_eps,
         Some(value) => match value.as_f64().map(|eps| eps as f32) {
@@ -208,7 +212,7 @@ pub(super) fn read(
     };
     let mixers = mixers(reader, facts, layers);
     let shared = shared_caches(reader, facts, mixers.as_deref());
-    let attention = attention(reader, facts, mixers.as_deref(), heads, context);
+    let attention = attention(reader, facts, mixers.as_deref(), heads, (latent, context));
     let layer_inputs = layer_inputs(reader, facts, layers, vocab);
     let wide = facts.gemma4 && reader.flag("use_double_wide_mlp");
     let layer_kinds: Option<Vec<LayerKind>> = mixers.map(|mixers| mixers.iter().map(|mixer| mixer.kind()).collect());
@@ -233,6 +237,10 @@ pub(super) fn read(
         }
         ScoreScale::Key(key) => reader.positive(key, Some(1.0)).map(|value| value as f32),
         ScoreScale::One => Some(1.0),
+    };
+    let score_scale = match (latent, &attention) {
+        (Some(latent), Some((kinds, _))) => Some(latent_scale(latent, &kinds[0])),
+        _ => score_scale,
     };
     let [score_cap, logit_cap] = match facts.soft_caps {
         None => [None, None],
@@ -259,6 +267,9 @@ pub(super) fn read(
     let (residual_scale, logits_scaling) = (multiplier("residual_multiplier"), multiplier("logits_scaling"));
 
     known?;
+    if facts.latent.is_some() {
+        latent?;
+    }
     let (attention_kinds, attention_of) = attention?;
     let cache_of = shared?;
     let width =
@@ -272,6 +283,7 @@ pub(super) fn read(
         layers: layers?,
         attention_kinds,
         attention_of,
+        latent,
         cache_of,
         rms_eps,
         vocab: vocab?,
@@ -384,6 +396,47 @@ fn heads(reader: &mut Reader, facts: &Facts, hidden: Option<u32>) -> [Option<u32
         reader.wrong("num_attention_heads", heads, format!("at most {MAX_DIMENSION} / head_dim ({head_dim})"));
     }
     [heads, kv_heads, head_dim]
+}
+
+/// Reads the dimensions of latent attention, if the family has it.
+fn latent(reader: &mut Reader, facts: &Facts) -> Option<Latent> {
+    let (defaults, _) = facts.latent?;
+    if reader.flag("attention_bias") {
+        reader.wrong("attention_bias", true, "false where attention is latent");
+    }
+    let q_rank = match reader.is_null("q_lora_rank") {
+        true => None,
+        false => Some(reader.count_or("q_lora_rank", MAX_DIMENSION, defaults.q_rank.unwrap_or(1))?),
+    };
+    let mut dim = |key: &str, default: u32| {
+        let dim = reader.count_or(key, 1 << 12, default)?;
+        if dim % 8 != 0 {
+            reader.wrong(key, dim, "a multiple of 8");
+        }
+        Some(dim)
+    };
+    let (kv_rank, nope) = (dim("kv_lora_rank", defaults.kv_rank), dim("qk_nope_head_dim", defaults.nope));
+    let (rope, value_dim) = (dim("qk_rope_head_dim", defaults.rope), dim("v_head_dim", defaults.value_dim));
+    Some(Latent { q_rank, kv_rank: kv_rank?, nope: nope?, rope: rope?, value_dim: value_dim? })
+}
+
+/// Reads the number of query heads of latent attention, which share one key head.
+fn latent_heads(reader: &mut Reader, latent: Option<Latent>) -> [Option<u32>; 3] {
+    let heads = reader.count("num_attention_heads", 1 << 10);
+    [heads, Some(1), latent.map(|latent| latent.rope + latent.kv_rank)]
+}
+
+/// Returns the factor of scores of latent attention. With YaRN, the factor of a context that is longer than the original
+/// counts twice, once for queries and once for keys.
+fn latent_scale(latent: Latent, kind: &Attention) -> f32 {
+    let scale = f64::from(latent.nope + latent.rope).powf(-0.5);
+    let longer = match kind.rope.as_ref().map(|rope| &rope.scaling) {
+        Some(RopeScaling::Yarn { factor, mscale_all_dim: Some(coefficient), .. }) if *factor > 1.0 => {
+            0.1 * coefficient * factor.ln() + 1.0
+        }
+        _ => 1.0,
+    };
+    (scale * longer * longer) as f32
 }
 
 /// Returns how the weights are quantised, according to config.json or else to a file beside it; the inner `None` stands
@@ -633,7 +686,7 @@ fn attention(
     facts: &Facts,
     mixers: Option<&[Mixer]>,
     [heads, kv_heads, head_dim]: [Option<u32>; 3],
-    context: Option<u32>,
+    (latent, context): (Option<Latent>, Option<u32>),
 ) -> Option<(Vec<Attention>, Vec<usize>)> {
     // Layers that see all tokens may have other heads.
     let keys_as_values = facts.gemma4 && reader.flag("attention_k_eq_v");
@@ -655,7 +708,8 @@ fn attention(
     {
         reader.wrong("per_layer_config", value, "absent");
     }
-    let full = rope(reader, facts, Layers::Full, full_dim, context);
+    let rotated_part = if facts.latent.is_some() { latent.map(|latent| latent.rope) } else { full_dim };
+    let full = rope(reader, facts, Layers::Full, rotated_part, context);
     let mixers = mixers?;
     let slides = mixers.contains(&Mixer::Attention(Layers::Sliding));
     let (local, window) = match slides {
@@ -742,7 +796,8 @@ fn mlp_kinds(
         (false, Some(0)) => all(MlpKind::Dense),
         (false, _) => match style {
             ExpertStyle::Qwen => sparse_layers(reader, layers),
-            ExpertStyle::DeepSeekV3(dense) => layers_after_dense(reader, layers, dense),
+            ExpertStyle::DeepSeekV3(dense, ..) => layers_after_dense(reader, layers, dense),
+            ExpertStyle::DeepSeekV2 => layers_after_dense(reader, layers, 0),
             ExpertStyle::Gemma4 => all(MlpKind::Experts),
         },
     };
@@ -754,7 +809,7 @@ fn mlp_kinds(
     let inner = reader.count_or(inner_key, MAX_DIMENSION, inner);
     let shared_inner = match (style, shared, reader.value("shared_expert_intermediate_size")) {
         (_, None, _) => Some(0),
-        (ExpertStyle::DeepSeekV3(_), Some(_), _) => {
+        (ExpertStyle::DeepSeekV3(..) | ExpertStyle::DeepSeekV2, Some(_), _) => {
             let shared = match reader.value("n_shared_experts") {
                 None => Some(1),
                 Some(_) => reader.integer("n_shared_experts", 0, 1024),
@@ -773,7 +828,8 @@ fn mlp_kinds(
     };
     let routing = match style {
         ExpertStyle::Qwen => None,
-        ExpertStyle::DeepSeekV3(_) => routing(reader, count, chosen),
+        ExpertStyle::DeepSeekV3(_, groups, kept, factor) => routing(reader, count, chosen, (groups, kept, factor)),
+        ExpertStyle::DeepSeekV2 => softmax_routing(reader, count, chosen),
         // The router's input is divided by the square root of its width.
         ExpertStyle::Gemma4 => hidden.map(|hidden| Routing {
             sigmoid: false,
@@ -784,7 +840,9 @@ fn mlp_kinds(
             ..PLAIN_ROUTING
         }),
     };
-    let normalise = normalise.is_none_or(|default| reader.flag_or("norm_topk_prob", default));
+    // The class ignores the key.
+    let never = style == ExpertStyle::DeepSeekV2;
+    let normalise = !never && normalise.is_none_or(|default| reader.flag_or("norm_topk_prob", default));
     if let (Some(count), Some(chosen)) = (count, chosen)
         && chosen > count
     {
@@ -864,10 +922,15 @@ const PLAIN_ROUTING: Routing = Routing {
 };
 
 /// Reads the choice of experts by sigmoid scores with a bias, in groups.
-fn routing(reader: &mut Reader, count: Option<u32>, chosen: Option<u32>) -> Option<Routing> {
+fn routing(
+    reader: &mut Reader,
+    count: Option<u32>,
+    chosen: Option<u32>,
+    (groups, kept, factor): (u32, u32, f64),
+) -> Option<Routing> {
     let (groups, kept) =
-        (reader.count_or("n_group", MAX_DIMENSION, 1)?, reader.count_or("topk_group", MAX_DIMENSION, 1)?);
-    let factor = reader.positive("routed_scaling_factor", Some(1.0))? as f32;
+        (reader.count_or("n_group", MAX_DIMENSION, groups)?, reader.count_or("topk_group", MAX_DIMENSION, kept)?);
+    let factor = reader.positive("routed_scaling_factor", Some(factor))? as f32;
     let (count, chosen) = (count?, chosen?);
     let each = count / groups;
     if !count.is_multiple_of(groups) || each < 2 {
@@ -883,6 +946,35 @@ fn routing(reader: &mut Reader, count: Option<u32>, chosen: Option<u32>) -> Opti
         return None;
     }
     Some(Routing { sigmoid: true, choice_bias: true, groups, kept, best: 2, factor, ..PLAIN_ROUTING })
+}
+
+/// Reads the choice of experts by softmax scores, in groups if `topk_method` says so.
+fn softmax_routing(reader: &mut Reader, count: Option<u32>, chosen: Option<u32>) -> Option<Routing> {
+    let factor = reader.positive("routed_scaling_factor", Some(1.0))? as f32;
+    let (groups, kept) = match reader.value("topk_method").cloned() {
+        None => (1, 1),
+        Some(value) => match value.as_str() {
+            Some("greedy") => (1, 1),
+            Some("group_limited_greedy") => {
+                (reader.count("n_group", MAX_DIMENSION)?, reader.count("topk_group", MAX_DIMENSION)?)
+            }
+            _ => {
+                reader.wrong("topk_method", value, "greedy or group_limited_greedy");
+                return None;
+            }
+        },
+    };
+    let (count, chosen) = (count?, chosen?);
+    if !count.is_multiple_of(groups) {
+        reader.wrong("n_group", groups, format!("a divisor of the number of experts ({count})"));
+        return None;
+    }
+    if kept > groups || kept * (count / groups) < chosen {
+        let rule = format!("at most n_group ({groups}), with num_experts_per_tok ({chosen}) experts");
+        reader.wrong("topk_group", kept, rule);
+        return None;
+    }
+    Some(Routing { groups, kept, factor, ..PLAIN_ROUTING })
 }
 
 /// Returns experts for every `decoder_sparse_step`-th layer except those in `mlp_only_layers`, and dense for the
@@ -1009,6 +1101,10 @@ fn rope(
             }
         }
     }
+    let interleaved = match facts.latent {
+        Some((_, true)) => reader.flag_or("rope_interleave", facts.interleaved),
+        _ => facts.interleaved,
+    };
     Some(Rope {
         theta: parameters.theta,
         rotary_dim,
@@ -1016,7 +1112,7 @@ fn rope(
         exponent_dim: if parameters.proportional { head_dim } else { rotary_dim },
         pairs: match parameters.proportional {
             true => RotatedPairs::HalvesOfHead,
-            false if facts.interleaved => RotatedPairs::Neighbours,
+            false if interleaved => RotatedPairs::Neighbours,
             false => RotatedPairs::Halves,
         },
         query_growth: parameters.query_growth,

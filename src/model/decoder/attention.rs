@@ -182,9 +182,20 @@ impl Decoder<'_> {
         block: &Block,
         cache: &str,
     ) -> Mixed {
+        let mixed = self.attend(r, shape, step, block, cache);
+        match self.config.latent {
+            Some(latent) => self.latent_output(r, shape, step, block, latent),
+            None => mixed,
+        }
+    }
+
+    fn attend(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block, cache: &str) -> Mixed {
         let c = self.config;
         let heads = self.heads(block.attention);
-        self.mixer_input(r, shape, step, block, "qkv", step.qkv);
+        match c.latent {
+            Some(latent) => self.latent_input(r, shape, step, block, latent),
+            None => self.mixer_input(r, shape, step, block, "qkv", step.qkv),
+        }
         self.norm_rows(r, shape, step, block);
         let o = block.name("o");
         let packs = self.packs_for(shape, &o).then(|| self.packed_order(shape, &o));

@@ -8,6 +8,7 @@ mod delta;
 mod experts;
 mod head;
 mod inputs;
+mod latent;
 mod mlp;
 mod mtp;
 mod products;
@@ -210,6 +211,8 @@ struct Step {
     branch: Activations,
     /// The inputs of all layers that depend on the tokens, if the model has them.
     inputs: Activations,
+    /// With latent attention: the projections of the input, the queries, and the heads' values.
+    latent: [Activations; 3],
     /// The router's logits, and the experts' activations between their two matrix products.
     router: Activations,
     middle: Activations,
@@ -304,6 +307,7 @@ impl Decoder<'_> {
         // The stages of `kernels::stream`, and experts that a kernel of its own chooses, use barriers.
         let routed = c.experts.is_some_and(|experts| experts.routing.is_some());
         let shared = c.layers_of(LayerKind::Attention).any(|layer| !c.owns_cache(layer));
+        let shared = shared || c.latent.is_some();
         let staged = c.has_branch_stages() || c.qk_norm == QkNorm::Rows || c.v_norm || routed || shared;
         if let Some(net) = c.delta {
             widths.extend([net.projected_rows(), net.value_rows()]);
@@ -342,6 +346,12 @@ impl Decoder<'_> {
         let most = |of: &dyn Fn(&Attention) -> u32| c.attention_kinds.iter().map(of).max().unwrap_or(0);
         let (projected, mixed) = c.delta.map_or((0, 0), |net| (net.projected_rows(), net.value_rows()));
         let experts = c.experts.map(|experts| self.expert_shape(experts));
+        let latent = c.latent.map_or([0; 3], |of| {
+            let heads = c.attention_kinds[0].heads;
+            [of.input_rows(), heads * (of.rope + of.nope), heads * of.value_dim]
+        });
+        let names = ["latent.input", "latent.queries", "latent.mixed"];
+        let latent = std::array::from_fn(|at| Self::activations(r, names[at], rows, latent[at]));
         let chunk = match shape {
             StepShape::Verify { sequences, drafts } => self.verify_rows(r, sequences, drafts + 1),
             _ => self.state.chunk(r),
@@ -358,6 +368,7 @@ impl Decoder<'_> {
             inputs: Self::activations(r, "layer_inputs", rows, c.layer_inputs.map_or(0, |of| of.width * c.layers)),
             router: Self::activations(r, &named("router.logits"), rows, experts.map_or(0, |e| e.logits())),
             middle: Self::activations(r, &named("experts.middle"), rows, experts.map_or(0, |e| e.middle_stride())),
+            latent,
             logits: Self::activations(r, "logits", if prefill { 1 } else { rows }, c.vocab),
             fault: self.state.fault(r),
             generations: carries.then(RefCell::default),

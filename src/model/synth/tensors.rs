@@ -3,7 +3,7 @@
 //! one token's logit stands out.
 
 use crate::model::config::{
-    Architecture, Attention, BESIDE_DENSE, DeltaNet, Experts, LayerKind, MlpKind, ModelConfig, NormKind, QkNorm,
+    Architecture, Attention, BESIDE_DENSE, DeltaNet, Experts, Latent, LayerKind, MlpKind, ModelConfig, NormKind, QkNorm,
 };
 
 /// The distribution of a tensor's elements.
@@ -99,7 +99,10 @@ impl List<'_> {
         let c = self.config;
         match (kind, c.delta) {
             (LayerKind::GatedDelta, Some(delta)) => self.gated_delta(at, delta),
-            _ => self.attention(at, attention, own),
+            _ => match c.latent {
+                Some(latent) => self.latent_attention(at, attention.heads, latent),
+                None => self.attention(at, attention, own),
+            },
         }
         let experts = c.experts.filter(|_| mlp == MlpKind::Experts);
         if experts.is_none_or(|experts| experts.beside_dense) {
@@ -151,6 +154,25 @@ impl List<'_> {
         for (part, shape, spread) in parts {
             self.matrices.push((format!("{at}experts.{part}"), shape.map(u64::from).to_vec(), spread));
         }
+    }
+
+    /// Adds latent attention.
+    fn latent_attention(&mut self, at: &str, heads: u32, latent: Latent) {
+        let hidden = self.config.hidden;
+        let Latent { q_rank, kv_rank, nope, rope, value_dim } = latent;
+        let name = |part: &str| format!("{at}self_attn.{part}.weight");
+        match q_rank {
+            None => self.matrix(name("q_proj"), heads * (nope + rope), hidden, 1.0),
+            Some(rank) => {
+                self.matrix(name("q_a_proj"), rank, hidden, 1.0);
+                self.norm(name("q_a_layernorm"), rank);
+                self.matrix(name("q_b_proj"), heads * (nope + rope), rank, 1.0);
+            }
+        }
+        self.matrix(name("kv_a_proj_with_mqa"), kv_rank + rope, hidden, 1.0);
+        self.norm(name("kv_a_layernorm"), kv_rank);
+        self.matrix(name("kv_b_proj"), heads * (nope + value_dim), kv_rank, 1.0);
+        self.matrix(name("o_proj"), hidden, heads * value_dim, 1.0);
     }
 
     /// Adds attention; `own`: also its key and value projections.

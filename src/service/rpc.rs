@@ -76,7 +76,8 @@ impl Rpc {
     pub fn alone(host: Arc<Host>) -> Rpc {
         // Nothing changes: the sender may be gone.
         let (_, settings) = watch::channel(Options::default().changeable());
-        Rpc::new(host, settings, Arc::default(), CancellationToken::new(), TaskTracker::new())
+        let clients = Arc::new(Clients::new(None, false));
+        Rpc::new(host, settings, clients, CancellationToken::new(), TaskTracker::new())
     }
 
     /// The most bytes of text of a prompt.

@@ -358,7 +358,7 @@ fn packed_rows_by_fragments_of_every_format() {
             let at = token_index(row, col, chunks);
             x[at / 2] |= u32::from(bf16::from_f32(random.float()).to_bits()) << (16 * (at % 2));
         }
-        let x = Packed { range: cases.words("x", &x), format: Format::Bf16, cols: k };
+        let x = Packed { range: cases.words("x", &x), format: Format::Bf16, cols: k, order: PackedOrder::Fragments };
         // Sums of up to 512 terms of about 0.3 with a relative error of 2^-9 each and a random sign; rounding to bfloat16
         // adds 2^-8 of the result.
         let gated = case.epilogue == Epilogue::Gated(Glu::Silu);

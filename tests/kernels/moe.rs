@@ -505,7 +505,7 @@ fn experts_are_chosen_by_scores_in_groups() {
         let mut mlp = layer.mlp(&mut cases, rows, false, None);
         mlp.logits = Activations { range: cases.floats("scored", &logits), stride: width };
         let range = bias.as_ref().map(|bias| cases.floats("choice_bias", bias));
-        let route = Route { sigmoid, bias: range, groups, kept, best, factor: 2.5 };
+        let route = Route { sigmoid, bias: range, groups, kept, best, factor: 2.5, logit_scale: 1.0, scales: None };
         let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
         let choices = cases.output("choices", shape.choices_bytes(rows) as usize / 4, Expect::Pairs(SUMS));
         let valid = valid_rows(&mut cases, rows, nobody);

@@ -645,9 +645,9 @@ fn a_prompt_step_with_wgmma_means_the_same_in_plain_rust() {
         let tokens: Vec<u32> = (3..30).collect();
         let prompt =
             PromptRows { slot: SLOT, start: 0, tokens: &tokens, last: true, next: None, from: None, keeps: &[] };
-        let (layout, heads) = (decoder.state, decoder.heads(0));
+        let layout = decoder.state;
         let words = memory.get_mut("state").expect("the state");
-        for (word, values) in layout.chunk_layout().describe(&[prompt], |rows| flash_tiles(heads, rows)) {
+        for (word, values) in layout.chunk_layout().describe(&[prompt]) {
             let at = layout.chunk_word(word) as usize;
             words[at..at + values.len()].copy_from_slice(&values);
         }

@@ -10,6 +10,7 @@ use super::gemm::codes::expanded_bytes;
 use super::gemm::matmul;
 use super::gemm::tiled::token_index;
 use super::host_memory::{HostMemory, PackedMatrix};
+use super::moe::NOBODY;
 use super::recording::{Call, Op, Range, Recording};
 use super::shaders::{
     EmbedRowsArgs, EmbedRowsConstants, ExpandCodesArgs, ExpandCodesConstants, ExpertGemvArgs, ExpertGemvConstants,
@@ -71,6 +72,7 @@ pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
         }
         "panel" => {
             let c = PanelConstants::from_values(&call.constants);
+            variant = [c.experts, 0];
             (c.codes, 16 * c.blocks)
         }
         "expand_codes" => (ExpandCodesConstants::from_values(&call.constants).codes, 0),
@@ -258,9 +260,13 @@ impl Operands {
     fn panel(&mut self, call: &Call, codes: Codes) -> Built {
         let c = PanelConstants::from_values(&call.constants);
         let a = PanelArgs::from_args(&call.args);
-        let (rows, cols, n) = (ROWS, c.chunks * FRAGMENT_COLS, 2 * FRAGMENT_ROWS * c.tiles);
-        let mut x = vec![0u32; (FRAGMENT_ROWS * cols / 2) as usize];
-        for row in 0..rows {
+        let (cols, n) = (c.chunks * FRAGMENT_COLS, 2 * FRAGMENT_ROWS * c.tiles);
+        // Rows sorted by expert fill whole tiles.
+        let tile = FRAGMENT_ROWS * c.blocks;
+        let rows = if c.experts == 1 { tile } else { ROWS };
+        let packed_rows = rows.next_multiple_of(FRAGMENT_ROWS);
+        let mut x = vec![0u32; (packed_rows * cols / 2) as usize];
+        for row in 0..ROWS {
             let first = row * VALUES % (cols - VALUES.min(cols - 1));
             for col in first..(first + VALUES).min(a.k) {
                 let at = token_index(row, col, cols);
@@ -271,24 +277,26 @@ impl Operands {
         // Packed rows of y are blocks of 16 rows and 32 columns.
         let chunks = (n / 2).div_ceil(FRAGMENT_COLS);
         let (y_words, y_stride, width) = match c.packed {
-            0 => (rows * n, n, n),
-            _ => (FRAGMENT_ROWS * chunks * FRAGMENT_COLS / 2, chunks, FRAGMENT_ROWS * FRAGMENT_COLS),
+            0 => (ROWS * n, n, n),
+            _ => (packed_rows * chunks * FRAGMENT_COLS / 2, chunks, FRAGMENT_ROWS * FRAGMENT_COLS),
         };
+        // One tile of the second of two experts.
+        let slots = (0..tile).map(|slot| if slot < ROWS { slot } else { NOBODY }).collect();
         let y = self.zeros("y", y_words);
         let squares = match c.fold {
             1 => vec![1f32.to_bits(); (FRAGMENT_ROWS * c.parts) as usize],
             _ => vec![0; (FRAGMENT_ROWS * n / 16) as usize],
         };
         let args = PanelArgs {
-            weight: self.weight("weight", codes, Layout::Fragments, n, cols.next_multiple_of(unit_cols(codes))),
+            weight: self.weight("weight", codes, Layout::Fragments, 2 * n, cols.next_multiple_of(unit_cols(codes))),
             x,
-            bias: self.bias(n),
+            bias: self.bias(2 * n),
             y,
             squares: self.buffer("squares", squares),
             norm: self.norm(c.fold == 2, n),
             next: self.zeros("next", FRAGMENT_ROWS * n / 2),
-            tiles: self.zeros("tiles", 1),
-            slots: self.zeros("slots", 1),
+            tiles: self.buffer("tiles", vec![c.experts]),
+            slots: self.buffer("slots", slots),
             n,
             rows,
             y_stride,

@@ -4,7 +4,7 @@
 //! - Row-major weights: [`Mlp::choose`], then [`Mlp::gemv_gate_up`] and [`Mlp::gemv_down`], for any number of rows; or, for
 //!   many rows, [`Mlp::choose`], [`Mlp::plan`], [`super::gemm::matmul::block_rows`], [`Mlp::matmul_gate_up`],
 //!   [`Mlp::matmul_down`] and [`Mlp::combine`].
-//! - Many rows, weights in fragment order: [`Mlp::choose`], [`Mlp::plan`], [`super::gemm::tiled::pack_sorted`],
+//! - Many rows, and any number if the weights are codes, weights in fragment order: [`Mlp::choose`], [`Mlp::plan`], [`super::gemm::tiled::pack_sorted`],
 //!   [`Mlp::sorted_gate_up`], [`Mlp::sorted_down`] and [`Mlp::combine`].
 //!
 //! Not here: the router's product and, for many rows, the shared expert's products, which are ordinary products
@@ -182,13 +182,24 @@ pub enum Grouped {
 impl Grouped {
     /// Returns the fastest kernel for up to `rows` rows, preceded by the number of rows of its tiles, for which
     /// [`Sorted`] must be made.
-    pub fn choose(shape: &ExpertsShape, rows: u32, matrices: Matrices) -> (u32, Grouped) {
+    pub fn choose(shape: &ExpertsShape, rows: u32, matrices: Matrices, format: Format) -> (u32, Grouped) {
         let panel = |threads, tiles, ahead, blocks| {
             (16 * blocks, Grouped::Panel(matrices, panel::PanelConfig { threads, tiles, ahead, blocks }))
         };
         // Measured for experts with a hidden size of 2048 and an intermediate size of 768 or 512 on an H200, by rows
         // per expert.
-        match (matrices, rows * shape.chosen / shape.count) {
+        let each = rows * shape.chosen / shape.count;
+        // `panel` dequantises codes once for all rows of a tile, and `tiled` reads numbers only.
+        if format.codes().is_some() {
+            return match (matrices, each) {
+                (Matrices::Emulated, ..=16) => panel(128, 1, 1, 1),
+                (Matrices::Emulated, _) => panel(128, 1, 1, 2),
+                (Matrices::Cooperative, ..=12) => panel(128, 1, 1, 1),
+                (Matrices::Cooperative, ..=24) => panel(128, 1, 1, 2),
+                (Matrices::Cooperative, _) => panel(128, 2, 1, 4),
+            };
+        }
+        match (matrices, each) {
             (Matrices::Emulated, ..=32) => panel(128, 1, 1, 1),
             (Matrices::Emulated, _) => (TILE_TOKENS, Grouped::Tiled(Tile::Plain)),
             (Matrices::Cooperative, ..=12) => panel(128, 2, 4, 1),

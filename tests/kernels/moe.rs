@@ -21,6 +21,7 @@ use ostinato::kernels::moe::{ExpertsShape, Grouped, Mlp, Route, Sorted, Used};
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::tags::{Flow, tagged};
 use ostinato::memory::pack::{self, Format, Layout, Packing, SourceFormat};
+use ostinato::quant::quantize::INT8;
 
 const EPSILON: f32 = 1e-3;
 /// Tolerances, explained at the top of the file.
@@ -552,7 +553,7 @@ fn groupings(matrices: Matrices) -> Vec<(u32, Grouped)> {
 type Stages<'a> = &'a dyn Fn(&mut Cases, &Mlp, &Sorted, Activations);
 
 /// Records the stages of many rows for several sizes, and compares their reference with the formula.
-fn sorted_cases(name: &str, tile: u32, fragments: bool, stages: Stages<'_>) -> (Cases, HostMemory) {
+fn sorted_cases(name: &str, tile: u32, format: Format, fragments: bool, stages: Stages<'_>) -> (Cases, HostMemory) {
     let list = [
         (shape([4, 1, 8, 16], None, false), 17, 17, Logits::Random),
         (shape([16, 8, 32, 64], Some(32), true), 64, 41, Logits::Ties),
@@ -565,7 +566,13 @@ fn sorted_cases(name: &str, tile: u32, fragments: bool, stages: Stages<'_>) -> (
     for (shape, most, used, logits) in list {
         let name = format!("{shape:?}x{used}of{most}.{logits:?}");
         cases.case(name.clone());
-        let layer = Layer::new(&mut random, shape, used, Format::Bf16, logits);
+        let mut layer = Layer::new(&mut random, shape, used, Format::Bf16, logits);
+        if format.codes().is_some() {
+            // Only finite numbers can be quantised.
+            let numbers = layer.gate_up.iter_mut().chain(&mut layer.down).filter(|value| value.is_nan());
+            numbers.for_each(|value| *value = 1e3);
+            layer.format = format;
+        }
         let mlp = layer.mlp(&mut cases, most, fragments, None);
         cases.expect(mlp.x.range, Expect::Floats(ROUNDED));
         let count = (used != most).then(|| cases.words("chunk", &[POISON, POISON, used, POISON]));
@@ -619,7 +626,12 @@ fn sorted_cases(name: &str, tile: u32, fragments: bool, stages: Stages<'_>) -> (
 fn many_rows_are_sorted_by_expert_and_put_together_again() {
     let vulkan = Vulkan::new();
     for matrices in ways() {
-        for (tile, how) in groupings(*matrices) {
+        let formats = |how| match how {
+            Grouped::Panel(..) => vec![Format::Bf16, Format::Codes(INT8)],
+            Grouped::Tiled(_) => vec![Format::Bf16],
+        };
+        let all = groupings(*matrices).into_iter();
+        for (tile, how, format) in all.flat_map(|(tile, how)| formats(how).into_iter().map(move |f| (tile, how, f))) {
             let stages = |cases: &mut Cases, mlp: &Mlp, sorted: &Sorted, parts: Activations| {
                 let near = Expect::Bfloats(2f32.powi(-7));
                 let (hidden, inner) = (mlp.shape.hidden, mlp.shape.inner);
@@ -634,7 +646,7 @@ fn many_rows_are_sorted_by_expert_and_put_together_again() {
                 cases.recording.call(mlp.sorted_gate_up(packed, middle, sorted, how));
                 cases.recording.call(mlp.sorted_down(middle, parts, sorted, how));
             };
-            let (cases, reference) = sorted_cases(&format!("many.{how:?}"), tile, true, &stages);
+            let (cases, reference) = sorted_cases(&format!("many.{how:?}.{format:?}"), tile, format, true, &stages);
             check(&vulkan, &cases, &reference);
         }
     }
@@ -670,7 +682,7 @@ fn many_rows_on_weights_row_after_row_are_sorted_by_expert() {
             cases.recording.call(block_rows("again".to_owned(), between, None, middle, MatmulRows::Slots(sorted)));
             cases.recording.call(mlp.matmul_down(middle, parts, sorted, config));
         };
-        let (cases, reference) = sorted_cases(&format!("rows.{config:?}"), config.tokens, false, &stages);
+        let (cases, reference) = sorted_cases(&format!("rows.{config:?}"), config.tokens, Format::Bf16, false, &stages);
         for driver in Driver::all() {
             let bench = Bench::new(&vulkan, *driver);
             if arithmetic == Arithmetic::F32 || bench.device.adapter().capabilities.float16 {

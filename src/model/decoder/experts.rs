@@ -1,5 +1,5 @@
-//! MoE layers: the router and the products of the chosen experts. A few rows are computed one by one; many are sorted
-//! by expert.
+//! MoE layers: the router and the products of the chosen experts. A few rows are computed one by one; many, and rows
+//! for experts of codes in fragment order, are sorted by expert.
 //!
 //! Not here: the choice of experts, which kernels make (`kernels::moe`).
 
@@ -85,8 +85,10 @@ impl Decoder<'_> {
         };
         let router = block.name("router");
         let fragments = self.tuning.fragments.is_some() && self.weight(&router).is_some_and(|w| self.in_fragments(w));
-        // The kernels for a few rows in fragments choose the experts themselves, by the greatest logits.
-        if self.packs_for(shape, &router) || fragments && c.experts.is_some_and(|experts| experts.routing.is_some()) {
+        // The kernels for a few rows in fragments choose the experts themselves, by the greatest logits, and read
+        // numbers.
+        let alone = c.experts.is_some_and(|experts| experts.routing.is_none()) && !self.has_coded_experts();
+        if self.packs_for(shape, &router) || fragments && !alone {
             self.many_experts(r, shape, step, block, &mlp, router_norm);
             return;
         }
@@ -227,7 +229,7 @@ impl Decoder<'_> {
         let choices = r.buffer("experts.choices", experts.choices_bytes(rows));
         self.choose(r, block, mlp, (used, valid), choices);
 
-        let (tile, how) = Grouped::choose(&experts, rows, matrices);
+        let (tile, how) = Grouped::choose(&experts, rows, matrices, mlp.gate_up.format);
         let [tiles, slots] = Sorted::bytes(&experts, rows, tile);
         let (tiles, slots) = (r.buffer("experts.tiles", tiles), r.buffer("experts.slots", slots));
         let sorted = Sorted::new(&experts, rows, tile, tiles, slots);

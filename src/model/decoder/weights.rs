@@ -13,13 +13,12 @@ const MOST_EXPANDED: u64 = 128 << 20;
 
 impl Decoder<'_> {
     /// Whether a weight is packed in fragment order. If the device supports that, it applies to all matrices of a
-    /// checkpoint whose matrices are all bfloat16 or codes, except for checkpoints with experts of codes. Beside codes,
-    /// f16 matrices (embeddings and LM heads of GPTQ and AWQ) are rounded to bfloat16, as codes are for many rows.
+    /// checkpoint whose matrices are all bfloat16 or codes. Beside codes, f16 matrices (embeddings and LM heads of GPTQ
+    /// and AWQ) are rounded to bfloat16, as codes are for many rows.
     pub(super) fn in_fragments(&self, weight: &WeightSpec) -> bool {
         let is_matrix = |w: &WeightSpec| matches!(w.kind, WeightKind::Matrix);
         let fits = |w: &WeightSpec| match w.format {
-            Format::Bf16 => true,
-            Format::Codes(_) => !w.is_of_experts(),
+            Format::Bf16 | Format::Codes(_) => true,
             Format::F16 => self.has_codes(),
             Format::F32 => false,
         };
@@ -37,6 +36,11 @@ impl Decoder<'_> {
             Format::F16 if self.in_fragments(weight) => Format::Bf16,
             format => format,
         }
+    }
+
+    /// Whether the experts are of codes.
+    pub(super) fn has_coded_experts(&self) -> bool {
+        self.weights.iter().any(|weight| weight.is_of_experts() && weight.format.codes().is_some())
     }
 
     /// Whether a weight is of codes in fragment order.

@@ -104,9 +104,10 @@ pub(crate) fn promised(adapter: &Adapter) -> Vec<Arithmetic> {
     fast.chain([Arithmetic::F32]).collect()
 }
 
-/// Returns the fastest promised arithmetic for row-major weights whose results are right on the device. A device that
-/// multiplies weights in fragments on matrix units (`fragments`) has row-major weights in exceptions only: it is not
-/// tested, and gets pairs of f16.
+/// Returns the fastest promised arithmetic for row-major weights whose results are right on the device, except for
+/// matrices: they are taken with `--tune arithmetic=2` only, because a whole model's logits were NaN with them on an
+/// H200, although small products are right. A device that multiplies weights in fragments on matrix units (`fragments`)
+/// has row-major weights in exceptions only, and is not tested.
 pub(crate) fn arithmetic(
     device: &Arc<Device>,
     arena: &Arena,
@@ -114,13 +115,9 @@ pub(crate) fn arithmetic(
     fragments: bool,
 ) -> Result<Arithmetic, StartError> {
     let adapter = device.adapter();
-    let promised = promised(adapter);
-    if fragments {
-        let plain = promised.into_iter().find(|of| !matches!(of, Arithmetic::Matrices(_)));
-        return Ok(plain.unwrap_or(Arithmetic::F32));
-    }
-    for arithmetic in promised {
-        if arithmetic == Arithmetic::F32 || is_right(device, arena, cache, arithmetic)? {
+    let plain = promised(adapter).into_iter().filter(|of| !matches!(of, Arithmetic::Matrices(_)));
+    for arithmetic in plain {
+        if fragments || arithmetic == Arithmetic::F32 || is_right(device, arena, cache, arithmetic)? {
             return Ok(arithmetic);
         }
         tracing::warn!(device = adapter.name, ?arithmetic, "products in this arithmetic are wrong: it is not used");

@@ -218,10 +218,20 @@ impl Operands {
         self.buffer("norm", words)
     }
 
-    /// Returns the largest magnitude of a row-major matrix of codes.
-    fn largest(&self, range: Range, codes: Codes, rows: u32, cols: u32) -> f32 {
+    /// Returns the factor of a product with a matrix of `[rows, cols]` codes whose results go through the gated linear
+    /// unit `glu`. One with a limit hides the errors of large products, and shows the rounding of small ones beside terms
+    /// that cancel: the factor makes the largest of them about 1. For others it is 1.
+    fn unit_scale(&self, glu: u32, range: Range, codes: Codes, layout: Layout, [rows, cols]: [u32; 2]) -> f32 {
+        match glu & 0xff == 4 {
+            true => 1.0 / (8.0 * self.largest(range, codes, layout == Layout::Fragments, rows, cols)),
+            false => 1.0,
+        }
+    }
+
+    /// Returns the largest magnitude of a matrix of codes.
+    fn largest(&self, range: Range, codes: Codes, fragments: bool, rows: u32, cols: u32) -> f32 {
         let memory = HostMemory { buffers: self.words.clone() };
-        let matrix = PackedMatrix { range, format: Format::Codes(codes), fragments: false, cols };
+        let matrix = PackedMatrix { range, format: Format::Codes(codes), fragments, cols };
         let all = (0..rows).flat_map(|row| (0..cols).map(move |col| (row, col)));
         all.map(|(row, col)| memory.element(&matrix, row, col).abs()).fold(f32::MIN_POSITIVE, f32::max)
     }
@@ -265,12 +275,15 @@ impl Operands {
         let tile = FRAGMENT_ROWS * c.blocks;
         let rows = if c.experts == 1 { tile } else { ROWS };
         let packed_rows = rows.next_multiple_of(FRAGMENT_ROWS);
+        let padded = cols.next_multiple_of(unit_cols(codes));
+        let weight = self.weight("weight", codes, Layout::Fragments, 2 * n, padded);
+        let scale = self.unit_scale(c.epilogue, weight, codes, Layout::Fragments, [2 * n, padded]);
         let mut x = vec![0u32; (packed_rows * cols / 2) as usize];
         for row in 0..ROWS {
             let first = row * VALUES % (cols - VALUES.min(cols - 1));
             for col in first..(first + VALUES).min(a.k) {
                 let at = token_index(row, col, cols);
-                x[at / 2] |= u32::from(bf16::from_f32(self.random()).to_bits()) << (16 * (at % 2));
+                x[at / 2] |= u32::from(bf16::from_f32(self.random() * scale).to_bits()) << (16 * (at % 2));
             }
         }
         let x = self.buffer("x", x);
@@ -288,7 +301,7 @@ impl Operands {
             _ => vec![0; (FRAGMENT_ROWS * n / 16) as usize],
         };
         let args = PanelArgs {
-            weight: self.weight("weight", codes, Layout::Fragments, 2 * n, cols.next_multiple_of(unit_cols(codes))),
+            weight,
             x,
             bias: self.bias(2 * n),
             y,
@@ -362,13 +375,15 @@ impl Operands {
                 values.chunks_exact(2).map(|pair| half(pair[0]) | half(pair[1]) << 16).collect()
             }
         };
+        let weight = self.weight("weight", codes, ROW_MAJOR, n, k);
+        let scale = self.unit_scale(c.epilogue, weight, codes, ROW_MAJOR, [n, k]);
         let y = self.zeros("y", used * n);
         let tiles = rows.div_ceil(c.tokens);
         let slots = (0..rows).map(|row| if row < used { row } else { u32::MAX }).collect();
         let args = MatmulArgs {
-            weight: self.weight("weight", codes, ROW_MAJOR, n, k),
+            weight,
             x: self.buffer("x", x),
-            scales: self.buffer("scales", vec![1f32.to_bits(); padded as usize]),
+            scales: self.buffer("scales", vec![scale.to_bits(); padded as usize]),
             bias: self.bias(n),
             y,
             count: self.buffer("count", vec![0, 0, rows, 0]),
@@ -435,12 +450,8 @@ impl Operands {
             },
             _ => self.zeros("shared_weight", 1),
         };
-        // A gated linear unit with a limit hides the errors of large products, and shows the rounding of small ones beside
-        // terms that cancel: the norm makes the largest of them about 1.
-        let norm = match c.stage == 0 && c.glu & 0xff == 4 {
-            true => 1.0 / (8.0 * self.largest(weight, codes, c.chosen * n, a.k)),
-            false => 1.0,
-        };
+        let glu = if c.stage == 0 { c.glu } else { 0 };
+        let norm = self.unit_scale(glu, weight, codes, ROW_MAJOR, [c.chosen * n, a.k]);
         // In the second stage, a row of x is the parts of all choices.
         let (values, x_cols) = if c.stage == 0 { (VALUES, a.k) } else { (a.x_stride, a.x_stride) };
         let y = self.zeros("y", rows * a.y_stride);

@@ -39,13 +39,13 @@ pub(crate) const CPU_SLOTS: u32 = 4;
 /// power of two.
 pub(crate) const SLOT_MEMORY: u64 = 512 << 20;
 
-/// Whether devices take programs in PTX unless the configuration says otherwise. Not yet: the programs' results have
-/// been compared on a simulated processor, and on a GPU only their times were measured.
-pub(crate) const PTX: bool = false;
+/// Whether devices take programs in PTX unless the configuration says otherwise.
+pub(crate) const PTX: bool = true;
 
 /// Returns whether a device with these changes of the tuning takes programs in PTX.
 pub(crate) fn takes_ptx(tune: &[String]) -> bool {
-    PTX || tune.iter().any(|change| change == "ptx=1")
+    let last = tune.iter().rev().find(|change| change.starts_with("ptx="));
+    last.map_or(PTX, |change| change != "ptx=0")
 }
 
 /// The minimum and maximum of the default number of slots on a GPU.

@@ -350,47 +350,50 @@ void main() {
                 }
                 [[unroll]] for (uint j = 0u; j < TILES * CHAINS; j++) sums[j] = NO_SUMS;
                 barrier();
-                for (uint turn = item; turn < ITEMS; turn += LANES) {
-                    uint token, row = item_row_of(turn, token) + tile * (TILES * 16u);
-                    if (token >= ROWS || row >= n) continue;
-                    uint at = (token * y_stride + row) / 4u;
-                    if (turn >= LANES) {
-                        factor = weight.v[row / 16u * BLOCK_WORDS + row % 16u / 4u];
-                        if (EPILOGUE == 1u) old = y.v[at];
-                    }
-                    if (EPILOGUE == 1u && TAGGED == 3u)
-                        while (poll_again(stale(old, old_tag) != 0u, polls, fault, old_tag)) old = y.v[at];
+                // All invocations take as many turns: some drivers lose count of uneven loops before a barrier.
+                [[dont_unroll]] for (uint base = 0u; base < ITEMS; base += LANES) {
+                    uint turn = base + item, token;
+                    uint row = item_row_of(min(turn, ITEMS - 1u), token) + tile * (TILES * 16u);
+                    if (turn < ITEMS && token < ROWS && row < n) {
+                        uint at = (token * y_stride + row) / 4u;
+                        if (turn >= LANES) {
+                            factor = weight.v[row / 16u * BLOCK_WORDS + row % 16u / 4u];
+                            if (EPILOGUE == 1u) old = y.v[at];
+                        }
+                        if (EPILOGUE == 1u && TAGGED == 3u)
+                            while (poll_again(stale(old, old_tag) != 0u, polls, fault, old_tag)) old = y.v[at];
 
-                    vec4 v = vec4(0.0);
-                    [[unroll]] for (uint i = 0u; i < GROUPS; i++) v += sums_s[(place * GROUPS + i) * ITEMS + turn];
-                    if (NORM == 1u) {
-                        // An invocation with one item has the same row of x in all tiles.
-                        if (first || ITEMS > LANES) {
-                            float sum = 0.0;
-                            [[unroll]] for (uint i = 0u; i < GROUPS; i++) sum += squares_s[i * ROWS + token];
-                            norm_scale = inversesqrt(sum / float(k) + epsilon);
+                        vec4 v = vec4(0.0);
+                        [[unroll]] for (uint i = 0u; i < GROUPS; i++) v += sums_s[(place * GROUPS + i) * ITEMS + turn];
+                        if (NORM == 1u) {
+                            // An invocation with one item has the same row of x in all tiles.
+                            if (first || ITEMS > LANES) {
+                                float sum = 0.0;
+                                [[unroll]] for (uint i = 0u; i < GROUPS; i++) sum += squares_s[i * ROWS + token];
+                                norm_scale = inversesqrt(sum / float(k) + epsilon);
+                            }
+                            v *= norm_scale;
                         }
-                        v *= norm_scale;
-                    }
-                    v *= uintBitsToFloat(factor);
-                    uint left = min(n - row, 4u);
-                    if (BIAS == 1u) [[unroll]] for (uint i = 0u; i < 4u; i++) if (i < left) v[i] += bias.v[row + i];
-                    if (EPILOGUE == 1u) v += uintBitsToFloat(old);
-                    if (EPILOGUE >= 2u) {
-                        vec2 result = glu(EPILOGUE, v.xz, v.yw);
-                        uint half_at = token * y_stride + row / 2u;
-                        uvec2 words = TAGGED == 3u ? uvec2(tagged(result.x, y_tag), tagged(result.y, y_tag)) : floatBitsToUint(result);
-                        if (left == 4u) {
-                            PUT_TWO(half_at, words)
-                        } else if (left >= 2u) {
-                            PUT_ONE(half_at, words.x)
+                        v *= uintBitsToFloat(factor);
+                        uint left = min(n - row, 4u);
+                        if (BIAS == 1u) [[unroll]] for (uint i = 0u; i < 4u; i++) if (i < left) v[i] += bias.v[row + i];
+                        if (EPILOGUE == 1u) v += uintBitsToFloat(old);
+                        if (EPILOGUE >= 2u) {
+                            vec2 result = glu(EPILOGUE, v.xz, v.yw);
+                            uint half_at = token * y_stride + row / 2u;
+                            uvec2 words = TAGGED == 3u ? uvec2(tagged(result.x, y_tag), tagged(result.y, y_tag)) : floatBitsToUint(result);
+                            if (left == 4u) {
+                                PUT_TWO(half_at, words)
+                            } else if (left >= 2u) {
+                                PUT_ONE(half_at, words.x)
+                            }
+                        } else {
+                            uvec4 words = TAGGED == 3u ? tagged(v, y_tag) : floatBitsToUint(v);
+                            if (left == 4u) y.v[at] = words;
+                            if (left < 4u) y.v[at].x = words.x;
+                            if (left < 4u && left > 1u) y.v[at].y = words.y;
+                            if (left == 3u) y.v[at].z = words.z;
                         }
-                    } else {
-                        uvec4 words = TAGGED == 3u ? tagged(v, y_tag) : floatBitsToUint(v);
-                        if (left == 4u) y.v[at] = words;
-                        if (left < 4u) y.v[at].x = words.x;
-                        if (left < 4u && left > 1u) y.v[at].y = words.y;
-                        if (left == 3u) y.v[at].z = words.z;
                     }
                 }
                 first = false;

@@ -551,25 +551,24 @@ fn matmul_cases(name: &str, arithmetic: Arithmetic, configs: &[MatmulConfig], li
             continue;
         }
         // Every variant once, every shape several times.
-        for turn in [index % 2] {
-            let at = index * 2 + turn;
-            let shape = if epilogue != Epilogue::Gated(Glu::Silu) && turn == 1 {
-                odd[at / 2 % odd.len()]
-            } else {
-                shapes[at % shapes.len()]
-            };
-            let (rows, used) = counts[(at * 3 + turn) % counts.len()];
-            let config = configs[at % configs.len()];
-            cases.case(format!("{format:?}.norm={norm}.bias={bias}.{epilogue:?}.{shape:?}x{used}of{rows}.{config:?}"));
-            let logical = Logical::new(&mut random, format, shape, (rows, used), norm, bias, epilogue);
-            let product = logical.product(&mut cases);
-            cases.expect(product.y.range, Expect::Floats(limit));
-            let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
-            // Rows beyond those in use hold poison, so a step that uses all of its rows has as many as that.
-            let rows = if at % 3 == 0 { MatmulRows::All(used) } else { MatmulRows::Counted(rows, count) };
-            record_many(&mut cases, &product, rows, arithmetic, config);
-            made.push((logical, product.y));
-        }
+        let turn = index % 2;
+        let at = index * 2 + turn;
+        let shape = if epilogue != Epilogue::Gated(Glu::Silu) && turn == 1 {
+            odd[at / 2 % odd.len()]
+        } else {
+            shapes[at % shapes.len()]
+        };
+        let (rows, used) = counts[(at * 3 + turn) % counts.len()];
+        let config = configs[at % configs.len()];
+        cases.case(format!("{format:?}.norm={norm}.bias={bias}.{epilogue:?}.{shape:?}x{used}of{rows}.{config:?}"));
+        let logical = Logical::new(&mut random, format, shape, (rows, used), norm, bias, epilogue);
+        let product = logical.product(&mut cases);
+        cases.expect(product.y.range, Expect::Floats(limit));
+        let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
+        // Rows beyond those in use hold poison, so a step that uses all of its rows has as many as that.
+        let rows = if at % 3 == 0 { MatmulRows::All(used) } else { MatmulRows::Counted(rows, count) };
+        record_many(&mut cases, &product, rows, arithmetic, config);
+        made.push((logical, product.y));
     }
     let reference = cases.reference();
     // The reference rounds x to f16 as the kernel does, which is no part of the formula.

@@ -186,7 +186,9 @@ fn expect(name: &str, kv_format: Format, near: f32) -> Expect {
     match name {
         "x" | "head.x" | "qkv" | "attention.output" | "mlp.hidden" | "logits" => Expect::Floats(near),
         "in_proj.output" | "mixer.output" | "router.logits" | "experts.middle" => Expect::Floats(near),
-        "experts.parts" | "shared.output" => Expect::Floats(near),
+        "experts.parts" | "experts.sorted" | "shared.hidden" | "shared.output" => Expect::Floats(near),
+        // Rows of floats for `matmul`, and their factors.
+        name if name.starts_with("blocked.") => Expect::Floats(near),
         "draft.x" | "draft.embedded" | "draft.joined" | "draft.head" | "draft.logits" => Expect::Floats(near),
         // Pairs of a chosen expert and its share.
         "experts.choices" => Expect::Pairs(near),
@@ -197,6 +199,8 @@ fn expect(name: &str, kv_format: Format, near: f32) -> Expect {
         name if name.starts_with(RECURRENT) => Expect::Floats(near),
         // Partial results of a split context.
         "attention.partials" | "tagged.attention.partials" | "flash.partials" => Expect::Any,
+        // Partial sums of divided columns.
+        "matmul.partials" => Expect::Any,
         // The contents of a gated delta net's scratch are an implementation detail of its kernels.
         "scan" => Expect::Any,
         name if name.starts_with("tagged.") => Expect::Tagged(near),

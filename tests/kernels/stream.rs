@@ -126,8 +126,11 @@ fn runs_of_normed_rows_are_summed() {
     let mut random = Random(74);
     let mut made = Vec::new();
     // Rows of the step and the most it can have, columns, and the pooled runs of rows.
-    let shapes: [(u32, u32, u32, &[(u32, u32)]); 3] =
-        [(1, 1, 8, &[(0, 1)]), (37, 64, 72, &[(0, 5), (5, 1), (36, 1)]), (130, 160, 1000, &[(0, 130), (64, 3)])];
+    let shapes = [
+        (1u32, 1, 8u32, vec![(0, 1)]),
+        (37, 64, 72, vec![(0, 5), (5, 1), (36, 1)]),
+        (130, 160, 1000, vec![(0, 130), (64, 3)]),
+    ];
     for (rows_used, most, width, runs) in shapes {
         cases.case(format!("{width} rows={rows_used}"));
         let (stride, prompts, first) = (width.next_multiple_of(32), 4, 3);

@@ -385,7 +385,7 @@ pub fn sample(codes: Codes, layout: Layout, rows: u32, cols: u32) -> Vec<u32> {
         }
         for (group, scale) in (0..).zip(&mut row.scales) {
             let size = largest * (1.0 + (group * 5 + index) as f32 % 7.0 / 8.0) / (1 << (group % 3)) as f32;
-            *scale = if (group + index) % 2 == 0 { size } else { -size };
+            *scale = if (group + index).is_multiple_of(2) { size } else { -size };
         }
         for (minimum, scale) in row.minimums.iter_mut().zip(&row.scales) {
             // Near the middle of the values of an affine code; scales count value · 2⁻ᵉ.

@@ -100,7 +100,7 @@ impl RotatedPairs {
     pub fn places(self, dim: u32, rotated: u32) -> Vec<u32> {
         let half = rotated / 2;
         let place = |i: u32| match self {
-            RotatedPairs::Neighbours if i < rotated => i / 2 + if i % 2 == 0 { 0 } else { half },
+            RotatedPairs::Neighbours if i < rotated => i / 2 + if i.is_multiple_of(2) { 0 } else { half },
             RotatedPairs::HalvesOfHead if i < half => i,
             RotatedPairs::HalvesOfHead if i < dim / 2 => i + half,
             RotatedPairs::HalvesOfHead if i < dim / 2 + half => i - dim / 2 + half,

@@ -212,11 +212,10 @@ impl Decoder<'_> {
             };
             r.call(attention::append(block.name("append"), heads, shape.rows(), block.owns_cache, args));
         }
-        if !decode {
-            if let Some(matrices) = self.tuning.fragments.filter(|matrices| self.flashes(heads, *matrices)) {
-                self.flash(r, shape, step, block, (k, v), matrices);
-                return Mixed::Rows(step.attention);
-            }
+        let flashes = |matrices: &Matrices| !decode && self.flashes(heads, *matrices);
+        if let Some(matrices) = self.tuning.fragments.filter(flashes) {
+            self.flash(r, shape, step, block, (k, v), matrices);
+            return Mixed::Rows(step.attention);
         }
         let sinks = self.vector(r, &block.name("sinks")).unwrap_or(step.fault.none());
         let args = AttentionArgs {

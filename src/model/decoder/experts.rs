@@ -148,7 +148,7 @@ impl Decoder<'_> {
             let arithmetic = self.tuning.arithmetic.of(weight.format);
             Blocked::declare(r, name, arithmetic, sorted.slot_count(), weight.cols)
         };
-        let (x, packed) = (blocked("experts.x", &mlp.gate_up), blocked("experts.blocked", &mlp.down));
+        let (x, packed) = (blocked("blocked.experts", &mlp.gate_up), blocked("blocked.inner", &mlp.down));
         let middle = Self::activations(r, "experts.sorted", sorted.slot_count(), experts.inner);
         let stride = step.x.stride;
         let parts = Activations { range: r.buffer("experts.parts", experts.parts_bytes(rows, stride)), stride };

@@ -229,7 +229,7 @@ impl Decoder<'_> {
             (Arithmetic::Matrices(of), _) => {
                 let tokens = match rows {
                     ..=32 => 2,
-                    ..=64 => 4,
+                    33..=64 => 4,
                     _ => 8,
                 };
                 // A workgroup has about 128 invocations, whatever its subgroups' size.

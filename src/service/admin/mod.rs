@@ -98,7 +98,7 @@ impl HttpEndpoint {
         let plain = |name: &&str| {
             !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-_:[]".contains(&byte))
         };
-        let page = page.map(|host| split_port(host)).filter(plain).map(ToOwned::to_owned);
+        let page = page.map(split_port).filter(plain).map(ToOwned::to_owned);
         let own = (!self.address.ip().is_unspecified()).then(|| self.host());
         let (scheme, port) = (self.scheme(), self.address.port());
         page.into_iter().chain(own).map(|host| format!(" {scheme}://{host}:{port}")).collect()

@@ -122,11 +122,12 @@ fn a_shader_that_asks_for_more_has_a_variant_that_does_not() {
         if shader.name.ends_with(".plain") && optional.iter().all(|name| by_hand.contains(&name.as_str())) {
             continue;
         }
-        // The layout of matrices is asked for only where there are matrices, and wider tiles have the plain variant of
-        // the others.
+        // The layout of matrices is asked for only where there are matrices, wider tiles have the plain variant of the
+        // others, and other arithmetic has that in f32.
         let base = shader.name.trim_end_matches(".128").trim_end_matches(".64");
-        let plain = format!("{base}.plain");
-        let twin = SHADERS.iter().any(|other| other.name == plain) || base.starts_with("fragment_layout.");
+        let plain = [format!("{base}.plain"), base.trim_end_matches(".half").trim_end_matches(".matrix").to_owned()];
+        let is_plain = |name: &str| name != shader.name && plain.iter().any(|plain| plain == name);
+        let twin = SHADERS.iter().any(|other| is_plain(other.name)) || base.starts_with("fragment_layout.");
         assert!(optional.is_empty() || twin, "{} needs {optional:?} and has no plain variant", shader.name);
     }
 }

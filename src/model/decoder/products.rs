@@ -103,7 +103,7 @@ impl Decoder<'_> {
             Matrices::Emulated => (64, 1, 1, 4),
             // Two steps are in flight: more words would leave no registers for another workgroup on the processor.
             // Measured with the matrices of Qwen3-8B on an H200.
-            Matrices::Cooperative if units >= 64 => (512, 1, 4, 2),
+            Matrices::Cooperative if units >= 64 => (512, 1, 4, 1),
             Matrices::Cooperative if words <= 2 && weight.rows >= 16_384 && rows == 1 => (256, 2, 4, 2),
             Matrices::Cooperative => (256, 1, 4, 2),
         };

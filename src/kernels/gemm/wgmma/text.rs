@@ -1,4 +1,4 @@
-//! The text of `wgmma`, a GEMM of many rows for NVIDIA GPUs of compute capability 9.0, in PTX: y[r] = epilogue( W · x[r] ).
+//! The text of `wgmma`, a GEMM of many rows for NVIDIA GPUs of compute capability 9.0, in PTX: `y[r] = epilogue( W · x[r] )`.
 //! A program's text is made for a [`WgmmaVariant`]: tile, stages and epilogue are numbers in it.
 //!
 //! ```text

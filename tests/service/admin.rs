@@ -112,6 +112,9 @@ async fn files_and_refusals_have_their_headers() {
         ("/", 200, "text/html; charset=utf-8"),
         ("/page.css", 200, "text/css; charset=utf-8"),
         ("/page.js", 200, "text/javascript; charset=utf-8"),
+        ("/history.js", 200, "text/javascript; charset=utf-8"),
+        ("/chat.js", 200, "text/javascript; charset=utf-8"),
+        ("/api/history", 200, "application/json"),
         ("/favicon.svg", 200, "image/svg+xml"),
         ("/metrics", 200, "application/openmetrics-text; version=1.0.0; charset=utf-8"),
         ("/api/state", 200, "application/json"),
@@ -137,7 +140,9 @@ async fn files_and_refusals_have_their_headers() {
             && !page.contains("http://")
             && !page.contains("https://")
     );
-    assert_eq!(page.matches("<script").count(), 1, "its own, and nothing in the text");
+    let own = ["page.js", "history.js", "chat.js"].map(|name| format!("<script src=\"/{name}\" defer></script>"));
+    assert!(own.iter().all(|script| page.contains(script)), "its own");
+    assert_eq!(page.matches("<script").count(), own.len(), "and nothing in the text");
 }
 
 #[tokio::test]

@@ -7,7 +7,7 @@ use crate::device::{Adapter, Capabilities, Component, Device, MatrixShape, Progr
 use crate::gpu::error::StartError;
 use crate::gpu::timing::time_regions;
 use crate::kernels::gemm::fragment_layout::{self, FOUND};
-use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, MatrixUnits, Scratch, block_rows};
+use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch, block_rows};
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product};
 use crate::kernels::host_memory::HostMemory;
@@ -97,17 +97,16 @@ pub(crate) fn probe(device: &Arc<Device>, arena: &Arena, cache: Option<&Path>) -
 }
 
 /// Returns the arithmetic that an adapter promises for row-major weights, the fastest first. CPU drivers compute in f32.
+/// Matrices are left out: they are taken with `--tune arithmetic=2` only, because a whole model's logits were NaN with
+/// them on an H200, although small products are right.
 pub(crate) fn promised(adapter: &Adapter) -> Vec<Arithmetic> {
-    let units = MatrixUnits::of(&adapter.capabilities).map(Arithmetic::Matrices);
-    let half = adapter.capabilities.float16.then_some(Arithmetic::F16);
-    let fast = [units, half].into_iter().flatten().filter(|_| !adapter.is_cpu());
-    fast.chain([Arithmetic::F32]).collect()
+    let half = (adapter.capabilities.float16 && !adapter.is_cpu()).then_some(Arithmetic::F16);
+    half.into_iter().chain([Arithmetic::F32]).collect()
 }
 
-/// Returns the fastest promised arithmetic for row-major weights whose results are right on the device, except for
-/// matrices: they are taken with `--tune arithmetic=2` only, because a whole model's logits were NaN with them on an
-/// H200, although small products are right. A device that multiplies weights in fragments on matrix units (`fragments`)
-/// has row-major weights in exceptions only, and is not tested.
+/// Returns the fastest promised arithmetic for row-major weights whose results are right on the device. A device that
+/// multiplies weights in fragments on matrix units (`fragments`) has row-major weights in exceptions only, and is not
+/// tested.
 pub(crate) fn arithmetic(
     device: &Arc<Device>,
     arena: &Arena,
@@ -115,8 +114,7 @@ pub(crate) fn arithmetic(
     fragments: bool,
 ) -> Result<Arithmetic, StartError> {
     let adapter = device.adapter();
-    let plain = promised(adapter).into_iter().filter(|of| !matches!(of, Arithmetic::Matrices(_)));
-    for arithmetic in plain {
+    for arithmetic in promised(adapter) {
         if fragments || arithmetic == Arithmetic::F32 || is_right(device, arena, cache, arithmetic)? {
             return Ok(arithmetic);
         }
@@ -138,10 +136,7 @@ fn is_right(
     let mut recording = Recording::new("arithmetic");
     let r = &mut recording;
     let stride = 64;
-    let config = match arithmetic {
-        Arithmetic::Matrices(of) => MatmulConfig { tokens: 2 * of.m, features: 4 * of.n, words: 2, each: 2, splits: 2 },
-        _ => MatmulConfig { tokens: 16, features: 64, words: 1, each: 4, splits: 2 },
-    };
+    let config = MatmulConfig { tokens: 16, features: 64, words: 1, each: 4, splits: 2 };
     let x = Activations { range: r.buffer("x", u64::from(rows * k) * 4), stride: k };
     let product = Product {
         label: "arithmetic".to_owned(),

@@ -4,8 +4,8 @@
 //! - Row-major weights: [`Mlp::choose`], then [`Mlp::gemv_gate_up`] and [`Mlp::gemv_down`], for any number of rows; or, for
 //!   many rows, [`Mlp::choose`], [`Mlp::plan`], [`super::gemm::matmul::block_rows`], [`Mlp::matmul_gate_up`],
 //!   [`Mlp::matmul_down`] and [`Mlp::combine`].
-//! - Many rows, and any number if the weights are codes, weights in fragment order: [`Mlp::choose`], [`Mlp::plan`], [`super::gemm::tiled::pack_sorted`],
-//!   [`Mlp::sorted_gate_up`], [`Mlp::sorted_down`] and [`Mlp::combine`].
+//! - Many rows, weights in fragment order: [`Mlp::choose`], [`Mlp::plan`], [`super::gemm::tiled::pack_sorted`],
+//!   [`Mlp::sorted_gate_up`], [`Mlp::sorted_down`] and [`Mlp::combine`]. If the weights are codes, for any number of rows.
 //!
 //! Not here: the router's product and, for many rows, the shared expert's products, which are ordinary products
 //! (`skinny`, `gemm`, `panel`, `tiled`).

@@ -2,29 +2,15 @@
 //! prompt is split into chunks, on other sequences in the batch or on the prefix cache. Method: a committed checkpoint
 //! with hidden states from transformers; checkpoints of several families, whose logits follow from the pooled state.
 
-use crate::common::{Driver, Vulkan};
+use crate::common::Vulkan;
 use crate::harness::models::{expected, fixture, generate, idle, request, submit};
+use crate::scoring::serve;
 use crossbeam_channel::Receiver;
-use ostinato::config::{Config, KvFormat, Model};
 use ostinato::engine::request::{Event, FinishReason, Finished, Limits, Request, Started};
-use ostinato::gpu::devices::start_on;
-use ostinato::host::Host;
-use ostinato::host::progress::Quiet;
 use ostinato::model::embedding::Pooling;
 use ostinato::replica::Replica;
 use std::sync::Arc;
 use std::time::Duration;
-
-fn serve(vulkan: &Vulkan, name: &str, change: impl FnOnce(&mut Model, &mut Config)) -> Host {
-    let mut model = Model::new("m", fixture(name), Some(vulkan.adapter(Driver::first()).selector()));
-    model.slots = Some(4);
-    model.kv_format = Some(KvFormat::F32);
-    let mut config = Config::default();
-    config.runtime.tune = vec!["fragments=0".into()];
-    change(&mut model, &mut config);
-    config.models = vec![model];
-    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{name}: {e:?}"))
-}
 
 fn ask(id: &str, prompt: &[u32], pooling: Pooling) -> Request {
     Request { id: id.to_owned(), pooling: Some(pooling), ..request(prompt, 1) }

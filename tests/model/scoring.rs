@@ -108,7 +108,8 @@ fn a_score_adds_up() {
     assert_eq!(score_of(&[f32::NAN; 3], 1, 2), Score { token: 1, logprob: f32::NEG_INFINITY, top: Vec::new() });
 }
 
-fn serve(vulkan: &Vulkan, name: &str, change: impl FnOnce(&mut Model, &mut Config)) -> Host {
+/// Serves a fixture with four slots, f32 keys and values and row-major weights, after a change of its configuration.
+pub(crate) fn serve(vulkan: &Vulkan, name: &str, change: impl FnOnce(&mut Model, &mut Config)) -> Host {
     let mut model = Model::new("m", fixture(name), Some(vulkan.adapter(Driver::first()).selector()));
     model.slots = Some(4);
     model.kv_format = Some(KvFormat::F32);

@@ -139,11 +139,7 @@ impl Decoder<'_> {
     ) {
         let (c, rows, experts) = (self.config, shape.rows(), mlp.shape);
         let (used, _) = Self::used(shape, step);
-        let tile = gate_up.tokens;
-        let [tiles, slots] = Sorted::bytes(&experts, rows, tile);
-        let (tiles, slots) = (r.buffer("experts.tiles", tiles), r.buffer("experts.slots", slots));
-        let sorted = Sorted::new(&experts, rows, tile, tiles, slots);
-        r.call(mlp.plan(used, choices, &sorted));
+        let sorted = Self::sorted(r, mlp, used, choices, gate_up.tokens);
         let mut blocked = |name: &str, weight: &Matrix| {
             let arithmetic = self.tuning.arithmetic.of(weight.format);
             Blocked::declare(r, name, arithmetic, sorted.slot_count(), weight.cols)
@@ -197,6 +193,15 @@ impl Decoder<'_> {
         (Used { rows: shape.rows(), count: prompts.then_some(step.chunk) }, (!prompts).then_some(step.rows))
     }
 
+    /// Records the sorting of rows by expert into tiles of `tile` rows.
+    fn sorted(r: &mut Recording, mlp: &Mlp, used: Used, choices: Range, tile: u32) -> Sorted {
+        let [tiles, slots] = Sorted::bytes(&mlp.shape, used.rows, tile);
+        let (tiles, slots) = (r.buffer("experts.tiles", tiles), r.buffer("experts.slots", slots));
+        let sorted = Sorted::new(&mlp.shape, used.rows, tile, tiles, slots);
+        r.call(mlp.plan(used, choices, &sorted));
+        sorted
+    }
+
     /// Records an MoE layer for many rows sorted by expert, with weights in fragment order.
     fn many_experts(
         &self,
@@ -230,10 +235,7 @@ impl Decoder<'_> {
         self.choose(r, block, mlp, (used, valid), choices);
 
         let (tile, how) = Grouped::choose(&experts, rows, matrices, mlp.gate_up.format);
-        let [tiles, slots] = Sorted::bytes(&experts, rows, tile);
-        let (tiles, slots) = (r.buffer("experts.tiles", tiles), r.buffer("experts.slots", slots));
-        let sorted = Sorted::new(&experts, rows, tile, tiles, slots);
-        r.call(mlp.plan(used, choices, &sorted));
+        let sorted = Self::sorted(r, mlp, used, choices, tile);
         let mut packed_rows = |name: &str, cols: u32| Packed {
             range: r.buffer(name, sorted.packed_bytes(cols)),
             format: Format::Bf16,

@@ -5,7 +5,7 @@
 //
 // choices  [rows][CHOSEN + SHARED] of (expert, share), as `expert_choose` writes them; the shared expert's are left out
 // tiles    [MOST]: the expert of each tile. Experts are in ascending order, the tiles of an expert are consecutive;
-//          NOBODY beyond the last tile
+//          NOBODY beyond the last tile. Then, at MOST, the number of tiles in use
 // slots    [MOST][TILE]: row · CHOSEN + the index of the row's choice, ascending within an expert; NOBODY beyond an
 //          expert's last. The slots of tiles without an expert are left unchanged
 // Rows not below `count[2]` (the number of rows of the prompt step) and rows that chose NOBODY do not take part.
@@ -75,5 +75,6 @@ void main() {
     uint mine = (counts_s[expert] + TILE - 1u) / TILE;
     for (uint i = counts_s[expert] + t; i < mine * TILE; i += LANES) slots.v[first * TILE + i] = NOBODY;
     for (uint i = t; i < mine; i += LANES) tiles.v[first + i] = expert;
+    if (expert == 0u && t == 0u) tiles.v[MOST] = total;
     for (uint i = total + expert * LANES + t; i < MOST; i += COUNT * LANES) tiles.v[i] = NOBODY;
 }

@@ -14,7 +14,8 @@ use super::deterministic::{key_of, value_of};
 use super::gemm::matmul::{Blocked, MatmulConfig, MatmulRows, Scratch};
 use super::gemm::panel;
 use super::gemm::skinny::{Matrices, SkinnyConfig};
-use super::gemm::tiled::{Output, Packed, TILE_TOKENS, Tile, Tiled};
+use super::gemm::tiled::{Output, Packed, PackedOrder, TILE_TOKENS, Tile, Tiled};
+use super::gemm::wgmma::{self, WgmmaTile};
 use super::gemm::{Activations, Epilogue, Glu, Matrix, Product, glu};
 use super::host_memory::{HostMemory, PackedMatrix};
 use super::recording::{Call, Range};
@@ -135,7 +136,7 @@ impl ExpertsShape {
 /// The choices of many rows, sorted by expert into tiles of rows.
 #[derive(Clone, Copy, Debug)]
 pub struct Sorted {
-    /// `[most]`: the expert of each tile; [`NOBODY`] beyond the last tile.
+    /// `[most + 1]`: the expert of each tile; [`NOBODY`] beyond the last tile. The last word is the number of tiles in use.
     pub tiles: Range,
     /// `[most][tile]`: row · chosen + the index of the row's choice, or [`NOBODY`].
     pub slots: Range,
@@ -151,7 +152,7 @@ impl Sorted {
     /// Returns the sizes of `tiles` and of `slots` for `rows` rows, in bytes.
     pub fn bytes(shape: &ExpertsShape, rows: u32, tile: u32) -> [u64; 2] {
         let most = u64::from(shape.most_tiles(rows, tile));
-        [most * 4, most * u64::from(tile) * 4]
+        [(most + 1) * 4, most * u64::from(tile) * 4]
     }
 
     /// Creates the description for `rows` rows, with ranges of [`Sorted::bytes`].
@@ -177,10 +178,35 @@ pub enum Grouped {
     Panel(Matrices, panel::PanelConfig),
     /// `tiled`, for many, in tiles of [`super::gemm::tiled::TILE_TOKENS`] rows.
     Tiled(Tile),
+    /// `wgmma`, for many: the tiles of both products, which have the same number of rows of x, and the number of workgroups
+    /// that run at once.
+    Wgmma([WgmmaTile; 2], u32),
 }
 
 impl Grouped {
-    /// Returns the fastest kernel for up to `rows` rows, preceded by the number of rows of its tiles, for which
+    /// The order of the packed rows.
+    pub fn order(self) -> PackedOrder {
+        match self {
+            Grouped::Wgmma(..) => PackedOrder::Swizzled,
+            Grouped::Panel(..) | Grouped::Tiled(_) => PackedOrder::Fragments,
+        }
+    }
+
+    /// Returns `wgmma` for up to `rows` rows on a device with so many processors, preceded by the number of rows of its
+    /// tiles; `None` if it does not serve the experts.
+    pub fn wgmma(shape: &ExpertsShape, rows: u32, processors: u32, format: Format) -> Option<(u32, Grouped)> {
+        let [gate_up, down] = [(2 * shape.inner, shape.hidden), (shape.hidden, shape.inner)];
+        let serves = |(n, k)| wgmma::serves(format, n, k);
+        if !serves(gate_up) || !serves(down) || !wgmma::packs(gate_up.0) {
+            return None;
+        }
+        let each = (rows * shape.chosen / shape.count).max(1);
+        let choose = |n, tokens| wgmma::choose_sorted((each, shape.count), n, tokens, processors, format);
+        let first = choose(gate_up.0, None);
+        Some((first.tokens, Grouped::Wgmma([first, choose(down.0, Some(first.tokens))], processors)))
+    }
+
+    /// Returns the fastest of the other kernels for up to `rows` rows, preceded by the number of rows of its tiles, for which
     /// [`Sorted`] must be made.
     pub fn choose(shape: &ExpertsShape, rows: u32, matrices: Matrices, format: Format) -> (u32, Grouped) {
         let panel = |threads, tiles, ahead, blocks| {
@@ -641,6 +667,9 @@ impl Mlp {
         match how {
             Grouped::Panel(matrices, config) => panel::panel_sorted(&product, sorted, matrices, config),
             Grouped::Tiled(tile) => product.sorted(tile, sorted),
+            Grouped::Wgmma(tiles, processors) => {
+                wgmma::wgmma_sorted(&product, tiles[usize::from(stage == Stage::Down)], sorted, processors)
+            }
         }
     }
 
@@ -943,6 +972,7 @@ pub(super) fn reference_expert_plan(call: &Call, memory: &mut HostMemory) {
             tile += 1;
         }
     }
+    memory.set_u32(a.tiles, c.most, tile);
     for tile in tile..c.most {
         memory.set_u32(a.tiles, tile, NOBODY);
     }

@@ -157,9 +157,9 @@ impl Pipelines {
             let shader = shaders::find(kernel);
             let module = match shader.is_ptx() {
                 true => {
-                    let tile = wgmma::variant_of(&constants).tile;
-                    let shared_bytes = Some(tile.shared_bytes());
-                    Module { capabilities: BTreeSet::new(), group: [tile.threads(), 1, 1], shared_bytes }
+                    let variant = wgmma::variant_of(&constants);
+                    let shared_bytes = Some(variant.shared_bytes());
+                    Module { capabilities: BTreeSet::new(), group: [variant.tile.threads(), 1, 1], shared_bytes }
                 }
                 false => Module::read(&shader.words(), &constants),
             };
@@ -258,7 +258,7 @@ fn build_one(device: &Device, cache: &PipelineCache, (kernel, constants): &Key) 
             text: &wgmma::text::text(&variant),
             entry: wgmma::text::ENTRY,
             threads: variant.tile.threads(),
-            shared_bytes: variant.tile.shared_bytes(),
+            shared_bytes: variant.shared_bytes(),
             args_bytes: shader.push_bytes,
         };
         return Program::new(device, &desc).map(Kernel::Program);

@@ -58,22 +58,24 @@ pub struct ArgField {
 
 /// The interface of `wgmma`, whose program is a text in PTX (`super::gemm::wgmma`).
 pub static WGMMA: Shader = Shader {
-    name: "wgmma.bf16",
+    name: "wgmma",
     source: "src/kernels/gemm/wgmma/text.rs",
     spirv: &[],
-    push_bytes: 64,
+    push_bytes: 80,
     fields: &[
         address("weight", 0),
         address("x", 8),
         address("bias", 16),
         address("y", 24),
         address("count", 32),
-        value("n", 40),
-        value("k", 44),
-        value("rows", 48),
-        value("x_rows", 52),
-        value("y_stride", 56),
-        value("y_rows", 60),
+        address("tiles", 40),
+        address("slots", 48),
+        value("n", 56),
+        value("k", 60),
+        value("rows", 64),
+        value("x_rows", 68),
+        value("y_stride", 72),
+        value("y_rows", 76),
     ],
     constants: &[
         (0, "groups"),
@@ -83,6 +85,8 @@ pub static WGMMA: Shader = Shader {
         (4, "bias"),
         (5, "epilogue"),
         (6, "packed"),
+        (7, "codes"),
+        (8, "experts"),
     ],
     matrices: false,
 };

@@ -628,7 +628,7 @@ fn many_rows_are_sorted_by_expert_and_put_together_again() {
     for matrices in ways() {
         let formats = |how| match how {
             Grouped::Panel(..) => vec![Format::Bf16, Format::Codes(INT8)],
-            Grouped::Tiled(_) => vec![Format::Bf16],
+            Grouped::Tiled(_) | Grouped::Wgmma(..) => vec![Format::Bf16],
         };
         let all = groupings(*matrices).into_iter();
         for (tile, how, format) in all.flat_map(|(tile, how)| formats(how).into_iter().map(move |f| (tile, how, f))) {

@@ -3,7 +3,7 @@
 //! group of products when it is waited for. A program that reads or overwrites something too early then computes
 //! something else. Not here: instructions that no program uses; they end the test.
 
-use half::bf16;
+use half::{bf16, f16};
 use std::collections::{BTreeSet, HashMap, VecDeque};
 
 /// The number of lanes of a warp.
@@ -416,6 +416,14 @@ impl Processor<'_> {
                     group.into_iter().for_each(|product| self.multiply(warp, product));
                 }
             }
+            ("mov", ["b32"]) if matches!(operands[0], Operand::List(_)) => {
+                let (Operand::List(halves), whole) = (&operands[0], of(1)) else { panic!("{operands:?}") };
+                for (at, half) in (0..).zip(halves) {
+                    for lane in lanes() {
+                        warp.registers[*half][lane] = whole[lane] >> (16 * at) & 0xffff;
+                    }
+                }
+            }
             _ => {
                 let value = self.computed(warp, name, &parts, operands);
                 set(warp, &operands[0], value, mask);
@@ -442,11 +450,38 @@ impl Processor<'_> {
                     u64::from(match parts[1] {
                         "eq" => a[lane] == b[lane],
                         "ne" => a[lane] != b[lane],
+                        "le" => a[lane] <= b[lane],
                         "ge" => a[lane] >= b[lane],
                         "lt" => a[lane] < b[lane],
                         "gt" => a[lane] > b[lane],
                         other => panic!("setp.{other}"),
                     })
+                })
+            }
+            ("cvt", "f16") => {
+                let half = |lane: usize| f16::from_bits(of(1)[lane] as u16);
+                floats(&|lane| half(lane).to_f32())
+            }
+            ("fma" | "mul", "f16x2") => {
+                let (a, b) = (of(1), of(2));
+                let c = operands.get(3).map_or([0; LANES], |_| of(3));
+                each(&|lane| {
+                    let half = |bits: u64, at: u32| f64::from(f16::from_bits((bits >> at) as u16).to_f32());
+                    // A product of two f16 is exact in f64, and a sum with a third is rounded once more than on the device in
+                    // cases that no weights have.
+                    let value = |at: u32| match parts[0] {
+                        "fma" => half(a[lane], at) * half(b[lane], at) + half(c[lane], at),
+                        _ => half(a[lane], at) * half(b[lane], at),
+                    };
+                    let bits = |at: u32| u64::from(f16::from_f64(value(at)).to_bits());
+                    bits(0) | bits(16) << 16
+                })
+            }
+            ("prmt", _) => {
+                let (a, b, selector) = (of(1), of(2), of(3));
+                each(&|lane| {
+                    let bytes = a[lane] & 0xffff_ffff | b[lane] << 32;
+                    (0..4).map(|i| (bytes >> (8 * (selector[lane] >> (4 * i) & 7)) & 255) << (8 * i)).sum()
                 })
             }
             ("cvt", "f32") => {

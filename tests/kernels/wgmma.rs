@@ -11,17 +11,20 @@ use crate::python::python;
 use ostinato::kernels::gemm::Activations;
 use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, pack_rows, swizzled_index};
 use ostinato::kernels::gemm::wgmma::probe::{WgmmaProbe, probe, sized};
-use ostinato::kernels::gemm::wgmma::{WgmmaTile, WgmmaVariant, text, variant_of};
+use ostinato::kernels::gemm::wgmma::{WgmmaTile, text, variant_of};
+use ostinato::kernels::codes_word;
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::interpreter;
 use ostinato::kernels::recording::{Arg, Op, Recording};
 use ostinato::kernels::shaders::find;
 use ostinato::memory::pack::{Format, fragment_index};
+use ostinato::quant::number::Number;
+use ostinato::quant::{Codes, Minimum};
 use std::path::PathBuf;
 use std::process::Command;
 
 /// Every tile that `wgmma::choose` knows, and every other combination that can be configured, but for the stages.
-const TILES: [[u32; 4]; 13] = [
+const TILES: [[u32; 4]; 20] = [
     [2, 1, 256, 4],
     [2, 2, 128, 4],
     [2, 1, 128, 6],
@@ -35,6 +38,13 @@ const TILES: [[u32; 4]; 13] = [
     [1, 1, 256, 4],
     [1, 2, 64, 8],
     [1, 3, 64, 6],
+    [3, 1, 32, 7],
+    [2, 1, 32, 10],
+    [1, 1, 32, 17],
+    [2, 2, 32, 6],
+    [1, 2, 32, 8],
+    [1, 3, 32, 7],
+    [1, 4, 32, 6],
 ];
 /// The number of an epilogue: GeGLU, and the clamped unit with a limit of 7.
 const GELU: u32 = 3;
@@ -43,8 +53,55 @@ const CLAMPED: u32 = 4 | 0x40e0_0000;
 const EPILOGUES: [[u32; 3]; 8] =
     [[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0], [0, 2, 0], [0, 2, 1], [1, GELU, 1], [1, CLAMPED, 1]];
 
+/// Formats of weights: of each number of bits and kind of number, with and without minimums, by groups of each size.
+const FORMATS: [Codes; 12] = [
+    codes(2, 16, Number::Affine, Minimum::Stored),
+    codes(3, 16, Number::Affine, Minimum::Zero { halves: 8 }),
+    codes(4, 32, Number::Affine, Minimum::Stored),
+    codes(4, 128, Number::Affine, Minimum::Zero { halves: 16 }),
+    codes(4, 32, Number::Affine, Minimum::Zero { halves: 15 }),
+    codes(4, 32, Number::E2m1, Minimum::Zero { halves: 0 }),
+    codes(4, 16, Number::E2m1, Minimum::Zero { halves: 0 }),
+    codes(5, 32, Number::Affine, Minimum::Stored),
+    codes(6, 16, Number::Affine, Minimum::Zero { halves: 64 }),
+    codes(8, 64, Number::Affine, Minimum::Zero { halves: 256 }),
+    codes(8, 128, Number::E4m3, Minimum::Zero { halves: 0 }),
+    codes(8, 32, Number::E5m2, Minimum::Zero { halves: 0 }),
+];
+
+const fn codes(bits: u32, group: u32, number: Number, minimum: Minimum) -> Codes {
+    Codes { bits, group, number, minimum }
+}
+
 fn constants(tile: [u32; 4], epilogue: [u32; 3]) -> Vec<u32> {
-    tile.into_iter().chain(epilogue).collect()
+    tile.into_iter().chain(epilogue).chain([0, 0]).collect()
+}
+
+/// Returns the constants for weights of codes, with as many stages as fit; `None` if no two do.
+fn coded(tile: [u32; 4], epilogue: [u32; 3], codes: Codes, experts: u32) -> Option<Vec<u32>> {
+    let [groups, blocks, tokens, stages] = tile;
+    let codes = codes_word(Format::Codes(codes));
+    let tile = WgmmaTile { groups, blocks, tokens, stages }.for_codes(codes)?;
+    Some([groups, blocks, tokens, tile.stages].into_iter().chain(epilogue).chain([codes, experts]).collect())
+}
+
+/// Returns the constants of every kind of program beyond those of [`TILES`] with [`EPILOGUES`]: of codes, and of experts.
+fn further() -> Vec<Vec<u32>> {
+    let mut all = Vec::new();
+    for (index, format) in FORMATS.into_iter().enumerate() {
+        for (tile, epilogue, experts) in [
+            (TILES[index % 3], EPILOGUES[index % EPILOGUES.len()], 0),
+            (TILES[3 + index % (TILES.len() - 3)], EPILOGUES[(index + 3) % EPILOGUES.len()], 0),
+            ([2, 1, 128, 3], [1, 0, 0], 1),
+            ([3, 1, 64, 4], [0, CLAMPED, 1], 1),
+        ] {
+            all.extend(coded(tile, epilogue, format, experts));
+        }
+    }
+    for (tile, epilogue) in TILES.into_iter().zip([[0, 0, 0], [1, 0, 0], [0, 2, 1], [1, CLAMPED, 1], [0, GELU, 0]].into_iter().cycle()) {
+        all.push(tile.into_iter().chain(epilogue).chain([0, 1]).collect());
+    }
+    all
 }
 
 /// Returns ptxas of the tests' Python packages.
@@ -59,12 +116,11 @@ fn ptxas() -> PathBuf {
 fn every_program_is_assembled_without_spilling() {
     let ptxas = ptxas();
     let folder = tempfile::tempdir().expect("a folder");
-    for tile in TILES {
-        let [groups, blocks, tokens, stages] = tile;
-        let tile = WgmmaTile { groups, blocks, tokens, stages };
-        assert!(tile.is_possible(), "{tile:?}");
-        for [bias, epilogue, packed] in EPILOGUES {
-            let variant = WgmmaVariant { tile, epilogue, bias: bias == 1, packed: packed == 1 };
+    let plain = TILES.into_iter().flat_map(|tile| EPILOGUES.map(|epilogue| constants(tile, epilogue)));
+    {
+        for constants in plain.chain(further()) {
+            let variant = variant_of(&constants);
+            assert!(variant.is_possible(), "{variant:?}");
             let path = folder.path().join("program.ptx");
             std::fs::write(&path, text::text(&variant)).expect("a file");
             let mut command = Command::new(&ptxas);
@@ -80,7 +136,7 @@ fn every_program_is_assembled_without_spilling() {
 
 #[test]
 fn every_possible_tile_is_tested() {
-    for (groups, blocks, tokens) in (1..=4).flat_map(|g| (1..=4).flat_map(move |b| [64, 128, 256].map(|t| (g, b, t)))) {
+    for (groups, blocks, tokens) in (1..=4).flat_map(|g| (1..=4).flat_map(move |b| [32, 64, 128, 256].map(|t| (g, b, t)))) {
         let possible = WgmmaTile { groups, blocks, tokens, stages: 2 }.is_possible();
         let tested = TILES.iter().any(|[g, b, t, _]| (*g, *b, *t) == (groups, blocks, tokens));
         assert_eq!(possible, tested, "{groups}/{blocks}/{tokens}");
@@ -90,8 +146,7 @@ fn every_possible_tile_is_tested() {
 #[test]
 fn the_assembler_refuses_a_wrong_program() {
     let folder = tempfile::tempdir().expect("a folder");
-    let tile = WgmmaTile { groups: 1, blocks: 1, tokens: 64, stages: 4 };
-    let right = text::text(&WgmmaVariant { tile, epilogue: 0, bias: false, packed: false });
+    let right = text::text(&variant_of(&constants([1, 1, 64, 4], [0, 0, 0])));
     let path = folder.path().join("program.ptx");
     std::fs::write(&path, right.replace("m64n64k16", "m64n65k16")).expect("a file");
     let out = Command::new(ptxas()).args(["-arch=sm_90a", "-o", "/dev/null"]).arg(&path).output().expect("ptxas runs");
@@ -184,7 +239,7 @@ fn simulate(probe: &WgmmaProbe, change: impl Fn(&str) -> String) -> HostMemory {
         text: &change(&text::text(&variant)),
         groups: call.groups[0],
         threads: variant.tile.threads(),
-        shared_bytes: variant.tile.shared_bytes(),
+        shared_bytes: variant.shared_bytes(),
         args: &args,
     };
     ptx::launch(&launch, &mut memory);
@@ -200,6 +255,14 @@ fn every_tile_and_epilogue_matches_its_reference_on_a_simulated_processor() {
             let probe = probe(&constants, 3);
             assert_eq!(probe.difference(&simulate(&probe, str::to_owned)), None, "{constants:?}");
         }
+    }
+}
+
+#[test]
+fn codes_and_experts_match_their_reference_on_a_simulated_processor() {
+    for constants in further() {
+        let probe = probe(&constants, 3);
+        assert_eq!(probe.difference(&simulate(&probe, str::to_owned)), None, "{constants:?}");
     }
 }
 

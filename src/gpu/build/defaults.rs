@@ -111,6 +111,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         tiles: BTreeMap::new(),
         ptx: false,
         wgmma_rows: 64,
+        wgmma_each: 16,
         wgmma: BTreeMap::new(),
         fold_rows: 32,
         // Workgroups of later calls poll for words of earlier calls, so tags are only used where workgroups of earlier

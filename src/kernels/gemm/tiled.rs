@@ -137,8 +137,7 @@ fn packing(
         _ => (rows.next_multiple_of(TILE_TOKENS) / 2, Packed::bytes(rows, packed.cols)),
     };
     assert!(
-        packed.order == PackedOrder::Fragments
-            || packed.cols.is_multiple_of(SWIZZLED_COLS) && !matches!(rows_of, Rows::Sorted(_)),
+        packed.order == PackedOrder::Fragments || packed.cols.is_multiple_of(SWIZZLED_COLS),
         "{packed:?} cannot be packed"
     );
     let threads = (chunks * 8).next_power_of_two().clamp(32, 256);
@@ -403,10 +402,15 @@ pub(crate) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
 }
 
 /// Writes row `row` of `rows` packed rows; columns without a value are zero.
-fn set_row(memory: &mut HostMemory, packed: Packed, (row, rows): (u32, u32), values: &[f64]) {
-    for col in 0..packed.cols.next_multiple_of(FRAGMENT_COLS) {
+fn set_row(memory: &mut HostMemory, packed: Packed, (row, padded_rows): (u32, u32), values: &[f64]) {
+    let cols = packed.cols.next_multiple_of(FRAGMENT_COLS);
+    for col in 0..cols {
         let value = values.get(col as usize).copied().unwrap_or(0.0);
-        memory.set_number(packed.format, packed.range, packed.index(row, col, rows) as u32, value as f32);
+        let at = match packed.order {
+            PackedOrder::Fragments => token_index(row, col, cols),
+            PackedOrder::Swizzled => swizzled_index(row, col, padded_rows),
+        };
+        memory.set_number(packed.format, packed.range, at as u32, value as f32);
     }
 }
 

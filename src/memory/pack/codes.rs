@@ -53,6 +53,13 @@ pub(super) fn row_bytes(codes: Codes, layout: Layout, padded_cols: u32) -> u64 {
     }
 }
 
+/// Returns the size in bytes of a unit of columns of 16 rows in fragments.
+pub fn fragment_unit_bytes(codes: Codes) -> u32 {
+    let unit = unit_cols(codes);
+    let numbers = if codes.minimum == Minimum::Stored { 2 } else { 1 };
+    FRAGMENT_ROWS * (unit * codes.bits / 8 + unit / codes.group * 2 * numbers)
+}
+
 /// The planes of a format: the number of bits in the plane, and the position of its lowest bit in a code.
 fn planes(codes: Codes) -> impl Iterator<Item = (u32, u32)> {
     let bits = codes.bits;

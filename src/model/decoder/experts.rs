@@ -234,13 +234,17 @@ impl Decoder<'_> {
         let choices = r.buffer("experts.choices", experts.choices_bytes(rows));
         self.choose(r, block, mlp, (used, valid), choices);
 
-        let (tile, how) = Grouped::choose(&experts, rows, matrices, mlp.gate_up.format);
+        let many = rows * experts.chosen / experts.count >= self.tuning.wgmma_each;
+        let wgmma = (self.tuning.ptx && many)
+            .then(|| Grouped::wgmma(&experts, rows, self.tuning.processors, mlp.gate_up.format))
+            .flatten();
+        let (tile, how) = wgmma.unwrap_or_else(|| Grouped::choose(&experts, rows, matrices, mlp.gate_up.format));
         let sorted = Self::sorted(r, mlp, used, choices, tile);
         let mut packed_rows = |name: &str, cols: u32| Packed {
             range: r.buffer(name, sorted.packed_bytes(cols)),
             format: Format::Bf16,
             cols,
-            order,
+            order: how.order(),
         };
         let (x, middle) = (packed_rows("experts.x", c.hidden), packed_rows("experts.packed", experts.inner));
         let stride = step.x.stride;

@@ -35,8 +35,8 @@ impl Decoder<'_> {
             None => (self.pack(r, shape, step, block.name("mlp_pack"), step.x, c.hidden, norm, order), Fold::None),
         };
         // A weight in several parts writes rows of floats, in which each part has its own columns. Codes are expanded in
-        // parts.
-        let expands = Self::expands(shape);
+        // parts, unless the product dequantises them itself.
+        let expands = Self::expands(shape) && order == PackedOrder::Fragments;
         let whole = |w| self.parts(w).len() == 1 && !(expands && self.in_code_fragments(w));
         let whole = self.weight(&gate_up).is_none_or(whole);
         let whole = whole && order == next_order && (order == PackedOrder::Fragments || wgmma::packs(2 * block.inner));

@@ -11,6 +11,7 @@ use crate::kernels::gemm::skinny::{self, Matrices};
 use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder, Tile, Tiled};
 use crate::kernels::gemm::wgmma;
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, codes, order};
+use crate::kernels::codes_word;
 use crate::kernels::recording::{BufferId, Call, Range, Recording};
 use crate::kernels::tags::Flow;
 use crate::memory::pack::Format;
@@ -425,7 +426,7 @@ impl Decoder<'_> {
         let bias = self.vector(recording, &format!("{name}.bias"));
         let mut parts = Vec::new();
         for (first, weight) in self.matrix(recording, name) {
-            match weight.format.codes().is_some() && Self::expands(shape) {
+            match self.expands_part(shape, x.order, &weight) {
                 true => parts.extend(self.expanded(&weight).into_iter().map(|rows| (first, weight, Some(rows)))),
                 false => parts.push((first, weight, None)),
             }
@@ -468,7 +469,8 @@ impl Decoder<'_> {
                 _ if product.x.order == PackedOrder::Swizzled => {
                     let processors = self.tuning.processors;
                     let tile = self.tuning.wgmma.get(&(weight.rows, weight.cols));
-                    let tile = tile.copied().unwrap_or_else(|| wgmma::choose(rows, weight.rows, processors));
+                    let tile = tile.and_then(|tile| tile.for_codes(codes_word(weight.format)));
+                    let tile = tile.unwrap_or_else(|| wgmma::choose(rows, weight.rows, processors, weight.format));
                     wgmma::wgmma(&product, tile, rows, count, processors)
                 }
                 (StepShape::Prefill { .. }, _) if rows > MOST_PANEL_ROWS => {
@@ -488,7 +490,7 @@ impl Decoder<'_> {
     /// Returns the order in which the product of a step with this weight takes its rows, if it takes packed rows.
     pub(super) fn packed_order(&self, shape: StepShape, name: &str) -> PackedOrder {
         let serves = |w: &WeightSpec| {
-            let served = |part: &Part| wgmma::serves(w.format, part.rows, w.cols);
+            let served = |part: &Part| wgmma::serves(self.packed_format(w), part.rows, w.cols);
             w.order.is_none() && self.in_fragments(w) && self.parts(w).iter().all(served)
         };
         let mut parts = self.weights.iter().filter(|w| w.merged == name);
@@ -496,10 +498,16 @@ impl Decoder<'_> {
         if fits && parts.all(serves) { PackedOrder::Swizzled } else { PackedOrder::Fragments }
     }
 
-    /// Whether the products of packed rows of a step of this shape expand codes to bfloat16 first. Otherwise each workgroup of
-    /// `panel` dequantises its own, once for all rows.
+    /// Whether the products of packed rows of a step of this shape expand codes to bfloat16 first, unless `wgmma` serves
+    /// them. Otherwise each workgroup of `panel` dequantises its own, once for all rows.
     pub(super) fn expands(shape: StepShape) -> bool {
         shape.rows() > MOST_PANEL_ROWS
+    }
+
+    /// Whether the product of packed rows in this order with a weight expands its codes first. `wgmma` dequantises codes
+    /// itself.
+    fn expands_part(&self, shape: StepShape, order: PackedOrder, weight: &Matrix) -> bool {
+        weight.format.codes().is_some() && Self::expands(shape) && order == PackedOrder::Fragments
     }
 
     /// Records the packing of rows for the next products, after an optional norm.

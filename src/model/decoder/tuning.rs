@@ -68,6 +68,8 @@ pub struct Tuning {
     pub ptx: bool,
     /// The minimum number of rows for `wgmma`.
     pub wgmma_rows: u32,
+    /// The minimum number of rows for each expert, on average, for `wgmma` with rows sorted by expert.
+    pub wgmma_each: u32,
     /// The tiles of `wgmma`, by rows and columns of W. Overrides the default rule.
     pub wgmma: BTreeMap<(u32, u32), WgmmaTile>,
     /// The maximum number of rows of a batch for which norms are folded into the products around them. The limit is
@@ -191,6 +193,7 @@ impl Tuning {
             "spread" => &mut self.spread,
             "fold_rows" => &mut self.fold_rows,
             "wgmma_rows" => &mut self.wgmma_rows,
+            "wgmma_each" => &mut self.wgmma_each,
             "broken_ptx" => &mut self.broken_ptx,
             "spread_pages" => &mut self.spread_pages,
             "splits" => &mut self.splits,

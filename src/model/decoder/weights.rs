@@ -31,7 +31,7 @@ impl Decoder<'_> {
     }
 
     /// Returns the format of a weight in memory.
-    fn packed_format(&self, weight: &WeightSpec) -> Format {
+    pub(super) fn packed_format(&self, weight: &WeightSpec) -> Format {
         match weight.format {
             Format::F16 if self.in_fragments(weight) => Format::Bf16,
             format => format,

@@ -1,5 +1,6 @@
 //! `wgmma`, the GEMM of many rows on the matrix units of NVIDIA's compute capability 9.0, which only PTX reaches: products
-//! of a fragment-packed weight matrix with packed rows in [`PackedOrder::Swizzled`]. Its program is a text that
+//! of a fragment-packed weight matrix with packed rows in [`PackedOrder::Swizzled`], also of the experts of sorted rows (grouped
+//! GEMM). Its program is a text that
 //! [`text`](mod@text) makes for the constants of a call. Not here: other devices (`tiled`, `panel`).
 
 pub mod probe;
@@ -10,22 +11,26 @@ pub use text::{WgmmaTile, WgmmaVariant};
 use super::Format;
 use crate::kernels::gemm::tiled::{Output, Packed, PackedOrder, SWIZZLED_COLS, Tiled, swizzled_index};
 use crate::kernels::gemm::{self, Epilogue};
-use crate::kernels::host_memory::HostMemory;
+use crate::kernels::host_memory::{HostMemory, PackedMatrix};
+use crate::kernels::moe::{NOBODY, Sorted};
 use crate::kernels::recording::{Access, Arg, Call, Range};
 use crate::kernels::shaders::WGMMA;
-use crate::memory::pack::fragment_index;
+use crate::kernels::{codes_of, codes_word};
+use crate::memory::pack::codes::unit_cols;
 
 /// Returns what the program of a call with these constants is made for.
 pub fn variant_of(constants: &[u32]) -> WgmmaVariant {
-    let &[groups, blocks, tokens, stages, bias, epilogue, packed] = constants else {
+    let &[groups, blocks, tokens, stages, bias, epilogue, packed, codes, experts] = constants else {
         panic!("{} has other constants than {constants:?}", WGMMA.name)
     };
-    WgmmaVariant { tile: WgmmaTile { groups, blocks, tokens, stages }, epilogue, bias: bias == 1, packed: packed == 1 }
+    let tile = WgmmaTile { groups, blocks, tokens, stages };
+    WgmmaVariant { tile, epilogue, bias: bias == 1, packed: packed == 1, codes, experts: experts == 1 }
 }
 
 /// Whether the kernel multiplies with a weight matrix of `n` rows and `k` columns.
 pub fn serves(format: Format, n: u32, k: u32) -> bool {
-    format == Format::Bf16 && n.is_multiple_of(16) && k.is_multiple_of(SWIZZLED_COLS)
+    let reads = matches!(format, Format::Bf16 | Format::Codes(_));
+    reads && n.is_multiple_of(16) && k.is_multiple_of(SWIZZLED_COLS)
 }
 
 /// Whether the kernel can write the gated outputs of `n` rows of W as packed rows for the next product.
@@ -33,12 +38,12 @@ pub fn packs(n: u32) -> bool {
     n.is_multiple_of(2 * SWIZZLED_COLS)
 }
 
-/// Returns the tile with which a device of `processors` processors probably finishes `rows` rows of x by `n` rows and `k`
-/// columns of W first.
-pub fn choose(rows: u32, n: u32, processors: u32) -> WgmmaTile {
-    let tile = |groups, blocks, tokens, stages| WgmmaTile { groups, blocks, tokens, stages };
-    // Largest first: of equal costs the first is chosen. A processor computes one tile at a time.
-    let tiles = [
+/// Every tile that is chosen, the largest first, with as many stages as weights in bfloat16 leave room for.
+const CHOSEN: [WgmmaTile; 11] = {
+    const fn tile(groups: u32, blocks: u32, tokens: u32, stages: u32) -> WgmmaTile {
+        WgmmaTile { groups, blocks, tokens, stages }
+    }
+    [
         tile(2, 1, 256, 4),
         tile(2, 2, 128, 4),
         tile(3, 1, 128, 5),
@@ -47,19 +52,67 @@ pub fn choose(rows: u32, n: u32, processors: u32) -> WgmmaTile {
         tile(3, 1, 64, 6),
         tile(2, 1, 64, 8),
         tile(1, 1, 64, 12),
-    ];
-    // The cycles of a step of 64 columns: the matrix units take 2 for a row of x and 64 of W, a copy from the L2 cache
-    // takes one for 56 bytes, and some are lost.
-    let cost = |tile: &WgmmaTile| {
-        let (w, x) = (tile.weight_rows(), tile.tokens.min(rows.next_multiple_of(8)));
-        let work = w / 64 * tile.tokens * 2;
-        let copies = (w + x) * 128 / 56;
-        let tiles = u64::from(rows.div_ceil(tile.tokens)) * u64::from(n.div_ceil(w));
-        tiles.div_ceil(u64::from(processors.max(1))) * u64::from(work.max(copies) + 80)
+        tile(3, 1, 32, 7),
+        tile(2, 1, 32, 10),
+        tile(1, 1, 32, 17),
+    ]
+};
+
+/// Returns the cycles that a processor probably takes for 64 columns of a tile with `rows` rows of x.
+fn cycles(tile: WgmmaTile, rows: u32, format: Format) -> u64 {
+    let (w, x) = (tile.weight_rows(), tile.tokens.min(rows.next_multiple_of(8)));
+    // The matrix units take 2 for a row of x and 64 of W, a copy from the L2 cache takes one for 56 bytes; codes of 16 rows
+    // take a warp's 110 instructions, of which four warps issue one each at the same time; and some cycles are lost.
+    let work = w / 64 * tile.tokens * 2;
+    let (weight_bits, dequantised) = match format.codes() {
+        Some(codes) => (codes.bits + 1, w / 64 * 110),
+        None => (16, 0),
     };
-    // No tile has a half without rows.
+    let copies = (w * weight_bits * 8 + x * 128) / 56;
+    u64::from(work.max(copies).max(dequantised) + 80)
+}
+
+/// Returns the tile with which a device of `processors` processors probably finishes `rows` rows of x by `n` rows and `k`
+/// columns of W first.
+pub fn choose(rows: u32, n: u32, processors: u32, format: Format) -> WgmmaTile {
+    // A processor computes one tile at a time.
+    let cost = |tile: &WgmmaTile| {
+        let tiles = u64::from(rows.div_ceil(tile.tokens)) * u64::from(n.div_ceil(tile.weight_rows()));
+        tiles.div_ceil(u64::from(processors.max(1))) * cycles(*tile, rows, format)
+    };
+    // No tile has a half without rows. Of equal costs the first is chosen.
     let fits = |tile: &WgmmaTile| tile.tokens <= rows.next_multiple_of(64);
-    tiles.into_iter().filter(fits).min_by_key(cost).unwrap_or(tiles[tiles.len() - 1])
+    let tiles = CHOSEN.into_iter().filter_map(|tile| tile.for_codes(codes_word(format)));
+    tiles.filter(fits).min_by_key(cost).expect("the smallest tile fits every format and number of rows")
+}
+
+/// Returns the tile for rows sorted by expert, about `each` of them for each of `experts`, by experts of `n` rows of W: the
+/// best of all, or of those with `tokens` rows of x.
+pub fn choose_sorted(
+    (each, experts): (u32, u32),
+    n: u32,
+    tokens: Option<u32>,
+    processors: u32,
+    format: Format,
+) -> WgmmaTile {
+    let cost = |tile: &WgmmaTile| {
+        // Experts are chosen unevenly: on average, half of an expert's last tile is empty.
+        let of_rows = u64::from(experts) * (u64::from(each) * 2).div_ceil(u64::from(tile.tokens)).div_ceil(2).max(1);
+        let tiles = of_rows * u64::from(n.div_ceil(tile.weight_rows()));
+        tiles.div_ceil(u64::from(processors.max(1))) * cycles(*tile, tile.tokens, format)
+    };
+    let tiles = CHOSEN.into_iter().filter(|tile| tokens.is_none_or(|tokens| tile.tokens == tokens));
+    let tiles = tiles.filter_map(|tile| tile.for_codes(codes_word(format)));
+    tiles.min_by_key(cost).expect("the smallest tile of any number of rows fits every format")
+}
+
+/// The rows of x of a product.
+#[derive(Clone, Copy)]
+enum Rows<'a> {
+    /// At most as many, or all of them.
+    Counted(u32, Option<Range>),
+    /// Sorted by expert.
+    Sorted(&'a Sorted),
 }
 
 /// Returns the call of a product for at most `rows` rows of x: the chunk descriptor `count` holds the number of rows in
@@ -69,18 +122,45 @@ pub fn choose(rows: u32, n: u32, processors: u32) -> WgmmaTile {
 /// If the kernel does not serve the weight ([`serves`]), rows are packed in another order or with other columns, or y is
 /// packed without a gated linear unit: bugs of the caller.
 pub fn wgmma(product: &Tiled, tile: WgmmaTile, rows: u32, count: Option<Range>, processors: u32) -> Call {
+    call(product, tile, Rows::Counted(rows, count), processors)
+}
+
+/// Returns the call for rows sorted by expert (MoE) in tiles of `tile.tokens` rows: `weight` holds the weights of all
+/// experts, and `weight.rows` are the rows of one expert. Rows of floats are written to the place of their choice:
+/// `[rows][chosen][stride]`.
+///
+/// # Panics
+/// Like [`wgmma`], and if the tiles have another number of rows or y is a residual.
+pub fn wgmma_sorted(product: &Tiled, tile: WgmmaTile, sorted: &Sorted, processors: u32) -> Call {
+    assert_eq!(sorted.tile, tile.tokens, "rows of a tile of \"{}\"", product.label);
+    assert_ne!(product.epilogue, Epilogue::Residual, "the epilogue of \"{}\"", product.label);
+    call(product, tile, Rows::Sorted(sorted), processors)
+}
+
+fn call(product: &Tiled, tile: WgmmaTile, of: Rows<'_>, processors: u32) -> Call {
     let (weight, n, k) = (product.weight.range, product.weight.rows, product.weight.cols);
     let label = &product.label;
     assert!(serves(product.weight.format, n, k), "{n} × {k} of \"{label}\"");
     assert_eq!((product.x.order, product.x.cols), (PackedOrder::Swizzled, k), "x of \"{label}\"");
-    let padded = Packed::padded_rows(rows);
+    let (rows, count, padded) = match of {
+        Rows::Counted(rows, count) => (rows, count, Packed::padded_rows(rows)),
+        Rows::Sorted(sorted) => (sorted.slot_count(), None, sorted.slot_count()),
+    };
+    let packed = |range: Range, cols: u32| match of {
+        Rows::Counted(..) => range.part(0, Packed::bytes(rows, cols)),
+        Rows::Sorted(sorted) => range.part(0, sorted.packed_bytes(cols)),
+    };
     let (y, y_stride, y_rows) = match product.y {
         Output::Rows(y) => (y.range, y.stride, 0),
         Output::Packed(y) => {
             let made = (product.epilogue.halves(), packs(n), y.order, y.cols);
             assert_eq!(made, (true, true, PackedOrder::Swizzled, n / 2), "packed y of \"{label}\"");
-            (y.range.part(0, Packed::bytes(rows, y.cols)), 0, padded)
+            (packed(y.range, y.cols), 0, padded)
         }
+    };
+    let sorted = match of {
+        Rows::Sorted(sorted) => Some(sorted),
+        Rows::Counted(..) => None,
     };
     let constants = vec![
         tile.groups,
@@ -90,15 +170,19 @@ pub fn wgmma(product: &Tiled, tile: WgmmaTile, rows: u32, count: Option<Range>, 
         u32::from(product.bias.is_some()),
         product.epilogue.code(),
         u32::from(matches!(product.y, Output::Packed(_))),
+        codes_word(product.weight.format),
+        u32::from(sorted.is_some()),
     ];
     // Gated outputs are not read before they are written, but a call may leave some of them as they are.
     let access = if product.epilogue == Epilogue::Residual { Access::ReadWrite } else { Access::Write };
     let args = vec![
         Arg::Buffer(weight, Access::Read),
-        Arg::Buffer(product.x.range.part(0, Packed::bytes(rows, k)), Access::Read),
+        Arg::Buffer(packed(product.x.range, k), Access::Read),
         Arg::Buffer(product.bias.unwrap_or(weight.none()), Access::Read),
         Arg::Buffer(y, access),
         Arg::Buffer(count.unwrap_or(weight.none()), Access::Read),
+        Arg::Buffer(sorted.map_or(weight.none(), |sorted| sorted.tiles), Access::Read),
+        Arg::Buffer(sorted.map_or(weight.none(), |sorted| sorted.slots), Access::Read),
         Arg::U32(n),
         Arg::U32(k),
         Arg::U32(if count.is_some() { 0 } else { rows }),
@@ -110,30 +194,45 @@ pub fn wgmma(product: &Tiled, tile: WgmmaTile, rows: u32, count: Option<Range>, 
     Call { kernel: WGMMA.name, label: label.clone(), constants, args, groups: [tiles.min(processors.max(1)), 1, 1] }
 }
 
-/// Sums in f64, like the references of the other products. Rows beyond the rows in use are left unchanged.
+/// Sums in f64, like the references of the other products. Rows beyond the rows in use, and those of tiles without an
+/// expert, are left unchanged.
 pub(crate) fn reference_wgmma(call: &Call, memory: &mut HostMemory) {
     let variant = variant_of(&call.constants);
-    let [weight, x, bias, y, count, values @ ..] = &call.args[..] else { panic!("arguments of {}", WGMMA.name) };
-    let (weight, x, bias, y) = (weight.range(), x.range(), bias.range(), y.range());
+    let [weight, x, bias, y, count, tiles, slots, values @ ..] = &call.args[..] else {
+        panic!("arguments of {}", WGMMA.name)
+    };
+    let [weight, x, bias, y, tiles, slots] = [weight, x, bias, y, tiles, slots].map(|arg| arg.range());
     let values: Vec<u32> = values.iter().map(|value| value.u32()).collect();
     let &[n, k, rows, x_rows, y_stride, y_rows] = &values[..] else { panic!("arguments of {}", WGMMA.name) };
     let rows = if rows == 0 { memory.u32(count.range(), 2) } else { rows };
-    let number = |memory: &HostMemory, range, at: usize| f64::from(memory.weight(Format::Bf16, range, at as u32));
-    let weights: Vec<f64> = (0..n)
-        .flat_map(|r| (0..k).map(move |col| (r, col)))
-        .map(|(r, col)| number(memory, weight, fragment_index(r, col, k)))
-        .collect();
+    let format = if variant.codes == 0 { Format::Bf16 } else { Format::Codes(codes_of(variant.codes)) };
+    let cols = format.codes().map_or(k, |codes| k.next_multiple_of(unit_cols(codes)));
+    let matrix = PackedMatrix { range: weight, format, fragments: true, cols };
+    let mut read = (u32::MAX, Vec::new());
     for row in 0..rows {
-        let x: Vec<f64> = (0..k).map(|col| number(memory, x, swizzled_index(row, col, x_rows))).collect();
+        let expert = if variant.experts { memory.u32(tiles, row / variant.tile.tokens) } else { 0 };
+        if expert == NOBODY {
+            continue;
+        }
+        let to = if variant.experts && !variant.packed { memory.u32(slots, row) } else { row };
+        if to == NOBODY {
+            continue;
+        }
+        if read.0 != expert {
+            let element = |i: u32| f64::from(memory.element(&matrix, expert * n + i / k, i % k));
+            read = (expert, (0..n * k).map(element).collect());
+        }
+        let number = |at: usize| f64::from(memory.weight(Format::Bf16, x, at as u32));
+        let x: Vec<f64> = (0..k).map(|col| number(swizzled_index(row, col, x_rows))).collect();
         let v: Vec<f64> = (0..n)
-            .zip(weights.chunks_exact(k as usize))
+            .zip(read.1.chunks_exact(k as usize))
             .map(|(r, w)| {
                 let dot: f64 = w.iter().zip(&x).map(|(w, x)| w * x).sum();
-                dot + if variant.bias { f64::from(memory.f32(bias, r)) } else { 0.0 }
+                dot + if variant.bias { f64::from(memory.f32(bias, expert * n + r)) } else { 0.0 }
             })
             .collect();
         if !variant.packed {
-            gemm::finish(memory, variant.epilogue, (y, None), row * y_stride, &v);
+            gemm::finish(memory, variant.epilogue, (y, None), to * y_stride, &v);
             continue;
         }
         for (col, pair) in (0..).zip(v.chunks_exact(2)) {
@@ -150,7 +249,7 @@ mod tests {
     #[test]
     fn tiles_get_smaller_where_large_ones_leave_processors_idle() {
         let chosen = |rows, n| {
-            let tile = choose(rows, n, 132);
+            let tile = choose(rows, n, 132, Format::Bf16);
             (tile.weight_rows(), tile.tokens)
         };
         assert_eq!([64, 128, 256].map(|rows| chosen(rows, 24_576)), [(192, 64), (192, 128), (192, 128)]);
@@ -162,7 +261,7 @@ mod tests {
     fn tiles_fit_the_device_and_its_registers() {
         for rows in [64, 65, 128, 192, 256, 384, 512, 1024, 2048, 4096] {
             for n in [16, 1024, 4096, 6144, 24_576, 151_936] {
-                let tile = choose(rows, n, 132);
+                let tile = choose(rows, n, 132, Format::Bf16);
                 assert!(tile.is_possible(), "{tile:?}");
             }
         }

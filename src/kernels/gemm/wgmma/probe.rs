@@ -5,19 +5,27 @@
 //!
 //! Not here: running a probe on a device (`gpu::build`).
 
-use super::{variant_of, wgmma};
+use super::{variant_of, wgmma, wgmma_sorted};
+use crate::kernels::codes_of;
 use crate::kernels::gemm::tiled::{Output, Packed, PackedOrder, SWIZZLED_COLS, Tiled};
 use crate::kernels::gemm::{Activations, Epilogue, Glu, Matrix};
-use crate::kernels::host_memory::HostMemory;
+use crate::kernels::host_memory::{HostMemory, PackedMatrix};
 use crate::kernels::interpreter;
+use crate::kernels::moe::{NOBODY, Sorted};
 use crate::kernels::recording::{Range, Recording};
-use crate::memory::pack::Format;
+use crate::memory::pack::codes::{sample, unit_cols};
+use crate::memory::pack::{Format, Layout};
+use crate::quant::Codes;
 use half::bf16;
 
 /// The name of the buffer of a probe's results.
 pub const RESULTS: &str = "probe.y";
 /// The rows of x beyond a whole tile: not a multiple of 8.
 const MORE_ROWS: u32 = 21;
+/// Of the probes of sorted rows: the expert of each tile, and the number of rows in use of each.
+const EXPERT_TILES: [(u32, Option<u32>); 4] = [(0, None), (2, Some(5)), (3, None), (NOBODY, Some(0))];
+/// The number of experts of such probes.
+const EXPERTS: u32 = 4;
 
 /// A recording of one call, the memory that it starts from, and where its results are.
 #[derive(Clone, Debug)]
@@ -29,6 +37,8 @@ pub struct WgmmaProbe {
     y: Output,
     rows: u32,
     cols: u32,
+    /// Whether weights are of codes, which the kernel rounds to bfloat16.
+    coded: bool,
 }
 
 /// Returns the probe of calls with these constants, on `processors` workgroups at most.
@@ -37,36 +47,68 @@ pub fn probe(constants: &[u32], processors: u32) -> WgmmaProbe {
     let tile = variant.tile;
     // More than a whole tile, in a number that can be packed.
     let n = (tile.weight_rows() + 1).next_multiple_of(2 * SWIZZLED_COLS);
-    let k = (tile.stages + 2) * SWIZZLED_COLS;
+    // More columns than there are stages, the last of which is not full.
+    let stage = if variant.codes == 0 { SWIZZLED_COLS } else { unit_cols(codes_of(variant.codes)) };
+    let k = (tile.stages + 2) * stage - if variant.codes == 0 { 0 } else { SWIZZLED_COLS };
     sized(constants, tile.tokens + MORE_ROWS, (n, k), processors)
 }
 
-/// Like [`probe`], for `rows` rows of x and a weight matrix of `n` rows and `k` columns. With 0 in place of a number of
-/// processors, the number of rows is given by a chunk descriptor.
+/// Numbers that look random.
+struct Numbers(u64);
+
+impl Numbers {
+    fn next(&mut self) -> f32 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    fn half(&mut self, scale: f32) -> u32 {
+        u32::from(bf16::from_f32(self.next() * scale).to_bits())
+    }
+
+    /// Returns pairs of bfloat16 between -`scale` and `scale`.
+    fn pairs(&mut self, bytes: u64, scale: f32) -> Vec<u32> {
+        (0..bytes / 4).map(|_| self.half(scale) | self.half(scale) << 16).collect()
+    }
+
+    /// Returns floats between -1 and 1.
+    fn floats(&mut self, count: u32) -> Vec<u32> {
+        (0..count).map(|_| self.half(1.0) << 16).collect()
+    }
+}
+
+/// Like [`probe`], for `rows` rows of x (not of sorted rows) and a weight matrix of `n` rows and `k` columns. With 0 in
+/// place of a number of processors, the number of rows is given by a chunk descriptor.
 pub fn sized(constants: &[u32], rows: u32, (n, k): (u32, u32), processors: u32) -> WgmmaProbe {
     let variant = variant_of(constants);
+    let tile = variant.tile.tokens;
+    let (rows, experts) = match variant.experts {
+        true => (EXPERT_TILES.len() as u32 * tile, EXPERTS),
+        false => (rows, 1),
+    };
     let mut recording = Recording::new("probe.wgmma");
-    let mut words = Vec::new();
+    let mut words: Vec<Vec<u32>> = Vec::new();
     let mut buffer = |name: &str, content: Vec<u32>| -> Range {
         let range = recording.buffer(&format!("probe.{name}"), content.len() as u64 * 4);
         words.push(content);
         range
     };
-    let mut state = 1u64;
-    let mut random = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
-    };
-    let mut numbers = |bytes: u64, scale: f32| -> Vec<u32> {
-        let mut half = || u32::from(bf16::from_f32(random() * scale).to_bits());
-        (0..bytes / 4).map(|_| half() | half() << 16).collect()
-    };
+    let mut numbers = Numbers(1);
     let packed = |range, cols| Packed { range, format: Format::Bf16, cols, order: PackedOrder::Swizzled };
     // The sums are about 1, so that gated outputs are neither all zero nor all linear.
-    let weight = buffer("weight", numbers(u64::from(n) * u64::from(k) * 2, 3.0 / (k as f32).sqrt()));
-    let x = packed(buffer("x", numbers(Packed::bytes(rows, k), 1.0)), k);
-    let mut floats = |count: u32| -> Vec<u32> { (0..count).map(|_| (numbers(4, 1.0)[0] & 0xffff) << 16).collect() };
-    let bias = variant.bias.then(|| buffer("bias", floats(n)));
+    let size = 3.0 / (k as f32).sqrt();
+    let (format, weights, scale) = match variant.codes {
+        0 => (Format::Bf16, numbers.pairs(u64::from(experts * n) * u64::from(k) * 2, size), 1.0),
+        codes => {
+            let codes = codes_of(codes);
+            let weights = sample(codes, Layout::Fragments, experts * n, k);
+            let mean = mean_square(codes, &weights, k).sqrt();
+            (Format::Codes(codes), weights, (f64::from(size) / mean) as f32)
+        }
+    };
+    let weight = buffer("weight", weights);
+    let x = packed(buffer("x", numbers.pairs(Packed::bytes(rows, k), scale)), k);
+    let bias = variant.bias.then(|| buffer("bias", numbers.floats(experts * n)));
     let epilogue = match variant.epilogue {
         0 => Epilogue::Store,
         1 => Epilogue::Residual,
@@ -79,16 +121,44 @@ pub fn sized(constants: &[u32], rows: u32, (n, k): (u32, u32), processors: u32) 
         true => Output::Packed(packed(buffer("y", vec![0; (Packed::bytes(rows, cols) / 4) as usize]), cols)),
         false => {
             let stride = cols.next_multiple_of(8) + 8;
-            Output::Rows(Activations { range: buffer("y", floats(rows * stride)), stride })
+            Output::Rows(Activations { range: buffer("y", numbers.floats(rows * stride)), stride })
         }
     };
-    let count = (processors == 0).then(|| buffer("count", vec![0, 0, rows]));
     let label = "probe".to_owned();
-    let weight = Matrix { range: weight, format: Format::Bf16, rows: n, cols: k };
+    let weight = Matrix { range: weight, format, rows: n, cols: k };
     let product = Tiled { label, weight, x, bias, epilogue, y };
-    let call = wgmma(&product, variant.tile, rows, count, if processors == 0 { 132 } else { processors });
+    let call = match variant.experts {
+        true => {
+            let mut tiles: Vec<u32> = EXPERT_TILES.iter().map(|(expert, _)| *expert).collect();
+            tiles.push(EXPERT_TILES.iter().filter(|(expert, _)| *expert != NOBODY).count() as u32);
+            // An odd multiplier reaches every row once, as there are an even number of them without other factors.
+            let slot = |i: u32| {
+                let (_, used) = EXPERT_TILES[(i / tile) as usize];
+                if used.is_none_or(|used| i % tile < used) { (i * 7 + 3) % rows } else { NOBODY }
+            };
+            let (tiles, slots) = (buffer("tiles", tiles), buffer("slots", (0..rows).map(slot).collect()));
+            let most = EXPERT_TILES.len() as u32;
+            let sorted = Sorted { tiles, slots, tile, most, chosen: 1 };
+            wgmma_sorted(&product, variant.tile, &sorted, processors)
+        }
+        false => {
+            let count = (processors == 0).then(|| buffer("count", vec![0, 0, rows]));
+            wgmma(&product, variant.tile, rows, count, if processors == 0 { 132 } else { processors })
+        }
+    };
     recording.call(call);
-    WgmmaProbe { recording, memory: HostMemory { buffers: words }, y, rows, cols }
+    WgmmaProbe { recording, memory: HostMemory { buffers: words }, y, rows, cols, coded: variant.codes != 0 }
+}
+
+/// Returns the mean square of the first 16 rows of a packed matrix of codes.
+fn mean_square(codes: Codes, weights: &[u32], k: u32) -> f64 {
+    let mut recording = Recording::new("weights");
+    let range = recording.buffer("weights", weights.len() as u64 * 4);
+    let memory = HostMemory { buffers: vec![weights.to_vec()] };
+    let cols = k.next_multiple_of(unit_cols(codes));
+    let matrix = PackedMatrix { range, format: Format::Codes(codes), fragments: true, cols };
+    let square = |i: u32| f64::from(memory.element(&matrix, i / k, i % k)).powi(2);
+    (0..16 * k).map(square).sum::<f64>() / f64::from(16 * k)
 }
 
 impl WgmmaProbe {
@@ -99,19 +169,26 @@ impl WgmmaProbe {
         interpreter::run(&self.recording, &mut wanted);
         // Sums differ in their order only; an output in bfloat16 may be rounded to the other neighbor, 2^-8 of itself.
         let rounding = if matches!(self.y, Output::Packed(_)) { 2f64.powi(-7) } else { 1e-4 };
+        // Weights of codes are rounded to bfloat16, 2^-9 of themselves, which adds up in some results more than in others.
+        let (least, mean) = if self.coded { (3e-2, 1e-2) } else { (1e-3, f64::INFINITY) };
         let value = |memory: &HostMemory, row: u32, col: u32| match self.y {
             Output::Rows(y) => memory.f32(y.range, row * y.stride + col),
             Output::Packed(y) => memory.weight(Format::Bf16, y.range, y.index(row, col, self.rows) as u32),
         };
         for row in 0..self.rows {
             let squares: f64 = (0..self.cols).map(|col| f64::from(value(&wanted, row, col)).powi(2)).sum();
-            let most = 1e-3 * (squares / f64::from(self.cols)).sqrt();
+            let most = least * (squares / f64::from(self.cols)).sqrt();
+            let mut errors = 0.0;
             for col in 0..self.cols {
                 let [wanted, found] = [&wanted, found].map(|memory| f64::from(value(memory, row, col)));
                 let error = (wanted - found).abs();
                 if error.is_nan() || error > most + rounding * wanted.abs() {
                     return Some(format!("row {row}, column {col} is {found}, not {wanted}"));
                 }
+                errors += error * error;
+            }
+            if errors.sqrt() > mean * squares.sqrt() {
+                return Some(format!("row {row} is wrong by {:.4} of its length", (errors / squares).sqrt()));
             }
         }
         // What lies beyond the results stays as it was.

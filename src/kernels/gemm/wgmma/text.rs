@@ -4,18 +4,22 @@
 //! ```text
 //! epilogue   0 store: y = Wx + b. 1 residual: y += Wx + b. 2 and more: a gated linear unit (`Glu::code`): the rows of W
 //!            alternate gate and up; y[N/2] = glu(gate, up)
-//! weight     [N padded to 16][K] bfloat16, `memory::pack::Layout::Fragments`: a block of 16 rows × 64 columns is 2 KiB
+//! weight     [N padded to 16][K] bfloat16, `memory::pack::Layout::Fragments`: a block of 16 rows × 64 columns is 2 KiB; or
+//!            codes with scales (`memory::pack::codes`), of which K is whole units
 //! x          [K / 64][x_rows][64] bfloat16 in the order of `tiled::swizzled_index`: 128 bytes for 64 columns of a row
 //! bias       [N] f32
 //! y          not packed: [rows][y_stride] f32. Packed: like x, [N / 128][y_rows][64] bfloat16, as x of the next product
 //! count      if `rows` is 0, the third word here is the number of rows
+//! tiles      experts (MoE): the expert of each tile of TOKENS rows of x, then the number of tiles in use (`expert_plan`). W
+//!            and the bias have N rows for each expert
+//! slots      experts, y not packed: row i of the product is row `slots[i]` of y, or is dropped if that is `NOBODY`
 //! ```
 //!
 //! A workgroup has GROUPS + 1 warpgroups of 128 threads and computes tiles of GROUPS · BLOCKS · 64 rows of W by TOKENS rows
 //! of x, one after the other: tile `workgroup + i · workgroups`, with the tiles of x counted first. The last warpgroup
-//! copies, one thread of each of its four warps: for each 64 columns it fills one of STAGES places in shared memory, as soon
-//! as all consumers have left it (`empty`), by one bulk copy for each 16 rows of W and one for all rows of x, which count
-//! their bytes on the place's `full` barrier.
+//! copies, one thread of each of its four warps: for each 64 columns (a unit of codes) it fills one of STAGES places in
+//! shared memory, as soon as all consumers have left it (`empty`), by one bulk copy for each 16 rows of W and one for all
+//! rows of x and 64 columns, which count their bytes on the place's `full` barrier.
 //!
 //! The other warpgroups multiply. Operand A, the weights, comes from registers: in fragment order, the 16 bytes of a lane
 //! are its registers of `m64k16`, with the rows of W and the columns in another order than the instruction's. Lane
@@ -24,15 +28,24 @@
 //! its columns have been put in the same order. One group of instructions stays in flight while the next one's weights
 //! are loaded, so there are two sets of registers for weights.
 //!
+//! Codes are dequantised between shared memory and the registers of operand A, 64 columns at a time: code · scale - minimum
+//! in f16, rounded to bfloat16. A lane's bits are its fragment's. The rows' factors are multiplied with the sums.
+//!
 //! A lane's sums are those of rows 4a + b and 4a + b + 2 (g = 2a + b) for rows 2t and 2t + 1 of each 8 rows of x. It
 //! exchanges half of them with lane `lane ^ 4`, and then has rows 4a .. 4a + 3 of row 2t + b of x: 16 bytes of y, or two
 //! gated outputs.
 //!
-//! Traffic: W is read rows / TOKENS times and x N / (rows of a tile) times, mostly from the L2 cache; y once.
+//! Traffic: W (codes as they are) is read rows / TOKENS times and x N / (rows of a tile) times, mostly from the L2 cache; y once.
 //! All waits are bounded; one that is given up ends the program with a trap, which loses the device.
 
 use crate::device::MOST_SHARED_BYTES;
+use crate::kernels::codes_of;
+use crate::kernels::moe::NOBODY;
 use crate::kernels::shaders::WGMMA;
+use crate::memory::pack::codes::{fragment_unit_bytes, unit_cols};
+use crate::quant::number::Number;
+use crate::quant::{Codes, Minimum};
+use half::f16;
 use std::fmt::Write as _;
 
 /// The size of a tile, and how its work is shared.
@@ -49,18 +62,10 @@ pub struct WgmmaTile {
 }
 
 impl WgmmaTile {
-    /// Whether there are programs for the tile: whether the numbers are in range, and it fits a processor.
-    pub const fn is_possible(self) -> bool {
-        let WgmmaTile { groups, blocks, tokens, stages } = self;
-        groups >= 1
-            && groups <= 3
-            && blocks >= 1
-            && groups * blocks <= 4
-            && (tokens == 64 || tokens == 128 || tokens == 256)
-            && stages >= 2
-            && stages <= 64
-            && self.least_registers() <= [255, 200, 128][groups as usize - 1]
-            && self.shared_bytes() <= MOST_SHARED_BYTES
+    /// Whether there are programs for the tile with weights in bfloat16: whether the numbers are in range, and it fits a
+    /// processor.
+    pub fn is_possible(self) -> bool {
+        WgmmaVariant { tile: self, epilogue: 0, bias: false, packed: false, codes: 0, experts: false }.is_possible()
     }
 
     /// The number of rows of W.
@@ -73,14 +78,14 @@ impl WgmmaTile {
         (self.groups + 1) * 128
     }
 
-    /// The bytes of a stage: 64 columns of W and of x.
-    const fn stage_bytes(self) -> u32 {
-        (self.weight_rows() + self.tokens) * 128
-    }
-
-    /// The shared memory of a workgroup in bytes, with room to align it.
-    pub const fn shared_bytes(self) -> u32 {
-        ALIGNMENT + self.stages * (self.stage_bytes() + 16) + self.groups * STAGING_BYTES
+    /// Returns the tile with as many stages as it has and as fit with weights of codes (`kernels::codes_word`, or 0);
+    /// `None` if two do not fit.
+    pub fn for_codes(self, codes: u32) -> Option<WgmmaTile> {
+        let fits = |stages: &u32| {
+            let tile = WgmmaTile { stages: *stages, ..self };
+            WgmmaVariant { tile, epilogue: 0, bias: false, packed: false, codes, experts: false }.is_possible()
+        };
+        (2..=self.stages).rev().find(fits).map(|stages| WgmmaTile { stages, ..self })
     }
 
     /// The number of registers of a thread that multiplies, at least, without addresses: sums and two sets of weights.
@@ -100,6 +105,54 @@ pub struct WgmmaVariant {
     pub bias: bool,
     /// Whether y is packed; only with a gated linear unit.
     pub packed: bool,
+    /// The format of weights of codes (`kernels::codes_word`); 0 for bfloat16.
+    pub codes: u32,
+    /// Whether each tile of rows has an expert of its own.
+    pub experts: bool,
+}
+
+impl WgmmaVariant {
+    /// Whether there is a program: whether the tile's numbers are in range, and it fits a processor.
+    pub fn is_possible(&self) -> bool {
+        let WgmmaTile { groups, blocks, tokens, stages } = self.tile;
+        (1..=3).contains(&groups)
+            && blocks >= 1
+            && groups * blocks <= 4
+            && [32, 64, 128, 256].contains(&tokens)
+            && (2..=64).contains(&stages)
+            && self.tile.least_registers() <= [255, 200, 128][groups as usize - 1]
+            && self.shared_bytes() <= MOST_SHARED_BYTES
+    }
+
+    /// The shared memory of a workgroup in bytes, with room to align it.
+    pub fn shared_bytes(&self) -> u32 {
+        ALIGNMENT + self.tile.stages * (self.stage_bytes() + 16) + self.tile.groups * STAGING_BYTES
+    }
+
+    /// The format of weights of codes.
+    fn format(&self) -> Option<Codes> {
+        (self.codes != 0).then(|| codes_of(self.codes))
+    }
+
+    /// The number of columns of a stage: a multiple of 64.
+    fn columns(&self) -> u32 {
+        self.format().map_or(64, unit_cols)
+    }
+
+    /// The bytes of 16 rows of W of a stage.
+    fn block_bytes(&self) -> u32 {
+        self.format().map_or(2048, fragment_unit_bytes)
+    }
+
+    /// The bytes of a stage's rows of x, with which the stage begins.
+    fn rows_bytes(&self) -> u32 {
+        self.tile.tokens * self.columns() * 2
+    }
+
+    /// The bytes of a stage.
+    fn stage_bytes(&self) -> u32 {
+        (self.rows_bytes() + self.tile.weight_rows() / 16 * self.block_bytes()).next_multiple_of(ALIGNMENT)
+    }
 }
 
 /// The name of the program's entry.
@@ -111,6 +164,8 @@ const ALIGNMENT: u32 = 1024;
 const STAGED_TOKENS: u32 = 64;
 /// The shared memory of a warpgroup for packed outputs: 32 of them for [`STAGED_TOKENS`] tokens.
 const STAGING_BYTES: u32 = STAGED_TOKENS * 64;
+/// The bytes before the units of a block of 16 rows of codes: the rows' factors.
+const HEADER_BYTES: u32 = 64;
 /// The number of polls after which a wait is given up: at least a tenth of a second, as each takes more than ten cycles.
 const MOST_POLLS: u32 = 1 << 24;
 /// The upper bits of a descriptor of shared memory: rows of 128 bytes, swizzled, 8 rows in 1,024 bytes.
@@ -142,7 +197,8 @@ impl Text {
         let WgmmaTile { groups, stages, .. } = tile;
         let sums = tile.blocks * tile.tokens / 2;
         let weights = tile.blocks * 32;
-        let (staging, barriers) = (stages * tile.stage_bytes(), stages * tile.stage_bytes() + groups * STAGING_BYTES);
+        let staging = stages * self.variant.stage_bytes();
+        let barriers = staging + groups * STAGING_BYTES;
         line!(
             self,
             "
@@ -157,24 +213,27 @@ impl Text {
 .reg .pred %p<8>, %accumulate, %all, %release, %odd, %valid, %last;
 .reg .b32 %r<32>, %i<8>;
 .reg .b64 %l<16>;
-.reg .f32 %v<8>, %b<4>, %f<8>;
+.reg .f32 %v<8>, %b<4>, %c<4>, %f<8>;
 .reg .b32 %thread, %lane, %warp, %base, %bars, %n, %k, %rows, %x_rows, %y_stride, %y_rows, %steps, %step;
 .reg .b32 %tile, %tiles, %token_tiles, %weight_tile, %token_tile, %slot, %slot8, %phase, %polls, %full, %empty, %previous;
-.reg .b32 %group, %quarter, %a, %t, %first, %left, %row, %staged, %bytes, %rest;
-.reg .b64 %weight, %x, %bias, %y, %count, %from<4>, %advance, %descriptor, %at, %pitch;
+.reg .b32 %group, %quarter, %a, %t, %first, %left, %row, %staged, %bytes, %rest, %columns;
+.reg .b64 %weight, %x, %bias, %y, %count, %expert_tiles, %slots, %from<4>, %advance, %descriptor, %at, %pitch, %block_bytes;
 .reg .f32 %sum<{sums}>;
-.reg .b32 %w<{weights}>;
+.reg .b32 %w<{weights}>, %q<{codes}>, %d<4>, %s<6>, %scale, %scales_at, %expert;
+.reg .b16 %h<2>;
 ld.param.u64 %weight, [args];
 ld.param.u64 %x, [args+8];
 ld.param.u64 %bias, [args+16];
 ld.param.u64 %y, [args+24];
 ld.param.u64 %count, [args+32];
-ld.param.u32 %n, [args+40];
-ld.param.u32 %k, [args+44];
-ld.param.u32 %rows, [args+48];
-ld.param.u32 %x_rows, [args+52];
-ld.param.u32 %y_stride, [args+56];
-ld.param.u32 %y_rows, [args+60];
+ld.param.u64 %expert_tiles, [args+40];
+ld.param.u64 %slots, [args+48];
+ld.param.u32 %n, [args+56];
+ld.param.u32 %k, [args+60];
+ld.param.u32 %rows, [args+64];
+ld.param.u32 %x_rows, [args+68];
+ld.param.u32 %y_stride, [args+72];
+ld.param.u32 %y_rows, [args+76];
 // The rows in use, and the tiles.
 setp.ne.u32 %p0, %rows, 0;
 @%p0 bra HAVE_ROWS;
@@ -182,10 +241,14 @@ ld.global.u32 %rows, [%count+8];
 HAVE_ROWS:
 add.u32 %r0, %rows, {tokens_less};
 div.u32 %token_tiles, %r0, {tokens};
-add.u32 %r0, %n, {rows_less};
+{experts}add.u32 %r0, %n, {rows_less};
 div.u32 %r0, %r0, {weight_rows};
 mul.lo.u32 %tiles, %r0, %token_tiles;
-shr.u32 %steps, %k, 6;
+shr.u32 %columns, %k, 6;
+add.u32 %r0, %k, {columns_less};
+div.u32 %steps, %r0, {columns};
+mul.wide.u32 %block_bytes, %steps, {block_bytes};
+add.u64 %block_bytes, %block_bytes, {header};
 mov.u32 %thread, %tid.x;
 and.b32 %lane, %thread, 31;
 shr.u32 %r0, %thread, 5;
@@ -202,6 +265,16 @@ mov.u32 %phase, 0;
 setp.ne.u32 %p0, %thread, 0;
 @%p0 bra BARRIERS;",
             args_bytes = WGMMA.push_bytes,
+            codes = tile.blocks * 8,
+            experts = if self.variant.experts {
+                "mul.wide.u32 %l0, %token_tiles, 4;\nadd.u64 %l0, %expert_tiles, %l0;\nld.global.u32 %token_tiles, [%l0];\n"
+            } else {
+                ""
+            },
+            columns = self.variant.columns(),
+            columns_less = self.variant.columns() - 1,
+            block_bytes = self.variant.block_bytes(),
+            header = if self.variant.codes != 0 { HEADER_BYTES } else { 0 },
             threads = tile.threads(),
             tokens = tile.tokens,
             tokens_less = tile.tokens - 1,
@@ -263,7 +336,7 @@ selp.u32 %slot8, 0, %slot8, %p0;
 selp.u32 %slot, 0, %slot, %p0;
 selp.u32 %r0, 1, 0, %p0;
 xor.b32 %phase, %phase, %r0;",
-            stage = tile.stage_bytes(),
+            stage = self.variant.stage_bytes(),
             end = tile.stages * 8,
         );
     }
@@ -279,6 +352,14 @@ div.u32 %weight_tile, %tile, %token_tiles;
 mul.lo.u32 %r0, %weight_tile, %token_tiles;
 sub.u32 %token_tile, %tile, %r0;"
         );
+        if self.variant.experts {
+            line!(
+                self,
+                "mul.wide.u32 %l0, %token_tile, 4;
+add.u64 %l0, %expert_tiles, %l0;
+ld.global.u32 %expert, [%l0];"
+            );
+        }
     }
 
     fn next_tile(&mut self, name: &str) {
@@ -287,8 +368,8 @@ sub.u32 %token_tile, %tile, %r0;"
 
     /// Four warps, one thread of each: each copies a quarter of the blocks of 16 rows of W, and the first one the rows of x.
     fn producer(&mut self) {
-        let tile = self.variant.tile;
-        let WgmmaTile { tokens, .. } = tile;
+        let WgmmaVariant { tile, codes, experts, .. } = self.variant;
+        let (tokens, each) = (tile.tokens, self.variant.block_bytes());
         let (blocks, share) = (tile.weight_rows() / 16, tile.weight_rows() / 64);
         if let Some((few, _)) = self.registers() {
             line!(self, "setmaxnreg.dec.sync.aligned.u32 {few};");
@@ -300,11 +381,14 @@ sub.u32 %token_tile, %tile, %r0;"
 sub.u32 %quarter, %warp, {first};
 setp.eq.u32 %last, %quarter, 0;
 mad.lo.u32 %first, %quarter, {share_bytes}, %base;
+add.u32 %first, %first, {rows_bytes};
 mul.wide.u32 %advance, %x_rows, 128;",
             first = tile.groups * 4,
-            share_bytes = share * 2048,
+            share_bytes = share * each,
+            rows_bytes = self.variant.rows_bytes(),
         );
         self.each_tile("PRODUCER");
+        let sixty_fours = self.variant.columns() / 64;
         line!(
             self,
             "// Rows of x are copied up to a multiple of 8.
@@ -314,26 +398,28 @@ and.b32 %r2, %r2, 0xfffffff8;
 sub.u32 %r2, %r2, %r1;
 min.u32 %r2, %r2, {tokens};
 mul.lo.u32 %bytes, %r2, 128;
-add.u32 %rest, %bytes, {share_bytes};
-selp.u32 %rest, %rest, {share_bytes}, %last;
+selp.u32 %rest, %bytes, 0, %last;
 mul.wide.u32 %l0, %r1, 128;
 add.u64 %at, %x, %l0;
 // Blocks beyond the last row of W are copies of the last one.
 mul.lo.u32 %r3, %weight_tile, {blocks};
 mad.lo.u32 %r3, %quarter, {share}, %r3;
-shr.u32 %r4, %n, 4;
-sub.u32 %r4, %r4, 1;
-mul.wide.u32 %l1, %k, 32;",
-            share_bytes = share * 2048,
+shr.u32 %r7, %n, 4;
+sub.u32 %r4, %r7, 1;",
         );
         for block in 0..share {
+            line!(self, "add.u32 %r5, %r3, {block};\nmin.u32 %r5, %r5, %r4;");
+            if experts {
+                line!(self, "mad.lo.u32 %r5, %expert, %r7, %r5;");
+            }
             line!(
                 self,
-                "add.u32 %r5, %r3, {block};
-min.u32 %r5, %r5, %r4;
-cvt.u64.u32 %l2, %r5;
-mad.lo.u64 %from{block}, %l2, %l1, %weight;"
+                "cvt.u64.u32 %l2, %r5;
+mad.lo.u64 %from{block}, %l2, %block_bytes, %weight;"
             );
+            if codes != 0 {
+                line!(self, "add.u64 %from{block}, %from{block}, {HEADER_BYTES};");
+            }
         }
         line!(
             self,
@@ -346,30 +432,41 @@ xor.b32 %r5, %phase, 1;",
             empty = tile.stages * 8,
         );
         self.wait("%empty", "%r5");
+        // The last stage may have fewer columns of x.
         line!(
             self,
-            "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%full], %rest;
-add.u32 %r6, %first, %slot;"
+            "mul.lo.u32 %r1, %step, {sixty_fours};
+sub.u32 %r1, %columns, %r1;
+min.u32 %r2, %r1, {sixty_fours};
+mul.lo.u32 %r2, %r2, %rest;
+add.u32 %r2, %r2, {share_bytes};
+mbarrier.arrive.expect_tx.shared::cta.b64 _, [%full], %r2;
+add.u32 %r6, %first, %slot;",
+            share_bytes = share * each,
         );
         const COPY: &str = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes";
         for block in 0..share {
             line!(
                 self,
-                "{COPY} [%r6], [%from{block}], 2048, [%full];
-add.u32 %r6, %r6, 2048;
-add.u64 %from{block}, %from{block}, 2048;"
+                "{COPY} [%r6], [%from{block}], {each}, [%full];
+add.u32 %r6, %r6, {each};
+add.u64 %from{block}, %from{block}, {each};"
             );
         }
-        line!(
-            self,
-            "@!%last bra COPIED;
-add.u32 %r6, %base, %slot;
-add.u32 %r6, %r6, {x_at};
-{COPY} [%r6], [%at], %bytes, [%full];
-add.u64 %at, %at, %advance;
-COPIED:",
-            x_at = tile.weight_rows() * 128,
-        );
+        line!(self, "@!%last bra COPIED;\nadd.u32 %r6, %base, %slot;");
+        for part in 0..sixty_fours {
+            if part > 0 {
+                line!(self, "setp.le.u32 %p0, %r1, {part};\n@%p0 bra COPIED;");
+            }
+            line!(
+                self,
+                "{COPY} [%r6], [%at], %bytes, [%full];
+add.u32 %r6, %r6, {};
+add.u64 %at, %at, %advance;",
+                tokens * 128
+            );
+        }
+        line!(self, "COPIED:");
         self.advance();
         line!(
             self,
@@ -408,28 +505,48 @@ setp.eq.u32 %release, %lane, 0;
 setp.eq.u32 %all, %lane, %lane;
 // The lane's weights in a stage, and the descriptor of the rows of x.
 mad.lo.u32 %r1, %group, {group_bytes}, %base;
-mad.lo.u32 %r1, %quarter, 2048, %r1;
+mad.lo.u32 %r1, %quarter, {block_bytes}, %r1;
+add.u32 %r1, %r1, {rows_bytes};
 mad.lo.u32 %first, %lane, 16, %r1;
-add.u32 %r1, %base, {x_at};
-and.b32 %r1, %r1, 0x3ffff;
+{scales}and.b32 %r1, %base, 0x3ffff;
 shr.u32 %r1, %r1, 4;
 cvt.u64.u32 %descriptor, %r1;
 or.b64 %descriptor, %descriptor, {DESCRIPTOR:#x};
 mad.lo.u32 %staged, %group, {STAGING_BYTES}, %base;
 add.u32 %staged, %staged, {staging};",
-            group_bytes = tile.blocks * 8192,
-            x_at = tile.weight_rows() * 128,
+            group_bytes = tile.blocks * 4 * self.variant.block_bytes(),
+            block_bytes = self.variant.block_bytes(),
+            rows_bytes = self.variant.rows_bytes(),
+            scales = self.variant.format().map_or_else(String::new, scales_at),
         );
         self.each_tile("CONSUMER");
         line!(self, "mov.u32 %step, 0;\nCONSUMER_STEP:\n.pragma \"nounroll\";");
-        for set in 0..2 {
-            self.multiply(set);
+        // An even number of groups of products, which take turns with the two sets of weights.
+        let sixty_fours = self.variant.columns() / 64;
+        for stage in 0..2u32.div_ceil(sixty_fours) {
+            for part in 0..sixty_fours {
+                if part > 0 {
+                    line!(
+                        self,
+                        "mad.lo.u32 %r1, %step, {sixty_fours}, {part};
+setp.ge.u32 %p0, %r1, %columns;
+@%p0 bra LAST;"
+                    );
+                }
+                self.multiply(part, (stage + part) % 2);
+            }
+            self.advance();
             line!(self, "add.u32 %step, %step, 1;\nsetp.ge.u32 %p0, %step, %steps;\n@%p0 bra SUMS;");
         }
         line!(
             self,
             "bra CONSUMER_STEP;
-SUMS:
+LAST:"
+        );
+        self.advance();
+        line!(
+            self,
+            "SUMS:
 wgmma.wait_group.sync.aligned 0;
 @%release mbarrier.arrive.shared::cta.b64 _, [%previous];"
         );
@@ -437,34 +554,45 @@ wgmma.wait_group.sync.aligned 0;
         self.next_tile("CONSUMER");
     }
 
-    /// Multiplies the 64 columns of a stage, with the weights in register set `set`.
-    fn multiply(&mut self, set: u32) {
+    /// Multiplies 64 columns, the `part`-th of a stage, with the weights in register set `set`.
+    fn multiply(&mut self, part: u32, set: u32) {
         let tile = self.variant.tile;
-        line!(self, "add.u32 %full, %bars, %slot8;");
-        self.wait("%full", "%phase");
-        line!(self, "add.u32 %r1, %first, %slot;");
+        if part == 0 {
+            line!(self, "add.u32 %full, %bars, %slot8;");
+            self.wait("%full", "%phase");
+        }
         let weights = |block: u32, sixteen: u32| ((set * tile.blocks + block) * 4 + sixteen) * 4;
-        for (block, sixteen) in (0..tile.blocks).flat_map(|block| (0..4).map(move |sixteen| (block, sixteen))) {
-            let w = weights(block, sixteen);
-            // Words 1 and 2 change places: the instruction has both rows' first columns before their last ones.
-            line!(
-                self,
-                "ld.shared.v4.b32 {{%w{}, %w{}, %w{}, %w{}}}, [%r1+{}];",
-                w,
-                w + 2,
-                w + 1,
-                w + 3,
-                block * 8192 + sixteen * 512
-            );
+        match self.variant.format() {
+            Some(codes) => self.dequantise(codes, part, &weights),
+            None => {
+                line!(self, "add.u32 %r1, %first, %slot;");
+                for (block, sixteen) in (0..tile.blocks).flat_map(|block| (0..4).map(move |sixteen| (block, sixteen))) {
+                    let w = weights(block, sixteen);
+                    // Words 1 and 2 change places: the instruction has both rows' first columns before their last ones.
+                    line!(
+                        self,
+                        "ld.shared.v4.b32 {{%w{}, %w{}, %w{}, %w{}}}, [%r1+{}];",
+                        w,
+                        w + 2,
+                        w + 1,
+                        w + 3,
+                        block * 8192 + sixteen * 512
+                    );
+                }
+            }
         }
         line!(
             self,
             "shr.u32 %r2, %slot, 4;
 cvt.u64.u32 %l0, %r2;
-add.u64 %l0, %l0, %descriptor;
-setp.ne.u32 %accumulate, %step, 0;
-wgmma.fence.sync.aligned;"
+add.u64 %l0, %l0, %descriptor;"
         );
+        if part > 0 {
+            line!(self, "add.u64 %l0, %l0, {};", part * tile.tokens * 8);
+        } else {
+            line!(self, "setp.ne.u32 %accumulate, %step, 0;");
+        }
+        line!(self, "wgmma.fence.sync.aligned;");
         for sixteen in 0..4u32 {
             if sixteen > 0 {
                 line!(self, "add.u64 %l{}, %l0, {};", sixteen, sixteen * 2);
@@ -482,25 +610,195 @@ wgmma.fence.sync.aligned;"
                     w + 1,
                     w + 2,
                     w + 3,
-                    if sixteen == 0 { "%accumulate" } else { "%all" }
+                    if sixteen == 0 && part == 0 { "%accumulate" } else { "%all" }
                 );
             }
         }
-        line!(
-            self,
-            "wgmma.commit_group.sync.aligned;
-wgmma.wait_group.sync.aligned 1;
-and.pred %p1, %release, %accumulate;
+        line!(self, "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 1;");
+        // The stage before is left once the last products with it are complete.
+        if part == 0 {
+            line!(
+                self,
+                "and.pred %p1, %release, %accumulate;
 @%p1 mbarrier.arrive.shared::cta.b64 _, [%previous];
 add.u32 %previous, %full, {};",
-            tile.stages * 8
-        );
-        self.advance();
+                tile.stages * 8
+            );
+        }
+    }
+
+    /// Loads the codes and scales of 64 columns, the `part`-th of a stage, and sets the registers `weights` to the weights
+    /// in bfloat16, without the rows' factors (`code_fragments.glsl`).
+    fn dequantise(&mut self, codes: Codes, part: u32, weights: &dyn Fn(u32, u32) -> u32) {
+        let (tile, bits, unit) = (self.variant.tile, codes.bits, unit_cols(codes));
+        let each = 4 * self.variant.block_bytes();
+        line!(self, "add.u32 %r1, %first, %slot;\nadd.u32 %r2, %scales_at, %slot;");
+        // The planes' bits: of 8 and 4 bits for each half of 32 columns, of 2 bits for each 32, of 1 bit for all.
+        let two_at = if bits & 4 != 0 { unit * 8 } else { 0 };
+        let one_at = two_at + if bits & 2 != 0 { unit * 4 } else { 0 };
+        for block in 0..tile.blocks {
+            let (q, at) = (block * 8, block * each);
+            match bits {
+                8 => {
+                    for c in 0..2 {
+                        let (q, at) = (q + 4 * c, at + (part * 2 + c) * 512);
+                        line!(self, "ld.shared.v4.b32 {{%q{q}, %q{}, %q{}, %q{}}}, [%r1+{at}];", q + 1, q + 2, q + 3);
+                    }
+                }
+                _ => {
+                    if bits & 4 != 0 {
+                        let at = at + part * 512;
+                        line!(self, "ld.shared.v4.b32 {{%q{q}, %q{}, %q{}, %q{}}}, [%r1+{at}];", q + 1, q + 2, q + 3);
+                    }
+                    if bits & 2 != 0 {
+                        let at = at + two_at + part / 2 * 512 + part % 2 * 8;
+                        line!(self, "ld.shared.v2.b32 {{%q{}, %q{}}}, [%r1+{at}];", q + 4, q + 5);
+                    }
+                    if bits & 1 != 0 {
+                        line!(self, "ld.shared.b32 %q{}, [%r1+{}];", q + 6, at + one_at + part * 4);
+                    }
+                }
+            }
+        }
+        let groups = unit / codes.group;
+        let stored = codes.minimum == Minimum::Stored;
+        for block in 0..tile.blocks {
+            for c in 0..2 {
+                let column = part * 64 + c * 32;
+                if c == 0 || codes.group < 64 {
+                    let at = block * each + column / codes.group * 4;
+                    self.scales(codes, at, stored.then_some(at + groups * 32));
+                }
+                for half in 0..2 {
+                    self.pairs(codes, block * 8, part * 2 + c, c, half);
+                    let w = weights(block, c * 2 + half);
+                    // The instruction has both rows' first columns before their last ones.
+                    for (pair, register) in [w, w + 2, w + 1, w + 3].into_iter().enumerate() {
+                        // %s0 and %s1 are the scales of the rows u and v, %s2 and %s3 those of a second pair that is 16 times
+                        // as large, %s4 and %s5 the minimums.
+                        let (row, second) = (pair / 2, pair % 2 == 1 && high_second(codes));
+                        let scale = if second { 2 + row } else { row };
+                        match has_minimum(codes) {
+                            true => line!(self, "fma.rn.f16x2 %d{pair}, %d{pair}, %s{scale}, %s{};", 4 + row),
+                            false => line!(self, "mul.rn.f16x2 %d{pair}, %d{pair}, %s{scale};"),
+                        }
+                        line!(
+                            self,
+                            "mov.b32 {{%h0, %h1}}, %d{pair};
+cvt.f32.f16 %f0, %h0;
+cvt.f32.f16 %f1, %h1;
+cvt.rn.bf16x2.f32 %w{register}, %f1, %f0;"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    /// Loads a group's scales, and sets %s0 and %s1 to pairs of those of the rows u and v, %s2 and %s3 to a sixteenth of
+    /// them if they are needed, and %s4 and %s5 to the negative minimums.
+    fn scales(&mut self, codes: Codes, at: u32, minimum_at: Option<u32>) {
+        let pairs = |of: u32| format!("prmt.b32 %s{of}, %scale, %scale, 0x1010;\nprmt.b32 %s{}, %scale, %scale, 0x3232;", of + 1);
+        line!(self, "ld.shared.b32 %scale, [%r2+{at}];\n{}", pairs(0));
+        if high_second(codes) {
+            let sixteenth = pair_of(0.0625);
+            line!(self, "mov.b32 %s4, {sixteenth:#x};\nmul.rn.f16x2 %s2, %s0, %s4;\nmul.rn.f16x2 %s3, %s1, %s4;");
+        }
+        match (codes.minimum, minimum_at) {
+            (_, Some(at)) => {
+                line!(self, "ld.shared.b32 %scale, [%r2+{at}];\nxor.b32 %scale, %scale, 0x80008000;\n{}", pairs(4));
+            }
+            (Minimum::Zero { halves }, None) if halves > 0 => {
+                // A code's bits count in the smallest f16, which cannot be halved.
+                if halves % 2 == 1 {
+                    line!(self, "mov.b32 %s4, {:#x};\nmul.rn.f16x2 %scale, %scale, %s4;", pair_of(0.5));
+                }
+                let zero = u32::from(if halves % 2 == 1 { halves } else { halves / 2 });
+                line!(
+                    self,
+                    "mov.b32 %s4, {:#x};
+mul.rn.f16x2 %scale, %scale, %s4;
+xor.b32 %scale, %scale, 0x80008000;
+{}",
+                    zero | zero << 16,
+                    pairs(4)
+                );
+            }
+            _ => {}
+        }
+    }
+
+    /// Sets %d0 to %d3 to the f16 values of four pairs of codes: (u0, u1), (u2, u3), (v0, v1) and (v2, v3) of half `half` of
+    /// the 32 columns number `c` of the unit, the `second`-th of 64. The bits are in %q from `q` on.
+    fn pairs(&mut self, codes: Codes, q: u32, c: u32, second: u32, half: u32) {
+        let bits = codes.bits;
+        // Shifts a word to the right by `by` bits, or to the left by as many if that is negative.
+        let shifted = |to: &str, from: u32, by: i32| match by {
+            0 => format!("mov.b32 {to}, %q{from};"),
+            1.. => format!("shr.u32 {to}, %q{from}, {by};"),
+            _ => format!("shl.b32 {to}, %q{from}, {};", -by),
+        };
+        let mut begun = false;
+        // Takes the bits of a plane from a word, at another place for each pair.
+        let mut plane = |program: &mut Text, words: [u32; 4], by: [i32; 4], masks: [u32; 4]| {
+            for pair in 0..4 {
+                let (word, mask) = (words[pair], masks[pair]);
+                match begun {
+                    false => {
+                        line!(program, "{}\nand.b32 %d{pair}, %d{pair}, {mask:#x};", shifted(&format!("%d{pair}"), word, by[pair]));
+                    }
+                    true => line!(
+                        program,
+                        "{}\nand.b32 %r3, %r3, {mask:#x};\nor.b32 %d{pair}, %d{pair}, %r3;",
+                        shifted("%r3", word, by[pair])
+                    ),
+                }
+            }
+            begun = true;
+        };
+        if bits == 8 {
+            let word = q + second * 4 + half * 2;
+            plane(self, [word, word, word + 1, word + 1], [0, 8, 0, 8], [0x00ff_00ff; 4]);
+        }
+        if bits & 4 != 0 {
+            let word = [q + second * 2 + half; 4];
+            match high_second(codes) {
+                true => plane(self, word, [0, 0, 8, 8], [0x000f_000f, 0x00f0_00f0, 0x000f_000f, 0x00f0_00f0]),
+                false => plane(self, word, [0, 4, 8, 12], [0x000f_000f; 4]),
+            }
+        }
+        let lower = |plane: u32| (bits & !(2 * plane - 1) & 7) as i32;
+        if bits & 2 != 0 {
+            let by = [0, 2, 4, 6].map(|by| by + 8 * half as i32 - lower(2));
+            plane(self, [q + 4 + second; 4], by, [0x0003_0003 << lower(2); 4]);
+        }
+        if bits & 1 != 0 {
+            let by = [0, 1, 2, 3].map(|by| by + 8 * (c % 2) as i32 + 4 * half as i32 - lower(1));
+            plane(self, [q + 6; 4], by, [0x0001_0001 << lower(1); 4]);
+        }
+        let mut spread = |sign: u32, shift: u32, rest: u32, by: u32| {
+            for pair in 0..4 {
+                line!(
+                    self,
+                    "and.b32 %r3, %d{pair}, {sign:#x};
+shl.b32 %r3, %r3, {shift};
+and.b32 %d{pair}, %d{pair}, {rest:#x};
+shl.b32 %d{pair}, %d{pair}, {by};
+or.b32 %d{pair}, %d{pair}, %r3;"
+                );
+            }
+        };
+        match codes.number {
+            Number::Affine => {}
+            Number::E4m3 => spread(0x0080_0080, 8, 0x007f_007f, 7),
+            Number::E2m1 => spread(0x0008_0008, 12, 0x0007_0007, 9),
+            Number::E5m2 => (0..4).for_each(|pair| line!(self, "shl.b32 %d{pair}, %d{pair}, 8;")),
+        }
     }
 
     /// Stores the sums of a tile.
     fn finish(&mut self) {
-        let WgmmaVariant { tile, bias, packed, .. } = self.variant;
+        let WgmmaVariant { tile, bias, packed, codes, experts, .. } = self.variant;
         line!(
             self,
             "// %t: the lane's row of x among 8; %left: the rows in use from there on.
@@ -516,16 +814,32 @@ sub.u32 %left, %rows, %r1;",
 mad.lo.u32 %row, %group, {group_rows}, %row;
 mad.lo.u32 %row, %quarter, 16, %row;
 setp.ge.u32 %p0, %row, %n;
-@%p0 bra STORED{label};
-mad.lo.u32 %row, %a, 4, %row;",
+@%p0 bra STORED{label};",
                 rows = tile.weight_rows(),
                 at = block * 64,
                 group_rows = tile.blocks * 64,
             );
+            // %r1: the row of W.
+            match experts {
+                true => line!(self, "mad.lo.u32 %r1, %expert, %n, %row;"),
+                false => line!(self, "mov.u32 %r1, %row;"),
+            }
+            if codes != 0 {
+                line!(
+                    self,
+                    "shr.u32 %r2, %r1, 4;
+cvt.u64.u32 %l0, %r2;
+mad.lo.u64 %l0, %l0, %block_bytes, %weight;
+mul.wide.u32 %l1, %a, 16;
+add.u64 %l0, %l0, %l1;
+ld.global.nc.v4.f32 {{%c0, %c1, %c2, %c3}}, [%l0];"
+                );
+            }
+            line!(self, "mad.lo.u32 %r1, %a, 4, %r1;\nmad.lo.u32 %row, %a, 4, %row;");
             if bias {
                 line!(
                     self,
-                    "mul.wide.u32 %l0, %row, 4;
+                    "mul.wide.u32 %l0, %r1, 4;
 add.u64 %l0, %bias, %l0;
 ld.global.nc.v4.f32 {{%b0, %b1, %b2, %b3}}, [%l0];"
                 );
@@ -562,6 +876,9 @@ selp.f32 %v3, %f3, %f1, %odd;",
             s + 3,
             s + 2
         );
+        if self.variant.codes != 0 {
+            (0..4).for_each(|i| line!(self, "mul.f32 %v{i}, %v{i}, %c{i};"));
+        }
         if self.variant.bias {
             (0..4).for_each(|i| line!(self, "add.f32 %v{i}, %v{i}, %b{i};"));
         }
@@ -608,7 +925,11 @@ div.full.f32 %v{to}, %f4, %f5;",
 
     /// Stores rows of floats: four of a row of W each, or two gated ones.
     fn store_rows(&mut self, block: u32) {
-        let WgmmaVariant { tile, epilogue, .. } = self.variant;
+        let WgmmaVariant { tile, epilogue, experts, .. } = self.variant;
+        if experts {
+            self.store_choices(block);
+            return;
+        }
         line!(
             self,
             "mad.lo.u32 %r1, %token_tile, {}, %t;
@@ -661,6 +982,44 @@ mul.wide.u32 %pitch, %y_stride, 32;"
                     _ => line!(self, "@%p1 st.global.v2.f32 [%at], {{%v0, %v1}};"),
                 }
                 line!(self, "add.u64 %at, %at, %pitch;");
+            }
+        }
+    }
+
+    /// Stores rows of floats, each at the place of its choice.
+    fn store_choices(&mut self, block: u32) {
+        let WgmmaVariant { tile, epilogue, .. } = self.variant;
+        let shift = if epilogue >= 2 { 1 } else { 2 };
+        line!(
+            self,
+            "mad.lo.u32 %r1, %token_tile, {}, %t;
+mul.wide.u32 %l0, %r1, 4;
+add.u64 %at, %slots, %l0;
+mul.wide.u32 %l1, %row, {row_bytes};
+add.u64 %pitch, %y, %l1;",
+            tile.tokens,
+            row_bytes = 1 << shift,
+        );
+        let all = tile.tokens / 8;
+        for first in (0..all).step_by(4) {
+            let eights = first..(first + 4).min(all);
+            for eight in eights.clone() {
+                line!(self, "ld.global.u32 %r{}, [%at+{}];", 8 + eight - first, eight * 32);
+            }
+            for eight in eights {
+                self.exchange(block, eight);
+                line!(
+                    self,
+                    "setp.ne.u32 %p1, %r{slot}, {NOBODY:#x};
+mul.wide.u32 %l0, %r{slot}, %y_stride;
+shl.b64 %l0, %l0, 2;
+add.u64 %l0, %pitch, %l0;",
+                    slot = 8 + eight - first
+                );
+                match epilogue {
+                    0 => line!(self, "@%p1 st.global.v4.f32 [%l0], {{%v0, %v1, %v2, %v3}};"),
+                    _ => line!(self, "@%p1 st.global.v2.f32 [%l0], {{%v0, %v1}};"),
+                }
             }
         }
     }
@@ -721,4 +1080,38 @@ ld.shared.v4.b32 {{%r10, %r11, %r12, %r13}}, [%r8+{}];
             }
         }
     }
+}
+
+/// Whether the second pair of a row's codes is left 4 bits higher, as a number 16 times as large: one shift less.
+fn high_second(codes: Codes) -> bool {
+    codes.bits == 4 && codes.number == Number::Affine
+}
+
+/// Whether weights have minimums other than 0.
+fn has_minimum(codes: Codes) -> bool {
+    codes.minimum != Minimum::Zero { halves: 0 }
+}
+
+/// Returns a pair of the same f16.
+fn pair_of(value: f32) -> u32 {
+    u32::from(f16::from_f32(value).to_bits()) * 0x0001_0001
+}
+
+/// Returns the instructions that set %scales_at to the place of a lane's scales in a stage, for %r1, that of its block of
+/// 16 rows.
+fn scales_at(codes: Codes) -> String {
+    let unit = unit_cols(codes);
+    let mut text = format!(
+        "shr.u32 %r2, %lane, 2;
+mad.lo.u32 %scales_at, %r2, {}, %r1;
+add.u32 %scales_at, %scales_at, {};
+",
+        unit / codes.group * 4,
+        unit * codes.bits * 2
+    );
+    // Groups of 16: the lanes of columns 16 .. 32 have another.
+    if codes.group == 16 {
+        text += "bfe.u32 %r2, %lane, 1, 1;\nmad.lo.u32 %scales_at, %r2, 4, %scales_at;\n";
+    }
+    text
 }

@@ -39,10 +39,18 @@ uint group_of(uint c, uint t) { return GROUP == 16u ? c * 2u + t / 2u : c * 32u 
 // Whether the second pair of a row's codes is left 4 bits higher, as a number 16 times as large: one shift less.
 #define HIGH_SECOND (BITS == 4u && NUMBER == 0u)
 
-// Returns a half's four pairs of codes, each as two small integers: (u0, u1), (u2, u3), (v0, v1), (v2, v3). `a` and `b`
-// are the words of the plane of 8 bits (u, v) or 4 bits (`a` only); `two` and `one` are those of the planes of 2 bits and
+// Returns a half's four pairs of codes, each as two small integers: (u0, u1), (u2, u3), (v0, v1), (v2, v3); those of e4m3
+// and e2m1 as the f16 that they stand for. `a` and `b` are the words of the plane of 8 bits (u, v) or 4 bits (`a` only); `two` and `one` are those of the planes of 2 bits and
 // 1 bit. `c` is the block of 32 columns in the unit.
 uvec4 code_pairs(uint a, uint b, uint two, uint one, uint c, uint h) {
+    if (NUMBER == 1u) {
+        uvec4 high = uvec4(a << 8, a, b << 8, b);
+        return (high & 0x7f007f00u) >> 1 | (high & 0x80008000u);
+    }
+    if (NUMBER == 2u) {
+        uvec4 high = uvec4(a << 12, a << 8, a << 4, a);
+        return (high & 0x70007000u) >> 3 | (high & 0x80008000u);
+    }
     if (BITS == 8u) return uvec4(a, a >> 8, b, b >> 8) & 0x00ff00ffu;
     uvec4 pairs = uvec4(0u);
     if (HIGH_SECOND) {
@@ -75,11 +83,22 @@ const uint TWO_LOADS = (BITS & 2u) != 0u ? UNIT_COLS / 128u : 0u;
         (BITS & 1u) != 0u ? w[(first) + FOUR_LOADS + TWO_LOADS + (c) / 8u][(c) / 2u & 3u] : 0u, c, h))
 
 // Returns the f16 values of pairs of codes.
-uvec4 value_pairs(uvec4 pairs) {
-    if (NUMBER == 1u) return (pairs & 0x00800080u) << 8 | (pairs & 0x007f007fu) << 7;
-    if (NUMBER == 2u) return (pairs & 0x00080008u) << 12 | (pairs & 0x00070007u) << 9;
-    if (NUMBER == 3u) return pairs << 8;
-    return pairs;
+uvec4 value_pairs(uvec4 pairs) { return NUMBER == 3u ? pairs << 8 : pairs; }
+
+// Returns the weights of pairs of codes in bfloat16, times the factors of the rows u and v. They are rounded to the nearest,
+// halves away from zero; the products of MXFP4, of two bits with a power of two, need no rounding.
+const bool EXACT = NUMBER == 2u && GROUP == 32u;
+uint bfloat_pair(vec2 values) {
+    uvec2 bits = floatBitsToUint(values) + (EXACT ? 0u : 0x8000u);
+    return bits.x >> 16 | (bits.y & 0xffff0000u);
+}
+uvec4 bfloats(uvec4 pairs, uint scale, uint minimum, vec2 factor) {
+    pairs = value_pairs(pairs);
+    vec2 s = unpackHalf2x16(scale) * factor, m = unpackHalf2x16(minimum) * factor;
+    if (STORED == 0u) m = s * (ZERO * 5.9604644775390625e-8);
+    vec2 second = HIGH_SECOND ? s * 0.0625 : s;
+    return uvec4(bfloat_pair(unpackHalf2x16(pairs.x) * s.x - m.x), bfloat_pair(unpackHalf2x16(pairs.y) * second.x - m.x),
+        bfloat_pair(unpackHalf2x16(pairs.z) * s.y - m.y), bfloat_pair(unpackHalf2x16(pairs.w) * second.y - m.y));
 }
 
 // Returns the weights of pairs of codes in f16, without the rows' factors. `scale` and `minimum` have the f16 of u and v.

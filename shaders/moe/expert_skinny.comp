@@ -13,7 +13,8 @@
 // logits     [rows][logits_stride] f32: COUNT router logits, then the shared expert's gate if there is one.
 //            `experts.glsl` defines the selection and the shares; each workgroup computes them for itself, for all rows
 // weight     [COUNT][n rows] in fragment order (`memory::pack::Layout::Fragments`); in STAGE 0 the rows of gate and up
-//            alternate
+//            alternate. CODED 1: codes with scales (`codes.glsl`), which are dequantised in registers and rounded to
+//            bfloat16; there is no shared expert then
 // shared     [shared_n rows], likewise
 // x          STAGE 0: [rows][x_stride] f32, the residual. STAGE 1: the output of STAGE 0
 // y          STAGE 0: [rows][CHOSEN · INNER and SHARED_INNER, each padded to 32] f32; the padding is not written.
@@ -27,6 +28,9 @@
 // Traffic: each chosen expert's weights once; x once per workgroup, from the L2 cache where it is tagged.
 #extension GL_KHR_shader_subgroup_vote : require
 #extension GL_KHR_shader_subgroup_shuffle : require
+#ifndef CODED
+#define CODED 0
+#endif
 #include "common.glsl"
 #include "glu.glsl"
 #include "deterministic.glsl"
@@ -39,15 +43,22 @@ layout(constant_id = 4) const uint CHOSEN = 2;    // at most 16
 layout(constant_id = 5) const uint NORMALISE = 0;
 layout(constant_id = 6) const uint SHARED = 0;
 layout(constant_id = 7) const uint TILES = 1;
-layout(constant_id = 8) const uint AHEAD = 2;     // a power of two
+layout(constant_id = 8) const uint AHEAD = 2;     // a power of two; with codes, whole units of columns
 layout(constant_id = 9) const uint ROWS = 1;      // at most 16
 layout(constant_id = 10) const uint COLUMNS = 32; // columns of an expert's matrix
 layout(constant_id = 11) const uint SHARED_COLUMNS = 32;
 layout(constant_id = 12) const uint TAGGED = 0;
 layout(constant_id = 13) const uint GLU = 2;      // the gated linear unit: `glu.glsl`
 layout(constant_id = 14) const uint BIAS = 0;
+#if CODED == 1
+layout(constant_id = 15) const uint CODES = 0x5024; // the weights' format
+#endif
 
 #include "fragments.glsl"
+#if CODED == 1
+#include "codes.glsl"
+const uint UNITS = (COLUMNS + UNIT_COLS - 1u) / UNIT_COLS;
+#endif
 #include "tags.glsl"
 
 layout(push_constant) uniform Args {
@@ -79,6 +90,16 @@ const uint ITEMS = TILES * BLOCKS * KEPT;
 const uint QUADS = AHEAD * 8u;                    // groups of four columns of a token per round
 const uint LOADS = (TOKENS * QUADS + 31u) / 32u;  // of those, loads per lane
 const uint CHUNKS = (COLUMNS + 31u) / 32u;        // chunks of 32 columns, of one expert's matrix
+// The chunks of a row of W with its padding, and those that a lane group takes one after the other.
+#if CODED == 1
+const uint RUN = UNIT_COLS / 32u;
+const uint PADDED = UNITS * RUN;
+#else
+const uint RUN = 1u;
+const uint PADDED = CHUNKS;
+#endif
+// Whether columns may not exist.
+const bool PARTLY = COLUMNS % 32u != 0u || PADDED != CHUNKS;
 const uint SHARED_CHUNKS = SHARED == 1u ? (SHARED_COLUMNS + 31u) / 32u : 0u;
 const uint PAIRS = ROWS * CHOSEN;
 // JOINED: the lanes whose squares are added by shuffles before they go to shared memory. SQUARES: the partial sums of a
@@ -164,7 +185,19 @@ void choose(inout uint polls) {
     barrier();
 }
 
-uint chunk_of(uint round, uint u) { return (round * AHEAD + u) * GROUPS + LANE_GROUP; }
+#if CODED == 1
+#include "code_fragments.glsl"
+#if MATRIX == 1
+#define EACH_RUN [[unroll]]
+#else
+// The loop body is already long.
+#define EACH_RUN [[dont_unroll]]
+#endif
+#endif
+
+uint chunk_of(uint round, uint u) {
+    return ((round * (AHEAD / RUN) + u / RUN) * GROUPS + LANE_GROUP) * RUN + u % RUN;
+}
 
 void main() {
     uint polls = 0u;
@@ -202,7 +235,7 @@ void main() {
     // The rows that this expert is multiplied with.
     uvec4 entry = list_s[number];
     if (of_shared) entry = uvec4(0u, 0xffffu, 0u, 0u);
-    uint chunks = STAGE == 0u ? CHUNKS : distinct_s * CHUNKS + SHARED_CHUNKS;
+    uint chunks = STAGE == 0u ? PADDED : distinct_s * PADDED + SHARED_CHUNKS;
     uint rounds = (chunks + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD);
 
     Sums sums[BLOCKS * TILES];
@@ -212,6 +245,27 @@ void main() {
 
     [[dont_unroll]] for (uint round = 0u; round < rounds; round++) {
         // Beyond the last chunk, the last chunk's weights are multiplied by zeros.
+#if CODED == 1
+        uvec4 w[AHEAD / RUN * TILES * PLANE_LOADS];
+        uint scales[AHEAD / RUN * TILES * SCALE_SLOTS];
+        vec2 factor[AHEAD / RUN * TILES]; // of the lane's rows
+        [[unroll]] for (uint u = 0u; u < AHEAD / RUN; u++) {
+            uint unit = min(chunk_of(round, u * RUN), chunks - 1u) / RUN, matrix = entry.x;
+            if (STAGE == 1u) {
+                uint d = unit / UNITS;
+                unit -= d * UNITS;
+                matrix = list_s[d].x;
+            }
+            [[unroll]] for (uint j = 0u; j < TILES; j++) {
+                uint base = (matrix * blocks + min(first + j, blocks - 1u)) * BLOCK_WORDS, at = base + 4u + unit * UNIT_WORDS;
+                [[unroll]] for (uint i = 0u; i < PLANE_LOADS; i++)
+                    w[(u * TILES + j) * PLANE_LOADS + i] = weight.v[at + i * 32u + LANE];
+                LOAD_SCALES(scales, (u * TILES + j) * SCALE_SLOTS, at + PLANE_LOADS * 32u)
+                uint row = base * 4u + 4u * (g >> 1) + (g & 1u);
+                factor[u * TILES + j] = uintBitsToFloat(uvec2(CODE_WORD(weight, row), CODE_WORD(weight, row + 2u)));
+            }
+        }
+#else
         uvec4 w[AHEAD * TILES * 2u];
         [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
             uint chunk = min(chunk_of(round, u), chunks - 1u);
@@ -234,6 +288,7 @@ void main() {
                 w[(u * TILES + j) * 2u + 1u] = LOAD_WEIGHT(other, at + 32u);
             }
         }
+#endif
         [[unroll]] for (uint b = 0u; b < BLOCKS; b++) {
             uvec4 words[LOADS];
             uint at[LOADS];
@@ -247,11 +302,11 @@ void main() {
                 uint column = chunk * 8u + quad % 8u;
                 scale[i] = vec4(1.0);
                 if (STAGE == 0u) {
-                    there[i] = there[i] && (entry.y >> row & 1u) != 0u && (COLUMNS % 32u == 0u || column * 4u < COLUMNS);
-                    if (COLUMNS % 32u != 0u) column = min(column, COLUMNS / 4u - 1u);
+                    there[i] = there[i] && (entry.y >> row & 1u) != 0u && (!PARTLY || column * 4u < COLUMNS);
+                    if (PARTLY) column = min(column, COLUMNS / 4u - 1u);
                     scale[i] = norm.v[column];
                 } else {
-                    uint d = chunk / CHUNKS, inside = (chunk % CHUNKS) * 32u + quad % 8u * 4u;
+                    uint d = chunk / PADDED, inside = (chunk % PADDED) * 32u + quad % 8u * 4u;
                     if (SHARED == 1u && d >= distinct_s) {
                         uint behind = (chunk - distinct_s * CHUNKS) * 8u + quad % 8u;
                         there[i] = there[i] && behind * 4u < SHARED_COLUMNS;
@@ -290,7 +345,7 @@ void main() {
                 vec4 value = there[i] ? uintBitsToFloat(words[i]) : vec4(0.0);
                 if (STAGE == 0u) {
                     square[b * LOADS + i] += dot(value, value);
-                    if (COLUMNS % 32u == 0u) value *= scale[i];
+                    if (!PARTLY) value *= scale[i];
                     else value = there[i] ? value * scale[i] : vec4(0.0);
                 }
                 uvec4 parts;
@@ -300,6 +355,29 @@ void main() {
             }
             LANES_BARRIER
             uint own = LANE_GROUP * (TOKENS * QUADS) + min(g, TOKENS - 1u) * QUADS + t * 2u;
+#if CODED == 1
+            [[unroll]] for (uint u = 0u; u < AHEAD / RUN; u++) {
+                EACH_RUN for (uint c = 0u; c < RUN; c++) {
+                    uint scale_[TILES], minimum_[TILES];
+                    [[unroll]] for (uint j = 0u; j < TILES; j++) {
+                        uint from = (u * TILES + j) * SCALE_SLOTS;
+                        scale_[j] = SCALE_OF(scales, from, c, t);
+                        minimum_[j] = STORED == 1u ? SCALE_OF(scales, from + STORED * SCALE_WORDS, c, t) : 0u;
+                    }
+                    [[unroll]] for (uint h = 0u; h < 2u; h++) {
+                        uvec4 parts = x_s[own + (u * RUN + c) * 8u + h];
+                        Tokens a;
+                        SET_TOKENS(a, parts.xy, parts.zw)
+                        [[unroll]] for (uint j = 0u; j < TILES; j++) {
+                            uvec4 pairs = PAIRS(w, (u * TILES + j) * PLANE_LOADS, c, h);
+                            Weights m;
+                            SET_WEIGHTS(m, bfloats(pairs, scale_[j], minimum_[j], factor[u * TILES + j]))
+                            MULTIPLY_ADD(sums[b * TILES + j], a, m)
+                        }
+                    }
+                }
+            }
+#else
             [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
                 [[unroll]] for (uint h = 0u; h < 2u; h++) {
                     uvec4 parts = x_s[own + u * 8u + h];
@@ -312,6 +390,7 @@ void main() {
                     }
                 }
             }
+#endif
             // All lanes must have read these parts before the next ones overwrite them.
             LANES_BARRIER
         }

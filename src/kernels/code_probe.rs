@@ -14,6 +14,7 @@ use super::moe::NOBODY;
 use super::recording::{Call, Op, Range, Recording};
 use super::shaders::{
     EmbedRowsArgs, EmbedRowsConstants, ExpandCodesArgs, ExpandCodesConstants, ExpertGemvArgs, ExpertGemvConstants,
+    ExpertSkinnyArgs, ExpertSkinnyConstants,
     GemvArgs, GemvConstants, MatmulArgs, MatmulConstants, PanelArgs, PanelConstants, SkinnyCodesArgs,
     SkinnyCodesConstants,
 };
@@ -82,6 +83,11 @@ pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
             variant = [c.experts, 0];
             (c.codes, c.rows)
         }
+        "expert_skinny" => {
+            let c = ExpertSkinnyConstants::from_values(&call.constants);
+            variant = [c.stage, 0];
+            (c.codes, c.rows)
+        }
         "embed_rows" => (EmbedRowsConstants::from_values(&call.constants).codes, 0),
         "expert_gemv" => {
             let c = ExpertGemvConstants::from_values(&call.constants);
@@ -110,6 +116,7 @@ pub fn probe(call: &Call) -> Option<CodeProbe> {
         "gemv" => operands.gemv(call, codes),
         "matmul" => operands.matmul(call, codes),
         "embed_rows" => operands.embed(call, codes),
+        "expert_skinny" => operands.few_experts(call, codes),
         _ => operands.experts(call, codes),
     };
     let Operands { mut recording, words: buffers, .. } = operands;
@@ -430,6 +437,43 @@ impl Operands {
         };
         let groups = [call.groups[0], rows, 1];
         (Call { args: args.into_args(), groups, ..call.clone() }, (x, width), false)
+    }
+
+    fn few_experts(&mut self, call: &Call, codes: Codes) -> Built {
+        let c = ExpertSkinnyConstants::from_values(&call.constants);
+        let a = ExpertSkinnyArgs::from_args(&call.args);
+        // Two tiles of each expert. Each row chooses the first experts, the only ones that have weights.
+        let n = 2 * FRAGMENT_ROWS * c.tiles;
+        let word = |value: f32, tag: u32| if c.tagged == 1 { tagged(value, tag) } else { value.to_bits() };
+        let logit = |id: u32| if id < c.chosen { -0.1 * id as f32 } else { -50.0 };
+        let logits = (0..c.rows * a.logits_stride).map(|i| word(logit(i % a.logits_stride), a.logits_tag)).collect();
+        let weight = self.weight("weight", codes, Layout::Fragments, c.chosen * n, c.columns);
+        let glu = if c.stage == 0 { c.glu } else { 0 };
+        let norm = self.unit_scale(glu, weight, codes, Layout::Fragments, [c.chosen * n, c.columns]);
+        let (values, x_cols) = if c.stage == 0 { (VALUES, c.columns) } else { (a.x_stride, a.x_stride) };
+        let tag = (c.tagged == 1).then_some(a.x_tag);
+        // In the first stage, a row of y is the parts of all choices.
+        let width = match c.stage {
+            0 => c.chosen * (n / 2).next_multiple_of(FRAGMENT_COLS),
+            _ => n,
+        };
+        let y = self.buffer("y", vec![word(0.0, a.old_tag); (c.rows * width) as usize]);
+        let args = ExpertSkinnyArgs {
+            weight,
+            shared_weight: self.zeros("shared_weight", 1),
+            x: self.rows(values, [c.rows, x_cols, a.x_stride], tag),
+            norm: self.scaled_norm(c.stage == 0, a.x_stride, norm),
+            logits: self.buffer("logits", logits),
+            y,
+            fault: self.zeros("fault", 1),
+            bias: self.bias(c.chosen * n),
+            n,
+            shared_n: 0,
+            y_stride: width,
+            ..a
+        };
+        let groups = fold(if c.stage == 0 { 2 * c.chosen } else { 2 }, 1);
+        (Call { args: args.into_args(), groups, ..call.clone() }, (y, width), false)
     }
 
     fn experts(&mut self, call: &Call, codes: Codes) -> Built {

@@ -1,11 +1,12 @@
 //! Mixtures of experts (MoE): the routing and the MLP of the chosen experts.
 //!
-//! - A few rows, weights in fragment order: [`Mlp::few_gate_up`] and [`Mlp::few_down`], which include the routing.
+//! - A few rows, weights in fragment order: [`Mlp::few_gate_up`] and [`Mlp::few_down`], which include the routing. If the
+//!   weights are codes, only without a shared expert.
 //! - Row-major weights: [`Mlp::choose`], then [`Mlp::gemv_gate_up`] and [`Mlp::gemv_down`], for any number of rows; or, for
 //!   many rows, [`Mlp::choose`], [`Mlp::plan`], [`super::gemm::matmul::block_rows`], [`Mlp::matmul_gate_up`],
 //!   [`Mlp::matmul_down`] and [`Mlp::combine`].
 //! - Many rows, weights in fragment order: [`Mlp::choose`], [`Mlp::plan`], [`super::gemm::tiled::pack_sorted`],
-//!   [`Mlp::sorted_gate_up`], [`Mlp::sorted_down`] and [`Mlp::combine`]. If the weights are codes, for any number of rows.
+//!   [`Mlp::sorted_gate_up`], [`Mlp::sorted_down`] and [`Mlp::combine`]. If the weights are codes and there is a shared expert, for any number of rows.
 //!
 //! Not here: the router's product and, for many rows, the shared expert's products, which are ordinary products
 //! (`skinny`, `gemm`, `panel`, `tiled`).
@@ -26,7 +27,9 @@ use super::shaders::{
 };
 use super::tags::{Flow, tagged};
 use super::{Format, codes_word, fold, format_of, shared_format, shared_word};
+use crate::memory::pack::codes::unit_cols;
 use crate::memory::pack::{FRAGMENT_COLS, FRAGMENT_ROWS};
+use std::collections::BTreeMap;
 
 /// Sentinel: no expert, or no row.
 pub const NOBODY: u32 = u32::MAX;
@@ -193,8 +196,15 @@ impl Grouped {
     }
 
     /// Returns `wgmma` for up to `rows` rows on a device with so many processors, preceded by the number of rows of its
-    /// tiles; `None` if it does not serve the experts.
-    pub fn wgmma(shape: &ExpertsShape, rows: u32, processors: u32, format: Format) -> Option<(u32, Grouped)> {
+    /// tiles; `None` if it does not serve the experts. `tiles` has tiles by rows and columns of an expert's matrix, which are
+    /// used where they fit.
+    pub fn wgmma(
+        shape: &ExpertsShape,
+        rows: u32,
+        processors: u32,
+        format: Format,
+        tiles: &BTreeMap<(u32, u32), WgmmaTile>,
+    ) -> Option<(u32, Grouped)> {
         let [gate_up, down] = [(2 * shape.inner, shape.hidden), (shape.hidden, shape.inner)];
         let serves = |(n, k)| wgmma::serves(format, n, k);
         if !serves(gate_up) || !serves(down) || !wgmma::packs(gate_up.0) {
@@ -202,8 +212,11 @@ impl Grouped {
         }
         let each = (rows * shape.chosen / shape.count).max(1);
         let choose = |n, tokens| wgmma::choose_sorted((each, shape.count), n, tokens, processors, format);
-        let first = choose(gate_up.0, None);
-        Some((first.tokens, Grouped::Wgmma([first, choose(down.0, Some(first.tokens))], processors)))
+        let own = |matrix| tiles.get(&matrix).and_then(|tile| tile.for_codes(codes_word(format)));
+        let first = own(gate_up).unwrap_or_else(|| choose(gate_up.0, None));
+        let second = own(down).filter(|tile| tile.tokens == first.tokens);
+        let second = second.unwrap_or_else(|| choose(down.0, Some(first.tokens)));
+        Some((first.tokens, Grouped::Wgmma([first, second], processors)))
     }
 
     /// Returns the fastest of the other kernels for up to `rows` rows, preceded by the number of rows of its tiles, for which
@@ -355,7 +368,17 @@ impl Mlp {
     ) -> Call {
         let shape = &self.shape;
         let (weight, shared, n, shared_n) = self.matrices(stage);
-        assert!(weight.format == Format::Bf16 && rows <= MOST_FEW_ROWS, "{rows} rows of {:?}", weight.format);
+        let run = match weight.format {
+            Format::Codes(codes) => unit_cols(codes) / FRAGMENT_COLS,
+            _ => 1,
+        };
+        assert!(
+            weight.format == Format::Bf16 && rows <= MOST_FEW_ROWS
+                || weight.format.codes().is_some() && rows <= MOST_FEW_ROWS && shared.is_none(),
+            "{rows} rows of {:?}",
+            weight.format
+        );
+        assert!(config.ahead.is_multiple_of(run), "{config:?} for units of {run} chunks");
         assert!(rows * shape.chosen <= config.threads, "{rows} rows of {shape:?} for {} threads", config.threads);
         let columns = weight.cols;
         let tagged = flow.code() != 0;
@@ -376,6 +399,7 @@ impl Mlp {
             tagged: u32::from(tagged),
             glu: shape.glu.code(),
             bias: u32::from(self.bias(stage).is_some()),
+            codes: codes_word(weight.format),
         };
         let args = ExpertSkinnyArgs {
             weight: weight.range,
@@ -407,9 +431,11 @@ impl Mlp {
             Stage::Down => each,
         };
         let call = Call {
-            kernel: match matrices {
-                Matrices::Emulated => "expert_skinny.bf16.plain",
-                Matrices::Cooperative => "expert_skinny.bf16",
+            kernel: match (matrices, weight.format.codes()) {
+                (Matrices::Emulated, None) => "expert_skinny.bf16.plain",
+                (Matrices::Cooperative, None) => "expert_skinny.bf16",
+                (Matrices::Emulated, Some(_)) => "expert_skinny.codes.plain",
+                (Matrices::Cooperative, Some(_)) => "expert_skinny.codes",
             },
             label: self.label_of(stage),
             constants: constants.into_values(),
@@ -424,16 +450,22 @@ impl Mlp {
     /// of shared memory.
     pub fn few_configs(&self, rows: u32, matrices: Matrices, limit: u32) -> [SkinnyConfig; 2] {
         let config = |threads: u32, tiles, ahead| SkinnyConfig { threads, tiles, ahead };
+        let run = |matrix: &Matrix| matrix.format.codes().map_or(1, |codes| unit_cols(codes) / FRAGMENT_COLS);
+        let runs = [run(&self.gate_up), run(&self.down)];
         let wanted = match (matrices, rows) {
+            (Matrices::Emulated, _) if runs != [1, 1] => [config(128, 1, runs[0]), config(128, 1, runs[1])],
+            (Matrices::Cooperative, _) if runs != [1, 1] => [config(128, 2, 2 * runs[0]), config(512, 1, 2 * runs[1])],
             (Matrices::Emulated, _) => [config(128, 1, 2); 2],
             (Matrices::Cooperative, 1) => [config(256, 4, 2), config(512, 1, 4)],
             (Matrices::Cooperative, 2..=4) => [config(128, 2, 4), config(512, 1, 4)],
             (Matrices::Cooperative, _) => [config(128, 4, 4), config(512, 1, 2)],
         };
+        let mut runs = runs.into_iter();
         wanted.map(|mut config| {
+            let run = runs.next().unwrap_or(1);
             // One invocation per choice of a row.
             config.threads = config.threads.max((rows * self.shape.chosen).next_multiple_of(32));
-            while config.ahead > 1 && self.few_shared_bytes(rows, matrices, config) > limit {
+            while config.ahead > run && self.few_shared_bytes(rows, matrices, config) > limit {
                 config.ahead /= 2;
             }
             config
@@ -822,7 +854,7 @@ impl Stages {
 pub(super) fn reference_expert_skinny(call: &Call, memory: &mut HostMemory) {
     let a = ExpertSkinnyArgs::from_args(&call.args);
     let c = ExpertSkinnyConstants::from_values(&call.constants);
-    let weights = |range, cols| PackedMatrix { range, format: Format::Bf16, fragments: true, cols };
+    let weights = |range, cols| PackedMatrix { range, format: format_of(call.kernel, c.codes), fragments: true, cols };
     let stages = Stages {
         down: c.stage == 1,
         weights: weights(a.weight, c.columns),

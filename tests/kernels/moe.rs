@@ -250,6 +250,14 @@ impl Layer {
         Mlp { label: "layers.0.".to_owned(), shape, gate_up, down, shared, biases, x, y: x, norm, logits }
     }
 
+    /// Packs the experts' weights as codes.
+    fn quantise(&mut self, format: Format) {
+        // Only finite numbers can be quantised.
+        let numbers = self.gate_up.iter_mut().chain(&mut self.down).filter(|value| value.is_nan());
+        numbers.for_each(|value| *value = 1e3);
+        self.format = format;
+    }
+
     /// Compares the values that the reference left in x with the formula.
     fn check_reference(&self, memory: &HostMemory, x: Activations, limit: f64, what: &str) {
         for row in 0..self.rows {
@@ -289,20 +297,28 @@ fn few() -> Vec<(ExpertsShape, u32, Logits, u32)> {
 #[test]
 fn a_few_rows_choose_and_run_their_experts() {
     let vulkan = Vulkan::new();
-    for matrices in ways() {
-        let mut cases = Cases::new(&format!("few.{matrices:?}"));
+    for (matrices, format) in ways().iter().flat_map(|way| [(way, Format::Bf16), (way, Format::Codes(INT8))]) {
+        let mut cases = Cases::new(&format!("few.{matrices:?}.{format:?}"));
         let mut random = Random(81);
         let mut made = Vec::new();
-        for (shape, rows, logits, tiles) in few() {
+        // Weights of codes are rounded to bfloat16.
+        let coded = format.codes().is_some();
+        let (near, limit) = if coded { (ROUNDED, 3e-2) } else { (SPLIT, 2e-6) };
+        // Beside experts of codes, a shared expert is not served.
+        for (shape, rows, logits, tiles) in few().into_iter().filter(|(s, ..)| !coded || s.shared_inner.is_none()) {
             let name = format!("{shape:?}x{rows}.{logits:?}");
             cases.case(name.clone());
-            let layer = Layer::new(&mut random, shape, rows, Format::Bf16, logits);
+            let mut layer = Layer::new(&mut random, shape, rows, Format::Bf16, logits);
+            if coded {
+                layer.quantise(format);
+            }
             let mlp = layer.mlp(&mut cases, rows, true, None);
-            cases.expect(mlp.x.range, Expect::Floats(SPLIT));
+            cases.expect(mlp.x.range, Expect::Floats(near));
             let stride = shape.middle_stride();
-            let middle = cases.output("middle", (rows * stride) as usize, Expect::Floats(SPLIT));
+            let middle = cases.output("middle", (rows * stride) as usize, Expect::Floats(near));
             let middle = Activations { range: middle, stride };
-            let config = SkinnyConfig { threads: 128, tiles, ahead: 2 };
+            let (threads, ahead) = if coded { (64, 4 * tiles) } else { (128, 2) };
+            let config = SkinnyConfig { threads, tiles, ahead };
             let fault = cases.words("fault", &[0]);
             cases.recording.call(mlp.few_gate_up(middle, rows, *matrices, config, Flow::NONE, Flow::NONE, fault));
             cases.recording.call(mlp.few_down(middle, rows, *matrices, config, Flow::NONE, Flow::NONE, fault));
@@ -310,7 +326,7 @@ fn a_few_rows_choose_and_run_their_experts() {
         }
         let reference = cases.reference();
         for (layer, mlp, name) in made {
-            layer.check_reference(&reference, mlp.x, 2e-6, &name);
+            layer.check_reference(&reference, mlp.x, limit, &name);
         }
         check(&vulkan, &cases, &reference);
     }
@@ -568,10 +584,7 @@ fn sorted_cases(name: &str, tile: u32, format: Format, fragments: bool, stages: 
         cases.case(name.clone());
         let mut layer = Layer::new(&mut random, shape, used, Format::Bf16, logits);
         if format.codes().is_some() {
-            // Only finite numbers can be quantised.
-            let numbers = layer.gate_up.iter_mut().chain(&mut layer.down).filter(|value| value.is_nan());
-            numbers.for_each(|value| *value = 1e3);
-            layer.format = format;
+            layer.quantise(format);
         }
         let mlp = layer.mlp(&mut cases, most, fragments, None);
         cases.expect(mlp.x.range, Expect::Floats(ROUNDED));

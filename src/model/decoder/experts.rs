@@ -3,12 +3,12 @@
 //!
 //! Not here: the choice of experts, which kernels make (`kernels::moe`).
 
-use super::{Block, Decoder, Step, StepShape};
+use super::{Block, Decoder, Step, StepShape, Tuning};
 use crate::kernels::gemm::matmul::{Blocked, MatmulConfig, MatmulRows, block_rows};
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder};
-use crate::kernels::gemm::{Activations, Epilogue, Matrix};
+use crate::kernels::gemm::{Activations, Epilogue, Matrix, wgmma};
 use crate::kernels::moe::{self, Grouped, Mlp, Sorted, Used};
 use crate::kernels::recording::{Op, Range, Recording};
 use crate::kernels::stream::{self, Onto};
@@ -28,6 +28,14 @@ impl Decoder<'_> {
             glu: self.glu(),
             gated: experts.shared_gate,
         }
+    }
+
+    /// Whether the experts' products of a few rows, on weights in fragment order, choose the experts themselves.
+    pub(super) fn chooses_alone(&self) -> bool {
+        let simple = |experts: Experts| {
+            experts.routing.is_none() && !(self.has_coded_experts() && experts.shared_inner.is_some())
+        };
+        self.config.experts.is_some_and(simple)
     }
 
     fn one_matrix(&self, r: &mut Recording, name: &str) -> Matrix {
@@ -85,9 +93,8 @@ impl Decoder<'_> {
         };
         let router = block.name("router");
         let fragments = self.tuning.fragments.is_some() && self.weight(&router).is_some_and(|w| self.in_fragments(w));
-        // The kernels for a few rows in fragments choose the experts themselves, by the greatest logits, and read
-        // numbers.
-        let alone = c.experts.is_some_and(|experts| experts.routing.is_none()) && !self.has_coded_experts();
+        // The kernels for a few rows in fragments choose the experts themselves, by the greatest logits.
+        let alone = self.chooses_alone();
         if self.packs_for(shape, &router) || fragments && !alone {
             self.many_experts(r, shape, step, block, &mlp, router_norm);
             return;
@@ -219,7 +226,15 @@ impl Decoder<'_> {
         let (used, valid) = Self::used(shape, step);
         // The shared expert's products read the same rows.
         assert!(mlp.shared.is_none() || router_norm == mlp.norm.0, "a shared expert has the router's norm");
-        let order = PackedOrder::Fragments;
+        // The router's rows are also those of the shared expert, both of whose products must take them.
+        let swizzled = |name: &str| self.packed_order(shape, &block.name(name)) == PackedOrder::Swizzled;
+        let shared_swizzled = |(gate_up, _): (Matrix, Matrix)| {
+            swizzled("shared.gate_up") && swizzled("shared.down") && wgmma::packs(gate_up.rows)
+        };
+        let order = match swizzled("router") && mlp.shared.is_none_or(shared_swizzled) {
+            true => PackedOrder::Swizzled,
+            false => PackedOrder::Fragments,
+        };
         let packed = self.pack(r, shape, step, block.name("router_pack"), step.x, c.hidden, Some(router_norm), order);
         self.tiled(
             r,
@@ -236,7 +251,10 @@ impl Decoder<'_> {
 
         let many = rows * experts.chosen / experts.count >= self.tuning.wgmma_each;
         let wgmma = (self.tuning.ptx && many)
-            .then(|| Grouped::wgmma(&experts, rows, self.tuning.processors, mlp.gate_up.format))
+            .then(|| {
+                let Tuning { processors, wgmma, .. } = &self.tuning;
+                Grouped::wgmma(&experts, rows, *processors, mlp.gate_up.format, wgmma)
+            })
             .flatten();
         let (tile, how) = wgmma.unwrap_or_else(|| Grouped::choose(&experts, rows, matrices, mlp.gate_up.format));
         let sorted = Self::sorted(r, mlp, used, choices, tile);
@@ -253,7 +271,7 @@ impl Decoder<'_> {
         r.call(mlp.sorted_gate_up(x, middle, &sorted, how));
         r.call(mlp.sorted_down(middle, parts, &sorted, how));
         let shared = experts.shared_inner.map(|inner| {
-            let hidden = Self::packed(r, "shared.packed", rows, inner);
+            let hidden = Packed { order, ..Self::packed(r, "shared.packed", rows, inner) };
             let output = Self::activations(r, "shared.output", rows, c.hidden);
             let (gate_up, down) = (block.name("shared.gate_up"), block.name("shared.down"));
             self.tiled(r, shape, &gate_up, step, packed, Output::Packed(hidden), self.gated(), Fold::None);

@@ -304,9 +304,8 @@ impl Decoder<'_> {
         for kind in c.attention_kinds.iter().filter(|_| !windows.is_empty()) {
             widths.extend([kind.q_rows(), c.qkv_rows(kind)]);
         }
-        // The stages of `kernels::stream`, and experts that a kernel of its own chooses or that are of codes, use
-        // barriers.
-        let routed = c.experts.is_some_and(|experts| experts.routing.is_some()) || self.has_coded_experts();
+        // The stages of `kernels::stream`, and experts that a kernel of its own chooses, use barriers.
+        let routed = c.experts.is_some() && !self.chooses_alone();
         let shared = c.layers_of(LayerKind::Attention).any(|layer| !c.owns_cache(layer));
         let shared = shared || c.latent.is_some();
         let staged = c.has_branch_stages() || c.qk_norm == QkNorm::Rows || c.v_norm || routed || shared;

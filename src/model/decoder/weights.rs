@@ -19,8 +19,9 @@ impl Decoder<'_> {
         let is_matrix = |w: &WeightSpec| matches!(w.kind, WeightKind::Matrix);
         let fits = |w: &WeightSpec| match w.format {
             Format::Bf16 | Format::Codes(_) => true,
-            Format::F16 => self.has_codes(),
-            Format::F32 => false,
+            // Beside codes, other matrices are rounded to bfloat16: those that GGUF files keep in f32, such as routers, come
+            // from bfloat16.
+            Format::F16 | Format::F32 => self.has_codes(),
         };
         self.tuning.fragments.is_some() && is_matrix(weight) && self.weights.iter().all(|w| !is_matrix(w) || fits(w))
     }
@@ -33,7 +34,7 @@ impl Decoder<'_> {
     /// Returns the format of a weight in memory.
     pub(super) fn packed_format(&self, weight: &WeightSpec) -> Format {
         match weight.format {
-            Format::F16 if self.in_fragments(weight) => Format::Bf16,
+            Format::F16 | Format::F32 if self.in_fragments(weight) => Format::Bf16,
             format => format,
         }
     }

@@ -732,6 +732,29 @@ xor.b32 %scale, %scale, 0x80008000;
     /// the 32 columns number `c` of the unit, the `second`-th of 64. The bits are in %q from `q` on.
     fn pairs(&mut self, codes: Codes, q: u32, c: u32, second: u32, half: u32) {
         let bits = codes.bits;
+        // A sign and a magnitude: the place of a code's highest bit in 16 is that of an f16, and the others move to the right.
+        let signed = match (codes.number, bits) {
+            (Number::E4m3, 8) => Some((0x7f00_7f00, 1)),
+            (Number::E2m1, 4) => Some((0x7000_7000, 3)),
+            _ => None,
+        };
+        if let Some((magnitude, right)) = signed {
+            for pair in 0..4u32 {
+                let (word, by) = match bits {
+                    8 => (q + second * 4 + half * 2 + pair / 2, 8 - 8 * (pair % 2)),
+                    _ => (q + second * 2 + half, 12 - 4 * pair),
+                };
+                line!(
+                    self,
+                    "shl.b32 %r3, %q{word}, {by};
+and.b32 %d{pair}, %r3, {magnitude:#x};
+shr.u32 %d{pair}, %d{pair}, {right};
+and.b32 %r3, %r3, 0x80008000;
+or.b32 %d{pair}, %d{pair}, %r3;"
+                );
+            }
+            return;
+        }
         // Shifts a word to the right by `by` bits, or to the left by as many if that is negative.
         let shifted = |to: &str, from: u32, by: i32| match by {
             0 => format!("mov.b32 {to}, %q{from};"),
@@ -776,23 +799,10 @@ xor.b32 %scale, %scale, 0x80008000;
             let by = [0, 1, 2, 3].map(|by| by + 8 * (c % 2) as i32 + 4 * half as i32 - lower(1));
             plane(self, [q + 6; 4], by, [0x0001_0001 << lower(1); 4]);
         }
-        let mut spread = |sign: u32, shift: u32, rest: u32, by: u32| {
-            for pair in 0..4 {
-                line!(
-                    self,
-                    "and.b32 %r3, %d{pair}, {sign:#x};
-shl.b32 %r3, %r3, {shift};
-and.b32 %d{pair}, %d{pair}, {rest:#x};
-shl.b32 %d{pair}, %d{pair}, {by};
-or.b32 %d{pair}, %d{pair}, %r3;"
-                );
-            }
-        };
         match codes.number {
             Number::Affine => {}
-            Number::E4m3 => spread(0x0080_0080, 8, 0x007f_007f, 7),
-            Number::E2m1 => spread(0x0008_0008, 12, 0x0007_0007, 9),
             Number::E5m2 => (0..4).for_each(|pair| line!(self, "shl.b32 %d{pair}, %d{pair}, 8;")),
+            Number::E4m3 | Number::E2m1 => panic!("{codes:?} are not of a whole plane"),
         }
     }
 

@@ -196,26 +196,26 @@ impl Grouped {
     }
 
     /// Returns `wgmma` for up to `rows` rows on a device with so many processors, preceded by the number of rows of its
-    /// tiles; `None` if it does not serve the experts. `tiles` has tiles by rows and columns of an expert's matrix, which are
+    /// tiles; `None` if it does not serve the experts, whose two matrices have these formats. `tiles` has tiles by rows and columns of an expert's matrix, which are
     /// used where they fit.
     pub fn wgmma(
         shape: &ExpertsShape,
         rows: u32,
         processors: u32,
-        format: Format,
+        formats: [Format; 2],
         tiles: &BTreeMap<(u32, u32), WgmmaTile>,
     ) -> Option<(u32, Grouped)> {
-        let [gate_up, down] = [(2 * shape.inner, shape.hidden), (shape.hidden, shape.inner)];
-        let serves = |(n, k)| wgmma::serves(format, n, k);
+        let [gate_up, down] = [(2 * shape.inner, shape.hidden, formats[0]), (shape.hidden, shape.inner, formats[1])];
+        let serves = |(n, k, format)| wgmma::serves(format, n, k);
         if !serves(gate_up) || !serves(down) || !wgmma::packs(gate_up.0) {
             return None;
         }
         let each = (rows * shape.chosen / shape.count).max(1);
-        let choose = |n, tokens| wgmma::choose_sorted((each, shape.count), n, tokens, processors, format);
-        let own = |matrix| tiles.get(&matrix).and_then(|tile| tile.for_codes(codes_word(format)));
-        let first = own(gate_up).unwrap_or_else(|| choose(gate_up.0, None));
+        let choose = |(n, _, format), tokens| wgmma::choose_sorted((each, shape.count), n, tokens, processors, format);
+        let own = |(n, k, format)| tiles.get(&(n, k)).and_then(|tile| tile.for_codes(codes_word(format)));
+        let first = own(gate_up).unwrap_or_else(|| choose(gate_up, None));
         let second = own(down).filter(|tile| tile.tokens == first.tokens);
-        let second = second.unwrap_or_else(|| choose(down.0, Some(first.tokens)));
+        let second = second.unwrap_or_else(|| choose(down, Some(first.tokens)));
         Some((first.tokens, Grouped::Wgmma([first, second], processors)))
     }
 

@@ -19,9 +19,9 @@ use std::time::Instant;
 /// the device badly, and a queue builds up if prompts arrive faster than they are computed.
 pub(super) const PROMPT_STEPS: u32 = 4;
 
-/// The same limit for a single prompt that takes several plans. Together with their own step, the rows then wait twice as
-/// long for each token, for as long as that prompt lasts.
-pub(super) const LONE_PROMPT_STEPS: u32 = 1;
+/// The same limit for a single prompt that takes several plans. Together with their own step, the rows then wait three
+/// times as long for each token, for as long as that prompt lasts.
+pub(super) const LONE_PROMPT_STEPS: u32 = 2;
 
 /// The limit of a prompt's weight against rows that decode: if there are several prompts, each counts for as many rows
 /// as there are prompts, but for at most this many. A prefill plan may last [`PROMPT_STEPS`] multiplied by the ratio of

@@ -253,7 +253,7 @@ impl Decoder<'_> {
         let wgmma = (self.tuning.ptx && many)
             .then(|| {
                 let Tuning { processors, wgmma, .. } = &self.tuning;
-                Grouped::wgmma(&experts, rows, *processors, mlp.gate_up.format, wgmma)
+                Grouped::wgmma(&experts, rows, *processors, [mlp.gate_up.format, mlp.down.format], wgmma)
             })
             .flatten();
         let (tile, how) = wgmma.unwrap_or_else(|| Grouped::choose(&experts, rows, matrices, mlp.gate_up.format));

@@ -97,7 +97,8 @@ pub fn choose_sorted(
 ) -> WgmmaTile {
     let cost = |tile: &WgmmaTile| {
         // Experts are chosen unevenly: on average, half of an expert's last tile is empty.
-        let of_rows = u64::from(experts) * (u64::from(each) * 2).div_ceil(u64::from(tile.tokens)).div_ceil(2).max(1);
+        let (each, tokens) = (u64::from(each), u64::from(tile.tokens));
+        let of_rows = (u64::from(experts) * (2 * each + tokens)).div_ceil(2 * tokens).max(experts.into());
         let tiles = of_rows * u64::from(n.div_ceil(tile.weight_rows()));
         tiles.div_ceil(u64::from(processors.max(1))) * cycles(*tile, tile.tokens, format)
     };

@@ -2,6 +2,7 @@
 #extension GL_GOOGLE_include_directive : require
 // Prefill: QK-norm, RoPE and KV cache append, before `flash` or `attention`. For each row:
 //   q = rope(norm(q)), in place;  K page ← rope(norm(k));  V page ← v
+// With 8-bit codes (KV 2), q and k are then multiplied by a Hadamard matrix (`kv.glsl`), and k and v get their scales.
 //
 // qkv   [rows][stride] f32: q heads, k heads, v heads
 // k, v  KV cache pages: `kv.glsl`
@@ -70,20 +71,50 @@ void main() {
             uint at = (info.y * (ROT / 2u) + j) * 2u;
             value = value * rope.v[at] + (low ? -head[j + ROT / 2u] : head[j]) * rope.v[at + 1u];
         }
-        if (h < Q_HEADS) qkv.v[base + i] = QUERY_SCALES > 0u ? value * rope.v[QUERY_SCALES + info.y] : value;
-        else rotated[i] = value;
+        if (h < Q_HEADS && QUERY_SCALES > 0u) value *= rope.v[QUERY_SCALES + info.y];
+#if KV != 2
+        if (h < Q_HEADS) qkv.v[base + i] = value;
+        else
+#endif
+        rotated[i] = value;
     }
+#if KV == 2
+    barrier();
+    if (!is_v) {
+        for (uint distance = 1u; distance < HADAMARD; distance *= 2u) {
+            HADAMARD_STAGE(float, rotated, D, distance, t, gl_WorkGroupSize.x)
+            barrier();
+        }
+    }
+    const float unit = is_v ? 1.0 : inversesqrt(float(HADAMARD));
+    if (h < Q_HEADS) {
+        for (uint i = t; i < D; i += gl_WorkGroupSize.x) qkv.v[base + i] = rotated[i] * unit;
+        return;
+    }
+    // Every subgroup finds the largest magnitude for itself.
+    uint top = 0u;
+    for (uint i = gl_SubgroupInvocationID; i < D; i += gl_SubgroupSize)
+        top = max(top, floatBitsToUint(rotated[i] * unit) & 0x7fffffffu);
+    float scale = scale_of(subgroupMax(top));
+#else
+    const float unit = 1.0, scale = 1.0;
     if (h < Q_HEADS) return;
     barrier();
+#endif
     uint kvh = h - Q_HEADS - (is_v ? KV_HEADS : 0u);
     uint page = pages.v[info.z * max_pages + info.y / 16u];
     uint in_page = info.y % 16u;
-    uint own = page * KV_HEADS + kvh;
+#if KV == 2
+    if (t == 0u) {
+        uint at = SCALE_AT(page, kvh, in_page);
+        if (is_v) STORE_SCALE(v, at, scale) else STORE_SCALE(k, at, scale)
+    }
+#endif
     for (uint i = t; i < D / 8u; i += gl_WorkGroupSize.x) {
         uint d = i * 8u;
-        Eight eight = pack_eight(vec4(rotated[d], rotated[d + 1u], rotated[d + 2u], rotated[d + 3u]),
-                                 vec4(rotated[d + 4u], rotated[d + 5u], rotated[d + 6u], rotated[d + 7u]));
-        if (is_v) { STORE_EIGHT(v, (own * 16u + in_page) * (D / 8u) + i, eight); }
-        else { STORE_EIGHT(k, own * 2u * D + i * 16u + in_page, eight); }
+        Eight eight = pack_eight(unit * vec4(rotated[d], rotated[d + 1u], rotated[d + 2u], rotated[d + 3u]),
+                                 unit * vec4(rotated[d + 4u], rotated[d + 5u], rotated[d + 6u], rotated[d + 7u]), scale);
+        if (is_v) { STORE_EIGHT(v, VALUE_AT(page, kvh, in_page, i), eight); }
+        else { STORE_EIGHT(k, KEY_AT(page, kvh, i, in_page), eight); }
     }
 }

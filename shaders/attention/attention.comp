@@ -17,7 +17,9 @@
 // computes one token; in the value phase it accumulates eight dimensions. Keys are loaded before they are needed: the
 // first block's while q is prepared, the next block's while values are accumulated. If several splits have work, each
 // writes {m, l, o} (maximum, sum, output) to `partials`, and the last one to arrive (an atomic counter) combines them.
-// Traffic: 4·D bytes per token and KV head (f16).
+// With 8-bit codes (KV 2), the scale of a key multiplies its score and that of a value its weight; q and the new key are
+// multiplied by the Hadamard matrix of `kv.glsl` (FUSED 0: `append` has done it).
+// Traffic: 4·D bytes per token and KV head (f16), 2·D + 8 (codes).
 #include "common.glsl"
 #include "kv.glsl"
 #include "tags.glsl"
@@ -84,6 +86,9 @@ shared float m_s[G];
 shared float l_s[G];
 shared float correction_s[G];
 shared float scale_s[G + 1u];
+#if KV == 2
+shared float value_scale_s[WORKERS]; // of the block's values
+#endif
 shared uint page_s[(WORKERS + 15u) / 16u];
 shared uint last_s;
 
@@ -169,22 +174,48 @@ void prepare_heads(uint position, float turn_c[ITEMS], float turn_s[ITEMS], floa
     barrier();
 }
 
-// Rounds the new key or value as the cache will hold it.
-void rounded(vec4 low, vec4 high, out vec4 a, out vec4 b) { unpack_eight(pack_eight(low, high), a, b); }
+#if KV == 2
+// Multiplies q_s and k_s by the Hadamard matrix.
+void spread_heads() {
+    uint t = gl_LocalInvocationID.x;
+    float unit = inversesqrt(float(HADAMARD));
+    for (uint turn = 0u; turn < (G * D / 4u + WORKERS - 1u) / WORKERS; turn++) {
+        uint i = t + turn * WORKERS;
+        if (i < G * D / 4u) q_s[i] = unit * hadamard_four(q_s[i]);
+        if (i < D / 4u) k_s[i] = unit * hadamard_four(k_s[i]);
+    }
+    barrier();
+    for (uint distance = 1u; distance < HADAMARD / 4u; distance *= 2u) {
+        HADAMARD_STAGE(vec4, q_s, G * D / 4u, distance, t, WORKERS)
+        HADAMARD_STAGE(vec4, k_s, D / 4u, distance, t, WORKERS)
+        barrier();
+    }
+}
+
+// The scale of the new key or value. Every subgroup computes it for itself.
+#define SCALE_OF_HEAD(scale, head) {                                                                \
+        uint top_ = 0u;                                                                             \
+        for (uint i_ = gl_SubgroupInvocationID; i_ < D / 4u; i_ += gl_SubgroupSize) top_ = max(top_, top_bits(head[i_])); \
+        scale = scale_of(subgroupMax(top_));                                                        \
+    }
+#endif
+
+// Rounds the new key or value as the cache will hold it, to codes if the cache has them.
+void rounded(vec4 low, vec4 high, float scale, out vec4 a, out vec4 b) { unpack_eight(pack_eight(low, high, scale), a, b); }
 
 // Loads values of AHEAD tokens of this lane from `from` on. Tokens beyond the last cached one, or before the window, are
 // replaced by the nearest token of the window: their own values may be anything.
 #define LOAD_VALUES(from)                                                                           \
     [[unroll]] for (uint n = 0u; n < AHEAD; n++) {                                                   \
         uint token_ = min(max((from) + n * LANES, hidden), max(cached, 1u) - 1u);                    \
-        value[n] = LOAD_EIGHT(v, ((page_s[token_ / 16u] * KV_HEADS + kvh) * 16u + token_ % 16u) * EIGHTS + column); \
+        value[n] = LOAD_EIGHT(v, VALUE_AT(page_s[token_ / 16u], kvh, token_ % 16u, column));                            \
     }
 
 // Adds the products of eight dimensions, from dimension 8j on, to the scores of this invocation's token, whose cached key
 // has `eight` there.
 #define SCORE_EIGHT(j, eight) {                                                                              \
         vec4 a_, b_;                                                                                         \
-        if (is_new) rounded(k_s[(j) * 2u], k_s[(j) * 2u + 1u], a_, b_);                                      \
+        if (is_new) rounded(k_s[(j) * 2u], k_s[(j) * 2u + 1u], new_k_scale, a_, b_);                                      \
         else unpack_eight(eight, a_, b_);                                                                    \
         [[unroll]] for (uint g = 0u; g < G; g++)                                                             \
             score[g] += dot(q_s[g * (D / 4u) + (j) * 2u], a_) + dot(q_s[g * (D / 4u) + (j) * 2u + 1u], b_);  \
@@ -230,11 +261,18 @@ void main() {
 
     // The keys of this invocation's token in the first block. Tokens past the end read the last token's.
     Eight key[HELD];
+    float k_scale = 1.0, v_scale = 1.0, new_k_scale = 1.0, new_v_scale = 1.0;
+#if KV == 2
+#define LOAD_SCALES(token) { uint at_ = SCALE_AT(page, kvh, token); k_scale = LOAD_SCALE(k, at_); v_scale = LOAD_SCALE(v, at_); }
+#else
+#define LOAD_SCALES(token)
+#endif
     uint page = token_page(table, min((first_block + split) * WORKERS + t, position));
     {
         uint token = min((first_block + split) * WORKERS + t, position);
-        uint base = (page * KV_HEADS + kvh) * 2u * D + token % 16u;
+        uint base = KEY_AT(page, kvh, 0u, token % 16u);
         if (HELD == EIGHTS) { [[unroll]] for (uint j = 0u; j < HELD; j++) key[j] = LOAD_EIGHT(k, base + j * 16u); }
+        LOAD_SCALES(token % 16u)
     }
     // The rotary factors and norm weights of the heads, loaded before the first barrier.
     float turn_c[ITEMS], turn_s[ITEMS], weight_a[ITEMS], weight_b[ITEMS];
@@ -258,6 +296,13 @@ void main() {
     }
     load_heads(row, part);
     prepare_heads(position, turn_c, turn_s, weight_a, weight_b);
+#if KV == 2
+    if (FUSED == 1u) {
+        spread_heads();
+        SCALE_OF_HEAD(new_k_scale, k_s)
+        SCALE_OF_HEAD(new_v_scale, v_s)
+    }
+#endif
 
     uint lane = t / EIGHTS, column = t % EIGHTS;
     vec4 acc_a[G], acc_b[G];
@@ -285,17 +330,23 @@ void main() {
         if (HELD == EIGHTS) {
             [[unroll]] for (uint j = 0u; j < HELD; j++) SCORE_EIGHT(j, key[j])
         } else {
-            uint base = (page * KV_HEADS + kvh) * 2u * D + min(first + t, position) % 16u;
+            uint base = KEY_AT(page, kvh, 0u, min(first + t, position) % 16u);
             for (uint j = 0u; j < EIGHTS; j++) SCORE_EIGHT(j, LOAD_EIGHT(k, base + j * 16u))
         }
+#if KV == 2
+        float key_scale = is_new ? new_k_scale : k_scale;
+        [[unroll]] for (uint g = 0u; g < G; g++) score[g] *= key_scale;
+        value_scale_s[t] = is_new ? new_v_scale : v_scale;
+#endif
         [[unroll]] for (uint g = 0u; g < G; g++) p_s[g * WORKERS + t] = t < count && t >= hidden ? soft_cap(score[g]) : LOWEST;
         // The next block's keys are loaded while values are accumulated.
         uint next = block + gl_NumWorkGroups.x;
         if (next < blocks) {
             uint token = min(next * WORKERS + t, position);
             page = token_page(table, token);
-            uint base = (page * KV_HEADS + kvh) * 2u * D + token % 16u;
+            uint base = KEY_AT(page, kvh, 0u, token % 16u);
             if (HELD == EIGHTS) { [[unroll]] for (uint j = 0u; j < HELD; j++) key[j] = LOAD_EIGHT(k, base + j * 16u); }
+            LOAD_SCALES(token % 16u)
         }
         barrier();
         // The first values are loaded during the softmax.
@@ -309,8 +360,14 @@ void main() {
             top = subgroupMax(top);
             float sum = 0.0;
             for (uint i = gl_SubgroupInvocationID; i < WORKERS; i += gl_SubgroupSize) {
-                float p = i < count && i >= hidden ? exp(p_s[g * WORKERS + i] - top) : 0.0;
+                bool seen = i < count && i >= hidden;
+                float p = seen ? exp(p_s[g * WORKERS + i] - top) : 0.0;
+#if KV == 2
+                // The scale of a token that is not seen may be anything, also NaN.
+                p_s[g * WORKERS + i] = seen ? p * value_scale_s[i] : 0.0;
+#else
                 p_s[g * WORKERS + i] = p;
+#endif
                 sum += p;
             }
             sum = subgroupAdd(sum);
@@ -344,7 +401,7 @@ void main() {
             }
             if (has_new && lane == 0u) {
                 vec4 a, b;
-                rounded(v_s[column * 2u], v_s[column * 2u + 1u], a, b);
+                rounded(v_s[column * 2u], v_s[column * 2u + 1u], new_v_scale, a, b);
                 [[unroll]] for (uint g = 0u; g < G; g++) {
                     float p = p_s[g * WORKERS + count - 1u];
                     acc_a[g] += p * a;
@@ -354,11 +411,18 @@ void main() {
         }
         if (has_new && part % PARTS == 0u) {
             // No other workgroup uses this token's cached key or value in this dispatch, and no invocation of this one does.
-            uint own = page_s[(count - 1u) / 16u] * KV_HEADS + kvh, in_page = position % 16u;
+            uint own = page_s[(count - 1u) / 16u], in_page = position % 16u;
             for (uint i = t; i < EIGHTS; i += WORKERS) {
-                STORE_EIGHT(k, own * 2u * D + i * 16u + in_page, pack_eight(k_s[i * 2u], k_s[i * 2u + 1u]));
-                STORE_EIGHT(v, (own * 16u + in_page) * EIGHTS + i, pack_eight(v_s[i * 2u], v_s[i * 2u + 1u]));
+                STORE_EIGHT(k, KEY_AT(own, kvh, i, in_page), pack_eight(k_s[i * 2u], k_s[i * 2u + 1u], new_k_scale));
+                STORE_EIGHT(v, VALUE_AT(own, kvh, in_page, i), pack_eight(v_s[i * 2u], v_s[i * 2u + 1u], new_v_scale));
             }
+#if KV == 2
+            if (t == 0u) {
+                uint at = SCALE_AT(own, kvh, in_page);
+                STORE_SCALE(k, at, new_k_scale)
+                STORE_SCALE(v, at, new_v_scale)
+            }
+#endif
         }
         barrier();
     }

@@ -9,7 +9,7 @@
 //        for each value of the output, which is multiplied by the gate's sigmoid
 // chunk  descriptor of the prompt step: `kernels::embed::ChunkLayout`; the rows of a prompt are consecutive positions.
 //        The rows of a prompt without a slot are not in use
-// k, v   KV cache pages of f16: `kv.glsl`;  pages [slots][max_pages]
+// k, v   KV cache pages of f16, or with KV 2 of 8-bit codes: `kv.glsl`;  pages [slots][max_pages]
 // o      [rows][output_stride] f32; rows that are not in use are left unchanged
 //
 // One workgroup serves a tile of ROWS (row, query head) pairs of one prompt and one KV head: pair i is row i / G of the
@@ -21,9 +21,14 @@
 // Where tiles are few and contexts are long (the end of a prompt whose beginning was in the prefix cache), several
 // workgroups share a tile's tokens: each writes the maximum, sum and output of every lane to `partials`, and the last
 // to arrive combines them in the order of their numbers.
-// Traffic: 4·D bytes per token and tile.
+// With 8-bit codes, shared memory has the codes as f16 integers, and the scales: that of a key multiplies its score, and
+// that of a value its weight. Weights are kept relative to the largest scale so far, so that their f16 parts lose no bits
+// to small scales. `append` has multiplied q by the Hadamard matrix of `kv.glsl`.
+// Traffic: 4·D bytes per token and tile (f16), 2·D + 8 (codes).
 #define WEIGHT 1
+#define CACHE_BY_16_BYTES
 #include "common.glsl"
+#include "kv.glsl"
 #if MATRIX == 1
 #extension GL_KHR_shader_subgroup_shuffle : require
 #define UNROLL [[unroll]]
@@ -46,6 +51,9 @@ const uint QUERY_SCALES = 0u; // `append` has applied them
 
 #include "fragments.glsl"
 #include "scores.glsl"
+#if KV == 2
+#include "code_halves.glsl"
+#endif
 
 layout(buffer_reference, std430, buffer_reference_align = 8) writeonly restrict buffer Floats2Out { vec2 v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 16) buffer Partials { coherent vec4 v[]; };
@@ -77,7 +85,12 @@ const uint ROWS = LANES / 2u;
 const uint EIGHTS = D / 8u;
 const uint PARTS = BLOCK / 16u;                        // pages of a block
 const uint WORDS = BLOCK * EIGHTS;                     // 16-byte words of a block's keys, and of its values
-const uint STAGED = (WORDS + LANES - 1u) / LANES;      // of those, words per invocation
+#if KV == 2
+const uint LOADED = WORDS / 2u;                        // as the cache has them
+#else
+const uint LOADED = WORDS;
+#endif
+const uint STAGED = (LOADED + LANES - 1u) / LANES;     // of those, words per invocation
 // Strides in 16-byte words: from eight dimensions of 16 tokens to the next eight, and from a token's values to the next
 // token's. They are chosen so that addresses that are read at the same time are in different banks.
 const uint K_STRIDE = 18u;
@@ -90,23 +103,56 @@ const uint LEAST_BLOCKS = 4u;
 shared uint arrived_s;
 shared uvec4 k_s[PARTS * EIGHTS * K_STRIDE];           // [page][D/8][16 tokens]
 shared uvec4 v_s[BLOCK * V_STRIDE];                    // [token][D/8]
+#if KV == 2
+shared vec4 scale_s[BLOCK / 2u];                       // of the block's keys, then values: [page][t] of tokens 2t, 2t + 1, 2t + 8, 2t + 9
+#endif
 
 // Executes `body` for each word that this invocation stages: `w_` is the word's number in the block, `i_` its index
 // among the invocation's words.
 #define EACH_STAGED(body)                                                       \
     UNROLL for (uint i_ = 0u; i_ < STAGED; i_++) {                              \
         uint w_ = i_ * LANES + gl_LocalInvocationIndex;                         \
-        if (WORDS % LANES == 0u || w_ < WORDS) { body }                         \
+        if (LOADED % LANES == 0u || w_ < LOADED) { body }                       \
     }
 
-// Returns the index of word `w` of block `block` in either cache. Pages beyond the one that holds token `last` are
-// replaced by it.
-uint cached(uint table, uint kvh, uint last, uint block, uint w) {
-    uint page = pages.v[table + min(block * PARTS + w / (2u * D), last / 16u)];
-    return (page * KV_HEADS + kvh) * 2u * D + w % (2u * D);
-}
+// Returns the page that holds part of a block. Pages beyond the one that holds token `last` are replaced by it.
+uint page_of(uint table, uint last, uint block, uint part) { return pages.v[table + min(block * PARTS + part, last / 16u)]; }
 
-#define LOAD(cache, block) EACH_STAGED(staged[i_] = cache.v[cached(table, kvh, last, block, w_)];)
+#if KV == 2
+// Returns the index of word `w` of block `block` in either cache.
+uint cached(uint table, uint kvh, uint last, uint block, uint w) {
+    return page_of(table, last, block, w / D) * PAGE_WORDS + kvh * D + w % D;
+}
+// A word holds eight dimensions of token n and of token n + 8 of a page.
+#define STORE_KEYS                                                                                  \
+    EACH_STAGED(                                                                                    \
+        uint at_ = (w_ / 8u) * K_STRIDE + w_ % 8u;                                                  \
+        k_s[at_] = uvec4(halves_of(staged[i_].x), halves_of(staged[i_].y));                         \
+        k_s[at_ + 8u] = uvec4(halves_of(staged[i_].z), halves_of(staged[i_].w));)                   \
+    if (gl_LocalInvocationIndex < BLOCK / 2u) scale_s[gl_LocalInvocationIndex] = scales;
+// Codes of tokens that no row sees are finite, and their scales are zero.
+#define STORE_VALUES(first)                                                                         \
+    EACH_STAGED(                                                                                    \
+        uint at_ = (w_ / D * 16u + w_ % D / EIGHTS) * V_STRIDE + w_ % EIGHTS;                       \
+        v_s[at_] = uvec4(halves_of(staged[i_].x), halves_of(staged[i_].y));                         \
+        v_s[at_ + 8u * V_STRIDE] = uvec4(halves_of(staged[i_].z), halves_of(staged[i_].w));)
+
+// Loads this invocation's scales of a block: four of keys, or four of values. Those of tokens past `last`, or before the
+// first that a row of the tile sees, may be anything and are replaced by zeros.
+#define LOAD_SCALES(block) {                                                                        \
+        uint i_ = min(gl_LocalInvocationIndex, BLOCK / 2u - 1u), at_ = i_ % (BLOCK / 4u);           \
+        uint word_ = page_of(table, last, block, at_ / 4u) * PAGE_WORDS + KV_HEADS * D + kvh * 4u + at_ % 4u; \
+        uvec4 words_ = i_ < BLOCK / 4u ? k.v[word_] : v.v[word_];                                   \
+        uvec4 tokens_ = (block) * BLOCK + at_ / 4u * 16u + at_ % 4u * 2u + uvec4(0u, 1u, 8u, 9u);   \
+        bvec4 there_ = lessThanEqual(tokens_, uvec4(last));                                         \
+        if (WINDOW > 0u) there_ = lessThanEqual(tokens_ - low, uvec4(last - low));                  \
+        scales = mix(vec4(0.0), uintBitsToFloat(words_), there_);                                   \
+    }
+#else
+// Returns the index of word `w` of block `block` in either cache.
+uint cached(uint table, uint kvh, uint last, uint block, uint w) {
+    return (page_of(table, last, block, w / (2u * D)) * KV_HEADS + kvh) * 2u * D + w % (2u * D);
+}
 #define STORE_KEYS EACH_STAGED(k_s[(w_ / 16u) * K_STRIDE + w_ % 16u] = staged[i_];)
 // Tokens past `last` and tokens that no row sees may hold anything, also NaN or infinity, whose product with a zero weight
 // is not zero. They are replaced by zeros.
@@ -115,6 +161,10 @@ uint cached(uint table, uint kvh, uint last, uint block, uint w) {
         bool there_ = (first) + BLOCK <= last + 1u || (first) + w_ / EIGHTS <= last;                \
         if (WINDOW > 0u) there_ = there_ && (first) + w_ / EIGHTS >= low;                           \
         v_s[(w_ / EIGHTS) * V_STRIDE + w_ % EIGHTS] = there_ ? staged[i_] : uvec4(0u);)
+#define LOAD_SCALES(block)
+#endif
+
+#define LOAD(cache, block) EACH_STAGED(staged[i_] = cache.v[cached(table, kvh, last, block, w_)];)
 
 // Loads values of 16 tokens from `token` on and 16 dimensions from `dim` on. The dimensions take the place of the rows
 // of W: a lane has the sums of dimensions 2t, 2t + 1, 2t + 8 and 2t + 9.
@@ -234,7 +284,12 @@ void main() {
     uvec2 head = kvh * G + pair % G;
 
     uvec4 staged[STAGED];
+#if KV == 2
+    vec4 scales;
+    float unit = LEAST_VALUE; // the largest scale of values so far: sums are in this unit
+#endif
     LOAD(k, block_begin)
+    LOAD_SCALES(block_begin)
     // The factor log2(e) is part of the scale, so that the softmax uses exp2, which the hardware provides. Scores that are
     // capped get it afterwards.
     float scale = (SOFT_CAP == 0u ? LOG2_E : 1.0) * score_scale(D);
@@ -281,6 +336,10 @@ void main() {
         UNROLL for (uint j = 0u; j < PARTS; j++) {
             above[j] = SUMS_LOW(scores[j]);
             below[j] = SUMS_HIGH(scores[j]);
+#if KV == 2
+            above[j] *= scale_s[j * 4u + t];
+            below[j] *= scale_s[j * 4u + t];
+#endif
             if (SOFT_CAP != 0u) {
                 above[j] = LOG2_E * soft_cap(above[j]);
                 below[j] = LOG2_E * soft_cap(below[j]);
@@ -307,11 +366,24 @@ void main() {
         vec2 correction = exp2(m - top);
         m = top;
         l *= correction;
+#if KV == 2
+        // The largest scale of the block's values: each of four lanes has a part of its tokens.
+        float largest = unit;
+        UNROLL for (uint j = 0u; j < PARTS; j++) largest = max(largest, max4(scale_s[BLOCK / 4u + j * 4u + t]));
+        largest = max_of_pairs(vec2(largest)).x;
+        correction *= largest > unit ? unit / largest : 1.0;
+        unit = largest;
+#endif
         Tokens weights[PARTS];
         UNROLL for (uint j = 0u; j < PARTS; j++) {
             above[j] = exp2(above[j] - top.x);
             below[j] = exp2(below[j] - top.y);
             l += vec2(sum4(above[j]), sum4(below[j]));
+#if KV == 2
+            vec4 value_scales = scale_s[BLOCK / 4u + j * 4u + t] * (1.0 / largest);
+            above[j] *= value_scales;
+            below[j] *= value_scales;
+#endif
             uvec2 a = pack4(above[j]), b = pack4(below[j]);
             SET_TOKENS(weights[j], a, b)
         }
@@ -322,6 +394,7 @@ void main() {
         // After the last block this loads the page of token `last` again: a branch here would make the invocation wait
         // for the load.
         LOAD(k, block + 1u)
+        LOAD_SCALES(block + 1u)
         UNROLL for (uint j = 0u; j < PARTS; j++) {
             UNROLL for (uint i = 0u; i < D / 16u; i++) {
                 Weights value;
@@ -332,6 +405,9 @@ void main() {
         STORE_KEYS
     }
 
+#if KV == 2
+    UNROLL for (uint i = 0u; i < D / 16u; i++) SCALE_SUMS(sums[i], unit, unit)
+#endif
     l = sum_of_pairs(l);
     if (SPLITS > 1u && sharers > 1u) {
         uint first_part = kvh * parts + number * most_sharers;

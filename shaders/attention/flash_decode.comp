@@ -10,7 +10,7 @@
 //
 // qkv    [rows][stride] f32: q heads, k heads, v heads. GATED 1: then a gate for each value of the output, which is
 //        multiplied by the gate's sigmoid
-// k, v   KV cache pages of f16: `kv.glsl`;  pages [slots][max_pages];  rope [positions][ROT/2] of cos, sin
+// k, v   KV cache pages of f16, or with KV 2 of 8-bit codes: `kv.glsl`;  pages [slots][max_pages];  rope [positions][ROT/2] of cos, sin
 // output [rows][output_stride] f32. PACKED 1: 16-bit blocks as `pack_rows` writes them, `output_stride` in blocks of
 //        32 columns. PACKED 2: as its variant SWIZZLED writes them, for `output_stride` rows
 // TAGGED 3: qkv and output are tagged (`tags.glsl`); a row without a sequence then still writes zeros
@@ -26,9 +26,14 @@
 // launched later poll for these results and combine them: with COMBINERS 0 the split with the highest number, otherwise
 // COMBINERS further workgroups, each of which combines a part of the output. With WAITS 0 the last split to arrive
 // combines them. All give the same bits.
-// Traffic: 4·D bytes per token and KV head.
+// With 8-bit codes, a page's codes are multiplied as f16 integers: the scale of a key multiplies its score, and that of a
+// value its weight. Weights are kept relative to the largest scale so far, so that their f16 parts lose no bits to small
+// scales. q and the new key are multiplied by the Hadamard matrix of `kv.glsl`. A group then has PAGES pages in flight, as
+// many bytes as one page of f16.
+// Traffic: 4·D bytes per token and KV head (f16), 2·D + 8 (codes).
 #extension GL_KHR_shader_subgroup_shuffle : require
 #define WEIGHT 1
+#define CACHE_BY_16_BYTES
 #include "common.glsl"
 #include "kv.glsl"
 #include "tags.glsl"
@@ -54,10 +59,15 @@ layout(constant_id = 17) const uint QUERY_SCALES = 0;
 
 #include "fragments.glsl"
 #include "scores.glsl"
+#if KV == 2
+#include "code_halves.glsl"
+#endif
 
 layout(buffer_reference, std430, buffer_reference_align = 16) buffer Partials { coherent volatile uvec4 v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Counters { coherent uint v[]; };
+#if KV != 2
 layout(buffer_reference, std430, buffer_reference_align = 8) writeonly restrict buffer Words2Out { uvec2 v[]; };
+#endif
 
 layout(push_constant) uniform Args {
     TaggedIn qkv;
@@ -112,13 +122,23 @@ const uint TURNS = TEAMS > 1u ? 1u : (ITEMS + LANES - 1u) / LANES;
 const uint AHEAD = 8u;                            // splits whose words are in flight in the combination
 const uint PART = G * (QUADS + 1u);               // 16-byte words that a split writes
 const uint MOST_SPLITS = 32u;
+// 16-byte words of a page's keys, or values, per lane, and the pages that a group has in flight. Without matrix units it is
+// one, since a CPU driver takes twice as long to compile two.
+const uint LOADS = KV == 2 ? BLOCKS / 2u : BLOCKS;
+const uint PAGES = KV == 2 && MATRIX == 1 ? 2u : 1u;
 const float LOWEST = -3.0e38;
 
 shared vec4 raw_s[RAW];
 shared float squares_s[RAW / JOINED];
 shared uvec4 q_s[G * QUADS];
+#if KV == 2
+shared vec4 new_k_s[QUADS];                       // as computed; the value stays in raw_s
+shared uint key_tops_s[QUADS / JOINED];           // largest magnitudes, as bits
+shared uint value_tops_s[QUADS / JOINED];
+#else
 shared uvec2 new_k_s[QUADS];
 shared uvec2 new_v_s[QUADS];
+#endif
 shared uvec4 stage_s[GROUPS * STAGED];            // values of a page, then outputs
 shared vec2 state_s[GROUPS * G];                  // m, l
 shared float most_s[G * MOST_SPLITS];             // maximum of each split
@@ -141,8 +161,21 @@ uint pair_at(uint token, uint dim) { return half_at(token, dim) | (half_at(token
     m = uvec4(pair_at(t_, d_), pair_at(t_ + 8u, d_), pair_at(t_, d_ + 8u), pair_at(t_ + 8u, d_ + 8u)); }
 #endif
 
+#if KV == 2
+// The scale of the new key or value, from the largest magnitudes of its parts.
+#define SCALE_OF_TOPS(scale, tops) {                                                        \
+        uint top_ = 0u;                                                                     \
+        for (uint i_ = 0u; i_ < QUADS / JOINED; i_++) top_ = max(top_, tops[i_]);           \
+        scale = scale_of(top_);                                                             \
+    }
+
+// Stores word `at` of the cache. Each branch names a constant component, as for PUT_WORD.
+#define PUT_CODES(cache, at, word) { uint at_ = at, part_ = at_ % 4u, word_ = word; \
+    if (part_ == 0u) cache.v[at_ / 4u].x = word_; else if (part_ == 1u) cache.v[at_ / 4u].y = word_; \
+    else if (part_ == 2u) cache.v[at_ / 4u].z = word_; else cache.v[at_ / 4u].w = word_; }
+
 // Stores four values to the cache.
-#if MATRIX == 1
+#elif MATRIX == 1
 #define PUT_FOUR(cache, at, words) Words2Out(cache).v[at] = words;
 #else
 #define PUT_FOUR(cache, at, words) if ((at) % 2u == 0u) cache.v[(at) / 2u].xy = words; else cache.v[(at) / 2u].zw = words;
@@ -299,18 +332,34 @@ void main() {
     uint own_page = low / 16u + split * GROUPS + LANE_GROUP;
 
     // A page's keys: dimensions from 8t on of each chunk of 32, of tokens g and g + 8. Its values: rows of D, in order.
-    uvec4 key[BLOCKS], value[BLOCKS];
-#define LOAD_KEYS(page_) { uint base_ = ((page_) * KV_HEADS + kvh) * 2u * D;                       \
+    uvec4 key[PAGES * LOADS], value[PAGES * LOADS];
+#if KV == 2
+    // The scales of tokens 2t, 2t + 1, 2t + 8 and 2t + 9.
+    uvec4 key_scale[PAGES], value_scale[PAGES];
+#define LOAD_KEYS(n, page_) { uint base_ = (page_) * PAGE_WORDS;                                    \
+    key_scale[n] = k.v[base_ + KV_HEADS * D + kvh * 4u + t];                                        \
+    [[unroll]] for (uint c = 0u; c < LOADS; c++)                                                    \
+        key[(n) * LOADS + c] = k.v[base_ + kvh * D + (4u * c + t) * 8u + g]; }
+#define LOAD_VALUES(n, page_) { uint base_ = (page_) * PAGE_WORDS;                                  \
+    value_scale[n] = v.v[base_ + KV_HEADS * D + kvh * 4u + t];                                      \
+    [[unroll]] for (uint c = 0u; c < LOADS; c++) value[(n) * LOADS + c] = v.v[base_ + kvh * D + LANE + c * 32u]; }
+#else
+#define LOAD_KEYS(n, page_) { uint base_ = ((page_) * KV_HEADS + kvh) * 2u * D;                       \
     [[unroll]] for (uint c = 0u; c < BLOCKS / 2u; c++) {                                            \
         key[2u * c] = k.v[base_ + (4u * c + t) * 16u + g];                                          \
         key[2u * c + 1u] = k.v[base_ + (4u * c + t) * 16u + g + 8u];                                \
     } }
-#define LOAD_VALUES(page_) { uint base_ = ((page_) * KV_HEADS + kvh) * 2u * D + LANE;               \
+#define LOAD_VALUES(n, page_) { uint base_ = ((page_) * KV_HEADS + kvh) * 2u * D + LANE;            \
     [[unroll]] for (uint c = 0u; c < BLOCKS; c++) value[c] = v.v[base_ + c * 32u]; }
+#endif
     uint last_page = max(full, 1u) - 1u;
-    uint page = pages.v[table + min(own_page, last_page)];
-    LOAD_KEYS(page)
-    LOAD_VALUES(page)
+    [[unroll]] for (uint n = 0u; n < PAGES; n++) {
+        if (n == 0u || n < rounds) {
+            uint page = pages.v[table + min(own_page + n * step_pages, last_page)];
+            LOAD_KEYS(n, page)
+            LOAD_VALUES(n, page)
+        }
+    }
 
     // The rotary factors and norm weights of this invocation's quads of q and k.
     vec4 turn_c[TURNED_LOADS], turn_s[TURNED_LOADS], weight_own[TURNED_LOADS], weight_other[TURNED_LOADS];
@@ -364,6 +413,29 @@ void main() {
         }
     }
     barrier();
+    // Stores four dimensions `x` of q or of the new key.
+#if KV == 2
+#define STORE_TOP(tops, i, x) {                                                                     \
+        uint top_ = top_bits(x);                                                                    \
+        [[unroll]] for (uint distance = 1u; distance < JOINED; distance *= 2u) top_ = max(top_, subgroupShuffleXor(top_, distance)); \
+        if ((i) % JOINED == 0u) tops[(i) / JOINED] = top_;                                          \
+    }
+#define STORE_NEW_KEY new_k_s[quad] = x; STORE_TOP(key_tops_s, quad, x)
+#else
+#define STORE_NEW_KEY new_k_s[quad] = uvec2(packHalf2x16(x.xy), packHalf2x16(x.zw));
+#endif
+#define STORE_TURNED                                                                                \
+    if (head < G) {                                                                                 \
+        uvec4 parts;                                                                                \
+        split_pair(x.x, x.y, parts.x, parts.z);                                                     \
+        split_pair(x.z, x.w, parts.y, parts.w);                                                     \
+        q_s[item] = parts;                                                                          \
+    } else {                                                                                        \
+        STORE_NEW_KEY                                                                               \
+    }
+#if KV == 2 && MATRIX == 0
+    vec4 turned[TURNED_LOADS];
+#endif
     [[unroll]] for (uint n = 0u; n < TURNED_LOADS; n++) {
         uint item = ITEM(n, TURNED), head = item / QUADS, quad = item % QUADS;
         if (item < TURNED) {
@@ -387,59 +459,132 @@ void main() {
             if (head < G) {
                 x *= score_scale(D);
                 if (QUERY_SCALES > 0u) x *= rope.v[QUERY_SCALES + position];
-                uvec4 parts;
-                split_pair(x.x, x.y, parts.x, parts.z);
-                split_pair(x.z, x.w, parts.y, parts.w);
-                q_s[item] = parts;
-            } else {
-                new_k_s[quad] = uvec2(packHalf2x16(x.xy), packHalf2x16(x.zw));
             }
+#if KV == 2 && MATRIX == 1
+            // The lanes that hold a block of the Hadamard matrix are neighbours.
+            x = hadamard_four(x);
+            [[unroll]] for (uint distance = 1u; distance < JOINED; distance *= 2u) {
+                vec4 other = subgroupShuffleXor(x, distance);
+                x = (quad & distance) == 0u ? x + other : other - x;
+            }
+            x *= inversesqrt(float(HADAMARD));
+#endif
+#if KV == 2 && MATRIX == 0
+            turned[n] = hadamard_four(x);
+#else
+            STORE_TURNED
+#endif
         }
     }
+#if KV == 2 && MATRIX == 0
+    barrier();
+    [[unroll]] for (uint n = 0u; n < TURNED_LOADS; n++) raw_s[ITEM(n, TURNED)] = turned[n];
+    barrier();
+    [[unroll]] for (uint n = 0u; n < TURNED_LOADS; n++) {
+        const uint BLOCK = HADAMARD / 4u;
+        uint item = ITEM(n, TURNED), head = item / QUADS, quad = item % QUADS;
+        vec4 x = vec4(0.0);
+        for (uint i = 0u; i < BLOCK; i++) {
+            vec4 other = raw_s[item / BLOCK * BLOCK + i];
+            x += (bitCount(i & item % BLOCK) & 1) == 0 ? other : -other;
+        }
+        x *= inversesqrt(float(HADAMARD));
+        STORE_TURNED
+    }
+#endif
     EACH(i, QUADS) {
         vec4 x = raw_s[(G + 1u) * QUADS + i];
+#if KV == 2
+        STORE_TOP(value_tops_s, i, x)
+#else
         new_v_s[i] = uvec2(packHalf2x16(x.xy), packHalf2x16(x.zw));
+#endif
     }
     barrier();
+#if KV == 2
+    float new_k_scale, new_v_scale;
+    SCALE_OF_TOPS(new_k_scale, key_tops_s)
+    SCALE_OF_TOPS(new_v_scale, value_tops_s)
+#endif
 
     float most = LOWEST, sum = 0.0;
     Sums outputs[BLOCKS];
     [[unroll]] for (uint j = 0u; j < BLOCKS; j++) outputs[j] = NO_SUMS;
     uint head = min(g, G - 1u);
     if (split == 0u) {
-        uint own = pages.v[table + position / 16u] * KV_HEADS + kvh, in_page = position % 16u;
+        uint in_page = position % 16u;
+#if KV == 2
+        uint new_page = pages.v[table + position / 16u];
+        EACH(i, QUADS) {
+            PUT_CODES(k, KEY_AT(new_page, kvh, i / 2u, in_page) * 2u + i % 2u, to_codes(new_k_s[i], new_k_scale))
+            PUT_CODES(v, VALUE_AT(new_page, kvh, in_page, i / 2u) * 2u + i % 2u, to_codes(raw_s[(G + 1u) * QUADS + i], new_v_scale))
+        }
+        if (i0 == 0u) {
+            uint at = SCALE_AT(new_page, kvh, in_page);
+            PUT_CODES(k, at, floatBitsToUint(new_k_scale))
+            PUT_CODES(v, at, floatBitsToUint(new_v_scale))
+        }
+#else
+        uint own = pages.v[table + position / 16u] * KV_HEADS + kvh;
         EACH(i, QUADS) {
             PUT_FOUR(k, (own * 2u * D + i / 2u * 16u + in_page) * 2u + i % 2u, new_k_s[i])
             PUT_FOUR(v, (own * 16u + in_page) * QUADS + i, new_v_s[i])
         }
+#endif
         // The new token's score, from the same f16 parts of q that are multiplied with the pages' keys.
         EACH(i, G * QUADS) {
             uvec4 x = q_s[i];
+#if KV == 2
+            vec4 y = new_k_scale * codes_of(to_codes(new_k_s[i % QUADS], new_k_scale));
+            float dots = dot(unpackHalf2x16(x.x) + unpackHalf2x16(x.z), y.xy) + dot(unpackHalf2x16(x.y) + unpackHalf2x16(x.w), y.zw);
+#else
             uvec2 y = new_k_s[i % QUADS];
             float dots = dot(unpackHalf2x16(x.x) + unpackHalf2x16(x.z), unpackHalf2x16(y.x))
                 + dot(unpackHalf2x16(x.y) + unpackHalf2x16(x.w), unpackHalf2x16(y.y));
+#endif
             [[unroll]] for (uint distance = 1u; distance < JOINED; distance *= 2u) dots += subgroupShuffleXor(dots, distance);
             if (i % JOINED == 0u) new_score_s[i / JOINED] = dots;
         }
     }
 
-    for (uint round = 0u; round < rounds; round++) {
-        uint index = own_page + round * step_pages;
-        uint next = pages.v[table + min(index + step_pages, last_page)];
+#if KV == 2
+    float unit = LEAST_VALUE; // the largest scale of values so far: outputs are sums in this unit
+#endif
+    // Where several pages are in flight, the last turn may have fewer.
+#if KV == 2 && MATRIX == 1
+#define IF_ROUND(n, in_rounds) if (n == 0u || in_rounds)
+#else
+#define IF_ROUND(n, in_rounds)
+#endif
+    for (uint first_round = 0u; first_round < rounds; first_round += PAGES) {
+    [[unroll]] for (uint n = 0u; n < PAGES; n++) {
+        uint round = first_round + n, index = own_page + round * step_pages;
+        IF_ROUND(n, round < rounds) {
+        uint next = pages.v[table + min(index + PAGES * step_pages, last_page)];
         Sums scores = NO_SUMS;
         [[unroll]] for (uint c = 0u; c < BLOCKS / 2u; c++) {
             [[unroll]] for (uint h = 0u; h < 2u; h++) {
                 uvec4 parts = q_s[head * QUADS + c * 8u + t * 2u + h];
                 Tokens a;
                 SET_TOKENS(a, parts.xy, parts.zw)
-                uvec4 low = key[2u * c], high = key[2u * c + 1u];
                 Weights m;
+#if KV == 2
+                uvec4 both = key[n * LOADS + c];
+                uvec2 first_token = halves_of(h == 0u ? both.x : both.y), second_token = halves_of(h == 0u ? both.z : both.w);
+                SET_WEIGHTS(m, uvec4(first_token, second_token))
+#else
+                uvec4 low = key[2u * c], high = key[2u * c + 1u];
                 SET_WEIGHTS(m, (h == 0u ? uvec4(low.xy, high.xy) : uvec4(low.zw, high.zw)))
+#endif
                 MULTIPLY_ADD(scores, a, m)
             }
         }
-        if (round + 1u < rounds) LOAD_KEYS(next)
-        vec4 score = soft_cap(SUMS_LOW(scores) + SUMS_HIGH(scores));
+        vec4 sums = SUMS_LOW(scores) + SUMS_HIGH(scores);
+#if KV == 2
+        sums *= uintBitsToFloat(key_scale[n]);
+#endif
+        if (round + PAGES < rounds) LOAD_KEYS(n, next)
+        vec4 score = soft_cap(sums);
         uint first = index * 16u + t * 2u;
         uvec4 tokens = uvec4(first, first + 1u, first + 8u, first + 9u);
         bvec4 there = lessThan(tokens, uvec4(position));
@@ -452,6 +597,16 @@ void main() {
         most = top;
         vec4 p = mix(vec4(0.0), exp(score - top), there);
         sum = sum * correction + p.x + p.y + p.z + p.w;
+#if KV == 2
+        // The scale of a token that is not there may be anything, also NaN.
+        vec4 scales = mix(vec4(0.0), uintBitsToFloat(value_scale[n]), there);
+        float largest = max(max(scales.x, scales.y), max(scales.z, scales.w));
+        largest = max(largest, subgroupShuffleXor(largest, 1u));
+        largest = max(unit, max(largest, subgroupShuffleXor(largest, 2u)));
+        correction *= largest > unit ? unit / largest : 1.0;
+        unit = largest;
+        p *= scales * (1.0 / largest);
+#endif
         if (round > 0u) {
             [[unroll]] for (uint j = 0u; j < BLOCKS; j++) SCALE_SUMS(outputs[j], correction, correction)
         }
@@ -459,6 +614,15 @@ void main() {
         split_pair(p.x, p.y, p_most.x, p_rest.x);
         split_pair(p.z, p.w, p_most.y, p_rest.y);
 
+#if KV == 2
+        // Codes of tokens that are not written yet are finite, and their weight is zero.
+        [[unroll]] for (uint c = 0u; c < LOADS; c++) {
+            uint word = c * 32u + LANE, token = word / (D / 8u), eighth = word % (D / 8u);
+            uvec4 both = value[n * LOADS + c];
+            stage_s[LANE_GROUP * STAGED + token * ROW + eighth] = uvec4(halves_of(both.x), halves_of(both.y));
+            stage_s[LANE_GROUP * STAGED + (token + 8u) * ROW + eighth] = uvec4(halves_of(both.z), halves_of(both.w));
+        }
+#else
         [[unroll]] for (uint c = 0u; c < BLOCKS; c++) {
             uint eighth = c * 32u + LANE, token = eighth / (D / 8u);
             // Tokens that are not written yet, or are before the window, may hold anything, also NaN, so they are
@@ -466,7 +630,8 @@ void main() {
             bool there_ = index * 16u + token < position && (WINDOW == 0u || index * 16u + token >= low);
             stage_s[LANE_GROUP * STAGED + token * ROW + eighth % (D / 8u)] = there_ ? value[c] : uvec4(0u);
         }
-        if (round + 1u < rounds) LOAD_VALUES(next)
+#endif
+        if (round + PAGES < rounds) LOAD_VALUES(n, next)
         LANES_BARRIER
         Tokens a;
         SET_TOKENS(a, p_most, p_rest)
@@ -476,6 +641,8 @@ void main() {
             MULTIPLY_ADD(outputs[j], a, m)
         }
         LANES_BARRIER
+        }
+    }
     }
     sum += subgroupShuffleXor(sum, 1u);
     sum += subgroupShuffleXor(sum, 2u);
@@ -484,6 +651,9 @@ void main() {
     if (g < G) {
         [[unroll]] for (uint j = 0u; j < BLOCKS; j++) {
             vec4 part = SUMS_LOW(outputs[j]) + SUMS_HIGH(outputs[j]);
+#if KV == 2
+            part *= unit;
+#endif
             uint at = LANE_GROUP * STAGED + g * QUADS + j * 4u + t / 2u;
             // The components are constants: some drivers implement a store to a dynamically indexed component as a
             // store of the whole vector.
@@ -511,7 +681,11 @@ void main() {
         float top = max(own, sink);
         [[unroll]] for (uint n = 0u; n < GROUPS; n++) top = max(top, state_s[n * G + h].x);
         float scale = split == 0u ? exp(own - top) : 0.0, l = scale;
+#if KV == 2
+        vec4 result = (scale * new_v_scale) * codes_of(to_codes(raw_s[(G + 1u) * QUADS + i % QUADS], new_v_scale));
+#else
         vec4 result = scale * vec4(unpackHalf2x16(new_v_s[i % QUADS].x), unpackHalf2x16(new_v_s[i % QUADS].y));
+#endif
         if (SINKS == 1u && split == 0u) l += exp(sink - top);
         [[unroll]] for (uint n = 0u; n < GROUPS; n++) {
             vec2 state = state_s[n * G + h];

@@ -5,7 +5,7 @@ use super::arrivals::{Arrivals, Window};
 use super::beside::{self, OWN_PROMPT, beside};
 use super::load::{self, Load};
 use super::named;
-use crate::config::{Config, Draft, GpuTime, Model, Quantize, Selector, file};
+use crate::config::{Config, Draft, GpuTime, KvFormat, Model, Quantize, Selector, file};
 use crate::device::{Adapter, Instance, InstanceOptions, choose};
 use crate::engine::request::{Event, FinishReason, Finished, Limits, PerToken, Request, Sampling, SinkClosed};
 use crate::gpu::devices::start_on;
@@ -67,9 +67,9 @@ pub(crate) struct Bench {
     /// they occurred before. Default: the model's own block, if it has one.
     #[arg(long, value_name = "KIND", conflicts_with = "server")]
     draft: Option<Draft>,
-    /// Number format of keys and values in the KV cache: f16 or f32. Default: f16.
+    /// Number format of keys and values in the KV cache: f16, f32 or int8. Default: f16.
     #[arg(long)]
-    kv_format: Option<String>,
+    kv_format: Option<KvFormat>,
     /// Quantise 16-bit and 32-bit matrices at load: int8 (8.125 bits a weight, relative error 0.65 %) or int4 (5 bits,
     /// 7.3 %)
     #[arg(long)]
@@ -195,12 +195,7 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     model.draft = args.draft;
     model.drafts = args.drafts;
     model.drafts_always = args.drafts.map(|drafts| drafts > 0);
-    model.kv_format = match args.kv_format.as_deref() {
-        None => None,
-        Some("f16") => Some(crate::config::KvFormat::F16),
-        Some("f32") => Some(crate::config::KvFormat::F32),
-        Some(other) => bail!(super::Usage(format!("kv format \"{other}\" is neither f16 nor f32"))),
-    };
+    model.kv_format = args.kv_format;
     let mut config = Config { models: vec![model], ..Config::default() };
     config.runtime.cache_directory = cache;
     config.runtime.tune = args.tune.clone();
@@ -211,8 +206,7 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     if args.beside {
         return print_beside(args, &host);
     }
-    let kv_value_bytes = if args.kv_format.as_deref() == Some("f32") { 4 } else { 2 };
-    let kv_token_bytes = checkpoint.config.kv_elements_per_token() * kv_value_bytes;
+    let kv_token_bytes = checkpoint.config.kv_bytes_per_token(args.kv_format.unwrap_or(KvFormat::F16));
     let mut rows = Vec::new();
     for &streams in &args.streams {
         if args.prompt > 0 {

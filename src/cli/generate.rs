@@ -4,7 +4,7 @@
 use super::sampling::SamplingArgs;
 use super::{Usage, cache_directory, named, progress};
 use crate::actors::workers::Cancel;
-use crate::config::{Bytes, Config, DEMO_PATH, Draft, Model, Quantize, file};
+use crate::config::{Bytes, Config, DEMO_PATH, Draft, KvFormat, Model, Quantize, file};
 use crate::gpu::devices::start;
 use crate::model::text::Text;
 use crate::service::generation::{Generation, Surroundings};
@@ -84,6 +84,9 @@ pub(crate) struct Generate {
     /// 7.3 %)
     #[arg(long, conflicts_with = "server")]
     quantize: Option<Quantize>,
+    /// Number format of keys and values in the KV cache: f16, f32 or int8. Default: f16.
+    #[arg(long, conflicts_with = "server")]
+    kv_format: Option<KvFormat>,
     /// Number of draft tokens per step, for models that support speculative decoding; 0 disables it. Default: as many
     /// as are worthwhile.
     #[arg(long)]
@@ -284,6 +287,7 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
     model.memory_limit = args.memory_limit;
     model.prefill_chunk = args.prefill_chunk;
     model.quantize = args.quantize;
+    model.kv_format = args.kv_format;
     if let Some(quantize) = args.quantize {
         tracing::info!("{quantize}");
     }

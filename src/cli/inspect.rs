@@ -3,7 +3,7 @@
 
 use super::chat::visible;
 use super::{cache_directory, named};
-use crate::config::{Bytes, Quantize};
+use crate::config::{Bytes, KvFormat, Quantize};
 use crate::gpu::error::StartError;
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::memory::plan::{
@@ -24,8 +24,6 @@ use std::fmt::Write as _;
 use std::io::{IsTerminal, Write};
 use std::path::Path;
 
-/// The bytes of a number in the KV cache.
-const KV_BYTES: u64 = 2;
 /// The context for which memory is stated if none is given, as a server plans it.
 const CONTEXT: u32 = 32_768;
 
@@ -43,6 +41,9 @@ pub(crate) struct Inspect {
     /// State memory as with this quantisation at load: int8 or int4.
     #[arg(long)]
     quantize: Option<Quantize>,
+    /// State memory with keys and values in this format: f16, f32 or int8. Default: f16.
+    #[arg(long)]
+    kv_format: Option<KvFormat>,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -78,7 +79,7 @@ pub(super) fn run(args: &Inspect) -> anyhow::Result<()> {
     }
     let text = Text::load(&path);
     let reasons = reasons(&contents, &text);
-    let needs = contents.checkpoint.as_ref().ok().map(|checkpoint| Needs::of(checkpoint, args.context));
+    let needs = contents.checkpoint.as_ref().ok().map(|checkpoint| Needs::of(checkpoint, args.context, args.kv_format));
     let plan = needs.as_ref().zip(args.memory).map(|(needs, memory)| needs.plan(memory.0));
     let mut out = std::io::stdout().lock();
     let output = match args.json {
@@ -100,10 +101,10 @@ fn reasons(contents: &Contents, text: &Result<Option<Text>, crate::model::text::
 }
 
 impl Needs {
-    fn of(checkpoint: &Checkpoint, context: Option<u32>) -> Needs {
-        let config = &checkpoint.config;
+    fn of(checkpoint: &Checkpoint, context: Option<u32>, kv_format: Option<KvFormat>) -> Needs {
+        let (config, format) = (&checkpoint.config, kv_format.unwrap_or(KvFormat::F16));
         // The block that drafts has keys and values of its own.
-        let drafts = if checkpoint.has_mtp() { 2 * u64::from(config.attention_kinds[0].kv_rows()) } else { 0 };
+        let drafts = if checkpoint.has_mtp() { config.attention_kinds[0].kv_bytes(format) } else { 0 };
         let state = config.delta.map_or(0, |net| {
             let heads = delta_heads(net);
             config.layers_of(LayerKind::GatedDelta).count() as u64 * (heads.state_bytes(1) + heads.window_bytes(1))
@@ -112,12 +113,12 @@ impl Needs {
         let window = config.recycled_window().filter(|window| *window < context);
         let windowed =
             config.cached_layers().filter(|layer| window.is_some() && config.attention(*layer).window.is_some());
-        let windowed: u64 = windowed.map(|layer| 2 * u64::from(config.attention(layer).kv_rows())).sum();
+        let windowed: u64 = windowed.map(|layer| config.attention(layer).kv_bytes(format)).sum();
         Needs {
             context,
             weights: checkpoint.weight_bytes(),
-            kv_per_token: (config.kv_elements_per_token() - windowed + drafts) * KV_BYTES,
-            window: windowed * KV_BYTES * u64::from(window.unwrap_or(0)),
+            kv_per_token: config.kv_bytes_per_token(format) - windowed + drafts,
+            window: windowed * u64::from(window.unwrap_or(0)),
             state,
         }
     }

@@ -101,6 +101,32 @@ pub enum KvFormat {
     F16,
     /// 32-bit float, 4 bytes per value.
     F32,
+    /// Signed 8-bit codes with a 32-bit scale for each token and KV head of keys, and of values.
+    Int8,
+}
+
+impl KvFormat {
+    /// Returns the bytes of a token's key, or value, of a head with `dim` dimensions.
+    pub fn head_bytes(self, dim: u32) -> u32 {
+        match self {
+            KvFormat::F16 => 2 * dim,
+            KvFormat::F32 => 4 * dim,
+            KvFormat::Int8 => dim + 4,
+        }
+    }
+}
+
+impl FromStr for KvFormat {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<KvFormat, String> {
+        match text {
+            "f16" => Ok(KvFormat::F16),
+            "f32" => Ok(KvFormat::F32),
+            "int8" => Ok(KvFormat::Int8),
+            _ => Err(format!("\"{text}\" is neither f16, f32 nor int8")),
+        }
+    }
 }
 
 /// The codes to which a checkpoint's matrices are quantised when they are loaded, by rounding to nearest.

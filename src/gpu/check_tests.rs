@@ -2,11 +2,11 @@
 //! Not here: a check on a driver (`tests/program/check.rs`).
 
 use super::*;
+use crate::config::KvFormat;
 use crate::device::{AdapterKind, Capabilities, Module, NEEDED, NEEDED_INVOCATIONS, NEEDED_SHARED_BYTES, Statistic};
 use crate::gpu::build::defaults::{RING_STEPS, tuning};
 use crate::kernels::layout::StateLayout;
 use crate::kernels::shaders::{SHADERS, find};
-use crate::memory::pack::Format;
 use crate::model::decoder::{Decoder, RingLayout, Tuning};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -65,7 +65,7 @@ fn pipelines(checkpoint: &Checkpoint, tuning: Tuning) -> BTreeSet<(&'static str,
         drafts,
         pages: 128,
         window_pages: checkpoint.config.recycled_window().map(|_| 64),
-        kv_format: Format::F16,
+        kv_format: KvFormat::F16,
         ring: RingLayout { steps: RING_STEPS, rows: slots },
         context,
         tuning,

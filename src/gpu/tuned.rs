@@ -3,7 +3,7 @@
 //! shaders, is ignored.
 //! Not here: the search for the shapes (`measure::tune`).
 
-use crate::config::file;
+use crate::config::{KvFormat, file};
 use crate::device::{Adapter, driver_key, write_atomically};
 use crate::host::progress::Progress;
 use crate::kernels::attention::{Heads, Scores, flash_decode};
@@ -156,7 +156,7 @@ impl TuningBounds {
             qk_norm: config.qk_norm == QkNorm::Heads,
             gated: config.attention_gate,
             scores: Scores::default(),
-            kv_format: Format::F16,
+            kv_format: KvFormat::F16,
         };
         TuningBounds { threads: capabilities.max_invocations.min(capabilities.max_workgroup_size[0]), heads }
     }

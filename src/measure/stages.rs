@@ -3,6 +3,7 @@
 //! Not here: loading weights. The buffers are zero; times do not depend on the values of the weights, except through
 //! the power that long products draw.
 
+use crate::config::KvFormat;
 use crate::device::{Adapter, Device, Instance};
 use crate::gpu::build::defaults::{PTX, tuning};
 use crate::gpu::error::StartError;
@@ -13,7 +14,6 @@ use crate::kernels::layout::StateLayout;
 use crate::kernels::recording::{Call, Op, Recording};
 use crate::kernels::region::{Pipelines, Region, buffer_sizes};
 use crate::kernels::state;
-use crate::memory::pack::Format;
 use crate::memory::{Arena, BufferTable, Place};
 use crate::model::checkpoint::{Checkpoint, WeightKind, WeightSpec};
 use crate::model::decoder::{Decoder, RingLayout, StepShape, Tuning};
@@ -165,7 +165,7 @@ pub fn stages(
         drafts: 0,
         pages: positions.iter().map(|position| pages_of(*position, load)).sum(),
         window_pages: None,
-        kv_format: Format::F16,
+        kv_format: KvFormat::F16,
         ring: RingLayout { steps: 16, rows },
         context: max_pages * 16,
         tuning,

@@ -712,12 +712,11 @@ impl<'a> Bench<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::DEMO_PATH;
+    use crate::config::{DEMO_PATH, KvFormat};
     use crate::device::AdapterKind;
     use crate::gpu::build::defaults::tuning;
     use crate::kernels::gemm::skinny::Matrices;
     use crate::kernels::layout::StateLayout;
-    use crate::memory::pack::Format;
     use crate::model::decoder::RingLayout;
     use crate::model::demo;
 
@@ -746,7 +745,7 @@ mod tests {
             drafts: 0,
             pages: 64,
             window_pages: None,
-            kv_format: Format::F16,
+            kv_format: KvFormat::F16,
             ring: RingLayout { steps: 16, rows: 1 },
             context: 1024,
             tuning: rules.clone(),

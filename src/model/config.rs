@@ -10,6 +10,7 @@ mod rope;
 #[cfg(test)]
 mod tests;
 
+use crate::config::KvFormat;
 use std::fmt;
 use std::str::FromStr;
 
@@ -334,6 +335,11 @@ impl Attention {
         self.kv_heads * self.head_dim
     }
 
+    /// Returns the bytes of a token's keys and values in a format.
+    pub fn kv_bytes(&self, format: KvFormat) -> u64 {
+        2 * u64::from(self.kv_heads) * u64::from(format.head_bytes(self.head_dim))
+    }
+
     /// Returns the number of a head's dimensions that are rotated.
     pub fn rotary_dim(&self) -> u32 {
         self.rope.as_ref().map_or(0, |rope| rope.rotary_dim)
@@ -539,10 +545,10 @@ impl ModelConfig {
         windows().flatten().max().filter(|_| windows().any(|window| window.is_none()))
     }
 
-    /// Returns the number of key and value elements that one token adds to the KV cache, over all attention layers. MTP
-    /// blocks are not included.
-    pub fn kv_elements_per_token(&self) -> u64 {
-        self.cached_layers().map(|layer| 2 * u64::from(self.attention(layer).kv_rows())).sum()
+    /// Returns the bytes of keys and values that one token adds to the KV cache, over all attention layers. MTP blocks are
+    /// not included.
+    pub fn kv_bytes_per_token(&self, format: KvFormat) -> u64 {
+        self.cached_layers().map(|layer| self.attention(layer).kv_bytes(format)).sum()
     }
 }
 

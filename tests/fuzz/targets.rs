@@ -10,7 +10,7 @@ mod weights;
 pub use weights::weights;
 
 use ostinato::actors::workers::{self, Cancel};
-use ostinato::config::{Sources, from_sources};
+use ostinato::config::{KvFormat, Sources, from_sources};
 use ostinato::engine::fake::{FakeConfig, FakeExecutor};
 use ostinato::host::{Host, ModelInfo, ServedModel};
 use ostinato::model::checkpoint::Checkpoint;
@@ -141,7 +141,7 @@ pub fn model_config(bytes: &[u8]) {
             let kinds = &parsed.attention_kinds;
             let rows: Vec<u32> =
                 kinds.iter().flat_map(|kind| [kind.q_rows(), kind.kv_rows(), parsed.qkv_rows(kind)]).collect();
-            assert!(rows[2] >= rows[0] && parsed.kv_elements_per_token() > 0, "{rows:?}");
+            assert!(rows[2] >= rows[0] && parsed.kv_bytes_per_token(KvFormat::Int8) > 0, "{rows:?}");
             let folder = with_file("config.json", config.as_bytes(), &[]);
             assert!(Checkpoint::open(folder.path()).is_err(), "it has no weights");
         }

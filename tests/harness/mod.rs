@@ -147,6 +147,9 @@ pub enum Expect {
     Halves(f32),
     /// Two bfloat16 values per word, each with the limit of [`Expect::Floats`].
     Bfloats(f32),
+    /// Pages of `words` words, of which the first `codes` words hold four 8-bit codes each, which may differ by one, and
+    /// the others an f32 scale each, with the limit of [`Expect::Floats`].
+    CodePages { words: u32, codes: u32, limit: f32 },
     /// Not compared: scratch whose contents depend on how the work is split.
     Any,
 }
@@ -239,6 +242,13 @@ pub fn compare(
                         }
                     }
                 }
+                Expect::CodePages { words, codes, .. } if (i as u32) % words < codes => {
+                    for shift in [0, 8, 16, 24] {
+                        let [a, b] = [found[i], wanted[i]].map(|word| i32::from((word >> shift) as u8 as i8));
+                        assert!((a - b).abs() <= 1, "{}: {:#010x} instead of {:#010x}", place(), found[i], wanted[i]);
+                    }
+                }
+                Expect::CodePages { limit, .. } => near(f32::from_bits(found[i]), f32::from_bits(wanted[i]), limit),
                 _ => panic!("{}: {:#010x} instead of {:#010x}", place(), found[i], wanted[i]),
             }
         }

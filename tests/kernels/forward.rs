@@ -11,8 +11,10 @@
 
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor, round, ways};
+use crate::pages::{Pages, head_at, round_head, spread, stored};
 use crate::scores::{self, first_visible, query_scale, scored, sink_of};
 use half::bf16;
+use ostinato::config::KvFormat;
 use ostinato::kernels::attention::flash_decode::{self, Split, Spread, flash_decode, plan_splits};
 use ostinato::kernels::attention::{self, Heads, Scores};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows, RowsFrom, Table, embed_rows};
@@ -892,7 +894,8 @@ impl Context {
         let pages = rows.iter().map(|p| free.by_ref().take(p.map_or(0, |p| p as usize / 16 + 1)).collect()).collect();
         let cached = |random: &mut Random, p: &Option<u32>| {
             let tokens = p.map_or(0, |p| p + 1);
-            (0..tokens * kv).map(|_| (0..dim).map(|_| round(kv_format, random.float() * 2.0)).collect()).collect()
+            let head = |random: &mut Random| (0..dim).map(|_| random.float() * 2.0).collect::<Vec<f32>>();
+            (0..tokens * kv).map(|_| round_head(kv_format, &head(random))).collect()
         };
         let width = (q + 2 * kv + if heads.gated { q } else { 0 }) * dim;
         Context {
@@ -946,41 +949,29 @@ impl Context {
         words
     }
 
-    /// Returns the index of a K value in the layout `[pages][kv_heads][D/8][16 tokens][8]`, as the shader's header
-    /// defines it.
-    fn k_at(&self, row: usize, token: u32, head: u32, i: u32) -> usize {
-        let (kv, d) = (self.heads.kv, self.heads.dim);
-        let page = self.pages[row][token as usize / 16];
-        let index = (((page * kv + head) * (d / 8) + i / 8) * 16 + token % 16) * 8 + i % 8;
-        index as usize
+    /// Returns where the key and value of a token and KV head are: page, token in the page, head.
+    fn place(&self, row: usize, token: u32, head: u32) -> (u32, u32, u32) {
+        (self.pages[row][token as usize / 16], token % 16, head)
     }
 
-    /// Returns the index of a V value in the layout `[pages][kv_heads][16][D]`.
-    fn v_at(&self, row: usize, token: u32, head: u32, i: u32) -> usize {
-        let (kv, d) = (self.heads.kv, self.heads.dim);
-        let page = self.pages[row][token as usize / 16];
-        (((page * kv + head) * 16 + token % 16) * d + i) as usize
-    }
-
-    /// Returns the K and V pages with the first `tokens(position)` tokens of each row; everything else is poison.
-    fn cache(&self, tokens: impl Fn(u32) -> u32) -> (Vec<f32>, Vec<f32>) {
+    /// Returns the words of the K and V pages with the first `tokens(position)` tokens of each row; everything else is
+    /// poison.
+    fn cache(&self, tokens: impl Fn(u32) -> u32) -> (Vec<u32>, Vec<u32>) {
         let pages: u32 = self.pages.iter().map(|p| p.len() as u32).sum::<u32>() + 3;
-        let floats = (pages * self.heads.kv * 16 * self.heads.dim) as usize;
-        let (mut k, mut v) = (vec![f32::NAN; floats], vec![f32::NAN; floats]);
+        let [mut k, mut v] = [true, false].map(|keys| Pages::new(self.heads, keys, pages));
         for (row, position) in self.rows.iter().enumerate() {
             // Tokens before the window may hold anything.
             let first = position.map_or(0, |position| first_visible(self.heads.scores, position));
             for token in first..position.map_or(0, &tokens) {
                 for head in 0..self.heads.kv {
-                    for i in 0..self.heads.dim {
-                        let at = (token * self.heads.kv + head) as usize;
-                        k[self.k_at(row, token, head, i)] = self.keys[row][at][i as usize];
-                        v[self.v_at(row, token, head, i)] = self.values[row][at][i as usize];
-                    }
+                    let at = (token * self.heads.kv + head) as usize;
+                    let (page, in_page, head) = self.place(row, token, head);
+                    k.put(page, in_page, head, &self.keys[row][at]);
+                    v.put(page, in_page, head, &self.values[row][at]);
                 }
             }
         }
-        (k, v)
+        (k.words, v.words)
     }
 
     fn qkv_words(&self) -> Vec<f32> {
@@ -992,7 +983,7 @@ impl Context {
         self.qkv[row][at..at + self.heads.dim as usize].iter().map(|v| f64::from(*v)).collect()
     }
 
-    /// Returns a head after its norm and rotary embedding.
+    /// Returns a head after its norm and rotary embedding; with codes, times the Hadamard matrix.
     fn prepared(&self, row: usize, head: u32, norm: &[f32]) -> Vec<f64> {
         let mut values = self.head(row, head);
         if self.heads.qk_norm {
@@ -1013,7 +1004,7 @@ impl Context {
             let position = self.rows[row].expect("a valid row");
             values.iter_mut().for_each(|value| *value *= f64::from(query_scale(position)));
         }
-        values
+        spread(self.heads.kv_format, values)
     }
 
     /// Returns softmax(q · Kᵀ / sqrt(D)) · V of query head `h`. `new` is the key and value of the row's own token, if it is
@@ -1062,22 +1053,31 @@ fn all_heads() -> Vec<Heads> {
         scores: Scores::default(),
         kv_format,
     };
-    let plain: [Heads; 9] = [
-        (1, 1, 8, 8, false, Format::F32),
-        (7, 1, 8, 4, true, Format::F16),
-        (6, 2, 64, 64, true, Format::F32),
-        (7, 1, 64, 32, false, Format::F16),
-        (8, 1, 80, 80, false, Format::F16),
-        (3, 3, 80, 32, true, Format::F32),
-        (8, 1, 128, 128, true, Format::F32),
-        (6, 2, 128, 64, true, Format::F16),
-        (2, 2, 128, 128, false, Format::F16),
+    let plain: [Heads; 15] = [
+        (1, 1, 8, 8, false, KvFormat::F32),
+        (7, 1, 8, 4, true, KvFormat::F16),
+        (6, 2, 64, 64, true, KvFormat::F32),
+        (7, 1, 64, 32, false, KvFormat::F16),
+        (8, 1, 80, 80, false, KvFormat::F16),
+        (3, 3, 80, 32, true, KvFormat::F32),
+        (8, 1, 128, 128, true, KvFormat::F32),
+        (6, 2, 128, 64, true, KvFormat::F16),
+        (2, 2, 128, 128, false, KvFormat::F16),
+        (7, 1, 8, 4, true, KvFormat::Int8),
+        (6, 2, 64, 64, true, KvFormat::Int8),
+        (7, 1, 64, 32, false, KvFormat::Int8),
+        (3, 3, 80, 32, true, KvFormat::Int8),
+        (5, 1, 96, 96, true, KvFormat::Int8),
+        (6, 2, 128, 64, true, KvFormat::Int8),
     ]
     .map(make);
     let varied = [
-        make((4, 2, 64, 64, false, Format::F32)),
-        make((3, 1, 64, 0, false, Format::F16)),
-        make((2, 1, 512, 512, true, Format::F32)),
+        make((4, 2, 64, 64, false, KvFormat::F32)),
+        make((3, 1, 64, 0, false, KvFormat::F16)),
+        make((2, 1, 512, 512, true, KvFormat::F32)),
+        make((4, 2, 64, 64, false, KvFormat::Int8)),
+        make((3, 1, 64, 0, false, KvFormat::Int8)),
+        make((2, 1, 512, 512, true, KvFormat::Int8)),
     ];
     plain.into_iter().chain(with_scores(&varied)).collect()
 }
@@ -1088,7 +1088,7 @@ fn with_scores(heads: &[Heads]) -> Vec<Heads> {
         let variants = scores::variants();
         let scores = variants[at % variants.len()];
         // The factors of queries follow the rotary table.
-        let query_scales = (at == 0).then_some(LONGEST * heads.rot);
+        let query_scales = (at % 3 == 0).then_some(LONGEST * heads.rot);
         Heads { scores: Scores { query_scales, ..scores }, ..*heads }
     };
     heads.iter().enumerate().map(of).collect()
@@ -1103,10 +1103,9 @@ fn all_rows() -> Vec<Option<u32>> {
     rows
 }
 
-/// The precision of keys and values of a token that are computed here and then rounded. f16 may be rounded to either
-/// neighbor (2^-10 of its value); f32 differs by the error of a sum.
-fn stored(format: Format) -> Expect {
-    if format == Format::F16 { Expect::Halves(1.1e-3) } else { Expect::Floats(SUMS) }
+/// The precision of values that are only rounded.
+fn stored_values(heads: Heads) -> Expect {
+    if heads.kv_format == KvFormat::F32 { Expect::Exact } else { stored(heads, SUMS) }
 }
 
 #[test]
@@ -1125,16 +1124,15 @@ fn append_normalises_rotates_and_fills_pages() {
             k_norm: cases.floats("k_norm", &context.k_norm),
             rope: cases.floats("rope", &context.rope),
             pages: cases.words("pages", &context.page_words()),
-            k: cases.weights("k", heads.kv_format, &k),
-            v: cases.weights("v", heads.kv_format, &v),
+            k: cases.words("k", &k),
+            v: cases.words("v", &v),
             stride: context.stride,
             max_pages: context.max_pages,
             epsilon: EPSILON,
         };
         cases.expect(args.qkv, Expect::Floats(SUMS));
-        cases.expect(args.k, stored(heads.kv_format));
-        // Values are only rounded.
-        cases.expect(args.v, if heads.kv_format == Format::F16 { stored(Format::F16) } else { Expect::Exact });
+        cases.expect(args.k, stored(heads, SUMS));
+        cases.expect(args.v, stored_values(heads));
         cases.recording.call(attention::append("append".to_owned(), heads, context.rows.len() as u32, true, args));
         made.push((context, args));
     }
@@ -1152,18 +1150,19 @@ fn append_normalises_rotates_and_fills_pages() {
             }
             for h in 0..kv {
                 let (key, value) = (context.prepared(row, q + h, &context.k_norm), context.head(row, q + kv + h));
-                for i in 0..dim {
-                    let k = reference.weight(kv_format, args.k, context.k_at(row, position, h, i) as u32);
-                    let v = reference.weight(kv_format, args.v, context.v_at(row, position, h, i) as u32);
-                    for (found, wanted) in [(k, key[i as usize]), (v, value[i as usize])] {
-                        match kv_format {
+                let at = context.place(row, position, h);
+                for (keys, range, wanted) in [(true, args.k, key), (false, args.v, value)] {
+                    let found = head_at(&reference, range, context.heads, keys, at);
+                    let top = wanted.iter().fold(0.0, |top: f64, value| top.max(value.abs()));
+                    for (found, wanted) in found.into_iter().zip(wanted) {
+                        let limit = match kv_format {
                             // Half a unit in the last place of f16 is 2^-11 of the value.
-                            Format::F16 => assert!(
-                                (f64::from(found) - wanted).abs() <= 5e-4 * (wanted.abs() + 0.01),
-                                "{what}: {found} instead of {wanted}"
-                            ),
-                            _ => near(found, wanted, what),
-                        }
+                            KvFormat::F16 => 5e-4 * (wanted.abs() + 0.01),
+                            KvFormat::F32 => 5e-6 * (1.0 + wanted.abs()),
+                            // Half a code.
+                            KvFormat::Int8 => 0.501 * top / 127.0,
+                        };
+                        assert!((found - wanted).abs() <= limit, "{what}: {found} instead of {wanted}");
                     }
                 }
             }
@@ -1174,7 +1173,7 @@ fn append_normalises_rotates_and_fills_pages() {
 
 /// Returns heads that `flash_decode` supports: groups that leave lanes idle, and head sizes that the lanes do not
 /// divide evenly.
-fn flash_heads() -> Vec<Heads> {
+fn flash_heads(kv_format: KvFormat) -> Vec<Heads> {
     let make = |(q, kv, dim, rot, qk_norm)| Heads {
         q,
         kv,
@@ -1183,7 +1182,7 @@ fn flash_heads() -> Vec<Heads> {
         qk_norm,
         gated: rot < dim,
         scores: Scores::default(),
-        kv_format: Format::F16,
+        kv_format,
     };
     let plain = [
         (7, 1, 64, 32, false),
@@ -1216,10 +1215,21 @@ enum Batch {
     Packed(PackedOrder),
 }
 
+/// Returns the precision of a decode step's output. Unrounded keys differ only by the error of sums. A new key that is
+/// rounded to the other neighbor changes its score by up to 2^-11 of its terms in f16, and by up to a code of one
+/// dimension otherwise.
+fn fused_limit(kv_format: KvFormat) -> f32 {
+    match kv_format {
+        KvFormat::F32 => SUMS,
+        KvFormat::F16 => 1e-3,
+        KvFormat::Int8 => 6e-3,
+    }
+}
+
 /// Method, in addition to that of the file: each case runs twice in a row with the same counters, which must be zero
 /// again after each run. The numbers of splits cover a single workgroup, several of which the last to arrive combines
 /// the results, and splits without work.
-fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
+fn attention_cases(fused: bool, flash: Option<(Matrices, Batch, KvFormat)>, tags: bool) {
     let mut cases = Cases::new(if flash.is_some() {
         "flash_decode"
     } else if fused {
@@ -1229,17 +1239,20 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
     });
     let mut random = Random(if fused { 8 } else { 9 });
     let mut made = Vec::new();
-    let all = if flash.is_some() { flash_heads() } else { all_heads() };
+    let all = match flash {
+        Some((_, _, kv_format)) => flash_heads(kv_format),
+        None => all_heads(),
+    };
     // Rows without a sequence write zeros, and all words carry their tag. Every second shape is enough to show that.
     // The same holds for plans, because the other cases cover the computation of a unit.
-    let planned = flash.is_some_and(|(_, batch)| batch != Batch::Even);
+    let planned = flash.is_some_and(|(_, batch, _)| batch != Batch::Even);
     let all = all.into_iter().step_by(if tags || planned { 2 } else { 1 });
     let flow = match tags {
         true => Flow { input_carried: true, input: TAGS[0], old: 0, output: Some(TAGS[2]) },
         false => Flow::NONE,
     };
     let order = match flash {
-        Some((_, Batch::Packed(order))) => Some(order),
+        Some((_, Batch::Packed(order), _)) => Some(order),
         _ => None,
     };
     let put = |v: f32| if tags { tagged(v, flow.input) } else { v.to_bits() };
@@ -1257,9 +1270,7 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
             let (q_norm, k_norm) =
                 (norms(&mut cases, "q_norm", &context.q_norm), norms(&mut cases, "k_norm", &context.k_norm));
             let rope = cases.floats("rope", &context.rope);
-            // Unrounded queries differ only by the error of sums. A new key that is rounded to the other neighbor
-            // changes its score by up to 2^-11 of its terms.
-            let limit = if fused && heads.kv_format == Format::F16 { 1e-3 } else { SUMS };
+            let limit = if fused { fused_limit(heads.kv_format) } else { SUMS };
             let near_words = |limit| if tags { Expect::Tagged(limit + 2e-5) } else { Expect::Floats(limit) };
             let packs = order.is_some();
             let width = heads.q * heads.dim;
@@ -1281,8 +1292,8 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
                 k_norm: if fused { k_norm } else { k_norm.none() },
                 rope: if fused { rope } else { rope.none() },
                 pages: cases.words("pages", &context.page_words()),
-                k: cases.weights("k", heads.kv_format, &k),
-                v: cases.weights("v", heads.kv_format, &v),
+                k: cases.words("k", &k),
+                v: cases.words("v", &v),
                 partials: cases.output("partials", heads.partial_floats(splits) as usize * count as usize, Expect::Any),
                 counters: cases.words("counters", &vec![0; (heads.q * count) as usize]),
                 o: outputs[0],
@@ -1299,18 +1310,18 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
                 qkv_tag: 0,
                 o_tag: 0,
             };
-            cases.expect(args.k, stored(heads.kv_format));
-            cases.expect(args.v, if heads.kv_format == Format::F16 { stored(Format::F16) } else { Expect::Exact });
+            cases.expect(args.k, stored(heads, SUMS));
+            cases.expect(args.v, stored_values(heads));
             for (turn, o) in outputs.into_iter().enumerate() {
                 args.o = o;
                 let label = "attention".to_owned();
                 let call = match flash {
-                    Some((matrices, Batch::Even)) => {
+                    Some((matrices, Batch::Even, _)) => {
                         let threads = flash_threads(heads, index, matrices);
                         let split = Split::Evenly { rows: count, splits };
                         flash_decode(label, heads, split, threads, None, matrices, flow, args)
                     }
-                    Some((matrices, _)) => {
+                    Some((matrices, ..)) => {
                         let threads = flash_threads(heads, index, matrices);
                         // As many units as there is room for partial results.
                         let spread = Spread { units: (splits - 1) * count, least: 1 + index as u32 % 2 };
@@ -1355,7 +1366,8 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
             for h in 0..q {
                 let kv_head = h / (q / kv);
                 let round_all = |values: Vec<f64>| -> Vec<f64> {
-                    values.into_iter().map(|v| f64::from(round(kv_format, v as f32))).collect()
+                    let values: Vec<f32> = values.into_iter().map(|v| v as f32).collect();
+                    round_head(kv_format, &values).into_iter().map(f64::from).collect()
                 };
                 let new = fused.then(|| {
                     (
@@ -1378,7 +1390,8 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch)>, tags: bool) {
                             }
                             None => reference.f32(o, row as u32 * args.output_stride + h * dim + i),
                         };
-                        let limit = if fused && kv_format == Format::F16 { 1e-3 } else { 5e-6 };
+                        let limit =
+                            if fused && kv_format != KvFormat::F32 { fused_limit(kv_format).into() } else { 5e-6 };
                         let limit =
                             if order.is_some() { limit + wanted[i as usize].abs() * 2f64.powi(-8) } else { limit };
                         // Tags change the values that are read and written by up to 2^-17 of themselves.
@@ -1410,7 +1423,7 @@ fn attention_of_a_chunk_attends() {
 #[test]
 fn flash_decode_means_what_attention_of_a_decode_step_does() {
     for matrices in ways() {
-        attention_cases(true, Some((*matrices, Batch::Even)), false);
+        attention_cases(true, Some((*matrices, Batch::Even, KvFormat::F16)), false);
     }
 }
 
@@ -1422,15 +1435,15 @@ fn attention_of_a_decode_step_reads_and_writes_tagged_rows() {
 #[test]
 fn flash_decode_reads_and_writes_tagged_rows() {
     for matrices in ways() {
-        attention_cases(true, Some((*matrices, Batch::Even)), true);
+        attention_cases(true, Some((*matrices, Batch::Even, KvFormat::F16)), true);
     }
 }
 
 #[test]
 fn flash_decode_shares_its_workgroups_out_by_a_plan() {
     for matrices in ways() {
-        attention_cases(true, Some((*matrices, Batch::Planned)), false);
-        attention_cases(true, Some((*matrices, Batch::Planned)), true);
+        attention_cases(true, Some((*matrices, Batch::Planned, KvFormat::F16)), false);
+        attention_cases(true, Some((*matrices, Batch::Planned, KvFormat::F16)), true);
     }
 }
 
@@ -1438,7 +1451,23 @@ fn flash_decode_shares_its_workgroups_out_by_a_plan() {
 fn flash_decode_packs_its_output_for_the_next_product() {
     for matrices in ways() {
         for order in [PackedOrder::Fragments, PackedOrder::Swizzled] {
-            attention_cases(true, Some((*matrices, Batch::Packed(order))), false);
+            attention_cases(true, Some((*matrices, Batch::Packed(order), KvFormat::F16)), false);
         }
+    }
+}
+
+#[test]
+fn flash_decode_reads_and_writes_codes() {
+    for matrices in ways() {
+        attention_cases(true, Some((*matrices, Batch::Even, KvFormat::Int8)), false);
+    }
+}
+
+#[test]
+fn flash_decode_with_codes_reads_and_writes_tagged_rows_and_follows_a_plan() {
+    for matrices in ways() {
+        attention_cases(true, Some((*matrices, Batch::Even, KvFormat::Int8)), true);
+        attention_cases(true, Some((*matrices, Batch::Planned, KvFormat::Int8)), true);
+        attention_cases(true, Some((*matrices, Batch::Packed(PackedOrder::Fragments), KvFormat::Int8)), false);
     }
 }

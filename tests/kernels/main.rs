@@ -13,6 +13,7 @@ mod draft;
 mod flash;
 mod forward;
 mod moe;
+mod pages;
 mod ptx;
 mod recordings;
 mod sampling;

@@ -13,7 +13,10 @@
 use crate::common::{Driver, Vulkan};
 use crate::harness::models::{expected, fixture};
 use crate::harness::{Bench, Bound, Change, Expect, POISON, Random, compare};
+use crate::pages::stored;
+use ostinato::config::KvFormat;
 use ostinato::gpu::build::defaults;
+use ostinato::kernels::attention::Heads;
 use ostinato::kernels::barriers;
 use ostinato::kernels::embed::PromptRows;
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig, skinny};
@@ -69,7 +72,7 @@ fn decoder<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, max_
         drafts: 0,
         pages: PAGES + 2,
         window_pages: None,
-        kv_format: Format::F32,
+        kv_format: KvFormat::F32,
         ring: RING,
         context: 16 * PAGES,
         tuning: defaults::tuning(
@@ -182,7 +185,7 @@ fn scatter(memory: &mut Memory, recording: &Recording, host: &HostMemory) {
     }
 }
 
-fn expect(name: &str, kv_format: Format, near: f32) -> Expect {
+fn expect(name: &str, heads: Heads, near: f32) -> Expect {
     match name {
         "x" | "head.x" | "qkv" | "attention.output" | "mlp.hidden" | "logits" => Expect::Floats(near),
         "in_proj.output" | "mixer.output" | "router.logits" | "experts.middle" => Expect::Floats(near),
@@ -205,7 +208,8 @@ fn expect(name: &str, kv_format: Format, near: f32) -> Expect {
         "scan" => Expect::Any,
         name if name.starts_with("tagged.") => Expect::Tagged(near),
         name if name.starts_with("packed.") => Expect::Bfloats(near),
-        name if name.starts_with("kv.") && kv_format == Format::F16 => Expect::Halves(near),
+        name if name.starts_with("kv.") && heads.kv_format == KvFormat::F16 => Expect::Halves(near),
+        name if name.starts_with("kv.") && heads.kv_format == KvFormat::Int8 => stored(heads, near),
         name if name.starts_with("kv.") => Expect::Floats(near),
         // Derived from the bits of the logits, which differ.
         "sampling.keys" | "sampling.partials" | "draft.partials" => Expect::Any,
@@ -251,7 +255,7 @@ struct Run<'a> {
     layout: StateLayout,
     bound: Bound<'a>,
     host: Option<Memory>,
-    kv_format: Format,
+    heads: Heads,
     near: f32,
 }
 
@@ -268,7 +272,7 @@ impl<'a> Run<'a> {
             layout: decoder.state,
             bound,
             host: interpreted.then_some(memory),
-            kv_format: decoder.kv_format,
+            heads: decoder.heads(0),
             near: if decoder.config.delta.is_some() { 2.0 * NEAR } else { NEAR },
         }
     }
@@ -297,7 +301,7 @@ impl<'a> Run<'a> {
         let before = before.expect("there is a host");
         let after = [self.bound.read(last), gather(host, last)];
         let [device, reference] = [0, 1].map(|side| Change { before: &before[side], after: &after[side] });
-        let expect = |name: &str| expect(name, self.kv_format, self.near);
+        let expect = |name: &str| expect(name, self.heads, self.near);
         let worst = compare(last, &what, device, reference, &expect);
         println!("{what}: largest difference {worst:?} of what is allowed");
     }
@@ -530,7 +534,7 @@ fn steps_that_verify_drafts_mean_the_same_on_lavapipe_and_in_plain_rust() {
 struct Emulated {
     chunk: u32,
     tags: bool,
-    kv_format: Format,
+    kv_format: KvFormat,
     near: f32,
 }
 
@@ -620,11 +624,14 @@ fn run_by_hand(driver: Driver, ways: &[Emulated], names: &[&str]) {
 #[test]
 fn recordings_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() {
     let ways = [
-        Emulated { chunk: 16, tags: false, kv_format: Format::F32, near: 1e-3 },
-        Emulated { chunk: 16, tags: true, kv_format: Format::F16, near: 1e-2 },
-        Emulated { chunk: 32, tags: true, kv_format: Format::F16, near: 8e-2 },
+        Emulated { chunk: 16, tags: false, kv_format: KvFormat::F32, near: 1e-3 },
+        Emulated { chunk: 16, tags: true, kv_format: KvFormat::F16, near: 1e-2 },
+        Emulated { chunk: 32, tags: true, kv_format: KvFormat::F16, near: 8e-2 },
     ];
     run_by_hand(Driver::first(), &ways, &["demo", "tiny-llama"]);
+    // A key that lies between two codes may become the other one: a change of up to 2^-8 of its largest value.
+    let coded = Emulated { chunk: 16, tags: true, kv_format: KvFormat::Int8, near: 5e-2 };
+    run_by_hand(Driver::first(), &[coded], &["demo", "tiny-llama"]);
     // The widths of these models do not allow tags.
     run_by_hand(Driver::first(), &[ways[0], ways[2]], &["qwen3-deep", "demo-hybrid"]);
     // With more than eight rows, the rows are sorted by expert and activations are rounded.
@@ -639,7 +646,7 @@ fn a_prompt_step_with_wgmma_means_the_same_in_plain_rust() {
     let vulkan = Vulkan::new();
     let (_folder, checkpoints) = on_fragments();
     for (name, checkpoint) in checkpoints.iter().filter(|(name, _)| ["demo", "demo-hybrid"].contains(name)) {
-        let way = Emulated { chunk: 32, tags: false, kv_format: Format::F16, near: 0.0 };
+        let way = Emulated { chunk: 32, tags: false, kv_format: KvFormat::F16, near: 0.0 };
         let mut decoder = emulated(&vulkan, Driver::first(), checkpoint, way);
         let shape = StepShape::Prefill { rows: 32 };
         let plain = decoder.record(shape);
@@ -683,7 +690,7 @@ fn a_prompt_step_with_wgmma_means_the_same_in_plain_rust() {
 
 #[test]
 fn tagged_recordings_mean_the_same_on_swiftshader_and_in_plain_rust() {
-    let ways = [Emulated { chunk: 16, tags: true, kv_format: Format::F16, near: 1e-2 }];
+    let ways = [Emulated { chunk: 16, tags: true, kv_format: KvFormat::F16, near: 1e-2 }];
     run_by_hand(Driver::SwiftShader, &ways, &["tiny-llama"]);
 }
 
@@ -692,7 +699,7 @@ fn a_tagged_decode_step_has_barriers_only_around_its_layers() {
     let vulkan = Vulkan::new();
     let (_folder, checkpoints) = on_fragments();
     for (name, checkpoint) in &checkpoints {
-        let way = Emulated { chunk: 16, tags: true, kv_format: Format::F16, near: 0.0 };
+        let way = Emulated { chunk: 16, tags: true, kv_format: KvFormat::F16, near: 0.0 };
         let decoder = emulated(&vulkan, Driver::first(), checkpoint, way);
         let carries = !["qwen3-deep", "demo-hybrid"].contains(name);
         for rows in [1, 2, 4] {
@@ -858,7 +865,7 @@ fn simulate(recording: &Recording, random: &mut Random) -> Result<(), String> {
 #[test]
 fn a_tagged_step_reads_no_word_of_another_whatever_the_order_of_workgroups() {
     let vulkan = Vulkan::new();
-    let way = Emulated { chunk: 16, tags: true, kv_format: Format::F16, near: 0.0 };
+    let way = Emulated { chunk: 16, tags: true, kv_format: KvFormat::F16, near: 0.0 };
     let mut random = Random(5);
     let folder = tempfile::tempdir().expect("a folder");
     let mut written = Vec::new();
@@ -1088,7 +1095,7 @@ fn a_decode_step_has_a_dispatch_and_a_barrier_for_each_stage_of_a_layer() {
     };
     let (_folder, checkpoints) = on_fragments();
     for (name, checkpoint) in &checkpoints {
-        let way = Emulated { chunk: 16, tags: false, kv_format: Format::F16, near: 0.0 };
+        let way = Emulated { chunk: 16, tags: false, kv_format: KvFormat::F16, near: 0.0 };
         let decoder = emulated(&vulkan, Driver::first(), checkpoint, way);
         check(name, checkpoint, &Recordings::new(&decoder).decode, true);
     }

@@ -1,6 +1,6 @@
 //! The default sizes and kernel choices of a replica, where its configuration sets none.
 
-use crate::config::{self};
+use crate::config::KvFormat;
 use crate::device::Adapter;
 use crate::engine::plan::WindowCapacity;
 use crate::gpu::build::Build;
@@ -10,7 +10,6 @@ use crate::kernels::gemm::matmul::MatrixUnits;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::layout::StateLayout;
 use crate::kernels::sampling;
-use crate::memory::pack::Format;
 use crate::model::config::LayerKind;
 use crate::model::decoder::{self, Decoder, RingLayout, Tuning};
 use std::collections::BTreeMap;
@@ -219,10 +218,7 @@ impl Build<'_> {
             drafts: self.drafts(),
             pages,
             window_pages,
-            kv_format: self.model.kv_format.map_or(Format::F16, |format| match format {
-                config::KvFormat::F16 => Format::F16,
-                config::KvFormat::F32 => Format::F32,
-            }),
+            kv_format: self.model.kv_format.unwrap_or(KvFormat::F16),
             ring: RingLayout {
                 steps: RING_STEPS,
                 rows: slots.next_power_of_two().max(self.draft_sequences() * (self.drafts() + 1)),

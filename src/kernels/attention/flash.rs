@@ -1,9 +1,10 @@
-//! `flash`, the prefill attention: causal attention of a prompt chunk's rows over f16 keys and values, after `append`
-//! has prepared them; the same result as `attention` without `fused`. Not here: decode steps (`flash_decode`) and f32
-//! caches (`attention`).
+//! `flash`, the prefill attention: causal attention of a prompt chunk's rows over keys and values of f16 or of codes,
+//! after `append` has prepared them; the same result as `attention` without `fused`. Not here: decode steps
+//! (`flash_decode`) and f32 caches (`attention`).
 
-use super::Format;
-use crate::kernels::attention::{Heads, Layer, PAGE_TOKENS, first_visible, gate, k_index, score, v_index};
+use crate::config::KvFormat;
+use crate::kernels::attention::cache::{CachePages, Half, Place, kv_format_of};
+use crate::kernels::attention::{Heads, PAGE_TOKENS, first_visible, gate, score};
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::recording::Call;
@@ -15,10 +16,10 @@ const THREADS: u32 = 128;
 /// The maximum shared memory of a workgroup in bytes, for `flash` with matrix units.
 pub const SHARED_BYTES: u32 = 48 * 1024;
 
-/// Returns whether `flash` supports these heads: f16 caches, and dimensions that are a multiple of 32 up to 256. It is
-/// tuned for 64 and 128 dimensions.
+/// Returns whether `flash` supports these heads: caches of f16 or of codes, and dimensions that are a multiple of 32 up to
+/// 256. It is tuned for 64 and 128 dimensions.
 pub fn flash_serves(heads: Heads) -> bool {
-    heads.kv_format == Format::F16 && heads.dim.is_multiple_of(32) && (32..=256).contains(&heads.dim)
+    heads.kv_format != KvFormat::F32 && heads.dim.is_multiple_of(32) && (32..=256).contains(&heads.dim)
 }
 
 /// Returns the number of tiles of a prompt's `rows` rows. Per KV head, one workgroup or several serve a tile.
@@ -73,9 +74,11 @@ pub fn flash(
         sinks: u32::from(heads.scores.sinks),
     };
     Call {
-        kernel: match matrices {
-            Matrices::Emulated => "flash.plain",
-            Matrices::Cooperative => "flash",
+        kernel: match (matrices, heads.kv_format) {
+            (Matrices::Emulated, KvFormat::Int8) => "flash.int8.plain",
+            (Matrices::Emulated, _) => "flash.plain",
+            (Matrices::Cooperative, KvFormat::Int8) => "flash.int8",
+            (Matrices::Cooperative, _) => "flash",
         },
         label,
         constants: constants.into_values(),
@@ -89,7 +92,7 @@ pub fn flash(
 pub(crate) fn reference_flash(call: &Call, memory: &mut HostMemory) {
     let a = FlashArgs::from_args(&call.args);
     let c = FlashConstants::from_values(&call.constants);
-    let layer = Layer { d: c.d, rot: 0, kv_heads: c.kv_heads, qk_norm: false };
+    let cache = CachePages { format: kv_format_of(call.kernel), kv_heads: c.kv_heads, dim: c.d };
     let d = c.d as usize;
     let [prompts, _, in_use, _] = std::array::from_fn(|i| memory.u32(a.chunk, i as u32));
     for (index, kvh) in (0..prompts).flat_map(|index| (0..c.kv_heads).map(move |kvh| (index, kvh))) {
@@ -104,12 +107,9 @@ pub(crate) fn reference_flash(call: &Call, memory: &mut HostMemory) {
             let position = start + row - first;
             for t in (keys.len() / d) as u32..=position {
                 let page = memory.u32(a.pages, slot * a.max_pages + t / PAGE_TOKENS);
-                keys.extend(
-                    (0..c.d).map(|i| f64::from(memory.f16(a.k, k_index(&layer, page, kvh, t % PAGE_TOKENS, i)))),
-                );
-                values.extend(
-                    (0..c.d).map(|i| f64::from(memory.f16(a.v, v_index(&layer, page, kvh, t % PAGE_TOKENS, i)))),
-                );
+                let at = Place { page, head: kvh, token: t % PAGE_TOKENS };
+                keys.extend(cache.head(memory, a.k, Half::Keys, at));
+                values.extend(cache.head(memory, a.v, Half::Values, at));
             }
             for h in kvh * c.g..(kvh + 1) * c.g {
                 let query: Vec<f64> =

@@ -1,8 +1,9 @@
 //! `flash_decode`, the decode attention on blocks of 16 × 16, for one new token per row; the same result as `attention`
 //! with `fused`. `plan_splits` distributes its workgroups over the rows of a batch. Not here: prompts, and caches of
-//! other formats than f16.
+//! f32.
 
-use super::Format;
+use super::cache::kv_format_of;
+use crate::config::KvFormat;
 use crate::kernels::attention::{Heads, attend, first_visible, put_row};
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::{PackedOrder, swizzled_index, token_index};
@@ -12,14 +13,14 @@ use crate::kernels::shaders::{
     AttentionArgs, AttentionConstants, FlashDecodeConstants, PlanSplitsArgs, PlanSplitsConstants,
 };
 use crate::kernels::tags::Flow;
-use crate::memory::pack::FRAGMENT_COLS;
+use crate::memory::pack::{FRAGMENT_COLS, Format};
 
 /// The maximum number of splits along a context.
 pub const MOST_SPLITS: u32 = 32;
 
 /// Returns whether the kernel supports these heads.
 pub fn serves(heads: Heads) -> bool {
-    heads.kv_format == Format::F16 && heads.dim.is_multiple_of(32) && heads.dim <= 256 && heads.group() <= 8
+    heads.kv_format != KvFormat::F32 && heads.dim.is_multiple_of(32) && heads.dim <= 256 && heads.group() <= 8
 }
 
 /// Returns the shared memory that a workgroup of `threads` invocations uses, in bytes.
@@ -31,7 +32,9 @@ pub fn shared_bytes(heads: Heads, threads: u32, matrices: Matrices) -> u32 {
     let raw = g + 2 + if heads.gated { g } else { 0 };
     let sums = (raw + g) * (d / 4) / joined * 4;
     let combined = 3 * g * MOST_SPLITS * 4 + g * d * 4;
-    4 * (raw * d + g * d + d + 1) + combined + groups * (16 * (d / 8 + 1) * 16 + g * 8) + sums + exchange
+    // The new key in f32 and the largest magnitudes of the new key and value.
+    let quantised = if heads.kv_format == KvFormat::Int8 { 2 * (d / 4) / joined * 4 } else { 0 };
+    4 * (raw * d + g * d + d + 1) + quantised + combined + groups * (16 * (d / 8 + 1) * 16 + g * 8) + sums + exchange
 }
 
 /// The parameters of `plan_splits`, which distributes the workgroups of a batch's attention over its rows.
@@ -159,9 +162,11 @@ pub fn flash_decode(
     let args = AttentionArgs { fault: args.fault.none(), qkv_tag: flow.input, o_tag: flow.output.unwrap_or(0), ..args };
     let AttentionArgs { qkv, o, partials, counters, .. } = args;
     let call = Call {
-        kernel: match matrices {
-            Matrices::Emulated => "flash_decode.plain",
-            Matrices::Cooperative => "flash_decode",
+        kernel: match (matrices, heads.kv_format) {
+            (Matrices::Emulated, KvFormat::Int8) => "flash_decode.int8.plain",
+            (Matrices::Emulated, _) => "flash_decode.plain",
+            (Matrices::Cooperative, KvFormat::Int8) => "flash_decode.int8",
+            (Matrices::Cooperative, _) => "flash_decode",
         },
         label,
         constants: constants.into_values(),
@@ -215,7 +220,7 @@ pub(crate) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
             memory.set_number(Format::Bf16, args.o, at as u32, value);
         }
     };
-    attend(Format::F16, &rows, &args, &constants, memory, &put);
+    attend(kv_format_of(call.kernel), &rows, &args, &constants, memory, &put);
 }
 
 pub(crate) fn reference_plan_splits(call: &Call, memory: &mut HostMemory) {

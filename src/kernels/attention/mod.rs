@@ -1,15 +1,17 @@
 //! `attention` over the KV cache pages of each row, and `append`, which writes the pages for a prompt chunk. In decode,
 //! one `attention` call does both. Not here: attention on matrix blocks (`flash`, `flash_decode`).
 
+pub mod cache;
 pub mod flash;
 pub mod flash_decode;
 pub mod latent;
 
-use super::{Format, format_of};
+use crate::config::KvFormat;
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::recording::{Call, Range};
 use crate::kernels::shaders::{AppendArgs, AppendConstants, AttentionArgs, AttentionConstants};
 use crate::kernels::tags::{Flow, tagged};
+use cache::{CachePages, Half, Place, hadamard, kv_format_of};
 
 /// The number of tokens in a KV cache page.
 pub const PAGE_TOKENS: u32 = 16;
@@ -73,8 +75,8 @@ pub struct Heads {
     pub gated: bool,
     /// The variant of the scores.
     pub scores: Scores,
-    /// The format of cached keys and values: f16 or f32.
-    pub kv_format: Format,
+    /// The format of cached keys and values.
+    pub kv_format: KvFormat,
 }
 
 impl Heads {
@@ -85,14 +87,14 @@ impl Heads {
 
     /// The size of a page of K, or of V, in bytes.
     pub fn page_bytes(self) -> u64 {
-        u64::from(self.kv) * u64::from(PAGE_TOKENS) * u64::from(self.dim) * self.kv_format.bytes() as u64
+        CachePages::of(self).page_bytes()
     }
 
-    fn kernel(self, f16: &'static str, f32: &'static str) -> &'static str {
+    fn kernel(self, f16: &'static str, f32: &'static str, int8: &'static str) -> &'static str {
         match self.kv_format {
-            Format::F16 => f16,
-            Format::F32 => f32,
-            Format::Bf16 | Format::Codes(_) => panic!("no kernel reads keys of {:?}", self.kv_format),
+            KvFormat::F16 => f16,
+            KvFormat::F32 => f32,
+            KvFormat::Int8 => int8,
         }
     }
 
@@ -101,7 +103,8 @@ impl Heads {
     pub fn shared_bytes(self, parts: u32, threads: u32) -> u32 {
         let (g, d) = (self.group() / parts, self.dim);
         let lanes = threads / (d / 8);
-        4 * (g * d + 2 * d + g * threads + lanes * g * d + 4 * g + 1 + threads.div_ceil(16) + 1)
+        let scales = if self.kv_format == KvFormat::Int8 { threads } else { 0 };
+        4 * (g * d + 2 * d + g * threads + lanes * g * d + 4 * g + 1 + threads.div_ceil(16) + 1 + scales)
     }
 
     /// Returns the number of floats of a row's partial results.
@@ -147,7 +150,7 @@ pub fn attention(
     let args = AttentionArgs { qkv_tag: flow.input, o_tag: flow.output.unwrap_or(0), fault: args.fault.none(), ..args };
     let (qkv, o, partials, counters) = (args.qkv, args.o, args.partials, args.counters);
     let call = Call {
-        kernel: heads.kernel("attention.f16", "attention.f32"),
+        kernel: heads.kernel("attention.f16", "attention.f32", "attention.int8"),
         label,
         constants: constants.into_values(),
         args: args.into_args(),
@@ -171,7 +174,7 @@ pub fn append(label: String, heads: Heads, rows: u32, keys: bool, args: AppendAr
         query_scales: heads.scores.query_scales.unwrap_or(0),
     };
     Call {
-        kernel: heads.kernel("append.f16", "append.f32"),
+        kernel: heads.kernel("append.f16", "append.f32", "append.int8"),
         label,
         constants: constants.into_values(),
         args: args.into_args(),
@@ -212,35 +215,10 @@ pub(super) fn gate(gated: u32, memory: &HostMemory, qkv: Range, at: u32) -> f64 
     }
 }
 
-pub(super) struct Layer {
-    pub(super) d: u32,
-    pub(super) rot: u32,
-    pub(super) kv_heads: u32,
-    pub(super) qk_norm: bool,
-}
-
-/// Returns the index of a K value in its cache, in numbers.
-pub(super) fn k_index(layer: &Layer, page: u32, kvh: u32, token: u32, i: u32) -> u32 {
-    (page * layer.kv_heads + kvh) * 16 * layer.d + (i / 8) * 128 + token * 8 + i % 8
-}
-
-/// Returns the index of a V value in its cache, in numbers.
-pub(super) fn v_index(layer: &Layer, page: u32, kvh: u32, token: u32, i: u32) -> u32 {
-    ((page * layer.kv_heads + kvh) * 16 + token) * layer.d + i
-}
-
-fn set_kv(memory: &mut HostMemory, format: Format, range: Range, i: u32, value: f32) {
-    match format {
-        Format::F32 => memory.set_f32(range, i, value),
-        _ => memory.set_f16(range, i, value),
-    }
-}
-
 pub(crate) fn reference_append(call: &Call, memory: &mut HostMemory) {
-    let format = format_of(call.kernel, 0);
+    let format = kv_format_of(call.kernel);
     let a = AppendArgs::from_args(&call.args);
     let c = AppendConstants::from_values(&call.constants);
-    let layer = Layer { d: c.d, rot: c.rot, kv_heads: c.kv_heads, qk_norm: c.qk_norm == 1 };
     for row in 0..call.groups[1] {
         let [_, position, slot, valid] = std::array::from_fn(|i| memory.u32(a.rows, row * 4 + i as u32));
         if valid == 0 {
@@ -254,26 +232,23 @@ pub(crate) fn reference_append(call: &Call, memory: &mut HostMemory) {
             if !is_v {
                 let weight = if h < c.q_heads { a.q_norm } else { a.k_norm };
                 let norm = |i: u32| memory.f32(weight, i);
-                let rope = |j: u32| rope_at(memory, a.rope, position, layer.rot, j);
-                norm_rope(&mut head, layer.qk_norm.then_some(&norm), a.epsilon, layer.rot, rope);
+                let rope = |j: u32| rope_at(memory, a.rope, position, c.rot, j);
+                norm_rope(&mut head, (c.qk_norm == 1).then_some(&norm), a.epsilon, c.rot, rope);
             }
-            let factor = if h < c.q_heads { query_scale(c.query_scales, memory, a.rope, position) } else { 1.0 };
-            for i in 0..c.d {
-                let value = (head[i as usize] * factor) as f32;
-                if h < c.q_heads {
-                    memory.set_f32(a.qkv, base + i, value);
-                } else if is_v {
-                    set_kv(
-                        memory,
-                        format,
-                        a.v,
-                        v_index(&layer, page, h - c.q_heads - c.kv_heads, position % PAGE_TOKENS, i),
-                        value,
-                    );
-                } else {
-                    set_kv(memory, format, a.k, k_index(&layer, page, h - c.q_heads, position % PAGE_TOKENS, i), value);
+            if format == KvFormat::Int8 && !is_v {
+                hadamard(&mut head);
+            }
+            if h < c.q_heads {
+                let factor = query_scale(c.query_scales, memory, a.rope, position);
+                for (i, value) in (0..).zip(head) {
+                    memory.set_f32(a.qkv, base + i, (value * factor) as f32);
                 }
+                continue;
             }
+            let kvh = h - c.q_heads - if is_v { c.kv_heads } else { 0 };
+            let (range, half) = if is_v { (a.v, Half::Values) } else { (a.k, Half::Keys) };
+            let at = Place { page, head: kvh, token: position % PAGE_TOKENS };
+            CachePages { format, kv_heads: c.kv_heads, dim: c.d }.set_head(memory, range, half, at, &head);
         }
     }
 }
@@ -297,7 +272,7 @@ pub(crate) fn reference_attention(call: &Call, memory: &mut HostMemory) {
         })
         .collect();
     let put = |memory: &mut HostMemory, row, column, value| put_row(&args, &constants, memory, row, column, value);
-    attend(format_of(call.kernel, 0), &rows, &args, &constants, memory, &put);
+    attend(kv_format_of(call.kernel), &rows, &args, &constants, memory, &put);
 }
 
 /// Writes one value of the output to rows of floats.
@@ -319,14 +294,13 @@ pub(super) fn put_row(
 /// The common reference of `attention` and its variants, for rows of {row, position, slot, valid}. `put` receives the
 /// row, the column and the value of each output.
 pub(super) fn attend(
-    format: Format,
+    format: KvFormat,
     rows: &[[u32; 4]],
     a: &AttentionArgs,
     c: &AttentionConstants,
     memory: &mut HostMemory,
     put: &dyn Fn(&mut HostMemory, u32, u32, f32),
 ) {
-    let layer = Layer { d: c.d, rot: c.rot, kv_heads: c.kv_heads, qk_norm: c.qk_norm == 1 };
     let group = c.g * c.parts;
     for &[row, position, slot, valid] in rows {
         if valid == 0 {
@@ -335,65 +309,59 @@ pub(super) fn attend(
             }
             continue;
         }
+        let cache = CachePages { format, kv_heads: c.kv_heads, dim: c.d };
         for kvh in 0..c.kv_heads {
-            let page_of =
-                |memory: &HostMemory, token: u32| memory.u32(a.pages, slot * a.max_pages + token / PAGE_TOKENS);
+            let place = |memory: &HostMemory, token: u32| Place {
+                page: memory.u32(a.pages, slot * a.max_pages + token / PAGE_TOKENS),
+                head: kvh,
+                token: token % PAGE_TOKENS,
+            };
             if c.fused == 1 {
                 let k_base = row * a.stride + (c.kv_heads * group + kvh) * c.d;
                 let mut key: Vec<f64> = (0..c.d).map(|i| f64::from(memory.f32(a.qkv, k_base + i))).collect();
                 let norm = |i: u32| memory.f32(a.k_norm, i);
-                norm_rope(&mut key, layer.qk_norm.then_some(&norm), a.epsilon, layer.rot, |j| {
-                    rope_at(memory, a.rope, position, layer.rot, j)
+                norm_rope(&mut key, (c.qk_norm == 1).then_some(&norm), a.epsilon, c.rot, |j| {
+                    rope_at(memory, a.rope, position, c.rot, j)
                 });
-                let page = page_of(memory, position);
-                for i in 0..c.d {
-                    let value = memory.f32(a.qkv, k_base + c.kv_heads * c.d + i);
-                    set_kv(memory, format, a.v, v_index(&layer, page, kvh, position % PAGE_TOKENS, i), value);
-                    set_kv(
-                        memory,
-                        format,
-                        a.k,
-                        k_index(&layer, page, kvh, position % PAGE_TOKENS, i),
-                        key[i as usize] as f32,
-                    );
+                if format == KvFormat::Int8 {
+                    hadamard(&mut key);
                 }
+                let value: Vec<f64> =
+                    (0..c.d).map(|i| f64::from(memory.f32(a.qkv, k_base + c.kv_heads * c.d + i))).collect();
+                let at = place(memory, position);
+                cache.set_head(memory, a.k, Half::Keys, at, &key);
+                cache.set_head(memory, a.v, Half::Values, at, &value);
             }
+            let first = first_visible(c.window, position);
+            let of = |range: Range, half: Half| -> Vec<Vec<f64>> {
+                (first..=position).map(|t| cache.head(memory, range, half, place(memory, t))).collect()
+            };
+            let (keys, values) = (of(a.k, Half::Keys), of(a.v, Half::Values));
             for g in 0..group {
                 let h = kvh * group + g;
                 let mut query: Vec<f64> =
                     (0..c.d).map(|i| f64::from(memory.f32(a.qkv, row * a.stride + h * c.d + i))).collect();
                 if c.fused == 1 {
                     let norm = |i: u32| memory.f32(a.q_norm, i);
-                    norm_rope(&mut query, layer.qk_norm.then_some(&norm), a.epsilon, layer.rot, |j| {
-                        rope_at(memory, a.rope, position, layer.rot, j)
+                    norm_rope(&mut query, (c.qk_norm == 1).then_some(&norm), a.epsilon, c.rot, |j| {
+                        rope_at(memory, a.rope, position, c.rot, j)
                     });
                     let factor = query_scale(c.query_scales, memory, a.rope, position);
                     query.iter_mut().for_each(|value| *value *= factor);
+                    if format == KvFormat::Int8 {
+                        hadamard(&mut query);
+                    }
                 }
-                let first = first_visible(c.window, position);
-                let scores: Vec<f64> = (first..=position)
-                    .map(|t| {
-                        let page = page_of(memory, t);
-                        let key = |i: u32| {
-                            f64::from(memory.weight(format, a.k, k_index(&layer, page, kvh, t % PAGE_TOKENS, i)))
-                        };
-                        let dot: f64 = (0..c.d).map(|i| query[i as usize] * key(i)).sum();
-                        score(dot, c.d, c.scale, c.soft_cap)
-                    })
+                let scores: Vec<f64> = keys
+                    .iter()
+                    .map(|key| score(query.iter().zip(key).map(|(q, k)| q * k).sum(), c.d, c.scale, c.soft_cap))
                     .collect();
                 let sink = if c.sinks == 1 { f64::from(memory.f32(a.sinks, h)) } else { f64::NEG_INFINITY };
                 let top = scores.iter().copied().fold(sink, f64::max);
                 let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
                 let sum: f64 = weights.iter().sum::<f64>() + (sink - top).exp();
                 for i in 0..c.d {
-                    let value = |t: u32| {
-                        f64::from(memory.weight(
-                            format,
-                            a.v,
-                            v_index(&layer, page_of(memory, t), kvh, t % PAGE_TOKENS, i),
-                        ))
-                    };
-                    let mixed: f64 = (first..).zip(&weights).map(|(t, w)| w * value(t)).sum();
+                    let mixed: f64 = values.iter().zip(&weights).map(|(value, w)| w * value[i as usize]).sum();
                     let at = row * a.stride + (c.kv_heads * (group + 2) + h) * c.d + i;
                     let gate = gate(c.gated, memory, a.qkv, at);
                     put(memory, row, h * c.d + i, (mixed / sum * gate) as f32);

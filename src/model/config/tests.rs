@@ -54,7 +54,7 @@ fn reads_qwen3() {
         (c.attention_kinds[0].head_dim, c.attention_kinds[0].q_rows(), c.attention_kinds[0].kv_rows()),
         (128, 2048, 1024)
     );
-    assert_eq!(c.kv_elements_per_token(), 2 * 28 * 1024);
+    assert_eq!(c.kv_bytes_per_token(KvFormat::F32), 4 * 2 * 28 * 1024);
     assert!(c.tied && c.qk_norm == QkNorm::Heads && !c.qkv_bias && !c.o_bias && !c.mlp_bias);
     assert_eq!(
         *rope_of(&c),
@@ -345,7 +345,7 @@ fn reads_qwen3_next() {
         (64, 2 * 16 * 256 + 2 * 2 * 256, 1)
     );
     // Only full-attention layers keep keys and values.
-    assert_eq!(c.kv_elements_per_token(), 2 * 12 * 512);
+    assert_eq!(c.kv_bytes_per_token(KvFormat::F16), 2 * 2 * 12 * 512);
 }
 
 #[test]

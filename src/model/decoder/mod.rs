@@ -22,6 +22,7 @@ pub use tuning::Tuning;
 
 use super::checkpoint::{WeightKind, WeightSpec};
 use super::config::{Attention, LayerKind, MlpKind, ModelConfig, QkNorm};
+use crate::config::KvFormat;
 use crate::kernels::embed;
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::tiled::{Output, Packed};
@@ -31,7 +32,6 @@ use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling;
 use crate::kernels::stream::{self, Onto};
 use crate::kernels::tags::{self, Flow, Generations};
-use crate::memory::pack::Format;
 use std::cell::RefCell;
 
 /// The kind of step that a recording runs, with its bucket sizes.
@@ -182,7 +182,7 @@ pub struct Decoder<'a> {
     /// The number of pages of layers with a sliding window, if these have pages of their own.
     pub window_pages: Option<u32>,
     /// The format of cached keys and values: f16 or f32.
-    pub kv_format: Format,
+    pub kv_format: KvFormat,
     /// The number of cells of recurrent state: one per slot, followed by those of snapshots.
     pub cells: u32,
     /// The maximum number of draft tokens per sequence and step; 0 disables drafting. Without the weights of a drafting

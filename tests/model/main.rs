@@ -15,6 +15,7 @@ mod families;
 mod gguf_families;
 mod grammar;
 mod hybrids;
+mod kv_codes;
 mod llama_cpp;
 mod quantised;
 mod scoring;

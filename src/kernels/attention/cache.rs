@@ -1,11 +1,12 @@
 //! The pages of keys and values as the references read and write them: where each number lies in each format, codes with
 //! their scales, and the Hadamard matrix that keys and queries are multiplied by. Not here: which pages a sequence has.
 
-use super::{Heads, PAGE_TOKENS};
 use crate::config::KvFormat;
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::recording::Range;
 
+/// The number of tokens in a page.
+pub const TOKENS: u32 = 16;
 /// The largest code; its magnitude is that of a head's largest value.
 const CODE_LIMIT: f64 = 127.0;
 /// A head with no larger value is stored as zeros.
@@ -75,7 +76,7 @@ pub enum Half {
 
 /// A token and KV head in a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct TokenPlace {
     /// The page.
     pub page: u32,
     /// The KV head.
@@ -85,22 +86,17 @@ pub struct Place {
 }
 
 impl CachePages {
-    /// Returns the pages of an attention layer's keys, or values.
-    pub fn of(heads: Heads) -> CachePages {
-        CachePages { format: heads.kv_format, kv_heads: heads.kv, dim: heads.dim }
-    }
-
     /// Returns the size of a page in bytes.
     pub fn page_bytes(self) -> u64 {
-        u64::from(PAGE_TOKENS) * u64::from(self.kv_heads) * u64::from(self.format.head_bytes(self.dim))
+        u64::from(TOKENS) * u64::from(self.kv_heads) * u64::from(self.format.head_bytes(self.dim))
     }
 
     /// Returns the index of dimension `i` of a head, in numbers or, with codes, in bytes.
-    pub fn index(self, half: Half, at: Place, i: u32) -> u32 {
+    pub fn index(self, half: Half, at: TokenPlace, i: u32) -> u32 {
         let CachePages { format, kv_heads, dim } = self;
-        let Place { page, head, token } = at;
+        let TokenPlace { page, head, token } = at;
         if format != KvFormat::Int8 {
-            let first = (page * kv_heads + head) * PAGE_TOKENS * dim;
+            let first = (page * kv_heads + head) * TOKENS * dim;
             return match half {
                 Half::Keys => first + (i / 8) * 128 + token * 8 + i % 8,
                 Half::Values => first + token * dim + i,
@@ -112,18 +108,18 @@ impl CachePages {
         };
         // The bytes of a word are dimensions 0, 2, 1, 3.
         let byte = [0, 2, 1, 3][i as usize % 4] + i % 8 / 4 * 4;
-        page * self.page_bytes() as u32 + head * PAGE_TOKENS * dim + eight * 8 + byte
+        page * self.page_bytes() as u32 + head * TOKENS * dim + eight * 8 + byte
     }
 
     /// Returns the index of the scale of a head's codes, in words.
-    pub fn scale_index(self, at: Place) -> u32 {
-        let Place { page, head, token } = at;
+    pub fn scale_index(self, at: TokenPlace) -> u32 {
+        let TokenPlace { page, head, token } = at;
         let order = token % 8 / 2 * 4 + token / 8 * 2 + token % 2;
-        (page * self.page_bytes() as u32 + self.kv_heads * PAGE_TOKENS * self.dim) / 4 + head * PAGE_TOKENS + order
+        (page * self.page_bytes() as u32 + self.kv_heads * TOKENS * self.dim) / 4 + head * TOKENS + order
     }
 
     /// Returns a head of a token.
-    pub fn head(self, memory: &HostMemory, range: Range, half: Half, at: Place) -> Vec<f64> {
+    pub fn head(self, memory: &HostMemory, range: Range, half: Half, at: TokenPlace) -> Vec<f64> {
         let number = |i| {
             let index = self.index(half, at, i);
             match self.format {
@@ -139,7 +135,7 @@ impl CachePages {
     }
 
     /// Stores a head of a token. With codes, keys must already be multiplied by the Hadamard matrix.
-    pub fn set_head(self, memory: &mut HostMemory, range: Range, half: Half, at: Place, head: &[f64]) {
+    pub fn set_head(self, memory: &mut HostMemory, range: Range, half: Half, at: TokenPlace, head: &[f64]) {
         let place = |i| self.index(half, at, i);
         match self.format {
             KvFormat::F16 => (0..).zip(head).for_each(|(i, value)| memory.set_f16(range, place(i), *value as f32)),
@@ -179,7 +175,7 @@ mod tests {
                 };
                 let places = (0..2).flat_map(|page| (0..3).map(move |head| (page, head)));
                 for (page, head) in places {
-                    for at in (0..16).map(|token| Place { page, head, token }) {
+                    for at in (0..16).map(|token| TokenPlace { page, head, token }) {
                         (0..dim).for_each(|i| take(pages.index(half, at, i) * bytes, bytes));
                         if format == KvFormat::Int8 {
                             take(pages.scale_index(at) * 4, 4);

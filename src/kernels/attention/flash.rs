@@ -3,7 +3,7 @@
 //! (`flash_decode`) and f32 caches (`attention`).
 
 use crate::config::KvFormat;
-use crate::kernels::attention::cache::{CachePages, Half, Place, kv_format_of};
+use crate::kernels::attention::cache::{CachePages, Half, TokenPlace, kv_format_of};
 use crate::kernels::attention::{Heads, PAGE_TOKENS, first_visible, gate, score};
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::host_memory::HostMemory;
@@ -107,7 +107,7 @@ pub(crate) fn reference_flash(call: &Call, memory: &mut HostMemory) {
             let position = start + row - first;
             for t in (keys.len() / d) as u32..=position {
                 let page = memory.u32(a.pages, slot * a.max_pages + t / PAGE_TOKENS);
-                let at = Place { page, head: kvh, token: t % PAGE_TOKENS };
+                let at = TokenPlace { page, head: kvh, token: t % PAGE_TOKENS };
                 keys.extend(cache.head(memory, a.k, Half::Keys, at));
                 values.extend(cache.head(memory, a.v, Half::Values, at));
             }

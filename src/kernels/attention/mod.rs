@@ -11,10 +11,10 @@ use crate::kernels::host_memory::HostMemory;
 use crate::kernels::recording::{Call, Range};
 use crate::kernels::shaders::{AppendArgs, AppendConstants, AttentionArgs, AttentionConstants};
 use crate::kernels::tags::{Flow, tagged};
-use cache::{CachePages, Half, Place, hadamard, kv_format_of};
+use cache::{CachePages, Half, TokenPlace, hadamard, kv_format_of};
 
 /// The number of tokens in a KV cache page.
-pub const PAGE_TOKENS: u32 = 16;
+pub const PAGE_TOKENS: u32 = cache::TOKENS;
 
 /// Variants of attention scores, `scores.glsl`. The default is that of Llama: q · k / sqrt(D) over all earlier tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -87,7 +87,7 @@ impl Heads {
 
     /// The size of a page of K, or of V, in bytes.
     pub fn page_bytes(self) -> u64 {
-        CachePages::of(self).page_bytes()
+        CachePages { format: self.kv_format, kv_heads: self.kv, dim: self.dim }.page_bytes()
     }
 
     fn kernel(self, f16: &'static str, f32: &'static str, int8: &'static str) -> &'static str {
@@ -247,7 +247,7 @@ pub(crate) fn reference_append(call: &Call, memory: &mut HostMemory) {
             }
             let kvh = h - c.q_heads - if is_v { c.kv_heads } else { 0 };
             let (range, half) = if is_v { (a.v, Half::Values) } else { (a.k, Half::Keys) };
-            let at = Place { page, head: kvh, token: position % PAGE_TOKENS };
+            let at = TokenPlace { page, head: kvh, token: position % PAGE_TOKENS };
             CachePages { format, kv_heads: c.kv_heads, dim: c.d }.set_head(memory, range, half, at, &head);
         }
     }
@@ -311,7 +311,7 @@ pub(super) fn attend(
         }
         let cache = CachePages { format, kv_heads: c.kv_heads, dim: c.d };
         for kvh in 0..c.kv_heads {
-            let place = |memory: &HostMemory, token: u32| Place {
+            let place = |memory: &HostMemory, token: u32| TokenPlace {
                 page: memory.u32(a.pages, slot * a.max_pages + token / PAGE_TOKENS),
                 head: kvh,
                 token: token % PAGE_TOKENS,

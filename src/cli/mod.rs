@@ -66,7 +66,7 @@ enum Command {
     /// Report what a device gets and lacks, build every pipeline of a model on it, and run the tests at start: for bug
     /// reports. The exit status is 1 if something fails.
     CheckDevice(check_device::CheckDevice),
-    /// Serve models over gRPC.
+    /// Serve models over OpenAI's HTTP API and gRPC.
     Serve(Box<serve::Serve>),
     /// Talk to a model in the terminal, in this process or on a server.
     Chat(Box<chat::Chat>),

@@ -108,6 +108,7 @@ async fn list(client: &mut Client, json: bool) -> anyhow::Result<()> {
                 "weight_bytes": model.weight_bytes,
                 "parameters": model.parameters,
                 "replicas": model.replicas.iter().map(|replica| &replica.name).collect::<Vec<_>>(),
+                "endpoint": (!model.endpoint.is_empty()).then_some(&model.endpoint),
             });
             writeln!(out, "{line}")?;
             continue;
@@ -118,6 +119,9 @@ async fn list(client: &mut Client, json: bool) -> anyhow::Result<()> {
             let devices: Vec<&str> = devices.map(|device| device.name.as_str()).collect();
             let (weights, context) = (HumanBytes(model.weight_bytes), model.context);
             write!(out, " {}, {weights}, {context} tokens, on {}", model.architecture, devices.join(", "))?;
+        }
+        if !model.endpoint.is_empty() {
+            write!(out, ", alone at {}", model.endpoint)?;
         }
         if let Some(step) = &model.loading {
             write!(out, " {}: {:.0} %", step.what, 100.0 * step.done as f64 / step.total.max(1) as f64)?;

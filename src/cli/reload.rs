@@ -2,28 +2,40 @@
 //! endpoint's limits change. Settings that cannot change while the server runs keep their value, with a warning. A
 //! configuration with an error changes nothing. Not here: reading a configuration, and loading and unloading models.
 
-use super::serve::{Serve, changeable};
+use super::serve::{Serve, changeable, listener, models_with_endpoints};
 use crate::config::Config;
 use crate::host::Host;
 use crate::host::progress::{Progress, Unit};
+use crate::service::model_endpoints::ModelEndpoints;
 use crate::service::server::Changeable;
 use crate::telemetry::with_causes;
+use std::collections::HashMap;
+use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::signal::unix::Signal;
 use tokio::sync::watch;
+
+/// How long an address may be held by an endpoint that was closed before, and between two attempts to have it.
+const ADDRESS_WAIT: Duration = Duration::from_secs(2);
+const ADDRESS_LOOK: Duration = Duration::from_millis(50);
 
 /// The arguments from which the configuration is read again, and the configuration in force.
 pub(super) struct Reload {
     args: Serve,
     config: Config,
     host: Arc<Host>,
+    endpoints: Arc<ModelEndpoints>,
+    /// The configured addresses of the models' own endpoints that are open.
+    open: HashMap<String, SocketAddr>,
 }
 
 impl Reload {
-    /// Creates the reloader. `config` is the configuration that the server was started with.
-    pub(super) fn new(args: &Serve, config: Config, host: Arc<Host>) -> Reload {
-        Reload { args: args.clone(), config, host }
+    /// Creates the reloader. `config` is the configuration that the server was started with; `endpoints` are the models'
+    /// own endpoints, all of which are opened from it.
+    pub(super) fn new(args: &Serve, config: Config, host: Arc<Host>, endpoints: Arc<ModelEndpoints>) -> Reload {
+        let open = models_with_endpoints(&config).map(|(model, address)| (model.to_owned(), address)).collect();
+        Reload { args: args.clone(), config, host, endpoints, open }
     }
 
     /// Reads the configuration again at each signal, and sends changed limits to the endpoint.
@@ -74,6 +86,7 @@ impl Reload {
                 }
             }
         }
+        self.endpoints(&config);
         // Settings that need a restart keep their old value here, so that each reload warns about them again.
         let Config { server, models, .. } = config;
         let in_force = &mut self.config.server;
@@ -84,6 +97,53 @@ impl Reload {
         in_force.stream_buffer = server.stream_buffer;
         self.config.models = models;
         tracing::info!("the configuration is in force");
+    }
+}
+
+impl Reload {
+    /// Opens and closes the models' own endpoints as `config` says. One that cannot be opened is tried again at the next
+    /// reload.
+    fn endpoints(&mut self, config: &Config) {
+        let wanted: HashMap<String, SocketAddr> =
+            models_with_endpoints(config).map(|(model, address)| (model.to_owned(), address)).collect();
+        // First of all what is given up: another model may take its address.
+        let given_up: Vec<String> = self
+            .open
+            .iter()
+            .filter(|(model, at)| wanted.get(*model) != Some(at))
+            .map(|(model, _)| model.clone())
+            .collect();
+        for model in given_up {
+            tracing::info!(model, "the model has no endpoint at {} any more", self.open[&model]);
+            self.endpoints.close(&model);
+            self.open.remove(&model);
+        }
+        for (model, address) in wanted {
+            if self.open.contains_key(&model) {
+                continue;
+            }
+            let opened =
+                self.listener(address, &model).and_then(|listener| Ok(self.endpoints.open(&model, listener)?));
+            match opened {
+                Ok(at) => {
+                    tracing::info!(model, "the model is served alone on {at}");
+                    self.open.insert(model, address);
+                }
+                Err(error) => tracing::error!(model, "the model gets no endpoint: {error:#}"),
+            }
+        }
+    }
+
+    /// Listens on the address of a model's own endpoint. An endpoint that was closed just now may still hold it for a
+    /// moment.
+    fn listener(&self, address: SocketAddr, model: &str) -> anyhow::Result<tokio::net::TcpListener> {
+        let until = Instant::now() + ADDRESS_WAIT;
+        loop {
+            match listener(address, &format!("listen of the model \"{model}\"")) {
+                Err(_) if Instant::now() < until => std::thread::sleep(ADDRESS_LOOK),
+                listener => return listener,
+            }
+        }
     }
 }
 

@@ -11,6 +11,7 @@ use crate::host::progress::{Progress, Unit};
 use crate::service::admin::{self, Admin, HttpEndpoint};
 use crate::service::auth::Tokens;
 use crate::service::bounds::FILES_KEPT;
+use crate::service::model_endpoints::ModelEndpoints;
 use crate::service::server::{Changeable, Options, serve_with_http};
 use crate::service::tls::Tls;
 use crate::telemetry;
@@ -155,6 +156,11 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
     // until then clients are refused.
     let socket = bind(config.server.listen, "server.listen")?;
     let http = config.http.listen.map(|address| bind(address, "http.listen")).transpose()?;
+    let models = models_with_endpoints(&config).map(|(model, address)| {
+        let socket = bind(address, &format!("listen of the model \"{model}\""))?;
+        Ok((model.to_owned(), address, socket))
+    });
+    let models = models.collect::<anyhow::Result<Vec<_>>>()?;
     // Also reads the certificates, so that errors in them are reported before loading.
     let options = options(&config)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -168,7 +174,7 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
     let page = match config.admin.listen {
         Some(address) => {
             let _context = runtime.enter();
-            let listener = admin_listener(address)?;
+            let listener = listener(address, "admin.listen")?;
             let address = listener.local_addr().context("the admin endpoint has no address")?;
             tracing::info!("admin on http://{address}/");
             Some((address, runtime.spawn(admin::serve(Arc::clone(&admin), listener, stop.clone()))))
@@ -188,9 +194,11 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
     announce(&host);
     admin.set_host(Arc::clone(&host));
     let served = runtime.block_on(async {
-        let reload = Reload::new(args, config.clone(), Arc::clone(&host));
+        let endpoints = ModelEndpoints::new();
+        let options = Options { model_endpoints: Some(Arc::clone(&endpoints)), ..options };
+        let reload = Reload::new(args, config.clone(), Arc::clone(&host), endpoints);
         let page = (page_address, args.json);
-        let served = listen((socket, http), host, &config, options, &admin, page, (hangups, reload)).await;
+        let served = listen((socket, http, models), host, &config, options, &admin, page, (hangups, reload)).await;
         stop.cancel();
         if let Some(page) = page_task {
             // The task has ended, or it panicked and the panic was logged.
@@ -218,12 +226,8 @@ impl Progress for Both<'_> {
     }
 }
 
-fn admin_listener(address: SocketAddr) -> anyhow::Result<TcpListener> {
-    bind(address, "admin.listen")?.listen(BACKLOG).map_err(|error| in_use(address, "admin.listen", error))
-}
-
 async fn listen(
-    (socket, http): (TcpSocket, Option<TcpSocket>),
+    (socket, http, models): (TcpSocket, Option<TcpSocket>, Vec<(String, SocketAddr, TcpSocket)>),
     host: Arc<Host>,
     config: &Config,
     options: Options,
@@ -243,6 +247,15 @@ async fn listen(
         _ => None,
     };
     admin.set_endpoint(address);
+    let mut model_addresses = Vec::new();
+    if let Some(endpoints) = &options.model_endpoints {
+        for (model, address, socket) in models {
+            let failed = |error| in_use(address, &format!("listen of the model \"{model}\""), error);
+            let address = endpoints.open(&model, socket.listen(BACKLOG).map_err(failed)?).map_err(failed)?;
+            model_addresses.push((model, address));
+        }
+        admin.set_model_endpoints(Arc::clone(endpoints));
+    }
     // On standard output, because scripts read the port from it.
     let http_address = http.as_ref().and_then(|listener| listener.local_addr().ok());
     let tls = config.server.tls.is_some();
@@ -251,7 +264,11 @@ async fn listen(
     }
     let scheme = if tls { "https" } else { "http" };
     if json {
-        let event = serde_json::json!({ "event": "listening", "grpc": address, "http": http_address, "admin": page });
+        let models: serde_json::Map<String, serde_json::Value> =
+            model_addresses.into_iter().map(|(model, address)| (model, address.to_string().into())).collect();
+        let event = serde_json::json!({
+            "event": "listening", "grpc": address, "http": http_address, "admin": page, "models": models,
+        });
         println!("{event}");
     } else {
         println!("listening on {address}");
@@ -261,6 +278,9 @@ async fn listen(
         }
         if let Some(http) = http_address {
             let _ = writeln!(std::io::stdout(), "OpenAI's API on {scheme}://{http}/v1");
+        }
+        for (model, address) in model_addresses {
+            let _ = writeln!(std::io::stdout(), "model \"{model}\" alone on {address}");
         }
     }
     let (sender, changes) = watch::channel(changeable(&config.server));
@@ -295,7 +315,8 @@ fn options(config: &Config) -> anyhow::Result<Options> {
     let server = &config.server;
     let bytes = |bytes: Bytes| usize::try_from(bytes.0).unwrap_or(usize::MAX);
     let open = |address: SocketAddr| !address.ip().is_loopback();
-    let reached = open(server.listen) || config.http.listen.is_some_and(open);
+    let of_models = || models_with_endpoints(config).any(|(_, address)| open(address));
+    let reached = open(server.listen) || config.http.listen.is_some_and(open) || of_models();
     if server.tokens.is_some() && server.tls.is_none() && reached {
         tracing::warn!("tokens go over connections that are not encrypted: whoever reads along can use them");
     }
@@ -318,7 +339,7 @@ fn options(config: &Config) -> anyhow::Result<Options> {
 /// files does not allow them. Raises the soft limit as far as the hard limit allows.
 fn connections(config: &Config) -> usize {
     let (asked, models) = (config.server.connections, config.models.len());
-    let endpoints = 1 + u64::from(config.http.listen.is_some());
+    let endpoints = 1 + u64::from(config.http.listen.is_some()) + models_with_endpoints(config).count() as u64;
     // A model that is replaced serves until the new one is loaded, so one model more has workers.
     let workers = (workers::files() * POOLS * (models + 1)) as u64;
     let page = if config.admin.listen.is_some() { admin::CONNECTIONS as u64 } else { 0 };
@@ -347,6 +368,16 @@ fn connections(config: &Config) -> usize {
 /// `asked`.
 fn fitting(asked: u64, endpoints: u64, others: u64, files: u64) -> u64 {
     asked.min((files.saturating_sub(others).max(files / 4) / endpoints).max(1))
+}
+
+/// Returns the models with gRPC endpoints of their own, and the configured addresses of those.
+pub(super) fn models_with_endpoints(config: &Config) -> impl Iterator<Item = (&str, SocketAddr)> {
+    config.models.iter().filter_map(|model| Some((model.name.as_str(), model.listen?)))
+}
+
+/// Binds a socket and listens on it.
+pub(super) fn listener(address: SocketAddr, key: &str) -> anyhow::Result<TcpListener> {
+    bind(address, key)?.listen(BACKLOG).map_err(|error| in_use(address, key, error))
 }
 
 /// Binds a socket. `key` is the configuration key of the address, for error messages.

@@ -76,6 +76,12 @@ impl Config {
         problems.extend(self.http.problems(&self.server, self.admin.listen));
         problems.extend(self.telemetry.problems());
         problems.extend(models::problems(&self.models));
+        let others = [
+            ("server.listen", Some(self.server.listen)),
+            ("http.listen", self.http.listen),
+            ("admin.listen", self.admin.listen),
+        ];
+        problems.extend(models::listen_problems(&self.models, &self.server, &others));
         problems
     }
 }

@@ -1,10 +1,13 @@
 //! `[[models]]`: the served models and their devices.
 
 use super::Bytes;
+use super::listen::clash;
 use super::load::Problem;
+use super::server::Server;
 use crate::config::{Selector, SelectorError};
 use serde::Deserialize;
 use std::fmt;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -42,6 +45,9 @@ pub struct Model {
     /// When the model is loaded.
     #[serde(default)]
     pub load: LoadWhen,
+    /// The address and port of a gRPC endpoint that serves this model only, beside the one of all models; port 0 takes
+    /// a free port and prints it. By default there is none.
+    pub listen: Option<SocketAddr>,
     /// The maximum context length in tokens; by default the checkpoint's, reduced if the memory does not hold it.
     pub context: Option<u32>,
     /// The maximum number of sequences that run at once; by default the engine's choice.
@@ -192,6 +198,7 @@ impl Model {
             path: path.into(),
             replicas: vec![Placement { device, memory_limit: None }],
             load: LoadWhen::Start,
+            listen: None,
             context: None,
             slots: None,
             kv_pages: None,
@@ -292,6 +299,36 @@ pub(super) fn problems(models: &[Model]) -> Vec<Problem> {
         }
         if let (Some(_), Some(bytes)) = (model.kv_pages, model.kv_memory) {
             problems.push(Problem::new(key(index, "kv_memory"), "must not be given together with kv_pages", bytes));
+        }
+    }
+    problems
+}
+
+/// Returns the problems of the addresses of models' own endpoints; `others` are the other endpoints' addresses with their
+/// keys.
+pub(super) fn listen_problems(
+    models: &[Model],
+    server: &Server,
+    others: &[(&str, Option<SocketAddr>)],
+) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    for (index, listen) in models.iter().enumerate().filter_map(|(index, model)| Some((index, model.listen?))) {
+        let key = key(index, "listen");
+        if !listen.ip().is_loopback() && !server.insecure && server.tls.is_none() {
+            problems.push(Problem::new(
+                &*key,
+                "must be a loopback address unless there are certificates (server.tls), or \
+                 server.insecure = true (or --insecure) allows connections that are not encrypted",
+                listen,
+            ));
+        }
+        let others = others.iter().map(|(other, at)| ((*other).to_owned(), *at));
+        let earlier = models[..index].iter().enumerate();
+        let earlier = earlier.map(|(other, model)| (self::key(other, "listen"), model.listen));
+        for (other, at) in others.chain(earlier) {
+            if at.is_some_and(|at| clash(listen, at)) {
+                problems.push(Problem::new(&*key, &format!("must differ from {other}"), listen));
+            }
         }
     }
     problems

@@ -117,9 +117,9 @@ impl Entry {
 }
 
 /// Returns whether two configurations result in the same model: they are equal except for the time at which the model
-/// is loaded (`load`).
+/// is loaded (`load`) and the address of its own endpoint (`listen`).
 pub(super) fn builds_the_same(a: &config::Model, b: &config::Model) -> bool {
-    config::Model { load: a.load, ..b.clone() } == *a
+    config::Model { load: a.load, listen: a.listen, ..b.clone() } == *a
 }
 
 impl Catalogue {

@@ -223,6 +223,7 @@ pub fn model(model: &ServedModel) -> proto::Model {
             .collect(),
         state: proto::ModelState::Serving.into(),
         loading: None,
+        endpoint: String::new(),
     }
 }
 

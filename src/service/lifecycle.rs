@@ -12,6 +12,7 @@ use crate::host::lifecycle::{Loaded, Replace};
 use crate::host::progress::{Progress, Unit};
 use crate::telemetry::{names, spans};
 use proto::load_model_response::Event;
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
@@ -183,8 +184,8 @@ pub(super) async fn unload(
     .await
 }
 
-/// A model of the configuration as ListModels shows it.
-pub(super) fn listed(listed: &Listed) -> proto::Model {
+/// A model of the configuration as ListModels shows it; `endpoint` is the address of its own endpoint.
+pub(super) fn listed(listed: &Listed, endpoint: Option<SocketAddr>) -> proto::Model {
     let mut model = match &listed.served {
         Some(served) => convert::model(served),
         None => proto::Model { name: listed.name.clone(), ..Default::default() },
@@ -197,5 +198,6 @@ pub(super) fn listed(listed: &Listed) -> proto::Model {
     };
     model.state = state.into();
     model.loading = listed.step.as_ref().map(progress);
+    model.endpoint = endpoint.map(|address| address.to_string()).unwrap_or_default();
     model
 }

@@ -18,6 +18,7 @@ mod inputs;
 pub mod jobs;
 pub mod lifecycle;
 pub mod meter;
+pub mod model_endpoints;
 pub mod openai;
 pub mod prepare;
 pub mod proto;

@@ -122,10 +122,21 @@ pub enum Refusal {
     #[error("the stream was read too slowly and has a gap: subscribe again from 0")]
     Gap,
     /// The contract names no model, so it can mean only the one that is served.
-    #[error("this contract names no model, and more than one is served: {served}")]
+    #[error(
+        "this contract names no model, and more than one is served: {served}; a model with a listen address of its own \
+         is served alone there"
+    )]
     SeveralModels {
         /// Comma-separated names.
         served: String,
+    },
+    /// The endpoint serves another model only.
+    #[error("model \"{model}\" is not served at this address, which is that of \"{only}\"")]
+    OtherEndpoint {
+        /// Which was asked for.
+        model: String,
+        /// The model of the endpoint.
+        only: String,
     },
     /// The contract names no model, and none is served.
     #[error("no model is served now")]
@@ -342,7 +353,7 @@ impl Refusal {
             Refusal::ManyIds { .. } | Refusal::Elements { .. } => Code::InvalidArgument,
             Refusal::Json { .. } | Refusal::NotJson(_) | Refusal::CutBody => Code::InvalidArgument,
             Refusal::NoTokenizer { .. } | Refusal::NoTools => Code::FailedPrecondition,
-            Refusal::NoRoute { .. } => Code::NotFound,
+            Refusal::NoRoute { .. } | Refusal::OtherEndpoint { .. } => Code::NotFound,
             Refusal::OtherOrigin => Code::PermissionDenied,
             Refusal::Past { .. } | Refusal::LongMessage { .. } => Code::OutOfRange,
             Refusal::Gap => Code::DataLoss,

@@ -9,6 +9,7 @@ use super::generation::{Generation, Surroundings};
 use super::inputs::Failure;
 use super::jobs::{Jobs, Size};
 use super::lifecycle::{self, Loading};
+use super::model_endpoints::{ModelEndpoints, OnlyModel};
 use super::prepare::{self, Prepared, Target};
 use super::proto;
 use super::refusal::{Refusal, code_name, status};
@@ -56,6 +57,8 @@ pub struct Rpc {
     jobs: Arc<Jobs>,
     /// Threads that may wait for engine threads.
     questions: Arc<Semaphore>,
+    /// The endpoints of single models, which ListModels shows.
+    endpoints: Option<Arc<ModelEndpoints>>,
 }
 
 impl Rpc {
@@ -69,7 +72,7 @@ impl Rpc {
     ) -> Rpc {
         let jobs = Arc::new(Jobs::new(usize::MAX));
         let questions = Arc::new(Semaphore::new(QUESTIONS));
-        Rpc { host, settings, clients, stop, streams, most_text: usize::MAX, jobs, questions }
+        Rpc { host, settings, clients, stop, streams, most_text: usize::MAX, jobs, questions, endpoints: None }
     }
 
     /// Answers calls of this process alone, without limits.
@@ -93,6 +96,11 @@ impl Rpc {
     /// Gives tokens back that a client's minute was charged with, and that were not computed.
     pub(super) fn give_back(&self, caller: &Caller, tokens: u32) {
         caller.allowance().meter.iter().for_each(|meter| meter.give_back(tokens, Instant::now()));
+    }
+
+    /// Shows these endpoints of single models.
+    pub fn with_model_endpoints(self, endpoints: Option<Arc<ModelEndpoints>>) -> Rpc {
+        Rpc { endpoints, ..self }
     }
 
     /// Takes prompts of so many bytes of text at most.
@@ -212,7 +220,8 @@ impl Ostinato for Rpc {
         let caller = Caller::of(&request);
         let listed = self.host.listed();
         let mine = listed.iter().filter(|model| caller.scope.may_use(&model.name).is_ok());
-        let models = mine.map(lifecycle::listed).collect();
+        let address = |name: &str| self.endpoints.as_ref().and_then(|endpoints| endpoints.address(name));
+        let models = mine.map(|listed| lifecycle::listed(listed, address(&listed.name))).collect();
         answer(&span, Ok(proto::ListModelsResponse { models }))
     }
 
@@ -305,16 +314,22 @@ pub(super) struct Caller {
     pub(super) scope: Scope,
 }
 
-/// The models that a caller may use, and so hear of: all, or those of its token.
+/// The models that a caller may use, and so hear of: all, or those of its token, or of these the one that the endpoint
+/// serves over which it calls.
 #[derive(Clone, Debug)]
 pub(super) struct Scope {
     /// Whom the token stands for, where there are tokens.
     identity: Option<Identity>,
+    /// The model of the endpoint, if it serves one only.
+    endpoint: Option<Arc<str>>,
 }
 
 impl Scope {
     /// Whether it may use a model, whether there is one of that name or not.
     pub(super) fn may_use(&self, model: &str) -> Result<(), Refusal> {
+        if let Some(only) = self.endpoint.as_deref().filter(|only| *only != model) {
+            return Err(Refusal::OtherEndpoint { model: model.to_owned(), only: only.to_owned() });
+        }
         match &self.identity {
             Some(identity) if !identity.may_use(model) => {
                 Err(Refusal::OtherModel { name: identity.name().to_owned(), model: model.to_owned() })
@@ -334,6 +349,10 @@ impl Scope {
 
     /// The model that a caller means who names none and may use some only; `None`: it is for the host to say.
     fn only(&self, host: &Host, asked: &str) -> Result<Option<Arc<ServedModel>>, Refusal> {
+        if let Some(only) = self.endpoint.as_deref().filter(|_| asked.is_empty()) {
+            self.may_use(only)?;
+            return Ok(Some(host.model(only)?));
+        }
         let Some(identity) = self.identity.as_ref().filter(|identity| identity.is_restricted() && asked.is_empty())
         else {
             return Ok(None);
@@ -355,6 +374,7 @@ impl Scope {
         match self.only(host, "") {
             Ok(None) => super::vllm::convert::model(host),
             Ok(Some(only)) => Ok(only),
+            Err(refusal @ Refusal::Route(_)) if self.endpoint.is_some() => Err(self.narrowed(host, refusal)),
             Err(Refusal::Route(RouteError::UnknownModel { served, .. })) => Err(Refusal::SeveralModels { served }),
             Err(refusal) => Err(refusal),
         }
@@ -362,7 +382,7 @@ impl Scope {
 
     /// A refusal that names no model that the caller may not use.
     pub(super) fn narrowed(&self, host: &Host, refusal: Refusal) -> Refusal {
-        if self.identity.as_ref().is_none_or(|identity| !identity.is_restricted()) {
+        if self.endpoint.is_none() && self.identity.as_ref().is_none_or(|identity| !identity.is_restricted()) {
             return refusal;
         }
         let served = || self.own(host.models().iter().map(|model| &*model.name));
@@ -391,7 +411,8 @@ impl Scope {
 impl Caller {
     pub(super) fn of<T>(request: &Request<T>) -> Caller {
         let identity = request.extensions().get().cloned();
-        let scope = Scope { identity };
+        let endpoint = request.extensions().get().map(|OnlyModel(model)| Arc::clone(model));
+        let scope = Scope { identity, endpoint };
         let (metadata, peer) = (request.metadata().clone(), request.remote_addr());
         Caller { metadata, peer, grpc: true, received: Instant::now(), scope }
     }
@@ -399,7 +420,8 @@ impl Caller {
     /// The caller of an HTTP request with these headers; `identity` is whom its token stands for.
     pub(super) fn of_http(headers: &HeaderMap, peer: Option<SocketAddr>, identity: Option<Identity>) -> Caller {
         let metadata = MetadataMap::from_headers(headers.clone());
-        Caller { metadata, peer, grpc: false, received: Instant::now(), scope: Scope { identity } }
+        let scope = Scope { identity, endpoint: None };
+        Caller { metadata, peer, grpc: false, received: Instant::now(), scope }
     }
 
     /// Whether it came over gRPC.
@@ -610,14 +632,17 @@ impl Rpc {
         }
     }
 
-    /// Ends the request of this id, on whichever replicas there is one; not another token's.
+    /// Ends the request of this id, on whichever replicas there is one; not another token's, nor, over the endpoint of a
+    /// model, another model's.
     pub(super) fn end(&self, caller: &Caller, id: &str) {
         if let Some(identity) = &caller.scope.identity
             && !self.clients.may_end(&Client::Token(identity.name().to_owned()), id)
         {
             return;
         }
-        for replica in self.host.replicas() {
+        let models = self.host.models_and_leaving();
+        let own = |model: &&Arc<ServedModel>| caller.scope.endpoint.as_deref().is_none_or(|only| only == model.name);
+        for replica in models.iter().filter(own).flat_map(|model| &model.replicas) {
             replica.abort(id);
         }
     }

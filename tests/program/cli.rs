@@ -389,16 +389,36 @@ fn models_are_loaded_and_a_changed_configuration_is_taken_up_while_a_stream_goes
     hang_up();
     until("the problems are told", || said("server.queue_limit must") && said("server.drain_seconds must"));
     // The model `other` is renamed to `third` and the model `new` is added. The address in the file changes as well.
-    let second = format!("[server]\nlisten = \"127.0.0.1:1\"\n{}{}", first.replace("other", "third"), model("new", ""));
+    let second = format!(
+        "[server]\nlisten = \"127.0.0.1:1\"\n{}{}",
+        first.replace("other", "third"),
+        model("new", "listen = \"127.0.0.1:0\"\n")
+    );
     write(&second);
     hang_up();
     until("the configuration is in force", || said("the configuration is in force"));
     assert_eq!(states(), ["demo serving", "third unloaded", "new serving"]);
+    // The new model has an endpoint of its own, which serves no other.
+    let endpoint = || {
+        let listed = events(&models(&[]));
+        listed.iter().find(|listed| listed["name"] == "new").unwrap()["endpoint"].as_str().map(str::to_owned)
+    };
+    let address = endpoint().expect("an endpoint of its own");
+    let short = ["generate", "--server", &address, "--prompt", "Once", "--max-tokens", "1"];
+    assert!(run(&short).status.success());
+    let refused = run(&[&short[..], &["--model", "demo"]].concat());
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("which is that of \"new\""), "{refused:?}");
     // `--listen` overrides the file, so the effective address has not changed and is not reported.
     assert!(!said("server.listen stays"));
     write(&second.replace("[server]", "[telemetry]\nlog = \"debug\"\n[server]"));
     hang_up();
     until("what stays is named", || said("telemetry.log stays \"info\": \"debug\" takes a new start"));
+    // An endpoint that the configuration does not have any more is closed; its model is not loaded again for it.
+    write(&second.replace("listen = \"127.0.0.1:0\"\n", ""));
+    hang_up();
+    until("the endpoint is closed", || endpoint().is_none());
+    assert!(!run(&short).status.success());
+    assert!(!said("replaced model"), "it serves on");
     // The stream's tokens equal those of the same request run alone. On a fast machine the stream has already ended.
     let _ = stream.kill();
     let said = String::from_utf8(stream.wait_with_output().unwrap().stdout).unwrap();

@@ -4,9 +4,12 @@
 //! (`tests/router/client.py` defines the requests and the expected answers). Needs root, `ip` and the packages that
 //! `deploy/setup.sh test` installs; without them it fails.
 
-use crate::router::{COLLECTOR_PORT, Fleet, Network};
+use crate::python::python;
+use crate::router::{COLLECTOR_PORT, Fleet, Network, Program};
 use crate::serving::collector::{Collector, find, hex, text};
 use opentelemetry_proto::tonic::trace::v1::Span;
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -105,4 +108,39 @@ fn a_schema_and_a_tool_that_must_be_used_are_kept_to_through_a_router() {
     let _alone = alone();
     let mut fleet = Fleet::start(Network::new(HOSTS), "cache_aware", false);
     fleet.ask(&["ready", "structure"]);
+}
+
+/// Goal: a router finds each of several models of one server by its name. Method: one host; each model has a port of its
+/// own, which the router is given.
+#[test]
+fn two_models_of_one_server_stand_behind_a_router() {
+    let _alone = alone();
+    let network = Network::new(1);
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder for logs");
+    let host = &network.hosts[0];
+    let at = |port: u16| SocketAddrV4::new(Ipv4Addr::LOCALHOST, port);
+    let ports = [50061, 50062];
+    let model = |name: &str, port: u16| {
+        let place = "replicas = [{ device = \"cpu\" }]";
+        format!("[[models]]\nname = \"{name}\"\npath = \"embedded:{name}\"\n{place}\nlisten = \"{}\"\n", at(port))
+    };
+    let config = folder.path().join("two.toml");
+    std::fs::write(&config, model("demo", ports[0]) + &model("demo-hybrid", ports[1])).expect("a configuration");
+    let mut server = host.command(env!("CARGO_BIN_EXE_ostinato"));
+    server.args(["serve", "--config"]).arg(&config);
+    server.env("OSTINATO_RUNTIME__CACHE_DIRECTORY", folder.path().join("pipelines"));
+    // Other tests of this program restrict the loader to two CPU drivers, of which "cpu" would not choose one.
+    server.env_remove("VK_DRIVER_FILES").env_remove("VK_ICD_FILENAMES");
+    let mut server = Program::start(server, folder.path().join("server.log"));
+    server.wait("the server's start", || ports.iter().all(|port| host.answers(at(*port))));
+    let mut router = host.command(python().with_file_name("smg"));
+    router.args(["launch", "--host", "127.0.0.1", "--port", "30000", "--backend", "vllm", "--enable-igw"]);
+    let mut router = Program::start(router, folder.path().join("router.log"));
+    router.wait("the router's start", || host.answers(at(30000)));
+    let mut client = host.command(python());
+    client.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/router/models.py"));
+    client.args(["http://127.0.0.1:30000", "http://127.0.0.1:8000"]).args(ports.map(|port| at(port).to_string()));
+    let output = client.output().expect("Python runs");
+    let told = [&*output.stdout, &*output.stderr].concat();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&told));
 }

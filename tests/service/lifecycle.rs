@@ -27,7 +27,7 @@ const STEP: Duration = Duration::from_millis(2);
 
 /// Shared state with which the test controls a source and observes it.
 #[derive(Debug, Default)]
-struct Control {
+pub struct Control {
     /// Builds of a model with a path `slow:…` wait for this.
     go: AtomicBool,
     begun: AtomicUsize,
@@ -80,11 +80,11 @@ impl ModelSource for Fakes {
     }
 }
 
-fn on_request(name: &str, path: &str) -> Model {
+pub fn on_request(name: &str, path: &str) -> Model {
     Model { load: LoadWhen::Request, ..Model::new(name, path, None) }
 }
 
-fn host(models: &[Model]) -> (Host, Arc<Control>) {
+pub fn host(models: &[Model]) -> (Host, Arc<Control>) {
     let control = Arc::new(Control::default());
     (Host::of(models, 8, Box::new(Fakes(Arc::clone(&control)))), control)
 }
@@ -537,7 +537,10 @@ async fn a_server_without_models_is_healthy_and_one_that_stops_loads_none() {
     let status = theirs.get_model_info(vllm::grpc::engine::GetModelInfoRequest {}).await.unwrap_err();
     assert_eq!((status.code(), status.message()), (Code::FailedPrecondition, "no model is served now"));
     let state = get("/api/state").await;
-    assert!(state.contains(r#""configured":[{"name":"one","state":"unloaded","step":null}]"#), "{state}");
+    assert!(
+        state.contains(r#""configured":[{"name":"one","state":"unloaded","step":null,"endpoint":null}]"#),
+        "{state}"
+    );
 
     control.go.store(true, SeqCst);
     load(&mut client, "one", Replace::Beside).await.unwrap();

@@ -7,6 +7,7 @@ mod serving;
 
 mod admin;
 mod embedding;
+mod endpoints;
 mod lifecycle;
 mod metrics;
 mod native;

@@ -117,6 +117,7 @@ fn the_example_shows_every_key() {
         ("", "unknown = 1".to_owned(), keys(&[&shown])),
         ("server.", "[server]\nunknown = 1".to_owned(), keys(&[&shown["server"]])),
         ("server.tls.", "[server.tls]\nunknown = 1".to_owned(), keys(&[&shown["server"]["tls"]])),
+        ("http.", "[http]\nunknown = 1".to_owned(), keys(&[&shown["http"]])),
         ("admin.", "[admin]\nunknown = 1".to_owned(), keys(&[&shown["admin"]])),
         ("telemetry.", "[telemetry]\nunknown = 1".to_owned(), keys(&[&shown["telemetry"]])),
         ("runtime.", "[runtime]\nunknown = 1".to_owned(), keys(&[&shown["runtime"]])),
@@ -209,6 +210,49 @@ fn every_problem_is_reported_at_once_with_key_rule_and_value() {
     // The problems together are one readable error message.
     let text = ConfigError::Problems(problems.clone()).to_string();
     assert!(text.starts_with("the configuration has 17 problems:\n  "), "{text}");
+}
+
+/// Goal: addresses of models' own endpoints that cannot be had are refused with all other problems. Method: each model's
+/// address has another mistake.
+#[test]
+fn addresses_of_models_are_checked_against_each_other_and_all_endpoints() {
+    let model = |name: &str, listen: &str| {
+        format!("[[models]]\nname = \"{name}\"\npath = \"/m\"\nreplicas = [{{}}]\nlisten = {listen}\n")
+    };
+    let wrong = [
+        ("\"127.0.0.1:50051\"", vec!["must differ from server.listen"]),
+        ("\"127.0.0.1:8000\"", vec!["must differ from http.listen"]),
+        ("\"127.0.0.1:9464\"", vec!["must differ from admin.listen"]),
+        ("\"127.0.0.1:50061\"", vec![]),
+        ("\"127.0.0.1:50061\"", vec!["must differ from models[3].listen"]),
+        ("\"0.0.0.0:50061\"", vec!["loopback", "models[3].listen", "models[4].listen"]),
+        ("\"127.0.0.1:0\"", vec![]),
+        ("\"127.0.0.1:0\"", vec![]),
+        ("\"localhost\"", vec!["socket address"]),
+        ("50061", vec!["socket address"]),
+    ];
+    let text: String =
+        wrong.iter().enumerate().map(|(index, (listen, _))| model(&format!("m{index}"), listen)).collect();
+    let found = problems(&format!("[server]\nqueue_limit = 0\n{text}"));
+    for (index, (listen, rules)) in wrong.iter().enumerate() {
+        let key = format!("models[{index}].listen");
+        let told: Vec<&str> = found.iter().filter(|p| p.key == key).map(|problem| &*problem.rule).collect();
+        assert_eq!(told.len(), rules.len(), "{listen}: {told:?}");
+        for rule in rules {
+            assert!(told.iter().any(|told| told.contains(rule)), "{listen}: {rule} in {told:?}");
+        }
+    }
+    assert!(found.iter().any(|problem| problem.key == "server.queue_limit"), "{found:#?}");
+    // With certificates or with `insecure` other machines may reach it.
+    let open = model("m", "\"0.0.0.0:50061\"");
+    let config = read(&format!("[server]\ninsecure = true\n{open}")).unwrap();
+    assert_eq!(config.models[0].listen, Some("0.0.0.0:50061".parse().unwrap()));
+    assert!(read(&format!("[server.tls]\ncertificate = \"c\"\nkey = \"k\"\n{open}")).is_ok());
+    // A model that arguments give another path keeps its address.
+    let (_folder, mut sources) = write(&model("m", "\"127.0.0.1:50061\""));
+    sources.models = vec![Model::new("m", "/other", None)];
+    let replaced = from_sources(&sources).unwrap().models.remove(0);
+    assert_eq!((replaced.path, replaced.listen), (PathBuf::from("/other"), "127.0.0.1:50061".parse().ok()));
 }
 
 #[test]

@@ -19,7 +19,8 @@
 //!   vain and the step was run again), `last_fault` (when; `null`: never), `running`, `waiting`, `pages_used`, `pages_cached`,
 //!   `pages_total`, `snapshots`, `prompt_tokens`, `cached_tokens`, `preemptions`, `drafted_tokens`, of them
 //!   `accepted_tokens`, and `output_tokens` so far
-//! - `configured[]`: `name`, `state` (`unloaded`, `loading`, `serving` or `unloading`), and of a load `step` as above without `begun`
+//! - `configured[]`: `name`, `state` (`unloaded`, `loading`, `serving` or `unloading`), of a load `step` as above without `begun`,
+//!   and `endpoint`: `ADDR` of the gRPC endpoint that serves this model only (`null` without one)
 //!
 //! `/api/steps?replica=NAME[&from=NUMBER][&last=COUNT]` gives a replica's step ring: what is kept from NUMBER on, or the last
 //! COUNT: `now`, `replica`, `next` (the number to ask from next), `steps[]`: `number`, `phase`, `rows`, `steps`, `tokens`,
@@ -92,7 +93,7 @@ pub(super) fn state(admin: &Admin) -> Value {
         "loading": loading(admin, &admin.loading()),
         "devices": devices.iter().map(device).collect::<Vec<_>>(),
         "models": models.iter().map(|served| model(admin, served)).collect::<Vec<_>>(),
-        "configured": configured.iter().map(listed).collect::<Vec<_>>(),
+        "configured": configured.iter().map(|of| listed(admin, of)).collect::<Vec<_>>(),
     })
 }
 
@@ -110,7 +111,7 @@ fn unit(unit: Unit) -> &'static str {
     }
 }
 
-fn listed(listed: &Listed) -> Value {
+fn listed(admin: &Admin, listed: &Listed) -> Value {
     let state = match listed.state {
         LoadState::Unloaded => "unloaded",
         LoadState::Loading => "loading",
@@ -121,7 +122,8 @@ fn listed(listed: &Listed) -> Value {
         .step
         .as_ref()
         .map(|step| json!({ "what": step.what, "done": step.done, "total": step.total, "unit": unit(step.unit) }));
-    json!({ "name": listed.name, "state": state, "step": step })
+    let endpoint = admin.models.get().and_then(|endpoints| endpoints.address(&listed.name));
+    json!({ "name": listed.name, "state": state, "step": step, "endpoint": endpoint.map(|at| at.to_string()) })
 }
 
 fn loading(admin: &Admin, loading: &Loading) -> Value {

@@ -18,6 +18,7 @@ use crate::host::Host;
 use crate::host::progress::{Progress, Unit};
 use crate::replica::Replica;
 use crate::service::connections;
+use crate::service::model_endpoints::ModelEndpoints;
 use crate::service::tls::{Accept, Protocol};
 use crate::telemetry::clock::Moment;
 use axum::Router;
@@ -62,6 +63,7 @@ pub struct Admin {
     started: Moment,
     endpoint: OnceLock<SocketAddr>,
     http: OnceLock<HttpEndpoint>,
+    models: OnceLock<Arc<ModelEndpoints>>,
     history: History,
     host: OnceLock<Arc<Host>>,
     loading: Mutex<Loading>,
@@ -130,6 +132,7 @@ impl Admin {
             started: Moment::now(),
             endpoint: OnceLock::new(),
             http: OnceLock::new(),
+            models: OnceLock::new(),
             history: History::default(),
             host: OnceLock::new(),
             loading: Mutex::default(),
@@ -151,6 +154,11 @@ impl Admin {
     /// Where the endpoint of OpenAI's API listens: the page has a chat there.
     pub fn set_http(&self, http: HttpEndpoint) {
         let _ = self.http.set(http);
+    }
+
+    /// Which models have gRPC endpoints of their own: the page says where.
+    pub fn set_model_endpoints(&self, endpoints: Arc<ModelEndpoints>) {
+        let _ = self.models.set(endpoints);
     }
 
     /// What is served; `None` while it is loaded.

@@ -1,6 +1,6 @@
 //! The RPCs of `vllm.grpc.engine.VllmEngine`, the engine contract that existing routers speak, beside our own service:
-//! a thin adapter over the same requests. The contract names no model, so it is answered where one is served; its
-//! ranks are that model's replicas. Deliberately absent: anything that our own service does not do.
+//! a thin adapter over the same requests. The contract names no model, so it is answered where one is served: by a
+//! server of one model, and on the endpoint of a model (`model_endpoints`). Its ranks are that model's replicas. Deliberately absent: anything that our own service does not do.
 
 pub mod convert;
 pub mod events;
@@ -330,7 +330,7 @@ impl VllmEngine for VllmRpc {
         let info = self.model(&Caller::of(&request).scope).map(|model| {
             let slots = model.replicas.iter().map(|replica| replica.slots()).min().unwrap_or(0);
             contract::GetServerInfoResponse {
-                active_requests: self.host().unfinished() as u32,
+                active_requests: model.replicas.iter().map(|replica| replica.unfinished()).sum::<usize>() as u32,
                 last_receive_timestamp: f64::from_bits(self.last_received.load(Ordering::Relaxed)),
                 uptime_seconds: self.began.elapsed().as_secs_f64(),
                 server_type: "ostinato".to_owned(),

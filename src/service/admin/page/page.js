@@ -371,15 +371,29 @@ function labelled(label) {
 function makeModel(model) {
   const card = el("article", { class: "card" });
   card.about = el("p", { class: "sub" });
+  card.contracts = el("p", { class: "sub", "data-contracts": model.name });
   card.replicas = el("div", { class: "replicas" });
-  card.append(el("h3", null, model.name), card.about, card.replicas);
+  card.append(el("h3", null, model.name), card.about, card.contracts, card.replicas);
   return card;
 }
 
 function updateModel(card, model) {
   const active = model.active_parameters < model.parameters ? `, ${big(model.active_parameters)} of them for each token` : "";
   say(card.about, `${model.architecture} · ${big(model.parameters)} parameters${active} · ${bytes(model.weight_bytes)} of weights · context ${number(model.context)} tokens`);
+  say(card.contracts, contracts(model.name));
   keyed(card.replicas, model.replicas, (replica) => replica.name, makeReplica, updateReplica);
+}
+
+/** Which contracts a model is served with, and where. The routers' one names no model. */
+function contracts(name) {
+  const { configured, endpoint, http, models } = known.state;
+  const own = configured.find((model) => model.name === name)?.endpoint;
+  const router = own ?? (models.length === 1 ? endpoint : null);
+  return [
+    `ostinato.v1 at ${[endpoint, own].filter(Boolean).join(" and ")}`,
+    http ? `OpenAI’s API on port ${http.port}` : "OpenAI’s API is off",
+    router ? `vllm.grpc.engine for routers at ${router}` : "vllm.grpc.engine for routers is off: of several models, it takes one with a listen address of its own",
+  ].join(" · ");
 }
 
 /** A model of the configuration that is not loaded, or is on its way. */

@@ -1,0 +1,36 @@
+"""Asks a router for two models of one server and compares its answers with the server's own.
+Usage: models.py ROUTER SERVER WORKER…: the router's URL, the URL of the server's HTTP API, and the address of the gRPC port
+of each model."""
+
+import sys
+import time
+
+import httpx
+import openai
+
+router, server, *workers = sys.argv[1:]
+for worker in workers:
+    httpx.post(f"{router}/workers", json={"url": f"grpc://{worker}"}, timeout=30).raise_for_status()
+through = openai.OpenAI(base_url=f"{router}/v1", api_key="none", max_retries=0)
+direct = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
+
+
+def names(client):
+    try:
+        return sorted(model.id for model in client.models.list())
+    except openai.APIStatusError:
+        return []
+
+
+until = time.monotonic() + 60
+while names(through) != names(direct):
+    assert time.monotonic() < until, (names(through), names(direct))
+    time.sleep(0.2)
+assert len(names(direct)) == len(workers), names(direct)
+for model in names(direct):
+    asked = dict(model=model, messages=[{"role": "user", "content": "Add 2 and 3."}], max_tokens=24, temperature=0)
+    said = [client.chat.completions.create(**asked) for client in (through, direct)]
+    texts = [answer.choices[0].message.content for answer in said]
+    assert texts[0] == texts[1] and said[0].model == model, said
+    print(model, repr(texts[0]))
+print("two models ok")

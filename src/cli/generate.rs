@@ -509,9 +509,18 @@ fn object(event: &Event) -> Value {
 }
 
 fn logprobs(logprobs: &proto::TokenLogprobs) -> Value {
-    let top: Vec<Value> =
-        logprobs.top.iter().map(|other| json!({ "token_id": other.token_id, "logprob": other.logprob })).collect();
-    json!({ "token_id": logprobs.token_id, "logprob": logprobs.logprob, "top": top })
+    // Without a tokenizer there are no texts. Bytes that are a part of a character are shown as U+FFFD.
+    let token = |id: u32, logprob: f32, text: &[u8]| {
+        let mut object = json!({ "token_id": id, "logprob": logprob });
+        if !text.is_empty() {
+            object["text"] = String::from_utf8_lossy(text).into();
+        }
+        object
+    };
+    let top: Vec<Value> = logprobs.top.iter().map(|other| token(other.token_id, other.logprob, &other.text)).collect();
+    let mut object = token(logprobs.token_id, logprobs.logprob, &logprobs.text);
+    object["top"] = top.into();
+    object
 }
 
 fn reason(reason: proto::FinishReason) -> &'static str {
@@ -541,7 +550,7 @@ mod tests {
             object(&Event::Started(started)).to_string(),
             r#"{"event":"started","device":{"name":"d","uuid":"u"},"prompt_tokens":5,"cached_tokens":2}"#
         );
-        let prompt = proto::TokenLogprobs { token_id: 7, logprob: -2.0, top: Vec::new() };
+        let prompt = proto::TokenLogprobs { token_id: 7, logprob: -2.0, ..Default::default() };
         assert_eq!(
             object(&Event::Prompt(proto::PromptLogprobs { tokens: vec![prompt] })).to_string(),
             r#"{"event":"prompt","logprobs":[{"token_id":7,"logprob":-2.0,"top":[]}]}"#
@@ -551,10 +560,10 @@ mod tests {
             object(&Event::Delta(delta.clone())).to_string(),
             r#"{"event":"delta","index":0,"token_ids":[1,2],"text":"é\n"}"#
         );
-        let top = vec![proto::token_logprobs::Alternative { token_id: 9, logprob: -0.5 }];
-        delta.logprobs = vec![proto::TokenLogprobs { token_id: 1, logprob: -1.5, top }];
+        let other = proto::token_logprobs::Alternative { token_id: 9, logprob: -0.5, text: vec![0xc3] };
+        delta.logprobs = vec![proto::TokenLogprobs { token_id: 1, logprob: -1.5, top: vec![other], text: " a".into() }];
         let text = object(&Event::Delta(delta)).to_string();
-        let tail = r#","logprobs":[{"token_id":1,"logprob":-1.5,"top":[{"token_id":9,"logprob":-0.5}]}]}"#;
+        let tail = r#","logprobs":[{"token_id":1,"logprob":-1.5,"text":" a","top":[{"token_id":9,"logprob":-0.5,"text":"�"}]}]}"#;
         assert!(text.ends_with(tail), "{text}");
         let finished = proto::Finished {
             reason: proto::FinishReason::Stop.into(),

@@ -1,11 +1,24 @@
-//! Addresses to listen on that can be `"off"`, and whether two of them conflict.
+//! Addresses to listen on, some of which can be `"off"`, and whether two of them conflict.
 
 use serde::Deserialize;
 use serde::de::{Deserializer, Error, Unexpected};
 use std::net::SocketAddr;
 
-/// What such a key accepts, for error messages.
+/// What keys of addresses accept, for error messages.
+const ADDRESS: &str = "an address and port such as 127.0.0.1:50051";
+/// What keys that can be `"off"` accept.
 const LISTEN: &str = "an address and port such as 127.0.0.1:9464, or \"off\"";
+
+/// Reads an address.
+pub(super) fn address<'de, D: Deserializer<'de>>(deserializer: D) -> Result<SocketAddr, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    text.parse().map_err(|_| D::Error::invalid_value(Unexpected::Str(&text), &ADDRESS))
+}
+
+/// Reads an address of a key that may be left out.
+pub(super) fn some_address<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<SocketAddr>, D::Error> {
+    address(deserializer).map(Some)
+}
 
 /// Reads an address, or `None` from `"off"`.
 pub(super) fn address_or_off<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<SocketAddr>, D::Error> {

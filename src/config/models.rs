@@ -1,7 +1,7 @@
 //! `[[models]]`: the served models and their devices.
 
 use super::Bytes;
-use super::listen::clash;
+use super::listen::{clash, some_address};
 use super::load::Problem;
 use super::server::Server;
 use crate::config::{Selector, SelectorError};
@@ -47,6 +47,7 @@ pub struct Model {
     pub load: LoadWhen,
     /// The address and port of a gRPC endpoint that serves this model only, beside the one of all models; port 0 takes
     /// a free port and prints it. By default there is none.
+    #[serde(default, deserialize_with = "some_address")]
     pub listen: Option<SocketAddr>,
     /// The maximum context length in tokens; by default the checkpoint's, reduced if the memory does not hold it.
     pub context: Option<u32>,

@@ -1,5 +1,6 @@
 //! `[server]`: the gRPC endpoint and its limits.
 
+use super::listen::address;
 use super::load::Problem;
 use serde::Deserialize;
 use std::net::SocketAddr;
@@ -10,6 +11,7 @@ use std::path::PathBuf;
 #[serde(deny_unknown_fields, default)]
 pub struct Server {
     /// The address and port to listen on; port 0 takes a free port and prints it.
+    #[serde(deserialize_with = "address")]
     pub listen: SocketAddr,
     /// Allows a `listen` address that other machines can reach without `tls`.
     pub insecure: bool,

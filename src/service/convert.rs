@@ -8,6 +8,7 @@ use crate::actors::timeline::Point;
 use crate::actors::timeline::{ClockQuality, KernelSpan, RegionSpan, SubmissionRecord, TransferRecord};
 use crate::engine::request::{Finished, PerToken, Started, TokenLogprobs};
 use crate::host::{Host, ServedModel};
+use crate::model::text::Text;
 use crate::replica::record::StepRecord;
 use crate::replica::{DeviceInfo, Replica};
 use std::collections::BTreeMap;
@@ -68,15 +69,17 @@ pub fn started(started: &Started, id: &str, model: &str, replica: &Replica) -> p
     }
 }
 
-/// One token's probabilities.
-pub fn logprobs(token: u32, logprobs: &TokenLogprobs) -> proto::TokenLogprobs {
+/// One token's probabilities, with the texts of tokens where a tokenizer is given.
+pub fn logprobs(token: u32, logprobs: &TokenLogprobs, text: Option<&Text>) -> proto::TokenLogprobs {
+    let text = |token: u32| text.map(|text| text.bytes(token)).unwrap_or_default();
     proto::TokenLogprobs {
         token_id: token,
+        text: text(token),
         logprob: logprobs.chosen,
         top: logprobs
             .top
             .iter()
-            .map(|&(token_id, logprob)| proto::token_logprobs::Alternative { token_id, logprob })
+            .map(|&(token_id, logprob)| proto::token_logprobs::Alternative { token_id, logprob, text: text(token_id) })
             .collect(),
     }
 }

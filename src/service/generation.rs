@@ -10,6 +10,7 @@ use super::refusal::Refusal;
 use crate::engine::request::{
     Event, FinishReason, Finished, PerToken, Request, SAMPLE_MARK, Sink, SinkClosed, Token, sample_id,
 };
+use crate::model::text::Text;
 use crate::model::text::assembler::{Assembler, OutputText};
 use crate::telemetry::clock::Moment;
 use crate::telemetry::requests::EndedRequest;
@@ -246,7 +247,8 @@ impl Generation {
             }
             Event::Prompt(tokens) => {
                 for part in tokens.chunks(PROMPT_TOKENS) {
-                    let tokens = part.iter().map(|token| convert::logprobs(token.id, &token.logprobs)).collect();
+                    let text = self.texts();
+                    let tokens = part.iter().map(|token| convert::logprobs(token.id, &token.logprobs, text)).collect();
                     self.send(Message::Prompt(proto::PromptLogprobs { tokens }));
                 }
             }
@@ -256,7 +258,13 @@ impl Generation {
         }
     }
 
+    /// The tokenizer, where text is asked for.
+    fn texts(&self) -> Option<&Text> {
+        self.place.model().text.as_deref().filter(|_| self.text)
+    }
+
     fn take_token(&mut self, token: Token) {
+        let logprobs = token.logprobs.as_ref().map(|known| convert::logprobs(token.id, known, self.texts()));
         let sample = &mut self.samples[token.index as usize];
         if sample.stopped.is_some() {
             // Drawn before the abort reached the engine.
@@ -269,7 +277,6 @@ impl Generation {
         if let (Some(sink), Some(logits)) = (&mut self.logits, token.logits) {
             sink(logits);
         }
-        let logprobs = token.logprobs.map(|logprobs| convert::logprobs(token.id, &logprobs));
         sample.held_logprobs.extend(logprobs);
         let output = match &mut sample.assembler {
             None => OutputText { tokens: vec![token.id], ..OutputText::default() },

@@ -155,6 +155,20 @@ async fn logprobs_stay_with_their_tokens_while_text_is_held_back() {
         assert_eq!(of, delta.token_ids);
         assert!(delta.logprobs.iter().all(|logprobs| logprobs.top.len() == 2));
     }
+    // Each token has its text, here one byte of a character of three.
+    let texts: Vec<u8> =
+        outcome.deltas.iter().flat_map(|delta| &delta.logprobs).flat_map(|of| of.text.clone()).collect();
+    assert_eq!(texts, "€€€€".as_bytes());
+    for other in outcome.deltas.iter().flat_map(|delta| &delta.logprobs).flat_map(|of| &of.top) {
+        let wanted = u8::try_from(other.token_id).map_or_else(|_| other.text.clone(), |byte| vec![byte]);
+        assert_eq!(other.text, wanted);
+    }
+    // Without text there is none.
+    let mut request = text_request("alpha", "x", 2);
+    request.output = Some(proto::Output { logprobs: Some(1), text: Some(false), ..Default::default() });
+    let plain = generate(&mut client, request).await;
+    let known: Vec<_> = plain.deltas.iter().flat_map(|delta| &delta.logprobs).collect();
+    assert!(known.len() == 2 && known.iter().all(|of| of.text.is_empty() && of.top[0].text.is_empty()), "{known:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -235,6 +235,80 @@ async fn wrong_types_and_values_are_refused_by_name_and_others_ignored() {
     served.idle("alpha/0", Duration::from_secs(5)).await;
 }
 
+/// Goal: what clients send beside the fields that matter is taken, and changes nothing. Method: a request as the clients of
+/// several projects write it, field by field, must have the answer of the plain one.
+#[tokio::test]
+async fn what_clients_send_beside_is_taken_and_changes_nothing() {
+    let served = server(tokenizer_of(Some(TEMPLATE)), "Hello").await;
+    let with = |plain: &Value, more: &Value| {
+        let mut asked = plain.clone();
+        asked.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        asked
+    };
+    let plain = json!({"messages": user("hi"), "max_tokens": 6});
+    let text = chat(served.http, plain.clone()).await.json()["choices"][0]["message"]["content"].clone();
+    assert_eq!(text, "HelloH");
+    let nulls = json!({
+        "stream": null, "stop": null, "tools": null, "tool_choice": null, "response_format": null, "logprobs": null,
+        "top_logprobs": null, "n": null, "seed": null, "logit_bias": null, "presence_penalty": null, "top_p": null,
+        "frequency_penalty": null, "stream_options": null, "user": null, "metadata": null, "temperature": null,
+        "parallel_tool_calls": null, "max_completion_tokens": null, "functions": null, "function_call": null,
+        "modalities": null, "audio": null, "prediction": null, "reasoning_effort": null, "service_tier": null,
+        "store": null, "web_search_options": null, "suffix": null, "model": null,
+    });
+    for more in [
+        nulls.clone(),
+        json!({"max_tokens": null, "max_completion_tokens": 6}),
+        json!({"user": "u", "metadata": {"a": "b"}, "store": false, "service_tier": "auto", "safety_identifier": "x"}),
+        json!({"parallel_tool_calls": true, "tools": [], "tool_choice": "none", "verbosity": "low"}),
+        json!({"tools": [], "tool_choice": "auto", "functions": []}),
+        json!({"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}),
+        json!({"reasoning_effort": "low", "prompt_cache_key": "k", "prompt_cache_retention": "24h"}),
+        json!({"n": 1.0, "max_tokens": 6.0, "seed": -1, "logit_bias": {}, "logprobs": false, "top_logprobs": 0}),
+        json!({"stop": [], "temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1.0}),
+        json!({"best_of": 1, "echo": false, "use_beam_search": false, "length_penalty": 1.0, "early_stopping": false}),
+        json!({"stream_options": {"include_usage": true}, "add_generation_prompt": true, "continue_final_message": false}),
+        json!({"options": {"num_ctx": 2048}, "keep_alive": "5m", "think": false, "guided_json": null, "bad_words": []}),
+        json!({"stream": false, "request_id": "r", "chat_template": null, "documents": null, "add_special_tokens": false}),
+        json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]}),
+        json!({"messages": [{"role": "user", "name": "bob", "content": "hi"}]}),
+    ] {
+        let answer = chat(served.http, with(&plain, &more)).await.json();
+        assert_eq!(answer["choices"][0]["message"]["content"], text, "{more}");
+    }
+    for messages in [
+        json!([{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]),
+        json!([{"role": "system", "content": [{"type": "text", "text": "be brief"}]}, {"role": "user", "content": "hi"}]),
+        // An answer as this server or another one gave it.
+        json!([
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "yes", "refusal": null, "audio": null, "function_call": null,
+             "tool_calls": [], "annotations": [], "reasoning_content": "so"},
+            {"role": "user", "content": ""},
+        ]),
+    ] {
+        let answer = chat(served.http, with(&plain, &json!({"messages": messages}))).await.json();
+        assert_eq!(answer["choices"][0]["message"]["content"], text, "{messages}");
+    }
+    let plain = json!({"prompt": "hi", "max_tokens": 6});
+    for more in [nulls.clone(), json!({"suffix": "", "best_of": 1, "logprobs": null, "echo": null})] {
+        let answer = post(served.http, "/v1/completions", &with(&plain, &more)).await.json();
+        assert_eq!(answer["choices"][0]["text"], text, "{more}");
+    }
+    let plain = json!({"input": "hi", "max_output_tokens": 6});
+    for more in [
+        json!({"tools": [], "tool_choice": "auto", "text": {"format": {"type": "text"}, "verbosity": "medium"}}),
+        json!({"reasoning": null, "truncation": null, "include": [], "background": false, "conversation": null}),
+        json!({"previous_response_id": null, "max_tool_calls": null, "prompt": null, "store": false, "metadata": {}}),
+        json!({"reasoning": {"effort": "low", "summary": "auto"}, "truncation": "disabled", "parallel_tool_calls": true}),
+        json!({"input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}]}),
+        json!({"input": [{"role": "user", "content": "hi"}, {"type": "reasoning", "id": "r", "summary": []}]}),
+    ] {
+        let answer = post(served.http, "/v1/responses", &with(&plain, &more)).await.json();
+        assert_eq!(answer["output"][0]["content"][0]["text"], text, "{more}: {answer}");
+    }
+}
+
 #[tokio::test]
 async fn completions_take_texts_tokens_and_lists_and_echo_them() {
     let served = server(tokenizer(true), "abc").await;
@@ -498,6 +572,12 @@ async fn models_health_and_unknown_paths() {
     let long = "x".repeat(5000);
     let error = chat(served.http, json!({"messages": user(&long)})).await.error(400);
     assert_eq!(error["code"], "context_length_exceeded");
+    // LiteLLM and LangChain know the error by its message.
+    let message = error["message"].as_str().unwrap();
+    for words in ["this model's maximum context length is 4096 tokens", "context_length_exceeded", "5017 prompt tokens"]
+    {
+        assert!(message.contains(words), "{words}: {message}");
+    }
     // Names may have slashes, as they are or encoded.
     let device = fake(Duration::from_micros(200), b"x");
     let named = vec![model("Qwen/Qwen3-8B", Some(tokenizer(true)), vec![(0, device)], 8)];

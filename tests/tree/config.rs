@@ -228,8 +228,8 @@ fn addresses_of_models_are_checked_against_each_other_and_all_endpoints() {
         ("\"0.0.0.0:50061\"", vec!["loopback", "models[3].listen", "models[4].listen"]),
         ("\"127.0.0.1:0\"", vec![]),
         ("\"127.0.0.1:0\"", vec![]),
-        ("\"localhost\"", vec!["socket address"]),
-        ("50061", vec!["socket address"]),
+        ("\"localhost\"", vec!["must be an address and port such as 127.0.0.1:50051"]),
+        ("50061", vec!["must be a string"]),
     ];
     let text: String =
         wrong.iter().enumerate().map(|(index, (listen, _))| model(&format!("m{index}"), listen)).collect();
@@ -253,6 +253,14 @@ fn addresses_of_models_are_checked_against_each_other_and_all_endpoints() {
     sources.models = vec![Model::new("m", "/other", None)];
     let replaced = from_sources(&sources).unwrap().models.remove(0);
     assert_eq!((replaced.path, replaced.listen), (PathBuf::from("/other"), "127.0.0.1:50061".parse().ok()));
+}
+
+#[test]
+fn an_address_of_the_command_line_that_is_none_is_told_with_its_source() {
+    let sources = Sources { listen: Some("bad".to_owned()), ..Sources::default() };
+    let error = from_sources(&sources).unwrap_err().to_string();
+    let line = "server.listen must be an address and port such as 127.0.0.1:50051, is \"bad\" (the command line)";
+    assert!(error.contains(line), "{error}");
 }
 
 #[test]

@@ -87,12 +87,20 @@ impl From<Refusal> for ApiError {
         let mut words = words(refusal.code());
         let mut param = refusal.field();
         let mut headers = Vec::new();
+        // The message as gRPC has it, cut to the same length.
+        let mut message = status(&refusal).message().to_owned();
         match &refusal {
             Refusal::Route(RouteError::UnknownModel { .. } | RouteError::NotLoaded { .. }) => {
                 (words.2, param) = (Some("model_not_found"), Some("model"));
             }
-            Refusal::Submit(SubmitError::Request(RequestError::ContextExceeded { .. })) => {
-                words.2 = Some("context_length_exceeded");
+            Refusal::Submit(SubmitError::Request(RequestError::ContextExceeded { prompt, output, context })) => {
+                let code = "context_length_exceeded";
+                words.2 = Some(code);
+                // Clients tell this error from others by such words: LiteLLM by the first ones, LangChain by the code.
+                message = format!(
+                    "this model's maximum context length is {context} tokens: {prompt} prompt tokens and {output} to \
+                     generate exceed it ({code})"
+                );
             }
             Refusal::NoMessage { .. } => words.0 = StatusCode::REQUEST_TIMEOUT,
             Refusal::NoRoute { .. } => words.2 = Some("unknown_url"),
@@ -105,9 +113,7 @@ impl From<Refusal> for ApiError {
             }
             _ => {}
         }
-        // The message as gRPC has it, cut to the same length.
-        let message = status(&refusal);
-        ApiError { headers, ..error(message.message(), words, param) }
+        ApiError { headers, ..error(&message, words, param) }
     }
 }
 

@@ -3,6 +3,9 @@
 #   make test   installs what the tests need and passes them
 #   make install   builds and installs the program, completions, manual pages and the systemd unit (PREFIX, DESTDIR)
 #   make dist      builds an archive and a Debian package with checksums in target/dist
+#   make test-dist      installs that package on a bare Debian root and uses it (tests/install/run.sh)
+#   make test-newcomer  passes the README's commands on a bare Debian root, with the seconds that each takes
+#   make test-clients   runs LangChain, LiteLLM and Open WebUI against the demo model (tests/clients/run.sh)
 #   make test-drivers   compiles every pipeline with the drivers of GPUs that are not there (docs/hardware.md)
 # Further: make test-full also passes the long tests that repeat in depth what others prove (docs/decisions/testing.md).
 
@@ -12,7 +15,7 @@ CARGO ?= cargo
 COMMIT := $(shell git rev-parse --short=12 HEAD 2>/dev/null)
 PREFIX ?= /usr/local
 
-.PHONY: demo test test-full test-drivers build setup setup-test fmt install dist
+.PHONY: demo test test-full test-drivers test-dist test-newcomer test-clients build setup setup-test fmt install dist
 
 demo: setup build
 	@deploy/demo.sh
@@ -23,8 +26,24 @@ build:
 install: build
 	@deploy/package.sh install "$(DESTDIR)" "$(PREFIX)"
 
-dist: build
+# The program that is packed is smaller than that of `make build`, and takes longer to build. Identical functions are folded
+# where the linker, of which Rust brings its own on x86_64, can.
+COMMA := ,
+FOLD = $(if $(filter x86_64,$(shell uname -m)),-C link-arg=-Wl$(COMMA)--icf=all)
+dist:
+	@RUSTFLAGS="$(RUSTFLAGS) $(FOLD)" OSTINATO_COMMIT=$(COMMIT) $(CARGO) build --profile distributed --locked --no-default-features
 	@deploy/package.sh dist
+
+test-dist: dist
+	@deploy/setup.sh install
+	@tests/install/run.sh package
+
+test-newcomer:
+	@deploy/setup.sh install
+	@tests/install/run.sh source
+
+test-clients: build
+	@tests/clients/run.sh
 
 setup:
 	@deploy/setup.sh run

@@ -1,6 +1,6 @@
 //! Compiles GLSL to SPIR-V and generates Rust code from the SPIR-V. Each `shaders/**/*.comp` becomes one SPIR-V module
 //! per row that names it in `shaders/permutations.txt` (or one module if no row does), and one Rust struct for its
-//! push-constant block. The layout is written once, in the shader; the Rust struct is read from the compiled module by
+//! push-constant block. The modules are embedded deflated. The layout is written once, in the shader; the Rust struct is read from the compiled module by
 //! reflection.
 
 use glslang::include::{IncludeHandler, IncludeResult, IncludeType};
@@ -59,7 +59,7 @@ pub fn compile() {
         let path =
             PathBuf::from(std::env::var("OUT_DIR").expect("cargo sets OUT_DIR")).join(format!("{}.spv", variant.name));
         let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
-        std::fs::write(&path, bytes).expect("OUT_DIR is writable");
+        std::fs::write(&path, crate::demo::deflated(&bytes)).expect("OUT_DIR is writable");
         let constants: Vec<String> =
             reflection.constants.iter().map(|(id, (name, _))| format!("({id}, {name:?})")).collect();
         let fields: Vec<String> = reflection

@@ -5,11 +5,14 @@
 #                                        (default: /usr/local)
 #   package.sh dist [FOLDER]             an archive, a Debian package, the debug information and checksums
 #                                        (default: target/dist)
-# OSTINATO names the program (default: target/release/ostinato, which `make build` builds).
+# OSTINATO names the program (default: target/release/ostinato, which `make build` builds, and for `dist`
+# target/distributed/ostinato, which `make dist` builds).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-program=${OSTINATO:-target/release/ostinato}
-[ -x "$program" ] || { echo "package.sh: there is no program at $program: run make build" >&2; exit 2; }
+profile=release
+[ "${1:-}" = dist ] && profile=distributed
+program=${OSTINATO:-target/$profile/ostinato}
+[ -x "$program" ] || { echo "package.sh: there is no program at $program: run make build, or make dist" >&2; exit 2; }
 # "ostinato 0.1.0 (…)"
 version=$("$program" --version | cut -d ' ' -f 2)
 
@@ -89,19 +92,21 @@ dist)
         mv "$root/usr/share/doc/ostinato/LICENSE" "$root/usr/share/doc/ostinato/copyright"
         mkdir "$root/DEBIAN"
         echo /etc/ostinato/ostinato.toml >"$root/DEBIAN/conffiles"
+        # The newest version of the C library that the program asks for.
+        libc=$(objdump --dynamic-syms "$root/usr/bin/ostinato" | grep -o 'GLIBC_[0-9.]*' | sort --unique --version-sort | tail --lines 1)
         cat >"$root/DEBIAN/control" <<CONTROL
 Package: ostinato
 Version: $version
 Architecture: $arch
 Maintainer: Ostinato <noreply@ostinato.invalid>
 Installed-Size: $(du --summarize --block-size=1024 "$root/usr" | cut -f 1)
-Depends: libc6, libgcc-s1, libvulkan1
+Depends: libc6 (>= ${libc#GLIBC_}), libgcc-s1, libvulkan1
 Recommends: mesa-vulkan-drivers
 Section: science
 Priority: optional
 Description: language models on any Vulkan 1.3 GPU
- Serves language models over gRPC from GPUs with a Vulkan 1.3 driver, and talks
- to them in the terminal. The service is not started before it is enabled:
+ Serves language models over OpenAI's HTTP API and gRPC from GPUs with a Vulkan
+ 1.3 driver, and talks to them in the terminal. The service is not started before it is enabled:
  systemctl enable --now ostinato
 CONTROL
         dpkg-deb --root-owner-group --build "$root" "$out/ostinato_${version}_$arch.deb" >/dev/null

@@ -2,8 +2,9 @@
 # Installs missing packages. Needs root, or uses sudo, only if a package is missing.
 #   setup.sh run    the C++ compiler, the Vulkan loader, and a CPU driver if no Vulkan driver is installed
 #   setup.sh test   the C++ compiler, the Vulkan loader, both CPU drivers, the validation layer, a browser, cargo-deny,
-#                   the tools for network namespaces (iproute2) and for checking units (systemd), and a Python
+#                   curl, the tools for network namespaces (iproute2) and for checking units (systemd), and a Python
 #                   environment with a router (target/python)
+#   setup.sh install  what tests/install/run.sh needs: debootstrap, iproute2
 #   setup.sh drivers  the C++ compiler, the Vulkan loader, the validation layer, and in target/drivers the drivers of a
 #                   newer Mesa with what lets them run without hardware (tests/drivers)
 set -euo pipefail
@@ -39,15 +40,20 @@ test)
     { [ -e /usr/bin/chromium ] && [ -e /usr/lib/chromium/vk_swiftshader_icd.json ]; } || need chromium
     # For the tests with three hosts as network namespaces, and for checking the service's systemd unit.
     command -v ip >/dev/null || [ -x /sbin/ip ] || need iproute2
+    command -v curl >/dev/null || need curl
     command -v systemd-analyze >/dev/null || need systemd
     python3 -c 'import ensurepip, venv' 2>/dev/null || need python3-venv
+    ;;
+install)
+    command -v debootstrap >/dev/null || need debootstrap
+    command -v ip >/dev/null || [ -x /sbin/ip ] || need iproute2
     ;;
 drivers)
     [ -e /usr/lib/chromium/libVkLayer_khronos_validation.so ] || need chromium
     python3 -c 'import ensurepip, venv' 2>/dev/null || need python3-venv
     ;;
 *)
-    echo "setup.sh: '$what' is neither run nor test nor drivers" >&2
+    echo "setup.sh: '$what' is neither run nor test nor install nor drivers" >&2
     exit 2
     ;;
 esac

@@ -2,6 +2,8 @@
 //! the kernels whose programs are texts in PTX. Not here: pipelines.
 
 use super::recording::{Access, Arg, Range};
+use flate2::read::DeflateDecoder;
+use std::io::Read;
 
 /// A compiled shader variant.
 #[derive(Debug)]
@@ -10,7 +12,7 @@ pub struct Shader {
     pub name: &'static str,
     /// The path of the source file.
     pub source: &'static str,
-    /// The SPIR-V module, as little-endian words; empty for a program in PTX.
+    /// The SPIR-V module, as little-endian words, deflated; empty for a program in PTX.
     pub spirv: &'static [u8],
     /// The size of the argument block (push constants) in bytes.
     pub push_bytes: u32,
@@ -39,9 +41,14 @@ impl Shader {
         self.spirv.is_empty()
     }
 
-    /// The SPIR-V module as words.
+    /// The SPIR-V module as words; none for a program in PTX.
     pub fn words(&self) -> Vec<u32> {
-        self.spirv.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+        if self.is_ptx() {
+            return Vec::new();
+        }
+        let mut bytes = Vec::new();
+        DeflateDecoder::new(self.spirv).read_to_end(&mut bytes).expect("the build wrote it");
+        bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
     }
 }
 

@@ -47,6 +47,8 @@ fn the_packages_hold_a_program_that_starts_and_all_that_belongs_to_it() {
     assert!(root.join("etc/ostinato/ostinato.toml").exists());
     let unit = std::fs::read_to_string(root.join("usr/lib/systemd/system/ostinato.service")).unwrap();
     assert!(unit.contains("ExecStart=/usr/bin/ostinato serve"), "{unit}");
+    let control = run(Command::new("dpkg-deb").arg("--field").arg(named(".deb")));
+    assert!(control.contains("\nDepends: libc6 (>= 2."), "{control}");
     let licences = std::fs::read_to_string(root.join("usr/share/doc/ostinato/licences.txt")).unwrap();
     for crate_name in ["ash ", "tonic ", "tokenizers "] {
         assert!(licences.contains(&format!("==== {crate_name}")), "{crate_name}");

@@ -9,15 +9,8 @@ use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-/// A chat template in the manner of Qwen3's.
-const TEMPLATE: &str = "{%- if tools %}<|im_start|>system\n# Tools\n\
-    {% for tool in tools %}{{ tool | tojson }}\n{% endfor %}\
-    Answer with <tool_call>\n{\"name\": <name>, \"arguments\": <arguments>}\n</tool_call><|im_end|>\n{% endif %}\
-    {%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}\
-    {%- for call in message.tool_calls %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}\
-    <|im_end|>\n\
-    {%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n\
-    {%- if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}";
+/// A chat template in the manner of Qwen3's, with tools and reasoning.
+const TEMPLATE: &str = include_str!("../clients/chat_template.jinja");
 
 /// A server process that is killed when the test ends.
 struct Server(Child);

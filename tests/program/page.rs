@@ -582,8 +582,9 @@ fn the_program_serves_the_page() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("ostinato.toml");
     let place = format!("path = \"embedded:demo\"\nreplicas = [{{ device = \"{}\" }}]", lavapipe());
-    let models =
-        format!("[[models]]\nname = \"demo\"\n{place}\n[[models]]\nname = \"spare\"\nload = \"request\"\n{place}");
+    let models = format!(
+        "[[models]]\nname = \"demo\"\n{place}\n[[models]]\nname = \"spare\"\nload = \"request\"\nlisten = \"127.0.0.1:0\"\n{place}"
+    );
     std::fs::write(&file, models).unwrap();
     let child = Command::new(env!("CARGO_BIN_EXE_ostinato"))
         .args(["serve", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--config"])
@@ -615,6 +616,9 @@ fn the_program_serves_the_page() {
     assert_eq!(browser.text("#models h3"), "demo");
     let spare = browser.text("#apart");
     assert!(spare.contains("not loaded") && spare.contains("load spare"), "{spare}");
+    // The only served model is what a contract that names none means.
+    let contracts = browser.text("[data-contracts=demo]");
+    assert!(contracts.contains(&format!("vllm.grpc.engine for routers at {address}")), "{contracts}");
     fits(&mut browser, "overview with a model that is not loaded");
     browser.screenshot("overview-spare-light");
     let loaded = Command::new(env!("CARGO_BIN_EXE_ostinato"))
@@ -627,6 +631,12 @@ fn the_program_serves_the_page() {
     browser.until(
         "document.querySelectorAll('#models h3').length === 2 && !document.querySelector('#apart').checkVisibility()",
     );
+    // Of several, one with an address of its own.
+    let contracts = browser.text("[data-contracts=spare]");
+    assert!(contracts.contains("vllm.grpc.engine for routers at 127.0.0.1:"), "{contracts}");
+    let contracts = browser.text("[data-contracts=demo]");
+    assert!(contracts.contains("vllm.grpc.engine for routers is off"), "{contracts}");
+    assert!(contracts.contains("OpenAI’s API on port "), "{contracts}");
     let status = Command::new(env!("CARGO_BIN_EXE_ostinato"))
         .args([
             "generate",

@@ -2,15 +2,17 @@
 Usage: models.py ROUTER SERVER WORKER…: the router's URL, the URL of the server's HTTP API, and the address of the gRPC port
 of each model."""
 
+import json
 import sys
 import time
+import urllib.request
 
-import httpx
 import openai
 
 router, server, *workers = sys.argv[1:]
 for worker in workers:
-    httpx.post(f"{router}/workers", json={"url": f"grpc://{worker}"}, timeout=30).raise_for_status()
+    body, headers = json.dumps({"url": f"grpc://{worker}"}).encode(), {"content-type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(f"{router}/workers", body, headers), timeout=30).close()
 through = openai.OpenAI(base_url=f"{router}/v1", api_key="none", max_retries=0)
 direct = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
 

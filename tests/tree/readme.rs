@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 /// The pages, with their names.
@@ -46,15 +46,10 @@ const ARGUMENTS_ONLY: [(&str, &str); 5] = [
 ];
 
 /// Other commands, by how they begin, with the reason for which they are not run and the files that they need.
-const NOT_RUN: [(&str, &str, &[&str]); 7] = [
-    (
-        "curl http://127.0.0.1:8000/v1/chat/completions",
-        "it needs a fixed port; tests/program/openai.rs sends such requests",
-        &["tests/program/openai.rs"],
-    ),
-    ("sudo apt-get install", "it changes the machine", &[]),
-    ("curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs", "it needs a network", &[]),
-    ("make demo", "it builds the program in release mode", &["deploy/demo.sh", "deploy/setup.sh"]),
+const NOT_RUN: [(&str, &str, &[&str]); 6] = [
+    ("sudo apt-get install", "it changes the machine; `make test-newcomer` runs it", &["tests/install/run.sh"]),
+    ("curl --proto '=https' --tlsv1.2 -sSf https://sh.rustup.rs", "it needs a network; as above", &[]),
+    ("make demo", "it builds the program in release mode; as above", &["deploy/demo.sh", "deploy/setup.sh"]),
     ("export PATH=\"$PWD/target/release:$PATH\"", "the test has a program of its own", &[]),
     (
         "docker compose -f deploy/compose.yaml -f deploy/fleet.yaml --profile fleet up",
@@ -127,6 +122,7 @@ fn text(output: &Output) -> String {
 /// A server process that is killed when the test ends.
 struct Server {
     child: Child,
+    output: BufReader<ChildStdout>,
     address: String,
 }
 
@@ -134,13 +130,25 @@ impl Server {
     fn start(arguments: &[String]) -> Server {
         let mut child = ostinato(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
         let mut line = String::new();
-        BufReader::new(child.stdout.take().expect("a pipe")).read_line(&mut line).expect("a line");
+        let mut output = BufReader::new(child.stdout.take().expect("a pipe"));
+        output.read_line(&mut line).expect("a line");
         match line.strip_prefix("listening on ") {
-            Some(address) => Server { address: address.trim().to_owned(), child },
+            Some(address) => Server { address: address.trim().to_owned(), output, child },
             None => {
                 let mut errors = String::new();
                 child.stderr.take().expect("a pipe").read_to_string(&mut errors).expect("text");
                 panic!("{arguments:?}: {line:?} {errors}")
+            }
+        }
+    }
+
+    /// Reads the address of OpenAI's API, which the server prints after the other one.
+    fn http(&mut self) -> String {
+        loop {
+            let mut line = String::new();
+            assert!(self.output.read_line(&mut line).expect("a line") > 0, "it prints no address of OpenAI's API");
+            if let Some(address) = line.strip_prefix("OpenAI's API on http://") {
+                return address.trim().trim_end_matches("/v1").to_owned();
             }
         }
     }
@@ -170,8 +178,10 @@ impl Drop for Server {
 #[test]
 fn every_command_of_the_pages_works() {
     let (mut used, mut run, mut servers) = (BTreeSet::new(), 0, 0);
-    let serve = words("serve --model qwen=demo@cpu --listen 127.0.0.1:0 --http off --admin off");
-    let server = Server::start(&serve);
+    let serve = words("serve --model qwen=demo@cpu --listen 127.0.0.1:0 --http 127.0.0.1:0 --admin off");
+    let mut server = Server::start(&serve);
+    let http = server.http();
+    let mut asked = 0;
     for (page, command) in commands() {
         if let Some((begin, _, files)) = NOT_RUN.iter().find(|(begin, ..)| command.starts_with(begin)) {
             used.insert(*begin);
@@ -182,6 +192,16 @@ fn every_command_of_the_pages_works() {
                 let makefile = include_str!("../../Makefile");
                 assert!(makefile.lines().any(|line| line.starts_with(&format!("{target}:"))), "{page}: {command}");
             }
+            continue;
+        }
+        // As a shell takes it, from the server that is there.
+        if command.starts_with("curl ") {
+            let command =
+                command.replace("127.0.0.1:8000", &http).replacen("curl ", "curl --silent --fail-with-body ", 1);
+            assert!(command.contains(&http), "{page}: {command} asks somebody else");
+            let output = Command::new("sh").args(["-c", &command]).output().expect("a shell");
+            assert!(output.status.success() && text(&output).contains("\"content\""), "{page}: {}", text(&output));
+            asked += 1;
             continue;
         }
         let mut arguments = words(&command);
@@ -221,7 +241,7 @@ fn every_command_of_the_pages_works() {
     let listed = INSTEAD.iter().chain(&ADDED).chain(&ARGUMENTS_ONLY).map(|(name, _)| *name);
     let unused: Vec<_> = listed.chain(NOT_RUN.iter().map(|(name, ..)| *name)).filter(|n| !used.contains(n)).collect();
     assert!(unused.is_empty(), "no command has {unused:?} any more");
-    assert!(run >= 10 && servers >= 3, "only {run} commands were run");
+    assert!(run >= 10 && servers >= 3 && asked > 0, "only {run} commands were run, and {asked} requests were sent");
 }
 
 #[test]

@@ -553,7 +553,7 @@ fn an_unknown_device_is_refused_before_anything_is_opened() {
     let good = model(&vulkan, &fixture("llama-plain"));
     let elsewhere = Model {
         name: "n".to_owned(),
-        replicas: vec![config::Placement { device: Some("GeForce 256".parse().expect("a name")), memory_limit: None }],
+        replicas: vec![config::Placement::on(Some("GeForce 256".parse().expect("a name")))],
         ..good.clone()
     };
     let error = refused(&vulkan, vec![good, elsewhere]);

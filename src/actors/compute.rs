@@ -4,7 +4,7 @@
 use super::mailbox::{Address, Mailbox, mailbox};
 use super::stamps::Stamps;
 use super::timeline::FlushReason;
-use super::watcher::{OnPanic, Outbox, Owed, Report, Run, Watch, Watcher};
+use super::watcher::{OnPanic, Outbox, Owed, Report, Run, Then, Watch, Watcher};
 use crate::actors::thread::{ActorThread, SpawnError};
 pub use crate::config::GpuTime;
 use crate::device::{Batch, Commands, Device, Gate, Point, QueueEntry, Role};
@@ -33,6 +33,9 @@ pub struct Submission {
     /// Destination of the reports. The last report always arrives; it carries an error if the device is lost or an
     /// actor has ended.
     pub outbox: Outbox,
+    /// What the watcher does as soon as the submission has finished, before the last report; dropped without that if the
+    /// device is lost.
+    pub then: Option<Then>,
 }
 
 /// Handle of a device's compute actor.
@@ -46,6 +49,7 @@ pub struct Compute {
 
 enum Message {
     Submit(Box<Work>),
+    StopTiming,
 }
 
 /// A submission together with the obligation to report its end.
@@ -57,6 +61,7 @@ struct Work {
     flush: FlushReason,
     report_after: Vec<u32>,
     owed: Owed,
+    then: Option<Then>,
 }
 
 /// Capacity of the inbox. Each executor keeps only a few submissions in flight. A full inbox means that the driver
@@ -73,14 +78,14 @@ impl Compute {
         let watcher = Watcher::spawn(Arc::clone(&device))?;
         let thread = ActorThread::spawn("compute", move || {
             let _lost = OnPanic(Arc::clone(&device));
-            Actor { device, watcher, stamps, gpu_time }.run(&inbox);
+            Actor { device, watcher, stamps, timed: true, gpu_time }.run(&inbox);
         })?;
         Ok(Compute { inbox: address, _thread: thread, device: of_handle })
     }
 
     /// Queues a submission behind all earlier ones. Blocks while the inbox is full.
     pub fn submit(&self, submission: Submission) {
-        let Submission { id, entries, waits, gate, flush, report_after, outbox } = submission;
+        let Submission { id, entries, waits, gate, flush, report_after, outbox, then } = submission;
         let owed = Owed::new(id, outbox, Arc::clone(&self.device) as _);
         {
             // If the thread has ended, the mailbox drops the message, and dropping `owed` reports the error.
@@ -92,8 +97,16 @@ impl Compute {
                 flush,
                 report_after,
                 owed,
+                then,
             })));
         }
+    }
+
+    /// Times nothing that is submitted from now on. For drivers where reading a timestamp waits for all queued work, if
+    /// work is queued that waits for other devices, which wait for this device's watcher.
+    pub fn stop_timing(&self) {
+        // If the thread has ended, nothing is timed any more.
+        let _ = self.inbox.send(Message::StopTiming);
     }
 
     /// Returns the next report. Returns `None` if the queue made no progress for `patience`, or if no report is
@@ -125,25 +138,30 @@ struct Actor {
     device: Arc<Device>,
     watcher: Watcher,
     stamps: Option<Stamps>,
+    /// Whether submissions are timed, if there are timestamps.
+    timed: bool,
     gpu_time: GpuTime,
 }
 
 impl Actor {
     fn run(mut self, inbox: &Mailbox<Message>) {
-        while let Ok(Message::Submit(work)) = inbox.recv() {
-            self.submit(*work);
+        while let Ok(message) = inbox.recv() {
+            match message {
+                Message::Submit(work) => self.submit(*work),
+                Message::StopTiming => self.timed = false,
+            }
         }
     }
 
     fn submit(&mut self, work: Work) {
         let begin = Moment::now();
-        let Work { id, entries, waits, mut gate, flush, mut report_after, mut owed } = work;
+        let Work { id, entries, waits, mut gate, flush, mut report_after, mut owed, then } = work;
         let count = entries.len() as u32;
         report_after.retain(|entry| *entry > 0 && *entry < count);
         report_after.push(count);
         assert!(gate.is_none() || report_after.len() == 1, "parts of a gated submission are reported");
         let mut runs = self.runs(&entries);
-        let stamps = self.stamps.as_mut().and_then(|stamps| {
+        let stamps = self.stamps.as_mut().filter(|_| self.timed).and_then(|stamps| {
             // One timestamp before the first run and one after each run. If too few are free, time the whole submission
             // as one run.
             if stamps.free() <= runs.len() as u64 {
@@ -160,7 +178,8 @@ impl Actor {
         let (mut run, mut left) = (0, runs.first().map_or(0, |run| run.regions));
         let mut reported = 0;
         for (done, regions) in (1..).zip(&entries) {
-            if done == count && gate.is_some() {
+            // The first timestamp of a single entry is behind the gate too.
+            if done == count && count > 1 && gate.is_some() {
                 batch.entries.push(QueueEntry { commands: std::mem::take(&mut commands), gate: None });
             }
             for region in regions {
@@ -201,6 +220,7 @@ impl Actor {
             stamps,
             regions: entries.into_iter().flatten().collect(),
             owed,
+            then,
         });
     }
 

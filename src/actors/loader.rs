@@ -203,8 +203,29 @@ pub struct LoadReport {
     /// The number of transfer-queue submissions during the load.
     pub submits: u64,
     /// The transfer point at which all bytes are on the device; already reached when the report is sent. `None` for an
-    /// empty plan.
+    /// empty plan, and for the loads of several devices.
     pub point: Option<Point>,
+}
+
+impl LoadReport {
+    /// Joins the reports of loads that ran one after the other, of the stages of a split replica.
+    pub fn joined(reports: impl IntoIterator<Item = LoadReport>) -> Option<LoadReport> {
+        reports.into_iter().reduce(|all, next| LoadReport {
+            begin: all.begin,
+            end: next.end,
+            bytes_read: all.bytes_read + next.bytes_read,
+            bytes_written: all.bytes_written + next.bytes_written,
+            elapsed: all.elapsed + next.elapsed,
+            read: all.read + next.read,
+            pack: all.pack + next.pack,
+            staging_wait: all.staging_wait + next.staging_wait,
+            drain: all.drain + next.drain,
+            workers: [all.workers, next.workers].concat(),
+            slots: all.slots + next.slots,
+            submits: all.submits + next.submits,
+            point: None,
+        })
+    }
 }
 
 /// How one packing thread spent its time.

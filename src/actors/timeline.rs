@@ -88,9 +88,22 @@ pub struct KernelSpan {
     pub end: Moment,
 }
 
+/// The device of a submission.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RecordedDevice {
+    /// The index among the host's adapters.
+    pub index: usize,
+    /// The name.
+    pub name: String,
+    /// The UUID.
+    pub uuid: String,
+}
+
 /// One submission to the compute queue.
 #[derive(Clone, Debug)]
 pub struct SubmissionRecord {
+    /// The device that it ran on.
+    pub device: Arc<RecordedDevice>,
     /// When the compute actor received it, and when the driver had accepted it.
     pub enqueue: (Moment, Moment),
     /// The last point that it signals.

@@ -4,9 +4,9 @@
 use super::gpu_clock::GpuClock;
 use super::mailbox::{Address, Mailbox, mailbox};
 use super::stamps::Taken;
-use super::timeline::{FlushReason, KernelSpan, RegionSpan, SubmissionRecord};
+use super::timeline::{FlushReason, KernelSpan, RecordedDevice, RegionSpan, SubmissionRecord};
 use crate::actors::thread::{ActorThread, SpawnError};
-use crate::device::{Device, DeviceError, Point, Role};
+use crate::device::{Adapter, Device, DeviceError, Point, Role};
 use crate::kernels::region::{Region, Timing};
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::Sender;
@@ -47,6 +47,25 @@ pub(super) struct Watch {
     pub(super) regions: Vec<Arc<Region>>,
     /// Destination of the reports.
     pub(super) owed: Owed,
+    /// What is done when the last point is reached.
+    pub(super) then: Option<Then>,
+}
+
+/// What the watcher does as soon as a submission has finished: it hands data to another device and lets the work go on
+/// that waits for it there. It must not block.
+pub struct Then(Box<dyn FnOnce() -> Result<(), DeviceError> + Send>);
+
+impl Then {
+    /// Creates it from a function. An error takes the place of the submission's own result.
+    pub fn new(work: impl FnOnce() -> Result<(), DeviceError> + Send + 'static) -> Then {
+        Then(Box::new(work))
+    }
+}
+
+impl std::fmt::Debug for Then {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Then")
+    }
 }
 
 impl std::fmt::Debug for Watch {
@@ -192,7 +211,9 @@ impl Watcher {
         let thread = ActorThread::spawn("watcher", move || {
             let _lost = OnPanic(Arc::clone(&device));
             let clock = GpuClock::of(&device);
-            Actor { device, clock }.run(&inbox);
+            let Adapter { index, name, uuid, .. } = device.adapter().clone();
+            let recorded = Arc::new(RecordedDevice { index, name, uuid });
+            Actor { device, recorded, clock }.run(&inbox);
         })?;
         Ok(Watcher { inbox: address, _thread: thread })
     }
@@ -208,6 +229,8 @@ impl Watcher {
 
 struct Actor {
     device: Arc<Device>,
+    /// The device as records name it.
+    recorded: Arc<RecordedDevice>,
     clock: GpuClock,
 }
 
@@ -223,7 +246,13 @@ impl Actor {
         let count = reports.len();
         for (index, (entries, point)) in reports.into_iter().enumerate() {
             let last = index + 1 == count;
-            let (result, host_waits) = if last { self.reach(point) } else { (self.look_for(point), 0) };
+            let (mut result, host_waits) = if last { self.reach(point) } else { (self.look_for(point), 0) };
+            // Before anything else: another device waits for it.
+            if let Some(Then(work)) = watch.then.take_if(|_| last)
+                && result.is_ok()
+            {
+                result = work();
+            }
             let failed = result.is_err();
             let mut report = Report {
                 id: watch.id,
@@ -273,6 +302,7 @@ impl Actor {
         }
         let sum = |count: fn(&Region) -> u32| watch.regions.iter().map(|region| count(region)).sum();
         SubmissionRecord {
+            device: Arc::clone(&self.recorded),
             enqueue: watch.enqueue,
             point,
             waits: std::mem::take(&mut watch.waits),
@@ -357,6 +387,7 @@ mod tests {
             stamps: None,
             regions: Vec::new(),
             owed: Owed::new(id, outbox.clone(), Arc::clone(device) as _),
+            then: None,
         }
     }
 

@@ -115,8 +115,7 @@ async fn list(client: &mut Client, json: bool) -> anyhow::Result<()> {
         }
         write!(out, "{:<24} {:<10}", model.name, state(model))?;
         if model.state() == proto::ModelState::Serving {
-            let devices = model.replicas.iter().filter_map(|replica| replica.device.as_ref());
-            let devices: Vec<&str> = devices.map(|device| device.name.as_str()).collect();
+            let devices: Vec<String> = model.replicas.iter().filter_map(placed).collect();
             let (weights, context) = (HumanBytes(model.weight_bytes), model.context);
             write!(out, " {}, {weights}, {context} tokens, on {}", model.architecture, devices.join(", "))?;
         }
@@ -129,6 +128,19 @@ async fn list(client: &mut Client, json: bool) -> anyhow::Result<()> {
         writeln!(out)?;
     }
     Ok(())
+}
+
+/// Returns the name of a replica's device, or of all with its layers on each.
+fn placed(replica: &proto::ModelReplica) -> Option<String> {
+    let stages = replica.stages.iter().filter_map(|stage| {
+        let (first, end) = (stage.first_layer, stage.first_layer + stage.layers);
+        Some(format!("{} (layers {first} to {})", stage.device.as_ref()?.name, end.saturating_sub(1)))
+    });
+    let stages: Vec<String> = stages.collect();
+    match stages.is_empty() {
+        true => Some(replica.device.as_ref()?.name.clone()),
+        false => Some(stages.join(" + ")),
+    }
 }
 
 async fn load(client: &mut Client, name: &str, unload_first: bool, json: bool) -> anyhow::Result<()> {

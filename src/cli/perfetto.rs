@@ -149,6 +149,10 @@ const RUNNING: u64 = 33;
 const WAITING: u64 = 34;
 const ROWS: u64 = 35;
 
+/// The distance between the ids of a track of one device and that of the next one, of a replica that is split over
+/// several: the first device has the ids above.
+const DEVICES: u64 = 1000;
+
 /// The sequence id of all packets, because there is only one writer.
 const SEQUENCE: u32 = 1;
 
@@ -171,6 +175,8 @@ struct Writer {
     /// Events with their sort key: the time, and a rank among events of the same time. Ends come first (inner before
     /// outer), then instants and counters, then begins (outer before inner).
     events: Vec<((u64, i32), TraceEvent)>,
+    /// The devices with tracks of their own, by name and UUID: the replica's first device, then others.
+    devices: Vec<(String, String)>,
 }
 
 impl Writer {
@@ -188,6 +194,16 @@ impl Writer {
         self.events.push(((at, 5), event));
     }
 
+    /// Returns the id of the track of this kind of the device of a submission.
+    fn track(&mut self, kind: u64, submission: &proto::Submission) -> u64 {
+        let of = (submission.device.clone(), submission.device_uuid.clone());
+        let at = self.devices.iter().position(|device| *device == of).unwrap_or_else(|| {
+            self.devices.push(of);
+            self.devices.len() - 1
+        });
+        kind + DEVICES * at as u64
+    }
+
     fn counter(&mut self, track: u64, at: u64, value: u64) {
         let counter_value = Some(i64::try_from(value).unwrap_or(i64::MAX));
         self.events
@@ -198,7 +214,8 @@ impl Writer {
 /// Converts a profile to a trace. Includes the weight load, and transfers from before the first step, only if `load` is
 /// set.
 pub(super) fn trace(profile: &proto::ProfileResponse, load: bool) -> Trace {
-    let mut writer = Writer::default();
+    let device = profile.device.clone().unwrap_or_default();
+    let mut writer = Writer { devices: vec![(device.name, device.uuid)], ..Writer::default() };
     for step in &profile.steps {
         plan(&mut writer, step);
     }
@@ -235,7 +252,18 @@ pub(super) fn trace(profile: &proto::ProfileResponse, load: bool) -> Trace {
         let track = Track { uuid, name: name.to_owned(), process: None, parent_uuid: Some(PROCESS), counter };
         Packet { track_descriptor: Some(track), ..packet(None) }
     }));
-    packets.extend(used.iter().filter(|uuid| **uuid >= LOADER).map(|&uuid| {
+    for (at, (device, _)) in writer.devices.iter().enumerate().skip(1) {
+        let of_device = |uuid: u64| uuid + DEVICES * at as u64;
+        packets.extend(TRACKS.iter().filter(|(uuid, ..)| used.contains(&of_device(*uuid))).map(
+            |&(uuid, name, counts)| {
+                let (uuid, name) = (of_device(uuid), format!("{name} of {device}"));
+                let counter = counts.then_some(Counter { unit: 2 });
+                let track = Track { uuid, name, process: None, parent_uuid: Some(PROCESS), counter };
+                Packet { track_descriptor: Some(track), ..packet(None) }
+            },
+        ));
+    }
+    packets.extend(used.iter().filter(|uuid| (LOADER..DEVICES).contains(*uuid)).map(|&uuid| {
         let name = format!("loader.{}", uuid - LOADER);
         let track = Track { uuid, name, process: None, parent_uuid: Some(PROCESS), counter: None };
         Packet { track_descriptor: Some(track), ..packet(None) }
@@ -272,6 +300,8 @@ fn plan(writer: &mut Writer, step: &proto::Step) {
         writer.counter(track, step.taken_ns, u64::from(value));
     }
     for submission in &step.submissions {
+        let [compute, watcher, queue, value] =
+            [COMPUTE, WATCHER, COMPUTE_QUEUE, COMPUTE_VALUE].map(|kind| writer.track(kind, submission));
         let mut debug_annotations = vec![
             number("timeline value", submission.value as f64),
             number("dispatches", f64::from(submission.dispatches)),
@@ -283,15 +313,15 @@ fn plan(writer: &mut Writer, step: &proto::Step) {
         }
         let enqueue = (submission.enqueue_begin_ns, submission.enqueue_end_ns);
         let submit = TraceEvent { debug_annotations, flow_ids: flow(), ..TraceEvent::default() };
-        writer.slice(COMPUTE, 0, &format!("submit: {}", submission.flush), enqueue, submit);
+        writer.slice(compute, 0, &format!("submit: {}", submission.flush), enqueue, submit);
         let seen = TraceEvent {
             debug_annotations: vec![number("blocking waits", f64::from(submission.host_waits))],
             flow_ids: flow(),
             ..TraceEvent::default()
         };
-        writer.instant(WATCHER, &format!("seen: compute {}", submission.value), submission.seen_ns, seen);
+        writer.instant(watcher, &format!("seen: compute {}", submission.value), submission.seen_ns, seen);
         let end = submission.regions.last().map_or(submission.seen_ns, |region| region.end_ns);
-        writer.counter(COMPUTE_VALUE, end, submission.value);
+        writer.counter(value, end, submission.value);
         for (index, region) in submission.regions.iter().enumerate() {
             let mut debug_annotations = vec![
                 number("runs", f64::from(region.runs)),
@@ -306,7 +336,7 @@ fn plan(writer: &mut Writer, step: &proto::Step) {
             let title =
                 if region.runs > 1 { format!("{} × {}", region.name, region.runs) } else { region.name.clone() };
             let extra = TraceEvent { debug_annotations, flow_ids, ..TraceEvent::default() };
-            writer.slice(COMPUTE_QUEUE, 0, &title, (region.begin_ns, region.end_ns), extra);
+            writer.slice(queue, 0, &title, (region.begin_ns, region.end_ns), extra);
             for kernel in &region.kernels {
                 let extra = TraceEvent {
                     debug_annotations: vec![annotation("shader", Value::Text(&kernel.kernel))],
@@ -316,7 +346,7 @@ fn plan(writer: &mut Writer, step: &proto::Step) {
                 let begin = kernel.begin_ns.clamp(region.begin_ns, region.end_ns);
                 let span = (begin, kernel.end_ns.clamp(begin, region.end_ns));
                 if span.0 < span.1 {
-                    writer.slice(COMPUTE_QUEUE, 1, &kernel.label, span, extra);
+                    writer.slice(queue, 1, &kernel.label, span, extra);
                 }
             }
         }

@@ -4,7 +4,7 @@
 use super::reload::Reload;
 use super::{Usage, cache_directory, named, progress};
 use crate::actors::workers::{self, WorkerLimits};
-use crate::config::{self, Bytes, Config, ConfigError, DEMO_PATH, Model, Placement, Selector, Sources};
+use crate::config::{self, Bytes, Config, ConfigError, DEMO_PATH, Model, Placement, Selector, Sources, SplitMode};
 use crate::gpu::devices::start;
 use crate::host::Host;
 use crate::host::progress::{Progress, Unit};
@@ -42,9 +42,13 @@ pub(crate) struct Serve {
     #[arg(value_name = "MODEL")]
     models: Vec<String>,
     /// The device of the models given on the command line without one: UUID, PCI address, index, name or `cpu`.
-    /// Default: the only GPU. If given again, each model gets a replica on each.
+    /// Default: the only GPU. If given again, each model gets a replica on each; with --split, one over all of them.
     #[arg(long, value_name = "SEL")]
     device: Vec<Selector>,
+    /// SplitMode each of these models over all --device, in their order, instead of a replica on each: `layers` gives each
+    /// device consecutive layers.
+    #[arg(long, value_name = "HOW")]
+    split: Option<SplitMode>,
     /// Configuration file (TOML). `deploy/ostinato.toml` shows all keys.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
@@ -108,10 +112,14 @@ impl Serve {
 
     /// Gives a model without a device the devices of the command line.
     fn place(&self, model: &mut Model) {
-        if !self.device.is_empty() && model.replicas.iter().all(|replica| replica.device.is_none()) {
-            let devices = self.device.iter().cloned().map(Some);
-            model.replicas = devices.map(|device| Placement { device, memory_limit: None }).collect();
+        if self.device.is_empty() && self.split.is_none() || model.replicas.iter().any(Placement::is_placed) {
+            return;
         }
+        let devices = self.device.iter().cloned();
+        model.replicas = match self.split {
+            None => devices.map(|device| Placement::on(Some(device))).collect(),
+            Some(_) => vec![Placement { devices: devices.collect(), split: self.split, ..Placement::default() }],
+        };
     }
 
     /// Reads the configuration from the arguments, the environment and the file, as they are now.

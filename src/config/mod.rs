@@ -21,7 +21,8 @@ pub use bytes::Bytes;
 pub use http::HttpConfig;
 pub use load::{ConfigError, Problem, Sources, from_sources};
 pub use models::{
-    DEMO_HYBRID_PATH, DEMO_PATH, Draft, KvFormat, LoadWhen, Model, ParseModelError, Placement, Quantize, embedded,
+    DEMO_HYBRID_PATH, DEMO_PATH, Draft, KvFormat, LoadWhen, Model, ParseModelError, Placement, Quantize, SplitMode,
+    embedded,
 };
 pub use otel::{OTEL_VARIABLES, OtelSettings};
 pub use selector::{DeviceNames, Selector, SelectorError};

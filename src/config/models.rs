@@ -172,15 +172,108 @@ impl fmt::Display for Quantize {
     }
 }
 
-/// A replica of a model: the device on which it runs.
+/// A replica of a model: the device, or the devices, on which it runs.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Placement {
     /// The device's UUID, PCI address, index, name or a part of the name, or `cpu` for the CPU driver. By default the
     /// machine's only GPU; it is an error if there are several.
     pub device: Option<Selector>,
-    /// The maximum device memory of this replica, instead of the model's `memory_limit`.
+    /// The maximum device memory of this replica, instead of the model's `memory_limit`; of a split replica, on each of
+    /// its devices.
     pub memory_limit: Option<Bytes>,
+    /// The devices of a split replica, at least two, in the order of their layers.
+    #[serde(default)]
+    pub devices: Vec<Selector>,
+    /// How the replica is split over its devices.
+    pub split: Option<SplitMode>,
+    /// The parts of the model's weights that the devices get, in proportion; by default equal parts, or parts by free
+    /// memory where more fits then.
+    #[serde(default)]
+    pub shares: Vec<u32>,
+}
+
+/// How a replica is split over several devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub enum SplitMode {
+    /// Each device has consecutive layers, and tokens pass from one to the next.
+    Layers,
+}
+
+impl FromStr for SplitMode {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<SplitMode, String> {
+        match text {
+            "layers" => Ok(SplitMode::Layers),
+            "tensor" => Err("\"tensor\" is not supported yet, \"layers\" is".to_owned()),
+            _ => Err(format!("\"{text}\" is not a way to split a model, \"layers\" is")),
+        }
+    }
+}
+
+impl TryFrom<String> for SplitMode {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<SplitMode, String> {
+        text.parse()
+    }
+}
+
+impl fmt::Display for SplitMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            SplitMode::Layers => "layers",
+        })
+    }
+}
+
+impl Placement {
+    /// A replica on one device; `None` is the machine's only GPU.
+    pub fn on(device: Option<Selector>) -> Placement {
+        Placement { device, ..Placement::default() }
+    }
+
+    /// Whether the placement names a device.
+    pub fn is_placed(&self) -> bool {
+        self.device.is_some() || !self.devices.is_empty()
+    }
+
+    /// Returns the problems of the placement: each with its key, the rule, and the value.
+    fn problems(&self) -> Vec<(&'static str, String, String)> {
+        let mut problems = Vec::new();
+        let count = self.devices.len();
+        if self.memory_limit == Some(Bytes(0)) {
+            problems.push(("memory_limit", "must be above 0".to_owned(), "0".to_owned()));
+        }
+        if let (Some(device), 1..) = (&self.device, count) {
+            problems.push(("device", "must not be given together with devices".to_owned(), format!("\"{device}\"")));
+        }
+        match self.split {
+            None if count > 0 => {
+                let rule = "needs split = \"layers\" for one replica over all devices, or an entry of replicas with a \
+                            device for each";
+                problems.push(("devices", rule.to_owned(), format!("{count} devices")));
+            }
+            Some(split) if count < 2 => {
+                let rule = "needs at least two devices in devices";
+                problems.push(("split", rule.to_owned(), format!("\"{split}\" with {count}")));
+            }
+            _ => {}
+        }
+        for (index, device) in self.devices.iter().enumerate() {
+            if self.devices[..index].contains(device) {
+                let rule = "must name each device once: a second part on one device gains nothing";
+                problems.push(("devices", rule.to_owned(), format!("\"{device}\"")));
+            }
+        }
+        if !self.shares.is_empty() && (self.shares.len() != count || self.shares.contains(&0)) {
+            let rule = format!("must be as many numbers above 0 as there are devices, {count}");
+            problems.push(("shares", rule, format!("{:?}", self.shares)));
+        }
+        problems
+    }
 }
 
 /// The text is not `NAME=DIR[@DEVICE]`.
@@ -197,7 +290,7 @@ impl Model {
         Model {
             name: name.to_owned(),
             path: path.into(),
-            replicas: vec![Placement { device, memory_limit: None }],
+            replicas: vec![Placement::on(device)],
             load: LoadWhen::Start,
             listen: None,
             context: None,
@@ -275,12 +368,12 @@ pub(super) fn problems(models: &[Model]) -> Vec<Problem> {
             problems.push(Problem::missing(key(index, "replicas")));
         }
         for (replica, value) in model.replicas.iter().enumerate() {
-            if value.memory_limit == Some(Bytes(0)) {
-                problems.push(Problem::new(
-                    key(index, &format!("replicas[{replica}].memory_limit")),
-                    "must be above 0",
-                    0,
-                ));
+            for (name, rule, given) in value.problems() {
+                problems.push(Problem::new(key(index, &format!("replicas[{replica}].{name}")), &rule, given));
+            }
+            if let (Some(split), Some(bytes)) = (value.split, model.kv_memory) {
+                let rule = format!("must not be given with split = \"{split}\": give kv_pages");
+                problems.push(Problem::new(key(index, "kv_memory"), &rule, bytes));
             }
         }
         for (name, value) in [

@@ -6,14 +6,14 @@ use crate::device::error::DeviceError;
 use crate::device::handle::Device;
 use crate::device::logical::Logical;
 use ash::vk;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// A timeline semaphore that only the host signals. Submissions that wait for it keep it alive.
 pub struct Gate {
     raw: vk::Semaphore,
     logical: Arc<Logical>,
-    opened: AtomicU64,
+    /// Locked while a value is signaled, so that the values grow.
+    opened: Mutex<u64>,
 }
 
 impl std::fmt::Debug for Gate {
@@ -32,25 +32,29 @@ impl Gate {
         // SAFETY: timeline semaphores are a required feature and enabled.
         let raw = logical.check("vkCreateSemaphore", unsafe { logical.raw.create_semaphore(&info, None) })?;
         logical.name(raw, "gate");
-        Ok(Gate { raw, logical: logical.clone(), opened: AtomicU64::new(0) })
+        Ok(Gate { raw, logical: logical.clone(), opened: Mutex::new(0) })
     }
 
     /// Signals `value`: submissions that wait for `value` or less may proceed. They see what the host wrote before this
-    /// call only after a barrier that covers host writes ([`crate::device::Encoder::barrier_full`]). Must be called
-    /// from one thread. A value that is already open changes nothing.
+    /// call only after a barrier that covers host writes ([`crate::device::Encoder::barrier_full`]). A value that is
+    /// already open changes nothing.
     pub fn open(&self, value: u64) -> Result<(), DeviceError> {
-        if self.opened.fetch_max(value, Ordering::AcqRel) >= value {
+        // The number is set after the signal, so a panic leaves it valid.
+        let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
+        if *opened >= value {
             return Ok(());
         }
         let info = vk::SemaphoreSignalInfo::default().semaphore(self.raw).value(value);
-        // SAFETY: the semaphore lives as long as `self`. The values grow, as just checked, and nothing else signals the
-        // semaphore.
-        self.logical.check("vkSignalSemaphore", unsafe { self.logical.raw.signal_semaphore(&info) })
+        // SAFETY: the semaphore lives as long as `self`. The values grow, as just checked under the lock, and nothing else
+        // signals the semaphore.
+        self.logical.check("vkSignalSemaphore", unsafe { self.logical.raw.signal_semaphore(&info) })?;
+        *opened = value;
+        Ok(())
     }
 
     /// The largest value that has been opened.
     pub fn opened(&self) -> u64 {
-        self.opened.load(Ordering::Acquire)
+        *self.opened.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn raw(&self) -> vk::Semaphore {

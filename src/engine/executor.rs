@@ -45,6 +45,7 @@ pub enum ExecuteError {
 /// - At most `run_ahead` decode steps are queued and not reported.
 /// - Within a plan no snapshot cell is both read and written, or written twice.
 /// - A slot with `dump_logits` has at most one unreported sample.
+/// - At most [`PLANS_IN_FLIGHT`](super::plan::PLANS_IN_FLIGHT) plans with work are not reported to their end.
 /// - At most two plans with a scored chunk, and at most two with pooled tokens, are unreported.
 pub trait Executor: Send {
     /// Returns the executor's limits.

@@ -654,6 +654,7 @@ impl FakeExecutor {
         let kernels = if self.profiled > 0 { vec![kernel] } else { Vec::new() };
         self.profiled = self.profiled.saturating_sub(1);
         SubmissionRecord {
+            device: std::sync::Arc::default(),
             enqueue: (now, now),
             point: Point { role: Role::Compute, value: ticket.0 },
             waits: Vec::new(),

@@ -3,6 +3,7 @@
 
 use crate::kernels::recording::{Op, Recording};
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// A stage of a region and the kernel that computes it.
@@ -70,6 +71,18 @@ impl Variants {
             }
         }
         Variants { calls: calls.into_iter().collect(), ..Variants::default() }
+    }
+
+    /// Joins those of the stages of a split replica.
+    pub fn joined<'a>(stages: impl IntoIterator<Item = &'a Arc<Variants>>) -> Variants {
+        let (mut calls, joined) = (BTreeSet::new(), Variants::default());
+        for stage in stages {
+            calls.extend(stage.calls.iter().cloned());
+            for (sum, count) in joined.fallbacks.iter().zip(&stage.fallbacks) {
+                sum.fetch_add(count.load(Relaxed), Relaxed);
+            }
+        }
+        Variants { calls: calls.into_iter().collect(), ..joined }
     }
 
     /// Returns the kernels, each once, ordered by region and stage.

@@ -230,6 +230,7 @@ pub fn check(
         cancelled: &cancelled,
         row_major: AtomicBool::new(false),
         no_ptx: AtomicBool::new(false),
+        part: None,
     };
     let build = of(options.tune);
     let mut found = Check::default();

@@ -7,6 +7,7 @@ use crate::device::{AdapterKind, Capabilities, Module, NEEDED, NEEDED_INVOCATION
 use crate::gpu::build::defaults::{RING_STEPS, tuning};
 use crate::kernels::layout::StateLayout;
 use crate::kernels::shaders::{SHADERS, find};
+use crate::model::decoder::stage::LayerStage;
 use crate::model::decoder::{Decoder, RingLayout, Tuning};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -51,6 +52,7 @@ fn pipelines(checkpoint: &Checkpoint, tuning: Tuning) -> BTreeSet<(&'static str,
     let decoder = Decoder {
         config: &checkpoint.config,
         weights: if drafts > 0 { checkpoint.weights() } else { checkpoint.weights_without_mtp() },
+        stage: LayerStage::whole(&checkpoint.config),
         max_buffer_bytes: u64::MAX,
         state: StateLayout {
             slots,

@@ -13,8 +13,9 @@ use crate::engine::executor::Executor;
 use crate::engine::plan::Capacity;
 use crate::gpu::build::Build;
 use crate::gpu::build::defaults::takes_ptx;
+use crate::gpu::build::split::choose_stages;
 use crate::gpu::error::StartError;
-use crate::gpu::executor::GpuExecutor;
+use crate::gpu::executor::split::SplitExecutor;
 use crate::gpu::matrix_units::{arithmetic, probe, runs_wgmma};
 use crate::gpu::spans;
 use crate::gpu::tuned::Tuned;
@@ -31,7 +32,7 @@ use crate::model::demo;
 use crate::model::embedding;
 use crate::model::text::Text;
 use crate::replica::rebuild::{Rebuild, RebuildError};
-use crate::replica::{DeviceInfo, MemoryUse, Replica, ReplicaConfig};
+use crate::replica::{DeviceInfo, MemoryUse, Replica, ReplicaConfig, ReplicaStage};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -235,9 +236,29 @@ impl Devices {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn choose(&self, model: &config::Model) -> Result<Vec<Adapter>, StartError> {
+    /// Returns the devices of each replica, of a split one in the order of its stages.
+    fn choose(&self, model: &config::Model) -> Result<Vec<Vec<Adapter>>, StartError> {
+        model.replicas.iter().map(|replica| self.choose_for(model, replica)).collect()
+    }
+
+    fn choose_for(&self, model: &config::Model, placement: &config::Placement) -> Result<Vec<Adapter>, StartError> {
         let adapters = self.instance.adapters();
-        model.replicas.iter().map(|replica| Ok(choose(&adapters, replica.device.as_ref())?.clone())).collect()
+        if placement.split.is_none() {
+            return Ok(vec![choose(&adapters, placement.device.as_ref())?.clone()]);
+        }
+        let mut chosen: Vec<Adapter> = Vec::new();
+        for device in &placement.devices {
+            let adapter = choose(&adapters, Some(device))?;
+            if let Some(other) = chosen.iter().position(|other| other.index == adapter.index) {
+                let what = format!(
+                    "devices \"{}\" and \"{device}\" of a split replica are both \"{}\": name each device once",
+                    placement.devices[other], adapter.name
+                );
+                return Err(StartError::Unsupported { model: model.name.clone(), what });
+            }
+            chosen.push(adapter.clone());
+        }
+        Ok(chosen)
     }
 
     fn opened(&self, adapter: &Adapter) -> Result<Arc<OpenDevice>, StartError> {
@@ -255,37 +276,64 @@ impl Devices {
         Ok(opened)
     }
 
-    /// Builds the executor of a replica, with its weights loaded.
+    /// Builds the executor of a replica, with its weights loaded, on one device or split over several.
     fn executor(
         &self,
         model: &config::Model,
         index: usize,
-        adapter: &Adapter,
+        adapters: &[Adapter],
         checkpoint: &Checkpoint,
         attempt: &LoadAttempt<'_>,
-    ) -> Result<(GpuExecutor, LoadReport, Vec<MemoryUse>), StartError> {
+    ) -> Result<BuiltReplica, StartError> {
         let cache = self.runtime.cache_directory.as_deref();
-        let opened = self.opened(adapter)?;
-        let _turn = opened.turn(&model.name, attempt)?;
+        let opened = adapters.iter().map(|adapter| self.opened(adapter)).collect::<Result<Vec<_>, _>>()?;
+        // In one order for all loads, so that no two of them wait for each other.
+        let mut turns: Vec<&OpenDevice> = opened.iter().map(|opened| &**opened).collect();
+        turns.sort_by_key(|opened| opened.device.adapter().index);
+        let _turns =
+            turns.into_iter().map(|opened| opened.turn(&model.name, attempt)).collect::<Result<Vec<_>, _>>()?;
         let name = replica_name(model, index);
         let span = spans::load(&name);
-        let build = Build {
+        let placement = &model.replicas[index];
+        let tuned: Vec<Tuned> =
+            adapters.iter().map(|adapter| Tuned::of_model(cache, adapter, checkpoint, attempt.progress)).collect();
+        let build = |device: usize, model| Build {
             name: &name,
             model,
             checkpoint,
-            opened: &opened,
-            adapter,
-            limit: model.replicas[index].memory_limit.or(model.memory_limit).map(|bytes| bytes.0),
+            opened: &opened[device],
+            adapter: &adapters[device],
+            limit: placement.memory_limit.or(model.memory_limit).map(|bytes| bytes.0),
             tune: &self.runtime.tune,
-            tuned: &Tuned::of_model(cache, adapter, checkpoint, attempt.progress),
+            tuned: &tuned[device],
             progress: attempt.progress,
             span: &span,
             beside: attempt.beside,
             cancelled: attempt.cancelled,
             row_major: AtomicBool::default(),
             no_ptx: AtomicBool::default(),
+            part: None,
         };
-        build.executor(cache)
+        if placement.split.is_none() {
+            let (executor, loaded, memory) = build(0, model).executor(cache)?;
+            return Ok(BuiltReplica { executor: Box::new(executor), loaded: Some(loaded), memory, stages: Vec::new() });
+        }
+        let builds: Vec<Build<'_>> = (0..adapters.len()).map(|device| build(device, model)).collect();
+        let (parts, sizes) = choose_stages(&builds, &placement.shares)?;
+        // All stages hold the same sequences.
+        let model = config::Model { context: Some(sizes.context), kv_pages: Some(sizes.pages), ..model.clone() };
+        let (mut executors, mut loads, mut stages) = (Vec::new(), Vec::new(), Vec::new());
+        for (device, part) in parts.iter().enumerate() {
+            let (executor, loaded, memory) = build(device, &model).of_part(part).parts(cache)?;
+            attempt.progress.line(&format!("\"{name}\": {} on {}", part.layers(), adapters[device].name));
+            executors.push(executor);
+            loads.push(loaded);
+            let device = device_info(&adapters[device]);
+            stages.push(ReplicaStage { device, layers: part.stage.layers.clone(), memory });
+        }
+        let memory = stages.iter().flat_map(|stage| stage.memory.iter().cloned()).collect();
+        let loaded = LoadReport::joined(loads);
+        Ok(BuiltReplica { executor: Box::new(SplitExecutor::new(executors)), loaded, memory, stages })
     }
 
     /// Opens the model's checkpoint.
@@ -310,8 +358,8 @@ impl Devices {
         index: usize,
         capacity: &Capacity,
         cancelled: &AtomicBool,
-    ) -> Result<GpuExecutor, StartError> {
-        let adapter = choose(&self.instance.adapters(), model.replicas[index].device.as_ref())?.clone();
+    ) -> Result<Box<dyn Executor>, StartError> {
+        let adapters = self.choose_for(model, &model.replicas[index])?;
         let checkpoint = self.checkpoint(model)?;
         // Context and pages that the configuration leaves open depended on the free memory at that time; the new
         // executor must have the same.
@@ -324,8 +372,17 @@ impl Devices {
         // No operator waits for this load, so its progress is not reported. The replica's clients wait for it, so it
         // may use all of the host.
         let attempt = LoadAttempt { beside: false, queue_limit: 0, cancelled, progress: &Quiet };
-        Ok(self.executor(&model, index, &adapter, &checkpoint, &attempt)?.0)
+        Ok(self.executor(&model, index, &adapters, &checkpoint, &attempt)?.executor)
     }
+}
+
+/// A replica whose weights are loaded.
+struct BuiltReplica {
+    executor: Box<dyn Executor>,
+    loaded: Option<LoadReport>,
+    memory: Vec<MemoryUse>,
+    /// Empty, unless it is split.
+    stages: Vec<ReplicaStage>,
 }
 
 fn replica_name(model: &config::Model, index: usize) -> String {
@@ -336,8 +393,7 @@ fn replica_name(model: &config::Model, index: usize) -> String {
 fn rebuilding(devices: &Arc<Devices>, model: &config::Model, index: usize) -> Rebuild {
     let (devices, model) = (Arc::clone(devices), model.clone());
     Rebuild::new(move |capacity, cancelled| {
-        let built = devices.rebuild(&model, index, capacity, cancelled);
-        built.map(|executor| Box::new(executor) as Box<dyn Executor>).map_err(RebuildError::from)
+        devices.rebuild(&model, index, capacity, cancelled).map_err(RebuildError::from)
     })
 }
 
@@ -363,7 +419,7 @@ impl ModelSource for Arc<Devices> {
 
 /// Builds a model with all its replicas.
 fn serve(devices: &Arc<Devices>, model: &config::Model, attempt: &LoadAttempt<'_>) -> Result<ServedModel, StartError> {
-    let adapters = devices.choose(model)?;
+    let placed = devices.choose(model)?;
     let progress = attempt.progress;
     let checkpoint = devices.checkpoint(model)?;
     let text = Text::of(&checkpoint).map_err(|source| StartError::Text { model: model.name.clone(), source })?;
@@ -374,8 +430,9 @@ fn serve(devices: &Arc<Devices>, model: &config::Model, attempt: &LoadAttempt<'_
         .map_err(|error| StartError::Unsupported { model: model.name.clone(), what: error.to_string() })?;
     let mut replicas = Vec::new();
     let mut context = checkpoint.config.context;
-    for (index, adapter) in adapters.iter().enumerate() {
-        let (executor, loaded, memory) = devices.executor(model, index, adapter, &checkpoint, attempt)?;
+    for (index, adapters) in placed.iter().enumerate() {
+        let built = devices.executor(model, index, adapters, &checkpoint, attempt)?;
+        let BuiltReplica { executor, loaded, memory, stages } = built;
         context = context.min(executor.capacity().context);
         let replica_config = ReplicaConfig {
             queue_limit: attempt.queue_limit,
@@ -386,9 +443,10 @@ fn serve(devices: &Arc<Devices>, model: &config::Model, attempt: &LoadAttempt<'_
             rebuild: Some(rebuilding(devices, model, index)),
         };
         let name = replica_name(model, index);
-        let mut replica = Replica::spawn(name, device_info(adapter), Box::new(executor), replica_config)?;
-        replica.loaded = Some(loaded);
+        let mut replica = Replica::spawn(name, device_info(&adapters[0]), executor, replica_config)?;
+        replica.loaded = loaded;
         replica.memory = memory;
+        replica.stages = stages;
         replicas.push(replica);
     }
     let info = ModelInfo {

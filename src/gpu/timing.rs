@@ -35,6 +35,7 @@ pub(crate) fn time_regions(
                 flush: FlushReason::PhaseBoundary,
                 report_after: Vec::new(),
                 outbox: Outbox { reports: reports.clone(), wake: wake.clone() },
+                then: None,
             });
         }
         for id in 0..repeats + WARM {

@@ -135,11 +135,10 @@ impl Host {
     /// state. No other model can be loaded.
     pub fn new(models: Vec<ServedModel>) -> Host {
         let mut devices: Vec<ServedDevice> = Vec::new();
-        for replica in models.iter().flat_map(|model| &model.replicas) {
-            if devices.iter().all(|device| device.info != replica.device) {
-                let info = replica.device.clone();
-                let memory = Vec::new();
-                devices.push(ServedDevice { info, memory, status: None });
+        let replicas = models.iter().flat_map(|model| &model.replicas);
+        for info in replicas.flat_map(|replica| replica.devices()) {
+            if devices.iter().all(|device| device.info != *info) {
+                devices.push(ServedDevice { info: info.clone(), memory: Vec::new(), status: None });
             }
         }
         let host = Host::empty(Catalogue::default(), Box::new(Fixed(devices)));
@@ -179,8 +178,9 @@ impl Host {
         let mut devices = self.source.devices();
         for model in self.models_and_leaving() {
             for replica in &model.replicas {
-                let device = devices.iter_mut().find(|device| device.info == replica.device);
-                device.into_iter().for_each(|device| device.memory.extend(replica.memory.iter().cloned()));
+                for device in &mut devices {
+                    device.memory.extend_from_slice(replica.memory_on(&device.info));
+                }
             }
         }
         devices

@@ -128,8 +128,15 @@ impl ServedModel {
         let fitting = match named {
             Some(replica) => vec![replica],
             None => {
-                let names = self.replicas.iter().map(|replica| replica.device.names());
-                device.parse::<Selector>()?.find(names, true)
+                // A split replica is found by each of its devices.
+                let (replicas, names): (Vec<usize>, Vec<_>) = (0..)
+                    .zip(&self.replicas)
+                    .flat_map(|(index, replica)| replica.devices().map(move |device| (index, device.names())))
+                    .unzip();
+                let found = device.parse::<Selector>()?.find(names.into_iter(), true);
+                let mut fitting: Vec<usize> = found.into_iter().map(|at| replicas[at]).collect();
+                fitting.dedup();
+                fitting
             }
         };
         if !fitting.is_empty() {

@@ -16,6 +16,7 @@ use crate::kernels::region::{Pipelines, Region, buffer_sizes};
 use crate::kernels::state;
 use crate::memory::{Arena, BufferTable, Place};
 use crate::model::checkpoint::{Checkpoint, WeightKind, WeightSpec};
+use crate::model::decoder::stage::LayerStage;
 use crate::model::decoder::{Decoder, RingLayout, StepShape, Tuning};
 use std::sync::Arc;
 
@@ -151,6 +152,7 @@ pub fn stages(
     let decoder = Decoder {
         config,
         weights: checkpoint.weights_without_mtp(),
+        stage: LayerStage::whole(config),
         max_buffer_bytes: capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes),
         state: StateLayout {
             slots: rows,

@@ -169,6 +169,7 @@ pub fn tune(
         cancelled: &wanted,
         row_major: AtomicBool::new(false),
         no_ptx: AtomicBool::new(false),
+        part: None,
     };
     // The memory plan must allow for the largest number of splits that may be tried.
     let build = of(options.tune);
@@ -627,6 +628,7 @@ impl<'a> Bench<'a> {
                     flush: FlushReason::PhaseBoundary,
                     report_after: Vec::new(),
                     outbox: Outbox { reports: reports.clone(), wake: wake.clone() },
+                    then: None,
                 });
             }
             for _ in some {
@@ -718,6 +720,7 @@ mod tests {
     use crate::kernels::gemm::skinny::Matrices;
     use crate::kernels::layout::StateLayout;
     use crate::model::decoder::RingLayout;
+    use crate::model::decoder::stage::LayerStage;
     use crate::model::demo;
 
     fn of_demo(fragments: Option<Matrices>, depth: u32) -> Vec<Knob> {
@@ -731,6 +734,7 @@ mod tests {
         let decoder = Decoder {
             config: &checkpoint.config,
             weights: checkpoint.weights(),
+            stage: LayerStage::whole(&checkpoint.config),
             max_buffer_bytes: 1 << 30,
             state: StateLayout {
                 slots: 1,

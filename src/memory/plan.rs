@@ -17,6 +17,8 @@ pub enum Purpose {
     Recurrent,
     /// Activations and partial sums, reused by every step.
     Scratch,
+    /// The messages between the devices of a split model.
+    Exchange,
     /// The staging ring through which weights are copied to the device.
     Staging,
     /// The ring buffer through which tokens return to the host.
@@ -31,6 +33,7 @@ impl fmt::Display for Purpose {
             Purpose::State => "state",
             Purpose::Recurrent => "recurrent state",
             Purpose::Scratch => "scratch",
+            Purpose::Exchange => "exchange",
             Purpose::Staging => "staging",
             Purpose::Ring => "ring",
         })
@@ -128,7 +131,8 @@ pub enum Pages {
 /// The KV pool whose size the plan determines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvRequest {
-    /// The size of one page over all layers, in bytes.
+    /// The size of one page over all layers, in bytes; 0 for layers without keys and values, which take any number of
+    /// pages.
     pub page_bytes: u64,
     /// The size of one page's share of the pool's largest single buffer (for example one layer's keys), in bytes. That
     /// buffer must not exceed the driver's largest allocation.
@@ -279,8 +283,8 @@ impl Plan {
             window = Some((pages, request.page_bytes));
         }
         if let Some(kv) = kv {
-            assert!(kv.page_bytes > 0 && kv.page_bytes_in_largest_buffer <= kv.page_bytes, "a page has bytes");
-            let by_memory = free / kv.page_bytes;
+            assert!(kv.page_bytes_in_largest_buffer <= kv.page_bytes, "a page has bytes");
+            let by_memory = free.checked_div(kv.page_bytes).unwrap_or(u64::MAX);
             let by_allocation =
                 limits.max_allocation_bytes.checked_div(kv.page_bytes_in_largest_buffer).unwrap_or(u64::MAX);
             let fit = by_memory.min(by_allocation);
@@ -312,13 +316,14 @@ impl Plan {
             } else {
                 PagesBound::Memory
             };
-            entries.push(PlanEntry {
+            let pool = PlanEntry {
                 purpose: Purpose::KvPages,
                 bytes: kv_pages * kv.page_bytes + window.map_or(0, |(pages, bytes)| pages * bytes),
                 largest: Some(("kv pages".to_owned(), kv_pages * kv.page_bytes_in_largest_buffer)),
                 side: Side::Device,
                 things: None,
-            });
+            };
+            entries.extend((pool.bytes > 0).then_some(pool));
             entries.sort_by_key(|entry| entry.purpose);
         }
         Ok(Plan { limits, entries, kv_pages, page_bytes, pages_bound, window })

@@ -34,7 +34,7 @@ use crossbeam_channel::bounded;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
-use std::ops::Bound;
+use std::ops::{Bound, Range};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -78,6 +78,17 @@ pub struct MemoryUse {
     pub bytes: u64,
     /// Whether it is device memory; otherwise host memory.
     pub on_device: bool,
+}
+
+/// The part of a split replica on one of its devices.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ReplicaStage {
+    /// The device.
+    pub device: DeviceInfo,
+    /// The layers that it computes.
+    pub layers: Range<u32>,
+    /// The memory plan of the part, by purpose.
+    pub memory: Vec<MemoryUse>,
 }
 
 /// Why a replica did not accept a request.
@@ -150,16 +161,18 @@ pub struct ReplicaConfig {
     pub rebuild: Option<Rebuild>,
 }
 
-/// A model on a device: an engine thread and its executor behind a bounded inbox. Dropping it aborts all requests and
+/// A model on a device, or split over several: an engine thread and its executor behind a bounded inbox. Dropping it aborts all requests and
 /// joins the thread.
 pub struct Replica {
     /// The name, as `MODEL/INDEX`.
     pub name: String,
-    /// The device that it runs on.
+    /// The device that it runs on; of a split replica, the one of its first layers.
     pub device: DeviceInfo,
+    /// The parts of a split replica, in the order of their layers; empty on one device.
+    pub stages: Vec<ReplicaStage>,
     /// How its weights were loaded, if they were.
     pub loaded: Option<LoadReport>,
-    /// The memory plan of the replica, by purpose.
+    /// The memory plan of the replica, by purpose; of a split one, the plans of all parts.
     pub memory: Vec<MemoryUse>,
     bounds: Bounds,
     /// The maximum number of unfinished requests: one per slot, and the queue.
@@ -293,6 +306,7 @@ impl Replica {
         Ok(Replica {
             name,
             device,
+            stages: Vec::new(),
             loaded: None,
             memory: Vec::new(),
             bounds,
@@ -303,6 +317,21 @@ impl Replica {
             inbox,
             thread,
         })
+    }
+
+    /// Returns the devices that it runs on, those of a split replica in the order of their layers.
+    pub fn devices(&self) -> impl Iterator<Item = &DeviceInfo> {
+        let own = self.stages.is_empty().then_some(&self.device);
+        own.into_iter().chain(self.stages.iter().map(|stage| &stage.device))
+    }
+
+    /// Returns the replica's memory plan on a device; empty if it does not run there.
+    pub fn memory_on(&self, device: &DeviceInfo) -> &[MemoryUse] {
+        match self.stages.iter().find(|stage| stage.device == *device) {
+            Some(stage) => &stage.memory,
+            None if self.stages.is_empty() && self.device == *device => &self.memory,
+            None => &[],
+        }
     }
 
     /// Returns the limits that requests are validated against.

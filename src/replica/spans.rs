@@ -172,6 +172,8 @@ pub fn step(record: &StepRecord, replica: &str, shown: &[Traced<'_>]) {
             let mut attributes = vec![
                 KeyValue::new(names::QUEUE, submission.point.role.to_string()),
                 KeyValue::new(names::REGION_RUNS, i64::from(region.runs)),
+                KeyValue::new(names::DEVICE_NAME, submission.device.name.clone()),
+                KeyValue::new(names::DEVICE_UUID, submission.device.uuid.clone()),
             ];
             if let Some(clock) = submission.clock {
                 attributes.push(KeyValue::new(names::GPU_CLOCK, clock.name()));

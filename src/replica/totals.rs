@@ -95,6 +95,7 @@ mod tests {
             kernels: Vec::new(),
         };
         SubmissionRecord {
+            device: std::sync::Arc::default(),
             enqueue: (Moment(0), Moment(0)),
             point: Point { role: Role::Compute, value: 1 },
             waits: Vec::new(),

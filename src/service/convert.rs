@@ -10,7 +10,7 @@ use crate::engine::request::{Finished, PerToken, Started, TokenLogprobs};
 use crate::host::{Host, ServedModel};
 use crate::model::text::Text;
 use crate::replica::record::StepRecord;
-use crate::replica::{DeviceInfo, Replica};
+use crate::replica::{DeviceInfo, Replica, ReplicaStage};
 use std::collections::BTreeMap;
 
 /// A device's identity.
@@ -151,6 +151,8 @@ fn submission(submission: &SubmissionRecord) -> proto::Submission {
         regions: submission.regions.iter().map(region).collect(),
         clock: submission.clock.map_or("", ClockQuality::name).to_owned(),
         clock_error_us: submission.clock.map_or(0.0, |clock| clock.error().as_secs_f64() * 1e6),
+        device: submission.device.name.clone(),
+        device_uuid: submission.device.uuid.clone(),
     }
 }
 
@@ -222,7 +224,11 @@ pub fn model(model: &ServedModel) -> proto::Model {
         replicas: model
             .replicas
             .iter()
-            .map(|replica| proto::ModelReplica { name: replica.name.clone(), device: Some(device(&replica.device)) })
+            .map(|replica| proto::ModelReplica {
+                name: replica.name.clone(),
+                device: Some(device(&replica.device)),
+                stages: replica.stages.iter().map(stage).collect(),
+            })
             .collect(),
         state: proto::ModelState::Serving.into(),
         loading: None,
@@ -230,16 +236,25 @@ pub fn model(model: &ServedModel) -> proto::Model {
     }
 }
 
-/// The devices that have a replica, by index.
+/// The part of a split replica on one device.
+fn stage(stage: &ReplicaStage) -> proto::ReplicaStage {
+    proto::ReplicaStage {
+        device: Some(device(&stage.device)),
+        first_layer: stage.layers.start,
+        layers: stage.layers.len() as u32,
+    }
+}
+
+/// The devices that have a replica, or a part of one, by index.
 pub fn devices(host: &Host, may_know: impl Fn(&str) -> bool) -> Vec<proto::ServingDevice> {
     let mut devices: BTreeMap<usize, proto::ServingDevice> = BTreeMap::new();
     for model in &*host.models() {
         let known = may_know(&model.name);
-        for replica in &model.replicas {
-            let entry = devices.entry(replica.device.index).or_insert_with(|| proto::ServingDevice {
-                device: Some(device(&replica.device)),
-                replicas: Vec::new(),
-            });
+        let placed = model.replicas.iter().flat_map(|replica| replica.devices().map(move |device| (replica, device)));
+        for (replica, own) in placed {
+            let entry = devices
+                .entry(own.index)
+                .or_insert_with(|| proto::ServingDevice { device: Some(device(own)), replicas: Vec::new() });
             entry.replicas.extend(known.then(|| replica.name.clone()));
         }
     }

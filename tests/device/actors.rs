@@ -6,8 +6,8 @@
 use crate::common::{Driver, Vulkan};
 use ostinato::actors::compute::{Compute, GpuTime, Submission};
 use ostinato::actors::timeline::FlushReason;
-use ostinato::actors::watcher::{Outbox, Report};
-use ostinato::device::{Device, Gate};
+use ostinato::actors::watcher::{Outbox, Report, Then};
+use ostinato::device::{Device, DeviceError, Gate};
 use ostinato::kernels::recording::{Op, Recording};
 use ostinato::kernels::region::{Pipelines, Region};
 use ostinato::memory::{Arena, BufferTable, Place};
@@ -52,6 +52,7 @@ impl Reports {
             flush: FlushReason::PhaseBoundary,
             report_after: Vec::new(),
             outbox: self.outbox.clone(),
+            then: None,
         }
     }
 }
@@ -159,4 +160,39 @@ fn a_slow_driver_is_waited_for() {
     }
     let point = device.queue(ostinato::device::Role::Compute).last();
     assert!(device.wait_while_moving(point, patience).unwrap());
+}
+
+/// Goal: work on one device goes on when work on another one has finished, without anybody waiting for a report. Method:
+/// a submission to one CPU driver waits at a gate, which the end of one to the other driver opens; then both the other way
+/// round.
+#[test]
+fn work_goes_on_when_that_of_another_device_has_finished() {
+    let vulkan = Vulkan::new();
+    let devices = Driver::BOTH.map(|driver| vulkan.device(driver));
+    for (first, second) in [(0, 1), (1, 0)] {
+        let computes = devices.each_ref().map(|device| Compute::spawn(Arc::clone(device), GpuTime::Off).unwrap());
+        let gate = Arc::new(Gate::new(&devices[second]).unwrap());
+        let (one, other) = (Reports::new(), Reports::new());
+        let arenas = devices.each_ref().map(|device| Arena::new(device).unwrap());
+        let regions = [first, second].map(|at| filling(&devices[at], &arenas[at], 4096, 1));
+        let waiting =
+            Submission { gate: Some((Arc::clone(&gate), 1)), ..other.submission(0, vec![regions[1].clone()]) };
+        computes[second].submit(waiting);
+        assert!(other.reports.recv_timeout(Duration::from_millis(50)).is_err(), "it waits");
+        let opens = Then::new({
+            let gate = Arc::clone(&gate);
+            move || gate.open(1)
+        });
+        computes[first].submit(Submission { then: Some(opens), ..one.submission(0, vec![regions[0].clone()]) });
+        other.reports.recv_timeout(LONG).expect("the gate is open").result.unwrap();
+        assert_eq!(gate.opened(), 1);
+        one.reports.recv_timeout(LONG).unwrap().result.unwrap();
+
+        // What fails there is the submission's result, and what is lost before is not done.
+        let fails =
+            Then::new(|| Err(DeviceError::DeviceLost { device: "other".to_owned(), call: "a test".to_owned() }));
+        computes[first].submit(Submission { then: Some(fails), ..one.submission(1, vec![regions[0].clone()]) });
+        let report = one.reports.recv_timeout(LONG).unwrap();
+        assert!(report.last && report.result.is_err_and(|error| error.to_string().contains("other")));
+    }
 }

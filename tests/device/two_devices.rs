@@ -25,7 +25,7 @@ fn serve(vulkan: &Vulkan, models: Vec<Model>) -> Host {
 }
 
 fn on(device: &str) -> Placement {
-    Placement { device: Some(device.parse().expect("a selector")), memory_limit: None }
+    Placement::on(Some(device.parse().expect("a selector")))
 }
 
 /// Generates through the host all tokens that are known for a checkpoint, and checks them.
@@ -196,6 +196,7 @@ fn a_compute_actor_that_panics_is_a_lost_device() {
         // Reports of single entries are not allowed for a submission behind a gate.
         report_after: vec![1],
         outbox: Outbox { reports: reports.clone(), wake },
+        then: None,
     });
     let report = report.recv_timeout(Duration::from_secs(60)).expect("it is owed a report");
     assert!(report.last && report.id == 7 && report.result.is_err_and(|error| error.is_lost()));

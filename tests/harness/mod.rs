@@ -126,6 +126,7 @@ impl Bound<'_> {
             flush: FlushReason::PhaseBoundary,
             report_after: Vec::new(),
             outbox,
+            then: None,
         });
         let report = done.recv_timeout(Duration::from_secs(240)).expect("the device finishes");
         report.result.expect("the device is alive");

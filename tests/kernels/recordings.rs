@@ -32,6 +32,7 @@ use ostinato::kernels::tags::{self, Flow, tagged};
 use ostinato::memory::pack::{self, Format};
 use ostinato::model::checkpoint::Checkpoint;
 use ostinato::model::config::{LayerKind, MlpKind};
+use ostinato::model::decoder::stage::LayerStage;
 use ostinato::model::decoder::{Decoder, RECURRENT, RingLayout, StepShape, stride};
 use ostinato::model::synth::{self, SynthOptions};
 use std::collections::HashMap;
@@ -58,6 +59,7 @@ fn decoder<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, max_
     Decoder {
         config: &checkpoint.config,
         weights: checkpoint.weights(),
+        stage: LayerStage::whole(&checkpoint.config),
         max_buffer_bytes,
         state: StateLayout {
             slots: 4,

@@ -20,6 +20,7 @@ mod llama_cpp;
 mod quantised;
 mod scoring;
 mod speculation;
+mod split;
 mod streams;
 mod transformers;
 mod tune;

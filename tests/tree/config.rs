@@ -2,7 +2,7 @@
 //! value, and the sources override each other in the documented order.
 
 use ostinato::config::{
-    Bytes, Config, ConfigError, Model, Placement, Problem, Selector, Sources, from_sources, tokens,
+    Bytes, Config, ConfigError, Model, Placement, Problem, Selector, Sources, SplitMode, from_sources, tokens,
 };
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -74,6 +74,8 @@ fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
     assert_eq!((model.context, model.load), (Some(32768), ostinato::config::LoadWhen::Request));
     assert_eq!(model.memory_limit, Some(Bytes(70 << 30)));
     assert_eq!(model.replicas[1].memory_limit, Some(Bytes(40 << 30)));
+    let split = &model.replicas[2];
+    assert_eq!((split.devices.len(), split.split, &split.shares[..]), (2, Some(SplitMode::Layers), &[3, 1][..]));
     assert_eq!((model.snapshots, model.drafts, model.drafts_always), (Some(64), Some(3), Some(true)));
     assert_eq!(model.draft, Some(ostinato::config::Draft::Lookup));
     // The values in the example's comments are the default values.
@@ -527,5 +529,38 @@ fn the_environment_goes_over_the_file() {
     assert!(
         text.contains("OTEL_EXPORTER_OTLP_PROTOCOL must be grpc, is http/json") && text.contains("2 problems"),
         "{text}"
+    );
+}
+
+/// Goal: a placement over several devices that cannot be is refused with the rule that it breaks.
+#[test]
+fn wrong_splits_are_refused_with_their_rules() {
+    let at = |placement: &str| format!("[[models]]\nname = \"m\"\npath = \"/m\"\nreplicas = [{placement}]");
+    let good = read(&at(r#"{ devices = ["0000:17:00.0", "RTX 4090"], split = "layers" }"#)).expect("it is good");
+    assert_eq!(good.models[0].replicas[0].devices.len(), 2);
+    for (placement, key, rule) in [
+        (r#"{ devices = ["a", "b"] }"#, "devices", "needs split = \"layers\""),
+        (r#"{ devices = ["a"], split = "layers" }"#, "split", "at least two devices"),
+        (r#"{ device = "a", split = "layers" }"#, "split", "at least two devices"),
+        (r#"{ device = "a", devices = ["b", "c"], split = "layers" }"#, "device", "must not be given together"),
+        (r#"{ devices = ["a", "b", "a"], split = "layers" }"#, "devices", "must name each device once"),
+        (r#"{ devices = ["a", "b"], split = "layers", shares = [1] }"#, "shares", "as there are devices, 2"),
+        (r#"{ devices = ["a", "b"], split = "layers", shares = [1, 0] }"#, "shares", "above 0"),
+        (r#"{ device = "a", shares = [1] }"#, "shares", "as there are devices, 0"),
+    ] {
+        let found = problems(&at(placement));
+        let key = format!("models[0].replicas[0].{key}");
+        assert!(
+            found.iter().any(|problem| problem.key == key && problem.rule.contains(rule)),
+            "{placement}: {found:?}"
+        );
+    }
+    for (word, rule) in [("tensor", "\"tensor\" is not supported yet"), ("rows", "\"rows\" is not a way to split")] {
+        let error = read(&at(&format!(r#"{{ devices = ["a", "b"], split = "{word}" }}"#))).expect_err(word);
+        assert!(error.to_string().contains(rule), "{error}");
+    }
+    let text = format!("{}\nkv_memory = \"1GiB\"", at(r#"{ devices = ["a", "b"], split = "layers" }"#));
+    assert!(
+        problems(&text).iter().any(|problem| problem.key == "models[0].kv_memory" && problem.rule.contains("kv_pages"))
     );
 }

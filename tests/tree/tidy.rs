@@ -153,6 +153,7 @@ const CYCLES: [(&[&str], &str); 13] = [
             "gpu::build::overlap_test",
             "gpu::build::ptx_test",
             "gpu::build::recordings",
+            "gpu::build::split",
             "gpu::devices",
         ],
         "methods of one builder, by topic; devices own what it builds on",

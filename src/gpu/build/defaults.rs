@@ -10,7 +10,9 @@ use crate::kernels::gemm::matmul::MatrixUnits;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::layout::StateLayout;
 use crate::kernels::sampling;
+use crate::model::checkpoint::WeightSpec;
 use crate::model::config::LayerKind;
+use crate::model::decoder::stage::LayerStage;
 use crate::model::decoder::{self, Decoder, RingLayout, Tuning};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
@@ -128,11 +130,21 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
 }
 
 impl Build<'_> {
+    /// Whether sizes have the defaults of CPU drivers: if one of a split model's devices is such a driver, for all.
+    fn sized_for_cpu(&self) -> bool {
+        self.part.map_or(self.adapter.is_cpu(), |part| part.on_cpu)
+    }
+
+    /// Returns the size of the device memory that determines default sizes: of a split model's devices, the smallest.
+    fn heap_bytes(&self) -> u64 {
+        self.part.map_or_else(|| self.opened.device.budget().heap_bytes, |part| part.heap_bytes)
+    }
+
     pub(crate) fn buckets(&self) -> Vec<u32> {
-        let most = self.model.prefill_chunk.unwrap_or(if self.adapter.is_cpu() { 64 } else { 2048 });
+        let most = self.model.prefill_chunk.unwrap_or(if self.sized_for_cpu() { 64 } else { 2048 });
         // Many prefill steps are as large as the permitted delay of decode steps allows; in that range the bucket sizes
         // are close together.
-        let sizes: &[u32] = if self.adapter.is_cpu() {
+        let sizes: &[u32] = if self.sized_for_cpu() {
             &[16, 64, 256, 1024]
         } else {
             &[16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048]
@@ -145,10 +157,10 @@ impl Build<'_> {
     /// Returns the number of sequences that can run at once.
     pub(crate) fn slots(&self) -> u32 {
         self.model.slots.unwrap_or_else(|| {
-            if self.adapter.is_cpu() {
+            if self.sized_for_cpu() {
                 return CPU_SLOTS;
             }
-            let fit = u32::try_from(self.opened.device.budget().heap_bytes / SLOT_MEMORY).unwrap_or(u32::MAX);
+            let fit = u32::try_from(self.heap_bytes() / SLOT_MEMORY).unwrap_or(u32::MAX);
             1 << fit.clamp(GPU_SLOTS.0, GPU_SLOTS.1).ilog2()
         })
     }
@@ -158,13 +170,13 @@ impl Build<'_> {
         let net = self.checkpoint.config.delta?;
         let finds = self.model.prefix_cache.unwrap_or(true);
         let own = || {
-            if self.adapter.is_cpu() {
+            if self.sized_for_cpu() {
                 return CPU_SNAPSHOTS;
             }
             let layers = self.checkpoint.config.layers_of(LayerKind::GatedDelta).count() as u64;
             let heads = decoder::delta_heads(net);
             let bytes = (layers * (heads.state_bytes(1) + heads.window_bytes(1))).max(1);
-            let fit = self.opened.device.budget().heap_bytes / SNAPSHOT_SHARE / bytes;
+            let fit = self.heap_bytes() / SNAPSHOT_SHARE / bytes;
             u32::try_from(fit).unwrap_or(u32::MAX).clamp(GPU_SNAPSHOTS.0, GPU_SNAPSHOTS.1)
         };
         Some(if finds { self.model.snapshots.unwrap_or_else(own) } else { 0 })
@@ -183,13 +195,21 @@ impl Build<'_> {
         if self.model.draft.is_none() && !self.checkpoint.has_mtp() {
             return 0;
         }
-        self.model.drafts.unwrap_or(if self.adapter.is_cpu() { CPU_DRAFTS } else { GPU_DRAFTS })
+        self.model.drafts.unwrap_or(if self.sized_for_cpu() { CPU_DRAFTS } else { GPU_DRAFTS })
     }
 
     /// Returns the maximum number of sequences of a verification step, a power of two.
     pub(crate) fn draft_sequences(&self) -> u32 {
-        let most = if self.adapter.is_cpu() { CPU_DRAFT_SEQUENCES } else { GPU_DRAFT_SEQUENCES };
+        let most = if self.sized_for_cpu() { CPU_DRAFT_SEQUENCES } else { GPU_DRAFT_SEQUENCES };
         1 << most.min(self.slots()).ilog2()
+    }
+
+    /// Returns the weights of all of the model.
+    pub(crate) fn all_weights(&self) -> &[WeightSpec] {
+        match (self.drafts(), self.model.draft) {
+            (1.., None) => self.checkpoint.weights(),
+            _ => self.checkpoint.weights_without_mtp(),
+        }
     }
 
     /// Returns the decoder of the model with `pages` KV pages and, if windows have pages of their own, `window_pages`.
@@ -199,10 +219,11 @@ impl Build<'_> {
         let capabilities = &self.adapter.capabilities;
         Decoder {
             config,
-            weights: match (self.drafts(), self.model.draft) {
-                (1.., None) => self.checkpoint.weights(),
-                _ => self.checkpoint.weights_without_mtp(),
+            weights: match self.part {
+                Some(part) => &part.weights,
+                None => self.all_weights(),
             },
+            stage: self.part.map_or_else(|| LayerStage::whole(config), |part| part.stage.clone()),
             max_buffer_bytes: capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes),
             state: StateLayout {
                 slots,
@@ -248,6 +269,11 @@ impl Build<'_> {
         }
         if self.no_ptx.load(Ordering::Relaxed) || self.opened.ptx.is_err() {
             tuning.ptx = false;
+        }
+        if self.part.is_some() {
+            // A fault would have to reach the stages before, and a gate between a step's logits and its sampling would be
+            // behind another.
+            (tuning.tags, tuning.gates) = (false, false);
         }
         tuning
     }

@@ -3,7 +3,7 @@
 use crate::engine::plan::{STATE_TOKENS, WindowCapacity};
 use crate::gpu::build::Build;
 use crate::gpu::build::defaults::RUN_AHEAD;
-use crate::gpu::build::recordings::Recordings;
+use crate::gpu::build::recordings::{EXCHANGE, Recordings};
 use crate::gpu::devices::staging;
 use crate::gpu::error::StartError;
 use crate::gpu::matrix_units::unpromised;
@@ -42,6 +42,7 @@ pub(crate) fn purpose(name: &str) -> Purpose {
         name if name.starts_with(ROPE) => Purpose::State,
         name if name.starts_with(decoder::RECURRENT) => Purpose::Recurrent,
         "ring" | "dump" | "scores" | "pooled" => Purpose::Ring,
+        name if name.starts_with(EXCHANGE) => Purpose::Exchange,
         name if name.starts_with("kv.") => Purpose::KvPages,
         _ => Purpose::Scratch,
     }
@@ -153,6 +154,7 @@ impl Build<'_> {
             (Purpose::State, Side::Device),
             (Purpose::Recurrent, Side::Device),
             (Purpose::Scratch, Side::Device),
+            (Purpose::Exchange, Side::Device),
             (Purpose::Ring, Side::Host),
         ] {
             let of =
@@ -169,7 +171,8 @@ impl Build<'_> {
         // The bytes of a page of K, or of V, of each layer. The drafting block has KV pages of its own.
         let of = |layer: u32| probe.heads(probe.config.attention_of[layer as usize]).page_bytes();
         let windowed = |layer: &u32| probe.window_pages.is_some() && probe.config.attention(*layer).window.is_some();
-        let (windows, layers): (Vec<u32>, Vec<u32>) = probe.config.cached_layers().partition(windowed);
+        let own = probe.config.cached_layers().filter(|layer| probe.stage.layers.contains(layer));
+        let (windows, layers): (Vec<u32>, Vec<u32>) = own.partition(windowed);
         let [windows, layers] = [windows, layers].map(|layers| layers.into_iter().map(of).collect::<Vec<u64>>());
         let drafting = if probe.drafts() { probe.heads(0).page_bytes() } else { 0 };
         let context_pages = u64::from(context.div_ceil(PAGE_TOKENS));
@@ -184,14 +187,17 @@ impl Build<'_> {
                 page_bytes_in_largest_buffer: windows.iter().copied().max().unwrap_or(0),
                 each,
                 least,
-                most: least + each * u64::from(probe.state.slots - 1),
+                most: match self.part.and_then(|part| part.window_pages) {
+                    Some(agreed) => u64::from(agreed).max(least),
+                    None => least + each * u64::from(probe.state.slots - 1),
+                },
                 typical: context_pages.div_ceil(2),
             }
         });
         let pages = match (self.model.kv_pages, self.model.kv_memory) {
             (Some(pages), _) => Pages::Exactly(u64::from(pages)),
             (None, Some(bytes)) => match &mut window {
-                None => Pages::Exactly(bytes.0 / page_bytes),
+                None => Pages::Exactly(bytes.0 / page_bytes.max(1)),
                 // Divided as sequences of typical length need them.
                 Some(window) => {
                     let (own, other) = (window.each * window.page_bytes, window.typical * page_bytes);

@@ -7,6 +7,7 @@ mod limits;
 mod overlap_test;
 mod ptx_test;
 pub(crate) mod recordings;
+pub(crate) mod split;
 
 use crate::actors::compute::Submission;
 use crate::actors::loader::{LoadError, LoadPlan, LoadReport, LoadTensor, MatrixRows, TensorSource, WeightLoad};
@@ -20,10 +21,14 @@ use crate::gpu::build::format_test::test_formats;
 use crate::gpu::build::limits::{MOST_PAGES, purpose};
 use crate::gpu::build::overlap_test::{Probe, test_overlap};
 use crate::gpu::build::ptx_test::test_ptx;
-use crate::gpu::build::recordings::{InboxRecordings, Recordings, variants};
+use crate::gpu::build::recordings::{
+    EXCHANGE, ExchangeRecordings, HeadRecordings, InboxRecordings, Recordings, exchange_buffer, variants,
+};
+use crate::gpu::build::split::StagePart;
 use crate::gpu::devices::OpenDevice;
 use crate::gpu::error::StartError;
-use crate::gpu::executor::{DecodeRegion, DecodeRegions, GpuExecutor, Inbox, Injection, Parts};
+use crate::gpu::executor::exchange::{Exchange, MessagesIn, MessagesOut, SlotsIn, SlotsOut};
+use crate::gpu::executor::{CountInbox, DecodeRegion, DecodeRegions, GpuExecutor, HeadParts, Inbox, Injection, Parts};
 use crate::gpu::spans;
 use crate::gpu::tuned::Tuned;
 use crate::host::progress::{Progress, Unit};
@@ -32,8 +37,8 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region, buffer_sizes};
 use crate::memory::pack::Packing;
-use crate::memory::plan::{HumanBytes, Purpose, Side};
-use crate::memory::{BufferTable, Place, WeightFile};
+use crate::memory::plan::{HumanBytes, Plan, Purpose, Side};
+use crate::memory::{Buffer, BufferTable, Place, WeightFile};
 use crate::model::checkpoint::{Checkpoint, SourceRef, WeightSpec};
 use crate::model::decoder::{Decoder, Part, ROPE};
 use crate::replica::MemoryUse;
@@ -85,6 +90,19 @@ pub(crate) struct Build<'a> {
     pub(crate) row_major: AtomicBool,
     /// Set when programs in PTX could not be built or have failed their test on this device: the model runs without.
     pub(crate) no_ptx: AtomicBool,
+    /// The stage that the device computes, if the model is split over several devices.
+    pub(crate) part: Option<&'a StagePart>,
+}
+
+/// The sizes that a memory plan determines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PlannedSizes {
+    /// The maximum context in tokens.
+    pub(crate) context: u32,
+    /// The number of KV pages.
+    pub(crate) pages: u32,
+    /// The number of window pages, if windows have pages of their own.
+    pub(crate) window_pages: Option<u32>,
 }
 
 /// A model whose buffers are allocated and whose weights are being loaded.
@@ -123,30 +141,68 @@ impl Drop for Weights {
     }
 }
 
+impl<'a> Build<'a> {
+    /// Returns the build of a stage on the same device.
+    pub(crate) fn of_part<'b>(&self, part: &'b StagePart) -> Build<'b>
+    where
+        'a: 'b,
+    {
+        let this: &Build<'b> = self;
+        Build {
+            part: Some(part),
+            row_major: AtomicBool::new(self.row_major.load(Ordering::Relaxed)),
+            no_ptx: AtomicBool::new(self.no_ptx.load(Ordering::Relaxed)),
+            ..*this
+        }
+    }
+}
+
 impl Build<'_> {
     pub(crate) fn unsupported(&self, what: String) -> StartError {
         StartError::Unsupported { model: self.model.name.clone(), what }
     }
 
-    /// Plans and allocates memory, starts loading the weights, and builds the pipelines meanwhile.
-    pub(crate) fn prepare(&self, cache: Option<&Path>) -> Result<PreparedModel<'_>, StartError> {
+    /// Checks the configuration and plans the memory. Returns the sizes that follow from it, and the plan.
+    pub(crate) fn planned(&self) -> Result<(PlannedSizes, Plan), StartError> {
         self.check()?;
-        let started = Instant::now();
         let buckets = self.buckets();
         let chunk = *buckets.last().expect("there is at least one bucket");
-        let model_context = self.checkpoint.config.context;
         let asked = self.model.context;
-        let wanted = asked.unwrap_or(model_context.min(DEFAULT_CONTEXT));
-
+        let wanted = asked.unwrap_or(self.checkpoint.config.context.min(DEFAULT_CONTEXT));
         // The sizes of everything except the KV pool are known before the pool is planned.
         let window = self.recycled_window(wanted);
         let probe = self.decoder(wanted, 1, window.map(|_| 1), chunk);
         self.check_experts(&probe)?;
         let plan = self.plan(&probe, &buckets, wanted, asked.is_some())?;
-        self.progress.line(&format!("memory of \"{}\" on {}\n{plan}", self.name, self.adapter.name));
-        for line in acts_in_order(&probe) {
-            self.progress.line(&format!("\"{}\": {line}", self.name));
-        }
+        let pages = u32::try_from(plan.kv_pages()).ok().filter(|pages| *pages <= MOST_PAGES).ok_or_else(|| {
+            self.unsupported(format!("{} KV pages are asked for, at most {MOST_PAGES} are possible", plan.kv_pages()))
+        })?;
+        // A stage without windows takes any number of their pages.
+        let window_pages =
+            window.map(|_| plan.window_pages().map_or(MOST_PAGES, |of| of.min(MOST_PAGES.into()) as u32));
+        let window_pages = match (window_pages, self.part.and_then(|part| part.window_pages)) {
+            (Some(own), Some(agreed)) if own < agreed => {
+                return Err(self.unsupported(format!(
+                    "{own} window pages fit on \"{}\", {agreed} did before: its memory was taken meanwhile",
+                    self.adapter.name
+                )));
+            }
+            (Some(_), Some(agreed)) => Some(agreed),
+            (own, _) => own,
+        };
+        let context = wanted.min(pages.saturating_mul(PAGE_TOKENS));
+        Ok((PlannedSizes { context, pages, window_pages }, plan))
+    }
+
+    /// Plans and allocates memory, starts loading the weights, and builds the pipelines meanwhile.
+    pub(crate) fn prepare(&self, cache: Option<&Path>) -> Result<PreparedModel<'_>, StartError> {
+        let started = Instant::now();
+        let buckets = self.buckets();
+        let chunk = *buckets.last().expect("there is at least one bucket");
+        let (sizes, plan) = self.planned()?;
+        let PlannedSizes { context, pages, window_pages } = sizes;
+        let layers = self.part.map_or(String::new(), |part| format!(", {}", part.layers()));
+        self.progress.line(&format!("memory of \"{}\" on {}{layers}\n{plan}", self.name, self.adapter.name));
         let memory = plan.entries().iter().map(|entry| MemoryUse {
             replica: self.name.to_owned(),
             purpose: entry.purpose.to_string(),
@@ -154,12 +210,10 @@ impl Build<'_> {
             on_device: entry.side == Side::Device,
         });
         let memory = memory.collect();
-        let pages = u32::try_from(plan.kv_pages()).ok().filter(|pages| *pages <= MOST_PAGES).ok_or_else(|| {
-            self.unsupported(format!("{} KV pages are asked for, at most {MOST_PAGES} are possible", plan.kv_pages()))
-        })?;
-        let window_pages = plan.window_pages().map(|pages| pages.min(MOST_PAGES.into()) as u32);
-        let context = wanted.min(pages.saturating_mul(PAGE_TOKENS));
         let decoder = self.decoder(context, pages, window_pages, chunk);
+        for line in acts_in_order(&decoder) {
+            self.progress.line(&format!("\"{}\": {line}", self.name));
+        }
         let used = self.tuned.apply(&mut decoder.tuning.clone());
         if used > 0 {
             self.progress.line(&format!("\"{}\": {used} workgroup shapes as `ostinato tune` found them", self.name));
@@ -180,10 +234,15 @@ impl Build<'_> {
             }
             let place = match name.as_str() {
                 "ring" | "dump" | "scores" | "pooled" => Place::Readback,
+                name if name.starts_with(EXCHANGE) => exchange_place(name),
                 name if name.starts_with("inbox.") || name == "masks" => Place::Upload { bar: true },
                 _ => Place::DeviceLocal,
             };
             let buffer = self.opened.arena.buffer(&name, bytes, place)?;
+            if name.starts_with(EXCHANGE) {
+                // Rows of zeros are of no sequence, and inboxes of zeros change nothing.
+                buffer.write(0, &vec![0; bytes as usize]);
+            }
             // Caches need no initial value: only entries that were written are read.
             let cache = matches!(purpose(&name), Purpose::KvPages | Purpose::Recurrent);
             if place == Place::DeviceLocal && !cache && !name.starts_with(ROPE) && name != "orders" {
@@ -197,7 +256,10 @@ impl Build<'_> {
         let upload = |buffer, bytes: &[u8]| self.opened.transfer.upload(&self.opened.ring, buffer, 0, bytes);
         let mut tables = Vec::new();
         for (name, rope) in decoder.rope_tables() {
-            tables.push(upload(table.require(&name)?, bytemuck::cast_slice(&rope))?);
+            // A stage may have no layer of a kind.
+            if let Some(buffer) = table.get(&name) {
+                tables.push(upload(buffer, bytemuck::cast_slice(&rope))?);
+            }
         }
         if let (Some(buffer), orders @ [_, ..]) = (table.get("orders"), &decoder.orders()[..]) {
             tables.push(upload(buffer, bytemuck::cast_slice(orders))?);
@@ -308,6 +370,12 @@ impl Build<'_> {
         &self,
         cache: Option<&Path>,
     ) -> Result<(GpuExecutor, LoadReport, Vec<MemoryUse>), StartError> {
+        let (parts, loaded, memory) = self.parts(cache)?;
+        Ok((GpuExecutor::new(parts), loaded, memory))
+    }
+
+    /// Builds the parts of an executor: of a replica, or of one of its stages.
+    pub(crate) fn parts(&self, cache: Option<&Path>) -> Result<(Parts, LoadReport, Vec<MemoryUse>), StartError> {
         let PreparedModel { decoder, recordings, table, pipelines, loading, memory } = self.prepare_tested(cache)?;
         let begin = Moment::now();
         let region = |recording: &Recording| -> Result<Arc<Region>, StartError> {
@@ -337,36 +405,66 @@ impl Build<'_> {
         for (rows, layers) in &recordings.prefill {
             prefill.insert(*rows, region(layers)?);
         }
-        let mut first = BTreeMap::new();
-        for (rows, head) in &recordings.first {
-            first.insert(*rows, region(head)?);
-        }
-        let score = (recordings.score.0, region(&recordings.score.1)?);
-        let pool = region(&recordings.pool)?;
         let mut inboxes = Vec::new();
         for (index, InboxRecordings { apply, clear, mark }) in recordings.inboxes.iter().enumerate() {
             inboxes.push(Inbox {
                 patch: Arc::clone(table.require(&format!("inbox.{index}.patch"))?),
-                clear: Arc::clone(table.require(&format!("inbox.{index}.clear"))?),
-                seen: Arc::clone(table.require(&format!("inbox.{index}.seen"))?),
                 apply: region(apply)?,
-                clear_counts: region(clear)?,
-                mark_seen: region(mark)?,
+                counts: match (clear, mark) {
+                    (Some(clear), Some(mark)) => Some(CountInbox {
+                        clear: Arc::clone(table.require(&format!("inbox.{index}.clear"))?),
+                        seen: Arc::clone(table.require(&format!("inbox.{index}.seen"))?),
+                        clear_counts: region(clear)?,
+                        mark_seen: region(mark)?,
+                    }),
+                    _ => None,
+                },
             });
         }
-        let dump_region = region(&recordings.dump)?;
-        let dump = Arc::clone(table.require("dump")?);
-        let (ready, loaded) = self.finish(loading)?;
-        let ring_buffer = Arc::clone(table.require("ring")?);
-        let probe = Probe {
-            inbox: &inboxes[0],
-            ring: &ring_buffer,
-            dump_region: &dump_region,
-            dump: &dump,
-            ready: &ready,
-            page_tokens: PAGE_TOKENS,
+        let buffer = |name: &str| -> Result<Arc<Buffer>, StartError> { Ok(Arc::clone(table.require(name)?)) };
+        let head = match &recordings.head {
+            None => None,
+            Some(HeadRecordings { first, score, pool, dump }) => Some(HeadParts {
+                ring: decoder.ring,
+                ring_buffer: buffer("ring")?,
+                masks: buffer("masks")?,
+                gate: Arc::new(Gate::new(&self.opened.device)?),
+                dump: buffer("dump")?,
+                dump_region: region(dump)?,
+                first: first
+                    .iter()
+                    .map(|(rows, head)| Ok((*rows, region(head)?)))
+                    .collect::<Result<_, StartError>>()?,
+                score: (score.0, region(&score.1)?),
+                scores: buffer("scores")?,
+                pool: region(pool)?,
+                hidden: (decoder.config.hidden, decoder.pooled_stride()),
+                pooled: buffer("pooled")?,
+            }),
         };
-        let failed = test_overlap(self, &decoder, &table, &probe, &mut decode)?;
+        let gated = |recording: &Recording| -> Result<Arc<Region>, StartError> {
+            self.wanted()?;
+            Ok(Arc::new(Region::build_gated(&self.opened.device, recording, &table, &pipelines)?))
+        };
+        let exchange = match self.part {
+            None => None,
+            Some(_) => Some(self.exchange(&decoder, &recordings, &buffer, &region, &gated)?),
+        };
+        let (ready, loaded) = self.finish(loading)?;
+        let failed = match &head {
+            None => 0,
+            Some(head) => {
+                let probe = Probe {
+                    inbox: &inboxes[0],
+                    ring: &head.ring_buffer,
+                    dump_region: &head.dump_region,
+                    dump: &head.dump,
+                    ready: &ready,
+                    page_tokens: PAGE_TOKENS,
+                };
+                test_overlap(self, &decoder, &table, &probe, &mut decode)?
+            }
+        };
         spans::recorded(self.span, begin);
         let variants = Arc::new(variants(&decoder, &recordings, failed));
         let overlaps = decode.values().any(|regions| regions.carried.is_some());
@@ -403,24 +501,14 @@ impl Build<'_> {
             },
             snapshots: self.snapshots(),
         };
-        let executor = GpuExecutor::new(Parts {
+        let parts = Parts {
             capacity,
             layout: decoder.state,
-            ring: decoder.ring,
-            ring_buffer,
-            masks: Arc::clone(table.require("masks")?),
-            gate: Arc::new(Gate::new(&self.opened.device)?),
-            dump,
-            dump_region,
+            head,
+            exchange,
             decode,
             verify,
             prefill,
-            first,
-            score,
-            scores: Arc::clone(table.require("scores")?),
-            pool,
-            hidden: (decoder.config.hidden, decoder.pooled_stride()),
-            pooled: Arc::clone(table.require("pooled")?),
             inboxes,
             patch_pairs: PATCH_PAIRS,
             seen_rows: SEEN_ROWS,
@@ -436,8 +524,55 @@ impl Build<'_> {
                 every: decoder.tuning.broken_every,
             },
             retry_after: Duration::from_millis(u64::from(decoder.tuning.retry_ms)),
-        });
-        Ok((executor, loaded, memory))
+        };
+        Ok((parts, loaded, memory))
+    }
+
+    /// Builds the parts with which a stage exchanges data with the others.
+    fn exchange(
+        &self,
+        decoder: &Decoder<'_>,
+        recordings: &Recordings,
+        buffer: &dyn Fn(&str) -> Result<Arc<Buffer>, StartError>,
+        region: &dyn Fn(&Recording) -> Result<Arc<Region>, StartError>,
+        gated: &dyn Fn(&Recording) -> Result<Arc<Region>, StartError>,
+    ) -> Result<Exchange, StartError> {
+        if self.adapter.is_cpu() {
+            // The load waits for work that is submitted later, so what was timed before has been read by then.
+            self.opened.compute.stop_timing();
+        }
+        let ExchangeRecordings { receive, send, apply, publish } = &recordings.exchange;
+        type Make<'m> = &'m dyn Fn(&Recording) -> Result<Arc<Region>, StartError>;
+        let both = |pair: &[Recording; 2], make: Make<'_>| Ok::<_, StartError>([make(&pair[0])?, make(&pair[1])?]);
+        let buffers = |what: &str| -> Result<[Arc<Buffer>; 2], StartError> {
+            Ok([buffer(&exchange_buffer(what, 0))?, buffer(&exchange_buffer(what, 1))?])
+        };
+        let by_rows = |of: &BTreeMap<u32, [Recording; 2]>, make: Make<'_>| {
+            of.iter().map(|(rows, pair)| Ok((*rows, both(pair, make)?))).collect::<Result<BTreeMap<_, _>, StartError>>()
+        };
+        let gate = || -> Result<Arc<Gate>, StartError> { Ok(Arc::new(Gate::new(&self.opened.device)?)) };
+        let most = recordings.rows().last().copied().unwrap_or(0);
+        Ok(Exchange {
+            passed: decoder.passed(most).0,
+            receive: match receive.is_empty() {
+                true => None,
+                false => {
+                    Some(MessagesIn { messages: buffers("receive")?, regions: by_rows(receive, gated)?, gate: gate()? })
+                }
+            },
+            send: match send.is_empty() {
+                true => None,
+                false => Some(MessagesOut { messages: buffers("send")?, regions: by_rows(send, region)? }),
+            },
+            apply: match apply {
+                None => None,
+                Some(pair) => Some(SlotsIn { inboxes: buffers("apply")?, regions: both(pair, gated)?, gate: gate()? }),
+            },
+            publish: match publish {
+                None => None,
+                Some(pair) => Some(SlotsOut { slots: buffers("publish")?, regions: both(pair, region)? }),
+            },
+        })
     }
 
     /// Returns an error if the load was cancelled.
@@ -522,6 +657,7 @@ impl Build<'_> {
                 flush: FlushReason::PhaseBoundary,
                 report_after: Vec::new(),
                 outbox: Outbox { reports: reports.clone(), wake: wake.clone() },
+                then: None,
             });
         }
         let mut ran = Duration::ZERO;
@@ -543,6 +679,14 @@ impl Build<'_> {
             std::thread::sleep((ran * (BESIDE_SHARE - 1)).min(BESIDE_PAUSE));
         }
         Ok(())
+    }
+}
+
+/// Returns the memory of an exchange buffer.
+fn exchange_place(name: &str) -> Place {
+    match name.strip_prefix(EXCHANGE).is_some_and(|name| name.starts_with("send") || name.starts_with("publish")) {
+        true => Place::Readback,
+        false => Place::Upload { bar: true },
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::engine::variants::{Fallback, Variants};
 use crate::gpu::build::defaults::{INBOXES, PATCH_PAIRS, SEEN_ROWS};
+use crate::gpu::executor::exchange::RETURNED;
 use crate::kernels::embed::rows_bytes;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::{Op, Recording};
@@ -9,7 +10,7 @@ use crate::kernels::sampling;
 use crate::kernels::shaders::{ClearCountsArgs, MarkPromptArgs, PatchArgs};
 use crate::kernels::tags;
 use crate::model::decoder::{Decoder, StepShape};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Returns the kernels of a model's regions and the fallbacks in use. `failed` is the number of buckets whose decode
 /// step without barriers failed its test.
@@ -39,24 +40,63 @@ pub(crate) struct Recordings {
     pub(crate) verify: Vec<(u32, u32, Recording)>,
     /// The prefill steps, by number of rows.
     pub(crate) prefill: Vec<(u32, Recording)>,
+    pub(crate) inboxes: Vec<InboxRecordings>,
+    /// The recordings around the LM head; `None` in all stages of a split model but the last.
+    pub(crate) head: Option<HeadRecordings>,
+    /// The recordings with which a stage of a split model exchanges activations and slots with the others.
+    pub(crate) exchange: ExchangeRecordings,
+}
+
+/// The recordings of a replica, or of the last stage of a split one, beside its layers.
+pub(crate) struct HeadRecordings {
     /// The recordings that draw the first tokens of prompts, by number of prompts.
     pub(crate) first: Vec<(u32, Recording)>,
     /// The recording that scores prompt tokens, with its number of rows.
     pub(crate) score: (u32, Recording),
     /// The recording that pools rows of prompts that are embedded.
     pub(crate) pool: Recording,
-    pub(crate) inboxes: Vec<InboxRecordings>,
     pub(crate) dump: Recording,
 }
+
+/// Recordings of which there are two, for two plans in flight.
+pub(crate) type RecordingPair = [Recording; 2];
+
+/// The recordings with which a stage of a split model exchanges data with other stages; empty for a model on one device.
+#[derive(Default)]
+pub(crate) struct ExchangeRecordings {
+    /// The first stage has none: take over the rows of a step from the stage before, by number of rows.
+    pub(crate) receive: BTreeMap<u32, RecordingPair>,
+    /// The last stage has none: hand the rows of a step to the next stage, by number of rows.
+    pub(crate) send: BTreeMap<u32, RecordingPair>,
+    /// The last stage has none: apply the changes of slots that the last stage has made.
+    pub(crate) apply: Option<RecordingPair>,
+    /// Only the last stage: hand all slots to the host.
+    pub(crate) publish: Option<RecordingPair>,
+}
+
+impl ExchangeRecordings {
+    fn all(&self) -> impl Iterator<Item = &Recording> {
+        let rows = self.receive.values().chain(self.send.values());
+        rows.chain(&self.apply).chain(&self.publish).flatten()
+    }
+}
+
+/// Returns the name of one of a pair of exchange buffers.
+pub(crate) fn exchange_buffer(what: &str, of_plan: usize) -> String {
+    format!("{EXCHANGE}{what}.{of_plan}")
+}
+
+/// The prefix of the names of exchange buffers.
+pub(crate) const EXCHANGE: &str = "exchange.";
 
 /// The recordings that apply the changes in an inbox.
 pub(crate) struct InboxRecordings {
     /// Writes words of the device state.
     pub(crate) apply: Recording,
-    /// Clears token counts.
-    pub(crate) clear: Recording,
-    /// Adds tokens to token counts.
-    pub(crate) mark: Recording,
+    /// Clears token counts; only where tokens are drawn.
+    pub(crate) clear: Option<Recording>,
+    /// Adds tokens to token counts; only where tokens are drawn.
+    pub(crate) mark: Option<Recording>,
 }
 
 impl Recordings {
@@ -93,36 +133,102 @@ impl Recordings {
             }
         }
         let prefill = buckets.iter().map(|&rows| (rows, decoder.record(StepShape::Prefill { rows }))).collect();
-        let sizes = (0..).map(|power| 1 << power).take_while(|rows| *rows <= decoder.state.prompts);
-        let first = sizes.map(|rows| (rows, decoder.record(StepShape::Head { rows }))).collect();
         let inboxes = (0..INBOXES).map(|index| inbox_recordings(decoder, index)).collect();
-        let mut dump = Recording::new("dump");
-        let bytes = u64::from(decoder.config.vocab) * 4;
-        let from = dump.buffer("logits", bytes);
-        let to = dump.buffer("dump", bytes);
-        dump.ops.push(Op::Copy { from, to });
-        let rows = decoder.score_rows();
-        let score = (rows, decoder.record(StepShape::Score { rows }));
-        let pool = decoder.record(StepShape::Pool { prompts: decoder.state.prompts });
-        Recordings { decode, broken, verify, prefill, first, score, pool, inboxes, dump }
+        let head = decoder.stage.is_last().then(|| head_recordings(decoder));
+        let mut recordings =
+            Recordings { decode, broken, verify, prefill, inboxes, head, exchange: ExchangeRecordings::default() };
+        recordings.exchange = exchange_recordings(decoder, &recordings.rows());
+        recordings
+    }
+
+    /// Returns the numbers of rows of the steps.
+    pub(crate) fn rows(&self) -> BTreeSet<u32> {
+        let decode = self.decode.iter().map(|(rows, ..)| *rows);
+        let verify = self.verify.iter().map(|(drafts, sequences, _)| sequences * (drafts + 1));
+        decode.chain(verify).chain(self.prefill.iter().map(|(rows, _)| *rows)).collect()
     }
 
     /// Returns the recordings that steps normally use, without the fallbacks with barriers.
     fn of_steps(&self) -> impl Iterator<Item = &Recording> {
         let decode = self.decode.iter().map(|(_, recording, _)| recording);
         let verify = self.verify.iter().map(|(.., recording)| recording);
-        let prompts = self.prefill.iter().chain(&self.first).chain([&self.score]).map(|(_, recording)| recording);
-        let prompts = prompts.chain([&self.pool]);
-        decode.chain(verify).chain(prompts)
+        let prompts = self.prefill.iter().map(|(_, recording)| recording);
+        decode.chain(verify).chain(prompts).chain(self.head.iter().flat_map(HeadRecordings::of_steps))
     }
 
     pub(crate) fn all(&self) -> Vec<&Recording> {
         let decode = self.decode.iter().flat_map(|(_, recording, plain)| std::iter::once(recording).chain(plain));
-        let prompts = self.prefill.iter().chain(&self.first).chain([&self.score]).map(|(_, recording)| recording);
-        let prompts = prompts.chain([&self.pool]);
+        let prompts = self.prefill.iter().map(|(_, recording)| recording);
         let verify = self.verify.iter().map(|(.., recording)| recording);
-        let inboxes = self.inboxes.iter().flat_map(|inbox| [&inbox.apply, &inbox.clear, &inbox.mark]);
-        decode.chain(verify).chain(prompts).chain(inboxes).chain([&self.dump]).collect()
+        let inboxes =
+            self.inboxes.iter().flat_map(|inbox| std::iter::once(&inbox.apply).chain(&inbox.clear).chain(&inbox.mark));
+        let head = self.head.iter().flat_map(|head| head.of_steps().chain([&head.dump]));
+        decode.chain(verify).chain(prompts).chain(head).chain(inboxes).chain(self.exchange.all()).collect()
+    }
+}
+
+impl HeadRecordings {
+    fn of_steps(&self) -> impl Iterator<Item = &Recording> {
+        self.first.iter().chain([&self.score]).map(|(_, recording)| recording).chain([&self.pool])
+    }
+}
+
+fn head_recordings(decoder: &Decoder<'_>) -> HeadRecordings {
+    let sizes = (0..).map(|power| 1 << power).take_while(|rows| *rows <= decoder.state.prompts);
+    let first = sizes.map(|rows| (rows, decoder.record(StepShape::Head { rows }))).collect();
+    let mut dump = Recording::new("dump");
+    let bytes = u64::from(decoder.config.vocab) * 4;
+    let from = dump.buffer("logits", bytes);
+    let to = dump.buffer("dump", bytes);
+    dump.ops.push(Op::Copy { from, to });
+    let rows = decoder.score_rows();
+    let score = (rows, decoder.record(StepShape::Score { rows }));
+    let pool = decoder.record(StepShape::Pool { prompts: decoder.state.prompts });
+    HeadRecordings { first, score, pool, dump }
+}
+
+/// Returns the recordings with which a stage exchanges data with the others, for steps of these numbers of rows.
+fn exchange_recordings(decoder: &Decoder<'_>, rows: &BTreeSet<u32>) -> ExchangeRecordings {
+    let (first, last) = (decoder.stage.is_first(), decoder.stage.is_last());
+    if first && last {
+        return ExchangeRecordings::default();
+    }
+    let (parts, bytes) = decoder.passed(rows.last().copied().unwrap_or(0));
+    let passes = |name: &str, sends: bool| {
+        let of = |rows: u32, of_plan: usize| {
+            let mut recording = Recording::new(format!("{name}.{rows}"));
+            let message = recording.buffer(&exchange_buffer(name, of_plan), bytes);
+            for passed in &parts {
+                let range = recording.buffer(passed.name, u64::from(rows) * passed.row_bytes);
+                let place = message.part(passed.at, range.bytes);
+                let (from, to) = if sends { (range, place) } else { (place, range) };
+                recording.ops.push(Op::Copy { from, to });
+            }
+            recording
+        };
+        rows.iter().map(|&rows| (rows, [of(rows, 0), of(rows, 1)])).collect()
+    };
+    let apply = |of_plan: usize| {
+        let mut recording = Recording::new("apply_slots");
+        let capacity = decoder.state.rows.max(decoder.state.prompts) * RETURNED.len() as u32;
+        let inbox = recording.buffer(&exchange_buffer("apply", of_plan), sampling::patch_bytes(capacity));
+        let target = decoder.state.all(&mut recording);
+        let args = PatchArgs { inbox, target, capacity, words: (target.bytes / 4) as u32 };
+        recording.call(sampling::patch("apply_slots".to_owned(), args));
+        recording
+    };
+    let publish = |of_plan: usize| {
+        let mut recording = Recording::new("publish_slots");
+        let from = decoder.state.slots(&mut recording);
+        let to = recording.buffer(&exchange_buffer("publish", of_plan), from.bytes);
+        recording.ops.push(Op::Copy { from, to });
+        recording
+    };
+    ExchangeRecordings {
+        receive: if first { BTreeMap::new() } else { passes("receive", false) },
+        send: if last { BTreeMap::new() } else { passes("send", true) },
+        apply: (!last).then(|| [apply(0), apply(1)]),
+        publish: last.then(|| [publish(0), publish(1)]),
     }
 }
 
@@ -133,6 +239,9 @@ fn inbox_recordings(decoder: &Decoder<'_>, index: usize) -> InboxRecordings {
     let args = PatchArgs { inbox, target, capacity: PATCH_PAIRS, words: (target.bytes / 4) as u32 };
     let call = sampling::patch("patch".to_owned(), args);
     apply.call(call);
+    if !decoder.stage.is_last() {
+        return InboxRecordings { apply, clear: None, mark: None };
+    }
 
     let slots = decoder.state.slots;
     let vocabulary = decoder.config.vocab;
@@ -151,5 +260,5 @@ fn inbox_recordings(decoder: &Decoder<'_>, index: usize) -> InboxRecordings {
     if decoder.looks_up() {
         decoder.note_tokens(&mut mark, rows, SEEN_ROWS);
     }
-    InboxRecordings { apply, clear, mark }
+    InboxRecordings { apply, clear: Some(clear), mark: Some(mark) }
 }

@@ -2,7 +2,7 @@
 
 use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::plan::{Change, PageTable, SlotParams, Ticket};
-use crate::gpu::executor::{GpuExecutor, Pending};
+use crate::gpu::executor::{GpuExecutor, Link, Pending};
 use crate::kernels::region::Region;
 use crate::kernels::sampling::{Patch, clear_inbox, patch_inbox};
 use crate::kernels::state::{self, SlotInit};
@@ -14,16 +14,29 @@ use std::sync::Arc;
 pub struct Inbox {
     /// Mapped memory: the words of a patch.
     pub patch: Arc<Buffer>,
+    /// Applies `patch`.
+    pub apply: Arc<Region>,
+    /// The part for token counts; `None` in a stage that draws no tokens.
+    pub counts: Option<CountInbox>,
+}
+
+/// A staging area in mapped memory for changes of token counts, with the regions that apply them.
+#[derive(Debug)]
+pub struct CountInbox {
     /// Mapped memory: the slots whose token counts are cleared.
     pub clear: Arc<Buffer>,
     /// Mapped memory: `[rows][4]` of token, position, slot and 1 for tokens to add to token counts; unused rows are 0.
     pub seen: Arc<Buffer>,
-    /// Applies `patch`.
-    pub apply: Arc<Region>,
     /// Clears the token counts of the slots in `clear`.
     pub clear_counts: Arc<Region>,
     /// Adds the tokens in `seen` to token counts and, if drafts are looked up, keeps them.
     pub mark_seen: Arc<Region>,
+}
+
+impl Inbox {
+    fn counts(&self) -> &CountInbox {
+        self.counts.as_ref().expect("only stages that draw tokens count them")
+    }
 }
 
 /// The changes of the device state that a plan requires.
@@ -52,16 +65,17 @@ impl GpuExecutor {
             match change {
                 Change::Join { slot, params, cached } => {
                     let init = slot_init(params);
-                    if init.has_penalties() {
+                    let draws = self.parts.head.is_some();
+                    if draws && init.has_penalties() {
                         posts.clear.push(slot.0);
                     }
                     let rows = (0..).zip(cached).map(|(position, token)| [*token, position, slot.0, 1]);
-                    posts.seen.extend(rows);
+                    posts.seen.extend(rows.filter(|_| draws));
                     self.dumps[slot.0 as usize] = params.dump_logits;
                     self.logprobs[slot.0 as usize] = params.logprobs.is_some();
                     patch.set_all(layout.slot_word(slot.0, 0), &init.words());
                     patch.set_all(layout.bias_word(slot.0, 0), &state::bias_words(&params.sampling.logit_bias));
-                    if let Some(mask) = &params.mask {
+                    if let Some(mask) = params.mask.as_ref().filter(|_| draws) {
                         self.set_mask(*slot, mask);
                     }
                 }
@@ -88,7 +102,7 @@ impl GpuExecutor {
     pub(super) fn post(&mut self, ticket: Ticket, posts: Posts) -> Result<Applied, ExecuteError> {
         let mut applied = Applied::default();
         for slots in posts.clear.chunks(self.parts.layout.slots.max(1) as usize) {
-            let inbox = self.inbox(ticket, &mut applied)?;
+            let inbox = self.inbox(ticket, &mut applied)?.counts();
             inbox.clear.write(0, bytemuck::cast_slice(&clear_inbox(slots)));
             applied.regions.push(Arc::clone(&inbox.clear_counts));
         }
@@ -100,7 +114,7 @@ impl GpuExecutor {
         // This must follow the patch, because `mark_seen` reads words of the slots that the patch writes.
         let rows = self.parts.seen_rows as usize;
         for seen in posts.seen.chunks(rows) {
-            let inbox = self.inbox(ticket, &mut applied)?;
+            let inbox = self.inbox(ticket, &mut applied)?.counts();
             let mut words = seen.to_vec();
             words.resize(rows, [0; 4]);
             inbox.seen.write(0, bytemuck::cast_slice(&words));
@@ -113,7 +127,7 @@ impl GpuExecutor {
     pub(super) fn inbox(&mut self, ticket: Ticket, applied: &mut Applied) -> Result<&Inbox, ExecuteError> {
         if applied.inboxes.len() >= self.parts.inboxes.len() / 2 {
             let full = std::mem::take(applied);
-            self.hand_over(Pending::changes(ticket, full.inboxes), vec![full.regions], Vec::new());
+            self.hand_over(Pending::changes(ticket, full.inboxes), vec![full.regions], Vec::new(), Link::default());
         }
         let index = self.free_inbox()?;
         applied.inboxes.push(index);

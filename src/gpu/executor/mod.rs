@@ -2,13 +2,15 @@
 //! turns the entries of the token ring into tokens.
 //! Not here: scheduling, and calls of Vulkan other than through the actors.
 
+pub mod exchange;
 mod inbox;
 mod report;
+pub mod split;
 mod submit;
 
 use crate::actors::compute::Compute;
 use crate::actors::timeline::{FlushReason, SubmissionRecord};
-use crate::actors::watcher::{Outbox, Report};
+use crate::actors::watcher::{Outbox, Report, Then};
 use crate::device::{Device, Gate, Point};
 use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::pace::Pace;
@@ -20,8 +22,9 @@ use crate::kernels::region::{Pipelines, Region};
 use crate::kernels::sampling::mask_words;
 use crate::memory::Buffer;
 use crate::model::decoder::RingLayout;
-use crossbeam_channel::{Receiver, bounded};
-pub use inbox::Inbox;
+use crossbeam_channel::{Receiver, Sender, bounded};
+use exchange::Exchange;
+pub use inbox::{CountInbox, Inbox};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -76,13 +79,9 @@ pub struct DecodeRegion {
     pub parts: Option<[Arc<Region>; 2]>,
 }
 
-/// The parts of which a replica's executor consists, with everything allocated and recorded.
+/// The parts with which tokens are drawn and reach the host.
 #[derive(Debug)]
-pub struct Parts {
-    /// The capacity that the executor reports to the scheduler.
-    pub capacity: Capacity,
-    /// The layout of the device state.
-    pub layout: StateLayout,
+pub struct HeadParts {
     /// The dimensions of the token ring.
     pub ring: RingLayout,
     /// Mapped memory: the token ring.
@@ -96,12 +95,6 @@ pub struct Parts {
     pub dump: Arc<Buffer>,
     /// Copies row 0 of the logits to `dump`.
     pub dump_region: Arc<Region>,
-    /// The decode regions, by number of rows.
-    pub decode: BTreeMap<u32, DecodeRegions>,
-    /// The verification regions, by drafts per sequence, then by number of sequences.
-    pub verify: BTreeMap<u32, BTreeMap<u32, Arc<Region>>>,
-    /// The regions that run the layers of a prefill step, by number of rows.
-    pub prefill: BTreeMap<u32, Arc<Region>>,
     /// The regions that draw the first tokens of prompts, by number of prompts.
     pub first: BTreeMap<u32, Arc<Region>>,
     /// The region that scores the next rows of a prefill step, and the number of rows that one run scores.
@@ -114,6 +107,25 @@ pub struct Parts {
     pub hidden: (u32, u32),
     /// Mapped memory: the pooled rows of two prefill steps.
     pub pooled: Arc<Buffer>,
+}
+
+/// The parts of which a replica's executor consists, with everything allocated and recorded.
+#[derive(Debug)]
+pub struct Parts {
+    /// The capacity that the executor reports to the scheduler.
+    pub capacity: Capacity,
+    /// The layout of the device state.
+    pub layout: StateLayout,
+    /// The parts around the LM head; `None` in all stages of a split replica but the last.
+    pub head: Option<HeadParts>,
+    /// The parts with which a stage of a split replica exchanges data with the others.
+    pub exchange: Option<Exchange>,
+    /// The decode regions, by number of rows.
+    pub decode: BTreeMap<u32, DecodeRegions>,
+    /// The verification regions, by drafts per sequence, then by number of sequences.
+    pub verify: BTreeMap<u32, BTreeMap<u32, Arc<Region>>>,
+    /// The regions that run the layers of a prefill step, by number of rows.
+    pub prefill: BTreeMap<u32, Arc<Region>>,
     /// The inboxes: at least two. If there are no more of them than plans in flight, `submit` blocks.
     pub inboxes: Vec<Inbox>,
     /// The capacity of an inbox's patch, in pairs of offset and value.
@@ -242,17 +254,36 @@ struct Pools {
 enum Kind {
     /// Changes only; there is nothing to report.
     Changes,
-    /// A prefill in which no prompt ends: a step without tokens.
-    Prompts,
+    /// A step without tokens: a prefill in which no prompt ends, or a step of a stage without the LM head.
+    Layers,
     /// Steps that draw tokens.
     Sampled,
+}
+
+/// The regions before and after a step.
+#[derive(Debug)]
+struct Around {
+    before: Vec<Arc<Region>>,
+    after: Vec<Arc<Region>>,
+    link: Link,
+}
+
+/// What a submission waits for, and what is done when it has finished.
+#[derive(Debug, Default)]
+struct Link {
+    gate: Option<(Arc<Gate>, u64)>,
+    then: Option<Then>,
 }
 
 impl GpuExecutor {
     /// Creates an executor of recorded regions.
     pub fn new(parts: Parts) -> GpuExecutor {
+        GpuExecutor::woken_by(parts, bounded(1))
+    }
+
+    /// Creates an executor with the channel, of capacity 1, that becomes readable when there may be reports.
+    fn woken_by(parts: Parts, (waker, wake): (Sender<()>, Receiver<()>)) -> GpuExecutor {
         let (sender, reports) = bounded(REPORTS);
-        let (waker, wake) = bounded(1);
         let slots = parts.capacity.slots as usize;
         GpuExecutor {
             outbox: Outbox { reports: sender, wake: waker },
@@ -278,6 +309,14 @@ impl GpuExecutor {
             submissions: VecDeque::new(),
             parts,
         }
+    }
+
+    /// Returns the parts around the LM head.
+    ///
+    /// # Panics
+    /// In a stage without: no plan of it draws tokens.
+    fn head(&self) -> &HeadParts {
+        self.parts.head.as_ref().expect("a stage that draws tokens has an LM head")
     }
 }
 
@@ -327,7 +366,7 @@ impl Executor for GpuExecutor {
                 posts.patch.set(self.parts.layout.fault_word(), 1);
             }
         }
-        self.enqueue(ticket, plan.work, posts)?;
+        self.enqueue(ticket, plan.work, posts, None)?;
         Ok(ticket)
     }
 
@@ -346,7 +385,7 @@ impl Executor for GpuExecutor {
     fn set_mask(&mut self, slot: Slot, mask: &[u32]) {
         let words = mask_words(self.parts.capacity.vocabulary);
         assert_eq!(mask.len() as u32, words, "a mask has a bit for each token");
-        self.parts.masks.write(u64::from(slot.0) * u64::from(words) * 4, bytemuck::cast_slice(mask));
+        self.head().masks.write(u64::from(slot.0) * u64::from(words) * 4, bytemuck::cast_slice(mask));
     }
 
     fn release(&mut self, ticket: Ticket) -> Result<(), ExecuteError> {
@@ -377,7 +416,9 @@ impl Drop for GpuExecutor {
     fn drop(&mut self) {
         // No more masks will arrive. Opens the gate so that the queue runs empty; the tokens drawn without masks are
         // not reported.
-        let _ = self.parts.gate.open(self.gates);
+        if let Some(head) = &self.parts.head {
+            let _ = head.gate.open(self.gates);
+        }
         // The device must finish its work before the buffers are freed. There is no time limit: each submission gets a
         // last report, even if the device is lost.
         let mut open: usize = self.pending.len() - self.early_finished().min(self.pending.len());

@@ -27,13 +27,13 @@ impl GpuExecutor {
     /// Returns the ring entries of a step's rows; `words` must have room for them. The alternatives of a token are only
     /// read if there are any, because few requests ask for them.
     pub(super) fn ring_entries<'a>(&'a self, step: u32, words: &'a mut [u32]) -> impl Iterator<Item = RingEntry> + 'a {
-        let RingLayout { steps, rows: ring_rows } = self.parts.ring;
+        let RingLayout { steps, rows: ring_rows } = self.head().ring;
         let at = RingEntry::at(step, 0, steps, ring_rows) as u64 * 4;
-        self.parts.ring_buffer.read(at, bytemuck::cast_slice_mut(words));
+        self.head().ring_buffer.read(at, bytemuck::cast_slice_mut(words));
         let top = move |row: u32| {
             let mut words = [0u32; state::TOP_WORDS as usize];
             let at = RingEntry::top_at(step, row, steps, ring_rows) as u64 * 4;
-            self.parts.ring_buffer.read(at, bytemuck::cast_slice_mut(&mut words));
+            self.head().ring_buffer.read(at, bytemuck::cast_slice_mut(&mut words));
             words
         };
         let entries = words.chunks_exact(state::ENTRY_WORDS as usize).zip(0..);
@@ -65,7 +65,7 @@ impl GpuExecutor {
                 // Only row 0 of the logits is copied; `submit` assigns it to a slot that requested logits.
                 let logits = (pending.dump && row == 0 && self.dumps[entry.slot as usize]).then(|| {
                     let mut logits = vec![0f32; self.parts.capacity.vocabulary as usize];
-                    self.parts.dump.read(0, bytemuck::cast_slice_mut(&mut logits));
+                    self.head().dump.read(0, bytemuck::cast_slice_mut(&mut logits));
                     logits
                 });
                 tokens.push(Sampled {
@@ -106,7 +106,7 @@ impl GpuExecutor {
         pending.entries = to;
         let progress = match pending.work {
             Kind::Changes => None,
-            Kind::Prompts | Kind::Sampled => {
+            Kind::Layers | Kind::Sampled => {
                 let (tokens, good, fault) = match pending.work {
                     Kind::Sampled => self.tokens(&pending, from.min(pending.good), to.min(pending.good))?,
                     _ => (Vec::new(), to, 0),
@@ -125,7 +125,10 @@ impl GpuExecutor {
                     steps,
                     tokens,
                     scored: pending.scoring.filter(|_| report.last).map(|scoring| self.scores(scoring)),
-                    pooled: if report.last { self.pooled(&pending.pooling) } else { Vec::new() },
+                    pooled: match report.last && !pending.pooling.runs.is_empty() {
+                        true => self.pooled(&pending.pooling),
+                        false => Vec::new(),
+                    },
                     finished,
                     faults: if finished { pending.faults } else { 0 },
                     cost,
@@ -170,11 +173,11 @@ impl GpuExecutor {
 
     /// Reads the pooled rows of a step from the mapped buffer, after the device has written them.
     pub(super) fn pooled(&self, pools: &Pools) -> Vec<PooledChunk> {
-        let (hidden, stride) = self.parts.hidden;
+        let (hidden, stride) = self.head().hidden;
         let read = |(&(slot, tokens), row): (&(Slot, u32), u32)| {
             let mut sum = vec![0f32; hidden as usize];
             let at = u64::from(row) * u64::from(stride) * 4;
-            self.parts.pooled.read(at, bytemuck::cast_slice_mut(&mut sum));
+            self.head().pooled.read(at, bytemuck::cast_slice_mut(&mut sum));
             PooledChunk { slot, tokens, sum }
         };
         pools.runs.iter().zip(pools.first..).map(read).collect()
@@ -185,7 +188,7 @@ impl GpuExecutor {
         let Scoring { slot, first, tokens, entry } = scoring;
         let mut words = vec![0u32; (tokens * state::SCORE_WORDS) as usize];
         let at = u64::from(entry) * u64::from(state::SCORE_WORDS) * 4;
-        self.parts.scores.read(at, bytemuck::cast_slice_mut(&mut words));
+        self.head().scores.read(at, bytemuck::cast_slice_mut(&mut words));
         let scored = |words: &[u32]| {
             let Score { token, logprob, top } = Score::read(words);
             Scored { id: token, logprobs: TokenLogprobs { chosen: logprob, top } }

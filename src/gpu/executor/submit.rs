@@ -6,7 +6,9 @@ use crate::engine::executor::ExecuteError;
 use crate::engine::plan::{Chunk, Slot, Ticket, Work};
 use crate::engine::variants::Fallback;
 use crate::gpu::executor::inbox::Posts;
-use crate::gpu::executor::{DecodeRegion, GpuExecutor, Kind, MOST_REPEATS, Pending, Pools, REPORT_EVERY, Scoring};
+use crate::gpu::executor::{
+    Around, DecodeRegion, GpuExecutor, Kind, Link, MOST_REPEATS, Pending, Pools, REPORT_EVERY, Scoring,
+};
 use crate::kernels::embed::PromptRows;
 use crate::kernels::region::Region;
 use crate::kernels::sampling::Patch;
@@ -70,8 +72,9 @@ impl GpuExecutor {
         let (_, layers) = fitting(&self.parts.prefill, tokens);
         let mut regions = vec![Arc::clone(layers)];
         let mut rows = 0;
+        let Some(head) = &self.parts.head else { return (regions, 0, tokens, Pools::default()) };
         if lasts > 0 {
-            let (bucket, first) = fitting(&self.parts.first, lasts);
+            let (bucket, first) = fitting(&head.first, lasts);
             regions.push(Arc::clone(first));
             rows = bucket;
         }
@@ -88,7 +91,7 @@ impl GpuExecutor {
             self.pooled = self.pooled.wrapping_add(1);
             let words: Vec<u32> = [pools.runs.len() as u32, pools.first].into_iter().chain(ranges).collect();
             patch.set_all(layout.pool_word(), &words);
-            regions.push(Arc::clone(&self.parts.pool));
+            regions.push(Arc::clone(&head.pool));
         }
         (regions, rows, tokens, pools)
     }
@@ -96,6 +99,7 @@ impl GpuExecutor {
     /// Returns the tokens of a step that are scored and the regions that score them; `None` if none are. Adds the
     /// parameters of the scoring to `patch`.
     pub(super) fn scoring(&mut self, chunks: &[Chunk], patch: &mut Patch) -> Option<(Scoring, Vec<Arc<Region>>)> {
+        let head = self.parts.head.as_ref()?;
         let asked = chunks.iter().find(|chunk| chunk.score.is_some())?;
         assert_eq!(chunks.len(), 1, "a scored chunk shares its plan");
         let rows = asked.tokens.len() as u32;
@@ -107,17 +111,19 @@ impl GpuExecutor {
         self.scored = self.scored.wrapping_add(1);
         let words = [0, asked.next.unwrap_or(state::TOKEN_NONE), asked.score?, entry];
         patch.set_all(self.parts.layout.score_word(), &words);
-        let (each, region) = &self.parts.score;
+        let (each, region) = &head.score;
         let turns = vec![Arc::clone(region); tokens.div_ceil(*each) as usize];
         Some((Scoring { slot: asked.slot, first: asked.start + 1, tokens, entry }, turns))
     }
 
-    /// Queues work behind all earlier work, after the given changes of the device state.
+    /// Queues work behind all earlier work, after the given changes of the device state. `around` is what surrounds the
+    /// step of a stage.
     pub(super) fn enqueue(
         &mut self,
         ticket: Ticket,
         planned: Option<Work>,
         mut posts: Posts,
+        around: Option<Around>,
     ) -> Result<(), ExecuteError> {
         let layout = self.parts.layout;
         let mut prompt_tokens = 0;
@@ -139,7 +145,7 @@ impl GpuExecutor {
                     // overwrite the logits of the scored rows.
                     regions.splice(1..1, turns);
                 }
-                let kind = if rows > 0 { Kind::Sampled } else { Kind::Prompts };
+                let kind = if rows > 0 { Kind::Sampled } else { Kind::Layers };
                 (kind, steps, rows, once(regions), FlushReason::PhaseBoundary)
             }
             Some(Work::Decode { slots, drafts, awaits, .. }) => {
@@ -169,7 +175,8 @@ impl GpuExecutor {
                         posts.patch.set(layout.batch_word(row), slot);
                     }
                 }
-                (Kind::Sampled, steps, rows, regions, FlushReason::Readback)
+                let kind = if self.parts.head.is_some() { Kind::Sampled } else { Kind::Layers };
+                (kind, steps, rows, regions, FlushReason::Readback)
             }
         };
         let applied = self.post(ticket, posts)?;
@@ -184,7 +191,7 @@ impl GpuExecutor {
             Some(Work::Decode { slots, .. }) => slots.iter().any(asks),
             None => false,
         };
-        let dump = asked && !self.pending.iter().any(|pending| pending.dump);
+        let dump = asked && self.parts.head.is_some() && !self.pending.iter().any(|pending| pending.dump);
         let mut each = sum(&entries[0]);
         if let Some(draw) = draw {
             let drawing = sum(std::slice::from_ref(&draw));
@@ -192,11 +199,11 @@ impl GpuExecutor {
             entries.push(vec![draw]);
         }
         if dump {
-            let dump = &self.parts.dump_region;
-            let copying = sum(std::slice::from_ref(dump));
+            let dump = Arc::clone(&self.head().dump_region);
+            let copying = sum(std::slice::from_ref(&dump));
             each = (each.0 + copying.0, each.1 + copying.1);
             for entry in entries.iter_mut().rev().take(steps.max(1) as usize) {
-                entry.push(Arc::clone(dump));
+                entry.push(Arc::clone(&dump));
             }
         }
         if self.profiled > 0 && planned.is_some() {
@@ -205,6 +212,14 @@ impl GpuExecutor {
             for region in entries.iter_mut().take(timed).flatten() {
                 self.time(region);
             }
+        }
+        let mut link = Link::default();
+        if let Some(around) = around {
+            let own = sum(&[&around.before[..], &around.after[..]].concat());
+            each = (each.0 + own.0, each.1 + own.1);
+            entries[0].splice(0..0, around.before);
+            entries.last_mut().expect("a step has an entry").extend(around.after);
+            link = around.link;
         }
         entries[0].splice(0..0, applied.regions);
         // On a slow device every step is reported, on a fast one only the whole plan.
@@ -246,7 +261,7 @@ impl GpuExecutor {
             flush,
             ..changes
         };
-        self.hand_over(pending, entries, report_after);
+        self.hand_over(pending, entries, report_after, link);
         Ok(())
     }
 
@@ -259,22 +274,40 @@ impl GpuExecutor {
     }
 
     /// Passes entries to the compute actor, whose reports will refer to `pending`.
-    pub(super) fn hand_over(&mut self, mut pending: Pending, entries: Vec<Vec<Arc<Region>>>, report_after: Vec<u32>) {
+    pub(super) fn hand_over(
+        &mut self,
+        mut pending: Pending,
+        entries: Vec<Vec<Arc<Region>>>,
+        report_after: Vec<u32>,
+        link: Link,
+    ) {
         let waits = std::mem::take(&mut self.parts.ready);
         if !waits.is_empty() {
             pending.flush = FlushReason::CrossQueue;
         }
         let (id, flush) = (pending.ticket.0, pending.flush);
-        let gate = pending.gate.map(|value| (Arc::clone(&self.parts.gate), value));
+        let gate = match pending.gate {
+            Some(value) => Some((Arc::clone(&self.head().gate), value)),
+            None => link.gate,
+        };
         self.pending.push_back(pending);
         let outbox = self.outbox.clone();
-        self.parts.compute.submit(Submission { id, entries, waits, gate, flush, report_after, outbox });
+        self.parts.compute.submit(Submission {
+            id,
+            entries,
+            waits,
+            gate,
+            flush,
+            report_after,
+            outbox,
+            then: link.then,
+        });
     }
 
     /// Opens the gate up to the first step that still waits for a mask.
     pub(super) fn open_gate(&self) -> Result<(), ExecuteError> {
         // Steps that were let through because of a fault are ignored: they are queued again, behind others.
-        let opened = self.parts.gate.opened();
+        let opened = self.head().gate.opened();
         let waits = |pending: &&Pending| pending.awaits && pending.gate > Some(opened);
         let waiting = self.pending.iter().filter(waits).filter_map(|pending| pending.gate).min();
         self.open_gate_to(waiting.map_or(self.gates, |value| value - 1))
@@ -282,7 +315,7 @@ impl GpuExecutor {
 
     pub(super) fn open_gate_to(&self, value: u64) -> Result<(), ExecuteError> {
         let failed = |error| ExecuteError::Failed(format!("device \"{}\": {error}", self.parts.device_name));
-        self.parts.gate.open(value).map_err(failed)
+        self.head().gate.open(value).map_err(failed)
     }
 
     /// Records that a call of a plan's step timed out while polling for tagged words. Pauses steps without barriers,
@@ -325,7 +358,7 @@ impl GpuExecutor {
         let (slots, steps) = (pending.slots.clone(), pending.steps - pending.good);
         let work = Work::Decode { slots, steps, drafts: 0, awaits: pending.awaits };
         self.repeats = true;
-        let queued = self.enqueue(pending.ticket, Some(work), posts);
+        let queued = self.enqueue(pending.ticket, Some(work), posts, None);
         self.repeats = false;
         queued?;
         self.pending.back_mut().into_iter().for_each(|again| again.faults = pending.faults + 1);

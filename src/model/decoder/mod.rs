@@ -13,11 +13,13 @@ mod mlp;
 mod mtp;
 mod products;
 mod score;
+pub mod stage;
 mod tuning;
 mod weights;
 
 pub use attention::ROPE;
 pub use delta::delta_heads;
+use stage::LayerStage;
 pub use tuning::Tuning;
 
 use super::checkpoint::{WeightKind, WeightSpec};
@@ -171,8 +173,10 @@ fn outputs_of(y: Activations, (first, rows): (u32, u32), epilogue: Epilogue) -> 
 pub struct Decoder<'a> {
     /// The model's configuration.
     pub config: &'a ModelConfig,
-    /// The model's weights; their names and formats are used.
+    /// The weights of the stage; their names and formats are used.
     pub weights: &'a [WeightSpec],
+    /// The layers that the device computes: all of them, unless the model is split over several devices.
+    pub stage: LayerStage,
     /// The size in bytes of the device's largest buffer.
     pub max_buffer_bytes: u64,
     /// The layout of the device state.
@@ -248,7 +252,7 @@ struct Block {
     /// The prefix of the names of the layer's weights.
     prefix: String,
     /// Whether, with folded norms, a preceding layer's product has left this layer's input unscaled. False for the
-    /// first layer only, and for the drafting block.
+    /// first layer of a stage only, and for the drafting block.
     follows: bool,
     /// The name of the norm that follows the layer; a weight of this name exists only if another layer follows.
     next_norm: String,
@@ -385,16 +389,22 @@ impl Decoder<'_> {
             if carries {
                 self.clear_tags(r, &step);
             }
-            self.embed(r, shape, &step);
+            // Later stages take over the rows and their activations from the stage before them.
+            if self.stage.is_first() {
+                self.embed(r, shape, &step);
+            }
             if self.looks_up() {
                 self.note_tokens(r, step.rows, rows);
             }
-            self.layer_inputs(r, shape, &step);
-            for layer in 0..c.layers {
+            if self.stage.is_first() {
+                self.layer_inputs(r, shape, &step);
+            }
+            for layer in self.stage.layers.clone() {
                 self.layer(r, shape, &step, layer);
             }
         }
         match shape {
+            _ if !self.stage.is_last() => assert!(!behind, "only the last stage draws tokens"),
             StepShape::Prefill { .. } => {
                 self.mark(r, shape, &step);
                 if self.drafts() {
@@ -428,9 +438,9 @@ impl Decoder<'_> {
         };
         let block = Block {
             prefix: format!("layers.{layer}"),
-            follows: layer > 0,
+            follows: layer > self.stage.layers.start,
             next_norm: format!("layers.{}.attn_norm", layer + 1),
-            first: (0..c.layers).find(|other| alike(*other)) == Some(layer),
+            first: self.stage.layers.clone().find(|other| alike(*other)) == Some(layer),
             attention: c.attention_of[at],
             owns_cache: c.owns_cache(layer),
             inner: c.dense_widths[at],

@@ -23,9 +23,9 @@ const PREFIX: &str = "mtp";
 pub(super) const CACHE: &str = "kv.mtp";
 
 impl Decoder<'_> {
-    /// Whether drafts are looked up in the sequences' own tokens.
+    /// Whether drafts are looked up in the sequences' own tokens, which the last stage does.
     pub fn looks_up(&self) -> bool {
-        self.drafts > 0 && self.weight("mtp.fc").is_none()
+        self.drafts > 0 && self.stage.is_last() && self.weight("mtp.fc").is_none()
     }
 
     /// Returns the tokens of all slots, `[slots][positions]`, and the number of positions of a slot.

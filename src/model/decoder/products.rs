@@ -562,8 +562,8 @@ impl Decoder<'_> {
             // Any layer may have codes, whose products of many rows are in parts.
             && (!self.has_codes() || !Self::expands(shape))
             && self.config.mlp_kinds.iter().all(|kind| *kind == MlpKind::Dense)
-            && whole("layers.0.o")
-            && whole("layers.0.down")
+            && whole(&format!("layers.{}.o", self.stage.layers.start))
+            && whole(&format!("layers.{}.down", self.stage.layers.start))
     }
 
     /// Returns the folding of the norm that follows a product.

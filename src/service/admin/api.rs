@@ -14,7 +14,7 @@
 //!   driver says; `plan[]`: `replica`, `purpose`, `side` (`device` or `host`), `bytes`; `transfer`: `submits`, `copies`,
 //!   `bytes`, `barriers` so far
 //! - `models[]`: `name`, `architecture`, `context`, `vocabulary`, `parameters`, `active_parameters`, `weight_bytes`,
-//!   `bytes_per_token`; `replicas[]`: `name`, `device` (an index), `slots`, `room`, `unfinished`, `closed` (why it takes no
+//!   `bytes_per_token`; `replicas[]`: `name`, `device` (an index), `stages[]` of a split one (`device`, `first_layer`, `layers`), `slots`, `room`, `unfinished`, `closed` (why it takes no
 //!   requests), `rebuilding` (its device was lost and is built anew), `faults` (times that a kernel of a decode step waited in
 //!   vain and the step was run again), `last_fault` (when; `null`: never), `running`, `waiting`, `pages_used`, `pages_cached`,
 //!   `pages_total`, `snapshots`, `prompt_tokens`, `cached_tokens`, `preemptions`, `drafted_tokens`, of them
@@ -25,7 +25,7 @@
 //! `/api/steps?replica=NAME[&from=NUMBER][&last=COUNT]` gives a replica's step ring: what is kept from NUMBER on, or the last
 //! COUNT: `now`, `replica`, `next` (the number to ask from next), `steps[]`: `number`, `phase`, `rows`, `steps`, `tokens`,
 //! `planned`, `taken`, `requests`, `running`, `waiting`, `pages_used`, `faults`, `cost` (per record: `submits`, `dispatches`, `barriers`,
-//! `transfer_submits`, `host_waits`, `enqueue_us`, `schedule_us`, `deliver_us`, `gpu_us`) and `submissions[]`: `enqueue` (begin,
+//! `transfer_submits`, `host_waits`, `enqueue_us`, `schedule_us`, `deliver_us`, `gpu_us`) and `submissions[]`: `device` (an index), `enqueue` (begin,
 //! end), `point`, `waits[]` and `flush`, `seen`, `host_waits`, `dispatches`, `barriers`, `clock` (`quality`, `error_us`) and
 //! `regions[]`: `name`, `runs`, `begin`, `end`, `kernels` (how many were timed). A point is `queue` and `value`.
 //!
@@ -51,7 +51,7 @@ use crate::host::catalogue::{Listed, LoadState};
 use crate::host::progress::Unit;
 use crate::host::{Host, ServedModel};
 use crate::replica::record::StepRecord;
-use crate::replica::{MemoryUse, Replica};
+use crate::replica::{MemoryUse, Replica, ReplicaStage};
 use crate::telemetry::clock::Moment;
 use crate::telemetry::requests::EndedRequest;
 use serde_json::{Value, json};
@@ -183,11 +183,17 @@ fn model(admin: &Admin, served: &ServedModel) -> Value {
     })
 }
 
+/// The part of a split replica on one device.
+fn stage(stage: &ReplicaStage) -> Value {
+    json!({ "device": stage.device.index, "first_layer": stage.layers.start, "layers": stage.layers.len() })
+}
+
 fn replica(admin: &Admin, replica: &Replica) -> Value {
     let (load, totals) = (replica.load(), replica.totals());
     json!({
         "name": replica.name,
         "device": replica.device.index,
+        "stages": replica.stages.iter().map(stage).collect::<Vec<_>>(),
         "slots": replica.slots(),
         "room": replica.room(),
         "unfinished": replica.unfinished(),
@@ -269,6 +275,7 @@ fn submission(admin: &Admin, record: &SubmissionRecord) -> Value {
         })
     });
     json!({
+        "device": record.device.index,
         "enqueue": [admin.us(record.enqueue.0), admin.us(record.enqueue.1)],
         "point": point(&record.point),
         "waits": record.waits.iter().map(point).collect::<Vec<_>>(),

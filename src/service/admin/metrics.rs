@@ -240,7 +240,10 @@ fn device(of: &ServedDevice) -> Labels {
 fn works(look: &Look<'_>, of: &ServedDevice) -> bool {
     match &of.status {
         Some(status) => !status.is_lost(),
-        None => look.all().filter(|(_, replica)| replica.device == of.info).all(|(_, replica)| !replica.failed()),
+        None => look
+            .all()
+            .filter(|(_, replica)| replica.devices().any(|device| *device == of.info))
+            .all(|(_, replica)| !replica.failed()),
     }
 }
 

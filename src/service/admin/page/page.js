@@ -441,9 +441,20 @@ function makeReplica(replica) {
   return row;
 }
 
+/** The indices of a replica's devices, in the order of its layers. */
+function devicesOf(replica) {
+  return replica.stages.length > 0 ? replica.stages.map((stage) => stage.device) : [replica.device];
+}
+
+function placeOf(replica) {
+  const name = (index) => known.state.devices.find((device) => device.index === index)?.name ?? "?";
+  if (replica.stages.length === 0) return `on ${name(replica.device)}`;
+  const part = (stage) => `${name(stage.device)} (layers ${stage.first_layer} to ${stage.first_layer + stage.layers - 1})`;
+  return `on ${replica.stages.map(part).join(" and ")}`;
+}
+
 function updateReplica(row, replica) {
-  const device = known.state.devices.find((device) => device.index === replica.device);
-  say(row.place, `on ${device?.name ?? "?"}`);
+  say(row.place, placeOf(replica));
   const why = replica.closed || (replica.rebuilding && "its device was lost and is built anew");
   row.pill.dataset.status = why ? "closed" : "serving";
   say(row.pill, why || "serving");
@@ -566,7 +577,7 @@ function showOnTimeline() {
   if (!request) return;
   const [until, took] = running ? [known.clock.server, running.age] : [ended.at, ended.whole];
   const replica = replicas().find((replica) => replica.name === request.replica);
-  if (replica) chart.device = replica.device;
+  if (replica && !devicesOf(replica).includes(chart.device)) chart.device = replica.device;
   chart.seek(opened, until - took, until);
   location.hash = "#timeline";
 }
@@ -773,7 +784,7 @@ const chart = {
   },
 
   collect() {
-    const here = replicas().filter((replica) => replica.device === this.device).map((replica) => replica.name);
+    const here = replicas().filter((replica) => devicesOf(replica).includes(this.device)).map((replica) => replica.name);
     const lanes = here.map((name) => ({ id: `engine ${name}`, title: `engine ${name}`, about: "plans: made → tokens taken in", rows: 2, row: 17 }));
     lanes.push(
       { id: "enqueue", title: "compute actor", about: "hands work to the driver", rows: 1, row: 15 },
@@ -803,7 +814,9 @@ const chart = {
         const key = `${name} ${step.number}`;
         const what = step.phase === "decode" ? `decode ×${step.steps} · ${plural(step.rows, "row")}` : `${step.phase} · ${plural(step.rows, "token")}`;
         boxes.push({ key, lane: `engine ${name}`, row, begin: step.planned, end: step.taken, kind: kind(step.phase), label: what, step, replica: name, what: "plan" });
-        step.submissions.forEach((submission, index) => this.submission(boxes, submissions, `${key} ${index}`, submission, step, name));
+        // A replica that is split over several devices has submissions to others too.
+        const split = new Set(step.submissions.map((submission) => submission.device)).size > 1;
+        step.submissions.forEach((submission, index) => (!split || submission.device === this.device) && this.submission(boxes, submissions, `${key} ${index}`, submission, step, name));
       }
     }
     this.transfersByPoint.clear();

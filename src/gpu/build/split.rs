@@ -1,0 +1,92 @@
+//! The division of a model's layers among several devices, so that the memory of each suffices.
+//! Not here: how stages exchange activations (`gpu::executor`), and the placement of devices (`gpu::devices`).
+
+use crate::gpu::build::{Build, PlannedSizes};
+use crate::gpu::error::StartError;
+use crate::model::checkpoint::WeightSpec;
+use crate::model::decoder::stage::{LayerStage, divide};
+
+/// A stage of a model that is split over several devices, as the build on its device knows it.
+#[derive(Clone, Debug)]
+pub(crate) struct StagePart {
+    /// The layers.
+    pub(crate) stage: LayerStage,
+    /// The weights that the stage uses.
+    pub(crate) weights: Vec<WeightSpec>,
+    /// Whether one of the devices is a CPU driver.
+    pub(crate) on_cpu: bool,
+    /// The size of the smallest device memory, in bytes.
+    pub(crate) heap_bytes: u64,
+    /// The number of window pages on which the stages have agreed; `None` before that.
+    pub(crate) window_pages: Option<u32>,
+}
+
+impl StagePart {
+    /// Returns the layers as text, such as `layers 0 to 17 of 36`.
+    pub(crate) fn layers(&self) -> String {
+        layers_of(&self.stage)
+    }
+}
+
+/// Returns a stage's layers as text.
+pub(crate) fn layers_of(stage: &LayerStage) -> String {
+    let LayerStage { layers, of } = stage;
+    match layers.len() {
+        1 => format!("layer {} of {of}", layers.start),
+        _ => format!("layers {} to {} of {of}", layers.start, layers.end - 1),
+    }
+}
+
+/// Returns the stages of a model on the devices of `builds`, and the sizes that all of them hold. The layers are divided
+/// by `shares`; without any equally, or by free memory if a longer context or more KV pages fit then.
+pub(crate) fn choose_stages(
+    builds: &[Build<'_>],
+    shares: &[u32],
+) -> Result<(Vec<StagePart>, PlannedSizes), StartError> {
+    let free = |build: &Build<'_>| {
+        let free = build.opened.free_bytes(&build.opened.device.budget());
+        (build.limit.map_or(free, |limit| limit.min(free)) as f64).max(1.0)
+    };
+    let ways: Vec<Vec<f64>> = match shares {
+        [] => vec![vec![1.0; builds.len()], builds.iter().map(free).collect()],
+        shares => vec![shares.iter().map(|share| f64::from(*share)).collect()],
+    };
+    let heap = |build: &Build<'_>| build.opened.device.budget().heap_bytes;
+    let heap_bytes = builds.iter().map(heap).min().unwrap_or(0);
+    let on_cpu = builds.iter().any(|build| build.adapter.is_cpu());
+    let (first, config) = (&builds[0], &builds[0].checkpoint.config);
+    let (mut refused, mut best) = (None, None::<(Vec<StagePart>, PlannedSizes)>);
+    for way in ways {
+        let stages = divide(config, first.all_weights(), &way).map_err(|error| first.unsupported(error.to_string()))?;
+        let parts: Vec<StagePart> = stages
+            .into_iter()
+            .map(|stage| {
+                let weights = stage.weights(config, first.all_weights());
+                StagePart { stage, weights, on_cpu, heap_bytes, window_pages: None }
+            })
+            .collect();
+        let planned = builds.iter().zip(&parts).map(|(build, part)| Ok(build.of_part(part).planned()?.0));
+        match planned.collect::<Result<Vec<PlannedSizes>, StartError>>() {
+            Ok(sizes) => {
+                let found = agreed(parts, &sizes);
+                let room = |(_, sizes): &(Vec<StagePart>, PlannedSizes)| (sizes.context, sizes.pages);
+                if best.as_ref().is_none_or(|best| room(&found) > room(best)) {
+                    best = Some(found);
+                }
+            }
+            Err(error @ StartError::Plan { .. }) => refused = refused.or(Some(error)),
+            Err(error) => return Err(error),
+        }
+    }
+    best.ok_or_else(|| refused.expect("there is a way to divide the layers"))
+}
+
+/// Returns the stages with the sizes that all of them hold.
+fn agreed(mut parts: Vec<StagePart>, sizes: &[PlannedSizes]) -> (Vec<StagePart>, PlannedSizes) {
+    let least = |of: &dyn Fn(&PlannedSizes) -> u32| sizes.iter().map(of).min().unwrap_or(0);
+    let window_pages = sizes.iter().filter_map(|sizes| sizes.window_pages).min();
+    let context = least(&|sizes| sizes.context);
+    let pages = least(&|sizes| sizes.pages);
+    parts.iter_mut().for_each(|part| part.window_pages = window_pages);
+    (parts, PlannedSizes { context, pages, window_pages })
+}

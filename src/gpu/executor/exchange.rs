@@ -1,0 +1,203 @@
+//! The stages of a split replica: what surrounds the steps of one, so that activations pass from a device to the next and
+//! the slots that tokens were drawn for come back.
+//! Not here: which steps run (`split`).
+
+use crate::actors::watcher::Then;
+use crate::device::{DeviceError, Gate};
+use crate::engine::executor::ExecuteError;
+use crate::engine::plan::{Change, Ticket, Work};
+use crate::gpu::executor::submit::fitting;
+use crate::gpu::executor::{Around, GpuExecutor, Link, Pending};
+use crate::kernels::region::Region;
+use crate::kernels::state;
+use crate::memory::Buffer;
+use crate::model::decoder::stage::PassedBuffer;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The words of a slot that a step may change and that stages before the last read.
+pub const RETURNED: [u32; 7] = [
+    state::SLOT_ACTIVE,
+    state::SLOT_TOKEN,
+    state::SLOT_POSITION,
+    state::SLOT_SETTLED,
+    state::SLOT_DRAFTS,
+    state::SLOT_DRAFTS + 1,
+    state::SLOT_DRAFTS + 2,
+];
+
+/// Regions or buffers of which there are two, for two plans in flight.
+pub type Pair<T> = [Arc<T>; 2];
+
+/// The parts with which a stage of a split replica exchanges data with the others.
+#[derive(Debug)]
+pub struct Exchange {
+    /// The buffers that pass from a stage to the next, with their places in a message.
+    pub passed: Vec<PassedBuffer>,
+    /// All stages but the first: how they take over the rows of a step.
+    pub receive: Option<MessagesIn>,
+    /// All stages but the last: how they hand the rows of a step to the next stage.
+    pub send: Option<MessagesOut>,
+    /// All stages but the last: how they learn which tokens were drawn.
+    pub apply: Option<SlotsIn>,
+    /// The last stage: how it tells which tokens it has drawn.
+    pub publish: Option<SlotsOut>,
+}
+
+/// How a stage takes over the rows of a step.
+#[derive(Debug)]
+pub struct MessagesIn {
+    /// Mapped memory: the messages.
+    pub messages: Pair<Buffer>,
+    /// By number of rows: copies a message to the step's buffers.
+    pub regions: BTreeMap<u32, Pair<Region>>,
+    /// Its value is the number of the last message that has come.
+    pub gate: Arc<Gate>,
+}
+
+/// How a stage hands the rows of a step to the next stage.
+#[derive(Debug)]
+pub struct MessagesOut {
+    /// Mapped memory: the messages.
+    pub messages: Pair<Buffer>,
+    /// By number of rows: copies the step's buffers to a message.
+    pub regions: BTreeMap<u32, Pair<Region>>,
+}
+
+/// How a stage learns which tokens the last one has drawn.
+#[derive(Debug)]
+pub struct SlotsIn {
+    /// Mapped memory: patches of the slots.
+    pub inboxes: Pair<Buffer>,
+    /// Applies a patch.
+    pub regions: Pair<Region>,
+    /// Its value is the number of the last patch that has come.
+    pub gate: Arc<Gate>,
+}
+
+/// How the last stage tells which tokens it has drawn.
+#[derive(Debug)]
+pub struct SlotsOut {
+    /// Mapped memory: the words of all slots.
+    pub slots: Pair<Buffer>,
+    /// Copies the slots.
+    pub regions: Pair<Region>,
+}
+
+/// A step of a stage within a split replica.
+#[derive(Debug)]
+pub(super) struct StageStep {
+    /// Which of each pair of buffers the plan uses.
+    pub(super) of_plan: usize,
+    /// The patches to apply first, and the gate value at which all of them have come; none in the last stage.
+    pub(super) apply: Vec<usize>,
+    pub(super) applied_at: u64,
+    /// The number of the message that the step waits for, unless it is the first stage's.
+    pub(super) message: u64,
+    /// Whether tokens are drawn.
+    pub(super) draws: bool,
+    /// What is done when the step has finished.
+    pub(super) then: Option<Then>,
+}
+
+impl Exchange {
+    /// Returns the function that carries a message of `rows` rows to the next stage and lets that begin.
+    pub(super) fn carry(&self, next: &Exchange, rows: u32, of_plan: usize, number: u64) -> Then {
+        let (Some(send), Some(receive)) = (&self.send, &next.receive) else {
+            panic!("the next stage takes over what this one hands on")
+        };
+        let (from, to) = (Arc::clone(&send.messages[of_plan]), Arc::clone(&receive.messages[of_plan]));
+        let gate = Arc::clone(&receive.gate);
+        let parts: Vec<(u64, u64)> =
+            self.passed.iter().map(|passed| (passed.at, u64::from(rows) * passed.row_bytes)).collect();
+        Then::new(move || {
+            parts.iter().for_each(|(at, bytes)| copy(&from, &to, *at, *bytes));
+            gate.open(number)
+        })
+    }
+}
+
+/// Copies the same range from a mapped buffer to another one, in pieces that stay in the processor's cache.
+fn copy(from: &Buffer, to: &Buffer, at: u64, bytes: u64) {
+    let mut piece = [0u8; 16 << 10];
+    let mut done = 0;
+    while done < bytes {
+        let size = (bytes - done).min(piece.len() as u64) as usize;
+        from.read(at + done, &mut piece[..size]);
+        to.write(at + done, &piece[..size]);
+        done += size as u64;
+    }
+}
+
+impl GpuExecutor {
+    /// Returns the parts of a stage.
+    ///
+    /// # Panics
+    /// If the replica is not split.
+    pub(super) fn exchange(&self) -> &Exchange {
+        self.parts.exchange.as_ref().expect("a stage of a split replica")
+    }
+
+    /// Returns the number of rows of the region that runs a step's layers.
+    pub(super) fn step_rows(&self, work: &Work) -> u32 {
+        match work {
+            Work::Prefill { chunks } => {
+                let tokens = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();
+                fitting(&self.parts.prefill, tokens).0
+            }
+            Work::Decode { slots, drafts: 0, .. } => fitting(&self.parts.decode, slots.len() as u32).0,
+            Work::Decode { slots, drafts, .. } => {
+                fitting(&self.parts.verify[drafts], slots.len() as u32).0 * (drafts + 1)
+            }
+        }
+    }
+
+    /// Queues a step of a stage, or changes only, behind all earlier work. `work` has one step and no gate of its own.
+    pub(super) fn submit_step(
+        &mut self,
+        changes: &[Change],
+        work: Option<Work>,
+        step: StageStep,
+    ) -> Result<Ticket, ExecuteError> {
+        let StageStep { of_plan, apply, applied_at, message, draws, then } = step;
+        let ticket = Ticket(self.next);
+        self.next += 1;
+        let exchange = self.exchange();
+        let (mut before, mut gate) = (Vec::new(), None);
+        if let Some(own) = exchange.apply.as_ref().filter(|_| !apply.is_empty()) {
+            let regions = apply.iter().map(|of_plan| Arc::clone(&own.regions[*of_plan])).collect();
+            let own = Some((Arc::clone(&own.gate), applied_at));
+            if changes.is_empty() && work.is_some() {
+                (before, gate) = (regions, own);
+            } else {
+                // The plan's own changes of slots come after those by earlier steps.
+                let link = Link { gate: own, then: None };
+                self.hand_over(Pending::changes(ticket, Vec::new()), vec![regions], Vec::new(), link);
+            }
+        }
+        let posts = self.changes(changes);
+        let Some(work) = work else {
+            self.enqueue(ticket, None, posts, None)?;
+            return Ok(ticket);
+        };
+        let rows = self.step_rows(&work);
+        let exchange = self.exchange();
+        if let Some(receive) = &exchange.receive {
+            before.push(Arc::clone(&receive.regions[&rows][of_plan]));
+            // The patches of slots have come before the message: the first stage has waited for them.
+            gate = Some((Arc::clone(&receive.gate), message));
+        }
+        let sent = exchange.send.as_ref().map(|send| &send.regions[&rows]);
+        let published = exchange.publish.as_ref().filter(|_| draws).map(|publish| &publish.regions);
+        let after = sent.or(published).map(|regions| Arc::clone(&regions[of_plan])).into_iter().collect();
+        self.enqueue(ticket, Some(work), posts, Some(Around { before, after, link: Link { gate, then } }))?;
+        Ok(ticket)
+    }
+
+    /// Lets everything run that is queued, whatever it waits for: what it computes is not used any more.
+    pub(super) fn open_all(&self, last: u64) -> Result<(), DeviceError> {
+        let exchange = self.exchange();
+        let gates = [exchange.receive.as_ref().map(|of| &of.gate), exchange.apply.as_ref().map(|of| &of.gate)];
+        gates.into_iter().flatten().try_for_each(|gate| gate.open(last))
+    }
+}

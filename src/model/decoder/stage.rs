@@ -1,0 +1,222 @@
+//! Stages: the consecutive layers of a model that one of several devices computes, and the division of a model into
+//! stages.
+//!
+//! Not here: devices, and how activations pass from one to the next.
+
+use super::Decoder;
+use crate::kernels::embed;
+use crate::model::checkpoint::WeightSpec;
+use crate::model::config::{LayerKind, ModelConfig};
+use std::ops::Range;
+
+/// The part of a model that one device computes. The first stage also has the embedding, the last one the LM head and the
+/// sampler. A model on one device has a single stage, which is both.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerStage {
+    /// The layers; at least one.
+    pub layers: Range<u32>,
+    /// The number of layers of the model.
+    pub of: u32,
+}
+
+impl LayerStage {
+    /// Returns the only stage of a model on one device.
+    pub fn whole(config: &ModelConfig) -> LayerStage {
+        LayerStage { layers: 0..config.layers, of: config.layers }
+    }
+
+    /// Whether the stage begins with the embedding.
+    pub fn is_first(&self) -> bool {
+        self.layers.start == 0
+    }
+
+    /// Whether the stage ends with the LM head.
+    pub fn is_last(&self) -> bool {
+        self.layers.end == self.of
+    }
+
+    /// Returns the weights of a model that the stage uses. A tied LM head and a block that drafts tokens use the
+    /// embedding, which the last stage then has as well as the first.
+    pub fn weights(&self, config: &ModelConfig, all: &[WeightSpec]) -> Vec<WeightSpec> {
+        let embeds_last = config.tied || all.iter().any(WeightSpec::is_mtp);
+        let uses = |weight: &&WeightSpec| match layer_of(weight) {
+            Some(layer) => self.layers.contains(&layer),
+            None if weight.name.starts_with("layer_inputs.") => self.is_first(),
+            None if weight.merged == "embed" => self.is_first() || self.is_last() && embeds_last,
+            None => self.is_last(),
+        };
+        all.iter().filter(uses).cloned().collect()
+    }
+}
+
+/// Returns the layer of a weight; `None` for those outside of layers.
+fn layer_of(weight: &WeightSpec) -> Option<u32> {
+    weight.merged.strip_prefix("layers.")?.split('.').next()?.parse().ok()
+}
+
+/// A model has fewer places where it can be divided than devices ask for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "split over {asked} devices is asked for, its {layers} layers can be divided in at most {most} parts{}",
+    if *.most < *.layers { ": layers that read another layer's keys and values stay with it" } else { "" }
+)]
+pub struct TooManyStages {
+    /// The number of devices.
+    pub asked: usize,
+    /// The number of layers.
+    pub layers: u32,
+    /// The maximum number of stages.
+    pub most: u32,
+}
+
+/// Divides a model into one stage per share. The greatest ratio of a stage's weight bytes (embedding and LM head
+/// included) to its share is as small as possible.
+///
+/// # Panics
+/// If there is no share, or one is not above 0.
+pub fn divide(config: &ModelConfig, weights: &[WeightSpec], shares: &[f64]) -> Result<Vec<LayerStage>, TooManyStages> {
+    assert!(!shares.is_empty() && shares.iter().all(|share| *share > 0.0), "shares {shares:?}");
+    let layers = config.layers;
+    let reads_before = |cut: u32| {
+        config.layers_of(LayerKind::Attention).any(|layer| layer >= cut && config.cache_of[layer as usize] < cut)
+    };
+    // The first layers of possible stages, and the end.
+    let cuts: Vec<u32> = (0..=layers).filter(|cut| *cut == 0 || *cut == layers || !reads_before(*cut)).collect();
+    let most = cuts.len() as u32 - 1;
+    if shares.len() > most as usize {
+        return Err(TooManyStages { asked: shares.len(), layers, most });
+    }
+    let bytes = |from: u32, to: u32| -> f64 {
+        let stage = LayerStage { layers: from..to, of: layers };
+        stage.weights(config, weights).iter().map(|weight| weight.bytes() as f64).sum()
+    };
+    // `sums[i]` is the number of bytes of layers before `i`; what is outside of layers is added at the ends.
+    let of_layer = |layer: u32| -> f64 {
+        weights.iter().filter(|weight| layer_of(weight) == Some(layer)).map(|weight| weight.bytes() as f64).sum()
+    };
+    let mut sums = vec![0.0];
+    for layer in 0..layers {
+        sums.push(sums[layer as usize] + of_layer(layer));
+    }
+    let inner = |from: u32, to: u32| sums[to as usize] - sums[from as usize];
+    let size = |from: u32, to: u32| if from == 0 || to == layers { bytes(from, to) } else { inner(from, to) };
+    // `best[at]`: the least greatest ratio with which the stages so far end at `cuts[at]`, and where the last begins.
+    let mut best: Vec<Vec<Option<(f64, usize)>>> = vec![vec![None; cuts.len()]];
+    best[0][0] = Some((0.0, 0));
+    for share in shares {
+        let before = best.last().expect("it begins with one");
+        let ends = (0..cuts.len()).map(|end| {
+            let ratio = |begin: usize| {
+                let (so_far, _) = before[begin]?;
+                Some((f64::max(so_far, size(cuts[begin], cuts[end]) / share), begin))
+            };
+            (0..end).filter_map(ratio).min_by(|a, b| a.0.total_cmp(&b.0))
+        });
+        let ends = ends.collect();
+        best.push(ends);
+    }
+    let mut stages = Vec::new();
+    let mut end = cuts.len() - 1;
+    for stage in (1..=shares.len()).rev() {
+        let (_, begin) = best[stage][end].expect("there are enough places to cut");
+        stages.push(LayerStage { layers: cuts[begin]..cuts[end], of: layers });
+        end = begin;
+    }
+    stages.reverse();
+    Ok(stages)
+}
+
+/// A buffer of activations that passes from a stage to the next one, and its place in the message that carries it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PassedBuffer {
+    /// The buffer's name, the same on both devices.
+    pub name: &'static str,
+    /// The number of bytes of a row.
+    pub row_bytes: u64,
+    /// The offset in the message in bytes, the same for any number of rows: what an earlier message left there has the
+    /// same meaning.
+    pub at: u64,
+}
+
+impl Decoder<'_> {
+    /// Returns the buffers that pass from a stage to the next one, of at most `most` rows, and the size of a message in
+    /// bytes: the row table, the residual stream, and the inputs of layers that depend on the tokens, if the model has
+    /// them.
+    pub fn passed(&self, most: u32) -> (Vec<PassedBuffer>, u64) {
+        let c = self.config;
+        let floats = |width: u32| u64::from(super::stride(width)) * 4;
+        let inputs = c.layer_inputs.map(|of| ("layer_inputs", floats(of.width * c.layers)));
+        let mut bytes = 0;
+        let buffers = [("rows", embed::rows_bytes(1)), ("x", floats(c.hidden))].into_iter().chain(inputs);
+        let passed = buffers.map(|(name, row_bytes)| {
+            let at = bytes;
+            bytes += row_bytes * u64::from(most);
+            PassedBuffer { name, row_bytes, at }
+        });
+        (passed.collect(), bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::checkpoint::Checkpoint;
+    use std::path::Path;
+
+    fn open(name: &str) -> Checkpoint {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
+        Checkpoint::open(&folder).unwrap_or_else(|error| panic!("{name}: {error}"))
+    }
+
+    fn layers(checkpoint: &Checkpoint, shares: &[f64]) -> Vec<Range<u32>> {
+        let stages = divide(&checkpoint.config, checkpoint.weights(), shares).unwrap();
+        stages.into_iter().map(|stage| stage.layers).collect()
+    }
+
+    #[test]
+    fn stages_hold_each_layer_once_and_both_ends_what_they_need() {
+        for name in ["qwen3-deep", "hybrid-two", "families/gemma4-shared", "families/gemma3-wrapped"] {
+            let checkpoint = open(name);
+            let stages = divide(&checkpoint.config, checkpoint.weights(), &[1.0, 1.0]).unwrap();
+            assert!(stages[0].is_first() && !stages[0].is_last() && stages[1].is_last() && !stages[1].is_first());
+            assert_eq!(stages[0].layers.end, stages[1].layers.start, "{name}");
+            let held: Vec<Vec<WeightSpec>> =
+                stages.iter().map(|stage| stage.weights(&checkpoint.config, checkpoint.weights())).collect();
+            for weight in checkpoint.weights() {
+                let holders = held.iter().filter(|held| held.contains(weight)).count();
+                let both = weight.name == "embed" && (checkpoint.config.tied || checkpoint.has_mtp());
+                assert_eq!(holders, if both { 2 } else { 1 }, "{name}: {}", weight.name);
+            }
+            assert!(held[0].iter().any(|weight| weight.name == "embed"), "{name}");
+            assert!(held[1].iter().any(|weight| weight.name == "final_norm"), "{name}");
+        }
+    }
+
+    #[test]
+    fn shares_move_the_cut_and_no_stage_is_empty() {
+        let checkpoint = open("qwen3-deep");
+        assert_eq!(layers(&checkpoint, &[1e9, 1.0]), [0..4, 4..5]);
+        assert_eq!(layers(&checkpoint, &[1.0, 1e9]), [0..1, 1..5]);
+        assert_eq!(layers(&checkpoint, &[1.0; 5]), [0..1, 1..2, 2..3, 3..4, 4..5]);
+        let error = divide(&checkpoint.config, checkpoint.weights(), &[1.0; 6]).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "split over 6 devices is asked for, its 5 layers can be divided in at most 5 parts"
+        );
+    }
+
+    #[test]
+    fn layers_that_read_the_keys_of_others_stay_with_them() {
+        let checkpoint = open("families/gemma4-shared");
+        let config = &checkpoint.config;
+        for shares in [[1.0, 1.0], [1e9, 1.0], [1.0, 1e9]] {
+            let found = layers(&checkpoint, &shares);
+            for layer in 0..config.layers {
+                let of = |layer: u32| found.iter().position(|layers| layers.contains(&layer));
+                assert_eq!(of(layer), of(config.cache_of[layer as usize]), "layer {layer} in {found:?}");
+            }
+        }
+        let error = divide(config, checkpoint.weights(), &[1.0; 5]).unwrap_err().to_string();
+        assert!(error.ends_with(": layers that read another layer's keys and values stay with it"), "{error}");
+    }
+}

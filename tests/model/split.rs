@@ -1,0 +1,418 @@
+//! Goal: a model whose layers are split over two devices draws the tokens that transformers draws, or that one device
+//! draws. Method: lavapipe and SwiftShader under the validation layer, keys and values in f32; checkpoints of every kind
+//! of layer; batches, prompt chunks, prefix hits, preemption, drafts, constraints, log probabilities, pooling and a lost
+//! device.
+
+use crate::common::{Driver, Vulkan};
+use crate::families::cases;
+use crate::harness::models::{Generated, Lines, collect, expected, fixture, generate, idle, request, submit};
+use crate::transformers::error;
+use ostinato::config::{Config, DEMO_PATH, Draft, KvFormat, Model, Placement, Quantize, SplitMode};
+use ostinato::engine::request::{FinishReason, Request, Sampling};
+use ostinato::gpu::devices::start_on;
+use ostinato::gpu::error::StartError;
+use ostinato::host::Host;
+use ostinato::host::progress::Quiet;
+use ostinato::model::grammar::{Constraint, Grammars};
+use ostinato::model::text::Text;
+use ostinato::model::text::chat::{ChatMessage, ChatOptions};
+use ostinato::replica::Replica;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The allowed relative error of logits with f32 keys and values, where only sums differ.
+const EXACT: f64 = 2e-3;
+
+/// A replica whose first layers are on one CPU driver and the others on the other one.
+fn split_over(vulkan: &Vulkan, shares: &[u32]) -> Placement {
+    Placement {
+        devices: Driver::BOTH.map(|driver| vulkan.adapter(driver).selector()).to_vec(),
+        split: Some(SplitMode::Layers),
+        shares: shares.to_vec(),
+        ..Placement::default()
+    }
+}
+
+fn configured(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Model)) -> Config {
+    let mut model = Model::new("m", path, None);
+    model.replicas = vec![split_over(vulkan, &[])];
+    model.kv_format = Some(KvFormat::F32);
+    model.slots = Some(4);
+    change(&mut model);
+    Config { models: vec![model], ..Config::default() }
+}
+
+fn serve(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Model)) -> Host {
+    start_on(&vulkan.instance, &configured(vulkan, path, change), &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
+}
+
+fn refused(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Model)) -> StartError {
+    start_on(&vulkan.instance, &configured(vulkan, path, change), &Quiet).map(|_| ()).expect_err("it cannot be served")
+}
+
+fn only(host: &Host) -> Arc<Replica> {
+    host.replicas().next().expect("one replica")
+}
+
+fn named(id: impl ToString, request: Request) -> Request {
+    Request { id: id.to_string(), ..request }
+}
+
+/// Generates the tokens that transformers draws from a checkpoint, and compares the logits of some steps.
+fn check(replica: &Replica, name: &str) {
+    let known = expected(name);
+    let ran = generate(replica, request(&known.prompt, known.greedy.len() as u32));
+    assert_eq!(ran.tokens, known.greedy, "{name}");
+    assert_eq!(ran.finished.reason, FinishReason::Length);
+    let steps = known.logits.iter().map(|(step, _)| *step as u32 + 1).max().expect("there are logits");
+    let stepped = generate(replica, Request { dump_logits: true, ..request(&known.prompt, steps) });
+    for (step, wanted) in &known.logits {
+        let found = stepped.drawn[*step].logits.as_ref().expect("logits were asked for");
+        let error = error(found, wanted);
+        assert!(error <= EXACT, "{name}, step {step}: relative error {error:.2e} exceeds {EXACT:.2e}");
+    }
+}
+
+#[test]
+fn layers_on_two_devices_draw_what_transformers_draws() {
+    let vulkan = Vulkan::new();
+    // Dense, a long rotary table, recurrent layers with and without a block that drafts, experts, and both.
+    for name in ["qwen3-deep", "qwen3-long", "llama-deep", "hybrid-two", "hybrid-three", "moe-top2", "hybrid-moe"] {
+        let host = serve(&vulkan, fixture(name), |_| {});
+        let replica = only(&host);
+        let on: Vec<&str> = replica.devices().map(|device| device.uuid.as_str()).collect();
+        assert_eq!(on, Driver::BOTH.map(|driver| vulkan.adapter(driver).uuid), "{name}");
+        let layers: Vec<_> = replica.stages.iter().map(|stage| stage.layers.clone()).collect();
+        assert!(layers[0].start == 0 && layers[0].end == layers[1].start && !layers[1].is_empty(), "{layers:?}");
+        check(&replica, name);
+        idle(&replica);
+    }
+}
+
+/// Goal: layers with windows, experts, latent attention, norms around branches, and layers that read the keys of others
+/// or that have inputs of their own. Method: prompts longer than the windows, all at once, in small chunks and with few
+/// pages.
+#[test]
+fn families_on_two_devices_draw_what_transformers_draws() {
+    let vulkan = Vulkan::new();
+    for name in [
+        "gemma3-wrapped",
+        "gemma4-shared",
+        "olmo3-old",
+        "gptoss-mxfp4",
+        "deepseek2-lite",
+        "mistral-window",
+        "glm4-plain",
+    ] {
+        let folder = fixture("families").join(name);
+        let cases = cases(&folder);
+        let longest = cases.iter().map(|case| case.prompt.len() + case.greedy.len()).max().expect("prompts") as u32;
+        let host = serve(&vulkan, folder, |model| {
+            model.context = Some(longest + 16);
+            model.prefill_chunk = Some(32);
+            model.kv_pages = Some(longest.div_ceil(16) + 6);
+        });
+        let replica = only(&host);
+        let asks = cases.iter().enumerate();
+        let events: Vec<_> = asks
+            .map(|(index, case)| submit(&replica, named(index, request(&case.prompt, case.greedy.len() as u32))))
+            .collect();
+        for (case, events) in cases.iter().zip(&events) {
+            assert_eq!(collect(events).tokens, case.greedy, "{name}, prompt of {}", case.prompt.len());
+        }
+        idle(&replica);
+    }
+}
+
+#[test]
+fn quantised_layers_on_two_devices_draw_what_one_device_draws() {
+    let vulkan = Vulkan::new();
+    for name in ["quantised/gptq-4", "quantised/fp8-hybrid"] {
+        let known = expected(name);
+        let replica = only(&serve(&vulkan, fixture(name), |_| {}));
+        assert_eq!(
+            generate(&replica, request(&known.prompt, known.greedy.len() as u32)).tokens,
+            known.greedy,
+            "{name}"
+        );
+    }
+    // Quantised while it is loaded: the reference is one device.
+    let known = expected("qwen3-deep");
+    let quantised = |model: &mut Model| model.quantize = Some(Quantize::Int8);
+    let draw = |host: &Host| generate(&only(host), request(&known.prompt, 40)).tokens;
+    let one = serve(&vulkan, fixture("qwen3-deep"), |model| {
+        model.replicas = vec![Placement::on(Some(vulkan.adapter(Driver::Lavapipe).selector()))];
+        quantised(model);
+    });
+    assert_eq!(draw(&serve(&vulkan, fixture("qwen3-deep"), quantised)), draw(&one));
+}
+
+/// Requests of several lengths with all kinds of sampling.
+fn mixed(prompt: &[u32]) -> Vec<Request> {
+    let hot = Sampling { temperature: 1.0, seed: Some(7), ..Sampling::default() };
+    let samplings = [
+        Sampling::default(),
+        hot.clone(),
+        Sampling { top_k: 5, seed: Some(8), ..hot.clone() },
+        Sampling { repetition_penalty: 1.3, presence_penalty: 0.5, frequency_penalty: -0.5, ..Sampling::default() },
+        Sampling { logit_bias: vec![(3, 2.0), (50, -1.0)], seed: Some(9), ..hot },
+        Sampling::default(),
+    ];
+    let sizes = [(17, 40), (1, 5), (8, 33), (16, 20), (3, 17), (12, 26)];
+    let of = |(index, (sampling, (length, tokens))): (usize, (Sampling, (usize, u32)))| Request {
+        sampling,
+        ..named(index, request(&prompt[..length], tokens))
+    };
+    samplings.into_iter().zip(sizes).enumerate().map(of).collect()
+}
+
+fn together(replica: &Replica, asks: &[Request]) -> Vec<Generated> {
+    let events: Vec<_> = asks.iter().map(|ask| submit(replica, ask.clone())).collect();
+    events.iter().map(collect).collect()
+}
+
+fn tokens(generated: &[Generated]) -> Vec<&[u32]> {
+    generated.iter().map(|one| &one.tokens[..]).collect()
+}
+
+/// Goal: sequences of a batch draw what one device draws: with every kind of sampling, stop conditions and log
+/// probabilities, with more requests than slots, when their pages are lost and recomputed, and on cached prefixes.
+#[test]
+fn batches_on_two_devices_draw_what_one_device_draws() {
+    let vulkan = Vulkan::new();
+    for name in ["qwen3-deep", "hybrid-two"] {
+        let prompt = expected(name).prompt;
+        let prompt = prompt.iter().cycle().copied().take(64).collect::<Vec<u32>>();
+        let sizes = |model: &mut Model, pages: u32, cache: bool| {
+            model.context = Some(128);
+            model.kv_pages = Some(pages);
+            model.prefix_cache = Some(cache);
+            if name == "qwen3-deep" {
+                model.prefill_chunk = Some(8);
+            }
+        };
+        let one = serve(&vulkan, fixture(name), |model| {
+            model.replicas = vec![Placement::on(Some(vulkan.adapter(Driver::Lavapipe).selector()))];
+            sizes(model, 40, false);
+        });
+        let mut asks = mixed(&prompt);
+        asks[0].logprobs = Some(3);
+        let wanted: Vec<Generated> = asks.iter().map(|ask| generate(&only(&one), ask.clone())).collect();
+        let stop = wanted[5].tokens[9];
+        asks[5].limits.stop_ids = vec![stop];
+        let stopped = wanted[5].tokens.iter().position(|token| *token == stop).expect("it is there");
+
+        let host = serve(&vulkan, fixture(name), |model| sizes(model, 12, true));
+        let replica = only(&host);
+        for turn in 0..2 {
+            let found = together(&replica, &asks);
+            assert_eq!(tokens(&found)[..5], tokens(&wanted)[..5], "{name}, turn {turn}");
+            assert_eq!(found[5].tokens, wanted[5].tokens[..=stopped], "{name}, turn {turn}");
+            assert_eq!(found[5].finished.reason, FinishReason::Stop(stop));
+            let chosen = |of: &Generated| -> Vec<f32> {
+                of.drawn.iter().map(|token| token.logprobs.as_ref().expect("asked for").chosen).collect()
+            };
+            for (found, wanted) in chosen(&found[0]).into_iter().zip(chosen(&wanted[0])) {
+                assert!((found - wanted).abs() < 1e-3, "{name}: {found} in place of {wanted}");
+            }
+            idle(&replica);
+        }
+        // The second time, the prompt's pages, and its recurrent state where there is some, are found.
+        let long = named("long", request(&prompt, 20));
+        let [first, again] = [0, 1].map(|_| generate(&replica, long.clone()));
+        assert_eq!(first.tokens, again.tokens);
+        assert_eq!(first.tokens, generate(&only(&one), long).tokens, "{name}");
+        if name == "qwen3-deep" {
+            assert_eq!(again.finished.cached_tokens, 48, "of the prompt's 64 tokens");
+        }
+    }
+}
+
+/// Goal: with few pages, sequences lose theirs and are computed again, on both devices.
+#[test]
+fn sequences_that_lose_their_pages_on_two_devices_go_on() {
+    let vulkan = Vulkan::new();
+    let known = expected("qwen3-deep");
+    let host = serve(&vulkan, fixture("qwen3-deep"), |model| {
+        model.context = Some(128);
+        model.kv_pages = Some(12);
+        model.prefill_chunk = Some(8);
+        model.prefix_cache = Some(false);
+    });
+    let replica = only(&host);
+    let ask = |index: usize| named(index, request(&known.prompt, known.greedy.len() as u32));
+    for one in together(&replica, &(0..6).map(ask).collect::<Vec<_>>()) {
+        assert_eq!(one.tokens, known.greedy);
+    }
+    let prefilled: u32 =
+        replica.steps(100_000).iter().filter(|step| step.phase == "prefill").map(|step| step.rows).sum();
+    assert!(prefilled > 6 * known.prompt.len() as u32, "none was computed again: {prefilled} prompt tokens");
+    idle(&replica);
+}
+
+/// Goal: drafts by the model's own block, and drafts that are looked up, change no token, and some are accepted.
+#[test]
+fn drafts_on_two_devices_change_no_token() {
+    let vulkan = Vulkan::new();
+    let content = "Sort these words: pear, apple, fig, grape, cherry".to_owned();
+    let message = ChatMessage { role: "user".to_owned(), content, ..Default::default() };
+    // The block's drafts are right where the answer is certain, and those of a look-up where the text repeats itself.
+    for (name, drafts, draft) in [("hybrid", 2, None), ("model", 3, Some(Draft::Lookup))] {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo").join(name);
+        let text = Text::load(&folder).expect("the tokenizer").expect("there is one");
+        let asked = match draft {
+            None => text.chat(std::slice::from_ref(&message), &ChatOptions::default()).expect("the template takes it"),
+            Some(Draft::Lookup) => "The fox saw the bird. ".repeat(6),
+        };
+        let prompt = text.encode(&asked, false).expect("text");
+        // Two at a time share steps or take turns.
+        let asks: Vec<Request> = (0..2).map(|index| named(index, request(&prompt, 24))).collect();
+        let [plain, drafting] = [0, drafts].map(|drafts| {
+            let host = serve(&vulkan, &folder, |model| {
+                (model.context, model.slots) = (Some(256), Some(2));
+                model.draft = draft.filter(|_| drafts > 0);
+                (model.drafts, model.drafts_always) = (Some(drafts), Some(true));
+            });
+            together(&only(&host), &asks)
+        });
+        assert_eq!(tokens(&drafting), tokens(&plain), "{name}");
+        let sum = |of: fn(&Generated) -> u32| drafting.iter().map(of).sum::<u32>();
+        let (drafted, accepted) = (sum(|one| one.finished.drafted_tokens), sum(|one| one.finished.accepted_tokens));
+        assert!(accepted > 0, "{name}: {accepted} accepted of {drafted}");
+    }
+}
+
+/// Goal: a constrained output follows its constraint, and its neighbour draws what it draws alone.
+#[test]
+fn a_constraint_on_two_devices_is_followed() {
+    let vulkan = Vulkan::without_validation();
+    let host = serve(&vulkan, DEMO_PATH, |model| model.context = Some(256));
+    let served = &host.models()[0];
+    let text = served.text.as_ref().expect("the demo has a tokenizer");
+    let eos = text.id("<|im_end|>").expect("the demo's end of a turn");
+    let grammars = Grammars::new(text, served.info.vocabulary, &[eos]).expect("grammars");
+    let constraint = Constraint::Regex("[0-9]{4}-[01][0-9]-[0-3][0-9]".to_owned());
+    let prompt = text.encode("When? ", false).expect("text");
+    let replica = only(&host);
+    let free = named("free", request(&prompt, 16));
+    let alone = generate(&replica, free.clone()).tokens;
+    let mut ask = named("date", request(&prompt, 40));
+    ask.limits.ignore_eos = false;
+    ask.grammar = Some(grammars.start(&constraint, false).expect("a constraint"));
+    let found = together(&replica, &[ask, free]);
+    let date = text.decode(&found[0].tokens, false).expect("text");
+    let parts: Vec<usize> = date.split('-').map(str::len).collect();
+    assert_eq!(parts, [4, 2, 2], "{date:?}");
+    assert_eq!(found[1].tokens, alone);
+}
+
+/// Goal: log probabilities of a prompt, which the last stage computes chunk by chunk.
+#[test]
+fn scores_of_a_prompt_on_two_devices_are_those_of_one() {
+    let vulkan = Vulkan::new();
+    let known = expected("qwen3-deep");
+    let scores = |placement: Placement| {
+        let host = serve(&vulkan, fixture("qwen3-deep"), |model| {
+            model.replicas = vec![placement];
+            model.prefill_chunk = Some(16);
+        });
+        let prompt: Vec<u32> = known.prompt.iter().chain(&known.greedy[..30]).copied().collect();
+        generate(&only(&host), Request { prompt_logprobs: Some(2), ..request(&prompt, 1) }).scored
+    };
+    let found = scores(split_over(&vulkan, &[]));
+    let wanted = scores(Placement::on(Some(vulkan.adapter(Driver::Lavapipe).selector())));
+    assert!(found.len() > 30 && found.len() == wanted.len());
+    for (found, wanted) in found.iter().zip(&wanted) {
+        let difference = (found.logprobs.chosen - wanted.logprobs.chosen).abs();
+        assert!(found.id == wanted.id && difference < 1e-3, "{found:?} in place of {wanted:?}");
+    }
+}
+
+/// Goal: the loss of either device rebuilds the whole replica, and its streams go on with the tokens that they would
+/// have had.
+#[test]
+fn a_replica_that_loses_either_device_goes_on() {
+    let vulkan = Vulkan::new();
+    let known = expected("qwen3-deep");
+    let host = serve(&vulkan, fixture("qwen3-deep"), |model| {
+        (model.slots, model.prefix_cache) = (Some(2), Some(false));
+    });
+    let replica = only(&host);
+    for lost in 0..2 {
+        let uuid = &replica.stages[lost].device.uuid;
+        // One request more than there are slots.
+        let streams: Vec<_> = (0..3).map(|id| submit(&replica, named(id, request(&known.prompt, 40)))).collect();
+        let start = Instant::now();
+        while streams[0].len() < 5 {
+            assert!(start.elapsed() < Duration::from_secs(60), "it does not begin");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let served = host.devices().into_iter().find(|served| served.info.uuid == *uuid).expect("it is served");
+        served.status.expect("an open device").declare_lost("a test");
+        for events in &streams {
+            let generated = collect(events);
+            assert_eq!(generated.tokens, known.greedy[..40], "device {lost}");
+            assert_eq!(generated.finished.reason, FinishReason::Length);
+        }
+        assert_eq!((replica.losses(), replica.failed(), replica.rebuilding()), (lost as u64 + 1, false, false));
+        idle(&replica);
+    }
+}
+
+/// Goal: shares and memory decide where the layers are; what cannot be is refused with what would be.
+#[test]
+fn shares_place_layers_and_what_cannot_be_split_is_refused() {
+    let vulkan = Vulkan::new();
+    let layers = |shares: &[u32]| -> Vec<std::ops::Range<u32>> {
+        let host = serve(&vulkan, fixture("qwen3-deep"), |model| model.replicas = vec![split_over(&vulkan, shares)]);
+        check(&only(&host), "qwen3-deep");
+        only(&host).stages.iter().map(|stage| stage.layers.clone()).collect()
+    };
+    assert_eq!(layers(&[1, 100]), [0..1, 1..5]);
+    assert_eq!(layers(&[100, 1]), [0..4, 4..5]);
+
+    let lavapipe = vulkan.adapter(Driver::Lavapipe);
+    let twice = refused(&vulkan, fixture("qwen3-deep"), |model| {
+        model.replicas[0].devices = vec![lavapipe.selector(), lavapipe.name.parse().expect("a name")];
+    });
+    assert!(twice.is_users() && twice.to_string().contains("name each device once"), "{twice}");
+    let single = refused(&vulkan, fixture("qwen3-f16"), |_| {});
+    let what = "split over 2 devices is asked for, its 1 layers can be divided in at most 1 parts";
+    assert!(single.is_users() && single.to_string().contains(what), "{single}");
+    let little =
+        refused(&vulkan, fixture("qwen3-deep"), |model| model.memory_limit = Some("64KiB".parse().expect("bytes")));
+    let text = ostinato::telemetry::with_causes(&little);
+    assert!(little.is_users() && text.contains("64.0 KiB") || text.contains("left under the memory limit"), "{text}");
+}
+
+/// Goal: each device's plan is printed with its layers, requests find the replica by either device, and each step has
+/// submissions to both.
+#[test]
+fn both_devices_of_a_split_replica_are_shown() {
+    let vulkan = Vulkan::new();
+    let config = configured(&vulkan, fixture("qwen3-deep"), |_| {});
+    let lines = Lines::default();
+    let host = start_on(&vulkan.instance, &config, &lines).unwrap_or_else(|e| panic!("{e:?}"));
+    let said = lines.0.into_inner().expect("no panic").join("\n");
+    let replica = only(&host);
+    for stage in &replica.stages {
+        let (name, layers) = (&stage.device.name, &stage.layers);
+        let heading = match layers.len() {
+            1 => format!("memory of \"m/0\" on {name}, layer {} of 5", layers.start),
+            _ => format!("memory of \"m/0\" on {name}, layers {} to {} of 5", layers.start, layers.end - 1),
+        };
+        assert!(said.contains(&heading), "{heading} is not in {said}");
+        assert_eq!(host.route("m", &stage.device.uuid).expect("found").1.name, "m/0");
+        let planned = host.devices().into_iter().find(|served| served.info == stage.device).expect("served").memory;
+        assert!(!planned.is_empty() && planned == stage.memory);
+    }
+    generate(&replica, request(&expected("qwen3-deep").prompt, 8));
+    let steps = replica.steps(100);
+    for step in steps.iter().filter(|step| step.steps > 0) {
+        let on = |index: usize| step.submissions.iter().filter(|record| record.device.index == index).count() as u32;
+        for stage in &replica.stages {
+            assert!(on(stage.device.index) >= step.steps, "{} steps, {:?}", step.steps, stage.device);
+        }
+    }
+}

@@ -14,9 +14,8 @@ use super::moe::NOBODY;
 use super::recording::{Call, Op, Range, Recording};
 use super::shaders::{
     EmbedRowsArgs, EmbedRowsConstants, ExpandCodesArgs, ExpandCodesConstants, ExpertGemvArgs, ExpertGemvConstants,
-    ExpertSkinnyArgs, ExpertSkinnyConstants,
-    GemvArgs, GemvConstants, MatmulArgs, MatmulConstants, PanelArgs, PanelConstants, SkinnyCodesArgs,
-    SkinnyCodesConstants,
+    ExpertSkinnyArgs, ExpertSkinnyConstants, GemvArgs, GemvConstants, MatmulArgs, MatmulConstants, PanelArgs,
+    PanelConstants, SkinnyCodesArgs, SkinnyCodesConstants,
 };
 use super::tags::tagged;
 use super::{Format, codes_of, fold, interpreter, shared_format, state};

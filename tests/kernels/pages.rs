@@ -34,7 +34,7 @@ pub fn spread(format: KvFormat, head: Vec<f64>) -> Vec<f64> {
         return head;
     }
     let block = (head.len() & head.len().wrapping_neg()).min(128);
-    let entry = |i: usize, j: usize| if (i & j).count_ones() % 2 == 0 { 1.0 } else { -1.0 };
+    let entry = |i: usize, j: usize| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
     let row = |part: &[f64], i: usize| part.iter().enumerate().map(|(j, value)| entry(i, j) * value).sum::<f64>();
     let of = |part: &[f64]| (0..block).map(|i| row(part, i) / (block as f64).sqrt()).collect::<Vec<f64>>();
     head.chunks_exact(block).flat_map(of).collect()

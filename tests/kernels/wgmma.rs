@@ -8,11 +8,11 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random};
 use crate::ptx::{self, Launch, Memory};
 use crate::python::python;
+use ostinato::kernels::codes_word;
 use ostinato::kernels::gemm::Activations;
 use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, pack_rows, swizzled_index};
 use ostinato::kernels::gemm::wgmma::probe::{WgmmaProbe, probe, sized};
 use ostinato::kernels::gemm::wgmma::{WgmmaTile, text, variant_of};
-use ostinato::kernels::codes_word;
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::interpreter;
 use ostinato::kernels::recording::{Arg, Op, Recording};
@@ -98,7 +98,9 @@ fn further() -> Vec<Vec<u32>> {
             all.extend(coded(tile, epilogue, format, experts));
         }
     }
-    for (tile, epilogue) in TILES.into_iter().zip([[0, 0, 0], [1, 0, 0], [0, 2, 1], [1, CLAMPED, 1], [0, GELU, 0]].into_iter().cycle()) {
+    for (tile, epilogue) in
+        TILES.into_iter().zip([[0, 0, 0], [1, 0, 0], [0, 2, 1], [1, CLAMPED, 1], [0, GELU, 0]].into_iter().cycle())
+    {
         all.push(tile.into_iter().chain(epilogue).chain([0, 1]).collect());
     }
     all
@@ -136,7 +138,9 @@ fn every_program_is_assembled_without_spilling() {
 
 #[test]
 fn every_possible_tile_is_tested() {
-    for (groups, blocks, tokens) in (1..=4).flat_map(|g| (1..=4).flat_map(move |b| [32, 64, 128, 256].map(|t| (g, b, t)))) {
+    for (groups, blocks, tokens) in
+        (1..=4).flat_map(|g| (1..=4).flat_map(move |b| [32, 64, 128, 256].map(|t| (g, b, t))))
+    {
         let possible = WgmmaTile { groups, blocks, tokens, stages: 2 }.is_possible();
         let tested = TILES.iter().any(|[g, b, t, _]| (*g, *b, *t) == (groups, blocks, tokens));
         assert_eq!(possible, tested, "{groups}/{blocks}/{tokens}");

@@ -37,7 +37,8 @@ const ADDED: [(&str, &str); 7] = [
 ];
 
 /// Commands of the program of which only the arguments are checked, by how they begin, with the reason.
-const ARGUMENTS_ONLY: [(&str, &str); 5] = [
+const ARGUMENTS_ONLY: [(&str, &str); 6] = [
+    ("ostinato serve /models/Llama-3.3-70B --split", "it needs two GPUs; tests/model/split.rs has two CPU drivers"),
     ("ostinato pull", "it needs a network; tests/program/hub.rs has a hub of its own"),
     ("ostinato bench --model", "it measures for minutes on a CPU driver"),
     ("ostinato tune", "it measures for minutes on a CPU driver"),

@@ -195,7 +195,7 @@ mod tests {
             hadamard(&mut head);
             for (i, value) in head.iter().enumerate() {
                 let wanted = if i < block { 1.0 / (block as f64).sqrt() } else { 0.0 };
-                let sign = if (i & 5).count_ones() % 2 == 0 { 1.0 } else { -1.0 };
+                let sign = if (i & 5).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
                 assert!((value - sign * wanted).abs() < 1e-12, "{dim}, {i}: {value}");
             }
             hadamard(&mut head);

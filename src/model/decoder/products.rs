@@ -4,6 +4,7 @@
 //! Not here: which weights a layer has.
 
 use super::{Decoder, Part, Step, StepShape, floats_from, outputs_from, outputs_of};
+use crate::kernels::codes_word;
 use crate::kernels::gemm::codes::CodesConfig;
 use crate::kernels::gemm::matmul::{self, Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch};
 use crate::kernels::gemm::panel::{self, Fold, Unscaled};
@@ -11,7 +12,6 @@ use crate::kernels::gemm::skinny::{self, Matrices};
 use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder, Tile, Tiled};
 use crate::kernels::gemm::wgmma;
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, codes, order};
-use crate::kernels::codes_word;
 use crate::kernels::recording::{BufferId, Call, Range, Recording};
 use crate::kernels::tags::Flow;
 use crate::memory::pack::Format;

@@ -254,7 +254,7 @@ mod tests {
             (tile.weight_rows(), tile.tokens)
         };
         assert_eq!([64, 128, 256].map(|rows| chosen(rows, 24_576)), [(192, 64), (192, 128), (192, 128)]);
-        assert_eq!([64, 128, 256, 512].map(|rows| chosen(rows, 4096)), [(64, 64), (64, 64), (64, 128), (128, 128)]);
+        assert_eq!([64, 128, 256, 512].map(|rows| chosen(rows, 4096)), [(64, 32), (64, 64), (64, 128), (128, 128)]);
         assert_eq!([2048, 4096].map(|rows| chosen(rows, 6144)), [(128, 256); 2]);
     }
 

@@ -698,7 +698,9 @@ cvt.rn.bf16x2.f32 %w{register}, %f1, %f0;"
     /// Loads a group's scales, and sets %s0 and %s1 to pairs of those of the rows u and v, %s2 and %s3 to a sixteenth of
     /// them if they are needed, and %s4 and %s5 to the negative minimums.
     fn scales(&mut self, codes: Codes, at: u32, minimum_at: Option<u32>) {
-        let pairs = |of: u32| format!("prmt.b32 %s{of}, %scale, %scale, 0x1010;\nprmt.b32 %s{}, %scale, %scale, 0x3232;", of + 1);
+        let pairs = |of: u32| {
+            format!("prmt.b32 %s{of}, %scale, %scale, 0x1010;\nprmt.b32 %s{}, %scale, %scale, 0x3232;", of + 1)
+        };
         line!(self, "ld.shared.b32 %scale, [%r2+{at}];\n{}", pairs(0));
         if high_second(codes) {
             let sixteenth = pair_of(0.0625);
@@ -768,7 +770,11 @@ or.b32 %d{pair}, %d{pair}, %r3;"
                 let (word, mask) = (words[pair], masks[pair]);
                 match begun {
                     false => {
-                        line!(program, "{}\nand.b32 %d{pair}, %d{pair}, {mask:#x};", shifted(&format!("%d{pair}"), word, by[pair]));
+                        line!(
+                            program,
+                            "{}\nand.b32 %d{pair}, %d{pair}, {mask:#x};",
+                            shifted(&format!("%d{pair}"), word, by[pair])
+                        );
                     }
                     true => line!(
                         program,

@@ -266,8 +266,8 @@ fn drafts_on_two_devices_change_no_token() {
             Some(Draft::Lookup) => "The fox saw the bird. ".repeat(6),
         };
         let prompt = text.encode(&asked, false).expect("text");
-        // Two at a time share steps or take turns.
-        let asks: Vec<Request> = (0..2).map(|index| named(index, request(&prompt, 24))).collect();
+        // One at a time: on a CPU driver a verifying step has one sequence.
+        let asks = [named(0, request(&prompt, 24))];
         let [plain, drafting] = [0, drafts].map(|drafts| {
             let host = serve(&vulkan, &folder, |model| {
                 (model.context, model.slots) = (Some(256), Some(2));

@@ -94,6 +94,7 @@ fn layers_on_two_devices_draw_what_transformers_draws() {
 /// or that have inputs of their own. Method: prompts longer than the windows, all at once, in small chunks and with few
 /// pages.
 #[test]
+#[ignore = "long: make test-full"]
 fn families_on_two_devices_draw_what_transformers_draws() {
     let vulkan = Vulkan::new();
     for name in [
@@ -126,6 +127,7 @@ fn families_on_two_devices_draw_what_transformers_draws() {
 }
 
 #[test]
+#[ignore = "long: make test-full"]
 fn quantised_layers_on_two_devices_draw_what_one_device_draws() {
     let vulkan = Vulkan::new();
     for name in ["quantised/gptq-4", "quantised/fp8-hybrid"] {

@@ -142,10 +142,7 @@ void read_scales(uint panel, uint row_blocks) {
 #endif
 
 // Rounds a pair of f16 values to bfloat16.
-uint rounded_pair(uint pair) {
-    uvec2 bits = floatBitsToUint(HALVES_OF(pair)) + 0x8000u;
-    return bits.x >> 16 | (bits.y & 0xffff0000u);
-}
+uint rounded_pair(uint pair) { return bfloat_pair(HALVES_OF(pair)); }
 uvec4 rounded_pairs(uvec4 pairs) {
     return uvec4(rounded_pair(pairs.x), rounded_pair(pairs.y), rounded_pair(pairs.z), rounded_pair(pairs.w));
 }

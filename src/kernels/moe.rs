@@ -368,16 +368,9 @@ impl Mlp {
     ) -> Call {
         let shape = &self.shape;
         let (weight, shared, n, shared_n) = self.matrices(stage);
-        let run = match weight.format {
-            Format::Codes(codes) => unit_cols(codes) / FRAGMENT_COLS,
-            _ => 1,
-        };
-        assert!(
-            weight.format == Format::Bf16 && rows <= MOST_FEW_ROWS
-                || weight.format.codes().is_some() && rows <= MOST_FEW_ROWS && shared.is_none(),
-            "{rows} rows of {:?}",
-            weight.format
-        );
+        let served = weight.format == Format::Bf16 || weight.format.codes().is_some() && shared.is_none();
+        assert!(served && rows <= MOST_FEW_ROWS, "{rows} rows of {:?}", weight.format);
+        let run = run_of(&weight);
         assert!(config.ahead.is_multiple_of(run), "{config:?} for units of {run} chunks");
         assert!(rows * shape.chosen <= config.threads, "{rows} rows of {shape:?} for {} threads", config.threads);
         let columns = weight.cols;
@@ -450,9 +443,8 @@ impl Mlp {
     /// of shared memory.
     pub fn few_configs(&self, rows: u32, matrices: Matrices, limit: u32) -> [SkinnyConfig; 2] {
         let config = |threads: u32, tiles, ahead| SkinnyConfig { threads, tiles, ahead };
-        let run = |matrix: &Matrix| matrix.format.codes().map_or(1, |codes| unit_cols(codes) / FRAGMENT_COLS);
-        let runs = [run(&self.gate_up), run(&self.down)];
-        let wanted = match (matrices, rows) {
+        let runs = [run_of(&self.gate_up), run_of(&self.down)];
+        let mut configs = match (matrices, rows) {
             (Matrices::Emulated, _) if runs != [1, 1] => [config(128, 1, runs[0]), config(128, 1, runs[1])],
             (Matrices::Cooperative, _) if runs != [1, 1] => [config(128, 2, 2 * runs[0]), config(512, 1, 2 * runs[1])],
             (Matrices::Emulated, _) => [config(128, 1, 2); 2],
@@ -460,16 +452,14 @@ impl Mlp {
             (Matrices::Cooperative, 2..=4) => [config(128, 2, 4), config(512, 1, 4)],
             (Matrices::Cooperative, _) => [config(128, 4, 4), config(512, 1, 2)],
         };
-        let mut runs = runs.into_iter();
-        wanted.map(|mut config| {
-            let run = runs.next().unwrap_or(1);
+        for (config, run) in configs.iter_mut().zip(runs) {
             // One invocation per choice of a row.
             config.threads = config.threads.max((rows * self.shape.chosen).next_multiple_of(32));
-            while config.ahead > run && self.few_shared_bytes(rows, matrices, config) > limit {
+            while config.ahead > run && self.few_shared_bytes(rows, matrices, *config) > limit {
                 config.ahead /= 2;
             }
-            config
-        })
+        }
+        configs
     }
 
     /// Returns the shared memory in bytes of a workgroup of the stages for a few rows.
@@ -765,6 +755,11 @@ impl Mlp {
             groups: [(self.shape.hidden / 4).div_ceil(threads), used.rows, 1],
         }
     }
+}
+
+/// Returns the number of chunks of 32 columns that a group of 32 lanes loads at a time: a unit of codes, or one of numbers.
+fn run_of(matrix: &Matrix) -> u32 {
+    matrix.format.codes().map_or(1, |codes| unit_cols(codes) / FRAGMENT_COLS)
 }
 
 /// Returns the experts that one row's logits select, with their shares, the first choice first.

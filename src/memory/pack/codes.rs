@@ -31,7 +31,7 @@ use half::slice::HalfFloatSliceExt;
 /// The bytes before a row's planes in a row-major tensor.
 const ROW_HEADER: u64 = 16;
 /// The bytes before the units of a block of 16 rows in fragments: one f32 for each row.
-const BLOCK_HEADER: u64 = 64;
+pub const BLOCK_HEADER: u64 = 64;
 
 /// Returns the number of columns of a unit, to whose multiple rows are padded.
 pub fn unit_cols(codes: Codes) -> u32 {
@@ -56,8 +56,7 @@ pub(super) fn row_bytes(codes: Codes, layout: Layout, padded_cols: u32) -> u64 {
 /// Returns the size in bytes of a unit of columns of 16 rows in fragments.
 pub fn fragment_unit_bytes(codes: Codes) -> u32 {
     let unit = unit_cols(codes);
-    let numbers = if codes.minimum == Minimum::Stored { 2 } else { 1 };
-    FRAGMENT_ROWS * (unit * codes.bits / 8 + unit / codes.group * 2 * numbers)
+    FRAGMENT_ROWS * (unit * codes.bits / 8 + unit / codes.group * 2 * halves(codes) as u32)
 }
 
 /// The planes of a format: the number of bits in the plane, and the position of its lowest bit in a code.
@@ -450,9 +449,7 @@ pub fn element(
             let (unit, index) = (unit_cols(codes), row % FRAGMENT_ROWS);
             let block = u64::from(row / FRAGMENT_ROWS) * bytes * u64::from(FRAGMENT_ROWS) / 4;
             let groups = unit / codes.group;
-            let unit_words =
-                u64::from(FRAGMENT_ROWS * unit * codes.bits / 32) + u64::from(16 * groups) * halves(codes) / 2;
-            let mut at = block + BLOCK_HEADER / 4 + u64::from(col / unit) * unit_words;
+            let mut at = block + BLOCK_HEADER / 4 + u64::from(col / unit * (fragment_unit_bytes(codes) / 4));
             for (plane, shift) in planes(codes) {
                 let (place, bits) = fragment_place(plane, index, col % unit / 4);
                 let bits = word(at + u64::from(place)) >> bits[col as usize % 4];

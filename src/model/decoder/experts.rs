@@ -3,7 +3,7 @@
 //!
 //! Not here: the choice of experts, which kernels make (`kernels::moe`).
 
-use super::{Block, Decoder, Step, StepShape, Tuning};
+use super::{Block, Decoder, Step, StepShape};
 use crate::kernels::gemm::matmul::{Blocked, MatmulConfig, MatmulRows, block_rows};
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::skinny::Matrices;
@@ -252,8 +252,8 @@ impl Decoder<'_> {
         let many = rows * experts.chosen / experts.count >= self.tuning.wgmma_each;
         let wgmma = (self.tuning.ptx && many)
             .then(|| {
-                let Tuning { processors, wgmma, .. } = &self.tuning;
-                Grouped::wgmma(&experts, rows, *processors, [mlp.gate_up.format, mlp.down.format], wgmma)
+                let formats = [mlp.gate_up.format, mlp.down.format];
+                Grouped::wgmma(&experts, rows, self.tuning.processors, formats, &self.tuning.wgmma)
             })
             .flatten();
         let (tile, how) = wgmma.unwrap_or_else(|| Grouped::choose(&experts, rows, matrices, mlp.gate_up.format));

@@ -42,7 +42,7 @@ use crate::device::MOST_SHARED_BYTES;
 use crate::kernels::codes_of;
 use crate::kernels::moe::NOBODY;
 use crate::kernels::shaders::WGMMA;
-use crate::memory::pack::codes::{fragment_unit_bytes, unit_cols};
+use crate::memory::pack::codes::{BLOCK_HEADER, fragment_unit_bytes, unit_cols};
 use crate::quant::number::Number;
 use crate::quant::{Codes, Minimum};
 use half::f16;
@@ -164,8 +164,6 @@ const ALIGNMENT: u32 = 1024;
 const STAGED_TOKENS: u32 = 64;
 /// The shared memory of a warpgroup for packed outputs: 32 of them for [`STAGED_TOKENS`] tokens.
 const STAGING_BYTES: u32 = STAGED_TOKENS * 64;
-/// The bytes before the units of a block of 16 rows of codes: the rows' factors.
-const HEADER_BYTES: u32 = 64;
 /// The number of polls after which a wait is given up: at least a tenth of a second, as each takes more than ten cycles.
 const MOST_POLLS: u32 = 1 << 24;
 /// The upper bits of a descriptor of shared memory: rows of 128 bytes, swizzled, 8 rows in 1,024 bytes.
@@ -274,7 +272,7 @@ setp.ne.u32 %p0, %thread, 0;
             columns = self.variant.columns(),
             columns_less = self.variant.columns() - 1,
             block_bytes = self.variant.block_bytes(),
-            header = if self.variant.codes != 0 { HEADER_BYTES } else { 0 },
+            header = if self.variant.codes != 0 { BLOCK_HEADER } else { 0 },
             threads = tile.threads(),
             tokens = tile.tokens,
             tokens_less = tile.tokens - 1,
@@ -418,7 +416,7 @@ sub.u32 %r4, %r7, 1;",
 mad.lo.u64 %from{block}, %l2, %block_bytes, %weight;"
             );
             if codes != 0 {
-                line!(self, "add.u64 %from{block}, %from{block}, {HEADER_BYTES};");
+                line!(self, "add.u64 %from{block}, %from{block}, {BLOCK_HEADER};");
             }
         }
         line!(
@@ -633,7 +631,7 @@ add.u32 %previous, %full, {};",
         let (tile, bits, unit) = (self.variant.tile, codes.bits, unit_cols(codes));
         let each = 4 * self.variant.block_bytes();
         line!(self, "add.u32 %r1, %first, %slot;\nadd.u32 %r2, %scales_at, %slot;");
-        // The planes' bits: of 8 and 4 bits for each half of 32 columns, of 2 bits for each 32, of 1 bit for all.
+        // A lane's words of these 64 columns: eight of a plane of 8 bits, four of 4 bits, two of 2 bits, one of 1 bit.
         let two_at = if bits & 4 != 0 { unit * 8 } else { 0 };
         let one_at = two_at + if bits & 2 != 0 { unit * 4 } else { 0 };
         for block in 0..tile.blocks {

@@ -75,7 +75,8 @@ pub(crate) fn test_overlap(
         let Some(carried) = &regions.carried else { continue };
         build.wanted()?;
         // Each sequence has its own page after the context.
-        let sequences = (*rows).min(decoder.pages - 1).min(decoder.state.slots);
+        let own_pages = decoder.window_pages.map_or(decoder.pages, |pages| pages.min(decoder.pages)) - 1;
+        let sequences = (*rows).min(own_pages).min(decoder.state.slots);
         let pages = |slot: u32, index: u32| if index == context { slot + 1 } else { 0 };
         let mut run = |region: &DecodeRegion| {
             let patch = test.patch(sequences, context * probe.page_tokens, pages);
@@ -132,7 +133,7 @@ struct Test<'a> {
 
 impl Test<'_> {
     /// Returns a patch that assigns rows to `sequences` sequences, all at position `position`. `page` gives the KV page
-    /// for a slot and an index in the slot's page table.
+    /// for a slot and an index in the slot's page tables.
     fn patch(&self, sequences: u32, position: u32, page: impl Fn(u32, u32) -> u32) -> Patch {
         let layout = self.decoder.state;
         let mut patch = Patch::default();
@@ -165,7 +166,11 @@ impl Test<'_> {
             patch.set(layout.slot_word(slot, state::SLOT_POSITION), position);
             patch.set(layout.slot_word(slot, state::SLOT_SETTLED), position);
             for index in 0..=position / self.probe.page_tokens {
-                patch.set(layout.page_word(slot, index), page(slot, index));
+                let page = page(slot, index);
+                patch.set(layout.page_word(slot, index), page);
+                if layout.windows {
+                    patch.set(layout.window_word(slot, index), page);
+                }
             }
         }
         patch.set(layout.fault_word(), 0);

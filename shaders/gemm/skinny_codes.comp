@@ -77,8 +77,8 @@ layout(push_constant) uniform Args {
 const uint GROUPS = LANES / 32u;
 const uint ROUNDS = (OWN_UNITS + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD); // steps of a block of W
 const uint BLOCK = ROWS < 8u ? ROWS : 8u;         // rows of x in half a fragment
-const uint HALVES = ROWS > 8u ? 2u : 1u;          // of a lane's sums: rows g and g + 8 of x
-const uint KEPT = BLOCK * 4u;                     // lanes of a group whose sums belong to existing rows of x
+const uint HALVES = ROWS > 8u ? 2u : 1u;
+const uint KEPT = BLOCK * 4u;                     // items of a block of 16 rows of W for half a fragment
 const uint ITEMS = TILES * HALVES * KEPT;
 const uint UNIT_QUADS = UNIT_COLS / 4u;
 const uint PARTS = UNIT_COLS / 128u;              // 16-byte words of a row of x for a lane, of a unit
@@ -89,29 +89,20 @@ const uint BATCH = ROWS < 8u / LOADS ? ROWS : 8u / LOADS; // rows whose words ar
 // Independent chains of sums of a tile, which hide the latency of the matrix units.
 const uint CHAINS = TILES == 1u ? 2u : 1u;
 
-// Of a lane group: x in f16 as [half][16 columns][row of the half][t] of four columns each, where 16 columns take SLOT words
-// that spread over the banks. Sums have two places, used in turn.
+// Of a lane group: x in f16 as [half][32 columns][row of the half][t] of eight columns each, where 32 columns take SLOT
+// words that spread over the banks. Sums have two places, used in turn; of an item, they are those of four rows of W.
 const uint SLOT = BLOCK * 4u + (BLOCK > 1u ? 4u : 0u);
-const uint SLOTS = PASSES * LOADS * 8u;
+const uint SLOTS = PASSES * LOADS * 4u;
 const uint X_WORDS = HALVES * SLOTS * SLOT;
 
-shared uvec2 x_s[GROUPS * X_WORDS];
-shared vec4 sums_s[2u * GROUPS * ITEMS];
+shared uvec4 x_s[GROUPS * X_WORDS];
+shared float sums_s[2u * GROUPS * ITEMS * 4u];
 shared float squares_s[GROUPS * ROWS];
 
+#include "group_max.glsl"
 #if MATRIX == 1
-uint group_max(uint x) { return subgroupMax(x); }
 float group_add(float x) { return subgroupAdd(x); }
 #else
-shared uint exchange_s[LANES];
-uint group_max(uint x) {
-    barrier();
-    exchange_s[gl_LocalInvocationIndex] = x;
-    barrier();
-    uint most = 0u;
-    for (uint i = 0u; i < 32u; i++) most = max(most, exchange_s[LANE_GROUP * 32u + i]);
-    return most;
-}
 float group_add(float x) {
     barrier();
     exchange_s[gl_LocalInvocationIndex] = floatBitsToUint(x);
@@ -175,7 +166,7 @@ uint column_of(uint pass, uint i) {
 
 // Adds the products of a step to the sums.
 #define MULTIPLY_STEP(w, scales, round_) { \
-    uint step_at = take_at + round_ * (AHEAD * (UNIT_COLS / 16u) * SLOT); \
+    uint step_at = take_at + round_ * (AHEAD * (UNIT_COLS / 32u) * SLOT); \
     [[unroll]] for (uint u = 0u; u < AHEAD; u++) { \
         EACH_HALF for (uint c = 0u; c < UNIT_COLS / 32u; c++) { \
             uint scale[TILES], minimum[TILES]; \
@@ -184,17 +175,20 @@ uint column_of(uint pass, uint i) {
                 scale[j] = SCALE_OF(scales, at, c, t); \
                 minimum[j] = STORED == 1u ? SCALE_OF(scales, at + STORED * SCALE_WORDS, c, t) : 0u; \
             } \
+            uint at = step_at + (u * (UNIT_COLS / 32u) + c) * SLOT; \
+            uvec4 a_low = x_s[at], a_high = HALVES == 2u ? x_s[at + (HALVES - 1u) * SLOTS * SLOT] : uvec4(0u); \
             EACH_HALF for (uint h = 0u; h < 2u; h++) { \
-                uint at = step_at + (u * (UNIT_COLS / 16u) + c * 2u + h) * SLOT; \
-                uvec2 a_low = x_s[at], a_high = HALVES == 2u ? x_s[at + (HALVES - 1u) * SLOTS * SLOT] : uvec2(0u); \
-                Tokens a; \
-                SET_TOKENS(a, a_low, a_high) \
+                FewTokens a, b; \
+                SET_FEW_TOKENS(a, h == 0u ? a_low.xy : a_low.zw) \
+                if (HALVES == 2u) SET_FEW_TOKENS(b, h == 0u ? a_high.xy : a_high.zw) \
                 [[unroll]] for (uint j = 0u; j < TILES; j++) { \
                     uvec4 pairs = PAIRS(w, (u * TILES + j) * PLANE_LOADS, c, h); \
                     pairs = scaled(pairs, scale[j], minimum[j]); \
-                    Weights m; \
+                    RowWeights m; \
                     SET_WEIGHTS(m, pairs) \
-                    MULTIPLY_ADD(sums[j * CHAINS + h % CHAINS], a, m) \
+                    uint of_ = (j * CHAINS + h % CHAINS) * HALVES; \
+                    MULTIPLY_ADD_FEW(sums[of_], a, m) \
+                    if (HALVES == 2u) MULTIPLY_ADD_FEW(sums[of_ + HALVES - 1u], b, m) \
                 } \
             } \
         } \
@@ -222,7 +216,7 @@ void main() {
 #endif
     uint polls = 0u;
     uint own_x = LANE_GROUP * X_WORDS;
-    uint put_at = own_x + ((LANE >> 3) * 2u + (LANE & 1u)) * SLOT + (LANE >> 1 & 3u);
+    uint put_at = own_x + (LANE >> 3) * SLOT + (LANE >> 1 & 3u);
     uint take_at = own_x + min(g, BLOCK - 1u) * 4u + t;
 
     // The next step to load: two steps are in flight.
@@ -251,8 +245,8 @@ void main() {
     if (EPILOGUE == 1u) old = y.v[(own_token * y_stride + row_) / 4u]; }
     LOAD_OLD
 
-    // x, with the factors that undo the scaling of rows g and g + 8.
-    float undo = 1.0, undo_other = 1.0;
+    // x, with the factors that undo the scaling of rows 2t and 2t + 1, and 2t + 8 and 2t + 9.
+    vec2 undo = vec2(1.0), undo_other = vec2(1.0);
     [[unroll]] for (uint from = 0u; from < ROWS; from += BATCH) {
         uvec4 words[BATCH * LOADS];
         vec4 most[BATCH];
@@ -282,8 +276,13 @@ void main() {
             scale[b] = uintBitsToFloat((268u - exponent) << 23);
             float back = uintBitsToFloat((exponent - 14u) << 23);
             uint token = from + b;
-            if (token < 8u && (BLOCK == 1u || g == token)) undo = back;
-            if (token >= 8u && g == token - 8u) undo_other = back;
+            if (token < 8u) {
+                if (BLOCK == 1u || 2u * t == token) undo.x = back;
+                if (2u * t + 1u == token) undo.y = back;
+            } else {
+                if (2u * t + 8u == token) undo_other.x = back;
+                if (2u * t + 9u == token) undo_other.y = back;
+            }
             if (NORM == 1u && token < ROWS) {
                 float sum = group_add(square[b]);
                 if (LANE == 0u) squares_s[LANE_GROUP * ROWS + token] = sum;
@@ -300,8 +299,10 @@ void main() {
                 if (token < ROWS) {
                     [[unroll]] for (uint i = 0u; i < LOADS; i++) {
                         vec4 value = uintBitsToFloat(words[b * LOADS + i]) * gain[i] * (exists(pass, i) ? scale[b] : 0.0);
-                        x_s[put_at + (token / 8u * SLOTS + (pass * LOADS + i) * 8u) * SLOT + token % 8u * 4u] =
-                            uvec2(packHalf2x16(value.xy), packHalf2x16(value.zw));
+                        uint put = put_at + (token / 8u * SLOTS + (pass * LOADS + i) * 4u) * SLOT + token % 8u * 4u;
+                        uvec2 pairs = uvec2(packHalf2x16(value.xy), packHalf2x16(value.zw));
+                        if ((LANE & 1u) == 0u) x_s[put].xy = pairs;
+                        else x_s[put].zw = pairs;
                     }
                 }
             }
@@ -309,8 +310,8 @@ void main() {
     }
     LANES_BARRIER
 
-    Sums sums[TILES * CHAINS];
-    [[unroll]] for (uint j = 0u; j < TILES * CHAINS; j++) sums[j] = NO_SUMS;
+    FewSums sums[TILES * CHAINS * HALVES];
+    [[unroll]] for (uint j = 0u; j < TILES * CHAINS * HALVES; j++) sums[j] = NO_FEW_SUMS;
     uint round = 0u, place = 0u;
     float norm_scale = 1.0;
     bool first = true;
@@ -336,19 +337,23 @@ void main() {
             round++;
             if (round == ROUNDS) {
                 round = 0u;
-                [[unroll]] for (uint j = 0u; j < TILES; j++) {
-                    vec4 sum = SUMS_LOW(sums[j * CHAINS]), sum_other = SUMS_HIGH(sums[j * CHAINS]);
-                    if (CHAINS == 2u) {
-                        sum += SUMS_LOW(sums[j * CHAINS + CHAINS - 1u]);
-                        sum_other += SUMS_HIGH(sums[j * CHAINS + CHAINS - 1u]);
+                [[unroll]] for (uint j = 0u; j < TILES * HALVES; j++) {
+                    uint of_ = j / HALVES * CHAINS * HALVES + j % HALVES;
+                    vec4 sum = FEW_SUMS(sums[of_]);
+                    if (CHAINS == 2u) sum += FEW_SUMS(sums[of_ + (CHAINS - 1u) * HALVES]);
+                    sum *= j % HALVES == 0u ? undo.xyxy : undo_other.xyxy;
+                    // The tokens 2t and 2t + 1 of the half.
+                    uint at = ((place * GROUPS + LANE_GROUP) * ITEMS + j * KEPT + 2u * t * 4u) * 4u + FIRST_ROW(g);
+                    if (2u * t < BLOCK) {
+                        sums_s[at] = sum.x;
+                        sums_s[at + 2u] = sum.z;
                     }
-                    if (LANE < KEPT) {
-                        uint at = (place * GROUPS + LANE_GROUP) * ITEMS + j * HALVES * KEPT + LANE;
-                        sums_s[at] = undo * sum;
-                        if (HALVES == 2u) sums_s[at + KEPT] = undo_other * sum_other;
+                    if (2u * t + 1u < BLOCK) {
+                        sums_s[at + 16u] = sum.y;
+                        sums_s[at + 18u] = sum.w;
                     }
                 }
-                [[unroll]] for (uint j = 0u; j < TILES * CHAINS; j++) sums[j] = NO_SUMS;
+                [[unroll]] for (uint j = 0u; j < TILES * CHAINS * HALVES; j++) sums[j] = NO_FEW_SUMS;
                 barrier();
                 // All invocations take as many turns: some drivers lose count of uneven loops before a barrier.
                 [[dont_unroll]] for (uint base = 0u; base < ITEMS; base += LANES) {
@@ -364,7 +369,10 @@ void main() {
                             while (poll_again(stale(old, old_tag) != 0u, polls, fault, old_tag)) old = y.v[at];
 
                         vec4 v = vec4(0.0);
-                        [[unroll]] for (uint i = 0u; i < GROUPS; i++) v += sums_s[(place * GROUPS + i) * ITEMS + turn];
+                        [[unroll]] for (uint i = 0u; i < GROUPS; i++) {
+                            uint at_ = ((place * GROUPS + i) * ITEMS + turn) * 4u;
+                            v += vec4(sums_s[at_], sums_s[at_ + 1u], sums_s[at_ + 2u], sums_s[at_ + 3u]);
+                        }
                         if (NORM == 1u) {
                             // An invocation with one item has the same row of x in all tiles.
                             if (first || ITEMS > LANES) {

@@ -44,6 +44,17 @@
 #define SUMS_LOW(s) vec4(s[0], s[1], s[2], s[3])
 #define SUMS_HIGH(s) vec4(s[4], s[5], s[6], s[7])
 
+// Products of a block of 16 rows of W with up to 8 tokens, by half the multiplications. A lane's weights are as above. It
+// gives its columns of token g, and receives the sums of tokens 2t and 2t + 1 for the block's rows
+// FIRST_ROW (elements 0 and 1) and FIRST_ROW + 2 (elements 2 and 3).
+#define FewTokens coopmat<ELEMENT, gl_ScopeSubgroup, 16, 8, gl_MatrixUseB>
+#define RowWeights coopmat<ELEMENT, gl_ScopeSubgroup, 16, 16, gl_MatrixUseA>
+#define FewSums coopmat<float, gl_ScopeSubgroup, 16, 8, gl_MatrixUseAccumulator>
+#define SET_FEW_TOKENS(m, words) { PUT_PAIR(m, 0, (words).x) PUT_PAIR(m, 2, (words).y) }
+#define NO_FEW_SUMS FewSums(0.0)
+#define MULTIPLY_ADD_FEW(sums, tokens, weights) sums = coopMatMulAdd(weights, tokens, sums);
+#define FEW_SUMS(s) vec4(s[0], s[1], s[2], s[3])
+
 #else
 #define LANES_BARRIER barrier();
 #define LANE (gl_LocalInvocationIndex & 31u)
@@ -88,7 +99,31 @@ void multiply_add(inout Sums sums, uvec4 tokens, uvec4 weights) {
     }
 }
 #define MULTIPLY_ADD(sums, tokens, weights) multiply_add(sums, tokens, weights);
+
+#define FewTokens uvec2
+#define RowWeights uvec4
+#define FewSums vec4
+#define SET_FEW_TOKENS(m, words) m = (words);
+#define NO_FEW_SUMS vec4(0.0)
+#define FEW_SUMS(s) (s)
+
+void multiply_add_few(inout vec4 sums, uvec2 tokens, uvec4 weights) {
+    barrier();
+    exchange_tokens[gl_LocalInvocationIndex].xy = tokens;
+    exchange_weights[gl_LocalInvocationIndex] = weights;
+    barrier();
+    uint group = LANE_GROUP * 32u, g = LANE >> 2, t = LANE & 3u;
+    for (uint i = 0u; i < 4u; i++) {
+        uvec4 w = exchange_weights[group + g * 4u + i];
+        vec4 first = four_of(exchange_tokens[group + 2u * t * 4u + i].xy), second = four_of(exchange_tokens[group + (2u * t + 1u) * 4u + i].xy);
+        vec4 low = four_of(w.xy), high = four_of(w.zw);
+        sums += vec4(dot(first, low), dot(second, low), dot(first, high), dot(second, high));
+    }
+}
+#define MULTIPLY_ADD_FEW(sums, tokens, weights) multiply_add_few(sums, tokens, weights);
 #endif
+// A lane's first row of W in a block, for FewSums.
+#define FIRST_ROW(g) (4u * ((g) >> 1) + ((g) & 1u))
 
 // Returns the nearest bfloat16 (ties to even) in the upper 16 bits. A NaN stays a NaN: adding the rounding term to some
 // NaNs would carry into the sign bit.

@@ -1,7 +1,7 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 #pragma use_vulkan_memory_model
-// MoE expert MLP for decode: small-M GEMM on fragment-packed weights for 1 to 8 · BLOCKS rows, in two dispatches
+// MoE expert MLP for decode: small-M GEMM on fragment-packed weights for 1 to 16 rows (codes: 1 to 4), in two dispatches
 // (stages). With TAGGED 1 there is no barrier between the stages: the second one polls the words of the first.
 //
 // STAGE 0   for each expert e that row r chooses as its j-th: y[r][j] = share(r, j) · glu(
@@ -13,8 +13,8 @@
 // logits     [rows][logits_stride] f32: COUNT router logits, then the shared expert's gate if there is one.
 //            `experts.glsl` defines the selection and the shares; each workgroup computes them for itself, for all rows
 // weight     [COUNT][n rows] in fragment order (`memory::pack::Layout::Fragments`); in STAGE 0 the rows of gate and up
-//            alternate. CODED 1: codes with scales (`codes.glsl`), which are dequantised in registers and rounded to
-//            bfloat16; there is no shared expert then
+//            alternate. CODED 1: codes with scales (`codes.glsl`), which become f16 in registers; there is no shared
+//            expert then
 // shared     [shared_n rows], likewise
 // x          STAGE 0: [rows][x_stride] f32, the residual. STAGE 1: the output of STAGE 0
 // y          STAGE 0: [rows][CHOSEN · INNER and SHARED_INNER, each padded to 32] f32; the padding is not written.
@@ -25,6 +25,8 @@
 // of all experts that any row chose. Its groups of 32 lanes split K as in `skinny`, and a row's values are split into
 // two parts of a fragment as there. For a row that did not choose the expert, x is replaced by zeros. There are
 // workgroups for the maximum number of distinct experts; surplus ones return after the selection.
+// CODED 1: the weights and the values of x of the next round are in flight while a round is multiplied. In each round, a
+// lane group scales a row's values by a power of two that makes the largest a large f16, and scales the products back.
 // Traffic: each chosen expert's weights once; x once per workgroup, from the L2 cache where it is tagged.
 #extension GL_KHR_shader_subgroup_vote : require
 #extension GL_KHR_shader_subgroup_shuffle : require
@@ -60,6 +62,11 @@ layout(constant_id = 15) const uint CODES = 0x5024; // the weights' format
 const uint UNITS = (COLUMNS + UNIT_COLS - 1u) / UNIT_COLS;
 #endif
 #include "tags.glsl"
+#if CODED == 1 && MATRIX == 1
+// f16 arithmetic keeps subnormal numbers: the codes.
+#extension GL_EXT_spirv_intrinsics : require
+spirv_execution_mode(extensions = ["SPV_KHR_float_controls"], capabilities = [4464], 4459, 16);
+#endif
 
 layout(push_constant) uniform Args {
     Words4In weight;
@@ -112,8 +119,15 @@ const uint JOINED = 1u;
 const uint SQUARES = QUADS;
 #endif
 
+#if CODED == 1
+// Both 16-bit parts of x, as [part][token][32 columns][t] of eight columns each, and the sums of each part, as
+// [tile][part][token][row].
+shared uvec4 x_s[GROUPS * 2u * TOKENS * AHEAD * 4u];
+shared float sums_s[GROUPS * TILES * 2u * TOKENS * 16u];
+#else
 shared vec4 sums_s[GROUPS * ITEMS];
 shared uvec4 x_s[GROUPS * TOKENS * QUADS];        // both 16-bit parts of four columns
+#endif
 shared float squares_s[STAGE == 0u ? GROUPS * BLOCKS * TOKENS * SQUARES : 1u];
 shared uint ids_s[PAIRS];
 shared float shares_s[PAIRS];
@@ -187,12 +201,15 @@ void choose(inout uint polls) {
 
 #if CODED == 1
 #include "code_fragments.glsl"
+#include "group_max.glsl"
 #if MATRIX == 1
 #define EACH_RUN [[unroll]]
 #else
 // The loop body is already long.
 #define EACH_RUN [[dont_unroll]]
 #endif
+const uint AHEAD_UNITS = AHEAD / RUN;
+const uint PARTS = QUADS / 32u;                   // 16-byte words of a token for a lane, of a round
 #endif
 
 uint chunk_of(uint round, uint u) {
@@ -200,6 +217,13 @@ uint chunk_of(uint round, uint u) {
 }
 
 void main() {
+#if MATRIX == 1
+    // A view of x without `volatile`, whose loads the L1 cache may serve: an untagged x is not written during this
+    // dispatch.
+    Words4In plain_x = Words4In(x);
+#else
+#define plain_x x
+#endif
     uint polls = 0u;
     uint group_number = gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x;
     uint g = LANE >> 2, t = LANE & 3u;
@@ -238,6 +262,152 @@ void main() {
     uint chunks = STAGE == 0u ? PADDED : distinct_s * PADDED + SHARED_CHUNKS;
     uint rounds = (chunks + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD);
 
+#if CODED == 1
+    vec4 totals[TILES];
+    [[unroll]] for (uint i = 0u; i < TILES; i++) totals[i] = vec4(0.0);
+    float square[BLOCKS * LOADS];
+    [[unroll]] for (uint i = 0u; i < BLOCKS * LOADS; i++) square[i] = 0.0;
+
+    uvec4 next_w[AHEAD_UNITS * TILES * PLANE_LOADS], next_words[LOADS];
+    uint next_scales[AHEAD_UNITS * TILES * SCALE_SLOTS], next_at[LOADS];
+    vec2 next_factor[AHEAD_UNITS * TILES];
+    vec4 next_gain[PARTS];
+    bool next_there[LOADS];
+// Loads the weights and the words of x of a round; beyond the last chunk, the last chunk's weights, which are multiplied by
+// zeros.
+#define BEGIN_ROUND(round_) { \
+    [[unroll]] for (uint u = 0u; u < AHEAD_UNITS; u++) { \
+        uint unit = min(chunk_of(round_, u * RUN), chunks - 1u) / RUN, matrix = entry.x; \
+        if (STAGE == 1u) { \
+            uint d = unit / UNITS; \
+            unit -= d * UNITS; \
+            matrix = list_s[d].x; \
+        } \
+        [[unroll]] for (uint j = 0u; j < TILES; j++) { \
+            uint base = (matrix * blocks + min(first + j, blocks - 1u)) * BLOCK_WORDS, from = base + 4u + unit * UNIT_WORDS; \
+            [[unroll]] for (uint i = 0u; i < PLANE_LOADS; i++) \
+                next_w[(u * TILES + j) * PLANE_LOADS + i] = weight.v[from + i * 32u + LANE]; \
+            LOAD_SCALES(next_scales, (u * TILES + j) * SCALE_SLOTS, from + PLANE_LOADS * 32u) \
+            uint of_row = base * 4u + FIRST_ROW(g); \
+            if (STAGE == 1u) next_factor[u * TILES + j] = uintBitsToFloat(uvec2(CODE_WORD(weight, of_row), CODE_WORD(weight, of_row + 2u))); \
+        } \
+    } \
+    [[unroll]] for (uint i = 0u; i < LOADS; i++) { \
+        uint part = i % PARTS, chunk = chunk_of(round_, part * 4u + LANE / 8u), row = i / PARTS; \
+        next_there[i] = chunk < chunks; \
+        chunk = min(chunk, chunks - 1u); \
+        uint column = chunk * 8u + LANE % 8u; \
+        if (STAGE == 0u) { \
+            next_there[i] = next_there[i] && (entry.y >> row & 1u) != 0u && (!PARTLY || column * 4u < COLUMNS); \
+            if (PARTLY) column = min(column, COLUMNS / 4u - 1u); \
+            if (row == 0u) next_gain[part] = norm.v[column]; \
+        } else { \
+            uvec4 of = list_s[chunk / PADDED]; \
+            uint inside = (chunk % PADDED) * 32u + LANE % 8u * 4u; \
+            next_there[i] = next_there[i] && (of.y >> row & 1u) != 0u && inside < COLUMNS; \
+            column = choice_of(of, row) * CHUNKS * 8u + min(inside, COLUMNS - 4u) / 4u; \
+        } \
+        next_at[i] = row * (x_stride / 4u) + column; \
+        next_words[i] = TAGGED == 0u ? plain_x.v[next_at[i]] : x.v[next_at[i]]; \
+    } }
+    BEGIN_ROUND(0u)
+
+    [[dont_unroll]] for (uint round = 0u; round < rounds; round++) {
+        uvec4 w[AHEAD_UNITS * TILES * PLANE_LOADS], words[LOADS];
+        uint scales[AHEAD_UNITS * TILES * SCALE_SLOTS], at[LOADS];
+        vec2 factor[AHEAD_UNITS * TILES];
+        vec4 gain[PARTS];
+        bool there[LOADS];
+        [[unroll]] for (uint i = 0u; i < AHEAD_UNITS * TILES * PLANE_LOADS; i++) w[i] = next_w[i];
+        [[unroll]] for (uint i = 0u; i < AHEAD_UNITS * TILES * SCALE_SLOTS; i++) scales[i] = next_scales[i];
+        [[unroll]] for (uint i = 0u; i < AHEAD_UNITS * TILES; i++) factor[i] = next_factor[i];
+        [[unroll]] for (uint i = 0u; i < PARTS; i++) gain[i] = next_gain[i];
+        [[unroll]] for (uint i = 0u; i < LOADS; i++) {
+            words[i] = next_words[i];
+            at[i] = next_at[i];
+            there[i] = next_there[i];
+        }
+        if (round + 1u < rounds) BEGIN_ROUND(round + 1u)
+        if (TAGGED == 1u) {
+            uint bad = 0u;
+            [[unroll]] for (uint i = 0u; i < LOADS; i++) bad |= there[i] ? stale(words[i], x_tag) : 0u;
+            while (poll_again(subgroupAny(bad != 0u), polls, fault, x_tag)) {
+                [[unroll]] for (uint i = 0u; i < LOADS; i++) words[i] = x.v[at[i]];
+                bad = 0u;
+                [[unroll]] for (uint i = 0u; i < LOADS; i++) bad |= there[i] ? stale(words[i], x_tag) : 0u;
+            }
+        }
+        // Each row's values are scaled so that the largest exponent is 14. A lane has the sums of the rows 2t and 2t + 1,
+        // counted modulo 4: of the first part for t < 2, and of the rest.
+        vec2 undo = vec2(1.0);
+        [[unroll]] for (uint row = 0u; row < TOKENS; row++) {
+            vec4 value[PARTS], most = vec4(0.0);
+            [[unroll]] for (uint part = 0u; part < PARTS; part++) {
+                uint i = row * PARTS + part;
+                value[part] = there[i] ? uintBitsToFloat(words[i]) : vec4(0.0);
+                if (STAGE == 0u) {
+                    square[i] += dot(value[part], value[part]);
+                    value[part] = there[i] ? value[part] * gain[part] : vec4(0.0);
+                }
+                most = max(most, abs(value[part]));
+            }
+            uint exponent = group_max(floatBitsToUint(max(max(most.x, most.y), max(most.z, most.w)))) >> 23;
+            exponent = clamp(exponent, 16u, 254u);
+            float scale = uintBitsToFloat((268u - exponent) << 23), back = uintBitsToFloat((exponent - 14u) << 23);
+            if ((2u * t & 3u) == row) undo.x = back;
+            if ((2u * t + 1u & 3u) == row) undo.y = back;
+            [[unroll]] for (uint part = 0u; part < PARTS; part++) {
+                uvec2 first_part, rest;
+                vec4 scaled_value = value[part] * scale;
+                split_pair(scaled_value.x, scaled_value.y, first_part.x, rest.x);
+                split_pair(scaled_value.z, scaled_value.w, first_part.y, rest.y);
+                uint to = ((LANE_GROUP * 2u * TOKENS + row) * AHEAD + part * 4u + LANE / 8u) * 4u + LANE / 2u % 4u;
+                if (LANE % 2u == 0u) {
+                    x_s[to].xy = first_part;
+                    x_s[to + TOKENS * AHEAD * 4u].xy = rest;
+                } else {
+                    x_s[to].zw = first_part;
+                    x_s[to + TOKENS * AHEAD * 4u].zw = rest;
+                }
+            }
+        }
+        LANES_BARRIER
+        uint own = ((LANE_GROUP * 2u + (g >> 2)) * TOKENS + min(g & 3u, TOKENS - 1u)) * AHEAD * 4u + t;
+        FewSums sums[TILES];
+        [[unroll]] for (uint u = 0u; u < AHEAD_UNITS; u++) {
+            if (STAGE == 1u || u == 0u) {
+                [[unroll]] for (uint j = 0u; j < TILES; j++) sums[j] = NO_FEW_SUMS;
+            }
+            EACH_RUN for (uint c = 0u; c < RUN; c++) {
+                uint scale_[TILES], minimum_[TILES];
+                [[unroll]] for (uint j = 0u; j < TILES; j++) {
+                    uint from = (u * TILES + j) * SCALE_SLOTS;
+                    scale_[j] = SCALE_OF(scales, from, c, t);
+                    minimum_[j] = STORED == 1u ? SCALE_OF(scales, from + STORED * SCALE_WORDS, c, t) : 0u;
+                }
+                uvec4 eight = x_s[own + (u * RUN + c) * 4u];
+                [[unroll]] for (uint h = 0u; h < 2u; h++) {
+                    FewTokens a;
+                    SET_FEW_TOKENS(a, h == 0u ? eight.xy : eight.zw)
+                    [[unroll]] for (uint j = 0u; j < TILES; j++) {
+                        uvec4 pairs = PAIRS(w, (u * TILES + j) * PLANE_LOADS, c, h);
+                        pairs = scaled(pairs, scale_[j], minimum_[j]);
+                        RowWeights m;
+                        SET_WEIGHTS(m, pairs)
+                        MULTIPLY_ADD_FEW(sums[j], a, m)
+                    }
+                }
+            }
+            if (STAGE == 1u || u + 1u == AHEAD_UNITS) {
+                [[unroll]] for (uint j = 0u; j < TILES; j++)
+                    totals[j] += undo.xyxy * (STAGE == 1u ? factor[u * TILES + j].xxyy : vec4(1.0)) * FEW_SUMS(sums[j]);
+            }
+        }
+        // All lanes must have read these parts before the next ones overwrite them.
+        LANES_BARRIER
+    }
+
+#else
     Sums sums[BLOCKS * TILES];
     [[unroll]] for (uint i = 0u; i < BLOCKS * TILES; i++) sums[i] = NO_SUMS;
     float square[BLOCKS * LOADS];
@@ -245,27 +415,6 @@ void main() {
 
     [[dont_unroll]] for (uint round = 0u; round < rounds; round++) {
         // Beyond the last chunk, the last chunk's weights are multiplied by zeros.
-#if CODED == 1
-        uvec4 w[AHEAD / RUN * TILES * PLANE_LOADS];
-        uint scales[AHEAD / RUN * TILES * SCALE_SLOTS];
-        vec2 factor[AHEAD / RUN * TILES]; // of the lane's rows
-        [[unroll]] for (uint u = 0u; u < AHEAD / RUN; u++) {
-            uint unit = min(chunk_of(round, u * RUN), chunks - 1u) / RUN, matrix = entry.x;
-            if (STAGE == 1u) {
-                uint d = unit / UNITS;
-                unit -= d * UNITS;
-                matrix = list_s[d].x;
-            }
-            [[unroll]] for (uint j = 0u; j < TILES; j++) {
-                uint base = (matrix * blocks + min(first + j, blocks - 1u)) * BLOCK_WORDS, at = base + 4u + unit * UNIT_WORDS;
-                [[unroll]] for (uint i = 0u; i < PLANE_LOADS; i++)
-                    w[(u * TILES + j) * PLANE_LOADS + i] = weight.v[at + i * 32u + LANE];
-                LOAD_SCALES(scales, (u * TILES + j) * SCALE_SLOTS, at + PLANE_LOADS * 32u)
-                uint row = base * 4u + 4u * (g >> 1) + (g & 1u);
-                factor[u * TILES + j] = uintBitsToFloat(uvec2(CODE_WORD(weight, row), CODE_WORD(weight, row + 2u)));
-            }
-        }
-#else
         uvec4 w[AHEAD * TILES * 2u];
         [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
             uint chunk = min(chunk_of(round, u), chunks - 1u);
@@ -288,7 +437,6 @@ void main() {
                 w[(u * TILES + j) * 2u + 1u] = LOAD_WEIGHT(other, at + 32u);
             }
         }
-#endif
         [[unroll]] for (uint b = 0u; b < BLOCKS; b++) {
             uvec4 words[LOADS];
             uint at[LOADS];
@@ -326,13 +474,7 @@ void main() {
                 words[i] = uvec4(0u);
             }
             if (TAGGED == 0u) {
-#if MATRIX == 1
-                // Loads without `volatile`, which the L1 cache may serve: an untagged x is not written during this
-                // dispatch.
-                [[unroll]] for (uint i = 0u; i < LOADS; i++) if (any[i]) words[i] = Words4In(x).v[at[i]];
-#else
-                [[unroll]] for (uint i = 0u; i < LOADS; i++) words[i] = x.v[at[i]];
-#endif
+                [[unroll]] for (uint i = 0u; i < LOADS; i++) if (any[i]) words[i] = plain_x.v[at[i]];
             } else {
                 uint bad;
                 do {
@@ -355,29 +497,6 @@ void main() {
             }
             LANES_BARRIER
             uint own = LANE_GROUP * (TOKENS * QUADS) + min(g, TOKENS - 1u) * QUADS + t * 2u;
-#if CODED == 1
-            [[unroll]] for (uint u = 0u; u < AHEAD / RUN; u++) {
-                EACH_RUN for (uint c = 0u; c < RUN; c++) {
-                    uint scale_[TILES], minimum_[TILES];
-                    [[unroll]] for (uint j = 0u; j < TILES; j++) {
-                        uint from = (u * TILES + j) * SCALE_SLOTS;
-                        scale_[j] = SCALE_OF(scales, from, c, t);
-                        minimum_[j] = STORED == 1u ? SCALE_OF(scales, from + STORED * SCALE_WORDS, c, t) : 0u;
-                    }
-                    [[unroll]] for (uint h = 0u; h < 2u; h++) {
-                        uvec4 parts = x_s[own + (u * RUN + c) * 8u + h];
-                        Tokens a;
-                        SET_TOKENS(a, parts.xy, parts.zw)
-                        [[unroll]] for (uint j = 0u; j < TILES; j++) {
-                            uvec4 pairs = PAIRS(w, (u * TILES + j) * PLANE_LOADS, c, h);
-                            Weights m;
-                            SET_WEIGHTS(m, bfloats(pairs, scale_[j], minimum_[j], factor[u * TILES + j]))
-                            MULTIPLY_ADD(sums[b * TILES + j], a, m)
-                        }
-                    }
-                }
-            }
-#else
             [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
                 [[unroll]] for (uint h = 0u; h < 2u; h++) {
                     uvec4 parts = x_s[own + u * 8u + h];
@@ -390,12 +509,12 @@ void main() {
                     }
                 }
             }
-#endif
             // All lanes must have read these parts before the next ones overwrite them.
             LANES_BARRIER
         }
     }
 
+#endif
     [[unroll]] for (uint b = 0u; b < BLOCKS; b++) {
         if (STAGE == 0u) {
             [[unroll]] for (uint i = 0u; i < LOADS; i++) {
@@ -407,11 +526,24 @@ void main() {
                     squares_s[((LANE_GROUP * BLOCKS + b) * TOKENS + token) * SQUARES + part] = sum;
             }
         }
+#if CODED == 1
+        [[unroll]] for (uint j = 0u; j < TILES; j++) {
+            [[unroll]] for (uint e = 0u; e < 2u; e++) {
+                uint token = 2u * t + e & 3u;
+                uint to = (((LANE_GROUP * TILES + j) * 2u + t / 2u) * TOKENS + token) * 16u + FIRST_ROW(g);
+                if (token < TOKENS) {
+                    sums_s[to] = totals[j][e];
+                    sums_s[to + 2u] = totals[j][e + 2u];
+                }
+            }
+        }
+#else
         if (LANE < KEPT) {
             [[unroll]] for (uint j = 0u; j < TILES; j++)
                 sums_s[LANE_GROUP * ITEMS + (j * BLOCKS + b) * KEPT + LANE] =
                     SUMS_LOW(sums[b * TILES + j]) + SUMS_HIGH(sums[b * TILES + j]);
         }
+#endif
     }
     barrier();
 
@@ -429,8 +561,18 @@ void main() {
             while (poll_again(stale(old, old_tag) != 0u, polls, fault, old_tag)) old = y.v[item_at];
 
         vec4 v = vec4(0.0);
+#if CODED == 1
+        [[unroll]] for (uint i = 0u; i < GROUPS * 2u; i++) {
+            uint from = (((i / 2u * TILES + item_tile) * 2u + i % 2u) * TOKENS + (item_lane >> 2)) * 16u + (item_lane & 3u) * 4u;
+            v += vec4(sums_s[from], sums_s[from + 1u], sums_s[from + 2u], sums_s[from + 3u]);
+        }
+#else
         [[unroll]] for (uint i = 0u; i < GROUPS; i++) v += sums_s[i * ITEMS + item];
+#endif
         if (STAGE == 0u) {
+#if CODED == 1
+            v *= uintBitsToFloat(weight.v[(entry.x * blocks + first + item_tile) * BLOCK_WORDS + (item_lane & 3u)]);
+#endif
             float sum = 0.0;
             uint at = (item_block * TOKENS + (item_lane >> 2)) * SQUARES;
             [[unroll]] for (uint i = 0u; i < GROUPS; i++)

@@ -21,8 +21,8 @@ use std::sync::Arc;
 
 /// Returns what a device does not promise of what the kernels for matrix units need; empty if it promises all of it.
 pub(crate) fn unpromised(capabilities: &Capabilities) -> Vec<&'static str> {
-    let shape = |input| {
-        let shape = MatrixShape { m: 16, n: 16, k: 16, input, accumulator: Component::F32 };
+    let shape = |n, input| {
+        let shape = MatrixShape { m: 16, n, k: 16, input, accumulator: Component::F32 };
         capabilities.matrix_shapes.contains(&shape)
     };
     // Without matrices there are no shapes to speak of.
@@ -30,8 +30,9 @@ pub(crate) fn unpromised(capabilities: &Capabilities) -> Vec<&'static str> {
     let subgroups_of_32 = (capabilities.subgroup_min..=capabilities.subgroup_max).contains(&32);
     [
         (capabilities.cooperative_matrix, "cooperative matrices"),
-        (none || shape(Component::Bf16), "matrices of 16x16x16 in bf16 with sums in f32"),
-        (none || shape(Component::F16), "matrices of 16x16x16 in f16 with sums in f32"),
+        (none || shape(16, Component::Bf16), "matrices of 16x16x16 in bf16 with sums in f32"),
+        (none || shape(16, Component::F16), "matrices of 16x16x16 in f16 with sums in f32"),
+        (none || shape(8, Component::F16), "matrices of 16x8x16 in f16 with sums in f32"),
         (capabilities.bfloat16, "bf16 in shaders"),
         (capabilities.float16, "arithmetic in f16"),
         (capabilities.int16, "arithmetic on 16-bit integers"),
@@ -78,17 +79,16 @@ pub(crate) fn probe(device: &Arc<Device>, arena: &Arena, cache: Option<&Path>) -
         let range = recording.buffer(&name, u64::from(FOUND) * 4);
         recording.call(fragment_layout::fragment_layout(format, range));
         let buffer = arena.buffer(&name, range.bytes, Place::Readback)?;
-        found.push(Arc::clone(&buffer));
+        found.push((format, Arc::clone(&buffer)));
         table.add(buffer)?;
     }
     let pipelines = Pipelines::build(device, cache, &[&recording], &|_, _| {})?;
     let region = Arc::new(Region::build(device, &recording, &table, &pipelines)?);
     time_regions(device, &[region], 1)?;
-    let expected = fragment_layout::expected();
-    let as_expected = found.iter().all(|buffer| {
+    let as_expected = found.iter().all(|(format, buffer)| {
         let mut values = vec![0f32; FOUND as usize];
         buffer.read(0, bytemuck::cast_slice_mut(&mut values));
-        values == expected
+        values == fragment_layout::expected(*format)
     });
     if !as_expected {
         tracing::warn!(device = device.adapter().name, "matrix units keep elements elsewhere: they are not used");

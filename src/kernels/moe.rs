@@ -38,6 +38,8 @@ pub const MOST_CHOSEN: u32 = 16;
 /// The maximum number of rows of [`Mlp::few_gate_up`] and [`Mlp::few_down`]. From about six rows on, sorting the rows
 /// by expert is faster.
 pub const MOST_FEW_ROWS: u32 = 16;
+/// Like [`MOST_FEW_ROWS`], for experts of codes, whose rows share the columns of a fragment with the rests of their values.
+pub const MOST_FEW_CODED_ROWS: u32 = 4;
 
 /// The sizes of an MoE layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -368,8 +370,12 @@ impl Mlp {
     ) -> Call {
         let shape = &self.shape;
         let (weight, shared, n, shared_n) = self.matrices(stage);
-        let served = weight.format == Format::Bf16 || weight.format.codes().is_some() && shared.is_none();
-        assert!(served && rows <= MOST_FEW_ROWS, "{rows} rows of {:?}", weight.format);
+        let most = match weight.format {
+            Format::Bf16 => MOST_FEW_ROWS,
+            Format::Codes(_) if shared.is_none() => MOST_FEW_CODED_ROWS,
+            _ => 0,
+        };
+        assert!(rows <= most, "{rows} rows of {:?}", weight.format);
         let run = run_of(&weight);
         assert!(config.ahead.is_multiple_of(run), "{config:?} for units of {run} chunks");
         assert!(rows * shape.chosen <= config.threads, "{rows} rows of {shape:?} for {} threads", config.threads);
@@ -446,7 +452,7 @@ impl Mlp {
         let runs = [run_of(&self.gate_up), run_of(&self.down)];
         let mut configs = match (matrices, rows) {
             (Matrices::Emulated, _) if runs != [1, 1] => [config(128, 1, runs[0]), config(128, 1, runs[1])],
-            (Matrices::Cooperative, _) if runs != [1, 1] => [config(128, 2, 2 * runs[0]), config(512, 1, 2 * runs[1])],
+            (Matrices::Cooperative, _) if runs != [1, 1] => [config(128, 2, runs[0]), config(512, 1, runs[1])],
             (Matrices::Emulated, _) => [config(128, 1, 2); 2],
             (Matrices::Cooperative, 1) => [config(256, 4, 2), config(512, 1, 4)],
             (Matrices::Cooperative, 2..=4) => [config(128, 2, 4), config(512, 1, 4)],
@@ -469,9 +475,11 @@ impl Mlp {
             Matrices::Emulated => quads,
             Matrices::Cooperative => quads.div_ceil(32),
         };
-        let emulated = config.threads * 32 + self.shape.count * 4;
+        let emulated = config.threads * 36 + self.shape.count * 4;
         let emulated = if matrices == Matrices::Emulated { emulated } else { 0 };
-        let (sums, x) = (config.tiles * blocks * tokens * 4 * 16, tokens * quads * 16);
+        // Of codes, the sums of both parts of x.
+        let parts = if self.gate_up.format == Format::Bf16 { 1 } else { 2 };
+        let (sums, x) = (config.tiles * blocks * tokens * parts * 4 * 16, tokens * quads * 16);
         groups * (sums + x + blocks * tokens * squares * 4) + rows * self.shape.chosen * 28 + rows * 4 + 16 + emulated
     }
 

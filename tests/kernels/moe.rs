@@ -294,6 +294,18 @@ fn few() -> Vec<(ExpertsShape, u32, Logits, u32)> {
     ]
 }
 
+/// Like [`few`], for experts of codes.
+fn few_coded() -> Vec<(ExpertsShape, u32, Logits, u32)> {
+    vec![
+        (shape([4, 1, 8, 16], None, false), 1, Logits::Random, 1),
+        (shape([4, 2, 24, 48], None, true), 2, Logits::Ties, 2),
+        (shape([16, 8, 64, 96], None, true), 4, Logits::NotNumbers, 1),
+        (shape([37, 3, 16, 48], None, false), 3, Logits::Ties, 1),
+        (shape([8, 8, 24, 544], None, false), 1, Logits::Random, 2),
+        (shape([8, 2, 272, 80], None, true), 4, Logits::Same, 2),
+    ]
+}
+
 #[test]
 fn a_few_rows_choose_and_run_their_experts() {
     let vulkan = Vulkan::new();
@@ -301,11 +313,10 @@ fn a_few_rows_choose_and_run_their_experts() {
         let mut cases = Cases::new(&format!("few.{matrices:?}.{format:?}"));
         let mut random = Random(81);
         let mut made = Vec::new();
-        // Weights of codes are rounded to bfloat16.
+        // Weights of codes are rounded to f16.
         let coded = format.codes().is_some();
         let (near, limit) = if coded { (ROUNDED, 3e-2) } else { (SPLIT, 2e-6) };
-        // Beside experts of codes, a shared expert is not served.
-        for (shape, rows, logits, tiles) in few().into_iter().filter(|(s, ..)| !coded || s.shared_inner.is_none()) {
+        for (shape, rows, logits, tiles) in if coded { few_coded() } else { few() } {
             let name = format!("{shape:?}x{rows}.{logits:?}");
             cases.case(name.clone());
             let mut layer = Layer::new(&mut random, shape, rows, Format::Bf16, logits);

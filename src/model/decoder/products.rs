@@ -100,19 +100,23 @@ impl Decoder<'_> {
         }
         // The 16-byte words of codes that a lane loads for a unit.
         let words = codes.map_or(2, |codes| unit_cols(codes) * codes.bits / 256);
-        let (threads, tiles, most_words, each) = match matrices {
-            Matrices::Emulated => (64, 1, 1, 4),
-            // Two steps are in flight: more words would leave no registers for another workgroup on the processor.
-            // Measured with the matrices of Qwen3-8B on an H200.
-            Matrices::Cooperative if units >= 64 => (512, 1, 4, 1),
-            Matrices::Cooperative if words <= 2 && weight.rows >= 16_384 && rows == 1 => (256, 2, 4, 2),
-            Matrices::Cooperative => (256, 1, 4, 2),
+        let (blocks, processors) = (weight.rows.div_ceil(16), self.tuning.processors.max(1));
+        // Two steps are in flight: more words would leave no registers for the next call's workgroups, which load their
+        // weights while they wait. Measured with the matrices of Qwen3-8B on an H200.
+        let (threads, tiles, most_words, each) = match (matrices, rows) {
+            (Matrices::Emulated, _) => (64, 1, 1, 4),
+            (Matrices::Cooperative, _) if units >= 64 => (512, 1, words, 1),
+            (Matrices::Cooperative, 2..) => (256, 1, 4, 2),
+            (Matrices::Cooperative, _) if words > 3 || blocks <= 2 * processors => (256, 1, words, 2),
+            // Whole turns of the processors.
+            (Matrices::Cooperative, _) if blocks <= 4 * processors => (128, 1, words, 4),
+            (Matrices::Cooperative, _) => (256, 2, words, 2),
         };
         let threads: u32 = threads.min(units.next_power_of_two() * 32);
         // As few steps as the words in flight allow, of equal lengths.
         let rounds = units.div_ceil(threads / 32 * (most_words / (words * tiles)).max(1));
         let ahead = units.div_ceil(threads / 32 * rounds);
-        CodesConfig { threads, tiles, ahead, workgroups: each * self.tuning.processors.max(1) }
+        CodesConfig { threads, tiles, ahead, workgroups: each * processors }
     }
 
     /// Returns the number of parts of a matrix's columns whose products `skinny_codes` adds up one after the other: x of a

@@ -90,13 +90,13 @@ const uint BATCH = ROWS < 8u / LOADS ? ROWS : 8u / LOADS; // rows whose words ar
 const uint CHAINS = TILES == 1u ? 2u : 1u;
 
 // Of a lane group: x in f16 as [half][32 columns][row of the half][t] of eight columns each, where 32 columns take SLOT
-// words that spread over the banks. Sums have two places, used in turn; of an item, they are those of four rows of W.
-const uint SLOT = BLOCK * 4u + (BLOCK > 1u ? 4u : 0u);
+// words. Sums have two places, used in turn; of an item, they are those of four rows of W.
+const uint SLOT = BLOCK * 4u;
 const uint SLOTS = PASSES * LOADS * 4u;
 const uint X_WORDS = HALVES * SLOTS * SLOT;
 
 shared uvec4 x_s[GROUPS * X_WORDS];
-shared float sums_s[2u * GROUPS * ITEMS * 4u];
+shared vec4 sums_s[2u * GROUPS * ITEMS];
 shared float squares_s[GROUPS * ROWS];
 
 #include "group_max.glsl"
@@ -343,15 +343,9 @@ void main() {
                     if (CHAINS == 2u) sum += FEW_SUMS(sums[of_ + (CHAINS - 1u) * HALVES]);
                     sum *= j % HALVES == 0u ? undo.xyxy : undo_other.xyxy;
                     // The tokens 2t and 2t + 1 of the half.
-                    uint at = ((place * GROUPS + LANE_GROUP) * ITEMS + j * KEPT + 2u * t * 4u) * 4u + FIRST_ROW(g);
-                    if (2u * t < BLOCK) {
-                        sums_s[at] = sum.x;
-                        sums_s[at + 2u] = sum.z;
-                    }
-                    if (2u * t + 1u < BLOCK) {
-                        sums_s[at + 16u] = sum.y;
-                        sums_s[at + 18u] = sum.w;
-                    }
+                    uint at = (place * GROUPS + LANE_GROUP) * ITEMS + j * KEPT + 2u * t * 4u + (g >> 1);
+                    if (2u * t < BLOCK) PUT_ROWS(sums_s[at], g, sum.xz)
+                    if (2u * t + 1u < BLOCK) PUT_ROWS(sums_s[at + 4u], g, sum.yw)
                 }
                 [[unroll]] for (uint j = 0u; j < TILES * CHAINS * HALVES; j++) sums[j] = NO_FEW_SUMS;
                 barrier();
@@ -369,10 +363,7 @@ void main() {
                             while (poll_again(stale(old, old_tag) != 0u, polls, fault, old_tag)) old = y.v[at];
 
                         vec4 v = vec4(0.0);
-                        [[unroll]] for (uint i = 0u; i < GROUPS; i++) {
-                            uint at_ = ((place * GROUPS + i) * ITEMS + turn) * 4u;
-                            v += vec4(sums_s[at_], sums_s[at_ + 1u], sums_s[at_ + 2u], sums_s[at_ + 3u]);
-                        }
+                        [[unroll]] for (uint i = 0u; i < GROUPS; i++) v += sums_s[(place * GROUPS + i) * ITEMS + turn];
                         if (NORM == 1u) {
                             // An invocation with one item has the same row of x in all tiles.
                             if (first || ITEMS > LANES) {

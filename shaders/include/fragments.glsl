@@ -122,8 +122,18 @@ void multiply_add_few(inout vec4 sums, uvec2 tokens, uvec4 weights) {
 }
 #define MULTIPLY_ADD_FEW(sums, tokens, weights) multiply_add_few(sums, tokens, weights);
 #endif
-// A lane's first row of W in a block, for FewSums.
+// A lane's first row of W in a block, for FewSums; and a store of its sums of one token, `of_rows`, to that token's sums of
+// the block's rows 4 (g / 2) and on. The components are constants: some drivers implement a store to a dynamically indexed
+// component as a store of the whole vector.
 #define FIRST_ROW(g) (4u * ((g) >> 1) + ((g) & 1u))
+#define PUT_ROWS(four, g, of_rows) { \
+    if (((g) & 1u) == 0u) { \
+        four.x = of_rows.x; \
+        four.z = of_rows.y; \
+    } else { \
+        four.y = of_rows.x; \
+        four.w = of_rows.y; \
+    } }
 
 // Returns the nearest bfloat16 (ties to even) in the upper 16 bits. A NaN stays a NaN: adding the rounding term to some
 // NaNs would carry into the sign bit.

@@ -121,9 +121,9 @@ const uint SQUARES = QUADS;
 
 #if CODED == 1
 // Both 16-bit parts of x, as [part][token][32 columns][t] of eight columns each, and the sums of each part, as
-// [tile][part][token][row].
+// [tile][part][token][four rows].
 shared uvec4 x_s[GROUPS * 2u * TOKENS * AHEAD * 4u];
-shared float sums_s[GROUPS * TILES * 2u * TOKENS * 16u];
+shared vec4 sums_s[GROUPS * TILES * 2u * TOKENS * 4u];
 #else
 shared vec4 sums_s[GROUPS * ITEMS];
 shared uvec4 x_s[GROUPS * TOKENS * QUADS];        // both 16-bit parts of four columns
@@ -528,14 +528,10 @@ void main() {
         }
 #if CODED == 1
         [[unroll]] for (uint j = 0u; j < TILES; j++) {
-            [[unroll]] for (uint e = 0u; e < 2u; e++) {
-                uint token = 2u * t + e & 3u;
-                uint to = (((LANE_GROUP * TILES + j) * 2u + t / 2u) * TOKENS + token) * 16u + FIRST_ROW(g);
-                if (token < TOKENS) {
-                    sums_s[to] = totals[j][e];
-                    sums_s[to + 2u] = totals[j][e + 2u];
-                }
-            }
+            uint token = 2u * t & 3u;
+            uint to = (((LANE_GROUP * TILES + j) * 2u + t / 2u) * TOKENS + token) * 4u + (g >> 1);
+            if (token < TOKENS) PUT_ROWS(sums_s[to], g, totals[j].xz)
+            if (token + 1u < TOKENS) PUT_ROWS(sums_s[to + 4u], g, totals[j].yw)
         }
 #else
         if (LANE < KEPT) {
@@ -563,8 +559,7 @@ void main() {
         vec4 v = vec4(0.0);
 #if CODED == 1
         [[unroll]] for (uint i = 0u; i < GROUPS * 2u; i++) {
-            uint from = (((i / 2u * TILES + item_tile) * 2u + i % 2u) * TOKENS + (item_lane >> 2)) * 16u + (item_lane & 3u) * 4u;
-            v += vec4(sums_s[from], sums_s[from + 1u], sums_s[from + 2u], sums_s[from + 3u]);
+            v += sums_s[((i / 2u * TILES + item_tile) * 2u + i % 2u) * KEPT + item_lane];
         }
 #else
         [[unroll]] for (uint i = 0u; i < GROUPS; i++) v += sums_s[i * ITEMS + item];

@@ -45,8 +45,7 @@ impl CodesConfig {
         let rounds = cols.div_ceil(unit).div_ceil(groups * self.ahead);
         let all_loads = rounds * self.ahead * unit / 128;
         let loads = all_loads.next_multiple_of(all_loads.min(8));
-        let slot = block * 4 + if block > 1 { 4 } else { 0 };
-        let (x, sums) = (halves * loads * 8 * slot * 8, 2 * self.tiles * halves * block * 4 * 16);
+        let (x, sums) = (halves * loads * 4 * block * 4 * 16, 2 * self.tiles * halves * block * 4 * 16);
         let exchange = if matrices == Matrices::Emulated { self.threads * 36 } else { 0 };
         groups * (x + sums + rows * 4) + exchange
     }

@@ -134,11 +134,13 @@ impl Decoder<'_> {
     }
 
     /// Whether `skinny_codes` serves a step of a number of rows. With more than one row, every workgroup scales more of x.
+    /// Parts of the columns pay for up to two rows; products with a norm, whose inputs are of the hidden size, have none.
     fn codes_fit(&self, rows: u32) -> bool {
         let fits = |w: &WeightSpec| {
             let range = Range { buffer: BufferId(0), offset: 0, bytes: 0 };
             let weight = Matrix { range, format: w.format, rows: w.rows, cols: w.cols };
-            self.tuning.fragments.is_none_or(|matrices| self.column_parts(&weight, rows, matrices) == 1)
+            let whole = |matrices| self.column_parts(&weight, rows, matrices) == 1;
+            rows <= 2 && w.cols != self.config.hidden || self.tuning.fragments.is_none_or(whole)
         };
         rows <= 1 || rows <= MOST_CODES_ROWS && self.weights.iter().all(fits)
     }

@@ -130,12 +130,13 @@ impl Row {
 
     /// Reads a source's row; `None` gives zeros. Afterwards scales and minimums are those that are stored.
     fn read(&mut self, line: Option<Line<'_>>, codes: Codes) -> Result<(), BadGroup> {
-        self.codes.fill(0);
+        // The columns that the line has are written below.
+        let cols = line.as_ref().map_or(0, |line| line.cols);
+        self.codes[cols..].fill(0);
         self.scales.fill(0.0);
         self.minimums.fill(0.0);
         self.factor = 1.0;
         let Some(line) = line else { return Ok(()) };
-        let cols = line.cols;
         let groups = codes.groups(cols);
         match line.format.codes() {
             Some(from) if from.group == codes.group => {
@@ -241,7 +242,6 @@ pub(super) fn pack_codes(
             let first = (start / block_bytes) as u32;
             let mut rows: Vec<Row> = (0..FRAGMENT_ROWS).map(|_| Row::new(codes, padded)).collect();
             for (block, out) in (first..).zip(out.chunks_exact_mut(block_bytes as usize)) {
-                out.fill(0);
                 for (index, row) in (0..).zip(&mut rows) {
                     let packed = block * FRAGMENT_ROWS + index;
                     // Rows beyond the last one are zeros.
@@ -282,7 +282,7 @@ fn write_row(codes: Codes, row: &Row, out: &mut [u8]) {
     }
 }
 
-/// Writes the rows u and v = u + 2 of a block of 16 rows, which lie in the same lanes, into the block, which was zero: what
+/// Writes the rows u and v = u + 2 of a block of 16 rows, which lie in the same lanes, into the block: what
 /// [`fragment_place`] and [`pair_place`] describe, a word at a time.
 fn write_fragment_rows(codes: Codes, padded_cols: u32, u: u32, rows: [&Row; 2], out: &mut [u8]) {
     for (index, row) in [u, u + 2].into_iter().zip(rows) {
@@ -300,16 +300,17 @@ fn write_fragment_rows(codes: Codes, padded_cols: u32, u: u32, rows: [&Row; 2], 
     let scales = rows.map(|row| halves(&row.scales));
     let minimums = rows.map(|row| if codes.minimum == Minimum::Stored { halves(&row.minimums) } else { Vec::new() });
     for (number, out) in out[BLOCK_HEADER as usize..].chunks_exact_mut(unit_bytes).enumerate() {
-        let columns = rows.map(|row| row.codes[number * unit as usize..][..unit as usize].as_chunks::<4>().0);
+        let columns = rows.map(|row| &row.codes[number * unit as usize..][..unit as usize]);
+        let two_blocks = columns.map(|codes| codes.as_chunks::<64>().0);
         let mut rest = &mut *out;
         for (plane, shift) in planes(codes) {
             let (to, after) = rest.split_at_mut((FRAGMENT_ROWS * unit * plane / 8) as usize);
             rest = after;
             match plane {
-                8 => write_plane::<8>(columns, shift, g, to),
-                4 => write_plane::<4>(columns, shift, g, to),
-                2 => write_plane::<2>(columns, shift, g, to),
-                _ => write_plane::<1>(columns, shift, g, to),
+                8 => write_bytes(columns.map(|codes| codes.as_chunks::<32>().0), g, to),
+                4 => write_plane::<4>(two_blocks, shift, g, to),
+                2 => write_plane::<2>(two_blocks, shift, g, to),
+                _ => write_plane::<1>(two_blocks, shift, g, to),
             }
         }
         let pairs = rest.as_chunks_mut::<4>().0;
@@ -327,43 +328,59 @@ fn write_fragment_rows(codes: Codes, padded_cols: u32, u: u32, rows: [&Row; 2], 
     }
 }
 
-/// Writes a unit's plane of `PLANE` bits, which are at bit `shift` of the codes, of the rows u and v of lanes 4g .. 4g + 4.
-/// `columns` has the codes of four adjacent columns at a time.
-fn write_plane<const PLANE: u32>(columns: [&[[u8; 4]]; 2], shift: u32, g: usize, out: &mut [u8]) {
+/// Writes a unit's plane of `PLANE` bits (1, 2 or 4), which are at bit `shift` of the codes, of the rows u and v of lanes
+/// 4g .. 4g + 4. `columns` has the codes of two blocks of 32 columns at a time.
+fn write_plane<const PLANE: u32>(columns: [&[[u8; 64]]; 2], shift: u32, g: usize, out: &mut [u8]) {
+    // Both halves of a lane's eight columns at once: a 32-bit part each.
+    const HALVES: u64 = 0x0000_0001_0000_0001;
     let words = out.as_chunks_mut::<4>().0;
-    let mask = 0x0101_0101 * ((1u32 << PLANE) - 1);
-    // The bits of four codes: the first and third next to each other, the second and fourth 16 bits above them.
-    let spread = |quad: &[u8; 4]| {
-        let x = u32::from_le_bytes(*quad) >> shift & mask;
-        let (first, second, third, fourth) = (x & 0xff, x >> 8 & 0xff, x >> 16 & 0xff, x >> 24);
-        first | third << PLANE | second << 16 | fourth << (16 + PLANE)
+    let mask = HALVES * 0x0101_0101 * ((1 << PLANE) - 1);
+    // The bits of four codes of a half: the first and third next to each other, the second and fourth 16 bits above them.
+    let spread = |eight: &[u8; 8]| {
+        let x = u64::from_le_bytes(*eight) >> shift & mask;
+        let pairs = x | x >> (16 - PLANE);
+        let both = (1 << (2 * PLANE)) - 1;
+        pairs & (HALVES * both) | pairs << 8 & (HALVES * (both << 16))
     };
-    let blocks = columns[0].as_chunks::<8>().0.iter().zip(columns[1].as_chunks::<8>().0);
-    for (block, (u, v)) in blocks.enumerate() {
+    for (two, (u, v)) in columns[0].iter().zip(columns[1]).enumerate() {
+        let mut rows = [0u64; 8];
+        for (rows, (u, v)) in rows.iter_mut().zip(u.as_chunks::<8>().0.iter().zip(v.as_chunks::<8>().0)) {
+            *rows = spread(u) | spread(v) << (2 * PLANE);
+        }
+        // A lane's words of the first block and the second one: two halves of 4 bits, or one word of both.
+        let joined = |of: u64| of as u32 | ((of >> 32) as u32) << (4 * PLANE);
         for t in 0..4 {
-            let [u0, u1] = [spread(&u[2 * t]), spread(&u[2 * t + 1])];
-            let [v0, v1] = [spread(&v[2 * t]), spread(&v[2 * t + 1])];
+            let (first, second) = (rows[t], rows[4 + t]);
             let lane = 4 * g + t;
             match PLANE {
-                8 => {
-                    let to = &mut words[(block * 32 + lane) * 4..][..4];
-                    to.copy_from_slice(&[u0, v0, u1, v1].map(u32::to_le_bytes));
-                }
                 4 => {
-                    let to = &mut words[(block / 2 * 32 + lane) * 4 + block % 2 * 2..][..2];
-                    to.copy_from_slice(&[u0 | v0 << 8, u1 | v1 << 8].map(u32::to_le_bytes));
+                    let four = [first as u32, (first >> 32) as u32, second as u32, (second >> 32) as u32];
+                    words[(two * 32 + lane) * 4..][..4].copy_from_slice(&four.map(u32::to_le_bytes));
                 }
                 2 => {
-                    let word = u0 | v0 << 4 | u1 << 8 | v1 << 12;
-                    words[(block / 4 * 32 + lane) * 4 + block % 4] = word.to_le_bytes();
+                    let both = [joined(first), joined(second)].map(u32::to_le_bytes);
+                    words[(two / 2 * 32 + lane) * 4 + two % 2 * 2..][..2].copy_from_slice(&both);
                 }
                 _ => {
-                    // Two blocks share a word.
-                    let word = (u0 | v0 << 2 | u1 << 4 | v1 << 6) << (8 * (block % 2));
-                    let to = &mut words[(block / 8 * 32 + lane) * 4 + block / 2 % 4];
-                    *to = (u32::from_le_bytes(*to) | word).to_le_bytes();
+                    let word = joined(first) | joined(second) << 8;
+                    words[(two / 4 * 32 + lane) * 4 + two % 4] = word.to_le_bytes();
                 }
             }
+        }
+    }
+}
+
+/// Writes a unit's plane of 8 bits of the rows u and v of lanes 4g .. 4g + 4. `columns` has the codes of a block of 32 columns
+/// at a time.
+fn write_bytes(columns: [&[[u8; 32]]; 2], g: usize, out: &mut [u8]) {
+    // The second and third of four codes change places.
+    let spread = |four: &[u8; 4]| [four[0], four[2], four[1], four[3]];
+    let lanes = out.as_chunks_mut::<16>().0;
+    for (block, (u, v)) in columns[0].iter().zip(columns[1]).enumerate() {
+        let [u, v] = [u, v].map(|codes| codes.as_chunks::<4>().0);
+        for t in 0..4 {
+            let four = [spread(&u[2 * t]), spread(&v[2 * t]), spread(&u[2 * t + 1]), spread(&v[2 * t + 1])];
+            lanes[block * 32 + 4 * g + t].copy_from_slice(four.as_flattened());
         }
     }
 }

@@ -6,6 +6,7 @@ use super::{cache_directory, named};
 use crate::config::{Bytes, KvFormat, Quantize};
 use crate::gpu::error::StartError;
 use crate::kernels::attention::PAGE_TOKENS;
+use crate::memory::pack::Format;
 use crate::memory::plan::{
     HumanBytes, KvRequest, MemoryLimits, Pages, Plan, PlanEntry, PlanError, Purpose, Side, WindowRequest,
     default_reserve,
@@ -165,6 +166,22 @@ fn sums(contents: &Contents) -> BTreeMap<(TensorKind, &str), Sum> {
     sums
 }
 
+/// Sums a checkpoint's weights by their format on a device, in the order of their names.
+fn packed(checkpoint: &Checkpoint) -> BTreeMap<String, Sum> {
+    let mut sums: BTreeMap<String, Sum> = BTreeMap::new();
+    for weight in checkpoint.weights() {
+        let format = match weight.format {
+            Format::Codes(codes) => codes.to_string(),
+            number => format!("{number:?}").to_lowercase(),
+        };
+        let sum = sums.entry(format).or_default();
+        sum.count += 1;
+        sum.elements = sum.elements.saturating_add(weight.elements());
+        sum.bytes = sum.bytes.saturating_add(weight.bytes());
+    }
+    sums
+}
+
 fn table(
     path: &Path,
     contents: &Contents,
@@ -215,6 +232,12 @@ fn table(
         let (all, active) = (checkpoint.parameters(), checkpoint.active_parameters());
         let active = if active < all { format!(", {} for a token", millions(active)) } else { String::new() };
         line("parameters", format!("{}{active}", millions(all)));
+        let quantised = checkpoint.weights().iter().any(|weight| weight.format.codes().is_some());
+        for (index, (format, sum)) in packed(checkpoint).iter().enumerate().filter(|_| quantised) {
+            let bits = sum.bytes as f64 * 8.0 / sum.elements.max(1) as f64;
+            let key = if index == 0 { "on the device" } else { "" };
+            line(key, format!("{} in {format}, {bits:.2} bits each", millions(sum.elements)));
+        }
         line("vocabulary", format!("{} tokens", config.vocab));
     }
     if let Some(context) = contents.context {
@@ -311,6 +334,13 @@ fn object(
             })
         })
         .collect();
+    let on_device = checkpoint.map(|checkpoint| {
+        let formats = packed(checkpoint).into_iter();
+        let value = |(format, sum): (String, Sum)| {
+            json!({"format": format, "count": sum.count, "elements": sum.elements, "bytes": sum.bytes})
+        };
+        formats.map(value).collect::<Vec<Value>>()
+    });
     let files: Vec<Value> = contents.files.iter().map(|(path, bytes)| json!({"path": path, "bytes": bytes})).collect();
     json!({
         "path": path,
@@ -324,6 +354,7 @@ fn object(
         "parameters": checkpoint.map(Checkpoint::parameters),
         "active_parameters": checkpoint.map(Checkpoint::active_parameters),
         "tensors": tensors,
+        "on_device": on_device,
         "tokenizer": text.map(Option::is_some),
         "chat_template": text.map(|text| text.as_ref().is_some_and(Text::has_chat)),
         "runs": reasons.is_empty(),

@@ -930,11 +930,16 @@ pub(super) fn reference_expert_choose(call: &Call, memory: &mut HostMemory) {
             chosen.push((c.count, sigmoid(memory.f32(a.logits, first + c.count))));
         }
         let valid = c.valid == 0 || memory.u32(a.rows, row * 4 + 3) != 0;
-        for (j, (id, share)) in (0..).zip(chosen) {
-            let at = (row * (c.chosen + c.shared) + j) * 2;
-            memory.set_u32(a.choices, at, if valid { id } else { NOBODY });
-            memory.set_f32(a.choices, at + 1, if valid { share as f32 } else { 0.0 });
-        }
+        set_choices(memory, a.choices, row, valid, &chosen);
+    }
+}
+
+/// Writes a row's experts with their shares; of a row that is not valid, [`NOBODY`] and 0.
+fn set_choices(memory: &mut HostMemory, choices: Range, row: u32, valid: bool, chosen: &[(u32, f64)]) {
+    let first = row * chosen.len() as u32 * 2;
+    for (at, (id, share)) in (first..).step_by(2).zip(chosen) {
+        memory.set_u32(choices, at, if valid { *id } else { NOBODY });
+        memory.set_f32(choices, at + 1, if valid { *share as f32 } else { 0.0 });
     }
 }
 
@@ -979,11 +984,7 @@ pub(super) fn reference_expert_route(call: &Call, memory: &mut HostMemory) {
             choices.push((c.count, gate));
         }
         let valid = c.valid == 0 || memory.u32(a.rows, row * 4 + 3) != 0;
-        for (j, (id, share)) in (0..).zip(choices) {
-            let at = (row * (c.chosen + c.shared) + j) * 2;
-            memory.set_u32(a.choices, at, if valid { id } else { NOBODY });
-            memory.set_f32(a.choices, at + 1, if valid { share as f32 } else { 0.0 });
-        }
+        set_choices(memory, a.choices, row, valid, &choices);
     }
 }
 

@@ -222,9 +222,17 @@ fn a_checkpoint_is_inspected_without_a_device() {
     assert_eq!((&packed["format"], &packed["runs"]), (&"GGUF".into(), &true.into()), "{packed}");
     assert!(packed["tensors"].as_array().unwrap().iter().any(|row| row["type"] == "Q8_0"), "{packed}");
     assert_eq!(of(&packed, "attention", "count"), 28);
+    let on_device = packed["on_device"].as_array().unwrap();
+    assert!(on_device.iter().any(|row| row["format"] == "integers of 8 bits in groups of 32"), "{packed}");
     let text = inspect(&[&file]);
     let text = String::from_utf8(text.stdout).unwrap();
-    for words in ["GGUF, 1 file", "attention", "Q8_0", "runs           yes"] {
+    for words in [
+        "GGUF, 1 file",
+        "attention",
+        "Q8_0",
+        "runs           yes",
+        "integers of 8 bits in groups of 32, 8.50 bits each",
+    ] {
         assert!(text.contains(words), "{words} in {text}");
     }
 

@@ -140,25 +140,7 @@ impl Test<'_> {
         for row in 0..layout.rows {
             patch.set(layout.batch_word(row), if row < sequences { row } else { u32::MAX });
         }
-        let init = SlotInit {
-            remaining: u32::MAX,
-            generated: 0,
-            min_left: 0,
-            temperature: 0.0,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            repetition: 1.0,
-            presence: 0.0,
-            frequency: 0.0,
-            seed: 0,
-            stop_ids: Vec::new(),
-            bias_count: 0,
-            logprobs: None,
-            dump_logits: false,
-            masked: false,
-            prompt_tokens: position,
-        };
+        let init = SlotInit { remaining: u32::MAX, prompt_tokens: position, ..SlotInit::default() };
         for slot in 0..sequences {
             patch.set_all(layout.slot_word(slot, 0), &init.words());
             let token = (slot * 97 + 1) % self.decoder.config.vocab;

@@ -32,8 +32,9 @@ fi
 
 root=$(mktemp -d)
 mounts=()
+# Mounts go lazily: a process that has just ended may still have a device open.
 cleanup() {
-    for ((index = ${#mounts[@]} - 1; index >= 0; index--)); do umount "${mounts[$index]}"; done
+    for ((index = ${#mounts[@]} - 1; index >= 0; index--)); do umount --lazy "${mounts[$index]}"; done
     rm -rf --one-file-system "$root"
 }
 trap cleanup EXIT

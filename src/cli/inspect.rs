@@ -166,7 +166,8 @@ fn sums(contents: &Contents) -> BTreeMap<(TensorKind, &str), Sum> {
     sums
 }
 
-/// Sums a checkpoint's weights by their format on a device, in the order of their names.
+/// Sums a checkpoint's weights by their format on a device, in the order of the formats' names. Matrix units round other
+/// matrices beside codes to bfloat16.
 fn packed(checkpoint: &Checkpoint) -> BTreeMap<String, Sum> {
     let mut sums: BTreeMap<String, Sum> = BTreeMap::new();
     for weight in checkpoint.weights() {

@@ -460,9 +460,16 @@ impl Mlp {
         };
         for (config, run) in configs.iter_mut().zip(runs) {
             // One invocation per choice of a row.
-            config.threads = config.threads.max((rows * self.shape.chosen).next_multiple_of(32));
-            while config.ahead > run && self.few_shared_bytes(rows, matrices, *config) > limit {
-                config.ahead /= 2;
+            let least = (rows * self.shape.chosen).next_multiple_of(32);
+            config.threads = config.threads.max(least);
+            while self.few_shared_bytes(rows, matrices, *config) > limit {
+                if config.ahead > run {
+                    config.ahead /= 2;
+                } else if config.threads / 2 >= least {
+                    config.threads /= 2;
+                } else {
+                    break;
+                }
             }
         }
         configs

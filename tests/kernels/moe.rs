@@ -18,10 +18,12 @@ use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, TILE_TOKENS, Tile, pac
 use ostinato::kernels::gemm::{Activations, Glu, Matrix};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::moe::{ExpertsShape, Grouped, Mlp, Route, Sorted, Used};
-use ostinato::kernels::recording::Range;
+use ostinato::kernels::recording::{BufferId, Range};
 use ostinato::kernels::tags::{Flow, tagged};
 use ostinato::memory::pack::{self, Format, Layout, Packing, SourceFormat};
-use ostinato::quant::quantize::INT8;
+use ostinato::quant::number::Number;
+use ostinato::quant::quantize::{INT4, INT8};
+use ostinato::quant::{Codes, Minimum};
 
 const EPSILON: f32 = 1e-3;
 /// Tolerances, explained at the top of the file.
@@ -258,6 +260,19 @@ impl Layer {
         self.format = format;
     }
 
+    /// Like [`Layer::quantise`] to int8, of numbers that are exact in it and in f16: whole multiples of a power of two, of
+    /// which each group has the largest one.
+    fn quantise_exactly(&mut self) {
+        const STEP: f32 = 1.0 / 512.0;
+        self.quantise(Format::Codes(INT8));
+        let (hidden, inner) = (self.shape.hidden as usize, self.shape.inner as usize);
+        let rows = self.gate_up.chunks_exact_mut(hidden).chain(self.down.chunks_exact_mut(inner));
+        for group in rows.flat_map(|row| row.chunks_mut(INT8.group as usize)) {
+            group.iter_mut().for_each(|value| *value = (*value / STEP).round().clamp(-127.0, 127.0) * STEP);
+            group[0] = 127.0 * STEP;
+        }
+    }
+
     /// Compares the values that the reference left in x with the formula.
     fn check_reference(&self, memory: &HostMemory, x: Activations, limit: f64, what: &str) {
         for row in 0..self.rows {
@@ -306,22 +321,68 @@ fn few_coded() -> Vec<(ExpertsShape, u32, Logits, u32)> {
     ]
 }
 
+/// Goal: workgroups for a few rows of experts of codes need no more shared memory than every device has.
+#[test]
+fn workgroups_of_a_few_rows_fit_in_shared_memory() {
+    const LIMIT: u32 = 32 << 10;
+    let matrix =
+        |format, rows, cols| Matrix { range: Range { buffer: BufferId(0), offset: 0, bytes: 0 }, format, rows, cols };
+    for bits in [2, 3, 4, 5, 6, 8] {
+        for (shape, rows, matrices) in [(128, 8, 768, 2048), (32, 4, 2880, 2880), (512, 10, 512, 4096)]
+            .into_iter()
+            .map(|(count, chosen, inner, hidden)| shape([count, chosen, inner, hidden], None, true))
+            .flat_map(|shape| (1..=4).map(move |rows| (shape, rows)))
+            .flat_map(|(shape, rows)| [Matrices::Emulated, Matrices::Cooperative].map(|way| (shape, rows, way)))
+        {
+            let format = Format::Codes(Codes { bits, group: 32, number: Number::Affine, minimum: Minimum::Stored });
+            let nothing = Activations { range: matrix(format, 0, 0).range, stride: 0 };
+            let mlp = Mlp {
+                label: String::new(),
+                shape,
+                gate_up: matrix(format, 2 * shape.inner * shape.count, shape.hidden),
+                down: matrix(format, shape.hidden * shape.count, shape.inner),
+                shared: None,
+                biases: [None, None],
+                x: nothing,
+                y: nothing,
+                norm: (nothing.range, EPSILON),
+                logits: nothing,
+            };
+            for config in mlp.few_configs(rows, matrices, LIMIT) {
+                let bytes = mlp.few_shared_bytes(rows, matrices, config);
+                assert!(
+                    bytes <= LIMIT,
+                    "{bytes} bytes: {bits} bits, {rows} rows of {shape:?}, {matrices:?}, {config:?}"
+                );
+                assert!(config.threads >= rows * shape.chosen && config.threads.is_multiple_of(32), "{config:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_few_rows_choose_and_run_their_experts() {
     let vulkan = Vulkan::new();
-    for (matrices, format) in ways().iter().flat_map(|way| [(way, Format::Bf16), (way, Format::Codes(INT8))]) {
+    let formats = [Format::Bf16, Format::Codes(INT8), Format::Codes(INT4)];
+    for (matrices, format) in ways().iter().flat_map(|way| formats.map(|format| (way, format))) {
         let mut cases = Cases::new(&format!("few.{matrices:?}.{format:?}"));
         let mut random = Random(81);
         let mut made = Vec::new();
-        // Weights of codes are rounded to f16.
         let coded = format.codes().is_some();
-        let (near, limit) = if coded { (ROUNDED, 3e-2) } else { (SPLIT, 2e-6) };
+        // Weights of codes are rounded to f16, if they are not exact in it.
+        let (near, limit) = match format {
+            Format::Codes(INT8) => (SUMS, 2e-6),
+            Format::Codes(_) => (ROUNDED, 0.5),
+            _ => (SPLIT, 2e-6),
+        };
         for (shape, rows, logits, tiles) in if coded { few_coded() } else { few() } {
             let name = format!("{shape:?}x{rows}.{logits:?}");
             cases.case(name.clone());
             let mut layer = Layer::new(&mut random, shape, rows, Format::Bf16, logits);
-            if coded {
-                layer.quantise(format);
+            match format {
+                Format::Codes(INT8) => layer.quantise_exactly(),
+                Format::Codes(_) => layer.quantise(format),
+                _ => {}
             }
             let mlp = layer.mlp(&mut cases, rows, true, None);
             cases.expect(mlp.x.range, Expect::Floats(near));

@@ -77,7 +77,7 @@ layout(push_constant) uniform Args {
 const uint GROUPS = LANES / 32u;
 const uint ROUNDS = (OWN_UNITS + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD); // steps of a block of W
 const uint BLOCK = ROWS < 8u ? ROWS : 8u;         // rows of x in half a fragment
-const uint HALVES = ROWS > 8u ? 2u : 1u;
+const uint HALVES = ROWS > 8u ? 2u : 1u;          // of up to 8 rows of x
 const uint KEPT = BLOCK * 4u;                     // items of a block of 16 rows of W for half a fragment
 const uint ITEMS = TILES * HALVES * KEPT;
 const uint UNIT_QUADS = UNIT_COLS / 4u;

@@ -14,7 +14,7 @@
 // slots      EACH > 0 (MoE): row r of y is row slots[r] / EACH of x, or zeros where the slot is NOBODY; tiles without an
 //            expert are left unchanged (`expert_plan`). With EACH = ALL, row r of y is row r of x
 //
-// One workgroup prepares eight rows. It reads them twice: for the largest magnitude and the squares, then to write them;
+// One workgroup prepares GROUP rows. It reads them twice: for the largest magnitude and the squares, then to write them;
 // the second time they are in the caches.
 // Traffic: x once, 4·rows·k bytes; y once, 4 or 2 bytes a value.
 #include "common.glsl"
@@ -26,6 +26,7 @@ layout(constant_id = 3) const uint ORDER = 0;
 layout(constant_id = 4) const uint ROWS = 0;      // rows in use; 0: `count` holds the number
 layout(constant_id = 5) const uint EACH = 0;      // choices per row
 layout(constant_id = 6) const uint TILE = 16;     // rows of a tile of sorted rows
+layout(constant_id = 7) const uint GROUP = 8;     // rows of a workgroup: 8, with ORDER 2 fewer
 
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Words4Out { uvec4 v[]; };
 
@@ -44,7 +45,7 @@ layout(push_constant) uniform Args {
 
 const uint NOBODY = 0xffffffffu;
 const uint ALL = 0xffffffffu;
-const uint GROUP = 8u;
+const uint PADDED = 8u;     // rows to a multiple of which y is padded
 
 // The largest magnitudes and the sums of squares of each subgroup, which has at least four invocations.
 shared vec2 stats_s[(LANES + 3u) / 4u * GROUP];
@@ -62,7 +63,7 @@ vec4 values(uint row, uint q, bool there) {
 void main() {
     uint used = ROWS != 0u ? ROWS : count.v[2];
     uint first = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * GROUP;
-    if (first >= used) return;
+    if (first >= (used + PADDED - 1u) / PADDED * PADDED) return;
     if (EACH > 0u) {
         if (tiles.v[first / TILE] == NOBODY) return;
     }
@@ -129,8 +130,11 @@ void main() {
             continue;
         }
         [[unroll]] for (uint h = 0u; h < 2u; h++) {
-            vec4 v[GROUP];
-            [[unroll]] for (uint r = 0u; r < GROUP; r++) v[r] = values(source[r], c * 2u + h, there[r]) * factor[r];
+            vec4 v[PADDED]; // GROUP is 8 here
+            [[unroll]] for (uint r = 0u; r < PADDED; r++) {
+                uint of_ = min(r, GROUP - 1u);
+                v[r] = values(source[of_], c * 2u + h, there[of_]) * factor[of_];
+            }
             [[unroll]] for (uint i = 0u; i < 4u; i++) {
                 uint column = c * 8u + h * 4u + i;
                 if (ORDER == 1u) {

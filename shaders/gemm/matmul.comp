@@ -59,11 +59,7 @@ layout(constant_id = 16) const uint SUBGROUP = 32;   // the subgroups' size
 #endif
 
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Counters { coherent uint v[]; };
-#if ARITHMETIC == 2
-layout(buffer_reference, std430, buffer_reference_align = 4) buffer Partials { coherent float v[]; };
-#else
 layout(buffer_reference, std430, buffer_reference_align = 16) buffer Partials { coherent vec4 v[]; };
-#endif
 
 layout(push_constant) uniform Args {
     Words4In weight;
@@ -106,13 +102,15 @@ const uint X_ITEMS = TOKENS / TOKENS_OF_WORD * STEP;
 #endif
 const uint X_LOADS = (X_ITEMS + LANES - 1u) / LANES;
 
-#if ARITHMETIC == 2
-shared f16vec4 w_s[FEATURES * W_STRIDE * 2u];
-shared f16vec4 x_s[TOKENS * X_STRIDE * 2u];
-const uint SUBGROUPS = (TOKENS / (WORDS * MATRIX_M)) * (FEATURES / (EACH * MATRIX_N));
-shared float slab_s[SUBGROUPS * MATRIX_M * MATRIX_N];
-#else
+// Blocks are loaded and stored from arrays of 16-byte elements: a block's rows must begin at multiples of 16 bytes, and an
+// array begins at a multiple of its element's size only.
 shared uvec4 w_s[FEATURES * W_STRIDE];
+#if ARITHMETIC == 2
+shared uvec4 x_s[TOKENS * X_STRIDE];
+const uint SUBGROUPS = (TOKENS / (WORDS * MATRIX_M)) * (FEATURES / (EACH * MATRIX_N));
+const uint SLAB = MATRIX_M * MATRIX_N / 4u;        // 16-byte words of a subgroup
+shared vec4 slab_s[SUBGROUPS * SLAB];
+#else
 shared uvec4 x_s[TOKENS / TOKENS_OF_WORD * X_STRIDE];
 #endif
 shared uint last_s;
@@ -174,12 +172,8 @@ void store_weights(uint item, Eight loaded) {
 #if ARITHMETIC == 0
     w_s[row * W_STRIDE + chunk * 2u] = w.a;
     w_s[row * W_STRIDE + chunk * 2u + 1u] = w.b;
-#elif ARITHMETIC == 1
-    w_s[row * W_STRIDE + chunk] = w.a;
 #else
-    uint at = (row * W_STRIDE + chunk) * 2u;
-    w_s[at] = f16vec4(unpackFloat2x16(w.a.x), unpackFloat2x16(w.a.y));
-    w_s[at + 1u] = f16vec4(unpackFloat2x16(w.a.z), unpackFloat2x16(w.a.w));
+    w_s[row * W_STRIDE + chunk] = w.a;
 #endif
 }
 
@@ -196,9 +190,7 @@ uvec4 load_tokens(uint item, uint stage) {
 
 void store_tokens(uint item, uvec4 word) {
 #if ARITHMETIC == 2
-    uint at = (item / 4u * X_STRIDE + item % 4u) * 2u;
-    x_s[at] = f16vec4(unpackFloat2x16(word.x), unpackFloat2x16(word.y));
-    x_s[at + 1u] = f16vec4(unpackFloat2x16(word.z), unpackFloat2x16(word.w));
+    x_s[item / 4u * X_STRIDE + item % 4u] = word;
 #else
     x_s[item / STEP * X_STRIDE + item % STEP] = word;
 #endif
@@ -288,12 +280,12 @@ void main() {
         [[unroll]] for (uint c = 0u; c < STEP / MATRIX_K; c++) {
             coopmat<float16_t, gl_ScopeSubgroup, MATRIX_M, MATRIX_K, gl_MatrixUseA> a[WORDS];
             [[unroll]] for (uint i = 0u; i < WORDS; i++)
-                coopMatLoad(a[i], x_s, ((group_token + i * MATRIX_M) * X_STRIDE * 2u + c * (MATRIX_K / 4u)),
-                            X_STRIDE * 2u, gl_CooperativeMatrixLayoutRowMajor);
+                coopMatLoad(a[i], x_s, (group_token + i * MATRIX_M) * X_STRIDE + c * (MATRIX_K / 8u), X_STRIDE,
+                            gl_CooperativeMatrixLayoutRowMajor);
             [[unroll]] for (uint j = 0u; j < EACH; j++) {
                 coopmat<float16_t, gl_ScopeSubgroup, MATRIX_K, MATRIX_N, gl_MatrixUseB> b;
-                coopMatLoad(b, w_s, ((group_feature + j * MATRIX_N) * W_STRIDE * 2u + c * (MATRIX_K / 4u)),
-                            W_STRIDE * 2u, gl_CooperativeMatrixLayoutColumnMajor);
+                coopMatLoad(b, w_s, (group_feature + j * MATRIX_N) * W_STRIDE + c * (MATRIX_K / 8u), W_STRIDE,
+                            gl_CooperativeMatrixLayoutColumnMajor);
                 [[unroll]] for (uint i = 0u; i < WORDS; i++)
                     sums[i * EACH + j] = coopMatMulAdd(a[i], b, sums[i * EACH + j]);
             }
@@ -304,21 +296,21 @@ void main() {
     }
 
     // The sums go through shared memory, since only the device knows which invocation has which of them.
-    uint slab = gl_SubgroupID * (MATRIX_M * MATRIX_N);
+    uint slab = gl_SubgroupID * SLAB;
     uint own = (tile * SPLITS + split) * (TOKENS * FEATURES);
     [[unroll]] for (uint i = 0u; i < WORDS * EACH; i++) {
-        coopMatStore(sums[i], slab_s, slab, MATRIX_N, gl_CooperativeMatrixLayoutRowMajor);
+        coopMatStore(sums[i], slab_s, slab, MATRIX_N / 4u, gl_CooperativeMatrixLayoutRowMajor);
         subgroupMemoryBarrierShared();
         subgroupBarrier();
         uint token = group_token + i / EACH * MATRIX_M, feature = group_feature + i % EACH * MATRIX_N;
-        for (uint p = gl_SubgroupInvocationID; p < MATRIX_M * MATRIX_N / 2u; p += SUBGROUP) {
-            uint row = token + p / (MATRIX_N / 2u), column = feature + p % (MATRIX_N / 2u) * 2u;
-            vec2 v = vec2(slab_s[slab + p * 2u], slab_s[slab + p * 2u + 1u]);
+        for (uint p = gl_SubgroupInvocationID; p < SLAB; p += SUBGROUP) {
+            uint row = token + p / (MATRIX_N / 4u), column = feature + p % (MATRIX_N / 4u) * 4u;
+            vec4 v = slab_s[slab + p];
             if (SPLITS > 1u) {
-                partials.v[own + row * FEATURES + column] = v.x;
-                partials.v[own + row * FEATURES + column + 1u] = v.y;
+                partials.v[(own + row * FEATURES + column) / 4u] = v;
             } else {
-                finish(tile_token + row, tile_feature + column, v);
+                finish(tile_token + row, tile_feature + column, v.xy);
+                finish(tile_token + row, tile_feature + column + 2u, v.zw);
             }
         }
         subgroupMemoryBarrierShared();
@@ -326,14 +318,13 @@ void main() {
     }
     if (SPLITS > 1u) {
         if (!is_last(tile)) return;
-        uint from = tile * SPLITS * (TOKENS * FEATURES);
-        for (uint p = t; p < TOKENS * FEATURES / 2u; p += LANES) {
-            vec2 v = vec2(0.0);
-            for (uint s = 0u; s < SPLITS; s++) {
-                uint at = from + s * (TOKENS * FEATURES) + p * 2u;
-                v += vec2(partials.v[at], partials.v[at + 1u]);
-            }
-            finish(tile_token + p / (FEATURES / 2u), tile_feature + p % (FEATURES / 2u) * 2u, v);
+        uint from = tile * SPLITS * (TOKENS * FEATURES / 4u);
+        for (uint p = t; p < TOKENS * FEATURES / 4u; p += LANES) {
+            vec4 v = vec4(0.0);
+            for (uint s = 0u; s < SPLITS; s++) v += partials.v[from + s * (TOKENS * FEATURES / 4u) + p];
+            uint token = tile_token + p / (FEATURES / 4u), feature = tile_feature + p % (FEATURES / 4u) * 4u;
+            finish(token, feature, v.xy);
+            finish(token, feature + 2u, v.zw);
         }
     }
     if (CODES == 1u) y.v[0] = 0.0; // no format: keeps the constant

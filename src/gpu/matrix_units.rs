@@ -7,7 +7,7 @@ use crate::device::{Adapter, Capabilities, Component, Device, MatrixShape, Progr
 use crate::gpu::error::StartError;
 use crate::gpu::timing::time_regions;
 use crate::kernels::gemm::fragment_layout::{self, FOUND};
-use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch, block_rows};
+use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, MatrixUnits, Scratch, block_rows};
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product};
 use crate::kernels::host_memory::HostMemory;
@@ -97,11 +97,13 @@ pub(crate) fn probe(device: &Arc<Device>, arena: &Arena, cache: Option<&Path>) -
 }
 
 /// Returns the arithmetic that an adapter promises for row-major weights, the fastest first. CPU drivers compute in f32.
-/// Matrices are left out: they are taken with `--tune arithmetic=2` only, because a whole model's logits were NaN with
-/// them on an H200, although small products are right.
 pub(crate) fn promised(adapter: &Adapter) -> Vec<Arithmetic> {
-    let half = (adapter.capabilities.float16 && !adapter.is_cpu()).then_some(Arithmetic::F16);
-    half.into_iter().chain([Arithmetic::F32]).collect()
+    if adapter.is_cpu() {
+        return vec![Arithmetic::F32];
+    }
+    let matrices = MatrixUnits::of(&adapter.capabilities).map(Arithmetic::Matrices);
+    let half = adapter.capabilities.float16.then_some(Arithmetic::F16);
+    matrices.into_iter().chain(half).chain([Arithmetic::F32]).collect()
 }
 
 /// Returns the fastest promised arithmetic for row-major weights whose results are right on the device. A device that
@@ -123,20 +125,38 @@ pub(crate) fn arithmetic(
     Ok(Arithmetic::F32)
 }
 
-/// Multiplies a small matrix, whose sizes are no multiples of a tile's, and compares with the reference.
+/// Multiplies small matrices, whose sizes are no multiples of a tile's, with each tile that the rule chooses, and compares
+/// with the reference. All tiles are tested: where a driver places what it shares depends on the tile.
 fn is_right(
     device: &Arc<Device>,
     arena: &Arena,
     cache: Option<&Path>,
     arithmetic: Arithmetic,
 ) -> Result<bool, StartError> {
+    for rows in [21, 50, 131] {
+        if !multiplies(device, arena, cache, arithmetic, rows)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Multiplies `rows` rows by a small matrix, whose columns are divided between two workgroups, and compares with the
+/// reference.
+fn multiplies(
+    device: &Arc<Device>,
+    arena: &Arena,
+    cache: Option<&Path>,
+    arithmetic: Arithmetic,
+    rows: u32,
+) -> Result<bool, StartError> {
     /// The allowed difference of sums of up to about 2: rounding changes them by less than 4e-3.
     const LIMIT: f32 = 2e-2;
-    let (n, k, rows) = (50, 104, 21);
+    let (n, k) = (146, 104);
     let mut recording = Recording::new("arithmetic");
     let r = &mut recording;
-    let stride = 64;
-    let config = MatmulConfig { tokens: 16, features: 64, words: 1, each: 4, splits: 2 };
+    let stride = 160;
+    let config = MatmulConfig { splits: 2, ..MatmulConfig::choose(arithmetic, rows, (n, k), 1, false) };
     let x = Activations { range: r.buffer("x", u64::from(rows * k) * 4), stride: k };
     let product = Product {
         label: "arithmetic".to_owned(),

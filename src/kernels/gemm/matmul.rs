@@ -9,10 +9,12 @@ use crate::kernels::recording::{Call, Range, Recording};
 use crate::kernels::shaders::{BlockRowsArgs, BlockRowsConstants, MatmulArgs, MatmulConstants};
 use crate::kernels::{Format, codes_word, fold, format_of};
 
-/// The number of rows that a workgroup of `block_rows` prepares, to a multiple of which rows are padded.
+/// The number of rows to a multiple of which rows are padded.
 const GROUP: u32 = 8;
 /// The number of columns to a multiple of which rows are padded.
 const COLUMNS: u32 = 32;
+/// The number of invocations per compute unit from which on a product is not divided among more workgroups.
+const THREADS_PER_PROCESSOR: u32 = 512;
 /// The value of `block_rows`'s constant EACH for rows that are in the order of slots already.
 const IN_ORDER: u32 = u32::MAX;
 
@@ -164,6 +166,8 @@ pub fn block_rows(label: String, x: Activations, norm: Option<(Range, f32)>, y: 
         MatmulRows::Slots(sorted) => (IN_ORDER, sorted.tile, none, sorted.tiles),
     };
     let threads = y.cols.div_ceil(8).next_power_of_two().clamp(32, 128);
+    // Values of eight rows or of four lie next to each other for products in pairs of f16 or in f32.
+    let group = if y.arithmetic.rows_of_word() == 1 { 2 } else { GROUP };
     let constants = BlockRowsConstants {
         threads,
         lanes: threads,
@@ -172,6 +176,7 @@ pub fn block_rows(label: String, x: Activations, norm: Option<(Range, f32)>, y: 
         rows: rows.constant(),
         each,
         tile,
+        group,
     };
     let (weight, epsilon) = norm.unwrap_or((none, 0.0));
     let args = BlockRowsArgs {
@@ -191,7 +196,7 @@ pub fn block_rows(label: String, x: Activations, norm: Option<(Range, f32)>, y: 
         label,
         constants: constants.into_values(),
         args: args.into_args(),
-        groups: fold(rows.most().div_ceil(GROUP), 1),
+        groups: fold(rows.most().next_multiple_of(GROUP) / group, 1),
     }
 }
 
@@ -212,6 +217,52 @@ pub struct MatmulConfig {
 }
 
 impl MatmulConfig {
+    /// Returns the workgroups by rule for at most `rows` rows of x by `n` rows of W of `cols` columns, on a device with
+    /// `processors` compute units. `small`: for CPU drivers, small tiles without splits.
+    pub fn choose(
+        arithmetic: Arithmetic,
+        rows: u32,
+        (n, cols): (u32, u32),
+        processors: u32,
+        small: bool,
+    ) -> MatmulConfig {
+        let config = |tokens, features, words, each| MatmulConfig { tokens, features, words, each, splits: 1 };
+        // 32 sums per invocation: with 64, drivers of Adreno and Apple GPUs spill registers to memory.
+        let mut config = match (arithmetic, rows) {
+            (Arithmetic::Matrices(of), _) => {
+                let tokens = match rows {
+                    ..=32 => 2,
+                    33..=64 => 4,
+                    _ => 8,
+                };
+                // A workgroup has about 128 invocations, whatever its subgroups' size.
+                let (words, each) = match tokens * of.subgroup / 16 {
+                    16.. => (4, 4),
+                    8.. => (2, 4),
+                    4.. => (2, 2),
+                    _ => (1, 2),
+                };
+                config(tokens * of.m, 8 * of.n, words, each)
+            }
+            (_, ..=16) => config(16, 64, 1, 4),
+            (Arithmetic::F32, _) if small => config(64, 64, 1, 4),
+            (Arithmetic::F32, ..=32) => config(32, 64, 2, 4),
+            (Arithmetic::F32, ..=127) => config(64, 64, 2, 4),
+            (Arithmetic::F32, _) => config(128, 64, 2, 4),
+            (Arithmetic::F16, ..=32) => config(32, 64, 1, 4),
+            (Arithmetic::F16, ..=127) => config(64, 64, 1, 4),
+            (Arithmetic::F16, _) => config(128, 64, 1, 4),
+        };
+        // Enough workgroups to fill the device, each with at least eight stages.
+        let tiles = rows.div_ceil(config.tokens) * n.div_ceil(config.features);
+        let stages = cols.div_ceil(COLUMNS);
+        let wanted = THREADS_PER_PROCESSOR * processors / config.threads(arithmetic).max(1);
+        if !small {
+            config.splits = (wanted / tiles).min(stages / 8).clamp(1, 16);
+        }
+        config
+    }
+
     /// Returns the number of invocations of a workgroup.
     pub fn threads(&self, arithmetic: Arithmetic) -> u32 {
         match arithmetic {

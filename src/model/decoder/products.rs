@@ -6,7 +6,7 @@
 use super::{Decoder, Part, Step, StepShape, floats_from, outputs_from, outputs_of};
 use crate::kernels::codes_word;
 use crate::kernels::gemm::codes::CodesConfig;
-use crate::kernels::gemm::matmul::{self, Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch};
+use crate::kernels::gemm::matmul::{self, Blocked, MatmulConfig, MatmulRows, Scratch};
 use crate::kernels::gemm::panel::{self, Fold, Unscaled};
 use crate::kernels::gemm::skinny::{self, Matrices};
 use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder, Tile, Tiled};
@@ -33,9 +33,6 @@ const NARROW: u32 = 2048;
 const MOST_CODES_ROWS: u32 = 4;
 /// The maximum number of rows of a prompt chunk for which its products are computed like those of a decode batch.
 const MOST_PANEL_ROWS: u32 = 64;
-/// The number of invocations per compute unit up to which the columns of a product of few tiles are divided among
-/// workgroups (`matmul`).
-const THREADS_PER_PROCESSOR: u32 = 512;
 
 impl Decoder<'_> {
     pub(super) fn gemv_threads(&self, cols: u32) -> u32 {
@@ -230,41 +227,8 @@ impl Decoder<'_> {
         {
             return *config;
         }
-        let config = |tokens, features, words, each| MatmulConfig { tokens, features, words, each, splits: 1 };
-        // 32 sums per invocation: with 64, drivers of Adreno and Apple GPUs spill registers to memory.
-        let mut config = match (arithmetic, rows) {
-            (Arithmetic::Matrices(of), _) => {
-                let tokens = match rows {
-                    ..=32 => 2,
-                    33..=64 => 4,
-                    _ => 8,
-                };
-                // A workgroup has about 128 invocations, whatever its subgroups' size.
-                let (words, each) = match tokens * of.subgroup / 16 {
-                    16.. => (4, 4),
-                    8.. => (2, 4),
-                    4.. => (2, 2),
-                    _ => (1, 2),
-                };
-                config(tokens * of.m, 8 * of.n, words, each)
-            }
-            (_, ..=16) => config(16, 64, 1, 4),
-            (Arithmetic::F32, _) if self.tuning.small_tiles => config(64, 64, 1, 4),
-            (Arithmetic::F32, ..=32) => config(32, 64, 2, 4),
-            (Arithmetic::F32, ..=127) => config(64, 64, 2, 4),
-            (Arithmetic::F32, _) => config(128, 64, 2, 4),
-            (Arithmetic::F16, ..=32) => config(32, 64, 1, 4),
-            (Arithmetic::F16, ..=127) => config(64, 64, 1, 4),
-            (Arithmetic::F16, _) => config(128, 64, 1, 4),
-        };
-        // Enough workgroups to fill the device, each with at least eight stages.
-        let tiles = rows.div_ceil(config.tokens) * n.div_ceil(config.features);
-        let stages = weight.cols.div_ceil(32);
-        let wanted = THREADS_PER_PROCESSOR * self.tuning.processors / config.threads(arithmetic).max(1);
-        if !self.tuning.small_tiles {
-            config.splits = (wanted / tiles).min(stages / 8).clamp(1, 16);
-        }
-        config
+        let (processors, small) = (self.tuning.processors, self.tuning.small_tiles);
+        MatmulConfig::choose(arithmetic, rows, (n, weight.cols), processors, small)
     }
 
     /// Returns the rows of W and of x per workgroup of `gemv`.

@@ -6,7 +6,9 @@ use super::mailbox::{Address, Mailbox, Refused, mailbox};
 use super::transfer::{Piece, Transfer, TransferError};
 use crate::actors::thread::{ActorThread, SpawnError};
 use crate::device::{DeviceError, Point};
-use crate::memory::pack::{BadRow, Format, Layout, Packing, Rows, SourceFormat, pack, write_canonical};
+use crate::memory::pack::{
+    BadRow, Format, Layout, Packing, Rows, SourceFormat, Transposed, floats, pack, write_canonical,
+};
 use crate::memory::plan::HumanBytes;
 use crate::memory::{Buffer, MemoryError, StagingRing, WeightFile};
 use crate::quant::safetensors::{CodeMatrix, Description, Runs, WeightError, WeightPart};
@@ -75,7 +77,7 @@ pub struct LoadTensor {
 pub struct TensorSource {
     /// The checkpoint file (shard) that contains the tensor.
     pub file: Arc<WeightFile>,
-    /// Offset of the tensor's first byte in `file`.
+    /// Offset of the tensor's first byte in `file`, or of the stored matrix whose columns the rows are.
     pub offset: u64,
     /// The number of rows.
     pub rows: u32,
@@ -89,9 +91,8 @@ pub struct TensorSource {
     pub row_step: u32,
     /// Distance in rows of the file between consecutive source rows; at least 1.
     pub stride: u32,
-    /// The number of elements in a row of the stored matrix if the source's rows are adjacent columns of it. `offset` is
-    /// then that of the first column's first element, and `stride` is 1.
-    pub transposed: Option<u32>,
+    /// The columns that the source's rows are, if the stored matrix is the transpose of the tensor. `stride` is then 1.
+    pub transposed: Option<Transposed>,
     /// A constant added to every number, in f32.
     pub plus: f32,
     /// The quantised weight whose rows these are. `format` is then [`SourceFormat::Canonical`] with the weight's codes, or
@@ -122,8 +123,30 @@ impl MatrixRows {
 }
 
 impl TensorSource {
+    /// The format of the rows that are packed: that of the file, except for columns of quantised blocks, whose numbers
+    /// are decoded.
+    fn row_format(&self) -> SourceFormat {
+        match self.format {
+            SourceFormat::Blocks(_) | SourceFormat::ScaledBlocks(..) if self.transposed.is_some() => {
+                SourceFormat::Numbers(Format::F32)
+            }
+            format => format,
+        }
+    }
+
     fn row_bytes(&self) -> u64 {
-        self.format.row_bytes(self.cols)
+        self.row_format().row_bytes(self.cols)
+    }
+
+    /// The bytes of one row of the stored matrix that hold `rows` of the source's rows: of blocks, the whole row.
+    fn line(&self, of: Transposed, rows: &Range<u32>) -> Range<u64> {
+        match self.format == self.row_format() {
+            true => {
+                let begin = self.format.row_bytes(of.first + rows.start);
+                begin..begin + self.format.row_bytes(rows.len() as u32)
+            }
+            false => 0..self.format.row_bytes(of.width),
+        }
     }
 
     /// The files that the source is read from, each with the bytes that belong to it.
@@ -137,18 +160,25 @@ impl TensorSource {
     /// The bytes that are read for the source.
     fn bytes_read(&self) -> u64 {
         match &self.matrix {
-            None if self.transposed.is_some() => u64::from(self.rows) * self.row_bytes(),
-            None => self.range().end - self.offset,
+            None => match self.transposed {
+                Some(of) => {
+                    let line = self.line(of, &(0..self.rows));
+                    u64::from(self.cols) * (line.end - line.start)
+                }
+                None => self.range().end - self.offset,
+            },
             Some(matrix) => matrix.bytes(self.rows, matrix.description.check().map_or(1, |whole| whole.rows())),
         }
     }
 
     /// The bytes of the file from the source's first element to its last.
     fn range(&self) -> Range<u64> {
-        if let Some(width) = self.transposed {
-            let between = u64::from(self.cols.saturating_sub(1)).saturating_mul(self.format.row_bytes(width));
-            let bytes = if self.rows == 0 { 0 } else { between.saturating_add(self.format.row_bytes(self.rows)) };
-            return self.offset..self.offset.saturating_add(bytes);
+        if let Some(of) = self.transposed {
+            let between = u64::from(self.cols.saturating_sub(1)).saturating_mul(self.format.row_bytes(of.width));
+            let line = self.line(of, &(0..self.rows));
+            let begin = self.offset.saturating_add(line.start);
+            let end = if self.rows == 0 { begin } else { self.offset.saturating_add(between).saturating_add(line.end) };
+            return begin..end;
         }
         let last = u64::from(self.rows.saturating_sub(1)).saturating_mul(u64::from(self.stride));
         let rows = if self.rows == 0 { 0 } else { last.saturating_add(1) };
@@ -723,7 +753,7 @@ enum Data<'a> {
 }
 
 /// Adjacent columns of a stored matrix, which are the source's rows from `first` on. Those of the matrix' row k begin at
-/// byte `k * stride`.
+/// byte `k * stride`; of blocks, the whole row does.
 struct Columns<'a> {
     bytes: &'a [u8],
     stride: usize,
@@ -747,12 +777,32 @@ impl Columns<'_> {
         }
     }
 
-    fn write(&self, format: SourceFormat, rows: &Range<u32>, cols: u32, out: &mut [u8]) {
-        match format.row_bytes(1) {
-            2 => self.transpose::<2>(rows, cols as usize, out),
-            4 => self.transpose::<4>(rows, cols as usize, out),
-            size => unreachable!("elements of {size} bytes"),
+    /// Writes the numbers of the source's rows `rows`, of which `of` says where they are in rows of blocks.
+    fn decode(&self, source: &TensorSource, of: Transposed, rows: &Range<u32>, out: &mut [u8]) -> Result<(), BadRow> {
+        let mut line = vec![0.0; of.width as usize];
+        let (cols, begin) = (source.cols as usize, (of.first + rows.start) as usize);
+        let out = out.as_chunks_mut::<4>().0;
+        for (col, stored) in self.bytes.chunks_exact(self.stride).take(cols).enumerate() {
+            let bad = |group| BadRow { row: source.first_row + rows.start * source.row_step, group };
+            floats(source.format, stored, &mut line).map_err(bad)?;
+            for (row, x) in line[begin..begin + rows.len()].iter().enumerate() {
+                out[row * cols + col] = x.to_le_bytes();
+            }
         }
+        Ok(())
+    }
+
+    fn write(&self, source: &TensorSource, rows: &Range<u32>, out: &mut [u8]) -> Result<(), BadRow> {
+        let cols = source.cols as usize;
+        match source.transposed.filter(|_| source.format != source.row_format()) {
+            Some(of) => return self.decode(source, of, rows, out),
+            None => match source.format.row_bytes(1) {
+                2 => self.transpose::<2>(rows, cols, out),
+                4 => self.transpose::<4>(rows, cols, out),
+                size => unreachable!("elements of {size} bytes"),
+            },
+        }
+        Ok(())
     }
 }
 
@@ -760,14 +810,14 @@ impl Columns<'_> {
 /// not mapped, after they were read into it.
 fn columns<'a>(
     source: &'a TensorSource,
-    width: u32,
+    of: Transposed,
     rows: &Range<u32>,
     room: &'a mut [u8],
     name: &str,
 ) -> Result<Columns<'a>, LoadError> {
-    let each = source.format.row_bytes(rows.len() as u32);
-    let between = source.format.row_bytes(width);
-    let begin = source.offset + source.format.row_bytes(rows.start);
+    let between = source.format.row_bytes(of.width);
+    let line = source.line(of, rows);
+    let (begin, each) = (source.offset + line.start, line.end - line.start);
     if source.file.is_mapped() {
         let end = begin + between * u64::from(source.cols.saturating_sub(1)) + each;
         let bytes = source.file.bytes(begin..end, &mut [], name)?;
@@ -803,10 +853,13 @@ impl<'a> Needed<'a> {
     fn bytes_read(&self) -> usize {
         let bytes = match &self.part {
             Some(part) => part.tensors.iter().map(Runs::total).sum(),
-            None if self.source.transposed.is_some() && !self.source.file.is_mapped() => {
-                self.rows.len() as u64 * self.source.row_bytes()
-            }
-            None => 0,
+            None => match self.source.transposed.filter(|_| !self.source.file.is_mapped()) {
+                Some(of) => {
+                    let line = self.source.line(of, &self.rows);
+                    u64::from(self.source.cols) * (line.end - line.start)
+                }
+                None => 0,
+            },
         };
         bytes as usize
     }
@@ -816,7 +869,7 @@ impl<'a> Needed<'a> {
         let source = self.source;
         let data = match (&source.matrix, source.transposed) {
             (None, None) => Data::Rows,
-            (None, Some(width)) => Data::Columns(columns(source, width, &self.rows, room, name)?),
+            (None, Some(of)) => Data::Columns(columns(source, of, &self.rows, room, name)?),
             (Some(of), _) => {
                 let mut slices = Vec::with_capacity(of.tensors.len());
                 let (description, from) = match &self.part {
@@ -979,7 +1032,9 @@ fn fill(
             let bytes = match data {
                 Data::Rows => source.file.bytes(bytes, into, &tensor.name)?,
                 Data::Columns(columns) => {
-                    columns.write(source.format, &of, source.cols, into);
+                    let failed = |source| LoadError::BadRow { name: tensor.name.clone(), source };
+                    let written = columns.write(source, &of, into);
+                    written.map_err(|error| changed(source).unwrap_or_else(|| failed(error)))?;
                     &*into
                 }
                 Data::Matrix { matrix, first, from } => {
@@ -992,7 +1047,7 @@ fn fill(
             };
             sources.push(Rows {
                 bytes,
-                format: source.format,
+                format: source.row_format(),
                 rows: of.end - of.start,
                 cols: source.cols,
                 first_row: source.first_row + of.start * source.row_step,
@@ -1110,10 +1165,10 @@ fn check(tensor: &LoadTensor) -> Result<(), LoadError> {
                 && (source.offset, source.stride) == (0, 1);
             assert!(fits, "{name}: the rows of {source:?} are those of its matrix");
         }
-        if let Some(width) = source.transposed {
-            let fits = matches!(source.format, SourceFormat::Numbers(_))
+        if let Some(of) = source.transposed {
+            let fits = !matches!(source.format, SourceFormat::NegatedExp | SourceFormat::Canonical(_))
                 && (source.stride, source.matrix.is_none()) == (1, true)
-                && source.rows <= width;
+                && u64::from(of.first) + u64::from(source.rows) <= u64::from(of.width);
             assert!(fits, "{name}: the rows of {source:?} are columns of its matrix");
         }
     }

@@ -87,6 +87,23 @@ impl SourceFormat {
     }
 }
 
+/// Adjacent columns of a stored matrix that are rows of a weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Transposed {
+    /// The number of elements in a row of the stored matrix.
+    pub width: u32,
+    /// The first of the columns.
+    pub first: u32,
+}
+
+/// Writes the numbers of a stored row in f32 to `out`, which has room for exactly those.
+///
+/// # Errors
+/// If a quantised row has values that are not finite. `out` then has any content.
+pub fn floats(format: SourceFormat, row: &[u8], out: &mut [f32]) -> Result<(), BadGroup> {
+    Line { bytes: row, format, cols: out.len(), plus: 0.0 }.floats(out)
+}
+
 /// Writes a row of [`SourceFormat::Canonical`]: the codes, a byte each, then the scales, the minimums and the unit in f32,
 /// little endian. `minimums` is empty if the codes have a constant zero. All scales are multiples of `unit` by numbers of
 /// few bits; 1 if that says nothing.

@@ -19,7 +19,7 @@ use super::gguf::tensors::TensorProblem;
 use super::gguf::{self, GgufError};
 use crate::config::Quantize;
 use crate::config::file::{self, Stamp};
-use crate::memory::pack::{Format, SourceFormat};
+use crate::memory::pack::{Format, SourceFormat, Transposed};
 use crate::quant::quantize::{INT4, INT8};
 use crate::quant::safetensors::WeightError;
 use headers::Headers;
@@ -61,7 +61,7 @@ pub struct CheckpointFile {
 pub enum WeightKind {
     /// Shape `[rows, cols]`, row-major like the sources. The element type is that of the sources.
     Matrix,
-    /// Shape `[rows]` with `cols` = 1. The element type is always f32.
+    /// Shape `[rows]` with `cols` = 1, or rows of `cols` elements one after the other. The element type is always f32.
     Vector,
 }
 
@@ -73,7 +73,8 @@ pub struct SourceRef {
     pub tensor: String,
     /// The path of the file that holds the tensor.
     pub path: Arc<Path>,
-    /// Byte offset of the source's first row from the beginning of the file; 0 for rows of a quantised weight.
+    /// Byte offset of the source's first row from the beginning of the file, or of the stored matrix whose columns its
+    /// rows are; 0 for rows of a quantised weight.
     pub offset: u64,
     /// The format of the elements in the file.
     pub format: SourceFormat,
@@ -87,9 +88,8 @@ pub struct SourceRef {
     pub row_step: u32,
     /// The distance, in rows of the tensor, between two consecutive source rows.
     pub stride: u32,
-    /// The number of elements in a row of the stored matrix if it is the transpose of the weight: then the source's
-    /// rows are adjacent columns of it, and `offset` is that of the first column's first element.
-    pub transposed: Option<u32>,
+    /// The columns that the source's rows are, if the stored matrix is the transpose of the weight.
+    pub transposed: Option<Transposed>,
     /// A constant that is added to every element in f32: 1 for norm weights that are stored zero-centred, otherwise 0.
     pub plus: f32,
     /// The weight of several tensors whose rows these are; `tensor` and `path` are then those of its codes.
@@ -116,7 +116,7 @@ pub struct WeightSpec {
     pub first_row: u32,
     /// The number of rows of a matrix, or of elements of a vector.
     pub rows: u32,
-    /// The number of elements in a row; 1 for a vector.
+    /// The number of elements in a row; 1 for most vectors.
     pub cols: u32,
     /// Whether the weight is a matrix or a vector.
     pub kind: WeightKind,
@@ -154,10 +154,11 @@ impl WeightSpec {
         self.name.starts_with("mtp.")
     }
 
-    /// Whether the weight is quantised in the checkpoint, and packed as numbers because no form of codes fits.
+    /// Whether the weight is a matrix that is quantised in the checkpoint, and packed as numbers because no form of codes
+    /// fits.
     pub fn is_expanded(&self) -> bool {
         let quantised = |source: &SourceRef| source.matrix.is_some() || source.format.codes().is_some();
-        self.format.codes().is_none() && self.sources.iter().any(quantised)
+        self.kind == WeightKind::Matrix && self.format.codes().is_none() && self.sources.iter().any(quantised)
     }
 
     /// Whether the weight stacks one matrix per routed expert: `experts.gate_up` or `experts.down`.

@@ -6,9 +6,10 @@ use crate::common::{Driver, Vulkan};
 use ostinato::actors::loader::{LoadError, LoadPlan, LoadTensor, Loader, MatrixRows, TensorSource, WeightLoad};
 use ostinato::actors::transfer::{Piece, Transfer, TransferError};
 use ostinato::device::{Batch, Device, Point, QueueEntry, Role};
-use ostinato::memory::pack::{Format, Layout, Packing, SourceFormat, fragment_index};
+use ostinato::memory::pack::{Format, Layout, Packing, SourceFormat, Transposed, fragment_index};
 use ostinato::memory::{Arena, MemoryError, Place, StagingRing, WeightFile};
 use ostinato::model::checkpoint::{Checkpoint, SourceRef, WeightKind};
+use ostinato::quant::blocks::BlockType;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -247,8 +248,8 @@ fn transposed_matrices_arrive_as_defined() {
         let target = host.arena.buffer("experts", packing.bytes(), Place::DeviceLocal).unwrap();
         let first = |expert: u32| (1000 + expert * rows * cols) as usize;
         let columns = |expert: u32, from: u32, count: u32| TensorSource {
-            transposed: Some(rows),
-            ..source(&file, first(expert) + from as usize, count, cols, expert * rows + from, 1)
+            transposed: Some(Transposed { width: rows, first: from }),
+            ..source(&file, first(expert), count, cols, expert * rows + from, 1)
         };
         let tensor = LoadTensor {
             name: "experts".to_owned(),
@@ -280,6 +281,65 @@ fn transposed_matrices_arrive_as_defined() {
         assert!(matches!(error, LoadError::Memory(MemoryError::Truncated { .. })), "{error:?}");
         drop(host);
         vulkan.assert_clean();
+    }
+}
+
+/// Goal: columns of quantised blocks arrive as numbers in their places, from a file that is mapped and from one that is
+/// read. Method: matrices of two heads as GGUF files of latent attention have them, in a type of one and of several blocks
+/// a row, one also with a factor and in two sources, through slots smaller than one, against decoded blocks.
+#[test]
+fn transposed_blocks_arrive_as_numbers() {
+    let (rows, cols) = (64u32, 72u32);
+    for (blocks, factor) in [(BlockType::Q8_0, None), (BlockType::Q4_1, Some(0.5f32)), (BlockType::Q5_0, None)] {
+        let of_matrix = (rows * cols) as usize / blocks.elements() * blocks.bytes();
+        // Scales are halves of moderate size: their bytes are those of every block's beginning.
+        let mut bytes: Vec<u8> = (0..2 * of_matrix).map(|i| bits(i) as u8).collect();
+        for (i, block) in bytes.chunks_exact_mut(blocks.bytes()).enumerate() {
+            for half in 0..if blocks == BlockType::Q4_1 { 2 } else { 1 } {
+                let scale = half::f16::from_f32((1 + i % 7 + half) as f32 / 64.0);
+                block[2 * half..2 * half + 2].copy_from_slice(&scale.to_le_bytes());
+            }
+        }
+        let mut numbers = vec![0.0; (2 * rows * cols) as usize];
+        blocks.dequantize(&bytes, &mut numbers);
+        let format = match factor {
+            None => SourceFormat::Blocks(blocks),
+            Some(factor) => SourceFormat::ScaledBlocks(blocks, factor.to_bits()),
+        };
+        let keep = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(keep.path(), [&[0xff; 7][..], &bytes].concat()).unwrap();
+        for mapped in [true, false] {
+            let vulkan = Vulkan::new();
+            let host = Host::new(&vulkan, Driver::first());
+            let file = WeightFile::open(keep.path()).unwrap();
+            let file = Arc::new(if mapped { file } else { file.unmapped() });
+            let packing =
+                Packing { rows: 2 * rows, cols, layout: Layout::RowMajor { columns_multiple: 1 }, format: Format::F32 };
+            let target = host.arena.buffer("keys", packing.bytes(), Place::DeviceLocal).unwrap();
+            let columns = |head: u32, from: u32, count: u32| TensorSource {
+                offset: 7 + u64::from(head) * of_matrix as u64,
+                format,
+                transposed: Some(Transposed { width: rows, first: from }),
+                ..source(&file, 0, count, cols, head * rows + from, 1)
+            };
+            let tensor = LoadTensor {
+                name: "keys".to_owned(),
+                target: Arc::clone(&target),
+                offset: 0,
+                packing,
+                sources: vec![columns(1, 37, 27), columns(0, 0, rows), columns(1, 0, 37)],
+            };
+            host.load(vec![tensor]).wait().unwrap();
+            let read = host.transfer.read(&target, 0, target.bytes()).unwrap();
+            for (i, found) in read.chunks_exact(4).enumerate() {
+                let (row, col) = (i as u32 / cols, i as u32 % cols);
+                let stored = numbers[((row / rows * cols + col) * rows + row % rows) as usize];
+                let (found, wanted) = (f32::from_le_bytes(found.try_into().unwrap()), stored * factor.unwrap_or(1.0));
+                assert!(found == wanted, "{blocks}, mapped: {mapped}, {row}, {col}: {found}, not {wanted}");
+            }
+            drop(host);
+            vulkan.assert_clean();
+        }
     }
 }
 

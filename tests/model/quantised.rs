@@ -11,6 +11,7 @@ use ostinato::engine::request::Request;
 use ostinato::gpu::devices::start_on;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
+use ostinato::model::checkpoint::Checkpoint;
 use ostinato::model::gguf;
 use ostinato::model::gguf::container::TensorType;
 use ostinato::model::gguf::write::{FileType, convert};
@@ -376,6 +377,32 @@ fn random_models_of_every_stored_type() {
             StoredType::Fp8 | StoredType::Fp8Channel | StoredType::Fp8Block => 5e-2,
             _ => 0.3,
         };
+        assert!(apart <= limit, "{}: {apart:e}", kind.name());
+    }
+}
+
+/// Goal: latent attention runs from quantised projections of keys and values, which its kernels read as numbers. Method:
+/// a random checkpoint of DeepSeek-V3's family is quantised, `kv_b_proj` too, and its logits are compared with those of
+/// the numbers.
+#[test]
+fn quantised_projections_of_latent_attention_are_expanded() {
+    let vulkan = Vulkan::new();
+    let folder = tempfile::tempdir().expect("a folder");
+    let numbers = crate::harness::models::fixture("families/deepseek3-blocks");
+    let prompt = [1, 5, 9, 2, 7, 3];
+    let (_, wanted) = draw(&start(&vulkan, &numbers, None, &[]), &prompt, 1);
+    for (kind, limit) in [(StoredType::Int8, 2e-2), (StoredType::Fp8Channel, 6e-2), (StoredType::Fp8Block, 6e-2)] {
+        let out = folder.path().join(kind.name());
+        synth::quantise(&numbers, &out, kind, 1 << 30, 2, &|_, _| {}).expect("written");
+        let checkpoint = Checkpoint::open(&out).expect("a checkpoint");
+        for part in ["latent.keys", "latent.values"] {
+            let name = format!("layers.0.{part}");
+            let weight = checkpoint.weights().iter().find(|weight| weight.name == name).expect("the weight");
+            assert!(weight.sources.iter().all(|source| source.matrix.is_some()), "{name} of {}", kind.name());
+        }
+        let (_, found) = draw(&start(&vulkan, &out, None, &[]), &prompt, 1);
+        let apart = divergence(&found, &wanted);
+        println!("{}: divergence {apart:.1e}", kind.name());
         assert!(apart <= limit, "{}: {apart:e}", kind.name());
     }
 }

@@ -78,11 +78,11 @@ fn pack(spec: &WeightSpec) -> Vec<f32> {
         let file = fs::File::open(&source.path).unwrap();
         match source.transposed {
             None => file.read_exact_at(&mut bytes, source.offset).unwrap(),
-            Some(width) => {
+            Some(of) => {
                 let size = source.format.row_bytes(1) as usize;
                 for (i, element) in bytes.chunks_mut(size).enumerate() {
                     let (row, col) = (i / source.cols as usize, i % source.cols as usize);
-                    let at = source.offset + ((col * width as usize + row) * size) as u64;
+                    let at = source.offset + ((col * of.width as usize + of.first as usize + row) * size) as u64;
                     file.read_exact_at(element, at).unwrap();
                 }
             }

@@ -36,7 +36,7 @@ use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region, buffer_sizes};
-use crate::memory::pack::Packing;
+use crate::memory::pack::{Packing, Transposed};
 use crate::memory::plan::{HumanBytes, Plan, Purpose, Side};
 use crate::memory::{Buffer, BufferTable, Place, WeightFile};
 use crate::model::checkpoint::{Checkpoint, SourceRef, WeightSpec};
@@ -732,7 +732,7 @@ fn clip(source: &SourceRef, part: &Part, file: Arc<WeightFile>) -> Option<Clippe
     }
     let bytes = match (&source.matrix, source.transposed) {
         (Some(_), _) => 0,
-        (None, Some(_)) => source.offset + from * source.format.row_bytes(1),
+        (None, Some(_)) => source.offset,
         (None, None) => source.offset + from * u64::from(source.stride) * source.format.row_bytes(source.cols),
     };
     let source = TensorSource {
@@ -744,7 +744,7 @@ fn clip(source: &SourceRef, part: &Part, file: Arc<WeightFile>) -> Option<Clippe
         first_row: (first + from * step - begin) as u32,
         row_step: source.row_step,
         stride: source.stride,
-        transposed: source.transposed,
+        transposed: source.transposed.map(|of| Transposed { first: of.first + from as u32, ..of }),
         plus: source.plus,
         matrix: None,
     };

@@ -126,6 +126,15 @@ impl Headers {
         }
     }
 
+    /// Returns where `rows` columns of a tensor's matrices, from column `from` on, are in the tensor: in their order, or
+    /// nowhere if the tensor is a part of another one or has its rows in another order.
+    pub(super) fn runs_of_columns(&self, tensor: &str, from: u32, rows: u32) -> Vec<RowRun> {
+        let (from, rows) = (u64::from(from), u64::from(rows));
+        let plain = |source: &Source| source.is_plain() && source.first == 0;
+        let runs = vec![RowRun { row: from, stored: from, stored_step: 1, rows }];
+        if self.sources.get(tensor).is_none_or(plain) { runs } else { Vec::new() }
+    }
+
     /// Whether value heads of gated-delta layers are used in the tiled order: see [`crate::model::config::DeltaNet::tiled`].
     pub(super) fn tiled(&self) -> bool {
         self.tiled

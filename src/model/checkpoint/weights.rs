@@ -8,7 +8,7 @@ use std::sync::Arc;
 use super::headers::Headers;
 use super::quantised::{self, MatrixRef, Names, QuantisedWeight};
 use super::{CheckpointProblem, SourceRef, TensorInfo, WeightKind, WeightSpec};
-use crate::memory::pack::{Format, SourceFormat};
+use crate::memory::pack::{Format, SourceFormat, Transposed};
 use crate::model::config::{
     Architecture, Attention, BESIDE_DENSE, DeltaNet, Experts, Latent, LayerKind, MlpKind, ModelConfig, NormKind,
     QkNorm, Rope,
@@ -290,22 +290,23 @@ impl<'a> Specs<'a> {
         };
         let origin = Origin::cut(tensor(queries), of.heads * each, Some(cols), slices);
         self.push(&name("latent.q"), Some(cols), vec![origin], 0.0);
-        // Element by element: each head's keys and values are products of their own.
+        // As numbers: each head's keys and values are products of their own.
+        let split = self.has(&tensor("k_b_proj.weight"));
         let rows = nope + value_dim;
-        for (part, from, count) in [("latent.keys", 0, nope), ("latent.values", nope, value_dim)] {
-            let slice = |head: u32| Slice {
-                from: (head * rows + from) * kv_rank,
-                rows: count * kv_rank,
-                first_row: head * count * kv_rank,
-                row_step: 1,
+        for (part, alone, first, count) in
+            [("latent.keys", "k_b_proj.weight", 0, nope), ("latent.values", "v_b_proj.weight", nope, value_dim)]
+        {
+            let slices = |each: u32, first: u32| {
+                let slice =
+                    |head: u32| Slice { from: head * each + first, rows: count, first_row: head * count, row_step: 1 };
+                (0..of.heads).map(slice).collect()
             };
-            let origin = Origin {
-                tensor: tensor("kv_b_proj.weight"),
-                shape: [of.heads * rows, kv_rank].map(u64::from).to_vec(),
-                slices: (0..of.heads).map(slice).collect(),
-                transposed: None,
+            let origin = match split {
+                false => Origin::cut(tensor("kv_b_proj.weight"), of.heads * rows, Some(kv_rank), slices(rows, first)),
+                // Each head's keys are stored transposed.
+                true => Origin::fused(tensor(alone), [of.heads, count, kv_rank], first == 0, slices(count, 0)),
             };
-            self.push(&name(part), None, vec![origin], 0.0);
+            self.push_as(WeightKind::Vector, &name(part), Some(kv_rank), vec![origin], 0.0);
         }
         self.stacked(&name("o"), &[(&tensor("o_proj.weight"), c.hidden)], Some(of.heads * value_dim));
         self.block_norm(&name("attn_post_norm"), from, c.norms.after_mixer);
@@ -598,6 +599,12 @@ impl<'a> Specs<'a> {
     }
 
     fn push(&mut self, name: &str, cols: Option<u32>, origins: Vec<Origin>, plus: f32) {
+        let kind = if cols.is_some() { WeightKind::Matrix } else { WeightKind::Vector };
+        self.push_as(kind, name, cols, origins, plus);
+    }
+
+    /// Adds a weight. A vector with columns is made of the rows of matrices, which may be quantised.
+    fn push_as(&mut self, kind: WeightKind, name: &str, cols: Option<u32>, origins: Vec<Origin>, plus: f32) {
         let width = cols.unwrap_or(1);
         let rows = origins.iter().flat_map(|origin| &origin.slices).map(|slice| slice.rows).sum();
         let mut sources = Vec::with_capacity(origins.len());
@@ -641,18 +648,22 @@ impl<'a> Specs<'a> {
                 continue;
             }
             for slice in &origin.slices {
-                let runs = self.headers.runs(&tensor, slice.from, slice.rows, width);
+                let runs = match origin.transposed {
+                    None => self.headers.runs(&tensor, slice.from, slice.rows, width),
+                    Some(_) => self.headers.runs_of_columns(&tensor, slice.from, slice.rows),
+                };
                 if runs.iter().map(|run| run.rows).sum::<u64>() != u64::from(slice.rows) {
                     let what = "other rows than its shape says";
                     self.problems.push(CheckpointProblem::Stored { tensor: tensor.clone(), what });
                     continue;
                 }
                 for run in runs {
-                    let offset = match origin.transposed {
-                        None => run.stored * format.row_bytes(width),
+                    let (offset, transposed) = match origin.transposed {
+                        None => (run.stored * format.row_bytes(width), None),
                         Some(rows) => {
                             let (matrix, column) = (run.stored / u64::from(rows), run.stored % u64::from(rows));
-                            (matrix * u64::from(width)) * format.row_bytes(rows) + column * format.row_bytes(1)
+                            let offset = matrix * u64::from(width) * format.row_bytes(rows);
+                            (offset, Some(Transposed { width: rows, first: column as u32 }))
                         }
                     };
                     sources.push(SourceRef {
@@ -665,7 +676,7 @@ impl<'a> Specs<'a> {
                         first_row: slice.first_row + (run.row as u32 - slice.from) * slice.row_step,
                         row_step: slice.row_step,
                         stride: run.stored_step as u32,
-                        transposed: origin.transposed,
+                        transposed,
                         plus,
                         matrix: None,
                     });
@@ -680,11 +691,17 @@ impl<'a> Specs<'a> {
             first_row: 0,
             rows,
             cols: width,
-            kind: if cols.is_some() { WeightKind::Matrix } else { WeightKind::Vector },
+            kind,
             order,
             format: Format::F32,
             sources,
         };
+        if kind == WeightKind::Vector {
+            whole.sources = expanded(whole.sources);
+            whole.order = None;
+            self.specs.push(whole);
+            return;
+        }
         let one_order = whole.sources.iter().all(|source| order_of(source) == whole.order.as_ref());
         if !one_order || whole.order.is_some() && !takes_order(name) {
             if takes_order(name) && self.push_ranges(&whole, both) {
@@ -696,16 +713,15 @@ impl<'a> Specs<'a> {
         // A format that represents all rows would have more bits than some of them need.
         let same = |a: Format, b: Format| (a == b).then_some(a);
         let codes = |source: &SourceRef| matches!(common(std::slice::from_ref(source)), Some(Format::Codes(_)));
-        if cols.is_some() && whole.sources.iter().all(codes) && self.push_ranges(&whole, same) {
+        if whole.sources.iter().all(codes) && self.push_ranges(&whole, same) {
             return;
         }
-        match (cols, common(&whole.sources)) {
-            (None, _) => self.specs.push(whole),
-            (Some(_), Some(format)) => self.specs.push(WeightSpec { format, ..whole }),
+        match common(&whole.sources) {
+            Some(format) => self.specs.push(WeightSpec { format, ..whole }),
             // A missing tensor was reported.
-            (Some(_), None) if whole.sources.iter().map(|source| source.rows).sum::<u32>() < rows => {}
-            (Some(_), None) if self.push_ranges(&whole, both) => {}
-            (Some(_), None) => {
+            None if whole.sources.iter().map(|source| source.rows).sum::<u32>() < rows => {}
+            None if self.push_ranges(&whole, both) => {}
+            None => {
                 let formats: Vec<String> =
                     whole.sources.iter().map(|source| format!("{} {}", source.tensor, source.format)).collect();
                 let (weight, formats) = (whole.name, formats.join(", "));

@@ -66,7 +66,9 @@ impl Decoder<'_> {
             WeightKind::Matrix => (weight.rows, weight.cols, row_major(8), weight.format),
             // Each row holds one value, so that sources can interleave. The padding becomes zero and extends as far as
             // that of activations.
-            WeightKind::Vector => (stride(weight.rows), 1, row_major(1), Format::F32),
+            WeightKind::Vector if weight.cols == 1 => (stride(weight.rows), 1, row_major(1), Format::F32),
+            // Rows of matrices one after the other. Their number of elements is a multiple of what kernels read at a time.
+            WeightKind::Vector => (weight.rows, weight.cols, row_major(1), Format::F32),
         };
         Packing { rows, cols, layout, format }
     }
@@ -115,7 +117,7 @@ impl Decoder<'_> {
     }
 
     pub(super) fn vector(&self, recording: &mut Recording, name: &str) -> Option<Range> {
-        self.weight(name).map(|w| recording.buffer(name, u64::from(stride(w.rows)) * 4))
+        self.weight(name).map(|w| recording.buffer(name, u64::from(stride(w.rows * w.cols)) * 4))
     }
 
     /// Returns the parts of a matrix, each with its first row. Ranges of rows of different formats are parts of their

@@ -24,11 +24,15 @@ use crate::quant::store::{BLOCK, GROUP, StoredTensor, StoredType};
 const MAX_THREADS: usize = 8;
 
 /// The ends of the names of quantised matrices.
-const QUANTISED: [&str; 11] = [
+const QUANTISED: [&str; 15] = [
     "q_proj.weight",
     "k_proj.weight",
     "v_proj.weight",
     "o_proj.weight",
+    "q_a_proj.weight",
+    "q_b_proj.weight",
+    "kv_a_proj_with_mqa.weight",
+    "kv_b_proj.weight",
     "gate_proj.weight",
     "up_proj.weight",
     "down_proj.weight",

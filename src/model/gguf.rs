@@ -147,7 +147,7 @@ pub fn rope_factors<R: Read + Seek>(
     let llama3 = factors(parts, ROPE_FACTORS, &mut open, GgufConfigError::RopeFactors)?;
     let [short, long] = LONG_ROPE_FACTORS.map(|tensor| {
         let rule = "a short vector of type F32".to_owned();
-        factors(parts, tensor, &mut open, |has| GgufConfigError::LongRopeFactors { tensor, has, rule })
+        factors(parts, tensor, &mut open, |has| GgufConfigError::Divisors { tensor, has, rule })
     });
     Ok(RopeFactors { llama3, long: short?.zip(long?).map(<[_; 2]>::from) })
 }

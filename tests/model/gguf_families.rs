@@ -83,4 +83,11 @@ architectures! {
     mistral3_files_agree "mistral3" ["ministral3-flat", "ministral3-wrapped"];
     qwen2_files_agree "qwen2" ["qwen2-tied", "qwen2-yarn"];
     mistral_files_agree "llama" ["mistral-nemo"];
+    gemma4_files_agree "gemma4" ["gemma4-dense", "gemma4-moe", "gemma4-shared"];
+    deepseek2_files_agree "deepseek2" ["deepseek2-groups", "deepseek2-lite"];
+    deepseek3_files_agree "deepseek2" ["deepseek3-groups", "deepseek3-halves"];
+    blocks_of_latent_projections_agree "deepseek2" ["deepseek3-blocks"];
+    glm4_moe_lite_files_agree "deepseek2" ["glm4lite-mtp"];
+    glm4_moe_files_agree "glm4moe" ["glm4moe-air", "glm4moe-groups"];
+    qwen3_vl_files_agree "qwen3vl" ["qwen3vl-tied", "qwen3vl-untied"];
 }

@@ -3,12 +3,15 @@
 //!
 //! Not here: whether the values can be run, which the reader of `config.json` decides, and the tokenizer.
 
+mod experts;
 mod families;
+mod heads;
 
 use serde_json::{Map, Value as Json, json};
 
 use super::container::{Array, Value};
 use super::split::GgufFiles;
+use heads::Heads;
 
 /// The maximum number of layers, including multi-token-prediction blocks.
 pub const MAX_LAYERS: u64 = 4096;
@@ -21,7 +24,11 @@ const MAX_SIZE: u64 = 1 << 30;
 pub const ROPE_FACTORS: &str = "rope_freqs.weight";
 /// The tensors that hold LongRoPE's divisors of the rotary frequencies: for short contexts and for long ones.
 pub const LONG_ROPE_FACTORS: [&str; 2] = ["rope_factors_short.weight", "rope_factors_long.weight"];
-/// The maximum number of elements of each of these tensors.
+/// The table of the layers' inputs that depend on the token.
+pub const LAYER_INPUTS: &str = "per_layer_token_embd.weight";
+/// The name, after that of its block, of the bias that counts for the choice of experts only.
+pub const CHOICE_BIAS: &str = "exp_probs_b.bias";
+/// The maximum number of elements of each of the tensors of divisors.
 pub const MAX_ROPE_FACTORS: u64 = 1 << 16;
 
 /// The values of the tensors of divisors of the rotary frequencies that a model has.
@@ -70,11 +77,19 @@ pub enum GgufArchitecture {
     Glm4,
     /// Mistral Small 3 and Ministral 3; dense.
     Mistral3,
+    /// Gemma 4; dense or with experts beside the dense MLPs, with other heads in the layers that see all tokens.
+    Gemma4,
+    /// DeepSeek-V2, -V3 and GLM-4.7-Flash: latent attention, and experts after dense layers.
+    DeepSeek2,
+    /// GLM-4.5 and later: experts after dense layers.
+    Glm4Moe,
+    /// Qwen3-VL's text model, which is Qwen3's; dense.
+    Qwen3Vl,
 }
 
 impl GgufArchitecture {
     /// All families.
-    pub const ALL: [GgufArchitecture; 17] = [
+    pub const ALL: [GgufArchitecture; 21] = [
         GgufArchitecture::Llama,
         GgufArchitecture::Qwen2,
         GgufArchitecture::Qwen3,
@@ -92,6 +107,10 @@ impl GgufArchitecture {
         GgufArchitecture::Olmo2,
         GgufArchitecture::Glm4,
         GgufArchitecture::Mistral3,
+        GgufArchitecture::Gemma4,
+        GgufArchitecture::DeepSeek2,
+        GgufArchitecture::Glm4Moe,
+        GgufArchitecture::Qwen3Vl,
     ];
 
     /// Returns the value of `general.architecture`, which is also the prefix of the family's metadata keys.
@@ -114,6 +133,10 @@ impl GgufArchitecture {
             GgufArchitecture::Olmo2 => "olmo2",
             GgufArchitecture::Glm4 => "glm4",
             GgufArchitecture::Mistral3 => "mistral3",
+            GgufArchitecture::Gemma4 => "gemma4",
+            GgufArchitecture::DeepSeek2 => "deepseek2",
+            GgufArchitecture::Glm4Moe => "glm4moe",
+            GgufArchitecture::Qwen3Vl => "qwen3vl",
         }
     }
 
@@ -122,7 +145,7 @@ impl GgufArchitecture {
         matches!(self, GgufArchitecture::Qwen3Next | GgufArchitecture::Qwen35 | GgufArchitecture::Qwen35Moe)
     }
 
-    /// Whether the layers have experts.
+    /// Whether all files of the family have experts.
     pub fn has_experts(self) -> bool {
         matches!(
             self,
@@ -131,7 +154,19 @@ impl GgufArchitecture {
                 | GgufArchitecture::Qwen3Next
                 | GgufArchitecture::Qwen35Moe
                 | GgufArchitecture::GptOss
+                | GgufArchitecture::DeepSeek2
+                | GgufArchitecture::Glm4Moe
         )
+    }
+
+    /// Whether some files of the family have experts, those that state a number of them.
+    pub fn may_have_experts(self) -> bool {
+        self.has_experts() || self == GgufArchitecture::Gemma4
+    }
+
+    /// Whether the layers with experts stand behind dense ones, and have a shared expert without a gate.
+    pub fn has_leading_dense_layers(self) -> bool {
+        matches!(self, GgufArchitecture::DeepSeek2 | GgufArchitecture::Glm4Moe)
     }
 
     /// Whether the weights of norms over the residual stream and over heads are stored with 1 added.
@@ -156,7 +191,7 @@ pub struct Delta {
 }
 
 /// The dimensions of layers with experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GgufExperts {
     /// The number of routed experts.
     pub count: u64,
@@ -168,6 +203,66 @@ pub struct GgufExperts {
     pub shared_inner: Option<u64>,
     /// Whether the weights of a token's experts are normalised to a sum of 1.
     pub normalise: bool,
+    /// The number of dense layers before the first one with experts.
+    pub dense_layers: u64,
+    /// How experts are chosen, in the families whose shared expert has no gate
+    /// ([`GgufArchitecture::has_leading_dense_layers`]); `None`: by the greatest softmax scores.
+    pub routing: Option<GgufRouting>,
+}
+
+/// A choice of experts in groups.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GgufRouting {
+    /// Whether scores are sigmoids, with a bias that counts for the choice only; otherwise they are of a softmax over all
+    /// experts.
+    pub sigmoid: bool,
+    /// The number of groups.
+    pub groups: u64,
+    /// The number of groups that a token's experts are of.
+    pub kept_groups: u64,
+    /// The factor of the experts' weights.
+    pub factor: f64,
+}
+
+/// The heads of the layers that see all tokens, in a family in which they are not those of the layers with a window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GgufFullHeads {
+    /// The number of key and value heads.
+    pub kv_heads: u64,
+    /// The dimensions of a head.
+    pub head_dim: u64,
+    /// The number of rotated dimensions of a head: as many of the first half as of the second one.
+    pub rotary_dim: u64,
+    /// Whether keys, before their norm, are the values too.
+    pub values_are_keys: bool,
+}
+
+/// The dimensions of latent attention (MLA).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GgufLatent {
+    /// The width of the queries' latent vector; `None` if queries are projected at once.
+    pub q_rank: Option<u64>,
+    /// The width of the latent vector of keys and values.
+    pub kv_rank: u64,
+    /// The dimensions of a head's query and key that are not rotated.
+    pub nope: u64,
+    /// The dimensions of a head's query and key that are rotated.
+    pub rope: u64,
+    /// The dimensions of a head's value.
+    pub values: u64,
+}
+
+/// The heads of one layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GgufLayerHeads {
+    /// The number of key and value heads.
+    pub kv_heads: u64,
+    /// The dimensions of a head.
+    pub head_dim: u64,
+    /// Whether the layer has keys and values of its own; otherwise it reads those of another layer.
+    pub own: bool,
+    /// Whether it has a projection of values; otherwise keys are the values too.
+    pub values: bool,
 }
 
 /// How the rotary frequencies are changed for longer contexts.
@@ -194,8 +289,8 @@ pub enum GgufRope {
         beta_slow: Option<f64>,
         /// The factor of cosines and sines.
         attention_factor: Option<f64>,
-        /// The coefficient in the divisor of the factor of cosines and sines.
-        mscale_all_dim: Option<f64>,
+        /// The coefficients in the factor of cosines and sines, and in its divisor.
+        mscale: Option<[f64; 2]>,
     },
     /// LongRoPE: every frequency has a divisor of its own.
     LongRope {
@@ -250,18 +345,33 @@ pub struct GgufModel {
     pub mtp_own_embedding: bool,
     /// The number of query heads.
     pub heads: u64,
-    /// The number of key and value heads.
+    /// The number of key and value heads; with [`GgufModel::full_heads`], those of layers with a window.
     pub kv_heads: u64,
-    /// The dimensions of a head.
+    /// The dimensions of a head; with [`GgufModel::full_heads`], those of layers with a window, and with latent attention
+    /// the rotated ones.
     pub head_dim: u64,
     /// The number of rotated dimensions of a head.
     pub rotary_dim: u64,
+    /// The heads of the layers that see all tokens, if they are other ones.
+    pub full_heads: Option<GgufFullHeads>,
+    /// The number of layers that have keys and values of their own; those behind them read the last of these layers of
+    /// their kind.
+    pub own_caches: u64,
+    /// The dimensions of latent attention, in families that have it.
+    pub latent: Option<GgufLatent>,
+    /// Whether there are norms of each query and key head, in families in which not all files have them.
+    pub head_norms: bool,
     /// The base of the rotary frequencies.
     pub rope_theta: f64,
     /// The change of the rotary frequencies.
     pub rope_scaling: GgufRope,
     /// The intermediate size of dense layers; `None` if the file does not say.
     pub intermediate: Option<u64>,
+    /// Whether the MLPs of the layers without keys and values of their own are twice as wide.
+    pub wide_shared: bool,
+    /// The width of each layer's input that depends on the token, and the number of rows of its table; `None` without
+    /// such inputs.
+    pub layer_inputs: Option<[u64; 2]>,
     /// The epsilon of the norms.
     pub rms_eps: f64,
     /// The number of rows of the embedding.
@@ -335,9 +445,9 @@ pub enum GgufConfigError {
     /// The divisors of the rotary frequencies are not those of a known scaling.
     #[error("tensor {ROPE_FACTORS} has {0}, which is not the scaling of Llama 3")]
     RopeFactors(String),
-    /// The divisors of the rotary frequencies are not LongRoPE's.
+    /// The divisors of the rotary frequencies are not those of the family.
     #[error("tensor {tensor} has {has}, must have {rule}")]
-    LongRopeFactors {
+    Divisors {
         /// The tensor.
         tensor: &'static str,
         /// What it has.
@@ -415,6 +525,20 @@ impl<'a> Keys<'a> {
         found.ok_or_else(|| self.wrong(key, value, "a list with a number")).map(Some)
     }
 
+    /// Reads a size for each of `layers` layers, which may be given once for all; `None` if the key is not there.
+    fn by_layer(&self, key: &str, layers: u64) -> Result<Option<Vec<u64>>, GgufConfigError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let Value::Array(array) = value else {
+            return Ok(self.size(key, MAX_SIZE)?.map(|n| vec![n; layers as usize]));
+        };
+        let size = |layer: usize| array.unsigned(layer).filter(|n| (1..=MAX_SIZE).contains(n));
+        let sizes = (array.len() as u64 >= layers)
+            .then(|| (0..layers as usize).map(size).collect::<Option<Vec<u64>>>())
+            .flatten();
+        let rule = || format!("a list of at least {layers} integers from 1 to {MAX_SIZE}");
+        sizes.ok_or_else(|| self.wrong(key, value, rule())).map(Some)
+    }
+
     /// Reads a number above 0, if the key is there.
     fn number(&self, key: &str) -> Result<Option<f64>, GgufConfigError> {
         let read = |value: &Value| {
@@ -480,22 +604,14 @@ impl GgufModel {
         let blocks = keys.need("block_count", MAX_LAYERS)?;
         let mtp_layers = keys.size_or_zero("nextn_predict_layers", blocks - 1)?;
         let layers = blocks - mtp_layers;
-        let heads = keys.uniform("attention.head_count")?.ok_or_else(|| keys.missing("attention.head_count"))?;
-        let kv_heads = keys.uniform("attention.head_count_kv")?.unwrap_or(heads);
-        let head_dim = match keys.size("attention.key_length", MAX_SIZE)? {
-            Some(head_dim) => head_dim,
-            None if hidden.is_multiple_of(heads) => hidden / heads,
-            None => return Err(keys.missing("attention.key_length")),
-        };
-        if let Some(length) = keys.size("attention.value_length", MAX_SIZE)?.filter(|length| *length != head_dim) {
-            let rule = format!("equal to the keys' ({head_dim})");
-            return Err(keys.wrong("attention.value_length", &Value::U64(length), rule));
-        }
-        let rotary_dim = keys.size("rope.dimension_count", head_dim)?.unwrap_or(head_dim);
+        let Heads { heads, kv_heads, head_dim, rotary_dim, full: full_heads, own_caches, latent } =
+            heads::read(&keys, layers, hidden, factors.llama3.as_deref())?;
         let rope_theta = keys.number("rope.freq_base")?.unwrap_or(10_000.0);
         let long = architecture == GgufArchitecture::Phi3 && LONG_ROPE_FACTORS.iter().any(|name| parts.has(name));
         let scaling = rope_scaling(&keys, long)?;
         let rope_scaling = match (parts.has(ROPE_FACTORS), &factors.llama3) {
+            // The tensor says which dimensions are rotated.
+            _ if full_heads.is_some() => scaling,
             (false, _) if long => families::long_rope(&keys, &scaling, factors.long.as_ref(), rotary_dim)?,
             (false, _) => scaling,
             (true, None) => return Err(GgufConfigError::RopeFactors("no values".to_owned())),
@@ -504,6 +620,7 @@ impl GgufModel {
             }
             (true, Some(factors)) => fit_llama3(factors, rope_theta, rotary_dim)?,
         };
+        let (intermediate, wide_shared) = families::dense_widths(&keys, layers, own_caches)?;
         let embedding = "token_embd.weight";
         let embedding_info = parts.tensor(embedding).ok_or(GgufConfigError::MissingTensor(embedding))?;
         let vocab = embedding_info.rows();
@@ -529,9 +646,15 @@ impl GgufModel {
             kv_heads,
             head_dim,
             rotary_dim,
+            full_heads,
+            own_caches,
+            latent,
+            head_norms: last_layer_has(["attn_q_norm.weight"; 2]),
             rope_theta,
             rope_scaling,
-            intermediate: keys.uniform("feed_forward_length")?,
+            intermediate,
+            wide_shared,
+            layer_inputs: families::layer_inputs(&keys)?,
             rms_eps: keys
                 .number("attention.layer_norm_rms_epsilon")?
                 .ok_or_else(|| keys.missing("attention.layer_norm_rms_epsilon"))?,
@@ -542,11 +665,29 @@ impl GgufModel {
             context: keys.need("context_length", MAX_SIZE)?,
             full_attention: full_attention(&keys, layers)?,
             delta: architecture.is_hybrid().then(|| delta(&keys)).transpose()?,
-            experts: architecture.has_experts().then(|| experts(&keys)).transpose()?,
+            experts: experts::read(&keys, layers)?,
             window: families::window(&keys, layers, rope_theta)?,
             query_growth: families::query_growth(&keys)?,
             own_keys: families::own_keys(&keys, [layers, hidden, heads, head_dim])?,
         })
+    }
+
+    /// Returns the heads of a layer.
+    pub fn heads_of(&self, layer: u64) -> GgufLayerHeads {
+        let slides = self.window.as_ref().is_some_and(|window| window.layers.get(layer as usize) == Some(&true));
+        let own = layer < self.own_caches;
+        match self.full_heads.filter(|_| !slides) {
+            None => GgufLayerHeads { kv_heads: self.kv_heads, head_dim: self.head_dim, own, values: true },
+            Some(GgufFullHeads { kv_heads, head_dim, values_are_keys, .. }) => {
+                GgufLayerHeads { kv_heads, head_dim, own, values: !values_are_keys }
+            }
+        }
+    }
+
+    /// Returns the intermediate size of a layer's dense MLP; `None` if the file does not say.
+    pub fn dense_width(&self, layer: u64) -> Option<u64> {
+        let wide = self.wide_shared && layer >= self.own_caches;
+        self.intermediate.map(|inner| if wide { 2 * inner } else { inner })
     }
 
     /// Returns the text model's config.json. `ids` are those of the tokenizer.
@@ -609,7 +750,7 @@ impl GgufModel {
             // Without the key, these families have their default window.
             set("layer_types", json!(vec!["full_attention"; self.layers as usize]));
         }
-        for (key, value) in &self.own_keys {
+        for (key, value) in self.structural_keys().iter().chain(&self.own_keys) {
             set(key, value.clone());
         }
         set("bos_token_id", json!(ids.bos));
@@ -622,10 +763,13 @@ impl GgufModel {
         let rope = self.full_rope_json();
         match self.window.as_ref().and_then(|window| window.rope_theta) {
             None => rope,
-            Some(theta) => json!({
-                "full_attention": rope,
-                "sliding_attention": {"rope_type": "default", "rope_theta": theta},
-            }),
+            Some(theta) => {
+                let mut local = json!({"rope_type": "default", "rope_theta": theta});
+                if self.full_heads.is_some() && self.rotary_dim != self.head_dim {
+                    local["partial_rotary_factor"] = json!(partial(self.rotary_dim, self.head_dim));
+                }
+                json!({"full_attention": rope, "sliding_attention": local})
+            }
         }
     }
 
@@ -641,7 +785,7 @@ impl GgufModel {
                 "high_freq_factor": high_freq_factor,
                 "original_max_position_embeddings": *original_context as u64,
             }),
-            GgufRope::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor, mscale_all_dim } => {
+            GgufRope::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor, mscale } => {
                 json!({
                     "rope_type": "yarn",
                     "factor": factor,
@@ -649,8 +793,8 @@ impl GgufModel {
                     "beta_fast": beta_fast,
                     "beta_slow": beta_slow,
                     "attention_factor": attention_factor,
-                    "mscale": mscale_all_dim.map(|_| 1.0),
-                    "mscale_all_dim": mscale_all_dim,
+                    "mscale": mscale.map(|[above, _]| above),
+                    "mscale_all_dim": mscale.map(|[_, below]| below),
                     "llama_4_scaling_beta": self.query_growth,
                     // The published models of this family do not round the ends of the ramp. No key says so.
                     "truncate": self.architecture != GgufArchitecture::GptOss,
@@ -665,7 +809,14 @@ impl GgufModel {
             }),
         };
         rope["rope_theta"] = json!(self.rope_theta);
-        let always = self.architecture.is_hybrid() || self.architecture == GgufArchitecture::Glm4;
+        if let Some(full) = self.full_heads {
+            // Proportional: scaled, but otherwise plain frequencies of a part of the head.
+            rope["rope_type"] = json!("proportional");
+            rope["partial_rotary_factor"] = json!(partial(full.rotary_dim, full.head_dim));
+            return rope;
+        }
+        let always = self.architecture.is_hybrid()
+            || [GgufArchitecture::Glm4, GgufArchitecture::Glm4Moe].contains(&self.architecture);
         if always || self.rotary_dim != self.head_dim {
             rope["partial_rotary_factor"] = json!(partial(self.rotary_dim, self.head_dim));
         }
@@ -712,7 +863,7 @@ fn rope_scaling(keys: &Keys<'_>, long: bool) -> Result<GgufRope, GgufConfigError
                 true => keys.number("rope.scaling.attn_factor")?,
                 false => keys.number("rope.scaling.yarn_attn_factor")?,
             },
-            mscale_all_dim: families::mscale_all_dim(keys)?,
+            mscale: families::mscale(keys)?,
         }),
         Some((value, _)) => Err(keys.unsupported("rope.scaling.type", value, "none, linear and yarn are")),
     }
@@ -759,28 +910,6 @@ fn delta(keys: &Keys<'_>) -> Result<Delta, GgufConfigError> {
         key_dim: keys.need("ssm.state_size", MAX_SIZE)?,
         value_dim: inner / value_heads,
         conv_kernel: keys.need("ssm.conv_kernel", MAX_SIZE)?,
-    })
-}
-
-fn experts(keys: &Keys<'_>) -> Result<GgufExperts, GgufConfigError> {
-    // Some files lack the sizes of the experts, which their tensors have: the contiguous dimension of a down
-    // projection is the intermediate size.
-    let tensor = |name: &str| keys.parts.tensor(&format!("blk.0.{name}.weight")).map(|tensor| tensor.cols());
-    let (inner, shared) = ("expert_feed_forward_length", "expert_shared_feed_forward_length");
-    let shared_inner = match keys.size_or_zero(shared, MAX_SIZE)? {
-        0 => tensor("ffn_down_shexp"),
-        n => Some(n),
-    };
-    Ok(GgufExperts {
-        count: keys.need("expert_count", MAX_EXPERTS)?,
-        chosen: keys.need("expert_used_count", MAX_EXPERTS)?,
-        inner: keys.uniform(inner)?.or(tensor("ffn_down_exps")).ok_or_else(|| keys.missing(inner))?,
-        shared_inner,
-        // The released models of these families normalise, except for Qwen2's; only few files state it.
-        normalise: keys
-            .get("expert_weights_norm")
-            .and_then(Value::flag)
-            .unwrap_or(keys.architecture != GgufArchitecture::Qwen2Moe),
     })
 }
 

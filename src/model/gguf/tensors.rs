@@ -6,9 +6,10 @@
 use std::collections::BTreeMap;
 
 use super::config::GgufArchitecture::{
-    Gemma2, Gemma3, Glm4, GptOss, Granite, Llama, Mistral3, Olmo2, Phi3, Qwen2, Qwen2Moe, Qwen3Next, SmolLm3,
+    Gemma2, Gemma3, Gemma4, Glm4, Glm4Moe, GptOss, Granite, Llama, Mistral3, Olmo2, Phi3, Qwen2, Qwen2Moe, Qwen3Next,
+    SmolLm3,
 };
-use super::config::{Delta, GgufExperts, GgufModel};
+use super::config::{CHOICE_BIAS, Delta, GgufExperts, GgufLatent, GgufLayerHeads, GgufModel, LAYER_INPUTS};
 use super::container::{GgufTensor, TensorType};
 use super::split::{GgufFiles, TensorRef};
 
@@ -270,6 +271,9 @@ pub fn map(model: &GgufModel, parts: &GgufFiles) -> Result<BTreeMap<String, Sour
     if builder.problems.is_empty() { Ok(builder.sources) } else { Err(builder.problems) }
 }
 
+/// The tensors of Gemma 4 whose factors are tensors of the model.
+const OWN_SCALES: [&str; 2] = [".ffn_gate_inp.weight", ".ffn_down_exps.weight"];
+
 /// Collects the origins and the problems.
 struct Builder<'a> {
     model: &'a GgufModel,
@@ -318,25 +322,33 @@ impl Builder<'_> {
             self.matrix("lm_head.weight", "output.weight", m.vocab, m.hidden);
         }
         for (layer, full) in (0..m.layers).zip(&m.full_attention) {
-            self.block(&format!("model.layers.{layer}."), &format!("blk.{layer}."), *full);
+            self.block(&format!("model.layers.{layer}."), &format!("blk.{layer}."), layer, *full);
         }
-        // Only the first MTP block has a name in the Hugging Face layout that readers use.
+        if let Some([width, rows]) = m.layer_inputs {
+            let all = width * m.layers;
+            self.matrix("model.embed_tokens_per_layer.weight", LAYER_INPUTS, rows, all);
+            self.matrix("model.per_layer_model_projection.weight", "per_layer_model_proj.weight", all, m.hidden);
+            self.norm("model.per_layer_projection_norm.weight", "per_layer_proj_norm.weight", width);
+        }
+        // Only the first MTP block has a name in the Hugging Face layout that readers use, and only those of hybrids are
+        // used.
         let from = format!("blk.{}.", m.layers);
-        if m.mtp_layers > 0 && self.parts.has(&format!("{from}nextn.eh_proj.weight")) {
+        if m.mtp_layers > 0 && m.architecture.is_hybrid() && self.parts.has(&format!("{from}nextn.eh_proj.weight")) {
             let nextn = |part: &str| format!("{from}nextn.{part}.weight");
             self.matrix("mtp.fc.weight", &nextn("eh_proj"), m.hidden, 2 * m.hidden);
             self.norm("mtp.pre_fc_norm_embedding.weight", &nextn("enorm"), m.hidden);
             self.norm("mtp.pre_fc_norm_hidden.weight", &nextn("hnorm"), m.hidden);
             self.norm("mtp.norm.weight", &nextn("shared_head_norm"), m.hidden);
-            self.block("mtp.layers.0.", &from, true);
+            self.block("mtp.layers.0.", &from, m.layers, true);
         }
     }
 
-    /// Adds a layer. `to` is the prefix of the Hugging Face names and `from` that of the GGUF names, here and below.
-    fn block(&mut self, to: &str, from: &str, full_attention: bool) {
+    /// Adds a layer. `to` is the prefix of the Hugging Face names and `from` that of the GGUF names, here and below. An MTP
+    /// block has the number behind that of the last layer.
+    fn block(&mut self, to: &str, from: &str, layer: u64, full_attention: bool) {
         let m = self.model;
         let norms: &[(&str, &str)] = match m.architecture {
-            Gemma2 | Gemma3 => &[
+            Gemma2 | Gemma3 | Gemma4 => &[
                 ("input_layernorm", "attn_norm"),
                 ("post_attention_layernorm", "post_attention_norm"),
                 ("pre_feedforward_layernorm", "ffn_norm"),
@@ -351,7 +363,9 @@ impl Builder<'_> {
             Olmo2 => {
                 &[("post_attention_layernorm", "post_attention_norm"), ("post_feedforward_layernorm", "post_ffw_norm")]
             }
-            GptOss => &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "post_attention_norm")],
+            GptOss | Glm4Moe => {
+                &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "post_attention_norm")]
+            }
             other if other.is_hybrid() => {
                 &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "post_attention_norm")]
             }
@@ -360,29 +374,102 @@ impl Builder<'_> {
         for (name, stored) in norms {
             self.norm(&format!("{to}{name}.weight"), &format!("{from}{stored}.weight"), m.hidden);
         }
-        match (full_attention, m.delta) {
-            (false, Some(delta)) => self.gated_delta(&format!("{to}linear_attn."), from, delta),
-            _ => self.attention(&format!("{to}self_attn."), from),
+        match (full_attention, m.delta, m.latent) {
+            (false, Some(delta), _) => self.gated_delta(&format!("{to}linear_attn."), from, delta),
+            (.., Some(latent)) => self.latent_attention(&format!("{to}self_attn."), from, latent),
+            _ => {
+                // That of an MTP block is an ordinary one.
+                let ordinary = GgufLayerHeads { kv_heads: m.kv_heads, head_dim: m.head_dim, own: true, values: true };
+                let heads = if layer < m.layers { m.heads_of(layer) } else { ordinary };
+                self.attention(&format!("{to}self_attn."), from, heads);
+            }
         }
-        match m.experts {
-            Some(experts) => self.experts(&format!("{to}mlp."), from, experts),
-            None => self.dense(&format!("{to}mlp."), from),
+        let beside = m.architecture == Gemma4;
+        let experts = m.experts.filter(|experts| layer >= experts.dense_layers);
+        if experts.is_none() || beside {
+            self.dense(&format!("{to}mlp."), from, m.dense_width(layer));
+        }
+        if let Some(experts) = experts {
+            let root = if beside { to.to_owned() } else { format!("{to}mlp.") };
+            self.experts(&root, from, experts);
+        }
+        if beside {
+            self.around_mlp(to, from);
         }
     }
 
-    fn attention(&mut self, to: &str, from: &str) {
+    /// Adds what Gemma 4's layers have beside norms, attention and matrices of the MLP.
+    fn around_mlp(&mut self, to: &str, from: &str) {
         let m = self.model;
-        let (q, kv) = (m.heads * m.head_dim, m.kv_heads * m.head_dim);
+        if m.experts.is_some() {
+            for (name, stored) in [
+                ("post_feedforward_layernorm_1", "post_ffw_norm_1"),
+                ("pre_feedforward_layernorm_2", "pre_ffw_norm_2"),
+                ("post_feedforward_layernorm_2", "post_ffw_norm_2"),
+            ] {
+                self.norm(&format!("{to}{name}.weight"), &format!("{from}{stored}.weight"), m.hidden);
+            }
+        }
+        if let Some([width, _]) = m.layer_inputs {
+            self.matrix(
+                &format!("{to}per_layer_input_gate.weight"),
+                &format!("{from}inp_gate.weight"),
+                width,
+                m.hidden,
+            );
+            self.matrix(&format!("{to}per_layer_projection.weight"), &format!("{from}proj.weight"), m.hidden, width);
+            let (norm, stored) = (format!("{to}post_per_layer_input_norm.weight"), format!("{from}post_norm.weight"));
+            self.norm(&norm, &stored, m.hidden);
+        }
+        self.vector(&format!("{to}layer_scalar"), &format!("{from}layer_output_scale.weight"), 1);
+    }
+
+    /// Adds latent attention. Most files have the rows of keys and of values of the latent vector's projection in tensors
+    /// of their own, that of keys transposed for each head: their names here are the converter's.
+    fn latent_attention(&mut self, to: &str, from: &str, latent: GgufLatent) {
+        let m = self.model;
+        let GgufLatent { q_rank, kv_rank, nope, rope, values } = latent;
+        let name = |part: &str| format!("{to}{part}.weight");
+        let stored = |part: &str| format!("{from}{part}.weight");
+        let queries = m.heads * (nope + rope);
+        match q_rank {
+            None => self.matrix(&name("q_proj"), &stored("attn_q"), queries, m.hidden),
+            Some(rank) => {
+                self.matrix(&name("q_a_proj"), &stored("attn_q_a"), rank, m.hidden);
+                self.norm(&name("q_a_layernorm"), &stored("attn_q_a_norm"), rank);
+                self.matrix(&name("q_b_proj"), &stored("attn_q_b"), queries, rank);
+            }
+        }
+        self.matrix(&name("kv_a_proj_with_mqa"), &stored("attn_kv_a_mqa"), kv_rank + rope, m.hidden);
+        self.norm(&name("kv_a_layernorm"), &stored("attn_kv_a_norm"), kv_rank);
+        if self.parts.has(&stored("attn_kv_b")) {
+            self.matrix(&name("kv_b_proj"), &stored("attn_kv_b"), m.heads * (nope + values), kv_rank);
+        } else {
+            for (part, from, rows, cols) in
+                [("k_b_proj", "attn_k_b", kv_rank, nope), ("v_b_proj", "attn_v_b", values, kv_rank)]
+            {
+                let piece = Piece::matrix(0, m.heads * rows, cols);
+                let piece = Piece { shape: vec![m.heads, rows, cols], ..piece };
+                self.put(name(part), &stored(from), &[cols, rows, m.heads], piece);
+            }
+        }
+        self.matrix(&name("o_proj"), &stored("attn_output"), m.hidden, m.heads * values);
+    }
+
+    fn attention(&mut self, to: &str, from: &str, heads: GgufLayerHeads) {
+        let m = self.model;
+        let GgufLayerHeads { kv_heads, head_dim, own, values } = heads;
+        let (q, kv) = (m.heads * head_dim, kv_heads * head_dim);
         // The queries of hybrids have a gate of the same width, interleaved head by head.
         let q_rows = if m.architecture.is_hybrid() { 2 * q } else { q };
         let permuted = |heads: u64| match m.architecture {
-            Llama | Granite | SmolLm3 | Mistral3 => RowOrder::RotaryPairs { heads, head_dim: m.head_dim },
+            Llama | Granite | SmolLm3 | Mistral3 => RowOrder::RotaryPairs { heads, head_dim },
             _ => RowOrder::Same,
         };
         let projections = [
-            ("q", 0, q_rows, permuted(m.heads)),
-            ("k", q_rows, kv, permuted(m.kv_heads)),
-            ("v", q_rows + kv, kv, RowOrder::Same),
+            ("q", 0, q_rows, permuted(m.heads), true),
+            ("k", q_rows, kv, permuted(kv_heads), own),
+            ("v", q_rows + kv, kv, RowOrder::Same, own && values),
         ];
         for part in ["weight", "bias"] {
             if part == "bias" && !m.attention_bias {
@@ -391,7 +478,7 @@ impl Builder<'_> {
             let fused = format!("{from}attn_qkv.{part}");
             let is_fused = self.parts.has(&fused);
             let dims = |rows: u64| if part == "bias" { vec![rows] } else { vec![m.hidden, rows] };
-            for (name, first, rows, order) in projections {
+            for (name, first, rows, order, _) in projections.into_iter().filter(|(.., has)| *has) {
                 let (stored, first, all) = match is_fused {
                     true => (fused.clone(), first, q_rows + 2 * kv),
                     false => (format!("{from}attn_{name}.{part}"), 0, rows),
@@ -410,11 +497,13 @@ impl Builder<'_> {
         }
         let head_norms = match m.architecture {
             Llama | Qwen2 | Qwen2Moe | Gemma2 | GptOss | Phi3 | Granite | SmolLm3 | Glm4 | Mistral3 => None,
+            Glm4Moe if !m.head_norms => None,
             // One norm over all heads.
             Olmo2 => Some([q, kv]),
-            _ => Some([m.head_dim; 2]),
+            _ => Some([head_dim; 2]),
         };
-        for (name, rows) in ["q_norm", "k_norm"].into_iter().zip(head_norms.into_iter().flatten()) {
+        let names = ["q_norm", "k_norm"].into_iter().take(if own { 2 } else { 1 });
+        for (name, rows) in names.zip(head_norms.into_iter().flatten()) {
             self.norm(&format!("{to}{name}.weight"), &format!("{from}attn_{name}.weight"), rows);
         }
         if m.architecture == GptOss {
@@ -480,9 +569,9 @@ impl Builder<'_> {
         self.put(name("out_proj.weight"), &stored("ssm_out.weight"), &[values, m.hidden], out);
     }
 
-    fn dense(&mut self, to: &str, from: &str) {
+    fn dense(&mut self, to: &str, from: &str, inner: Option<u64>) {
         let m = self.model;
-        let Some(inner) = m.intermediate else {
+        let Some(inner) = inner else {
             self.problems.push(TensorProblem::Missing { tensor: format!("{from}ffn_gate.weight") });
             return;
         };
@@ -506,9 +595,21 @@ impl Builder<'_> {
 
     fn experts(&mut self, to: &str, from: &str, experts: GgufExperts) {
         let m = self.model;
-        let GgufExperts { count, inner, shared_inner, .. } = experts;
-        let router = if m.architecture == GptOss { "router" } else { "gate" };
+        let GgufExperts { count, inner, shared_inner, routing, .. } = experts;
+        let router = match m.architecture {
+            GptOss => "router",
+            Gemma4 => "router.proj",
+            _ => "gate",
+        };
         self.matrix(&format!("{to}{router}.weight"), &format!("{from}ffn_gate_inp.weight"), count, m.hidden);
+        if m.architecture == Gemma4 {
+            self.vector(&format!("{to}router.scale"), &format!("{from}ffn_gate_inp.scale"), m.hidden);
+            self.vector(&format!("{to}router.per_expert_scale"), &format!("{from}ffn_down_exps.scale"), count);
+        }
+        if routing.is_some_and(|routing| routing.sigmoid) {
+            let bias = format!("{to}{router}.e_score_correction_bias");
+            self.vector(&bias, &format!("{from}{CHOICE_BIAS}"), count);
+        }
         if m.architecture == GptOss {
             let bias = format!("{from}ffn_gate_inp.bias");
             self.put(format!("{to}{router}.bias"), &bias, &[count], Piece::vector(0, count));
@@ -542,18 +643,27 @@ impl Builder<'_> {
             }
         }
         if let Some(inner) = shared_inner {
-            let gate = Piece::matrix(0, 1, m.hidden);
-            let stored = format!("{from}ffn_gate_inp_shexp.weight");
-            self.put(format!("{to}shared_expert_gate.weight"), &stored, &[m.hidden], gate);
+            let gated = routing.is_none();
+            let shared = if gated { "shared_expert" } else { "shared_experts" };
+            if gated {
+                let gate = Piece::matrix(0, 1, m.hidden);
+                let stored = format!("{from}ffn_gate_inp_shexp.weight");
+                self.put(format!("{to}shared_expert_gate.weight"), &stored, &[m.hidden], gate);
+            }
             for (part, rows, cols) in [("gate", inner, m.hidden), ("up", inner, m.hidden), ("down", m.hidden, inner)] {
                 let stored = format!("{from}ffn_{part}_shexp.weight");
-                self.matrix(&format!("{to}shared_expert.{part}_proj.weight"), &stored, rows, cols);
+                self.matrix(&format!("{to}{shared}.{part}_proj.weight"), &stored, rows, cols);
             }
         }
     }
 
     fn matrix(&mut self, name: &str, stored: &str, rows: u64, cols: u64) {
         self.put(name.to_owned(), stored, &[cols, rows], Piece::matrix(0, rows, cols));
+    }
+
+    /// Adds a vector that is stored as it is.
+    fn vector(&mut self, name: &str, stored: &str, rows: u64) {
+        self.put(name.to_owned(), stored, &[rows], Piece::vector(0, rows));
     }
 
     /// Adds a norm, whose weights some families store with 1 added.
@@ -594,7 +704,10 @@ impl Builder<'_> {
             let (tensor, kind) = (stored.to_owned(), info.kind.name());
             return self.problem(TensorProblem::QuantisedVector { tensor, kind });
         }
-        let scale = stored.strip_suffix(".weight").and_then(|base| self.parts.find(&format!("{base}.scale")));
+        // Gemma 4 has factors of the router's inputs and of the experts' outputs under such names.
+        let own = self.model.architecture == Gemma4 && OWN_SCALES.iter().any(|name| stored.ends_with(name));
+        let base = stored.strip_suffix(".weight").filter(|_| !own);
+        let scale = base.and_then(|base| self.parts.find(&format!("{base}.scale")));
         let Some(scale) = scale else { return Some((at, None)) };
         // One factor, or one for each expert.
         let factors = self.parts.at(scale);

@@ -1,5 +1,5 @@
 //! The tokenizer of a GGUF model as the `tokenizer.json` and `tokenizer_config.json` of a Hugging Face checkpoint:
-//! byte-level BPE with a known pre-tokenizer, and SentencePiece's BPE with scores.
+//! byte-level BPE with a known pre-tokenizer, and SentencePiece's BPE with scores or merges.
 //!
 //! Not here: other kinds of tokenizers, and pre-tokenizers whose expressions are not known exactly. They are refused by
 //! name, because a wrong expression changes what a model reads without any error.
@@ -208,7 +208,7 @@ pub(super) fn name_of_pre(steps: &[Step<'_>], nfc: bool, ignore_merges: bool) ->
 
 /// The spellings of tokens that end an answer, in the vocabularies of the known models. Only tokens that are not
 /// ordinary text count.
-pub(super) const ENDS: [&str; 14] = [
+pub(super) const ENDS: [&str; 16] = [
     "<|im_end|>",
     "<|eot_id|>",
     "<|eom_id|>",
@@ -218,6 +218,9 @@ pub(super) const ENDS: [&str; 14] = [
     "<|return|>",
     "<|call|>",
     "<end_of_turn>",
+    "<turn|>",
+    // It stands for the answer of a tool that the model has called.
+    "<|tool_response>",
     "<end_of_utterance>",
     "<EOT>",
     "[EOT]",
@@ -255,7 +258,7 @@ pub enum TokenizerError {
         rule: String,
     },
     /// The kind of tokenizer is not supported.
-    #[error("tokenizer {0:?} is not supported (gpt2 and llama are)")]
+    #[error("tokenizer {0:?} is not supported (gpt2, llama and gemma4 are)")]
     GgufModel(String),
     /// The pre-tokenizer is not supported.
     #[error("pre-tokenizer {0:?} is not supported ({known} are)", known = known_pres().collect::<Vec<_>>().join(", "))]
@@ -352,12 +355,18 @@ pub fn ids_without_text(header: &Header) -> Result<Option<SpecialIds>, Tokenizer
 /// # Errors The first problem found.
 pub fn convert(header: &Header) -> Result<TokenizerFiles, TokenizerError> {
     let model = text(header, MODEL)?.ok_or(TokenizerError::Missing(MODEL))?;
+    // Gemma 4's is SentencePiece's with merges instead of scores, and without any default.
+    let gemma4 = model == "gemma4";
     let sentence_piece = match model {
         "gpt2" => false,
         "llama" => true,
+        _ if gemma4 => true,
         other => return Err(TokenizerError::GgufModel(other.chars().take(80).collect())),
     };
-    let vocabulary = Vocabulary::read(header, sentence_piece)?;
+    if gemma4 && header.get(MERGES).is_none() {
+        return Err(TokenizerError::Missing(MERGES));
+    }
+    let vocabulary = Vocabulary::read(header, sentence_piece && !gemma4)?;
     let pre = match sentence_piece {
         true => None,
         false => {
@@ -366,7 +375,8 @@ pub fn convert(header: &Header) -> Result<TokenizerFiles, TokenizerError> {
             Some(known.ok_or_else(|| TokenizerError::Pre(name.chars().take(80).collect()))?)
         }
     };
-    let add_bos = flag(header, ADD_BOS)?.unwrap_or(pre.is_none_or(|pre| pre.add_bos));
+    // Early files of Gemma 4 say that sequences do not begin with the token, without which the model is useless.
+    let add_bos = gemma4 || flag(header, ADD_BOS)?.unwrap_or(pre.is_none_or(|pre| pre.add_bos));
     let add_eos = flag(header, ADD_EOS)?.unwrap_or(false);
     let ends = Ends {
         first: if add_bos { Some(vocabulary.special(vocabulary.bos, ADD_BOS)?) } else { None },
@@ -374,7 +384,7 @@ pub fn convert(header: &Header) -> Result<TokenizerFiles, TokenizerError> {
     };
     let tokenizer = match pre {
         Some(pre) => vocabulary.byte_level(header, pre, &ends)?,
-        None => vocabulary.sentence_piece(header, flag(header, ADD_SPACE)?.unwrap_or(true), &ends)?,
+        None => vocabulary.sentence_piece(header, flag(header, ADD_SPACE)?.unwrap_or(!gemma4), &ends)?,
     };
     let config = vocabulary.config(header, add_bos, add_eos)?;
     let ids = SpecialIds {
@@ -447,7 +457,8 @@ struct Vocabulary<'a> {
 }
 
 impl<'a> Vocabulary<'a> {
-    fn read(header: &'a Header, sentence_piece: bool) -> Result<Vocabulary<'a>, TokenizerError> {
+    /// Reads the tokens. `defaults`: special tokens that are not named have SentencePiece's usual ids.
+    fn read(header: &'a Header, defaults: bool) -> Result<Vocabulary<'a>, TokenizerError> {
         let value = header.get(TOKENS).ok_or(TokenizerError::Missing(TOKENS))?;
         let tokens = value.texts().ok_or_else(|| wrong(TOKENS, value, "a list of texts"))?;
         let count = tokens.len();
@@ -481,7 +492,7 @@ impl<'a> Vocabulary<'a> {
             let id = header.get(&key).and_then(Value::unsigned).and_then(|id| usize::try_from(id).ok());
             id.filter(|id| *id < count).or(default).filter(|id| *id < count && !tokens[*id].is_empty())
         };
-        let default = |id: usize| sentence_piece.then_some(id);
+        let default = |id: usize| defaults.then_some(id);
         let (bos, eos) = (special("bos", default(1)), special("eos", default(2)));
         let (eot, eom) = (special("eot", None), special("eom", None));
         // These are never ordinary text, though some files do not mark them.

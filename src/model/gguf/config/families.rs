@@ -4,40 +4,46 @@
 use serde_json::{Value as Json, json};
 
 use super::super::container::{Array, Value};
-use super::GgufArchitecture::{self, Gemma2, Gemma3, Glm4, GptOss, Granite, Mistral3, Olmo2, Phi3, SmolLm3};
-use super::{GgufConfigError, GgufModel, GgufRope, GgufWindow, Keys, LONG_ROPE_FACTORS, MAX_LAYERS, MAX_SIZE};
+use super::GgufArchitecture::{
+    self, DeepSeek2, Gemma2, Gemma3, Gemma4, Glm4, Glm4Moe, GptOss, Granite, Mistral3, Olmo2, Phi3, SmolLm3,
+};
+use super::experts::{NOT_STATED, SCORES, SOFTMAX, SOFTMAX_OF_CHOSEN};
+use super::{
+    GgufConfigError, GgufFullHeads, GgufLatent, GgufModel, GgufRope, GgufRouting, GgufWindow, Keys, LAYER_INPUTS,
+    LONG_ROPE_FACTORS, MAX_LAYERS, MAX_SIZE,
+};
 
 /// A key that changes the computation: the key, the value that changes nothing, what it means, and the families that
 /// understand it. 0 stands for "not used" in all of these keys.
 type Foreign = (&'static str, f64, &'static str, &'static [GgufArchitecture]);
 
-const FOREIGN: [Foreign; 18] = [
-    ("attention.sliding_window", 0.0, "sliding-window attention", &[Gemma2, Gemma3, GptOss, Phi3, Olmo2]),
+const FOREIGN: [Foreign; 19] = [
+    ("attention.sliding_window", 0.0, "sliding-window attention", &[Gemma2, Gemma3, Gemma4, GptOss, Phi3, Olmo2]),
     ("attention.clamp_kqv", 0.0, "clamped queries, keys and values", &[]),
     ("attention.max_alibi_bias", 0.0, "ALiBi", &[]),
     ("attention.scale", 0.0, "a scale of attention", &[Granite]),
     ("attention.temperature_scale", 0.0, "a temperature of attention", &[Mistral3]),
     ("attention.temperature_length", 0.0, "a temperature of attention", &[]),
-    ("attention.shared_kv_layers", 0.0, "keys and values that layers share", &[]),
+    ("attention.shared_kv_layers", 0.0, "keys and values that layers share", &[Gemma4]),
     ("attn_logit_softcapping", 0.0, "softcapping", &[Gemma2]),
-    ("final_logit_softcapping", 0.0, "softcapping", &[Gemma2, Gemma3]),
+    ("final_logit_softcapping", 0.0, "softcapping", &[Gemma2, Gemma3, Gemma4]),
     ("router_logit_softcapping", 0.0, "softcapping", &[]),
     ("logit_scale", 1.0, "a scale of the logits", &[Granite]),
     ("residual_scale", 1.0, "a scale of the residual stream", &[Granite]),
     ("embedding_scale", 1.0, "a scale of the embedding", &[Granite]),
-    ("expert_group_count", 1.0, "groups of experts", &[]),
-    ("expert_weights_scale", 1.0, "a scale of the experts' weights", &[]),
-    ("leading_dense_block_count", 0.0, "leading dense layers", &[]),
-    ("rope.scaling.yarn_log_multiplier", 0.0, "a multiplier of YaRN's attention factor", &[Mistral3]),
+    ("expert_group_count", 1.0, "groups of experts", &[DeepSeek2, Glm4Moe]),
+    ("expert_weights_scale", 1.0, "a scale of the experts' weights", &[DeepSeek2, Glm4Moe]),
+    ("leading_dense_block_count", 0.0, "leading dense layers", &[DeepSeek2, Glm4Moe]),
+    ("embedding_length_per_layer_input", 0.0, "inputs of layers", &[Gemma4]),
+    ("rope.scaling.yarn_log_multiplier", 0.0, "a multiplier of YaRN's attention factor", &[Mistral3, DeepSeek2]),
     ("rope.scaling.yarn_ext_factor", 1.0, "a factor of YaRN's extrapolation", &[]),
 ];
 
 /// The window's pattern over the layers: a list of truth values, or n if every n-th layer has no window.
 const PATTERN: &str = "attention.sliding_window_pattern";
 
-/// How a router's scores become weights: softmax over all experts, and over those chosen.
-const SOFTMAX: [u64; 2] = [0, 1];
-const SOFTMAX_OF_CHOSEN: u64 = 3;
+/// What the files of DeepSeek's families have in `rope.scaling.yarn_log_multiplier`: this times the coefficient.
+const YARN_LOG: f64 = 0.1;
 
 impl Keys<'_> {
     /// Refuses keys that change the computation in a way that the family does not have.
@@ -53,11 +59,11 @@ impl Keys<'_> {
             None | Some(Value::Bool(true)) => {}
             Some(value) => return Err(self.unsupported("attention.causal", value, "attention to later tokens")),
         }
-        match self.get("expert_gating_func") {
+        match self.get(SCORES).filter(|_| !self.architecture.has_leading_dense_layers()) {
             None => {}
-            Some(value) if value.unsigned().is_some_and(|n| SOFTMAX.contains(&n)) => {}
+            Some(value) if value.unsigned().is_some_and(|n| [NOT_STATED, SOFTMAX].contains(&n)) => {}
             Some(value) if self.architecture == GptOss && value.unsigned() == Some(SOFTMAX_OF_CHOSEN) => {}
-            Some(value) => return Err(self.unsupported("expert_gating_func", value, "a router without softmax")),
+            Some(value) => return Err(self.unsupported(SCORES, value, "a router without softmax")),
         }
         if let (Granite, Some(value @ Value::Bool(false))) = (self.architecture, self.get("rope.scaling.finetuned")) {
             return Err(self.unsupported("rope.scaling.finetuned", value, "no rotary embedding"));
@@ -66,7 +72,7 @@ impl Keys<'_> {
         if let (Glm4, Some(value)) = (self.architecture, self.get("rope.dimension_sections")) {
             return Err(self.unsupported("rope.dimension_sections", value, "positions in several dimensions"));
         }
-        match (self.get("expert_count"), self.architecture.has_experts()) {
+        match (self.get("expert_count"), self.architecture.may_have_experts()) {
             (Some(value), false) if value.unsigned() != Some(0) => {
                 Err(self.unsupported("expert_count", value, "experts in this architecture"))
             }
@@ -75,7 +81,7 @@ impl Keys<'_> {
     }
 
     /// Reads a number that 0 turns off, which is `default` if the key is absent.
-    fn optional(&self, key: &str, default: Option<f64>) -> Result<Option<f64>, GgufConfigError> {
+    pub(super) fn optional(&self, key: &str, default: Option<f64>) -> Result<Option<f64>, GgufConfigError> {
         match self.get(key) {
             None => Ok(default),
             Some(value) if value.number() == Some(0.0) => Ok(None),
@@ -86,29 +92,29 @@ impl Keys<'_> {
 
 /// Reads which layers have a sliding window. `theta` is the base of the other layers' rotary frequencies.
 pub(super) fn window(keys: &Keys<'_>, layers: u64, theta: f64) -> Result<Option<GgufWindow>, GgufConfigError> {
-    // The window if the key is absent, and n if every n-th layer has none by default.
-    let (default, every) = match keys.architecture {
-        Gemma2 => (4096, 2),
-        Gemma3 => (0, 6),
-        GptOss => (0, 2),
-        Olmo2 => (0, 4),
-        // All layers have it.
-        Phi3 => (0, 0),
+    // The window if the key is absent.
+    let default = match keys.architecture {
+        Gemma2 => 4096,
+        Gemma3 | Gemma4 | GptOss | Olmo2 | Phi3 => 0,
         _ => return Ok(None),
     };
     let key = "attention.sliding_window";
     let tokens = match keys.get(key) {
-        None if keys.architecture == GptOss => return Err(keys.missing(key)),
+        None if [GptOss, Gemma4].contains(&keys.architecture) => return Err(keys.missing(key)),
+        // Layers without a window have other heads, so that it cannot be left out.
+        Some(value) if keys.architecture == Gemma4 && keys.size_or_zero(key, MAX_SIZE)? == 0 => {
+            return Err(keys.wrong(key, value, format!("an integer from 1 to {MAX_SIZE}")));
+        }
         None => default,
         Some(_) => keys.size_or_zero(key, MAX_SIZE)?,
     };
     if tokens == 0 {
         return Ok(None);
     }
-    let layers = pattern(keys, layers, every)?;
+    let layers = pattern(keys, layers)?;
     let own = keys.number("rope.freq_base_swa")?;
     let rope_theta = match keys.architecture {
-        Gemma3 => Some(own.unwrap_or(10_000.0)),
+        Gemma3 | Gemma4 => Some(own.unwrap_or(10_000.0)),
         Olmo2 => Some(own.unwrap_or(theta)),
         _ => match (own, keys.get("rope.freq_base_swa")) {
             (Some(own), Some(value)) if own != theta => {
@@ -122,7 +128,14 @@ pub(super) fn window(keys: &Keys<'_>, layers: u64, theta: f64) -> Result<Option<
 }
 
 /// Returns for each layer whether it has the window.
-fn pattern(keys: &Keys<'_>, layers: u64, every: u64) -> Result<Vec<bool>, GgufConfigError> {
+pub(super) fn pattern(keys: &Keys<'_>, layers: u64) -> Result<Vec<bool>, GgufConfigError> {
+    // n if every n-th layer has none by default; 0 if all layers have it.
+    let every = match keys.architecture {
+        Gemma2 | GptOss => 2,
+        Gemma3 => 6,
+        Olmo2 => 4,
+        _ => 0,
+    };
     let every = match keys.get(PATTERN) {
         Some(value @ Value::Array(array)) => {
             let slides = |layer: usize| match array {
@@ -136,6 +149,7 @@ fn pattern(keys: &Keys<'_>, layers: u64, every: u64) -> Result<Vec<bool>, GgufCo
                 .ok_or_else(|| keys.wrong(PATTERN, value, format!("a list of at least {layers} truth values")));
         }
         Some(_) => keys.size_or_zero(PATTERN, MAX_LAYERS)?,
+        None if keys.architecture == Gemma4 => return Err(keys.missing(PATTERN)),
         None => every,
     };
     Ok((1..=layers).map(|layer| every == 0 || !layer.is_multiple_of(every)).collect())
@@ -155,12 +169,55 @@ pub(super) fn query_growth(keys: &Keys<'_>) -> Result<Option<f64>, GgufConfigErr
     }
 }
 
-/// Reads the coefficient in the divisor of YaRN's factor of cosines and sines.
-pub(super) fn mscale_all_dim(keys: &Keys<'_>) -> Result<Option<f64>, GgufConfigError> {
-    match keys.architecture {
-        Mistral3 => keys.optional("rope.scaling.yarn_log_multiplier", None),
-        _ => Ok(None),
+/// Reads the coefficients in YaRN's factor of cosines and sines, and in its divisor.
+pub(super) fn mscale(keys: &Keys<'_>) -> Result<Option<[f64; 2]>, GgufConfigError> {
+    let key = "rope.scaling.yarn_log_multiplier";
+    Ok(match keys.architecture {
+        Mistral3 => keys.optional(key, None)?.map(|below| [1.0, below]),
+        // No key has the first one. It is the second one in all published models, so that the factor is 1.
+        DeepSeek2 => keys.optional(key, None)?.map(|n| [n / YARN_LOG; 2]),
+        _ => None,
+    })
+}
+
+/// Reads the intermediate size of dense MLPs, and whether it is twice as large in the layers from `own_caches` on, which
+/// have no keys and values of their own.
+pub(super) fn dense_widths(
+    keys: &Keys<'_>,
+    layers: u64,
+    own_caches: u64,
+) -> Result<(Option<u64>, bool), GgufConfigError> {
+    let key = "feed_forward_length";
+    if own_caches == layers {
+        return Ok((keys.uniform(key)?, false));
     }
+    let Some(widths) = keys.by_layer(key, layers)? else { return Ok((None, false)) };
+    let (first, others) = (widths[0], widths[own_caches as usize]);
+    let expected = |layer: u64| if layer < own_caches { first } else { others };
+    let odd = (0..).zip(&widths).find(|(layer, width)| **width != expected(*layer));
+    match (odd, keys.get(key)) {
+        (None, _) if others == first || others == 2 * first => Ok((Some(first), others != first)),
+        (odd, Some(value)) => {
+            let (layer, has) = odd.map_or((own_caches, others), |(layer, has)| (layer, *has));
+            let rule =
+                format!("{first} in all layers, or twice that from layer {own_caches} on, not {has} in layer {layer}");
+            Err(keys.wrong(key, value, rule))
+        }
+        (_, None) => Err(keys.missing(key)),
+    }
+}
+
+/// Reads the width of each layer's input that depends on the token, and the rows of its table.
+pub(super) fn layer_inputs(keys: &Keys<'_>) -> Result<Option<[u64; 2]>, GgufConfigError> {
+    let width = match keys.architecture {
+        Gemma4 => keys.size_or_zero("embedding_length_per_layer_input", MAX_SIZE)?,
+        _ => 0,
+    };
+    if width == 0 {
+        return Ok(None);
+    }
+    let table = keys.parts.tensor(LAYER_INPUTS).ok_or(GgufConfigError::MissingTensor(LAYER_INPUTS))?;
+    Ok(Some([width, table.rows()]))
 }
 
 /// Returns LongRoPE with these divisors, for short contexts and for long ones. `scaling` is what the keys say.
@@ -170,7 +227,7 @@ pub(super) fn long_rope(
     factors: Option<&[Vec<f32>; 2]>,
     rotary_dim: u64,
 ) -> Result<GgufRope, GgufConfigError> {
-    let wrong = |index: usize, has: String| GgufConfigError::LongRopeFactors {
+    let wrong = |index: usize, has: String| GgufConfigError::Divisors {
         tensor: LONG_ROPE_FACTORS[index],
         has,
         rule: format!("{} positive numbers and no other scaling beside it", rotary_dim / 2),
@@ -215,6 +272,10 @@ pub(super) fn own_keys(
                 own.push((key, json!(keys.optional(key, default)?)));
             }
         }
+        Gemma4 => {
+            own.push(("hidden_activation", json!("gelu_pytorch_tanh")));
+            own.push(("final_logit_softcapping", json!(keys.optional("final_logit_softcapping", None)?)));
+        }
         Granite => {
             for (key, published) in [
                 ("attention.scale", "attention_multiplier"),
@@ -237,6 +298,59 @@ pub(super) fn own_keys(
 }
 
 impl GgufModel {
+    /// Returns the keys of config.json that say what some families have in their layers: other heads, keys and values
+    /// that are shared, latent attention, experts after dense layers or beside them.
+    pub(super) fn structural_keys(&self) -> Vec<(&'static str, Json)> {
+        let mut keys = Vec::new();
+        if let Some(GgufFullHeads { kv_heads, head_dim, values_are_keys, .. }) = self.full_heads {
+            keys.extend([
+                ("global_head_dim", json!(head_dim)),
+                ("num_global_key_value_heads", json!(values_are_keys.then_some(kv_heads))),
+                ("attention_k_eq_v", json!(values_are_keys)),
+                ("num_kv_shared_layers", json!(self.layers - self.own_caches)),
+                ("use_double_wide_mlp", json!(self.wide_shared)),
+                ("hidden_size_per_layer_input", json!(self.layer_inputs.map_or(0, |[width, _]| width))),
+                ("vocab_size_per_layer_input", json!(self.layer_inputs.map(|[_, rows]| rows))),
+                ("enable_moe_block", json!(self.experts.is_some())),
+                ("top_k_experts", json!(self.experts.map(|experts| experts.chosen))),
+            ]);
+        }
+        if let Some(GgufLatent { q_rank, kv_rank, nope, rope, values }) = self.latent {
+            keys.extend([
+                ("q_lora_rank", json!(q_rank)),
+                ("kv_lora_rank", json!(kv_rank)),
+                ("qk_nope_head_dim", json!(nope)),
+                ("qk_rope_head_dim", json!(rope)),
+                ("v_head_dim", json!(values)),
+                // Other pairs than neighbours have no place in these files.
+                ("rope_interleave", json!(true)),
+            ]);
+        }
+        if let Some(experts) = self.experts
+            && let Some(GgufRouting { groups, kept_groups, factor, .. }) = experts.routing
+        {
+            let method = if groups > 1 { "group_limited_greedy" } else { "greedy" };
+            keys.extend([
+                ("n_routed_experts", json!(experts.count)),
+                ("n_shared_experts", json!(experts.shared_inner.map_or(0, |inner| inner / experts.inner))),
+                ("first_k_dense_replace", json!(experts.dense_layers)),
+                ("n_group", json!(groups)),
+                ("topk_group", json!(kept_groups)),
+                ("topk_method", json!(method)),
+                ("routed_scaling_factor", json!(factor)),
+            ]);
+        }
+        if self.architecture == Glm4Moe {
+            keys.push(("use_qk_norm", json!(self.head_norms)));
+        }
+        keys
+    }
+
+    /// Whether the choice of experts is DeepSeek-V3's.
+    fn has_sigmoid_scores(&self) -> bool {
+        self.experts.and_then(|experts| experts.routing).is_some_and(|routing| routing.sigmoid)
+    }
+
     /// Returns the entry of `architectures` and the `model_type` in config.json.
     pub fn published_names(&self) -> (&'static str, &'static str) {
         match self.architecture {
@@ -259,6 +373,12 @@ impl GgufModel {
             Glm4 => ("Glm4ForCausalLM", "glm4"),
             Mistral3 if self.query_growth.is_some() => ("Ministral3ForCausalLM", "ministral3"),
             Mistral3 => ("MistralForCausalLM", "mistral"),
+            Gemma4 => ("Gemma4ForCausalLM", "gemma4_text"),
+            // GLM-4.7-Flash is stored as DeepSeek-V3, which it differs from in numbers only.
+            DeepSeek2 if self.has_sigmoid_scores() => ("DeepseekV3ForCausalLM", "deepseek_v3"),
+            DeepSeek2 => ("DeepseekV2ForCausalLM", "deepseek_v2"),
+            Glm4Moe => ("Glm4MoeForCausalLM", "glm4_moe"),
+            GgufArchitecture::Qwen3Vl => ("Qwen3ForCausalLM", "qwen3"),
         }
     }
 }

@@ -234,3 +234,313 @@ fn phi_3s_divisors_are_checked() {
     let error = read(&file, &RopeFactors::default()).unwrap_err().to_string();
     assert_eq!(error, format!("tensor rope_factors_short.weight has no values, {rule}"));
 }
+
+/// The keys of Gemma 4: heads of 4 dimensions in the first two of four layers, of 8 in the others.
+fn two_kinds() -> Vec<(&'static str, Value)> {
+    let mut pairs = vec![(PATTERN, Value::Array(Array::Bool(vec![true, true, false, false])))];
+    let sizes = [
+        ("attention.key_length", 8),
+        ("attention.value_length", 8),
+        ("attention.key_length_swa", 4),
+        ("attention.value_length_swa", 4),
+        ("rope.dimension_count", 8),
+        ("rope.dimension_count_swa", 4),
+        (WINDOW, 7),
+    ];
+    pairs.extend(sizes.map(|(key, size)| (key, Value::U32(size))));
+    pairs
+}
+
+/// What is not rotated in Gemma 4's files.
+const STILL: f32 = 1e30;
+
+/// Returns config.json of Gemma 4 with these keys in place of the usual ones and these divisors, or why it is refused.
+fn gemma4(more: &[(&'static str, Value)], divisors: &[f32], tensors: &[&str]) -> Result<Json, String> {
+    use super::super::container::TensorType::F32;
+    let mut pairs = two_kinds();
+    pairs.retain(|(key, _)| !more.iter().any(|(other, _)| other == key));
+    pairs.extend(more.iter().cloned());
+    let mut file = of("gemma4", &pairs);
+    for name in tensors {
+        file = file.tensor(name, &[8, 4], F32);
+    }
+    let mut factors = RopeFactors::default();
+    if !divisors.is_empty() {
+        file = file.tensor("rope_freqs.weight", &[divisors.len() as u64], F32);
+        factors.llama3 = Some(divisors.to_vec());
+    }
+    let model = read(&file, &factors).map_err(|error| error.to_string())?;
+    Ok(model.config_json(&SpecialIds::default()))
+}
+
+#[test]
+fn layers_that_see_all_tokens_have_heads_of_their_own() {
+    let divisors = [1.0, STILL, STILL, STILL];
+    let config = gemma4(&[], &divisors, &[]).unwrap();
+    let expected = json!({
+        "model_type": "gemma4_text",
+        "head_dim": 4,
+        "global_head_dim": 8,
+        "num_key_value_heads": 1,
+        // The file has no values in the layers that see all tokens.
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": true,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": false,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": false,
+        "sliding_window": 7,
+        "final_logit_softcapping": null,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 500_000.0, "partial_rotary_factor": 0.25},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    });
+    for (key, value) in expected.as_object().unwrap() {
+        assert_eq!(&config[key], value, "{key}");
+    }
+    assert_eq!(layers(&config), "SSFF");
+    let with_values = gemma4(&[], &divisors, &["blk.2.attn_v.weight"]).unwrap();
+    assert_eq!(
+        (&with_values["attention_k_eq_v"], &with_values["num_global_key_value_heads"]),
+        (&json!(false), &Json::Null)
+    );
+    let by_layer = |sizes: [u32; 4]| Value::Array(Array::U32(sizes.into()));
+    let heads = gemma4(&[("attention.head_count_kv", by_layer([2, 2, 1, 1]))], &divisors, &[]).unwrap();
+    assert_eq!((&heads["num_key_value_heads"], &heads["num_global_key_value_heads"]), (&json!(2), &json!(1)));
+    let refused = |more: &[(&'static str, Value)], tensors: &[&str]| gemma4(more, &divisors, tensors).unwrap_err();
+    assert_eq!(
+        refused(&[("attention.head_count_kv", by_layer([2, 1, 1, 1]))], &[]),
+        "gemma4.attention.head_count_kv is a list of 4, must be the same in all layers of a kind, not 2 and 1"
+    );
+    assert_eq!(
+        refused(&[("attention.head_count_kv", by_layer([2, 2, 1, 1]))], &["blk.2.attn_v.weight"]),
+        "gemma4.attention.head_count_kv is a list of 4, must be 2 in all layers, not 1 in some that have values of their own"
+    );
+    for (key, wrong, rule) in [
+        ("attention.value_length", 4, "equal to the keys' (8)"),
+        ("attention.value_length_swa", 8, "equal to the keys' (4)"),
+        ("rope.dimension_count", 2, "equal to attention.key_length (8)"),
+        ("rope.dimension_count_swa", 6, "an integer from 1 to 4"),
+        (WINDOW, 0, "an integer from 1 to 1073741824"),
+    ] {
+        let error = refused(&[(key, Value::U32(wrong))], &[]);
+        assert_eq!(error, format!("gemma4.{key} is {wrong}, must be {rule}"));
+    }
+    let what = "none and linear are where a part of each half of a head is rotated";
+    assert_eq!(
+        refused(&[("rope.scaling.type", text("yarn"))], &[]),
+        format!("gemma4.rope.scaling.type is \"yarn\", which is not supported ({what})")
+    );
+    let linear = [("rope.scaling.type", text("linear")), ("rope.scaling.factor", Value::F32(8.0))];
+    assert_eq!(gemma4(&linear, &divisors, &[]).unwrap()["rope_parameters"]["full_attention"]["factor"], 8.0);
+    for key in [PATTERN, WINDOW, "attention.key_length", "attention.key_length_swa"] {
+        let mut file = of("gemma4", &two_kinds());
+        file.pairs.retain(|(other, _)| *other != format!("gemma4.{key}"));
+        let factors = RopeFactors { llama3: Some(divisors.to_vec()), long: None };
+        let error = read(&file, &factors).unwrap_err().to_string();
+        assert_eq!(error, format!("the metadata key gemma4.{key} is missing"));
+    }
+}
+
+#[test]
+fn divisors_say_which_dimensions_are_rotated() {
+    let part = |divisors: &[f32]| {
+        gemma4(&[], divisors, &[])
+            .map(|config| config["rope_parameters"]["full_attention"]["partial_rotary_factor"].clone())
+    };
+    assert_eq!(part(&[1.0; 4]), Ok(json!(1.0)));
+    assert_eq!(part(&[1.0, 1.0, STILL, STILL]), Ok(json!(0.5)));
+    assert_eq!(part(&[]), Err("tensor rope_freqs.weight is missing".to_owned()));
+    for (divisors, has) in [
+        (&[1.0, STILL, STILL][..], "3 values"),
+        (&[STILL; 4], "1000000000000000000000000000000 first"),
+        (&[1.0, 2.0, STILL, STILL], "2 after 1 values of 1"),
+        (&[1.0, STILL, 1.0, STILL], "1 after 1 values of 1"),
+        (&[1.0, STILL, f32::NAN, STILL], "NaN after 1 values of 1"),
+    ] {
+        let rule = "must have 4 values, first some 1 and then 1e30 only";
+        assert_eq!(part(divisors), Err(format!("tensor rope_freqs.weight has {has}, {rule}")));
+    }
+}
+
+#[test]
+fn layers_read_the_keys_of_others_and_may_be_wider() {
+    let divisors = [1.0, STILL, STILL, STILL];
+    let pattern = (PATTERN, Value::Array(Array::Bool(vec![true, false, true, false])));
+    let shared = ("attention.shared_kv_layers", Value::U32(2));
+    let widths = |sizes: [u32; 4]| ("feed_forward_length", Value::Array(Array::U32(sizes.into())));
+    let with = |sizes: [u32; 4]| gemma4(&[pattern.clone(), shared.clone(), widths(sizes)], &divisors, &[]);
+    let wide = with([4, 4, 8, 8]).unwrap();
+    assert_eq!((&wide["num_kv_shared_layers"], &wide["use_double_wide_mlp"]), (&json!(2), &json!(true)));
+    assert_eq!((&wide["intermediate_size"], &with([4; 4]).unwrap()["use_double_wide_mlp"]), (&json!(4), &json!(false)));
+    for (sizes, has, layer) in [([4, 4, 8, 4], 4, 3), ([4, 4, 12, 12], 12, 2), ([4, 8, 8, 8], 8, 1)] {
+        let rule = format!("4 in all layers, or twice that from layer 2 on, not {has} in layer {layer}");
+        let expected = format!("gemma4.feed_forward_length is a list of 4, must be {rule}");
+        assert_eq!(with(sizes).unwrap_err(), expected);
+    }
+    let short = ("feed_forward_length", Value::Array(Array::U32(vec![4; 3])));
+    let error = gemma4(&[pattern.clone(), shared, short], &divisors, &[]).unwrap_err();
+    assert!(error.ends_with("must be a list of at least 4 integers from 1 to 1073741824"), "{error}");
+    let all = ("attention.shared_kv_layers", Value::U32(4));
+    let error = gemma4(&[pattern, all], &divisors, &[]).unwrap_err();
+    assert_eq!(error, "gemma4.attention.shared_kv_layers is 4, must be an integer from 0 to 3");
+    let inputs = ("embedding_length_per_layer_input", Value::U32(2));
+    let error = gemma4(std::slice::from_ref(&inputs), &divisors, &[]).unwrap_err();
+    assert_eq!(error, "tensor per_layer_token_embd.weight is missing");
+    let config = gemma4(&[inputs], &divisors, &["per_layer_token_embd.weight"]).unwrap();
+    assert_eq!((&config["hidden_size_per_layer_input"], &config["vocab_size_per_layer_input"]), (&json!(2), &json!(4)));
+}
+
+/// The keys of DeepSeek's family: two experts after one dense layer.
+fn deepseek() -> Vec<(&'static str, Value)> {
+    let sizes = [
+        ("attention.kv_lora_rank", 16),
+        ("attention.q_lora_rank", 8),
+        ("attention.key_length", 20),
+        ("attention.value_length", 16),
+        ("attention.key_length_mla", 12),
+        ("attention.value_length_mla", 6),
+        ("rope.dimension_count", 4),
+        ("leading_dense_block_count", 1),
+        ("expert_shared_count", 3),
+    ];
+    let mut pairs = experts();
+    pairs.extend(sizes.map(|(key, size)| (key, Value::U32(size))));
+    pairs
+}
+
+/// Returns the model's file with these keys in place of the usual ones. Its queries are projected in two steps, and it has
+/// these tensors too.
+fn deepseek_file(more: &[(&'static str, Value)], tensors: &[&str]) -> File {
+    let mut pairs = deepseek();
+    pairs.retain(|(key, _)| !more.iter().any(|(other, _)| other == key));
+    pairs.extend(more.iter().cloned());
+    let mut file = of("deepseek2", &pairs);
+    file.tensors.retain(|tensor| tensor.name != "blk.0.attn_q.weight");
+    for name in tensors {
+        file = file.tensor(name, &[2], super::super::container::TensorType::F32);
+    }
+    file
+}
+
+#[test]
+fn latent_attention_has_its_dimensions_in_both_spellings() {
+    let read_json = |more: &[(&'static str, Value)], tensors: &[&str]| {
+        let model = read(&deepseek_file(more, tensors), &RopeFactors::default()).map_err(|error| error.to_string())?;
+        Ok::<Json, String>(model.config_json(&SpecialIds::default()))
+    };
+    let dimensions = |config: &Json| {
+        ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
+            .map(|key| config[key].as_u64())
+    };
+    let expected = [Some(8), Some(16), Some(8), Some(4), Some(6)];
+    assert_eq!(dimensions(&read_json(&[], &[]).unwrap()), expected);
+    // Older files keep the projection of keys and values in one tensor.
+    let mut file = deepseek_file(
+        &[
+            ("attention.key_length", Value::U32(12)),
+            ("attention.value_length", Value::U32(6)),
+            ("attention.head_count_kv", Value::U32(2)),
+        ],
+        &[],
+    );
+    file.pairs.retain(|(key, _)| !key.ends_with("_mla"));
+    let old = read(&file, &RopeFactors::default()).unwrap().config_json(&SpecialIds::default());
+    assert_eq!(dimensions(&old), expected);
+    // The tensors decide, because some files state a rank that is not used.
+    let at_once = read_json(&[], &["blk.0.attn_q.weight"]).unwrap();
+    assert_eq!(dimensions(&at_once), [None, Some(16), Some(8), Some(4), Some(6)]);
+    for (key, wrong, rule) in [
+        ("attention.key_length", 24, "that of kv_lora_rank with the rotated dimensions (20)"),
+        ("attention.value_length", 20, "that of kv_lora_rank (16)"),
+        ("attention.key_length_mla", 4, "more than the rotated dimensions (rope.dimension_count, 4)"),
+        ("attention.head_count_kv", 2, "1 where attention is latent"),
+        ("leading_dense_block_count", 4, "less than the number of layers (4)"),
+    ] {
+        let error = read_json(&[(key, Value::U32(wrong))], &[]).unwrap_err();
+        assert_eq!(error, format!("deepseek2.{key} is {wrong}, must be {rule}"));
+    }
+    for key in ["attention.kv_lora_rank", "attention.q_lora_rank", "attention.value_length_mla", "expert_count"] {
+        let mut file = deepseek_file(&[], &[]);
+        file.pairs.retain(|(other, _)| *other != format!("deepseek2.{key}"));
+        let error = read(&file, &RopeFactors::default()).unwrap_err().to_string();
+        assert_eq!(error, format!("the metadata key deepseek2.{key} is missing"));
+    }
+}
+
+#[test]
+fn experts_are_chosen_as_the_file_says() {
+    const BIAS: &str = "blk.1.exp_probs_b.bias";
+    let read_json = |more: &[(&'static str, Value)], tensors: &[&str]| {
+        let model = read(&deepseek_file(more, tensors), &RopeFactors::default()).map_err(|error| error.to_string())?;
+        Ok::<Json, String>(model.config_json(&SpecialIds::default()))
+    };
+    let scores = |n: u32| ("expert_gating_func", Value::U32(n));
+    let model_type = |config: Result<Json, String>| config.unwrap()["model_type"].as_str().unwrap().to_owned();
+    // Files of GLM-4.7-Flash do not name the scores.
+    assert_eq!(model_type(read_json(&[], &[BIAS])), "deepseek_v3");
+    assert_eq!(model_type(read_json(&[scores(2)], &[BIAS])), "deepseek_v3");
+    assert_eq!(model_type(read_json(&[], &[])), "deepseek_v2");
+    assert_eq!(model_type(read_json(&[scores(1)], &[])), "deepseek_v2");
+    let error = read_json(&[scores(1)], &[BIAS]).unwrap_err();
+    assert_eq!(error, "deepseek2.expert_gating_func is 1, which is not supported (softmax scores with a bias)");
+    let error = read_json(&[scores(4)], &[]).unwrap_err();
+    assert_eq!(error, "deepseek2.expert_gating_func is 4, which is not supported (scores of this kind)");
+    let sum = [("expert_weights_norm", Value::Bool(true))];
+    let error = read_json(&sum, &[]).unwrap_err();
+    let what = "softmax scores of groups with a sum of 1";
+    assert_eq!(error, format!("deepseek2.expert_weights_norm is true, which is not supported ({what})"));
+    assert_eq!(read_json(&sum, &[BIAS]).unwrap()["norm_topk_prob"], true);
+
+    let more = [
+        ("expert_group_count", Value::U32(2)),
+        ("expert_group_used_count", Value::U32(1)),
+        ("expert_weights_scale", Value::F32(2.5)),
+    ];
+    let config = read_json(&more, &[]).unwrap();
+    let expected = json!({
+        "n_routed_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 2, "n_shared_experts": 3,
+        "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 2.5, "norm_topk_prob": false,
+    });
+    for (key, value) in expected.as_object().unwrap() {
+        assert_eq!(&config[key], value, "{key}");
+    }
+    let plain = read_json(&[], &[]).unwrap();
+    assert_eq!((&plain["topk_method"], &plain["routed_scaling_factor"]), (&json!("greedy"), &json!(1.0)));
+    // Other families have neither groups nor dense layers before the first with experts.
+    let moe = [experts(), vec![("leading_dense_block_count", Value::U32(1))]].concat();
+    assert_eq!(
+        refused("qwen3moe", &moe),
+        "qwen3moe.leading_dense_block_count is 1, which is not supported (leading dense layers)"
+    );
+    // GLM-4.5's scores are never softmax.
+    let glm = [experts(), vec![("rope.dimension_count", Value::U32(2))]].concat();
+    assert_eq!(config_of_glm(&glm), json!(["glm4_moe", 0.5, false]));
+    let error = refused("glm4moe", &[&glm[..], &[scores(1)]].concat());
+    assert_eq!(error, "glm4moe.expert_gating_func is 1, which is not supported (scores of this kind)");
+}
+
+/// Returns the model type, the rotated part and whether there are norms of heads.
+fn config_of_glm(pairs: &[(&str, Value)]) -> Json {
+    let config = config("glm4moe", pairs);
+    json!([config["model_type"], config["rope_parameters"]["partial_rotary_factor"], config["use_qk_norm"]])
+}
+
+#[test]
+fn deepseeks_multiplier_is_a_tenth_of_the_coefficient() {
+    let yarn = [
+        ("rope.scaling.type", text("yarn")),
+        ("rope.scaling.factor", Value::F32(40.0)),
+        ("rope.scaling.original_context_length", Value::U32(16)),
+        ("rope.scaling.yarn_log_multiplier", Value::F64(0.0707)),
+    ];
+    let model = read(&deepseek_file(&yarn, &[]), &RopeFactors::default()).unwrap();
+    let rope = &model.config_json(&SpecialIds::default())["rope_parameters"];
+    for key in ["mscale", "mscale_all_dim"] {
+        assert!((rope[key].as_f64().unwrap() - 0.707).abs() < 1e-9, "{key}: {}", rope[key]);
+    }
+    let model = read(&deepseek_file(&yarn[..3], &[]), &RopeFactors::default()).unwrap();
+    assert!(model.config_json(&SpecialIds::default())["rope_parameters"]["mscale"].is_null());
+}

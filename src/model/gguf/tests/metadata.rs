@@ -134,8 +134,8 @@ fn llama_3s_scaling_is_found_from_its_factors() {
 #[test]
 fn what_is_not_understood_is_refused_by_name() {
     let list = "llama, qwen2, qwen3, qwen3moe, qwen3next, qwen35, qwen35moe, qwen2moe, gemma2, gemma3, gpt-oss, phi3, \
-                granite, smollm3, olmo2, glm4, mistral3 are";
-    for name in ["gemma4", "deepseek2", "phimoe", ""] {
+                granite, smollm3, olmo2, glm4, mistral3, gemma4, deepseek2, glm4moe, qwen3vl are";
+    for name in ["gemma4-assistant", "deepseek32", "phimoe", ""] {
         let error = refused(&with("general.architecture", text(name)));
         assert_eq!(error, format!("architecture {name:?} is not supported ({list})"));
     }

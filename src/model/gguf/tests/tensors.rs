@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::super::config::RopeFactors;
-use super::super::container::{Header, TensorType, Value};
+use super::super::container::{Array, Header, TensorType, Value};
 use super::super::split::{GgufFile, GgufFiles, TensorRef};
 use super::super::tensors::{ColumnOrder, RowOrder, Source, StoredAs};
 use super::super::{Gguf, GgufError};
@@ -200,11 +200,15 @@ pub(super) fn hybrid(name: &str, experts: bool, mtp: bool) -> File {
 }
 
 fn open(file: &File) -> Result<Gguf, GgufError> {
+    open_with(file, &RopeFactors::default())
+}
+
+fn open_with(file: &File, factors: &RopeFactors) -> Result<Gguf, GgufError> {
     let bytes = file.bytes();
     let header = Header::parse(&bytes, bytes.len() as u64).unwrap();
     Gguf::new(
         GgufFiles::new(vec![GgufFile { path: "m.gguf".into(), bytes: bytes.len() as u64, header }]).unwrap(),
-        &RopeFactors::default(),
+        factors,
     )
 }
 
@@ -287,4 +291,200 @@ fn too_many_experts_are_refused_before_they_are_listed() {
         open(&file).unwrap_err().to_string(),
         "1 problems, first: 4096 layers of 4096 experts are too many, at most 1048576 tensors are supported"
     );
+}
+
+/// Returns a model of DeepSeek's family with two heads: a dense layer, then one with two experts and a shared one. Its
+/// latent vector has 16 dimensions, heads 16 + 8 and values of 8.
+fn latent(split: bool) -> File {
+    let mut file = small_model();
+    file.tensors.clear();
+    file.pairs.retain(|(key, _)| !key.starts_with("llama."));
+    file.pairs[0].1 = text("deepseek2");
+    let [key, value] = if split {
+        ["attention.key_length_mla", "attention.value_length_mla"]
+    } else {
+        ["attention.key_length", "attention.value_length"]
+    };
+    for (key, size) in [
+        ("block_count", 2),
+        ("context_length", 64),
+        ("embedding_length", 32),
+        ("feed_forward_length", 24),
+        ("attention.head_count", 2),
+        ("attention.head_count_kv", if split { 1 } else { 2 }),
+        ("attention.kv_lora_rank", 16),
+        ("attention.q_lora_rank", 8),
+        (key, 24),
+        (value, 8),
+        ("rope.dimension_count", 8),
+        ("leading_dense_block_count", 1),
+        ("expert_count", 2),
+        ("expert_used_count", 1),
+        ("expert_feed_forward_length", 8),
+        ("expert_shared_count", 1),
+    ] {
+        file = file.pair(&format!("deepseek2.{key}"), Value::U32(size));
+    }
+    file = file.pair("deepseek2.attention.layer_norm_rms_epsilon", Value::F32(1e-6));
+    let mut tensors: Vec<(String, Vec<u64>)> = vec![
+        ("token_embd.weight".to_owned(), vec![32, 4]),
+        ("output_norm.weight".to_owned(), vec![32]),
+        ("output.weight".to_owned(), vec![32, 4]),
+    ];
+    for layer in 0..2 {
+        let mut add = |part: &str, dims: &[u64]| tensors.push((format!("blk.{layer}.{part}"), dims.to_vec()));
+        add("attn_norm.weight", &[32]);
+        add("ffn_norm.weight", &[32]);
+        add("attn_q_a.weight", &[32, 8]);
+        add("attn_q_a_norm.weight", &[8]);
+        add("attn_q_b.weight", &[8, 48]);
+        add("attn_kv_a_mqa.weight", &[32, 24]);
+        add("attn_kv_a_norm.weight", &[16]);
+        if split {
+            add("attn_k_b.weight", &[16, 16, 2]);
+            add("attn_v_b.weight", &[16, 8, 2]);
+        } else {
+            add("attn_kv_b.weight", &[16, 48]);
+        }
+        add("attn_output.weight", &[16, 32]);
+        if layer == 0 {
+            add("ffn_gate.weight", &[32, 24]);
+            add("ffn_up.weight", &[32, 24]);
+            add("ffn_down.weight", &[24, 32]);
+        } else {
+            add("ffn_gate_inp.weight", &[32, 2]);
+            add("exp_probs_b.bias", &[2]);
+            for end in ["exps", "shexp"] {
+                let count = if end == "exps" { vec![2] } else { Vec::new() };
+                add(&format!("ffn_gate_{end}.weight"), &[vec![32, 8], count.clone()].concat());
+                add(&format!("ffn_up_{end}.weight"), &[vec![32, 8], count.clone()].concat());
+                add(&format!("ffn_down_{end}.weight"), &[vec![8, 32], count].concat());
+            }
+        }
+    }
+    for (name, dims) in tensors {
+        file = file.tensor(&name, &dims, TensorType::F32);
+    }
+    file
+}
+
+#[test]
+fn latent_projections_are_found_together_and_apart() {
+    for split in [true, false] {
+        let file = latent(split);
+        let gguf = open(&file).unwrap();
+        let config = ModelConfig::parse(std::str::from_utf8(gguf.file("config.json").unwrap()).unwrap(), None).unwrap();
+        let expected = model_config::Latent { q_rank: Some(8), kv_rank: 16, nope: 16, rope: 8, value_dim: 8 };
+        assert_eq!(config.latent, Some(expected));
+        let experts = config.experts.unwrap();
+        assert_eq!((experts.shared_inner, experts.shared_gate), (Some(8), false));
+        let used: BTreeSet<usize> = gguf.sources.values().map(|source| source.at.index).collect();
+        assert_eq!(used.len(), file.tensors.len());
+        let has = |part: &str| gguf.sources.contains_key(&format!("model.layers.1.{part}"));
+        assert_eq!([has("self_attn.kv_b_proj.weight"), has("self_attn.k_b_proj.weight")], [!split, split]);
+        assert!(has("mlp.gate.e_score_correction_bias") && has("mlp.shared_experts.down_proj.weight"));
+        assert!(has("mlp.experts.1.up_proj.weight") && !has("mlp.up_proj.weight"));
+        if split {
+            let keys = &gguf.sources["model.layers.0.self_attn.k_b_proj.weight"];
+            assert_eq!((&keys.shape[..], keys.rows, keys.cols), (&[2, 16, 16][..], 32, 16));
+        }
+        // A tensor of each form is refused if its dimensions are not those of the keys.
+        let mut wrong = file.clone();
+        let name = if split { "blk.1.attn_k_b.weight" } else { "blk.1.attn_kv_b.weight" };
+        let tensor = wrong.tensors.iter_mut().find(|tensor| tensor.name == name).unwrap();
+        tensor.dims[1] -= 8;
+        let expected = if split { "[16, 8, 2], must have [16, 16, 2]" } else { "[16, 40], must have [16, 48]" };
+        let error = open(&wrong).unwrap_err().to_string();
+        assert_eq!(error, format!("1 problems, first: tensor {name} has the dimensions {expected}"));
+    }
+    let mut none = latent(true);
+    none.tensors.retain(|tensor| tensor.name != "blk.1.attn_k_b.weight");
+    assert_eq!(open(&none).unwrap_err().to_string(), "1 problems, first: tensor blk.1.attn_k_b.weight is missing");
+}
+
+/// Goal: factors that are tensors of the model are not taken for those of quantised blocks. Method: a model of Gemma 4's
+/// family with experts, whose second layer reads the keys and values of the first.
+#[test]
+fn factors_of_the_model_are_no_factors_of_blocks() {
+    let mut file = small_model();
+    file.tensors.clear();
+    file.pairs.retain(|(key, _)| !key.starts_with("llama."));
+    file.pairs[0].1 = text("gemma4");
+    for (key, size) in [
+        ("block_count", 3),
+        ("context_length", 64),
+        ("embedding_length", 32),
+        ("feed_forward_length", 24),
+        ("attention.head_count", 2),
+        ("attention.head_count_kv", 1),
+        ("attention.key_length", 16),
+        ("attention.key_length_swa", 8),
+        ("attention.sliding_window", 16),
+        ("attention.shared_kv_layers", 1),
+        ("embedding_length_per_layer_input", 8),
+        ("expert_count", 4),
+        ("expert_used_count", 2),
+        ("expert_feed_forward_length", 8),
+    ] {
+        file = file.pair(&format!("gemma4.{key}"), Value::U32(size));
+    }
+    let pattern = Value::Array(Array::Bool(vec![true, false, true]));
+    file = file
+        .pair("gemma4.attention.layer_norm_rms_epsilon", Value::F32(1e-6))
+        .pair("gemma4.attention.sliding_window_pattern", pattern);
+    let mut tensors: Vec<(String, Vec<u64>)> = vec![
+        ("token_embd.weight".to_owned(), vec![32, 4]),
+        ("output_norm.weight".to_owned(), vec![32]),
+        ("rope_freqs.weight".to_owned(), vec![8]),
+        ("per_layer_token_embd.weight".to_owned(), vec![24, 4]),
+        ("per_layer_model_proj.weight".to_owned(), vec![32, 24]),
+        ("per_layer_proj_norm.weight".to_owned(), vec![8]),
+    ];
+    for (layer, dim) in [(0, 8), (1, 16), (2, 8)] {
+        let mut add = |part: &str, dims: &[u64]| tensors.push((format!("blk.{layer}.{part}"), dims.to_vec()));
+        for norm in ["attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "post_norm"] {
+            add(&format!("{norm}.weight"), &[32]);
+        }
+        for norm in ["post_ffw_norm_1", "pre_ffw_norm_2", "post_ffw_norm_2"] {
+            add(&format!("{norm}.weight"), &[32]);
+        }
+        add("attn_q.weight", &[32, 2 * dim]);
+        add("attn_q_norm.weight", &[dim]);
+        add("attn_output.weight", &[2 * dim, 32]);
+        if layer < 2 {
+            add("attn_k.weight", &[32, dim]);
+            add("attn_v.weight", &[32, dim]);
+            add("attn_k_norm.weight", &[dim]);
+        }
+        add("ffn_gate.weight", &[32, 24]);
+        add("ffn_up.weight", &[32, 24]);
+        add("ffn_down.weight", &[24, 32]);
+        add("ffn_gate_inp.weight", &[32, 4]);
+        add("ffn_gate_inp.scale", &[32]);
+        add("ffn_gate_up_exps.weight", &[32, 16, 4]);
+        add("ffn_down_exps.weight", &[8, 32, 4]);
+        add("ffn_down_exps.scale", &[4]);
+        add("inp_gate.weight", &[32, 8]);
+        add("proj.weight", &[8, 32]);
+        add("layer_output_scale.weight", &[1]);
+    }
+    for (name, dims) in tensors {
+        file = file.tensor(&name, &dims, TensorType::F32);
+    }
+    let still = [1.0, 1.0, 1e30, 1e30, 1e30, 1e30, 1e30, 1e30];
+    let factors = RopeFactors { llama3: Some(still.to_vec()), long: None };
+    let gguf = open_with(&file, &factors).unwrap();
+    let config = ModelConfig::parse(std::str::from_utf8(gguf.file("config.json").unwrap()).unwrap(), None).unwrap();
+    assert_eq!(config.cache_of, [0, 1, 0]);
+    assert!(gguf.sources.values().all(|source| source.scale.is_none()));
+    let shape = |name: &str| gguf.sources[&format!("model.layers.2.{name}")].shape.clone();
+    assert_eq!(
+        (shape("router.scale"), shape("router.per_expert_scale"), shape("layer_scalar")),
+        (vec![32], vec![4], vec![1])
+    );
+    assert_eq!(shape("experts.3.up_proj.weight"), [8, 32]);
+    assert!(!gguf.sources.contains_key("model.layers.2.self_attn.k_proj.weight"));
+    // Every tensor is used but that of the divisors, which is read before.
+    let used: BTreeSet<usize> = gguf.sources.values().map(|source| source.at.index).collect();
+    assert_eq!(used.len(), file.tensors.len() - 1);
 }

@@ -138,10 +138,62 @@ fn sentence_piece_merges_by_score() {
     assert_eq!(tokenizer.decode(&[space_a, a], true).unwrap(), " aa");
 }
 
+/// Goal: Gemma 4's tokenizer, which has SentencePiece's tokens and merges instead of scores, is converted without
+/// SentencePiece's defaults: no space is put before a text, special tokens are those that the file names, and a sequence
+/// begins with its token even if the file says otherwise.
+#[test]
+fn gemma_4s_merges_are_those_of_the_file() {
+    let file = with(sentence_piece(), "ggml.model", text("gemma4"));
+    let file = with(file, "ggml.merges", texts(&["a b", "▁ a", "▁ ab"]));
+    let file = with(file, "ggml.bos_token_id", Value::U32(1));
+    let file = with(file, "ggml.eos_token_id", Value::U32(2));
+    let file = with(file, "ggml.unknown_token_id", Value::U32(0));
+    let file = without(file, "tokenizer.ggml.scores");
+    let [a, b, space_a, ab, space_ab, end] = [260, 261, 262, 263, 264, 265];
+    for add_bos in [None, Some(false), Some(true)] {
+        let file = match add_bos {
+            None => file.clone(),
+            Some(flag) => with(file.clone(), "ggml.add_bos_token", Value::Bool(flag)),
+        };
+        let files = converted(&file).unwrap();
+        let tokenizer = load(&files);
+        // The first merge wins over the one that scores would prefer.
+        assert_eq!(ids(&tokenizer, "ab ab", true), [1, ab, space_ab], "{add_bos:?}");
+        assert_eq!(ids(&tokenizer, "b aab", false), [b, space_a, ab]);
+        assert_eq!(ids(&tokenizer, "é\n", false), [3 + 0xc3, 3 + 0xa9, 3 + 0x0a]);
+        assert_eq!(ids(&tokenizer, "a<|im_end|>a", false), [a, end, a]);
+        assert_eq!(tokenizer.decode(&[1, space_ab, 3 + 0xc3, 3 + 0xa9, a], true).unwrap(), " abéa");
+        assert_eq!((files.ids.bos, files.ids.eos, &files.ids.ends[..]), (Some(1), Some(2), &[2, end][..]));
+    }
+    let unnamed = without(file.clone(), "tokenizer.ggml.bos_token_id");
+    assert_eq!(refused(&unnamed), "tokenizer.ggml.add_bos_token is set, but there is no token for it");
+    let scores_only = with(sentence_piece(), "ggml.model", text("gemma4"));
+    assert_eq!(refused(&scores_only), "the metadata key tokenizer.ggml.merges is missing");
+    // What ends a turn, and a call of a tool.
+    let mut tokens: Vec<String> = file
+        .pairs
+        .iter()
+        .find_map(|(key, value)| (key == "tokenizer.ggml.tokens").then(|| value.texts().unwrap().to_vec()))
+        .unwrap();
+    tokens[space_ab as usize] = "<|tool_response>".to_owned();
+    tokens[end as usize] = "<turn|>".to_owned();
+    let kinds = file.pairs.iter().find_map(|(key, value)| match value {
+        Value::Array(Array::I32(kinds)) if key == "tokenizer.ggml.token_type" => Some(kinds.clone()),
+        _ => None,
+    });
+    let mut kinds = kinds.unwrap();
+    kinds[space_ab as usize] = 4;
+    kinds[end as usize] = 3;
+    let file = with(file, "ggml.tokens", Value::Array(Array::String(tokens)));
+    let file = with(file, "ggml.token_type", Value::Array(Array::I32(kinds)));
+    let file = with(file, "ggml.merges", texts(&["a b"]));
+    assert_eq!(converted(&file).unwrap().ids.ends, [2, end, space_ab]);
+}
+
 #[test]
 fn what_is_not_known_is_refused_by_name() {
     let model = |name: &str| refused(&with(byte_level("qwen2"), "ggml.model", text(name)));
-    assert_eq!(model("t5"), "tokenizer \"t5\" is not supported (gpt2 and llama are)");
+    assert_eq!(model("t5"), "tokenizer \"t5\" is not supported (gpt2, llama and gemma4 are)");
     for pre in ["default", "", "kimi-k2", "Qwen2"] {
         let error = refused(&byte_level(pre));
         assert!(error.starts_with(&format!("pre-tokenizer {pre:?} is not supported (qwen2, ")), "{error}");

@@ -154,7 +154,7 @@ impl<'a> Keys<'a> {
                     beta_fast: number("beta_fast")?,
                     beta_slow: number("beta_slow")?,
                     attention_factor: number("attention_factor")?,
-                    mscale_all_dim: None,
+                    mscale: None,
                 }
             }
             Some((kind, _)) => {
@@ -212,6 +212,8 @@ impl<'a> Keys<'a> {
             // The published defaults.
             shared_inner: Some(shared.unwrap_or(if next { 512 } else { 0 })).filter(|n| *n > 0),
             normalise: self.flag("norm_topk_prob")?.unwrap_or(next),
+            dense_layers: 0,
+            routing: None,
         })
     }
 }
@@ -269,9 +271,15 @@ pub fn model(config: &Json) -> Result<GgufModel, WriteError> {
         kv_heads: keys.size("num_key_value_heads")?.unwrap_or(heads),
         head_dim,
         rotary_dim,
+        full_heads: None,
+        own_caches: layers,
+        latent: None,
+        head_norms: !matches!(architecture, GgufArchitecture::Llama | GgufArchitecture::Qwen2),
         rope_theta,
         rope_scaling,
         intermediate: keys.size("intermediate_size")?,
+        wide_shared: false,
+        layer_inputs: None,
         rms_eps: keys.number("rms_norm_eps")?.unwrap_or(1e-6),
         vocab: keys.need("vocab_size", MAX_SIZE)?,
         tied: keys.flag("tie_word_embeddings")?.unwrap_or(false),
@@ -348,7 +356,7 @@ fn of_model(model: &GgufModel, config: &Json) -> Vec<(String, Value)> {
             set("rope.scaling.type", Value::String("linear".to_owned()));
             set("rope.scaling.factor", number(factor));
         }
-        GgufRope::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor, mscale_all_dim: _ } => {
+        GgufRope::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor, mscale: _ } => {
             set("rope.scaling.type", Value::String("yarn".to_owned()));
             set("rope.scaling.factor", number(factor));
             set("rope.scaling.original_context_length", size(original_context));

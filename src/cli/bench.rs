@@ -64,8 +64,9 @@ pub(crate) struct Bench {
     #[arg(long)]
     drafts: Option<u32>,
     /// Where drafts come from: `lookup`, which needs no block of the model, drafts what followed the last tokens where
-    /// they occurred before. Default: the model's own block, if it has one.
-    #[arg(long, value_name = "KIND", conflicts_with = "server")]
+    /// they occurred before; a smaller model of the same vocabulary, given like the model itself, drafts too. Default: the
+    /// model's own block, if it has one.
+    #[arg(long, value_name = "lookup|MODEL", conflicts_with = "server")]
     draft: Option<Draft>,
     /// Number format of keys and values in the KV cache: f16, f32 or int8. Default: f16.
     #[arg(long)]
@@ -192,7 +193,7 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     model.context = Some(longest);
     model.prefill_chunk = args.prefill_chunk;
     model.quantize = args.quantize;
-    model.draft = args.draft;
+    model.draft = named::draft(args.draft.as_ref(), args.json)?;
     model.drafts = args.drafts;
     model.drafts_always = args.drafts.map(|drafts| drafts > 0);
     model.kv_format = args.kv_format;

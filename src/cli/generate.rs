@@ -92,8 +92,9 @@ pub(crate) struct Generate {
     #[arg(long)]
     drafts: Option<u32>,
     /// Where drafts come from: `lookup`, which needs no block of the model, drafts what followed the last tokens where
-    /// they occurred before. Default: the model's own block, if it has one.
-    #[arg(long, value_name = "KIND", conflicts_with = "server")]
+    /// they occurred before; a smaller model of the same vocabulary, given like the model itself, drafts too. Default: the
+    /// model's own block, if it has one.
+    #[arg(long, value_name = "lookup|MODEL", conflicts_with = "server")]
     draft: Option<Draft>,
     /// Write the logits of each step to a safetensors file: tensor `logits`, f32, [steps, vocabulary].
     #[arg(long, value_name = "FILE")]
@@ -291,7 +292,7 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
     if let Some(quantize) = args.quantize {
         tracing::info!("{quantize}");
     }
-    model.draft = args.draft;
+    model.draft = named::draft(args.draft.as_ref(), args.json)?;
     model.drafts = args.drafts;
     model.drafts_always = args.drafts.map(|drafts| drafts > 0);
     let mut config = Config { models: vec![model], ..Config::default() };

@@ -2,7 +2,7 @@
 //! Hugging Face hub. It finds the files, and the name under which the model is served. Not here: reading them.
 
 use super::{Usage, cache_directory, hub, progress};
-use crate::config::embedded;
+use crate::config::{Draft, embedded};
 use crate::gpu::error::StartError;
 use crate::model::checkpoint::Checkpoint;
 use crate::model::gguf::split::split_name;
@@ -20,6 +20,14 @@ pub(super) fn find(given: &str, plain: bool) -> anyhow::Result<PathBuf> {
         Some(reference) => hub::find(&reference, &progress::Show::new(plain)),
         // Whoever opens the path says what is wrong with it.
         None => Ok(path.to_owned()),
+    }
+}
+
+/// Returns where drafts come from, with the path of a draft model's files: see [`find`].
+pub(super) fn draft(given: Option<&Draft>, plain: bool) -> anyhow::Result<Option<Draft>> {
+    match given {
+        Some(Draft::Model(path)) => Ok(Some(Draft::Model(find(&path.to_string_lossy(), plain)?))),
+        lookup_or_none => Ok(lookup_or_none.cloned()),
     }
 }
 

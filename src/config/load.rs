@@ -1,6 +1,6 @@
 //! Builds a `Config` from a file, the environment and command-line arguments, or reports all problems at once.
 
-use super::{Config, Model, file};
+use super::{Config, Draft, Model, file};
 use figment::error::Kind;
 use figment::providers::{Env, Format, Serialized, Toml};
 use figment::value::{Dict, Map, Tag, Value};
@@ -174,10 +174,16 @@ pub(super) fn syntax(path: &Path, toml: &figment::providers::Data<Toml>) -> Resu
     }
 }
 
-/// Makes the path of a model in a file relative to that file's directory.
+/// Makes the paths of a model in a file, and of its draft model, relative to that file's directory.
 fn resolve(folder: &Path, model: &mut Model) {
-    if !model.path.as_os_str().is_empty() && super::embedded(&model.path).is_none() {
-        model.path = folder.join(&model.path);
+    let draft = match &mut model.draft {
+        Some(Draft::Model(path)) => Some(path),
+        Some(Draft::Lookup) | None => None,
+    };
+    for path in [&mut model.path].into_iter().chain(draft) {
+        if !path.as_os_str().is_empty() && super::embedded(path).is_none() {
+            *path = folder.join(&*path);
+        }
     }
 }
 

@@ -72,7 +72,7 @@ pub struct Model {
     /// The number of recurrent-state snapshots that each replica keeps for prompts with the same prefix, for models
     /// that have recurrent state; by default the engine's choice.
     pub snapshots: Option<u32>,
-    /// Where drafts come from; by default from the model's own block, if it has one.
+    /// Where drafts come from: look-up, or a draft model; by default from the model's own block, if it has one.
     pub draft: Option<Draft>,
     /// The maximum number of draft tokens per step, at most 3, for models that can draft; 0 disables drafting. By
     /// default the engine's choice.
@@ -82,11 +82,34 @@ pub struct Model {
 }
 
 /// Where draft tokens come from, other than from the model's own block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
 pub enum Draft {
     /// Prompt look-up: what followed the sequence's last tokens where they occurred before in it.
     Lookup,
+    /// A smaller model of the same vocabulary: its path, like [`Model::path`].
+    Model(PathBuf),
+}
+
+impl FromStr for Draft {
+    type Err = String;
+
+    /// Parses `lookup` or a path. A directory of that name is reached as `./lookup`.
+    fn from_str(text: &str) -> Result<Draft, String> {
+        match text {
+            "" => Err("an empty text is neither lookup nor a draft model".to_owned()),
+            "lookup" => Ok(Draft::Lookup),
+            path => Ok(Draft::Model(path.into())),
+        }
+    }
+}
+
+impl TryFrom<String> for Draft {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Draft, String> {
+        text.parse()
+    }
 }
 
 /// When a model is loaded.
@@ -443,6 +466,16 @@ mod tests {
         }
         assert_eq!(embedded(Path::new("embedded:other")), None);
         assert_eq!(embedded(Path::new("")), None);
+    }
+
+    #[test]
+    fn drafts_are_looked_up_or_come_from_a_model() {
+        let parsed = |text: &str| text.parse::<Draft>();
+        assert_eq!(parsed("lookup"), Ok(Draft::Lookup));
+        for path in ["./lookup", "/models/small", "small.gguf", "demo"] {
+            assert_eq!(parsed(path), Ok(Draft::Model(path.into())));
+        }
+        assert!(parsed("").unwrap_err().contains("neither lookup nor a draft model"));
     }
 
     #[test]

@@ -219,6 +219,7 @@ pub fn check(
         name: &options.model.name,
         model: options.model,
         checkpoint: options.checkpoint,
+        draft: None,
         opened: &opened,
         adapter,
         limit: None,

@@ -29,6 +29,7 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::memory::{Arena, StagingRing};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::demo;
+use crate::model::draft::{self, DraftError};
 use crate::model::embedding;
 use crate::model::text::Text;
 use crate::replica::rebuild::{Rebuild, RebuildError};
@@ -282,7 +283,7 @@ impl Devices {
         model: &config::Model,
         index: usize,
         adapters: &[Adapter],
-        checkpoint: &Checkpoint,
+        (checkpoint, draft): (&Checkpoint, Option<&Checkpoint>),
         attempt: &LoadAttempt<'_>,
     ) -> Result<BuiltReplica, StartError> {
         let cache = self.runtime.cache_directory.as_deref();
@@ -301,6 +302,7 @@ impl Devices {
             name: &name,
             model,
             checkpoint,
+            draft,
             opened: &opened[device],
             adapter: &adapters[device],
             limit: placement.memory_limit.or(model.memory_limit).map(|bytes| bytes.0),
@@ -351,6 +353,27 @@ impl Devices {
         }
     }
 
+    /// Opens the checkpoint of the model that drafts for a model, if one is configured and drafts are not disabled.
+    fn draft(&self, model: &config::Model, own: &Checkpoint) -> Result<Option<Checkpoint>, StartError> {
+        let Some(config::Draft::Model(path)) = model.draft.as_ref().filter(|_| model.drafts != Some(0)) else {
+            return Ok(None);
+        };
+        let cache = self.runtime.cache_directory.as_deref();
+        let path = demo::unpack(path, cache).map_err(|(path, source)| StartError::Demo { path, source })?;
+        let opened = || -> Result<Checkpoint, DraftError> {
+            if let Some(split) = model.replicas.iter().find(|replica| replica.split.is_some()) {
+                return Err(DraftError::Split { devices: split.devices.len() });
+            }
+            let mut draft = Checkpoint::open(&path)?;
+            draft::check(&draft, own)?;
+            if let Some(to) = model.quantize {
+                draft.quantize(to);
+            }
+            Ok(draft)
+        };
+        opened().map(Some).map_err(|source| StartError::Draft { model: model.name.clone(), path: path.clone(), source })
+    }
+
     /// Builds another executor, with the same capacity, for a replica whose device was lost.
     fn rebuild(
         &self,
@@ -361,6 +384,7 @@ impl Devices {
     ) -> Result<Box<dyn Executor>, StartError> {
         let adapters = self.choose_for(model, &model.replicas[index])?;
         let checkpoint = self.checkpoint(model)?;
+        let draft = self.draft(model, &checkpoint)?;
         // Context and pages that the configuration leaves open depended on the free memory at that time; the new
         // executor must have the same.
         let model = config::Model {
@@ -372,7 +396,7 @@ impl Devices {
         // No operator waits for this load, so its progress is not reported. The replica's clients wait for it, so it
         // may use all of the host.
         let attempt = LoadAttempt { beside: false, queue_limit: 0, cancelled, progress: &Quiet };
-        Ok(self.executor(&model, index, &adapters, &checkpoint, &attempt)?.executor)
+        Ok(self.executor(&model, index, &adapters, (&checkpoint, draft.as_ref()), &attempt)?.executor)
     }
 }
 
@@ -428,10 +452,11 @@ fn serve(devices: &Arc<Devices>, model: &config::Model, attempt: &LoadAttempt<'_
     }
     let embedding = embedding::of(&checkpoint)
         .map_err(|error| StartError::Unsupported { model: model.name.clone(), what: error.to_string() })?;
+    let draft = devices.draft(model, &checkpoint)?;
     let mut replicas = Vec::new();
     let mut context = checkpoint.config.context;
     for (index, adapters) in placed.iter().enumerate() {
-        let built = devices.executor(model, index, adapters, &checkpoint, attempt)?;
+        let built = devices.executor(model, index, adapters, (&checkpoint, draft.as_ref()), attempt)?;
         let BuiltReplica { executor, loaded, memory, stages } = built;
         context = context.min(executor.capacity().context);
         let replica_config = ReplicaConfig {

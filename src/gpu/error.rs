@@ -9,6 +9,7 @@ use crate::kernels::region::RegionError;
 use crate::memory::MemoryError;
 use crate::memory::plan::PlanError;
 use crate::model::checkpoint::CheckpointError;
+use crate::model::draft::DraftError;
 use crate::model::text::TextError;
 use std::path::PathBuf;
 
@@ -29,6 +30,17 @@ pub enum StartError {
         /// All problems of the checkpoint.
         #[source]
         source: CheckpointError,
+    },
+    /// A draft model that cannot draft for the model.
+    #[error("model \"{model}\" cannot take its drafts from {path}")]
+    Draft {
+        /// The model's name.
+        model: String,
+        /// The draft model's path.
+        path: PathBuf,
+        /// The cause.
+        #[source]
+        source: DraftError,
     },
     /// A tokenizer or chat template that cannot be read.
     #[error("the tokenizer of model \"{model}\" cannot be loaded")]
@@ -113,6 +125,7 @@ impl StartError {
         match self {
             StartError::Device(error) => error.is_users(),
             StartError::Checkpoint { .. }
+            | StartError::Draft { .. }
             | StartError::Text { .. }
             | StartError::Unsupported { .. }
             | StartError::Context { .. }

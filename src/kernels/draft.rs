@@ -1,15 +1,15 @@
 //! The kernels of speculative decoding: the rows of a verification step and of a drafting pass, the input of a draft
-//! (MTP) block, and the storage of its draft tokens; and drafts without a block, by looking up what followed the last
-//! tokens where they occurred before (`note_tokens`, `look_up`). Not here: the products and attention of both, which are those of
+//! (MTP) block, and the storage of its draft tokens; the rows of a draft model (`draft_rows`); and drafts that are looked
+//! up where the last tokens occurred before (`note_tokens`, `look_up`). Not here: the products and attention of both, which are those of
 //! prompts, and the drawing of tokens (`sampling`), which decides which draft tokens are accepted.
 
 use super::deterministic::key_of;
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{
-    JoinNormsArgs, JoinNormsConstants, LookUpArgs, LookUpConstants, NextTokensArgs, NextTokensConstants,
-    NoteTokensArgs, NoteTokensConstants, ShiftTokensArgs, ShiftTokensConstants, StoreDraftArgs, StoreDraftConstants,
-    VerifyRowsArgs, VerifyRowsConstants,
+    DraftRowsArgs, DraftRowsConstants, JoinNormsArgs, JoinNormsConstants, LookUpArgs, LookUpConstants, NextTokensArgs,
+    NextTokensConstants, NoteTokensArgs, NoteTokensConstants, ShiftTokensArgs, ShiftTokensConstants, StoreDraftArgs,
+    StoreDraftConstants, VerifyRowsArgs, VerifyRowsConstants,
 };
 use super::state::{
     ACTIVE_RUNNING, MOST_DRAFTS, SLOT_ACTIVE, SLOT_DRAFTS, SLOT_POSITION, SLOT_TOKEN, SLOT_WORDS, TOKEN_NONE,
@@ -122,6 +122,14 @@ pub fn next_tokens(label: String, rows: VerifyRows, step: u32, args: NextTokensA
     Call { kernel: "next_tokens", label, constants: constants.into_values(), args: args.into_args(), groups: [1, 1, 1] }
 }
 
+/// Returns the call that writes the descriptor of a draft model's pass: of the last two tokens of each of `sequences`
+/// sequences with `step` 0, of their `step`-th draft token otherwise.
+pub fn draft_rows(label: String, sequences: u32, step: u32, args: DraftRowsArgs) -> Call {
+    assert!(step < MOST_DRAFTS, "step {step}");
+    let constants = DraftRowsConstants { threads: 32, rows: sequences, step };
+    Call { kernel: "draft_rows", label, constants: constants.into_values(), args: args.into_args(), groups: [1, 1, 1] }
+}
+
 /// Returns the call that writes the descriptor of the drafting pass over a prompt step.
 pub fn shift_tokens(label: String, args: ShiftTokensArgs) -> Call {
     let threads = 64;
@@ -216,6 +224,35 @@ pub(super) fn reference_next_tokens(call: &Call, memory: &mut HostMemory) {
             memory.u32(a.rows, (row + 1).min(c.rows - 1) * 4)
         };
         memory.set_u32(a.next, a.tokens_at + row, if valid == 0 { 0 } else { token });
+    }
+}
+
+pub(super) fn reference_draft_rows(call: &Call, memory: &mut HostMemory) {
+    let a = DraftRowsArgs::from_args(&call.args);
+    let c = DraftRowsConstants::from_values(&call.constants);
+    let each = if c.step == 0 { 2 } else { 1 };
+    for (i, word) in (0..).zip([c.rows, c.rows, c.rows * each, 0]) {
+        memory.set_u32(a.next, i, word);
+    }
+    for index in 0..c.rows {
+        let slot = memory.u32(a.batch, index);
+        let runs = slot != u32::MAX && slot_word(memory, a.slots, slot, SLOT_ACTIVE) == ACTIVE_RUNNING;
+        let own = if runs { slot_word(memory, a.slots, slot, SLOT_POSITION) } else { 0 };
+        let first = if c.step == 0 { own.saturating_sub(1) } else { own + c.step };
+        let prompt = [if runs { slot } else { u32::MAX }, if runs { first } else { 0 }, index * each, 0];
+        for (i, word) in (0..).zip(prompt) {
+            memory.set_u32(a.next, 4 + 4 * index + i, word);
+        }
+        memory.set_u32(a.next, a.last_at + index, index * each + if c.step == 0 { own - first } else { 0 });
+        for offset in 0..each {
+            let token = match c.step {
+                _ if !runs => 0,
+                0 if first + offset < own => memory.u32(a.history, slot * a.stride + first + offset),
+                0 => slot_word(memory, a.slots, slot, SLOT_TOKEN),
+                step => slot_word(memory, a.slots, slot, SLOT_DRAFTS + step - 1),
+            };
+            memory.set_u32(a.next, a.tokens_at + index * each + offset, token);
+        }
     }
 }
 

@@ -134,6 +134,7 @@ pub fn reference(kernel: &str) -> Reference {
         "delta_gate" => delta::reference_delta_gate,
         "verify_rows" => draft::reference_verify_rows,
         "next_tokens" => draft::reference_next_tokens,
+        "draft_rows" => draft::reference_draft_rows,
         "shift_tokens" => draft::reference_shift_tokens,
         "join_norms" => draft::reference_join_norms,
         "store_draft" => draft::reference_store_draft,

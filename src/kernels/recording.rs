@@ -295,6 +295,27 @@ impl Recording {
         (part("body", &self.ops[..at]), part("draw", &self.ops[at..]))
     }
 
+    /// Appends the operations of another recording, whose buffers get the names that `rename` returns.
+    pub fn append(&mut self, other: Recording, rename: impl Fn(&str) -> String) {
+        let ids: Vec<BufferId> =
+            other.buffers.iter().map(|decl| self.buffer(&rename(&decl.name), decl.bytes).buffer).collect();
+        let renamed = |range: &mut Range| range.buffer = ids[range.buffer.0 as usize];
+        for mut op in other.ops {
+            match &mut op {
+                Op::Call(call) => call.args.iter_mut().for_each(|arg| match arg {
+                    Arg::Buffer(range, _) | Arg::Carried(range, _) => renamed(range),
+                    Arg::U32(_) | Arg::F32(_) => {}
+                }),
+                Op::Copy { from, to } => {
+                    renamed(from);
+                    renamed(to);
+                }
+                Op::Fill { to, .. } => renamed(to),
+            }
+            self.ops.push(op);
+        }
+    }
+
     /// Appends a dispatch.
     pub fn call(&mut self, call: Call) {
         self.ops.push(Op::Call(call));

@@ -165,6 +165,7 @@ pub fn stages(
         },
         cells: rows,
         drafts: 0,
+        drafter: None,
         pages: positions.iter().map(|position| pages_of(*position, load)).sum(),
         window_pages: None,
         kv_format: KvFormat::F16,

@@ -9,6 +9,8 @@ use std::fmt;
 pub enum Purpose {
     /// Packed weights.
     Weights,
+    /// The packed weights of the draft model.
+    DraftWeights,
     /// The pages of the KV cache.
     KvPages,
     /// Per-sequence state: slots, page tables, sampling parameters.
@@ -29,6 +31,7 @@ impl fmt::Display for Purpose {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Purpose::Weights => "weights",
+            Purpose::DraftWeights => "draft weights",
             Purpose::KvPages => "kv pages",
             Purpose::State => "state",
             Purpose::Recurrent => "recurrent state",

@@ -7,6 +7,7 @@ pub mod checkpoint;
 pub mod config;
 pub mod decoder;
 pub mod demo;
+pub mod draft;
 pub mod embedding;
 pub mod gguf;
 pub mod grammar;

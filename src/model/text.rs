@@ -251,6 +251,12 @@ impl Text {
         self.decode(&[id], false).ok()
     }
 
+    /// Returns the tokenizer's own spelling of a token, in which bytes of incomplete characters differ too. `None` if there
+    /// is no such token.
+    pub fn spelling(&self, id: u32) -> Option<String> {
+        self.inner.tokenizer.id_to_token(id)
+    }
+
     /// Returns the bytes of each token, indexed by id: empty if there is no such token; for a special token a byte 255,
     /// which occurs in no text, followed by the token's name. Returns `None` if the tokenizer is neither byte-level nor
     /// byte-fallback.

@@ -11,8 +11,8 @@ use ostinato::kernels::draft::{self, VerifyRows};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows};
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::{
-    DeltaStepArgs, JoinNormsArgs, LookUpArgs, NextTokensArgs, NoteTokensArgs, ShiftTokensArgs, StoreDraftArgs,
-    VerifyRowsArgs,
+    DeltaStepArgs, DraftRowsArgs, JoinNormsArgs, LookUpArgs, NextTokensArgs, NoteTokensArgs, ShiftTokensArgs,
+    StoreDraftArgs, VerifyRowsArgs,
 };
 use ostinato::kernels::state::*;
 use ostinato::kernels::tags::Flow;
@@ -136,6 +136,53 @@ fn rows_to_verify_and_rows_to_draft_from() {
         } else {
             assert_eq!(word(LAYOUT.token(0)), 230 + step - 1, "the draft before is read");
             assert_eq!(word(5), 40 + step - 1, "at the position behind the token drawn");
+        }
+    }
+    check(&cases);
+}
+
+/// Goal: a draft model sees the last two tokens and then its own drafts, at their positions.
+#[test]
+fn rows_of_a_draft_model() {
+    let mut cases = Cases::new("draft_rows");
+    let (stride, batch) = (48, [3, u32::MAX, 0, 1]);
+    let history: Vec<u32> = (0..4 * stride).map(|at| 1000 + at).collect();
+    for (step, positions) in [(0, [17, 5, 0, 40]), (0, [0, 9, 2, 1]), (1, [17, 5, 0, 40]), (2, [1, 5, 0, 44])] {
+        cases.case(format!("{step}.{positions:?}"));
+        let next = cases.output("next", LAYOUT.bytes(16) as usize / 4, Expect::Exact);
+        let args = DraftRowsArgs {
+            slots: cases.words("slots", &slots(positions)),
+            batch: cases.words("batch", &batch),
+            history: cases.words("history", &history),
+            next,
+            stride,
+            last_at: LAYOUT.last(0),
+            tokens_at: LAYOUT.token(0),
+        };
+        cases.recording.call(draft::draft_rows("draft_rows".to_owned(), 4, step, args));
+        let memory = cases.reference();
+        let word = |at: u32| memory.u32(next, at);
+        // Of each sequence: its slot, the position of its first row, and the row that is drafted from.
+        let of = |index: u32| [word(4 + 4 * index), word(5 + 4 * index), word(LAYOUT.last(index))];
+        let tokens = |count: u32| (0..count).map(|row| word(LAYOUT.token(row))).collect::<Vec<u32>>();
+        assert_eq!(
+            [of(1), of(3)].map(|of| of[..2].to_vec()),
+            [[u32::MAX, 0], [u32::MAX, 0]],
+            "no slot, and one that ended"
+        );
+        match (step, positions[0]) {
+            (0, 17) => {
+                assert_eq!([of(0), of(2)], [[3, 39, 1], [0, 16, 5]]);
+                assert_eq!(tokens(8), [1000 + 3 * stride + 39, 103, 0, 0, 1016, 100, 0, 0]);
+            }
+            (0, _) => {
+                assert_eq!([of(0), of(2)], [[3, 0, 1], [0, 0, 4]], "a first token has none before it");
+                assert_eq!(tokens(8), [1000 + 3 * stride, 103, 0, 0, 100, 100, 0, 0]);
+            }
+            (step, position) => {
+                assert_eq!([of(0), of(2)], [[3, positions[3] + step, 0], [0, position + step, 2]]);
+                assert_eq!(tokens(4), [230 + step - 1, 0, 200 + step - 1, 0]);
+            }
         }
     }
     check(&cases);

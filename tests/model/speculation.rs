@@ -1,17 +1,20 @@
-//! Goal: drafting changes only the number of steps, whether the model's own block drafts or a look-up in the sequence. The tokens are the same, and drafts are accepted. Method: the
-//! hybrid demo model on lavapipe with keys and values in f32; prompts of held-out tasks whose answers the model
-//! predicts with certainty; with the largest number of drafts and without; greedy and sampled with a seed, alone and
-//! two at a time.
+//! Goal: drafting changes only the number of steps, whether the model's own block drafts, a look-up in the sequence, or a
+//! second model. The tokens are the same, and drafts are accepted. Method: the demo models and committed checkpoints on
+//! lavapipe with keys and values in f32; for the block, prompts of held-out tasks whose answers the model predicts with
+//! certainty; with the largest number of drafts and without; greedy and sampled with a seed, alone and several at a time.
 
 use crate::common::{Driver, Vulkan};
-use crate::harness::models::{Generated, collect, expected, fixture, generate, idle, request, submit};
-use ostinato::config::{Config, Draft, KvFormat, Model};
+use crate::harness::models::{Generated, Lines, collect, expected, fixture, generate, idle, request, submit};
+use ostinato::config::{Config, Draft, KvFormat, Model, Placement, SplitMode};
 use ostinato::engine::request::{Limits, Request, Sampling};
 use ostinato::gpu::devices::start_on;
+use ostinato::gpu::error::StartError;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
+use ostinato::model::draft::DraftError;
 use ostinato::model::text::Text;
 use ostinato::model::text::chat::{ChatMessage, ChatOptions};
+use ostinato::telemetry::with_causes;
 use std::path::{Path, PathBuf};
 
 fn folder() -> PathBuf {
@@ -192,4 +195,254 @@ fn repetitions_are_looked_up() {
         println!("temperature {temperature}: {accepted} of {output} tokens were looked up");
         assert!(temperature > 0.0 || accepted * 3 > output, "{accepted} of {output} tokens were looked up");
     }
+}
+
+/// Serves a model, with drafts of another one wherever they are possible, or without drafts.
+fn serve_with_model(
+    vulkan: &Vulkan,
+    (path, draft): (&Path, Option<&Path>),
+    lines: &Lines,
+    change: impl Fn(&mut Model),
+) -> Result<Host, StartError> {
+    let mut model = Model::new("m", path, Some(vulkan.adapter(Driver::first()).selector()));
+    model.kv_format = Some(KvFormat::F32);
+    model.slots = Some(2);
+    model.draft = draft.map(|path| Draft::Model(path.to_owned()));
+    (model.drafts, model.drafts_always) = (Some(if draft.is_some() { 3 } else { 0 }), Some(true));
+    change(&mut model);
+    let mut config = Config { models: vec![model], ..Config::default() };
+    config.runtime.tune = vec!["fragments=0".into()];
+    start_on(&vulkan.instance, &config, lines)
+}
+
+/// Serves a model twice: without drafts, and with those of another one.
+fn without_and_with(vulkan: &Vulkan, pair: (&Path, &Path), change: impl Fn(&mut Model)) -> [Host; 2] {
+    [None, Some(pair.1)].map(|draft| {
+        let served = serve_with_model(vulkan, (pair.0, draft), &Lines::default(), &change);
+        served.unwrap_or_else(|error| panic!("{pair:?}: {}", with_causes(&error)))
+    })
+}
+
+/// Returns the sums of drafted, accepted and all tokens.
+fn sums(generated: &[Generated]) -> (u32, u32, u32) {
+    let sum = |of: fn(&Generated) -> u32| generated.iter().map(of).sum();
+    (
+        sum(|one| one.finished.drafted_tokens),
+        sum(|one| one.finished.accepted_tokens),
+        sum(|one| one.finished.output_tokens),
+    )
+}
+
+fn demo(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("demo").join(name)
+}
+
+/// Goal: the draft model computes what the model does: its own drafts are right, and a step draws four tokens. The tokens
+/// are those of transformers, also where the prompt's pages are found in the prefix cache and its chunks are short.
+#[test]
+fn a_model_drafts_for_itself() {
+    let vulkan = Vulkan::new();
+    for name in ["qwen3-deep", "llama-f32"] {
+        let (path, known) = (fixture(name), expected(name));
+        let prompt = [&known.prompt[..], &known.greedy[..24]].concat();
+        for chunk in [16, 64] {
+            let pair = (&*path, Some(&*path));
+            let host = serve_with_model(&vulkan, pair, &Lines::default(), |model| model.prefill_chunk = Some(chunk));
+            let host = host.unwrap_or_else(|error| panic!("{name}: {}", with_causes(&error)));
+            let (_, replica) = host.route("", "").expect("one model");
+            for turn in 0..2 {
+                let found = generate(&replica, request(&known.prompt, 64));
+                assert_eq!(found.tokens, known.greedy, "{name}, chunk {chunk}, turn {turn}");
+                let rest = generate(&replica, request(&prompt, 40));
+                assert_eq!(rest.tokens, known.greedy[24..], "{name}, chunk {chunk}, turn {turn}, the rest");
+                let cached = (found.finished.cached_tokens, rest.finished.cached_tokens);
+                assert!(turn == 0 || cached.0.min(cached.1) >= 16, "{name}: {cached:?} tokens are found");
+                let (drafted, accepted, output) = sums(&[found, rest]);
+                println!("{name}, chunk {chunk}, turn {turn}: {accepted} of {drafted} right, {output} tokens");
+                assert!(accepted * 20 >= drafted * 19, "{name}, turn {turn}: {accepted} of {drafted} drafts are right");
+                let steps = output - accepted;
+                assert!(steps * 5 <= output * 2, "{name}, turn {turn}: {steps} steps for {output} tokens");
+            }
+            idle(&replica);
+        }
+    }
+}
+
+/// Goal: drafts that are nearly always wrong change no token: of another random model, greedy and sampled with a seed; for
+/// models with windows, experts and recurrent state, and from models with windows and with weights of codes.
+#[test]
+fn drafts_of_another_model_change_no_token() {
+    let vulkan = Vulkan::new();
+    for (name, draft) in [
+        ("qwen3-deep", "llama-f32"),
+        ("moe-top1", "qwen3-long"),
+        ("hybrid-two", "quantised/ct-order"),
+        ("families/gemma3-text", "families/gemma3-wrapped"),
+        ("families/mistral-window", "families/qwen2-yarn"),
+    ] {
+        let [path, other] = [name, draft].map(fixture);
+        let hosts = without_and_with(&vulkan, (&path, &other), |model| model.context = Some(512));
+        let asks: Vec<Request> = [(0.0, 0), (0.8, 1), (1.5, 2)]
+            .into_iter()
+            .map(|(temperature, seed)| Request {
+                id: format!("{seed}"),
+                sampling: Sampling { temperature, seed: Some(seed), ..Sampling::default() },
+                ..request(&(0..21).map(|i| (i * 37 + seed as u32) % 190).collect::<Vec<u32>>(), 40)
+            })
+            .collect();
+        let [wanted, found] = hosts.each_ref().map(|host| run(host, &asks, false));
+        assert_eq!(tokens(&found), tokens(&wanted), "{name} with {draft}");
+        let (drafted, accepted, output) = sums(&found);
+        println!("{name} with {draft}: {accepted} of {drafted} right, {output} tokens");
+        assert!(drafted > output, "{name}: {drafted} drafts for {output} tokens");
+        assert_eq!(tokens(&run(&hosts[1], &asks, true)), tokens(&wanted), "{name} with {draft}, at a time");
+    }
+}
+
+/// Goal: of trained models with a tokenizer, drafts of the smaller or coarser one are often right: of the dense demo model
+/// for the hybrid one, and of the dense one as a GGUF file of four bits for itself. The load names both models, and the
+/// memory plan has the weights and keys of both.
+#[test]
+fn drafts_of_a_trained_model_are_often_right() {
+    let vulkan = Vulkan::new();
+    let coarse = fixture("llama.cpp/demo-Q4_K_M.gguf");
+    for (path, draft, share) in [(demo("model"), coarse, 75), (demo("hybrid"), demo("model"), 50)] {
+        let [plain, drafting] = [None, Some(&*draft)].map(|draft| {
+            let lines = Lines::default();
+            let host = serve_with_model(&vulkan, (&path, draft), &lines, |model| {
+                (model.context, model.kv_pages) = (Some(256), Some(64));
+            });
+            (host.unwrap_or_else(|error| panic!("{}", with_causes(&error))), lines)
+        });
+        let lines = drafting.1.0.lock().expect("no panic");
+        let named = lines.iter().find(|line| line.contains("drafts come from")).expect("a line about the drafts");
+        assert!(named.contains("\"m/0\"") && named.contains(&*draft.to_string_lossy()), "{named}");
+        let bytes = |host: &Host, purpose: &str| -> u64 {
+            let (_, replica) = host.route("", "").expect("one model");
+            replica.memory.iter().filter(|part| part.purpose == purpose).map(|part| part.bytes).sum()
+        };
+        let of = |purpose| [&plain.0, &drafting.0].map(|host| bytes(host, purpose));
+        let [none, weights] = of("draft weights");
+        assert!(none == 0 && weights > 1 << 20, "{none} and {weights} bytes of draft weights");
+        assert_eq!(of("weights")[1], of("weights")[0]);
+        assert!(of("kv pages")[1] > of("kv pages")[0], "{:?} bytes of pages", of("kv pages"));
+
+        let text = Text::load(&path).expect("the tokenizer").expect("there is one");
+        let story = text.encode("Once upon a time there was a little fox", false).expect("it is text");
+        let mut asks = requests(0.0);
+        asks.push(Request { id: "story".to_owned(), ..request(&story, 60) });
+        let wanted = run(&plain.0, &asks, false);
+        let found = run(&drafting.0, &asks, false);
+        assert_eq!(tokens(&found), tokens(&wanted), "{}", path.display());
+        let (drafted, accepted, output) = sums(&found);
+        println!("{} with {}: {accepted} of {drafted} right, {output} tokens", path.display(), draft.display());
+        assert!(accepted * 100 >= drafted * share, "{accepted} of {drafted} drafts are right");
+    }
+}
+
+/// Goal: sequences that share steps, lose their pages and find those of others draw what they draw without drafts. Method:
+/// a model that drafts for itself, with too few pages for all sequences, and one with recurrent state; prompts with the
+/// same beginning in short chunks; then one at a time, on pages that steps of several sequences have written.
+#[test]
+fn a_draft_model_follows_preemption_and_prefix_hits() {
+    let vulkan = Vulkan::new();
+    for (name, draft, pages) in [("qwen3-deep", "qwen3-deep", 12), ("hybrid-two", "llama-plain", 12)] {
+        let [path, other] = [name, draft].map(fixture);
+        let hosts = without_and_with(&vulkan, (&path, &other), |model| {
+            (model.slots, model.context, model.kv_pages) = (Some(3), Some(128), Some(pages));
+            model.prefill_chunk = Some(64);
+        });
+        let asks: Vec<Request> = (0..4u32)
+            .map(|number| {
+                let prompt: Vec<u32> = (0..66).map(|i| i * 29 % 250).chain([number, 3, number]).collect();
+                let temperature = if number % 2 == 0 { 0.0 } else { 0.9 };
+                let sampling = Sampling { temperature, seed: Some(number.into()), ..Sampling::default() };
+                Request { id: number.to_string(), sampling, ..request(&prompt, 44 - number) }
+            })
+            .collect();
+        let wanted = run(&hosts[0], &asks, false);
+        for turn in 0..2 {
+            let found = run(&hosts[1], &asks, true);
+            assert_eq!(tokens(&found), tokens(&wanted), "{name}, turn {turn}, together");
+            let found = run(&hosts[1], &asks, false);
+            assert_eq!(tokens(&found), tokens(&wanted), "{name}, turn {turn}, alone");
+            assert!(found.iter().any(|one| one.finished.cached_tokens >= 64), "{name}: pages are found");
+            let (drafted, accepted, _) = sums(&found);
+            println!("{name} with {draft}, turn {turn}: {accepted} of {drafted} right");
+            assert!(drafted > 0, "{name}: one at a time is drafted");
+        }
+        let (_, replica) = hosts[1].route("", "").expect("one model");
+        assert!(replica.load().preemptions > 0, "{name}: {pages} pages do not suffice");
+    }
+}
+
+/// Returns the error of a start with a draft model.
+fn refused(vulkan: &Vulkan, path: &Path, draft: &Path) -> (DraftError, String) {
+    let error = serve_with_model(vulkan, (path, Some(draft)), &Lines::default(), |_| {}).expect_err("it cannot draft");
+    let text = with_causes(&error);
+    assert!(error.is_users() && text.contains("model \"m\"") && text.contains(&*draft.to_string_lossy()), "{text}");
+    match error {
+        StartError::Draft { source, .. } => (source, text),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_draft_model_that_does_not_fit_is_refused_by_what_it_is() {
+    let vulkan = Vulkan::without_validation();
+    let other = |path: &str, draft: &str| refused(&vulkan, &fixture(path), &fixture(draft));
+    let (error, text) = other("qwen3-deep", "llama-plain");
+    assert!(matches!(error, DraftError::Vocabulary { draft: 257, own: 509 }), "{text}");
+    assert!(text.contains("257") && text.contains("509"), "{text}");
+    let (error, text) = other("qwen3-deep", "no-such-folder");
+    assert!(matches!(error, DraftError::Checkpoint(_)), "{text}");
+    for (path, draft, what) in [
+        ("llama-plain", "hybrid-two", "recurrent layers"),
+        ("qwen3-deep", "moe-top1", "experts"),
+        ("families/gemma3-text", "families/deepseek2-lite", "latent attention"),
+        ("families/gemma3-text", "families/gemma4-shared", "of layers that depend on the token"),
+    ] {
+        let (error, text) = other(path, draft);
+        assert!(matches!(error, DraftError::Family { .. }) && text.contains(what), "{draft}: {text}");
+    }
+    // The same model with two words exchanged.
+    let folder = tempfile::tempdir().expect("a folder");
+    for entry in std::fs::read_dir(demo("model")).expect("the demo model") {
+        let path = entry.expect("an entry").path();
+        std::fs::copy(&path, folder.path().join(path.file_name().expect("a name"))).expect("a copy");
+    }
+    let path = folder.path().join("tokenizer.json");
+    let mut json: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).expect("it")).expect("JSON");
+    let vocabulary = json["model"]["vocab"].as_object_mut().expect("a vocabulary");
+    let (old, new) = (vocabulary["Ġthe"].clone(), vocabulary["Ġa"].clone());
+    vocabulary.insert("Ġthe".to_owned(), new.clone());
+    vocabulary.insert("Ġa".to_owned(), old.clone());
+    std::fs::write(&path, json.to_string()).expect("a file");
+    let (error, text) = refused(&vulkan, &demo("hybrid"), folder.path());
+    let first = old.as_u64().min(new.as_u64()).expect("a number");
+    assert!(matches!(error, DraftError::Token { id, .. } if u64::from(id) == first), "{text}");
+    assert!(text.contains("Ġthe") && text.contains("Ġa"), "{text}");
+    // With drafts disabled the draft model is not opened.
+    let pair = (&*fixture("llama-plain"), Some(Path::new("/nowhere")));
+    let host = serve_with_model(&vulkan, pair, &Lines::default(), |model| model.drafts = Some(0));
+    assert!(host.is_ok(), "{:?}", host.err());
+}
+
+/// Goal: a draft model for a replica on several devices is refused before anything is loaded.
+#[test]
+fn a_draft_model_of_a_split_replica_is_refused() {
+    let vulkan = Vulkan::without_validation();
+    let path = fixture("qwen3-deep");
+    let devices = Driver::all().iter().map(|driver| vulkan.adapter(*driver).selector()).collect();
+    let error = serve_with_model(&vulkan, (&path, Some(&path)), &Lines::default(), |model| {
+        model.replicas =
+            vec![Placement { devices: Vec::clone(&devices), split: Some(SplitMode::Layers), ..Placement::default() }];
+    });
+    let error = error.expect_err("it is split");
+    let devices = Driver::all().len();
+    assert!(
+        matches!(&error, StartError::Draft { source: DraftError::Split { devices: of }, .. } if *of == devices),
+        "{}",
+        with_causes(&error)
+    );
 }

@@ -263,9 +263,9 @@ fn drafts_on_two_devices_change_no_token() {
     for (name, drafts, draft) in [("hybrid", 2, None), ("model", 3, Some(Draft::Lookup))] {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo").join(name);
         let text = Text::load(&folder).expect("the tokenizer").expect("there is one");
-        let asked = match draft {
+        let asked = match &draft {
             None => text.chat(std::slice::from_ref(&message), &ChatOptions::default()).expect("the template takes it"),
-            Some(Draft::Lookup) => "The fox saw the bird. ".repeat(6),
+            Some(_) => "The fox saw the bird. ".repeat(6),
         };
         let prompt = text.encode(&asked, false).expect("text");
         // One at a time: on a CPU driver a verifying step has one sequence.
@@ -273,7 +273,7 @@ fn drafts_on_two_devices_change_no_token() {
         let [plain, drafting] = [0, drafts].map(|drafts| {
             let host = serve(&vulkan, &folder, |model| {
                 (model.context, model.slots) = (Some(256), Some(2));
-                model.draft = draft.filter(|_| drafts > 0);
+                model.draft = draft.clone().filter(|_| drafts > 0);
                 (model.drafts, model.drafts_always) = (Some(drafts), Some(true));
             });
             together(&only(&host), &asks)

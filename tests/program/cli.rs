@@ -288,6 +288,11 @@ fn what_the_user_can_mend_ends_with_2_and_says_what() {
         (&["generate", "--device", "no such thing", "--prompt", "x"], "no such thing"),
         (&["generate", "--device", cpu(), "--model", empty, "--prompt", "x"], "config.json"),
         (&["generate", "--device", cpu(), "--prompt", "x", "--memory-limit", "1KiB"], "does not fit"),
+        (
+            &["generate", "--device", cpu(), "--prompt", "x", "--draft", "/nowhere"],
+            "cannot take its drafts from /nowhere",
+        ),
+        (&["generate", "--device", cpu(), "--prompt", "x", "--draft", ""], "neither lookup nor a draft model"),
         (&["serve", "--config", config], "2 problems"),
         (&["serve", "--config", "/nowhere.toml"], "/nowhere.toml"),
         (&["serve", "--listen", "0.0.0.0:1"], "insecure"),

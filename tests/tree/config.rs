@@ -100,6 +100,27 @@ fn the_example_is_valid_as_it_stands_and_with_its_comments_taken_off() {
     assert_eq!(config.runtime.tune, ostinato::config::Config::default().runtime.tune);
 }
 
+#[test]
+fn a_draft_model_is_named_relative_to_the_file() {
+    let text =
+        |draft: &str| format!("[[models]]\nname = \"m\"\npath = \"big\"\ndraft = \"{draft}\"\nreplicas = [{{}}]\n");
+    let draft = |given: &str| {
+        let (folder, sources) = write(&text(given));
+        (folder.path().to_owned(), from_sources(&sources).map(|config| config.models[0].draft.clone()))
+    };
+    for given in ["small", "./lookup", "small.gguf"] {
+        let (folder, found) = draft(given);
+        assert_eq!(found.expect("it is a path"), Some(ostinato::config::Draft::Model(folder.join(given))));
+    }
+    for (given, path) in [("/models/small", "/models/small"), ("embedded:demo", "embedded:demo")] {
+        assert_eq!(draft(given).1.expect("a path"), Some(ostinato::config::Draft::Model(path.into())));
+    }
+    assert_eq!(draft("lookup").1.expect("a kind"), Some(ostinato::config::Draft::Lookup));
+    let problems = problems(&text(""));
+    assert!(problems.len() == 1 && problems[0].key == "models[0].draft", "{problems:?}");
+    assert!(problems[0].rule.contains("neither lookup nor a draft model"), "{problems:?}");
+}
+
 /// Keys that the example has in a comment only, with the reason.
 const SHOWN_IN_A_COMMENT: [(&str, &str); 1] = [("models.kv_memory", "it excludes kv_pages, which is shown")];
 

@@ -11,7 +11,8 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::layout::StateLayout;
 use crate::kernels::sampling;
 use crate::model::checkpoint::WeightSpec;
-use crate::model::config::LayerKind;
+use crate::model::config::{LayerKind, ModelConfig};
+use crate::model::decoder::drafter::Drafter;
 use crate::model::decoder::stage::LayerStage;
 use crate::model::decoder::{self, Decoder, RingLayout, Tuning};
 use std::collections::BTreeMap;
@@ -206,7 +207,7 @@ impl Build<'_> {
 
     /// Returns the weights of all of the model.
     pub(crate) fn all_weights(&self) -> &[WeightSpec] {
-        match (self.drafts(), self.model.draft) {
+        match (self.drafts(), &self.model.draft) {
             (1.., None) => self.checkpoint.weights(),
             _ => self.checkpoint.weights_without_mtp(),
         }
@@ -217,7 +218,7 @@ impl Build<'_> {
         let slots = self.slots();
         let config = &self.checkpoint.config;
         let capabilities = &self.adapter.capabilities;
-        Decoder {
+        let mut decoder = Decoder {
             config,
             weights: match self.part {
                 Some(part) => &part.weights,
@@ -237,6 +238,7 @@ impl Build<'_> {
             },
             cells: slots + self.snapshots().unwrap_or(0),
             drafts: self.drafts(),
+            drafter: None,
             pages,
             window_pages,
             kv_format: self.model.kv_format.unwrap_or(KvFormat::F16),
@@ -246,12 +248,33 @@ impl Build<'_> {
             },
             context,
             tuning: self.tuning(context),
+        };
+        if let Some(draft) = self.draft.filter(|_| decoder.drafts > 0) {
+            let tuning = self.tuning_of(&draft.config, context);
+            let own = Decoder {
+                config: &draft.config,
+                weights: draft.weights_without_mtp(),
+                stage: LayerStage::whole(&draft.config),
+                cells: 0,
+                drafts: 0,
+                // Its windows are in the pages of layers that see all tokens: they are given back with the sequence.
+                window_pages: None,
+                tuning: Tuning { tags: false, ..tuning },
+                ..decoder.clone()
+            };
+            decoder.drafter = Some(Drafter { decoder: Box::new(own), sequences: self.draft_sequences() });
         }
+        decoder
     }
 
     pub(crate) fn tuning(&self, context: u32) -> Tuning {
+        self.tuning_of(&self.checkpoint.config, context)
+    }
+
+    /// Returns the choices for a model of this replica: the model itself, or its draft model.
+    fn tuning_of(&self, config: &ModelConfig, context: u32) -> Tuning {
         let adapter = self.adapter;
-        let kv_heads = self.checkpoint.config.least_kv_heads();
+        let kv_heads = config.least_kv_heads();
         let mut tuning = tuning(adapter, self.opened.matrices, kv_heads, context);
         tuning.arithmetic = self.opened.arithmetic;
         tuning.ptx = self.opened.ptx.is_ok();

@@ -12,7 +12,9 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::region::buffer_sizes;
 use crate::kernels::state::MOST_DRAFTS;
 use crate::memory::plan::{self, KvRequest, MemoryLimits, Pages, Plan, PlanEntry, Purpose, Side, WindowRequest};
+use crate::model::decoder::drafter::DRAFTER;
 use crate::model::decoder::{self, Decoder, Part, ROPE};
+use std::collections::HashSet;
 
 /// The default size of the KV pool, if memory suffices, is the maximum context for every slot, but at most the larger
 /// of `DEFAULT_CONTEXTS` maximum contexts and [`DEFAULT_KV_TOKENS`] tokens.
@@ -35,9 +37,10 @@ pub(crate) const MOST_PAGES: u32 = 1 << 22;
 /// watchdog allows.
 const MOST_CHUNK: u32 = 16_384;
 
-/// Returns the purpose of a buffer in the memory plan, by the buffer's name.
+/// Returns the purpose of a buffer in the memory plan, by the buffer's name. Those of a draft model have the purposes of the
+/// model's.
 pub(crate) fn purpose(name: &str) -> Purpose {
-    match name {
+    match name.strip_prefix(DRAFTER).unwrap_or(name) {
         "state" | "sampling.counts" | "step" | "orders" | "history" => Purpose::State,
         name if name.starts_with(ROPE) => Purpose::State,
         name if name.starts_with(decoder::RECURRENT) => Purpose::Recurrent,
@@ -93,7 +96,7 @@ impl Build<'_> {
         if drafts > 0 && self.model.draft.is_none() && !self.checkpoint.has_mtp() {
             return Err(self.unsupported(format!(
                 "drafts is {drafts}, the checkpoint has no block that drafts tokens (multi-token prediction): only 0 is \
-                 possible, or draft = \"lookup\""
+                 possible, or draft = \"lookup\", or a draft model"
             )));
         }
         if let (Some(_), Some(chunk)) =
@@ -102,7 +105,8 @@ impl Build<'_> {
             return Err(self
                 .unsupported(format!("prefill_chunk is {chunk}, recurrent state takes a multiple of {STATE_TOKENS}")));
         }
-        for head_dim in c.attention_kinds.iter().map(|kind| kind.head_dim) {
+        let drafting = self.draft.iter().flat_map(|draft| &draft.config.attention_kinds);
+        for head_dim in c.attention_kinds.iter().chain(drafting).map(|kind| kind.head_dim) {
             if !head_dim.is_multiple_of(8) {
                 return Err(self.unsupported(format!("head_dim is {head_dim}, kernels need a multiple of 8")));
             }
@@ -135,19 +139,20 @@ impl Build<'_> {
             reserve_bytes: plan::default_reserve(budget.heap_bytes),
         };
         let recordings = Recordings::new(probe, buckets, self.draft_sequences());
-        let weights: Vec<Part> = probe.weights.iter().flat_map(|weight| probe.parts(weight)).collect();
-        let names: Vec<&str> = weights.iter().map(|part| part.name.as_str()).collect();
+        let weights: Vec<Part> = probe.placed_weights().into_iter().flat_map(|placed| placed.parts).collect();
+        let names: HashSet<&str> = weights.iter().map(|part| part.name.as_str()).collect();
         let sizes: Vec<(String, u64)> = buffer_sizes(&recordings.all())
             .into_iter()
-            .filter(|(name, _)| !names.contains(&name.as_str()) && !name.starts_with("kv."))
+            .filter(|(name, _)| !names.contains(name.as_str()) && purpose(name) != Purpose::KvPages)
             .collect();
         let (slots, bytes) = staging(self.adapter);
+        let of_weights = |purpose: Purpose, drafting: bool| {
+            let of = weights.iter().filter(|part| part.name.starts_with(DRAFTER) == drafting);
+            PlanEntry::of_buffers(purpose, Side::Device, of.map(|part| (part.name.as_str(), part.bytes)))
+        };
         let mut entries = vec![
-            PlanEntry::of_buffers(
-                Purpose::Weights,
-                Side::Device,
-                weights.iter().map(|part| (part.name.as_str(), part.bytes)),
-            ),
+            of_weights(Purpose::Weights, false),
+            of_weights(Purpose::DraftWeights, true),
             PlanEntry::of_buffers(Purpose::Staging, Side::Host, [("staging", (slots * bytes) as u64)]),
         ];
         for (wanted, side) in [
@@ -168,16 +173,20 @@ impl Build<'_> {
             }
             entries.push(entry);
         }
-        // The bytes of a page of K, or of V, of each layer. The drafting block has KV pages of its own.
+        // The bytes of a page of K, or of V, of each layer. The drafting block, or the layers of a draft model, have KV pages
+        // of their own.
         let of = |layer: u32| probe.heads(probe.config.attention_of[layer as usize]).page_bytes();
         let windowed = |layer: &u32| probe.window_pages.is_some() && probe.config.attention(*layer).window.is_some();
         let own = probe.config.cached_layers().filter(|layer| probe.stage.layers.contains(layer));
         let (windows, layers): (Vec<u32>, Vec<u32>) = own.partition(windowed);
         let [windows, layers] = [windows, layers].map(|layers| layers.into_iter().map(of).collect::<Vec<u64>>());
-        let drafting = if probe.drafts() { probe.heads(0).page_bytes() } else { 0 };
+        let drafting: Vec<u64> = match &probe.drafter {
+            Some(drafter) => drafter.decoder.cache_page_bytes(),
+            None => probe.drafts().then(|| probe.heads(0).page_bytes()).into_iter().collect(),
+        };
         let context_pages = u64::from(context.div_ceil(PAGE_TOKENS));
-        let page_bytes = 2 * (layers.iter().sum::<u64>() + drafting);
-        let page_bytes_in_largest_buffer = layers.iter().copied().max().unwrap_or(0);
+        let page_bytes = 2 * layers.iter().chain(&drafting).sum::<u64>();
+        let page_bytes_in_largest_buffer = layers.iter().chain(&drafting).copied().max().unwrap_or(0);
         let mut window = (!windows.is_empty()).then(|| {
             let tokens = probe.config.recycled_window().unwrap_or(context);
             let each = u64::from(WindowCapacity::pages_each(tokens, context, RUN_AHEAD, probe.drafts));

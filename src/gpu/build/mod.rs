@@ -40,6 +40,7 @@ use crate::memory::pack::{Packing, Transposed};
 use crate::memory::plan::{HumanBytes, Plan, Purpose, Side};
 use crate::memory::{Buffer, BufferTable, Place, WeightFile};
 use crate::model::checkpoint::{Checkpoint, SourceRef, WeightSpec};
+use crate::model::decoder::drafter::{DRAFTER, PlacedWeight};
 use crate::model::decoder::{Decoder, Part, ROPE};
 use crate::replica::MemoryUse;
 use crate::telemetry::clock::Moment;
@@ -73,6 +74,8 @@ pub(crate) struct Build<'a> {
     pub(crate) name: &'a str,
     pub(crate) model: &'a config::Model,
     pub(crate) checkpoint: &'a Checkpoint,
+    /// The draft model, if drafts come from one.
+    pub(crate) draft: Option<&'a Checkpoint>,
     pub(crate) opened: &'a OpenDevice,
     pub(crate) adapter: &'a Adapter,
     pub(crate) limit: Option<u64>,
@@ -211,6 +214,17 @@ impl Build<'_> {
         });
         let memory = memory.collect();
         let decoder = self.decoder(context, pages, window_pages, chunk);
+        if let (Some(drafter), Some(draft)) = (&decoder.drafter, self.draft) {
+            let (layers, bytes) = (draft.config.layers, 2 * drafter.decoder.cache_page_bytes().iter().sum::<u64>());
+            let weights = drafter.decoder.weights.iter().map(WeightSpec::bytes).sum();
+            self.progress.line(&format!(
+                "\"{}\": drafts come from {}: {layers} layers, {} of weights, {} of each kv page",
+                self.name,
+                draft.dir.display(),
+                HumanBytes(weights),
+                HumanBytes(bytes)
+            ));
+        }
         for line in acts_in_order(&decoder) {
             self.progress.line(&format!("\"{}\": {line}", self.name));
         }
@@ -223,9 +237,8 @@ impl Build<'_> {
 
         let mut table = BufferTable::new();
         let mut init = Recording::new("init");
-        let weights: Vec<(&WeightSpec, Vec<Part>)> =
-            decoder.weights.iter().map(|weight| (weight, decoder.parts(weight))).collect();
-        for part in weights.iter().flat_map(|(_, parts)| parts) {
+        let weights = decoder.placed_weights();
+        for part in weights.iter().flat_map(|weight| &weight.parts) {
             table.add(self.opened.arena.buffer(&part.name, part.bytes, Place::DeviceLocal)?)?;
         }
         for (name, bytes) in buffer_sizes(&all) {
@@ -243,26 +256,31 @@ impl Build<'_> {
                 // Rows of zeros are of no sequence, and inboxes of zeros change nothing.
                 buffer.write(0, &vec![0; bytes as usize]);
             }
-            // Caches need no initial value: only entries that were written are read.
-            let cache = matches!(purpose(&name), Purpose::KvPages | Purpose::Recurrent);
-            if place == Place::DeviceLocal && !cache && !name.starts_with(ROPE) && name != "orders" {
+            // Caches need no initial value: only entries that were written are read. Those of a draft model are not written
+            // in steps of many sequences, and must not be NaN then.
+            let own = name.strip_prefix(DRAFTER);
+            let cache = own.is_none() && matches!(purpose(&name), Purpose::KvPages | Purpose::Recurrent);
+            let own = own.unwrap_or(&name);
+            if place == Place::DeviceLocal && !cache && !own.starts_with(ROPE) && own != "orders" {
                 let to = init.buffer(&name, bytes);
                 init.ops.push(Op::Fill { to, word: 0 });
             }
             table.add(buffer)?;
         }
 
-        let load = Weights(Some(self.load(&decoder, &weights, &table)?));
+        let load = Weights(Some(self.load(&weights, &table)?));
         let upload = |buffer, bytes: &[u8]| self.opened.transfer.upload(&self.opened.ring, buffer, 0, bytes);
         let mut tables = Vec::new();
-        for (name, rope) in decoder.rope_tables() {
+        for (name, rope) in decoder.placed_rope_tables() {
             // A stage may have no layer of a kind.
             if let Some(buffer) = table.get(&name) {
                 tables.push(upload(buffer, bytemuck::cast_slice(&rope))?);
             }
         }
-        if let (Some(buffer), orders @ [_, ..]) = (table.get("orders"), &decoder.orders()[..]) {
-            tables.push(upload(buffer, bytemuck::cast_slice(orders))?);
+        for (name, orders) in decoder.placed_orders() {
+            if let (Some(buffer), [_, ..]) = (table.get(&name), &orders[..]) {
+                tables.push(upload(buffer, bytemuck::cast_slice(&orders))?);
+            }
         }
 
         let mut with_init = all.clone();
@@ -497,7 +515,7 @@ impl Build<'_> {
                 most: decoder.drafts,
                 sequences: self.draft_sequences(),
                 always: self.model.drafts_always.unwrap_or(false),
-                history: decoder.looks_up(),
+                history: decoder.keeps_tokens(),
             },
             snapshots: self.snapshots(),
         };
@@ -583,15 +601,10 @@ impl Build<'_> {
         }
     }
 
-    fn load(
-        &self,
-        decoder: &Decoder<'_>,
-        weights: &[(&WeightSpec, Vec<Part>)],
-        table: &BufferTable,
-    ) -> Result<WeightLoad, StartError> {
+    fn load(&self, weights: &[PlacedWeight<'_>], table: &BufferTable) -> Result<WeightLoad, StartError> {
         // The stamps of the files whose headers were read, so that files that were replaced since are rejected.
-        let stamps: HashMap<&Path, &Stamp> =
-            self.checkpoint.files.iter().map(|file| (&*file.path, &file.stamp)).collect();
+        let files = self.checkpoint.files.iter().chain(self.draft.iter().flat_map(|draft| &draft.files));
+        let stamps: HashMap<&Path, &Stamp> = files.map(|file| (&*file.path, &file.stamp)).collect();
         let failed = |source: LoadError| StartError::Load { model: self.model.name.clone(), source };
         let mut files: HashMap<Arc<Path>, Arc<WeightFile>> = HashMap::new();
         let mut open = |path: &Arc<Path>| -> Result<Arc<WeightFile>, StartError> {
@@ -604,9 +617,8 @@ impl Build<'_> {
             Ok(file)
         };
         let mut tensors = Vec::new();
-        for (weight, parts) in weights {
+        for PlacedWeight { spec: weight, packing: whole, parts } in weights {
             for part in parts {
-                let whole = decoder.packing(weight);
                 let mut sources = Vec::new();
                 for source in &weight.sources {
                     let Some(clipped) = clip(source, part, open(&source.path)?) else { continue };
@@ -629,7 +641,7 @@ impl Build<'_> {
                     name: part.name.clone(),
                     target: Arc::clone(table.require(&part.name)?),
                     offset: 0,
-                    packing: Packing { rows: part.rows, ..whole },
+                    packing: Packing { rows: part.rows, ..*whole },
                     sources,
                 });
             }

@@ -257,7 +257,7 @@ fn inbox_recordings(decoder: &Decoder<'_>, index: usize) -> InboxRecordings {
     let counts = mark.buffer("sampling.counts", sampling::counts_bytes(slots, vocabulary));
     let args = MarkPromptArgs { rows, state: decoder.state.slots(&mut mark), counts, row_count: SEEN_ROWS, vocabulary };
     mark.call(sampling::mark_prompt("mark_seen".to_owned(), args));
-    if decoder.looks_up() {
+    if decoder.keeps_tokens() {
         decoder.note_tokens(&mut mark, rows, SEEN_ROWS);
     }
     InboxRecordings { apply, clear: Some(clear), mark: Some(mark) }

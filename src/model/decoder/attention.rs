@@ -57,7 +57,8 @@ impl Decoder<'_> {
 
     /// Returns the page tables of a kind of attention layers.
     fn page_tables(&self, r: &mut Recording, kind: usize) -> Range {
-        match self.config.attention_kinds[kind].window {
+        // A draft model's windows have no pages of their own, even if the model's have.
+        match self.config.attention_kinds[kind].window.and(self.window_pages) {
             Some(_) => self.state.window_pages(r),
             None => self.state.pages(r),
         }

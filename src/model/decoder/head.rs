@@ -171,9 +171,10 @@ impl Decoder<'_> {
                     r.call(sampling::sample_drafts(label, sequences, (each, first), threads, args));
                 }
                 r.call(sampling::advance("advance".to_owned(), advance));
-                match self.looks_up() {
-                    true => self.draft_by_look_up(r, rows_range, (sequences, each), drafts),
-                    false => self.draft(r, step, x, rows_range, (sequences, each), drafts),
+                if self.looks_up() {
+                    self.draft_by_look_up(r, rows_range, (sequences, each), drafts);
+                } else if self.drafts() {
+                    self.draft(r, step, x, rows_range, (sequences, each), drafts);
                 }
             }
             _ => {

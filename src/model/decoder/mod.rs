@@ -5,6 +5,7 @@
 
 mod attention;
 mod delta;
+pub mod drafter;
 mod experts;
 mod head;
 mod inputs;
@@ -19,6 +20,7 @@ mod weights;
 
 pub use attention::ROPE;
 pub use delta::delta_heads;
+use drafter::Drafter;
 use stage::LayerStage;
 pub use tuning::Tuning;
 
@@ -189,9 +191,11 @@ pub struct Decoder<'a> {
     pub kv_format: KvFormat,
     /// The number of cells of recurrent state: one per slot, followed by those of snapshots.
     pub cells: u32,
-    /// The maximum number of draft tokens per sequence and step; 0 disables drafting. Without the weights of a drafting
-    /// block, drafts are looked up.
+    /// The maximum number of draft tokens per sequence and step; 0 disables drafting. Without a draft model and the weights
+    /// of a drafting block, drafts are looked up.
     pub drafts: u32,
+    /// The draft model, if there is one.
+    pub drafter: Option<Drafter<'a>>,
     /// The dimensions of the token ring buffer.
     pub ring: RingLayout,
     /// The maximum context length in tokens.
@@ -334,19 +338,59 @@ impl Decoder<'_> {
 
     /// Returns the recording of a step.
     pub fn record(&self, shape: StepShape) -> Recording {
-        let c = self.config;
         let mut recording = Recording::new(shape.name());
         let r = &mut recording;
+        let rows = shape.rows();
+        let carries = self.carries(shape);
+        // Head, Score and Pool recordings read the activations that a prefill step left, so their buffers are sized for the
+        // largest one.
+        let behind = matches!(shape, StepShape::Head { .. } | StepShape::Score { .. } | StepShape::Pool { .. });
+        // Before the descriptor of a verification step, which contains the drafts.
+        self.run_drafter(r, shape);
+        let chunk = match shape {
+            StepShape::Verify { sequences, drafts } => self.verify_rows(r, sequences, drafts + 1),
+            _ => self.state.chunk(r),
+        };
+        let step = self.buffers(r, shape, if behind { self.state.chunk } else { rows }, chunk, carries);
+        if !behind {
+            if carries {
+                self.clear_tags(r, &step);
+            }
+            // Later stages take over the rows and their activations from the stage before them.
+            if self.stage.is_first() {
+                self.embed(r, shape, &step);
+            }
+            if self.keeps_tokens() {
+                self.note_tokens(r, step.rows, rows);
+            }
+            self.layers(r, shape, &step);
+        }
+        match shape {
+            _ if !self.stage.is_last() => assert!(!behind, "only the last stage draws tokens"),
+            StepShape::Prefill { .. } => {
+                self.mark(r, shape, &step);
+                if self.drafts() {
+                    self.draft_prompts(r, shape, &step);
+                }
+            }
+            StepShape::Score { .. } => self.score(r, shape, &step),
+            StepShape::Pool { .. } => self.pool(r, &step),
+            StepShape::Decode { .. } | StepShape::Head { .. } | StepShape::Verify { .. } => self.head(r, shape, &step),
+        }
+        tags::number_calls(&mut recording);
+        debug_assert_eq!(tags::check(&recording), Ok(()));
+        recording
+    }
+
+    /// Returns the buffers of a step: for `x_rows` rows of the residual stream, with the descriptor `chunk`. `carries`:
+    /// whether the activations are tagged.
+    fn buffers(&self, r: &mut Recording, shape: StepShape, x_rows: u32, chunk: Range, carries: bool) -> Step {
+        let c = self.config;
         let rows = shape.rows();
         let prefill = matches!(shape, StepShape::Prefill { .. });
         let heads = self.all_heads();
         // Tagged and plain words never share memory, because a plain word's low bits could equal any tag.
-        let carries = self.carries(shape);
         let named = |name: &str| if carries { format!("{TAGGED}{name}") } else { name.to_owned() };
-        // Head, Score and Pool recordings read the activations that a prefill step left, so their buffers are sized for the
-        // largest one.
-        let behind = matches!(shape, StepShape::Head { .. } | StepShape::Score { .. } | StepShape::Pool { .. });
-        let x_rows = if behind { self.state.chunk } else { rows };
         let most = |of: &dyn Fn(&Attention) -> u32| c.attention_kinds.iter().map(of).max().unwrap_or(0);
         let (projected, mixed) = c.delta.map_or((0, 0), |net| (net.projected_rows(), net.value_rows()));
         let experts = c.experts.map(|experts| self.expert_shape(experts));
@@ -356,11 +400,7 @@ impl Decoder<'_> {
         });
         let names = ["latent.input", "latent.queries", "latent.mixed"];
         let latent = std::array::from_fn(|at| Self::activations(r, names[at], rows, latent[at]));
-        let chunk = match shape {
-            StepShape::Verify { sequences, drafts } => self.verify_rows(r, sequences, drafts + 1),
-            _ => self.state.chunk(r),
-        };
-        let step = Step {
+        Step {
             rows: r.buffer("rows", embed::rows_bytes(x_rows)),
             x: Self::activations(r, &named("x"), x_rows, c.hidden),
             qkv: Self::activations(r, &named("qkv"), rows, most(&|kind| c.qkv_rows(kind))),
@@ -384,40 +424,17 @@ impl Decoder<'_> {
             ),
             counters: r.buffer("attention.counters", self.counter_bytes()),
             chunk,
-        };
-        if !behind {
-            if carries {
-                self.clear_tags(r, &step);
-            }
-            // Later stages take over the rows and their activations from the stage before them.
-            if self.stage.is_first() {
-                self.embed(r, shape, &step);
-            }
-            if self.looks_up() {
-                self.note_tokens(r, step.rows, rows);
-            }
-            if self.stage.is_first() {
-                self.layer_inputs(r, shape, &step);
-            }
-            for layer in self.stage.layers.clone() {
-                self.layer(r, shape, &step, layer);
-            }
         }
-        match shape {
-            _ if !self.stage.is_last() => assert!(!behind, "only the last stage draws tokens"),
-            StepShape::Prefill { .. } => {
-                self.mark(r, shape, &step);
-                if self.drafts() {
-                    self.draft_prompts(r, shape, &step);
-                }
-            }
-            StepShape::Score { .. } => self.score(r, shape, &step),
-            StepShape::Pool { .. } => self.pool(r, &step),
-            StepShape::Decode { .. } | StepShape::Head { .. } | StepShape::Verify { .. } => self.head(r, shape, &step),
+    }
+
+    /// Records the layers of a step behind its embedding.
+    fn layers(&self, r: &mut Recording, shape: StepShape, step: &Step) {
+        if self.stage.is_first() {
+            self.layer_inputs(r, shape, step);
         }
-        tags::number_calls(&mut recording);
-        debug_assert_eq!(tags::check(&recording), Ok(()));
-        recording
+        for layer in self.stage.layers.clone() {
+            self.layer(r, shape, step, layer);
+        }
     }
 
     /// Zeroes the step's tagged activations except x, whose first write has a tag that no other write has. This is one

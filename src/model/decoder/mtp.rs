@@ -25,11 +25,16 @@ pub(super) const CACHE: &str = "kv.mtp";
 impl Decoder<'_> {
     /// Whether drafts are looked up in the sequences' own tokens, which the last stage does.
     pub fn looks_up(&self) -> bool {
+        self.keeps_tokens() && self.drafter.is_none()
+    }
+
+    /// Whether the tokens of all slots are kept by their positions: for look-up, or for a draft model.
+    pub fn keeps_tokens(&self) -> bool {
         self.drafts > 0 && self.stage.is_last() && self.weight("mtp.fc").is_none()
     }
 
     /// Returns the tokens of all slots, `[slots][positions]`, and the number of positions of a slot.
-    fn history(&self, r: &mut Recording) -> (Range, u32) {
+    pub(super) fn history(&self, r: &mut Recording) -> (Range, u32) {
         let positions = self.state.max_pages * attention::PAGE_TOKENS;
         (r.buffer("history", u64::from(self.state.slots) * u64::from(positions) * 4), positions)
     }
@@ -53,7 +58,7 @@ impl Decoder<'_> {
     }
 
     /// Returns the chunk descriptor of a verification step or of a drafting pass.
-    fn descriptor(&self, r: &mut Recording, name: &str) -> Range {
+    pub(super) fn descriptor(&self, r: &mut Recording, name: &str) -> Range {
         r.buffer(name, self.state.chunk_layout().bytes(self.state.chunk))
     }
 

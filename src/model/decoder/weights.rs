@@ -8,6 +8,9 @@ use crate::kernels::recording::{Range, Recording};
 use crate::memory::pack::{Format, Layout, Packing};
 use crate::model::checkpoint::{WeightKind, WeightSpec};
 
+/// The name of the buffer with the orders of columns.
+pub(super) const ORDERS: &str = "orders";
+
 /// The maximum size in bytes of a part of a matrix of codes that is expanded at once.
 const MOST_EXPANDED: u64 = 128 << 20;
 
@@ -109,7 +112,7 @@ impl Decoder<'_> {
             all += bytes(weight.cols);
         }
         let (at, cols) = found?;
-        Some((recording.buffer("orders", all).part(at, bytes(cols)), cols))
+        Some((recording.buffer(ORDERS, all).part(at, bytes(cols)), cols))
     }
 
     pub(super) fn weight(&self, name: &str) -> Option<&WeightSpec> {

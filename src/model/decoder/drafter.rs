@@ -1,0 +1,154 @@
+//! A draft model: a second, smaller model of the same vocabulary that drafts tokens for the model that verifies them. Its
+//! keys and values are in the same pages as further layers, so it computes the tokens of every prompt's step, and those of
+//! steps that may be followed by drafts.
+//!
+//! Not here: which models can draft for which (`model::draft`), and the model's own drafting block (`mtp`).
+
+use super::weights::ORDERS;
+use super::{Decoder, Part, StepShape};
+use crate::kernels::draft;
+use crate::kernels::embed;
+use crate::kernels::gemm::take_last;
+use crate::kernels::recording::Recording;
+use crate::kernels::sampling;
+use crate::kernels::shaders::{DraftRowsArgs, StoreDraftArgs, TakeLastArgs};
+use crate::memory::pack::Packing;
+use crate::model::checkpoint::WeightSpec;
+
+/// The prefix of the names of a draft model's buffers. What it shares with the model has no prefix.
+pub const DRAFTER: &str = "drafter.";
+
+/// The names of the buffers that a draft model shares with the model: slots and page tables, tokens by position, and the
+/// number of the step.
+const SHARED: [&str; 3] = ["state", "history", "step"];
+
+/// A draft model within a decoder.
+#[derive(Clone, Debug)]
+pub struct Drafter<'a> {
+    /// The draft model's decoder. Its state, number of pages, format of cached keys and values and context are those of the
+    /// model.
+    pub decoder: Box<Decoder<'a>>,
+    /// The maximum number of sequences of a verification step.
+    pub sequences: u32,
+}
+
+/// A weight of a model or of its draft model, with its place in memory.
+#[derive(Clone, Debug)]
+pub struct PlacedWeight<'a> {
+    /// The weight.
+    pub spec: &'a WeightSpec,
+    /// Its packing.
+    pub packing: Packing,
+    /// Its buffers.
+    pub parts: Vec<Part>,
+}
+
+/// Returns the name of a draft model's buffer beside those of the model.
+pub fn drafter_name(name: &str) -> String {
+    if SHARED.contains(&name) { name.to_owned() } else { format!("{DRAFTER}{name}") }
+}
+
+impl<'a> Decoder<'a> {
+    /// Returns the weights of the model and of its draft model.
+    pub fn placed_weights(&self) -> Vec<PlacedWeight<'a>> {
+        let of = |decoder: &Decoder<'a>, spec: &'a WeightSpec| PlacedWeight {
+            spec,
+            packing: decoder.packing(spec),
+            parts: decoder.parts(spec),
+        };
+        let mut placed: Vec<PlacedWeight<'a>> = self.weights.iter().map(|spec| of(self, spec)).collect();
+        if let Some(drafter) = &self.drafter {
+            placed.extend(drafter.decoder.weights.iter().map(|spec| {
+                let mut placed = of(&drafter.decoder, spec);
+                placed.parts.iter_mut().for_each(|part| part.name = drafter_name(&part.name));
+                placed
+            }));
+        }
+        placed
+    }
+}
+
+impl Decoder<'_> {
+    /// Returns the rotary tables of the model and of its draft model, by the names of their buffers.
+    pub fn placed_rope_tables(&self) -> Vec<(String, Vec<f32>)> {
+        let drafting = self.drafter.iter().flat_map(|drafter| drafter.decoder.rope_tables());
+        let drafting = drafting.map(|(name, table)| (drafter_name(&name), table));
+        self.rope_tables().into_iter().chain(drafting).collect()
+    }
+
+    /// Returns the orders of columns of the model and of its draft model, by the names of their buffers.
+    pub fn placed_orders(&self) -> Vec<(String, Vec<u32>)> {
+        let drafting = self.drafter.iter().map(|drafter| (drafter_name(ORDERS), drafter.decoder.orders()));
+        [(ORDERS.to_owned(), self.orders())].into_iter().chain(drafting).collect()
+    }
+
+    /// Returns the bytes of a page of keys, which equal those of its values, of each layer with keys of its own.
+    pub fn cache_page_bytes(&self) -> Vec<u64> {
+        let layers = self.config.cached_layers();
+        layers.map(|layer| self.heads(self.config.attention_of[layer as usize]).page_bytes()).collect()
+    }
+
+    /// Records what a draft model does before the layers of a step: drafts before a verification step. Before a decode step
+    /// that a verification step may follow, and in a prompt's step, it only computes its keys and values.
+    pub(super) fn run_drafter(&self, r: &mut Recording, shape: StepShape) {
+        let Some(drafter) = &self.drafter else { return };
+        let own = &drafter.decoder;
+        let mut pass = Recording::new(shape.name());
+        match shape {
+            StepShape::Prefill { .. } => own.follow_prompts(&mut pass, shape),
+            StepShape::Decode { rows } if rows <= drafter.sequences => own.draft_alone(&mut pass, rows, 0),
+            StepShape::Verify { sequences, drafts } => own.draft_alone(&mut pass, sequences, drafts),
+            StepShape::Decode { .. } | StepShape::Head { .. } | StepShape::Score { .. } | StepShape::Pool { .. } => {}
+        }
+        r.append(pass, drafter_name);
+    }
+
+    /// Records a draft model's layers over the rows of a prompt's step.
+    fn follow_prompts(&self, r: &mut Recording, shape: StepShape) {
+        let chunk = self.state.chunk(r);
+        let step = self.buffers(r, shape, shape.rows(), chunk, false);
+        self.embed(r, shape, &step);
+        self.layers(r, shape, &step);
+    }
+
+    /// Records a draft model's passes over the last two tokens of each of `sequences` sequences and over its own drafts. The
+    /// last draft itself is not computed here, but in the next step if it was accepted.
+    fn draft_alone(&self, r: &mut Recording, sequences: u32, drafts: u32) {
+        let c = self.config;
+        let layout = self.state.chunk_layout();
+        let (history, stride) = self.history(r);
+        for index in 0..drafts.max(1) {
+            let (slots, batch) = (self.state.slots(r), self.state.batch(r));
+            let next = self.descriptor(r, "draft.chunk");
+            let (last_at, tokens_at) = (layout.last(0), layout.token(0));
+            let args = DraftRowsArgs { slots, batch, history, next, stride, last_at, tokens_at };
+            r.call(draft::draft_rows("draft_rows".to_owned(), sequences, index, args));
+            let shape = StepShape::Head { rows: if index == 0 { 2 * sequences } else { sequences } };
+            let step = self.buffers(r, shape, shape.rows(), next, false);
+            self.embed(r, shape, &step);
+            self.layers(r, shape, &step);
+            if drafts == 0 {
+                return;
+            }
+            let head_x = Self::activations(r, "head.x", sequences, c.hidden);
+            let head_rows = r.buffer("head.rows", embed::rows_bytes(sequences));
+            let args = TakeLastArgs {
+                x: step.x.range,
+                rows: step.rows,
+                chunk: step.chunk,
+                head_x: head_x.range,
+                head_rows,
+                x_stride: step.x.stride,
+                last_at,
+            };
+            r.call(take_last("draft_last".to_owned(), sequences, args));
+            let shape = StepShape::Head { rows: sequences };
+            let logits = Self::activations(r, "logits", sequences, c.vocab);
+            self.lm_head(r, shape, &step, head_x, "final_norm", logits);
+            let partials = self.best(r, sequences, logits, "draft.partials", "draft_argmax");
+            let parts = sampling::ARGMAX_PARTS;
+            let args = StoreDraftArgs { partials, rows: head_rows, slots, row_count: sequences, parts };
+            r.call(draft::store_draft("store_draft".to_owned(), index, args));
+        }
+    }
+}

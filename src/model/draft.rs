@@ -1,0 +1,94 @@
+//! Which models can draft for which: a draft model has the vocabulary of the model that it drafts for, and layers of full
+//! attention only.
+//!
+//! Not here: the recordings of a draft model (`decoder::drafter`).
+
+use super::checkpoint::{Checkpoint, CheckpointError};
+use super::config::{LayerKind, ModelConfig};
+use super::text::{Text, TextError};
+
+/// Why a model cannot draft for another one.
+#[derive(Debug, thiserror::Error)]
+pub enum DraftError {
+    /// It is no checkpoint that can be run.
+    #[error("the draft model cannot be loaded")]
+    Checkpoint(#[from] CheckpointError),
+    /// Its tokenizer cannot be read.
+    #[error("the tokenizer of the draft model cannot be loaded")]
+    Text(#[from] TextError),
+    /// The vocabularies have different sizes.
+    #[error("the draft model has a vocabulary of {draft} tokens, the model one of {own}")]
+    Vocabulary {
+        /// The number of tokens of the draft model.
+        draft: u32,
+        /// The number of tokens of the model.
+        own: u32,
+    },
+    /// The tokenizers give a number to different tokens.
+    #[error("the tokenizers differ: token {id} is {draft:?} in the draft model and {own:?} in the model")]
+    Token {
+        /// The first such number.
+        id: u32,
+        /// The token of the draft model.
+        draft: String,
+        /// The token of the model.
+        own: String,
+    },
+    /// The draft model is of a family that cannot draft.
+    #[error("a draft model with {what} is not supported: only dense models with full attention can draft")]
+    Family {
+        /// What its layers have.
+        what: &'static str,
+    },
+    /// The model is split over several devices.
+    #[error("a draft model is not supported for a replica that is split over {devices} devices")]
+    Split {
+        /// The number of devices.
+        devices: usize,
+    },
+}
+
+/// Checks that a model can draft for another one.
+pub fn check(draft: &Checkpoint, own: &Checkpoint) -> Result<(), DraftError> {
+    if let Some(what) = unsupported(&draft.config) {
+        return Err(DraftError::Family { what });
+    }
+    if draft.config.vocab != own.config.vocab {
+        return Err(DraftError::Vocabulary { draft: draft.config.vocab, own: own.config.vocab });
+    }
+    // The error of the model's own tokenizer is reported where it is used.
+    if let (Some(draft), Ok(Some(own))) = (Text::of(draft)?, Text::of(own)) {
+        compare(&draft, &own)?;
+    }
+    Ok(())
+}
+
+/// Returns what the layers of a model have that a draft model must not have.
+fn unsupported(config: &ModelConfig) -> Option<&'static str> {
+    if config.layers_of(LayerKind::GatedDelta).next().is_some() {
+        return Some("recurrent layers");
+    }
+    if config.latent.is_some() {
+        return Some("latent attention");
+    }
+    if config.experts.is_some() {
+        return Some("experts");
+    }
+    if config.layer_inputs.is_some() {
+        return Some("inputs of layers that depend on the token");
+    }
+    config.layers_of(LayerKind::Attention).any(|layer| !config.owns_cache(layer)).then_some("layers that share keys")
+}
+
+/// Compares the tokens of two tokenizers. Models of one family differ in special tokens and in tokens that were added
+/// later; those are not drafted, or rarely and then rejected.
+fn compare(draft: &Text, own: &Text) -> Result<(), DraftError> {
+    let most = u32::try_from(draft.vocabulary().min(own.vocabulary())).unwrap_or(u32::MAX);
+    for id in 0..most {
+        let (Some(theirs), Some(ours)) = (draft.spelling(id), own.spelling(id)) else { continue };
+        if theirs != ours && !draft.is_special(id) && !own.is_special(id) {
+            return Err(DraftError::Token { id, draft: theirs, own: ours });
+        }
+    }
+    Ok(())
+}

@@ -11,11 +11,12 @@ use crate::memory::plan::{
     HumanBytes, KvRequest, MemoryLimits, Pages, Plan, PlanEntry, PlanError, Purpose, Side, WindowRequest,
     default_reserve,
 };
-use crate::model::checkpoint::Checkpoint;
 use crate::model::checkpoint::contents::{Contents, TensorKind};
+use crate::model::checkpoint::{Checkpoint, WeightSpec};
 use crate::model::config::LayerKind;
 use crate::model::decoder::delta_heads;
 use crate::model::demo;
+use crate::model::draft;
 use crate::model::embedding;
 use crate::model::text::Text;
 use crate::telemetry::with_causes;
@@ -45,6 +46,9 @@ pub(crate) struct Inspect {
     /// State memory with keys and values in this format: f16, f32 or int8. Default: f16.
     #[arg(long)]
     kv_format: Option<KvFormat>,
+    /// State memory with this draft model too: given like the model.
+    #[arg(long, value_name = "MODEL")]
+    draft: Option<String>,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -63,6 +67,8 @@ struct Needs {
     /// The context in tokens.
     context: u32,
     weights: u64,
+    /// The weights of the draft model, whose keys and values are in `kv_per_token`.
+    draft_weights: u64,
     kv_per_token: u64,
     /// The keys and values of one sequence in layers with a sliding window, if these are given back.
     window: u64,
@@ -80,7 +86,14 @@ pub(super) fn run(args: &Inspect) -> anyhow::Result<()> {
     }
     let text = Text::load(&path);
     let reasons = reasons(&contents, &text);
-    let needs = contents.checkpoint.as_ref().ok().map(|checkpoint| Needs::of(checkpoint, args.context, args.kv_format));
+    let drafting = match (&args.draft, &contents.checkpoint) {
+        (Some(given), Ok(checkpoint)) => Some(opened_draft(args, given, checkpoint)?),
+        _ => None,
+    };
+    let needs = contents.checkpoint.as_ref().ok().map(|checkpoint| {
+        let needs = Needs::of(checkpoint, args.context, args.kv_format);
+        drafting.iter().fold(needs, |needs, draft| needs.with_draft(draft, args.kv_format))
+    });
     let plan = needs.as_ref().zip(args.memory).map(|(needs, memory)| needs.plan(memory.0));
     let mut out = std::io::stdout().lock();
     let output = match args.json {
@@ -90,6 +103,16 @@ pub(super) fn run(args: &Inspect) -> anyhow::Result<()> {
     // JSON escapes most control characters itself.
     let output = if args.json && !out.is_terminal() { output.into() } else { visible(&output) };
     Ok(out.write_all(output.as_bytes())?)
+}
+
+/// Opens the checkpoint of a model that is to draft for another one.
+fn opened_draft(args: &Inspect, given: &str, own: &Checkpoint) -> anyhow::Result<Checkpoint> {
+    let (path, mut checkpoint) = named::opened(&named::find(given, args.json)?)?;
+    draft::check(&checkpoint, own).map_err(|source| StartError::Draft { model: args.model.clone(), path, source })?;
+    if let Some(to) = args.quantize {
+        checkpoint.quantize(to);
+    }
+    Ok(checkpoint)
 }
 
 /// Returns why the model cannot be run; empty if it can.
@@ -118,10 +141,18 @@ impl Needs {
         Needs {
             context,
             weights: checkpoint.weight_bytes(),
+            draft_weights: 0,
             kv_per_token: config.kv_bytes_per_token(format) - windowed + drafts,
             window: windowed * u64::from(window.unwrap_or(0)),
             state,
         }
+    }
+
+    /// Returns the needs with those of a draft model, whose keys and values are kept as long as the sequence.
+    fn with_draft(self, draft: &Checkpoint, kv_format: Option<KvFormat>) -> Needs {
+        let kv_per_token = draft.config.kv_bytes_per_token(kv_format.unwrap_or(KvFormat::F16));
+        let weights = draft.weights_without_mtp().iter().map(WeightSpec::bytes).sum();
+        Needs { draft_weights: weights, kv_per_token: self.kv_per_token + kv_per_token, ..self }
     }
 
     /// Plans one sequence of the context, and as many keys and values as fit.
@@ -137,6 +168,7 @@ impl Needs {
         };
         let entries = vec![
             PlanEntry::of_buffers(Purpose::Weights, Side::Device, [("weights", self.weights)]),
+            PlanEntry::of_buffers(Purpose::DraftWeights, Side::Device, [("draft weights", self.draft_weights)]),
             PlanEntry::of_buffers(Purpose::Recurrent, Side::Device, [("state", self.state)]),
         ];
         let page_bytes = self.kv_per_token * u64::from(PAGE_TOKENS);
@@ -276,13 +308,17 @@ fn table(
     if let Some(needs) = needs {
         let (weights, token) = (HumanBytes(needs.weights), HumanBytes(needs.kv_per_token));
         let kv = HumanBytes(needs.kv_per_token * u64::from(needs.context));
+        let draft = match needs.draft_weights {
+            0 => String::new(),
+            bytes => format!(" and {} of the draft model", HumanBytes(bytes)),
+        };
         let of_sequence = |what: &str, bytes: u64| match bytes {
             0 => String::new(),
             bytes => format!(", {what} {} a sequence", HumanBytes(bytes)),
         };
         let _ = writeln!(
             out,
-            "\nmemory: weights {weights}, keys and values {token} a token, {kv} for {} tokens{}{}",
+            "\nmemory: weights {weights}{draft}, keys and values {token} a token, {kv} for {} tokens{}{}",
             needs.context,
             of_sequence("windows", needs.window),
             of_sequence("recurrent state", needs.state)
@@ -361,6 +397,7 @@ fn object(
         "runs": reasons.is_empty(),
         "reasons": reasons,
         "weight_bytes": needs.map(|needs| needs.weights),
+        "draft_weight_bytes": needs.map(|needs| needs.draft_weights),
         "kv_bytes_per_token": needs.map(|needs| needs.kv_per_token),
         "window_bytes_per_sequence": needs.map(|needs| needs.window),
         "state_bytes_per_sequence": needs.map(|needs| needs.state),
@@ -378,12 +415,15 @@ mod tests {
     #[test]
     fn a_plan_without_a_device_says_both_sizes_or_what_fits() {
         let gib = 1 << 30;
-        let needs = Needs { context: 1024, weights: 10 * gib, kv_per_token: 1 << 17, window: 0, state: 0 };
+        let needs =
+            Needs { context: 1024, weights: 10 * gib, draft_weights: 0, kv_per_token: 1 << 17, window: 0, state: 0 };
         let plan = needs.plan(16 * gib).expect("it fits");
         assert_eq!(plan.bytes(Purpose::Weights), 10 * gib);
         // What is left after the reserve, in pages of 16 tokens.
         let left = 16 * gib - default_reserve(16 * gib) - 10 * gib;
         assert_eq!(plan.kv_pages(), left / (16 << 17));
+        let drafting = Needs { draft_weights: 2 * gib, ..needs }.plan(16 * gib).expect("it fits");
+        assert_eq!(drafting.kv_pages(), (left - 2 * gib) / (16 << 17), "a draft model takes the place of pages");
         let error = needs.plan(8 * gib).expect_err("it does not fit").to_string();
         assert!(error.contains("10.0 GiB for weights") && error.contains("a device of 8.0 GiB"), "{error}");
         // The weights fit, and one sequence of the context does not.

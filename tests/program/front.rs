@@ -216,6 +216,15 @@ fn a_checkpoint_is_inspected_without_a_device() {
     assert_eq!(json(&["demo", "--memory", "1GiB"])["memory"]["fits"], true);
     let quantised = json(&["demo", "--quantize", "int8"]);
     assert!(quantised["weight_bytes"].as_u64() < demo["weight_bytes"].as_u64(), "{quantised}");
+    // A draft model adds its weights, and its keys and values.
+    let drafting = json(&["demo-hybrid", "--draft", "demo"]);
+    let alone = json(&["demo-hybrid"]);
+    assert_eq!(drafting["draft_weight_bytes"], demo["weight_bytes"]);
+    let kv = |of: &Value| of["kv_bytes_per_token"].as_u64().unwrap();
+    assert_eq!(kv(&drafting), kv(&alone) + kv(&demo));
+    let refused = inspect(&["demo", "--draft", "demo-hybrid"]);
+    assert_eq!(refused.status.code(), Some(2), "{}", told(&refused));
+    assert!(told(&refused).contains("a draft model with recurrent layers is not supported"), "{}", told(&refused));
 
     let file = gguf(folder.path());
     let packed = json(&[&file]);

@@ -751,6 +751,35 @@ fn tagged_recordings_mean_the_same_on_swiftshader_and_in_plain_rust() {
     run_by_hand(Driver::SwiftShader, &ways, &["tiny-llama"]);
 }
 
+/// Goal: a draft model's calls before a tagged decode step have barriers of their own and leave its tags alone.
+#[test]
+fn a_tagged_decode_step_behind_a_draft_model_means_the_same_in_plain_rust() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::first());
+    let (_folder, checkpoints) = on_fragments();
+    let (_, checkpoint) = checkpoints.iter().find(|(name, _)| *name == "demo").expect("the demo model");
+    let way = Emulated { chunk: 16, tags: true, kv_format: KvFormat::F16, near: 1e-2 };
+    let own = emulated(&vulkan, bench.driver, checkpoint, way);
+    let mut drafting = own.clone();
+    drafting.tuning.tags = false;
+    let decoder = Decoder { drafts: 1, drafter: Some(Drafter { decoder: Box::new(drafting), sequences: 2 }), ..own };
+    let recordings = Recordings::new(&decoder);
+    for decode in &recordings.decode {
+        let carried =
+            |arg: &Arg| matches!(arg, Arg::Carried(range, _) if !decode.decl(range.buffer).name.starts_with(DRAFTER));
+        let ops = decode.ops.iter().filter_map(|op| if let Op::Call(call) = op { Some(call) } else { None });
+        assert!(ops.flat_map(|call| &call.args).any(carried), "{} is tagged", decode.name);
+    }
+    let known = expected("demo");
+    let mut run = Run::new("demo with itself, tagged", &bench, &decoder, &recordings, true);
+    // The sequence beside it has a prompt that means nothing, whose logits are uncertain.
+    run.near = 2.0 * way.near;
+    let (tokens, accepted) = run.verify_own(&recordings, &known.prompt);
+    assert_eq!(tokens, known.greedy[..tokens.len()]);
+    assert!(accepted >= 6, "{accepted} of 8 drafts are right");
+    assert_eq!(run.words("state")[decoder.state.fault_word() as usize], 0, "the fault word");
+}
+
 #[test]
 fn a_tagged_decode_step_has_barriers_only_around_its_layers() {
     let vulkan = Vulkan::new();

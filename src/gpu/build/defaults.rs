@@ -14,7 +14,7 @@ use crate::model::checkpoint::WeightSpec;
 use crate::model::config::{LayerKind, ModelConfig};
 use crate::model::decoder::drafter::Drafter;
 use crate::model::decoder::stage::LayerStage;
-use crate::model::decoder::{self, Decoder, RingLayout, Tuning};
+use crate::model::decoder::{self, Decoder, RingLayout, Tuning, most_gemv_rows};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
@@ -87,11 +87,12 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
     let (capabilities, cpu) = (&adapter.capabilities, adapter.is_cpu());
     let most = capabilities.max_invocations.min(capabilities.max_workgroup_size[0]);
     let processors = capabilities.sm_count.unwrap_or(32);
+    let arithmetic = promised(adapter)[0];
     Tuning {
         gemv_threads: if cpu { 32 } else { 128.min(most) },
         gemv_wide_from: 12_000,
-        gemv_most: 16,
-        arithmetic: promised(adapter)[0],
+        gemv_most: most_gemv_rows(arithmetic),
+        arithmetic,
         matrix_units: MatrixUnits::of(capabilities),
         small_tiles: cpu,
         matmul: BTreeMap::new(),
@@ -276,7 +277,7 @@ impl Build<'_> {
         let adapter = self.adapter;
         let kv_heads = config.least_kv_heads();
         let mut tuning = tuning(adapter, self.opened.matrices, kv_heads, context);
-        tuning.arithmetic = self.opened.arithmetic;
+        tuning.set_arithmetic(self.opened.arithmetic);
         tuning.ptx = self.opened.ptx.is_ok();
         for change in self.tune {
             tuning.set(change);

@@ -230,19 +230,23 @@ impl MatmulConfig {
         // 32 sums per invocation: with 64, drivers of Adreno and Apple GPUs spill registers to memory.
         let mut config = match (arithmetic, rows) {
             (Arithmetic::Matrices(of), _) => {
+                // In blocks of the device's size. Narrow tiles have more workgroups, among which columns are divided.
                 let tokens = match rows {
+                    _ if rows <= of.m => 1,
                     ..=32 => 2,
                     33..=64 => 4,
                     _ => 8,
                 };
+                let narrow = tokens == 4 && n.div_ceil(8 * of.n) < processors;
+                let features = if tokens == 1 || narrow { 4 } else { 8 };
                 // A workgroup has about 128 invocations, whatever its subgroups' size.
-                let (words, each) = match tokens * of.subgroup / 16 {
+                let (words, each) = match tokens * features * of.subgroup / 128 {
                     16.. => (4, 4),
                     8.. => (2, 4),
                     4.. => (2, 2),
                     _ => (1, 2),
                 };
-                config(tokens * of.m, 8 * of.n, words, each)
+                config(tokens * of.m, features * of.n, words, each)
             }
             (_, ..=16) => config(16, 64, 1, 4),
             (Arithmetic::F32, _) if small => config(64, 64, 1, 4),

@@ -22,7 +22,7 @@ pub use attention::ROPE;
 pub use delta::delta_heads;
 use drafter::Drafter;
 use stage::LayerStage;
-pub use tuning::Tuning;
+pub use tuning::{Tuning, most_gemv_rows};
 
 use super::checkpoint::{WeightKind, WeightSpec};
 use super::config::{Attention, LayerKind, MlpKind, ModelConfig, QkNorm};

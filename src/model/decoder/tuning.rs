@@ -102,13 +102,19 @@ pub struct Tuning {
 }
 
 impl Tuning {
+    /// Sets the arithmetic of products of many rows, and from how many rows on it is used.
+    pub fn set_arithmetic(&mut self, arithmetic: Arithmetic) {
+        self.arithmetic = arithmetic;
+        self.gemv_most = most_gemv_rows(arithmetic);
+    }
+
     /// Applies a change `key=value`. Returns false, without a change, if the key is unknown or the value is invalid.
     /// Values are numbers, except: `skinny.ROWSxCOLUMNS` (of W) takes `threads/tiles/ahead`, `codes.BITSxROWSxCOLUMNS`, which
     /// may end in the number of rows of x (`x8`), takes these and the number of workgroups per compute unit,
     /// `panel.ROWSxCOLUMNS` takes `threads/tiles/ahead/blocks`, `tiles.ROWSxCOLUMNS` takes a tile's name (`wide`, `half`
     /// or `square`), and `wgmma.ROWSxCOLUMNS` takes `groups/blocks/tokens/stages`. `matmul.ROWS` (from that number of rows
     /// of activations on) takes `tokens/features/words/each/splits`; `arithmetic` takes 0 for f32, 1 for f16 and 2 for
-    /// [`Tuning::matrix_units`].
+    /// [`Tuning::matrix_units`], and sets `gemv_most` to its default.
     pub fn set(&mut self, change: &str) -> bool {
         let Some((key, value)) = change.split_once('=') else { return false };
         if let Some((rows, cols)) = key.strip_prefix("tiles.").and_then(|shape| shape.split_once('x')) {
@@ -213,14 +219,14 @@ impl Tuning {
                 return true;
             }
             "arithmetic" => {
-                self.arithmetic = match value {
+                self.set_arithmetic(match value {
                     0 => Arithmetic::F32,
                     1 => Arithmetic::F16,
                     _ => match self.matrix_units {
                         Some(units) => Arithmetic::Matrices(units),
                         None => return false,
                     },
-                };
+                });
                 return true;
             }
             "gates" => {
@@ -239,6 +245,15 @@ impl Tuning {
         };
         *place = value;
         true
+    }
+}
+
+/// Returns the default of [`Tuning::gemv_most`]. On an H200, 8 rows of Qwen3-8B are faster on matrix units than by `gemv`,
+/// and 4 rows are slower.
+pub fn most_gemv_rows(arithmetic: Arithmetic) -> u32 {
+    match arithmetic {
+        Arithmetic::Matrices(_) => 7,
+        Arithmetic::F32 | Arithmetic::F16 => 16,
     }
 }
 

@@ -4,6 +4,7 @@
 use super::mailbox::{Address, Mailbox, mailbox};
 use super::stamps::Stamps;
 use super::timeline::FlushReason;
+use super::turns::Turns;
 use super::watcher::{OnPanic, Outbox, Owed, Report, Run, Then, Watch, Watcher};
 use crate::actors::thread::{ActorThread, SpawnError};
 pub use crate::config::GpuTime;
@@ -70,15 +71,15 @@ const INBOX: usize = 64;
 
 impl Compute {
     /// Starts the compute thread and its watcher. With [`GpuTime::Off`], or on a queue without timestamps, nothing is
-    /// timed.
-    pub fn spawn(device: Arc<Device>, gpu_time: GpuTime) -> Result<Compute, SpawnError> {
+    /// timed. With `turns`, submissions without a gate take turns with other processes.
+    pub fn spawn(device: Arc<Device>, gpu_time: GpuTime, turns: Option<Turns>) -> Result<Compute, SpawnError> {
         let stamps = if gpu_time == GpuTime::Off { None } else { Stamps::new(&device)? };
         let (address, inbox) = mailbox(INBOX);
         let of_handle = Arc::clone(&device);
         let watcher = Watcher::spawn(Arc::clone(&device))?;
         let thread = ActorThread::spawn("compute", move || {
             let _lost = OnPanic(Arc::clone(&device));
-            Actor { device, watcher, stamps, timed: true, gpu_time }.run(&inbox);
+            Actor { device, watcher, stamps, timed: true, gpu_time, turns }.run(&inbox);
         })?;
         Ok(Compute { inbox: address, _thread: thread, device: of_handle })
     }
@@ -141,6 +142,7 @@ struct Actor {
     /// Whether submissions are timed, if there are timestamps.
     timed: bool,
     gpu_time: GpuTime,
+    turns: Option<Turns>,
 }
 
 impl Actor {
@@ -154,6 +156,10 @@ impl Actor {
     }
 
     fn submit(&mut self, work: Work) {
+        // What waits for the host or for another device takes no turn: these could wait for a process that waits for this
+        // turn.
+        let turns = self.turns.as_mut().filter(|_| work.gate.is_none());
+        let turn = turns.and_then(Turns::take);
         let begin = Moment::now();
         let Work { id, entries, waits, mut gate, flush, mut report_after, mut owed, then } = work;
         let count = entries.len() as u32;
@@ -221,6 +227,7 @@ impl Actor {
             regions: entries.into_iter().flatten().collect(),
             owed,
             then,
+            turn,
         });
     }
 

@@ -1,5 +1,6 @@
 //! Actors, one file and one thread each: compute, transfer, loader, and the watcher that turns timeline progress into
-//! reports. Also their inboxes (`mailbox`) and the pool of worker processes (`workers`). Not here: knowledge of models.
+//! reports. Also their inboxes (`mailbox`), the pool of worker processes (`workers`), and the turns of
+//! processes on one device (`turns`). Not here: knowledge of models.
 
 pub mod compute;
 mod gpu_clock;
@@ -9,5 +10,6 @@ mod stamps;
 pub mod thread;
 pub mod timeline;
 pub mod transfer;
+pub mod turns;
 pub mod watcher;
 pub mod workers;

@@ -5,6 +5,7 @@ use super::gpu_clock::GpuClock;
 use super::mailbox::{Address, Mailbox, mailbox};
 use super::stamps::Taken;
 use super::timeline::{FlushReason, KernelSpan, RecordedDevice, RegionSpan, SubmissionRecord};
+use super::turns::Turn;
 use crate::actors::thread::{ActorThread, SpawnError};
 use crate::device::{Adapter, Device, DeviceError, Point, Role};
 use crate::kernels::region::{Region, Timing};
@@ -49,6 +50,8 @@ pub(super) struct Watch {
     pub(super) owed: Owed,
     /// What is done when the last point is reached.
     pub(super) then: Option<Then>,
+    /// The turn on the device, which ends when the last point of its last submission is reached.
+    pub(super) turn: Option<Arc<Turn>>,
 }
 
 /// What the watcher does as soon as a submission has finished: it hands data to another device and lets the work go on
@@ -247,7 +250,10 @@ impl Actor {
         for (index, (entries, point)) in reports.into_iter().enumerate() {
             let last = index + 1 == count;
             let (mut result, host_waits) = if last { self.reach(point) } else { (self.look_for(point), 0) };
-            // Before anything else: another device waits for it.
+            // First of all what others wait for: another process, and another device.
+            if last {
+                watch.turn = None;
+            }
             if let Some(Then(work)) = watch.then.take_if(|_| last)
                 && result.is_ok()
             {
@@ -388,6 +394,7 @@ mod tests {
             regions: Vec::new(),
             owed: Owed::new(id, outbox.clone(), Arc::clone(device) as _),
             then: None,
+            turn: None,
         }
     }
 

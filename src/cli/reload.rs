@@ -184,6 +184,7 @@ fn kept(old: &Config, new: &Config) -> Vec<String> {
     compare("runtime.cache_directory", show(&a.cache_directory), show(&b.cache_directory));
     compare("runtime.tune", show(&a.tune), show(&b.tune));
     compare("runtime.ptx", show(&a.ptx), show(&b.ptx));
+    compare("runtime.turns", show(&a.turns), show(&b.turns));
     compare("runtime.validation", show(&a.validation), show(&b.validation));
     kept
 }

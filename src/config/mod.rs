@@ -49,7 +49,7 @@ pub struct Config {
 }
 
 /// Settings that apply to all devices.
-#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Runtime {
     /// The directory in which compiled pipelines are kept between starts; by default the user's cache directory.
@@ -59,8 +59,16 @@ pub struct Runtime {
     /// Whether devices may take programs in PTX, which some kernels are on NVIDIA's compute capability 9.0; by default
     /// the engine's choice.
     pub ptx: Option<bool>,
+    /// Whether processes of this program that use one GPU take turns, a submission each.
+    pub turns: bool,
     /// Loads the Khronos validation layer (slow; for development).
     pub validation: bool,
+}
+
+impl Default for Runtime {
+    fn default() -> Runtime {
+        Runtime { cache_directory: None, tune: Vec::new(), ptx: None, turns: true, validation: false }
+    }
 }
 
 impl Config {

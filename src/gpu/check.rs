@@ -11,7 +11,7 @@ use crate::gpu::build::Build;
 use crate::gpu::build::defaults::{DEFAULT_CONTEXT, takes_ptx};
 use crate::gpu::build::format_test::test_formats;
 use crate::gpu::build::recordings::Recordings;
-use crate::gpu::devices::OpenDevice;
+use crate::gpu::devices::{DeviceUse, OpenDevice};
 use crate::gpu::error::StartError;
 use crate::gpu::matrix_units::{arithmetic, probe, promised as offered, unpromised};
 use crate::gpu::tuned::Tuned;
@@ -206,13 +206,14 @@ pub fn check(
 ) -> Result<Check, StartError> {
     let device = Device::open_with_statistics(instance, adapter)?;
     let promised = unpromised(&adapter.capabilities).is_empty();
-    let opened = OpenDevice::of(device, GpuTime::Off, LITTLE_STAGING, |device, arena| match options.compile_only {
-        true => Ok((promised.then_some(Matrices::Cooperative), offered(adapter)[0])),
-        false => {
-            let matrices = probe(device, arena, None)?;
-            Ok((matrices, arithmetic(device, arena, None, matrices.is_some())?))
-        }
-    })?;
+    let opened =
+        OpenDevice::of(device, (GpuTime::Off, None), LITTLE_STAGING, |device, arena| match options.compile_only {
+            true => Ok((promised.then_some(Matrices::Cooperative), offered(adapter)[0])),
+            false => {
+                let matrices = probe(device, arena, None)?;
+                Ok((matrices, arithmetic(device, arena, None, matrices.is_some())?))
+            }
+        })?;
     let tuned = Tuned::of_model(options.cache, adapter, options.checkpoint, progress);
     let (no_span, cancelled) = (tracing::Span::none(), AtomicBool::new(false));
     let of = |tune| Build {
@@ -284,7 +285,8 @@ pub fn check(
         () if !whole => Outcome::NotRun(NOT_BUILT),
         () => {
             // The device of a server, without statistics.
-            let opened = OpenDevice::open(instance, adapter, options.cache, GpuTime::Off, takes_ptx(options.tune))?;
+            let used = DeviceUse { gpu_time: GpuTime::Off, ptx: takes_ptx(options.tune), turns: false };
+            let opened = OpenDevice::open(instance, adapter, options.cache, used)?;
             start(&Build { opened: &opened, ..of(options.tune) }, options.cache)?
         }
     };

@@ -7,6 +7,7 @@ use crate::actors::loader::{LoadReport, Loader};
 use crate::actors::timeline::TransferRecord;
 use crate::actors::transfer::Transfer;
 use crate::actors::transfer::TransferCounters;
+use crate::actors::turns::Turns;
 use crate::config::{self, Config};
 use crate::device::{Adapter, Device, Instance, InstanceOptions, MemoryBudget, choose};
 use crate::engine::executor::Executor;
@@ -65,20 +66,32 @@ pub struct OpenDevice {
     building: Mutex<()>,
 }
 
+/// How a device is used.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DeviceUse {
+    /// How finely its work is timed.
+    pub(crate) gpu_time: GpuTime,
+    /// Whether it takes programs in PTX, if it can.
+    pub(crate) ptx: bool,
+    /// Whether its submissions take turns with those of other processes.
+    pub(crate) turns: bool,
+}
+
 impl OpenDevice {
-    /// Opens a device; with `ptx`, it takes programs in PTX if it can.
+    /// Opens a device.
     pub(crate) fn open(
         instance: &Instance,
         adapter: &Adapter,
         cache: Option<&Path>,
-        gpu_time: GpuTime,
-        ptx: bool,
+        DeviceUse { gpu_time, ptx, turns }: DeviceUse,
     ) -> Result<OpenDevice, StartError> {
         let device = match ptx {
             true => Device::open(instance, adapter)?,
             false => Device::open_without_ptx(instance, adapter)?,
         };
-        OpenDevice::of(device, gpu_time, staging(adapter), |device, arena| {
+        // The driver of a CPU has no contexts to change between.
+        let turns = if turns && !adapter.is_cpu() { Turns::of_device(&adapter.uuid) } else { None };
+        OpenDevice::of(device, (gpu_time, turns), staging(adapter), |device, arena| {
             let matrices = probe(device, arena, cache)?;
             Ok((matrices, arithmetic(device, arena, cache, matrices.is_some())?))
         })
@@ -88,7 +101,7 @@ impl OpenDevice {
     /// multiplies matrix blocks, and row-major weights.
     pub(crate) fn of(
         device: Arc<Device>,
-        gpu_time: GpuTime,
+        (gpu_time, turns): (GpuTime, Option<Turns>),
         (slots, bytes): (usize, usize),
         multiplies: impl FnOnce(&Arc<Device>, &Arena) -> Result<(Option<Matrices>, Arithmetic), StartError>,
     ) -> Result<OpenDevice, StartError> {
@@ -104,7 +117,7 @@ impl OpenDevice {
             matrices,
             arithmetic,
             building: Mutex::default(),
-            compute: Arc::new(Compute::spawn(Arc::clone(&device), gpu_time)?),
+            compute: Arc::new(Compute::spawn(Arc::clone(&device), gpu_time, turns)?),
             loader: Loader::spawn(Arc::clone(&transfer), ring.clone(), None)?,
             ring,
             transfer,
@@ -269,7 +282,8 @@ impl Devices {
         }
         let cache = self.runtime.cache_directory.as_deref();
         let ptx = self.runtime.ptx.unwrap_or_else(|| takes_ptx(&self.runtime.tune));
-        let opened = Arc::new(OpenDevice::open(&self.instance, adapter, cache, self.gpu_time, ptx)?);
+        let used = DeviceUse { gpu_time: self.gpu_time, ptx, turns: self.runtime.turns };
+        let opened = Arc::new(OpenDevice::open(&self.instance, adapter, cache, used)?);
         let lost = self.open().insert(adapter.index, Arc::clone(&opened));
         // Dropped without the lock on the map: if this was the last reference to the lost device, dropping it ends its
         // actors.

@@ -20,7 +20,7 @@ pub(crate) fn time_regions(
     repeats: usize,
 ) -> Result<Vec<f64>, StartError> {
     const WARM: usize = 2;
-    let compute = Compute::spawn(Arc::clone(device), GpuTime::Phases)?;
+    let compute = Compute::spawn(Arc::clone(device), GpuTime::Phases, None)?;
     let mut medians = Vec::new();
     for region in regions {
         let (reports, done) = crossbeam_channel::bounded(repeats + WARM);

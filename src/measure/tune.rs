@@ -11,7 +11,7 @@ use crate::device::{Adapter, Device, Instance, Point};
 use crate::gpu::build::defaults::{PATCH_PAIRS, takes_ptx};
 use crate::gpu::build::recordings::InboxRecordings;
 use crate::gpu::build::{Build, PreparedModel};
-use crate::gpu::devices::OpenDevice;
+use crate::gpu::devices::{DeviceUse, OpenDevice};
 use crate::gpu::error::StartError;
 use crate::gpu::tuned;
 use crate::gpu::tuned::{MOST_AHEAD, MOST_TILES, Tuned, TuningBounds};
@@ -150,7 +150,8 @@ pub fn tune(
 ) -> Result<TuneOutcome, StartError> {
     let mut model = config::Model::new("tune", "", Some(adapter.selector()));
     model.context = Some(options.depth.saturating_add(16));
-    let opened = OpenDevice::open(instance, adapter, options.cache, GpuTime::Phases, takes_ptx(options.tune))?;
+    let used = DeviceUse { gpu_time: GpuTime::Phases, ptx: takes_ptx(options.tune), turns: false };
+    let opened = OpenDevice::open(instance, adapter, options.cache, used)?;
     let kept = Tuned::of_model(options.cache, adapter, checkpoint, progress);
     let none = Tuned::none(adapter, checkpoint);
     let (no_span, wanted) = (tracing::Span::none(), AtomicBool::new(false));

@@ -62,7 +62,7 @@ fn every_submission_is_owed_a_report_also_by_an_actor_that_has_ended() {
     let vulkan = Vulkan::without_validation();
     let device = vulkan.device(Driver::first());
     let arena = Arena::new(&device).unwrap();
-    let compute = Compute::spawn(Arc::clone(&device), GpuTime::Phases).unwrap();
+    let compute = Compute::spawn(Arc::clone(&device), GpuTime::Phases, None).unwrap();
     let region = filling(&device, &arena, 32 << 20, 4);
     let reports = Reports::new();
     // Submission 0 is running. Submission 1 makes the actor panic. Submission 2 is probably in the inbox at that time.
@@ -96,7 +96,7 @@ fn memory_outlives_the_work_on_a_device_that_was_declared_lost() {
     for &driver in Driver::all() {
         let device = vulkan.device(driver);
         let arena = Arena::new(&device).unwrap();
-        let compute = Compute::spawn(Arc::clone(&device), GpuTime::Off).unwrap();
+        let compute = Compute::spawn(Arc::clone(&device), GpuTime::Off, None).unwrap();
         let region = filling(&device, &arena, 64 << 20, 16);
         let reports = Reports::new();
         // Measures how long one run takes, after one that touches the memory for the first time.
@@ -139,7 +139,7 @@ fn a_slow_driver_is_waited_for() {
     let vulkan = Vulkan::without_validation();
     let device = vulkan.device(Driver::first());
     let arena = Arena::new(&device).unwrap();
-    let compute = Compute::spawn(Arc::clone(&device), GpuTime::Off).unwrap();
+    let compute = Compute::spawn(Arc::clone(&device), GpuTime::Off, None).unwrap();
     let region = filling(&device, &arena, 64 << 20, 32);
     let reports = Reports::new();
     // Much less than the work takes.
@@ -170,7 +170,7 @@ fn work_goes_on_when_that_of_another_device_has_finished() {
     let vulkan = Vulkan::new();
     let devices = Driver::BOTH.map(|driver| vulkan.device(driver));
     for (first, second) in [(0, 1), (1, 0)] {
-        let computes = devices.each_ref().map(|device| Compute::spawn(Arc::clone(device), GpuTime::Off).unwrap());
+        let computes = devices.each_ref().map(|device| Compute::spawn(Arc::clone(device), GpuTime::Off, None).unwrap());
         let gate = Arc::new(Gate::new(&devices[second]).unwrap());
         let (one, other) = (Reports::new(), Reports::new());
         let arenas = devices.each_ref().map(|device| Arena::new(device).unwrap());

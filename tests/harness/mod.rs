@@ -48,7 +48,7 @@ impl Bench {
     pub fn new(vulkan: &Vulkan, driver: Driver) -> Bench {
         let device = vulkan.device(driver);
         let arena = Arena::new(&device).expect("an arena");
-        let compute = Compute::spawn(Arc::clone(&device), GpuTime::Phases).expect("a compute actor");
+        let compute = Compute::spawn(Arc::clone(&device), GpuTime::Phases, None).expect("a compute actor");
         Bench { driver, device, arena, compute }
     }
 

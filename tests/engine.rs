@@ -473,6 +473,7 @@ fn capacity(slots: u32, pages: u32, buckets: &[u32]) -> Capacity {
         vocabulary: VOCABULARY,
         drafts: Drafts::default(),
         snapshots: None,
+        plan_limit: None,
     }
 }
 

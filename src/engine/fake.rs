@@ -60,6 +60,7 @@ impl Default for FakeConfig {
                 vocabulary: 256,
                 drafts: Drafts::default(),
                 snapshots: None,
+                plan_limit: None,
             },
             step: Duration::from_millis(1),
             chunk: Duration::from_millis(2),

@@ -129,6 +129,20 @@ impl Pace {
         }
     }
 
+    /// Returns a time that a chunk of `tokens` tokens hardly exceeds: the time of its size as last measured, or in proportion
+    /// to smaller ones, whose tokens take longer each. Of both the shorter, if its own size was not measured for a long time.
+    /// `None` if no chunk of the size or smaller was measured.
+    pub fn chunk_at_most(&self, tokens: u32) -> Option<Duration> {
+        let own = size(tokens);
+        let smaller = (0..own).rev().find_map(|size| self.token[size]);
+        let seconds = match (self.token[own], smaller) {
+            (Some(mean), Some(smaller)) if self.chunks - mean.at >= EXPLORE / 2 => mean.seconds.min(smaller.seconds),
+            (Some(mean), _) | (None, Some(mean)) => mean.seconds,
+            (None, None) => return None,
+        };
+        Some(Duration::from_secs_f64(seconds * f64::from(tokens)))
+    }
+
     /// Estimates the time of a chunk, from the average of its own size if `by_its_own`, else as if that size was not
     /// measured.
     fn estimate(&self, tokens: u32, by_its_own: bool) -> Option<Duration> {
@@ -165,6 +179,31 @@ mod tests {
         assert_eq!(pace.chunk(512, 0), Some(ms(20)));
         pace.note_step(1, ms(2));
         assert_eq!(pace.chunk(64, 0), Some(ms(4)), "a larger one says nothing of it");
+    }
+
+    /// Goal: no chunk takes much longer than a limit on a device whose speed is not known, and a bad reading heals. Method:
+    /// the largest size that keeps to the limit is chosen again and again on devices of different speed.
+    #[test]
+    fn chunks_grow_up_to_a_limit_as_they_are_measured() {
+        let (limit, sizes) = (0.1, [2048, 1024, 512, 256, 128, 64, 32, 16]);
+        // Seconds for any chunk, and for each token of it.
+        for (base, each) in [(0.005, 1e-5), (0.004, 2e-3), (0.0, 0.05)] {
+            let took = |tokens: u32| base + each * f64::from(tokens);
+            let mut pace = Pace::default();
+            let mut chosen = Vec::new();
+            for turn in 0..3 * EXPLORE {
+                let bearable = |tokens: &&u32| pace.chunk_at_most(**tokens).is_some_and(|t| t.as_secs_f64() <= limit);
+                let tokens = *sizes.iter().find(bearable).unwrap_or(&16);
+                chosen.push(tokens);
+                // Once, something else held up the device.
+                let held_up = if turn == EXPLORE { 10.0 } else { 1.0 };
+                pace.note_chunk(tokens, Duration::from_secs_f64(took(tokens) * held_up));
+            }
+            let best = *sizes.iter().find(|tokens| took(**tokens) <= limit).unwrap_or(&16);
+            assert_eq!(chosen[0], 16);
+            assert!(chosen.iter().all(|tokens| *tokens == 16 || took(*tokens) <= 1.05 * limit), "{chosen:?}");
+            assert_eq!((chosen[10], chosen.last().copied()), (best, Some(best)), "{chosen:?}");
+        }
     }
 
     #[test]

@@ -7,6 +7,7 @@ use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::embed::BLOCK_ROWS;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// The index of a slot: a row of device state that a running sequence holds. Below `Capacity::slots`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -54,6 +55,9 @@ pub struct Capacity {
     /// The number of cells for snapshots of recurrent state, in addition to one cell per slot; `None` if the model has
     /// no recurrent state.
     pub snapshots: Option<u32>,
+    /// The time that a plan's work should not exceed on the device; `None` where it may take any time. A GPU that also draws
+    /// a desktop stands still meanwhile, and drivers declare a GPU lost that finishes nothing for seconds.
+    pub plan_limit: Option<Duration>,
 }
 
 /// The pages of layers with a sliding window, which are given back when no token sees them any more.

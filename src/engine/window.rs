@@ -84,6 +84,7 @@ mod tests {
             vocabulary: 100,
             drafts: Drafts::default(),
             snapshots: None,
+            plan_limit: None,
         };
         WindowPages::new(&capacity).expect("it has a window")
     }

@@ -18,8 +18,10 @@ pub(super) const PLAN_TOKENS: u32 = 10;
 /// The maximum duration of a decode plan that exceeds [`PLAN_TIME`] to draw [`PLAN_TOKENS`] tokens.
 pub(super) const PLAN_TIME_MAX: Duration = Duration::from_millis(40);
 
-/// The minimum number of steps of a decode plan, even on a device that takes longer than [`PLAN_TIME`] for them. Tokens
-/// are still reported one by one, so none is delayed.
+/// The minimum number of steps of a decode plan, even on a device that takes longer than [`PLAN_TIME`] for them, as long as
+/// they keep to [`Capacity::plan_limit`]. Tokens are still reported one by one, so none is delayed.
+///
+/// [`Capacity::plan_limit`]: crate::engine::plan::Capacity::plan_limit
 pub(super) const PLAN_STEPS_MIN: u32 = 2;
 
 /// The maximum number of steps of a decode plan.
@@ -152,13 +154,17 @@ impl Scheduler {
         // Half of the run-ahead, so that two plans fit.
         let most = (self.setup.capacity.run_ahead / 2).clamp(1, PLAN_STEPS_MAX);
         let least = PLAN_STEPS_MIN.min(most);
+        let limit = self.setup.capacity.plan_limit;
         match step_time {
             // The first plan of all measures how long a step takes.
+            None if limit.is_some() => 1,
             None => least,
             Some(step_time) => {
                 let step_ns = step_time.as_nanos().max(1);
                 let shared = u128::from(PLAN_TOKENS.div_ceil(rows)).min(PLAN_TIME_MAX.as_nanos() / step_ns);
-                (PLAN_TIME.as_nanos() / step_ns).max(shared).clamp(u128::from(least), u128::from(most)) as u32
+                let aim = (PLAN_TIME.as_nanos() / step_ns).max(shared).clamp(u128::from(least), u128::from(most));
+                let fits = limit.map_or(u128::MAX, |limit| limit.as_nanos() / step_ns);
+                aim.min(fits).max(1) as u32
             }
         }
     }

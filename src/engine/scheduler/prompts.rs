@@ -162,12 +162,21 @@ impl Scheduler {
         }
     }
 
-    /// Returns the number of tokens that a prefill plan may have now: the maximum of a step, or as many as do not delay
-    /// the rows that decode too much.
+    /// Returns the number of tokens that a prefill plan may have now: the maximum of a step, or as many as keep to the plan
+    /// limit and do not delay the rows that decode too much.
     pub(super) fn prompt_tokens_aim(&self, pace: &Pace) -> u32 {
         let most = self.setup.capacity.prefill_chunk;
+        let sizes = PROMPT_SIZES.into_iter().filter(|tokens| *tokens < most);
+        let least = most.min(PAGE_TOKENS);
+        let mut bearable = [most].into_iter().chain(sizes).filter(|tokens| match self.setup.capacity.plan_limit {
+            // Before anything is known of the device, the smallest chunk measures it.
+            Some(limit) => pace.chunk_at_most(*tokens).is_some_and(|time| time <= limit),
+            None => true,
+        });
         let rows = self.residents().filter(|sequence| sequence.decodes()).count();
-        let (Some(step), true) = (pace.step(), rows > 0) else { return most };
+        let (Some(step), true) = (pace.step(), rows > 0) else {
+            return bearable.next().unwrap_or(least).max(self.chunk_unit());
+        };
         let taken_in = || self.residents().filter(|s| s.state == SequenceState::Prefill);
         let prompts = taken_in().count() + self.waiting.len();
         let weight = prompts * prompts.min(MOST_ROWS_PER_PROMPT) / rows;
@@ -179,8 +188,7 @@ impl Scheduler {
         let mut left = taken_in().map(|sequence| sequence.unqueued()).chain(waiting);
         let lone = prompts == 1 && left.any(|tokens| !lasts(tokens, PROMPT_STEPS));
         let fits = |tokens: u32| lasts(tokens, if lone { LONE_PROMPT_STEPS } else { PROMPT_STEPS });
-        let sizes = PROMPT_SIZES.into_iter().filter(|tokens| *tokens < most);
-        let aim = [most].into_iter().chain(sizes).find(|&tokens| fits(tokens)).unwrap_or(most.min(PAGE_TOKENS));
+        let aim = bearable.find(|&tokens| fits(tokens)).unwrap_or(least);
         aim.max(self.chunk_unit())
     }
 

@@ -25,6 +25,7 @@ fn setup(slots: u32, pages: u32) -> Setup {
         vocabulary: 100,
         snapshots: None,
         drafts: Drafts::default(),
+        plan_limit: None,
     };
     Setup {
         context: capacity.usable_context(),
@@ -200,6 +201,42 @@ fn a_plan_lasts_ten_milliseconds_or_ten_tokens_and_two_fit_the_run_ahead() {
     bench.plan();
     bench.complete();
     assert_eq!((steps(bench.work()), steps(bench.work())), (1, 1));
+}
+
+/// Goal: plans keep to a limit of time, from the first one on, when nothing is known of the device. Method: a slow device, on
+/// which a token of a prompt takes 4 ms and a decode step 60 ms, with a limit of 100 ms; then a fast one.
+#[test]
+fn plans_keep_to_a_limit_of_time_from_the_first_one_on() {
+    let limited = || {
+        let mut setup = setup(1, 64);
+        setup.capacity.prefill_chunk = 128;
+        setup.capacity.plan_limit = Some(Duration::from_millis(100));
+        let mut bench = Bench::new(setup);
+        bench.pace = Pace::default();
+        bench.arrive(request("a", 180, 20));
+        bench
+    };
+    let taken = |work| chunks(work).iter().map(|chunk| chunk.2).sum::<usize>();
+    let mut slow = limited();
+    assert_eq!([taken(slow.work()), taken(slow.work())], [16, 16], "the first chunks measure the device");
+    slow.pace.note_chunk(16, Duration::from_millis(64));
+    let mut left = 180 - 32;
+    while left > 0 {
+        slow.complete();
+        let tokens = taken(slow.work());
+        assert_eq!(tokens, left.min(16), "24 tokens would take 96 ms, but there is no such size");
+        left -= tokens;
+    }
+    slow.complete();
+    assert_eq!(steps(slow.work()), 1, "nobody knows yet what a step takes");
+    slow.pace.note_step(1, Duration::from_millis(60));
+    slow.complete();
+    assert_eq!(steps(slow.work()), 1, "two steps would take 120 ms");
+
+    let mut fast = limited();
+    assert_eq!(taken(fast.work()), 16);
+    fast.pace.note_chunk(16, Duration::from_millis(5));
+    assert_eq!(taken(fast.work()), 128, "expected to take 40 ms at most");
 }
 
 #[test]

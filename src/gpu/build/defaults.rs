@@ -17,6 +17,7 @@ use crate::model::decoder::stage::LayerStage;
 use crate::model::decoder::{self, Decoder, RingLayout, Tuning, most_gemv_rows};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 /// The maximum number of decode steps that are queued and not yet reported.
 pub(crate) const RUN_AHEAD: u32 = 32;
@@ -52,6 +53,9 @@ pub(crate) fn takes_ptx(tune: &[String]) -> bool {
 
 /// The minimum and maximum of the default number of slots on a GPU.
 pub(crate) const GPU_SLOTS: (u32, u32) = (8, 256);
+
+/// The time that a plan should not exceed on a GPU: a desktop that the same GPU draws may stand still for as long.
+pub(crate) const PLAN_LIMIT: Duration = Duration::from_millis(100);
 
 /// The default number of draft tokens per sequence and step on a GPU.
 pub(crate) const GPU_DRAFTS: u32 = 3;

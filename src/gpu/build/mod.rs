@@ -16,7 +16,7 @@ use crate::actors::watcher::Outbox;
 use crate::config::{self, file::Stamp};
 use crate::device::{Adapter, DeviceError, Gate, Point};
 use crate::engine::plan::{Capacity, Drafts, WindowCapacity};
-use crate::gpu::build::defaults::{DEFAULT_CONTEXT, MOST_PROMPTS, PATCH_PAIRS, RUN_AHEAD, SEEN_ROWS};
+use crate::gpu::build::defaults::{DEFAULT_CONTEXT, MOST_PROMPTS, PATCH_PAIRS, PLAN_LIMIT, RUN_AHEAD, SEEN_ROWS};
 use crate::gpu::build::format_test::test_formats;
 use crate::gpu::build::limits::{MOST_PAGES, purpose};
 use crate::gpu::build::overlap_test::{Probe, test_overlap};
@@ -518,6 +518,7 @@ impl Build<'_> {
                 history: decoder.keeps_tokens(),
             },
             snapshots: self.snapshots(),
+            plan_limit: (!self.adapter.is_cpu()).then_some(PLAN_LIMIT),
         };
         let parts = Parts {
             capacity,

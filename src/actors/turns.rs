@@ -47,9 +47,12 @@ pub struct Turns {
 pub struct Turn(#[expect(dead_code, reason = "the lock ends when the file is closed")] File);
 
 impl Turns {
-    /// Returns the turns on the device with this name, which must be the same in all processes and usable in a file's
-    /// name, such as its UUID. `None` if the lock files cannot be opened.
+    /// Returns the turns on the device with this UUID. `None` if the lock files cannot be opened, or if the UUID is zero: a
+    /// driver without UUIDs gives all of its devices that one.
     pub fn of_device(device: &str) -> Option<Turns> {
+        if device.trim_matches(['0', '-']).is_empty() {
+            return None;
+        }
         let temporary = std::env::temp_dir();
         [Path::new(SHARED), &temporary].into_iter().find_map(|directory| Turns::within(directory, device))
     }
@@ -193,6 +196,7 @@ mod tests {
     /// Goal: a lock file that is not a plain file of this kind, or that cannot be opened, means no turns.
     #[test]
     fn without_lock_files_there_are_no_turns() {
+        assert!(Turns::of_device("00000000-0000-0000-0000-000000000000").is_none());
         let directory = tempfile::tempdir().unwrap();
         assert!(Turns::within(&directory.path().join("missing"), "gpu").is_none());
         std::os::unix::fs::symlink("/dev/zero", directory.path().join("ostinato-gpu.turn")).unwrap();

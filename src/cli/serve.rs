@@ -45,7 +45,7 @@ pub(crate) struct Serve {
     /// Default: the only GPU. If given again, each model gets a replica on each; with --split, one over all of them.
     #[arg(long, value_name = "SEL")]
     device: Vec<Selector>,
-    /// SplitMode each of these models over all --device, in their order, instead of a replica on each: `layers` gives each
+    /// Split each of these models over all --device, in their order, instead of a replica on each: `layers` gives each
     /// device consecutive layers.
     #[arg(long, value_name = "HOW")]
     split: Option<SplitMode>,

@@ -1,5 +1,5 @@
 //! The demo models that are part of the program, packed, so that a first run needs no download.
-//! Deliberately absent: how they were trained (`demo/`).
+//! Not here: how they were trained (`demo/`).
 
 use crate::config;
 use flate2::read::DeflateDecoder;

@@ -1,7 +1,7 @@
 //! Who may call what: a bearer token in the metadata of each call, found by its digest in a file that is watched. One
 //! function says which right a method of gRPC or a route of HTTP needs, and every call passes it before its message is
 //! looked at.
-//! Deliberately absent: certificates (`tls`), counting (`clients`, `meter`).
+//! Not here: certificates (`tls`), counting (`clients`, `meter`).
 
 use super::clients::Allowance;
 use super::meter::Meter;
@@ -69,7 +69,7 @@ fn listed(path: &str) -> Option<Need> {
     found.map(|(.., need)| *need)
 }
 
-/// What the method of this path needs. One that is not listed needs what those do that concern everybody.
+/// Returns the right that a method needs, by its path; for methods that are not listed, the administrator's.
 fn need(path: &str) -> Need {
     listed(path).unwrap_or(ADMIN)
 }
@@ -140,7 +140,7 @@ impl Tokens {
 }
 
 impl Table {
-    /// Who was there before goes on with the bucket that they have.
+    /// Makes the table of the tokens of a file. Tokens that were in the table before keep their buckets.
     fn new(tokens: Vec<config::AccessToken>, before: Option<&Table>, now: Instant) -> Table {
         let meter = |name: &str, per_minute: u32| {
             let same = |(_, other): &&([u8; 32], Identity)| other.name() == name;

@@ -1,6 +1,6 @@
-//! How many unfinished requests each client has, and whether it may have more; which requests are whose. A client is
-//! whom a token stands for, or who connects, or whom a gateway names that may be believed. Deliberately absent: who
-//! may ask at all (`auth`).
+//! Counts the unfinished requests of each client against its limit, and keeps which client owns which request. A client is
+//! identified by its access token, by the header of a trusted gateway, or by its address.
+//! Not here: access rights (`auth`).
 
 use super::meter::Meter;
 use super::refusal::Refusal;
@@ -129,8 +129,8 @@ impl Clients {
         Ok(Some(Places { clients: Arc::clone(self), client, held: asked, meter, id: None }))
     }
 
-    /// Whether a client with a token may end the requests of this id: they are its own, or nobody's. A sample's id is
-    /// its request's with a number behind.
+    /// Whether a client with a token may abort the requests of this id: the client owns the id, or no client with a token
+    /// does. The id of a sample is that of its request, followed by a number.
     pub fn may_end(&self, client: &Client, id: &str) -> bool {
         let id = id.split(SAMPLE_MARK).next().unwrap_or_default();
         self.owners().get(id).is_none_or(|(owner, _)| owner == client)
@@ -153,9 +153,9 @@ pub struct Places {
     clients: Arc<Clients>,
     client: Client,
     held: u32,
-    /// Takes what their prompt and their outputs are long.
+    /// Charged for the tokens of prompts and outputs.
     meter: Option<Arc<Meter>>,
-    /// The requests' id, where a token owns it.
+    /// The id of the requests, if a client with a token owns it.
     id: Option<String>,
 }
 

@@ -1,4 +1,4 @@
-//! Engine values as messages. Deliberately absent: decisions.
+//! Engine values as messages. Not here: decisions.
 
 use super::inputs::{Answers, Common, EmbedCall, Input};
 use super::proto;

@@ -28,15 +28,15 @@ use tokio_stream::StreamExt;
 use tonic::Status;
 use tracing::Span;
 
-/// The most inputs of one call, as OpenAI has it.
+/// The maximum number of inputs of a call, the same as OpenAI's.
 pub(super) const MOST_INPUTS: usize = 2048;
-/// The most inputs of one call that the engine has at a time.
+/// The maximum number of a call's inputs that are in the engine at a time.
 const MOST_AT_ONCE: usize = 256;
-/// The least events that are kept of an input: those that it has, so that its reader cannot be too slow.
+/// The capacity of the event channel of an input: all events that an input has, so that no reader is too slow.
 const EVENTS: usize = 8;
-/// The texts by which a reranker answers whose files do not name its tokens, as sentence-transformers has them.
+/// The answers of a reranker whose files do not name its answer tokens; sentence-transformers has the same default.
 const ANSWERS: [&str; 2] = ["yes", "no"];
-/// What a reranker is told to do where a call does not say.
+/// The instruction to a reranker if a call has none.
 const TASK: &str = "Given a web search query, retrieve relevant passages that answer the query";
 
 /// What the engine is asked of each input.

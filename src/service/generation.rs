@@ -1,5 +1,5 @@
 //! One generation as a stream of messages: engine events of all its samples in, text and messages
-//! out. Dropped before its end, it aborts what runs. Deliberately absent: gRPC; `ostinato generate`
+//! out. Dropped before its end, it aborts what runs. Not here: gRPC; `ostinato generate`
 //! reads it in process.
 
 use super::clients::Places;
@@ -74,13 +74,13 @@ pub struct Generation {
     token_ids: bool,
     /// By index.
     samples: Vec<Sample>,
-    /// The first sample to start says so for all.
+    /// Whether the first sample has started; only this start is reported.
     started: bool,
-    /// Complete, to be handed out in order.
+    /// The finished messages, in the order in which they are sent.
     ready: VecDeque<Result<proto::GenerateResponse, tonic::Status>>,
-    /// Why the call fails, once all samples have ended: the first reason that one gave.
+    /// The first error of a sample, with which the call fails once all samples have ended.
     refusal: Option<Refusal>,
-    /// Nothing follows what is `ready`.
+    /// Whether nothing follows the messages in `ready`.
     ended: bool,
 
     rpc: Span,

@@ -1,5 +1,5 @@
 //! LoadModel and UnloadModel: the host's lifecycle on threads that may wait, its progress as a stream. Neither depends on
-//! its caller: who goes away has not undone anything. Deliberately absent: who may call.
+//! its caller: who goes away has not undone anything. Not here: who may call.
 
 use super::bounds;
 use super::convert;

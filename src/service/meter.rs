@@ -1,5 +1,6 @@
-//! Tokens in a minute: a bucket that fills steadily up to one minute's worth. Whoever has emptied it waits; what runs
-//! goes on and may leave it in debt. Deliberately absent: whose it is.
+//! A rate limit in tokens a minute: a token bucket that fills steadily up to the tokens of one minute. Requests are refused
+//! while it is empty; running requests continue, and may leave it in debt.
+//! Not here: which client has which bucket (`auth`).
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -12,31 +13,31 @@ pub struct Meter {
 
 #[derive(Debug)]
 struct Level {
-    /// What it holds at most, and what comes in a minute.
+    /// The bucket's capacity, and the number of tokens that are added in a minute.
     per_minute: u32,
     /// Below 0: in debt.
     left: f64,
     at: Instant,
 }
 
-/// It is empty.
+/// The error of an empty bucket.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Spent {
-    /// What comes in a minute.
+    /// The number of tokens that are added in a minute.
     pub per_minute: u32,
-    /// Tokens that were taken beyond what there was.
+    /// The number of tokens below zero.
     pub debt: u64,
-    /// After which there is a token again.
+    /// The time until there is a token again.
     pub retry: Duration,
 }
 
 impl Meter {
-    /// Full.
+    /// Returns a full bucket.
     pub fn new(per_minute: u32, now: Instant) -> Meter {
         Meter { level: Mutex::new(Level { per_minute, left: f64::from(per_minute), at: now }) }
     }
 
-    /// From now on so many come in a minute; what was taken stays taken.
+    /// Changes the rate. Tokens that were taken stay taken.
     pub fn change(&self, per_minute: u32, now: Instant) {
         let mut level = self.level(now);
         let taken = f64::from(level.per_minute) - level.left;

@@ -1,6 +1,6 @@
 //! From a message to an engine request: where it runs, what its prompt's tokens are, and what
 //! comes back. Everything that can be refused without the engine is refused here; no field is
-//! ignored. Deliberately absent: tokio.
+//! ignored. Not here: tokio.
 
 use super::refusal::Refusal;
 use super::{bounds, proto};
@@ -41,8 +41,8 @@ impl Target {
         Ok(Target { host: Arc::clone(host), model, replica })
     }
 
-    /// The place for `samples` of a prompt whose full pages have the names `keys`, on the same model: what was found out
-    /// with its tokenizer and its vocabulary never reaches another model that has its name by now.
+    /// Chooses the replica for `samples` samples of a prompt whose full pages have the names `keys`. It is one of the same
+    /// model, even if another model has its name by now: the prompt was made with this model's tokenizer.
     pub(super) fn for_prompt(self, device: &str, keys: &[PageKey], samples: usize) -> Result<Target, Refusal> {
         let replica = self.model.route_prompt(device, keys, samples)?;
         Ok(Target { replica, ..self })

@@ -1,5 +1,5 @@
 //! The generated half of `proto/`: messages, clients and servers, ours at the top, others' under their packages.
-//! Deliberately absent: anything written by hand.
+//! Not here: anything written by hand.
 
 #![allow(missing_docs, unreachable_pub, missing_debug_implementations)]
 #![allow(clippy::all)]

@@ -247,7 +247,7 @@ pub enum Refusal {
     /// A message says that it is longer than may be.
     #[error("a message of {bytes} bytes is longer than the {most} that are taken")]
     LongMessage {
-        /// As it says.
+        /// The declared length in bytes.
         bytes: usize,
         /// The bound.
         most: usize,

@@ -1,5 +1,5 @@
 //! The RPCs of `ostinato.v1.Ostinato`: a span each, metadata in, the host asked, a message or
-//! a status out. Deliberately absent: sockets.
+//! a status out. Not here: sockets.
 
 use super::auth::Identity;
 use super::bounds;
@@ -314,11 +314,11 @@ pub(super) struct Caller {
     pub(super) scope: Scope,
 }
 
-/// The models that a caller may use, and so hear of: all, or those of its token, or of these the one that the endpoint
-/// serves over which it calls.
+/// The models that a caller may use and may learn the names of: all, or those of its token; over the endpoint of a model,
+/// only that model.
 #[derive(Clone, Debug)]
 pub(super) struct Scope {
-    /// Whom the token stands for, where there are tokens.
+    /// The identity of the caller's token; `None` if the server has no tokens.
     identity: Option<Identity>,
     /// The model of the endpoint, if it serves one only.
     endpoint: Option<Arc<str>>,
@@ -347,7 +347,7 @@ impl Scope {
         found.map_err(|refusal| self.narrowed(host, refusal))
     }
 
-    /// The model that a caller means who names none and may use some only; `None`: it is for the host to say.
+    /// Returns the model that an empty name means for a caller that may use some models only; `None` if the host decides.
     fn only(&self, host: &Host, asked: &str) -> Result<Option<Arc<ServedModel>>, Refusal> {
         if let Some(only) = self.endpoint.as_deref().filter(|_| asked.is_empty()) {
             self.may_use(only)?;
@@ -455,7 +455,8 @@ impl Rpc {
         &self.stop
     }
 
-    /// Runs what waits for an engine thread away from the threads that move streams, so much of it at once.
+    /// Runs a call that waits for an engine thread on a thread where it may block. The number of such calls at a time is
+    /// limited.
     pub(super) async fn ask<T: Send + 'static>(
         &self,
         question: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
@@ -477,8 +478,8 @@ impl Rpc {
         }
     }
 
-    /// Room for a client's requests, and a turn for the work that they begin with. The work is given the room: whoever
-    /// goes away while it is done has not ended it.
+    /// Reserves places for a client's requests, waits for a turn and runs the work that the requests begin with. The work
+    /// owns the places: they stay taken until it ends, also if the client disconnects meanwhile.
     pub(super) async fn work<T: Send + 'static>(
         &self,
         caller: &Caller,
@@ -491,8 +492,8 @@ impl Rpc {
         self.jobs.run(client, size, move || work(places)).await
     }
 
-    /// Starts a generation, of whose prompt the last `keep` tokens are kept, if that is said; of which `adjust` may
-    /// change what a message cannot say, and tell what it finds.
+    /// Starts a generation. `keep` truncates the prompt to its last tokens. `adjust` changes what the message cannot express
+    /// in the prepared request; its result is returned too.
     pub(super) async fn open<T: Send + 'static>(
         &self,
         span: &Span,
@@ -600,7 +601,8 @@ impl Rpc {
         self.work(caller, 1, Size { bytes, constraint: false }, move |_places| work()).await
     }
 
-    /// A Generate call's answer: its stream, which says in which trace it is, or why there is none, which is counted.
+    /// Returns the response of a Generate call: the stream, with the trace's id in its metadata, or the refusal, which is
+    /// counted.
     pub(super) fn begun<S>(&self, span: &Span, started: Result<S, Refusal>) -> Result<Response<S>, Status> {
         match started {
             Ok(stream) => {
@@ -632,8 +634,8 @@ impl Rpc {
         }
     }
 
-    /// Ends the request of this id, on whichever replicas there is one; not another token's, nor, over the endpoint of a
-    /// model, another model's.
+    /// Aborts the request of this id on all replicas, unless it belongs to another token or, over the endpoint of a model,
+    /// to another model.
     pub(super) fn end(&self, caller: &Caller, id: &str) {
         if let Some(identity) = &caller.scope.identity
             && !self.clients.may_end(&Client::Token(identity.name().to_owned()), id)
@@ -723,7 +725,7 @@ fn tokenizer<'a>(place: &'a Target, field: &'static str) -> Result<&'a Text, Ref
     model.text.as_deref().ok_or_else(|| Refusal::NoTokenizer { model: model.name.clone(), field })
 }
 
-/// A generation whose being open the server can see.
+/// A generation that is counted as an open stream of the server.
 #[derive(Debug)]
 pub struct Tracked {
     generation: Generation,

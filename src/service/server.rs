@@ -1,6 +1,6 @@
 //! The gRPC endpoint (our service, the engine contract of routers, health and reflection on one socket), those of single
 //! models beside it, and the HTTP endpoint of OpenAI's API with the same clients, limits and tokens; and the way they stop: health says so
-//! first, new requests are refused, running streams go on for a while, then they are cut. Deliberately absent: signals,
+//! first, new requests are refused, running streams go on for a while, then they are cut. Not here: signals,
 //! and where the host comes from.
 
 use super::auth::{Authentication, Tokens};

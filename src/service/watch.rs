@@ -1,5 +1,5 @@
 //! What is read from files and read again when they change: certificates, tokens. A new version that cannot be used
-//! is logged and changes nothing. Deliberately absent: what the files hold.
+//! is logged and changes nothing. Not here: what the files hold.
 
 use crate::telemetry::with_causes;
 use arc_swap::ArcSwap;
@@ -11,11 +11,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
-/// Between two looks. Files are read when two looks have found them alike: several that change one after the other
-/// (a certificate, then its key) are read once.
+/// The interval at which files are checked. Changed files are read once they have not changed for one interval, so that
+/// several files that change one after the other (a certificate, then its key) are read once.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Anything's cause.
+/// The cause of a failed read, of any type.
 pub type BoxError = Box<dyn Error + Send + Sync>;
 /// Reads the files; is given what was read before.
 type Load<T> = Box<dyn Fn(Option<&T>) -> Result<T, BoxError> + Send + Sync>;

@@ -8,8 +8,7 @@ use crate::kernels::recording::{Call, Range};
 use crate::kernels::shaders::{OrderPackedArgs, OrderPackedConstants, OrderRowsArgs, OrderRowsConstants};
 use crate::memory::pack::FRAGMENT_COLS;
 
-/// Returns the table of an order: `order`, and then the places themselves, so many that kernels can read a table for
-/// padded rows.
+/// Returns the table of an order: `order`, followed by the identity up to the length of padded rows, which kernels read.
 pub fn table(order: &[u32]) -> Vec<u32> {
     let cols = order.len() as u32;
     order.iter().copied().chain(cols..table_words(cols)).collect()

@@ -1,4 +1,4 @@
-//! The admin endpoint's data: our records as JSON. Deliberately absent: HTTP.
+//! The admin endpoint's data: our records as JSON. Not here: HTTP.
 //!
 //! All times are microseconds since the server's start, on the host's monotonic clock; lengths are microseconds, sizes
 //! bytes. `null` stands for what is not known. Fields may be added.

@@ -1,6 +1,6 @@
 //! Everything that is counted, as text that Prometheus reads (OpenMetrics 1.0): what requests were like comes from
 //! `telemetry::requests`, all else is read from the host while it is asked for, without asking an engine's thread.
-//! Deliberately absent: HTTP, and names, which `telemetry::names` has; `docs/metrics.md` explains each.
+//! Not here: HTTP, and names, which `telemetry::names` has; `docs/metrics.md` explains each.
 
 use crate::actors::transfer::TransferCounters;
 use crate::engine::request::PerToken;
@@ -40,7 +40,7 @@ const CODES: [Code; 10] = [
     Code::PermissionDenied,
 ];
 
-/// What is shown once: built anew for each scrape from numbers that are there anyway.
+/// The gauges that are computed at each scrape, from numbers that are kept for other purposes.
 #[derive(Default)]
 struct Scrape(Registry);
 

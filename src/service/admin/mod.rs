@@ -1,6 +1,6 @@
 //! The admin endpoint: what an operator looks at, over HTTP. A page, its data as JSON ([`api`] says what it is), a health
 //! check and the metrics. It shows and changes nothing: only GET is answered, and a model that loads is shown too.
-//! Deliberately absent: TLS and authentication (it listens on loopback unless told otherwise), requests for tokens: the
+//! Not here: TLS and authentication (it listens on loopback unless told otherwise), requests for tokens: the
 //! page's chat talks to the endpoint of OpenAI's API.
 //!
 //! | path | what |

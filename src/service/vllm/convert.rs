@@ -1,6 +1,6 @@
 //! The contract's messages as ours and back: what is asked becomes our own request, so that it is checked, routed and
 //! run by the same code; what comes back is our own stream, retold. Nothing is ignored: what cannot be honoured is
-//! refused by its name here. Deliberately absent: gRPC.
+//! refused by its name here. Not here: gRPC.
 
 use super::contract;
 use crate::host::{Host, ServedModel};

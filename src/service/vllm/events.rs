@@ -1,6 +1,6 @@
-//! The pages that prompts can be found in, as a router follows them: one stream of all ranks, each with numbers of its
-//! own that have no gap. It begins with everything that there is. Deliberately absent: history; who has missed
-//! something begins again.
+//! The events of the prefix cache for routers (KV-cache events of vLLM's contract): one stream for all ranks. The events of
+//! each rank are numbered without gaps, and a stream begins with all pages that exist.
+//! Not here: past events; a subscriber that has missed some subscribes again.
 
 use super::common;
 use crate::engine::page_pool::{Content, PageChange};

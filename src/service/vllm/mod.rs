@@ -1,6 +1,6 @@
 //! The RPCs of `vllm.grpc.engine.VllmEngine`, the engine contract that existing routers speak, beside our own service:
 //! a thin adapter over the same requests. The contract names no model, so it is answered where one is served: by a
-//! server of one model, and on the endpoint of a model (`model_endpoints`). Its ranks are that model's replicas. Deliberately absent: anything that our own service does not do.
+//! server of one model, and on the endpoint of a model (`model_endpoints`). Its ranks are that model's replicas. Not here: anything that our own service does not do.
 
 pub mod convert;
 pub mod events;

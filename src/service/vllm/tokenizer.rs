@@ -1,5 +1,5 @@
 //! A tokenizer's files as a zip archive in pieces, for routers that encode and render themselves. The same files
-//! give the same archive. Deliberately absent: reading files; these are the ones that were loaded.
+//! give the same archive. Not here: reading files; these are the ones that were loaded.
 
 use super::common::GetTokenizerChunk;
 use crate::model::text::File;

@@ -23,7 +23,7 @@ const PIECE: u64 = 1 << 18;
 /// The format's version.
 const VERSION: u32 = 3;
 
-/// SourceRows of a tensor of the checkpoint.
+/// A range of rows of a tensor of the checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SourceRows<'a> {
     /// The name of the tensor.

@@ -114,6 +114,7 @@ pub fn fake(step: Duration, script: &[u8]) -> FakeConfig {
             vocabulary: VOCABULARY,
             drafts: Default::default(),
             snapshots: None,
+            plan_limit: None,
         },
         step,
         chunk: step,

@@ -10,7 +10,7 @@ use ostinato::service::proto::generate_response::Event;
 use ostinato::service::proto::ostinato_client::OstinatoClient;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -49,6 +49,9 @@ pub struct Setup {
     pub address_space_kib: Option<u64>,
     /// Environment variables of the program.
     pub environment: Vec<(&'static str, String)>,
+    /// Makes checkpoints in the configuration's folder. Returns the configuration's entries of further models; the
+    /// second argument is the device.
+    pub further: Option<fn(&Path, &str) -> String>,
 }
 
 /// Limits that must hold after an attack.
@@ -75,8 +78,12 @@ pub struct Target {
     pub address: String,
     /// `HOST:PORT` of the admin endpoint.
     pub page: String,
+    /// `HOST:PORT` of OpenAI's API.
+    pub http: String,
     /// The process id.
     pub id: u32,
+    /// The folder of the configuration, `ostinato.toml`.
+    pub folder: PathBuf,
     authority: Option<String>,
 }
 
@@ -197,11 +204,12 @@ impl Target {
     /// Sends a GET to the admin endpoint. Connecting, and each read and write, may take up to `wait`. Returns the head
     /// and body of the answer.
     pub fn get(&self, path: &str, wait: Duration) -> std::io::Result<String> {
-        let address = self.page.parse().map_err(std::io::Error::other)?;
+        let host = &self.page;
+        let address = host.parse().map_err(std::io::Error::other)?;
         let mut stream = TcpStream::connect_timeout(&address, wait)?;
         stream.set_read_timeout(Some(wait))?;
         stream.set_write_timeout(Some(wait))?;
-        write!(stream, "GET {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n", self.page)?;
+        write!(stream, "GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n")?;
         let mut text = String::new();
         stream.read_to_string(&mut text)?;
         Ok(text)
@@ -277,8 +285,9 @@ impl Server {
         let text = format!(
             "[server]\nlisten = \"127.0.0.1:0\"\n{tls}{}\n[http]\nlisten = \"127.0.0.1:0\"\n[admin]\nlisten = \"127.0.0.1:0\"\n\
              [runtime]\ncache_directory = {cache:?}\n\
-             [[models]]\nname = \"demo\"\npath = \"embedded:demo\"\nreplicas = [{{ device = \"{uuid}\" }}]\n",
-            setup.server
+             [[models]]\nname = \"demo\"\npath = \"embedded:demo\"\nreplicas = [{{ device = \"{uuid}\" }}]\n{}",
+            setup.server,
+            setup.further.map(|further| further(folder.path(), uuid)).unwrap_or_default()
         );
         std::fs::write(&file, text).expect("a configuration");
         // A shell sets the limits and then executes the program in its place.
@@ -311,9 +320,12 @@ impl Server {
             let rest = told.strip_prefix(begin).unwrap_or_else(|| panic!("{told}"));
             rest.trim_end_matches('/').to_owned()
         };
-        let (address, page) = (line("listening on "), line("admin on http://"));
+        let (address, page, http) = (line("listening on "), line("admin on http://"), line("OpenAI's API on "));
+        let http =
+            http.split_once("://").and_then(|(_, rest)| rest.strip_suffix("/v1")).expect("an address").to_owned();
         let authority = setup.authority.as_ref().map(Authority::pem);
-        let target = Target { address, page, id: server.child.id(), authority };
+        let target =
+            Target { address, page, http, id: server.child.id(), folder: server.folder.path().to_owned(), authority };
         (server, target)
     }
 

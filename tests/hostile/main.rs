@@ -15,9 +15,11 @@
 //! A long run: `OSTINATO_HOSTILE_SECONDS=3600 cargo test --test hostile -- everything_at_once --nocapture`.
 
 mod arena;
+mod checkpoints;
 #[path = "../common/mod.rs"]
 mod common;
 mod constraints;
+mod http;
 mod limits;
 #[path = "../serving/mod.rs"]
 mod serving;
@@ -27,7 +29,7 @@ use std::time::{Duration, Instant};
 
 /// Returns all attacks that can be combined.
 fn attacks() -> Vec<Attack> {
-    [constraints::ATTACKS, limits::ATTACKS].concat()
+    [checkpoints::ATTACKS, constraints::ATTACKS, http::ATTACKS, limits::ATTACKS].concat()
 }
 
 fn number(variable: &str, default: u64) -> u64 {
@@ -46,13 +48,40 @@ fn a_quiet_server_is_found_well() {
     assert!(seen.requests >= 1 && seen.tokens >= 32, "{seen:?}");
 }
 
+/// Goal: neither requests that do not end nor files that are wrong harm others. Method: eight HTTP connections of each kind
+/// of unfinished requests, each of which must be closed in the time of its kind, which takes half a minute; beside them
+/// short attacks on the same port, and then bad checkpoints, truncated weights and changed configurations. All of it on one
+/// server, whose health probe is answered all the time.
+#[test]
+fn requests_that_do_not_end_and_models_that_cannot_be_loaded() {
+    let arena = Arena::enter(Setup { further: Some(checkpoints::further), ..Setup::default() });
+    let target = arena.target();
+    let probe = http::Probe::start(&target);
+    std::thread::scope(|scope| {
+        scope.spawn(|| http::all_are_closed(&target));
+        let stage = |name: &str, attack: fn(&Arena)| {
+            let begun = Instant::now();
+            attack(&arena);
+            eprintln!("{name} took {:.1} s", begun.elapsed().as_secs_f64());
+        };
+        stage("short attacks", http::short_attacks);
+        stage("bad checkpoints", checkpoints::bad_checkpoints_are_refused_by_name);
+        stage("truncated weights", checkpoints::weights_that_are_truncated_end_their_load_only);
+        stage("changed configurations", checkpoints::configurations_that_change_beside_loads_leave_nothing_undone);
+    });
+    http::new_clients(&target);
+    probe.end();
+    let seen = arena.leave(Bounds { peak_mib: 512, ..Bounds::default() });
+    eprintln!("{seen:?}");
+}
+
 /// Goal: three concurrent attacks, chosen again and again until the time is over, do not harm the server.
 #[test]
 fn everything_at_once() {
     let (seconds, seed) = (number("OSTINATO_HOSTILE_SECONDS", 20), number("OSTINATO_HOSTILE_SEED", 1));
     let attacks = attacks();
     eprintln!("OSTINATO_HOSTILE_SEED={seed}, {seconds} s");
-    let arena = Arena::enter(Setup::default());
+    let arena = Arena::enter(Setup { further: Some(checkpoints::further), ..Setup::default() });
     let until = Instant::now() + Duration::from_secs(seconds);
     let target = arena.target();
     std::thread::scope(|scope| {

@@ -1,6 +1,6 @@
 //! The connections of an HTTP/1.1 endpoint: a bounded number, none of which may wait for ever. The admin endpoint and
 //! OpenAI's API both use it. If all places are taken, the connection that was heard least recently, of the peer that
-//! has most, gives up its place, unless it is marked as having a call (`service::crowd`).
+//! has most, gives up its place, unless it is marked as having a call whose answer is read (`service::crowd`).
 //! Not here: what is answered, and accepting (`service::tls`).
 
 use super::tls::{self, Accept, Connection};

@@ -8,8 +8,12 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
+
+/// A connection whose calls are answered may lose its place only if its peer has taken nothing of the answers for this
+/// time: one that keeps up never waits so long.
+const BLOCKED: Duration = Duration::from_secs(1);
 
 /// The connections of one listener.
 #[derive(Debug)]
@@ -56,12 +60,18 @@ pub struct Standing {
     heard: AtomicU64,
     /// The number of calls that are being answered.
     calls: AtomicUsize,
+    /// Since when bytes wait that the peer does not take, in microseconds after `began`; `TAKING` if none do.
+    blocked: AtomicU64,
 }
+
+/// The value of [`Standing::blocked`] while no bytes wait.
+const TAKING: u64 = u64::MAX;
 
 impl Standing {
     fn new(began: Instant) -> Standing {
         let heard = AtomicU64::new(micros(began));
-        Standing { began, stage: AtomicU8::new(Stage::Silent as u8), heard, calls: AtomicUsize::new(0) }
+        let (stage, blocked) = (AtomicU8::new(Stage::Silent as u8), AtomicU64::new(TAKING));
+        Standing { began, stage, heard, calls: AtomicUsize::new(0), blocked }
     }
 
     /// Bytes were received.
@@ -84,6 +94,21 @@ impl Standing {
 
     fn is_idle(&self) -> bool {
         self.calls.load(Ordering::Relaxed) == 0
+    }
+
+    /// Something was sent, or it was tried: whether bytes are left that the peer does not take.
+    pub fn send(&self, left: bool) {
+        if !left {
+            self.blocked.store(TAKING, Ordering::Relaxed);
+        } else if self.blocked.load(Ordering::Relaxed) == TAKING {
+            self.blocked.store(micros(self.began), Ordering::Relaxed);
+        }
+    }
+
+    /// Whether the peer has taken nothing for [`BLOCKED`] although there is something.
+    fn is_blocked(&self) -> bool {
+        let since = self.blocked.load(Ordering::Relaxed);
+        micros(self.began).checked_sub(since).is_some_and(|micros| u128::from(micros) >= BLOCKED.as_micros())
     }
 
     /// A call is being answered until the guard is dropped; meanwhile the connection keeps its place.
@@ -119,8 +144,8 @@ impl Crowd {
     }
 
     /// Takes a place for a new connection of `peer`. If all places for new connections are taken, a connection that is
-    /// not established loses its place; if all places are taken, one without calls that are being answered does.
-    /// Returns `None` if every connection has such a call.
+    /// not established loses its place; if all places are taken, one without calls that are being answered does, or else
+    /// one whose peer does not read its answers. Returns `None` if every connection has a call whose answer is read.
     pub fn enter(self: &Arc<Crowd>, peer: Option<IpAddr>) -> Option<ConnectionPlace> {
         let mut all = self.all();
         let is_new = |entry: &Entry| !entry.standing.is_established();
@@ -129,7 +154,8 @@ impl Crowd {
             all.remove(goes).out.cancel();
         }
         if all.len() >= self.most {
-            let goes = victim(&all, |entry| entry.standing.is_idle())?;
+            let idle = victim(&all, |entry| entry.standing.is_idle());
+            let goes = idle.or_else(|| victim(&all, |entry| entry.standing.is_blocked()))?;
             all.remove(goes).out.cancel();
         }
         let number = self.next.fetch_add(1, Ordering::Relaxed);
@@ -243,5 +269,27 @@ mod tests {
         assert!(established(4).is_none());
         drop((busy, calls));
         assert!(established(4).is_some());
+    }
+
+    #[test]
+    fn calls_whose_answers_are_not_read_keep_nobody_out() {
+        let crowd = Arc::new(Crowd::new(3, usize::MAX));
+        let established = |last: u8| crowd.enter(peer(last)).inspect(|place| place.standing().establish());
+        let all: Vec<_> = (1..=3).map(|last| established(last).unwrap()).collect();
+        let calls: Vec<_> = all.iter().map(|place| place.standing().call()).collect();
+        all.iter().for_each(|place| place.standing().send(true));
+        assert!(established(4).is_none(), "answers wait only now");
+        let waits = |place: &ConnectionPlace| place.standing().blocked.store(0, Ordering::Relaxed);
+        all.iter().for_each(waits);
+        // One of them takes what it is sent again.
+        all[0].standing().send(false);
+        all[0].standing().send(true);
+        std::thread::sleep(BLOCKED);
+        all[0].standing().send(false);
+        heard(&all[1], 2);
+        heard(&all[2], 1);
+        let _new = established(4).unwrap();
+        assert_eq!(gone(&all), [false, false, true], "the one that was heard least recently");
+        drop(calls);
     }
 }

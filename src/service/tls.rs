@@ -238,7 +238,7 @@ async fn take(listener: TcpListener, accept: Accept, sender: &mpsc::Sender<io::R
             if saying.again() {
                 tracing::warn!(
                     connections = accept.connections,
-                    "all connections have calls that run, further ones are closed"
+                    "all connections have calls whose answers are read, further ones are closed"
                 );
             }
             continue;
@@ -366,6 +366,12 @@ impl Connection {
         }
         Ok(())
     }
+
+    /// Passes on the result of a write, as [`Stuck::sent`] does, and notes whether the peer takes what it is sent.
+    fn sent<T>(&mut self, context: &mut Context<'_>, sent: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        self.place.standing().send(sent.is_pending());
+        self.stuck.sent(context, sent)
+    }
 }
 
 /// Detects a connection that takes nothing of what it is sent.
@@ -445,7 +451,7 @@ impl AsyncWrite for Connection {
             Transport::Plain(stream) => Pin::new(stream).poll_write(context, bytes),
             Transport::Encrypted(stream) => Pin::new(stream).poll_write(context, bytes),
         };
-        self.stuck.sent(context, sent)
+        self.sent(context, sent)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -454,7 +460,7 @@ impl AsyncWrite for Connection {
             Transport::Plain(stream) => Pin::new(stream).poll_flush(context),
             Transport::Encrypted(stream) => Pin::new(stream).poll_flush(context),
         };
-        self.stuck.sent(context, sent)
+        self.sent(context, sent)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -475,7 +481,7 @@ impl AsyncWrite for Connection {
             Transport::Plain(stream) => Pin::new(stream).poll_write_vectored(context, bytes),
             Transport::Encrypted(stream) => Pin::new(stream).poll_write_vectored(context, bytes),
         };
-        self.stuck.sent(context, sent)
+        self.sent(context, sent)
     }
 
     fn is_write_vectored(&self) -> bool {

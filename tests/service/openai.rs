@@ -922,6 +922,90 @@ async fn a_client_that_goes_away_frees_its_row() {
     }
 }
 
+/// Serves a device that draws faster than any client reads.
+async fn fast(options: Options) -> Served {
+    let mut device = fake(Duration::from_micros(20), b"abcdefgh");
+    (device.capacity.slots, device.capacity.context, device.capacity.pages) = (16, 1 << 20, 1 << 16);
+    device.capacity.buckets = vec![1, 2, 4, 8, 16];
+    device.capacity.run_ahead = 32;
+    let models = vec![model("alpha", Some(tokenizer(true)), vec![(0, device)], 64)];
+    serve_models(models, options).await
+}
+
+/// Events of [`long_stream`] whose bytes are several times what the buffers of two sockets hold (6 MiB at most by default).
+const MORE_THAN_SOCKETS_HOLD: usize = 16_384;
+
+/// Asks for a long stream of large events.
+async fn long_stream(at: SocketAddr) -> TcpStream {
+    let body = json!({"prompt": "x", "max_tokens": 1_000_000, "stream": true, "logprobs": 20}).to_string();
+    let head = format!("POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n", body.len());
+    let mut stream = TcpStream::connect(at).await.unwrap();
+    stream.write_all(format!("{head}{body}").as_bytes()).await.unwrap();
+    stream
+}
+
+/// Goal: a client that does not read its events keeps neither its row nor its connection. Method: the request of a reader
+/// that reads nothing is cancelled when its buffer is full, and its connection is closed when nothing could be sent for
+/// the time of a keepalive and its answer; one that reads late is told why its stream has ended.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn streams_that_nobody_reads_are_cancelled_and_closed() {
+    let wait = Duration::from_secs(1);
+    let options =
+        Options { stream_buffer: MORE_THAN_SOCKETS_HOLD, keepalive: wait, keepalive_wait: wait, ..Options::default() };
+    let served = fast(options).await;
+    let mut silent = long_stream(served.http).await;
+    served.busy("alpha/0", 1, 0).await;
+    served.idle("alpha/0", Duration::from_secs(20)).await;
+    tokio::time::sleep(3 * wait).await;
+    // What the system has buffered comes, and then the end, which is not that of the answer.
+    let mut answer = Vec::new();
+    let _ = tokio::time::timeout(Duration::from_secs(20), silent.read_to_end(&mut answer)).await.expect("it is closed");
+    let answer = String::from_utf8_lossy(&answer);
+    assert!(!answer.is_empty() && !answer.contains("[DONE]") && !answer.contains("resource"), "{}", answer.len());
+
+    let served = fast(Options { stream_buffer: 64, ..Options::default() }).await;
+    let mut late = long_stream(served.http).await;
+    served.busy("alpha/0", 1, 0).await;
+    served.idle("alpha/0", Duration::from_secs(20)).await;
+    let mut answer = String::new();
+    let mut bytes = vec![0; 1 << 16];
+    while !answer.ends_with("data: [DONE]\n\n\r\n0\r\n\r\n") {
+        let read =
+            tokio::time::timeout(Duration::from_secs(20), late.read(&mut bytes)).await.expect("in time").unwrap();
+        assert!(read > 0, "it was closed after {} bytes", answer.len());
+        answer.push_str(&String::from_utf8_lossy(&bytes[..read]));
+    }
+    assert!(answer.contains("64 events"), "the last event tells why: {}", &answer[answer.len() - 1000..]);
+}
+
+/// Goal: streams that nobody reads do not keep others out. Method: as many of them as there are places. As long as their
+/// events still go into the sockets' buffers, every place has a call, and others are turned away; when nothing of them can
+/// be sent, the health probe and a new client are answered, long before the connections would be closed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn streams_that_nobody_reads_give_up_their_places() {
+    let served = fast(Options { connections: 4, stream_buffer: MORE_THAN_SOCKETS_HOLD, ..Options::default() }).await;
+    let mut unread = Vec::new();
+    for _ in 0..4 {
+        unread.push(long_stream(served.http).await);
+    }
+    served.busy("alpha/0", 4, 0).await;
+    let begun = std::time::Instant::now();
+    let health = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n";
+    let mut refused = 0;
+    while !raw(served.http, health).await.starts_with("HTTP/1.1 200") {
+        assert!(begun.elapsed() < Duration::from_secs(40), "{refused} probes were turned away");
+        refused += 1;
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert!(refused > 0, "all places had calls");
+    for _ in 0..20 {
+        assert!(raw(served.http, health).await.starts_with("HTTP/1.1 200"));
+        let whole = chat(served.http, json!({"messages": user("x"), "max_tokens": 3})).await.json();
+        assert_eq!(whole["choices"][0]["message"]["content"], "abc");
+    }
+    drop(unread);
+}
+
 /// Goal: every request ends once, however many come. Method: 1,000 requests from 64 clients, whole and as streams.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_thousand_requests_of_64_clients_end_once_each() {
@@ -964,7 +1048,8 @@ async fn a_thousand_requests_of_64_clients_end_once_each() {
 /// Sends raw bytes and returns what comes back until the server closes the connection.
 async fn raw(at: SocketAddr, bytes: &[u8]) -> String {
     let mut stream = TcpStream::connect(at).await.unwrap();
-    stream.write_all(bytes).await.unwrap();
+    // The server may close it before it has read anything.
+    let _ = stream.write_all(bytes).await;
     let mut answer = Vec::new();
     // A reset after the answer is as good as an end.
     let _ = stream.read_to_end(&mut answer).await;

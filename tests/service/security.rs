@@ -600,6 +600,42 @@ async fn tokens_a_minute_are_counted_and_the_next_request_is_told_when_to_come()
     assert_eq!(text_of(&mut client, text_request("", "p", 3)).await.unwrap(), "abc");
 }
 
+/// Goal: a call that is cancelled while its prompt is read pays for the prompt: the work is done all the same. Method: a
+/// text of 900,000 tokens takes much longer to read than the client waits. Its sequence never starts, and the next request
+/// is told of the debt. A call that is refused for its length has not been read and pays nothing.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_call_that_is_cancelled_while_its_prompt_is_read_pays_for_it() {
+    const TOKENS: usize = 900_000;
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("tokens.toml");
+    std::fs::write(&file, entry("a", "a", "tokens_per_minute = 1000")).unwrap();
+    let tokens = Some(Arc::new(Tokens::read(&file).unwrap()));
+    let mut device = fake(Duration::from_millis(5), b"abc");
+    (device.capacity.context, device.capacity.pages) = (1 << 20, 1 << 17);
+    let models = vec![model("alpha", Some(tokenizer(true)), vec![(0, device)], 8)];
+    let served = serve_models(models, Options { tokens, ..Options::default() }).await;
+    let mut client = OstinatoClient::new(bearing(served.channel().await, "a"));
+    let long = text_request("", &"p".repeat(TOKENS), 1);
+    // The connection is there before the time is measured.
+    client.list_models(proto::ListModelsRequest {}).await.unwrap();
+    let cancelled = tokio::time::timeout(Duration::from_millis(20), client.generate(long)).await;
+    assert!(cancelled.is_err(), "the prompt was read before the call was cancelled: {cancelled:?}");
+    let until = Instant::now() + Duration::from_secs(60);
+    let status = loop {
+        let asked = text_of(&mut client, text_request("", "p", 1)).await;
+        match asked {
+            Err(status) if status.message().contains("tokens a minute") => break status,
+            other => assert!(Instant::now() < until, "nothing was charged: {other:?}"),
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    };
+    let message = status.message();
+    let debt: u64 = message.split(|c: char| !c.is_ascii_digit()).filter_map(|word| word.parse().ok()).max().unwrap();
+    assert!((TOKENS as u64 - 2000..=TOKENS as u64).contains(&debt), "{message}");
+    let load = served.host.replicas().next().unwrap().load();
+    assert!(load.prompt_tokens < 1000, "it has not run: {load:?}");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nobody_ends_another_tokens_requests() {
     let guarded = guarded(&[entry("a", "a", ""), entry("b", "b", "")], Options::default()).await;

@@ -27,12 +27,21 @@ const GROWTH: f64 = 0.75;
 /// outlier, and what is never chosen is never measured again.
 const EXPLORE: u64 = 64;
 
+/// The same while the alternative is young: measured fewer than [`YOUNG`] times. Its readings may then be those of a cold
+/// device: the first executions of a size can take many times as long as all later ones.
+const EXPLORE_YOUNG: u64 = 8;
+
+/// See [`EXPLORE_YOUNG`].
+const YOUNG: u32 = 32;
+
 /// The recent step times.
 #[derive(Clone, Debug, Default)]
 pub struct Pace {
     step: Option<Duration>,
     /// The last time of a decode step, by size of the batch.
     batch: [Option<Duration>; SIZES],
+    /// How often that was measured.
+    batch_readings: [u32; SIZES],
     /// The last time of a verification step, by number of sequences and drafts per sequence.
     verify: [[Option<Duration>; MOST_DRAFTS]; SIZES],
     /// The mean time per prompt token in seconds, by size of the chunk.
@@ -47,6 +56,14 @@ struct Mean {
     seconds: f64,
     /// The number of the chunk that was read last.
     at: u64,
+    /// The number of readings.
+    readings: u32,
+}
+
+/// Whether a choice of this number looks at an alternative that was measured so often.
+fn explores(choice: u64, readings: u32) -> bool {
+    let every = if readings < YOUNG { EXPLORE_YOUNG } else { EXPLORE };
+    choice % every == every - 1
 }
 
 fn size(tokens: u32) -> usize {
@@ -63,7 +80,9 @@ impl Pace {
     /// Notes the time of a decode step of `rows` rows.
     pub fn note_step(&mut self, rows: u32, time: Duration) {
         self.step = Some(time);
-        self.batch[size(rows)] = Some(time);
+        let size = size(rows);
+        self.batch[size] = Some(time);
+        self.batch_readings[size] = self.batch_readings[size].saturating_add(1);
     }
 
     /// Notes the time of a step that verified `drafts` draft tokens for each of `sequences` sequences.
@@ -82,7 +101,8 @@ impl Pace {
 
     /// Returns how many of `rows` rows give the most tokens per second: all of them, or only as many as fill the next
     /// smaller bucket (a power of two) if the larger step is slower by more than the additional rows are worth.
-    /// `choice` is the number of choices so far: one in `EXPLORE` returns the alternative, if that could be better.
+    /// `choice` is the number of choices so far: one in [`EXPLORE`], or [`EXPLORE_YOUNG`], returns the alternative, if that
+    /// could be better.
     pub fn best_rows(&self, rows: u32, choice: u64) -> u32 {
         let full = size(rows);
         let fewer = 1u32 << full.saturating_sub(1);
@@ -95,7 +115,7 @@ impl Pace {
         let other = if best == rows { fewer } else { rows };
         // Half the rows are not tried in place of a full bucket, which is worth more.
         let could_be = other == rows || rows < 1 << full;
-        if could_be && choice % EXPLORE == EXPLORE - 1 { other } else { best }
+        if could_be && explores(choice, self.batch_readings[size(other)]) { other } else { best }
     }
 
     /// Notes the time of a chunk of `tokens` tokens.
@@ -104,10 +124,12 @@ impl Pace {
         self.chunks += 1;
         let at = self.chunks;
         let mean = &mut self.token[size(tokens)];
-        // An average that was not updated for a long time is replaced.
-        let recent = mean.filter(|mean| at - mean.at < EXPLORE / 2);
+        let readings = mean.map_or(0, |mean| mean.readings).saturating_add(1);
+        // An average that was not updated for a long time is replaced, and one that is twice the reading: much makes a
+        // chunk slower than it has to be, but nothing makes it faster.
+        let recent = mean.filter(|mean| at - mean.at < EXPLORE / 2 && reading >= mean.seconds / 2.0);
         let seconds = recent.map_or(reading, |mean| mean.seconds + SHARE * (reading - mean.seconds));
-        *mean = Some(Mean { seconds, at });
+        *mean = Some(Mean { seconds, at, readings });
     }
 
     /// Returns the last time of a decode step; `None` before the first.
@@ -116,13 +138,15 @@ impl Pace {
     }
 
     /// Returns the expected time of a chunk of `tokens` tokens; `None` if nothing was measured that allows an estimate.
-    /// `choice` is the number of choices so far: at one in `EXPLORE`, a size that was not measured for a long time is
-    /// estimated from smaller sizes, as if it had never been measured, if that estimate is shorter.
+    /// `choice` is the number of choices so far: at one in [`EXPLORE`], or [`EXPLORE_YOUNG`], a size that was not measured
+    /// for half as many chunks is estimated from smaller sizes, as if it had never been measured, if that estimate is
+    /// shorter.
     pub fn chunk(&self, tokens: u32, choice: u64) -> Option<Duration> {
         let guessed = || self.estimate(tokens, false);
+        let unheard = |readings: u32| if readings < YOUNG { EXPLORE_YOUNG / 2 } else { EXPLORE / 2 };
         let mean = self.token[size(tokens)];
         match mean {
-            Some(mean) if choice % EXPLORE == EXPLORE - 1 && self.chunks - mean.at >= EXPLORE / 2 => {
+            Some(mean) if explores(choice, mean.readings) && self.chunks - mean.at >= unheard(mean.readings) => {
                 self.estimate(tokens, true).min(guessed())
             }
             _ => self.estimate(tokens, true),
@@ -226,6 +250,9 @@ mod tests {
         pace.note_chunk(100, Duration::from_millis(100));
         pace.note_chunk(100, Duration::from_millis(200));
         assert_eq!(pace.chunk(100, 0), Some(Duration::from_millis(125)));
+        // What takes less than half as long was not disturbed: the average was.
+        pace.note_chunk(100, Duration::from_millis(60));
+        assert_eq!(pace.chunk(100, 0), Some(Duration::from_millis(60)));
     }
 
     /// Makes one choice of rows for each number in `choices`, and notes the time in microseconds that `took` gives for
@@ -254,20 +281,23 @@ mod tests {
 
         // The same for the smaller step, in a case where nine rows are served better in turns.
         let mut pace = Pace::default();
+        (0..YOUNG).for_each(|_| pace.note_step(16, Duration::from_micros(1000)));
         pace.note_step(8, Duration::from_micros(9000));
-        pace.note_step(16, Duration::from_micros(1000));
         let took = |rows: u32| if rows > 8 { 1000 } else { 600 };
         let chosen = decode(&mut pace, 9, took, 0..2 * EXPLORE);
         let first = chosen.iter().position(|rows| *rows == 8).expect("it is tried again");
         assert!(first < EXPLORE as usize, "after {first} choices");
-        assert_eq!(chosen[first..].iter().filter(|rows| **rows == 9).count(), 1, "then only to look: {chosen:?}");
+        assert!(first < EXPLORE_YOUNG as usize, "soon, because it was measured once: after {first} choices");
+        assert_eq!(chosen[first..].iter().filter(|rows| **rows == 9).count(), 2, "then only to look: {chosen:?}");
     }
 
     #[test]
     fn looking_again_is_rare_and_ends_where_nothing_is_heard() {
         let mut pace = Pace::default();
-        pace.note_step(8, Duration::from_micros(600));
-        pace.note_step(16, Duration::from_micros(9000));
+        for _ in 0..YOUNG {
+            pace.note_step(8, Duration::from_micros(600));
+            pace.note_step(16, Duration::from_micros(9000));
+        }
         // Nothing is measured any more.
         let looks = (0..10 * EXPLORE).filter(|choice| pace.best_rows(16, *choice) == 16).count();
         assert_eq!(looks, 10);
@@ -296,9 +326,9 @@ mod tests {
         let first = tried.iter().position(|large| *large).expect("it is tried again");
         assert!(first < EXPLORE as usize, "after {first} chunks");
         assert!(tried[first..].iter().all(|large| *large), "one reading says more than the old mean");
-        // If it is still as slow, it is only tried now and then.
+        // If it is still as slow, it is only tried now and then once it is well known.
         let mut slow = Pace::default();
-        slow.note_chunk(512, ms(400));
+        (0..YOUNG).for_each(|_| slow.note_chunk(512, ms(400)));
         let mut looks = 0;
         for choice in 0..10 * EXPLORE {
             if slow.chunk(512, choice).is_some_and(|time| time <= allowed) {

@@ -14,6 +14,11 @@ const UNSEEN: f64 = 0.5;
 const EXPLORE: u64 = 32;
 /// The factor by which exploration is rarer while the best number of drafts is 0; see [`EXPLORE`].
 const IDLE: u64 = 8;
+/// The same while another number was tried fewer than [`YOUNG`] times: its first times may be those of a cold device,
+/// which are many times as long as all later ones.
+const EXPLORE_YOUNG: u64 = 8;
+/// See [`EXPLORE_YOUNG`].
+const YOUNG: u32 = 16;
 
 /// The chooser, with the acceptance rates that it has measured.
 #[derive(Clone, Debug)]
@@ -23,12 +28,15 @@ pub struct Speculation {
     right: Vec<f64>,
     /// The number of choices so far.
     choices: u64,
+    /// By number of drafts: how often it was chosen, up to [`YOUNG`].
+    tried: Vec<u32>,
 }
 
 impl Speculation {
     /// Creates a chooser for an executor with these limits.
     pub fn new(can: Drafts) -> Speculation {
-        Speculation { can, right: vec![UNSEEN; can.most as usize], choices: 0 }
+        let numbers = can.most as usize + 1;
+        Speculation { can, right: vec![UNSEEN; can.most as usize], choices: 0, tried: vec![0; numbers] }
     }
 
     /// Returns the number of tokens to draft for each of `sequences` sequences.
@@ -40,6 +48,14 @@ impl Speculation {
             return self.can.most;
         }
         self.choices += 1;
+        let chosen = self.number(sequences, pace);
+        let tried = &mut self.tried[chosen as usize];
+        *tried = (*tried + 1).min(YOUNG);
+        chosen
+    }
+
+    /// Returns the best number of drafts, or now and then another one.
+    fn number(&self, sequences: u32, pace: &Pace) -> u32 {
         // A number of drafts without a measured time is tried first.
         let times: Vec<Option<f64>> =
             (0..=self.can.most).map(|drafts| pace.verify(sequences, drafts).map(|t| t.as_secs_f64())).collect();
@@ -57,6 +73,12 @@ impl Speculation {
             if speed > best.1 {
                 best = (drafts, speed);
             }
+        }
+        let others = (0u32..).zip(&self.tried).filter(|(drafts, tried)| *drafts != best.0 && **tried < YOUNG);
+        if self.choices % EXPLORE_YOUNG == 0
+            && let Some((young, _)) = others.min_by_key(|(_, tried)| **tried)
+        {
+            return young;
         }
         let every = if best.0 == 0 { EXPLORE * IDLE } else { EXPLORE };
         match self.choices % every {
@@ -129,6 +151,10 @@ mod tests {
             speculation.note(2, 0);
         }
         assert_eq!(usual(&mut speculation, &pace), 0, "none is right any more");
+        // Each number is tried a few times soon, and rarely after that.
+        for _ in 0..3 * EXPLORE_YOUNG * u64::from(YOUNG) {
+            speculation.choose(1, &pace);
+        }
         let tried = (0..4 * EXPLORE * IDLE).filter(|_| speculation.choose(1, &pace) > 0).count();
         assert!((1..=8).contains(&tried), "{tried} plans look whether that has changed");
     }

@@ -34,6 +34,10 @@ const EXPLORE_YOUNG: u64 = 8;
 /// See [`EXPLORE_YOUNG`].
 const YOUNG: u32 = 32;
 
+/// The number of readings of a chunk size after which it is believed to be slow: two plans are in flight, so that the second
+/// one may be made before the first one is measured.
+const FIRST_READINGS: u32 = 3;
+
 /// The recent step times.
 #[derive(Clone, Debug, Default)]
 pub struct Pace {
@@ -154,13 +158,15 @@ impl Pace {
     }
 
     /// Returns a time that a chunk of `tokens` tokens hardly exceeds: the time of its size as last measured, or in proportion
-    /// to smaller ones, whose tokens take longer each. Of both the shorter, if its own size was not measured for a long time.
-    /// `None` if no chunk of the size or smaller was measured.
+    /// to smaller ones, whose tokens take longer each. Of both the shorter, if its own size was not measured for a long time,
+    /// or only once or twice, as its first executions may have been slow. `None` if no chunk of the size or smaller was
+    /// measured.
     pub fn chunk_at_most(&self, tokens: u32) -> Option<Duration> {
         let own = size(tokens);
         let smaller = (0..own).rev().find_map(|size| self.token[size]);
+        let doubtful = |mean: Mean| mean.readings < FIRST_READINGS || self.chunks - mean.at >= EXPLORE / 2;
         let seconds = match (self.token[own], smaller) {
-            (Some(mean), Some(smaller)) if self.chunks - mean.at >= EXPLORE / 2 => mean.seconds.min(smaller.seconds),
+            (Some(mean), Some(smaller)) if doubtful(mean) => mean.seconds.min(smaller.seconds),
             (Some(mean), _) | (None, Some(mean)) => mean.seconds,
             (None, None) => return None,
         };
@@ -203,6 +209,32 @@ mod tests {
         assert_eq!(pace.chunk(512, 0), Some(ms(20)));
         pace.note_step(1, ms(2));
         assert_eq!(pace.chunk(64, 0), Some(ms(4)), "a larger one says nothing of it");
+    }
+
+    /// Goal: sizes whose first executions were slow are used at full speed soon, although a limit forbids slow ones. Method:
+    /// the first two chunks of each size take thirty times as long; prompts of 512 tokens are computed one after the other.
+    #[test]
+    fn a_limit_does_not_keep_a_cold_size_away() {
+        let limit = Duration::from_millis(100);
+        let took = |tokens: u32| 0.004 + 1e-5 * f64::from(tokens);
+        let (mut pace, mut runs) = (Pace::default(), [0u32; 10]);
+        let mut chunks = Vec::new();
+        for _ in 0..6 {
+            let mut left = 512;
+            let mut count = 0;
+            while left > 0 {
+                let sizes = [512, 256, 128, 64, 32, 16];
+                let bearable = |tokens: &&u32| pace.chunk_at_most(**tokens).is_some_and(|time| time <= limit);
+                let tokens = left.min(*sizes.iter().find(bearable).unwrap_or(&16));
+                let cold = if runs[size(tokens)] < 2 { 30.0 } else { 1.0 };
+                runs[size(tokens)] += 1;
+                pace.note_chunk(tokens, Duration::from_secs_f64(took(tokens) * cold));
+                left -= tokens;
+                count += 1;
+            }
+            chunks.push(count);
+        }
+        assert!(chunks[3..].iter().all(|count| *count == 1), "chunks of each prompt: {chunks:?}");
     }
 
     /// Goal: no chunk takes much longer than a limit on a device whose speed is not known, and a bad reading heals. Method:

@@ -75,7 +75,7 @@ impl Speculation {
             }
         }
         let others = (0u32..).zip(&self.tried).filter(|(drafts, tried)| *drafts != best.0 && **tried < YOUNG);
-        if self.choices % EXPLORE_YOUNG == 0
+        if self.choices.is_multiple_of(EXPLORE_YOUNG)
             && let Some((young, _)) = others.min_by_key(|(_, tried)| **tried)
         {
             return young;

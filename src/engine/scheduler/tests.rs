@@ -762,7 +762,7 @@ impl Learned {
         while self.chosen.len() < plans {
             running += (0..rows - running).inspect(|_| self.arrive(16, 900)).count();
             let waiting = self.bench.scheduler.waiting.len();
-            if prompts && waiting == 0 && self.chosen.len() % 4 == 0 {
+            if prompts && waiting == 0 && self.chosen.len().is_multiple_of(4) {
                 self.arrive(512, 1);
             }
             self.step();

@@ -471,6 +471,14 @@ pub enum CheckpointProblem {
         /// The tensor's full name.
         tensor: String,
     },
+    /// A layer has a bias or a norm that the model does not have by its configuration.
+    #[error("tensor {tensor} would not be used: by its architecture and its keys, the model has no such {what}")]
+    UnusedTensor {
+        /// The tensor's name in the file.
+        tensor: String,
+        /// `bias` or `norm`.
+        what: &'static str,
+    },
     /// A tensor's shape does not match config.json.
     #[error("tensor {tensor} has shape {shape:?}, config.json asks for {expected:?}")]
     Shape {

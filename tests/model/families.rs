@@ -16,7 +16,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// The allowed relative error of logits with f32 keys and values, where only sums differ.
-const EXACT: f64 = 1e-4;
+const EXACT: f64 = 1e-5;
 
 /// A prompt and what transformers makes of it.
 pub struct Case {

@@ -433,6 +433,77 @@ fn experts_of_numbers_as_gpt_oss_has_them() {
     }
 }
 
+/// Goal: a head of its own counts more than `tie_word_embeddings` also if it is quantised, instead of being left out.
+#[test]
+fn a_quantised_head_is_not_tied_whatever_the_flag_says() {
+    use safetensors::tensor::{Dtype, TensorView};
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/quantised/ct-mixed");
+    let dir = TempDir::new().unwrap();
+    fs::copy(fixture.join("config.json"), dir.path().join("config.json")).unwrap();
+    edit(dir.path(), "config.json", |config| {
+        config["tie_word_embeddings"] = true.into();
+        config["quantization_config"]["ignore"] = json!([]);
+        // A symmetric format of 4 bits in groups of 16.
+        config["quantization_config"]["config_groups"]["group_4"]["targets"] =
+            json!(["re:.*layers\\.1\\.[a-z_]+\\.q_proj$", "lm_head"]);
+    });
+    let bytes = fs::read(fixture.join("model.safetensors")).unwrap();
+    let read = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let mut views: BTreeMap<String, TensorView<'_>> =
+        read.tensors().into_iter().filter(|(name, _)| name != "lm_head.weight").collect();
+    let (rows, cols) = (257usize, 64usize);
+    let zeros = vec![0; rows * cols];
+    let shape: Vec<u8> = [rows as i64, cols as i64].iter().flat_map(|n| n.to_le_bytes()).collect();
+    for (part, dtype, dims, data) in [
+        ("weight_packed", Dtype::I32, vec![rows, cols / 8], &zeros[..rows * cols / 2]),
+        ("weight_scale", Dtype::BF16, vec![rows, cols / 16], &zeros[..rows * cols / 8]),
+        ("weight_shape", Dtype::I64, vec![2], &shape[..]),
+    ] {
+        views.insert(format!("lm_head.{part}"), TensorView::new(dtype, dims, data).unwrap());
+    }
+    safetensors::serialize_to_file(&views, None, &dir.path().join("model.safetensors")).unwrap();
+    let checkpoint = Checkpoint::open(dir.path()).unwrap();
+    let head = checkpoint.weights().iter().find(|weight| weight.name == "lm_head").expect("a head");
+    assert!(!checkpoint.config.tied && matches!(head.format, Format::Codes(_)), "{:?}", head.format);
+}
+
+/// Goal: a model does not run without biases and norms that it was trained with, and tensors that change nothing, or are
+/// not of its layers, do not prevent it from running.
+#[test]
+fn biases_and_norms_that_nothing_uses_are_refused() {
+    let dir = tiny();
+    let original = shaped(dir.path());
+    let with = |name: &str, byte: u8| {
+        let mut tensors = original.clone();
+        tensors.insert(name.to_owned(), (vec![4], vec![byte; 8]));
+        rewrite(dir.path(), &tensors);
+    };
+    for (tensor, what) in [
+        ("model.layers.0.self_attn.q_proj.bias", "bias"),
+        ("model.layers.1.mlp.experts.3.down_proj.bias", "bias"),
+        ("model.layers.1.pre_feedforward_layernorm.weight", "norm"),
+        ("model.language_model.layers.0.self_attn.kv_a_layernorm.weight", "norm"),
+    ] {
+        with(tensor, 0x3f);
+        let unused = CheckpointProblem::UnusedTensor { tensor: tensor.to_owned(), what };
+        assert_eq!(problems(dir.path()), [unused], "{tensor}");
+    }
+    with("model.layers.0.self_attn.q_proj.bias", 0);
+    Checkpoint::open(dir.path()).unwrap();
+    for tensor in [
+        "model.layers.99.self_attn.q_proj.bias",
+        "model.layers.99.enorm.weight",
+        "mtp.layers.0.self_attn.q_proj.bias",
+        "model.visual.blocks.0.norm1.weight",
+        "vision_tower.encoder.layers.0.layer_norm1.bias",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.0.self_attn.q_proj.input_scale",
+    ] {
+        with(tensor, 0x3f);
+        Checkpoint::open(dir.path()).unwrap_or_else(|error| panic!("{tensor}: {error}"));
+    }
+}
+
 /// Goal: weights with act-order stay codes where a product can have one order of inputs: merged rows of one order are one
 /// weight, rows of several are ranges, and rows that alternate are expanded.
 #[test]

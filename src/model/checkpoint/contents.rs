@@ -220,6 +220,7 @@ fn is_unsupported(problem: &CheckpointProblem) -> bool {
         | CheckpointProblem::OtherFormat { .. }
         | CheckpointProblem::NoQuantization { .. }
         | CheckpointProblem::MixedFormats { .. }
+        | CheckpointProblem::UnusedTensor { .. }
         | CheckpointProblem::UnsupportedDtype { .. } => true,
         _ => false,
     }

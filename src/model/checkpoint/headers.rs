@@ -10,6 +10,7 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::place::TensorPlace;
+use super::quantised::Names;
 use super::{CheckpointFile, CheckpointProblem, TensorInfo, read_text};
 use crate::config::file::{self, Stamp};
 use crate::memory::pack::{Format, SourceFormat};
@@ -250,9 +251,18 @@ impl Headers {
             .find_map(|name| self.tensors.get_key_value(name.as_str()).map(|(name, info)| (name.as_str(), info)))
     }
 
-    /// Whether a head of its own is there, which counts more than a flag: fine-tunes keep a flag that is no longer true.
+    /// Whether a head of its own is there, as numbers or quantised, which counts more than a flag: fine-tunes keep a flag
+    /// that is no longer true.
     pub(super) fn has_head(&self) -> bool {
-        !self.is_gguf() && self.find("lm_head.weight").is_some()
+        const HEAD: &str = "lm_head.weight";
+        let found = |name: &str| self.find(name).is_some();
+        !self.is_gguf() && (found(HEAD) || Names::new(HEAD).codes().iter().any(|name| found(name)))
+    }
+
+    /// Returns where a tensor's data is.
+    pub(super) fn place(&self, info: &TensorInfo) -> TensorPlace {
+        let path = Arc::clone(&self.files[info.file].path);
+        TensorPlace { path, offset: info.offset, bytes: info.bytes }
     }
 
     pub(super) fn is_lost(&self, name: &str) -> bool {
@@ -279,12 +289,23 @@ fn source_format(kind: TensorType) -> SourceFormat {
     }
 }
 
+/// What the text model's names may begin with.
+const PREFIXES: [&str; 5] = ["", "model.", "model.language_model.", "language_model.model.", "language_model."];
+
+/// Returns the number of the text model's layer that a tensor of a file belongs to, and its name in the layer; `None` for
+/// tensors of other parts, such as multi-token-prediction blocks under a name of their own and the layers of encoders.
+pub(super) fn layer_of(tensor: &str) -> Option<(u32, &str)> {
+    let in_layers = |prefix: &&str| tensor.strip_prefix(*prefix)?.strip_prefix("layers.");
+    let (number, part) = PREFIXES.iter().find_map(in_layers)?.split_once('.')?;
+    Some((number.parse().ok()?, part))
+}
+
 /// Returns the names that a tensor may have in a file: as given, without the prefix `model.`, with that prefix (MTP
 /// blocks), or under the prefixes that multimodal models use for their text model.
 fn spellings(name: &str) -> impl Iterator<Item = String> {
     let bare = name.strip_prefix("model.").unwrap_or(name);
     let mut written = vec![name.to_owned()];
-    for prefix in ["", "model.", "model.language_model.", "language_model.model.", "language_model."] {
+    for prefix in PREFIXES {
         let spelling = format!("{prefix}{bare}");
         if spelling != name {
             written.push(spelling);

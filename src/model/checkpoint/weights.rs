@@ -3,9 +3,10 @@
 //!
 //! Not here: reading the rows' data.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use super::headers::Headers;
+use super::headers::{self, Headers};
 use super::quantised::{self, MatrixRef, Names, QuantisedWeight};
 use super::{CheckpointProblem, SourceRef, TensorInfo, WeightKind, WeightSpec};
 use crate::memory::pack::{Format, SourceFormat, Transposed};
@@ -17,7 +18,7 @@ use crate::model::gguf::tensors::StoredAs;
 
 /// Returns the packed weights. Missing or unsuitable tensors are added to `problems`.
 pub(super) fn build(config: &ModelConfig, headers: &Headers, problems: &mut Vec<CheckpointProblem>) -> Vec<WeightSpec> {
-    Specs { config, headers, problems, specs: Vec::new() }.build()
+    Specs { config, headers, problems, specs: Vec::new(), used: BTreeSet::new() }.build()
 }
 
 /// A run of adjacent rows of a tensor and their destination in the packed weight.
@@ -154,6 +155,8 @@ struct Specs<'a> {
     headers: &'a Headers,
     problems: &'a mut Vec<CheckpointProblem>,
     specs: Vec<WeightSpec>,
+    /// The names in the files of the tensors of numbers that weights are made of.
+    used: BTreeSet<&'a str>,
 }
 
 impl<'a> Specs<'a> {
@@ -186,7 +189,40 @@ impl<'a> Specs<'a> {
         if c.mtp_layers > 0 && self.has("mtp.fc.weight") {
             self.mtp();
         }
+        self.refuse_unused();
         self.specs
+    }
+
+    /// Refuses biases and norms of the layers that no weight is made of: the model was trained with them, and would silently
+    /// give other tokens without them. Biases of zeros change nothing; some tools write them beside every quantised matrix.
+    /// Other tensors may be left over: layers behind the last one hold multi-token-prediction blocks, and layers that read
+    /// the keys and values of others keep their own unused.
+    fn refuse_unused(&mut self) {
+        let (c, headers) = (self.config, self.headers);
+        for (tensor, info) in &headers.tensors {
+            let Some((layer, part)) = headers::layer_of(tensor).filter(|(layer, _)| *layer < c.layers) else {
+                continue;
+            };
+            let last = |module: &str| module.rsplit('.').next().is_some_and(|name| name.contains("norm"));
+            let what = match part.strip_suffix(".weight") {
+                Some(module) if last(module) => "norm",
+                None if part.ends_with(".bias") => "bias",
+                _ => continue,
+            };
+            let of_keys = ["k_proj.", "v_proj.", "k_norm.", "v_norm."];
+            let shared = !c.owns_cache(layer)
+                && part
+                    .strip_prefix("self_attn.")
+                    .is_some_and(|part| of_keys.iter().any(|name| part.starts_with(name)));
+            if shared || self.used.contains(tensor.as_str()) {
+                continue;
+            }
+            match (what, headers.place(info).read()) {
+                ("bias", Ok(bytes)) if bytes.iter().all(|byte| *byte == 0) => {}
+                ("bias", Err(problem)) => self.problems.push(problem),
+                _ => self.problems.push(CheckpointProblem::UnusedTensor { tensor: tensor.clone(), what }),
+            }
+        }
     }
 
     /// Whether the tensor exists, as numbers or quantised, or may have existed in a file that could not be read.
@@ -807,6 +843,7 @@ impl<'a> Specs<'a> {
             }
             return None;
         };
+        self.used.insert(tensor);
         let fits = info.shape == origin.shape;
         if !fits {
             let (tensor, shape, expected) = (tensor.to_owned(), info.shape.clone(), origin.shape.clone());

@@ -476,6 +476,13 @@ fn family(reader: &mut Reader) -> Option<&'static Facts> {
         }
     };
     let known = FAMILIES.iter().find(|facts| named.iter().any(|name| facts.names.contains(&name.as_str())));
+    // transformers goes by `model_type`, other programs by `architectures`: where they differ, neither is sure.
+    if let (Some(facts), Some(model_type)) = (known, &model_type)
+        && !facts.model_types.contains(&model_type.as_str())
+    {
+        let rule = format!("{} where architectures has {}", facts.model_types.join(" or "), named.join(", "));
+        reader.wrong("model_type", model_type, rule);
+    }
     let wrapped = named.iter().any(|name| WRAPPERS.contains(&name.as_str()));
     // A wrapper that does not name its text model's family has Mistral's.
     let by_default = FAMILIES.iter().find(|facts| facts.architecture == Architecture::Mistral);
@@ -583,8 +590,15 @@ fn mixers(reader: &mut Reader, facts: &Facts, layers: Option<u32>) -> Option<Vec
         Windows::Between(..) => true,
     };
     let (full, sliding) = (Mixer::Attention(Layers::Full), Mixer::Attention(Layers::Sliding));
-    // Mistral's classes ignore `layer_types`.
+    // The classes ignore `layer_types`, but transformers takes a Mistral file with the key for one of another class, which
+    // follows it: it may only repeat what the window says.
     let everywhere = matches!(facts.windows, Windows::Everywhere(_));
+    if everywhere && let Some(names) = reader.value("layer_types").cloned() {
+        let only = if slides { "sliding_attention" } else { "full_attention" };
+        if !names.as_array().is_some_and(|names| names.iter().all(|name| name == only)) {
+            reader.wrong("layer_types", names, format!("{only} for every layer, as sliding_window says"));
+        }
+    }
     let Some(names) = reader.value("layer_types").cloned().filter(|_| !everywhere) else {
         let layers = layers?;
         return Some(match facts.windows {
@@ -921,6 +935,15 @@ const PLAIN_ROUTING: Routing = Routing {
     expert_scales: false,
 };
 
+/// Refuses other values of a key than the one by which the family computes, also where the class of transformers ignores
+/// the key: the model was trained by what its file says.
+fn fixed(reader: &mut Reader, key: &str, only: impl Into<Value>) {
+    let only = only.into();
+    if let Some(value) = reader.value(key).cloned().filter(|value| *value != only) {
+        reader.wrong(key, value, only.as_str().map_or_else(|| only.to_string(), str::to_owned));
+    }
+}
+
 /// Reads the choice of experts by sigmoid scores with a bias, in groups.
 fn routing(
     reader: &mut Reader,
@@ -928,6 +951,9 @@ fn routing(
     chosen: Option<u32>,
     (groups, kept, factor): (u32, u32, f64),
 ) -> Option<Routing> {
+    fixed(reader, "scoring_func", "sigmoid");
+    fixed(reader, "topk_method", "noaux_tc");
+    fixed(reader, "moe_layer_freq", 1);
     let (groups, kept) =
         (reader.count_or("n_group", MAX_DIMENSION, groups)?, reader.count_or("topk_group", MAX_DIMENSION, kept)?);
     let factor = reader.positive("routed_scaling_factor", Some(factor))? as f32;
@@ -950,6 +976,8 @@ fn routing(
 
 /// Reads the choice of experts by softmax scores, in groups if `topk_method` says so.
 fn softmax_routing(reader: &mut Reader, count: Option<u32>, chosen: Option<u32>) -> Option<Routing> {
+    fixed(reader, "scoring_func", "softmax");
+    fixed(reader, "moe_layer_freq", 1);
     let factor = reader.positive("routed_scaling_factor", Some(1.0))? as f32;
     let (groups, kept) = match reader.value("topk_method").cloned() {
         None => (1, 1),

@@ -331,8 +331,12 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
     let beta_fast = number("beta_fast", 0.0, Some(32.0))?;
     let beta_slow = number("beta_slow", 0.0, Some(1.0))?;
     let attention_factor = number("attention_factor", 0.0, None);
-    let mscale = number("mscale", 0.0, None);
-    let mscale_all_dim = number("mscale_all_dim", 0.0, None);
+    // 0 turns these off, as in transformers.
+    let mut coefficient = |key: &str| match parameters.get(key).and_then(Value::as_f64) {
+        Some(0.0) => None,
+        _ => number(key, 0.0, None),
+    };
+    let (mscale, mscale_all_dim) = (coefficient("mscale"), coefficient("mscale_all_dim"));
     let beta = if facts.query_growth { number("llama_4_scaling_beta", 0.0, None) } else { None };
     if let Some(partial) = partial.filter(|partial| *partial > 1.0) {
         let own = parameters.get("partial_rotary_factor").is_some_and(|value| !value.is_null());

@@ -388,6 +388,8 @@ fn reads_qwen35_with_experts_by_class_defaults() {
     });
     let mut config: Value = serde_json::from_str(&with_text(absent)).unwrap();
     config["architectures"] = serde_json::json!(["Qwen3_5MoeForConditionalGeneration"]);
+    config["model_type"] = "qwen3_5_moe".into();
+    config["text_config"]["model_type"] = "qwen3_5_moe_text".into();
     let c = ModelConfig::parse(&config.to_string(), None).unwrap();
     let experts = Experts {
         count: 256,
@@ -408,8 +410,6 @@ fn reads_qwen35_with_experts_by_class_defaults() {
     let delta = DeltaNet { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, conv_kernel: 4, tiled: false };
     assert_eq!((c.delta, c.mtp_layers), (Some(delta), 0));
     config.as_object_mut().unwrap().remove("architectures");
-    config["model_type"] = "qwen3_5_moe".into();
-    config["text_config"]["model_type"] = "qwen3_5_moe_text".into();
     assert_eq!(ModelConfig::parse(&config.to_string(), None).unwrap(), c);
 }
 
@@ -694,6 +694,94 @@ fn refuses_what_gemma_4_does_not_say_or_do() {
     }
     let without = gemma4(serde_json::json!({"rope_parameters": "<absent>"}));
     assert!(problems(&without).iter().all(|problem| matches!(problem, ConfigProblem::Missing(_))));
+}
+
+/// Returns the key and the rule of the only problem.
+fn refusal(text: &str) -> (String, String) {
+    match problems(text).as_slice() {
+        [ConfigProblem::Value { key, rule, .. }] => (key.clone(), rule.clone()),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_model_type_that_contradicts_the_architecture_is_refused() {
+    for model_type in ["llama", "kimi_k2"] {
+        let text = with(MISTRAL, serde_json::json!({"model_type": model_type}));
+        let rule = "mistral where architectures has MistralForCausalLM".to_owned();
+        assert_eq!(refusal(&text), ("model_type".to_owned(), rule));
+    }
+    // Either alone is enough.
+    for absent in ["model_type", "architectures"] {
+        let mut changes = serde_json::json!({});
+        changes[absent] = "<absent>".into();
+        assert_eq!(ModelConfig::parse(&with(MISTRAL, changes), None).unwrap().architecture, Architecture::Mistral);
+    }
+}
+
+#[test]
+fn layers_of_mistral_may_only_repeat_the_window() {
+    let text = |window: Value, kind: &str| {
+        let mut kinds = vec!["sliding_attention"; 31];
+        kinds.push(kind);
+        with(MISTRAL, serde_json::json!({"sliding_window": window, "layer_types": kinds}))
+    };
+    assert_eq!(windows(&text(4096.into(), "sliding_attention")), vec![Some(4096); 32]);
+    let rule = |kind: &str| ("layer_types".to_owned(), format!("{kind} for every layer, as sliding_window says"));
+    assert_eq!(refusal(&text(4096.into(), "full_attention")), rule("sliding_attention"));
+    assert_eq!(refusal(&text(Value::Null, "sliding_attention")), rule("full_attention"));
+}
+
+/// Returns a configuration of DeepSeek's families.
+fn deepseek(class: &str, model_type: &str, changes: Value) -> String {
+    let base = serde_json::json!({
+        "architectures": [class], "model_type": model_type, "num_hidden_layers": 3, "sliding_window": "<absent>",
+        "n_routed_experts": 16, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 6,
+        "moe_intermediate_size": 64, "first_k_dense_replace": 1,
+    });
+    with(&with(MISTRAL, base), changes)
+}
+
+/// Goal: keys that transformers ignores, because all released models of the family have one value, are not ignored.
+#[test]
+fn how_deepseek_chooses_experts_is_what_the_file_says() {
+    for (class, model_type, scores, other, method) in [
+        ("DeepseekV3ForCausalLM", "deepseek_v3", "sigmoid", "softmax", "noaux_tc"),
+        ("DeepseekV2ForCausalLM", "deepseek_v2", "softmax", "sigmoid", "group_limited_greedy"),
+        ("Glm4MoeLiteForCausalLM", "glm4_moe_lite", "sigmoid", "softmax", "noaux_tc"),
+    ] {
+        let right = serde_json::json!({"scoring_func": scores, "moe_layer_freq": 1, "topk_method": method});
+        ModelConfig::parse(&deepseek(class, model_type, right), None).unwrap();
+        for (key, value, rule) in [
+            ("scoring_func", Value::from(other), scores),
+            ("moe_layer_freq", 2.into(), "1"),
+            ("moe_layer_freq", serde_json::json!([0, 1, 1]), "1"),
+        ] {
+            let mut changes = serde_json::json!({});
+            changes[key] = value;
+            assert_eq!(refusal(&deepseek(class, model_type, changes)), (key.to_owned(), rule.to_owned()), "{class}");
+        }
+    }
+    let greedy = deepseek("DeepseekV3ForCausalLM", "deepseek_v3", serde_json::json!({"topk_method": "greedy"}));
+    assert_eq!(refusal(&greedy), ("topk_method".to_owned(), "noaux_tc".to_owned()));
+}
+
+/// Goal: as in transformers, a coefficient of 0 is none: scores are not scaled, and the factor of cosines and sines is that
+/// of the context's growth.
+#[test]
+fn coefficients_of_yarn_that_are_zero_are_off() {
+    let scaled = |mscale: Value, all: Value| {
+        let rope = serde_json::json!({"rope_scaling": {
+            "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "mscale": mscale,
+            "mscale_all_dim": all}});
+        let c = ModelConfig::parse(&deepseek("DeepseekV3ForCausalLM", "deepseek_v3", rope), None).unwrap();
+        (c.score_scale.unwrap(), rope_of(&c).attention_scale())
+    };
+    let (growth, plain) = ((0.1 * 4f64.ln() + 1.0) as f32, 192f64.powf(-0.5) as f32);
+    assert_eq!(scaled(1.0.into(), 0.into()), (plain, growth));
+    assert_eq!(scaled(0.0.into(), Value::Null), (plain, growth));
+    let both = (192f64.powf(-0.5) * (0.1 * 4f64.ln() + 1.0).powi(2)) as f32;
+    assert_eq!(scaled(1.0.into(), 1.0.into()), (both, 1.0));
 }
 
 #[test]

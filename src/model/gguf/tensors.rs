@@ -3,7 +3,7 @@
 //!
 //! Not here: the tensors' data and the meaning of their element types.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::config::GgufArchitecture::{
     Gemma2, Gemma3, Gemma4, Glm4, Glm4Moe, GptOss, Granite, Llama, Mistral3, Olmo2, Phi3, Qwen2, Qwen2Moe, Qwen3Next,
@@ -223,6 +223,12 @@ pub enum TensorProblem {
         /// The GGUF name.
         tensor: String,
     },
+    /// A layer has a bias or a norm that the model does not have by its metadata and its last layer.
+    #[error("tensor {tensor} would not be used: the architecture, or the last layer, has no such tensor")]
+    Unused {
+        /// The GGUF name.
+        tensor: String,
+    },
     /// A tensor's shape is not that of the model's metadata.
     #[error("tensor {tensor} has the dimensions {dims:?}, must have {expected:?}")]
     Shape {
@@ -266,7 +272,8 @@ pub const MAX_EXPERT_SOURCES: u64 = 1 << 20;
 ///
 /// # Errors Every problem found, if there is any. A missing MTP block is no problem.
 pub fn map(model: &GgufModel, parts: &GgufFiles) -> Result<BTreeMap<String, Source>, Vec<TensorProblem>> {
-    let mut builder = Builder { model, parts, sources: BTreeMap::new(), problems: Vec::new() };
+    let (sources, used, problems) = (BTreeMap::new(), BTreeSet::new(), Vec::new());
+    let mut builder = Builder { model, parts, sources, used, problems };
     builder.model();
     if builder.problems.is_empty() { Ok(builder.sources) } else { Err(builder.problems) }
 }
@@ -279,6 +286,8 @@ struct Builder<'a> {
     model: &'a GgufModel,
     parts: &'a GgufFiles,
     sources: BTreeMap<String, Source>,
+    /// The names of the GGUF tensors that were asked for.
+    used: BTreeSet<String>,
     problems: Vec<TensorProblem>,
 }
 
@@ -340,6 +349,29 @@ impl Builder<'_> {
             self.norm("mtp.pre_fc_norm_hidden.weight", &nextn("hnorm"), m.hidden);
             self.norm("mtp.norm.weight", &nextn("shared_head_norm"), m.hidden);
             self.block("mtp.layers.0.", &from, m.layers, true);
+        }
+        self.refuse_unused();
+    }
+
+    /// Refuses biases and norms of the layers that nobody asked for, as llama.cpp refuses all tensors of the kind: the model
+    /// would silently give other tokens without them. Layers behind the last one hold multi-token-prediction blocks, and
+    /// layers that read the keys and values of others may keep their own unused.
+    fn refuse_unused(&mut self) {
+        let m = self.model;
+        for tensor in self.parts.tensors.keys() {
+            let Some((layer, part)) = tensor.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) else {
+                continue;
+            };
+            let Some(layer) = layer.parse::<u64>().ok().filter(|layer| *layer < m.layers) else { continue };
+            let counts = match part.strip_suffix(".weight") {
+                Some(module) => module.contains("norm") && !module.starts_with("nextn."),
+                None => part.ends_with(".bias"),
+            };
+            let of_keys = ["attn_k.", "attn_v.", "attn_k_norm.", "attn_v_norm."];
+            let shared = layer >= m.own_caches && of_keys.iter().any(|name| part.starts_with(name));
+            if counts && !shared && !self.used.contains(tensor) {
+                self.problems.push(TensorProblem::Unused { tensor: tensor.clone() });
+            }
         }
     }
 
@@ -692,6 +724,7 @@ impl Builder<'_> {
         let Some(at) = self.parts.find(stored) else {
             return self.problem(TensorProblem::Missing { tensor: stored.to_owned() });
         };
+        self.used.insert(stored.to_owned());
         let info = self.parts.at(at);
         // Trailing dimensions of size 1 may be written or not.
         let trimmed =

@@ -454,7 +454,14 @@ struct Vocabulary<'a> {
     eom: Option<usize>,
     unknown: Option<usize>,
     pad: Option<usize>,
+    /// Whether special tokens take the white space behind them: see [`STRIPPING`].
+    strips: bool,
 }
+
+/// Parts of the names of models whose special tokens take the white space behind them, except for [`NOT_STRIPPING`]. No key
+/// of the metadata says so, and llama.cpp goes by these parts too.
+const STRIPPING: [&str; 2] = ["phi-3", "phi3"];
+const NOT_STRIPPING: [&str; 3] = ["<unk>", "<s>", "<|endoftext|>"];
 
 impl<'a> Vocabulary<'a> {
     /// Reads the tokens. `defaults`: special tokens that are not named have SentencePiece's usual ids.
@@ -502,7 +509,9 @@ impl<'a> Vocabulary<'a> {
             }
         }
         let (unknown, pad) = (special("unknown", default(0)), special("padding", None));
-        Ok(Vocabulary { tokens, kinds, ids, bos, eos, eot, eom, unknown, pad })
+        let name = header.get("general.name").and_then(Value::text).unwrap_or_default().to_lowercase();
+        let strips = STRIPPING.iter().any(|part| name.contains(part));
+        Ok(Vocabulary { tokens, kinds, ids, bos, eos, eot, eom, unknown, pad, strips })
     }
 
     fn special(&self, id: Option<usize>, key: &'static str) -> Result<(&'a str, usize), TokenizerError> {
@@ -558,7 +567,7 @@ impl<'a> Vocabulary<'a> {
                 "content": token,
                 "single_word": false,
                 "lstrip": false,
-                "rstrip": false,
+                "rstrip": self.strips && !NOT_STRIPPING.contains(&token.as_str()),
                 "normalized": false,
                 "special": special,
             }))

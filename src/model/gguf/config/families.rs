@@ -174,8 +174,9 @@ pub(super) fn mscale(keys: &Keys<'_>) -> Result<Option<[f64; 2]>, GgufConfigErro
     let key = "rope.scaling.yarn_log_multiplier";
     Ok(match keys.architecture {
         Mistral3 => keys.optional(key, None)?.map(|below| [1.0, below]),
-        // No key has the first one. It is the second one in all published models, so that the factor is 1.
-        DeepSeek2 => keys.optional(key, None)?.map(|n| [n / YARN_LOG; 2]),
+        // No key has the first one. It is the second one in all published models, so that the factor is 1. Files without
+        // the second one are refused, because their models' scores are scaled in llama.cpp and not in transformers.
+        DeepSeek2 => Some([keys.number(key)?.ok_or_else(|| keys.missing(key))? / YARN_LOG; 2]),
         _ => None,
     })
 }
@@ -327,9 +328,13 @@ impl GgufModel {
             ]);
         }
         if let Some(experts) = self.experts
-            && let Some(GgufRouting { groups, kept_groups, factor, .. }) = experts.routing
+            && let Some(GgufRouting { sigmoid, groups, kept_groups, factor }) = experts.routing
         {
-            let method = if groups > 1 { "group_limited_greedy" } else { "greedy" };
+            let method = match sigmoid {
+                true => "noaux_tc",
+                false if groups > 1 => "group_limited_greedy",
+                false => "greedy",
+            };
             keys.extend([
                 ("n_routed_experts", json!(experts.count)),
                 ("n_shared_experts", json!(experts.shared_inner.map_or(0, |inner| inner / experts.inner))),

@@ -541,6 +541,12 @@ fn deepseeks_multiplier_is_a_tenth_of_the_coefficient() {
     for key in ["mscale", "mscale_all_dim"] {
         assert!((rope[key].as_f64().unwrap() - 0.707).abs() < 1e-9, "{key}: {}", rope[key]);
     }
-    let model = read(&deepseek_file(&yarn[..3], &[]), &RopeFactors::default()).unwrap();
-    assert!(model.config_json(&SpecialIds::default())["rope_parameters"]["mscale"].is_null());
+    // Without the multiplier, llama.cpp scales scores by another factor than transformers.
+    let refused = |pairs: &[(&'static str, Value)]| {
+        read(&deepseek_file(pairs, &[]), &RopeFactors::default()).unwrap_err().to_string()
+    };
+    let key = "rope.scaling.yarn_log_multiplier";
+    assert_eq!(refused(&yarn[..3]), format!("the metadata key deepseek2.{key} is missing"));
+    let off = [&yarn[..3], &[(key, Value::F64(0.0))]].concat();
+    assert_eq!(refused(&off), format!("deepseek2.{key} is 0, must be a number above 0"));
 }

@@ -5,6 +5,7 @@ use super::super::container::{Array, TensorType, Value};
 use super::super::split::{GgufFile, GgufFiles};
 use super::super::{Gguf, GgufError};
 use super::{File, small_model, text};
+use crate::model::checkpoint::{Checkpoint, CheckpointProblem};
 use crate::model::config::{self as model_config, ModelConfig};
 use crate::model::embedding::{self, Embedding, Pooling};
 use crate::quant::blocks::BlockType;
@@ -205,6 +206,59 @@ fn tensors_are_checked_against_the_metadata() {
     file.tensors[0].dims = vec![32, 1];
     let Err(GgufError::Tensors(problems)) = open(&file, None) else { panic!("it is refused") };
     assert_eq!(problems[0].to_string(), "tensor output_norm.weight is a vector of type Q4_0, must not be quantised");
+}
+
+/// Goal: a file does not load with biases or norms that the forward pass would leave out.
+#[test]
+fn biases_and_norms_that_nothing_uses_are_refused() {
+    let f32 = TensorType::F32;
+    let refused_for = |file: File| match open(&file, None) {
+        Err(GgufError::Tensors(problems)) => problems.iter().map(ToString::to_string).collect::<Vec<_>>(),
+        other => panic!("{:?}", other.map(|_| ())),
+    };
+    let text = |tensor: &str| {
+        vec![format!("tensor {tensor} would not be used: the architecture, or the last layer, has no such tensor")]
+    };
+    for tensor in ["blk.0.attn_q_norm.weight", "blk.0.attn_sub_norm.weight", "blk.0.ffn_gate_inp.bias"] {
+        assert_eq!(refused_for(small_model().tensor(tensor, &[4], f32)), text(tensor));
+    }
+    // The last layer decides whether there are biases.
+    let mut file = with("llama.block_count", Value::U32(2));
+    for index in 0..file.tensors.len() {
+        let (name, kind) = (file.tensors[index].name.clone(), f32);
+        if let Some(part) = name.strip_prefix("blk.0.") {
+            let dims = file.tensors[index].dims.clone();
+            file = file.tensor(&format!("blk.1.{part}"), &dims, kind);
+        }
+    }
+    open(&file, None).unwrap();
+    assert_eq!(refused_for(file.tensor("blk.0.attn_q.bias", &[8], f32)), text("blk.0.attn_q.bias"));
+    // Drafting blocks, divisors of frequencies and other parts may be there.
+    let mut file = small_model();
+    for tensor in ["blk.1.attn_q.bias", "blk.0.nextn.enorm.weight", "v.blk.0.ln1.bias", "mm.0.bias"] {
+        file = file.tensor(tensor, &[8], f32);
+    }
+    open(&file, None).unwrap();
+}
+
+/// Goal: a bias of the attention's output that the configuration has not is refused, unless it is zero.
+#[test]
+fn a_bias_of_the_output_without_those_of_the_input_is_refused_unless_it_is_zero() {
+    let file = small_model().tensor("blk.0.attn_output.bias", &[8], TensorType::F32);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("m.gguf");
+    let mut bytes = file.bytes();
+    let header = super::super::container::Header::parse(&bytes, bytes.len() as u64).unwrap();
+    let bias = header.tensors.iter().find(|tensor| tensor.name == "blk.0.attn_output.bias").unwrap();
+    let at = bias.offset as usize;
+    bytes[at..at + bias.bytes as usize].fill(0);
+    std::fs::write(&path, &bytes).unwrap();
+    Checkpoint::open(&path).unwrap();
+    bytes[at + 31] = 0x3f;
+    std::fs::write(&path, &bytes).unwrap();
+    let problems = Checkpoint::open(&path).unwrap_err().problems;
+    let tensor = "model.layers.0.self_attn.o_proj.bias".to_owned();
+    assert_eq!(problems, [CheckpointProblem::UnusedTensor { tensor, what: "bias" }]);
 }
 
 #[test]

@@ -128,6 +128,8 @@ fn sentence_piece_merges_by_score() {
     assert_eq!(ids(&tokenizer, "aab", false), [space_a, ab]);
     assert_eq!(ids(&tokenizer, "é", false), [space, 3 + 0xc3, 3 + 0xa9]);
     assert_eq!(ids(&tokenizer, "a<|im_end|>a", false), [space_a, end, space_a]);
+    // A space is put before the text behind each special token, of any kind, as in llama.cpp, and before nothing else.
+    assert_eq!(ids(&tokenizer, "a</s>ab<s><unk>ba</s>", false), [space_a, 2, space_ab, 1, 0, space, b, a, 2]);
     assert_eq!(tokenizer.decode(&[1, space_ab, 3 + 0xc3, 3 + 0xa9, space_a], true).unwrap(), "abé a");
     assert_eq!((files.ids.bos, files.ids.eos, files.ids.ends), (Some(1), Some(2), vec![2, end]));
     assert_eq!(files.config["unk_token"], "<unk>");
@@ -136,6 +138,19 @@ fn sentence_piece_merges_by_score() {
     let tokenizer = load(&converted(&plain).unwrap());
     assert_eq!(ids(&tokenizer, "ab a", true), [ab, space_a]);
     assert_eq!(tokenizer.decode(&[space_a, a], true).unwrap(), " aa");
+}
+
+#[test]
+fn special_tokens_of_phi_3_take_the_white_space_behind_them() {
+    let [space, a, space_a, end, newline] = [259, 260, 262, 265, 3 + 0x0a];
+    let named = |name: &str| load(&converted(&sentence_piece().pair("general.name", text(name))).unwrap());
+    for name in ["Phi3", "microsoft Phi-3.5-mini"] {
+        let phi = named(name);
+        assert_eq!(ids(&phi, "<|im_end|>\n a</s> a", false), [end, space_a, 2, space_a], "{name}");
+        // These three do not.
+        assert_eq!(ids(&phi, "<s> a", false), [1, space, space_a], "{name}");
+    }
+    assert_eq!(ids(&named("Phi 4"), "<|im_end|>\na", false), [end, space, newline, a]);
 }
 
 /// Goal: Gemma 4's tokenizer, which has SentencePiece's tokens and merges instead of scores, is converted without

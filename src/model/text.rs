@@ -21,7 +21,7 @@ use tokenizers::Tokenizer;
 
 use self::assembler::Assembler;
 use self::chat::{ChatMessage, ChatOptions, ChatStyle, Templates};
-use self::stream::TextStream;
+use self::stream::{SpecialIds, TextStream};
 use super::checkpoint::Checkpoint;
 use super::gguf::config::EMBEDDING_FILES;
 use super::gguf::{self, GgufError};
@@ -59,6 +59,18 @@ struct Inner {
     files: Vec<File>,
     /// Built when the first constraint is used.
     grammars: OnceLock<Arc<Grammars>>,
+}
+
+/// Which special tokens of an output are text.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum SpecialText {
+    /// None.
+    #[default]
+    None,
+    /// Those with these names, as they are spelled.
+    Named(Vec<&'static str>),
+    /// All, as they are spelled.
+    All,
 }
 
 /// A file's name and contents.
@@ -236,7 +248,7 @@ impl Text {
     /// neither do special tokens.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String, TextError> {
         // Some decoders of the library require at least one token.
-        if !ids.iter().any(|id| self.is_text(*id, !skip_special)) {
+        if !ids.iter().any(|id| self.is_known(*id) && (!skip_special || !self.is_special(*id))) {
             return Ok(String::new());
         }
         self.decoded(ids, skip_special)
@@ -343,7 +355,7 @@ impl Text {
 
     /// Returns an incremental detokenizer for one sequence.
     pub fn stream(&self) -> TextStream {
-        TextStream::new(self.clone(), false)
+        TextStream::new(self.clone(), SpecialIds::None)
     }
 
     /// Returns an incremental detokenizer for one sequence that stops at any of the strings `stops`. Empty strings are
@@ -352,20 +364,32 @@ impl Text {
         Assembler::new(self.stream(), stops)
     }
 
-    /// Returns a detokenizer like that of [`Text::assembler`] that includes special tokens in the text, as they are
-    /// spelled.
-    pub fn assembler_of_all(&self, stops: Vec<String>) -> Assembler {
-        Assembler::new(TextStream::new(self.clone(), true), stops)
+    /// Returns a detokenizer like that of [`Text::assembler`] that includes these special tokens in the text.
+    pub fn assembler_with(&self, special: &SpecialText, stops: Vec<String>) -> Assembler {
+        let special = match special {
+            SpecialText::None => SpecialIds::None,
+            SpecialText::All => SpecialIds::All,
+            SpecialText::Named(names) => {
+                let ids = names.iter().filter_map(|name| self.special_id(name));
+                SpecialIds::These(ids.collect::<Vec<u32>>().into())
+            }
+        };
+        Assembler::new(TextStream::new(self.clone(), special), stops)
+    }
+
+    /// Returns the id of the special token with this name. `None` if the name is that of an ordinary token, or of none.
+    pub fn special_id(&self, name: &str) -> Option<u32> {
+        self.id(name).filter(|id| self.is_special(*id))
     }
 
     /// Decodes a window of a stream. Unlike [`Text::decode`] it cannot fail: if the decoder returns an error, the
-    /// tokens are spelled out instead. `special` includes special tokens.
-    fn window(&self, ids: &[u32], special: bool) -> String {
+    /// tokens are spelled out instead. All of the ids are text, special ones too.
+    fn window(&self, ids: &[u32]) -> String {
         if ids.is_empty() {
             return String::new();
         }
         // The decoder panicked because the window is too short for it: there is no text yet.
-        let Some(decoded) = self.decoded(ids, !special) else { return String::new() };
+        let Some(decoded) = self.decoded(ids, false) else { return String::new() };
         decoded.unwrap_or_else(|_| ids.iter().filter_map(|id| self.inner.tokenizer.id_to_token(*id)).collect())
     }
 
@@ -375,9 +399,9 @@ impl Text {
         std::panic::catch_unwind(move || tokenizer.decode(ids, skip_special)).ok()
     }
 
-    /// Whether the id is in the vocabulary and appears in the text. Special tokens appear only if `special` is set.
-    fn is_text(&self, id: u32, special: bool) -> bool {
-        (special || !self.is_special(id)) && self.inner.tokenizer.id_to_token(id).is_some()
+    /// Whether the id is in the vocabulary.
+    fn is_known(&self, id: u32) -> bool {
+        self.inner.tokenizer.id_to_token(id).is_some()
     }
 }
 

@@ -17,8 +17,8 @@ use crate::engine::prefix::page_keys;
 use crate::engine::request::{Limits, Request, RequestError, Sampling};
 use crate::host::ServedModel;
 use crate::model::embedding::Embedding;
-use crate::model::text::Text;
 use crate::model::text::chat::{ChatMessage, ChatOptions};
+use crate::model::text::{SpecialText, Text};
 use crate::replica::SubmitError;
 use crate::telemetry::names;
 use std::collections::VecDeque;
@@ -416,7 +416,7 @@ impl Rpc {
             samples: 1,
             operation: ready.operation,
             stop_strings: Vec::new(),
-            special_text: false,
+            special_text: SpecialText::None,
             reasons: Reasons::Never,
             text: false,
             token_ids: false,

@@ -147,10 +147,7 @@ impl Generation {
         let min_tokens = request.limits.min_tokens;
         let assembler = match &place.model().text {
             Some(tokenizer) if text || !stop_strings.is_empty() => {
-                let assembler = match special_text {
-                    true => tokenizer.assembler_of_all(stop_strings.clone()),
-                    false => tokenizer.assembler(stop_strings.clone()),
-                };
+                let assembler = tokenizer.assembler_with(&special_text, stop_strings.clone());
                 Some(assembler.not_before(min_tokens).after(&request.prompt))
             }
             _ => None,

@@ -9,8 +9,8 @@ use crate::engine::prefix::{PageKey, page_keys};
 use crate::engine::request::{Limits, MAX_SAMPLES, Request, RequestError, Sampling};
 use crate::host::{Host, ServedModel};
 use crate::model::grammar::{Constraint, GrammarError, MOST_BYTES, MOST_CHOICES, StartedGrammar};
-use crate::model::text::chat::{CalledFunction, ChatMessage, ChatOptions, REASONING, ToolCall};
-use crate::model::text::{Text, TextError};
+use crate::model::text::chat::{CalledFunction, ChatMessage, ChatOptions, Marks, Reasoning, ToolCall, channels};
+use crate::model::text::{SpecialText, Text, TextError};
 use crate::replica::{Replica, SubmitError};
 use crate::telemetry::names;
 use proto::constraint::Kind;
@@ -85,8 +85,8 @@ pub struct Prepared {
     pub operation: &'static str,
     /// The samples' stop strings.
     pub stop_strings: Vec<String>,
-    /// Special tokens are text, to stop strings too.
-    pub special_text: bool,
+    /// The special tokens that are text, to stop strings too.
+    pub special_text: SpecialText,
     /// Where the output may hold the model's reasoning.
     pub reasons: Reasons,
     /// Text in deltas.
@@ -97,41 +97,83 @@ pub struct Prepared {
     pub input: Option<u32>,
 }
 
-/// Where an output may hold the model's reasoning ([`REASONING`]).
+/// Where an output may hold the model's reasoning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reasons {
     /// Nowhere: there is no chat template, it has no reasoning, or the prompt has ended it.
     Never,
-    /// At its beginning, if the output opens it.
-    IfOpened,
+    /// At its beginning, if the output opens it with these marks.
+    IfOpened(&'static Marks),
     /// From its beginning on: the prompt has opened it.
-    Opened,
+    Opened(&'static Marks),
+    /// In messages on a channel of their own: the output consists of messages.
+    Channel,
+}
+
+/// A mark as a format of a structural tag: the special token, if it is one of this model, else a text.
+pub(super) fn mark(text: &Text, name: &str) -> Value {
+    match text.special_id(name) {
+        Some(id) => json!({"type": "token", "token": id}),
+        None => json!({"type": "const_string", "value": name}),
+    }
+}
+
+/// Free text up to a mark, and the mark, as a format of a structural tag.
+pub(super) fn until(text: &Text, name: &str) -> Value {
+    let end = match text.special_id(name) {
+        Some(_) => mark(text, name),
+        None => Value::from(name),
+    };
+    json!({"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end})
+}
+
+/// The beginning of a message on a channel, as formats of a structural tag.
+pub(super) fn channel(text: &Text, channel: &str) -> Vec<Value> {
+    let name = json!({"type": "const_string", "value": channel});
+    vec![mark(text, channels::CHANNEL), name, mark(text, channels::MESSAGE)]
 }
 
 impl Reasons {
     /// What follows a conversation that was rendered with the template of `text`.
     fn after(text: &Text, rendered: &str) -> Reasons {
-        let [open, close] = REASONING;
         let end = rendered.trim_end();
         match text.chat_style(false).1.reasoning {
-            true if end.ends_with(open) => Reasons::Opened,
-            true if !end.ends_with(close) => Reasons::IfOpened,
+            Reasoning::Marked(marks) if end.ends_with(marks[0]) => Reasons::Opened(marks),
+            Reasoning::Marked(marks) if !end.ends_with(marks[1]) => Reasons::IfOpened(marks),
+            // A prompt that has begun the content of a message has chosen its channel.
+            Reasoning::Channel if !end.ends_with(channels::MESSAGE) => Reasons::Channel,
             _ => Reasons::Never,
         }
     }
 
+    /// The marks that the reader of the output has to see, where they are special tokens.
+    pub fn marks(self) -> &'static [&'static str] {
+        match self {
+            Reasons::Never => &[],
+            Reasons::IfOpened(marks) | Reasons::Opened(marks) => marks,
+            Reasons::Channel => Reasoning::Channel.marks(),
+        }
+    }
+
     /// A constraint that holds only after the reasoning, as a structural tag.
-    fn before(self, constraint: Constraint) -> Result<Constraint, GrammarError> {
-        let [open, close] = REASONING;
-        let reasoning =
-            |begin: &str| json!({"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": close});
+    fn before(self, constraint: Constraint, text: &Text) -> Result<Constraint, GrammarError> {
         let space = json!({"type": "regex", "pattern": r"\s{0,4}"});
+        let optional =
+            |elements: Vec<Value>| json!({"type": "optional", "content": {"type": "sequence", "elements": elements}});
         let first = match self {
             Reasons::Never => return Ok(constraint),
-            Reasons::Opened => vec![reasoning(""), space],
-            Reasons::IfOpened => {
-                let reasoning = json!({"type": "sequence", "elements": [reasoning(open), space]});
-                vec![json!({"type": "optional", "content": reasoning})]
+            Reasons::Opened([_, close]) => vec![until(text, close), space],
+            Reasons::IfOpened([open, close]) => vec![optional(vec![mark(text, open), until(text, close), space])],
+            Reasons::Channel => {
+                let mut reasoning = channel(text, "analysis");
+                let next = json!({"type": "const_string", "value": "assistant"});
+                reasoning.extend([until(text, channels::END), mark(text, channels::START), next]);
+                let mut first = vec![optional(reasoning)];
+                // A structural tag describes whole messages, because it may be one of calls.
+                if !matches!(constraint, Constraint::StructuralTag(_)) {
+                    first.extend(channel(text, "final"));
+                }
+                first
             }
         };
         // A tag of the older form begins with free text, in which the model may reason.
@@ -298,7 +340,7 @@ pub fn prepare_at(
         samples,
         operation,
         stop_strings: stopping.strings,
-        special_text: false,
+        special_text: SpecialText::None,
         reasons,
         text,
         token_ids: output.token_ids.unwrap_or(true),
@@ -385,7 +427,7 @@ pub fn start_grammar(
     constraint_size(&kind)?;
     let (field, constraint) = named_constraint(kind);
     let text = model.text.ok_or_else(|| Refusal::NoTokenizer { model: model.name.to_owned(), field })?;
-    let started = reasons.before(constraint).and_then(|constraint| {
+    let started = reasons.before(constraint, text).and_then(|constraint| {
         let grammars = text.grammars(model.vocabulary, model.eos_ids)?;
         grammars.start_until(&constraint, ignore_eos, cancel)
     });
@@ -406,7 +448,7 @@ pub fn encode_chat(
         return Err(Refusal::Missing { field: "chat.messages", rule: "at least one message" });
     }
     let (template, style) = text.chat_style(!chat.tools.is_empty());
-    if !chat.tools.is_empty() && style.tools.is_none() && text.has_chat() {
+    if !chat.tools.is_empty() && !style.shows_tools && text.has_chat() {
         return Err(Refusal::NoTools);
     }
     let mut extra = match chat.template_arguments.as_str() {

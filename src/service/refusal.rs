@@ -75,8 +75,14 @@ pub enum Refusal {
         field: &'static str,
     },
     /// Tools for a model whose chat template has none.
-    #[error("the model's chat template has no tools, or an unknown form of calls: tools cannot be given")]
+    #[error("the model's chat template has no tools: they cannot be given")]
     NoTools,
+    /// Calls are required of a model whose form of calls is not known.
+    #[error(
+        "tool_choice cannot be enforced: the form of the model's calls is not known from its chat template, so they are \
+         neither constrained nor read"
+    )]
+    UnknownCalls,
     /// A field of a JSON body has the wrong type, or a value that cannot be served.
     #[error("{field} is {value}, must be {rule}")]
     Json {
@@ -352,7 +358,7 @@ impl Refusal {
             Refusal::Missing { .. } | Refusal::Value { .. } | Refusal::LongText { .. } => Code::InvalidArgument,
             Refusal::ManyIds { .. } | Refusal::Elements { .. } => Code::InvalidArgument,
             Refusal::Json { .. } | Refusal::NotJson(_) | Refusal::CutBody => Code::InvalidArgument,
-            Refusal::NoTokenizer { .. } | Refusal::NoTools => Code::FailedPrecondition,
+            Refusal::NoTokenizer { .. } | Refusal::NoTools | Refusal::UnknownCalls => Code::FailedPrecondition,
             Refusal::NoRoute { .. } | Refusal::OtherEndpoint { .. } => Code::NotFound,
             Refusal::OtherOrigin => Code::PermissionDenied,
             Refusal::Past { .. } | Refusal::LongMessage { .. } => Code::OutOfRange,

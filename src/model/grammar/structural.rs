@@ -2,8 +2,8 @@
 //! describes text that is free until a trigger, then follows a tag's format until the tag's end, then is free again;
 //! formats can be composed.
 //!
-//! Not here: formats of tokens instead of text, and parts whose end cannot be determined. Both are rejected with an
-//! error that names them.
+//! Not here: tags that begin with a token, and parts whose end cannot be determined. Both are rejected with an error
+//! that names them.
 
 use super::compiled::with_bounded_space;
 use super::{GrammarError, MOST_BYTES, MOST_CHOICES, ebnf};
@@ -15,7 +15,7 @@ const FREE: &str = "/(?s:.*)/";
 
 /// Returns the Lark grammar that a structural tag describes: either `{"triggers": …, "structures": …}` or `{"type":
 /// "structural_tag", "format": …}`. All texts in it are plain text: the name of a special token does not stand for that
-/// token.
+/// token, which is `{"type": "token", "token": ID}`, as a format or as the end of a tag.
 ///
 /// # Errors [`GrammarError::TooLong`], or [`GrammarError::Invalid`] with what is wrong.
 pub fn structural_tag(text: &str) -> Result<String, GrammarError> {
@@ -43,6 +43,8 @@ enum End<'a> {
     Output,
     /// By the first of these texts, which are included in the part.
     Texts(&'a [String]),
+    /// By this special token, which is included in the part. Free text contains no special tokens.
+    Token(u32),
     /// Unknown: the part is followed by something that could also be text of the part.
     Unknown,
 }
@@ -96,6 +98,13 @@ impl<'a> Fields<'a> {
     fn number(&mut self, key: &'static str) -> Result<i64, Wrong> {
         let what = self.what;
         self.get(key)?.as_i64().ok_or_else(|| Wrong(format!("has {what} whose \"{key}\" is no number")))
+    }
+
+    /// Returns the id of `token`. Names of tokens are not looked up.
+    fn token(&mut self) -> Result<u32, Wrong> {
+        let what = self.what;
+        let id = self.get("token")?.as_u64().and_then(|id| u32::try_from(id).ok());
+        id.ok_or_else(|| Wrong(format!("has {what} whose \"token\" is no id")))
     }
 
     fn list(&mut self, key: &'static str) -> Result<&'a [Value], Wrong> {
@@ -225,10 +234,23 @@ impl Lark {
         if fields.find("type").is_some_and(|kind| kind != "tag") {
             return wrong(format!("has \"{}\" where a tag must be", shown(&value["type"])));
         }
-        if value["begin"].is_object() || value["end"].is_object() {
-            return wrong("has a tag that begins or ends with a token, which is not served");
+        if value["begin"].is_object() {
+            return wrong("has a tag that begins with a token, which is not served");
         }
         let begin = fields.text("begin")?.to_owned();
+        if let Some(end) = value["end"].as_object() {
+            let mut end = Fields { what: "an end of a tag", map: end, asked: vec!["type"] };
+            if end.find("type").is_none_or(|kind| kind != "token") {
+                return wrong("has a tag whose end is neither a text nor a token");
+            }
+            let id = end.token()?;
+            end.done()?;
+            fields.find("end");
+            let content = fields.get("content")?;
+            fields.done()?;
+            let rest = any([self.part(content, End::Token(id))?]);
+            return Ok(Tag { begin, rest: self.rule("rest_", "", &rest) });
+        }
         let ends = match fields.get("end")? {
             Value::String(end) if end.is_empty() => Vec::new(),
             Value::String(end) => vec![end.clone()],
@@ -279,6 +301,7 @@ impl Lark {
                 return Ok(any(parts));
             }
             "const_string" => literal(fields.text("value")?),
+            "token" => token(fields.token()?),
             "json_schema" => {
                 if let Some(style) = fields.find("style").filter(|style| *style != "json") {
                     return wrong(format!("has a json_schema of the style {}, which is not served", shown(style)));
@@ -339,6 +362,7 @@ impl Lark {
         match end {
             End::Output => Ok(free),
             End::Texts(texts) => Ok(self.until(&free, texts)),
+            End::Token(id) => Ok(join([free, token(id)])),
             End::Unknown => wrong(
                 "has free text before something else: only the last of a sequence may be free, or what a tag's end ends",
             ),
@@ -384,6 +408,7 @@ impl Lark {
         let rest = match end {
             End::Output => free,
             End::Texts(texts) => self.until(&free, texts),
+            End::Token(id) => join([free, token(id)]),
             End::Unknown if *one && *at_least_one => String::new(),
             End::Unknown => {
                 return wrong(
@@ -416,8 +441,14 @@ fn ends(end: End<'_>) -> String {
     match end {
         End::Texts([text]) => literal(text),
         End::Texts(texts) => any(texts.iter().map(|text| literal(text))),
+        End::Token(id) => token(id),
         End::Output | End::Unknown => String::new(),
     }
+}
+
+/// Returns the Lark expression for a token.
+fn token(id: u32) -> String {
+    format!("<[{id}]>")
 }
 
 fn schema(schema: &Value) -> Part {

@@ -57,15 +57,29 @@ pub struct CalledFunction {
     pub arguments: Map<String, Value>,
 }
 
-/// The text around a model's reasoning.
-pub const REASONING: [&str; 2] = ["<think>", "</think>"];
+/// The texts around a model's reasoning.
+pub type Marks = [&'static str; 2];
+
+/// How a model writes its reasoning.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Reasoning {
+    /// It does not, as far as the template says.
+    #[default]
+    None,
+    /// Between two marks, before the answer.
+    Marked(&'static Marks),
+    /// As messages on a channel of their own (see [`CallForm::Channels`]).
+    Channel,
+}
 
 /// How a model writes what a chat template describes, as far as the template's source says it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ChatStyle {
-    /// Whether the model may reason between [`REASONING`] before it answers.
-    pub reasoning: bool,
-    /// How it writes calls of tools; `None` if the template has no tools, or an unknown form of calls.
+    /// How the model reasons before it answers.
+    pub reasoning: Reasoning,
+    /// Whether the template shows tools to the model.
+    pub shows_tools: bool,
+    /// How the model writes calls of tools; `None` if the template has no tools, or a form of calls that is not known.
     pub tools: Option<CallForm>,
     /// Whether it turns messages of the roles `query` and `document` into a reranker's prompt.
     pub pairs: bool,
@@ -78,22 +92,183 @@ pub enum CallForm {
     TaggedJson,
     /// `<tool_call>` around `<function=NAME>` and its `<parameter=NAME>` (Qwen3-Coder, Qwen3.5).
     TaggedParameters,
+    /// `<tool_call>` around a name, and `<arg_key>` and `<arg_value>` of each argument (GLM-4.5 and later).
+    TaggedPairs,
     /// A bare JSON object of `name` and `parameters` (Llama 3).
     Json,
+    /// `[TOOL_CALLS]` and a JSON list of objects of `name` and `arguments` (Mistral 7B v0.3, Nemo, Small 3).
+    BracketList,
+    /// `[TOOL_CALLS]NAME[ARGS]` and a JSON object, for each call (Mistral Small 3.2, Ministral 3, Magistral, Devstral).
+    BracketArguments,
+    /// A section of calls with the type, the name and the arguments in a block of code (DeepSeek V3, R1).
+    SectionFenced,
+    /// A section of calls with the name and the arguments (DeepSeek V3.1).
+    Section,
+    /// Messages on channels, of which those to a function are calls (harmony: gpt-oss).
+    Channels,
+}
+
+/// A form of calls, and how a chat template that has it is recognised.
+#[derive(Debug)]
+struct Form {
+    form: CallForm,
+    /// Of each list the template contains at least one text.
+    has: &'static [&'static [&'static str]],
+    /// The template contains none of these texts: they are the marks of other forms, also of forms that are not read.
+    lacks: &'static [&'static str],
+    /// The marks that may be special tokens of the model, which the reader of the form has to see.
+    marks: &'static [&'static str],
+}
+
+/// The marks of [`CallForm::Channels`].
+pub mod channels {
+    /// Begins a message; the role follows.
+    pub const START: &str = "<|start|>";
+    /// The name of a channel follows.
+    pub const CHANNEL: &str = "<|channel|>";
+    /// The type of the content follows.
+    pub const CONSTRAIN: &str = "<|constrain|>";
+    /// The content follows.
+    pub const MESSAGE: &str = "<|message|>";
+    /// Ends a message.
+    pub const END: &str = "<|end|>";
+    /// Ends a message that is a call.
+    pub const CALL: &str = "<|call|>";
+    /// Ends the last message.
+    pub const RETURN: &str = "<|return|>";
+}
+
+/// The marks of [`CallForm::Section`] and [`CallForm::SectionFenced`].
+pub mod section {
+    /// Around all calls.
+    pub const CALLS: [&str; 2] = ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"];
+    /// Around a call.
+    pub const CALL: [&str; 2] = ["<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"];
+    /// Between the parts of a call.
+    pub const SEPARATOR: &str = "<｜tool▁sep｜>";
+}
+
+/// The marks of [`CallForm::BracketList`] and [`CallForm::BracketArguments`].
+pub mod brackets {
+    /// Begins calls.
+    pub const CALLS: &str = "[TOOL_CALLS]";
+    /// The arguments follow.
+    pub const ARGUMENTS: &str = "[ARGS]";
+    /// An id of the call follows.
+    pub const ID: &str = "[CALL_ID]";
+}
+
+/// The marks around a call, in the forms whose names begin with `Tagged`.
+pub const TAGS: [&str; 2] = ["<tool_call>", "</tool_call>"];
+/// The marks around the name of an argument, of [`CallForm::TaggedPairs`].
+pub const KEY: [&str; 2] = ["<arg_key>", "</arg_key>"];
+/// The marks around the value of an argument, of [`CallForm::TaggedPairs`].
+pub const VALUE: [&str; 2] = ["<arg_value>", "</arg_value>"];
+
+/// The forms that are read. The first one that a template has is its form.
+const FORMS: &[Form] = &[
+    Form {
+        form: CallForm::Channels,
+        has: &[&[channels::CHANNEL], &[channels::MESSAGE], &["functions"]],
+        lacks: &[],
+        marks: &[
+            channels::START,
+            channels::CHANNEL,
+            channels::CONSTRAIN,
+            channels::MESSAGE,
+            channels::END,
+            channels::CALL,
+            channels::RETURN,
+        ],
+    },
+    Form {
+        form: CallForm::TaggedPairs,
+        has: &[&[TAGS[0]], &[KEY[0]], &[VALUE[0]]],
+        // Hunyuan puts a mark between the name and the arguments.
+        lacks: &["<tool_sep>"],
+        marks: &[TAGS[0], TAGS[1], KEY[0], KEY[1], VALUE[0], VALUE[1]],
+    },
+    Form { form: CallForm::TaggedParameters, has: &[&[TAGS[0]], &["<function="]], lacks: &[], marks: &TAGS },
+    Form {
+        form: CallForm::SectionFenced,
+        has: &[&[section::CALLS[0]], &[section::SEPARATOR], &["```json"]],
+        lacks: &[],
+        marks: SECTION_MARKS,
+    },
+    Form {
+        form: CallForm::Section,
+        has: &[&[section::CALLS[0]], &[section::SEPARATOR]],
+        lacks: &[],
+        marks: SECTION_MARKS,
+    },
+    Form {
+        form: CallForm::BracketArguments,
+        has: &[&[brackets::CALLS], &[brackets::ARGUMENTS]],
+        lacks: &[],
+        marks: BRACKET_MARKS,
+    },
+    Form { form: CallForm::BracketList, has: &[&[brackets::CALLS]], lacks: &[], marks: BRACKET_MARKS },
+    Form {
+        form: CallForm::TaggedJson,
+        // The template shows the object's members to the model, with the quotes escaped where it writes them in a text.
+        has: &[&[TAGS[0]], &["\"name\"", "\\\"name\\\""], &["\"arguments\"", "\\\"arguments\\\""]],
+        lacks: &[KEY[0], "<tool_sep>"],
+        marks: &TAGS,
+    },
+    Form {
+        form: CallForm::Json,
+        has: &[&["\"parameters\""], &["\"name\""]],
+        // Templates of any form may show the definitions of tools.
+        lacks: &["_call>", "_call|>", "_calls>", "_calls|>", "tool_calls_section", "DSML", "ACTION|>"],
+        marks: &[],
+    },
+];
+const SECTION_MARKS: &[&str] =
+    &[section::CALLS[0], section::CALLS[1], section::CALL[0], section::CALL[1], section::SEPARATOR];
+const BRACKET_MARKS: &[&str] = &[brackets::CALLS, brackets::ARGUMENTS, brackets::ID];
+
+/// The marks of reasoning that are read. A template that has the second one of a pair has the pair.
+const REASONING: &[Marks] = &[["<think>", "</think>"], ["[THINK]", "[/THINK]"]];
+
+impl CallForm {
+    /// The marks that may be special tokens of a model, which the reader of the form has to see.
+    pub fn marks(self) -> &'static [&'static str] {
+        FORMS.iter().find(|form| form.form == self).map_or(&[], |form| form.marks)
+    }
+}
+
+impl Reasoning {
+    /// The marks that may be special tokens of a model, which the reader of the reasoning has to see.
+    pub fn marks(self) -> &'static [&'static str] {
+        match self {
+            Reasoning::None => &[],
+            Reasoning::Marked(marks) => marks,
+            Reasoning::Channel => CallForm::Channels.marks(),
+        }
+    }
 }
 
 impl ChatStyle {
     fn of(source: &str) -> ChatStyle {
         let has = |text: &str| source.contains(text);
-        let tools = match () {
-            () if !has("tools") => None,
-            () if has("<tool_call>") && has("<function=") => Some(CallForm::TaggedParameters),
-            () if has("<tool_call>") => Some(CallForm::TaggedJson),
-            () if has("\"parameters\"") && has("\"name\"") => Some(CallForm::Json),
-            () => None,
+        let is = |form: &&Form| {
+            form.has.iter().all(|any| any.iter().any(|text| has(text))) && !form.lacks.iter().any(|text| has(text))
         };
+        let form = FORMS.iter().find(is).map(|form| form.form);
+        let reasoning = match REASONING.iter().find(|marks| has(marks[1])) {
+            // The template of such a model describes its channels also where it has no tools.
+            _ if has(channels::CHANNEL) && has(channels::MESSAGE) => Reasoning::Channel,
+            Some(marks) => Reasoning::Marked(marks),
+            None => Reasoning::None,
+        };
+        let shows_tools = has("tools");
         let role = |name: &str| has(&format!("\"{name}\"")) || has(&format!("'{name}'"));
-        ChatStyle { reasoning: has(REASONING[1]), tools, pairs: role("query") && role("document") }
+        ChatStyle {
+            reasoning,
+            shows_tools,
+            tools: form.filter(|_| shows_tools),
+            pairs: role("query") && role("document"),
+        }
     }
 }
 
@@ -627,6 +802,72 @@ mod tests {
     fn generation_tags_vanish() {
         let t = templates("a{% generation %}b{% endgeneration %}c {%- generation -%} d {%- endgeneration -%} e");
         assert_eq!(t.render(&[], &ChatOptions::default()).unwrap(), "abcde");
+    }
+
+    /// Templates as small as possible that write calls in each form, and the form that is recognised.
+    #[test]
+    fn forms_are_recognised_by_what_the_template_writes() {
+        use CallForm::*;
+        let think = Reasoning::Marked(&["<think>", "</think>"]);
+        let brackets = Reasoning::Marked(&["[THINK]", "[/THINK]"]);
+        let harmony = "{% if tools %}namespace functions {{ tools }}{% endif %}{% for m in messages %}{% if m.tool_calls %}\
+            <|start|>assistant to={{ 'functions.' + m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>\
+            {{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% endif %}{% endfor %}<|start|>assistant";
+        let glm = "{% if tools %}{{ tools | tojson }} <tool_call>{name}\n<arg_key>{key}</arg_key>\n\
+            <arg_value>{value}</arg_value></tool_call> {\"name\", \"arguments\"}{% endif %}<|assistant|><think></think>";
+        let coder = "{% if tools %}<tool_call>\n<function=name>\n<parameter=a>\n{% endif %}";
+        let hermes = r#"{% if tools %}<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>{% endif %}"#;
+        let qwen =
+            r#"{% if tools %}{{ "<tool_call>\n{\"name\": <name>, \"arguments\": <object>}" }}{% endif %}</think>"#;
+        let list =
+            "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[TOOL_CALLS][{\"name\": \"parameters\"}]{% endif %}";
+        let arguments = "{% if tools %}[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}{% endif %}[THINK]x[/THINK]";
+        let fenced = "{% if tools %}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ name }}\n```json\n\
+            {{ arguments }}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>{% endif %}</think>";
+        let section = "{% if tools %}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>{{ arguments }}\
+            <｜tool▁call▁end｜><｜tool▁calls▁end｜>{% endif %}</think>";
+        let llama = r#"{% if tools is not none %}{"name": function name, "parameters": dictionary}{{ m.tool_calls[0] }}{% endif %}"#;
+        let none = Reasoning::None;
+        for (source, form, reasoning) in [
+            (harmony, Channels, Reasoning::Channel),
+            (glm, TaggedPairs, think),
+            (coder, TaggedParameters, none),
+            (hermes, TaggedJson, none),
+            (qwen, TaggedJson, think),
+            (list, BracketList, none),
+            (arguments, BracketArguments, brackets),
+            (fenced, SectionFenced, think),
+            (section, Section, think),
+            (llama, Json, none),
+        ] {
+            let style = ChatStyle::of(source);
+            assert_eq!((style.tools, style.reasoning, style.shows_tools), (Some(form), reasoning, true), "{source}");
+        }
+    }
+
+    #[test]
+    fn a_form_that_is_not_known_is_taken_for_none() {
+        let definition = r#"{% if tools %}{"name": x, "parameters": y}"#;
+        for call in [
+            "<|tool_call>call:name{key:value}<tool_call|>",
+            "<|tool_call|>[{\"name\": \"arguments\"}]",
+            "<function_calls>\nname(key=value)\n</function_calls>",
+            "<start_function_call>call:name{}<end_function_call>",
+            "<tool_call>name<tool_sep><arg_key>k</arg_key><arg_value>v</arg_value></tool_call>",
+            "<tool_call>name(key=value)</tool_call>",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.name:0",
+            "<minimax:tool_call><invoke name=\"name\">",
+            "<｜DSML｜function_calls>",
+            "<|START_ACTION|>[]<|END_ACTION|>",
+        ] {
+            let style = ChatStyle::of(&format!("{definition}{call}{{% endif %}}"));
+            assert_eq!((style.tools, style.shows_tools), (None, true), "{call}");
+        }
+        // A template without tools has no form, whatever it writes.
+        let style = ChatStyle::of("<tool_call>{\"name\": x, \"arguments\": y}");
+        assert_eq!((style.tools, style.shows_tools), (None, false));
+        // Channels without functions: the reasoning is still told apart.
+        assert_eq!(ChatStyle::of("<|channel|>final<|message|>").reasoning, Reasoning::Channel);
     }
 
     #[test]

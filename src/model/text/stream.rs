@@ -4,6 +4,7 @@
 //! Not here: stop strings.
 
 use super::Text;
+use std::sync::Arc;
 
 /// The character that a decoder substitutes for bytes that are not a complete character.
 const REPLACEMENT: char = '\u{FFFD}';
@@ -23,6 +24,14 @@ const PROMPT_TOKENS: usize = 8;
 /// The maximum number of bytes of a UTF-8 character, and so the maximum number of its tokens.
 const CHARACTER_TOKENS: usize = 4;
 
+/// The special tokens that are included in a text.
+#[derive(Clone, Debug)]
+pub(super) enum SpecialIds {
+    None,
+    These(Arc<[u32]>),
+    All,
+}
+
 /// The incremental detokenizer of one sequence.
 ///
 /// Only a window of ids is decoded: those after the last point at which the text was complete and, before them, the ids
@@ -34,8 +43,7 @@ const CHARACTER_TOKENS: usize = 4;
 #[derive(Clone, Debug)]
 pub struct TextStream {
     text: Text,
-    /// Whether special tokens are included in the text.
-    special: bool,
+    special: SpecialIds,
     /// The context ids followed by the ids whose text is incomplete. Grows with each `push`; shrinks when the text is
     /// complete.
     window: Vec<u32>,
@@ -49,14 +57,14 @@ pub struct TextStream {
 }
 
 impl TextStream {
-    pub(super) fn new(text: Text, special: bool) -> TextStream {
+    pub(super) fn new(text: Text, special: SpecialIds) -> TextStream {
         TextStream { text, special, window: Vec::new(), context: 0, emitted: String::new(), begun: false }
     }
 
     /// Returns a detokenizer for ids that follow a prompt, because their text may depend on the prompt's last tokens. A
     /// character that the prompt ends in the middle of is returned whole with the first ids.
     pub fn after(mut self, prompt: &[u32]) -> TextStream {
-        let tail = prompt.iter().rev().copied().filter(|id| self.text.is_text(*id, self.special));
+        let tail = prompt.iter().rev().copied().filter(|id| self.is_text(*id));
         let mut tail: Vec<u32> = tail.take(CONTEXT_TOKENS).collect();
         tail.reverse();
         for id in &tail[self.beginning(&tail)..] {
@@ -72,20 +80,30 @@ impl TextStream {
     fn beginning(&self, tail: &[u32]) -> usize {
         let begins = |at: usize| {
             (1..=CHARACTER_TOKENS.min(tail.len() - at))
-                .map(|tokens| self.text.window(&tail[at..at + tokens], self.special))
+                .map(|tokens| self.text.window(&tail[at..at + tokens]))
                 .any(|text| !text.trim_start().is_empty() && !text.starts_with(REPLACEMENT))
         };
         (0..=tail.len().saturating_sub(PROMPT_TOKENS)).rev().find(|at| *at < tail.len() && begins(*at)).unwrap_or(0)
     }
 
+    /// Whether the id is in the vocabulary and appears in the text.
+    fn is_text(&self, id: u32) -> bool {
+        let included = match &self.special {
+            SpecialIds::All => true,
+            SpecialIds::None => !self.text.is_special(id),
+            SpecialIds::These(ids) => ids.contains(&id) || !self.text.is_special(id),
+        };
+        included && self.text.is_known(id)
+    }
+
     /// Takes the next id and returns the text that it completes, if any.
     pub fn push(&mut self, id: u32) -> Option<String> {
-        if !self.text.is_text(id, self.special) {
+        if !self.is_text(id) {
             return None;
         }
         self.begun = true;
         self.window.push(id);
-        let decoded = self.text.window(&self.window, self.special);
+        let decoded = self.text.window(&self.window);
         let full = self.window.len() - self.context >= WINDOW_TOKENS;
         let stable = if full { &decoded[..] } else { decoded.trim_end_matches(REPLACEMENT) };
         let delta = gained(&self.emitted, stable).to_owned();
@@ -102,11 +120,11 @@ impl TextStream {
 
     /// Makes the whole window context and trims it to its end, beginning where a delta began.
     fn shorten(&mut self) {
-        let last = self.text.window(&self.window[self.context..], self.special);
+        let last = self.text.window(&self.window[self.context..]);
         // Text of only white space may be stripped when decoded by itself, so keep more context than that.
         if last.trim().is_empty() {
             self.window.drain(..if self.window.len() > CONTEXT_TOKENS { CONTEXT_TOKENS / 2 } else { 0 });
-            self.emitted = self.text.window(&self.window, self.special);
+            self.emitted = self.text.window(&self.window);
         } else {
             self.window.drain(..self.context);
             self.emitted = last;
@@ -116,7 +134,7 @@ impl TextStream {
 
     /// Returns the rest of the text. Bytes that never became a character are `U+FFFD`.
     pub fn finish(&mut self) -> String {
-        let decoded = self.text.window(&self.window, self.special);
+        let decoded = self.text.window(&self.window);
         let rest = if self.begun { gained(&self.emitted, &decoded).to_owned() } else { String::new() };
         self.window.clear();
         self.context = 0;

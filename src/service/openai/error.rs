@@ -105,6 +105,7 @@ impl From<Refusal> for ApiError {
             Refusal::NoMessage { .. } => words.0 = StatusCode::REQUEST_TIMEOUT,
             Refusal::NoRoute { .. } => words.2 = Some("unknown_url"),
             Refusal::NoTools => param = Some("tools"),
+            Refusal::UnknownCalls => param = Some("tool_choice"),
             Refusal::NoToken | Refusal::UnknownToken => {
                 headers.push((header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer")));
             }

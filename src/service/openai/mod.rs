@@ -13,11 +13,13 @@
 //! | `/health` | 200 while requests are taken, else 503 |
 
 mod answer;
+mod channels;
 mod chat;
 mod completions;
 mod embeddings;
 mod error;
 mod fields;
+mod marked;
 mod origin;
 mod output;
 mod request;
@@ -35,6 +37,8 @@ use super::refusal::{Refusal, code_name};
 use super::rpc::{Caller, Rpc, Tracked};
 use super::tls::{Accept, ConnectInfo};
 use crate::host::ServedModel;
+use crate::model::text::SpecialText;
+use crate::model::text::chat::CallForm;
 use crate::service::jobs::LONG;
 use crate::telemetry::{names, spans};
 use answer::{Answer, Frame, Reading, Running};
@@ -248,10 +252,18 @@ impl Call {
         message: proto::GenerateRequest,
         keep: Option<usize>,
         special_text: bool,
+        form: Option<CallForm>,
         echo: bool,
     ) -> Result<(Tracked, Found), Refusal> {
         let adjust = move |prepared: &mut Prepared| {
-            prepared.special_text = special_text;
+            prepared.special_text = match special_text {
+                true => SpecialText::All,
+                // What tells reasoning, content and calls apart may be special tokens.
+                false => {
+                    let calls = form.map_or(&[][..], CallForm::marks);
+                    SpecialText::Named([prepared.reasons.marks(), calls].concat())
+                }
+            };
             let ids = if echo { prepared.request.prompt.clone() } else { Vec::new() };
             Found { reasons: prepared.reasons, ids }
         };
@@ -508,12 +520,23 @@ impl Answer {
     }
 }
 
+/// The form of the calls that an answer may have; `None`: none are read.
+fn call_form(model: &ServedModel, tools: &Tools) -> Option<CallForm> {
+    let form = model.text.as_ref().and_then(|text| text.chat_style(true).1.tools);
+    form.filter(|_| tools.choice != Choice::None)
+}
+
 /// How the choices of an answer are read that may call tools.
-fn reading<'a>(model: &ServedModel, tools: &'a Tools, found: &Found, stop_ids: &'a [u32], keep: bool) -> Reading<'a> {
-    let style = model.text.as_ref().map(|text| text.chat_style(true).1).unwrap_or_default();
+fn reading<'a>(
+    form: Option<CallForm>,
+    tools: &'a Tools,
+    found: &Found,
+    stop_ids: &'a [u32],
+    keep: bool,
+) -> Reading<'a> {
     Reading {
         reasons: found.reasons,
-        form: style.tools.filter(|_| tools.choice != Choice::None),
+        form,
         tools: &tools.callable,
         one_call: !tools.parallel,
         keep,
@@ -531,8 +554,9 @@ async fn chat_completions(State(openai): State<Arc<OpenAi>>, request: Request<Bo
         let (id, streaming) = (common.message.request_id.clone(), common.streaming);
         let stop_ids = common.message.stopping.as_ref().map(|stopping| stopping.ids.clone()).unwrap_or_default();
         let (each, keep) = (common.n as usize, common.keep);
-        let (stream, found) = call.start(asked.common.message, keep, asked.common.special_text, false).await?;
-        let reading = reading(place.model(), &asked.tools, &found, &stop_ids, !streaming.stream);
+        let form = call_form(place.model(), &asked.tools);
+        let (stream, found) = call.start(asked.common.message, keep, asked.common.special_text, form, false).await?;
+        let reading = reading(form, &asked.tools, &found, &stop_ids, !streaming.stream);
         let running = Running::new(&id, vec![stream], each, &reading);
         let answer = Answer { reasoning: asked.reasoning, logprobs, ..Answer::new(&id, place.model(), streaming) };
         Ok((answer, running, Telling::Chat))
@@ -559,7 +583,7 @@ async fn text_completions(State(openai): State<Arc<OpenAi>>, request: Request<Bo
                 _ => None,
             };
             let message = completions::message(&asked.common, index, prompt);
-            let (stream, found) = call.start(message, keep, asked.common.special_text, asked.echo).await?;
+            let (stream, found) = call.start(message, keep, asked.common.special_text, None, asked.echo).await?;
             if asked.echo {
                 let shown = completions::shown(given, &found.ids, text);
                 tokens = tokens.saturating_add(found.ids.len().saturating_mul(each));
@@ -595,9 +619,10 @@ async fn created_response(State(openai): State<Arc<OpenAi>>, request: Request<Bo
         let asked = responses::read(body, place.model())?;
         let (id, streaming) = (asked.common.message.request_id.clone(), asked.common.streaming);
         let keep = asked.common.keep;
-        let (stream, found) = call.start(asked.common.message, keep, asked.common.special_text, false).await?;
+        let form = call_form(place.model(), &asked.tools);
+        let (stream, found) = call.start(asked.common.message, keep, asked.common.special_text, form, false).await?;
         // The last events of a stream tell everything again.
-        let reading = reading(place.model(), &asked.tools, &found, &[], true);
+        let reading = reading(form, &asked.tools, &found, &[], true);
         let running = Running::new(&id, vec![stream], 1, &reading);
         let answer = Answer::new(&id, place.model(), streaming);
         Ok((answer, running, Telling::Response(Box::new(asked.telling))))

@@ -1,9 +1,12 @@
 //! Splits the text of an output, piece by piece as it comes, into reasoning, content and calls of tools. What could be
 //! the beginning of a mark is held back until it is known; nothing is held twice or lost.
-//! Not here: how calls are constrained (`tools`), and the shapes of answers.
+//! Not here: outputs that consist of messages (`channels`), the parts of calls between marks (`marked`), how calls are
+//! constrained (`tools`), and the shapes of answers.
 
-use super::tools::{CALL, Tool};
-use crate::model::text::chat::{CallForm, REASONING};
+use super::channels::Channels;
+use super::marked::{Head, Nesting, PairsCall, Tail, bracket_head, section_head, section_tail};
+use super::tools::Tool;
+use crate::model::text::chat::{CallForm, Marks, TAGS, brackets, section};
 use crate::service::prepare::Reasons;
 use serde_json::Value;
 use std::sync::Arc;
@@ -27,7 +30,16 @@ pub(super) enum Piece {
 
 /// The reader of one output.
 #[derive(Debug)]
-pub(super) struct Output {
+pub(super) enum Output {
+    /// Reasoning and calls stand between marks.
+    Marked(Box<Marked>),
+    /// The output consists of messages.
+    Channels(Box<Channels>),
+}
+
+/// The reader of an output whose reasoning and calls stand between marks.
+#[derive(Debug)]
+pub(super) struct Marked {
     reasoning: ReasoningAt,
     calls: Option<Calls>,
 }
@@ -35,9 +47,9 @@ pub(super) struct Output {
 #[derive(Debug)]
 enum ReasoningAt {
     /// The output has begun with this text, which may become the opening mark.
-    Before(String),
-    /// Inside; with the text that is held back, and whether something was told.
-    Inside { held: String, told: bool },
+    Before(&'static Marks, String),
+    /// Inside; with the closing mark, the text that is held back, and whether something was told.
+    Inside { close: &'static str, held: String, told: bool },
     /// The content has not begun: space is dropped.
     Behind,
     /// The content has begun, or there is no reasoning.
@@ -55,28 +67,55 @@ fn held(text: &str, mark: &str, space: bool) -> usize {
     if space { text.len() - before.trim_end().len() } else { part }
 }
 
+/// The length of the longest end of `text` that is a beginning of one of `marks`.
+pub(super) fn held_of(text: &str, marks: impl Iterator<Item = &'static str>) -> usize {
+    marks.map(|mark| held(text, mark, false)).max().unwrap_or(0)
+}
+
 impl Output {
     /// The reader of an output that `reasons` so, and that calls `tools` in this form, if it may call any.
     pub(super) fn new(reasons: Reasons, form: Option<CallForm>, tools: &Arc<[Tool]>) -> Output {
         let reasoning = match reasons {
             Reasons::Never => ReasoningAt::Content,
-            Reasons::IfOpened => ReasoningAt::Before(String::new()),
-            Reasons::Opened => ReasoningAt::Inside { held: String::new(), told: false },
+            Reasons::IfOpened(marks) => ReasoningAt::Before(marks, String::new()),
+            Reasons::Opened([_, close]) => ReasoningAt::Inside { close, held: String::new(), told: false },
+            Reasons::Channel => {
+                let tools = form.map(|_| Arc::clone(tools));
+                return Output::Channels(Box::new(Channels::new(tools)));
+            }
         };
-        let calls = form.map(|form| Calls { form, tools: Arc::clone(tools), count: 0, at: CallsAt::start(form) });
-        Output { reasoning, calls }
+        // Behind a prompt that has begun the content of a message, there are no calls.
+        let form = form.filter(|form| *form != CallForm::Channels);
+        let calls = form.map(|form| Calls::new(form, tools));
+        Output::Marked(Box::new(Marked { reasoning, calls }))
     }
 
     /// Takes more text.
     pub(super) fn push(&mut self, text: &str, pieces: &mut Vec<Piece>) {
-        let [open, close] = REASONING;
+        match self {
+            Output::Marked(marked) => marked.push(text, pieces),
+            Output::Channels(channels) => channels.push(text, pieces),
+        }
+    }
+
+    /// The output has ended: tells what was held back.
+    pub(super) fn finish(&mut self, pieces: &mut Vec<Piece>) {
+        match self {
+            Output::Marked(marked) => marked.finish(pieces),
+            Output::Channels(channels) => channels.finish(pieces),
+        }
+    }
+}
+
+impl Marked {
+    fn push(&mut self, text: &str, pieces: &mut Vec<Piece>) {
         match &mut self.reasoning {
-            ReasoningAt::Before(begun) => {
+            ReasoningAt::Before([open, close], begun) => {
                 begun.push_str(text);
                 let shown = begun.trim_start();
                 if let Some(rest) = shown.strip_prefix(open) {
                     let rest = rest.to_owned();
-                    self.reasoning = ReasoningAt::Inside { held: String::new(), told: false };
+                    self.reasoning = ReasoningAt::Inside { close, held: String::new(), told: false };
                     self.push(&rest, pieces);
                 } else if !open.starts_with(shown) {
                     let begun = std::mem::take(begun);
@@ -84,7 +123,8 @@ impl Output {
                     self.content(&begun, pieces);
                 }
             }
-            ReasoningAt::Inside { held: kept, told } => {
+            ReasoningAt::Inside { close, held: kept, told } => {
+                let close: &str = close;
                 kept.push_str(text);
                 if let Some(at) = kept.find(close) {
                     let rest = kept.split_off(at).split_off(close.len());
@@ -115,10 +155,9 @@ impl Output {
         }
     }
 
-    /// The output has ended: tells what was held back.
-    pub(super) fn finish(&mut self, pieces: &mut Vec<Piece>) {
+    fn finish(&mut self, pieces: &mut Vec<Piece>) {
         match std::mem::replace(&mut self.reasoning, ReasoningAt::Content) {
-            ReasoningAt::Before(begun) => self.content(&begun, pieces),
+            ReasoningAt::Before(_, begun) => self.content(&begun, pieces),
             ReasoningAt::Inside { held, .. } if !held.trim().is_empty() => pieces.push(Piece::Reasoning(held)),
             _ => {}
         }
@@ -135,7 +174,7 @@ impl Output {
     }
 }
 
-fn content(text: &str, pieces: &mut Vec<Piece>) {
+pub(super) fn content(text: &str, pieces: &mut Vec<Piece>) {
     if !text.is_empty() {
         pieces.push(Piece::Content(text.to_owned()));
     }
@@ -146,8 +185,12 @@ fn content(text: &str, pieces: &mut Vec<Piece>) {
 struct Calls {
     form: CallForm,
     tools: Arc<[Tool]>,
-    /// The calls that have begun.
+    /// The calls that were read.
     count: usize,
+    /// The text since the mark that opened a call, or since the last call of a list: content, if no call follows.
+    opened: String,
+    /// Whether calls are elements of a list.
+    listed: bool,
     at: CallsAt,
 }
 
@@ -161,17 +204,40 @@ enum CallsAt {
     Object(Box<CallObject>),
     /// In a call with tagged parameters.
     Tagged(TaggedCall),
+    /// In a call with marked names and values of arguments.
+    Pairs(PairsCall),
+    /// Before a call's arguments, with the text so far.
+    Head(String),
+    /// In a call's arguments.
+    Arguments(Nesting),
+    /// Behind a call's arguments, with the text so far.
+    Tail(String),
+    /// Between the elements of a list.
+    List,
     /// Behind a call: until its closing mark, with what was not looked at.
     Close(String),
 }
 
-impl CallsAt {
-    fn start(form: CallForm) -> CallsAt {
-        if form == CallForm::Json { CallsAt::Start(String::new()) } else { CallsAt::Content(String::new()) }
+/// The mark that opens a call or a section of calls.
+fn opening(form: CallForm) -> Option<&'static str> {
+    match form {
+        CallForm::TaggedJson | CallForm::TaggedParameters | CallForm::TaggedPairs => Some(TAGS[0]),
+        CallForm::BracketList | CallForm::BracketArguments => Some(brackets::CALLS),
+        CallForm::SectionFenced | CallForm::Section => Some(section::CALLS[0]),
+        CallForm::Json | CallForm::Channels => None,
     }
 }
 
+fn in_content() -> CallsAt {
+    CallsAt::Content(String::new())
+}
+
 impl Calls {
+    fn new(form: CallForm, tools: &Arc<[Tool]>) -> Calls {
+        let at = if form == CallForm::Json { CallsAt::Start(String::new()) } else { in_content() };
+        Calls { form, tools: Arc::clone(tools), count: 0, opened: String::new(), listed: false, at }
+    }
+
     fn push(&mut self, text: &str, pieces: &mut Vec<Piece>) {
         let mut rest = text.to_owned();
         // Each round consumes text or leaves a state for good.
@@ -184,18 +250,24 @@ impl Calls {
     fn step(&mut self, text: String, pieces: &mut Vec<Piece>) -> String {
         match &mut self.at {
             CallsAt::Content(kept) => {
-                if self.form == CallForm::Json {
+                let Some(open) = opening(self.form) else {
                     content(&text, pieces);
                     return String::new();
-                }
+                };
                 kept.push_str(&text);
-                let [open, _] = CALL;
                 if let Some(at) = kept.find(open) {
                     let rest = kept.split_off(at).split_off(open.len());
-                    content(kept.trim_end(), pieces);
+                    let shown = kept.trim_end();
+                    content(shown, pieces);
+                    self.opened = format!("{}{open}", &kept[shown.len()..]);
                     self.at = match self.form {
                         CallForm::TaggedParameters => CallsAt::Tagged(TaggedCall::default()),
-                        _ => CallsAt::Object(self.object()),
+                        CallForm::TaggedPairs => CallsAt::Pairs(PairsCall::default()),
+                        CallForm::TaggedJson | CallForm::Json | CallForm::Channels => CallsAt::Object(self.object()),
+                        CallForm::BracketList
+                        | CallForm::BracketArguments
+                        | CallForm::SectionFenced
+                        | CallForm::Section => CallsAt::Head(String::new()),
                     };
                     return rest;
                 }
@@ -220,7 +292,7 @@ impl Calls {
                     return shown;
                 }
                 let all = format!("{space}{text}");
-                self.at = CallsAt::Content(String::new());
+                self.at = in_content();
                 all
             }
             CallsAt::Object(object) => {
@@ -228,18 +300,12 @@ impl Calls {
                 let used = object.push(&text, index, pieces);
                 let rest = text[used..].to_owned();
                 match object.state {
-                    At::Done => {
-                        self.count += 1;
-                        self.behind();
-                    }
-                    At::Bad if object.named() => {
-                        // Its beginning was told: what follows is left out.
-                        self.count += 1;
-                        self.behind();
-                    }
+                    At::Done => self.called(),
+                    // Its beginning was told: what follows is left out.
+                    At::Bad if object.named() => self.called(),
                     At::Bad => {
                         let raw = std::mem::take(&mut object.raw);
-                        self.broken(&raw, pieces);
+                        return self.broken(raw + &rest, pieces);
                     }
                     _ => {}
                 }
@@ -250,22 +316,113 @@ impl Calls {
                 match call.push(&text, index, &self.tools, pieces) {
                     Ok(None) => String::new(),
                     Ok(Some(rest)) => {
-                        self.count += 1;
-                        self.behind();
+                        self.called();
                         rest
                     }
-                    Err(raw) => {
-                        self.broken(&raw, pieces);
-                        String::new()
+                    Err(raw) => self.broken(raw, pieces),
+                }
+            }
+            CallsAt::Pairs(call) => {
+                let index = self.count;
+                match call.push(&text, index, &self.tools, pieces) {
+                    Ok(None) => String::new(),
+                    Ok(Some(rest)) => {
+                        self.called();
+                        rest
+                    }
+                    Err(raw) => self.broken(raw, pieces),
+                }
+            }
+            CallsAt::Head(kept) => {
+                kept.push_str(&text);
+                let head = match self.form {
+                    CallForm::SectionFenced | CallForm::Section => section_head(kept),
+                    _ => bracket_head(kept),
+                };
+                if matches!(head, Head::More) {
+                    return String::new();
+                }
+                let kept = std::mem::take(kept);
+                match head {
+                    Head::More | Head::Bad => self.broken(kept, pieces),
+                    Head::Call { name, used } => {
+                        pieces.push(Piece::Call { index: self.count, name });
+                        self.opened.clear();
+                        self.at = CallsAt::Arguments(Nesting::default());
+                        kept[used..].to_owned()
+                    }
+                    Head::List { used } => {
+                        self.opened.push_str(&kept[..used]);
+                        (self.at, self.listed) = (CallsAt::List, true);
+                        kept[used..].to_owned()
+                    }
+                    Head::Object { used } => {
+                        self.opened.push_str(&kept[..used]);
+                        self.at = CallsAt::Object(self.object());
+                        kept[used..].to_owned()
+                    }
+                    Head::End { used } => {
+                        // A section without a call is told as it is written.
+                        if !self.opened.is_empty() {
+                            content(&format!("{}{}", self.opened, &kept[..used]), pieces);
+                        }
+                        self.opened.clear();
+                        self.at = in_content();
+                        kept[used..].to_owned()
                     }
                 }
             }
+            CallsAt::Arguments(nesting) => {
+                let (used, ended) = nesting.take(&text);
+                pieces.push(Piece::Arguments { index: self.count, text: text[..used].to_owned() });
+                if ended {
+                    self.called();
+                }
+                text[used..].to_owned()
+            }
+            CallsAt::Tail(kept) => {
+                kept.push_str(&text);
+                match section_tail(kept) {
+                    Tail::More => String::new(),
+                    Tail::End { used } => {
+                        let rest = kept.split_off(used);
+                        self.at = CallsAt::Head(String::new());
+                        rest
+                    }
+                    Tail::Bad => {
+                        let rest = std::mem::take(kept);
+                        self.at = in_content();
+                        rest
+                    }
+                }
+            }
+            CallsAt::List => {
+                let shown = text.trim_start_matches(|c: char| c.is_whitespace() || c == ',');
+                self.opened.push_str(&text[..text.len() - shown.len()]);
+                if shown.is_empty() {
+                    return String::new();
+                }
+                if shown.starts_with('{') {
+                    let rest = shown.to_owned();
+                    self.at = CallsAt::Object(self.object());
+                    return rest;
+                }
+                let Some(rest) = shown.strip_prefix(']') else { return self.broken(shown.to_owned(), pieces) };
+                let rest = rest.to_owned();
+                // A list without a call is told as it is written.
+                if self.opened.contains(brackets::CALLS) {
+                    content(&format!("{}]", self.opened), pieces);
+                }
+                self.opened.clear();
+                (self.at, self.listed) = (in_content(), false);
+                rest
+            }
             CallsAt::Close(kept) => {
                 kept.push_str(&text);
-                let [_, close] = CALL;
+                let [_, close] = TAGS;
                 if let Some(at) = kept.find(close) {
                     let rest = kept.split_off(at).split_off(close.len());
-                    self.at = CallsAt::Content(String::new());
+                    self.at = in_content();
                     return rest;
                 }
                 let keep = held(kept, close, false);
@@ -281,35 +438,44 @@ impl Calls {
         Box::new(CallObject { only, ..CallObject::default() })
     }
 
-    /// The state after a call.
-    fn behind(&mut self) {
+    /// A call has ended.
+    fn called(&mut self) {
+        self.count += 1;
+        self.opened.clear();
         self.at = match self.form {
             CallForm::Json => CallsAt::Start(String::new()),
-            _ => CallsAt::Close(String::new()),
+            CallForm::TaggedJson | CallForm::TaggedParameters => CallsAt::Close(String::new()),
+            CallForm::SectionFenced | CallForm::Section => CallsAt::Tail(String::new()),
+            _ if self.listed => CallsAt::List,
+            _ => in_content(),
         };
     }
 
-    /// What looked like a call is none: it is content.
-    fn broken(&mut self, raw: &str, pieces: &mut Vec<Piece>) {
-        if self.form == CallForm::Json {
-            content(raw, pieces);
-        } else {
-            content(&format!("{}{raw}", CALL[0]), pieces);
-        }
-        self.at = CallsAt::Content(String::new());
+    /// What looked like a call is none: its opening mark is content, and so is what follows, unless it has calls.
+    fn broken(&mut self, rest: String, pieces: &mut Vec<Piece>) -> String {
+        content(&std::mem::take(&mut self.opened), pieces);
+        (self.at, self.listed) = (in_content(), false);
+        rest
     }
 
     fn finish(&mut self, pieces: &mut Vec<Piece>) {
+        let opened = std::mem::take(&mut self.opened);
         let behind_a_call = self.count > 0;
-        match std::mem::replace(&mut self.at, CallsAt::Content(String::new())) {
+        match std::mem::replace(&mut self.at, in_content()) {
             // White space behind calls belongs to them.
             CallsAt::Content(kept) | CallsAt::Start(kept) if behind_a_call && kept.trim().is_empty() => {}
             CallsAt::Content(kept) | CallsAt::Start(kept) => content(&kept, pieces),
             CallsAt::Object(object) if object.named() => {}
-            CallsAt::Object(object) => self.broken(&object.raw, pieces),
+            CallsAt::Object(object) => content(&(opened + &object.raw), pieces),
             CallsAt::Tagged(call) if call.named => {}
-            CallsAt::Tagged(call) => self.broken(&call.kept, pieces),
-            CallsAt::Close(_) => {}
+            CallsAt::Tagged(call) => content(&(opened + &call.kept), pieces),
+            CallsAt::Pairs(call) if call.name.is_some() => {}
+            CallsAt::Pairs(call) => content(&(opened + &call.kept), pieces),
+            // A part of the mark behind the last call.
+            CallsAt::Head(kept) if opened.is_empty() && section::CALLS[1].starts_with(kept.trim()) => {}
+            CallsAt::Head(kept) => content(&(opened + &kept), pieces),
+            CallsAt::List if opened.contains(brackets::CALLS) => content(&opened, pieces),
+            CallsAt::List | CallsAt::Arguments(_) | CallsAt::Tail(_) | CallsAt::Close(_) => {}
         }
     }
 }
@@ -664,16 +830,18 @@ mod tests {
 
     #[test]
     fn reasoning_is_told_apart_wherever_it_begins() {
-        use Reasons::{IfOpened, Never, Opened};
-        check(Opened, None, "\nhm\n\nso\n</think>\n\nyes ", "hm\n\nso", "yes ", &[]);
-        check(IfOpened, None, "<think>\nhm\n</think>\n\nyes", "hm", "yes", &[]);
-        check(IfOpened, None, "\n<think></think>yes", "", "yes", &[]);
-        check(IfOpened, None, "<thin air", "", "<thin air", &[]);
-        check(IfOpened, None, " plain <think>x</think>", "", " plain <think>x</think>", &[]);
-        check(Opened, None, "never </thin", "never </thin", "", &[]);
+        const THINK: &Marks = &["<think>", "</think>"];
+        use Reasons::Never;
+        let (if_opened, opened) = (Reasons::IfOpened(THINK), Reasons::Opened(THINK));
+        check(opened, None, "\nhm\n\nso\n</think>\n\nyes ", "hm\n\nso", "yes ", &[]);
+        check(if_opened, None, "<think>\nhm\n</think>\n\nyes", "hm", "yes", &[]);
+        check(if_opened, None, "\n<think></think>yes", "", "yes", &[]);
+        check(if_opened, None, "<thin air", "", "<thin air", &[]);
+        check(if_opened, None, " plain <think>x</think>", "", " plain <think>x</think>", &[]);
+        check(opened, None, "never </thin", "never </thin", "", &[]);
         check(Never, None, "<think>x</think>y", "", "<think>x</think>y", &[]);
-        check(IfOpened, None, "", "", "", &[]);
-        check(Opened, None, "é </é </think>é", "é </é", "é", &[]);
+        check(if_opened, None, "", "", "", &[]);
+        check(opened, None, "é </é </think>é", "é </é", "é", &[]);
     }
 
     #[test]
@@ -684,7 +852,14 @@ mod tests {
         let arguments = "{\"s\": \"a}\\\"</tool_call>é\", \"n\": [1, {}]}";
         check(never, form, call, "", "", &[("f", arguments)]);
         check(never, form, &format!("I ask. \n{call}\n{call}\n"), "", "I ask.", &[("f", arguments), ("f", arguments)]);
-        check(Reasons::Opened, form, &format!("hm</think>\n\n{call}"), "hm", "", &[("f", arguments)]);
+        check(
+            Reasons::Opened(&["<think>", "</think>"]),
+            form,
+            &format!("hm</think>\n\n{call}"),
+            "hm",
+            "",
+            &[("f", arguments)],
+        );
         check(never, form, "no < call <tool", "", "no < call <tool", &[]);
         // The arguments come first, are missing, or are written as a text.
         check(

@@ -292,11 +292,16 @@ pub(super) fn with_tools(
     if tools.choice == Choice::None {
         return Ok(kind.map(constrain));
     }
-    // A model without the form refuses the tools when its prompt is made.
-    let form = model.text.as_ref().and_then(|text| text.chat_style(true).1.tools);
-    let Some(form) = form else { return Ok(None) };
+    let Some(text) = model.text.as_deref() else { return Ok(None) };
+    let style = text.chat_style(true).1;
+    let form = match style.tools {
+        Some(form) => form,
+        None if style.shows_tools && tools.choice == Choice::Required => return Err(Refusal::UnknownCalls),
+        // Calls that are not read are content. A model without tools refuses them when its prompt is made.
+        None => return Ok(kind.map(constrain)),
+    };
     let content = kind.filter(|_| tools.choice == Choice::Auto).map(content_format).transpose()?;
-    let format = tools.format(form, content).map_err(|source| Refusal::Grammar { field: "tools", source })?;
+    let format = tools.format(form, text, content).map_err(|source| Refusal::Grammar { field: "tools", source })?;
     let tag = format.map(|format| json!({"type": "structural_tag", "format": format}).to_string());
     Ok(tag.map(Kind::StructuralTag).map(constrain))
 }

@@ -4,15 +4,15 @@
 
 use super::fields::{self, Fields, refuse};
 use crate::model::grammar::{GrammarError, MOST_BYTES};
-use crate::model::text::chat::CallForm;
+use crate::model::text::Text;
+use crate::model::text::chat::{CallForm, KEY, TAGS, VALUE, brackets, channels, section};
 use crate::service::bounds;
+use crate::service::prepare::{channel, mark, until};
 use crate::service::refusal::Refusal;
 use serde_json::{Map, Value, json};
 use std::collections::HashSet;
 use std::sync::Arc;
 
-/// The marks around a call, in the forms that have them.
-pub(super) const CALL: [&str; 2] = ["<tool_call>", "</tool_call>"];
 /// The longest name of a function, bytes.
 const MOST_NAME: usize = 128;
 
@@ -29,6 +29,11 @@ pub(super) struct Tool {
 impl Tool {
     fn property(&self, name: &str) -> Option<&Value> {
         self.parameters.get("properties")?.get(name)
+    }
+
+    /// Whether a parameter's value can only be a text.
+    pub(super) fn is_text(&self, parameter: &str) -> bool {
+        self.property(parameter).is_some() && !self.is_json(parameter)
     }
 
     /// Whether a parameter's value is written as JSON and not as plain text.
@@ -162,29 +167,71 @@ impl Tools {
     ///
     /// # Errors [`GrammarError::TooLong`] if the definitions of the schemas alone, with a copy for each parameter that
     /// refers to them, are longer than a constraint may be.
-    pub(super) fn format(&self, form: CallForm, content: Option<Value>) -> Result<Option<Value>, GrammarError> {
+    pub(super) fn format(
+        &self,
+        form: CallForm,
+        text: &Text,
+        content: Option<Value>,
+    ) -> Result<Option<Value>, GrammarError> {
         let tags = || -> Result<Vec<Value>, GrammarError> {
-            if form == CallForm::TaggedParameters {
+            if matches!(form, CallForm::TaggedParameters | CallForm::TaggedPairs) {
                 let bytes = self.callable.iter().map(copied_definitions).fold(0, usize::saturating_add);
                 if bytes > MOST_BYTES {
                     return Err(GrammarError::TooLong { bytes });
                 }
             }
-            Ok(self.callable.iter().map(|tool| tag(form, tool)).collect())
+            Ok(self.callable.iter().map(|tool| call(form, text, tool)).collect())
         };
-        let separator = if form == CallForm::Json { "; " } else { "\n" };
+        let separated = |tags: Vec<Value>, separator: &str, one: bool| {
+            json!({
+                "type": "tags_with_separator", "tags": tags, "separator": separator, "at_least_one": true,
+                "stop_after_first": one,
+            })
+        };
+        // One of the calls, or as many as the model likes.
+        let several = |calls: Vec<Value>, newline: bool| {
+            let call = json!({"type": "or", "elements": calls});
+            match (self.parallel, newline) {
+                (false, _) => call,
+                (true, false) => json!({"type": "plus", "content": call}),
+                (true, true) => json!({"type": "plus", "content": sequence(vec![call, optional_newline()])}),
+            }
+        };
         let calls = || -> Result<Value, GrammarError> {
-            Ok(json!({
-                "type": "tags_with_separator", "tags": tags()?, "separator": separator, "at_least_one": true,
-                "stop_after_first": !self.parallel || form == CallForm::Json,
-            }))
+            let calls = tags()?;
+            Ok(match form {
+                CallForm::Json => separated(calls, "; ", true),
+                CallForm::TaggedJson | CallForm::TaggedParameters => separated(calls, "\n", !self.parallel),
+                CallForm::TaggedPairs => several(calls, true),
+                CallForm::BracketList => {
+                    let list = separated(calls, ", ", !self.parallel);
+                    sequence(vec![mark(text, brackets::CALLS), constant("["), list, constant("]")])
+                }
+                CallForm::BracketArguments => several(calls, false),
+                CallForm::SectionFenced | CallForm::Section => {
+                    let [open, close] = section::CALLS;
+                    sequence(vec![mark(text, open), several(calls, true), mark(text, close)])
+                }
+                // Such a model ends its turn with a call.
+                CallForm::Channels => json!({"type": "or", "elements": calls}),
+            })
         };
+        let content = content.map(|content| match form {
+            CallForm::Channels => {
+                let mut message = channel(text, "final");
+                message.push(content);
+                sequence(message)
+            }
+            _ => content,
+        });
+        // Forms in which a constraint can begin at a mark of plain text in the middle of an output.
+        let triggered = matches!(form, CallForm::TaggedJson | CallForm::TaggedParameters);
         Ok(match (self.choice, content) {
             (Choice::None, content) => content,
             (Choice::Required, _) => Some(calls()?),
             (Choice::Auto, Some(content)) => Some(json!({"type": "or", "elements": [calls()?, content]})),
-            (Choice::Auto, None) if form != CallForm::Json && self.callable.iter().any(|tool| tool.strict) => {
-                let (trigger, parallel) = (CALL[0], self.parallel);
+            (Choice::Auto, None) if triggered && self.callable.iter().any(|tool| tool.strict) => {
+                let (trigger, parallel) = (TAGS[0], self.parallel);
                 Some(json!({
                     "type": "triggered_tags", "triggers": [trigger], "tags": tags()?, "stop_after_first": !parallel,
                 }))
@@ -209,12 +256,62 @@ fn closed(parameters: &Value) -> Value {
     closed
 }
 
-/// A call of a tool as a tag of a structural tag.
-fn tag(form: CallForm, tool: &Tool) -> Value {
-    let [open, close] = CALL;
+fn constant(text: &str) -> Value {
+    json!({"type": "const_string", "value": text})
+}
+
+fn sequence(elements: Vec<Value>) -> Value {
+    json!({"type": "sequence", "elements": elements})
+}
+
+/// A new line that some versions of a model write and others do not.
+fn optional_newline() -> Value {
+    json!({"type": "optional", "content": constant("\n")})
+}
+
+/// A call of a tool, as a format of a structural tag: in the forms whose marks are plain text, and in lists, a tag.
+fn call(form: CallForm, text: &Text, tool: &Tool) -> Value {
+    let [open, close] = TAGS;
+    let mark = |name: &str| mark(text, name);
     let name = Value::from(tool.name.as_str());
     let schema = json!({"type": "json_schema", "json_schema": closed(&tool.parameters)});
     match form {
+        CallForm::BracketList => json!({
+            "type": "tag", "begin": format!("{{\"name\": {name}, \"arguments\": "), "content": schema, "end": "}",
+        }),
+        CallForm::BracketArguments => {
+            sequence(vec![mark(brackets::CALLS), constant(&tool.name), mark(brackets::ARGUMENTS), schema])
+        }
+        CallForm::SectionFenced => sequence(vec![
+            mark(section::CALL[0]),
+            constant("function"),
+            mark(section::SEPARATOR),
+            constant(&format!("{}\n```json\n", tool.name)),
+            schema,
+            constant("\n```"),
+            mark(section::CALL[1]),
+        ]),
+        CallForm::Section => sequence(vec![
+            mark(section::CALL[0]),
+            constant(&tool.name),
+            mark(section::SEPARATOR),
+            schema,
+            mark(section::CALL[1]),
+        ]),
+        CallForm::Channels => sequence(vec![
+            mark(channels::CHANNEL),
+            constant(&format!("commentary to=functions.{} ", tool.name)),
+            mark(channels::CONSTRAIN),
+            constant("json"),
+            mark(channels::MESSAGE),
+            schema,
+        ]),
+        CallForm::TaggedPairs => {
+            let mut elements = vec![mark(open), constant(&tool.name), optional_newline()];
+            elements.extend(parameters(tool, |name, schema| pair(text, name, schema, tool)));
+            elements.push(mark(close));
+            sequence(elements)
+        }
         CallForm::TaggedJson => json!({
             "type": "tag", "begin": format!("{open}\n{{\"name\": {name}, \"arguments\": "),
             "content": schema, "end": format!("}}\n{close}"),
@@ -225,25 +322,24 @@ fn tag(form: CallForm, tool: &Tool) -> Value {
         CallForm::TaggedParameters => {
             let begin = format!("{open}\n<function={}>\n", tool.name);
             let end = format!("</function>\n{close}");
-            let required = tool.parameters.get("required").and_then(Value::as_array);
-            let required: HashSet<&str> = required.into_iter().flatten().filter_map(Value::as_str).collect();
-            let properties = tool.parameters.get("properties").and_then(Value::as_object);
-            let parameter = |(name, schema): (&String, &Value)| {
-                let parameter = parameter(name, schema, tool.is_json(name), &tool.parameters);
-                if required.contains(name.as_str()) {
-                    parameter
-                } else {
-                    json!({"type": "optional", "content": parameter})
-                }
-            };
-            let elements: Vec<Value> = properties.into_iter().flatten().map(parameter).collect();
-            let content = match elements.is_empty() {
-                true => json!({"type": "const_string", "value": ""}),
-                false => json!({"type": "sequence", "elements": elements}),
-            };
+            let elements =
+                parameters(tool, |name, schema| parameter(name, schema, tool.is_json(name), &tool.parameters));
+            let content = if elements.is_empty() { constant("") } else { sequence(elements) };
             json!({"type": "tag", "begin": begin, "content": content, "end": end})
         }
     }
+}
+
+/// A tool's parameters, each as `format` writes it; those that are not required are optional.
+fn parameters(tool: &Tool, format: impl Fn(&str, &Value) -> Value) -> Vec<Value> {
+    let required = tool.parameters.get("required").and_then(Value::as_array);
+    let required: HashSet<&str> = required.into_iter().flatten().filter_map(Value::as_str).collect();
+    let properties = tool.parameters.get("properties").and_then(Value::as_object);
+    let parameter = |(name, schema): (&String, &Value)| {
+        let parameter = format(name, schema);
+        if required.contains(name.as_str()) { parameter } else { json!({"type": "optional", "content": parameter}) }
+    };
+    properties.into_iter().flatten().map(parameter).collect()
 }
 
 /// The keywords of a schema that hold definitions for references.
@@ -274,26 +370,38 @@ fn copied_definitions(tool: &Tool) -> usize {
 fn parameter(name: &str, schema: &Value, is_json: bool, whole: &Value) -> Value {
     let begin = format!("<parameter={name}>\n");
     let end = "\n</parameter>\n";
-    let texts = schema.get("enum").and_then(Value::as_array).filter(|_| !is_json);
-    let content = match texts {
-        Some(texts) => {
-            let texts = texts.iter().map(|text| json!({"type": "const_string", "value": text}));
-            json!({"type": "or", "elements": texts.collect::<Vec<_>>()})
-        }
-        None if is_json => {
-            let mut schema = schema.clone();
-            // References begin at the whole schema.
-            let definitions: &[&str] = if refers(&schema) { &DEFINITIONS } else { &[] };
-            for definitions in definitions {
-                if let (Some(found), Value::Object(schema)) = (whole.get(*definitions), &mut schema) {
-                    schema.entry(*definitions).or_insert_with(|| found.clone());
-                }
-            }
-            json!({"type": "json_schema", "json_schema": schema})
-        }
-        None => json!({"type": "any_text"}),
-    };
+    let content = value(schema, is_json, whole).unwrap_or_else(|| json!({"type": "any_text"}));
     json!({"type": "tag", "begin": begin, "content": content, "end": end})
+}
+
+/// A parameter's value, as a format of a structural tag; `None` if it is any text.
+fn value(schema: &Value, is_json: bool, whole: &Value) -> Option<Value> {
+    if !is_json {
+        let texts = schema.get("enum").and_then(Value::as_array)?;
+        let texts = texts.iter().map(|text| json!({"type": "const_string", "value": text}));
+        return Some(json!({"type": "or", "elements": texts.collect::<Vec<_>>()}));
+    }
+    let mut schema = schema.clone();
+    // References begin at the whole schema.
+    let definitions: &[&str] = if refers(&schema) { &DEFINITIONS } else { &[] };
+    for definitions in definitions {
+        if let (Some(found), Value::Object(schema)) = (whole.get(*definitions), &mut schema) {
+            schema.entry(*definitions).or_insert_with(|| found.clone());
+        }
+    }
+    Some(json!({"type": "json_schema", "json_schema": schema}))
+}
+
+/// An argument of a call with marked names and values.
+fn pair(text: &Text, name: &str, schema: &Value, tool: &Tool) -> Value {
+    let mark = |name: &str| mark(text, name);
+    let mut elements = vec![mark(KEY[0]), constant(name), mark(KEY[1]), optional_newline(), mark(VALUE[0])];
+    match value(schema, tool.is_json(name), &tool.parameters) {
+        Some(value) => elements.extend([value, mark(VALUE[1])]),
+        None => elements.push(until(text, VALUE[1])),
+    }
+    elements.push(optional_newline());
+    sequence(elements)
 }
 
 /// Reads the `arguments` of a call in a conversation: a text of JSON, or an object.

@@ -4,6 +4,7 @@
 
 use super::contract;
 use crate::host::{Host, ServedModel};
+use crate::model::text::SpecialText;
 use crate::replica::Replica;
 use crate::service::inputs::{Answers, Common, EmbedCall, Input as Embedded};
 use crate::service::prepare::Prepared;
@@ -85,7 +86,7 @@ pub struct Rest {
 impl Rest {
     /// Puts it into a request whose tokens are known; gives the first one of a prompt that is to be scored.
     pub fn apply(self, prepared: &mut Prepared) -> Option<u32> {
-        prepared.special_text = self.special_text;
+        prepared.special_text = if self.special_text { SpecialText::All } else { SpecialText::None };
         let request = &prepared.request;
         request.prompt_logprobs.and_then(|_| request.prompt.first().copied())
     }

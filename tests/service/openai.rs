@@ -2,7 +2,7 @@
 //! tools, reasoning and constraints, refusals in OpenAI's form, and that tokens, limits and counts are those of gRPC.
 
 use crate::serving::certificates::Authority;
-use crate::serving::{END, Served, fake, model, serve_models, text_request, tokenizer, tokenizer_of};
+use crate::serving::{END, Served, fake, model, serve_models, text_request, tokenizer, tokenizer_of, tokenizer_with};
 use axum::body::{Body, to_bytes};
 use http_body::Body as _;
 use hyper::client::conn::http1;
@@ -24,7 +24,7 @@ use tokio_rustls::rustls;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 
 /// A template with tools and reasoning, whose prompts leave the reasoning to the model.
-const TEMPLATE: &str = "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}\
+const TEMPLATE: &str = "{% if tools %}<tool_call>{\"name\": x, \"arguments\": y}{{ tools | tojson }}{% endif %}\
     {% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\
     {% endfor %}[assistant]{% if enable_thinking is defined %}<think>{% if not enable_thinking %}</think>{% endif %}{% endif %}";
 
@@ -485,6 +485,136 @@ async fn required_and_named_calls_are_forced() {
     let plain = server(tokenizer(true), "x").await;
     let error = chat(plain.http, json!({"messages": user("x"), "tools": tools()})).await.error(400);
     assert_eq!(error["param"], "tools");
+}
+
+/// A model of a form of calls whose marks are special tokens.
+struct Special {
+    template: &'static str,
+    tokens: &'static [&'static str],
+    /// An output of reasoning, "So." and a call of `weather` for Rome. It ends with the model's end.
+    output: &'static str,
+}
+
+const SPECIAL: [Special; 4] = [
+    Special {
+        template: "{% if tools %}{{ tools | tojson }}functions{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}\
+            {# <|channel|> <|message|> #}<|start|>assistant",
+        // `<|end|>` is the end of outputs of these servers, so reasoning ends where the next message begins.
+        tokens: &["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|return|>"],
+        output: "<|channel|>analysis<|message|>hm<|start|>assistant<|channel|>commentary<|message|>So.\
+            <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{\"city\": \"Rome\"}",
+    },
+    Special {
+        template: "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}\
+            {# [TOOL_CALLS] [ARGS] [THINK] [/THINK] #}",
+        tokens: &["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
+        output: "[THINK]hm[/THINK]So.[TOOL_CALLS]weather[ARGS]{\"city\": \"Rome\"}",
+    },
+    Special {
+        template: "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}\
+            {# <tool_call> <arg_key> <arg_value> </think> #}",
+        tokens: &["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
+        output: "<think>hm</think>So.<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>",
+    },
+    Special {
+        template: "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}\
+            {# <｜tool▁calls▁begin｜> <｜tool▁sep｜> </think> #}",
+        tokens: &[
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁sep｜>",
+        ],
+        output: "<think>hm</think>So.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{\"city\": \"Rome\"}\
+            <｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    },
+];
+
+impl Special {
+    async fn server(&self, output: &str) -> Served {
+        let text = tokenizer_with(Some(self.template), self.tokens);
+        let mut device = fake(Duration::from_micros(200), &[]);
+        if !output.is_empty() {
+            device.script = text.encode(output, false).unwrap();
+            device.script.push(END);
+        }
+        serve_models(vec![model("alpha", Some(text), vec![(0, device)], 64)], Options::default()).await
+    }
+}
+
+#[tokio::test]
+async fn marks_that_are_special_tokens_are_read_and_not_told() {
+    for special in SPECIAL {
+        let served = special.server(special.output).await;
+        let asked = json!({"messages": user("x"), "tools": tools()});
+        let whole = chat(served.http, asked.clone()).await.json();
+        let message = &whole["choices"][0]["message"];
+        assert_eq!((&message["reasoning_content"], &message["content"]), (&json!("hm"), &json!("So.")), "{whole}");
+        let rome = json!({"name": "weather", "arguments": "{\"city\": \"Rome\"}"});
+        assert_eq!(message["tool_calls"].as_array().unwrap().len(), 1, "{whole}");
+        assert_eq!(
+            (&message["tool_calls"][0]["function"], &whole["choices"][0]["finish_reason"]),
+            (&rome, &json!("tool_calls"))
+        );
+        let mut streamed = asked;
+        streamed["stream"] = json!(true);
+        let (content, reasoning, calls) = joined(&chat(served.http, streamed).await.events());
+        assert_eq!((content.as_str(), reasoning.as_str(), calls.len()), ("So.", "hm", 1));
+        assert_eq!(calls[0]["function"], rome);
+        // A completion is plain text, in which special tokens do not occur.
+        let length = special.output.len();
+        let whole = post(served.http, "/v1/completions", &json!({"prompt": "x", "max_tokens": length})).await.json();
+        let text = whole["choices"][0]["text"].as_str().unwrap();
+        assert!(special.tokens.iter().all(|token| !text.contains(token)) && text.contains("Rome"), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn calls_are_forced_in_the_models_own_form() {
+    for special in SPECIAL {
+        let served = special.server("").await;
+        for (seed, parallel) in [(0, false), (1, true), (2, false), (3, true)] {
+            let asked = json!({
+                "messages": user("x"), "tools": tools(), "tool_choice": "required", "seed": seed, "max_tokens": 3000,
+                "temperature": 1, "parallel_tool_calls": parallel,
+            });
+            let whole = chat(served.http, asked).await.json();
+            let choice = &whole["choices"][0];
+            if choice["finish_reason"] == "length" {
+                // Reasoning that is not forced to end, or one call after the other.
+                continue;
+            }
+            assert_eq!(
+                (&choice["finish_reason"], &choice["message"]["content"]),
+                (&json!("tool_calls"), &Value::Null),
+                "{whole}"
+            );
+            for call in choice["message"]["tool_calls"].as_array().unwrap() {
+                let arguments: Value = serde_json::from_str(call["function"]["arguments"].as_str().unwrap()).unwrap();
+                match call["function"]["name"].as_str().unwrap() {
+                    "weather" => assert!(["Rome", "Oslo"].contains(&arguments["city"].as_str().unwrap()), "{whole}"),
+                    name => assert_eq!((name, arguments), ("time", json!({}))),
+                }
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_unknown_form_of_calls_is_content_and_cannot_be_forced() {
+    let template = "{% if tools %}{{ tools | tojson }}{% endif %}{# \"name\" \"parameters\" <|tool_call>call: #}\
+        {% for m in messages %}{{ m.content }}{% endfor %}";
+    let output = "<|tool_call>call:time{}<tool_call|>";
+    let served = server(tokenizer_of(Some(template)), output).await;
+    let mut asked = json!({"messages": user("x"), "tools": tools(), "max_tokens": output.len()});
+    let whole = chat(served.http, asked.clone()).await.json();
+    assert_eq!(whole["choices"][0]["message"]["content"], output);
+    assert!(whole["choices"][0]["message"].get("tool_calls").is_none());
+    for choice in [json!("required"), json!({"type": "function", "function": {"name": "time"}})] {
+        asked["tool_choice"] = choice;
+        assert_eq!(chat(served.http, asked.clone()).await.error(400)["param"], "tool_choice");
+    }
 }
 
 #[tokio::test]

@@ -35,6 +35,18 @@ pub fn tokenizer(chat: bool) -> Text {
 
 /// Returns the same tokenizer with this chat template.
 pub fn tokenizer_of(template: Option<&str>) -> Text {
+    tokenizer_with(template, &[])
+}
+
+/// Returns the same tokenizer with further special tokens, whose ids follow END.
+pub fn tokenizer_with(template: Option<&str>, special: &[&str]) -> Text {
+    let special = ["<|end|>"].iter().chain(special).zip(END..).map(|(name, id)| {
+        serde_json::json!({
+            "id": id, "content": name, "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": true
+        })
+    });
+    let special: Vec<serde_json::Value> = special.collect();
     // Byte-level tokenizers represent each byte by a printable character; these bytes represent themselves.
     let plain = |b: u32| matches!(b, 33..=126 | 161..=172 | 174..=255);
     let mut next = 256;
@@ -53,10 +65,7 @@ pub fn tokenizer_of(template: Option<&str>) -> Text {
     });
     let json = serde_json::json!({
         "version": "1.0", "truncation": null, "padding": null,
-        "added_tokens": [{
-            "id": END, "content": "<|end|>", "single_word": false, "lstrip": false,
-            "rstrip": false, "normalized": false, "special": true
-        }],
+        "added_tokens": special,
         "normalizer": null, "pre_tokenizer": byte_level, "post_processor": null,
         "decoder": byte_level,
         "model": {

@@ -2,7 +2,8 @@
 //! and what all together used.
 //! Not here: the JSON of the answers (`chat`, `completions`, `responses`), and HTTP.
 
-use super::output::{Output, Piece};
+use super::output::Output;
+use super::pieces::Piece;
 use super::request::Streaming;
 use super::tools::Tool;
 use crate::model::text::Text;

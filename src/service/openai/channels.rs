@@ -3,7 +3,7 @@
 //! Not here: the other forms of calls and of reasoning (`output`).
 
 use super::marked::Nesting;
-use super::output::{Piece, content, held_of};
+use super::pieces::{Piece, content, held_of};
 use super::tools::Tool;
 use crate::model::text::chat::channels::{CALL, CHANNEL, END, MESSAGE, RETURN, START};
 use std::sync::Arc;

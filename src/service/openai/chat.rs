@@ -3,7 +3,7 @@
 
 use super::answer::{Answer, Choices, Frame, usage};
 use super::fields::{self, Fields, refuse};
-use super::output::Piece;
+use super::pieces::Piece;
 use super::request::{self, Common};
 use super::tools::{self, Tools};
 use crate::host::ServedModel;

@@ -3,7 +3,7 @@
 
 use super::answer::{Answer, Choices, Frame, Running, finite, usage};
 use super::fields::{Fields, refuse};
-use super::output::Piece;
+use super::pieces::Piece;
 use super::request::{self, Common};
 use crate::engine::request::MAX_SAMPLES;
 use crate::host::ServedModel;

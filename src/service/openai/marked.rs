@@ -2,7 +2,7 @@
 //! and arguments whose names and values are marked (GLM).
 //! Not here: text around calls, and what becomes of a text that is no call (`output`).
 
-use super::output::Piece;
+use super::pieces::Piece;
 use super::tools::Tool;
 use crate::model::text::chat::{KEY, TAGS, VALUE, brackets, section};
 use serde_json::Value;

@@ -22,6 +22,7 @@ mod fields;
 mod marked;
 mod origin;
 mod output;
+mod pieces;
 mod request;
 mod responses;
 mod tools;

@@ -5,6 +5,7 @@
 
 use super::channels::Channels;
 use super::marked::{Head, Nesting, PairsCall, Tail, bracket_head, section_head, section_tail};
+use super::pieces::{Piece, content, held};
 use super::tools::Tool;
 use crate::model::text::chat::{CallForm, Marks, TAGS, brackets, section};
 use crate::service::prepare::Reasons;
@@ -14,19 +15,6 @@ use std::sync::Arc;
 /// The marks of a function and of its parameters.
 const FUNCTION: [&str; 2] = ["<function=", "</function>"];
 const PARAMETER: [&str; 2] = ["<parameter=", "</parameter>"];
-
-/// A part of an output. Calls are numbered from 0; the pieces of one call follow each other.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) enum Piece {
-    /// More of the reasoning.
-    Reasoning(String),
-    /// More of the content.
-    Content(String),
-    /// A call of this function begins.
-    Call { index: usize, name: String },
-    /// More of the call's arguments, a JSON object in pieces.
-    Arguments { index: usize, text: String },
-}
 
 /// The reader of one output.
 #[derive(Debug)]
@@ -54,22 +42,6 @@ enum ReasoningAt {
     Behind,
     /// The content has begun, or there is no reasoning.
     Content,
-}
-
-/// The length of the longest end of `text` that is a beginning of `mark`, or of white space before one.
-fn held(text: &str, mark: &str, space: bool) -> usize {
-    let most = text.len().min(mark.len() - 1);
-    let part = (0..=most)
-        .rev()
-        .find(|&length| text.is_char_boundary(text.len() - length) && mark.starts_with(&text[text.len() - length..]));
-    let part = part.unwrap_or(0);
-    let before = &text[..text.len() - part];
-    if space { text.len() - before.trim_end().len() } else { part }
-}
-
-/// The length of the longest end of `text` that is a beginning of one of `marks`.
-pub(super) fn held_of(text: &str, marks: impl Iterator<Item = &'static str>) -> usize {
-    marks.map(|mark| held(text, mark, false)).max().unwrap_or(0)
 }
 
 impl Output {
@@ -171,12 +143,6 @@ impl Marked {
             Some(calls) => calls.push(text, pieces),
             None => content(text, pieces),
         }
-    }
-}
-
-pub(super) fn content(text: &str, pieces: &mut Vec<Piece>) {
-    if !text.is_empty() {
-        pieces.push(Piece::Content(text.to_owned()));
     }
 }
 
@@ -780,20 +746,18 @@ mod tests {
         Arc::from([Tool { name: "f".to_owned(), parameters, strict: false }])
     }
 
-    /// What a whole output is: reasoning, content, calls.
-    fn read(
-        reasons: Reasons,
-        form: Option<CallForm>,
-        text: &str,
-        step: usize,
-    ) -> (String, String, Vec<(String, String)>) {
+    /// What an output is that comes in these parts: reasoning, content, calls.
+    fn read(reasons: Reasons, form: Option<CallForm>, parts: &[&str]) -> (String, String, Vec<(String, String)>) {
         let mut output = Output::new(reasons, form, &tools());
         let mut pieces = Vec::new();
-        let characters: Vec<char> = text.chars().collect();
-        for part in characters.chunks(step) {
-            output.push(&part.iter().collect::<String>(), &mut pieces);
+        for part in parts {
+            output.push(part, &mut pieces);
         }
         output.finish(&mut pieces);
+        joined(pieces)
+    }
+
+    fn joined(pieces: Vec<Piece>) -> (String, String, Vec<(String, String)>) {
         let (mut reasoning, mut content, mut calls) = (String::new(), String::new(), Vec::new());
         for piece in pieces {
             match piece {
@@ -812,6 +776,7 @@ mod tests {
         (reasoning, content, calls)
     }
 
+    /// Checks what an output is, whole, character by character, and cut in two at each place.
     #[track_caller]
     fn check(
         reasons: Reasons,
@@ -821,10 +786,27 @@ mod tests {
         content: &str,
         calls: &[(&str, &str)],
     ) {
-        for step in [1, 2, 3, 5, 7, 1000] {
-            let calls = calls.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned())).collect();
-            let expected = (reasoning.to_owned(), content.to_owned(), calls);
-            assert_eq!(read(reasons, form, text, step), expected, "{step} characters at a time of {text:?}");
+        let calls = calls.iter().map(|(name, text)| ((*name).to_owned(), (*text).to_owned())).collect();
+        let expected = (reasoning.to_owned(), content.to_owned(), calls);
+        let places: Vec<usize> = text.char_indices().map(|(at, _)| at).chain([text.len()]).collect();
+        let characters: Vec<&str> = places.windows(2).map(|pair| &text[pair[0]..pair[1]]).collect();
+        assert_eq!(read(reasons, form, &characters), expected, "character by character: {text:?}");
+        for at in places {
+            let (first, second) = text.split_at(at);
+            assert_eq!(read(reasons, form, &[first, second]), expected, "{first:?} and {second:?}");
+        }
+    }
+
+    /// Checks that everything but the last character of an output's arguments is told before the output ends.
+    #[track_caller]
+    fn comes_in_parts(reasons: Reasons, form: CallForm, before: &str, arguments: &str) {
+        let mut output = Output::new(reasons, Some(form), &tools());
+        let mut pieces = Vec::new();
+        output.push(before, &mut pieces);
+        for (at, c) in arguments.char_indices() {
+            output.push(&c.to_string(), &mut pieces);
+            let (_, _, calls) = joined(pieces.clone());
+            assert_eq!(calls, [("f".to_owned(), arguments[..at + c.len_utf8()].to_owned())]);
         }
     }
 
@@ -921,5 +903,181 @@ mod tests {
             check(Reasons::Never, form, answer, "", answer, &[]);
         }
         check(Reasons::Never, form, "It is {\"name\"", "", "It is {\"name\"", &[]);
+    }
+
+    /// A JSON object with everything that could be taken for its end.
+    const TRICKY: &str = "{\"s\": \"a}\\\"]</tool_call><|end|>[TOOL_CALLS]<｜tool▁call▁end｜>é\", \"n\": [1, {}]}";
+
+    #[test]
+    fn messages_on_channels_are_reasoning_content_and_calls() {
+        let (reasons, form) = (Reasons::Channel, Some(CallForm::Channels));
+        let thought = "<|channel|>analysis<|message|>hm\n so <|end|>";
+        let answer = "<|start|>assistant<|channel|>final<|message|>yes <b> ";
+        let call = format!(
+            "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{TRICKY}<|call|>"
+        );
+        let other = "<|start|>assistant to=functions.g<|channel|>commentary json<|message|> {}<|call|>";
+        check(reasons, form, &format!("{thought}{answer}"), "hm\n so ", "yes <b> ", &[]);
+        check(reasons, None, &format!("{thought}{answer}<|return|>"), "hm\n so ", "yes <b> ", &[]);
+        check(reasons, form, &format!("{thought}{call}"), "hm\n so ", "", &[("f", TRICKY)]);
+        check(
+            reasons,
+            form,
+            &format!("{thought}{call}{other}{thought}{answer}"),
+            "hm\n so \nhm\n so ",
+            "yes <b> ",
+            &[("f", TRICKY), ("g", "{}")],
+        );
+        // Commentary to nobody is content; the recipient may come first, and marks of an end may be missing.
+        let preamble = "<|channel|>commentary<|message|>I look.";
+        check(reasons, form, &format!("{preamble}<|end|>{call}"), "", "I look.", &[("f", TRICKY)]);
+        check(reasons, form, &format!("{preamble}{other}"), "", "I look.", &[("g", "{}")]);
+        check(reasons, form, " to=functions.g<|channel|>commentary<|message|>{}", "", "", &[("g", "{}")]);
+        check(reasons, form, &format!("{preamble}<|end|>{answer}"), "", "I look.\nyes <b> ", &[]);
+        // An output without messages, as a constraint may want it, is content; so are calls where no tools are given.
+        check(reasons, None, "{\"a\": \"<|end|>\"}", "", "{\"a\": \"<|end|>\"}", &[]);
+        check(reasons, None, " tomato", "", " tomato", &[]);
+        check(reasons, None, &format!("{thought}{other}"), "hm\n so ", other, &[]);
+        // What is no call, or is for someone else, is told as it is written.
+        let bad = "<|start|>assistant<|channel|>commentary to=functions.f<|message|>oh no<|call|>";
+        check(reasons, form, &format!("{thought}{bad}{other}"), "hm\n so ", bad, &[("g", "{}")]);
+        let python = "<|channel|>analysis to=python<|message|>1 + 1<|end|>";
+        check(reasons, form, &format!("{python}{answer}"), "", &format!("{python}yes <b> "), &[]);
+        let role = "<|start|>user<|message|>x<|end|>";
+        check(reasons, form, &format!("{thought}{role}"), "hm\n so ", role, &[]);
+        let endless = format!("<|channel|>{}", "x".repeat(600));
+        check(reasons, form, &endless, "", &endless, &[]);
+        // An output that is cut has what it has.
+        check(reasons, form, "<|channel|>analysis<|message|>hm <|e", "hm <|e", "", &[]);
+        check(reasons, form, &format!("{thought}<|start|>assistant<|chan"), "hm\n so ", "", &[]);
+        let cut = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>";
+        check(reasons, form, cut, "", cut, &[]);
+        check(reasons, form, &format!("{cut}{{\"n\": 1"), "", "", &[("f", "{\"n\": 1")]);
+        check(reasons, form, &format!("{cut}{{}} and more<|call|>"), "", "and more", &[("f", "{}")]);
+        comes_in_parts(reasons, CallForm::Channels, cut, TRICKY);
+    }
+
+    #[test]
+    fn text_on_channels_comes_in_parts() {
+        let mut output = Output::new(Reasons::Channel, None, &tools());
+        let mut pieces = Vec::new();
+        output.push("<|channel|>analysis<|message|>hm <", &mut pieces);
+        assert_eq!(pieces, [Piece::Reasoning("hm ".to_owned())]);
+        output.push("b<|end|><|start|>assistant<|channel|>final<|message|>so", &mut pieces);
+        assert_eq!(pieces[1..], [Piece::Reasoning("<b".to_owned()), Piece::Content("so".to_owned())]);
+    }
+
+    #[test]
+    fn pairs_of_names_and_values_become_json() {
+        let (never, form) = (Reasons::Never, Some(CallForm::TaggedPairs));
+        let call = "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>5</arg_value>\n<arg_key>s</arg_key>\n\
+            <arg_value>7</arg_value>\n<arg_key>x</arg_key>\n<arg_value>[\"a\", {}]</arg_value>\n</tool_call>";
+        let arguments = "{\"n\": 5, \"s\": \"7\", \"x\": [\"a\", {}]}";
+        check(never, form, call, "", "", &[("f", arguments)]);
+        check(never, form, &format!("So: \n{call}\n{call}\n"), "", "So:", &[("f", arguments), ("f", arguments)]);
+        check(never, form, &format!("{call}\nThat is it."), "", "\nThat is it.", &[("f", arguments)]);
+        let think: &Marks = &["<think>", "</think>"];
+        check(Reasons::IfOpened(think), form, &format!("<think>hm</think>\n{call}"), "hm", "", &[("f", arguments)]);
+        // Without new lines, without arguments, with a text of several lines, and with a value that is no JSON.
+        let tight = "<tool_call>f<arg_key>s</arg_key><arg_value> a\n\"b\" < c</arg_value><arg_key>n</arg_key>\
+            <arg_value>five</arg_value></tool_call>";
+        check(never, form, tight, "", "", &[("f", "{\"s\": \" a\\n\\\"b\\\" < c\", \"n\": \"five\"}")]);
+        check(never, form, "<tool_call>g\n</tool_call>", "", "", &[("g", "{}")]);
+        // What is no call is content, and a call after it is read.
+        for bad in
+            ["<tool_call>{\"name\": \"f\"}</tool_call>", "<tool_call>oh no</tool_call>", "<tool_call></tool_call>"]
+        {
+            check(never, form, &format!("{bad}{call}"), "", bad, &[("f", arguments)]);
+        }
+        // What follows an argument and is none ends the call.
+        let odd = "<tool_call>f<arg_key>n</arg_key><arg_value>5</arg_value>hm</tool_call>";
+        check(never, form, odd, "", "hm</tool_call>", &[("f", "{\"n\": 5}")]);
+        let lost = "<tool_call>f<arg_key>n</arg_key>5</tool_call>";
+        check(never, form, lost, "", "<arg_key>n</arg_key>5</tool_call>", &[("f", "{}")]);
+        check(never, form, "<tool_call>f\n<arg", "", "<tool_call>f\n<arg", &[]);
+        check(never, form, "a < b <tool", "", "a < b <tool", &[]);
+        // Each argument is told when it is complete.
+        let mut output = Output::new(never, form, &tools());
+        let mut pieces = Vec::new();
+        output.push("<tool_call>f\n<arg_key>n</arg_key><arg_value>5</arg_value>", &mut pieces);
+        assert_eq!(joined(pieces).2, [("f".to_owned(), "{\"n\": 5".to_owned())]);
+    }
+
+    #[test]
+    fn bracketed_calls_are_a_list_or_a_name_and_arguments() {
+        let never = Reasons::Never;
+        for form in [CallForm::BracketList, CallForm::BracketArguments].map(Some) {
+            let one = format!("{{\"name\": \"f\", \"arguments\": {TRICKY}}}");
+            let list = format!("[TOOL_CALLS][{one}, {{\"name\": \"g\", \"arguments\": {{}}, \"id\": \"abc\"}}]");
+            check(never, form, &list, "", "", &[("f", TRICKY), ("g", "{}")]);
+            check(never, form, &format!("So. [TOOL_CALLS] [ {one} ] And?"), "", "So. And?", &[("f", TRICKY)]);
+            check(never, form, &format!("[TOOL_CALLS]{one}"), "", "", &[("f", TRICKY)]);
+            let named = format!("[TOOL_CALLS]f[ARGS]{TRICKY}");
+            check(never, form, &named, "", "", &[("f", TRICKY)]);
+            check(never, form, &format!("So. {named}{named}\n"), "", "So.", &[("f", TRICKY), ("f", TRICKY)]);
+            check(never, form, "[TOOL_CALLS]g[CALL_ID]a1b2[ARGS] {}", "", "", &[("g", "{}")]);
+            check(never, form, "[TOOL_CALLS]g{} then", "", " then", &[("g", "{}")]);
+            let think: &Marks = &["[THINK]", "[/THINK]"];
+            check(Reasons::IfOpened(think), form, &format!("[THINK]hm[/THINK]{named}"), "hm", "", &[("f", TRICKY)]);
+            // What is no call is content, and a call after it is read.
+            for bad in
+                ["[TOOL_CALLS]oh no", " [TOOL_CALLS][oh]", "[TOOL_CALLS]", "[TOOL_CALLS][]", "[TOOL_CALLS]f[ARGS]x"]
+            {
+                check(never, form, bad, "", bad, &[]);
+            }
+            check(
+                never,
+                form,
+                &format!("[TOOL_CALLS][{{\"n\": 1}}]{named}"),
+                "",
+                "[TOOL_CALLS][{\"n\": 1}]",
+                &[("f", TRICKY)],
+            );
+            check(never, form, &format!("[TOOL_CALLS][{one}, oh]"), "", ", oh]", &[("f", TRICKY)]);
+            // An output that is cut.
+            check(never, form, "[TOOL_CALLS]f[AR", "", "[TOOL_CALLS]f[AR", &[]);
+            check(never, form, "[TOOL_CALLS]f[ARGS]{\"n\": 1", "", "", &[("f", "{\"n\": 1")]);
+        }
+        comes_in_parts(never, CallForm::BracketArguments, "[TOOL_CALLS]f[ARGS]", TRICKY);
+        let list = "[TOOL_CALLS][{\"name\": \"f\", \"arguments\": ";
+        comes_in_parts(never, CallForm::BracketList, list, "{\"n\": [1, {}]}");
+    }
+
+    #[test]
+    fn sections_of_calls_are_read() {
+        let never = Reasons::Never;
+        let (begin, end) = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>");
+        let fenced = |name: &str, arguments: &str| {
+            format!("<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>")
+        };
+        let plain = |name: &str, arguments: &str| {
+            format!("<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>")
+        };
+        for (form, call) in [
+            (CallForm::SectionFenced, &fenced as &dyn Fn(&str, &str) -> String),
+            (CallForm::Section, &plain as &dyn Fn(&str, &str) -> String),
+        ] {
+            let form = Some(form);
+            let (f, g) = (call("f", TRICKY), call("g", "{}"));
+            check(never, form, &format!("{begin}{f}{end}"), "", "", &[("f", TRICKY)]);
+            check(never, form, &format!("So.\n{begin}{f}\n{g}{end}\n"), "", "So.", &[("f", TRICKY), ("g", "{}")]);
+            check(never, form, &format!("{begin}{g}{end} And"), "", " And", &[("g", "{}")]);
+            let think: &Marks = &["<think>", "</think>"];
+            check(Reasons::Opened(think), form, &format!("hm</think>{begin}{g}{end}"), "hm", "", &[("g", "{}")]);
+            // What is no call is content, also behind a call.
+            let bad = format!("{begin}<｜tool▁call▁begin｜>oh no");
+            check(never, form, &bad, "", &bad, &[]);
+            check(never, form, &format!("{begin}oh"), "", &format!("{begin}oh"), &[]);
+            check(never, form, &format!(" {begin}{end}"), "", &format!(" {begin}{end}"), &[]);
+            let no_object = format!("{begin}{}", call("f", "oh"));
+            check(never, form, &no_object, "", &no_object, &[]);
+            check(never, form, &format!("{begin}{g}oh{end}"), "", &format!("oh{end}"), &[("g", "{}")]);
+            // An output that is cut, also in the marks behind a call.
+            check(never, form, &format!("{begin}{g}<｜tool▁ca"), "", "", &[("g", "{}")]);
+            let (cut, _) = g.split_once("{}").unwrap();
+            check(never, form, &format!("{begin}{cut}{{\"n\": 1"), "", "", &[("g", "{\"n\": 1")]);
+            let (cut, _) = f.split_once('{').unwrap();
+            comes_in_parts(never, form.unwrap(), &format!("{begin}{cut}"), TRICKY);
+        }
     }
 }

@@ -5,7 +5,7 @@
 use super::answer::{Answer, Choices, Frame, Used};
 use super::chat;
 use super::fields::{Fields, refuse};
-use super::output::Piece;
+use super::pieces::Piece;
 use super::request::{self, Common};
 use super::tools::{self, Tools};
 use crate::host::ServedModel;

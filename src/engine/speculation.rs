@@ -30,17 +30,31 @@ pub struct Speculation {
     choices: u64,
     /// By number of drafts: how often it was chosen, up to [`YOUNG`].
     tried: Vec<u32>,
+    /// Whether the last choice only measures a number that was tried a few times.
+    measures: bool,
 }
 
 impl Speculation {
     /// Creates a chooser for an executor with these limits.
     pub fn new(can: Drafts) -> Speculation {
         let numbers = can.most as usize + 1;
-        Speculation { can, right: vec![UNSEEN; can.most as usize], choices: 0, tried: vec![0; numbers] }
+        Speculation {
+            can,
+            right: vec![UNSEEN; can.most as usize],
+            choices: 0,
+            tried: vec![0; numbers],
+            measures: false,
+        }
+    }
+
+    /// Whether the last choice only measures how long steps with its number of drafts take, for which one step is enough.
+    pub fn measures(&self) -> bool {
+        self.measures
     }
 
     /// Returns the number of tokens to draft for each of `sequences` sequences.
     pub fn choose(&mut self, sequences: u32, pace: &Pace) -> u32 {
+        self.measures = false;
         if self.can.most == 0 || sequences > self.can.sequences {
             return 0;
         }
@@ -55,7 +69,7 @@ impl Speculation {
     }
 
     /// Returns the best number of drafts, or now and then another one.
-    fn number(&self, sequences: u32, pace: &Pace) -> u32 {
+    fn number(&mut self, sequences: u32, pace: &Pace) -> u32 {
         // A number of drafts without a measured time is tried first.
         let times: Vec<Option<f64>> =
             (0..=self.can.most).map(|drafts| pace.verify(sequences, drafts).map(|t| t.as_secs_f64())).collect();
@@ -78,6 +92,7 @@ impl Speculation {
         if self.choices.is_multiple_of(EXPLORE_YOUNG)
             && let Some((young, _)) = others.min_by_key(|(_, tried)| **tried)
         {
+            self.measures = true;
             return young;
         }
         let every = if best.0 == 0 { EXPLORE * IDLE } else { EXPLORE };

@@ -55,7 +55,8 @@ impl Scheduler {
             drafts = 0;
         }
         let time = if drafts > 0 { pace.verify(sequences, drafts).or(pace.step()) } else { pace.step() };
-        let aim = if beside_prompt || dumps || constrained { 1 } else { self.steps_aim(time, sequences) };
+        let measures = self.speculation.measures();
+        let aim = if beside_prompt || dumps || constrained || measures { 1 } else { self.steps_aim(time, sequences) };
         let mut steps = aim.min(room).min(useful.expect("there are rows"));
         if drafts > 0 {
             steps = steps.min((least - drafts) / (drafts + 1));

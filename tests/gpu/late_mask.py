@@ -33,14 +33,14 @@ BETWEEN = 4
 
 def serve(arguments, folder):
     """Starts the server. Returns its process and the addresses of OpenAI's API and of the admin endpoint."""
-    device = f"replicas = [{{ device = {json.dumps(arguments.device)} }}]\n" if arguments.device else ""
+    device = f"device = {json.dumps(arguments.device)}" if arguments.device else ""
     config = os.path.join(folder, "ostinato.toml")
     slots = arguments.streams + 2
     with open(config, "w", encoding="utf-8") as file:
         file.write(
             '[server]\nlisten = "127.0.0.1:0"\nworker_seconds = 60\n'
             '[http]\nlisten = "127.0.0.1:0"\n[admin]\nlisten = "127.0.0.1:0"\n'
-            f'[[models]]\nname = "model"\npath = {json.dumps(arguments.model)}\nslots = {slots}\n{device}'
+            f'[[models]]\nname = "model"\npath = {json.dumps(arguments.model)}\nslots = {slots}\nreplicas = [{{ {device} }}]\n'
         )
     log = open(os.path.join(folder, "log"), "w", encoding="utf-8")
     command = [arguments.program, "serve", "--config", config]

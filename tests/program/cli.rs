@@ -75,8 +75,13 @@ pub struct Server {
 impl Server {
     pub fn start(arguments: &[&str]) -> Server {
         let mut command = ostinato(&["serve", "--listen", "127.0.0.1:0", "--http", "off", "--admin", "off"]);
-        let child = command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::inherit());
-        let mut child = child.spawn().unwrap();
+        command.args(arguments);
+        Server::of(command)
+    }
+
+    /// Runs a command that serves.
+    pub fn of(mut command: Command) -> Server {
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let address = line.strip_prefix("listening on ").unwrap_or_else(|| panic!("{line:?}"));

@@ -30,6 +30,28 @@ fn gguf(folder: &Path) -> String {
     file
 }
 
+/// Goal: a synthetic checkpoint is written with a few lines about it, not a warning for each of its tokens, in both
+/// layouts, and the result is one that runs.
+#[test]
+fn synthetic_checkpoints_are_written_in_few_words() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/model/config.json");
+    let path = folder.path().join("model");
+    let out = path.to_str().unwrap();
+    let output = run(&["synth", "--config", config.to_str().unwrap(), "--out", out]);
+    assert!(output.status.success(), "{}", told(&output));
+    let words = output.stderr.len() + output.stdout.len();
+    assert!(words < 2000, "{words} bytes: {}", told(&output));
+    // The other layout is checked where it is written.
+    let file = gguf(folder.path());
+    for model in [out, &file] {
+        let output = run(&["inspect", "--json", model]);
+        assert!(output.status.success() && output.stderr.len() < 2000, "{}", told(&output));
+        let found: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(found["runs"], true, "{found}");
+    }
+}
+
 #[test]
 fn models_are_served_by_their_paths_and_talked_to() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,6 +1,7 @@
 //! Goal: models of the Hugging Face hub are downloaded whole, continued where they were cut, and found again without a
 //! network. Method: the program runs against a server in this process that has the hub's few routes.
 
+use crate::cli::{Server, cpu, events};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -244,6 +245,42 @@ fn a_model_is_downloaded_continued_and_found_without_a_network() {
     let output = hub.apart(&["pull", "org/other"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(told(&output).contains("no file or folder \"org/other\"") && told(&output).contains("127.0.0.1:1"));
+}
+
+/// Goal: `serve ORG/NAME` downloads the model once, and serves it under that name with the same outputs, also later and
+/// without a network.
+#[test]
+fn a_model_is_served_by_its_name_on_the_hub() {
+    let files = demo();
+    let shelf: Vec<(&str, &str, &[u8])> = files.iter().map(|(name, bytes)| ("org/tiny", *name, &bytes[..])).collect();
+    let hub = Hub::new(&shelf);
+    let arguments =
+        ["serve", "org/tiny", "--device", cpu(), "--listen", "127.0.0.1:0", "--http", "off", "--admin", "off"];
+    let prompt = ["generate", "--json", "--prompt", "Once", "--temperature", "0", "--max-tokens", "8"];
+    let text = |more: &[&str]| -> String {
+        let output = crate::cli::run(&[&prompt[..], more].concat());
+        assert!(output.status.success(), "{}", told(&output));
+        events(&output).iter().filter_map(|event| event["text"].as_str()).collect()
+    };
+    let expected = text(&["--device", cpu()]);
+    assert!(!expected.is_empty());
+    for offline in [false, true] {
+        let mut command = hub.command(&arguments);
+        if offline {
+            command.env("HF_HUB_OFFLINE", "1").env("HF_ENDPOINT", "http://127.0.0.1:1");
+        }
+        let server = Server::of(command);
+        let listed = events(&crate::cli::run(&["models", "--server", &server.address, "--json"]));
+        let names: Vec<&str> = listed.iter().map(|model| model["name"].as_str().unwrap()).collect();
+        assert_eq!(names, ["org/tiny"]);
+        assert_eq!(text(&["--server", &server.address]), expected);
+        let downloads = hub.asked().iter().filter(|asked| asked.path.contains("/resolve/")).count();
+        assert_eq!(downloads > 0, !offline, "{downloads} downloads");
+        assert_eq!(server.stop(), Some(0));
+    }
+    // A name that the hub does not have ends the program before it serves.
+    let output = hub.run(&[&["serve", "org/other"], &arguments[2..]].concat());
+    assert!(!output.status.success() && told(&output).contains("org/other"), "{}", told(&output));
 }
 
 #[test]

@@ -86,6 +86,85 @@ async fn a_chat_is_rendered_by_the_models_template() {
     assert_eq!(outcome.started.unwrap().prompt_tokens as usize, rendered.len());
 }
 
+/// Goal: a chat over gRPC has tools, calls, results and reasoning in its history, and arguments for the template, and the
+/// template gets them as transformers passes them. What is no JSON object, or would override the request, is refused.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_chat_has_tools_results_and_template_arguments() {
+    let template = "{# {\"name\": f, \"arguments\": a} <tool_call> </think> #}\
+        {% for t in tools or [] %}({{ t.function.name }}:{{ t.function.parameters.properties | list | join(',') }}){% endfor %}\
+        {% for m in messages %}[{{ m.role }}{% if m.name %}/{{ m.name }}{% endif %}{% if m.tool_call_id %}#{{ m.tool_call_id }}{% endif %}]\
+        {%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}\
+        {%- for call in m.tool_calls or [] %}<{{ call.id }} {{ call.function.name }} {{ call.function.arguments.city }}>{% endfor %}{% endfor %}\
+        {%- if add_generation_prompt %}[assistant]{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}{{ style }}";
+    let device = fake(Duration::from_millis(1), b"ok");
+    let models = vec![model("alpha", Some(tokenizer_of(Some(template))), vec![(0, device)], 8)];
+    let served = serve_models(models, Options::default()).await;
+    let mut client = served.client().await;
+    let message = |role: &str, content: &str| proto::ChatMessage {
+        role: role.to_owned(),
+        content: content.to_owned(),
+        ..Default::default()
+    };
+    let call = proto::chat_message::ToolCall {
+        id: "c1".to_owned(),
+        name: "weather".to_owned(),
+        arguments: "{\"city\": \"Rome\"}".to_owned(),
+    };
+    let called = proto::ChatMessage {
+        tool_calls: vec![call.clone()],
+        reasoning_content: "hm".into(),
+        ..message("assistant", "")
+    };
+    let result = proto::ChatMessage { tool_call_id: "c1".into(), name: "weather".into(), ..message("tool", "sunny") };
+    let tool = serde_json::json!({"type": "function", "function": {
+        "name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    }});
+    let chat = proto::Chat {
+        messages: vec![message("user", "hi"), called.clone(), result],
+        tools: vec![tool.to_string()],
+        template_arguments: "{\"enable_thinking\": false, \"style\": \"!\"}".to_owned(),
+        add_generation_prompt: None,
+    };
+    let history = "(weather:city)[user]hi[assistant]<think>hm</think><c1 weather Rome>[tool/weather#c1]sunny";
+    let rendered = async |client: &mut proto::ostinato_client::OstinatoClient<tonic::transport::Channel>,
+                          chat: &proto::Chat| {
+        let input = Some(proto::tokenize_request::Input::Chat(chat.clone()));
+        let request = proto::TokenizeRequest { model: "alpha".to_owned(), input };
+        client.tokenize(request).await.map(|answer| answer.into_inner().text)
+    };
+    assert_eq!(rendered(&mut client, &chat).await.unwrap(), format!("{history}[assistant]<think></think>!"));
+    let plain = proto::Chat { template_arguments: String::new(), ..chat.clone() };
+    assert_eq!(rendered(&mut client, &plain).await.unwrap(), format!("{history}[assistant]"));
+    let ended = proto::Chat { add_generation_prompt: Some(false), ..plain };
+    assert_eq!(rendered(&mut client, &ended).await.unwrap(), history);
+
+    let mut request = text_request("alpha", "", 2);
+    request.prompt = Some(proto::generate_request::Prompt::Chat(chat.clone()));
+    let outcome = generate(&mut client, request).await;
+    assert_eq!(outcome.text(), "ok");
+    let tokens = outcome.started.unwrap().prompt_tokens as usize;
+    assert_eq!(tokens, history.len() + "[assistant]<think></think>!".len());
+
+    let wrong = |arguments: &str| proto::ChatMessage {
+        tool_calls: vec![proto::chat_message::ToolCall { arguments: arguments.to_owned(), ..call.clone() }],
+        ..called.clone()
+    };
+    for (chat, field) in [
+        (proto::Chat { tools: vec!["[]".to_owned()], ..chat.clone() }, "chat.tools"),
+        (proto::Chat { template_arguments: "{".to_owned(), ..chat.clone() }, "chat.template_arguments"),
+        (proto::Chat { template_arguments: "{\"tools\": []}".to_owned(), ..chat.clone() }, "chat.template_arguments"),
+        (proto::Chat { messages: vec![wrong("[1]")], ..chat.clone() }, "chat.messages.tool_calls.arguments"),
+    ] {
+        let status = rendered(&mut client, &chat).await.unwrap_err();
+        assert_eq!(status.code(), tonic::Code::InvalidArgument, "{status:?}");
+        assert!(status.message().contains(field), "{field}: {status:?}");
+    }
+    // A template without tools refuses them.
+    let plain = one_model(Duration::from_millis(1), b"x").await;
+    let status = rendered(&mut plain.client().await, &chat).await.unwrap_err();
+    assert_eq!(status.code(), tonic::Code::FailedPrecondition, "{status:?}");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_delta_splits_a_character() {
     let text = "aé€𝄞z";

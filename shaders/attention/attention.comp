@@ -355,7 +355,11 @@ void main() {
 
         // The softmax of the block: one subgroup per head.
         for (uint g = gl_SubgroupID; g < G; g += gl_NumSubgroups) {
-            float m = m_s[g], top = m;
+            // Only one lane reads and writes m_s and l_s, so that no lane can read what another one writes already.
+            bool elected = subgroupElect();
+            float m = LOWEST;
+            if (elected) m = m_s[g];
+            float top = m;
             for (uint i = gl_SubgroupInvocationID; i < WORKERS; i += gl_SubgroupSize) top = max(top, p_s[g * WORKERS + i]);
             top = subgroupMax(top);
             float sum = 0.0;
@@ -371,7 +375,7 @@ void main() {
                 sum += p;
             }
             sum = subgroupAdd(sum);
-            if (subgroupElect()) {
+            if (elected) {
                 float correction = exp(m - top);
                 correction_s[g] = correction;
                 l_s[g] = l_s[g] * correction + sum;

@@ -490,7 +490,10 @@ async fn required_and_named_calls_are_forced() {
 /// A model of a form of calls whose marks are special tokens.
 struct Special {
     template: &'static str,
+    /// The first one ends outputs.
     tokens: &'static [&'static str],
+    /// The special token with which a call begins.
+    mark: &'static str,
     /// An output of reasoning, "So." and a call of `weather` for Rome. It ends with the model's end.
     output: &'static str,
 }
@@ -499,27 +502,31 @@ const SPECIAL: [Special; 4] = [
     Special {
         template: "{% if tools %}{{ tools | tojson }}functions{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}\
             {# <|channel|> <|message|> #}<|start|>assistant",
-        // `<|end|>` is the end of outputs of these servers, so reasoning ends where the next message begins.
-        tokens: &["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>", "<|return|>"],
-        output: "<|channel|>analysis<|message|>hm<|start|>assistant<|channel|>commentary<|message|>So.\
+        tokens: &["<|call|>", "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"],
+        mark: "<|constrain|>",
+        output: "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>So.<|end|>\
             <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{\"city\": \"Rome\"}",
     },
     Special {
         template: "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}\
             {# [TOOL_CALLS] [ARGS] [THINK] [/THINK] #}",
-        tokens: &["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
+        tokens: &["</s>", "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
+        mark: "[TOOL_CALLS]",
         output: "[THINK]hm[/THINK]So.[TOOL_CALLS]weather[ARGS]{\"city\": \"Rome\"}",
     },
     Special {
         template: "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}\
             {# <tool_call> <arg_key> <arg_value> </think> #}",
-        tokens: &["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
+        mark: "<tool_call>",
+        tokens: &["<|user|>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
         output: "<think>hm</think>So.<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>",
     },
     Special {
         template: "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}\
             {# <｜tool▁calls▁begin｜> <｜tool▁sep｜> </think> #}",
+        mark: "<｜tool▁calls▁begin｜>",
         tokens: &[
+            "<｜end▁of▁sentence｜>",
             "<｜tool▁calls▁begin｜>",
             "<｜tool▁calls▁end｜>",
             "<｜tool▁call▁begin｜>",
@@ -574,23 +581,27 @@ async fn marks_that_are_special_tokens_are_read_and_not_told() {
 async fn calls_are_forced_in_the_models_own_form() {
     for special in SPECIAL {
         let served = special.server("").await;
-        for (seed, parallel) in [(0, false), (1, true), (2, false), (3, true)] {
+        let mut ended = 0;
+        for seed in 0..12 {
             let asked = json!({
-                "messages": user("x"), "tools": tools(), "tool_choice": "required", "seed": seed, "max_tokens": 3000,
-                "temperature": 1, "parallel_tool_calls": parallel,
+                "messages": user("x"), "tools": tools(), "tool_choice": "required", "seed": seed, "max_tokens": 600,
+                "temperature": 1, "parallel_tool_calls": seed % 2 == 1, "logprobs": true,
             });
             let whole = chat(served.http, asked).await.json();
             let choice = &whole["choices"][0];
             if choice["finish_reason"] == "length" {
-                // Reasoning that is not forced to end, or one call after the other.
+                // Its reasoning has not ended.
                 continue;
             }
-            assert_eq!(
-                (&choice["finish_reason"], &choice["message"]["content"]),
-                (&json!("tool_calls"), &Value::Null),
-                "{whole}"
-            );
-            for call in choice["message"]["tool_calls"].as_array().unwrap() {
+            ended += 1;
+            let told = (&choice["finish_reason"], &choice["message"]["content"]);
+            assert_eq!(told, (&json!("tool_calls"), &Value::Null), "{whole}");
+            // The mark is the special token, not its letters.
+            let drawn = choice["logprobs"]["content"].as_array().unwrap();
+            assert!(drawn.iter().any(|token| token["token"] == special.mark), "{whole}");
+            let calls = choice["message"]["tool_calls"].as_array().unwrap();
+            assert!(calls.len() == 1 || seed % 2 == 1 && !calls.is_empty(), "{whole}");
+            for call in calls {
                 let arguments: Value = serde_json::from_str(call["function"]["arguments"].as_str().unwrap()).unwrap();
                 match call["function"]["name"].as_str().unwrap() {
                     "weather" => assert!(["Rome", "Oslo"].contains(&arguments["city"].as_str().unwrap()), "{whole}"),
@@ -598,6 +609,35 @@ async fn calls_are_forced_in_the_models_own_form() {
                 }
             }
         }
+        assert!(ended > 0, "no output with {} ended", special.mark);
+    }
+}
+
+#[tokio::test]
+async fn a_format_holds_for_the_content_behind_channels_and_special_marks() {
+    let schema = json!({"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]});
+    let format = json!({"type": "json_schema", "json_schema": {"name": "n", "schema": schema}});
+    for special in &SPECIAL[..2] {
+        let served = special.server("").await;
+        let mut ended = 0;
+        for seed in 0..12 {
+            let asked = json!({
+                "messages": user("x"), "response_format": format, "seed": seed, "max_tokens": 600, "temperature": 1,
+                "logprobs": true,
+            });
+            let whole = chat(served.http, asked).await.json();
+            let choice = &whole["choices"][0];
+            if choice["finish_reason"] == "length" {
+                continue;
+            }
+            ended += 1;
+            let content: Value = serde_json::from_str(choice["message"]["content"].as_str().unwrap()).unwrap();
+            assert!(content["ok"].is_boolean(), "{whole}");
+            let drawn = choice["logprobs"]["content"].as_array().unwrap();
+            let on_channel = drawn.iter().any(|token| token["token"] == "<|channel|>");
+            assert_eq!(on_channel, special.tokens.contains(&"<|channel|>"), "{whole}");
+        }
+        assert!(ended > 0, "no output with {} ended", special.mark);
     }
 }
 

@@ -35,12 +35,12 @@ pub fn tokenizer(chat: bool) -> Text {
 
 /// Returns the same tokenizer with this chat template.
 pub fn tokenizer_of(template: Option<&str>) -> Text {
-    tokenizer_with(template, &[])
+    tokenizer_with(template, &["<|end|>"])
 }
 
-/// Returns the same tokenizer with further special tokens, whose ids follow END.
+/// Returns the same tokenizer with these special tokens. The first one is END, the ids of the others follow.
 pub fn tokenizer_with(template: Option<&str>, special: &[&str]) -> Text {
-    let special = ["<|end|>"].iter().chain(special).zip(END..).map(|(name, id)| {
+    let special = special.iter().zip(END..).map(|(name, id)| {
         serde_json::json!({
             "id": id, "content": name, "single_word": false, "lstrip": false,
             "rstrip": false, "normalized": false, "special": true

@@ -1057,7 +1057,8 @@ mod tests {
             (CallForm::SectionFenced, &fenced as &dyn Fn(&str, &str) -> String),
             (CallForm::Section, &plain as &dyn Fn(&str, &str) -> String),
         ] {
-            let form = Some(form);
+            let of = form;
+            let form = Some(of);
             let (f, g) = (call("f", TRICKY), call("g", "{}"));
             check(never, form, &format!("{begin}{f}{end}"), "", "", &[("f", TRICKY)]);
             check(never, form, &format!("So.\n{begin}{f}\n{g}{end}\n"), "", "So.", &[("f", TRICKY), ("g", "{}")]);
@@ -1077,7 +1078,7 @@ mod tests {
             let (cut, _) = g.split_once("{}").unwrap();
             check(never, form, &format!("{begin}{cut}{{\"n\": 1"), "", "", &[("g", "{\"n\": 1")]);
             let (cut, _) = f.split_once('{').unwrap();
-            comes_in_parts(never, form.unwrap(), &format!("{begin}{cut}"), TRICKY);
+            comes_in_parts(never, of, &format!("{begin}{cut}"), TRICKY);
         }
     }
 }

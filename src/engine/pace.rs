@@ -105,7 +105,7 @@ impl Pace {
 
     /// Returns how many of `rows` rows give the most tokens per second: all of them, or only as many as fill the next
     /// smaller bucket (a power of two) if the larger step is slower by more than the additional rows are worth.
-    /// `choice` is the number of choices so far: one in [`EXPLORE`], or [`EXPLORE_YOUNG`], returns the alternative, if that
+    /// `choice` is the number of choices so far: one in `EXPLORE`, or `EXPLORE_YOUNG`, returns the alternative, if that
     /// could be better.
     pub fn best_rows(&self, rows: u32, choice: u64) -> u32 {
         let full = size(rows);
@@ -142,7 +142,7 @@ impl Pace {
     }
 
     /// Returns the expected time of a chunk of `tokens` tokens; `None` if nothing was measured that allows an estimate.
-    /// `choice` is the number of choices so far: at one in [`EXPLORE`], or [`EXPLORE_YOUNG`], a size that was not measured
+    /// `choice` is the number of choices so far: at one in `EXPLORE`, or `EXPLORE_YOUNG`, a size that was not measured
     /// for half as many chunks is estimated from smaller sizes, as if it had never been measured, if that estimate is
     /// shorter.
     pub fn chunk(&self, tokens: u32, choice: u64) -> Option<Duration> {

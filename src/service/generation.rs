@@ -157,15 +157,7 @@ impl Generation {
         let slow = Arc::new(AtomicBool::new(false));
         let sink = || -> Sink {
             let (slow, sender) = (Arc::clone(&slow), sender.clone());
-            let gaps = Arc::clone(&place.host().ended.gaps);
-            let mut last: Option<Moment> = None;
             Box::new(move |event| {
-                if matches!(event, Event::Token(_)) {
-                    let now = Moment::now();
-                    if let Some(last) = last.replace(now) {
-                        gaps.note(now.since(last));
-                    }
-                }
                 if slow.load(Ordering::Acquire) {
                     return Err(SinkClosed);
                 }

@@ -9,7 +9,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// The number of ended requests that are kept.
@@ -216,83 +216,9 @@ impl Counts {
     }
 }
 
-/// The times between tokens that follow each other in one output, counted by their length since the server's start.
-#[derive(Debug)]
-pub struct Gaps([AtomicU64; GAPS]);
-
-/// The steps of a doubling of the length of a gap. A gap is known to an eighth of its length.
-const GAP_STEPS: usize = 8;
-/// The number of lengths that are told apart: up to 2^28 microseconds, which is four minutes and a half.
-const GAPS: usize = 26 * GAP_STEPS;
-
-impl Default for Gaps {
-    fn default() -> Gaps {
-        Gaps(std::array::from_fn(|_| AtomicU64::new(0)))
-    }
-}
-
-impl Gaps {
-    /// Counts a gap.
-    pub fn note(&self, gap: Duration) {
-        self.0[gap_index(gap)].fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// Returns what was counted so far.
-    pub fn counts(&self) -> GapCounts {
-        GapCounts(self.0.each_ref().map(|count| count.load(Ordering::Relaxed)))
-    }
-}
-
-/// Gaps by their length.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GapCounts([u64; GAPS]);
-
-impl GapCounts {
-    /// Returns the gaps after `before`.
-    pub fn since(&self, before: &GapCounts) -> GapCounts {
-        GapCounts(std::array::from_fn(|index| self.0[index] - before.0[index]))
-    }
-
-    /// Returns the length that this share of the gaps, in percent, does not exceed, by nearest rank and to an eighth of
-    /// it; `None` without gaps.
-    pub fn quantile(&self, percent: u64) -> Option<Duration> {
-        let all: u64 = self.0.iter().sum();
-        let rank = (all * percent).div_ceil(100).max(1);
-        let mut so_far = 0;
-        let found = self.0.iter().position(|count| {
-            so_far += count;
-            so_far >= rank
-        });
-        found.filter(|_| all > 0).map(gap_length)
-    }
-}
-
-/// The place of a gap among the counts: exact below eight microseconds, then an eighth of each doubling.
-fn gap_index(gap: Duration) -> usize {
-    let micros = u64::try_from(gap.as_micros()).unwrap_or(u64::MAX);
-    if micros < GAP_STEPS as u64 {
-        return micros as usize;
-    }
-    let doublings = micros.ilog2() - GAP_STEPS.ilog2();
-    let step = (micros >> doublings) as usize - GAP_STEPS;
-    ((doublings as usize + 1) * GAP_STEPS + step).min(GAPS - 1)
-}
-
-/// The middle of the lengths that are counted at a place.
-fn gap_length(index: usize) -> Duration {
-    let (doublings, step) = (index / GAP_STEPS, index % GAP_STEPS);
-    if doublings == 0 {
-        return Duration::from_micros(step as u64);
-    }
-    let width = 1u64 << (doublings - 1);
-    Duration::from_micros((GAP_STEPS + step) as u64 * width + width / 2)
-}
-
 /// The last ended requests of a server, and the metrics of all its requests.
 #[derive(Debug, Default)]
 pub struct Requests {
-    /// The times between tokens of all requests.
-    pub gaps: Arc<Gaps>,
     last: Mutex<VecDeque<EndedRequest>>,
     metrics: Metrics,
     ended: AtomicU64,
@@ -410,32 +336,6 @@ mod tests {
         let mut text = String::new();
         encode(&mut text, &registry).unwrap();
         text
-    }
-
-    #[test]
-    fn gaps_are_known_to_an_eighth() {
-        let gaps = Gaps::default();
-        let before = gaps.counts();
-        assert_eq!(before.quantile(50), None);
-        for micros in [0, 3, 7, 8, 9, 100, 1023, 1024, 40_000, 1_000_000, 200_000_000] {
-            let gap = Duration::from_micros(micros);
-            let told = gap_length(gap_index(gap));
-            assert!(told.abs_diff(gap) <= gap / 8, "{gap:?} is told as {told:?}");
-        }
-        assert_eq!(gap_index(Duration::MAX), GAPS - 1);
-        // Ninety short gaps and ten long ones: one long gap is more than the mean shows.
-        (0..90).for_each(|_| gaps.note(Duration::from_millis(10)));
-        let short = gaps.counts();
-        (0..10).for_each(|_| gaps.note(Duration::from_millis(800)));
-        let all = gaps.counts().since(&before);
-        let near = |told: Option<Duration>, ms: u64| {
-            let (told, gap) = (told.unwrap(), Duration::from_millis(ms));
-            assert!(told.abs_diff(gap) <= gap / 8, "{told:?}");
-        };
-        near(all.quantile(50), 10);
-        near(all.quantile(90), 10);
-        near(all.quantile(95), 800);
-        near(gaps.counts().since(&short).quantile(50), 800);
     }
 
     #[test]

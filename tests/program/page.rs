@@ -144,7 +144,6 @@ fn every_view_shows_a_host_at_work() {
     a_request_opens(&mut browser);
     the_history_is_drawn(&mut browser, &served.host);
     keyboard_alone(&mut browser);
-    ended_requests_fold_on_a_phone(&mut browser);
     every_size_and_theme(&mut browser);
     assert_eq!(browser.complaints, Vec::<String>::new());
     stop.store(true, Ordering::Relaxed);
@@ -404,12 +403,6 @@ fn the_history_is_drawn(browser: &mut Browser, host: &Host) {
     let drawn: u64 = host.replicas().map(|of| of.totals()).map(|of| of.prefill.tokens + of.decode.tokens).sum();
     assert!(0 < sampled && sampled <= drawn, "{sampled} of {drawn}");
     assert!(browser.eval("past.samples.at(-1).first_token.p95 >= past.samples.at(-1).first_token.p50") == true);
-    // The gaps are those of the tokens: a quantile of them is known in each interval with several tokens.
-    browser.until(
-        "past.samples.some((sample) => sample.gaps && sample.gaps.p95 >= sample.gaps.p50 && sample.gaps.p50 > 0)",
-    );
-    assert!(browser.text("#plot-gaps h2") == "Time between tokens");
-    browser.until("Number(document.querySelector('#plot-gaps canvas').dataset.largest) > 0");
     browser.eval("document.querySelector('#plot-first canvas').focus()");
     browser.key("ArrowLeft", false);
     let said = browser.text("#plot-first .sub");
@@ -476,41 +469,6 @@ fn keyboard_alone(browser: &mut Browser) {
     browser.key("Enter", false);
     browser.until("!document.querySelector('#timeline details').open");
     browser.key("Enter", false);
-}
-
-/// Ended requests fold on a phone: a row shows what it is, how it ended and how long it took, and the rest on demand.
-fn ended_requests_fold_on_a_phone(browser: &mut Browser) {
-    let row = "document.querySelector('#ended tbody tr')";
-    let cells = |browser: &mut Browser| {
-        let shown = "filter((cell) => getComputedStyle(cell).display !== 'none' && cell.className !== 'folding')";
-        browser.eval(&format!("[...{row}.cells].{shown}.map((cell) => cell.dataset.label)"))
-    };
-    let all = ["Request", "End", "Time", "Queue", "First token", "A token", "In all", "Tokens in → out"];
-    let button = format!("getComputedStyle({row}.querySelector('.fold').parentElement).display");
-    browser.eval("location.hash = '#requests'");
-    browser.until("document.querySelectorAll('#ended tbody tr').length >= 6");
-    assert_eq!(cells(browser), json!(all));
-    assert_eq!(browser.eval(&button), "none", "there is nothing to unfold on a desk");
-    browser.size(360, 740, true);
-    assert_eq!(cells(browser), json!(["Request", "End", "In all"]));
-    assert_ne!(browser.eval(&button), "none");
-    let height = |browser: &mut Browser| browser.eval(&format!("{row}.offsetHeight")).as_f64().unwrap();
-    let folded = height(browser);
-    // The table gets new rows at its top meanwhile: the row is held.
-    browser.eval(&format!("window.row = {row}; row.querySelector('.fold').click()"));
-    let open = browser.eval("[...row.cells].filter((cell) => getComputedStyle(cell).display !== 'none').length");
-    assert_eq!(open, all.len() + 1);
-    assert_eq!(browser.eval("row.querySelector('.fold').getAttribute('aria-expanded')"), "true");
-    assert!(browser.eval("row.offsetHeight").as_f64().unwrap() > folded * 1.5);
-    // It stays open when the page is drawn anew, and others stay folded.
-    let polls = browser.eval("document.body.dataset.polls").as_str().unwrap().parse::<u64>().unwrap();
-    browser.until(&format!("Number(document.body.dataset.polls) > {}", polls + 1));
-    assert_eq!(browser.eval("document.querySelectorAll('#ended tr[data-unfolded]').length"), 1);
-    fits(browser, "an unfolded request on a phone");
-    browser.screenshot("requests-unfolded-phone");
-    browser.eval("row.querySelector('.fold').click()");
-    assert_eq!(browser.eval("document.querySelectorAll('#ended tr[data-unfolded]').length"), 0);
-    browser.size(1280, 800, false);
 }
 
 fn every_size_and_theme(browser: &mut Browser) {

@@ -39,7 +39,7 @@
 //!
 //! `/api/history[?since=TIME]`: `now`, `interval`, and of the last hour `samples[]` after TIME, each over the time since the one
 //! before: `at` (its end), `length`, `prompt_tokens` (computed), `output_tokens`, `ended`, `failed` and `refused` requests,
-//! `first_token` (`p50`, `p95`) of those that ended, `gaps` (`p50`, `p95`) between tokens of all outputs; and at its end `running`, `waiting`, `pages_used`,
+//! `first_token` and `per_token` (`p50`, `p95`) of those that ended; and at its end `running`, `waiting`, `pages_used`,
 //! `pages_total`.
 
 use super::history::{Quantiles, Sample};
@@ -386,7 +386,7 @@ fn sample(admin: &Admin, sample: &Sample) -> Value {
         "failed": sample.requests.failed,
         "refused": sample.requests.refused,
         "first_token": quantiles(sample.first_token),
-        "gaps": quantiles(sample.gaps),
+        "per_token": quantiles(sample.per_token),
         "running": sample.running,
         "waiting": sample.waiting,
         "pages_used": sample.pages_used,

@@ -3,7 +3,7 @@
 
 use crate::host::Host;
 use crate::telemetry::clock::Moment;
-use crate::telemetry::requests::{Counts, EndedRequest, GapCounts};
+use crate::telemetry::requests::{Counts, EndedRequest};
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -28,8 +28,8 @@ pub(super) struct Sample {
     pub requests: Counts,
     /// Time to the first token of the requests that ended.
     pub first_token: Option<Quantiles>,
-    /// Time between tokens that follow each other, of all outputs.
-    pub gaps: Option<Quantiles>,
+    /// Mean time per token after the first of the requests that ended.
+    pub per_token: Option<Quantiles>,
     /// Sequences that hold a slot, and requests in queues, of all replicas.
     pub running: u32,
     pub waiting: u32,
@@ -38,7 +38,7 @@ pub(super) struct Sample {
     pub pages_total: u32,
 }
 
-/// Two quantiles of what happened in an interval.
+/// Two quantiles of the requests of an interval.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Quantiles {
     pub p50: Duration,
@@ -53,10 +53,6 @@ impl Quantiles {
         let rank = |percent: usize| (values.len() * percent).div_ceil(100).checked_sub(1);
         let at = |percent| rank(percent).and_then(|rank| values.get(rank).copied());
         Some(Quantiles { p50: at(50)?, p95: at(95)? })
-    }
-
-    fn of_gaps(gaps: &GapCounts) -> Option<Quantiles> {
-        Some(Quantiles { p50: gaps.quantile(50)?, p95: gaps.quantile(95)? })
     }
 }
 
@@ -82,7 +78,6 @@ struct Before {
     /// By name of the replica.
     tokens: HashMap<String, Tokens>,
     requests: Counts,
-    gaps: GapCounts,
 }
 
 #[derive(Debug, Default)]
@@ -105,7 +100,6 @@ impl History {
     pub(super) fn sample(&self, host: &Host) {
         let now = Moment::now();
         let requests = host.ended.counts();
-        let gaps = host.ended.gaps.counts();
         let mut tokens = HashMap::new();
         let (mut running, mut waiting, mut pages_used, mut pages_total) = (0, 0, 0, 0);
         for replica in host.replicas() {
@@ -132,7 +126,7 @@ impl History {
                 output_tokens: made.output,
                 requests: requests.since(before.requests),
                 first_token: quantiles(&ended, |of| of.first_token),
-                gaps: Quantiles::of_gaps(&gaps.since(&before.gaps)),
+                per_token: quantiles(&ended, |of| of.per_token),
                 running,
                 waiting,
                 pages_used,
@@ -143,7 +137,7 @@ impl History {
             }
             state.samples.push_back(sample);
         }
-        state.before = Some(Before { at: now, tokens, requests, gaps });
+        state.before = Some(Before { at: now, tokens, requests });
     }
 
     /// Returns the samples after `moment`, oldest first.

@@ -643,22 +643,18 @@ function renderRequests() {
     const cells = [
       ["Request", "id", (row.name = opener(request.id)), el("span", { class: "label" }, `${request.replica} · ${words(request.operation)}`)],
       ["End", null, el("span", { class: "pill", "data-status": failed ? "error" : "ended" }, words(request.error ?? request.reason))],
-      ["Time", "rest", row.bar],
-      ["Queue", "n rest", length(request.queue)],
-      ["First token", "n rest", length(request.first_token)],
-      ["A token", "n rest", length(request.per_token)],
+      ["Time", null, row.bar],
+      ["Queue", "n", length(request.queue)],
+      ["First token", "n", length(request.first_token)],
+      ["A token", "n", length(request.per_token)],
       ["In all", "n", length(request.whole)],
-      ["Tokens in → out", "n rest", `${number(request.input_tokens)} → ${number(request.output_tokens)}`],
+      ["Tokens in → out", "n", `${number(request.input_tokens)} → ${number(request.output_tokens)}`],
     ];
     for (const [label, name, ...content] of cells) {
       const td = cell(label, name);
       td.append(...content);
       row.append(td);
     }
-    // On a phone a row shows its name, its end and its time until it is unfolded; elsewhere this button is not shown.
-    const fold = el("button", { type: "button", class: "fold", "aria-expanded": "false", "aria-label": `More of ${request.id}` });
-    fold.addEventListener("click", () => fold.setAttribute("aria-expanded", String(row.toggleAttribute("data-unfolded"))));
-    row.append(el("td", { class: "folding" }, fold));
     return row;
   }, (row, request) => {
     row.name.setAttribute("aria-expanded", String(opened === request.id));

@@ -201,6 +201,18 @@ impl Target {
         Ok(OstinatoClient::with_interceptor(self.channel().await?, Bearer(token)))
     }
 
+    /// Connects five new gRPC clients, each of which must be answered.
+    pub fn answers_new_clients(&self) {
+        runtime().block_on(async {
+            for _ in 0..5 {
+                let connected = tokio::time::timeout(Duration::from_secs(10), self.client(None)).await;
+                let mut client = connected.expect("in time").expect("a connection");
+                let listed = client.list_models(proto::ListModelsRequest {});
+                tokio::time::timeout(Duration::from_secs(10), listed).await.expect("in time").expect("an answer");
+            }
+        });
+    }
+
     /// Sends a GET to the admin endpoint. Connecting, and each read and write, may take up to `wait`. Returns the head
     /// and body of the answer.
     pub fn get(&self, path: &str, wait: Duration) -> std::io::Result<String> {

@@ -175,18 +175,6 @@ fn health(http: &str) -> std::io::Result<String> {
     Ok(answer)
 }
 
-/// Connects five new gRPC clients, each of which must be answered.
-pub fn new_clients(target: &Target) {
-    runtime().block_on(async {
-        for _ in 0..5 {
-            let connected = tokio::time::timeout(Duration::from_secs(10), target.client(None)).await;
-            let mut client = connected.expect("in time").expect("a connection");
-            let listed = client.list_models(proto::ListModelsRequest {});
-            tokio::time::timeout(Duration::from_secs(10), listed).await.expect("in time").expect("an answer");
-        }
-    });
-}
-
 /// The short attacks. Each must be refused or held without harm; `all_are_closed` runs meanwhile.
 pub fn short_attacks(arena: &Arena) {
     let target = arena.target();
@@ -194,7 +182,7 @@ pub fn short_attacks(arena: &Arena) {
     endless_body(&target);
     unread_events_hold_nothing(&target);
     pipelined_requests_are_not_buffered(arena);
-    new_clients(&target);
+    target.answers_new_clients();
 }
 
 /// Opens eight connections of each kind, and waits until the server has closed all of them. Panics if that takes longer
@@ -244,7 +232,7 @@ fn more_connections_than_files_starve_nobody() {
         }
         held.extend(open(&target, &bodies(true), 60));
         held.extend(open(&target, &bodies(false), 60));
-        new_clients(&target);
+        target.answers_new_clients();
     }
     assert_eq!(held.len(), 2 * 120 * (UNFINISHED.len() + 1));
     // The probes go on for a while.

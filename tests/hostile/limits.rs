@@ -239,14 +239,7 @@ fn half_requests_to_the_page_starve_nobody() {
         assert!(healthy.starts_with("HTTP/1.1 200"), "{healthy}");
     }
     assert_eq!(open.len(), 2000);
-    runtime().block_on(async {
-        for _ in 0..5 {
-            let connected = tokio::time::timeout(Duration::from_secs(10), target.client(None)).await;
-            let mut client = connected.expect("in time").expect("a connection");
-            let listed = client.list_models(proto::ListModelsRequest {});
-            tokio::time::timeout(Duration::from_secs(10), listed).await.expect("in time").expect("an answer");
-        }
-    });
+    target.answers_new_clients();
     let files = target.memory().open_files;
     assert!(files < 1000, "{files} files are open");
     let until = Instant::now() + Duration::from_secs(40);
@@ -307,14 +300,7 @@ fn connections_that_say_nothing_keep_nobody_out() {
     let open = silent(&target, 400, PREFACE);
     assert_eq!(open.len(), 400);
     std::thread::sleep(Duration::from_secs(2));
-    runtime().block_on(async {
-        for _ in 0..5 {
-            let connected = tokio::time::timeout(Duration::from_secs(10), target.client(None)).await;
-            let mut client = connected.expect("in time").expect("a connection");
-            let listed = client.list_models(proto::ListModelsRequest {});
-            tokio::time::timeout(Duration::from_secs(10), listed).await.expect("in time").expect("an answer");
-        }
-    });
+    target.answers_new_clients();
     let files = target.memory().open_files;
     assert!(files < 400, "{files} files are open");
     arena.leave(Bounds::default());

@@ -69,7 +69,7 @@ fn requests_that_do_not_end_and_models_that_cannot_be_loaded() {
         stage("truncated weights", checkpoints::weights_that_are_truncated_end_their_load_only);
         stage("changed configurations", checkpoints::configurations_that_change_beside_loads_leave_nothing_undone);
     });
-    http::new_clients(&target);
+    target.answers_new_clients();
     probe.end();
     let seen = arena.leave(Bounds { peak_mib: 512, ..Bounds::default() });
     eprintln!("{seen:?}");

@@ -116,7 +116,11 @@ impl Bench {
                 (steps, (0..steps).flat_map(|_| slots.iter().map(|&slot| token(slot))).collect())
             }
         };
-        let cost = PerToken::default();
+        self.report(ticket, steps, tokens);
+    }
+
+    /// Reports that a plan has finished without a fault.
+    fn report(&mut self, ticket: Ticket, steps: u32, tokens: Vec<Sampled>) {
         let report = PlanReport {
             ticket,
             steps,
@@ -125,7 +129,7 @@ impl Bench {
             pooled: Vec::new(),
             finished: true,
             faults: 0,
-            cost,
+            cost: PerToken::default(),
             submissions: Vec::new(),
         };
         self.scheduler.progress(report, self.now);
@@ -741,19 +745,7 @@ impl Learned {
                 tokens.extend((0..=drafts.min(right)).map(token));
             }
         }
-        let report = PlanReport {
-            ticket,
-            steps,
-            tokens,
-            scored: None,
-            pooled: Vec::new(),
-            finished: true,
-            faults: 0,
-            cost: PerToken::default(),
-            submissions: Vec::new(),
-        };
-        self.bench.scheduler.progress(report, self.bench.now);
-        self.bench.scheduler.assert_consistent();
+        self.bench.report(ticket, steps, tokens);
     }
 
     /// Keeps `rows` sequences decoding and, with `prompts`, one prompt of 512 tokens waiting, for a number of plans.

@@ -278,26 +278,12 @@ impl Calls {
                 rest
             }
             CallsAt::Tagged(call) => {
-                let index = self.count;
-                match call.push(&text, index, &self.tools, pieces) {
-                    Ok(None) => String::new(),
-                    Ok(Some(rest)) => {
-                        self.called();
-                        rest
-                    }
-                    Err(raw) => self.broken(raw, pieces),
-                }
+                let read = call.push(&text, self.count, &self.tools, pieces);
+                self.after_call(read, pieces)
             }
             CallsAt::Pairs(call) => {
-                let index = self.count;
-                match call.push(&text, index, &self.tools, pieces) {
-                    Ok(None) => String::new(),
-                    Ok(Some(rest)) => {
-                        self.called();
-                        rest
-                    }
-                    Err(raw) => self.broken(raw, pieces),
-                }
+                let read = call.push(&text, self.count, &self.tools, pieces);
+                self.after_call(read, pieces)
             }
             CallsAt::Head(kept) => {
                 kept.push_str(&text);
@@ -415,6 +401,18 @@ impl Calls {
             _ if self.listed => CallsAt::List,
             _ => in_content(),
         };
+    }
+
+    /// Ends a call whose end was read, and returns the text behind it. `read`: what the call's reader returned.
+    fn after_call(&mut self, read: Result<Option<String>, String>, pieces: &mut Vec<Piece>) -> String {
+        match read {
+            Ok(None) => String::new(),
+            Ok(Some(rest)) => {
+                self.called();
+                rest
+            }
+            Err(raw) => self.broken(raw, pieces),
+        }
     }
 
     /// What looked like a call is none: its opening mark is content, and so is what follows, unless it has calls.

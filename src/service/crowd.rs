@@ -124,6 +124,9 @@ pub struct OpenCall(Arc<Standing>);
 
 impl Drop for OpenCall {
     fn drop(&mut self) {
+        // A peer says nothing while its call is answered: without this, a connection between two calls would count as
+        // silent for as long as the first one took, and lose its place to connections that never call.
+        self.0.hear();
         self.0.calls.fetch_sub(1, Ordering::Relaxed);
     }
 }
@@ -269,6 +272,21 @@ mod tests {
         assert!(established(4).is_none());
         drop((busy, calls));
         assert!(established(4).is_some());
+    }
+
+    #[test]
+    fn a_connection_keeps_its_place_between_two_calls() {
+        let crowd = Arc::new(Crowd::new(3, usize::MAX));
+        let established = |last: u8| crowd.enter(peer(last)).inspect(|place| place.standing().establish());
+        let client = established(1).unwrap();
+        let call = client.standing().call();
+        std::thread::sleep(Duration::from_millis(1));
+        let silent: Vec<_> = (2..=3).map(|last| established(last).unwrap()).collect();
+        std::thread::sleep(Duration::from_millis(1));
+        drop(call);
+        let _new = established(4).unwrap();
+        assert_eq!(gone(&silent), [true, false]);
+        assert!(!client.out().is_cancelled());
     }
 
     #[test]

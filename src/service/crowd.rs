@@ -11,10 +11,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 
-/// A connection whose calls are answered may lose its place only if its peer has taken nothing of the answers for this
-/// time: one that keeps up never waits so long.
-const BLOCKED: Duration = Duration::from_secs(1);
-
 /// The connections of one listener.
 #[derive(Debug)]
 pub struct Crowd {
@@ -24,6 +20,8 @@ pub struct Crowd {
     most: usize,
     /// The most connections among them that are not established yet.
     most_new: usize,
+    /// See [`Crowd::new`].
+    blocked: Duration,
     all: Mutex<Vec<Entry>>,
     next: AtomicU64,
 }
@@ -105,10 +103,10 @@ impl Standing {
         }
     }
 
-    /// Whether the peer has taken nothing for [`BLOCKED`] although there is something.
-    fn is_blocked(&self) -> bool {
+    /// Whether the peer has taken nothing for this time although there is something.
+    fn is_blocked(&self, time: Duration) -> bool {
         let since = self.blocked.load(Ordering::Relaxed);
-        micros(self.began).checked_sub(since).is_some_and(|micros| u128::from(micros) >= BLOCKED.as_micros())
+        micros(self.began).checked_sub(since).is_some_and(|micros| u128::from(micros) >= time.as_micros())
     }
 
     /// A call is being answered until the guard is dropped; meanwhile the connection keeps its place.
@@ -136,9 +134,10 @@ fn micros(began: Instant) -> u64 {
 }
 
 impl Crowd {
-    /// Creates `most` places, of which at most `most_new` are for connections that are not established.
-    pub fn new(most: usize, most_new: usize) -> Crowd {
-        Crowd { began: Instant::now(), most, most_new, all: Mutex::default(), next: AtomicU64::new(0) }
+    /// Creates `most` places, of which at most `most_new` are for connections that are not established. A connection whose
+    /// calls are answered may lose its place only if its peer has taken nothing of the answers for the time `blocked`.
+    pub fn new(most: usize, most_new: usize, blocked: Duration) -> Crowd {
+        Crowd { began: Instant::now(), most, most_new, blocked, all: Mutex::default(), next: AtomicU64::new(0) }
     }
 
     fn all(&self) -> MutexGuard<'_, Vec<Entry>> {
@@ -158,7 +157,7 @@ impl Crowd {
         }
         if all.len() >= self.most {
             let idle = victim(&all, |entry| entry.standing.is_idle());
-            let goes = idle.or_else(|| victim(&all, |entry| entry.standing.is_blocked()))?;
+            let goes = idle.or_else(|| victim(&all, |entry| entry.standing.is_blocked(self.blocked)))?;
             all.remove(goes).out.cancel();
         }
         let number = self.next.fetch_add(1, Ordering::Relaxed);
@@ -214,6 +213,8 @@ impl Drop for ConnectionPlace {
 mod tests {
     use super::*;
 
+    const BLOCKED: Duration = Duration::from_secs(1);
+
     fn peer(last: u8) -> Option<IpAddr> {
         Some(IpAddr::from([10, 0, 0, last]))
     }
@@ -228,7 +229,7 @@ mod tests {
 
     #[test]
     fn of_too_many_half_open_connections_the_oldest_silent_one_of_the_greediest_goes() {
-        let crowd = Arc::new(Crowd::new(100, 4));
+        let crowd = Arc::new(Crowd::new(100, 4, BLOCKED));
         let enter = |last: u8| crowd.enter(peer(last)).unwrap();
         let other = enter(1);
         let all: Vec<_> = (0..3).map(|_| enter(2)).collect();
@@ -252,7 +253,7 @@ mod tests {
 
     #[test]
     fn where_all_places_are_taken_the_greediest_peer_gives_one_up() {
-        let crowd = Arc::new(Crowd::new(6, usize::MAX));
+        let crowd = Arc::new(Crowd::new(6, usize::MAX, BLOCKED));
         let established = |last: u8| crowd.enter(peer(last)).inspect(|place| place.standing().establish());
         let honest = established(1).unwrap();
         heard(&honest, 0);
@@ -276,7 +277,7 @@ mod tests {
 
     #[test]
     fn a_connection_keeps_its_place_between_two_calls() {
-        let crowd = Arc::new(Crowd::new(3, usize::MAX));
+        let crowd = Arc::new(Crowd::new(3, usize::MAX, BLOCKED));
         let established = |last: u8| crowd.enter(peer(last)).inspect(|place| place.standing().establish());
         let client = established(1).unwrap();
         let call = client.standing().call();
@@ -291,7 +292,7 @@ mod tests {
 
     #[test]
     fn calls_whose_answers_are_not_read_keep_nobody_out() {
-        let crowd = Arc::new(Crowd::new(3, usize::MAX));
+        let crowd = Arc::new(Crowd::new(3, usize::MAX, BLOCKED));
         let established = |last: u8| crowd.enter(peer(last)).inspect(|place| place.standing().establish());
         let all: Vec<_> = (1..=3).map(|last| established(last).unwrap()).collect();
         let calls: Vec<_> = all.iter().map(|place| place.standing().call()).collect();

@@ -32,6 +32,10 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::{VerifierBuilderError, WebPkiClientVerifier};
 use rustls::{RootCertStore, ServerConfig};
 
+/// The time for which a peer over HTTP/1.1 may take nothing of its answers before its connection may lose its place to a new
+/// one: a peer that keeps up never waits so long.
+const UNREAD: Duration = Duration::from_secs(1);
+
 /// What the connections of an endpoint speak.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
@@ -217,7 +221,12 @@ pub fn incoming(listener: TcpListener, accept: Accept) -> ReceiverStream<io::Res
 }
 
 async fn take(listener: TcpListener, accept: Accept, sender: &mpsc::Sender<io::Result<Connection>>) {
-    let crowd = Arc::new(Crowd::new(accept.connections, HANDSHAKES));
+    let blocked = match accept.protocol {
+        // A client of gRPC has the time of a keepalive to answer, however full the endpoint is.
+        Protocol::Http2 => accept.stuck,
+        Protocol::Http1 => UNREAD,
+    };
+    let crowd = Arc::new(Crowd::new(accept.connections, HANDSHAKES, blocked));
     let mut saying = Saying::default();
     loop {
         let stream = match listener.accept().await {

@@ -4,6 +4,7 @@
 
 pub mod executor;
 pub mod fake;
+pub mod injection;
 pub mod pace;
 pub mod page_pool;
 pub mod plan;

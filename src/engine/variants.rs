@@ -1,6 +1,7 @@
 //! The kernels that a replica's regions consist of, and counts of the slower implementations (fallbacks) in use. Plain
-//! data, filled at start; only faults are counted at run time. Not here: choosing kernels.
+//! data, filled at start; only faults, and those that tests inject, are counted at run time. Not here: choosing kernels.
 
+use crate::engine::injection::Injections;
 use crate::kernels::recording::{Op, Recording};
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -56,6 +57,7 @@ impl Fallback {
 pub struct Variants {
     calls: Vec<Variant>,
     fallbacks: [AtomicU64; Fallback::ALL.len()],
+    injections: Injections,
 }
 
 impl Variants {
@@ -73,6 +75,11 @@ impl Variants {
         Variants { calls: calls.into_iter().collect(), ..Variants::default() }
     }
 
+    /// Adds the faults that tests inject.
+    pub fn with_injections(self, injections: Injections) -> Variants {
+        Variants { injections, ..self }
+    }
+
     /// Joins those of the stages of a split replica.
     pub fn joined<'a>(stages: impl IntoIterator<Item = &'a Arc<Variants>>) -> Variants {
         let (mut calls, joined) = (BTreeSet::new(), Variants::default());
@@ -88,6 +95,11 @@ impl Variants {
     /// Returns the kernels, each once, ordered by region and stage.
     pub fn calls(&self) -> &[Variant] {
         &self.calls
+    }
+
+    /// Returns the faults that tests inject.
+    pub fn injections(&self) -> &Injections {
+        &self.injections
     }
 
     /// Counts one use of a fallback.

@@ -6,7 +6,7 @@ use super::barriers;
 use super::host_memory::HostMemory;
 use super::recording::{Access, Arg, BufferId, Call, Op, Range, Recording};
 use super::shaders::{self, ClearTagsArgs, ClearTagsConstants};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 /// The number of low bits of a word that hold its tag.
 pub const TAG_BITS: u32 = 7;
@@ -174,25 +174,99 @@ pub fn number_calls(recording: &mut Recording) {
     }
 }
 
-/// Makes call `number` poll for words that are never written: an injected fault, for tests. Returns false if no call
-/// with this number polls for a tag of its own input.
-pub fn break_call(recording: &mut Recording, number: u32) -> bool {
-    let Some(Op::Call(call)) = recording.ops.get_mut(number.wrapping_sub(1) as usize) else { return false };
-    if !call.args.iter().any(|arg| matches!(arg, Arg::Carried(..))) {
-        return false;
-    }
-    let fields = shaders::find(call.kernel).fields;
-    let awaited = call.args.iter_mut().zip(fields).find(|(_, field)| matches!(field.name, "x_tag" | "qkv_tag"));
-    let Some((Arg::U32(tag), _)) = awaited else { return false };
-    if call.kernel.starts_with("embed_rows") {
-        return false;
-    }
-    // No write has this tag: the tested recordings have fewer generations.
-    *tag |= TAG_MASK;
-    true
+/// A place at which a call polls for tagged words that another call writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Poll {
+    /// The call's number (`number_calls`).
+    pub number: u32,
+    /// The name of the argument that holds the tag, for example `x_tag`.
+    pub tag: &'static str,
 }
 
-/// The generation of a buffer's words, as [`check`] tracks it.
+/// Returns the places at which the calls of a recording poll, in the order of the calls. The splits' partial results,
+/// which attention writes and reads within one call, are not among them.
+pub fn polls(recording: &Recording) -> Vec<Poll> {
+    let mut polls = Vec::new();
+    let all = polled(recording, &mut |polled| {
+        polls.push(Poll { number: polled.number, tag: polled.tag });
+        Ok(())
+    });
+    assert_eq!(all, Ok(()), "the visitor accepts everything");
+    polls
+}
+
+/// Makes a call poll for words that are never written: an injected fault, for tests. Returns why that is impossible, if it
+/// is: the polled buffer may hold words of an earlier step, which can have any tag, or all tags occur in it.
+pub fn break_poll(recording: &Recording, poll: Poll) -> Result<Recording, String> {
+    let mut never = None;
+    polled(recording, &mut |polled| {
+        if (polled.number, polled.tag) != (poll.number, poll.tag) {
+            return Ok(());
+        }
+        let name = &recording.decl(polled.buffer).name;
+        if polled.states.contains(&Held::Unknown) {
+            return Err(format!("\"{}\" cannot be broken: \"{name}\" may hold any tag", polled.call.label));
+        }
+        let tag = never_written(&written(recording, polled.buffer));
+        never = Some(tag.ok_or_else(|| {
+            format!("\"{}\" cannot be broken: a step writes \"{name}\" with every tag", polled.call.label)
+        })?);
+        Ok(())
+    })?;
+    let never = never.ok_or_else(|| format!("call {} of \"{}\" has no {}", poll.number, recording.name, poll.tag))?;
+    let mut broken = recording.clone();
+    let Op::Call(call) = &mut broken.ops[poll.number as usize - 1] else { unreachable!("only calls poll") };
+    let fields = shaders::find(call.kernel).fields;
+    let (tag, _) = call.args.iter_mut().zip(fields).find(|(_, field)| field.name == poll.tag).expect("found above");
+    *tag = Arg::U32((tag.u32() & !TAG_MASK) | never);
+    Ok(broken)
+}
+
+/// Returns a tag that is none of `written`, and not that of cleared words.
+fn never_written(written: &HashSet<u32>) -> Option<u32> {
+    (1..=TAG_MASK).rev().find(|tag| !written.contains(tag))
+}
+
+/// Returns all tags with which a recording writes a buffer.
+fn written(recording: &Recording, buffer: BufferId) -> HashSet<u32> {
+    let calls = recording.ops.iter().filter_map(|op| match op {
+        Op::Call(call) => Some(call),
+        _ => None,
+    });
+    calls.flat_map(carried_writes).filter(|(of, _)| *of == buffer).map(|(_, tag)| tag).collect()
+}
+
+/// Returns the tag that an argument of a call holds.
+fn tag_argument(call: &Call, name: &str) -> Option<u32> {
+    let at = shaders::find(call.kernel).fields.iter().position(|field| field.name == name)?;
+    Some(call.args[at].u32() & TAG_MASK)
+}
+
+/// Returns the tagged buffers that a call accesses, except those of the splits' partial results, and the names of their
+/// arguments.
+fn carried(call: &Call, access: fn(Access) -> bool) -> impl Iterator<Item = (BufferId, &'static str)> {
+    let scratch = |name: &str| matches!(name, "partials" | "counters");
+    call.args.iter().zip(shaders::find(call.kernel).fields).filter_map(move |(arg, field)| match arg {
+        Arg::Carried(range, found) if range.bytes > 0 && access(*found) && !scratch(field.name) => {
+            Some((range.buffer, field.name))
+        }
+        _ => None,
+    })
+}
+
+/// Returns the tagged buffers that a call writes, with the tags.
+fn carried_writes(call: &Call) -> impl Iterator<Item = (BufferId, u32)> {
+    carried(call, Access::writes).filter_map(|(buffer, name)| {
+        let tag = match name {
+            "o" => tag_argument(call, "o_tag"),
+            "x" if call.kernel.starts_with("embed_rows") => tag_argument(call, "x_tag"),
+            _ => tag_argument(call, "y_tag"),
+        };
+        Some((buffer, tag?))
+    })
+}
+
+/// The generation of a buffer's words, as [`polled`] tracks it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Held {
     /// Of an earlier region, or never written: any tag but 1, which only first writes use.
@@ -201,16 +275,49 @@ enum Held {
     Tag(u32),
 }
 
+/// A call that polls, and what it may find.
+struct Polled<'a> {
+    number: u32,
+    call: &'a Call,
+    /// The name of the argument that holds the tag.
+    tag: &'static str,
+    buffer: BufferId,
+    awaited: u32,
+    /// What the buffer may hold while the call polls, the newest last: the contents at the last barrier and everything
+    /// written since.
+    states: &'a [Held],
+}
+
 /// Checks that every reader of tagged words can distinguish the words that it polls for from all others that the buffer
-/// may hold while it polls: the contents at the last barrier and everything written since. Returns a description of the
-/// first reader that cannot.
+/// may hold while it polls. Returns a description of the first reader that cannot.
 ///
 /// The splits' partial results (`attention.partials`), which attention writes and reads within one call, are not
 /// checked.
 pub fn check(recording: &Recording) -> Result<(), String> {
+    polled(recording, &mut |polled| {
+        let Some((last, others)) = polled.states.split_last() else { return Ok(()) };
+        let stale = |state: &Held| match state {
+            Held::Unknown => polled.awaited != 1,
+            Held::Tag(tag) => *tag == polled.awaited,
+        };
+        if *last != Held::Tag(polled.awaited) || others.iter().any(stale) {
+            return Err(format!(
+                "\"{}\" waits for tag {} of \"{}\", which may hold {:?} meanwhile",
+                polled.call.label,
+                polled.awaited,
+                recording.decl(polled.buffer).name,
+                polled.states
+            ));
+        }
+        Ok(())
+    })
+}
+
+/// Calls `visit` for every place at which a call polls, in order, until it returns an error.
+fn polled(recording: &Recording, visit: &mut dyn FnMut(&Polled<'_>) -> Result<(), String>) -> Result<(), String> {
     let needed = barriers::derive(&recording.ops);
     let mut held: HashMap<BufferId, Vec<Held>> = HashMap::new();
-    for (op, barrier) in recording.ops.iter().zip(needed) {
+    for ((op, barrier), number) in recording.ops.iter().zip(needed).zip(1u32..) {
         if barrier {
             for states in held.values_mut() {
                 *states = states.last().copied().into_iter().collect();
@@ -221,27 +328,15 @@ pub fn check(recording: &Recording) -> Result<(), String> {
             held.insert(touch.range.buffer, vec![if cleared { Held::Tag(0) } else { Held::Unknown }]);
         }
         let Op::Call(call) = op else { continue };
-        let fields = shaders::find(call.kernel).fields;
-        let tag = |name: &str| {
-            let at = fields.iter().position(|field| field.name == name)?;
-            Some(call.args[at].u32() & TAG_MASK)
-        };
-        let carried = |access: fn(Access) -> bool| {
-            call.args.iter().zip(fields).filter_map(move |(arg, field)| match arg {
-                Arg::Carried(range, found) if range.bytes > 0 && access(*found) => Some((range.buffer, field.name)),
-                _ => None,
-            })
-        };
-        let scratch = |name: &str| matches!(name, "partials" | "counters");
         // The tagged inputs, and the output if there is a residual.
-        for (buffer, name) in carried(Access::reads).filter(|(_, name)| !scratch(name)) {
-            let awaited = match name {
-                "qkv" => tag("qkv_tag"),
-                "logits" => tag("logits_tag"),
-                "y" => tag("old_tag"),
-                _ => tag("x_tag"),
+        for (buffer, name) in carried(call, Access::reads) {
+            let tag = match name {
+                "qkv" => "qkv_tag",
+                "logits" => "logits_tag",
+                "y" => "old_tag",
+                _ => "x_tag",
             };
-            let Some(awaited) = awaited else { continue };
+            let Some(awaited) = tag_argument(call, tag) else { continue };
             let states = held.entry(buffer).or_insert_with(|| vec![Held::Unknown]);
             // The parts of one product add to the same generation: a part after the first finds that generation already
             // present.
@@ -252,35 +347,17 @@ pub fn check(recording: &Recording) -> Result<(), String> {
                     .zip(&call.constants)
                     .any(|((_, of), value)| *of == name && *value == 1)
             };
-            let own = tag("y_tag");
-            let behind = match states.split_last() {
+            let own = tag_argument(call, "y_tag");
+            let states = match states.split_last() {
                 Some((newest, before)) if name == "y" && own.is_some_and(|own| *newest == Held::Tag(own)) => before,
                 _ => &states[..],
             };
             if name == "y" && !adds("epilogue") && !call.kernel.starts_with("expert_skinny") {
                 continue;
             }
-            let Some((last, others)) = behind.split_last() else { continue };
-            let stale = |state: &Held| match state {
-                Held::Unknown => awaited != 1,
-                Held::Tag(tag) => *tag == awaited,
-            };
-            if *last != Held::Tag(awaited) || others.iter().any(stale) {
-                return Err(format!(
-                    "\"{}\" waits for tag {awaited} of \"{}\", which may hold {states:?} meanwhile",
-                    call.label,
-                    recording.decl(buffer).name
-                ));
-            }
+            visit(&Polled { number, call, tag, buffer, awaited, states })?;
         }
-        for (buffer, name) in carried(Access::writes).filter(|(_, name)| !scratch(name)) {
-            let Some(made) = (match name {
-                "o" => tag("o_tag"),
-                "x" if call.kernel.starts_with("embed_rows") => tag("x_tag"),
-                _ => tag("y_tag"),
-            }) else {
-                continue;
-            };
+        for (buffer, made) in carried_writes(call) {
             let states = held.entry(buffer).or_insert_with(|| vec![Held::Unknown]);
             // The parts of one product write the same generation.
             if states.last() != Some(&Held::Tag(made)) {
@@ -311,6 +388,13 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_tag_that_is_never_written_is_no_tag_of_cleared_words_and_may_not_exist() {
+        let most: HashSet<u32> = (0..=TAG_MASK).filter(|tag| *tag != 40).collect();
+        assert_eq!(never_written(&most), Some(40));
+        assert_eq!(never_written(&(1..=TAG_MASK).collect()), None);
     }
 
     #[test]

@@ -126,6 +126,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         tags: matrices == Some(Matrices::Cooperative) && adapter.is_nvidia(),
         fault_at: 0,
         broken_call: 0,
+        broken_calls: 0,
         broken_step: 0,
         broken_every: 0,
         broken_codes: 0,

@@ -1,6 +1,7 @@
 //! Builds a replica from a checkpoint on an open device: plans memory, loads the weights and records the regions.
 //! Not here: requests, the open devices (`gpu::devices`), and loading and unloading of models (`host::lifecycle`).
 
+mod broken;
 pub mod defaults;
 pub(crate) mod format_test;
 mod limits;
@@ -15,7 +16,9 @@ use crate::actors::timeline::FlushReason;
 use crate::actors::watcher::Outbox;
 use crate::config::{self, file::Stamp};
 use crate::device::{Adapter, DeviceError, Gate, Point};
+use crate::engine::injection::Wait;
 use crate::engine::plan::{Capacity, Drafts, WindowCapacity};
+use crate::gpu::build::broken::{BrokenSteps, broken_steps};
 use crate::gpu::build::defaults::{DEFAULT_CONTEXT, MOST_PROMPTS, PATCH_PAIRS, PLAN_LIMIT, RUN_AHEAD, SEEN_ROWS};
 use crate::gpu::build::format_test::test_formats;
 use crate::gpu::build::limits::{MOST_PAGES, purpose};
@@ -408,12 +411,20 @@ impl Build<'_> {
             };
             Ok(DecodeRegion { whole: region(recording)?, parts: decoder.tuning.gates.then(parts).transpose()? })
         };
+        let BrokenSteps { always, sometimes } =
+            broken_steps(&recordings, &decoder.tuning).map_err(|what| self.unsupported(what))?;
         let mut decode = BTreeMap::new();
         for (rows, recording, plain) in &recordings.decode {
-            let carried = plain.as_ref().map(|_| step(recording)).transpose()?;
-            let broken = recordings.broken.get(rows).map(step).transpose()?;
+            let carried = plain.as_ref().map(|_| step(always.get(rows).unwrap_or(recording))).transpose()?;
+            let of_rows = sometimes.iter().enumerate().filter(|(_, (wait, _))| wait.rows == *rows);
+            let broken = of_rows.map(|(index, (_, broken))| Ok((index, step(broken)?)));
+            let broken = broken.collect::<Result<_, StartError>>()?;
             let plain = step(plain.as_ref().unwrap_or(recording))?;
             decode.insert(*rows, DecodeRegions { plain, carried, broken });
+        }
+        let waits: Vec<Wait> = sometimes.into_iter().map(|(wait, _)| wait).collect();
+        if !waits.is_empty() {
+            self.progress.line(&format!("\"{}\": for a test, {} waits are broken in turn", self.name, waits.len()));
         }
         let mut verify: BTreeMap<u32, BTreeMap<u32, Arc<Region>>> = BTreeMap::new();
         for (drafts, sequences, recording) in &recordings.verify {
@@ -484,7 +495,7 @@ impl Build<'_> {
             }
         };
         spans::recorded(self.span, begin);
-        let variants = Arc::new(variants(&decoder, &recordings, failed));
+        let variants = Arc::new(variants(&decoder, &recordings, failed, waits));
         let overlaps = decode.values().any(|regions| regions.carried.is_some());
         self.progress.line(&format!(
             "\"{}\": weights {}; stages of a decode step {}",
@@ -537,11 +548,7 @@ impl Build<'_> {
             device_name: self.adapter.name.clone(),
             device: Arc::clone(&self.opened.device),
             pipelines,
-            injection: Injection {
-                plan: decoder.tuning.fault_at,
-                step: decoder.tuning.broken_step,
-                every: decoder.tuning.broken_every,
-            },
+            injection: Injection { plan: decoder.tuning.fault_at, step: decoder.tuning.broken_step },
             retry_after: Duration::from_millis(u64::from(decoder.tuning.retry_ms)),
         };
         Ok((parts, loaded, memory))

@@ -1,5 +1,6 @@
 //! All recordings that a replica's executor runs, made from the decoder for each bucket.
 
+use crate::engine::injection::{Injections, Wait};
 use crate::engine::variants::{Fallback, Variants};
 use crate::gpu::build::defaults::{INBOXES, PATCH_PAIRS, SEEN_ROWS};
 use crate::gpu::executor::exchange::RETURNED;
@@ -8,14 +9,14 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::sampling;
 use crate::kernels::shaders::{ClearCountsArgs, MarkPromptArgs, PatchArgs};
-use crate::kernels::tags;
 use crate::model::decoder::{Decoder, StepShape};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Returns the kernels of a model's regions and the fallbacks in use. `failed` is the number of buckets whose decode
-/// step without barriers failed its test.
-pub(super) fn variants(decoder: &Decoder<'_>, recordings: &Recordings, failed: u32) -> Variants {
-    let variants = Variants::of(recordings.of_steps());
+/// step without barriers failed its test; `waits` are the places that tests break.
+pub(super) fn variants(decoder: &Decoder<'_>, recordings: &Recordings, failed: u32, waits: Vec<Wait>) -> Variants {
+    let injections = Injections::new(waits, decoder.tuning.broken_every);
+    let variants = Variants::of(recordings.of_steps()).with_injections(injections);
     match decoder.tuning.fragments {
         None => variants.fell_back(Fallback::RowLayout),
         Some(Matrices::Emulated) => variants.fell_back(Fallback::Emulated),
@@ -33,9 +34,6 @@ pub(crate) struct Recordings {
     /// The decode steps, by number of rows; the second recording is the same step with barriers, if the first one
     /// differs from it.
     pub(crate) decode: Vec<(u32, Recording, Option<Recording>)>,
-    /// For tests: by number of rows, the decode steps without barriers in which one call waits for words that are never
-    /// written.
-    pub(crate) broken: BTreeMap<u32, Recording>,
     /// The verification steps, by drafts per sequence and number of sequences.
     pub(crate) verify: Vec<(u32, u32, Recording)>,
     /// The prefill steps, by number of rows.
@@ -102,25 +100,12 @@ pub(crate) struct InboxRecordings {
 impl Recordings {
     pub(crate) fn new(decoder: &Decoder<'_>, buckets: &[u32], draft_sequences: u32) -> Recordings {
         let mut decode = Vec::new();
-        let mut broken = BTreeMap::new();
-        let tuning = &decoder.tuning;
         let mut rows = 1;
         while rows <= decoder.state.rows {
-            let mut recording = decoder.record(StepShape::Decode { rows });
+            let recording = decoder.record(StepShape::Decode { rows });
             // If words are tagged, the same step with barriers is kept as a fallback.
             let plain = recording.with_barriers();
             let plain = (plain != recording).then_some(plain);
-            if plain.is_some() && tuning.broken_call > 0 {
-                let mut other = recording.clone();
-                if tags::break_call(&mut other, tuning.broken_call) {
-                    match tuning.broken_step + tuning.broken_every {
-                        0 => recording = other,
-                        _ => {
-                            broken.insert(rows, other);
-                        }
-                    }
-                }
-            }
             decode.push((rows, recording, plain));
             rows *= 2;
         }
@@ -136,7 +121,7 @@ impl Recordings {
         let inboxes = (0..INBOXES).map(|index| inbox_recordings(decoder, index)).collect();
         let head = decoder.stage.is_last().then(|| head_recordings(decoder));
         let mut recordings =
-            Recordings { decode, broken, verify, prefill, inboxes, head, exchange: ExchangeRecordings::default() };
+            Recordings { decode, verify, prefill, inboxes, head, exchange: ExchangeRecordings::default() };
         recordings.exchange = exchange_recordings(decoder, &recordings.rows());
         recordings
     }

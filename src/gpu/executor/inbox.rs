@@ -72,6 +72,7 @@ impl GpuExecutor {
                     let rows = (0..).zip(cached).map(|(position, token)| [*token, position, slot.0, 1]);
                     posts.seen.extend(rows.filter(|_| draws));
                     self.dumps[slot.0 as usize] = params.dump_logits;
+                    self.drawn[slot.0 as usize] = Some(params.generated);
                     self.logprobs[slot.0 as usize] = params.logprobs.is_some();
                     patch.set_all(layout.slot_word(slot.0, 0), &init.words());
                     patch.set_all(layout.bias_word(slot.0, 0), &state::bias_words(&params.sampling.logit_bias));

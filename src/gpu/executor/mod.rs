@@ -48,25 +48,18 @@ pub struct DecodeRegions {
     /// The same step with tagged words instead of barriers, if it passed the test at start. Both give the same results,
     /// bit for bit.
     pub carried: Option<DecodeRegion>,
-    /// For tests: `carried` with one call that waits for words that are never written.
-    pub broken: Option<DecodeRegion>,
+    /// For tests: `carried` with one call that waits for words that are never written, by the index of the wait in the
+    /// replica's injections (`engine::injection`).
+    pub broken: BTreeMap<usize, DecodeRegion>,
 }
 
-/// The faults that tests inject.
+/// The steps into which tests inject faults, beside those of `engine::injection`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Injection {
     /// The number of the decode plan, counted from 1, before which the fault word is set; 0 for none.
     pub plan: u32,
     /// The number of the decode step without barriers, counted from 1, that contains a broken call; 0 for none.
     pub step: u32,
-    /// Every `every`-th decode step without barriers contains a broken call; 0 for none.
-    pub every: u32,
-}
-
-impl Injection {
-    fn breaks(self, step: u64) -> bool {
-        step == u64::from(self.step) || self.every > 0 && step.is_multiple_of(self.every.into())
-    }
 }
 
 /// A decode step, as a whole and split in two parts.
@@ -169,6 +162,8 @@ pub struct GpuExecutor {
     dumps: Vec<bool>,
     /// For each slot, whether it requested log probabilities.
     logprobs: Vec<bool>,
+    /// For each slot, the number of tokens of its output that were reported; `None` once it is done.
+    drawn: Vec<Option<u32>>,
     /// The last gate value that a submission waits for.
     gates: u64,
     pace: Pace,
@@ -209,6 +204,10 @@ struct Pending {
     fault: u32,
     /// The number of faults of the same plan before this submission.
     faults: u32,
+    /// Whether it was queued behind a step whose fault was not known yet, so that its steps draw nothing either.
+    behind: bool,
+    /// The steps in which a test breaks a wait, with the wait's index.
+    broken: Vec<(u32, usize)>,
     work: Kind,
     /// The number of prompt tokens of a prefill step.
     prompt_tokens: u32,
@@ -297,6 +296,7 @@ impl GpuExecutor {
             batch: vec![u32::MAX - 1; parts.layout.rows as usize],
             dumps: vec![false; slots],
             logprobs: vec![false; slots],
+            drawn: vec![None; slots],
             gates: 0,
             scored: 0,
             pooled: 0,
@@ -332,6 +332,8 @@ impl Pending {
             good: u32::MAX,
             fault: 0,
             faults: 0,
+            behind: false,
+            broken: Vec::new(),
             work: Kind::Changes,
             prompt_tokens: 0,
             scoring: None,

@@ -111,6 +111,10 @@ impl GpuExecutor {
                     Kind::Sampled => self.tokens(&pending, from.min(pending.good), to.min(pending.good))?,
                     _ => (Vec::new(), to, 0),
                 };
+                for token in &tokens {
+                    let drawn = &mut self.drawn[token.slot.0 as usize];
+                    *drawn = drawn.filter(|_| token.done.is_none()).map(|count| count + 1);
+                }
                 let from = from.min(pending.good);
                 if good < to.min(pending.good) {
                     (pending.good, pending.fault) = (good, fault);

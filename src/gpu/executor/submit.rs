@@ -25,20 +25,30 @@ pub(super) fn fitting<T>(buckets: &BTreeMap<u32, T>, rows: u32) -> (u32, &T) {
 }
 
 impl GpuExecutor {
-    /// Returns the bucket and the regions of `steps` decode steps of `sequences` sequences.
-    pub(super) fn decode_steps(&mut self, sequences: u32, steps: u32) -> (u32, Vec<DecodeRegion>) {
+    /// Returns the bucket and the regions of `steps` decode steps of `sequences` sequences, and which of these steps a
+    /// test breaks.
+    pub(super) fn decode_steps(&mut self, sequences: u32, steps: u32) -> (u32, Vec<DecodeRegion>, Vec<(u32, usize)>) {
         let (rows, regions) = fitting(&self.parts.decode, sequences);
         let overlaps = !self.repeats && self.overlap.allows(Instant::now());
         let Some(carried) = regions.carried.as_ref().filter(|_| overlaps) else {
-            return (rows, vec![regions.plain.clone(); steps as usize]);
+            return (rows, vec![regions.plain.clone(); steps as usize], Vec::new());
         };
+        let mut steps = vec![carried.clone(); steps as usize];
         let first = self.carried_steps + 1;
-        self.carried_steps += u64::from(steps);
-        let region = |step| match &regions.broken {
-            Some(broken) if self.parts.injection.breaks(step) => broken,
-            _ => carried,
-        };
-        (rows, (first..self.carried_steps + 1).map(|step| region(step).clone()).collect())
+        self.carried_steps += steps.len() as u64;
+        let mut broken = Vec::new();
+        let injections = &self.parts.variants.injections();
+        let wait = injections.next(rows).and_then(|wait| Some((wait, regions.broken.get(&wait)?)));
+        if let Some((wait, region)) = wait {
+            let (one, every) = (u64::from(self.parts.injection.step), u64::from(injections.every()));
+            for (index, number) in (0u32..).zip(first..=self.carried_steps) {
+                if number == one || every > 0 && number.is_multiple_of(every) {
+                    steps[index as usize] = region.clone();
+                    broken.push((index, wait));
+                }
+            }
+        }
+        (rows, steps, broken)
     }
 
     /// Returns the regions of a prefill step, the number of rows that draw tokens (rounded up to a bucket), the number of
@@ -130,6 +140,7 @@ impl GpuExecutor {
         let mut scoring = None;
         let mut pooling = Pools::default();
         let mut draw: Option<Arc<Region>> = None;
+        let mut broken = Vec::new();
         let steps = planned.as_ref().map_or(0, Work::steps);
         // The regions of each step; for a plan without steps, the regions that it runs once.
         let once = |regions: Vec<Arc<Region>>| vec![regions; steps.max(1) as usize];
@@ -151,7 +162,8 @@ impl GpuExecutor {
             Some(Work::Decode { slots, drafts, awaits, .. }) => {
                 let (sequences, regions) = match drafts {
                     0 => {
-                        let (sequences, mut regions) = self.decode_steps(slots.len() as u32, steps);
+                        let (sequences, mut regions, by_test) = self.decode_steps(slots.len() as u32, steps);
+                        broken = by_test;
                         if *awaits {
                             let [body, drawing] = regions.remove(0).parts.expect("there are gates");
                             draw = Some(drawing);
@@ -249,6 +261,7 @@ impl GpuExecutor {
             rows,
             slots,
             drafts,
+            broken,
             work,
             prompt_tokens,
             scoring,
@@ -321,6 +334,18 @@ impl GpuExecutor {
     /// Records that a call of a plan's step timed out while polling for tagged words. Pauses steps without barriers,
     /// unless they are already paused.
     pub(super) fn note_fault(&mut self, pending: &Pending) {
+        if pending.behind {
+            return;
+        }
+        // The fault word stays set until the repetition, which is not queued yet.
+        let injections = self.parts.variants.injections();
+        for queued in &mut self.pending {
+            queued.behind = true;
+            if queued.work == Kind::Sampled {
+                injections.note_behind(queued.prompt_tokens > 0, queued.drafts > 0);
+            }
+        }
+        self.note_injected(pending);
         let Some(pause) = self.overlap.fault(Instant::now()) else { return };
         self.parts.variants.fell_back(Fallback::OverlapFault);
         let (_, regions) = fitting(&self.parts.decode, pending.rows);
@@ -333,6 +358,17 @@ impl GpuExecutor {
             "a call of a decode step without barriers waited too long: its step and those behind it run again, with \
              barriers until the pause is over"
         );
+    }
+
+    /// Counts the fault of a plan's step if a test has broken the step. Steps that run ahead of outputs that are done do
+    /// not count.
+    fn note_injected(&self, pending: &Pending) {
+        let Some((_, wait)) = pending.broken.iter().find(|(step, _)| *step == pending.good) else { return };
+        let Some(token) = pending.slots.iter().find_map(|slot| self.drawn[slot.0 as usize]) else { return };
+        let injections = &self.parts.variants.injections();
+        injections.note(*wait, token);
+        let wait = injections.wait(*wait);
+        tracing::warn!(call = wait.call, tag = wait.tag, rows = wait.rows, token, "a test has broken this call");
     }
 
     /// Submits again, with barriers, the steps of a plan that drew nothing because of a fault. Plans queued behind this

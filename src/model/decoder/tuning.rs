@@ -82,10 +82,13 @@ pub struct Tuning {
     /// 0 for none. It applies to all steps, including the self-test at start, unless `broken_step` or `broken_every`
     /// selects some.
     pub broken_call: u32,
+    /// For tests: with 1, each broken step breaks another call in turn, of all that wait for tagged words; `broken_step` or
+    /// `broken_every` says which steps these are. 0 changes nothing.
+    pub broken_calls: u32,
     /// For tests: the number, counted from 1, of the decode step without barriers that contains the broken call; 0 for
     /// none.
     pub broken_step: u32,
-    /// For tests: every `broken_every`-th decode step without barriers contains the broken call; 0 for none.
+    /// For tests: every `broken_every`-th decode step without barriers contains a broken call; 0 for none.
     pub broken_every: u32,
     /// The time in milliseconds for which steps run with barriers after a first fault.
     pub retry_ms: u32,
@@ -207,6 +210,7 @@ impl Tuning {
             "fault_at" => &mut self.fault_at,
             "broken_codes" => &mut self.broken_codes,
             "broken_call" => &mut self.broken_call,
+            "broken_calls" => &mut self.broken_calls,
             "broken_step" => &mut self.broken_step,
             "broken_every" => &mut self.broken_every,
             "retry_ms" => &mut self.retry_ms,

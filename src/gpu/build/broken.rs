@@ -1,0 +1,49 @@
+//! The decode steps in which tests have one call wait for words that are never written, as a tuning asks for them.
+//! Not here: which steps of a run these are (`gpu::executor`), and the count of what they broke (`engine::injection`).
+
+use crate::engine::injection::Wait;
+use crate::gpu::build::recordings::Recordings;
+use crate::kernels::recording::{Op, Recording};
+use crate::kernels::tags;
+use crate::model::decoder::Tuning;
+use std::collections::BTreeMap;
+
+/// The broken decode steps; empty unless the tuning asks for them.
+#[derive(Default)]
+pub(super) struct BrokenSteps {
+    /// By number of rows, those that replace the step without barriers, also in its test at start.
+    pub(super) always: BTreeMap<u32, Recording>,
+    /// Those that run in some steps.
+    pub(super) sometimes: Vec<(Wait, Recording)>,
+}
+
+/// Returns the broken decode steps. Fails with a description if a call cannot be broken, or none has the number that the
+/// tuning names.
+pub(super) fn broken_steps(recordings: &Recordings, tuning: &Tuning) -> Result<BrokenSteps, String> {
+    let mut steps = BrokenSteps::default();
+    if tuning.broken_call == 0 && tuning.broken_calls == 0 {
+        return Ok(steps);
+    }
+    let carried = recordings.decode.iter().filter(|(.., plain)| plain.is_some());
+    for (rows, recording, _) in carried.clone() {
+        let mut polls = tags::polls(recording);
+        if tuning.broken_calls == 0 {
+            // With some numbers of rows the first calls of a step wait for nothing.
+            let own = polls.iter().find(|poll| poll.number == tuning.broken_call && poll.tag != "old_tag").copied();
+            polls = own.into_iter().collect();
+        }
+        for poll in polls {
+            let broken = tags::break_poll(recording, poll)?;
+            if tuning.broken_calls == 0 && tuning.broken_step == 0 && tuning.broken_every == 0 {
+                steps.always.insert(*rows, broken);
+                continue;
+            }
+            let Op::Call(call) = &recording.ops[poll.number as usize - 1] else { unreachable!("only calls poll") };
+            steps.sometimes.push((Wait { rows: *rows, call: call.label.clone(), tag: poll.tag }, broken));
+        }
+    }
+    if steps.always.is_empty() && steps.sometimes.is_empty() && carried.count() > 0 {
+        return Err(format!("call {} of no decode step waits for tagged words", tuning.broken_call));
+    }
+    Ok(steps)
+}

@@ -59,7 +59,7 @@ test: setup-test
 	$(CARGO) test --locked
 
 test-full: test
-	$(CARGO) test --locked --test model -- --ignored batches:: demo:: split::
+	$(CARGO) test --locked --test model -- --ignored batches:: demo:: fallback:: split::
 	$(CARGO) test --locked --test kernels -- --ignored codes::
 
 test-drivers:

@@ -801,6 +801,13 @@ fn a_tagged_decode_step_has_barriers_only_around_its_layers() {
             let layers = checkpoint.config.layers as usize;
             let plain = count(&recording.with_barriers());
             assert_eq!(tags::check(&recording), Ok(()), "{name}");
+            // Every place at which a call polls can be broken, and the check finds each of them.
+            let polls = tags::polls(&recording);
+            assert_eq!(polls.is_empty(), !carries, "{name}, {}", recording.name);
+            for poll in polls {
+                let broken = tags::break_poll(&recording, poll).expect("some tag is never written");
+                assert!(tags::check(&broken).is_err(), "{name}, {}: {poll:?} is not broken", recording.name);
+            }
             // One barrier per stage: three for a mixer, two for a dense MLP, three for an MLP with a router.
             let c = &checkpoint.config;
             let routed = c.mlp_kinds.iter().filter(|kind| **kind == MlpKind::Experts).count();

@@ -1,0 +1,146 @@
+#!/usr/bin/env python3
+"""Injects faults into every waiting call of decode steps without barriers, and compares the texts with undisturbed ones.
+
+    faults.py PROGRAM [--device SEL] [--tune KEY=VALUE]... [--seconds S] [--only NAME]... [--steps N] [CONFIG.json ...]
+
+Models are small ones of random weights of each kind, or those of the given configurations. Each is served undisturbed, twice,
+and then with a fault in every third step (`broken_calls=1`), with one stream and with eight. A model ends when each call has
+been broken in N different steps of a text (40), or its share of S seconds is over. The status is 1 if a text differs from the
+undisturbed one, or a call was broken in fewer steps. On a CPU driver: --device cpu --tune fragments=1 --tune tags=1.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import common
+
+TOKENS = 96
+STREAMS = 8
+# The chunks of a first prompt fill both plans in flight, so that the others arrive meanwhile and join in one plan.
+CHUNK = 64
+FIRST = 2 * CHUNK + 8
+TRIES = 20
+
+MODELS = {
+    "dense": (common.dense(), {}),
+    "dense, five layers": (common.dense(num_hidden_layers=5, hidden_size=256, tie_word_embeddings=False), {}),
+    "experts": (common.experts(), {}),
+    "hybrid": (common.hybrid(), {}),
+    "windows": (common.windows(), {}),
+    "int8": (common.dense(), {"quantize": "int8"}),
+    "int4": (common.dense(), {"quantize": "int4"}),
+}
+
+
+def prompt(index):
+    return [token + index for token in (5, 80, 300, 7, 1200)]
+
+
+class Batches:
+    """Texts of a server whose batches are the same in every run, because rounding depends on the number of rows."""
+
+    def __init__(self, server, streams):
+        self.server, self.streams, self.turn = server, streams, 0
+
+    def texts(self):
+        prompts = [prompt(index) for index in range(self.streams)]
+        if self.streams == 1:
+            return self.server.complete(prompts, TOKENS)
+        for _ in range(TRIES):
+            self.turn += 1
+            records = self.server.steps(0)
+            following = records[-1]["number"] + 1 if records else 0
+            # Another first prompt each time, so that none is found in the prefix cache.
+            first = threading.Thread(target=self.server.complete, args=([[100 + self.turn % 1900] * FIRST], 1))
+            first.start()
+            texts = self.server.complete(prompts, TOKENS)
+            first.join()
+            time.sleep(0.05)
+            rows = {step["rows"] for step in self.server.steps(following) if step["phase"] == "decode"}
+            if rows == {self.streams}:
+                return texts
+        raise RuntimeError(f"{self.streams} prompts never joined in one plan")
+
+
+def run(args, name, config, keys, streams, folder, end):
+    """Returns the row of the table for a model, and whether it is good."""
+    keys = {"slots": STREAMS, "context": 256, "drafts": 0, "prefill_chunk": CHUNK, **keys}
+    with common.Server(args.program, folder, args.device, args.tune, **keys) as server:
+        batches = Batches(server, streams)
+        wanted = batches.texts()
+        if batches.texts() != wanted:
+            return (name, streams, 0, 0, 0, 0, 0, "undisturbed texts differ"), False
+    tune = [*args.tune, "broken_calls=1", "broken_every=3", "retry_ms=0"]
+    texts = different = 0
+    with common.Server(args.program, folder, args.device, tune, **keys) as server:
+        batches = Batches(server, streams)
+        told = [entry["message"] for entry in server.log if "waits are broken in turn" in entry.get("message", "")]
+        failed = [entry["message"] for entry in server.log if "failed its test" in entry.get("message", "")]
+        steps, faults, seen = {}, 0, 0
+        while time.monotonic() < end:
+            found = batches.texts()
+            texts += len(found)
+            different += sum(one != other for one, other in zip(found, wanted))
+            for entry in server.log[seen:]:
+                seen += 1
+                if entry.get("message") == "a test has broken this call" and entry["rows"] == streams:
+                    steps.setdefault((entry["call"], entry["tag"]), set()).add(entry["token"])
+                    faults += 1
+            # All waits of the step are known: the least often broken one has the next turn.
+            if steps and min(map(len, steps.values())) >= args.steps and faults >= len(steps) * args.steps:
+                break
+    waits = len(steps)
+    least, most = (min(map(len, steps.values())), max(map(len, steps.values()))) if steps else (0, 0)
+    why = "; ".join(filter(None, [
+        "" if told else "no step without barriers", *failed[:1],
+        f"{different} texts differ" if different else "",
+        "" if least >= args.steps else f"broken in {least} steps, {args.steps} are asked for",
+    ]))
+    return (name, streams, waits, faults, least, most, texts, why or "ok", different), not why
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("program", type=lambda path: str(pathlib.Path(path).resolve()))
+    parser.add_argument("configs", nargs="*", type=pathlib.Path)
+    parser.add_argument("--device")
+    parser.add_argument("--tune", action="append", default=[])
+    parser.add_argument("--only", action="append", choices=sorted(MODELS))
+    parser.add_argument("--seconds", type=float, default=1800)
+    parser.add_argument("--steps", type=int, default=40)
+    args = parser.parse_args()
+    models = {name: model for name, model in MODELS.items() if not args.only or name in args.only}
+    if args.configs:
+        models = {path.stem: (json.loads(path.read_text()), {}) for path in args.configs}
+    runs = [(name, streams) for name in models for streams in (1, STREAMS)]
+    began, good = time.monotonic(), True
+    print(f"{'model':24} {'streams':>7} {'calls':>6} {'faults':>7} {'steps a call':>13} {'texts':>6} {'different':>9}  result")
+    with tempfile.TemporaryDirectory() as root:
+        folders = {}
+        for index, (name, streams) in enumerate(runs):
+            config, keys = models[name]
+            left = args.seconds - (time.monotonic() - began)
+            end = time.monotonic() + max(left, 1) / (len(runs) - index)
+            try:
+                if name not in folders:
+                    folders[name] = pathlib.Path(root) / f"model{index}"
+                    common.checkpoint(args.program, config, folders[name])
+                row, fine = run(args, name, config, keys, streams, folders[name], end)
+            except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+                row, fine = (name, streams, 0, 0, 0, 0, 0, str(getattr(error, "stderr", None) or error).strip()), False
+            name, streams, waits, faults, least, most, texts, result, *rest = row
+            print(f"{name:24} {streams:7} {waits:6} {faults:7} {f'{least} to {most}':>13} {texts:6} "
+                  f"{rest[0] if rest else 0:9}  {result}", flush=True)
+            good &= fine
+    print("all texts are the undisturbed ones" if good else "FAILED")
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -22,10 +22,11 @@ import common
 
 TOKENS = 96
 STREAMS = 8
-# The chunks of a first prompt fill both plans in flight, so that the others arrive meanwhile and join in one plan.
-CHUNK = 64
-FIRST = 2 * CHUNK + 8
-TRIES = 20
+# The chunks of a first prompt fill both plans in flight, so that the others arrive meanwhile and join in one plan. A GPU
+# takes milliseconds for these chunks, a CPU driver for smaller ones.
+CHUNK = 4096
+CPU_CHUNK = 64
+TRIES = 40
 
 MODELS = {
     "dense": (common.dense(), {}),
@@ -45,8 +46,9 @@ def prompt(index):
 class Batches:
     """Texts of a server whose batches are the same in every run, because rounding depends on the number of rows."""
 
-    def __init__(self, server, streams):
+    def __init__(self, server, streams, chunk):
         self.server, self.streams, self.turn = server, streams, 0
+        self.first = 3 * chunk + 8
 
     def texts(self):
         prompts = [prompt(index) for index in range(self.streams)]
@@ -57,7 +59,7 @@ class Batches:
             records = self.server.steps(0)
             following = records[-1]["number"] + 1 if records else 0
             # Another first prompt each time, so that none is found in the prefix cache.
-            first = threading.Thread(target=self.server.complete, args=([[100 + self.turn % 1900] * FIRST], 1))
+            first = threading.Thread(target=self.server.complete, args=([[100 + self.turn % 1900] * self.first], 1))
             first.start()
             texts = self.server.complete(prompts, TOKENS)
             first.join()
@@ -70,16 +72,17 @@ class Batches:
 
 def run(args, name, config, keys, streams, folder, end):
     """Returns the row of the table for a model, and whether it is good."""
-    keys = {"slots": STREAMS, "context": 256, "drafts": 0, "prefill_chunk": CHUNK, **keys}
+    chunk = CPU_CHUNK if args.device == "cpu" else CHUNK
+    keys = {"slots": STREAMS, "context": 4 * chunk, "drafts": 0, "prefill_chunk": chunk, **keys}
     with common.Server(args.program, folder, args.device, args.tune, **keys) as server:
-        batches = Batches(server, streams)
+        batches = Batches(server, streams, chunk)
         wanted = batches.texts()
         if batches.texts() != wanted:
             return (name, streams, 0, 0, 0, 0, 0, "undisturbed texts differ"), False
     tune = [*args.tune, "broken_calls=1", "broken_every=3", "retry_ms=0"]
     texts = different = 0
     with common.Server(args.program, folder, args.device, tune, **keys) as server:
-        batches = Batches(server, streams)
+        batches = Batches(server, streams, chunk)
         told = [entry["message"] for entry in server.log if "waits are broken in turn" in entry.get("message", "")]
         failed = [entry["message"] for entry in server.log if "failed its test" in entry.get("message", "")]
         steps, faults, seen = {}, 0, 0

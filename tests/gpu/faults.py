@@ -73,7 +73,8 @@ class Batches:
 def run(args, name, config, keys, streams, folder, end):
     """Returns the row of the table for a model, and whether it is good."""
     chunk = CPU_CHUNK if args.device == "cpu" else CHUNK
-    keys = {"slots": STREAMS, "context": 4 * chunk, "drafts": 0, "prefill_chunk": chunk, **keys}
+    # The first prompt has a slot as well.
+    keys = {"slots": STREAMS + 1, "context": 4 * chunk, "drafts": 0, "prefill_chunk": chunk, **keys}
     with common.Server(args.program, folder, args.device, args.tune, **keys) as server:
         batches = Batches(server, streams, chunk)
         wanted = batches.texts()

@@ -202,7 +202,8 @@ struct Injected {
 impl Injected {
     fn start(vulkan: &Vulkan, path: &str, change: &dyn Fn(&mut Model), tune: &[&str]) -> Injected {
         let small = |model: &mut Model| {
-            (model.slots, model.context) = (Some(STREAMS), Some(256));
+            // The prompt behind which the others join has a slot as well.
+            (model.slots, model.context) = (Some(STREAMS + 1), Some(256));
             (model.drafts, model.prefill_chunk) = (Some(0), Some(64));
             change(model);
         };

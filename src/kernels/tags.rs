@@ -352,7 +352,8 @@ fn polled(recording: &Recording, visit: &mut dyn FnMut(&Polled<'_>) -> Result<()
                 Some((newest, before)) if name == "y" && own.is_some_and(|own| *newest == Held::Tag(own)) => before,
                 _ => &states[..],
             };
-            if name == "y" && !adds("epilogue") && !call.kernel.starts_with("expert_skinny") {
+            // Only calls that add to y read it: products with a residual, and the second stage of experts.
+            if name == "y" && !adds("epilogue") && !adds("stage") {
                 continue;
             }
             visit(&Polled { number, call, tag, buffer, awaited, states })?;

@@ -10,6 +10,7 @@ undisturbed one, or a call was broken in fewer steps. On a CPU driver: --device 
 """
 
 import argparse
+import itertools
 import json
 import pathlib
 import subprocess
@@ -20,12 +21,15 @@ import time
 
 import common
 
-TOKENS = 96
+# The numbers of tokens of the texts, in turn. They differ, so that a call's turn comes at other tokens in each text.
+LENGTHS = range(76, 97)
 STREAMS = 8
-# The chunks of a first prompt fill both plans in flight, so that the others arrive meanwhile and join in one plan. A GPU
-# takes milliseconds for these chunks, a CPU driver for smaller ones.
-CHUNK = 4096
-CPU_CHUNK = 64
+# While the chunks of a first prompt are computed, the others arrive, so that they join in one plan. A CPU driver takes long
+# enough for a few small chunks.
+CHUNK, CHUNKS = 4096, 14
+CPU_CHUNK, CPU_CHUNKS = 64, 2
+# Seconds from the first prompt to the others, in turn.
+PAUSES = (0.01, 0.02, 0.005, 0.03)
 TRIES = 40
 
 MODELS = {
@@ -46,14 +50,15 @@ def prompt(index):
 class Batches:
     """Texts of a server whose batches are the same in every run, because rounding depends on the number of rows."""
 
-    def __init__(self, server, streams, chunk):
-        self.server, self.streams, self.turn = server, streams, 0
-        self.first = 3 * chunk + 8
+    def __init__(self, server, streams, first):
+        self.server, self.streams, self.first, self.turn = server, streams, first, 0
 
-    def texts(self):
+    def texts(self, tokens):
+        """Returns the texts of all streams, each of this number of tokens."""
         prompts = [prompt(index) for index in range(self.streams)]
         if self.streams == 1:
-            return self.server.complete(prompts, TOKENS)
+            return self.server.complete(prompts, tokens)
+        seen = set()
         for _ in range(TRIES):
             self.turn += 1
             records = self.server.steps(0)
@@ -61,36 +66,41 @@ class Batches:
             # Another first prompt each time, so that none is found in the prefix cache.
             first = threading.Thread(target=self.server.complete, args=([[100 + self.turn % 1900] * self.first], 1))
             first.start()
-            texts = self.server.complete(prompts, TOKENS)
+            time.sleep(PAUSES[self.turn % len(PAUSES)])
+            texts = self.server.complete(prompts, tokens)
             first.join()
             time.sleep(0.05)
             rows = {step["rows"] for step in self.server.steps(following) if step["phase"] == "decode"}
             if rows == {self.streams}:
                 return texts
-        raise RuntimeError(f"{self.streams} prompts never joined in one plan")
+            seen.add(tuple(sorted(rows)))
+        raise RuntimeError(f"{self.streams} prompts never joined in one plan, but in steps of {sorted(seen)} rows")
 
 
 def run(args, name, config, keys, streams, folder, end):
     """Returns the row of the table for a model, and whether it is good."""
-    chunk = CPU_CHUNK if args.device == "cpu" else CHUNK
+    chunk, chunks = (CPU_CHUNK, CPU_CHUNKS) if args.device == "cpu" else (CHUNK, CHUNKS)
+    first = chunk * chunks + 8
     # The first prompt has a slot as well.
-    keys = {"slots": STREAMS + 1, "context": 4 * chunk, "drafts": 0, "prefill_chunk": chunk, **keys}
+    keys = {"slots": STREAMS + 1, "context": max(first + 8, 256), "drafts": 0, "prefill_chunk": chunk, **keys}
     with common.Server(args.program, folder, args.device, args.tune, **keys) as server:
-        batches = Batches(server, streams, chunk)
-        wanted = batches.texts()
-        if batches.texts() != wanted:
+        batches = Batches(server, streams, first)
+        wanted = {tokens: batches.texts(tokens) for tokens in LENGTHS}
+        if any(batches.texts(tokens) != texts for tokens, texts in wanted.items()):
             return (name, streams, 0, 0, 0, 0, 0, "undisturbed texts differ"), False
     tune = [*args.tune, "broken_calls=1", "broken_every=3", "retry_ms=0"]
     texts = different = 0
     with common.Server(args.program, folder, args.device, tune, **keys) as server:
-        batches = Batches(server, streams, chunk)
+        batches = Batches(server, streams, first)
         told = [entry["message"] for entry in server.log if "waits are broken in turn" in entry.get("message", "")]
         failed = [entry["message"] for entry in server.log if "failed its test" in entry.get("message", "")]
         steps, faults, seen = {}, 0, 0
-        while time.monotonic() < end:
-            found = batches.texts()
+        for tokens in itertools.cycle(LENGTHS):
+            if time.monotonic() > end:
+                break
+            found = batches.texts(tokens)
             texts += len(found)
-            different += sum(one != other for one, other in zip(found, wanted))
+            different += sum(one != other for one, other in zip(found, wanted[tokens]))
             for entry in server.log[seen:]:
                 seen += 1
                 if entry.get("message") == "a test has broken this call" and entry["rows"] == streams:

@@ -23,7 +23,7 @@ def dense(**change):
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "hidden_size": 128,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 384,
         "num_hidden_layers": 3, "vocab_size": 2048, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
-        "max_position_embeddings": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "max_position_embeddings": 131072, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
         "attention_bias": False, "bos_token_id": 1, "eos_token_id": 2, **change,
     }
 
@@ -42,7 +42,7 @@ def hybrid(**change):
     text = {
         "model_type": "qwen3_5_moe_text", "attention_bias": False, "hidden_act": "silu", "hidden_size": 128,
         "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 8,
-        "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
         "torch_dtype": "bfloat16", "vocab_size": 2048, "bos_token_id": 1, "eos_token_id": 2,
         "rope_parameters": {"mrope_interleaved": True, "mrope_section": [3, 3, 2], "partial_rotary_factor": 0.25,
                             "rope_theta": 10000000.0, "rope_type": "default"},
@@ -61,7 +61,7 @@ def windows(**change):
     config = json.loads(path.read_text())
     del config["quantization_config"]
     config.update(num_hidden_layers=4, num_key_value_heads=2, intermediate_size=64, vocab_size=2048,
-                  max_position_embeddings=32768,
+                  max_position_embeddings=131072,
                   bos_token_id=1, eos_token_id=2, pad_token_id=2)
     config.update(change)
     config["layer_types"] = ["sliding_attention", "full_attention"] * (config["num_hidden_layers"] // 2)

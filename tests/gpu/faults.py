@@ -4,7 +4,7 @@
     faults.py PROGRAM [--device SEL] [--tune KEY=VALUE]... [--seconds S] [--only NAME]... [--steps N] [CONFIG.json ...]
 
 Models are small ones of random weights of each kind, or those of the given configurations. Each is served undisturbed, twice,
-and then with a fault in every third step (`broken_calls=1`), with one stream and with eight. A model ends when each call has
+and then with a fault in every EVERY-th step (`broken_calls=1`), with one stream and with eight. A model ends when each call has
 been broken in N different steps of a text (40), or its share of S seconds is over. The status is 1 if a text differs from the
 undisturbed one, or a call was broken in fewer steps. On a CPU driver: --device cpu --tune fragments=1 --tune tags=1.
 """
@@ -26,10 +26,12 @@ LENGTHS = range(76, 97)
 STREAMS = 8
 # While the chunks of a first prompt are computed, the others arrive, so that they join in one plan. A CPU driver takes long
 # enough for a few small chunks.
-CHUNK, CHUNKS = 4096, 14
+CHUNK, CHUNKS = 4096, 10
 CPU_CHUNK, CPU_CHUNKS = 64, 2
 # Seconds from the first prompt to the others, in turn.
 PAUSES = (0.01, 0.02, 0.005, 0.03)
+# The steps of a plan behind its first fault run again with barriers. With a large number, every step of a plan has its turn.
+EVERY = 29
 TRIES = 40
 
 MODELS = {
@@ -69,7 +71,7 @@ class Batches:
             time.sleep(PAUSES[self.turn % len(PAUSES)])
             texts = self.server.complete(prompts, tokens)
             first.join()
-            time.sleep(0.05)
+            time.sleep(0.01)
             rows = {step["rows"] for step in self.server.steps(following) if step["phase"] == "decode"}
             if rows == {self.streams}:
                 return texts
@@ -88,7 +90,7 @@ def run(args, name, config, keys, streams, folder, end):
         wanted = {tokens: batches.texts(tokens) for tokens in LENGTHS}
         if any(batches.texts(tokens) != texts for tokens, texts in wanted.items()):
             return (name, streams, 0, 0, 0, 0, 0, "undisturbed texts differ"), False
-    tune = [*args.tune, "broken_calls=1", "broken_every=3", "retry_ms=0"]
+    tune = [*args.tune, "broken_calls=1", f"broken_every={EVERY}", "retry_ms=0"]
     texts = different = 0
     with common.Server(args.program, folder, args.device, tune, **keys) as server:
         batches = Batches(server, streams, first)

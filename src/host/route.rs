@@ -71,16 +71,14 @@ impl Host {
             None => RouteError::UnknownModel { asked, served },
         })
     }
-
-    /// Clears the record of which replica received which prompts, after the replicas have cleared their prefix caches.
-    pub fn forget_prompts(&self, model: &str) {
-        if let Ok(model) = self.model(model) {
-            *model.affinity() = Affinity::default();
-        }
-    }
 }
 
 impl ServedModel {
+    /// Clears the record of which replica received which prompts, after the replicas have cleared their prefix caches.
+    pub fn forget_prompts(&self) {
+        *self.affinity() = Affinity::default();
+    }
+
     /// The replica for a request on the selected device or replica; with an empty `device` on any.
     ///
     /// `device` is a replica's name or a [`Selector`]. Of several replicas that fit, it is the least loaded, of those

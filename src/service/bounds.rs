@@ -227,14 +227,8 @@ pub fn echo(tokens: usize, bytes: usize, logprobs: bool) -> Result<(), Refusal> 
 
 /// Checks the lengths of a request's fields before any work is done for it. `most` is the most text bytes of a prompt.
 pub fn request(message: &proto::GenerateRequest, most: usize) -> Result<(), Refusal> {
-    for (field, text) in [
-        ("request_id", &message.request_id),
-        ("model", &message.model),
-        ("device", &message.device),
-        ("cache_salt", &message.cache_salt),
-    ] {
-        name(field, text)?;
-    }
+    name("request_id", &message.request_id)?;
+    name("cache_salt", &message.cache_salt)?;
     logit_biases(message.sampling.as_ref().map_or(0, |sampling| sampling.logit_bias.len()))?;
     stop_ids(message.stopping.as_ref().map_or(0, |stopping| stopping.ids.len()))?;
     match &message.prompt {

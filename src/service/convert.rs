@@ -33,8 +33,6 @@ pub(super) fn embed_call(message: proto::EmbedRequest) -> Result<EmbedCall, Refu
     Ok(EmbedCall {
         common: Common {
             id: message.request_id,
-            model: message.model,
-            device: message.device,
             priority: message.priority,
             cache_salt: message.cache_salt,
             keep: None,

@@ -57,10 +57,8 @@ struct Ready {
 }
 
 fn check(common: &Common, inputs: usize, field: &'static str) -> Result<(), Refusal> {
-    let Common { id, model, device, cache_salt, .. } = common;
-    for (field, text) in [("request_id", id), ("model", model), ("device", device), ("cache_salt", cache_salt)] {
-        bounds::name(field, text)?;
-    }
+    bounds::name("request_id", &common.id)?;
+    bounds::name("cache_salt", &common.cache_salt)?;
     if inputs == 0 {
         return Err(Refusal::Missing { field, rule: "at least one" });
     }
@@ -170,6 +168,7 @@ impl Rpc {
         &self,
         span: &Span,
         caller: &Caller,
+        place: Target,
         call: EmbedCall,
     ) -> Result<Answers<Vec<f32>>, Failure> {
         check(&call.common, call.inputs.len(), "inputs")?;
@@ -178,7 +177,6 @@ impl Rpc {
                 bounds::prompt("inputs.text", text.len(), self.most_text())?;
             }
         }
-        let place = caller.scope.place(self.host(), &call.common.model, &call.common.device)?;
         let embedding = &place.model().info.embedding;
         let (size, normalize) = (embedding.size, call.normalize.unwrap_or(embedding.normalize));
         if let Some(dimensions) = call.dimensions.filter(|dimensions| !(1..=size).contains(dimensions)) {
@@ -219,16 +217,16 @@ impl Rpc {
         &self,
         span: &Span,
         caller: &Caller,
+        place: Target,
         call: ScoreCall,
     ) -> Result<Answers<f64>, Failure> {
         check(&call.common, call.pairs.len(), "documents")?;
         for (query, document) in &call.pairs {
             bounds::prompt("documents", query.len() + document.len(), self.most_text())?;
         }
-        let place = caller.scope.place(self.host(), &call.common.model, &call.common.device)?;
         let embedding = &place.model().info.embedding;
         if embedding.declared && embedding.answers.is_none() {
-            return self.cosines(span, caller, call).await;
+            return self.cosines(span, caller, place, call).await;
         }
         let bytes = call.pairs.iter().map(|(query, document)| query.len() + document.len()).sum();
         let ScoreCall { common, pairs, task } = call;
@@ -254,7 +252,13 @@ impl Rpc {
     }
 
     /// The cosines of pairs of texts. A query that several pairs begin with is embedded once.
-    async fn cosines(&self, span: &Span, caller: &Caller, call: ScoreCall) -> Result<Answers<f64>, Failure> {
+    async fn cosines(
+        &self,
+        span: &Span,
+        caller: &Caller,
+        place: Target,
+        call: ScoreCall,
+    ) -> Result<Answers<f64>, Failure> {
         let mut inputs: Vec<Input> = Vec::new();
         let mut last: Option<(String, usize)> = None;
         let mut places = Vec::with_capacity(call.pairs.len());
@@ -281,7 +285,7 @@ impl Rpc {
                 normalize: Some(true),
                 ..EmbedCall::default()
             };
-            let answers = Box::pin(self.vectors(span, caller, part)).await?;
+            let answers = Box::pin(self.vectors(span, caller, place.clone(), part)).await?;
             (id, model) = (answers.id, answers.model);
             vectors.extend(answers.answers);
         }
@@ -389,7 +393,7 @@ impl Rpc {
         };
         let several = ready.place.model().replicas.len() > 1;
         let keys = if several { page_keys(&common.cache_salt, prompt) } else { Vec::new() };
-        let place = ready.place.clone().for_prompt(&common.device, &keys, 1)?;
+        let place = ready.place.clone().for_prompt(&keys, 1)?;
         let (pooling, allowed) = match &ready.task {
             Task::Embed => (Some(place.model().info.embedding.pooling), None),
             Task::Answer { mask, .. } => (None, Some(Arc::clone(mask))),

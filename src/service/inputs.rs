@@ -29,13 +29,9 @@ impl Input {
 pub(super) struct Common {
     /// The call's id; empty: the server makes one.
     pub(super) id: String,
-    /// As in `GenerateRequest`.
-    pub(super) model: String,
-    /// As in `GenerateRequest`.
-    pub(super) device: String,
-    /// As in `GenerateRequest`.
+    /// `priority` of `GenerateRequest`.
     pub(super) priority: i32,
-    /// As in `GenerateRequest`.
+    /// `cache_salt` of `GenerateRequest`.
     pub(super) cache_salt: String,
     /// The number of last tokens of each input that are kept; `None`: all.
     pub(super) keep: Option<usize>,

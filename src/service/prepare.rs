@@ -21,30 +21,33 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 use tracing::Span;
 
-/// A replica, held together with its model and the host.
+/// The model and the replica of a call. A call looks its model up once, and every later stage uses the target: a model
+/// that is loaded under the same name meanwhile may have another tokenizer.
 #[derive(Clone, Debug)]
 pub struct Target {
     host: Arc<Host>,
     model: Arc<ServedModel>,
     replica: Arc<Replica>,
+    /// The device or replica that the caller asked for; empty for any.
+    device: String,
 }
 
 impl Target {
-    /// Finds the place of a request's `model` and `device`.
+    /// Looks up a request's `model`, and chooses one of its replicas on `device`.
     pub fn find(host: &Arc<Host>, model: &str, device: &str) -> Result<Target, Refusal> {
         Target::of(host, host.model(model)?, device)
     }
 
-    /// Finds the place of a request for `model`, which was looked up before.
+    /// Chooses a replica on `device` of a model that has been looked up.
     pub fn of(host: &Arc<Host>, model: Arc<ServedModel>, device: &str) -> Result<Target, Refusal> {
         let replica = model.route(device)?;
-        Ok(Target { host: Arc::clone(host), model, replica })
+        Ok(Target { host: Arc::clone(host), model, replica, device: device.to_owned() })
     }
 
-    /// Chooses the replica for `samples` samples of a prompt whose full pages have the names `keys`. It is one of the same
-    /// model, even if another model has its name by now: the prompt was made with this model's tokenizer.
-    pub(super) fn for_prompt(self, device: &str, keys: &[PageKey], samples: usize) -> Result<Target, Refusal> {
-        let replica = self.model.route_prompt(device, keys, samples)?;
+    /// Chooses the replica for `samples` samples of a prompt whose full pages have the names `keys`. It is a replica of
+    /// the same model, even if another model has its name by now: the prompt was made with this model's tokenizer.
+    pub(super) fn for_prompt(self, keys: &[PageKey], samples: usize) -> Result<Target, Refusal> {
+        let replica = self.model.route_prompt(&self.device, keys, samples)?;
         Ok(Target { replica, ..self })
     }
 
@@ -233,8 +236,9 @@ pub fn prepare(
     prepare_at(place, message, deadline, None, &Span::none(), &Cancel::until(deadline))
 }
 
-/// As [`prepare`], for a place on the message's model. If `keep` is given, only the last `keep` tokens of the prompt are
-/// kept. Ends early once `cancel` is cancelled. The spans of the work are children of `span`.
+/// Like [`prepare`], for a model that has been looked up: the message's own `model` and `device` are not read. If `keep`
+/// is given, only the last `keep` tokens of the prompt are kept. Ends early once `cancel` is cancelled. The spans of the
+/// work are children of `span`.
 pub fn prepare_at(
     place: Target,
     message: proto::GenerateRequest,
@@ -297,7 +301,7 @@ pub fn prepare_at(
     // Where its beginning may lie already, now that its tokens are known.
     let several = place.model().replicas.len() > 1;
     let keys = if several { page_keys(&message.cache_salt, &prompt) } else { Vec::new() };
-    let place = place.for_prompt(&message.device, &keys, samples as usize)?;
+    let place = place.for_prompt(&keys, samples as usize)?;
 
     let defaults = Sampling::default();
     let mut logit_bias: Vec<(u32, f32)> = sampling.logit_bias.into_iter().collect();

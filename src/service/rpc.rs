@@ -173,16 +173,21 @@ impl Ostinato for Rpc {
     async fn generate(&self, request: Request<proto::GenerateRequest>) -> Result<Response<Tracked>, Status> {
         let span = rpc_span(SERVICE, "Generate", request.metadata());
         let caller = Caller::of(&request);
-        let started = self.open(&span, caller, request.into_inner(), None, |_| {}).await.map(|(stream, ())| stream);
-        self.begun(&span, started)
+        let started = async {
+            let message = request.into_inner();
+            let place = caller.scope.place(&self.host, &message.model, &message.device)?;
+            self.open(&span, &caller, place, message, None, |_| {}).await.map(|(stream, ())| stream)
+        };
+        self.begun(&span, started.await)
     }
 
     async fn embed(&self, request: Request<proto::EmbedRequest>) -> Result<Response<proto::EmbedResponse>, Status> {
         let span = rpc_span(SERVICE, "Embed", request.metadata());
         let caller = Caller::of(&request);
         let answered = async {
-            let call = convert::embed_call(request.into_inner())?;
-            self.vectors(&span, &caller, call).await.map(convert::embedded)
+            let message = request.into_inner();
+            let place = caller.scope.place(&self.host, &message.model, &message.device)?;
+            self.vectors(&span, &caller, place, convert::embed_call(message)?).await.map(convert::embedded)
         };
         self.settled(&span, answered.await)
     }
@@ -249,9 +254,6 @@ impl Ostinato for Rpc {
         let span = rpc_span(SERVICE, "GetLoad", request.metadata());
         let caller = Caller::of(&request);
         let model = request.into_inner().model;
-        if let Err(refusal) = bounds::name("model", &model) {
-            return answer(&span, Err(refusal));
-        }
         let replicas = if model.is_empty() {
             let models = self.host.models();
             let mine = models.iter().filter(|model| caller.scope.may_use(&model.name).is_ok());
@@ -338,8 +340,11 @@ impl Scope {
         }
     }
 
-    /// Where a request of this caller runs. Where it names no model, the only one that it may use is meant.
+    /// Looks up the model that a request of this caller names, if the caller may use it, and chooses a replica on
+    /// `device`. An empty name means the only model that the caller may use.
     pub(super) fn place(&self, host: &Arc<Host>, model: &str, device: &str) -> Result<Target, Refusal> {
+        bounds::name("model", model)?;
+        bounds::name("device", device)?;
         let found = match self.only(host, model)? {
             Some(only) => Target::of(host, only, device),
             None => self.may_use(model).and_then(|()| Target::find(host, model, device)),
@@ -492,20 +497,20 @@ impl Rpc {
         self.jobs.run(client, size, move || work(places)).await
     }
 
-    /// Starts a generation. `keep` truncates the prompt to its last tokens. `adjust` changes what the message cannot express
-    /// in the prepared request; its result is returned too.
+    /// Starts a generation on `place`; the message's own `model` and `device` are not read. `keep` truncates the prompt to
+    /// its last tokens. `adjust` sets what the message has no field for in the prepared request; its result is returned
+    /// too.
     pub(super) async fn open<T: Send + 'static>(
         &self,
         span: &Span,
-        caller: Caller,
+        caller: &Caller,
+        place: Target,
         message: proto::GenerateRequest,
         keep: Option<usize>,
         adjust: impl FnOnce(&mut Prepared) -> T + Send + 'static,
     ) -> Result<(Tracked, T), Refusal> {
         let deadline = caller.deadline()?;
         bounds::request(&message, self.most_text)?;
-        // What it may do first, then whether it can be, then whether there is room for it.
-        let place = caller.scope.place(&self.host, &message.model, &message.device)?;
         if let Some(Prompt::Tokens(tokens)) = &message.prompt {
             prepare::fits(place.model(), keep.map_or(tokens.ids.len(), |keep| keep.min(tokens.ids.len())), 1)?;
         }
@@ -524,7 +529,7 @@ impl Rpc {
             }
             Ok((prepared, found, places, prompt))
         };
-        let worked = self.work(&caller, samples, size, work).await;
+        let worked = self.work(caller, samples, size, work).await;
         let (prepared, found, places, prompt) = worked.map_err(|refusal| caller.scope.narrowed(&self.host, refusal))?;
         let surroundings = Surroundings {
             buffer: self.settings().stream_buffer,
@@ -547,7 +552,7 @@ impl Rpc {
         message: proto::TokenizeRequest,
     ) -> Result<proto::TokenizeResponse, Refusal> {
         use proto::tokenize_request::Input;
-        let place = self.text_place(caller, &message.model)?;
+        let place = caller.scope.place(&self.host, &message.model, "")?;
         let field = match &message.input {
             None => return Err(Refusal::Missing { field: "input", rule: "one of text and chat" }),
             Some(Input::Text(text)) => bounds::prompt("text", text.len(), self.most_text).map(|()| "text")?,
@@ -575,19 +580,13 @@ impl Rpc {
         caller: &Caller,
         message: proto::DetokenizeRequest,
     ) -> Result<proto::DetokenizeResponse, Refusal> {
-        let place = self.text_place(caller, &message.model)?;
+        let place = caller.scope.place(&self.host, &message.model, "")?;
         bounds::decoded(message.token_ids.len(), place.model().info.context as usize)?;
         self.text_work(caller, message.encoded_len(), move || {
             let text = tokenizer(&place, "token_ids")?.decode(&message.token_ids, message.skip_special)?;
             Ok(proto::DetokenizeResponse { text })
         })
         .await
-    }
-
-    /// The model whose tokenizer a Tokenize or Detokenize call uses.
-    fn text_place(&self, caller: &Caller, model: &str) -> Result<Target, Refusal> {
-        bounds::name("model", model)?;
-        caller.scope.place(&self.host, model, "")
     }
 
     /// Runs the work of a Tokenize or Detokenize call, or the parsing of a body, whose message has `bytes` bytes. It
@@ -650,7 +649,6 @@ impl Rpc {
     }
 
     async fn profiled(&self, scope: &Scope, message: proto::ProfileRequest) -> Result<proto::ProfileResponse, Refusal> {
-        bounds::name("model", &message.model)?;
         if !(0.0..=PROFILE_WAIT.0).contains(&message.wait_seconds) {
             let (field, value) = ("wait_seconds", message.wait_seconds.to_string());
             return Err(Refusal::Value { field, value, rule: "from 0 to 60" });

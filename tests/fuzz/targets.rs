@@ -306,9 +306,9 @@ pub fn generate(bytes: &[u8]) {
 /// A `GenerateRequest` of the routers' engine contract.
 pub fn vllm_generate(bytes: &[u8]) {
     let Ok(message) = contract::GenerateRequest::decode(bytes) else { return };
-    let asked = convert::model(host()).and_then(|model| convert::request(&model, message));
-    checked(asked.and_then(|asked| {
-        let place = prepare::Target::find(host(), &asked.message.model, &asked.message.device)?;
+    checked(convert::model(host()).and_then(|model| {
+        let asked = convert::request(&model, message)?;
+        let place = prepare::Target::of(host(), model, &asked.replica)?;
         let (keep, span, cancel) = (asked.rest.keep, tracing::Span::none(), Cancel::default());
         let mut prepared = prepare::prepare_at(place, asked.message, None, keep, &span, &cancel)?;
         asked.rest.apply(&mut prepared);

@@ -3,6 +3,7 @@
 //! configuration has exactly the specified effects. Method: fake devices behind the real endpoint, with a source that
 //! builds a model when the test allows it. `tests/device/loading.rs` covers real devices.
 
+use crate::openai::post;
 use crate::serving::{Served, fake, generate, model, read, serve_host, text_request, tokenizer};
 use ostinato::actors::workers::Cancel;
 use ostinato::config::{LoadWhen, Model, Selector};
@@ -17,6 +18,7 @@ use ostinato::service::prepare::{Target, prepare_at};
 use ostinato::service::proto::{self, ModelState, Replace, load_model_response::Event};
 use ostinato::service::server::{Changeable, Options};
 use proto::vllm;
+use serde_json::json;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -36,7 +38,7 @@ pub struct Control {
 }
 
 /// A source of fake models. A model's path is the text that its fake device repeats. With the prefix `slow:` the build
-/// waits for the test; `broken` makes it fail.
+/// waits for the test; `broken` makes it fail; `embeds` is an embedding model.
 #[derive(Debug)]
 struct Fakes(Arc<Control>);
 
@@ -72,7 +74,9 @@ impl ModelSource for Fakes {
         }
         attempt.progress.step("loading weights", 2, 2, Unit::Bytes);
         let device = vec![(0, fake(STEP, script.as_bytes()))];
-        Ok(crate::serving::model(&model.name, Some(tokenizer(true)), device, attempt.queue_limit))
+        let mut served = crate::serving::model(&model.name, Some(tokenizer(true)), device, attempt.queue_limit);
+        served.info.embedding.declared = script == "embeds";
+        Ok(served)
     }
 
     fn devices(&self) -> Vec<ServedDevice> {
@@ -197,6 +201,26 @@ fn a_request_stays_on_the_model_that_it_was_looked_up_on() {
         assert!(!std::ptr::eq(prepared.place.model(), &*host.model(named).unwrap()));
         host.retire(replaced.old.expect("the first one"), Duration::ZERO);
     }
+}
+
+/// Goal: all parts of a call run on one model, even if another model has its name by now: vectors of two models cannot be
+/// compared. Method: a call for scores needs two calls for vectors; the model is replaced during the first.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_call_of_several_parts_stays_on_one_model() {
+    let (served, _) = serve(&[Model::new("one", "embeds", None)]).await;
+    let old = served.host.model("one").unwrap();
+    // Two texts of each of 1,100 pairs: one call for vectors has at most 2,048.
+    let texts = |from: u32| -> Vec<String> { (from..from + 1100).map(|number| number.to_string()).collect() };
+    let body = json!({"model": "one", "queries": texts(1000), "documents": texts(3000)});
+    let http = served.http;
+    let call = tokio::spawn(async move { post(http, "/v1/score", &body).await.json() });
+    until("it runs", async || old.replicas[0].unfinished() > 0).await;
+    let replaced = served.host.load("one", Default::default(), Duration::ZERO, &Quiet).unwrap();
+    let answer = call.await.unwrap();
+    assert_eq!(answer["data"].as_array().unwrap().len(), 1100);
+    assert_eq!(replaced.model.replicas[0].load().prompt_tokens, 0, "the new model has run nothing");
+    assert_eq!(old.replicas[0].load().prompt_tokens, 2200 * 4, "four bytes each");
+    served.host.retire(replaced.old.expect("the first one"), Duration::ZERO);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

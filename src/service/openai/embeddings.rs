@@ -37,8 +37,6 @@ fn common(body: &mut Fields, model: &ServedModel, id: &str, output: u32) -> Resu
     let priority = body.signed("priority")?.unwrap_or(0);
     Ok(Common {
         id: format!("{id}-{}", fresh_id()),
-        model: model.name.clone(),
-        device: String::new(),
         priority: i32::try_from(priority)
             .map_err(|_| refuse("priority", &priority.into(), "a whole number of 32 bits"))?,
         cache_salt: body.text("cache_salt")?.unwrap_or_default(),

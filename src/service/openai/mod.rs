@@ -32,7 +32,7 @@ use super::bounds::Arrival;
 use super::connections;
 use super::crowd::OpenCall;
 use super::inputs::Failure;
-use super::prepare::Prepared;
+use super::prepare::{Prepared, Reasons, Target};
 use super::proto;
 use super::refusal::{Refusal, code_name};
 use super::rpc::{Caller, Rpc, Tracked};
@@ -229,7 +229,7 @@ impl OpenAi {
 
 /// What was found out while a prompt was made.
 struct Found {
-    reasons: super::prepare::Reasons,
+    reasons: Reasons,
     /// The prompt, where it is told again.
     ids: Vec<u32>,
 }
@@ -240,16 +240,16 @@ impl Call {
         refused(&self.openai, &self.span, refusal)
     }
 
-    /// The model that a request names, or the only one.
-    fn model(&self, body: &mut Fields) -> Result<super::prepare::Target, Refusal> {
+    /// Looks up the model that a request names, or the only one.
+    fn model(&self, body: &mut Fields) -> Result<Target, Refusal> {
         let name = body.text("model")?.unwrap_or_default();
-        super::bounds::name("model", &name)?;
         self.caller.scope.place(self.openai.rpc.host(), &name, "")
     }
 
     /// Starts a generation.
     async fn start(
         &self,
+        place: &Target,
         message: proto::GenerateRequest,
         keep: Option<usize>,
         special_text: bool,
@@ -268,7 +268,7 @@ impl Call {
             let ids = if echo { prepared.request.prompt.clone() } else { Vec::new() };
             Found { reasons: prepared.reasons, ids }
         };
-        self.openai.rpc.open(&self.span, self.caller.clone(), message, keep, adjust).await
+        self.openai.rpc.open(&self.span, &self.caller, place.clone(), message, keep, adjust).await
     }
 
     /// The answer of generations that run: at their end, or as events.
@@ -556,7 +556,8 @@ async fn chat_completions(State(openai): State<Arc<OpenAi>>, request: Request<Bo
         let stop_ids = common.message.stopping.as_ref().map(|stopping| stopping.ids.clone()).unwrap_or_default();
         let (each, keep) = (common.n as usize, common.keep);
         let form = call_form(place.model(), &asked.tools);
-        let (stream, found) = call.start(asked.common.message, keep, asked.common.special_text, form, false).await?;
+        let (stream, found) =
+            call.start(&place, asked.common.message, keep, asked.common.special_text, form, false).await?;
         let reading = reading(form, &asked.tools, &found, &stop_ids, !streaming.stream);
         let running = Running::new(&id, vec![stream], each, &reading);
         let answer = Answer { reasoning: asked.reasoning, logprobs, ..Answer::new(&id, place.model(), streaming) };
@@ -577,14 +578,15 @@ async fn text_completions(State(openai): State<Arc<OpenAi>>, request: Request<Bo
         let (mut streams, mut echo) = (Vec::new(), completions::Echo::default());
         let (keep, each) = (asked.common.keep, asked.common.n as usize);
         let (mut tokens, mut bytes) = (0usize, 0usize);
-        let mut reasons = super::prepare::Reasons::Never;
+        let mut reasons = Reasons::Never;
         for (index, prompt) in asked.prompts.into_iter().enumerate() {
             let given = match &prompt {
                 Prompt::Text(text) if asked.echo && keep.is_none() => Some(text.clone()),
                 _ => None,
             };
             let message = completions::message(&asked.common, index, prompt);
-            let (stream, found) = call.start(message, keep, asked.common.special_text, None, asked.echo).await?;
+            let (stream, found) =
+                call.start(&place, message, keep, asked.common.special_text, None, asked.echo).await?;
             if asked.echo {
                 let shown = completions::shown(given, &found.ids, text);
                 tokens = tokens.saturating_add(found.ids.len().saturating_mul(each));
@@ -621,7 +623,8 @@ async fn created_response(State(openai): State<Arc<OpenAi>>, request: Request<Bo
         let (id, streaming) = (asked.common.message.request_id.clone(), asked.common.streaming);
         let keep = asked.common.keep;
         let form = call_form(place.model(), &asked.tools);
-        let (stream, found) = call.start(asked.common.message, keep, asked.common.special_text, form, false).await?;
+        let (stream, found) =
+            call.start(&place, asked.common.message, keep, asked.common.special_text, form, false).await?;
         // The last events of a stream tell everything again.
         let reading = reading(form, &asked.tools, &found, &[], true);
         let running = Running::new(&id, vec![stream], 1, &reading);
@@ -635,7 +638,7 @@ async fn vectors(State(openai): State<Arc<OpenAi>>, request: Request<Body>) -> R
     settle(openai, EMBEDDINGS, request, async |call, mut body| {
         let place = call.model(&mut body)?;
         let asked = embeddings::read(body, place.model())?;
-        let answers = call.openai.rpc.vectors(&call.span, &call.caller, asked.call).await?;
+        let answers = call.openai.rpc.vectors(&call.span, &call.caller, place, asked.call).await?;
         let told = embeddings::vectors(&answers, asked.encoding);
         Ok((answers.id, told))
     })
@@ -650,7 +653,7 @@ async fn ranks<const AT: usize>(State(openai): State<Arc<OpenAi>>, request: Requ
             true => asked.call.pairs.iter().map(|(_, document)| document.clone()).collect(),
             false => Vec::new(),
         };
-        let answers = call.openai.rpc.relevance(&call.span, &call.caller, asked.call).await?;
+        let answers = call.openai.rpc.relevance(&call.span, &call.caller, place, asked.call).await?;
         let told = embeddings::ranks(&answers, &documents, asked.most, asked.echo);
         Ok((answers.id, told))
     })
@@ -661,7 +664,7 @@ async fn scores<const AT: usize>(State(openai): State<Arc<OpenAi>>, request: Req
     settle(openai, SCORE[AT], request, async |call, mut body| {
         let place = call.model(&mut body)?;
         let asked = embeddings::read_scores(body, place.model())?;
-        let answers = call.openai.rpc.relevance(&call.span, &call.caller, asked).await?;
+        let answers = call.openai.rpc.relevance(&call.span, &call.caller, place, asked).await?;
         let told = embeddings::scores(&answers, since_1970());
         Ok((answers.id, told))
     })
@@ -691,10 +694,8 @@ async fn models(State(openai): State<Arc<OpenAi>>, mut request: Request<Body>) -
 
 async fn model(State(openai): State<Arc<OpenAi>>, Path(name): Path<String>, mut request: Request<Body>) -> Response {
     let span = http_span(request.method(), MODEL, request.headers());
-    let found = openai.admit(MODEL, &span, &mut request).and_then(|call| {
-        super::bounds::name("model", &name)?;
-        call.caller.scope.place(openai.rpc.host(), &name, "")
-    });
+    let found =
+        openai.admit(MODEL, &span, &mut request).and_then(|call| call.caller.scope.place(openai.rpc.host(), &name, ""));
     match found {
         Ok(place) => json_answer(&span, &listed(&openai, place.model())),
         Err(refusal) => refused(&openai, &span, refusal),

@@ -106,7 +106,6 @@ impl Common {
         let priority = body.signed("priority")?.unwrap_or(0);
         let message = proto::GenerateRequest {
             request_id: format!("{id}-{}", fresh_id()),
-            model: model.name.clone(),
             sampling: Some(sampling),
             stopping: Some(stopping),
             priority: i32::try_from(priority)

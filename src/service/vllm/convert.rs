@@ -67,8 +67,10 @@ pub fn in_their_words(refusal: Refusal) -> Refusal {
 /// What is asked, in our own words.
 #[derive(Debug)]
 pub struct Asked {
-    /// Most of it.
+    /// Most of it. Its `model` and `device` are unset.
     pub message: proto::GenerateRequest,
+    /// The name of the replica of the requested rank; empty if any replica will do.
+    pub replica: String,
     /// What our message has no field for.
     pub rest: Rest,
     /// Whether tokens are told as they come.
@@ -122,9 +124,9 @@ pub fn request(model: &ServedModel, message: contract::GenerateRequest) -> Resul
             return Err(Refusal::Value { field, value: other.to_string(), rule });
         }
     };
-    let device = match message.data_parallel_rank {
+    let replica = match message.data_parallel_rank {
         None => String::new(),
-        Some(rank) => replica(model, "data_parallel_rank", rank)?.name.clone(),
+        Some(rank) => self::replica(model, "data_parallel_rank", rank)?.name.clone(),
     };
     let prompt = match message.input {
         None => return Err(Refusal::Missing { field: "input", rule: "one of tokenized and text" }),
@@ -138,7 +140,6 @@ pub fn request(model: &ServedModel, message: contract::GenerateRequest) -> Resul
     };
     let message_of_ours = proto::GenerateRequest {
         request_id: message.request_id,
-        model: model.name.clone(),
         prompt: Some(prompt),
         sampling: Some(sampling),
         stopping: Some(proto::Stopping {
@@ -149,12 +150,11 @@ pub fn request(model: &ServedModel, message: contract::GenerateRequest) -> Resul
             ignore_eos: params.ignore_eos,
         }),
         output: Some(proto::Output { text: Some(false), token_ids: Some(true), logprobs, prompt_logprobs }),
-        device,
         constraint,
         ..Default::default()
     };
     let rest = Rest { keep, special_text: !params.skip_special_tokens };
-    Ok(Asked { message: message_of_ours, rest, stream: message.stream })
+    Ok(Asked { message: message_of_ours, replica, rest, stream: message.stream })
 }
 
 /// How tokens are drawn; 0 is unset where a field cannot say so itself.
@@ -354,14 +354,11 @@ fn logprobs(tokens: &[proto::TokenLogprobs]) -> Option<contract::OutputLogProbs>
 }
 
 /// A call for the vector of a prompt, which must come as token ids, as in Generate.
-pub(in crate::service) fn embed_call(
-    model: &ServedModel,
-    message: contract::EmbedRequest,
-) -> Result<EmbedCall, Refusal> {
+pub(in crate::service) fn embed_call(message: contract::EmbedRequest) -> Result<EmbedCall, Refusal> {
     let Some(tokenized) = message.tokenized else {
         return Err(Refusal::Missing { field: "tokenized", rule: "the prompt's token ids" });
     };
-    let common = Common { id: message.request_id, model: model.name.clone(), ..Common::default() };
+    let common = Common { id: message.request_id, ..Common::default() };
     Ok(EmbedCall { common, inputs: vec![Embedded::Tokens(tokenized.input_ids)], ..EmbedCall::default() })
 }
 

@@ -8,7 +8,7 @@ pub mod tokenizer;
 
 use super::bounds;
 use super::inputs::Failure;
-use super::prepare::Prepared;
+use super::prepare::{Prepared, Target};
 use super::proto::{smg::grpc::common, vllm::grpc::engine as contract};
 use super::refusal::Refusal;
 use super::rpc::{Caller, Rpc, Scope, Tracked, answer, rpc_span};
@@ -66,7 +66,7 @@ impl VllmRpc {
         scope.only_model(self.host())
     }
 
-    /// Asks something of it that may take a while.
+    /// Runs `work`, which may wait for the model's engine threads, on a thread that may block.
     async fn of_model<T: Send + 'static>(
         &self,
         scope: &Scope,
@@ -98,7 +98,8 @@ impl VllmRpc {
         self.rpc.ask(packed).await
     }
 
-    /// Forgets what prompts could begin with as soon as nothing runs or waits, at least within `timeout` seconds.
+    /// Clears the prefix caches of the model's replicas as soon as no request runs or waits; waits for that for at most
+    /// `timeout` seconds.
     async fn flush(
         &self,
         scope: &Scope,
@@ -112,14 +113,17 @@ impl VllmRpc {
         let wait = Duration::try_from_secs_f32(timeout).unwrap_or(FLUSH_WAIT_MAX).min(FLUSH_WAIT_MAX);
         let until = Instant::now() + wait;
         let until = deadline.map_or(until, |deadline| deadline.min(until));
+        let model = self.model(scope)?;
         loop {
-            let busy = self.of_model(scope, |model| {
-                let busy = model.replicas.iter().filter(|replica| !replica.forget_prompts());
+            let asked = Arc::clone(&model);
+            let busy = self.rpc.ask(move || {
+                // The caches of a replica that has stopped are gone.
+                let busy = asked.replicas.iter().filter(|replica| !replica.forget_prompts() && !replica.stopped());
                 Ok(busy.map(|replica| replica.name.clone()).collect::<Vec<_>>())
             });
             let busy = busy.await?;
             if busy.is_empty() {
-                self.host().forget_prompts(&self.model(scope)?.name);
+                model.forget_prompts();
                 let message = "all pages and states that prompts could begin with are forgotten".to_owned();
                 return Ok(common::FlushCacheResponse { success: true, message });
             }
@@ -208,10 +212,12 @@ impl VllmEngine for VllmRpc {
         self.last_received.store(since_1970().to_bits(), Ordering::Relaxed);
         let started = async {
             let caller = Caller::of(&request);
-            let asked = convert::request(&*self.model(&caller.scope)?, request.into_inner())?;
+            let model = self.model(&caller.scope)?;
+            let asked = convert::request(&model, request.into_inner())?;
+            let place = Target::of(self.host(), model, &asked.replica)?;
             let rest = asked.rest;
             let adjust = move |prepared: &mut Prepared| rest.apply(prepared);
-            let (stream, first) = self.rpc.open(&span, caller, asked.message, rest.keep, adjust).await?;
+            let (stream, first) = self.rpc.open(&span, &caller, place, asked.message, rest.keep, adjust).await?;
             Ok(Answers { stream, teller: Teller::new(asked.stream, first) })
         };
         self.rpc.begun(&span, started.await.map_err(in_their_words))
@@ -225,8 +231,9 @@ impl VllmEngine for VllmRpc {
         self.last_received.store(since_1970().to_bits(), Ordering::Relaxed);
         let caller = Caller::of(&request);
         let answered = async {
-            let call = convert::embed_call(&*self.model(&caller.scope)?, request.into_inner())?;
-            self.rpc.vectors(&span, &caller, call).await.map(convert::embedded)
+            let place = Target::of(self.host(), self.model(&caller.scope)?, "")?;
+            let call = convert::embed_call(request.into_inner())?;
+            self.rpc.vectors(&span, &caller, place, call).await.map(convert::embedded)
         };
         let answered = answered.await.map_err(|failure| match failure {
             Failure::Refused(refusal) => Failure::Refused(in_their_words(refusal)),

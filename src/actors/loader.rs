@@ -7,7 +7,7 @@ use super::transfer::{Piece, Transfer, TransferError};
 use crate::actors::thread::{ActorThread, SpawnError};
 use crate::device::{DeviceError, Point};
 use crate::memory::pack::{
-    BadRow, Format, Layout, Packing, Rows, SourceFormat, Transposed, floats, pack, write_canonical,
+    BadRow, Format, Layout, Packing, RowMap, Rows, SourceFormat, Transposed, floats, pack, write_canonical,
 };
 use crate::memory::plan::HumanBytes;
 use crate::memory::{Buffer, MemoryError, StagingRing, WeightFile};
@@ -72,31 +72,20 @@ pub struct LoadTensor {
     pub sources: Vec<TensorSource>,
 }
 
-/// Rows of one tensor of a checkpoint: source row `i` becomes packed row `first_row + i * row_step`.
+/// Rows of one tensor of a checkpoint, and their destination in a packed tensor.
 #[derive(Clone, Debug)]
 pub struct TensorSource {
     /// The checkpoint file (shard) that contains the tensor.
     pub file: Arc<WeightFile>,
     /// Offset of the tensor's first byte in `file`, or of the stored matrix whose columns the rows are.
     pub offset: u64,
-    /// The number of rows.
-    pub rows: u32,
-    /// The number of columns.
-    pub cols: u32,
-    /// Number format in the file.
-    pub format: SourceFormat,
-    /// The packed row that row 0 becomes.
-    pub first_row: u32,
-    /// Distance in packed rows between consecutive source rows; at least 1.
-    pub row_step: u32,
-    /// Distance in rows of the file between consecutive source rows; at least 1.
-    pub stride: u32,
-    /// The columns that the source's rows are, if the stored matrix is the transpose of the tensor. `stride` is then 1.
+    /// The rows and their destination.
+    pub map: RowMap,
+    /// The columns that the source's rows are, if the stored matrix is the transpose of the tensor. The map's `stride` is
+    /// then 1.
     pub transposed: Option<Transposed>,
-    /// A constant added to every number, in f32.
-    pub plus: f32,
-    /// The quantised weight whose rows these are. `format` is then [`SourceFormat::Canonical`] with the weight's codes, or
-    /// numbers in f32, `offset` is 0 and `stride` is 1.
+    /// The quantised weight whose rows these are. The map's `format` is then [`SourceFormat::Canonical`] with the weight's
+    /// codes, or numbers in f32, its `stride` is 1, and `offset` is 0.
     pub matrix: Option<MatrixRows>,
 }
 
@@ -126,7 +115,7 @@ impl TensorSource {
     /// The format of the rows that are packed: that of the file, except for columns of quantised blocks, whose numbers
     /// are decoded.
     fn row_format(&self) -> SourceFormat {
-        match self.format {
+        match self.map.format {
             SourceFormat::Blocks(_) | SourceFormat::ScaledBlocks(..) if self.transposed.is_some() => {
                 SourceFormat::Numbers(Format::F32)
             }
@@ -135,17 +124,17 @@ impl TensorSource {
     }
 
     fn row_bytes(&self) -> u64 {
-        self.row_format().row_bytes(self.cols)
+        self.row_format().row_bytes(self.map.cols)
     }
 
     /// The bytes of one row of the stored matrix that hold `rows` of the source's rows: of blocks, the whole row.
     fn line(&self, of: Transposed, rows: &Range<u32>) -> Range<u64> {
-        match self.format == self.row_format() {
+        match self.map.format == self.row_format() {
             true => {
-                let begin = self.format.row_bytes(of.first + rows.start);
-                begin..begin + self.format.row_bytes(rows.len() as u32)
+                let begin = self.map.format.row_bytes(of.first + rows.start);
+                begin..begin + self.map.format.row_bytes(rows.len() as u32)
             }
-            false => 0..self.format.row_bytes(of.width),
+            false => 0..self.map.format.row_bytes(of.width),
         }
     }
 
@@ -162,33 +151,35 @@ impl TensorSource {
         match &self.matrix {
             None => match self.transposed {
                 Some(of) => {
-                    let line = self.line(of, &(0..self.rows));
-                    u64::from(self.cols) * (line.end - line.start)
+                    let line = self.line(of, &(0..self.map.rows));
+                    u64::from(self.map.cols) * (line.end - line.start)
                 }
                 None => self.range().end - self.offset,
             },
-            Some(matrix) => matrix.bytes(self.rows, matrix.description.check().map_or(1, |whole| whole.rows())),
+            Some(matrix) => matrix.bytes(self.map.rows, matrix.description.check().map_or(1, |whole| whole.rows())),
         }
     }
 
     /// The bytes of the file from the source's first element to its last.
     fn range(&self) -> Range<u64> {
         if let Some(of) = self.transposed {
-            let between = u64::from(self.cols.saturating_sub(1)).saturating_mul(self.format.row_bytes(of.width));
-            let line = self.line(of, &(0..self.rows));
+            let between =
+                u64::from(self.map.cols.saturating_sub(1)).saturating_mul(self.map.format.row_bytes(of.width));
+            let line = self.line(of, &(0..self.map.rows));
             let begin = self.offset.saturating_add(line.start);
-            let end = if self.rows == 0 { begin } else { self.offset.saturating_add(between).saturating_add(line.end) };
+            let end =
+                if self.map.rows == 0 { begin } else { self.offset.saturating_add(between).saturating_add(line.end) };
             return begin..end;
         }
-        let last = u64::from(self.rows.saturating_sub(1)).saturating_mul(u64::from(self.stride));
-        let rows = if self.rows == 0 { 0 } else { last.saturating_add(1) };
+        let last = u64::from(self.map.rows.saturating_sub(1)).saturating_mul(u64::from(self.map.stride));
+        let rows = if self.map.rows == 0 { 0 } else { last.saturating_add(1) };
         self.offset..self.offset.saturating_add(self.row_bytes().saturating_mul(rows))
     }
 
     /// The byte range of `rows` in the file, which ends with the last of them; of rows that are not stored as rows, in
     /// the order in which they are packed.
     fn bytes_of(&self, rows: &Range<u32>) -> Range<u64> {
-        let at = |row: u32| self.offset + u64::from(row) * u64::from(self.stride) * self.row_bytes();
+        let at = |row: u32| self.offset + u64::from(row) * u64::from(self.map.stride) * self.row_bytes();
         match rows.is_empty() {
             true => at(rows.start)..at(rows.start),
             false => at(rows.start)..at(rows.end - 1) + self.row_bytes(),
@@ -780,11 +771,11 @@ impl Columns<'_> {
     /// Writes the numbers of the source's rows `rows`, of which `of` says where they are in rows of blocks.
     fn decode(&self, source: &TensorSource, of: Transposed, rows: &Range<u32>, out: &mut [u8]) -> Result<(), BadRow> {
         let mut line = vec![0.0; of.width as usize];
-        let (cols, begin) = (source.cols as usize, (of.first + rows.start) as usize);
+        let (cols, begin) = (source.map.cols as usize, (of.first + rows.start) as usize);
         let out = out.as_chunks_mut::<4>().0;
         for (col, stored) in self.bytes.chunks_exact(self.stride).take(cols).enumerate() {
-            let bad = |group| BadRow { row: source.first_row + rows.start * source.row_step, group };
-            floats(source.format, stored, &mut line).map_err(bad)?;
+            let bad = |group| BadRow { row: source.map.first_row + rows.start * source.map.row_step, group };
+            floats(source.map.format, stored, &mut line).map_err(bad)?;
             for (row, x) in line[begin..begin + rows.len()].iter().enumerate() {
                 out[row * cols + col] = x.to_le_bytes();
             }
@@ -793,10 +784,10 @@ impl Columns<'_> {
     }
 
     fn write(&self, source: &TensorSource, rows: &Range<u32>, out: &mut [u8]) -> Result<(), BadRow> {
-        let cols = source.cols as usize;
-        match source.transposed.filter(|_| source.format != source.row_format()) {
+        let cols = source.map.cols as usize;
+        match source.transposed.filter(|_| source.map.format != source.row_format()) {
             Some(of) => return self.decode(source, of, rows, out),
-            None => match source.format.row_bytes(1) {
+            None => match source.map.format.row_bytes(1) {
                 2 => self.transpose::<2>(rows, cols, out),
                 4 => self.transpose::<4>(rows, cols, out),
                 size => unreachable!("elements of {size} bytes"),
@@ -815,11 +806,11 @@ fn columns<'a>(
     room: &'a mut [u8],
     name: &str,
 ) -> Result<Columns<'a>, LoadError> {
-    let between = source.format.row_bytes(of.width);
+    let between = source.map.format.row_bytes(of.width);
     let line = source.line(of, rows);
     let (begin, each) = (source.offset + line.start, line.end - line.start);
     if source.file.is_mapped() {
-        let end = begin + between * u64::from(source.cols.saturating_sub(1)) + each;
+        let end = begin + between * u64::from(source.map.cols.saturating_sub(1)) + each;
         let bytes = source.file.bytes(begin..end, &mut [], name)?;
         return Ok(Columns { bytes, stride: between as usize, first: rows.start });
     }
@@ -856,7 +847,7 @@ impl<'a> Needed<'a> {
             None => match self.source.transposed.filter(|_| !self.source.file.is_mapped()) {
                 Some(of) => {
                     let line = self.source.line(of, &self.rows);
-                    u64::from(self.source.cols) * (line.end - line.start)
+                    u64::from(self.source.map.cols) * (line.end - line.start)
                 }
                 None => 0,
             },
@@ -890,7 +881,7 @@ impl<'a> Needed<'a> {
                         (&part.description, part.first)
                     }
                 };
-                let matrix = Box::new(open(of, description, source.format, &slices, name)?);
+                let matrix = Box::new(open(of, description, source.map.format, &slices, name)?);
                 Data::Matrix { matrix, first: of.first, from }
             }
         };
@@ -990,7 +981,7 @@ fn fill(
 ) -> Result<Duration, LoadError> {
     let rows = packed_rows(&tensor.packing, &part);
     // A tensor may consist of hundreds of experts; a part has rows of only a few of them.
-    let needed = tensor.sources.iter().map(|source| (source, source_rows(source, &rows)));
+    let needed = tensor.sources.iter().map(|source| (source, source.map.source_rows(rows.clone())));
     let needed = needed.filter(|(_, of)| !of.is_empty()).map(|(source, of)| Needed::new(source, of, &tensor.name));
     let needed: Vec<Needed<'_>> = needed.collect::<Result<_, LoadError>>()?;
     let started = Instant::now();
@@ -1016,7 +1007,8 @@ fn fill(
         let end = part.end.min((begin / band + 1) * band);
         let started = Instant::now();
         let rows = packed_rows(&tensor.packing, &(begin..end));
-        let here = opened.iter().map(|one| (one, source_rows(one.source, &rows))).filter(|(_, of)| !of.is_empty());
+        let here =
+            opened.iter().map(|one| (one, one.source.map.source_rows(rows.clone()))).filter(|(_, of)| !of.is_empty());
         let here: Vec<(&Opened<'_>, Range<u32>)> = here.collect();
         let lengths = here.iter().map(|(one, of)| one.source.bytes_of(of)).map(|bytes| bytes.end - bytes.start);
         let total = lengths.sum::<u64>() as usize;
@@ -1040,20 +1032,19 @@ fn fill(
                 Data::Matrix { matrix, first, from } => {
                     let first = first + of.start - from;
                     let failed = |source| LoadError::Weight { name: tensor.name.clone(), source };
-                    let decoded = decode(matrix, source.format, first..first + of.len() as u32, into);
+                    let decoded = decode(matrix, source.map.format, first..first + of.len() as u32, into);
                     decoded.map_err(|error| changed(source).unwrap_or_else(|| failed(error.in_part_from(*from))))?;
                     &*into
                 }
             };
             sources.push(Rows {
                 bytes,
-                format: source.row_format(),
-                rows: of.end - of.start,
-                cols: source.cols,
-                first_row: source.first_row + of.start * source.row_step,
-                row_step: source.row_step,
-                stride: source.stride,
-                plus: source.plus,
+                map: RowMap {
+                    format: source.row_format(),
+                    rows: of.end - of.start,
+                    first_row: source.map.first_row + of.start * source.map.row_step,
+                    ..source.map
+                },
             });
         }
         read += started.elapsed();
@@ -1111,12 +1102,6 @@ fn packed_rows(packing: &Packing, part: &Range<u64>) -> Range<u32> {
     (first * rows_at_once) as u32..(end * rows_at_once) as u32
 }
 
-/// The source rows that become packed rows in `rows`.
-fn source_rows(source: &TensorSource, rows: &Range<u32>) -> Range<u32> {
-    let index = |row: u32| row.saturating_sub(source.first_row).div_ceil(source.row_step).min(source.rows);
-    index(rows.start)..index(rows.end)
-}
-
 /// Validates everything about a tensor that can be checked before it is read.
 fn check(tensor: &LoadTensor) -> Result<(), LoadError> {
     let LoadTensor { name, target, offset, packing, sources } = tensor;
@@ -1134,18 +1119,19 @@ fn check(tensor: &LoadTensor) -> Result<(), LoadError> {
         });
     }
     for source in sources {
-        let last = u64::from(source.first_row) + u64::from(source.rows.saturating_sub(1)) * u64::from(source.row_step);
-        let fits = source.cols <= packing.cols
-            && source.row_step > 0
-            && source.stride > 0
-            && (source.rows == 0 || last < u64::from(packing.rows));
+        let last = u64::from(source.map.first_row)
+            + u64::from(source.map.rows.saturating_sub(1)) * u64::from(source.map.row_step);
+        let fits = source.map.cols <= packing.cols
+            && source.map.row_step > 0
+            && source.map.stride > 0
+            && (source.map.rows == 0 || last < u64::from(packing.rows));
         if !fits {
             return Err(LoadError::Outside {
                 name: name.clone(),
-                rows: source.rows,
-                cols: source.cols,
-                first_row: source.first_row,
-                row_step: source.row_step,
+                rows: source.map.rows,
+                cols: source.map.cols,
+                first_row: source.map.first_row,
+                row_step: source.map.row_step,
                 packed_rows: packing.rows,
                 packed_cols: packing.cols,
             });
@@ -1159,16 +1145,16 @@ fn check(tensor: &LoadTensor) -> Result<(), LoadError> {
             let matrix = of.description.check().map_err(failed)?;
             let fits = of.tensors.len() == of.description.tensors.len()
                 && [SourceFormat::Canonical(matrix.codes()), SourceFormat::Numbers(Format::F32)]
-                    .contains(&source.format)
-                && matrix.cols() == source.cols
-                && u64::from(of.first) + u64::from(source.rows) <= u64::from(matrix.rows())
-                && (source.offset, source.stride) == (0, 1);
+                    .contains(&source.map.format)
+                && matrix.cols() == source.map.cols
+                && u64::from(of.first) + u64::from(source.map.rows) <= u64::from(matrix.rows())
+                && (source.offset, source.map.stride) == (0, 1);
             assert!(fits, "{name}: the rows of {source:?} are those of its matrix");
         }
         if let Some(of) = source.transposed {
-            let fits = !matches!(source.format, SourceFormat::NegatedExp | SourceFormat::Canonical(_))
-                && (source.stride, source.matrix.is_none()) == (1, true)
-                && u64::from(of.first) + u64::from(source.rows) <= u64::from(of.width);
+            let fits = !matches!(source.map.format, SourceFormat::NegatedExp | SourceFormat::Canonical(_))
+                && (source.map.stride, source.matrix.is_none()) == (1, true)
+                && u64::from(of.first) + u64::from(source.map.rows) <= u64::from(of.width);
             assert!(fits, "{name}: the rows of {source:?} are columns of its matrix");
         }
     }
@@ -1303,19 +1289,13 @@ mod tests {
         let source = TensorSource {
             file,
             offset: 0,
-            rows: 10,
-            cols: 1,
-            format: SourceFormat::Numbers(Format::Bf16),
-            first_row: 1,
-            row_step: 2,
-            stride: 1,
+            map: RowMap { first_row: 1, row_step: 2, ..RowMap::whole(SourceFormat::Numbers(Format::Bf16), 10, 1) },
             transposed: None,
-            plus: 0.0,
             matrix: None,
         };
-        assert_eq!(source_rows(&source, &(0..1)), 0..0);
-        assert_eq!(source_rows(&source, &(0..2)), 0..1);
-        assert_eq!(source_rows(&source, &(2..6)), 1..3);
-        assert_eq!(source_rows(&source, &(16..64)), 8..10);
+        assert_eq!(source.map.source_rows(0..1), 0..0);
+        assert_eq!(source.map.source_rows(0..2), 0..1);
+        assert_eq!(source.map.source_rows(2..6), 1..3);
+        assert_eq!(source.map.source_rows(16..64), 8..10);
     }
 }

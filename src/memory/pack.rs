@@ -240,16 +240,14 @@ pub fn fragment_index(row: u32, col: u32, padded_cols: u32) -> usize {
     ((block * 2 + half) * 32 + g * 4 + t) * 8 + second * 4 + e
 }
 
-/// Rows of a checkpoint's tensor and their destination: row `i` of the source becomes row `first_row + i * row_step` of
-/// the packed tensor. Several sources may form one tensor: q, k and v as consecutive ranges, gate and up interleaved
-/// with a step of 2.
-#[derive(Clone, Copy, Debug)]
-pub struct Rows<'a> {
-    /// `rows × cols` numbers in row-major order, little endian, with any alignment.
-    pub bytes: &'a [u8],
-    /// The format of the numbers in `bytes`.
+/// The map from rows of a checkpoint's tensor to rows of a packed tensor: row `i` of the source becomes packed row
+/// `first_row + i * row_step`. Several sources may form one tensor: q, k and v as consecutive ranges, gate and up
+/// interleaved with a step of 2.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RowMap {
+    /// The format of the source's numbers.
     pub format: SourceFormat,
-    /// The number of rows.
+    /// The number of source rows.
     pub rows: u32,
     /// The number of columns; further columns of the packed tensor are zero.
     pub cols: u32,
@@ -257,28 +255,57 @@ pub struct Rows<'a> {
     pub first_row: u32,
     /// The distance between the packed rows of consecutive source rows; at least 1.
     pub row_step: u32,
-    /// The distance in rows between consecutive source rows in `bytes`; at least 1. There are no bytes after the last
-    /// row.
+    /// The distance between consecutive source rows, in rows of the stored tensor; at least 1.
     pub stride: u32,
-    /// A value added to every number, in f32, before it is rounded to the packed tensor's format.
+    /// A constant that is added to every number, in f32, before it is rounded to the packed tensor's format: 1 for norm
+    /// weights that are stored zero-centred, otherwise 0.
     pub plus: f32,
+}
+
+impl RowMap {
+    /// The map of adjacent rows to packed rows of the same index.
+    pub fn whole(format: SourceFormat, rows: u32, cols: u32) -> RowMap {
+        RowMap { format, rows, cols, first_row: 0, row_step: 1, stride: 1, plus: 0.0 }
+    }
+
+    /// Returns the size of the source's rows in bytes.
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.rows) * self.format.row_bytes(self.cols)
+    }
+
+    /// Returns the source rows that become packed rows in `packed`.
+    pub fn source_rows(&self, packed: Range<u32>) -> Range<u32> {
+        let index = |row: u32| row.saturating_sub(self.first_row).div_ceil(self.row_step).min(self.rows);
+        index(packed.start)..index(packed.end)
+    }
+}
+
+/// Rows of a checkpoint's tensor and their destination.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows<'a> {
+    /// The rows in the source's format, little endian, with any alignment. There are no bytes after the last row.
+    pub bytes: &'a [u8],
+    /// Where they go.
+    pub map: RowMap,
 }
 
 impl<'a> Rows<'a> {
     /// Returns packed row `row`, if it comes from this source.
     fn line(&self, row: u32) -> Option<Line<'a>> {
-        Some(Line { bytes: self.find(row)?, format: self.format, cols: self.cols as usize, plus: self.plus })
+        let RowMap { format, cols, plus, .. } = self.map;
+        Some(Line { bytes: self.find(row)?, format, cols: cols as usize, plus })
     }
 
     /// Returns the source bytes of packed row `row`, if it comes from this source.
     fn find(&self, row: u32) -> Option<&'a [u8]> {
-        let from_first = row.checked_sub(self.first_row)?;
-        let index = from_first / self.row_step;
-        if !from_first.is_multiple_of(self.row_step) || index >= self.rows {
+        let map = self.map;
+        let from_first = row.checked_sub(map.first_row)?;
+        let index = from_first / map.row_step;
+        if !from_first.is_multiple_of(map.row_step) || index >= map.rows {
             return None;
         }
-        let row_bytes = self.format.row_bytes(self.cols) as usize;
-        Some(&self.bytes[index as usize * self.stride as usize * row_bytes..][..row_bytes])
+        let row_bytes = map.format.row_bytes(map.cols) as usize;
+        Some(&self.bytes[index as usize * map.stride as usize * row_bytes..][..row_bytes])
     }
 }
 
@@ -403,7 +430,7 @@ pub fn pack(packing: &Packing, sources: &[Rows<'_>], part: Range<u64>, out: &mut
     assert!(part.start.is_multiple_of(unit) && part.end.is_multiple_of(unit), "{part:?} is not in units of {unit}");
     assert_eq!(out.len() as u64, part.end - part.start, "output length");
     for source in sources {
-        assert!(source.cols <= packing.cols && source.row_step > 0, "a source fits in {packing:?}");
+        assert!(source.map.cols <= packing.cols && source.map.row_step > 0, "a source fits in {packing:?}");
     }
     match (packing.format, packing.layout) {
         (Format::Codes(codes), _) => codes::pack_codes(packing, codes, sources, part.start, out),
@@ -453,12 +480,13 @@ fn pack_rows(packing: &Packing, sources: &[Rows<'_>], start: u64, mut out: &mut 
 /// conversion or padding; `None` if not even one row does.
 fn verbatim<'a>(packing: &Packing, sources: &[Rows<'a>], row: u32, most: usize) -> Option<&'a [u8]> {
     let source = sources.iter().find(|s| s.find(row).is_some())?;
-    let same = source.line(row).is_some_and(|line| line.is(packing.format)) && source.cols == packing.padded_cols();
-    let index = ((row - source.first_row) / source.row_step) as usize;
-    let rows =
-        if source.row_step == 1 && source.stride == 1 { most.min(source.rows as usize - index) } else { most.min(1) };
+    let map = source.map;
+    let same = source.line(row).is_some_and(|line| line.is(packing.format)) && map.cols == packing.padded_cols();
+    let index = ((row - map.first_row) / map.row_step) as usize;
+    let adjacent = map.row_step == 1 && map.stride == 1;
+    let rows = if adjacent { most.min(map.rows as usize - index) } else { most.min(1) };
     let row_bytes = packing.row_bytes() as usize;
-    (same && rows > 0).then(|| &source.bytes[index * source.stride as usize * row_bytes..][..rows * row_bytes])
+    (same && rows > 0).then(|| &source.bytes[index * map.stride as usize * row_bytes..][..rows * row_bytes])
 }
 
 /// Implements [`pack`] for fragments; `start` is the part's first byte. Processes a block of 16 rows column by column,
@@ -702,7 +730,7 @@ mod tests {
         let bytes: Vec<u8> = (0..rows * cols).flat_map(|i| (i as u16).to_le_bytes()).collect();
         let packing = Packing { rows, cols, layout: Layout::Fragments, format: Format::Bf16 };
         let format = SourceFormat::Numbers(Format::Bf16);
-        let source = Rows { bytes: &bytes, format, rows, cols, first_row: 0, row_step: 1, stride: 1, plus: 0.0 };
+        let source = Rows { bytes: &bytes, map: RowMap::whole(format, rows, cols) };
         let packed: Vec<u8> = truth.iter().flat_map(|w| w.to_le_bytes()).collect();
         assert_eq!(whole(&packing, &[source]), packed);
     }
@@ -724,7 +752,7 @@ mod tests {
         let packing =
             Packing { rows: 1, cols: 7, layout: Layout::RowMajor { columns_multiple: 1 }, format: Format::F32 };
         let format = SourceFormat::Numbers(Format::Bf16);
-        let source = Rows { bytes: &norm, format, rows: 1, cols: 7, first_row: 0, row_step: 1, stride: 1, plus: 0.0 };
+        let source = Rows { bytes: &norm, map: RowMap::whole(format, 1, 7) };
         let out = whole(&packing, &[source]);
         for c in 0..7 {
             assert_eq!(decode(Format::F32, &out[c * 4..]), 1.0 + c as f32 / 128.0);
@@ -819,8 +847,10 @@ mod tests {
                 tensor(*dtype, *count, cols, |r, c| value(first + r * step, c))
             }).collect();
             let sources: Vec<Rows<'_>> = places.iter().zip(&data).map(|((count, first, step, dtype), bytes)| Rows {
-                bytes, format: SourceFormat::Numbers(*dtype), rows: *count, cols, first_row: *first, row_step: *step, stride: 1,
-                plus,
+                bytes,
+                map: RowMap {
+                    first_row: *first, row_step: *step, plus, ..RowMap::whole(SourceFormat::Numbers(*dtype), *count, cols)
+                },
             }).collect();
             let packing = Packing { rows, cols, layout, format };
             let covered = |row| places.iter().any(|(count, first, step, _)| {

@@ -19,7 +19,7 @@ use super::gguf::tensors::TensorProblem;
 use super::gguf::{self, GgufError};
 use crate::config::Quantize;
 use crate::config::file::{self, Stamp};
-use crate::memory::pack::{Format, SourceFormat, Transposed};
+use crate::memory::pack::{Format, RowMap, SourceFormat, Transposed};
 use crate::quant::quantize::{INT4, INT8};
 use crate::quant::safetensors::WeightError;
 use headers::Headers;
@@ -65,8 +65,7 @@ pub enum WeightKind {
     Vector,
 }
 
-/// A run of rows of a checkpoint tensor that become rows of a packed weight: row `r` of the source becomes row
-/// `first_row + r * row_step` of the weight.
+/// A run of rows of a checkpoint tensor that become rows of a packed weight.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SourceRef {
     /// The tensor's name in its file.
@@ -76,32 +75,12 @@ pub struct SourceRef {
     /// Byte offset of the source's first row from the beginning of the file, or of the stored matrix whose columns its
     /// rows are; 0 for rows of a quantised weight.
     pub offset: u64,
-    /// The format of the elements in the file.
-    pub format: SourceFormat,
-    /// The number of source rows.
-    pub rows: u32,
-    /// The number of elements in a row.
-    pub cols: u32,
-    /// The packed row that the source's row 0 becomes.
-    pub first_row: u32,
-    /// The distance, in packed rows, between two consecutive source rows.
-    pub row_step: u32,
-    /// The distance, in rows of the tensor, between two consecutive source rows.
-    pub stride: u32,
+    /// The rows and their destination in the weight.
+    pub map: RowMap,
     /// The columns that the source's rows are, if the stored matrix is the transpose of the weight.
     pub transposed: Option<Transposed>,
-    /// A constant that is added to every element in f32: 1 for norm weights that are stored zero-centred, otherwise 0.
-    pub plus: f32,
     /// The weight of several tensors whose rows these are; `tensor` and `path` are then those of its codes.
     pub matrix: Option<MatrixRef>,
-}
-
-impl SourceRef {
-    /// Returns the number of bytes that the source's rows have in the file; of a quantised weight, those of its decoded
-    /// rows.
-    pub fn bytes(&self) -> u64 {
-        u64::from(self.rows) * self.format.row_bytes(self.cols)
-    }
 }
 
 /// One packed weight: the data that kernels read under one name.
@@ -157,7 +136,7 @@ impl WeightSpec {
     /// Whether the weight is a matrix that is quantised in the checkpoint, and packed as numbers because no form of codes
     /// fits.
     pub fn is_expanded(&self) -> bool {
-        let quantised = |source: &SourceRef| source.matrix.is_some() || source.format.codes().is_some();
+        let quantised = |source: &SourceRef| source.matrix.is_some() || source.map.format.codes().is_some();
         self.kind == WeightKind::Matrix && self.format.codes().is_none() && self.sources.iter().any(quantised)
     }
 
@@ -252,7 +231,7 @@ impl Checkpoint {
 
     /// Returns the packed weights: layer by layer, then `embed`, `final_norm`, `lm_head` unless the LM head is tied to
     /// the embedding, and finally the weights of the multi-token-prediction (MTP) block. Norm weights are the actual
-    /// multipliers ([`SourceRef::plus`] converts zero-centred ones). Sources keep the checkpoint's element type.
+    /// multipliers ([`RowMap::plus`] converts zero-centred ones). Sources keep the checkpoint's element type.
     ///
     /// Layer `i` has the following weights, each under the prefix `layers.{i}.` and only where the configuration
     /// requires it:
@@ -286,7 +265,7 @@ impl Checkpoint {
     /// and the LM head get 8 bits.
     pub fn quantize(&mut self, to: Quantize) {
         for weight in &mut self.weights {
-            let numbers = weight.sources.iter().all(|source| matches!(source.format, SourceFormat::Numbers(_)));
+            let numbers = weight.sources.iter().all(|source| matches!(source.map.format, SourceFormat::Numbers(_)));
             let kept = [".router", ".in_proj", "mtp.fc"].iter().any(|end| weight.merged.ends_with(end));
             if weight.kind != WeightKind::Matrix || !numbers || kept {
                 continue;

@@ -6,7 +6,7 @@ use crate::common::{Driver, Vulkan};
 use ostinato::actors::loader::{LoadError, LoadPlan, LoadTensor, Loader, MatrixRows, TensorSource, WeightLoad};
 use ostinato::actors::transfer::{Piece, Transfer, TransferError};
 use ostinato::device::{Batch, Device, Point, QueueEntry, Role};
-use ostinato::memory::pack::{Format, Layout, Packing, SourceFormat, Transposed, fragment_index};
+use ostinato::memory::pack::{Format, Layout, Packing, RowMap, SourceFormat, Transposed, fragment_index};
 use ostinato::memory::{Arena, MemoryError, Place, StagingRing, WeightFile};
 use ostinato::model::checkpoint::{Checkpoint, SourceRef, WeightKind};
 use ostinato::quant::blocks::BlockType;
@@ -65,20 +65,8 @@ fn bits(i: usize) -> u16 {
 /// Returns a source of `rows` rows that begins at number `first` of the shard.
 fn source(file: &Arc<WeightFile>, first: usize, rows: u32, cols: u32, first_row: u32, row_step: u32) -> TensorSource {
     let offset = 7 + 2 * first as u64;
-    let format = SourceFormat::Numbers(Format::Bf16);
-    TensorSource {
-        file: Arc::clone(file),
-        offset,
-        rows,
-        cols,
-        format,
-        first_row,
-        row_step,
-        stride: 1,
-        transposed: None,
-        plus: 0.0,
-        matrix: None,
-    }
+    let map = RowMap { first_row, row_step, ..RowMap::whole(SourceFormat::Numbers(Format::Bf16), rows, cols) };
+    TensorSource { file: Arc::clone(file), offset, map, transposed: None, matrix: None }
 }
 
 fn words(bytes: &[u8]) -> Vec<u16> {
@@ -207,7 +195,8 @@ fn experts_and_norms_around_zero_arrive_as_defined() {
         sources,
     };
     let scale = 150_000;
-    let around_zero = TensorSource { plus: 1.0, ..source(&file, scale, 90, 1, 0, 1) };
+    let mut around_zero = source(&file, scale, 90, 1, 0, 1);
+    around_zero.map.plus = 1.0;
     let load = host.load(vec![
         tensor("experts", &matrices, packing, sources.collect()),
         tensor("norm", &vector, norm, vec![around_zero]),
@@ -318,9 +307,9 @@ fn transposed_blocks_arrive_as_numbers() {
             let target = host.arena.buffer("keys", packing.bytes(), Place::DeviceLocal).unwrap();
             let columns = |head: u32, from: u32, count: u32| TensorSource {
                 offset: 7 + u64::from(head) * of_matrix as u64,
-                format,
+                map: RowMap { first_row: head * rows + from, ..RowMap::whole(format, count, cols) },
                 transposed: Some(Transposed { width: rows, first: from }),
-                ..source(&file, 0, count, cols, head * rows + from, 1)
+                ..source(&file, 0, count, cols, 0, 1)
             };
             let tensor = LoadTensor {
                 name: "keys".to_owned(),
@@ -370,14 +359,8 @@ fn quantised_weights_that_are_read_are_those_that_are_mapped() {
                 let source = |source: &SourceRef| TensorSource {
                     file: open(&source.path),
                     offset: source.offset,
-                    rows: source.rows,
-                    cols: source.cols,
-                    format: source.format,
-                    first_row: source.first_row,
-                    row_step: source.row_step,
-                    stride: source.stride,
+                    map: source.map,
                     transposed: source.transposed,
-                    plus: source.plus,
                     matrix: source.matrix.as_ref().map(|of| MatrixRows {
                         description: Arc::clone(&of.matrix.description),
                         tensors: of.matrix.places.iter().map(|place| (open(&place.path), place.range())).collect(),

@@ -22,7 +22,7 @@ use ostinato::kernels::shaders::EmbedRowsArgs;
 use ostinato::kernels::state;
 use ostinato::kernels::tags::{Flow, tagged};
 use ostinato::memory::pack::codes::element;
-use ostinato::memory::pack::{self, Format, Layout, Packing, SourceFormat};
+use ostinato::memory::pack::{self, Format, Layout, Packing, RowMap, SourceFormat};
 use ostinato::model::decoder::stride;
 use ostinato::quant::blocks::BlockType;
 use ostinato::quant::number::Number;
@@ -103,7 +103,7 @@ impl Way {
             }
         };
         let packing = Packing { rows, cols, layout, format: self.format() };
-        let source = pack::Rows { bytes: &bytes, format, rows, cols, first_row: 0, row_step: 1, stride: 1, plus: 0.0 };
+        let source = pack::Rows { bytes: &bytes, map: RowMap::whole(format, rows, cols) };
         let mut words = vec![0u32; packing.bytes() as usize / 4];
         pack::pack(&packing, &[source], 0..packing.bytes(), bytemuck::cast_slice_mut(&mut words))
             .expect("finite values");

@@ -29,7 +29,7 @@ use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::{AppendArgs, AttentionArgs, EmbedRowsArgs, TakeLastArgs};
 use ostinato::kernels::state;
 use ostinato::kernels::tags::{Flow, TAG_BITS, tagged};
-use ostinato::memory::pack::{self, Format, Layout, Packing, SourceFormat};
+use ostinato::memory::pack::{self, Format, Layout, Packing, RowMap, SourceFormat};
 use ostinato::model::decoder;
 
 const FORMATS: [Format; 3] = [Format::Bf16, Format::F16, Format::F32];
@@ -63,7 +63,7 @@ fn fragments(values: &[f32], rows: u32, cols: u32) -> Vec<u32> {
     let bytes: Vec<u8> = values.iter().flat_map(|w| bf16::from_f32(*w).to_le_bytes()).collect();
     let packing = Packing { rows, cols, layout: Layout::Fragments, format: Format::Bf16 };
     let format = SourceFormat::Numbers(Format::Bf16);
-    let source = pack::Rows { bytes: &bytes, format, rows, cols, first_row: 0, row_step: 1, stride: 1, plus: 0.0 };
+    let source = pack::Rows { bytes: &bytes, map: RowMap::whole(format, rows, cols) };
     let mut words = vec![0u32; packing.bytes() as usize / 4];
     pack::pack(&packing, &[source], 0..packing.bytes(), bytemuck::cast_slice_mut(&mut words)).expect("finite values");
     words

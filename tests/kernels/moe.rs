@@ -20,7 +20,7 @@ use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::moe::{ExpertsShape, Grouped, Mlp, Route, Sorted, Used};
 use ostinato::kernels::recording::{BufferId, Range};
 use ostinato::kernels::tags::{Flow, tagged};
-use ostinato::memory::pack::{self, Format, Layout, Packing, SourceFormat};
+use ostinato::memory::pack::{self, Format, Layout, Packing, RowMap, SourceFormat};
 use ostinato::quant::number::Number;
 use ostinato::quant::quantize::{INT4, INT8};
 use ostinato::quant::{Codes, Minimum};
@@ -194,16 +194,8 @@ impl Layer {
         let layout = if fragments { Layout::Fragments } else { Layout::RowMajor { columns_multiple: 8 } };
         let bytes: Vec<u8> = values.iter().flat_map(|w| w.to_le_bytes()).collect();
         // Packs from f32, which represents every value of the other formats exactly.
-        let source = pack::Rows {
-            bytes: &bytes,
-            format: SourceFormat::Numbers(Format::F32),
-            rows,
-            cols,
-            first_row: 0,
-            row_step: 1,
-            stride: 1,
-            plus: 0.0,
-        };
+        let map = RowMap::whole(SourceFormat::Numbers(Format::F32), rows, cols);
+        let source = pack::Rows { bytes: &bytes, map };
         let packing = Packing { rows, cols, layout, format: self.format };
         let mut words = vec![0u32; packing.bytes() as usize / 4];
         pack::pack(&packing, &[source], 0..packing.bytes(), bytemuck::cast_slice_mut(&mut words))

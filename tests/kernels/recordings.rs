@@ -103,14 +103,8 @@ fn weight_words(decoder: &Decoder<'_>) -> Memory {
             .iter()
             .zip(&files)
             .map(|(source, file)| pack::Rows {
-                bytes: &file[source.offset as usize..(source.offset + source.bytes()) as usize],
-                format: source.format,
-                rows: source.rows,
-                cols: source.cols,
-                first_row: source.first_row,
-                row_step: source.row_step,
-                stride: source.stride,
-                plus: source.plus,
+                bytes: &file[source.offset as usize..(source.offset + source.map.bytes()) as usize],
+                map: source.map,
             })
             .collect();
         for part in parts {

@@ -74,20 +74,20 @@ fn edit_header(path: &Path, change: impl FnOnce(&mut Value)) {
 fn pack(spec: &WeightSpec) -> Vec<f32> {
     let mut packed = vec![f32::NAN; spec.elements() as usize];
     for source in &spec.sources {
-        let mut bytes = vec![0; source.bytes() as usize];
+        let mut bytes = vec![0; source.map.bytes() as usize];
         let file = fs::File::open(&source.path).unwrap();
         match source.transposed {
             None => file.read_exact_at(&mut bytes, source.offset).unwrap(),
             Some(of) => {
-                let size = source.format.row_bytes(1) as usize;
+                let size = source.map.format.row_bytes(1) as usize;
                 for (i, element) in bytes.chunks_mut(size).enumerate() {
-                    let (row, col) = (i / source.cols as usize, i % source.cols as usize);
+                    let (row, col) = (i / source.map.cols as usize, i % source.map.cols as usize);
                     let at = source.offset + ((col * of.width as usize + of.first as usize + row) * size) as u64;
                     file.read_exact_at(element, at).unwrap();
                 }
             }
         }
-        let SourceFormat::Numbers(format) = source.format else { panic!("{:?}", source.format) };
+        let SourceFormat::Numbers(format) = source.map.format else { panic!("{:?}", source.map.format) };
         let values: Vec<f32> = match format {
             Format::Bf16 => bytes.chunks(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
             Format::F16 => bytes.chunks(2).map(|b| half::f16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
@@ -95,13 +95,13 @@ fn pack(spec: &WeightSpec) -> Vec<f32> {
             Format::Codes(_) => unreachable!("numbers"),
         };
         let values: Vec<f32> =
-            values.into_iter().map(|v| if source.plus == 0.0 { v } else { v + source.plus }).collect();
-        for row in 0..source.rows {
-            let to = (source.first_row + row * source.row_step) as usize * spec.cols as usize;
-            let from = (row * source.cols) as usize;
-            let target = &mut packed[to..to + source.cols as usize];
+            values.into_iter().map(|v| if source.map.plus == 0.0 { v } else { v + source.map.plus }).collect();
+        for row in 0..source.map.rows {
+            let to = (source.map.first_row + row * source.map.row_step) as usize * spec.cols as usize;
+            let from = (row * source.map.cols) as usize;
+            let target = &mut packed[to..to + source.map.cols as usize];
             assert!(target.iter().all(|v| v.is_nan()), "{}: row {row} of {} written twice", spec.name, source.tensor);
-            target.copy_from_slice(&values[from..from + source.cols as usize]);
+            target.copy_from_slice(&values[from..from + source.map.cols as usize]);
         }
     }
     assert!(packed.iter().all(|v| !v.is_nan()), "{} has rows without a source", spec.name);

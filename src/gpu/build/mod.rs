@@ -39,7 +39,7 @@ use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region, buffer_sizes};
-use crate::memory::pack::{Packing, Transposed};
+use crate::memory::pack::{Packing, RowMap, Transposed};
 use crate::memory::plan::{HumanBytes, Plan, Purpose, Side};
 use crate::memory::{Buffer, BufferTable, Place, WeightFile};
 use crate::model::checkpoint::{Checkpoint, SourceRef, WeightSpec};
@@ -743,30 +743,26 @@ struct Clipped {
 
 /// Returns the rows of a source that lie in a part of its weight; `None` if there are none.
 fn clip(source: &SourceRef, part: &Part, file: Arc<WeightFile>) -> Option<Clipped> {
-    let (first, step) = (u64::from(source.first_row), u64::from(source.row_step));
-    let (begin, end) = (u64::from(part.first_row), u64::from(part.first_row + part.rows));
-    let from = begin.saturating_sub(first).div_ceil(step);
-    let to = end.saturating_sub(first).div_ceil(step).min(u64::from(source.rows));
-    if from >= to {
+    let map = source.map;
+    let rows = map.source_rows(part.first_row..part.first_row + part.rows);
+    if rows.is_empty() {
         return None;
     }
-    let bytes = match (&source.matrix, source.transposed) {
+    let offset = match (&source.matrix, source.transposed) {
         (Some(_), _) => 0,
         (None, Some(_)) => source.offset,
-        (None, None) => source.offset + from * u64::from(source.stride) * source.format.row_bytes(source.cols),
+        (None, None) => source.offset + u64::from(rows.start) * u64::from(map.stride) * map.format.row_bytes(map.cols),
     };
     let source = TensorSource {
         file,
-        offset: bytes,
-        rows: (to - from) as u32,
-        cols: source.cols,
-        format: source.format,
-        first_row: (first + from * step - begin) as u32,
-        row_step: source.row_step,
-        stride: source.stride,
-        transposed: source.transposed.map(|of| Transposed { first: of.first + from as u32, ..of }),
-        plus: source.plus,
+        offset,
+        map: RowMap {
+            rows: rows.len() as u32,
+            first_row: map.first_row + rows.start * map.row_step - part.first_row,
+            ..map
+        },
+        transposed: source.transposed.map(|of| Transposed { first: of.first + rows.start, ..of }),
         matrix: None,
     };
-    Some(Clipped { source, from: from as u32 })
+    Some(Clipped { source, from: rows.start })
 }

@@ -488,7 +488,7 @@ pub fn element(
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Format, SourceFormat, pack};
+    use super::super::{Format, RowMap, SourceFormat, pack};
     use super::*;
     use crate::quant::blocks::BlockType;
 
@@ -515,7 +515,7 @@ mod tests {
 
     fn source(bytes: &[u8], kind: BlockType, rows: u32, cols: u32) -> Rows<'_> {
         let format = SourceFormat::Blocks(kind);
-        Rows { bytes, format, rows, cols, first_row: 0, row_step: 1, stride: 1, plus: 0.0 }
+        Rows { bytes, map: RowMap::whole(format, rows, cols) }
     }
 
     fn words(packing: &Packing, sources: &[Rows<'_>]) -> Vec<u32> {
@@ -617,9 +617,10 @@ mod tests {
         b.dequantize(&second, &mut y);
         let row_bytes = first.len() / 20;
         // Packed rows 0 to 9 are rows 0, 2, 4, … of the first tensor, rows 10, 12, … those of the second.
+        let whole = |kind: BlockType, rows| RowMap::whole(SourceFormat::Blocks(kind), rows, cols);
         let sources = [
-            Rows { rows: 10, stride: 2, ..source(&first[..row_bytes * 19], a, 20, cols) },
-            Rows { first_row: 10, row_step: 2, ..source(&second, b, 7, cols) },
+            Rows { bytes: &first[..row_bytes * 19], map: RowMap { stride: 2, ..whole(a, 10) } },
+            Rows { bytes: &second, map: RowMap { first_row: 10, row_step: 2, ..whole(b, 7) } },
         ];
         for layout in LAYOUTS {
             let packing = Packing { rows: 24, cols, layout, format: Format::Codes(common) };
@@ -670,8 +671,7 @@ mod tests {
             for layout in LAYOUTS {
                 let packing = Packing { rows, cols, layout, format: Format::Codes(codes) };
                 let format = SourceFormat::Canonical(codes);
-                let source =
-                    Rows { bytes: &bytes, format, rows, cols, first_row: 0, row_step: 1, stride: 1, plus: 0.0 };
+                let source = Rows { bytes: &bytes, map: RowMap::whole(format, rows, cols) };
                 let words = words(&packing, &[source]);
                 for (row, col) in (0..rows).flat_map(|row| (cols..packing.padded_cols()).map(move |col| (row, col))) {
                     assert_eq!(read(&packing, &words, row, col), 0.0, "{codes:?} {layout:?} {row} {col}");
@@ -691,7 +691,7 @@ mod tests {
         for layout in LAYOUTS {
             let packing = Packing { rows, cols, layout, format: Format::Codes(kind.codes()) };
             let format = SourceFormat::ScaledBlocks(kind, factor.to_bits());
-            let words = words(&packing, &[Rows { format, ..source(&bytes, kind, rows, cols) }]);
+            let words = words(&packing, &[Rows { bytes: &bytes, map: RowMap::whole(format, rows, cols) }]);
             for (i, wanted) in (0..).zip(&wanted) {
                 let wanted = (f64::from(*wanted) * f64::from(factor)) as f32;
                 let found = read(&packing, &words, i / cols, i % cols);
@@ -732,16 +732,7 @@ mod tests {
                 for layout in LAYOUTS {
                     let packing = Packing { rows: 1, cols: 256, layout, format: Format::Codes(codes) };
                     let format = SourceFormat::Numbers(Format::F32);
-                    let source = Rows {
-                        bytes: &bytes,
-                        format,
-                        rows: 1,
-                        cols: 256,
-                        first_row: 0,
-                        row_step: 1,
-                        stride: 1,
-                        plus: 0.0,
-                    };
+                    let source = Rows { bytes: &bytes, map: RowMap::whole(format, 1, 256) };
                     let words = words(&packing, &[source]);
                     for (col, wanted) in (0..).zip(&numbers) {
                         let found = read(&packing, &words, 0, col);

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use super::headers::{self, Headers};
 use super::quantised::{self, MatrixRef, Names, QuantisedWeight};
 use super::{CheckpointProblem, SourceRef, TensorInfo, WeightKind, WeightSpec};
-use crate::memory::pack::{Format, SourceFormat, Transposed};
+use crate::memory::pack::{Format, RowMap, SourceFormat, Transposed};
 use crate::model::config::{
     Architecture, Attention, BESIDE_DENSE, DeltaNet, Experts, Latent, LayerKind, MlpKind, ModelConfig, NormKind,
     QkNorm, Rope,
@@ -50,14 +50,12 @@ fn quantised_source(matrix: &Arc<QuantisedWeight>, slice: &Slice, cols: u32) -> 
         tensor: codes.name.clone(),
         path: Arc::clone(&place.path),
         offset: 0,
-        format: SourceFormat::Canonical(matrix.codes),
-        rows: slice.rows,
-        cols,
-        first_row: slice.first_row,
-        row_step: slice.row_step,
-        stride: 1,
+        map: RowMap {
+            first_row: slice.first_row,
+            row_step: slice.row_step,
+            ..RowMap::whole(SourceFormat::Canonical(matrix.codes), slice.rows, cols)
+        },
         transposed: None,
-        plus: 0.0,
         matrix: Some(MatrixRef { matrix: Arc::clone(matrix), first: slice.from }),
     }
 }
@@ -77,14 +75,14 @@ const EXPANDED: Format = Format::F16;
 
 /// Returns the order of a source's columns, if it is not that of the checkpoint.
 fn order_of(source: &SourceRef) -> Option<&Arc<[u32]>> {
-    let SourceFormat::Canonical(_) = source.format else { return None };
+    let SourceFormat::Canonical(_) = source.map.format else { return None };
     source.matrix.as_ref().and_then(|of| of.matrix.order.as_ref())
 }
 
 /// Returns the sources with quantised ones expanded to numbers.
 fn expanded(sources: Vec<SourceRef>) -> Vec<SourceRef> {
     let expand = |source: SourceRef| match &source.matrix {
-        Some(_) => SourceRef { format: SourceFormat::Numbers(Format::F32), ..source },
+        Some(_) => SourceRef { map: RowMap { format: SourceFormat::Numbers(Format::F32), ..source.map }, ..source },
         None => source,
     };
     sources.into_iter().map(expand).collect()
@@ -93,7 +91,7 @@ fn expanded(sources: Vec<SourceRef>) -> Vec<SourceRef> {
 /// Returns the format that represents the numbers of all sources of a matrix exactly, if there is one; except for those
 /// of expanded sources.
 fn common(sources: &[SourceRef]) -> Option<Format> {
-    let packed = |source: &SourceRef| match source.format {
+    let packed = |source: &SourceRef| match source.map.format {
         SourceFormat::Numbers(_) if source.matrix.is_some() => EXPANDED,
         SourceFormat::Numbers(format) => format,
         SourceFormat::NegatedExp => Format::F32,
@@ -706,14 +704,16 @@ impl<'a> Specs<'a> {
                         tensor: tensor.clone(),
                         path: path.clone(),
                         offset: info.offset + offset,
-                        format,
-                        rows: run.rows as u32,
-                        cols: width,
-                        first_row: slice.first_row + (run.row as u32 - slice.from) * slice.row_step,
-                        row_step: slice.row_step,
-                        stride: run.stored_step as u32,
+                        map: RowMap {
+                            format,
+                            rows: run.rows as u32,
+                            cols: width,
+                            first_row: slice.first_row + (run.row as u32 - slice.from) * slice.row_step,
+                            row_step: slice.row_step,
+                            stride: run.stored_step as u32,
+                            plus,
+                        },
                         transposed,
-                        plus,
                         matrix: None,
                     });
                 }
@@ -755,11 +755,11 @@ impl<'a> Specs<'a> {
         match common(&whole.sources) {
             Some(format) => self.specs.push(WeightSpec { format, ..whole }),
             // A missing tensor was reported.
-            None if whole.sources.iter().map(|source| source.rows).sum::<u32>() < rows => {}
+            None if whole.sources.iter().map(|source| source.map.rows).sum::<u32>() < rows => {}
             None if self.push_ranges(&whole, both) => {}
             None => {
                 let formats: Vec<String> =
-                    whole.sources.iter().map(|source| format!("{} {}", source.tensor, source.format)).collect();
+                    whole.sources.iter().map(|source| format!("{} {}", source.tensor, source.map.format)).collect();
                 let (weight, formats) = (whole.name, formats.join(", "));
                 self.problems.push(CheckpointProblem::MixedFormats { weight, formats });
             }
@@ -771,7 +771,7 @@ impl<'a> Specs<'a> {
     /// `joined` returns the format of a range that has rows of two formats, if they may be in one range.
     fn push_ranges(&mut self, whole: &WeightSpec, joined: impl Fn(Format, Format) -> Option<Format>) -> bool {
         let mut sources = whole.sources.clone();
-        sources.sort_by_key(|source| source.first_row);
+        sources.sort_by_key(|source| source.map.first_row);
         let mut ranges: Vec<(Format, Vec<SourceRef>)> = Vec::new();
         for source in sources {
             let alone = common(std::slice::from_ref(&source));
@@ -789,12 +789,12 @@ impl<'a> Specs<'a> {
         let mut fits = true;
         let mut specs = Vec::new();
         for (format, mut sources) in ranges {
-            let first_row = sources.first().map_or(0, |source| source.first_row);
-            let rows: u32 = sources.iter().map(|source| source.rows).sum();
+            let first_row = sources.first().map_or(0, |source| source.map.first_row);
+            let rows: u32 = sources.iter().map(|source| source.map.rows).sum();
             fits &= first_row == next && first_row.is_multiple_of(RANGE_ROWS);
-            fits &= sources.iter().all(|source| source.row_step == 1 || source.rows == 1);
+            fits &= sources.iter().all(|source| source.map.row_step == 1 || source.map.rows == 1);
             next += rows;
-            sources.iter_mut().for_each(|source| source.first_row -= first_row);
+            sources.iter_mut().for_each(|source| source.map.first_row -= first_row);
             let name = if first_row == 0 { whole.name.clone() } else { format!("{}.from{first_row}", whole.name) };
             let order = sources.first().and_then(order_of).cloned();
             specs.push(WeightSpec { name, first_row, rows, format, order, sources, ..whole.clone() });

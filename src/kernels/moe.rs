@@ -292,6 +292,25 @@ pub struct Mlp {
     pub logits: Activations,
 }
 
+/// The operands of a stage for a few rows.
+#[derive(Clone, Copy, Debug)]
+pub struct FewRows {
+    /// The values between the two products: [`ExpertsShape::middle_stride`] floats per row.
+    pub middle: Activations,
+    /// The number of rows.
+    pub rows: u32,
+    /// How the kernel multiplies matrices.
+    pub matrices: Matrices,
+    /// The workgroup shape.
+    pub config: SkinnyConfig,
+    /// The tags of the stage's input and output: of x and `middle`, or of `middle` and y.
+    pub flow: Flow,
+    /// The tags of the logits, which are tagged if and only if the input and the output are.
+    pub logits: Flow,
+    /// The fault word.
+    pub fault: Range,
+}
+
 /// One of the two products of the MLP.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
@@ -321,53 +340,20 @@ impl Mlp {
         (experts, shared, rows, shared_rows)
     }
 
-    /// Returns the call of the first stage for a few rows, on weights in fragment order: it writes to `middle`
-    /// ([`ExpertsShape::middle_stride`] floats per row) the chosen experts' values between the two products, times their
-    /// shares. `flow` describes x and `middle`, `logits` the logits; both are tagged or neither is. The logits must be
-    /// computed from this x: when they are complete, so is x.
-    #[expect(clippy::too_many_arguments, reason = "the same for both stages; each call names all of them")]
-    pub fn few_gate_up(
-        &self,
-        middle: Activations,
-        rows: u32,
-        matrices: Matrices,
-        config: SkinnyConfig,
-        flow: Flow,
-        logits: Flow,
-        fault: Range,
-    ) -> Call {
-        self.few(Stage::GateUp, self.x, middle, rows, matrices, config, flow, logits, fault)
+    /// Returns the call of the first stage for a few rows, on weights in fragment order: it writes the chosen experts'
+    /// values between the two products, times their shares, to `middle`. The logits must be computed from this x: when
+    /// they are complete, so is x.
+    pub fn few_gate_up(&self, few: FewRows) -> Call {
+        self.few(Stage::GateUp, self.x, few.middle, few)
     }
 
-    /// Returns the call of the second stage: y += the sum of the experts' outputs for `middle`. `flow` describes
-    /// `middle` and y.
-    #[expect(clippy::too_many_arguments, reason = "the same for both stages; each call names all of them")]
-    pub fn few_down(
-        &self,
-        middle: Activations,
-        rows: u32,
-        matrices: Matrices,
-        config: SkinnyConfig,
-        flow: Flow,
-        logits: Flow,
-        fault: Range,
-    ) -> Call {
-        self.few(Stage::Down, middle, self.y, rows, matrices, config, flow, logits, fault)
+    /// Returns the call of the second stage: y += the sum of the experts' outputs for `middle`.
+    pub fn few_down(&self, few: FewRows) -> Call {
+        self.few(Stage::Down, few.middle, self.y, few)
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the operands of both stages")]
-    fn few(
-        &self,
-        stage: Stage,
-        x: Activations,
-        y: Activations,
-        rows: u32,
-        matrices: Matrices,
-        config: SkinnyConfig,
-        flow: Flow,
-        logits: Flow,
-        fault: Range,
-    ) -> Call {
+    fn few(&self, stage: Stage, x: Activations, y: Activations, few: FewRows) -> Call {
+        let FewRows { rows, matrices, config, flow, logits, fault, .. } = few;
         let shape = &self.shape;
         let (weight, shared, n, shared_n) = self.matrices(stage);
         let most = match weight.format {

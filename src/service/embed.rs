@@ -47,6 +47,16 @@ enum Task {
     Answer { mask: Arc<[u32]>, token: u32 },
 }
 
+/// A call whose inputs have not been encoded yet.
+struct Unencoded {
+    place: Target,
+    common: Common,
+    /// The size of all inputs.
+    bytes: usize,
+    /// The operation's name in spans and metrics.
+    operation: &'static str,
+}
+
 /// Inputs that are ready to be submitted.
 struct Ready {
     place: Target,
@@ -199,7 +209,8 @@ impl Rpc {
             let prompts = inputs.into_iter().map(ids).collect::<Result<Vec<_>, Refusal>>()?;
             Ok((prompts, Task::Embed, 0))
         };
-        let answers = self.run(span, caller, place, common, bytes, names::OPERATION_EMBEDDINGS, encode).await?;
+        let call = Unencoded { place, common, bytes, operation: names::OPERATION_EMBEDDINGS };
+        let answers = self.run(span, caller, call, encode).await?;
         let Answers { id, model, answers } = answers;
         let answers = answers.into_iter().map(|answer| {
             let value = match answer.value {
@@ -239,7 +250,8 @@ impl Rpc {
             let prompts = pairs.into_iter().map(ids).collect::<Result<Vec<_>, Refusal>>()?;
             Ok((prompts, Task::Answer { mask: Arc::from(mask), token: yes }, 1))
         };
-        let answers = self.run(span, caller, place, common, bytes, names::OPERATION_RERANK, encode).await?;
+        let call = Unencoded { place, common, bytes, operation: names::OPERATION_RERANK };
+        let answers = self.run(span, caller, call, encode).await?;
         let Answers { id, model, answers } = answers;
         let answers = answers.into_iter().map(|answer| {
             let value = match answer.value {
@@ -303,17 +315,14 @@ impl Rpc {
 
     /// Encodes the inputs of a call on a blocking thread, has the engine run them, and collects what they gave. `encode`
     /// returns the prompts, what is asked of each, and the number of tokens that each draws.
-    #[expect(clippy::too_many_arguments, reason = "a call, and what is done for it")]
     async fn run(
         &self,
         span: &Span,
         caller: &Caller,
-        place: Target,
-        common: Common,
-        bytes: usize,
-        operation: &'static str,
+        call: Unencoded,
         encode: impl FnOnce(&ServedModel, &Cancel) -> Result<(Vec<Vec<u32>>, Task, usize), Refusal> + Send + 'static,
     ) -> Result<Answers<Outcome>, Failure> {
+        let Unencoded { place, common, bytes, operation } = call;
         let deadline = caller.deadline()?;
         let cancel = Cancel::until(deadline);
         let _waits = cancel.guard();

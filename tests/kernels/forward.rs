@@ -15,8 +15,8 @@ use crate::pages::{Pages, head_at, round_head, spread, stored};
 use crate::scores::{self, first_visible, query_scale, scored, sink_of};
 use half::bf16;
 use ostinato::config::KvFormat;
-use ostinato::kernels::attention::flash_decode::{self, Split, Spread, flash_decode, plan_splits};
-use ostinato::kernels::attention::{self, Heads, Scores};
+use ostinato::kernels::attention::flash_decode::{self, FlashDecodeShape, Split, Spread, flash_decode, plan_splits};
+use ostinato::kernels::attention::{self, AttentionShape, Heads, Scores};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows, RowsFrom, Table, embed_rows};
 use ostinato::kernels::gemm::matmul::{
     Arithmetic, Blocked, MatmulConfig, MatmulRows, MatrixUnits, Scratch, block_rows,
@@ -1319,7 +1319,8 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch, KvFormat)>, tags
                     Some((matrices, Batch::Even, _)) => {
                         let threads = flash_threads(heads, index, matrices);
                         let split = Split::Evenly { rows: count, splits };
-                        flash_decode(label, heads, split, threads, None, matrices, flow, args)
+                        let shape = FlashDecodeShape { split, threads, packed: None, matrices };
+                        flash_decode(label, heads, shape, flow, args)
                     }
                     Some((matrices, ..)) => {
                         let threads = flash_threads(heads, index, matrices);
@@ -1332,13 +1333,15 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch, KvFormat)>, tags
                         cases.recording.call(plan);
                         let split = Split::Planned { units: spread.most(count) };
                         let args = AttentionArgs { rows: work, ..args };
-                        flash_decode(label, heads, split, threads, order, matrices, flow, args)
+                        let shape = FlashDecodeShape { split, threads, packed: order, matrices };
+                        flash_decode(label, heads, shape, flow, args)
                     }
                     None => {
                         // With three splits, several workgroups share the query heads of a KV head.
                         let group = heads.group();
                         let parts = (2..=group).find(|parts| splits == 3 && group.is_multiple_of(*parts)).unwrap_or(1);
-                        attention::attention(label, heads, count, splits, (threads, parts), fused, flow, args)
+                        let shape = AttentionShape { rows: count, splits, threads, parts, fused };
+                        attention::attention(label, heads, shape, flow, args)
                     }
                 };
                 cases.recording.call(call);

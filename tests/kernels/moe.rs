@@ -17,7 +17,7 @@ use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig};
 use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, TILE_TOKENS, Tile, pack_sorted};
 use ostinato::kernels::gemm::{Activations, Glu, Matrix};
 use ostinato::kernels::host_memory::HostMemory;
-use ostinato::kernels::moe::{ExpertsShape, Grouped, Mlp, Route, Sorted, Used};
+use ostinato::kernels::moe::{ExpertsShape, FewRows, Grouped, Mlp, Route, Sorted, Used};
 use ostinato::kernels::recording::{BufferId, Range};
 use ostinato::kernels::tags::{Flow, tagged};
 use ostinato::memory::pack::{self, Format, Layout, Packing, RowMap, SourceFormat};
@@ -384,8 +384,10 @@ fn a_few_rows_choose_and_run_their_experts() {
             let (threads, ahead) = if coded { (64, 4 * tiles) } else { (128, 2) };
             let config = SkinnyConfig { threads, tiles, ahead };
             let fault = cases.words("fault", &[0]);
-            cases.recording.call(mlp.few_gate_up(middle, rows, *matrices, config, Flow::NONE, Flow::NONE, fault));
-            cases.recording.call(mlp.few_down(middle, rows, *matrices, config, Flow::NONE, Flow::NONE, fault));
+            let (matrices, flow, logits) = (*matrices, Flow::NONE, Flow::NONE);
+            let few = FewRows { middle, rows, matrices, config, flow, logits, fault };
+            cases.recording.call(mlp.few_gate_up(few));
+            cases.recording.call(mlp.few_down(few));
             made.push((layer, mlp, name));
         }
         let reference = cases.reference();
@@ -417,14 +419,15 @@ fn a_few_rows_read_and_write_tagged_words() {
                 let middle = Activations { range: cases.words("middle", &words), stride };
                 let config = SkinnyConfig { threads: 128, tiles: 1, ahead: 2 };
                 let logits = Flow { input: carried[1], ..read };
+                let few = |flow| FewRows { middle, rows, matrices: *matrices, config, flow, logits, fault };
                 if down {
                     cases.expect(mlp.x.range, Expect::Tagged(SPLIT));
                     let flow = Flow { input: carried[2], old: carried[0], output: Some(carried[3]), ..read };
-                    cases.recording.call(mlp.few_down(middle, rows, *matrices, config, flow, logits, fault));
+                    cases.recording.call(mlp.few_down(few(flow)));
                 } else {
                     cases.expect(middle.range, Expect::Tagged(SPLIT));
                     let flow = Flow { input: carried[0], old: carried[3], output: Some(carried[2]), ..read };
-                    cases.recording.call(mlp.few_gate_up(middle, rows, *matrices, config, flow, logits, fault));
+                    cases.recording.call(mlp.few_gate_up(few(flow)));
                 }
             }
         }
@@ -449,7 +452,8 @@ fn a_wait_for_words_that_never_come_ends() {
         let flow = Flow { input_carried: true, input: TAGS[2], old: TAGS[0], output: Some(TAGS[1]) };
         let logits = Flow { input_carried: true, input: TAGS[1], ..Flow::NONE };
         let config = SkinnyConfig { threads: 128, tiles: 1, ahead: 2 };
-        cases.recording.call(mlp.few_down(middle, 1, *matrices, config, flow, logits, fault));
+        let few = FewRows { middle, rows: 1, matrices: *matrices, config, flow, logits, fault };
+        cases.recording.call(mlp.few_down(few));
         let before = cases.before();
         for driver in Driver::all() {
             let after = Bench::new(&vulkan, *driver).run(&cases.recording, &before);

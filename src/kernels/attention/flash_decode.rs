@@ -108,20 +108,23 @@ fn combiners(heads: Heads, threads: u32) -> u32 {
     }
 }
 
-/// Returns the call for the attention of a step's rows, split along their contexts, with workgroups of `threads`
-/// invocations. With `packed`, the output is packed for the next product in that order; its stride then counts blocks
-/// of 32 columns ([`PackedOrder::Fragments`]) or rows ([`PackedOrder::Swizzled`]).
-#[expect(clippy::too_many_arguments, reason = "a call's shape and operands; each call names all of them")]
-pub fn flash_decode(
-    label: String,
-    heads: Heads,
-    split: Split,
-    threads: u32,
-    packed: Option<PackedOrder>,
-    matrices: Matrices,
-    flow: Flow,
-    args: AttentionArgs,
-) -> Call {
+/// The shape of a `flash_decode` call.
+#[derive(Clone, Copy, Debug)]
+pub struct FlashDecodeShape {
+    /// The source of its rows and splits.
+    pub split: Split,
+    /// The number of invocations of a workgroup.
+    pub threads: u32,
+    /// The order in which the output is packed for the next product, if it is; the output's stride then counts blocks of
+    /// 32 columns ([`PackedOrder::Fragments`]) or rows ([`PackedOrder::Swizzled`]).
+    pub packed: Option<PackedOrder>,
+    /// How the kernel multiplies matrices.
+    pub matrices: Matrices,
+}
+
+/// Returns the call for the attention of a step's rows, split along their contexts.
+pub fn flash_decode(label: String, heads: Heads, shape: FlashDecodeShape, flow: Flow, args: AttentionArgs) -> Call {
+    let FlashDecodeShape { split, threads, packed, matrices } = shape;
     assert!(serves(heads) && (packed.is_none() || flow.output.is_none()), "{heads:?}, {packed:?}");
     // Polling requires that earlier workgroups were launched first, but a CPU driver may run workgroups in any order.
     let waits = flow.output.is_some() && matrices == Matrices::Cooperative;

@@ -113,20 +113,24 @@ impl Heads {
     }
 }
 
-/// Returns the call for the attention of `rows` rows, each divided into up to `splits` splits along its context
-/// (split-K). `parts` workgroups of `threads` invocations share the query heads of a KV head; it divides their number.
-/// With `fused`, the call also normalizes, rotates and appends.
-#[expect(clippy::too_many_arguments, reason = "a call's shape and operands; each call names all of them")]
-pub fn attention(
-    label: String,
-    heads: Heads,
-    rows: u32,
-    splits: u32,
-    (threads, parts): (u32, u32),
-    fused: bool,
-    flow: Flow,
-    args: AttentionArgs,
-) -> Call {
+/// The shape of an `attention` call.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionShape {
+    /// The number of rows.
+    pub rows: u32,
+    /// The maximum number of splits of a row along its context (split-K).
+    pub splits: u32,
+    /// The number of invocations of a workgroup.
+    pub threads: u32,
+    /// The number of workgroups that share the query heads of a KV head; divides their number.
+    pub parts: u32,
+    /// Whether the call also normalizes, rotates and appends.
+    pub fused: bool,
+}
+
+/// Returns the call for the attention of rows.
+pub fn attention(label: String, heads: Heads, shape: AttentionShape, flow: Flow, args: AttentionArgs) -> Call {
+    let AttentionShape { rows, splits, threads, parts, fused } = shape;
     assert!(heads.group().is_multiple_of(parts), "{parts} parts of {heads:?}");
     let [scale, window, soft_cap] = heads.scores.words();
     let constants = AttentionConstants {

@@ -4,8 +4,8 @@
 
 use super::{Block, Decoder, Mixed, Step, StepShape};
 use crate::kernels::attention::flash;
-use crate::kernels::attention::flash_decode::{self, Split};
-use crate::kernels::attention::{self, Heads, Scores};
+use crate::kernels::attention::flash_decode::{self, FlashDecodeShape, Split};
+use crate::kernels::attention::{self, AttentionShape, Heads, Scores};
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::{Packed, PackedOrder};
 use crate::kernels::recording::{Range, Recording};
@@ -244,8 +244,9 @@ impl Decoder<'_> {
         let rows = shape.rows();
         let Some(matrices) = self.tuning.fragments.filter(|_| fused && flash_decode::serves(heads)) else {
             let splits = if decode { self.attention_splits(heads, rows) } else { 1 };
-            let size = self.attention_size(heads);
-            r.call(attention::attention(block.name("attention"), heads, rows, splits, size, fused, flow, args));
+            let (threads, parts) = self.attention_size(heads);
+            let shape = AttentionShape { rows, splits, threads, parts, fused };
+            r.call(attention::attention(block.name("attention"), heads, shape, flow, args));
             return Mixed::Rows(step.attention);
         };
         let threads = self.flash_threads(heads, rows, matrices);
@@ -282,7 +283,8 @@ impl Decoder<'_> {
         };
         let args = AttentionArgs { rows: table, ..args };
         let label = block.name("attention");
-        r.call(flash_decode::flash_decode(label, heads, split, threads, packs, matrices, flow, args));
+        let shape = FlashDecodeShape { split, threads, packed: packs, matrices };
+        r.call(flash_decode::flash_decode(label, heads, shape, flow, args));
         direct.map_or(Mixed::Rows(step.attention), Mixed::Packed)
     }
 

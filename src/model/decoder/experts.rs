@@ -3,13 +3,14 @@
 //!
 //! Not here: the choice of experts, which kernels make (`kernels::moe`).
 
+use super::products::{Operands, Unpacked};
 use super::{Block, Decoder, Step, StepShape};
 use crate::kernels::gemm::matmul::{Blocked, MatmulConfig, MatmulRows, block_rows};
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, wgmma};
-use crate::kernels::moe::{self, Grouped, Mlp, Sorted, Used};
+use crate::kernels::moe::{self, FewRows, Grouped, Mlp, Sorted, Used};
 use crate::kernels::recording::{Op, Range, Recording};
 use crate::kernels::stream::{self, Onto};
 use crate::memory::pack::Format;
@@ -51,7 +52,9 @@ impl Decoder<'_> {
         let c = self.config;
         let (rows, size) = (shape.rows(), (shape.rows(), c.hidden));
         let hidden = self.mlp_hidden(r, shape, step, block);
-        self.output(r, shape, step, &block.name("down"), hidden, step.branch, Epilogue::Store, Fold::None);
+        let down = block.name("down");
+        let operands = Operands { weight: &down, x: hidden, y: step.branch, epilogue: Epilogue::Store };
+        self.output(r, shape, step, operands, Fold::None);
         let of_experts = Self::activations(r, "experts.output", rows, c.hidden);
         r.ops.push(Op::Fill { to: of_experts.range, word: 0 });
         self.experts(r, shape, step, block, of_experts);
@@ -99,15 +102,18 @@ impl Decoder<'_> {
             self.many_experts(r, shape, step, block, &mlp, router_norm);
             return;
         }
-        self.product(r, shape, &router, step, step.x, step.router, Some(router_norm), Epilogue::Store);
+        let operands = Operands { weight: &router, x: step.x, y: step.router, epilogue: Epilogue::Store };
+        self.product(r, shape, step, operands, Some(router_norm));
         match self.tuning.fragments.filter(|_| self.weight(&router).is_some_and(|w| self.in_fragments(w))) {
             Some(matrices) => {
                 let [gate_up, down] = mlp.few_configs(rows, matrices, self.tuning.shared_bytes);
                 let logits = step.flow(Some(step.router.range), None);
-                let flow = step.flow(Some(step.x.range), Some(step.middle.range));
-                r.call(mlp.few_gate_up(step.middle, rows, matrices, gate_up, flow, logits, step.fault));
-                let flow = step.flow(Some(step.middle.range), Some(step.x.range));
-                r.call(mlp.few_down(step.middle, rows, matrices, down, flow, logits, step.fault));
+                let few = |config, from: Activations, to: Activations| {
+                    let flow = step.flow(Some(from.range), Some(to.range));
+                    FewRows { middle: step.middle, rows, matrices, config, flow, logits, fault: step.fault }
+                };
+                r.call(mlp.few_gate_up(few(gate_up, step.x, step.middle)));
+                r.call(mlp.few_down(few(down, step.middle, step.x)));
             }
             None => {
                 let (used, valid) = Self::used(shape, step);
@@ -115,7 +121,7 @@ impl Decoder<'_> {
                 self.choose(r, block, &mlp, (used, valid), choices);
                 let configs = self.sorted_configs(&mlp, rows);
                 if rows > self.tuning.gemv_most && configs[0].tokens == configs[1].tokens {
-                    self.sorted_experts(r, shape, step, block, &mlp, choices, configs);
+                    self.sorted_experts(r, shape, step, block, &mlp, choices);
                     return;
                 }
                 r.call(mlp.gemv_gate_up(used, choices, step.middle, self.gemv_threads(c.hidden)));
@@ -133,7 +139,6 @@ impl Decoder<'_> {
     }
 
     /// Records the experts' products for many rows sorted by expert, on row-major weights, after the choice of experts.
-    #[expect(clippy::too_many_arguments, reason = "a layer's operands, and how its products are computed")]
     fn sorted_experts(
         &self,
         r: &mut Recording,
@@ -142,9 +147,9 @@ impl Decoder<'_> {
         block: &Block,
         mlp: &Mlp,
         choices: Range,
-        [gate_up, down]: [MatmulConfig; 2],
     ) {
         let (c, rows, experts) = (self.config, shape.rows(), mlp.shape);
+        let [gate_up, down] = self.sorted_configs(mlp, rows);
         let (used, _) = Self::used(shape, step);
         let sorted = Self::sorted(r, mlp, used, choices, gate_up.tokens);
         let mut blocked = |name: &str, weight: &Matrix| {
@@ -163,8 +168,10 @@ impl Decoder<'_> {
             let hidden = Self::activations(r, "shared.hidden", rows, inner);
             let output = Self::activations(r, "shared.output", rows, c.hidden);
             let (gate_up, down) = (block.name("shared.gate_up"), block.name("shared.down"));
-            self.product(r, shape, &gate_up, step, step.x, hidden, Some(mlp.norm.0), self.gated());
-            self.product(r, shape, &down, step, hidden, output, None, Epilogue::Store);
+            let operands = Operands { weight: &gate_up, x: step.x, y: hidden, epilogue: self.gated() };
+            self.product(r, shape, step, operands, Some(mlp.norm.0));
+            let operands = Operands { weight: &down, x: hidden, y: output, epilogue: Epilogue::Store };
+            self.product(r, shape, step, operands, None);
             output
         });
         r.call(mlp.combine(used, choices, parts, shared));
@@ -235,17 +242,10 @@ impl Decoder<'_> {
             true => PackedOrder::Swizzled,
             false => PackedOrder::Fragments,
         };
-        let packed = self.pack(r, shape, step, block.name("router_pack"), step.x, c.hidden, Some(router_norm), order);
-        self.tiled(
-            r,
-            shape,
-            &block.name("router"),
-            step,
-            packed,
-            Output::Rows(step.router),
-            Epilogue::Store,
-            Fold::None,
-        );
+        let (label, norm) = (block.name("router_pack"), Some(router_norm));
+        let packed = self.pack(r, shape, step, Unpacked { label, x: step.x, cols: c.hidden, norm, order });
+        let (router, y) = (block.name("router"), Output::Rows(step.router));
+        self.tiled(r, shape, step, Operands { weight: &router, x: packed, y, epilogue: Epilogue::Store }, Fold::None);
         let choices = r.buffer("experts.choices", experts.choices_bytes(rows));
         self.choose(r, block, mlp, (used, valid), choices);
 
@@ -274,8 +274,12 @@ impl Decoder<'_> {
             let hidden = Packed { order, ..Self::packed(r, "shared.packed", rows, inner) };
             let output = Self::activations(r, "shared.output", rows, c.hidden);
             let (gate_up, down) = (block.name("shared.gate_up"), block.name("shared.down"));
-            self.tiled(r, shape, &gate_up, step, packed, Output::Packed(hidden), self.gated(), Fold::None);
-            self.tiled(r, shape, &down, step, hidden, Output::Rows(output), Epilogue::Store, Fold::None);
+            let y = Output::Packed(hidden);
+            let operands = Operands { weight: &gate_up, x: packed, y, epilogue: self.gated() };
+            self.tiled(r, shape, step, operands, Fold::None);
+            let y = Output::Rows(output);
+            let operands = Operands { weight: &down, x: hidden, y, epilogue: Epilogue::Store };
+            self.tiled(r, shape, step, operands, Fold::None);
             output
         });
         r.call(mlp.combine(used, choices, parts, shared));

@@ -2,6 +2,7 @@
 //!
 //! Not here: the layers between them.
 
+use super::products::{Operands, Unpacked};
 use super::{Decoder, Step, StepShape};
 use crate::kernels::embed::{self, RowsFrom, Table};
 use crate::kernels::gemm::panel::Fold;
@@ -87,10 +88,13 @@ impl Decoder<'_> {
         let name = if c.tied { "embed" } else { "lm_head" };
         if self.packs_for(shape, name) {
             let order = self.packed_order(shape, name);
-            let x = self.pack(r, shape, step, "head_pack".to_owned(), x, c.hidden, norm, order);
-            self.tiled(r, shape, name, step, x, Output::Rows(logits), Epilogue::Store, Fold::None);
+            let rows = Unpacked { label: "head_pack".to_owned(), x, cols: c.hidden, norm, order };
+            let x = self.pack(r, shape, step, rows);
+            let operands = Operands { weight: name, x, y: Output::Rows(logits), epilogue: Epilogue::Store };
+            self.tiled(r, shape, step, operands, Fold::None);
         } else {
-            self.product(r, shape, name, step, x, logits, norm, Epilogue::Store);
+            let operands = Operands { weight: name, x, y: logits, epilogue: Epilogue::Store };
+            self.product(r, shape, step, operands, norm);
         }
         if c.logit_scale != 1.0 || c.logit_cap.is_some() {
             let size = (shape.rows(), c.vocab);

@@ -2,7 +2,8 @@
 //!
 //! Not here: the embeddings of the residual stream (`head`).
 
-use super::{Block, Decoder, Mixed, Step, StepShape};
+use super::products::{Operands, Unpacked};
+use super::{Block, Decoder, LastProduct, Mixed, Step, StepShape};
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::tiled::Output;
 use crate::kernels::gemm::{Activations, Epilogue};
@@ -39,18 +40,19 @@ impl Decoder<'_> {
         let name = block.name("layer_input.output");
         let mixed = match self.packs_for(shape, &name) {
             true => {
-                let label = block.name("layer_input.pack");
-                Mixed::Packed(self.pack(r, shape, step, label, gate, of.width, None, self.packed_order(shape, &name)))
+                let (label, order) = (block.name("layer_input.pack"), self.packed_order(shape, &name));
+                let rows = Unpacked { label, x: gate, cols: of.width, norm: None, order };
+                Mixed::Packed(self.pack(r, shape, step, rows))
             }
             false => Mixed::Rows(gate),
         };
         let after = self.vector(r, &block.name("layer_input.norm"));
         let factor = self.layer_factor(r, block, false);
-        self.add_output(r, shape, step, &name, mixed, after, None, factor);
+        self.add_output(r, shape, step, LastProduct { weight: &name, x: mixed, after, next: None, factor });
     }
 
     /// Records a product of rows of `columns` floats, without a norm.
-    fn linear(
+    pub(super) fn linear(
         &self,
         r: &mut Recording,
         shape: StepShape,
@@ -62,10 +64,15 @@ impl Decoder<'_> {
         match self.packs_for(shape, name) {
             true => {
                 let order = self.packed_order(shape, name);
-                let packed = self.pack(r, shape, step, format!("{name}_pack"), x, columns, None, order);
-                self.tiled(r, shape, name, step, packed, Output::Rows(y), Epilogue::Store, Fold::None);
+                let rows = Unpacked { label: format!("{name}_pack"), x, cols: columns, norm: None, order };
+                let x = self.pack(r, shape, step, rows);
+                let operands = Operands { weight: name, x, y: Output::Rows(y), epilogue: Epilogue::Store };
+                self.tiled(r, shape, step, operands, Fold::None);
             }
-            false => self.product(r, shape, name, step, x, y, None, Epilogue::Store),
+            false => {
+                let operands = Operands { weight: name, x, y, epilogue: Epilogue::Store };
+                self.product(r, shape, step, operands, None);
+            }
         }
     }
 }

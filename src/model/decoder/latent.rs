@@ -5,9 +5,6 @@
 
 use super::{Block, Decoder, Mixed, Step, StepShape};
 use crate::kernels::attention::latent::{LatentShape, latent_rows, latent_values};
-use crate::kernels::gemm::Epilogue;
-use crate::kernels::gemm::panel::Fold;
-use crate::kernels::gemm::tiled::Output;
 use crate::kernels::recording::Recording;
 use crate::kernels::stream;
 use crate::model::config::Latent;
@@ -36,15 +33,9 @@ impl Decoder<'_> {
             let norm = (self.vector(r, &block.name(name)), EPSILON);
             r.call(stream::norm_heads(block.name(name), rows, input, (from, 1, width), norm));
         }
-        let name = block.name("latent.q");
         match latent.q_rank {
             None => self.mixer_input(r, shape, step, block, "latent.q", queries),
-            Some(rank) if self.packs_for(shape, &name) => {
-                let order = self.packed_order(shape, &name);
-                let packed = self.pack(r, shape, step, format!("{name}_pack"), input, rank, None, order);
-                self.tiled(r, shape, &name, step, packed, Output::Rows(queries), Epilogue::Store, Fold::None);
-            }
-            Some(_) => self.product(r, shape, &name, step, input, queries, None, Epilogue::Store),
+            Some(rank) => self.linear(r, shape, step, &block.name("latent.q"), (input, rank), queries),
         }
         let weights = self.vector(r, &block.name("latent.keys")).expect("a layer has keys");
         let label = block.name("latent.keys");

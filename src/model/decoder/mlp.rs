@@ -2,7 +2,8 @@
 //!
 //! Not here: experts (`experts`).
 
-use super::{Block, Decoder, Mixed, Step, StepShape};
+use super::products::{Operands, Unpacked};
+use super::{Block, Decoder, LastProduct, Mixed, Step, StepShape};
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::tiled::{Output, Packed, PackedOrder};
 use crate::kernels::gemm::wgmma;
@@ -16,7 +17,7 @@ impl Decoder<'_> {
         let after = self.vector(r, &block.name("mlp_post_norm"));
         let next = self.vector(r, &block.next_norm);
         let factor = self.layer_factor(r, block, true);
-        self.add_output(r, shape, step, &block.name("down"), hidden, after, next, factor);
+        self.add_output(r, shape, step, LastProduct { weight: &block.name("down"), x: hidden, after, next, factor });
     }
 
     /// Records a dense MLP up to its second product, and returns that product's input.
@@ -25,14 +26,18 @@ impl Decoder<'_> {
         let gate_up = block.name("gate_up");
         let norm = self.vector(r, &block.name("mlp_norm"));
         if !self.packs_for(shape, &gate_up) {
-            self.product(r, shape, &gate_up, step, step.x, step.mlp, norm, self.gated());
+            let operands = Operands { weight: &gate_up, x: step.x, y: step.mlp, epilogue: self.gated() };
+            self.product(r, shape, step, operands, norm);
             return Mixed::Rows(step.mlp);
         }
         let [order, next_order] = [&gate_up, &block.name("down")].map(|name| self.packed_order(shape, name));
         let unscaled = self.unscaled(r, shape);
         let (x, fold) = match unscaled {
             Some(unscaled) => (unscaled.rows, Fold::Scale(unscaled, c.rms_eps)),
-            None => (self.pack(r, shape, step, block.name("mlp_pack"), step.x, c.hidden, norm, order), Fold::None),
+            None => {
+                let rows = Unpacked { label: block.name("mlp_pack"), x: step.x, cols: c.hidden, norm, order };
+                (self.pack(r, shape, step, rows), Fold::None)
+            }
         };
         // A weight in several parts writes rows of floats, in which each part has its own columns. Codes are expanded in
         // parts, unless the product dequantises them itself.
@@ -42,11 +47,14 @@ impl Decoder<'_> {
         let whole = whole && order == next_order && (order == PackedOrder::Fragments || wgmma::packs(2 * block.inner));
         let hidden = if whole {
             let hidden = Packed { order, ..Self::packed(r, "packed.mlp", shape.rows(), block.inner) };
-            self.tiled(r, shape, &gate_up, step, x, Output::Packed(hidden), self.gated(), fold);
+            let operands = Operands { weight: &gate_up, x, y: Output::Packed(hidden), epilogue: self.gated() };
+            self.tiled(r, shape, step, operands, fold);
             hidden
         } else {
-            self.tiled(r, shape, &gate_up, step, x, Output::Rows(step.mlp), self.gated(), fold);
-            self.pack(r, shape, step, block.name("down_pack"), step.mlp, block.inner, None, next_order)
+            let operands = Operands { weight: &gate_up, x, y: Output::Rows(step.mlp), epilogue: self.gated() };
+            self.tiled(r, shape, step, operands, fold);
+            let label = block.name("down_pack");
+            self.pack(r, shape, step, Unpacked { label, x: step.mlp, cols: block.inner, norm: None, order: next_order })
         };
         Mixed::Packed(hidden)
     }

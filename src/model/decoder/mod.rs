@@ -21,6 +21,7 @@ mod weights;
 pub use attention::ROPE;
 pub use delta::delta_heads;
 use drafter::Drafter;
+use products::{Operands, Unpacked};
 use stage::LayerStage;
 pub use tuning::{Tuning, most_gemv_rows};
 
@@ -277,6 +278,19 @@ impl Block {
     }
 }
 
+/// The last product of a mixer or an MLP.
+struct LastProduct<'a> {
+    /// The name of its weight.
+    weight: &'a str,
+    x: Mixed,
+    /// The norm of the product, before it is added to the residual stream.
+    after: Option<Range>,
+    /// The norm of the residual stream that follows.
+    next: Option<Range>,
+    /// The layer's factor of the residual stream.
+    factor: Option<Range>,
+}
+
 /// A mixer's output.
 enum Mixed {
     /// Rows of floats.
@@ -485,20 +499,20 @@ impl Decoder<'_> {
         let name = block.name(part);
         let norm = self.vector(r, &block.name("attn_norm"));
         if !self.packs_for(shape, &name) {
-            self.product(r, shape, &name, step, step.x, y, norm, Epilogue::Store);
+            let operands = Operands { weight: &name, x: step.x, y, epilogue: Epilogue::Store };
+            self.product(r, shape, step, operands, norm);
             return;
         }
-        match self.unscaled(r, shape).filter(|_| block.follows) {
-            Some(x) => {
-                let fold = Fold::Scale(x, c.rms_eps);
-                self.tiled(r, shape, &name, step, x.rows, Output::Rows(y), Epilogue::Store, fold);
-            }
+        let (x, fold) = match self.unscaled(r, shape).filter(|_| block.follows) {
+            Some(x) => (x.rows, Fold::Scale(x, c.rms_eps)),
             None => {
                 let order = self.packed_order(shape, &name);
-                let x = self.pack(r, shape, step, block.name("attn_pack"), step.x, c.hidden, norm, order);
-                self.tiled(r, shape, &name, step, x, Output::Rows(y), Epilogue::Store, Fold::None);
+                let rows = Unpacked { label: block.name("attn_pack"), x: step.x, cols: c.hidden, norm, order };
+                (self.pack(r, shape, step, rows), Fold::None)
             }
-        }
+        };
+        let operands = Operands { weight: &name, x, y: Output::Rows(y), epilogue: Epilogue::Store };
+        self.tiled(r, shape, step, operands, fold);
     }
 
     /// Records a mixer's output projection, which is added to x.
@@ -508,58 +522,49 @@ impl Decoder<'_> {
             Mixed::Rows(y) if self.packs_for(shape, &name) => {
                 let cols = self.weight(&name).map_or(0, |w| w.cols);
                 let order = self.packed_order(shape, &name);
-                Mixed::Packed(self.pack(r, shape, step, block.name("o_pack"), y, cols, None, order))
+                let rows = Unpacked { label: block.name("o_pack"), x: y, cols, norm: None, order };
+                Mixed::Packed(self.pack(r, shape, step, rows))
             }
             mixed => mixed,
         };
         let after = self.vector(r, &block.name("attn_post_norm"));
         let next = self.vector(r, &block.name("mlp_norm"));
-        self.add_output(r, shape, step, &name, mixed, after, next, None);
+        self.add_output(r, shape, step, LastProduct { weight: &name, x: mixed, after, next, factor: None });
     }
 
-    /// Records the last product of a mixer or an MLP, whose output is added to x: directly, or after a norm with the
-    /// weights `after` and the model's factor. `next` is the norm of x that follows, `factor` the layer's factor of x.
-    #[expect(clippy::too_many_arguments, reason = "a product's operands and what surrounds it")]
-    fn add_output(
-        &self,
-        r: &mut Recording,
-        shape: StepShape,
-        step: &Step,
-        name: &str,
-        y: Mixed,
-        after: Option<Range>,
-        next: Option<Range>,
-        factor: Option<Range>,
-    ) {
+    /// Records the last product of a mixer or an MLP, whose output is added to the residual stream: directly, or after a
+    /// norm and the model's factor.
+    fn add_output(&self, r: &mut Recording, shape: StepShape, step: &Step, product: LastProduct<'_>) {
+        let LastProduct { weight, x, after, next, factor } = product;
         let c = self.config;
         let staged = after.is_some() || factor.is_some() || c.residual_scale != 1.0;
-        let (to, epilogue) = if staged { (step.branch, Epilogue::Store) } else { (step.x, Epilogue::Residual) };
+        let (y, epilogue) = if staged { (step.branch, Epilogue::Store) } else { (step.x, Epilogue::Residual) };
         let fold = if staged { Fold::None } else { Self::leaves(self.unscaled(r, shape), next) };
-        self.output(r, shape, step, name, y, to, epilogue, fold);
+        self.output(r, shape, step, Operands { weight, x, y, epilogue }, fold);
         if staged {
             let norm = after.map(|norm| (norm, c.rms_eps));
-            let (label, size) = (format!("{name}_add"), (shape.rows(), c.hidden));
+            let (label, size) = (format!("{weight}_add"), (shape.rows(), c.hidden));
             let onto = Onto { factor, ..Onto::add(step.x) };
             r.call(stream::add_branch(label, size, step.branch, norm, c.residual_scale, onto));
         }
     }
 
     /// Records the product of rows that are packed or not; `fold` is for packed rows.
-    #[expect(clippy::too_many_arguments, reason = "a product's operands and what surrounds it")]
     fn output(
         &self,
         r: &mut Recording,
         shape: StepShape,
         step: &Step,
-        name: &str,
-        y: Mixed,
-        to: Activations,
-        epilogue: Epilogue,
+        operands: Operands<'_, Mixed, Activations>,
         fold: Fold,
     ) {
-        match y {
-            Mixed::Rows(y) => self.product(r, shape, name, step, y, to, None, epilogue),
-            Mixed::Packed(y) => self.tiled(r, shape, name, step, y, Output::Rows(to), epilogue, fold),
+        let Operands { weight, x, y, epilogue } = operands;
+        match x {
+            Mixed::Rows(x) => self.product(r, shape, step, Operands { weight, x, y, epilogue }, None),
+            Mixed::Packed(x) => {
+                let operands = Operands { weight, x, y: Output::Rows(y), epilogue };
+                self.tiled(r, shape, step, operands, fold);
+            }
         }
     }
 

@@ -7,9 +7,7 @@ use super::{Block, Decoder, Step, StepShape, stride};
 use crate::kernels::attention;
 use crate::kernels::draft::{self, VerifyRows};
 use crate::kernels::embed;
-use crate::kernels::gemm::panel::Fold;
-use crate::kernels::gemm::tiled::Output;
-use crate::kernels::gemm::{Activations, Epilogue, take_last};
+use crate::kernels::gemm::{Activations, take_last};
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling;
 use crate::kernels::shaders::{
@@ -108,13 +106,7 @@ impl Decoder<'_> {
             epsilon: c.rms_eps,
         };
         r.call(draft::join_norms("draft_norms".to_owned(), rows, args));
-        if self.packs_for(shape, "mtp.fc") {
-            let order = self.packed_order(shape, "mtp.fc");
-            let x = self.pack(r, shape, step, "mtp.fc_pack".to_owned(), joined, 2 * c.hidden, None, order);
-            self.tiled(r, shape, "mtp.fc", step, x, Output::Rows(step.x), Epilogue::Store, Fold::None);
-        } else {
-            self.product(r, shape, "mtp.fc", step, joined, step.x, None, Epilogue::Store);
-        }
+        self.linear(r, shape, step, "mtp.fc", (joined, 2 * c.hidden), step.x);
     }
 
     fn draft_block(&self) -> Block {

@@ -34,6 +34,27 @@ const MOST_CODES_ROWS: u32 = 4;
 /// The maximum number of rows of a prompt chunk for which its products are computed like those of a decode batch.
 const MOST_PANEL_ROWS: u32 = 64;
 
+/// The operands of a product: y is the epilogue of W · x.
+pub(super) struct Operands<'a, X, Y> {
+    /// The name of W.
+    pub(super) weight: &'a str,
+    pub(super) x: X,
+    pub(super) y: Y,
+    pub(super) epilogue: Epilogue,
+}
+
+/// Rows that are to be packed.
+pub(super) struct Unpacked {
+    /// The label of the call.
+    pub(super) label: String,
+    pub(super) x: Activations,
+    /// The number of columns of x that are packed.
+    pub(super) cols: u32,
+    /// The norm that is applied first.
+    pub(super) norm: Option<Range>,
+    pub(super) order: PackedOrder,
+}
+
 impl Decoder<'_> {
     pub(super) fn gemv_threads(&self, cols: u32) -> u32 {
         cols.div_ceil(8).next_power_of_two().clamp(32.min(self.tuning.gemv_threads), self.tuning.gemv_threads)
@@ -142,19 +163,16 @@ impl Decoder<'_> {
         rows <= 1 || rows <= MOST_CODES_ROWS && self.weights.iter().all(fits)
     }
 
-    /// Records a product with every part of a weight.
-    #[expect(clippy::too_many_arguments, reason = "a matrix product's operands; each call names all of them")]
+    /// Records a product with every part of a weight, after an optional norm of x.
     pub(super) fn product(
         &self,
         recording: &mut Recording,
         shape: StepShape,
-        name: &str,
         step: &Step,
-        x: Activations,
-        y: Activations,
+        operands: Operands<'_, Activations, Activations>,
         norm: Option<Range>,
-        epilogue: Epilogue,
     ) {
+        let Operands { weight: name, x, y, epilogue } = operands;
         let bias = self.vector(recording, &format!("{name}.bias"));
         let fragments = self.weight(name).is_some_and(|w| self.in_fragments(w));
         // Logits are not tagged: the kernels that read them use barriers.
@@ -379,30 +397,26 @@ impl Decoder<'_> {
 
     /// Records a product of packed rows with every part of a weight. `fold` is a norm before or after the product that
     /// is folded into it instead of being a stage of its own.
-    #[expect(clippy::too_many_arguments, reason = "a matrix product's operands; each call names all of them")]
     pub(super) fn tiled(
         &self,
         recording: &mut Recording,
         shape: StepShape,
-        name: &str,
         step: &Step,
-        x: Packed,
-        y: Output,
-        epilogue: Epilogue,
+        operands: Operands<'_, Packed, Output>,
         fold: Fold,
     ) {
+        let Operands { weight: name, x: input, y, epilogue } = operands;
         let rows = shape.rows();
         let matrices = self.tuning.fragments.unwrap_or(Matrices::Emulated);
         let bias = self.vector(recording, &format!("{name}.bias"));
         let mut parts = Vec::new();
         for (first, weight) in self.matrix(recording, name) {
-            match self.expands_part(shape, x.order, &weight) {
+            match self.expands_part(shape, input.order, &weight) {
                 true => parts.extend(self.expanded(&weight).into_iter().map(|rows| (first, weight, Some(rows)))),
                 false => parts.push((first, weight, None)),
             }
         }
-        let input = x;
-        let mut x = x;
+        let mut x = input;
         for (first, weight, run) in parts {
             // All runs of a part have one order.
             if run.is_none_or(|(from, _)| from == 0) {
@@ -480,19 +494,9 @@ impl Decoder<'_> {
         weight.format.codes().is_some() && Self::expands(shape) && order == PackedOrder::Fragments
     }
 
-    /// Records the packing of rows for the next products, after an optional norm.
-    #[expect(clippy::too_many_arguments, reason = "what is packed, how, and where from")]
-    pub(super) fn pack(
-        &self,
-        recording: &mut Recording,
-        shape: StepShape,
-        step: &Step,
-        label: String,
-        x: Activations,
-        cols: u32,
-        norm: Option<Range>,
-        order: PackedOrder,
-    ) -> Packed {
+    /// Records the packing of rows for the next products.
+    pub(super) fn pack(&self, recording: &mut Recording, shape: StepShape, step: &Step, rows: Unpacked) -> Packed {
+        let Unpacked { label, x, cols, norm, order } = rows;
         let packed = Packed { order, ..Self::packed(recording, &format!("packed.{cols}"), shape.rows(), cols) };
         let norm = norm.map(|norm| (norm, self.config.rms_eps));
         let count = matches!(shape, StepShape::Prefill { .. }).then_some(step.chunk);

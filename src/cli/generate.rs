@@ -7,7 +7,7 @@ use crate::actors::workers::Cancel;
 use crate::config::{Bytes, Config, DEMO_PATH, Draft, KvFormat, Model, Quantize, file};
 use crate::gpu::devices::start;
 use crate::model::text::Text;
-use crate::service::generation::{Generation, Surroundings};
+use crate::service::generation::{Delivery, Generation};
 use crate::service::prepare::{ConstrainedModel, Reasons, prepare, start_grammar};
 use crate::service::proto;
 use crate::service::proto::generate_request::Prompt;
@@ -309,7 +309,7 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
     let rows: Arc<Mutex<Vec<Vec<f32>>>> = Arc::default();
     prepared.request.dump_logits = args.dump_logits.is_some();
     let sink = Arc::clone(&rows);
-    let surroundings = Surroundings {
+    let delivery = Delivery {
         buffer: BUFFER,
         rpc: tracing::Span::none(),
         grpc: false,
@@ -319,7 +319,7 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
             sink.lock().unwrap_or_else(PoisonError::into_inner).push(row);
         })),
     };
-    let generation = Generation::start(prepared, surroundings).map_err(Refused::from)?;
+    let generation = Generation::start(prepared, delivery).map_err(Refused::from)?;
     runtime.block_on(print(generation, printer))?;
     if let Some(file) = &args.dump_logits {
         let rows = rows.lock().unwrap_or_else(PoisonError::into_inner);

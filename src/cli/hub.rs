@@ -452,7 +452,7 @@ impl Hub<'_> {
         }
         let link = snapshot.join(&file.name);
         if link.is_symlink() {
-            // What it led to was removed.
+            // The file that the link pointed to was removed.
             std::fs::remove_file(&link).map_err(io(&link))?;
         }
         let depth = Path::new(&file.name).components().count() + 1;

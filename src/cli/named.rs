@@ -18,7 +18,7 @@ pub(super) fn find(given: &str, plain: bool) -> anyhow::Result<PathBuf> {
     }
     match hub::Reference::parse(given) {
         Some(reference) => hub::find(&reference, &progress::Show::new(plain)),
-        // Whoever opens the path says what is wrong with it.
+        // Opening the path reports what is wrong with it.
         None => Ok(path.to_owned()),
     }
 }

@@ -45,7 +45,7 @@ pub enum LifecycleError {
         configured: String,
     },
     /// The model is already being loaded or unloaded.
-    #[error("model \"{model}\" cannot be touched: {state}")]
+    #[error("model \"{model}\" is busy: {state}")]
     Busy {
         /// The model's name.
         model: String,
@@ -61,7 +61,7 @@ pub enum LifecycleError {
         state: LoadState,
     },
     /// The server is stopping.
-    #[error("model \"{model}\" is not loaded: the server stops")]
+    #[error("model \"{model}\" is not loaded: the server is stopping")]
     Stopping {
         /// The model's name.
         model: String,

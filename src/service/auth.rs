@@ -1,6 +1,6 @@
-//! Who may call what: a bearer token in the metadata of each call, found by its digest in a file that is watched. One
-//! function says which right a method of gRPC or a route of HTTP needs, and every call passes it before its message is
-//! looked at.
+//! Access control: each call needs a bearer token in its metadata, which is looked up by its digest in a file that is
+//! reloaded when it changes. `need` says which right a gRPC method or an HTTP route requires; every call is checked
+//! before its message is read.
 //! Not here: certificates (`tls`), counting (`clients`, `meter`).
 
 use super::clients::Allowance;
@@ -23,15 +23,15 @@ use tonic::body::Body;
 use tower_layer::Layer;
 use tower_service::Service;
 
-/// The longest token that is looked at, bytes; ours have 68.
+/// The maximum length of a token in bytes; tokens made by `ostinato token` have 68.
 const MAX_TOKEN: usize = 1024;
 
-/// What a method needs.
+/// What a method requires of its caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Need {
-    /// Not even a token.
+    /// Nothing; not even a token.
     Nothing,
-    /// A token, whatever it may do.
+    /// A token, with any rights.
     Token,
     /// A token with this right.
     Right(Right),
@@ -40,9 +40,9 @@ enum Need {
 const GENERATE: Need = Need::Right(Right::Generate);
 const ADMIN: Need = Need::Right(Right::Admin);
 
-/// What each method that there is needs, by its service.
+/// The requirements of every method, by service.
 const NEEDS: [(&str, &[&str], Need); 14] = [
-    // Balancers and orchestrators ask without a token.
+    // Load balancers and orchestrators check health without a token.
     ("grpc.health.v1.Health", &["Check", "List", "Watch"], Need::Nothing),
     ("grpc.reflection.v1.ServerReflection", &["ServerReflectionInfo"], Need::Token),
     ("grpc.reflection.v1alpha.ServerReflection", &["ServerReflectionInfo"], Need::Token),
@@ -51,12 +51,12 @@ const NEEDS: [(&str, &[&str], Need); 14] = [
     ("ostinato.v1.Ostinato", &["Profile", "LoadModel", "UnloadModel"], ADMIN),
     ("vllm.grpc.engine.VllmEngine", &["Generate", "Embed", "Abort", "GetTokenizer"], GENERATE),
     ("vllm.grpc.engine.VllmEngine", &["HealthCheck", "GetModelInfo", "GetServerInfo", "GetLoads"], Need::Token),
-    // Others' prompts are in the events, and what is flushed or timed is everybody's.
+    // Events contain the prompts of all clients, and flushes and profiles affect all clients.
     ("vllm.grpc.engine.VllmEngine", &["SubscribeKvEvents", "FlushCache", "StartProfile", "StopProfile"], ADMIN),
     // OpenAI's API over HTTP.
     ("", &["health"], Need::Nothing),
     ("v1", &["chat/completions", "completions", "responses", "embeddings", "rerank", "score"], GENERATE),
-    // Names of the last two in other servers.
+    // The paths of the last two in other servers.
     ("", &["rerank", "score"], GENERATE),
     ("v2", &["rerank"], GENERATE),
     ("v1", &["models", "models/{model}"], Need::Token),
@@ -69,12 +69,12 @@ fn listed(path: &str) -> Option<Need> {
     found.map(|(.., need)| *need)
 }
 
-/// Returns the right that a method needs, by its path; for methods that are not listed, the administrator's.
+/// Returns the requirement of the method at `path`. Methods that are not listed require the administrator's right.
 fn need(path: &str) -> Need {
     listed(path).unwrap_or(ADMIN)
 }
 
-/// The tokens of a file, read again when it changes.
+/// The tokens of a file, which is reloaded when it changes.
 #[derive(Debug)]
 pub struct Tokens {
     table: Arc<Watched<Table>>,
@@ -85,7 +85,7 @@ struct Table {
     entries: Vec<([u8; 32], Identity)>,
 }
 
-/// Whom a token stands for; goes with each call's extensions.
+/// The holder of a token. Stored in the extensions of each call.
 #[derive(Clone, Debug)]
 pub struct Identity(Arc<Holder>);
 
@@ -93,54 +93,55 @@ pub struct Identity(Arc<Holder>);
 struct Holder {
     name: String,
     allowance: Allowance,
-    /// `None`: all.
+    /// The models that the token allows; `None` for all.
     models: Option<Vec<String>>,
     may: Vec<Right>,
 }
 
 impl Identity {
-    /// As the file names it.
+    /// Returns the token's name in the file.
     pub fn name(&self) -> &str {
         &self.0.name
     }
 
-    /// What limits say of it.
+    /// Returns the limits that the token sets.
     pub fn allowance(&self) -> &Allowance {
         &self.0.allowance
     }
 
-    /// Whether it has a right.
+    /// Returns whether the token has a right.
     pub fn may(&self, right: Right) -> bool {
         self.0.may.contains(&right)
     }
 
-    /// Whether it may use some models only.
+    /// Returns whether the token is limited to some models.
     pub fn is_restricted(&self) -> bool {
         self.0.models.is_some()
     }
 
-    /// Whether it may use a model.
+    /// Returns whether the token allows the use of a model.
     pub fn may_use(&self, model: &str) -> bool {
         self.0.models.as_ref().is_none_or(|models| models.iter().any(|name| name == model))
     }
 }
 
 impl Tokens {
-    /// Reads the file.
+    /// Reads the token file.
     pub fn read(path: &Path) -> Result<Tokens, ConfigError> {
         let file = path.to_owned();
         let load = move |before: Option<&Table>| Ok(Table::new(config::tokens(&file)?, before, Instant::now()));
         Ok(Tokens { table: Arc::new(Watched::new("tokens", vec![path.to_owned()], load)?) })
     }
 
-    /// Looks for changes of the file, until `stop`.
+    /// Reloads the file when it changes, until `stop` is cancelled.
     pub fn follow(&self, stop: CancellationToken) -> impl Future<Output = ()> + Send + use<> {
         Arc::clone(&self.table).follow(stop)
     }
 }
 
 impl Table {
-    /// Makes the table of the tokens of a file. Tokens that were in the table before keep their buckets.
+    /// Builds the table from the tokens of a file. Tokens that were in the previous table keep their rate limits'
+    /// state.
     fn new(tokens: Vec<config::AccessToken>, before: Option<&Table>, now: Instant) -> Table {
         let meter = |name: &str, per_minute: u32| {
             let same = |(_, other): &&([u8; 32], Identity)| other.name() == name;
@@ -160,13 +161,13 @@ impl Table {
             };
             let may = token.may.unwrap_or_else(|| vec![Right::Generate]);
             let holder = Holder { name: token.name, allowance, models: token.models, may };
-            // Read files have one of each.
+            // The file reader requires a name and a digest for each token.
             (token.sha256.unwrap_or_default(), Identity(Arc::new(holder)))
         };
         Table { entries: tokens.into_iter().map(entry).collect() }
     }
 
-    /// Whose token it is. All entries are compared, each in the same time.
+    /// Finds the holder of a token. Compares all entries in constant time.
     fn find(&self, token: &[u8]) -> Option<&Identity> {
         let digest: [u8; 32] = Sha256::digest(token).into();
         let mut found = Choice::from(0);
@@ -179,7 +180,7 @@ impl Table {
         bool::from(found).then(|| &self.entries[at as usize].1)
     }
 
-    /// Who calls this method with these headers, if anybody needs to be.
+    /// Checks a call with these headers, and returns the holder of its token; `None` if the method needs no token.
     fn admit(&self, path: &str, headers: &HeaderMap) -> Result<Option<Identity>, Refusal> {
         let need = need(path);
         if need == Need::Nothing {
@@ -203,7 +204,7 @@ fn word(right: Right) -> &'static str {
     }
 }
 
-/// The only token of a call.
+/// Returns the bearer token of a call that has exactly one.
 fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
     let mut all = headers.get_all(header::AUTHORIZATION).iter();
     let (Some(value), None) = (all.next(), all.next()) else {
@@ -213,8 +214,8 @@ fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
     (scheme.eq_ignore_ascii_case(b"Bearer ") && !token.is_empty() && token.len() <= MAX_TOKEN).then_some(token)
 }
 
-/// Lets calls through that have the token they need, and says in their extensions whose it is. Without tokens all
-/// are let through.
+/// A layer that refuses calls without the required token and stores the token's holder in the call's extensions. If the
+/// server has no tokens, all calls pass.
 #[derive(Clone, Debug)]
 pub struct Authentication {
     tokens: Option<Arc<Tokens>>,
@@ -222,18 +223,18 @@ pub struct Authentication {
 }
 
 impl Authentication {
-    /// What is refused is counted with the host's.
+    /// Creates the layer. Its refusals are counted in `host`.
     pub fn new(tokens: Option<Arc<Tokens>>, host: Arc<Host>) -> Authentication {
         Authentication { tokens, host }
     }
 
-    /// Whether calls need a token.
+    /// Returns whether the server has tokens.
     pub(super) fn has_tokens(&self) -> bool {
         self.tokens.is_some()
     }
 
-    /// Whom the token in the headers of a call of the method at `path` stands for: `None` without tokens, and where the
-    /// method needs none. Counts nothing.
+    /// Returns the holder of the token in the headers of a call of the method at `path`; `None` if the server has no
+    /// tokens or the method needs none. Does not count a refusal.
     pub(super) fn identify(&self, path: &str, headers: &HeaderMap) -> Result<Option<Identity>, Refusal> {
         match &self.tokens {
             Some(tokens) => tokens.table.current().admit(path, headers),
@@ -275,7 +276,7 @@ where
         if self.authentication.has_tokens() {
             match self.authentication.identify(request.uri().path(), request.headers()) {
                 Ok(identity) => {
-                    // Nobody behind needs it, and what is not there is not logged.
+                    // The token is not needed any more; without it, it cannot be logged.
                     request.headers_mut().remove(header::AUTHORIZATION);
                     if let Some(identity) = identity {
                         request.extensions_mut().insert(identity);

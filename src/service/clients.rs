@@ -16,48 +16,48 @@ use std::time::Instant;
 
 /// The metadata key by which a trusted gateway names its client.
 pub const CLIENT_HEADER: &str = "ostinato-client";
-/// The longest name, bytes: names are kept, and stand in messages.
+/// The maximum length of a client's name in bytes; names are kept and appear in messages.
 const MAX_NAME: usize = 128;
 
-/// No configured limit is as large.
+/// The value of [`Clients::limit`] if there is no limit.
 const ANY_NUMBER: u32 = u32::MAX;
 
-/// What clients may have unfinished, and what they have. Names with nothing unfinished are not kept.
+/// The limits of all clients, and their unfinished requests. Clients without unfinished requests are not kept.
 #[derive(Debug, Default)]
 pub struct Clients {
-    /// Requests of each; [`ANY_NUMBER`]: as many as it likes.
+    /// The maximum number of unfinished requests of a client, or [`ANY_NUMBER`].
     limit: AtomicU32,
-    /// Whether [`CLIENT_HEADER`] is believed.
+    /// Whether [`CLIENT_HEADER`] is trusted.
     trust_header: AtomicBool,
     unfinished: Mutex<HashMap<Client, u32>>,
-    /// Unfinished requests of clients with tokens, by id: whose, and how many have that id.
+    /// The unfinished requests of clients with tokens, by id: the owner, and the number of requests with that id.
     owners: Mutex<HashMap<String, (Client, u32)>>,
 }
 
-/// Whose requests are counted together.
+/// A client, whose requests are counted together.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Client {
-    /// By a token.
+    /// The holder of a token, by name.
     Token(String),
-    /// By a gateway.
+    /// The client that a gateway names.
     Named(String),
-    /// By where it connects from; port and address family do not matter.
+    /// All callers from one IP address, with IPv4-mapped addresses as IPv4.
     At(IpAddr),
-    /// All that have no address.
+    /// All callers without an address.
     Unknown,
 }
 
-/// What a token says of its client's limits.
+/// The limits that a token sets for its holder.
 #[derive(Clone, Debug, Default)]
 pub struct Allowance {
-    /// Requests instead of what all clients may have.
+    /// The maximum number of unfinished requests, in place of the limit for all clients.
     pub requests: Option<u32>,
-    /// Tokens in a minute.
+    /// The rate limit in tokens per minute.
     pub meter: Option<Arc<Meter>>,
 }
 
 impl Client {
-    /// The client of an address, or of none.
+    /// Returns the client at an address.
     pub fn of(peer: Option<SocketAddr>) -> Client {
         peer.map_or(Client::Unknown, |peer| Client::At(peer.ip().to_canonical()))
     }
@@ -75,20 +75,20 @@ impl fmt::Display for Client {
 }
 
 impl Clients {
-    /// Counts for each client, up to `limit` where there is one.
+    /// Creates the counts with a limit for each client; `None` for no limit.
     pub fn new(limit: Option<u32>, trust_header: bool) -> Clients {
         let clients = Clients::default();
         clients.set(limit, trust_header);
         clients
     }
 
-    /// As [`Clients::new`] from now on. Requests that were taken without a limit are not counted.
+    /// Changes the limit. Requests that were accepted without a limit are not counted.
     pub fn set(&self, limit: Option<u32>, trust_header: bool) {
         self.limit.store(limit.unwrap_or(ANY_NUMBER), Relaxed);
         self.trust_header.store(trust_header, Relaxed);
     }
 
-    /// Who asks.
+    /// Identifies the client of a call by the gateway's header or by its address.
     pub fn identify(&self, headers: &HeaderMap, peer: Option<SocketAddr>) -> Result<Client, Refusal> {
         if let (true, Some(name)) = (self.trust_header.load(Relaxed), headers.get(CLIENT_HEADER)) {
             let shown = name.to_str().unwrap_or_default();
@@ -104,7 +104,8 @@ impl Clients {
         Ok(Client::of(peer))
     }
 
-    /// Room for a client's `asked` requests, all or none; `None` where nothing is counted.
+    /// Reserves places for `asked` requests of a client: all or none. Returns `None` if the client's requests are not
+    /// counted.
     pub fn take(
         self: &Arc<Clients>,
         client: Client,
@@ -129,39 +130,39 @@ impl Clients {
         Ok(Some(Places { clients: Arc::clone(self), client, held: asked, meter, id: None }))
     }
 
-    /// Whether a client with a token may abort the requests of this id: the client owns the id, or no client with a token
-    /// does. The id of a sample is that of its request, followed by a number.
+    /// Returns whether a client with a token may abort the requests with this id: the client owns the id, or no client
+    /// with a token does. A sample's id is its request's id followed by a number.
     pub fn may_end(&self, client: &Client, id: &str) -> bool {
         let id = id.split(SAMPLE_MARK).next().unwrap_or_default();
         self.owners().get(id).is_none_or(|(owner, _)| owner == client)
     }
 
     fn owners(&self) -> MutexGuard<'_, HashMap<String, (Client, u32)>> {
-        // As with `unfinished`.
+        // See `unfinished`.
         self.owners.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn unfinished(&self) -> MutexGuard<'_, HashMap<Client, u32>> {
-        // No panic happens while it is held, and each change of it is whole.
+        // No panic can happen while the lock is held, and every change is complete.
         self.unfinished.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A client's room for some requests; what has not ended when it is dropped ends then.
+/// The places that a client has reserved. Dropping it frees those of requests that have not ended.
 #[derive(Debug)]
 pub struct Places {
     clients: Arc<Clients>,
     client: Client,
     held: u32,
-    /// Charged for the tokens of prompts and outputs.
+    /// The rate limit that the tokens of prompts and outputs count against.
     meter: Option<Arc<Meter>>,
     /// The id of the requests, if a client with a token owns it.
     id: Option<String>,
 }
 
 impl Places {
-    /// The requests have this id, and a prompt of so many tokens. An id that another's token has is refused: who owns
-    /// an id may end its requests.
+    /// Records the id of the requests, and charges a prompt of `prompt` tokens. Refuses an id that belongs to another
+    /// token, because the owner of an id may abort its requests.
     pub fn admit(&mut self, id: &str, prompt: u32) -> Result<(), Refusal> {
         if matches!(self.client, Client::Token(_)) {
             let mut owners = self.clients.owners();
@@ -181,14 +182,14 @@ impl Places {
         }
     }
 
-    /// One of them has drawn a token.
+    /// Charges one output token.
     pub fn drew_one(&self) {
         if let Some(meter) = &self.meter {
             meter.draw(1, Instant::now());
         }
     }
 
-    /// One of them has ended.
+    /// Frees the place of a request that has ended.
     pub fn end_one(&mut self) {
         self.give_back(1);
     }
@@ -262,7 +263,7 @@ mod tests {
         let none = Allowance::default;
         let mut two = clients.take(client("a"), 2, &none()).unwrap().unwrap();
         let error = clients.take(client("a"), 2, &none()).unwrap_err().to_string();
-        assert_eq!(error, "client \"a\" has 2 unfinished requests and asks for 2 more, at most 3");
+        assert_eq!(error, "client \"a\" has 2 unfinished requests and asks for 2 more; the limit is 3");
         let other = clients.take(client("b"), 3, &none()).unwrap();
         let one = clients.take(client("a"), 1, &none()).unwrap();
         assert!(clients.take(client("a"), 1, &none()).is_err());
@@ -285,7 +286,7 @@ mod tests {
         let allowance = Allowance { requests: Some(2), meter: Some(Arc::clone(&meter)) };
         let mut two = clients.take(client("a"), 2, &allowance).unwrap().unwrap();
         let error = clients.take(client("a"), 1, &allowance).unwrap_err().to_string();
-        assert_eq!(error, "client with token \"a\" has 2 unfinished requests and asks for 1 more, at most 2");
+        assert_eq!(error, "client with token \"a\" has 2 unfinished requests and asks for 1 more; the limit is 2");
         assert!(clients.take(client("b"), 2, &Allowance::default()).is_err(), "what all may have");
 
         two.admit("id", 50).unwrap();
@@ -303,7 +304,7 @@ mod tests {
         two.end_one();
         let error = clients.take(client("a"), 1, &allowance).unwrap_err();
         assert_eq!(error.code(), tonic::Code::ResourceExhausted);
-        assert!(error.to_string().contains("60 tokens a minute and 10 more"), "{error}");
+        assert!(error.to_string().contains("60 tokens per minute and 10 more"), "{error}");
         meter.give_back(50, Instant::now());
         drop(clients.take(client("a"), 1, &allowance).unwrap().unwrap());
         drop(two);

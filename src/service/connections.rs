@@ -1,7 +1,7 @@
-//! The connections of an HTTP/1.1 endpoint: a bounded number, none of which may wait for ever. The admin endpoint and
-//! OpenAI's API both use it. If all places are taken, the connection that was heard least recently, of the peer that
-//! has most, gives up its place, unless it is marked as having a call whose answer is read (`service::crowd`).
-//! Not here: what is answered, and accepting (`service::tls`).
+//! The connections of an HTTP/1.1 endpoint, bounded in number and in waiting time. The admin endpoint and OpenAI's API
+//! use it. If all places are taken, a new connection takes the place of the least recently active connection of the
+//! peer with the most connections, except for connections whose call is answered and read (`service::crowd`).
+//! Not here: the answers, and accepting connections (`service::tls`).
 
 use super::tls::{self, Accept, Connection};
 use axum::Router;
@@ -18,12 +18,13 @@ use tokio_util::task::TaskTracker;
 use tonic::transport::server::Connected;
 use tower_service::Service;
 
-/// The time from a connection's beginning, or its last answer, until the head of the next request is complete.
+/// The time limit from the beginning of a connection, or its last answer, until the head of the next request is
+/// complete.
 pub const HEAD_WAIT: Duration = Duration::from_secs(10);
-/// The most bytes of a request's head.
+/// The maximum size of a request's head in bytes.
 const HEAD_BYTES: usize = 16 << 10;
 
-/// Answers on `listener` until `stop` is cancelled; then finishes the requests that have begun. Each request has the
+/// Serves `listener` until `stop` is cancelled; then finishes the requests that have begun. Each request has the
 /// connection's [`tls::ConnectInfo`] in its extensions. `endpoint` names the endpoint in logs.
 pub(super) async fn serve(
     listener: TcpListener,
@@ -50,7 +51,7 @@ pub(super) async fn serve(
     tasks.wait().await;
 }
 
-/// Answers the requests of one connection.
+/// Serves one connection.
 async fn answer(connection: Connection, app: Router, endpoint: &'static str, stop: CancellationToken) {
     let (info, out) = (connection.connect_info(), connection.out().clone());
     let mut server = http1::Builder::new();

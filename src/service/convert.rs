@@ -1,4 +1,4 @@
-//! Engine values as messages. Not here: decisions.
+//! Conversions of the engine's and the host's values to protobuf messages. Not here: decisions.
 
 use super::inputs::{Answers, Common, EmbedCall, Input};
 use super::proto;
@@ -13,7 +13,7 @@ use crate::replica::record::StepRecord;
 use crate::replica::{DeviceInfo, Replica, ReplicaStage};
 use std::collections::BTreeMap;
 
-/// A device's identity.
+/// Converts a device's identity.
 pub fn device(device: &DeviceInfo) -> proto::Device {
     proto::Device {
         index: u32::try_from(device.index).unwrap_or(u32::MAX),
@@ -23,7 +23,7 @@ pub fn device(device: &DeviceInfo) -> proto::Device {
     }
 }
 
-/// A message as a call for vectors.
+/// Converts an Embed message to a call.
 pub(super) fn embed_call(message: proto::EmbedRequest) -> Result<EmbedCall, Refusal> {
     let input = |input: proto::EmbedInput| match input.input {
         Some(proto::embed_input::Input::Text(text)) => Ok(Input::Text(text)),
@@ -44,7 +44,7 @@ pub(super) fn embed_call(message: proto::EmbedRequest) -> Result<EmbedCall, Refu
     })
 }
 
-/// The vectors of a call.
+/// Converts the answer of a call for embeddings.
 pub(super) fn embedded(answers: Answers<Vec<f32>>) -> proto::EmbedResponse {
     let embeddings = answers.answers.into_iter().map(|answer| proto::Embedding {
         values: answer.value,
@@ -54,7 +54,7 @@ pub(super) fn embedded(answers: Answers<Vec<f32>>) -> proto::EmbedResponse {
     proto::EmbedResponse { embeddings: embeddings.collect(), request_id: answers.id, model: answers.model }
 }
 
-/// The beginning of a stream.
+/// Returns the first message of a stream.
 pub fn started(started: &Started, id: &str, model: &str, replica: &Replica) -> proto::Started {
     proto::Started {
         request_id: id.to_owned(),
@@ -67,7 +67,7 @@ pub fn started(started: &Started, id: &str, model: &str, replica: &Replica) -> p
     }
 }
 
-/// One token's probabilities, with the texts of tokens where a tokenizer is given.
+/// Converts the log probabilities of a token; with a tokenizer, also the texts of the tokens.
 pub fn logprobs(token: u32, logprobs: &TokenLogprobs, text: Option<&Text>) -> proto::TokenLogprobs {
     let text = |token: u32| text.map(|text| text.bytes(token)).unwrap_or_default();
     proto::TokenLogprobs {
@@ -82,8 +82,8 @@ pub fn logprobs(token: u32, logprobs: &TokenLogprobs, text: Option<&Text>) -> pr
     }
 }
 
-/// Phases; the device's share is counted over the tokens that decode steps drew, all but the
-/// first.
+/// Converts the times of a request's phases. Device time per token is the mean over the tokens of decode steps, that
+/// is, all but the first.
 pub fn timings(finished: &Finished) -> proto::Timings {
     let decoded = finished.output_tokens.saturating_sub(1);
     proto::Timings {
@@ -94,7 +94,7 @@ pub fn timings(finished: &Finished) -> proto::Timings {
     }
 }
 
-/// What steps cost, as means or sums.
+/// Converts the cost of steps, as means or sums.
 pub fn cost(cost: &PerToken) -> proto::StepCost {
     proto::StepCost {
         submits: cost.submits,
@@ -115,7 +115,7 @@ pub fn cost(cost: &PerToken) -> proto::StepCost {
     }
 }
 
-/// One entry of the step ring.
+/// Converts a record of the step ring.
 pub fn step(step: &StepRecord) -> proto::Step {
     proto::Step {
         number: step.number,
@@ -170,7 +170,7 @@ fn region(region: &RegionSpan) -> proto::RegionRun {
     }
 }
 
-/// How weights came to a device.
+/// Converts the statistics of a weight load.
 pub fn load_report(report: &LoadReport) -> proto::Load {
     let worker = |worker: &WorkerReport| proto::load::Worker {
         begin_ns: worker.begin.0,
@@ -188,7 +188,7 @@ pub fn load_report(report: &LoadReport) -> proto::Load {
     }
 }
 
-/// One submission to the transfer queue.
+/// Converts a submission to the transfer queue.
 pub fn transfer(transfer: &TransferRecord) -> proto::Transfer {
     proto::Transfer {
         number: transfer.number,
@@ -205,7 +205,7 @@ pub fn transfer(transfer: &TransferRecord) -> proto::Transfer {
     }
 }
 
-/// A model and where it runs.
+/// Converts a model and its replicas.
 pub fn model(model: &ServedModel) -> proto::Model {
     proto::Model {
         name: model.name.clone(),
@@ -234,7 +234,7 @@ pub fn model(model: &ServedModel) -> proto::Model {
     }
 }
 
-/// The part of a split replica on one device.
+/// Converts the part of a split replica on one device.
 fn stage(stage: &ReplicaStage) -> proto::ReplicaStage {
     proto::ReplicaStage {
         device: Some(device(&stage.device)),
@@ -243,7 +243,7 @@ fn stage(stage: &ReplicaStage) -> proto::ReplicaStage {
     }
 }
 
-/// The devices that have a replica, or a part of one, by index.
+/// Returns the devices that have a replica or a part of one, by index.
 pub fn devices(host: &Host, may_know: impl Fn(&str) -> bool) -> Vec<proto::ServingDevice> {
     let mut devices: BTreeMap<usize, proto::ServingDevice> = BTreeMap::new();
     for model in &*host.models() {
@@ -259,7 +259,7 @@ pub fn devices(host: &Host, may_know: impl Fn(&str) -> bool) -> Vec<proto::Servi
     devices.into_values().collect()
 }
 
-/// How busy a replica is.
+/// Converts the load of a replica.
 pub fn load(replica: &Replica) -> proto::ReplicaLoad {
     let load = replica.load();
     proto::ReplicaLoad {

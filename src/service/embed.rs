@@ -1,11 +1,11 @@
-//! Calls of several inputs: vectors of texts, and how relevant documents are to a query. Each input is a request of its
-//! own to the engine, under the call's id; as many of them as a model has slots are submitted at a time, so that they
-//! share steps and leave room in the queue to others.
+//! Calls of several inputs: embeddings of texts, and the relevance of documents to a query. Each input is a separate
+//! request to the engine under the call's id. At most as many inputs as the model has slots are in the engine at a
+//! time, so that they share steps and leave room in the queue for other calls.
 //! Not here: calls as plain data (`inputs`), and messages and bodies (`rpc`, `vllm`, `openai`).
 
 use super::bounds;
 use super::clients::Places;
-use super::generation::{Generation, Surroundings};
+use super::generation::{Delivery, Generation};
 use super::inputs::{Answer, Answers, Common, EmbedCall, Failure, Input, ScoreCall};
 use super::jobs::Size;
 use super::prepare::{self, Prepared, Reasons, Target};
@@ -32,18 +32,18 @@ use tracing::Span;
 pub(super) const MOST_INPUTS: usize = 2048;
 /// The maximum number of a call's inputs that are in the engine at a time.
 const MOST_AT_ONCE: usize = 256;
-/// The capacity of the event channel of an input: all events that an input has, so that no reader is too slow.
+/// The capacity of an input's event channel: the number of events of an input, so that the channel never overflows.
 const EVENTS: usize = 8;
-/// The answers of a reranker whose files do not name its answer tokens; sentence-transformers has the same default.
+/// The answers of a reranker whose files do not name its answer tokens; the same default as in sentence-transformers.
 const ANSWERS: [&str; 2] = ["yes", "no"];
-/// The instruction to a reranker if a call has none.
+/// The instruction to a reranker if the call has none.
 const TASK: &str = "Given a web search query, retrieve relevant passages that answer the query";
 
-/// What the engine is asked of each input.
+/// What the engine computes for each input.
 enum Task {
-    /// A vector.
+    /// The embedding vector.
     Embed,
-    /// The probability of the first of two tokens, among the two.
+    /// The probability of `token` among the two tokens of `mask`.
     Answer { mask: Arc<[u32]>, token: u32 },
 }
 
@@ -86,7 +86,7 @@ fn tokenizer<'a>(model: &'a ServedModel, field: &'static str) -> Result<&'a Text
     model.text.as_deref().ok_or_else(|| Refusal::NoTokenizer { model: model.name.clone(), field })
 }
 
-/// The text that is put before texts, as a call says or the model's files.
+/// Returns the text that is prepended to each input: the one that the call names, or the model's default.
 fn before<'a>(embedding: &'a Embedding, prompt: Option<&str>) -> Result<&'a str, Refusal> {
     let named = |name: &str| {
         embedding.prompts.get(name).map(String::as_str).ok_or_else(|| {
@@ -101,7 +101,7 @@ fn before<'a>(embedding: &'a Embedding, prompt: Option<&str>) -> Result<&'a str,
     }
 }
 
-/// Scales values to unit length, unless all are zero.
+/// Scales a vector to unit length, unless it is zero.
 fn unit(values: &mut [f32]) {
     let square: f64 = values.iter().map(|value| f64::from(*value).powi(2)).sum();
     if square > 0.0 {
@@ -110,7 +110,7 @@ fn unit(values: &mut [f32]) {
     }
 }
 
-/// The vector that a client gets: cut, then scaled.
+/// Truncates a vector to `dimensions` and then normalizes it.
 fn shape(vector: Box<[f32]>, dimensions: Option<u32>, normalize: bool) -> Vec<f32> {
     let mut values = vector.into_vec();
     values.truncate(dimensions.map_or(values.len(), |dimensions| dimensions as usize));
@@ -120,7 +120,7 @@ fn shape(vector: Box<[f32]>, dimensions: Option<u32>, normalize: bool) -> Vec<f3
     values
 }
 
-/// The messages that a reranker's chat template turns into a prompt: those of the roles `query` and `document`.
+/// Returns the messages for a reranker's chat template, with the roles `query` and `document`.
 fn pair(query: String, document: String, task: Option<&str>) -> Vec<ChatMessage> {
     let message =
         |role: &str, content: String| ChatMessage { role: role.to_owned(), content, ..ChatMessage::default() };
@@ -128,7 +128,7 @@ fn pair(query: String, document: String, task: Option<&str>) -> Vec<ChatMessage>
     task.into_iter().chain([message("query", query), message("document", document)]).collect()
 }
 
-/// The prompt of Qwen3's rerankers, for models with their form of chats whose template has no pairs.
+/// Returns the prompt of Qwen3's rerankers, for models with the same chat markers whose template does not take pairs.
 fn qwen3_pair(query: &str, document: &str, task: &str) -> String {
     format!(
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct \
@@ -137,7 +137,7 @@ fn qwen3_pair(query: &str, document: &str, task: &str) -> String {
     )
 }
 
-/// The token ids of a pair's prompt.
+/// Returns the token ids of the prompt for a query and a document.
 fn encode_pair(
     text: &Text,
     model: &ServedModel,
@@ -158,7 +158,7 @@ fn encode_pair(
     Ok(text.encode(&qwen3_pair(&query, &document, task.unwrap_or(TASK)), false)?)
 }
 
-/// The two tokens by which a model answers whether a document is relevant.
+/// Returns the tokens by which the model says that a document is relevant, or not.
 fn answers(model: &ServedModel, text: &Text) -> Result<[u32; 2], Refusal> {
     if let Some(answers) = model.info.embedding.answers {
         return Ok(answers);
@@ -173,7 +173,7 @@ fn answers(model: &ServedModel, text: &Text) -> Result<[u32; 2], Refusal> {
 }
 
 impl Rpc {
-    /// Answers a call for vectors.
+    /// Answers a call for embeddings on `place`.
     pub(super) async fn vectors(
         &self,
         span: &Span,
@@ -222,8 +222,8 @@ impl Rpc {
         Ok(Answers { id, model, answers: answers.collect() })
     }
 
-    /// Answers a call for the relevance of documents, from 0 to 1: of a reranker the probability of its positive answer,
-    /// of an embedding model the cosine of the two vectors.
+    /// Answers a call for the relevance of documents, from 0 to 1: the probability of a reranker's positive answer, or
+    /// the cosine of two vectors of an embedding model.
     pub(super) async fn relevance(
         &self,
         span: &Span,
@@ -263,7 +263,7 @@ impl Rpc {
         Ok(Answers { id, model, answers: answers.collect() })
     }
 
-    /// The cosines of pairs of texts. A query that several pairs begin with is embedded once.
+    /// Computes the cosines of pairs of texts. If consecutive pairs have the same query, it is embedded once.
     async fn cosines(
         &self,
         span: &Span,
@@ -305,7 +305,7 @@ impl Rpc {
         let answers = places.into_iter().map(|(query, document)| {
             let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
             let value = dot(&vectors[query].value, &vectors[document].value);
-            // The tokens of a query count once.
+            // The tokens of a query that several pairs share count once.
             let own = if std::mem::replace(&mut told[query], true) { 0 } else { vectors[query].prompt_tokens };
             let prompt_tokens = own + vectors[document].prompt_tokens;
             Answer { value, prompt_tokens, cached_tokens: vectors[document].cached_tokens }
@@ -313,8 +313,8 @@ impl Rpc {
         Ok(Answers { id, model, answers: answers.collect() })
     }
 
-    /// Encodes the inputs of a call on a blocking thread, has the engine run them, and collects what they gave. `encode`
-    /// returns the prompts, what is asked of each, and the number of tokens that each draws.
+    /// Encodes the inputs of a call on a blocking thread, runs them on the engine, and collects the results. `encode`
+    /// returns the prompts, what to compute for each, and the number of tokens that each generates.
     async fn run(
         &self,
         span: &Span,
@@ -345,14 +345,14 @@ impl Rpc {
             Ok((Ready { place, prompts: prompts.into(), task, operation, deadline }, places))
         };
         let worked = self.work(caller, 1, Size { bytes, constraint: false }, work).await;
-        // The client's room is held until all inputs have ended.
+        // The client's places stay reserved until all inputs have ended.
         let (ready, _places) = worked.map_err(|refusal| caller.scope.narrowed(self.host(), refusal))?;
         let model = ready.place.model().name.clone();
         let answers = self.collect(span, caller, &common, &id, ready).await?;
         Ok(Answers { id, model, answers })
     }
 
-    /// Submits inputs, so many at a time, and collects what they give, in their order.
+    /// Submits the inputs, a bounded number at a time, and returns the results in the order of the inputs.
     async fn collect(
         &self,
         span: &Span,
@@ -370,11 +370,12 @@ impl Rpc {
             while running.len() < at_once && !ready.prompts.is_empty() {
                 match self.submit(span, caller, common, (id, answers.len() + running.len()), &mut ready) {
                     Ok(generation) => running.push_back(generation),
-                    // Others fill the queue; room comes at the latest when those of this call have ended.
+                    // Other calls fill the queue. There will be room at the latest when the inputs of this call that
+                    // run have ended.
                     Err(Refusal::Submit(SubmitError::QueueFull { .. })) if !running.is_empty() => break,
                     Err(refusal) => {
                         if answers.is_empty() && running.is_empty() {
-                            // What is not run costs nothing.
+                            // Inputs that did not run are not charged.
                             let tokens =
                                 ready.prompts.iter().map(|prompt| prompt.len() as u32).fold(0, u32::saturating_add);
                             self.give_back(caller, tokens);
@@ -388,7 +389,7 @@ impl Rpc {
         }
     }
 
-    /// Submits the next input. What is refused stays the next.
+    /// Submits the next input. If the replica refuses it, it remains the next.
     fn submit(
         &self,
         span: &Span,
@@ -435,7 +436,7 @@ impl Rpc {
             token_ids: false,
             input: Some(u32::try_from(index).unwrap_or(u32::MAX)),
         };
-        let surroundings = Surroundings {
+        let delivery = Delivery {
             buffer: self.settings().stream_buffer.max(EVENTS),
             rpc: span.clone(),
             grpc: caller.is_grpc(),
@@ -443,20 +444,20 @@ impl Rpc {
             places: None,
             logits: None,
         };
-        let generation = Generation::start(prepared, surroundings)?;
+        let generation = Generation::start(prepared, delivery)?;
         ready.prompts.pop_front();
         Ok(generation)
     }
 }
 
-/// What the engine gave for an input.
+/// The engine's result for an input.
 #[derive(Debug)]
 enum Outcome {
     Vector(Box<[f32]>),
     Probability(f64),
 }
 
-/// Waits for the end of an input.
+/// Waits for the result of an input.
 async fn outcome(generation: &mut Generation, task: &Task) -> Result<Answer<Outcome>, Failure> {
     let mut usage = None;
     let mut probability = None;
@@ -466,7 +467,7 @@ async fn outcome(generation: &mut Generation, task: &Task) -> Result<Answer<Outc
                 if let Task::Answer { token, .. } = task {
                     let top = delta.logprobs.first().map(|first| first.top.as_slice()).unwrap_or_default();
                     let found = top.iter().find(|other| other.token_id == *token);
-                    // Tokens of probability 0 are not told.
+                    // Tokens of probability 0 are not among the alternatives.
                     probability = Some(found.map_or(0.0, |found| f64::from(found.logprob).exp()));
                 }
             }
@@ -478,7 +479,7 @@ async fn outcome(generation: &mut Generation, task: &Task) -> Result<Answer<Outc
         Task::Embed => generation.take_embedding().map(Outcome::Vector),
         Task::Answer { .. } => probability.map(Outcome::Probability),
     };
-    // Only an input that was aborted by its id ends without either.
+    // Only an aborted input ends without a result.
     let value = value.ok_or_else(|| Failure::Ended(Status::cancelled("the call was aborted")))?;
     let usage = usage.unwrap_or_default();
     Ok(Answer { value, prompt_tokens: usage.prompt_tokens, cached_tokens: usage.cached_tokens })

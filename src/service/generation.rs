@@ -1,6 +1,6 @@
-//! One generation as a stream of messages: engine events of all its samples in, text and messages
-//! out. Dropped before its end, it aborts what runs. Not here: gRPC; `ostinato generate`
-//! reads it in process.
+//! A generation as a stream of messages: it receives the engine's events of all samples of a request, and produces text
+//! and messages. Dropping the stream aborts the samples that still run. Not here: gRPC; `ostinato generate` reads the
+//! stream within the process.
 
 use super::clients::Places;
 use super::convert;
@@ -26,34 +26,33 @@ use tokio_stream::Stream;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tracing::Span;
 
-/// The most tokens of one delta: a client that fell behind gets messages of bounded size.
+/// The maximum number of tokens of one delta message, so that a client that fell behind gets messages of bounded size.
 const DELTA_TOKENS: usize = 256;
-/// The most tokens of a message about the prompt, as the contract says.
+/// The maximum number of tokens of a message with prompt log probabilities, as documented in `proto/`.
 const PROMPT_TOKENS: usize = 1024;
 
-/// What a generation is given beside the request.
-pub struct Surroundings {
-    /// Events kept of each sample for a reader that falls behind.
+/// The inputs of a generation apart from the request.
+pub struct Delivery {
+    /// The number of events of each sample that are buffered for a slow reader.
     pub buffer: usize,
-    /// The span of the call, under which the inference span is made; kept until the stream
-    /// ends.
+    /// The span of the call, and the parent of the inference span. It is kept until the stream ends.
     pub rpc: Span,
-    /// Whether that is the span of a gRPC call, which has a status.
+    /// Whether the call came over gRPC, so that its span has a gRPC status.
     pub grpc: bool,
     /// Cancelled when the server's grace period is over.
     pub stop: CancellationToken,
-    /// The client's room for the samples, given back as they end.
+    /// The client's places for the samples; each is given back when its sample ends.
     pub places: Option<Places>,
-    /// Takes each step's logits; the request must ask for them.
+    /// Receives the logits of each step. The request must ask for them (`dump_logits`).
     pub logits: Option<LogitsSink>,
 }
 
-/// Takes the `[vocabulary]` logits of one step.
+/// A function that receives the `[vocabulary]` logits of one step.
 pub type LogitsSink = Box<dyn FnMut(Vec<f32>) + Send>;
 
-impl std::fmt::Debug for Surroundings {
+impl std::fmt::Debug for Delivery {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Surroundings").field("buffer", &self.buffer).finish_non_exhaustive()
+        f.debug_struct("Delivery").field("buffer", &self.buffer).finish_non_exhaustive()
     }
 }
 
@@ -62,9 +61,9 @@ pub struct Generation {
     events: mpsc::Receiver<Event>,
     place: Target,
     id: String,
-    /// Set by a sink, on the engine's thread, when it had no room; then no sample goes on.
+    /// Set on the engine thread when the buffer of events is full. No sample continues then.
     slow: Arc<AtomicBool>,
-    /// Events of all samples that are kept.
+    /// The capacity of the event buffer, over all samples.
     buffer: usize,
     stop: Pin<Box<WaitForCancellationFutureOwned>>,
     places: Option<Places>,
@@ -72,47 +71,47 @@ pub struct Generation {
 
     text: bool,
     token_ids: bool,
-    /// By index.
+    /// The samples, by index.
     samples: Vec<Sample>,
-    /// Whether the first sample has started; only this start is reported.
+    /// Whether the start of the first sample was reported; the starts of the others are not.
     started: bool,
     /// The finished messages, in the order in which they are sent.
     ready: VecDeque<Result<proto::GenerateResponse, tonic::Status>>,
     /// The first error of a sample, with which the call fails once all samples have ended.
     refusal: Option<Refusal>,
-    /// Whether nothing follows the messages in `ready`.
+    /// Whether no message follows those in `ready`.
     ended: bool,
 
     rpc: Span,
     grpc: bool,
-    /// Ends with the stream, not with the call that began it.
+    /// The inference span. It ends with the stream, not with the call that started the generation.
     inference: Span,
-    /// For the record of ended requests.
+    /// The operation's name, for the record of ended requests.
     operation: &'static str,
     submitted: Moment,
     last_finished: Option<Finished>,
-    /// The vector of a prompt that is embedded.
+    /// The vector of the prompt, if the request asks for an embedding.
     embedding: Option<Box<[f32]>>,
 }
 
-/// What is known of one sample.
+/// The state of one sample.
 struct Sample {
     index: u32,
-    /// Absent where neither text nor stop strings are asked for.
+    /// Assembles text from tokens; `None` if the request wants neither text nor stop strings.
     assembler: Option<Assembler>,
-    /// Probabilities of tokens that the assembler still holds.
+    /// The log probabilities of tokens whose text the assembler still holds back.
     held_logprobs: VecDeque<proto::TokenLogprobs>,
     /// The delta under construction.
     delta: proto::Delta,
-    /// Of it, also where ids are not asked for.
+    /// The number of tokens in `delta`, even if the request wants no token ids.
     delta_tokens: usize,
-    /// Tokens taken from the engine up to a stop string.
+    /// The number of output tokens, up to and including the stop string.
     output_tokens: u32,
-    /// The stop string that was met; tokens that come after are dropped.
+    /// The stop string that ended the sample. Later tokens are dropped.
     stopped: Option<String>,
-    /// Why it ended, in one word, and what its steps cost.
+    /// The finish reason, and the cost per token of the sample's steps.
     finished: Option<(&'static str, PerToken)>,
-    /// Tokens that were drafted for it, and those that were right.
+    /// The numbers of drafted tokens and of accepted ones.
     drafts: (u32, u32),
 }
 
@@ -128,8 +127,8 @@ impl std::fmt::Debug for Generation {
 }
 
 impl Generation {
-    /// Submits the request's samples, all or none.
-    pub fn start(prepared: Prepared, surroundings: Surroundings) -> Result<Generation, Refusal> {
+    /// Submits the samples of a request: all of them or none.
+    pub fn start(prepared: Prepared, delivery: Delivery) -> Result<Generation, Refusal> {
         let Prepared {
             place,
             mut request,
@@ -142,7 +141,7 @@ impl Generation {
             reasons: _,
             input,
         } = prepared;
-        let inference = inference_span(&surroundings.rpc, operation, &place, &request, samples);
+        let inference = inference_span(&delivery.rpc, operation, &place, &request, samples);
         request.span = inference.clone();
         let min_tokens = request.limits.min_tokens;
         let assembler = match &place.model().text {
@@ -152,7 +151,7 @@ impl Generation {
             }
             _ => None,
         };
-        let buffer = surroundings.buffer.saturating_mul(samples as usize);
+        let buffer = delivery.buffer.saturating_mul(samples as usize);
         let (sender, events) = mpsc::channel(buffer);
         let slow = Arc::new(AtomicBool::new(false));
         let sink = || -> Sink {
@@ -200,17 +199,17 @@ impl Generation {
             id,
             slow,
             buffer,
-            stop: Box::pin(surroundings.stop.cancelled_owned()),
-            places: surroundings.places,
-            logits: surroundings.logits,
+            stop: Box::pin(delivery.stop.cancelled_owned()),
+            places: delivery.places,
+            logits: delivery.logits,
             text,
             token_ids,
             started: false,
             ready: VecDeque::new(),
             refusal: None,
             ended: false,
-            rpc: surroundings.rpc,
-            grpc: surroundings.grpc,
+            rpc: delivery.rpc,
+            grpc: delivery.grpc,
             inference,
             operation,
             submitted,
@@ -219,12 +218,12 @@ impl Generation {
         })
     }
 
-    /// Takes the vector of a prompt that was embedded, when it has come.
+    /// Takes the vector of an embedded prompt, once it has arrived.
     pub fn take_embedding(&mut self) -> Option<Box<[f32]>> {
         self.embedding.take()
     }
 
-    /// Of all samples.
+    /// Returns the number of output tokens of all samples.
     fn output_tokens(&self) -> u32 {
         self.samples.iter().map(|sample| sample.output_tokens).sum()
     }
@@ -255,7 +254,7 @@ impl Generation {
         }
     }
 
-    /// The tokenizer, where text is asked for.
+    /// Returns the tokenizer if the request wants text.
     fn texts(&self) -> Option<&Text> {
         self.place.model().text.as_deref().filter(|_| self.text)
     }
@@ -264,7 +263,7 @@ impl Generation {
         let logprobs = token.logprobs.as_ref().map(|known| convert::logprobs(token.id, known, self.texts()));
         let sample = &mut self.samples[token.index as usize];
         if sample.stopped.is_some() {
-            // Drawn before the abort reached the engine.
+            // Generated before the abort reached the engine.
             return;
         }
         sample.output_tokens += 1;
@@ -289,7 +288,7 @@ impl Generation {
     fn append(&mut self, index: u32, output: OutputText) {
         let sample = &mut self.samples[index as usize];
         let tokens = output.tokens.len();
-        // Each token was pushed with its probabilities, so both come out in step.
+        // The log probabilities of each token were pushed with it, so both queues have the same order.
         let held = tokens.min(sample.held_logprobs.len());
         sample.delta.logprobs.extend(sample.held_logprobs.drain(..held));
         if self.token_ids {
@@ -304,7 +303,7 @@ impl Generation {
         }
     }
 
-    /// Hands out a sample's delta under construction, if there is anything in it.
+    /// Sends a sample's delta under construction unless it is empty.
     fn flush(&mut self, index: u32) {
         let sample = &mut self.samples[index as usize];
         let mut delta = std::mem::take(&mut sample.delta);
@@ -360,7 +359,7 @@ impl Generation {
         sample.drafts = (finished.drafted_tokens, finished.accepted_tokens);
         let output_tokens = sample.output_tokens;
         self.refusal = self.refusal.take().or(refusal);
-        // Before the client hears of it: it may ask again at once.
+        // Before the client receives the message, because it may send its next request at once.
         if let Some(places) = &mut self.places {
             places.end_one();
         }
@@ -389,8 +388,8 @@ impl Generation {
         }
     }
 
-    /// What is known at the end, on the inference span: a reason of each sample, the tokens of all, the cost of a
-    /// step as its samples saw it in the mean.
+    /// Sets the attributes of the inference span that are known at the end: the samples' finish reasons, the token
+    /// counts of all samples, and the mean cost of a step.
     fn describe(&self, finished: &Finished) {
         let span = &self.inference;
         if span.is_disabled() {
@@ -427,7 +426,7 @@ impl Generation {
         self.ready.push_back(Ok(proto::GenerateResponse { event: Some(event) }));
     }
 
-    /// Nothing follows; the call's status is that of `refusal`, or OK.
+    /// Ends the stream with the status of `refusal`, or with OK.
     fn end(&mut self, refusal: Option<Refusal>) {
         self.ended = true;
         self.places = None;
@@ -440,19 +439,19 @@ impl Generation {
             spans::fail(&self.rpc, refusal.kind(), &message);
             self.ready.push_back(Err(super::refusal::status(&refusal)));
         }
-        // Both end now, not when the transport lets go of the stream.
+        // Both spans end now and not when the transport drops the stream.
         self.inference = Span::none();
         self.rpc = Span::none();
     }
 
-    /// Notes the call's status on its span, if it has one.
+    /// Sets the gRPC status on the call's span, if the call came over gRPC.
     fn set_status(&self, code: tonic::Code) {
         if self.grpc {
             spans::set(&self.rpc, names::RPC_GRPC_STATUS_CODE, code as i64);
         }
     }
 
-    /// Keeps what the request was like; `error` is the `error.type` of a call that failed.
+    /// Adds the request to the record of ended requests; `error` is its `error.type` if it failed.
     fn note_end(&self, error: Option<&'static str>) {
         let at = Moment::now();
         let first = self.samples.iter().find_map(|sample| sample.finished).map(|(word, _)| word);
@@ -478,12 +477,12 @@ impl Generation {
         });
     }
 
-    /// The engine let go of a sink without a `Finished`: its reader was too slow, or the thread
+    /// Handles the engine dropping a sink without a `Finished` event: the reader was too slow, or the engine thread
     /// ended.
     fn closed(&mut self) {
         self.flush_all();
         let refusal = if self.slow.load(Ordering::Acquire) {
-            // Samples that wait have not heard of it.
+            // Samples that are still queued must be aborted too.
             self.place.replica().abort(&self.id);
             Refusal::Slow { buffered: self.buffer }
         } else {
@@ -511,7 +510,7 @@ impl Stream for Generation {
                 continue;
             }
             match self.events.poll_recv(context) {
-                // What was kept is read, and a sample is cut short: nothing whole can follow.
+                // All buffered events were read, and later ones are lost, so the samples cannot be completed.
                 Poll::Pending if self.slow.load(Ordering::Acquire) => self.closed(),
                 Poll::Pending => return Poll::Pending,
                 Poll::Ready(None) => self.closed(),
@@ -537,7 +536,7 @@ impl Stream for Generation {
 impl Drop for Generation {
     fn drop(&mut self) {
         if !self.ended {
-            // Queued or running, its rows are free after the step in flight.
+            // Frees the rows of running samples after the step in flight.
             self.place.replica().abort(&self.id);
             self.note_end(Some(super::refusal::code_name(tonic::Code::Cancelled)));
             let reasons: Vec<&str> =
@@ -551,7 +550,7 @@ impl Drop for Generation {
     }
 }
 
-/// The span of a generation with everything that is known before it runs. Text is not.
+/// Creates the inference span with the attributes that are known before the generation runs. It contains no text.
 fn inference_span(rpc: &Span, operation: &'static str, place: &Target, request: &Request, samples: u32) -> Span {
     let model = &place.model().name;
     let span = tracing::info_span!(
@@ -578,7 +577,7 @@ fn inference_span(rpc: &Span, operation: &'static str, place: &Target, request: 
         spans::set(&span, names::GEN_AI_REQUEST_MAX_TOKENS, i64::from(most));
     }
     if let Some(seed) = request.sampling.seed {
-        // OpenTelemetry's integers are signed: the bits stay, large seeds show as negative.
+        // OpenTelemetry's integers are signed, so large seeds appear as negative numbers with the same bits.
         spans::set(&span, names::GEN_AI_REQUEST_SEED, seed as i64);
     }
     span

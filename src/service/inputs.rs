@@ -1,6 +1,5 @@
-//! Calls of several inputs, and their answers, as plain data: texts or token ids to be embedded, pairs of texts to be
-//! scored.
-//! Not here: what is done with them (`embed`).
+//! Calls of several inputs and their answers, as plain data: texts or token ids to embed, pairs of texts to score.
+//! Not here: running the calls (`embed`).
 
 use super::refusal::Refusal;
 use tonic::Status;
@@ -10,7 +9,7 @@ use tonic::Status;
 pub(super) enum Input {
     /// A text, to which the tokenizer adds its special tokens.
     Text(String),
-    /// Token ids, as they are.
+    /// Token ids, which are used unchanged.
     Tokens(Vec<u32>),
 }
 
@@ -24,10 +23,10 @@ impl Input {
     }
 }
 
-/// What calls of several inputs have in common.
+/// The common fields of calls of several inputs.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Common {
-    /// The call's id; empty: the server makes one.
+    /// The call's id; if it is empty, the server generates one.
     pub(super) id: String,
     /// `priority` of `GenerateRequest`.
     pub(super) priority: i32,
@@ -37,16 +36,16 @@ pub(super) struct Common {
     pub(super) keep: Option<usize>,
 }
 
-/// A call for vectors.
+/// A call for embeddings.
 #[derive(Clone, Debug, Default)]
 pub(super) struct EmbedCall {
     pub(super) common: Common,
     pub(super) inputs: Vec<Input>,
-    /// The name of the text that is put before texts; `None`: the model's default, which mostly is none.
+    /// The name of the text that is prepended to each text; `None` for the model's default, which is usually none.
     pub(super) prompt: Option<String>,
-    /// The number of values that are kept of each vector; `None`: all.
+    /// The number of leading values of each vector that are kept; `None` for all.
     pub(super) dimensions: Option<u32>,
-    /// Whether vectors have unit length; `None`: as the model's files say.
+    /// Whether vectors are normalized to unit length; `None` for the model's default.
     pub(super) normalize: Option<bool>,
 }
 
@@ -56,7 +55,7 @@ pub(super) struct ScoreCall {
     pub(super) common: Common,
     /// Pairs of a query and a document.
     pub(super) pairs: Vec<(String, String)>,
-    /// What makes a document relevant; `None`: a general task.
+    /// The instruction that defines relevance; `None` for a general one.
     pub(super) task: Option<String>,
 }
 
@@ -84,12 +83,12 @@ impl<T> Answers<T> {
     }
 }
 
-/// Why a call has no answer.
+/// The reason for which a call has no answer.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// It was refused; nobody has been told yet.
+    /// The call was refused. The refusal is neither counted nor set on the span yet.
     Refused(Refusal),
-    /// One of its inputs failed, which is noted already.
+    /// One of its inputs failed. The failure is counted and set on the span already.
     Ended(Status),
 }
 

@@ -397,7 +397,7 @@ mod tests {
         let stays = queue("stays", SHORT);
         waiting(&jobs, 2).await;
         let refused = queue("refused", SHORT).await.unwrap().unwrap_err();
-        assert_eq!(refused.to_string(), "2 requests wait to be prepared, at most 2 may");
+        assert_eq!(refused.to_string(), "2 requests are waiting to be prepared; the maximum is 2");
         assert_eq!(refused.code(), tonic::Code::ResourceExhausted);
         gone.abort();
         assert!(gone.await.is_err());
@@ -475,7 +475,7 @@ mod tests {
             waiting(&jobs, count).await;
         }
         let error = queue(&jobs, "greedy", SHORT).await.unwrap().unwrap_err();
-        assert_eq!(error.to_string(), "64 requests wait to be prepared, at most 64 may");
+        assert_eq!(error.to_string(), "64 requests are waiting to be prepared; the maximum is 64");
         let mut others: Vec<_> = (0..20).map(|_| queue(&jobs, "other", SHORT)).collect();
         until(|| jobs.state().clients.get(&client("other")) == Some(&20)).await;
         assert_eq!(jobs.state().waiting.len(), 64);
@@ -492,7 +492,7 @@ mod tests {
         assert_eq!(displaced.code(), tonic::Code::ResourceExhausted);
         assert_eq!(
             displaced.to_string(),
-            "client \"greedy\" has most of the waiting requests, and another client needs a place: at most 64 may wait"
+            "client \"greedy\" has most of the waiting requests, and another client needs a place in the queue of 64"
         );
         nothing_is_left(&jobs);
     }

@@ -1,5 +1,5 @@
-//! LoadModel and UnloadModel: the host's lifecycle on threads that may wait, its progress as a stream. Neither depends on
-//! its caller: who goes away has not undone anything. Not here: who may call.
+//! The RPCs LoadModel and UnloadModel: they run the host's loads and unloads on blocking threads and stream the
+//! progress. A load or unload continues if its caller disconnects. Not here: access rights.
 
 use super::bounds;
 use super::convert;
@@ -20,21 +20,21 @@ use tokio::sync::mpsc;
 use tonic::Status;
 use tracing::Span;
 
-/// Events that are kept for a caller that reads slowly: those that find no room are not told, but for the last.
+/// The number of events that are buffered for a slow caller. Events beyond that are dropped, except for the last one.
 const EVENTS: usize = 256;
-/// Between two steps of one kind of work that are told.
+/// The minimum time between two progress events of the same activity.
 const STEP_INTERVAL: Duration = Duration::from_millis(100);
-/// Longest time that requests can be given, seconds.
+/// The maximum grace period of requests, in seconds.
 const MOST_GRACE: f64 = 86_400.0;
 
 type Message = Result<proto::LoadModelResponse, Status>;
 
-/// A load, as its caller sees it.
+/// The stream of events of a load.
 #[derive(Debug)]
 pub struct Loading(mpsc::Receiver<Message>);
 
 impl Loading {
-    /// Begins a load of a model that the caller may use; what it replaces has `drain` for what runs on it.
+    /// Starts to load a model. Requests on a model that it replaces have the grace period `drain`.
     pub(super) fn start(
         host: &Arc<Host>,
         message: proto::LoadModelRequest,
@@ -56,13 +56,13 @@ impl Loading {
             }
         };
         let (sender, events) = mpsc::channel(EVENTS);
-        // Of a channel that was just made there is room.
+        // The channel is empty, so this cannot fail.
         let last = sender.clone().try_reserve_owned();
-        let teller = Teller { sender, told: Mutex::default() };
+        let progress = ProgressSender { sender, last_step: Mutex::default() };
         let host = Arc::clone(host);
         tokio::task::spawn_blocking(move || {
             tracing::info!(model = message.name, "loading");
-            let loaded = host.load(&message.name, replace, drain, &teller);
+            let loaded = host.load(&message.name, replace, drain, &progress);
             let (answer, old) = match loaded {
                 Ok(Loaded { model, old }) => {
                     spans::set(&span, names::RPC_GRPC_STATUS_CODE, tonic::Code::Ok as i64);
@@ -80,11 +80,11 @@ impl Loading {
             };
             drop(span);
             if let Ok(last) = last {
-                // Whoever asked may have gone.
+                // The caller may have disconnected.
                 let _ = last.send(answer);
             }
-            // The stream ends, and what was replaced goes on without its caller.
-            drop(teller);
+            // The stream ends here; the replaced model is released without its caller.
+            drop(progress);
             if let Some(old) = old {
                 retired(&message.name, &host.retire(old, drain));
             }
@@ -109,37 +109,37 @@ fn response(event: Event) -> proto::LoadModelResponse {
     proto::LoadModelResponse { event: Some(event) }
 }
 
-/// Tells a load's caller and the log how far it is.
-struct Teller {
+/// Reports the progress of a load to its caller and to the log.
+struct ProgressSender {
     sender: mpsc::Sender<Message>,
-    /// The last step that was told, and when.
-    told: Mutex<Option<(String, Instant)>>,
+    /// The last reported activity, and when it was reported.
+    last_step: Mutex<Option<(String, Instant)>>,
 }
 
-impl Teller {
-    fn tell(&self, event: Event) {
-        // Without room, or without a caller, it is not told.
+impl ProgressSender {
+    fn send(&self, event: Event) {
+        // The event is dropped if the buffer is full or the caller has disconnected.
         let _ = self.sender.try_send(Ok(response(event)));
     }
 }
 
-impl Progress for Teller {
+impl Progress for ProgressSender {
     fn line(&self, text: &str) {
         tracing::info!("{text}");
-        self.tell(Event::Line(text.to_owned()));
+        self.send(Event::Line(text.to_owned()));
     }
 
     fn step(&self, what: &str, done: u64, total: u64, unit: Unit) {
         let now = Instant::now();
         {
-            let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut last_step = self.last_step.lock().unwrap_or_else(PoisonError::into_inner);
             let soon = |(last, at): &(String, Instant)| last == what && now.duration_since(*at) < STEP_INTERVAL;
-            if done < total && told.as_ref().is_some_and(soon) {
+            if done < total && last_step.as_ref().is_some_and(soon) {
                 return;
             }
-            *told = Some((what.to_owned(), now));
+            *last_step = Some((what.to_owned(), now));
         }
-        self.tell(Event::Progress(progress(&Step { what: what.to_owned(), done, total, unit })));
+        self.send(Event::Progress(progress(&Step { what: what.to_owned(), done, total, unit })));
     }
 }
 
@@ -151,7 +151,7 @@ fn progress(step: &Step) -> proto::LoadProgress {
     proto::LoadProgress { what: step.what.clone(), done: step.done, total: step.total, unit: unit.into() }
 }
 
-/// Unloads a model that the caller may use; where the message does not say how long its requests may go on, they have `drain`.
+/// Unloads a model. Its requests have the grace period of the message, or `drain` if the message has none.
 pub(super) async fn unload(
     host: &Arc<Host>,
     message: proto::UnloadModelRequest,
@@ -175,7 +175,7 @@ pub(super) async fn unload(
         }
     };
     let host = Arc::clone(host);
-    super::rpc::aside(move || {
+    super::rpc::on_blocking_thread(move || {
         let unloaded = host.unload(&message.name, grace).map_err(Refusal::Lifecycle)?;
         retired(&message.name, &unloaded);
         let cut = u32::try_from(unloaded.cut).unwrap_or(u32::MAX);
@@ -184,7 +184,7 @@ pub(super) async fn unload(
     .await
 }
 
-/// A model of the configuration as ListModels shows it; `endpoint` is the address of its own endpoint.
+/// Converts a model of the configuration for ListModels; `endpoint` is the address of the model's own endpoint.
 pub(super) fn listed(listed: &Listed, endpoint: Option<SocketAddr>) -> proto::Model {
     let mut model = match &listed.served {
         Some(served) => convert::model(served),

@@ -1,11 +1,11 @@
-//! A rate limit in tokens a minute: a token bucket that fills steadily up to the tokens of one minute. Requests are refused
+//! A rate limit in tokens per minute: a token bucket that fills steadily up to the tokens of one minute. Requests are refused
 //! while it is empty; running requests continue, and may leave it in debt.
 //! Not here: which client has which bucket (`auth`).
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A bucket of tokens.
+/// A token bucket.
 #[derive(Debug)]
 pub struct Meter {
     level: Mutex<Level>,
@@ -15,7 +15,7 @@ pub struct Meter {
 struct Level {
     /// The bucket's capacity, and the number of tokens that are added in a minute.
     per_minute: u32,
-    /// Below 0: in debt.
+    /// The number of tokens in the bucket; negative while it is in debt.
     left: f64,
     at: Instant,
 }
@@ -45,12 +45,12 @@ impl Meter {
         level.per_minute = per_minute;
     }
 
-    /// Whether there is a token.
+    /// Checks that the bucket is not empty.
     pub fn ask(&self, now: Instant) -> Result<(), Spent> {
         self.level(now).ask()
     }
 
-    /// Takes a request's prompt, if there is a token.
+    /// Takes the tokens of a request's prompt, if the bucket is not empty.
     pub fn admit(&self, prompt: u32, now: Instant) -> Result<(), Spent> {
         let mut level = self.level(now);
         level.ask()?;
@@ -58,19 +58,19 @@ impl Meter {
         Ok(())
     }
 
-    /// Takes what was drawn.
+    /// Takes output tokens.
     pub fn draw(&self, tokens: u32, now: Instant) {
         self.level(now).left -= f64::from(tokens);
     }
 
-    /// Gives back the prompt of a request that was not taken after all.
+    /// Gives back the prompt tokens of a request that did not run.
     pub fn give_back(&self, prompt: u32, now: Instant) {
         self.level(now).left += f64::from(prompt);
     }
 
-    /// Filled up to now.
+    /// Fills the bucket up to the current time.
     fn level(&self, now: Instant) -> MutexGuard<'_, Level> {
-        // No panic happens while it is held.
+        // No panic can happen while the lock is held.
         let mut level = self.level.lock().unwrap_or_else(PoisonError::into_inner);
         let most = f64::from(level.per_minute);
         let since = now.saturating_duration_since(level.at).as_secs_f64();

@@ -1,8 +1,8 @@
-//! gRPC and HTTP in, engine out; the only tokio. No policy beyond admission and deadlines.
+//! The gRPC and HTTP edge; except for the command line and telemetry the only user of tokio. Its only policy is
+//! admission and deadlines.
 //!
-//! A request crosses once each way: `prepare` turns the message into an engine request,
-//! `generation` turns the engine's events into the stream of messages. Both are used without
-//! a server too: `ostinato generate` is the same code on both ways.
+//! `prepare` converts a message to an engine request, and `generation` converts the engine's events to a stream of
+//! messages. `ostinato generate` uses both without a server.
 
 pub mod admin;
 pub mod auth;

@@ -1,7 +1,7 @@
-//! gRPC endpoints of single models: which are open and where, and the orders to open and to close one while the server
-//! runs. A call that came over such an endpoint carries the name of its model and reaches no other one, so that a
-//! contract that names no model can be spoken to each of several.
-//! Not here: what is answered on them (`server`), and when one is opened (the configuration and its reload).
+//! gRPC endpoints of single models: the list of open ones, and the orders to open and close them while the server runs.
+//! A call over such an endpoint carries its model's name and can use no other model, so that contracts without a model
+//! field work with several models.
+//! Not here: serving the endpoints (`server`), and the configuration that opens them.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -12,24 +12,24 @@ use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 use tower_layer::Layer;
 use tower_service::Service;
 
-/// The open endpoints of single models. Shared by the server, which answers on them, and those who open, close and show
-/// them.
+/// The open endpoints of single models. Shared by the server, which serves them, and by the code that opens, closes and
+/// shows them.
 #[derive(Debug)]
 pub struct ModelEndpoints {
     /// The address of each open endpoint, by the model's name.
     open: Mutex<BTreeMap<String, SocketAddr>>,
-    /// As many orders as configurations are read, so it needs no bound.
+    /// The orders to the server. Unbounded, because there are only as many as there are changes of the configuration.
     orders: UnboundedSender<Order>,
-    /// Taken by the server.
+    /// The receiver of the orders, until the server takes it.
     inbox: Mutex<Option<UnboundedReceiver<Order>>>,
 }
 
-/// What the server is told.
+/// An order to the server.
 #[derive(Debug)]
 pub(super) enum Order {
-    /// Answer for this model on this listener.
+    /// Serve this model on this listener.
     Open(String, TcpListener),
-    /// Answer no new calls for this model on an endpoint of its own.
+    /// Close this model's endpoint to new calls.
     Close(String),
 }
 
@@ -40,8 +40,8 @@ impl ModelEndpoints {
         Arc::new(ModelEndpoints { open: Mutex::default(), orders, inbox: Mutex::new(Some(inbox)) })
     }
 
-    /// Opens an endpoint of the model of this name, or replaces the one that it has. The server answers on it as soon as
-    /// it runs; the model need not be served.
+    /// Opens an endpoint for the model with this name, or replaces the existing one. The server serves it as soon as it
+    /// runs; the model need not be loaded.
     ///
     /// # Errors
     /// If the listener has no address.
@@ -53,19 +53,19 @@ impl ModelEndpoints {
         Ok(address)
     }
 
-    /// Closes the endpoint of the model of this name, if it has one; streams that run on it go on.
+    /// Closes the endpoint of the model with this name, if it has one. Running streams continue.
     pub fn close(&self, model: &str) {
         if self.locked().remove(model).is_some() {
             let _ = self.orders.send(Order::Close(model.to_owned()));
         }
     }
 
-    /// Returns the address of the endpoint of the model of this name, if it has one.
+    /// Returns the address of the endpoint of the model with this name, if it has one.
     pub fn address(&self, model: &str) -> Option<SocketAddr> {
         self.locked().get(model).copied()
     }
 
-    /// Returns the orders, once: for the server.
+    /// Returns the receiver of the orders; `None` after the first call.
     pub(super) fn orders(&self) -> Option<UnboundedReceiver<Order>> {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
@@ -76,11 +76,13 @@ impl ModelEndpoints {
     }
 }
 
-/// The model of the endpoint over which a call came, in the call's extensions; absent for the endpoint of all models.
+/// The model of the endpoint over which a call came. It is in the call's extensions, except for calls over the endpoint
+/// of all models.
 #[derive(Clone, Debug)]
 pub(super) struct OnlyModel(pub(super) Arc<str>);
 
-/// Says in the extensions of each call over an endpoint which model the endpoint belongs to, if to one.
+/// A layer that stores the model of the endpoint in the extensions of each call, if the endpoint belongs to a single
+/// model.
 #[derive(Clone, Debug)]
 pub(super) struct OfModel(pub(super) Option<Arc<str>>);
 

@@ -1,6 +1,5 @@
-//! From a message to an engine request: where it runs, what its prompt's tokens are, and what
-//! comes back. Everything that can be refused without the engine is refused here; no field is
-//! ignored. Not here: tokio.
+//! Converts a message to an engine request: chooses the replica, encodes the prompt, compiles the constraint.
+//! Everything that can be refused without the engine is refused here; no field is ignored. Not here: tokio.
 
 use super::refusal::Refusal;
 use super::{bounds, proto};
@@ -51,22 +50,22 @@ impl Target {
         Ok(Target { replica, ..self })
     }
 
-    /// Its model, which may have been unloaded since.
+    /// Returns the model, which may have been unloaded since it was looked up.
     pub fn model(&self) -> &ServedModel {
         &self.model
     }
 
-    /// The host that owns both.
+    /// Returns the host of the model.
     pub fn host(&self) -> &Host {
         &self.host
     }
 
-    /// Its replica.
+    /// Returns the replica.
     pub fn replica(&self) -> &Replica {
         &self.replica
     }
 
-    /// Why the engine did not finish a request, in its words: it failed, or its model was unloaded.
+    /// Returns the refusal of a request that the engine did not finish; `why` is the engine's message.
     pub fn failed(&self, why: &str) -> Refusal {
         match self.replica.stopped() {
             true => Refusal::Unloaded { model: self.model.name.clone() },
@@ -75,45 +74,45 @@ impl Target {
     }
 }
 
-/// What is asked of a generation, ready to be submitted.
+/// A request to the engine that is ready to be submitted, and how its output is delivered.
 #[derive(Debug)]
 pub struct Prepared {
-    /// Where.
+    /// The model and the replica that it is submitted to.
     pub place: Target,
-    /// What. Its span is not set.
+    /// The engine request. Its span is not set.
     pub request: Request,
-    /// Samples of it, at least one.
+    /// The number of samples; at least one.
     pub samples: u32,
-    /// `chat`, `text_completion`, `embeddings` or `rerank`.
+    /// The operation's name in spans: `chat`, `text_completion`, `embeddings` or `rerank`.
     pub operation: &'static str,
-    /// The samples' stop strings.
+    /// The stop strings of every sample.
     pub stop_strings: Vec<String>,
-    /// The special tokens that are text, to stop strings too.
+    /// The special tokens that appear in the output text and that stop strings can match.
     pub special_text: SpecialText,
-    /// Where the output may hold the model's reasoning.
+    /// Where the output may contain the model's reasoning.
     pub reasons: Reasons,
-    /// Text in deltas.
+    /// Whether deltas contain text.
     pub text: bool,
-    /// Ids in deltas.
+    /// Whether deltas contain token ids.
     pub token_ids: bool,
-    /// Which of several inputs of one call it is: all of them have the call's id. `None` for generations.
+    /// The index of the input within a call of several inputs, which all have the call's id. `None` for generations.
     pub input: Option<u32>,
 }
 
-/// Where an output may hold the model's reasoning.
+/// Where an output may contain the model's reasoning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reasons {
-    /// Nowhere: there is no chat template, it has no reasoning, or the prompt has ended it.
+    /// Nowhere: the model has no chat template or no reasoning, or the prompt has closed the reasoning.
     Never,
-    /// At its beginning, if the output opens it with these marks.
+    /// At the beginning, if the output begins with the opening mark.
     IfOpened(&'static Marks),
-    /// From its beginning on: the prompt has opened it.
+    /// From the beginning on: the prompt ends with the opening mark.
     Opened(&'static Marks),
-    /// In messages on a channel of their own: the output consists of messages.
+    /// In messages on their own channel (harmony): the output consists of messages.
     Channel,
 }
 
-/// A mark as a format of a structural tag: the special token, if it is one of this model, else a text.
+/// Returns a mark as a format of a structural tag: its special token if the model has one, otherwise its text.
 pub(super) fn mark(text: &Text, name: &str) -> Value {
     match text.special_id(name) {
         Some(id) => json!({"type": "token", "token": id}),
@@ -121,7 +120,7 @@ pub(super) fn mark(text: &Text, name: &str) -> Value {
     }
 }
 
-/// Free text up to a mark, and the mark, as a format of a structural tag.
+/// Returns free text up to and including a mark, as a format of a structural tag.
 pub(super) fn until(text: &Text, name: &str) -> Value {
     let end = match text.special_id(name) {
         Some(_) => mark(text, name),
@@ -137,19 +136,20 @@ pub(super) fn channel(text: &Text, channel: &str) -> Vec<Value> {
 }
 
 impl Reasons {
-    /// What follows a conversation that was rendered with the template of `text`.
+    /// Returns where the output after a conversation that was rendered with the template of `text` may contain
+    /// reasoning.
     fn after(text: &Text, rendered: &str) -> Reasons {
         let end = rendered.trim_end();
         match text.chat_style(false).1.reasoning {
             Reasoning::Marked(marks) if end.ends_with(marks[0]) => Reasons::Opened(marks),
             Reasoning::Marked(marks) if !end.ends_with(marks[1]) => Reasons::IfOpened(marks),
-            // A prompt that has begun the content of a message has chosen its channel.
+            // If the prompt ends inside the content of a message, the channel is fixed already.
             Reasoning::Channel if !end.ends_with(channels::MESSAGE) => Reasons::Channel,
             _ => Reasons::Never,
         }
     }
 
-    /// The marks that the reader of the output has to see, where they are special tokens.
+    /// Returns the marks that a reader of the output must see even if they are special tokens.
     pub fn marks(self) -> &'static [&'static str] {
         match self {
             Reasons::Never => &[],
@@ -158,7 +158,7 @@ impl Reasons {
         }
     }
 
-    /// A constraint that holds only after the reasoning, as a structural tag.
+    /// Returns a structural tag for a constraint that applies only after the reasoning.
     fn before(self, constraint: Constraint, text: &Text) -> Result<Constraint, GrammarError> {
         let space = json!({"type": "regex", "pattern": r"\s{0,4}"});
         let optional =
@@ -191,7 +191,7 @@ impl Reasons {
     }
 }
 
-/// A constraint as a format of a structural tag.
+/// Converts a constraint to a format of a structural tag.
 pub(super) fn format(constraint: Constraint) -> Result<Value, GrammarError> {
     let parse = |what: &str, text: &str| {
         serde_json::from_str::<Value>(text)
@@ -213,7 +213,7 @@ pub(super) fn format(constraint: Constraint) -> Result<Value, GrammarError> {
     })
 }
 
-/// How many samples a message asks for.
+/// Returns the number of samples that a message asks for.
 pub fn samples(message: &proto::GenerateRequest) -> Result<u32, Refusal> {
     let samples = message.sampling.as_ref().and_then(|sampling| sampling.n).unwrap_or(1);
     if (1..=MAX_SAMPLES).contains(&samples) {
@@ -226,7 +226,8 @@ pub fn samples(message: &proto::GenerateRequest) -> Result<u32, Refusal> {
     Err(Refusal::Value { field: "sampling.n", value: samples.to_string(), rule })
 }
 
-/// Checks a message and turns it into a request; encodes its prompt. Gives up at the deadline.
+/// Checks a message and converts it to an engine request, including the tokens of its prompt. Fails once the deadline
+/// has passed.
 pub fn prepare(
     host: &Arc<Host>,
     message: proto::GenerateRequest,
@@ -286,7 +287,7 @@ pub fn prepare_at(
     if let Some(keep) = keep {
         prompt.drain(..prompt.len().saturating_sub(keep));
     }
-    // Before a grammar is compiled, which may take longer than all else.
+    // Checked before a grammar is compiled, which may take longer than everything else.
     fits(place.model(), prompt.len(), 1)?;
     let grammar = match message.constraint {
         None => None,
@@ -298,14 +299,14 @@ pub fn prepare_at(
         }
     };
 
-    // Where its beginning may lie already, now that its tokens are known.
+    // Now that the tokens are known, prefers a replica that may have the beginning of the prompt in its cache.
     let several = place.model().replicas.len() > 1;
     let keys = if several { page_keys(&message.cache_salt, &prompt) } else { Vec::new() };
     let place = place.for_prompt(&keys, samples as usize)?;
 
     let defaults = Sampling::default();
     let mut logit_bias: Vec<(u32, f32)> = sampling.logit_bias.into_iter().collect();
-    // A map has no order; the engine's requests are reproducible.
+    // Maps have no order; requests to the engine must be reproducible.
     logit_bias.sort_unstable_by_key(|(id, _)| *id);
     let request = Request {
         id: if message.request_id.is_empty() { fresh_id() } else { message.request_id },
@@ -352,7 +353,8 @@ pub fn prepare_at(
     })
 }
 
-/// Whether a prompt of so many tokens leaves room for an output of at least `output` on any of a model's replicas.
+/// Checks that a prompt of `prompt` tokens and an output of at least `output` tokens fit in the context of one of the
+/// model's replicas.
 pub fn fits(model: &ServedModel, prompt: usize, output: usize) -> Result<(), Refusal> {
     let context = model.replicas.iter().map(|replica| replica.bounds().context).max().unwrap_or(0) as usize;
     if prompt.saturating_add(output) <= context {
@@ -361,7 +363,7 @@ pub fn fits(model: &ServedModel, prompt: usize, output: usize) -> Result<(), Ref
     Err(SubmitError::Request(RequestError::ContextExceeded { prompt, output, context }).into())
 }
 
-/// What constraints are compiled against.
+/// The properties of a model that compiling a constraint needs.
 #[derive(Clone, Copy, Debug)]
 pub struct ConstrainedModel<'a> {
     /// The model's name, for errors.
@@ -374,7 +376,7 @@ pub struct ConstrainedModel<'a> {
     pub eos_ids: &'a [u32],
 }
 
-/// The field of a message that a constraint stands in.
+/// Returns the message field that contains a constraint.
 fn constraint_field(kind: &Kind) -> &'static str {
     match kind {
         Kind::JsonSchema(_) => "constraint.json_schema",
@@ -386,7 +388,7 @@ fn constraint_field(kind: &Kind) -> &'static str {
     }
 }
 
-/// Refuses a constraint with more bytes or choices than constraints may have, before it is copied or parsed.
+/// Refuses a constraint above the maximum number of bytes or choices, before it is copied or parsed.
 pub(super) fn constraint_size(kind: &Kind) -> Result<(), Refusal> {
     let refuse = |source| Err(Refusal::Grammar { field: constraint_field(kind), source });
     let bytes = match kind {
@@ -400,7 +402,7 @@ pub(super) fn constraint_size(kind: &Kind) -> Result<(), Refusal> {
     if bytes > MOST_BYTES { refuse(GrammarError::TooLong { bytes }) } else { Ok(()) }
 }
 
-/// A message's constraint, and the field that it stands in.
+/// Converts a constraint of a message, and returns it with the name of its field.
 pub(super) fn named_constraint(kind: Kind) -> (&'static str, Constraint) {
     let field = constraint_field(&kind);
     let constraint = match kind {
@@ -414,8 +416,8 @@ pub(super) fn named_constraint(kind: Kind) -> (&'static str, Constraint) {
     (field, constraint)
 }
 
-/// Compiles a constraint for a model. `reasons` tells where an output may hold reasoning, for constraints that hold only
-/// after it.
+/// Compiles a constraint for a model. `reasons` says where the output may contain reasoning, for constraints that apply
+/// only after it.
 pub fn start_grammar(
     model: ConstrainedModel<'_>,
     constraint: proto::Constraint,
@@ -441,7 +443,8 @@ pub fn start_grammar(
     })
 }
 
-/// A conversation as the model's template renders it, and its tokens. The spans of both steps are children of `span`.
+/// Renders a conversation with the model's chat template and encodes it. Returns the text and the tokens. The spans of
+/// both steps are children of `span`.
 pub fn encode_chat(
     text: &Text,
     chat: proto::Chat,
@@ -459,7 +462,7 @@ pub fn encode_chat(
         "" => Map::new(),
         object => json_object("chat.template_arguments", object)?,
     };
-    // What the request itself says is not overridden.
+    // Template arguments must not override the request's own fields.
     for own in ["messages", "tools", "add_generation_prompt"] {
         if extra.contains_key(own) {
             let (field, rule) = ("chat.template_arguments", "without messages, tools and add_generation_prompt");
@@ -482,7 +485,7 @@ pub fn encode_chat(
         rendered => rendered?,
     };
     drop(render);
-    // The template names its special tokens itself.
+    // The rendered text contains its special tokens, so none are added.
     let ids = tokenize_span(span).in_scope(|| text.encode(&rendered, false))?;
     Ok((rendered, ids))
 }
@@ -520,7 +523,8 @@ fn json_object(field: &'static str, text: &str) -> Result<Map<String, Value>, Re
     }
 }
 
-/// Unique in this process and, by its start time, very likely among others.
+/// Returns a new request id. It is unique in this process and, because it contains the start time, very likely among
+/// others.
 pub(super) fn fresh_id() -> String {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     static START: std::sync::OnceLock<u64> = std::sync::OnceLock::new();

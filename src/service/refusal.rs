@@ -1,4 +1,4 @@
-//! Every reason not to serve, and the one function that turns them into gRPC statuses.
+//! The errors with which the service refuses or ends a request, and their conversion to gRPC statuses.
 
 use super::meter::Spent;
 use crate::engine::request::RequestError;
@@ -10,74 +10,74 @@ use crate::model::text::TextError;
 use crate::replica::SubmitError;
 use tonic::{Code, Status};
 
-/// Why a request is not served, or not to its end.
+/// The reason for which a request is refused, or ended before its end.
 #[derive(Debug, thiserror::Error)]
 pub enum Refusal {
-    /// No such model or device.
+    /// There is no such model or device.
     #[error(transparent)]
     Route(#[from] RouteError),
-    /// The replica did not take it.
+    /// The replica did not accept the request.
     #[error(transparent)]
     Submit(#[from] SubmitError),
     /// Text could not be encoded, rendered or decoded.
     #[error(transparent)]
     Text(#[from] TextError),
-    /// The output cannot be constrained so.
+    /// The constraint on the output cannot be compiled or followed.
     #[error("{field}: {source}")]
     Grammar {
         /// The message's field.
         field: &'static str,
-        /// Why.
+        /// The cause.
         source: GrammarError,
     },
-    /// A field that must be set is not.
+    /// A required field is not set.
     #[error("{field} is missing: {rule}")]
     Missing {
         /// The message's field.
         field: &'static str,
-        /// What is needed.
+        /// What the field must contain.
         rule: &'static str,
     },
-    /// A field's value cannot be served.
+    /// The value of a field is not allowed.
     #[error("{field} is {value}, must be {rule}")]
     Value {
         /// The message's field.
         field: &'static str,
-        /// What was given.
+        /// The given value.
         value: String,
-        /// What is allowed.
+        /// The allowed values.
         rule: &'static str,
     },
     /// A prompt's text is too long.
-    #[error("{field} has {bytes} bytes, at most {most} are taken")]
+    #[error("{field} has {bytes} bytes; the maximum is {most}")]
     LongText {
         /// The message's field.
         field: &'static str,
-        /// What was given.
+        /// The length of the given text in bytes.
         bytes: usize,
-        /// The bound.
+        /// The maximum length in bytes.
         most: usize,
     },
-    /// More ids are to be decoded than a model has drawn.
-    #[error("token_ids has {ids} ids, at most {most} are decoded: as many as the model's context holds")]
+    /// A Detokenize call has more token ids than the model's context.
+    #[error("token_ids has {ids} ids; the maximum is {most}, the model's context")]
     ManyIds {
-        /// What was given.
+        /// The number of given ids.
         ids: usize,
-        /// The bound.
+        /// The maximum number of ids.
         most: usize,
     },
-    /// Text was asked of a model that has token ids only.
+    /// The request needs a tokenizer, and the model has none.
     #[error("model \"{model}\" has no tokenizer: it serves token ids only, and {field} needs text")]
     NoTokenizer {
-        /// The model.
+        /// The model's name.
         model: String,
         /// The message's field.
         field: &'static str,
     },
-    /// Tools for a model whose chat template has none.
-    #[error("the model's chat template has no tools: they cannot be given")]
+    /// The request has tools, and the model's chat template does not support them.
+    #[error("the model's chat template does not support tools")]
     NoTools,
-    /// Calls are required of a model whose form of calls is not known.
+    /// The request requires a tool call, and the syntax of the model's tool calls is not known.
     #[error(
         "tool_choice cannot be enforced: the form of the model's calls is not known from its chat template, so they are \
          neither constrained nor read"
@@ -88,18 +88,18 @@ pub enum Refusal {
     Json {
         /// The path of the field, such as `messages[0].content`.
         field: String,
-        /// What was given: a number, or the kind of anything that may quote a prompt.
+        /// The given value if it is a number; otherwise only its type, because the value may quote a prompt.
         value: String,
-        /// What is allowed.
+        /// The allowed values.
         rule: String,
     },
     /// The body of an HTTP request is not JSON.
     #[error("the body is not JSON: {0}")]
     NotJson(String),
     /// The body of an HTTP request ended before it was whole.
-    #[error("the body was not received to its end")]
+    #[error("the body is incomplete")]
     CutBody,
-    /// A path or a method that the endpoint does not have.
+    /// The endpoint has no such path, or the path does not support the method.
     #[error("there is no {method} {path} here")]
     NoRoute {
         /// The HTTP method.
@@ -107,205 +107,205 @@ pub enum Refusal {
         /// The path, shortened.
         path: String,
     },
-    /// A browser's page of another origin asks a server that has no tokens.
-    #[error("without tokens this address is answered under localhost and 127.0.0.1 only, and to pages from there")]
+    /// The request comes from a browser page of another origin, and the server has no tokens.
+    #[error("a server without tokens answers only requests to localhost and 127.0.0.1, and pages from there")]
     OtherOrigin,
-    /// A field that this version does not serve.
+    /// A field of a JSON body that is not supported.
     #[error("{field} is not served")]
     NotServedField {
         /// The path of the field.
         field: String,
     },
-    /// What a subscriber has missed cannot be told again.
-    #[error("{field} is {value}: nothing is kept to resume from, 0 begins with what there is now")]
+    /// A subscriber asked for past events, which are not kept.
+    #[error("{field} is {value}: past events are not kept; 0 starts with the current pages")]
     Past {
         /// The message's field.
         field: &'static str,
-        /// What was asked for.
+        /// The requested event number.
         value: u64,
     },
-    /// A subscriber reads slower than things happen.
+    /// A subscriber reads events more slowly than they occur, and has missed some.
     #[error("the stream was read too slowly and has a gap: subscribe again from 0")]
     Gap,
-    /// The contract names no model, so it can mean only the one that is served.
+    /// The contract has no model field, and several models are served.
     #[error(
-        "this contract names no model, and more than one is served: {served}; a model with a listen address of its own \
+        "this contract has no model field, and several models are served: {served}; a model with a listen address of its own \
          is served alone there"
     )]
     SeveralModels {
-        /// Comma-separated names.
+        /// The names of the served models, separated by commas.
         served: String,
     },
-    /// The endpoint serves another model only.
-    #[error("model \"{model}\" is not served at this address, which is that of \"{only}\"")]
+    /// The endpoint serves a different model only.
+    #[error("model \"{model}\" is not served at this address, which serves only \"{only}\"")]
     OtherEndpoint {
-        /// Which was asked for.
+        /// The requested model.
         model: String,
         /// The model of the endpoint.
         only: String,
     },
-    /// The contract names no model, and none is served.
+    /// The contract has no model field, and no model is served.
     #[error("no model is served now")]
     NoModel,
-    /// A field or value of a later version.
+    /// A field or value that is not supported yet.
     #[error("{field} is not served yet")]
     NotServed {
         /// The message's field.
         field: &'static str,
     },
-    /// The client has as many unfinished requests as one may have.
-    #[error("client {client} has {unfinished} unfinished requests and asks for {asked} more, at most {limit}")]
+    /// The client would exceed its limit of unfinished requests.
+    #[error("client {client} has {unfinished} unfinished requests and asks for {asked} more; the limit is {limit}")]
     ClientBusy {
-        /// Whom the limit counts for.
+        /// The client whose requests are counted.
         client: String,
-        /// What it has.
+        /// The number of its unfinished requests.
         unfinished: u32,
-        /// Samples of this request.
+        /// The number of samples of this request.
         asked: u32,
-        /// The bound.
+        /// The client's limit.
         limit: u32,
     },
-    /// The client has taken its tokens of this minute.
+    /// The client has used its tokens per minute.
     #[error(
-        "client {client} has taken its {} tokens a minute and {} more, try again in {:.1} s",
+        "client {client} has used its {} tokens per minute and {} more; try again in {:.1} s",
         spent.per_minute, spent.debt, spent.retry.as_secs_f64()
     )]
     Spent {
-        /// Whose.
+        /// The client.
         client: String,
-        /// How far.
+        /// The state of its rate limit.
         spent: Spent,
     },
-    /// There is no token where one is needed, or more than one.
-    #[error("a token is needed: authorization is missing or not one of \"Bearer TOKEN\"")]
+    /// The method needs a token, and the call has none or several.
+    #[error("a token is required: the authorization header is missing or is not a single \"Bearer TOKEN\"")]
     NoToken,
-    /// Nobody has this token.
-    #[error("the token is not known")]
+    /// The token is not in the token file.
+    #[error("the token is unknown")]
     UnknownToken,
-    /// The token has not the right that the method needs.
-    #[error("token \"{name}\" has not the right \"{right}\", which this method needs")]
+    /// The token does not have the right that the method needs.
+    #[error("token \"{name}\" does not have the right \"{right}\", which this method requires")]
     NoRight {
-        /// Whose.
+        /// The token's name.
         name: String,
-        /// Which.
+        /// The missing right.
         right: &'static str,
     },
-    /// The token is for other models.
-    #[error("token \"{name}\" is not for model \"{model}\"")]
+    /// The token does not allow the use of this model.
+    #[error("token \"{name}\" does not allow model \"{model}\"")]
     OtherModel {
-        /// Whose.
+        /// The token's name.
         name: String,
-        /// Which.
+        /// The requested model.
         model: String,
     },
-    /// Messages that are coming in, or that are being prepared, take all the room that there is for them.
-    #[error("messages of {held} bytes are coming in, {bytes} more are more than the {most} that are kept")]
+    /// The memory for incoming messages, or for messages that are being prepared, is used up.
+    #[error("incoming messages take {held} bytes, and {bytes} more would exceed the limit of {most}")]
     Crowded {
-        /// Of all calls.
+        /// The bytes in use, of all calls.
         held: usize,
-        /// Of this one.
+        /// The bytes that this call needs.
         bytes: usize,
-        /// The bound.
+        /// The maximum, of all calls together.
         most: usize,
     },
-    /// The client's own messages that are coming in take its share of the room.
+    /// The client's incoming messages exceed its share of the memory for incoming messages.
     #[error(
-        "messages of {held} bytes of client {client} are coming in, {bytes} more are more than the {most} that are left"
+        "incoming messages of client {client} take {held} bytes, and {bytes} more would exceed its share of {most}"
     )]
     Share {
         /// The client of the call.
         client: String,
-        /// Bytes of all its messages.
+        /// The size of all its incoming messages in bytes.
         held: usize,
-        /// Bytes of this message.
+        /// The bytes that this message needs.
         bytes: usize,
-        /// The bytes that are free, which is the most that one client may have.
+        /// The number of free bytes, which is the maximum for one client.
         most: usize,
     },
     /// A repeated field of a message has too many elements to be decoded.
-    #[error("{field} has {elements} elements, at most {most} are taken in one message")]
+    #[error("{field} has {elements} elements; the maximum for one message is {most}")]
     Elements {
-        /// The field, `Message.field`.
+        /// The name of the field, as `Message.field`.
         field: String,
         /// The number of elements over the whole message.
         elements: usize,
-        /// The bound.
+        /// The maximum number of elements.
         most: usize,
     },
-    /// As many requests wait to be prepared as may.
-    #[error("{waiting} requests wait to be prepared, at most {most} may")]
+    /// The queue of requests that wait for preparation is full.
+    #[error("{waiting} requests are waiting to be prepared; the maximum is {most}")]
     Jobs {
-        /// Of all clients.
+        /// The number of waiting requests of all clients.
         waiting: usize,
-        /// The bound.
+        /// The capacity of the queue.
         most: usize,
     },
-    /// The request lost its waiting place to a client that has fewer requests waiting.
+    /// The request lost its place in the queue to a client that has fewer requests waiting.
     #[error(
-        "client {client} has most of the waiting requests, and another client needs a place: at most {most} may wait"
+        "client {client} has most of the waiting requests, and another client needs a place in the queue of {most}"
     )]
     Displaced {
         /// The client of the request.
         client: String,
-        /// The bound, over all clients.
+        /// The capacity of the queue, over all clients.
         most: usize,
     },
-    /// A message says that it is longer than may be.
-    #[error("a message of {bytes} bytes is longer than the {most} that are taken")]
+    /// A message declares a length above the limit.
+    #[error("a message of {bytes} bytes exceeds the limit of {most}")]
     LongMessage {
         /// The declared length in bytes.
         bytes: usize,
-        /// The bound.
+        /// The maximum length in bytes.
         most: usize,
     },
-    /// A call was opened and its message did not come.
-    #[error("the message did not come within {seconds:.1} s")]
+    /// The message of a call did not arrive in time.
+    #[error("the message did not arrive within {seconds:.1} s")]
     NoMessage {
-        /// The bound.
+        /// The time limit in seconds.
         seconds: f64,
     },
-    /// The deadline passed while it ran or waited.
+    /// The deadline passed while the request ran or waited.
     #[error("the deadline passed after {output_tokens} tokens")]
     Deadline {
-        /// Tokens handed out.
+        /// The number of tokens that were delivered.
         output_tokens: u32,
     },
-    /// The client reads slower than its tokens come.
-    #[error("the stream was read too slowly: {buffered} events were waiting, at most as many are kept")]
+    /// The client reads the stream more slowly than tokens are generated.
+    #[error("the stream was read too slowly: its buffer of {buffered} events is full")]
     Slow {
-        /// The bound.
+        /// The number of events that are buffered.
         buffered: usize,
     },
     /// The device or the engine failed.
     #[error("the generation failed: {0}")]
     Failed(String),
-    /// The server's grace period is over.
-    #[error("the server stops")]
+    /// The server is stopping, and its grace period is over.
+    #[error("the server is stopping")]
     Stopping,
-    /// Its model is not there any more.
-    #[error("model \"{model}\" was unloaded meanwhile")]
+    /// The model was unloaded while the request ran or waited.
+    #[error("model \"{model}\" has been unloaded")]
     Unloaded {
-        /// Which.
+        /// The model's name.
         model: String,
     },
-    /// No model that the token is for is served.
-    #[error("no model that token \"{name}\" is for is served")]
+    /// None of the models that the token allows is served.
+    #[error("none of the models that token \"{name}\" allows is served")]
     NoneOfIts {
-        /// Whose.
+        /// The token's name.
         name: String,
     },
-    /// A model was not loaded or unloaded.
+    /// A load or unload of a model failed.
     #[error("{}", chain(.0))]
     Lifecycle(LifecycleError),
 }
 
-/// An error with its causes: what a client can mend is said by the last of them.
+/// Formats an error with its causes. The last cause usually says what the client can correct.
 fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
         let next = error.to_string();
-        // Some errors quote their cause in their own words.
+        // Some errors contain the text of their cause.
         if !text.contains(&next) {
             text.push_str(&format!(": {next}"));
         }
@@ -330,7 +330,7 @@ fn lifecycle_code(error: &LifecycleError) -> Code {
 }
 
 impl Refusal {
-    /// The gRPC code.
+    /// Returns the gRPC code.
     pub fn code(&self) -> Code {
         match self {
             Refusal::Route(RouteError::Selector(_)) => Code::InvalidArgument,
@@ -379,7 +379,7 @@ impl Refusal {
         }
     }
 
-    /// The same refusal with the field names of another contract; `names` has pairs of our name and the other one.
+    /// Returns the refusal with the field names of another contract; `names` maps our names to the other contract's.
     pub fn renamed(mut self, names: &[(&'static str, &'static str)]) -> Refusal {
         if let Some(field) = self.field_mut()
             && let Some((_, theirs)) = names.iter().find(|(ours, _)| ours == field)
@@ -402,7 +402,7 @@ impl Refusal {
         }
     }
 
-    /// The field that the refusal is about, if it is about one.
+    /// Returns the field that caused the refusal, if a single field did.
     pub fn field(&self) -> Option<&str> {
         match self {
             Refusal::Missing { field, .. }
@@ -417,7 +417,7 @@ impl Refusal {
         }
     }
 
-    /// What may stand in traces: a template's own words may quote the messages.
+    /// Returns the message for traces. It leaves out errors of chat templates, which may quote the prompt.
     pub fn recorded(&self) -> String {
         match self {
             Refusal::Text(TextError::Encode(_) | TextError::Decode(_)) => {
@@ -433,18 +433,18 @@ impl Refusal {
         }
     }
 
-    /// A word for `error.type`.
+    /// Returns the value of the span attribute `error.type`.
     pub fn kind(&self) -> &'static str {
         code_name(self.code())
     }
 }
 
-/// The longest message of a status, bytes: some quote what was asked for, and messages travel in headers.
+/// The maximum length of a status message in bytes. Some messages quote the request, and messages are sent in headers.
 const MAX_MESSAGE: usize = 1024;
-/// When to try again, milliseconds; gRPC's own name.
+/// gRPC's metadata key for the time in milliseconds after which a client should try again.
 const RETRY: &str = "grpc-retry-pushback-ms";
 
-/// The one way from our errors to gRPC.
+/// Converts a refusal to a gRPC status.
 pub fn status(refusal: &Refusal) -> Status {
     let mut message = refusal.to_string();
     if message.len() > MAX_MESSAGE {
@@ -459,7 +459,7 @@ pub fn status(refusal: &Refusal) -> Status {
     status
 }
 
-/// gRPC's own name of a code.
+/// Returns a code's name as the gRPC specification writes it.
 pub fn code_name(code: Code) -> &'static str {
     match code {
         Code::Ok => "OK",
@@ -494,7 +494,7 @@ mod tests {
         assert!(message.ends_with("é…") && (MAX_MESSAGE..MAX_MESSAGE + 8).contains(&message.len()), "{message}");
         let spent = Spent { per_minute: 60, debt: 3, retry: Duration::from_millis(4000) };
         let status = status(&Refusal::Spent { client: "with token \"a\"".to_owned(), spent });
-        let words = "client with token \"a\" has taken its 60 tokens a minute and 3 more, try again in 4.0 s";
+        let words = "client with token \"a\" has used its 60 tokens per minute and 3 more; try again in 4.0 s";
         assert_eq!((status.code(), status.message()), (Code::ResourceExhausted, words));
         assert_eq!(status.metadata().get(RETRY).unwrap(), "4001");
     }
@@ -505,6 +505,6 @@ mod tests {
             let refusal = Refusal::from(error);
             assert!(status(&refusal).message().contains("PROMPT") && !refusal.recorded().contains("PROMPT"));
         }
-        assert_eq!(Refusal::Stopping.recorded(), "the server stops");
+        assert_eq!(Refusal::Stopping.recorded(), "the server is stopping");
     }
 }

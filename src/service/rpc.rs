@@ -1,11 +1,11 @@
-//! The RPCs of `ostinato.v1.Ostinato`: a span each, metadata in, the host asked, a message or
-//! a status out. Not here: sockets.
+//! The RPCs of `ostinato.v1.Ostinato`. Each call gets a span, is checked against the caller's rights and limits, and is
+//! answered by the host with a message or a status. Not here: sockets.
 
 use super::auth::Identity;
 use super::bounds;
 use super::clients::{Allowance, Client, Clients, Places};
 use super::deadline::deadline;
-use super::generation::{Generation, Surroundings};
+use super::generation::{Delivery, Generation};
 use super::inputs::Failure;
 use super::jobs::{Jobs, Size};
 use super::lifecycle::{self, Loading};
@@ -37,13 +37,13 @@ use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
 use tracing::Span;
 
-/// Calls that may wait for engine threads at once; further ones wait for their turn. (There are 512 blocking threads.)
+/// The maximum number of calls that wait for engine threads at once, each on one of the 512 blocking threads.
 const QUESTIONS: usize = 32;
 
-/// Package and service, as spans and health name it.
+/// The package and the name of the service, as in spans and health checks.
 pub const SERVICE: &str = "ostinato.v1.Ostinato";
 
-/// Answers RPCs from a host. Cheap to clone.
+/// The implementation of the service over a host. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Rpc {
     host: Arc<Host>,
@@ -51,18 +51,18 @@ pub struct Rpc {
     clients: Arc<Clients>,
     stop: CancellationToken,
     streams: TaskTracker,
-    /// Most text of a prompt, bytes.
+    /// The maximum length of a prompt's text in bytes.
     most_text: usize,
-    /// What is done for a call before it is admitted or answered.
+    /// The queue of the work that precedes a call's admission or answer.
     jobs: Arc<Jobs>,
-    /// Threads that may wait for engine threads.
+    /// Bounds the threads that wait for engine threads.
     questions: Arc<Semaphore>,
-    /// The endpoints of single models, which ListModels shows.
+    /// The endpoints of single models, for ListModels.
     endpoints: Option<Arc<ModelEndpoints>>,
 }
 
 impl Rpc {
-    /// `stop` cuts the streams that are open when it is cancelled; `streams` counts them.
+    /// Creates the service. Cancelling `stop` cuts the open streams, which `streams` counts.
     pub fn new(
         host: Arc<Host>,
         settings: watch::Receiver<Changeable>,
@@ -75,46 +75,46 @@ impl Rpc {
         Rpc { host, settings, clients, stop, streams, most_text: usize::MAX, jobs, questions, endpoints: None }
     }
 
-    /// Answers calls of this process alone, without limits.
+    /// Creates a service without limits, for calls from within this process.
     pub fn alone(host: Arc<Host>) -> Rpc {
-        // Nothing changes: the sender may be gone.
+        // The settings never change, so the sender can be dropped.
         let (_, settings) = watch::channel(Options::default().changeable());
         let clients = Arc::new(Clients::new(None, false));
         Rpc::new(host, settings, clients, CancellationToken::new(), TaskTracker::new())
     }
 
-    /// The most bytes of text of a prompt.
+    /// Returns the maximum length of a prompt's text in bytes.
     pub(super) fn most_text(&self) -> usize {
         self.most_text
     }
 
-    /// Counts as an open stream until it is dropped.
+    /// Counts an open stream until the token is dropped.
     pub(super) fn open_call(&self) -> TaskTrackerToken {
         self.streams.token()
     }
 
-    /// Gives tokens back that a client's minute was charged with, and that were not computed.
+    /// Gives back tokens that were charged to a caller's rate limit and not computed.
     pub(super) fn give_back(&self, caller: &Caller, tokens: u32) {
         caller.allowance().meter.iter().for_each(|meter| meter.give_back(tokens, Instant::now()));
     }
 
-    /// Shows these endpoints of single models.
+    /// Sets the endpoints of single models that ListModels shows.
     pub fn with_model_endpoints(self, endpoints: Option<Arc<ModelEndpoints>>) -> Rpc {
         Rpc { endpoints, ..self }
     }
 
-    /// Takes prompts of so many bytes of text at most.
+    /// Sets the maximum length of a prompt's text in bytes.
     pub fn with_most_text(self, most_text: usize) -> Rpc {
         Rpc { most_text, ..self }
     }
 
-    /// Takes requests to be prepared whose messages have so many bytes at most, all together.
+    /// Sets the maximum size in bytes of all messages that are being prepared.
     pub fn with_most_prepared(self, bytes: usize) -> Rpc {
         Rpc { jobs: Arc::new(Jobs::new(bytes)), ..self }
     }
 }
 
-/// The SERVER span of a call, under the trace that its metadata names.
+/// Creates the SERVER span of a call, as a child of the remote span in its metadata.
 pub(super) fn rpc_span(service: &'static str, method: &'static str, metadata: &MetadataMap) -> Span {
     let span = tracing::info_span!(
         parent: None,
@@ -129,7 +129,7 @@ pub(super) fn rpc_span(service: &'static str, method: &'static str, metadata: &M
     span
 }
 
-/// Says in the answer's metadata which trace it is in, where it is in one: `traceparent`, as W3C has it.
+/// Adds the trace context (W3C `traceparent`) to the metadata of an answer, if the span is part of a trace.
 fn name_trace(span: &Span, metadata: &mut MetadataMap) {
     spans::inject(span, |name, value| {
         let key = tonic::metadata::MetadataKey::from_bytes(name.as_bytes());
@@ -140,7 +140,7 @@ fn name_trace(span: &Span, metadata: &mut MetadataMap) {
     });
 }
 
-/// A unary call's answer, its status on the span.
+/// Returns the answer of a unary call, and sets the status on its span.
 pub(super) fn answer<T>(span: &Span, result: Result<T, Refusal>) -> Result<Response<T>, Status> {
     match result {
         Ok(message) => {
@@ -158,8 +158,8 @@ pub(super) fn refused(span: &Span, refusal: &Refusal) -> Status {
     status
 }
 
-/// Runs what may wait away from the threads that move streams. How many there are at once is for the caller to bound.
-pub(super) async fn aside<T: Send + 'static>(
+/// Runs blocking work on a separate thread. The caller bounds the number of such threads.
+pub(super) async fn on_blocking_thread<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
 ) -> Result<T, Refusal> {
     tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| Err(Refusal::Failed(error.to_string())))
@@ -178,7 +178,7 @@ impl Ostinato for Rpc {
             let place = caller.scope.place(&self.host, &message.model, &message.device)?;
             self.open(&span, &caller, place, message, None, |_| {}).await.map(|(stream, ())| stream)
         };
-        self.begun(&span, started.await)
+        self.stream_response(&span, started.await)
     }
 
     async fn embed(&self, request: Request<proto::EmbedRequest>) -> Result<Response<proto::EmbedResponse>, Status> {
@@ -189,7 +189,7 @@ impl Ostinato for Rpc {
             let place = caller.scope.place(&self.host, &message.model, &message.device)?;
             self.vectors(&span, &caller, place, convert::embed_call(message)?).await.map(convert::embedded)
         };
-        self.settled(&span, answered.await)
+        self.unary_response(&span, answered.await)
     }
 
     async fn abort(&self, request: Request<proto::AbortRequest>) -> Result<Response<proto::AbortResponse>, Status> {
@@ -203,7 +203,7 @@ impl Ostinato for Rpc {
         if let Err(refusal) = bounds::name("request_id", &id) {
             return answer(&span, Err(refusal));
         }
-        self.end(&caller, &id);
+        self.abort_request(&caller, &id);
         answer(&span, Ok(proto::AbortResponse {}))
     }
 
@@ -296,38 +296,38 @@ impl Ostinato for Rpc {
     }
 }
 
-/// Plans whose kernels one call can have timed, and how many where it does not say.
+/// The maximum and the default number of plans whose kernels one call times.
 const PROFILED_PLANS: (u32, u32) = (256, 16);
-/// Seconds that it can wait for them, and how long it does where it does not say.
+/// The maximum and the default time that a call waits for these plans, in seconds.
 const PROFILE_WAIT: (f64, f64) = (60.0, 10.0);
-/// Between two looks at whether they have run.
+/// The interval at which a call checks whether the plans have run.
 const PROFILE_LOOK: Duration = Duration::from_millis(20);
 
-/// Whose call it is, and how long it may take: what a request's own message does not say.
+/// The caller of a call, and its timeout: everything about a call that is not in its message.
 #[derive(Clone)]
 pub(super) struct Caller {
     metadata: MetadataMap,
     peer: Option<SocketAddr>,
-    /// Whether it came over gRPC.
+    /// Whether the call came over gRPC.
     grpc: bool,
-    /// When the call was received: its timeout begins here.
+    /// The time at which the call was received and its timeout began.
     received: Instant,
-    /// Which models it may know of.
+    /// The models that the caller may use.
     pub(super) scope: Scope,
 }
 
-/// The models that a caller may use and may learn the names of: all, or those of its token; over the endpoint of a model,
-/// only that model.
+/// The models that a caller may use and whose names it may learn: all models, or those of its token. Over the endpoint
+/// of a model, only that model.
 #[derive(Clone, Debug)]
 pub(super) struct Scope {
     /// The identity of the caller's token; `None` if the server has no tokens.
     identity: Option<Identity>,
-    /// The model of the endpoint, if it serves one only.
+    /// The model of the endpoint, if the call came over the endpoint of a single model.
     endpoint: Option<Arc<str>>,
 }
 
 impl Scope {
-    /// Whether it may use a model, whether there is one of that name or not.
+    /// Checks that the caller may use the model with this name, whether or not such a model exists.
     pub(super) fn may_use(&self, model: &str) -> Result<(), Refusal> {
         if let Some(only) = self.endpoint.as_deref().filter(|only| *only != model) {
             return Err(Refusal::OtherEndpoint { model: model.to_owned(), only: only.to_owned() });
@@ -352,7 +352,8 @@ impl Scope {
         found.map_err(|refusal| self.narrowed(host, refusal))
     }
 
-    /// Returns the model that an empty name means for a caller that may use some models only; `None` if the host decides.
+    /// Returns the model that an empty name means for a caller that may use only some models; `None` if all models are
+    /// allowed.
     fn only(&self, host: &Host, asked: &str) -> Result<Option<Arc<ServedModel>>, Refusal> {
         if let Some(only) = self.endpoint.as_deref().filter(|_| asked.is_empty()) {
             self.may_use(only)?;
@@ -374,7 +375,7 @@ impl Scope {
         }
     }
 
-    /// The only model, for a contract that names none.
+    /// Returns the only model that the caller may use, for contracts without a model field.
     pub(super) fn only_model(&self, host: &Host) -> Result<Arc<ServedModel>, Refusal> {
         match self.only(host, "") {
             Ok(None) => super::vllm::convert::model(host),
@@ -385,7 +386,7 @@ impl Scope {
         }
     }
 
-    /// A refusal that names no model that the caller may not use.
+    /// Removes the names of models that the caller may not use from a refusal.
     pub(super) fn narrowed(&self, host: &Host, refusal: Refusal) -> Refusal {
         if self.endpoint.is_none() && self.identity.as_ref().is_none_or(|identity| !identity.is_restricted()) {
             return refusal;
@@ -406,7 +407,7 @@ impl Scope {
         }
     }
 
-    /// Those of these names that it may use, as messages list them.
+    /// Lists the names that the caller may use, separated by commas.
     fn own<'a>(&self, names: impl Iterator<Item = &'a str>) -> String {
         let own: Vec<&str> = names.filter(|name| self.may_use(name).is_ok()).collect();
         if own.is_empty() { "none".to_owned() } else { own.join(", ") }
@@ -422,24 +423,24 @@ impl Caller {
         Caller { metadata, peer, grpc: true, received: Instant::now(), scope }
     }
 
-    /// The caller of an HTTP request with these headers; `identity` is whom its token stands for.
+    /// Returns the caller of an HTTP request with these headers; `identity` is the holder of its token.
     pub(super) fn of_http(headers: &HeaderMap, peer: Option<SocketAddr>, identity: Option<Identity>) -> Caller {
         let metadata = MetadataMap::from_headers(headers.clone());
         let scope = Scope { identity, endpoint: None };
         Caller { metadata, peer, grpc: false, received: Instant::now(), scope }
     }
 
-    /// Whether it came over gRPC.
+    /// Returns whether the call came over gRPC.
     pub(super) fn is_grpc(&self) -> bool {
         self.grpc
     }
 
-    /// What its token says of its limits.
+    /// Returns the limits that the caller's token sets.
     fn allowance(&self) -> Allowance {
         self.scope.identity.as_ref().map(|identity| identity.allowance().clone()).unwrap_or_default()
     }
 
-    /// When the call must have ended. It is the same for all requests that one call begins.
+    /// Returns the deadline of the call, which applies to every request that the call starts.
     pub(super) fn deadline(&self) -> Result<Option<Instant>, Refusal> {
         deadline(self.metadata.as_ref(), self.received)
     }
@@ -450,12 +451,12 @@ impl Rpc {
         &self.host
     }
 
-    /// What can change while the server runs, as it is now.
+    /// Returns the current values of the settings that can change.
     pub(super) fn settings(&self) -> Changeable {
         *self.settings.borrow()
     }
 
-    /// Cancelled when streams are cut.
+    /// Returns the token that is cancelled when streams are cut.
     pub(super) fn stop(&self) -> &CancellationToken {
         &self.stop
     }
@@ -466,16 +467,16 @@ impl Rpc {
         &self,
         question: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
     ) -> Result<T, Refusal> {
-        // Never closed.
+        // The semaphore is never closed.
         let permit = Arc::clone(&self.questions).acquire_owned().await;
-        aside(move || {
+        on_blocking_thread(move || {
             let _permit = permit;
             question()
         })
         .await
     }
 
-    /// For whom a caller's requests are counted.
+    /// Returns the client whose requests the call counts among.
     fn client(&self, caller: &Caller) -> Result<Client, Refusal> {
         match &caller.scope.identity {
             Some(identity) => Ok(Client::Token(identity.name().to_owned())),
@@ -483,8 +484,8 @@ impl Rpc {
         }
     }
 
-    /// Reserves places for a client's requests, waits for a turn and runs the work that the requests begin with. The work
-    /// owns the places: they stay taken until it ends, also if the client disconnects meanwhile.
+    /// Reserves places for a client's requests, waits for a turn, and runs `work` before the requests are submitted.
+    /// The work owns the places: they stay reserved until it ends, even if the client disconnects.
     pub(super) async fn work<T: Send + 'static>(
         &self,
         caller: &Caller,
@@ -516,7 +517,7 @@ impl Rpc {
         }
         let samples = prepare::samples(&message)?;
         let size = Size { bytes: message.encoded_len(), constraint: message.constraint.is_some() };
-        // What is found out for a call ends with it.
+        // Cancels the preparation when the call ends.
         let cancel = Cancel::until(deadline);
         let _waits = cancel.guard();
         let within = span.clone();
@@ -531,7 +532,7 @@ impl Rpc {
         };
         let worked = self.work(caller, samples, size, work).await;
         let (prepared, found, places, prompt) = worked.map_err(|refusal| caller.scope.narrowed(&self.host, refusal))?;
-        let surroundings = Surroundings {
+        let delivery = Delivery {
             buffer: self.settings().stream_buffer,
             rpc: span.clone(),
             grpc: caller.grpc,
@@ -539,8 +540,8 @@ impl Rpc {
             places,
             logits: None,
         };
-        let generation = Generation::start(prepared, surroundings).inspect_err(|_| {
-            // What is not run costs nothing.
+        let generation = Generation::start(prepared, delivery).inspect_err(|_| {
+            // A request that did not run is not charged.
             caller.allowance().meter.iter().for_each(|meter| meter.give_back(prompt, Instant::now()));
         })?;
         Ok((Tracked { generation, _open: self.streams.token() }, found))
@@ -589,8 +590,8 @@ impl Rpc {
         .await
     }
 
-    /// Runs the work of a Tokenize or Detokenize call, or the parsing of a body, whose message has `bytes` bytes. It
-    /// counts as one of the client's requests until it ends.
+    /// Runs the work of a Tokenize or Detokenize call, or parses the body of an HTTP request; `bytes` is the message's
+    /// size. It counts as one of the client's requests until it ends.
     pub(super) async fn text_work<T: Send + 'static>(
         &self,
         caller: &Caller,
@@ -600,9 +601,9 @@ impl Rpc {
         self.work(caller, 1, Size { bytes, constraint: false }, move |_places| work()).await
     }
 
-    /// Returns the response of a Generate call: the stream, with the trace's id in its metadata, or the refusal, which is
-    /// counted.
-    pub(super) fn begun<S>(&self, span: &Span, started: Result<S, Refusal>) -> Result<Response<S>, Status> {
+    /// Returns the response of a Generate call: the stream with the trace context in its metadata, or the status of the
+    /// refusal, which is counted.
+    pub(super) fn stream_response<S>(&self, span: &Span, started: Result<S, Refusal>) -> Result<Response<S>, Status> {
         match started {
             Ok(stream) => {
                 let mut response = Response::new(stream);
@@ -616,8 +617,9 @@ impl Rpc {
         }
     }
 
-    /// A unary call's answer that engines gave, which says in which trace it is, or why there is none.
-    pub(super) fn settled<T>(&self, span: &Span, answered: Result<T, Failure>) -> Result<Response<T>, Status> {
+    /// Returns the response of a unary call that the engine answered: the message with the trace context in its
+    /// metadata, or the status of the failure.
+    pub(super) fn unary_response<T>(&self, span: &Span, answered: Result<T, Failure>) -> Result<Response<T>, Status> {
         match answered {
             Ok(message) => {
                 let mut response = answer(span, Ok(message))?;
@@ -628,14 +630,14 @@ impl Rpc {
                 self.host.ended.refuse(refusal.kind());
                 Err(refused(span, &refusal))
             }
-            // The input that failed has told the span.
+            // The failure was set on the span already.
             Err(Failure::Ended(status)) => Err(status),
         }
     }
 
-    /// Aborts the request of this id on all replicas, unless it belongs to another token or, over the endpoint of a model,
-    /// to another model.
-    pub(super) fn end(&self, caller: &Caller, id: &str) {
+    /// Aborts the request with this id on all replicas, unless it belongs to another token, or its model is not that of
+    /// the endpoint.
+    pub(super) fn abort_request(&self, caller: &Caller, id: &str) {
         if let Some(identity) = &caller.scope.identity
             && !self.clients.may_end(&Client::Token(identity.name().to_owned()), id)
         {
@@ -681,7 +683,7 @@ impl Rpc {
                     || Instant::now() >= until
                     || stopped
                 {
-                    // What was asked for and has not run is not asked for any more.
+                    // Cancels the profiling of plans that have not run.
                     let asked = place.clone();
                     self.ask(move || Ok(asked.replica().profile(0))).await?;
                     let last = steps.iter().rposition(timed).map_or(steps.len(), |index| index + 1);

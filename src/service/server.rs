@@ -1,7 +1,7 @@
-//! The gRPC endpoint (our service, the engine contract of routers, health and reflection on one socket), those of single
-//! models beside it, and the HTTP endpoint of OpenAI's API with the same clients, limits and tokens; and the way they stop: health says so
-//! first, new requests are refused, running streams go on for a while, then they are cut. Not here: signals,
-//! and where the host comes from.
+//! The servers: the gRPC endpoint (our service, the routers' engine contract, health and reflection), the gRPC
+//! endpoints of single models, and the HTTP endpoint of OpenAI's API, which shares clients, limits and tokens. To stop,
+//! a server first reports itself as not serving and refuses new requests; running streams then have a grace period,
+//! after which they are cut. Not here: signals, and creating the host.
 
 use super::auth::{Authentication, Tokens};
 use super::bounds::{self, Arrival};
@@ -30,61 +30,61 @@ use tonic_health::ServingStatus;
 use tonic_health::pb::health_server::{Health, HealthServer};
 use tonic_health::server::HealthReporter;
 
-/// After the streams have ended, the time for connections to say goodbye.
+/// The time that connections have to close after the streams have ended.
 const GOODBYE: Duration = Duration::from_secs(1);
-/// Between two looks at whether the model of an endpoint of its own is served, for that endpoint's health.
+/// The interval at which the health of a model's own endpoint is updated.
 const HEALTH_LOOK: Duration = Duration::from_millis(200);
 
-/// How a host is served.
+/// The settings of a server.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// How long running streams may go on once the server stops.
+    /// The grace period of running streams once the server stops.
     pub drain: Duration,
-    /// Largest message taken from a client, bytes.
+    /// The maximum size of a client's message in bytes.
     pub max_message_bytes: usize,
-    /// Most text of a prompt, bytes.
+    /// The maximum length of a prompt's text in bytes.
     pub max_prompt_bytes: usize,
-    /// Events kept of each sample for a client that falls behind.
+    /// The number of events of each sample that are buffered for a slow client.
     pub stream_buffer: usize,
-    /// Requests that a client may have unfinished; `None`: any number.
+    /// The maximum number of unfinished requests of a client; `None` for no limit.
     pub client_limit: Option<u32>,
-    /// Whether `ostinato-client` in the metadata names the client.
+    /// Whether the metadata key `ostinato-client` identifies the client.
     pub trust_client_header: bool,
-    /// Certificates; `None`: connections are not encrypted.
+    /// The certificates; `None` to serve without TLS.
     pub tls: Option<Arc<Tls>>,
-    /// Who may ask; `None`: whoever can connect.
+    /// The access tokens; `None` to let every caller in.
     pub tokens: Option<Arc<Tokens>>,
-    /// Connections of each endpoint that are open at once.
+    /// The maximum number of open connections of each endpoint.
     pub connections: usize,
-    /// From a connection's beginning until it is encrypted, and again until it speaks HTTP/2.
+    /// The time limit for the TLS handshake, and again for the beginning of HTTP/2.
     pub handshake_wait: Duration,
-    /// From a call's beginning until its message is there.
+    /// The time limit from the beginning of a call until its message has arrived.
     pub message_wait: Duration,
-    /// After so much silence of a connection its client is asked whether it is there.
+    /// The time without received bytes after which a connection is sent a keepalive ping.
     pub keepalive: Duration,
-    /// How long an answer to that is waited for. A client to which nothing can be sent has as long as both together.
+    /// The time limit for the answer to a ping. A client that takes no data has the sum of both times.
     pub keepalive_wait: Duration,
-    /// The endpoints of single models; `None`: there are none.
+    /// The endpoints of single models, if there are any.
     pub model_endpoints: Option<Arc<ModelEndpoints>>,
-    /// What of it changes while the server runs, if somebody changes something.
+    /// Changes of the settings that can change while the server runs.
     pub changes: Option<watch::Receiver<Changeable>>,
 }
 
-/// What of [`Options`] can change while the server runs.
+/// The settings that can change while the server runs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Changeable {
-    /// As in [`Options`]; also how long requests go on whose model leaves.
+    /// See [`Options::drain`]; also the grace period of requests on a model that is unloaded.
     pub drain: Duration,
-    /// As in [`Options`], of requests that come.
+    /// See [`Options::stream_buffer`]; applies to new requests.
     pub stream_buffer: usize,
-    /// As in [`Options`].
+    /// See [`Options::client_limit`].
     pub client_limit: Option<u32>,
-    /// As in [`Options`].
+    /// See [`Options::trust_client_header`].
     pub trust_client_header: bool,
 }
 
 impl Options {
-    /// What of it can change.
+    /// Returns the settings that can change while the server runs.
     pub fn changeable(&self) -> Changeable {
         let Options { drain, stream_buffer, client_limit, trust_client_header, .. } = *self;
         Changeable { drain, stream_buffer, client_limit, trust_client_header }
@@ -113,10 +113,10 @@ impl Default for Options {
     }
 }
 
-/// Why a server ended or never began.
+/// The reason for which a server failed or could not start.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// The descriptors built into the program cannot be read back.
+    /// The protobuf descriptors that are built into the program cannot be decoded.
     #[error("cannot serve reflection")]
     Reflection(#[from] tonic_reflection::server::Error),
     /// The transport failed.
@@ -124,14 +124,14 @@ pub enum ServeError {
     Transport(#[from] tonic::transport::Error),
 }
 
-/// How a server ended.
+/// The result of a server's shutdown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stopped {
-    /// Streams that were cut because the grace period was over.
+    /// The number of streams that were cut because the grace period was over.
     pub cut: usize,
 }
 
-/// Keeps clients' bounds as they are set.
+/// Applies changed client limits, until the sender is dropped.
 async fn follow(mut settings: watch::Receiver<Changeable>, clients: Arc<Clients>) {
     while settings.changed().await.is_ok() {
         let Changeable { client_limit, trust_client_header, .. } = *settings.borrow();
@@ -151,10 +151,10 @@ impl Drop for AbortOnDrop {
 struct OnEnd(Option<tokio::task::JoinHandle<()>>);
 
 impl OnEnd {
-    /// Waits for its end.
+    /// Waits until the task ends.
     async fn ended(&mut self) {
         if let Some(task) = &mut self.0 {
-            // A panic was logged where it happened.
+            // The panic hook has logged the panic.
             let _ = task.await;
         }
     }
@@ -176,7 +176,7 @@ pub async fn serve(
     serve_with_http(host, listener, None, options, shutdown).await
 }
 
-/// As [`serve`], and OpenAI's API over HTTP on `http`, if there is one.
+/// Like [`serve`], and also serves OpenAI's API over HTTP on `http`, if given.
 pub async fn serve_with_http(
     host: Arc<Host>,
     listener: TcpListener,
@@ -188,7 +188,7 @@ pub async fn serve_with_http(
     let (draining, closing) = (CancellationToken::new(), CancellationToken::new());
     let streams = TaskTracker::new();
     let clients = Arc::new(Clients::new(options.client_limit, options.trust_client_header));
-    // Without a sender it stays as it is.
+    // Without a sender, the settings never change.
     let settings = options.changes.clone().unwrap_or_else(|| watch::channel(options.changeable()).1);
     let rpc = Rpc::new(Arc::clone(&host), settings.clone(), Arc::clone(&clients), stop.clone(), streams.clone())
         .with_most_text(options.max_prompt_bytes)
@@ -259,7 +259,7 @@ pub async fn serve_with_http(
     stop.cancel();
     end_health(reporter).await;
     closing.cancel();
-    // What still hangs after that is dropped with the server.
+    // Connections that are still open are dropped with the server.
     let ended = async { tokio::join!(&mut server, openai.ended(), models.ended()).0 };
     if let Ok(ended) = tokio::time::timeout(GOODBYE, ended).await {
         ended?;
@@ -267,14 +267,14 @@ pub async fn serve_with_http(
     Ok(Stopped { cut })
 }
 
-/// Sets the health of all services.
+/// Sets the health status of all services.
 async fn set_health(reporter: &HealthReporter, status: ServingStatus) {
     reporter.set_service_status("", status).await;
     reporter.set_service_status(SERVICE, status).await;
     reporter.set_service_status(vllm::SERVICE, status).await;
 }
 
-/// Ends the streams of those who watch the health: they would hold their connections for ever.
+/// Ends the watch streams of the health service, which would otherwise keep their connections open.
 async fn end_health(mut reporter: HealthReporter) {
     reporter.clear_service_status("").await;
     reporter.clear_service_status(SERVICE).await;
@@ -289,12 +289,12 @@ struct Grpc {
     arrival: Arrival,
     accept: tls::Accept,
     max_message_bytes: usize,
-    /// The silence after which a client is asked whether it is there, and how long the answer may take.
+    /// The keepalive interval, and the time limit for the answer.
     keepalive: (Duration, Duration),
 }
 
 impl Grpc {
-    /// Answers on `listener` until `closing`, for all models or for one.
+    /// Serves `listener` until `closing` is cancelled, for all models or for one.
     async fn serve<H: Health>(
         &self,
         listener: TcpListener,
@@ -329,7 +329,8 @@ impl Grpc {
         Ok(())
     }
 
-    /// Answers on the endpoint of one model until `closing`. It is healthy while the model is served, until `draining`.
+    /// Serves the endpoint of one model until `closing` is cancelled. The endpoint is healthy while the model is served
+    /// and the server does not drain.
     async fn serve_model(
         &self,
         listener: TcpListener,
@@ -363,7 +364,8 @@ impl Grpc {
     }
 }
 
-/// Opens and closes endpoints of single models as ordered, until `closing`; then ends when they have ended.
+/// Opens and closes endpoints of single models as ordered, until `closing` is cancelled; then waits for all of them to
+/// end.
 async fn serve_models(
     grpc: Grpc,
     mut orders: UnboundedReceiver<Order>,
@@ -393,7 +395,7 @@ async fn serve_models(
             }
         }
     }
-    // Without a server nobody orders any more.
+    // The sender was dropped, so no order will follow.
     closing.cancelled().await;
     endpoints.close();
     endpoints.wait().await;

@@ -1,5 +1,5 @@
-//! What is read from files and read again when they change: certificates, tokens. A new version that cannot be used
-//! is logged and changes nothing. Not here: what the files hold.
+//! Values that are read from files and reloaded when the files change: certificates, tokens. If a new version cannot be
+//! used, the error is logged and the old value stays. Not here: the content of the files.
 
 use crate::telemetry::with_causes;
 use arc_swap::ArcSwap;
@@ -17,20 +17,20 @@ const PERIOD: Duration = Duration::from_secs(1);
 
 /// The cause of a failed read, of any type.
 pub type BoxError = Box<dyn Error + Send + Sync>;
-/// Reads the files; is given what was read before.
+/// Reads the files; receives the previous value.
 type Load<T> = Box<dyn Fn(Option<&T>) -> Result<T, BoxError> + Send + Sync>;
 
-/// Where a file is and when it changed last, as far as that can be seen; `None`: it cannot be found.
+/// The identity, size and change times of a file; `None` if the file is missing.
 type Stamp = Option<(u64, u64, i64, i64, i64, i64)>;
 
-/// What the files held when they could last be used.
+/// The last usable value of some files.
 pub struct Watched<T> {
-    /// For messages.
+    /// The name of the value in log messages.
     what: &'static str,
     files: Vec<PathBuf>,
     load: Load<T>,
     current: ArcSwap<T>,
-    /// Of the files as they were last read.
+    /// The stamps of the files when they were last read.
     read: Mutex<Vec<Stamp>>,
 }
 
@@ -41,24 +41,24 @@ impl<T> fmt::Debug for Watched<T> {
 }
 
 impl<T: Send + Sync + 'static> Watched<T> {
-    /// Reads the files, which must be usable now.
+    /// Reads the files. Fails if they cannot be used.
     pub fn new<E: Into<BoxError>>(
         what: &'static str,
         files: Vec<PathBuf>,
         load: impl Fn(Option<&T>) -> Result<T, E> + Send + Sync + 'static,
     ) -> Result<Watched<T>, E> {
-        // Before they are read: a change meanwhile is one more to be read.
+        // Taken before the files are read, so that a change during the read causes another read.
         let read = Mutex::new(stamps(&files));
         let current = ArcSwap::from_pointee(load(None)?);
         Ok(Watched { what, files, load: Box::new(move |before| load(before).map_err(Into::into)), current, read })
     }
 
-    /// What is good now.
+    /// Returns the current value.
     pub fn current(&self) -> Arc<T> {
         self.current.load_full()
     }
 
-    /// Looks from time to time, until `stop`.
+    /// Reloads the files when they change, until `stop` is cancelled.
     pub async fn follow(self: Arc<Watched<T>>, stop: CancellationToken) {
         let mut seen = self.read.lock().unwrap_or_else(PoisonError::into_inner).clone();
         loop {
@@ -67,7 +67,7 @@ impl<T: Send + Sync + 'static> Watched<T> {
                 () = tokio::time::sleep(PERIOD) => {}
             }
             let (watched, before) = (Arc::clone(&self), seen);
-            // Files may be on a disk that is slow or far away.
+            // On a blocking thread, because the files may be on a slow or remote disk.
             let looked = tokio::task::spawn_blocking(move || {
                 let now = stamps(&watched.files);
                 if now == before {
@@ -77,13 +77,13 @@ impl<T: Send + Sync + 'static> Watched<T> {
             });
             match looked.await {
                 Ok(now) => seen = now,
-                // The runtime ends.
+                // The runtime is shutting down.
                 Err(_) => return,
             }
         }
     }
 
-    /// Reads the files unless they were read as they are.
+    /// Reads the files unless they have the stamps of the last read.
     fn read(&self, now: &[Stamp]) {
         let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
         if *read == now {

@@ -284,7 +284,7 @@ mod tests {
     fn elements_are_counted_in_every_repeated_field_of_both_contracts() {
         assert_eq!(check(GENERATE, &chat(MAX_ELEMENTS)), Ok(()));
         let error = check(GENERATE, &chat(MAX_ELEMENTS + 7)).unwrap_err();
-        assert_eq!(error, "Chat.messages has 16391 elements, at most 16384 are taken in one message");
+        assert_eq!(error, "Chat.messages has 16391 elements; the maximum for one message is 16384");
 
         let stopping = proto::Stopping { strings: vec![String::new(); 20_000], ..Default::default() };
         let request = proto::GenerateRequest { stopping: Some(stopping), ..Default::default() };
@@ -314,7 +314,7 @@ mod tests {
         assert_eq!(check(path, &ids(MAX_ELEMENTS * 2).encode_to_vec()), Ok(()));
         let whole = |bytes: &[u8]| schema().check(path, [bytes].into_iter()).map_err(|refusal| refusal.to_string());
         assert_eq!(whole(&ids(MAX_NUMBERS).encode_to_vec()), Ok(()));
-        let error = "DetokenizeRequest.token_ids has 4194305 elements, at most 4194304 are taken in one message";
+        let error = "DetokenizeRequest.token_ids has 4194305 elements; the maximum for one message is 4194304";
         assert_eq!(whole(&ids(MAX_NUMBERS + 1).encode_to_vec()), Err(error.to_owned()));
         // Field 2, one varint each.
         assert_eq!(whole(&[0x10, 0x05].repeat(MAX_NUMBERS + 1)), Err(error.to_owned()));

@@ -322,7 +322,7 @@ fn empty_elements_take_no_memory() {
             };
             let status = client.generate(asked).await.expect_err("four million messages");
             assert_eq!(status.code(), Code::InvalidArgument, "{status:?}");
-            let words = "Chat.messages has 4000000 elements, at most 16384 are taken in one message";
+            let words = "Chat.messages has 4000000 elements; the maximum for one message is 16384";
             assert_eq!(status.message(), words);
         }
     });

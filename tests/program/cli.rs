@@ -417,7 +417,7 @@ fn models_are_loaded_and_a_changed_configuration_is_taken_up_while_a_stream_goes
     let short = ["generate", "--server", &address, "--prompt", "Once", "--max-tokens", "1"];
     assert!(run(&short).status.success());
     let refused = run(&[&short[..], &["--model", "demo"]].concat());
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("which is that of \"new\""), "{refused:?}");
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("which serves only \"new\""), "{refused:?}");
     // `--listen` overrides the file, so the effective address has not changed and is not reported.
     assert!(!said("server.listen stays"));
     write(&second.replace("[server]", "[telemetry]\nlog = \"debug\"\n[server]"));

@@ -107,7 +107,7 @@ async fn each_model_is_served_alone_on_its_endpoint_in_both_contracts() {
         }
         let refused = generate(&mut client, text_request(other, "hello", 4)).await.error.unwrap();
         assert_eq!(refused.code(), Code::NotFound);
-        let words = format!("model \"{other}\" is not served at this address, which is that of \"{own}\"");
+        let words = format!("model \"{other}\" is not served at this address, which serves only \"{own}\"");
         assert_eq!(refused.message(), words);
         let refused = client.unload_model(UnloadModelRequest { name: other.to_owned(), grace_seconds: None }).await;
         assert_eq!(refused.unwrap_err().code(), Code::NotFound);

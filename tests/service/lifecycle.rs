@@ -260,10 +260,7 @@ async fn one_thing_at_a_time_is_done_with_a_model_and_a_load_outlives_its_caller
     let mut events = client.load_model(load_request("two", Replace::Beside)).await.unwrap().into_inner();
     assert!(matches!(events.message().await.unwrap().unwrap().event, Some(Event::Line(_))));
     let status = load(&mut client, "two", Replace::Beside).await.unwrap_err();
-    assert_eq!(
-        (status.code(), status.message()),
-        (Code::Aborted, "model \"two\" cannot be touched: it is being loaded")
-    );
+    assert_eq!((status.code(), status.message()), (Code::Aborted, "model \"two\" is busy: it is being loaded"));
     until("the load is shown", async || {
         let models = client.clone().list_models(proto::ListModelsRequest {}).await.unwrap().into_inner().models;
         models[1].state() == ModelState::Loading && models[1].loading.as_ref().is_some_and(|step| step.done == 1)
@@ -331,7 +328,7 @@ async fn a_model_that_leaves_lets_its_requests_end_or_ends_them_when_their_time_
     assert_eq!(outcomes[0].reason(), proto::FinishReason::Aborted);
     for outcome in &outcomes[1..] {
         let status = outcome.error.as_ref().unwrap();
-        assert_eq!((status.code(), status.message()), (Code::Unavailable, "model \"two\" was unloaded meanwhile"));
+        assert_eq!((status.code(), status.message()), (Code::Unavailable, "model \"two\" has been unloaded"));
         assert_eq!(outcome.reason(), proto::FinishReason::Error);
     }
     assert!(repeated("xyz", 4000).starts_with(&outcomes[1].text()), "what came was right");
@@ -577,7 +574,7 @@ async fn a_server_without_models_is_healthy_and_one_that_stops_loads_none() {
     assert!(metrics.contains("ostinato_replica_up{model=\"one\"") && metrics.contains("gen_ai_request_model=\"one\""));
     unload(&mut client, "one", 1.0).await.unwrap();
     let status = pages.message().await.unwrap_err();
-    assert_eq!((status.code(), status.message()), (Code::Unavailable, "model \"one\" was unloaded meanwhile"));
+    assert_eq!((status.code(), status.message()), (Code::Unavailable, "model \"one\" has been unloaded"));
     let metrics = get("/metrics").await;
     assert!(!metrics.contains("\"one"), "its series have ended: {metrics}");
 

@@ -1041,7 +1041,7 @@ async fn a_client_may_have_so_many_requests_unfinished() {
     request.metadata_mut().insert("ostinato-client", "somebody else".parse().unwrap());
     let status = other.generate(request).await.unwrap_err();
     assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
-    let words = "client at 127.0.0.1 has 2 unfinished requests and asks for 2 more, at most 3";
+    let words = "client at 127.0.0.1 has 2 unfinished requests and asks for 2 more; the limit is 3";
     assert_eq!(status.message(), words);
     let second = other.generate(samples_request(1, 0, 4000)).await.unwrap();
     let status = generate(&mut client, text_request("", "x", 1)).await.error.unwrap();

@@ -373,7 +373,7 @@ async fn a_token_is_for_its_models_and_its_number_of_requests() {
     let status = text_of(&mut narrow, text_request("alpha", "x", 3)).await.unwrap_err();
     assert_eq!(
         (status.code(), status.message()),
-        (Code::PermissionDenied, "token \"narrow\" is not for model \"alpha\"")
+        (Code::PermissionDenied, "token \"narrow\" does not allow model \"alpha\"")
     );
     assert_eq!(text_of(&mut narrow, text_request("beta", "x", 3)).await.unwrap(), "abc");
     let input = || Some(proto::tokenize_request::Input::Text("x".to_owned()));
@@ -395,7 +395,7 @@ async fn a_token_is_for_its_models_and_its_number_of_requests() {
     let first = narrow.generate(long()).await.unwrap();
     let second = guarded.ours("n").await.generate(long()).await.unwrap();
     let status = narrow.generate(long()).await.unwrap_err();
-    let words = "client with token \"narrow\" has 2 unfinished requests and asks for 1 more, at most 2";
+    let words = "client with token \"narrow\" has 2 unfinished requests and asks for 1 more; the limit is 2";
     assert_eq!((status.code(), status.message()), (Code::ResourceExhausted, words));
     let third = wide.generate(text_request("alpha", "x", 4000)).await.unwrap();
     assert_eq!(wide.generate(text_request("alpha", "x", 1)).await.unwrap_err().code(), Code::ResourceExhausted);
@@ -534,7 +534,7 @@ async fn ids_to_be_decoded_are_bounded_and_take_a_place() {
     let mut client = guarded.ours("a").await;
     assert_eq!(client.detokenize(asked(4096)).await.unwrap().into_inner().text.len(), 4096);
     let status = client.detokenize(asked(4097)).await.unwrap_err();
-    let words = "token_ids has 4097 ids, at most 4096 are decoded: as many as the model's context holds";
+    let words = "token_ids has 4097 ids; the maximum is 4096, the model's context";
     assert_eq!((status.code(), status.message()), (Code::InvalidArgument, words));
     let running = client.generate(text_request("", "x", 4000)).await.unwrap();
     assert_eq!(client.detokenize(asked(1)).await.unwrap_err().code(), Code::ResourceExhausted);
@@ -581,7 +581,7 @@ async fn tokens_a_minute_are_counted_and_the_next_request_is_told_when_to_come()
     let status = text_of(&mut client, text_request("", "p", 1)).await.unwrap_err();
     assert_eq!(status.code(), Code::ResourceExhausted);
     let message = status.message();
-    assert!(message.starts_with("client with token \"a\" has taken its 60 tokens a minute and 1"), "{message}");
+    assert!(message.starts_with("client with token \"a\" has used its 60 tokens per minute and 1"), "{message}");
     assert!(message.contains("try again in 1"), "{message}");
     let millis: u64 = status.metadata().get("grpc-retry-pushback-ms").unwrap().to_str().unwrap().parse().unwrap();
     assert!((100_000..=121_001).contains(&millis), "{millis}");
@@ -624,7 +624,7 @@ async fn a_call_that_is_cancelled_while_its_prompt_is_read_pays_for_it() {
     let status = loop {
         let asked = text_of(&mut client, text_request("", "p", 1)).await;
         match asked {
-            Err(status) if status.message().contains("tokens a minute") => break status,
+            Err(status) if status.message().contains("tokens per minute") => break status,
             other => assert!(Instant::now() < until, "nothing was charged: {other:?}"),
         }
         tokio::time::sleep(Duration::from_millis(50)).await;

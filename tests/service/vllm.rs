@@ -524,7 +524,7 @@ async fn a_lost_device_and_a_full_queue_have_their_codes() {
     params(&mut two).n = 2;
     let status = client.generate(two).await.unwrap_err();
     assert_eq!(
-        (status.code(), status.message().contains("asks for 2 more, at most 4")),
+        (status.code(), status.message().contains("asks for 2 more; the limit is 4")),
         (Code::ResourceExhausted, true)
     );
 }

@@ -7,7 +7,7 @@ use crate::cli::{cache_directory, named, progress};
 use crate::config::{Config, DEMO_PATH, Model};
 use crate::gpu::devices::start;
 use crate::host::Host;
-use crate::service::generation::{Generation, Surroundings};
+use crate::service::generation::{Delivery, Generation};
 use crate::service::prepare::prepare;
 use crate::service::proto;
 use crate::service::proto::generate_response::Event;
@@ -74,7 +74,7 @@ impl Answers {
         let mut serving = models.iter().filter(|model| model.state() == proto::ModelState::Serving);
         let found = match &args.model {
             Some(name) => serving.find(|model| model.name == *name),
-            // Several are told by the server when it is asked without a name.
+            // If there are several, the server's refusal of an empty name lists them.
             None => serving.next().filter(|_| serving.next().is_none()),
         };
         if let Some(model) = found.filter(|model| !model.has_chat_template) {
@@ -122,7 +122,7 @@ impl Answers {
     /// The device's name for a request.
     pub(super) fn device(&self, args: &Chat) -> String {
         match self {
-            // The only one.
+            // An empty selector means the only device.
             Answers::Here { .. } => String::new(),
             Answers::There { .. } => args.device.clone().unwrap_or_default(),
         }
@@ -132,7 +132,7 @@ impl Answers {
         match self {
             Answers::Here { host, .. } => {
                 let prepared = prepare(host, request, None).map_err(Refused::from)?;
-                let surroundings = Surroundings {
+                let delivery = Delivery {
                     buffer: BUFFER,
                     rpc: tracing::Span::none(),
                     grpc: false,
@@ -140,7 +140,7 @@ impl Answers {
                     places: None,
                     logits: None,
                 };
-                Ok(Box::pin(Generation::start(prepared, surroundings).map_err(Refused::from)?))
+                Ok(Box::pin(Generation::start(prepared, delivery).map_err(Refused::from)?))
             }
             Answers::There { client, .. } => {
                 Ok(Box::pin(client.generate(request).await.map_err(Refused::from)?.into_inner()))

@@ -82,7 +82,7 @@ impl Input {
                         return Ok(said);
                     }
                 }
-                // What was begun is dropped.
+                // The incomplete message is dropped.
                 Line::Interrupted if interrupted => return Ok(Said::End),
                 Line::Interrupted => {
                     (words, interrupted) = (Words::default(), true);
@@ -223,7 +223,7 @@ mod tests {
         assert_eq!(said(&["\"\"\"", "/a", "", "b", "\"\"\""]), [message("/a\n\nb"), Said::End]);
         assert_eq!(said(&["\"\"\"a", "b\"\"\"", "c"]), [message("a\nb"), message("c"), Said::End]);
         assert_eq!(said(&["\"\"\"all on one line\"\"\""]), [message("all on one line"), Said::End]);
-        // What is open at the end of the input is said.
+        // An incomplete message at the end of the input is complete.
         assert_eq!(said(&["a\\"]), [message("a"), Said::End]);
         assert_eq!(said(&["\"\"\"", "a"]), [message("a"), Said::End]);
         assert_eq!(said(&["\"\"\"", "\"\"\""]), [Said::End]);

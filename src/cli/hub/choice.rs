@@ -99,7 +99,7 @@ fn gguf_models(names: &[String]) -> BTreeMap<&str, Vec<String>> {
     let mut models: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for (name, stem) in names.iter().filter_map(|name| Some((name, stem(name)?))) {
         let lower = stem.to_ascii_lowercase();
-        // Projections of images and importance matrices are no models.
+        // Image projectors and importance matrices are not models.
         if !lower.contains("mmproj") && !lower.contains("imatrix") {
             models.entry(stem).or_default().push(name.clone());
         }

@@ -200,7 +200,7 @@ impl Client<'_> {
                 return Err(header("content-range", answer.headers()));
             }
         } else if has > 0 {
-            // The server knows no ranges: this is the file from its first byte.
+            // The server does not support ranges: this is the file from its first byte.
             file.set_len(0)?;
             has = file.seek(SeekFrom::Start(0))?;
         }

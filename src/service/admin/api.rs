@@ -1,4 +1,4 @@
-//! The admin endpoint's data: our records as JSON. Not here: HTTP.
+//! The data of the admin endpoint as JSON. Not here: HTTP.
 //!
 //! All times are microseconds since the server's start, on the host's monotonic clock; lengths are microseconds, sizes
 //! bytes. `null` stands for what is not known. Fields may be added.
@@ -58,7 +58,7 @@ use serde_json::{Value, json};
 use std::time::Duration;
 
 impl Admin {
-    /// Microseconds from the server's start to `moment`; below zero before it.
+    /// Returns the microseconds from the server's start to `moment`; negative before the start.
     fn us(&self, moment: Moment) -> f64 {
         (i128::from(moment.0) - i128::from(self.started.0)) as f64 / 1e3
     }
@@ -67,7 +67,7 @@ impl Admin {
         self.us(Moment::now())
     }
 
-    /// The moment so many microseconds after the server's start.
+    /// Returns the moment `us` microseconds after the server's start.
     fn moment(&self, us: f64) -> Moment {
         Moment(self.started.0.saturating_add_signed((us * 1e3) as i64))
     }
@@ -99,7 +99,7 @@ pub(super) fn state(admin: &Admin) -> Value {
 
 fn http(http: &HttpEndpoint) -> Value {
     let address = http.address.ip();
-    // Every address of this machine: the page takes the name under which it was opened.
+    // For an unspecified address, the page uses the host name under which it was opened.
     let name = (!address.is_loopback() && !address.is_unspecified()).then(|| http.host());
     json!({ "host": name, "port": http.address.port(), "scheme": http.scheme(), "tokens": http.tokens })
 }

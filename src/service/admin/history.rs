@@ -13,27 +13,27 @@ pub(super) const INTERVAL: Duration = Duration::from_secs(5);
 /// The number of samples that are kept: those of an hour.
 const KEPT: usize = 720;
 
-/// What happened between the sample before and this one, and what the load was at its end.
+/// The events of the interval between the previous sample and this one, and the load at its end.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Sample {
     /// The end of the interval.
     pub at: Moment,
-    /// Its length.
+    /// The length of the interval.
     pub length: Duration,
-    /// Prompt tokens that steps computed; tokens found in the prefix cache are not among them.
+    /// The prompt tokens that steps computed, without those found in the prefix cache.
     pub prompt_tokens: u64,
-    /// Tokens that steps drew.
+    /// The tokens that steps generated.
     pub output_tokens: u64,
-    /// Requests that ended, failed, and were refused.
+    /// The requests that ended, that failed, and that were refused.
     pub requests: Counts,
     /// Time to the first token of the requests that ended.
     pub first_token: Option<Quantiles>,
     /// Mean time per token after the first of the requests that ended.
     pub per_token: Option<Quantiles>,
-    /// Sequences that hold a slot, and requests in queues, of all replicas.
+    /// The sequences that hold a slot, and the requests in queues, of all replicas.
     pub running: u32,
     pub waiting: u32,
-    /// KV pages in use and in all, of all replicas.
+    /// The KV pages in use, and all KV pages, of all replicas.
     pub pages_used: u32,
     pub pages_total: u32,
 }
@@ -56,7 +56,7 @@ impl Quantiles {
     }
 }
 
-/// The tokens of a replica since its start.
+/// The token counts of a replica since its start.
 #[derive(Clone, Copy, Debug, Default)]
 struct Tokens {
     prompt: u64,
@@ -64,18 +64,18 @@ struct Tokens {
 }
 
 impl Tokens {
-    /// Returns the tokens since `before`. A replica that was loaded again counts from zero.
+    /// Returns the tokens since `before`. A replica that was reloaded counts from zero.
     fn since(self, before: Tokens) -> Tokens {
         let more = |now: u64, before: u64| now.checked_sub(before).unwrap_or(now);
         Tokens { prompt: more(self.prompt, before.prompt), output: more(self.output, before.output) }
     }
 }
 
-/// What the next sample is compared with.
+/// The counts at the time of the last sample.
 #[derive(Debug)]
 struct Before {
     at: Moment,
-    /// By name of the replica.
+    /// The token counts, by the replica's name.
     tokens: HashMap<String, Tokens>,
     requests: Counts,
 }
@@ -96,7 +96,7 @@ impl History {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a sample. The first call only notes what the next one is compared with.
+    /// Adds a sample. The first call only records the counts that the next one is compared with.
     pub(super) fn sample(&self, host: &Host) {
         let now = Moment::now();
         let requests = host.ended.counts();

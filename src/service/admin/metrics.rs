@@ -1,6 +1,6 @@
-//! Everything that is counted, as text that Prometheus reads (OpenMetrics 1.0): what requests were like comes from
-//! `telemetry::requests`, all else is read from the host while it is asked for, without asking an engine's thread.
-//! Not here: HTTP, and names, which `telemetry::names` has; `docs/metrics.md` explains each.
+//! All metrics in the text format of OpenMetrics 1.0 (Prometheus). Counts and histograms of requests come from
+//! `telemetry::requests`; everything else is read from the host at each scrape, without waiting for an engine thread.
+//! Not here: HTTP, and the names (`telemetry::names`); `docs/metrics.md` explains each metric.
 
 use crate::actors::transfer::TransferCounters;
 use crate::engine::request::PerToken;
@@ -23,10 +23,10 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use tonic::Code;
 
-/// The `Content-Type` of what [`render`] gives.
+/// The `Content-Type` of the output of [`render`].
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Codes with which a request may be refused before it starts: they are shown from the start.
+/// The codes with which a request can be refused before it starts. Their counters exist from the start.
 const CODES: [Code; 10] = [
     Code::InvalidArgument,
     Code::NotFound,
@@ -40,7 +40,7 @@ const CODES: [Code; 10] = [
     Code::PermissionDenied,
 ];
 
-/// The gauges that are computed at each scrape, from numbers that are kept for other purposes.
+/// The gauges that are computed at each scrape from values kept for other purposes.
 #[derive(Default)]
 struct Scrape(Registry);
 
@@ -62,7 +62,7 @@ impl Scrape {
     }
 }
 
-/// All metrics as text; of a server whose models are still loading (`None`) only that it is there.
+/// Renders all metrics; with `None`, those of a server whose models are still loading.
 pub fn render(host: Option<&Host>) -> String {
     let mut scrape = Scrape::default();
     let version = vec![(LABEL_VERSION, env!("CARGO_PKG_VERSION").to_owned())];
@@ -83,7 +83,7 @@ pub fn render(host: Option<&Host>) -> String {
     text
 }
 
-/// What is served at the time of a scrape: all series are of the same models.
+/// The served models at the time of a scrape, so that all series describe the same models.
 struct Look<'a> {
     host: &'a Host,
     models: Arc<Vec<Arc<ServedModel>>>,
@@ -91,7 +91,7 @@ struct Look<'a> {
 }
 
 impl Look<'_> {
-    /// Model after model, each replica with the labels that name it.
+    /// The replicas, model by model, each with its labels.
     fn all(&self) -> impl Iterator<Item = (Labels, &Replica)> {
         self.models.iter().flat_map(|model| {
             let labels = |of: &Replica| vec![(LABEL_MODEL, model.name.clone()), (LABEL_REPLICA, of.name.clone())];
@@ -107,7 +107,7 @@ fn with(labels: &Labels, more: &[(&'static str, &str)]) -> Labels {
 
 fn requests(scrape: &mut Scrape, look: &Look<'_>) {
     let ended = &look.host.ended;
-    // What has left goes from here with its last request.
+    // A model that is being removed disappears from the metrics with its last request.
     let known: Vec<String> = look.host.models_and_leaving().iter().map(|model| model.name.clone()).collect();
     ended.keep_models(&|model| known.iter().any(|name| name == model));
     for model in &*look.models {
@@ -138,7 +138,7 @@ fn replicas(scrape: &mut Scrape, look: &Look<'_>) {
     for (name, help, read) in gauges {
         scrape.gauge(name, help, look.all().map(|(labels, replica)| (labels, read(replica))));
     }
-    // One look at each replica, so that its numbers agree.
+    // Reads each replica once, so that its numbers are consistent.
     let loads: Vec<(Labels, EngineLoad)> = look.all().map(|(labels, replica)| (labels, replica.load())).collect();
     type Of = fn(&EngineLoad) -> f64;
     let gauges: [(&str, &str, Of); 6] = [
@@ -236,7 +236,7 @@ fn device(of: &ServedDevice) -> Labels {
     vec![(LABEL_DEVICE, of.info.name.clone()), (LABEL_UUID, of.info.uuid.clone())]
 }
 
-/// Whether a device works. Of a fake, which has no handle, its replicas know.
+/// Returns whether a device works. For a fake device, which has no live state, its replicas say so.
 fn works(look: &Look<'_>, of: &ServedDevice) -> bool {
     match &of.status {
         Some(status) => !status.is_lost(),
@@ -247,11 +247,11 @@ fn works(look: &Look<'_>, of: &ServedDevice) -> bool {
     }
 }
 
-/// What drivers tell of devices' memory.
+/// Renders the memory of the devices as drivers report it.
 fn memory(scrape: &mut Scrape, devices: &[(Labels, DeviceMemory)]) {
     let heaps = devices.iter().map(|(labels, memory)| (labels.clone(), memory.heap_bytes as f64));
     scrape.gauge(METRIC_DEVICE_MEMORY_HEAP, "Size of the device's own memory", heaps);
-    // Where a driver does not tell, no number is better than a made-up one.
+    // A driver may not report memory; then there is no series.
     let told = || devices.iter().filter_map(|(labels, memory)| Some((labels, memory.budget?)));
     let may = told().map(|(labels, budget)| (labels.clone(), budget.budget_bytes as f64));
     scrape.gauge(METRIC_DEVICE_MEMORY_BUDGET, "What this process may use of the device's memory in all", may);
@@ -289,7 +289,7 @@ fn devices(scrape: &mut Scrape, look: &Look<'_>) {
     }
 }
 
-/// The names by which endpoint pickers know how busy a server is.
+/// Renders the metrics that endpoint pickers read, under vLLM's names.
 fn endpoint_pickers(scrape: &mut Scrape, look: &Look<'_>) {
     let sums: Vec<(Labels, EngineLoad)> = look.models.iter().map(|model| (model_name(model), sum(model))).collect();
     type Of = fn(&EngineLoad) -> f64;
@@ -314,7 +314,7 @@ fn model_name(model: &ServedModel) -> Labels {
     vec![(LABEL_MODEL_NAME, model.name.clone())]
 }
 
-/// How busy a model's replicas are together.
+/// Returns the load of a model: the sum over its replicas.
 fn sum(model: &ServedModel) -> EngineLoad {
     model.replicas.iter().map(|replica| replica.load()).fold(EngineLoad::default(), |sum, load| EngineLoad {
         running: sum.running + load.running,

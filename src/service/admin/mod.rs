@@ -1,7 +1,7 @@
-//! The admin endpoint: what an operator looks at, over HTTP. A page, its data as JSON ([`api`] says what it is), a health
-//! check and the metrics. It shows and changes nothing: only GET is answered, and a model that loads is shown too.
-//! Not here: TLS and authentication (it listens on loopback unless told otherwise), requests for tokens: the
-//! page's chat talks to the endpoint of OpenAI's API.
+//! The admin endpoint over HTTP: a page for operators, its data as JSON ([`api`] describes it), a health check and
+//! metrics. It is read-only: it answers GET requests only.
+//! Not here: TLS and authentication (it listens on loopback unless configured otherwise); generating text (the page's
+//! chat uses the endpoint of OpenAI's API).
 //!
 //! | path | what |
 //! |---|---|
@@ -37,27 +37,27 @@ use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
-/// The most open connections. A new one is always accepted, so that a health check is answered while others hold
-/// connections open: none is marked as having a call.
+/// The maximum number of open connections. No connection is marked as having a call, so a new one always gets a place,
+/// and health checks are answered even if other connections stay open.
 pub const CONNECTIONS: usize = 64;
-/// The time after which a connection is closed that takes nothing of what it is sent.
+/// The time after which a connection is closed that accepts no data.
 const STUCK: Duration = Duration::from_secs(20);
-/// Lines of a start that are kept: some dozens are written for each replica.
+/// The number of lines of a load's output that are kept; each replica writes a few dozen.
 const LINES: usize = 256;
-/// Threads that may wait for engine threads at once: each answers after its turn, and several pages may be open.
+/// The maximum number of threads that wait for engine threads at once.
 const QUESTIONS: usize = 8;
-/// Longest time for an answer: engine threads answer between two turns.
+/// The maximum time for an answer. Engine threads answer between two turns.
 const ANSWER_WAIT: Duration = Duration::from_secs(30);
-/// After the server's end, the time for answers under way.
+/// The time that answers have to finish after the server's end.
 const GOODBYE: Duration = Duration::from_secs(1);
-/// How long after a fault of a decode step there is a warning of it.
+/// The time for which a fault of a decode step is shown as a warning.
 const FAULT_WARNING: Duration = Duration::from_secs(600);
 
-/// What the browser may do with the page, but for `connect-src`: its own files and nothing else.
+/// The page's Content Security Policy, to which `connect-src` origins are appended: only the endpoint's own files.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; base-uri 'none'; \
                       form-action 'none'; frame-ancestors 'none'; connect-src 'self'";
 
-/// What the admin endpoint shows.
+/// The state that the admin endpoint shows.
 #[derive(Debug)]
 pub struct Admin {
     started: Moment,
@@ -70,10 +70,10 @@ pub struct Admin {
     questions: Semaphore,
 }
 
-/// The endpoint of OpenAI's API, as the page's chat reaches it.
+/// The address of the endpoint of OpenAI's API, for the page's chat.
 #[derive(Clone, Copy, Debug)]
 pub struct HttpEndpoint {
-    /// Where it listens.
+    /// The address that it listens on.
     pub address: SocketAddr,
     /// Whether connections are encrypted.
     pub tls: bool,
@@ -86,7 +86,7 @@ impl HttpEndpoint {
         if self.tls { "https" } else { "http" }
     }
 
-    /// The address as a URL has it.
+    /// Returns the host as written in a URL.
     fn host(&self) -> String {
         match self.address.ip() {
             IpAddr::V4(address) => address.to_string(),
@@ -94,8 +94,8 @@ impl HttpEndpoint {
         }
     }
 
-    /// The origins that the page may connect to, if it was opened under `page`, the `Host` of its request: the same
-    /// name with this endpoint's port, and the endpoint's own address.
+    /// Returns the origins that the page may connect to, given the `Host` of its request: this host with the endpoint's
+    /// port, and the endpoint's own address.
     fn origins(&self, page: Option<&str>) -> String {
         let plain = |name: &&str| {
             !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-_:[]".contains(&byte))
@@ -107,12 +107,12 @@ impl HttpEndpoint {
     }
 }
 
-/// How far the start is.
+/// The progress of the start.
 #[derive(Clone, Debug, Default)]
 struct Loading {
-    /// What goes on now.
+    /// The current activity.
     step: Option<Step>,
-    /// At most `LINES`.
+    /// The last lines of output, at most [`LINES`].
     lines: VecDeque<String>,
 }
 
@@ -126,7 +126,7 @@ struct Step {
 }
 
 impl Admin {
-    /// Of a server that starts now and has no host yet.
+    /// Creates the state of a server that is starting.
     pub fn new() -> Arc<Admin> {
         Arc::new(Admin {
             started: Moment::now(),
@@ -140,34 +140,34 @@ impl Admin {
         })
     }
 
-    /// Loading is over. A second host is not shown.
+    /// Sets the host, once all models are loaded. Later calls have no effect on the host.
     pub fn set_host(&self, host: Arc<Host>) {
         self.loading().step = None;
         let _ = self.host.set(host);
     }
 
-    /// Where the gRPC endpoint listens: the page says how to send a request there.
+    /// Sets the address of the gRPC endpoint.
     pub fn set_endpoint(&self, address: SocketAddr) {
         let _ = self.endpoint.set(address);
     }
 
-    /// Where the endpoint of OpenAI's API listens: the page has a chat there.
+    /// Sets the address of the endpoint of OpenAI's API.
     pub fn set_http(&self, http: HttpEndpoint) {
         let _ = self.http.set(http);
     }
 
-    /// Which models have gRPC endpoints of their own: the page says where.
+    /// Sets the gRPC endpoints of single models.
     pub fn set_model_endpoints(&self, endpoints: Arc<ModelEndpoints>) {
         let _ = self.models.set(endpoints);
     }
 
-    /// What is served; `None` while it is loaded.
+    /// Returns the host; `None` while models are loaded.
     pub fn host(&self) -> Option<&Host> {
         self.host.get().map(|host| &**host)
     }
 
     fn loading(&self) -> MutexGuard<'_, Loading> {
-        // Each change of it is whole.
+        // Every change is complete, so a poisoned lock is harmless.
         self.loading.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -180,7 +180,7 @@ impl Admin {
         }
     }
 
-    /// What an operator should know though requests are served: a sentence each.
+    /// Returns warnings for the operator, one sentence each, about problems while requests are served.
     fn warnings(&self) -> Vec<String> {
         let now = Moment::now();
         let mut warnings = Vec::new();
@@ -217,20 +217,20 @@ impl Progress for Admin {
         let mut loading = self.loading();
         match &mut loading.step {
             Some(step) if step.what == what && done >= step.done => (step.done, step.total) = (done, total),
-            // Another model's weights begin at zero again.
+            // The progress of the next model begins at zero.
             step => *step = Some(Step { what: what.to_owned(), done, total, unit, begun: Moment::now() }),
         }
     }
 }
 
-/// Whether requests are taken.
+/// Whether the server accepts requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Status {
     Loading,
     Serving,
-    /// No model is loaded, and one can be.
+    /// No model is loaded, but models can be loaded.
     Idle,
-    /// No replica takes requests: all drain or have failed.
+    /// No replica accepts requests: all are draining or have failed.
     Closed,
 }
 
@@ -245,7 +245,7 @@ impl Status {
     }
 }
 
-/// Answers on `listener` until `stop`, then for a moment more.
+/// Serves `listener` until `stop` is cancelled, and then for a short time more.
 pub async fn serve(admin: Arc<Admin>, listener: TcpListener, stop: CancellationToken) {
     let loopback = listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
     let (protocol, connections, handshake) = (Protocol::Http1, CONNECTIONS, connections::HEAD_WAIT);
@@ -263,7 +263,7 @@ pub async fn serve(admin: Arc<Admin>, listener: TcpListener, stop: CancellationT
     }
 }
 
-/// Samples the history for ever.
+/// Samples the history; never returns.
 async fn sample(admin: Arc<Admin>) {
     let mut ticks = tokio::time::interval(history::INTERVAL);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -298,12 +298,13 @@ fn router(admin: Arc<Admin>, loopback: bool) -> Router {
         }))
 }
 
-/// Refuses what is not for us, and tells browsers to keep to our own files.
+/// Refuses requests for other hosts, and adds the security headers to answers.
 async fn guard(admin: Arc<Admin>, loopback: bool, request: Request, next: Next) -> Response {
     let page = request.headers().get(header::HOST).and_then(|host| host.to_str().ok());
     let origins = admin.http.get().map(|http| http.origins(page)).unwrap_or_default();
     let policy = HeaderValue::try_from(format!("{POLICY}{origins}")).unwrap_or(HeaderValue::from_static(POLICY));
-    // A page of another site whose name was made to mean this machine comes with that site's name (DNS rebinding).
+    // Against DNS rebinding: a page of another site whose name resolves to this machine sends that site's name as the
+    // host.
     let mut response = if loopback && !names_loopback(request.uri(), request.headers()) {
         (StatusCode::FORBIDDEN, "this address is answered under localhost and 127.0.0.1 only\n").into_response()
     } else if ![Method::GET, Method::HEAD].contains(request.method()) {
@@ -328,7 +329,7 @@ async fn guard(admin: Arc<Admin>, loopback: bool, request: Request, next: Next) 
     response
 }
 
-/// Whether all that says whom the request is for says this machine.
+/// Returns whether all headers that name the requested host name this machine.
 pub(super) fn names_loopback(uri: &Uri, headers: &HeaderMap) -> bool {
     let mut hosts = headers.get_all(header::HOST).iter().map(HeaderValue::to_str).peekable();
     hosts.peek().is_some()
@@ -336,16 +337,16 @@ pub(super) fn names_loopback(uri: &Uri, headers: &HeaderMap) -> bool {
         && uri.authority().is_none_or(|authority| is_loopback(authority.as_str()))
 }
 
-/// The host of `HOST[:PORT]`.
+/// Returns the host of `HOST[:PORT]`.
 fn split_port(host: &str) -> &str {
     match host.rsplit_once(':') {
-        // The colons of a bare IPv6 address stand in brackets.
+        // An IPv6 address without a port is in brackets, so its last part is not a number.
         Some((name, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => name,
         _ => host,
     }
 }
 
-/// Whether `HOST[:PORT]` is `localhost` or a loopback address.
+/// Returns whether `HOST[:PORT]` is `localhost` or a loopback address.
 pub(super) fn is_loopback(host: &str) -> bool {
     let name = split_port(host);
     let address = name.strip_prefix('[').and_then(|name| name.strip_suffix(']')).unwrap_or(name);
@@ -370,7 +371,7 @@ async fn state(State(admin): State<Arc<Admin>>) -> Response {
     json(&api::state(&admin))
 }
 
-/// Which steps.
+/// The query of `/api/steps`.
 #[derive(Debug, serde::Deserialize)]
 struct Steps {
     replica: String,
@@ -391,7 +392,7 @@ async fn steps(State(admin): State<Arc<Admin>>, Query(query): Query<Steps>) -> R
     .await
 }
 
-/// Which transfers.
+/// The query of `/api/transfers`.
 #[derive(Debug, serde::Deserialize)]
 struct Transfers {
     device: usize,
@@ -408,7 +409,7 @@ async fn transfers(State(admin): State<Arc<Admin>>, Query(query): Query<Transfer
     .await
 }
 
-/// Which ended requests, or samples of the history.
+/// The query of `/api/requests` and `/api/history`.
 #[derive(Debug, serde::Deserialize)]
 struct Since {
     /// Microseconds since the server's start.
@@ -431,7 +432,7 @@ fn find(host: &Host, replica: &str) -> Result<Arc<Replica>, String> {
     })
 }
 
-/// Looks at the host on a thread that may wait: engine threads answer between two turns.
+/// Runs a question to the host on a blocking thread, because engine threads answer between two turns.
 async fn ask(
     admin: Arc<Admin>,
     question: impl FnOnce(&Admin, &Host) -> Result<serde_json::Value, String> + Send + 'static,
@@ -449,7 +450,7 @@ async fn ask(
         Ok(Some(Ok(value))) => json(&value),
         Ok(Some(Err(why))) => (StatusCode::NOT_FOUND, format!("{why}\n")).into_response(),
         Ok(None) => loading(),
-        // A panic was logged where it happened.
+        // The panic hook has logged the panic.
         Err(_) => (StatusCode::INTERNAL_SERVER_ERROR, "the answer could not be made\n").into_response(),
     }
 }

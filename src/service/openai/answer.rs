@@ -1,5 +1,5 @@
-//! The events of one or several generations as frames of one answer: the text of each choice in pieces, how it ended,
-//! and what all together used.
+//! The events of the generations of one answer as frames: pieces of each choice's text, how each choice ended, and the
+//! usage of all.
 //! Not here: the JSON of the answers (`chat`, `completions`, `responses`), and HTTP.
 
 use super::output::Output;
@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use tokio_stream::Stream;
 
-/// What is the same in all parts of an answer.
+/// The properties that all parts of an answer share.
 #[derive(Debug)]
 pub(super) struct Answer {
     pub(super) id: String,
@@ -28,28 +28,28 @@ pub(super) struct Answer {
     pub(super) model: String,
     pub(super) text: Option<Arc<Text>>,
     pub(super) streaming: Streaming,
-    /// Whether reasoning is told.
+    /// Whether the answer contains reasoning.
     pub(super) reasoning: bool,
-    /// Whether log probabilities are told.
+    /// Whether the answer contains log probabilities.
     pub(super) logprobs: bool,
 }
 
 /// A part of an answer.
 #[derive(Debug)]
 pub(super) enum Frame {
-    /// The first prompt is about to run.
+    /// The first prompt is about to be computed.
     Started,
-    /// The prompt of these choices was computed, and an echo of it may be told.
+    /// The prompt of these choices was computed, and can be repeated (`echo`).
     Prompt { prompt: usize },
-    /// More of a choice, with the log probabilities of its tokens.
+    /// More output of a choice, with the log probabilities of its tokens.
     Pieces { index: usize, pieces: Vec<Piece>, logprobs: Vec<proto::TokenLogprobs> },
     /// A choice has ended.
     Finished { index: usize },
-    /// All have ended.
+    /// All choices have ended.
     Done,
 }
 
-/// What is known of a choice.
+/// The state of a choice.
 #[derive(Debug)]
 pub(super) struct Choice {
     output: Output,
@@ -58,16 +58,16 @@ pub(super) struct Choice {
     called: bool,
     pub(super) reasoning: String,
     pub(super) content: String,
-    /// Names and arguments of its calls.
+    /// The names and arguments of its tool calls.
     pub(super) calls: Vec<(String, String)>,
     pub(super) logprobs: Vec<proto::TokenLogprobs>,
-    /// Why it ended, as OpenAI says it.
+    /// OpenAI's finish reason.
     pub(super) reason: &'static str,
-    /// The stop text or id that it met.
+    /// The stop string or token id that ended it.
     pub(super) stop: Value,
 }
 
-/// The tokens of an answer.
+/// The token counts of an answer.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Used {
     pub(super) prompt: u32,
@@ -81,7 +81,7 @@ pub(super) struct Choices {
     id: String,
     all: Vec<Choice>,
     used: Used,
-    /// Whether what was told is kept, for an answer that is sent at its end.
+    /// Whether outputs are kept, for an answer that is not streamed.
     keep: bool,
 }
 
@@ -90,7 +90,7 @@ impl Choices {
         self.all.len()
     }
 
-    /// A choice. The parts that are kept are complete once it has ended.
+    /// Returns a choice. Its kept output is complete once the choice has ended.
     pub(super) fn ended(&self, index: usize) -> &Choice {
         &self.all[index]
     }
@@ -99,7 +99,7 @@ impl Choices {
         self.used
     }
 
-    /// The id of a call.
+    /// Returns the id of a tool call.
     pub(super) fn call_id(&self, index: usize, number: usize) -> String {
         let request = self.id.rsplit_once("gen-").map_or(self.id.as_str(), |(_, rest)| rest);
         format!("call_{}_{index}_{number}", request.replace('-', "_"))
@@ -132,7 +132,7 @@ impl Choices {
     }
 }
 
-/// `usage`.
+/// Returns the `usage` object.
 pub(super) fn usage(used: Used) -> Value {
     json!({
         "prompt_tokens": used.prompt, "completion_tokens": used.output,
@@ -141,39 +141,39 @@ pub(super) fn usage(used: Used) -> Value {
     })
 }
 
-/// A log probability as JSON, which has no infinity.
+/// Converts a log probability to JSON, which has no infinity.
 pub(super) fn finite(logprob: f32) -> Value {
-    // The number that OpenAI's API gives for tokens that cannot be drawn.
+    // The value that OpenAI's API returns for tokens that cannot be sampled.
     f64::from(logprob.max(-9999.0)).into()
 }
 
 /// One generation of an answer.
 struct Part {
-    /// `None`: it has ended.
+    /// The stream; `None` once it has ended.
     stream: Option<Tracked>,
-    /// Whether its prompt was told.
+    /// Whether the prompt's frame was returned.
     echoed: bool,
-    /// The log probabilities of its prompt, from the second token on.
+    /// The log probabilities of the prompt's tokens, from the second token on.
     prompt: Vec<proto::TokenLogprobs>,
 }
 
-/// How the choices of an answer are read.
+/// How the outputs of an answer are parsed.
 pub(super) struct Reading<'a> {
     pub(super) reasons: Reasons,
     pub(super) form: Option<CallForm>,
     pub(super) tools: &'a Arc<[Tool]>,
     pub(super) one_call: bool,
     pub(super) keep: bool,
-    /// The token ids at which the request wants its outputs to end.
+    /// The token ids that end an output, as the request lists them.
     pub(super) stop_ids: &'a [u32],
-    /// Whether outputs are left out: one token was drawn because none cannot be asked for.
+    /// Whether outputs are omitted: the request wants no output, but the engine generates at least one token.
     pub(super) hidden: bool,
 }
 
-/// The generations of an answer while they run. Dropped before their end, they are aborted.
+/// The running generations of an answer. Dropping it aborts those that have not ended.
 pub(super) struct Running {
     parts: Vec<Part>,
-    /// The choices of each part.
+    /// The number of choices of each part.
     each: usize,
     pub(super) choices: Choices,
     hidden: bool,
@@ -181,12 +181,12 @@ pub(super) struct Running {
     started: bool,
     done: bool,
     ready: VecDeque<Frame>,
-    /// The part that is asked next, so that none waits for another.
+    /// The part that is polled next, so that no part waits for another.
     next: usize,
 }
 
 impl Running {
-    /// Generations of `each` choices.
+    /// Creates it from streams of `each` choices each.
     pub(super) fn new(id: &str, streams: Vec<Tracked>, each: usize, reading: &Reading<'_>) -> Running {
         let Reading { reasons, form, tools, one_call, keep, stop_ids, hidden } = *reading;
         let choice = || Choice {
@@ -215,12 +215,12 @@ impl Running {
         }
     }
 
-    /// The log probabilities of a prompt, from its second token on.
+    /// Returns the log probabilities of a prompt's tokens, from the second token on.
     pub(super) fn prompt(&self, prompt: usize) -> &[proto::TokenLogprobs] {
         &self.parts[prompt].prompt
     }
 
-    /// The choices of a prompt.
+    /// Returns the indices of a prompt's choices.
     pub(super) fn choices_of(&self, prompt: usize) -> std::ops::Range<usize> {
         prompt * self.each..(prompt + 1) * self.each
     }
@@ -268,14 +268,14 @@ impl Running {
                     Reason::Stop => "stop",
                     Reason::Length => "length",
                     Reason::Aborted => "abort",
-                    // The stream's status says what has happened.
+                    // The status of the stream reports the error.
                     Reason::DeadlineExceeded | Reason::Error | Reason::Unspecified => return,
                 };
                 if !self.hidden {
                     choice.stop = match finished.stop_match {
                         Some(StopMatch::StopString(text)) => text.into(),
                         Some(StopMatch::StopId(id)) if self.stop_ids.contains(&id) => id.into(),
-                        // The model's own ends are not told.
+                        // End-of-sequence ids of the model are not reported.
                         Some(StopMatch::StopId(_)) | None => Value::Null,
                     };
                     let drawn = finished.usage.unwrap_or_default().output_tokens;
@@ -286,7 +286,7 @@ impl Running {
         }
     }
 
-    /// The next frame; [`Frame::Done`] is the last one, unless there is an error.
+    /// Returns the next frame. The last one is [`Frame::Done`], unless there is an error.
     pub(super) fn poll(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame, tonic::Status>>> {
         loop {
             if let Some(frame) = self.ready.pop_front() {
@@ -304,7 +304,7 @@ impl Running {
                     Poll::Ready(None) => self.parts[part].stream = None,
                     Poll::Ready(Some(Err(status))) => {
                         self.done = true;
-                        // The others are not needed any more.
+                        // The other generations are not needed any more.
                         self.parts.iter_mut().for_each(|part| part.stream = None);
                         return Poll::Ready(Some(Err(status)));
                     }

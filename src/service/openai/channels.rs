@@ -1,6 +1,6 @@
-//! Reads outputs that consist of messages on channels (harmony, as gpt-oss writes it): reasoning on the channel
-//! `analysis`, calls in messages to a function, and content in all others.
-//! Not here: the other forms of calls and of reasoning (`output`).
+//! The parser of outputs that consist of messages on channels (harmony, the format of gpt-oss): messages on the channel
+//! `analysis` are reasoning, messages to a function are tool calls, and all others are content.
+//! Not here: the other formats of tool calls and reasoning (`output`).
 
 use super::marked::Nesting;
 use super::pieces::{Piece, content, held_of};
@@ -8,27 +8,27 @@ use super::tools::Tool;
 use crate::model::text::chat::channels::{CALL, CHANNEL, END, MESSAGE, RETURN, START};
 use std::sync::Arc;
 
-/// The longest header of a message that is waited for, bytes.
+/// The maximum length of a message's header in bytes.
 const MOST_HEADER: usize = 512;
-/// Before the recipient of a message.
+/// The prefix of a message's recipient.
 const RECIPIENT: &str = "to=";
-/// The beginning of a recipient that is a function.
+/// The prefix of a recipient that is a function.
 const FUNCTIONS: &str = "functions.";
-/// What a message's content ends with.
+/// The marks that end a message.
 const ENDS: [&str; 3] = [END, CALL, RETURN];
-/// What the next message begins with, also where the mark that ends the one before is missing.
+/// The marks that begin a message, even if the mark that ends the previous message is missing.
 const BEGINS: [&str; 2] = [START, CHANNEL];
 
 /// The reader of an output of messages.
 #[derive(Debug)]
 pub(super) struct Channels {
-    /// The tools that may be called; `None`: no calls are read.
+    /// The tools that the output may call; `None` if calls are not parsed.
     tools: Option<Arc<[Tool]>>,
-    /// The calls that have begun.
+    /// The number of calls that have begun.
     count: usize,
-    /// Whether nothing was read yet.
+    /// Whether nothing was parsed yet.
     first: bool,
-    /// Whether reasoning and content were told by messages before this one, which are separated by a new line.
+    /// Whether previous messages contained reasoning, and content. A newline separates the texts of two messages.
     told: [bool; 2],
     separate: bool,
     at: At,
@@ -36,32 +36,32 @@ pub(super) struct Channels {
 
 #[derive(Debug)]
 enum At {
-    /// Before a message's content, with the header so far.
+    /// In the header of a message; with the header so far.
     Header(String),
-    /// In reasoning (`true`) or content; with the text that is held back.
+    /// In reasoning (`true`) or content; with the held-back text.
     Body(bool, String),
-    /// In a message that is told as it is written, with its marks.
+    /// In a message that is emitted unparsed, with its marks.
     Raw(String),
-    /// Before the arguments of a call of this name; with the text since the message's beginning.
+    /// Before the arguments of a call of this function; with the text since the beginning of the message.
     Call { name: String, raw: String, kept: String },
     /// In the arguments of a call.
     Arguments(Nesting),
-    /// Behind the arguments.
+    /// After the arguments.
     Behind(String),
     /// The output has no messages, for example because a constraint does not describe any.
     Plain,
 }
 
-/// What a header says.
+/// The kind of message that a header announces.
 enum Header {
     Reasoning,
     Content,
     Call(String),
-    /// A message to someone else, or of another role.
+    /// A message to another recipient, or of another role.
     Other,
 }
 
-/// Where the first of `marks` is in a text, and which.
+/// Returns the first of `marks` in a text, and its position.
 fn first_of(text: &str, marks: impl Iterator<Item = &'static str>) -> Option<(usize, &'static str)> {
     marks.filter_map(|mark| text.find(mark).map(|at| (at, mark))).min()
 }
@@ -70,7 +70,7 @@ fn all_marks() -> impl Iterator<Item = &'static str> {
     ENDS.into_iter().chain(BEGINS)
 }
 
-/// The word at a text's beginning.
+/// Returns the word at the beginning of a text.
 fn word(text: &str) -> &str {
     let end = text.find(|c: char| c.is_whitespace() || c == '<').unwrap_or(text.len());
     &text[..end]
@@ -89,10 +89,10 @@ impl Channels {
         }
     }
 
-    /// The output has ended: tells what was held back.
+    /// Ends the output: emits the held-back text.
     pub(super) fn finish(&mut self, pieces: &mut Vec<Piece>) {
         match std::mem::replace(&mut self.at, At::Plain) {
-            // The beginning of a header that names no function says nothing.
+            // The beginning of a header without a recipient is dropped.
             At::Header(kept) | At::Behind(kept)
                 if kept.trim().is_empty()
                     || BEGINS.iter().any(|mark| kept.trim_start().starts_with(mark)) && !kept.contains(RECIPIENT) => {}
@@ -103,7 +103,7 @@ impl Channels {
         }
     }
 
-    /// Takes text and returns what is left of it.
+    /// Parses some text and returns the rest of it.
     fn step(&mut self, text: String, pieces: &mut Vec<Piece>) -> String {
         match &mut self.at {
             At::Header(kept) => {
@@ -149,7 +149,7 @@ impl Channels {
                     self.at = At::Arguments(Nesting::default());
                     return rest;
                 }
-                // What is no JSON object is no call.
+                // The arguments are not a JSON object, so this is not a call.
                 content(raw, pieces);
                 let rest = std::mem::take(kept);
                 self.at = At::Raw(String::new());
@@ -183,7 +183,7 @@ impl Channels {
         }
     }
 
-    /// Takes the header of a message, or its beginning.
+    /// Parses the header of a message, or the beginning of one.
     fn header(&mut self, kept: String, pieces: &mut Vec<Piece>) -> String {
         let shown = kept.trim_start();
         let begins = || BEGINS.into_iter().chain([RECIPIENT]);
@@ -205,7 +205,8 @@ impl Channels {
                 self.at = At::Header(kept);
                 return String::new();
             }
-            // It is no header. Its first mark is told, so that it is not taken for a beginning again.
+            // This is not a header. Its first mark is emitted, so that it is not parsed as the beginning of a header
+            // again.
             _ => {
                 let mark = begins().find(|mark| shown.starts_with(mark)).map_or(0, str::len);
                 content(&shown[..mark], pieces);
@@ -250,13 +251,13 @@ impl Channels {
         }
     }
 
-    /// The content of a message begins.
+    /// Begins the content of a message.
     fn begin(&mut self, reasoning: bool) {
         self.separate = self.told[usize::from(reasoning)];
         self.at = At::Body(reasoning, String::new());
     }
 
-    /// A message has ended at this mark, with which `rest` begins.
+    /// Ends a message at this mark, with which `rest` begins.
     fn next(&mut self, mark: &str, rest: String) -> String {
         self.at = At::Header(String::new());
         if BEGINS.contains(&mark) { rest } else { rest[mark.len()..].to_owned() }

@@ -1,5 +1,6 @@
-//! `/v1/chat/completions`: a conversation as our message, and our stream of events as a completion or its chunks.
-//! Not here: HTTP, and reading calls and reasoning from the text (`output`).
+//! `/v1/chat/completions`: converts a conversation to our message, and our stream of events to a completion or its
+//! chunks.
+//! Not here: HTTP, and parsing tool calls and reasoning (`output`).
 
 use super::answer::{Answer, Choices, Frame, usage};
 use super::fields::{self, Fields, refuse};
@@ -14,16 +15,16 @@ use proto::chat_message::ToolCall;
 use proto::generate_request::Prompt;
 use serde_json::{Map, Value, json};
 
-/// A chat, as our message and as what is needed to answer it.
+/// A parsed request for a chat completion: our message, and what the answer needs.
 #[derive(Debug)]
 pub(super) struct Asked {
     pub(super) common: Common,
     pub(super) tools: Tools,
-    /// Whether the answer has reasoning.
+    /// Whether the answer contains reasoning.
     pub(super) reasoning: bool,
 }
 
-/// Kinds of content that are not text, and how a refusal calls them.
+/// The types of content parts that are not text.
 const MEDIA: [&str; 9] = [
     "image_url",
     "input_image",
@@ -36,8 +37,8 @@ const MEDIA: [&str; 9] = [
     "image_embeds",
 ];
 
-/// The text of a `content`: a text, or a list of parts, of which only text is served. The parts are joined with new
-/// lines, as vLLM joins them. `None` if it is absent.
+/// Parses `content`: a text, or a list of parts, which must be text. Joins the parts with newlines, as vLLM does.
+/// Returns `None` if it is absent.
 pub(super) fn content(path: &str, value: Option<Value>) -> Result<Option<String>, Refusal> {
     let parts = match value {
         None => return Ok(None),
@@ -66,7 +67,7 @@ pub(super) fn content(path: &str, value: Option<Value>) -> Result<Option<String>
     Ok(Some(texts.join("\n")))
 }
 
-/// A role as templates know it.
+/// Converts a role to the one that chat templates know.
 pub(super) fn role(role: String) -> String {
     match role.as_str() {
         "developer" => "system".to_owned(),
@@ -107,7 +108,7 @@ fn message(path: String, value: Value) -> Result<proto::ChatMessage, Refusal> {
     })
 }
 
-/// `chat_template_kwargs`, with `enable_thinking` and `reasoning_effort` of the request itself.
+/// Returns `chat_template_kwargs` with the request's own `enable_thinking` and `reasoning_effort`.
 pub(super) fn template_arguments(body: &mut Fields) -> Result<String, Refusal> {
     let mut arguments = body.object("chat_template_kwargs")?.map(Fields::into_map).unwrap_or_default();
     if let Some(thinking) = body.flag("enable_thinking")? {
@@ -119,7 +120,7 @@ pub(super) fn template_arguments(body: &mut Fields) -> Result<String, Refusal> {
     Ok(if arguments.is_empty() { String::new() } else { Value::Object(arguments).to_string() })
 }
 
-/// Reads a request for `model`.
+/// Parses a request for `model`.
 pub(super) fn read(mut body: Fields, model: &ServedModel) -> Result<Asked, Refusal> {
     let mut common = Common::read(&mut body, model, "chatcmpl")?;
     body.not_served(&["echo", "documents", "chat_template"])?;
@@ -160,7 +161,7 @@ pub(super) fn read(mut body: Fields, model: &ServedModel) -> Result<Asked, Refus
     Ok(Asked { common, tools, reasoning })
 }
 
-/// Log probabilities of tokens, as chats tell them.
+/// Returns the `logprobs` object of a chat completion.
 fn logprobs(text: &Text, tokens: &[proto::TokenLogprobs]) -> Value {
     let entry = |id: u32, logprob: f32| {
         let bytes = text.bytes(id);
@@ -179,7 +180,7 @@ fn logprobs(text: &Text, tokens: &[proto::TokenLogprobs]) -> Value {
     json!({"content": tokens.iter().map(token).collect::<Vec<_>>(), "refusal": null})
 }
 
-/// A call as chats tell it; `index` stands in chunks only.
+/// Returns a tool call; only chunks have an `index`.
 fn call(id: &str, name: &str, arguments: &str, index: Option<usize>) -> Value {
     let mut call = Map::new();
     if let Some(index) = index {
@@ -191,7 +192,7 @@ fn call(id: &str, name: &str, arguments: &str, index: Option<usize>) -> Value {
     Value::Object(call)
 }
 
-/// The frames of a completion's stream.
+/// Returns the chunks for a frame.
 pub(super) fn chunks(answer: &Answer, choices: &Choices, frame: Frame) -> Vec<Value> {
     let chunk = |choices: Value, usage: Value| {
         let mut chunk = json!({
@@ -254,7 +255,7 @@ pub(super) fn chunks(answer: &Answer, choices: &Choices, frame: Frame) -> Vec<Va
     }
 }
 
-/// The whole completion.
+/// Returns the whole completion.
 pub(super) fn whole(answer: &Answer, choices: &Choices) -> Value {
     let all = (0..choices.count()).map(|index| {
         let ended = choices.ended(index);
@@ -293,7 +294,7 @@ pub(super) fn whole(answer: &Answer, choices: &Choices) -> Value {
     })
 }
 
-/// Reads a message of the Responses API, whose parts have other names.
+/// Parses a message of the Responses API, whose fields have other names.
 pub(super) fn plain_message(
     role_name: String,
     path: &str,

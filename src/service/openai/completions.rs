@@ -1,4 +1,4 @@
-//! `/v1/completions`: prompts for our messages, and our streams of events as a completion or its chunks.
+//! `/v1/completions`: converts requests to our messages, and our streams of events to a completion or its chunks.
 //! Not here: HTTP.
 
 use super::answer::{Answer, Choices, Frame, Running, finite, usage};
@@ -13,22 +13,22 @@ use crate::service::refusal::Refusal;
 use proto::generate_request::Prompt;
 use serde_json::{Map, Value, json};
 
-/// The output tokens of a request that does not say how many, as OpenAI has it.
+/// The default of `max_tokens`, the same as OpenAI's.
 const DEFAULT_TOKENS: u32 = 16;
 
-/// A completion, as what its messages have in common, their prompts, and what is needed to answer it.
+/// A parsed request for a completion: its prompts, what their messages have in common, and what the answer needs.
 #[derive(Debug)]
 pub(super) struct Asked {
-    /// Its message has no prompt yet.
+    /// The common part. Its message has no prompt yet.
     pub(super) common: Common,
     pub(super) prompts: Vec<Prompt>,
-    /// Whether the prompts are told before the outputs.
+    /// Whether the answer repeats the prompts before the outputs.
     pub(super) echo: bool,
-    /// Whether no output is wanted.
+    /// Whether the answer omits the outputs.
     pub(super) hidden: bool,
 }
 
-/// The prompts of a request: a text, a list of texts, token ids, or a list of lists of them.
+/// Parses `prompt`: a text, a list of texts, token ids, or a list of lists of token ids.
 fn prompts(value: Option<Value>) -> Result<Vec<Prompt>, Refusal> {
     const RULE: &str = "a text, token ids, or a list of those";
     let tokens =
@@ -53,12 +53,12 @@ fn prompts(value: Option<Value>) -> Result<Vec<Prompt>, Refusal> {
     }
 }
 
-/// Reads a request for `model`.
+/// Parses a request for `model`.
 pub(super) fn read(mut body: Fields, model: &ServedModel) -> Result<Asked, Refusal> {
     let mut common = Common::read(&mut body, model, "cmpl")?;
     let echo = body.flag("echo")?.unwrap_or(false);
     let most = body.whole("max_tokens")?.unwrap_or(DEFAULT_TOKENS);
-    // The engine draws at least one token: where only the prompt is asked for, it is left out.
+    // The engine generates at least one token. If the request wants only the prompt, the token is omitted.
     let hidden = most == 0 && echo;
     common.stopping().max_tokens = Some(if hidden { 1 } else { most });
     let logprobs = request::alternatives("logprobs", body.whole("logprobs")?)?;
@@ -81,7 +81,7 @@ pub(super) fn read(mut body: Fields, model: &ServedModel) -> Result<Asked, Refus
     Ok(Asked { common, prompts, echo, hidden })
 }
 
-/// The message of one of several prompts. As in vLLM, all of them have the same seed.
+/// Returns the message for one of several prompts. As in vLLM, all of them have the same seed.
 pub(super) fn message(common: &Common, index: usize, prompt: Prompt) -> proto::GenerateRequest {
     let mut message = common.message.clone();
     if index > 0 {
@@ -91,7 +91,8 @@ pub(super) fn message(common: &Common, index: usize, prompt: Prompt) -> proto::G
     message
 }
 
-/// The text of a prompt that is told again: `given`, where that is the whole prompt as text.
+/// Returns the text of a repeated prompt: `given` if the request has the whole prompt as text, otherwise the decoded
+/// tokens.
 pub(super) fn shown(given: Option<String>, ids: &[u32], text: Option<&Text>) -> String {
     match given {
         Some(given) => given,
@@ -99,7 +100,7 @@ pub(super) fn shown(given: Option<String>, ids: &[u32], text: Option<&Text>) -> 
     }
 }
 
-/// Log probabilities as completions tell them, in parallel lists. Offsets count characters.
+/// The `logprobs` object of a completion: parallel lists. Offsets count characters.
 #[derive(Debug, Default)]
 struct Lists {
     tokens: Vec<Value>,
@@ -118,7 +119,7 @@ impl Lists {
             let name = |id: u32| String::from_utf8_lossy(&text.bytes(id)).into_owned();
             let mut top: Map<String, Value> =
                 known.top.iter().map(|other| (name(other.token_id), finite(other.logprob))).collect();
-            // The token itself is always told.
+            // The token itself is always included.
             top.entry(token.clone()).or_insert(finite(known.logprob));
             Value::Object(top)
         };
@@ -134,7 +135,7 @@ impl Lists {
     }
 }
 
-/// What is told of the prompts: their texts, and their first tokens where probabilities are told.
+/// The repeated prompts: their texts, and their first tokens if log probabilities are requested.
 #[derive(Debug, Default)]
 pub(super) struct Echo {
     pub(super) texts: Vec<String>,
@@ -170,7 +171,7 @@ fn lists_of_prompt(
     Some(lists)
 }
 
-/// The frames of a completion's stream.
+/// Returns the chunks for a frame.
 pub(super) fn chunks(
     answer: &Answer,
     running: &Running,
@@ -234,7 +235,7 @@ fn content(piece: Piece) -> Option<String> {
     }
 }
 
-/// The whole completion.
+/// Returns the whole completion.
 pub(super) fn whole(answer: &Answer, running: &Running, echo: Option<&Echo>) -> Value {
     let choices: &Choices = &running.choices;
     let each = choices.count() / echo.map_or(1, |echo| echo.texts.len().max(1));

@@ -1,6 +1,6 @@
-//! `/v1/embeddings`, `/v1/rerank` and `/v1/score`: bodies as calls of several inputs, and their answers as OpenAI, Jina
-//! and vLLM have them.
-//! Not here: HTTP, and the work (`service::embed`).
+//! `/v1/embeddings`, `/v1/rerank` and `/v1/score`: converts bodies to calls of several inputs, and the results to the
+//! answers of OpenAI, Jina and vLLM.
+//! Not here: HTTP, and running the calls (`service::embed`).
 
 use super::fields::{Fields, refuse};
 use super::request;
@@ -12,7 +12,7 @@ use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use serde_json::{Value, json};
 
-/// How vectors are told.
+/// The encoding of vectors in an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Encoding {
     /// A list of numbers.
@@ -21,17 +21,17 @@ pub(super) enum Encoding {
     Base64,
 }
 
-/// A body for vectors.
+/// A parsed body of `/v1/embeddings`.
 #[derive(Debug)]
 pub(super) struct AskedVectors {
     pub(super) call: EmbedCall,
     pub(super) encoding: Encoding,
 }
 
-/// The fields of OpenAI's and vLLM's API that ask for something that no request can have here.
+/// The fields of OpenAI's and vLLM's API that are refused unless they have no effect.
 const NOT_SERVED: [&str; 4] = ["messages", "mm_processor_kwargs", "additional_data", "softmax"];
 
-/// Reads what the bodies have in common; `id` is the beginning of the call's id, and each input draws `output` tokens.
+/// Parses the common fields of a body. `id` is the prefix of the call's id; each input generates `output` tokens.
 fn common(body: &mut Fields, model: &ServedModel, id: &str, output: u32) -> Result<Common, Refusal> {
     body.not_served(&NOT_SERVED)?;
     let priority = body.signed("priority")?.unwrap_or(0);
@@ -44,7 +44,7 @@ fn common(body: &mut Fields, model: &ServedModel, id: &str, output: u32) -> Resu
     })
 }
 
-/// `input`: a text, token ids, or a list of those.
+/// Parses `input`: a text, token ids, or a list of those.
 fn inputs(value: Option<Value>) -> Result<Vec<Input>, Refusal> {
     const RULE: &str = "a text, token ids, or a list of those";
     match value {
@@ -67,7 +67,7 @@ fn inputs(value: Option<Value>) -> Result<Vec<Input>, Refusal> {
     }
 }
 
-/// Reads a body for vectors of `model`.
+/// Parses a body of `/v1/embeddings` for `model`.
 pub(super) fn read(mut body: Fields, model: &ServedModel) -> Result<AskedVectors, Refusal> {
     let common = common(&mut body, model, "embd", 0)?;
     let encoding = match body.text("encoding_format")?.as_deref() {
@@ -98,7 +98,7 @@ fn usage(tokens: u64) -> Value {
     json!({"prompt_tokens": tokens, "total_tokens": tokens})
 }
 
-/// The answer with vectors.
+/// Returns the answer of `/v1/embeddings`.
 pub(super) fn vectors(answers: &Answers<Vec<f32>>, encoding: Encoding) -> Value {
     let told = |values: &[f32]| match encoding {
         Encoding::Float => Value::from(values.to_vec()),
@@ -118,17 +118,17 @@ pub(super) fn vectors(answers: &Answers<Vec<f32>>, encoding: Encoding) -> Value 
     })
 }
 
-/// A body for an order of documents.
+/// A parsed body of `/v1/rerank`.
 #[derive(Debug)]
 pub(super) struct AskedRanks {
     pub(super) call: ScoreCall,
-    /// How many of the best documents are told.
+    /// The number of documents in the answer (`top_n`).
     pub(super) most: usize,
-    /// Whether documents are told again.
+    /// Whether the answer repeats the documents.
     pub(super) echo: bool,
 }
 
-/// A text, or an object with a text.
+/// Parses a document: a text, or an object with a `text`.
 fn document(path: String, value: Value) -> Result<String, Refusal> {
     match value {
         Value::String(text) => Ok(text),
@@ -148,7 +148,7 @@ fn texts(body: &mut Fields, key: &str) -> Result<Vec<String>, Refusal> {
     }
 }
 
-/// Reads a body for an order of documents.
+/// Parses a body of `/v1/rerank`.
 pub(super) fn read_ranks(mut body: Fields, model: &ServedModel) -> Result<AskedRanks, Refusal> {
     let common = common(&mut body, model, "rerank", 1)?;
     let query = body.need_text("query")?;
@@ -159,7 +159,7 @@ pub(super) fn read_ranks(mut body: Fields, model: &ServedModel) -> Result<AskedR
     Ok(AskedRanks { call: ScoreCall { common, pairs, task: body.text("instruction")? }, most, echo })
 }
 
-/// The answer with documents in their order, the most relevant first.
+/// Returns the answer of `/v1/rerank`: the documents by relevance, highest first.
 pub(super) fn ranks(answers: &Answers<f64>, documents: &[String], most: usize, echo: bool) -> Value {
     let mut order: Vec<usize> = (0..answers.answers.len()).collect();
     order.sort_by(|a, b| answers.answers[*b].value.total_cmp(&answers.answers[*a].value));
@@ -176,7 +176,7 @@ pub(super) fn ranks(answers: &Answers<f64>, documents: &[String], most: usize, e
     })
 }
 
-/// Reads a body for scores of pairs: one text and several, or two lists of the same length.
+/// Parses a body of `/v1/score`: one text and several others, or two lists of the same length.
 pub(super) fn read_scores(mut body: Fields, model: &ServedModel) -> Result<ScoreCall, Refusal> {
     let common = common(&mut body, model, "score", 1)?;
     // The names of vLLM's first versions and of its later ones.
@@ -194,7 +194,7 @@ pub(super) fn read_scores(mut body: Fields, model: &ServedModel) -> Result<Score
     Ok(ScoreCall { common, pairs, task: body.text("instruction")? })
 }
 
-/// The answer with scores.
+/// Returns the answer of `/v1/score`.
 pub(super) fn scores(answers: &Answers<f64>, created: u64) -> Value {
     let data = answers
         .answers

@@ -1,4 +1,5 @@
-//! Refusals as OpenAI's API writes errors: an HTTP status and `{"error": {"message", "type", "param", "code"}}`.
+//! Converts refusals to the errors of OpenAI's API: an HTTP status and `{"error": {"message", "type", "param",
+//! "code"}}`.
 
 use crate::engine::request::RequestError;
 use crate::host::route::RouteError;
@@ -10,7 +11,7 @@ use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use tonic::Code;
 
-/// Our field names → OpenAI's.
+/// Pairs of our field name and OpenAI's.
 const NAMES: [(&str, &str); 24] = [
     ("sampling.n", "n"),
     ("stopping.strings", "stop"),
@@ -38,7 +39,7 @@ const NAMES: [(&str, &str); 24] = [
     ("inputs.text", "input"),
 ];
 
-/// How a gRPC code is told over HTTP: the status, and OpenAI's `type` and `code` of the error.
+/// Returns the HTTP status for a gRPC code, and the `type` and `code` of OpenAI's error.
 fn words(code: Code) -> (StatusCode, &'static str, Option<&'static str>) {
     const INVALID: &str = "invalid_request_error";
     match code {
@@ -60,7 +61,7 @@ fn words(code: Code) -> (StatusCode, &'static str, Option<&'static str>) {
     }
 }
 
-/// An error that is ready to be sent.
+/// An error in OpenAI's format.
 #[derive(Debug)]
 pub(super) struct ApiError {
     pub(super) status: StatusCode,

@@ -1,24 +1,24 @@
-//! Reads JSON objects by field: a wrong type is refused with the path of the field, `null` counts as absent, and fields
-//! that nobody asks for are ignored.
-//! Not here: what the fields mean.
+//! Reads fields of JSON objects. A wrong type is refused with the path of the field, `null` counts as absent, and
+//! unknown fields are ignored.
+//! Not here: the meaning of the fields.
 
 use crate::service::refusal::Refusal;
 use serde_json::{Map, Value};
 
-/// A JSON object, with its path for refusals.
+/// A JSON object and its path, which refusals name.
 #[derive(Debug)]
 pub(super) struct Fields {
     path: String,
     map: Map<String, Value>,
 }
 
-/// A refusal of the field at `path`, whose value is quoted only if it is a number.
+/// Returns the refusal of the field at `path`. It quotes the value only if that is a number.
 pub(super) fn refuse(path: impl Into<String>, value: &Value, rule: impl Into<String>) -> Refusal {
     Refusal::Json { field: path.into(), value: shown(value), rule: rule.into() }
 }
 
-/// A value for an error message: numbers and booleans as they are, everything else by kind, since it may quote a
-/// prompt.
+/// Formats a value for an error message: numbers and booleans as they are, everything else by its type, since it may
+/// quote a prompt.
 fn shown(value: &Value) -> String {
     match value {
         Value::Null => "null".to_owned(),
@@ -31,7 +31,7 @@ fn shown(value: &Value) -> String {
     }
 }
 
-/// The text of `value`, which is at `path`.
+/// Returns the text `value`, which is at `path`.
 pub(super) fn text(path: &str, value: Value) -> Result<String, Refusal> {
     match value {
         Value::String(text) => Ok(text),
@@ -39,14 +39,14 @@ pub(super) fn text(path: &str, value: Value) -> Result<String, Refusal> {
     }
 }
 
-/// A whole number from 0, which may be written as `1.0`.
+/// Returns a non-negative whole number, which may be written as `1.0`.
 pub(super) fn whole(value: &Value) -> Option<u64> {
     let integral = |number: f64| (number.fract() == 0.0 && (0.0..9e15).contains(&number)).then_some(number as u64);
     value.as_u64().or_else(|| value.as_f64().and_then(integral))
 }
 
 impl Fields {
-    /// The object `value` at `path`; the outermost object has an empty path.
+    /// Wraps the object `value` at `path`; the path of the outermost object is empty.
     pub(super) fn of(path: impl Into<String>, value: Value) -> Result<Fields, Refusal> {
         let path = path.into();
         match value {
@@ -56,7 +56,7 @@ impl Fields {
         }
     }
 
-    /// The path of one of its fields.
+    /// Returns the path of a field.
     pub(super) fn at(&self, key: &str) -> String {
         if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) }
     }
@@ -66,7 +66,7 @@ impl Fields {
         self.map.get_mut(key).map(Value::take).filter(|value| !value.is_null())
     }
 
-    /// A field of any type, which stays.
+    /// Returns a field of any type without taking it.
     pub(super) fn peek(&self, key: &str) -> Option<&Value> {
         self.map.get(key).filter(|value| !value.is_null())
     }
@@ -76,7 +76,7 @@ impl Fields {
         self.map.insert(key.to_owned(), value);
     }
 
-    /// Takes a field that `read` converts.
+    /// Takes a field and converts it with `read`.
     fn read<T>(&mut self, key: &str, rule: &str, read: impl FnOnce(&Value) -> Option<T>) -> Result<Option<T>, Refusal> {
         let Some(value) = self.any(key) else { return Ok(None) };
         read(&value).map(Some).ok_or_else(|| refuse(self.at(key), &value, rule))
@@ -96,7 +96,7 @@ impl Fields {
         self.read(key, "a whole number from 0 to 4294967295", read)
     }
 
-    /// A whole number that may be negative.
+    /// Takes a whole number that may be negative.
     pub(super) fn signed(&mut self, key: &str) -> Result<Option<i64>, Refusal> {
         let read =
             |value: &Value| value.as_i64().or_else(|| whole(value).and_then(|number| i64::try_from(number).ok()));
@@ -121,18 +121,18 @@ impl Fields {
         self.any(key).map(|value| Fields::of(path, value)).transpose()
     }
 
-    /// A text that must be given.
+    /// Takes a required text.
     pub(super) fn need_text(&mut self, key: &str) -> Result<String, Refusal> {
         self.text(key)?.ok_or_else(|| self.missing(key, "a text"))
     }
 
-    /// The refusal of a field that must be given and is not.
+    /// Returns the refusal of a required field that is absent.
     pub(super) fn missing(&self, key: &str, rule: &str) -> Refusal {
         refuse(self.at(key), &Value::Null, rule)
     }
 
-    /// Refuses fields that ask for something that is not served: those that are given and not one of the values that
-    /// ask for nothing (false, 0, an empty text, list or object).
+    /// Refuses fields that are not supported, unless they have a value without effect: false, 0, or an empty text, list
+    /// or object.
     pub(super) fn not_served(&mut self, keys: &[&str]) -> Result<(), Refusal> {
         let asks = |value: &Value| match value {
             Value::Null | Value::Bool(false) => false,
@@ -148,7 +148,7 @@ impl Fields {
         }
     }
 
-    /// The whole object.
+    /// Returns the remaining fields.
     pub(super) fn into_map(self) -> Map<String, Value> {
         self.map
     }

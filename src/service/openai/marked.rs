@@ -1,13 +1,13 @@
-//! The parts of calls between marks: the name before JSON arguments (Mistral, DeepSeek), the arguments as they come,
-//! and arguments whose names and values are marked (GLM).
-//! Not here: text around calls, and what becomes of a text that is no call (`output`).
+//! Parsers of the text between the marks of tool calls: the name before JSON arguments (Mistral, DeepSeek), incremental
+//! arguments, and arguments with marked names and values (GLM).
+//! Not here: the text around calls, and text that turns out not to be a call (`output`).
 
 use super::pieces::Piece;
 use super::tools::Tool;
 use crate::model::text::chat::{KEY, TAGS, VALUE, brackets, section};
 use serde_json::Value;
 
-/// The longest name of a function, or of an argument, that is waited for, bytes.
+/// The maximum length of the name of a function or an argument, in bytes.
 const MOST_NAME: usize = 1024;
 
 /// Finds the end of a JSON object.
@@ -19,7 +19,7 @@ pub(super) struct Nesting {
 }
 
 impl Nesting {
-    /// Takes text of the object up to its end; returns how many bytes, and whether the object has ended.
+    /// Scans text of the object up to its end; returns the number of bytes, and whether the object has ended.
     pub(super) fn take(&mut self, text: &str) -> (usize, bool) {
         for (at, byte) in text.bytes().enumerate() {
             match byte {
@@ -41,17 +41,17 @@ impl Nesting {
     }
 }
 
-/// What stands before a call's arguments.
+/// The text before the arguments of a call.
 pub(super) enum Head {
-    /// It is not known yet.
+    /// Incomplete.
     More,
-    /// The call's name; the arguments begin behind so many bytes.
+    /// The name of the call; the arguments begin after this number of bytes.
     Call { name: String, used: usize },
-    /// A list of calls begins behind so many bytes.
+    /// A list of calls, which begins after this number of bytes.
     List { used: usize },
-    /// An object of a call's name and arguments begins behind so many bytes.
+    /// An object with a call's name and arguments, which begins after this number of bytes.
     Object { used: usize },
-    /// There are no more calls; text follows behind so many bytes.
+    /// The end of the calls; text follows after this number of bytes.
     End { used: usize },
     /// No call.
     Bad,
@@ -65,7 +65,7 @@ fn is_name(text: &str) -> bool {
     (1..=MOST_NAME).contains(&text.len()) && text.chars().all(in_name)
 }
 
-/// Reads what follows `[TOOL_CALLS]`: a list, or a name and `[ARGS]`, with an id between them in some versions.
+/// Parses the text after `[TOOL_CALLS]`: a list, or a name and `[ARGS]`, with an id between them in some versions.
 pub(super) fn bracket_head(text: &str) -> Head {
     let shown = text.trim_start();
     let used = |rest: &str| text.len() - rest.len();
@@ -101,8 +101,8 @@ pub(super) fn bracket_head(text: &str) -> Head {
     }
 }
 
-/// Reads what follows the beginning of DeepSeek's calls, or one of them: the next call, or the end. A call has its type
-/// before its name, and its arguments in a block of code, or its name only.
+/// Parses the text after the beginning of DeepSeek's calls, or after one of them: the next call, or the end. A call has
+/// its type before its name and its arguments in a code block, or only its name.
 pub(super) fn section_head(text: &str) -> Head {
     let shown = text.trim_start();
     let used = |rest: &str| text.len() - rest.len();
@@ -140,17 +140,17 @@ pub(super) fn section_head(text: &str) -> Head {
     }
 }
 
-/// What follows the arguments of one of DeepSeek's calls.
+/// The text after the arguments of one of DeepSeek's calls.
 pub(super) enum Tail {
-    /// It is not known yet.
+    /// Incomplete.
     More,
-    /// The call has ended, so many bytes.
+    /// The end of the call, with this number of bytes.
     End { used: usize },
-    /// Something else.
+    /// Anything else.
     Bad,
 }
 
-/// Reads what follows the arguments of one of DeepSeek's calls.
+/// Parses the text after the arguments of one of DeepSeek's calls.
 pub(super) fn section_tail(text: &str) -> Tail {
     let shown = text.trim_start();
     let mark = shown.strip_prefix("```").map_or(shown, str::trim_start);
@@ -161,23 +161,23 @@ pub(super) fn section_tail(text: &str) -> Tail {
     }
 }
 
-/// Reads a call of which each argument has a marked name and a marked value; tells each when it is complete.
+/// The parser of a call whose arguments have marked names and values. Each argument is emitted when it is complete.
 #[derive(Debug, Default)]
 pub(super) struct PairsCall {
-    /// What was not read yet.
+    /// The unparsed text.
     pub(super) kept: String,
-    /// Where to look for the end of a value: what is before was looked at.
+    /// The position from which the end of a value is searched.
     looked: usize,
     /// The function, once it is known.
     pub(super) name: Option<String>,
     /// The argument whose value follows, and whether its value has begun.
     key: Option<(String, bool)>,
-    /// The arguments that were told.
+    /// The number of arguments that were emitted.
     count: usize,
 }
 
 impl PairsCall {
-    /// Takes text; returns what is left behind the call's end, or everything if it is no call.
+    /// Parses text; returns the text after the end of the call, or all of it if it is not a call.
     pub(super) fn push(
         &mut self,
         text: &str,
@@ -227,7 +227,7 @@ impl PairsCall {
                         Some(None) if shown.len() <= MOST_NAME => return Ok(None),
                         None if TAGS[1].starts_with(shown) || KEY[0].starts_with(shown) => return Ok(None),
                         _ => {
-                            // The call ends here; the rest is no part of it, and is not lost.
+                            // The call ends here; the rest is returned.
                             let rest = shown.to_owned();
                             self.end(index, pieces);
                             return Ok(Some(rest));
@@ -270,7 +270,7 @@ impl PairsCall {
         }
     }
 
-    /// The call has ended.
+    /// Handles the end of the call.
     fn end(&mut self, index: usize, pieces: &mut Vec<Piece>) {
         let text = if self.count == 0 { "{}" } else { "}" }.to_owned();
         pieces.push(Piece::Arguments { index, text });

@@ -1,7 +1,7 @@
-//! OpenAI's API over HTTP: a thin translation to our own messages, like that of routers' contract (`service::vllm`). A
-//! request takes the way of a gRPC call: the same tokens, bounds, clients, jobs, traces and counts; its answer is our
-//! own stream, told again.
-//! Not here: anything that our own service does not do, and TLS and connections (`service::tls`,
+//! OpenAI's API over HTTP: a thin adapter to the messages of our own service, like `service::vllm`. A request passes
+//! the same checks as a gRPC call (tokens, bounds, client limits, jobs) and appears in the same traces and counts; its
+//! answer is converted from our own stream.
+//! Not here: anything that our own service does not support; TLS and connections (`service::tls`,
 //! `service::connections`).
 //!
 //! | path | what |
@@ -66,20 +66,20 @@ use tokio_util::sync::CancellationToken;
 use tools::{Choice, Tools};
 use tracing::Span;
 
-/// Answers OpenAI's API from a host. Cheap to clone.
+/// The implementation of the API over a host. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct OpenAi {
     rpc: Rpc,
     authentication: Authentication,
     arrival: Arrival,
-    /// Whether only this machine can reach the address, and no token is needed.
+    /// Whether only this machine can reach the address and no token is needed.
     open_loopback: bool,
-    /// Seconds since 1970, for lists of models.
+    /// The start of the server in seconds since 1970; the `created` time of all models.
     began: u64,
 }
 
 impl OpenAi {
-    /// Over the same host, clients, tokens, room and streams as gRPC.
+    /// Creates the API with the host, clients, tokens, bounds and streams of the gRPC endpoint.
     pub fn new(rpc: Rpc, authentication: Authentication, arrival: Arrival) -> OpenAi {
         OpenAi { rpc, authentication, arrival, open_loopback: false, began: since_1970() }
     }
@@ -89,7 +89,7 @@ fn since_1970() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
-/// Answers on `listener` until `stop` is cancelled; then finishes the requests that have begun.
+/// Serves `listener` until `stop` is cancelled; then finishes the requests that have begun.
 pub async fn serve(openai: OpenAi, listener: TcpListener, accept: Accept, stop: CancellationToken) {
     let loopback = listener.local_addr().is_ok_and(|address| address.ip().is_loopback());
     let open_loopback = loopback && !openai.authentication.has_tokens();
@@ -121,26 +121,26 @@ const CHAT: &str = "/v1/chat/completions";
 const COMPLETIONS: &str = "/v1/completions";
 const RESPONSES: &str = "/v1/responses";
 const EMBEDDINGS: &str = "/v1/embeddings";
-/// As Jina and vLLM have it.
+/// The paths of Jina's and of vLLM's API.
 const RERANK: [&str; 3] = ["/v1/rerank", "/v2/rerank", "/rerank"];
 const SCORE: [&str; 2] = ["/v1/score", "/score"];
 const MODELS: &str = "/v1/models";
-/// As spans and rights name it.
+/// The route of a model, as in spans and in the table of rights.
 const MODEL: &str = "/v1/models/{model}";
-/// Names may have slashes.
+/// The pattern of the route; names of models may contain slashes.
 const MODEL_PATHS: &str = "/v1/models/{*model}";
 const HEALTH: &str = "/health";
 
-/// A request on its way: who asks, and its span.
+/// A request that is being answered.
 struct Call {
     openai: Arc<OpenAi>,
     span: Span,
     caller: Caller,
-    /// Holds the connection's place from when the body was received until the answer is sent.
+    /// Keeps the connection's place from the end of the request's body until the answer has been sent.
     open: Option<OpenCall>,
 }
 
-/// The SERVER span of a request, under the trace that its headers name.
+/// Creates the SERVER span of a request, as a child of the remote span in its headers.
 fn http_span(method: &Method, route: &'static str, headers: &HeaderMap) -> Span {
     let span = tracing::info_span!(
         parent: None,
@@ -149,13 +149,13 @@ fn http_span(method: &Method, route: &'static str, headers: &HeaderMap) -> Span 
         otel.kind = "server",
     );
     spans::set_remote_parent(&span, |name| headers.get(name)?.to_str().ok());
-    // Other methods are none of ours, and would be a client's own words.
+    // Other methods are not supported, and could contain arbitrary text of the client.
     spans::set(&span, names::HTTP_REQUEST_METHOD, if method == Method::GET { "GET" } else { "POST" });
     spans::set(&span, names::HTTP_ROUTE, route);
     span
 }
 
-/// A refusal as an answer, noted on the span and counted.
+/// Returns the answer of a refused request, sets the error on the span, and counts the refusal.
 fn refused(openai: &OpenAi, span: &Span, refusal: Refusal) -> Response {
     openai.rpc.host().ended.refuse(refusal.kind());
     spans::fail(span, refusal.kind(), &refusal.recorded());
@@ -163,7 +163,7 @@ fn refused(openai: &OpenAi, span: &Span, refusal: Refusal) -> Response {
     answered(span, error.into_response())
 }
 
-/// Notes the status of an answer on the span, and names the trace in the answer.
+/// Sets the status of an answer on the span, and adds the trace context to the answer's headers.
 fn answered(span: &Span, mut response: Response) -> Response {
     spans::set(span, names::HTTP_RESPONSE_STATUS_CODE, i64::from(response.status().as_u16()));
     spans::inject(span, |name, value| {
@@ -179,7 +179,7 @@ fn json_answer(span: &Span, value: &Value) -> Response {
 }
 
 impl OpenAi {
-    /// Admits a request to a route: its origin and its token.
+    /// Checks the origin and the token of a request.
     fn admit<B>(
         self: &Arc<OpenAi>,
         route: &'static str,
@@ -227,10 +227,10 @@ impl OpenAi {
     }
 }
 
-/// What was found out while a prompt was made.
+/// The results of preparing a prompt that the answer needs.
 struct Found {
     reasons: Reasons,
-    /// The prompt, where it is told again.
+    /// The tokens of the prompt, if the answer repeats the prompt (`echo`).
     ids: Vec<u32>,
 }
 
@@ -246,7 +246,8 @@ impl Call {
         self.caller.scope.place(self.openai.rpc.host(), &name, "")
     }
 
-    /// Starts a generation.
+    /// Starts a generation on `place`. `special_text`: whether special tokens appear in the text; `form`: the syntax of
+    /// tool calls that the answer may contain; `echo`: whether the answer repeats the prompt.
     async fn start(
         &self,
         place: &Target,
@@ -271,7 +272,7 @@ impl Call {
         self.openai.rpc.open(&self.span, &self.caller, place.clone(), message, keep, adjust).await
     }
 
-    /// The answer of generations that run: at their end, or as events.
+    /// Returns the answer of running generations: a whole body, or a stream of events.
     async fn reply(self, answer: Answer, running: Running, telling: Telling) -> Response {
         let id = HeaderValue::try_from(answer.id.as_str());
         let mut events = Events { running, answer, telling, ended: false, _open: self.open };
@@ -301,14 +302,14 @@ impl Call {
     }
 }
 
-/// What kind of answer is told.
+/// The kind of an answer, with its state.
 enum Telling {
     Chat,
     Text { echo: Option<completions::Echo>, offsets: completions::Offsets },
     Response(Box<responses::Telling>),
 }
 
-/// The answer of generations that run.
+/// The answer of running generations, as a stream of bytes.
 struct Events {
     running: Running,
     answer: Answer,
@@ -317,7 +318,7 @@ struct Events {
     _open: Option<OpenCall>,
 }
 
-/// The bytes of events that are sent together, at most, if one event is not longer.
+/// The number of bytes up to which events are sent together.
 const TOGETHER: usize = 16 << 10;
 
 impl Events {
@@ -329,14 +330,14 @@ impl Events {
         }
     }
 
-    /// Takes in a frame of an answer that is told at its end.
+    /// Processes a frame of an answer that is not streamed.
     fn item(&mut self, frame: Frame) {
         if let Telling::Response(telling) = &mut self.telling {
             telling.events(&self.answer, &self.running.choices, frame);
         }
     }
 
-    /// Appends the events of a frame.
+    /// Appends the events of a frame to `to`.
     fn tell(&mut self, frame: Frame, to: &mut String) {
         let last = matches!(frame, Frame::Done);
         let chunks = match &mut self.telling {
@@ -357,7 +358,7 @@ impl Events {
         }
     }
 
-    /// Appends the events of a failure, which end the stream.
+    /// Appends the events of a failure, which end the stream, to `to`.
     fn fail(&mut self, status: tonic::Status, to: &mut String) {
         let error = ApiError::from(status);
         match &mut self.telling {
@@ -373,7 +374,7 @@ impl Events {
     }
 }
 
-/// The last event of a stream.
+/// The event that ends a stream.
 const DONE: &str = "data: [DONE]\n\n";
 
 fn event(data: &Value, to: &mut String) {
@@ -382,7 +383,7 @@ fn event(data: &Value, to: &mut String) {
     to.push_str("\n\n");
 }
 
-/// An event that is named by its own `type`.
+/// Appends an event whose name is its `type`.
 fn named_event(data: &Value, to: &mut String) {
     to.push_str("event: ");
     to.push_str(data["type"].as_str().unwrap_or("error"));
@@ -413,7 +414,7 @@ impl Stream for Events {
     }
 }
 
-/// Waits for `work` until the call's deadline.
+/// Runs `work` until the call's deadline.
 async fn in_time<T, E: From<Refusal>>(
     deadline: Option<Instant>,
     work: impl Future<Output = Result<T, E>>,
@@ -425,7 +426,7 @@ async fn in_time<T, E: From<Refusal>>(
     }
 }
 
-/// Admits a POST and receives its body. Also returns its deadline.
+/// Checks a POST request and receives its body. Returns the call, the body's fields and the deadline.
 async fn received(
     openai: &Arc<OpenAi>,
     route: &'static str,
@@ -446,7 +447,7 @@ async fn received(
     }
 }
 
-/// Answers a POST of several inputs with what `work` returns: the call's id, and the answer.
+/// Answers a POST request of several inputs; `work` returns the call's id and the body of the answer.
 async fn settle<F>(
     openai: Arc<OpenAi>,
     route: &'static str,
@@ -482,7 +483,7 @@ fn answered_with(span: &Span, status: tonic::Status) -> Response {
     answered(span, ApiError::from(status).into_response())
 }
 
-/// Answers a POST: admits it, receives its body, and has `work` begin the generations.
+/// Answers a POST request with generations, which `work` starts.
 async fn generate<F>(
     openai: Arc<OpenAi>,
     route: &'static str,
@@ -521,13 +522,13 @@ impl Answer {
     }
 }
 
-/// The form of the calls that an answer may have; `None`: none are read.
+/// Returns the syntax of the tool calls that the answer may contain; `None` if calls are not parsed.
 fn call_form(model: &ServedModel, tools: &Tools) -> Option<CallForm> {
     let form = model.text.as_ref().and_then(|text| text.chat_style(true).1.tools);
     form.filter(|_| tools.choice != Choice::None)
 }
 
-/// How the choices of an answer are read that may call tools.
+/// Returns how the choices of an answer with tools are parsed.
 fn reading<'a>(
     form: Option<CallForm>,
     tools: &'a Tools,
@@ -671,7 +672,7 @@ async fn scores<const AT: usize>(State(openai): State<Arc<OpenAi>>, request: Req
     .await
 }
 
-/// A model of a list.
+/// Returns the description of a model.
 fn listed(openai: &OpenAi, model: &ServedModel) -> Value {
     json!({
         "id": model.name, "object": "model", "created": openai.began, "owned_by": names::SERVICE,
@@ -711,7 +712,7 @@ async fn health(State(openai): State<Arc<OpenAi>>) -> Response {
 }
 
 async fn no_route(State(openai): State<Arc<OpenAi>>, request: Request<Body>) -> Response {
-    /// The longest path that is told.
+    /// The maximum length of a path in an error message.
     const MOST: usize = 64;
     let path = request.uri().path();
     let path = path[..path.floor_char_boundary(MOST)].to_owned();

@@ -1,5 +1,5 @@
-//! Which browsers' pages may use the API: refusing those that may not, and telling browsers about those that may
-//! (CORS).
+//! Access from pages in browsers: requests of other origins are refused, and browsers are told which pages may read
+//! answers (CORS).
 //! Not here: tokens (`service::auth`).
 
 use super::OpenAi;
@@ -12,24 +12,24 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use std::sync::Arc;
 
-/// How long a browser may keep the answer to a preflight request, seconds.
+/// The time for which a browser may cache the answer to a preflight request, in seconds.
 const KEPT: &str = "600";
 
-/// Whether an origin is a page of this machine.
+/// Returns whether an origin is a page of this machine.
 fn is_local(origin: &HeaderValue) -> bool {
     let host = origin.to_str().ok().and_then(|origin| Some(origin.split_once("://")?.1));
     host.is_some_and(admin::is_loopback)
 }
 
-/// Whether a request names this machine, and comes from no page of another origin.
+/// Returns whether a request names this machine as its host and does not come from a page of another origin.
 pub(super) fn from_here<B>(request: &Request<B>) -> bool {
     let mut origins = request.headers().get_all(header::ORIGIN).iter();
     admin::names_loopback(request.uri(), request.headers()) && origins.all(is_local)
 }
 
 impl OpenAi {
-    /// The origin of a request, if its page may read the answer: pages of this machine always, others only where a
-    /// token is needed, which no browser adds by itself.
+    /// Returns the origin of a request if its page may read the answer: pages of this machine always may, others only
+    /// if the server has tokens, which browsers do not send by themselves.
     fn origin(&self, headers: &HeaderMap) -> Option<HeaderValue> {
         let mut origins = headers.get_all(header::ORIGIN).iter();
         let (Some(origin), None) = (origins.next(), origins.next()) else { return None };
@@ -37,7 +37,7 @@ impl OpenAi {
     }
 }
 
-/// Answers preflight requests, and adds to other answers that their page may read them.
+/// Answers preflight requests, and adds the CORS headers to other answers.
 pub(super) async fn share(State(openai): State<Arc<OpenAi>>, request: Request, next: Next) -> Response {
     let origin = openai.origin(request.headers());
     let preflight = request.headers().contains_key(header::ACCESS_CONTROL_REQUEST_METHOD);

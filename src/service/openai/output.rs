@@ -1,7 +1,7 @@
-//! Splits the text of an output, piece by piece as it comes, into reasoning, content and calls of tools. What could be
-//! the beginning of a mark is held back until it is known; nothing is held twice or lost.
-//! Not here: outputs that consist of messages (`channels`), the parts of calls between marks (`marked`), how calls are
-//! constrained (`tools`), and the shapes of answers.
+//! Splits the text of an output, as it is generated, into reasoning, content and tool calls. Text that may be the
+//! beginning of a mark is held back until that is known.
+//! Not here: outputs that consist of messages (`channels`), the text of calls between marks (`marked`), constraining
+//! calls (`tools`), and the JSON of answers.
 
 use super::channels::Channels;
 use super::marked::{Head, Nesting, PairsCall, Tail, bracket_head, section_head, section_tail};
@@ -16,16 +16,16 @@ use std::sync::Arc;
 const FUNCTION: [&str; 2] = ["<function=", "</function>"];
 const PARAMETER: [&str; 2] = ["<parameter=", "</parameter>"];
 
-/// The reader of one output.
+/// The parser of one output.
 #[derive(Debug)]
 pub(super) enum Output {
-    /// Reasoning and calls stand between marks.
+    /// Reasoning and tool calls are enclosed in marks.
     Marked(Box<Marked>),
-    /// The output consists of messages.
+    /// The output consists of messages (harmony).
     Channels(Box<Channels>),
 }
 
-/// The reader of an output whose reasoning and calls stand between marks.
+/// The parser of an output whose reasoning and tool calls are enclosed in marks.
 #[derive(Debug)]
 pub(super) struct Marked {
     reasoning: ReasoningAt,
@@ -34,18 +34,19 @@ pub(super) struct Marked {
 
 #[derive(Debug)]
 enum ReasoningAt {
-    /// The output has begun with this text, which may become the opening mark.
+    /// At the beginning, after this text, which may become the opening mark.
     Before(&'static Marks, String),
-    /// Inside; with the closing mark, the text that is held back, and whether something was told.
+    /// In the reasoning; with the closing mark, the held-back text, and whether a piece was emitted.
     Inside { close: &'static str, held: String, told: bool },
-    /// The content has not begun: space is dropped.
+    /// After the reasoning, before the content: white space is dropped.
     Behind,
-    /// The content has begun, or there is no reasoning.
+    /// In the content, or there is no reasoning.
     Content,
 }
 
 impl Output {
-    /// The reader of an output that `reasons` so, and that calls `tools` in this form, if it may call any.
+    /// Creates the parser of an output with this reasoning. `tools` are the tools that the output may call, if any, and
+    /// the syntax of the calls.
     pub(super) fn new(reasons: Reasons, form: Option<CallForm>, tools: &Arc<[Tool]>) -> Output {
         let reasoning = match reasons {
             Reasons::Never => ReasoningAt::Content,
@@ -56,7 +57,7 @@ impl Output {
                 return Output::Channels(Box::new(Channels::new(tools)));
             }
         };
-        // Behind a prompt that has begun the content of a message, there are no calls.
+        // If the prompt ends inside the content of a message, the output contains no calls.
         let form = form.filter(|form| *form != CallForm::Channels);
         let calls = form.map(|form| Calls::new(form, tools));
         Output::Marked(Box::new(Marked { reasoning, calls }))
@@ -70,7 +71,7 @@ impl Output {
         }
     }
 
-    /// The output has ended: tells what was held back.
+    /// Ends the output: emits the held-back text.
     pub(super) fn finish(&mut self, pieces: &mut Vec<Piece>) {
         match self {
             Output::Marked(marked) => marked.finish(pieces),
@@ -146,14 +147,15 @@ impl Marked {
     }
 }
 
-/// Finds calls of tools in a text.
+/// The parser of tool calls in a text.
 #[derive(Debug)]
 struct Calls {
     form: CallForm,
     tools: Arc<[Tool]>,
-    /// The calls that were read.
+    /// The number of calls that were parsed.
     count: usize,
-    /// The text since the mark that opened a call, or since the last call of a list: content, if no call follows.
+    /// The text since the mark that opened a call, or since the last call of a list. It becomes content if no call
+    /// follows.
     opened: String,
     /// Whether calls are elements of a list.
     listed: bool,
@@ -162,9 +164,9 @@ struct Calls {
 
 #[derive(Debug)]
 enum CallsAt {
-    /// In content; with the text that is held back.
+    /// In content; with the held-back text.
     Content(String),
-    /// A bare JSON object may begin here; with the white space so far.
+    /// Where a bare JSON object may begin; with the white space so far.
     Start(String),
     /// In a JSON object.
     Object(Box<CallObject>),
@@ -172,15 +174,15 @@ enum CallsAt {
     Tagged(TaggedCall),
     /// In a call with marked names and values of arguments.
     Pairs(PairsCall),
-    /// Before a call's arguments, with the text so far.
+    /// Before the arguments of a call; with the text so far.
     Head(String),
     /// In a call's arguments.
     Arguments(Nesting),
-    /// Behind a call's arguments, with the text so far.
+    /// After the arguments of a call; with the text so far.
     Tail(String),
     /// Between the elements of a list.
     List,
-    /// Behind a call: until its closing mark, with what was not looked at.
+    /// After a call, before its closing mark; with the unparsed text.
     Close(String),
 }
 
@@ -212,7 +214,7 @@ impl Calls {
         }
     }
 
-    /// Takes text and returns what is left of it.
+    /// Parses some text and returns the rest of it.
     fn step(&mut self, text: String, pieces: &mut Vec<Piece>) -> String {
         match &mut self.at {
             CallsAt::Content(kept) => {
@@ -267,7 +269,7 @@ impl Calls {
                 let rest = text[used..].to_owned();
                 match object.state {
                     At::Done => self.called(),
-                    // Its beginning was told: what follows is left out.
+                    // The beginning of the call was emitted, so the rest is dropped.
                     At::Bad if object.named() => self.called(),
                     At::Bad => {
                         let raw = std::mem::take(&mut object.raw);
@@ -314,7 +316,7 @@ impl Calls {
                         kept[used..].to_owned()
                     }
                     Head::End { used } => {
-                        // A section without a call is told as it is written.
+                        // A section without calls is emitted unchanged.
                         if !self.opened.is_empty() {
                             content(&format!("{}{}", self.opened, &kept[..used]), pieces);
                         }
@@ -361,7 +363,7 @@ impl Calls {
                 }
                 let Some(rest) = shown.strip_prefix(']') else { return self.broken(shown.to_owned(), pieces) };
                 let rest = rest.to_owned();
-                // A list without a call is told as it is written.
+                // A list without calls is emitted unchanged.
                 if self.opened.contains(brackets::CALLS) {
                     content(&format!("{}]", self.opened), pieces);
                 }
@@ -385,12 +387,12 @@ impl Calls {
     }
 
     fn object(&self) -> Box<CallObject> {
-        // Without marks around it, an object that names no tool is an answer in JSON.
+        // A bare object that names no tool is an answer in JSON.
         let only = (self.form == CallForm::Json).then(|| Arc::clone(&self.tools));
         Box::new(CallObject { only, ..CallObject::default() })
     }
 
-    /// A call has ended.
+    /// Handles the end of a call.
     fn called(&mut self) {
         self.count += 1;
         self.opened.clear();
@@ -403,7 +405,7 @@ impl Calls {
         };
     }
 
-    /// Ends a call whose end was read, and returns the text behind it. `read`: what the call's reader returned.
+    /// Handles the end of a call and returns the text after it. `read` is the result of the call's parser.
     fn after_call(&mut self, read: Result<Option<String>, String>, pieces: &mut Vec<Piece>) -> String {
         match read {
             Ok(None) => String::new(),
@@ -415,7 +417,8 @@ impl Calls {
         }
     }
 
-    /// What looked like a call is none: its opening mark is content, and so is what follows, unless it has calls.
+    /// Handles text that looked like a call and is none: its opening mark becomes content, and the rest is parsed
+    /// again.
     fn broken(&mut self, rest: String, pieces: &mut Vec<Piece>) -> String {
         content(&std::mem::take(&mut self.opened), pieces);
         (self.at, self.listed) = (in_content(), false);
@@ -426,7 +429,7 @@ impl Calls {
         let opened = std::mem::take(&mut self.opened);
         let behind_a_call = self.count > 0;
         match std::mem::replace(&mut self.at, in_content()) {
-            // White space behind calls belongs to them.
+            // White space after calls is dropped.
             CallsAt::Content(kept) | CallsAt::Start(kept) if behind_a_call && kept.trim().is_empty() => {}
             CallsAt::Content(kept) | CallsAt::Start(kept) => content(&kept, pieces),
             CallsAt::Object(object) if object.named() => {}
@@ -435,7 +438,7 @@ impl Calls {
             CallsAt::Tagged(call) => content(&(opened + &call.kept), pieces),
             CallsAt::Pairs(call) if call.name.is_some() => {}
             CallsAt::Pairs(call) => content(&(opened + &call.kept), pieces),
-            // A part of the mark behind the last call.
+            // A part of the closing mark of the last call.
             CallsAt::Head(kept) if opened.is_empty() && section::CALLS[1].starts_with(kept.trim()) => {}
             CallsAt::Head(kept) => content(&(opened + &kept), pieces),
             CallsAt::List if opened.contains(brackets::CALLS) => content(&opened, pieces),
@@ -444,13 +447,13 @@ impl Calls {
     }
 }
 
-/// Reads a JSON object of `name` and `arguments` (or `parameters`) as it comes.
+/// An incremental parser of a JSON object with `name` and `arguments` (or `parameters`).
 #[derive(Debug, Default)]
 struct CallObject {
     state: At,
-    /// The tools of which one must be named, if that matters.
+    /// The tools that the call may name; `None` for any name.
     only: Option<Arc<[Tool]>>,
-    /// Everything until the call was told, after which it is not needed.
+    /// The whole text until the call is emitted.
     raw: String,
     /// The key or the value that is being read.
     token: String,
@@ -459,12 +462,12 @@ struct CallObject {
     in_string: bool,
     escaped: bool,
     name: Option<String>,
-    /// Whether the call was told.
+    /// Whether the call was emitted.
     told: bool,
     /// Arguments that came before the name.
     early: Option<String>,
     has_arguments: bool,
-    /// Whether the arguments' characters are told as they come.
+    /// Whether the characters of the arguments are emitted as they arrive.
     forward: bool,
 }
 
@@ -492,7 +495,7 @@ impl CallObject {
         matches!(self.key.as_str(), "arguments" | "parameters")
     }
 
-    /// Takes text up to the object's end; returns how many bytes.
+    /// Parses text up to the end of the object; returns the number of bytes.
     fn push(&mut self, text: &str, index: usize, pieces: &mut Vec<Piece>) -> usize {
         let mut forwarded = String::new();
         let mut used = text.len();
@@ -552,7 +555,7 @@ impl CallObject {
         };
     }
 
-    /// A character of a value, or the one behind a number.
+    /// Handles a character of a value, or the character after a number.
     fn value(&mut self, c: char, index: usize, forwarded: &mut String, pieces: &mut Vec<Piece>) -> At {
         let ends_scalar = !self.in_string && self.depth == 0 && (c.is_ascii_whitespace() || ",}]".contains(c));
         if ends_scalar {
@@ -597,7 +600,7 @@ impl CallObject {
         if complete { self.complete(index, forwarded, pieces) } else { At::Value }
     }
 
-    /// The value of `key` is complete.
+    /// Handles the end of the value of `key`.
     fn complete(&mut self, index: usize, forwarded: &mut String, pieces: &mut Vec<Piece>) -> At {
         if self.forward {
             self.forward = false;
@@ -618,7 +621,7 @@ impl CallObject {
             }
         } else if self.is_arguments() && !self.has_arguments {
             let text = match serde_json::from_str(&self.token) {
-                // Some models write the arguments' JSON as a text.
+                // Some models write the arguments as JSON in a string.
                 Ok(Value::String(text)) => text,
                 Ok(Value::Null) => "{}".to_owned(),
                 Ok(_) => self.token.clone(),
@@ -651,12 +654,12 @@ fn tell(index: usize, text: &mut String, pieces: &mut Vec<Piece>) {
     }
 }
 
-/// Reads a call whose parameters are tagged, each when it is complete.
+/// The parser of a call with tagged parameters, each of which is emitted when it is complete.
 #[derive(Debug, Default)]
 struct TaggedCall {
-    /// What was not read yet.
+    /// The unparsed text.
     kept: String,
-    /// Where to look for the end of a value: what is before was looked at.
+    /// The position from which the end of a value is searched.
     looked: usize,
     name: String,
     named: bool,
@@ -666,7 +669,7 @@ struct TaggedCall {
 }
 
 impl TaggedCall {
-    /// Takes text; returns what is left behind the call's end, or everything if it is no call.
+    /// Parses text; returns the text after the end of the call, or all of it if it is not a call.
     fn push(
         &mut self,
         text: &str,
@@ -721,7 +724,7 @@ impl TaggedCall {
             } else if mark.starts_with(shown) || end.is_some_and(|end| end.starts_with(shown)) {
                 return Ok(None);
             } else if self.named {
-                // Text between parameters means nothing.
+                // Text between parameters is dropped.
                 let skip = shown
                     .find('<')
                     .filter(|at| *at > 0)

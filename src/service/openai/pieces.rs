@@ -1,20 +1,20 @@
-//! The parts of an output, and what is held back of a text that may end with the beginning of a mark.
-//! Not here: how outputs are read (`output`).
+//! The pieces of a parsed output, and how much of a text must be held back because it may be the beginning of a mark.
+//! Not here: parsing outputs (`output`).
 
-/// A part of an output. Calls are numbered from 0; the pieces of one call follow each other.
+/// A piece of an output. Calls are numbered from 0, and the pieces of a call are consecutive.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Piece {
     /// More of the reasoning.
     Reasoning(String),
     /// More of the content.
     Content(String),
-    /// A call of this function begins.
+    /// The beginning of a call of this function.
     Call { index: usize, name: String },
     /// More of the call's arguments, a JSON object in pieces.
     Arguments { index: usize, text: String },
 }
 
-/// The length of the longest end of `text` that is a beginning of `mark`, or of white space before one.
+/// Returns the length of the longest suffix of `text` that is a prefix of `mark`, or white space before one.
 pub(super) fn held(text: &str, mark: &str, space: bool) -> usize {
     let most = text.len().min(mark.len() - 1);
     let part = (0..=most)
@@ -25,7 +25,7 @@ pub(super) fn held(text: &str, mark: &str, space: bool) -> usize {
     if space { text.len() - before.trim_end().len() } else { part }
 }
 
-/// The length of the longest end of `text` that is a beginning of one of `marks`.
+/// Returns the length of the longest suffix of `text` that is a prefix of one of `marks`.
 pub(super) fn held_of(text: &str, marks: impl Iterator<Item = &'static str>) -> usize {
     marks.map(|mark| held(text, mark, false)).max().unwrap_or(0)
 }

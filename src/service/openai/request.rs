@@ -1,5 +1,5 @@
-//! The fields that OpenAI's generating requests have in common, as our own message: sampling, stopping, constraints,
-//! and the extensions of vLLM. Defaults of sampling are those of the model's generation_config.json, then OpenAI's.
+//! The fields that OpenAI's requests for generations have in common: sampling, stopping, constraints, and vLLM's
+//! extensions. Sampling parameters default to those of the model's generation_config.json, then to OpenAI's.
 //! Not here: prompts, and answers.
 
 use super::fields::{self, Fields, refuse};
@@ -13,7 +13,7 @@ use crate::service::refusal::Refusal;
 use proto::constraint::{AnyJsonObject, Choice as Texts, Kind};
 use serde_json::{Map, Value, json};
 
-/// The fields of vLLM and of OpenAI's older API that ask for something that no request can have here.
+/// The fields of vLLM's and of OpenAI's older API that are refused unless they have no effect.
 const NOT_SERVED: [&str; 13] = [
     "use_beam_search",
     "logits_processors",
@@ -29,32 +29,32 @@ const NOT_SERVED: [&str; 13] = [
     "audio",
     "continue_final_message",
 ];
-/// What one entry of `logit_bias` may be, either way.
+/// The maximum absolute value of an entry of `logit_bias`.
 const MAX_BIAS: f32 = 100.0;
 
 /// How an answer is sent.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Streaming {
     pub(super) stream: bool,
-    /// Whether the stream ends with the usage.
+    /// Whether the stream ends with a chunk that contains the usage.
     pub(super) usage: bool,
 }
 
 /// The common part of a request.
 #[derive(Debug)]
 pub(super) struct Common {
-    /// Without a prompt, a constraint and log probabilities.
+    /// Our message, without its prompt, constraint and log probabilities.
     pub(super) message: proto::GenerateRequest,
     pub(super) streaming: Streaming,
-    /// Whether special tokens are text.
+    /// Whether special tokens appear in the text.
     pub(super) special_text: bool,
     /// The number of samples.
     pub(super) n: u32,
-    /// The number of last tokens of each prompt that are kept; `None`: all.
+    /// The number of last tokens of each prompt that are kept; `None` for all.
     pub(super) keep: Option<usize>,
 }
 
-/// The sampling parameters that the model's generation_config.json recommends.
+/// Returns the sampling parameters that the model's generation_config.json recommends.
 fn recommended(model: &ServedModel) -> Map<String, Value> {
     let files = model.text.iter().flat_map(|text| text.files());
     let bytes =
@@ -63,7 +63,7 @@ fn recommended(model: &ServedModel) -> Map<String, Value> {
 }
 
 impl Common {
-    /// Reads the common fields of a request for `model`; `id` is the beginning of the request's id.
+    /// Parses the common fields of a request for `model`; `id` is the prefix of the request's id.
     pub(super) fn read(body: &mut Fields, model: &ServedModel, id: &str) -> Result<Common, Refusal> {
         body.not_served(&NOT_SERVED)?;
         let recommended = recommended(model);
@@ -73,7 +73,7 @@ impl Common {
             return Err(refuse("best_of", &best_of.into(), format!("at most n, which is {n}")));
         }
         let top_k = match body.signed("top_k")? {
-            // vLLM's word for all tokens.
+            // vLLM's value for all tokens.
             Some(-1) => Some(0),
             Some(given) => Some(u32::try_from(given).map_err(|_| refuse("top_k", &given.into(), "at least -1"))?),
             None => recommended.get("top_k").and_then(fields::whole).and_then(|given| u32::try_from(given).ok()),
@@ -86,7 +86,7 @@ impl Common {
             repetition_penalty: body.number("repetition_penalty")?.or(default("repetition_penalty")),
             presence_penalty: body.number("presence_penalty")?,
             frequency_penalty: body.number("frequency_penalty")?,
-            // Our seeds have 64 bits: the sign stays.
+            // A negative seed keeps its bits; our seeds are unsigned.
             seed: body.signed("seed")?.map(|seed| seed as u64),
             logit_bias: logit_bias(body)?,
             n: Some(n),
@@ -138,7 +138,7 @@ fn logit_bias(body: &mut Fields) -> Result<std::collections::HashMap<u32, f32>, 
     object.into_iter().map(entry).collect()
 }
 
-/// `stop`: a text, or a list of texts. An empty list and an empty text stop nowhere.
+/// Parses `stop`: a text, or a list of texts. An empty list or an empty text has no effect.
 fn stop(body: &mut Fields) -> Result<Vec<String>, Refusal> {
     let strings = match body.any("stop") {
         None => Vec::new(),
@@ -160,12 +160,12 @@ fn stop_ids(body: &mut Fields) -> Result<Vec<u32>, Refusal> {
     ids("stop_token_ids", list)
 }
 
-/// `truncate_prompt_tokens`: how many of a prompt's last tokens are kept.
-/// `output` is the number of places that are left for an output.
+/// Parses `truncate_prompt_tokens`, the number of last tokens of a prompt that are kept; `output` is the number of
+/// tokens that must fit behind it.
 pub(super) fn kept(body: &mut Fields, model: &ServedModel, output: u32) -> Result<Option<usize>, Refusal> {
     match body.signed("truncate_prompt_tokens")? {
         None => Ok(None),
-        // What the context has room for.
+        // As many tokens as fit in the context.
         Some(-1) => {
             let context = model.replicas.iter().map(|replica| replica.bounds().context).min().unwrap_or(0);
             Ok(Some(context.saturating_sub(output) as usize))
@@ -177,7 +177,7 @@ pub(super) fn kept(body: &mut Fields, model: &ServedModel, output: u32) -> Resul
     }
 }
 
-/// A list of token ids.
+/// Parses a list of token ids.
 pub(super) fn ids(path: &str, list: Vec<Value>) -> Result<Vec<u32>, Refusal> {
     let id = |(index, value): (usize, Value)| {
         let id = fields::whole(&value).and_then(|id| u32::try_from(id).ok());
@@ -186,7 +186,7 @@ pub(super) fn ids(path: &str, list: Vec<Value>) -> Result<Vec<u32>, Refusal> {
     list.into_iter().enumerate().map(id).collect()
 }
 
-/// A number of alternatives to tell, at most as many as the engine has.
+/// Checks a number of alternative tokens against the engine's maximum.
 pub(super) fn alternatives(path: &str, given: Option<u32>) -> Result<Option<u32>, Refusal> {
     match given {
         Some(given) if given > MAX_LOGPROBS => {
@@ -196,7 +196,7 @@ pub(super) fn alternatives(path: &str, given: Option<u32>) -> Result<Option<u32>
     }
 }
 
-/// A JSON Schema: an object, or a text that holds one.
+/// Parses a JSON Schema: an object, or a text that contains one.
 fn schema(path: String, value: Value) -> Result<String, Refusal> {
     match value {
         Value::String(text) => Ok(text),
@@ -205,7 +205,7 @@ fn schema(path: String, value: Value) -> Result<String, Refusal> {
     }
 }
 
-/// `guided_*` and `structured_outputs`, vLLM's constraints.
+/// Parses vLLM's constraints: `guided_*` and `structured_outputs`.
 fn guided(body: &mut Fields) -> Result<Vec<Kind>, Refusal> {
     let mut kinds = Vec::new();
     let mut read = |from: &mut Fields, prefix: &str| -> Result<(), Refusal> {
@@ -236,7 +236,7 @@ fn guided(body: &mut Fields) -> Result<Vec<Kind>, Refusal> {
     Ok(kinds)
 }
 
-/// A `response_format`, or the Responses API's `text.format`, whose schema stands in it (`flat`).
+/// Parses `response_format`, or `text.format` of the Responses API, which contains its schema directly (`flat`).
 pub(super) fn response_format(format: Option<Fields>, flat: bool) -> Result<Option<Kind>, Refusal> {
     let Some(mut format) = format else { return Ok(None) };
     let kind = format.need_text("type")?;
@@ -266,7 +266,7 @@ pub(super) fn response_format(format: Option<Fields>, flat: bool) -> Result<Opti
     }
 }
 
-/// The only constraint of a request, if it has one: `format` as read before, or vLLM's.
+/// Returns the constraint of a request: `format`, which was parsed before, or one of vLLM's. Refuses more than one.
 pub(super) fn constraint(body: &mut Fields, format: Option<Kind>) -> Result<Option<Kind>, Refusal> {
     let mut kinds = guided(body)?;
     kinds.extend(format);
@@ -281,7 +281,7 @@ pub(super) fn constraint(body: &mut Fields, format: Option<Kind>) -> Result<Opti
     Ok(kinds.pop())
 }
 
-/// The constraint of a chat whose answer may be calls of `tools`; `model` says how it writes them.
+/// Returns the constraint of a chat whose answer may call `tools`, in the syntax of `model`.
 pub(super) fn with_tools(
     tools: &Tools,
     kind: Option<Kind>,
@@ -296,7 +296,8 @@ pub(super) fn with_tools(
     let form = match style.tools {
         Some(form) => form,
         None if style.shows_tools && tools.choice == Choice::Required => return Err(Refusal::UnknownCalls),
-        // Calls that are not read are content. A model without tools refuses them when its prompt is made.
+        // Calls that are not parsed are content. If the template does not support tools, preparing the prompt refuses
+        // them.
         None => return Ok(kind.map(constrain)),
     };
     let content = kind.filter(|_| tools.choice == Choice::Auto).map(content_format).transpose()?;
@@ -305,7 +306,7 @@ pub(super) fn with_tools(
     Ok(tag.map(Kind::StructuralTag).map(constrain))
 }
 
-/// A constraint as a format of a structural tag.
+/// Converts a constraint to a format of a structural tag.
 fn content_format(kind: Kind) -> Result<Value, Refusal> {
     let (field, constraint) = named_constraint(kind);
     format(constraint).map_err(|source| Refusal::Grammar { field, source })

@@ -1,5 +1,5 @@
-//! `/v1/responses`: the Responses API for text, without stored state. A list of items becomes our message; our stream
-//! of events becomes a response of items, or its named events.
+//! `/v1/responses`: the Responses API for text, without stored state. Converts a list of items to our message, and our
+//! stream of events to a response of items or its named events.
 //! Not here: stored responses and conversations, tools that a server runs, and HTTP.
 
 use super::answer::{Answer, Choices, Frame, Used};
@@ -17,7 +17,7 @@ use proto::chat_message::ToolCall;
 use proto::generate_request::Prompt;
 use serde_json::{Map, Value, json};
 
-/// A response, as our message and as what is needed to answer it.
+/// A parsed request for a response: our message, and what the answer needs.
 #[derive(Debug)]
 pub(super) struct Asked {
     pub(super) common: Common,
@@ -25,14 +25,15 @@ pub(super) struct Asked {
     pub(super) telling: Telling,
 }
 
-/// What needs stored state, or a server that runs tools.
+/// The fields that need stored state or a server that runs tools.
 const NOT_SERVED: [&str; 6] =
     ["previous_response_id", "conversation", "background", "prompt", "max_tool_calls", "top_logprobs"];
 
-/// The most entries of `metadata`, and the most bytes of a key and of a value, as OpenAI has them.
+/// The maximum number of entries of `metadata`, and the maximum lengths of a key and of a value in bytes; the same as
+/// OpenAI's.
 const METADATA: (usize, usize, usize) = (16, 64, 512);
 
-/// Reads `metadata`: texts by name.
+/// Parses `metadata`: texts by name.
 fn metadata(body: &mut Fields) -> Result<Value, Refusal> {
     let (most, most_key, most_value) = METADATA;
     let Some(metadata) = body.object("metadata")? else { return Ok(json!({})) };
@@ -53,14 +54,14 @@ fn metadata(body: &mut Fields) -> Result<Value, Refusal> {
     Ok(Value::Object(metadata))
 }
 
-/// Reads a short text that the response repeats.
+/// Parses a short text that the response repeats.
 fn short_text(fields: &mut Fields, key: &str, name: &'static str) -> Result<Value, Refusal> {
     let text = fields.text(key)?;
     bounds::name(name, text.as_deref().unwrap_or_default())?;
     Ok(text.into())
 }
 
-/// The members of `text.format` that are read, as the response repeats them.
+/// The members of `text.format` that the response repeats.
 fn format_again(format: Option<&mut Fields>) -> Result<Value, Refusal> {
     let Some(format) = format else { return Ok(json!({"type": "text"})) };
     // Type and schema are checked when the constraint is read.
@@ -73,7 +74,7 @@ fn format_again(format: Option<&mut Fields>) -> Result<Value, Refusal> {
     Ok(json!({"type": kind, "name": name, "schema": schema, "strict": format.flag("strict")?}))
 }
 
-/// The messages of `input`, behind the instructions.
+/// Parses `input` into messages, after a message with the instructions.
 fn messages(body: &mut Fields, instructions: Option<&str>) -> Result<Vec<ChatMessage>, Refusal> {
     let mut messages = Vec::new();
     if let Some(instructions) = instructions {
@@ -145,14 +146,14 @@ fn messages(body: &mut Fields, instructions: Option<&str>) -> Result<Vec<ChatMes
     Ok(messages)
 }
 
-/// Reads a request for `model`.
+/// Parses a request for `model`.
 pub(super) fn read(mut body: Fields, model: &ServedModel) -> Result<Asked, Refusal> {
     body.not_served(&NOT_SERVED)?;
     let included = body.list("include")?.unwrap_or_default();
     if let Some(at) = included.iter().position(|part| part == "message.output_text.logprobs") {
         return Err(Refusal::NotServedField { field: format!("include[{at}]") });
     }
-    // What the response says again.
+    // The fields that the response repeats.
     let mut again = Map::new();
     let mut echo = |body: &Fields, key: &str, absent: Value| {
         let value = body.peek(key).cloned().unwrap_or(absent);
@@ -210,19 +211,19 @@ pub(super) fn read(mut body: Fields, model: &ServedModel) -> Result<Asked, Refus
     Ok(Asked { common, tools, telling: Telling { again, items: Vec::new(), open: None, sequence: 0 } })
 }
 
-/// The items of a response, as they come.
+/// The items of a response, and the state of its events.
 #[derive(Debug)]
 pub(super) struct Telling {
     /// The fields of the request that the response repeats.
     again: Map<String, Value>,
-    /// Those that are complete.
+    /// The complete items.
     items: Vec<Value>,
     open: Option<Open>,
     /// The number of the next event.
     sequence: u64,
 }
 
-/// An item that is not complete.
+/// An item that is not complete yet.
 #[derive(Debug)]
 struct Open {
     kind: Kind,
@@ -238,7 +239,7 @@ enum Kind {
 }
 
 impl Open {
-    /// The item, `in_progress` or complete.
+    /// Returns the item, with the status `in_progress` or `completed`.
     fn item(&self, status: &str) -> Value {
         let begun = status == "in_progress";
         match &self.kind {
@@ -259,7 +260,7 @@ impl Open {
         }
     }
 
-    /// The only part of a reasoning's or a message's content.
+    /// Returns the single content part of a reasoning item or a message.
     fn part(&self) -> Value {
         match self.kind {
             Kind::Reasoning => json!({"type": "reasoning_text", "text": self.text}),
@@ -267,7 +268,7 @@ impl Open {
         }
     }
 
-    /// The beginning of the names of its events.
+    /// Returns the prefix of the names of the item's events.
     fn event(&self) -> &'static str {
         match self.kind {
             Kind::Reasoning => "response.reasoning_text",
@@ -308,7 +309,7 @@ impl Telling {
         response
     }
 
-    /// How the response has ended.
+    /// Returns the status of the response.
     fn status(choices: &Choices) -> &'static str {
         match choices.ended(0).reason {
             "length" => "incomplete",
@@ -317,12 +318,12 @@ impl Telling {
         }
     }
 
-    /// The whole response.
+    /// Returns the whole response.
     pub(super) fn whole(&self, answer: &Answer, choices: &Choices) -> Value {
         self.response(answer, Telling::status(choices), used(choices.usage()), Value::Null)
     }
 
-    /// The events of a failure after which nothing follows; `error` is OpenAI's error.
+    /// Returns the last events of a failed response; `error` is OpenAI's error object.
     pub(super) fn failed(&mut self, answer: &Answer, choices: &Choices, error: &Value) -> Vec<Value> {
         let error = json!({"code": "server_error", "message": error["error"]["message"]});
         let response = self.response(answer, "failed", used(choices.usage()), error);
@@ -392,7 +393,7 @@ impl Telling {
         events.push(self.event(&name, fields));
     }
 
-    /// The events of a frame.
+    /// Returns the events for a frame.
     pub(super) fn events(&mut self, answer: &Answer, choices: &Choices, frame: Frame) -> Vec<Value> {
         let mut events = Vec::new();
         match frame {

@@ -1,6 +1,6 @@
-//! Tools of a request: their definitions, which of them the model may or must call, and the constraint that holds the
-//! output to that, in the form in which the model writes calls.
-//! Not here: reading calls from an output (`output`).
+//! The tools of a request: their definitions, which of them the model may or must call, and the constraint that
+//! enforces this in the model's syntax of calls.
+//! Not here: parsing calls of an output (`output`).
 
 use super::fields::{self, Fields, refuse};
 use crate::model::grammar::{GrammarError, MOST_BYTES};
@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use std::collections::HashSet;
 use std::sync::Arc;
 
-/// The longest name of a function, bytes.
+/// The maximum length of a function's name in bytes.
 const MOST_NAME: usize = 128;
 
 /// A function that the model may call.
@@ -22,7 +22,7 @@ pub(super) struct Tool {
     pub(super) name: String,
     /// The JSON Schema of its arguments.
     pub(super) parameters: Value,
-    /// Whether calls of it must conform to the schema even where the model may choose not to call.
+    /// Whether its calls must conform to the schema even if the model need not call a tool (`strict`).
     pub(super) strict: bool,
 }
 
@@ -47,31 +47,31 @@ impl Tool {
     }
 }
 
-/// Which calls an output may and must have.
+/// Whether an output may or must contain calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Choice {
-    /// None.
+    /// It must not.
     #[default]
     None,
-    /// As many as the model likes.
+    /// It may contain any number.
     Auto,
-    /// At least one.
+    /// It must contain at least one.
     Required,
 }
 
 /// The tools of a request.
 #[derive(Clone, Debug)]
 pub(super) struct Tools {
-    /// As the template gets them, JSON.
+    /// The definitions for the chat template, as JSON.
     pub(super) shown: Vec<String>,
-    /// Those that may be called.
+    /// The tools that may be called.
     pub(super) callable: Arc<[Tool]>,
     pub(super) choice: Choice,
-    /// Whether one output may have several calls.
+    /// Whether an output may contain several calls.
     pub(super) parallel: bool,
 }
 
-/// Reads a function of `tools`, and its definition as templates expect it.
+/// Parses a function of `tools`; also returns its definition for chat templates.
 fn function(mut function: Fields) -> Result<(Tool, String), Refusal> {
     let name = function.need_text("name")?;
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"_-.:/".contains(&byte);
@@ -96,8 +96,8 @@ fn function(mut function: Fields) -> Result<(Tool, String), Refusal> {
 }
 
 impl Tools {
-    /// Reads `tools`, `tool_choice` and `parallel_tool_calls`. With `flat`, the members of a function stand in the tool
-    /// itself, as the Responses API has them.
+    /// Parses `tools`, `tool_choice` and `parallel_tool_calls`. With `flat`, a tool contains the members of its
+    /// function directly, as in the Responses API.
     pub(super) fn read(body: &mut Fields, flat: bool) -> Result<Tools, Refusal> {
         body.not_served(&["functions", "function_call"])?;
         let parallel = body.flag("parallel_tool_calls")?.unwrap_or(true);
@@ -155,15 +155,15 @@ impl Tools {
         }
         let choice = if tools.is_empty() { Choice::None } else { choice };
         if choice == Choice::None {
-            // The model is not shown what it may not call.
+            // The template receives only the tools that may be called.
             shown.clear();
             tools.clear();
         }
         Ok(Tools { shown, callable: tools.into(), choice, parallel: parallel && named.is_none() })
     }
 
-    /// The format of a structural tag that the output must have, and `None` if it is free. `content` is the format of
-    /// an answer without calls, if that is constrained.
+    /// Returns the format of a structural tag for the output; `None` if the output is unconstrained. `content` is the
+    /// format of an answer without calls, if that is constrained.
     ///
     /// # Errors [`GrammarError::TooLong`] if the definitions of the schemas alone, with a copy for each parameter that
     /// refers to them, are longer than a constraint may be.
@@ -188,7 +188,7 @@ impl Tools {
                 "stop_after_first": one,
             })
         };
-        // One of the calls, or as many as the model likes.
+        // One call, or any number of calls.
         let several = |calls: Vec<Value>, newline: bool| {
             let call = json!({"type": "or", "elements": calls});
             match (self.parallel, newline) {
@@ -212,7 +212,7 @@ impl Tools {
                     let [open, close] = section::CALLS;
                     sequence(vec![mark(text, open), several(calls, true), mark(text, close)])
                 }
-                // Such a model ends its turn with a call.
+                // A model with this syntax ends its turn with a call.
                 CallForm::Channels => json!({"type": "or", "elements": calls}),
             })
         };
@@ -241,8 +241,8 @@ impl Tools {
     }
 }
 
-/// The schema that constrained arguments conform to: without properties that it does not name, unless it says that
-/// there may be others. A model would invent some.
+/// Returns the schema that constrained arguments conform to. It forbids properties that the schema does not name,
+/// unless the schema allows them explicitly, because models invent some.
 fn closed(parameters: &Value) -> Value {
     let mut closed = parameters.clone();
     const OTHERS: [&str; 7] =
@@ -264,7 +264,7 @@ fn sequence(elements: Vec<Value>) -> Value {
     json!({"type": "sequence", "elements": elements})
 }
 
-/// A new line that some versions of a model write and others do not.
+/// A newline that some versions of a model write and others do not.
 fn optional_newline() -> Value {
     json!({"type": "optional", "content": constant("\n")})
 }
@@ -342,10 +342,10 @@ fn parameters(tool: &Tool, format: impl Fn(&str, &Value) -> Value) -> Vec<Value>
     properties.into_iter().flatten().map(parameter).collect()
 }
 
-/// The keywords of a schema that hold definitions for references.
+/// The keywords of a schema that contain definitions.
 const DEFINITIONS: [&str; 2] = ["$defs", "definitions"];
 
-/// Whether a schema refers to another one.
+/// Returns whether a schema contains references.
 fn refers(schema: &Value) -> bool {
     match schema {
         Value::Object(map) => map.contains_key("$ref") || map.values().any(refers),
@@ -354,7 +354,7 @@ fn refers(schema: &Value) -> bool {
     }
 }
 
-/// The bytes of the definitions of a tool's schema, for all of its parameters that get a copy of them.
+/// Returns the size in bytes of the definitions of a tool's schema, summed over all parameters that get a copy of them.
 fn copied_definitions(tool: &Tool) -> usize {
     let properties = tool.parameters.get("properties").and_then(Value::as_object);
     let copies = properties.into_iter().flatten().filter(|(name, schema)| tool.is_json(name) && refers(schema)).count();
@@ -374,7 +374,7 @@ fn parameter(name: &str, schema: &Value, is_json: bool, whole: &Value) -> Value 
     json!({"type": "tag", "begin": begin, "content": content, "end": end})
 }
 
-/// A parameter's value, as a format of a structural tag; `None` if it is any text.
+/// Returns the format of a parameter's value; `None` for arbitrary text.
 fn value(schema: &Value, is_json: bool, whole: &Value) -> Option<Value> {
     if !is_json {
         let texts = schema.get("enum").and_then(Value::as_array)?;
@@ -382,7 +382,7 @@ fn value(schema: &Value, is_json: bool, whole: &Value) -> Option<Value> {
         return Some(json!({"type": "or", "elements": texts.collect::<Vec<_>>()}));
     }
     let mut schema = schema.clone();
-    // References begin at the whole schema.
+    // References are resolved from the root of the schema.
     let definitions: &[&str] = if refers(&schema) { &DEFINITIONS } else { &[] };
     for definitions in definitions {
         if let (Some(found), Value::Object(schema)) = (whole.get(*definitions), &mut schema) {
@@ -392,7 +392,7 @@ fn value(schema: &Value, is_json: bool, whole: &Value) -> Option<Value> {
     Some(json!({"type": "json_schema", "json_schema": schema}))
 }
 
-/// An argument of a call with marked names and values.
+/// Returns the format of an argument with a marked name and a marked value.
 fn pair(text: &Text, name: &str, schema: &Value, tool: &Tool) -> Value {
     let mark = |name: &str| mark(text, name);
     let mut elements = vec![mark(KEY[0]), constant(name), mark(KEY[1]), optional_newline(), mark(VALUE[0])];
@@ -404,7 +404,7 @@ fn pair(text: &Text, name: &str, schema: &Value, tool: &Tool) -> Value {
     sequence(elements)
 }
 
-/// Reads the `arguments` of a call in a conversation: a text of JSON, or an object.
+/// Parses the `arguments` of a call in a conversation: JSON as text, or an object.
 pub(super) fn arguments(path: &str, value: Option<Value>) -> Result<String, Refusal> {
     match value {
         None => Ok(String::new()),

@@ -1,6 +1,6 @@
-//! The contract's messages as ours and back: what is asked becomes our own request, so that it is checked, routed and
-//! run by the same code; what comes back is our own stream, retold. Nothing is ignored: what cannot be honoured is
-//! refused by its name here. Not here: gRPC.
+//! Conversions between the contract's messages and ours. A request becomes a request of our own service, so that the
+//! same code checks, routes and runs it; our stream of events becomes the contract's. No field is ignored: values that
+//! are not supported are refused by name. Not here: gRPC.
 
 use super::contract;
 use crate::host::{Host, ServedModel};
@@ -18,7 +18,7 @@ use proto::generate_response::Event;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Our field's name → the contract's.
+/// Pairs of our field name and the contract's.
 const NAMES: [(&str, &str); 12] = [
     ("sampling.n", "sampling_params.n"),
     ("stopping.strings", "sampling_params.stop"),
@@ -33,14 +33,14 @@ const NAMES: [(&str, &str); 12] = [
     ("prompt.text", "text"),
     ("prompt", "input"),
 ];
-/// The path of a model and of its tokenizer, as a router is told. Routers look there first, on their own disk or as a
-/// name in a public registry, and only then ask the server: a served name would bring them another model's tokenizer.
-/// Nothing can be below a device file.
+/// The path of the model and of its tokenizer that routers are told. They look for this path on their own disk, then
+/// for a repository of this name in a public registry, and only then ask the server; the served name could bring them
+/// another model's tokenizer. No file can exist under a device file.
 const NOWHERE: &str = "/dev/null/ask-GetTokenizer";
-/// What one entry of `logit_bias` may be, either way.
+/// The maximum absolute value of an entry of `logit_bias`.
 const MAX_BIAS: f32 = 100.0;
 
-/// The model that is meant: the only one.
+/// Returns the only served model.
 pub fn model(host: &Host) -> Result<Arc<ServedModel>, Refusal> {
     match host.models().as_slice() {
         [model] => Ok(Arc::clone(model)),
@@ -52,41 +52,42 @@ pub fn model(host: &Host) -> Result<Arc<ServedModel>, Refusal> {
     }
 }
 
-/// The replica of a rank.
+/// Returns the replica of a data-parallel rank.
 pub fn replica<'a>(model: &'a ServedModel, field: &'static str, rank: i32) -> Result<&'a Replica, Refusal> {
     let replica = usize::try_from(rank).ok().and_then(|rank| model.replicas.get(rank)).map(|replica| &**replica);
     let rule = "the place of one of the model's replicas, from 0";
     replica.ok_or_else(|| Refusal::Value { field, value: rank.to_string(), rule })
 }
 
-/// A refusal that names the contract's fields instead of ours.
-pub fn in_their_words(refusal: Refusal) -> Refusal {
+/// Returns the refusal with the contract's field names.
+pub fn with_contract_names(refusal: Refusal) -> Refusal {
     refusal.renamed(&NAMES)
 }
 
-/// What is asked, in our own words.
+/// A converted Generate request.
 #[derive(Debug)]
 pub struct Asked {
-    /// Most of it. Its `model` and `device` are unset.
+    /// Our message. Its `model` and `device` are unset.
     pub message: proto::GenerateRequest,
     /// The name of the replica of the requested rank; empty if any replica will do.
     pub replica: String,
-    /// What our message has no field for.
+    /// The settings that our message has no field for.
     pub rest: Rest,
-    /// Whether tokens are told as they come.
+    /// Whether tokens are sent as they are generated.
     pub stream: bool,
 }
 
-/// What our message has no field for.
+/// The settings of a request that our message has no field for.
 #[derive(Clone, Copy, Debug)]
 pub struct Rest {
-    /// Tokens of the prompt that are kept, from its end.
+    /// The number of last prompt tokens that are kept; `None` for all.
     pub keep: Option<usize>,
     special_text: bool,
 }
 
 impl Rest {
-    /// Puts it into a request whose tokens are known; gives the first one of a prompt that is to be scored.
+    /// Applies the settings to a prepared request. Returns the first token of the prompt if its log probabilities are
+    /// requested.
     pub fn apply(self, prepared: &mut Prepared) -> Option<u32> {
         prepared.special_text = if self.special_text { SpecialText::All } else { SpecialText::None };
         let request = &prepared.request;
@@ -94,7 +95,7 @@ impl Rest {
     }
 }
 
-/// What a request asks of the model. Its prompt is not looked at.
+/// Converts a Generate request. Does not check the prompt.
 pub fn request(model: &ServedModel, message: contract::GenerateRequest) -> Result<Asked, Refusal> {
     let not_served = [
         ("kv_transfer_params", message.kv_transfer_params.is_some()),
@@ -113,7 +114,7 @@ pub fn request(model: &ServedModel, message: contract::GenerateRequest) -> Resul
     let prompt_logprobs = at_least_zero("sampling_params.prompt_logprobs", params.prompt_logprobs)?;
     let keep = match params.truncate_prompt_tokens {
         None => None,
-        // What the context has room for; one place is left for an output.
+        // As many tokens as fit in the context with one output token.
         Some(-1) => {
             let context = model.replicas.iter().map(|replica| replica.bounds().context).min().unwrap_or(0);
             Some(context.saturating_sub(1) as usize)
@@ -157,7 +158,7 @@ pub fn request(model: &ServedModel, message: contract::GenerateRequest) -> Resul
     Ok(Asked { message: message_of_ours, replica, rest, stream: message.stream })
 }
 
-/// How tokens are drawn; 0 is unset where a field cannot say so itself.
+/// Converts the sampling parameters. In fields without presence, 0 means unset.
 fn sampling(params: &contract::SamplingParams) -> Result<proto::Sampling, Refusal> {
     let bias = |(&id, &bias): (&i32, &f32)| {
         let field = "sampling_params.logit_bias";
@@ -177,14 +178,14 @@ fn sampling(params: &contract::SamplingParams) -> Result<proto::Sampling, Refusa
         repetition_penalty: unless_zero(params.repetition_penalty),
         presence_penalty: Some(params.presence_penalty),
         frequency_penalty: Some(params.frequency_penalty),
-        // Our seeds have 64 bits: the sign stays.
+        // A negative seed is sign-extended; our seeds have 64 bits.
         seed: params.seed.filter(|seed| *seed != -1).map(|seed| i64::from(seed) as u64),
         logit_bias: params.logit_bias.iter().map(bias).collect::<Result<_, _>>()?,
         n: Some(params.n.max(1)),
     })
 }
 
-/// What the output must look like.
+/// Converts the constraint on the output.
 fn constraint(params: &contract::SamplingParams) -> Result<Option<proto::Constraint>, Refusal> {
     use proto::constraint::{AnyJsonObject, Choice, Kind};
     let kind = match params.constraint.clone() {
@@ -206,38 +207,38 @@ fn at_least_zero(field: &'static str, given: Option<i32>) -> Result<Option<u32>,
     given.map(convert).transpose()
 }
 
-/// Retells one request's stream.
+/// Converts the events of one request to the contract's messages.
 #[derive(Debug)]
-pub struct Teller {
+pub struct EventConverter {
     stream: bool,
-    /// Of the prompt, if it was asked for, until it is told.
+    /// The log probabilities of the prompt, if they are requested, until they are sent.
     prompt: Option<contract::InputLogProbs>,
     prompt_tokens: u32,
     cached_tokens: u32,
-    /// By index: what a sample has drawn so far.
+    /// The samples, by index.
     samples: Vec<Drawn>,
 }
 
 #[derive(Debug, Default)]
 struct Drawn {
     ids: Vec<u32>,
-    /// Where they are not told as they come.
+    /// The log probabilities, unless they are sent as tokens are generated.
     logprobs: Vec<proto::TokenLogprobs>,
 }
 
-impl Teller {
-    /// Of a request that asked for chunks, or did not; `first`: of a prompt that is scored.
-    pub fn new(stream: bool, first: Option<u32>) -> Teller {
+impl EventConverter {
+    /// Creates the converter. `first` is the first token of the prompt if its log probabilities are requested.
+    pub fn new(stream: bool, first: Option<u32>) -> EventConverter {
         let prompt = first.map(|token_id| {
             let mut told = contract::InputLogProbs::default();
             told.push(token_id, None);
             told
         });
-        Teller { stream, prompt, prompt_tokens: 0, cached_tokens: 0, samples: Vec::new() }
+        EventConverter { stream, prompt, prompt_tokens: 0, cached_tokens: 0, samples: Vec::new() }
     }
 
-    /// What is to be said of an event, if anything.
-    pub fn tell(&mut self, event: Event) -> Option<contract::GenerateResponse> {
+    /// Converts an event; returns `None` if no message is due.
+    pub fn convert(&mut self, event: Event) -> Option<contract::GenerateResponse> {
         let response = match event {
             Event::Started(started) => {
                 (self.prompt_tokens, self.cached_tokens) = (started.prompt_tokens, started.cached_tokens);
@@ -262,7 +263,7 @@ impl Teller {
         &mut self.samples[index]
     }
 
-    /// What the first sample says of the prompt, once.
+    /// Takes the log probabilities of the prompt, which are sent once, with sample 0.
     fn input(&mut self, index: u32) -> Option<contract::InputLogProbs> {
         if index == 0 { self.prompt.take().map(contract::InputLogProbs::told) } else { None }
     }
@@ -321,14 +322,14 @@ impl Teller {
 }
 
 impl contract::InputLogProbs {
-    /// The prompt's next token, of which something is known unless it is the first.
+    /// Appends a token of the prompt. Every token but the first has log probabilities.
     fn push(&mut self, token_id: u32, known: Option<&proto::TokenLogprobs>) {
         self.token_ids.push(token_id);
         self.token_logprobs.push(contract::InputTokenLogProb { value: known.map(|token| token.logprob) });
         self.top_logprobs.push(known.map(top).unwrap_or_default());
     }
 
-    /// Without lists of no alternatives.
+    /// Clears the lists of alternatives if all of them are empty.
     fn told(mut self) -> contract::InputLogProbs {
         if self.top_logprobs.iter().all(|top| top.values.is_empty()) {
             self.top_logprobs.clear();
@@ -353,7 +354,7 @@ fn logprobs(tokens: &[proto::TokenLogprobs]) -> Option<contract::OutputLogProbs>
     })
 }
 
-/// A call for the vector of a prompt, which must come as token ids, as in Generate.
+/// Converts an Embed request, whose prompt must be token ids.
 pub(in crate::service) fn embed_call(message: contract::EmbedRequest) -> Result<EmbedCall, Refusal> {
     let Some(tokenized) = message.tokenized else {
         return Err(Refusal::Missing { field: "tokenized", rule: "the prompt's token ids" });
@@ -362,7 +363,7 @@ pub(in crate::service) fn embed_call(message: contract::EmbedRequest) -> Result<
     Ok(EmbedCall { common, inputs: vec![Embedded::Tokens(tokenized.input_ids)], ..EmbedCall::default() })
 }
 
-/// The vector of the only input.
+/// Converts the answer of a call with one input.
 pub(in crate::service) fn embedded(answers: Answers<Vec<f32>>) -> contract::EmbedResponse {
     let first = answers.answers.into_iter().next();
     first.map_or_else(contract::EmbedResponse::default, |answer| contract::EmbedResponse {
@@ -372,7 +373,7 @@ pub(in crate::service) fn embedded(answers: Answers<Vec<f32>>) -> contract::Embe
     })
 }
 
-/// What a model is.
+/// Returns the description of a model.
 pub fn model_info(model: &ServedModel) -> contract::GetModelInfoResponse {
     let object = |name: &str| -> serde_json::Map<String, serde_json::Value> {
         let files = model.text.iter().flat_map(|text| text.files());
@@ -408,12 +409,12 @@ pub fn model_info(model: &ServedModel) -> contract::GetModelInfoResponse {
     }
 }
 
-/// What is too large for the contract's signed numbers is their largest.
+/// Converts a number to the contract's signed type, saturating.
 pub fn signed(number: u32) -> i32 {
     i32::try_from(number).unwrap_or(i32::MAX)
 }
 
-/// A moment as RFC 3339 writes it, to the millisecond, UTC.
+/// Formats a time as RFC 3339, in UTC with milliseconds.
 pub fn timestamp(at: SystemTime) -> String {
     let since = at.duration_since(UNIX_EPOCH).unwrap_or_default();
     let (days, seconds) = (since.as_secs() / 86_400, since.as_secs() % 86_400);

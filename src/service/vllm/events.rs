@@ -1,6 +1,6 @@
-//! The events of the prefix cache for routers (KV-cache events of vLLM's contract): one stream for all ranks. The events of
-//! each rank are numbered without gaps, and a stream begins with all pages that exist.
-//! Not here: past events; a subscriber that has missed some subscribes again.
+//! The stream of prefix-cache events for routers (vLLM's KV-cache events), one for all ranks of a model. The batches of
+//! each rank are numbered without gaps, and a stream begins with all existing pages.
+//! Not here: past events; a subscriber that has missed events subscribes again.
 
 use super::common;
 use crate::engine::page_pool::{Content, PageChange};
@@ -21,13 +21,13 @@ use tokio::sync::mpsc;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::Status;
 
-/// Batches that are kept for a subscriber that falls behind.
+/// The number of batches that are buffered for a slow subscriber.
 const KEPT: usize = 4096;
 
-/// One subscriber's stream.
+/// The event stream of one subscriber.
 pub struct PageEvents {
     batches: mpsc::Receiver<(i32, PageBatch)>,
-    /// Set on an engine's thread when there was no room.
+    /// Set on an engine thread when the buffer is full.
     slow: Arc<AtomicBool>,
     stop: Pin<Box<WaitForCancellationFutureOwned>>,
     model: String,
@@ -43,7 +43,7 @@ impl std::fmt::Debug for PageEvents {
 }
 
 impl PageEvents {
-    /// Of all replicas of a model, until `stop`. Asks their engines.
+    /// Subscribes to all replicas of a model, until `stop` is cancelled. Waits for the engine threads.
     pub fn of(model: &ServedModel, stop: CancellationToken) -> PageEvents {
         let (sender, batches) = mpsc::channel(KEPT);
         let slow = Arc::new(AtomicBool::new(false));
@@ -109,7 +109,7 @@ impl PageEvents {
     }
 }
 
-/// The contract's hashes are numbers of 64 bits: half of a name.
+/// Returns the hash of a page for the contract: the lower 64 bits of the page's name.
 fn hash(name: PageKey) -> i64 {
     name.0 as i64
 }
@@ -123,7 +123,7 @@ fn block(content: &Content) -> common::KvBlock {
     }
 }
 
-/// An event that begins with this change.
+/// Returns a new event with this change.
 fn first(change: &PageChange) -> Data {
     match change {
         PageChange::Stored(content) => Data::Stored(common::KvBlocksStored {
@@ -150,7 +150,7 @@ impl tokio_stream::Stream for PageEvents {
         }
         match self.batches.poll_recv(context) {
             Poll::Ready(Some((rank, batch))) => Poll::Ready(Some(Ok(self.batch(rank, &batch)))),
-            // What was kept is read, and something is missing behind it.
+            // All buffered batches were read, and later ones are lost.
             _ if self.slow.load(Ordering::Acquire) => self.end(&Refusal::Gap),
             Poll::Pending => Poll::Pending,
             Poll::Ready(None) if self.replicas.iter().any(|replica| replica.stopped()) => {

@@ -1,6 +1,7 @@
-//! The RPCs of `vllm.grpc.engine.VllmEngine`, the engine contract that existing routers speak, beside our own service:
-//! a thin adapter over the same requests. The contract names no model, so it is answered where one is served: by a
-//! server of one model, and on the endpoint of a model (`model_endpoints`). Its ranks are that model's replicas. Not here: anything that our own service does not do.
+//! The RPCs of `vllm.grpc.engine.VllmEngine`, the engine contract of existing routers: a thin adapter to the requests
+//! of our own service. The contract has no model field, so it works on servers of one model and on the endpoints of
+//! single models (`model_endpoints`). Its data-parallel ranks are the model's replicas.
+//! Not here: anything that our own service does not support.
 
 pub mod convert;
 pub mod events;
@@ -17,7 +18,7 @@ use crate::kernels::attention::PAGE_TOKENS;
 use crate::model::text::Text;
 use crate::replica::Replica;
 use contract::vllm_engine_server::VllmEngine;
-use convert::{Teller, in_their_words, signed};
+use convert::{EventConverter, signed, with_contract_names};
 use events::PageEvents;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -27,32 +28,32 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokenizer::{Archive, Chunks};
 use tonic::{Request, Response, Status};
 
-/// Package and service, as spans and health name it.
+/// The package and the name of the service, as in spans and health checks.
 pub const SERVICE: &str = "vllm.grpc.engine.VllmEngine";
 
-/// Over which throughput is told.
+/// The period over which throughput is averaged.
 const THROUGHPUT_WINDOW: Duration = Duration::from_secs(2);
-/// Between two looks at whether nothing runs.
+/// The interval at which a flush checks whether the replicas are idle.
 const FLUSH_LOOK: Duration = Duration::from_millis(20);
-/// Where the contract sets no bound: how long one call waits for that.
+/// The maximum time that a flush waits. The contract sets no limit.
 const FLUSH_WAIT_MAX: Duration = Duration::from_secs(3600);
 
-/// Answers the contract's RPCs.
+/// The implementation of the contract.
 #[derive(Debug)]
 pub struct VllmRpc {
     rpc: Rpc,
     began: Instant,
-    /// When the last Generate came: the bits of seconds since 1970.
+    /// The time of the last Generate call: the bits of a number of seconds since 1970.
     last_received: AtomicU64,
-    /// The tokenizer's files, packed when first asked for, and whose they are.
+    /// The packed tokenizer, after the first request for it.
     archive: Arc<Mutex<Option<Packed>>>,
 }
 
-/// A tokenizer's files, packed, and whose they are.
+/// The archive of a tokenizer's files, and the tokenizer that it was made from.
 type Packed = (Weak<Text>, Arc<Archive>);
 
 impl VllmRpc {
-    /// Over the same host, clients and streams as our own service.
+    /// Creates the service with the host, clients and streams of our own service.
     pub fn new(rpc: Rpc) -> VllmRpc {
         VllmRpc { rpc, began: Instant::now(), last_received: AtomicU64::new(0), archive: Arc::default() }
     }
@@ -61,7 +62,7 @@ impl VllmRpc {
         self.rpc.host()
     }
 
-    /// The only model that a caller may use.
+    /// Looks up the only model that a caller may use.
     fn model(&self, scope: &Scope) -> Result<Arc<ServedModel>, Refusal> {
         scope.only_model(self.host())
     }
@@ -76,15 +77,15 @@ impl VllmRpc {
         self.rpc.ask(move || work(&model)).await
     }
 
-    /// The tokenizer's files.
+    /// Returns the tokenizer's files as an archive, which is made once.
     async fn packed(&self, scope: &Scope) -> Result<Arc<Archive>, Refusal> {
         let model = self.model(scope)?;
         let no_tokenizer = || Refusal::NoTokenizer { model: model.name.clone(), field: "GetTokenizer" };
         let text = Arc::clone(model.text.as_ref().ok_or_else(no_tokenizer)?);
         let kept = Arc::clone(&self.archive);
-        // Packed once: whoever asks meanwhile waits.
+        // Packed once, under the lock; other calls wait.
         let packed = move || {
-            // Each change of it is whole.
+            // Every change is complete, so a poisoned lock is harmless.
             let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some((whose, archive)) = &*kept
                 && Weak::as_ptr(whose) == Arc::as_ptr(&text)
@@ -136,7 +137,7 @@ impl VllmRpc {
         }
     }
 
-    /// Has the kernels of the next `plans` plans of every replica timed.
+    /// Times the kernels of the next `plans` plans of every replica.
     async fn profile(&self, scope: &Scope, plans: u32) -> Result<(), Refusal> {
         let ask = move |model: &ServedModel| {
             for replica in &model.replicas {
@@ -148,7 +149,7 @@ impl VllmRpc {
     }
 }
 
-/// The plans that a profile asks for.
+/// Returns the number of plans that a StartProfile message asks for.
 fn plans(message: &common::StartProfileRequest) -> Result<u32, Refusal> {
     let not_served = [
         ("start_step", message.start_step.unwrap_or(0) != 0),
@@ -174,7 +175,7 @@ fn plans(message: &common::StartProfileRequest) -> Result<u32, Refusal> {
     }
 }
 
-/// How busy a replica is; asks its engine.
+/// Returns the load of a replica. Waits for its engine thread.
 fn load(rank: usize, replica: &Replica) -> contract::SchedulerLoad {
     let load = replica.load();
     let share = |part: f64, whole: f64| if whole > 0.0 { part / whole } else { 0.0 };
@@ -218,9 +219,9 @@ impl VllmEngine for VllmRpc {
             let rest = asked.rest;
             let adjust = move |prepared: &mut Prepared| rest.apply(prepared);
             let (stream, first) = self.rpc.open(&span, &caller, place, asked.message, rest.keep, adjust).await?;
-            Ok(Answers { stream, teller: Teller::new(asked.stream, first) })
+            Ok(Answers { stream, converter: EventConverter::new(asked.stream, first) })
         };
-        self.rpc.begun(&span, started.await.map_err(in_their_words))
+        self.rpc.stream_response(&span, started.await.map_err(with_contract_names))
     }
 
     async fn embed(
@@ -236,10 +237,10 @@ impl VllmEngine for VllmRpc {
             self.rpc.vectors(&span, &caller, place, call).await.map(convert::embedded)
         };
         let answered = answered.await.map_err(|failure| match failure {
-            Failure::Refused(refusal) => Failure::Refused(in_their_words(refusal)),
+            Failure::Refused(refusal) => Failure::Refused(with_contract_names(refusal)),
             ended => ended,
         });
-        self.rpc.settled(&span, answered)
+        self.rpc.unary_response(&span, answered)
     }
 
     async fn health_check(
@@ -315,7 +316,7 @@ impl VllmEngine for VllmRpc {
             let rule = "the ids of the requests to end";
             return answer(&span, Err(Refusal::Missing { field: "request_ids", rule }));
         }
-        ids.iter().for_each(|id| self.rpc.end(&caller, id));
+        ids.iter().for_each(|id| self.rpc.abort_request(&caller, id));
         answer(&span, Ok(contract::AbortResponse {}))
     }
 
@@ -396,11 +397,11 @@ impl VllmEngine for VllmRpc {
     }
 }
 
-/// A generation in the contract's words.
+/// The stream of a generation, in the contract's messages.
 #[derive(Debug)]
 pub struct Answers {
     stream: Tracked,
-    teller: Teller,
+    converter: EventConverter,
 }
 
 impl tokio_stream::Stream for Answers {
@@ -411,7 +412,7 @@ impl tokio_stream::Stream for Answers {
             let told = match ready!(Pin::new(&mut self.stream).poll_next(context)) {
                 None => return Poll::Ready(None),
                 Some(Err(status)) => return Poll::Ready(Some(Err(status))),
-                Some(Ok(message)) => message.event.and_then(|event| self.teller.tell(event)),
+                Some(Ok(message)) => message.event.and_then(|event| self.converter.convert(event)),
             };
             if let Some(response) = told {
                 return Poll::Ready(Some(Ok(response)));

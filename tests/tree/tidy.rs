@@ -157,6 +157,7 @@ const CYCLES: [(&[&str], &str); 14] = [
     (
         &[
             "gpu::build",
+            "gpu::build::broken",
             "gpu::build::defaults",
             "gpu::build::format_test",
             "gpu::build::limits",

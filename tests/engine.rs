@@ -1102,7 +1102,7 @@ fn who_is_there_whenever_the_device_is_lost_is_ended() {
 fn a_device_that_does_not_come_back_ends_every_request() {
     let replica = losing(fake(2, Duration::from_millis(5)), 4, vec![Some(5)]);
     let all = ["a", "b", "c", "d"].map(|id| submit(&replica, request(id, 1, 400)));
-    let why = "its device was lost and could not be built anew: there is no other";
+    let why = "its device was lost and could not be rebuilt: there is no other";
     for events in &all {
         assert_eq!(collect(events).1.reason, FinishReason::Error(why.to_owned()));
     }

@@ -335,7 +335,7 @@ impl Actor {
         let how = match self.rebuilds.lost(Instant::now()) {
             Ok(how) => how,
             Err(given_up) => {
-                tracing::error!(replica = self.name, %given_up, "the device is not built anew");
+                tracing::error!(replica = self.name, %given_up, "the device is not rebuilt");
                 return self.fail(&error);
             }
         };
@@ -344,11 +344,11 @@ impl Actor {
         let lost = std::mem::replace(&mut self.executor, Box::new(absent));
         self.earlier_faults += lost.faults();
         if let Err(no_thread) = self.rebuilds.begin(&self.name, how, lost) {
-            tracing::error!(replica = self.name, %no_thread, "the device is not built anew");
+            tracing::error!(replica = self.name, %no_thread, "the device is not rebuilt");
             return self.fail(&error);
         }
         let why = with_causes(&error);
-        tracing::error!(replica = self.name, error = %why, "the device is lost, and built anew");
+        tracing::error!(replica = self.name, error = %why, "the device is lost and is being rebuilt");
         self.shared.rebuilding.store(true, Relaxed);
         self.scheduler.restart(&why, Instant::now());
         self.observer.forget_open();
@@ -366,7 +366,7 @@ impl Actor {
             }
             Err(error) => {
                 let error = with_causes(&*error);
-                self.fail(&ExecuteError::Failed(format!("its device was lost and could not be built anew: {error}")));
+                self.fail(&ExecuteError::Failed(format!("its device was lost and could not be rebuilt: {error}")));
             }
         }
     }

@@ -79,8 +79,8 @@ pub enum Refusal {
     NoTools,
     /// The request requires a tool call, and the syntax of the model's tool calls is not known.
     #[error(
-        "tool_choice cannot be enforced: the form of the model's calls is not known from its chat template, so they are \
-         neither constrained nor read"
+        "tool_choice cannot be enforced: the chat template does not tell the syntax of the model's tool calls, so they are \
+         neither constrained nor parsed"
     )]
     UnknownCalls,
     /// A field of a JSON body has the wrong type, or a value that cannot be served.
@@ -129,8 +129,8 @@ pub enum Refusal {
     Gap,
     /// The contract has no model field, and several models are served.
     #[error(
-        "this contract has no model field, and several models are served: {served}; a model with a listen address of its own \
-         is served alone there"
+        "this contract has no model field, and several models are served: {served}; a model with a listen address of \
+         its own is served alone there"
     )]
     SeveralModels {
         /// The names of the served models, separated by commas.

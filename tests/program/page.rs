@@ -740,7 +740,7 @@ fn a_warning_stands_above_every_view() {
     runtime.block_on(async { generate(&mut served.client().await, text_request("faulty", "Hello", 20)).await });
     browser.until("!document.querySelector('#warnings').hidden");
     let warning = browser.text("#warnings");
-    assert!(warning.starts_with("faulty/0: a kernel of a decode step waited in vain"), "{warning}");
+    assert!(warning.starts_with("faulty/0: a kernel of a decode step timed out"), "{warning}");
     for (size, width, height) in [("desk", 1280, 800), ("phone", 360, 740)] {
         browser.size(width, height, size == "phone");
         for theme in ["light", "dark"] {

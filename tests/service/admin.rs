@@ -315,7 +315,7 @@ async fn faults_while_serving_are_counted_and_warned_of() {
     let health = get(page.address, "/healthz").await;
     assert_eq!(health.status, 200, "a warning is no failure");
     let [status, warning] = health.body.lines().collect::<Vec<_>>()[..] else { panic!("{}", health.body) };
-    let wanted = format!("warning: faulty/0: a kernel of a decode step waited in vain {faults} times, last ");
+    let wanted = format!("warning: faulty/0: a kernel of a decode step timed out {faults} times, last ");
     assert!(status == "serving" && warning.starts_with(&wanted), "{}", health.body);
     let state = get(page.address, "/api/state").await.json();
     assert_eq!(state["warnings"].as_array().unwrap().len(), 1);
@@ -357,7 +357,7 @@ async fn a_device_that_is_built_anew_is_warned_of() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     let health = get(page.address, "/healthz").await;
-    let wanted = "serving\nwarning: gone/0: its device was lost and is built anew; requests wait\n";
+    let wanted = "serving\nwarning: gone/0: its device was lost and is being rebuilt; requests wait\n";
     assert_eq!((health.status, health.body.as_str()), (200, wanted));
     waiting.abort();
 }

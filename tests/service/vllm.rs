@@ -551,7 +551,7 @@ async fn while_a_lost_device_is_built_anew_routers_hear_of_it_and_requests_wait(
     let second = tokio::spawn(async move { ask(&mut second, request("y", 6)).await });
     served.busy("alpha/0", 0, 2).await;
     let health = healthy.health_check(contract::HealthCheckRequest {}).await.unwrap().into_inner();
-    assert_eq!((health.healthy, &*health.message), (false, "the device of alpha/0 is built anew"));
+    assert_eq!((health.healthy, &*health.message), (false, "the device of alpha/0 is being rebuilt"));
     open.send(()).unwrap();
     for (told, tokens) in [(first, 60), (second, 6)] {
         let told = told.await.unwrap();

@@ -15,8 +15,8 @@
 //!   `bytes`, `barriers` so far
 //! - `models[]`: `name`, `architecture`, `context`, `vocabulary`, `parameters`, `active_parameters`, `weight_bytes`,
 //!   `bytes_per_token`; `replicas[]`: `name`, `device` (an index), `stages[]` of a split one (`device`, `first_layer`, `layers`), `slots`, `room`, `unfinished`, `closed` (why it takes no
-//!   requests), `rebuilding` (its device was lost and is built anew), `faults` (times that a kernel of a decode step waited in
-//!   vain and the step was run again), `last_fault` (when; `null`: never), `running`, `waiting`, `pages_used`, `pages_cached`,
+//!   requests), `rebuilding` (its device was lost and is being rebuilt), `faults` (how often a kernel of a decode step timed
+//!   out and the step was run again), `last_fault` (when; `null`: never), `running`, `waiting`, `pages_used`, `pages_cached`,
 //!   `pages_total`, `snapshots`, `prompt_tokens`, `cached_tokens`, `preemptions`, `drafted_tokens`, of them
 //!   `accepted_tokens`, and `output_tokens` so far
 //! - `configured[]`: `name`, `state` (`unloaded`, `loading`, `serving` or `unloading`), of a load `step` as above without `begun`,

@@ -128,7 +128,7 @@ fn replicas(scrape: &mut Scrape, look: &Look<'_>) {
     let gauges: [(&str, &str, Read); 4] = [
         (
             METRIC_REPLICA_UP,
-            "0 once the replica's device or engine has failed, and while a lost device is built anew",
+            "0 once the replica's device or engine has failed, and while a lost device is being rebuilt",
             |r| f64::from(u8::from(!r.failed() && !r.rebuilding())),
         ),
         (METRIC_REPLICA_CLOSED, "1 while the replica takes no requests", |r| f64::from(u8::from(r.closed().is_some()))),
@@ -156,7 +156,7 @@ fn replicas(scrape: &mut Scrape, look: &Look<'_>) {
     let losses = look.all().map(|(labels, replica)| (labels, replica.losses() as f64));
     scrape.counter(METRIC_LOSSES, "How often the replica's device was lost", losses);
     let faults = look.all().map(|(labels, replica)| (labels, replica.faults() as f64));
-    scrape.counter(METRIC_OVERLAP_FAULTS, "Decode steps in which a kernel waited in vain: they were run again", faults);
+    scrape.counter(METRIC_OVERLAP_FAULTS, "Decode steps in which a kernel timed out, and that were run again", faults);
     let counters: [(&str, &str, Of); 5] = [
         (METRIC_PROMPT_TOKENS, "Tokens of prompts that started", |l| l.prompt_tokens as f64),
         (METRIC_PREFIX_HIT_TOKENS, "Of the prompts' tokens those found in pages", |l| l.cached_tokens as f64),

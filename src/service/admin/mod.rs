@@ -186,7 +186,7 @@ impl Admin {
         let mut warnings = Vec::new();
         for replica in self.host().into_iter().flat_map(|host| host.replicas()) {
             if replica.rebuilding() {
-                warnings.push(format!("{}: its device was lost and is built anew; requests wait", replica.name));
+                warnings.push(format!("{}: its device was lost and is being rebuilt; requests wait", replica.name));
             }
             if let Some(ago) = replica.last_fault().map(|at| now.since(at)).filter(|ago| *ago < FAULT_WARNING) {
                 warnings.push(fault_warning(&replica.name, replica.faults(), ago));
@@ -199,7 +199,7 @@ impl Admin {
 fn fault_warning(replica: &str, faults: u64, ago: Duration) -> String {
     let times = if faults == 1 { "once".to_owned() } else { format!("{faults} times") };
     format!(
-        "{replica}: a kernel of a decode step waited in vain {times}, last {} s ago; steps were run again, and ran slower",
+        "{replica}: a kernel of a decode step timed out {times}, last {} s ago; its steps were run again, more slowly",
         ago.as_secs()
     )
 }

@@ -252,7 +252,7 @@ impl VllmEngine for VllmRpc {
             Err(refusal) => Some(refusal.to_string()),
             Ok(model) => {
                 let rebuilding = |replica: &Replica| {
-                    replica.rebuilding().then(|| format!("the device of {} is built anew", replica.name))
+                    replica.rebuilding().then(|| format!("the device of {} is being rebuilt", replica.name))
                 };
                 let closed =
                     model.replicas.iter().filter_map(|replica| replica.closed().or_else(|| rebuilding(replica)));

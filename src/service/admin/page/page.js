@@ -455,7 +455,7 @@ function placeOf(replica) {
 
 function updateReplica(row, replica) {
   say(row.place, placeOf(replica));
-  const why = replica.closed || (replica.rebuilding && "its device was lost and is built anew");
+  const why = replica.closed || (replica.rebuilding && "its device was lost and is being rebuilt");
   row.pill.dataset.status = why ? "closed" : "serving";
   say(row.pill, why || "serving");
   say(row.slots, `${replica.running} of ${replica.slots}${replica.waiting ? `, ${replica.waiting} waiting` : ""}`);

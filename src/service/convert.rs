@@ -82,8 +82,8 @@ pub fn logprobs(token: u32, logprobs: &TokenLogprobs, text: Option<&Text>) -> pr
     }
 }
 
-/// Converts the times of a request's phases. Device time per token is the mean over the tokens of decode steps, that
-/// is, all but the first.
+/// Converts the times of a request's phases. `gpu_seconds` is the device time of the decode steps: the mean per token,
+/// times the number of tokens after the first.
 pub fn timings(finished: &Finished) -> proto::Timings {
     let decoded = finished.output_tokens.saturating_sub(1);
     proto::Timings {

@@ -239,7 +239,7 @@ enum Kind {
 }
 
 impl Open {
-    /// Returns the item, with the status `in_progress` or `completed`.
+    /// Returns the item with this status; with `in_progress`, without its content.
     fn item(&self, status: &str) -> Value {
         let begun = status == "in_progress";
         match &self.kind {

@@ -185,48 +185,96 @@ pub struct GpuExecutor {
     submissions: VecDeque<(Ticket, SubmissionRecord)>,
 }
 
+/// A submission whose last report has not been processed.
 #[derive(Debug)]
 struct Pending {
     ticket: Ticket,
-    /// The number of steps that draw tokens, the number of the first of them, and the rows of each.
-    steps: u32,
-    first_step: u32,
-    rows: u32,
+    /// The inboxes that its patches occupy.
+    inboxes: Vec<usize>,
+    steps: Steps,
+    faults: Faults,
+    /// The commands of the patches.
+    fixed: Commands,
+    /// The commands of each step.
+    each: Commands,
     /// The number of completed entries.
     entries: u32,
-    /// The tokens of the chunk that are scored.
-    scoring: Option<Scoring>,
-    /// What the step pools.
-    pooling: Pools,
-    /// Steps from this one on drew nothing because of a fault; `u32::MAX` if no fault is known.
-    good: u32,
-    /// Valid with `good`: the fault word, which is the number of the call that timed out.
-    fault: u32,
-    /// The number of faults of the same plan before this submission.
-    faults: u32,
-    /// Whether it was queued behind a step whose fault was not known yet, so that its steps draw nothing either.
-    behind: bool,
-    /// The steps in which a test breaks a wait, with the wait's index.
-    broken: Vec<(u32, usize)>,
-    work: Kind,
-    /// The number of prompt tokens of a prefill step.
-    prompt_tokens: u32,
-    /// The slots of a decode plan, needed to repeat steps after a fault.
-    slots: Vec<Slot>,
-    /// The number of draft tokens per slot.
-    drafts: u32,
-    dump: bool,
-    inboxes: Vec<usize>,
-    /// Dispatches and barriers: of the patches, and of each step.
-    fixed: (u32, u32),
-    each: (u32, u32),
     /// The gate value that its sampling waits for.
     gate: Option<u64>,
     /// Whether its masks are still to come.
     awaits: bool,
     flush: FlushReason,
     submitted: Instant,
+    /// Whether a part of it was reported.
     started: bool,
+}
+
+/// The steps of a submission.
+#[derive(Debug, Default)]
+struct Steps {
+    kind: Kind,
+    /// The number of steps.
+    count: u32,
+    /// The number of the first step in the token ring, if the steps draw tokens.
+    first: u32,
+    /// The number of rows of each step that draw tokens.
+    rows: u32,
+    /// The number of prompt tokens of a prefill step.
+    prompt_tokens: u32,
+    /// The tokens of the chunk that are scored.
+    scoring: Option<Scoring>,
+    /// The rows that the step pools.
+    pooling: Pools,
+    /// The slots of a decode plan, needed to repeat steps after a fault.
+    slots: Vec<Slot>,
+    /// The number of draft tokens per slot.
+    drafts: u32,
+    /// Whether the logits of row 0 are copied to `dump`.
+    dump: bool,
+    /// The steps in which a test breaks a wait, with the wait's index.
+    broken: Vec<(u32, usize)>,
+}
+
+/// The faults of a submission.
+#[derive(Debug)]
+struct Faults {
+    /// Steps from this one on drew nothing because of a fault; `u32::MAX` if no fault is known.
+    good: u32,
+    /// Valid with `good`: the fault word, which is the number of the call that timed out.
+    call: u32,
+    /// The number of faults of the same plan before this submission.
+    before: u32,
+    /// Whether the submission was queued behind a step whose fault was not known yet, so that its steps draw nothing
+    /// either.
+    behind: bool,
+}
+
+impl Default for Faults {
+    fn default() -> Faults {
+        Faults { good: u32::MAX, call: 0, before: 0, behind: false }
+    }
+}
+
+/// The number of commands in some regions.
+#[derive(Clone, Copy, Debug, Default)]
+struct Commands {
+    dispatches: u32,
+    barriers: u32,
+}
+
+impl Commands {
+    fn of<'a>(regions: impl IntoIterator<Item = &'a Arc<Region>>) -> Commands {
+        let mut commands = Commands::default();
+        commands.add(regions);
+        commands
+    }
+
+    fn add<'a>(&mut self, regions: impl IntoIterator<Item = &'a Arc<Region>>) {
+        for region in regions {
+            self.dispatches += region.dispatches();
+            self.barriers += region.barriers();
+        }
+    }
 }
 
 /// The tokens that are scored, and the place of their scores.
@@ -249,9 +297,10 @@ struct Pools {
     first: u32,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 enum Kind {
     /// Changes only; there is nothing to report.
+    #[default]
     Changes,
     /// A step without tokens: a prefill in which no prompt ends, or a step of a stage without the LM head.
     Layers,
@@ -325,25 +374,12 @@ impl Pending {
     fn changes(ticket: Ticket, inboxes: Vec<usize>) -> Pending {
         Pending {
             ticket,
-            steps: 0,
-            first_step: 0,
-            rows: 0,
-            entries: 0,
-            good: u32::MAX,
-            fault: 0,
-            faults: 0,
-            behind: false,
-            broken: Vec::new(),
-            work: Kind::Changes,
-            prompt_tokens: 0,
-            scoring: None,
-            pooling: Pools::default(),
-            slots: Vec::new(),
-            drafts: 0,
-            dump: false,
             inboxes,
-            fixed: (0, 0),
-            each: (0, 0),
+            steps: Steps::default(),
+            faults: Faults::default(),
+            fixed: Commands::default(),
+            each: Commands::default(),
+            entries: 0,
             gate: None,
             awaits: false,
             flush: FlushReason::PhaseBoundary,

@@ -48,10 +48,10 @@ impl GpuExecutor {
         from: u32,
         to: u32,
     ) -> Result<(Vec<Sampled>, u32, u32), ExecuteError> {
-        let mut tokens = Vec::with_capacity((pending.rows * (to - from)) as usize);
-        let mut words = vec![0u32; (pending.rows * state::ENTRY_WORDS) as usize];
+        let mut tokens = Vec::with_capacity((pending.steps.rows * (to - from)) as usize);
+        let mut words = vec![0u32; (pending.steps.rows * state::ENTRY_WORDS) as usize];
         for step in from..to {
-            let number = pending.first_step.wrapping_add(step);
+            let number = pending.steps.first.wrapping_add(step);
             for (row, entry) in self.ring_entries(number, &mut words).enumerate() {
                 if entry.step != number {
                     return Err(ExecuteError::StepMismatch { expected: number, found: entry.step });
@@ -63,7 +63,7 @@ impl GpuExecutor {
                 // The slot belongs to the same sequence until all plans of the sequence are reported.
                 let asked = self.logprobs[entry.slot as usize];
                 // Only row 0 of the logits is copied; `submit` assigns it to a slot that requested logits.
-                let logits = (pending.dump && row == 0 && self.dumps[entry.slot as usize]).then(|| {
+                let logits = (pending.steps.dump && row == 0 && self.dumps[entry.slot as usize]).then(|| {
                     let mut logits = vec![0f32; self.parts.capacity.vocabulary as usize];
                     self.head().dump.read(0, bytemuck::cast_slice_mut(&mut logits));
                     logits
@@ -71,7 +71,7 @@ impl GpuExecutor {
                 tokens.push(Sampled {
                     slot: Slot(entry.slot),
                     id,
-                    draft: row as u32 % (pending.drafts + 1),
+                    draft: row as u32 % (pending.steps.drafts + 1),
                     done: match entry.done {
                         state::DONE_STOP => Some(Done::Stop),
                         state::DONE_LENGTH => Some(Done::Length),
@@ -102,39 +102,41 @@ impl GpuExecutor {
             self.submissions.push_back((pending.ticket, *record));
         }
         // A gated step consists of two entries.
-        let (from, to) = (pending.entries, report.entries.min(pending.steps.max(1)));
+        let (from, to) = (pending.entries, report.entries.min(pending.steps.count.max(1)));
         pending.entries = to;
-        let progress = match pending.work {
+        let progress = match pending.steps.kind {
             Kind::Changes => None,
             Kind::Layers | Kind::Sampled => {
-                let (tokens, good, fault) = match pending.work {
-                    Kind::Sampled => self.tokens(&pending, from.min(pending.good), to.min(pending.good))?,
+                let (tokens, good, fault) = match pending.steps.kind {
+                    Kind::Sampled => {
+                        self.tokens(&pending, from.min(pending.faults.good), to.min(pending.faults.good))?
+                    }
                     _ => (Vec::new(), to, 0),
                 };
                 for token in &tokens {
                     let drawn = &mut self.drawn[token.slot.0 as usize];
                     *drawn = drawn.filter(|_| token.done.is_none()).map(|count| count + 1);
                 }
-                let from = from.min(pending.good);
-                if good < to.min(pending.good) {
-                    (pending.good, pending.fault) = (good, fault);
+                let from = from.min(pending.faults.good);
+                if good < to.min(pending.faults.good) {
+                    (pending.faults.good, pending.faults.call) = (good, fault);
                 }
                 let first = !pending.started;
                 pending.started = true;
                 let cost = pending.cost(&report, first, good - from);
-                let finished = report.last && pending.good >= pending.steps;
+                let finished = report.last && pending.faults.good >= pending.steps.count;
                 let steps = good - from;
                 let progress = PlanReport {
                     ticket: pending.ticket,
                     steps,
                     tokens,
-                    scored: pending.scoring.filter(|_| report.last).map(|scoring| self.scores(scoring)),
-                    pooled: match report.last && !pending.pooling.runs.is_empty() {
-                        true => self.pooled(&pending.pooling),
+                    scored: pending.steps.scoring.filter(|_| report.last).map(|scoring| self.scores(scoring)),
+                    pooled: match report.last && !pending.steps.pooling.runs.is_empty() {
+                        true => self.pooled(&pending.steps.pooling),
                         false => Vec::new(),
                     },
                     finished,
-                    faults: if finished { pending.faults } else { 0 },
+                    faults: if finished { pending.faults.before } else { 0 },
                     cost,
                     submissions: if finished { self.submissions_of(pending.ticket) } else { Vec::new() },
                 };
@@ -143,7 +145,7 @@ impl GpuExecutor {
         };
         if report.last {
             self.free_inboxes.append(&mut pending.inboxes);
-            if pending.work == Kind::Sampled && pending.good < pending.steps {
+            if pending.steps.kind == Kind::Sampled && pending.faults.good < pending.steps.count {
                 self.note_fault(&pending);
                 self.run_again(&pending)?;
             }
@@ -156,15 +158,17 @@ impl GpuExecutor {
             match total {
                 None => {}
                 // The time includes the wait until the call timed out.
-                Some(_) if pending.good < pending.steps => {}
+                Some(_) if pending.faults.good < pending.steps.count => {}
                 // A chunk of the same size without scoring takes less time.
-                Some(_) if pending.scoring.is_some() => {}
-                Some(total) if pending.prompt_tokens > 0 => self.pace.note_chunk(pending.prompt_tokens, total),
-                Some(total) if pending.work == Kind::Sampled => {
-                    let (each, time) = (pending.drafts + 1, total / pending.steps.max(1));
-                    match pending.drafts {
-                        0 => self.pace.note_step(pending.rows.max(1), time),
-                        drafts => self.pace.note_verify(pending.rows / each, drafts, time),
+                Some(_) if pending.steps.scoring.is_some() => {}
+                Some(total) if pending.steps.prompt_tokens > 0 => {
+                    self.pace.note_chunk(pending.steps.prompt_tokens, total)
+                }
+                Some(total) if pending.steps.kind == Kind::Sampled => {
+                    let (each, time) = (pending.steps.drafts + 1, total / pending.steps.count.max(1));
+                    match pending.steps.drafts {
+                        0 => self.pace.note_step(pending.steps.rows.max(1), time),
+                        drafts => self.pace.note_verify(pending.steps.rows / each, drafts, time),
                     }
                 }
                 Some(_) => {}
@@ -208,8 +212,8 @@ impl Pending {
         let once = if first { 1.0 } else { 0.0 };
         let mut cost = PerToken {
             submits: once,
-            dispatches: count(self.fixed.0, self.each.0),
-            barriers: count(self.fixed.1, self.each.1),
+            dispatches: count(self.fixed.dispatches, self.each.dispatches),
+            barriers: count(self.fixed.barriers, self.each.barriers),
             host_waits: f64::from(report.host_waits),
             enqueue_us: report.enqueue.as_secs_f64() * 1e6,
             gpu_us: report.device_time.map_or(0.0, |t| t.as_secs_f64() * 1e6),

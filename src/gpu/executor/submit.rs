@@ -7,7 +7,7 @@ use crate::engine::plan::{Chunk, Slot, Ticket, Work};
 use crate::engine::variants::Fallback;
 use crate::gpu::executor::inbox::Posts;
 use crate::gpu::executor::{
-    Around, DecodeRegion, GpuExecutor, Kind, Link, MOST_REPEATS, Pending, Pools, REPORT_EVERY, Scoring,
+    Around, Commands, DecodeRegion, GpuExecutor, Kind, Link, MOST_REPEATS, Pending, Pools, REPORT_EVERY, Scoring, Steps,
 };
 use crate::kernels::embed::PromptRows;
 use crate::kernels::region::Region;
@@ -22,6 +22,24 @@ pub(super) fn fitting<T>(buckets: &BTreeMap<u32, T>, rows: u32) -> (u32, &T) {
     let (bucket, found) =
         buckets.range(rows..).next().unwrap_or_else(|| panic!("{rows} rows exceed the largest bucket"));
     (*bucket, found)
+}
+
+/// Work that is ready to be queued, apart from the changes before it.
+struct Queued {
+    steps: Steps,
+    /// The regions of each entry of the submission. Work without steps has one entry.
+    entries: Vec<Vec<Arc<Region>>>,
+    /// Whether masks are still to come: the last entry waits behind the gate.
+    awaits: bool,
+    flush: FlushReason,
+}
+
+impl Queued {
+    /// Returns work without steps.
+    fn changes() -> Queued {
+        let flush = FlushReason::PhaseBoundary;
+        Queued { steps: Steps::default(), entries: vec![Vec::new()], awaits: false, flush }
+    }
 }
 
 impl GpuExecutor {
@@ -126,8 +144,58 @@ impl GpuExecutor {
         Some((Scoring { slot: asked.slot, first: asked.start + 1, tokens, entry }, turns))
     }
 
-    /// Queues work behind all earlier work, after the given changes of the device state. `around` is what surrounds the
-    /// step of a stage.
+    /// Returns a prefill step. Adds its description to `patch`.
+    fn prefill(&mut self, chunks: &[Chunk], patch: &mut Patch) -> Queued {
+        let (mut regions, rows, prompt_tokens, pooling) = self.prompts(chunks, patch);
+        let scoring = self.scoring(chunks, patch).map(|(scoring, turns)| {
+            // The scores are computed after the layers, and before the logits of the first output tokens overwrite the
+            // logits of the scored rows.
+            regions.splice(1..1, turns);
+            scoring
+        });
+        let kind = if rows > 0 { Kind::Sampled } else { Kind::Layers };
+        let dump = chunks.iter().any(|chunk| chunk.last && self.dumps[chunk.slot.0 as usize]);
+        let steps = Steps { kind, count: 1, rows, prompt_tokens, scoring, pooling, dump, ..Steps::default() };
+        Queued { steps, entries: vec![regions], awaits: false, flush: FlushReason::PhaseBoundary }
+    }
+
+    /// Returns `count` decode steps of `slots`. Adds the changes of the batch's rows to `patch`. With `awaits`, the step is
+    /// in two entries, of which the second waits behind the gate.
+    fn decode(&mut self, slots: Vec<Slot>, count: u32, drafts: u32, awaits: bool, patch: &mut Patch) -> Queued {
+        let (sequences, entries, broken) = match drafts {
+            0 => {
+                let (sequences, mut regions, broken) = self.decode_steps(slots.len() as u32, count);
+                let entries = if awaits {
+                    regions.remove(0).parts.expect("there are gates").map(|part| vec![part]).into()
+                } else {
+                    regions.into_iter().map(|region| vec![region.whole]).collect()
+                };
+                (sequences, entries, broken)
+            }
+            _ => {
+                let (sequences, region) = fitting(&self.parts.verify[&drafts], slots.len() as u32);
+                (sequences, vec![vec![Arc::clone(region)]; count.max(1) as usize], Vec::new())
+            }
+        };
+        // Logits can only be requested for the first row.
+        let mut batch = slots.clone();
+        batch.sort_by_key(|slot| !self.dumps[slot.0 as usize]);
+        for row in 0..sequences {
+            let slot = batch.get(row as usize).map_or(u32::MAX, |slot| slot.0);
+            if self.batch[row as usize] != slot {
+                self.batch[row as usize] = slot;
+                patch.set(self.parts.layout.batch_word(row), slot);
+            }
+        }
+        let kind = if self.parts.head.is_some() { Kind::Sampled } else { Kind::Layers };
+        let dump = slots.iter().any(|slot| self.dumps[slot.0 as usize]);
+        let rows = sequences * (drafts + 1);
+        let steps = Steps { kind, count, rows, slots, drafts, broken, dump, ..Steps::default() };
+        Queued { steps, entries, awaits, flush: FlushReason::Readback }
+    }
+
+    /// Queues work behind all earlier work, after the given changes of the device state. `around` are the regions around
+    /// the step of a stage.
     pub(super) fn enqueue(
         &mut self,
         ticket: Ticket,
@@ -135,147 +203,66 @@ impl GpuExecutor {
         mut posts: Posts,
         around: Option<Around>,
     ) -> Result<(), ExecuteError> {
-        let layout = self.parts.layout;
-        let mut prompt_tokens = 0;
-        let mut scoring = None;
-        let mut pooling = Pools::default();
-        let mut draw: Option<Arc<Region>> = None;
-        let mut broken = Vec::new();
-        let steps = planned.as_ref().map_or(0, Work::steps);
-        // The regions of each step; for a plan without steps, the regions that it runs once.
-        let once = |regions: Vec<Arc<Region>>| vec![regions; steps.max(1) as usize];
-        let (work, steps, rows, mut entries, flush) = match &planned {
-            None => (Kind::Changes, 0, 0, once(Vec::new()), FlushReason::PhaseBoundary),
-            Some(Work::Prefill { chunks }) => {
-                let (mut regions, rows, tokens, pools) = self.prompts(chunks, &mut posts.patch);
-                pooling = pools;
-                prompt_tokens = tokens;
-                if let Some((asked, turns)) = self.scoring(chunks, &mut posts.patch) {
-                    scoring = Some(asked);
-                    // The scores are computed after the layers, and before the logits of the first output tokens
-                    // overwrite the logits of the scored rows.
-                    regions.splice(1..1, turns);
-                }
-                let kind = if rows > 0 { Kind::Sampled } else { Kind::Layers };
-                (kind, steps, rows, once(regions), FlushReason::PhaseBoundary)
-            }
-            Some(Work::Decode { slots, drafts, awaits, .. }) => {
-                let (sequences, regions) = match drafts {
-                    0 => {
-                        let (sequences, mut regions, by_test) = self.decode_steps(slots.len() as u32, steps);
-                        broken = by_test;
-                        if *awaits {
-                            let [body, drawing] = regions.remove(0).parts.expect("there are gates");
-                            draw = Some(drawing);
-                            (sequences, vec![vec![body]])
-                        } else {
-                            (sequences, regions.into_iter().map(|region| vec![region.whole]).collect())
-                        }
-                    }
-                    _ => {
-                        let (sequences, region) = fitting(&self.parts.verify[drafts], slots.len() as u32);
-                        (sequences, once(vec![Arc::clone(region)]))
-                    }
-                };
-                let rows = sequences * (drafts + 1);
-                let mut slots = slots.clone();
-                slots.sort_by_key(|slot| !self.dumps[slot.0 as usize]);
-                for row in 0..sequences {
-                    let slot = slots.get(row as usize).map_or(u32::MAX, |slot| slot.0);
-                    if self.batch[row as usize] != slot {
-                        self.batch[row as usize] = slot;
-                        posts.patch.set(layout.batch_word(row), slot);
-                    }
-                }
-                let kind = if self.parts.head.is_some() { Kind::Sampled } else { Kind::Layers };
-                (kind, steps, rows, regions, FlushReason::Readback)
+        let queued = match planned {
+            None => Queued::changes(),
+            Some(Work::Prefill { chunks }) => self.prefill(&chunks, &mut posts.patch),
+            Some(Work::Decode { slots, steps, drafts, awaits }) => {
+                self.decode(slots, steps, drafts, awaits, &mut posts.patch)
             }
         };
         let applied = self.post(ticket, posts)?;
-        let sum = |regions: &[Arc<Region>]| {
-            regions.iter().fold((0, 0), |(d, b), region| (d + region.dispatches(), b + region.barriers()))
-        };
-        let fixed = sum(&applied.regions);
+        let Queued { mut steps, mut entries, awaits, flush } = queued;
+        let count = steps.count.max(1) as usize;
+        // Every step is one entry, except that a step behind the gate is two.
+        let of_first = entries.len() - count + 1;
+        let mut each = Commands::of(entries[..of_first].iter().flatten());
         // There is one `dump` buffer, so only one plan in flight may fill it.
-        let asks = |slot: &Slot| self.dumps[slot.0 as usize];
-        let asked = match &planned {
-            Some(Work::Prefill { chunks }) => chunks.iter().any(|chunk| chunk.last && asks(&chunk.slot)),
-            Some(Work::Decode { slots, .. }) => slots.iter().any(asks),
-            None => false,
-        };
-        let dump = asked && self.parts.head.is_some() && !self.pending.iter().any(|pending| pending.dump);
-        let mut each = sum(&entries[0]);
-        if let Some(draw) = draw {
-            let drawing = sum(std::slice::from_ref(&draw));
-            each = (each.0 + drawing.0, each.1 + drawing.1);
-            entries.push(vec![draw]);
-        }
-        if dump {
+        steps.dump &= self.parts.head.is_some() && !self.pending.iter().any(|pending| pending.steps.dump);
+        if steps.dump {
             let dump = Arc::clone(&self.head().dump_region);
-            let copying = sum(std::slice::from_ref(&dump));
-            each = (each.0 + copying.0, each.1 + copying.1);
-            for entry in entries.iter_mut().rev().take(steps.max(1) as usize) {
+            each.add([&dump]);
+            for entry in entries.iter_mut().rev().take(count) {
                 entry.push(Arc::clone(&dump));
             }
         }
-        if self.profiled > 0 && planned.is_some() {
+        if self.profiled > 0 && steps.kind != Kind::Changes {
             self.profiled -= 1;
-            let timed = entries.len() - steps.max(1) as usize + 1;
-            for region in entries.iter_mut().take(timed).flatten() {
+            for region in entries.iter_mut().take(of_first).flatten() {
                 self.time(region);
             }
         }
         let mut link = Link::default();
         if let Some(around) = around {
-            let own = sum(&[&around.before[..], &around.after[..]].concat());
-            each = (each.0 + own.0, each.1 + own.1);
+            each.add(around.before.iter().chain(&around.after));
             entries[0].splice(0..0, around.before);
             entries.last_mut().expect("a step has an entry").extend(around.after);
             link = around.link;
         }
+        let fixed = Commands::of(&applied.regions);
         entries[0].splice(0..0, applied.regions);
-        // On a slow device every step is reported, on a fast one only the whole plan.
+        let report_after = if awaits { Vec::new() } else { self.report_after(&steps, entries.len() as u32) };
+        self.gates += u64::from(awaits);
+        let gate = awaits.then_some(self.gates);
+        steps.first = self.next_step;
+        if steps.kind == Kind::Sampled {
+            self.next_step = self.next_step.wrapping_add(steps.count);
+        }
+        let changes = Pending::changes(ticket, applied.inboxes);
+        let pending = Pending { steps, fixed, each, gate, awaits, flush, ..changes };
+        self.hand_over(pending, entries, report_after, link);
+        Ok(())
+    }
+
+    /// Returns the entries after which the steps are reported: on a slow device all of them, on a fast one only the last.
+    fn report_after(&self, steps: &Steps, entries: u32) -> Vec<u32> {
         let every = match self.pace.step() {
             Some(time) if !time.is_zero() => {
-                let patience = REPORT_EVERY / rows.max(1);
-                (patience.as_nanos() / time.as_nanos()).clamp(1, u128::from(steps.max(1))) as u32
+                let patience = REPORT_EVERY / steps.rows.max(1);
+                (patience.as_nanos() / time.as_nanos()).clamp(1, u128::from(steps.count.max(1))) as u32
             }
             _ => 1,
         };
-        let (slots, drafts, awaits) = match planned {
-            Some(Work::Decode { slots, drafts, awaits, .. }) => (slots, drafts, awaits),
-            _ => (Vec::new(), 0, false),
-        };
-        let reported = if awaits { 0 } else { entries.len() as u32 };
-        let report_after = (1..=reported).filter(|entry| entry % every == 0).collect();
-        self.gates += u64::from(awaits);
-        let gate = awaits.then_some(self.gates);
-        let first_step = self.next_step;
-        if work == Kind::Sampled {
-            self.next_step = self.next_step.wrapping_add(steps);
-        }
-        let changes = Pending::changes(ticket, applied.inboxes);
-        let pending = Pending {
-            steps,
-            first_step,
-            rows,
-            slots,
-            drafts,
-            broken,
-            work,
-            prompt_tokens,
-            scoring,
-            pooling,
-            dump,
-            fixed,
-            each,
-            gate,
-            awaits,
-            flush,
-            ..changes
-        };
-        self.hand_over(pending, entries, report_after, link);
-        Ok(())
+        (1..=entries).filter(|entry| entry % every == 0).collect()
     }
 
     /// Replaces a region by a copy with timestamps, recorded for this run only.
@@ -334,26 +321,27 @@ impl GpuExecutor {
     /// Records that a call of a plan's step timed out while polling for tagged words. Pauses steps without barriers,
     /// unless they are already paused.
     pub(super) fn note_fault(&mut self, pending: &Pending) {
-        if pending.behind {
+        if pending.faults.behind {
             return;
         }
         // The fault word stays set until the repetition, which is not queued yet.
         let injections = self.parts.variants.injections();
         for queued in &mut self.pending {
-            queued.behind = true;
-            if queued.work == Kind::Sampled {
-                injections.note_behind(queued.prompt_tokens > 0, queued.drafts > 0);
+            queued.faults.behind = true;
+            if queued.steps.kind == Kind::Sampled {
+                injections.note_behind(queued.steps.prompt_tokens > 0, queued.steps.drafts > 0);
             }
         }
         self.note_injected(pending);
         let Some(pause) = self.overlap.fault(Instant::now()) else { return };
         self.parts.variants.fell_back(Fallback::OverlapFault);
-        let (_, regions) = fitting(&self.parts.decode, pending.rows);
-        let call = regions.carried.as_ref().and_then(|region| region.whole.label(pending.fault.wrapping_sub(1)));
+        let (_, regions) = fitting(&self.parts.decode, pending.steps.rows);
+        let failed = pending.faults.call.wrapping_sub(1);
+        let call = regions.carried.as_ref().and_then(|region| region.whole.label(failed));
         tracing::warn!(
             device = self.parts.device_name,
             call = call.unwrap_or("unknown"),
-            rows = pending.rows,
+            rows = pending.steps.rows,
             pause_ms = pause.as_millis() as u64,
             "a call of a decode step without barriers waited too long: its step and those behind it run again, with \
              barriers until the pause is over"
@@ -363,8 +351,10 @@ impl GpuExecutor {
     /// Counts the fault of a plan's step if a test has broken the step. Steps that run ahead of outputs that are done do
     /// not count.
     fn note_injected(&self, pending: &Pending) {
-        let Some((_, wait)) = pending.broken.iter().find(|(step, _)| *step == pending.good) else { return };
-        let Some(token) = pending.slots.iter().find_map(|slot| self.drawn[slot.0 as usize]) else { return };
+        let Some((_, wait)) = pending.steps.broken.iter().find(|(step, _)| *step == pending.faults.good) else {
+            return;
+        };
+        let Some(token) = pending.steps.slots.iter().find_map(|slot| self.drawn[slot.0 as usize]) else { return };
         let injections = &self.parts.variants.injections();
         injections.note(*wait, token);
         let wait = injections.wait(*wait);
@@ -379,11 +369,11 @@ impl GpuExecutor {
     /// step computes; recurrent state only takes in tokens that were drawn (`delta_step`). Slots, counts, random state
     /// and the ring's tokens are written by the sampler only, which does nothing while the fault word is set.
     pub(super) fn run_again(&mut self, pending: &Pending) -> Result<(), ExecuteError> {
-        if pending.faults >= MOST_REPEATS {
+        if pending.faults.before >= MOST_REPEATS {
             let device = &self.parts.device_name;
             return Err(ExecuteError::Failed(format!(
                 "device \"{device}\": a decode plan has faulted {} times, at most {MOST_REPEATS} repeats are tried",
-                pending.faults + 1
+                pending.faults.before + 1
             )));
         }
         let mut posts = Posts::default();
@@ -391,13 +381,14 @@ impl GpuExecutor {
         // Opens the gate for all queued steps. With or without their masks, they draw nothing while the fault word is
         // set, and they are repeated in turn. This plan's repetition runs only after they have left the queue.
         self.open_gate_to(self.gates)?;
-        let (slots, steps) = (pending.slots.clone(), pending.steps - pending.good);
+        let (slots, steps) = (pending.steps.slots.clone(), pending.steps.count - pending.faults.good);
         let work = Work::Decode { slots, steps, drafts: 0, awaits: pending.awaits };
         self.repeats = true;
         let queued = self.enqueue(pending.ticket, Some(work), posts, None);
         self.repeats = false;
         queued?;
-        self.pending.back_mut().into_iter().for_each(|again| again.faults = pending.faults + 1);
+        let before = pending.faults.before + 1;
+        self.pending.back_mut().into_iter().for_each(|again| again.faults.before = before);
         Ok(())
     }
 }

@@ -672,21 +672,32 @@ fn run_by_hand(driver: Driver, ways: &[Emulated], names: &[&str]) {
     }
 }
 
+const ON_FRAGMENTS: Emulated = Emulated { chunk: 16, tags: false, kv_format: KvFormat::F32, near: 1e-3 };
+const TAGGED: Emulated = Emulated { chunk: 16, tags: true, kv_format: KvFormat::F16, near: 1e-2 };
+const ROUNDED: Emulated = Emulated { chunk: 32, tags: true, kv_format: KvFormat::F16, near: 8e-2 };
+/// A key that lies between two codes may become the other one: a change of up to 2^-8 of its largest value.
+const CODED: Emulated = Emulated { chunk: 16, tags: true, kv_format: KvFormat::Int8, near: 5e-2 };
+
 #[test]
-fn recordings_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() {
-    let ways = [
-        Emulated { chunk: 16, tags: false, kv_format: KvFormat::F32, near: 1e-3 },
-        Emulated { chunk: 16, tags: true, kv_format: KvFormat::F16, near: 1e-2 },
-        Emulated { chunk: 32, tags: true, kv_format: KvFormat::F16, near: 8e-2 },
-    ];
-    run_by_hand(Driver::first(), &ways, &["demo", "tiny-llama"]);
-    // A key that lies between two codes may become the other one: a change of up to 2^-8 of its largest value.
-    let coded = Emulated { chunk: 16, tags: true, kv_format: KvFormat::Int8, near: 5e-2 };
-    run_by_hand(Driver::first(), &[coded], &["demo", "tiny-llama"]);
-    // The widths of these models do not allow tags.
-    run_by_hand(Driver::first(), &[ways[0], ways[2]], &["qwen3-deep", "demo-hybrid"]);
-    // With more than eight rows, the rows are sorted by expert and activations are rounded.
-    run_by_hand(Driver::first(), &[Emulated { chunk: 8, ..ways[1] }, ways[2]], &["tiny-qwen3.5-moe"]);
+fn recordings_of_the_demo_model_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() {
+    run_by_hand(Driver::first(), &[ON_FRAGMENTS, TAGGED, ROUNDED, CODED], &["demo"]);
+}
+
+#[test]
+fn recordings_of_random_weights_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() {
+    run_by_hand(Driver::first(), &[ON_FRAGMENTS, TAGGED, ROUNDED, CODED], &["tiny-llama"]);
+}
+
+/// The widths of these models do not allow tags.
+#[test]
+fn recordings_on_fragments_without_tags_mean_the_same_on_lavapipe_and_in_plain_rust() {
+    run_by_hand(Driver::first(), &[ON_FRAGMENTS, ROUNDED], &["qwen3-deep", "demo-hybrid"]);
+}
+
+/// With more than eight rows, the rows are sorted by expert and activations are rounded.
+#[test]
+fn recordings_of_experts_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() {
+    run_by_hand(Driver::first(), &[Emulated { chunk: 8, ..TAGGED }, ROUNDED], &["tiny-qwen3.5-moe"]);
 }
 
 /// Goal: a prompt step whose products are `wgmma` means the same as one whose products are others. Method: both
@@ -741,8 +752,7 @@ fn a_prompt_step_with_wgmma_means_the_same_in_plain_rust() {
 
 #[test]
 fn tagged_recordings_mean_the_same_on_swiftshader_and_in_plain_rust() {
-    let ways = [Emulated { chunk: 16, tags: true, kv_format: KvFormat::F16, near: 1e-2 }];
-    run_by_hand(Driver::SwiftShader, &ways, &["tiny-llama"]);
+    run_by_hand(Driver::SwiftShader, &[TAGGED], &["tiny-llama"]);
 }
 
 /// Goal: a draft model's calls before a tagged decode step have barriers of their own and leave its tags alone.

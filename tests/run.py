@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""Builds the tests and runs them, with as many processes at a time as there are cores.
+
+`cargo test` runs one program after the other, so that cores idle while the last long test of each program runs, and
+SwiftShader compiles on one thread per process. Here a process has the tests of one module, or one test where tests are
+long. What a process prints is shown if it fails. At the end a table shows the seconds of each program.
+"""
+
+import collections
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Programs of which each test is a process: their tests are long, and most compile shaders.
+BY_TEST = ["model", "kernels", "device"]
+# Programs that are one process, because their tests take turns or share what is started once.
+WHOLE = ["ostinato", "bad_input", "engine", "hostile", "otlp", "traces"]
+# Programs whose tests wait for other processes, or for time to pass, more than they compute: they run one after the other
+# beside those that keep the cores busy.
+WAITING = ["hostile", "program", "service", "otlp"]
+# What takes long begins first, so that no core idles at the end.
+FIRST = ["model fallback", "model demo", "traces", "engine", "bad_input", "model", "kernels"]
+
+Unit = collections.namedtuple("Unit", "program binary name tests")
+Result = collections.namedtuple("Result", "unit passed seconds cpu")
+
+
+def build():
+    """Returns the pairs of a program's name and its path."""
+    command = [os.environ.get("CARGO", "cargo"), "test", "--locked", "--no-run"]
+    messages = subprocess.run(
+        [*command, "--message-format=json-render-diagnostics"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    if messages.returncode != 0:
+        sys.exit(messages.returncode)
+    found = [json.loads(line) for line in messages.stdout.splitlines() if line.startswith("{")]
+    return [
+        (message["target"]["name"], message["executable"])
+        for message in found
+        if message["reason"] == "compiler-artifact" and message["profile"]["test"] and message["executable"]
+    ]
+
+
+def listed(binary, *options):
+    command = [binary, "--list", "--format", "terse", *options]
+    lines = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    return [line.removesuffix(": test") for line in lines if line.endswith(": test")]
+
+
+def units(program, binary):
+    """Returns the processes of a program and the number of its tests that are ignored."""
+    ignored = set(listed(binary, "--ignored"))
+    groups = collections.defaultdict(list)
+    for test in listed(binary):
+        if test not in ignored:
+            key = test if program in BY_TEST else "" if program in WHOLE else test.split("::")[0]
+            groups[key].append(test)
+    return [Unit(program, binary, name, tests) for name, tests in groups.items()], len(ignored)
+
+
+def run(unit):
+    """Runs the tests of one process."""
+    with tempfile.TemporaryFile() as output:
+        begun = time.monotonic()
+        child = subprocess.Popen(
+            [unit.binary, "--exact", *unit.tests],
+            cwd=ROOT,
+            env={**os.environ, "CARGO_MANIFEST_DIR": ROOT},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        seconds = time.monotonic() - begun
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    # A test that is not run is a failure too.
+    passed = re.search(r"^test result: ok\. (\d+) passed; 0 failed; 0 ignored", text, re.MULTILINE)
+    passed = child.returncode == 0 and passed is not None and int(passed[1]) == len(unit.tests)
+    cpu = usage.ru_utime + usage.ru_stime
+    word = "ok" if passed else "FAILED"
+    report = f"{word:6} {seconds:6.1f} s, {cpu:6.1f} s of CPU  {unit.program} {unit.name}\n"
+    sys.stdout.write(report if passed else f"{report}exit status {child.returncode}\n{text}\n")
+    sys.stdout.flush()
+    return Result(unit, passed, seconds, cpu)
+
+
+def main():
+    wanted = sys.argv[1:]
+    programs = [(program, binary) for program, binary in build() if not wanted or program in wanted]
+    begun = time.monotonic()
+    if unknown := set(wanted) - {program for program, _ in programs}:
+        sys.exit(f"no test program is named {', '.join(unknown)}")
+    work, ignored = [], collections.Counter()
+    for program, binary in programs:
+        found, skipped = units(program, binary)
+        ignored[program] += skipped
+        work += found
+    name = lambda unit: f"{unit.program} {unit.name}"
+    work.sort(key=lambda unit: [not name(unit).startswith(first) for first in FIRST])
+    with ThreadPoolExecutor(os.cpu_count()) as cores, ThreadPoolExecutor(1) as beside:
+        runs = [(beside if unit.program in WAITING else cores).submit(run, unit) for unit in work]
+    results = [done.result() for done in runs]
+    print(f"\n{'program':12} tests  ignored  seconds  of CPU")
+    for program in dict.fromkeys(program for program, _ in programs):
+        own = [result for result in results if result.unit.program == program]
+        tests = sum(len(result.unit.tests) for result in own)
+        seconds, cpu = sum(result.seconds for result in own), sum(result.cpu for result in own)
+        print(f"{program:12} {tests:5}  {ignored[program]:7}  {seconds:7.0f}  {cpu:6.0f}")
+    failed = [result.unit for result in results if not result.passed]
+    print(f"{sum(len(unit.tests) for unit in work)} tests in {time.monotonic() - begun:.0f} s")
+    for unit in failed:
+        print(f"FAILED: {name(unit)}")
+    sys.exit(1 if failed else 0)
+
+
+main()

@@ -56,11 +56,12 @@ test: setup-test
 	$(CARGO) clippy --all-targets --locked -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --no-deps --locked
 	deploy/deny.sh
-	$(CARGO) test --locked
+	CARGO="$(CARGO)" tests/run.py
 
 test-full: test
 	$(CARGO) test --locked --test model -- --ignored batches:: demo:: fallback:: split::
 	$(CARGO) test --locked --test kernels -- --ignored codes::
+	OSTINATO_TEST_EVERY_CASE=1 CARGO="$(CARGO)" tests/run.py kernels
 
 test-drivers:
 	@deploy/setup.sh drivers

@@ -12,6 +12,7 @@ use ostinato::gpu::devices::start_on;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
 use ostinato::model::synth::{self, SynthOptions};
+use ostinato::replica::Replica;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -103,29 +104,38 @@ fn check(family: &str) {
     }
 }
 
-/// Checks a checkpoint with each prompt alone, its tokens with run-ahead and its logits step by step; then again, with its prefix cached.
-pub fn alone(vulkan: &Vulkan, path: &Path, name: &str, cases: &[Case]) {
-    let host = serve(vulkan, Driver::Lavapipe, path, |model| {
+/// Serves a checkpoint with keys and values in f32.
+pub fn exact(vulkan: &Vulkan, path: &Path, cases: &[Case]) -> Host {
+    serve(vulkan, Driver::Lavapipe, path, |model| {
         model.kv_format = Some(KvFormat::F32);
         model.context = Some(longest(cases) + 16);
-    });
+    })
+}
+
+/// Checks a checkpoint with each prompt alone, step by step, and the longest one also with run-ahead on its cached prefix.
+fn alone(vulkan: &Vulkan, path: &Path, name: &str, cases: &[Case]) {
+    let host = exact(vulkan, path, cases);
     let replica = &host.replicas().next().expect("one model");
-    assert!(!cases.is_empty(), "{name} has no prompts");
-    for case in cases {
-        let count = case.greedy.len() as u32;
-        let what = format!("{name}, prompt of {}", case.prompt.len());
-        assert_eq!(generate(replica, request(&case.prompt, count)).tokens, case.greedy, "{what}");
-        let steps = case.logits.iter().map(|(step, _)| *step as u32 + 1).max().expect("there are logits");
-        let stepped = generate(replica, Request { dump_logits: true, ..request(&case.prompt, steps) });
-        for (step, wanted) in &case.logits {
-            let found = stepped.drawn[*step].logits.as_ref().expect("logits were asked for");
-            let error = error(found, wanted);
-            println!("{what}, step {step}: relative error {error:.2e}");
-            // Files of a fixture have its name and an extension.
-            let limit = if name.starts_with(SENSITIVE) { EXACT_OF_SENSITIVE } else { EXACT };
-            assert!(error <= limit, "{what}, step {step}: relative error {error:.2e} exceeds {limit:.2e}");
-        }
+    cases.iter().for_each(|case| step_by_step(replica, name, case));
+    let longest = cases.iter().max_by_key(|case| case.prompt.len()).expect("there are prompts");
+    let tokens = generate(replica, request(&longest.prompt, longest.greedy.len() as u32)).tokens;
+    assert_eq!(tokens, longest.greedy, "{name}, with run-ahead");
+}
+
+/// Checks the logits and tokens of a prompt, step by step.
+pub fn step_by_step(replica: &Replica, name: &str, case: &Case) {
+    let what = format!("{name}, prompt of {}", case.prompt.len());
+    let steps = case.logits.iter().map(|(step, _)| *step as u32 + 1).max().expect("there are logits");
+    let stepped = generate(replica, Request { dump_logits: true, ..request(&case.prompt, steps) });
+    for (step, wanted) in &case.logits {
+        let found = stepped.drawn[*step].logits.as_ref().expect("logits were asked for");
+        let error = error(found, wanted);
+        println!("{what}, step {step}: relative error {error:.2e}");
+        // Files of a fixture have its name and an extension.
+        let limit = if name.starts_with(SENSITIVE) { EXACT_OF_SENSITIVE } else { EXACT };
+        assert!(error <= limit, "{what}, step {step}: relative error {error:.2e} exceeds {limit:.2e}");
     }
+    assert_eq!(stepped.tokens, case.greedy[..steps as usize], "{what}");
 }
 
 /// All prompts at once, in chunks of 32 tokens, with too few pages for all of them: sequences are batched, chunked and

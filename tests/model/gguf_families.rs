@@ -1,9 +1,10 @@
 //! Goal: a GGUF file that llama.cpp's converter made from a checkpoint of any supported architecture gives the same
 //! tokens and logits as Hugging Face transformers gives for the checkpoint (float32). Method: the files of
 //! `tests/fixtures/gguf_families`, which are differences from the random checkpoints in `tests/fixtures/families`, are
-//! put together and served in process, all prompts one by one and with logits.
+//! put together and served in process, all prompts one by one, step by step and with logits: run-ahead, batches and cached
+//! prefixes of the same weights are tested in `families.rs`.
 
-use super::families::{alone, cases};
+use super::families::{cases, exact, step_by_step};
 use crate::common::Vulkan;
 use crate::harness::models::fixture;
 use ostinato::model::gguf;
@@ -48,7 +49,13 @@ fn check(architecture: &str, names: &[&str]) {
         std::fs::write(&file, restored(name)).expect("written");
         let (found, _) = gguf::open(&file).unwrap_or_else(|error| panic!("{name}: {error}"));
         assert_eq!(found.model.architecture.name(), architecture, "{name}");
-        alone(&vulkan, &file, &format!("{name}.gguf"), &cases(&fixture("families").join(name)));
+        let cases = cases(&fixture("families").join(name));
+        assert!(!cases.is_empty(), "{name} has no prompts");
+        let host = exact(&vulkan, &file, &cases);
+        let replica = host.replicas().next().expect("one model");
+        for case in &cases {
+            step_by_step(&replica, &format!("{name}.gguf"), case);
+        }
     }
 }
 

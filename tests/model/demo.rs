@@ -21,9 +21,9 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Default number of tasks of each kind for the dense model.
-const TASKS: usize = 10;
+const TASKS: usize = 5;
 /// Default number of tasks of each kind for the hybrid model.
-const HYBRID_TASKS: usize = 5;
+const HYBRID_TASKS: usize = 3;
 /// Default number of tasks of each kind for the hybrid model with drafts, which runs one request at a time.
 const DRAFTED_TASKS: usize = 2;
 /// The percentage of each kind of task that must be answered exactly.

@@ -120,6 +120,7 @@ fn a_fault_at_the_start_or_in_a_text_costs_no_token() {
 }
 
 #[test]
+#[ignore = "in make test-full: a_fault_in_any_call_of_any_step_changes_no_token, with eight sequences of a small model"]
 fn a_fault_with_four_sequences_costs_none_of_them_a_token() {
     let vulkan = Vulkan::without_validation();
     let (host, _) = start(&vulkan, 4, &["tags=1"]);
@@ -316,13 +317,13 @@ fn any_call(path: &str, times: u32, change: &dyn Fn(&mut Model)) {
 #[test]
 fn a_fault_in_any_call_of_any_step_changes_no_token() {
     let folder = tempfile::tempdir().expect("a folder");
-    any_call(&write(&built_in("tiny-qwen3", 3), folder.path()), 3, &|_| {});
+    any_call(&write(&built_in("tiny-qwen3", 3), folder.path()), 1, &|_| {});
 }
 
 #[test]
 fn a_fault_in_any_call_of_experts_changes_no_token() {
     let folder = tempfile::tempdir().expect("a folder");
-    any_call(&write(&built_in("tiny-qwen3-moe", 2), folder.path()), 3, &|_| {});
+    any_call(&write(&built_in("tiny-qwen3-moe", 2), folder.path()), 1, &|_| {});
 }
 
 /// Recurrent state must not take in a token twice.
@@ -342,7 +343,7 @@ fn a_fault_in_any_call_changes_no_token_of_layers_with_windows() {
 fn a_fault_in_any_call_changes_no_token_of_quantised_weights() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = write(&built_in("tiny-qwen3", 2), folder.path());
-    any_call(&path, 2, &|model| model.quantize = Some(Quantize::Int4));
+    any_call(&path, 1, &|model| model.quantize = Some(Quantize::Int4));
 }
 
 #[test]

@@ -660,6 +660,7 @@ fn constrained_rows_come_and_go() {
 
 /// Goal: steps that are run again after a fault wait for their masks as they did the first time.
 #[test]
+#[ignore = "in make test-full: fallback::a_fault_in_a_step_with_constrained_rows_changes_no_token, with a small model"]
 fn a_fault_costs_a_constrained_row_nothing() {
     let vulkan = Vulkan::without_validation();
     let (schema, check) = constraints().remove(0);

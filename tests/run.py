@@ -21,8 +21,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BY_TEST = ["model", "kernels", "device"]
 # Programs that are one process, because their tests take turns or share what is started once.
 WHOLE = ["ostinato", "bad_input", "engine", "hostile", "otlp", "traces"]
-# Programs whose tests wait for other processes, or for time to pass, more than they compute: they run one after the other
-# beside those that keep the cores busy.
+# Programs whose tests wait for other processes, or for limits of time: they run one after the other beside those that keep
+# the cores busy.
 WAITING = ["hostile", "program", "service", "otlp"]
 # What takes long begins first, so that no core idles at the end.
 FIRST = ["model fallback", "model demo", "traces", "engine", "bad_input", "model", "kernels"]

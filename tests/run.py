@@ -10,6 +10,7 @@ import collections
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ Result = collections.namedtuple("Result", "unit passed seconds cpu")
 
 def build():
     """Returns the pairs of a program's name and its path."""
-    command = [os.environ.get("CARGO", "cargo"), "test", "--locked", "--no-run"]
+    command = [*shlex.split(os.environ.get("CARGO", "cargo")), "test", "--locked", "--no-run"]
     messages = subprocess.run(
         [*command, "--message-format=json-render-diagnostics"], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )

@@ -868,7 +868,7 @@ fn what_a_request_may_say_is_bounded_on_both_contracts() {
             (strings(16, 1), strings(17, 1), ["17 strings", "at most 16"]),
             (strings(1, 1024), strings(1, 1025), ["1025 bytes", "at most 1024"]),
             (named(256), named(257), ["257 bytes", "at most 256"]),
-            (long(1000), long(1001), ["1001 bytes", "at most 1000"]),
+            (long(1000), long(1001), ["1001 bytes", "maximum is 1000"]),
         ] {
             assert!(serving::generate(&mut ours, edge.0).await.error.is_none());
             theirs
@@ -900,7 +900,7 @@ fn what_a_request_may_say_is_bounded_on_both_contracts() {
         for (message, words) in [
             (chat(vec![say(""); 4097]), ["4097 messages", "at most 4096"]),
             // The roles count as well.
-            (chat(vec![say(&"x".repeat(500)), say(&"x".repeat(500))]), ["1008 bytes", "at most 1000"]),
+            (chat(vec![say(&"x".repeat(500)), say(&"x".repeat(500))]), ["1008 bytes", "maximum is 1000"]),
             (proto::GenerateRequest { model: "m".repeat(9999), ..text_request("", "x", 1) }, ["model", "9999 bytes"]),
             (proto::GenerateRequest { device: "d".repeat(9999), ..text_request("", "x", 1) }, ["device", "9999 bytes"]),
             (proto::GenerateRequest { cache_salt: "s".repeat(257), ..text_request("", "x", 1) }, ["cache_salt", "257"]),

@@ -9,8 +9,10 @@ long. What a process prints is shown if it fails. At the end a table shows the s
 import collections
 import json
 import os
+import pathlib
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +29,9 @@ WHOLE = ["ostinato", "bad_input", "engine", "hostile", "otlp", "traces"]
 WAITING = ["hostile", "program", "service", "otlp"]
 # What takes long begins first, so that no core idles at the end.
 FIRST = ["model fallback", "model demo", "traces", "engine", "bad_input", "model", "kernels"]
+
+# The processes that run now.
+RUNNING = set()
 
 Unit = collections.namedtuple("Unit", "program binary name tests")
 Result = collections.namedtuple("Result", "unit passed seconds cpu")
@@ -77,7 +82,9 @@ def run(unit):
             stdout=output,
             stderr=subprocess.STDOUT,
         )
+        RUNNING.add(child)
         _, status, usage = os.wait4(child.pid, 0)
+        RUNNING.discard(child)
         child.returncode = os.waitstatus_to_exitcode(status)
         seconds = time.monotonic() - begun
         output.seek(0)
@@ -105,10 +112,22 @@ def main():
         ignored[program] += skipped
         work += found
     name = lambda unit: f"{unit.program} {unit.name}"
+    # Each file and each folder with a main.rs is a program of its own.
+    tests = pathlib.Path(ROOT, "tests")
+    expected = {path.stem for path in tests.glob("*.rs")} | {path.parent.name for path in tests.glob("*/main.rs")}
+    for program in (set(wanted) or expected | {"ostinato"}) - {unit.program for unit in work}:
+        sys.exit(f"no test of {program} was found")
     work.sort(key=lambda unit: [not name(unit).startswith(first) for first in FIRST])
-    with ThreadPoolExecutor(os.cpu_count()) as cores, ThreadPoolExecutor(1) as beside:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores, ThreadPoolExecutor(1) as beside:
         runs = [(beside if unit.program in WAITING else cores).submit(run, unit) for unit in work]
-    results = [done.result() for done in runs]
+        try:
+            results = [done.result() for done in runs]
+        except BaseException:
+            for pool in (cores, beside):
+                pool.shutdown(wait=False, cancel_futures=True)
+            for child in list(RUNNING):
+                child.terminate()
+            raise
     print(f"\n{'program':12} tests  ignored  seconds  of CPU")
     for program in dict.fromkeys(program for program, _ in programs):
         own = [result for result in results if result.unit.program == program]
@@ -122,4 +141,9 @@ def main():
     sys.exit(1 if failed else 0)
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+signal.signal(signal.SIGTERM, interrupt)
 main()

@@ -11,6 +11,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub struct Wait {
     /// The number of rows of the step.
     pub rows: u32,
+    /// The call's number in its step, counted from 1.
+    pub number: u32,
     /// The call's label, for example `layers.1.mlp.down`.
     pub call: String,
     /// The name of the argument that holds the tag it polls for, for example `x_tag`.
@@ -27,6 +29,7 @@ pub struct Injections {
     waits: Vec<Wait>,
     every: AtomicU32,
     broken: Mutex<Vec<BrokenAt>>,
+    others: AtomicU32,
     prompts_behind: AtomicU32,
     drafts_behind: AtomicU32,
 }
@@ -59,6 +62,16 @@ impl Injections {
     /// Records that the step of a wait's turn has faulted, and the first output that lost its token `token` by it.
     pub fn note(&self, wait: usize, token: u32) {
         *self.broken()[wait].entry(token).or_default() += 1;
+    }
+
+    /// Records a fault that no broken wait explains.
+    pub fn note_other(&self) {
+        self.others.fetch_add(1, Relaxed);
+    }
+
+    /// Returns the number of faults that no broken wait explains.
+    pub fn others(&self) -> u32 {
+        self.others.load(Relaxed)
     }
 
     /// Records that a plan that draws tokens was queued behind a faulted step: one in which prompts end, or one that
@@ -95,7 +108,7 @@ mod tests {
 
     #[test]
     fn every_wait_of_a_step_has_its_turn() {
-        let wait = |rows, call: &str| Wait { rows, call: call.to_owned(), tag: "x_tag" };
+        let wait = |rows, call: &str| Wait { rows, number: 1, call: call.to_owned(), tag: "x_tag" };
         let injections = Injections::new(vec![wait(1, "a"), wait(8, "a"), wait(1, "b"), wait(1, "c")], 3);
         assert_eq!(injections.next(2), None);
         let turns: Vec<usize> = (0..5)

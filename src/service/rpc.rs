@@ -345,10 +345,10 @@ impl Scope {
     pub(super) fn place(&self, host: &Arc<Host>, model: &str, device: &str) -> Result<Target, Refusal> {
         bounds::name("model", model)?;
         bounds::name("device", device)?;
-        let found = match self.only(host, model)? {
+        let found = self.only(host, model).and_then(|only| match only {
             Some(only) => Target::of(host, only, device),
             None => self.may_use(model).and_then(|()| Target::find(host, model, device)),
-        };
+        });
         found.map_err(|refusal| self.narrowed(host, refusal))
     }
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Injects faults into every waiting call of decode steps without barriers, and compares the texts with undisturbed ones.
+"""Injects faults into every call of decode steps without barriers that waits for another call, and compares the texts with
+undisturbed ones.
 
     faults.py PROGRAM [--device SEL] [--tune KEY=VALUE]... [--seconds S] [--only NAME]... [--steps N] [CONFIG.json ...]
 
@@ -13,6 +14,7 @@ import argparse
 import itertools
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -54,15 +56,19 @@ class Batches:
 
     def __init__(self, server, streams, first):
         self.server, self.streams, self.first, self.turn = server, streams, first, 0
+        # The length of the server's log before the last texts.
+        self.began = 0
 
     def texts(self, tokens):
         """Returns the texts of all streams, each of this number of tokens."""
         prompts = [prompt(index) for index in range(self.streams)]
+        self.began = len(self.server.log)
         if self.streams == 1:
             return self.server.complete(prompts, tokens)
         seen = set()
         for _ in range(TRIES):
             self.turn += 1
+            self.began = len(self.server.log)
             records = self.server.steps(0)
             following = records[-1]["number"] + 1 if records else 0
             # Another first prompt each time, so that none is found in the prefix cache.
@@ -72,10 +78,13 @@ class Batches:
             texts = self.server.complete(prompts, tokens)
             first.join()
             time.sleep(0.01)
-            rows = {step["rows"] for step in self.server.steps(following) if step["phase"] == "decode"}
-            if rows == {self.streams}:
+            rows = [step["rows"] for step in self.server.steps(following) if step["phase"] == "decode"]
+            # Whether the prompts joined shows in the first step. A stream that ends early is a wrong text.
+            if rows and rows[0] == self.streams:
+                if set(rows) != {self.streams}:
+                    raise RuntimeError(f"{self.streams} equally long texts took steps of {sorted(set(rows))} rows")
                 return texts
-            seen.add(tuple(sorted(rows)))
+            seen.add(tuple(sorted(set(rows))))
         raise RuntimeError(f"{self.streams} prompts never joined in one plan, but in steps of {sorted(seen)} rows")
 
 
@@ -96,25 +105,27 @@ def run(args, name, config, keys, streams, folder, end):
         batches = Batches(server, streams, first)
         told = [entry["message"] for entry in server.log if "waits are broken in turn" in entry.get("message", "")]
         failed = [entry["message"] for entry in server.log if "failed its test" in entry.get("message", "")]
+        numbers = [re.search(r"(\d+) waits of steps of (\d+) rows", line) for line in told]
+        waits = next((int(of[1]) for of in numbers if int(of[2]) == streams), 0)
         steps, faults, seen = {}, 0, 0
         for tokens in itertools.cycle(LENGTHS):
             if time.monotonic() > end:
                 break
             found = batches.texts(tokens)
             texts += len(found)
-            different += sum(one != other for one, other in zip(found, wanted[tokens]))
-            for entry in server.log[seen:]:
-                seen += 1
+            different += sum(one != other for one, other in zip(found, wanted[tokens], strict=True))
+            # Faults of texts that were not compared do not count.
+            for entry in server.log[max(seen, batches.began):]:
                 if entry.get("message") == "a test has broken this call" and entry["rows"] == streams:
                     steps.setdefault((entry["call"], entry["tag"]), set()).add(entry["token"])
                     faults += 1
-            # All waits of the step are known: the least often broken one has the next turn.
-            if steps and min(map(len, steps.values())) >= args.steps and faults >= len(steps) * args.steps:
+            seen = len(server.log)
+            if len(steps) == waits > 0 and min(map(len, steps.values())) >= args.steps:
                 break
-    waits = len(steps)
     least, most = (min(map(len, steps.values())), max(map(len, steps.values()))) if steps else (0, 0)
+    least = least if len(steps) == waits else 0
     why = "; ".join(filter(None, [
-        "" if told else "no step without barriers", *failed[:1],
+        "" if waits else f"no step of {streams} rows without barriers", *failed[:1],
         f"{different} texts differ" if different else "",
         "" if least >= args.steps else f"broken in {least} steps, {args.steps} are asked for",
     ]))

@@ -5,8 +5,8 @@
 
 Each shape is started R times, each time with 64 greedy tokens after a prompt of 5, and once with barriers: a fault is
 injected before the first step (`fault_at=1`), after which all steps have them. (`tags=0` rounds activations in another way.)
-The status is 1 if a start tells of a kernel that waited too long, fails, or draws other tokens, and if none of the shapes was
-run. On a CPU driver: --device cpu --tune fragments=1 --tune tags=1.
+The status is 1 if a start tells of a kernel that waited too long, or of a step without barriers that failed its test, if it
+fails or draws other tokens, and if no shape ran without barriers. On a CPU driver: --device cpu --tune fragments=1 --tune tags=1.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import time
 import common
 
 TOKENS = 64
+NO_OVERLAP = "no step ran without barriers"
 # All steps have barriers.
 BARRIERS = ["fault_at=1", "retry_ms=3600000"]
 MOST_SECONDS = 600
@@ -58,7 +59,7 @@ def generate(args, folder, extra, tune, vocabulary, faults=False):
     """Returns the tokens that a start draws, and what is wrong with it. `faults`: whether a fault is nothing wrong."""
     prompt = ",".join(str(token % vocabulary) for token in (5, 80, 300, 7, 120))
     command = [args.program, "generate", "--model", folder, "--tokens", prompt, "--max-tokens", str(TOKENS),
-               "--ignore-eos", "--json", "--context", "256", *extra]
+               "--ignore-eos", "--json", "--verbose", "--context", "256", *extra]
     command += ["--device", args.device] if args.device else []
     command += ["--tune", ",".join(tune)] if tune else []
     try:
@@ -72,8 +73,10 @@ def generate(args, folder, extra, tune, vocabulary, faults=False):
         event = json.loads(line)
         if event["event"] == "delta":
             tokens += event["token_ids"]
-    if "waited too long" in ran.stderr and not faults:
-        return tokens, "a kernel waited too long"
+    if "failed its test" in ran.stderr:
+        return tokens, "a step without barriers failed its test at start"
+    if ("waited too long" in ran.stderr) != faults:
+        return tokens, NO_OVERLAP if faults else "a kernel waited too long"
     return (tokens, None) if len(tokens) == TOKENS else (tokens, f"{len(tokens)} tokens, {TOKENS} are asked for")
 
 
@@ -86,7 +89,7 @@ def check(args, number, config, extra, folder, end):
     vocabulary = config.get("text_config", config)["vocab_size"]
     wanted, wrong = generate(args, folder, extra, [*args.tune, *BARRIERS], vocabulary, faults=True)
     if wrong:
-        return 0, [f"with barriers: {wrong}"]
+        return 0, [wrong]
     starts, wrongs = 0, []
     for _ in range(args.starts):
         if time.monotonic() > end and starts > 0:
@@ -115,7 +118,7 @@ def main():
     end = time.monotonic() + args.seconds
     draw = random.Random(args.seed)
     shapes = [(number, *shape(draw)) for number in range(args.shapes)]
-    lock, counts = threading.Lock(), {"shapes": 0, "starts": 0, "refused": 0, "failed": 0, "left": 0}
+    lock, counts = threading.Lock(), {"shapes": 0, "starts": 0, "refused": 0, "barriers": 0, "failed": 0, "left": 0}
 
     def one(item):
         number, config, extra = item
@@ -126,6 +129,9 @@ def main():
         with tempfile.TemporaryDirectory() as root:
             starts, wrongs = check(args, number, config, extra, pathlib.Path(root) / "model", end)
         with lock:
+            if wrongs == [NO_OVERLAP]:
+                counts["barriers"] += 1
+                return
             if starts is None:
                 counts["refused"] += 1
                 print(f"shape {number} is refused: {wrongs[0]}", flush=True)
@@ -140,6 +146,7 @@ def main():
     with concurrent.futures.ThreadPoolExecutor(args.parallel) as pool:
         list(pool.map(one, shapes))
     print(f"{counts['shapes']} shapes, {counts['starts']} starts: {counts['failed']} shapes failed; "
+          f"{counts['barriers']} more have barriers in all steps, "
           f"{counts['refused']} were refused by the loader, {counts['left']} not run for lack of time (seed {args.seed})")
     sys.exit(0 if counts["shapes"] > 0 and counts["failed"] == 0 else 1)
 

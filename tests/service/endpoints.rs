@@ -163,6 +163,9 @@ async fn an_endpoint_is_healthy_while_its_model_is_served() {
     assert_eq!(refused.code(), Code::NotFound);
     assert!(refused.message().contains("\"alpha\" is not served: it is not loaded"), "{refused}");
     assert!(!refused.message().contains("beta"), "{refused}");
+    let refused = OstinatoClient::new(alpha.clone()).generate(text_request("", "hello", 3)).await.unwrap_err();
+    assert!(refused.message().contains("\"alpha\" is not served"), "{refused}");
+    assert!(!refused.message().contains("beta"), "{refused}");
     let info = VllmEngineClient::new(alpha.clone()).health_check(contract::HealthCheckRequest {}).await.unwrap();
     assert!(!info.into_inner().healthy);
     // It can be loaded over its own endpoint.

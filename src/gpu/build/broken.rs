@@ -39,11 +39,15 @@ pub(super) fn broken_steps(recordings: &Recordings, tuning: &Tuning) -> Result<B
                 continue;
             }
             let Op::Call(call) = &recording.ops[poll.number as usize - 1] else { unreachable!("only calls poll") };
-            steps.sometimes.push((Wait { rows: *rows, call: call.label.clone(), tag: poll.tag }, broken));
+            let wait = Wait { rows: *rows, number: poll.number, call: call.label.clone(), tag: poll.tag };
+            steps.sometimes.push((wait, broken));
         }
     }
     if steps.always.is_empty() && steps.sometimes.is_empty() && carried.count() > 0 {
-        return Err(format!("call {} of no decode step waits for tagged words", tuning.broken_call));
+        return Err(match tuning.broken_calls {
+            0 => format!("call {} of no decode step waits for tagged words", tuning.broken_call),
+            _ => "no call of a decode step waits for tagged words".to_owned(),
+        });
     }
     Ok(steps)
 }

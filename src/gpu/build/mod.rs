@@ -423,8 +423,13 @@ impl Build<'_> {
             decode.insert(*rows, DecodeRegions { plain, carried, broken });
         }
         let waits: Vec<Wait> = sometimes.into_iter().map(|(wait, _)| wait).collect();
-        if !waits.is_empty() {
-            self.progress.line(&format!("\"{}\": for a test, {} waits are broken in turn", self.name, waits.len()));
+        for rows in decode.keys() {
+            let count = waits.iter().filter(|wait| wait.rows == *rows).count();
+            if count > 0 {
+                let name = self.name;
+                self.progress
+                    .line(&format!("\"{name}\": for a test, {count} waits of steps of {rows} rows are broken in turn"));
+            }
         }
         let mut verify: BTreeMap<u32, BTreeMap<u32, Arc<Region>>> = BTreeMap::new();
         for (drafts, sequences, recording) in &recordings.verify {

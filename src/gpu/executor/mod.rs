@@ -244,8 +244,8 @@ struct Faults {
     call: u32,
     /// The number of faults of the same plan before this submission.
     before: u32,
-    /// Whether the submission was queued behind a step whose fault was not known yet, so that its steps draw nothing
-    /// either.
+    /// Whether the submission was queued behind a step whose fault was not known yet, so that its decode steps draw
+    /// nothing either.
     behind: bool,
 }
 

@@ -348,14 +348,16 @@ impl GpuExecutor {
         );
     }
 
-    /// Counts the fault of a plan's step if a test has broken the step. Steps that run ahead of outputs that are done do
-    /// not count.
+    /// Counts the fault of a plan's step: for the wait that a test has broken in this step, or as one that no broken wait
+    /// explains. Steps that run ahead of outputs that are done do not count.
     fn note_injected(&self, pending: &Pending) {
-        let Some((_, wait)) = pending.steps.broken.iter().find(|(step, _)| *step == pending.faults.good) else {
-            return;
+        let injections = self.parts.variants.injections();
+        // Calls behind the broken one miss their words as well, and may be the first to say so.
+        let explains = |(step, wait): &&(u32, usize)| {
+            *step == pending.faults.good && injections.wait(*wait).number <= pending.faults.call
         };
+        let Some((_, wait)) = pending.steps.broken.iter().find(explains) else { return injections.note_other() };
         let Some(token) = pending.steps.slots.iter().find_map(|slot| self.drawn[slot.0 as usize]) else { return };
-        let injections = &self.parts.variants.injections();
         injections.note(*wait, token);
         let wait = injections.wait(*wait);
         tracing::warn!(call = wait.call, tag = wait.tag, rows = wait.rows, token, "a test has broken this call");

@@ -1124,7 +1124,7 @@ async fn streams_that_nobody_reads_are_cancelled_and_closed() {
         Options { stream_buffer: MORE_THAN_SOCKETS_HOLD, keepalive: wait, keepalive_wait: wait, ..Options::default() };
     let served = fast(options).await;
     let mut silent = long_stream(served.http).await;
-    served.busy("alpha/0", 1, 0).await;
+    served.begun("alpha/0").await;
     served.idle("alpha/0", Duration::from_secs(20)).await;
     tokio::time::sleep(3 * wait).await;
     // What the system has buffered comes, and then the end, which is not that of the answer.
@@ -1135,7 +1135,7 @@ async fn streams_that_nobody_reads_are_cancelled_and_closed() {
 
     let served = fast(Options { stream_buffer: 64, ..Options::default() }).await;
     let mut late = long_stream(served.http).await;
-    served.busy("alpha/0", 1, 0).await;
+    served.begun("alpha/0").await;
     served.idle("alpha/0", Duration::from_secs(20)).await;
     let mut answer = String::new();
     let mut bytes = vec![0; 1 << 16];

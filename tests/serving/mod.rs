@@ -226,6 +226,16 @@ impl Served {
         }
     }
 
+    /// Waits until a replica has begun a first request, which may have ended since.
+    pub async fn begun(&self, replica: &str) {
+        let until = Instant::now() + Duration::from_secs(10);
+        let replica = self.host.replicas().find(|other| other.name == replica).unwrap();
+        while replica.load().prompt_tokens == 0 {
+            assert!(Instant::now() < until, "{}: {:?}", replica.name, replica.load());
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+
     /// Waits until a replica has exactly `running` running and `waiting` queued requests.
     pub async fn busy(&self, replica: &str, running: u32, waiting: u32) {
         let until = Instant::now() + Duration::from_secs(10);

@@ -396,7 +396,7 @@ fn prompts_that_join_behind_a_fault_draw_their_own_tokens() {
         let folder = tempfile::tempdir().expect("a folder");
         let injected = Injected::start(&vulkan, &write(&config, folder.path()), 2, &|_| {}, &[]);
         let prompts: Vec<Vec<u32>> = (1..6).map(|i| prompt(i).repeat(1 + i as usize)).collect();
-        let (long, short) = (150, 12);
+        let (long, short) = (100, 12);
         let alone = injected.alone(&prompt(0), long);
         let wanted: Vec<Vec<u32>> = prompts.iter().map(|prompt| injected.alone(prompt, short)).collect();
         let run = || {
@@ -412,7 +412,7 @@ fn prompts_that_join_behind_a_fault_draw_their_own_tokens() {
         injected.inject(2);
         let behind = || injected.with(|replica| replica.variants().injections().behind().0);
         let mut runs = 0;
-        while behind() < 3 {
+        while behind() == 0 {
             assert!(runs < 30, "{} prompts behind a fault in {runs} runs", behind());
             assert_eq!(run(), wanted, "run {runs}");
             runs += 1;
@@ -434,7 +434,7 @@ fn drafts_behind_a_fault_change_no_token() {
         let path = write(&config, folder.path());
         let drafting = |model: &mut Model| (model.drafts, model.draft) = (Some(2), draft.clone());
         let injected = Injected::start(&vulkan, &path, 1, &drafting, &[]);
-        let tokens = 100;
+        let tokens = 60;
         // The reference has no drafts.
         let plain = Injected::start(&vulkan, &path, 1, &|_| {}, &[]);
         let wanted = plain.alone(&prompt(0), tokens);
@@ -443,7 +443,7 @@ fn drafts_behind_a_fault_change_no_token() {
         injected.inject(2);
         let behind = || injected.with(|replica| replica.variants().injections().behind().1);
         let mut runs = 0;
-        while behind() < 3 {
+        while behind() == 0 {
             assert!(runs < 30, "{} plans with drafts behind a fault in {runs} runs", behind());
             assert_eq!(injected.alone(&prompt(0), tokens), wanted, "run {runs}");
             runs += 1;

@@ -211,15 +211,10 @@ impl Rpc {
         };
         let call = Unencoded { place, common, bytes, operation: names::OPERATION_EMBEDDINGS };
         let answers = self.run(span, caller, call, encode).await?;
-        let Answers { id, model, answers } = answers;
-        let answers = answers.into_iter().map(|answer| {
-            let value = match answer.value {
-                Outcome::Vector(vector) => shape(vector, dimensions, normalize),
-                Outcome::Probability(_) => Vec::new(),
-            };
-            Answer { value, prompt_tokens: answer.prompt_tokens, cached_tokens: answer.cached_tokens }
-        });
-        Ok(Answers { id, model, answers: answers.collect() })
+        Ok(answers.map(|outcome| match outcome {
+            Outcome::Vector(vector) => shape(vector, dimensions, normalize),
+            Outcome::Probability(_) => Vec::new(),
+        }))
     }
 
     /// Answers a call for the relevance of documents, from 0 to 1: the probability of a reranker's positive answer, or
@@ -252,15 +247,10 @@ impl Rpc {
         };
         let call = Unencoded { place, common, bytes, operation: names::OPERATION_RERANK };
         let answers = self.run(span, caller, call, encode).await?;
-        let Answers { id, model, answers } = answers;
-        let answers = answers.into_iter().map(|answer| {
-            let value = match answer.value {
-                Outcome::Probability(probability) => probability,
-                Outcome::Vector(_) => f64::NAN,
-            };
-            Answer { value, prompt_tokens: answer.prompt_tokens, cached_tokens: answer.cached_tokens }
-        });
-        Ok(Answers { id, model, answers: answers.collect() })
+        Ok(answers.map(|outcome| match outcome {
+            Outcome::Probability(probability) => probability,
+            Outcome::Vector(_) => f64::NAN,
+        }))
     }
 
     /// Computes the cosines of pairs of texts. If consecutive pairs have the same query, it is embedded once.

@@ -81,6 +81,17 @@ impl<T> Answers<T> {
     pub(super) fn prompt_tokens(&self) -> u64 {
         self.answers.iter().map(|answer| u64::from(answer.prompt_tokens)).sum()
     }
+
+    /// Returns the same answers with each value converted.
+    pub(super) fn map<U>(self, convert: impl Fn(T) -> U) -> Answers<U> {
+        let Answers { id, model, answers } = self;
+        let answers = answers.into_iter().map(|Answer { value, prompt_tokens, cached_tokens }| Answer {
+            value: convert(value),
+            prompt_tokens,
+            cached_tokens,
+        });
+        Answers { id, model, answers: answers.collect() }
+    }
 }
 
 /// The reason for which a call has no answer.

@@ -23,10 +23,9 @@ layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint LANES = 128;   // the workgroup's size
 layout(constant_id = 2) const uint NORM = 0;
 layout(constant_id = 3) const uint ORDER = 0;
-layout(constant_id = 4) const uint ROWS = 0;      // rows in use; 0: `count` holds the number
-layout(constant_id = 5) const uint EACH = 0;      // choices per row
-layout(constant_id = 6) const uint TILE = 16;     // rows of a tile of sorted rows
-layout(constant_id = 7) const uint GROUP = 8;     // rows of a workgroup: 8, with ORDER 2 fewer
+layout(constant_id = 4) const uint EACH = 0;      // choices per row
+layout(constant_id = 5) const uint TILE = 16;     // rows of a tile of sorted rows
+layout(constant_id = 6) const uint GROUP = 8;     // rows of a workgroup: 8, with ORDER 2 fewer
 
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Words4Out { uvec4 v[]; };
 
@@ -41,6 +40,7 @@ layout(push_constant) uniform Args {
     uint k;
     uint x_stride;    // in floats
     float epsilon;
+    uint rows;        // in use; 0: `count` holds the number
 };
 
 const uint NOBODY = 0xffffffffu;
@@ -51,17 +51,21 @@ const uint PADDED = 8u;     // rows to a multiple of which y is padded
 shared vec2 stats_s[(LANES + 3u) / 4u * GROUP];
 shared float factor_s[GROUP];
 
-// Returns four values of a row before scaling, from column 4q on; zeros from column k on.
-vec4 values(uint row, uint q, bool there) {
+// Returns four values of a row, from column 4q on; zeros from column k on.
+vec4 raw_values(uint row, uint q, bool there) {
     if (!there || q * 4u >= k) return vec4(0.0);
-    vec4 v = x.v[row * (x_stride / 4u) + q];
-    if (NORM == 1u) v *= norm.v[q];
-    [[unroll]] for (uint i = 0u; i < 4u; i++) if (q * 4u + i >= k) v[i] = 0.0;
-    return v;
+    return mix(vec4(0.0), x.v[row * (x_stride / 4u) + q], lessThan(q * 4u + uvec4(0u, 1u, 2u, 3u), uvec4(k)));
+}
+
+// Returns the factors of four columns, from column 4q on; zeros from column k on.
+vec4 factors(uint q) {
+    if (NORM == 0u) return vec4(1.0);
+    if (q * 4u >= k) return vec4(0.0);
+    return mix(vec4(0.0), norm.v[q], lessThan(q * 4u + uvec4(0u, 1u, 2u, 3u), uvec4(k)));
 }
 
 void main() {
-    uint used = ROWS != 0u ? ROWS : count.v[2];
+    uint used = rows != 0u ? rows : count.v[2];
     uint first = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * GROUP;
     if (first >= (used + PADDED - 1u) / PADDED * PADDED) return;
     if (EACH > 0u) {
@@ -85,13 +89,12 @@ void main() {
         vec2 stats[GROUP];
         [[unroll]] for (uint r = 0u; r < GROUP; r++) stats[r] = vec2(0.0);
         for (uint q = t; q < quads; q += LANES) {
+            vec4 weight = factors(q);
             [[unroll]] for (uint r = 0u; r < GROUP; r++) {
-                vec4 v = abs(values(source[r], q, there[r]));
+                vec4 raw = raw_values(source[r], q, there[r]);
+                vec4 v = abs(raw * weight);
                 stats[r].x = max(stats[r].x, max(max(v.x, v.y), max(v.z, v.w)));
-                if (NORM == 1u) {
-                    vec4 raw = there[r] ? x.v[source[r] * (x_stride / 4u) + q] : vec4(0.0);
-                    [[unroll]] for (uint i = 0u; i < 4u; i++) if (q * 4u + i < k) stats[r].y += raw[i] * raw[i];
-                }
+                if (NORM == 1u) stats[r].y += dot(raw, raw);
             }
         }
         [[unroll]] for (uint r = 0u; r < GROUP; r++) {
@@ -121,19 +124,21 @@ void main() {
     [[unroll]] for (uint r = 0u; r < GROUP; r++) factor[r] = ORDER > 0u ? factor_s[r] : 1.0;
     for (uint c = t; c < chunks; c += LANES) {
         if (ORDER == 2u) {
+            vec4 weight_a = factors(c * 2u), weight_b = factors(c * 2u + 1u);
             [[unroll]] for (uint r = 0u; r < GROUP; r++) {
-                vec4 a = values(source[r], c * 2u, there[r]) * factor[r];
-                vec4 b = values(source[r], c * 2u + 1u, there[r]) * factor[r];
+                vec4 a = raw_values(source[r], c * 2u, there[r]) * weight_a * factor[r];
+                vec4 b = raw_values(source[r], c * 2u + 1u, there[r]) * weight_b * factor[r];
                 y.v[(first + r) * chunks + c] =
                     uvec4(packHalf2x16(a.xy), packHalf2x16(a.zw), packHalf2x16(b.xy), packHalf2x16(b.zw));
             }
             continue;
         }
-        [[unroll]] for (uint h = 0u; h < 2u; h++) {
+        for (uint h = 0u; h < 2u; h++) {
+            vec4 weight = factors(c * 2u + h);
             vec4 v[PADDED]; // GROUP is 8 here
             [[unroll]] for (uint r = 0u; r < PADDED; r++) {
                 uint of_ = min(r, GROUP - 1u);
-                v[r] = values(source[of_], c * 2u + h, there[of_]) * factor[of_];
+                v[r] = raw_values(source[of_], c * 2u + h, there[of_]) * weight * factor[of_];
             }
             [[unroll]] for (uint i = 0u; i < 4u; i++) {
                 uint column = c * 8u + h * 4u + i;

@@ -41,21 +41,20 @@ layout(constant_id = 5) const uint FEATURES = 64;   // rows of W of a tile
 layout(constant_id = 6) const uint WORDS = 1;
 layout(constant_id = 7) const uint EACH = 4;        // even
 layout(constant_id = 8) const uint SPLITS = 1;
-layout(constant_id = 9) const uint ROWS = 0;        // rows of x in use; 0: `count` holds the number
-layout(constant_id = 10) const uint EXPERTS = 0;
-layout(constant_id = 11) const uint SCATTER = 0;
+layout(constant_id = 9) const uint EXPERTS = 0;
+layout(constant_id = 10) const uint SCATTER = 0;
 #if WEIGHT == 3
-layout(constant_id = 12) const uint CODES = 0x5024; // the weights' format
+layout(constant_id = 11) const uint CODES = 0x5024; // the weights' format
 #include "codes.glsl"
 #endif
 #if ARITHMETIC == 2
 #if WEIGHT != 3
-layout(constant_id = 12) const uint CODES = 0x5024;
+layout(constant_id = 11) const uint CODES = 0x5024;
 #endif
-layout(constant_id = 13) const uint MATRIX_M = 16;
-layout(constant_id = 14) const uint MATRIX_N = 16;
-layout(constant_id = 15) const uint MATRIX_K = 16;
-layout(constant_id = 16) const uint SUBGROUP = 32;   // the subgroups' size
+layout(constant_id = 12) const uint MATRIX_M = 16;
+layout(constant_id = 13) const uint MATRIX_N = 16;
+layout(constant_id = 14) const uint MATRIX_K = 16;
+layout(constant_id = 15) const uint SUBGROUP = 32;   // the subgroups' size
 #endif
 
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Counters { coherent uint v[]; };
@@ -75,6 +74,7 @@ layout(push_constant) uniform Args {
     uint n;
     uint chunks;       // 8-value chunks of a padded row of W
     uint y_stride;     // in floats
+    uint rows;         // of x in use; 0: `count` holds the number
 };
 
 const uint NOBODY = 0xffffffffu;
@@ -245,7 +245,7 @@ bool is_last(uint tile) {
 }
 
 void main() {
-    used = ROWS != 0u ? ROWS : count.v[2];
+    used = rows != 0u ? rows : count.v[2];
     tile_token = gl_WorkGroupID.x * TOKENS;
     tile_feature = gl_WorkGroupID.y * FEATURES;
     if (tile_token >= used || tile_feature >= n) return;

@@ -11,11 +11,11 @@ shared uint list_length;
 shared uint top_ids[TOP_ENTRIES];
 shared float top_values[TOP_ENTRIES];
 
-uint own_best; // the greatest key of this invocation's tokens, from the latest `best_after`
+uint own_best; // the greatest key of this invocation's tokens, from the latest `own_best_after`
 
-// Returns the best key, and the lowest token that has it, that follow `last` in the order (key descending, token
-// ascending).
-uvec2 best_after(uvec2 last) {
+// Returns the best key, and the lowest token that has it, of this invocation's tokens that follow `last` in the order
+// (key descending, token ascending). `reduce_best` finds the row's.
+uvec2 own_best_after(uvec2 last) {
     uvec2 best = uvec2(0u, TOKEN_NONE);
     for (uint base = 0u; base < quads; base += 4u * THREADS) {
         uvec4 block[4];
@@ -33,7 +33,7 @@ uvec2 best_after(uvec2 last) {
         }
     }
     own_best = best.x;
-    return reduce_best(best);
+    return best;
 }
 
 // Guesses a key that probably some hundred tokens exceed: the mean of the invocations' greatest values. Returns `least`
@@ -91,8 +91,8 @@ float total(float most) {
 }
 
 // Writes the `wanted` best tokens (the lowest id first among equal keys) to `top_ids` and their value - most - norm,
-// where `most` is the value of `best`, to `top_values`. Returns how many were found. The latest call of `best_after`
-// must have returned `best`, the row's best token.
+// where `most` is the value of `best`, to `top_values`. Returns how many were found. The latest call of
+// `own_best_after` must have had `best`, the row's best token, as its result.
 uint find_top(uint wanted, uvec2 best, float norm) {
     float most = value_of(best.x);
     uint least = KEY_MINUS_INFINITY + 1u;
@@ -123,7 +123,7 @@ uint find_top(uint wanted, uvec2 best, float norm) {
             top_values[count] = value_of(last.x) - most - norm;
         }
         count++;
-        if (count < wanted) last = best_after(last);
+        if (count < wanted) last = reduce_best(own_best_after(last));
     }
     barrier();
     return count;

@@ -38,19 +38,10 @@
 // comparing it with all others. If the guess was bad, so that the list is too long or too short, the same result is
 // computed by radix descents over the row (4·V bytes for each 8 bits of the key) and repeated scans.
 
+// All that differs between the steps of a model is an argument instead of a constant, and each helper with a large body
+// has one call: drivers inline helpers, some compile this kernel for seconds, and a start waits for it.
+
 layout(local_size_x_id = 0) in;
-// With 1, no token is drawn while the fault word is set: this step, or an earlier one in the queue, polled too long for
-// tagged words.
-layout(constant_id = 1) const uint HEEDS_FAULT = 0;
-// With 1, the only row also increments the step number.
-layout(constant_id = 2) const uint COUNTS_STEP = 0;
-// EVERY is the number of rows per sequence; this call draws from the row with index FIRST of each. With EVERY above 1,
-// the rows after the first hold draft tokens: a token is drawn from one only if the row before it drew exactly the
-// token that it holds, so that the output is the same as without drafts.
-layout(constant_id = 3) const uint EVERY = 1;
-layout(constant_id = 4) const uint FIRST = 0;
-// With 1, the step left its tokens pending instead of adding them to the recurrent state (`delta_step`).
-layout(constant_id = 5) const uint LAGS = 0;
 const uint THREADS = gl_WorkGroupSize.x;
 
 layout(buffer_reference, std430, buffer_reference_align = 16) buffer KeysInOut { uvec4 v[]; };
@@ -73,7 +64,21 @@ layout(push_constant) uniform Args {
     uint partial_count;
     uint ring_steps;
     uint ring_rows;
+    uint every;        // the number of rows of each sequence
+    // This call draws from the row with this index of each sequence. The rows after the first hold draft tokens: a token
+    // is drawn from one only if the row before it drew exactly the token that it holds, so that the output is the same as
+    // without drafts.
+    uint first;
+    uint options;      // OPTION_ bits
 } args;
+
+// No token is drawn while the fault word is set: this step, or an earlier one in the queue, polled too long for tagged
+// words.
+const uint OPTION_HEEDS_FAULT = 1u;
+// The only row also increments the step number.
+const uint OPTION_COUNTS_STEP = 2u;
+// The step left its tokens pending instead of adding them to the recurrent state (`delta_step`).
+const uint OPTION_LAGS = 4u;
 
 const uint BINS = 256u;
 // Copies of the histogram, so that lanes that increment the same bin collide less often.
@@ -201,7 +206,7 @@ uint select_key(uint least, bool by_mass, uint wanted, float most, float tempera
             uint quad = base + thread;
             if (quad < quads) {
                 uvec4 keys = load_keys(quad);
-                [[unroll]] for (uint c = 0u; c < 4u; c++) {
+                for (uint c = 0u; c < 4u; c++) {
                     uint key = keys[c];
                     bool in_prefix = shift == 24 || (key >> (shift + 8)) == known;
                     if (key >= least && in_prefix) {
@@ -300,7 +305,7 @@ void adjust(uint slot, uint at, uint flags, bool mask_stops) {
             vec4 l = args.logits.v[first_quad + quad];
             uint allowed = masked ? args.masks.v[mask + quad / 8u] >> (quad % 8u * 4u) : 15u;
             uvec4 k = uvec4(0u);
-            [[unroll]] for (uint c = 0u; c < 4u; c++) {
+            for (uint c = 0u; c < 4u; c++) {
                 uint token = 4u * quad + c;
                 if (token < args.vocabulary) {
                     float value = value_of(key_of(l[c]));
@@ -345,7 +350,7 @@ uvec2 total_mass(uint least, float most, float temperature_inverse) {
         uint quad = base + thread;
         if (quad < quads) {
             uvec4 keys = load_keys(quad);
-            [[unroll]] for (uint c = 0u; c < 4u; c++) {
+            for (uint c = 0u; c < 4u; c++) {
                 if (keys[c] >= least) sum = add64(sum, uvec2(mass_of(distance(keys[c], most, temperature_inverse)), 0u));
             }
         }
@@ -354,14 +359,30 @@ uvec2 total_mass(uint least, float most, float temperature_inverse) {
 }
 
 
-// Draws among the listed tokens. Returns (1, token), or (0, 0) if the list does not hold all tokens that top_p keeps.
-// `complete`: no token outside the list has a key >= least. A `top_k` above the list's capacity keeps all tokens;
-// otherwise the list holds all that top_k keeps.
-uvec2 draw_listed(bool complete, uint top_k, bool by_mass, uint fraction, uint least, uvec2 best, float temperature_inverse, uvec2 draw_key) {
-    float most = value_of(best.x);
+// What decides between the tokens of a row.
+struct Draw {
+    uint least;   // tokens with smaller keys are not drawn
+    uint top_k;   // a number above LIST keeps all tokens
+    bool by_mass;
+    uint fraction; // top_p in units of 2^-32, read if `by_mass`
+    float most;   // the row's greatest value
+    float temperature_inverse;
+    uvec2 key;    // of the random bits
+};
+
+// Replaces `winner`, a pair of a key and a token, by a token whose score is greater, or equal and the token lower.
+void compete(inout uvec2 winner, float score, uint token) {
+    uint key = key_of(score);
+    if (key > winner.x || (key == winner.x && token < winner.y)) winner = uvec2(key, token);
+}
+
+// Lets this invocation's part of the listed tokens compete. Returns false if the list does not hold all tokens that top_p
+// keeps. `complete`: no token outside the list has a key >= least. The list holds all tokens that top_k keeps, unless it
+// keeps all.
+bool draw_listed(Draw draw, bool complete, inout uvec2 winner) {
     uint n = list_length;
     for (uint i = thread; i < n; i += THREADS) {
-        histogram_low[LIST + i] = mass_of(distance(histogram_low[i], most, temperature_inverse));
+        histogram_low[LIST + i] = mass_of(distance(histogram_low[i], draw.most, draw.temperature_inverse));
     }
     barrier();
     uvec2 kept_mass = uvec2(0u);
@@ -375,86 +396,98 @@ uvec2 draw_listed(bool complete, uint top_k, bool by_mass, uint fraction, uint l
                 above_it = add64(above_it, uvec2(histogram_low[LIST + j], 0u));
             }
         }
-        bool keep = rank < top_k;
+        bool keep = rank < draw.top_k;
         if (keep) kept_mass = add64(kept_mass, uvec2(histogram_low[LIST + i], 0u));
         list_above[i] = keep ? above_it : uvec2(0xffffffffu);
     }
     uvec2 wanted = uvec2(0xffffffffu);
-    if (by_mass) {
+    if (draw.by_mass) {
         uvec2 listed = reduce_sum64(kept_mass);
-        uvec2 total = complete || top_k <= LIST ? listed : total_mass(least, most, temperature_inverse);
-        wanted = share(total, fraction);
+        uvec2 total = listed;
+        if (!complete && draw.top_k > LIST) total = total_mass(draw.least, draw.most, draw.temperature_inverse);
+        wanted = share(total, draw.fraction);
         // The tokens that top_p keeps are all in the list only if the list weighs at least that much.
-        if (!at_least(listed, wanted)) return uvec2(0u);
+        if (!at_least(listed, wanted)) return false;
     }
-    uvec2 winner = uvec2(key_of(gumbel(token_bits(best.y, draw_key))), best.y);
     for (uint i = thread; i < n; i += THREADS) {
         // A token is kept if the tokens better than it weigh less than wanted.
         if (!at_least(list_above[i], wanted)) {
             uint token = histogram_high[i];
-            precise float score = distance(histogram_low[i], most, temperature_inverse);
-            score = score + gumbel(token_bits(token, draw_key));
-            uint key = key_of(score);
-            if (key > winner.x || (key == winner.x && token < winner.y)) winner = uvec2(key, token);
+            precise float score = distance(histogram_low[i], draw.most, draw.temperature_inverse);
+            score = score + gumbel(token_bits(token, draw.key));
+            compete(winner, score, token);
         }
     }
-    return uvec2(1u, reduce_best(winner).y);
+    return true;
 }
 
-uint draw(uint at, uvec2 best) {
-    float temperature_inverse = uintBitsToFloat(args.state.v[at + SLOT_TEMPERATURE_INVERSE]);
-    uint top_k = args.state.v[at + SLOT_TOP_K];
-    float top_p = uintBitsToFloat(args.state.v[at + SLOT_TOP_P]);
-    float min_p = uintBitsToFloat(args.state.v[at + SLOT_MIN_P]);
-    float min_p_log = uintBitsToFloat(args.state.v[at + SLOT_MIN_P_LOG]);
-    uvec2 seed = uvec2(args.state.v[at + SLOT_SEED_LOW], args.state.v[at + SLOT_SEED_HIGH]);
-    uvec2 draw_key = philox(args.state.v[at + SLOT_GENERATED], seed);
-    float most = value_of(best.x);
-
-    uint least = KEY_MINUS_INFINITY + 1u;
-    if (min_p > 0.0) least = key_at_distance(min_p_log, best.x, most, temperature_inverse);
-    bool by_count = top_k > 0u && top_k < args.vocabulary;
-    bool by_mass = top_p < 1.0;
-    uint fraction = uint(clamp(top_p, 0.0, 0.99999994) * 4294967296.0);
-    if (by_count || by_mass) {
-        uint bound = guess_bound(least);
-        gather(bound);
-        uint n = list_length;
-        if (n <= LIST && (bound == least || !by_count || n >= top_k)) {
-            uvec2 drawn = draw_listed(bound == least, by_count ? top_k : LIST + 1u, by_mass, fraction, least, best, temperature_inverse, draw_key);
-            if (drawn.x != 0u) return drawn.y;
-        }
-        if (by_count) least = select_key(least, false, top_k, most, temperature_inverse);
-        if (by_mass) least = select_key(least, true, fraction, most, temperature_inverse);
-    }
-
-    // The most probable token is always kept. A token whose bound cannot beat the winner is skipped without computing a
-    // logarithm.
-    uvec2 winner = uvec2(key_of(gumbel(token_bits(best.y, draw_key))), best.y);
+// Lets this invocation's part of all tokens with keys >= least compete. A token whose bound cannot beat the winner is
+// skipped without computing a logarithm.
+void draw_row(Draw draw, inout uvec2 winner) {
     for (uint base = 0u; base < quads; base += THREADS) {
         uint quad = base + thread;
         if (quad < quads) {
             uvec4 keys = load_keys(quad);
-            [[unroll]] for (uint c = 0u; c < 4u; c++) {
-                if (keys[c] >= least) {
+            for (uint c = 0u; c < 4u; c++) {
+                if (keys[c] >= draw.least) {
                     uint token = 4u * quad + c;
-                    precise float d = distance(keys[c], most, temperature_inverse);
-                    uint bits = token_bits(token, draw_key);
+                    precise float d = distance(keys[c], draw.most, draw.temperature_inverse);
+                    uint bits = token_bits(token, draw.key);
                     if (d + gumbel_bound(bits) >= value_of(winner.x)) {
                         precise float score = d + gumbel(bits);
-                        uint key = key_of(score);
-                        if (key > winner.x || (key == winner.x && token < winner.y)) winner = uvec2(key, token);
+                        compete(winner, score, token);
                     }
                 }
             }
         }
     }
+}
+
+// Returns the token that is drawn from the row of the slot whose words begin at `at`. `best` is the row's best token.
+uint draw_token(uint at, uvec2 best) {
+    uint top_k = args.state.v[at + SLOT_TOP_K];
+    float top_p = uintBitsToFloat(args.state.v[at + SLOT_TOP_P]);
+    float min_p = uintBitsToFloat(args.state.v[at + SLOT_MIN_P]);
+    float min_p_log = uintBitsToFloat(args.state.v[at + SLOT_MIN_P_LOG]);
+    uvec2 seed = uvec2(args.state.v[at + SLOT_SEED_LOW], args.state.v[at + SLOT_SEED_HIGH]);
+    bool by_count = top_k > 0u && top_k < args.vocabulary;
+    Draw draw;
+    draw.temperature_inverse = uintBitsToFloat(args.state.v[at + SLOT_TEMPERATURE_INVERSE]);
+    draw.most = value_of(best.x);
+    draw.least = KEY_MINUS_INFINITY + 1u;
+    if (min_p > 0.0) draw.least = key_at_distance(min_p_log, best.x, draw.most, draw.temperature_inverse);
+    draw.top_k = by_count ? top_k : LIST + 1u;
+    draw.by_mass = top_p < 1.0;
+    draw.fraction = uint(clamp(top_p, 0.0, 0.99999994) * 4294967296.0);
+    draw.key = philox(args.state.v[at + SLOT_GENERATED], seed);
+
+    // The most probable token is always kept.
+    uvec2 winner = uvec2(key_of(gumbel(token_bits(best.y, draw.key))), best.y);
+    bool drawn = false;
+    if (by_count || draw.by_mass) {
+        uint bound = guess_bound(draw.least);
+        gather(bound);
+        uint n = list_length;
+        if (n <= LIST && (bound == draw.least || !by_count || n >= top_k)) {
+            drawn = draw_listed(draw, bound == draw.least, winner);
+        }
+        if (!drawn) {
+            // First the tokens that top_k keeps, then those of them that top_p keeps.
+            [[dont_unroll]] for (uint stage = 0u; stage < 2u; stage++) {
+                bool mass = stage == 1u;
+                if (mass ? !draw.by_mass : !by_count) continue;
+                uint wanted = mass ? draw.fraction : top_k;
+                draw.least = select_key(draw.least, mass, wanted, draw.most, draw.temperature_inverse);
+            }
+        }
+    }
+    if (!drawn) draw_row(draw, winner);
     return reduce_best(winner).y;
 }
 
 void main() {
     thread = gl_LocalInvocationIndex;
-    row = gl_WorkGroupID.x * EVERY + FIRST;
+    row = gl_WorkGroupID.x * args.every + args.first;
     quads = (args.vocabulary + 3u) / 4u;
     first_quad = row * (args.row_stride / 4u);
     adjusted = false;
@@ -466,9 +499,9 @@ void main() {
     uint place = (number % args.ring_steps) * args.ring_rows + row;
     uint entry = place * ENTRY_WORDS;
     bool running = input_row.w != 0u && args.state.v[at + SLOT_ACTIVE] == ACTIVE_RUNNING;
-    if (running && FIRST != 0u)
+    if (running && args.first != 0u)
         running = args.state.v[at + SLOT_TOKEN] == input_row.x && args.state.v[at + SLOT_POSITION] == input_row.y;
-    bool fault = HEEDS_FAULT != 0u && args.fault.v[0] != 0u;
+    bool fault = (args.options & OPTION_HEEDS_FAULT) != 0u && args.fault.v[0] != 0u;
     if (!running || fault) {
         if (thread == 0u) {
             args.ring.v[entry + ENTRY_SLOT] = slot;
@@ -477,7 +510,7 @@ void main() {
             args.ring.v[entry + ENTRY_TOP_COUNT] = fault ? args.fault.v[0] : 0u;
             memoryBarrierBuffer();
             args.ring.v[entry + ENTRY_STEP] = number;
-            if (COUNTS_STEP != 0u) args.step_number.v[0] = number + 1u;
+            if ((args.options & OPTION_COUNTS_STEP) != 0u) args.step_number.v[0] = number + 1u;
         }
         return;
     }
@@ -488,10 +521,8 @@ void main() {
     bool logprobs = (flags & FLAG_LOGPROBS) != 0u;
     bool change = (flags & (FLAG_PENALTIES | FLAG_BIAS | FLAG_MASK)) != 0u || mask_stops;
 
-    uvec2 best;
-    uint token;
+    uvec2 best = uvec2(0u, TOKEN_NONE);
     if (greedy && !change && !logprobs && args.partial_count > 0u) {
-        best = uvec2(0u, TOKEN_NONE);
         for (uint base = 0u; base < args.partial_count; base += THREADS) {
             uint i = base + thread;
             if (i < args.partial_count) {
@@ -500,16 +531,16 @@ void main() {
                 if (key > best.x || (key == best.x && partial.y < best.y)) best = uvec2(key, partial.y);
             }
         }
-        token = reduce_best(best).y;
     } else {
         if (change) {
             adjust(slot, at, flags, mask_stops);
             adjusted = true;
         }
-        best = best_after(uvec2(TOKEN_NONE, 0u));
-        token = best.y;
-        if (!greedy && best.x > KEY_MINUS_INFINITY) token = draw(at, best);
+        best = own_best_after(uvec2(TOKEN_NONE, 0u));
     }
+    best = reduce_best(best);
+    uint token = best.y;
+    if (!greedy && best.x > KEY_MINUS_INFINITY) token = draw_token(at, best);
 
     float logprob = 0.0;
     uint top_count = 0u;
@@ -543,7 +574,10 @@ void main() {
     args.state.v[at + SLOT_POSITION] = input_row.y + 1u;
     args.state.v[at + SLOT_REMAINING] = remaining;
     args.state.v[at + SLOT_GENERATED] += 1u;
-    if (FIRST == 0u) args.state.v[at + SLOT_SETTLED] = LAGS == 0u ? input_row.y + 1u : input_row.y;
+    if (args.first == 0u) {
+        bool lags = (args.options & OPTION_LAGS) != 0u;
+        args.state.v[at + SLOT_SETTLED] = lags ? input_row.y : input_row.y + 1u;
+    }
     if (done != DONE_NO) args.state.v[at + SLOT_ACTIVE] = ACTIVE_DONE;
 
     args.ring.v[entry + ENTRY_SLOT] = slot;
@@ -558,5 +592,5 @@ void main() {
     }
     memoryBarrierBuffer();
     args.ring.v[entry + ENTRY_STEP] = number;
-    if (COUNTS_STEP != 0u) args.step_number.v[0] = number + 1u;
+    if ((args.options & OPTION_COUNTS_STEP) != 0u) args.step_number.v[0] = number + 1u;
 }

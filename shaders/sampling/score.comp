@@ -64,7 +64,7 @@ void main() {
     // The token that follows is not known yet.
     if (token >= args.vocabulary) return;
 
-    uvec2 best = best_after(uvec2(TOKEN_NONE, 0u));
+    uvec2 best = reduce_best(own_best_after(uvec2(TOKEN_NONE, 0u)));
     bool none = best.x <= KEY_MINUS_INFINITY;
     float most = value_of(best.x);
     float sum = total(most);

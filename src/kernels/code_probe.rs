@@ -82,7 +82,7 @@ pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
         "matmul" => {
             let c = MatmulConstants::from_values(&call.constants);
             variant = [c.experts, 0];
-            (c.codes, c.rows)
+            (c.codes, 0)
         }
         "expert_skinny" => {
             let c = ExpertSkinnyConstants::from_values(&call.constants);
@@ -369,7 +369,7 @@ impl Operands {
         let order = matmul::order_of(call.kernel);
         // A tile of one expert, if the rows are sorted by expert; its rows keep their order.
         let (n, k) = (c.features, a.chunks * 8);
-        let rows = if c.rows == 0 { ROWS } else { c.rows };
+        let rows = if a.rows == 0 { ROWS } else { a.rows };
         let used = if c.experts == 1 { c.tokens } else { rows };
         let cols = k.next_multiple_of(32);
         let padded = rows.next_multiple_of(8);

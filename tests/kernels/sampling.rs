@@ -169,6 +169,9 @@ impl Scene {
             ring_rows: rows,
             fault: row_list.none(),
             masks,
+            every: 1,
+            first: 0,
+            options: 0,
         };
         recording.call(sampling::sample("sample".into(), rows, self.threads, SampledStep::default(), args));
         if rows > 1 {

@@ -346,7 +346,7 @@ fn drafts_of_a_trained_model_are_often_right() {
 #[test]
 fn a_draft_model_follows_preemption_and_prefix_hits() {
     let vulkan = Vulkan::new();
-    for (name, draft, pages) in [("qwen3-deep", "qwen3-deep", 12), ("hybrid-two", "llama-plain", 12)] {
+    for (name, draft, pages) in [("qwen3-deep", "qwen3-deep", 9), ("hybrid-two", "llama-plain", 9)] {
         let [path, other] = [name, draft].map(fixture);
         let hosts = without_and_with(&vulkan, (&path, &other), |model| {
             (model.slots, model.context, model.kv_pages) = (Some(3), Some(128), Some(pages));

@@ -151,8 +151,8 @@ impl MatmulRows<'_> {
         }
     }
 
-    /// The kernels' constant ROWS: 0 if a descriptor holds the number.
-    fn constant(self) -> u32 {
+    /// The kernels' argument `rows`: 0 if a descriptor holds the number.
+    fn known(self) -> u32 {
         if matches!(self, MatmulRows::Counted(..)) { 0 } else { self.most() }
     }
 }
@@ -165,7 +165,7 @@ pub fn block_rows(label: String, x: Activations, norm: Option<(Range, f32)>, y: 
         MatmulRows::Sorted(sorted) => (sorted.chosen, sorted.tile, sorted.slots, sorted.tiles),
         MatmulRows::Slots(sorted) => (IN_ORDER, sorted.tile, none, sorted.tiles),
     };
-    let threads = y.cols.div_ceil(8).next_power_of_two().clamp(32, 128);
+    let threads = y.cols.div_ceil(8).next_power_of_two().clamp(64, 128);
     // Values of eight rows or of four lie next to each other for products in pairs of f16 or in f32.
     let group = if y.arithmetic.rows_of_word() == 1 { 2 } else { GROUP };
     let constants = BlockRowsConstants {
@@ -173,7 +173,6 @@ pub fn block_rows(label: String, x: Activations, norm: Option<(Range, f32)>, y: 
         lanes: threads,
         norm: u32::from(norm.is_some()),
         order: y.arithmetic.order(),
-        rows: rows.constant(),
         each,
         tile,
         group,
@@ -190,6 +189,7 @@ pub fn block_rows(label: String, x: Activations, norm: Option<(Range, f32)>, y: 
         k: y.cols,
         x_stride: x.stride,
         epsilon,
+        rows: rows.known(),
     };
     Call {
         kernel: "block_rows",
@@ -364,7 +364,6 @@ impl Product {
             words: config.words,
             each: config.each,
             splits: config.splits,
-            rows: rows.constant(),
             experts: u32::from(sorted.is_some()),
             scatter: u32::from(matches!(rows, MatmulRows::Sorted(_))),
             codes: codes_word(format),
@@ -389,6 +388,7 @@ impl Product {
             n,
             chunks: cols.div_ceil(8),
             y_stride: self.y.stride,
+            rows: rows.known(),
         };
         Call {
             kernel: kernel(format, arithmetic),
@@ -438,7 +438,7 @@ pub(crate) fn blocked_index(order: u32, row: u32, col: u32, cols: u32) -> u32 {
 pub(crate) fn reference_block_rows(call: &Call, memory: &mut HostMemory) {
     let a = BlockRowsArgs::from_args(&call.args);
     let c = BlockRowsConstants::from_values(&call.constants);
-    let used = if c.rows == 0 { memory.u32(a.count, 2) } else { c.rows };
+    let used = if a.rows == 0 { memory.u32(a.count, 2) } else { a.rows };
     let cols = a.k.next_multiple_of(COLUMNS);
     for row in 0..used.next_multiple_of(GROUP) {
         let mut from = (row < used).then_some(row);
@@ -484,7 +484,7 @@ pub(crate) fn reference_matmul(call: &Call, memory: &mut HostMemory) {
     let a = MatmulArgs::from_args(&call.args);
     let c = MatmulConstants::from_values(&call.constants);
     let (format, order) = (format_of(call.kernel, c.codes), order_of(call.kernel));
-    let used = if c.rows == 0 { memory.u32(a.count, 2) } else { c.rows };
+    let used = if a.rows == 0 { memory.u32(a.count, 2) } else { a.rows };
     let k = a.chunks * 8;
     let cols = k.next_multiple_of(COLUMNS);
     let matrix = PackedMatrix { range: a.weight, format, fragments: false, cols: k };

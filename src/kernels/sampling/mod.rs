@@ -130,6 +130,11 @@ pub fn clear_inbox(slots: &[u32]) -> Vec<u32> {
     inbox
 }
 
+// Bits of the argument `options` of `sample`, as in its source.
+const OPTION_HEEDS_FAULT: u32 = 1;
+const OPTION_COUNTS_STEP: u32 = 2;
+const OPTION_LAGS: u32 = 4;
+
 /// Properties of the step whose logits are sampled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SampledStep {
@@ -142,21 +147,15 @@ pub struct SampledStep {
 
 /// Returns the call that draws the next token of `rows` rows, advances their slots and writes their ring entries.
 /// `partials` may be any range (`Range::none`) if `partial_count` is 0. With a single row, the call increments the step
-/// number itself and needs no `advance`.
+/// number itself and needs no `advance`. The function sets `every`, `first` and `options`.
 pub fn sample(label: String, rows: u32, threads: u32, step: SampledStep, args: SampleArgs) -> Call {
-    let constants = SampleConstants {
-        threads,
-        heeds_fault: u32::from(step.heeds_fault),
-        counts_step: u32::from(rows == 1),
-        every: 1,
-        first: 0,
-        lags: u32::from(step.lags),
-    };
-    sample_rows(label, rows, constants, args)
+    let options = [(step.heeds_fault, OPTION_HEEDS_FAULT), (rows == 1, OPTION_COUNTS_STEP), (step.lags, OPTION_LAGS)];
+    let options = options.into_iter().filter(|(chosen, _)| *chosen).map(|(_, bit)| bit).sum();
+    sample_rows(label, rows, threads, SampleArgs { every: 1, first: 0, options, ..args })
 }
 
 /// Returns the call that draws from row `first` of the `every` rows of each of `sequences` sequences, if the row before
-/// it drew the draft token that the row holds.
+/// it drew the draft token that the row holds. The function sets `every`, `first` and `options`.
 pub fn sample_drafts(
     label: String,
     sequences: u32,
@@ -165,16 +164,16 @@ pub fn sample_drafts(
     args: SampleArgs,
 ) -> Call {
     assert!(first < every, "row {first} of {every}");
-    let constants = SampleConstants { threads, heeds_fault: 0, counts_step: 0, every, first, lags: 1 };
-    sample_rows(label, sequences, constants, args)
+    sample_rows(label, sequences, threads, SampleArgs { every, first, options: OPTION_LAGS, ..args })
 }
 
-fn sample_rows(label: String, rows: u32, constants: SampleConstants, args: SampleArgs) -> Call {
+fn sample_rows(label: String, rows: u32, threads: u32, args: SampleArgs) -> Call {
     debug_assert!(
         args.row_stride.is_multiple_of(4) && args.row_stride >= args.vocabulary,
         "rows are read 16 bytes at a time"
     );
-    Call { kernel: "sample", label, constants: constants.into_values(), args: args.into_args(), groups: [rows, 1, 1] }
+    let constants = SampleConstants { threads }.into_values();
+    Call { kernel: "sample", label, constants, args: args.into_args(), groups: [rows, 1, 1] }
 }
 
 /// The number of parts into which `argmax` divides a row of logits.
@@ -437,19 +436,18 @@ fn words(memory: &HostMemory, range: Range, first: u32, count: u32) -> Vec<u32> 
 pub(crate) fn reference_sample(call: &Call, memory: &mut HostMemory) {
     let args = SampleArgs::from_args(&call.args);
     let vocabulary = args.vocabulary;
-    let constants = SampleConstants::from_values(&call.constants);
     let number = memory.u32(args.step_number, 0);
-    let fault = constants.heeds_fault == 1 && memory.u32(args.fault, 0) != 0;
-    if constants.counts_step == 1 {
+    let fault = args.options & OPTION_HEEDS_FAULT != 0 && memory.u32(args.fault, 0) != 0;
+    if args.options & OPTION_COUNTS_STEP != 0 {
         memory.set_u32(args.step_number, 0, number.wrapping_add(1));
     }
     for sequence in 0..call.groups[0] {
-        let row = sequence * constants.every + constants.first;
+        let row = sequence * args.every + args.first;
         let [token, position, slot, valid] = [0, 1, 2, 3].map(|i| memory.u32(args.rows, row * 4 + i));
         let entry = RingEntry::at(number, row, args.ring_steps, args.ring_rows) as u32;
         let at = slot.wrapping_mul(SLOT_WORDS);
         let word = |word: u32| memory.u32(args.state, at + word);
-        let follows = || constants.first == 0 || (word(SLOT_TOKEN), word(SLOT_POSITION)) == (token, position);
+        let follows = || args.first == 0 || (word(SLOT_TOKEN), word(SLOT_POSITION)) == (token, position);
         if valid == 0 || fault || word(SLOT_ACTIVE) != ACTIVE_RUNNING || !follows() {
             memory.set_u32(args.ring, entry + ENTRY_STEP, number);
             memory.set_u32(args.ring, entry + ENTRY_SLOT, slot);
@@ -496,8 +494,8 @@ pub(crate) fn reference_sample(call: &Call, memory: &mut HostMemory) {
         state[SLOT_POSITION as usize] = position + 1;
         state[SLOT_REMAINING as usize] = remaining;
         state[SLOT_GENERATED as usize] += 1;
-        if constants.first == 0 {
-            state[SLOT_SETTLED as usize] = if constants.lags == 0 { position + 1 } else { position };
+        if args.first == 0 {
+            state[SLOT_SETTLED as usize] = if args.options & OPTION_LAGS == 0 { position + 1 } else { position };
         }
         if done != DONE_NO {
             state[SLOT_ACTIVE as usize] = ACTIVE_DONE;

@@ -164,6 +164,9 @@ impl Decoder<'_> {
             // A kernel that sets the fault word runs before the last barrier.
             fault: step.fault,
             masks,
+            every: 1,
+            first: 0,
+            options: 0,
         };
         let threads = self.tuning.sample_threads;
         let advance = AdvanceArgs { step_number };

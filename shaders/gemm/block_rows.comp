@@ -64,6 +64,11 @@ vec4 factors(uint q) {
     return mix(vec4(0.0), norm.v[q], lessThan(q * 4u + uvec4(0u, 1u, 2u, 3u), uvec4(k)));
 }
 
+// Returns four values of a row with the factors of their columns. A row that is not there has positive zeros.
+vec4 scaled_values(uint row, uint q, bool there, vec4 weight) {
+    return raw_values(row, q, there) * (there ? weight : vec4(0.0));
+}
+
 void main() {
     uint used = rows != 0u ? rows : count.v[2];
     uint first = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * GROUP;
@@ -126,8 +131,8 @@ void main() {
         if (ORDER == 2u) {
             vec4 weight_a = factors(c * 2u), weight_b = factors(c * 2u + 1u);
             [[unroll]] for (uint r = 0u; r < GROUP; r++) {
-                vec4 a = raw_values(source[r], c * 2u, there[r]) * weight_a * factor[r];
-                vec4 b = raw_values(source[r], c * 2u + 1u, there[r]) * weight_b * factor[r];
+                vec4 a = scaled_values(source[r], c * 2u, there[r], weight_a) * factor[r];
+                vec4 b = scaled_values(source[r], c * 2u + 1u, there[r], weight_b) * factor[r];
                 y.v[(first + r) * chunks + c] =
                     uvec4(packHalf2x16(a.xy), packHalf2x16(a.zw), packHalf2x16(b.xy), packHalf2x16(b.zw));
             }
@@ -138,7 +143,7 @@ void main() {
             vec4 v[PADDED]; // GROUP is 8 here
             [[unroll]] for (uint r = 0u; r < PADDED; r++) {
                 uint of_ = min(r, GROUP - 1u);
-                v[r] = raw_values(source[of_], c * 2u + h, there[of_]) * weight * factor[of_];
+                v[r] = scaled_values(source[of_], c * 2u + h, there[of_], weight) * factor[of_];
             }
             [[unroll]] for (uint i = 0u; i < 4u; i++) {
                 uint column = c * 8u + h * 4u + i;

@@ -89,12 +89,12 @@ async fn ask(host: Arc<Host>, uuids: [String; 2]) {
     // Both devices and both models run at once: all have started before the first one ends.
     let mut streams = Vec::new();
     for (model, device) in [("demo", &uuids[0]), ("demo", &uuids[1])] {
-        let mut request = text_request(model, "Once upon a time", 40);
+        let mut request = text_request(model, "Once upon a time", 16);
         request.stopping.as_mut().unwrap().ignore_eos = true;
         request.device = device.clone();
         streams.push(client.generate(request).await.unwrap().into_inner());
     }
-    streams.push(client.generate(token_request("ids", &[1, 2, 3], 40)).await.unwrap().into_inner());
+    streams.push(client.generate(token_request("ids", &[1, 2, 3], 16)).await.unwrap().into_inner());
     for stream in &mut streams {
         let first = stream.message().await.unwrap().unwrap().event;
         assert!(matches!(first, Some(Event::Started(_))), "{first:?}");
@@ -111,7 +111,7 @@ async fn ask(host: Arc<Host>, uuids: [String; 2]) {
                 other => panic!("{other:?}"),
             }
         }
-        assert!(finished && tokens == 40, "{tokens} tokens");
+        assert!(finished && tokens == 16, "{tokens} tokens");
     }
 
     // The device exists, but the model has no replica on it.
@@ -122,7 +122,7 @@ async fn ask(host: Arc<Host>, uuids: [String; 2]) {
 
     // Without a selected device, the second request goes to the device that the first does not use.
     let request = || {
-        let mut request = text_request("demo", "Once upon a time", 60);
+        let mut request = text_request("demo", "Once upon a time", 24);
         request.stopping.as_mut().unwrap().ignore_eos = true;
         request
     };

@@ -586,11 +586,13 @@ fn rows_follow_their_own_constraints_and_no_others() {
             };
             asks.map(ask).collect()
         };
-        // Greedy sampling runs on one driver only, because the choice of the largest logit does not involve masks.
-        let rounds = if driver == Driver::first() { 0..2 } else { 1..2 };
-        for round in rounds {
+        // Greedy sampling runs on one driver only, because the choice of the largest logit does not involve masks, and so do
+        // outputs alone, because SwiftShader takes long for each token.
+        let first = driver == Driver::first();
+        for round in if first { 0..2 } else { 1..2 } {
             let single: Vec<Vec<u32>> = asks(round)
                 .into_iter()
+                .filter(|_| first)
                 .map(|(request, check)| {
                     let generated = generate(replica, request);
                     assert_follows(&host, &generated, check, &format!("{driver:?}, round {round}"));
@@ -599,10 +601,12 @@ fn rows_follow_their_own_constraints_and_no_others() {
                 .collect();
             let free = [submit(replica, free("free")), submit(replica, drawn("drawn"))];
             let together: Vec<_> = asks(round).into_iter().map(|(ask, check)| (submit(replica, ask), check)).collect();
-            for ((events, check), single) in together.iter().zip(&single) {
+            for (index, (events, check)) in together.iter().enumerate() {
                 let generated = collect(events);
                 assert_follows(&host, &generated, *check, &format!("{driver:?}, round {round}, together"));
-                assert_eq!(&generated.tokens, single, "{driver:?}, round {round}");
+                if first {
+                    assert_eq!(generated.tokens, single[index], "{driver:?}, round {round}");
+                }
             }
             for (events, alone) in free.iter().zip(&alone) {
                 assert_eq!(&collect(events).tokens, alone, "{driver:?}, round {round}");

@@ -59,9 +59,13 @@ fn named(id: impl ToString, request: Request) -> Request {
     Request { id: id.to_string(), ..request }
 }
 
-/// Generates the tokens that transformers draws from a checkpoint, and compares the logits of some steps.
+/// Generates tokens that transformers draws from a checkpoint, and compares the logits of some steps.
 fn check(replica: &Replica, name: &str) {
-    let known = expected(name);
+    // More tokens add no kind of step, and SwiftShader takes long for each.
+    const TOKENS: usize = 24;
+    let mut known = expected(name);
+    known.greedy.truncate(TOKENS);
+    known.logits.retain(|(step, _)| *step < TOKENS);
     let ran = generate(replica, request(&known.prompt, known.greedy.len() as u32));
     assert_eq!(ran.tokens, known.greedy, "{name}");
     assert_eq!(ran.finished.reason, FinishReason::Length);

@@ -1,6 +1,7 @@
 //! Goal: whole models on the CPU drivers give the same tokens and logits as Hugging Face transformers (float32).
 //! Method: each committed random-weight checkpoint is served in process. 64 greedy tokens must be equal, and the logits
-//! must agree within a relative error.
+//! must agree within a relative error. A third of the checkpoints also run on SwiftShader, and all with keys and values in
+//! f16, with fewer tokens.
 
 use crate::common::{Driver, Vulkan};
 use crate::harness::models::{Expected, expected, generate, request};
@@ -45,9 +46,21 @@ pub fn error(found: &[f32], wanted: &[f32]) -> f64 {
     (difference / square(&mut wanted.iter().map(|v| f64::from(*v)))).sqrt()
 }
 
-fn check(vulkan: &Vulkan, driver: Driver, folder: &Path, kv: KvFormat, limit: impl Fn(&Expected) -> f64) {
+/// The number of tokens that are compared where the same recordings run elsewhere with all tokens.
+const FEW: usize = 20;
+
+/// Compares at most `most` tokens, and the logits of their steps.
+fn check(
+    vulkan: &Vulkan,
+    (driver, kv): (Driver, KvFormat),
+    folder: &Path,
+    most: usize,
+    limit: impl Fn(&Expected) -> f64,
+) {
     let name = folder.file_name().expect("a fixture has a name").to_string_lossy().into_owned();
-    let expected = expected(&name);
+    let mut expected = expected(&name);
+    expected.greedy.truncate(most);
+    expected.logits.retain(|(step, _)| *step < most);
     let host = serve(vulkan, driver, folder, kv);
     let replica = &host.replicas().next().expect("one model");
     let count = expected.greedy.len() as u32;
@@ -76,7 +89,7 @@ fn check(vulkan: &Vulkan, driver: Driver, folder: &Path, kv: KvFormat, limit: im
 fn fixtures_agree_on_lavapipe_with_f32_keys_and_values() {
     let vulkan = Vulkan::new();
     for folder in fixtures() {
-        check(&vulkan, Driver::Lavapipe, &folder, KvFormat::F32, |_| EXACT);
+        check(&vulkan, (Driver::Lavapipe, KvFormat::F32), &folder, usize::MAX, |_| EXACT);
     }
 }
 
@@ -86,14 +99,17 @@ fn fixtures_agree_on_lavapipe_with_f16_keys_and_values() {
     for folder in fixtures() {
         // The error that rounding keys and values causes in transformers itself, with room for different sums. The
         // files of the demo models have no such measurement: a trained model must meet the exact limit in either case.
-        check(&vulkan, Driver::Lavapipe, &folder, KvFormat::F16, |e| 3.0 * e.f16_kv.unwrap_or(EXACT / 3.0));
+        let limit = |e: &Expected| 3.0 * e.f16_kv.unwrap_or(EXACT / 3.0);
+        check(&vulkan, (Driver::Lavapipe, KvFormat::F16), &folder, FEW, limit);
     }
 }
 
 #[test]
 fn fixtures_agree_on_swiftshader() {
     let vulkan = Vulkan::new();
-    for folder in fixtures().into_iter().step_by(3) {
-        check(&vulkan, Driver::SwiftShader, &folder, KvFormat::F32, |_| EXACT);
+    // The embedded demo model runs there in `device::pinning`.
+    let own = fixtures().into_iter().filter(|folder| folder.join("config.json").exists());
+    for folder in own.step_by(3) {
+        check(&vulkan, (Driver::SwiftShader, KvFormat::F32), &folder, FEW, |_| EXACT);
     }
 }

@@ -591,7 +591,9 @@ pub enum ConfigProblem {
     #[error("activation \"{0}\" is not supported for this architecture ({1} is)")]
     UnsupportedActivation(String, &'static str),
     /// The RoPE scaling type is not supported.
-    #[error("rope type \"{0}\" is not supported (default, linear, llama3, longrope, proportional and yarn are)")]
+    #[error(
+        "rope type \"{0}\" is not supported (default, dynamic, linear, llama3, longrope, proportional and yarn are)"
+    )]
     UnsupportedRope(String),
     /// The element type is not supported.
     #[error("dtype \"{0}\" is not supported (bfloat16, float16 and float32 are)")]

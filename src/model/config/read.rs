@@ -26,6 +26,8 @@ const MAX_LAYERS: u64 = 4096;
 const MAX_CONTEXT: u64 = 1 << 30;
 /// The maximum number of rows of one layer's experts, which are stacked in one packed weight.
 const MAX_EXPERT_ROWS: u64 = 1 << 30;
+/// The maximum number of experts per token that the kernels support.
+const MAX_CHOSEN: u32 = 16;
 /// The maximum head dimension of the gated delta rule that the kernels support.
 const MAX_DELTA_DIM: u64 = 128;
 
@@ -861,11 +863,19 @@ fn mlp_kinds(
         && chosen > count
     {
         reader.wrong(chosen_key, chosen, format!("at most {key} ({count})"));
+    } else if let Some(chosen) = chosen.filter(|chosen| *chosen > MAX_CHOSEN) {
+        reader.wrong(chosen_key, chosen, format!("at most {MAX_CHOSEN}"));
     }
     if let Some(inner) = inner
         && inner % 8 != 0
     {
         reader.wrong(inner_key, inner, "a multiple of 8");
+    }
+    // Of the other styles it is a multiple of the experts' width.
+    if let (ExpertStyle::Qwen, Some(shared)) = (style, shared_inner)
+        && shared % 8 != 0
+    {
+        reader.wrong("shared_expert_intermediate_size", shared, "a multiple of 8");
     }
     if let Some(hidden) = hidden
         && hidden % 16 != 0

@@ -263,7 +263,7 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
         }
     }
     let nested = [Layers::Full, Layers::Sliding].iter().any(|kind| parameters.contains_key(kind.name()));
-    let mut default_theta = facts.defaults.theta;
+    let (mut default_theta, mut outer_theta) = (facts.defaults.theta, Some("rope_theta"));
     if nested {
         parameters = match parameters.remove(layers.name()) {
             None | Some(Value::Null) => Map::new(),
@@ -276,8 +276,19 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
         section = format!("{section}.{}", layers.name());
     }
     if let (Layers::Sliding, LocalRope::Own(key, theta)) = (layers, facts.local_rope) {
-        default_theta = theta;
+        (default_theta, outer_theta) = (theta, key);
         if !nested {
+            // The classes take nothing from such a section, and older ones took it for the other layers.
+            let plain = |(key, value): (&String, &Value)| match key.as_str() {
+                "rope_theta" => value.as_f64() == Some(facts.defaults.theta),
+                "rope_type" | "type" => value == "default",
+                _ => value.is_null(),
+            };
+            if section == "rope_parameters" && !parameters.iter().all(plain) {
+                let rule = "an object each for full_attention and sliding_attention";
+                reader.wrong("rope_parameters", Value::Object(parameters), rule);
+                return None;
+            }
             let theta = match key.and_then(|key| reader.value(key).cloned().map(|value| (key, value))) {
                 None => theta,
                 Some((key, value)) => match value.as_f64().filter(|n| n.is_finite() && *n > 1.0) {
@@ -306,7 +317,8 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
         let (value, key) = match parameters.get(key).filter(|value| !value.is_null()) {
             Some(value) => (Some(value.clone()), format!("{section}.{key}")),
             None if ["rope_theta", "partial_rotary_factor"].contains(&key) => {
-                (reader.value(key).cloned(), key.to_owned())
+                let outer = if key == "rope_theta" { outer_theta } else { Some(key) };
+                (outer.and_then(|key| reader.value(key).cloned()), outer.unwrap_or(key).to_owned())
             }
             None => (None, format!("{section}.{key}")),
         };
@@ -400,6 +412,8 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
             None => RopeScaling::Default,
             Some(factor) => RopeScaling::Linear { factor },
         }),
+        // It changes frequencies beyond `max_position_embeddings` only, and no longer context is served.
+        "dynamic" => need("factor", factor).map(|_| RopeScaling::Default),
         "linear" => need("factor", factor).map(|factor| RopeScaling::Linear { factor }),
         "llama3" => {
             let factor = need("factor", factor);

@@ -122,6 +122,47 @@ fn both_spellings_of_rope_agree() {
     assert_eq!(older, ModelConfig::parse(&newer, None).unwrap());
 }
 
+/// Goal: dynamic scaling begins beyond `max_position_embeddings`, where no request gets.
+#[test]
+fn dynamic_rope_changes_nothing_within_the_context() {
+    let rope = |changes: Value| rope_of(&ModelConfig::parse(&with(LLAMA, changes), None).unwrap()).clone();
+    let dynamic = rope(serde_json::json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}}));
+    assert_eq!(dynamic, rope(serde_json::json!({"rope_scaling": null})));
+}
+
+/// Goal: where layers with a window have a rotary embedding of their own, keys that name no kind of layers are taken for
+/// none of them by the classes, and a base outside is not that of the windows.
+#[test]
+fn rope_of_two_kinds_is_told_apart() {
+    let olmo = |changes: Value| {
+        let base = serde_json::json!({
+            "architectures": ["Olmo3ForCausalLM"], "rope_scaling": "<absent>", "rope_theta": "<absent>"});
+        with(&with(LLAMA, base), changes)
+    };
+    let theta = |rope: Value| {
+        let text = olmo(serde_json::json!({"rope_parameters": rope, "rope_theta": 7000}));
+        let c = ModelConfig::parse(&text, None).unwrap();
+        let of = |slides: bool| c.attention_kinds.iter().find(|kind| kind.window.is_some() == slides).unwrap();
+        [false, true].map(|slides| of(slides).rope.as_ref().unwrap().theta)
+    };
+    let plain = serde_json::json!({"rope_type": "default"});
+    let both = serde_json::json!({"full_attention": plain, "sliding_attention": plain});
+    assert_eq!(theta(both), [7000.0, 500_000.0]);
+    for flat in [
+        serde_json::json!({"rope_type": "default", "rope_theta": 10000.0}),
+        serde_json::json!({"rope_type": "linear", "factor": 4.0}),
+    ] {
+        let text = olmo(serde_json::json!({"rope_parameters": flat}));
+        let found = problems(&text);
+        assert!(
+            matches!(found.as_slice(), [ConfigProblem::Value { key, .. }] if key == "rope_parameters"),
+            "{found:#?}"
+        );
+    }
+    let same = serde_json::json!({"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}});
+    ModelConfig::parse(&olmo(same), None).unwrap();
+}
+
 #[test]
 fn original_context_and_factor_have_fallbacks() {
     let yarn = serde_json::json!({"rope_scaling": {"type": "yarn", "factor": 4.0}});
@@ -168,7 +209,7 @@ fn every_problem_is_reported_at_once() {
         serde_json::json!({
             "architectures": ["MambaForCausalLM"], "hidden_act": "gelu", "num_attention_heads": 0,
             "num_hidden_layers": "<absent>", "vocab_size": -5, "rms_norm_eps": 0, "torch_dtype": "float8_e4m3fn",
-            "rope_scaling": {"rope_type": "dynamic"},
+            "rope_scaling": {"rope_type": "spiral"},
             "quantization_config": {"quant_method": "bitsandbytes"}, "tie_word_embeddings": "yes",
         }),
     );
@@ -178,7 +219,7 @@ fn every_problem_is_reported_at_once() {
     expect(ConfigProblem::UnsupportedActivation("gelu".into(), "silu"));
     expect(ConfigProblem::Missing("num_hidden_layers".into()));
     expect(ConfigProblem::UnsupportedDtype("float8_e4m3fn".into()));
-    expect(ConfigProblem::UnsupportedRope("dynamic".into()));
+    expect(ConfigProblem::UnsupportedRope("spiral".into()));
     expect(ConfigProblem::Quantized("bitsandbytes".into()));
     for key in ["num_attention_heads", "vocab_size", "rms_norm_eps", "tie_word_embeddings"] {
         assert!(found.iter().any(|p| matches!(p, ConfigProblem::Value { key: k, .. } if k == key)), "{key}");
@@ -448,7 +489,10 @@ fn hybrids_that_cannot_be_run_are_refused_with_every_reason() {
     };
     assert_eq!(one(QWEN3_NEXT, serde_json::json!({"num_experts_per_tok": 513})), "num_experts_per_tok");
     assert_eq!(one(QWEN3_NEXT, serde_json::json!({"hidden_size": 2056})), "hidden_size");
+    assert_eq!(one(QWEN3_NEXT, serde_json::json!({"num_experts_per_tok": 17})), "num_experts_per_tok");
     assert_eq!(one(QWEN3_NEXT, serde_json::json!({"moe_intermediate_size": 516})), "moe_intermediate_size");
+    let shared = serde_json::json!({"shared_expert_intermediate_size": 100});
+    assert_eq!(one(QWEN3_NEXT, shared), "shared_expert_intermediate_size");
     assert_eq!(one(QWEN3_NEXT, serde_json::json!({"num_experts": 1 << 20})), "num_experts");
     assert_eq!(one(QWEN3_NEXT, serde_json::json!({"full_attention_interval": 0})), "full_attention_interval");
     // Without a full-attention layer there would be no KV cache pages.

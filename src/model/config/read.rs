@@ -706,23 +706,22 @@ fn attention(
 ) -> Option<(Vec<Attention>, Vec<usize>)> {
     // Layers that see all tokens may have other heads.
     let keys_as_values = facts.gemma4 && reader.flag("attention_k_eq_v");
-    let full_dim = match facts.gemma4 {
-        true => full_head_dim(reader, heads, head_dim),
-        false => head_dim,
+    let own = if facts.gemma4 { heads_by_layer(reader, mixers, heads) } else { None };
+    let full_dim = match (facts.gemma4, own) {
+        (_, Some([dim, _])) => dim.or(head_dim),
+        (true, None) => full_head_dim(reader, heads, head_dim),
+        (false, None) => head_dim,
     };
-    let full_kv_heads = match keys_as_values && reader.value("num_global_key_value_heads").is_some() {
-        true => reader.optional_count("num_global_key_value_heads", MAX_DIMENSION),
-        false => kv_heads,
+    let full_kv_heads = match (own, keys_as_values && reader.value("num_global_key_value_heads").is_some()) {
+        (Some([_, own]), _) => own.or(kv_heads),
+        (None, true) => reader.optional_count("num_global_key_value_heads", MAX_DIMENSION),
+        (None, false) => kv_heads,
     };
-    if let (true, Some(heads), Some(kv_heads)) = (keys_as_values, heads, full_kv_heads)
+    if let (true, Some(heads), Some(kv_heads)) = (keys_as_values || own.is_some(), heads, full_kv_heads)
         && heads % kv_heads != 0
     {
-        reader.wrong("num_global_key_value_heads", kv_heads, format!("a divisor of num_attention_heads ({heads})"));
-    }
-    if facts.gemma4
-        && let Some(value) = reader.value("per_layer_config").cloned()
-    {
-        reader.wrong("per_layer_config", value, "absent");
+        let key = if own.is_some() { "per_layer_config" } else { "num_global_key_value_heads" };
+        reader.wrong(key, kv_heads, format!("a divisor of num_attention_heads ({heads})"));
     }
     let rotated_part = if facts.latent.is_some() { latent.map(|latent| latent.rope) } else { full_dim };
     let full = rope(reader, facts, Layers::Full, rotated_part, context);
@@ -764,6 +763,47 @@ fn attention(
         }
     }
     Some((kinds, of)).filter(|(kinds, _)| !kinds.is_empty())
+}
+
+/// Returns the dimensions of a head and the number of key heads of the layers that see all tokens, if `per_layer_config`
+/// is there: newer versions of transformers write them so, and nothing where they are those of the other layers.
+fn heads_by_layer(reader: &mut Reader, mixers: Option<&[Mixer]>, heads: Option<u32>) -> Option<[Option<u32>; 2]> {
+    const KEY: &str = "per_layer_config";
+    const OWN: [&str; 2] = ["head_dim", "num_key_value_heads"];
+    let value = reader.value(KEY).cloned()?;
+    let (mixers, heads) = (mixers?, heads?);
+    let number = |own: &Value, key: &str| match own.get(key) {
+        None => Some(None),
+        Some(value) => {
+            let most = MAX_DIMENSION / u64::from(heads);
+            let found = value.as_u64().filter(|n| (1..=most).contains(n) && (key != "head_dim" || n % 2 == 0));
+            found.map(|n| Some(n as u32))
+        }
+    };
+    let read = |own: &Value| {
+        let known = own.as_object()?.keys().all(|key| OWN.contains(&key.as_str()));
+        known.then_some([number(own, OWN[0])?, number(own, OWN[1])?])
+    };
+    let same = |map: &Map<String, Value>| {
+        let within = |layer: &String| layer.parse::<usize>().is_ok_and(|layer| layer < mixers.len());
+        let mut full = None;
+        for (layer, mixer) in mixers.iter().enumerate() {
+            let own = map.get(&layer.to_string()).map_or(Some([None; 2]), read)?;
+            match mixer {
+                Mixer::Attention(Layers::Full) if *full.get_or_insert(own) == own => {}
+                Mixer::Attention(Layers::Sliding) | Mixer::GatedDelta if own == [None; 2] => {}
+                _ => return None,
+            }
+        }
+        full.filter(|_| map.keys().all(within))
+    };
+    let found = value.as_object().and_then(same);
+    if found.is_none() {
+        let rule =
+            "an even head_dim and num_key_value_heads, the same for every layer of full_attention and for no other";
+        reader.wrong(KEY, value, rule);
+    }
+    found
 }
 
 /// Reads the dimensions of a head in layers that see all tokens: `global_head_dim`, or those of the other layers if it is

@@ -703,6 +703,17 @@ fn reads_gemma_4_with_two_head_shapes() {
     let experts = c.experts.unwrap();
     assert_eq!((experts.count, experts.chosen, experts.inner, experts.beside_dense), (128, 8, 704, true));
     assert_eq!((c.intermediate, c.recycled_window(), c.layer_inputs), (2112, Some(1024), None));
+
+    // As newer versions of transformers write it, which leave out what is the same in all layers.
+    let newer = |layers: Value| {
+        let changes = serde_json::json!({
+            "global_head_dim": "<absent>", "num_global_key_value_heads": "<absent>", "per_layer_config": layers});
+        ModelConfig::parse(&gemma4(changes), None).unwrap()
+    };
+    let own = serde_json::json!({"head_dim": 512, "num_key_value_heads": 2});
+    assert_eq!(newer(serde_json::json!({"5": own, "11": own, "17": own, "23": own, "29": own})), c);
+    let same = newer(serde_json::json!({}));
+    assert!(same.attention_kinds.iter().all(|kind| (kind.kv_heads, kind.head_dim) == (8, 256)));
 }
 
 #[test]
@@ -727,7 +738,8 @@ fn refuses_what_gemma_4_does_not_say_or_do() {
         ("use_bidirectional_attention", serde_json::json!("all")),
         ("num_kv_shared_layers", serde_json::json!(30)),
         ("num_global_key_value_heads", serde_json::json!(3)),
-        ("per_layer_config", serde_json::json!({"0": {}})),
+        ("per_layer_config", serde_json::json!({"0": {"head_dim": 512}})),
+        ("per_layer_config", serde_json::json!({"5": {"intermediate_size": 8}})),
         ("vocab_size_per_layer_input", serde_json::json!(7)),
     ] {
         let mut changes = serde_json::json!({"hidden_size_per_layer_input": 256});

@@ -2,6 +2,7 @@
 //! Not here: the sequence's scheduling state (`engine::sequence`).
 
 use crate::engine::request::{Event, FinishReason, Finished, PerToken, Request, Sink, Timings};
+use crate::replica::gaps::Gaps;
 use crate::replica::spans;
 use crate::telemetry::spans::SpanName;
 use std::sync::Arc;
@@ -46,6 +47,8 @@ pub(super) struct Client {
     pub(super) phase: tracing::Span,
     pub(super) prompt_tokens: u32,
     pub(super) output_tokens: u32,
+    /// When the last token was sent.
+    last_token: Option<Instant>,
     /// The request's span, if its trace is exported.
     pub(super) traced: Option<SpanName>,
     /// The number of finished plans in which the sequence had a row.
@@ -67,6 +70,7 @@ impl Client {
             phase: queue,
             prompt_tokens: request.prompt.len() as u32,
             output_tokens: 0,
+            last_token: None,
             traced: SpanName::of(&request.span),
             plans: 0,
             faults: (0, 0),
@@ -74,8 +78,9 @@ impl Client {
         (request, client)
     }
 
-    /// Sends an event. Returns false if the sink has failed with this event.
-    pub(super) fn tell(&mut self, mut event: Event) -> bool {
+    /// Sends an event at `now`, the same for all that are sent in one turn, and counts the gap before a token. Returns
+    /// false if the sink has failed with this event.
+    pub(super) fn tell(&mut self, mut event: Event, now: Instant, gaps: &Gaps) -> bool {
         match &mut event {
             Event::Started(_) => {
                 self.begin(spans::prefill(&self.request));
@@ -88,6 +93,9 @@ impl Client {
                     self.sample.name(&self.phase);
                 }
                 self.output_tokens += 1;
+                if let Some(last) = self.last_token.replace(now).filter(|last| *last < now) {
+                    gaps.add(now - last);
+                }
             }
             Event::Prompt(_) | Event::Embedding(_) | Event::Finished(_) => {}
         }
@@ -141,5 +149,50 @@ impl Client {
             per_token: PerToken::default(),
         };
         self.finish(Event::Finished(Box::new(finished)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::request::{Limits, Sampling, Token};
+    use std::time::Duration;
+
+    fn submission() -> Submission {
+        let request = Request {
+            id: "a".to_owned(),
+            prompt: vec![1],
+            sampling: Sampling::default(),
+            limits: Limits::default(),
+            logprobs: None,
+            prompt_logprobs: None,
+            pooling: None,
+            allowed: None,
+            dump_logits: false,
+            grammar: None,
+            priority: 0,
+            cache_salt: String::new(),
+            deadline: None,
+            span: tracing::Span::none(),
+        };
+        let sample = Sample { index: 0, one_of_several: false };
+        Submission { request, sample, sink: Box::new(|_| Ok(())), queue: tracing::Span::none(), at: Instant::now() }
+    }
+
+    #[test]
+    fn a_gap_is_the_time_between_tokens_that_are_not_sent_together() {
+        let (gaps, begin) = (Gaps::default(), Instant::now());
+        let token = || Event::Token(Token { index: 0, id: 7, logprobs: None, logits: None });
+        let (mut one, mut other) = (Client::new(submission()).1, Client::new(submission()).1);
+        let at = |ms| begin + Duration::from_millis(ms);
+        assert!(one.tell(token(), at(0), &gaps) && other.tell(token(), at(1), &gaps));
+        assert_eq!(gaps.read().count(), 0, "the first token of a stream ends no gap, and each has its own");
+        for ms in [20, 20, 20, 40] {
+            assert!(one.tell(token(), at(ms), &gaps));
+        }
+        let counts = gaps.read();
+        assert_eq!(counts.count(), 2, "three came together");
+        let (p50, wanted) = (counts.percentile(50).unwrap(), Duration::from_millis(20));
+        assert!(p50.abs_diff(wanted) <= wanted / 32, "{p50:?}");
     }
 }

@@ -2,6 +2,7 @@
 //! state. Not here: its engine thread (`thread`), text and tokio.
 
 mod client;
+pub mod gaps;
 mod masks;
 pub mod observer;
 pub mod rebuild;
@@ -23,6 +24,7 @@ use crate::engine::sequence_map::SequenceMap;
 use crate::engine::split_mix::split_mix;
 use crate::engine::variants::Variants;
 use crate::replica::client::{Sample, Submission};
+use crate::replica::gaps::{GapCounts, Gaps};
 use crate::replica::masks::Masks;
 use crate::replica::observer::Observer;
 use crate::replica::rebuild::{Rebuild, Rebuilds};
@@ -194,6 +196,8 @@ struct Shared {
     load: Mutex<EngineLoad>,
     /// The kernels and fallbacks of the current executor.
     variants: Mutex<Arc<Variants>>,
+    /// The gaps between the tokens of each stream.
+    gaps: Gaps,
     /// The device was lost and is being rebuilt.
     rebuilding: AtomicBool,
     /// How often the device was lost.
@@ -486,6 +490,11 @@ impl Replica {
     /// Returns the sums over all finished plans.
     pub fn totals(&self) -> Totals {
         self.totals.read()
+    }
+
+    /// Returns the gaps between the tokens of each stream since the replica's start.
+    pub fn gaps(&self) -> GapCounts {
+        self.shared.gaps.read()
     }
 
     /// Returns the kernels that run, and counts of the fallbacks in use.

@@ -132,7 +132,7 @@ impl Actor {
         for id in self.clients.ids() {
             self.scheduler.abort_sequence(id, now);
         }
-        self.deliver();
+        self.deliver(now);
         self.publish();
     }
 
@@ -194,7 +194,7 @@ impl Actor {
             self.publish();
             let planned = Instant::now();
             self.busy.0 += planned - start;
-            let again = self.deliver();
+            let again = self.deliver(planned);
             self.busy.1 += planned.elapsed();
             if !again {
                 self.tell_followers();
@@ -381,9 +381,9 @@ impl Actor {
         self.failed = Some(why);
     }
 
-    /// Sends the scheduler's outputs to the clients. Returns whether a sink failed, so that there are sequences to
+    /// Sends the scheduler's outputs to the clients, at `now`. Returns whether a sink failed, so that there are sequences to
     /// abort.
-    fn deliver(&mut self) -> bool {
+    fn deliver(&mut self, now: Instant) -> bool {
         let mut gone = Vec::new();
         for output in self.scheduler.take_outputs() {
             let (id, event) = match output {
@@ -402,12 +402,11 @@ impl Actor {
                     client.finish(event);
                 }
             } else if let Some(client) = self.clients.get_mut(id)
-                && !client.tell(event)
+                && !client.tell(event, now, &self.shared.gaps)
             {
                 gone.push(id);
             }
         }
-        let now = Instant::now();
         for &id in &gone {
             self.scheduler.abort_sequence(id, now);
         }

@@ -142,6 +142,7 @@ fn every_view_shows_a_host_at_work() {
     boxes_are_found_and_saved(&mut browser);
     requests_are_text(&mut browser);
     a_request_opens(&mut browser);
+    ended_requests_fold_on_a_phone(&mut browser);
     the_history_is_drawn(&mut browser, &served.host);
     keyboard_alone(&mut browser);
     every_size_and_theme(&mut browser);
@@ -390,11 +391,98 @@ fn a_request_opens(browser: &mut Browser) {
     browser.until("document.querySelector('#request').hidden");
 }
 
+/// An ended request is one line on a phone. It unfolds by a tap and by the keyboard, and stays while others end. A
+/// desktop has the table.
+fn ended_requests_fold_on_a_phone(browser: &mut Browser) {
+    browser.eval("location.hash = '#requests'");
+    for theme in ["dark", "light"] {
+        browser.theme(theme);
+        browser.size(390, 844, true);
+        browser.until("document.querySelectorAll('#ended-lines details').length >= 6");
+        assert_eq!(browser.eval("document.querySelector('#ended').checkVisibility()"), false);
+        let lines = browser.eval(
+            "[...document.querySelectorAll('#ended-lines summary')].map((line) => {
+                const request = known.ended.find((request) => endedKey(request) === line.parentElement.key);
+                const wanted = request.id + request.model + words(request.error ?? request.reason) + length(request.whole);
+                const right = Math.max(...[...line.children].map((part) => part.getBoundingClientRect().right));
+                const narrow = [...line.children].some((part) => part.getBoundingClientRect().width < 24);
+                return [line.parentElement.offsetHeight, right, narrow, line.textContent === wanted];
+            })",
+        );
+        for line in lines.as_array().unwrap() {
+            assert!(line[0].as_f64().unwrap() <= 48.0, "one line: {lines}");
+            assert!(line[1].as_f64().unwrap() <= 390.0 && line[2] == false, "within the screen: {lines}");
+            assert_eq!(line[3], true, "id, model, end and time: {lines}");
+        }
+        assert_eq!(browser.eval("document.documentElement.scrollWidth <= 390"), true);
+        fits(browser, &format!("folded requests, {theme}"));
+        browser.screenshot(&format!("requests-folded-{theme}"));
+
+        unfold_by_tap(browser);
+        browser.until("document.querySelector('#ended-lines details[open] dd')");
+        let facts = browser.text("#ended-lines details[open] .facts");
+        assert!(facts.contains("Output tokens") && facts.contains("First token"), "{facts}");
+        assert!(!browser.eval("document.querySelector('#request').checkVisibility()").as_bool().unwrap());
+        // Others end until it is none of the last ones.
+        let key = "document.querySelector('#ended-lines details[open]').key";
+        let open = browser.eval(key);
+        browser.until(&format!("known.ended.findLastIndex((r) => endedKey(r) === {open}) < known.ended.length - FEW"));
+        browser.until(&format!(
+            "document.querySelectorAll('#ended-lines details').length === FEW + 1 && {key} === {open}"
+        ));
+        assert_eq!(browser.eval("document.documentElement.scrollWidth <= 390"), true);
+        fits(browser, &format!("an unfolded request, {theme}"));
+        browser.screenshot(&format!("requests-unfolded-{theme}"));
+        browser.eval("document.querySelector('#ended-lines details[open] summary').click()");
+        browser.until("!document.querySelector('#ended-lines details[open]') && unfolded.size === 0");
+    }
+    // With the keyboard alone: unfold, fold, and from an unfolded line to the timeline.
+    browser.eval("document.activeElement.blur()");
+    browser.tab_to("#ended-lines summary");
+    assert_eq!(browser.eval("getComputedStyle(document.activeElement).outlineStyle"), "solid");
+    for open in [true, false, true] {
+        browser.key("Enter", false);
+        browser.until(&format!("document.activeElement.parentElement.open === {open}"));
+    }
+    browser.key("Tab", false);
+    assert_eq!(browser.eval("document.activeElement.textContent"), "Show on the timeline");
+    browser.key("Enter", false);
+    browser.until("document.body.dataset.view === 'timeline' && chart.found.length > 0");
+    browser.eval(
+        "$('find').value = ''; $('find').dispatchEvent(new Event('input')); chart.lane = null; chart.follow(true)",
+    );
+    browser.eval("location.hash = '#requests'");
+    browser.size(1280, 800, false);
+    browser.until("document.querySelectorAll('#ended tbody tr').length >= 6 && document.querySelector('#ended').checkVisibility()");
+    assert_eq!(browser.eval("document.querySelectorAll('#ended-lines details').length"), 0);
+    assert_eq!(browser.eval("document.querySelector('#ended-lines').checkVisibility()"), false);
+}
+
+/// Taps a folded line. What is above the lines may grow between the look for a line and the tap, which then misses.
+fn unfold_by_tap(browser: &mut Browser) {
+    for _ in 0..10 {
+        let place = browser.eval(
+            "(() => { const line = document.querySelectorAll('#ended-lines summary')[2]; line.scrollIntoView({ block: 'center' });
+            const box = line.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()",
+        );
+        let touch = json!([{ "x": place[0], "y": place[1] }]);
+        browser.call("Input.dispatchTouchEvent", json!({ "type": "touchStart", "touchPoints": touch }));
+        browser.call("Input.dispatchTouchEvent", json!({ "type": "touchEnd", "touchPoints": [] }));
+        for _ in 0..20 {
+            std::thread::sleep(Duration::from_millis(50));
+            if browser.eval("document.querySelectorAll('#ended-lines details[open]').length") == 1 {
+                return;
+            }
+        }
+    }
+    panic!("a tap unfolds no line");
+}
+
 /// The charts show what the server sampled.
 fn the_history_is_drawn(browser: &mut Browser, host: &Host) {
     browser.eval("location.hash = '#history'");
     browser.until("past.samples.filter((sample) => sample.output_tokens > 0 && sample.ended > 0).length >= 2");
-    browser.until("document.querySelectorAll('#plots canvas').length === 7");
+    browser.until("document.querySelectorAll('#plots canvas').length === 8");
     browser.until(
         "[...document.querySelectorAll('#plots canvas')].every((canvas) => Number(canvas.dataset.samples) >= 2)",
     );
@@ -403,6 +491,16 @@ fn the_history_is_drawn(browser: &mut Browser, host: &Host) {
     let drawn: u64 = host.replicas().map(|of| of.totals()).map(|of| of.prefill.tokens + of.decode.tokens).sum();
     assert!(0 < sampled && sampled <= drawn, "{sampled} of {drawn}");
     assert!(browser.eval("past.samples.at(-1).first_token.p95 >= past.samples.at(-1).first_token.p50") == true);
+    // The fakes take 3 and 7 ms a step, so the gaps of their streams are of that order, not of whole requests.
+    browser.until("past.samples.filter((sample) => sample.gap !== null).length >= 2");
+    let gaps = browser.eval("past.samples.filter((sample) => sample.gap).map(({ gap }) => [gap.p50, gap.p95])");
+    let gaps: Vec<(f64, f64)> = serde_json::from_value(gaps).unwrap();
+    assert!(gaps.iter().all(|(p50, p95)| 1e3 < *p50 && p50 <= p95 && *p50 < 1e6), "microseconds: {gaps:?}");
+    browser.until("Number(document.querySelector('#plot-gap canvas').dataset.largest) > 1000");
+    let said = browser.text("#plot-gap .sub");
+    assert!(said.contains("p50 ") && said.contains("p95 "), "{said}");
+    let named = browser.eval("document.querySelector('#plot-gap canvas').getAttribute('aria-label')");
+    assert!(named.as_str().unwrap().starts_with("Gap between tokens, the last 60 minutes"), "{named}");
     browser.eval("document.querySelector('#plot-first canvas').focus()");
     browser.key("ArrowLeft", false);
     let said = browser.text("#plot-first .sub");

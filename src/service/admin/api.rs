@@ -39,8 +39,8 @@
 //!
 //! `/api/history[?since=TIME]`: `now`, `interval`, and of the last hour `samples[]` after TIME, each over the time since the one
 //! before: `at` (its end), `length`, `prompt_tokens` (computed), `output_tokens`, `ended`, `failed` and `refused` requests,
-//! `first_token` and `per_token` (`p50`, `p95`) of those that ended; and at its end `running`, `waiting`, `pages_used`,
-//! `pages_total`.
+//! `first_token` and `per_token` (`p50`, `p95`) of those that ended, `gap` (`p50`, `p95`) between tokens of a stream; and at
+//! its end `running`, `waiting`, `pages_used`, `pages_total`. Quantiles of nothing are `null`.
 
 use super::history::{Quantiles, Sample};
 use super::{Admin, HttpEndpoint, Loading};
@@ -387,6 +387,7 @@ fn sample(admin: &Admin, sample: &Sample) -> Value {
         "refused": sample.requests.refused,
         "first_token": quantiles(sample.first_token),
         "per_token": quantiles(sample.per_token),
+        "gap": quantiles(sample.gap),
         "running": sample.running,
         "waiting": sample.waiting,
         "pages_used": sample.pages_used,

@@ -2,6 +2,7 @@
 //! that a monitoring system collects and keeps ([`super::metrics`]).
 
 use crate::host::Host;
+use crate::replica::gaps::GapCounts;
 use crate::telemetry::clock::Moment;
 use crate::telemetry::requests::{Counts, EndedRequest};
 use std::collections::{HashMap, VecDeque};
@@ -30,6 +31,8 @@ pub(super) struct Sample {
     pub first_token: Option<Quantiles>,
     /// Mean time per token after the first of the requests that ended.
     pub per_token: Option<Quantiles>,
+    /// Time between the tokens of a stream, of all streams, also of requests that still run.
+    pub gap: Option<Quantiles>,
     /// The sequences that hold a slot, and the requests in queues, of all replicas.
     pub running: u32,
     pub waiting: u32,
@@ -38,7 +41,7 @@ pub(super) struct Sample {
     pub pages_total: u32,
 }
 
-/// Two quantiles of the requests of an interval.
+/// Two quantiles of the requests or gaps of an interval.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Quantiles {
     pub p50: Duration,
@@ -53,6 +56,10 @@ impl Quantiles {
         let rank = |percent: usize| (values.len() * percent).div_ceil(100).checked_sub(1);
         let at = |percent| rank(percent).and_then(|rank| values.get(rank).copied());
         Some(Quantiles { p50: at(50)?, p95: at(95)? })
+    }
+
+    fn of_gaps(gaps: &GapCounts) -> Option<Quantiles> {
+        Some(Quantiles { p50: gaps.percentile(50)?, p95: gaps.percentile(95)? })
     }
 }
 
@@ -77,6 +84,8 @@ struct Before {
     at: Moment,
     /// The token counts, by the replica's name.
     tokens: HashMap<String, Tokens>,
+    /// The gaps between tokens, by the replica's name.
+    gaps: HashMap<String, GapCounts>,
     requests: Counts,
 }
 
@@ -100,12 +109,13 @@ impl History {
     pub(super) fn sample(&self, host: &Host) {
         let now = Moment::now();
         let requests = host.ended.counts();
-        let mut tokens = HashMap::new();
+        let (mut tokens, mut gaps) = (HashMap::new(), HashMap::new());
         let (mut running, mut waiting, mut pages_used, mut pages_total) = (0, 0, 0, 0);
         for replica in host.replicas() {
             let (load, totals) = (replica.load(), replica.totals());
             let drawn = totals.prefill.tokens + totals.decode.tokens;
             tokens.insert(replica.name.clone(), Tokens { prompt: totals.prefill.rows, output: drawn });
+            gaps.insert(replica.name.clone(), replica.gaps());
             running += load.running;
             waiting += load.waiting;
             pages_used += load.pages_used;
@@ -119,6 +129,10 @@ impl History {
                 prompt: sum.prompt + of.prompt,
                 output: sum.output + of.output,
             });
+            let mut gaps_of_interval = GapCounts::default();
+            for (name, now) in &gaps {
+                gaps_of_interval.add_since(now, before.gaps.get(name));
+            }
             let sample = Sample {
                 at: now,
                 length: now.since(before.at),
@@ -127,6 +141,7 @@ impl History {
                 requests: requests.since(before.requests),
                 first_token: quantiles(&ended, |of| of.first_token),
                 per_token: quantiles(&ended, |of| of.per_token),
+                gap: Quantiles::of_gaps(&gaps_of_interval),
                 running,
                 waiting,
                 pages_used,
@@ -137,7 +152,7 @@ impl History {
             }
             state.samples.push_back(sample);
         }
-        state.before = Some(Before { at: now, tokens, requests });
+        state.before = Some(Before { at: now, tokens, gaps, requests });
     }
 
     /// Returns the samples after `moment`, oldest first.
@@ -182,6 +197,7 @@ mod tests {
         }
         let samples = history.after(Moment(0));
         assert_eq!(samples.len(), KEPT);
+        assert!(samples.iter().all(|sample| sample.gap.is_none()), "no gaps, no quantiles");
         assert_eq!(history.after(samples[KEPT - 2].at).len(), 1);
     }
 }

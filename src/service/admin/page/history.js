@@ -36,6 +36,7 @@ const CHARTS = [
   { id: "prompt", title: "Prompt tokens per second", text: rateText, lines: [["computed", "prefill-edge", perSecond("prompt_tokens")]] },
   { id: "first", title: "Time to first token", text: length, lines: [["p50", "accent", quantile("first_token", "p50")], ["p95", "cross_queue", quantile("first_token", "p95")]] },
   { id: "token", title: "Time per token", text: length, lines: [["p50", "accent", quantile("per_token", "p50")], ["p95", "cross_queue", quantile("per_token", "p95")]] },
+  { id: "gap", title: "Gap between tokens", text: length, lines: [["p50", "accent", quantile("gap", "p50")], ["p95", "cross_queue", quantile("gap", "p95")]] },
   { id: "load", title: "Requests", text: rateText, lines: [["running", "accent", (sample) => sample.running], ["waiting", "queue-edge", (sample) => sample.waiting]] },
   { id: "pages", title: "KV pages in use", text: (value) => `${value.toFixed(value < 10 ? 1 : 0)} %`, most: 100, lines: [["in use", "kv-pages", share]] },
   { id: "errors", title: "Failed and refused requests per minute", text: rateText, lines: [["failed", "bad", (sample) => perSecond("failed")(sample) * 60], ["refused", "queue-edge", (sample) => perSecond("refused")(sample) * 60]] },

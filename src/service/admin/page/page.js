@@ -9,6 +9,8 @@ const $ = (id) => document.getElementById(id);
 const SECOND = 1e6;
 const STILL = matchMedia("(prefers-reduced-motion: reduce)");
 const DARK = matchMedia("(prefers-color-scheme: dark)");
+/** Narrow as in page.css: tables become cards there, and ended requests lines. */
+const PHONE = matchMedia("(max-width: 720px)");
 
 // ---- Words -------------------------------------------------------------------------------------------------------
 
@@ -526,9 +528,11 @@ function updateDevice(card, device) {
 
 // ---- Requests ----------------------------------------------------------------------------------------------------
 
-/** Ended requests that are shown at first: a phone shows each as a card. */
+/** Ended requests that are shown at first. */
 const FEW = 12;
 let allEnded = false;
+/** The keys of the ended requests whose lines are unfolded. */
+const unfolded = new Set();
 /** The id of the request that is shown whole. */
 let opened = null;
 
@@ -552,6 +556,12 @@ function renderRequest() {
     fillFacts($("request-facts"), [["State", "not known: it has not begun, or ended too long ago"]]);
     return;
   }
+  fillFacts($("request-facts"), requestFacts(running, ended));
+}
+
+/** The facts of a request, which runs or, if `running` is missing, has ended. */
+function requestFacts(running, ended) {
+  const request = running ?? ended;
   const whole = request.whole ?? request.age;
   const queue = request.queue ?? request.queued;
   const facts = [["State", words(running ? running.phase : ended.error ?? ended.reason)], ["Replica", request.replica]];
@@ -566,19 +576,23 @@ function renderRequest() {
   facts.push(["In all", length(whole)], running ? ["Began", `${length(running.age)} ago`] : ["Ended", `${length(known.clock.server - ended.at)} ago`]);
   if (running) facts.push(["Pages", number(running.pages)], ["Preemptions", number(running.preemptions)]);
   else facts.push(["Trace", ended.trace ?? "not exported", true]);
-  fillFacts($("request-facts"), facts);
+  return facts;
 }
 
 /** Shows the opened request's place on the timeline. */
-function showOnTimeline() {
+function showOpened() {
   const running = known.running.find((request) => request.id === opened);
   const ended = known.ended.findLast((request) => request.id === opened);
+  if (running ?? ended) showOnTimeline(running, ended);
+}
+
+/** Shows the place of a request on the timeline. */
+function showOnTimeline(running, ended) {
   const request = running ?? ended;
-  if (!request) return;
   const [until, took] = running ? [known.clock.server, running.age] : [ended.at, ended.whole];
   const replica = replicas().find((replica) => replica.name === request.replica);
   if (replica && !devicesOf(replica).includes(chart.device)) chart.device = replica.device;
-  chart.seek(opened, until - took, until);
+  chart.seek(request.id, until - took, until);
   location.hash = "#timeline";
 }
 
@@ -629,20 +643,39 @@ function renderRequests() {
     say(row.parts[6], number(request.pages));
   });
 
-  const ended = known.ended.slice(allEnded ? 0 : -FEW).reverse();
+  renderEnded();
+}
+
+const endedKey = (request) => `${request.at} ${request.id}`;
+const failed = (request) => request.error !== null || request.reason === "error" || request.reason === "deadline_exceeded";
+const endPill = (request) => el("span", { class: "pill", "data-status": failed(request) ? "error" : "ended" }, words(request.error ?? request.reason));
+
+/** The ended requests: a table, or on a phone a line each, which unfolds. */
+function renderEnded() {
+  const keys = new Set(known.ended.map(endedKey));
+  for (const key of unfolded) if (!keys.has(key)) unfolded.delete(key);
+  const first = allEnded ? 0 : known.ended.length - FEW;
+  const folds = PHONE.matches;
+  // What somebody reads stays, however many end after it.
+  const ended = known.ended.filter((request, index) => index >= first || (folds && unfolded.has(endedKey(request)))).reverse();
   show($("ended-more"), known.ended.length > FEW);
   say($("ended-more"), allEnded ? `Show the last ${FEW}` : `Show all ${known.ended.length} that are kept`);
-  show($("ended"), ended.length > 0);
+  show($("ended"), !folds && ended.length > 0);
+  show($("ended-lines"), folds && ended.length > 0);
   show($("ended-none"), ended.length === 0);
-  say($("ended-count"), known.ended.length > ended.length ? `the last ${ended.length}` : "");
+  say($("ended-count"), known.ended.length > ended.length ? `the last ${known.ended.length - first}` : "");
   const longest = Math.max(...ended.map((request) => request.whole), 1);
-  keyed($("ended").tBodies[0], ended, (request) => `${request.at} ${request.id}`, (request) => {
+  keyed($("ended-lines"), folds ? ended : [], endedKey, endedLine, (line, request) => {
+    if (!line.open) return;
+    bar(line.bar, request.queue, request.first_token, request.whole, longest);
+    fillFacts(line.facts, requestFacts(null, request));
+  });
+  keyed($("ended").tBodies[0], folds ? [] : ended, endedKey, (request) => {
     const row = el("tr");
     row.bar = el("div", { class: "barline", role: "img" });
-    const failed = request.error !== null || request.reason === "error" || request.reason === "deadline_exceeded";
     const cells = [
       ["Request", "id", (row.name = opener(request.id)), el("span", { class: "label" }, `${request.replica} · ${words(request.operation)}`)],
-      ["End", null, el("span", { class: "pill", "data-status": failed ? "error" : "ended" }, words(request.error ?? request.reason))],
+      ["End", null, endPill(request)],
       ["Time", null, row.bar],
       ["Queue", "n", length(request.queue)],
       ["First token", "n", length(request.first_token)],
@@ -660,6 +693,25 @@ function renderRequests() {
     row.name.setAttribute("aria-expanded", String(opened === request.id));
     bar(row.bar, request.queue, request.first_token, request.whole, longest);
   });
+}
+
+/** An ended request as a line of id, model, end and time; unfolded, its bar and its facts follow. */
+function endedLine(request) {
+  const line = el("details");
+  const part = (name, text) => el("span", { class: name, title: text }, text);
+  line.bar = el("div", { class: "barline", role: "img" });
+  line.facts = el("dl", { class: "facts" });
+  const timeline = el("button", { type: "button" }, "Show on the timeline");
+  timeline.addEventListener("click", () => showOnTimeline(null, request));
+  const summary = el("summary", null, part("id", request.id), part("model", request.model), endPill(request), part("took", length(request.whole)));
+  line.append(summary, el("div", null, el("p", { class: "whole" }, request.id), line.bar, line.facts, timeline));
+  line.open = unfolded.has(endedKey(request));
+  line.addEventListener("toggle", () => {
+    if (line.open) unfolded.add(endedKey(request));
+    else unfolded.delete(endedKey(request));
+    renderEnded();
+  });
+  return line;
 }
 
 /** Queue, prefill and decode of a request, against `whole`. */
@@ -1448,7 +1500,7 @@ async function main() {
   makeHistory();
   makeChat();
   $("request-close").addEventListener("click", () => openRequest(opened));
-  $("request-timeline").addEventListener("click", showOnTimeline);
+  $("request-timeline").addEventListener("click", showOpened);
   $("ended-more").addEventListener("click", () => {
     allEnded = !allEnded;
     renderRequests();
@@ -1458,6 +1510,7 @@ async function main() {
     poll();
     scrollTo(0, 0);
   });
+  PHONE.addEventListener("change", () => { if (known.state) renderEnded(); });
   DARK.addEventListener("change", () => {
     colours = new Map();
     if (known.state) render();

@@ -30,7 +30,7 @@ WAITING = ["hostile", "program", "service", "otlp"]
 # The others leave them the cores, so that their limits of time hold.
 LATER = ["nice", "-n", "10"]
 # What takes long begins first, so that no core idles at the end.
-FIRST = ["model fallback", "model demo", "traces", "engine", "bad_input", "model", "kernels"]
+FIRST = ["model fallback", "model demo", "traces", "engine", "bad_input", "model", "device", "kernels"]
 
 # The processes that run now.
 RUNNING = set()

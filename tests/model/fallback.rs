@@ -1,6 +1,6 @@
 //! Goal: a fault in a decode step without barriers changes and loses no token, neither in the test at start nor during
-//! generation. Method: the embedded demo models on lavapipe with the kernels for matrix units in the variant that
-//! multiplies without them (or on the selected GPU); the reference is the output without faults. Faults are injected:
+//! generation. Method: narrow models of random weights, and in `make test-full` the demo model, on lavapipe with the
+//! kernels for matrix units in the variant that multiplies without them (or on the selected GPU); the reference is the output without faults. Faults are injected:
 //! the fault word is set before a plan (`fault_at`), or one call of a step waits for words that are never written
 //! (`broken_call`), in one step (`broken_step`) or repeatedly (`broken_every`), with two plans in flight, with one
 //! sequence and with several. With `broken_calls`, every call that waits for another call's words has its turn, which is
@@ -334,7 +334,7 @@ fn prompt(index: u32) -> [u32; 5] {
 /// Breaks every call that waits for words, each `times` times, in steps of one row and of each other number of `rows`: with
 /// as many sequences.
 fn any_call(path: &str, rows: &[u32], times: u32, change: &dyn Fn(&mut Model)) {
-    const TOKENS: u32 = 24;
+    const TOKENS: u32 = 40;
     let vulkan = Vulkan::without_validation();
     // In wide batches, the prompt behind which the others join has a slot as well.
     let slots = if rows == [1] { 1 } else { STREAMS + 1 };

@@ -675,6 +675,9 @@ impl Scheduler {
                 sequence.in_flight -= 1;
                 if sequence.in_flight == 0 && sequence.state == SequenceState::Leaving {
                     self.release(id);
+                } else {
+                    // Others may need the pages of its chunk before it is in a plan again.
+                    self.slide_window(id);
                 }
             }
         } else {
@@ -862,18 +865,25 @@ impl Scheduler {
 
     // ---- window pages ----
 
-    /// Gives back the window pages of a sequence that none of its unfinished and later tokens sees, and takes those in which
-    /// the tokens before `end` are written.
-    fn move_window(&mut self, id: SequenceId, end: u32, changes: &mut Vec<Change>) {
+    /// Gives back the window pages of a sequence that none of its unfinished and later tokens sees.
+    fn slide_window(&mut self, id: SequenceId) {
         let Some(window) = &mut self.window else { return };
-        let sequence = self.sequences.get_mut(id).expect("a sequence in a plan is known");
-        let slot = sequence.slot.expect("a sequence in a plan holds a slot");
+        let sequence = self.sequences.get_mut(id).expect("whoever holds window pages is known");
+        let slot = sequence.slot.expect("whoever holds window pages holds a slot");
         let started = self.flights.iter().flat_map(|flight| flight.slots.iter().zip(&flight.starts));
         let unfinished = started.filter(|(other, _)| **other == slot).map(|(_, start)| *start).min();
         let from = unfinished.unwrap_or(u32::MAX).min(sequence.next_position());
         for page in sequence.slide(window.first_seen(from)) {
             window.pool.release(page);
         }
+    }
+
+    /// Slides a sequence's window, and takes the pages in which its tokens before `end` are written.
+    fn move_window(&mut self, id: SequenceId, end: u32, changes: &mut Vec<Change>) {
+        self.slide_window(id);
+        let Some(window) = &mut self.window else { return };
+        let sequence = self.sequences.get_mut(id).expect("a sequence in a plan is known");
+        let slot = sequence.slot.expect("a sequence in a plan holds a slot");
         let missing = sequence.window_missing(end);
         if missing > 0 {
             let first = sequence.window_first + sequence.window.len() as u32;

@@ -3,11 +3,14 @@
 
 use super::*;
 use crate::engine::pace::Pace;
-use crate::engine::plan::{Capacity, Change, Drafts, Page, PlanReport, Sampled, Slot, StepPlan, Ticket, Work};
-use crate::engine::request::{Event, FinishReason, Limits, PerToken, Request, Sampling};
+use crate::engine::plan::{
+    Capacity, Change, Drafts, Page, PlanReport, Sampled, Slot, StepPlan, Ticket, WindowCapacity, Work,
+};
+use crate::engine::request::{Event, FinishReason, Limits, PerToken, Request};
 use crate::engine::scheduler::decoding::PLAN_STEPS_MIN;
 use crate::engine::scheduler::{EngineLoad, Scheduler, SchedulerOutput, Setup};
 use crate::engine::sequence::SequenceId;
+use crate::engine::split_mix::split_mix;
 use crate::kernels::attention::PAGE_TOKENS;
 use std::time::Duration;
 
@@ -41,20 +44,8 @@ fn setup(slots: u32, pages: u32) -> Setup {
 
 fn request(id: &str, prompt: usize, max_tokens: u32) -> Request {
     Request {
-        id: id.into(),
-        prompt: vec![1; prompt],
-        sampling: Sampling::default(),
         limits: Limits { max_tokens: Some(max_tokens), ..Limits::default() },
-        logprobs: None,
-        prompt_logprobs: None,
-        pooling: None,
-        allowed: None,
-        dump_logits: false,
-        grammar: None,
-        priority: 0,
-        cache_salt: String::new(),
-        deadline: None,
-        span: tracing::Span::none(),
+        ..Request::new(id, vec![1; prompt])
     }
 }
 
@@ -826,4 +817,55 @@ fn what_was_learned_while_a_device_was_cold_is_forgotten() {
     }
     bitten.dedup();
     assert_eq!(bitten, ["chunks", "a full batch", "a full batch beside prompts", "drafts"], "a cold device misleads");
+}
+
+/// Goal: sequences that have joined always find the window pages that they need, also while prompts that have been computed
+/// wait for their turn. Method: a prompt of many chunks and shorter ones at random times, as many window pages as the
+/// sequences' shares and chunks, and plans that are reported late.
+#[test]
+fn there_are_window_pages_for_all_sequences_that_join() {
+    for seed in 0..100 {
+        let mut state = seed;
+        let mut below = |most: u32| (split_mix(&mut state) % u64::from(most)) as u32;
+        let (slots, context, run_ahead, prefill_chunk) = (9, 40_976, 32, 4096);
+        let mut setup = setup(slots, slots * context / PAGE_TOKENS);
+        let tokens = 1 + below(40);
+        let pages = slots * WindowCapacity::pages_each(tokens, context, run_ahead, 0)
+            + WindowCapacity::pages_of_chunks(prefill_chunk);
+        let window = Some(WindowCapacity { tokens, pages });
+        let plan_limit = Some(Duration::from_millis(100));
+        setup.capacity =
+            Capacity { context, prefill_chunk, run_ahead, prompts: 16, window, plan_limit, ..setup.capacity };
+        setup.context = setup.capacity.usable_context();
+        setup.prefix_cache = below(4) > 0;
+        let mut bench = Bench::new(setup);
+        bench.pace = Pace::default();
+        let (long_at, at, count, length) = (below(60), below(60), 1 + below(8), 200 + below(260));
+        let step = Duration::from_micros(u64::from(100 + below(2000)));
+        let token = Duration::from_nanos(u64::from(10 + below(20_000)));
+        for event in 0..150 {
+            if event == long_at {
+                bench.arrive(Request { prompt: vec![99; 40_960 + below(10) as usize], ..request("long", 1, 1) });
+            }
+            if event == at {
+                for n in 0..count {
+                    bench.arrive(Request { prompt: vec![n; length as usize], ..request(&n.to_string(), 1, 76) });
+                }
+            }
+            match (below(5), bench.flights.front()) {
+                (0..3, Some((_, work))) => {
+                    match work {
+                        Work::Prefill { chunks } => {
+                            let tokens = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();
+                            bench.pace.note_chunk(tokens, token * tokens);
+                        }
+                        Work::Decode { slots, .. } => bench.pace.note_step(slots.len() as u32, step),
+                    }
+                    bench.complete();
+                }
+                _ => drop(bench.plan()),
+            }
+            bench.scheduler.take_outputs();
+        }
+    }
 }

@@ -251,19 +251,22 @@ void write_output(uint row, uint kvh, uint quad, vec4 value) {
 void combine(uint row, uint kvh, uint combiner, uint live, uint parts, uint each) {
     const uint MOST = (MOST_SPLITS + SUMS - 1u) / SUMS;
     uint i0 = gl_LocalInvocationIndex, sum = i0 / SHARE, item = combiner * SHARE + i0 % SHARE, h = item / QUADS, polls = 0u;
-    uvec4 words[MOST], state = uvec4(0u), gate = uvec4(0u);
+    // `partials` is not cleared: until an earlier layer of this step has written it, it holds what this layer wrote a step
+    // before, if this is the last one. A word of this layer's qkv (with GATED 1 a gate) says that the layers before are done.
+    uint at = head_quad(row, kvh, item + GATED * (G + 2u) * QUADS);
+    uvec4 own = qkv.v[at];
+    while (poll_again(stale(own, qkv_tag) != 0u, polls, fault, qkv_tag)) own = qkv.v[at];
+    if (GATED == 1u && sum == 0u) raw_s[(G + 2u) * QUADS + item] = uintBitsToFloat(own);
+    uvec4 words[MOST], state = uvec4(0u);
     uint bad;
     do {
         bad = 0u;
         [[unroll]] for (uint n = 0u; n < MOST; n++)
             words[n] = partials.v[parts + min(sum + n * SUMS, live - 1u) * each + G + item];
-        if (GATED == 1u) gate = qkv.v[head_quad(row, kvh, (G + 2u) * QUADS + item)];
         if (i0 < live) state = partials.v[parts + i0 * each + h];
         [[unroll]] for (uint n = 0u; n < MOST; n++) bad |= stale(words[n], o_tag);
-        if (GATED == 1u) bad |= stale(gate, qkv_tag);
         if (i0 < live) bad |= stale(state, o_tag);
     } while (poll_again(bad != 0u, polls, fault, o_tag));
-    if (GATED == 1u && sum == 0u) raw_s[(G + 2u) * QUADS + item] = uintBitsToFloat(gate);
     if (i0 < live) {
         most_s[i0] = uintBitsToFloat(state.x);
         sum_s[i0] = uintBitsToFloat(state.y);

@@ -292,7 +292,8 @@ struct Polled<'a> {
 /// may hold while it polls. Returns a description of the first reader that cannot.
 ///
 /// The splits' partial results (`attention.partials`), which attention writes and reads within one call, are not
-/// checked.
+/// checked. They are not cleared either, and until the step's first layer has written them they have the last layer's tag
+/// of the step before. So a workgroup looks at them only after it has found tagged words of its own layer's qkv.
 pub fn check(recording: &Recording) -> Result<(), String> {
     polled(recording, &mut |polled| {
         let Some((last, others)) = polled.states.split_last() else { return Ok(()) };

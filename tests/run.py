@@ -118,6 +118,7 @@ def main():
     for program in (set(wanted) or expected | {"ostinato"}) - {unit.program for unit in work}:
         sys.exit(f"no test of {program} was found")
     work.sort(key=lambda unit: [not name(unit).startswith(first) for first in FIRST])
+    print(f"running {sum(len(unit.tests) for unit in work)} tests in {len(work)} processes", flush=True)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores, ThreadPoolExecutor(1) as beside:
         runs = [(beside if unit.program in WAITING else cores).submit(run, unit) for unit in work]
         try:
@@ -135,9 +136,14 @@ def main():
         seconds, cpu = sum(result.seconds for result in own), sum(result.cpu for result in own)
         print(f"{program:12} {tests:5}  {ignored[program]:7}  {seconds:7.0f}  {cpu:6.0f}")
     failed = [result.unit for result in results if not result.passed]
-    print(f"{sum(len(unit.tests) for unit in work)} tests in {time.monotonic() - begun:.0f} s")
     for unit in failed:
         print(f"FAILED: {name(unit)}")
+    # In the words of `cargo test`, which tools that count tests know. A process that failed counts with all its tests.
+    tests, wrong = (sum(len(unit.tests) for unit in some) for some in (work, failed))
+    print(
+        f"\ntest result: {'FAILED' if failed else 'ok'}. {tests - wrong} passed; {wrong} failed; "
+        f"{sum(ignored.values())} ignored; 0 measured; 0 filtered out; finished in {time.monotonic() - begun:.2f}s"
+    )
     sys.exit(1 if failed else 0)
 
 

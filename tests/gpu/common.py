@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+import urllib.error
 import urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -130,8 +131,14 @@ class Server:
                 "skip_special_tokens": False, **extra}
         request = urllib.request.Request(f"http://{self.addresses['http']}/v1/completions", json.dumps(body).encode(),
                                          {"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            choices = json.load(answer)["choices"]
+        try:
+            with urllib.request.urlopen(request, timeout=300) as answer:
+                completion = json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"{error}: {error.read().decode()}; log: {self.log[-5:]}") from error
+        drawn, asked, choices = completion["usage"]["completion_tokens"], tokens * len(prompts), completion["choices"]
+        if drawn != asked:
+            raise RuntimeError(f"{drawn} tokens were drawn, {asked} are asked for")
         return [choice["text"] for choice in sorted(choices, key=lambda choice: choice["index"])]
 
     def steps(self, first):

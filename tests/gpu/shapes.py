@@ -73,8 +73,9 @@ def generate(args, folder, extra, tune, vocabulary, faults=False):
         event = json.loads(line)
         if event["event"] == "delta":
             tokens += event["token_ids"]
-    if "failed its test" in ran.stderr:
-        return tokens, "a step without barriers failed its test at start"
+    failed = [line for line in ran.stderr.splitlines() if "failed its test" in line]
+    if failed:
+        return tokens, failed[0]
     if ("waited too long" in ran.stderr) != faults:
         return tokens, NO_OVERLAP if faults else "a kernel waited too long"
     return (tokens, None) if len(tokens) == TOKENS else (tokens, f"{len(tokens)} tokens, {TOKENS} are asked for")
@@ -88,9 +89,9 @@ def check(args, number, config, extra, folder, end):
         return None, [error.stderr.strip()[-200:]]
     vocabulary = config.get("text_config", config)["vocab_size"]
     wanted, wrong = generate(args, folder, extra, [*args.tune, *BARRIERS], vocabulary, faults=True)
-    if wrong:
+    if wrong == NO_OVERLAP or wanted is None:
         return 0, [wrong]
-    starts, wrongs = 0, []
+    starts, wrongs = 0, [wrong] if wrong else []
     for _ in range(args.starts):
         if time.monotonic() > end and starts > 0:
             break

@@ -782,20 +782,9 @@ fn a_device_with_steps_to_do_never_waits_for_the_host() {
 
 fn request(id: &str, prompt: u32, max_tokens: u32) -> Request {
     Request {
-        id: id.into(),
-        prompt: (0..prompt).map(|i| i % VOCABULARY).collect(),
         sampling: Sampling { seed: Some(1), ..Sampling::default() },
         limits: Limits { max_tokens: Some(max_tokens), ignore_eos: true, ..Limits::default() },
-        logprobs: None,
-        prompt_logprobs: None,
-        pooling: None,
-        allowed: None,
-        dump_logits: false,
-        grammar: None,
-        priority: 0,
-        cache_salt: String::new(),
-        deadline: None,
-        span: tracing::Span::none(),
+        ..Request::new(id, (0..prompt).map(|i| i % VOCABULARY).collect())
     }
 }
 

@@ -51,17 +51,20 @@ const uint PADDED = 8u;     // rows to a multiple of which y is padded
 shared vec2 stats_s[(LANES + 3u) / 4u * GROUP];
 shared float factor_s[GROUP];
 
+// Returns four values from column 4q on, with zeros from column k on.
+vec4 before_k(vec4 values, uint q) { return mix(vec4(0.0), values, lessThan(q * 4u + uvec4(0u, 1u, 2u, 3u), uvec4(k))); }
+
 // Returns four values of a row, from column 4q on; zeros from column k on.
 vec4 raw_values(uint row, uint q, bool there) {
     if (!there || q * 4u >= k) return vec4(0.0);
-    return mix(vec4(0.0), x.v[row * (x_stride / 4u) + q], lessThan(q * 4u + uvec4(0u, 1u, 2u, 3u), uvec4(k)));
+    return before_k(x.v[row * (x_stride / 4u) + q], q);
 }
 
 // Returns the factors of four columns, from column 4q on; zeros from column k on.
 vec4 factors(uint q) {
     if (NORM == 0u) return vec4(1.0);
     if (q * 4u >= k) return vec4(0.0);
-    return mix(vec4(0.0), norm.v[q], lessThan(q * 4u + uvec4(0u, 1u, 2u, 3u), uvec4(k)));
+    return before_k(norm.v[q], q);
 }
 
 // Returns four values of a row with the factors of their columns. A row that is not there has positive zeros.

@@ -358,16 +358,15 @@ uvec2 total_mass(uint least, float most, float temperature_inverse) {
     return reduce_sum64(sum);
 }
 
-
 // What decides between the tokens of a row.
 struct Draw {
-    uint least;   // tokens with smaller keys are not drawn
-    uint top_k;   // a number above LIST keeps all tokens
+    uint least;                // tokens with smaller keys are not drawn
+    uint top_k;                // a number above LIST keeps all tokens
     bool by_mass;
-    uint fraction; // top_p in units of 2^-32, read if `by_mass`
-    float most;   // the row's greatest value
+    uint fraction;             // top_p in units of 2^-32, read if `by_mass`
+    float most;                // the row's greatest value
     float temperature_inverse;
-    uvec2 key;    // of the random bits
+    uvec2 key;                 // of the random bits
 };
 
 // Replaces `winner`, a pair of a key and a token, by a token whose score is greater, or equal and the token lower.

@@ -5,9 +5,9 @@ use super::arrivals::{Arrivals, Window};
 use super::beside::{self, OWN_PROMPT, beside};
 use super::load::{self, Load};
 use super::named;
-use crate::config::{Config, Draft, GpuTime, KvFormat, Model, Quantize, Selector, file};
+use crate::config::{Config, Draft, GpuTime, KvFormat, Model, Placement, Quantize, Selector, SplitMode, file};
 use crate::device::{Adapter, Instance, InstanceOptions, choose};
-use crate::engine::request::{Event, FinishReason, Finished, Limits, PerToken, Request, Sampling, SinkClosed};
+use crate::engine::request::{Event, FinishReason, Finished, Limits, PerToken, Request, SinkClosed};
 use crate::gpu::devices::start_on;
 use crate::host::Host;
 use crate::host::progress::Progress;
@@ -32,9 +32,12 @@ pub(crate) struct Bench {
     /// `demo-hybrid`.
     #[arg(long, default_value = "demo", value_name = "MODEL")]
     model: String,
-    /// The device: UUID, PCI address, name, index, or `cpu`. Default: the only GPU.
+    /// The device: UUID, PCI address, name, index, or `cpu`. Default: the only GPU. With --split, given once for each.
     #[arg(long)]
-    device: Option<Selector>,
+    device: Vec<Selector>,
+    /// Split the model over all --device, in their order: `layers` gives each device consecutive layers.
+    #[arg(long, value_name = "HOW", conflicts_with_all = ["stages", "server"])]
+    split: Option<SplitMode>,
     /// Prompt tokens; 0 skips the prompt test.
     ///
     /// If there are several streams, each one decodes after a prompt of this length. Their row shows the decode speed
@@ -160,7 +163,17 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     }
     let instance = Instance::new(&InstanceOptions { validation: false })?;
     let adapters = instance.adapters();
-    let adapter = choose(&adapters, args.device.as_ref())?.clone();
+    let placement = match args.split {
+        Some(_) => Placement { devices: args.device.clone(), split: args.split, ..Placement::default() },
+        None if args.device.len() > 1 => {
+            bail!(super::Usage(format!("{} devices need --split layers, or a run for each", args.device.len())))
+        }
+        None => Placement::on(args.device.first().cloned()),
+    };
+    if let Some((key, rule, given)) = placement.problems().first() {
+        bail!(super::Usage(format!("--{key} {rule}, given: {given}")));
+    }
+    let adapter = choose(&adapters, args.device.first())?.clone();
     let (path, mut checkpoint) = named::opened(&named::find(&args.model, args.json)?)?;
     // Before the weights are loaded, which may take minutes.
     let grammar = grammar(args, &path, &checkpoint)?;
@@ -172,7 +185,8 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
         return print_stages(args, &instance, &adapter, &checkpoint, ceiling);
     }
     let most = args.streams.iter().copied().max().unwrap_or(1);
-    let mut model = Model::new("bench", path.clone(), Some(adapter.selector()));
+    let mut model = Model::new("bench", path.clone(), None);
+    model.replicas = vec![placement];
     model.slots = Some(most + u32::from(args.beside));
     let (longest, how) = if args.beside {
         (args.prompt + args.decode + beside::ROOM, "and")
@@ -521,20 +535,9 @@ fn once(
 /// is computed.
 pub(super) fn request(id: String, prompt: Vec<u32>, output: u32) -> Request {
     Request {
-        prompt,
-        sampling: Sampling::default(),
         limits: Limits { max_tokens: Some(output), ignore_eos: true, ..Limits::default() },
-        logprobs: None,
-        prompt_logprobs: None,
-        pooling: None,
-        allowed: None,
-        dump_logits: false,
-        grammar: None,
-        priority: 0,
         cache_salt: id.clone(),
-        id,
-        deadline: None,
-        span: tracing::Span::none(),
+        ..Request::new(id, prompt)
     }
 }
 

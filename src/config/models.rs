@@ -264,7 +264,7 @@ impl Placement {
     }
 
     /// Returns the problems of the placement: each with its key, the rule, and the value.
-    fn problems(&self) -> Vec<(&'static str, String, String)> {
+    pub(crate) fn problems(&self) -> Vec<(&'static str, String, String)> {
         let mut problems = Vec::new();
         let count = self.devices.len();
         if self.memory_limit == Some(Bytes(0)) {

@@ -46,6 +46,28 @@ pub struct Request {
     pub span: tracing::Span,
 }
 
+impl Request {
+    /// Returns a request for greedy sampling without limits of its own, constraints or log probabilities.
+    pub fn new(id: impl Into<String>, prompt: Vec<u32>) -> Request {
+        Request {
+            id: id.into(),
+            prompt,
+            sampling: Sampling::default(),
+            limits: Limits::default(),
+            logprobs: None,
+            prompt_logprobs: None,
+            pooling: None,
+            allowed: None,
+            dump_logits: false,
+            grammar: None,
+            priority: 0,
+            cache_salt: String::new(),
+            deadline: None,
+            span: tracing::Span::none(),
+        }
+    }
+}
+
 /// Sampling parameters. `validate` checks that every value is finite and in range.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
@@ -521,22 +543,7 @@ mod tests {
     use super::*;
 
     fn request() -> Request {
-        Request {
-            id: "r".into(),
-            prompt: vec![1, 2, 3],
-            sampling: Sampling::default(),
-            limits: Limits::default(),
-            logprobs: None,
-            prompt_logprobs: None,
-            pooling: None,
-            allowed: None,
-            dump_logits: false,
-            grammar: None,
-            priority: 0,
-            cache_salt: String::new(),
-            deadline: None,
-            span: tracing::Span::none(),
-        }
+        Request::new("r", vec![1, 2, 3])
     }
 
     fn check(change: impl FnOnce(&mut Request)) -> Result<(), RequestError> {

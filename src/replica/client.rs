@@ -155,26 +155,11 @@ impl Client {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::request::{Limits, Sampling, Token};
+    use crate::engine::request::Token;
     use std::time::Duration;
 
     fn submission() -> Submission {
-        let request = Request {
-            id: "a".to_owned(),
-            prompt: vec![1],
-            sampling: Sampling::default(),
-            limits: Limits::default(),
-            logprobs: None,
-            prompt_logprobs: None,
-            pooling: None,
-            allowed: None,
-            dump_logits: false,
-            grammar: None,
-            priority: 0,
-            cache_salt: String::new(),
-            deadline: None,
-            span: tracing::Span::none(),
-        };
+        let request = Request::new("a", vec![1]);
         let sample = Sample { index: 0, one_of_several: false };
         Submission { request, sample, sink: Box::new(|_| Ok(())), queue: tracing::Span::none(), at: Instant::now() }
     }

@@ -14,7 +14,7 @@ use super::refusal::Refusal;
 use super::rpc::{Caller, Rpc};
 use crate::actors::workers::Cancel;
 use crate::engine::prefix::page_keys;
-use crate::engine::request::{Limits, Request, RequestError, Sampling};
+use crate::engine::request::{Limits, Request, RequestError};
 use crate::host::ServedModel;
 use crate::model::embedding::Embedding;
 use crate::model::text::chat::{ChatMessage, ChatOptions};
@@ -399,20 +399,14 @@ impl Rpc {
             Task::Answer { mask, .. } => (None, Some(Arc::clone(mask))),
         };
         let request = Request {
-            id: id.to_owned(),
-            prompt: prompt.clone(),
-            sampling: Sampling::default(),
             limits: Limits { max_tokens: Some(1), ignore_eos: true, ..Limits::default() },
             logprobs: allowed.is_some().then_some(2),
-            prompt_logprobs: None,
             pooling,
             allowed,
-            dump_logits: false,
-            grammar: None,
             priority: common.priority,
             cache_salt: common.cache_salt.clone(),
             deadline: ready.deadline,
-            span: Span::none(),
+            ..Request::new(id, prompt.clone())
         };
         let prepared = Prepared {
             place,

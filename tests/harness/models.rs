@@ -45,20 +45,8 @@ pub fn expected(name: &str) -> Expected {
 /// Returns a request for `tokens` greedily sampled tokens, in which an end-of-sequence token does not stop generation.
 pub fn request(prompt: &[u32], tokens: u32) -> Request {
     Request {
-        id: "test".to_owned(),
-        prompt: prompt.to_vec(),
-        sampling: Sampling::default(),
         limits: Limits { max_tokens: Some(tokens), ignore_eos: true, ..Limits::default() },
-        logprobs: None,
-        prompt_logprobs: None,
-        pooling: None,
-        allowed: None,
-        dump_logits: false,
-        grammar: None,
-        priority: 0,
-        cache_salt: String::new(),
-        deadline: None,
-        span: tracing::Span::none(),
+        ..Request::new("test", prompt.to_vec())
     }
 }
 

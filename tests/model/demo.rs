@@ -8,7 +8,7 @@
 
 use crate::common::{Driver, Vulkan};
 use ostinato::config::{Config, DEMO_HYBRID_PATH, DEMO_PATH, Model};
-use ostinato::engine::request::{Event, FinishReason, Finished, Limits, Request, Sampling, SinkClosed};
+use ostinato::engine::request::{Event, FinishReason, Finished, Request, SinkClosed};
 use ostinato::gpu::devices::start_on;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
@@ -115,22 +115,7 @@ impl Demo {
     fn submit(&self, id: String, messages: &[Message]) -> Reply {
         let (_, replica) = self.host.route("", "").expect("one model");
         let (sender, events) = crossbeam_channel::unbounded();
-        let request = Request {
-            id,
-            prompt: self.prompt(messages),
-            sampling: Sampling::default(),
-            limits: Limits::default(),
-            logprobs: None,
-            prompt_logprobs: None,
-            pooling: None,
-            allowed: None,
-            dump_logits: false,
-            grammar: None,
-            priority: 0,
-            cache_salt: String::new(),
-            deadline: None,
-            span: tracing::Span::none(),
-        };
+        let request = Request::new(id, self.prompt(messages));
         let sink = Box::new(move |event| sender.send(event).map_err(|_| SinkClosed));
         replica.submit(request, sink).expect("the replica takes the request");
         Reply { events }

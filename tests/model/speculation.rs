@@ -43,21 +43,10 @@ fn requests(temperature: f32) -> Vec<Request> {
             let message = ChatMessage { role: "user".to_owned(), content: question.to_owned(), ..Default::default() };
             let rendered = text.chat(&[message], &ChatOptions::default()).expect("the template takes it");
             Request {
-                id: format!("{number}"),
-                prompt: text.encode(&rendered, false).expect("the tokenizer takes it"),
                 // The answers are nearly certain, so sampling at a low temperature draws the most probable tokens.
                 sampling: Sampling { temperature, seed: Some(number), ..Sampling::default() },
                 limits: Limits { max_tokens: Some(40 - number as u32), ..Limits::default() },
-                logprobs: None,
-                prompt_logprobs: None,
-                pooling: None,
-                allowed: None,
-                dump_logits: false,
-                grammar: None,
-                priority: 0,
-                cache_salt: String::new(),
-                deadline: None,
-                span: tracing::Span::none(),
+                ..Request::new(number.to_string(), text.encode(&rendered, false).expect("the tokenizer takes it"))
             }
         })
         .collect()

@@ -17,6 +17,7 @@ use super::{
     Activation, Attention, ConfigProblem, DeltaNet, Dtype, Experts, Latent, LayerInputs, LayerKind, MlpKind,
     ModelConfig, QkNorm, Routing, UnknownDtype,
 };
+use crate::kernels::moe::MOST_CHOSEN;
 
 /// The maximum size of a dimension. A larger value means that the file is damaged.
 const MAX_DIMENSION: u64 = 1 << 24;
@@ -26,8 +27,6 @@ const MAX_LAYERS: u64 = 4096;
 const MAX_CONTEXT: u64 = 1 << 30;
 /// The maximum number of rows of one layer's experts, which are stacked in one packed weight.
 const MAX_EXPERT_ROWS: u64 = 1 << 30;
-/// The maximum number of experts per token that the kernels support.
-const MAX_CHOSEN: u32 = 16;
 /// The maximum head dimension of the gated delta rule that the kernels support.
 const MAX_DELTA_DIM: u64 = 128;
 
@@ -903,8 +902,8 @@ fn mlp_kinds(
         && chosen > count
     {
         reader.wrong(chosen_key, chosen, format!("at most {key} ({count})"));
-    } else if let Some(chosen) = chosen.filter(|chosen| *chosen > MAX_CHOSEN) {
-        reader.wrong(chosen_key, chosen, format!("at most {MAX_CHOSEN}"));
+    } else if let Some(chosen) = chosen.filter(|chosen| *chosen > MOST_CHOSEN) {
+        reader.wrong(chosen_key, chosen, format!("at most {MOST_CHOSEN}"));
     }
     if let Some(inner) = inner
         && inner % 8 != 0

@@ -78,14 +78,19 @@ impl Tokens {
     }
 }
 
+/// What a replica has counted since its start.
+#[derive(Debug, Default)]
+struct Counted {
+    tokens: Tokens,
+    gaps: GapCounts,
+}
+
 /// The counts at the time of the last sample.
 #[derive(Debug)]
 struct Before {
     at: Moment,
-    /// The token counts, by the replica's name.
-    tokens: HashMap<String, Tokens>,
-    /// The gaps between tokens, by the replica's name.
-    gaps: HashMap<String, GapCounts>,
+    /// By the replica's name.
+    replicas: HashMap<String, Counted>,
     requests: Counts,
 }
 
@@ -109,13 +114,13 @@ impl History {
     pub(super) fn sample(&self, host: &Host) {
         let now = Moment::now();
         let requests = host.ended.counts();
-        let (mut tokens, mut gaps) = (HashMap::new(), HashMap::new());
+        let mut replicas = HashMap::new();
         let (mut running, mut waiting, mut pages_used, mut pages_total) = (0, 0, 0, 0);
         for replica in host.replicas() {
             let (load, totals) = (replica.load(), replica.totals());
             let drawn = totals.prefill.tokens + totals.decode.tokens;
-            tokens.insert(replica.name.clone(), Tokens { prompt: totals.prefill.rows, output: drawn });
-            gaps.insert(replica.name.clone(), replica.gaps());
+            let tokens = Tokens { prompt: totals.prefill.rows, output: drawn };
+            replicas.insert(replica.name.clone(), Counted { tokens, gaps: replica.gaps() });
             running += load.running;
             waiting += load.waiting;
             pages_used += load.pages_used;
@@ -124,24 +129,23 @@ impl History {
         let mut state = self.state();
         if let Some(before) = &state.before {
             let ended = host.ended.after(before.at);
-            let made = tokens.iter().map(|(name, now)| now.since(before.tokens.get(name).copied().unwrap_or_default()));
-            let made = made.fold(Tokens::default(), |sum, of| Tokens {
-                prompt: sum.prompt + of.prompt,
-                output: sum.output + of.output,
-            });
-            let mut gaps_of_interval = GapCounts::default();
-            for (name, now) in &gaps {
-                gaps_of_interval.add_since(now, before.gaps.get(name));
+            let mut made = Counted::default();
+            for (name, now) in &replicas {
+                let before = before.replicas.get(name);
+                let tokens = now.tokens.since(before.map_or_else(Tokens::default, |before| before.tokens));
+                made.tokens.prompt += tokens.prompt;
+                made.tokens.output += tokens.output;
+                made.gaps.add_since(&now.gaps, before.map(|before| &before.gaps));
             }
             let sample = Sample {
                 at: now,
                 length: now.since(before.at),
-                prompt_tokens: made.prompt,
-                output_tokens: made.output,
+                prompt_tokens: made.tokens.prompt,
+                output_tokens: made.tokens.output,
                 requests: requests.since(before.requests),
                 first_token: quantiles(&ended, |of| of.first_token),
                 per_token: quantiles(&ended, |of| of.per_token),
-                gap: Quantiles::of_gaps(&gaps_of_interval),
+                gap: Quantiles::of_gaps(&made.gaps),
                 running,
                 waiting,
                 pages_used,
@@ -152,7 +156,7 @@ impl History {
             }
             state.samples.push_back(sample);
         }
-        state.before = Some(Before { at: now, tokens, gaps, requests });
+        state.before = Some(Before { at: now, replicas, requests });
     }
 
     /// Returns the samples after `moment`, oldest first.

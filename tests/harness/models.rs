@@ -1,7 +1,7 @@
 //! Access to the committed checkpoints and their expected outputs, and helpers that submit requests to a replica.
 
 use crossbeam_channel::Receiver;
-use ostinato::engine::request::{Event, Finished, Limits, Request, Sampling, Scored, SinkClosed, Started, Token};
+use ostinato::engine::request::{Event, Finished, Limits, Request, Scored, SinkClosed, Started, Token};
 use ostinato::engine::scheduler::EngineLoad;
 use ostinato::host::progress::{Progress, Unit};
 use ostinato::replica::Replica;

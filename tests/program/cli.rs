@@ -177,6 +177,19 @@ fn rows(arguments: &[&str]) -> Vec<Value> {
 }
 
 #[test]
+fn a_split_model_is_measured_on_all_its_devices() {
+    let devices: Value = serde_json::from_slice(&run(&["devices", "--json"]).stdout).unwrap();
+    let other = |device: &&Value| device["name"].as_str().unwrap().contains("SwiftShader");
+    let other = devices.as_array().unwrap().iter().find(other).unwrap()["uuid"].as_str().unwrap();
+    let split = ["--device", cpu(), "--device", other, "--split", "layers"];
+    let rows = rows(&[&split[..], &["--prompt", "8", "--decode", "4", "--repeat", "1"]].concat());
+    let tests: Vec<&Value> = rows.iter().map(|row| &row["test"]).collect();
+    assert_eq!(tests, ["prefill", "decode"]);
+    // A step is a submission on each device.
+    assert_eq!(rows[1]["per_token"]["submits"], 2.0, "{}", rows[1]);
+}
+
+#[test]
 fn load_on_a_server_is_measured_as_its_clients_see_it() {
     let server = Server::start(&["--model", &format!("demo=embedded:demo@{}", cpu())]);
     let ask = |arguments: &[&str]| {
@@ -298,6 +311,9 @@ fn what_the_user_can_mend_ends_with_2_and_says_what() {
             "cannot take its drafts from /nowhere",
         ),
         (&["generate", "--device", cpu(), "--prompt", "x", "--draft", ""], "neither lookup nor a draft model"),
+        (&["bench", "--device", cpu(), "--split", "layers"], "at least two devices"),
+        (&["bench", "--device", cpu(), "--device", cpu(), "--split", "layers"], "each device once"),
+        (&["bench", "--device", cpu(), "--device", "0"], "2 devices need --split layers"),
         (&["serve", "--config", config], "2 problems"),
         (&["serve", "--config", "/nowhere.toml"], "/nowhere.toml"),
         (&["serve", "--listen", "0.0.0.0:1"], "insecure"),

@@ -670,6 +670,10 @@ fn mixers(reader: &mut Reader, facts: &Facts, layers: Option<u32>) -> Option<Vec
         reader.wrong("layer_types", format!("{} long", names.len()), rule);
         return None;
     }
+    // The class lets the last layer see all tokens, whatever the list says.
+    if let (true, Some(last)) = (facts.gemma4, mixers.last_mut()) {
+        *last = full;
+    }
     Some(mixers)
 }
 
@@ -706,6 +710,12 @@ fn attention(
     // Layers that see all tokens may have other heads.
     let keys_as_values = facts.gemma4 && reader.flag("attention_k_eq_v");
     let own = if facts.gemma4 { heads_by_layer(reader, mixers, heads) } else { None };
+    if !facts.gemma4
+        && let Some(value) = reader.value(PER_LAYER).cloned()
+        && value != Value::Object(Map::new())
+    {
+        reader.wrong(PER_LAYER, value, "absent: only layers of Gemma 4 may differ by it");
+    }
     let full_dim = match (facts.gemma4, own) {
         (_, Some([dim, _])) => dim.or(head_dim),
         (true, None) => full_head_dim(reader, heads, head_dim),
@@ -719,7 +729,7 @@ fn attention(
     if let (true, Some(heads), Some(kv_heads)) = (keys_as_values || own.is_some(), heads, full_kv_heads)
         && heads % kv_heads != 0
     {
-        let key = if own.is_some() { "per_layer_config" } else { "num_global_key_value_heads" };
+        let key = if own.is_some() { PER_LAYER } else { "num_global_key_value_heads" };
         reader.wrong(key, kv_heads, format!("a divisor of num_attention_heads ({heads})"));
     }
     let rotated_part = if facts.latent.is_some() { latent.map(|latent| latent.rope) } else { full_dim };
@@ -764,12 +774,14 @@ fn attention(
     Some((kinds, of)).filter(|(kinds, _)| !kinds.is_empty())
 }
 
-/// Returns the dimensions of a head and the number of key heads of the layers that see all tokens, if `per_layer_config`
-/// is there: newer versions of transformers write them so, and nothing where they are those of the other layers.
+/// The key with the numbers of single layers that differ from those of the model.
+const PER_LAYER: &str = "per_layer_config";
+
+/// Returns the dimensions of a head and the number of key heads of the layers that see all tokens, if [`PER_LAYER`] is
+/// there: newer versions of transformers write them so, and nothing where they are those of the other layers.
 fn heads_by_layer(reader: &mut Reader, mixers: Option<&[Mixer]>, heads: Option<u32>) -> Option<[Option<u32>; 2]> {
-    const KEY: &str = "per_layer_config";
     const OWN: [&str; 2] = ["head_dim", "num_key_value_heads"];
-    let value = reader.value(KEY).cloned()?;
+    let value = reader.value(PER_LAYER).cloned()?;
     let (mixers, heads) = (mixers?, heads?);
     let number = |own: &Value, key: &str| match own.get(key) {
         None => Some(None),
@@ -800,7 +812,7 @@ fn heads_by_layer(reader: &mut Reader, mixers: Option<&[Mixer]>, heads: Option<u
     if found.is_none() {
         let rule =
             "an even head_dim and num_key_value_heads, the same for every layer of full_attention and for no other";
-        reader.wrong(KEY, value, rule);
+        reader.wrong(PER_LAYER, value, rule);
     }
     found
 }

@@ -712,6 +712,10 @@ fn reads_gemma_4_with_two_head_shapes() {
     };
     let own = serde_json::json!({"head_dim": 512, "num_key_value_heads": 2});
     assert_eq!(newer(serde_json::json!({"5": own, "11": own, "17": own, "23": own, "29": own})), c);
+    // The last layer sees all tokens, also if `layer_types` says otherwise.
+    let kind = |layer: u32| if layer % 6 == 5 && layer < 29 { "full_attention" } else { "sliding_attention" };
+    let listed: Vec<&str> = (0..30).map(kind).collect();
+    assert_eq!(ModelConfig::parse(&gemma4(serde_json::json!({"layer_types": listed})), None).unwrap(), c);
     let same = newer(serde_json::json!({}));
     assert!(same.attention_kinds.iter().all(|kind| (kind.kv_heads, kind.head_dim) == (8, 256)));
 }
@@ -730,6 +734,13 @@ fn reads_gemma_4_with_shared_keys_and_inputs_of_layers() {
     assert_eq!((c.intermediate, c.experts), (4224, None));
     assert_eq!(c.layer_inputs, Some(LayerInputs { width: 256, vocab: 262_144 }));
     assert_eq!(c.attention(5).kv_heads, 8, "the number of others' key heads, unless values are keys");
+}
+
+#[test]
+fn layers_of_other_families_do_not_differ_from_the_model() {
+    let own = |layers: Value| with(MISTRAL, serde_json::json!({"per_layer_config": layers}));
+    assert_eq!(refusal(&own(serde_json::json!({"1": {"head_dim": 64}}))).0, "per_layer_config");
+    assert!(ModelConfig::parse(&own(serde_json::json!({})), None).is_ok());
 }
 
 #[test]

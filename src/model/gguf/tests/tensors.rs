@@ -403,7 +403,7 @@ fn latent_projections_are_found_together_and_apart() {
 }
 
 /// Goal: factors that are tensors of the model are not taken for those of quantised blocks. Method: a model of Gemma 4's
-/// family with experts, whose second layer reads the keys and values of the first.
+/// family with experts, whose last layer reads the keys and values of the second.
 #[test]
 fn factors_of_the_model_are_no_factors_of_blocks() {
     let mut file = small_model();
@@ -428,7 +428,7 @@ fn factors_of_the_model_are_no_factors_of_blocks() {
     ] {
         file = file.pair(&format!("gemma4.{key}"), Value::U32(size));
     }
-    let pattern = Value::Array(Array::Bool(vec![true, false, true]));
+    let pattern = Value::Array(Array::Bool(vec![true, false, false]));
     file = file
         .pair("gemma4.attention.layer_norm_rms_epsilon", Value::F32(1e-6))
         .pair("gemma4.attention.sliding_window_pattern", pattern);
@@ -440,7 +440,7 @@ fn factors_of_the_model_are_no_factors_of_blocks() {
         ("per_layer_model_proj.weight".to_owned(), vec![32, 24]),
         ("per_layer_proj_norm.weight".to_owned(), vec![8]),
     ];
-    for (layer, dim) in [(0, 8), (1, 16), (2, 8)] {
+    for (layer, dim) in [(0, 8), (1, 16), (2, 16)] {
         let mut add = |part: &str, dims: &[u64]| tensors.push((format!("blk.{layer}.{part}"), dims.to_vec()));
         for norm in ["attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "post_norm"] {
             add(&format!("{norm}.weight"), &[32]);
@@ -475,7 +475,7 @@ fn factors_of_the_model_are_no_factors_of_blocks() {
     let factors = RopeFactors { llama3: Some(still.to_vec()), long: None };
     let gguf = open_with(&file, &factors).unwrap();
     let config = ModelConfig::parse(std::str::from_utf8(gguf.file("config.json").unwrap()).unwrap(), None).unwrap();
-    assert_eq!(config.cache_of, [0, 1, 0]);
+    assert_eq!(config.cache_of, [0, 1, 1]);
     assert!(gguf.sources.values().all(|source| source.scale.is_none()));
     let shape = |name: &str| gguf.sources[&format!("model.layers.2.{name}")].shape.clone();
     assert_eq!(

@@ -164,15 +164,18 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     let instance = Instance::new(&InstanceOptions { validation: false })?;
     let adapters = instance.adapters();
     let placement = match args.split {
-        Some(_) => Placement { devices: args.device.clone(), split: args.split, ..Placement::default() },
+        Some(split) => {
+            let over = Placement { devices: args.device.clone(), split: Some(split), ..Placement::default() };
+            if let Some((key, rule, given)) = over.problems().first() {
+                bail!(super::Usage(format!("--split {split} over all --device: {key} {rule}, given: {given}")));
+            }
+            over
+        }
         None if args.device.len() > 1 => {
             bail!(super::Usage(format!("{} devices need --split layers, or a run for each", args.device.len())))
         }
         None => Placement::on(args.device.first().cloned()),
     };
-    if let Some((key, rule, given)) = placement.problems().first() {
-        bail!(super::Usage(format!("--{key} {rule}, given: {given}")));
-    }
     let adapter = choose(&adapters, args.device.first())?.clone();
     let (path, mut checkpoint) = named::opened(&named::find(&args.model, args.json)?)?;
     // Before the weights are loaded, which may take minutes.

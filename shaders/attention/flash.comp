@@ -319,8 +319,8 @@ void main() {
 
         Sums scores[PARTS];
         UNROLL for (uint j = 0u; j < PARTS; j++) scores[j] = NO_SUMS;
-        UNROLL for (uint c = 0u; c < D / 32u; c++) {
-            UNROLL for (uint j = 0u; j < PARTS; j++) {
+        UNROLL_PRODUCTS for (uint c = 0u; c < D / 32u; c++) {
+            UNROLL_PRODUCTS for (uint j = 0u; j < PARTS; j++) {
                 uint at = (j * EIGHTS + c * 4u + t) * K_STRIDE + g;
                 uvec4 a = k_s[at], b = k_s[at + 8u];
                 Weights key;
@@ -395,8 +395,8 @@ void main() {
         // for the load.
         LOAD(k, block + 1u)
         LOAD_SCALES(block + 1u)
-        UNROLL for (uint j = 0u; j < PARTS; j++) {
-            UNROLL for (uint i = 0u; i < D / 16u; i++) {
+        UNROLL_PRODUCTS for (uint j = 0u; j < PARTS; j++) {
+            UNROLL_PRODUCTS for (uint i = 0u; i < D / 16u; i++) {
                 Weights value;
                 LOAD_VALUES(value, j * 16u, i * 16u)
                 MULTIPLY_ADD(sums[i], weights[j], value)

@@ -565,8 +565,8 @@ void main() {
         IF_ROUND(n, round < rounds) {
         uint next = pages.v[table + min(index + PAGES * step_pages, last_page)];
         Sums scores = NO_SUMS;
-        [[unroll]] for (uint c = 0u; c < BLOCKS / 2u; c++) {
-            [[unroll]] for (uint h = 0u; h < 2u; h++) {
+        UNROLL_PRODUCTS for (uint c = 0u; c < BLOCKS / 2u; c++) {
+            UNROLL_PRODUCTS for (uint h = 0u; h < 2u; h++) {
                 uvec4 parts = q_s[head * QUADS + c * 8u + t * 2u + h];
                 Tokens a;
                 SET_TOKENS(a, parts.xy, parts.zw)
@@ -638,7 +638,7 @@ void main() {
         LANES_BARRIER
         Tokens a;
         SET_TOKENS(a, p_most, p_rest)
-        [[unroll]] for (uint j = 0u; j < BLOCKS; j++) {
+        UNROLL_PRODUCTS for (uint j = 0u; j < BLOCKS; j++) {
             Weights m;
             SET_VALUES(m, j)
             MULTIPLY_ADD(outputs[j], a, m)

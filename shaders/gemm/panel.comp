@@ -186,7 +186,7 @@ void main() {
                 LOAD_SCALES(scales, (u * TILES + j) * SCALE_SLOTS, base[j] + at + PLANE_LOADS * 32u)
             }
         }
-        [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
+        UNROLL_PRODUCTS for (uint u = 0u; u < AHEAD; u++) {
             uint unit = (round * AHEAD + u) * GROUPS + LANE_GROUP;
             EACH_CHUNK for (uint c = 0u; c < UNIT_COLS / 32u; c++) {
                 // Beyond the last chunk, weights are multiplied by zeros.
@@ -203,18 +203,18 @@ void main() {
                     scale[j] = SCALE_OF(scales, from, c, LANE & 3u);
                     minimum[j] = STORED == 1u ? SCALE_OF(scales, from + STORED * SCALE_WORDS, c, LANE & 3u) : 0u;
                 }
-                [[unroll]] for (uint h = 0u; h < 2u; h++) {
+                UNROLL_PRODUCTS for (uint h = 0u; h < 2u; h++) {
                     Tokens a[BLOCKS];
                     [[unroll]] for (uint i = 0u; i < BLOCKS; i++) {
                         uvec4 part = there ? q[i * 2u + h] : uvec4(0u);
                         SET_TOKENS(a[i], part.xz, part.yw)
                     }
-                    [[unroll]] for (uint j = 0u; j < TILES; j++) {
+                    UNROLL_PRODUCTS for (uint j = 0u; j < TILES; j++) {
                         uvec4 pairs = PAIRS(w, (u * TILES + j) * PLANE_LOADS, c, h);
                         pairs = rounded_pairs(scaled(pairs, scale[j], minimum[j]));
                         Weights m;
                         SET_WEIGHTS(m, pairs)
-                        [[unroll]] for (uint i = 0u; i < BLOCKS; i++) MULTIPLY_ADD(sums[i * TILES + j], a[i], m)
+                        UNROLL_PRODUCTS for (uint i = 0u; i < BLOCKS; i++) MULTIPLY_ADD(sums[i * TILES + j], a[i], m)
                     }
                 }
             }
@@ -230,7 +230,7 @@ void main() {
                 w[(u * TILES + j) * 2u + 1u] = weight.v[base[j] + at + 32u];
             }
         }
-        [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
+        UNROLL_PRODUCTS for (uint u = 0u; u < AHEAD; u++) {
             uint chunk = (round * AHEAD + u) * GROUPS + LANE_GROUP;
             // Beyond the last chunk, the last chunk's weights are multiplied by zeros.
             bool there = CHUNKS % (GROUPS * AHEAD) == 0u || chunk < CHUNKS;
@@ -240,16 +240,16 @@ void main() {
                 q[i * 2u] = x.v[x_base[i] + at];
                 q[i * 2u + 1u] = x.v[x_base[i] + at + 32u];
             }
-            [[unroll]] for (uint h = 0u; h < 2u; h++) {
+            UNROLL_PRODUCTS for (uint h = 0u; h < 2u; h++) {
                 Tokens a[BLOCKS];
                 [[unroll]] for (uint i = 0u; i < BLOCKS; i++) {
                     uvec4 part = there ? q[i * 2u + h] : uvec4(0u);
                     SET_TOKENS(a[i], part.xz, part.yw)
                 }
-                [[unroll]] for (uint j = 0u; j < TILES; j++) {
+                UNROLL_PRODUCTS for (uint j = 0u; j < TILES; j++) {
                     Weights m;
                     SET_WEIGHTS(m, w[(u * TILES + j) * 2u + h])
-                    [[unroll]] for (uint i = 0u; i < BLOCKS; i++) MULTIPLY_ADD(sums[i * TILES + j], a[i], m)
+                    UNROLL_PRODUCTS for (uint i = 0u; i < BLOCKS; i++) MULTIPLY_ADD(sums[i * TILES + j], a[i], m)
                 }
             }
         }

@@ -139,7 +139,7 @@ void main() {
             column[i] = min(chunk, CHUNKS - 1u) * 8u + quad % 8u;
             scale[i] = NORM == 1u ? norm.v[column[i]] : vec4(1.0);
         }
-        [[unroll]] for (uint b = 0u; b < BLOCKS; b++) {
+        UNROLL_PRODUCTS for (uint b = 0u; b < BLOCKS; b++) {
             uvec4 words[LOADS];
             uint row[LOADS];
             [[unroll]] for (uint i = 0u; i < LOADS; i++) row[i] = min(b * 8u + (i * 32u + LANE) / QUADS, ROWS - 1u) * (x_stride / 4u);
@@ -166,12 +166,12 @@ void main() {
             }
             LANES_BARRIER
             uint own = LANE_GROUP * (TOKENS * QUADS) + min(g, TOKENS - 1u) * QUADS + t * 2u;
-            [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
-                [[unroll]] for (uint h = 0u; h < 2u; h++) {
+            UNROLL_PRODUCTS for (uint u = 0u; u < AHEAD; u++) {
+                UNROLL_PRODUCTS for (uint h = 0u; h < 2u; h++) {
                     uvec4 parts = x_s[own + u * 8u + h];
                     Tokens a;
                     SET_TOKENS(a, parts.xy, parts.zw)
-                    [[unroll]] for (uint j = 0u; j < TILES; j++) {
+                    UNROLL_PRODUCTS for (uint j = 0u; j < TILES; j++) {
                         Weights m;
                         SET_WEIGHTS(m, w[(u * TILES + j) * 2u + h])
                         MULTIPLY_ADD(sums[b * TILES + j], a, m)

@@ -67,13 +67,6 @@ layout(push_constant) uniform Args {
 
 #include "code_fragments.glsl"
 
-// Without cooperative matrices the loop body is already long, so it is not unrolled.
-#if MATRIX == 1
-#define EACH_HALF [[unroll]]
-#else
-#define EACH_HALF [[dont_unroll]]
-#endif
-
 const uint GROUPS = LANES / 32u;
 const uint ROUNDS = (OWN_UNITS + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD); // steps of a block of W
 const uint BLOCK = ROWS < 8u ? ROWS : 8u;         // rows of x in half a fragment
@@ -167,8 +160,8 @@ uint column_of(uint pass, uint i) {
 // Adds the products of a step to the sums.
 #define MULTIPLY_STEP(w, scales, round_) { \
     uint step_at = take_at + round_ * (AHEAD * (UNIT_COLS / 32u) * SLOT); \
-    [[unroll]] for (uint u = 0u; u < AHEAD; u++) { \
-        EACH_HALF for (uint c = 0u; c < UNIT_COLS / 32u; c++) { \
+    UNROLL_PRODUCTS for (uint u = 0u; u < AHEAD; u++) { \
+        UNROLL_PRODUCTS for (uint c = 0u; c < UNIT_COLS / 32u; c++) { \
             uint scale[TILES], minimum[TILES]; \
             [[unroll]] for (uint j = 0u; j < TILES; j++) { \
                 uint at = (u * TILES + j) * SCALE_SLOTS; \
@@ -177,11 +170,11 @@ uint column_of(uint pass, uint i) {
             } \
             uint at = step_at + (u * (UNIT_COLS / 32u) + c) * SLOT; \
             uvec4 a_low = x_s[at], a_high = HALVES == 2u ? x_s[at + (HALVES - 1u) * SLOTS * SLOT] : uvec4(0u); \
-            EACH_HALF for (uint h = 0u; h < 2u; h++) { \
+            UNROLL_PRODUCTS for (uint h = 0u; h < 2u; h++) { \
                 FewTokens a, b; \
                 SET_FEW_TOKENS(a, h == 0u ? a_low.xy : a_low.zw) \
                 if (HALVES == 2u) SET_FEW_TOKENS(b, h == 0u ? a_high.xy : a_high.zw) \
-                [[unroll]] for (uint j = 0u; j < TILES; j++) { \
+                UNROLL_PRODUCTS for (uint j = 0u; j < TILES; j++) { \
                     uvec4 pairs = PAIRS(w, (u * TILES + j) * PLANE_LOADS, c, h); \
                     pairs = scaled(pairs, scale[j], minimum[j]); \
                     RowWeights m; \

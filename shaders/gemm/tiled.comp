@@ -183,10 +183,10 @@ void main() {
                 uvec4 q = staged[here + i * STAGE_WORDS + s * 32u];
                 SET_TOKENS(tokens[i], q.xz, q.yw)
             }
-            [[unroll]] for (uint j = 0u; j < ROW_BLOCKS; j++) {
+            UNROLL_PRODUCTS for (uint j = 0u; j < ROW_BLOCKS; j++) {
                 Weights rows;
                 SET_WEIGHTS(rows, w[s & 1u][j])
-                [[unroll]] for (uint i = 0u; i < TOKEN_BLOCKS; i++) MULTIPLY_ADD(sums[i][j], tokens[i], rows)
+                UNROLL_PRODUCTS for (uint i = 0u; i < TOKEN_BLOCKS; i++) MULTIPLY_ADD(sums[i][j], tokens[i], rows)
             }
             if (s >= 1u && s - 1u < LOADS) staged[there + (s - 1u) * LANES] = passing[(s - 1u) & 1u];
         }

@@ -54,8 +54,12 @@
 #define NO_FEW_SUMS FewSums(0.0)
 #define MULTIPLY_ADD_FEW(sums, tokens, weights) sums = coopMatMulAdd(weights, tokens, sums);
 #define FEW_SUMS(s) vec4(s[0], s[1], s[2], s[3])
+// Before a loop around products.
+#define UNROLL_PRODUCTS [[unroll]]
 
 #else
+// Each product has two barriers, and a CPU driver takes seconds to compile a step with a hundred.
+#define UNROLL_PRODUCTS [[dont_unroll]]
 #define LANES_BARRIER barrier();
 #define LANE (gl_LocalInvocationIndex & 31u)
 #define LANE_GROUP (gl_LocalInvocationIndex >> 5)

@@ -374,7 +374,7 @@ void main() {
         LANES_BARRIER
         uint own = ((LANE_GROUP * 2u + (g >> 2)) * TOKENS + min(g & 3u, TOKENS - 1u)) * AHEAD * 4u + t;
         FewSums sums[TILES];
-        [[unroll]] for (uint u = 0u; u < AHEAD_UNITS; u++) {
+        UNROLL_PRODUCTS for (uint u = 0u; u < AHEAD_UNITS; u++) {
             if (STAGE == 1u || u == 0u) {
                 [[unroll]] for (uint j = 0u; j < TILES; j++) sums[j] = NO_FEW_SUMS;
             }
@@ -386,10 +386,10 @@ void main() {
                     minimum_[j] = STORED == 1u ? SCALE_OF(scales, from + STORED * SCALE_WORDS, c, t) : 0u;
                 }
                 uvec4 eight = x_s[own + (u * RUN + c) * 4u];
-                [[unroll]] for (uint h = 0u; h < 2u; h++) {
+                UNROLL_PRODUCTS for (uint h = 0u; h < 2u; h++) {
                     FewTokens a;
                     SET_FEW_TOKENS(a, h == 0u ? eight.xy : eight.zw)
-                    [[unroll]] for (uint j = 0u; j < TILES; j++) {
+                    UNROLL_PRODUCTS for (uint j = 0u; j < TILES; j++) {
                         uvec4 pairs = PAIRS(w, (u * TILES + j) * PLANE_LOADS, c, h);
                         pairs = scaled(pairs, scale_[j], minimum_[j]);
                         RowWeights m;
@@ -437,7 +437,7 @@ void main() {
                 w[(u * TILES + j) * 2u + 1u] = LOAD_WEIGHT(other, at + 32u);
             }
         }
-        [[unroll]] for (uint b = 0u; b < BLOCKS; b++) {
+        UNROLL_PRODUCTS for (uint b = 0u; b < BLOCKS; b++) {
             uvec4 words[LOADS];
             uint at[LOADS];
             bool there[LOADS], any[LOADS];
@@ -497,12 +497,12 @@ void main() {
             }
             LANES_BARRIER
             uint own = LANE_GROUP * (TOKENS * QUADS) + min(g, TOKENS - 1u) * QUADS + t * 2u;
-            [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
-                [[unroll]] for (uint h = 0u; h < 2u; h++) {
+            UNROLL_PRODUCTS for (uint u = 0u; u < AHEAD; u++) {
+                UNROLL_PRODUCTS for (uint h = 0u; h < 2u; h++) {
                     uvec4 parts = x_s[own + u * 8u + h];
                     Tokens a;
                     SET_TOKENS(a, parts.xy, parts.zw)
-                    [[unroll]] for (uint j = 0u; j < TILES; j++) {
+                    UNROLL_PRODUCTS for (uint j = 0u; j < TILES; j++) {
                         Weights m;
                         SET_WEIGHTS(m, w[(u * TILES + j) * 2u + h])
                         MULTIPLY_ADD(sums[b * TILES + j], a, m)

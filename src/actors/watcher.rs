@@ -12,7 +12,7 @@ use crate::kernels::region::{Region, Timing};
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::Sender;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Consecutive regions of a submission that are timed and recorded as one.
 pub(super) struct Run {
@@ -204,6 +204,10 @@ const INBOX: usize = 256;
 /// poll costs far less than a blocking wait.
 const LOOK_EVERY: Duration = Duration::from_micros(300);
 
+/// The time for which the watcher polls without a pause for a point behind which another device waits: longer than decode
+/// steps take. Steps that take longer lose little by a late look.
+const SPIN: Duration = Duration::from_millis(100);
+
 /// Timeout of one blocking wait; the watcher then waits again.
 const PATIENCE: Duration = Duration::from_secs(2);
 
@@ -249,7 +253,11 @@ impl Actor {
         let count = reports.len();
         for (index, (entries, point)) in reports.into_iter().enumerate() {
             let last = index + 1 == count;
-            let (mut result, host_waits) = if last { self.reach(point) } else { (self.look_for(point), 0) };
+            let (mut result, host_waits) = match last {
+                false => (self.look_for(point), 0),
+                true if watch.then.is_some() => self.reach_soon(point),
+                true => self.reach(point),
+            };
             // First of all what others wait for: another process, and another device.
             if last {
                 watch.turn = None;
@@ -328,6 +336,21 @@ impl Actor {
             std::thread::sleep(LOOK_EVERY);
         }
         Ok(())
+    }
+
+    /// Like [`Actor::reach`], for a point behind which another device waits: polls without a pause at first, because a thread
+    /// that sleeps until a GPU has finished wakes up tens of microseconds late.
+    fn reach_soon(&self, point: Point) -> (Result<(), DeviceError>, u32) {
+        let begun = Instant::now();
+        // The threads of a CPU driver need the cores themselves.
+        while !self.device.adapter().is_cpu() && begun.elapsed() < SPIN {
+            match self.device.reached(point) {
+                Ok(true) => return (Ok(()), 0),
+                Ok(false) => std::hint::spin_loop(),
+                Err(error) => return (Err(error), 0),
+            }
+        }
+        self.reach(point)
     }
 
     fn reach(&self, point: Point) -> (Result<(), DeviceError>, u32) {

@@ -59,6 +59,39 @@ impl Injections {
         (0..self.waits.len()).filter(|at| self.waits[*at].rows == rows).min_by_key(times)
     }
 
+    /// Counts a fault of a step: for the wait that a test has broken in it, or as one that no broken wait explains. `call` is
+    /// the number of the call that waited too long, and `token` that of the first token lost; steps that run ahead of
+    /// outputs that are done lose none and do not count.
+    pub fn note_fault(&self, broken: Option<usize>, call: u32, token: Option<u32>) {
+        if let Some((wait, token)) = self.note_quietly(broken, call, token) {
+            let Wait { call, tag, rows, .. } = &self.waits[wait];
+            tracing::warn!(call, tag, rows, token, "a test has broken this call");
+        }
+    }
+
+    /// Counts a fault like [`Injections::note_fault`], without a line in the log. Returns the wait and the token for which it
+    /// counts.
+    pub fn note_quietly(&self, broken: Option<usize>, call: u32, token: Option<u32>) -> Option<(usize, u32)> {
+        // Calls behind the broken one miss their words as well, and may be the first to say so.
+        let Some(wait) = broken.filter(|wait| self.waits[*wait].number <= call) else {
+            self.note_other();
+            return None;
+        };
+        let token = token?;
+        self.note(wait, token);
+        Some((wait, token))
+    }
+
+    /// Joins those of the stages of a split replica; a stage's waits follow those of the stage before.
+    pub fn joined<'a>(stages: impl IntoIterator<Item = &'a Injections>) -> Injections {
+        let (mut waits, mut every) = (Vec::new(), 0);
+        for stage in stages {
+            waits.extend(stage.waits.iter().cloned());
+            every = stage.every();
+        }
+        Injections::new(waits, every)
+    }
+
     /// Records that the step of a wait's turn has faulted, and the first output that lost its token `token` by it.
     pub fn note(&self, wait: usize, token: u32) {
         *self.broken()[wait].entry(token).or_default() += 1;

@@ -81,15 +81,16 @@ impl Variants {
     }
 
     /// Joins those of the stages of a split replica.
-    pub fn joined<'a>(stages: impl IntoIterator<Item = &'a Arc<Variants>>) -> Variants {
+    pub fn joined(stages: &[Arc<Variants>]) -> Variants {
         let (mut calls, joined) = (BTreeSet::new(), Variants::default());
+        let injections = Injections::joined(stages.iter().map(|stage| stage.injections()));
         for stage in stages {
             calls.extend(stage.calls.iter().cloned());
             for (sum, count) in joined.fallbacks.iter().zip(&stage.fallbacks) {
                 sum.fetch_add(count.load(Relaxed), Relaxed);
             }
         }
-        Variants { calls: calls.into_iter().collect(), ..joined }
+        Variants { calls: calls.into_iter().collect(), injections, ..joined }
     }
 
     /// Returns the kernels, each once, ordered by region and stage.

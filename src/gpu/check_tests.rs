@@ -50,6 +50,7 @@ fn pipelines(checkpoint: &Checkpoint, tuning: Tuning) -> BTreeSet<(&'static str,
     let drafts = u32::from(checkpoint.has_mtp());
     let (slots, chunk, context) = (8, 2048, 2048);
     let decoder = Decoder {
+        input_tags: BTreeMap::new(),
         config: &checkpoint.config,
         weights: if drafts > 0 { checkpoint.weights() } else { checkpoint.weights_without_mtp() },
         stage: LayerStage::whole(&checkpoint.config),

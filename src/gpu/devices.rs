@@ -15,6 +15,7 @@ use crate::engine::plan::Capacity;
 use crate::gpu::build::Build;
 use crate::gpu::build::defaults::takes_ptx;
 use crate::gpu::build::split::choose_stages;
+use crate::gpu::build::split_test::test_split;
 use crate::gpu::error::StartError;
 use crate::gpu::executor::split::SplitExecutor;
 use crate::gpu::matrix_units::{arithmetic, probe, runs_wgmma};
@@ -335,13 +336,17 @@ impl Devices {
             return Ok(BuiltReplica { executor: Box::new(executor), loaded: Some(loaded), memory, stages: Vec::new() });
         }
         let builds: Vec<Build<'_>> = (0..adapters.len()).map(|device| build(device, model)).collect();
-        let (parts, sizes) = choose_stages(&builds, &placement.shares)?;
+        let (mut parts, sizes) = choose_stages(&builds, &placement.shares)?;
         // All stages hold the same sequences.
         let model = config::Model { context: Some(sizes.context), kv_pages: Some(sizes.pages), ..model.clone() };
         let (mut executors, mut loads, mut stages) = (Vec::new(), Vec::new(), Vec::new());
-        for (device, part) in parts.iter().enumerate() {
+        let mut before: Option<BTreeMap<u32, u32>> = None;
+        for (device, part) in parts.iter_mut().enumerate() {
+            // The stage before may have been prepared otherwise than planned, after a test of its kernels.
+            part.input_tags = before.take().unwrap_or_default();
             let (executor, loaded, memory) = build(device, &model).of_part(part).parts(cache)?;
             attempt.progress.line(&format!("\"{name}\": {} on {}", part.layers(), adapters[device].name));
+            before = executor.exchange.as_ref().map(|exchange| exchange.output_tags.clone());
             executors.push(executor);
             loads.push(loaded);
             let device = device_info(&adapters[device]);
@@ -349,7 +354,14 @@ impl Devices {
         }
         let memory = stages.iter().flat_map(|stage| stage.memory.iter().cloned()).collect();
         let loaded = LoadReport::joined(loads);
-        Ok(BuiltReplica { executor: Box::new(SplitExecutor::new(executors)), loaded, memory, stages })
+        let mut executor = SplitExecutor::new(executors);
+        let failed = test_split(&mut executor).map_err(|source| StartError::SplitTest { model: name.clone(), source })?;
+        for (rows, why) in failed {
+            attempt.progress.line(&format!(
+                "\"{name}\": the decode step of {rows} rows without barriers failed its test ({why}): it runs with barriers"
+            ));
+        }
+        Ok(BuiltReplica { executor: Box::new(executor), loaded, memory, stages })
     }
 
     /// Opens the model's checkpoint.

@@ -4,6 +4,7 @@ use crate::actors::loader::LoadError;
 use crate::actors::thread::SpawnError;
 use crate::actors::transfer::TransferError;
 use crate::device::DeviceError;
+use crate::engine::executor::ExecuteError;
 use crate::host::source::{BuildError, BuildErrorKind};
 use crate::kernels::region::RegionError;
 use crate::memory::MemoryError;
@@ -105,6 +106,15 @@ pub enum StartError {
         /// The model's name.
         model: String,
     },
+    /// A device failed while the decode steps of a split model were tested.
+    #[error("the test of model \"{model}\" on its devices failed")]
+    SplitTest {
+        /// The model's name.
+        model: String,
+        /// The cause.
+        #[source]
+        source: ExecuteError,
+    },
     /// An error of the host that did not originate here.
     #[error(transparent)]
     Host(BuildError),
@@ -132,9 +142,11 @@ impl StartError {
             | StartError::Plan { .. }
             | StartError::Load { .. }
             | StartError::Demo { .. } => true,
-            StartError::Memory(_) | StartError::Region(_) | StartError::Transfer(_) | StartError::Cancelled { .. } => {
-                false
-            }
+            StartError::Memory(_)
+            | StartError::Region(_)
+            | StartError::Transfer(_)
+            | StartError::SplitTest { .. }
+            | StartError::Cancelled { .. } => false,
             StartError::Host(error) => error.is_users(),
             StartError::Actor(SpawnError::Device(error)) => error.is_users(),
             StartError::Actor(_) => false,

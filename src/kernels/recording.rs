@@ -213,6 +213,8 @@ pub struct Recording {
     pub buffers: Vec<BufferDecl>,
     /// The operations in order.
     pub ops: Vec<Op>,
+    /// The buffers that hold tagged words when the recording begins, with the tag of these words (`kernels::tags`).
+    pub tagged_inputs: Vec<(BufferId, u32)>,
 }
 
 impl Recording {
@@ -291,6 +293,7 @@ impl Recording {
             name: format!("{}.{suffix}", self.name),
             buffers: self.buffers.clone(),
             ops: ops.to_vec(),
+            tagged_inputs: self.tagged_inputs.clone(),
         };
         (part("body", &self.ops[..at]), part("draw", &self.ops[at..]))
     }

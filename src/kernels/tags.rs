@@ -37,6 +37,12 @@ pub struct Generations {
 }
 
 impl Generations {
+    /// Creates generations in which the words of `range`'s buffer already have a tag.
+    pub fn beginning(range: Range, tag: u32) -> Generations {
+        // `tag_of` gives a count of at most TAG_MASK back unchanged.
+        Generations { written: HashMap::from([(range.buffer, tag)]) }
+    }
+
     /// Returns the tag of the current contents of `range`'s buffer; 0, which no write uses, before the first write.
     pub fn now(&self, range: Range) -> u32 {
         self.written.get(&range.buffer).map_or(0, |count| tag_of(*count))
@@ -227,13 +233,24 @@ fn never_written(written: &HashSet<u32>) -> Option<u32> {
     (1..=TAG_MASK).rev().find(|tag| !written.contains(tag))
 }
 
-/// Returns all tags with which a recording writes a buffer.
+/// Returns all tags that words of a buffer have in a recording: those that it writes, and that of the words before it.
 fn written(recording: &Recording, buffer: BufferId) -> HashSet<u32> {
     let calls = recording.ops.iter().filter_map(|op| match op {
         Op::Call(call) => Some(call),
         _ => None,
     });
-    calls.flat_map(carried_writes).filter(|(of, _)| *of == buffer).map(|(_, tag)| tag).collect()
+    let before = recording.tagged_inputs.iter().copied();
+    calls.flat_map(carried_writes).chain(before).filter(|(of, _)| *of == buffer).map(|(_, tag)| tag).collect()
+}
+
+/// Returns the tag of a buffer's words at the end of a recording, if they are tagged.
+pub fn last_tag(recording: &Recording, buffer: &str) -> Option<u32> {
+    let calls = recording.ops.iter().filter_map(|op| match op {
+        Op::Call(call) => Some(call),
+        _ => None,
+    });
+    let written = calls.flat_map(carried_writes).filter(|(of, _)| recording.decl(*of).name == buffer);
+    written.last().map(|(_, tag)| tag)
 }
 
 /// Returns the tag that an argument of a call holds.
@@ -317,7 +334,8 @@ pub fn check(recording: &Recording) -> Result<(), String> {
 /// Calls `visit` for every place at which a call polls, in order, until it returns an error.
 fn polled(recording: &Recording, visit: &mut dyn FnMut(&Polled<'_>) -> Result<(), String>) -> Result<(), String> {
     let needed = barriers::derive(&recording.ops);
-    let mut held: HashMap<BufferId, Vec<Held>> = HashMap::new();
+    let before = recording.tagged_inputs.iter().map(|(buffer, tag)| (*buffer, vec![Held::Tag(*tag)]));
+    let mut held: HashMap<BufferId, Vec<Held>> = before.collect();
     for ((op, barrier), number) in recording.ops.iter().zip(needed).zip(1u32..) {
         if barrier {
             for states in held.values_mut() {

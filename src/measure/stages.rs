@@ -18,6 +18,7 @@ use crate::memory::{Arena, BufferTable, Place};
 use crate::model::checkpoint::{Checkpoint, WeightKind, WeightSpec};
 use crate::model::decoder::stage::LayerStage;
 use crate::model::decoder::{Decoder, RingLayout, StepShape, Tuning};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// The step to time.
@@ -65,7 +66,7 @@ fn groups(step: &Recording) -> Vec<Recording> {
             name => name,
         };
         let at = groups.iter().position(|group| group.name == name).unwrap_or_else(|| {
-            groups.push(Recording { name: name.to_owned(), buffers: step.buffers.clone(), ops: Vec::new() });
+            groups.push(Recording { name: name.to_owned(), buffers: step.buffers.clone(), ..Recording::default() });
             groups.len() - 1
         });
         groups[at].ops.push(op.clone());
@@ -150,6 +151,7 @@ pub fn stages(
     change(&mut tuning);
     tuning.ptx &= runs_ptx;
     let decoder = Decoder {
+        input_tags: BTreeMap::new(),
         config,
         weights: checkpoint.weights_without_mtp(),
         stage: LayerStage::whole(config),

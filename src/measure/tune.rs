@@ -734,6 +734,7 @@ mod tests {
             Checkpoint::open(&demo::unpack(Path::new(DEMO_PATH), None).expect("a folder")).expect("the demo model");
         let rules = Tuning { fragments, splits: 8, ..tuning(&adapter, None, 4, 1024) };
         let decoder = Decoder {
+            input_tags: BTreeMap::new(),
             config: &checkpoint.config,
             weights: checkpoint.weights(),
             stage: LayerStage::whole(&checkpoint.config),

@@ -36,7 +36,7 @@ use ostinato::model::decoder::drafter::{DRAFTER, Drafter, PlacedWeight};
 use ostinato::model::decoder::stage::LayerStage;
 use ostinato::model::decoder::{Decoder, RECURRENT, RingLayout, StepShape, stride};
 use ostinato::model::synth::{self, SynthOptions};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 const CHUNK: u32 = 16;
@@ -58,6 +58,7 @@ fn open(name: &str) -> Checkpoint {
 /// Returns a replica's recordings, tuned as for a CPU driver, with a small KV cache.
 fn decoder<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, max_buffer_bytes: u64) -> Decoder<'a> {
     Decoder {
+        input_tags: BTreeMap::new(),
         config: &checkpoint.config,
         weights: checkpoint.weights(),
         stage: LayerStage::whole(&checkpoint.config),

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 const EXACT: f64 = 2e-3;
 
 /// A replica whose first layers are on one CPU driver and the others on the other one.
-fn split_over(vulkan: &Vulkan, shares: &[u32]) -> Placement {
+pub fn split_over(vulkan: &Vulkan, shares: &[u32]) -> Placement {
     Placement {
         devices: Driver::BOTH.map(|driver| vulkan.adapter(driver).selector()).to_vec(),
         split: Some(SplitMode::Layers),

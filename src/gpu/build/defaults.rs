@@ -231,6 +231,7 @@ impl Build<'_> {
                 None => self.all_weights(),
             },
             stage: self.part.map_or_else(|| LayerStage::whole(config), |part| part.stage.clone()),
+            input_tags: self.part.map_or_else(BTreeMap::new, |part| part.input_tags.clone()),
             max_buffer_bytes: capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes),
             state: StateLayout {
                 slots,
@@ -261,6 +262,7 @@ impl Build<'_> {
                 config: &draft.config,
                 weights: draft.weights_without_mtp(),
                 stage: LayerStage::whole(&draft.config),
+                input_tags: BTreeMap::new(),
                 cells: 0,
                 drafts: 0,
                 // Its windows are in the pages of layers that see all tokens: they are given back with the sequence.
@@ -299,10 +301,9 @@ impl Build<'_> {
         if self.no_ptx.load(Ordering::Relaxed) || self.opened.ptx.is_err() {
             tuning.ptx = false;
         }
-        if self.part.is_some() {
-            // A fault would have to reach the stages before, and a gate between a step's logits and its sampling would be
-            // behind another.
-            (tuning.tags, tuning.gates) = (false, false);
+        if let Some(part) = self.part {
+            // A gate between a step's logits and its sampling would be behind another.
+            (tuning.tags, tuning.gates) = (tuning.tags && part.tags, false);
         }
         tuning
     }

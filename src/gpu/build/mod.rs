@@ -9,6 +9,7 @@ mod overlap_test;
 mod ptx_test;
 pub(crate) mod recordings;
 pub(crate) mod split;
+pub(crate) mod split_test;
 
 use crate::actors::compute::Submission;
 use crate::actors::loader::{LoadError, LoadPlan, LoadReport, LoadTensor, MatrixRows, TensorSource, WeightLoad};
@@ -30,7 +31,7 @@ use crate::gpu::build::recordings::{
 use crate::gpu::build::split::StagePart;
 use crate::gpu::devices::OpenDevice;
 use crate::gpu::error::StartError;
-use crate::gpu::executor::exchange::{Exchange, MessagesIn, MessagesOut, SlotsIn, SlotsOut};
+use crate::gpu::executor::exchange::{Exchange, PassedRows, MessagesIn, MessagesOut, SlotsIn, SlotsOut};
 use crate::gpu::executor::{CountInbox, DecodeRegion, DecodeRegions, GpuExecutor, HeadParts, Inbox, Injection, Parts};
 use crate::gpu::spans;
 use crate::gpu::tuned::Tuned;
@@ -166,6 +167,18 @@ impl<'a> Build<'a> {
 impl Build<'_> {
     pub(crate) fn unsupported(&self, what: String) -> StartError {
         StartError::Unsupported { model: self.model.name.clone(), what }
+    }
+
+    /// Whether decode steps may run without barriers, as far as the device and its tuning are concerned.
+    pub(crate) fn may_overlap(&self) -> bool {
+        self.tuning(DEFAULT_CONTEXT).tags
+    }
+
+    /// Returns the tags of the words that the stage hands on, for [`StagePart::input_tags`] of the next one.
+    pub(crate) fn output_tags(&self) -> BTreeMap<u32, u32> {
+        let chunk = *self.buckets().last().expect("there is at least one bucket");
+        let context = self.model.context.unwrap_or(self.checkpoint.config.context.min(DEFAULT_CONTEXT));
+        self.decoder(context, 1, self.recycled_window(context).map(|_| 1), chunk).output_tags()
     }
 
     /// Checks the configuration and plans the memory. Returns the sizes that follow from it, and the plan.
@@ -420,7 +433,7 @@ impl Build<'_> {
             let broken = of_rows.map(|(index, (_, broken))| Ok((index, step(broken)?)));
             let broken = broken.collect::<Result<_, StartError>>()?;
             let plain = step(plain.as_ref().unwrap_or(recording))?;
-            decode.insert(*rows, DecodeRegions { plain, carried, broken });
+            decode.insert(*rows, DecodeRegions { tagged: carried.is_some(), plain, carried, broken });
         }
         let waits: Vec<Wait> = sometimes.into_iter().map(|(wait, _)| wait).collect();
         for rows in decode.keys() {
@@ -486,6 +499,8 @@ impl Build<'_> {
         };
         let (ready, loaded) = self.finish(loading)?;
         let failed = match &head {
+            // The steps of a split model are tested on all devices together (`split_test`).
+            _ if self.part.is_some() => 0,
             None => 0,
             Some(head) => {
                 let probe = Probe {
@@ -578,13 +593,15 @@ impl Build<'_> {
         let buffers = |what: &str| -> Result<[Arc<Buffer>; 2], StartError> {
             Ok([buffer(&exchange_buffer(what, 0))?, buffer(&exchange_buffer(what, 1))?])
         };
-        let by_rows = |of: &BTreeMap<u32, [Recording; 2]>, make: Make<'_>| {
+        let by_rows = |of: &BTreeMap<PassedRows, [Recording; 2]>, make: Make<'_>| {
             of.iter().map(|(rows, pair)| Ok((*rows, both(pair, make)?))).collect::<Result<BTreeMap<_, _>, StartError>>()
         };
         let gate = || -> Result<Arc<Gate>, StartError> { Ok(Arc::new(Gate::new(&self.opened.device)?)) };
-        let most = recordings.rows().last().copied().unwrap_or(0);
+        let most = recordings.rows().iter().map(|of| of.rows).max().unwrap_or(0);
         Ok(Exchange {
-            passed: decoder.passed(most).0,
+            message: decoder.message(most),
+            carries_faults: decoder.tuning.tags,
+            output_tags: decoder.output_tags(),
             receive: match receive.is_empty() {
                 true => None,
                 false => {

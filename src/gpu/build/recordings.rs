@@ -3,7 +3,7 @@
 use crate::engine::injection::{Injections, Wait};
 use crate::engine::variants::{Fallback, Variants};
 use crate::gpu::build::defaults::{INBOXES, PATCH_PAIRS, SEEN_ROWS};
-use crate::gpu::executor::exchange::RETURNED;
+use crate::gpu::executor::exchange::{PassedRows, RETURNED};
 use crate::kernels::embed::rows_bytes;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::{Op, Recording};
@@ -62,10 +62,10 @@ pub(crate) type RecordingPair = [Recording; 2];
 /// The recordings with which a stage of a split model exchanges data with other stages; empty for a model on one device.
 #[derive(Default)]
 pub(crate) struct ExchangeRecordings {
-    /// The first stage has none: take over the rows of a step from the stage before, by number of rows.
-    pub(crate) receive: BTreeMap<u32, RecordingPair>,
-    /// The last stage has none: hand the rows of a step to the next stage, by number of rows.
-    pub(crate) send: BTreeMap<u32, RecordingPair>,
+    /// The first stage has none: take over the rows of a step from the stage before.
+    pub(crate) receive: BTreeMap<PassedRows, RecordingPair>,
+    /// The last stage has none: hand the rows of a step to the next stage.
+    pub(crate) send: BTreeMap<PassedRows, RecordingPair>,
     /// The last stage has none: apply the changes of slots that the last stage has made.
     pub(crate) apply: Option<RecordingPair>,
     /// Only the last stage: hand all slots to the host.
@@ -126,11 +126,12 @@ impl Recordings {
         recordings
     }
 
-    /// Returns the numbers of rows of the steps.
-    pub(crate) fn rows(&self) -> BTreeSet<u32> {
-        let decode = self.decode.iter().map(|(rows, ..)| *rows);
+    /// Returns the numbers of rows of the steps, and which of them are tagged.
+    pub(crate) fn rows(&self) -> BTreeSet<PassedRows> {
+        let decode = self.decode.iter().map(|(rows, _, plain)| PassedRows { rows: *rows, tagged: plain.is_some() });
         let verify = self.verify.iter().map(|(drafts, sequences, _)| sequences * (drafts + 1));
-        decode.chain(verify).chain(self.prefill.iter().map(|(rows, _)| *rows)).collect()
+        let others = verify.chain(self.prefill.iter().map(|(rows, _)| *rows));
+        decode.chain(others.map(|rows| PassedRows { rows, tagged: false })).collect()
     }
 
     /// Returns the recordings that steps normally use, without the fallbacks with barriers.
@@ -173,25 +174,39 @@ fn head_recordings(decoder: &Decoder<'_>) -> HeadRecordings {
 }
 
 /// Returns the recordings with which a stage exchanges data with the others, for steps of these numbers of rows.
-fn exchange_recordings(decoder: &Decoder<'_>, rows: &BTreeSet<u32>) -> ExchangeRecordings {
+fn exchange_recordings(decoder: &Decoder<'_>, rows: &BTreeSet<PassedRows>) -> ExchangeRecordings {
     let (first, last) = (decoder.stage.is_first(), decoder.stage.is_last());
     if first && last {
         return ExchangeRecordings::default();
     }
-    let (parts, bytes) = decoder.passed(rows.last().copied().unwrap_or(0));
+    let layout = decoder.message(rows.iter().map(|of| of.rows).max().unwrap_or(0));
     let passes = |name: &str, sends: bool| {
-        let of = |rows: u32, of_plan: usize| {
-            let mut recording = Recording::new(format!("{name}.{rows}"));
-            let message = recording.buffer(&exchange_buffer(name, of_plan), bytes);
-            for passed in &parts {
-                let range = recording.buffer(passed.name, u64::from(rows) * passed.row_bytes);
+        let of = |&PassedRows { rows, tagged }: &PassedRows, of_plan: usize| {
+            let mut recording = Recording::new(format!("{name}{}.{rows}", if tagged { ".tagged" } else { "" }));
+            let message = recording.buffer(&exchange_buffer(name, of_plan), layout.bytes);
+            for passed in &layout.buffers {
+                let range = recording.buffer(&passed.name_in(tagged), u64::from(rows) * passed.row_bytes);
                 let place = message.part(passed.at, range.bytes);
                 let (from, to) = if sends { (range, place) } else { (place, range) };
                 recording.ops.push(Op::Copy { from, to });
             }
+            match sends {
+                _ if !decoder.tuning.tags => {}
+                true => {
+                    let (from, to) = (decoder.state.fault(&mut recording), message.part(layout.fault, 4));
+                    recording.ops.push(Op::Copy { from, to });
+                }
+                // A fault word of this stage stays set whatever the message says.
+                false => {
+                    let inbox = message.part(layout.inbox, sampling::patch_bytes(1));
+                    let target = decoder.state.all(&mut recording);
+                    let args = PatchArgs { inbox, target, capacity: 1, words: (target.bytes / 4) as u32 };
+                    recording.call(sampling::patch("take_over_fault".to_owned(), args));
+                }
+            }
             recording
         };
-        rows.iter().map(|&rows| (rows, [of(rows, 0), of(rows, 1)])).collect()
+        rows.iter().map(|rows| (*rows, [of(rows, 0), of(rows, 1)])).collect()
     };
     let apply = |of_plan: usize| {
         let mut recording = Recording::new("apply_slots");

@@ -5,6 +5,7 @@ use crate::gpu::build::{Build, PlannedSizes};
 use crate::gpu::error::StartError;
 use crate::model::checkpoint::WeightSpec;
 use crate::model::decoder::stage::{LayerStage, divide};
+use std::collections::BTreeMap;
 
 /// A stage of a model that is split over several devices, as the build on its device knows it.
 #[derive(Clone, Debug)]
@@ -19,6 +20,11 @@ pub(crate) struct StagePart {
     pub(crate) heap_bytes: u64,
     /// The number of window pages on which the stages have agreed; `None` before that.
     pub(crate) window_pages: Option<u32>,
+    /// Whether decode steps may run without barriers: all devices or none, because a fault of one stage ends the step of
+    /// all.
+    pub(crate) tags: bool,
+    /// The tags of the words that the stage takes over (`Decoder::input_tags`).
+    pub(crate) input_tags: BTreeMap<u32, u32>,
 }
 
 impl StagePart {
@@ -55,16 +61,17 @@ pub(crate) fn choose_stages(
     let heap_bytes = builds.iter().map(heap).min().unwrap_or(0);
     let on_cpu = builds.iter().any(|build| build.adapter.is_cpu());
     let (first, config) = (&builds[0], &builds[0].checkpoint.config);
+    let tags = builds.iter().all(Build::may_overlap);
     let (mut refused, mut best) = (None, None::<(Vec<StagePart>, PlannedSizes)>);
     for way in ways {
         let stages = divide(config, first.all_weights(), &way).map_err(|error| first.unsupported(error.to_string()))?;
-        let parts: Vec<StagePart> = stages
-            .into_iter()
-            .map(|stage| {
-                let weights = stage.weights(config, first.all_weights());
-                StagePart { stage, weights, on_cpu, heap_bytes, window_pages: None }
-            })
-            .collect();
+        let (mut parts, mut input_tags) = (Vec::new(), BTreeMap::new());
+        for (build, stage) in builds.iter().zip(stages) {
+            let weights = stage.weights(config, first.all_weights());
+            let part = StagePart { stage, weights, on_cpu, heap_bytes, window_pages: None, tags, input_tags };
+            input_tags = build.of_part(&part).output_tags();
+            parts.push(part);
+        }
         let planned = builds.iter().zip(&parts).map(|(build, part)| Ok(build.of_part(part).planned()?.0));
         match planned.collect::<Result<Vec<PlannedSizes>, StartError>>() {
             Ok(sizes) => {

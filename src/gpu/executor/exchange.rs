@@ -11,7 +11,8 @@ use crate::gpu::executor::{Around, GpuExecutor, Link, Pending};
 use crate::kernels::region::Region;
 use crate::kernels::state;
 use crate::memory::Buffer;
-use crate::model::decoder::stage::PassedBuffer;
+use crate::kernels::sampling::patch_inbox;
+use crate::model::decoder::stage::MessageLayout;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -26,14 +27,40 @@ pub const RETURNED: [u32; 7] = [
     state::SLOT_DRAFTS + 2,
 ];
 
+/// The rows of a step that pass from a stage to the next one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct PassedRows {
+    /// Their number.
+    pub rows: u32,
+    /// Whether the stage's activations are tagged in this step.
+    pub tagged: bool,
+}
+
+/// The bits of a fault word that hold the number of a call. The bits above name the stage that it belongs to, plus one, in
+/// the words of later stages.
+const CALL_BITS: u32 = 24;
+
+/// Returns the stage of the call in the last of `stages` stages' fault word, and the number of the call.
+pub(super) fn faulted_call(word: u32, stages: usize) -> (usize, u32) {
+    let stage = match word >> CALL_BITS {
+        0 => stages - 1,
+        number => number as usize - 1,
+    };
+    (stage, word & ((1 << CALL_BITS) - 1))
+}
+
 /// Regions or buffers of which there are two, for two plans in flight.
 pub type Pair<T> = [Arc<T>; 2];
 
 /// The parts with which a stage of a split replica exchanges data with the others.
 #[derive(Debug)]
 pub struct Exchange {
-    /// The buffers that pass from a stage to the next, with their places in a message.
-    pub passed: Vec<PassedBuffer>,
+    /// The layout of the messages that pass from a stage to the next.
+    pub message: MessageLayout,
+    /// Whether messages carry the fault word: whether steps may fault.
+    pub carries_faults: bool,
+    /// By number of rows, the tags of the words that decode steps hand on (`Decoder::input_tags` of the next stage).
+    pub output_tags: BTreeMap<u32, u32>,
     /// All stages but the first: how they take over the rows of a step.
     pub receive: Option<MessagesIn>,
     /// All stages but the last: how they hand the rows of a step to the next stage.
@@ -49,8 +76,8 @@ pub struct Exchange {
 pub struct MessagesIn {
     /// Mapped memory: the messages.
     pub messages: Pair<Buffer>,
-    /// By number of rows: copies a message to the step's buffers.
-    pub regions: BTreeMap<u32, Pair<Region>>,
+    /// Copies a message to the step's buffers, and sets the fault word if the message says so.
+    pub regions: BTreeMap<PassedRows, Pair<Region>>,
     /// Its value is the number of the last message that has come.
     pub gate: Arc<Gate>,
 }
@@ -60,8 +87,8 @@ pub struct MessagesIn {
 pub struct MessagesOut {
     /// Mapped memory: the messages.
     pub messages: Pair<Buffer>,
-    /// By number of rows: copies the step's buffers to a message.
-    pub regions: BTreeMap<u32, Pair<Region>>,
+    /// Copies the step's buffers to a message.
+    pub regions: BTreeMap<PassedRows, Pair<Region>>,
 }
 
 /// How a stage learns which tokens the last one has drawn.
@@ -85,7 +112,7 @@ pub struct SlotsOut {
 }
 
 /// A step of a stage within a split replica.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct StageStep {
     /// Which of each pair of buffers the plan uses.
     pub(super) of_plan: usize,
@@ -96,22 +123,48 @@ pub(super) struct StageStep {
     pub(super) message: u64,
     /// Whether tokens are drawn.
     pub(super) draws: bool,
+    /// Whether a decode step runs with barriers.
+    pub(super) barriers: bool,
+    /// Whether tests may break the step.
+    pub(super) breaks: bool,
+    /// The value that the fault word has before the step, if it is set.
+    pub(super) fault: Option<u32>,
     /// What is done when the step has finished.
     pub(super) then: Option<Then>,
 }
 
 impl Exchange {
-    /// Returns the function that carries a message of `rows` rows to the next stage and lets that begin.
-    pub(super) fn carry(&self, next: &Exchange, rows: u32, of_plan: usize, number: u64) -> Then {
+    /// Returns the function that carries a message of `rows` rows from stage `stage` to the next one and lets that begin.
+    /// `fault_word` is the offset of the fault word in the device state, in words.
+    pub(super) fn carry(
+        &self,
+        next: &Exchange,
+        stage: usize,
+        (rows, fault_word): (u32, u32),
+        of_plan: usize,
+        number: u64,
+    ) -> Then {
         let (Some(send), Some(receive)) = (&self.send, &next.receive) else {
             panic!("the next stage takes over what this one hands on")
         };
         let (from, to) = (Arc::clone(&send.messages[of_plan]), Arc::clone(&receive.messages[of_plan]));
         let gate = Arc::clone(&receive.gate);
+        let MessageLayout { buffers, fault, inbox, .. } = self.message.clone();
         let parts: Vec<(u64, u64)> =
-            self.passed.iter().map(|passed| (passed.at, u64::from(rows) * passed.row_bytes)).collect();
+            buffers.iter().map(|passed| (passed.at, u64::from(rows) * passed.row_bytes)).collect();
+        let carries_faults = self.carries_faults;
         Then::new(move || {
             parts.iter().for_each(|(at, bytes)| copy(&from, &to, *at, *bytes));
+            if carries_faults {
+                let mut word = 0u32;
+                from.read(fault, bytemuck::bytes_of_mut(&mut word));
+                if word != 0 && word >> CALL_BITS == 0 {
+                    word |= (stage as u32 + 1) << CALL_BITS;
+                }
+                let faults = [[fault_word, word]];
+                let faults = &faults[..usize::from(word != 0)];
+                to.write(inbox, bytemuck::cast_slice(&patch_inbox(faults)));
+            }
             gate.open(number)
         })
     }
@@ -152,14 +205,22 @@ impl GpuExecutor {
         }
     }
 
+    /// Returns the rows that pass in a step.
+    fn passed_rows(&self, work: &Work) -> PassedRows {
+        let rows = self.step_rows(work);
+        let tagged = matches!(work, Work::Decode { drafts: 0, .. }) && self.parts.decode[&rows].tagged;
+        PassedRows { rows, tagged }
+    }
+
     /// Queues a step of a stage, or changes only, behind all earlier work. `work` has one step and no gate of its own.
+    /// Returns the wait that a test breaks in the step, if it breaks one.
     pub(super) fn submit_step(
         &mut self,
         changes: &[Change],
         work: Option<Work>,
         step: StageStep,
-    ) -> Result<Ticket, ExecuteError> {
-        let StageStep { of_plan, apply, applied_at, message, draws, then } = step;
+    ) -> Result<Option<usize>, ExecuteError> {
+        let StageStep { of_plan, apply, applied_at, message, draws, barriers, breaks, fault, then } = step;
         let ticket = Ticket(self.next);
         self.next += 1;
         let exchange = self.exchange();
@@ -175,12 +236,15 @@ impl GpuExecutor {
                 self.hand_over(Pending::changes(ticket, Vec::new()), vec![regions], Vec::new(), link);
             }
         }
-        let posts = self.changes(changes);
+        let mut posts = self.changes(changes);
+        if let Some(word) = fault {
+            posts.patch.set(self.parts.layout.fault_word(), word);
+        }
         let Some(work) = work else {
             self.enqueue(ticket, None, posts, None)?;
-            return Ok(ticket);
+            return Ok(None);
         };
-        let rows = self.step_rows(&work);
+        let rows = self.passed_rows(&work);
         let exchange = self.exchange();
         if let Some(receive) = &exchange.receive {
             before.push(Arc::clone(&receive.regions[&rows][of_plan]));
@@ -190,8 +254,12 @@ impl GpuExecutor {
         let sent = exchange.send.as_ref().map(|send| &send.regions[&rows]);
         let published = exchange.publish.as_ref().filter(|_| draws).map(|publish| &publish.regions);
         let after = sent.or(published).map(|regions| Arc::clone(&regions[of_plan])).into_iter().collect();
-        self.enqueue(ticket, Some(work), posts, Some(Around { before, after, link: Link { gate, then } }))?;
-        Ok(ticket)
+        (self.repeats, self.breaks) = (barriers, breaks);
+        let queued = self.enqueue(ticket, Some(work), posts, Some(Around { before, after, link: Link { gate, then } }));
+        (self.repeats, self.breaks) = (false, true);
+        queued?;
+        let broken = self.pending.back().and_then(|pending| pending.steps.broken.first());
+        Ok(broken.map(|(_, wait)| *wait))
     }
 
     /// Lets everything run that is queued, whatever it waits for: what it computes is not used any more.

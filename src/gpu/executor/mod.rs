@@ -43,6 +43,8 @@ const REPORT_EVERY: Duration = Duration::from_millis(16);
 /// The regions of a decode bucket.
 #[derive(Debug)]
 pub struct DecodeRegions {
+    /// Whether the activations of these steps are tagged, with barriers or without.
+    pub tagged: bool,
     /// The step with a barrier for every dependency.
     pub plain: DecodeRegion,
     /// The same step with tagged words instead of barriers, if it passed the test at start. Both give the same results,
@@ -174,8 +176,14 @@ pub struct GpuExecutor {
     pooled: u32,
     /// When steps run without barriers again after a fault.
     overlap: OverlapRetry,
-    /// Set while a plan is queued that repeats steps after a fault; these steps run with barriers.
+    /// Set while a plan is queued whose steps run with barriers: it repeats steps after a fault, or all stages of a split
+    /// replica pause.
     repeats: bool,
+    /// Whether tests may break steps that are queued now.
+    breaks: bool,
+    /// Of a stage: the steps that drew nothing because of a fault and have not been told to the split executor, with the
+    /// fault word.
+    faulted: VecDeque<(Ticket, u32)>,
     decode_plans: u32,
     /// The number of steps without barriers queued so far.
     carried_steps: u64,
@@ -352,6 +360,8 @@ impl GpuExecutor {
             pace: Pace::default(),
             overlap: OverlapRetry::new(parts.retry_after),
             repeats: false,
+            breaks: true,
+            faulted: VecDeque::new(),
             decode_plans: 0,
             carried_steps: 0,
             profiled: 0,

@@ -124,7 +124,9 @@ impl GpuExecutor {
                 let first = !pending.started;
                 pending.started = true;
                 let cost = pending.cost(&report, first, good - from);
-                let finished = report.last && pending.faults.good >= pending.steps.count;
+                // A stage's step that faults is over: the split executor runs it again on all stages.
+                let over = self.parts.exchange.is_some() || pending.faults.good >= pending.steps.count;
+                let finished = report.last && over;
                 let steps = good - from;
                 let progress = PlanReport {
                     ticket: pending.ticket,
@@ -146,8 +148,13 @@ impl GpuExecutor {
         if report.last {
             self.free_inboxes.append(&mut pending.inboxes);
             if pending.steps.kind == Kind::Sampled && pending.faults.good < pending.steps.count {
-                self.note_fault(&pending);
-                self.run_again(&pending)?;
+                match self.parts.exchange {
+                    Some(_) => self.faulted.push_back((pending.ticket, pending.faults.call)),
+                    None => {
+                        self.note_fault(&pending);
+                        self.run_again(&pending)?;
+                    }
+                }
             }
             let total = report.device_time.unwrap_or_else(|| pending.submitted.elapsed());
             // The time that a gated step waited at the gate does not count.

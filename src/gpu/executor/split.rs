@@ -6,6 +6,10 @@
 //! carries the slots' changes to the other stages in the same way; a stage applies them before its next step of these
 //! slots. So the next step of a sequence waits for its last token, and steps of other sequences, and a prompt's next
 //! chunk, run on one device while the other one is busy with the steps before.
+//!
+//! Decode steps run without barriers where all devices can. A stage whose call waited too long for tagged words says so in
+//! its message, so no later stage draws a token of that step, nor of steps behind it, until the fault words are reset. When
+//! all steps of a plan are reported, those that drew nothing are queued again on all stages, with barriers.
 //! Not here: what a device runs (`gpu::executor`), and which layers it has (`gpu::build::split`).
 
 use crate::actors::timeline::SubmissionRecord;
@@ -13,13 +17,14 @@ use crate::actors::watcher::Then;
 use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::pace::Pace;
 use crate::engine::plan::{Capacity, Change, PLANS_IN_FLIGHT, PlanReport, Slot, StepPlan, Ticket, Work};
-use crate::engine::variants::Variants;
-use crate::gpu::executor::exchange::{RETURNED, StageStep};
-use crate::gpu::executor::{GpuExecutor, Parts};
+use crate::engine::variants::{Fallback, Variants};
+use crate::gpu::executor::exchange::{RETURNED, StageStep, faulted_call};
+use crate::gpu::executor::{GpuExecutor, MOST_REPEATS, Parts};
+use crate::gpu::overlap::OverlapRetry;
 use crate::kernels::sampling::{Patch, patch_inbox};
 use crate::kernels::state;
 use crossbeam_channel::{Receiver, bounded};
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -29,18 +34,30 @@ pub struct SplitExecutor {
     /// In the order of their layers; at least two.
     stages: Vec<GpuExecutor>,
     wake: Receiver<()>,
-    /// The ticket of the next plan, and the number of plans with work so far.
+    /// The ticket of the next plan.
     next: u64,
-    works: usize,
+    /// Which of each pair of buffers the next plan with work uses, if it is free.
+    next_buffers: usize,
     /// The number of steps so far, and of those that draw tokens.
     messages: u64,
     returns: u64,
+    /// The steps that are not reported, in order.
+    queued: VecDeque<QueuedStep>,
+    /// When steps run without barriers again after a fault.
+    overlap: OverlapRetry,
+    /// Whether steps run with barriers now, whatever `overlap` says: for the test at start.
+    with_barriers: bool,
+    /// The number of decode plans so far.
+    decode_plans: u32,
+    /// The stage whose steps tests may break now, and the number of each stage's first wait in the joined injections.
+    breaks: usize,
+    first_waits: Vec<usize>,
     /// The changes of slots by earlier steps that the stages before the last have not been told to apply.
     unapplied: Vec<Unapplied>,
     /// The plans with work that are not reported to their end.
     flights: VecDeque<Flight>,
     /// For each stage, the reports of steps that another stage has not reported.
-    reports: Vec<VecDeque<PlanReport>>,
+    reports: Vec<VecDeque<StageReport>>,
     pace: Pace,
     /// The number of plans with work that are still to be profiled.
     profiled: u32,
@@ -62,13 +79,46 @@ struct Unapplied {
 #[derive(Debug)]
 struct Flight {
     ticket: Ticket,
+    /// Which of each pair of buffers it uses.
+    of_plan: usize,
+    /// The work of each of its steps, and the slots that it names.
+    one: Work,
+    named: Vec<Slot>,
     /// The number of steps, and of those that are reported.
     steps: u32,
     reported: u32,
+    /// The number of queued steps that drew nothing because of a fault.
+    faulted: u32,
+    /// How often steps were queued again.
+    repeats: u32,
     /// What is noted about the time of a step.
     timed: Timed,
     submissions: Vec<SubmissionRecord>,
 }
+
+/// A step that is queued on all stages.
+#[derive(Debug)]
+struct QueuedStep {
+    plan: Ticket,
+    /// Whether it was queued behind a step whose fault was not known yet.
+    behind: bool,
+    /// The waits that tests break in it, with their stages.
+    broken: Vec<(usize, usize)>,
+}
+
+/// How a step is run.
+#[derive(Clone, Copy, Debug, Default)]
+struct Manner {
+    /// With barriers, whether or not stages pause.
+    barriers: bool,
+    /// The value that the fault words of all stages have before it, if they are set.
+    reset: Option<u32>,
+    /// For tests: whether the fault word of the first stage is set before it.
+    fails: bool,
+}
+
+/// The report of a stage on a step, and the fault word if the step drew nothing because of a fault.
+type StageReport = (PlanReport, Option<u32>);
 
 /// What the time of a step is the time of.
 #[derive(Clone, Copy, Debug)]
@@ -96,6 +146,13 @@ impl SplitExecutor {
         };
         assert!(stages.iter().all(|parts| sizes(parts) == sizes(&stages[0])), "stages have the same pages and slots");
         let variants: Vec<Arc<Variants>> = stages.iter().map(|parts| Arc::clone(&parts.variants)).collect();
+        let first_waits = variants.iter().scan(0, |first, variants| {
+            let own = *first;
+            *first += variants.injections().seen().len();
+            Some(own)
+        });
+        let first_waits = first_waits.collect();
+        let overlap = OverlapRetry::new(stages[0].retry_after);
         let (waker, wake) = bounded(1);
         let stages: Vec<GpuExecutor> =
             stages.into_iter().map(|parts| GpuExecutor::woken_by(parts, (waker.clone(), wake.clone()))).collect();
@@ -104,9 +161,15 @@ impl SplitExecutor {
             stages,
             wake,
             next: 0,
-            works: 0,
+            next_buffers: 0,
             messages: 0,
             returns: 0,
+            queued: VecDeque::new(),
+            overlap,
+            with_barriers: false,
+            decode_plans: 0,
+            breaks: 0,
+            first_waits,
             unapplied: Vec::new(),
             flights: VecDeque::new(),
             pace: Pace::default(),
@@ -150,52 +213,73 @@ impl SplitExecutor {
         })
     }
 
-    /// Queues one step on all stages.
-    fn step(&mut self, changes: &[Change], work: &Work, of_plan: usize, named: &[Slot]) -> Result<(), ExecuteError> {
+    /// Queues one step of a plan on all stages, after changes.
+    fn step(&mut self, changes: &[Change], flight: &Flight, manner: Manner) -> Result<(), ExecuteError> {
+        let Flight { ticket, of_plan, one: work, named, .. } = flight;
+        let of_plan = *of_plan;
         let drawn: Vec<Slot> = match work {
             Work::Prefill { chunks } => chunks.iter().filter(|chunk| chunk.last).map(|chunk| chunk.slot).collect(),
             Work::Decode { slots, .. } => slots.clone(),
         };
-        // Of the buffers of a plan, those of the plan before last are used again.
+        // Of the buffers of a plan, those of an earlier plan are used again.
         let (apply, applied_at) = self.due(named, Some(of_plan));
         self.messages += 1;
         let message = self.messages;
         let draws = !drawn.is_empty();
         self.returns += u64::from(draws);
         let rows = self.stages[0].step_rows(work);
+        let barriers = manner.barriers || self.with_barriers || !self.overlap.allows(Instant::now());
+        let fault_word = self.last().parts.layout.fault_word();
+        let mut broken = Vec::new();
         for index in 0..self.stages.len() {
+            let exchange = self.stages[index].exchange();
             let then = match self.stages.get(index + 1) {
-                Some(next) => Some(self.stages[index].exchange().carry(next.exchange(), rows, of_plan, message)),
+                Some(next) => Some(exchange.carry(next.exchange(), index, (rows, fault_word), of_plan, message)),
                 None => draws.then(|| self.carry_back(&drawn, of_plan, self.returns)),
             };
             let apply = apply.clone();
-            let step = StageStep { of_plan, apply, applied_at, message, draws, then };
-            self.stages[index].submit_step(changes, Some(work.clone()), step)?;
+            let breaks = index == self.breaks % self.stages.len();
+            let fault = if manner.fails && index == 0 { Some(1) } else { manner.reset };
+            let step = StageStep { of_plan, apply, applied_at, message, draws, barriers, breaks, fault, then };
+            let wait = self.stages[index].submit_step(changes, Some(work.clone()), step)?;
+            broken.extend(wait.map(|wait| (index, wait)));
         }
         if draws {
             self.unapplied.push(Unapplied { of_plan, number: self.returns, slots: drawn });
         }
+        self.queued.push_back(QueuedStep { plan: *ticket, behind: false, broken });
         Ok(())
     }
 
-    /// Returns the report on the next step that all stages have reported, if there is one.
-    fn joined(&mut self) -> Option<PlanReport> {
-        if self.reports.iter().any(VecDeque::is_empty) {
-            return None;
-        }
-        let mut reports: Vec<PlanReport> = self.reports.iter_mut().filter_map(VecDeque::pop_front).collect();
-        let mut joined = reports.pop().expect("there are stages");
-        let flight = self.flights.front_mut().expect("a step belongs to a plan");
-        for earlier in reports {
+    /// Joins the stages' reports on the next step, which all of them have reported. Returns the report on the plan, unless
+    /// the step drew nothing because of a fault.
+    fn join(&mut self) -> Result<Option<PlanReport>, ExecuteError> {
+        let mut reports: Vec<StageReport> = self.reports.iter_mut().filter_map(VecDeque::pop_front).collect();
+        let (mut joined, fault) = reports.pop().expect("there are stages");
+        let queued = self.queued.pop_front().expect("a report is on a queued step");
+        let at = self.flights.iter().position(|flight| flight.ticket == queued.plan).expect("a step belongs to a plan");
+        let flight = &mut self.flights[at];
+        for (earlier, _) in reports {
             assert_eq!(earlier.ticket, joined.ticket, "stages report the same steps");
             joined.cost.add(&earlier.cost, 1.0);
             flight.submissions.extend(earlier.submissions);
         }
         flight.submissions.append(&mut joined.submissions);
+        let since = std::mem::replace(&mut self.last_report, Instant::now()).elapsed();
+        if let Some(word) = fault {
+            flight.faulted += 1;
+            let all = flight.reported + flight.faulted == flight.steps;
+            if !queued.behind {
+                self.note_fault(at, &queued, word);
+            }
+            if all {
+                self.repeat(at)?;
+            }
+            return Ok(None);
+        }
         flight.reported += joined.steps;
         joined.ticket = flight.ticket;
         joined.finished = flight.reported >= flight.steps;
-        let since = std::mem::replace(&mut self.last_report, Instant::now()).elapsed();
         // The sum over all stages: a step of a sequence takes as long.
         let time = match joined.cost.gpu_us {
             0.0 => since,
@@ -208,11 +292,96 @@ impl SplitExecutor {
             Timed::Nothing => {}
         }
         if joined.finished
-            && let Some(flight) = self.flights.pop_front()
+            && let Some(flight) = self.flights.remove(at)
         {
+            joined.faults = flight.repeats;
             joined.submissions = flight.submissions;
         }
-        Some(joined)
+        Ok(Some(joined))
+    }
+
+    /// Records that a call of a plan's step timed out while it polled for tagged words. Pauses steps without barriers on all
+    /// stages, unless they are already paused.
+    fn note_fault(&mut self, flight: usize, queued: &QueuedStep, word: u32) {
+        // The fault words stay set until the repetition, which is not queued yet.
+        for step in &mut self.queued {
+            step.behind = true;
+        }
+        let flight = &self.flights[flight];
+        let (stage, call) = faulted_call(word, self.stages.len());
+        let token = flight.named.iter().find_map(|slot| self.last().drawn[slot.0 as usize]);
+        let own = queued.broken.iter().find(|(of, _)| *of == stage).map(|(_, wait)| *wait);
+        self.stages[stage].parts.variants.injections().note_fault(own, call, token);
+        let joined = own.map(|wait| self.first_waits[stage] + wait);
+        self.variants.injections().note_quietly(joined, call, token);
+        self.breaks += 1;
+        let Some(pause) = self.overlap.fault(Instant::now()) else { return };
+        self.variants.fell_back(Fallback::OverlapFault);
+        let rows = self.stages[stage].step_rows(&flight.one);
+        self.stages[stage].warn_of_fault(rows, call, pause);
+    }
+
+    /// Queues again, with barriers, the steps of a plan that drew nothing because of a fault. See
+    /// [`GpuExecutor::run_again`] for why they then draw what they would have drawn.
+    fn repeat(&mut self, at: usize) -> Result<(), ExecuteError> {
+        let mut flight = self.flights.remove(at).expect("its step has been reported");
+        if flight.repeats >= MOST_REPEATS {
+            return Err(ExecuteError::Failed(format!(
+                "a decode plan of a split replica has faulted {} times, at most {MOST_REPEATS} repeats are tried",
+                flight.repeats + 1
+            )));
+        }
+        let slots = match &flight.one {
+            Work::Decode { slots, .. } => slots.clone(),
+            Work::Prefill { .. } => unreachable!("prompts run with barriers and draw their tokens in spite of faults"),
+        };
+        flight.one = Work::Decode { slots, steps: 1, drafts: 0, awaits: false };
+        flight.repeats += 1;
+        for step in 0..std::mem::take(&mut flight.faulted) {
+            let reset = (step == 0).then_some(0);
+            self.step(&[], &flight, Manner { barriers: true, reset, fails: false })?;
+        }
+        self.flights.insert(at, flight);
+        Ok(())
+    }
+
+    /// Waits for all steps that are queued, and returns the reports. For the test at start.
+    pub(crate) fn finish(&mut self) -> Result<Vec<PlanReport>, ExecuteError> {
+        let mut reports = Vec::new();
+        while !self.queued.is_empty() {
+            // It ends: each submission gets a last report, even if the device is lost.
+            let _ = self.wake.recv_timeout(Duration::from_millis(100));
+            reports.extend(self.poll()?);
+        }
+        Ok(reports)
+    }
+
+    /// Has all steps run with barriers, or not. For the test at start.
+    pub(crate) fn set_barriers(&mut self, barriers: bool) {
+        self.with_barriers = barriers;
+    }
+
+    /// Returns the numbers of rows of decode steps that run without barriers on at least one device.
+    pub(crate) fn overlapping_rows(&self) -> BTreeSet<u32> {
+        let decode = self.stages.iter().flat_map(|stage| &stage.parts.decode);
+        decode.filter(|(_, regions)| regions.carried.is_some()).map(|(rows, _)| *rows).collect()
+    }
+
+    /// Has decode steps of `rows` rows run with barriers from now on, because they failed their test.
+    pub(crate) fn drop_overlap(&mut self, rows: u32) {
+        for stage in &mut self.stages {
+            if let Some(regions) = stage.parts.decode.get_mut(&rows) {
+                regions.carried = None;
+                regions.broken.clear();
+            }
+        }
+        self.variants.fell_back(Fallback::OverlapTest);
+    }
+
+    /// Forgets the times of steps so far, and that steps pause after a fault. For the end of the test at start.
+    pub(crate) fn forget(&mut self) {
+        self.overlap = OverlapRetry::new(self.stages[0].parts.retry_after);
+        self.pace = Pace::default();
     }
 }
 
@@ -234,14 +403,17 @@ impl Executor for SplitExecutor {
             let (apply, applied_at) = self.due(&named, None);
             for stage in &mut self.stages {
                 let apply = apply.clone();
-                let step = StageStep { of_plan: 0, apply, applied_at, message: 0, draws: false, then: None };
+                let step = StageStep { apply, applied_at, ..StageStep::default() };
                 stage.submit_step(&plan.changes, None, step)?;
             }
             return Ok(ticket);
         };
         assert!(self.flights.len() < PLANS_IN_FLIGHT, "{} plans are in flight", self.flights.len());
-        let of_plan = self.works % PLANS_IN_FLIGHT;
-        self.works += 1;
+        // In turn, unless a plan in flight uses the next ones: it runs again after a fault.
+        let mut turns = (0..PLANS_IN_FLIGHT).map(|turn| (self.next_buffers + turn) % PLANS_IN_FLIGHT);
+        let free = |of_plan: &usize| self.flights.iter().all(|flight| flight.of_plan != *of_plan);
+        let of_plan = turns.find(free).expect("there are as many buffers as plans in flight");
+        self.next_buffers = of_plan + 1;
         let rows = self.stages[0].step_rows(&work);
         let timed = match &work {
             Work::Prefill { chunks } if chunks.iter().any(|chunk| chunk.score.is_some()) => Timed::Nothing,
@@ -250,11 +422,15 @@ impl Executor for SplitExecutor {
             Work::Decode { drafts, .. } => Timed::Verify(rows / (drafts + 1), *drafts),
         };
         let steps = work.steps();
-        self.flights.push_back(Flight { ticket, steps, reported: 0, timed, submissions: Vec::new() });
         if self.profiled > 0 {
             self.profiled -= 1;
             self.stages.iter_mut().for_each(|stage| stage.profile(1));
         }
+        let every = self.variants.injections().every();
+        self.stages.iter().for_each(|stage| stage.parts.variants.injections().set_every(every));
+        let decodes = matches!(work, Work::Decode { .. });
+        self.decode_plans = self.decode_plans.wrapping_add(decodes.into());
+        let fails = decodes && self.decode_plans == self.stages[0].parts.injection.plan;
         let one = match work {
             Work::Decode { slots, drafts, awaits, .. } => {
                 assert!(!awaits, "a split replica has no gates for masks");
@@ -262,10 +438,14 @@ impl Executor for SplitExecutor {
             }
             prefill => prefill,
         };
+        let submissions = Vec::new();
+        let flight =
+            Flight { ticket, of_plan, one, named, steps, reported: 0, faulted: 0, repeats: 0, timed, submissions };
         for step in 0..steps {
             let changes = if step == 0 { &plan.changes[..] } else { &[] };
-            self.step(changes, &one, of_plan, &named)?;
+            self.step(changes, &flight, Manner { fails: fails && step == 0, ..Manner::default() })?;
         }
+        self.flights.push_back(flight);
         Ok(ticket)
     }
 
@@ -275,9 +455,16 @@ impl Executor for SplitExecutor {
 
     fn poll(&mut self) -> Result<Vec<PlanReport>, ExecuteError> {
         for (stage, reports) in self.stages.iter_mut().zip(&mut self.reports) {
-            reports.extend(stage.poll()?);
+            for report in stage.poll()? {
+                let fault = stage.faulted.pop_front_if(|(ticket, _)| *ticket == report.ticket);
+                reports.push_back((report, fault.map(|(_, word)| word)));
+            }
         }
-        Ok(std::iter::from_fn(|| self.joined()).collect())
+        let mut joined = Vec::new();
+        while self.reports.iter().all(|reports| !reports.is_empty()) {
+            joined.extend(self.join()?);
+        }
+        Ok(joined)
     }
 
     fn set_mask(&mut self, slot: Slot, mask: &[u32]) {
@@ -290,6 +477,10 @@ impl Executor for SplitExecutor {
 
     fn profile(&mut self, plans: u32) {
         self.profiled = plans;
+    }
+
+    fn faults(&self) -> u64 {
+        self.variants.fallen(Fallback::OverlapFault)
     }
 
     fn pace(&self) -> &Pace {

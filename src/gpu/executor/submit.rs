@@ -15,7 +15,7 @@ use crate::kernels::sampling::Patch;
 use crate::kernels::state::{self};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Returns the smallest bucket with at least `rows` rows.
 pub(super) fn fitting<T>(buckets: &BTreeMap<u32, T>, rows: u32) -> (u32, &T) {
@@ -56,7 +56,8 @@ impl GpuExecutor {
         self.carried_steps += steps.len() as u64;
         let mut broken = Vec::new();
         let injections = &self.parts.variants.injections();
-        let wait = injections.next(rows).and_then(|wait| Some((wait, regions.broken.get(&wait)?)));
+        let wait = injections.next(rows).filter(|_| self.breaks);
+        let wait = wait.and_then(|wait| Some((wait, regions.broken.get(&wait)?)));
         if let Some((wait, region)) = wait {
             let (one, every) = (u64::from(self.parts.injection.step), u64::from(injections.every()));
             for (index, number) in (0u32..).zip(first..=self.carried_steps) {
@@ -335,13 +336,17 @@ impl GpuExecutor {
         self.note_injected(pending);
         let Some(pause) = self.overlap.fault(Instant::now()) else { return };
         self.parts.variants.fell_back(Fallback::OverlapFault);
-        let (_, regions) = fitting(&self.parts.decode, pending.steps.rows);
-        let failed = pending.faults.call.wrapping_sub(1);
-        let call = regions.carried.as_ref().and_then(|region| region.whole.label(failed));
+        self.warn_of_fault(pending.steps.rows, pending.faults.call, pause);
+    }
+
+    /// Warns that a call of a step of `rows` rows waited too long, and of the pause that follows.
+    pub(super) fn warn_of_fault(&self, rows: u32, call: u32, pause: Duration) {
+        let (_, regions) = fitting(&self.parts.decode, rows);
+        let label = regions.carried.as_ref().and_then(|region| region.whole.label(call.wrapping_sub(1)));
         tracing::warn!(
             device = self.parts.device_name,
-            call = call.unwrap_or("unknown"),
-            rows = pending.steps.rows,
+            call = label.unwrap_or("unknown"),
+            rows,
             pause_ms = pause.as_millis() as u64,
             "a call of a decode step without barriers waited too long: its step and those behind it run again, with \
              barriers until the pause is over"
@@ -351,16 +356,9 @@ impl GpuExecutor {
     /// Counts the fault of a plan's step: for the wait that a test has broken in this step, or as one that no broken wait
     /// explains. Steps that run ahead of outputs that are done do not count.
     fn note_injected(&self, pending: &Pending) {
-        let injections = self.parts.variants.injections();
-        // Calls behind the broken one miss their words as well, and may be the first to say so.
-        let explains = |(step, wait): &&(u32, usize)| {
-            *step == pending.faults.good && injections.wait(*wait).number <= pending.faults.call
-        };
-        let Some((_, wait)) = pending.steps.broken.iter().find(explains) else { return injections.note_other() };
-        let Some(token) = pending.steps.slots.iter().find_map(|slot| self.drawn[slot.0 as usize]) else { return };
-        injections.note(*wait, token);
-        let wait = injections.wait(*wait);
-        tracing::warn!(call = wait.call, tag = wait.tag, rows = wait.rows, token, "a test has broken this call");
+        let broken = pending.steps.broken.iter().find(|(step, _)| *step == pending.faults.good);
+        let token = pending.steps.slots.iter().find_map(|slot| self.drawn[slot.0 as usize]);
+        self.parts.variants.injections().note_fault(broken.map(|(_, wait)| *wait), pending.faults.call, token);
     }
 
     /// Submits again, with barriers, the steps of a plan that drew nothing because of a fault. Plans queued behind this

@@ -38,6 +38,7 @@ use crate::kernels::sampling;
 use crate::kernels::stream::{self, Onto};
 use crate::kernels::tags::{self, Flow, Generations};
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 
 /// The kind of step that a recording runs, with its bucket sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -180,6 +181,9 @@ pub struct Decoder<'a> {
     pub weights: &'a [WeightSpec],
     /// The layers that the device computes: all of them, unless the model is split over several devices.
     pub stage: LayerStage,
+    /// Of a stage behind another one, by number of rows: the tag of the residual stream's words that a decode step takes
+    /// over. Numbers of rows are missing whose steps take over plain words.
+    pub input_tags: BTreeMap<u32, u32>,
     /// The size in bytes of the device's largest buffer.
     pub max_buffer_bytes: u64,
     /// The layout of the device state.
@@ -319,8 +323,8 @@ impl Decoder<'_> {
         let c = self.config;
         let sizes = |kind: &Attention| (kind.heads, kind.kv_heads, kind.head_dim);
         let alike = c.attention_kinds.iter().all(|kind| sizes(kind) == sizes(&c.attention_kinds[0]));
-        let windows: Vec<Option<u32>> =
-            c.layers_of(LayerKind::Attention).map(|layer| c.attention(layer).window).collect();
+        let own = c.layers_of(LayerKind::Attention).filter(|layer| self.stage.layers.contains(layer));
+        let windows: Vec<Option<u32>> = own.map(|layer| c.attention(layer).window).collect();
         let alone = windows.iter().any(|window| windows.iter().filter(|other| *other == window).count() == 1);
         let mut widths = vec![c.hidden];
         for kind in c.attention_kinds.iter().filter(|_| !windows.is_empty()) {
@@ -340,6 +344,7 @@ impl Decoder<'_> {
         let whole = c.experts.is_none_or(|experts| self.expert_shape(experts).middle_is_whole());
         self.tuning.tags
             && matches!(shape, StepShape::Decode { .. })
+            && (self.stage.is_first() || self.input_tags.contains_key(&shape.rows()))
             && !self.packs(shape)
             && whole
             && !staged
@@ -366,6 +371,9 @@ impl Decoder<'_> {
             _ => self.state.chunk(r),
         };
         let step = self.buffers(r, shape, if behind { self.state.chunk } else { rows }, chunk, carries);
+        if let Some(tag) = self.input_tags.get(&rows).filter(|_| carries) {
+            r.tagged_inputs = vec![(step.x.range.buffer, *tag)];
+        }
         if !behind {
             if carries {
                 self.clear_tags(r, &step);
@@ -414,9 +422,13 @@ impl Decoder<'_> {
         });
         let names = ["latent.input", "latent.queries", "latent.mixed"];
         let latent = std::array::from_fn(|at| Self::activations(r, names[at], rows, latent[at]));
+        let x = Self::activations(r, &named("x"), x_rows, c.hidden);
+        let taken_over = |tag: &u32| Generations::beginning(x.range, *tag);
+        let generations =
+            carries.then(|| RefCell::new(self.input_tags.get(&rows).map(taken_over).unwrap_or_default()));
         Step {
             rows: r.buffer("rows", embed::rows_bytes(x_rows)),
-            x: Self::activations(r, &named("x"), x_rows, c.hidden),
+            x,
             qkv: Self::activations(r, &named("qkv"), rows, most(&|kind| c.qkv_rows(kind))),
             attention: Self::activations(r, &named("attention.output"), rows, most(&Attention::q_rows)),
             projected: Self::activations(r, &named("in_proj.output"), rows, projected),
@@ -429,7 +441,7 @@ impl Decoder<'_> {
             latent,
             logits: Self::activations(r, "logits", if prefill { 1 } else { rows }, c.vocab),
             fault: self.state.fault(r),
-            generations: carries.then(RefCell::default),
+            generations,
             partials: r.buffer(
                 &named("attention.partials"),
                 heads.iter().map(|heads| heads.partial_floats(self.tuning.splits)).max().unwrap_or(0)
@@ -451,8 +463,9 @@ impl Decoder<'_> {
         }
     }
 
-    /// Zeroes the step's tagged activations except x, whose first write has a tag that no other write has. This is one
-    /// call before a barrier that is needed anyway, since the mixers read the row table that the embedding writes.
+    /// Zeroes the step's tagged activations except x, whose first write has a tag that no other write has, or which a
+    /// stage has taken over. This is one call before a barrier that is needed anyway, since the mixers read the row table
+    /// that the embedding writes.
     fn clear_tags(&self, r: &mut Recording, step: &Step) {
         let all = [step.qkv, step.attention, step.projected, step.mixed, step.mlp, step.router, step.middle];
         let buffers: Vec<Range> = all.iter().map(|of| of.range).filter(|range| range.bytes > 0).collect();

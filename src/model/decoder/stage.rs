@@ -3,10 +3,11 @@
 //!
 //! Not here: devices, and how activations pass from one to the next.
 
-use super::Decoder;
-use crate::kernels::embed;
+use super::{Decoder, StepShape, TAGGED};
+use crate::kernels::{embed, sampling, tags};
 use crate::model::checkpoint::WeightSpec;
 use crate::model::config::{LayerKind, ModelConfig};
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// The part of a model that one device computes. The first stage also has the embedding, the last one the LM head and the
@@ -129,8 +130,10 @@ pub fn divide(config: &ModelConfig, weights: &[WeightSpec], shares: &[f64]) -> R
 /// A buffer of activations that passes from a stage to the next one, and its place in the message that carries it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PassedBuffer {
-    /// The buffer's name, the same on both devices.
+    /// The buffer's name, the same on both devices, in steps whose activations are not tagged.
     pub name: &'static str,
+    /// Whether its words are tagged in steps whose activations are; its name then begins with [`TAGGED`].
+    pub tagged: bool,
     /// The number of bytes of a row.
     pub row_bytes: u64,
     /// The offset in the message in bytes, the same for any number of rows: what an earlier message left there has the
@@ -138,11 +141,33 @@ pub struct PassedBuffer {
     pub at: u64,
 }
 
+/// The layout of a message from a stage to the next one. All offsets and sizes are in bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MessageLayout {
+    /// The activations.
+    pub buffers: Vec<PassedBuffer>,
+    /// The offset of the sender's fault word.
+    pub fault: u64,
+    /// The offset of an inbox of `patch` with room for one word: the receiver's fault word, if the sender's is set.
+    pub inbox: u64,
+    /// The size.
+    pub bytes: u64,
+}
+
+impl PassedBuffer {
+    /// Returns the buffer's name in a step whose activations are tagged, or are not.
+    pub fn name_in(&self, tagged_step: bool) -> String {
+        match tagged_step && self.tagged {
+            true => format!("{TAGGED}{}", self.name),
+            false => self.name.to_owned(),
+        }
+    }
+}
+
 impl Decoder<'_> {
-    /// Returns the buffers that pass from a stage to the next one, of at most `most` rows, and the size of a message in
-    /// bytes: the row table, the residual stream, and the inputs of layers that depend on the tokens, if the model has
-    /// them.
-    pub fn passed(&self, most: u32) -> (Vec<PassedBuffer>, u64) {
+    /// Returns what passes from a stage to the next one in steps of at most `most` rows: the row table, the residual stream,
+    /// and the inputs of layers that depend on the tokens, if the model has them; and the fault word.
+    pub fn message(&self, most: u32) -> MessageLayout {
         let c = self.config;
         let floats = |width: u32| u64::from(super::stride(width)) * 4;
         let inputs = c.layer_inputs.map(|of| ("layer_inputs", floats(of.width * c.layers)));
@@ -151,9 +176,27 @@ impl Decoder<'_> {
         let passed = buffers.map(|(name, row_bytes)| {
             let at = bytes;
             bytes += row_bytes * u64::from(most);
-            PassedBuffer { name, row_bytes, at }
+            PassedBuffer { name, tagged: name == "x", row_bytes, at }
         });
-        (passed.collect(), bytes)
+        let buffers = passed.collect();
+        let fault = bytes.next_multiple_of(16);
+        let inbox = fault + 16;
+        MessageLayout { buffers, fault, inbox, bytes: inbox + sampling::patch_bytes(1) }
+    }
+
+    /// Returns the tags of the residual stream at the end of the stage's decode steps, by number of rows, for
+    /// [`Decoder::input_tags`] of the next stage. Numbers of rows are missing whose steps are not tagged.
+    pub fn output_tags(&self) -> BTreeMap<u32, u32> {
+        let mut tags = BTreeMap::new();
+        let mut rows = 1;
+        while rows <= self.state.rows {
+            let shape = StepShape::Decode { rows };
+            if self.carries(shape) {
+                tags.extend(tags::last_tag(&self.record(shape), &format!("{TAGGED}x")).map(|tag| (rows, tag)));
+            }
+            rows *= 2;
+        }
+        tags
     }
 }
 

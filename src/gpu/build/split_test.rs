@@ -1,0 +1,134 @@
+//! The test at start of a split replica's decode steps without barriers: sequences decode a few tokens on all devices, as in
+//! normal operation, once without barriers and once with them. Tokens and logits must be equal; a number of rows that fails
+//! runs with barriers.
+//! Not here: the same of a replica on one device (`overlap_test`), and faults at run time (`gpu::executor::split`).
+
+use crate::engine::executor::{ExecuteError, Executor};
+use crate::engine::plan::{
+    Capacity, Change, Chunk, PLANS_IN_FLIGHT, Page, PageTable, Sampled, Slot, SlotParams, StepPlan, Work,
+};
+use crate::engine::request::Sampling;
+use crate::gpu::executor::split::SplitExecutor;
+use crate::kernels::attention::PAGE_TOKENS;
+
+/// The number of steps per plan, if the executor queues as many.
+const STEPS: u32 = 4;
+/// The number of pages of context before the tested tokens, if a slot can hold that many: enough to split attention.
+const CONTEXT_PAGES: u32 = 40;
+
+/// The result of a run of a few steps.
+#[derive(Debug, PartialEq)]
+struct Outcome {
+    tokens: Vec<(Slot, u32)>,
+    /// Those of the first slot's last token, as bits.
+    logits: Vec<u32>,
+}
+
+/// Tests every number of rows that decodes without barriers, and has those that fail run with barriers. Returns them, each
+/// with what was wrong.
+pub(crate) fn test_split(executor: &mut SplitExecutor) -> Result<Vec<(u32, String)>, ExecuteError> {
+    let mut failed = Vec::new();
+    for rows in executor.overlapping_rows() {
+        let before = executor.faults();
+        executor.set_barriers(false);
+        let found = run(executor, rows)?;
+        let faults = executor.faults() - before;
+        executor.set_barriers(true);
+        let wanted = run(executor, rows)?;
+        executor.set_barriers(false);
+        // A pause after a fault would have the next number of rows run with barriers.
+        executor.forget();
+        let why = match () {
+            () if faults > 0 => "a call waited too long",
+            () if found.tokens != wanted.tokens => "it draws other tokens",
+            () if found != wanted => "its logits differ",
+            () => continue,
+        };
+        executor.drop_overlap(rows);
+        failed.push((rows, why.to_owned()));
+    }
+    Ok(failed)
+}
+
+/// Has as many sequences as a step of `rows` rows holds decode a few tokens after a short prompt each, or after one token
+/// behind a context that they share.
+fn run(executor: &mut SplitExecutor, rows: u32) -> Result<Outcome, ExecuteError> {
+    let Capacity { slots, pages, window, context, prompts, run_ahead, prefill_chunk, vocabulary, ref snapshots, .. } =
+        *executor.capacity();
+    let steps = STEPS.min(run_ahead / PLANS_IN_FLIGHT as u32).max(1);
+    let tokens = 1 + steps * PLANS_IN_FLIGHT as u32;
+    // Recurrent state is only treated as empty at position 0.
+    let room = (context.saturating_sub(tokens) / PAGE_TOKENS).min(pages.saturating_sub(2)) * PAGE_TOKENS;
+    let shared = if snapshots.is_some() { 0 } else { (CONTEXT_PAGES * PAGE_TOKENS).min(room) };
+    let own = (shared + tokens).div_ceil(PAGE_TOKENS) - shared / PAGE_TOKENS;
+    let most = window.map_or(pages, |window| window.pages.min(pages));
+    let sequences = rows.min(slots).min((most.saturating_sub(1)) / own).max(1);
+    let token = |slot: u32| (slot * 97 + 1) % vocabulary;
+    let mut changes = Vec::new();
+    for slot in 0..sequences {
+        let params = SlotParams {
+            sampling: Sampling::default(),
+            seed: 0,
+            generated: 0,
+            prompt_tokens: shared + 1,
+            max_tokens: u32::MAX,
+            min_tokens: 0,
+            stop_ids: Vec::new(),
+            logprobs: None,
+            dump_logits: slot == 0,
+            mask: None,
+        };
+        changes.push(Change::Join { slot: Slot(slot), params: Box::new(params), cached: Vec::new() });
+        // Page 0 is the context of all sequences, as often as it takes.
+        let mut table = vec![Page(0); (shared / PAGE_TOKENS) as usize];
+        table.extend((0..own).map(|page| Page(1 + slot * own + page)));
+        let tables = [Some(PageTable::Full), window.map(|_| PageTable::Window)];
+        for of in tables.into_iter().flatten() {
+            changes.push(Change::Pages { slot: Slot(slot), table: of, first: 0, pages: table.clone() });
+        }
+    }
+    let chunk = |slot: u32, start: u32, tokens: Vec<u32>, last: bool| Chunk {
+        slot: Slot(slot),
+        tokens,
+        start,
+        last,
+        next: (!last).then_some(token(slot)),
+        restore: None,
+        keeps: Vec::new(),
+        score: None,
+        pooled: 0..0,
+    };
+    let mut outcome = Outcome { tokens: Vec::new(), logits: Vec::new() };
+    let mut note = |drawn: Vec<Sampled>| {
+        for Sampled { slot, id, logits, .. } in drawn {
+            outcome.tokens.push((slot, id));
+            if let Some(logits) = logits {
+                outcome.logits = logits.into_iter().map(f32::to_bits).collect();
+            }
+        }
+    };
+    let mut plans = Vec::new();
+    if shared > 0 {
+        // All tokens of the context have the same page.
+        let filled = (0..PAGE_TOKENS).map(|at| token(at + 1)).collect();
+        plans.push(Work::Prefill { chunks: vec![chunk(0, 0, filled, false)] });
+    }
+    let firsts: Vec<u32> = (0..sequences).collect();
+    for some in firsts.chunks(prompts.min(prefill_chunk) as usize) {
+        let chunks = some.iter().map(|slot| chunk(*slot, shared, vec![token(*slot)], true)).collect();
+        plans.push(Work::Prefill { chunks });
+    }
+    let slots: Vec<Slot> = (0..sequences).map(Slot).collect();
+    for work in plans {
+        executor.submit(StepPlan { changes: std::mem::take(&mut changes), work: Some(work) })?;
+        executor.finish()?.into_iter().for_each(|report| note(report.tokens));
+    }
+    for _ in 0..PLANS_IN_FLIGHT {
+        let work = Work::Decode { slots: slots.clone(), steps, drafts: 0, awaits: false };
+        executor.submit(StepPlan { changes: Vec::new(), work: Some(work) })?;
+    }
+    executor.finish()?.into_iter().for_each(|report| note(report.tokens));
+    let changes = slots.into_iter().map(|slot| Change::Leave { slot }).collect();
+    executor.submit(StepPlan { changes, work: None })?;
+    Ok(outcome)
+}

@@ -80,14 +80,21 @@ def checkpoint(program, config, folder):
 
 
 class Server:
-    """A program that serves one checkpoint, with its log as a list of JSON objects."""
+    """A program that serves one checkpoint on a device, or split over several, with its log as a list of JSON objects."""
 
-    def __init__(self, program, folder, device, tune, **keys):
+    def __init__(self, program, folder, devices, tune, **keys):
         lines = ['[server]', 'listen = "127.0.0.1:0"', '[http]', 'listen = "127.0.0.1:0"', '[admin]',
                  'listen = "127.0.0.1:0"', '[runtime]', f"tune = {json.dumps(tune)}", '[[models]]', 'name = "m"',
                  f"path = {json.dumps(str(folder))}"]
         lines += [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
-        lines += [f"replicas = [{{ device = {json.dumps(device)} }}]" if device else "replicas = [{}]"]
+        devices = [devices] if isinstance(devices, str) else devices or []
+        match devices:
+            case []:
+                lines += ["replicas = [{}]"]
+            case [device]:
+                lines += [f"replicas = [{{ device = {json.dumps(device)} }}]"]
+            case _:
+                lines += [f'replicas = [{{ devices = {json.dumps(devices)}, split = "layers" }}]']
         path = folder.with_suffix(".toml")
         path.write_text("\n".join(lines) + "\n")
         self.log = []

@@ -2,10 +2,10 @@
 """Injects faults into every call of decode steps without barriers that waits for another call, and compares the texts with
 undisturbed ones.
 
-    faults.py PROGRAM [--device SEL] [--tune KEY=VALUE]... [--seconds S] [--only NAME]... [--streams N]... [--steps N]
+    faults.py PROGRAM [--device SEL]... [--tune KEY=VALUE]... [--seconds S] [--only NAME]... [--streams N]... [--steps N]
               [CONFIG.json ...]
 
-Models are small ones of random weights of each kind, or those of the given configurations. Each is served undisturbed, twice,
+Several devices share the layers of each model. Models are small ones of random weights of each kind, or those of the given configurations. Each is served undisturbed, twice,
 and then with a fault in every EVERY-th step (`broken_calls=1`), with one stream and with eight. A model ends when each call has
 been broken in N different steps of a text (40), or its share of S seconds is over. The status is 1 if a text differs from the
 undisturbed one, or a call was broken in fewer steps. On a CPU driver: --device cpu --tune fragments=1 --tune tags=1.
@@ -44,6 +44,8 @@ MODELS = {
     "dense, one KV head": (common.dense(num_attention_heads=8, num_key_value_heads=1, head_dim=128, hidden_size=256), {}),
     "experts": (common.experts(), {}),
     "hybrid": (common.hybrid(), {}),
+    # Layers on either side of a split have several attention layers.
+    "hybrid, 16 layers": (common.hybrid(num_hidden_layers=16), {}),
     "windows": (common.windows(), {}),
     "int8": (common.dense(), {"quantize": "int8"}),
     "int4": (common.dense(), {"quantize": "int4"}),
@@ -56,12 +58,15 @@ def prompt(index):
 
 
 class Batches:
-    """Texts of a server whose batches are the same in every run, because rounding depends on the number of rows."""
+    """Texts of a server whose batches and prompt steps are the same in every run, because rounding depends on the number of
+    rows."""
 
-    def __init__(self, server, streams, first):
+    def __init__(self, server, streams, first, prompts=None):
         self.server, self.streams, self.first, self.turn = server, streams, first, 0
         # The length of the server's log before the last texts.
         self.began = 0
+        # The numbers of tokens and of rows that draw of the prompt step in which the prompts end; None: those of the next run.
+        self.prompts = prompts
 
     def texts(self, tokens):
         """Returns the texts of all streams, each of this number of tokens."""
@@ -82,9 +87,12 @@ class Batches:
             texts = self.server.complete(prompts, tokens)
             first.join()
             time.sleep(0.01)
-            rows = [step["rows"] for step in self.server.steps(following) if step["phase"] == "decode"]
+            steps = self.server.steps(following)
+            rows = [step["rows"] for step in steps if step["phase"] == "decode"]
+            prompts = [(step["rows"], step["tokens"]) for step in steps if step["phase"] != "decode"][-1:]
             # Other steps have other numbers of rows if the prompts did not join, or if the scheduler tried smaller batches.
-            if set(rows) == {self.streams}:
+            if set(rows) == {self.streams} and (self.prompts or prompts) == prompts:
+                self.prompts = prompts
                 return texts
             seen.add(tuple(sorted(set(rows))))
         raise RuntimeError(f"{self.streams} prompts never ran in one plan, but in steps of {sorted(seen)} rows")
@@ -92,23 +100,28 @@ class Batches:
 
 def run(args, name, config, keys, streams, folder, end):
     """Returns the row of the table for a model, and whether it is good."""
-    chunk, chunks = (CPU_CHUNK, CPU_CHUNKS) if args.device == "cpu" else (CHUNK, CHUNKS)
+    chunk, chunks = (CPU_CHUNK, CPU_CHUNKS) if args.device == ["cpu"] else (CHUNK, CHUNKS)
     first = chunk * chunks + 8
     # The first prompt has a slot as well.
     keys = {"slots": STREAMS + 1, "context": max(first + 8, 512), "drafts": 0, "prefill_chunk": chunk, **keys}
     with common.Server(args.program, folder, args.device, args.tune, **keys) as server:
         batches = Batches(server, streams, first)
+        # The first steps are planned before their speed is known.
+        batches.texts(LENGTHS[0])
+        batches.prompts = None
         wanted = {tokens: batches.texts(tokens) for tokens in LENGTHS}
         if any(batches.texts(tokens) != texts for tokens, texts in wanted.items()):
             return (name, streams, 0, 0, 0, 0, 0, "undisturbed texts differ"), False
+    prompts = batches.prompts
     tune = [*args.tune, "broken_calls=1", f"broken_every={EVERY}", "retry_ms=0"]
     texts = different = 0
     with common.Server(args.program, folder, args.device, tune, **keys) as server:
-        batches = Batches(server, streams, first)
+        batches = Batches(server, streams, first, prompts)
         told = [entry["message"] for entry in server.log if "are broken in turn" in entry.get("message", "")]
         failed = [entry["message"] for entry in server.log if "failed its test" in entry.get("message", "")]
         numbers = [re.search(r"(\d+) waits of steps of (\d+) rows", line) for line in told]
-        waits = next((int(of[1]) for of in numbers if int(of[2]) == streams), 0)
+        # Each stage of a split model tells its own.
+        waits = sum(int(of[1]) for of in numbers if int(of[2]) == streams)
         steps, faults, seen = {}, 0, 0
         for tokens in itertools.cycle(LENGTHS):
             if time.monotonic() > end:
@@ -138,7 +151,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program", type=lambda path: str(pathlib.Path(path).resolve()))
     parser.add_argument("configs", nargs="*", type=pathlib.Path)
-    parser.add_argument("--device")
+    parser.add_argument("--device", action="append")
     parser.add_argument("--tune", action="append", default=[])
     parser.add_argument("--only", action="append", choices=sorted(MODELS))
     parser.add_argument("--streams", action="append", type=int, choices=(1, STREAMS))

@@ -30,14 +30,12 @@ pub(crate) fn test_split(executor: &mut SplitExecutor) -> Result<Vec<(u32, Strin
     let mut failed = Vec::new();
     for rows in executor.overlapping_rows() {
         let before = executor.faults();
-        executor.set_barriers(false);
+        executor.test(false);
         let found = run(executor, rows)?;
         let faults = executor.faults() - before;
-        executor.set_barriers(true);
+        executor.test(true);
         let wanted = run(executor, rows)?;
-        executor.set_barriers(false);
-        // A pause after a fault would have the next number of rows run with barriers.
-        executor.forget();
+        executor.end_test();
         let why = match () {
             () if faults > 0 => "a call waited too long",
             () if found.tokens != wanted.tokens => "it draws other tokens",

@@ -45,12 +45,11 @@ pub struct SplitExecutor {
     queued: VecDeque<QueuedStep>,
     /// When steps run without barriers again after a fault.
     overlap: OverlapRetry,
-    /// Whether steps run with barriers now, whatever `overlap` says: for the test at start.
-    with_barriers: bool,
+    /// During the test at start: whether steps run with barriers. No faults are injected meanwhile.
+    testing: Option<bool>,
     /// The number of decode plans so far.
     decode_plans: u32,
-    /// The stage whose steps tests may break now, and the number of each stage's first wait in the joined injections.
-    breaks: usize,
+    /// The number of each stage's first wait in the joined injections.
     first_waits: Vec<usize>,
     /// The changes of slots by earlier steps that the stages before the last have not been told to apply.
     unapplied: Vec<Unapplied>,
@@ -166,9 +165,8 @@ impl SplitExecutor {
             returns: 0,
             queued: VecDeque::new(),
             overlap,
-            with_barriers: false,
+            testing: None,
             decode_plans: 0,
-            breaks: 0,
             first_waits,
             unapplied: Vec::new(),
             flights: VecDeque::new(),
@@ -228,7 +226,10 @@ impl SplitExecutor {
         let draws = !drawn.is_empty();
         self.returns += u64::from(draws);
         let rows = self.stages[0].step_rows(work);
-        let barriers = manner.barriers || self.with_barriers || !self.overlap.allows(Instant::now());
+        let allowed = self.testing.map_or_else(|| self.overlap.allows(Instant::now()), |barriers| !barriers);
+        let barriers = manner.barriers || !allowed;
+        let wait = self.variants.injections().next(rows).filter(|_| self.testing.is_none());
+        let broken_stage = wait.map(|wait| self.first_waits.partition_point(|first| *first <= wait) - 1);
         let fault_word = self.last().parts.layout.fault_word();
         let mut broken = Vec::new();
         for index in 0..self.stages.len() {
@@ -238,7 +239,7 @@ impl SplitExecutor {
                 None => draws.then(|| self.carry_back(&drawn, of_plan, self.returns)),
             };
             let apply = apply.clone();
-            let breaks = index == self.breaks % self.stages.len();
+            let breaks = broken_stage == Some(index);
             let fault = if manner.fails && index == 0 { Some(1) } else { manner.reset };
             let step = StageStep { of_plan, apply, applied_at, message, draws, barriers, breaks, fault, then };
             let wait = self.stages[index].submit_step(changes, Some(work.clone()), step)?;
@@ -314,7 +315,6 @@ impl SplitExecutor {
         self.stages[stage].parts.variants.injections().note_fault(own, call, token);
         let joined = own.map(|wait| self.first_waits[stage] + wait);
         self.variants.injections().note_quietly(joined, call, token);
-        self.breaks += 1;
         let Some(pause) = self.overlap.fault(Instant::now()) else { return };
         self.variants.fell_back(Fallback::OverlapFault);
         let rows = self.stages[stage].step_rows(&flight.one);
@@ -356,9 +356,9 @@ impl SplitExecutor {
         Ok(reports)
     }
 
-    /// Has all steps run with barriers, or not. For the test at start.
-    pub(crate) fn set_barriers(&mut self, barriers: bool) {
-        self.with_barriers = barriers;
+    /// Begins the test at start, or a part of it: all steps run with barriers, or without.
+    pub(crate) fn test(&mut self, barriers: bool) {
+        self.testing = Some(barriers);
     }
 
     /// Returns the numbers of rows of decode steps that run without barriers on at least one device.
@@ -378,8 +378,9 @@ impl SplitExecutor {
         self.variants.fell_back(Fallback::OverlapTest);
     }
 
-    /// Forgets the times of steps so far, and that steps pause after a fault. For the end of the test at start.
-    pub(crate) fn forget(&mut self) {
+    /// Ends the test at start: forgets the times of its steps, and that steps pause after a fault.
+    pub(crate) fn end_test(&mut self) {
+        self.testing = None;
         self.overlap = OverlapRetry::new(self.stages[0].parts.retry_after);
         self.pace = Pace::default();
     }
@@ -429,8 +430,8 @@ impl Executor for SplitExecutor {
         let every = self.variants.injections().every();
         self.stages.iter().for_each(|stage| stage.parts.variants.injections().set_every(every));
         let decodes = matches!(work, Work::Decode { .. });
-        self.decode_plans = self.decode_plans.wrapping_add(decodes.into());
-        let fails = decodes && self.decode_plans == self.stages[0].parts.injection.plan;
+        self.decode_plans = self.decode_plans.wrapping_add((decodes && self.testing.is_none()).into());
+        let fails = decodes && self.testing.is_none() && self.decode_plans == self.stages[0].parts.injection.plan;
         let one = match work {
             Work::Decode { slots, drafts, awaits, .. } => {
                 assert!(!awaits, "a split replica has no gates for masks");

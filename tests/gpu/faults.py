@@ -113,6 +113,8 @@ def run(args, name, config, keys, streams, folder, end):
         if any(batches.texts(tokens) != texts for tokens, texts in wanted.items()):
             return (name, streams, 0, 0, 0, 0, 0, "undisturbed texts differ"), False
     prompts = batches.prompts
+    # A split model divides a batch among its devices.
+    rows = -(-streams // len(args.device or [""]))
     tune = [*args.tune, "broken_calls=1", f"broken_every={EVERY}", "retry_ms=0"]
     texts = different = 0
     with common.Server(args.program, folder, args.device, tune, **keys) as server:
@@ -121,7 +123,7 @@ def run(args, name, config, keys, streams, folder, end):
         failed = [entry["message"] for entry in server.log if "failed its test" in entry.get("message", "")]
         numbers = [re.search(r"(\d+) waits of steps of (\d+) rows", line) for line in told]
         # Each stage of a split model tells its own.
-        waits = sum(int(of[1]) for of in numbers if int(of[2]) == streams)
+        waits = sum(int(of[1]) for of in numbers if int(of[2]) == rows)
         steps, faults, seen = {}, 0, 0
         for tokens in itertools.cycle(LENGTHS):
             if time.monotonic() > end:
@@ -131,7 +133,7 @@ def run(args, name, config, keys, streams, folder, end):
             different += sum(one != other for one, other in zip(found, wanted[tokens], strict=True))
             # Faults of texts that were not compared do not count.
             for entry in server.log[max(seen, batches.began):]:
-                if entry.get("message") == "a test has broken this call" and entry["rows"] == streams:
+                if entry.get("message") == "a test has broken this call" and entry["rows"] == rows:
                     steps.setdefault((entry["call"], entry["tag"]), set()).add(entry["token"])
                     faults += 1
             seen = len(server.log)

@@ -298,8 +298,9 @@ impl Injected {
     }
 
     /// Repeats a text with faults until each wait of steps of `rows` rows has been broken `times` times. Every repetition
-    /// must give `wanted`.
+    /// must give `wanted`. A split model divides these rows among its devices.
     fn cover<T: PartialEq + std::fmt::Debug>(&self, rows: u32, times: u32, wanted: &T, run: &dyn Fn() -> T) {
+        let rows = rows.div_ceil(self.with(|replica| replica.stages.len().max(1) as u32));
         let waits = self.seen(rows).len() as u32;
         let mut texts = 0;
         let least = || {

@@ -31,7 +31,7 @@ use crate::gpu::build::recordings::{
 use crate::gpu::build::split::StagePart;
 use crate::gpu::devices::OpenDevice;
 use crate::gpu::error::StartError;
-use crate::gpu::executor::exchange::{Exchange, PassedRows, MessagesIn, MessagesOut, SlotsIn, SlotsOut};
+use crate::gpu::executor::exchange::{self, Exchange, MessagesIn, MessagesOut, PassedRows, SlotsIn, SlotsOut};
 use crate::gpu::executor::{CountInbox, DecodeRegion, DecodeRegions, GpuExecutor, HeadParts, Inbox, Injection, Parts};
 use crate::gpu::spans;
 use crate::gpu::tuned::Tuned;
@@ -589,17 +589,16 @@ impl Build<'_> {
         }
         let ExchangeRecordings { receive, send, apply, publish } = &recordings.exchange;
         type Make<'m> = &'m dyn Fn(&Recording) -> Result<Arc<Region>, StartError>;
-        let both = |pair: &[Recording; 2], make: Make<'_>| Ok::<_, StartError>([make(&pair[0])?, make(&pair[1])?]);
-        let buffers = |what: &str| -> Result<[Arc<Buffer>; 2], StartError> {
-            Ok([buffer(&exchange_buffer(what, 0))?, buffer(&exchange_buffer(what, 1))?])
+        let each = |of: &[Recording], make: Make<'_>| of.iter().map(make).collect::<Result<Vec<_>, StartError>>();
+        let buffers = |what: &str| -> Result<Vec<Arc<Buffer>>, StartError> {
+            exchange::buffers(decoder.stage.stages).map(|index| buffer(&exchange_buffer(what, index))).collect()
         };
-        let by_rows = |of: &BTreeMap<PassedRows, [Recording; 2]>, make: Make<'_>| {
-            of.iter().map(|(rows, pair)| Ok((*rows, both(pair, make)?))).collect::<Result<BTreeMap<_, _>, StartError>>()
+        let by_rows = |of: &BTreeMap<PassedRows, Vec<Recording>>, make: Make<'_>| {
+            of.iter().map(|(rows, of)| Ok((*rows, each(of, make)?))).collect::<Result<BTreeMap<_, _>, StartError>>()
         };
         let gate = || -> Result<Arc<Gate>, StartError> { Ok(Arc::new(Gate::new(&self.opened.device)?)) };
-        let most = recordings.rows().iter().map(|of| of.rows).max().unwrap_or(0);
         Ok(Exchange {
-            message: decoder.message(most),
+            layouts: recordings.message_rows().map(|most| decoder.message(most)),
             carries_faults: decoder.tuning.tags,
             output_tags: decoder.output_tags(),
             receive: match receive.is_empty() {
@@ -612,13 +611,13 @@ impl Build<'_> {
                 true => None,
                 false => Some(MessagesOut { messages: buffers("send")?, regions: by_rows(send, region)? }),
             },
-            apply: match apply {
-                None => None,
-                Some(pair) => Some(SlotsIn { inboxes: buffers("apply")?, regions: both(pair, gated)?, gate: gate()? }),
+            apply: match apply.is_empty() {
+                true => None,
+                false => Some(SlotsIn { inboxes: buffers("apply")?, regions: each(apply, gated)?, gate: gate()? }),
             },
-            publish: match publish {
-                None => None,
-                Some(pair) => Some(SlotsOut { slots: buffers("publish")?, regions: both(pair, region)? }),
+            publish: match publish.is_empty() {
+                true => None,
+                false => Some(SlotsOut { slots: buffers("publish")?, regions: each(publish, region)? }),
             },
         })
     }

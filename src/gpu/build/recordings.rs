@@ -2,8 +2,8 @@
 
 use crate::engine::injection::{Injections, Wait};
 use crate::engine::variants::{Fallback, Variants};
-use crate::gpu::build::defaults::{INBOXES, PATCH_PAIRS, SEEN_ROWS};
-use crate::gpu::executor::exchange::{PassedRows, RETURNED};
+use crate::gpu::build::defaults::{INBOXES, PATCH_PAIRS, RUN_AHEAD, SEEN_ROWS};
+use crate::gpu::executor::exchange::{self, PassedRows, RETURNED};
 use crate::kernels::embed::rows_bytes;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::{Op, Recording};
@@ -56,32 +56,32 @@ pub(crate) struct HeadRecordings {
     pub(crate) dump: Recording,
 }
 
-/// Recordings of which there are two, for two plans in flight.
-pub(crate) type RecordingPair = [Recording; 2];
+/// Recordings of which there is one for each buffer that a stage exchanges data through (`gpu::executor::exchange`).
+pub(crate) type OfBuffers = Vec<Recording>;
 
 /// The recordings with which a stage of a split model exchanges data with other stages; empty for a model on one device.
 #[derive(Default)]
 pub(crate) struct ExchangeRecordings {
     /// The first stage has none: take over the rows of a step from the stage before.
-    pub(crate) receive: BTreeMap<PassedRows, RecordingPair>,
+    pub(crate) receive: BTreeMap<PassedRows, OfBuffers>,
     /// The last stage has none: hand the rows of a step to the next stage.
-    pub(crate) send: BTreeMap<PassedRows, RecordingPair>,
+    pub(crate) send: BTreeMap<PassedRows, OfBuffers>,
     /// The last stage has none: apply the changes of slots that the last stage has made.
-    pub(crate) apply: Option<RecordingPair>,
+    pub(crate) apply: OfBuffers,
     /// Only the last stage: hand all slots to the host.
-    pub(crate) publish: Option<RecordingPair>,
+    pub(crate) publish: OfBuffers,
 }
 
 impl ExchangeRecordings {
     fn all(&self) -> impl Iterator<Item = &Recording> {
         let rows = self.receive.values().chain(self.send.values());
-        rows.chain(&self.apply).chain(&self.publish).flatten()
+        rows.flatten().chain(&self.apply).chain(&self.publish)
     }
 }
 
-/// Returns the name of one of a pair of exchange buffers.
-pub(crate) fn exchange_buffer(what: &str, of_plan: usize) -> String {
-    format!("{EXCHANGE}{what}.{of_plan}")
+/// Returns the name of an exchange buffer.
+pub(crate) fn exchange_buffer(what: &str, index: usize) -> String {
+    format!("{EXCHANGE}{what}.{index}")
 }
 
 /// The prefix of the names of exchange buffers.
@@ -118,20 +118,37 @@ impl Recordings {
             }
         }
         let prefill = buckets.iter().map(|&rows| (rows, decoder.record(StepShape::Prefill { rows }))).collect();
-        let inboxes = (0..INBOXES).map(|index| inbox_recordings(decoder, index)).collect();
+        // The parts of a batch of a split model take turns in the batch's rows, so each of their steps has a change.
+        let parts = exchange::parts(decoder.stage.stages);
+        let inboxes = if parts == 1 { INBOXES } else { INBOXES + RUN_AHEAD as usize * parts };
+        let inboxes = (0..inboxes).map(|index| inbox_recordings(decoder, index)).collect();
         let head = decoder.stage.is_last().then(|| head_recordings(decoder));
         let mut recordings =
             Recordings { decode, verify, prefill, inboxes, head, exchange: ExchangeRecordings::default() };
-        recordings.exchange = exchange_recordings(decoder, &recordings.rows());
+        recordings.exchange = exchange_recordings(decoder, &recordings);
         recordings
     }
 
     /// Returns the numbers of rows of the steps, and which of them are tagged.
     pub(crate) fn rows(&self) -> BTreeSet<PassedRows> {
-        let decode = self.decode.iter().map(|(rows, _, plain)| PassedRows { rows: *rows, tagged: plain.is_some() });
         let verify = self.verify.iter().map(|(drafts, sequences, _)| sequences * (drafts + 1));
         let others = verify.chain(self.prefill.iter().map(|(rows, _)| *rows));
-        decode.chain(others.map(|rows| PassedRows { rows, tagged: false })).collect()
+        self.decode_rows().chain(others.map(|rows| PassedRows { rows, tagged: false })).collect()
+    }
+
+    fn decode_rows(&self) -> impl Iterator<Item = PassedRows> {
+        self.decode.iter().map(|(rows, _, plain)| PassedRows { rows: *rows, tagged: plain.is_some() })
+    }
+
+    /// Returns the rows of the steps of parts of a batch: of each part but the first, in its own buffers.
+    fn part_rows(&self) -> BTreeSet<PassedRows> {
+        let most = self.decode.iter().map(|(rows, ..)| *rows).max().unwrap_or(0).div_ceil(2);
+        self.decode_rows().filter(|of| of.rows <= most).collect()
+    }
+
+    /// Returns the numbers of rows of the largest message of each buffer: of those of whole steps, and of those of parts.
+    pub(crate) fn message_rows(&self) -> [u32; 2] {
+        [self.rows(), self.part_rows()].map(|rows| rows.iter().map(|of| of.rows).max().unwrap_or(0))
     }
 
     /// Returns the recordings that steps normally use, without the fallbacks with barriers.
@@ -173,17 +190,19 @@ fn head_recordings(decoder: &Decoder<'_>) -> HeadRecordings {
     HeadRecordings { first, score, pool, dump }
 }
 
-/// Returns the recordings with which a stage exchanges data with the others, for steps of these numbers of rows.
-fn exchange_recordings(decoder: &Decoder<'_>, rows: &BTreeSet<PassedRows>) -> ExchangeRecordings {
+/// Returns the recordings with which a stage exchanges data with the others.
+fn exchange_recordings(decoder: &Decoder<'_>, recordings: &Recordings) -> ExchangeRecordings {
     let (first, last) = (decoder.stage.is_first(), decoder.stage.is_last());
     if first && last {
         return ExchangeRecordings::default();
     }
-    let layout = decoder.message(rows.iter().map(|of| of.rows).max().unwrap_or(0));
+    let layouts = recordings.message_rows().map(|most| decoder.message(most));
+    let buffers = exchange::buffers(decoder.stage.stages);
     let passes = |name: &str, sends: bool| {
-        let of = |&PassedRows { rows, tagged }: &PassedRows, of_plan: usize| {
+        let of = |&PassedRows { rows, tagged }: &PassedRows, buffer: usize| {
+            let layout = &layouts[usize::from(exchange::is_of_part(buffer))];
             let mut recording = Recording::new(format!("{name}{}.{rows}", if tagged { ".tagged" } else { "" }));
-            let message = recording.buffer(&exchange_buffer(name, of_plan), layout.bytes);
+            let message = recording.buffer(&exchange_buffer(name, buffer), layout.bytes);
             for passed in &layout.buffers {
                 let range = recording.buffer(&passed.name_in(tagged), u64::from(rows) * passed.row_bytes);
                 let place = message.part(passed.at, range.bytes);
@@ -206,29 +225,32 @@ fn exchange_recordings(decoder: &Decoder<'_>, rows: &BTreeSet<PassedRows>) -> Ex
             }
             recording
         };
-        rows.iter().map(|rows| (*rows, [of(rows, 0), of(rows, 1)])).collect()
+        let part_rows = recordings.part_rows();
+        let fits = |rows: &PassedRows, buffer: &usize| !exchange::is_of_part(*buffer) || part_rows.contains(rows);
+        let all = |rows: &PassedRows| buffers.clone().filter(|buffer| fits(rows, buffer)).map(|at| of(rows, at)).collect();
+        recordings.rows().iter().map(|rows| (*rows, all(rows))).collect()
     };
-    let apply = |of_plan: usize| {
+    let apply = |buffer: usize| {
         let mut recording = Recording::new("apply_slots");
         let capacity = decoder.state.rows.max(decoder.state.prompts) * RETURNED.len() as u32;
-        let inbox = recording.buffer(&exchange_buffer("apply", of_plan), sampling::patch_bytes(capacity));
+        let inbox = recording.buffer(&exchange_buffer("apply", buffer), sampling::patch_bytes(capacity));
         let target = decoder.state.all(&mut recording);
         let args = PatchArgs { inbox, target, capacity, words: (target.bytes / 4) as u32 };
         recording.call(sampling::patch("apply_slots".to_owned(), args));
         recording
     };
-    let publish = |of_plan: usize| {
+    let publish = |buffer: usize| {
         let mut recording = Recording::new("publish_slots");
         let from = decoder.state.slots(&mut recording);
-        let to = recording.buffer(&exchange_buffer("publish", of_plan), from.bytes);
+        let to = recording.buffer(&exchange_buffer("publish", buffer), from.bytes);
         recording.ops.push(Op::Copy { from, to });
         recording
     };
     ExchangeRecordings {
         receive: if first { BTreeMap::new() } else { passes("receive", false) },
         send: if last { BTreeMap::new() } else { passes("send", true) },
-        apply: (!last).then(|| [apply(0), apply(1)]),
-        publish: last.then(|| [publish(0), publish(1)]),
+        apply: if last { Vec::new() } else { buffers.clone().map(apply).collect() },
+        publish: if last { buffers.clone().map(publish).collect() } else { Vec::new() },
     }
 }
 

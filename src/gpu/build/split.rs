@@ -36,7 +36,7 @@ impl StagePart {
 
 /// Returns a stage's layers as text.
 pub(crate) fn layers_of(stage: &LayerStage) -> String {
-    let LayerStage { layers, of } = stage;
+    let LayerStage { layers, of, .. } = stage;
     match layers.len() {
         1 => format!("layer {} of {of}", layers.start),
         _ => format!("layers {} to {} of {of}", layers.start, layers.end - 1),

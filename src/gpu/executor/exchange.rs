@@ -5,7 +5,7 @@
 use crate::actors::watcher::Then;
 use crate::device::{DeviceError, Gate};
 use crate::engine::executor::ExecuteError;
-use crate::engine::plan::{Change, Ticket, Work};
+use crate::engine::plan::{Change, PLANS_IN_FLIGHT, Ticket, Work};
 use crate::gpu::executor::submit::fitting;
 use crate::gpu::executor::{Around, GpuExecutor, Link, Pending};
 use crate::kernels::region::Region;
@@ -14,6 +14,7 @@ use crate::memory::Buffer;
 use crate::kernels::sampling::patch_inbox;
 use crate::model::decoder::stage::MessageLayout;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// The words of a slot that a step may change and that stages before the last read.
@@ -49,14 +50,38 @@ pub(super) fn faulted_call(word: u32, stages: usize) -> (usize, u32) {
     (stage, word & ((1 << CALL_BITS) - 1))
 }
 
-/// Regions or buffers of which there are two, for two plans in flight.
-pub type Pair<T> = [Arc<T>; 2];
+/// The maximum number of parts of a batch that are on different stages at a time.
+const MOST_PARTS: u32 = 4;
+
+/// Returns the number of parts into which a split model of `stages` stages divides a batch, so that each stage has one.
+pub fn parts(stages: u32) -> usize {
+    stages.min(MOST_PARTS) as usize
+}
+
+/// Returns the indices of the buffers of each kind through which stages exchange data: one for each plan in flight, and one
+/// more for each further part of its batch.
+pub fn buffers(stages: u32) -> Range<usize> {
+    0..PLANS_IN_FLIGHT * parts(stages)
+}
+
+/// Returns the buffer that part `part` of the batch of plan `of_plan` uses.
+pub(super) fn buffer_of(of_plan: usize, part: usize) -> usize {
+    part * PLANS_IN_FLIGHT + of_plan
+}
+
+/// Whether a buffer is that of a part of a batch, other than its first.
+pub fn is_of_part(buffer: usize) -> bool {
+    buffer >= PLANS_IN_FLIGHT
+}
+
+/// Regions or buffers of which there is one for each of [`buffers`]; of regions, only as many as have a use.
+pub type OfBuffers<T> = Vec<Arc<T>>;
 
 /// The parts with which a stage of a split replica exchanges data with the others.
 #[derive(Debug)]
 pub struct Exchange {
-    /// The layout of the messages that pass from a stage to the next.
-    pub message: MessageLayout,
+    /// The layouts of the messages that pass from a stage to the next: of whole steps, and of further parts of batches.
+    pub layouts: [MessageLayout; 2],
     /// Whether messages carry the fault word: whether steps may fault.
     pub carries_faults: bool,
     /// By number of rows, the tags of the words that decode steps hand on (`Decoder::input_tags` of the next stage).
@@ -75,9 +100,9 @@ pub struct Exchange {
 #[derive(Debug)]
 pub struct MessagesIn {
     /// Mapped memory: the messages.
-    pub messages: Pair<Buffer>,
+    pub messages: OfBuffers<Buffer>,
     /// Copies a message to the step's buffers, and sets the fault word if the message says so.
-    pub regions: BTreeMap<PassedRows, Pair<Region>>,
+    pub regions: BTreeMap<PassedRows, OfBuffers<Region>>,
     /// Its value is the number of the last message that has come.
     pub gate: Arc<Gate>,
 }
@@ -86,18 +111,18 @@ pub struct MessagesIn {
 #[derive(Debug)]
 pub struct MessagesOut {
     /// Mapped memory: the messages.
-    pub messages: Pair<Buffer>,
+    pub messages: OfBuffers<Buffer>,
     /// Copies the step's buffers to a message.
-    pub regions: BTreeMap<PassedRows, Pair<Region>>,
+    pub regions: BTreeMap<PassedRows, OfBuffers<Region>>,
 }
 
 /// How a stage learns which tokens the last one has drawn.
 #[derive(Debug)]
 pub struct SlotsIn {
     /// Mapped memory: patches of the slots.
-    pub inboxes: Pair<Buffer>,
+    pub inboxes: OfBuffers<Buffer>,
     /// Applies a patch.
-    pub regions: Pair<Region>,
+    pub regions: OfBuffers<Region>,
     /// Its value is the number of the last patch that has come.
     pub gate: Arc<Gate>,
 }
@@ -106,17 +131,17 @@ pub struct SlotsIn {
 #[derive(Debug)]
 pub struct SlotsOut {
     /// Mapped memory: the words of all slots.
-    pub slots: Pair<Buffer>,
+    pub slots: OfBuffers<Buffer>,
     /// Copies the slots.
-    pub regions: Pair<Region>,
+    pub regions: OfBuffers<Region>,
 }
 
 /// A step of a stage within a split replica.
 #[derive(Debug, Default)]
 pub(super) struct StageStep {
-    /// Which of each pair of buffers the plan uses.
-    pub(super) of_plan: usize,
-    /// The patches to apply first, and the gate value at which all of them have come; none in the last stage.
+    /// The buffers that the step uses.
+    pub(super) buffer: usize,
+    /// The buffers of the patches to apply first, and the gate value at which all of them have come; none in the last stage.
     pub(super) apply: Vec<usize>,
     pub(super) applied_at: u64,
     /// The number of the message that the step waits for, unless it is the first stage's.
@@ -141,15 +166,15 @@ impl Exchange {
         next: &Exchange,
         stage: usize,
         (rows, fault_word): (u32, u32),
-        of_plan: usize,
+        buffer: usize,
         number: u64,
     ) -> Then {
         let (Some(send), Some(receive)) = (&self.send, &next.receive) else {
             panic!("the next stage takes over what this one hands on")
         };
-        let (from, to) = (Arc::clone(&send.messages[of_plan]), Arc::clone(&receive.messages[of_plan]));
+        let (from, to) = (Arc::clone(&send.messages[buffer]), Arc::clone(&receive.messages[buffer]));
         let gate = Arc::clone(&receive.gate);
-        let MessageLayout { buffers, fault, inbox, .. } = self.message.clone();
+        let MessageLayout { buffers, fault, inbox, .. } = self.layouts[usize::from(is_of_part(buffer))].clone();
         let parts: Vec<(u64, u64)> =
             buffers.iter().map(|passed| (passed.at, u64::from(rows) * passed.row_bytes)).collect();
         let carries_faults = self.carries_faults;
@@ -220,13 +245,13 @@ impl GpuExecutor {
         work: Option<Work>,
         step: StageStep,
     ) -> Result<Option<usize>, ExecuteError> {
-        let StageStep { of_plan, apply, applied_at, message, draws, barriers, breaks, fault, then } = step;
+        let StageStep { buffer, apply, applied_at, message, draws, barriers, breaks, fault, then } = step;
         let ticket = Ticket(self.next);
         self.next += 1;
         let exchange = self.exchange();
         let (mut before, mut gate) = (Vec::new(), None);
         if let Some(own) = exchange.apply.as_ref().filter(|_| !apply.is_empty()) {
-            let regions = apply.iter().map(|of_plan| Arc::clone(&own.regions[*of_plan])).collect();
+            let regions = apply.iter().map(|buffer| Arc::clone(&own.regions[*buffer])).collect();
             let own = Some((Arc::clone(&own.gate), applied_at));
             if changes.is_empty() && work.is_some() {
                 (before, gate) = (regions, own);
@@ -247,13 +272,13 @@ impl GpuExecutor {
         let rows = self.passed_rows(&work);
         let exchange = self.exchange();
         if let Some(receive) = &exchange.receive {
-            before.push(Arc::clone(&receive.regions[&rows][of_plan]));
+            before.push(Arc::clone(&receive.regions[&rows][buffer]));
             // The patches of slots have come before the message: the first stage has waited for them.
             gate = Some((Arc::clone(&receive.gate), message));
         }
         let sent = exchange.send.as_ref().map(|send| &send.regions[&rows]);
         let published = exchange.publish.as_ref().filter(|_| draws).map(|publish| &publish.regions);
-        let after = sent.or(published).map(|regions| Arc::clone(&regions[of_plan])).into_iter().collect();
+        let after = sent.or(published).map(|regions| Arc::clone(&regions[buffer])).into_iter().collect();
         (self.repeats, self.breaks) = (barriers, breaks);
         let queued = self.enqueue(ticket, Some(work), posts, Some(Around { before, after, link: Link { gate, then } }));
         (self.repeats, self.breaks) = (false, true);

@@ -5,7 +5,8 @@
 //! activations to the next stage's memory and opens that stage's gate. When the last stage has drawn tokens, its watcher
 //! carries the slots' changes to the other stages in the same way; a stage applies them before its next step of these
 //! slots. So the next step of a sequence waits for its last token, and steps of other sequences, and a prompt's next
-//! chunk, run on one device while the other one is busy with the steps before.
+//! chunk, run on one device while the other one is busy with the steps before. A decode batch is divided into as many
+//! parts as there are stages, so that each stage works on another part.
 //!
 //! Decode steps run without barriers where all devices can. A stage whose call waited too long for tagged words says so in
 //! its message, so no later stage draws a token of that step, nor of steps behind it, until the fault words are reset. When
@@ -18,7 +19,7 @@ use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::pace::Pace;
 use crate::engine::plan::{Capacity, Change, PLANS_IN_FLIGHT, PlanReport, Slot, StepPlan, Ticket, Work};
 use crate::engine::variants::{Fallback, Variants};
-use crate::gpu::executor::exchange::{RETURNED, StageStep, faulted_call};
+use crate::gpu::executor::exchange::{RETURNED, StageStep, buffer_of, faulted_call, parts};
 use crate::gpu::executor::{GpuExecutor, MOST_REPEATS, Parts};
 use crate::gpu::overlap::OverlapRetry;
 use crate::kernels::sampling::{Patch, patch_inbox};
@@ -67,8 +68,8 @@ pub struct SplitExecutor {
 /// The changes of slots by the last step of a plan.
 #[derive(Debug)]
 struct Unapplied {
-    /// Which of each pair of buffers the plan uses.
-    of_plan: usize,
+    /// The buffers that carry them.
+    buffer: usize,
     /// The number of the return that carries them.
     number: u64,
     slots: Vec<Slot>,
@@ -78,16 +79,13 @@ struct Unapplied {
 #[derive(Debug)]
 struct Flight {
     ticket: Ticket,
-    /// Which of each pair of buffers it uses.
+    /// Which buffers it uses (`exchange::buffer_of`).
     of_plan: usize,
-    /// The work of each of its steps, and the slots that it names.
-    one: Work,
-    named: Vec<Slot>,
+    /// The parts of its batch; a single one, if it is not divided.
+    parts: Vec<BatchPart>,
     /// The number of steps, and of those that are reported.
     steps: u32,
     reported: u32,
-    /// The number of queued steps that drew nothing because of a fault.
-    faulted: u32,
     /// How often steps were queued again.
     repeats: u32,
     /// What is noted about the time of a step.
@@ -95,10 +93,37 @@ struct Flight {
     submissions: Vec<SubmissionRecord>,
 }
 
-/// A step that is queued on all stages.
+/// A part of a plan's batch.
+#[derive(Debug)]
+struct BatchPart {
+    /// The work of each step.
+    one: Work,
+    /// The number of steps that all stages have reported.
+    reported: u32,
+    /// The number of queued steps that drew nothing because of a fault.
+    faulted: u32,
+    /// The reports on steps that the other parts have not reported.
+    waiting: VecDeque<PlanReport>,
+}
+
+impl BatchPart {
+    fn new(one: Work) -> BatchPart {
+        BatchPart { one, reported: 0, faulted: 0, waiting: VecDeque::new() }
+    }
+
+    fn slots(&self) -> Vec<Slot> {
+        match &self.one {
+            Work::Prefill { chunks } => chunks.iter().map(|chunk| chunk.slot).collect(),
+            Work::Decode { slots, .. } => slots.clone(),
+        }
+    }
+}
+
+/// A step of a part of a plan's batch that is queued on all stages.
 #[derive(Debug)]
 struct QueuedStep {
     plan: Ticket,
+    part: usize,
     /// Whether it was queued behind a step whose fault was not known yet.
     behind: bool,
     /// The waits that tests break in it, with their stages.
@@ -184,19 +209,19 @@ impl SplitExecutor {
     /// Removes and returns the changes of slots that must be applied before work of these slots, or before the buffers
     /// of a plan are used again: the buffers that they are in, and the number of the last of them.
     fn due(&mut self, slots: &[Slot], reused: Option<usize>) -> (Vec<usize>, u64) {
-        let is_due = |one: &Unapplied| Some(one.of_plan) == reused || one.slots.iter().any(|slot| slots.contains(slot));
+        let is_due = |one: &Unapplied| Some(one.buffer) == reused || one.slots.iter().any(|slot| slots.contains(slot));
         let (due, rest) = std::mem::take(&mut self.unapplied).into_iter().partition::<Vec<_>, _>(is_due);
         self.unapplied = rest;
-        (due.iter().map(|one| one.of_plan).collect(), due.iter().map(|one| one.number).max().unwrap_or(0))
+        (due.iter().map(|one| one.buffer).collect(), due.iter().map(|one| one.number).max().unwrap_or(0))
     }
 
     /// Returns the function that carries the changes of slots from the last stage to all others.
-    fn carry_back(&self, slots: &[Slot], of_plan: usize, number: u64) -> Then {
+    fn carry_back(&self, slots: &[Slot], buffer: usize, number: u64) -> Then {
         let (layout, slots) = (self.last().parts.layout, slots.to_vec());
         let published = self.last().exchange().publish.as_ref().expect("the last stage tells what it draws");
-        let from = Arc::clone(&published.slots[of_plan]);
+        let from = Arc::clone(&published.slots[buffer]);
         let applies = self.stages.iter().filter_map(|stage| stage.exchange().apply.as_ref());
-        let to: Vec<_> = applies.map(|to| (Arc::clone(&to.inboxes[of_plan]), Arc::clone(&to.gate))).collect();
+        let to: Vec<_> = applies.map(|to| (Arc::clone(&to.inboxes[buffer]), Arc::clone(&to.gate))).collect();
         Then::new(move || {
             let mut patch = Patch::default();
             let mut words = [0u32; state::SLOT_WORDS as usize];
@@ -211,16 +236,23 @@ impl SplitExecutor {
         })
     }
 
-    /// Queues one step of a plan on all stages, after changes.
-    fn step(&mut self, changes: &[Change], flight: &Flight, manner: Manner) -> Result<(), ExecuteError> {
-        let Flight { ticket, of_plan, one: work, named, .. } = flight;
-        let of_plan = *of_plan;
+    /// Queues one step of a part of a plan's batch on all stages, after changes. `joined` are the slots that the changes
+    /// name, apart from their pages.
+    fn step(
+        &mut self,
+        (changes, joined): (&[Change], &[Slot]),
+        (flight, part): (&Flight, usize),
+        manner: Manner,
+    ) -> Result<(), ExecuteError> {
+        let buffer = buffer_of(flight.of_plan, part);
+        let work = &flight.parts[part].one;
+        let named: Vec<Slot> = flight.parts[part].slots().into_iter().chain(joined.iter().copied()).collect();
         let drawn: Vec<Slot> = match work {
             Work::Prefill { chunks } => chunks.iter().filter(|chunk| chunk.last).map(|chunk| chunk.slot).collect(),
             Work::Decode { slots, .. } => slots.clone(),
         };
         // Of the buffers of a plan, those of an earlier plan are used again.
-        let (apply, applied_at) = self.due(named, Some(of_plan));
+        let (apply, applied_at) = self.due(&named, Some(buffer));
         self.messages += 1;
         let message = self.messages;
         let draws = !drawn.is_empty();
@@ -235,20 +267,20 @@ impl SplitExecutor {
         for index in 0..self.stages.len() {
             let exchange = self.stages[index].exchange();
             let then = match self.stages.get(index + 1) {
-                Some(next) => Some(exchange.carry(next.exchange(), index, (rows, fault_word), of_plan, message)),
-                None => draws.then(|| self.carry_back(&drawn, of_plan, self.returns)),
+                Some(next) => Some(exchange.carry(next.exchange(), index, (rows, fault_word), buffer, message)),
+                None => draws.then(|| self.carry_back(&drawn, buffer, self.returns)),
             };
             let apply = apply.clone();
             let breaks = broken_stage == Some(index);
             let fault = if manner.fails && index == 0 { Some(1) } else { manner.reset };
-            let step = StageStep { of_plan, apply, applied_at, message, draws, barriers, breaks, fault, then };
+            let step = StageStep { buffer, apply, applied_at, message, draws, barriers, breaks, fault, then };
             let wait = self.stages[index].submit_step(changes, Some(work.clone()), step)?;
             broken.extend(wait.map(|wait| (index, wait)));
         }
         if draws {
-            self.unapplied.push(Unapplied { of_plan, number: self.returns, slots: drawn });
+            self.unapplied.push(Unapplied { buffer, number: self.returns, slots: drawn });
         }
-        self.queued.push_back(QueuedStep { plan: *ticket, behind: false, broken });
+        self.queued.push_back(QueuedStep { plan: flight.ticket, part, behind: false, broken });
         Ok(())
     }
 
@@ -266,25 +298,43 @@ impl SplitExecutor {
             flight.submissions.extend(earlier.submissions);
         }
         flight.submissions.append(&mut joined.submissions);
-        let since = std::mem::replace(&mut self.last_report, Instant::now()).elapsed();
+        let part = &mut flight.parts[queued.part];
         if let Some(word) = fault {
-            flight.faulted += 1;
-            let all = flight.reported + flight.faulted == flight.steps;
+            part.faulted += 1;
+            let over = flight.parts.iter().all(|part| part.reported + part.faulted == flight.steps);
             if !queued.behind {
                 self.note_fault(at, &queued, word);
             }
-            if all {
+            if over {
                 self.repeat(at)?;
             }
             return Ok(None);
         }
+        part.reported += joined.steps;
+        part.waiting.push_back(joined);
+        if flight.parts.iter().any(|part| part.waiting.is_empty()) {
+            // What other parts lack may be steps that faulted.
+            if flight.parts.iter().all(|part| part.reported + part.faulted == flight.steps) {
+                self.repeat(at)?;
+            }
+            return Ok(None);
+        }
+        let mut reports: Vec<PlanReport> =
+            flight.parts.iter_mut().filter_map(|part| part.waiting.pop_front()).collect();
+        let mut joined = reports.remove(0);
+        let since = std::mem::replace(&mut self.last_report, Instant::now()).elapsed();
+        // The sum over all stages: a step of a sequence takes as long. Parts are on different stages at a time.
+        let stages_at_a_time = (1 + reports.len()).min(self.stages.len());
+        for other in reports {
+            joined.cost.add(&other.cost, 1.0);
+            joined.tokens.extend(other.tokens);
+        }
         flight.reported += joined.steps;
         joined.ticket = flight.ticket;
         joined.finished = flight.reported >= flight.steps;
-        // The sum over all stages: a step of a sequence takes as long.
         let time = match joined.cost.gpu_us {
             0.0 => since,
-            us => Duration::from_secs_f64(us / 1e6),
+            us => Duration::from_secs_f64(us / 1e6) / stages_at_a_time as u32,
         };
         match flight.timed {
             Timed::Chunk(tokens) => self.pace.note_chunk(tokens, time),
@@ -308,17 +358,24 @@ impl SplitExecutor {
         for step in &mut self.queued {
             step.behind = true;
         }
-        let flight = &self.flights[flight];
+        let part = &self.flights[flight].parts[queued.part];
         let (stage, call) = faulted_call(word, self.stages.len());
-        let token = flight.named.iter().find_map(|slot| self.last().drawn[slot.0 as usize]);
+        let token = part.slots().iter().find_map(|slot| self.last().drawn[slot.0 as usize]);
         let own = queued.broken.iter().find(|(of, _)| *of == stage).map(|(_, wait)| *wait);
         self.stages[stage].parts.variants.injections().note_fault(own, call, token);
         let joined = own.map(|wait| self.first_waits[stage] + wait);
         self.variants.injections().note_quietly(joined, call, token);
         let Some(pause) = self.overlap.fault(Instant::now()) else { return };
         self.variants.fell_back(Fallback::OverlapFault);
-        let rows = self.stages[stage].step_rows(&flight.one);
+        let rows = self.stages[stage].step_rows(&self.flights[flight].parts[queued.part].one);
         self.stages[stage].warn_of_fault(rows, call, pause);
+    }
+
+    /// Returns the number of parts into which a decode batch is divided.
+    fn parts_of(&self, slots: &[Slot], drafts: u32) -> usize {
+        // Only one row of logits can be kept at a time, and the test at start wants steps of all rows.
+        let whole = drafts > 0 || self.testing.is_some() || slots.iter().any(|slot| self.last().dumps[slot.0 as usize]);
+        if whole { 1 } else { parts(self.stages.len() as u32).min(slots.len()) }
     }
 
     /// Queues again, with barriers, the steps of a plan that drew nothing because of a fault. See
@@ -331,15 +388,22 @@ impl SplitExecutor {
                 flight.repeats + 1
             )));
         }
-        let slots = match &flight.one {
-            Work::Decode { slots, .. } => slots.clone(),
-            Work::Prefill { .. } => unreachable!("prompts run with barriers and draw their tokens in spite of faults"),
-        };
-        flight.one = Work::Decode { slots, steps: 1, drafts: 0, awaits: false };
         flight.repeats += 1;
-        for step in 0..std::mem::take(&mut flight.faulted) {
-            let reset = (step == 0).then_some(0);
-            self.step(&[], &flight, Manner { barriers: true, reset, fails: false })?;
+        let mut left = Vec::new();
+        for part in &mut flight.parts {
+            let Work::Decode { slots, .. } = &part.one else {
+                unreachable!("prompts run with barriers and draw their tokens in spite of faults")
+            };
+            part.one = Work::Decode { slots: slots.clone(), steps: 1, drafts: 0, awaits: false };
+            left.push(std::mem::take(&mut part.faulted));
+        }
+        let mut reset = Some(0);
+        for step in 0..left.iter().copied().max().unwrap_or(0) {
+            // A part lacks a step more than those before it, if the fault was between them.
+            for part in (0..left.len()).filter(|part| step < left[*part]) {
+                let manner = Manner { barriers: true, reset: reset.take(), fails: false };
+                self.step((&[], &[]), (&flight, part), manner)?;
+            }
         }
         self.flights.insert(at, flight);
         Ok(())
@@ -394,14 +458,14 @@ impl Executor for SplitExecutor {
     fn submit(&mut self, plan: StepPlan) -> Result<Ticket, ExecuteError> {
         let ticket = Ticket(self.next);
         self.next += 1;
-        let changed = plan.changes.iter().map(|change| match change {
-            Change::Join { slot, .. } | Change::Pages { slot, .. } | Change::Leave { slot } => *slot,
+        // Pages are no words of a slot that a step changes.
+        let changed = plan.changes.iter().filter_map(|change| match change {
+            Change::Join { slot, .. } | Change::Leave { slot } => Some(*slot),
+            Change::Pages { .. } => None,
         });
-        let mut named: Vec<Slot> = changed.chain(plan.slots()).collect();
-        named.sort_unstable();
-        named.dedup();
+        let changed: Vec<Slot> = changed.collect();
         let Some(work) = plan.work else {
-            let (apply, applied_at) = self.due(&named, None);
+            let (apply, applied_at) = self.due(&changed, None);
             for stage in &mut self.stages {
                 let apply = apply.clone();
                 let step = StageStep { apply, applied_at, ..StageStep::default() };
@@ -432,19 +496,21 @@ impl Executor for SplitExecutor {
         let decodes = matches!(work, Work::Decode { .. });
         self.decode_plans = self.decode_plans.wrapping_add((decodes && self.testing.is_none()).into());
         let fails = decodes && self.testing.is_none() && self.decode_plans == self.stages[0].parts.injection.plan;
-        let one = match work {
+        let works = match work {
             Work::Decode { slots, drafts, awaits, .. } => {
                 assert!(!awaits, "a split replica has no gates for masks");
-                Work::Decode { slots, steps: 1, drafts, awaits }
+                let each = slots.len().div_ceil(self.parts_of(&slots, drafts));
+                let part = |slots: &[Slot]| Work::Decode { slots: slots.to_vec(), steps: 1, drafts, awaits };
+                slots.chunks(each).map(part).collect()
             }
-            prefill => prefill,
+            prefill => vec![prefill],
         };
-        let submissions = Vec::new();
-        let flight =
-            Flight { ticket, of_plan, one, named, steps, reported: 0, faulted: 0, repeats: 0, timed, submissions };
-        for step in 0..steps {
-            let changes = if step == 0 { &plan.changes[..] } else { &[] };
-            self.step(changes, &flight, Manner { fails: fails && step == 0, ..Manner::default() })?;
+        let parts = works.into_iter().map(BatchPart::new).collect();
+        let flight = Flight { ticket, of_plan, parts, steps, reported: 0, repeats: 0, timed, submissions: Vec::new() };
+        for (step, part) in (0..steps).flat_map(|step| (0..flight.parts.len()).map(move |part| (step, part))) {
+            let first = step == 0 && part == 0;
+            let changes = if first { (&plan.changes[..], &changed[..]) } else { (&[][..], &[][..]) };
+            self.step(changes, (&flight, part), Manner { fails: fails && first, ..Manner::default() })?;
         }
         self.flights.push_back(flight);
         Ok(ticket)

@@ -18,12 +18,14 @@ pub struct LayerStage {
     pub layers: Range<u32>,
     /// The number of layers of the model.
     pub of: u32,
+    /// The number of stages into which the model is divided.
+    pub stages: u32,
 }
 
 impl LayerStage {
     /// Returns the only stage of a model on one device.
     pub fn whole(config: &ModelConfig) -> LayerStage {
-        LayerStage { layers: 0..config.layers, of: config.layers }
+        LayerStage { layers: 0..config.layers, of: config.layers, stages: 1 }
     }
 
     /// Whether the stage begins with the embedding.
@@ -88,7 +90,7 @@ pub fn divide(config: &ModelConfig, weights: &[WeightSpec], shares: &[f64]) -> R
         return Err(TooManyStages { asked: shares.len(), layers, most });
     }
     let bytes = |from: u32, to: u32| -> f64 {
-        let stage = LayerStage { layers: from..to, of: layers };
+        let stage = LayerStage { layers: from..to, of: layers, stages: shares.len() as u32 };
         stage.weights(config, weights).iter().map(|weight| weight.bytes() as f64).sum()
     };
     // `sums[i]` is the number of bytes of layers before `i`; what is outside of layers is added at the ends.
@@ -120,7 +122,7 @@ pub fn divide(config: &ModelConfig, weights: &[WeightSpec], shares: &[f64]) -> R
     let mut end = cuts.len() - 1;
     for stage in (1..=shares.len()).rev() {
         let (_, begin) = best[stage][end].expect("there are enough places to cut");
-        stages.push(LayerStage { layers: cuts[begin]..cuts[end], of: layers });
+        stages.push(LayerStage { layers: cuts[begin]..cuts[end], of: layers, stages: shares.len() as u32 });
         end = begin;
     }
     stages.reverse();

@@ -61,12 +61,12 @@ class Batches:
     """Texts of a server whose batches and prompt steps are the same in every run, because rounding depends on the number of
     rows."""
 
-    def __init__(self, server, streams, first, prompts=None):
+    def __init__(self, server, streams, first, ends=None):
         self.server, self.streams, self.first, self.turn = server, streams, first, 0
         # The length of the server's log before the last texts.
         self.began = 0
         # The numbers of tokens and of rows that draw of the prompt step in which the prompts end; None: those of the next run.
-        self.prompts = prompts
+        self.ends = ends
 
     def texts(self, tokens):
         """Returns the texts of all streams, each of this number of tokens."""
@@ -89,13 +89,13 @@ class Batches:
             time.sleep(0.01)
             steps = self.server.steps(following)
             rows = [step["rows"] for step in steps if step["phase"] == "decode"]
-            prompts = [(step["rows"], step["tokens"]) for step in steps if step["phase"] != "decode"][-1:]
+            ends = [(step["rows"], step["tokens"]) for step in steps if step["phase"] != "decode"][-1:]
             # Other steps have other numbers of rows if the prompts did not join, or if the scheduler tried smaller batches.
-            if set(rows) == {self.streams} and (self.prompts or prompts) == prompts:
-                self.prompts = prompts
+            if set(rows) == {self.streams} and (self.ends or ends) == ends:
+                self.ends = ends
                 return texts
-            seen.add(tuple(sorted(set(rows))))
-        raise RuntimeError(f"{self.streams} prompts never ran in one plan, but in steps of {sorted(seen)} rows")
+            seen.add((*sorted(set(rows)), *ends))
+        raise RuntimeError(f"{self.streams} prompts never ran in one plan, but in steps of {sorted(seen, key=str)} rows")
 
 
 def run(args, name, config, keys, streams, folder, end):
@@ -108,17 +108,17 @@ def run(args, name, config, keys, streams, folder, end):
         batches = Batches(server, streams, first)
         # The first steps are planned before their speed is known.
         batches.texts(LENGTHS[0])
-        batches.prompts = None
+        batches.ends = None
         wanted = {tokens: batches.texts(tokens) for tokens in LENGTHS}
         if any(batches.texts(tokens) != texts for tokens, texts in wanted.items()):
             return (name, streams, 0, 0, 0, 0, 0, "undisturbed texts differ"), False
-    prompts = batches.prompts
+    ends = batches.ends
     # A split model divides a batch among its devices.
     rows = -(-streams // len(args.device or [""]))
     tune = [*args.tune, "broken_calls=1", f"broken_every={EVERY}", "retry_ms=0"]
     texts = different = 0
     with common.Server(args.program, folder, args.device, tune, **keys) as server:
-        batches = Batches(server, streams, first, prompts)
+        batches = Batches(server, streams, first, ends)
         told = [entry["message"] for entry in server.log if "are broken in turn" in entry.get("message", "")]
         failed = [entry["message"] for entry in server.log if "failed its test" in entry.get("message", "")]
         numbers = [re.search(r"(\d+) waits of steps of (\d+) rows", line) for line in told]

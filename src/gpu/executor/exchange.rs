@@ -53,6 +53,10 @@ pub(super) fn faulted_call(word: u32, stages: usize) -> (usize, u32) {
 /// The maximum number of parts of a batch that are on different stages at a time.
 const MOST_PARTS: u32 = 4;
 
+/// The minimum number of sequences of a part. A step of few rows takes about as long as one of twice as many, so smaller
+/// parts gain nothing.
+pub(super) const LEAST_ROWS: usize = 2;
+
 /// Returns the number of parts into which a split model of `stages` stages divides a batch, so that each stage has one.
 pub fn parts(stages: u32) -> usize {
     stages.min(MOST_PARTS) as usize

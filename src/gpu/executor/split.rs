@@ -19,7 +19,7 @@ use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::pace::Pace;
 use crate::engine::plan::{Capacity, Change, PLANS_IN_FLIGHT, PlanReport, Slot, StepPlan, Ticket, Work};
 use crate::engine::variants::{Fallback, Variants};
-use crate::gpu::executor::exchange::{RETURNED, StageStep, buffer_of, faulted_call, parts};
+use crate::gpu::executor::exchange::{LEAST_ROWS, RETURNED, StageStep, buffer_of, faulted_call, parts};
 use crate::gpu::executor::{GpuExecutor, MOST_REPEATS, Parts};
 use crate::gpu::overlap::OverlapRetry;
 use crate::kernels::sampling::{Patch, patch_inbox};
@@ -375,7 +375,7 @@ impl SplitExecutor {
     fn parts_of(&self, slots: &[Slot], drafts: u32) -> usize {
         // Only one row of logits can be kept at a time, and the test at start wants steps of all rows.
         let whole = drafts > 0 || self.testing.is_some() || slots.iter().any(|slot| self.last().dumps[slot.0 as usize]);
-        if whole { 1 } else { parts(self.stages.len() as u32).min(slots.len()) }
+        if whole { 1 } else { parts(self.stages.len() as u32).min(slots.len() / LEAST_ROWS).max(1) }
     }
 
     /// Queues again, with barriers, the steps of a plan that drew nothing because of a fault. See

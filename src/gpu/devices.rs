@@ -355,7 +355,8 @@ impl Devices {
         let memory = stages.iter().flat_map(|stage| stage.memory.iter().cloned()).collect();
         let loaded = LoadReport::joined(loads);
         let mut executor = SplitExecutor::new(executors);
-        let failed = test_split(&mut executor).map_err(|source| StartError::SplitTest { model: name.clone(), source })?;
+        let failed =
+            test_split(&mut executor).map_err(|source| StartError::SplitTest { model: name.clone(), source })?;
         for (rows, why) in failed {
             attempt.progress.line(&format!(
                 "\"{name}\": the decode step of {rows} rows without barriers failed its test ({why}): it runs with barriers"

@@ -367,7 +367,12 @@ fn a_few_rows_choose_and_run_their_experts() {
             Format::Codes(_) => (ROUNDED, 0.5),
             _ => (SPLIT, 2e-6),
         };
-        for (shape, rows, logits, tiles) in if coded { few_coded() } else { few() } {
+        // Each case is two pipelines, which a CPU driver takes seconds to compile: the formats of codes take turns.
+        let mut list = if coded { few_coded() } else { few() };
+        if coded && std::env::var_os("OSTINATO_TEST_EVERY_CASE").is_none() {
+            list = list.into_iter().skip(usize::from(format == Format::Codes(INT4))).step_by(2).collect();
+        }
+        for (shape, rows, logits, tiles) in list {
             let name = format!("{shape:?}x{rows}.{logits:?}");
             cases.case(name.clone());
             let mut layer = Layer::new(&mut random, shape, rows, Format::Bf16, logits);

@@ -227,7 +227,8 @@ fn exchange_recordings(decoder: &Decoder<'_>, recordings: &Recordings) -> Exchan
         };
         let part_rows = recordings.part_rows();
         let fits = |rows: &PassedRows, buffer: &usize| !exchange::is_of_part(*buffer) || part_rows.contains(rows);
-        let all = |rows: &PassedRows| buffers.clone().filter(|buffer| fits(rows, buffer)).map(|at| of(rows, at)).collect();
+        let all =
+            |rows: &PassedRows| buffers.clone().filter(|buffer| fits(rows, buffer)).map(|at| of(rows, at)).collect();
         recordings.rows().iter().map(|rows| (*rows, all(rows))).collect()
     };
     let apply = |buffer: usize| {

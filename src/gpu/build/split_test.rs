@@ -51,8 +51,9 @@ pub(crate) fn test_split(executor: &mut SplitExecutor) -> Result<Vec<(u32, Strin
 /// Has as many sequences as a step of `rows` rows holds decode a few tokens after a short prompt each, or after one token
 /// behind a context that they share.
 fn run(executor: &mut SplitExecutor, rows: u32) -> Result<Outcome, ExecuteError> {
-    let Capacity { slots, pages, window, context, prompts, run_ahead, prefill_chunk, vocabulary, ref snapshots, .. } =
-        *executor.capacity();
+    let Capacity {
+        slots, pages, window, context, prompts, run_ahead, prefill_chunk, vocabulary, ref snapshots, ..
+    } = *executor.capacity();
     let steps = STEPS.min(run_ahead / PLANS_IN_FLIGHT as u32).max(1);
     let tokens = 1 + steps * PLANS_IN_FLIGHT as u32;
     // Recurrent state is only treated as empty at position 0.

@@ -424,8 +424,7 @@ impl Decoder<'_> {
         let latent = std::array::from_fn(|at| Self::activations(r, names[at], rows, latent[at]));
         let x = Self::activations(r, &named("x"), x_rows, c.hidden);
         let taken_over = |tag: &u32| Generations::beginning(x.range, *tag);
-        let generations =
-            carries.then(|| RefCell::new(self.input_tags.get(&rows).map(taken_over).unwrap_or_default()));
+        let generations = carries.then(|| RefCell::new(self.input_tags.get(&rows).map(taken_over).unwrap_or_default()));
         Step {
             rows: r.buffer("rows", embed::rows_bytes(x_rows)),
             x,

@@ -543,7 +543,7 @@ async fn a_slow_reader_is_cancelled_and_told() {
     // Log probabilities make the messages large, so that the transport's buffers fill soon.
     request.output = Some(proto::Output { logprobs: Some(20), ..Default::default() });
     let stream = client.generate(request).await.unwrap().into_inner();
-    served.busy("alpha/0", 1, 0).await;
+    served.begun("alpha/0").await;
     served.idle("alpha/0", Duration::from_secs(20)).await;
 
     let outcome = read(stream).await;

@@ -196,7 +196,8 @@ pub struct Watcher {
     _thread: ActorThread,
 }
 
-/// Capacity of the inbox. A submission holds at least one step, and an executor has at most a few dozen in flight. A
+/// Capacity of the inbox. A submission holds at least one step, and an executor has at most a few dozen in flight, a stage of
+/// a split model 128. A
 /// full inbox makes the compute actor wait for the device, which is intended.
 const INBOX: usize = 256;
 
@@ -346,7 +347,8 @@ impl Actor {
         while !self.device.adapter().is_cpu() && begun.elapsed() < SPIN {
             match self.device.reached(point) {
                 Ok(true) => return (Ok(()), 0),
-                Ok(false) => std::hint::spin_loop(),
+                // On a machine with few cores, the thread that opens this device's gate may wait for this one.
+                Ok(false) => std::thread::yield_now(),
                 Err(error) => return (Err(error), 0),
             }
         }

@@ -504,7 +504,7 @@ fn the_pipeline_cache_reads_regular_files_only() {
     let device = vulkan.device(Driver::first());
     let (said, opened) = std::sync::mpsc::channel();
     let dir = folder.path().to_owned();
-    std::thread::spawn(move || {
+    let thread = std::thread::spawn(move || {
         let open = || PipelineCache::open(&dir, &device, 1).expect("a cache");
         let file = open().file().expect("on disk").to_owned();
         for place in ["pipe", "zeroes", "nothing"] {
@@ -524,6 +524,8 @@ fn the_pipeline_cache_reads_regular_files_only() {
         said.send(()).expect("the test waits");
     });
     opened.recv_timeout(LONG).expect("it waits for the other end of a pipe, or has failed");
+    // It has the device, which must be gone before the validation layer ends with the process.
+    thread.join().expect("no panic");
 }
 
 #[test]

@@ -1095,6 +1095,34 @@ fn a_region_without_memory_or_with_too_little_is_refused() {
     bound.run(&[&with(32, "x")]);
 }
 
+/// Goal: GPU-assisted validation, which `make test-full` runs these tests under, sees what it is there for. Method: a product
+/// reads rows behind the end of its weights.
+#[test]
+#[ignore = "needs OSTINATO_TEST_GPU_ASSISTED; in make test-full"]
+fn gpu_assisted_validation_sees_reads_behind_a_buffer() {
+    assert!(crate::common::gpu_assisted());
+    let (rows, cols) = (4096, 32);
+    let mut recording = Recording::new("behind");
+    let weight = recording.buffer("weight", 4 * u64::from(cols));
+    let [x, y] = [("x", cols), ("y", rows)].map(|(name, width)| recording.buffer(name, u64::from(width) * 4));
+    let product = Product {
+        label: "behind".to_owned(),
+        weight: Matrix { range: weight, format: Format::F32, rows, cols },
+        x: Activations { range: x, stride: cols },
+        norm: None,
+        bias: None,
+        epilogue: Epilogue::Store,
+        y: Activations { range: y, stride: rows },
+    };
+    recording.call(product.gemv(1, 64, 2, 1));
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::Lavapipe);
+    bench.run(&recording, &HostMemory::new(&recording));
+    drop(bench);
+    let messages = vulkan.provoked();
+    assert!(messages.iter().any(|message| message.contains("buffer")), "{messages:?}");
+}
+
 /// Goal: a weight that exceeds the largest allocation is split into row ranges without any effect on results. Method:
 /// buffers of at most 4 KiB split every matrix of the checkpoint. All results must equal those of whole weights bit for
 /// bit, because the sum of a row does not depend on other rows.

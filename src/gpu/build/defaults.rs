@@ -4,6 +4,7 @@ use crate::config::KvFormat;
 use crate::device::Adapter;
 use crate::engine::plan::WindowCapacity;
 use crate::gpu::build::Build;
+use crate::gpu::executor::exchange::MOST_PARTS;
 use crate::gpu::matrix_units::promised;
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::gemm::matmul::MatrixUnits;
@@ -22,8 +23,10 @@ use std::time::Duration;
 /// The maximum number of decode steps that are queued and not yet reported.
 pub(crate) const RUN_AHEAD: u32 = 32;
 
-/// The number of steps in the token ring: well above the number of steps that can be queued.
+/// The number of steps in the token ring: at least that of steps that can be queued, of which a split model has one for each
+/// part of a batch.
 pub(crate) const RING_STEPS: u32 = 128;
+const _: () = assert!(RUN_AHEAD * MOST_PARTS <= RING_STEPS);
 
 /// The capacity of a patch, in pairs of offset and value: enough for the tokens of a prefill step, its pages and the
 /// words of some slots. Larger changes take several patches.
@@ -79,7 +82,8 @@ pub(crate) const SNAPSHOT_SHARE: u64 = 32;
 /// The minimum and maximum of the default number of snapshots on a GPU.
 pub(crate) const GPU_SNAPSHOTS: (u32, u32) = (8, 64);
 
-/// The number of inboxes: enough for two plans in flight and for submissions of changes only.
+/// The number of inboxes: enough for two plans in flight and for submissions of changes only. A stage of a split model has
+/// more (`gpu::build::recordings`).
 pub(crate) const INBOXES: usize = 16;
 
 /// The maximum context, in tokens, that is planned if the configuration sets none; a model with a shorter context, or a

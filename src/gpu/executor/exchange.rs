@@ -51,10 +51,9 @@ pub(super) fn faulted_call(word: u32, stages: usize) -> (usize, u32) {
 }
 
 /// The maximum number of parts of a batch that are on different stages at a time.
-const MOST_PARTS: u32 = 4;
+pub const MOST_PARTS: u32 = 4;
 
-/// The minimum number of sequences of a part. A step of few rows takes about as long as one of twice as many, so smaller
-/// parts gain nothing.
+/// The minimum number of sequences of a part. Two sequences in two parts were slower than in one step.
 pub(super) const LEAST_ROWS: usize = 2;
 
 /// Returns the number of parts into which a split model of `stages` stages divides a batch, so that each stage has one.

@@ -5,8 +5,8 @@
 //! activations to the next stage's memory and opens that stage's gate. When the last stage has drawn tokens, its watcher
 //! carries the slots' changes to the other stages in the same way; a stage applies them before its next step of these
 //! slots. So the next step of a sequence waits for its last token, and steps of other sequences, and a prompt's next
-//! chunk, run on one device while the other one is busy with the steps before. A decode batch is divided into as many
-//! parts as there are stages, so that each stage works on another part.
+//! chunk, run on one device while the other one is busy with the steps before. A decode batch is divided into up to
+//! as many parts as there are stages, so that each stage works on another part.
 //!
 //! Decode steps run without barriers where all devices can. A stage whose call waited too long for tagged words says so in
 //! its message, so no later stage draws a token of that step, nor of steps behind it, until the fault words are reset. When
@@ -37,7 +37,7 @@ pub struct SplitExecutor {
     wake: Receiver<()>,
     /// The ticket of the next plan.
     next: u64,
-    /// Which of each pair of buffers the next plan with work uses, if it is free.
+    /// Which buffers the next plan with work uses, if they are free.
     next_buffers: usize,
     /// The number of steps so far, and of those that draw tokens.
     messages: u64,
@@ -46,8 +46,13 @@ pub struct SplitExecutor {
     queued: VecDeque<QueuedStep>,
     /// When steps run without barriers again after a fault.
     overlap: OverlapRetry,
-    /// During the test at start: whether steps run with barriers. No faults are injected meanwhile.
+    /// Whether the fault word of a stage may still be set: since a step was reported as faulted, and until a repetition that
+    /// resets the words is queued. Steps that are queued meanwhile draw nothing either.
+    faulty: bool,
+    /// During the test at start: whether steps run with barriers. No faults are injected meanwhile, and those that occur
+    /// are counted here.
     testing: Option<bool>,
+    test_faults: u32,
     /// The number of decode plans so far.
     decode_plans: u32,
     /// The number of each stage's first wait in the joined injections.
@@ -65,7 +70,7 @@ pub struct SplitExecutor {
     variants: Arc<Variants>,
 }
 
-/// The changes of slots by the last step of a plan.
+/// The changes of slots by a step.
 #[derive(Debug)]
 struct Unapplied {
     /// The buffers that carry them.
@@ -124,7 +129,7 @@ impl BatchPart {
 struct QueuedStep {
     plan: Ticket,
     part: usize,
-    /// Whether it was queued behind a step whose fault was not known yet.
+    /// Whether it was queued behind a step that faulted, and before the repetition of that step.
     behind: bool,
     /// The waits that tests break in it, with their stages.
     broken: Vec<(usize, usize)>,
@@ -190,7 +195,9 @@ impl SplitExecutor {
             returns: 0,
             queued: VecDeque::new(),
             overlap,
+            faulty: false,
             testing: None,
+            test_faults: 0,
             decode_plans: 0,
             first_waits,
             unapplied: Vec::new(),
@@ -251,7 +258,7 @@ impl SplitExecutor {
             Work::Prefill { chunks } => chunks.iter().filter(|chunk| chunk.last).map(|chunk| chunk.slot).collect(),
             Work::Decode { slots, .. } => slots.clone(),
         };
-        // Of the buffers of a plan, those of an earlier plan are used again.
+        // The buffers are those of an earlier step.
         let (apply, applied_at) = self.due(&named, Some(buffer));
         self.messages += 1;
         let message = self.messages;
@@ -280,7 +287,7 @@ impl SplitExecutor {
         if draws {
             self.unapplied.push(Unapplied { buffer, number: self.returns, slots: drawn });
         }
-        self.queued.push_back(QueuedStep { plan: flight.ticket, part, behind: false, broken });
+        self.queued.push_back(QueuedStep { plan: flight.ticket, part, behind: self.faulty, broken });
         Ok(())
     }
 
@@ -355,8 +362,13 @@ impl SplitExecutor {
     /// stages, unless they are already paused.
     fn note_fault(&mut self, flight: usize, queued: &QueuedStep, word: u32) {
         // The fault words stay set until the repetition, which is not queued yet.
+        self.faulty = true;
         for step in &mut self.queued {
             step.behind = true;
+        }
+        if self.testing.is_some() {
+            self.test_faults += 1;
+            return;
         }
         let part = &self.flights[flight].parts[queued.part];
         let (stage, call) = faulted_call(word, self.stages.len());
@@ -378,8 +390,10 @@ impl SplitExecutor {
         if whole { 1 } else { parts(self.stages.len() as u32).min(slots.len() / LEAST_ROWS).max(1) }
     }
 
-    /// Queues again, with barriers, the steps of a plan that drew nothing because of a fault. See
-    /// [`GpuExecutor::run_again`] for why they then draw what they would have drawn.
+    /// Queues again, with barriers, the steps of a plan that drew nothing because of a fault. They then draw what they would
+    /// have drawn, for the reasons at [`GpuExecutor::run_again`]: stages before the last compute from words of the slots that
+    /// came back unchanged. Plans that were queued behind the faulted step are behind its repetition in turn, because their
+    /// own repetitions are queued when they are reported.
     fn repeat(&mut self, at: usize) -> Result<(), ExecuteError> {
         let mut flight = self.flights.remove(at).expect("its step has been reported");
         if flight.repeats >= MOST_REPEATS {
@@ -392,20 +406,26 @@ impl SplitExecutor {
         let mut left = Vec::new();
         for part in &mut flight.parts {
             let Work::Decode { slots, .. } = &part.one else {
-                unreachable!("prompts run with barriers and draw their tokens in spite of faults")
+                unreachable!("prompts heed no fault word: they run with barriers and draw their tokens")
             };
+            // Nor do steps that verify drafts.
             part.one = Work::Decode { slots: slots.clone(), steps: 1, drafts: 0, awaits: false };
             left.push(std::mem::take(&mut part.faulted));
         }
+        self.faulty = false;
         let mut reset = Some(0);
-        for step in 0..left.iter().copied().max().unwrap_or(0) {
-            // A part lacks a step more than those before it, if the fault was between them.
-            for part in (0..left.len()).filter(|part| step < left[*part]) {
+        let steps = 0..left.iter().copied().max().unwrap_or(0);
+        // A part lacks a step more than those before it, if the fault was between them.
+        let mut again = steps.flat_map(|step| (0..left.len()).map(move |part| (step, part)));
+        let queued = again.try_for_each(|(step, part)| match step < left[part] {
+            false => Ok(()),
+            true => {
                 let manner = Manner { barriers: true, reset: reset.take(), fails: false };
-                self.step((&[], &[]), (&flight, part), manner)?;
+                self.step((&[], &[]), (&flight, part), manner)
             }
-        }
+        });
         self.flights.insert(at, flight);
+        queued?;
         Ok(())
     }
 
@@ -442,11 +462,12 @@ impl SplitExecutor {
         self.variants.fell_back(Fallback::OverlapTest);
     }
 
-    /// Ends the test at start: forgets the times of its steps, and that steps pause after a fault.
-    pub(crate) fn end_test(&mut self) {
+    /// Ends the test at start: forgets the times of its steps. Returns the number of faults.
+    pub(crate) fn end_test(&mut self) -> u32 {
         self.testing = None;
-        self.overlap = OverlapRetry::new(self.stages[0].parts.retry_after);
         self.pace = Pace::default();
+        self.stages.iter_mut().for_each(|stage| stage.carried_steps = 0);
+        std::mem::take(&mut self.test_faults)
     }
 }
 

@@ -463,8 +463,8 @@ impl Decoder<'_> {
     }
 
     /// Zeroes the step's tagged activations except x, whose first write has a tag that no other write has, or which a
-    /// stage has taken over. This is one call before a barrier that is needed anyway, since the mixers read the row table
-    /// that the embedding writes.
+    /// stage has taken over. This is one call before a barrier that the first stage needs anyway, since the mixers read the
+    /// row table that the embedding writes.
     fn clear_tags(&self, r: &mut Recording, step: &Step) {
         let all = [step.qkv, step.attention, step.projected, step.mixed, step.mlp, step.router, step.middle];
         let buffers: Vec<Range> = all.iter().map(|of| of.range).filter(|range| range.bytes > 0).collect();

@@ -25,7 +25,7 @@ import time
 import common
 
 # The numbers of tokens of the texts, in turn. They differ, so that a call's turn comes at other tokens in each text.
-LENGTHS = range(76, 97)
+LENGTHS = range(150, 171)
 STREAMS = 8
 # While the chunks of a first prompt are computed, the others arrive, so that they join in one plan. A CPU driver takes long
 # enough for a few small chunks.

@@ -63,7 +63,7 @@ test-full: test
 	OSTINATO_DEMO_TASKS=10 $(CARGO) test --locked --test model -- demo::
 	$(CARGO) test --locked --test kernels -- --ignored codes::
 	OSTINATO_TEST_EVERY_CASE=1 CARGO="$(CARGO)" tests/run.py kernels
-	OSTINATO_TEST_GPU_ASSISTED=1 CARGO="$(CARGO)" tests/run.py kernels
+	OSTINATO_TEST_GPU_ASSISTED=1 $(CARGO) test --locked --test kernels -- sampling:: stream:: draft:: scores::
 	OSTINATO_TEST_GPU_ASSISTED=1 $(CARGO) test --locked --test kernels -- --ignored gpu_assisted
 
 test-drivers:

@@ -4,7 +4,7 @@
 
 pub mod models;
 
-use crate::common::{Driver, Vulkan};
+use crate::common::{Driver, Vulkan, gpu_assisted};
 use half::{bf16, f16};
 use ostinato::actors::compute::{Compute, GpuTime, Submission};
 use ostinato::actors::timeline::FlushReason;
@@ -128,7 +128,9 @@ impl Bound<'_> {
             outbox,
             then: None,
         });
-        let report = done.recv_timeout(Duration::from_secs(240)).expect("the device finishes");
+        // CPU drivers compile when they run a kernel for the first time, instrumented ones for minutes.
+        let patience = Duration::from_secs(if gpu_assisted() { 1200 } else { 240 });
+        let report = done.recv_timeout(patience).expect("the device finishes");
         report.result.expect("the device is alive");
     }
 }

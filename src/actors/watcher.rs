@@ -197,8 +197,7 @@ pub struct Watcher {
 }
 
 /// Capacity of the inbox. A submission holds at least one step, and an executor has at most a few dozen in flight, a stage of
-/// a split model 128. A
-/// full inbox makes the compute actor wait for the device, which is intended.
+/// a split model 128. A full inbox makes the compute actor wait for the device, which is intended.
 const INBOX: usize = 256;
 
 /// Polling interval for points other than a submission's last. It bounds the delay with which a client gets a token; a

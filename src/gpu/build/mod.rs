@@ -176,23 +176,29 @@ impl Build<'_> {
 
     /// Returns the tags of the words that the stage hands on, for [`StagePart::input_tags`] of the next one.
     pub(crate) fn output_tags(&self) -> BTreeMap<u32, u32> {
+        self.probe(self.wanted_context()).output_tags()
+    }
+
+    /// Returns the context to plan for, in tokens.
+    fn wanted_context(&self) -> u32 {
+        self.model.context.unwrap_or(self.checkpoint.config.context.min(DEFAULT_CONTEXT))
+    }
+
+    /// Returns the decoder before the KV pool is planned, with one page: everything else has its size.
+    fn probe(&self, context: u32) -> Decoder<'_> {
         let chunk = *self.buckets().last().expect("there is at least one bucket");
-        let context = self.model.context.unwrap_or(self.checkpoint.config.context.min(DEFAULT_CONTEXT));
-        self.decoder(context, 1, self.recycled_window(context).map(|_| 1), chunk).output_tags()
+        self.decoder(context, 1, self.recycled_window(context).map(|_| 1), chunk)
     }
 
     /// Checks the configuration and plans the memory. Returns the sizes that follow from it, and the plan.
     pub(crate) fn planned(&self) -> Result<(PlannedSizes, Plan), StartError> {
         self.check()?;
         let buckets = self.buckets();
-        let chunk = *buckets.last().expect("there is at least one bucket");
-        let asked = self.model.context;
-        let wanted = asked.unwrap_or(self.checkpoint.config.context.min(DEFAULT_CONTEXT));
-        // The sizes of everything except the KV pool are known before the pool is planned.
+        let wanted = self.wanted_context();
         let window = self.recycled_window(wanted);
-        let probe = self.decoder(wanted, 1, window.map(|_| 1), chunk);
+        let probe = self.probe(wanted);
         self.check_experts(&probe)?;
-        let plan = self.plan(&probe, &buckets, wanted, asked.is_some())?;
+        let plan = self.plan(&probe, &buckets, wanted, self.model.context.is_some())?;
         let pages = u32::try_from(plan.kv_pages()).ok().filter(|pages| *pages <= MOST_PAGES).ok_or_else(|| {
             self.unsupported(format!("{} KV pages are asked for, at most {MOST_PAGES} are possible", plan.kv_pages()))
         })?;
@@ -600,7 +606,7 @@ impl Build<'_> {
         Ok(Exchange {
             layouts: recordings.message_rows().map(|most| decoder.message(most)),
             carries_faults: decoder.tuning.tags,
-            output_tags: decoder.output_tags(),
+            output_tags: recordings.output_tags(),
             receive: match receive.is_empty() {
                 true => None,
                 false => {

@@ -9,6 +9,7 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::sampling;
 use crate::kernels::shaders::{ClearCountsArgs, MarkPromptArgs, PatchArgs};
+use crate::model::decoder::stage::output_tag;
 use crate::model::decoder::{Decoder, StepShape};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -138,6 +139,11 @@ impl Recordings {
 
     fn decode_rows(&self) -> impl Iterator<Item = PassedRows> {
         self.decode.iter().map(|(rows, _, plain)| PassedRows { rows: *rows, tagged: plain.is_some() })
+    }
+
+    /// Returns the tags of the words that decode steps hand on, by number of rows (`Decoder::output_tags`).
+    pub(crate) fn output_tags(&self) -> BTreeMap<u32, u32> {
+        self.decode.iter().filter_map(|(rows, step, _)| Some((*rows, output_tag(step)?))).collect()
     }
 
     /// Returns the rows of the steps of parts of a batch: of each part but the first, in its own buffers.

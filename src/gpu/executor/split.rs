@@ -213,8 +213,8 @@ impl SplitExecutor {
         self.stages.last().expect("there are stages")
     }
 
-    /// Removes and returns the changes of slots that must be applied before work of these slots, or before the buffers
-    /// of a plan are used again: the buffers that they are in, and the number of the last of them.
+    /// Removes and returns the changes of slots that must be applied before work of these slots, or before a buffer
+    /// is used again: the buffers that they are in, and the number of the last of them.
     fn due(&mut self, slots: &[Slot], reused: Option<usize>) -> (Vec<usize>, u64) {
         let is_due = |one: &Unapplied| Some(one.buffer) == reused || one.slots.iter().any(|slot| slots.contains(slot));
         let (due, rest) = std::mem::take(&mut self.unapplied).into_iter().partition::<Vec<_>, _>(is_due);
@@ -416,17 +416,13 @@ impl SplitExecutor {
         let mut reset = Some(0);
         let steps = 0..left.iter().copied().max().unwrap_or(0);
         // A part lacks a step more than those before it, if the fault was between them.
-        let mut again = steps.flat_map(|step| (0..left.len()).map(move |part| (step, part)));
-        let queued = again.try_for_each(|(step, part)| match step < left[part] {
-            false => Ok(()),
-            true => {
-                let manner = Manner { barriers: true, reset: reset.take(), fails: false };
-                self.step((&[], &[]), (&flight, part), manner)
-            }
+        let again = steps.flat_map(|step| (0..left.len()).map(move |part| (step, part)));
+        let queued = again.filter(|(step, part)| *step < left[*part]).try_for_each(|(_, part)| {
+            let manner = Manner { barriers: true, reset: reset.take(), fails: false };
+            self.step((&[], &[]), (&flight, part), manner)
         });
         self.flights.insert(at, flight);
-        queued?;
-        Ok(())
+        queued
     }
 
     /// Waits for all steps that are queued, and returns the reports. For the test at start.

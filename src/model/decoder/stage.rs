@@ -4,6 +4,7 @@
 //! Not here: devices, and how activations pass from one to the next.
 
 use super::{Decoder, StepShape, TAGGED};
+use crate::kernels::recording::Recording;
 use crate::kernels::{embed, sampling, tags};
 use crate::model::checkpoint::WeightSpec;
 use crate::model::config::{LayerKind, ModelConfig};
@@ -156,6 +157,11 @@ pub struct MessageLayout {
     pub bytes: u64,
 }
 
+/// Returns the tag of the residual stream at the end of a decode step; `None` if its words are not tagged.
+pub fn output_tag(step: &Recording) -> Option<u32> {
+    tags::last_tag(step, &format!("{TAGGED}x"))
+}
+
 impl PassedBuffer {
     /// Returns the buffer's name in a step whose activations are tagged, or are not.
     pub fn name_in(&self, tagged_step: bool) -> String {
@@ -194,7 +200,7 @@ impl Decoder<'_> {
         while rows <= self.state.rows {
             let shape = StepShape::Decode { rows };
             if self.carries(shape) {
-                tags.extend(tags::last_tag(&self.record(shape), &format!("{TAGGED}x")).map(|tag| (rows, tag)));
+                tags.extend(output_tag(&self.record(shape)).map(|tag| (rows, tag)));
             }
             rows *= 2;
         }

@@ -17,11 +17,11 @@ use ostinato::engine::request::{
 use ostinato::engine::scheduler::PASSED_OVER_MAX;
 use ostinato::engine::scheduler::{ConstraintCommand, Scheduler, SchedulerOutput, Setup};
 use ostinato::engine::sequence::SequenceId;
-use ostinato::engine::split_mix::split_mix;
 use ostinato::host::route::RouteError;
 use ostinato::host::{Host, ModelInfo, ServedModel};
 use ostinato::model::embedding::Pooling;
 use ostinato::model::grammar::{Constraint, Grammar, GrammarError, Grammars, Next, StartedGrammar};
+use ostinato::model::split_mix::split_mix;
 use ostinato::model::text::Text;
 use ostinato::replica::observer::STEP_RING;
 use ostinato::replica::rebuild::Rebuild;

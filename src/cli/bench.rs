@@ -11,6 +11,7 @@ use crate::engine::request::{Event, FinishReason, Finished, Limits, PerToken, Re
 use crate::gpu::devices::start_on;
 use crate::host::Host;
 use crate::host::progress::Progress;
+use crate::kernels::attention::PAGE_TOKENS;
 use crate::measure::read_bandwidth::read_bandwidth;
 use crate::measure::stages;
 use crate::measure::stages::{Stage, stages};
@@ -206,7 +207,7 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     }
     // Every stream has its own pages, with one stream to spare; with --seen there is as much room again for cached
     // pages.
-    model.kv_pages = Some((most + 1) * (longest.div_ceil(16) + 1) * if args.seen { 2 } else { 1 });
+    model.kv_pages = Some((most + 1) * (longest.div_ceil(PAGE_TOKENS) + 1) * if args.seen { 2 } else { 1 });
     model.context = Some(longest);
     model.prefill_chunk = args.prefill_chunk;
     model.quantize = args.quantize;

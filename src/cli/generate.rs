@@ -289,9 +289,6 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
     model.prefill_chunk = args.prefill_chunk;
     model.quantize = args.quantize;
     model.kv_format = args.kv_format;
-    if let Some(quantize) = args.quantize {
-        tracing::info!("{quantize}");
-    }
     model.draft = named::draft(args.draft.as_ref(), args.json)?;
     model.drafts = args.drafts;
     model.drafts_always = args.drafts.map(|drafts| drafts > 0);
@@ -300,6 +297,7 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
     config.runtime.tune = args.tune.clone();
     let host = {
         let show = progress::Show::brief(args.json);
+        args.quantize.iter().for_each(|to| show.notice(&format!("quantised to {to}")));
         Arc::new(start(&config, &show)?)
     };
     printer.ids_only = host.models().iter().any(|model| model.text.is_none());

@@ -6,7 +6,7 @@ use super::Usage;
 use super::arrivals::{Arrivals, Percentiles, Window};
 use super::connect::{self, Client, Reach};
 use super::generate::Refused;
-use crate::engine::split_mix::split_mix;
+use crate::model::split_mix::split_mix;
 use crate::service::proto;
 use crate::service::proto::generate_request::Prompt;
 use crate::service::proto::generate_response::Event;

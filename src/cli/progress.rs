@@ -86,6 +86,13 @@ impl Show {
         show
     }
 
+    /// Writes a line that a user who does not want the facts of a load should still see.
+    pub(crate) fn notice(&self, text: &str) {
+        if !self.facts && self.place != Place::Nowhere {
+            self.beside(|| eprintln!("{text}"));
+        }
+    }
+
     /// Creates a display that writes everything to the log, for programs that read JSON lines.
     pub(crate) fn log() -> Show {
         Show { place: Place::Log, facts: true, current: Mutex::new(None) }

@@ -1,5 +1,5 @@
 //! `ostinato tune`: finds the fastest workgroup shapes for a model on a device, and reports where they are saved. Not
-//! here: the search (`engine::tune`).
+//! here: the search (`measure::tune`).
 
 use super::named;
 use super::progress::Show;

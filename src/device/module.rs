@@ -14,8 +14,8 @@ struct Known {
     offered: fn(&Capabilities) -> bool,
 }
 
-/// The capabilities that shaders may declare. A shader that declares another one is refused by every device, so that
-/// whoever adds it to a shader states here what it asks of a device.
+/// The capabilities that shaders may declare. A shader that declares another one is refused by every device, until
+/// an entry here states the requirement that the capability puts on a device.
 const KNOWN: [Known; 25] = [
     known(1, "Shader", |_| true),
     known(9, "Float16", |c| c.float16),

@@ -43,13 +43,13 @@ struct Inner {
 pub struct Executable {
     /// The driver's name for it.
     pub name: String,
-    /// Its subgroup size; 0 if the driver does not tell.
+    /// The program's subgroup size; 0 if the driver does not report it.
     pub subgroup_size: u32,
-    /// What the driver tells about it, in the driver's order.
+    /// The statistics that the driver reports for the program, in its order.
     pub statistics: Vec<Statistic>,
 }
 
-/// A number that a driver tells about a program. Names and units are the driver's own.
+/// A statistic that a driver reports for a program. Names and units are the driver's own.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Statistic {
     /// The driver's name for it.
@@ -167,8 +167,8 @@ impl Pipeline {
         self.0.push_bytes
     }
 
-    /// Returns what the driver's compiler made of the pipeline, one entry for each program: some drivers compile one
-    /// for each subgroup size. Empty unless the device was opened with statistics and its driver tells.
+    /// Returns the programs that the driver's compiler made of the pipeline: some drivers compile one for each subgroup
+    /// size. Empty unless the device was opened with statistics and its driver reports them.
     pub fn executables(&self) -> Result<Vec<Executable>, DeviceError> {
         let logical = &self.0.logical;
         let Some(functions) = &logical.executables else {

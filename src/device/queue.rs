@@ -1,5 +1,5 @@
 //! Submission of one role's batches to its hardware queue and timeline. Keeps what was submitted alive until it has
-//! finished. Not here: the order in which batches may be submitted (`hold`), and waiting (`handle`).
+//! finished. Not here: the order in which batches may be submitted (`submit_order`), and waiting (`handle`).
 
 use crate::device::commands::Commands;
 use crate::device::error::DeviceError;

@@ -13,10 +13,10 @@ use crate::engine::plan::{
     ScoredChunk, Slot, SlotParams, StateSlot, StepPlan, Ticket, Work,
 };
 use crate::engine::request::{Flushes, PerToken, Scored, TokenLogprobs};
-use crate::engine::split_mix::split_mix;
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::sampling::mask_words;
 use crate::model::grammar::bit;
+use crate::model::split_mix::split_mix;
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
 use std::collections::{HashSet, VecDeque};

@@ -15,6 +15,5 @@ pub mod sequence;
 pub mod sequence_map;
 pub mod snapshots;
 pub mod speculation;
-pub mod split_mix;
 pub mod variants;
 pub mod window;

@@ -1,9 +1,9 @@
 //! The interface between the engine and its callers: a request in, events out.
 //! Not here: text. Requests have token ids only (`model::text` converts them).
 
-use super::split_mix::nth;
 use crate::model::embedding::Pooling;
 use crate::model::grammar::{GrammarError, StartedGrammar};
+use crate::model::split_mix::nth;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

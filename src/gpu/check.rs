@@ -1,6 +1,7 @@
-//! What a model gets on a device: the path through the kernels, what the device lacks and what that costs, every
-//! pipeline with what the driver's compiler made of it, and the tests at start. For `ostinato check-device`.
-//! Not here: how it is printed, and serving.
+//! The check of a model on a device: the path through the kernels, the features that the device lacks and the
+//! consequences, every pipeline with the driver's statistics of it, and the tests at start. For `ostinato
+//! check-device`.
+//! Not here: printing the result, and serving.
 
 use crate::actors::compute::GpuTime;
 use crate::config;
@@ -32,10 +33,10 @@ const LITTLE_STAGING: (usize, usize) = (1, 4096);
 /// The size of an allocation, in bytes, above which weights of common models are split.
 const LARGE_ALLOCATION: u64 = 4 << 30;
 
-/// What is checked.
+/// The inputs of a check: model, checkpoint and options.
 #[derive(Clone, Copy, Debug)]
 pub struct CheckOptions<'a> {
-    /// The model, as a server is configured with it.
+    /// The model's configuration, as a server has it.
     pub model: &'a config::Model,
     /// The model's checkpoint.
     pub checkpoint: &'a Checkpoint,
@@ -47,10 +48,10 @@ pub struct CheckOptions<'a> {
     pub cache: Option<&'a Path>,
 }
 
-/// What was found.
+/// The result of checking a model on a device.
 #[derive(Debug, Default)]
 pub struct Check {
-    /// The paths through the kernels that were built; the first one is used, unless its test says otherwise.
+    /// The paths through the kernels that were built; the first one is used, unless a test rules it out.
     pub paths: Vec<KernelPath>,
     /// The tests, in order.
     pub tests: Vec<SelfTest>,
@@ -59,21 +60,21 @@ pub struct Check {
 }
 
 impl Check {
-    /// Whether nothing failed.
+    /// Whether no test and no pipeline failed.
     pub fn passed(&self) -> bool {
         self.tests.iter().all(|test| !matches!(test.outcome, Outcome::Failed(_)))
             && self.pipelines.iter().all(|pipeline| pipeline.result.is_ok())
     }
 }
 
-/// How weights lie in memory and are multiplied.
+/// The layout of weights in memory, and the way in which they are multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KernelPath {
-    /// In fragments, on matrix units.
+    /// Weights in fragments, multiplied on matrix units.
     MatrixUnits,
-    /// In fragments, multiplied with scalar arithmetic.
+    /// Weights in fragments, multiplied on matrix units that scalar arithmetic emulates.
     Emulated,
-    /// Row after row; many rows of activations are multiplied in this arithmetic.
+    /// Weights row after row; many rows of activations are multiplied in this arithmetic.
     RowMajor(Arithmetic),
 }
 
@@ -99,7 +100,7 @@ impl KernelPath {
     pub fn words(self) -> String {
         match self {
             KernelPath::MatrixUnits => "weights in fragments, multiplied on matrix units".to_owned(),
-            KernelPath::Emulated => "weights in fragments, multiplied by hand".to_owned(),
+            KernelPath::Emulated => "weights in fragments, multiplied on emulated matrix units".to_owned(),
             KernelPath::RowMajor(arithmetic) => {
                 let how = match arithmetic {
                     Arithmetic::F32 => "in f32".to_owned(),
@@ -114,36 +115,36 @@ impl KernelPath {
     }
 }
 
-/// A test and what came of it.
+/// A test and its outcome.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SelfTest {
     /// The test's name.
     pub name: &'static str,
-    /// What came of it.
+    /// The test's outcome.
     pub outcome: Outcome,
 }
 
-/// What came of a test.
+/// The outcome of a test.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It passed. The text may say what follows.
+    /// The test passed. The text may state a consequence; it is empty if there is none.
     Passed(String),
-    /// The model cannot be served, with the reason.
+    /// The test failed, so that the model cannot be served, with the reason.
     Failed(String),
-    /// It was not run, with the reason.
+    /// The test was not run, with the reason.
     NotRun(&'static str),
 }
 
-/// Something that a device does not offer.
+/// A feature that a device lacks, and the consequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Missing {
-    /// What it does not offer.
+    /// The feature that the device lacks.
     pub what: String,
-    /// What that costs.
+    /// The consequence for models on the device.
     pub cost: &'static str,
 }
 
-/// Returns what an adapter does not offer of what the program can use, and what that costs.
+/// Returns the features that the program can use and that an adapter lacks, each with the consequence.
 pub fn missing(adapter: &Adapter) -> Vec<Missing> {
     let capabilities = &adapter.capabilities;
     let mut missing = Vec::new();
@@ -194,7 +195,7 @@ pub fn missing(adapter: &Adapter) -> Vec<Missing> {
     missing
 }
 
-/// Checks a model on a device. What fails is part of the result, as far as the check can go on.
+/// Checks a model on a device. A failure is part of the result, as far as the check can go on after it.
 ///
 /// # Errors
 /// If the device cannot be opened or is lost.
@@ -296,9 +297,9 @@ pub fn check(
     Ok(found)
 }
 
-/// Why no test ran that submits work.
+/// The reason for which a test that submits work is not run.
 const COMPILE_ONLY: &str = "--compile-only submits no work";
-/// Why no test ran of a model whose pipelines failed.
+/// The reason for which a test is not run after a pipeline of the model has failed.
 const NOT_BUILT: &str = "a pipeline could not be built";
 
 /// Returns the context of a model that a server would plan if memory suffices.
@@ -306,7 +307,7 @@ fn context(build: &Build<'_>) -> u32 {
     build.model.context.unwrap_or(build.checkpoint.config.context.min(DEFAULT_CONTEXT))
 }
 
-/// Returns what a replica would run, and on which path.
+/// Returns the path through the kernels that a replica would take, and the recordings that it would run.
 fn recorded(build: &Build<'_>) -> (KernelPath, Recordings) {
     let buckets = build.buckets();
     let window = build.recycled_window(context(build)).map(|_| 1);
@@ -337,7 +338,8 @@ fn start(build: &Build<'_>, cache: Option<&Path>) -> Result<Outcome, StartError>
     }
 }
 
-/// Returns the registers of a pipeline's largest program, as its driver counts them; `None` if it does not tell.
+/// Returns the registers of a pipeline's largest program, as its driver counts them; `None` if it does not report
+/// them.
 pub fn registers(executables: &[Executable]) -> Option<u64> {
     // AMD's scalar registers are another kind, of which there are always enough.
     let counts = |name: &str| match name {
@@ -348,8 +350,8 @@ pub fn registers(executables: &[Executable]) -> Option<u64> {
     statistics.filter(|statistic| counts(&statistic.name)).map(|statistic| statistic.value as u64).max()
 }
 
-/// Returns how often a pipeline's programs spill registers to memory, as the driver counts it, of the program that does
-/// so most; `None` if it does not tell.
+/// Returns the number of spills of registers to memory in the program of a pipeline that spills most, as the driver
+/// counts them; `None` if it does not report them.
 pub fn spills(executables: &[Executable]) -> Option<u64> {
     // Spills from one kind of registers to another, as AMD's scalar registers have them, cost little. `STP Count` is
     // Adreno's number of stores to private memory: our shaders have no arrays there.

@@ -115,15 +115,15 @@ fn what_every_device_is_asked_for_is_what_the_plain_path_uses() {
 
 #[test]
 fn a_shader_that_asks_for_more_has_a_variant_that_does_not() {
-    // Weights in fragments that are multiplied by hand are a choice of the operator's, which no device is given by
-    // default.
-    let by_hand = ["GroupNonUniformShuffle", "GroupNonUniformVote"];
+    // Weights in fragments that are multiplied on emulated matrix units are a choice of the operator's, which no device
+    // is given by default.
+    let emulation = ["GroupNonUniformShuffle", "GroupNonUniformVote"];
     let needed: Vec<&str> = NEEDED.iter().map(|(name, _)| *name).collect();
     for shader in SHADERS {
         let module = Module::read(&shader.words(), &[]);
         let optional: Vec<&String> =
             module.capabilities.iter().filter(|name| !needed.contains(&name.as_str())).collect();
-        if shader.name.ends_with(".plain") && optional.iter().all(|name| by_hand.contains(&name.as_str())) {
+        if shader.name.ends_with(".plain") && optional.iter().all(|name| emulation.contains(&name.as_str())) {
             continue;
         }
         // The layout of matrices is asked for only where there are matrices, wider tiles have the plain variant of the

@@ -473,6 +473,9 @@ fn serve(devices: &Arc<Devices>, model: &config::Model, attempt: &LoadAttempt<'_
     let placed = devices.choose(model)?;
     let progress = attempt.progress;
     let checkpoint = devices.checkpoint(model)?;
+    if let Some(to) = model.quantize {
+        progress.line(&format!("model \"{}\" is quantised to {to}", model.name));
+    }
     let text = Text::of(&checkpoint).map_err(|source| StartError::Text { model: model.name.clone(), source })?;
     if text.is_none() {
         progress.line(&format!("model \"{}\" has no tokenizer: it serves token ids only", model.name));

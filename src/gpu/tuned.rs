@@ -86,7 +86,7 @@ impl File {
 pub(crate) fn variant(tuning: &Tuning) -> String {
     let kind = match tuning.fragments {
         None => "rows",
-        Some(Matrices::Emulated) => "fragments by hand",
+        Some(Matrices::Emulated) => "fragments, emulated",
         Some(Matrices::Cooperative) => "fragments",
     };
     if tuning.tags { format!("{kind}, tagged") } else { kind.to_owned() }
@@ -360,7 +360,7 @@ mod tests {
             ("tags.8x4x32", Some("1")),
             ("nonsense", Some("1")),
         ];
-        keep(folder.path(), &adapter, "fragments by hand", &found(&entries)).expect("kept");
+        keep(folder.path(), &adapter, "fragments, emulated", &found(&entries)).expect("kept");
         struct Silent;
         impl Progress for Silent {
             fn line(&self, text: &str) {
@@ -375,7 +375,7 @@ mod tests {
         let mut wanted = plain.clone();
         assert!(wanted.set("skinny.512x256=128/2/4") && wanted.set("flash_threads=64"));
         assert_eq!(changed, wanted);
-        assert_eq!(tuned.value("fragments by hand", "flash_threads"), Some("64"));
+        assert_eq!(tuned.value("fragments, emulated", "flash_threads"), Some("64"));
         let mut rows = Tuning { fragments: None, ..plain };
         assert_eq!(tuned.apply(&mut rows), 0);
     }

@@ -140,6 +140,10 @@ fn bit(replica: usize) -> u64 {
 mod tests {
     use super::*;
     use crate::engine::prefix::page_keys;
+    use crate::kernels::attention::PAGE_TOKENS;
+
+    /// The number of tokens of a page.
+    const PAGE: usize = PAGE_TOKENS as usize;
 
     /// Returns ready candidates with the given numbers of unfinished requests.
     fn loads(unfinished: &[u32]) -> Vec<Candidate> {
@@ -157,7 +161,7 @@ mod tests {
     /// has.
     fn keys(prompt: u32, shared: usize, pages: usize) -> Vec<PageKey> {
         let tokens: Vec<u32> =
-            (0..(shared + pages) * 16).map(|at| if at < shared * 16 { 0 } else { prompt + 1 }).collect();
+            (0..(shared + pages) * PAGE).map(|at| if at < shared * PAGE { 0 } else { prompt + 1 }).collect();
         page_keys("", &tokens)
     }
 
@@ -194,7 +198,7 @@ mod tests {
             }
         }
         // The same tokens under another cache salt have other keys.
-        let foreign = page_keys("other", &[1; 8 * 16]);
+        let foreign = page_keys("other", &[1; 8 * PAGE]);
         assert!(foreign.iter().all(|key| affinity.holders(key) == 0));
     }
 

@@ -18,7 +18,7 @@ pub struct PackedMatrix {
     pub range: Range,
     /// The format of its numbers.
     pub format: super::Format,
-    /// Whether it is in fragment order; otherwise it is row-major.
+    /// Whether the matrix is in fragment order; otherwise it is row-major.
     pub fragments: bool,
     /// The number of columns without padding.
     pub cols: u32,

@@ -197,9 +197,9 @@ impl Grouped {
         }
     }
 
-    /// Returns `wgmma` for up to `rows` rows on a device with so many processors, preceded by the number of rows of its
-    /// tiles; `None` if it does not serve the experts, whose two matrices have these formats. `tiles` has tiles by rows and columns of an expert's matrix, which are
-    /// used where they fit.
+    /// Returns the number of rows of a tile, and the `wgmma` variant for up to `rows` rows on a device with
+    /// `processors` compute units; `None` if `wgmma` does not serve the experts, whose two matrices have these
+    /// `formats`. `tiles` has tiles by rows and columns of an expert's matrix, which are used where they fit.
     pub fn wgmma(
         shape: &ExpertsShape,
         rows: u32,
@@ -221,8 +221,8 @@ impl Grouped {
         Some((first.tokens, Grouped::Wgmma([first, second], processors)))
     }
 
-    /// Returns the fastest of the other kernels for up to `rows` rows, preceded by the number of rows of its tiles, for which
-    /// [`Sorted`] must be made.
+    /// Returns the number of rows of a tile, for which [`Sorted`] must be made, and the fastest of the other kernels
+    /// for up to `rows` rows.
     pub fn choose(shape: &ExpertsShape, rows: u32, matrices: Matrices, format: Format) -> (u32, Grouped) {
         let panel = |threads, tiles, ahead, blocks| {
             (16 * blocks, Grouped::Panel(matrices, panel::PanelConfig { threads, tiles, ahead, blocks }))

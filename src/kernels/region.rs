@@ -55,7 +55,7 @@ pub struct Planned {
     pub kernel: &'static str,
     /// The values of its specialization constants, with ids from 0 on.
     pub constants: Vec<u32>,
-    /// What it needs of the device.
+    /// The requirements on the device.
     pub module: Module,
 }
 
@@ -72,11 +72,11 @@ impl Planned {
 pub struct BuiltPipeline {
     /// The pipeline.
     pub planned: Planned,
-    /// The time that it took. The driver may have kept the result of an earlier build in a cache of its own.
+    /// The time that the build took. The driver may have kept the result of an earlier build in a cache of its own.
     pub took: Duration,
-    /// The CPU time of the process meanwhile: what it takes on one core, whatever else runs on the machine.
+    /// The CPU time of the process during the build: its time on one core, whatever else runs on the machine.
     pub cpu: Duration,
-    /// What the driver tells about its programs, empty where it tells nothing; or why the build failed.
+    /// The driver's statistics of the compiled programs, empty if it reports none; or the error of the build.
     pub result: Result<Vec<Executable>, DeviceError>,
 }
 
@@ -86,7 +86,7 @@ pub struct Pipelines {
     built: HashMap<Key, Kernel>,
 }
 
-/// What a kernel was built as.
+/// A built kernel.
 #[derive(Debug)]
 enum Kernel {
     /// A pipeline, of SPIR-V.

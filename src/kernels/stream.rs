@@ -15,12 +15,12 @@ use super::shaders::{
 /// The number of invocations of a workgroup.
 const THREADS: u32 = 128;
 
-/// What [`add_branch`] does with the residual stream.
+/// The residual stream that [`add_branch`] writes, and how the branch is combined with it.
 #[derive(Clone, Copy, Debug)]
 pub struct Onto {
     /// The stream.
     pub x: Activations,
-    /// Whether the branch is added to what is there; otherwise it replaces it.
+    /// Whether the branch is added to the stream's values; otherwise it replaces them.
     pub adds: bool,
     /// A factor of the sum, `[1]`.
     pub factor: Option<Range>,

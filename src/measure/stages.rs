@@ -145,7 +145,7 @@ pub fn stages(
         *position = last;
     }
     let max_pages = positions.iter().map(|position| pages_of(*position, load)).max().unwrap_or(1);
-    let mut tuning = tuning(adapter, matrices, config.least_kv_heads(), max_pages * 16);
+    let mut tuning = tuning(adapter, matrices, config.least_kv_heads(), max_pages * PAGE_TOKENS);
     let runs_ptx = matrices.is_some() && crate::gpu::matrix_units::runs_wgmma(&device).is_ok();
     tuning.ptx = PTX;
     change(&mut tuning);
@@ -172,7 +172,7 @@ pub fn stages(
         window_pages: None,
         kv_format: KvFormat::F16,
         ring: RingLayout { steps: 16, rows },
-        context: max_pages * 16,
+        context: max_pages * PAGE_TOKENS,
         tuning,
     };
     let is_matrix = |w: &&WeightSpec| matches!(w.kind, WeightKind::Matrix);

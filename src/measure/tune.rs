@@ -263,7 +263,7 @@ fn knobs(decoder: &Decoder<'_>, rules: &Tuning, bounds: TuningBounds, depth: u32
         knobs.push(Knob { key, entry, rule, candidates, bytes });
     };
     let powers = |from: u32, to: u32| (from..=to).filter(|n| n.is_power_of_two()).map(|n| n.to_string()).collect();
-    let pages = depth.div_ceil(16).max(rules.splits);
+    let pages = depth.div_ceil(PAGE_TOKENS).max(rules.splits);
     let least = if depth < LONG { rules.splits } else { 1 };
     let splits = [1, 2, 4, 6, 8, 12, 16, 20, 24, 32].into_iter().filter(|n| (least..=pages).contains(n));
     let splits: Vec<String> = splits.map(|n| n.to_string()).collect();

@@ -250,39 +250,39 @@ pub enum QkNorm {
 /// where there is no norm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockNorms {
-    /// Of the mixer's input.
+    /// The name of the norm of the mixer's input.
     pub mixer: Option<&'static str>,
-    /// Of the mixer's output, before it is added to the residual stream.
+    /// The name of the norm of the mixer's output, before it is added to the residual stream.
     pub after_mixer: Option<&'static str>,
-    /// Of the MLP's input.
+    /// The name of the norm of the MLP's input.
     pub mlp: Option<&'static str>,
-    /// Of the MLP's output, before it is added to the residual stream.
+    /// The name of the norm of the MLP's output, before it is added to the residual stream.
     pub after_mlp: Option<&'static str>,
 }
 
 impl BlockNorms {
-    /// Before mixer and MLP, as in Llama.
+    /// Norms before mixer and MLP, as in Llama.
     pub const BEFORE: BlockNorms = BlockNorms {
         mixer: Some("input_layernorm"),
         after_mixer: None,
         mlp: Some("post_attention_layernorm"),
         after_mlp: None,
     };
-    /// Before and after mixer and MLP, with Gemma's names.
+    /// Norms before and after mixer and MLP, with Gemma's names.
     pub const GEMMA: BlockNorms = BlockNorms {
         mixer: Some("input_layernorm"),
         after_mixer: Some("post_attention_layernorm"),
         mlp: Some("pre_feedforward_layernorm"),
         after_mlp: Some("post_feedforward_layernorm"),
     };
-    /// Before and after mixer and MLP, with the names of GLM-4.
+    /// Norms before and after mixer and MLP, with the names of GLM-4.
     pub const GLM: BlockNorms = BlockNorms {
         mixer: Some("input_layernorm"),
         after_mixer: Some("post_self_attn_layernorm"),
         mlp: Some("post_attention_layernorm"),
         after_mlp: Some("post_mlp_layernorm"),
     };
-    /// After mixer and MLP only, as in OLMo 2.
+    /// Norms after mixer and MLP only, as in OLMo 2.
     pub const OLMO: BlockNorms = BlockNorms {
         mixer: None,
         after_mixer: Some("post_attention_layernorm"),

@@ -174,8 +174,8 @@ fn factors<R: Read + Seek>(
     Ok(Some(bytes.as_chunks::<4>().0.iter().map(|chunk| f32::from_le_bytes(*chunk)).collect()))
 }
 
-/// Takes any bytes for a file and does with them all that is done with a model. Must not panic, and must not take more
-/// memory than a small multiple of the bytes' number.
+/// Entry point for the fuzzer: reads `data` as a GGUF file and runs every step of opening a model on it. Must not
+/// panic, and must not use more memory than a small multiple of the length of `data`.
 pub fn fuzz(data: &[u8]) {
     let Ok(header) = Header::parse(data, data.len() as u64) else { return };
     drop(tokenizer::convert(&header));

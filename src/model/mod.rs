@@ -1,5 +1,6 @@
 //! Everything that depends on the model: config.json, tensor names, tokenizer, chat template, grammars and the
 //! architectures' forward passes, which turn a batch shape into a `Recording`.
+//! Also `split_mix`, the generator of seeds that `synth` and the modules above `model` share.
 //!
 //! Not here: threads, and reading bulk tensor data. The exception is `synth`, which writes checkpoints with threads.
 
@@ -11,6 +12,7 @@ pub mod draft;
 pub mod embedding;
 pub mod gguf;
 pub mod grammar;
+pub mod split_mix;
 pub mod synth;
 pub mod text;
 pub mod worker;

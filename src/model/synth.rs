@@ -20,6 +20,7 @@ use tokenizers::{AddedToken, Tokenizer};
 
 use super::config::{Dtype, ModelConfig, ModelConfigError};
 use super::gguf::write::WriteError;
+use super::split_mix::{GAMMA, mix};
 use crate::quant::store::StoredType;
 pub use presets::{PRESETS, Preset, preset, with_layers};
 pub use quantised::quantise;
@@ -409,7 +410,7 @@ impl Table {
     fn fill(&self, key: u64, first_word: u64, buffer: &mut [u8]) {
         let mut word = first_word;
         let mut lanes = || {
-            let bits = mix(key.wrapping_add(word.wrapping_mul(GOLDEN)));
+            let bits = mix(key.wrapping_add(word.wrapping_mul(GAMMA)));
             word = word.wrapping_add(1);
             [0, 16, 32, 48].map(|shift| (bits >> shift) as usize % LEVELS)
         };
@@ -436,19 +437,9 @@ impl Table {
     }
 }
 
-/// 2^64 divided by the golden ratio. Consecutive multiples modulo 2^64 are far apart.
-const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
-
-/// The finalizer of SplitMix64: flipping any input bit changes half of the output bits on average.
-fn mix(mut z: u64) -> u64 {
-    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-    z ^ (z >> 31)
-}
-
 /// Returns the start of a tensor's random sequence.
 fn key(seed: u64, name: &str) -> u64 {
-    name.bytes().fold(mix(seed.wrapping_add(GOLDEN)), |key, byte| mix(key.wrapping_mul(GOLDEN) ^ u64::from(byte)))
+    name.bytes().fold(mix(seed.wrapping_add(GAMMA)), |key, byte| mix(key.wrapping_mul(GAMMA) ^ u64::from(byte)))
 }
 
 /// Returns the quantile of the standard normal distribution at `p` (Acklam's rational approximation, relative error

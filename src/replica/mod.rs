@@ -21,8 +21,8 @@ use crate::engine::request::{Bounds, Request, RequestError, SAMPLE_MARK, Sink, S
 use crate::engine::scheduler::{EngineLoad, Scheduler, Setup};
 use crate::engine::sequence::RequestView;
 use crate::engine::sequence_map::SequenceMap;
-use crate::engine::split_mix::split_mix;
 use crate::engine::variants::Variants;
+use crate::model::split_mix::split_mix;
 use crate::replica::client::{Sample, Submission};
 use crate::replica::gaps::{GapCounts, Gaps};
 use crate::replica::masks::Masks;

@@ -45,9 +45,10 @@ pub const MAX_STOP_IDS: usize = 1024;
 pub const MAX_JSON_ELEMENTS: usize = 1 << 20;
 /// The most objects and lists of a JSON body: several for each message, call and tool of the largest chat.
 pub const MAX_JSON_CONTAINERS: usize = 1 << 16;
-/// The most prompt tokens, summed over all choices, that a completion tells again (`echo`) with log probabilities.
+/// The maximum number of prompt tokens, summed over all choices, that a completion repeats (`echo`) with log
+/// probabilities.
 pub const MAX_ECHO_TOKENS: usize = 1 << 16;
-/// The most bytes of prompts, summed over all choices, that a completion tells again (`echo`).
+/// The maximum number of bytes of prompts, summed over all choices, that a completion repeats (`echo`).
 pub const MAX_ECHO_BYTES: usize = 16 << 20;
 /// The most open calls of a connection. HTTP/2 clients hold further calls back; calls beyond it are reset.
 pub const STREAMS: u32 = 200;
@@ -169,7 +170,7 @@ pub fn tools(tools: usize) -> Result<(), Refusal> {
 }
 
 /// Refuses a JSON body with more than [`MAX_JSON_ELEMENTS`] elements or [`MAX_JSON_CONTAINERS`] objects and lists, which
-/// are counted before it is parsed: an element of two bytes takes many times as much memory. What is not JSON is
+/// are counted before it is parsed: an element of two bytes takes many times as much memory. Text that is not JSON is
 /// counted too, and is not refused here.
 pub fn json(body: &[u8]) -> Result<(), Refusal> {
     let (mut commas, mut containers) = (0, 0);
@@ -204,8 +205,8 @@ pub fn json(body: &[u8]) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Refuses to tell prompts again that have so many tokens and bytes over all choices: each choice has its own copy.
-/// The tokens count only with log probabilities.
+/// Refuses a completion that would repeat (`echo`) more than [`MAX_ECHO_TOKENS`] tokens or [`MAX_ECHO_BYTES`] bytes of
+/// prompts, summed over all choices, each of which has its own copy. The tokens count only with log probabilities.
 pub fn echo(tokens: usize, bytes: usize, logprobs: bool) -> Result<(), Refusal> {
     let refuse = |value, rule| Err(Refusal::Value { field: "echo", value, rule });
     if logprobs && tokens > MAX_ECHO_TOKENS {
@@ -446,7 +447,8 @@ impl Arrival {
                 }
             }
         }
-        // tonic's decoder says that the message is cut. It is not told the length, for which it would reserve memory.
+        // tonic's decoder reports that the message is cut. It does not get the length, for which it would reserve
+        // memory.
         whole.parts.extend(messages.rest());
         Ok(whole)
     }
@@ -570,7 +572,7 @@ struct Messages {
     blocks: VecDeque<BytesMut>,
 }
 
-/// What [`Messages::take`] has completed.
+/// A complete message, or the prefix of a refused one, as [`Messages::take`] returns it.
 #[derive(Debug)]
 enum Told {
     /// A message: its prefix, then its bytes.

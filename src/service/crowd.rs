@@ -1,8 +1,7 @@
 //! The open connections of a listener, in a bounded number of places, and the choice of the connection that gives up
-//! its place when a new one needs it. The gRPC endpoint (`tls`) and the admin endpoint (`admin::connections`) both use
-//! it.
-//! Not here: accepting, reading and closing connections. A connection that loses its place is told by a token and
-//! closes itself.
+//! its place when a new one needs it. The gRPC endpoint (`tls`) and the endpoints of HTTP/1.1 (`connections`) use it.
+//! Not here: accepting, reading and closing connections. A connection that loses its place is notified by a token
+//! and closes itself.
 
 use std::collections::HashMap;
 use std::net::IpAddr;

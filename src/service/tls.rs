@@ -314,7 +314,7 @@ impl Saying {
     }
 }
 
-/// What a request's extensions say about its connection.
+/// The properties of a request's connection, kept in the request's extensions.
 #[derive(Clone, Debug)]
 pub struct ConnectInfo {
     tcp: TcpConnectInfo,

@@ -643,7 +643,7 @@ fn emulated<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, way
 /// keys and values that are rounded to the other neighbor change by 2^-10. Chunks of more than 16 rows round
 /// activations to bfloat16, which changes a value by 2^-8 if it is rounded the other way. Values are about 1, up to
 /// some ten; a wrong index changes them by as much.
-fn run_by_hand(driver: Driver, ways: &[Emulated], names: &[&str]) {
+fn run_emulated(driver: Driver, ways: &[Emulated], names: &[&str]) {
     let vulkan = Vulkan::new();
     let bench = Bench::new(&vulkan, driver);
     let (_folder, checkpoints) = on_fragments();
@@ -681,24 +681,24 @@ const CODED: Emulated = Emulated { chunk: 16, tags: true, kv_format: KvFormat::I
 
 #[test]
 fn recordings_of_the_demo_model_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() {
-    run_by_hand(Driver::first(), &[ON_FRAGMENTS, TAGGED, ROUNDED, CODED], &["demo"]);
+    run_emulated(Driver::first(), &[ON_FRAGMENTS, TAGGED, ROUNDED, CODED], &["demo"]);
 }
 
 #[test]
 fn recordings_of_random_weights_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() {
-    run_by_hand(Driver::first(), &[ON_FRAGMENTS, TAGGED, ROUNDED, CODED], &["tiny-llama"]);
+    run_emulated(Driver::first(), &[ON_FRAGMENTS, TAGGED, ROUNDED, CODED], &["tiny-llama"]);
 }
 
 /// The widths of these models do not allow tags.
 #[test]
 fn recordings_on_fragments_without_tags_mean_the_same_on_lavapipe_and_in_plain_rust() {
-    run_by_hand(Driver::first(), &[ON_FRAGMENTS, ROUNDED], &["qwen3-deep", "demo-hybrid"]);
+    run_emulated(Driver::first(), &[ON_FRAGMENTS, ROUNDED], &["qwen3-deep", "demo-hybrid"]);
 }
 
 /// With more than eight rows, the rows are sorted by expert and activations are rounded.
 #[test]
 fn recordings_of_experts_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() {
-    run_by_hand(Driver::first(), &[Emulated { chunk: 8, ..TAGGED }, ROUNDED], &["tiny-qwen3.5-moe"]);
+    run_emulated(Driver::first(), &[Emulated { chunk: 8, ..TAGGED }, ROUNDED], &["tiny-qwen3.5-moe"]);
 }
 
 /// Goal: a prompt step whose products are `wgmma` means the same as one whose products are others. Method: both
@@ -753,7 +753,7 @@ fn a_prompt_step_with_wgmma_means_the_same_in_plain_rust() {
 
 #[test]
 fn tagged_recordings_mean_the_same_on_swiftshader_and_in_plain_rust() {
-    run_by_hand(Driver::SwiftShader, &[TAGGED], &["tiny-llama"]);
+    run_emulated(Driver::SwiftShader, &[TAGGED], &["tiny-llama"]);
 }
 
 /// Goal: a draft model's calls before a tagged decode step have barriers of their own and leave its tags alone.

@@ -81,7 +81,7 @@ fn prompts_in_chunks_and_side_by_side_draw_what_they_draw_alone() {
 /// state of a batch takes other code paths. Sums of rounded rows may diverge from the text at a near tie, so only the
 /// first tokens are compared.
 #[test]
-fn blocks_multiplied_by_hand_draw_the_same() {
+fn blocks_on_emulated_matrix_units_draw_the_same() {
     let vulkan = Vulkan::new();
     for name in ["hybrid-long", "hybrid-moe", "moe-top2"] {
         let text = text(name);

@@ -62,18 +62,18 @@ fn what_is_found_is_kept_and_used_by_later_starts_without_changing_tokens() {
 
     let (events, path) = tune_demo(&vulkan, &adapter, cache.path(), &fragments);
     println!("{events:#?}");
-    assert!(matches!(&events[0], TuneEvent::Began { variant, us } if variant == "fragments by hand" && *us > 0.0));
+    assert!(matches!(&events[0], TuneEvent::Began { variant, us } if variant == "fragments, emulated" && *us > 0.0));
     assert!(events.iter().all(|event| !matches!(event, TuneEvent::Wrong { .. })), "{events:?}");
     let text = std::fs::read_to_string(&path).expect("the file");
     let mut file: serde_json::Value = serde_json::from_str(&text).expect("JSON");
-    let kept = &file["shapes"]["fragments by hand"];
+    let kept = &file["shapes"]["fragments, emulated"];
     for (name, value) in kept.as_object().into_iter().flatten() {
         let found = |event: &TuneEvent| matches!(event, TuneEvent::Improved { name: of, new, .. } if name.starts_with(of) && new == value);
         assert!(events.iter().any(found), "{name} is kept as {value} and was not found in {events:?}");
     }
 
     // Three entries for this model, independent of the tuning result, and one for another model.
-    file["shapes"] = serde_json::json!({"fragments by hand": {
+    file["shapes"] = serde_json::json!({"fragments, emulated": {
         "skinny.512x256": "128/1/2", "skinny.2048x256": "64/2/1", "splits.8x4x32": "6", "splits.8x2x64": "1",
     }});
     let changed = serde_json::to_string_pretty(&file).expect("text");

@@ -60,7 +60,9 @@ impl Answers {
         model.quantize = args.quantize;
         let mut config = Config { models: vec![model], ..Config::default() };
         config.runtime.cache_directory = cache_directory();
-        let host = Arc::new(start(&config, &progress::Show::brief(false))?);
+        let show = progress::Show::brief(false);
+        args.quantize.iter().for_each(|to| show.notice(&format!("quantised to {to}")));
+        let host = Arc::new(start(&config, &show)?);
         let chats = host.models().iter().all(|model| model.text.as_ref().is_some_and(|text| text.has_chat()));
         if !chats {
             return Err(without_template(&name).into());

@@ -40,10 +40,10 @@ use crate::engine::sequence::{PhaseCost, RequestView, Sequence, SequenceId, Sequ
 use crate::engine::sequence_map::SequenceMap;
 use crate::engine::snapshots::Snapshots;
 use crate::engine::speculation::Speculation;
-use crate::engine::split_mix::split_mix;
 use crate::engine::window::WindowPages;
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::model::grammar::{Grammar, GrammarError, Next};
+use crate::model::split_mix::split_mix;
 use crate::telemetry::names;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};

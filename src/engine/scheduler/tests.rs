@@ -10,8 +10,8 @@ use crate::engine::request::{Event, FinishReason, Limits, PerToken, Request};
 use crate::engine::scheduler::decoding::PLAN_STEPS_MIN;
 use crate::engine::scheduler::{EngineLoad, Scheduler, SchedulerOutput, Setup};
 use crate::engine::sequence::SequenceId;
-use crate::engine::split_mix::split_mix;
 use crate::kernels::attention::PAGE_TOKENS;
+use crate::model::split_mix::split_mix;
 use std::time::Duration;
 
 fn setup(slots: u32, pages: u32) -> Setup {

@@ -528,7 +528,7 @@ impl Build<'_> {
             self.name,
             match decoder.tuning.fragments {
                 None => "row after row",
-                Some(Matrices::Emulated) => "in fragments, multiplied by hand",
+                Some(Matrices::Emulated) => "in fragments, on emulated matrix units",
                 Some(Matrices::Cooperative) => "in fragments, on matrix units",
             },
             if overlaps { "overlap" } else { "run one after the other" }
@@ -580,7 +580,7 @@ impl Build<'_> {
         Ok((parts, loaded, memory))
     }
 
-    /// Builds the parts with which a stage exchanges data with the others.
+    /// Builds the buffers, regions and gates by which a stage exchanges data with the others.
     fn exchange(
         &self,
         decoder: &Decoder<'_>,

@@ -57,19 +57,20 @@ pub(crate) struct HeadRecordings {
     pub(crate) dump: Recording,
 }
 
-/// Recordings of which there is one for each buffer that a stage exchanges data through (`gpu::executor::exchange`).
+/// Recordings, one for each buffer through which a stage exchanges data (`gpu::executor::exchange`); recordings at the
+/// end that are never used are left out.
 pub(crate) type OfBuffers = Vec<Recording>;
 
-/// The recordings with which a stage of a split model exchanges data with other stages; empty for a model on one device.
+/// The recordings by which a stage of a split model exchanges data with other stages; empty for a model on one device.
 #[derive(Default)]
 pub(crate) struct ExchangeRecordings {
-    /// The first stage has none: take over the rows of a step from the stage before.
+    /// The recordings that receive a step's rows from the stage before; empty in the first stage.
     pub(crate) receive: BTreeMap<PassedRows, OfBuffers>,
-    /// The last stage has none: hand the rows of a step to the next stage.
+    /// The recordings that send a step's rows to the next stage; empty in the last stage.
     pub(crate) send: BTreeMap<PassedRows, OfBuffers>,
-    /// The last stage has none: apply the changes of slots that the last stage has made.
+    /// The recordings that apply the changes of slots that the last stage has made; empty in the last stage.
     pub(crate) apply: OfBuffers,
-    /// Only the last stage: hand all slots to the host.
+    /// The recordings that copy all slots to the host; empty in all stages but the last.
     pub(crate) publish: OfBuffers,
 }
 

@@ -1,5 +1,5 @@
-//! The stages of a split replica: what surrounds the steps of one, so that activations pass from a device to the next and
-//! the slots that tokens were drawn for come back.
+//! The exchange of data between the stages of a split replica: the work around a stage's steps by which activations
+//! pass from a device to the next one, and slots return from the last stage to the others after sampling.
 //! Not here: which steps run (`split`).
 
 use crate::actors::watcher::Then;
@@ -31,14 +31,14 @@ pub const RETURNED: [u32; 7] = [
 /// The rows of a step that pass from a stage to the next one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PassedRows {
-    /// Their number.
+    /// The number of rows.
     pub rows: u32,
     /// Whether the stage's activations are tagged in this step.
     pub tagged: bool,
 }
 
-/// The bits of a fault word that hold the number of a call. The bits above name the stage that it belongs to, plus one, in
-/// the words of later stages.
+/// The number of low bits of a fault word that hold the number of a call. In the words of later stages, the bits above
+/// hold the index of the call's stage plus one.
 const CALL_BITS: u32 = 24;
 
 /// Returns the stage of the call in the last of `stages` stages' fault word, and the number of the call.
@@ -77,10 +77,10 @@ pub fn is_of_part(buffer: usize) -> bool {
     buffer >= PLANS_IN_FLIGHT
 }
 
-/// Regions or buffers of which there is one for each of [`buffers`]; of regions, only as many as have a use.
+/// Regions or buffers, one for each index in [`buffers`]; regions at the end that are never used are left out.
 pub type OfBuffers<T> = Vec<Arc<T>>;
 
-/// The parts with which a stage of a split replica exchanges data with the others.
+/// The buffers, regions and gates by which a stage of a split replica exchanges data with the others.
 #[derive(Debug)]
 pub struct Exchange {
     /// The layouts of the messages that pass from a stage to the next: of whole steps, and of further parts of batches.
@@ -89,53 +89,53 @@ pub struct Exchange {
     pub carries_faults: bool,
     /// By number of rows, the tags of the words that decode steps hand on (`Decoder::input_tags` of the next stage).
     pub output_tags: BTreeMap<u32, u32>,
-    /// All stages but the first: how they take over the rows of a step.
+    /// The receiving side of a step's rows; `None` in the first stage.
     pub receive: Option<MessagesIn>,
-    /// All stages but the last: how they hand the rows of a step to the next stage.
+    /// The sending side of a step's rows; `None` in the last stage.
     pub send: Option<MessagesOut>,
-    /// All stages but the last: how they learn which tokens were drawn.
+    /// The receiving side of sampled tokens; `None` in the last stage.
     pub apply: Option<SlotsIn>,
-    /// The last stage: how it tells which tokens it has drawn.
+    /// The sending side of sampled tokens; `None` in all stages but the last.
     pub publish: Option<SlotsOut>,
 }
 
-/// How a stage takes over the rows of a step.
+/// The buffers, regions and gate by which a stage receives a step's rows.
 #[derive(Debug)]
 pub struct MessagesIn {
-    /// Mapped memory: the messages.
+    /// The messages, in mapped memory.
     pub messages: OfBuffers<Buffer>,
-    /// Copies a message to the step's buffers, and sets the fault word if the message says so.
+    /// The regions that copy a message to the step's buffers, and set the fault word if the message carries one.
     pub regions: BTreeMap<PassedRows, OfBuffers<Region>>,
-    /// Its value is the number of the last message that has come.
+    /// The gate whose value is the number of the last message that has arrived.
     pub gate: Arc<Gate>,
 }
 
-/// How a stage hands the rows of a step to the next stage.
+/// The buffers and regions by which a stage sends a step's rows to the next stage.
 #[derive(Debug)]
 pub struct MessagesOut {
-    /// Mapped memory: the messages.
+    /// The messages, in mapped memory.
     pub messages: OfBuffers<Buffer>,
-    /// Copies the step's buffers to a message.
+    /// The regions that copy the step's buffers to a message.
     pub regions: BTreeMap<PassedRows, OfBuffers<Region>>,
 }
 
-/// How a stage learns which tokens the last one has drawn.
+/// The buffers, regions and gate by which a stage receives the tokens that the last stage sampled.
 #[derive(Debug)]
 pub struct SlotsIn {
-    /// Mapped memory: patches of the slots.
+    /// The patches of the slots, in mapped memory.
     pub inboxes: OfBuffers<Buffer>,
-    /// Applies a patch.
+    /// The regions that apply a patch.
     pub regions: OfBuffers<Region>,
-    /// Its value is the number of the last patch that has come.
+    /// The gate whose value is the number of the last patch that has arrived.
     pub gate: Arc<Gate>,
 }
 
-/// How the last stage tells which tokens it has drawn.
+/// The buffers and regions by which the last stage publishes the tokens that it sampled.
 #[derive(Debug)]
 pub struct SlotsOut {
-    /// Mapped memory: the words of all slots.
+    /// The words of all slots, in mapped memory.
     pub slots: OfBuffers<Buffer>,
-    /// Copies the slots.
+    /// The regions that copy the slots.
     pub regions: OfBuffers<Region>,
 }
 
@@ -157,7 +157,7 @@ pub(super) struct StageStep {
     pub(super) breaks: bool,
     /// The value that the fault word has before the step, if it is set.
     pub(super) fault: Option<u32>,
-    /// What is done when the step has finished.
+    /// The action that follows when the step has finished.
     pub(super) then: Option<Then>,
 }
 
@@ -211,7 +211,7 @@ fn copy(from: &Buffer, to: &Buffer, at: u64, bytes: u64) {
 }
 
 impl GpuExecutor {
-    /// Returns the parts of a stage.
+    /// Returns the buffers, regions and gates of the stage's exchange with the others.
     ///
     /// # Panics
     /// If the replica is not split.
@@ -290,7 +290,7 @@ impl GpuExecutor {
         Ok(broken.map(|(_, wait)| *wait))
     }
 
-    /// Lets everything run that is queued, whatever it waits for: what it computes is not used any more.
+    /// Opens all gates, so that queued work runs without waiting for messages; its results are not used any more.
     pub(super) fn open_all(&self, last: u64) -> Result<(), DeviceError> {
         let exchange = self.exchange();
         let gates = [exchange.receive.as_ref().map(|of| &of.gate), exchange.apply.as_ref().map(|of| &of.gate)];

@@ -113,7 +113,8 @@ pub struct Parts {
     pub layout: StateLayout,
     /// The parts around the LM head; `None` in all stages of a split replica but the last.
     pub head: Option<HeadParts>,
-    /// The parts with which a stage of a split replica exchanges data with the others.
+    /// The buffers, regions and gates by which a stage of a split replica exchanges data with the others; `None` if the
+    /// replica is not split.
     pub exchange: Option<Exchange>,
     /// The decode regions, by number of rows.
     pub decode: BTreeMap<u32, DecodeRegions>,

@@ -163,7 +163,7 @@ mod tests {
         for (format, dim) in [(KvFormat::F16, 80), (KvFormat::F32, 8), (KvFormat::Int8, 96), (KvFormat::Int8, 8)] {
             let pages = CachePages { format, kv_heads: 3, dim };
             for half in [Half::Keys, Half::Values] {
-                let bytes = if format == KvFormat::Int8 { 1 } else { pages.page_bytes() as u32 / (3 * 16 * dim) };
+                let bytes = if format == KvFormat::Int8 { 1 } else { pages.page_bytes() as u32 / (3 * TOKENS * dim) };
                 let mut taken = vec![false; 2 * pages.page_bytes() as usize];
                 let mut take = |first: u32, bytes: u32| {
                     for at in first..first + bytes {

@@ -4,7 +4,7 @@
 
 use super::cache::kv_format_of;
 use crate::config::KvFormat;
-use crate::kernels::attention::{Heads, attend, first_visible, put_row};
+use crate::kernels::attention::{Heads, PAGE_TOKENS, attend, first_visible, put_row};
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::{PackedOrder, swizzled_index, token_index};
 use crate::kernels::host_memory::HostMemory;
@@ -233,7 +233,7 @@ pub(crate) fn reference_plan_splits(call: &Call, memory: &mut HostMemory) {
         (0..c.rows).map(|row| std::array::from_fn(|i| memory.u32(a.rows, row * 4 + i as u32))).collect();
     let pages = |row: &[u32; 4]| match row[3] {
         0 => 0,
-        _ => row[1].div_ceil(16) - first_visible(c.window, row[1]) / 16,
+        _ => row[1].div_ceil(PAGE_TOKENS) - first_visible(c.window, row[1]) / PAGE_TOKENS,
     };
     let all: u32 = rows.iter().map(pages).sum();
     let live = |row: &[u32; 4]| {

@@ -151,7 +151,7 @@ pub(super) struct Facts {
     pub(super) norms: BlockNorms,
     pub(super) windows: Windows,
     pub(super) local_rope: LocalRope,
-    /// Whether the class's default of `rope_parameters` is more than a base, so that the key must be there.
+    /// Whether the class's default of `rope_parameters` is more than a base, so that the key must be present.
     pub(super) rope_required: bool,
     /// Layers without rotary embedding: whether `no_rope_layers` and `no_rope_layer_interval` (4) count.
     pub(super) some_without_rope: bool,
@@ -213,7 +213,7 @@ pub(super) struct ExpertFacts {
     pub(super) everywhere: bool,
     /// Whether the chosen experts' weights are normalised: always, or by `norm_topk_prob` with this default.
     pub(super) normalise: Option<bool>,
-    /// The keys of the number of experts and of their intermediate size; the first that is there counts.
+    /// The keys of the number of experts and of their intermediate size; the first that is present counts.
     pub(super) count_keys: &'static [&'static str],
     pub(super) inner_keys: &'static [&'static str],
     /// Whether the router and the experts' matrices have biases.

@@ -135,7 +135,7 @@ impl Reader {
         number
     }
 
-    /// Whether the key is there and null.
+    /// Whether the key is present and null.
     fn is_null(&self, key: &str) -> bool {
         self.map.get(key).is_some_and(Value::is_null)
     }
@@ -778,7 +778,7 @@ fn attention(
 const PER_LAYER: &str = "per_layer_config";
 
 /// Returns the dimensions of a head and the number of key heads of the layers that see all tokens, if [`PER_LAYER`] is
-/// there: newer versions of transformers write them so, and nothing where they are those of the other layers.
+/// present: newer versions of transformers write them so, and nothing where they are those of the other layers.
 fn heads_by_layer(reader: &mut Reader, mixers: Option<&[Mixer]>, heads: Option<u32>) -> Option<[Option<u32>; 2]> {
     const OWN: [&str; 2] = ["head_dim", "num_key_value_heads"];
     let value = reader.value(PER_LAYER).cloned()?;

@@ -496,12 +496,12 @@ impl<'a> Keys<'a> {
             .ok_or_else(|| self.wrong(key, value, format!("an integer from {least} to {most}")))
     }
 
-    /// Reads an integer from 1 to `most`, if the key is there.
+    /// Reads an integer from 1 to `most`; `None` if the key is absent.
     fn size(&self, key: &str, most: u64) -> Result<Option<u64>, GgufConfigError> {
         self.get(key).map(|value| self.in_range(key, value, value.unsigned(), 1, most)).transpose()
     }
 
-    /// Reads an integer from 0 to `most`; 0 if the key is not there.
+    /// Reads an integer from 0 to `most`; 0 if the key is absent.
     fn size_or_zero(&self, key: &str, most: u64) -> Result<u64, GgufConfigError> {
         self.get(key).map_or(Ok(0), |value| self.in_range(key, value, value.unsigned(), 0, most))
     }
@@ -525,7 +525,7 @@ impl<'a> Keys<'a> {
         found.ok_or_else(|| self.wrong(key, value, "a list with a number")).map(Some)
     }
 
-    /// Reads a size for each of `layers` layers, which may be given once for all; `None` if the key is not there.
+    /// Reads a size for each of `layers` layers, which may be given once for all; `None` if the key is absent.
     fn by_layer(&self, key: &str, layers: u64) -> Result<Option<Vec<u64>>, GgufConfigError> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let Value::Array(array) = value else {
@@ -539,7 +539,7 @@ impl<'a> Keys<'a> {
         sizes.ok_or_else(|| self.wrong(key, value, rule())).map(Some)
     }
 
-    /// Reads a number above 0, if the key is there.
+    /// Reads a number above 0; `None` if the key is absent.
     fn number(&self, key: &str) -> Result<Option<f64>, GgufConfigError> {
         let read = |value: &Value| {
             let number = value.number().filter(|n| n.is_finite() && *n > 0.0);

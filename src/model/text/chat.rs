@@ -81,7 +81,7 @@ pub struct ChatStyle {
     pub shows_tools: bool,
     /// How the model writes calls of tools; `None` if the template has no tools, or a form of calls that is not known.
     pub tools: Option<CallForm>,
-    /// Whether it turns messages of the roles `query` and `document` into a reranker's prompt.
+    /// Whether the template turns messages of the roles `query` and `document` into a reranker's prompt.
     pub pairs: bool,
 }
 

@@ -9,6 +9,7 @@ mod tensors;
 mod vocabulary;
 
 use super::container::{Array, TensorType, Value};
+use crate::model::split_mix::split_mix;
 
 /// The content of a GGUF file, to be written.
 #[derive(Clone, Debug)]
@@ -154,11 +155,7 @@ pub(super) struct Random(pub(super) u64);
 
 impl Random {
     pub(super) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        split_mix(&mut self.0)
     }
 
     pub(super) fn below(&mut self, limit: usize) -> usize {

@@ -51,7 +51,7 @@ pub struct Run {
     pub tensor: String,
     /// The first row. All dimensions of the tensor but the last count as one; a vector has rows of one element.
     pub row: u64,
-    /// The row of the GGUF tensor that it becomes.
+    /// The row of the GGUF tensor to which the first row is written.
     pub stored: u64,
     /// The distance between the rows of the GGUF tensor.
     pub stored_step: u64,

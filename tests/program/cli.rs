@@ -259,6 +259,17 @@ fn several_streams_in_process_are_measured_as_through_a_server() {
 }
 
 #[test]
+fn weights_that_are_quantised_at_load_have_their_error_told() {
+    let told = |arguments: &[&str]| {
+        let given = ["generate", "--device", cpu(), "--prompt", "Once", "--max-tokens", "2", "--quantize", "int4"];
+        let output = run(&[&given, arguments].concat());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stderr).unwrap().matches("relative error of the weights about 7.3 %").count()
+    };
+    assert_eq!((told(&[]), told(&["--verbose"]), told(&["--quiet"])), (1, 1, 0));
+}
+
+#[test]
 fn logits_are_written_one_row_a_step() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("logits.safetensors");

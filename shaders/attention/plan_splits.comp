@@ -27,8 +27,10 @@ layout(push_constant) uniform Args {
 };
 
 // Iterates over the rows. Every invocation runs the same number of iterations, repeating the last row where it has none
-// of its own: a CPU driver counts loop iterations between barriers (see EACH in `flash_decode.comp`).
+// of its own, which it does not store: a CPU driver counts loop iterations between barriers (see EACH in
+// `flash_decode.comp`).
 #define EACH_ROW(r) for (uint turn_ = 0u, r = min(first, ROWS - 1u); turn_ < ROWS; turn_ += step_, r = min(first + turn_, ROWS - 1u))
+#define IS_OWN_ROW (first + turn_ < ROWS)
 
 shared uint pages_s[ROWS];
 shared uint live_s[ROWS];
@@ -38,7 +40,8 @@ void main() {
     EACH_ROW(r) {
         uvec4 info = rows.v[r];
         uint low = WINDOW > 0u && info.y >= WINDOW ? info.y + 1u - WINDOW : 0u;
-        pages_s[r] = info.w == 0u ? 0u : (info.y + 15u) / 16u - low / 16u;
+        uint pages = info.w == 0u ? 0u : (info.y + 15u) / 16u - low / 16u;
+        if (IS_OWN_ROW) pages_s[r] = pages;
     }
     barrier();
     uint all = 0u;
@@ -46,7 +49,8 @@ void main() {
     EACH_ROW(r) {
         uint pages = pages_s[r];
         uint most = clamp(pages / max(least, 1u), 1u, MOST);
-        live_s[r] = clamp(spread * pages / max(all, 1u), 1u, most);
+        uint live = clamp(spread * pages / max(all, 1u), 1u, most);
+        if (IS_OWN_ROW) live_s[r] = live;
     }
     barrier();
     uint used = 0u;
@@ -61,7 +65,7 @@ void main() {
         }
         uvec4 info = rows.v[r];
         uint valid = info.w == 0u ? 0u : 1u;
-        for (uint s = 0u; s < live; s++) work.v[at + s] = uvec4(r, info.y, info.z, s | (live << 8) | (valid << 16));
+        if (IS_OWN_ROW) for (uint s = 0u; s < live; s++) work.v[at + s] = uvec4(r, info.y, info.z, s | (live << 8) | (valid << 16));
     }
     for (uint u = used + first; u < UNITS; u += step_) work.v[u] = uvec4(0u);
 }

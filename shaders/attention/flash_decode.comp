@@ -185,14 +185,18 @@ uint pair_at(uint token, uint dim) { return half_at(token, dim) | (half_at(token
 // iterations of every loop, repeating the last item where it has none of its own. Reason: lavapipe suspends a subgroup
 // at a barrier one extra time for each additional loop iteration that it ran before the barrier, and from then on the
 // subgroups meet at different barriers.
+// A repeated item is not stored (IF_OWN, in EACH with `turn_`): two invocations that store the same word race, even with
+// the same value.
 #if MATRIX == 1
 #define ITEM(n, count) (i0 + (n) * LANES)
 #define EACH(i, count) for (uint i = i0; i < (count); i += LANES)
 #define IS_ITEM(n, count) (ITEM(n, count) < (count))
+#define IF_OWN(n, count)
 #else
 #define ITEM(n, count) min(i0 + (n) * LANES, (count) - 1u)
 #define EACH(i, count) for (uint turn_ = 0u, i = ITEM(0u, count); turn_ < ((count) + LANES - 1u) / LANES; turn_++, i = ITEM(turn_, count))
-#define IS_ITEM(n, count) true
+#define IS_ITEM(n, count) (i0 + (n) * LANES < (count))
+#define IF_OWN(n, count) if (IS_ITEM(n, count))
 #endif
 
 // Rounds two values to bfloat16 and packs them into one word.
@@ -310,7 +314,7 @@ void main() {
                 while (poll_again(stale(qkv.v[at], qkv_tag) != 0u, polls, fault, qkv_tag)) {}
             }
             // The output is zero, so the gates are ignored and set to zero.
-            EACH(i, GATED * G * QUADS) raw_s[(G + 2u) * QUADS + i] = vec4(0.0);
+            EACH(i, GATED * G * QUADS) IF_OWN(turn_, GATED * G * QUADS) raw_s[(G + 2u) * QUADS + i] = vec4(0.0);
             barrier();
             for (uint i = i0; i < G * QUADS; i += LANES) write_output(row, kvh, i, vec4(0.0));
         }
@@ -407,11 +411,11 @@ void main() {
             uvec4 words = qkv.v[at];
             if (TAGGED != 0u) while (poll_again(stale(words, qkv_tag) != 0u, polls, fault, qkv_tag)) words = qkv.v[at];
             vec4 x = uintBitsToFloat(words);
-            raw_s[item] = x;
+            IF_OWN(n, RAW) raw_s[item] = x;
             if (QK_NORM == 1u) {
                 float square = dot(x, x);
                 [[unroll]] for (uint distance = 1u; distance < JOINED; distance *= 2u) square += subgroupShuffleXor(square, distance);
-                if (item % JOINED == 0u) squares_s[item / JOINED] = square;
+                IF_OWN(n, RAW) if (item % JOINED == 0u) squares_s[item / JOINED] = square;
             }
         }
     }
@@ -475,13 +479,13 @@ void main() {
 #if KV == 2 && MATRIX == 0
             turned[n] = hadamard_four(x);
 #else
-            STORE_TURNED
+            IF_OWN(n, TURNED) { STORE_TURNED }
 #endif
         }
     }
 #if KV == 2 && MATRIX == 0
     barrier();
-    [[unroll]] for (uint n = 0u; n < TURNED_LOADS; n++) raw_s[ITEM(n, TURNED)] = turned[n];
+    [[unroll]] for (uint n = 0u; n < TURNED_LOADS; n++) IF_OWN(n, TURNED) raw_s[ITEM(n, TURNED)] = turned[n];
     barrier();
     [[unroll]] for (uint n = 0u; n < TURNED_LOADS; n++) {
         const uint BLOCK = HADAMARD / 4u;
@@ -492,15 +496,15 @@ void main() {
             x += (bitCount(i & item % BLOCK) & 1) == 0 ? other : -other;
         }
         x *= inversesqrt(float(HADAMARD));
-        STORE_TURNED
+        IF_OWN(n, TURNED) { STORE_TURNED }
     }
 #endif
     EACH(i, QUADS) {
         vec4 x = raw_s[(G + 1u) * QUADS + i];
 #if KV == 2
-        STORE_TOP(value_tops_s, i, x)
+        IF_OWN(turn_, QUADS) STORE_TOP(value_tops_s, i, x)
 #else
-        new_v_s[i] = uvec2(packHalf2x16(x.xy), packHalf2x16(x.zw));
+        IF_OWN(turn_, QUADS) new_v_s[i] = uvec2(packHalf2x16(x.xy), packHalf2x16(x.zw));
 #endif
     }
     barrier();
@@ -518,7 +522,7 @@ void main() {
         uint in_page = position % 16u;
 #if KV == 2
         uint new_page = pages.v[table + position / 16u];
-        EACH(i, QUADS) {
+        EACH(i, QUADS) IF_OWN(turn_, QUADS) {
             PUT_CODES(k, KEY_AT(new_page, kvh, i / 2u, in_page) * 2u + i % 2u, to_codes(new_k_s[i], new_k_scale))
             PUT_CODES(v, VALUE_AT(new_page, kvh, in_page, i / 2u) * 2u + i % 2u, to_codes(raw_s[(G + 1u) * QUADS + i], new_v_scale))
         }
@@ -529,7 +533,7 @@ void main() {
         }
 #else
         uint own = pages.v[table + position / 16u] * KV_HEADS + kvh;
-        EACH(i, QUADS) {
+        EACH(i, QUADS) IF_OWN(turn_, QUADS) {
             PUT_FOUR(k, (own * 2u * D + i / 2u * 16u + in_page) * 2u + i % 2u, new_k_s[i])
             PUT_FOUR(v, (own * 16u + in_page) * QUADS + i, new_v_s[i])
         }
@@ -546,7 +550,7 @@ void main() {
                 + dot(unpackHalf2x16(x.y) + unpackHalf2x16(x.w), unpackHalf2x16(y.y));
 #endif
             [[unroll]] for (uint distance = 1u; distance < JOINED; distance *= 2u) dots += subgroupShuffleXor(dots, distance);
-            if (i % JOINED == 0u) new_score_s[i / JOINED] = dots;
+            IF_OWN(turn_, G * QUADS) if (i % JOINED == 0u) new_score_s[i / JOINED] = dots;
         }
     }
 
@@ -697,12 +701,15 @@ void main() {
             result += share * uintBitsToFloat(stage_s[n * STAGED + i]);
         }
         if (live == 1u) {
-            write_output(row, kvh, i, result / l);
+            IF_OWN(turn_, G * QUADS) write_output(row, kvh, i, result / l);
             continue;
         }
         vec4 state = vec4(top, l, 0.0, 0.0);
         uvec4 words = TAGGED != 0u ? tagged(result, o_tag) : floatBitsToUint(result);
         uvec4 state_words = TAGGED != 0u ? tagged(state, o_tag) : floatBitsToUint(state);
+#if MATRIX == 0
+        if (!IS_ITEM(turn_, G * QUADS)) continue;
+#endif
         // The combining workgroup reads its own part from here, rounded in the same way as the others' parts.
         own_s[i] = uintBitsToFloat(words);
         if (i % QUADS == 0u) {
@@ -751,8 +758,10 @@ void main() {
             uint at = parts + s * each + h;
             uvec4 state = partials.v[at];
             if (WAITS == 1u) while (poll_again(stale(state, o_tag) != 0u, polls, fault, o_tag)) state = partials.v[at];
-            most_s[h * MOST_SPLITS + s] = uintBitsToFloat(state.x);
-            sum_s[h * MOST_SPLITS + s] = uintBitsToFloat(state.y);
+            IF_OWN(turn_, live * G) {
+                most_s[h * MOST_SPLITS + s] = uintBitsToFloat(state.x);
+                sum_s[h * MOST_SPLITS + s] = uintBitsToFloat(state.y);
+            }
         }
     }
     barrier();
@@ -761,7 +770,7 @@ void main() {
         uint s = n / G, h = n % G;
         float top = LOWEST;
         for (uint other = 0u; other < live; other++) top = max(top, most_s[h * MOST_SPLITS + other]);
-        weight_s[h * MOST_SPLITS + s] = exp(most_s[h * MOST_SPLITS + s] - top);
+        IF_OWN(turn_, live * G) weight_s[h * MOST_SPLITS + s] = exp(most_s[h * MOST_SPLITS + s] - top);
     }
     barrier();
     for (uint turn = 0u; turn < TURNS; turn++) {

@@ -120,13 +120,13 @@ void read_scales(uint panel, uint row_blocks) {
         return;
     }
 #endif
-    // Every invocation runs the same number of iterations, repeating the last row where it has none of its own: a CPU
-    // driver counts loop iterations between barriers (see EACH in `flash_decode.comp`).
+    // Every invocation runs the same number of iterations, repeating the last row where it has none of its own, which it
+    // does not store: a CPU driver counts loop iterations between barriers (see EACH in `flash_decode.comp`).
     for (uint turn = 0u; turn < BLOCKS * 16u; turn += LANES) {
         uint token = min(turn + gl_LocalInvocationIndex, BLOCKS * 16u - 1u), row = min(panel * 16u + token, last);
         float sum = 0.0;
         for (uint i = 0u; i < PARTS; i++) sum += squares.v[row * PARTS + i];
-        sums_s[token].x = inversesqrt(sum / float(k) + epsilon);
+        if (turn + gl_LocalInvocationIndex < BLOCKS * 16u) sums_s[token].x = inversesqrt(sum / float(k) + epsilon);
     }
 }
 

@@ -2,7 +2,8 @@
 //! fails a test for which that layer reported any message. Not here: the tests themselves.
 //!
 //! The drivers are the two CPU drivers, lavapipe and SwiftShader. With `OSTINATO_TEST_GPU` set to a device selector the
-//! same tests run on that GPU instead, and checks that hold only for the two CPU drivers are skipped.
+//! same tests run on that GPU instead, and checks that hold only for the two CPU drivers are skipped. With
+//! `OSTINATO_TEST_DRIVER=SwiftShader` they run on that CPU driver alone.
 //!
 //! Drivers and layer are chosen through environment variables, which the Vulkan loader reads when an instance is
 //! created. They are set once per process, before the first instance. Every instance of a test is created by
@@ -35,9 +36,17 @@ impl Driver {
     /// The two CPU drivers, for tests that run only there.
     pub const BOTH: [Driver; 2] = [Driver::Lavapipe, Driver::SwiftShader];
 
-    /// Returns the two CPU drivers, or the selected GPU.
+    /// Returns the two CPU drivers, or the one that `OSTINATO_TEST_DRIVER` names, or the selected GPU.
     pub fn all() -> &'static [Driver] {
-        if gpu().is_some() { &[Driver::Gpu] } else { &Driver::BOTH }
+        if gpu().is_some() {
+            return &[Driver::Gpu];
+        }
+        match std::env::var("OSTINATO_TEST_DRIVER").as_deref() {
+            Err(_) | Ok("") => &Driver::BOTH,
+            Ok("lavapipe") => &[Driver::Lavapipe],
+            Ok("SwiftShader") => &[Driver::SwiftShader],
+            Ok(other) => panic!("OSTINATO_TEST_DRIVER is {other:?}, neither \"lavapipe\" nor \"SwiftShader\""),
+        }
     }
 
     /// Returns the first of [`Driver::all`], for tests that need only one driver.

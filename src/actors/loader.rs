@@ -1121,7 +1121,8 @@ fn check(tensor: &LoadTensor) -> Result<(), LoadError> {
     for source in sources {
         let last = u64::from(source.map.first_row)
             + u64::from(source.map.rows.saturating_sub(1)) * u64::from(source.map.row_step);
-        let fits = source.map.cols <= packing.cols
+        let fits = source.map.used_cols <= packing.cols
+            && source.map.first_col.checked_add(source.map.used_cols).is_some_and(|end| end <= source.map.cols)
             && source.map.row_step > 0
             && source.map.stride > 0
             && (source.map.rows == 0 || last < u64::from(packing.rows));

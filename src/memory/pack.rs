@@ -101,7 +101,7 @@ pub struct Transposed {
 /// # Errors
 /// If a quantised row has values that are not finite. `out` then has any content.
 pub fn floats(format: SourceFormat, row: &[u8], out: &mut [f32]) -> Result<(), BadGroup> {
-    Line { bytes: row, format, cols: out.len(), plus: 0.0 }.floats(out)
+    Line { bytes: row, format, stored: out.len(), first: 0, cols: out.len(), plus: 0.0 }.floats(out)
 }
 
 /// Writes a row of [`SourceFormat::Canonical`]: the codes, a byte each, then the scales, the minimums and the unit in f32,
@@ -249,8 +249,12 @@ pub struct RowMap {
     pub format: SourceFormat,
     /// The number of source rows.
     pub rows: u32,
-    /// The number of columns; further columns of the packed tensor are zero.
+    /// The number of columns of a source row.
     pub cols: u32,
+    /// The first of these that is packed. Of blocks and of canonical rows, it begins a group of codes.
+    pub first_col: u32,
+    /// The number of columns that are packed; further columns of the packed tensor are zero.
+    pub used_cols: u32,
     /// The packed row of source row 0.
     pub first_row: u32,
     /// The distance between the packed rows of consecutive source rows; at least 1.
@@ -265,7 +269,7 @@ pub struct RowMap {
 impl RowMap {
     /// The map of adjacent rows to packed rows of the same index.
     pub fn whole(format: SourceFormat, rows: u32, cols: u32) -> RowMap {
-        RowMap { format, rows, cols, first_row: 0, row_step: 1, stride: 1, plus: 0.0 }
+        RowMap { format, rows, cols, first_col: 0, used_cols: cols, first_row: 0, row_step: 1, stride: 1, plus: 0.0 }
     }
 
     /// Returns the size of the source's rows in bytes.
@@ -292,8 +296,25 @@ pub struct Rows<'a> {
 impl<'a> Rows<'a> {
     /// Returns packed row `row`, if it comes from this source.
     fn line(&self, row: u32) -> Option<Line<'a>> {
-        let RowMap { format, cols, plus, .. } = self.map;
-        Some(Line { bytes: self.find(row)?, format, cols: cols as usize, plus })
+        let RowMap { format, cols: stored, first_col, used_cols, plus, .. } = self.map;
+        let (bytes, cols) = (self.find(row)?, used_cols as usize);
+        let whole_blocks = |blocks: BlockType| {
+            let elements = blocks.elements() as u32;
+            first_col.is_multiple_of(elements) && used_cols.is_multiple_of(elements)
+        };
+        let adjacent = match format {
+            SourceFormat::Numbers(_) | SourceFormat::NegatedExp => true,
+            SourceFormat::Blocks(blocks) | SourceFormat::ScaledBlocks(blocks, _) => whole_blocks(blocks),
+            SourceFormat::Canonical(_) => false,
+        };
+        Some(match adjacent {
+            false => Line { bytes, format, stored: stored as usize, first: first_col as usize, cols, plus },
+            true => {
+                let begin = format.row_bytes(first_col) as usize;
+                let bytes = &bytes[begin..][..format.row_bytes(used_cols) as usize];
+                Line { bytes, format, stored: cols, first: 0, cols, plus }
+            }
+        })
     }
 
     /// Returns the source bytes of packed row `row`, if it comes from this source.
@@ -309,11 +330,14 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// One row of a checkpoint's tensor.
+/// Adjacent columns of one row of a checkpoint's tensor.
 #[derive(Clone, Copy)]
 struct Line<'a> {
+    /// A row of `stored` columns, of which the `cols` from `first` on are the line's.
     bytes: &'a [u8],
     format: SourceFormat,
+    stored: usize,
+    first: usize,
     cols: usize,
     plus: f32,
 }
@@ -388,6 +412,18 @@ impl Line<'_> {
     /// Decodes a quantised row: a code for each column, and a scale and a minimum for each group of the source's codes.
     fn decode(&self, codes: &mut [u8], scales: &mut [f32], minimums: &mut [f32]) -> Result<(), BadGroup> {
         match self.format {
+            SourceFormat::Blocks(blocks) | SourceFormat::ScaledBlocks(blocks, _) if self.stored != self.cols => {
+                let of = blocks.codes();
+                let (mut all, groups) = (vec![0; self.stored], of.groups(self.stored));
+                let (mut all_scales, mut all_minimums) = (vec![0.0; groups], vec![0.0; groups]);
+                let whole = Line { first: 0, cols: self.stored, ..*self };
+                whole.decode(&mut all, &mut all_scales, &mut all_minimums)?;
+                let first = self.first / of.group as usize;
+                codes.copy_from_slice(&all[self.first..][..self.cols]);
+                scales.copy_from_slice(&all_scales[first..][..scales.len()]);
+                minimums.copy_from_slice(&all_minimums[first..][..minimums.len()]);
+                Ok(())
+            }
             SourceFormat::Numbers(_) | SourceFormat::NegatedExp => unreachable!("numbers have no codes"),
             SourceFormat::Blocks(blocks) => {
                 blocks.decode(self.bytes, codes, scales, minimums);
@@ -399,12 +435,17 @@ impl Line<'_> {
                 blocks.codes().finite(scales, minimums)
             }
             SourceFormat::Canonical(of) => {
-                let (from, numbers) = self.bytes.split_at(self.cols);
-                codes.copy_from_slice(from);
-                let mut numbers = numbers.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
-                scales.iter_mut().zip(&mut numbers).for_each(|(scale, x)| *scale = x);
+                let (from, numbers) = self.bytes.split_at(self.stored);
+                codes.copy_from_slice(&from[self.first..][..self.cols]);
+                let first = self.first / of.group as usize;
+                let (numbers, _) = numbers.as_chunks::<4>();
+                let of_groups = |from: usize| numbers[from..].iter().map(|bytes| f32::from_le_bytes(*bytes));
+                scales.iter_mut().zip(of_groups(first)).for_each(|(scale, x)| *scale = x);
                 match of.zero() {
-                    None => minimums.iter_mut().zip(numbers).for_each(|(minimum, x)| *minimum = x),
+                    None => {
+                        let stored = of_groups(of.groups(self.stored) + first);
+                        minimums.iter_mut().zip(stored).for_each(|(minimum, x)| *minimum = x);
+                    }
                     Some(zero) => minimums.iter_mut().zip(&*scales).for_each(|(minimum, s)| *minimum = s * zero),
                 }
                 of.finite(scales, minimums)
@@ -430,7 +471,9 @@ pub fn pack(packing: &Packing, sources: &[Rows<'_>], part: Range<u64>, out: &mut
     assert!(part.start.is_multiple_of(unit) && part.end.is_multiple_of(unit), "{part:?} is not in units of {unit}");
     assert_eq!(out.len() as u64, part.end - part.start, "output length");
     for source in sources {
-        assert!(source.map.cols <= packing.cols && source.map.row_step > 0, "a source fits in {packing:?}");
+        let RowMap { cols, first_col, used_cols, row_step, .. } = source.map;
+        assert!(used_cols <= packing.cols && row_step > 0, "a source fits in {packing:?}");
+        assert!(first_col + used_cols <= cols, "columns {first_col} and {used_cols} behind it of {cols}");
     }
     match (packing.format, packing.layout) {
         (Format::Codes(codes), _) => codes::pack_codes(packing, codes, sources, part.start, out),
@@ -481,7 +524,8 @@ fn pack_rows(packing: &Packing, sources: &[Rows<'_>], start: u64, mut out: &mut 
 fn verbatim<'a>(packing: &Packing, sources: &[Rows<'a>], row: u32, most: usize) -> Option<&'a [u8]> {
     let source = sources.iter().find(|s| s.find(row).is_some())?;
     let map = source.map;
-    let same = source.line(row).is_some_and(|line| line.is(packing.format)) && map.cols == packing.padded_cols();
+    let whole = map.used_cols == map.cols && map.cols == packing.padded_cols();
+    let same = source.line(row).is_some_and(|line| line.is(packing.format)) && whole;
     let index = ((row - map.first_row) / map.row_step) as usize;
     let adjacent = map.row_step == 1 && map.stride == 1;
     let rows = if adjacent { most.min(map.rows as usize - index) } else { most.min(1) };
@@ -827,6 +871,7 @@ mod tests {
             format in formats(),
             cuts in prop::collection::vec(0.0f64..1.0, 0..5),
             plus in prop_oneof![Just(0.0f32), Just(1.0), Just(-2.5)],
+            beside in (0u32..40, 0u32..40),
         ) {
             prop_assume!(!fragments || format != Format::F32);
             let layout = if fragments { Layout::Fragments } else { Layout::RowMajor { columns_multiple: multiple } };
@@ -844,12 +889,22 @@ mod tests {
                 }
             }
             let data: Vec<Vec<u8>> = places.iter().map(|(count, first, step, dtype)| {
-                tensor(*dtype, *count, cols, |r, c| value(first + r * step, c))
+                // Some columns before and behind those that are packed.
+                let (before, behind) = beside;
+                tensor(*dtype, *count, before + cols + behind, |r, c| match c.checked_sub(before) {
+                    Some(c) if c < cols => value(first + r * step, c),
+                    _ => 99.0,
+                })
             }).collect();
             let sources: Vec<Rows<'_>> = places.iter().zip(&data).map(|((count, first, step, dtype), bytes)| Rows {
                 bytes,
                 map: RowMap {
-                    first_row: *first, row_step: *step, plus, ..RowMap::whole(SourceFormat::Numbers(*dtype), *count, cols)
+                    first_row: *first,
+                    row_step: *step,
+                    plus,
+                    first_col: beside.0,
+                    used_cols: cols,
+                    ..RowMap::whole(SourceFormat::Numbers(*dtype), *count, beside.0 + cols + beside.1)
                 },
             }).collect();
             let packing = Packing { rows, cols, layout, format };

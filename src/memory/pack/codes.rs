@@ -644,6 +644,48 @@ mod tests {
         }
     }
 
+    /// Columns of a row, from the first of a group on, have the numbers that they have in the whole row.
+    #[test]
+    fn some_columns_of_rows_keep_their_numbers() {
+        let (rows, cols) = (19, 768);
+        let same = |format: SourceFormat, codes: Codes, bytes: &[u8], (first, count): (u32, u32)| {
+            let whole = RowMap::whole(format, rows, cols);
+            let part = RowMap { first_col: first, used_cols: count, ..whole };
+            for layout in LAYOUTS {
+                let packing = |cols| Packing { rows, cols, layout, format: Format::Codes(codes) };
+                let (all, some) = (packing(cols), packing(count));
+                let wanted = words(&all, &[Rows { bytes, map: whole }]);
+                let found = words(&some, &[Rows { bytes, map: part }]);
+                for (row, col) in (0..rows).flat_map(|row| (0..count).map(move |col| (row, col))) {
+                    let (found, wanted) = (read(&some, &found, row, col), read(&all, &wanted, row, first + col));
+                    // Another largest scale of a row may round small ones differently.
+                    let near = (found - wanted).abs() <= wanted.abs() * 2f32.powi(-11);
+                    assert!(near, "{format} {layout:?} {row} {col}: {found}, {wanted}");
+                }
+            }
+        };
+        for kind in [BlockType::Q4_K, BlockType::Q6_K, BlockType::Q8_0, BlockType::MXFP4] {
+            // Whole blocks, and groups within blocks.
+            for part in [(256, 256), (32, 320)] {
+                same(SourceFormat::Blocks(kind), kind.codes(), &blocks_of(kind, &numbers(rows, cols, 5)), part);
+            }
+        }
+        for minimum in [Minimum::Zero { halves: 16 }, Minimum::Stored] {
+            let codes = Codes { bits: 4, group: 128, number: Number::Affine, minimum };
+            let line = |row: u32| {
+                let line: Vec<u8> = (0..cols).map(|col| ((col * 7 + col / 128 + row) % 16) as u8).collect();
+                let scales: Vec<f32> = (0..cols / 128).map(|group| 0.25 + (group * 3 + row) as f32).collect();
+                let minimums: Vec<f32> = scales.iter().map(|scale| scale * 3.0).collect();
+                let stored = if minimum == Minimum::Stored { &minimums[..] } else { &[] };
+                let mut out = vec![0; SourceFormat::Canonical(codes).row_bytes(cols) as usize];
+                super::super::write_canonical(&line, &scales, stored, 1.0, &mut out);
+                out
+            };
+            let bytes: Vec<u8> = (0..rows).flat_map(line).collect();
+            same(SourceFormat::Canonical(codes), codes, &bytes, (256, 256));
+        }
+    }
+
     /// Columns beyond the last one are zero also where the last group has fewer columns than others, if the group has a
     /// code for zero.
     #[test]

@@ -708,6 +708,8 @@ impl<'a> Specs<'a> {
                             format,
                             rows: run.rows as u32,
                             cols: width,
+                            first_col: 0,
+                            used_cols: width,
                             first_row: slice.first_row + (run.row as u32 - slice.from) * slice.row_step,
                             row_step: slice.row_step,
                             stride: run.stored_step as u32,

@@ -59,7 +59,7 @@ test: setup-test
 	CARGO="$(CARGO)" tests/run.py
 
 test-full: test
-	$(CARGO) test --locked --test model -- --ignored batches:: demo:: fallback:: grammar:: split::
+	$(CARGO) test --locked --test model -- --ignored batches:: demo:: fallback:: grammar:: split:: tensor::
 	OSTINATO_DEMO_TASKS=10 $(CARGO) test --locked --test model -- demo::
 	$(CARGO) test --locked --test kernels -- --ignored codes::
 	OSTINATO_TEST_EVERY_CASE=1 CARGO="$(CARGO)" tests/run.py kernels

@@ -12,6 +12,7 @@ use crate::device::{Batch, Commands, Device, Gate, Point, QueueEntry, Role};
 use crate::kernels::region::Region;
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, RecvTimeoutError};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -24,9 +25,9 @@ pub struct Submission {
     pub entries: Vec<Vec<Arc<Region>>>,
     /// Points of other queues that must be reached before the submission runs.
     pub waits: Vec<Point>,
-    /// A host-signaled timeline and the value that the last entry waits for; everything submitted later runs behind it.
-    /// A gated submission must ask for no report but the last.
-    pub gate: Option<(Arc<Gate>, u64)>,
+    /// For entries (counted from 1) that wait: a host-signaled timeline and the value that it must reach. Everything behind
+    /// such an entry runs after it. A gated submission must ask for no report but the last.
+    pub gates: Gates,
     /// Why the submission ends where it does.
     pub flush: FlushReason,
     /// The entries (counted from 1, ascending) after which a report is wanted. The last entry is always reported.
@@ -48,6 +49,10 @@ pub struct Compute {
     device: Arc<Device>,
 }
 
+/// For some entries of a submission, counted from 1, a timeline that the host signals and the value that the entry waits
+/// for.
+pub type Gates = BTreeMap<u32, (Arc<Gate>, u64)>;
+
 enum Message {
     Submit(Box<Work>),
     StopTiming,
@@ -58,7 +63,7 @@ struct Work {
     id: u64,
     entries: Vec<Vec<Arc<Region>>>,
     waits: Vec<Point>,
-    gate: Option<(Arc<Gate>, u64)>,
+    gates: Gates,
     flush: FlushReason,
     report_after: Vec<u32>,
     owed: Owed,
@@ -86,7 +91,7 @@ impl Compute {
 
     /// Queues a submission behind all earlier ones. Blocks while the inbox is full.
     pub fn submit(&self, submission: Submission) {
-        let Submission { id, entries, waits, gate, flush, report_after, outbox, then } = submission;
+        let Submission { id, entries, waits, gates, flush, report_after, outbox, then } = submission;
         let owed = Owed::new(id, outbox, Arc::clone(&self.device) as _);
         {
             // If the thread has ended, the mailbox drops the message, and dropping `owed` reports the error.
@@ -94,7 +99,7 @@ impl Compute {
                 id,
                 entries,
                 waits,
-                gate,
+                gates,
                 flush,
                 report_after,
                 owed,
@@ -158,14 +163,14 @@ impl Actor {
     fn submit(&mut self, work: Work) {
         // What waits for the host or for another device takes no turn: these could wait for a process that waits for this
         // turn.
-        let turns = self.turns.as_mut().filter(|_| work.gate.is_none());
+        let turns = self.turns.as_mut().filter(|_| work.gates.is_empty());
         let turn = turns.and_then(Turns::take);
         let begin = Moment::now();
-        let Work { id, entries, waits, mut gate, flush, mut report_after, mut owed, then } = work;
+        let Work { id, entries, waits, mut gates, flush, mut report_after, mut owed, then } = work;
         let count = entries.len() as u32;
         report_after.retain(|entry| *entry > 0 && *entry < count);
         report_after.push(count);
-        assert!(gate.is_none() || report_after.len() == 1, "parts of a gated submission are reported");
+        assert!(gates.is_empty() || report_after.len() == 1, "parts of a gated submission are reported");
         let mut runs = self.runs(&entries);
         let stamps = self.stamps.as_mut().filter(|_| self.timed).and_then(|stamps| {
             // One timestamp before the first run and one after each run. If too few are free, time the whole submission
@@ -182,11 +187,14 @@ impl Actor {
         // Entries without a report are merged into the next entry with one, because each timeline signal costs the host
         // and the device about a microsecond.
         let (mut run, mut left) = (0, runs.first().map_or(0, |run| run.regions));
-        let mut reported = 0;
+        let (mut reported, mut gate) = (0, None);
         for (done, regions) in (1..).zip(&entries) {
-            // The first timestamp of a single entry is behind the gate too.
-            if done == count && count > 1 && gate.is_some() {
-                batch.entries.push(QueueEntry { commands: std::mem::take(&mut commands), gate: None });
+            if let Some(own) = gates.remove(&done) {
+                // The first timestamp is behind the gate of the first entry.
+                if done > 1 {
+                    batch.entries.push(QueueEntry { commands: std::mem::take(&mut commands), gate: gate.take() });
+                }
+                gate = Some(own);
             }
             for region in regions {
                 commands.push(region.commands().clone());
@@ -199,7 +207,6 @@ impl Actor {
             }
             if report_after[reported] == done {
                 reported += 1;
-                // A gated submission has only this report, so this entry takes the gate.
                 batch.entries.push(QueueEntry { commands: std::mem::take(&mut commands), gate: gate.take() });
             }
         }

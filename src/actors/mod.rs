@@ -6,6 +6,7 @@ pub mod compute;
 mod gpu_clock;
 pub mod loader;
 pub mod mailbox;
+pub mod proxy;
 mod stamps;
 pub mod thread;
 pub mod timeline;

@@ -36,7 +36,8 @@ pub(crate) struct Bench {
     /// The device: UUID, PCI address, name, index, or `cpu`. Default: the only GPU. With --split, given once for each.
     #[arg(long)]
     device: Vec<Selector>,
-    /// Split the model over all --device, in their order: `layers` gives each device consecutive layers.
+    /// Split the model over all --device, in their order: `layers` gives each device consecutive layers, `tensor` a part of
+    /// every layer.
     #[arg(long, value_name = "HOW", conflicts_with_all = ["stages", "server"])]
     split: Option<SplitMode>,
     /// Prompt tokens; 0 skips the prompt test.
@@ -173,7 +174,7 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
             over
         }
         None if args.device.len() > 1 => {
-            bail!(super::Usage(format!("{} devices need --split layers, or a run for each", args.device.len())))
+            bail!(super::Usage(format!("{} devices need --split layers or tensor, or a run for each", args.device.len())))
         }
         None => Placement::on(args.device.first().cloned()),
     };

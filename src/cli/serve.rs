@@ -46,7 +46,7 @@ pub(crate) struct Serve {
     #[arg(long, value_name = "SEL")]
     device: Vec<Selector>,
     /// Split each of these models over all --device, in their order, instead of a replica on each: `layers` gives each
-    /// device consecutive layers.
+    /// device consecutive layers, `tensor` a part of every layer.
     #[arg(long, value_name = "HOW")]
     split: Option<SplitMode>,
     /// Configuration file (TOML). `deploy/ostinato.toml` shows all keys.

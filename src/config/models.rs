@@ -205,7 +205,7 @@ pub struct Placement {
     /// The maximum device memory of this replica, instead of the model's `memory_limit`; of a split replica, on each of
     /// its devices.
     pub memory_limit: Option<Bytes>,
-    /// The devices of a split replica, at least two, in the order of their layers.
+    /// The devices of a split replica, at least two; with `layers`, in the order of their layers.
     #[serde(default)]
     pub devices: Vec<Selector>,
     /// How the replica is split over its devices.
@@ -222,6 +222,8 @@ pub struct Placement {
 pub enum SplitMode {
     /// Each device has consecutive layers, and tokens pass from one to the next.
     Layers,
+    /// Each device has a part of every layer, some heads and inner values, and all of them compute a step together.
+    Tensor,
 }
 
 impl FromStr for SplitMode {
@@ -230,8 +232,8 @@ impl FromStr for SplitMode {
     fn from_str(text: &str) -> Result<SplitMode, String> {
         match text {
             "layers" => Ok(SplitMode::Layers),
-            "tensor" => Err("\"tensor\" is not supported yet, \"layers\" is".to_owned()),
-            _ => Err(format!("\"{text}\" is not a way to split a model, \"layers\" is")),
+            "tensor" => Ok(SplitMode::Tensor),
+            _ => Err(format!("\"{text}\" is not a way to split a model, \"layers\" and \"tensor\" are")),
         }
     }
 }
@@ -248,6 +250,7 @@ impl fmt::Display for SplitMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             SplitMode::Layers => "layers",
+            SplitMode::Tensor => "tensor",
         })
     }
 }
@@ -275,8 +278,8 @@ impl Placement {
         }
         match self.split {
             None if count > 0 => {
-                let rule = "needs split = \"layers\" for one replica over all devices, or an entry of replicas with a \
-                            device for each";
+                let rule = "needs split = \"layers\" or \"tensor\" for one replica over all devices, or an entry of \
+                            replicas with a device for each";
                 problems.push(("devices", rule.to_owned(), format!("{count} devices")));
             }
             Some(split) if count < 2 => {
@@ -293,6 +296,10 @@ impl Placement {
         }
         if !self.shares.is_empty() && (self.shares.len() != count || self.shares.contains(&0)) {
             let rule = format!("must be as many numbers above 0 as there are devices, {count}");
+            problems.push(("shares", rule, format!("{:?}", self.shares)));
+        }
+        if !self.shares.is_empty() && self.split == Some(SplitMode::Tensor) {
+            let rule = "must not be given with split = \"tensor\": the devices get equal parts".to_owned();
             problems.push(("shares", rule, format!("{:?}", self.shares)));
         }
         problems

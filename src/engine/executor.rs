@@ -19,6 +19,9 @@ pub enum ExecuteError {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// The devices of a replica have stopped exchanging data in the middle of a step; everything on them must be rebuilt.
+    #[error("the devices of the replica have stopped exchanging data")]
+    ExchangeEnded,
     /// The step number in an entry of the token ring is not that of the step that was completed.
     #[error("step {expected} was reported as {found}: its results cannot be trusted")]
     StepMismatch {

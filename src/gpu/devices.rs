@@ -8,14 +8,14 @@ use crate::actors::timeline::TransferRecord;
 use crate::actors::transfer::Transfer;
 use crate::actors::transfer::TransferCounters;
 use crate::actors::turns::Turns;
-use crate::config::{self, Config};
+use crate::config::{self, Config, SplitMode};
 use crate::device::{Adapter, Device, Instance, InstanceOptions, MemoryBudget, choose};
-use crate::engine::executor::Executor;
+use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::plan::Capacity;
 use crate::gpu::build::Build;
 use crate::gpu::build::defaults::takes_ptx;
-use crate::gpu::build::split::choose_stages;
-use crate::gpu::build::split_test::test_split;
+use crate::gpu::build::split::{choose_ranks, choose_stages, shards};
+use crate::gpu::build::split_test::{test_exchanges, test_split};
 use crate::gpu::error::StartError;
 use crate::gpu::executor::split::SplitExecutor;
 use crate::gpu::matrix_units::{arithmetic, probe, runs_wgmma};
@@ -36,6 +36,7 @@ use crate::model::embedding;
 use crate::model::text::Text;
 use crate::replica::rebuild::{Rebuild, RebuildError};
 use crate::replica::{DeviceInfo, MemoryUse, Replica, ReplicaConfig, ReplicaStage};
+use crate::telemetry::with_causes;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -233,6 +234,19 @@ pub fn start_on(instance: &Instance, config: &Config, progress: &dyn Progress) -
     Ok(host)
 }
 
+/// What steps with tensor parallelism wait for while they run.
+#[derive(Clone, Copy, Debug)]
+struct Waits {
+    /// For other devices.
+    polls: bool,
+    /// For earlier calls, in place of barriers.
+    tags: bool,
+}
+
+impl Waits {
+    const NONE: Waits = Waits { polls: false, tags: false };
+}
+
 /// Builds models on the machine's devices.
 #[derive(Debug)]
 struct Devices {
@@ -313,10 +327,14 @@ impl Devices {
         let placement = &model.replicas[index];
         let tuned: Vec<Tuned> =
             adapters.iter().map(|adapter| Tuned::of_model(cache, adapter, checkpoint, attempt.progress)).collect();
+        let shards = match placement.split {
+            Some(SplitMode::Tensor) => shards(model, checkpoint, adapters.len() as u32)?,
+            Some(SplitMode::Layers) | None => Vec::new(),
+        };
         let build = |device: usize, model| Build {
             name: &name,
             model,
-            checkpoint,
+            checkpoint: shards.get(device).unwrap_or(checkpoint),
             draft,
             opened: &opened[device],
             adapter: &adapters[device],
@@ -331,32 +349,78 @@ impl Devices {
             no_ptx: AtomicBool::default(),
             part: None,
         };
-        if placement.split.is_none() {
+        let Some(split) = placement.split else {
             let (executor, loaded, memory) = build(0, model).executor(cache)?;
             return Ok(BuiltReplica { executor: Box::new(executor), loaded: Some(loaded), memory, stages: Vec::new() });
-        }
+        };
         let builds: Vec<Build<'_>> = (0..adapters.len()).map(|device| build(device, model)).collect();
-        let (mut parts, sizes) = choose_stages(&builds, &placement.shares)?;
+        let on_cpu = adapters.iter().any(Adapter::is_cpu);
+        let built = |waits: Waits| self.split_executor(&builds, (split, &placement.shares), waits, attempt);
+        if split == SplitMode::Layers || on_cpu {
+            return built(Waits::NONE);
+        }
+        for (waits, otherwise) in [
+            (Waits { polls: true, tags: true }, "decode steps have barriers"),
+            (Waits { polls: true, tags: false }, "steps are divided where sums are exchanged"),
+        ] {
+            match built(waits) {
+                Err(
+                    error @ (StartError::SplitTest { source: ExecuteError::ExchangeEnded, .. }
+                    | StartError::NoBar { .. }),
+                ) => {
+                    let why = with_causes(&error);
+                    attempt.progress.line(&format!("\"{name}\": {otherwise}, because a test failed: {why}"));
+                }
+                built => return built,
+            }
+        }
+        built(Waits::NONE)
+    }
+
+    /// Builds the executor of a replica that is split over the devices of `builds`.
+    fn split_executor(
+        &self,
+        builds: &[Build<'_>],
+        (split, shares): (SplitMode, &[u32]),
+        waits: Waits,
+        attempt: &LoadAttempt<'_>,
+    ) -> Result<BuiltReplica, StartError> {
+        let cache = self.runtime.cache_directory.as_deref();
+        let name = builds[0].name;
+        let (mut parts, sizes) = match split {
+            SplitMode::Layers => choose_stages(builds, shares)?,
+            SplitMode::Tensor => choose_ranks(builds, (waits.polls, waits.tags))?,
+        };
         // All stages hold the same sequences.
-        let model = config::Model { context: Some(sizes.context), kv_pages: Some(sizes.pages), ..model.clone() };
+        let own = builds[0].model.clone();
+        let model = config::Model { context: Some(sizes.context), kv_pages: Some(sizes.pages), ..own };
         let (mut executors, mut loads, mut stages) = (Vec::new(), Vec::new(), Vec::new());
         let mut before: Option<BTreeMap<u32, u32>> = None;
         for (device, part) in parts.iter_mut().enumerate() {
             // The stage before may have been prepared otherwise than planned, after a test of its kernels.
             part.input_tags = before.take().unwrap_or_default();
-            let (executor, loaded, memory) = build(device, &model).of_part(part).parts(cache)?;
-            attempt.progress.line(&format!("\"{name}\": {} on {}", part.layers(), adapters[device].name));
+            let adapter = builds[device].adapter;
+            let (executor, loaded, memory) = builds[device].of_part(part).with_model(&model).parts(cache)?;
+            attempt.progress.line(&format!("\"{name}\": {} on {}", part.layers(), adapter.name));
             before = executor.exchange.as_ref().map(|exchange| exchange.output_tags.clone());
             executors.push(executor);
             loads.push(loaded);
-            let device = device_info(&adapters[device]);
+            let device = device_info(adapter);
             stages.push(ReplicaStage { device, layers: part.stage.layers.clone(), memory });
         }
         let memory = stages.iter().flat_map(|stage| stage.memory.iter().cloned()).collect();
         let loaded = LoadReport::joined(loads);
-        let mut executor = SplitExecutor::new(executors);
-        let failed =
-            test_split(&mut executor).map_err(|source| StartError::SplitTest { model: name.clone(), source })?;
+        let host_memory = executors.iter().position(|parts| parts.exchange.as_ref().is_some_and(|of| of.lacks_bar()));
+        if let Some(device) = host_memory.filter(|_| waits.polls) {
+            return Err(StartError::NoBar { device: builds[device].adapter.name.clone() });
+        }
+        let on_cpu = builds.iter().any(|build| build.adapter.is_cpu());
+        let mut executor = SplitExecutor::new(executors, on_cpu)?;
+        let failed_test = |source| StartError::SplitTest { model: name.to_owned(), source };
+        if split == SplitMode::Tensor {
+            test_exchanges(&mut executor).map_err(failed_test)?;
+        }
+        let failed = test_split(&mut executor).map_err(failed_test)?;
         for (rows, why) in failed {
             attempt.progress.line(&format!(
                 "\"{name}\": the decode step of {rows} rows without barriers failed its test ({why}): it runs with barriers"

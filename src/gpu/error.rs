@@ -115,6 +115,12 @@ pub enum StartError {
         #[source]
         source: ExecuteError,
     },
+    /// The host cannot write to as much memory of a device as its exchanges with other devices need.
+    #[error("the host cannot write to memory of \"{device}\" (it needs a resizable BAR)")]
+    NoBar {
+        /// The device's name.
+        device: String,
+    },
     /// An error of the host that did not originate here.
     #[error(transparent)]
     Host(BuildError),
@@ -146,6 +152,7 @@ impl StartError {
             | StartError::Region(_)
             | StartError::Transfer(_)
             | StartError::SplitTest { .. }
+            | StartError::NoBar { .. }
             | StartError::Cancelled { .. } => false,
             StartError::Host(error) => error.is_users(),
             StartError::Actor(SpawnError::Device(error)) => error.is_users(),

@@ -1,6 +1,6 @@
 //! Measures the device time of recorded regions.
 
-use crate::actors::compute::{Compute, GpuTime, Submission};
+use crate::actors::compute::{Compute, Gates, GpuTime, Submission};
 use crate::actors::timeline::FlushReason;
 use crate::actors::watcher::Outbox;
 use crate::device::Device;
@@ -31,7 +31,7 @@ pub(crate) fn time_regions(
                 id,
                 entries: vec![vec![Arc::clone(region)]],
                 waits: Vec::new(),
-                gate: None,
+                gates: Gates::new(),
                 flush: FlushReason::PhaseBoundary,
                 report_after: Vec::new(),
                 outbox: Outbox { reports: reports.clone(), wake: wake.clone() },

@@ -270,7 +270,7 @@ impl Operands {
             norm: self.norm(c.norm == 1, a.x_stride),
             bias: self.bias(n),
             y,
-            fault: self.zeros("fault", 1),
+            fault: self.zeros("fault", 2),
             n,
             y_stride: width,
             ..a
@@ -470,7 +470,7 @@ impl Operands {
             norm: self.scaled_norm(c.stage == 0, a.x_stride, norm),
             logits: self.buffer("logits", logits),
             y,
-            fault: self.zeros("fault", 1),
+            fault: self.zeros("fault", 2),
             bias: self.bias(c.chosen * n),
             n,
             shared_n: 0,

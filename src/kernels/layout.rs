@@ -30,19 +30,20 @@ pub struct StateLayout {
 const ALIGN: u64 = 64;
 
 impl StateLayout {
-    fn offsets(&self) -> [u64; 10] {
+    fn offsets(&self) -> [u64; 11] {
         let bytes = [
             u64::from(self.slots) * u64::from(state::SLOT_WORDS) * 4,
             u64::from(self.rows) * 4,
             self.chunk_layout().bytes(self.chunk),
             u64::from(self.slots) * u64::from(self.max_pages) * 4,
             u64::from(self.slots) * u64::from(state::BIAS_ENTRIES) * 8,
-            4,
+            8,
             u64::from(state::SCORE_STATE_WORDS) * 4,
             pool_words(self.prompts) * 4,
             if self.windows { u64::from(self.slots) * u64::from(self.max_pages) * 4 } else { 0 },
+            4,
         ];
-        let mut offsets = [0; 10];
+        let mut offsets = [0; 11];
         for (i, b) in bytes.iter().enumerate() {
             offsets[i + 1] = (offsets[i] + b).next_multiple_of(ALIGN);
         }
@@ -51,7 +52,7 @@ impl StateLayout {
 
     /// The size of the whole buffer in bytes.
     pub fn bytes(&self) -> u64 {
-        self.offsets()[9]
+        self.offsets()[10]
     }
 
     fn range(&self, recording: &mut Recording, part: usize) -> Range {
@@ -107,9 +108,20 @@ impl StateLayout {
         self.range(recording, 4)
     }
 
-    /// The fault word: nonzero after a kernel has polled too long for tagged words.
+    /// The fault word: nonzero after a kernel has polled too long for tagged words; and the word behind it, nonzero while a
+    /// kernel waits for another device.
     pub fn fault(&self, recording: &mut Recording) -> Range {
         self.range(recording, 5)
+    }
+
+    /// The number of a step's first exchange with other devices ([`super::exchange`]).
+    pub fn exchange(&self, recording: &mut Recording) -> Range {
+        self.range(recording, 9).part(0, 4)
+    }
+
+    /// The word offset of the number of a step's first exchange.
+    pub fn exchange_word(&self) -> u32 {
+        (self.offsets()[9] / 4) as u32
     }
 
     /// The scoring state: `[SCORE_STATE_WORDS]`, which rows of a chunk are scored next, and how.

@@ -9,6 +9,7 @@ pub mod delta;
 pub mod deterministic;
 pub mod draft;
 pub mod embed;
+pub mod exchange;
 pub mod gemm;
 pub mod host_memory;
 pub mod interpreter;
@@ -120,6 +121,7 @@ pub fn reference(kernel: &str) -> Reference {
         "tiled" => gemm::tiled::reference_tiled,
         "wgmma" => gemm::wgmma::reference_wgmma,
         "take_last" => gemm::reference_take_last,
+        "all_reduce" => exchange::reference_all_reduce,
         "add_branch" => stream::reference_add_branch,
         "norm_heads" => stream::reference_norm_heads,
         "bound_logits" => stream::reference_bound_logits,

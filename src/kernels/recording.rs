@@ -298,6 +298,19 @@ impl Recording {
         (part("body", &self.ops[..at]), part("draw", &self.ops[at..]))
     }
 
+    /// Returns the parts of the recording that end before the operations with these indices, in ascending order, and the
+    /// rest. The first part has the recording's name.
+    pub fn cut(&self, at: &[usize]) -> Vec<Recording> {
+        let bounds: Vec<usize> = [0].into_iter().chain(at.iter().copied()).chain([self.ops.len()]).collect();
+        let part = |(index, bounds): (usize, &[usize])| Recording {
+            name: if index == 0 { self.name.clone() } else { format!("{}.{index}", self.name) },
+            buffers: self.buffers.clone(),
+            ops: self.ops[bounds[0]..bounds[1]].to_vec(),
+            tagged_inputs: self.tagged_inputs.clone(),
+        };
+        bounds.windows(2).enumerate().map(part).collect()
+    }
+
     /// Appends the operations of another recording, whose buffers get the names that `rename` returns.
     pub fn append(&mut self, other: Recording, rename: impl Fn(&str) -> String) {
         let ids: Vec<BufferId> =

@@ -371,8 +371,8 @@ fn polled(recording: &Recording, visit: &mut dyn FnMut(&Polled<'_>) -> Result<()
                 Some((newest, before)) if name == "y" && own.is_some_and(|own| *newest == Held::Tag(own)) => before,
                 _ => &states[..],
             };
-            // Only calls that add to y read it: products with a residual, and the second stage of experts.
-            if name == "y" && !adds("epilogue") && !adds("stage") {
+            // Only calls that add to y read it: products with a residual, the second stage of experts, and sums over devices.
+            if name == "y" && !adds("epilogue") && !adds("stage") && !adds("add") {
                 continue;
             }
             visit(&Polled { number, call, tag, buffer, awaited, states })?;

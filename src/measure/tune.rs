@@ -3,7 +3,7 @@
 //! Not here: the file of results (`gpu::tuned`), steps of several rows, prompts, and the default choices
 //! (`gpu::build::defaults`).
 
-use crate::actors::compute::{Compute, GpuTime, Submission};
+use crate::actors::compute::{Compute, Gates, GpuTime, Submission};
 use crate::actors::timeline::FlushReason;
 use crate::actors::watcher::Outbox;
 use crate::config;
@@ -626,7 +626,7 @@ impl<'a> Bench<'a> {
                     id: 0,
                     entries: vec![vec![Arc::clone(region)]],
                     waits: std::mem::take(&mut self.ready),
-                    gate: None,
+                    gates: Gates::new(),
                     flush: FlushReason::PhaseBoundary,
                     report_after: Vec::new(),
                     outbox: Outbox { reports: reports.clone(), wake: wake.clone() },

@@ -401,6 +401,29 @@ impl Buffer {
         self.word(offset).load(Ordering::Acquire)
     }
 
+    /// Loads groups of four words, each at once where the processor can; a running kernel or another thread may be writing
+    /// them, so that some may be older than others. `offset` must be a multiple of 16.
+    pub fn load_quads(&self, offset: u64, quads: &mut [[u32; 4]]) {
+        assert!(offset.is_multiple_of(16), "words at {offset} of {:?}", self.name);
+        let at = self.at(offset, quads.len() * 16);
+        for (index, quad) in quads.iter_mut().enumerate() {
+            // SAFETY: `at` checks the bounds, and buffers start at multiples of 16. The mapping lives as long as `self`.
+            *quad = unsafe { quad::load(at.add(16 * index)) };
+        }
+    }
+
+    /// Stores groups of four words, each at once where the processor can; a running kernel or another thread may be polling
+    /// them. They leave the processor's write buffers with the next sequentially consistent fence at the latest. `offset`
+    /// must be a multiple of 16.
+    pub fn store_quads(&self, offset: u64, quads: &[[u32; 4]]) {
+        assert!(offset.is_multiple_of(16), "words at {offset} of {:?}", self.name);
+        let at = self.at(offset, quads.len() * 16);
+        for (index, quad) in quads.iter().enumerate() {
+            // SAFETY: as in `load_quads`.
+            unsafe { quad::store(at.add(16 * index), *quad) };
+        }
+    }
+
     fn word(&self, offset: u64) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4), "word at {offset} of {:?}", self.name);
         // SAFETY: `at` checks the bounds, and buffers and words start at multiples of 4. The mapping lives as long as
@@ -535,6 +558,58 @@ impl HostSlice {
     /// If the bytes do not fit in the slice: a bug of the caller.
     pub fn stream(&mut self, offset: usize, from: &[u8]) {
         stream(&mut self.bytes_mut()[offset..][..from.len()], from);
+    }
+}
+
+/// Accesses to 16 bytes of mapped memory that a device, or another thread by these functions, may access meanwhile.
+#[cfg(target_arch = "x86_64")]
+mod quad {
+    use std::arch::x86_64::__m128i;
+
+    /// Loads 16 bytes.
+    ///
+    /// # Safety
+    /// `at` is a multiple of 16, and the 16 bytes from there on are mapped.
+    pub(super) unsafe fn load(at: *const u8) -> [u32; 4] {
+        // SAFETY: the caller keeps the address valid and aligned. A volatile load of this type is one instruction, which the
+        // compiler neither repeats nor leaves out.
+        bytemuck::cast(unsafe { at.cast::<__m128i>().read_volatile() })
+    }
+
+    /// Stores 16 bytes.
+    ///
+    /// # Safety
+    /// As of `load`.
+    pub(super) unsafe fn store(at: *mut u8, words: [u32; 4]) {
+        let words: __m128i = bytemuck::cast(words);
+        // SAFETY: as in `load`.
+        unsafe { at.cast::<__m128i>().write_volatile(words) };
+    }
+}
+
+/// The same, word by word.
+#[cfg(not(target_arch = "x86_64"))]
+mod quad {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    /// Loads 16 bytes.
+    ///
+    /// # Safety
+    /// `at` is a multiple of 16, and the 16 bytes from there on are mapped.
+    pub(super) unsafe fn load(at: *const u8) -> [u32; 4] {
+        // SAFETY: the caller keeps the address valid and aligned.
+        std::array::from_fn(|i| unsafe { AtomicU32::from_ptr(at.cast_mut().add(4 * i).cast()) }.load(Ordering::Relaxed))
+    }
+
+    /// Stores 16 bytes.
+    ///
+    /// # Safety
+    /// As of `load`.
+    pub(super) unsafe fn store(at: *mut u8, words: [u32; 4]) {
+        for (i, word) in words.into_iter().enumerate() {
+            // SAFETY: as in `load`.
+            unsafe { AtomicU32::from_ptr(at.add(4 * i).cast()) }.store(word, Ordering::Relaxed);
+        }
     }
 }
 

@@ -7,6 +7,7 @@ pub mod contents;
 mod headers;
 mod place;
 mod quantised;
+pub mod shard;
 mod weights;
 
 use std::collections::BTreeMap;

@@ -87,7 +87,7 @@ pub struct MemoryUse {
 pub struct ReplicaStage {
     /// The device.
     pub device: DeviceInfo,
-    /// The layers that it computes.
+    /// The layers that it computes, or of which it computes a part.
     pub layers: Range<u32>,
     /// The memory plan of the part, by purpose.
     pub memory: Vec<MemoryUse>,
@@ -163,14 +163,14 @@ pub struct ReplicaConfig {
     pub rebuild: Option<Rebuild>,
 }
 
-/// A model on a device, or split over several: an engine thread and its executor behind a bounded inbox. Dropping it aborts all requests and
-/// joins the thread.
+/// A model on a device, or split over several: an engine thread and its executor behind a bounded inbox. Dropping it
+/// aborts all requests and joins the thread.
 pub struct Replica {
     /// The name, as `MODEL/INDEX`.
     pub name: String,
-    /// The device that it runs on; of a split replica, the one of its first layers.
+    /// The device that it runs on; of a split replica, the first one.
     pub device: DeviceInfo,
-    /// The parts of a split replica, in the order of their layers; empty on one device.
+    /// The parts of a split replica, in the order of their devices; empty on one device.
     pub stages: Vec<ReplicaStage>,
     /// How its weights were loaded, if they were.
     pub loaded: Option<LoadReport>,
@@ -323,7 +323,7 @@ impl Replica {
         })
     }
 
-    /// Returns the devices that it runs on, those of a split replica in the order of their layers.
+    /// Returns the devices that it runs on, those of a split replica in the configured order.
     pub fn devices(&self) -> impl Iterator<Item = &DeviceInfo> {
         let own = self.stages.is_empty().then_some(&self.device);
         own.into_iter().chain(self.stages.iter().map(|stage| &stage.device))

@@ -328,7 +328,7 @@ impl Actor {
     /// Handles a failure of the executor. If the device was lost, another executor is built, and the running sequences
     /// continue on it.
     fn lose(&mut self, error: ExecuteError) {
-        if !matches!(error, ExecuteError::DeviceLost { .. }) {
+        if !matches!(error, ExecuteError::DeviceLost { .. } | ExecuteError::ExchangeEnded) {
             return self.fail(&error);
         }
         self.shared.losses.fetch_add(1, Relaxed);

@@ -4,7 +4,7 @@
 //! that is declared lost while it works. The validation layer reports objects that are destroyed while in use.
 
 use crate::common::{Driver, Vulkan};
-use ostinato::actors::compute::{Compute, GpuTime, Submission};
+use ostinato::actors::compute::{Compute, Gates, GpuTime, Submission};
 use ostinato::actors::timeline::FlushReason;
 use ostinato::actors::watcher::{Outbox, Report, Then};
 use ostinato::device::{Device, DeviceError, Gate};
@@ -48,7 +48,7 @@ impl Reports {
             id,
             entries: vec![regions],
             waits: Vec::new(),
-            gate: None,
+            gates: Gates::new(),
             flush: FlushReason::PhaseBoundary,
             report_after: Vec::new(),
             outbox: self.outbox.clone(),
@@ -153,7 +153,7 @@ fn a_slow_driver_is_waited_for() {
         // Work behind a closed gate makes no progress, so the wait on a GPU must give up.
         let gate = Arc::new(Gate::new(&device).unwrap());
         reports.reports.recv_timeout(LONG).unwrap().result.unwrap();
-        compute.submit(Submission { gate: Some((Arc::clone(&gate), 1)), ..reports.submission(1, vec![region]) });
+        compute.submit(Submission { gates: Gates::from([(1, (Arc::clone(&gate), 1))]), ..reports.submission(1, vec![region]) });
         assert!(compute.report(&reports.reports, Duration::from_millis(100)).is_none());
         gate.open(1).unwrap();
         compute.report(&reports.reports, LONG).expect("it moves").result.unwrap();
@@ -176,7 +176,7 @@ fn work_goes_on_when_that_of_another_device_has_finished() {
         let arenas = devices.each_ref().map(|device| Arena::new(device).unwrap());
         let regions = [first, second].map(|at| filling(&devices[at], &arenas[at], 4096, 1));
         let waiting =
-            Submission { gate: Some((Arc::clone(&gate), 1)), ..other.submission(0, vec![regions[1].clone()]) };
+            Submission { gates: Gates::from([(1, (Arc::clone(&gate), 1))]), ..other.submission(0, vec![regions[1].clone()]) };
         computes[second].submit(waiting);
         assert!(other.reports.recv_timeout(Duration::from_millis(50)).is_err(), "it waits");
         let opens = Then::new({

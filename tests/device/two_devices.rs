@@ -4,7 +4,7 @@
 
 use crate::common::{Driver, Vulkan};
 use crate::harness::models::{Generated, collect, expected, fixture, generate, idle, request, submit};
-use ostinato::actors::compute::Submission;
+use ostinato::actors::compute::{Gates, Submission};
 use ostinato::actors::timeline::FlushReason;
 use ostinato::actors::watcher::Outbox;
 use ostinato::config::{Config, Model, Placement};
@@ -191,7 +191,7 @@ fn a_compute_actor_that_panics_is_a_lost_device() {
         id: 7,
         entries: vec![Vec::new(), Vec::new()],
         waits: Vec::new(),
-        gate: Some((Arc::new(Gate::new(&device).expect("a gate")), 1)),
+        gates: Gates::from([(2, (Arc::new(Gate::new(&device).expect("a gate")), 1))]),
         flush: FlushReason::Readback,
         // Reports of single entries are not allowed for a submission behind a gate.
         report_after: vec![1],

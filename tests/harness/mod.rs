@@ -6,7 +6,7 @@ pub mod models;
 
 use crate::common::{Driver, Vulkan, gpu_assisted};
 use half::{bf16, f16};
-use ostinato::actors::compute::{Compute, GpuTime, Submission};
+use ostinato::actors::compute::{Compute, Gates, GpuTime, Submission};
 use ostinato::actors::timeline::FlushReason;
 use ostinato::actors::watcher::Outbox;
 use ostinato::device::Device;
@@ -122,7 +122,7 @@ impl Bound<'_> {
             id: 0,
             entries,
             waits: Vec::new(),
-            gate: None,
+            gates: Gates::new(),
             flush: FlushReason::PhaseBoundary,
             report_after: Vec::new(),
             outbox,

@@ -295,7 +295,7 @@ fn skinny_cases(name: &str, list: Vec<Case>) {
         cases.case(format!("{case:?}.{config:?}"));
         let limit = if case.epilogue == Epilogue::Gated(Glu::Silu) { HALF_SWIGLU } else { HALF };
         let product = case.product(&mut cases, &mut random, Layout::Fragments, limit);
-        let fault = cases.words("fault", &[0]);
+        let fault = cases.words("fault", &[0, 0]);
         let units = 0..units(&product.weight);
         cases.recording.call(skinny_codes(&product, case.rows, Matrices::Emulated, config, units, case.flow, fault));
     }

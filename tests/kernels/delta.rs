@@ -284,7 +284,7 @@ fn step_args(
         pending,
         slots: cases.words("slots", &settled),
         y,
-        fault: cases.words("fault", &[0]),
+        fault: cases.words("fault", &[0, 0]),
         stride: layer.stride,
         y_stride: if form == Form::Packed { width / 32 } else { width + 4 },
         epsilon: EPSILON,
@@ -777,7 +777,7 @@ fn blocks_do_what_tokens_one_by_one_do() {
                 let mut table: Vec<[u32; 4]> = (0..=length).map(|position| [5, position, 1, 1]).collect();
                 table.push([5, length, 0, 1]);
                 let rows = cases.words("rows", &table.concat());
-                let fault = cases.words("fault", &[0]);
+                let fault = cases.words("fault", &[0, 0]);
                 let y = cases.output("y", ((length + 2) * width) as usize, Expect::Any);
                 let pending = cases.output("pending", heads.pending_bytes(CELLS, 1) as usize / 4, Expect::Any);
                 // Cell 0 contains the prompt; in cell 1, every token but the first has one pending before it.

@@ -336,7 +336,7 @@ impl Layer {
             slots: cases.words(&format!("{name}.slots"), &words),
             pending: cell.pending,
             y: cases.output(&format!("{name}.y"), (each * width) as usize, Expect::Floats(SUMS)),
-            fault: cases.words(&format!("{name}.fault"), &[0]),
+            fault: cases.words(&format!("{name}.fault"), &[0, 0]),
             stride: self.stride,
             y_stride: width,
             epsilon: EPSILON,

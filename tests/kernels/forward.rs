@@ -792,7 +792,7 @@ fn skinny_cases(name: &str, list: &[Skinny], flow: impl Fn(usize) -> Flow) {
         cases.case(format!("{index}.{shape:?}x{rows}.norm={norm}.bias={bias}.{epilogue:?}.{config:?}"));
         let logical = Logical::new(&mut random, Format::Bf16, shape, (rows, rows), norm, bias, epilogue);
         let product = logical.fragments(&mut cases, flow);
-        let fault = cases.words("fault", &[0]);
+        let fault = cases.words("fault", &[0, 0]);
         cases.recording.call(skinny(&product, rows, Matrices::Emulated, config, flow, fault));
         made.push((logical, product, flow));
     }
@@ -1303,7 +1303,7 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch, KvFormat)>, tags
                 partials: cases.output("partials", heads.partial_floats(splits) as usize * count as usize, Expect::Any),
                 counters: cases.words("counters", &vec![0; (heads.q * count) as usize]),
                 o: outputs[0],
-                fault: cases.words("fault", &[0]),
+                fault: cases.words("fault", &[0, 0]),
                 sinks: cases.floats("sinks", &(0..heads.q).map(sink_of).collect::<Vec<f32>>()),
                 stride: context.stride,
                 output_stride: match order {

@@ -10,6 +10,7 @@ mod python;
 mod codes;
 mod delta;
 mod draft;
+mod exchange;
 mod flash;
 mod forward;
 mod moe;

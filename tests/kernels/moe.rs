@@ -388,7 +388,7 @@ fn a_few_rows_choose_and_run_their_experts() {
             let middle = Activations { range: middle, stride };
             let (threads, ahead) = if coded { (64, 4 * tiles) } else { (128, 2) };
             let config = SkinnyConfig { threads, tiles, ahead };
-            let fault = cases.words("fault", &[0]);
+            let fault = cases.words("fault", &[0, 0]);
             let (matrices, flow, logits) = (*matrices, Flow::NONE, Flow::NONE);
             let few = FewRows { middle, rows, matrices, config, flow, logits, fault };
             cases.recording.call(mlp.few_gate_up(few));
@@ -418,7 +418,7 @@ fn a_few_rows_read_and_write_tagged_words() {
                 cases.case(format!("{shape:?}x{rows}.{down}"));
                 let layer = Layer::new(&mut random, shape, rows, Format::Bf16, Logits::Random);
                 let mlp = layer.mlp(&mut cases, rows, true, Some([carried[0], carried[1]]));
-                let (stride, fault) = (shape.middle_stride(), cases.words("fault", &[0]));
+                let (stride, fault) = (shape.middle_stride(), cases.words("fault", &[0, 0]));
                 let words: Vec<u32> =
                     (0..rows * stride).map(|_| tagged(random.float(), carried[if down { 2 } else { 3 }])).collect();
                 let middle = Activations { range: cases.words("middle", &words), stride };
@@ -452,7 +452,7 @@ fn a_wait_for_words_that_never_come_ends() {
         let shape = shape([8, 2, 32, 16], None, false);
         let layer = Layer::new(&mut random, shape, 1, Format::Bf16, Logits::Random);
         let mlp = layer.mlp(&mut cases, 1, true, Some([TAGS[0], TAGS[1]]));
-        let fault = cases.words("fault", &[0]);
+        let fault = cases.words("fault", &[0, 0]);
         let middle = Activations { range: cases.words("middle", &[TAGS[3]; 64]), stride: 64 };
         let flow = Flow { input_carried: true, input: TAGS[2], old: TAGS[0], output: Some(TAGS[1]) };
         let logits = Flow { input_carried: true, input: TAGS[1], ..Flow::NONE };

@@ -22,5 +22,6 @@ mod scoring;
 mod speculation;
 mod split;
 mod streams;
+mod tensor;
 mod transformers;
 mod tune;

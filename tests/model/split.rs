@@ -26,15 +26,16 @@ const EXACT: f64 = 2e-3;
 
 /// A replica whose first layers are on one CPU driver and the others on the other one.
 pub fn split_over(vulkan: &Vulkan, shares: &[u32]) -> Placement {
-    Placement {
-        devices: Driver::BOTH.map(|driver| vulkan.adapter(driver).selector()).to_vec(),
-        split: Some(SplitMode::Layers),
-        shares: shares.to_vec(),
-        ..Placement::default()
-    }
+    Placement { shares: shares.to_vec(), ..over_both(vulkan, SplitMode::Layers) }
 }
 
-fn configured(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Model)) -> Config {
+/// A replica on both CPU drivers.
+pub fn over_both(vulkan: &Vulkan, split: SplitMode) -> Placement {
+    let devices = Driver::BOTH.map(|driver| vulkan.adapter(driver).selector()).to_vec();
+    Placement { devices, split: Some(split), ..Placement::default() }
+}
+
+pub fn configured(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Model)) -> Config {
     let mut model = Model::new("m", path, None);
     model.replicas = vec![split_over(vulkan, &[])];
     model.kv_format = Some(KvFormat::F32);
@@ -43,24 +44,24 @@ fn configured(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mu
     Config { models: vec![model], ..Config::default() }
 }
 
-fn serve(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Model)) -> Host {
+pub fn serve(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Model)) -> Host {
     start_on(&vulkan.instance, &configured(vulkan, path, change), &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
 }
 
-fn refused(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Model)) -> StartError {
+pub fn refused(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Model)) -> StartError {
     start_on(&vulkan.instance, &configured(vulkan, path, change), &Quiet).map(|_| ()).expect_err("it cannot be served")
 }
 
-fn only(host: &Host) -> Arc<Replica> {
+pub fn only(host: &Host) -> Arc<Replica> {
     host.replicas().next().expect("one replica")
 }
 
-fn named(id: impl ToString, request: Request) -> Request {
+pub fn named(id: impl ToString, request: Request) -> Request {
     Request { id: id.to_string(), ..request }
 }
 
 /// Generates tokens that transformers draws from a checkpoint, and compares the logits of some steps.
-fn check(replica: &Replica, name: &str) {
+pub fn check(replica: &Replica, name: &str) {
     // More tokens add no kind of step, and SwiftShader takes long for each.
     const TOKENS: usize = 24;
     let mut known = expected(name);
@@ -155,7 +156,7 @@ fn quantised_layers_on_two_devices_draw_what_one_device_draws() {
 }
 
 /// Requests of several lengths with all kinds of sampling.
-fn mixed(prompt: &[u32]) -> Vec<Request> {
+pub fn mixed(prompt: &[u32]) -> Vec<Request> {
     let hot = Sampling { temperature: 1.0, seed: Some(7), ..Sampling::default() };
     let samplings = [
         Sampling::default(),
@@ -173,12 +174,12 @@ fn mixed(prompt: &[u32]) -> Vec<Request> {
     samplings.into_iter().zip(sizes).enumerate().map(of).collect()
 }
 
-fn together(replica: &Replica, asks: &[Request]) -> Vec<Generated> {
+pub fn together(replica: &Replica, asks: &[Request]) -> Vec<Generated> {
     let events: Vec<_> = asks.iter().map(|ask| submit(replica, ask.clone())).collect();
     events.iter().map(collect).collect()
 }
 
-fn tokens(generated: &[Generated]) -> Vec<&[u32]> {
+pub fn tokens(generated: &[Generated]) -> Vec<&[u32]> {
     generated.iter().map(|one| &one.tokens[..]).collect()
 }
 

@@ -568,6 +568,7 @@ fn wrong_splits_are_refused_with_their_rules() {
         (r#"{ devices = ["a", "b"], split = "layers", shares = [1] }"#, "shares", "as there are devices, 2"),
         (r#"{ devices = ["a", "b"], split = "layers", shares = [1, 0] }"#, "shares", "above 0"),
         (r#"{ device = "a", shares = [1] }"#, "shares", "as there are devices, 0"),
+        (r#"{ devices = ["a", "b"], split = "tensor", shares = [1, 2] }"#, "shares", "equal parts"),
     ] {
         let found = problems(&at(placement));
         let key = format!("models[0].replicas[0].{key}");
@@ -576,10 +577,8 @@ fn wrong_splits_are_refused_with_their_rules() {
             "{placement}: {found:?}"
         );
     }
-    for (word, rule) in [("tensor", "\"tensor\" is not supported yet"), ("rows", "\"rows\" is not a way to split")] {
-        let error = read(&at(&format!(r#"{{ devices = ["a", "b"], split = "{word}" }}"#))).expect_err(word);
-        assert!(error.to_string().contains(rule), "{error}");
-    }
+    let error = read(&at(r#"{ devices = ["a", "b"], split = "rows" }"#)).expect_err("rows");
+    assert!(error.to_string().contains("\"rows\" is not a way to split"), "{error}");
     let text = format!("{}\nkv_memory = \"1GiB\"", at(r#"{ devices = ["a", "b"], split = "layers" }"#));
     assert!(
         problems(&text).iter().any(|problem| problem.key == "models[0].kv_memory" && problem.rule.contains("kv_pages"))

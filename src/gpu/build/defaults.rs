@@ -90,6 +90,10 @@ pub(crate) const INBOXES: usize = 16;
 /// lack of memory, reduces it.
 pub(crate) const DEFAULT_CONTEXT: u32 = 32_768;
 
+/// The number of polls after which a wait for another device ends even if the host does not end it: about a minute on a
+/// GPU.
+const EXCHANGE_POLLS: u32 = 1 << 26;
+
 /// Returns the default choices for a device's capabilities.
 pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, context: u32) -> Tuning {
     let (capabilities, cpu) = (&adapter.capabilities, adapter.is_cpu());
@@ -103,6 +107,11 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         arithmetic,
         matrix_units: MatrixUnits::of(capabilities),
         small_tiles: cpu,
+        // A workgroup that waits occupies a thread of a CPU driver.
+        exchange_workgroups: if cpu { 1 } else { processors },
+        // Some CPU drivers end loops after a few thousand turns, and a thread that waits for another device may keep it from
+        // running.
+        exchange_polls: if cpu { 0 } else { EXCHANGE_POLLS },
         matmul: BTreeMap::new(),
         // Larger workgroups are faster on long contexts and cost half a microsecond on short ones.
         attention_threads: if cpu { 32 } else { if context >= 8192 { 256 } else { 128 }.min(most) },
@@ -308,6 +317,9 @@ impl Build<'_> {
         if let Some(part) = self.part {
             // A gate between a step's logits and its sampling would be behind another.
             (tuning.tags, tuning.gates) = (tuning.tags && part.tags, false);
+            if !part.polls {
+                tuning.exchange_polls = 0;
+            }
         }
         tuning
     }

@@ -11,7 +11,7 @@ pub(crate) mod recordings;
 pub(crate) mod split;
 pub(crate) mod split_test;
 
-use crate::actors::compute::Submission;
+use crate::actors::compute::{Gates, Submission};
 use crate::actors::loader::{LoadError, LoadPlan, LoadReport, LoadTensor, MatrixRows, TensorSource, WeightLoad};
 use crate::actors::timeline::FlushReason;
 use crate::actors::watcher::Outbox;
@@ -31,7 +31,7 @@ use crate::gpu::build::recordings::{
 use crate::gpu::build::split::StagePart;
 use crate::gpu::devices::OpenDevice;
 use crate::gpu::error::StartError;
-use crate::gpu::executor::exchange::{self, Exchange, MessagesIn, MessagesOut, PassedRows, SlotsIn, SlotsOut};
+use crate::gpu::executor::exchange::{self, Exchange, MessagesIn, MessagesOut, PassedRows, SlotsIn, SlotsOut, Sums};
 use crate::gpu::executor::{CountInbox, DecodeRegion, DecodeRegions, GpuExecutor, HeadParts, Inbox, Injection, Parts};
 use crate::gpu::spans;
 use crate::gpu::tuned::Tuned;
@@ -40,15 +40,16 @@ use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region, buffer_sizes};
-use crate::memory::pack::{Packing, RowMap, Transposed};
+use crate::memory::pack::Packing;
 use crate::memory::plan::{HumanBytes, Plan, Purpose, Side};
 use crate::memory::{Buffer, BufferTable, Place, WeightFile};
 use crate::model::checkpoint::{Checkpoint, SourceRef, WeightSpec};
 use crate::model::decoder::drafter::{DRAFTER, PlacedWeight};
-use crate::model::decoder::{Decoder, Part, ROPE};
+use crate::model::decoder::{Decoder, Part, ROPE, parallel, stride};
 use crate::replica::MemoryUse;
 use crate::telemetry::clock::Moment;
 use crate::telemetry::with_causes;
+use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::Arc;
@@ -165,6 +166,14 @@ impl<'a> Build<'a> {
 }
 
 impl Build<'_> {
+    /// Returns the same build with another configuration of the model.
+    pub(crate) fn with_model<'b>(self, model: &'b config::Model) -> Build<'b>
+    where
+        Self: 'b,
+    {
+        Build { model, ..self }
+    }
+
     pub(crate) fn unsupported(&self, what: String) -> StartError {
         StartError::Unsupported { model: self.model.name.clone(), what }
     }
@@ -422,13 +431,28 @@ impl Build<'_> {
             self.wanted()?;
             Ok(Arc::new(Region::build(&self.opened.device, recording, &table, &pipelines)?))
         };
+        let gated = |recording: &Recording| -> Result<Arc<Region>, StartError> {
+            self.wanted()?;
+            Ok(Arc::new(Region::build_gated(&self.opened.device, recording, &table, &pipelines)?))
+        };
+        // Where the host carries sums within a step, its region is the first part, and this has the others.
+        let divided = RefCell::new(BTreeMap::new());
+        let layers = |recording: &Recording| -> Result<Arc<Region>, StartError> {
+            let pieces = parallel::pieces(recording);
+            let first = region(&pieces[0])?;
+            if pieces.len() > 1 {
+                let rest = pieces[1..].iter().map(gated).collect::<Result<Vec<_>, StartError>>()?;
+                divided.borrow_mut().insert(Arc::clone(first.shared_name()), rest);
+            }
+            Ok(first)
+        };
         let step = |recording: &Recording| -> Result<DecodeRegion, StartError> {
             let parts = || -> Result<[Arc<Region>; 2], StartError> {
                 let (body, draw) = recording.split("sample");
                 let draw = Region::build_gated(&self.opened.device, &draw, &table, &pipelines)?;
                 Ok([region(&body)?, Arc::new(draw)])
             };
-            Ok(DecodeRegion { whole: region(recording)?, parts: decoder.tuning.gates.then(parts).transpose()? })
+            Ok(DecodeRegion { whole: layers(recording)?, parts: decoder.tuning.gates.then(parts).transpose()? })
         };
         let BrokenSteps { always, sometimes } =
             broken_steps(&recordings, &decoder.tuning).map_err(|what| self.unsupported(what))?;
@@ -452,11 +476,11 @@ impl Build<'_> {
         }
         let mut verify: BTreeMap<u32, BTreeMap<u32, Arc<Region>>> = BTreeMap::new();
         for (drafts, sequences, recording) in &recordings.verify {
-            verify.entry(*drafts).or_default().insert(*sequences, region(recording)?);
+            verify.entry(*drafts).or_default().insert(*sequences, layers(recording)?);
         }
         let mut prefill = BTreeMap::new();
-        for (rows, layers) in &recordings.prefill {
-            prefill.insert(*rows, region(layers)?);
+        for (rows, recording) in &recordings.prefill {
+            prefill.insert(*rows, layers(recording)?);
         }
         let mut inboxes = Vec::new();
         for (index, InboxRecordings { apply, clear, mark }) in recordings.inboxes.iter().enumerate() {
@@ -495,14 +519,15 @@ impl Build<'_> {
                 pooled: buffer("pooled")?,
             }),
         };
-        let gated = |recording: &Recording| -> Result<Arc<Region>, StartError> {
-            self.wanted()?;
-            Ok(Arc::new(Region::build_gated(&self.opened.device, recording, &table, &pipelines)?))
-        };
-        let exchange = match self.part {
+        let mut exchange = match self.part {
             None => None,
             Some(_) => Some(self.exchange(&decoder, &recordings, &buffer, &region, &gated)?),
         };
+        if let Some(sums) = exchange.as_mut().and_then(|exchange| exchange.sums.as_mut())
+            && decoder.tuning.exchange_polls == 0
+        {
+            sums.divided = Some((Arc::new(Gate::new(&self.opened.device)?), divided.take()));
+        }
         let (ready, loaded) = self.finish(loading)?;
         let failed = match &head {
             // The steps of a split model are tested on all devices together (`split_test`).
@@ -625,6 +650,29 @@ impl Build<'_> {
                 true => None,
                 false => Some(SlotsOut { slots: buffers("publish")?, regions: each(publish, region)? }),
             },
+            sums: match decoder.stage.rank {
+                None => None,
+                Some(_) => Some(self.sums(decoder, recordings, buffer)?),
+            },
+        })
+    }
+
+    /// Returns the exchanges of sums of a device that has a part of every layer.
+    fn sums(
+        &self,
+        decoder: &Decoder<'_>,
+        recordings: &Recordings,
+        buffer: &dyn Fn(&str) -> Result<Arc<Buffer>, StartError>,
+    ) -> Result<Sums, StartError> {
+        let (outbox, inbox) = (buffer(parallel::OUTBOX)?, buffer(parallel::INBOX)?);
+        let (_, step, _) = &recordings.decode[0];
+        Ok(Sums {
+            outbox,
+            inbox,
+            slot_words: decoder.exchange_words(),
+            each_step: parallel::exchanges(step),
+            row_floats: stride(decoder.config.hidden),
+            divided: None,
         })
     }
 
@@ -700,7 +748,7 @@ impl Build<'_> {
                 id: 0,
                 entries: vec![regions],
                 waits: waits.to_vec(),
-                gate: None,
+                gates: Gates::new(),
                 flush: FlushReason::PhaseBoundary,
                 report_after: Vec::new(),
                 outbox: Outbox { reports: reports.clone(), wake: wake.clone() },
@@ -770,26 +818,7 @@ struct Clipped {
 
 /// Returns the rows of a source that lie in a part of its weight; `None` if there are none.
 fn clip(source: &SourceRef, part: &Part, file: Arc<WeightFile>) -> Option<Clipped> {
-    let map = source.map;
-    let rows = map.source_rows(part.first_row..part.first_row + part.rows);
-    if rows.is_empty() {
-        return None;
-    }
-    let offset = match (&source.matrix, source.transposed) {
-        (Some(_), _) => 0,
-        (None, Some(_)) => source.offset,
-        (None, None) => source.offset + u64::from(rows.start) * u64::from(map.stride) * map.format.row_bytes(map.cols),
-    };
-    let source = TensorSource {
-        file,
-        offset,
-        map: RowMap {
-            rows: rows.len() as u32,
-            first_row: map.first_row + rows.start * map.row_step - part.first_row,
-            ..map
-        },
-        transposed: source.transposed.map(|of| Transposed { first: of.first + rows.start, ..of }),
-        matrix: None,
-    };
-    Some(Clipped { source, from: rows.start })
+    let SourceRef { offset, map, transposed, .. } = source.within(&(part.first_row..part.first_row + part.rows))?;
+    let from = source.map.source_rows(part.first_row..part.first_row + part.rows).start;
+    Some(Clipped { source: TensorSource { file, offset, map, transposed, matrix: None }, from })
 }

@@ -122,7 +122,9 @@ impl Recordings {
         let prefill = buckets.iter().map(|&rows| (rows, decoder.record(StepShape::Prefill { rows }))).collect();
         // The parts of a batch of a split model take turns in the batch's rows, so each of their steps has a change.
         let parts = exchange::parts(decoder.stage.stages);
-        let inboxes = if parts == 1 { INBOXES } else { INBOXES + RUN_AHEAD as usize * parts };
+        // So have those of tensor parallelism, for the number of their first exchange.
+        let each_step = parts > 1 || decoder.stage.rank.is_some();
+        let inboxes = if each_step { INBOXES + RUN_AHEAD as usize * parts } else { INBOXES };
         let inboxes = (0..inboxes).map(|index| inbox_recordings(decoder, index)).collect();
         let head = decoder.stage.is_last().then(|| head_recordings(decoder));
         let mut recordings =
@@ -200,9 +202,11 @@ fn head_recordings(decoder: &Decoder<'_>) -> HeadRecordings {
 /// Returns the recordings with which a stage exchanges data with the others.
 fn exchange_recordings(decoder: &Decoder<'_>, recordings: &Recordings) -> ExchangeRecordings {
     let (first, last) = (decoder.stage.is_first(), decoder.stage.is_last());
-    if first && last {
+    if decoder.stage.is_whole() {
         return ExchangeRecordings::default();
     }
+    // Devices with a part of every layer begin each step together, and only sums pass between them.
+    let passes_on = decoder.stage.rank.is_none();
     let layouts = recordings.message_rows().map(|most| decoder.message(most));
     let buffers = exchange::buffers(decoder.stage.stages);
     let passes = |name: &str, sends: bool| {
@@ -256,7 +260,7 @@ fn exchange_recordings(decoder: &Decoder<'_>, recordings: &Recordings) -> Exchan
     };
     ExchangeRecordings {
         receive: if first { BTreeMap::new() } else { passes("receive", false) },
-        send: if last { BTreeMap::new() } else { passes("send", true) },
+        send: if last || !passes_on { BTreeMap::new() } else { passes("send", true) },
         apply: if last { Vec::new() } else { buffers.clone().map(apply).collect() },
         publish: if last { buffers.clone().map(publish).collect() } else { Vec::new() },
     }

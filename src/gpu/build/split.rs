@@ -1,9 +1,13 @@
-//! The division of a model's layers among several devices, so that the memory of each suffices.
+//! The division of a model among several devices, so that the memory of each suffices: of its layers, or of each layer's
+//! heads and inner values.
 //! Not here: how stages exchange activations (`gpu::executor`), and the placement of devices (`gpu::devices`).
 
 use crate::gpu::build::{Build, PlannedSizes};
+use crate::config;
 use crate::gpu::error::StartError;
-use crate::model::checkpoint::WeightSpec;
+use crate::kernels::exchange::Rank;
+use crate::model::checkpoint::shard::ShardError;
+use crate::model::checkpoint::{Checkpoint, WeightSpec};
 use crate::model::decoder::stage::{LayerStage, divide};
 use std::collections::BTreeMap;
 
@@ -23,6 +27,8 @@ pub(crate) struct StagePart {
     /// Whether decode steps may run without barriers: all devices or none, because a fault of one stage ends the step of
     /// all.
     pub(crate) tags: bool,
+    /// Whether steps may wait for other devices while they run, with tensor parallelism.
+    pub(crate) polls: bool,
     /// The tags of the words that the stage takes over (`Decoder::input_tags`).
     pub(crate) input_tags: BTreeMap<u32, u32>,
 }
@@ -36,7 +42,10 @@ impl StagePart {
 
 /// Returns a stage's layers as text.
 pub(crate) fn layers_of(stage: &LayerStage) -> String {
-    let LayerStage { layers, of, .. } = stage;
+    let LayerStage { layers, of, rank, .. } = stage;
+    if let Some(rank) = rank {
+        return format!("part {} of {} of all layers", rank.index + 1, rank.of);
+    }
     match layers.len() {
         1 => format!("layer {} of {of}", layers.start),
         _ => format!("layers {} to {} of {of}", layers.start, layers.end - 1),
@@ -57,9 +66,7 @@ pub(crate) fn choose_stages(
         [] => vec![vec![1.0; builds.len()], builds.iter().map(free).collect()],
         shares => vec![shares.iter().map(|share| f64::from(*share)).collect()],
     };
-    let heap = |build: &Build<'_>| build.opened.device.budget().heap_bytes;
-    let heap_bytes = builds.iter().map(heap).min().unwrap_or(0);
-    let on_cpu = builds.iter().any(|build| build.adapter.is_cpu());
+    let (on_cpu, heap_bytes) = sizes_of(builds);
     let (first, config) = (&builds[0], &builds[0].checkpoint.config);
     let tags = builds.iter().all(Build::may_overlap);
     let (mut refused, mut best) = (None, None::<(Vec<StagePart>, PlannedSizes)>);
@@ -68,7 +75,16 @@ pub(crate) fn choose_stages(
         let (mut parts, mut input_tags) = (Vec::new(), BTreeMap::new());
         for (build, stage) in builds.iter().zip(stages) {
             let weights = stage.weights(config, first.all_weights());
-            let part = StagePart { stage, weights, on_cpu, heap_bytes, window_pages: None, tags, input_tags };
+            let part = StagePart {
+                stage,
+                weights,
+                on_cpu,
+                heap_bytes,
+                window_pages: None,
+                tags,
+                polls: false,
+                input_tags,
+            };
             input_tags = build.of_part(&part).output_tags();
             parts.push(part);
         }
@@ -86,6 +102,47 @@ pub(crate) fn choose_stages(
         }
     }
     best.ok_or_else(|| refused.expect("there is a way to divide the layers"))
+}
+
+/// Returns the part of a model for each of `devices` devices with tensor parallelism.
+pub(crate) fn shards(
+    model: &config::Model,
+    checkpoint: &Checkpoint,
+    devices: u32,
+) -> Result<Vec<Checkpoint>, StartError> {
+    let shard = |index| checkpoint.shard(Rank { index, of: devices });
+    let refused = |error: ShardError| StartError::Unsupported { model: model.name.clone(), what: error.to_string() };
+    (0..devices).map(shard).collect::<Result<_, ShardError>>().map_err(refused)
+}
+
+/// Returns the parts of a model with tensor parallelism on the devices of `builds`, whose checkpoints are the devices' parts
+/// ([`shards`]), and the sizes that all of them hold. `polls`: whether steps may wait for other devices while they run;
+/// `tags`: whether decode steps may then run without barriers.
+pub(crate) fn choose_ranks(
+    builds: &[Build<'_>],
+    (polls, tags): (bool, bool),
+) -> Result<(Vec<StagePart>, PlannedSizes), StartError> {
+    let (on_cpu, heap_bytes) = sizes_of(builds);
+    let of = builds.len() as u32;
+    let tags = polls && tags && builds.iter().all(Build::may_overlap);
+    let part = |(build, index): (&Build<'_>, u32)| {
+        let config = &build.checkpoint.config;
+        let stage = LayerStage::of_rank(config, Rank { index, of });
+        let weights = stage.weights(config, build.all_weights());
+        let input_tags = BTreeMap::new();
+        StagePart { stage, weights, on_cpu, heap_bytes, window_pages: None, tags, polls, input_tags }
+    };
+    let parts: Vec<StagePart> = builds.iter().zip(0..).map(part).collect();
+    let planned = builds.iter().zip(&parts).map(|(build, part)| Ok(build.of_part(part).planned()?.0));
+    let sizes = planned.collect::<Result<Vec<PlannedSizes>, StartError>>()?;
+    Ok(agreed(parts, &sizes))
+}
+
+/// Returns whether one of the devices is a CPU driver, and the size of the smallest device memory in bytes.
+fn sizes_of(builds: &[Build<'_>]) -> (bool, u64) {
+    let heap = |build: &Build<'_>| build.opened.device.budget().heap_bytes;
+    let heap_bytes = builds.iter().map(heap).min().unwrap_or(0);
+    (builds.iter().any(|build| build.adapter.is_cpu()), heap_bytes)
 }
 
 /// Returns the stages with the sizes that all of them hold.

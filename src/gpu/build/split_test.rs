@@ -46,6 +46,29 @@ pub(crate) fn test_split(executor: &mut SplitExecutor) -> Result<Vec<(u32, Strin
     Ok(failed)
 }
 
+/// The number of rounds of [`test_exchanges`].
+const EXCHANGE_ROUNDS: u32 = 8;
+
+/// Tests the exchange of sums between devices that each have a part of every layer: decodes with one sequence and with as
+/// many as a step holds, and must get the same tokens and logits in every round. An exchange in which a word does not come
+/// is an error.
+pub(crate) fn test_exchanges(executor: &mut SplitExecutor) -> Result<(), ExecuteError> {
+    executor.test(true);
+    for rows in [1, executor.capacity().slots] {
+        let first = run(executor, rows)?;
+        for _ in 1..EXCHANGE_ROUNDS {
+            if run(executor, rows)? != first {
+                return Err(ExecuteError::Failed(format!(
+                    "{rows} sequences got other tokens or logits in a repetition: sums of several devices are not reliable; \
+                     split = \"layers\" works"
+                )));
+            }
+        }
+    }
+    executor.end_test();
+    Ok(())
+}
+
 /// Has as many sequences as a step of `rows` rows holds decode a few tokens after a short prompt each, or after one token
 /// behind a context that they share.
 fn run(executor: &mut SplitExecutor, rows: u32) -> Result<Outcome, ExecuteError> {
@@ -56,7 +79,8 @@ fn run(executor: &mut SplitExecutor, rows: u32) -> Result<Outcome, ExecuteError>
     let tokens = 2 + steps * PLANS_IN_FLIGHT as u32;
     // Recurrent state is only treated as empty at position 0.
     let room = (context.saturating_sub(tokens) / PAGE_TOKENS).min(pages.saturating_sub(2)) * PAGE_TOKENS;
-    let shared = if snapshots.is_some() { 0 } else { (CONTEXT_PAGES * PAGE_TOKENS).min(room) };
+    let whole_pages = snapshots.is_none() && prefill_chunk >= PAGE_TOKENS;
+    let shared = if whole_pages { (CONTEXT_PAGES * PAGE_TOKENS).min(room) } else { 0 };
     let own = (shared + tokens).div_ceil(PAGE_TOKENS) - shared / PAGE_TOKENS;
     let most = window.map_or(pages, |window| window.pages.min(pages));
     let sequences = rows.min(slots).min((most.saturating_sub(1)) / own).max(1);

@@ -97,6 +97,26 @@ pub struct Exchange {
     pub apply: Option<SlotsIn>,
     /// The sending side of sampled tokens; `None` in all stages but the last.
     pub publish: Option<SlotsOut>,
+    /// With tensor parallelism, the exchanges within a step.
+    pub sums: Option<Sums>,
+}
+
+/// The exchanges of a device within a step, by which the parts of all devices are summed.
+#[derive(Debug)]
+pub struct Sums {
+    /// The parts for the other devices, in mapped memory.
+    pub outbox: Arc<Buffer>,
+    /// The parts of the other devices, in mapped memory of the device.
+    pub inbox: Arc<Buffer>,
+    /// The number of words of each slot of both.
+    pub slot_words: u32,
+    /// The number of exchanges of a step.
+    pub each_step: u32,
+    /// The number of floats of a row that are exchanged.
+    pub row_floats: u32,
+    /// If steps are divided where the host carries sums: the gate whose value is the number of the last exchange whose words
+    /// have come, and the further parts of the regions that have sums, by their names.
+    pub divided: Option<(Arc<Gate>, BTreeMap<Arc<str>, Vec<Arc<Region>>>)>,
 }
 
 /// The buffers, regions and gate by which a stage receives a step's rows.
@@ -157,11 +177,18 @@ pub(super) struct StageStep {
     pub(super) breaks: bool,
     /// The value that the fault word has before the step, if it is set.
     pub(super) fault: Option<u32>,
+    /// The number of the step's first exchange of sums, if it has any.
+    pub(super) exchange: Option<u64>,
     /// The action that follows when the step has finished.
     pub(super) then: Option<Then>,
 }
 
 impl Exchange {
+    /// Whether the words of other devices come to host memory.
+    pub fn lacks_bar(&self) -> bool {
+        self.sums.as_ref().is_some_and(|sums| !sums.inbox.device_local())
+    }
+
     /// Returns the function that carries a message of `rows` rows from stage `stage` to the next one and lets that begin.
     /// `fault_word` is the offset of the fault word in the device state, in words.
     pub(super) fn carry(
@@ -248,7 +275,8 @@ impl GpuExecutor {
         work: Option<Work>,
         step: StageStep,
     ) -> Result<Option<usize>, ExecuteError> {
-        let StageStep { buffer, apply, applied_at, message, draws, barriers, breaks, fault, then } = step;
+        let StageStep { buffer, apply, applied_at, message, draws, barriers, breaks, fault, exchange: number, then } =
+            step;
         let ticket = Ticket(self.next);
         self.next += 1;
         let exchange = self.exchange();
@@ -260,14 +288,19 @@ impl GpuExecutor {
                 (before, gate) = (regions, own);
             } else {
                 // The plan's own changes of slots come after those by earlier steps.
-                let link = Link { gate: own, then: None };
-                self.hand_over(Pending::changes(ticket, Vec::new()), vec![regions], Vec::new(), link);
+                let gates = own.map(|gate| (1, gate)).into_iter().collect();
+                self.hand_over(Pending::changes(ticket, Vec::new()), vec![regions], Vec::new(), (gates, None));
             }
         }
         let mut posts = self.changes(changes);
         if let Some(word) = fault {
             posts.patch.set(self.parts.layout.fault_word(), word);
         }
+        if let Some(number) = number {
+            // The words of an exchange have the low bits of its number.
+            posts.patch.set(self.parts.layout.exchange_word(), number as u32);
+        }
+        self.first_sum = number;
         let Some(work) = work else {
             self.enqueue(ticket, None, posts, None)?;
             return Ok(None);

@@ -1,8 +1,9 @@
 //! Inboxes: how changes of the device state reach the device, as patches in mapped memory that a region applies.
 
+use crate::actors::compute::Gates;
 use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::plan::{Change, PageTable, SlotParams, Ticket};
-use crate::gpu::executor::{GpuExecutor, Link, Pending};
+use crate::gpu::executor::{GpuExecutor, Pending};
 use crate::kernels::region::Region;
 use crate::kernels::sampling::{Patch, clear_inbox, patch_inbox};
 use crate::kernels::state::{self, SlotInit};
@@ -128,7 +129,7 @@ impl GpuExecutor {
     pub(super) fn inbox(&mut self, ticket: Ticket, applied: &mut Applied) -> Result<&Inbox, ExecuteError> {
         if applied.inboxes.len() >= self.parts.inboxes.len() / 2 {
             let full = std::mem::take(applied);
-            self.hand_over(Pending::changes(ticket, full.inboxes), vec![full.regions], Vec::new(), Link::default());
+            self.hand_over(Pending::changes(ticket, full.inboxes), vec![full.regions], Vec::new(), (Gates::new(), None));
         }
         let index = self.free_inbox()?;
         applied.inboxes.push(index);

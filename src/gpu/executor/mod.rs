@@ -182,6 +182,8 @@ pub struct GpuExecutor {
     repeats: bool,
     /// Whether tests may break steps that are queued now.
     breaks: bool,
+    /// The number of the first exchange of sums of the step that is queued now, if it has any.
+    first_sum: Option<u64>,
     /// Of a stage: the steps that drew nothing because of a fault and have not been told to the split executor, with the
     /// fault word.
     faulted: VecDeque<(Ticket, u32)>,
@@ -362,6 +364,7 @@ impl GpuExecutor {
             overlap: OverlapRetry::new(parts.retry_after),
             repeats: false,
             breaks: true,
+            first_sum: None,
             faulted: VecDeque::new(),
             decode_plans: 0,
             carried_steps: 0,

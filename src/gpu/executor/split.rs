@@ -1,5 +1,5 @@
-//! The executor of a replica whose layers are split over several devices: it runs every step of a plan on one stage after
-//! the other, and joins the stages' reports.
+//! The executor of a replica that is split over several devices: it runs every step of a plan on one stage after the
+//! other, or on all devices at once if each has a part of every layer (tensor parallelism), and joins their reports.
 //!
 //! All steps are queued at once, behind gates. When a stage has finished a step, its device's watcher carries the rows'
 //! activations to the next stage's memory and opens that stage's gate. When the last stage has drawn tokens, its watcher
@@ -8,26 +8,38 @@
 //! chunk, run on one device while the other one is busy with the steps before. A decode batch is divided into up to
 //! as many parts as there are stages, so that each stage works on another part.
 //!
+//! Devices that each have a part of every layer begin a step together. Within it they exchange sums, which proxies carry
+//! (`actors::proxy`): the kernels wait for them, or the step is divided there. The last device draws the tokens. If an exchange
+//! ends before its words have come, nothing that was computed since is used, and the replica is rebuilt.
+//!
 //! Decode steps run without barriers where all devices can. A stage whose call waited too long for tagged words says so in
 //! its message, so no later stage draws a token of that step, nor of steps behind it, until the fault words are reset. When
 //! all steps of a plan are reported, those that drew nothing are queued again on all stages, with barriers.
 //! Not here: what a device runs (`gpu::executor`), and which layers it has (`gpu::build::split`).
 
+use crate::actors::proxy::{ExchangeMemory, Exchanges, Proxies};
+use crate::actors::thread::SpawnError;
 use crate::actors::timeline::SubmissionRecord;
 use crate::actors::watcher::Then;
 use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::pace::Pace;
 use crate::engine::plan::{Capacity, Change, PLANS_IN_FLIGHT, PlanReport, Slot, StepPlan, Ticket, Work};
 use crate::engine::variants::{Fallback, Variants};
-use crate::gpu::executor::exchange::{LEAST_ROWS, RETURNED, StageStep, buffer_of, faulted_call, parts};
+use crate::gpu::executor::exchange::{LEAST_ROWS, RETURNED, StageStep, Sums, buffer_of, faulted_call, parts};
 use crate::gpu::executor::{GpuExecutor, MOST_REPEATS, Parts};
 use crate::gpu::overlap::OverlapRetry;
+use crate::kernels::exchange::words_of;
 use crate::kernels::sampling::{Patch, patch_inbox};
 use crate::kernels::state;
 use crossbeam_channel::{Receiver, bounded};
 use std::collections::{BTreeSet, VecDeque};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+/// Held while a step is queued on all of its devices. So the steps of all split replicas of the process are in one order on
+/// every device: a step waits for its own parts on other devices, which must not be queued behind a step of another
+/// replica that waits for this one in turn.
+static ORDER: Mutex<()> = Mutex::new(());
 
 /// Runs plans on the devices of a split replica.
 #[derive(Debug)]
@@ -42,6 +54,11 @@ pub struct SplitExecutor {
     /// The number of steps so far, and of those that draw tokens.
     messages: u64,
     returns: u64,
+    /// With tensor parallelism, what carries the parts of sums from device to device; then all devices run a step at the same
+    /// time.
+    proxies: Option<Proxies>,
+    /// The number of the next exchange of sums.
+    exchange: u64,
     /// The steps that are not reported, in order.
     queued: VecDeque<QueuedStep>,
     /// When steps run without barriers again after a fault.
@@ -163,11 +180,12 @@ enum Timed {
 }
 
 impl SplitExecutor {
-    /// Creates an executor of the stages, in the order of their layers.
+    /// Creates an executor of the stages, in the order of their layers, or of the devices that each have a part of every
+    /// layer. Fails only if these need a thread and the system cannot start one.
     ///
     /// # Panics
     /// If there are fewer than two, or their sizes differ.
-    pub fn new(stages: Vec<Parts>) -> SplitExecutor {
+    pub fn new(stages: Vec<Parts>, on_cpu: bool) -> Result<SplitExecutor, SpawnError> {
         assert!(stages.len() > 1, "{} stages", stages.len());
         let sizes = |parts: &Parts| {
             let Capacity { pages, window, slots, context, .. } = parts.capacity;
@@ -185,7 +203,18 @@ impl SplitExecutor {
         let (waker, wake) = bounded(1);
         let stages: Vec<GpuExecutor> =
             stages.into_iter().map(|parts| GpuExecutor::woken_by(parts, (waker.clone(), wake.clone()))).collect();
-        SplitExecutor {
+        let sums = stages.iter().map(|stage| stage.exchange().sums.as_ref()).collect::<Option<Vec<&Sums>>>();
+        let memory = sums.map(|sums| ExchangeMemory {
+            outboxes: sums.iter().map(|of| Arc::clone(&of.outbox)).collect(),
+            inboxes: sums.iter().map(|of| Arc::clone(&of.inbox)).collect(),
+            gates: sums.iter().filter_map(|of| of.divided.as_ref()).map(|(gate, _)| Arc::clone(gate)).collect(),
+            slot_words: sums[0].slot_words,
+            on_cpu,
+        });
+        Ok(SplitExecutor {
+            proxies: memory.map(Proxies::spawn).transpose()?,
+            // Memory of zeros is complete words of exchange 0, and gates have the value 0.
+            exchange: 1,
             reports: stages.iter().map(|_| VecDeque::new()).collect(),
             stages,
             wake,
@@ -206,7 +235,7 @@ impl SplitExecutor {
             profiled: 0,
             last_report: Instant::now(),
             variants: Arc::new(Variants::joined(&variants)),
-        }
+        })
     }
 
     fn last(&self) -> &GpuExecutor {
@@ -270,17 +299,21 @@ impl SplitExecutor {
         let wait = self.variants.injections().next(rows).filter(|_| self.testing.is_none());
         let broken_stage = wait.map(|wait| self.first_waits.partition_point(|first| *first <= wait) - 1);
         let fault_word = self.last().parts.layout.fault_word();
+        let first_sum = self.carry_sums(work, rows);
+        let _order = ORDER.lock().unwrap_or_else(PoisonError::into_inner);
         let mut broken = Vec::new();
         for index in 0..self.stages.len() {
             let exchange = self.stages[index].exchange();
             let then = match self.stages.get(index + 1) {
+                Some(_) if first_sum.is_some() => None,
                 Some(next) => Some(exchange.carry(next.exchange(), index, (rows, fault_word), buffer, message)),
                 None => draws.then(|| self.carry_back(&drawn, buffer, self.returns)),
             };
             let apply = apply.clone();
             let breaks = broken_stage == Some(index);
             let fault = if manner.fails && index == 0 { Some(1) } else { manner.reset };
-            let step = StageStep { buffer, apply, applied_at, message, draws, barriers, breaks, fault, then };
+            let exchange = first_sum;
+            let step = StageStep { buffer, apply, applied_at, message, draws, barriers, breaks, fault, exchange, then };
             let wait = self.stages[index].submit_step(changes, Some(work.clone()), step)?;
             broken.extend(wait.map(|wait| (index, wait)));
         }
@@ -289,6 +322,31 @@ impl SplitExecutor {
         }
         self.queued.push_back(QueuedStep { plan: flight.ticket, part, behind: self.faulty, broken });
         Ok(())
+    }
+
+    /// Has the sums of a step with regions of `rows` rows carried between devices that each have a part of every layer, and
+    /// returns the number of the first exchange.
+    fn carry_sums(&mut self, work: &Work, rows: u32) -> Option<u64> {
+        let proxies = self.proxies.as_ref()?;
+        let sums = self.last().exchange().sums.as_ref()?;
+        // A prompt step exchanges the rows that it has, other steps all rows of their regions.
+        let rows = match work {
+            Work::Prefill { chunks } => chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum(),
+            Work::Decode { .. } => rows,
+        };
+        let words = words_of(u64::from(rows) * u64::from(sums.row_floats)) as u32;
+        let (first, count) = (self.exchange, sums.each_step);
+        proxies.carry(Exchanges { first, count, words });
+        self.exchange = first + u64::from(count);
+        Some(first)
+    }
+
+    /// Returns an error if the devices have stopped exchanging sums: what they have computed since is wrong.
+    fn check_exchanges(&self) -> Result<(), ExecuteError> {
+        match self.proxies.as_ref().is_some_and(Proxies::has_stopped) {
+            true => Err(ExecuteError::ExchangeEnded),
+            false => Ok(()),
+        }
     }
 
     /// Joins the stages' reports on the next step, which all of them have reported. Returns the report on the plan, unless
@@ -306,6 +364,9 @@ impl SplitExecutor {
         }
         flight.submissions.append(&mut joined.submissions);
         let part = &mut flight.parts[queued.part];
+        if fault.is_some() && self.proxies.is_some() {
+            return Err(ExecuteError::ExchangeEnded);
+        }
         if let Some(word) = fault {
             part.faulted += 1;
             let over = flight.parts.iter().all(|part| part.reported + part.faulted == flight.steps);
@@ -331,7 +392,10 @@ impl SplitExecutor {
         let mut joined = reports.remove(0);
         let since = std::mem::replace(&mut self.last_report, Instant::now()).elapsed();
         // The sum over all stages: a step of a sequence takes as long. Parts are on different stages at a time.
-        let stages_at_a_time = (1 + reports.len()).min(self.stages.len());
+        let stages_at_a_time = match self.proxies {
+            Some(_) => self.stages.len(),
+            None => (1 + reports.len()).min(self.stages.len()),
+        };
         for other in reports {
             joined.cost.add(&other.cost, 1.0);
             joined.tokens.extend(other.tokens);
@@ -386,7 +450,9 @@ impl SplitExecutor {
     /// Returns the number of parts into which a decode batch is divided.
     fn parts_of(&self, slots: &[Slot], drafts: u32) -> usize {
         // Only one row of logits can be kept at a time, and the test at start wants steps of all rows.
-        let whole = drafts > 0 || self.testing.is_some() || slots.iter().any(|slot| self.last().dumps[slot.0 as usize]);
+        let whole = self.proxies.is_some()
+            || drafts > 0
+            || self.testing.is_some() || slots.iter().any(|slot| self.last().dumps[slot.0 as usize]);
         if whole { 1 } else { parts(self.stages.len() as u32).min(slots.len() / LEAST_ROWS).max(1) }
     }
 
@@ -544,6 +610,8 @@ impl Executor for SplitExecutor {
                 reports.push_back((report, fault.map(|(_, word)| word)));
             }
         }
+        // After the reports were taken: sums of steps that have ended before have come.
+        self.check_exchanges()?;
         let mut joined = Vec::new();
         while self.reports.iter().all(|reports| !reports.is_empty()) {
             joined.extend(self.join()?);
@@ -579,6 +647,9 @@ impl Executor for SplitExecutor {
 impl Drop for SplitExecutor {
     fn drop(&mut self) {
         // Steps may wait for others that a lost device does not finish. What they compute now is not reported.
+        if let Some(proxies) = &self.proxies {
+            proxies.stop();
+        }
         let last = self.messages.max(self.returns);
         for stage in &self.stages {
             // A gate of a lost device cannot be opened, and nothing waits at it.

@@ -1,7 +1,8 @@
 //! Chooses and submits the regions of a plan, and repeats steps after a fault.
 
-use crate::actors::compute::Submission;
+use crate::actors::compute::{Gates, Submission};
 use crate::actors::timeline::FlushReason;
+use crate::actors::watcher::Then;
 use crate::engine::executor::ExecuteError;
 use crate::engine::plan::{Chunk, Slot, Ticket, Work};
 use crate::engine::variants::Fallback;
@@ -213,6 +214,7 @@ impl GpuExecutor {
         };
         let applied = self.post(ticket, posts)?;
         let Queued { mut steps, mut entries, awaits, flush } = queued;
+        let mut gates = self.divide(&mut entries);
         let count = steps.count.max(1) as usize;
         // Every step is one entry, except that a step behind the gate is two.
         let of_first = entries.len() - count + 1;
@@ -239,19 +241,43 @@ impl GpuExecutor {
             entries.last_mut().expect("a step has an entry").extend(around.after);
             link = around.link;
         }
+        gates.extend(link.gate.take().map(|gate| (1, gate)));
         let fixed = Commands::of(&applied.regions);
         entries[0].splice(0..0, applied.regions);
-        let report_after = if awaits { Vec::new() } else { self.report_after(&steps, entries.len() as u32) };
+        let single = awaits || !gates.is_empty();
+        let report_after = if single { Vec::new() } else { self.report_after(&steps, entries.len() as u32) };
         self.gates += u64::from(awaits);
         let gate = awaits.then_some(self.gates);
+        gates.extend(gate.map(|value| (entries.len() as u32, (Arc::clone(&self.head().gate), value))));
         steps.first = self.next_step;
         if steps.kind == Kind::Sampled {
             self.next_step = self.next_step.wrapping_add(steps.count);
         }
         let changes = Pending::changes(ticket, applied.inboxes);
         let pending = Pending { steps, fixed, each, gate, awaits, flush, ..changes };
-        self.hand_over(pending, entries, report_after, link);
+        self.hand_over(pending, entries, report_after, (gates, link.then));
         Ok(())
+    }
+
+    /// Divides a step where the host carries sums between devices into entries of its own, and returns the gates behind
+    /// which they wait. Other work stays as it is.
+    fn divide(&self, entries: &mut Vec<Vec<Arc<Region>>>) -> Gates {
+        let mut gates = Gates::new();
+        let sums = self.parts.exchange.as_ref().and_then(|exchange| exchange.sums.as_ref());
+        let (Some((gate, rest)), Some(first)) = (sums.and_then(|sums| sums.divided.as_ref()), self.first_sum) else {
+            return gates;
+        };
+        let [regions] = &mut entries[..] else { panic!("{} entries of a step with sums", entries.len()) };
+        let found = regions.iter().position(|region| rest.contains_key(region.shared_name()));
+        let at = found.expect("a step with sums has a region that is divided");
+        let behind = regions.split_off(at + 1);
+        let rest = &rest[regions[at].shared_name()];
+        for (region, number) in rest.iter().zip(first..) {
+            entries.push(vec![Arc::clone(region)]);
+            gates.insert(entries.len() as u32, (Arc::clone(gate), number));
+        }
+        entries.last_mut().expect("there are several").extend(behind);
+        gates
     }
 
     /// Returns the entries after which the steps are reported: on a slow device all of them, on a fast one only the last.
@@ -280,28 +306,24 @@ impl GpuExecutor {
         mut pending: Pending,
         entries: Vec<Vec<Arc<Region>>>,
         report_after: Vec<u32>,
-        link: Link,
+        (gates, then): (Gates, Option<Then>),
     ) {
         let waits = std::mem::take(&mut self.parts.ready);
         if !waits.is_empty() {
             pending.flush = FlushReason::CrossQueue;
         }
         let (id, flush) = (pending.ticket.0, pending.flush);
-        let gate = match pending.gate {
-            Some(value) => Some((Arc::clone(&self.head().gate), value)),
-            None => link.gate,
-        };
         self.pending.push_back(pending);
         let outbox = self.outbox.clone();
         self.parts.compute.submit(Submission {
             id,
             entries,
             waits,
-            gate,
+            gates,
             flush,
             report_after,
             outbox,
-            then: link.then,
+            then,
         });
     }
 

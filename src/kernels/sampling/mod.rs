@@ -149,9 +149,15 @@ pub struct SampledStep {
 /// `partials` may be any range (`Range::none`) if `partial_count` is 0. With a single row, the call increments the step
 /// number itself and needs no `advance`. The function sets `every`, `first` and `options`.
 pub fn sample(label: String, rows: u32, threads: u32, step: SampledStep, args: SampleArgs) -> Call {
-    let options = [(step.heeds_fault, OPTION_HEEDS_FAULT), (rows == 1, OPTION_COUNTS_STEP), (step.lags, OPTION_LAGS)];
-    let options = options.into_iter().filter(|(chosen, _)| *chosen).map(|(_, bit)| bit).sum();
+    let options = step.options() | if rows == 1 { OPTION_COUNTS_STEP } else { 0 };
     sample_rows(label, rows, threads, SampleArgs { every: 1, first: 0, options, ..args })
+}
+
+impl SampledStep {
+    fn options(self) -> u32 {
+        let options = [(self.heeds_fault, OPTION_HEEDS_FAULT), (self.lags, OPTION_LAGS)];
+        options.into_iter().filter(|(chosen, _)| *chosen).map(|(_, bit)| bit).sum()
+    }
 }
 
 /// Returns the call that draws from row `first` of the `every` rows of each of `sequences` sequences, if the row before
@@ -161,10 +167,11 @@ pub fn sample_drafts(
     sequences: u32,
     (every, first): (u32, u32),
     threads: u32,
+    step: SampledStep,
     args: SampleArgs,
 ) -> Call {
     assert!(first < every, "row {first} of {every}");
-    sample_rows(label, sequences, threads, SampleArgs { every, first, options: OPTION_LAGS, ..args })
+    sample_rows(label, sequences, threads, SampleArgs { every, first, options: step.options(), ..args })
 }
 
 fn sample_rows(label: String, rows: u32, threads: u32, args: SampleArgs) -> Call {

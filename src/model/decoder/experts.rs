@@ -113,7 +113,7 @@ impl Decoder<'_> {
                     FewRows { middle: step.middle, rows, matrices, config, flow, logits, fault: step.fault }
                 };
                 r.call(mlp.few_gate_up(few(gate_up, step.x, step.middle)));
-                r.call(mlp.few_down(few(down, step.middle, step.x)));
+                r.call(mlp.few_down(few(down, step.middle, y)));
             }
             None => {
                 let (used, valid) = Self::used(shape, step);

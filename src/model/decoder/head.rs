@@ -175,7 +175,8 @@ impl Decoder<'_> {
                 let each = drafts + 1;
                 for first in 0..each {
                     let label = format!("sample.{first}");
-                    r.call(sampling::sample_drafts(label, sequences, (each, first), threads, args));
+                    let of = SampledStep { heeds_fault: self.stage.rank.is_some(), lags: true };
+                    r.call(sampling::sample_drafts(label, sequences, (each, first), threads, of, args));
                 }
                 r.call(sampling::advance("advance".to_owned(), advance));
                 if self.looks_up() {
@@ -188,7 +189,9 @@ impl Decoder<'_> {
                 let decode = matches!(shape, StepShape::Decode { .. });
                 // A step without tags may be queued after one that faults. It samples nothing either, because both are
                 // run again.
-                let of = SampledStep { heeds_fault: decode && self.tuning.tags, lags: decode && c.delta.is_some() };
+                // So does any step after an exchange with other devices that did not end.
+                let heeds_fault = decode && self.tuning.tags || self.stage.rank.is_some();
+                let of = SampledStep { heeds_fault, lags: decode && c.delta.is_some() };
                 r.call(sampling::sample("sample".to_owned(), rows, threads, of, args));
                 if rows > 1 {
                     r.call(sampling::advance("advance".to_owned(), advance));

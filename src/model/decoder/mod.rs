@@ -12,6 +12,7 @@ mod inputs;
 mod latent;
 mod mlp;
 mod mtp;
+pub mod parallel;
 mod products;
 mod score;
 pub mod stage;
@@ -33,7 +34,7 @@ use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::tiled::{Output, Packed};
 use crate::kernels::gemm::{Activations, Epilogue};
 use crate::kernels::layout::StateLayout;
-use crate::kernels::recording::{Range, Recording};
+use crate::kernels::recording::{Op, Range, Recording};
 use crate::kernels::sampling;
 use crate::kernels::stream::{self, Onto};
 use crate::kernels::tags::{self, Flow, Generations};
@@ -342,7 +343,11 @@ impl Decoder<'_> {
             widths.push(c.intermediate);
         }
         let whole = c.experts.is_none_or(|experts| self.expert_shape(experts).middle_is_whole());
+        // Where a step is divided, words would have to be carried from one part to the next; the outputs of experts are added to
+        // a buffer that is cleared before.
+        let divided = self.stage.rank.is_some() && (self.tuning.exchange_polls == 0 || c.experts.is_some());
         self.tuning.tags
+            && !divided
             && matches!(shape, StepShape::Decode { .. })
             && (self.stage.is_first() || self.input_tags.contains_key(&shape.rows()))
             && !self.packs(shape)
@@ -433,7 +438,10 @@ impl Decoder<'_> {
             projected: Self::activations(r, &named("in_proj.output"), rows, projected),
             mixed: Self::activations(r, &named("mixer.output"), rows, mixed),
             mlp: Self::activations(r, &named("mlp.hidden"), rows, c.intermediate),
-            branch: Self::activations(r, "branch", rows, if c.has_branch_stages() { c.hidden } else { 0 }),
+            branch: {
+                let needed = c.has_branch_stages() || self.stage.rank.is_some();
+                Self::activations(r, &named("branch"), rows, if needed { c.hidden } else { 0 })
+            },
             inputs: Self::activations(r, "layer_inputs", rows, c.layer_inputs.map_or(0, |of| of.width * c.layers)),
             router: Self::activations(r, &named("router.logits"), rows, experts.map_or(0, |e| e.logits())),
             middle: Self::activations(r, &named("experts.middle"), rows, experts.map_or(0, |e| e.middle_stride())),
@@ -466,8 +474,9 @@ impl Decoder<'_> {
     /// stage has taken over. This is one call before a barrier that the first stage needs anyway, since the mixers read the
     /// row table that the embedding writes.
     fn clear_tags(&self, r: &mut Recording, step: &Step) {
-        let all = [step.qkv, step.attention, step.projected, step.mixed, step.mlp, step.router, step.middle];
-        let buffers: Vec<Range> = all.iter().map(|of| of.range).filter(|range| range.bytes > 0).collect();
+        let layer = [step.qkv, step.attention, step.projected, step.mixed, step.mlp, step.router, step.middle];
+        let all = layer.into_iter().chain([step.branch]);
+        let buffers: Vec<Range> = all.map(|of| of.range).filter(|range| range.bytes > 0).collect();
         r.call(tags::clear_tags("clear_tags".to_owned(), &buffers));
     }
 
@@ -496,6 +505,11 @@ impl Decoder<'_> {
         match (c.mlp_kinds[at], c.experts) {
             (MlpKind::Experts, Some(experts)) if experts.beside_dense => {
                 self.experts_beside_dense(r, shape, step, &block);
+            }
+            (MlpKind::Experts, _) if self.stage.rank.is_some() => {
+                r.ops.push(Op::Fill { to: step.branch.range, word: 0 });
+                self.experts(r, shape, step, &block, step.branch);
+                self.all_reduce(r, shape, step, &block.name("experts"), step.x);
             }
             (MlpKind::Experts, _) => self.experts(r, shape, step, &block, step.x),
             (MlpKind::Dense, _) => self.mlp(r, shape, step, &block),
@@ -550,9 +564,15 @@ impl Decoder<'_> {
         let LastProduct { weight, x, after, next, factor } = product;
         let c = self.config;
         let staged = after.is_some() || factor.is_some() || c.residual_scale != 1.0;
-        let (y, epilogue) = if staged { (step.branch, Epilogue::Store) } else { (step.x, Epilogue::Residual) };
-        let fold = if staged { Fold::None } else { Self::leaves(self.unscaled(r, shape), next) };
+        // Other products of this kind are computed whole by each device.
+        let shared = self.stage.rank.is_some() && [".o", ".down"].iter().any(|end| weight.ends_with(end));
+        let direct = !staged && !shared;
+        let (y, epilogue) = if direct { (step.x, Epilogue::Residual) } else { (step.branch, Epilogue::Store) };
+        let fold = if direct { Self::leaves(self.unscaled(r, shape), next) } else { Fold::None };
         self.output(r, shape, step, Operands { weight, x, y, epilogue }, fold);
+        if shared {
+            self.all_reduce(r, shape, step, weight, if staged { step.branch } else { step.x });
+        }
         if staged {
             let norm = after.map(|norm| (norm, c.rms_eps));
             let (label, size) = (format!("{weight}_add"), (shape.rows(), c.hidden));

@@ -533,6 +533,7 @@ impl Decoder<'_> {
             && hidden.is_multiple_of(32)
             && self.config.norms == BlockNorms::BEFORE
             && !self.config.has_branch_stages()
+            && self.stage.rank.is_none()
             // Any layer may have codes, whose products of many rows are in parts.
             && (!self.has_codes() || !Self::expands(shape))
             && self.config.mlp_kinds.iter().all(|kind| *kind == MlpKind::Dense)

@@ -4,6 +4,7 @@
 //! Not here: devices, and how activations pass from one to the next.
 
 use super::{Decoder, StepShape, TAGGED};
+use crate::kernels::exchange::Rank;
 use crate::kernels::recording::Recording;
 use crate::kernels::{embed, sampling, tags};
 use crate::model::checkpoint::WeightSpec;
@@ -21,12 +22,26 @@ pub struct LayerStage {
     pub of: u32,
     /// The number of stages into which the model is divided.
     pub stages: u32,
+    /// With tensor parallelism, the device among those that each have a part of every layer. All of them have the embedding,
+    /// the last one has the LM head.
+    pub rank: Option<Rank>,
 }
 
 impl LayerStage {
     /// Returns the only stage of a model on one device.
     pub fn whole(config: &ModelConfig) -> LayerStage {
-        LayerStage { layers: 0..config.layers, of: config.layers, stages: 1 }
+        LayerStage { layers: 0..config.layers, of: config.layers, stages: 1, rank: None }
+    }
+
+    /// Returns the part of a model of which each device has a part of every layer. `config` is that of the device's part
+    /// (`Checkpoint::shard`).
+    pub fn of_rank(config: &ModelConfig, rank: Rank) -> LayerStage {
+        LayerStage { rank: Some(rank), ..LayerStage::whole(config) }
+    }
+
+    /// Whether the stage is all of the model, on one device.
+    pub fn is_whole(&self) -> bool {
+        self.stages == 1 && self.rank.is_none()
     }
 
     /// Whether the stage begins with the embedding.
@@ -36,7 +51,7 @@ impl LayerStage {
 
     /// Whether the stage ends with the LM head.
     pub fn is_last(&self) -> bool {
-        self.layers.end == self.of
+        self.layers.end == self.of && self.rank.is_none_or(|rank| rank.index + 1 == rank.of)
     }
 
     /// Returns the weights of a model that the stage uses. A tied LM head and a block that drafts tokens use the
@@ -91,7 +106,7 @@ pub fn divide(config: &ModelConfig, weights: &[WeightSpec], shares: &[f64]) -> R
         return Err(TooManyStages { asked: shares.len(), layers, most });
     }
     let bytes = |from: u32, to: u32| -> f64 {
-        let stage = LayerStage { layers: from..to, of: layers, stages: shares.len() as u32 };
+        let stage = LayerStage { layers: from..to, of: layers, stages: shares.len() as u32, rank: None };
         stage.weights(config, weights).iter().map(|weight| weight.bytes() as f64).sum()
     };
     // `sums[i]` is the number of bytes of layers before `i`; what is outside of layers is added at the ends.
@@ -123,7 +138,8 @@ pub fn divide(config: &ModelConfig, weights: &[WeightSpec], shares: &[f64]) -> R
     let mut end = cuts.len() - 1;
     for stage in (1..=shares.len()).rev() {
         let (_, begin) = best[stage][end].expect("there are enough places to cut");
-        stages.push(LayerStage { layers: cuts[begin]..cuts[end], of: layers, stages: shares.len() as u32 });
+        let layers_of_stage = cuts[begin]..cuts[end];
+        stages.push(LayerStage { layers: layers_of_stage, of: layers, stages: shares.len() as u32, rank: None });
         end = begin;
     }
     stages.reverse();

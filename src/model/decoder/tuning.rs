@@ -27,6 +27,12 @@ pub struct Tuning {
     /// Whether tiles of `matmul` are small and are not split, as suits CPU drivers, which compile few sums per invocation
     /// much faster.
     pub small_tiles: bool,
+    /// The maximum number of workgroups of an exchange with other devices, which wait for each other: no more than the device
+    /// runs at once.
+    pub exchange_workgroups: u32,
+    /// The number of polls after which a wait for another device ends even if the host does not end it; 0 if steps do not wait
+    /// for other devices, but are divided there.
+    pub exchange_polls: u32,
     /// The workgroups of `matmul`, by a minimum number of rows of activations. Overrides the default rule.
     pub matmul: BTreeMap<u32, MatmulConfig>,
     /// The maximum number of threads of an `attention` workgroup.
@@ -206,6 +212,8 @@ impl Tuning {
             "broken_ptx" => &mut self.broken_ptx,
             "spread_pages" => &mut self.spread_pages,
             "splits" => &mut self.splits,
+            "exchange_workgroups" => &mut self.exchange_workgroups,
+            "exchange_polls" => &mut self.exchange_polls,
             "sample_threads" => &mut self.sample_threads,
             "fault_at" => &mut self.fault_at,
             "broken_codes" => &mut self.broken_codes,

@@ -1,0 +1,162 @@
+#version 460
+#extension GL_GOOGLE_include_directive : require
+// All-reduce of a product whose parts the devices of a replica with tensor parallelism have computed:
+//   y[i] = Σ_k part_k[i]            ADD 0
+//   y[i] = y[i] + Σ_k part_k[i]     ADD 1
+// The sum is taken in the order of the devices, so that all of them get the same bits.
+//
+// x       [floats] f32: this device's part; tagged with TAGGED 3 (`tags.glsl`), and then sent with its tags
+// y       [floats] f32, with x's stride; tagged with TAGGED 3
+// outbox  [2][slot_words] uvec4, in host memory: this device's part for the others. Host threads copy each word to the
+//         other devices' inboxes (`actors::proxy`).
+// inbox   [RANKS - 1][2][slot_words] uvec4, then one uvec4: the parts of the others in their order, and a word that is
+//         not zero once the host has given up. It must be in memory of this device: some GPUs keep a line of host memory
+//         in their cache for as long as a submission runs.
+// number  [1]: the number of the step's first exchange; this one has number[0] + index
+// count   descriptor of a prompt step, whose rows are exchanged; only with COUNTED 1
+// fault   `tags.glsl`
+//
+// A word is three floats and a check, which contains the number of the exchange: a word whose check is right is complete
+// and of this exchange, whatever was in its place before. Exchanges use the two slots in turn. No word is overwritten
+// before it was read: a device begins exchange n + 2 after it has got all words of exchange n + 1, which the others send
+// after they have got all words of n.
+//
+// With PHASE 1 a call only sends, and with PHASE 2 it only takes what has come, in work that the host has let begin then.
+// With PHASE 0 it does both.
+//
+// All invocations send before any one polls, and there are no more workgroups than the device runs at once, so that no
+// workgroup waits for one that has not been launched, on either device. A poll ends when the word is there, when the host
+// has given up or after EXCHANGE_POLLS. The call then sets the fault word; where a part has not come, y keeps its value. A
+// call that finds the fault word set does not poll, and sends words that tell the host to give up, because what the device
+// computes from then on is wrong.
+//
+// Traffic: (RANKS + 1) · 16/3 bytes per float over the bus, and 8 to 12 bytes in memory.
+#include "common.glsl"
+#include "tags.glsl"
+
+layout(local_size_x_id = 0) in;
+layout(constant_id = 1) const uint RANKS = 2;
+layout(constant_id = 2) const uint RANK = 0;
+layout(constant_id = 3) const uint ADD = 1;
+layout(constant_id = 4) const uint COUNTED = 0;
+layout(constant_id = 5) const uint EXCHANGE_POLLS = 1;
+layout(constant_id = 6) const uint PHASE = 0;
+layout(constant_id = 7) const uint TAGGED = 0;
+
+layout(buffer_reference, std430, buffer_reference_align = 16) writeonly buffer Outbox { volatile uvec4 v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer Inbox { volatile uvec4 v[]; };
+layout(buffer_reference, std430, buffer_reference_align = 4) buffer SumInOut { volatile uint v[]; };
+
+layout(push_constant) uniform Args {
+    TaggedIn1 x;
+    SumInOut y;       // may be x
+    Outbox outbox;
+    Inbox inbox;
+    WordsIn number;
+    WordsIn count;
+    Fault fault;
+    uint row_count;   // the number of rows; with COUNTED, the most
+    uint stride;      // floats of a row
+    uint slot_words;
+    uint index;
+    uint x_tag;
+    uint old_tag;
+    uint y_tag;
+};
+
+// How many polls lie between two looks at the host's word and at the fault word.
+const uint POLLS_BETWEEN_EXCHANGE_LOOKS = 64u;
+// In the fault word: no call of this step polled too long for tagged words, but an exchange did not end.
+const uint EXCHANGE_FAULT = 0xfffffeu;
+// In the check of a word that a device sends whose fault word is set.
+const uint FAILED = 0x5bd1e995u;
+
+uint rotated(uint bits, uint by) { return bits << by | bits >> (32u - by); }
+
+// The factor spreads the difference between the numbers of two exchanges over all bits.
+uint check_of(uvec3 bits, uint exchange) {
+    return exchange * 0x9e3779b1u ^ bits.x ^ rotated(bits.y, 11u) ^ rotated(bits.z, 22u);
+}
+
+// Returns the bits of floats 3 · word .. 3 · word + 3 of this device's part; zeros beyond the last one.
+uvec3 load_part(uint word, uint floats) {
+    uvec3 part = uvec3(0u);
+    [[unroll]] for (uint i = 0u; i < 3u; i++) {
+        if (3u * word + i < floats) part[i] = x.v[3u * word + i];
+    }
+    return part;
+}
+
+// The same, after the product's call has written them.
+uvec3 part_of(uint word, uint floats) {
+    uvec3 part = load_part(word, floats);
+    if (TAGGED != 3u) return part;
+    // A float beyond the last one is never stale.
+    uvec3 here = uvec3(TAG_MASK) * uvec3(1u, uint(3u * word + 1u < floats), uint(3u * word + 2u < floats));
+    uint polls = 0u;
+    while (true) {
+        uvec3 stale = (part ^ uvec3(x_tag)) & here;
+        if (!poll_again((stale.x | stale.y | stale.z) != 0u, polls, fault, x_tag)) return part;
+        part = load_part(word, floats);
+    }
+}
+
+void main() {
+    uint rows = COUNTED == 1u ? min(count.v[2], row_count) : row_count;
+    uint floats = rows * stride, words = (floats + 2u) / 3u;
+    uint exchange = number.v[0] + index;
+    uint slot = (exchange & 1u) * slot_words;
+    uint invocations = gl_NumWorkGroups.x * gl_WorkGroupSize.x, first = gl_GlobalInvocationID.x;
+    for (uint word = first; PHASE != 2u && word < words; word += invocations) {
+        uvec3 part = part_of(word, floats);
+        bool failed = fault.v[0] != 0u;
+        uvec3 bits = failed ? uvec3(0u) : part;
+        outbox.v[slot + word] = uvec4(bits, check_of(bits, exchange) ^ (failed ? FAILED : 0u));
+    }
+    if (PHASE == 1u) return;
+    barrier();
+    uint stop = (RANKS - 1u) * 2u * slot_words;
+    bool failed = fault.v[0] != 0u, waited = false;
+    for (uint word = first; word < words; word += invocations) {
+        vec3 own = uintBitsToFloat(load_part(word, floats)), sum = vec3(0.0);
+        for (uint rank = 0u; rank < RANKS; rank++) {
+            if (rank == RANK) {
+                sum += own;
+                continue;
+            }
+            uint at = (rank - uint(rank > RANK)) * 2u * slot_words + slot + word;
+            uvec4 got = inbox.v[at];
+            bool complete = got.w == check_of(got.xyz, exchange);
+            for (uint polls = 1u; !complete && !failed; polls++) {
+                got = inbox.v[at];
+                complete = got.w == check_of(got.xyz, exchange);
+                if (polls % POLLS_BETWEEN_EXCHANGE_LOOKS == 0u) {
+                    failed = polls >= EXCHANGE_POLLS || inbox.v[stop].x != 0u || fault.v[0] != 0u;
+                    // Calls that poll for this one's words do not give up meanwhile.
+                    fault.v[1] = 1u;
+                    waited = true;
+                }
+            }
+            if (!complete) {
+                fault.v[0] = EXCHANGE_FAULT;
+                failed = true;
+            }
+            sum += uintBitsToFloat(got.xyz);
+        }
+        if (failed) continue;
+        [[unroll]] for (uint i = 0u; i < 3u; i++) {
+            uint at = 3u * word + i;
+            if (at >= floats) continue;
+            float value = sum[i];
+            if (ADD == 1u) {
+                uint old = y.v[at], polls = 0u;
+                if (TAGGED == 3u) {
+                    while (poll_again(stale(old, old_tag) != 0u, polls, fault, old_tag)) old = y.v[at];
+                }
+                value = uintBitsToFloat(old) + value;
+            }
+            y.v[at] = TAGGED == 3u ? tagged(value, y_tag) : floatBitsToUint(value);
+        }
+    }
+    if (waited) fault.v[1] = 0u;
+}

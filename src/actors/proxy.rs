@@ -1,0 +1,268 @@
+//! Owns the passing of words from one device's exchanges to the other devices (`kernels::exchange`), while steps run: it
+//! polls the words that the device stores in host memory, and stores each that is complete in the other devices' memory,
+//! where their kernels poll for it. Not here: which steps run, and what the words mean.
+
+use super::mailbox::{Address, Mailbox, mailbox};
+use crate::actors::thread::{ActorThread, SpawnError};
+use crate::kernels::exchange::{WORD_BYTES, has_failed, is_complete, stop_offset};
+use crate::device::{DeviceError, Gate};
+use crate::memory::Buffer;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The time without a word after which the host gives up an exchange that other devices wait for. Other programs' time
+/// slices and other models' steps last far less.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// The same if a device is a CPU driver, whose threads share the cores with everything else.
+const PATIENCE_CPU: Duration = Duration::from_secs(120);
+
+/// The number of polls between two looks at the clock.
+const POLLS_BETWEEN_LOOKS: u32 = 4096;
+
+/// One of this many cores per device is a thread's that carries words: those spin while steps run.
+const CORES_BESIDE: usize = 4;
+/// The maximum number of threads that carry a device's words.
+const MOST_THREADS: usize = 4;
+/// The number of words that are loaded at once, so that the processor waits for several cache lines at a time.
+const BLOCK: usize = 32;
+/// The number of polls after which stored words leave the processor's write buffers, if no further ones come.
+const POLLS_BEFORE_FENCE: u32 = 16;
+/// Each thread's words begin at a multiple of this: a cache line.
+const LINE: u64 = 64 / WORD_BYTES;
+
+/// Capacity of the inbox: more than the steps of the plans in flight.
+const INBOX: usize = 1024;
+
+/// The exchanges of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exchanges {
+    /// The number of the first, counted from 1 since the devices began. Words have its low bits.
+    pub first: u64,
+    /// How many there are.
+    pub count: u32,
+    /// The number of words of each.
+    pub words: u32,
+}
+
+/// The memory through which the devices of a replica exchange words.
+#[derive(Clone, Debug)]
+pub struct ExchangeMemory {
+    /// For each device, what it has for the others: host memory.
+    pub outboxes: Vec<Arc<Buffer>>,
+    /// For each device, what it gets from the others: its own memory.
+    pub inboxes: Vec<Arc<Buffer>>,
+    /// For each device, the gate that opens to the number of an exchange when all its words have come; none if kernels wait
+    /// for words themselves.
+    pub gates: Vec<Arc<Gate>>,
+    /// The number of words of each slot.
+    pub slot_words: u32,
+    /// Whether a device is a CPU driver.
+    pub on_cpu: bool,
+}
+
+/// The proxies of a replica, some threads for each device whose words pass to the others. Dropping them ends all exchanges.
+#[derive(Debug)]
+pub struct Proxies {
+    // Field order matters: the inboxes must close before the threads are joined.
+    inboxes: Vec<Address<Exchanges>>,
+    shared: Arc<Shared>,
+    _threads: Vec<ActorThread>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    memory: ExchangeMemory,
+    /// Set when exchanges end before their words have come.
+    stopped: AtomicBool,
+    /// The number of the last exchange that was queued.
+    queued: AtomicU64,
+    /// For each thread of each device, the number of the last exchange of which it has carried all of its words.
+    carried: Mutex<Vec<Vec<u64>>>,
+}
+
+impl Shared {
+    /// Ends all exchanges, now and later: kernels that wait for words go on without.
+    fn stop(&self) {
+        self.stopped.store(true, Ordering::Release);
+        let at = stop_offset(self.memory.slot_words, self.memory.inboxes.len() as u32);
+        for inbox in &self.memory.inboxes {
+            inbox.store_u32(at, 1);
+        }
+        fence(Ordering::SeqCst);
+        self.let_go();
+    }
+
+    /// Opens the gates of all exchanges that are queued, after exchanges have ended.
+    fn let_go(&self) {
+        for gate in &self.memory.gates {
+            // A gate of a lost device cannot be opened, and nothing waits at it.
+            let _ = gate.open(self.queued.load(Ordering::Acquire));
+        }
+    }
+
+    /// Notes that a thread of device `from` has carried all of its words of an exchange, and opens the gates of those devices
+    /// that have got the words of all.
+    fn passed(&self, (from, thread): (usize, usize), number: u64) -> Result<(), DeviceError> {
+        if self.memory.gates.is_empty() {
+            return Ok(());
+        }
+        // Every change is a single assignment, so a panic leaves it valid.
+        let mut carried = self.carried.lock().unwrap_or_else(PoisonError::into_inner);
+        carried[from][thread] = number;
+        for (to, gate) in self.memory.gates.iter().enumerate() {
+            let others = carried.iter().enumerate().filter(|(other, _)| *other != to);
+            gate.open(others.flat_map(|(_, threads)| threads).copied().min().unwrap_or(0))?;
+        }
+        Ok(())
+    }
+}
+
+impl Proxies {
+    /// Starts threads for each device.
+    pub fn spawn(memory: ExchangeMemory) -> Result<Proxies, SpawnError> {
+        let devices = memory.outboxes.len();
+        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        let each = (cores / (CORES_BESIDE * devices)).clamp(1, MOST_THREADS);
+        let carried = Mutex::new(vec![vec![0; each]; devices]);
+        let (stopped, queued) = (AtomicBool::new(false), AtomicU64::new(0));
+        let shared = Arc::new(Shared { memory, stopped, queued, carried });
+        let (mut inboxes, mut threads) = (Vec::new(), Vec::new());
+        for (from, thread) in (0..devices).flat_map(|from| (0..each).map(move |thread| (from, thread))) {
+            let (address, inbox) = mailbox(INBOX);
+            let of_thread = Arc::clone(&shared);
+            threads.push(ActorThread::spawn(format!("proxy {from}.{thread}"), move || {
+                // A panic must not leave kernels waiting.
+                let _stop = StopOnPanic(Arc::clone(&of_thread));
+                run(&of_thread, from, (thread, each), &inbox);
+            })?);
+            inboxes.push(address);
+        }
+        Ok(Proxies { inboxes, shared, _threads: threads })
+    }
+
+    /// Queues the exchanges of a step, behind those of earlier steps. Blocks while an inbox is full.
+    pub fn carry(&self, exchanges: Exchanges) {
+        self.shared.queued.store(exchanges.first + u64::from(exchanges.count) - 1, Ordering::Release);
+        if self.has_stopped() {
+            return self.shared.let_go();
+        }
+        for inbox in &self.inboxes {
+            // If the thread has ended, exchanges have stopped.
+            let _ = inbox.send(exchanges);
+        }
+    }
+
+    /// Whether exchanges have ended before their words had come: what was computed since is wrong.
+    pub fn has_stopped(&self) -> bool {
+        self.shared.stopped.load(Ordering::Acquire)
+    }
+
+    /// Ends all exchanges, so that steps that are queued come to an end, with wrong results.
+    pub fn stop(&self) {
+        self.shared.stop();
+    }
+}
+
+impl Drop for Proxies {
+    fn drop(&mut self) {
+        self.shared.stop();
+    }
+}
+
+struct StopOnPanic(Arc<Shared>);
+
+impl Drop for StopOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.stop();
+        }
+    }
+}
+
+/// Carries the words of device `from` that are those of thread `thread` of `threads`, exchange by exchange.
+fn run(shared: &Shared, from: usize, (thread, threads): (usize, usize), inbox: &Mailbox<Exchanges>) {
+    while let Ok(exchanges) = inbox.recv() {
+        let first_of = |thread: usize| match thread == threads {
+            true => u64::from(exchanges.words),
+            false => u64::from(exchanges.words) * thread as u64 / threads as u64 / LINE * LINE,
+        };
+        let words = first_of(thread)..first_of(thread + 1);
+        for index in 0..exchanges.count {
+            let number = exchanges.first + u64::from(index);
+            if !carry(shared, from, number as u32, words.clone()) {
+                return shared.stop();
+            }
+            if let Err(error) = shared.passed((from, thread), number) {
+                tracing::error!(%error, exchange = number, "a device cannot be told that sums have come");
+                return shared.stop();
+            }
+        }
+    }
+}
+
+/// Carries words of one exchange. Returns whether all have come.
+fn carry(shared: &Shared, from: usize, number: u32, words: Range<u64>) -> bool {
+    let memory = &shared.memory;
+    let slot = u64::from(number & 1) * u64::from(memory.slot_words);
+    let outbox = &memory.outboxes[from];
+    // The slots of this device's words in the others' inboxes.
+    let place = |to: usize| {
+        let index = from - usize::from(from > to);
+        (&*memory.inboxes[to], index as u64 * 2 * u64::from(memory.slot_words) + slot)
+    };
+    let others = || (0..memory.inboxes.len()).filter(|to| *to != from).map(place);
+    let mut block = [[0; 4]; BLOCK];
+    let mut word = words.start;
+    while word < words.end {
+        let block = &mut block[..(words.end - word).min(BLOCK as u64) as usize];
+        outbox.load_quads((slot + word) * WORD_BYTES, block);
+        let complete = block.iter().take_while(|word| is_complete(**word, number)).count();
+        for (to, first) in others() {
+            to.store_quads((first + word) * WORD_BYTES, &block[..complete]);
+        }
+        word += complete as u64;
+        if complete < block.len() && !wait(shared, from, number, slot + word) {
+            return false;
+        }
+    }
+    // What was stored leaves the processor's write buffers now.
+    fence(Ordering::SeqCst);
+    true
+}
+
+/// Waits until a word of an exchange, the `at`-th of the outbox, has come. Returns whether it has.
+fn wait(shared: &Shared, from: usize, number: u32, at: u64) -> bool {
+    let memory = &shared.memory;
+    let patience = if memory.on_cpu { PATIENCE_CPU } else { PATIENCE };
+    let (mut polls, mut since, mut word) = (0u32, None::<Instant>, [[0; 4]]);
+    loop {
+        memory.outboxes[from].load_quads(at * WORD_BYTES, &mut word);
+        if is_complete(word[0], number) {
+            return true;
+        }
+        if has_failed(word[0], number) {
+            tracing::error!(exchange = number, device = from, "a device has a fault in an exchange");
+            return false;
+        }
+        polls = polls.wrapping_add(1);
+        if polls == POLLS_BEFORE_FENCE {
+            fence(Ordering::SeqCst);
+        }
+        std::hint::spin_loop();
+        if memory.on_cpu {
+            std::thread::yield_now();
+        }
+        if !polls.is_multiple_of(POLLS_BETWEEN_LOOKS) && !memory.on_cpu {
+            continue;
+        }
+        if shared.stopped.load(Ordering::Acquire) {
+            return false;
+        }
+        if polls.is_multiple_of(POLLS_BETWEEN_LOOKS) && since.get_or_insert_with(Instant::now).elapsed() > patience {
+            tracing::error!(exchange = number, device = from, word = at, "a device has stopped in an exchange");
+            return false;
+        }
+    }
+}

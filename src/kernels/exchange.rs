@@ -1,0 +1,254 @@
+//! The exchange between the devices of a replica with tensor parallelism: `all_reduce`, which sums the parts of a product
+//! that the devices have computed. Not here: how words pass from one device to another (`actors::proxy`), and which
+//! products are in parts (`model::decoder`).
+
+use super::gemm::Activations;
+use super::host_memory::HostMemory;
+use super::recording::{Call, Range};
+use super::shaders::{AllReduceArgs, AllReduceConstants};
+use super::tags::{Flow, tagged};
+
+/// The number of floats in a word that passes between devices. A word has 16 bytes: the floats and a check.
+pub const WORD_FLOATS: u64 = 3;
+/// The size of a word in bytes.
+pub const WORD_BYTES: u64 = 16;
+/// The fault word after an exchange that did not end; no call has this number.
+pub const EXCHANGE_FAULT: u32 = 0xff_fffe;
+
+/// In the check of a word that a device sends whose fault word is set.
+const FAILED: u32 = 0x5bd1_e995;
+
+/// The number of invocations of a workgroup.
+const THREADS: u32 = 128;
+
+/// A device among those that compute a model together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rank {
+    /// The device's index.
+    pub index: u32,
+    /// The number of devices; at least 2.
+    pub of: u32,
+}
+
+/// The buffers of a device's exchanges.
+#[derive(Clone, Copy, Debug)]
+pub struct ExchangeBuffers {
+    /// What the host copies to the other devices: [`outbox_bytes`].
+    pub outbox: Range,
+    /// What came from the other devices, and the host's word that says that it has given up: [`inbox_bytes`].
+    pub inbox: Range,
+    /// The number of the step's first exchange, one word.
+    pub number: Range,
+    /// The fault word.
+    pub fault: Range,
+    /// The number of words of each of the two slots of outbox and inbox.
+    pub slot_words: u32,
+}
+
+/// How a device runs exchanges.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExchangeShape {
+    /// The device.
+    pub rank: Rank,
+    /// The maximum number of workgroups: no more than the device runs at once.
+    pub workgroups: u32,
+    /// The maximum number of polls for a word, about; a host that is well ends a wait earlier.
+    pub most_polls: u32,
+}
+
+/// The part of an exchange that a call does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// Both: it sends, and waits for what the others send.
+    Both,
+    /// It sends only.
+    Send,
+    /// It takes what has come.
+    Receive,
+}
+
+impl Phase {
+    /// Returns the phase of a call; `None` if it is no exchange.
+    pub fn of(call: &Call) -> Option<Phase> {
+        let constants = (call.kernel == "all_reduce").then(|| AllReduceConstants::from_values(&call.constants))?;
+        Some(match constants.phase {
+            0 => Phase::Both,
+            1 => Phase::Send,
+            _ => Phase::Receive,
+        })
+    }
+}
+
+/// Returns the number of words that carry `floats` floats.
+pub fn words_of(floats: u64) -> u64 {
+    floats.div_ceil(WORD_FLOATS)
+}
+
+/// Returns the size of a device's outbox in bytes.
+pub fn outbox_bytes(slot_words: u32) -> u64 {
+    2 * u64::from(slot_words) * WORD_BYTES
+}
+
+/// Returns the size of the inbox of one of `of` devices in bytes.
+pub fn inbox_bytes(slot_words: u32, of: u32) -> u64 {
+    u64::from(of - 1) * outbox_bytes(slot_words) + WORD_BYTES
+}
+
+/// Returns the offset in bytes of the word in an inbox that the host sets when it has given up.
+pub fn stop_offset(slot_words: u32, of: u32) -> u64 {
+    u64::from(of - 1) * outbox_bytes(slot_words)
+}
+
+/// Returns the check of a word with these floats in exchange `number`.
+pub fn check_of(bits: [u32; 3], number: u32) -> u32 {
+    number.wrapping_mul(0x9e37_79b1) ^ bits[0] ^ bits[1].rotate_left(11) ^ bits[2].rotate_left(22)
+}
+
+/// Whether a word is complete and of exchange `number`.
+pub fn is_complete(word: [u32; 4], number: u32) -> bool {
+    word[3] == check_of([word[0], word[1], word[2]], number)
+}
+
+/// Whether a word is that of a device whose fault word is set, in exchange `number`.
+pub fn has_failed(word: [u32; 4], number: u32) -> bool {
+    word == [0, 0, 0, check_of([0; 3], number) ^ FAILED]
+}
+
+/// The rows that are summed over all devices.
+#[derive(Clone, Copy, Debug)]
+pub struct Summed {
+    /// The number of rows.
+    pub rows: u32,
+    /// The descriptor of a prompt step, which may have fewer rows.
+    pub count: Option<Range>,
+    /// The device's part.
+    pub x: Activations,
+    /// The sum; the same stride.
+    pub y: Activations,
+    /// Whether the sum is added to y.
+    pub adds: bool,
+    /// The tags of x and y.
+    pub flow: Flow,
+}
+
+/// Returns the call that sums rows over all devices, exchange `index` of its step.
+///
+/// # Panics
+/// If x and y differ in their strides.
+pub fn all_reduce(
+    label: String,
+    summed: Summed,
+    (shape, phase): (ExchangeShape, Phase),
+    index: u32,
+    buffers: ExchangeBuffers,
+) -> Call {
+    let Summed { rows, count, x, y, adds, flow } = summed;
+    assert_eq!(x.stride, y.stride, "\"{label}\": the strides of the sum and of the parts");
+    let words = words_of(u64::from(rows) * u64::from(y.stride));
+    assert!(words <= buffers.slot_words.into(), "\"{label}\": {words} words in slots of {}", buffers.slot_words);
+    let args = AllReduceArgs {
+        x: x.range,
+        y: y.range,
+        // Empty ranges, so that no barrier is derived: no word is overwritten before it was read, as the shader explains.
+        outbox: buffers.outbox.none(),
+        inbox: buffers.inbox.none(),
+        number: buffers.number,
+        count: count.unwrap_or(buffers.number.none()),
+        // An empty range, so that no barrier is derived: calls may set and read the fault word in any order.
+        fault: buffers.fault.none(),
+        row_count: rows,
+        stride: y.stride,
+        slot_words: buffers.slot_words,
+        index,
+        x_tag: flow.input,
+        old_tag: flow.old,
+        y_tag: flow.output.unwrap_or(0),
+    };
+    let constants = AllReduceConstants {
+        threads: THREADS,
+        ranks: shape.rank.of,
+        rank: shape.rank.index,
+        add: adds.into(),
+        counted: count.is_some().into(),
+        exchange_polls: shape.most_polls,
+        phase: match phase {
+            Phase::Both => 0,
+            Phase::Send => 1,
+            Phase::Receive => 2,
+        },
+        tagged: flow.code(),
+    };
+    let workgroups = (words as u32).div_ceil(THREADS).min(shape.workgroups).max(1);
+    let (constants, args) = (constants.into_values(), args.into_args());
+    let call = Call { kernel: "all_reduce", label, constants, args, groups: [workgroups, 1, 1] };
+    flow.mark(call, x.range, y.range)
+}
+
+/// # Panics
+/// If a word of another device is missing: the interpreter cannot wait for it.
+pub(crate) fn reference_all_reduce(call: &Call, memory: &mut HostMemory) {
+    let mut a = AllReduceArgs::from_args(&call.args);
+    let c = AllReduceConstants::from_values(&call.constants);
+    // They are empty ranges in the call.
+    a.outbox.bytes = outbox_bytes(a.slot_words);
+    a.inbox.bytes = inbox_bytes(a.slot_words, c.ranks);
+    let rows = if c.counted == 1 { memory.u32(a.count, 2).min(a.row_count) } else { a.row_count };
+    let floats = rows * a.stride;
+    let number = memory.u32(a.number, 0).wrapping_add(a.index);
+    let slot = (number & 1) * a.slot_words;
+    for word in 0..floats.div_ceil(3) {
+        let here = |i: u32| (3 * word + i < floats).then_some(3 * word + i);
+        let own: [f32; 3] = std::array::from_fn(|i| here(i as u32).map_or(0.0, |at| memory.f32(a.x, at)));
+        let bits = own.map(f32::to_bits);
+        if c.phase != 2 {
+            for (i, value) in bits.into_iter().chain([check_of(bits, number)]).enumerate() {
+                memory.set_u32(a.outbox, 4 * (slot + word) + i as u32, value);
+            }
+        }
+        if c.phase == 1 {
+            continue;
+        }
+        let mut sum = [0f32; 3];
+        for rank in 0..c.ranks {
+            let part = if rank == c.rank {
+                own
+            } else {
+                let at = 4 * ((rank - u32::from(rank > c.rank)) * 2 * a.slot_words + slot + word);
+                let got: [u32; 4] = std::array::from_fn(|i| memory.u32(a.inbox, at + i as u32));
+                assert!(is_complete(got, number), "word {word} of exchange {number} has not come from device {rank}");
+                std::array::from_fn(|i| f32::from_bits(got[i]))
+            };
+            sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
+        }
+        for (i, sum) in (0..).zip(sum) {
+            let Some(at) = here(i) else { continue };
+            let value = if c.add == 1 { memory.f32(a.y, at) + sum } else { sum };
+            match c.tagged {
+                3 => memory.set_u32(a.y, at, tagged(value, a.y_tag)),
+                _ => memory.set_f32(a.y, at, value),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_of_other_exchanges_torn_words_and_memory_of_zeros_are_not_complete() {
+        let word = |floats: [f32; 3], number: u32| {
+            let bits = floats.map(f32::to_bits);
+            [bits[0], bits[1], bits[2], check_of(bits, number)]
+        };
+        let (old, new) = (word([1.0, -2.5, 3.25], 7), word([1.0, -2.5, 3.5], 9));
+        assert!(is_complete(old, 7) && is_complete(new, 9));
+        assert!(!is_complete(old, 9) && !is_complete([0; 4], 9));
+        for mixed in 1..15u32 {
+            let torn: [u32; 4] = std::array::from_fn(|i| if mixed >> i & 1 == 1 { new[i] } else { old[i] });
+            // A word whose differing parts are all new is the new word.
+            let whole = torn == new;
+            assert_eq!(is_complete(torn, 9), whole, "{mixed:b}");
+        }
+    }
+}

@@ -1,0 +1,454 @@
+//! Tensor parallelism: the part of each weight that one of several devices holds, and the configuration of a model of
+//! these parts.
+//!
+//! A device has some heads, some columns of each MLP, and all of what every device computes for
+//! itself: embedding, norms and routers. The products after which the parts of all devices are summed (`o` and `down`)
+//! have the columns of the device's heads and inner values; their biases are added by the first device only.
+//! Not here: the exchange of sums (`kernels::exchange`), and what a device does with its part.
+
+use super::{Checkpoint, SourceRef, WeightSpec};
+use crate::kernels::exchange::Rank;
+use crate::memory::pack::{Format, RowMap, SourceFormat, Transposed};
+use crate::model::config::{Attention, MlpKind, ModelConfig, QkNorm};
+use std::ops::Range;
+
+/// Why a model cannot be divided among devices by tensors.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ShardError {
+    /// The model has a part that is not divided yet.
+    #[error("{what} are not divided among devices yet; split = \"layers\" works")]
+    Unsupported {
+        /// The part.
+        what: &'static str,
+    },
+    /// The heads cannot be divided.
+    #[error(
+        "{heads} query heads with {kv_heads} key heads cannot be divided among {devices} devices: {kv_heads} is less than \
+         {devices} and does not divide it, or a device would have no query head; split = \"layers\" works"
+    )]
+    Heads {
+        /// The number of query heads.
+        heads: u32,
+        /// The number of key heads.
+        kv_heads: u32,
+        /// The number of devices.
+        devices: u32,
+    },
+    /// The columns of a matrix, in groups that have scales of their own, are fewer than devices.
+    #[error(
+        "the {columns} inner values of {weight}, in groups of {group}, cannot be divided among {devices} devices; split = \
+         \"layers\" works"
+    )]
+    Columns {
+        /// The name of the weight.
+        weight: String,
+        /// The number of columns.
+        columns: u32,
+        /// The number of columns of a group.
+        group: u32,
+        /// The number of devices.
+        devices: u32,
+    },
+    /// The columns of a device's heads do not begin a group of a quantised matrix.
+    #[error(
+        "{weight} has groups of {group} columns, the heads of a device are {columns} columns from column {first} on; split \
+         = \"layers\" works"
+    )]
+    Groups {
+        /// The name of the weight.
+        weight: String,
+        /// The number of columns of a group.
+        group: u32,
+        /// The first column.
+        first: u32,
+        /// The number of columns.
+        columns: u32,
+    },
+    /// The columns of a matrix are not in the order of its inputs (act-order).
+    #[error("the columns of {weight} are not in the order of its inputs (act-order); split = \"layers\" works")]
+    Order {
+        /// The name of the weight.
+        weight: String,
+    },
+}
+
+/// The multiples of which the numbers of inner values of a device are, if there are enough: larger ones suit kernels.
+const INNER_MULTIPLES: [u32; 6] = [256, 128, 64, 32, 16, 8];
+
+impl Rank {
+    /// Returns the device's part of `count` things.
+    fn part(self, count: u32) -> Range<u32> {
+        let at = |index: u32| (u64::from(count) * u64::from(index) / u64::from(self.of)) as u32;
+        at(self.index)..at(self.index + 1)
+    }
+}
+
+impl SourceRef {
+    /// Returns the rows of the source that are packed rows `packed` of its weight, as a source of the weight of these rows;
+    /// `None` if there are none.
+    pub fn within(&self, packed: &Range<u32>) -> Option<SourceRef> {
+        let map = self.map;
+        let rows = map.source_rows(packed.clone());
+        if rows.is_empty() {
+            return None;
+        }
+        let offset = match (&self.matrix, self.transposed) {
+            (Some(_), _) => 0,
+            (None, Some(_)) => self.offset,
+            (None, None) => {
+                self.offset + u64::from(rows.start) * u64::from(map.stride) * map.format.row_bytes(map.cols)
+            }
+        };
+        let first_row = map.first_row + rows.start * map.row_step - packed.start;
+        Some(SourceRef {
+            offset,
+            map: RowMap { rows: rows.len() as u32, first_row, ..map },
+            transposed: self.transposed.map(|of| Transposed { first: of.first + rows.start, ..of }),
+            matrix: self.matrix.clone().map(|mut of| {
+                of.first += rows.start;
+                of
+            }),
+            ..self.clone()
+        })
+    }
+
+    /// Returns the number of columns that cannot be divided: those of a group with a scale of its own.
+    fn group(&self) -> u32 {
+        match self.map.format {
+            _ if self.transposed.is_some() => 1,
+            SourceFormat::Numbers(_) | SourceFormat::NegatedExp => 1,
+            SourceFormat::Blocks(blocks) | SourceFormat::ScaledBlocks(blocks, _) => blocks.codes().group,
+            SourceFormat::Canonical(codes) => codes.group,
+        }
+    }
+}
+
+impl WeightSpec {
+    /// Returns the number of columns that cannot be divided without changing the numbers of the packed weight.
+    fn group(&self) -> u32 {
+        let packed = match self.format {
+            Format::Codes(codes) => codes.group,
+            _ => 1,
+        };
+        // Groups are powers of two.
+        self.sources.iter().map(SourceRef::group).fold(packed, u32::max)
+    }
+
+    /// Returns the weight with some of its columns only.
+    fn columns(&self, columns: Range<u32>) -> Result<WeightSpec, ShardError> {
+        let (group, count) = (self.group(), columns.len() as u32);
+        if self.order.is_some() {
+            return Err(ShardError::Order { weight: self.name.clone() });
+        }
+        if !columns.start.is_multiple_of(group) || !(count.is_multiple_of(group) || columns.end == self.cols) {
+            let (weight, first) = (self.name.clone(), columns.start);
+            return Err(ShardError::Groups { weight, group, first, columns: count });
+        }
+        let narrow = |source: &SourceRef| {
+            let map = RowMap { first_col: source.map.first_col + columns.start, used_cols: count, ..source.map };
+            SourceRef { map, ..source.clone() }
+        };
+        Ok(WeightSpec { cols: count, sources: self.sources.iter().map(narrow).collect(), ..self.clone() })
+    }
+}
+
+/// Returns the rows `kept` (ascending, in rows of the merged weight) of the ranges of a merged weight.
+fn rows(ranges: &[&WeightSpec], kept: &[Range<u32>]) -> Vec<WeightSpec> {
+    let mut specs = Vec::new();
+    let mut first_row = 0;
+    for range in ranges {
+        let own = range.first_row..range.first_row + range.rows;
+        let (mut sources, mut count) = (Vec::new(), 0);
+        for kept in kept {
+            let here = kept.start.max(own.start)..kept.end.min(own.end);
+            if here.is_empty() {
+                continue;
+            }
+            let packed = here.start - own.start..here.end - own.start;
+            sources.extend(range.sources.iter().filter_map(|source| source.within(&packed)).map(|mut source| {
+                source.map.first_row += count;
+                source
+            }));
+            count += here.len() as u32;
+        }
+        if count > 0 {
+            let name = match first_row {
+                0 => range.merged.clone(),
+                _ => format!("{}.from{first_row}", range.merged),
+            };
+            specs.push(WeightSpec { name, first_row, rows: count, sources, ..(*range).clone() });
+        }
+        first_row += count;
+    }
+    specs
+}
+
+/// The heads of a device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct OwnHeads {
+    queries: Range<u32>,
+    keys: Range<u32>,
+}
+
+impl OwnHeads {
+    /// Returns the heads of a device: some key heads with all their query heads, or, if there are more devices than key
+    /// heads, some query heads of one key head, which several devices then have.
+    fn of(kind: &Attention, rank: Rank) -> Result<OwnHeads, ShardError> {
+        let Attention { heads, kv_heads, .. } = *kind;
+        let group = heads / kv_heads;
+        if kv_heads >= rank.of {
+            let keys = rank.part(kv_heads);
+            return Ok(OwnHeads { queries: keys.start * group..keys.end * group, keys });
+        }
+        let sharing = rank.of / kv_heads;
+        if !rank.of.is_multiple_of(kv_heads) || group < sharing {
+            return Err(ShardError::Heads { heads, kv_heads, devices: rank.of });
+        }
+        let key = rank.index / sharing;
+        let part = Rank { index: rank.index % sharing, of: sharing }.part(group);
+        Ok(OwnHeads { queries: key * group + part.start..key * group + part.end, keys: key..key + 1 })
+    }
+}
+
+/// The part of each layer that a device has.
+struct Parts<'a> {
+    config: &'a ModelConfig,
+    rank: Rank,
+    /// For each kind of attention layers, the heads.
+    heads: Vec<OwnHeads>,
+    /// For each layer, the inner values of its dense MLP.
+    inner: Vec<Range<u32>>,
+    /// The inner values of each expert, and of the shared expert.
+    of_experts: Range<u32>,
+    of_shared: Range<u32>,
+}
+
+impl Parts<'_> {
+    /// Returns the rows that a device keeps of queries, keys, values and gates of a layer.
+    fn qkv(&self, kind: usize, rows: u32) -> Vec<Range<u32>> {
+        let of = &self.config.attention_kinds[kind];
+        let OwnHeads { queries, keys } = &self.heads[kind];
+        let rows_of = |heads: &Range<u32>| heads.start * of.head_dim..heads.end * of.head_dim;
+        let behind = |part: &Range<u32>, first: u32| part.start + first..part.end + first;
+        let (q, kv) = (of.q_rows(), of.kv_rows());
+        let (queries, keys) = (rows_of(queries), rows_of(keys));
+        let all = [queries.clone(), behind(&keys, q), behind(&keys, q + kv), behind(&queries, q + 2 * kv)];
+        all.into_iter().filter(|part| part.end <= rows).collect()
+    }
+
+    /// Returns the device's part of the ranges of a merged weight.
+    fn of(&self, ranges: &[&WeightSpec]) -> Result<Vec<WeightSpec>, ShardError> {
+        let whole = || ranges.iter().map(|range| (*range).clone()).collect::<Vec<_>>();
+        let Some((layer, part)) = ranges[0].merged.strip_prefix("layers.").and_then(|name| name.split_once('.')) else {
+            return Ok(whole());
+        };
+        let at: usize = layer.parse().unwrap_or(0);
+        let (c, kind) = (self.config, self.config.attention_of[at]);
+        let columns = |of: Range<u32>| ranges.iter().map(|range| range.columns(of.clone())).collect();
+        // Rows of gate and up alternate.
+        let both = |of: &Range<u32>| [2 * of.start..2 * of.end];
+        // Of a bias that is added to a sum over devices, all but the first add zeros.
+        let once = || match self.rank.index {
+            0 => whole(),
+            _ => whole().into_iter().map(|spec| WeightSpec { sources: Vec::new(), ..spec }).collect(),
+        };
+        let count: u32 = ranges.iter().map(|range| range.rows).sum();
+        let (queries, dim) = (self.heads[kind].queries.clone(), c.attention_kinds[kind].head_dim);
+        Ok(match part {
+            "qkv" | "qkv.bias" => rows(ranges, &self.qkv(kind, count)),
+            "sinks" => rows(ranges, &[queries]),
+            "o" => return columns(queries.start * dim..queries.end * dim),
+            "gate_up" | "gate_up.bias" => rows(ranges, &both(&self.inner[at])),
+            "down" => return columns(self.inner[at].clone()),
+            "shared.gate_up" => rows(ranges, &both(&self.of_shared)),
+            "shared.down" => return columns(self.of_shared.clone()),
+            "experts.gate_up" | "experts.gate_up.bias" => {
+                let experts = c.experts.map_or(0, |experts| experts.count);
+                let each = count / experts.max(1);
+                let [part] = both(&self.of_experts);
+                let kept = (0..experts).map(|expert| part.start + expert * each..part.end + expert * each);
+                rows(ranges, &kept.collect::<Vec<_>>())
+            }
+            "experts.down" => return columns(self.of_experts.clone()),
+            "o.bias" | "down.bias" | "experts.down.bias" => once(),
+            _ => whole(),
+        })
+    }
+}
+
+impl Checkpoint {
+    /// Returns the part of the model that a device computes together with others, as a checkpoint of its own: its
+    /// configuration has the device's heads and inner values. The block that drafts tokens is left out.
+    pub fn shard(&self, rank: Rank) -> Result<Checkpoint, ShardError> {
+        let c = &self.config;
+        let refuse = |is: bool, what: &'static str| if is { Err(ShardError::Unsupported { what }) } else { Ok(()) };
+        refuse(c.latent.is_some(), "layers with latent attention")?;
+        refuse(c.delta.is_some(), "recurrent layers")?;
+        refuse(c.qk_norm == QkNorm::Rows, "norms over all heads of a row")?;
+        refuse(c.experts.is_some_and(|experts| experts.beside_dense), "experts beside a dense MLP")?;
+        let parts = self.parts(rank)?;
+        let mut config = c.clone();
+        for (of, heads) in config.attention_kinds.iter_mut().zip(&parts.heads) {
+            let (queries, keys) = (heads.queries.len() as u32, heads.keys.len() as u32);
+            *of = Attention { heads: queries, kv_heads: keys, ..of.clone() };
+        }
+        config.dense_widths = parts.inner.iter().map(|part| part.len() as u32).collect();
+        let dense = config.dense_widths.iter().zip(&c.mlp_kinds).filter(|(_, kind)| **kind == MlpKind::Dense);
+        config.intermediate = dense.map(|(width, _)| *width).max().unwrap_or(0);
+        if let Some(experts) = &mut config.experts {
+            experts.inner = parts.of_experts.len() as u32;
+            experts.shared_inner = experts.shared_inner.map(|_| parts.of_shared.len() as u32);
+        }
+        config.mtp_layers = 0;
+        let mut weights = Vec::new();
+        let mut all = self.weights_without_mtp();
+        while let Some(first) = all.first() {
+            let count = all.iter().take_while(|weight| weight.merged == first.merged).count();
+            let (ranges, rest) = all.split_at(count);
+            weights.extend(parts.of(&ranges.iter().collect::<Vec<_>>())?);
+            all = rest;
+        }
+        Ok(Checkpoint { config, weights, ..self.clone() })
+    }
+
+    fn parts(&self, rank: Rank) -> Result<Parts<'_>, ShardError> {
+        let c = &self.config;
+        let heads = c.attention_kinds.iter().map(|of| OwnHeads::of(of, rank)).collect::<Result<_, ShardError>>()?;
+        // Inner values are divided in groups of the matrix whose columns they are.
+        let group = |name: &str| {
+            let weights = self.weights.iter().filter(|weight| weight.merged == name);
+            weights.map(WeightSpec::group).max().unwrap_or(1)
+        };
+        let divide = |name: String, count: u32| -> Result<Range<u32>, ShardError> {
+            let least = group(&name);
+            let suits = |multiple: &u32| multiple.is_multiple_of(least) && count.is_multiple_of(*multiple);
+            let unit = INNER_MULTIPLES.into_iter().filter(suits).find(|unit| count / unit >= rank.of).unwrap_or(least);
+            let units = count.div_ceil(unit);
+            if units < rank.of {
+                return Err(ShardError::Columns { weight: name, columns: count, group: unit, devices: rank.of });
+            }
+            let part = rank.part(units);
+            Ok(part.start * unit..(part.end * unit).min(count))
+        };
+        let mut inner = Vec::new();
+        for (layer, width) in c.dense_widths.iter().enumerate() {
+            let dense = c.mlp_kinds[layer] == MlpKind::Dense;
+            inner.push(if dense { divide(format!("layers.{layer}.down"), *width)? } else { 0..*width });
+        }
+        let routed = c.mlp_kinds.iter().position(|kind| *kind == MlpKind::Experts);
+        let of_layer = |part: &str| format!("layers.{}.{part}", routed.unwrap_or(0));
+        let mut of_experts = (0..0, 0..0);
+        if let Some(experts) = c.experts {
+            of_experts.0 = divide(of_layer("experts.down"), experts.inner)?;
+            of_experts.1 = match experts.shared_inner {
+                Some(inner) => divide(of_layer("shared.down"), inner)?,
+                None => 0..0,
+            };
+        }
+        let (of_experts, of_shared) = of_experts;
+        Ok(Parts { config: c, rank, heads, inner, of_experts, of_shared })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::checkpoint::WeightKind;
+    use std::path::Path;
+
+    fn open(name: &str) -> Checkpoint {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
+        Checkpoint::open(&folder).unwrap_or_else(|error| panic!("{name}: {error}"))
+    }
+
+    /// Returns the devices' parts of a checkpoint.
+    fn shards(checkpoint: &Checkpoint, of: u32) -> Vec<Checkpoint> {
+        (0..of).map(|index| checkpoint.shard(Rank { index, of }).unwrap()).collect()
+    }
+
+    /// Goal: the devices' parts are all of the model, each once but for what all have. Method: every row of every weight of
+    /// a part has one source, and rows and columns of divided weights add up.
+    #[test]
+    fn parts_make_the_whole() {
+        for (name, of) in [
+            ("qwen3-deep", 2),
+            ("qwen3-deep", 3),
+            ("qwen3-gqa7", 4),
+            ("llama-bias", 2),
+            ("moe-top1", 2),
+            ("moe-top2", 2),
+            ("families/gptoss-bf16", 4),
+            ("families/gemma3-wrapped", 2),
+        ] {
+            let checkpoint = open(name);
+            let parts = shards(&checkpoint, of);
+            for part in &parts {
+                for weight in &part.weights {
+                    let mut filled = vec![0; weight.rows as usize];
+                    for map in weight.sources.iter().map(|source| source.map) {
+                        (0..map.rows).for_each(|row| filled[(map.first_row + row * map.row_step) as usize] += 1);
+                        let used = if weight.kind == WeightKind::Matrix { weight.cols } else { map.used_cols };
+                        assert_eq!((map.used_cols, map.first_col + used <= map.cols), (used, true), "{}", weight.name);
+                    }
+                    let none = weight.name.ends_with("bias") && weight.sources.is_empty();
+                    assert!(none || filled.iter().all(|count| *count == 1), "{name}: {} {filled:?}", weight.name);
+                }
+            }
+            let sum = |merged: &str, of: &dyn Fn(&WeightSpec) -> u64| -> u64 {
+                let all = parts.iter().flat_map(|part| &part.weights);
+                all.filter(|weight| weight.merged == merged).map(of).sum()
+            };
+            for weight in checkpoint.weights_without_mtp() {
+                let found = sum(&weight.merged, &WeightSpec::elements);
+                let ranges = checkpoint.weights.iter().filter(|other| other.merged == weight.merged);
+                let whole: u64 = ranges.map(WeightSpec::elements).sum();
+                let divided = [".o", ".down", ".gate_up", ".gate_up.bias", ".sinks"];
+                let wanted = match divided.iter().any(|end| weight.merged.ends_with(end)) {
+                    true => whole,
+                    // A key head that several devices have counts for each.
+                    false if weight.merged.contains(".qkv") => {
+                        assert!((whole..=whole * u64::from(of)).contains(&found), "{name}: {}", weight.merged);
+                        continue;
+                    }
+                    false => whole * u64::from(of),
+                };
+                assert_eq!(found, wanted, "{name}: {}", weight.merged);
+            }
+            let heads: u32 = parts.iter().map(|part| part.config.attention_kinds[0].heads).sum();
+            assert_eq!(heads, checkpoint.config.attention_kinds[0].heads, "{name}");
+        }
+    }
+
+    #[test]
+    fn heads_are_divided_by_key_heads_or_within_one() {
+        let kind = |heads, kv_heads| Attention { heads, kv_heads, ..open("qwen3-deep").config.attention_kinds[0].clone() };
+        let all = |heads, kv_heads, of| -> Vec<(Range<u32>, Range<u32>)> {
+            let own = |index| OwnHeads::of(&kind(heads, kv_heads), Rank { index, of }).unwrap();
+            (0..of).map(own).map(|own| (own.queries, own.keys)).collect()
+        };
+        assert_eq!(all(32, 8, 2), [(0..16, 0..4), (16..32, 4..8)]);
+        assert_eq!(all(12, 3, 2), [(0..4, 0..1), (4..12, 1..3)]);
+        assert_eq!(all(7, 1, 2), [(0..3, 0..1), (3..7, 0..1)]);
+        assert_eq!(all(8, 2, 4), [(0..2, 0..1), (2..4, 0..1), (4..6, 1..2), (6..8, 1..2)]);
+        for (heads, kv_heads, of) in [(6, 3, 4), (2, 2, 8)] {
+            let error = OwnHeads::of(&kind(heads, kv_heads), Rank { index: 0, of }).unwrap_err();
+            assert_eq!(error, ShardError::Heads { heads, kv_heads, devices: of });
+        }
+    }
+
+    #[test]
+    fn inner_values_stay_in_whole_groups() {
+        let inner = |name: &str| -> Vec<u32> {
+            shards(&open(name), 2).iter().map(|part| part.config.intermediate).collect()
+        };
+        assert_eq!(inner("llama-bias"), [72, 73]);
+        // 96 inner values in groups of 32.
+        assert_eq!(inner("quantised/ct-mixed"), [32, 64]);
+        // Heads of 32 values, of which two make a group; experts of 32 inner values in one group.
+        let refused = |name: &str| open(name).shard(Rank { index: 0, of: 2 }).unwrap_err().to_string();
+        let heads = refused("quantised/gptq-8");
+        assert!(heads.starts_with("layers.0.o has groups of 64 columns, the heads of a device are 32 columns"), "{heads}");
+        let experts = refused("families/gptoss-mxfp4");
+        assert!(experts.starts_with("the 32 inner values of layers.0.experts.down, in groups of 32,"), "{experts}");
+    }
+}

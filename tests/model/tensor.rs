@@ -1,0 +1,259 @@
+//! Goal: a model of which two devices each have a part of every layer (tensor parallelism) draws the tokens that
+//! transformers draws, or that one device draws. Method: lavapipe and SwiftShader under the validation layer, whose steps
+//! are divided where the host carries sums from one to the other; keys and values in f32; checkpoints of every kind of
+//! layer that can be divided so; batches, prompt chunks, prefix hits, preemption, drafts, constraints, log probabilities
+//! and a lost device.
+
+use crate::common::{Driver, Vulkan};
+use crate::families::cases;
+use crate::harness::models::{Generated, collect, expected, fixture, generate, idle, request, submit};
+use crate::split::{check, configured, mixed, named, only, over_both, refused, serve, together, tokens};
+use ostinato::config::{DEMO_PATH, Draft, Model, Placement, Quantize, SplitMode};
+use ostinato::engine::request::{FinishReason, Request};
+use ostinato::gpu::devices::start_on;
+use ostinato::host::Host;
+use ostinato::host::progress::Quiet;
+use ostinato::model::grammar::{Constraint, Grammars};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// Serves a model of which each driver has a part of every layer.
+fn divided(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Model)) -> Host {
+    serve(vulkan, path, |model| {
+        model.replicas = vec![over_both(vulkan, SplitMode::Tensor)];
+        change(model);
+    })
+}
+
+/// Serves a model on lavapipe alone.
+fn whole(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Model)) -> Host {
+    serve(vulkan, path, |model| {
+        model.replicas = vec![Placement::on(Some(vulkan.adapter(Driver::Lavapipe).selector()))];
+        change(model);
+    })
+}
+
+#[test]
+fn parts_of_layers_on_two_devices_draw_what_transformers_draws() {
+    let vulkan = Vulkan::new();
+    // A key head that both devices have with different numbers of query heads, biases, an odd number of inner values, and
+    // experts with and without a shared one.
+    for name in ["qwen3-deep", "llama-bias", "moe-top1", "moe-top2"] {
+        let host = divided(&vulkan, fixture(name), |_| {});
+        let replica = only(&host);
+        let on: Vec<&str> = replica.devices().map(|device| device.uuid.as_str()).collect();
+        assert_eq!(on, Driver::BOTH.map(|driver| vulkan.adapter(driver).uuid), "{name}");
+        check(&replica, name);
+        idle(&replica);
+    }
+}
+
+/// Goal: windows, sinks, norms around branches, softcaps, scales, experts with biases, sigmoid routing and shared experts.
+/// Method: prompts longer than the windows, all at once, in small chunks and with few pages.
+#[test]
+#[ignore = "long: make test-full"]
+fn families_in_parts_draw_what_transformers_draws() {
+    let vulkan = Vulkan::new();
+    for name in [
+        "gemma2-new",
+        "gemma3-wrapped",
+        "gemma4-dense",
+        "gptoss-bf16",
+        "gptoss-mxfp4",
+        "mistral-window",
+        "glm4-bias",
+        "glm4moe-air",
+        "granite-tied",
+        "phi3-plain",
+        "qwen2moe-every",
+        "qwen3vl-untied",
+        "smollm3-list",
+    ] {
+        let folder = fixture("families").join(name);
+        let cases = cases(&folder);
+        let longest = cases.iter().map(|case| case.prompt.len() + case.greedy.len()).max().expect("prompts") as u32;
+        let host = divided(&vulkan, folder, |model| {
+            model.context = Some(longest + 16);
+            model.prefill_chunk = Some(32);
+            model.kv_pages = Some(longest.div_ceil(16) + 6);
+        });
+        let replica = only(&host);
+        let asks = cases.iter().enumerate();
+        let events: Vec<_> = asks
+            .map(|(index, case)| submit(&replica, named(index, request(&case.prompt, case.greedy.len() as u32))))
+            .collect();
+        for (case, events) in cases.iter().zip(&events) {
+            assert_eq!(collect(events).tokens, case.greedy, "{name}, prompt of {}", case.prompt.len());
+        }
+        idle(&replica);
+    }
+}
+
+#[test]
+#[ignore = "long: make test-full"]
+fn quantised_parts_draw_what_one_device_draws() {
+    let vulkan = Vulkan::new();
+    // Formats of several kinds in one model, K-quants whose blocks are divided between devices, and quantised while loaded.
+    let deep = (fixture("qwen3-deep"), expected("qwen3-deep").prompt);
+    for ((folder, prompt), to) in [
+        ((fixture("quantised/ct-mixed"), expected("quantised/ct-mixed").prompt), None),
+        ((fixture("llama.cpp/demo-Q4_K_M.gguf"), (300..340).collect()), None),
+        (deep, Some(Quantize::Int8)),
+    ] {
+        let quantised = |model: &mut Model| (model.quantize, model.context) = (to, Some(128));
+        let draw = |host: &Host| generate(&only(host), request(&prompt, 40)).tokens;
+        let wanted = draw(&whole(&vulkan, &folder, quantised));
+        assert_eq!(draw(&divided(&vulkan, &folder, quantised)), wanted, "{}", folder.display());
+    }
+}
+
+/// Goal: sequences of a batch draw what one device draws: with every kind of sampling, stop conditions and log
+/// probabilities, with more requests than slots, when their pages are lost and recomputed, and on cached prefixes.
+#[test]
+fn batches_of_a_model_in_parts_draw_what_one_device_draws() {
+    let vulkan = Vulkan::new();
+    let prompt: Vec<u32> = expected("qwen3-deep").prompt.iter().cycle().copied().take(64).collect();
+    let sizes = |model: &mut Model, pages: u32, cache: bool| {
+        model.context = Some(128);
+        model.kv_pages = Some(pages);
+        model.prefix_cache = Some(cache);
+        model.prefill_chunk = Some(8);
+    };
+    let one = whole(&vulkan, fixture("qwen3-deep"), |model| sizes(model, 40, false));
+    let mut asks = mixed(&prompt);
+    asks[0].logprobs = Some(3);
+    let wanted: Vec<Generated> = asks.iter().map(|ask| generate(&only(&one), ask.clone())).collect();
+    let stop = wanted[5].tokens[9];
+    asks[5].limits.stop_ids = vec![stop];
+    let stopped = wanted[5].tokens.iter().position(|token| *token == stop).expect("it is there");
+
+    let host = divided(&vulkan, fixture("qwen3-deep"), |model| sizes(model, 12, true));
+    let replica = only(&host);
+    let found = together(&replica, &asks);
+    assert_eq!(tokens(&found)[..5], tokens(&wanted)[..5]);
+    assert_eq!(found[5].tokens, wanted[5].tokens[..=stopped]);
+    assert_eq!(found[5].finished.reason, FinishReason::Stop(stop));
+    let chosen = |of: &Generated| -> Vec<f32> {
+        of.drawn.iter().map(|token| token.logprobs.as_ref().expect("asked for").chosen).collect()
+    };
+    for (found, wanted) in chosen(&found[0]).into_iter().zip(chosen(&wanted[0])) {
+        assert!((found - wanted).abs() < 1e-3, "{found} in place of {wanted}");
+    }
+    idle(&replica);
+    // The second time, the prompt's pages are found.
+    let long = named("long", request(&prompt, 20));
+    let [first, again] = [0, 1].map(|_| generate(&replica, long.clone()));
+    assert_eq!(first.tokens, again.tokens);
+    assert_eq!(first.tokens, generate(&only(&one), long).tokens);
+    assert_eq!(again.finished.cached_tokens, 48, "of the prompt's 64 tokens");
+    // Log probabilities of the prompt itself, chunk by chunk.
+    let scores = |host: &Host| {
+        generate(&only(host), Request { prompt_logprobs: Some(2), ..request(&prompt[..40], 1) }).scored
+    };
+    let (found, wanted) = (scores(&host), scores(&one));
+    assert!(found.len() > 30 && found.len() == wanted.len());
+    for (found, wanted) in found.iter().zip(&wanted) {
+        let difference = (found.logprobs.chosen - wanted.logprobs.chosen).abs();
+        assert!(found.id == wanted.id && difference < 1e-3, "{found:?} in place of {wanted:?}");
+    }
+}
+
+/// Goal: drafts that are looked up change no token and some are accepted, and a constrained output follows its constraint,
+/// while its neighbour draws what it draws alone.
+#[test]
+fn drafts_and_constraints_of_a_model_in_parts_are_as_on_one_device() {
+    let vulkan = Vulkan::without_validation();
+    let host = divided(&vulkan, DEMO_PATH, |model| {
+        (model.context, model.slots) = (Some(256), Some(2));
+        (model.draft, model.drafts, model.drafts_always) = (Some(Draft::Lookup), Some(3), Some(true));
+    });
+    let served = &host.models()[0];
+    let text = served.text.as_ref().expect("the demo has a tokenizer");
+    let replica = only(&host);
+    let prompt = text.encode(&"The fox saw the bird. ".repeat(6), false).expect("text");
+    let ask = request(&prompt, 24);
+    let one = whole(&vulkan, DEMO_PATH, |model| model.context = Some(256));
+    let drafting = generate(&replica, ask.clone());
+    assert_eq!(drafting.tokens, generate(&only(&one), ask).tokens);
+    assert!(drafting.finished.accepted_tokens > 0, "none accepted of {}", drafting.finished.drafted_tokens);
+
+    let eos = text.id("<|im_end|>").expect("the demo's end of a turn");
+    let grammars = Grammars::new(text, served.info.vocabulary, &[eos]).expect("grammars");
+    let constraint = Constraint::Regex("[0-9]{4}-[01][0-9]-[0-3][0-9]".to_owned());
+    let prompt = text.encode("When? ", false).expect("text");
+    let free = named("free", request(&prompt, 16));
+    let alone = generate(&replica, free.clone()).tokens;
+    let mut ask = named("date", request(&prompt, 40));
+    ask.limits.ignore_eos = false;
+    ask.grammar = Some(grammars.start(&constraint, false).expect("a constraint"));
+    let found = together(&replica, &[ask, free]);
+    let date = text.decode(&found[0].tokens, false).expect("text");
+    let parts: Vec<usize> = date.split('-').map(str::len).collect();
+    assert_eq!(parts, [4, 2, 2], "{date:?}");
+    assert_eq!(found[1].tokens, alone);
+}
+
+/// Goal: the loss of either device in the middle of steps rebuilds the replica on both, and its streams go on with the
+/// tokens that they would have had.
+#[test]
+fn a_model_in_parts_that_loses_a_device_goes_on() {
+    let vulkan = Vulkan::new();
+    let known = expected("qwen3-deep");
+    let host = divided(&vulkan, fixture("qwen3-deep"), |model| {
+        (model.slots, model.prefix_cache) = (Some(2), Some(false));
+    });
+    let replica = only(&host);
+    for lost in 0..2 {
+        let uuid = &replica.stages[lost].device.uuid;
+        let streams: Vec<_> = (0..3).map(|id| submit(&replica, named(id, request(&known.prompt, 40)))).collect();
+        let start = Instant::now();
+        while streams[0].len() < 5 {
+            assert!(start.elapsed() < Duration::from_secs(60), "it does not begin");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let served = host.devices().into_iter().find(|served| served.info.uuid == *uuid).expect("it is served");
+        served.status.expect("an open device").declare_lost("a test");
+        for events in &streams {
+            let generated = collect(events);
+            assert_eq!(generated.tokens, known.greedy[..40], "device {lost}");
+            assert_eq!(generated.finished.reason, FinishReason::Length);
+        }
+        assert_eq!((replica.losses(), replica.failed(), replica.rebuilding()), (lost as u64 + 1, false, false));
+        idle(&replica);
+    }
+}
+
+/// Goal: a device that has a fault in an exchange ends the exchanges of all: no token of that step is used, the replica is
+/// rebuilt, and its streams go on. Method: the fault word of the first device is set before a decode step.
+#[test]
+fn a_fault_in_an_exchange_changes_no_token() {
+    let vulkan = Vulkan::new();
+    let known = expected("qwen3-deep");
+    let mut config = configured(&vulkan, fixture("qwen3-deep"), |model| {
+        model.replicas = vec![over_both(&vulkan, SplitMode::Tensor)];
+    });
+    config.runtime.tune = vec!["fault_at=2".to_owned()];
+    let host = start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"));
+    let replica = only(&host);
+    let found = generate(&replica, request(&known.prompt, 24));
+    assert_eq!(found.tokens, known.greedy[..24]);
+    assert!(replica.losses() > 0 && !replica.failed(), "{} losses", replica.losses());
+    idle(&replica);
+}
+
+/// Goal: what cannot be divided is refused with the numbers, and with what works.
+#[test]
+fn what_cannot_be_divided_by_tensors_is_refused() {
+    let vulkan = Vulkan::new();
+    let tensor = |model: &mut Model| model.replicas = vec![over_both(&vulkan, SplitMode::Tensor)];
+    for (name, what) in [
+        ("hybrid-two", "recurrent layers are not divided among devices yet"),
+        ("families/deepseek2-lite", "layers with latent attention are not divided"),
+        ("families/olmo3-old", "norms over all heads of a row are not divided"),
+        ("families/gemma4-moe", "experts beside a dense MLP are not divided"),
+    ] {
+        let error = refused(&vulkan, fixture(name), tensor);
+        let text = error.to_string();
+        assert!(error.is_users() && text.contains(what) && text.ends_with("split = \"layers\" works"), "{name}: {text}");
+    }
+}

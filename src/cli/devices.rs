@@ -1,14 +1,17 @@
 //! `ostinato devices`: lists all adapters with their properties, and why an adapter is refused.
 
 use crate::device::{Adapter, Instance, InstanceOptions, QueueFamilyInfo, diagnose_no_gpu};
+use crate::measure::pairs::{ExchangeTime, exchange_times};
 use serde_json::{Value, json};
 use std::fmt::Write;
 
 /// Prints the adapters as text, or as a JSON array, which scripts parse.
-pub(crate) fn run(json: bool) -> Result<(), anyhow::Error> {
+pub(crate) fn run(json: bool, pairs: bool) -> Result<(), anyhow::Error> {
     let instance = Instance::new(&InstanceOptions::default())?;
     let adapters = instance.adapters();
-    let text = if json {
+    let text = if pairs {
+        exchanges(&instance, &adapters, json)?
+    } else if json {
         let rows: Vec<Value> = adapters.iter().map(row).collect();
         serde_json::to_string_pretty(&rows)? + "\n"
     } else {
@@ -21,6 +24,44 @@ pub(crate) fn run(json: bool) -> Result<(), anyhow::Error> {
         eprintln!("{why}");
     }
     Ok(())
+}
+
+/// Measures the exchanges between all pairs of usable devices, and returns the times as text, or as a JSON array. CPU
+/// drivers count if there are no two GPUs.
+fn exchanges(instance: &Instance, adapters: &[Adapter], json: bool) -> Result<String, anyhow::Error> {
+    let usable: Vec<&Adapter> = adapters.iter().filter(|adapter| adapter.usable()).collect();
+    let gpus: Vec<&Adapter> = usable.iter().copied().filter(|adapter| !adapter.is_cpu()).collect();
+    let devices = if gpus.len() > 1 { gpus } else { usable };
+    if devices.len() < 2 {
+        anyhow::bail!("--pairs needs two devices, {} can be used", devices.len());
+    }
+    let (mut text, mut rows) = (String::new(), Vec::new());
+    for (first, a) in devices.iter().enumerate() {
+        for b in &devices[first + 1..] {
+            let times = exchange_times(instance, [a, b])?;
+            // Writing to a string cannot fail.
+            let _ = writeln!(text, "{} and {}: {} and {}", a.index, b.index, a.name, b.name);
+            let _ = writeln!(text, "   f32 values    within a step    step divided    each way, within a step");
+            for ExchangeTime { values, within, divided } in &times {
+                let micros = |seconds: f64| format!("{:.1} µs", seconds * 1e6);
+                let waits = within.map_or("-".to_owned(), micros);
+                let rate = within.map_or("-".to_owned(), |seconds| {
+                    format!("{:.1} GB/s", f64::from(*values) * 4.0 / seconds / 1e9)
+                });
+                let _ = writeln!(text, "   {values:>10} {waits:>16} {:>15} {rate:>26}", micros(*divided));
+            }
+            let micros = |seconds: f64| (seconds * 1e7).round() / 10.0;
+            rows.push(json!({
+                "devices": [a.uuid, b.uuid],
+                "exchanges": times.iter().map(|time| json!({
+                    "values": time.values,
+                    "within_step_us": time.within.map(micros),
+                    "divided_us": micros(time.divided),
+                })).collect::<Vec<_>>(),
+            }));
+        }
+    }
+    Ok(if json { serde_json::to_string_pretty(&rows)? + "\n" } else { text })
 }
 
 /// Returns an adapter as an object.

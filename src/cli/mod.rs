@@ -62,6 +62,9 @@ enum Command {
         /// Print one JSON array to standard output.
         #[arg(long)]
         json: bool,
+        /// Measure how fast each two devices exchange sums, which tensor parallelism does twice a layer, instead.
+        #[arg(long)]
+        pairs: bool,
     },
     /// Report what a device gets and lacks, build every pipeline of a model on it, and run the tests at start: for bug
     /// reports. The exit status is 1 if something fails.
@@ -166,7 +169,7 @@ pub fn main() -> ExitCode {
         crate::telemetry::warnings();
     }
     let result = match command {
-        Command::Devices { json } => devices::run(json),
+        Command::Devices { json, pairs } => devices::run(json, pairs),
         Command::CheckDevice(args) => match check_device::run(&args) {
             Ok(true) => Ok(()),
             Ok(false) => return ExitCode::from(1),

@@ -16,7 +16,8 @@
 // count   descriptor of a prompt step, whose rows are exchanged; only with COUNTED 1
 // fault   `tags.glsl`
 //
-// A word is three floats and a check, which contains the number of the exchange: a word whose check is right is complete
+// A word is three floats, or six rounded to bfloat16 with HALVES 1 (so is this device's part in its own sum then), and a
+// check, which contains the number of the exchange: a word whose check is right is complete
 // and of this exchange, whatever was in its place before. Exchanges use the two slots in turn. No word is overwritten
 // before it was read: a device begins exchange n + 2 after it has got all words of exchange n + 1, which the others send
 // after they have got all words of n.
@@ -30,7 +31,7 @@
 // call that finds the fault word set does not poll, and sends words that tell the host to give up, because what the device
 // computes from then on is wrong.
 //
-// Traffic: (RANKS + 1) · 16/3 bytes per float over the bus, and 8 to 12 bytes in memory.
+// Traffic: RANKS · 16/3 bytes per float over the bus, with HALVES 1 half as many, and 8 to 12 bytes in memory.
 #include "common.glsl"
 #include "tags.glsl"
 
@@ -42,6 +43,7 @@ layout(constant_id = 4) const uint COUNTED = 0;
 layout(constant_id = 5) const uint EXCHANGE_POLLS = 1;
 layout(constant_id = 6) const uint PHASE = 0;
 layout(constant_id = 7) const uint TAGGED = 0;
+layout(constant_id = 8) const uint HALVES = 0;
 
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly buffer Outbox { volatile uvec4 v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer Inbox { volatile uvec4 v[]; };
@@ -78,13 +80,32 @@ uint check_of(uvec3 bits, uint exchange) {
     return exchange * 0x9e3779b1u ^ bits.x ^ rotated(bits.y, 11u) ^ rotated(bits.z, 22u);
 }
 
-// Returns the bits of floats 3 · word .. 3 · word + 3 of this device's part; zeros beyond the last one.
+// The number of floats in a word.
+const uint WORD_FLOATS = HALVES == 1u ? 6u : 3u;
+
+// Returns the bits of a float rounded to bfloat16, ties to even.
+uint half_of(uint bits) {
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return bits >> 16 | 0x40u;
+    return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+}
+
+uint load_float(uint at, uint floats) { return at < floats ? x.v[at] : 0u; }
+
+// Returns a word of this device's part; zeros beyond the last float.
 uvec3 load_part(uint word, uint floats) {
     uvec3 part = uvec3(0u);
     [[unroll]] for (uint i = 0u; i < 3u; i++) {
-        if (3u * word + i < floats) part[i] = x.v[3u * word + i];
+        uint at = word * WORD_FLOATS + i * (WORD_FLOATS / 3u);
+        part[i] = load_float(at, floats);
+        if (HALVES == 1u) part[i] = half_of(part[i]) | half_of(load_float(at + 1u, floats)) << 16;
     }
     return part;
+}
+
+// Returns float i of a word.
+float float_of(uvec3 part, uint i) {
+    if (HALVES == 0u) return uintBitsToFloat(part[i]);
+    return i % 2u == 0u ? bf16_low(part[i / 2u]) : bf16_high(part[i / 2u]);
 }
 
 // The same, after the product's call has written them.
@@ -103,7 +124,7 @@ uvec3 part_of(uint word, uint floats) {
 
 void main() {
     uint rows = COUNTED == 1u ? min(count.v[2], row_count) : row_count;
-    uint floats = rows * stride, words = (floats + 2u) / 3u;
+    uint floats = rows * stride, words = (floats + WORD_FLOATS - 1u) / WORD_FLOATS;
     uint exchange = number.v[0] + index;
     uint slot = (exchange & 1u) * slot_words;
     uint invocations = gl_NumWorkGroups.x * gl_WorkGroupSize.x, first = gl_GlobalInvocationID.x;
@@ -118,10 +139,11 @@ void main() {
     uint stop = (RANKS - 1u) * 2u * slot_words;
     bool failed = fault.v[0] != 0u, waited = false;
     for (uint word = first; word < words; word += invocations) {
-        vec3 own = uintBitsToFloat(load_part(word, floats)), sum = vec3(0.0);
+        uvec3 own = load_part(word, floats);
+        float sum[6] = float[6](0.0, 0.0, 0.0, 0.0, 0.0, 0.0);
         for (uint rank = 0u; rank < RANKS; rank++) {
             if (rank == RANK) {
-                sum += own;
+                [[unroll]] for (uint i = 0u; i < WORD_FLOATS; i++) sum[i] += float_of(own, i);
                 continue;
             }
             uint at = (rank - uint(rank > RANK)) * 2u * slot_words + slot + word;
@@ -141,11 +163,11 @@ void main() {
                 fault.v[0] = EXCHANGE_FAULT;
                 failed = true;
             }
-            sum += uintBitsToFloat(got.xyz);
+            [[unroll]] for (uint i = 0u; i < WORD_FLOATS; i++) sum[i] += float_of(got.xyz, i);
         }
         if (failed) continue;
-        [[unroll]] for (uint i = 0u; i < 3u; i++) {
-            uint at = 3u * word + i;
+        [[unroll]] for (uint i = 0u; i < WORD_FLOATS; i++) {
+            uint at = WORD_FLOATS * word + i;
             if (at >= floats) continue;
             float value = sum[i];
             if (ADD == 1u) {

@@ -21,10 +21,13 @@ const PATIENCE_CPU: Duration = Duration::from_secs(120);
 /// The number of polls between two looks at the clock.
 const POLLS_BETWEEN_LOOKS: u32 = 4096;
 
-/// One of this many cores per device is a thread's that carries words: those spin while steps run.
-const CORES_BESIDE: usize = 4;
+/// There is a thread that carries a device's words for this many of the device's share of cores: these threads spin while
+/// steps run.
+const CORES_EACH: usize = 2;
 /// The maximum number of threads that carry a device's words.
-const MOST_THREADS: usize = 4;
+const MOST_THREADS: usize = 8;
+/// The minimum number of words of an exchange that a thread carries: a few of them are faster with fewer threads.
+const LEAST_WORDS: u32 = 320;
 /// The number of words that are loaded at once, so that the processor waits for several cache lines at a time.
 const BLOCK: usize = 32;
 /// The number of polls after which stored words leave the processor's write buffers, if no further ones come.
@@ -124,7 +127,7 @@ impl Proxies {
     pub fn spawn(memory: ExchangeMemory) -> Result<Proxies, SpawnError> {
         let devices = memory.outboxes.len();
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-        let each = (cores / (CORES_BESIDE * devices)).clamp(1, MOST_THREADS);
+        let each = (cores / (CORES_EACH * devices)).clamp(1, MOST_THREADS);
         let carried = Mutex::new(vec![vec![0; each]; devices]);
         let (stopped, queued) = (AtomicBool::new(false), AtomicU64::new(0));
         let shared = Arc::new(Shared { memory, stopped, queued, carried });
@@ -184,9 +187,10 @@ impl Drop for StopOnPanic {
 /// Carries the words of device `from` that are those of thread `thread` of `threads`, exchange by exchange.
 fn run(shared: &Shared, from: usize, (thread, threads): (usize, usize), inbox: &Mailbox<Exchanges>) {
     while let Ok(exchanges) = inbox.recv() {
-        let first_of = |thread: usize| match thread == threads {
-            true => u64::from(exchanges.words),
-            false => u64::from(exchanges.words) * thread as u64 / threads as u64 / LINE * LINE,
+        let sharing = threads.min((exchanges.words / LEAST_WORDS) as usize).max(1);
+        let first_of = |thread: usize| match thread < sharing {
+            true => u64::from(exchanges.words) * thread as u64 / sharing as u64 / LINE * LINE,
+            false => u64::from(exchanges.words),
         };
         let words = first_of(thread)..first_of(thread + 1);
         for index in 0..exchanges.count {

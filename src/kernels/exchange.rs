@@ -7,9 +7,11 @@ use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{AllReduceArgs, AllReduceConstants};
 use super::tags::{Flow, tagged};
+use half::bf16;
 
-/// The number of floats in a word that passes between devices. A word has 16 bytes: the floats and a check.
-pub const WORD_FLOATS: u64 = 3;
+/// The number of floats in a word that passes between devices. A word has 16 bytes: the floats and a check. If they are
+/// rounded to bfloat16, a word has twice as many.
+const WORD_FLOATS: u32 = 3;
 /// The size of a word in bytes.
 pub const WORD_BYTES: u64 = 16;
 /// The fault word after an exchange that did not end; no call has this number.
@@ -79,9 +81,13 @@ impl Phase {
     }
 }
 
-/// Returns the number of words that carry `floats` floats.
-pub fn words_of(floats: u64) -> u64 {
-    floats.div_ceil(WORD_FLOATS)
+/// Returns the number of words that carry `floats` floats, rounded to bfloat16 or not.
+pub fn words_of(floats: u64, halves: bool) -> u64 {
+    floats.div_ceil(word_floats(halves).into())
+}
+
+fn word_floats(halves: bool) -> u32 {
+    if halves { 2 * WORD_FLOATS } else { WORD_FLOATS }
 }
 
 /// Returns the size of a device's outbox in bytes.
@@ -127,6 +133,8 @@ pub struct Summed {
     pub y: Activations,
     /// Whether the sum is added to y.
     pub adds: bool,
+    /// Whether the parts are rounded to bfloat16. Tagged parts are not.
+    pub halves: bool,
     /// The tags of x and y.
     pub flow: Flow,
 }
@@ -142,9 +150,10 @@ pub fn all_reduce(
     index: u32,
     buffers: ExchangeBuffers,
 ) -> Call {
-    let Summed { rows, count, x, y, adds, flow } = summed;
+    let Summed { rows, count, x, y, adds, halves, flow } = summed;
+    assert!(!halves || flow == Flow::NONE, "\"{label}\": tagged parts are not rounded");
     assert_eq!(x.stride, y.stride, "\"{label}\": the strides of the sum and of the parts");
-    let words = words_of(u64::from(rows) * u64::from(y.stride));
+    let words = words_of(u64::from(rows) * u64::from(y.stride), halves);
     assert!(words <= buffers.slot_words.into(), "\"{label}\": {words} words in slots of {}", buffers.slot_words);
     let args = AllReduceArgs {
         x: x.range,
@@ -177,6 +186,7 @@ pub fn all_reduce(
             Phase::Receive => 2,
         },
         tagged: flow.code(),
+        halves: halves.into(),
     };
     let workgroups = (words as u32).div_ceil(THREADS).min(shape.workgroups).max(1);
     let (constants, args) = (constants.into_values(), args.into_args());
@@ -196,19 +206,28 @@ pub(crate) fn reference_all_reduce(call: &Call, memory: &mut HostMemory) {
     let floats = rows * a.stride;
     let number = memory.u32(a.number, 0).wrapping_add(a.index);
     let slot = (number & 1) * a.slot_words;
-    for word in 0..floats.div_ceil(3) {
-        let here = |i: u32| (3 * word + i < floats).then_some(3 * word + i);
-        let own: [f32; 3] = std::array::from_fn(|i| here(i as u32).map_or(0.0, |at| memory.f32(a.x, at)));
-        let bits = own.map(f32::to_bits);
+    let each = word_floats(c.halves == 1);
+    let float_of = |bits: [u32; 3], i: u32| match c.halves {
+        1 => bf16::from_bits((bits[i as usize / 2] >> (16 * (i % 2))) as u16).to_f32(),
+        _ => f32::from_bits(bits[i as usize]),
+    };
+    for word in 0..floats.div_ceil(each) {
+        let here = |i: u32| (each * word + i < floats).then_some(each * word + i);
+        let load = |i: u32| here(i).map_or(0, |at| memory.u32(a.x, at));
+        let half = |i: u32| u32::from(bf16::from_f32(f32::from_bits(load(i))).to_bits());
+        let own: [u32; 3] = std::array::from_fn(|i| match c.halves {
+            1 => half(2 * i as u32) | half(2 * i as u32 + 1) << 16,
+            _ => load(i as u32),
+        });
         if c.phase != 2 {
-            for (i, value) in bits.into_iter().chain([check_of(bits, number)]).enumerate() {
-                memory.set_u32(a.outbox, 4 * (slot + word) + i as u32, value);
+            for (i, value) in (0..).zip(own.into_iter().chain([check_of(own, number)])) {
+                memory.set_u32(a.outbox, 4 * (slot + word) + i, value);
             }
         }
         if c.phase == 1 {
             continue;
         }
-        let mut sum = [0f32; 3];
+        let mut sum = vec![0f32; each as usize];
         for rank in 0..c.ranks {
             let part = if rank == c.rank {
                 own
@@ -216,9 +235,9 @@ pub(crate) fn reference_all_reduce(call: &Call, memory: &mut HostMemory) {
                 let at = 4 * ((rank - u32::from(rank > c.rank)) * 2 * a.slot_words + slot + word);
                 let got: [u32; 4] = std::array::from_fn(|i| memory.u32(a.inbox, at + i as u32));
                 assert!(is_complete(got, number), "word {word} of exchange {number} has not come from device {rank}");
-                std::array::from_fn(|i| f32::from_bits(got[i]))
+                [got[0], got[1], got[2]]
             };
-            sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
+            (0..).zip(&mut sum).for_each(|(i, sum)| *sum += float_of(part, i));
         }
         for (i, sum) in (0..).zip(sum) {
             let Some(at) = here(i) else { continue };

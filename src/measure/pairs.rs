@@ -74,7 +74,7 @@ fn time(
     values: u32,
     polls: bool,
 ) -> Result<Option<f64>, StartError> {
-    let slot_words = words_of(values.into()) as u32;
+    let slot_words = words_of(values.into(), false) as u32;
     let mut memory = ExchangeMemory {
         outboxes: Vec::new(),
         inboxes: Vec::new(),
@@ -156,7 +156,7 @@ fn time(
 /// Returns a step of exchanges.
 fn record(adapter: &Adapter, rank: Rank, values: u32, polls: bool) -> Recording {
     let mut recording = Recording::new("exchanges");
-    let slot_words = words_of(values.into()) as u32;
+    let slot_words = words_of(values.into(), false) as u32;
     let r = &mut recording;
     let floats = |r: &mut Recording, name: &str| Activations {
         range: r.buffer(name, u64::from(values) * 4),
@@ -176,7 +176,7 @@ fn record(adapter: &Adapter, rank: Rank, values: u32, polls: bool) -> Recording 
         workgroups: tuning.exchange_workgroups,
         most_polls: if polls { tuning.exchange_polls.max(1) } else { 1 },
     };
-    let summed = Summed { rows: 1, count: None, x, y, adds: false, flow: Flow::NONE };
+    let summed = Summed { rows: 1, count: None, x, y, adds: false, halves: false, flow: Flow::NONE };
     let phases: &[Phase] = if polls { &[Phase::Both] } else { &[Phase::Send, Phase::Receive] };
     for index in 0..EXCHANGES {
         for phase in phases {

@@ -68,8 +68,8 @@ fn every_submission_is_owed_a_report_also_by_an_actor_that_has_ended() {
     // Submission 0 is running. Submission 1 makes the actor panic. Submission 2 is probably in the inbox at that time.
     // Submission 3 comes after the actor has ended.
     compute.submit(reports.submission(0, vec![Arc::clone(&region)]));
-    let gate = Some((Arc::new(Gate::new(&device).unwrap()), 1));
-    let wrong = Submission { gate, report_after: vec![1], ..reports.submission(1, Vec::new()) };
+    let gates = Gates::from([(2, (Arc::new(Gate::new(&device).unwrap()), 1))]);
+    let wrong = Submission { gates, report_after: vec![1], ..reports.submission(1, Vec::new()) };
     compute.submit(Submission { entries: vec![Vec::new(), Vec::new()], ..wrong });
     compute.submit(reports.submission(2, vec![Arc::clone(&region)]));
     let mut heard = Vec::new();

@@ -672,6 +672,7 @@ impl Build<'_> {
             slot_words: decoder.exchange_words(),
             each_step: parallel::exchanges(step),
             row_floats: stride(decoder.config.hidden),
+            rounds_prompts: decoder.rounds_prompts(),
             divided: None,
         })
     }

@@ -114,6 +114,8 @@ pub struct Sums {
     pub each_step: u32,
     /// The number of floats of a row that are exchanged.
     pub row_floats: u32,
+    /// Whether the floats of prompt steps are rounded to bfloat16.
+    pub rounds_prompts: bool,
     /// If steps are divided where the host carries sums: the gate whose value is the number of the last exchange whose words
     /// have come, and the further parts of the regions that have sums, by their names.
     pub divided: Option<(Arc<Gate>, BTreeMap<Arc<str>, Vec<Arc<Region>>>)>,

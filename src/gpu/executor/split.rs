@@ -330,11 +330,13 @@ impl SplitExecutor {
         let proxies = self.proxies.as_ref()?;
         let sums = self.last().exchange().sums.as_ref()?;
         // A prompt step exchanges the rows that it has, other steps all rows of their regions.
-        let rows = match work {
-            Work::Prefill { chunks } => chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum(),
-            Work::Decode { .. } => rows,
+        let (rows, halves) = match work {
+            Work::Prefill { chunks } => {
+                (chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum(), sums.rounds_prompts)
+            }
+            Work::Decode { .. } => (rows, false),
         };
-        let words = words_of(u64::from(rows) * u64::from(sums.row_floats)) as u32;
+        let words = words_of(u64::from(rows) * u64::from(sums.row_floats), halves) as u32;
         let (first, count) = (self.exchange, sums.each_step);
         proxies.carry(Exchanges { first, count, words });
         self.exchange = first + u64::from(count);

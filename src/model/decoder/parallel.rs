@@ -5,6 +5,7 @@
 use super::{Decoder, Step, StepShape, stride};
 use crate::kernels::exchange::{self, ExchangeBuffers, ExchangeShape, Phase, Summed};
 use crate::kernels::gemm::Activations;
+use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::{Op, Recording};
 
 /// The buffer with the parts of sums for the other devices.
@@ -16,7 +17,12 @@ impl Decoder<'_> {
     /// Returns the number of words of each slot of the exchange's buffers: those of the rows of any step.
     pub fn exchange_words(&self) -> u32 {
         let rows = self.state.chunk.max(self.state.rows).max(self.ring.rows);
-        exchange::words_of(u64::from(rows) * u64::from(stride(self.config.hidden))) as u32
+        exchange::words_of(u64::from(rows) * u64::from(stride(self.config.hidden)), false) as u32
+    }
+
+    /// Whether the parts of sums of a prompt step are rounded to bfloat16: where the products round their inputs so too.
+    pub fn rounds_prompts(&self) -> bool {
+        self.tuning.fragments == Some(Matrices::Cooperative)
     }
 
     /// Records the sum over all devices of `step.branch`, into it or onto the residual stream.
@@ -44,6 +50,7 @@ impl Decoder<'_> {
             x: step.branch,
             y,
             adds: y.range.buffer == step.x.range.buffer,
+            halves: count.is_some() && self.rounds_prompts(),
             flow: step.flow(Some(step.branch.range), Some(y.range)),
         };
         for phase in phases {

@@ -4,8 +4,8 @@
 
 use super::mailbox::{Address, Mailbox, mailbox};
 use crate::actors::thread::{ActorThread, SpawnError};
-use crate::kernels::exchange::{WORD_BYTES, has_failed, is_complete, stop_offset};
 use crate::device::{DeviceError, Gate};
+use crate::kernels::exchange::{WORD_BYTES, has_failed, is_complete, stop_offset};
 use crate::memory::Buffer;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};

@@ -174,7 +174,10 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
             over
         }
         None if args.device.len() > 1 => {
-            bail!(super::Usage(format!("{} devices need --split layers or tensor, or a run for each", args.device.len())))
+            bail!(super::Usage(format!(
+                "{} devices need --split layers or tensor, or a run for each",
+                args.device.len()
+            )))
         }
         None => Placement::on(args.device.first().cloned()),
     };

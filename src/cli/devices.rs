@@ -45,9 +45,8 @@ fn exchanges(instance: &Instance, adapters: &[Adapter], json: bool) -> Result<St
             for ExchangeTime { values, within, divided } in &times {
                 let micros = |seconds: f64| format!("{:.1} µs", seconds * 1e6);
                 let waits = within.map_or("-".to_owned(), micros);
-                let rate = within.map_or("-".to_owned(), |seconds| {
-                    format!("{:.1} GB/s", f64::from(*values) * 4.0 / seconds / 1e9)
-                });
+                let rate = within
+                    .map_or("-".to_owned(), |seconds| format!("{:.1} GB/s", f64::from(*values) * 4.0 / seconds / 1e9));
                 let _ = writeln!(text, "   {values:>10} {waits:>16} {:>15} {rate:>26}", micros(*divided));
             }
             let micros = |seconds: f64| (seconds * 1e7).round() / 10.0;

@@ -68,12 +68,7 @@ struct Side {
 }
 
 /// Returns the seconds of an exchange; `None` if it does not work.
-fn time(
-    devices: &[Arc<Device>],
-    adapters: [&Adapter; 2],
-    values: u32,
-    polls: bool,
-) -> Result<Option<f64>, StartError> {
+fn time(devices: &[Arc<Device>], adapters: [&Adapter; 2], values: u32, polls: bool) -> Result<Option<f64>, StartError> {
     let slot_words = words_of(values.into(), false) as u32;
     let mut memory = ExchangeMemory {
         outboxes: Vec::new(),
@@ -158,10 +153,8 @@ fn record(adapter: &Adapter, rank: Rank, values: u32, polls: bool) -> Recording 
     let mut recording = Recording::new("exchanges");
     let slot_words = words_of(values.into(), false) as u32;
     let r = &mut recording;
-    let floats = |r: &mut Recording, name: &str| Activations {
-        range: r.buffer(name, u64::from(values) * 4),
-        stride: values,
-    };
+    let floats =
+        |r: &mut Recording, name: &str| Activations { range: r.buffer(name, u64::from(values) * 4), stride: values };
     let (x, y) = (floats(r, "x"), floats(r, "y"));
     let buffers = ExchangeBuffers {
         outbox: r.buffer("outbox", outbox_bytes(slot_words)),

@@ -153,7 +153,10 @@ fn a_slow_driver_is_waited_for() {
         // Work behind a closed gate makes no progress, so the wait on a GPU must give up.
         let gate = Arc::new(Gate::new(&device).unwrap());
         reports.reports.recv_timeout(LONG).unwrap().result.unwrap();
-        compute.submit(Submission { gates: Gates::from([(1, (Arc::clone(&gate), 1))]), ..reports.submission(1, vec![region]) });
+        compute.submit(Submission {
+            gates: Gates::from([(1, (Arc::clone(&gate), 1))]),
+            ..reports.submission(1, vec![region])
+        });
         assert!(compute.report(&reports.reports, Duration::from_millis(100)).is_none());
         gate.open(1).unwrap();
         compute.report(&reports.reports, LONG).expect("it moves").result.unwrap();
@@ -175,8 +178,10 @@ fn work_goes_on_when_that_of_another_device_has_finished() {
         let (one, other) = (Reports::new(), Reports::new());
         let arenas = devices.each_ref().map(|device| Arena::new(device).unwrap());
         let regions = [first, second].map(|at| filling(&devices[at], &arenas[at], 4096, 1));
-        let waiting =
-            Submission { gates: Gates::from([(1, (Arc::clone(&gate), 1))]), ..other.submission(0, vec![regions[1].clone()]) };
+        let waiting = Submission {
+            gates: Gates::from([(1, (Arc::clone(&gate), 1))]),
+            ..other.submission(0, vec![regions[1].clone()])
+        };
         computes[second].submit(waiting);
         assert!(other.reports.recv_timeout(Duration::from_millis(50)).is_err(), "it waits");
         let opens = Then::new({

@@ -32,8 +32,7 @@ fn record(cases: &mut Cases, random: &mut Random, of: &Exchange, comes: bool) ->
     let floats = of.rows * of.stride;
     let used = of.used.unwrap_or(of.rows) * of.stride;
     let slot_words = words_of(u64::from(floats), false) as u32 + 5;
-    let parts: Vec<Vec<f32>> =
-        (0..of.rank.of).map(|_| (0..floats).map(|_| random.float() * 3.0).collect()).collect();
+    let parts: Vec<Vec<f32>> = (0..of.rank.of).map(|_| (0..floats).map(|_| random.float() * 3.0).collect()).collect();
     let mut inbox = vec![POISON; (inbox_bytes(slot_words, of.rank.of) / 4) as usize];
     let stop = inbox.len() - 4;
     inbox[stop..].fill(0);
@@ -127,7 +126,16 @@ fn a_part_that_never_comes_ends_the_call_with_a_fault() {
         let mut random = Random(92);
         cases.case("missing".to_owned());
         let rank = Rank { index: 0, of: 2 };
-        let of = Exchange { rank, rows: 1, stride: 96, used: None, number: 8, phase: Phase::Both, adds: true, halves: false };
+        let of = Exchange {
+            rank,
+            rows: 1,
+            stride: 96,
+            used: None,
+            number: 8,
+            phase: Phase::Both,
+            adds: true,
+            halves: false,
+        };
         let (x, outbox, fault, _) = record(&mut cases, &mut random, &of, false);
         let before = cases.before();
         let after = Bench::new(&vulkan, *driver).run(&cases.recording, &before);

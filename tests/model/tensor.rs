@@ -147,9 +147,8 @@ fn batches_of_a_model_in_parts_draw_what_one_device_draws() {
     assert_eq!(first.tokens, generate(&only(&one), long).tokens);
     assert_eq!(again.finished.cached_tokens, 48, "of the prompt's 64 tokens");
     // Log probabilities of the prompt itself, chunk by chunk.
-    let scores = |host: &Host| {
-        generate(&only(host), Request { prompt_logprobs: Some(2), ..request(&prompt[..40], 1) }).scored
-    };
+    let scores =
+        |host: &Host| generate(&only(host), Request { prompt_logprobs: Some(2), ..request(&prompt[..40], 1) }).scored;
     let (found, wanted) = (scores(&host), scores(&one));
     assert!(found.len() > 30 && found.len() == wanted.len());
     for (found, wanted) in found.iter().zip(&wanted) {
@@ -254,6 +253,9 @@ fn what_cannot_be_divided_by_tensors_is_refused() {
     ] {
         let error = refused(&vulkan, fixture(name), tensor);
         let text = error.to_string();
-        assert!(error.is_users() && text.contains(what) && text.ends_with("split = \"layers\" works"), "{name}: {text}");
+        assert!(
+            error.is_users() && text.contains(what) && text.ends_with("split = \"layers\" works"),
+            "{name}: {text}"
+        );
     }
 }

@@ -2,8 +2,8 @@
 //! heads and inner values.
 //! Not here: how stages exchange activations (`gpu::executor`), and the placement of devices (`gpu::devices`).
 
-use crate::gpu::build::{Build, PlannedSizes};
 use crate::config;
+use crate::gpu::build::{Build, PlannedSizes};
 use crate::gpu::error::StartError;
 use crate::kernels::exchange::Rank;
 use crate::model::checkpoint::shard::ShardError;
@@ -75,16 +75,8 @@ pub(crate) fn choose_stages(
         let (mut parts, mut input_tags) = (Vec::new(), BTreeMap::new());
         for (build, stage) in builds.iter().zip(stages) {
             let weights = stage.weights(config, first.all_weights());
-            let part = StagePart {
-                stage,
-                weights,
-                on_cpu,
-                heap_bytes,
-                window_pages: None,
-                tags,
-                polls: false,
-                input_tags,
-            };
+            let part =
+                StagePart { stage, weights, on_cpu, heap_bytes, window_pages: None, tags, polls: false, input_tags };
             input_tags = build.of_part(&part).output_tags();
             parts.push(part);
         }

@@ -129,7 +129,12 @@ impl GpuExecutor {
     pub(super) fn inbox(&mut self, ticket: Ticket, applied: &mut Applied) -> Result<&Inbox, ExecuteError> {
         if applied.inboxes.len() >= self.parts.inboxes.len() / 2 {
             let full = std::mem::take(applied);
-            self.hand_over(Pending::changes(ticket, full.inboxes), vec![full.regions], Vec::new(), (Gates::new(), None));
+            self.hand_over(
+                Pending::changes(ticket, full.inboxes),
+                vec![full.regions],
+                Vec::new(),
+                (Gates::new(), None),
+            );
         }
         let index = self.free_inbox()?;
         applied.inboxes.push(index);

@@ -454,7 +454,8 @@ impl SplitExecutor {
         // Only one row of logits can be kept at a time, and the test at start wants steps of all rows.
         let whole = self.proxies.is_some()
             || drafts > 0
-            || self.testing.is_some() || slots.iter().any(|slot| self.last().dumps[slot.0 as usize]);
+            || self.testing.is_some()
+            || slots.iter().any(|slot| self.last().dumps[slot.0 as usize]);
         if whole { 1 } else { parts(self.stages.len() as u32).min(slots.len() / LEAST_ROWS).max(1) }
     }
 

@@ -130,8 +130,9 @@ impl WeightSpec {
             Format::Codes(codes) => codes.group,
             _ => 1,
         };
-        // Groups are powers of two.
-        self.sources.iter().map(SourceRef::group).fold(packed, u32::max)
+        // Groups are powers of two. A row of a single group has one scale wherever it is cut.
+        let group = self.sources.iter().map(SourceRef::group).fold(packed, u32::max);
+        if self.cols <= group { 1 } else { group }
     }
 
     /// Returns the weight with some of its columns only.
@@ -377,7 +378,7 @@ mod tests {
             ("llama-bias", 2),
             ("moe-top1", 2),
             ("moe-top2", 2),
-            ("families/gptoss-bf16", 4),
+            ("families/gptoss-bf16", 2),
             ("families/gemma3-wrapped", 2),
         ] {
             let checkpoint = open(name);
@@ -421,7 +422,8 @@ mod tests {
 
     #[test]
     fn heads_are_divided_by_key_heads_or_within_one() {
-        let kind = |heads, kv_heads| Attention { heads, kv_heads, ..open("qwen3-deep").config.attention_kinds[0].clone() };
+        let kind =
+            |heads, kv_heads| Attention { heads, kv_heads, ..open("qwen3-deep").config.attention_kinds[0].clone() };
         let all = |heads, kv_heads, of| -> Vec<(Range<u32>, Range<u32>)> {
             let own = |index| OwnHeads::of(&kind(heads, kv_heads), Rank { index, of }).unwrap();
             (0..of).map(own).map(|own| (own.queries, own.keys)).collect()
@@ -438,17 +440,22 @@ mod tests {
 
     #[test]
     fn inner_values_stay_in_whole_groups() {
-        let inner = |name: &str| -> Vec<u32> {
-            shards(&open(name), 2).iter().map(|part| part.config.intermediate).collect()
-        };
+        let inner =
+            |name: &str| -> Vec<u32> { shards(&open(name), 2).iter().map(|part| part.config.intermediate).collect() };
         assert_eq!(inner("llama-bias"), [72, 73]);
         // 96 inner values in groups of 32.
         assert_eq!(inner("quantised/ct-mixed"), [32, 64]);
-        // Heads of 32 values, of which two make a group; experts of 32 inner values in one group.
-        let refused = |name: &str| open(name).shard(Rank { index: 0, of: 2 }).unwrap_err().to_string();
-        let heads = refused("quantised/gptq-8");
-        assert!(heads.starts_with("layers.0.o has groups of 64 columns, the heads of a device are 32 columns"), "{heads}");
-        let experts = refused("families/gptoss-mxfp4");
-        assert!(experts.starts_with("the 32 inner values of layers.0.experts.down, in groups of 32,"), "{experts}");
+        // A row of one group can be cut anywhere, one of several between them.
+        let weight = |cols: u32, name: &str| {
+            let all = open("quantised/gptq-8").weights;
+            let of = all.into_iter().find(|weight| weight.name == name).unwrap();
+            WeightSpec { cols, ..of }
+        };
+        assert!(weight(64, "layers.0.o").columns(0..32).is_ok());
+        let error = weight(128, "layers.0.o").columns(32..64).unwrap_err().to_string();
+        assert!(
+            error.starts_with("layers.0.o has groups of 64 columns, the heads of a device are 32 columns"),
+            "{error}"
+        );
     }
 }

@@ -165,6 +165,53 @@ fn a_slow_driver_is_waited_for() {
     assert!(device.wait_while_moving(point, patience).unwrap());
 }
 
+/// Goal: each entry of a submission waits at its own gate, behind the entries before it, and the submission is reported
+/// after the last one. Method: each entry writes another word to memory that the host reads.
+#[test]
+fn entries_of_a_submission_wait_at_gates_of_their_own() {
+    let vulkan = Vulkan::new();
+    for driver in Driver::all() {
+        let device = vulkan.device(*driver);
+        let arena = Arena::new(&device).unwrap();
+        let compute = Compute::spawn(Arc::clone(&device), GpuTime::Phases, None).unwrap();
+        let word = arena.buffer("word", 16, Place::Readback).unwrap();
+        word.write(0, &[0; 16]);
+        let mut table = BufferTable::new();
+        table.add(Arc::clone(&word)).unwrap();
+        let writes = |value: u32| {
+            let mut recording = Recording::new("write");
+            let to = recording.buffer("word", 16);
+            recording.ops.push(Op::Fill { to, word: value });
+            let none = Pipelines::build(&device, None, &[&recording], &|_, _| {}).unwrap();
+            Arc::new(Region::build_gated(&device, &recording, &table, &none).unwrap())
+        };
+        let gate = Arc::new(Gate::new(&device).unwrap());
+        let reports = Reports::new();
+        compute.submit(Submission {
+            entries: (1..=4).map(|value| vec![writes(value)]).collect(),
+            gates: Gates::from([(2, (Arc::clone(&gate), 1)), (4, (Arc::clone(&gate), 2))]),
+            ..reports.submission(0, Vec::new())
+        });
+        let reaches = |value: u32| {
+            let begun = Instant::now();
+            while word.load_u32(0) != value {
+                assert!(begun.elapsed() < LONG, "{driver:?}: {} in place of {value}", word.load_u32(0));
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        };
+        for (opened, value) in [(None, 1), (Some(1), 3)] {
+            opened.into_iter().for_each(|value| gate.open(value).unwrap());
+            reaches(value);
+            assert!(reports.reports.recv_timeout(Duration::from_millis(20)).is_err(), "{driver:?}: it waits");
+            reaches(value);
+        }
+        gate.open(2).unwrap();
+        let report = reports.reports.recv_timeout(LONG).unwrap();
+        report.result.unwrap();
+        assert_eq!((report.entries, report.last, word.load_u32(0)), (4, true, 4), "{driver:?}");
+    }
+}
+
 /// Goal: work on one device goes on when work on another one has finished, without anybody waiting for a report. Method:
 /// a submission to one CPU driver waits at a gate, which the end of one to the other driver opens; then both the other way
 /// round.

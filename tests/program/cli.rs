@@ -190,6 +190,19 @@ fn a_split_model_is_measured_on_all_its_devices() {
 }
 
 #[test]
+fn exchanges_between_devices_are_measured() {
+    let pairs: Value = serde_json::from_slice(&run(&["devices", "--pairs", "--json"]).stdout).unwrap();
+    let pairs = pairs.as_array().unwrap();
+    assert_eq!(pairs.len(), 1, "of two CPU drivers");
+    assert_eq!(pairs[0]["devices"].as_array().unwrap().len(), 2);
+    for time in pairs[0]["exchanges"].as_array().unwrap() {
+        assert!(time["values"].as_u64().unwrap() >= 4096 && time["divided_us"].as_f64().unwrap() > 0.0, "{time}");
+        // Threads of CPU drivers do not wait for each other.
+        assert!(time["within_step_us"].is_null(), "{time}");
+    }
+}
+
+#[test]
 fn load_on_a_server_is_measured_as_its_clients_see_it() {
     let server = Server::start(&["--model", &format!("demo=embedded:demo@{}", cpu())]);
     let ask = |arguments: &[&str]| {

@@ -31,7 +31,9 @@ use crate::gpu::build::recordings::{
 use crate::gpu::build::split::StagePart;
 use crate::gpu::devices::OpenDevice;
 use crate::gpu::error::StartError;
-use crate::gpu::executor::exchange::{self, Exchange, MessagesIn, MessagesOut, PassedRows, SlotsIn, SlotsOut, Sums};
+use crate::gpu::executor::exchange::{
+    self, DividedSteps, Exchange, MessagesIn, MessagesOut, PassedRows, SlotsIn, SlotsOut, Sums,
+};
 use crate::gpu::executor::{CountInbox, DecodeRegion, DecodeRegions, GpuExecutor, HeadParts, Inbox, Injection, Parts};
 use crate::gpu::spans;
 use crate::gpu::tuned::Tuned;
@@ -526,7 +528,8 @@ impl Build<'_> {
         if let Some(sums) = exchange.as_mut().and_then(|exchange| exchange.sums.as_mut())
             && decoder.tuning.exchange_polls == 0
         {
-            sums.divided = Some((Arc::new(Gate::new(&self.opened.device)?), divided.take()));
+            let gate = Arc::new(Gate::new(&self.opened.device)?);
+            sums.divided = Some(DividedSteps { gate, rest: divided.take() });
         }
         let (ready, loaded) = self.finish(loading)?;
         let failed = match &head {

@@ -116,9 +116,17 @@ pub struct Sums {
     pub row_floats: u32,
     /// Whether the floats of prompt steps are rounded to bfloat16.
     pub rounds_prompts: bool,
-    /// If steps are divided where the host carries sums: the gate whose value is the number of the last exchange whose words
-    /// have come, and the further parts of the regions that have sums, by their names.
-    pub divided: Option<(Arc<Gate>, BTreeMap<Arc<str>, Vec<Arc<Region>>>)>,
+    /// If steps are divided where the host carries sums, how.
+    pub divided: Option<DividedSteps>,
+}
+
+/// Steps that are divided where the host carries sums.
+#[derive(Debug)]
+pub struct DividedSteps {
+    /// The gate whose value is the number of the last exchange whose words have come.
+    pub gate: Arc<Gate>,
+    /// The further parts of the regions that have sums, by the names of these.
+    pub rest: BTreeMap<Arc<str>, Vec<Arc<Region>>>,
 }
 
 /// The buffers, regions and gate by which a stage receives a step's rows.

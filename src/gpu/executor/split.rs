@@ -207,7 +207,7 @@ impl SplitExecutor {
         let memory = sums.map(|sums| ExchangeMemory {
             outboxes: sums.iter().map(|of| Arc::clone(&of.outbox)).collect(),
             inboxes: sums.iter().map(|of| Arc::clone(&of.inbox)).collect(),
-            gates: sums.iter().filter_map(|of| of.divided.as_ref()).map(|(gate, _)| Arc::clone(gate)).collect(),
+            gates: sums.iter().filter_map(|of| of.divided.as_ref()).map(|of| Arc::clone(&of.gate)).collect(),
             slot_words: sums[0].slot_words,
             on_cpu,
         });

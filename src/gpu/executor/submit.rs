@@ -6,6 +6,7 @@ use crate::actors::watcher::Then;
 use crate::engine::executor::ExecuteError;
 use crate::engine::plan::{Chunk, Slot, Ticket, Work};
 use crate::engine::variants::Fallback;
+use crate::gpu::executor::exchange::DividedSteps;
 use crate::gpu::executor::inbox::Posts;
 use crate::gpu::executor::{
     Around, Commands, DecodeRegion, GpuExecutor, Kind, Link, MOST_REPEATS, Pending, Pools, REPORT_EVERY, Scoring, Steps,
@@ -264,9 +265,8 @@ impl GpuExecutor {
     fn divide(&self, entries: &mut Vec<Vec<Arc<Region>>>) -> Gates {
         let mut gates = Gates::new();
         let sums = self.parts.exchange.as_ref().and_then(|exchange| exchange.sums.as_ref());
-        let (Some((gate, rest)), Some(first)) = (sums.and_then(|sums| sums.divided.as_ref()), self.first_sum) else {
-            return gates;
-        };
+        let divided = sums.and_then(|sums| sums.divided.as_ref());
+        let (Some(DividedSteps { gate, rest }), Some(first)) = (divided, self.first_sum) else { return gates };
         let [regions] = &mut entries[..] else { panic!("{} entries of a step with sums", entries.len()) };
         let found = regions.iter().position(|region| rest.contains_key(region.shared_name()));
         let at = found.expect("a step with sums has a region that is divided");

@@ -9,7 +9,7 @@
 use super::{Checkpoint, SourceRef, WeightSpec};
 use crate::kernels::exchange::Rank;
 use crate::memory::pack::{Format, RowMap, SourceFormat, Transposed};
-use crate::model::config::{Attention, MlpKind, ModelConfig, QkNorm};
+use crate::model::config::{Attention, DeltaNet, LayerKind, MlpKind, ModelConfig, QkNorm};
 use std::ops::Range;
 
 /// Why a model cannot be divided among devices by tensors.
@@ -46,6 +46,16 @@ pub enum ShardError {
         columns: u32,
         /// The number of columns of a group.
         group: u32,
+        /// The number of devices.
+        devices: u32,
+    },
+    /// The key heads of recurrent layers cannot be divided.
+    #[error(
+        "{heads} key heads of recurrent layers cannot be divided equally among {devices} devices; split = \"layers\" works"
+    )]
+    Recurrent {
+        /// The number of key heads.
+        heads: u32,
         /// The number of devices.
         devices: u32,
     },
@@ -124,10 +134,12 @@ impl SourceRef {
 }
 
 impl WeightSpec {
-    /// Returns the number of columns that cannot be divided without changing the numbers of the packed weight.
+    /// Returns the number of columns that cannot be divided. Numbers that are quantised while they are loaded can be divided
+    /// anywhere: a device's groups begin with its part.
     fn group(&self) -> u32 {
+        let quantised = |source: &SourceRef| source.map.format.codes().is_some();
         let packed = match self.format {
-            Format::Codes(codes) => codes.group,
+            Format::Codes(codes) if self.sources.iter().any(quantised) => codes.group,
             _ => 1,
         };
         // Groups are powers of two. A row of a single group has one scale wherever it is cut.
@@ -211,12 +223,23 @@ impl OwnHeads {
     }
 }
 
+/// Returns the key heads of recurrent layers that a device has: the same number on each, because all devices have room for
+/// the same sequences and snapshots.
+fn recurrent_heads(net: DeltaNet, rank: Rank) -> Result<Range<u32>, ShardError> {
+    match net.key_heads.is_multiple_of(rank.of) {
+        true => Ok(rank.part(net.key_heads)),
+        false => Err(ShardError::Recurrent { heads: net.key_heads, devices: rank.of }),
+    }
+}
+
 /// The part of each layer that a device has.
 struct Parts<'a> {
     config: &'a ModelConfig,
     rank: Rank,
     /// For each kind of attention layers, the heads.
     heads: Vec<OwnHeads>,
+    /// The key heads of recurrent layers.
+    recurrent: Range<u32>,
     /// For each layer, the inner values of its dense MLP.
     inner: Vec<Range<u32>>,
     /// The inner values of each expert, and of the shared expert.
@@ -237,6 +260,28 @@ impl Parts<'_> {
         all.into_iter().filter(|part| part.end <= rows).collect()
     }
 
+    /// Returns the value heads of recurrent layers that use the device's key heads: adjacent ones.
+    fn value_heads(&self, net: DeltaNet) -> Range<u32> {
+        let group = net.value_heads / net.key_heads;
+        self.recurrent.start * group..self.recurrent.end * group
+    }
+
+    /// Returns the rows that a device keeps of the projection of a recurrent layer's input: those of q, k, v, z, b and a.
+    fn in_proj(&self, net: DeltaNet) -> Vec<Range<u32>> {
+        let values = self.value_heads(net);
+        let rows_of = |heads: &Range<u32>, each: u32, first: u32| first + heads.start * each..first + heads.end * each;
+        let (keys, channels) = (net.key_rows(), net.channels());
+        let behind = channels + net.value_rows();
+        vec![
+            rows_of(&self.recurrent, net.key_dim, 0),
+            rows_of(&self.recurrent, net.key_dim, keys),
+            rows_of(&values, net.value_dim, 2 * keys),
+            rows_of(&values, net.value_dim, channels),
+            rows_of(&values, 1, behind),
+            rows_of(&values, 1, behind + net.value_heads),
+        ]
+    }
+
     /// Returns the device's part of the ranges of a merged weight.
     fn of(&self, ranges: &[&WeightSpec]) -> Result<Vec<WeightSpec>, ShardError> {
         let whole = || ranges.iter().map(|range| (*range).clone()).collect::<Vec<_>>();
@@ -247,7 +292,7 @@ impl Parts<'_> {
         let (c, kind) = (self.config, self.config.attention_of[at]);
         let columns = |of: Range<u32>| ranges.iter().map(|range| range.columns(of.clone())).collect();
         // Rows of gate and up alternate.
-        let both = |of: &Range<u32>| [2 * of.start..2 * of.end];
+        let both = |of: &Range<u32>| 2 * of.start..2 * of.end;
         // Of a bias that is added to a sum over devices, all but the first add zeros.
         let once = || match self.rank.index {
             0 => whole(),
@@ -258,15 +303,35 @@ impl Parts<'_> {
         Ok(match part {
             "qkv" | "qkv.bias" => rows(ranges, &self.qkv(kind, count)),
             "sinks" => rows(ranges, &[queries]),
-            "o" => return columns(queries.start * dim..queries.end * dim),
-            "gate_up" | "gate_up.bias" => rows(ranges, &both(&self.inner[at])),
+            "o" => {
+                let recurrent = c.delta.filter(|_| c.layer_kinds[at] == LayerKind::GatedDelta);
+                return columns(match recurrent {
+                    Some(net) => {
+                        let values = self.value_heads(net);
+                        values.start * net.value_dim..values.end * net.value_dim
+                    }
+                    None => queries.start * dim..queries.end * dim,
+                });
+            }
+            "in_proj" => rows(ranges, &c.delta.map_or_else(Vec::new, |net| self.in_proj(net))),
+            // The taps of a channel are adjacent; the channels are the first rows of `in_proj`.
+            "conv" => {
+                let net = c.delta.filter(|net| net.conv_kernel > 0);
+                let kept = net.map_or_else(Vec::new, |net| {
+                    let channels = self.in_proj(net).into_iter().take(3);
+                    channels.map(|of| of.start * net.conv_kernel..of.end * net.conv_kernel).collect()
+                });
+                rows(ranges, &kept)
+            }
+            "a_log" | "dt_bias" => rows(ranges, &c.delta.map_or_else(Vec::new, |net| vec![self.value_heads(net)])),
+            "gate_up" | "gate_up.bias" => rows(ranges, &[both(&self.inner[at])]),
             "down" => return columns(self.inner[at].clone()),
-            "shared.gate_up" => rows(ranges, &both(&self.of_shared)),
+            "shared.gate_up" => rows(ranges, &[both(&self.of_shared)]),
             "shared.down" => return columns(self.of_shared.clone()),
             "experts.gate_up" | "experts.gate_up.bias" => {
                 let experts = c.experts.map_or(0, |experts| experts.count);
                 let each = count / experts.max(1);
-                let [part] = both(&self.of_experts);
+                let part = both(&self.of_experts);
                 let kept = (0..experts).map(|expert| part.start + expert * each..part.end + expert * each);
                 rows(ranges, &kept.collect::<Vec<_>>())
             }
@@ -284,7 +349,7 @@ impl Checkpoint {
         let c = &self.config;
         let refuse = |is: bool, what: &'static str| if is { Err(ShardError::Unsupported { what }) } else { Ok(()) };
         refuse(c.latent.is_some(), "layers with latent attention")?;
-        refuse(c.delta.is_some(), "recurrent layers")?;
+        refuse(c.delta.is_some_and(|net| net.tiled), "recurrent layers whose key heads take turns (GGUF)")?;
         refuse(c.qk_norm == QkNorm::Rows, "norms over all heads of a row")?;
         refuse(c.experts.is_some_and(|experts| experts.beside_dense), "experts beside a dense MLP")?;
         let parts = self.parts(rank)?;
@@ -299,6 +364,10 @@ impl Checkpoint {
         if let Some(experts) = &mut config.experts {
             experts.inner = parts.of_experts.len() as u32;
             experts.shared_inner = experts.shared_inner.map(|_| parts.of_shared.len() as u32);
+        }
+        if let Some(net) = &mut config.delta {
+            let values = parts.value_heads(*net);
+            (net.key_heads, net.value_heads) = (parts.recurrent.len() as u32, values.len() as u32);
         }
         config.mtp_layers = 0;
         let mut weights = Vec::new();
@@ -315,6 +384,7 @@ impl Checkpoint {
     fn parts(&self, rank: Rank) -> Result<Parts<'_>, ShardError> {
         let c = &self.config;
         let heads = c.attention_kinds.iter().map(|of| OwnHeads::of(of, rank)).collect::<Result<_, ShardError>>()?;
+        let recurrent = c.delta.map_or(Ok(0..0), |net| recurrent_heads(net, rank))?;
         // Inner values are divided in groups of the matrix whose columns they are.
         let group = |name: &str| {
             let weights = self.weights.iter().filter(|weight| weight.merged == name);
@@ -347,7 +417,7 @@ impl Checkpoint {
             };
         }
         let (of_experts, of_shared) = of_experts;
-        Ok(Parts { config: c, rank, heads, inner, of_experts, of_shared })
+        Ok(Parts { config: c, rank, heads, recurrent, inner, of_experts, of_shared })
     }
 }
 
@@ -379,6 +449,8 @@ mod tests {
             ("moe-top1", 2),
             ("moe-top2", 2),
             ("families/gptoss-bf16", 2),
+            ("hybrid-two", 2),
+            ("next-moe", 2),
             ("families/gemma3-wrapped", 2),
         ] {
             let checkpoint = open(name);
@@ -403,7 +475,8 @@ mod tests {
                 let found = sum(&weight.merged, &WeightSpec::elements);
                 let ranges = checkpoint.weights.iter().filter(|other| other.merged == weight.merged);
                 let whole: u64 = ranges.map(WeightSpec::elements).sum();
-                let divided = [".o", ".down", ".gate_up", ".gate_up.bias", ".sinks"];
+                let divided =
+                    [".o", ".down", ".gate_up", ".gate_up.bias", ".sinks", ".in_proj", ".conv", ".a_log", ".dt_bias"];
                 let wanted = match divided.iter().any(|end| weight.merged.ends_with(end)) {
                     true => whole,
                     // A key head that several devices have counts for each.

@@ -70,7 +70,7 @@ layout(push_constant) uniform Args {
 const uint POLLS_BETWEEN_EXCHANGE_LOOKS = 64u;
 // In the fault word: no call of this step polled too long for tagged words, but an exchange did not end.
 const uint EXCHANGE_FAULT = 0xfffffeu;
-// In the check of a word that a device sends whose fault word is set.
+// In the words that a device sends whose fault word is set.
 const uint FAILED = 0x5bd1e995u;
 
 uint rotated(uint bits, uint by) { return bits << by | bits >> (32u - by); }
@@ -108,7 +108,7 @@ float float_of(uvec3 part, uint i) {
     return i % 2u == 0u ? bf16_low(part[i / 2u]) : bf16_high(part[i / 2u]);
 }
 
-// The same, after the product's call has written them.
+// Returns a word of this device's part after the product's call has written it.
 uvec3 part_of(uint word, uint floats) {
     uvec3 part = load_part(word, floats);
     if (TAGGED != 3u) return part;
@@ -131,7 +131,7 @@ void main() {
     for (uint word = first; PHASE != 2u && word < words; word += invocations) {
         uvec3 part = part_of(word, floats);
         bool failed = fault.v[0] != 0u;
-        uvec3 bits = failed ? uvec3(0u) : part;
+        uvec3 bits = failed ? uvec3(FAILED, exchange, ~exchange) : part;
         outbox.v[slot + word] = uvec4(bits, check_of(bits, exchange) ^ (failed ? FAILED : 0u));
     }
     if (PHASE == 1u) return;

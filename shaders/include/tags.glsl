@@ -10,7 +10,7 @@
 // Vulkan does not guarantee forward progress between workgroups, so a reader polls at most MOST_POLLS times. After that
 // it sets the fault word to the number of its call and continues with the words that it has. Once the fault word is
 // set, every reader stops polling. While a call waits for another device (`all_reduce`), the word behind the fault word is
-// set, and no reader gives up. Polls are counted instead of time because a workgroup does not poll while another
+// set, and readers that find it set begin to count anew. Polls are counted instead of time because a workgroup does not poll while another
 // program's context is on the device. Words are polled with `volatile` loads, and a lane issues all of its loads before
 // it checks any of them: a check between two loads would cost a round trip to the L2 cache.
 
@@ -50,9 +50,8 @@ bool poll_again(bool waiting, inout uint polls, Fault fault, uint tag) {
     if (!waiting) return false;
     polls++;
     if (polls % POLLS_BETWEEN_LOOKS != 0u) return true;
-    if (polls >= MOST_POLLS) {
-        if (fault.v[1] == 0u) fault.v[0] = max(tag >> CALL_SHIFT, 1u);
-        polls = 0u;
-    }
+    // Time in which a call waits for another device does not count.
+    if (fault.v[1] != 0u) polls = 0u;
+    else if (polls >= MOST_POLLS) fault.v[0] = max(tag >> CALL_SHIFT, 1u);
     return fault.v[0] == 0u;
 }

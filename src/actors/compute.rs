@@ -28,6 +28,8 @@ pub struct Submission {
     /// For entries (counted from 1) that wait: a host-signaled timeline and the value that it must reach. Everything behind
     /// such an entry runs after it. A gated submission must ask for no report but the last.
     pub gates: Gates,
+    /// Whether kernels of the submission wait for another device.
+    pub waits_within: bool,
     /// Why the submission ends where it does.
     pub flush: FlushReason,
     /// The entries (counted from 1, ascending) after which a report is wanted. The last entry is always reported.
@@ -64,6 +66,7 @@ struct Work {
     entries: Vec<Vec<Arc<Region>>>,
     waits: Vec<Point>,
     gates: Gates,
+    waits_within: bool,
     flush: FlushReason,
     report_after: Vec<u32>,
     owed: Owed,
@@ -91,7 +94,7 @@ impl Compute {
 
     /// Queues a submission behind all earlier ones. Blocks while the inbox is full.
     pub fn submit(&self, submission: Submission) {
-        let Submission { id, entries, waits, gates, flush, report_after, outbox, then } = submission;
+        let Submission { id, entries, waits, gates, waits_within, flush, report_after, outbox, then } = submission;
         let owed = Owed::new(id, outbox, Arc::clone(&self.device) as _);
         {
             // If the thread has ended, the mailbox drops the message, and dropping `owed` reports the error.
@@ -100,6 +103,7 @@ impl Compute {
                 entries,
                 waits,
                 gates,
+                waits_within,
                 flush,
                 report_after,
                 owed,
@@ -163,10 +167,10 @@ impl Actor {
     fn submit(&mut self, work: Work) {
         // What waits for the host or for another device takes no turn: these could wait for a process that waits for this
         // turn.
-        let turns = self.turns.as_mut().filter(|_| work.gates.is_empty());
+        let turns = self.turns.as_mut().filter(|_| work.gates.is_empty() && !work.waits_within);
         let turn = turns.and_then(Turns::take);
         let begin = Moment::now();
-        let Work { id, entries, waits, mut gates, flush, mut report_after, mut owed, then } = work;
+        let Work { id, entries, waits, mut gates, flush, mut report_after, mut owed, then, .. } = work;
         let count = entries.len() as u32;
         report_after.retain(|entry| *entry > 0 && *entry < count);
         report_after.push(count);

@@ -21,8 +21,7 @@ const PATIENCE_CPU: Duration = Duration::from_secs(120);
 /// The number of polls between two looks at the clock.
 const POLLS_BETWEEN_LOOKS: u32 = 4096;
 
-/// There is a thread that carries a device's words for this many of the device's share of cores: these threads spin while
-/// steps run.
+/// One thread carries a device's words per this many cores of the device's share: these threads spin while steps run.
 const CORES_EACH: usize = 2;
 /// The maximum number of threads that carry a device's words.
 const MOST_THREADS: usize = 8;
@@ -108,9 +107,6 @@ impl Shared {
     /// Notes that a thread of device `from` has carried all of its words of an exchange, and opens the gates of those devices
     /// that have got the words of all.
     fn passed(&self, (from, thread): (usize, usize), number: u64) -> Result<(), DeviceError> {
-        if self.memory.gates.is_empty() {
-            return Ok(());
-        }
         // Every change is a single assignment, so a panic leaves it valid.
         let mut carried = self.carried.lock().unwrap_or_else(PoisonError::into_inner);
         carried[from][thread] = number;
@@ -131,7 +127,8 @@ impl Proxies {
         let carried = Mutex::new(vec![vec![0; each]; devices]);
         let (stopped, queued) = (AtomicBool::new(false), AtomicU64::new(0));
         let shared = Arc::new(Shared { memory, stopped, queued, carried });
-        let (mut inboxes, mut threads) = (Vec::new(), Vec::new());
+        // If a thread cannot be started, the inboxes close before the others are joined.
+        let (mut threads, mut inboxes) = (Vec::new(), Vec::new());
         for (from, thread) in (0..devices).flat_map(|from| (0..each).map(move |thread| (from, thread))) {
             let (address, inbox) = mailbox(INBOX);
             let of_thread = Arc::clone(&shared);
@@ -160,6 +157,22 @@ impl Proxies {
     /// Whether exchanges have ended before their words had come: what was computed since is wrong.
     pub fn has_stopped(&self) -> bool {
         self.shared.stopped.load(Ordering::Acquire)
+    }
+
+    /// Waits until all words of an exchange have passed, which is at once if its step has ended on all devices. Returns false if
+    /// exchanges have ended before.
+    pub fn have_carried(&self, number: u64) -> bool {
+        loop {
+            if self.has_stopped() {
+                return false;
+            }
+            let carried = self.shared.carried.lock().unwrap_or_else(PoisonError::into_inner);
+            if carried.iter().flatten().all(|last| *last >= number) {
+                return true;
+            }
+            drop(carried);
+            std::thread::yield_now();
+        }
     }
 
     /// Ends all exchanges, so that steps that are queued come to an end, with wrong results.

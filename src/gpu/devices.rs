@@ -325,16 +325,19 @@ impl Devices {
         let name = replica_name(model, index);
         let span = spans::load(&name);
         let placement = &model.replicas[index];
-        let tuned: Vec<Tuned> =
-            adapters.iter().map(|adapter| Tuned::of_model(cache, adapter, checkpoint, attempt.progress)).collect();
         let shards = match placement.split {
             Some(SplitMode::Tensor) => shards(model, checkpoint, adapters.len() as u32)?,
             Some(SplitMode::Layers) | None => Vec::new(),
         };
+        let of_device = |device: usize| shards.get(device).unwrap_or(checkpoint);
+        let tuned = adapters.iter().enumerate();
+        let tuned: Vec<Tuned> = tuned
+            .map(|(device, adapter)| Tuned::of_model(cache, adapter, of_device(device), attempt.progress))
+            .collect();
         let build = |device: usize, model| Build {
             name: &name,
             model,
-            checkpoint: shards.get(device).unwrap_or(checkpoint),
+            checkpoint: of_device(device),
             draft,
             opened: &opened[device],
             adapter: &adapters[device],
@@ -359,17 +362,24 @@ impl Devices {
         if split == SplitMode::Layers || on_cpu {
             return built(Waits::NONE);
         }
+        let says = |what: &str, error: &StartError| {
+            attempt.progress.line(&format!("\"{name}\": {what}: {}", with_causes(error)));
+        };
+        let tags = builds.iter().all(Build::may_overlap);
         for (waits, otherwise) in [
-            (Waits { polls: true, tags: true }, "decode steps have barriers"),
-            (Waits { polls: true, tags: false }, "steps are divided where sums are exchanged"),
+            (Waits { polls: true, tags: true }, "decode steps have barriers, because a test failed"),
+            (Waits { polls: true, tags: false }, "steps are divided where sums are exchanged, because a test failed"),
         ] {
+            if waits.tags && !tags {
+                continue;
+            }
             match built(waits) {
-                Err(
-                    error @ (StartError::SplitTest { source: ExecuteError::ExchangeEnded, .. }
-                    | StartError::NoBar { .. }),
-                ) => {
-                    let why = with_causes(&error);
-                    attempt.progress.line(&format!("\"{name}\": {otherwise}, because a test failed: {why}"));
+                Err(error @ StartError::SplitTest { source: ExecuteError::ExchangeEnded, .. }) => {
+                    says(otherwise, &error)
+                }
+                Err(error @ StartError::NoBar { .. }) => {
+                    says("steps are divided where sums are exchanged", &error);
+                    break;
                 }
                 built => return built,
             }

@@ -32,6 +32,7 @@ pub(crate) fn time_regions(
                 entries: vec![vec![Arc::clone(region)]],
                 waits: Vec::new(),
                 gates: Gates::new(),
+                waits_within: false,
                 flush: FlushReason::PhaseBoundary,
                 report_after: Vec::new(),
                 outbox: Outbox { reports: reports.clone(), wake: wake.clone() },

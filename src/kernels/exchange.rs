@@ -17,7 +17,7 @@ pub const WORD_BYTES: u64 = 16;
 /// The fault word after an exchange that did not end; no call has this number.
 pub const EXCHANGE_FAULT: u32 = 0xff_fffe;
 
-/// In the check of a word that a device sends whose fault word is set.
+/// In the words that a device sends whose fault word is set.
 const FAILED: u32 = 0x5bd1_e995;
 
 /// The number of invocations of a workgroup.
@@ -115,9 +115,17 @@ pub fn is_complete(word: [u32; 4], number: u32) -> bool {
     word[3] == check_of([word[0], word[1], word[2]], number)
 }
 
-/// Whether a word is that of a device whose fault word is set, in exchange `number`.
+/// Whether a word is that of a device whose fault word is set, in exchange `number` or a later one: such a device waits for
+/// no other, so it may be ahead.
 pub fn has_failed(word: [u32; 4], number: u32) -> bool {
-    word == [0, 0, 0, check_of([0; 3], number) ^ FAILED]
+    let of = word[1];
+    word == failed_word(of) && of.wrapping_sub(number) < 1 << 31
+}
+
+/// Returns the words that a device sends in exchange `number` if its fault word is set.
+fn failed_word(number: u32) -> [u32; 4] {
+    let bits = [FAILED, number, !number];
+    [bits[0], bits[1], bits[2], check_of(bits, number) ^ FAILED]
 }
 
 /// The rows that are summed over all devices.
@@ -263,6 +271,10 @@ mod tests {
         let (old, new) = (word([1.0, -2.5, 3.25], 7), word([1.0, -2.5, 3.5], 9));
         assert!(is_complete(old, 7) && is_complete(new, 9));
         assert!(!is_complete(old, 9) && !is_complete([0; 4], 9));
+        let failed = failed_word;
+        assert!(has_failed(failed(9), 9) && has_failed(failed(11), 9) && has_failed(failed(1), u32::MAX));
+        assert!(!has_failed(failed(7), 9) && !has_failed(new, 9) && !has_failed([0; 4], 9));
+        assert!((0..1000).all(|other| !is_complete(failed(other), other) && !has_failed(word([0.0; 3], other), 9)));
         for mixed in 1..15u32 {
             let torn: [u32; 4] = std::array::from_fn(|i| if mixed >> i & 1 == 1 { new[i] } else { old[i] });
             // A word whose differing parts are all new is the new word.

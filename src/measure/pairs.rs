@@ -126,6 +126,7 @@ fn time(devices: &[Arc<Device>], adapters: [&Adapter; 2], values: u32, polls: bo
                 entries: side.regions.iter().map(|region| vec![Arc::clone(region)]).collect(),
                 waits: Vec::new(),
                 gates: gates.map(|(entry, number)| (entry, (Arc::clone(&side.gate), number))).collect::<Gates>(),
+                waits_within: polls,
                 flush: FlushReason::PhaseBoundary,
                 report_after: Vec::new(),
                 outbox: Outbox { reports: reports.clone(), wake: wake.clone() },

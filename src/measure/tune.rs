@@ -627,6 +627,7 @@ impl<'a> Bench<'a> {
                     entries: vec![vec![Arc::clone(region)]],
                     waits: std::mem::take(&mut self.ready),
                     gates: Gates::new(),
+                    waits_within: false,
                     flush: FlushReason::PhaseBoundary,
                     report_after: Vec::new(),
                     outbox: Outbox { reports: reports.clone(), wake: wake.clone() },

@@ -263,8 +263,9 @@ impl Inner {
 #[derive(Clone, Copy)]
 struct HostPointer(NonNull<u8>);
 
-// SAFETY: the memory is not bound to a thread. `Buffer` accesses it only atomically, and a `HostSlice` is the only
-// owner of its part.
+// SAFETY: the memory is not bound to a thread. `Buffer` accesses it only atomically, apart from `load_quads` and
+// `store_quads`, whose accesses are volatile, each of one aligned instruction, as of a word that a device writes meanwhile;
+// a `HostSlice` is the only owner of its part.
 unsafe impl Send for HostPointer {}
 // SAFETY: as above.
 unsafe impl Sync for HostPointer {}

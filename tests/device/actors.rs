@@ -49,6 +49,7 @@ impl Reports {
             entries: vec![regions],
             waits: Vec::new(),
             gates: Gates::new(),
+            waits_within: false,
             flush: FlushReason::PhaseBoundary,
             report_after: Vec::new(),
             outbox: self.outbox.clone(),

@@ -192,6 +192,7 @@ fn a_compute_actor_that_panics_is_a_lost_device() {
         entries: vec![Vec::new(), Vec::new()],
         waits: Vec::new(),
         gates: Gates::from([(2, (Arc::new(Gate::new(&device).expect("a gate")), 1))]),
+        waits_within: false,
         flush: FlushReason::Readback,
         // Reports of single entries are not allowed for a submission behind a gate.
         report_after: vec![1],

@@ -123,6 +123,7 @@ impl Bound<'_> {
             entries,
             waits: Vec::new(),
             gates: Gates::new(),
+            waits_within: false,
             flush: FlushReason::PhaseBoundary,
             report_after: Vec::new(),
             outbox,

@@ -112,6 +112,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         // Some CPU drivers end loops after a few thousand turns, and a thread that waits for another device may keep it from
         // running.
         exchange_polls: if cpu { 0 } else { EXCHANGE_POLLS },
+        exchange_halves: false,
         matmul: BTreeMap::new(),
         // Larger workgroups are faster on long contexts and cost half a microsecond on short ones.
         attention_threads: if cpu { 32 } else { if context >= 8192 { 256 } else { 128 }.min(most) },
@@ -320,6 +321,7 @@ impl Build<'_> {
             if !part.polls {
                 tuning.exchange_polls = 0;
             }
+            tuning.exchange_halves = part.halves;
         }
         tuning
     }

@@ -94,10 +94,17 @@ impl Build<'_> {
             return Err(self.unsupported(format!("drafts is {drafts}, at most {MOST_DRAFTS} are possible")));
         }
         if drafts > 0 && self.model.draft.is_none() && !self.checkpoint.has_mtp() {
-            return Err(self.unsupported(format!(
-                "drafts is {drafts}, the checkpoint has no block that drafts tokens (multi-token prediction): only 0 is \
-                 possible, or draft = \"lookup\", or a draft model"
-            )));
+            let (why, others) = match self.part.is_some_and(|part| part.stage.rank.is_some()) {
+                true => {
+                    ("the block that drafts tokens (multi-token prediction) is left out with split = \"tensor\"", "")
+                }
+                false => {
+                    let why = "the checkpoint has no block that drafts tokens (multi-token prediction)";
+                    (why, ", or a draft model")
+                }
+            };
+            return Err(self
+                .unsupported(format!("drafts is {drafts}, {why}: only 0 is possible, or draft = \"lookup\"{others}")));
         }
         if let (Some(_), Some(chunk)) =
             (c.delta, self.model.prefill_chunk.filter(|chunk| !chunk.is_multiple_of(STATE_TOKENS)))

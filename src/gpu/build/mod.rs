@@ -44,7 +44,7 @@ use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region, buffer_sizes};
 use crate::memory::pack::Packing;
 use crate::memory::plan::{HumanBytes, Plan, Purpose, Side};
-use crate::memory::{Buffer, BufferTable, Place, WeightFile};
+use crate::memory::{Buffer, BufferTable, MemoryError, Place, WeightFile};
 use crate::model::checkpoint::{Checkpoint, SourceRef, WeightSpec};
 use crate::model::decoder::drafter::{DRAFTER, PlacedWeight};
 use crate::model::decoder::{Decoder, Part, ROPE, parallel, stride};
@@ -284,7 +284,13 @@ impl Build<'_> {
                 name if name.starts_with("inbox.") || name == "masks" => Place::Upload { bar: true },
                 _ => Place::DeviceLocal,
             };
-            let buffer = self.opened.arena.buffer(&name, bytes, place)?;
+            let buffer = match self.opened.arena.buffer(&name, bytes, place) {
+                // The part of device memory that the host can write to may be small.
+                Err(MemoryError::OutOfMemory { .. }) if name == parallel::INBOX => {
+                    self.opened.arena.buffer(&name, bytes, Place::Upload { bar: false })?
+                }
+                buffer => buffer?,
+            };
             if name.starts_with(EXCHANGE) {
                 // Rows of zeros are of no sequence, and inboxes of zeros change nothing.
                 buffer.write(0, &vec![0; bytes as usize]);
@@ -669,13 +675,15 @@ impl Build<'_> {
     ) -> Result<Sums, StartError> {
         let (outbox, inbox) = (buffer(parallel::OUTBOX)?, buffer(parallel::INBOX)?);
         let (_, step, _) = &recordings.decode[0];
+        let layers = recordings.layers();
+        assert!(layers.map(parallel::exchanges).all(|count| count == parallel::exchanges(step)), "sums of all steps");
         Ok(Sums {
             outbox,
             inbox,
             slot_words: decoder.exchange_words(),
             each_step: parallel::exchanges(step),
             row_floats: stride(decoder.config.hidden),
-            rounds_prompts: decoder.rounds_prompts(),
+            rounds_prompts: decoder.tuning.exchange_halves,
             divided: None,
         })
     }
@@ -753,6 +761,7 @@ impl Build<'_> {
                 entries: vec![regions],
                 waits: waits.to_vec(),
                 gates: Gates::new(),
+                waits_within: false,
                 flush: FlushReason::PhaseBoundary,
                 report_after: Vec::new(),
                 outbox: Outbox { reports: reports.clone(), wake: wake.clone() },

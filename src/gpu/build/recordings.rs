@@ -160,6 +160,13 @@ impl Recordings {
         [self.rows(), self.part_rows()].map(|rows| rows.iter().map(|of| of.rows).max().unwrap_or(0))
     }
 
+    /// Returns the recordings that run all layers.
+    pub(crate) fn layers(&self) -> impl Iterator<Item = &Recording> {
+        let decode = self.decode.iter().map(|(_, recording, _)| recording);
+        let verify = self.verify.iter().map(|(.., recording)| recording);
+        decode.chain(verify).chain(self.prefill.iter().map(|(_, recording)| recording))
+    }
+
     /// Returns the recordings that steps normally use, without the fallbacks with barriers.
     fn of_steps(&self) -> impl Iterator<Item = &Recording> {
         let decode = self.decode.iter().map(|(_, recording, _)| recording);

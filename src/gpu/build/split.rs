@@ -3,9 +3,11 @@
 //! Not here: how stages exchange activations (`gpu::executor`), and the placement of devices (`gpu::devices`).
 
 use crate::config;
+use crate::gpu::build::defaults::DEFAULT_CONTEXT;
 use crate::gpu::build::{Build, PlannedSizes};
 use crate::gpu::error::StartError;
 use crate::kernels::exchange::Rank;
+use crate::kernels::gemm::skinny::Matrices;
 use crate::model::checkpoint::shard::ShardError;
 use crate::model::checkpoint::{Checkpoint, WeightSpec};
 use crate::model::decoder::stage::{LayerStage, divide};
@@ -29,6 +31,9 @@ pub(crate) struct StagePart {
     pub(crate) tags: bool,
     /// Whether steps may wait for other devices while they run, with tensor parallelism.
     pub(crate) polls: bool,
+    /// Whether parts of sums of prompt steps pass as bfloat16, with tensor parallelism: where the products of all devices round
+    /// their inputs so too.
+    pub(crate) halves: bool,
     /// The tags of the words that the stage takes over (`Decoder::input_tags`).
     pub(crate) input_tags: BTreeMap<u32, u32>,
 }
@@ -75,8 +80,17 @@ pub(crate) fn choose_stages(
         let (mut parts, mut input_tags) = (Vec::new(), BTreeMap::new());
         for (build, stage) in builds.iter().zip(stages) {
             let weights = stage.weights(config, first.all_weights());
-            let part =
-                StagePart { stage, weights, on_cpu, heap_bytes, window_pages: None, tags, polls: false, input_tags };
+            let part = StagePart {
+                stage,
+                weights,
+                on_cpu,
+                heap_bytes,
+                window_pages: None,
+                tags,
+                polls: false,
+                halves: false,
+                input_tags,
+            };
             input_tags = build.of_part(&part).output_tags();
             parts.push(part);
         }
@@ -116,13 +130,15 @@ pub(crate) fn choose_ranks(
 ) -> Result<(Vec<StagePart>, PlannedSizes), StartError> {
     let (on_cpu, heap_bytes) = sizes_of(builds);
     let of = builds.len() as u32;
+    let rounds = |build: &Build<'_>| build.tuning(DEFAULT_CONTEXT).fragments == Some(Matrices::Cooperative);
+    let halves = builds.iter().all(rounds);
     let tags = polls && tags && builds.iter().all(Build::may_overlap);
     let part = |(build, index): (&Build<'_>, u32)| {
         let config = &build.checkpoint.config;
         let stage = LayerStage::of_rank(config, Rank { index, of });
         let weights = stage.weights(config, build.all_weights());
         let input_tags = BTreeMap::new();
-        StagePart { stage, weights, on_cpu, heap_bytes, window_pages: None, tags, polls, input_tags }
+        StagePart { stage, weights, on_cpu, heap_bytes, window_pages: None, tags, polls, halves, input_tags }
     };
     let parts: Vec<StagePart> = builds.iter().zip(0..).map(part).collect();
     let planned = builds.iter().zip(&parts).map(|(build, part)| Ok(build.of_part(part).planned()?.0));

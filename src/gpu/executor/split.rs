@@ -146,6 +146,8 @@ impl BatchPart {
 struct QueuedStep {
     plan: Ticket,
     part: usize,
+    /// The number of its last exchange of sums; 0 if it has none.
+    last_sum: u64,
     /// Whether it was queued behind a step that faulted, and before the repetition of that step.
     behind: bool,
     /// The waits that tests break in it, with their stages.
@@ -320,7 +322,8 @@ impl SplitExecutor {
         if draws {
             self.unapplied.push(Unapplied { buffer, number: self.returns, slots: drawn });
         }
-        self.queued.push_back(QueuedStep { plan: flight.ticket, part, behind: self.faulty, broken });
+        let last_sum = first_sum.map_or(0, |_| self.exchange - 1);
+        self.queued.push_back(QueuedStep { plan: flight.ticket, part, last_sum, behind: self.faulty, broken });
         Ok(())
     }
 
@@ -357,6 +360,10 @@ impl SplitExecutor {
         let mut reports: Vec<StageReport> = self.reports.iter_mut().filter_map(VecDeque::pop_front).collect();
         let (mut joined, fault) = reports.pop().expect("there are stages");
         let queued = self.queued.pop_front().expect("a report is on a queued step");
+        // A kernel that has given up by itself leaves words behind that have not passed.
+        if self.proxies.as_ref().is_some_and(|proxies| !proxies.have_carried(queued.last_sum)) {
+            return Err(ExecuteError::ExchangeEnded);
+        }
         let at = self.flights.iter().position(|flight| flight.ticket == queued.plan).expect("a step belongs to a plan");
         let flight = &mut self.flights[at];
         for (earlier, _) in reports {

@@ -315,7 +315,9 @@ impl GpuExecutor {
         let (id, flush) = (pending.ticket.0, pending.flush);
         self.pending.push_back(pending);
         let outbox = self.outbox.clone();
-        self.parts.compute.submit(Submission { id, entries, waits, gates, flush, report_after, outbox, then });
+        let waits_within = self.first_sum.is_some();
+        let submission = Submission { id, entries, waits, gates, waits_within, flush, report_after, outbox, then };
+        self.parts.compute.submit(submission);
     }
 
     /// Opens the gate up to the first step that still waits for a mask.

@@ -5,7 +5,6 @@
 use super::{Decoder, Step, StepShape, stride};
 use crate::kernels::exchange::{self, ExchangeBuffers, ExchangeShape, Phase, Summed};
 use crate::kernels::gemm::Activations;
-use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::{Op, Recording};
 
 /// The buffer with the parts of sums for the other devices.
@@ -20,11 +19,6 @@ impl Decoder<'_> {
         exchange::words_of(u64::from(rows) * u64::from(stride(self.config.hidden)), false) as u32
     }
 
-    /// Whether the parts of sums of a prompt step are rounded to bfloat16: where the products round their inputs so too.
-    pub fn rounds_prompts(&self) -> bool {
-        self.tuning.fragments == Some(Matrices::Cooperative)
-    }
-
     /// Records the sum over all devices of `step.branch`, into it or onto the residual stream.
     pub(super) fn all_reduce(&self, r: &mut Recording, shape: StepShape, step: &Step, name: &str, y: Activations) {
         let rank = self.stage.rank.expect("a device with a part of every layer");
@@ -36,7 +30,9 @@ impl Decoder<'_> {
             fault: step.fault,
             slot_words,
         };
-        let workgroups = self.tuning.exchange_workgroups;
+        // In a divided step, no workgroup waits for another one.
+        let divided = self.tuning.exchange_polls == 0;
+        let workgroups = if divided { u32::MAX } else { self.tuning.exchange_workgroups };
         let exchange_shape = ExchangeShape { rank, workgroups, most_polls: self.tuning.exchange_polls.max(1) };
         // Without polls, the step is divided there, and the host lets the rest begin.
         let phases: &[Phase] = match self.tuning.exchange_polls {
@@ -50,7 +46,7 @@ impl Decoder<'_> {
             x: step.branch,
             y,
             adds: y.range.buffer == step.x.range.buffer,
-            halves: count.is_some() && self.rounds_prompts(),
+            halves: count.is_some() && self.tuning.exchange_halves,
             flow: step.flow(Some(step.branch.range), Some(y.range)),
         };
         for phase in phases {

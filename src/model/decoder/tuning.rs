@@ -33,6 +33,8 @@ pub struct Tuning {
     /// The number of polls after which a wait for another device ends even if the host does not end it; 0 if steps do not wait
     /// for other devices, but are divided there.
     pub exchange_polls: u32,
+    /// Whether the parts of sums of prompt steps pass between devices as bfloat16.
+    pub exchange_halves: bool,
     /// The workgroups of `matmul`, by a minimum number of rows of activations. Overrides the default rule.
     pub matmul: BTreeMap<u32, MatmulConfig>,
     /// The maximum number of threads of an `attention` workgroup.

@@ -6,7 +6,6 @@ use crate::actors::watcher::Then;
 use crate::engine::executor::ExecuteError;
 use crate::engine::plan::{Chunk, Slot, Ticket, Work};
 use crate::engine::variants::Fallback;
-use crate::gpu::executor::exchange::DividedSteps;
 use crate::gpu::executor::inbox::Posts;
 use crate::gpu::executor::{
     Around, Commands, DecodeRegion, GpuExecutor, Kind, Link, MOST_REPEATS, Pending, Pools, REPORT_EVERY, Scoring, Steps,
@@ -266,15 +265,15 @@ impl GpuExecutor {
         let mut gates = Gates::new();
         let sums = self.parts.exchange.as_ref().and_then(|exchange| exchange.sums.as_ref());
         let divided = sums.and_then(|sums| sums.divided.as_ref());
-        let (Some(DividedSteps { gate, rest }), Some(first)) = (divided, self.first_sum) else { return gates };
+        let (Some(divided), Some(first)) = (divided, self.first_sum) else { return gates };
         let [regions] = &mut entries[..] else { panic!("{} entries of a step with sums", entries.len()) };
-        let found = regions.iter().position(|region| rest.contains_key(region.shared_name()));
+        let found = regions.iter().position(|region| divided.rest.contains_key(region.shared_name()));
         let at = found.expect("a step with sums has a region that is divided");
         let behind = regions.split_off(at + 1);
-        let rest = &rest[regions[at].shared_name()];
+        let rest = &divided.rest[regions[at].shared_name()];
         for (region, number) in rest.iter().zip(first..) {
             entries.push(vec![Arc::clone(region)]);
-            gates.insert(entries.len() as u32, (Arc::clone(gate), number));
+            gates.insert(entries.len() as u32, (Arc::clone(&divided.gate), number));
         }
         entries.last_mut().expect("there are several").extend(behind);
         gates

@@ -16,11 +16,10 @@
 // count   descriptor of a prompt step, whose rows are exchanged; only with COUNTED 1
 // fault   `tags.glsl`
 //
-// A word is three floats, or six rounded to bfloat16 with HALVES 1 (so is this device's part in its own sum then), and a
-// check, which contains the number of the exchange: a word whose check is right is complete
-// and of this exchange, whatever was in its place before. Exchanges use the two slots in turn. No word is overwritten
-// before it was read: a device begins exchange n + 2 after it has got all words of exchange n + 1, which the others send
-// after they have got all words of n.
+// A word is three floats and a check that contains the number of the exchange. With HALVES 1 it has six floats, rounded to
+// bfloat16; the device's own part is rounded too. A word whose check is right is complete and of this exchange, whatever
+// was in its place before. Exchanges use the two slots in turn. No word is overwritten before it was read: a device begins
+// exchange n + 2 after it has got all words of exchange n + 1, which the others send after they have got all words of n.
 //
 // With PHASE 1 a call only sends, and with PHASE 2 it only takes what has come, in work that the host has let begin then.
 // With PHASE 0 it does both.

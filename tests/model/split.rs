@@ -8,7 +8,7 @@ use crate::families::cases;
 use crate::harness::models::{Generated, Lines, collect, expected, fixture, generate, idle, request, submit};
 use crate::transformers::error;
 use ostinato::config::{Config, DEMO_PATH, Draft, KvFormat, Model, Placement, Quantize, SplitMode};
-use ostinato::engine::request::{FinishReason, Request, Sampling};
+use ostinato::engine::request::{FinishReason, Request, Sampling, Scored};
 use ostinato::gpu::devices::start_on;
 use ostinato::gpu::error::StartError;
 use ostinato::host::Host;
@@ -95,6 +95,27 @@ fn layers_on_two_devices_draw_what_transformers_draws() {
     }
 }
 
+/// Has a replica draw what transformers draws from all prompts of a checkpoint at once, in small chunks and with few pages.
+pub fn check_family(name: &str, serve: impl FnOnce(PathBuf, &dyn Fn(&mut Model)) -> Host) {
+    let folder = fixture("families").join(name);
+    let cases = cases(&folder);
+    let longest = cases.iter().map(|case| case.prompt.len() + case.greedy.len()).max().expect("prompts") as u32;
+    let host = serve(folder, &|model| {
+        model.context = Some(longest + 16);
+        model.prefill_chunk = Some(32);
+        model.kv_pages = Some(longest.div_ceil(16) + 6);
+    });
+    let replica = only(&host);
+    let asks = cases.iter().enumerate();
+    let events: Vec<_> = asks
+        .map(|(index, case)| submit(&replica, named(index, request(&case.prompt, case.greedy.len() as u32))))
+        .collect();
+    for (case, events) in cases.iter().zip(&events) {
+        assert_eq!(collect(events).tokens, case.greedy, "{name}, prompt of {}", case.prompt.len());
+    }
+    idle(&replica);
+}
+
 /// Goal: layers with windows, experts, latent attention, norms around branches, and layers that read the keys of others
 /// or that have inputs of their own. Method: prompts longer than the windows, all at once, in small chunks and with few
 /// pages.
@@ -111,23 +132,7 @@ fn families_on_two_devices_draw_what_transformers_draws() {
         "mistral-window",
         "glm4-plain",
     ] {
-        let folder = fixture("families").join(name);
-        let cases = cases(&folder);
-        let longest = cases.iter().map(|case| case.prompt.len() + case.greedy.len()).max().expect("prompts") as u32;
-        let host = serve(&vulkan, folder, |model| {
-            model.context = Some(longest + 16);
-            model.prefill_chunk = Some(32);
-            model.kv_pages = Some(longest.div_ceil(16) + 6);
-        });
-        let replica = only(&host);
-        let asks = cases.iter().enumerate();
-        let events: Vec<_> = asks
-            .map(|(index, case)| submit(&replica, named(index, request(&case.prompt, case.greedy.len() as u32))))
-            .collect();
-        for (case, events) in cases.iter().zip(&events) {
-            assert_eq!(collect(events).tokens, case.greedy, "{name}, prompt of {}", case.prompt.len());
-        }
-        idle(&replica);
+        check_family(name, |folder, change| serve(&vulkan, folder, change));
     }
 }
 
@@ -290,18 +295,16 @@ fn drafts_on_two_devices_change_no_token() {
     }
 }
 
-/// Goal: a constrained output follows its constraint, and its neighbour draws what it draws alone.
-#[test]
-fn a_constraint_on_two_devices_is_followed() {
-    let vulkan = Vulkan::without_validation();
-    let host = serve(&vulkan, DEMO_PATH, |model| model.context = Some(256));
+/// Has a replica of the demo model draw a constrained output, which follows its constraint, beside a neighbour, which draws
+/// what it draws alone.
+pub fn check_constraint(host: &Host) {
     let served = &host.models()[0];
     let text = served.text.as_ref().expect("the demo has a tokenizer");
     let eos = text.id("<|im_end|>").expect("the demo's end of a turn");
     let grammars = Grammars::new(text, served.info.vocabulary, &[eos]).expect("grammars");
     let constraint = Constraint::Regex("[0-9]{4}-[01][0-9]-[0-3][0-9]".to_owned());
     let prompt = text.encode("When? ", false).expect("text");
-    let replica = only(&host);
+    let replica = only(host);
     let free = named("free", request(&prompt, 16));
     let alone = generate(&replica, free.clone()).tokens;
     let mut ask = named("date", request(&prompt, 40));
@@ -312,6 +315,23 @@ fn a_constraint_on_two_devices_is_followed() {
     let parts: Vec<usize> = date.split('-').map(str::len).collect();
     assert_eq!(parts, [4, 2, 2], "{date:?}");
     assert_eq!(found[1].tokens, alone);
+}
+
+/// Goal: a constrained output follows its constraint, and its neighbour draws what it draws alone.
+#[test]
+fn a_constraint_on_two_devices_is_followed() {
+    let vulkan = Vulkan::without_validation();
+    let host = serve(&vulkan, DEMO_PATH, |model| model.context = Some(256));
+    check_constraint(&host);
+}
+
+/// Compares the scores of a prompt's tokens.
+pub fn check_scores(found: &[Scored], wanted: &[Scored]) {
+    assert!(found.len() > 30 && found.len() == wanted.len());
+    for (found, wanted) in found.iter().zip(wanted) {
+        let difference = (found.logprobs.chosen - wanted.logprobs.chosen).abs();
+        assert!(found.id == wanted.id && difference < 1e-3, "{found:?} in place of {wanted:?}");
+    }
 }
 
 /// Goal: log probabilities of a prompt, which the last stage computes chunk by chunk.
@@ -329,23 +349,14 @@ fn scores_of_a_prompt_on_two_devices_are_those_of_one() {
     };
     let found = scores(split_over(&vulkan, &[]));
     let wanted = scores(Placement::on(Some(vulkan.adapter(Driver::Lavapipe).selector())));
-    assert!(found.len() > 30 && found.len() == wanted.len());
-    for (found, wanted) in found.iter().zip(&wanted) {
-        let difference = (found.logprobs.chosen - wanted.logprobs.chosen).abs();
-        assert!(found.id == wanted.id && difference < 1e-3, "{found:?} in place of {wanted:?}");
-    }
+    check_scores(&found, &wanted);
 }
 
-/// Goal: the loss of either device rebuilds the whole replica, and its streams go on with the tokens that they would
-/// have had.
-#[test]
-fn a_replica_that_loses_either_device_goes_on() {
-    let vulkan = Vulkan::new();
+/// Has each device of a split replica of "qwen3-deep" be lost in the middle of steps: the replica is rebuilt, and its streams
+/// go on with the tokens that they would have had.
+pub fn check_lost_devices(host: &Host) {
     let known = expected("qwen3-deep");
-    let host = serve(&vulkan, fixture("qwen3-deep"), |model| {
-        (model.slots, model.prefix_cache) = (Some(2), Some(false));
-    });
-    let replica = only(&host);
+    let replica = only(host);
     for lost in 0..2 {
         let uuid = &replica.stages[lost].device.uuid;
         // One request more than there are slots.
@@ -365,6 +376,17 @@ fn a_replica_that_loses_either_device_goes_on() {
         assert_eq!((replica.losses(), replica.failed(), replica.rebuilding()), (lost as u64 + 1, false, false));
         idle(&replica);
     }
+}
+
+/// Goal: the loss of either device rebuilds the whole replica, and its streams go on with the tokens that they would
+/// have had.
+#[test]
+fn a_replica_that_loses_either_device_goes_on() {
+    let vulkan = Vulkan::new();
+    let host = serve(&vulkan, fixture("qwen3-deep"), |model| {
+        (model.slots, model.prefix_cache) = (Some(2), Some(false));
+    });
+    check_lost_devices(&host);
 }
 
 /// Goal: shares and memory decide where the layers are; what cannot be is refused with what would be.

@@ -5,17 +5,17 @@
 //! and a lost device.
 
 use crate::common::{Driver, Vulkan};
-use crate::families::cases;
-use crate::harness::models::{Generated, collect, expected, fixture, generate, idle, request, submit};
-use crate::split::{check, configured, mixed, named, only, over_both, refused, serve, together, tokens};
+use crate::harness::models::{Generated, expected, fixture, generate, idle, request};
+use crate::split::{
+    check, check_constraint, check_family, check_lost_devices, check_scores, configured, mixed, named, only, over_both,
+    refused, serve, together, tokens,
+};
 use ostinato::config::{DEMO_PATH, Draft, Model, Placement, Quantize, SplitMode};
 use ostinato::engine::request::{FinishReason, Request};
 use ostinato::gpu::devices::start_on;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
-use ostinato::model::grammar::{Constraint, Grammars};
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
 
 /// Serves a model of which each driver has a part of every layer.
 fn divided(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Model)) -> Host {
@@ -69,23 +69,7 @@ fn families_in_parts_draw_what_transformers_draws() {
         "qwen3vl-untied",
         "smollm3-list",
     ] {
-        let folder = fixture("families").join(name);
-        let cases = cases(&folder);
-        let longest = cases.iter().map(|case| case.prompt.len() + case.greedy.len()).max().expect("prompts") as u32;
-        let host = divided(&vulkan, folder, |model| {
-            model.context = Some(longest + 16);
-            model.prefill_chunk = Some(32);
-            model.kv_pages = Some(longest.div_ceil(16) + 6);
-        });
-        let replica = only(&host);
-        let asks = cases.iter().enumerate();
-        let events: Vec<_> = asks
-            .map(|(index, case)| submit(&replica, named(index, request(&case.prompt, case.greedy.len() as u32))))
-            .collect();
-        for (case, events) in cases.iter().zip(&events) {
-            assert_eq!(collect(events).tokens, case.greedy, "{name}, prompt of {}", case.prompt.len());
-        }
-        idle(&replica);
+        check_family(name, |folder, change| divided(&vulkan, folder, change));
     }
 }
 
@@ -150,11 +134,7 @@ fn batches_of_a_model_in_parts_draw_what_one_device_draws() {
     let scores =
         |host: &Host| generate(&only(host), Request { prompt_logprobs: Some(2), ..request(&prompt[..40], 1) }).scored;
     let (found, wanted) = (scores(&host), scores(&one));
-    assert!(found.len() > 30 && found.len() == wanted.len());
-    for (found, wanted) in found.iter().zip(&wanted) {
-        let difference = (found.logprobs.chosen - wanted.logprobs.chosen).abs();
-        assert!(found.id == wanted.id && difference < 1e-3, "{found:?} in place of {wanted:?}");
-    }
+    check_scores(&found, &wanted);
 }
 
 /// Goal: drafts that are looked up change no token and some are accepted, and a constrained output follows its constraint,
@@ -176,20 +156,7 @@ fn drafts_and_constraints_of_a_model_in_parts_are_as_on_one_device() {
     assert_eq!(drafting.tokens, generate(&only(&one), ask).tokens);
     assert!(drafting.finished.accepted_tokens > 0, "none accepted of {}", drafting.finished.drafted_tokens);
 
-    let eos = text.id("<|im_end|>").expect("the demo's end of a turn");
-    let grammars = Grammars::new(text, served.info.vocabulary, &[eos]).expect("grammars");
-    let constraint = Constraint::Regex("[0-9]{4}-[01][0-9]-[0-3][0-9]".to_owned());
-    let prompt = text.encode("When? ", false).expect("text");
-    let free = named("free", request(&prompt, 16));
-    let alone = generate(&replica, free.clone()).tokens;
-    let mut ask = named("date", request(&prompt, 40));
-    ask.limits.ignore_eos = false;
-    ask.grammar = Some(grammars.start(&constraint, false).expect("a constraint"));
-    let found = together(&replica, &[ask, free]);
-    let date = text.decode(&found[0].tokens, false).expect("text");
-    let parts: Vec<usize> = date.split('-').map(str::len).collect();
-    assert_eq!(parts, [4, 2, 2], "{date:?}");
-    assert_eq!(found[1].tokens, alone);
+    check_constraint(&host);
 }
 
 /// Goal: the loss of either device in the middle of steps rebuilds the replica on both, and its streams go on with the
@@ -197,29 +164,10 @@ fn drafts_and_constraints_of_a_model_in_parts_are_as_on_one_device() {
 #[test]
 fn a_model_in_parts_that_loses_a_device_goes_on() {
     let vulkan = Vulkan::new();
-    let known = expected("qwen3-deep");
     let host = divided(&vulkan, fixture("qwen3-deep"), |model| {
         (model.slots, model.prefix_cache) = (Some(2), Some(false));
     });
-    let replica = only(&host);
-    for lost in 0..2 {
-        let uuid = &replica.stages[lost].device.uuid;
-        let streams: Vec<_> = (0..3).map(|id| submit(&replica, named(id, request(&known.prompt, 40)))).collect();
-        let start = Instant::now();
-        while streams[0].len() < 5 {
-            assert!(start.elapsed() < Duration::from_secs(60), "it does not begin");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        let served = host.devices().into_iter().find(|served| served.info.uuid == *uuid).expect("it is served");
-        served.status.expect("an open device").declare_lost("a test");
-        for events in &streams {
-            let generated = collect(events);
-            assert_eq!(generated.tokens, known.greedy[..40], "device {lost}");
-            assert_eq!(generated.finished.reason, FinishReason::Length);
-        }
-        assert_eq!((replica.losses(), replica.failed(), replica.rebuilding()), (lost as u64 + 1, false, false));
-        idle(&replica);
-    }
+    check_lost_devices(&host);
 }
 
 /// Goal: a device that has a fault in an exchange ends the exchanges of all: no token of that step is used, the replica is

@@ -1,9 +1,9 @@
 //! Tensor parallelism: the part of each weight that one of several devices holds, and the configuration of a model of
 //! these parts.
 //!
-//! A device has some heads, some columns of each MLP, and all of what every device computes for
-//! itself: embedding, norms and routers. The products after which the parts of all devices are summed (`o` and `down`)
-//! have the columns of the device's heads and inner values; their biases are added by the first device only.
+//! A device has some heads, some columns of each MLP, and all of what every device computes for itself: embedding, norms and
+//! routers. The products after which the parts of all devices are summed (`o` and `down`) have the columns of the device's
+//! heads and inner values; their biases are added by the first device only.
 //! Not here: the exchange of sums (`kernels::exchange`), and what a device does with its part.
 
 use super::{Checkpoint, SourceRef, WeightSpec};

@@ -388,6 +388,9 @@ async fn ask(client: &mut Client, number: usize, wait: Duration) -> Result<(Vec<
 
 /// The client gives up after this time without a message.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// The client's pause between two requests. Without it, its tokens would keep all cores of a CPU driver busy, and what runs
+/// beside this program would take longer.
+const PAUSE: Duration = Duration::from_millis(800);
 
 struct Watch {
     stop: CancellationToken,
@@ -405,9 +408,8 @@ impl Watch {
                 let mut seen = Seen::default();
                 let mut client = target.client(token.as_deref()).await.expect("a connection before any attack");
                 for number in 1.. {
-                    if stopped.is_cancelled() {
-                        break;
-                    }
+                    // The last request begins after the attack.
+                    let last = stopped.is_cancelled();
                     match ask(&mut client, number, PATIENCE).await {
                         Ok((tokens, gap)) => {
                             seen.requests += 1;
@@ -417,11 +419,14 @@ impl Watch {
                                 seen.problems.push(format!("request {number} has drawn {tokens:?}, not {expected:?}"));
                             }
                         }
-                        Err(why) => {
-                            seen.problems.push(format!("request {number}: {why}"));
-                            // Limits the rate of requests while they are refused.
-                            tokio::time::sleep(Duration::from_millis(200)).await;
-                        }
+                        Err(why) => seen.problems.push(format!("request {number}: {why}")),
+                    }
+                    if last {
+                        break;
+                    }
+                    tokio::select! {
+                        () = tokio::time::sleep(PAUSE) => {}
+                        () = stopped.cancelled() => {}
                     }
                 }
                 seen

@@ -187,12 +187,14 @@ async function askTransfers(device) {
 
 async function askRequests() {
   const found = await get(`/api/requests?since=${known.endedSince}`);
-  known.running = found.running;
   // A moment goes through microseconds with three digits: what ended at that very moment may come twice.
   const seen = new Set(known.ended.slice(-64).map((ended) => `${ended.at} ${ended.id}`));
   known.ended.push(...found.ended.filter((ended) => !seen.has(`${ended.at} ${ended.id}`)));
   known.ended.splice(0, Math.max(0, known.ended.length - KEPT_ENDED));
   known.endedSince = known.ended.at(-1)?.at ?? 0;
+  // The server reads its lists one after the other: a request that ends in between is in both.
+  const ends = new Map(known.ended.map((ended) => [ended.id, ended.at]));
+  known.running = found.running.filter((running) => !(ends.get(running.id) > found.now - running.age));
 }
 
 // ---- Views -------------------------------------------------------------------------------------------------------

@@ -369,7 +369,7 @@ fn defects_of_quantised_headers_are_all_named() {
     works(&vulkan, "quantised/gptq-8");
 }
 
-/// What only the data shows ends the load, and nothing is left behind.
+/// Goal: a defect that only the data shows ends the load, and nothing is left behind.
 #[test]
 fn quantised_values_that_are_not_finite_end_a_load() {
     let _turn = turn();

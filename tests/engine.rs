@@ -1399,6 +1399,8 @@ fn requests_find_their_replica() {
     }
     for unknown in ["", "three"] {
         let error = RouteError::UnknownModel { asked: unknown.into(), served: "one, two".into() };
+        let words = if unknown.is_empty() { "name one of one, two: --model" } else { "\"three\" is not served" };
+        assert!(error.to_string().contains(words), "{error}");
         assert_eq!(route(unknown, ""), Err(error));
     }
     // Routing avoids a busy replica unless it is named, and a draining one.

@@ -22,6 +22,7 @@
 // Traffic: 4·D bytes per token and KV head (f16), 2·D + 8 (codes).
 #include "common.glsl"
 #include "kv.glsl"
+#define DEVICES_ID 16
 #include "tags.glsl"
 
 layout(local_size_x_id = 0) in;

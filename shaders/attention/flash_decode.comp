@@ -36,6 +36,7 @@
 #define CACHE_BY_16_BYTES
 #include "common.glsl"
 #include "kv.glsl"
+#define DEVICES_ID 18
 #include "tags.glsl"
 
 layout(local_size_x_id = 0) in;
@@ -58,6 +59,7 @@ layout(constant_id = 16) const uint SINKS = 0;
 layout(constant_id = 17) const uint QUERY_SCALES = 0;
 
 #include "fragments.glsl"
+#include "swizzled.glsl"
 #include "scores.glsl"
 #if KV == 2
 #include "code_halves.glsl"
@@ -214,12 +216,6 @@ uint head_quad(uint row, uint kvh, uint item) {
             : KV_HEADS * (G + 2u) + kvh * G + head - (G + 2u)) * QUADS;
 }
 
-// Stores component `part` of a 16-byte word of the output. Each branch names a constant component: some drivers implement a
-// store to a dynamically indexed component as a store of the whole vector.
-#define PUT_WORD(to, part, word) { uint part_ = part; \
-    if (part_ == 0u) o.v[to].x = word; else if (part_ == 1u) o.v[to].y = word; \
-    else if (part_ == 2u) o.v[to].z = word; else o.v[to].w = word; }
-
 // Writes quad `quad` of the KV head's query heads to the output.
 void write_output(uint row, uint kvh, uint quad, vec4 value) {
     if (GATED == 1u) value /= 1.0 + exp(-raw_s[(G + 2u) * QUADS + quad]);
@@ -229,11 +225,8 @@ void write_output(uint row, uint kvh, uint quad, vec4 value) {
     }
     uint column = kvh * G * QUADS + quad;
     if (PACKED == 2u) {
-        uint first = column % 16u / 8u * 4u + column % 2u * 2u, at = (column / 16u * output_stride + row) * 8u;
-        uint low = at + (first ^ row & 7u), high = at + (first + 1u ^ row & 7u);
         uvec2 words = uvec2(round_pair(value.x, value.y), round_pair(value.z, value.w));
-        PUT_WORD(low, column % 8u / 2u, words.x)
-        PUT_WORD(high, column % 8u / 2u, words.y)
+        PUT_SWIZZLED(o, row, column, output_stride, words)
         return;
     }
     uint word = (((row / 16u * output_stride + column / 8u) * 2u + column % 2u) * 32u + row % 8u * 4u + column % 8u / 2u);

@@ -6,7 +6,8 @@
 // o     [rows][value heads · value_dim] f32;  x [rows][stride] f32, which holds z from float Z on;  norm [value_dim]
 // count the descriptor of the prompt step; word 2 is the number of rows in use
 // y     [rows][y_stride] f32. PACKED 1: bfloat16 blocks as `pack_rows` writes them, `y_stride` in blocks of 32 columns;
-//       rows beyond the last in use are zero up to a multiple of 64
+//       PACKED 2: bfloat16 in the swizzled order of `pack_rows`, of `y_stride` rows. Packed rows beyond the last in use are
+//       zero up to a multiple of 64
 //
 // One workgroup serves rows g and g + 8 of a block of 16 rows, and TOGETHER heads; an invocation computes a quad (four
 // columns) of both rows.
@@ -16,6 +17,7 @@
 // Only the rounding functions of `fragments.glsl` are used.
 #define LANES 1
 #include "fragments.glsl"
+#include "swizzled.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint VALUE_HEADS = 32;
@@ -69,6 +71,11 @@ void main() {
     if (PACKED == 0u) {
         if (low < used) y.v[low * (y_stride / 4u) + column] = floatBitsToUint(a);
         if (high < used) y.v[high * (y_stride / 4u) + column] = floatBitsToUint(b);
+        return;
+    }
+    if (PACKED == 2u) {
+        PUT_SWIZZLED(y, low, column, y_stride, uvec2(pack_pair(a.x, a.y), pack_pair(a.z, a.w)))
+        PUT_SWIZZLED(y, high, column, y_stride, uvec2(pack_pair(b.x, b.y), pack_pair(b.z, b.w)))
         return;
     }
     uint word = ((low / 16u * y_stride + column / 8u) * 2u + column % 2u) * 32u + low % 8u * 4u + column % 8u / 2u;

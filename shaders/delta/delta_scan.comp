@@ -9,7 +9,7 @@
 // mixed, solved, values, gates, chunk, cells: as in `delta_blocks`; a prompt's blocks are consecutive, from its `first
 //        block` on
 // x      [rows][stride] f32: q | k | v are u, the inputs of the convolution
-// state  [cells][value heads][key_dim][value_dim] f32: starts as the state of cell `from`, or as zero if there is none
+// state  [cells][value heads][key_dim][value_dim] f32: starts as the state of cell `from`, or as zero without one
 //        or the prompt starts at position 0. The final state is stored in cell `slot`; the state after keepN_at rows is
 //        stored in cell keepN as well (a snapshot for the prefix cache)
 // window [cells][8][channels]: u of the last three positions is stored in the same cells, at position % 8
@@ -291,8 +291,8 @@ void main() {
                     uint at = (columns * 4u + j) * 64u + LANE;
                     PRODUCT(made_s[at], made_s[at + 32u], added, turned[n * 8u + 2u * j], turned[n * 8u + 2u * j + 1u])
                 }
-                // The products are not accumulated in the state itself: the matrix units truncate what they add to an
-                // accumulator.
+                // The products are not accumulated in the state itself: the matrix units truncate the values that they
+                // add to an accumulator.
                 s[n] = s[n] * decay + (added[0] + (added[1] + added[2]));
                 SHARE(state_s, (columns * KEY_BLOCKS + quarter + 4u * n) * 64u + LANE, s[n])
                 uint cell;

@@ -14,7 +14,8 @@
 // conv   [channels][4], a_log, dt_bias [value heads], norm [value_dim]
 // state  [cells][value heads][key_dim][value_dim] f32; at position 0 it counts as zero
 // window [cells][8][channels]: u of position p at p % 8; positions below 0 count as zero
-// y      [rows][y_stride] f32; with PACKED 1 bfloat16 blocks in the layout of `pack_rows`, `y_stride` of 32 columns
+// y      [rows][y_stride] f32; with PACKED 1 bfloat16 blocks in the layout of `pack_rows`, `y_stride` of 32 columns;
+//        PACKED 2 bfloat16 in the swizzled order of `pack_rows`, of `y_stride` rows
 // TAGGED 1: x is tagged (`tags.glsl`). TAGGED 3: y is tagged too, and zeros are written for rows without a sequence.
 //
 // Pending tokens. A step does not add its own tokens to the state in memory, because a step may be run again (rejected
@@ -31,12 +32,14 @@
 // each key head writes that head's u to the window. The state is updated after x has arrived and written after the output,
 // so that its loads overlap with the previous dispatch. Traffic: 8 bytes per number of the state.
 #include "common.glsl"
+#define DEVICES_ID 11
 #include "tags.glsl"
 #include "delta.glsl"
 #include "state.glsl"
 // Only the rounding functions of the fragments are used.
 #define LANES 1
 #include "fragments.glsl"
+#include "swizzled.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint KEY_HEADS = 16;
@@ -83,6 +86,11 @@ const uint GATES = CHANNEL_QUADS * 4u + VALUE_HEADS * VALUE_DIM; // b, then a
 
 const uint PENDING_QUADS = KEY_QUADS + QUADS + 1u;
 
+// Whether the state is written before the output is computed. With tags the next dispatch polls for the output, so the
+// output comes first.
+const bool EARLY = TAGGED == 0u;
+#define WRITE_STATE { [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) state.v[state_at + n * QUADS] = s[n]; }
+
 shared vec4 mixed_s[TOKENS * ITEMS];
 shared vec4 r_s[THREADS];
 shared vec4 w_s[THREADS];
@@ -124,8 +132,12 @@ void write_output(uint row, uint h, uint quad, vec4 value) {
         return;
     }
     uint column = h * QUADS + quad;
-    uint word = (((row / 16u * y_stride + column / 8u) * 2u + column % 2u) * 32u + row % 8u * 4u + column % 8u / 2u);
     uvec2 pairs = uvec2(pack_pair(value.x, value.y), pack_pair(value.z, value.w));
+    if (PACKED == 2u) {
+        PUT_SWIZZLED(y, row, column, y_stride, pairs)
+        return;
+    }
+    uint word = (((row / 16u * y_stride + column / 8u) * 2u + column % 2u) * 32u + row % 8u * 4u + column % 8u / 2u);
     // Constant components, because some drivers store a dynamic component by rewriting the whole vector.
     if (row % 16u < 8u) {
         y.v[word].x = pairs.x;
@@ -257,6 +269,7 @@ void main() {
         uint d = group * EACH_ROWS + n;
         s[n] = last_alpha * s[n] + last_key_s[d / 4u][d % 4u] * last_delta;
     }
+    if (EARLY) WRITE_STATE
 
     [[unroll]] for (uint token = 0u; token < TOKENS; token++) {
         if (token < valid) {
@@ -307,9 +320,7 @@ void main() {
             if (i0 < KEY_QUADS) pending.v[at + i0] = k_scale * mixed_s[own + KEY_QUADS + i0];
             if (writes) pending.v[at + KEY_QUADS + column] = delta;
             if (gates) pending.v[at + KEY_QUADS + QUADS] = vec4(alpha, float(position), 0.0, 0.0);
-            if (token == 0u) {
-                [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) state.v[state_at + n * QUADS] = s[n];
-            }
+            if (!EARLY && token == 0u) WRITE_STATE
             if (token + 1u < TOKENS) {
                 [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
                     uint d = group * EACH_ROWS + n;

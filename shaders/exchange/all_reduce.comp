@@ -21,8 +21,8 @@
 // was in its place before. Exchanges use the two slots in turn. No word is overwritten before it was read: a device begins
 // exchange n + 2 after it has got all words of exchange n + 1, which the others send after they have got all words of n.
 //
-// With PHASE 1 a call only sends, and with PHASE 2 it only takes what has come, in work that the host has let begin then.
-// With PHASE 0 it does both.
+// With PHASE 1 a call only sends. With PHASE 2 it only receives words that have come, in work that the host releases
+// then. With PHASE 0 it does both.
 //
 // All invocations send before any one polls, and there are no more workgroups than the device runs at once, so that no
 // workgroup waits for one that has not been launched, on either device. A poll ends when the word is there, when the host
@@ -32,6 +32,7 @@
 //
 // Traffic: RANKS · 16/3 bytes per float over the bus, with HALVES 1 half as many, and 8 to 12 bytes in memory.
 #include "common.glsl"
+#define DEVICES_ID 9
 #include "tags.glsl"
 
 layout(local_size_x_id = 0) in;
@@ -65,7 +66,7 @@ layout(push_constant) uniform Args {
     uint y_tag;
 };
 
-// How many polls lie between two looks at the host's word and at the fault word.
+// The number of polls between two reads of the host's word and of the fault word.
 const uint POLLS_BETWEEN_EXCHANGE_LOOKS = 64u;
 // In the fault word: no call of this step polled too long for tagged words, but an exchange did not end.
 const uint EXCHANGE_FAULT = 0xfffffeu;

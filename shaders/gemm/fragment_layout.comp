@@ -3,10 +3,10 @@
 #pragma use_vulkan_memory_model
 // Probe of the cooperative matrix layout: finds which element of a 16 × 16 block each lane of a subgroup of 32 holds.
 // `found` receives for each lane the numbers 16 · row + column of its eight elements of a block of each use (A: tokens or
-// weights, B: weights, accumulator: sums), and, of f16, the numbers 8 · row + column of its four elements of a 16 × 8 block
-// of B (tokens) and of an accumulator; of bfloat16, of which no such blocks are used, eight zeros. Kernels that fill blocks
-// element by element (`fragments.glsl`) run only on devices whose layout is the one that those kernels were written for
-// (`kernels::gemm::fragment_layout::expected`).
+// weights, B: weights, accumulator: sums), and, for f16, the numbers 8 · row + column of its four elements of a 16 × 8
+// block of B (tokens) and of an accumulator; for bfloat16, which has no 16 × 8 blocks here, eight zeros. Kernels that
+// fill blocks element by element (`fragments.glsl`) run only on devices whose layout is the one that those kernels were
+// written for (`kernels::gemm::fragment_layout::expected`).
 // found [32][4][8] f32. One workgroup; traffic 4 KiB.
 #include "common.glsl"
 

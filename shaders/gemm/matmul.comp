@@ -95,7 +95,7 @@ const uint W_LOADS = (W_ITEMS + LANES - 1u) / LANES;
 const uint X_STRIDE = W_STRIDE;
 const uint X_ITEMS = TOKENS * 4u;
 #else
-// x in words of adjacent rows, of which each has the STEP columns of a stage.
+// x in words of adjacent rows; each row has the STEP columns of a stage.
 const uint TOKENS_OF_WORD = COLUMNS;
 const uint X_STRIDE = STEP + 1u;
 const uint X_ITEMS = TOKENS / TOKENS_OF_WORD * STEP;

@@ -37,6 +37,7 @@ layout(constant_id = 9) const uint CHUNKS = 32;   // 32-column chunks of a padde
 layout(constant_id = 10) const uint TAGGED = 0;
 
 #include "fragments.glsl"
+#define DEVICES_ID 11
 #include "tags.glsl"
 
 layout(push_constant) uniform Args {

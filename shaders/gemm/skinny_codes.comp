@@ -41,6 +41,7 @@ layout(constant_id = 12) const uint OWN_UNITS = 32;
 
 #include "fragments.glsl"
 #include "codes.glsl"
+#define DEVICES_ID 13
 #include "tags.glsl"
 #if MATRIX == 1
 // f16 arithmetic keeps subnormal numbers: the codes.
@@ -82,8 +83,8 @@ const uint BATCH = ROWS < 8u / LOADS ? ROWS : 8u / LOADS; // rows whose words ar
 // Independent chains of sums of a tile, which hide the latency of the matrix units.
 const uint CHAINS = TILES == 1u ? 2u : 1u;
 
-// Of a lane group: x in f16 as [half][32 columns][row of the half][t] of eight columns each, where 32 columns take SLOT
-// words. Sums have two places, used in turn; of an item, they are those of four rows of W.
+// The shared memory of a lane group: x in f16 as [half][32 columns][row of the half][t] of eight columns each, where 32
+// columns take SLOT words. Sums have two places, used in turn; each item sums four rows of W.
 const uint SLOT = BLOCK * 4u;
 const uint SLOTS = PASSES * LOADS * 4u;
 const uint X_WORDS = HALVES * SLOTS * SLOT;

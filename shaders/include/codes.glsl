@@ -26,7 +26,7 @@ uint value_bits(uint number, uint code) {
     return number == 1u ? (code & 0x80u) << 8 | (code & 0x7fu) << 7 : (code & 8u) << 12 | (code & 7u) << 9;
 }
 
-// The value of a code; affine codes count in the smallest f16.
+// The value of a code; affine codes are returned as multiples of the smallest f16, 2^-24.
 float value(uint number, uint code) {
     return number == 0u ? float(code) * 5.9604644775390625e-8 : unpackHalf2x16(value_bits(number, code)).x;
 }

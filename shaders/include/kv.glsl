@@ -44,7 +44,7 @@ uint top_bits(vec4 x) {
     return max(max(bits.x, bits.y), max(bits.z, bits.w));
 }
 
-// Returns the scale of a head with a largest magnitude. Infinity and NaN stay what they are.
+// Returns the scale of a head with a largest magnitude. Infinity and NaN are kept.
 float scale_of(uint top) {
     float most = uintBitsToFloat(top);
     return most < LEAST_VALUE ? 0.0 : most / CODE_LIMIT;

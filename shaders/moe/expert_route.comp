@@ -6,7 +6,7 @@
 //   of GROUPS groups of experts with adjacent ids, the KEPT groups with the greatest sums of their BEST greatest c stay
 //   the CHOSEN experts of these groups with the greatest c are chosen, each with the share  s · factor
 //   (NORMALISE 1: s / (the sum of the chosen s) · factor), with SCALES 1 times the expert's own factor
-// Of equals, the lowest id wins. A NaN counts as less than every number.
+// Among equal scores, the lowest id wins. A NaN counts as less than every number.
 //
 // logits   [rows][logits_stride] f32: COUNT router logits. GATE 1: then the shared expert's gate
 // choices  [rows][CHOSEN + SHARED] of (expert, share as f32 bits). The shared expert's share is the sigmoid of its gate,

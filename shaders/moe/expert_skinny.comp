@@ -53,7 +53,7 @@ layout(constant_id = 12) const uint TAGGED = 0;
 layout(constant_id = 13) const uint GLU = 2;      // the gated linear unit: `glu.glsl`
 layout(constant_id = 14) const uint BIAS = 0;
 #if CODED == 1
-layout(constant_id = 15) const uint CODES = 0x5024; // the weights' format
+layout(constant_id = 16) const uint CODES = 0x5024; // the weights' format
 #endif
 
 #include "fragments.glsl"
@@ -61,6 +61,7 @@ layout(constant_id = 15) const uint CODES = 0x5024; // the weights' format
 #include "codes.glsl"
 const uint UNITS = (COLUMNS + UNIT_COLS - 1u) / UNIT_COLS;
 #endif
+#define DEVICES_ID 15
 #include "tags.glsl"
 #if CODED == 1 && MATRIX == 1
 // f16 arithmetic keeps subnormal numbers: the codes.

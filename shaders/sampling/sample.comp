@@ -358,7 +358,7 @@ uvec2 total_mass(uint least, float most, float temperature_inverse) {
     return reduce_sum64(sum);
 }
 
-// What decides between the tokens of a row.
+// The sampling parameters of one row.
 struct Draw {
     uint least;                // tokens with smaller keys are not drawn
     uint top_k;                // a number above LIST keeps all tokens

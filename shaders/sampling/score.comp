@@ -8,7 +8,7 @@
 // Prompt logprobs: for each row of a prompt chunk, the log softmax of the token that follows it, and the most probable
 // tokens. Nothing is drawn; biases, penalties and masks apply to outputs only.
 //
-//   logits [rows][row_stride] f32: rows turn * rows + r of the chunk; row_stride is a multiple of 4; NaN counts as -inf
+//   logits [rows][row_stride] f32: row r is row turn * rows + r of the chunk; row_stride is a multiple of 4; NaN is -inf
 //   rows   [chunk rows][4] and chunk: of the prompt step; score, scores: `state.glsl`
 //
 // One workgroup processes one row; an invocation owns every THREADS-th group of four tokens. Traffic: 8·V bytes, where

@@ -1,6 +1,6 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// Adds the output of a mixer or an MLP to the residual stream, for models that change it before:
+// Adds the output of a mixer or an MLP to the residual stream, for models that scale or normalize it first:
 //   b = scale · y[r]                                      NORM 0
 //   b = scale · y[r] · rsqrt(mean y[r]² + eps) ⊙ norm     NORM 1
 //   x[r] = (x[r] + b) · factor[0]

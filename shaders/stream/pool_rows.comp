@@ -1,6 +1,6 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// Sums of normed rows, of which the vectors of embedded prompts are made:
+// Sums of normed rows, from which the vectors of embedded prompts are computed:
 //   pooled[first + p] = norm ⊙ Σ x[r] · scales[r]    for the rows r of run p
 //
 // pool    {number of runs, first output}, then {first row, number of rows} of each run: `kernels::stream::pool_words`

@@ -37,8 +37,8 @@ pub struct Submission {
     /// Destination of the reports. The last report always arrives; it carries an error if the device is lost or an
     /// actor has ended.
     pub outbox: Outbox,
-    /// What the watcher does as soon as the submission has finished, before the last report; dropped without that if the
-    /// device is lost.
+    /// The function that the watcher calls as soon as the submission has finished, before the last report. It is
+    /// dropped uncalled if the device is lost.
     pub then: Option<Then>,
 }
 

@@ -27,7 +27,8 @@ pub(super) struct GpuClock {
     range: u64,
     /// The last calibration; `None` before the first one, and if the driver cannot calibrate.
     last: Option<Calibration>,
-    /// How much faster the host's clock runs than the device's, as a fraction, and the bound on that fraction's error.
+    /// The relative drift of the host's clock against the device's (positive if the host's is faster), and the bound on
+    /// its error; both are fractions.
     rate: f64,
     drift: f64,
     interval: Duration,

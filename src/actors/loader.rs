@@ -81,8 +81,8 @@ pub struct TensorSource {
     pub offset: u64,
     /// The rows and their destination.
     pub map: RowMap,
-    /// The columns that the source's rows are, if the stored matrix is the transpose of the tensor. The map's `stride` is
-    /// then 1.
+    /// If the stored matrix is the transpose of the tensor: which of its columns are the source's rows. The map's
+    /// `stride` is then 1.
     pub transposed: Option<Transposed>,
     /// The quantised weight whose rows these are. The map's `format` is then [`SourceFormat::Canonical`] with the weight's
     /// codes, or numbers in f32, its `stride` is 1, and `offset` is 0.
@@ -112,8 +112,8 @@ impl MatrixRows {
 }
 
 impl TensorSource {
-    /// The format of the rows that are packed: that of the file, except for columns of quantised blocks, whose numbers
-    /// are decoded.
+    /// The format of the rows that are packed: the file's format, or f32 for columns of quantised blocks, which are
+    /// decoded.
     fn row_format(&self) -> SourceFormat {
         match self.map.format {
             SourceFormat::Blocks(_) | SourceFormat::ScaledBlocks(..) if self.transposed.is_some() => {
@@ -127,7 +127,8 @@ impl TensorSource {
         self.row_format().row_bytes(self.map.cols)
     }
 
-    /// The bytes of one row of the stored matrix that hold `rows` of the source's rows: of blocks, the whole row.
+    /// The bytes of one row of the stored matrix that hold `rows` of the source's rows; for block formats, this is the
+    /// whole row.
     fn line(&self, of: Transposed, rows: &Range<u32>) -> Range<u64> {
         match self.map.format == self.row_format() {
             true => {
@@ -176,8 +177,8 @@ impl TensorSource {
         self.offset..self.offset.saturating_add(self.row_bytes().saturating_mul(rows))
     }
 
-    /// The byte range of `rows` in the file, which ends with the last of them; of rows that are not stored as rows, in
-    /// the order in which they are packed.
+    /// The byte range of `rows` in the file, up to the end of the last row. For transposed sources and quantised
+    /// weights, which are not stored row by row, the range assumes the order in which rows are packed.
     fn bytes_of(&self, rows: &Range<u32>) -> Range<u64> {
         let at = |row: u32| self.offset + u64::from(row) * u64::from(self.map.stride) * self.row_bytes();
         match rows.is_empty() {
@@ -361,7 +362,7 @@ pub enum LoadError {
     Weight {
         /// The packed tensor's name.
         name: String,
-        /// What is wrong.
+        /// The cause.
         source: WeightError,
     },
     /// A quantised row has values that are not finite.
@@ -536,7 +537,8 @@ impl Actor {
             let load = || self.load(&plan, workers, &cancelled, &progress);
             let result = catch_unwind(AssertUnwindSafe(load)).unwrap_or(Err(LoadError::Panicked));
             if let Ok(report) = &result {
-                tracing::info!(
+                // The progress of the load tells it too.
+                tracing::debug!(
                     bytes = report.bytes_written,
                     seconds = report.elapsed.as_secs_f64(),
                     gb_per_second = report.gb_per_second(),
@@ -726,7 +728,7 @@ struct Opened<'a> {
     data: Data<'a>,
 }
 
-/// What the rows of a source are made of.
+/// The data from which the rows of a source are computed.
 enum Data<'a> {
     /// The rows themselves, which are read band by band.
     Rows,
@@ -743,8 +745,8 @@ enum Data<'a> {
     Columns(Columns<'a>),
 }
 
-/// Adjacent columns of a stored matrix, which are the source's rows from `first` on. Those of the matrix' row k begin at
-/// byte `k * stride`; of blocks, the whole row does.
+/// Adjacent columns of a stored matrix, which are the source's rows from `first` on. The columns' part of the matrix'
+/// row k begins at byte `k * stride`; for block formats, the slice holds whole rows.
 struct Columns<'a> {
     bytes: &'a [u8],
     stride: usize,
@@ -768,7 +770,8 @@ impl Columns<'_> {
         }
     }
 
-    /// Writes the numbers of the source's rows `rows`, of which `of` says where they are in rows of blocks.
+    /// Decodes the source's rows `rows` from rows of blocks and writes their numbers; `of` gives their columns within
+    /// those rows.
     fn decode(&self, source: &TensorSource, of: Transposed, rows: &Range<u32>, out: &mut [u8]) -> Result<(), BadRow> {
         let mut line = vec![0.0; of.width as usize];
         let (cols, begin) = (source.map.cols as usize, (of.first + rows.start) as usize);
@@ -1069,7 +1072,7 @@ fn fill(
     Ok(read)
 }
 
-/// Returns the error of a source whose file has changed: what is wrong with its data is then a consequence.
+/// Returns an error if the source's file has changed: defects of its data are then a consequence.
 fn changed(source: &TensorSource) -> Option<LoadError> {
     source.files().into_iter().find_map(|(file, _)| file.unchanged().err()).map(LoadError::from)
 }
@@ -1150,13 +1153,13 @@ fn check(tensor: &LoadTensor) -> Result<(), LoadError> {
                 && matrix.cols() == source.map.cols
                 && u64::from(of.first) + u64::from(source.map.rows) <= u64::from(matrix.rows())
                 && (source.offset, source.map.stride) == (0, 1);
-            assert!(fits, "{name}: the rows of {source:?} are those of its matrix");
+            assert!(fits, "{name}: the rows of the source must be rows of its matrix: {source:?}");
         }
         if let Some(of) = source.transposed {
             let fits = !matches!(source.map.format, SourceFormat::NegatedExp | SourceFormat::Canonical(_))
                 && (source.map.stride, source.matrix.is_none()) == (1, true)
                 && u64::from(of.first) + u64::from(source.map.rows) <= u64::from(of.width);
-            assert!(fits, "{name}: the rows of {source:?} are columns of its matrix");
+            assert!(fits, "{name}: the rows of the source must be columns of its matrix: {source:?}");
         }
     }
     Ok(())

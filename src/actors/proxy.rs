@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 /// The time without a word after which the host gives up an exchange that other devices wait for. Other programs' time
 /// slices and other models' steps last far less.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// The same if a device is a CPU driver, whose threads share the cores with everything else.
+/// [`PATIENCE`] if a device is a CPU driver, whose threads share the cores with everything else.
 const PATIENCE_CPU: Duration = Duration::from_secs(120);
 
 /// The number of polls between two looks at the clock.
@@ -40,11 +40,11 @@ const INBOX: usize = 1024;
 /// The exchanges of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Exchanges {
-    /// The number of the first, counted from 1 since the devices began. Words have its low bits.
+    /// The number of the first exchange, counted from 1 since the devices began. Words carry its low bits.
     pub first: u64,
-    /// How many there are.
+    /// The number of exchanges.
     pub count: u32,
-    /// The number of words of each.
+    /// The number of words of each exchange.
     pub words: u32,
 }
 
@@ -154,7 +154,7 @@ impl Proxies {
         }
     }
 
-    /// Whether exchanges have ended before their words had come: what was computed since is wrong.
+    /// Whether exchanges ended before their words had come: all results since then are wrong.
     pub fn has_stopped(&self) -> bool {
         self.shared.stopped.load(Ordering::Acquire)
     }
@@ -197,7 +197,7 @@ impl Drop for StopOnPanic {
     }
 }
 
-/// Carries the words of device `from` that are those of thread `thread` of `threads`, exchange by exchange.
+/// Carries the share of thread `thread` of `threads` in the words of device `from`, exchange by exchange.
 fn run(shared: &Shared, from: usize, (thread, threads): (usize, usize), inbox: &Mailbox<Exchanges>) {
     while let Ok(exchanges) = inbox.recv() {
         let sharing = threads.min((exchanges.words / LEAST_WORDS) as usize).max(1);

@@ -37,7 +37,7 @@ pub struct Turns {
     looked_at: File,
     /// The current turn, as long as submissions of it are unfinished.
     held: Weak<Turn>,
-    /// Until when this process submits without turns.
+    /// The time until which this process submits without turns.
     without: Option<Instant>,
 }
 

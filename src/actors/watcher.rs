@@ -48,14 +48,14 @@ pub(super) struct Watch {
     pub(super) regions: Vec<Arc<Region>>,
     /// Destination of the reports.
     pub(super) owed: Owed,
-    /// What is done when the last point is reached.
+    /// The function to call when the last point is reached.
     pub(super) then: Option<Then>,
     /// The turn on the device, which ends when the last point of its last submission is reached.
     pub(super) turn: Option<Arc<Turn>>,
 }
 
-/// What the watcher does as soon as a submission has finished: it hands data to another device and lets the work go on
-/// that waits for it there. It must not block.
+/// A function that the watcher calls as soon as a submission has finished, to pass data to another device and to
+/// release the work that waits for it there. It must not block.
 pub struct Then(Box<dyn FnOnce() -> Result<(), DeviceError> + Send>);
 
 impl Then {

@@ -209,7 +209,7 @@ pub struct Home {
     generation: u64,
 }
 
-/// A job. It gets a worker for itself, or the reason why there is none, and delivers its result by its own means.
+/// A job. It gets exclusive use of a worker, or the reason why no worker is available, and delivers its result itself.
 pub type Job = Box<dyn FnOnce(Result<&mut Worker, Failure>) + Send>;
 
 /// A job that runs only in one particular worker process.
@@ -236,7 +236,7 @@ struct Shared {
     usual: usize,
     /// The most workers, which there may be while all others are busy with something slow.
     most: usize,
-    /// The program; `None`: the one that [`use_program`] describes.
+    /// The program; `None` for the program given to [`use_program`].
     program: Option<PathBuf>,
     /// The time in which a worker must be ready.
     start: Duration,
@@ -324,7 +324,7 @@ impl Workers {
         Workers::with(name, first, limits())
     }
 
-    /// As [`Workers::new`], with the given limits.
+    /// Creates a pool like [`Workers::new`], with the given limits.
     pub fn with(name: &'static str, first: Vec<u8>, limits: WorkerLimits) -> Workers {
         let (most, state) = (most(), Mutex::default());
         let usual = (cores() / 2).clamp(1, most);
@@ -432,8 +432,8 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Finds a worker for what is queued: an idle one, or a new one if there are fewer than usual or all others are
-    /// busy with something slow.
+    /// Finds a worker for the queued jobs: an idle one, or a new one if there are fewer than usual or all others are
+    /// busy with slow jobs.
     fn look_after_queue(self: &Arc<Shared>, state: &mut State, now: bool) -> Option<io::Error> {
         if let Some(idle) = state.idle() {
             state.seats[idle].wake.notify_one();
@@ -594,7 +594,7 @@ impl Worker {
         self.shared.state().seats[self.seat].held.insert(output);
     }
 
-    /// The id of the process; 0 if there is none.
+    /// The id of the process; 0 if no process runs.
     fn id(&self) -> u32 {
         self.process.as_ref().map_or(0, |process| process.child.id())
     }
@@ -937,8 +937,8 @@ done
         Cancel::until(Some(Instant::now() + Duration::from_millis(100)))
     }
 
-    /// Goal: a cancelled job does not cost others the state that its worker holds for them; where there is none of
-    /// theirs, the job ends at once.
+    /// Goal: a cancelled job does not cost others the state that its worker holds for them; if the worker holds no
+    /// state of others, the job ends at once.
     #[test]
     fn a_cancelled_job_leaves_the_state_of_others_alone() {
         let (_folder, workers) = pool("", 1, LONG);

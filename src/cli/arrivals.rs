@@ -9,6 +9,12 @@ use std::time::{Duration, Instant};
 /// tokens at once, but the transport may split them into several messages.
 const TOGETHER: Duration = Duration::from_millis(1);
 
+/// Returns the speed of `tokens` tokens after the first, which took `seconds`; `None` if they came in one piece with it,
+/// because the time between them is then not that of making them.
+pub(super) fn speed(tokens: u32, seconds: f64) -> Option<f64> {
+    (tokens > 0 && seconds >= TOGETHER.as_secs_f64()).then(|| f64::from(tokens) / seconds)
+}
+
 /// The arrival times of one stream's tokens.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Arrivals {

@@ -5,12 +5,15 @@ use super::arrivals::{Arrivals, Window};
 use super::beside::{self, OWN_PROMPT, beside};
 use super::load::{self, Load};
 use super::named;
+use super::progress::Show;
+use super::split_over;
 use crate::config::{Config, Draft, GpuTime, KvFormat, Model, Placement, Quantize, Selector, SplitMode, file};
 use crate::device::{Adapter, Instance, InstanceOptions, choose};
 use crate::engine::request::{Event, FinishReason, Finished, Limits, PerToken, Request, SinkClosed};
+use crate::gpu::build::defaults::check_tuning;
+use crate::gpu::build::limits::{MOST_CHUNK, MOST_SLOTS};
 use crate::gpu::devices::start_on;
 use crate::host::Host;
-use crate::host::progress::Progress;
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::measure::read_bandwidth::read_bandwidth;
 use crate::measure::stages;
@@ -25,6 +28,9 @@ use crossbeam_channel::{Receiver, bounded};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+
+/// The maximum context length before a test, in tokens: more than any model has.
+const MOST_DEPTH: i64 = 1 << 24;
 
 /// Arguments of `ostinato bench`.
 #[derive(Clone, Debug, clap::Args)]
@@ -53,7 +59,7 @@ pub(crate) struct Bench {
     #[arg(long, default_value_t = 128)]
     decode: u32,
     /// Context length before the test, in tokens.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=MOST_DEPTH))]
     depth: u32,
     /// Numbers of concurrent streams, separated by commas; each is measured separately.
     #[arg(long, value_delimiter = ',', default_value = "1")]
@@ -62,15 +68,15 @@ pub(crate) struct Bench {
     #[arg(long)]
     repeat: Option<u32>,
     /// Maximum number of tokens in a prompt chunk.
-    #[arg(long)]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     prefill_chunk: Option<u32>,
     /// Number of draft tokens per step, for models that support speculative decoding; 0 disables it. Default: as many
     /// as are worthwhile.
     #[arg(long)]
     drafts: Option<u32>,
-    /// Where drafts come from: `lookup`, which needs no block of the model, drafts what followed the last tokens where
-    /// they occurred before; a smaller model of the same vocabulary, given like the model itself, drafts too. Default: the
-    /// model's own block, if it has one.
+    /// Source of draft tokens: `lookup` drafts the tokens that followed an earlier occurrence of the last tokens, and
+    /// needs no drafting block in the model; or a smaller model with the same vocabulary, given like the model itself.
+    /// Default: the model's own block, if it has one.
     #[arg(long, value_name = "lookup|MODEL", conflicts_with = "server")]
     draft: Option<Draft>,
     /// Number format of keys and values in the KV cache: f16, f32 or int8. Default: f16.
@@ -100,13 +106,13 @@ pub(crate) struct Bench {
     #[arg(long)]
     stages: bool,
     /// With --stages: number of batch rows of the decode step.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_SLOTS)))]
     rows: u32,
     /// With --stages: number of tokens of the prompt chunk, which is timed instead of a decode step.
-    #[arg(long)]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CHUNK)))]
     chunk: Option<u32>,
     /// With --stages: context length of the last row, if it differs from --depth.
-    #[arg(long)]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(..=MOST_DEPTH))]
     last_depth: Option<u32>,
     /// With --stages: tuning changes to time separately: KEY=VALUE, separated by commas.
     #[arg(long = "try", value_delimiter = ',')]
@@ -137,7 +143,7 @@ struct Row {
 }
 
 impl Row {
-    /// Returns the bytes per second that the row has read.
+    /// Returns the read rate of the row, in bytes per second.
     fn read_rate(&self) -> f64 {
         self.tokens_per_second * self.bytes_per_token
     }
@@ -154,7 +160,7 @@ struct Wave {
     total_per_second: f64,
 }
 
-pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress) -> anyhow::Result<()> {
+pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &Show) -> anyhow::Result<()> {
     if args.streams.is_empty() || args.streams.contains(&0) || args.repeat == Some(0) {
         bail!(super::Usage("streams and repeat must be at least 1".to_owned()));
     }
@@ -163,16 +169,13 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
         let repeat = args.repeat.unwrap_or(1);
         return load::run(&args.load, load::Shape { prompt, decode, streams, repeat, json: args.json }, server);
     }
+    if args.prompt == 0 && args.decode == 0 && !args.stages && !args.beside {
+        bail!(super::Usage("prompt is 0 and decode is 0, which leaves nothing to measure".to_owned()));
+    }
     let instance = Instance::new(&InstanceOptions { validation: false })?;
     let adapters = instance.adapters();
     let placement = match args.split {
-        Some(split) => {
-            let over = Placement { devices: args.device.clone(), split: Some(split), ..Placement::default() };
-            if let Some((key, rule, given)) = over.problems().first() {
-                bail!(super::Usage(format!("--split {split} over all --device: {key} {rule}, given: {given}")));
-            }
-            over
-        }
+        Some(split) => split_over(split, &args.device)?,
         None if args.device.len() > 1 => {
             bail!(super::Usage(format!(
                 "{} devices need --split layers or tensor, or a run for each",
@@ -182,26 +185,36 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
         None => Placement::on(args.device.first().cloned()),
     };
     let adapter = choose(&adapters, args.device.first())?.clone();
+    check_tuning(&adapter, &args.tune)?;
+    // Each is tried alone.
+    for change in &args.tries {
+        check_tuning(&adapter, std::slice::from_ref(change))?;
+    }
     let (path, mut checkpoint) = named::opened(&named::find(&args.model, args.json)?)?;
     // Before the weights are loaded, which may take minutes.
     let grammar = grammar(args, &path, &checkpoint)?;
-    let ceiling = read_bandwidth(&instance, &adapter)?;
+    let bandwidth = read_bandwidth(&instance, &adapter)?;
     if let Some(to) = args.quantize {
         checkpoint.quantize(to);
     }
     if args.stages {
-        return print_stages(args, &instance, &adapter, &checkpoint, ceiling);
+        return print_stages(args, &instance, &adapter, &checkpoint, bandwidth);
     }
     let most = args.streams.iter().copied().max().unwrap_or(1);
+    if most > MOST_SLOTS {
+        bail!(super::Usage(format!("--streams has {most}, at most {MOST_SLOTS} streams can decode at once")));
+    }
+    // Lengths that add up to more than any context are refused with the greatest number.
+    let sum = |lengths: &[u32]| lengths.iter().fold(0u32, |sum, length| sum.saturating_add(*length));
     let mut model = Model::new("bench", path.clone(), None);
     model.replicas = vec![placement];
     model.slots = Some(most + u32::from(args.beside));
     let (longest, how) = if args.beside {
-        (args.prompt + args.decode + beside::ROOM, "and")
+        (sum(&[args.prompt, args.decode, beside::ROOM]), "and")
     } else if most > 1 && args.decode > 0 {
-        (args.depth + args.prompt + args.decode + 16, "and")
+        (sum(&[args.depth, args.prompt, args.decode, 16]), "and")
     } else {
-        (args.depth + args.prompt.max(args.decode + 1) + 16, "or")
+        (sum(&[args.depth, args.prompt.max(args.decode.saturating_add(1)), 16]), "or")
     };
     if longest > checkpoint.config.context {
         bail!(super::Usage(format!(
@@ -224,6 +237,7 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
     config.runtime.tune = args.tune.clone();
     config.telemetry.gpu_time = args.gpu_time;
     config.server.queue_limit = config.server.queue_limit.max(most);
+    args.quantize.iter().for_each(|to| progress.notice(&format!("quantised to {to}")));
     let host = start_on(&instance, &config, progress)?;
 
     if args.beside {
@@ -246,43 +260,43 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &dyn Progress)
             rows.push(row);
         }
     }
-    let ceiling = ceiling.map(|measured| Ceiling::new(measured, rows.iter().map(Row::read_rate)));
+    let bandwidth = bandwidth.map(|measured| ReadBandwidth::new(measured, rows.iter().map(Row::read_rate)));
     if args.json {
         for row in &rows {
-            println!("{}", json_row(row, ceiling.as_ref()));
+            println!("{}", json_row(row, bandwidth.as_ref()));
         }
     } else {
-        print_table(&rows, ceiling.as_ref(), &adapter.name, &path, &host);
+        print_table(&rows, bandwidth.as_ref(), &adapter.name, &path, &host);
     }
     Ok(())
 }
 
-/// The bandwidth in bytes per second with which a device reads at most, as far as this run knows. A sweep over a large
-/// buffer is a lower bound of it, and so is every row: one may be faster, because caches help it or because the sweep
-/// was disturbed. The largest of all is the ceiling that rows are compared with.
-struct Ceiling {
-    /// The sweep's.
+/// The read bandwidth of a device in bytes per second, as far as this run knows it. A sweep over a large buffer gives a
+/// lower bound, and so does every row: a row may be faster, because caches help it or because the sweep was disturbed.
+/// Rows are compared with the largest of these rates.
+struct ReadBandwidth {
+    /// The rate of the sweep.
     measured: f64,
-    /// The largest.
+    /// The largest rate of the sweep and all rows.
     most: f64,
 }
 
-impl Ceiling {
-    fn new(measured: f64, rates: impl Iterator<Item = f64>) -> Ceiling {
-        Ceiling { measured, most: rates.filter(|rate| rate.is_finite()).fold(measured, f64::max) }
+impl ReadBandwidth {
+    fn new(measured: f64, rates: impl Iterator<Item = f64>) -> ReadBandwidth {
+        ReadBandwidth { measured, most: rates.filter(|rate| rate.is_finite()).fold(measured, f64::max) }
     }
 
-    /// Returns the part of the ceiling that a rate is, at most 1.
+    /// Returns `rate` as a share of the read bandwidth, at most 1.
     fn fraction(&self, rate: f64) -> f64 {
         rate / self.most
     }
 
-    /// Says that a row was faster than the sweep; `None` if none was.
+    /// Returns a message that a row was faster than the sweep; `None` if no row was.
     fn exceeded(&self) -> Option<String> {
         (self.most > self.measured).then(|| {
             format!(
                 "a row read {:.1} GB/s, more than the {:.1} GB/s of the measurement, which is a lower bound: caches may \
-                 have helped, and this is the ceiling of 100 % here",
+                 have helped, and this rate counts as 100 % here",
                 self.most / 1e9,
                 self.measured / 1e9
             )
@@ -295,9 +309,8 @@ fn print_stages(
     instance: &Instance,
     adapter: &Adapter,
     checkpoint: &Checkpoint,
-    ceiling: Option<f64>,
+    bandwidth: Option<f64>,
 ) -> anyhow::Result<()> {
-    let mut unknown = None;
     let load = stages::StageLoad {
         shape: match args.chunk {
             Some(rows) => StepShape::Prefill { rows },
@@ -308,20 +321,13 @@ fn print_stages(
         tries: args.tries.clone(),
     };
     let stages = stages(instance, adapter, checkpoint, &load, |tuning| {
-        let mut probe = tuning.clone();
-        unknown = args.tries.iter().find(|change| !probe.set(change)).cloned();
         for change in &args.tune {
-            if !tuning.set(change) {
-                unknown = Some(change.clone());
-            }
+            tuning.set(change);
         }
     })?;
-    if let Some(change) = unknown {
-        bail!(super::Usage(format!("tuning \"{change}\" is not KEY=VALUE with a key of the tuning")));
-    }
     let rate = |stage: &Stage| stage.weight_bytes as f64 / (stage.us * 1e-6);
-    let ceiling = ceiling.map(|measured| Ceiling::new(measured, stages.iter().map(rate)));
-    if let Some(exceeded) = ceiling.as_ref().filter(|_| !args.json).and_then(Ceiling::exceeded) {
+    let bandwidth = bandwidth.map(|measured| ReadBandwidth::new(measured, stages.iter().map(rate)));
+    if let Some(exceeded) = bandwidth.as_ref().filter(|_| !args.json).and_then(ReadBandwidth::exceeded) {
         println!("{exceeded}");
     }
     let mut total = 0.0;
@@ -331,7 +337,7 @@ fn print_stages(
             total += step_us;
         }
         let rate = rate(stage);
-        let fraction = ceiling.as_ref().map_or(0.0, |ceiling| ceiling.fraction(rate));
+        let fraction = bandwidth.as_ref().map_or(0.0, |bandwidth| bandwidth.fraction(rate));
         let flops = stage.operations as f64 / (stage.us * 1e-6);
         if args.json {
             println!(
@@ -603,7 +609,7 @@ fn per_token_json(p: &PerToken) -> Value {
     })
 }
 
-fn json_row(row: &Row, ceiling: Option<&Ceiling>) -> Value {
+fn json_row(row: &Row, bandwidth: Option<&ReadBandwidth>) -> Value {
     json!({
         "test": row.test,
         "tokens": row.tokens,
@@ -611,9 +617,9 @@ fn json_row(row: &Row, ceiling: Option<&Ceiling>) -> Value {
         "streams": row.streams,
         "tokens_per_second": row.tokens_per_second,
         "bytes_per_token": row.bytes_per_token,
-        "ceiling_gb_per_second": ceiling.map(|c| c.most / 1e9),
-        "ceiling_measured_gb_per_second": ceiling.map(|c| c.measured / 1e9),
-        "ceiling_fraction": ceiling.map(|c| c.fraction(row.read_rate())),
+        "ceiling_gb_per_second": bandwidth.map(|c| c.most / 1e9),
+        "ceiling_measured_gb_per_second": bandwidth.map(|c| c.measured / 1e9),
+        "ceiling_fraction": bandwidth.map(|c| c.fraction(row.read_rate())),
         "per_token": per_token_json(&row.per_token),
         "prompt": row.wave.map(|wave| wave.prompt),
         "seconds": row.wave.map(|wave| wave.seconds),
@@ -622,7 +628,7 @@ fn json_row(row: &Row, ceiling: Option<&Ceiling>) -> Value {
     })
 }
 
-fn print_table(rows: &[Row], ceiling: Option<&Ceiling>, device: &str, path: &Path, host: &Host) {
+fn print_table(rows: &[Row], bandwidth: Option<&ReadBandwidth>, device: &str, path: &Path, host: &Host) {
     let models = host.models();
     let info = &models[0].info;
     println!(
@@ -632,12 +638,12 @@ fn print_table(rows: &[Row], ceiling: Option<&Ceiling>, device: &str, path: &Pat
         info.parameters as f64 / 1e6,
         info.bytes_per_token as f64 / 1e6
     );
-    match ceiling {
-        Some(ceiling) => match ceiling.exceeded() {
-            None => println!("{device}: reads {:.1} GB/s at most (measured now)", ceiling.measured / 1e9),
+    match bandwidth {
+        Some(bandwidth) => match bandwidth.exceeded() {
+            None => println!("{device}: reads {:.1} GB/s at most (measured now)", bandwidth.measured / 1e9),
             Some(exceeded) => println!("{device}: {exceeded}"),
         },
-        None => println!("{device}: its queue has no timestamps, so its read ceiling is unknown"),
+        None => println!("{device}: its queue has no timestamps, so its read bandwidth is unknown"),
     }
     println!();
     println!(
@@ -648,7 +654,7 @@ fn print_table(rows: &[Row], ceiling: Option<&Ceiling>, device: &str, path: &Pat
         "streams",
         "tokens/s",
         "ms/token",
-        "ceiling",
+        "read bw",
         "submits",
         "dispatches",
         "barriers",
@@ -659,9 +665,9 @@ fn print_table(rows: &[Row], ceiling: Option<&Ceiling>, device: &str, path: &Pat
         "total/s"
     );
     for row in rows {
-        let fraction = match (ceiling, row.test) {
-            (Some(ceiling), "decode") => {
-                format!("{:.0} %", 100.0 * ceiling.fraction(row.read_rate()))
+        let fraction = match (bandwidth, row.test) {
+            (Some(bandwidth), "decode") => {
+                format!("{:.0} %", 100.0 * bandwidth.fraction(row.read_rate()))
             }
             _ => "-".to_owned(),
         };
@@ -704,12 +710,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_is_faster_than_the_ceiling() {
-        let ceiling = Ceiling::new(100e9, [50e9, f64::NAN, 90e9].into_iter());
-        assert_eq!((ceiling.fraction(50e9), ceiling.exceeded()), (0.5, None));
-        let ceiling = Ceiling::new(100e9, [50e9, 106e9].into_iter());
-        assert_eq!(ceiling.fraction(106e9), 1.0);
-        let told = ceiling.exceeded().expect("a row was faster");
+    fn no_rate_is_above_the_read_bandwidth() {
+        let bandwidth = ReadBandwidth::new(100e9, [50e9, f64::NAN, 90e9].into_iter());
+        assert_eq!((bandwidth.fraction(50e9), bandwidth.exceeded()), (0.5, None));
+        let bandwidth = ReadBandwidth::new(100e9, [50e9, 106e9].into_iter());
+        assert_eq!(bandwidth.fraction(106e9), 1.0);
+        let told = bandwidth.exceeded().expect("a row was faster");
         assert!(told.contains("106.0 GB/s") && told.contains("100.0 GB/s"), "{told}");
     }
 }

@@ -39,7 +39,7 @@ pub(crate) struct Chat {
     #[command(flatten)]
     sampling: SamplingArgs,
     /// Maximum length of the conversation, in tokens.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
     /// Maximum device memory to use, such as 8GiB.
     #[arg(long, value_name = "BYTES")]
@@ -50,7 +50,7 @@ pub(crate) struct Chat {
     quantize: Option<Quantize>,
 }
 
-/// What `/help` prints.
+/// The output of `/help`.
 const HELP: &str = "\
 /clear          begin again; the system prompt stays
 /system [TEXT]  show or set the system prompt and begin again; without one: /system \"\"
@@ -134,7 +134,7 @@ pub(super) fn run(args: &Chat) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What follows a command.
+/// The next action after a command.
 #[derive(Debug, PartialEq, Eq)]
 enum Next {
     /// The next words of the user.

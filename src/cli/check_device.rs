@@ -3,16 +3,15 @@
 
 use super::chat::visible;
 use super::progress::Show;
-use super::{Usage, cache_directory, devices, manual, named};
+use super::{cache_directory, devices, manual, named};
 use crate::config::{self, Selector};
 use crate::device::{Adapter, Component, DeviceError, Executable, Instance, InstanceOptions, choose};
-use crate::gpu::build::defaults::tuning;
+use crate::gpu::build::defaults::check_tuning;
 use crate::gpu::check::{Check, CheckOptions, Missing, Outcome, check, missing, registers, spills};
 use crate::kernels::region::BuiltPipeline;
 use crate::memory::plan::HumanBytes;
 use crate::model::checkpoint::Checkpoint;
 use crate::telemetry::with_causes;
-use anyhow::bail;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -45,7 +44,7 @@ pub(crate) struct CheckDevice {
 /// Everything that is printed.
 struct Report<'a> {
     adapter: &'a Adapter,
-    /// What was given as the model.
+    /// The model as named on the command line.
     model: &'a str,
     checkpoint: &'a Checkpoint,
     compile_only: bool,
@@ -68,10 +67,7 @@ pub(crate) fn run(args: &CheckDevice) -> anyhow::Result<bool> {
             .ok_or(DeviceError::Refused { name, reason })?,
         chosen => chosen?,
     };
-    let mut any = tuning(adapter, None, 1, 1);
-    if let Some(change) = args.tune.iter().find(|change| !any.set(change)) {
-        bail!(Usage(format!("tuning \"{change}\" is not KEY=VALUE with a key of the tuning")));
-    }
+    check_tuning(adapter, &args.tune)?;
     let (path, checkpoint) = named::opened(&named::find(&args.model, args.json)?)?;
     let model = config::Model::new(&named::served_as(&args.model), path, Some(adapter.selector()));
     let cache = cache_directory();

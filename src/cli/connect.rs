@@ -1,7 +1,7 @@
 //! Connects to a server: address, certificates and access token. Not here: the calls.
 
 use super::Usage;
-use crate::config::{Server, file};
+use crate::config::{AdminConfig, HttpConfig, Server, file};
 use crate::service::proto::ostinato_client::OstinatoClient;
 use anyhow::Context;
 use std::path::{Path, PathBuf};
@@ -134,9 +134,12 @@ pub(super) async fn open_first(endpoint: &Endpoint, bearer: Bearer, address: &st
         && speaks_http1(endpoint.uri()).await
     {
         let own = Server::default().listen;
+        let port = |listen: Option<std::net::SocketAddr>| listen.map_or(0, |address| address.port());
+        let (http, page) = (port(HttpConfig::default().listen), port(AdminConfig::default().listen));
         return Err(Usage(format!(
-            "{address} answers HTTP/1 and not gRPC, as a server's admin page does: --server takes the address that the \
-             server prints after \"listening on\" ({own} unless configured otherwise)"
+            "{address} answers HTTP/1 and not gRPC, as OpenAI's API (port {http}) and the admin page (port {page}) of \
+             a server do: --server takes the address that the server prints after \"listening on\" ({own} unless \
+             configured otherwise)"
         ))
         .into());
     }

@@ -1,10 +1,12 @@
 //! `ostinato generate`: one generation, in this process or on a server. Both produce the same stream of messages, and
 //! the same code prints them.
 
+use super::arrivals::speed;
 use super::sampling::SamplingArgs;
 use super::{Usage, cache_directory, named, progress};
 use crate::actors::workers::Cancel;
 use crate::config::{Bytes, Config, DEMO_PATH, Draft, KvFormat, Model, Quantize, file};
+use crate::engine::request::{Bounds, Limits};
 use crate::gpu::devices::start;
 use crate::model::text::Text;
 use crate::service::generation::{Delivery, Generation};
@@ -45,7 +47,7 @@ pub(crate) struct Generate {
     #[command(flatten)]
     sampling: SamplingArgs,
     /// Do not stop at stop tokens or stop strings before this many output tokens.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     min_tokens: Option<u32>,
     /// Stop at this text. Can be repeated.
     #[arg(long, value_name = "TEXT")]
@@ -69,7 +71,7 @@ pub(crate) struct Generate {
     #[arg(long)]
     json: bool,
     /// Maximum length of prompt and output together, in tokens.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
     /// Maximum device memory to use, such as 8GiB.
     #[arg(long, value_name = "BYTES")]
@@ -78,7 +80,7 @@ pub(crate) struct Generate {
     #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
     tune: Vec<String>,
     /// Maximum number of tokens in a prompt chunk.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     prefill_chunk: Option<u32>,
     /// Quantise 16-bit and 32-bit matrices at load: int8 (8.125 bits a weight, relative error 0.65 %) or int4 (5 bits,
     /// 7.3 %)
@@ -91,9 +93,9 @@ pub(crate) struct Generate {
     /// as are worthwhile.
     #[arg(long)]
     drafts: Option<u32>,
-    /// Where drafts come from: `lookup`, which needs no block of the model, drafts what followed the last tokens where
-    /// they occurred before; a smaller model of the same vocabulary, given like the model itself, drafts too. Default: the
-    /// model's own block, if it has one.
+    /// Source of draft tokens: `lookup` drafts the tokens that followed an earlier occurrence of the last tokens, and
+    /// needs no drafting block in the model; or a smaller model with the same vocabulary, given like the model itself.
+    /// Default: the model's own block, if it has one.
     #[arg(long, value_name = "lookup|MODEL", conflicts_with = "server")]
     draft: Option<Draft>,
     /// Write the logits of each step to a safetensors file: tensor `logits`, f32, [steps, vocabulary].
@@ -274,13 +276,25 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
     let given = args.model.as_deref().unwrap_or(DEMO_PATH);
     let path = named::find(given, args.json)?;
     // Before the weights are loaded, which may take minutes.
-    if let Some(constraint) = args.constraint.message()? {
+    let constraint = args.constraint.message()?;
+    if constraint.is_some() || args.min_tokens.is_some() || args.sampling.names_ids() || !args.stop_id.is_empty() {
         let (path, checkpoint) = named::opened(&path)?;
-        let text = Text::load(&path)?;
         let config = &checkpoint.config;
-        let model =
-            ConstrainedModel { name: given, text: text.as_ref(), vocabulary: config.vocab, eos_ids: &config.eos };
-        start_grammar(model, constraint, Reasons::Never, args.ignore_eos, &Cancel::default()).map_err(Refused::from)?;
+        let limits = Limits {
+            min_tokens: args.min_tokens.unwrap_or(0),
+            stop_ids: args.stop_id.clone(),
+            ignore_eos: args.ignore_eos,
+            ..Limits::default()
+        };
+        let bounds = Bounds { vocabulary: config.vocab, context: config.context, eos_ids: config.eos.clone() };
+        args.sampling.check_for(limits, &bounds).map_err(Refused::from)?;
+        if let Some(constraint) = constraint {
+            let text = Text::load(&path)?;
+            let model =
+                ConstrainedModel { name: given, text: text.as_ref(), vocabulary: config.vocab, eos_ids: &config.eos };
+            start_grammar(model, constraint, Reasons::Never, args.ignore_eos, &Cancel::default())
+                .map_err(Refused::from)?;
+        }
     }
     let mut model = Model::new(&named::served_as(given), path, device);
     model.slots = Some(1);
@@ -414,7 +428,7 @@ impl Printer {
         let cost = finished.per_token.unwrap_or_default();
         // The first output token is computed by the prompt's last step.
         let decoded = usage.output_tokens.saturating_sub(1);
-        let speed = rate(decoded, timings.decode_seconds);
+        let speed = speed(decoded, timings.decode_seconds).map_or("-".to_owned(), |speed| format!("{speed:.1}"));
         let read = usage.prompt_tokens - usage.cached_tokens.min(usage.prompt_tokens);
         eprintln!();
         eprintln!("  device                {device}");

@@ -124,7 +124,7 @@ pub(crate) enum HubError {
     /// There is no such repository, revision or file.
     #[error("{endpoint} has no model \"{model}\", and there is no file or folder of that name")]
     NotFound {
-        /// As the user wrote it.
+        /// The model's name, as the user wrote it.
         model: String,
         /// The hub's address.
         endpoint: String,
@@ -134,19 +134,19 @@ pub(crate) enum HubError {
         "{endpoint} refuses \"{model}\" (status {status}): it does not exist, or needs a token that may read it; {token}"
     )]
     Denied {
-        /// As the user wrote it.
+        /// The model's name, as the user wrote it.
         model: String,
         /// The hub's address.
         endpoint: String,
         /// The HTTP status.
         status: u16,
-        /// Which token was sent.
+        /// A text that says which token was sent.
         token: &'static str,
     },
     /// The model is not in the cache, and the network may not be used.
     #[error("\"{model}\" is not in {}, and HF_HUB_OFFLINE forbids a download", cache.display())]
     Offline {
-        /// As the user wrote it.
+        /// The model's name, as the user wrote it.
         model: String,
         /// The folder of the cache.
         cache: PathBuf,
@@ -154,7 +154,7 @@ pub(crate) enum HubError {
     /// The repository has no files of a model that can be run.
     #[error("\"{model}\" has neither safetensors nor GGUF files; it has {found}")]
     NoWeights {
-        /// As the user wrote it.
+        /// The model's name, as the user wrote it.
         model: String,
         /// Some of its files.
         found: String,
@@ -165,7 +165,7 @@ pub(crate) enum HubError {
     /// The disk has too little room.
     #[error("\"{model}\" needs {} in {}, which has {} free", HumanBytes(*.needed), cache.display(), HumanBytes(*.free))]
     Disk {
-        /// As the user wrote it.
+        /// The model's name, as the user wrote it.
         model: String,
         /// The folder of the cache.
         cache: PathBuf,
@@ -177,11 +177,11 @@ pub(crate) enum HubError {
     /// The hub's answer cannot be used.
     #[error("{endpoint} answers \"{model}\" with {what}")]
     Answer {
-        /// As the user wrote it.
+        /// The model's name, as the user wrote it.
         model: String,
         /// The hub's address.
         endpoint: String,
-        /// What is wrong with it.
+        /// A description of the answer.
         what: String,
     },
     /// A file is not what the hub says. It was removed.
@@ -193,9 +193,12 @@ pub(crate) enum HubError {
         what: String,
     },
     /// The hub cannot be asked for the model.
-    #[error("there is no file or folder \"{model}\", and {endpoint} cannot be asked for a model of that name")]
+    #[error(
+        "there is no file or folder \"{model}\", and {endpoint} cannot be asked for a model of that name: where there is \
+         a network, `ostinato pull {model}` downloads it; HF_ENDPOINT names another hub, and a path names a local folder"
+    )]
     Unreachable {
-        /// As the user wrote it.
+        /// The model's name, as the user wrote it.
         model: String,
         /// The hub's address.
         endpoint: String,

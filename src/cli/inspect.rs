@@ -62,7 +62,7 @@ struct Sum {
     bytes: u64,
 }
 
-/// What a model needs on any device, as far as it does not depend on the device.
+/// The memory that a model needs on every device, in bytes, as far as it does not depend on the device.
 struct Needs {
     /// The context in tokens.
     context: u32,
@@ -338,7 +338,7 @@ fn table(
 
 /// The reasons that are listed after the first one.
 const MOST_REASONS: usize = 8;
-/// What the plan leaves out, because it depends on the device.
+/// The memory that the plan leaves out because it depends on the device.
 const WORKING: &str = "activations and state of sequences, usually some hundred MiB";
 
 fn millions(count: u64) -> String {
@@ -419,7 +419,7 @@ mod tests {
             Needs { context: 1024, weights: 10 * gib, draft_weights: 0, kv_per_token: 1 << 17, window: 0, state: 0 };
         let plan = needs.plan(16 * gib).expect("it fits");
         assert_eq!(plan.bytes(Purpose::Weights), 10 * gib);
-        // What is left after the reserve, in pages of 16 tokens.
+        // The memory after the reserve and the weights holds this many pages of 16 tokens.
         let left = 16 * gib - default_reserve(16 * gib) - 10 * gib;
         assert_eq!(plan.kv_pages(), left / (16 << 17));
         let drafting = Needs { draft_weights: 2 * gib, ..needs }.plan(16 * gib).expect("it fits");

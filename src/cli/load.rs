@@ -61,7 +61,14 @@ pub(super) struct Load {
     #[arg(long, value_name = "NAME", requires = "server")]
     served_model: Option<String>,
     /// Mean request rate, requests per second. Several rates, separated by commas, are measured one after the other.
-    #[arg(long, value_name = "R", value_delimiter = ',', requires = "server", conflicts_with = "streams")]
+    #[arg(
+        long,
+        value_name = "R",
+        value_delimiter = ',',
+        requires = "server",
+        conflicts_with = "streams",
+        allow_negative_numbers = true
+    )]
     rate: Vec<f64>,
     /// Requests per row. Default: one per stream, or 30 seconds' worth at --rate.
     #[arg(long, value_name = "M", requires = "server")]
@@ -267,6 +274,9 @@ async fn model(client: &Client, name: &str) -> anyhow::Result<proto::Model> {
     };
     match at {
         Some(at) => Ok(models.swap_remove(at)),
+        None if name.is_empty() && !served.is_empty() => {
+            Err(Usage(format!("name one of {served}: --served-model")).into())
+        }
         None => Err(Usage(format!("model \"{name}\" is not served; served are {served}")).into()),
     }
 }

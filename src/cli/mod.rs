@@ -25,7 +25,7 @@ mod synth;
 mod token;
 mod tune;
 
-use crate::config::{self, ConfigError, SelectorError};
+use crate::config::{self, ConfigError, Placement, Selector, SelectorError, SplitMode};
 use crate::device::DeviceError;
 use crate::gpu::error::StartError;
 use crate::host::source::BuildError;
@@ -38,6 +38,7 @@ use crate::telemetry::TelemetryError;
 use clap::{CommandFactory, Parser, Subcommand};
 use progress::Verbosity;
 use serde_json::json;
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -155,8 +156,11 @@ pub(crate) struct Usage(pub(crate) String);
 
 /// Runs the program. The exit status is 2 for errors that the user can correct, 1 for all other errors.
 pub fn main() -> ExitCode {
-    // Exits with status 2 if the arguments have an error, and with status 0 for `--help`.
-    let Cli { command, quiet, verbose } = Cli::parse();
+    // The status is 2 if the arguments have an error, and 0 for `--help`.
+    let Cli { command, quiet, verbose } = match Cli::try_parse() {
+        Ok(given) => given,
+        Err(text) => return described(&text),
+    };
     progress::set_verbosity(match (quiet, verbose) {
         (true, _) => Verbosity::Quiet,
         (_, true) => Verbosity::Verbose,
@@ -185,13 +189,16 @@ pub fn main() -> ExitCode {
         Command::Token(args) => token::run(&args),
         Command::Generate(args) => generate::run(&args),
         Command::Embed(args) => embed::run(&args),
-        Command::Bench(args) => bench::run(&args, cache_directory(), &progress::Show::new(args.json)),
+        Command::Bench(args) => bench::run(&args, cache_directory(), &progress::Show::brief(args.json)),
         Command::Profile(args) => profile::run(&args),
         Command::Worker => return crate::model::worker::serve(),
-        Command::Tune(args) => tune::run(&args, cache_directory(), &progress::Show::new(args.json)),
+        Command::Tune(args) => tune::run(&args, cache_directory(), &progress::Show::brief(args.json)),
         Command::Synth(args) => {
             let Synth { shape: Shape { arch, config }, out, gguf, quantize, seed, dtype, layers, shard_size } = args;
             let shard_bytes = shard_size.map(|bytes| bytes.0);
+            if shard_bytes == Some(0) {
+                return failed(&Usage("--shard-size is 0, must be above 0".to_owned()).into(), false);
+            }
             let shape = (arch.as_deref(), config.as_deref(), layers);
             let quantised = (gguf.as_deref(), quantize.as_deref());
             synth::run(shape, &out, quantised, seed, dtype, shard_bytes).map_err(anyhow::Error::from)
@@ -200,16 +207,41 @@ pub fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) if closed_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => {
-            let text = told(&error);
-            match json {
-                // As log lines are written.
-                true => eprintln!("{}", json!({"level": "ERROR", "fields": {"message": text}, "target": "ostinato"})),
-                false => eprintln!("error: {text}"),
-            }
-            ExitCode::from(if is_users(&error) { 2 } else { 1 })
-        }
+        Err(error) => failed(&error, json),
     }
+}
+
+/// Prints an error and returns the exit status.
+fn failed(error: &anyhow::Error, json: bool) -> ExitCode {
+    let text = told(error);
+    match json {
+        // As log lines are written.
+        true => eprintln!("{}", json!({"level": "ERROR", "fields": {"message": text}, "target": "ostinato"})),
+        false => eprintln!("error: {text}"),
+    }
+    ExitCode::from(if is_users(error) { 2 } else { 1 })
+}
+
+/// Prints what the arguments ask for in place of a command: help, the version, or what is wrong with them. Returns the
+/// exit status.
+fn described(text: &clap::Error) -> ExitCode {
+    let printed = text.print().and_then(|()| std::io::stdout().flush());
+    match printed.map_err(anyhow::Error::from) {
+        Err(error) if !closed_pipe(&error) => failed(&error.context("cannot print"), false),
+        _ => ExitCode::from(u8::try_from(text.exit_code()).unwrap_or(2)),
+    }
+}
+
+/// Returns one replica over all devices of `--device`.
+fn split_over(split: SplitMode, devices: &[Selector]) -> Result<Placement, Usage> {
+    if devices.len() < 2 {
+        let given = devices.len();
+        return Err(Usage(format!("--split {split} needs at least two devices, and --device names {given}")));
+    }
+    if let Some(at) = (1..devices.len()).find(|at| devices[..*at].contains(&devices[*at])) {
+        return Err(Usage(format!("--split {split} takes each device once: --device {} is given again", devices[at])));
+    }
+    Ok(Placement { devices: devices.to_vec(), split: Some(split), ..Placement::default() })
 }
 
 /// Formats an error with its causes, one per line.
@@ -315,6 +347,7 @@ mod tests {
             "generate --server a:1 --prompt x --tls-ca ca.pem --tls-cert c.pem --tls-key c.key --token-file t",
             "bench --server a:1 --tls-ca ca.pem --token-file t",
             "profile --server a:1 --tls-ca ca.pem",
+            "profile --kernels",
             "token alice --may generate,admin --models a,b --requests 4 --tokens-per-minute 1000 --secret file",
             "bench --model dir --device 0 --prompt 512 --decode 128 --streams 1,16 --json",
             "bench --server 127.0.0.1:50051 --served-model m --streams 1,16,64 --requests 100 --prompt 512 \
@@ -350,6 +383,12 @@ mod tests {
             "chat --server a:1 --context 5",
             "inspect",
             "inspect demo --context 0",
+            "generate --prompt a --context 0",
+            "generate --prompt a --prefill-chunk 0",
+            "chat --context 0",
+            "bench --prefill-chunk 0",
+            "bench --stages --rows 0",
+            "bench --stages --chunk 0",
             "pull",
             "completions dos",
             "models --quiet --verbose",

@@ -1,5 +1,5 @@
-//! What a user calls a model on the command line: an embedded model, a folder, a GGUF file, or a repository of the
-//! Hugging Face hub. It finds the files, and the name under which the model is served. Not here: reading them.
+//! Model names on the command line: an embedded model, a folder, a GGUF file, or a repository of the Hugging Face hub.
+//! Finds the files of a model, and the name under which it is served. Not here: reading them.
 
 use super::{Usage, cache_directory, hub, progress};
 use crate::config::{Draft, embedded};

@@ -149,8 +149,8 @@ const RUNNING: u64 = 33;
 const WAITING: u64 = 34;
 const ROWS: u64 = 35;
 
-/// The distance between the ids of a track of one device and that of the next one, of a replica that is split over
-/// several: the first device has the ids above.
+/// The distance between the ids of the same track of two adjacent devices of a split replica; the first device has the
+/// ids above.
 const DEVICES: u64 = 1000;
 
 /// The sequence id of all packets, because there is only one writer.

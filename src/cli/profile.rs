@@ -1,7 +1,7 @@
 //! `ostinato profile`: shows where a server spent the time of its last steps, or of its next ones with every kernel
 //! timed: a table on standard output, and a trace file. Not here: the format of the file (`perfetto`).
 
-use super::connect::Reach;
+use super::connect::{self, Reach};
 use super::generate::Refused;
 use super::{Usage, perfetto};
 use crate::service::proto;
@@ -16,9 +16,10 @@ const MESSAGE_BYTES: usize = 512 << 20;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Profile {
-    /// The server's address: HOST:PORT or a URI.
+    /// The server's address: HOST:PORT or a URI. Default: 127.0.0.1:50051, where a server listens unless configured
+    /// otherwise.
     #[arg(long, value_name = "ADDR")]
-    server: String,
+    server: Option<String>,
     #[command(flatten)]
     reach: Reach,
     /// Name of the served model. Default: the server's only model.
@@ -56,8 +57,9 @@ pub(crate) fn run(args: &Profile) -> anyhow::Result<()> {
         .enable_all()
         .build()
         .context("cannot start the threads of the client")?;
+    let server = args.server.clone().unwrap_or_else(connect::usual);
     let profile = runtime.block_on(async {
-        let client = args.reach.connect(&args.server).await?;
+        let client = args.reach.connect(&server).await?;
         let request = proto::ProfileRequest {
             model: args.model.clone().unwrap_or_default(),
             device: args.device.clone().unwrap_or_default(),

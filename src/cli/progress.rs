@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 /// Minimum interval between two plain lines of one task.
 const LINE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// How much the commands of this process print beside their results: `--quiet` and `--verbose`.
+/// The verbosity of this process: how much commands print beside their results (`--quiet`, `--verbose`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub(crate) enum Verbosity {
     /// Results, warnings and errors only.
     Quiet,
-    /// What helps: progress, and facts where the command is about them.
+    /// Also progress, and facts if the command is about them.
     Normal,
     /// All facts.
     Verbose,
@@ -39,7 +39,7 @@ pub(crate) fn verbosity() -> Verbosity {
     }
 }
 
-/// Where progress is shown.
+/// The place where progress is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     /// A bar, and lines above it.

@@ -10,13 +10,13 @@ use crate::service::refusal::Refusal;
 #[derive(Clone, Debug, Default, clap::Args)]
 pub(super) struct SamplingArgs {
     /// Maximum number of output tokens. Default: as many as fit in the context.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     max_tokens: Option<u32>,
     /// Sampling temperature; 0 always takes the most probable token. Default: 0, in a chat 0.7.
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f32>,
     /// Sample only from the K most probable tokens.
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", allow_negative_numbers = true)]
     top_k: Option<u32>,
     /// Sample only from the smallest set of tokens whose probabilities add up to at least P. Default: 1, in a chat
     /// 0.95.
@@ -38,7 +38,7 @@ pub(super) struct SamplingArgs {
     #[arg(long, value_name = "ID=X", value_parser = bias)]
     logit_bias: Vec<(u32, f32)>,
     /// Seed of the sampling; the same seed gives the same text.
-    #[arg(long, value_name = "S")]
+    #[arg(long, value_name = "S", value_parser = seed, allow_negative_numbers = true)]
     seed: Option<u64>,
 }
 
@@ -47,7 +47,16 @@ fn bias(text: &str) -> Result<(u32, f32), String> {
     pair.ok_or_else(|| format!("\"{text}\" is not ID=NUMBER"))
 }
 
+fn seed(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| format!("{text} is not a whole number from 0 to {}", u64::MAX))
+}
+
 impl SamplingArgs {
+    /// Whether there are token ids, which only a model's vocabulary allows or refuses.
+    pub(super) fn names_ids(&self) -> bool {
+        !self.logit_bias.is_empty()
+    }
+
     /// Returns the same arguments with a chat's defaults: greedy answers of chat models tend to repeat themselves.
     pub(super) fn of_chat(&self) -> SamplingArgs {
         SamplingArgs { temperature: self.temperature.or(Some(0.7)), top_p: self.top_p.or(Some(0.95)), ..self.clone() }
@@ -77,6 +86,13 @@ impl SamplingArgs {
     /// Refuses values that no model takes, in the words of the engine. Values that a model's size decides are left to
     /// it.
     pub(super) fn check(&self) -> Result<(), Refusal> {
+        let any = Bounds { vocabulary: u32::MAX, context: u32::MAX, eos_ids: Vec::new() };
+        self.check_for(Limits::default(), &any)
+    }
+
+    /// Refuses values that a model with these bounds does not take; `limits` are those without the maximum number of
+    /// tokens.
+    pub(super) fn check_for(&self, limits: Limits, bounds: &Bounds) -> Result<(), Refusal> {
         let defaults = Sampling::default();
         let sampling = Sampling {
             temperature: self.temperature.unwrap_or(defaults.temperature),
@@ -89,9 +105,8 @@ impl SamplingArgs {
             seed: self.seed,
             logit_bias: self.logit_bias.clone(),
         };
-        let limits = Limits { max_tokens: self.max_tokens, ..Limits::default() };
-        let any = Bounds { vocabulary: u32::MAX, context: u32::MAX, eos_ids: Vec::new() };
-        let checked = sampling.validate(any.vocabulary).and_then(|()| limits.validate(&any));
+        let limits = Limits { max_tokens: self.max_tokens, ..limits };
+        let checked = sampling.validate(bounds.vocabulary).and_then(|()| limits.validate(bounds));
         checked.map_err(|error| SubmitError::Request(error).into())
     }
 }

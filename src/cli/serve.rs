@@ -2,7 +2,7 @@
 //! for a signal, and stops them in reverse order. Not here: applying a new configuration (`reload`).
 
 use super::reload::Reload;
-use super::{Usage, cache_directory, named, progress};
+use super::{Usage, cache_directory, named, progress, split_over};
 use crate::actors::workers::{self, WorkerLimits};
 use crate::config::{self, Bytes, Config, ConfigError, DEMO_PATH, Model, Placement, Selector, Sources, SplitMode};
 use crate::gpu::devices::start;
@@ -104,6 +104,9 @@ impl Serve {
             models.push(Model { path, ..model.clone() });
         }
         named::told_apart(&names)?;
+        if let Some(split) = self.split {
+            split_over(split, &self.device)?;
+        }
         for model in &mut models {
             self.place(model);
         }
@@ -326,7 +329,9 @@ fn options(config: &Config) -> anyhow::Result<Options> {
     let of_models = || models_with_endpoints(config).any(|(_, address)| open(address));
     let reached = open(server.listen) || config.http.listen.is_some_and(open) || of_models();
     if server.tokens.is_some() && server.tls.is_none() && reached {
-        tracing::warn!("tokens go over connections that are not encrypted: whoever reads along can use them");
+        tracing::warn!(
+            "access tokens are sent over unencrypted connections: anyone who can read the traffic can use them"
+        );
     }
     let Changeable { drain, stream_buffer, client_limit, trust_client_header } = changeable(server);
     Ok(Options {

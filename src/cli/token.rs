@@ -23,7 +23,7 @@ pub(crate) struct TokenArgs {
     /// Write the token to a new file that only its owner can read, instead of to the first line of standard output.
     #[arg(long, value_name = "FILE")]
     secret: Option<PathBuf>,
-    /// What the token allows, separated by commas. Default: generate.
+    /// Rights of the token, separated by commas. Default: generate.
     #[arg(long, value_name = "RIGHT", value_delimiter = ',')]
     may: Vec<Right>,
     /// Served models that the token may use, separated by commas. Default: all.

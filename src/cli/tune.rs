@@ -5,11 +5,9 @@ use super::named;
 use super::progress::Show;
 use crate::config::Selector;
 use crate::device::{Instance, InstanceOptions, choose};
-use crate::gpu::build::defaults::tuning;
+use crate::gpu::build::defaults::check_tuning;
 use crate::measure::tune;
 use crate::measure::tune::{TuneEvent, TuneOptions};
-use crate::model::decoder::Tuning;
-use anyhow::bail;
 use serde_json::json;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -45,10 +43,7 @@ pub(crate) fn run(args: &Tune, cache: Option<PathBuf>, progress: &Show) -> anyho
     let instance = Instance::new(&InstanceOptions { validation: false })?;
     let adapters = instance.adapters();
     let adapter = choose(&adapters, args.device.as_ref())?.clone();
-    let mut any: Tuning = tuning(&adapter, None, 1, 1);
-    if let Some(change) = args.tune.iter().find(|change| !any.set(change)) {
-        bail!(super::Usage(format!("tuning \"{change}\" is not KEY=VALUE with a key of the tuning")));
-    }
+    check_tuning(&adapter, &args.tune)?;
     let (_, checkpoint) = named::opened(&named::find(&args.model, args.json)?)?;
     let options = TuneOptions {
         depth: args.depth,

@@ -1,6 +1,6 @@
 //! `[admin]`: the HTTP endpoint of the admin page, the metrics and the health check. Not here: the content of those.
 
-use super::listen::{address_or_off, clash};
+use super::listen::{admin, clash};
 use super::load::Problem;
 use serde::Deserialize;
 use std::net::SocketAddr;
@@ -11,7 +11,7 @@ use std::net::SocketAddr;
 pub struct AdminConfig {
     /// The address and port to listen on; port 0 takes a free port and prints it. `None` (`"off"`) disables the
     /// endpoint.
-    #[serde(deserialize_with = "address_or_off")]
+    #[serde(deserialize_with = "admin")]
     pub listen: Option<SocketAddr>,
     /// Allows a `listen` address that other machines can reach, although the endpoint has no TLS and no authentication.
     pub insecure: bool,

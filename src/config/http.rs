@@ -1,6 +1,6 @@
 //! `[http]`: the HTTP endpoint of OpenAI's API. Its certificates, tokens and limits are those of `[server]`.
 
-use super::listen::{address_or_off, clash};
+use super::listen::{clash, http};
 use super::load::Problem;
 use super::server::Server;
 use serde::Deserialize;
@@ -12,7 +12,7 @@ use std::net::SocketAddr;
 pub struct HttpConfig {
     /// The address and port to listen on; port 0 takes a free port and prints it. `None` (`"off"`) disables the
     /// endpoint.
-    #[serde(deserialize_with = "address_or_off")]
+    #[serde(deserialize_with = "http")]
     pub listen: Option<SocketAddr>,
     /// Allows a `listen` address that other machines can reach without `server.tls`.
     pub insecure: bool,

@@ -4,10 +4,12 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error, Unexpected};
 use std::net::SocketAddr;
 
-/// What keys of addresses accept, for error messages.
+/// The values that keys of addresses accept, for error messages.
 const ADDRESS: &str = "an address and port such as 127.0.0.1:50051";
-/// What keys that can be `"off"` accept.
-const LISTEN: &str = "an address and port such as 127.0.0.1:9464, or \"off\"";
+/// The values that `http.listen` accepts, for error messages.
+const HTTP: &str = "an address and port such as 127.0.0.1:8000, or \"off\"";
+/// The values that `admin.listen` accepts, for error messages.
+const ADMIN: &str = "an address and port such as 127.0.0.1:9464, or \"off\"";
 
 /// Reads an address.
 pub(super) fn address<'de, D: Deserializer<'de>>(deserializer: D) -> Result<SocketAddr, D::Error> {
@@ -20,13 +22,25 @@ pub(super) fn some_address<'de, D: Deserializer<'de>>(deserializer: D) -> Result
     address(deserializer).map(Some)
 }
 
-/// Reads an address, or `None` from `"off"`.
-pub(super) fn address_or_off<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<SocketAddr>, D::Error> {
+/// Reads `http.listen`: an address, or `None` from `"off"`.
+pub(super) fn http<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<SocketAddr>, D::Error> {
+    address_or_off(deserializer, HTTP)
+}
+
+/// Reads `admin.listen`: an address, or `None` from `"off"`.
+pub(super) fn admin<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<SocketAddr>, D::Error> {
+    address_or_off(deserializer, ADMIN)
+}
+
+fn address_or_off<'de, D: Deserializer<'de>>(
+    deserializer: D,
+    expected: &'static str,
+) -> Result<Option<SocketAddr>, D::Error> {
     let text = String::deserialize(deserializer)?;
     if text == "off" {
         return Ok(None);
     }
-    text.parse().map(Some).map_err(|_| D::Error::invalid_value(Unexpected::Str(&text), &LISTEN))
+    text.parse().map(Some).map_err(|_| D::Error::invalid_value(Unexpected::Str(&text), &expected))
 }
 
 /// Whether two endpoints cannot listen on these addresses together. Checked with the configuration, because otherwise

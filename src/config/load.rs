@@ -282,7 +282,7 @@ fn not_tables(figment: &Figment, value: &mut Value) -> Vec<Problem> {
 fn source(figment: &Figment, value: &Value) -> Option<String> {
     let metadata = figment.get_metadata(value.tag())?;
     Some(match &metadata.source {
-        // What is merged by this file.
+        // Values that code in this file merges come from the command line.
         Some(figment::Source::Code(_)) => "the command line".to_owned(),
         Some(source) => source.to_string(),
         None => metadata.name.to_string(),

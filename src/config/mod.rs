@@ -56,8 +56,8 @@ pub struct Runtime {
     pub cache_directory: Option<std::path::PathBuf>,
     /// Changes to the device tuning, each `KEY=VALUE`; for experiments (`ostinato bench --tune`).
     pub tune: Vec<String>,
-    /// Whether devices may take programs in PTX, which some kernels are on NVIDIA's compute capability 9.0; by default
-    /// the engine's choice.
+    /// Whether kernels may use PTX programs, which exist for NVIDIA's compute capability 9.0 only; by default the
+    /// engine's choice.
     pub ptx: Option<bool>,
     /// Whether processes of this program that use one GPU take turns, a submission each.
     pub turns: bool,

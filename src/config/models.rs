@@ -46,7 +46,7 @@ pub struct Model {
     #[serde(default)]
     pub load: LoadWhen,
     /// The address and port of a gRPC endpoint that serves this model only, beside the one of all models; port 0 takes
-    /// a free port and prints it. By default there is none.
+    /// a free port and prints it. By default the model has no endpoint of its own.
     #[serde(default, deserialize_with = "some_address")]
     pub listen: Option<SocketAddr>,
     /// The maximum context length in tokens; by default the checkpoint's, reduced if the memory does not hold it.
@@ -72,7 +72,7 @@ pub struct Model {
     /// The number of recurrent-state snapshots that each replica keeps for prompts with the same prefix, for models
     /// that have recurrent state; by default the engine's choice.
     pub snapshots: Option<u32>,
-    /// Where drafts come from: look-up, or a draft model; by default from the model's own block, if it has one.
+    /// The source of draft tokens: look-up, or a draft model; by default the model's own block, if it has one.
     pub draft: Option<Draft>,
     /// The maximum number of draft tokens per step, at most 3, for models that can draft; 0 disables drafting. By
     /// default the engine's choice.
@@ -81,7 +81,7 @@ pub struct Model {
     pub drafts_always: Option<bool>,
 }
 
-/// Where draft tokens come from, other than from the model's own block.
+/// A source of draft tokens other than the model's own block.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub enum Draft {
@@ -116,10 +116,10 @@ impl TryFrom<String> for Draft {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LoadWhen {
-    /// At the start, before the server accepts requests.
+    /// The model is loaded at the start, before the server accepts requests.
     #[default]
     Start,
-    /// On a LoadModel call.
+    /// The model is loaded on a LoadModel call.
     Request,
 }
 

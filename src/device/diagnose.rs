@@ -82,7 +82,7 @@ impl View for Machine {
 pub struct NoGpuDiagnosis {
     /// The kind of container; `None` outside a container.
     container: Option<&'static str>,
-    /// What is missing, one sentence per item.
+    /// The missing features and limits, one sentence each.
     findings: Vec<String>,
 }
 

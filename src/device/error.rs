@@ -68,8 +68,8 @@ pub enum DeviceError {
         #[source]
         no_gpu: Option<Box<NoGpuDiagnosis>>,
     },
-    /// An index selects a CPU driver, which must be selected by what it is: an index means another adapter once a GPU's
-    /// driver is installed or fails.
+    /// An index selects a CPU driver, which must be selected by `cpu`, UUID or name: an index means another adapter
+    /// once a GPU's driver is installed or fails.
     #[error(
         "device {index} is a CPU driver, \"{name}\", which no index selects: select it by cpu, its UUID {uuid} \
         or its whole name"
@@ -113,7 +113,7 @@ pub enum DeviceError {
     /// Something needs more than the device's limit.
     #[error("{what} needs {wanted} {unit}, device \"{device}\" has {limit}")]
     Limit {
-        /// What needs it.
+        /// The thing that needs more.
         what: String,
         /// The amount that is needed.
         wanted: u64,
@@ -149,7 +149,7 @@ pub enum DeviceError {
     Unsupported {
         /// The adapter's name.
         device: String,
-        /// What is missing.
+        /// The missing operation.
         what: &'static str,
     },
     /// The pipeline cache cannot be written.

@@ -1,4 +1,4 @@
-//! What a SPIR-V module needs of a device: its capabilities, the size of its workgroups and their shared memory. A
+//! The requirements of a SPIR-V module on a device: capabilities, the size of workgroups and their shared memory. A
 //! driver that is given a module with more than it promised may crash, so a pipeline is refused before. Not here: the
 //! other rules of SPIR-V, which the build and the validation layer check.
 
@@ -49,8 +49,9 @@ const fn known(number: u32, name: &'static str, offered: fn(&Capabilities) -> bo
 }
 
 /// The capabilities that every path through the kernels needs, whatever the device has besides. A device without one of
-/// them is refused before a model is loaded (`probe::lacks`); what single variants need beside them, such as shuffles
-/// and votes, is asked for when their pipelines are built. A test compares this list with the shaders (`gpu::check`).
+/// them is refused before a model is loaded (`probe::lacks`); the further capabilities of single variants, such as
+/// shuffles and votes, are checked when their pipelines are built. A test compares this list with the shaders
+/// (`gpu::check`).
 pub const NEEDED: [(&str, &str); 5] = [
     ("Shader", "compute shaders"),
     ("VulkanMemoryModel", "vulkanMemoryModel"),
@@ -71,7 +72,7 @@ pub(super) fn lacking(capabilities: &Capabilities) -> Vec<&'static str> {
     NEEDED.iter().filter(|(name, _)| lacks(name)).map(|(_, words)| *words).collect()
 }
 
-/// What one module needs with given specialization constants.
+/// The requirements of one module with given specialization constants.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Module {
     /// The capabilities that the module declares: the names of known ones, the numbers of others.

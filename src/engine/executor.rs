@@ -22,7 +22,7 @@ pub enum ExecuteError {
     /// The devices of a replica have stopped exchanging data in the middle of a step; everything on them must be rebuilt.
     #[error("the devices of the replica have stopped exchanging data")]
     ExchangeEnded,
-    /// The step number in an entry of the token ring is not that of the step that was completed.
+    /// The step number in an entry of the token ring differs from that of the completed step.
     #[error("step {expected} was reported as {found}: its results cannot be trusted")]
     StepMismatch {
         /// The number of the completed step.

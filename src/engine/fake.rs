@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 /// The behavior of a fake executor.
 #[derive(Clone, Debug)]
 pub struct FakeConfig {
-    /// What it can hold.
+    /// The executor's capacity.
     pub capacity: Capacity,
     /// The time of a decode step.
     pub step: Duration,

@@ -51,8 +51,8 @@ impl Injections {
         self.every.store(every, Relaxed);
     }
 
-    /// Returns the index of the wait that the next broken step of `rows` rows breaks: the one that was broken least often.
-    /// So all waits have their turn, although steps that are queued behind a fault break nothing.
+    /// Returns the index of the wait that the next broken step of `rows` rows breaks: the wait that was broken least
+    /// often, so that every wait has its turn although steps queued behind a fault break nothing.
     pub fn next(&self, rows: u32) -> Option<usize> {
         let broken = self.broken();
         let times = |at: &usize| broken[*at].values().sum::<u32>();

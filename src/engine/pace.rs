@@ -27,8 +27,8 @@ const GROWTH: f64 = 0.75;
 /// outlier, and what is never chosen is never measured again.
 const EXPLORE: u64 = 64;
 
-/// The same while the alternative is young: measured fewer than [`YOUNG`] times. Its readings may then be those of a cold
-/// device: the first executions of a size can take many times as long as all later ones.
+/// [`EXPLORE`] while the alternative is young: measured fewer than [`YOUNG`] times. Its readings may then be those of a
+/// cold device: the first executions of a size can take many times as long as all later ones.
 const EXPLORE_YOUNG: u64 = 8;
 
 /// See [`EXPLORE_YOUNG`].
@@ -158,9 +158,9 @@ impl Pace {
     }
 
     /// Returns a time that a chunk of `tokens` tokens hardly exceeds: the time of its size as last measured, or in proportion
-    /// to smaller ones, whose tokens take longer each. Of both the shorter, if its own size was not measured for a long time,
-    /// or only once or twice, as its first executions may have been slow. `None` if no chunk of the size or smaller was
-    /// measured.
+    /// to smaller ones, whose tokens take longer each. If its own size was not measured for a long time, or only once
+    /// or twice, it is the shorter of both, because the first executions may have been slow. `None` if no chunk of the
+    /// size or smaller was measured.
     pub fn chunk_at_most(&self, tokens: u32) -> Option<Duration> {
         let own = size(tokens);
         let smaller = (0..own).rev().find_map(|size| self.token[size]);

@@ -178,8 +178,8 @@ impl PagePool {
         self.changes.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
-    /// Returns the contents of all pages that can be found without a salt. Each page comes after the one that it
-    /// follows.
+    /// Returns the contents of all pages that can be found without a salt, each after the page that precedes it in its
+    /// sequence.
     pub fn contents(&self) -> Vec<Content> {
         let contents: HashMap<PageKey, &Content> =
             self.contents.iter().flatten().filter(|content| content.shared).map(|one| (one.name, one)).collect();

@@ -26,7 +26,7 @@ pub struct StateSlot(pub u32);
 /// chunk.
 pub const STATE_TOKENS: u32 = BLOCK_ROWS;
 
-/// What an executor can hold and do.
+/// The limits and abilities of an executor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capacity {
     /// The number of sequences that can run at once.
@@ -132,9 +132,9 @@ pub struct SlotParams {
 /// The page tables of a slot. Entry i is the page of tokens 16 i and following.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageTable {
-    /// Of the layers that see all tokens, and of all layers if windows have no pages of their own.
+    /// The table of layers with full attention, and of all layers if windows have no pages of their own.
     Full,
-    /// Of the layers with a sliding window. Entries before the window may name pages of others.
+    /// The table of layers with a sliding window. Entries before the window may name pages of other sequences.
     Window,
 }
 
@@ -155,7 +155,7 @@ pub enum Change {
     Pages {
         /// The slot.
         slot: Slot,
-        /// Which of its tables.
+        /// The table of the slot.
         table: PageTable,
         /// The index of the first entry in the slot's page table.
         first: u32,
@@ -235,7 +235,7 @@ pub enum Work {
     },
 }
 
-/// What is submitted to an executor at once: changes, then one item of work.
+/// A unit of submission to an executor: changes, then one item of work.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepPlan {
     /// The changes, applied first and in order.

@@ -248,11 +248,11 @@ pub struct Finished {
 /// The wall-clock durations of a request's phases.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Timings {
-    /// From submission to start.
+    /// The time from submission to start.
     pub queue: Duration,
-    /// From start to the first token.
+    /// The time from start to the first token.
     pub prefill: Duration,
-    /// From the first token to the last.
+    /// The time from the first token to the last.
     pub decode: Duration,
 }
 
@@ -459,8 +459,9 @@ impl Limits {
         if self.max_tokens == Some(0) {
             return Err(value("max_tokens", 0, "at least 1"));
         }
-        if self.max_tokens.is_some_and(|most| self.min_tokens > most) {
-            return Err(value("min_tokens", self.min_tokens, "at most max_tokens"));
+        if let Some(most) = self.max_tokens.filter(|most| self.min_tokens > *most) {
+            let given = format!("{} with max_tokens {most}", self.min_tokens);
+            return Err(value("min_tokens", given, "at most max_tokens"));
         }
         if let Some(&id) = self.stop_ids.iter().find(|&&id| id >= bounds.vocabulary) {
             return Err(value("stop_ids", id, "inside the vocabulary"));

@@ -112,7 +112,7 @@ impl Constrained {
 /// The state of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SequenceState {
-    /// In the queue, without slot and pages.
+    /// The sequence is in the queue, without slot and pages.
     Waiting,
     /// The sequence holds a slot and the pages of its whole history, of which some chunks are not queued yet.
     Prefill,

@@ -14,10 +14,10 @@ const UNSEEN: f64 = 0.5;
 const EXPLORE: u64 = 32;
 /// The factor by which exploration is rarer while the best number of drafts is 0; see [`EXPLORE`].
 const IDLE: u64 = 8;
-/// The same while another number was tried fewer than [`YOUNG`] times: its first times may be those of a cold device,
-/// which are many times as long as all later ones.
+/// Replaces [`EXPLORE`] until every number of drafts was tried [`YOUNG`] times: the first times may be those of a cold
+/// device, which are many times as long as all later ones.
 const EXPLORE_YOUNG: u64 = 8;
-/// See [`EXPLORE_YOUNG`].
+/// The number of trials after which the times of a number of drafts are trusted; see [`EXPLORE_YOUNG`].
 const YOUNG: u32 = 16;
 
 /// The chooser, with the acceptance rates that it has measured.

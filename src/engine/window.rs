@@ -15,9 +15,10 @@ pub struct WindowPages {
     tokens: u32,
     /// The pages.
     pub pool: PagePool,
-    /// What a sequence of the longest context holds at most, apart from the pages of its prompt's chunks in flight.
+    /// The maximum number of pages of a sequence of the longest context, apart from those of its prompt's chunks in
+    /// flight.
     each: u32,
-    /// What the chunks in flight of all sequences hold at most.
+    /// The maximum number of pages of the chunks in flight of all sequences.
     chunks: u32,
 }
 
@@ -49,8 +50,8 @@ impl WindowPages {
         shares + self.chunks <= self.pool.total()
     }
 
-    /// Returns the number of the longest beginning of `names` after which a sequence can continue, with the pages that it
-    /// then sees, the first of which is that of [`WindowPages::first_seen`].
+    /// Returns the length of the longest prefix of `names` after which a sequence can continue, with the pages that it
+    /// then sees; the first of them is the page of [`WindowPages::first_seen`].
     pub fn find(&self, names: &[PageKey]) -> (usize, Vec<Page>) {
         // The number of pages with a key, one after the other, that end before each index.
         let mut runs = vec![0; names.len() + 1];

@@ -127,7 +127,7 @@ pub struct SelfTest {
 /// The outcome of a test.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// The test passed. The text may state a consequence; it is empty if there is none.
+    /// The test passed. The text states a consequence, or is empty.
     Passed(String),
     /// The test failed, so that the model cannot be served, with the reason.
     Failed(String),

@@ -13,7 +13,7 @@ use crate::device::{Adapter, Device, Instance, InstanceOptions, MemoryBudget, ch
 use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::plan::Capacity;
 use crate::gpu::build::Build;
-use crate::gpu::build::defaults::takes_ptx;
+use crate::gpu::build::defaults::{check_tuning, takes_ptx};
 use crate::gpu::build::split::{choose_ranks, choose_stages, shards};
 use crate::gpu::build::split_test::{test_exchanges, test_split};
 use crate::gpu::error::StartError;
@@ -234,12 +234,12 @@ pub fn start_on(instance: &Instance, config: &Config, progress: &dyn Progress) -
     Ok(host)
 }
 
-/// What steps with tensor parallelism wait for while they run.
+/// Whether the steps of a replica with tensor parallelism wait inside kernels, by polling.
 #[derive(Clone, Copy, Debug)]
 struct Waits {
-    /// For other devices.
+    /// Whether they poll for words of other devices.
     polls: bool,
-    /// For earlier calls, in place of barriers.
+    /// Whether they poll for tagged words of earlier calls, in place of barriers.
     tags: bool,
 }
 
@@ -525,7 +525,8 @@ fn rebuilding(devices: &Arc<Devices>, model: &config::Model, index: usize) -> Re
 /// Implemented for `Arc`, because replicas keep a reference in order to rebuild lost executors.
 impl ModelSource for Arc<Devices> {
     fn check(&self, model: &config::Model) -> Result<(), BuildError> {
-        Ok(self.choose(model).map(|_| ())?)
+        let chosen = self.choose(model)?;
+        Ok(chosen.iter().flatten().try_for_each(|adapter| check_tuning(adapter, &self.runtime.tune))?)
     }
 
     fn devices(&self) -> Vec<ServedDevice> {

@@ -52,6 +52,12 @@ pub enum StartError {
         #[source]
         source: TextError,
     },
+    /// A change of the tuning that the device does not take.
+    #[error("tuning \"{change}\" is not KEY=VALUE with a key of the tuning")]
+    Tuning {
+        /// The change.
+        change: String,
+    },
     /// The kernels or the device do not support the model's shape or configuration, or the device did not respond.
     #[error("model \"{model}\": {what}")]
     Unsupported {
@@ -143,6 +149,7 @@ impl StartError {
             StartError::Checkpoint { .. }
             | StartError::Draft { .. }
             | StartError::Text { .. }
+            | StartError::Tuning { .. }
             | StartError::Unsupported { .. }
             | StartError::Context { .. }
             | StartError::Plan { .. }

@@ -49,7 +49,7 @@ pub enum LifecycleError {
     Busy {
         /// The model's name.
         model: String,
-        /// What is being done with the model.
+        /// The state that the model is in.
         state: LoadState,
     },
     /// The model is not served.

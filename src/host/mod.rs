@@ -50,7 +50,7 @@ pub struct ServedModel {
     pub text: Option<Arc<Text>>,
     /// The model's replicas, at least one, in the configuration's order.
     pub replicas: Vec<Arc<Replica>>,
-    /// Which replica received which prompts. Locked while a prompt is routed.
+    /// The prompts that each replica received. Locked while a prompt is routed.
     affinity: Mutex<Affinity>,
 }
 

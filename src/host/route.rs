@@ -11,8 +11,8 @@ use std::sync::Arc;
 /// The reason for which no replica was found.
 #[derive(Debug, thiserror::Error, PartialEq)]
 pub enum RouteError {
-    /// There is no model of that name.
-    #[error("model \"{asked}\" is not served; served are {served}")]
+    /// There is no model of that name, or there are several and none was named.
+    #[error("{}", unknown(asked, served))]
     UnknownModel {
         /// The requested name.
         asked: String,
@@ -44,6 +44,16 @@ pub enum RouteError {
     },
 }
 
+fn unknown(asked: &str, served: &str) -> String {
+    match (asked, served) {
+        ("", served) if served != NONE => format!("name one of {served}: --model, or `model` of the request"),
+        _ => format!("model \"{asked}\" is not served; served are {served}"),
+    }
+}
+
+/// The names of the served models, if there are none.
+const NONE: &str = "none";
+
 impl Host {
     /// The replica for a request: [`Host::model`], then [`ServedModel::route`].
     pub fn route(&self, model: &str, device: &str) -> Result<(Arc<ServedModel>, Arc<Replica>), RouteError> {
@@ -64,7 +74,7 @@ impl Host {
         }
         let asked = model.to_string();
         let names: Vec<&str> = models.iter().map(|served| served.name.as_str()).collect();
-        let served = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+        let served = if names.is_empty() { NONE.to_owned() } else { names.join(", ") };
         Err(match self.state(model) {
             // The model may have been loaded between the two lookups; then the state is `Serving`.
             Some(state) => RouteError::NotLoaded { asked, state, served },
@@ -81,8 +91,8 @@ impl ServedModel {
 
     /// The replica for a request on the selected device or replica; with an empty `device` on any.
     ///
-    /// `device` is a replica's name or a [`Selector`]. Of several replicas that fit, it is the least loaded, of those
-    /// that accept requests if any do.
+    /// `device` is a replica's name or a [`Selector`]. If several replicas fit, it is the least loaded of those that
+    /// accept requests, or the least loaded of all if none does.
     pub fn route(&self, device: &str) -> Result<Arc<Replica>, RouteError> {
         let least = self.fitting(device)?.into_iter().min_by_key(|&replica| {
             let replica = &self.replicas[replica];

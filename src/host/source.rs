@@ -56,7 +56,7 @@ impl ModelSource for Fixed {
     }
 }
 
-/// The reason for which a model was not built. Its message and causes are those of the source's own error.
+/// The reason why a model was not built, with the message and the causes of the source's error.
 #[derive(Debug)]
 pub struct BuildError {
     /// The kind of error, which determines what a caller does about it.

@@ -30,5 +30,6 @@ pub fn read_bandwidth(bytes: u64, threads: u32) -> Recording {
     recording
 }
 
-/// Writes nothing: the sum never equals the constant with which the shader compares it.
-pub(super) fn reference_read_ceiling(_: &Call, _: &mut HostMemory) {}
+/// Reference of `read_bandwidth`: writes nothing, because the sum never equals the constant that the shader compares it
+/// with.
+pub(super) fn reference_read_bandwidth(_: &Call, _: &mut HostMemory) {}

@@ -59,7 +59,8 @@ pub struct CodeKernel {
     pub kernel: &'static str,
     /// The format of its weights: the constant of that name.
     pub codes: u32,
-    /// What else changes how it reads weights: of experts, the stage and the format of the shared expert; else zeros.
+    /// Other settings that change how the kernel reads weights: for experts, the stage and the format of the shared
+    /// expert; otherwise zeros.
     pub variant: [u32; 2],
 }
 
@@ -204,7 +205,7 @@ impl Operands {
         self.buffer(name, words)
     }
 
-    /// Rows of x: of each, `values` adjacent values are random and the others zero. `tag` is the tag of the words.
+    /// Adds rows of x in which `values` adjacent values are random and the others zero. `tag` is the tag of the words.
     fn rows(&mut self, values: u32, [rows, cols, stride]: [u32; 3], tag: Option<u32>) -> Range {
         let mut words = vec![0; (rows * stride) as usize];
         for row in 0..rows {

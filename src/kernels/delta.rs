@@ -4,7 +4,7 @@
 use super::Format;
 use super::embed::{BLOCK_ROWS, CELL_WORDS};
 use super::gemm::skinny::Matrices;
-use super::gemm::tiled::{TILE_TOKENS, token_index};
+use super::gemm::tiled::{PackedOrder, SWIZZLED_COLS, TILE_TOKENS, swizzled_index, token_index};
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{
@@ -29,7 +29,7 @@ pub struct DeltaHeads {
     pub key: u32,
     /// The number of heads of v, z, the state and the output.
     pub value: u32,
-    /// Which key head a value head uses: key heads take turns (value head h uses key head h % key), or each is shared by
+    /// Whether key heads take turns, so that value head h uses key head h % key. Otherwise each key head is shared by
     /// value / key consecutive value heads.
     pub tiled: bool,
     /// The dimension of a head of q or k.
@@ -98,12 +98,27 @@ pub fn delta_serves(heads: DeltaHeads) -> bool {
         && dim(heads.value_dim)
 }
 
-fn check(heads: DeltaHeads, packed: bool, stride: u32, y_stride: u32) {
+fn check(heads: DeltaHeads, packed: Option<PackedOrder>, stride: u32, y_stride: u32) {
     assert!(delta_serves(heads), "the delta rule does not serve {heads:?}");
     assert!(stride >= heads.projected() && stride.is_multiple_of(4), "rows of {stride} floats for {heads:?}");
     match packed {
-        true => assert!(heads.output() == y_stride * FRAGMENT_COLS, "{y_stride} blocks of columns for {heads:?}"),
-        false => assert!(y_stride >= heads.output() && y_stride.is_multiple_of(4), "output rows of {y_stride} floats"),
+        Some(PackedOrder::Fragments) => {
+            assert!(heads.output() == y_stride * FRAGMENT_COLS, "{y_stride} blocks of columns for {heads:?}");
+        }
+        Some(PackedOrder::Swizzled) => {
+            let fits = heads.output().is_multiple_of(SWIZZLED_COLS) && y_stride.is_multiple_of(TILE_TOKENS);
+            assert!(fits, "{y_stride} swizzled rows for {heads:?}");
+        }
+        None => assert!(y_stride >= heads.output() && y_stride.is_multiple_of(4), "output rows of {y_stride} floats"),
+    }
+}
+
+/// Returns the constant PACKED of the shaders.
+fn packed_word(packed: Option<PackedOrder>) -> u32 {
+    match packed {
+        None => 0,
+        Some(PackedOrder::Fragments) => 1,
+        Some(PackedOrder::Swizzled) => 2,
     }
 }
 
@@ -121,7 +136,7 @@ pub fn delta_step(
     label: String,
     heads: DeltaHeads,
     (rows, entries): (u32, u32),
-    packed: bool,
+    packed: Option<PackedOrder>,
     flow: Flow,
     args: DeltaStepArgs,
 ) -> Call {
@@ -138,7 +153,7 @@ pub fn delta_verify(
     label: String,
     heads: DeltaHeads,
     (sequences, tokens, entries): (u32, u32, u32),
-    packed: bool,
+    packed: Option<PackedOrder>,
     flow: Flow,
     args: DeltaStepArgs,
 ) -> Call {
@@ -153,12 +168,12 @@ fn step(
     label: String,
     heads: DeltaHeads,
     (sequences, tokens, entries): (u32, u32, u32),
-    packed: bool,
+    packed: Option<PackedOrder>,
     flow: Flow,
     args: DeltaStepArgs,
 ) -> Call {
     check(heads, packed, args.stride, args.y_stride);
-    assert!(!packed || flow.output.is_none(), "packed words carry no tags");
+    assert!(packed.is_none() || flow.output.is_none(), "packed words carry no tags");
     assert!((1..=MOST_PENDING).contains(&entries), "{entries} pending tokens for each cell");
     let groups = STEP_GROUPS;
     let constants = DeltaStepConstants {
@@ -169,10 +184,11 @@ fn step(
         value_dim: heads.value_dim,
         groups,
         tagged: flow.code(),
-        packed: u32::from(packed),
+        packed: packed_word(packed),
         tokens,
         pending: entries,
         tiled: u32::from(heads.tiled),
+        devices: 0,
     };
     let args = DeltaStepArgs { fault: args.fault.none(), x_tag: flow.input, y_tag: flow.output.unwrap_or(0), ..args };
     let (x, y) = (args.x, args.y);
@@ -277,7 +293,7 @@ pub fn delta_prompts(
     label: &str,
     heads: DeltaHeads,
     (rows, prompts): (u32, u32),
-    packed: bool,
+    packed: Option<PackedOrder>,
     matrices: Matrices,
     operands: PromptOperands,
 ) -> [Call; 3] {
@@ -356,7 +372,7 @@ pub fn delta_prompts(
             value_dim,
             together,
             z: heads.channels(),
-            packed: u32::from(packed),
+            packed: packed_word(packed),
         }
         .into_values(),
         args: DeltaGateArgs {
@@ -442,7 +458,10 @@ fn put(memory: &mut HostMemory, y: Range, packed: u32, (row, column, y_stride): 
     match packed {
         0 => memory.set_f32(y, row * y_stride + column, value),
         _ => {
-            let at = token_index(row, column, y_stride * FRAGMENT_COLS);
+            let at = match packed {
+                1 => token_index(row, column, y_stride * FRAGMENT_COLS),
+                _ => swizzled_index(row, column, y_stride),
+            };
             memory.set_number(Format::Bf16, y, at as u32, value);
         }
     }
@@ -745,9 +764,9 @@ pub(super) fn reference_delta_gate(call: &Call, memory: &mut HostMemory) {
             put(memory, a.y, c.packed, (row, first + i, a.y_stride), value);
         }
     }
-    if c.packed == 1 {
+    if c.packed > 0 {
         for row in used..used.next_multiple_of(TILE_TOKENS) {
-            (0..width).for_each(|column| put(memory, a.y, 1, (row, column, a.y_stride), 0.0));
+            (0..width).for_each(|column| put(memory, a.y, c.packed, (row, column, a.y_stride), 0.0));
         }
     }
 }

@@ -35,9 +35,9 @@ pub struct Rank {
 /// The buffers of a device's exchanges.
 #[derive(Clone, Copy, Debug)]
 pub struct ExchangeBuffers {
-    /// What the host copies to the other devices: [`outbox_bytes`].
+    /// The words that the host copies to the other devices; [`outbox_bytes`] long.
     pub outbox: Range,
-    /// What came from the other devices, and the host's word that says that it has given up: [`inbox_bytes`].
+    /// The words that came from the other devices, and the host's word that it has given up; [`inbox_bytes`] long.
     pub inbox: Range,
     /// The number of the step's first exchange, one word.
     pub number: Range,
@@ -61,11 +61,11 @@ pub struct ExchangeShape {
 /// The part of an exchange that a call does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Both: it sends, and waits for what the others send.
+    /// The call sends, and waits for the words of the others.
     Both,
-    /// It sends only.
+    /// The call only sends.
     Send,
-    /// It takes what has come.
+    /// The call receives words that have come.
     Receive,
 }
 
@@ -115,8 +115,8 @@ pub fn is_complete(word: [u32; 4], number: u32) -> bool {
     word[3] == check_of([word[0], word[1], word[2]], number)
 }
 
-/// Whether a word is that of a device whose fault word is set, in exchange `number` or a later one: such a device waits for
-/// no other, so it may be ahead.
+/// Whether a word was sent by a device whose fault word is set, in exchange `number` or a later one: such a device
+/// waits for no other, so it may be ahead.
 pub fn has_failed(word: [u32; 4], number: u32) -> bool {
     let of = word[1];
     word == failed_word(of) && of.wrapping_sub(number) < 1 << 31
@@ -195,6 +195,7 @@ pub fn all_reduce(
         },
         tagged: flow.code(),
         halves: halves.into(),
+        devices: 0,
     };
     let workgroups = (words as u32).div_ceil(THREADS).min(shape.workgroups).max(1);
     let (constants, args) = (constants.into_values(), args.into_args());

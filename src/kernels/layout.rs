@@ -97,8 +97,8 @@ impl StateLayout {
         self.range(recording, 3)
     }
 
-    /// The page tables of layers with a sliding window: `[slots][max_pages]`. They are those of the other layers, if windows
-    /// have none of their own.
+    /// The page tables of layers with a sliding window: `[slots][max_pages]`. If windows have no pages of their own,
+    /// the page tables of the other layers.
     pub fn window_pages(&self, recording: &mut Recording) -> Range {
         self.range(recording, if self.windows { 8 } else { 3 })
     }

@@ -154,7 +154,7 @@ pub fn reference(kernel: &str) -> Reference {
         "expert_plan" => moe::reference_expert_plan,
         "expert_combine" => moe::reference_expert_combine,
         "fragment_layout" => gemm::fragment_layout::reference_fragment_layout,
-        "read_bandwidth" => bench::reference_read_ceiling,
+        "read_bandwidth" => bench::reference_read_bandwidth,
         "argmax" => sampling::reference_argmax,
         "sample" => sampling::reference_sample,
         "advance" => sampling::reference_advance,

@@ -67,7 +67,7 @@ pub struct ExpertsShape {
 pub struct Route {
     /// Whether an expert's score is the sigmoid of its logit; otherwise the softmax over all logits.
     pub sigmoid: bool,
-    /// What is added to the scores for the choice, but not for the shares: `[count]`.
+    /// The bias that is added to the scores for the choice of experts, but not for their shares: `[count]`.
     pub bias: Option<Range>,
     /// The number of groups of experts with adjacent ids; divides the number of experts.
     pub groups: u32,
@@ -284,7 +284,7 @@ pub struct Mlp {
     pub biases: [Option<Range>; 2],
     /// The MLP's input, which is normed first.
     pub x: Activations,
-    /// What the MLP's output is added to: mostly x, the residual.
+    /// The activations to which the MLP's output is added, mostly the residual stream.
     pub y: Activations,
     /// The norm before the MLP: its weight and epsilon.
     pub norm: (Range, f32),
@@ -385,6 +385,7 @@ impl Mlp {
             glu: shape.glu.code(),
             bias: u32::from(self.bias(stage).is_some()),
             codes: codes_word(weight.format),
+            devices: 0,
         };
         let args = ExpertSkinnyArgs {
             weight: weight.range,

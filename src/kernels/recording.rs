@@ -127,7 +127,7 @@ impl Arg {
 pub struct Call {
     /// The kernel's variant name in `kernels::shaders`, for example `gemv.bf16`.
     pub kernel: &'static str,
-    /// What the call computes in the model, for example `layers.3.qkv`; the name of its span.
+    /// The name of the call's result in the model, for example `layers.3.qkv`; also the name of its span.
     pub label: String,
     /// The specialization constants, by index.
     pub constants: Vec<u32>,

@@ -109,7 +109,7 @@ const fn value(name: &'static str, offset: u32) -> ArgField {
 /// Returns the shader variant with the given name.
 ///
 /// # Panics
-/// If there is none: names come from code, not from users.
+/// If no variant has this name: names come from code, not from users.
 pub fn find(name: &str) -> &'static Shader {
     match SHADERS.binary_search_by(|s| s.name.cmp(name)) {
         Ok(index) => &SHADERS[index],

@@ -163,12 +163,18 @@ pub(super) fn reference_clear_tags(call: &Call, memory: &mut HostMemory) {
 const AWAITED: [&str; 5] = ["x_tag", "qkv_tag", "logits_tag", "old_tag", "o_tag"];
 
 /// Puts each call's number (its position among the recording's operations, starting at 1) into the upper bits of the
-/// tags that it polls for, so that the fault word names the call that polled too long.
+/// tags that it polls for, so that the fault word names the call that polled too long. In a recording that exchanges words
+/// with other devices, time in which it waits for them does not count as polling.
 pub fn number_calls(recording: &mut Recording) {
+    let devices = recording.ops.iter().any(|op| matches!(op, Op::Call(call) if call.kernel == "all_reduce"));
     for (op, number) in recording.ops.iter_mut().zip(1u32..) {
         let Op::Call(call) = op else { continue };
         if !call.args.iter().any(|arg| matches!(arg, Arg::Carried(..))) {
             continue;
+        }
+        let constants = shaders::find(call.kernel).constants;
+        if let Some((id, _)) = constants.iter().find(|(_, name)| *name == "devices") {
+            call.constants[*id as usize] = u32::from(devices);
         }
         for (arg, field) in call.args.iter_mut().zip(shaders::find(call.kernel).fields) {
             if let Arg::U32(tag) = arg
@@ -233,7 +239,8 @@ fn never_written(written: &HashSet<u32>) -> Option<u32> {
     (1..=TAG_MASK).rev().find(|tag| !written.contains(tag))
 }
 
-/// Returns all tags that words of a buffer have in a recording: those that it writes, and that of the words before it.
+/// Returns all tags that words of a buffer have in a recording: those that the recording writes, and the tag of the
+/// words before it.
 fn written(recording: &Recording, buffer: BufferId) -> HashSet<u32> {
     let calls = recording.ops.iter().filter_map(|op| match op {
         Op::Call(call) => Some(call),
@@ -286,13 +293,13 @@ fn carried_writes(call: &Call) -> impl Iterator<Item = (BufferId, u32)> {
 /// The generation of a buffer's words, as [`polled`] tracks it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Held {
-    /// Of an earlier region, or never written: any tag but 1, which only first writes use.
+    /// Written by an earlier region, or never written: the tag can be any but 1, which only first writes use.
     Unknown,
     /// Written by this recording.
     Tag(u32),
 }
 
-/// A call that polls, and what it may find.
+/// A call that polls, and the contents that it may find.
 struct Polled<'a> {
     number: u32,
     call: &'a Call,
@@ -300,8 +307,8 @@ struct Polled<'a> {
     tag: &'static str,
     buffer: BufferId,
     awaited: u32,
-    /// What the buffer may hold while the call polls, the newest last: the contents at the last barrier and everything
-    /// written since.
+    /// The possible contents of the buffer while the call polls, the newest last: those at the last barrier and
+    /// everything written since.
     states: &'a [Held],
 }
 

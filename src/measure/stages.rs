@@ -176,7 +176,7 @@ pub fn stages(
         tuning,
     };
     let is_matrix = |w: &&WeightSpec| matches!(w.kind, WeightKind::Matrix);
-    // Of the first matrix; codes are of less than a byte.
+    // Bytes per weight of the first matrix; less than 1 for codes.
     let weight_value_bytes =
         checkpoint.weights().iter().find(is_matrix).map_or(1.0, |w| w.bytes() as f64 / w.elements() as f64);
     let whole = decoder.record(load.shape);

@@ -580,7 +580,7 @@ mod quad {
     /// Stores 16 bytes.
     ///
     /// # Safety
-    /// As of `load`.
+    /// As for `load`.
     pub(super) unsafe fn store(at: *mut u8, words: [u32; 4]) {
         let words: __m128i = bytemuck::cast(words);
         // SAFETY: as in `load`.
@@ -588,7 +588,7 @@ mod quad {
     }
 }
 
-/// The same, word by word.
+/// Loads and stores of 16 bytes, word by word, on processors other than x86-64.
 #[cfg(not(target_arch = "x86_64"))]
 mod quad {
     use std::sync::atomic::{AtomicU32, Ordering};
@@ -605,7 +605,7 @@ mod quad {
     /// Stores 16 bytes.
     ///
     /// # Safety
-    /// As of `load`.
+    /// As for `load`.
     pub(super) unsafe fn store(at: *mut u8, words: [u32; 4]) {
         for (i, word) in words.into_iter().enumerate() {
             // SAFETY: as in `load`.

@@ -251,7 +251,7 @@ pub struct RowMap {
     pub rows: u32,
     /// The number of columns of a source row.
     pub cols: u32,
-    /// The first of these that is packed. Of blocks and of canonical rows, it begins a group of codes.
+    /// The first column that is packed. In blocks and canonical rows, it begins a group of codes.
     pub first_col: u32,
     /// The number of columns that are packed; further columns of the packed tensor are zero.
     pub used_cols: u32,
@@ -289,7 +289,7 @@ impl RowMap {
 pub struct Rows<'a> {
     /// The rows in the source's format, little endian, with any alignment. There are no bytes after the last row.
     pub bytes: &'a [u8],
-    /// Where they go.
+    /// The destination of the rows.
     pub map: RowMap,
 }
 
@@ -333,7 +333,7 @@ impl<'a> Rows<'a> {
 /// Adjacent columns of one row of a checkpoint's tensor.
 #[derive(Clone, Copy)]
 struct Line<'a> {
-    /// A row of `stored` columns, of which the `cols` from `first` on are the line's.
+    /// A row of `stored` columns; the line is its `cols` columns from `first` on.
     bytes: &'a [u8],
     format: SourceFormat,
     stored: usize,

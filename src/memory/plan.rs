@@ -231,7 +231,7 @@ pub struct Plan {
     window: Option<(u64, u64)>,
 }
 
-/// What determined the number of KV pages.
+/// The setting or limit that determined the number of KV pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PagesBound {
     None,

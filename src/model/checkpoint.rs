@@ -60,7 +60,7 @@ pub struct CheckpointFile {
 /// element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum WeightKind {
-    /// Shape `[rows, cols]`, row-major like the sources. The element type is that of the sources.
+    /// A matrix of shape `[rows, cols]`, row-major and with the element type of its sources.
     Matrix,
     /// Shape `[rows]` with `cols` = 1, or rows of `cols` elements one after the other. The element type is always f32.
     Vector,
@@ -159,7 +159,7 @@ pub struct Checkpoint {
     /// All tensors by name: every tensor of a single file, or of shards those that the index assigns to them. May
     /// include tensors that the model does not use.
     pub tensors: BTreeMap<String, TensorInfo>,
-    /// What a GGUF model has in place of the other files of a folder, by their names: configuration and tokenizer.
+    /// The files that a GGUF model embeds in place of those of a folder (configuration, tokenizer), by their names.
     /// Empty for a folder.
     pub embedded: Vec<(&'static str, Vec<u8>)>,
     weights: Vec<WeightSpec>,
@@ -357,11 +357,25 @@ impl fmt::Display for CheckpointError {
 
 impl std::error::Error for CheckpointError {}
 
+/// Returns why a path is not the directory of a checkpoint.
+fn no_directory(path: &Path) -> String {
+    let shown = path.display();
+    let in_folder = path.extension().is_some_and(|end| end == "safetensors" || end == "json");
+    match path.parent().filter(|_| in_folder && path.is_file()) {
+        Some(folder) if folder.as_os_str().is_empty() => {
+            format!("{shown} is a file of a checkpoint: name its directory, ./")
+        }
+        Some(folder) => format!("{shown} is a file of a checkpoint: name its directory, {}", folder.display()),
+        None if !path.exists() => format!("{shown} does not exist"),
+        None => format!("{shown} is neither a directory nor a GGUF file"),
+    }
+}
+
 /// One reason why a checkpoint cannot be loaded.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CheckpointProblem {
     /// The directory does not exist or is not a directory.
-    #[error("{} is not a directory", .0.display())]
+    #[error("{}", no_directory(.0))]
     NoDirectory(PathBuf),
     /// The operating system could not open or read the file.
     #[error("cannot read {}: {reason}", path.display())]
@@ -387,7 +401,7 @@ pub enum CheckpointProblem {
     Gguf {
         /// The file that was named.
         path: PathBuf,
-        /// What is wrong.
+        /// The cause.
         error: Box<GgufError>,
     },
     /// A tensor of a GGUF file is missing or has an unexpected shape.
@@ -398,7 +412,7 @@ pub enum CheckpointProblem {
     Stored {
         /// The tensor's name.
         tensor: String,
-        /// What is special about it.
+        /// The unsupported property of the tensor.
         what: &'static str,
     },
     /// The factor of a quantised tensor is zero or not finite.
@@ -416,7 +430,7 @@ pub enum CheckpointProblem {
     BadIndex {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The defect of the file.
         reason: String,
     },
     /// The index names a file that does not exist.
@@ -442,7 +456,7 @@ pub enum CheckpointProblem {
     BadHeader {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The defect of the file.
         reason: String,
     },
     /// The model requires a tensor that no file contains.
@@ -487,7 +501,7 @@ pub enum CheckpointProblem {
         tensor: String,
         /// The rows and columns that the tensors have.
         found: [u64; 2],
-        /// Those that the configuration requires.
+        /// The rows and columns that the configuration requires.
         expected: [u64; 2],
     },
     /// A tensor is quantised, but nothing says how.

@@ -121,9 +121,9 @@ pub struct DeltaNet {
     pub value_dim: u32,
     /// The number of taps of the convolution; the last tap is for the current token.
     pub conv_kernel: u32,
-    /// Which key head a value head uses. In Hugging Face checkpoints, each key head is shared by `value_heads / key_heads`
-    /// consecutive value heads. In GGUF files of some architectures, key heads take turns: value head h uses key head
-    /// `h % key_heads`; their weights are used in that order.
+    /// Whether key heads take turns: value head h uses key head `h % key_heads`, as in GGUF files of some
+    /// architectures, whose weights are used in that order. Otherwise each key head is shared by `value_heads /
+    /// key_heads` consecutive value heads, as in Hugging Face checkpoints.
     pub tiled: bool,
 }
 
@@ -172,7 +172,7 @@ pub struct Routing {
     pub factor: f32,
     /// The factor of the logits.
     pub logit_scale: f32,
-    /// Whether the logits are those of rows that were normed with weights of the router's own.
+    /// Whether the router has its own norm, with weights, before its logits.
     pub own_norm: bool,
     /// Whether each expert's weights have a factor of their own.
     pub expert_scales: bool,
@@ -239,10 +239,10 @@ pub enum NormKind {
 pub enum QkNorm {
     /// None.
     None,
-    /// Of each head, with a weight of `[head_dim]` for queries and one for keys.
+    /// A norm over each head, with a weight of `[head_dim]` for queries and one for keys.
     Heads,
-    /// Of all query heads together and of all key heads together, with weights of `[heads * head_dim]` and `[kv_heads *
-    /// head_dim]`.
+    /// A norm over all query heads together and one over all key heads together, with weights of `[heads * head_dim]`
+    /// and `[kv_heads * head_dim]`.
     Rows,
 }
 
@@ -581,7 +581,7 @@ pub enum ConfigProblem {
     NotJson {
         /// The file's name.
         file: &'static str,
-        /// What is wrong, mostly in the JSON parser's words.
+        /// The cause, mostly the JSON parser's message.
         reason: String,
     },
     /// The model family is not supported.

@@ -20,7 +20,7 @@ struct Packed {
     name: &'static str,
     /// The length of the file.
     bytes: u64,
-    /// What stands before the weights; in a file without weights, all.
+    /// The bytes before the weights; the whole file if it has no weights.
     head: &'static [u8],
     /// The low byte of each weight.
     low: &'static [u8],

@@ -1,5 +1,5 @@
-//! Which models can draft for which: a draft model has the vocabulary of the model that it drafts for, and layers of full
-//! attention only.
+//! Checks whether a model can draft for another one: a draft model has the vocabulary of the model that it drafts for,
+//! and layers with full attention only.
 //!
 //! Not here: the recordings of a draft model (`decoder::drafter`).
 
@@ -10,7 +10,7 @@ use super::text::{Text, TextError};
 /// Why a model cannot draft for another one.
 #[derive(Debug, thiserror::Error)]
 pub enum DraftError {
-    /// It is no checkpoint that can be run.
+    /// The draft model is not a checkpoint that can be run.
     #[error("the draft model cannot be loaded")]
     Checkpoint(#[from] CheckpointError),
     /// Its tokenizer cannot be read.
@@ -24,7 +24,7 @@ pub enum DraftError {
         /// The number of tokens of the model.
         own: u32,
     },
-    /// The tokenizers give a number to different tokens.
+    /// The tokenizers assign the same id to different tokens.
     #[error("the tokenizers differ: token {id} is {draft:?} in the draft model and {own:?} in the model")]
     Token {
         /// The first such number.
@@ -37,7 +37,7 @@ pub enum DraftError {
     /// The draft model is of a family that cannot draft.
     #[error("a draft model with {what} is not supported: only dense models with full attention can draft")]
     Family {
-        /// What its layers have.
+        /// The unsupported property of its layers.
         what: &'static str,
     },
     /// The model is split over several devices.

@@ -1,6 +1,6 @@
-//! What a checkpoint says of embeddings, in the files of sentence-transformers: how hidden states are pooled, whether the
-//! vector is scaled to unit length, the texts that are put before inputs, and the two tokens by which a reranker answers.
-//! A checkpoint without these files is a language model: its last token is pooled.
+//! The embedding settings of a checkpoint, from the files of sentence-transformers: how hidden states are pooled,
+//! whether the vector is scaled to unit length, the texts that are put before inputs, and the two tokens by which a
+//! reranker answers. A checkpoint without these files is a language model: its last token is pooled.
 //! Not here: the model itself, and the prompt of a reranker.
 
 use super::checkpoint::Checkpoint;
@@ -55,7 +55,7 @@ pub struct Embedding {
     pub declared: bool,
     /// The texts that a request may have put before its inputs, by name.
     pub prompts: BTreeMap<String, String>,
-    /// The name of the one that is put before inputs of requests that name none.
+    /// The name of the default text, which is put before inputs of requests that name none.
     pub default_prompt: Option<String>,
     /// The tokens by which a reranker says that a document is relevant and that it is not, if its files say so.
     pub answers: Option<[u32; 2]>,

@@ -74,7 +74,7 @@ pub fn is_named(path: &Path) -> bool {
 
 /// Opens the model that the file `path` belongs to. Also returns the identities of its files, in order.
 ///
-/// # Errors The first problem found; of tensors, all.
+/// # Errors Returns the first problem found, but all problems of tensors.
 pub fn open(path: &Path) -> Result<(Gguf, Vec<Stamp>), GgufError> {
     let mut stamps = Vec::new();
     let gguf = Gguf::open(path, |path| {
@@ -94,7 +94,7 @@ impl Gguf {
     /// returns its length. It is called for each file once and in order, and once more for each tensor of divisors of the
     /// rotary frequencies.
     ///
-    /// # Errors The first problem found; of tensors, all.
+    /// # Errors Returns the first problem found, but all problems of tensors.
     pub fn open<R: Read + Seek>(
         path: &Path,
         mut open: impl FnMut(&Path) -> std::io::Result<(R, u64)>,
@@ -107,7 +107,7 @@ impl Gguf {
     /// Translates a model, given the headers of its files and the values of its tensors of divisors of the rotary
     /// frequencies.
     ///
-    /// # Errors The first problem found; of tensors, all.
+    /// # Errors Returns the first problem found, but all problems of tensors.
     pub fn new(parts: GgufFiles, factors: &RopeFactors) -> Result<Gguf, GgufError> {
         let model = GgufModel::read(&parts, factors)?;
         let sources = tensors::map(&model, &parts).map_err(GgufError::Tensors)?;

@@ -58,7 +58,7 @@ pub enum Constraint {
     Regex(String),
     /// Text that this grammar generates: EBNF as in llama.cpp and XGrammar (`root ::= ...`), or Lark.
     Grammar(String),
-    /// One of these texts.
+    /// The output is one of these texts.
     Choice(Vec<String>),
     /// A structural tag, the format that routers use for tool calls; see [`structural_tag`].
     StructuralTag(String),
@@ -142,7 +142,7 @@ struct Shared {
     outputs: AtomicU64,
 }
 
-/// What is known about a constraint's start without its worker.
+/// The cached start of a constraint, which needs no worker.
 #[derive(Clone)]
 struct Beginning {
     mask: Arc<[u32]>,
@@ -287,13 +287,13 @@ impl fmt::Debug for Grammar {
     }
 }
 
-/// What may follow the tokens so far.
+/// The possible continuations of the tokens so far.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// One of these tokens. Bit `i % 32` of word `i / 32` stands for token `i`; there are `vocabulary / 32` words,
-    /// rounded up.
+    /// A token of this mask follows. Bit `i % 32` of word `i / 32` stands for token `i`; there are `vocabulary / 32`
+    /// words, rounded up.
     Mask(Arc<[u32]>),
-    /// Nothing: the output is complete.
+    /// No token can follow: the output is complete.
     Complete,
 }
 
@@ -465,7 +465,7 @@ impl Output {
 }
 
 impl Drop for Output {
-    /// Its worker forgets it.
+    /// Makes the worker of this grammar drop its state.
     fn drop(&mut self) {
         if let Some(home) = self.home {
             self.leave(home);

@@ -88,7 +88,7 @@ pub enum SynthError {
     Config {
         /// The file, or the preset's name.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The cause.
         source: ModelConfigError,
     },
     /// config.json could not be read.

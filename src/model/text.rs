@@ -61,15 +61,15 @@ struct Inner {
     grammars: OnceLock<Arc<Grammars>>,
 }
 
-/// Which special tokens of an output are text.
+/// The special tokens that become text in an output.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum SpecialText {
     /// None.
     #[default]
     None,
-    /// Those with these names, as they are spelled.
+    /// The special tokens with these names, as they are spelled.
     Named(Vec<&'static str>),
-    /// All, as they are spelled.
+    /// All special tokens, as they are spelled.
     All,
 }
 
@@ -98,7 +98,7 @@ pub enum TextError {
     Invalid {
         /// The file's name.
         file: &'static str,
-        /// What is wrong with it.
+        /// The defect of the file.
         reason: String,
     },
     /// The tokenizer could not encode the text.
@@ -124,7 +124,7 @@ pub enum TextError {
     Gguf {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The cause.
         error: Box<GgufError>,
     },
     /// The caller cancelled the call.
@@ -201,7 +201,7 @@ impl Text {
             .transpose()
             .map_err(|error| invalid("chat_template.jinja", error.to_string()))?;
         let Some(tokenizer) = read("tokenizer.json") else {
-            return Err(invalid("tokenizer.json", "there is none".to_owned()));
+            return Err(invalid("tokenizer.json", "the file is missing".to_owned()));
         };
         let mut inner = Text::build(tokenizer, &config, template)?;
         inner.files = files;
@@ -377,7 +377,7 @@ impl Text {
         Assembler::new(TextStream::new(self.clone(), special), stops)
     }
 
-    /// Returns the id of the special token with this name. `None` if the name is that of an ordinary token, or of none.
+    /// Returns the id of the special token with this name. `None` if an ordinary token or no token has this name.
     pub fn special_id(&self, name: &str) -> Option<u32> {
         self.id(name).filter(|id| self.is_special(*id))
     }

@@ -115,7 +115,7 @@ impl BlockType {
         }
     }
 
-    /// What the codes, scales and minimums of [`BlockType::decode`] mean.
+    /// The format of rows from [`BlockType::decode`]: the meaning of codes, scales and minimums.
     pub const fn codes(self) -> Codes {
         const fn affine(bits: u32, group: u32, minimum: Minimum) -> Codes {
             Codes { bits, group, number: Number::Affine, minimum }

@@ -18,7 +18,7 @@ pub mod store;
 use number::Number;
 use std::fmt;
 
-/// What the codes, scales and minimums of a canonical row mean.
+/// The format of a canonical row: the meaning of codes, scales and minimums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Codes {
     /// The number of bits of a code: 2, 3, 4, 5, 6 or 8. Every code occupies one byte of a canonical row and is less
@@ -28,14 +28,14 @@ pub struct Codes {
     pub group: u32,
     /// The number that a code stands for.
     pub number: Number,
-    /// Where the minimums come from.
+    /// The source of the minimums.
     pub minimum: Minimum,
 }
 
-/// Where the minimums of groups come from.
+/// The source of the minimums of groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Minimum {
-    /// Each group has its own.
+    /// Each group has its own minimum.
     Stored,
     /// Every group's minimum is its scale × a constant, and does not have to be stored.
     Zero {

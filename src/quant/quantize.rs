@@ -186,7 +186,7 @@ fn sum<const N: usize>(term: impl Fn(usize) -> f32) -> f32 {
 
 /// Factors on the scale that just covers a group, to choose from.
 const SOME_SCALES: &[f32] = &[1.0, 0.94, 0.88];
-/// More factors, for formats with few levels.
+/// More candidate factors of a scale, for formats with few levels.
 const MORE_SCALES: &[f32] = &[1.06, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6];
 
 /// The scale and minimum (value = scale · code − minimum) that cover all numbers with codes 0 to `high`.
@@ -322,7 +322,8 @@ fn unsigned_scales<const N: usize>(s: &[f32; N], high: f32, block: &mut [u8], at
     (codes, codes.map(|c| factor * f32::from(c)))
 }
 
-/// The same for scales of both signs; the one of largest size gets the code `low`.
+/// Quantises scales of both signs and stores their f16 factor at byte `at` of the block; the scale of largest size gets
+/// the code `low`.
 #[inline(always)]
 fn signed_scales<const N: usize>(s: &[f32; N], low: f32, block: &mut [u8], at: usize) -> ([i32; N], [f32; N]) {
     let size = largest(s);

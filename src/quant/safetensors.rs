@@ -158,7 +158,7 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// How many weights a scale belongs to.
+/// The granularity of scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScaleShape {
     /// One scale: shape `[]`, `[1]` or `[1, 1]`.
@@ -572,7 +572,7 @@ fn order(g_idx: Option<Tensor<'_>>, cols: u32, group: u32) -> Result<Option<Vec<
 
 // ---- Descriptions ----
 
-/// What a tensor of a quantised weight holds.
+/// The role of a tensor in a quantised weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TensorRole {
     /// The codes.
@@ -637,7 +637,7 @@ pub enum Storage {
 /// A tensor's header.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorHead {
-    /// What the tensor holds.
+    /// The role of the tensor.
     pub role: TensorRole,
     /// The tensor's name, for errors.
     pub name: String,
@@ -657,7 +657,7 @@ pub struct Description {
 }
 
 impl Description {
-    /// Checks the headers and gives a matrix that has a size and codes and must not be decoded.
+    /// Checks the headers. Returns a matrix with its size and format, which must not be decoded.
     pub fn check(&self) -> Result<CodeMatrix<'_>, WeightError> {
         self.matrix(|_| None)
     }
@@ -772,7 +772,7 @@ impl Runs {
 /// Some rows of a quantised weight, as a weight of its own.
 #[derive(Clone, Debug, PartialEq)]
 pub struct WeightPart {
-    /// The part's description; its tensors are those of the weight, in the same order.
+    /// The part's description, with the tensors of the weight in the same order.
     pub description: Description,
     /// The bytes of each tensor that belong to the part.
     pub tensors: Vec<Runs>,
@@ -871,7 +871,7 @@ impl Description {
 
 // ---- Rows ----
 
-/// Quantised weights of one matrix, of which any rows can be decoded.
+/// The quantised weights of one matrix; any of its rows can be decoded.
 #[derive(Clone, Debug)]
 pub struct CodeMatrix<'a> {
     rows: u32,
@@ -890,13 +890,13 @@ pub struct CodeMatrix<'a> {
 enum Packing {
     /// A byte each, row-major; the code is the byte with these bits inverted.
     Bytes { flip: u8 },
-    /// Two in a byte, row-major, the even column low.
+    /// Two codes in a byte, row-major, the even column in the low bits.
     Nibbles,
-    /// In words along the columns, row-major.
+    /// Codes in words along the columns, row-major.
     Along { words: usize, dense: bool },
-    /// In words along the columns, `[words][rows]`, dense.
+    /// Codes in words along the columns, `[words][rows]`, dense.
     Down,
-    /// In words along the rows, `[cols][rows / 8]`, nibbles in the order of [`AWQ_NIBBLES`].
+    /// Codes in words along the rows, `[cols][rows / 8]`, nibbles in the order of [`AWQ_NIBBLES`].
     Awq,
 }
 
@@ -968,7 +968,7 @@ impl<'a> Scales<'a> {
 /// The zeros of a matrix, in codes.
 #[derive(Clone, Copy, Debug)]
 enum Zeros<'a> {
-    /// That of the canonical codes.
+    /// The minimum of the canonical codes.
     Constant,
     /// `[groups][words]`, packed densely along the rows; `plus` is added; `only` is the one allowed.
     Gptq { tensor: Tensor<'a>, plus: u32, only: Option<u32> },
@@ -1009,7 +1009,7 @@ impl<'a> CodeMatrix<'a> {
         self.cols
     }
 
-    /// What the codes, scales and minimums mean.
+    /// The format of decoded rows: the meaning of codes, scales and minimums.
     pub fn codes(&self) -> Codes {
         self.codes
     }
@@ -1025,8 +1025,8 @@ impl<'a> CodeMatrix<'a> {
         self.order.as_deref()
     }
 
-    /// The number of rows that should be decoded together, and at a multiple of which a call should begin: so many that
-    /// whole cache lines are read.
+    /// The number of rows to decode in one call so that whole cache lines are read; calls should begin at a multiple of
+    /// it.
     pub fn rows_together(&self) -> u32 {
         match self.packing {
             Packing::Bytes { .. } | Packing::Nibbles | Packing::Along { .. } => 1,
@@ -1353,7 +1353,7 @@ pub enum WeightError {
     Missing {
         /// The name of the codes' tensor.
         tensor: String,
-        /// What is missing.
+        /// The role of the missing tensor.
         role: TensorRole,
     },
     /// The element type is not one that the format has.
@@ -1416,7 +1416,7 @@ pub enum WeightError {
         tensor: String,
         /// The columns of a group, or rows of a block.
         group: u32,
-        /// What it must be a multiple of.
+        /// The required divisor.
         least: u32,
     },
     /// A column belongs to a group that does not exist.
@@ -1477,7 +1477,8 @@ pub enum WeightError {
 }
 
 impl WeightError {
-    /// Returns the error of a part of a weight as one of the weight, of which `first` is the part's row 0.
+    /// Converts the error of a part of a weight to an error of the weight; `first` is the weight's row that is the
+    /// part's row 0.
     pub fn in_part_from(mut self, first: u32) -> WeightError {
         match &mut self {
             WeightError::Scale { row, .. } | WeightError::Zero { row, .. } | WeightError::NotFinite { row, .. } => {

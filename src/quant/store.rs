@@ -217,7 +217,7 @@ fn largest(numbers: &[f32]) -> f32 {
     numbers.iter().fold(0.0, |most, x| most.max(x.abs()))
 }
 
-/// A scale by which may be divided.
+/// Clamps a scale to at least 2^-24, so that it can be a divisor.
 fn above_zero(scale: f32) -> f32 {
     scale.max(2f32.powi(-24))
 }

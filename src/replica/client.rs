@@ -8,7 +8,7 @@ use crate::telemetry::spans::SpanName;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Which sample of its request a sequence is.
+/// The sample of a request that a sequence computes.
 #[derive(Clone, Copy)]
 pub(super) struct Sample {
     pub(super) index: u32,

@@ -13,7 +13,7 @@ pub(super) struct Masks {
     answers: (Sender<Answer>, Receiver<Answer>),
 }
 
-/// What may follow a token.
+/// The result of a grammar that took a token.
 #[derive(Debug)]
 pub(super) struct Answer {
     /// The sequence.
@@ -31,7 +31,7 @@ impl Default for Masks {
 }
 
 impl Masks {
-    /// Requests what may follow `token`; the answer comes through [`Masks::answers`].
+    /// Requests the mask of the tokens that may follow `token`; the answer comes through [`Masks::answers`].
     pub(super) fn take(&self, id: SequenceId, grammar: Box<Grammar>, token: u32) {
         let answers = self.answers.0.clone();
         grammar.take_then(token, move |grammar, next| {

@@ -57,7 +57,7 @@ pub struct DeviceInfo {
 }
 
 impl DeviceInfo {
-    /// What a device selector compares.
+    /// The names of the device that a selector is compared with.
     pub fn names(&self) -> DeviceNames<'_> {
         DeviceNames {
             index: self.index,

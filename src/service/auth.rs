@@ -26,14 +26,14 @@ use tower_service::Service;
 /// The maximum length of a token in bytes; tokens made by `ostinato token` have 68.
 const MAX_TOKEN: usize = 1024;
 
-/// What a method requires of its caller.
+/// The requirement of a method on its caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Need {
-    /// Nothing; not even a token.
+    /// The method requires nothing, not even a token.
     Nothing,
-    /// A token, with any rights.
+    /// The method requires a token with any rights.
     Token,
-    /// A token with this right.
+    /// The method requires a token with this right.
     Right(Right),
 }
 
@@ -318,7 +318,7 @@ mod tests {
         headers
     }
 
-    /// Of every method that is served it was decided what it needs.
+    /// Goal: every method that is served has a decided requirement.
     #[test]
     fn every_method_is_listed() {
         let set = FileDescriptorSet::decode(proto::DESCRIPTORS).unwrap();

@@ -43,7 +43,7 @@ pub enum Client {
     Named(String),
     /// All callers from one IP address, with IPv4-mapped addresses as IPv4.
     At(IpAddr),
-    /// All callers without an address.
+    /// All callers without an address count as one client.
     Unknown,
 }
 
@@ -299,7 +299,7 @@ mod tests {
         drop(other);
         assert!(clients.may_end(&client("a"), "own"));
 
-        // The prompt, then what is drawn; whoever has none is refused.
+        // The prompt is charged first, then each drawn token; a client without tokens left is refused.
         (0..20).for_each(|_| two.drew_one());
         two.end_one();
         let error = clients.take(client("a"), 1, &allowance).unwrap_err();

@@ -33,7 +33,7 @@ struct Entry {
     out: CancellationToken,
 }
 
-/// How far a connection has come.
+/// The progress of a connection towards being established.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 enum Stage {
@@ -41,7 +41,7 @@ enum Stage {
     Silent,
     /// Something was received.
     Begun,
-    /// It speaks the protocol of the listener.
+    /// The connection speaks the protocol of the listener.
     Established,
 }
 
@@ -166,9 +166,9 @@ impl Crowd {
     }
 }
 
-/// The index of the connection that loses its place. Only connections that `may` lose it count. Of the peer that has
-/// most of them (of several such peers: of all of these) it is the one with the lowest stage, and among those the one
-/// that was heard least recently. A peer is an IP address, whatever its ports.
+/// The index of the connection that loses its place. Only connections that `may` lose it count. It belongs to the peer
+/// that has most of them (or to one of several such peers); among these connections it is the one with the lowest
+/// stage, and among equals the one heard least recently. A peer is an IP address, whatever its ports.
 fn victim(all: &[Entry], may: impl Fn(&Entry) -> bool) -> Option<usize> {
     let mut counts: HashMap<Option<IpAddr>, usize> = HashMap::new();
     all.iter().filter(|entry| may(entry)).for_each(|entry| *counts.entry(entry.peer).or_insert(0) += 1);

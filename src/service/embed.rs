@@ -39,7 +39,7 @@ const ANSWERS: [&str; 2] = ["yes", "no"];
 /// The instruction to a reranker if the call has none.
 const TASK: &str = "Given a web search query, retrieve relevant passages that answer the query";
 
-/// What the engine computes for each input.
+/// The task that the engine computes for each input.
 enum Task {
     /// The embedding vector.
     Embed,

@@ -99,7 +99,7 @@ impl<T> Answers<T> {
 pub(super) enum Failure {
     /// The call was refused. The refusal is neither counted nor set on the span yet.
     Refused(Refusal),
-    /// One of its inputs failed. The failure is counted and set on the span already.
+    /// An input of the call failed. The failure is already counted and set on the span.
     Ended(Status),
 }
 

@@ -105,7 +105,7 @@ enum Scarce {
 }
 
 impl Scarce {
-    /// What a job of this size takes.
+    /// Returns the amount of the scarce resource that a job of this size takes: one place, or its bytes.
     fn of(self, size: &Size) -> usize {
         match self {
             Scarce::Places => 1,

@@ -1,6 +1,6 @@
-//! gRPC endpoints of single models: the list of open ones, and the orders to open and close them while the server runs.
-//! A call over such an endpoint carries its model's name and can use no other model, so that contracts without a model
-//! field work with several models.
+//! gRPC endpoints of single models: the list of open endpoints, and the channel that opens and closes them while the
+//! server runs. A call over such an endpoint carries its model's name and can use no other model, so that contracts
+//! without a model field work with several models.
 //! Not here: serving the endpoints (`server`), and the configuration that opens them.
 
 use std::collections::BTreeMap;
@@ -18,15 +18,15 @@ use tower_service::Service;
 pub struct ModelEndpoints {
     /// The address of each open endpoint, by the model's name.
     open: Mutex<BTreeMap<String, SocketAddr>>,
-    /// The orders to the server. Unbounded, because there are only as many as there are changes of the configuration.
-    orders: UnboundedSender<Order>,
-    /// The receiver of the orders, until the server takes it.
-    inbox: Mutex<Option<UnboundedReceiver<Order>>>,
+    /// Changes for the server. Unbounded, because each is caused by a change of the configuration.
+    changes: UnboundedSender<EndpointChange>,
+    /// The receiving end of the channel, until the server takes it.
+    inbox: Mutex<Option<UnboundedReceiver<EndpointChange>>>,
 }
 
-/// An order to the server.
+/// A change of the endpoints, for the server to apply.
 #[derive(Debug)]
-pub(super) enum Order {
+pub(super) enum EndpointChange {
     /// Serve this model on this listener.
     Open(String, TcpListener),
     /// Close this model's endpoint to new calls.
@@ -36,8 +36,8 @@ pub(super) enum Order {
 impl ModelEndpoints {
     /// Creates a set without endpoints.
     pub fn new() -> Arc<ModelEndpoints> {
-        let (orders, inbox) = mpsc::unbounded_channel();
-        Arc::new(ModelEndpoints { open: Mutex::default(), orders, inbox: Mutex::new(Some(inbox)) })
+        let (changes, inbox) = mpsc::unbounded_channel();
+        Arc::new(ModelEndpoints { open: Mutex::default(), changes, inbox: Mutex::new(Some(inbox)) })
     }
 
     /// Opens an endpoint for the model with this name, or replaces the existing one. The server serves it as soon as it
@@ -48,15 +48,15 @@ impl ModelEndpoints {
     pub fn open(&self, model: &str, listener: TcpListener) -> std::io::Result<SocketAddr> {
         let address = listener.local_addr()?;
         self.locked().insert(model.to_owned(), address);
-        // A server that has ended needs no order.
-        let _ = self.orders.send(Order::Open(model.to_owned(), listener));
+        // A server that has ended needs no change.
+        let _ = self.changes.send(EndpointChange::Open(model.to_owned(), listener));
         Ok(address)
     }
 
     /// Closes the endpoint of the model with this name, if it has one. Running streams continue.
     pub fn close(&self, model: &str) {
         if self.locked().remove(model).is_some() {
-            let _ = self.orders.send(Order::Close(model.to_owned()));
+            let _ = self.changes.send(EndpointChange::Close(model.to_owned()));
         }
     }
 
@@ -65,8 +65,8 @@ impl ModelEndpoints {
         self.locked().get(model).copied()
     }
 
-    /// Returns the receiver of the orders; `None` after the first call.
-    pub(super) fn orders(&self) -> Option<UnboundedReceiver<Order>> {
+    /// Returns the receiving end of the channel; `None` after the first call.
+    pub(super) fn changes(&self) -> Option<UnboundedReceiver<EndpointChange>> {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 

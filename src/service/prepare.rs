@@ -89,7 +89,7 @@ pub struct Prepared {
     pub stop_strings: Vec<String>,
     /// The special tokens that appear in the output text and that stop strings can match.
     pub special_text: SpecialText,
-    /// Where the output may contain the model's reasoning.
+    /// The place of the model's reasoning in the output.
     pub reasons: Reasons,
     /// Whether deltas contain text.
     pub text: bool,
@@ -99,7 +99,7 @@ pub struct Prepared {
     pub input: Option<u32>,
 }
 
-/// Where an output may contain the model's reasoning.
+/// The possible place of the model's reasoning in an output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reasons {
     /// Nowhere: the model has no chat template or no reasoning, or the prompt has closed the reasoning.

@@ -35,7 +35,7 @@ pub enum Refusal {
     Missing {
         /// The message's field.
         field: &'static str,
-        /// What the field must contain.
+        /// The required content of the field.
         rule: &'static str,
     },
     /// The value of a field is not allowed.
@@ -111,10 +111,12 @@ pub enum Refusal {
     #[error("a server without tokens answers only requests to localhost and 127.0.0.1, and pages from there")]
     OtherOrigin,
     /// A field of a JSON body that is not supported.
-    #[error("{field} is not served")]
+    #[error("{field}{what} is not served")]
     NotServedField {
         /// The path of the field.
         field: String,
+        /// The value that is not supported, with a space before it; empty if it is the field.
+        what: String,
     },
     /// A subscriber asked for past events, which are not kept.
     #[error("{field} is {value}: past events are not kept; 0 starts with the current pages")]
@@ -288,7 +290,7 @@ pub enum Refusal {
         /// The model's name.
         model: String,
     },
-    /// None of the models that the token allows is served.
+    /// The server serves none of the models that the token allows.
     #[error("none of the models that token \"{name}\" allows is served")]
     NoneOfIts {
         /// The token's name.
@@ -412,7 +414,7 @@ impl Refusal {
             | Refusal::NotServed { field }
             | Refusal::Grammar { field, .. }
             | Refusal::Submit(SubmitError::Request(RequestError::Value { field, .. })) => Some(field),
-            Refusal::Json { field, .. } | Refusal::NotServedField { field } => Some(field),
+            Refusal::Json { field, .. } | Refusal::NotServedField { field, .. } => Some(field),
             _ => None,
         }
     }

@@ -7,7 +7,7 @@ use super::auth::{Authentication, Tokens};
 use super::bounds::{self, Arrival};
 use super::clients::Clients;
 use super::deadline::Deadlines;
-use super::model_endpoints::{ModelEndpoints, OfModel, Order};
+use super::model_endpoints::{EndpointChange, ModelEndpoints, OfModel};
 use super::openai::{self, OpenAi};
 use super::proto;
 use super::proto::ostinato_server::OstinatoServer;
@@ -219,10 +219,10 @@ pub async fn serve_with_http(
         tokio::spawn(openai::serve(openai, listener, accept, closing.clone()))
     });
     let mut openai = OnEnd(openai);
-    let orders = options.model_endpoints.as_ref().and_then(|endpoints| endpoints.orders());
-    let mut models = OnEnd(orders.map(|orders| {
+    let changes = options.model_endpoints.as_ref().and_then(|endpoints| endpoints.changes());
+    let mut models = OnEnd(changes.map(|changes| {
         let grpc = grpc.clone();
-        tokio::spawn(serve_models(grpc, orders, draining.clone(), closing.clone()))
+        tokio::spawn(serve_models(grpc, changes, draining.clone(), closing.clone()))
     }));
     let (reporter, health) = tonic_health::server::health_reporter();
     set_health(&reporter, ServingStatus::Serving).await;
@@ -281,7 +281,7 @@ async fn end_health(mut reporter: HealthReporter) {
     reporter.clear_service_status(vllm::SERVICE).await;
 }
 
-/// What all gRPC endpoints have in common.
+/// The parts that all gRPC endpoints share.
 #[derive(Clone)]
 struct Grpc {
     rpc: Rpc,
@@ -364,25 +364,25 @@ impl Grpc {
     }
 }
 
-/// Opens and closes endpoints of single models as ordered, until `closing` is cancelled; then waits for all of them to
+/// Opens and closes endpoints of single models on request, until `closing` is cancelled; then waits for all of them to
 /// end.
 async fn serve_models(
     grpc: Grpc,
-    mut orders: UnboundedReceiver<Order>,
+    mut changes: UnboundedReceiver<EndpointChange>,
     draining: CancellationToken,
     closing: CancellationToken,
 ) {
     let endpoints = TaskTracker::new();
     let mut open: HashMap<String, CancellationToken> = HashMap::new();
     loop {
-        let order = tokio::select! {
-            order = orders.recv() => order,
+        let change = tokio::select! {
+            change = changes.recv() => change,
             () = closing.cancelled() => None,
         };
-        match order {
+        match change {
             None => break,
-            Some(Order::Close(model)) => open.remove(&model).iter().for_each(CancellationToken::cancel),
-            Some(Order::Open(model, listener)) => {
+            Some(EndpointChange::Close(model)) => open.remove(&model).iter().for_each(CancellationToken::cancel),
+            Some(EndpointChange::Open(model, listener)) => {
                 let ending = closing.child_token();
                 let before = open.insert(model.clone(), ending.clone());
                 before.iter().for_each(CancellationToken::cancel);
@@ -395,7 +395,7 @@ async fn serve_models(
             }
         }
     }
-    // The sender was dropped, so no order will follow.
+    // The sender was dropped, so no change will follow.
     closing.cancelled().await;
     endpoints.close();
     endpoints.wait().await;

@@ -36,7 +36,7 @@ use rustls::{RootCertStore, ServerConfig};
 /// one: a peer that keeps up never waits so long.
 const UNREAD: Duration = Duration::from_secs(1);
 
-/// What the connections of an endpoint speak.
+/// The protocol of an endpoint's connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
     /// HTTP/2, for gRPC.
@@ -81,7 +81,7 @@ pub enum TlsError {
     /// The file is missing, is not PEM, or does not hold what it should.
     #[error("cannot read {what} from \"{}\"", path.display())]
     File {
-        /// What the file should hold.
+        /// The expected content of the file.
         what: &'static str,
         /// The file.
         path: PathBuf,
@@ -123,7 +123,7 @@ pub struct Tls {
     configs: Arc<Watched<Configs>>,
 }
 
-/// The same certificates for both protocols.
+/// The TLS configurations of both protocols, with the same certificates.
 #[derive(Debug)]
 struct Configs {
     http2: Arc<ServerConfig>,
@@ -196,7 +196,7 @@ fn server_config(files: &config::TlsConfig) -> Result<ServerConfig, TlsError> {
 /// How connections are accepted.
 #[derive(Clone, Debug)]
 pub struct Accept {
-    /// What the connections speak.
+    /// The protocol of the connections.
     pub protocol: Protocol,
     /// The certificates; `None`: connections are not encrypted.
     pub tls: Option<Arc<Tls>>,
@@ -204,7 +204,7 @@ pub struct Accept {
     pub connections: usize,
     /// The time for the TLS handshake, and again for the beginning of the protocol.
     pub handshake: Duration,
-    /// The time after which a connection is closed that takes nothing of what it is sent.
+    /// The time after which a connection is closed whose peer reads none of the data sent to it.
     pub stuck: Duration,
 }
 
@@ -376,14 +376,14 @@ impl Connection {
         Ok(())
     }
 
-    /// Passes on the result of a write, as [`Stuck::sent`] does, and notes whether the peer takes what it is sent.
+    /// Passes on the result of a write, as [`Stuck::sent`] does, and notes whether the peer reads the data sent to it.
     fn sent<T>(&mut self, context: &mut Context<'_>, sent: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         self.place.standing().send(sent.is_pending());
         self.stuck.sent(context, sent)
     }
 }
 
-/// Detects a connection that takes nothing of what it is sent.
+/// Detects a connection whose peer reads none of the data sent to it.
 #[derive(Debug)]
 struct Stuck {
     /// The time for which it may take nothing.

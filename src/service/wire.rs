@@ -194,7 +194,7 @@ struct Count {
 /// Reads bytes that are cut into parts. All methods return `None` at the end of the bytes.
 struct Reader<'a, I> {
     parts: I,
-    /// What is left of the current part.
+    /// The rest of the current part.
     part: &'a [u8],
     /// Bytes that were read.
     at: usize,

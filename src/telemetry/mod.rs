@@ -7,6 +7,7 @@ pub mod otlp;
 pub mod requests;
 pub mod spans;
 
+use std::io::IsTerminal;
 use std::time::Duration;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -114,7 +115,6 @@ pub fn init(settings: &Settings) -> Result<Guard, TelemetryError> {
     let logs = if settings.json {
         plain.json().with_filter(filter).boxed()
     } else {
-        use std::io::IsTerminal;
         plain.with_ansi(std::io::stderr().is_terminal()).with_filter(filter).boxed()
     };
     let exporter =
@@ -137,6 +137,7 @@ pub fn init(settings: &Settings) -> Result<Guard, TelemetryError> {
 /// has a subscriber.
 pub fn warnings() {
     let filter = EnvFilter::new(format!("{QUIET},warn"));
-    let logs = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_filter(filter);
+    let logs = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+    let logs = logs.with_ansi(std::io::stderr().is_terminal()).with_filter(filter);
     let _ = tracing_subscriber::registry().with(logs).try_init();
 }

@@ -7,7 +7,7 @@
 pub const SERVICE: &str = "ostinato";
 /// The name of the service.
 pub const SERVICE_NAME: &str = "service.name";
-/// Which process of the service it is: by default a random UUID for each start.
+/// The id of this process of the service: by default a random UUID for each start.
 pub const SERVICE_INSTANCE_ID: &str = "service.instance.id";
 /// `service.version`.
 pub const SERVICE_VERSION: &str = "service.version";
@@ -338,7 +338,7 @@ pub const LABEL_PHASE: &str = "phase";
 pub const LABEL_PART: &str = "part";
 /// A recording's name, such as `decode.8`.
 pub const LABEL_REGION: &str = "region";
-/// What a call computes, such as `qkv`.
+/// The stage that a call computes, such as `qkv`.
 pub const LABEL_STAGE: &str = "stage";
 /// The kernel and its variant, such as `skinny.bf16`.
 pub const LABEL_VARIANT: &str = "variant";
@@ -348,9 +348,9 @@ pub const LABEL_WHAT: &str = "what";
 pub const LABEL_DEVICE: &str = "device";
 /// A device's UUID.
 pub const LABEL_UUID: &str = "uuid";
-/// What the memory is used for.
+/// The purpose of the memory.
 pub const LABEL_PURPOSE: &str = "purpose";
-/// Where the memory is: `device` or `host`.
+/// The location of the memory: `device` or `host`.
 pub const LABEL_SIDE: &str = "side";
 /// The program's version.
 pub const LABEL_VERSION: &str = "version";

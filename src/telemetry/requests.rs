@@ -199,7 +199,7 @@ impl EndedRequest {
 pub struct Counts {
     /// Requests that were taken and have ended.
     pub ended: u64,
-    /// Of them those that ended with an error or at their deadline.
+    /// The requests among them that ended with an error or at their deadline.
     pub failed: u64,
     /// Requests that were not taken.
     pub refused: u64,

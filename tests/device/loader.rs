@@ -169,7 +169,7 @@ fn a_plan_arrives_as_defined() {
     });
 }
 
-/// Goal: in a tensor of many experts, each of which comes from two places in a shard, every row arrives in its place
+/// Goal: in a tensor of many experts, where each comes from two places in a shard, every row arrives in its place
 /// although each part of the tensor is packed from only a few of its sources; and a norm stored minus one arrives with
 /// the one added. Method: slots that hold less than two experts, and sources in no particular order.
 #[test]

@@ -91,7 +91,7 @@ def command(driver, model, path, program):
 
 
 def check(driver, model, path, program):
-    """Runs one check. Returns its report, or a text that says why there is none."""
+    """Runs one check. Returns its report, or the reason why it has no report."""
     words, variables = command(driver, model, path, program)
     unwanted = ("VK_ICD_FILENAMES", "VK_INSTANCE_LAYERS", "VK_LAYER_SETTINGS_PATH", "LD_PRELOAD")
     environment = {name: value for name, value in os.environ.items() if name not in unwanted}

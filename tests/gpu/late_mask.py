@@ -4,7 +4,7 @@
     tests/gpu/late_mask.py PROGRAM MODEL [--device SELECTOR] [--mask 5] [--masks 3] [--streams 8] [--tokens 4000]
 
 PROGRAM is `ostinato`; MODEL a checkpoint's folder, a GGUF file or `embedded:demo`. The streams run twice: alone, and
-beside a stream that follows a regex, whose worker process is stopped (SIGSTOP) for so many seconds so many times: the
+beside a stream that follows a regex, whose worker process is stopped (SIGSTOP) --masks times for --mask seconds: the
 limits on constraints end those whose masks would take as long by themselves. The output has, for both, the tokens/s of all
 streams while the constrained one runs, and the longest gap between two events of a stream; and of the constrained stream
 its longest gaps, which are the times of its slowest masks.
@@ -132,7 +132,7 @@ def workers(process):
 
 
 def delay(server, seconds):
-    """Stops the server's workers for so many seconds. Returns how many there were."""
+    """Stops the server's workers for the given number of seconds. Returns the number of workers."""
     stopped = workers(server.pid)
     for worker in stopped:
         os.kill(worker, signal.SIGSTOP)

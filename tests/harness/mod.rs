@@ -36,6 +36,11 @@ pub fn ways() -> &'static [Matrices] {
     }
 }
 
+/// Returns whether tests run all of their cases (`OSTINATO_TEST_EVERY_CASE`), also those that repeat others in depth.
+pub fn every_case() -> bool {
+    std::env::var_os("OSTINATO_TEST_EVERY_CASE").is_some()
+}
+
 /// A device with an arena for buffers and a compute actor that runs recordings.
 pub struct Bench {
     pub driver: Driver,
@@ -379,7 +384,7 @@ impl Cases {
             println!("{what}: {} of {all} calls, largest difference {worst:?} of what is allowed", recording.ops.len());
         };
         let beside_lavapipe = bench.driver == Driver::SwiftShader && Driver::all().contains(&Driver::Lavapipe);
-        if beside_lavapipe && std::env::var_os("OSTINATO_TEST_EVERY_CASE").is_none() {
+        if beside_lavapipe && !every_case() {
             let fewer = self.fewer();
             if fewer.ops.is_empty() {
                 return println!("{what}: on other drivers only");

@@ -21,13 +21,13 @@ use ostinato::kernels::delta::{
 };
 use ostinato::kernels::embed::{BLOCK_ROWS, ChunkLayout, PromptRows};
 use ostinato::kernels::gemm::skinny::Matrices;
-use ostinato::kernels::gemm::tiled::{Packed, token_index};
+use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, SWIZZLED_COLS, swizzled_index, token_index};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::DeltaStepArgs;
 use ostinato::kernels::state::{SLOT_SETTLED, SLOT_WORDS};
 use ostinato::kernels::tags::{Flow, TAG_BITS, tagged};
-use ostinato::memory::pack::Format;
+use ostinato::memory::pack::{FRAGMENT_COLS, Format};
 
 /// Tolerances, explained at the top of the file.
 const STEP: f32 = 2e-5;
@@ -41,7 +41,7 @@ fn heads(key: u32, value: u32, key_dim: u32, value_dim: u32) -> DeltaHeads {
     DeltaHeads { key, value, key_dim, value_dim, tiled: false }
 }
 
-/// Returns heads of which the key heads take turns.
+/// Returns heads whose key heads take turns.
 fn tiled(key: u32, value: u32, key_dim: u32, value_dim: u32) -> DeltaHeads {
     DeltaHeads { tiled: true, ..heads(key, value, key_dim, value_dim) }
 }
@@ -249,8 +249,18 @@ impl Cells {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Form {
     Rows,
-    Packed,
+    Packed(PackedOrder),
     Tagged,
+}
+
+impl Form {
+    /// Returns the order of packed outputs.
+    fn order(self) -> Option<PackedOrder> {
+        match self {
+            Form::Packed(order) => Some(order),
+            Form::Rows | Form::Tagged => None,
+        }
+    }
 }
 
 /// The tags of input and output. They differ from the tag of every other operand and from that of poison.
@@ -286,7 +296,7 @@ fn step_args(
         y,
         fault: cases.words("fault", &[0, 0]),
         stride: layer.stride,
-        y_stride: if form == Form::Packed { width / 32 } else { width + 4 },
+        y_stride: form.order().map_or(width + 4, |order| stride(order, rows.len() as u32, width)),
         epsilon: EPSILON,
         x_tag: 0,
         y_tag: 0,
@@ -312,6 +322,31 @@ fn add_pending(memory: &mut HostMemory, heads: DeltaHeads, args: &DeltaStepArgs,
     }
 }
 
+/// Whether packed rows of `cols` columns consist of whole blocks of columns.
+fn whole(order: PackedOrder, cols: u32) -> bool {
+    cols.is_multiple_of(match order {
+        PackedOrder::Fragments => FRAGMENT_COLS,
+        PackedOrder::Swizzled => SWIZZLED_COLS,
+    })
+}
+
+/// Returns the stride argument for `rows` packed rows of `cols` columns.
+fn stride(order: PackedOrder, rows: u32, cols: u32) -> u32 {
+    match order {
+        PackedOrder::Fragments => cols / FRAGMENT_COLS,
+        PackedOrder::Swizzled => Packed::padded_rows(rows),
+    }
+}
+
+/// Returns the index of a number of `rows` packed rows of `cols` columns.
+fn packed_index(order: PackedOrder, (row, col): (u32, u32), rows: u32, cols: u32) -> u32 {
+    let index = match order {
+        PackedOrder::Fragments => token_index(row, col, cols),
+        PackedOrder::Swizzled => swizzled_index(row, col, Packed::padded_rows(rows)),
+    };
+    index as u32
+}
+
 /// Tests one step with rows of several sequences at several positions, and with rows without a sequence between them.
 fn step_cases(form: Form) {
     let mut cases = Cases::new(&format!("delta_step {form:?}"));
@@ -324,7 +359,7 @@ fn step_cases(form: Form) {
     let all = [Gates::Usual, Gates::Strong, Gates::None, Gates::Closed];
     let list = shapes().into_iter().flat_map(|heads| all.map(|gates| (heads, gates)));
     for (index, (heads, gates)) in list.enumerate() {
-        if form == Form::Packed && !heads.output().is_multiple_of(32) {
+        if form.order().is_some_and(|order| !whole(order, heads.output())) {
             continue;
         }
         cases.case(format!("{heads:?}.{gates:?}"));
@@ -361,7 +396,7 @@ fn step_cases(form: Form) {
         let x: Vec<u32> = layer.rows(&tokens).iter().map(put).collect();
         let (count, width) = (rows.len() as u32, heads.output());
         let y = match form {
-            Form::Packed => {
+            Form::Packed(_) => {
                 // A value near the middle of two bfloat16 values may be rounded the other way.
                 cases.output("y", Packed::bytes(count, width) as usize / 4, Expect::Bfloats(2f32.powi(-7)))
             }
@@ -370,7 +405,7 @@ fn step_cases(form: Form) {
         };
         let args = step_args(&mut cases, &layer, &rows, &x, &cells, y, form);
         cases.expect(args.state, Expect::Floats(STEP));
-        cases.recording.call(delta_step("delta".to_owned(), heads, (count, 1), form == Form::Packed, flow, args));
+        cases.recording.call(delta_step("delta".to_owned(), heads, (count, 1), form.order(), flow, args));
         made.push((layer, cells, rows, tokens, sequences, args));
     }
     let reference = cases.reference();
@@ -382,7 +417,7 @@ fn step_cases(form: Form) {
             let Some(mut sequence) = sequence else {
                 for i in 0..layer.heads.output() {
                     match form {
-                        Form::Packed => {}
+                        Form::Packed(_) => {}
                         Form::Rows => assert_eq!(word(i), POISON, "{what}, row {row} without a sequence"),
                         Form::Tagged => assert_eq!(word(i), TAGS[1], "{what}, row {row} without a sequence"),
                     }
@@ -397,8 +432,8 @@ fn step_cases(form: Form) {
             let wanted = sequence.step(&layer, &token);
             for (i, wanted) in (0..).zip(wanted) {
                 let (found, limit) = match form {
-                    Form::Packed => {
-                        let at = token_index(row as u32, i, layer.heads.output()) as u32;
+                    Form::Packed(order) => {
+                        let at = packed_index(order, (row as u32, i), rows.len() as u32, layer.heads.output());
                         (reference.weight(Format::Bf16, args.y, at), 2f64.powi(-8))
                     }
                     Form::Rows => (f32::from_bits(word(i)), 2e-6),
@@ -427,7 +462,9 @@ fn a_token_of_each_row() {
 
 #[test]
 fn a_token_of_each_row_packed_for_the_next_product() {
-    step_cases(Form::Packed);
+    for order in [PackedOrder::Fragments, PackedOrder::Swizzled] {
+        step_cases(Form::Packed(order));
+    }
 }
 
 #[test]
@@ -519,8 +556,8 @@ fn tokens_that_may_be_taken_back() {
             cases.expect(args.state, Expect::Floats(STEP));
             let label = "delta".to_owned();
             cases.recording.call(match tokens {
-                1 => delta_step(label, heads, (4, MOST_PENDING), false, flow, args),
-                _ => delta_verify(label, heads, (4, tokens, MOST_PENDING), false, flow, args),
+                1 => delta_step(label, heads, (4, MOST_PENDING), None, flow, args),
+                _ => delta_verify(label, heads, (4, tokens, MOST_PENDING), None, flow, args),
             });
             made.push((heads, flow, args, wanted));
         }
@@ -566,7 +603,13 @@ struct Part {
 }
 
 /// Adds the buffers and calls of a step and returns its operands.
-fn prompt_step(cases: &mut Cases, layer: &Layer, parts: &[Part], packed: bool, matrices: Matrices) -> PromptOperands {
+fn prompt_step(
+    cases: &mut Cases,
+    layer: &Layer,
+    parts: &[Part],
+    order: Option<PackedOrder>,
+    matrices: Matrices,
+) -> PromptOperands {
     let heads = layer.heads;
     let mut cells = Cells::new(heads);
     for part in parts {
@@ -611,21 +654,21 @@ fn prompt_step(cases: &mut Cases, layer: &Layer, parts: &[Part], packed: bool, m
         state: cases.floats("state", &cells.state),
         window: cases.floats("window", &cells.window),
         scratch: cases.output("scratch", scratch, Expect::Any),
-        y: match packed {
-            true => cases.output("y", Packed::bytes(rows, width) as usize / 4, Expect::Bfloats(2f32.powi(-7))),
-            false => cases.output("y", (rows * (width + 4)) as usize, Expect::Floats(limit(matrices))),
+        y: match order {
+            Some(_) => cases.output("y", Packed::bytes(rows, width) as usize / 4, Expect::Bfloats(2f32.powi(-7))),
+            None => cases.output("y", (rows * (width + 4)) as usize, Expect::Floats(limit(matrices))),
         },
-        y_stride: if packed { width / 32 } else { width + 4 },
+        y_stride: order.map_or(width + 4, |order| stride(order, rows, width)),
     };
     cases.expect(operands.state, Expect::Floats(limit(matrices)));
-    for call in delta_prompts("delta", heads, (rows, most), packed, matrices, operands) {
+    for call in delta_prompts("delta", heads, (rows, most), order, matrices, operands) {
         cases.recording.call(call);
     }
     operands
 }
 
 /// Compares the reference with the recurrence, then each driver with the reference.
-fn check_prompts(name: &str, packed: bool, steps: &[(Layer, Vec<Part>)]) {
+fn check_prompts(name: &str, order: Option<PackedOrder>, steps: &[(Layer, Vec<Part>)]) {
     let vulkan = Vulkan::new();
     let benches: Vec<Bench> = Driver::all().iter().map(|driver| Bench::new(&vulkan, *driver)).collect();
     for matrices in [Matrices::Emulated, Matrices::Cooperative] {
@@ -637,7 +680,7 @@ fn check_prompts(name: &str, packed: bool, steps: &[(Layer, Vec<Part>)]) {
         let mut made = Vec::new();
         for (index, (layer, parts)) in steps.iter().enumerate() {
             cases.case(format!("{index}.{:?}", layer.heads));
-            made.push(prompt_step(&mut cases, layer, parts, packed, matrices));
+            made.push(prompt_step(&mut cases, layer, parts, order, matrices));
         }
         let reference = cases.reference();
         for ((layer, parts), operands) in steps.iter().zip(made) {
@@ -649,12 +692,14 @@ fn check_prompts(name: &str, packed: bool, steps: &[(Layer, Vec<Part>)]) {
                 for (index, token) in (1..).zip(&part.tokens) {
                     let wanted = sequence.step(layer, token);
                     for (i, wanted) in (0..).zip(wanted) {
-                        let (found, limit) = match packed {
-                            true => {
-                                let at = token_index(row, i, layer.heads.output()) as u32;
+                        let (found, limit) = match order {
+                            Some(order) => {
+                                // As many rows as `prompt_step` has memory for.
+                                let rows = 3 + parts.iter().map(|part| part.tokens.len() as u32).sum::<u32>();
+                                let at = packed_index(order, (row, i), rows, layer.heads.output());
                                 (reference.weight(Format::Bf16, operands.y, at), 2f64.powi(-8))
                             }
-                            false => (reference.f32(operands.y, row * operands.y_stride + i), 1e-5),
+                            None => (reference.f32(operands.y, row * operands.y_stride + i), 1e-5),
                         };
                         let near = (f64::from(found) - wanted).abs() <= limit * (1.0 + wanted.abs());
                         assert!(near, "{:?}, row {row}, {i}: {found} instead of {wanted}", layer.heads);
@@ -694,7 +739,7 @@ fn prompts_of_awkward_lengths() {
             steps.push((layer, vec![part]));
         }
     }
-    check_prompts("lengths", false, &steps);
+    check_prompts("lengths", None, &steps);
 }
 
 #[test]
@@ -719,22 +764,25 @@ fn several_prompts_in_one_step_that_keep_and_continue() {
         }
         steps.push((layer, parts));
     }
-    check_prompts("several", false, &steps);
+    check_prompts("several", None, &steps);
 }
 
 #[test]
 fn prompts_packed_for_the_next_product() {
-    let mut random = Random(64);
-    let mut steps = Vec::new();
-    for (index, heads) in shapes().into_iter().filter(|heads| heads.output().is_multiple_of(32)).enumerate() {
-        let layer = Layer::new(&mut random, heads);
-        let lengths = [[5, 70], [59, 5], [16, 17]][index % 3];
-        let parts =
-            (0..).zip(lengths).map(|(slot, length)| part(&mut random, &layer, Gates::Usual, 4 * slot, length, slot));
-        let parts = parts.collect();
-        steps.push((layer, parts));
+    for order in [PackedOrder::Fragments, PackedOrder::Swizzled] {
+        let mut random = Random(64);
+        let mut steps = Vec::new();
+        for (index, heads) in shapes().into_iter().filter(|heads| whole(order, heads.output())).enumerate() {
+            let layer = Layer::new(&mut random, heads);
+            let lengths = [[5, 70], [59, 5], [16, 17]][index % 3];
+            let parts = (0..)
+                .zip(lengths)
+                .map(|(slot, length)| part(&mut random, &layer, Gates::Usual, 4 * slot, length, slot));
+            let parts = parts.collect();
+            steps.push((layer, parts));
+        }
+        check_prompts("packed", Some(order), &steps);
     }
-    check_prompts("packed", true, &steps);
 }
 
 #[test]
@@ -746,7 +794,7 @@ fn strong_decay_none_and_closed_gates() {
         let parts = vec![part(&mut random, &layer, gates, 0, 140, 0), part(&mut random, &layer, gates, 9, 66, 1)];
         steps.push((layer, parts));
     }
-    check_prompts("gates", false, &steps);
+    check_prompts("gates", None, &steps);
 }
 
 /// Goal: a device that processes a prompt in blocks gets the same outputs and state as token by token, and the next
@@ -765,7 +813,7 @@ fn blocks_do_what_tokens_one_by_one_do() {
             for matrices in ways(&bench) {
                 let mut cases = Cases::new("both");
                 cases.case(format!("{index}"));
-                let o = prompt_step(&mut cases, &layer, std::slice::from_ref(&prompt), false, matrices);
+                let o = prompt_step(&mut cases, &layer, std::slice::from_ref(&prompt), None, matrices);
                 // After the prompt in cell 0 comes one further token. Cell 1 gets all tokens one by one.
                 let next = layer.token(&mut random, gates);
                 let length = prompt.tokens.len() as u32;
@@ -805,7 +853,7 @@ fn blocks_do_what_tokens_one_by_one_do() {
                         x_tag: 0,
                         y_tag: 0,
                     };
-                    cases.recording.call(delta_step(format!("token.{row}"), heads, (1, 1), false, Flow::NONE, args));
+                    cases.recording.call(delta_step(format!("token.{row}"), heads, (1, 1), None, Flow::NONE, args));
                 }
                 let memory = bench.run(&cases.recording, &cases.before());
                 let (mut worst, mut what, mut squares, mut count) = (0.0f64, String::new(), 0.0, 0.0);

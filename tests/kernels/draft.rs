@@ -44,7 +44,8 @@ fn slots(positions: [u32; 4]) -> Vec<u32> {
     words
 }
 
-/// Goal: what followed the last tokens is drafted: the longest match, the last one of several, across the sequence's end.
+/// Goal: look-up drafts the tokens that followed the last tokens: after the longest match, the last one of several,
+/// across the sequence's end.
 #[test]
 fn drafts_are_what_followed_the_last_tokens() {
     for (history, wanted) in [
@@ -346,8 +347,8 @@ impl Layer {
         let label = name.to_owned();
         let entries = MOST_PENDING;
         cases.recording.call(match each {
-            1 => delta_step(label, self.heads, (1, entries), false, Flow::NONE, args),
-            _ => delta_verify(label, self.heads, (1, each, entries), false, Flow::NONE, args),
+            1 => delta_step(label, self.heads, (1, entries), None, Flow::NONE, args),
+            _ => delta_verify(label, self.heads, (1, each, entries), None, Flow::NONE, args),
         });
         args.y
     }

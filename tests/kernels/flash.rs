@@ -260,7 +260,7 @@ fn chunks_of_awkward_lengths_behind_awkward_prefixes() {
             // Each combination is a pipeline, which a CPU driver takes up to ten seconds to compile.
             let (group, kv, dim) = [(1, 2, 32), (2, 1, 64), (7, 1, 128)][index % 3];
             let heads = heads(group, kv, dim);
-            // Some chunks have rows that are not in use, one in four so many that whole workgroups have none.
+            // Some chunks have rows that are not in use; in one of four chunks, whole workgroups have no row in use.
             let spare = [1, 0, 1, 70][index % 4];
             chunks.push(Chunk::new(&mut random, heads, start, length, length + spare));
         }
@@ -284,8 +284,7 @@ fn chunks_of_several_sequences_in_one_step() {
     check_steps(Driver::all(), "several", 2, &steps);
 }
 
-/// Goal: results are correct where several workgroups share a context, including shares of which some rows see no
-/// token.
+/// Goal: results are correct where several workgroups share a context, also if some rows see no token of a share.
 #[test]
 fn ends_of_long_prompts_are_shared() {
     let mut random = Random(36);

@@ -10,7 +10,7 @@
 //! must be equal.
 
 use crate::common::{Driver, Vulkan};
-use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor, round, ways};
+use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor, every_case, round, ways};
 use crate::pages::{Pages, head_at, round_head, spread, stored};
 use crate::scores::{self, first_visible, query_scale, scored, sink_of};
 use half::bf16;
@@ -1248,7 +1248,7 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch, KvFormat)>, tags
     // FUSED. Each shape is a pipeline, which a CPU driver takes seconds to compile.
     let planned = flash.is_some_and(|(_, batch, _)| batch != Batch::Even);
     let every = match (flash.is_some(), fused, tags || planned) {
-        _ if std::env::var_os("OSTINATO_TEST_EVERY_CASE").is_some() => 1,
+        _ if every_case() => 1,
         (true, _, false) | (false, true, false) => 1,
         _ => 2,
     };

@@ -10,7 +10,7 @@
 //! value by about 1.
 
 use crate::common::{Driver, Vulkan};
-use crate::harness::{Bench, Cases, Expect, POISON, Random, round, ways};
+use crate::harness::{Bench, Cases, Expect, POISON, Random, every_case, round, ways};
 use ostinato::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, block_rows};
 use ostinato::kernels::gemm::panel;
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig};
@@ -369,7 +369,7 @@ fn a_few_rows_choose_and_run_their_experts() {
         };
         // Each case is two pipelines, which a CPU driver takes seconds to compile: the formats of codes take turns.
         let mut list = if coded { few_coded() } else { few() };
-        if coded && std::env::var_os("OSTINATO_TEST_EVERY_CASE").is_none() {
+        if coded && !every_case() {
             list = list.into_iter().skip(usize::from(format == Format::Codes(INT4))).step_by(2).collect();
         }
         for (shape, rows, logits, tiles) in list {

@@ -186,7 +186,7 @@ struct Processor<'a> {
     memory: &'a mut Memory,
     shared: Vec<u8>,
     barriers: HashMap<u64, Barrier>,
-    /// Of each named barrier, the warps that have arrived and its turn.
+    /// The warps that have arrived at each named barrier, and the barrier's turn.
     named: HashMap<u64, (BTreeSet<u32>, u32)>,
     copies: VecDeque<Copy>,
 }

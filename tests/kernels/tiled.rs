@@ -403,8 +403,8 @@ fn tiled_multiplies_the_rows_of_a_chunk() {
     }
 }
 
-/// Goal: `panel` multiplies the rows of larger decode batches, all of which are in use, with several panels and
-/// workgroup shapes.
+/// Goal: `panel` multiplies the rows of larger decode batches (all rows in use), with several panels and workgroup
+/// shapes.
 #[test]
 fn panel_multiplies_the_rows_of_a_batch() {
     let shapes = [(2, 8), (146, 40), (64, 72), (130, 145), (66, 200), (16, 32), (62, 40), (256, 128), (320, 96)];

@@ -16,7 +16,8 @@ use safetensors::SafeTensors;
 use serde_json::Value;
 use std::path::Path;
 
-/// What a logit may differ by from llama.cpp's, because scales are rounded to f16. The logits' standard deviation is 3.
+/// The maximum difference of a logit from llama.cpp's, because scales are rounded to f16. The logits' standard
+/// deviation is 3.
 const ROUNDING: f64 = 8e-3;
 
 /// A greedy story.
@@ -46,7 +47,10 @@ impl Story {
                 break;
             };
             let (found, wanted, margin) = (drawn[apart - at], self.tokens[apart], self.margins[apart]);
-            assert_eq!(found, self.second[apart], "step {apart}: neither of llama.cpp's best two, {wanted} was");
+            assert_eq!(
+                found, self.second[apart],
+                "step {apart}: not among llama.cpp's two best tokens, the best is {wanted}"
+            );
             assert!(margin < doubt, "step {apart}: {found}, llama.cpp draws {wanted}, {margin} ahead");
             others.push(apart);
             at = apart + 1;

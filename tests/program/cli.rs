@@ -173,7 +173,10 @@ fn in_process_and_against_a_server_are_the_same() {
 #[track_caller]
 fn rows(arguments: &[&str]) -> Vec<Value> {
     let all: Vec<&str> = ["bench", "--json"].iter().chain(arguments).copied().collect();
-    events(&run(&all))
+    let output = run(&all);
+    // The facts of a load take --verbose.
+    assert!(!String::from_utf8_lossy(&output.stderr).contains("memory plan"), "{output:?}");
+    events(&output)
 }
 
 #[test]
@@ -321,6 +324,7 @@ fn what_the_user_can_mend_ends_with_2_and_says_what() {
     std::fs::write(&config, "[server]\nlisten = \"0.0.0.0:1\"\ncolour = 3\n").unwrap();
     let config = config.to_str().unwrap();
     let empty = folder.path().to_str().unwrap();
+    let weights = concat!(env!("CARGO_MANIFEST_DIR"), "/demo/model/model.safetensors");
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let taken = taken.local_addr().unwrap().to_string();
     for (arguments, words) in [
@@ -335,6 +339,10 @@ fn what_the_user_can_mend_ends_with_2_and_says_what() {
             "cannot take its drafts from /nowhere",
         ),
         (&["generate", "--device", cpu(), "--prompt", "x", "--draft", ""], "neither lookup nor a draft model"),
+        (&["generate", "--device", cpu(), "--prompt", "x", "--tune", "foo=1"], "\"foo=1\" is not KEY=VALUE"),
+        (&["bench", "--device", cpu(), "--tune", "foo=1"], "\"foo=1\" is not KEY=VALUE"),
+        (&["bench", "--device", cpu(), "--stages", "--try", "foo=1"], "\"foo=1\" is not KEY=VALUE"),
+        (&["bench", "--stages", "--rows", "100000"], "100000 is not in 1..=1024"),
         (&["bench", "--device", cpu(), "--split", "layers"], "at least two devices"),
         (&["bench", "--device", cpu(), "--device", cpu(), "--split", "layers"], "each device once"),
         (&["bench", "--device", cpu(), "--device", "0"], "2 devices need --split layers"),
@@ -346,6 +354,12 @@ fn what_the_user_can_mend_ends_with_2_and_says_what() {
         (&["serve", "--listen", "127.0.0.1:0", "--http", "off", "--admin", &taken], "(admin.listen)"),
         (&["serve", "--http", "0.0.0.0:1"], "insecure"),
         (&["serve", "--admin", "0.0.0.0:1"], "insecure"),
+        (&["serve", "demo", "--split", "layers", "--device", "cpu"], "at least two devices, and --device names 1"),
+        (&["serve", "--http", "8000"], "such as 127.0.0.1:8000, or \"off\""),
+        (&["inspect", "nope"], "nope does not exist"),
+        (&["inspect", weights], "name its directory, "),
+        (&["bench", "--prompt", "0", "--decode", "0"], "nothing to measure"),
+        (&["synth", "--arch", "qwen3-0.6b", "--out", empty, "--shard-size", "0"], "--shard-size is 0"),
         (&["synth", "--arch", "unknown", "--out", empty], "qwen3-0.6b"),
     ] {
         let output = run(arguments);

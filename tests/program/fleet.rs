@@ -38,7 +38,7 @@ fn is_below(spans: &[Span], span: &Span, id: &str) -> bool {
 }
 
 #[test]
-fn chat_through_a_router_is_what_we_serve_and_one_trace_leads_to_the_device() {
+fn chat_and_structure_through_a_router_are_what_we_serve_and_one_trace_leads_to_the_device() {
     let _alone = alone();
     let network = Network::new(HOSTS);
     let host = network.hosts[usize::from(HOSTS) - 1].clone();
@@ -54,7 +54,7 @@ fn chat_through_a_router_is_what_we_serve_and_one_trace_leads_to_the_device() {
     });
     let collector = receive.recv().expect("a collector");
     let mut fleet = Fleet::start(network, "cache_aware", true);
-    fleet.ask(&["ready", "chat", "samples", "stops", "logprobs", "tools", "cancel", "turns", "trace"]);
+    fleet.ask(&["ready", "chat", "samples", "stops", "logprobs", "tools", "cancel", "turns", "structure", "trace"]);
     let log = fleet.router_log();
     assert!(log.matches("KV event stream connected").count() >= 2, "the router does not follow the pages:\n{log}");
     assert!(!log.contains("huggingface.co/api/models/demo"), "the router looked for the served name in a registry");
@@ -89,25 +89,13 @@ fn chat_through_a_router_is_what_we_serve_and_one_trace_leads_to_the_device() {
     assert!(resources.iter().any(|resource| text(resource, "service.name") == "smg"), "the router exports spans");
 }
 
+/// Goal: many requests end once each and leave no page in use; then a worker that is killed costs its own streams only, and
+/// is used again when it is back.
 #[test]
-fn a_worker_that_is_killed_costs_its_own_streams_and_is_used_again_when_it_is_back() {
+fn many_requests_end_once_each_and_a_killed_worker_costs_its_own_streams() {
     let _alone = alone();
     let mut fleet = Fleet::start(Network::new(HOSTS), "round_robin", false);
-    fleet.ask(&["ready", "kill"]);
-}
-
-#[test]
-fn a_thousand_requests_end_once_each_and_leave_no_page_in_use() {
-    let _alone = alone();
-    let mut fleet = Fleet::start(Network::new(HOSTS), "round_robin", false);
-    fleet.ask(&["ready", "thousand"]);
-}
-
-#[test]
-fn a_schema_and_a_tool_that_must_be_used_are_kept_to_through_a_router() {
-    let _alone = alone();
-    let mut fleet = Fleet::start(Network::new(HOSTS), "cache_aware", false);
-    fleet.ask(&["ready", "structure"]);
+    fleet.ask(&["ready", "many", "kill"]);
 }
 
 /// Goal: a router finds each of several models of one server by its name. Method: one host; each model has a port of its

@@ -85,7 +85,7 @@ fn models_are_served_by_their_paths_and_talked_to() {
     // Answers alone are on standard output, as they were saved; what they took is on standard error.
     let text = |message: &Value| message["content"].as_str().unwrap().to_owned();
     assert_eq!(String::from_utf8_lossy(&here.stdout), format!("{}\n{}\n", text(&messages[1]), text(&messages[3])));
-    assert!(told(&here).contains("tokens/s") && !told(&here).contains("memory plan"), "{}", told(&here));
+    assert!(told(&here).contains("the first after") && !told(&here).contains("memory plan"), "{}", told(&here));
     let alone = ["generate", "--device", cpu(), "--chat", "Tell me a story about a fox.", "--max-tokens", "16"];
     let alone = run(&alone);
     assert_eq!(String::from_utf8_lossy(&alone.stdout).trim_end(), text(&messages[1]));
@@ -153,6 +153,12 @@ fn what_a_new_user_gets_wrong_is_told_before_anything_is_loaded() {
         (generate(&["--json-schema", schema]), "constraint.json_schema"),
         (generate(&["--max-tokens", "0"]), "max_tokens is 0, must be at least 1"),
         (generate(&["--temperature", "-1"]), "temperature is -1, must be finite and at least 0"),
+        (generate(&["--seed", "-1"]), "-1 is not a whole number from 0 to 18446744073709551615"),
+        (generate(&["--top-k", "-1"]), "-1 is not in 0..=4294967295"),
+        (run(&["bench", "--server", "127.0.0.1:1", "--rate", "-1"]), "a rate of -1 requests/s is not above 0"),
+        (generate(&["--logit-bias", "99999=1"]), "logit_bias is 99999"),
+        (generate(&["--stop-id", "999999"]), "stop_ids is 999999"),
+        (generate(&["--min-tokens", "5", "--max-tokens", "3"]), "min_tokens is 5 with max_tokens 3"),
         (generate(&[]), "no such device"),
         (run(&["serve", "/a/x", "/b/x"]), "would both be served as \"x\""),
         (run(&["serve", "demo", "--model", "demo=/models/x"]), "would both be served as \"demo\""),
@@ -193,7 +199,7 @@ fn with_json_a_server_writes_json_and_nothing_else() {
     // The address of the page is a common mistake.
     let output = run(&["models", "--server", admin]);
     assert_eq!(output.status.code(), Some(2), "{}", told(&output));
-    assert!(told(&output).contains("answers HTTP/1 and not gRPC"), "{}", told(&output));
+    assert!(told(&output).contains("answers HTTP/1 and not gRPC, as OpenAI's API (port 8000)"), "{}", told(&output));
     let output = run(&["bench", "--server", admin]);
     assert!(told(&output).contains("answers HTTP/1 and not gRPC"), "{}", told(&output));
 
@@ -319,4 +325,7 @@ fn the_program_describes_itself() {
     let version = String::from_utf8(run(&["--version"]).stdout).unwrap();
     assert!(version.starts_with(concat!("ostinato ", env!("CARGO_PKG_VERSION"), " (")), "{version}");
     assert!(version.contains("rustc "), "{version}");
+    let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let output = ostinato(&["--version"]).stdout(full).stderr(Stdio::piped()).output().unwrap();
+    assert!(output.status.code() == Some(1) && told(&output).contains("cannot print"), "{output:?}");
 }

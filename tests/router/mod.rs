@@ -218,7 +218,7 @@ const ROUTER_PORT: u16 = 30000;
 /// The number of workers.
 const WORKERS: u8 = 2;
 
-/// The configuration of a worker. It has more slots than the default for a CPU driver, because the thousand requests
+/// The configuration of a worker. It has more slots than the default for a CPU driver, because the many requests
 /// would take too long in small batches.
 const WORKER: &str = r#"
 [[models]]

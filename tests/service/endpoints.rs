@@ -52,7 +52,7 @@ impl Two {
     }
 }
 
-/// What the routers' contract says on a connection after a prompt: the text of four tokens.
+/// Returns the text of four tokens after a prompt, requested through the routers' contract on a connection.
 async fn said(channel: Channel) -> Result<String, Status> {
     let input_ids = "hello".bytes().map(u32::from).collect();
     let request = contract::GenerateRequest {
@@ -127,7 +127,7 @@ async fn each_model_is_served_alone_on_its_endpoint_in_both_contracts() {
     }
 }
 
-/// Goal: what is ended over the endpoint of a model is a request of that model. Method: both models run a request of
+/// Goal: an Abort over the endpoint of a model ends only requests of that model. Method: both models run a request of
 /// the same id.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_abort_over_an_endpoint_ends_no_request_of_another_model() {

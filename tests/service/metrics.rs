@@ -351,7 +351,7 @@ async fn over_fakes() -> (Scrape, Scrape) {
     (before, after)
 }
 
-/// Runs a request on the demo model, one step of which is made to fail, so that later steps have barriers.
+/// Runs a request on the demo model and makes one of its steps fail, so that later steps have barriers.
 ///
 /// Returns the scrapes before and after, and whether the driver reports its memory budget.
 async fn with_a_model() -> (Scrape, Scrape, bool) {

@@ -242,7 +242,7 @@ async fn logprobs_stay_with_their_tokens_while_text_is_held_back() {
         let wanted = u8::try_from(other.token_id).map_or_else(|_| other.text.clone(), |byte| vec![byte]);
         assert_eq!(other.text, wanted);
     }
-    // Without text there is none.
+    // Without `text`, tokens have no text.
     let mut request = text_request("alpha", "x", 2);
     request.output = Some(proto::Output { logprobs: Some(1), text: Some(false), ..Default::default() });
     let plain = generate(&mut client, request).await;
@@ -589,8 +589,9 @@ impl http_body::Body for Endless {
     }
 }
 
-/// Goal: a call whose deadline passes before it has an answer is DEADLINE_EXCEEDED, whoever notices first. Method: calls
-/// whose message never comes, over plain HTTP/2, since tonic's client answers its own timeouts with CANCELLED.
+/// Goal: a call whose deadline passes before it has an answer is DEADLINE_EXCEEDED, whether client or server notices
+/// first. Method: calls whose message never comes, over plain HTTP/2, since tonic's client answers its own timeouts
+/// with CANCELLED.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_call_that_is_too_late_is_told_so_and_not_that_it_was_cancelled() {
     let served = one_model(Duration::from_millis(5), b"a").await;

@@ -173,19 +173,30 @@ async fn contents_are_texts_parts_or_null_and_media_are_refused_by_name() {
     let usage = ask(parts).await.json()["usage"]["prompt_tokens"].clone();
     assert_eq!(usage, json!("[system]be[user]a\nb[assistant][assistant]".len()));
     for (messages, param) in [
-        (json!([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]), "content[0].type"),
+        (
+            json!([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+            "messages[0].content[0].type",
+        ),
         (json!([{"role": "user", "content": null}]), "messages[0].content"),
         (json!([{"role": "user"}]), "messages[0].content"),
         (json!([{"role": 5, "content": "x"}]), "messages[0].role"),
         (json!([{"content": "x"}]), "messages[0].role"),
+        (json!([{"role": "robot", "content": "x"}]), "messages[0].role"),
         (json!(["x"]), "messages[0]"),
         (json!("x"), "messages"),
         (json!([]), "messages"),
         (Value::Null, "messages"),
     ] {
-        let error = ask(messages).await.error(400);
-        assert!(error["param"].as_str().unwrap().contains(param), "{param}: {error}");
+        assert_eq!(ask(messages).await.error(400)["param"], param);
     }
+    let error = ask(json!([])).await.error(400);
+    assert_eq!(error["message"], "messages is empty, must be at least one message");
+    let asked = json!({"messages": user("x"), "modalities": ["audio"]});
+    assert_eq!(chat(served.http, asked).await.error(400)["param"], "modalities");
+    let error = chat(served.http, json!([])).await.error(400);
+    assert_eq!((&error["param"], &error["message"]), (&Value::Null, &json!("the body is a list, must be an object")));
+    let error = chat(served.http, json!({"messages": user("x"), "tool_choice": "required"})).await.error(400);
+    assert!(error["param"] == "tools" && error["message"].as_str().unwrap().contains("tools is missing"), "{error}");
 }
 
 #[tokio::test]
@@ -235,8 +246,8 @@ async fn wrong_types_and_values_are_refused_by_name_and_others_ignored() {
     served.idle("alpha/0", Duration::from_secs(5)).await;
 }
 
-/// Goal: what clients send beside the fields that matter is taken, and changes nothing. Method: a request as the clients of
-/// several projects write it, field by field, must have the answer of the plain one.
+/// Goal: fields that clients send without effect on the output are accepted, and change nothing. Method: a request as
+/// the clients of several projects write it, field by field, must have the answer of the plain one.
 #[tokio::test]
 async fn what_clients_send_beside_is_taken_and_changes_nothing() {
     let served = server(tokenizer_of(Some(TEMPLATE)), "Hello").await;
@@ -683,6 +694,13 @@ async fn outputs_follow_response_formats_and_vllms_constraints() {
     assert!(digits.len() == 4 && digits.bytes().all(|byte| byte.is_ascii_digit()), "{digits}");
     let grammar = json!({"guided_grammar": "root ::= \"a\" \"b\"", "enable_thinking": false});
     assert_eq!(ask(grammar).await, "ab");
+    for format in [
+        json!({"type": "regex", "regex": "ab"}),
+        json!({"type": "regex", "pattern": "ab"}),
+        json!({"type": "grammar", "grammar": "root ::= \"a\" \"b\""}),
+    ] {
+        assert_eq!(ask(json!({"response_format": format, "enable_thinking": false})).await, "ab", "{format}");
+    }
     // With tools the answer is a call or conforms to the format.
     for seed in 0..4 {
         let asked = json!({
@@ -695,8 +713,15 @@ async fn outputs_follow_response_formats_and_vllms_constraints() {
     }
     let asked = json!({"messages": user("x"), "response_format": format, "guided_regex": "a"});
     assert_eq!(chat(served.http, asked).await.error(400)["param"], "structured_outputs");
-    let asked = json!({"messages": user("x"), "guided_regex": "("});
-    assert_eq!(chat(served.http, asked).await.error(400)["param"], "structured_outputs.regex");
+    for (field, value, param) in [
+        ("guided_regex", json!("("), "guided_regex"),
+        ("structured_outputs", json!({"regex": "("}), "structured_outputs.regex"),
+        ("response_format", json!({"type": "regex", "regex": "("}), "response_format"),
+        ("response_format", json!({"type": "regex"}), "response_format.regex"),
+    ] {
+        let asked = json!({"messages": user("x"), field: value});
+        assert_eq!(chat(served.http, asked).await.error(400)["param"], param);
+    }
 }
 
 /// Goal: a constraint holds behind the reasoning, and the reasoning is free. Method: devices that draw what a script
@@ -839,7 +864,7 @@ async fn responses_are_items_whole_and_as_named_events() {
     served.idle("alpha/0", Duration::from_secs(5)).await;
 }
 
-/// Goal: what a response repeats is what was read, and is bounded.
+/// Goal: a response repeats the fields of its request as they were read, within bounds.
 #[tokio::test]
 async fn responses_repeat_what_was_read_and_no_more() {
     let served = server(tokenizer_of(Some(TEMPLATE)), "5").await;

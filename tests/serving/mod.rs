@@ -142,7 +142,7 @@ pub fn device(index: usize) -> DeviceInfo {
     }
 }
 
-/// Returns a replica on device `on`. After a device loss it is rebuilt as `rebuild` says; `None` disables rebuilding.
+/// Returns a replica on device `on`. After a device loss, `rebuild` rebuilds it; `None` disables rebuilding.
 pub fn replica(name: String, on: usize, fake: FakeConfig, queue_limit: usize, rebuild: Option<Rebuild>) -> Replica {
     let config = ReplicaConfig {
         queue_limit,

@@ -638,7 +638,7 @@ fn workers() -> Yaml {
 }
 
 #[test]
-fn the_network_policy_lets_in_whoever_needs_the_workers() {
+fn the_network_policy_admits_every_client_of_the_workers() {
     let all = yaml("kubernetes.yaml");
     let deployments = objects(&all, "Deployment");
     let template = |name: &str| &deployments[name]["spec"]["template"];
@@ -663,7 +663,7 @@ fn the_network_policy_lets_in_whoever_needs_the_workers() {
     assert_eq!(leaving, [(None, vec![53, 53]), (Some("otel-collector"), vec![collector.into()])]);
 }
 
-/// Applies the operation of a JSON patch to an object. Only what the components use is known.
+/// Applies the operation of a JSON patch to an object. Only operations that the components use are supported.
 fn patch(object: &mut Yaml, operation: &Yaml) {
     let path = operation["path"].as_str().expect("a path");
     let (parent, last) = path.rsplit_once('/').expect("a path");

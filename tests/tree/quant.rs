@@ -1,6 +1,6 @@
 //! Goal: quantised weights have the values that other software gives them, bit for bit. Method: blocks and tensors in
-//! `tests/fixtures/quant`, whose values were computed by the Python packages that its scripts name; and what llama.cpp's
-//! converter and quantiser made of the demo model (`tests/fixtures/llama.cpp`).
+//! `tests/fixtures/quant`, whose values were computed by the Python packages that its scripts name; and the files that
+//! llama.cpp's converter and quantiser made from the demo model (`tests/fixtures/llama.cpp`).
 
 use crate::python::python;
 use ostinato::model::gguf;
@@ -294,7 +294,7 @@ fn matrices_of_every_safetensors_format_have_the_values_of_other_software() {
     assert!(cases.len() > 30, "only {} cases", cases.len());
 }
 
-/// What llama.cpp made of the demo model.
+/// The results of llama.cpp with the demo model.
 fn story() -> Value {
     serde_json::from_slice(&fixture("llama.cpp/story.json")).expect("JSON")
 }

@@ -14,18 +14,18 @@ use std::time::{Duration, Instant};
 const PAGES: [(&str, &str); 2] =
     [("README.md", include_str!("../../README.md")), ("docs/usage.md", include_str!("../../docs/usage.md"))];
 
-/// Words of the commands and what takes their place, for what a test does not have.
+/// Words of the commands that a test cannot use, and their replacements.
 const INSTEAD: [(&str, &str); 4] = [
     // A checkpoint, on the only GPU.
     ("/models/Qwen3-8B", "demo"),
     // A checkpoint on a certain GPU.
     ("qwen=/models/Qwen3-8B@0000:65:00.0", "qwen=demo@cpu"),
-    // So many streams take a GPU.
+    // The README's numbers of streams need a GPU.
     ("1,16,64", "1,2"),
     ("person.json", "tests/fixtures/readme/person.json"),
 ];
 
-/// What is added to commands that begin like this, so that they end soon or find a device and a free port.
+/// Arguments that are added to commands that begin like this, so that they end soon or find a device and a free port.
 const ADDED: [(&str, &str); 7] = [
     ("ostinato serve", "--listen 127.0.0.1:0 --http 127.0.0.1:0 --admin 127.0.0.1:0"),
     ("ostinato serve /models", "--device cpu"),
@@ -36,7 +36,7 @@ const ADDED: [(&str, &str); 7] = [
     ("ostinato bench --server", "--requests 2 --prompt 16 --decode 4"),
 ];
 
-/// Commands of the program of which only the arguments are checked, by how they begin, with the reason.
+/// Beginnings of commands of the program whose arguments alone are checked, with the reason.
 const ARGUMENTS_ONLY: [(&str, &str); 6] = [
     ("ostinato serve /models/Llama-3.3-70B --split", "it needs two GPUs; tests/model/split.rs has two CPU drivers"),
     ("ostinato pull", "it needs a network; tests/program/hub.rs has a hub of its own"),

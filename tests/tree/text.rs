@@ -422,7 +422,7 @@ proptest! {
         }
     }
 
-    /// The same for any ids, including incomplete characters, special tokens and unknown ids.
+    /// The prompt and the deltas of any ids, including incomplete characters, special tokens and unknown ids.
     #[test]
     fn prompt_and_deltas_of_any_ids_join_to_the_whole_text(
         ids in prop::collection::vec(0u32..310, 1..100),

@@ -1,6 +1,7 @@
 //! Answers of a model: from this process or from a server, as one stream that an interrupt ends.
 
 use super::{Chat, print, without_template};
+use crate::cli::arrivals::speed;
 use crate::cli::connect::Client;
 use crate::cli::generate::Refused;
 use crate::cli::{cache_directory, named, progress};
@@ -25,7 +26,7 @@ const BUFFER: usize = 1 << 16;
 /// The messages of one answer.
 type Messages = Pin<Box<dyn Stream<Item = Result<proto::GenerateResponse, Status>> + Send>>;
 
-/// Where answers come from.
+/// The source of answers: a server or a replica of this process.
 pub(super) enum Answers {
     /// A model in this process.
     Here { host: Arc<Host>, name: String },
@@ -150,7 +151,7 @@ impl Answers {
         }
     }
 
-    /// Prints an answer while it arrives. An interrupt ends it; what has arrived is then the answer.
+    /// Prints an answer while it arrives. An interrupt ends it; the text that has arrived is then the answer.
     pub(super) async fn answer(
         &mut self,
         request: proto::GenerateRequest,
@@ -190,7 +191,7 @@ impl Answers {
     }
 }
 
-/// What has arrived of an answer.
+/// The part of an answer that has arrived.
 #[derive(Default)]
 struct Arrived {
     text: String,
@@ -228,12 +229,12 @@ impl Arrived {
         let mut parts = Vec::new();
         let usage = self.finished.as_ref().and_then(|finished| finished.usage);
         let tokens = usage.map_or(self.tokens, |usage| usage.output_tokens);
-        parts.push(format!("{tokens} tokens"));
+        parts.push(format!("{tokens} token{}", if tokens == 1 { "" } else { "s" }));
         // The first token is the prompt's.
         let own = self.finished.as_ref().and_then(|finished| finished.timings).map(|timings| timings.decode_seconds);
         let clock = self.first.zip(self.last).map(|(first, last)| (last - first).as_secs_f64());
-        if let Some(seconds) = own.or(clock).filter(|seconds| *seconds > 0.0 && tokens > 1) {
-            parts.push(format!("{:.1} tokens/s", f64::from(tokens - 1) / seconds));
+        if let Some(speed) = own.or(clock).and_then(|seconds| speed(tokens.saturating_sub(1), seconds)) {
+            parts.push(format!("{speed:.1} tokens/s"));
         }
         if let Some(first) = self.first {
             parts.push(format!("the first after {:.2} s", (first - begun).as_secs_f64()));
@@ -257,6 +258,11 @@ mod tests {
         let begun = Instant::now();
         let mut arrived = Arrived { tokens: 3, ..Arrived::default() };
         assert_eq!(arrived.summary(begun, true), "[3 tokens, stopped]");
+        // They came in one piece, which is no speed.
+        arrived.last = Some(begun + std::time::Duration::from_micros(36));
+        arrived.first = Some(begun);
+        assert_eq!(arrived.summary(begun, true), "[3 tokens, the first after 0.00 s, stopped]");
+        assert_eq!(Arrived { tokens: 1, ..Arrived::default() }.summary(begun, true), "[1 token, stopped]");
         let finished = proto::Finished {
             reason: proto::FinishReason::Length.into(),
             usage: Some(proto::Usage { output_tokens: 11, ..proto::Usage::default() }),

@@ -8,14 +8,14 @@ use std::io::{BufRead, IsTerminal};
 use std::path::PathBuf;
 use tokio::task::spawn_blocking;
 
-/// What begins and ends a message of several lines.
+/// The delimiter before and after a message of several lines.
 const BLOCK: &str = "\"\"\"";
 /// The lines that the history keeps.
 const KEPT: usize = 1000;
 const PROMPT: &str = "> ";
 const CONTINUED: &str = "… ";
 
-/// What the user has said.
+/// A message, a command, or the end of the user's input.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Said {
     Message(String),
@@ -25,7 +25,7 @@ pub(super) enum Said {
     End,
 }
 
-/// Where lines come from.
+/// The source of input lines.
 enum Source {
     Terminal(Box<Editor<(), DefaultHistory>>),
     Pipe,
@@ -40,7 +40,7 @@ pub(super) struct Input {
     history: Option<PathBuf>,
 }
 
-/// A line, or why there is none.
+/// The result of reading a line from the user.
 enum Line {
     Text(String),
     Interrupted,
@@ -134,7 +134,7 @@ fn read(mut source: Source, prompt: &str) -> (Source, anyhow::Result<Line>) {
 #[derive(Debug, Default)]
 struct Words {
     lines: Vec<String>,
-    /// Between two marks of a block.
+    /// The line is between two marks of a block.
     block: bool,
 }
 

@@ -1,5 +1,5 @@
-//! Which files of a repository make up a model: a checkpoint in safetensors files with its configuration and tokenizer,
-//! or one GGUF model. Pure.
+//! Chooses the files of a repository that make up a model: a checkpoint in safetensors files with its configuration and
+//! tokenizer, or one GGUF model. Pure.
 
 use super::shards;
 use crate::model::gguf::split::split_name;
@@ -41,15 +41,15 @@ pub(crate) enum ChoiceError {
     /// There are several, and none is selected.
     #[error("there are several GGUF files, select one with :FILE: {choices}")]
     Several {
-        /// What can be selected.
+        /// The names that can be selected.
         choices: String,
     },
-    /// None is the selected one.
+    /// No file has the selected name.
     #[error("no GGUF file is \"{selected}\"; there are {choices}")]
     None {
-        /// What was selected.
+        /// The selected name.
         selected: String,
-        /// What can be selected.
+        /// The names that can be selected.
         choices: String,
     },
     /// The index of the weights cannot be read.
@@ -198,7 +198,7 @@ mod tests {
         assert!(found.is_whole());
         let one = files(&parts[..1], None, |_| None).expect("clear").expect("a model");
         assert!(!one.is_whole(), "the second part is missing");
-        let error = find(Some("Q2_K")).expect_err("there is none").to_string();
+        let error = find(Some("Q2_K")).expect_err("no file has this quantisation").to_string();
         assert!(error.contains("\"Q2_K\"") && error.contains("M-Q8_0") && !error.contains("mmproj"), "{error}");
     }
 

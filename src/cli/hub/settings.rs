@@ -7,7 +7,7 @@ use std::path::PathBuf;
 /// The hub's public address.
 const ENDPOINT: &str = "https://huggingface.co";
 
-/// Where the hub and its cache are.
+/// The locations of the hub and of its cache.
 #[derive(Clone, PartialEq, Eq)]
 pub(super) struct Settings {
     /// The folder of the cache.

@@ -1,6 +1,6 @@
-//! HTTP requests to a hub: what it says about a repository and its files, and downloads that are continued where they
-//! were cut. The access token goes to the hub's own address only, never to one that it redirects to. Not here: the
-//! cache, and whether a file is what the hub says it is.
+//! HTTP requests to a hub: descriptions of a repository and its files, and downloads that resume where they were
+//! interrupted. The access token goes to the hub's own address only, never to one that it redirects to. Not here: the
+//! cache, and the comparison of a file with the hub's description.
 
 use super::settings::Settings;
 use http::header::{AUTHORIZATION, AsHeaderName, CONTENT_RANGE, ETAG, LOCATION, RANGE};
@@ -15,7 +15,7 @@ use ureq::{Agent, Body};
 const RETRIES: u32 = 5;
 /// The pause before the first retry; each further one is twice as long.
 const PAUSE: Duration = Duration::from_millis(250);
-/// How many redirects of one request are followed.
+/// The maximum number of redirects that one request follows.
 const REDIRECTS: usize = 8;
 /// How long establishing a connection may take.
 const CONNECT: Duration = Duration::from_secs(30);
@@ -25,9 +25,9 @@ const SILENCE: Duration = Duration::from_secs(60);
 const DESCRIPTION: u64 = 64 << 20;
 /// Bytes that are written at once.
 const CHUNK: usize = 256 << 10;
-/// What is escaped in a path, beside `/` between its parts.
+/// The characters that are escaped in one part of a path.
 const ESCAPED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
-/// As [`ESCAPED`], for a path of several parts.
+/// [`ESCAPED`] without `/`, for a path of several parts.
 const ESCAPED_IN_PATH: &AsciiSet = &ESCAPED.remove(b'/');
 
 /// The reason why a request failed.
@@ -87,17 +87,17 @@ impl RequestError {
     }
 }
 
-/// What a hub says about a repository at a revision.
+/// A hub's description of a repository at a revision.
 pub(super) struct Description {
     pub(super) commit: String,
     /// The names of its files.
     pub(super) names: Vec<String>,
 }
 
-/// What a hub says about a file. Only the size has been checked for its form.
+/// A hub's description of a file. Only the form of the size has been checked.
 pub(super) struct About {
     pub(super) commit: String,
-    /// Without quotes.
+    /// The ETag, without quotes.
     pub(super) etag: String,
     pub(super) bytes: u64,
 }
@@ -282,7 +282,8 @@ fn origin(uri: &Uri) -> (String, String, Option<u16>) {
     (scheme, uri.host().unwrap_or_default().to_ascii_lowercase(), uri.port_u16().or(usual))
 }
 
-/// Returns the address that a redirect of `from` leads to; `None` if there is none that may be followed.
+/// Returns the address that a redirect of `from` leads to; `None` if it names no address or one that may not be
+/// followed.
 fn target(from: &Uri, location: &str) -> Option<Uri> {
     let (scheme, authority) = (from.scheme_str()?, from.authority()?);
     let whole = match location {

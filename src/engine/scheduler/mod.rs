@@ -100,7 +100,7 @@ pub enum ConstraintCommand {
     Release(Ticket),
 }
 
-/// Which steps a report completed.
+/// The steps that a report completed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Completed {
     /// `prefill` or `decode`.
@@ -318,7 +318,7 @@ impl Scheduler {
         let late: BTreeSet<SequenceId> =
             self.awaited().filter(|(_, deadline)| *deadline <= now).map(|(sequence, _)| sequence.id).collect();
         for id in late {
-            let sequence = self.sequences.get_mut(id).expect("whoever holds a slot is known");
+            let sequence = self.sequences.get_mut(id).expect("a sequence that holds a slot is known");
             if let Some(constraint) = &mut sequence.constraint {
                 constraint.is_late();
             }
@@ -366,7 +366,7 @@ impl Scheduler {
         self.leaves.clear();
         let residents: Vec<SequenceId> = self.slots.iter().flatten().copied().collect();
         for id in &residents {
-            self.sequences.get_mut(*id).expect("whoever holds a slot is known").in_flight = 0;
+            self.sequences.get_mut(*id).expect("a sequence that holds a slot is known").in_flight = 0;
         }
         residents
     }
@@ -383,7 +383,7 @@ impl Scheduler {
         // Grammar computations do not depend on the device.
         self.commands.retain(|order| matches!(order, ConstraintCommand::Take(..)));
         for id in self.forget_plans() {
-            let sequence = self.sequences.get_mut(id).expect("whoever holds a slot is known");
+            let sequence = self.sequences.get_mut(id).expect("a sequence that holds a slot is known");
             let ended = sequence.ended;
             if !ended {
                 sequence.losses += 1;
@@ -668,7 +668,7 @@ impl Scheduler {
         if finished {
             for (index, slot) in flight.slots.into_iter().enumerate() {
                 let id = self.slots[slot.0 as usize].expect("a slot is held until its last plan is finished");
-                let sequence = self.sequences.get_mut(id).expect("whoever holds a slot is known");
+                let sequence = self.sequences.get_mut(id).expect("a sequence that holds a slot is known");
                 if flight.drafts > 0 && sequence.state == SequenceState::Decode {
                     sequence.undraw(flight.reserved - flight.drawn[index]);
                 }
@@ -868,8 +868,8 @@ impl Scheduler {
     /// Gives back the window pages of a sequence that none of its unfinished and later tokens sees.
     fn slide_window(&mut self, id: SequenceId) {
         let Some(window) = &mut self.window else { return };
-        let sequence = self.sequences.get_mut(id).expect("whoever holds window pages is known");
-        let slot = sequence.slot.expect("whoever holds window pages holds a slot");
+        let sequence = self.sequences.get_mut(id).expect("a sequence that holds window pages is known");
+        let slot = sequence.slot.expect("a sequence that holds window pages holds a slot");
         let started = self.flights.iter().flat_map(|flight| flight.slots.iter().zip(&flight.starts));
         let unfinished = started.filter(|(other, _)| **other == slot).map(|(_, start)| *start).min();
         let from = unfinished.unwrap_or(u32::MAX).min(sequence.next_position());

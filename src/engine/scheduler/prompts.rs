@@ -19,8 +19,8 @@ use std::time::Instant;
 /// the device badly, and a queue builds up if prompts arrive faster than they are computed.
 pub(super) const PROMPT_STEPS: u32 = 4;
 
-/// The same limit for a single prompt that takes several plans. Together with their own step, the rows then wait three
-/// times as long for each token, for as long as that prompt lasts.
+/// The value of [`PROMPT_STEPS`] for a single prompt that takes several plans. Together with their own step, the rows
+/// then wait three times as long for each token, for as long as that prompt lasts.
 pub(super) const LONE_PROMPT_STEPS: u32 = 2;
 
 /// The limit of a prompt's weight against rows that decode: if there are several prompts, each counts for as many rows
@@ -35,9 +35,9 @@ const PROMPT_SIZES: [u32; 13] = [1536, 1024, 768, 512, 384, 256, 192, 128, 96, 6
 /// The sequence whose chunk is next.
 #[derive(Debug)]
 pub(super) enum Prompt {
-    /// It holds a slot.
+    /// The sequence holds a slot.
     Resident(SequenceId),
-    /// It joins with this chunk.
+    /// The sequence joins the batch with this chunk.
     Joining(Joining),
 }
 
@@ -74,8 +74,8 @@ pub(super) struct Beginning {
 }
 
 impl Scheduler {
-    /// Returns the sequence whose chunk is next: the best of those that hold a slot or, if that one has a lower
-    /// priority or there is none, a sequence that can join.
+    /// Returns the sequence whose chunk is next: the best of those that hold a slot or, if none does or that one has a
+    /// lower priority, a sequence that can join.
     pub(super) fn next_prompt(&mut self) -> Option<Prompt> {
         let resident = self
             .residents()

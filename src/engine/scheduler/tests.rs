@@ -362,7 +362,7 @@ fn the_youngest_of_the_lowest_priority_gives_way_and_resumes_with_its_history() 
 }
 
 #[test]
-fn whoever_was_passed_over_keeps_its_pages_to_the_end() {
+fn a_sequence_that_was_passed_over_keeps_its_pages_to_the_end() {
     let mut small = setup(2, 6);
     small.context = 96;
     let mut bench = Bench::new(small);
@@ -640,8 +640,7 @@ fn a_failed_device_ends_everything() {
     bench.scheduler.assert_consistent();
 }
 
-/// What a plan does, as far as measured times decide it: the tokens of a prompt plan, or the rows and drafts of a decode
-/// plan.
+/// The part of a plan that measured times decide: the tokens of a prompt plan, or the rows and drafts of a decode plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Chosen {
     Chunk(u32),
@@ -649,7 +648,7 @@ enum Chosen {
 }
 
 impl Chosen {
-    /// What has its own pipelines.
+    /// Returns the choice with its tokens or rows rounded up to a power of two: choices of equal size share pipelines.
     fn size(self) -> Chosen {
         match self {
             Chosen::Chunk(tokens) => Chosen::Chunk(tokens.next_power_of_two()),
@@ -663,7 +662,7 @@ struct Learned {
     bench: Bench,
     /// How often each size still takes ten times as long.
     slow: std::collections::BTreeMap<Chosen, u32>,
-    /// How many executions of a size are slow.
+    /// The number of slow executions of a size.
     cold: u32,
     arrived: usize,
     /// Verification steps so far, which decide which drafts are right.

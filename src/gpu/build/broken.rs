@@ -11,9 +11,9 @@ use std::collections::BTreeMap;
 /// The broken decode steps; empty unless the tuning asks for them.
 #[derive(Default)]
 pub(super) struct BrokenSteps {
-    /// By number of rows, those that replace the step without barriers, also in its test at start.
+    /// The broken steps that replace the step without barriers, also in its test at start, by number of rows.
     pub(super) always: BTreeMap<u32, Recording>,
-    /// Those that run in some steps.
+    /// The broken steps that run only sometimes.
     pub(super) sometimes: Vec<(Wait, Recording)>,
 }
 

@@ -4,6 +4,7 @@ use crate::config::KvFormat;
 use crate::device::Adapter;
 use crate::engine::plan::WindowCapacity;
 use crate::gpu::build::Build;
+use crate::gpu::error::StartError;
 use crate::gpu::executor::exchange::MOST_PARTS;
 use crate::gpu::matrix_units::promised;
 use crate::kernels::attention::PAGE_TOKENS;
@@ -23,8 +24,8 @@ use std::time::Duration;
 /// The maximum number of decode steps that are queued and not yet reported.
 pub(crate) const RUN_AHEAD: u32 = 32;
 
-/// The number of steps in the token ring: at least that of steps that can be queued, of which a split model has one for each
-/// part of a batch.
+/// The number of steps in the token ring, at least the number of steps that can be queued; a split model queues one for
+/// each part of a batch.
 pub(crate) const RING_STEPS: u32 = 128;
 const _: () = assert!(RUN_AHEAD * MOST_PARTS <= RING_STEPS);
 
@@ -52,6 +53,15 @@ pub(crate) const PTX: bool = true;
 pub(crate) fn takes_ptx(tune: &[String]) -> bool {
     let last = tune.iter().rev().find(|change| change.starts_with("ptx="));
     last.map_or(PTX, |change| change != "ptx=0")
+}
+
+/// Refuses a change of the tuning that a device does not take: it would be ignored.
+pub(crate) fn check_tuning(adapter: &Adapter, tune: &[String]) -> Result<(), StartError> {
+    let mut any = tuning(adapter, None, 1, 1);
+    match tune.iter().find(|change| !any.set(change)) {
+        Some(change) => Err(StartError::Tuning { change: change.clone() }),
+        None => Ok(()),
+    }
 }
 
 /// The minimum and maximum of the default number of slots on a GPU.

@@ -44,7 +44,8 @@ pub(crate) fn test_formats(
     Ok(None)
 }
 
-/// Runs a probe on the device. Returns a description of the difference from the reference; `None` if there is none.
+/// Runs a probe on the device. Returns a description of the difference from the reference; `None` if the results are
+/// equal.
 fn run(
     build: &Build<'_>,
     probe: &CodeProbe,

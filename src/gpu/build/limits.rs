@@ -24,7 +24,7 @@ const DEFAULT_CONTEXTS: u64 = 16;
 const DEFAULT_KV_TOKENS: u64 = 1 << 19;
 
 /// The maximum number of slots: the rows of one decode step.
-const MOST_SLOTS: u32 = 1024;
+pub(crate) const MOST_SLOTS: u32 = 1024;
 
 /// The maximum number of snapshots of recurrent state. The scheduler has an entry for each, however much memory the
 /// device has.
@@ -35,7 +35,7 @@ pub(crate) const MOST_PAGES: u32 = 1 << 22;
 
 /// The maximum number of tokens of a prompt chunk. A submission with a larger chunk could run longer than a driver's
 /// watchdog allows.
-const MOST_CHUNK: u32 = 16_384;
+pub(crate) const MOST_CHUNK: u32 = 16_384;
 
 /// Returns the purpose of a buffer in the memory plan, by the buffer's name. Those of a draft model have the purposes of the
 /// model's.

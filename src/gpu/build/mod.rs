@@ -4,7 +4,7 @@
 mod broken;
 pub mod defaults;
 pub(crate) mod format_test;
-mod limits;
+pub(crate) mod limits;
 mod overlap_test;
 mod ptx_test;
 pub(crate) mod recordings;
@@ -798,7 +798,7 @@ fn exchange_place(name: &str) -> Place {
     }
 }
 
-/// What is said of weights whose groups are not of adjacent columns.
+/// Returns the log lines about weights whose groups do not consist of adjacent columns (act-order).
 fn acts_in_order(decoder: &Decoder<'_>) -> Vec<String> {
     let count = |is: &dyn Fn(&&WeightSpec) -> bool| decoder.weights.iter().filter(is).count();
     let ordered = count(&|weight| weight.order.is_some());

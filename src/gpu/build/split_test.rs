@@ -20,12 +20,12 @@ const CONTEXT_PAGES: u32 = 40;
 #[derive(Debug, PartialEq)]
 struct Outcome {
     tokens: Vec<(Slot, u32)>,
-    /// Those of the first slot's last token, as bits.
+    /// The logits of the first slot's last token, as f32 bits.
     logits: Vec<u32>,
 }
 
-/// Tests every number of rows that decodes without barriers, and has those that fail run with barriers. Returns them, each
-/// with what was wrong.
+/// Tests every number of rows that decodes without barriers, and lets those that fail run with barriers. Returns the
+/// failed ones, each with a description of the fault.
 pub(crate) fn test_split(executor: &mut SplitExecutor) -> Result<Vec<(u32, String)>, ExecuteError> {
     let mut failed = Vec::new();
     for rows in executor.overlapping_rows() {

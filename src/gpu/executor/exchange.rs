@@ -72,7 +72,7 @@ pub(super) fn buffer_of(of_plan: usize, part: usize) -> usize {
     part * PLANS_IN_FLIGHT + of_plan
 }
 
-/// Whether a buffer is that of a part of a batch, other than its first.
+/// Whether a buffer belongs to a part of a batch other than the first.
 pub fn is_of_part(buffer: usize) -> bool {
     buffer >= PLANS_IN_FLIGHT
 }

@@ -141,8 +141,7 @@ impl GpuExecutor {
         Ok(&self.parts.inboxes[index])
     }
 
-    /// Returns a free inbox. If there is none, waits until a submission has finished that used one; the oldest finishes
-    /// first.
+    /// Returns a free inbox. If all are in use, waits until the oldest submission that uses one has finished.
     pub(super) fn free_inbox(&mut self) -> Result<usize, ExecuteError> {
         if let Some(index) = self.free_inboxes.pop() {
             return Ok(index);

@@ -47,8 +47,8 @@ pub struct DecodeRegions {
     pub tagged: bool,
     /// The step with a barrier for every dependency.
     pub plain: DecodeRegion,
-    /// The same step with tagged words instead of barriers, if it passed the test at start. Both give the same results,
-    /// bit for bit.
+    /// The step with tagged words instead of barriers, if it passed the test at start. Both forms give the same
+    /// results, bit for bit.
     pub carried: Option<DecodeRegion>,
     /// For tests: `carried` with one call that waits for words that are never written, by the index of the wait in the
     /// replica's injections (`engine::injection`).
@@ -140,7 +140,7 @@ pub struct Parts {
     pub device: Arc<Device>,
     /// The pipelines of the kernels, for the same purpose.
     pub pipelines: Pipelines,
-    /// For tests.
+    /// Faults that tests inject.
     pub injection: Injection,
     /// The time for which steps run with barriers after a first fault.
     pub retry_after: Duration,
@@ -184,8 +184,8 @@ pub struct GpuExecutor {
     breaks: bool,
     /// The number of the first exchange of sums of the step that is queued now, if it has any.
     first_sum: Option<u64>,
-    /// Of a stage: the steps that drew nothing because of a fault and have not been told to the split executor, with the
-    /// fault word.
+    /// For a stage of a split model: the steps that drew no token because of a fault and have not been reported to the
+    /// split executor, with the fault word.
     faulted: VecDeque<(Ticket, u32)>,
     decode_plans: u32,
     /// The number of steps without barriers queued so far.
@@ -327,7 +327,7 @@ struct Around {
     link: Link,
 }
 
-/// What a submission waits for, and what is done when it has finished.
+/// The gate that a submission waits for, and the function to call when it has finished.
 #[derive(Debug, Default)]
 struct Link {
     gate: Option<(Arc<Gate>, u64)>,

@@ -40,8 +40,8 @@ impl GpuExecutor {
         entries.map(move |(words, row)| RingEntry::read(words, || top(row)))
     }
 
-    /// Returns the tokens of steps `from..to`, the first step that drew none because of a fault (`to` if there is
-    /// none), and its fault word (0 if there is none).
+    /// Returns the tokens of steps `from..to`, the first step that drew no token because of a fault (`to` if every step
+    /// drew one), and its fault word (0 without a fault).
     pub(super) fn tokens(
         &self,
         pending: &Pending,

@@ -44,18 +44,18 @@ static ORDER: Mutex<()> = Mutex::new(());
 /// Runs plans on the devices of a split replica.
 #[derive(Debug)]
 pub struct SplitExecutor {
-    /// In the order of their layers; at least two.
+    /// The stages in the order of their layers; at least two.
     stages: Vec<GpuExecutor>,
     wake: Receiver<()>,
     /// The ticket of the next plan.
     next: u64,
-    /// Which buffers the next plan with work uses, if they are free.
+    /// The index of the buffers that the next plan with work uses, if they are free.
     next_buffers: usize,
     /// The number of steps so far, and of those that draw tokens.
     messages: u64,
     returns: u64,
-    /// With tensor parallelism, what carries the parts of sums from device to device; then all devices run a step at the same
-    /// time.
+    /// The threads that carry the parts of sums from device to device, with tensor parallelism; then all devices run a
+    /// step at the same time.
     proxies: Option<Proxies>,
     /// The number of the next exchange of sums.
     exchange: u64,
@@ -101,16 +101,16 @@ struct Unapplied {
 #[derive(Debug)]
 struct Flight {
     ticket: Ticket,
-    /// Which buffers it uses (`exchange::buffer_of`).
+    /// The index of the plan's buffers (`exchange::buffer_of`).
     of_plan: usize,
     /// The parts of its batch; a single one, if it is not divided.
     parts: Vec<BatchPart>,
     /// The number of steps, and of those that are reported.
     steps: u32,
     reported: u32,
-    /// How often steps were queued again.
+    /// The number of times that steps were queued again.
     repeats: u32,
-    /// What is noted about the time of a step.
+    /// The measurement that the time of a step belongs to.
     timed: Timed,
     submissions: Vec<SubmissionRecord>,
 }
@@ -168,7 +168,7 @@ struct Manner {
 /// The report of a stage on a step, and the fault word if the step drew nothing because of a fault.
 type StageReport = (PlanReport, Option<u32>);
 
-/// What the time of a step is the time of.
+/// The kind of step that a measured time belongs to.
 #[derive(Clone, Copy, Debug)]
 enum Timed {
     /// A prompt chunk of this many tokens.
@@ -177,7 +177,7 @@ enum Timed {
     Step(u32),
     /// A verification of this many drafts of each of this many sequences.
     Verify(u32, u32),
-    /// Of something that other steps are not like.
+    /// A step that is unlike all others; its time is not recorded.
     Nothing,
 }
 
@@ -346,7 +346,7 @@ impl SplitExecutor {
         Some(first)
     }
 
-    /// Returns an error if the devices have stopped exchanging sums: what they have computed since is wrong.
+    /// Returns an error if the devices have stopped exchanging sums: all their results since then are wrong.
     fn check_exchanges(&self) -> Result<(), ExecuteError> {
         match self.proxies.as_ref().is_some_and(Proxies::has_stopped) {
             true => Err(ExecuteError::ExchangeEnded),

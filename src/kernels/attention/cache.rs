@@ -7,7 +7,7 @@ use crate::kernels::recording::Range;
 
 /// The number of tokens in a page.
 pub const TOKENS: u32 = 16;
-/// The largest code; its magnitude is that of a head's largest value.
+/// The largest code, which stands for the largest magnitude in a head.
 const CODE_LIMIT: f64 = 127.0;
 /// A head with no larger value is stored as zeros.
 const LEAST_VALUE: f64 = 1e-30;

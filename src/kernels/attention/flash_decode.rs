@@ -160,6 +160,7 @@ pub fn flash_decode(label: String, heads: Heads, shape: FlashDecodeShape, flow: 
         soft_cap,
         sinks: u32::from(heads.scores.sinks),
         query_scales: heads.scores.query_scales.unwrap_or(0),
+        devices: 0,
     };
     // The argument block is the same as `attention`'s, field for field.
     let args = AttentionArgs { fault: args.fault.none(), qkv_tag: flow.input, o_tag: flow.output.unwrap_or(0), ..args };
@@ -201,6 +202,7 @@ pub(crate) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
         sinks: c.sinks,
         query_scales: c.query_scales,
         parts: 1,
+        devices: 0,
     };
     let [groups, _, rows] = call.groups;
     let word = |at: u32| memory.u32(args.rows, at);

@@ -1,6 +1,6 @@
-//! `latent_rows` and `latent_values`, the products around the attention of latent vectors (MLA): queries meet the latent
-//! vector, and values are made of what attention has mixed of it. Not here: the attention itself, which is that of one key
-//! head (`attention`).
+//! `latent_rows` and `latent_values`, the products around the attention of latent vectors (MLA): queries are projected
+//! into the latent space, and values are computed from the attention's weighted sum of latent vectors. Not here: the
+//! attention itself, which has one key head (`attention`).
 
 use crate::kernels::gemm::Activations;
 use crate::kernels::host_memory::HostMemory;

@@ -27,7 +27,7 @@ pub struct Scores {
     pub soft_cap: Option<f32>,
     /// Whether each query head has an attention sink: a score without a value.
     pub sinks: bool,
-    /// Where in the rotary table the factor of each position's query begins, in floats.
+    /// The offset of each position's query factor in the rotary table, in floats.
     pub query_scales: Option<u32>,
 }
 
@@ -150,6 +150,7 @@ pub fn attention(label: String, heads: Heads, shape: AttentionShape, flow: Flow,
         sinks: u32::from(heads.scores.sinks),
         query_scales: if fused { heads.scores.query_scales.unwrap_or(0) } else { 0 },
         parts,
+        devices: 0,
     };
     let args = AttentionArgs { qkv_tag: flow.input, o_tag: flow.output.unwrap_or(0), fault: args.fault.none(), ..args };
     let (qkv, o, partials, counters) = (args.qkv, args.o, args.partials, args.counters);

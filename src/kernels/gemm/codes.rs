@@ -88,6 +88,7 @@ pub fn skinny_codes(
         codes: codes_word(product.weight.format),
         first_unit: part.start,
         own_units,
+        devices: 0,
     };
     let args = SkinnyCodesArgs {
         weight: product.weight.range,

@@ -30,8 +30,8 @@ pub fn fragment_layout(format: Format, found: Range) -> Call {
 }
 
 /// Returns the layout that the kernels require of blocks of `format`: lane 4g + t has rows g and g + 8 of tokens and sums,
-/// columns g and g + 8 of weights, and in the other dimension 2t, 2t + 1, 2t + 8 and 2t + 9. Of blocks of 16 × 8, which
-/// are of f16 only, it has those rows of column g of tokens, and columns 2t and 2t + 1 of rows g and g + 8 of sums.
+/// columns g and g + 8 of weights, and in the other dimension 2t, 2t + 1, 2t + 8 and 2t + 9. In blocks of 16 × 8, which
+/// exist for f16 only, it has those rows of column g of tokens, and columns 2t and 2t + 1 of rows g and g + 8 of sums.
 pub fn expected(format: Format) -> Vec<f32> {
     let along = |t: u32| [2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9];
     let mut all = Vec::new();

@@ -301,8 +301,8 @@ impl MatmulConfig {
     }
 }
 
-/// Where the workgroups of a tile leave their partial sums, and count their arrival: [`MatmulConfig::scratch_bytes`] of
-/// each. The counters are zero between calls.
+/// Buffers for the partial sums of a tile's workgroups and for the counters of their arrival;
+/// [`MatmulConfig::scratch_bytes`] gives the size of each. The counters are zero between calls.
 #[derive(Clone, Copy, Debug)]
 pub struct Scratch {
     /// The partial sums.

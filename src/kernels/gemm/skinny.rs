@@ -72,6 +72,7 @@ pub fn skinny(
         rows,
         chunks,
         tagged: flow.code(),
+        devices: 0,
     };
     let args = SkinnyArgs {
         weight: product.weight.range,

@@ -19,9 +19,9 @@ pub const SWIZZLED_COLS: u32 = 64;
 /// The order of packed rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PackedOrder {
-    /// That of [`token_index`], which `tiled` and `panel` read.
+    /// The order of [`token_index`], which `tiled` and `panel` read.
     Fragments,
-    /// That of [`swizzled_index`], which `wgmma` reads; the columns are a multiple of 64.
+    /// The order of [`swizzled_index`], which `wgmma` reads; the columns are a multiple of 64.
     Swizzled,
 }
 
@@ -49,6 +49,15 @@ impl Packed {
         match self.order {
             PackedOrder::Fragments => token_index(row, col, self.cols.next_multiple_of(FRAGMENT_COLS)),
             PackedOrder::Swizzled => swizzled_index(row, col, Packed::padded_rows(rows)),
+        }
+    }
+
+    /// Returns the stride argument of kernels that pack their output, of `rows` rows: the number of blocks of 32 columns of a
+    /// row ([`PackedOrder::Fragments`]), or the number of rows that there is memory for ([`PackedOrder::Swizzled`]).
+    pub fn stride(self, rows: u32) -> u32 {
+        match self.order {
+            PackedOrder::Fragments => self.cols.div_ceil(FRAGMENT_COLS),
+            PackedOrder::Swizzled => Packed::padded_rows(rows),
         }
     }
 
@@ -111,7 +120,7 @@ pub fn pack_sorted(label: String, x: Activations, norm: Option<(Range, f32)>, pa
 enum Rows<'a> {
     /// The given number of rows.
     All(u32),
-    /// As many rows as the chunk descriptor holds.
+    /// The number of rows is read from the chunk descriptor.
     Counted(Range),
     /// For each slot, the row whose choice the slot holds.
     Sorted(&'a Sorted),
@@ -140,7 +149,9 @@ fn packing(
         packed.order == PackedOrder::Fragments || packed.cols.is_multiple_of(SWIZZLED_COLS),
         "{packed:?} cannot be packed"
     );
-    let threads = (chunks * 8).next_power_of_two().clamp(32, 256);
+    // The swizzled order has more work for each word, and is of devices that run such workgroups.
+    let most = if packed.order == PackedOrder::Swizzled { 512 } else { 256 };
+    let threads = (chunks * 8).next_power_of_two().clamp(32, most);
     let (weight, epsilon) = norm.unwrap_or((none, 0.0));
     let args = PackRowsArgs {
         x: x.range,

@@ -1,4 +1,5 @@
-//! What a checkpoint's files hold, as their headers say, also if the model cannot be run: for `ostinato inspect`.
+//! The contents of a checkpoint's files according to their headers, for `ostinato inspect`; also for models that cannot
+//! be run.
 //!
 //! Not here: the tensors' data.
 
@@ -34,7 +35,7 @@ pub enum TensorKind {
     Drafts,
     /// Images and other inputs that are no text.
     Vision,
-    /// None of these.
+    /// Any other tensor.
     Other,
 }
 
@@ -94,7 +95,7 @@ pub struct ListedTensor {
     pub bytes: u64,
 }
 
-/// What a checkpoint's files hold.
+/// The contents of a checkpoint's files.
 #[derive(Clone, Debug)]
 pub struct Contents {
     /// `safetensors` or `GGUF`.
@@ -200,7 +201,7 @@ fn is_damage(problem: &CheckpointProblem) -> bool {
 /// Whether the model is complete and has something that cannot be run.
 fn is_unsupported(problem: &CheckpointProblem) -> bool {
     match problem {
-        // What the configuration of quantised weights may say is more than what is supported.
+        // The configuration of quantised weights may ask for more than is supported.
         CheckpointProblem::Config(ConfigProblem::Value { key, .. }) => {
             key.starts_with("quantization_config") || quantization::FILES.iter().any(|file| key.starts_with(file))
         }

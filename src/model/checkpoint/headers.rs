@@ -30,7 +30,7 @@ pub(super) struct Headers {
     pub(super) tensors: BTreeMap<String, TensorInfo>,
     /// Tensors whose file already has a reported problem; they are not reported again as missing.
     lost: BTreeSet<String>,
-    /// Where the rows of a GGUF model's tensors are, by name. Tensors of safetensors files are stored in order.
+    /// The sources of the rows of a GGUF model's tensors, by name. Tensors of safetensors files are stored in order.
     sources: BTreeMap<String, Source>,
     /// The factors of GGUF tensors that have one, by the tensors' names.
     factors: BTreeMap<String, Factor>,
@@ -289,7 +289,7 @@ fn source_format(kind: TensorType) -> SourceFormat {
     }
 }
 
-/// What the text model's names may begin with.
+/// The possible prefixes of the text model's tensor names.
 const PREFIXES: [&str; 5] = ["", "model.", "model.language_model.", "language_model.model.", "language_model."];
 
 /// Returns the number of the text model's layer that a tensor of a file belongs to, and its name in the layer; `None` for

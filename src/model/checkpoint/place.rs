@@ -1,4 +1,4 @@
-//! Where a tensor is in its file, and the reading of small tensors that say how others are read.
+//! The places of tensors in their files, and the reading of small tensors that determine how others are read.
 //!
 //! Not here: weights, which the loader reads.
 
@@ -13,7 +13,7 @@ use crate::config::file;
 /// The maximum size in bytes of a tensor that says how a weight is read: the groups of 16 million columns.
 const MOST_READ: u64 = 64 << 20;
 
-/// Where a tensor is.
+/// The place of a tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorPlace {
     /// The file.

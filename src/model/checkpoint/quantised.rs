@@ -18,9 +18,9 @@ use crate::quant::safetensors::{Description, ScaleShape, Storage, TensorDtype, T
 pub struct QuantisedWeight {
     /// How the weight is stored, with the headers of its tensors.
     pub description: Arc<Description>,
-    /// Where each of the description's tensors is.
+    /// The places of the description's tensors.
     pub places: Vec<TensorPlace>,
-    /// What the codes, scales and minimums of decoded rows mean.
+    /// The format of decoded rows: the meaning of codes, scales and minimums.
     pub codes: Codes,
     /// The order of the columns in decoded rows, if it is not that of the checkpoint (act-order): position j is column
     /// `order[j]`.
@@ -42,7 +42,7 @@ pub(super) struct Names {
     numbers: String,
     /// The module's name, which its other tensors begin with.
     module: String,
-    /// What is between the module's name and the names of its tensors: `.`, or `_` for fused experts.
+    /// The separator between the module's name and the names of its tensors: `.`, or `_` for fused experts.
     joint: &'static str,
 }
 
@@ -89,7 +89,7 @@ struct Finder<'a> {
 }
 
 /// Returns the quantised weight that is stored instead of the numbers of tensor `name`, which would have this shape;
-/// `None` if there is none.
+/// `None` if the tensor is not stored as a quantised weight.
 pub(super) fn find<'a>(
     headers: &'a Headers,
     quantization: Option<&'a Quantization>,

@@ -35,11 +35,11 @@ struct Slice {
 /// A range of a merged weight's rows begins at a multiple of this: kernels write whole chunks of this many outputs.
 const RANGE_ROWS: u32 = 32;
 
-/// Where the rows of an origin are.
+/// The place of an origin's rows.
 enum Stored<'a> {
-    /// In a tensor, row by row.
+    /// The rows are stored in a tensor, row by row.
     Numbers(String, &'a TensorInfo, SourceFormat),
-    /// In a weight of several tensors.
+    /// The rows are part of a quantised weight of several tensors.
     Quantised(Arc<QuantisedWeight>),
 }
 

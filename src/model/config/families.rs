@@ -78,29 +78,30 @@ pub enum Architecture {
 pub(super) enum Bias {
     Never,
     Always,
-    /// As a key of config.json says, or this if the key is absent.
+    /// The value of this key of config.json, or this default if the key is absent.
     Key(&'static str, bool),
 }
 
-/// Which layers have a sliding window if config.json has no `layer_types`, and whether the key `sliding_window` counts.
+/// The layers with a sliding window if config.json has no `layer_types`, and whether the key `sliding_window` is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Windows {
-    /// None, whatever the key says.
+    /// No layers, whatever the value of the key.
     Never,
-    /// If `use_sliding_window` is true, the layers from `max_window_layers` on.
+    /// The layers from `max_window_layers` on, if `use_sliding_window` is true.
     Upper,
-    /// If the key is not null, all layers. The value if the key is absent.
+    /// All layers, unless the key is null. Holds the window if the key is absent.
     Everywhere(Option<u32>),
-    /// All layers but every n-th, counted from 1. The keys that may hold n, n, and the window if its key is absent.
+    /// All layers except every n-th, counted from 1. Holds the keys that may give n, the default n, and the window if
+    /// its key is absent.
     Between(&'static [&'static str], u32, u32),
 }
 
 /// The rotary embedding of layers with a sliding window.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum LocalRope {
-    /// That of the other layers.
+    /// The rotary embedding of the other layers.
     Same,
-    /// Unscaled, with a base of its own: the key that holds it, and its value if the key is absent.
+    /// An unscaled one with its own base. Holds the key of the base, and the base if the key is absent.
     Own(Option<&'static str>, f64),
 }
 

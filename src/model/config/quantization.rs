@@ -128,7 +128,7 @@ impl Pattern {
     }
 }
 
-/// How many weights share a scale, in the words of compressed-tensors.
+/// The granularity of scales, in the terms of compressed-tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Strategy {
     /// A scale for the tensor.
@@ -165,21 +165,21 @@ pub enum Scheme {
     PackedInts {
         /// The number of bits.
         bits: u32,
-        /// How many weights share a scale.
+        /// The granularity of scales.
         strategy: Strategy,
         /// Whether there are no zeros.
         symmetric: bool,
     },
     /// compressed-tensors `int-quantized`: bytes.
     Int8 {
-        /// How many weights share a scale.
+        /// The granularity of scales.
         strategy: Strategy,
         /// Whether there are no zeros.
         symmetric: bool,
     },
     /// compressed-tensors `float-quantized`: 8-bit floats.
     Floats {
-        /// How many weights share a scale.
+        /// The granularity of scales.
         strategy: Strategy,
     },
     /// NVFP4 of compressed-tensors (`weight_packed`, `weight_global_scale`) or ModelOpt (`weight`, `weight_scale_2`).

@@ -557,7 +557,7 @@ fn layer_inputs(
     Some(Some(LayerInputs { width, vocab: rows }))
 }
 
-/// What mixes tokens in a layer.
+/// The mixer of a layer: the part that combines tokens.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Mixer {
     Attention(Layers),
@@ -778,7 +778,7 @@ fn attention(
 const PER_LAYER: &str = "per_layer_config";
 
 /// Returns the dimensions of a head and the number of key heads of the layers that see all tokens, if [`PER_LAYER`] is
-/// present: newer versions of transformers write them so, and nothing where they are those of the other layers.
+/// present: newer versions of transformers write them so, and omit them if they equal those of the other layers.
 fn heads_by_layer(reader: &mut Reader, mixers: Option<&[Mixer]>, heads: Option<u32>) -> Option<[Option<u32>; 2]> {
     const OWN: [&str; 2] = ["head_dim", "num_key_value_heads"];
     let value = reader.value(PER_LAYER).cloned()?;
@@ -922,7 +922,7 @@ fn mlp_kinds(
     {
         reader.wrong(inner_key, inner, "a multiple of 8");
     }
-    // Of the other styles it is a multiple of the experts' width.
+    // In the other styles it is a multiple of the experts' width.
     if let (ExpertStyle::Qwen, Some(shared)) = (style, shared_inner)
         && shared % 8 != 0
     {

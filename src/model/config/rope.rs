@@ -122,7 +122,7 @@ pub struct Rope {
     /// The divisor of the exponents: mostly `rotary_dim`, but the dimensions of the whole head for proportional rotary
     /// embeddings.
     pub exponent_dim: u32,
-    /// Which dimensions are rotated together.
+    /// The pairing of dimensions that are rotated together.
     pub pairs: RotatedPairs,
     /// The growth of queries with their position.
     pub query_growth: Option<QueryGrowth>,
@@ -228,9 +228,9 @@ pub(super) struct Parameters {
 /// The layers that a rotary embedding is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Layers {
-    /// Those that see all tokens.
+    /// Layers with full attention.
     Full,
-    /// Those with a sliding window.
+    /// Layers with a sliding window.
     Sliding,
 }
 

@@ -130,8 +130,8 @@ fn dynamic_rope_changes_nothing_within_the_context() {
     assert_eq!(dynamic, rope(serde_json::json!({"rope_scaling": null})));
 }
 
-/// Goal: where layers with a window have a rotary embedding of their own, keys that name no kind of layers are taken for
-/// none of them by the classes, and a base outside is not that of the windows.
+/// Goal: where layers with a window have a rotary embedding of their own, transformers' classes apply keys that name no
+/// kind of layers to neither kind, and a base outside the kinds is not the windows' base.
 #[test]
 fn rope_of_two_kinds_is_told_apart() {
     let olmo = |changes: Value| {

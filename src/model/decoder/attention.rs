@@ -7,7 +7,7 @@ use crate::kernels::attention::flash;
 use crate::kernels::attention::flash_decode::{self, FlashDecodeShape, Split};
 use crate::kernels::attention::{self, AttentionShape, Heads, Scores};
 use crate::kernels::gemm::skinny::Matrices;
-use crate::kernels::gemm::tiled::{Packed, PackedOrder};
+use crate::kernels::gemm::tiled::Packed;
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::shaders::{AppendArgs, AttentionArgs, FlashArgs};
 use crate::kernels::stream;
@@ -156,8 +156,8 @@ impl Decoder<'_> {
         threads
     }
 
-    /// Returns the first kind of attention layers whose plan of splits is that of a kind: those with the same heads and
-    /// window.
+    /// Returns the first kind of attention layers that shares its plan of splits with `kind`: one with the same heads
+    /// and window.
     pub(super) fn plan_kind(&self, kind: usize) -> usize {
         let kinds = &self.config.attention_kinds;
         let of = |kind: usize| (kinds[kind].heads, kinds[kind].kv_heads, kinds[kind].head_dim, kinds[kind].window);
@@ -272,13 +272,7 @@ impl Decoder<'_> {
         let width = heads.q * heads.dim;
         let direct = packs.map(|order| Packed { order, ..Self::packed(r, &format!("packed.{width}"), rows, width) });
         let args = match direct {
-            Some(packed) => {
-                let output_stride = match packed.order {
-                    PackedOrder::Fragments => packed.cols.div_ceil(32),
-                    PackedOrder::Swizzled => Packed::padded_rows(rows),
-                };
-                AttentionArgs { o: packed.range, output_stride, ..args }
-            }
+            Some(packed) => AttentionArgs { o: packed.range, output_stride: packed.stride(rows), ..args },
             None => args,
         };
         let args = AttentionArgs { rows: table, ..args };

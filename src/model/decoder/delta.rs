@@ -5,9 +5,10 @@
 use super::{Block, Decoder, Mixed, Step, StepShape};
 use crate::kernels::delta::{self, DeltaHeads, MOST_PENDING, PromptOperands};
 use crate::kernels::gemm::skinny::Matrices;
-use crate::kernels::gemm::tiled::PackedOrder;
+use crate::kernels::gemm::tiled::{Packed, PackedOrder, SWIZZLED_COLS};
 use crate::kernels::recording::Recording;
 use crate::kernels::shaders::DeltaStepArgs;
+use crate::memory::pack::FRAGMENT_COLS;
 use crate::model::config::DeltaNet;
 
 /// Returns the heads of a configuration's gated-delta-rule layers.
@@ -30,13 +31,16 @@ impl Decoder<'_> {
         self.mixer_input(r, shape, step, block, "in_proj", step.projected);
         let rows = shape.rows();
         let width = heads.output();
-        // The output is packed for the next product if its rows consist of whole blocks of 32 columns.
+        // The output is packed for the next product if its rows consist of whole blocks of columns.
         let order = self.packed_order(shape, &block.name("o"));
-        let packs = self.packs_for(shape, &block.name("o")) && order == PackedOrder::Fragments;
-        let packed =
-            (packs && width.is_multiple_of(32)).then(|| Self::packed(r, &format!("packed.{width}"), rows, width));
+        let blocks = match order {
+            PackedOrder::Fragments => FRAGMENT_COLS,
+            PackedOrder::Swizzled => SWIZZLED_COLS,
+        };
+        let packs = self.packs_for(shape, &block.name("o")) && width.is_multiple_of(blocks);
+        let packed = packs.then(|| Packed { order, ..Self::packed(r, &format!("packed.{width}"), rows, width) });
         let (y, y_stride) = match packed {
-            Some(packed) => (packed.range, packed.cols / 32),
+            Some(packed) => (packed.range, packed.stride(rows)),
             None => (step.mixed.range, step.mixed.stride),
         };
         let mut vector = |part: &str| {
@@ -71,12 +75,12 @@ impl Decoder<'_> {
                 x_tag: 0,
                 y_tag: 0,
             };
-            let (label, packed) = (block.name("delta"), packed.is_some());
+            let (label, order) = (block.name("delta"), packed.map(|packed| packed.order));
             r.call(match shape {
                 StepShape::Verify { sequences, drafts } => {
-                    delta::delta_verify(label, heads, (sequences, drafts + 1, entries), packed, flow, args)
+                    delta::delta_verify(label, heads, (sequences, drafts + 1, entries), order, flow, args)
                 }
-                _ => delta::delta_step(label, heads, (rows, entries), packed, flow, args),
+                _ => delta::delta_step(label, heads, (rows, entries), order, flow, args),
             });
         } else {
             let prompts = self.state.prompts.min(rows);
@@ -101,7 +105,7 @@ impl Decoder<'_> {
                 &block.name("delta"),
                 heads,
                 (rows, prompts),
-                packed.is_some(),
+                packed.map(|packed| packed.order),
                 matrices,
                 operands,
             );

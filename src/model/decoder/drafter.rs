@@ -25,8 +25,8 @@ const SHARED: [&str; 3] = ["state", "history", "step"];
 /// A draft model within a decoder.
 #[derive(Clone, Debug)]
 pub struct Drafter<'a> {
-    /// The draft model's decoder. Its state, number of pages, format of cached keys and values and context are those of the
-    /// model.
+    /// The draft model's decoder. It has the state, number of pages, KV format and context of the model that it drafts
+    /// for.
     pub decoder: Box<Decoder<'a>>,
     /// The maximum number of sequences of a verification step.
     pub sequences: u32,

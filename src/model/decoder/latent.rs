@@ -1,4 +1,4 @@
-//! The projections of latent attention (MLA). In between, attention is that of one key head: the latent vector with the
+//! The projections of latent attention (MLA). Between them, attention has one key head: the latent vector with the
 //! rotated part before it, as key and as value.
 //!
 //! Not here: the attention (`attention`).

@@ -182,8 +182,8 @@ pub struct Decoder<'a> {
     pub weights: &'a [WeightSpec],
     /// The layers that the device computes: all of them, unless the model is split over several devices.
     pub stage: LayerStage,
-    /// Of a stage behind another one, by number of rows: the tag of the residual stream's words that a decode step takes
-    /// over. Numbers of rows are missing whose steps take over plain words.
+    /// For a stage behind another one: the tag of the residual stream's words that a decode step takes over, by number
+    /// of rows. Numbers of rows whose steps take over plain words are missing.
     pub input_tags: BTreeMap<u32, u32>,
     /// The size in bytes of the device's largest buffer.
     pub max_buffer_bytes: u64,

@@ -9,9 +9,9 @@ use crate::kernels::sampling::{self, score};
 use crate::kernels::shaders::{AdvanceArgs, PoolRowsArgs, RowScalesArgs, ScoreArgs, TakeRowsArgs};
 use crate::kernels::stream;
 
-/// The minimum and maximum number of rows scored at a time, and so of rows in the logits buffer. Between them, the
-/// number is that of the largest decode bucket, whose logits need the room anyway. Fewer rows would read the LM head's
-/// weights too often; more gain little.
+/// The minimum and maximum number of rows scored at a time, and so of rows in the logits buffer. Between these bounds,
+/// the number is the size of the largest decode bucket, whose logits need the room anyway. Fewer rows would read the LM
+/// head's weights too often; more gain little.
 const ROWS: (u32, u32) = (64, 256);
 
 impl Decoder<'_> {

@@ -33,7 +33,7 @@ impl LayerStage {
         LayerStage { layers: 0..config.layers, of: config.layers, stages: 1, rank: None }
     }
 
-    /// Returns the part of a model of which each device has a part of every layer. `config` is that of the device's part
+    /// Returns one device's part of a model that is split within its layers. `config` is the configuration of that part
     /// (`Checkpoint::shard`).
     pub fn of_rank(config: &ModelConfig, rank: Rank) -> LayerStage {
         LayerStage { rank: Some(rank), ..LayerStage::whole(config) }

@@ -34,9 +34,9 @@ pub const MAX_ROPE_FACTORS: u64 = 1 << 16;
 /// The values of the tensors of divisors of the rotary frequencies that a model has.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RopeFactors {
-    /// Of [`ROPE_FACTORS`].
+    /// The values of the tensor [`ROPE_FACTORS`].
     pub llama3: Option<Vec<f32>>,
-    /// Of [`LONG_ROPE_FACTORS`].
+    /// The values of the tensors [`LONG_ROPE_FACTORS`].
     pub long: Option<[Vec<f32>; 2]>,
 }
 
@@ -199,7 +199,7 @@ pub struct GgufExperts {
     pub chosen: u64,
     /// The intermediate size of a routed expert.
     pub inner: u64,
-    /// The intermediate size of the shared expert; `None` if there is none.
+    /// The intermediate size of the shared expert; `None` if the model has no shared expert.
     pub shared_inner: Option<u64>,
     /// Whether the weights of a token's experts are normalised to a sum of 1.
     pub normalise: bool,
@@ -312,8 +312,8 @@ pub struct GgufWindow {
     pub tokens: u64,
     /// `[layers]`: whether the layer has the window.
     pub layers: Vec<bool>,
-    /// The base of the rotary frequencies of these layers, which are not scaled. `None`: their rotary embedding is that
-    /// of the other layers.
+    /// The base of the rotary frequencies of these layers, which are not scaled. `None` if they have the rotary
+    /// embedding of the other layers.
     pub rope_theta: Option<f64>,
 }
 
@@ -424,13 +424,13 @@ pub enum GgufConfigError {
         key: String,
         /// The value in the file.
         value: String,
-        /// What the value means.
+        /// The meaning of the value.
         what: &'static str,
     },
     /// A tensor that determines a size is missing.
     #[error("tensor {0} is missing")]
     MissingTensor(&'static str),
-    /// A size in the metadata is not that of the tensors.
+    /// A size in the metadata differs from that of the tensors.
     #[error("{key} is {has}, tensor {tensor} has {expected}")]
     Size {
         /// The metadata key.
@@ -450,9 +450,9 @@ pub enum GgufConfigError {
     Divisors {
         /// The tensor.
         tensor: &'static str,
-        /// What it has.
+        /// The tensor's contents.
         has: String,
-        /// What it must have.
+        /// The required contents.
         rule: String,
     },
 }

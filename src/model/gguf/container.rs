@@ -437,7 +437,7 @@ pub enum ContainerError {
     /// A number of things exceeds its limit.
     #[error("{what} is {has}, at most {most} are supported")]
     TooMany {
-        /// What is counted.
+        /// The name of the counted things.
         what: String,
         /// The number in the file.
         has: u64,

@@ -163,7 +163,7 @@ pub enum SplitError {
     Container {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The cause.
         source: ContainerError,
     },
     /// Files of the model do not exist.

@@ -1,5 +1,5 @@
-//! Where each tensor of the Hugging Face layout is in a GGUF model, and what the conversion to GGUF has changed in it.
-//! The names are those under which released checkpoints store their tensors, with experts one by one.
+//! Maps each tensor of the Hugging Face layout to its place in a GGUF model, with the changes that the conversion to
+//! GGUF made. The names are those under which released checkpoints store their tensors, with experts one by one.
 //!
 //! Not here: the tensors' data and the meaning of their element types.
 
@@ -52,7 +52,7 @@ pub enum RowOrder {
 pub enum ColumnOrder {
     /// In the same order.
     Same,
-    /// As with [`RowOrder::TiledHeads`]: stored head `r * key_heads + k` is head `k * per_key + r`.
+    /// Heads in the order of [`RowOrder::TiledHeads`]: stored head `r * key_heads + k` is head `k * per_key + r`.
     TiledHeads {
         /// The number of key heads.
         key_heads: u64,
@@ -79,7 +79,7 @@ impl ColumnOrder {
 /// How the stored values differ from those of the Hugging Face tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoredAs {
-    /// They are the same.
+    /// The values are unchanged.
     None,
     /// The file stores `w + 1`: subtract 1.
     PlusOne,
@@ -229,7 +229,7 @@ pub enum TensorProblem {
         /// The GGUF name.
         tensor: String,
     },
-    /// A tensor's shape is not that of the model's metadata.
+    /// A tensor's shape differs from the model's metadata.
     #[error("tensor {tensor} has the dimensions {dims:?}, must have {expected:?}")]
     Shape {
         /// The GGUF name.

@@ -72,15 +72,15 @@ const QWEN2: &str = concat!(
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|",
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 );
-/// As [`QWEN2`], without English contractions.
+/// The expression [`QWEN2`] without English contractions.
 const QWEN2_PLAIN: &str = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-/// As [`QWEN2`], with combining marks as letters.
+/// The expression [`QWEN2`] with combining marks as letters.
 const QWEN35: &str = concat!(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|",
     r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|",
     r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 );
-/// As [`QWEN2`], with up to three digits together.
+/// The expression [`QWEN2`] with up to three digits together.
 const LLAMA3: &str = concat!(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|",
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|",

@@ -55,13 +55,13 @@ pub enum WriteError {
         key: &'static str,
         /// The value.
         value: String,
-        /// What the value means.
+        /// The meaning of the value.
         what: &'static str,
     },
     /// The checkpoint lacks a tensor.
     #[error("tensor {0} is missing")]
     MissingTensor(String),
-    /// A tensor's shape is not that of the configuration.
+    /// A tensor's shape differs from the configuration.
     #[error("tensor {tensor} has the shape {has:?}, must have {expected:?}")]
     Shape {
         /// The tensor in the checkpoint.
@@ -140,13 +140,13 @@ pub enum WriteError {
     Content {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The defect of the file.
         reason: String,
     },
     /// A file cannot be read or written.
     #[error("cannot {action} {path}: {reason}", path = .path.display())]
     Io {
-        /// What was to be done.
+        /// The failed action.
         action: &'static str,
         /// The file.
         path: PathBuf,

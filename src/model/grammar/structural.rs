@@ -27,7 +27,7 @@ pub fn structural_tag(text: &str) -> Result<String, GrammarError> {
     Lark::default().whole(&tag).map_err(|wrong| invalid(wrong.0))
 }
 
-/// What is wrong with a part, including the part's name.
+/// A message about a defect of a part, with the part's name.
 struct Wrong(String);
 
 type Part = Result<String, Wrong>;

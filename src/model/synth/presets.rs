@@ -35,7 +35,7 @@ pub const PRESETS: [(&str, Preset); 23] = [
     ("tiny-qwen3-next", Preset::qwen3_next(128, 4, 4, 2, TINY_EXPERTS).narrow(2, 64).delta(2, 32).tiny()),
 ];
 
-/// What Gemma 4's sizes differ in, beside widths and heads.
+/// The parameters in which the sizes of Gemma 4 differ, beside widths and heads.
 #[derive(Clone, Copy, Debug)]
 struct Gemma4 {
     window: u32,
@@ -92,7 +92,7 @@ pub struct Preset {
     delta: Option<DeltaNet>,
     /// The experts of every layer; `None` for a dense model.
     experts: Option<Experts>,
-    /// What only Gemma 4 has.
+    /// The parameters of Gemma 4; `None` for other families.
     gemma4: Option<Gemma4>,
 }
 

@@ -26,7 +26,7 @@ pub struct ChatMessage {
     /// The calls that the assistant made in this message.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tool_calls: Vec<ToolCall>,
-    /// Of a message with a tool's result: the id of the call.
+    /// The id of the call, in a message with a tool's result.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub tool_call_id: String,
     /// The name of the author or of the tool.
@@ -63,12 +63,12 @@ pub type Marks = [&'static str; 2];
 /// How a model writes its reasoning.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reasoning {
-    /// It does not, as far as the template says.
+    /// The template contains no marks of reasoning.
     #[default]
     None,
-    /// Between two marks, before the answer.
+    /// The reasoning is between two marks, before the answer.
     Marked(&'static Marks),
-    /// As messages on a channel of their own (see [`CallForm::Channels`]).
+    /// The model writes its reasoning as messages on a separate channel (see [`CallForm::Channels`]).
     Channel,
 }
 
@@ -104,7 +104,7 @@ pub enum CallForm {
     SectionFenced,
     /// A section of calls with the name and the arguments (DeepSeek V3.1).
     Section,
-    /// Messages on channels, of which those to a function are calls (harmony: gpt-oss).
+    /// Messages on channels; a message to a function is a call (harmony: gpt-oss).
     Channels,
 }
 
@@ -112,7 +112,7 @@ pub enum CallForm {
 #[derive(Debug)]
 struct Form {
     form: CallForm,
-    /// Of each list the template contains at least one text.
+    /// The template contains at least one text of each list.
     has: &'static [&'static [&'static str]],
     /// The template contains none of these texts: they are the marks of other forms, also of forms that are not read.
     lacks: &'static [&'static str],

@@ -2,8 +2,8 @@
 
 /// Cuts a text before its first stop string, independent of how the text is split into pieces.
 ///
-/// The first match is the one that is completed first; of several completed at the same position, the longest. Text is
-/// held back only as long as it may still be the beginning of a stop string.
+/// The match that is completed first counts; if several are completed at the same position, the longest. Text is held
+/// back only as long as it may still be the beginning of a stop string.
 #[derive(Clone, Debug)]
 pub struct StopStrings {
     /// The stop strings; none of them is empty.

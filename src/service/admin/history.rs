@@ -78,7 +78,7 @@ impl Tokens {
     }
 }
 
-/// What a replica has counted since its start.
+/// The counters of a replica since its start.
 #[derive(Debug, Default)]
 struct Counted {
     tokens: Tokens,
@@ -89,7 +89,7 @@ struct Counted {
 #[derive(Debug)]
 struct Before {
     at: Moment,
-    /// By the replica's name.
+    /// The counters of each replica, by its name.
     replicas: HashMap<String, Counted>,
     requests: Counts,
 }

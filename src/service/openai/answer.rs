@@ -41,7 +41,7 @@ pub(super) enum Frame {
     Started,
     /// The prompt of these choices was computed, and can be repeated (`echo`).
     Prompt { prompt: usize },
-    /// More output of a choice, with the log probabilities of its tokens.
+    /// A further part of a choice's output, with the log probabilities of its tokens.
     Pieces { index: usize, pieces: Vec<Piece>, logprobs: Vec<proto::TokenLogprobs> },
     /// A choice has ended.
     Finished { index: usize },

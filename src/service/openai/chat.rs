@@ -59,7 +59,7 @@ pub(super) fn content(path: &str, value: Option<Value>) -> Result<Option<String>
             "text" | "input_text" | "output_text" => texts.push(part.need_text("text")?),
             "refusal" => texts.push(part.need_text("refusal")?),
             media if MEDIA.contains(&media) => {
-                return Err(Refusal::NotServedField { field: format!("{} \"{media}\"", part.at("type")) });
+                return Err(Refusal::NotServedField { field: part.at("type"), what: format!(" \"{media}\"") });
             }
             _ => return Err(refuse(part.at("type"), &Value::from(kind), "\"text\"")),
         }
@@ -67,18 +67,22 @@ pub(super) fn content(path: &str, value: Option<Value>) -> Result<Option<String>
     Ok(Some(texts.join("\n")))
 }
 
-/// Converts a role to the one that chat templates know.
-pub(super) fn role(role: String) -> String {
+/// Converts the role at `path` to the one that chat templates know.
+pub(super) fn role(path: String, role: String) -> Result<String, Refusal> {
     match role.as_str() {
-        "developer" => "system".to_owned(),
-        "function" => "tool".to_owned(),
-        _ => role,
+        "developer" => Ok("system".to_owned()),
+        "function" => Ok("tool".to_owned()),
+        "system" | "user" | "assistant" | "tool" => Ok(role),
+        _ => {
+            let rule = "\"system\", \"developer\", \"user\", \"assistant\", \"tool\" or \"function\"";
+            Err(refuse(path, &Value::from(role), rule))
+        }
     }
 }
 
 fn message(path: String, value: Value) -> Result<proto::ChatMessage, Refusal> {
     let mut message = Fields::of(path, value)?;
-    let role = role(message.need_text("role")?);
+    let role = role(message.at("role"), message.need_text("role")?)?;
     message.not_served(&["audio", "function_call"])?;
     let text = content(&message.at("content"), message.any("content"))?;
     let calls_path = message.at("tool_calls");
@@ -125,7 +129,8 @@ pub(super) fn read(mut body: Fields, model: &ServedModel) -> Result<Asked, Refus
     let mut common = Common::read(&mut body, model, "chatcmpl")?;
     body.not_served(&["echo", "documents", "chat_template"])?;
     if body.any("modalities").is_some_and(|modalities| modalities != json!(["text"])) {
-        return Err(Refusal::NotServedField { field: "modalities other than text".to_owned() });
+        let (field, what) = ("modalities".to_owned(), " other than text".to_owned());
+        return Err(Refusal::NotServedField { field, what });
     }
     let most = match body.whole("max_completion_tokens")? {
         None => body.whole("max_tokens")?,
@@ -140,9 +145,13 @@ pub(super) fn read(mut body: Fields, model: &ServedModel) -> Result<Asked, Refus
     let tools = Tools::read(&mut body, false)?;
     let format = body.object("response_format")?;
     let format = request::response_format(format, false)?;
-    let kind = request::constraint(&mut body, format)?;
-    common.message.constraint = request::with_tools(&tools, kind, model)?;
+    let kind = common.constraint(&mut body, format.map(|kind| ("response_format", kind)))?;
+    common.message.constraint = common.with_tools(&tools, kind, model)?;
     let messages = body.list("messages")?.ok_or_else(|| body.missing("messages", "a list of messages"))?;
+    if messages.is_empty() {
+        let (field, rule) = ("messages".to_owned(), "at least one message".to_owned());
+        return Err(Refusal::Json { field, value: "empty".to_owned(), rule });
+    }
     let messages = messages.into_iter().enumerate();
     let messages = messages.map(|(index, value)| message(format!("messages[{index}]"), value));
     common.message.prompt = Some(Prompt::Chat(proto::Chat {
@@ -295,11 +304,7 @@ pub(super) fn whole(answer: &Answer, choices: &Choices) -> Value {
 }
 
 /// Parses a message of the Responses API, whose fields have other names.
-pub(super) fn plain_message(
-    role_name: String,
-    path: &str,
-    value: Option<Value>,
-) -> Result<proto::ChatMessage, Refusal> {
+pub(super) fn plain_message(role: String, path: &str, value: Option<Value>) -> Result<proto::ChatMessage, Refusal> {
     let text = content(path, value)?.ok_or_else(|| fields::refuse(path, &Value::Null, "a text or a list of parts"))?;
-    Ok(proto::ChatMessage { role: role(role_name), content: text, ..Default::default() })
+    Ok(proto::ChatMessage { role, content: text, ..Default::default() })
 }

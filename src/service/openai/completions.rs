@@ -64,7 +64,7 @@ pub(super) fn read(mut body: Fields, model: &ServedModel) -> Result<Asked, Refus
     let logprobs = request::alternatives("logprobs", body.whole("logprobs")?)?;
     let format = body.object("response_format")?;
     let format = request::response_format(format, false)?;
-    let kind = request::constraint(&mut body, format)?;
+    let kind = common.constraint(&mut body, format.map(|kind| ("response_format", kind)))?;
     common.message.constraint = kind.map(|kind| proto::Constraint { kind: Some(kind), after_reasoning: false });
     let prompts = prompts(body.any("prompt"))?;
     let samples = prompts.len().saturating_mul(common.n as usize);

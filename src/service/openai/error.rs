@@ -1,6 +1,7 @@
 //! Converts refusals to the errors of OpenAI's API: an HTTP status and `{"error": {"message", "type", "param",
 //! "code"}}`.
 
+use super::fields::BODY;
 use crate::engine::request::RequestError;
 use crate::host::route::RouteError;
 use crate::replica::SubmitError;
@@ -86,7 +87,7 @@ impl From<Refusal> for ApiError {
     fn from(refusal: Refusal) -> ApiError {
         let refusal = refusal.renamed(&NAMES);
         let mut words = words(refusal.code());
-        let mut param = refusal.field();
+        let mut param = refusal.field().filter(|field| *field != BODY);
         let mut headers = Vec::new();
         // The message as gRPC has it, cut to the same length.
         let mut message = status(&refusal).message().to_owned();

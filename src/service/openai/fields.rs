@@ -5,6 +5,9 @@
 use crate::service::refusal::Refusal;
 use serde_json::{Map, Value};
 
+/// The name of the whole body in messages. It is no field.
+pub(super) const BODY: &str = "the body";
+
 /// A JSON object and its path, which refusals name.
 #[derive(Debug)]
 pub(super) struct Fields {
@@ -51,7 +54,7 @@ impl Fields {
         let path = path.into();
         match value {
             Value::Object(map) => Ok(Fields { path, map }),
-            other if path.is_empty() => Err(refuse("the body", &other, "an object")),
+            other if path.is_empty() => Err(refuse(BODY, &other, "an object")),
             other => Err(refuse(path, &other, "an object")),
         }
     }
@@ -128,7 +131,7 @@ impl Fields {
 
     /// Returns the refusal of a required field that is absent.
     pub(super) fn missing(&self, key: &str, rule: &str) -> Refusal {
-        refuse(self.at(key), &Value::Null, rule)
+        Refusal::Json { field: self.at(key), value: "missing".to_owned(), rule: rule.to_owned() }
     }
 
     /// Refuses fields that are not supported, unless they have a value without effect: false, 0, or an empty text, list
@@ -143,7 +146,7 @@ impl Fields {
             Value::Bool(true) => true,
         };
         match keys.iter().find(|key| self.map.get(**key).is_some_and(asks)) {
-            Some(key) => Err(Refusal::NotServedField { field: self.at(key) }),
+            Some(key) => Err(Refusal::NotServedField { field: self.at(key), what: String::new() }),
             None => Ok(()),
         }
     }

@@ -555,10 +555,10 @@ async fn chat_completions(State(openai): State<Arc<OpenAi>>, request: Request<Bo
         let logprobs = logprobs.is_some_and(|output| output.logprobs.is_some());
         let (id, streaming) = (common.message.request_id.clone(), common.streaming);
         let stop_ids = common.message.stopping.as_ref().map(|stopping| stopping.ids.clone()).unwrap_or_default();
-        let (each, keep) = (common.n as usize, common.keep);
+        let (each, keep, constrained) = (common.n as usize, common.keep, common.constrained());
         let form = call_form(place.model(), &asked.tools);
-        let (stream, found) =
-            call.start(&place, asked.common.message, keep, asked.common.special_text, form, false).await?;
+        let started = call.start(&place, asked.common.message, keep, asked.common.special_text, form, false).await;
+        let (stream, found) = started.map_err(|refusal| request::renamed(refusal, constrained))?;
         let reading = reading(form, &asked.tools, &found, &stop_ids, !streaming.stream);
         let running = Running::new(&id, vec![stream], each, &reading);
         let answer = Answer { reasoning: asked.reasoning, logprobs, ..Answer::new(&id, place.model(), streaming) };
@@ -586,8 +586,8 @@ async fn text_completions(State(openai): State<Arc<OpenAi>>, request: Request<Bo
                 _ => None,
             };
             let message = completions::message(&asked.common, index, prompt);
-            let (stream, found) =
-                call.start(&place, message, keep, asked.common.special_text, None, asked.echo).await?;
+            let started = call.start(&place, message, keep, asked.common.special_text, None, asked.echo).await;
+            let (stream, found) = started.map_err(|refusal| request::renamed(refusal, asked.common.constrained()))?;
             if asked.echo {
                 let shown = completions::shown(given, &found.ids, text);
                 tokens = tokens.saturating_add(found.ids.len().saturating_mul(each));
@@ -622,10 +622,10 @@ async fn created_response(State(openai): State<Arc<OpenAi>>, request: Request<Bo
         let place = call.model(&mut body)?;
         let asked = responses::read(body, place.model())?;
         let (id, streaming) = (asked.common.message.request_id.clone(), asked.common.streaming);
-        let keep = asked.common.keep;
+        let (keep, constrained) = (asked.common.keep, asked.common.constrained());
         let form = call_form(place.model(), &asked.tools);
-        let (stream, found) =
-            call.start(&place, asked.common.message, keep, asked.common.special_text, form, false).await?;
+        let started = call.start(&place, asked.common.message, keep, asked.common.special_text, form, false).await;
+        let (stream, found) = started.map_err(|refusal| request::renamed(refusal, constrained))?;
         // The last events of a stream tell everything again.
         let reading = reading(form, &asked.tools, &found, &[], true);
         let running = Running::new(&id, vec![stream], 1, &reading);

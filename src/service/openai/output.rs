@@ -166,7 +166,7 @@ struct Calls {
 enum CallsAt {
     /// In content; with the held-back text.
     Content(String),
-    /// Where a bare JSON object may begin; with the white space so far.
+    /// The parser is at a place where a bare JSON object may begin. Holds the white space so far.
     Start(String),
     /// In a JSON object.
     Object(Box<CallObject>),
@@ -471,7 +471,7 @@ struct CallObject {
     forward: bool,
 }
 
-/// Where in the object the next character is.
+/// The position of the next character in the object.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 enum At {
     #[default]
@@ -747,7 +747,7 @@ mod tests {
         Arc::from([Tool { name: "f".to_owned(), parameters, strict: false }])
     }
 
-    /// What an output is that comes in these parts: reasoning, content, calls.
+    /// Reads an output that comes in these parts. Returns its reasoning, content and calls.
     fn read(reasons: Reasons, form: Option<CallForm>, parts: &[&str]) -> (String, String, Vec<(String, String)>) {
         let mut output = Output::new(reasons, form, &tools());
         let mut pieces = Vec::new();

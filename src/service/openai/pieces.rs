@@ -4,13 +4,13 @@
 /// A piece of an output. Calls are numbered from 0, and the pieces of a call are consecutive.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Piece {
-    /// More of the reasoning.
+    /// A part of the reasoning.
     Reasoning(String),
-    /// More of the content.
+    /// A part of the content.
     Content(String),
     /// The beginning of a call of this function.
     Call { index: usize, name: String },
-    /// More of the call's arguments, a JSON object in pieces.
+    /// A part of the call's arguments, which form a JSON object.
     Arguments { index: usize, text: String },
 }
 

@@ -52,6 +52,8 @@ pub(super) struct Common {
     pub(super) n: u32,
     /// The number of last tokens of each prompt that are kept; `None` for all.
     pub(super) keep: Option<usize>,
+    /// The field of the body that the message's constraint comes from.
+    constrained: &'static str,
 }
 
 /// Returns the sampling parameters that the model's generation_config.json recommends.
@@ -115,7 +117,8 @@ impl Common {
         };
         let special_text = !body.flag("skip_special_tokens")?.unwrap_or(true);
         let keep = kept(body, model, 1)?;
-        Ok(Common { message, streaming: Streaming { stream, usage }, special_text, n, keep })
+        let streaming = Streaming { stream, usage };
+        Ok(Common { message, streaming, special_text, n, keep, constrained: "tools" })
     }
 
     pub(super) fn stopping(&mut self) -> &mut proto::Stopping {
@@ -205,35 +208,58 @@ fn schema(path: String, value: Value) -> Result<String, Refusal> {
     }
 }
 
-/// Parses vLLM's constraints: `guided_*` and `structured_outputs`.
-fn guided(body: &mut Fields) -> Result<Vec<Kind>, Refusal> {
+/// The paths of vLLM's constraints: of a JSON Schema, any JSON object, a regular expression, a grammar, texts, and a
+/// structural tag. The first list is that of its older fields.
+const GUIDED: [[&str; 6]; 2] = [
+    ["guided_json", "guided_json_object", "guided_regex", "guided_grammar", "guided_choice", "guided_structural_tag"],
+    [
+        "structured_outputs.json",
+        "structured_outputs.json_object",
+        "structured_outputs.regex",
+        "structured_outputs.grammar",
+        "structured_outputs.choice",
+        "structured_outputs.structural_tag",
+    ],
+];
+
+/// Parses vLLM's constraints: `guided_*` and `structured_outputs`. Each has the path of its field.
+fn guided(body: &mut Fields) -> Result<Vec<(&'static str, Kind)>, Refusal> {
     let mut kinds = Vec::new();
-    let mut read = |from: &mut Fields, prefix: &str| -> Result<(), Refusal> {
-        let key = |name: &str| format!("{prefix}{name}");
-        if let Some(value) = from.any(&key("json")) {
-            kinds.push(Kind::JsonSchema(schema(from.at(&key("json")), value)?));
+    let mut read = |from: &mut Fields, paths: [&'static str; 6]| -> Result<(), Refusal> {
+        let [json, object, regex, grammar, choice, tag] = paths;
+        let key = |path: &'static str| path.rsplit('.').next().unwrap_or(path);
+        if let Some(value) = from.any(key(json)) {
+            kinds.push((json, Kind::JsonSchema(schema(json.to_owned(), value)?)));
         }
-        if from.flag(&key("json_object"))?.unwrap_or(false) {
-            kinds.push(Kind::JsonObject(AnyJsonObject {}));
+        if from.flag(key(object))?.unwrap_or(false) {
+            kinds.push((object, Kind::JsonObject(AnyJsonObject {})));
         }
-        kinds.extend(from.text(&key("regex"))?.map(Kind::Regex));
-        kinds.extend(from.text(&key("grammar"))?.map(Kind::Grammar));
-        if let Some(texts) = from.list(&key("choice"))? {
-            let path = from.at(&key("choice"));
-            let text = |(index, value)| fields::text(&format!("{path}[{index}]"), value);
+        kinds.extend(from.text(key(regex))?.map(|text| (regex, Kind::Regex(text))));
+        kinds.extend(from.text(key(grammar))?.map(|text| (grammar, Kind::Grammar(text))));
+        if let Some(texts) = from.list(key(choice))? {
+            let text = |(index, value)| fields::text(&format!("{choice}[{index}]"), value);
             let texts = texts.into_iter().enumerate().map(text).collect::<Result<_, _>>()?;
-            kinds.push(Kind::Choice(Texts { texts }));
+            kinds.push((choice, Kind::Choice(Texts { texts })));
         }
-        if let Some(value) = from.any(&key("structural_tag")) {
-            kinds.push(Kind::StructuralTag(schema(from.at(&key("structural_tag")), value)?));
+        if let Some(value) = from.any(key(tag)) {
+            kinds.push((tag, Kind::StructuralTag(schema(tag.to_owned(), value)?)));
         }
         Ok(())
     };
-    read(body, "guided_")?;
+    let [older, newer] = GUIDED;
+    read(body, older)?;
     if let Some(mut structured) = body.object("structured_outputs")? {
-        read(&mut structured, "")?;
+        read(&mut structured, newer)?;
     }
     Ok(kinds)
+}
+
+/// Takes the first of the texts `keys` of a format that is given.
+fn one_text(format: &mut Fields, keys: [&str; 2]) -> Result<String, Refusal> {
+    match format.text(keys[0])? {
+        Some(text) => Ok(text),
+        None => format.text(keys[1])?.ok_or_else(|| format.missing(keys[0], "a text")),
+    }
 }
 
 /// Parses `response_format`, or `text.format` of the Responses API, which contains its schema directly (`flat`).
@@ -259,34 +285,70 @@ pub(super) fn response_format(format: Option<Fields>, flat: bool) -> Result<Opti
             }
             Ok(Some(Kind::StructuralTag(Value::Object(tag).to_string())))
         }
+        // Not OpenAI's: other servers have them, with either name of the text.
+        "regex" => Ok(Some(Kind::Regex(one_text(&mut format, ["regex", "pattern"])?))),
+        "grammar" => Ok(Some(Kind::Grammar(one_text(&mut format, ["grammar", "value"])?))),
         _ => {
-            let rule = "\"text\", \"json_object\", \"json_schema\" or \"structural_tag\"";
+            let rule = "\"text\", \"json_object\", \"json_schema\", \"structural_tag\", \"regex\" or \"grammar\"";
             Err(refuse(format.at("type"), &Value::from(kind), rule))
         }
     }
 }
 
-/// Returns the constraint of a request: `format`, which was parsed before, or one of vLLM's. Refuses more than one.
-pub(super) fn constraint(body: &mut Fields, format: Option<Kind>) -> Result<Option<Kind>, Refusal> {
-    let mut kinds = guided(body)?;
-    kinds.extend(format);
-    if kinds.len() > 1 {
-        return Err(refuse(
-            body.at("structured_outputs"),
-            &kinds.len().into(),
-            "one constraint, response_format included",
-        ));
-    }
-    kinds.iter().try_for_each(constraint_size)?;
-    Ok(kinds.pop())
+/// Our names of the kinds of constraints.
+const KINDS: [&str; 6] = [
+    "constraint.json_schema",
+    "constraint.json_object",
+    "constraint.regex",
+    "constraint.grammar",
+    "constraint.choice",
+    "constraint.structural_tag",
+];
+
+/// Returns the refusal of a constraint with the name of the field `theirs`.
+pub(super) fn renamed(refusal: Refusal, theirs: &'static str) -> Refusal {
+    refusal.renamed(&KINDS.map(|ours| (ours, theirs)))
 }
 
-/// Returns the constraint of a chat whose answer may call `tools`, in the syntax of `model`.
-pub(super) fn with_tools(
-    tools: &Tools,
-    kind: Option<Kind>,
-    model: &ServedModel,
-) -> Result<Option<proto::Constraint>, Refusal> {
+impl Common {
+    /// Returns the constraint of a request: `format`, which was parsed before, or one of vLLM's. Refuses more than one.
+    pub(super) fn constraint(
+        &mut self,
+        body: &mut Fields,
+        format: Option<(&'static str, Kind)>,
+    ) -> Result<Option<Kind>, Refusal> {
+        let mut kinds = guided(body)?;
+        kinds.extend(format);
+        if kinds.len() > 1 {
+            return Err(refuse(
+                body.at("structured_outputs"),
+                &kinds.len().into(),
+                "one constraint, response_format included",
+            ));
+        }
+        let Some((field, kind)) = kinds.pop() else { return Ok(None) };
+        self.constrained = field;
+        constraint_size(&kind).map_err(|refusal| renamed(refusal, field))?;
+        Ok(Some(kind))
+    }
+
+    /// Returns the field of the body that the constraint comes from.
+    pub(super) fn constrained(&self) -> &'static str {
+        self.constrained
+    }
+
+    /// Returns the constraint of a chat whose answer may call `tools`, in the syntax of `model`.
+    pub(super) fn with_tools(
+        &self,
+        tools: &Tools,
+        kind: Option<Kind>,
+        model: &ServedModel,
+    ) -> Result<Option<proto::Constraint>, Refusal> {
+        with_tools(tools, kind, model).map_err(|refusal| renamed(refusal, self.constrained))
+    }
+}
+
+fn with_tools(tools: &Tools, kind: Option<Kind>, model: &ServedModel) -> Result<Option<proto::Constraint>, Refusal> {
     let constrain = |kind| proto::Constraint { kind: Some(kind), after_reasoning: true };
     if tools.choice == Choice::None {
         return Ok(kind.map(constrain));

@@ -105,6 +105,7 @@ fn messages(body: &mut Fields, instructions: Option<&str>) -> Result<Vec<ChatMes
         match kind.as_str() {
             "message" => {
                 let role = item.need_text("role")?;
+                let role = chat::role(item.at("role"), role)?;
                 let message = chat::plain_message(role, &item.at("content"), item.any("content"))?;
                 own_turn = message.role == "assistant";
                 let reasoning_content = if own_turn { std::mem::take(&mut reasoning) } else { String::new() };
@@ -151,7 +152,7 @@ pub(super) fn read(mut body: Fields, model: &ServedModel) -> Result<Asked, Refus
     body.not_served(&NOT_SERVED)?;
     let included = body.list("include")?.unwrap_or_default();
     if let Some(at) = included.iter().position(|part| part == "message.output_text.logprobs") {
-        return Err(Refusal::NotServedField { field: format!("include[{at}]") });
+        return Err(Refusal::NotServedField { field: format!("include[{at}]"), what: String::new() });
     }
     // The fields that the response repeats.
     let mut again = Map::new();
@@ -188,8 +189,8 @@ pub(super) fn read(mut body: Fields, model: &ServedModel) -> Result<Asked, Refus
     };
     again.insert("text".to_owned(), json!({"format": format_again(format.as_mut())?}));
     let format = request::response_format(format, true)?;
-    let kind = request::constraint(&mut body, format)?;
-    common.message.constraint = request::with_tools(&tools, kind, model)?;
+    let kind = common.constraint(&mut body, format.map(|kind| ("text.format", kind)))?;
+    common.message.constraint = common.with_tools(&tools, kind, model)?;
     let (mut effort, mut summary) = (Value::Null, Value::Null);
     if let Some(mut reasoning) = body.object("reasoning")? {
         effort = short_text(&mut reasoning, "effort", "reasoning.effort")?;

@@ -103,6 +103,7 @@ impl Tools {
         let parallel = body.flag("parallel_tool_calls")?.unwrap_or(true);
         let (mut tools, mut shown) = (Vec::new(), Vec::new());
         let path = body.at("tools");
+        let given = body.peek("tools").is_some();
         let list = body.list("tools")?.unwrap_or_default();
         bounds::tools(list.len())?;
         for (index, tool) in list.into_iter().enumerate() {
@@ -145,13 +146,16 @@ impl Tools {
                 (Choice::Required, Some(function.need_text("name")?))
             }
         };
+        if choice == Choice::Required && tools.is_empty() {
+            let value = if given { "empty" } else { "missing" };
+            let rule = "at least one tool, as tool_choice asks for a call";
+            return Err(Refusal::Json { field: path, value: value.to_owned(), rule: rule.to_owned() });
+        }
         if let Some(name) = &named {
             tools.retain(|tool| tool.name == *name);
             if tools.is_empty() {
                 return Err(refuse(choice_path, &Value::from(name.as_str()), "a function of tools"));
             }
-        } else if choice == Choice::Required && tools.is_empty() {
-            return Err(refuse(path, &Value::Array(Vec::new()), "at least one tool, as tool_choice is \"required\""));
         }
         let choice = if tools.is_empty() { Choice::None } else { choice };
         if choice == Choice::None {

@@ -110,7 +110,7 @@ pub fn choose_sorted(
 /// The rows of x of a product.
 #[derive(Clone, Copy)]
 enum Rows<'a> {
-    /// At most as many, or all of them.
+    /// At most this number of rows; the exact number is read from the range, if any.
     Counted(u32, Option<Range>),
     /// Sorted by expert.
     Sorted(&'a Sorted),

@@ -22,7 +22,7 @@ use half::bf16;
 pub const RESULTS: &str = "probe.y";
 /// The rows of x beyond a whole tile: not a multiple of 8.
 const MORE_ROWS: u32 = 21;
-/// Of the probes of sorted rows: the expert of each tile, and the number of rows in use of each.
+/// The expert of each tile in probes of sorted rows, and the number of the tile's rows in use (`None`: all).
 const EXPERT_TILES: [(u32, Option<u32>); 4] = [(0, None), (2, Some(5)), (3, None), (NOBODY, Some(0))];
 /// The number of experts of such probes.
 const EXPERTS: u32 = 4;

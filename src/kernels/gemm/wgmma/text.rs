@@ -94,7 +94,7 @@ impl WgmmaTile {
     }
 }
 
-/// What a program is made for.
+/// The parameters that a program is generated for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct WgmmaVariant {
     /// The tile.

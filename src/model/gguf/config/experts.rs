@@ -6,11 +6,13 @@ use super::super::container::Value;
 use super::GgufArchitecture::{DeepSeek2, Qwen2Moe};
 use super::{CHOICE_BIAS, GgufConfigError, GgufExperts, GgufRouting, Keys, MAX_EXPERTS, MAX_LAYERS, MAX_SIZE};
 
-/// What `expert_gating_func` has for softmax scores of all experts (0: the file does not say), for sigmoids, and for
-/// softmax scores of those chosen.
+/// The value of `expert_gating_func` if the file does not state the kind of scores.
 pub(super) const NOT_STATED: u64 = 0;
+/// The value of `expert_gating_func` for a softmax over all experts.
 pub(super) const SOFTMAX: u64 = 1;
+/// The value of `expert_gating_func` for sigmoids.
 pub(super) const SIGMOID: u64 = 2;
+/// The value of `expert_gating_func` for a softmax over the chosen experts.
 pub(super) const SOFTMAX_OF_CHOSEN: u64 = 3;
 
 /// The key of the kind of scores.

@@ -1,4 +1,4 @@
-//! What the model families have beside what Llama has, in metadata keys and in keys of config.json: sliding windows,
+//! The features of model families beyond Llama's, in metadata keys and in keys of config.json: sliding windows,
 //! constant factors, bounds. Also the metadata keys that are refused because a family has nothing of the kind.
 
 use serde_json::{Value as Json, json};
@@ -42,7 +42,7 @@ const FOREIGN: [Foreign; 19] = [
 /// The window's pattern over the layers: a list of truth values, or n if every n-th layer has no window.
 const PATTERN: &str = "attention.sliding_window_pattern";
 
-/// What the files of DeepSeek's families have in `rope.scaling.yarn_log_multiplier`: this times the coefficient.
+/// The factor of the coefficient in `rope.scaling.yarn_log_multiplier` in files of DeepSeek's families.
 const YARN_LOG: f64 = 0.1;
 
 impl Keys<'_> {

@@ -6,7 +6,7 @@ use super::GgufArchitecture::{DeepSeek2, Gemma4};
 use super::families::pattern;
 use super::{GgufConfigError, GgufFullHeads, GgufLatent, Keys, MAX_SIZE, ROPE_FACTORS};
 
-/// What a divisor of a rotary frequency is at least if the dimension is not rotated. The converter writes 1e30.
+/// The smallest divisor of a rotary frequency that means that the dimension is not rotated. The converter writes 1e30.
 const NOT_ROTATED: f32 = 1e29;
 
 /// The heads of a model.
@@ -21,7 +21,7 @@ pub(super) struct Heads {
     pub(super) latent: Option<GgufLatent>,
 }
 
-/// Reads the heads. `divisors` are those of the rotary frequencies, if the model has the tensor.
+/// Reads the heads. `divisors` are the divisors of the rotary frequencies, if the model has the tensor.
 pub(super) fn read(
     keys: &Keys<'_>,
     layers: u64,
@@ -39,7 +39,7 @@ fn query_heads(keys: &Keys<'_>) -> Result<u64, GgufConfigError> {
     keys.uniform("attention.head_count")?.ok_or_else(|| keys.missing("attention.head_count"))
 }
 
-/// Checks that the dimensions of values, if they are stated, are those of keys.
+/// Checks that the stated dimensions of values, if any, equal those of keys.
 fn same_values(keys: &Keys<'_>, key: &str, head_dim: u64) -> Result<(), GgufConfigError> {
     match keys.size(key, MAX_SIZE)?.filter(|length| *length != head_dim) {
         None => Ok(()),

@@ -1,4 +1,5 @@
-//! What the model families have beside what Llama has: what of the metadata is understood, and what is refused.
+//! Tests of the features of model families beyond Llama's: the metadata that is understood, and the metadata that is
+//! refused.
 
 use serde_json::{Value as Json, json};
 
@@ -251,7 +252,7 @@ fn two_kinds() -> Vec<(&'static str, Value)> {
     pairs
 }
 
-/// What is not rotated in Gemma 4's files.
+/// The divisor of dimensions that are not rotated in Gemma 4's files.
 const STILL: f32 = 1e30;
 
 /// Returns config.json of Gemma 4 with these keys in place of the usual ones and these divisors, or why it is refused.

@@ -36,7 +36,7 @@ pub struct SourceRows<'a> {
     pub cols: u64,
 }
 
-/// What was written.
+/// A description of the written file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GgufWritten {
     /// The length of the file in bytes.

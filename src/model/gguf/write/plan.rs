@@ -1,5 +1,5 @@
-//! Which rows of a checkpoint's tensors make up each tensor of a GGUF file. The list of the file's tensors is written
-//! down here; where their rows come from is the inverse of the reader's map.
+//! The plan of a GGUF file: for each of its tensors, the rows of the checkpoint's tensors that make it up. The list of
+//! the file's tensors is defined here; the sources of their rows are the inverse of the reader's map.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -29,8 +29,8 @@
 //
 // One workgroup computes one value head of one row, or of TOKENS rows. A thread has four columns of the values and
 // KEY_DIM / GROUPS rows of the state, whose loads it issues before it polls x. The workgroup of the first value head of
-// each key head writes that head's u to the window. The state is updated after x has arrived and written after the output,
-// so that its loads overlap with the previous dispatch. Traffic: 8 bytes per number of the state.
+// each key head writes that head's u to the window. The state is updated after x has arrived, so that its loads overlap with
+// the previous dispatch. Traffic: 8 bytes per number of the state.
 #include "common.glsl"
 #define DEVICES_ID 11
 #include "tags.glsl"
@@ -86,8 +86,8 @@ const uint GATES = CHANNEL_QUADS * 4u + VALUE_HEADS * VALUE_DIM; // b, then a
 
 const uint PENDING_QUADS = KEY_QUADS + QUADS + 1u;
 
-// Whether the state is written before the output is computed. With tags the next dispatch polls for the output, so the
-// output comes first.
+// Whether the state is written before the output is computed: the compiler then needs 128 registers instead of 218. With
+// tags the output comes first, because the next call polls for it.
 const bool EARLY = TAGGED == 0u;
 #define WRITE_STATE { [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) state.v[state_at + n * QUADS] = s[n]; }
 
@@ -315,12 +315,12 @@ void main() {
             }
             if (writes)
                 write_output(first_row + token, h, column, o * inversesqrt(square / float(VALUE_DIM) + epsilon) * scale * silu(z[token]));
+            if (!EARLY && token == 0u) WRITE_STATE
             // All reads of pending tokens are before the barriers above.
             uint at = pending_at + token * PENDING_QUADS;
             if (i0 < KEY_QUADS) pending.v[at + i0] = k_scale * mixed_s[own + KEY_QUADS + i0];
             if (writes) pending.v[at + KEY_QUADS + column] = delta;
             if (gates) pending.v[at + KEY_QUADS + QUADS] = vec4(alpha, float(position), 0.0, 0.0);
-            if (!EARLY && token == 0u) WRITE_STATE
             if (token + 1u < TOKENS) {
                 [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
                     uint d = group * EACH_ROWS + n;

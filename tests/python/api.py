@@ -121,7 +121,8 @@ def errors():
     assert fails(openai.NotFoundError, model="other").code == "model_not_found"
     assert fails(openai.BadRequestError, temperature=-1).param == "temperature"
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
-    assert "image_url" in fails(openai.BadRequestError, messages=image).param
+    refused = fails(openai.BadRequestError, messages=image)
+    assert refused.param == "messages[0].content[0].type" and "image_url" in refused.message
     try:
         client.embeddings.create(model=model, input=[])
     except openai.BadRequestError as error:

@@ -123,8 +123,8 @@ fn packed_word(packed: Option<PackedOrder>) -> u32 {
 }
 
 /// Returns the call that processes one token of each of `rows` rows of a step. With `packed`, the output is packed for
-/// the next product, and its stride counts blocks of 32 columns. Only rows with a sequence are written; with tagged
-/// operands, all rows are.
+/// the next product in this order, and its stride is [`Packed::stride`](super::gemm::tiled::Packed::stride). Only rows with a
+/// sequence are written; with tagged operands, all rows are.
 ///
 /// A cell has `entries` pending tokens ([`DeltaHeads::pending_bytes`]). The call adds the pending tokens to the state up
 /// to the row's position, and leaves the row's own token pending, so that the step can be run again.
@@ -278,14 +278,14 @@ pub struct PromptOperands {
     pub scratch: Range,
     /// The output.
     pub y: Range,
-    /// The number of floats from a row of `y` to the next, a multiple of 4; with a packed output, the number of blocks
-    /// of 32 columns.
+    /// The number of floats from a row of `y` to the next, a multiple of 4; with a packed output,
+    /// [`Packed::stride`](super::gemm::tiled::Packed::stride).
     pub y_stride: u32,
 }
 
 /// Returns the calls that process the rows of up to `prompts` prompts, `rows` in total: three calls, each of which
-/// depends on the previous one. With `packed`, the output is packed for the next product, and rows beyond the last are
-/// zero up to a multiple of 64.
+/// depends on the previous one. With `packed`, the output is packed for the next product in this order, and rows beyond
+/// the last are zero up to a multiple of 64.
 ///
 /// # Panics
 /// If [`delta_serves`] rejects the heads, or strides do not fit them.

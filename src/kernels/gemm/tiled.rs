@@ -149,7 +149,7 @@ fn packing(
         packed.order == PackedOrder::Fragments || packed.cols.is_multiple_of(SWIZZLED_COLS),
         "{packed:?} cannot be packed"
     );
-    // The swizzled order has more work for each word, and is of devices that run such workgroups.
+    // The swizzled order has more work for each word, and only devices with `wgmma` use it, which run such workgroups.
     let most = if packed.order == PackedOrder::Swizzled { 512 } else { 256 };
     let threads = (chunks * 8).next_power_of_two().clamp(32, most);
     let (weight, epsilon) = norm.unwrap_or((none, 0.0));

@@ -47,7 +47,7 @@ uint stale(uvec4 w, uint tag) { return ((w.x ^ tag) | (w.y ^ tag) | (w.z ^ tag) 
 
 #ifdef DEVICES_ID
 // Whether the step waits for other devices (`all_reduce`). A constant of its own: to look at the second word costs a step of
-// one device 2 to 4 % of its time.
+// a small model on one device 1 to 4 % of its time.
 layout(constant_id = DEVICES_ID) const uint DEVICES = 0;
 
 // Returns whether to poll again: a word was stale, and no reader has reached the poll limit.

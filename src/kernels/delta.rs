@@ -4,7 +4,7 @@
 use super::Format;
 use super::embed::{BLOCK_ROWS, CELL_WORDS};
 use super::gemm::skinny::Matrices;
-use super::gemm::tiled::{PackedOrder, SWIZZLED_COLS, TILE_TOKENS, swizzled_index, token_index};
+use super::gemm::tiled::{PackedOrder, TILE_TOKENS};
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{
@@ -105,20 +105,11 @@ fn check(heads: DeltaHeads, packed: Option<PackedOrder>, stride: u32, y_stride: 
         Some(PackedOrder::Fragments) => {
             assert!(heads.output() == y_stride * FRAGMENT_COLS, "{y_stride} blocks of columns for {heads:?}");
         }
-        Some(PackedOrder::Swizzled) => {
-            let fits = heads.output().is_multiple_of(SWIZZLED_COLS) && y_stride.is_multiple_of(TILE_TOKENS);
+        Some(order) => {
+            let fits = heads.output().is_multiple_of(order.block_cols()) && y_stride.is_multiple_of(TILE_TOKENS);
             assert!(fits, "{y_stride} swizzled rows for {heads:?}");
         }
         None => assert!(y_stride >= heads.output() && y_stride.is_multiple_of(4), "output rows of {y_stride} floats"),
-    }
-}
-
-/// Returns the constant PACKED of the shaders.
-fn packed_word(packed: Option<PackedOrder>) -> u32 {
-    match packed {
-        None => 0,
-        Some(PackedOrder::Fragments) => 1,
-        Some(PackedOrder::Swizzled) => 2,
     }
 }
 
@@ -184,7 +175,7 @@ fn step(
         value_dim: heads.value_dim,
         groups,
         tagged: flow.code(),
-        packed: packed_word(packed),
+        packed: PackedOrder::word(packed),
         tokens,
         pending: entries,
         tiled: u32::from(heads.tiled),
@@ -372,7 +363,7 @@ pub fn delta_prompts(
             value_dim,
             together,
             z: heads.channels(),
-            packed: packed_word(packed),
+            packed: PackedOrder::word(packed),
         }
         .into_values(),
         args: DeltaGateArgs {
@@ -455,15 +446,9 @@ fn gated(memory: &HostMemory, o: &[f64], norm: Range, epsilon: f32, z: &dyn Fn(u
 }
 
 fn put(memory: &mut HostMemory, y: Range, packed: u32, (row, column, y_stride): (u32, u32, u32), value: f32) {
-    match packed {
-        0 => memory.set_f32(y, row * y_stride + column, value),
-        _ => {
-            let at = match packed {
-                1 => token_index(row, column, y_stride * FRAGMENT_COLS),
-                _ => swizzled_index(row, column, y_stride),
-            };
-            memory.set_number(Format::Bf16, y, at as u32, value);
-        }
+    match PackedOrder::of_word(packed) {
+        None => memory.set_f32(y, row * y_stride + column, value),
+        Some(order) => memory.set_number(Format::Bf16, y, order.index(row, column, y_stride) as u32, value),
     }
 }
 

@@ -21,13 +21,13 @@ use ostinato::kernels::delta::{
 };
 use ostinato::kernels::embed::{BLOCK_ROWS, ChunkLayout, PromptRows};
 use ostinato::kernels::gemm::skinny::Matrices;
-use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, SWIZZLED_COLS, swizzled_index, token_index};
+use ostinato::kernels::gemm::tiled::{Packed, PackedOrder};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::DeltaStepArgs;
 use ostinato::kernels::state::{SLOT_SETTLED, SLOT_WORDS};
 use ostinato::kernels::tags::{Flow, TAG_BITS, tagged};
-use ostinato::memory::pack::{FRAGMENT_COLS, Format};
+use ostinato::memory::pack::Format;
 
 /// Tolerances, explained at the top of the file.
 const STEP: f32 = 2e-5;
@@ -296,7 +296,7 @@ fn step_args(
         y,
         fault: cases.words("fault", &[0, 0]),
         stride: layer.stride,
-        y_stride: form.order().map_or(width + 4, |order| stride(order, rows.len() as u32, width)),
+        y_stride: form.order().map_or(width + 4, |order| order.stride(rows.len() as u32, width)),
         epsilon: EPSILON,
         x_tag: 0,
         y_tag: 0,
@@ -322,31 +322,6 @@ fn add_pending(memory: &mut HostMemory, heads: DeltaHeads, args: &DeltaStepArgs,
     }
 }
 
-/// Whether packed rows of `cols` columns consist of whole blocks of columns.
-fn whole(order: PackedOrder, cols: u32) -> bool {
-    cols.is_multiple_of(match order {
-        PackedOrder::Fragments => FRAGMENT_COLS,
-        PackedOrder::Swizzled => SWIZZLED_COLS,
-    })
-}
-
-/// Returns the stride argument for `rows` packed rows of `cols` columns.
-fn stride(order: PackedOrder, rows: u32, cols: u32) -> u32 {
-    match order {
-        PackedOrder::Fragments => cols / FRAGMENT_COLS,
-        PackedOrder::Swizzled => Packed::padded_rows(rows),
-    }
-}
-
-/// Returns the index of a number of `rows` packed rows of `cols` columns.
-fn packed_index(order: PackedOrder, (row, col): (u32, u32), rows: u32, cols: u32) -> u32 {
-    let index = match order {
-        PackedOrder::Fragments => token_index(row, col, cols),
-        PackedOrder::Swizzled => swizzled_index(row, col, Packed::padded_rows(rows)),
-    };
-    index as u32
-}
-
 /// Tests one step with rows of several sequences at several positions, and with rows without a sequence between them.
 fn step_cases(form: Form) {
     let mut cases = Cases::new(&format!("delta_step {form:?}"));
@@ -359,7 +334,7 @@ fn step_cases(form: Form) {
     let all = [Gates::Usual, Gates::Strong, Gates::None, Gates::Closed];
     let list = shapes().into_iter().flat_map(|heads| all.map(|gates| (heads, gates)));
     for (index, (heads, gates)) in list.enumerate() {
-        if form.order().is_some_and(|order| !whole(order, heads.output())) {
+        if form.order().is_some_and(|order| !heads.output().is_multiple_of(order.block_cols())) {
             continue;
         }
         cases.case(format!("{heads:?}.{gates:?}"));
@@ -433,7 +408,7 @@ fn step_cases(form: Form) {
             for (i, wanted) in (0..).zip(wanted) {
                 let (found, limit) = match form {
                     Form::Packed(order) => {
-                        let at = packed_index(order, (row as u32, i), rows.len() as u32, layer.heads.output());
+                        let at = order.index(row as u32, i, args.y_stride) as u32;
                         (reference.weight(Format::Bf16, args.y, at), 2f64.powi(-8))
                     }
                     Form::Rows => (f32::from_bits(word(i)), 2e-6),
@@ -658,7 +633,7 @@ fn prompt_step(
             Some(_) => cases.output("y", Packed::bytes(rows, width) as usize / 4, Expect::Bfloats(2f32.powi(-7))),
             None => cases.output("y", (rows * (width + 4)) as usize, Expect::Floats(limit(matrices))),
         },
-        y_stride: order.map_or(width + 4, |order| stride(order, rows, width)),
+        y_stride: order.map_or(width + 4, |order| order.stride(rows, width)),
     };
     cases.expect(operands.state, Expect::Floats(limit(matrices)));
     for call in delta_prompts("delta", heads, (rows, most), order, matrices, operands) {
@@ -694,9 +669,7 @@ fn check_prompts(name: &str, order: Option<PackedOrder>, steps: &[(Layer, Vec<Pa
                     for (i, wanted) in (0..).zip(wanted) {
                         let (found, limit) = match order {
                             Some(order) => {
-                                // As many rows as `prompt_step` has memory for.
-                                let rows = 3 + parts.iter().map(|part| part.tokens.len() as u32).sum::<u32>();
-                                let at = packed_index(order, (row, i), rows, layer.heads.output());
+                                let at = order.index(row, i, operands.y_stride) as u32;
                                 (reference.weight(Format::Bf16, operands.y, at), 2f64.powi(-8))
                             }
                             None => (reference.f32(operands.y, row * operands.y_stride + i), 1e-5),
@@ -772,7 +745,9 @@ fn prompts_packed_for_the_next_product() {
     for order in [PackedOrder::Fragments, PackedOrder::Swizzled] {
         let mut random = Random(64);
         let mut steps = Vec::new();
-        for (index, heads) in shapes().into_iter().filter(|heads| whole(order, heads.output())).enumerate() {
+        for (index, heads) in
+            shapes().into_iter().filter(|heads| heads.output().is_multiple_of(order.block_cols())).enumerate()
+        {
             let layer = Layer::new(&mut random, heads);
             let lengths = [[5, 70], [59, 5], [16, 17]][index % 3];
             let parts = (0..)

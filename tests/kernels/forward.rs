@@ -22,7 +22,7 @@ use ostinato::kernels::gemm::matmul::{
     Arithmetic, Blocked, MatmulConfig, MatmulRows, MatrixUnits, Scratch, block_rows,
 };
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig, skinny};
-use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, swizzled_index, token_index};
+use ostinato::kernels::gemm::tiled::{Packed, PackedOrder};
 use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product, take_last};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
@@ -1306,11 +1306,7 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch, KvFormat)>, tags
                 fault: cases.words("fault", &[0, 0]),
                 sinks: cases.floats("sinks", &(0..heads.q).map(sink_of).collect::<Vec<f32>>()),
                 stride: context.stride,
-                output_stride: match order {
-                    None => width + 8,
-                    Some(PackedOrder::Fragments) => width / 32,
-                    Some(PackedOrder::Swizzled) => Packed::padded_rows(count),
-                },
+                output_stride: order.map_or(width + 8, |order| order.stride(count, width)),
                 max_pages: context.max_pages,
                 epsilon: EPSILON,
                 qkv_tag: 0,
@@ -1391,11 +1387,8 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch, KvFormat)>, tags
                     for o in outputs {
                         let (r, column) = (row as u32, h * dim + i);
                         let found = match order {
-                            Some(PackedOrder::Fragments) => {
-                                reference.weight(Format::Bf16, o, token_index(r, column, q * dim) as u32)
-                            }
-                            Some(PackedOrder::Swizzled) => {
-                                reference.weight(Format::Bf16, o, swizzled_index(r, column, args.output_stride) as u32)
+                            Some(order) => {
+                                reference.weight(Format::Bf16, o, order.index(r, column, args.output_stride) as u32)
                             }
                             None => reference.f32(o, row as u32 * args.output_stride + h * dim + i),
                         };

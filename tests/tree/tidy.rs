@@ -34,10 +34,15 @@ fn files(folder: &str, extension: &str) -> Vec<(String, String)> {
     found
 }
 
+/// Returns the text with an empty line for each comment line.
+fn uncommented(text: &str) -> String {
+    let lines: Vec<&str> = text.lines().map(|line| if is_comment(line) { "" } else { line }).collect();
+    lines.join("\n")
+}
+
 /// Returns the text without comment lines and without the items behind `#[cfg(test)]`, each replaced by an empty line.
 fn code_of(text: &str) -> String {
-    let lines: Vec<&str> = text.lines().map(|line| if is_comment(line) { "" } else { line }).collect();
-    let mut code = lines.join("\n");
+    let mut code = uncommented(text);
     while let Some(start) = code.find("#[cfg(test)]") {
         let item = start + "#[cfg(test)]".len();
         let first = item + code[item..].find(['{', ';']).expect("an item ends");
@@ -116,7 +121,7 @@ fn imports_point_one_way() {
             None if folder == "telemetry" => &["telemetry"],
             None => continue,
         };
-        for (line, path) in paths(&module(&name), &code_of(&text)) {
+        for (line, path) in paths(&module(&name), &uncommented(&text)) {
             let used = path.first().map_or("", String::as_str);
             if ORDER.contains(&used) && !allowed.contains(&used) {
                 problems.push(format!("{name}:{line}: {folder} must not use {used}; move what it needs down"));
@@ -147,7 +152,7 @@ fn gpu_and_service_do_not_know_each_other_and_the_engine_knows_no_vulkan() {
     let mut problems = Vec::new();
     for (name, text) in files("src", "rs") {
         let folder = name.trim_start_matches("src/").split('/').next().expect("a path").trim_end_matches(".rs");
-        let code = code_of(&text);
+        let code = uncommented(&text);
         let mut bad = |line: usize, what: &str| problems.push(format!("{name}:{line}: {folder} must not use {what}"));
         for (line, path) in paths(&module(&name), &code) {
             let used = path.first().map_or("", String::as_str);

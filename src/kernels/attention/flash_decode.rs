@@ -6,14 +6,14 @@ use super::cache::kv_format_of;
 use crate::config::KvFormat;
 use crate::kernels::attention::{Heads, PAGE_TOKENS, attend, first_visible, put_row};
 use crate::kernels::gemm::skinny::Matrices;
-use crate::kernels::gemm::tiled::{PackedOrder, swizzled_index, token_index};
+use crate::kernels::gemm::tiled::PackedOrder;
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::recording::{Call, Range};
 use crate::kernels::shaders::{
     AttentionArgs, AttentionConstants, FlashDecodeConstants, PlanSplitsArgs, PlanSplitsConstants,
 };
 use crate::kernels::tags::Flow;
-use crate::memory::pack::{FRAGMENT_COLS, Format};
+use crate::memory::pack::Format;
 
 /// The maximum number of splits along a context.
 pub const MOST_SPLITS: u32 = 32;
@@ -147,11 +147,7 @@ pub fn flash_decode(label: String, heads: Heads, shape: FlashDecodeShape, flow: 
         qk_norm: u32::from(heads.qk_norm),
         tagged: flow.code(),
         planned,
-        packed: match packed {
-            None => 0,
-            Some(PackedOrder::Fragments) => 1,
-            Some(PackedOrder::Swizzled) => 2,
-        },
+        packed: PackedOrder::word(packed),
         gated: u32::from(heads.gated),
         waits: u32::from(waits),
         combiners,
@@ -215,13 +211,10 @@ pub(crate) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
             .map(|[row, position, slot, code]| [row, position, slot, code >> 16])
             .collect(),
     };
-    let put = |memory: &mut HostMemory, row, column, value| match c.packed {
-        0 => put_row(&args, &constants, memory, row, column, value),
-        packed => {
-            let at = match packed {
-                1 => token_index(row, column, args.output_stride * FRAGMENT_COLS),
-                _ => swizzled_index(row, column, args.output_stride),
-            };
+    let put = |memory: &mut HostMemory, row, column, value| match PackedOrder::of_word(c.packed) {
+        None => put_row(&args, &constants, memory, row, column, value),
+        Some(order) => {
+            let at = order.index(row, column, args.output_stride);
             memory.set_number(Format::Bf16, args.o, at as u32, value);
         }
     };

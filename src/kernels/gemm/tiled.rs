@@ -25,6 +25,51 @@ pub enum PackedOrder {
     Swizzled,
 }
 
+impl PackedOrder {
+    /// Returns the constant PACKED of kernels that pack their output: 0 if they do not.
+    pub fn word(order: Option<PackedOrder>) -> u32 {
+        match order {
+            None => 0,
+            Some(PackedOrder::Fragments) => 1,
+            Some(PackedOrder::Swizzled) => 2,
+        }
+    }
+
+    /// Returns the order of a constant PACKED; `None` if the output is not packed.
+    pub fn of_word(word: u32) -> Option<PackedOrder> {
+        match word {
+            0 => None,
+            1 => Some(PackedOrder::Fragments),
+            _ => Some(PackedOrder::Swizzled),
+        }
+    }
+
+    /// Returns the number of columns of a block. A kernel that packs its output writes whole blocks.
+    pub fn block_cols(self) -> u32 {
+        match self {
+            PackedOrder::Fragments => FRAGMENT_COLS,
+            PackedOrder::Swizzled => SWIZZLED_COLS,
+        }
+    }
+
+    /// Returns the stride argument of kernels that pack `rows` rows of `cols` columns: the number of blocks of a row, or in
+    /// the swizzled order the number of rows that there is memory for.
+    pub fn stride(self, rows: u32, cols: u32) -> u32 {
+        match self {
+            PackedOrder::Fragments => cols.div_ceil(FRAGMENT_COLS),
+            PackedOrder::Swizzled => Packed::padded_rows(rows),
+        }
+    }
+
+    /// Returns the index, in numbers, of row `row` and column `col` of packed rows with this stride.
+    pub fn index(self, row: u32, col: u32, stride: u32) -> usize {
+        match self {
+            PackedOrder::Fragments => token_index(row, col, stride * FRAGMENT_COLS),
+            PackedOrder::Swizzled => swizzled_index(row, col, stride),
+        }
+    }
+}
+
 /// Rows of activations in 16 bits: the rows are padded to [`TILE_TOKENS`] and the columns to 32, both with zeros.
 #[derive(Clone, Copy, Debug)]
 pub struct Packed {
@@ -46,19 +91,12 @@ impl Packed {
 
     /// Returns the index, in numbers, of row `row` and column `col` of `rows` rows of `cols` columns.
     pub fn index(self, row: u32, col: u32, rows: u32) -> usize {
-        match self.order {
-            PackedOrder::Fragments => token_index(row, col, self.cols.next_multiple_of(FRAGMENT_COLS)),
-            PackedOrder::Swizzled => swizzled_index(row, col, Packed::padded_rows(rows)),
-        }
+        self.order.index(row, col, self.stride(rows))
     }
 
-    /// Returns the stride argument of kernels that pack their output, of `rows` rows: the number of blocks of 32 columns of a
-    /// row ([`PackedOrder::Fragments`]), or the number of rows that there is memory for ([`PackedOrder::Swizzled`]).
+    /// Returns the stride argument of kernels that pack their output, of `rows` rows ([`PackedOrder::stride`]).
     pub fn stride(self, rows: u32) -> u32 {
-        match self.order {
-            PackedOrder::Fragments => self.cols.div_ceil(FRAGMENT_COLS),
-            PackedOrder::Swizzled => Packed::padded_rows(rows),
-        }
+        self.order.stride(rows, self.cols)
     }
 
     /// Returns the size of `rows` rows of `cols` columns in bytes.

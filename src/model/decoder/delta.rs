@@ -5,10 +5,9 @@
 use super::{Block, Decoder, Mixed, Step, StepShape};
 use crate::kernels::delta::{self, DeltaHeads, MOST_PENDING, PromptOperands};
 use crate::kernels::gemm::skinny::Matrices;
-use crate::kernels::gemm::tiled::{Packed, PackedOrder, SWIZZLED_COLS};
+use crate::kernels::gemm::tiled::Packed;
 use crate::kernels::recording::Recording;
 use crate::kernels::shaders::DeltaStepArgs;
-use crate::memory::pack::FRAGMENT_COLS;
 use crate::model::config::DeltaNet;
 
 /// Returns the heads of a configuration's gated-delta-rule layers.
@@ -33,11 +32,7 @@ impl Decoder<'_> {
         let width = heads.output();
         // The output is packed for the next product if its rows consist of whole blocks of columns.
         let order = self.packed_order(shape, &block.name("o"));
-        let blocks = match order {
-            PackedOrder::Fragments => FRAGMENT_COLS,
-            PackedOrder::Swizzled => SWIZZLED_COLS,
-        };
-        let packs = self.packs_for(shape, &block.name("o")) && width.is_multiple_of(blocks);
+        let packs = self.packs_for(shape, &block.name("o")) && width.is_multiple_of(order.block_cols());
         let packed = packs.then(|| Packed { order, ..Self::packed(r, &format!("packed.{width}"), rows, width) });
         let (y, y_stride) = match packed {
             Some(packed) => (packed.range, packed.stride(rows)),

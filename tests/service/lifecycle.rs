@@ -223,6 +223,27 @@ async fn a_call_of_several_parts_stays_on_one_model() {
     served.host.retire(replaced.old.expect("the first one"), Duration::ZERO);
 }
 
+/// Goal: as above, for the prompts of a completion, which become requests one after the other. Method: the model is
+/// replaced while the second prompt, a long text of which the last tokens are kept, is encoded.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn all_prompts_of_a_completion_run_on_one_model() {
+    let (served, _) = serve(&[Model::new("one", "abc", None)]).await;
+    let old = served.host.model("one").unwrap();
+    let prompts = ["x".to_owned(), "y".repeat(500_000), "z".to_owned()];
+    let body = json!({"model": "one", "prompt": prompts, "truncate_prompt_tokens": 5, "max_tokens": 100});
+    let http = served.http;
+    let call = tokio::spawn(async move { post(http, "/v1/completions", &body).await.json() });
+    until("its first prompt runs", async || old.replicas[0].unfinished() > 0).await;
+    let replaced = served.host.load("one", Default::default(), Duration::ZERO, &Quiet).unwrap();
+    let answer = call.await.unwrap();
+    for choice in answer["choices"].as_array().unwrap() {
+        assert_eq!(choice["text"], repeated("abc", 100), "{answer}");
+    }
+    assert_eq!(replaced.model.replicas[0].load().prompt_tokens, 0, "the new model has run nothing");
+    assert_eq!(old.replicas[0].load().prompt_tokens, 1 + 5 + 1);
+    served.host.retire(replaced.old.expect("the first one"), Duration::ZERO);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_cannot_be_loaded_or_unloaded_is_refused_and_changes_nothing() {
     let (served, control) = serve(&[Model::new("one", "abc", None), on_request("two", "broken")]).await;

@@ -497,6 +497,32 @@ fn files_are_opened_in_one_place() {
     }
 }
 
+/// The calls that look up a model by name, and the files of the service that may contain them. All others take a target
+/// that was found before (`Target` in `src/service/prepare.rs`).
+const LOOK_UPS: [(&str, &[&str]); 3] = [
+    ("host.model(", &["src/service/prepare.rs", "src/service/rpc.rs"]),
+    ("host.route(", &[]),
+    ("Target::find(", &["src/service/prepare.rs", "src/service/rpc.rs"]),
+];
+
+/// Goal: no stage of a call looks its model up again: by then another model may have the name, with another tokenizer.
+#[test]
+fn the_service_looks_up_models_in_one_place() {
+    let mut found = 0;
+    for (name, text) in files("src/service", "rs") {
+        for (number, line) in code_of(&text).lines().enumerate() {
+            let line = line.replace("host()", "host");
+            for (_, allowed) in LOOK_UPS.iter().filter(|(call, _)| line.contains(call)) {
+                found += 1;
+                let known = allowed.contains(&name.as_str());
+                assert!(known, "{name}:{}: take the call's Target instead of a second look-up", number + 1);
+            }
+        }
+    }
+    // `Target::find` itself and the service's inner `prepare`, and the two of `Scope`.
+    assert_eq!(found, 4, "look-ups of models in prepare.rs and rpc.rs: each call must have one");
+}
+
 #[test]
 fn tokio_lives_in_the_service() {
     for (name, text) in files("src", "rs") {

@@ -2,12 +2,15 @@
 //! tools, reasoning and constraints, refusals in OpenAI's form, and that tokens, limits and counts are those of gRPC.
 
 use crate::serving::certificates::Authority;
-use crate::serving::{END, Served, fake, model, serve_models, text_request, tokenizer, tokenizer_of, tokenizer_with};
+use crate::serving::{
+    END, Served, fake, model, sentencepiece, serve_models, text_request, tokenizer, tokenizer_of, tokenizer_with,
+};
 use axum::body::{Body, to_bytes};
 use http_body::Body as _;
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use ostinato::config::TlsConfig;
+use ostinato::engine::fake::FakeConfig;
 use ostinato::model::text::Text;
 use ostinato::service::auth::Tokens;
 use ostinato::service::proto::ostinato_client::OstinatoClient;
@@ -364,6 +367,40 @@ async fn completions_take_texts_tokens_and_lists_and_echo_them() {
         assert!(error["param"].as_str().unwrap().starts_with("prompt"), "{error}");
     }
     served.idle("alpha/0", Duration::from_secs(5)).await;
+}
+
+/// Goal: the space of the first token after a prompt is part of a completion, whichever form the prompt has. Method: a
+/// tokenizer whose decoder removes the first space of a text, as those of SentencePiece do. The device repeats " ab b".
+#[tokio::test]
+async fn completions_keep_the_space_that_they_begin_with() {
+    let device = FakeConfig { script: vec![4, 3, 5], ..fake(Duration::from_micros(200), &[]) };
+    let served =
+        serve_models(vec![model("alpha", Some(sentencepiece()), vec![(0, device)], 8)], Options::default()).await;
+    let ask = async |body: Value| post(served.http, "/v1/completions", &body).await;
+    for (prompt, shown) in [(json!("a b"), "a b"), (json!([1, 4, 5]), "<s> a b"), (json!([[4, 5]]), "a b")] {
+        let body = json!({"prompt": prompt, "max_tokens": 6, "logprobs": 0});
+        let whole = ask(body.clone()).await.json();
+        let choice = &whole["choices"][0];
+        assert_eq!(choice["text"], " ab b ab b", "{prompt}");
+        assert_eq!(choice["logprobs"]["tokens"], json!([" a", "b", " b", " a", "b", " b"]), "{prompt}");
+        assert_eq!(choice["logprobs"]["text_offset"], json!([0, 2, 3, 5, 7, 8]), "{prompt}");
+        let with = |field: &str, value: Value| {
+            let mut body = body.clone();
+            body[field] = value;
+            body
+        };
+        let events = ask(with("stream", true.into())).await.events();
+        let text: String = events.iter().map(|event| event["choices"][0]["text"].as_str().unwrap()).collect();
+        assert_eq!(text, " ab b ab b", "{prompt}");
+        let echoed = ask(with("echo", true.into())).await.json();
+        assert_eq!(echoed["choices"][0]["text"], format!("{shown} ab b ab b"), "{prompt}");
+        let stopped = ask(with("stop", " a".into())).await.json();
+        let choice = &stopped["choices"][0];
+        assert_eq!((&choice["text"], &choice["stop_reason"]), (&json!(""), &json!(" a")), "{prompt}");
+    }
+    // No text precedes the output, and decoders remove the space of a text's first token.
+    let whole = ask(json!({"prompt": [1], "max_tokens": 3})).await.json();
+    assert_eq!(whole["choices"][0]["text"], "ab b");
 }
 
 #[tokio::test]

@@ -8,18 +8,20 @@ use tokenizers::Tokenizer;
 const SPECIAL: u8 = 0xff;
 
 /// The ways in which a tokenizer spells bytes in its tokens.
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Spelling {
     /// Byte-level: each byte is one character of GPT-2's alphabet.
     ByteLevel,
     /// Byte fallback: UTF-8 with `▁` for a space; `<0x0A>` is a single byte.
     ByteFallback,
+    /// UTF-8 with `▁` for a space, without tokens of single bytes.
+    Metaspace,
 }
 
 /// Returns the bytes of each token, indexed by id: empty if there is no such token; for a special token [`SPECIAL`]
-/// followed by the token's name. Returns `None` if the tokenizer uses another spelling.
+/// followed by the token's name. Returns `None` if the tokenizer has no tokens of single bytes, or uses another spelling.
 pub(super) fn token_bytes(tokenizer: &Tokenizer) -> Option<Vec<Vec<u8>>> {
-    let spelling = spelling(tokenizer)?;
+    let spelling = spelling(tokenizer).filter(|spelling| *spelling != Spelling::Metaspace)?;
     let added = tokenizer.get_added_tokens_decoder();
     let alphabet = alphabet();
     let count = tokenizer.get_vocab(true).values().max().map_or(0, |id| id + 1);
@@ -54,10 +56,16 @@ fn spelled(token: String, spelling: Spelling, alphabet: &[char; 256]) -> Vec<u8>
             let hex = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
             match hex.filter(|hex| hex.len() == 2).and_then(|hex| u8::from_str_radix(hex, 16).ok()) {
                 Some(byte) => vec![byte],
-                None => token.replace('\u{2581}', " ").into_bytes(),
+                None => spaced(&token),
             }
         }
+        Spelling::Metaspace => spaced(&token),
     }
+}
+
+/// Returns the bytes of a token in which `▁` is a space.
+fn spaced(token: &str) -> Vec<u8> {
+    token.replace('\u{2581}', " ").into_bytes()
 }
 
 /// Returns how a tokenizer spells bytes; `None` if in another way than these.
@@ -68,6 +76,8 @@ pub(super) fn spelling(tokenizer: &Tokenizer) -> Option<Spelling> {
         Some(Spelling::ByteLevel)
     } else if decoder.contains("\"ByteFallback\"") {
         Some(Spelling::ByteFallback)
+    } else if decoder.contains("\"Metaspace\"") {
+        Some(Spelling::Metaspace)
     } else {
         None
     }

@@ -194,6 +194,17 @@ impl Host {
         }
     }
 
+    /// Whether a replica takes requests, or no model is loaded and one can be. It is false while all replicas are draining
+    /// or have failed.
+    pub fn is_serving(&self) -> bool {
+        self.replicas().any(|replica| replica.closed().is_none()) || self.is_idle()
+    }
+
+    /// Whether no model is loaded and one can be.
+    pub fn is_idle(&self) -> bool {
+        self.models().is_empty() && self.can_load()
+    }
+
     /// Returns the number of accepted requests that have not ended. It reaches 0 some time after `drain`.
     pub fn unfinished(&self) -> usize {
         self.replicas().map(|replica| replica.unfinished()).sum()

@@ -15,9 +15,10 @@ use super::proto::vllm::grpc::engine::vllm_engine_server::VllmEngineServer;
 use super::rpc::{Rpc, SERVICE};
 use super::tls::{self, Protocol, Tls};
 use super::vllm::{self, VllmRpc};
-use crate::host::Host;
+use crate::host::{Host, ServedModel};
 use crate::telemetry::with_causes;
 use std::collections::HashMap;
+use std::convert::Infallible;
 use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -32,7 +33,7 @@ use tonic_health::server::HealthReporter;
 
 /// The time that connections have to close after the streams have ended.
 const GOODBYE: Duration = Duration::from_secs(1);
-/// The interval at which the health of a model's own endpoint is updated.
+/// The interval at which the health of an endpoint is updated.
 const HEALTH_LOOK: Duration = Duration::from_millis(200);
 
 /// The settings of a server.
@@ -235,6 +236,7 @@ pub async fn serve_with_http(
             return Ok(Stopped { cut: 0 });
         }
         () = shutdown => {}
+        never = follow_health(&reporter, true, || host.is_serving()) => match never {},
     }
 
     // The socket stays open while streams run, so that clients hear UNAVAILABLE and balancers
@@ -272,6 +274,22 @@ async fn set_health(reporter: &HealthReporter, status: ServingStatus) {
     reporter.set_service_status("", status).await;
     reporter.set_service_status(SERVICE, status).await;
     reporter.set_service_status(vllm::SERVICE, status).await;
+}
+
+/// Updates the health status of all services whenever `is_serving` changes from its previous value, `was`. Never returns.
+async fn follow_health(reporter: &HealthReporter, mut was: bool, is_serving: impl Fn() -> bool) -> Infallible {
+    loop {
+        tokio::time::sleep(HEALTH_LOOK).await;
+        let now = is_serving();
+        if now != was {
+            was = now;
+            set_health(reporter, status(now)).await;
+        }
+    }
+}
+
+fn status(serves: bool) -> ServingStatus {
+    if serves { ServingStatus::Serving } else { ServingStatus::NotServing }
 }
 
 /// Ends the watch streams of the health service, which would otherwise keep their connections open.
@@ -329,8 +347,8 @@ impl Grpc {
         Ok(())
     }
 
-    /// Serves the endpoint of one model until `closing` is cancelled. The endpoint is healthy while the model is served
-    /// and the server does not drain.
+    /// Serves the endpoint of one model until `closing` is cancelled. The endpoint is healthy while a replica of the model
+    /// takes requests and the server does not drain.
     async fn serve_model(
         &self,
         listener: TcpListener,
@@ -340,27 +358,22 @@ impl Grpc {
     ) -> Result<(), ServeError> {
         let (reporter, health) = tonic_health::server::health_reporter();
         let host = Arc::clone(self.rpc.host());
-        let is_served = || host.models().iter().any(|served| *served.name == *model) && !draining.is_cancelled();
-        let status = |served| if served { ServingStatus::Serving } else { ServingStatus::NotServing };
-        let mut served = is_served();
+        let takes = |served: &ServedModel| served.replicas.iter().any(|replica| replica.closed().is_none());
+        let is_served = || {
+            let models = host.models();
+            models.iter().any(|served| *served.name == *model && takes(served)) && !draining.is_cancelled()
+        };
+        let served = is_served();
         set_health(&reporter, status(served)).await;
         let server = self.serve(listener, Some(Arc::clone(&model)), health, closing.clone());
         tokio::pin!(server);
-        loop {
-            tokio::select! {
-                ended = &mut server => return ended,
-                () = closing.cancelled() => {
-                    end_health(reporter).await;
-                    return server.await;
-                }
-                () = tokio::time::sleep(HEALTH_LOOK) => {}
-            }
-            let now = is_served();
-            if now != served {
-                served = now;
-                set_health(&reporter, status(served)).await;
-            }
+        tokio::select! {
+            ended = &mut server => return ended,
+            () = closing.cancelled() => {}
+            never = follow_health(&reporter, served, is_served) => match never {},
         }
+        end_health(reporter).await;
+        server.await
     }
 }
 

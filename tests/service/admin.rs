@@ -17,6 +17,9 @@ use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
 
 struct Served {
     address: SocketAddr,
@@ -360,4 +363,44 @@ async fn a_device_that_is_built_anew_is_warned_of() {
     let wanted = "serving\nwarning: gone/0: its device was lost and is being rebuilt; requests wait\n";
     assert_eq!((health.status, health.body.as_str()), (200, wanted));
     waiting.abort();
+}
+
+/// Goal: a replica that has failed for good is reported with its reason: as a warning while another model serves, and
+/// with status 503 and NOT_SERVING once nothing takes requests, so that the process is restarted. Method: fake devices
+/// that are lost with the second plan, and that nothing rebuilds.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_that_has_failed_for_good_is_reported_with_its_reason() {
+    let lost = FakeConfig { lost_after: Some(1), ..fake(Duration::from_millis(1), b"abc") };
+    let on = |name: &str, device: usize| model(name, Some(tokenizer(true)), vec![(device, lost.clone())], 4);
+    let served = serve_models(vec![on("first", 0), on("second", 1)], Options::default()).await;
+    let admin = Admin::new();
+    admin.set_host(Arc::clone(&served.host));
+    let page = start(&admin, "127.0.0.1:0").await;
+    let mut client = served.client().await;
+    let mut probe = HealthClient::new(served.channel().await);
+    let mut health = async || {
+        let health = probe.check(HealthCheckRequest::default()).await.unwrap().into_inner().status();
+        (get(page.address, "/healthz").await, get(served.http, "/health").await.status, health)
+    };
+    let (admins, openais, grpcs) = health().await;
+    assert_eq!((admins.status, admins.body.as_str(), openais), (200, "serving\n", 200));
+    assert_eq!(grpcs, ServingStatus::Serving);
+
+    let why = generate(&mut client, text_request("first", "Hello", 9)).await.error.expect("its device is lost");
+    let reason = "device \"fake\" is lost: it was told to";
+    let warning = |model: &str| format!("warning: {model}/0: it has failed and takes no requests: {reason}\n");
+    assert!(why.message().contains(reason), "{why:?}");
+    let (admins, openais, grpcs) = health().await;
+    assert_eq!((admins.status, admins.body, openais), (200, format!("serving\n{}", warning("first")), 200));
+    assert_eq!(grpcs, ServingStatus::Serving);
+
+    assert!(generate(&mut client, text_request("second", "Hello", 9)).await.error.is_some());
+    let until = Instant::now() + Duration::from_secs(20);
+    while health().await.2 != ServingStatus::NotServing {
+        assert!(Instant::now() < until, "gRPC health is still SERVING");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let (admins, openais, _) = health().await;
+    let body = format!("closed\n{}{}", warning("first"), warning("second"));
+    assert_eq!((admins.status, admins.body, openais), (503, body, 503));
 }

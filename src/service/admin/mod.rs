@@ -7,7 +7,7 @@
 //! |---|---|
 //! | `/` | the page; `/page.css`, `/page.js`, `/history.js`, `/chat.js`, `/favicon.svg` belong to it |
 //! | `/api/state`, `/api/steps`, `/api/transfers`, `/api/requests`, `/api/history` | JSON |
-//! | `/healthz` | 200 while a replica takes requests, or none is loaded and one can be; else 503: loading, draining or failed. The first line is the status, each further one a warning: it changes no status |
+//! | `/healthz` | 200 while a replica takes requests, or none is loaded and one can be; else 503: loading, draining or failed. The first line is the status, each further one a warning, which changes no status: of a replica that has failed, why |
 //! | `/metrics` | [`metrics`] for Prometheus |
 
 pub mod api;
@@ -174,19 +174,23 @@ impl Admin {
     fn status(&self) -> Status {
         match self.host() {
             None => Status::Loading,
-            Some(host) if host.replicas().any(|replica| replica.closed().is_none()) => Status::Serving,
-            Some(host) if host.models().is_empty() && host.can_load() => Status::Idle,
-            Some(_) => Status::Closed,
+            Some(host) if !host.is_serving() => Status::Closed,
+            Some(host) if host.is_idle() => Status::Idle,
+            Some(_) => Status::Serving,
         }
     }
 
-    /// Returns warnings for the operator, one sentence each, about problems while requests are served.
+    /// Returns warnings for the operator, one sentence each: about problems while requests are served, and about replicas
+    /// that have failed for good.
     fn warnings(&self) -> Vec<String> {
         let now = Moment::now();
         let mut warnings = Vec::new();
         for replica in self.host().into_iter().flat_map(|host| host.replicas()) {
             if replica.rebuilding() {
                 warnings.push(format!("{}: its device was lost and is being rebuilt; requests wait", replica.name));
+            }
+            if let Some(why) = replica.closed().filter(|_| replica.failed()) {
+                warnings.push(format!("{}: it has failed and takes no requests: {why}", replica.name));
             }
             if let Some(ago) = replica.last_fault().map(|at| now.since(at)).filter(|ago| *ago < FAULT_WARNING) {
                 warnings.push(fault_warning(&replica.name, replica.faults(), ago));

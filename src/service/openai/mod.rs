@@ -704,10 +704,8 @@ async fn model(State(openai): State<Arc<OpenAi>>, Path(name): Path<String>, mut 
 }
 
 async fn health(State(openai): State<Arc<OpenAi>>) -> Response {
-    let host = openai.rpc.host();
-    let serving = host.replicas().any(|replica| replica.closed().is_none());
-    let idle = host.models().is_empty() && host.can_load();
-    let status = if serving || idle { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    let serving = openai.rpc.host().is_serving();
+    let status = if serving { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     status.into_response()
 }
 

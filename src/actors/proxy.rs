@@ -7,6 +7,7 @@ use crate::actors::thread::{ActorThread, SpawnError};
 use crate::device::{DeviceError, Gate};
 use crate::kernels::exchange::{WORD_BYTES, has_failed, is_complete, stop_offset};
 use crate::memory::Buffer;
+use rustix::time::{ClockId, clock_gettime};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,8 +16,12 @@ use std::time::{Duration, Instant};
 /// The time without a word after which the host gives up an exchange that other devices wait for. Other programs' time
 /// slices and other models' steps last far less.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// [`PATIENCE`] if a device is a CPU driver, whose threads share the cores with everything else.
+/// [`PATIENCE`] if a device is a CPU driver. Its kernels take any time, and its threads share the cores with everything
+/// else, so only time counts in which this process hardly works (see [`Patience`]).
 const PATIENCE_CPU: Duration = Duration::from_secs(120);
+/// The processor time that counts as progress: a tenth of a core for [`PATIENCE_CPU`]. A process whose drivers wait uses
+/// less; one that computes or compiles uses more, unless the machine leaves it nothing.
+const PROGRESS: Duration = Duration::from_secs(12);
 
 /// The number of polls between two looks at the clock.
 const POLLS_BETWEEN_LOOKS: u32 = 4096;
@@ -187,6 +192,59 @@ impl Drop for Proxies {
     }
 }
 
+/// The processor time in nanoseconds that all threads of this kind in the process have used in waits that they have looked
+/// at the clock in.
+static WAITED_NS: AtomicU64 = AtomicU64::new(0);
+
+/// The time for which a wait may go on: it begins again with each [`PROGRESS`] of work.
+#[derive(Clone, Copy, Debug)]
+struct Patience {
+    most: Duration,
+    /// When it began last, and the work that had been done by then.
+    since: Instant,
+    work: Duration,
+}
+
+impl Patience {
+    /// Creates it at `now`, when `work` has been done since the process began.
+    fn new(most: Duration, now: Instant, work: Duration) -> Patience {
+        Patience { most, since: now, work }
+    }
+
+    /// Whether the time is over at `now`, when `work` has been done since the process began.
+    fn is_over(&mut self, now: Instant, work: Duration) -> bool {
+        if work.saturating_sub(self.work) >= PROGRESS {
+            (self.since, self.work) = (now, work);
+        }
+        now.saturating_duration_since(self.since) > self.most
+    }
+}
+
+/// Measures the processor time of the process without that of waits for words.
+struct Work {
+    /// The processor time of this thread when it last looked.
+    own: Duration,
+}
+
+impl Work {
+    fn new() -> Work {
+        Work { own: processor_time(ClockId::ThreadCPUTime) }
+    }
+
+    /// Returns the processor time that the process has spent on anything but waits for words.
+    fn done(&mut self) -> Duration {
+        let own = processor_time(ClockId::ThreadCPUTime);
+        let waited = own.saturating_sub(std::mem::replace(&mut self.own, own)).as_nanos() as u64;
+        let waited = WAITED_NS.fetch_add(waited, Ordering::Relaxed) + waited;
+        processor_time(ClockId::ProcessCPUTime).saturating_sub(Duration::from_nanos(waited))
+    }
+}
+
+fn processor_time(of: ClockId) -> Duration {
+    let time = clock_gettime(of);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
+}
+
 struct StopOnPanic(Arc<Shared>);
 
 impl Drop for StopOnPanic {
@@ -252,8 +310,8 @@ fn carry(shared: &Shared, from: usize, number: u32, words: Range<u64>) -> bool {
 /// Waits until a word of an exchange, the `at`-th of the outbox, has come. Returns whether it has.
 fn wait(shared: &Shared, from: usize, number: u32, at: u64) -> bool {
     let memory = &shared.memory;
-    let patience = if memory.on_cpu { PATIENCE_CPU } else { PATIENCE };
-    let (mut polls, mut since, mut word) = (0u32, None::<Instant>, [[0; 4]]);
+    let (mut polls, mut word) = (0u32, [[0; 4]]);
+    let mut clock: Option<(Work, Patience)> = None;
     loop {
         memory.outboxes[from].load_quads(at * WORD_BYTES, &mut word);
         if is_complete(word[0], number) {
@@ -277,9 +335,81 @@ fn wait(shared: &Shared, from: usize, number: u32, at: u64) -> bool {
         if shared.stopped.load(Ordering::Acquire) {
             return false;
         }
-        if polls.is_multiple_of(POLLS_BETWEEN_LOOKS) && since.get_or_insert_with(Instant::now).elapsed() > patience {
+        if !polls.is_multiple_of(POLLS_BETWEEN_LOOKS) {
+            continue;
+        }
+        let now = Instant::now();
+        let begin = || match memory.on_cpu {
+            true => {
+                let mut work = Work::new();
+                let done = work.done();
+                (work, Patience::new(PATIENCE_CPU, now, done))
+            }
+            false => (Work::new(), Patience::new(PATIENCE, now, Duration::ZERO)),
+        };
+        let (work, patience) = clock.get_or_insert_with(begin);
+        // A GPU's progress is not seen here.
+        let done = if memory.on_cpu { work.done() } else { Duration::ZERO };
+        if patience.is_over(now, done) {
             tracing::error!(exchange = number, device = from, word = at, "a device has stopped in an exchange");
             return false;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// Goal: a wait for a CPU driver goes on for as long as the driver computes, and ends a fixed time after it has stopped.
+    #[test]
+    fn patience_begins_again_with_work() {
+        let start = Instant::now();
+        let mut patience = Patience::new(PATIENCE_CPU, start, 100 * SECOND);
+        // A quarter of a core, for an hour.
+        for second in 1..=3600 {
+            assert!(!patience.is_over(start + second * SECOND, 100 * SECOND + second * SECOND / 4), "{second} s");
+        }
+        // From then on a hundredth of a core: less than counts.
+        let (stopped, work) = (start + 3600 * SECOND, 1000 * SECOND);
+        let mut over =
+            (1..=600).filter(|second| patience.is_over(stopped + *second * SECOND, work + *second * SECOND / 100));
+        let first = over.next().map(|second| second * SECOND);
+        // The last progress was seen up to 48 s before: 12 s of a quarter of a core.
+        assert!(
+            first.is_some_and(|first| first > PATIENCE_CPU - 48 * SECOND && first <= PATIENCE_CPU + SECOND),
+            "{first:?}"
+        );
+        // Without work, which is never seen of GPUs, the time does not grow.
+        let mut patience = Patience::new(PATIENCE, start, Duration::ZERO);
+        assert!(!patience.is_over(start + PATIENCE, Duration::ZERO));
+        assert!(patience.is_over(start + PATIENCE + SECOND, Duration::ZERO));
+    }
+
+    /// Goal: waiting is no progress, but work of another thread is.
+    #[test]
+    fn work_is_processor_time_without_that_of_waits() {
+        let spin = |until: Duration| {
+            while processor_time(ClockId::ThreadCPUTime) < until {
+                std::hint::spin_loop();
+            }
+        };
+        let now = || processor_time(ClockId::ThreadCPUTime);
+        let most = Duration::from_millis(50);
+        let mut work = Work::new();
+        let before = work.done();
+        let of_process = processor_time(ClockId::ProcessCPUTime);
+        spin(now() + most);
+        let own = work.done() - before;
+        let others = processor_time(ClockId::ProcessCPUTime) - of_process - most;
+        // Other tests of the process may run at the same time.
+        assert!(own <= others + most / 5, "{own:?} of work, {others:?} of other threads");
+        let before = work.done();
+        std::thread::scope(|scope| {
+            scope.spawn(|| spin(most));
+        });
+        assert!(work.done() - before >= most * 4 / 5);
     }
 }

@@ -159,10 +159,7 @@ pub(crate) fn run(args: &Serve) -> anyhow::Result<()> {
         settings.log = "warn".to_owned();
     }
     let _telemetry = telemetry::init(&settings)?;
-    workers::use_limits(WorkerLimits {
-        memory: config.server.worker_memory.0,
-        cpu: Duration::from_secs_f64(config.server.worker_seconds),
-    });
+    workers::use_limits(worker_limits(&config));
     // Bind now, so that an address in use is reported before minutes of loading. The socket listens only after loading;
     // until then clients are refused.
     let socket = bind(config.server.listen, "server.listen")?;
@@ -429,6 +426,11 @@ fn signals() -> anyhow::Result<impl Future<Output = ()>> {
     Ok(first)
 }
 
+/// Returns the limits of worker processes that a configuration sets.
+fn worker_limits(config: &Config) -> WorkerLimits {
+    WorkerLimits { memory: config.server.worker_memory.0, cpu: Duration::from_secs_f64(config.server.worker_seconds) }
+}
+
 /// Logs each replica and its device.
 fn announce(host: &Host) {
     for model in &*host.models() {
@@ -448,6 +450,19 @@ fn announce(host: &Host) {
 
 #[cfg(test)]
 mod tests {
+    use super::*;
+
+    /// Goal: a constraint or template may take 2 s of processor time and 512 MiB if the configuration says nothing, which
+    /// is also what other commands allow. `tests/hostile/constraints.rs` measures that a server keeps to it.
+    #[test]
+    fn workers_have_the_default_limits_unless_they_are_configured() {
+        let mut config = Config::default();
+        let shipped = WorkerLimits { memory: 512 << 20, cpu: Duration::from_secs(2) };
+        assert_eq!((worker_limits(&config), WorkerLimits::default()), (shipped, shipped));
+        (config.server.worker_seconds, config.server.worker_memory) = (0.5, Bytes(64 << 20));
+        assert_eq!(worker_limits(&config), WorkerLimits { memory: 64 << 20, cpu: Duration::from_millis(500) });
+    }
+
     #[test]
     fn connections_leave_files_to_others() {
         for (asked, endpoints, others, files, fitting) in [

@@ -37,7 +37,7 @@ use serving::{Served, fake, serve_models, text_request, token_request, tokenizer
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use tonic_reflection::pb::v1::ServerReflectionRequest;
@@ -451,8 +451,35 @@ fn sizes_that_no_device_has_are_refused_with_both_numbers() {
     works(&vulkan, "llama-plain");
 }
 
-/// Goal: a pipeline cache that cannot be written, which only saves compilation at the next start, neither prevents a
-/// start nor the rebuild of a lost device. Method: the cache folder cannot be created because a file has its name,
+/// What has been logged, as text.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    /// Runs `work` and returns its result. What this thread logs meanwhile is kept.
+    fn during<T>(&self, work: impl FnOnce() -> T) -> T {
+        let log = self.clone();
+        let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || log.clone()).finish();
+        tracing::subscriber::with_default(subscriber, work)
+    }
+
+    fn text(&self) -> String {
+        String::from_utf8_lossy(&self.0.lock().unwrap()).into_owned()
+    }
+}
+
+impl std::io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Goal: a pipeline cache that cannot be written, which only saves compilation at the next start, causes a warning, but
+/// prevents neither a start nor the rebuild of a lost device. Method: the cache folder cannot be created because a file has its name,
 /// first from the start on, then once the server runs; in the second case the device is then lost, and the request must
 /// be answered.
 #[test]
@@ -468,7 +495,11 @@ fn a_pipeline_cache_that_cannot_be_written_ends_nothing() {
         start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{}", with_causes(&e)))
     };
     for cache in [file.clone(), file.join("below")] {
-        let host = serve(&cache);
+        let log = Log::default();
+        let host = log.during(|| serve(&cache));
+        let (text, path) = (log.text(), cache.display().to_string());
+        let warned = |line: &&str| line.contains("WARN") && line.contains("the pipeline cache is not kept");
+        assert!(text.lines().find(warned).is_some_and(|line| line.contains(&path)), "{path}: {text}");
         answers(&host.replicas().next().unwrap(), "llama-plain");
         drop(host);
         assert_no_actor_lives();

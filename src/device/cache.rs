@@ -183,6 +183,35 @@ mod tests {
         assert_eq!(unpack(&packed, 8), None);
     }
 
+    /// Goal: a failed write is an error, changes nothing and leaves no temporary file. Method: the folder cannot be made,
+    /// or the file not replaced, because something else has its name; modes would not stop a test that runs as root.
+    #[test]
+    fn a_file_that_cannot_be_written_is_an_error_and_leaves_nothing_behind() {
+        let folder = tempfile::tempdir().unwrap();
+        let names = || {
+            let entries = std::fs::read_dir(folder.path()).unwrap();
+            let mut names: Vec<String> =
+                entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+            names.sort();
+            names
+        };
+        let file = folder.path().join("a file");
+        std::fs::write(&file, b"in the way").unwrap();
+        std::fs::create_dir(folder.path().join("a folder")).unwrap();
+        for (path, kinds) in [
+            (file.join("of.pipelines"), vec![ErrorKind::AlreadyExists, ErrorKind::NotADirectory]),
+            (file.join("below/of.pipelines"), vec![ErrorKind::NotADirectory]),
+            (folder.path().join("a folder"), vec![ErrorKind::IsADirectory]),
+        ] {
+            let error = write_atomically(&path, b"pipelines").unwrap_err();
+            assert!(kinds.contains(&error.kind()), "{}: {error:?}", path.display());
+            assert_eq!(names(), ["a file", "a folder"], "after {}", path.display());
+        }
+        assert_eq!(std::fs::read(&file).unwrap(), b"in the way");
+        write_atomically(&file, b"pipelines").unwrap();
+        assert_eq!((std::fs::read(&file).unwrap().as_slice(), names().len()), (&b"pipelines"[..], 2));
+    }
+
     #[test]
     fn every_torn_or_changed_file_is_ignored() {
         let packed = pack(b"pipelines of a driver", 7);

@@ -312,7 +312,8 @@ impl Scheduler {
         }
     }
 
-    /// Removes rows with late masks from the batch, so that the plans that wait for these masks continue without them.
+    /// Removes rows with late masks from the batch, so that the plans that wait for these masks continue without them, and
+    /// so that sequences that wait for a slot get one.
     pub fn give_up_late_masks(&mut self, now: Instant) {
         // Each sequence once: two plans may wait for the same one.
         let late: BTreeSet<SequenceId> =
@@ -325,17 +326,27 @@ impl Scheduler {
             sequence.preemptions += 1;
             self.preemptions += 1;
             sequence.state = SequenceState::Leaving;
+            let in_flight = sequence.in_flight;
             let slot = sequence.slot.expect("it has a row");
             self.leaves.push(slot);
             self.has_come(slot, u32::MAX);
+            if in_flight == 0 {
+                self.release(id);
+            }
         }
     }
 
-    /// Returns the sequences that have a row in a plan that waits for their masks, with the time at which the mask that
-    /// is being computed is late.
+    /// Returns the sequences whose masks others wait for, with the time at which the mask that is being computed is late:
+    /// those that have a row in a plan that waits for it, and, on a device without gates, those that hold a slot in no plan
+    /// while others wait for a slot.
     fn awaited(&self) -> impl Iterator<Item = (&Sequence, Instant)> {
         let slots = self.flights.iter().flat_map(|flight| &flight.awaits).map(|(slot, _)| *slot);
-        let sequences = slots.filter_map(|slot| self.sequences.get(self.slots[slot.0 as usize]?));
+        let planned = slots.filter_map(|slot| self.sequences.get(self.slots[slot.0 as usize]?));
+        let crowded = !self.setup.capacity.gates && !self.waiting.is_empty() && self.slots.iter().all(Option::is_some);
+        let unplanned = self.residents().filter(move |sequence| {
+            crowded && sequence.decodes() && sequence.in_flight == 0 && sequence.awaited_mask().is_some()
+        });
+        let sequences = planned.chain(unplanned);
         let running = sequences.filter(|sequence| sequence.state == SequenceState::Decode);
         running.filter_map(|sequence| Some((sequence, sequence.mask_deadline()?)))
     }

@@ -6,6 +6,7 @@
 #   make test-dist      installs that package on a bare Debian root and uses it (tests/install/run.sh)
 #   make test-newcomer  passes the README's commands on a bare Debian root, with the seconds that each takes
 #   make test-clients   runs LangChain, LiteLLM and Open WebUI against the demo model (tests/clients/run.sh)
+#   make test-soak      runs mixed traffic for 18 minutes and requires that the server's memory does not grow
 #   make test-drivers   compiles every pipeline with the drivers of GPUs that are not there (docs/hardware.md)
 # Further: make test-full also passes the long tests that repeat in depth what others prove (docs/decisions/testing.md).
 
@@ -15,7 +16,7 @@ CARGO ?= cargo
 COMMIT := $(shell git rev-parse --short=12 HEAD 2>/dev/null)
 PREFIX ?= /usr/local
 
-.PHONY: demo test test-full test-drivers test-dist test-newcomer test-clients build setup setup-test fmt install dist
+.PHONY: demo test test-full test-drivers test-soak test-dist test-newcomer test-clients build setup setup-test fmt install dist
 
 demo: setup build
 	@deploy/demo.sh
@@ -73,6 +74,10 @@ test-full: test
 	OSTINATO_TEST_GPU_ASSISTED=1 OSTINATO_TEST_DRIVER=SwiftShader VK_LAYER_GPUAV_SHARED_MEMORY_DATA_RACE=0 \
 		$(CARGO) test --locked --test kernels -- forward::attention_of tokens_that_may_be_taken_back
 	OSTINATO_TEST_GPU_ASSISTED=1 $(CARGO) test --locked --test kernels -- --ignored gpu_assisted
+
+# OSTINATO_SOAK_SECONDS sets another duration; the slope that is accepted of a shorter run is greater.
+test-soak: setup-test
+	$(CARGO) test --release --locked --test program -- --exact soak::memory_that_is_freed_is_given_back --ignored --nocapture
 
 test-drivers:
 	@deploy/setup.sh drivers

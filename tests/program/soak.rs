@@ -5,7 +5,7 @@
 //! moment, or replaces the model while it serves and cancels that. `RssAnon` of the process is read each second. The
 //! growth is the slope of a least-squares line through the last two thirds of the readings.
 //!
-//! The test takes minutes and is run manually:
+//! The test takes minutes and is run by `make test-soak`:
 //!
 //!     cargo test --release --test program -- soak --ignored --nocapture
 //!     OSTINATO_SOAK_SECONDS=240      duration of the traffic (default 1080)

@@ -4,7 +4,7 @@
 //! read. No fuzzer is needed.
 
 use crate::targets::TARGETS;
-use ostinato::actors::workers::{STACK, limits};
+use ostinato::actors::workers::limits;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, mpsc};
@@ -18,8 +18,7 @@ const LONGEST: Duration = Duration::from_secs(4 * 60);
 
 /// The most resident memory of the process that takes the inputs, at any time, MiB.
 const MOST_MIB: u64 = 128;
-/// The resident memory of a worker before its first job and beside its stack, at most, MiB: the program, its libraries and
-/// the vocabulary.
+/// The resident memory of a worker before its first job, at most, MiB: the program, its libraries and the vocabulary.
 const WORKER_START_MIB: u64 = 128;
 /// The interval at which memory is read. What a process had at most is kept by the kernel for as long as it lives.
 const LOOK: Duration = Duration::from_millis(10);
@@ -108,7 +107,7 @@ fn inputs_of_fuzz_targets_are_taken() {
 
 fn take_inputs() {
     let workers = WorkersMemory::watch();
-    let most_of_worker = ((limits().memory + STACK) >> 20) + WORKER_START_MIB;
+    let most_of_worker = (limits().memory >> 20) + WORKER_START_MIB;
     for (name, target) in TARGETS {
         let inputs = inputs(name);
         assert!(!inputs.is_empty(), "{name} has nothing to begin with");

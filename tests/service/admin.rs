@@ -7,6 +7,7 @@ use ostinato::host::Host;
 use ostinato::host::progress::{Progress, Unit};
 use ostinato::replica::rebuild::Rebuild;
 use ostinato::service::admin::{self, Admin};
+use ostinato::service::model_endpoints::ModelEndpoints;
 use ostinato::service::server::Options;
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -17,6 +18,7 @@ use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
+use tonic::transport::{Channel, Endpoint};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
@@ -365,14 +367,26 @@ async fn a_device_that_is_built_anew_is_warned_of() {
     waiting.abort();
 }
 
+async fn until_not_serving(probe: &mut HealthClient<Channel>) {
+    let until = Instant::now() + Duration::from_secs(20);
+    while probe.check(HealthCheckRequest::default()).await.unwrap().into_inner().status() != ServingStatus::NotServing {
+        assert!(Instant::now() < until, "gRPC health is still SERVING");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
 /// Goal: a replica that has failed for good is reported with its reason: as a warning while another model serves, and
-/// with status 503 and NOT_SERVING once nothing takes requests, so that the process is restarted. Method: fake devices
+/// with status 503 and NOT_SERVING once nothing takes requests, so that the process is restarted. The endpoint of the
+/// failed model alone is NOT_SERVING at once. Method: fake devices
 /// that are lost with the second plan, and that nothing rebuilds.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replica_that_has_failed_for_good_is_reported_with_its_reason() {
     let lost = FakeConfig { lost_after: Some(1), ..fake(Duration::from_millis(1), b"abc") };
     let on = |name: &str, device: usize| model(name, Some(tokenizer(true)), vec![(device, lost.clone())], 4);
-    let served = serve_models(vec![on("first", 0), on("second", 1)], Options::default()).await;
+    let endpoints = ModelEndpoints::new();
+    let first = endpoints.open("first", TcpListener::bind("127.0.0.1:0").await.unwrap()).unwrap();
+    let options = Options { model_endpoints: Some(endpoints), ..Options::default() };
+    let served = serve_models(vec![on("first", 0), on("second", 1)], options).await;
     let admin = Admin::new();
     admin.set_host(Arc::clone(&served.host));
     let page = start(&admin, "127.0.0.1:0").await;
@@ -390,16 +404,14 @@ async fn a_replica_that_has_failed_for_good_is_reported_with_its_reason() {
     let reason = "device \"fake\" is lost: it was told to";
     let warning = |model: &str| format!("warning: {model}/0: it has failed and takes no requests: {reason}\n");
     assert!(why.message().contains(reason), "{why:?}");
+    let own = Endpoint::new(format!("http://{first}")).unwrap().connect().await.unwrap();
+    until_not_serving(&mut HealthClient::new(own)).await;
     let (admins, openais, grpcs) = health().await;
     assert_eq!((admins.status, admins.body, openais), (200, format!("serving\n{}", warning("first")), 200));
     assert_eq!(grpcs, ServingStatus::Serving);
 
     assert!(generate(&mut client, text_request("second", "Hello", 9)).await.error.is_some());
-    let until = Instant::now() + Duration::from_secs(20);
-    while health().await.2 != ServingStatus::NotServing {
-        assert!(Instant::now() < until, "gRPC health is still SERVING");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    until_not_serving(&mut HealthClient::new(served.channel().await)).await;
     let (admins, openais, _) = health().await;
     let body = format!("closed\n{}{}", warning("first"), warning("second"));
     assert_eq!((admins.status, admins.body, openais), (503, body, 503));

@@ -11,15 +11,29 @@ use super::shaders::{
     AddBranchArgs, AddBranchConstants, BoundLogitsArgs, BoundLogitsConstants, GateRowsArgs, GateRowsConstants,
     NormHeadsArgs, NormHeadsConstants, PoolRowsArgs, PoolRowsConstants, RowScalesArgs, RowScalesConstants,
 };
+use super::tags::{Flow, tagged};
 
 /// The number of invocations of a workgroup.
 const THREADS: u32 = 128;
+/// The maximum number of invocations of a workgroup of `add_branch`.
+const MOST_BRANCH_THREADS: u32 = 256;
+
+/// The output of a mixer or an MLP, and how it is changed before it is added to the residual stream.
+#[derive(Clone, Copy, Debug)]
+pub struct Branch {
+    /// The output.
+    pub x: Activations,
+    /// The weights and epsilon of its norm, if it has one.
+    pub norm: Option<(Range, f32)>,
+    /// The factor behind the norm.
+    pub scale: f32,
+}
 
 /// The residual stream that [`add_branch`] writes, and how the branch is combined with it.
 #[derive(Clone, Copy, Debug)]
 pub struct Onto {
     /// The stream.
-    pub x: Activations,
+    pub y: Activations,
     /// Whether the branch is added to the stream's values; otherwise it replaces them.
     pub adds: bool,
     /// A factor of the sum, `[1]`.
@@ -27,47 +41,59 @@ pub struct Onto {
 }
 
 impl Onto {
-    /// Adds to `x`.
-    pub fn add(x: Activations) -> Onto {
-        Onto { x, adds: true, factor: None }
+    /// Adds to `y`.
+    pub fn add(y: Activations) -> Onto {
+        Onto { y, adds: true, factor: None }
     }
 }
 
-/// Returns the call that adds `scale` times `rows` rows of y, normed if there is a `norm` (its weights and epsilon), to
-/// `columns` floats of each row of a stream.
+/// Returns the call that adds `rows` rows of a branch to `columns` floats of each row of a stream. `flow` has the tags of
+/// the branch and of the stream, `fault` is the fault word.
 pub fn add_branch(
     label: String,
     (rows, columns): (u32, u32),
-    y: Activations,
-    norm: Option<(Range, f32)>,
-    scale: f32,
+    branch: Branch,
     onto: Onto,
+    flow: Flow,
+    fault: Range,
 ) -> Call {
-    let (weights, epsilon) = norm.unwrap_or((y.range.none(), 0.0));
+    let Branch { x, norm, scale } = branch;
+    let (weights, epsilon) = norm.unwrap_or((x.range.none(), 0.0));
     let args = AddBranchArgs {
-        y: y.range,
+        x: x.range,
         norm: weights,
-        x: onto.x.range,
-        factor: onto.factor.unwrap_or(y.range.none()),
+        y: onto.y.range,
+        factor: onto.factor.unwrap_or(x.range.none()),
+        // An empty range, so that no barrier is derived: calls may set and read the fault word in any order.
+        fault: fault.none(),
         columns,
-        y_stride: y.stride,
-        x_stride: onto.x.stride,
+        x_stride: x.stride,
+        y_stride: onto.y.stride,
         epsilon,
         scale,
+        x_tag: flow.input,
+        old_tag: flow.old,
+        y_tag: flow.output.unwrap_or(0),
     };
+    let quads = columns.div_ceil(4);
+    let threads = quads.div_ceil(4).next_power_of_two().clamp(32, MOST_BRANCH_THREADS);
     let constants = AddBranchConstants {
-        threads: THREADS,
+        threads,
         norm: u32::from(norm.is_some()),
         add: u32::from(onto.adds),
         factor: u32::from(onto.factor.is_some()),
+        quads: quads.div_ceil(threads),
+        tagged: flow.code(),
+        devices: 0,
     };
-    Call {
+    let call = Call {
         kernel: "add_branch",
         label,
         constants: constants.into_values(),
         args: args.into_args(),
         groups: [rows, 1, 1],
-    }
+    };
+    flow.mark(call, x.range, onto.y.range)
 }
 
 /// Returns the call that norms `parts` adjacent parts of `width` floats, from float `first` on, of each of `rows` rows of
@@ -207,14 +233,18 @@ pub(crate) fn reference_add_branch(call: &Call, memory: &mut HostMemory) {
     let a = AddBranchArgs::from_args(&call.args);
     let c = AddBranchConstants::from_values(&call.constants);
     for row in 0..call.groups[0] {
-        let y: Vec<f64> = (0..a.columns).map(|i| f64::from(memory.f32(a.y, row * a.y_stride + i))).collect();
-        let factor = f64::from(a.scale) * if c.norm == 1 { rms(&y, a.epsilon) } else { 1.0 };
-        for (i, y) in (0..).zip(y) {
+        let x: Vec<f64> = (0..a.columns).map(|i| f64::from(memory.f32(a.x, row * a.x_stride + i))).collect();
+        let scale = f64::from(a.scale) * if c.norm == 1 { rms(&x, a.epsilon) } else { 1.0 };
+        for (i, x) in (0..).zip(x) {
             let weight = if c.norm == 1 { f64::from(memory.f32(a.norm, i)) } else { 1.0 };
-            let at = row * a.x_stride + i;
-            let x = if c.add == 1 { f64::from(memory.f32(a.x, at)) } else { 0.0 };
-            let stream = if c.factor == 1 { f64::from(memory.f32(a.factor, 0)) } else { 1.0 };
-            memory.set_f32(a.x, at, ((x + y * factor * weight) * stream) as f32);
+            let at = row * a.y_stride + i;
+            let old = if c.add == 1 { f64::from(memory.f32(a.y, at)) } else { 0.0 };
+            let factor = if c.factor == 1 { f64::from(memory.f32(a.factor, 0)) } else { 1.0 };
+            let value = ((old + x * scale * weight) * factor) as f32;
+            match c.tagged {
+                3 => memory.set_u32(a.y, at, tagged(value, a.y_tag)),
+                _ => memory.set_f32(a.y, at, value),
+            }
         }
     }
 }

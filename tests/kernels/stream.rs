@@ -10,8 +10,9 @@ use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::shaders::{PoolRowsArgs, RowScalesArgs};
 use ostinato::kernels::stream::{
-    Onto, add_branch, bound_logits, gate_rows, norm_and_add, norm_heads, pool_rows, pool_words, row_scales,
+    Branch, Onto, add_branch, bound_logits, gate_rows, norm_and_add, norm_heads, pool_rows, pool_words, row_scales,
 };
+use ostinato::kernels::tags::{Flow, tagged};
 use ostinato::memory::pack::Format;
 
 const LIMIT: f32 = 2e-6;
@@ -38,48 +39,64 @@ fn rms(values: &[f32]) -> f64 {
     (values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / values.len() as f64 + f64::from(EPSILON)).sqrt()
 }
 
-#[test]
-fn branches_are_added_with_and_without_a_norm() {
-    let mut cases = Cases::new("add_branch");
+/// Runs `add_branch` with widths of one to several values per invocation. With tags, x and y have those of `flow`.
+fn branches(flow: Flow, widths: &[u32]) {
+    let tags = flow != Flow::NONE;
+    let mut cases = Cases::new(if tags { "add_branch.tagged" } else { "add_branch" });
     let mut random = Random(71);
     let mut made = Vec::new();
-    for (index, width) in [8u32, 40, 96, 1000].into_iter().enumerate() {
+    let put = |values: Vec<f32>, tag: u32| -> Vec<f32> {
+        values.into_iter().map(|v| if tags { f32::from_bits(tagged(v, tag)) } else { v }).collect()
+    };
+    for (index, width) in widths.iter().copied().enumerate() {
         for normed in [false, true] {
             cases.case(format!("{width} normed={normed}"));
             let (count, stride) = (1 + 2 * index as u32, width.next_multiple_of(32));
-            let y = rows(&mut random, count, width, stride, 0.0);
-            let x = rows(&mut random, count, width, stride, f32::from_bits(POISON));
+            let x = put(rows(&mut random, count, width, stride, 0.0), flow.input);
+            let y = put(rows(&mut random, count, width, stride, f32::from_bits(POISON)), flow.old);
             let weights: Vec<f32> = (0..stride).map(|i| if i < width { 1.0 + random.float() } else { 0.0 }).collect();
             let of = |range| Activations { range, stride };
-            let (y_range, x_range) = (cases.floats("y", &y), cases.floats("x", &x));
+            let (x_range, y_range) = (cases.floats("x", &x), cases.floats("y", &y));
+            let fault = cases.words("fault", &[0; 2]);
             let norm = normed.then_some((cases.floats("norm", &weights), EPSILON));
-            cases.expect(x_range, Expect::Floats(LIMIT));
+            cases.expect(y_range, if tags { Expect::Tagged(LIMIT) } else { Expect::Floats(LIMIT) });
             let scale = if index % 2 == 0 { 1.0 } else { 0.22 };
             // A factor with every second width, and a stream that is replaced with every second of these.
             let (factor, adds) = ((index % 2 == 1).then_some(0.6f32), index != 3);
-            let onto =
-                Onto { x: of(x_range), adds, factor: factor.map(|factor| cases.floats("factor", &[factor, f32::NAN])) };
-            let call = add_branch("add".to_owned(), (count, width), of(y_range), norm, scale, onto);
-            cases.recording.call(call);
+            let factor_range = factor.map(|factor| cases.floats("factor", &[factor, f32::NAN]));
+            let onto = Onto { y: of(y_range), adds, factor: factor_range };
+            let branch = Branch { x: of(x_range), norm, scale };
+            cases.recording.call(add_branch("add".to_owned(), (count, width), branch, onto, flow, fault));
             let weights = normed.then_some(weights);
-            made.push((x_range, x, y, weights, (count, width, stride), (scale, adds, factor.unwrap_or(1.0))));
+            made.push((y_range, y, x, weights, (count, width, stride), (scale, adds, factor.unwrap_or(1.0))));
         }
     }
     let reference = cases.reference();
-    for (range, x, y, weights, (count, width, stride), (scale, adds, factor)) in made {
+    for (range, y, x, weights, (count, width, stride), (scale, adds, factor)) in made {
         for row in 0..count {
-            let y = &y[(row * stride) as usize..][..width as usize];
-            let divisor = if weights.is_some() { rms(y) } else { 1.0 };
+            let x = &x[(row * stride) as usize..][..width as usize];
+            let divisor = if weights.is_some() { rms(x) } else { 1.0 };
             for i in 0..width {
                 let at = row * stride + i;
                 let weight = weights.as_ref().map_or(1.0, |weights| f64::from(weights[i as usize]));
-                let added = f64::from(y[i as usize]) / divisor * weight * f64::from(scale);
-                let before = if adds { f64::from(x[at as usize]) } else { 0.0 };
-                near(reference.f32(range, at), (before + added) * f64::from(factor), "x");
+                let added = f64::from(x[i as usize]) / divisor * weight * f64::from(scale);
+                let before = if adds { f64::from(y[at as usize]) } else { 0.0 };
+                near(reference.f32(range, at), (before + added) * f64::from(factor), "y");
+                assert!(!tags || reference.u32(range, at) % 128 == flow.output.expect("tagged"), "the tag of y");
             }
         }
     }
     check(&cases, &reference);
+}
+
+#[test]
+fn branches_are_added_with_and_without_a_norm() {
+    branches(Flow::NONE, &[8, 40, 96, 1000, 5376]);
+}
+
+#[test]
+fn tagged_branches_are_added_to_a_tagged_stream() {
+    branches(Flow { input_carried: true, input: 5, old: 9, output: Some(10) }, &[32, 96, 160, 1056, 5376]);
 }
 
 #[test]

@@ -12,7 +12,8 @@ use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, wgmma};
 use crate::kernels::moe::{self, FewRows, Grouped, Mlp, Sorted, Used};
 use crate::kernels::recording::{Op, Range, Recording};
-use crate::kernels::stream::{self, Onto};
+use crate::kernels::stream::{self, Branch, Onto};
+use crate::kernels::tags::Flow;
 use crate::memory::pack::Format;
 use crate::model::config::{self, Experts};
 
@@ -59,13 +60,20 @@ impl Decoder<'_> {
         r.ops.push(Op::Fill { to: of_experts.range, word: 0 });
         self.experts(r, shape, step, block, of_experts);
         let sum = Self::activations(r, "branches", rows, c.hidden);
-        let mut norm = |name: &str| self.vector(r, &block.name(name)).map(|norm| (norm, c.rms_eps));
-        let [dense, experts, both] = ["dense_post_norm", "experts.post_norm", "mlp_post_norm"].map(&mut norm);
+        let mut branch = |name: &str, x: Activations, scale: f32| {
+            let norm = self.vector(r, &block.name(name)).map(|norm| (norm, c.rms_eps));
+            Branch { x, norm, scale }
+        };
+        let dense = branch("dense_post_norm", step.branch, 1.0);
+        let experts = branch("experts.post_norm", of_experts, 1.0);
+        let both = branch("mlp_post_norm", sum, c.residual_scale);
         let first = Onto { adds: false, ..Onto::add(sum) };
         let last = Onto { factor: self.layer_factor(r, block, true), ..Onto::add(step.x) };
-        r.call(stream::add_branch(block.name("down_norm"), size, step.branch, dense, 1.0, first));
-        r.call(stream::add_branch(block.name("experts.add"), size, of_experts, experts, 1.0, Onto::add(sum)));
-        r.call(stream::add_branch(block.name("mlp_add"), size, sum, both, c.residual_scale, last));
+        for (name, branch, onto) in
+            [("down_norm", dense, first), ("experts.add", experts, Onto::add(sum)), ("mlp_add", both, last)]
+        {
+            r.call(stream::add_branch(block.name(name), size, branch, onto, Flow::NONE, step.fault));
+        }
     }
 
     /// Records a router and its experts, whose output is added to `y`.

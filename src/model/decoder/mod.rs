@@ -36,7 +36,7 @@ use crate::kernels::gemm::{Activations, Epilogue};
 use crate::kernels::layout::StateLayout;
 use crate::kernels::recording::{Op, Range, Recording};
 use crate::kernels::sampling;
-use crate::kernels::stream::{self, Onto};
+use crate::kernels::stream::{self, Branch, Onto};
 use crate::kernels::tags::{self, Flow, Generations};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -331,11 +331,15 @@ impl Decoder<'_> {
         for kind in c.attention_kinds.iter().filter(|_| !windows.is_empty()) {
             widths.extend([kind.q_rows(), c.qkv_rows(kind)]);
         }
-        // The stages of `kernels::stream`, and experts that a kernel of its own chooses, use barriers.
+        // The stages of `kernels::stream` but `add_branch`, and experts that a kernel of its own chooses, use barriers.
         let routed = c.experts.is_some() && !self.chooses_alone();
         let shared = c.layers_of(LayerKind::Attention).any(|layer| !c.owns_cache(layer));
         let shared = shared || c.latent.is_some();
-        let staged = c.has_branch_stages() || c.qk_norm == QkNorm::Rows || c.v_norm || routed || shared;
+        let beside = c.experts.is_some_and(|experts| experts.beside_dense);
+        // Not built: tags of changed outputs of experts, and of sums over devices that are changed.
+        let unlike = c.mlp_kinds.contains(&MlpKind::Experts) || self.stage.rank.is_some();
+        let changed = c.has_branch_stages() && unlike;
+        let staged = beside || changed || c.qk_norm == QkNorm::Rows || c.v_norm || routed || shared;
         if let Some(net) = c.delta {
             widths.extend([net.projected_rows(), net.value_rows()]);
         }
@@ -574,10 +578,11 @@ impl Decoder<'_> {
             self.all_reduce(r, shape, step, weight, if staged { step.branch } else { step.x });
         }
         if staged {
-            let norm = after.map(|norm| (norm, c.rms_eps));
             let (label, size) = (format!("{weight}_add"), (shape.rows(), c.hidden));
+            let branch = Branch { x: step.branch, norm: after.map(|norm| (norm, c.rms_eps)), scale: c.residual_scale };
             let onto = Onto { factor, ..Onto::add(step.x) };
-            r.call(stream::add_branch(label, size, step.branch, norm, c.residual_scale, onto));
+            let flow = step.flow(Some(step.branch.range), Some(step.x.range));
+            r.call(stream::add_branch(label, size, branch, onto, flow, step.fault));
         }
     }
 

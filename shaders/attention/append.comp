@@ -1,7 +1,7 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 // Prefill: QK-norm, RoPE and KV cache append, before `flash` or `attention`. For each row:
-//   q = rope(norm(q)), in place;  K page ← rope(norm(k));  V page ← v
+//   q = rope(norm(q)), in place;  K page ← rope(norm(k));  V page ← v, or with V_NORM 1 v · rsqrt(mean v² + eps)
 // With 8-bit codes (KV 2), q and k are then multiplied by a Hadamard matrix (`kv.glsl`), and k and v get their scales.
 //
 // qkv   [rows][stride] f32: q heads, k heads, v heads
@@ -18,6 +18,7 @@ layout(constant_id = 3) const uint Q_HEADS = 16;
 layout(constant_id = 4) const uint KV_HEADS = 8;
 layout(constant_id = 5) const uint QK_NORM = 0;
 layout(constant_id = 6) const uint QUERY_SCALES = 0;
+layout(constant_id = 7) const uint V_NORM = 0;
 
 layout(push_constant) uniform Args {
     FloatsInOut qkv;
@@ -52,7 +53,7 @@ void main() {
     }
     bool is_v = h >= Q_HEADS + KV_HEADS;
     bool is_k = h >= Q_HEADS && !is_v;
-    if (QK_NORM == 1u && !is_v) {
+    if (is_v ? V_NORM == 1u : QK_NORM == 1u) {
         square = subgroupAdd(square);
         if (subgroupElect()) partial[gl_SubgroupID] = square;
         barrier();
@@ -60,7 +61,7 @@ void main() {
         for (uint i = 0u; i < gl_NumSubgroups; i++) sum += partial[i];
         float scale = inversesqrt(sum / float(D) + epsilon);
         for (uint i = t; i < D; i += gl_WorkGroupSize.x)
-            head[i] *= scale * (is_k ? k_norm.v[i] : q_norm.v[i]);
+            head[i] *= scale * (is_v ? 1.0 : is_k ? k_norm.v[i] : q_norm.v[i]);
     }
     barrier();
     for (uint i = t; i < D; i += gl_WorkGroupSize.x) {

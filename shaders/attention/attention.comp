@@ -9,8 +9,8 @@
 // k, v   KV cache pages: `kv.glsl`;  pages [slots][max_pages];  rope [positions][ROT/2] of cos, sin
 // output [rows][output_stride] f32
 // TAGGED 3: qkv and output are tagged (`tags.glsl`); a row without a sequence then still writes zeros
-// FUSED  1 (decode): q and k are raw; this kernel normalizes and rotates them and appends k and v to the cache. 0
-//        (prefill): `append` has done both
+// FUSED  1 (decode): q, k and v are raw; this kernel normalizes them (QK_NORM, V_NORM), rotates q and k and appends k and
+//        v to the cache. 0 (prefill): `append` has done that
 //
 // One workgroup serves G query heads (GQA) of one KV head of one row. PARTS workgroups serve all G · PARTS query heads of
 // the KV head, one of them if shared memory is large enough, so that K and V are read once. Split s of the S splits (S = gl_NumWorkGroups.x) processes blocks s, s + S, … of WORKERS tokens. In the score phase an invocation
@@ -22,7 +22,7 @@
 // Traffic: 4·D bytes per token and KV head (f16), 2·D + 8 (codes).
 #include "common.glsl"
 #include "kv.glsl"
-#define DEVICES_ID 16
+#define DEVICES_ID 17
 #include "tags.glsl"
 
 layout(local_size_x_id = 0) in;
@@ -41,6 +41,7 @@ layout(constant_id = 12) const uint SOFT_CAP = 0;
 layout(constant_id = 13) const uint SINKS = 0;
 layout(constant_id = 14) const uint QUERY_SCALES = 0;
 layout(constant_id = 15) const uint PARTS = 1;
+layout(constant_id = 16) const uint V_NORM = 0;
 
 #include "scores.glsl"
 
@@ -128,7 +129,7 @@ void pair_of(uint j, out uint first, out uint second) {
     second = rotated ? j + HALF : first + 1u;
 }
 
-// q_s ← rope(norm(q)) / sqrt(D), k_s ← rope(norm(k)). One invocation owns both values of a rotated pair, so that no
+// q_s ← rope(norm(q)) / sqrt(D), k_s ← rope(norm(k)), v_s ← norm(v). One invocation owns both values of a rotated pair, so that no
 // invocation reads what another has overwritten.
 void prepare_heads(uint position, float turn_c[ITEMS], float turn_s[ITEMS], float weight_a[ITEMS], float weight_b[ITEMS]) {
     uint t = gl_LocalInvocationID.x;
@@ -139,6 +140,14 @@ void prepare_heads(uint position, float turn_c[ITEMS], float turn_s[ITEMS], floa
         return;
     }
     if (QUERY_SCALES > 0u) inverse *= rope.v[QUERY_SCALES + position];
+    if (V_NORM == 1u) {
+        // Every subgroup computes the factor for itself.
+        float square = 0.0;
+        for (uint i = gl_SubgroupInvocationID; i < D / 4u; i += gl_SubgroupSize) square += dot(v_s[i], v_s[i]);
+        float factor = inversesqrt(subgroupAdd(square) / float(D) + epsilon);
+        barrier();
+        for (uint i = t; i < D / 4u; i += WORKERS) v_s[i] *= factor;
+    }
     if (QK_NORM == 1u) {
         for (uint g = gl_SubgroupID; g < G + 1u; g += gl_NumSubgroups) {
             float square = 0.0;

@@ -5,8 +5,8 @@
 // row:
 //   o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V    over the pages of row r's sequence up to the row's position
 // Variants of the scores, which are all constants: `scores.glsl`.
-// The kernel also normalizes and rotates q and k and appends k and v to the cache: the same result as `attention.comp`
-// with FUSED 1.
+// The kernel also normalizes q, k and v, rotates q and k and appends k and v to the cache: the same result as
+// `attention.comp` with FUSED 1.
 //
 // qkv    [rows][stride] f32: q heads, k heads, v heads. GATED 1: then a gate for each value of the output, which is
 //        multiplied by the gate's sigmoid
@@ -36,7 +36,7 @@
 #define CACHE_BY_16_BYTES
 #include "common.glsl"
 #include "kv.glsl"
-#define DEVICES_ID 18
+#define DEVICES_ID 19
 #include "tags.glsl"
 
 layout(local_size_x_id = 0) in;
@@ -57,6 +57,7 @@ layout(constant_id = 14) const uint WINDOW = 0;
 layout(constant_id = 15) const uint SOFT_CAP = 0;
 layout(constant_id = 16) const uint SINKS = 0;
 layout(constant_id = 17) const uint QUERY_SCALES = 0;
+layout(constant_id = 18) const uint V_NORM = 0;
 
 #include "fragments.glsl"
 #include "swizzled.glsl"
@@ -405,7 +406,7 @@ void main() {
             if (TAGGED != 0u) while (poll_again(stale(words, qkv_tag) != 0u, polls, fault, qkv_tag)) words = qkv.v[at];
             vec4 x = uintBitsToFloat(words);
             IF_OWN(n, RAW) raw_s[item] = x;
-            if (QK_NORM == 1u) {
+            if (QK_NORM == 1u || V_NORM == 1u) {
                 float square = dot(x, x);
                 [[unroll]] for (uint distance = 1u; distance < JOINED; distance *= 2u) square += subgroupShuffleXor(square, distance);
                 IF_OWN(n, RAW) if (item % JOINED == 0u) squares_s[item / JOINED] = square;
@@ -492,8 +493,14 @@ void main() {
         IF_OWN(n, TURNED) { STORE_TURNED }
     }
 #endif
+    float v_factor = 1.0;
+    if (V_NORM == 1u) {
+        float sum = 0.0;
+        for (uint i = 0u; i < QUADS / JOINED; i++) sum += squares_s[(G + 1u) * (QUADS / JOINED) + i];
+        v_factor = inversesqrt(sum / float(D) + epsilon);
+    }
     EACH(i, QUADS) {
-        vec4 x = raw_s[(G + 1u) * QUADS + i];
+        vec4 x = v_factor * raw_s[(G + 1u) * QUADS + i];
 #if KV == 2
         IF_OWN(turn_, QUADS) STORE_TOP(value_tops_s, i, x)
 #else
@@ -517,7 +524,7 @@ void main() {
         uint new_page = pages.v[table + position / 16u];
         EACH(i, QUADS) IF_OWN(turn_, QUADS) {
             PUT_CODES(k, KEY_AT(new_page, kvh, i / 2u, in_page) * 2u + i % 2u, to_codes(new_k_s[i], new_k_scale))
-            PUT_CODES(v, VALUE_AT(new_page, kvh, in_page, i / 2u) * 2u + i % 2u, to_codes(raw_s[(G + 1u) * QUADS + i], new_v_scale))
+            PUT_CODES(v, VALUE_AT(new_page, kvh, in_page, i / 2u) * 2u + i % 2u, to_codes(v_factor * raw_s[(G + 1u) * QUADS + i], new_v_scale))
         }
         if (i0 == 0u) {
             uint at = SCALE_AT(new_page, kvh, in_page);
@@ -682,7 +689,7 @@ void main() {
         [[unroll]] for (uint n = 0u; n < GROUPS; n++) top = max(top, state_s[n * G + h].x);
         float scale = split == 0u ? exp(own - top) : 0.0, l = scale;
 #if KV == 2
-        vec4 result = (scale * new_v_scale) * codes_of(to_codes(raw_s[(G + 1u) * QUADS + i % QUADS], new_v_scale));
+        vec4 result = (scale * new_v_scale) * codes_of(to_codes(v_factor * raw_s[(G + 1u) * QUADS + i % QUADS], new_v_scale));
 #else
         vec4 result = scale * vec4(unpackHalf2x16(new_v_s[i % QUADS].x), unpackHalf2x16(new_v_s[i % QUADS].y));
 #endif

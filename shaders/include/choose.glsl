@@ -2,10 +2,17 @@
 // no dispatch of its own is needed. Included by `expert_skinny.comp`.
 //
 // `choose_for_rows` writes `ids_s` and `shares_s` ([ROWS][CHOSEN]) and, with SHARED 1, the shared expert's gate to
-// `gates_s` ([ROWS]). The caller executes a barrier before it reads them. The shares are still unnormalized: divide
-// them by `total_of(row)`. With SHARES false the caller needs no shares, and the softmax sums are skipped. With
-// TAGGED 1 the function polls until all logits have arrived. It needs `logits` [ROWS][logits_stride] and what
-// `experts.glsl` needs. With MATRIX 0, call it in uniform control flow.
+// `gates_s` ([ROWS]): the sigmoid of its logit, or 1 with GATED 0. The caller executes a barrier before it reads them.
+// The shares are still unnormalized: `share_of` returns the final ones, which the caller multiplies by the experts' own
+// factors (EXPERT_SCALES). With SHARES false the caller needs no shares, and the softmax sums are skipped. With TAGGED 1
+// the function polls until all logits have arrived. It needs `logits` [ROWS][logits_stride] and what `experts.glsl` needs.
+// With MATRIX 0, call it in uniform control flow.
+//
+// ROUTED 0  the greatest logits, with softmax shares (`experts.glsl`)
+// ROUTED 1  likewise, of the logits times `logit_scale`; the shares times `factor`
+// ROUTED 2  the greatest sigmoids of the logits times `logit_scale`, with CHOICE_BIAS 1 plus `choice_bias`; the shares are
+//           the sigmoids (NORMALISE 1: divided by their sum) times `factor`
+// These are the selections of `expert_route` without groups of experts.
 //
 // `totals_s`: per row, the softmax denominator over all experts; used only with NORMALISE 0.
 shared float totals_s[ROWS];
@@ -15,11 +22,17 @@ shared float totals_s[ROWS];
 shared uint keys_s[COUNT];
 #endif
 
-float total_of(uint row) {
-    float total = NORMALISE == 1u ? 0.0 : totals_s[row];
+float share_of(uint row, uint choice) {
+    float total = NORMALISE == 1u ? 0.0 : ROUTED == 2u ? 1.0 : totals_s[row];
     if (NORMALISE == 1u) [[unroll]] for (uint j = 0u; j < CHOSEN; j++) total += shares_s[row * CHOSEN + j];
-    return total;
+    // All sigmoids of a row may be 0.
+    if (ROUTED == 2u && NORMALISE == 1u) total += 1e-20;
+    float share = shares_s[row * CHOSEN + choice] / total;
+    return ROUTED == 0u ? share : share * factor;
 }
+
+float scaled(float logit) { return ROUTED == 0u ? logit : logit * logit_scale; }
+float sigmoid(float z) { return 1.0 / (1.0 + exp(-z)); }
 
 #if MATRIX == 1
 // Selects the experts of all rows. Each group of 32 lanes takes every GROUPS-th row.
@@ -27,18 +40,23 @@ void choose_for_rows(inout uint polls) {
     for (uint row = LANE_GROUP; row < ROWS; row += GROUPS) {
         uint base = row * logits_stride, gate = 0u, bad;
         Candidates keys;
+        Scores scores, biases;
+        [[unroll]] for (uint i = 0u; i < CANDIDATES; i++)
+            biases[i] = CHOICE_BIAS == 1u ? choice_bias.v[min(CANDIDATE(i), COUNT - 1u)] : 0.0;
         do {
             bad = 0u;
             [[unroll]] for (uint i = 0u; i < CANDIDATES; i++) {
                 uint word = TaggedIn1(logits).v[base + min(CANDIDATE(i), COUNT - 1u)];
                 if (TAGGED == 1u) bad |= stale(word, logits_tag);
-                keys[i] = CANDIDATE(i) < COUNT ? key_of(uintBitsToFloat(word)) : 0u;
+                float z = scaled(uintBitsToFloat(word));
+                scores[i] = ROUTED == 2u ? sigmoid(z) : z;
+                keys[i] = CANDIDATE(i) < COUNT ? key_of(ROUTED == 2u ? scores[i] + biases[i] : z) : 0u;
             }
-            if (SHARED == 1u) gate = TaggedIn1(logits).v[base + COUNT];
-            if (SHARED == 1u && TAGGED == 1u) bad |= stale(gate, logits_tag);
+            if (SHARED == 1u && GATED == 1u) gate = TaggedIn1(logits).v[base + COUNT];
+            if (SHARED == 1u && GATED == 1u && TAGGED == 1u) bad |= stale(gate, logits_tag);
         } while (TAGGED == 1u && poll_again(subgroupAny(bad != 0u), polls, fault, logits_tag));
-        choose_experts(keys, row, row * CHOSEN);
-        if (SHARED == 1u && LANE == 0u) gates_s[row] = 1.0 / (1.0 + exp(-uintBitsToFloat(gate)));
+        choose_experts(keys, scores, row, row * CHOSEN);
+        if (SHARED == 1u && LANE == 0u) gates_s[row] = GATED == 1u ? sigmoid(uintBitsToFloat(gate)) : 1.0;
     }
 }
 #else
@@ -61,11 +79,14 @@ void choose_for_rows(inout uint polls) {
         barrier();
         for (uint turn = 0u; turn < COUNT; turn += LANES) {
             uint id = min(turn + gl_LocalInvocationIndex, COUNT - 1u);
-            uint key = key_of(uintBitsToFloat(logit(row * logits_stride + id, polls)));
+            float z = scaled(uintBitsToFloat(logit(row * logits_stride + id, polls)));
+            if (ROUTED == 2u) z = sigmoid(z) + (CHOICE_BIAS == 1u ? choice_bias.v[id] : 0.0);
+            uint key = key_of(z);
             if (turn + gl_LocalInvocationIndex < COUNT) keys_s[id] = key;
         }
         if (SHARED == 1u) {
-            float gate = 1.0 / (1.0 + exp(-uintBitsToFloat(logit(row * logits_stride + COUNT, polls))));
+            float gate = 1.0;
+            if (GATED == 1u) gate = sigmoid(uintBitsToFloat(logit(row * logits_stride + COUNT, polls)));
             if (gl_LocalInvocationIndex == 0u) gates_s[row] = gate;
         }
         barrier();
@@ -77,12 +98,14 @@ void choose_for_rows(inout uint polls) {
         }
         barrier();
         float most = value_of(keys_s[ids_s[row * CHOSEN]]), total = 0.0;
-        if (SHARES && NORMALISE == 0u) {
+        if (SHARES && NORMALISE == 0u && ROUTED != 2u) {
             for (uint i = 0u; i < COUNT; i++) total += exp(value_of(keys_s[i]) - most);
             if (gl_LocalInvocationIndex == 0u) totals_s[row] = total;
         }
-        uint place = row * CHOSEN + gl_LocalInvocationIndex;
-        if (gl_LocalInvocationIndex < CHOSEN) shares_s[place] = exp(value_of(keys_s[ids_s[place]]) - most);
+        uint place = row * CHOSEN + min(gl_LocalInvocationIndex, CHOSEN - 1u);
+        float share = exp(value_of(keys_s[ids_s[place]]) - most);
+        if (ROUTED == 2u) share = sigmoid(scaled(uintBitsToFloat(logit(row * logits_stride + ids_s[place], polls))));
+        if (gl_LocalInvocationIndex < CHOSEN) shares_s[place] = share;
     }
 }
 #endif

@@ -8,7 +8,8 @@
 //
 // MATRIX 1  (subgroups of 32): the keys are in registers, as `Candidates`. The ids are written to `ids_s` and the
 //           shares to `shares_s` from index `to` on. The shares are not normalized yet: the caller divides them by the
-//           sum of the chosen ones, or by `totals_s[row]` with NORMALISE 0.
+//           sum of the chosen ones, or by `totals_s[row]` with NORMALISE 0. With ROUTED 2 the shares are the chosen
+//           experts' `scores`, and there is no total
 // MATRIX 0  (subgroups of any width): the keys are in `keys_s` from index `at` on. Each invocation accesses only its
 //           own keys, so no barrier is needed. One invocation writes the ids and the normalized shares.
 
@@ -17,8 +18,9 @@
 const uint CANDIDATES = (COUNT + 31u) / 32u;
 #define CANDIDATE(i) ((i) * 32u + gl_SubgroupInvocationID)
 #define Candidates uint[CANDIDATES]
+#define Scores float[CANDIDATES]
 
-void choose_experts(Candidates keys, uint row, uint to) {
+void choose_experts(Candidates keys, Scores scores, uint row, uint to) {
     float most = 0.0;
     [[dont_unroll]] for (uint j = 0u; j < CHOSEN; j++) {
         uint key = 0u, id = COUNT;
@@ -33,7 +35,7 @@ void choose_experts(Candidates keys, uint row, uint to) {
         id = min(subgroupMin(key == best ? id : COUNT), COUNT - 1u);
         if (j == 0u) {
             most = value_of(best);
-            if (SHARES && NORMALISE == 0u) {
+            if (SHARES && NORMALISE == 0u && ROUTED != 2u) {
                 float total = 0.0;
                 [[unroll]] for (uint i = 0u; i < CANDIDATES; i++)
                     if (keys[i] != 0u) total += exp(value_of(keys[i]) - most);
@@ -41,10 +43,14 @@ void choose_experts(Candidates keys, uint row, uint to) {
                 if (subgroupElect()) totals_s[row] = total;
             }
         }
-        [[unroll]] for (uint i = 0u; i < CANDIDATES; i++) if (CANDIDATE(i) == id) keys[i] = 0u;
+        [[unroll]] for (uint i = 0u; i < CANDIDATES; i++) {
+            if (CANDIDATE(i) != id) continue;
+            keys[i] = 0u;
+            if (SHARES && ROUTED == 2u) shares_s[to + j] = scores[i];
+        }
         if (subgroupElect()) {
             ids_s[to + j] = id;
-            if (SHARES) shares_s[to + j] = exp(value_of(best) - most);
+            if (SHARES && ROUTED != 2u) shares_s[to + j] = exp(value_of(best) - most);
         }
     }
 }

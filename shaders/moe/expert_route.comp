@@ -6,6 +6,7 @@
 //   of GROUPS groups of experts with adjacent ids, the KEPT groups with the greatest sums of their BEST greatest c stay
 //   the CHOSEN experts of these groups with the greatest c are chosen, each with the share  s · factor
 //   (NORMALISE 1: s / (the sum of the chosen s) · factor), with SCALES 1 times the expert's own factor
+// Softmax without bias and groups chooses by the logits, whose order is that of c, as the kernels for a few rows do.
 // Among equal scores, the lowest id wins. A NaN counts as less than every number.
 //
 // logits   [rows][logits_stride] f32: COUNT router logits. GATE 1: then the shared expert's gate
@@ -49,34 +50,51 @@ layout(push_constant) uniform Args {
 
 const uint NOBODY = 0xffffffffu;
 const uint EACH = COUNT / GROUPS;
+const bool BY_LOGITS = SIGMOID == 0u && BIAS == 0u && KEPT == GROUPS;
 
 shared float scores_s[COUNT];
 shared uint keys_s[COUNT];       // of c, in the order of `deterministic.glsl`; 0 if the expert is out
 shared uint groups_s[GROUPS];    // keys of the groups' scores
 shared uint ids_s[CHOSEN];
+shared float partial_s[256];
+
+// Returns the sum, or the greatest, of all invocations' values.
+#define OF_ALL(result, own, of_subgroup, combine, neutral) {                                        \
+        float own_ = of_subgroup(own);                                                              \
+        if (subgroupElect()) partial_s[gl_SubgroupID] = own_;                                       \
+        barrier();                                                                                  \
+        result = neutral;                                                                           \
+        for (uint i_ = 0u; i_ < gl_NumSubgroups; i_++) result = combine(result, partial_s[i_]);     \
+        barrier();                                                                                  \
+    }
+float plus(float a, float b) { return a + b; }
 
 void main() {
     uint used = ROWS != 0u ? ROWS : count.v[2];
     uint row = gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x, t = gl_LocalInvocationID.x;
     if (row >= used) return;
     uint base = row * logits_stride;
-    for (uint i = t; i < COUNT; i += gl_WorkGroupSize.x) scores_s[i] = logits.v[base + i] * logit_scale;
-    barrier();
-    // The greatest logit and the sum of the softmax: each invocation computes them alike.
-    float most = value_of(KEY_MINUS_INFINITY), total = 0.0;
-    if (SIGMOID == 0u) {
-        for (uint i = 0u; i < COUNT; i++) most = max(most, value_of(key_of(scores_s[i])));
-        for (uint i = 0u; i < COUNT; i++) total += exp(value_of(key_of(scores_s[i])) - most);
+    float most = value_of(KEY_MINUS_INFINITY), total = 1.0;
+    for (uint i = t; i < COUNT; i += gl_WorkGroupSize.x) {
+        float logit = logits.v[base + i] * logit_scale;
+        scores_s[i] = logit;
+        most = max(most, value_of(key_of(logit)));
     }
-    barrier();
+    if (SIGMOID == 0u) {
+        float sum = 0.0;
+        OF_ALL(most, most, subgroupMax, max, value_of(KEY_MINUS_INFINITY))
+        for (uint i = t; i < COUNT; i += gl_WorkGroupSize.x) sum += exp(value_of(key_of(scores_s[i])) - most);
+        OF_ALL(total, sum, subgroupAdd, plus, 0.0)
+    }
+    // Each invocation has its own experts until the next barrier.
     for (uint i = t; i < COUNT; i += gl_WorkGroupSize.x) {
         float logit = scores_s[i];
         float score = SIGMOID == 1u ? 1.0 / (1.0 + exp(-logit)) : exp(value_of(key_of(logit)) - most) / total;
         scores_s[i] = score;
-        keys_s[i] = max(key_of(BIAS == 1u ? score + bias.v[i] : score), 1u);
+        keys_s[i] = max(key_of(BY_LOGITS ? logit : BIAS == 1u ? score + bias.v[i] : score), 1u);
     }
     barrier();
-    if (GROUPS > 1u) {
+    if (KEPT < GROUPS) {
         for (uint g = t; g < GROUPS; g += gl_WorkGroupSize.x) {
             float sum = 0.0;
             uint last_key = 0xffffffffu, last_id = 0u;

@@ -7,11 +7,13 @@
 // STAGE 0   for each expert e that row r chooses as its j-th: y[r][j] = share(r, j) · glu(
 //           Wgu[e] · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) ), and for the shared expert
 //           y[r][CHOSEN] = sigmoid(logits[r][COUNT]) · glu( Ws · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) )
-// STAGE 1   y[r] += sum_j Wd[e(r, j)] · x[r][j] + Wsd · x[r][CHOSEN], as one sum over all columns of all experts
+//           (GATED 0: without the sigmoid)
+// STAGE 1   y[r] += sum_j Wd[e(r, j)] · x[r][j] + Wsd · x[r][CHOSEN], as one sum over all columns of all experts; with
+//           ADD 0, y[r] is replaced
 // With BIAS 1, an expert's bias is added to the products of STAGE 0, and times its share to those of STAGE 1.
 //
 // logits     [rows][logits_stride] f32: COUNT router logits, then the shared expert's gate if there is one.
-//            `experts.glsl` defines the selection and the shares; each workgroup computes them for itself, for all rows
+//            `choose.glsl` defines the selection and the shares; each workgroup computes them for itself, for all rows
 // weight     [COUNT][n rows] in fragment order (`memory::pack::Layout::Fragments`); in STAGE 0 the rows of gate and up
 //            alternate. CODED 1: codes with scales (`codes.glsl`), which become f16 in registers; there is no shared
 //            expert then
@@ -52,8 +54,13 @@ layout(constant_id = 11) const uint SHARED_COLUMNS = 32;
 layout(constant_id = 12) const uint TAGGED = 0;
 layout(constant_id = 13) const uint GLU = 2;      // the gated linear unit: `glu.glsl`
 layout(constant_id = 14) const uint BIAS = 0;
+layout(constant_id = 15) const uint ADD = 1;
+layout(constant_id = 16) const uint ROUTED = 0;
+layout(constant_id = 17) const uint CHOICE_BIAS = 0;
+layout(constant_id = 18) const uint EXPERT_SCALES = 0;
+layout(constant_id = 19) const uint GATED = 1;    // the shared expert has a gate
 #if CODED == 1
-layout(constant_id = 16) const uint CODES = 0x5024; // the weights' format
+layout(constant_id = 21) const uint CODES = 0x5024; // the weights' format
 #endif
 
 #include "fragments.glsl"
@@ -61,7 +68,7 @@ layout(constant_id = 16) const uint CODES = 0x5024; // the weights' format
 #include "codes.glsl"
 const uint UNITS = (COLUMNS + UNIT_COLS - 1u) / UNIT_COLS;
 #endif
-#define DEVICES_ID 15
+#define DEVICES_ID 20
 #include "tags.glsl"
 #if CODED == 1 && MATRIX == 1
 // f16 arithmetic keeps subnormal numbers: the codes.
@@ -78,12 +85,16 @@ layout(push_constant) uniform Args {
     TaggedInOut y;
     Fault fault;
     FloatsIn bias;    // [COUNT][n]; the shared expert has none
+    FloatsIn choice_bias;   // [COUNT]
+    FloatsIn expert_scales; // [COUNT]
     uint n;           // rows of an expert's matrix, a multiple of 16
     uint shared_n;    // rows of the shared expert's matrix
     uint x_stride;    // in floats, as the strides below
     uint logits_stride;
     uint y_stride;
     float epsilon;
+    float factor;
+    float logit_scale;
     uint x_tag;
     uint logits_tag;
     uint old_tag;     // tag of y before the residual is added
@@ -252,13 +263,15 @@ void main() {
     // The old value of y, which the residual is added to, is loaded early. If y is tagged, the epilogue checks the word
     // and polls again while it is stale.
     uvec4 old = uvec4(0u);
-    if (STAGE == 1u && item < ITEMS && item_token < ROWS && first + item_tile < blocks) old = y.v[item_at];
+    if (STAGE == 1u && ADD == 1u && item < ITEMS && item_token < ROWS && first + item_tile < blocks) old = y.v[item_at];
 
     choose(polls);
     if (STAGE == 0u && !of_shared && number >= distinct_s) return;
 
     // The rows that this expert is multiplied with.
     uvec4 entry = list_s[number];
+    float own_scale = 1.0;
+    if (STAGE == 0u && EXPERT_SCALES == 1u && !of_shared) own_scale = expert_scales.v[entry.x];
     if (of_shared) entry = uvec4(0u, 0xffffu, 0u, 0u);
     uint chunks = STAGE == 0u ? PADDED : distinct_s * PADDED + SHARED_CHUNKS;
     uint rounds = (chunks + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD);
@@ -553,8 +566,8 @@ void main() {
         if (item_token >= ROWS || first + item_tile >= blocks) continue;
         if (STAGE == 0u && (entry.y >> item_token & 1u) == 0u) continue;
         item_at = (item_token * y_stride + item_row) / 4u;
-        if (STAGE == 1u && item >= LANES) old = y.v[item_at];
-        if (STAGE == 1u && TAGGED == 1u)
+        if (STAGE == 1u && ADD == 1u && item >= LANES) old = y.v[item_at];
+        if (STAGE == 1u && ADD == 1u && TAGGED == 1u)
             while (poll_again(stale(old, old_tag) != 0u, polls, fault, old_tag)) old = y.v[item_at];
 
         vec4 v = vec4(0.0);
@@ -575,8 +588,7 @@ void main() {
                 [[unroll]] for (uint part = 0u; part < SQUARES; part++) sum += squares_s[i * (BLOCKS * TOKENS * SQUARES) + at + part];
             v *= inversesqrt(sum / float(COLUMNS) + epsilon);
             uint choice = of_shared ? CHOSEN : choice_of(entry, item_token);
-            float share = of_shared ? gates_s[item_token]
-                : shares_s[item_token * CHOSEN + min(choice, CHOSEN - 1u)] / total_of(item_token);
+            float share = of_shared ? gates_s[item_token] : share_of(item_token, min(choice, CHOSEN - 1u)) * own_scale;
             if (BIAS == 1u && !of_shared) {
                 uint at_ = entry.x * n + item_row;
                 v += vec4(bias.v[at_], bias.v[at_ + 1u], bias.v[at_ + 2u], bias.v[at_ + 3u]);
@@ -586,12 +598,13 @@ void main() {
             uvec2 words = TAGGED == 1u ? uvec2(tagged(result.x, y_tag), tagged(result.y, y_tag)) : floatBitsToUint(result);
             PUT_TWO(to, words)
         } else {
-            v += uintBitsToFloat(old);
+            if (ADD == 1u) v += uintBitsToFloat(old);
             if (BIAS == 1u) {
                 for (uint j = 0u; j < CHOSEN; j++) {
                     uint at_ = ids_s[item_token * CHOSEN + j] * n + item_row;
                     vec4 b = vec4(bias.v[at_], bias.v[at_ + 1u], bias.v[at_ + 2u], bias.v[at_ + 3u]);
-                    v += shares_s[item_token * CHOSEN + j] / total_of(item_token) * b;
+                    float scale = EXPERT_SCALES == 1u ? expert_scales.v[ids_s[item_token * CHOSEN + j]] : 1.0;
+                    v += share_of(item_token, j) * scale * b;
                 }
             }
             y.v[item_at] = TAGGED == 1u ? tagged(v, y_tag) : floatBitsToUint(v);

@@ -154,6 +154,7 @@ impl TuningBounds {
             dim: of.head_dim,
             rot: of.rotary_dim(),
             qk_norm: config.qk_norm == QkNorm::Heads,
+            v_norm: config.v_norm,
             gated: config.attention_gate,
             scores: Scores::default(),
             kv_format: KvFormat::F16,

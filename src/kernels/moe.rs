@@ -83,6 +83,19 @@ pub struct Route {
     pub scales: Option<Range>,
 }
 
+/// Whether the stages for a few rows serve a selection with these scores, with or without a bias, from `kept` of `groups`
+/// groups: the choice is not restricted to some groups, and it is by the logits unless the scores are sigmoids.
+pub fn few_select(sigmoid: bool, bias: bool, (groups, kept): (u32, u32)) -> bool {
+    kept == groups && (sigmoid || !bias)
+}
+
+impl Route {
+    /// The value of the constant ROUTED of `choose.glsl`.
+    fn code(&self) -> u32 {
+        if self.sigmoid { 2 } else { 1 }
+    }
+}
+
 impl ExpertsShape {
     /// The number of rows of the router: the experts, and the gate of the shared expert.
     pub fn logits(&self) -> u32 {
@@ -286,6 +299,10 @@ pub struct Mlp {
     pub x: Activations,
     /// The activations to which the MLP's output is added, mostly the residual stream.
     pub y: Activations,
+    /// Whether [`Mlp::few_down`] adds the output to y; otherwise it replaces y. The other stages always add.
+    pub adds: bool,
+    /// How the experts are selected; `None`: the greatest logits, with softmax shares.
+    pub routing: Option<Route>,
     /// The norm before the MLP: its weight and epsilon.
     pub norm: (Range, f32),
     /// The router's product with the normalized rows: [`ExpertsShape::logits`] floats per row.
@@ -366,6 +383,9 @@ impl Mlp {
         assert!(config.ahead.is_multiple_of(run), "{config:?} for units of {run} chunks");
         assert!(rows * shape.chosen <= config.threads, "{rows} rows of {shape:?} for {} threads", config.threads);
         let columns = weight.cols;
+        let served = |of: Route| few_select(of.sigmoid, of.bias.is_some(), (of.groups, of.kept));
+        assert!(self.routing.is_none_or(served), "{:?} of {shape:?}", self.routing);
+        let [choice_bias, scales] = [|r: Route| r.bias, |r: Route| r.scales].map(|of| self.routing.and_then(of));
         let tagged = flow.code() != 0;
         assert!(!tagged || (flow.code() == 3 && logits.input_carried && shape.middle_is_whole()), "tags of {shape:?}");
         let constants = ExpertSkinnyConstants {
@@ -384,6 +404,11 @@ impl Mlp {
             tagged: u32::from(tagged),
             glu: shape.glu.code(),
             bias: u32::from(self.bias(stage).is_some()),
+            add: u32::from(stage == Stage::Down && self.adds),
+            routed: self.routing.map_or(0, |routing| routing.code()),
+            choice_bias: u32::from(choice_bias.is_some()),
+            expert_scales: u32::from(scales.is_some()),
+            gated: u32::from(shape.gated),
             codes: codes_word(weight.format),
             devices: 0,
         };
@@ -397,12 +422,16 @@ impl Mlp {
             // An empty range, so that no barrier is derived: calls may set and read the fault word in any order.
             fault: fault.none(),
             bias: self.bias(stage).unwrap_or(x.range.none()),
+            choice_bias: choice_bias.unwrap_or(x.range.none()),
+            expert_scales: scales.unwrap_or(x.range.none()),
             n,
             shared_n,
             x_stride: x.stride,
             logits_stride: self.logits.stride,
             y_stride: y.stride,
             epsilon: self.norm.1,
+            factor: self.routing.map_or(1.0, |routing| routing.factor),
+            logit_scale: self.routing.map_or(1.0, |routing| routing.logit_scale),
             x_tag: flow.input,
             logits_tag: logits.input,
             old_tag: flow.old,
@@ -493,6 +522,13 @@ impl Mlp {
     /// `valid` is a decode step's table of rows (token, position, slot, valid); rows that are not valid choose
     /// [`NOBODY`].
     pub fn choose(&self, used: Used, valid: Option<Range>, choices: Range) -> Call {
+        match &self.routing {
+            None => self.choose_greatest(used, valid, choices),
+            Some(routing) => self.route(routing, used, valid, choices),
+        }
+    }
+
+    fn choose_greatest(&self, used: Used, valid: Option<Range>, choices: Range) -> Call {
         const EACH: u32 = 4;
         self.shape.assert_served();
         let constants = ExpertChooseConstants {
@@ -521,8 +557,7 @@ impl Mlp {
         }
     }
 
-    /// Like [`Mlp::choose`], with another selection.
-    pub fn route(&self, routing: &Route, used: Used, valid: Option<Range>, choices: Range) -> Call {
+    fn route(&self, routing: &Route, used: Used, valid: Option<Range>, choices: Range) -> Call {
         self.shape.assert_served();
         let shape = &self.shape;
         let each = shape.count / routing.groups;
@@ -534,7 +569,7 @@ impl Mlp {
             "{routing:?} of {shape:?}"
         );
         let constants = ExpertRouteConstants {
-            threads: 64,
+            threads: shape.count.next_power_of_two().clamp(64, 256),
             count: shape.count,
             chosen: shape.chosen,
             normalise: u32::from(shape.normalise),
@@ -764,15 +799,77 @@ fn run_of(matrix: &Matrix) -> u32 {
     matrix.format.codes().map_or(1, |codes| unit_cols(codes) / FRAGMENT_COLS)
 }
 
-/// Returns the experts that one row's logits select, with their shares, the first choice first.
-fn chosen_of(memory: &HostMemory, logits: Range, first: u32, [count, chosen, normalise]: [u32; 3]) -> Vec<(u32, f64)> {
-    let mut keys: Vec<(u32, u32)> = (0..count).map(|id| (key_of(memory.f32(logits, first + id)), id)).collect();
-    // The sort is stable, so that of equal keys the lowest id comes first.
-    keys.sort_by_key(|(key, _)| std::cmp::Reverse(*key));
-    let part = |key: u32| (f64::from(value_of(key)) - f64::from(value_of(keys[0].0))).exp();
-    let among = if normalise == 1 { chosen } else { count };
-    let total: f64 = keys[..among as usize].iter().map(|(key, _)| part(*key)).sum();
-    keys[..chosen as usize].iter().map(|(key, id)| (*id, part(*key) / total)).collect()
+/// A selection of experts as the references compute it.
+struct Selection {
+    count: u32,
+    chosen: u32,
+    normalise: bool,
+    sigmoid: bool,
+    bias: Option<Range>,
+    scales: Option<Range>,
+    groups: u32,
+    kept: u32,
+    best: u32,
+    factor: f32,
+    logit_scale: f32,
+}
+
+impl Selection {
+    /// Returns the selection of the greatest logits.
+    fn greatest(count: u32, chosen: u32, normalise: u32) -> Selection {
+        Selection {
+            count,
+            chosen,
+            normalise: normalise == 1,
+            sigmoid: false,
+            bias: None,
+            scales: None,
+            groups: 1,
+            kept: 1,
+            best: 1,
+            factor: 1.0,
+            logit_scale: 1.0,
+        }
+    }
+
+    /// Returns the experts that the logits from float `first` on select, with their shares, the first choice first.
+    fn of(&self, memory: &HostMemory, logits: Range, first: u32) -> Vec<(u32, f64)> {
+        let logits: Vec<f32> = (0..self.count).map(|id| memory.f32(logits, first + id) * self.logit_scale).collect();
+        let plain = |logit: f32| f64::from(value_of(key_of(logit)));
+        let most = logits.iter().copied().map(plain).fold(f64::MIN, f64::max);
+        let total: f64 = logits.iter().map(|logit| (plain(*logit) - most).exp()).sum();
+        let score = |logit: f32| if self.sigmoid { sigmoid(logit) } else { (plain(logit) - most).exp() / total };
+        let scores: Vec<f64> = logits.iter().map(|logit| score(*logit)).collect();
+        // A choice is between numbers as the kernels round them. Softmax without bias and groups chooses by the logits.
+        let by_logits = !self.sigmoid && self.bias.is_none() && self.kept == self.groups;
+        let key = |id: u32| match by_logits {
+            true => key_of(logits[id as usize]),
+            false => key_of(scores[id as usize] as f32 + self.bias.map_or(0.0, |bias| memory.f32(bias, id))),
+        };
+        let mut keys: Vec<(u32, u32)> = (0..self.count).map(|id| (key(id).max(1), id)).collect();
+        let order = |keys: &mut [(u32, u32)]| keys.sort_by_key(|(key, id)| (std::cmp::Reverse(*key), *id));
+        if self.kept < self.groups {
+            let each = (self.count / self.groups) as usize;
+            let mut groups: Vec<(u32, u32)> = (0..)
+                .zip(keys.chunks_exact(each))
+                .map(|(group, keys)| {
+                    let mut keys = keys.to_vec();
+                    order(&mut keys);
+                    (key_of(keys[..self.best as usize].iter().map(|(key, _)| value_of(*key)).sum()), group)
+                })
+                .collect();
+            order(&mut groups);
+            let kept: Vec<u32> = groups[..self.kept as usize].iter().map(|(_, group)| *group).collect();
+            keys.retain(|(_, id)| kept.contains(&(id / each as u32)));
+        }
+        order(&mut keys);
+        let chosen: Vec<u32> = keys[..self.chosen as usize].iter().map(|(_, id)| *id).collect();
+        let sum: f64 = chosen.iter().map(|id| scores[*id as usize]).sum();
+        let divisor = if self.normalise { sum + if self.sigmoid { 1e-20 } else { 0.0 } } else { 1.0 };
+        let own = |id: u32| self.scales.map_or(1.0, |scales| f64::from(memory.f32(scales, id)));
+        let share = |id: &u32| (*id, scores[*id as usize] / divisor * f64::from(self.factor) * own(*id));
+        chosen.iter().map(share).collect()
+    }
 }
 
 fn sigmoid(x: f32) -> f64 {
@@ -797,6 +894,8 @@ struct Stages {
     shared_n: u32,
     glu: u32,
     bias: Option<Range>,
+    /// Whether the second stage adds to y.
+    adds: bool,
 }
 
 impl Stages {
@@ -819,8 +918,8 @@ impl Stages {
             (first..first + count).map(|i| f64::from(memory.f32(self.x.range, row * self.x.stride + i))).collect()
         };
         if self.down {
-            let mut sums: Vec<f64> =
-                (0..self.n).map(|i| f64::from(memory.f32(self.y.range, row * self.y.stride + i))).collect();
+            let old = |i| if self.adds { f64::from(memory.f32(self.y.range, row * self.y.stride + i)) } else { 0.0 };
+            let mut sums: Vec<f64> = (0..self.n).map(old).collect();
             for (place, (expert, share)) in (0..).zip(choices) {
                 let (weights, first, n) = of(*expert);
                 let x = line(memory, place * self.weights.cols.next_multiple_of(FRAGMENT_COLS), weights.cols);
@@ -865,13 +964,23 @@ pub(super) fn reference_expert_skinny(call: &Call, memory: &mut HostMemory) {
         shared_n: a.shared_n,
         glu: c.glu,
         bias: (c.bias == 1).then_some(a.bias),
+        adds: c.add == 1,
+    };
+    let selection = Selection {
+        sigmoid: c.routed == 2,
+        bias: (c.choice_bias == 1).then_some(a.choice_bias),
+        scales: (c.expert_scales == 1).then_some(a.expert_scales),
+        factor: a.factor,
+        logit_scale: a.logit_scale,
+        ..Selection::greatest(c.count, c.chosen, c.normalise)
     };
     for row in 0..c.rows {
         let first = row * a.logits_stride;
-        let chosen = chosen_of(memory, a.logits, first, [c.count, c.chosen, c.normalise]);
+        let chosen = selection.of(memory, a.logits, first);
         let mut choices: Vec<(Option<u32>, f64)> = chosen.into_iter().map(|(id, share)| (Some(id), share)).collect();
         if c.shared == 1 {
-            choices.push((None, sigmoid(memory.f32(a.logits, first + c.count))));
+            let gate = if c.gated == 1 { sigmoid(memory.f32(a.logits, first + c.count)) } else { 1.0 };
+            choices.push((None, gate));
         }
         stages.row(memory, row, &choices);
     }
@@ -896,6 +1005,7 @@ pub(super) fn reference_expert_gemv(call: &Call, memory: &mut HostMemory) {
         shared_n: a.shared_n,
         glu: c.glu,
         bias: (c.bias == 1).then_some(a.bias),
+        adds: true,
     };
     let used = if c.used == 0 { memory.u32(a.count, 2) } else { c.used };
     for row in 0..used {
@@ -919,7 +1029,7 @@ pub(super) fn reference_expert_choose(call: &Call, memory: &mut HostMemory) {
     let used = if c.rows == 0 { memory.u32(a.count, 2) } else { c.rows };
     for row in 0..used {
         let first = row * a.logits_stride;
-        let mut chosen = chosen_of(memory, a.logits, first, [c.count, c.chosen, c.normalise]);
+        let mut chosen = Selection::greatest(c.count, c.chosen, c.normalise).of(memory, a.logits, first);
         if c.shared == 1 {
             chosen.push((c.count, sigmoid(memory.f32(a.logits, first + c.count))));
         }
@@ -941,38 +1051,22 @@ pub(super) fn reference_expert_route(call: &Call, memory: &mut HostMemory) {
     let a = ExpertRouteArgs::from_args(&call.args);
     let c = ExpertRouteConstants::from_values(&call.constants);
     let used = if c.rows == 0 { memory.u32(a.count, 2) } else { c.rows };
+    let selection = Selection {
+        count: c.count,
+        chosen: c.chosen,
+        normalise: c.normalise == 1,
+        sigmoid: c.sigmoid == 1,
+        bias: (c.bias == 1).then_some(a.bias),
+        scales: (c.scales == 1).then_some(a.scales),
+        groups: c.groups,
+        kept: c.kept,
+        best: c.best,
+        factor: a.factor,
+        logit_scale: a.logit_scale,
+    };
     for row in 0..used {
         let first = row * a.logits_stride;
-        let logits: Vec<f32> = (0..c.count).map(|id| memory.f32(a.logits, first + id) * a.logit_scale).collect();
-        let plain = |logit: f32| f64::from(value_of(key_of(logit)));
-        let most = logits.iter().copied().map(plain).fold(f64::MIN, f64::max);
-        let total: f64 = logits.iter().map(|logit| (plain(*logit) - most).exp()).sum();
-        let score = |logit: f32| if c.sigmoid == 1 { sigmoid(logit) } else { (plain(logit) - most).exp() / total };
-        let scores: Vec<f64> = logits.iter().map(|logit| score(*logit)).collect();
-        let bias = |id: u32| if c.bias == 1 { memory.f32(a.bias, id) } else { 0.0 };
-        // A choice is between numbers as the kernel rounds them.
-        let mut keys: Vec<(u32, u32)> =
-            (0..).zip(&scores).map(|(id, score)| (key_of(*score as f32 + bias(id)).max(1), id)).collect();
-        let order = |keys: &mut [(u32, u32)]| keys.sort_by_key(|(key, id)| (std::cmp::Reverse(*key), *id));
-        let each = (c.count / c.groups) as usize;
-        let mut groups: Vec<(u32, u32)> = (0..)
-            .zip(keys.chunks_exact(each))
-            .map(|(group, keys)| {
-                let mut keys = keys.to_vec();
-                order(&mut keys);
-                (key_of(keys[..c.best as usize].iter().map(|(key, _)| value_of(*key)).sum()), group)
-            })
-            .collect();
-        order(&mut groups);
-        let kept: Vec<u32> = groups[..c.kept as usize].iter().map(|(_, group)| *group).collect();
-        keys.retain(|(_, id)| kept.contains(&(id / each as u32)));
-        order(&mut keys);
-        let chosen: Vec<u32> = keys[..c.chosen as usize].iter().map(|(_, id)| *id).collect();
-        let sum: f64 = chosen.iter().map(|id| scores[*id as usize]).sum();
-        let divisor = if c.normalise == 1 { sum + 1e-20 } else { 1.0 };
-        let own = |id: u32| if c.scales == 1 { f64::from(memory.f32(a.scales, id)) } else { 1.0 };
-        let share = |id: &u32| (*id, scores[*id as usize] / divisor * f64::from(a.factor) * own(*id));
-        let mut choices: Vec<(u32, f64)> = chosen.iter().map(share).collect();
+        let mut choices = selection.of(memory, a.logits, first);
         if c.shared == 1 {
             let gate = if c.gate == 1 { sigmoid(memory.f32(a.logits, first + c.count)) } else { 1.0 };
             choices.push((c.count, gate));

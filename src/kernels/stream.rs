@@ -23,55 +23,75 @@ const MOST_BRANCH_THREADS: u32 = 256;
 pub struct Branch {
     /// The output.
     pub x: Activations,
-    /// The weights and epsilon of its norm, if it has one.
-    pub norm: Option<(Range, f32)>,
-    /// The factor behind the norm.
+    /// The weights of its norm, if it has one.
+    pub norm: Option<Range>,
+    /// A second branch, whose output is added to the first one's.
+    pub beside: Option<Beside>,
+    /// The epsilon of the norms.
+    pub epsilon: f32,
+    /// The factor behind the norms.
     pub scale: f32,
 }
 
-/// The residual stream that [`add_branch`] writes, and how the branch is combined with it.
+/// A branch beside another one; both have norms.
 #[derive(Clone, Copy, Debug)]
-pub struct Onto {
-    /// The stream.
-    pub y: Activations,
-    /// Whether the branch is added to the stream's values; otherwise it replaces them.
-    pub adds: bool,
-    /// A factor of the sum, `[1]`.
-    pub factor: Option<Range>,
+pub struct Beside {
+    /// The output, with the stride of the other branch.
+    pub x: Activations,
+    /// The weights of its norm.
+    pub norm: Range,
+    /// The weights of the norm of the sum of both branches.
+    pub sum_norm: Range,
 }
 
-impl Onto {
-    /// Adds to `y`.
-    pub fn add(y: Activations) -> Onto {
-        Onto { y, adds: true, factor: None }
-    }
+/// The tags of the operands of [`add_branch`].
+#[derive(Clone, Copy, Debug)]
+pub struct BranchFlow {
+    /// Those of the branch and of the stream.
+    pub flow: Flow,
+    /// Those of the second branch, which is tagged if and only if the first one is.
+    pub beside: Flow,
 }
 
-/// Returns the call that adds `rows` rows of a branch to `columns` floats of each row of a stream. `flow` has the tags of
-/// the branch and of the stream, `fault` is the fault word.
+impl BranchFlow {
+    /// No operand is tagged.
+    pub const NONE: BranchFlow = BranchFlow { flow: Flow::NONE, beside: Flow::NONE };
+}
+
+/// Returns the call that adds `rows` rows of a branch to `columns` floats of each row of the residual stream `y`, and
+/// multiplies the sum by `factor[0]` if there is one.
+///
+/// # Panics
+/// If a second branch has another stride, or the first one has no norm then.
 pub fn add_branch(
     label: String,
     (rows, columns): (u32, u32),
     branch: Branch,
-    onto: Onto,
-    flow: Flow,
+    (y, factor): (Activations, Option<Range>),
+    tags: BranchFlow,
     fault: Range,
 ) -> Call {
-    let Branch { x, norm, scale } = branch;
-    let (weights, epsilon) = norm.unwrap_or((x.range.none(), 0.0));
+    let Branch { x, norm, beside, epsilon, scale } = branch;
+    let BranchFlow { flow, beside: beside_flow } = tags;
+    assert!(beside.is_none_or(|beside| beside.x.stride == x.stride && norm.is_some()), "\"{label}\": {beside:?}");
+    let none = x.range.none();
     let args = AddBranchArgs {
         x: x.range,
-        norm: weights,
-        y: onto.y.range,
-        factor: onto.factor.unwrap_or(x.range.none()),
+        beside: beside.map_or(none, |beside| beside.x.range),
+        norm: norm.unwrap_or(none),
+        beside_norm: beside.map_or(none, |beside| beside.norm),
+        sum_norm: beside.map_or(none, |beside| beside.sum_norm),
+        y: y.range,
+        factor: factor.unwrap_or(none),
         // An empty range, so that no barrier is derived: calls may set and read the fault word in any order.
         fault: fault.none(),
         columns,
         x_stride: x.stride,
-        y_stride: onto.y.stride,
+        y_stride: y.stride,
         epsilon,
         scale,
         x_tag: flow.input,
+        beside_tag: beside_flow.input,
         old_tag: flow.old,
         y_tag: flow.output.unwrap_or(0),
     };
@@ -80,8 +100,8 @@ pub fn add_branch(
     let constants = AddBranchConstants {
         threads,
         norm: u32::from(norm.is_some()),
-        add: u32::from(onto.adds),
-        factor: u32::from(onto.factor.is_some()),
+        beside: u32::from(beside.is_some()),
+        factor: u32::from(factor.is_some()),
         quads: quads.div_ceil(threads),
         tagged: flow.code(),
         devices: 0,
@@ -93,7 +113,11 @@ pub fn add_branch(
         args: args.into_args(),
         groups: [rows, 1, 1],
     };
-    flow.mark(call, x.range, onto.y.range)
+    let call = flow.mark(call, x.range, y.range);
+    match beside {
+        Some(beside) if beside_flow.input_carried => call.carry(beside.x.range),
+        _ => call,
+    }
 }
 
 /// Returns the call that norms `parts` adjacent parts of `width` floats, from float `first` on, of each of `rows` rows of
@@ -232,15 +256,27 @@ fn rms(values: &[f64], epsilon: f32) -> f64 {
 pub(crate) fn reference_add_branch(call: &Call, memory: &mut HostMemory) {
     let a = AddBranchArgs::from_args(&call.args);
     let c = AddBranchConstants::from_values(&call.constants);
+    let normed = |memory: &HostMemory, values: Vec<f64>, norm: Range| -> Vec<f64> {
+        let factor = rms(&values, a.epsilon);
+        (0..).zip(values).map(|(i, value)| value * factor * f64::from(memory.f32(norm, i))).collect()
+    };
     for row in 0..call.groups[0] {
-        let x: Vec<f64> = (0..a.columns).map(|i| f64::from(memory.f32(a.x, row * a.x_stride + i))).collect();
-        let scale = f64::from(a.scale) * if c.norm == 1 { rms(&x, a.epsilon) } else { 1.0 };
-        for (i, x) in (0..).zip(x) {
-            let weight = if c.norm == 1 { f64::from(memory.f32(a.norm, i)) } else { 1.0 };
+        let line = |memory: &HostMemory, range: Range| -> Vec<f64> {
+            (0..a.columns).map(|i| f64::from(memory.f32(range, row * a.x_stride + i))).collect()
+        };
+        let mut branch = line(memory, a.x);
+        if c.norm == 1 {
+            branch = normed(memory, branch, a.norm);
+        }
+        if c.beside == 1 {
+            let beside = normed(memory, line(memory, a.beside), a.beside_norm);
+            branch.iter_mut().zip(beside).for_each(|(value, beside)| *value += beside);
+            branch = normed(memory, branch, a.sum_norm);
+        }
+        let factor = if c.factor == 1 { f64::from(memory.f32(a.factor, 0)) } else { 1.0 };
+        for (i, branch) in (0..).zip(branch) {
             let at = row * a.y_stride + i;
-            let old = if c.add == 1 { f64::from(memory.f32(a.y, at)) } else { 0.0 };
-            let factor = if c.factor == 1 { f64::from(memory.f32(a.factor, 0)) } else { 1.0 };
-            let value = ((old + x * scale * weight) * factor) as f32;
+            let value = ((f64::from(memory.f32(a.y, at)) + branch * f64::from(a.scale)) * factor) as f32;
             match c.tagged {
                 3 => memory.set_u32(a.y, at, tagged(value, a.y_tag)),
                 _ => memory.set_f32(a.y, at, value),

@@ -16,7 +16,7 @@ const TAG_MASK: u32 = (1 << TAG_BITS) - 1;
 pub const CALL_SHIFT: u32 = 8;
 
 /// The maximum number of buffers that one `clear_tags` call can clear.
-pub const MOST_CLEARED: usize = 8;
+pub const MOST_CLEARED: usize = 9;
 
 /// Returns the word of generation `tag` whose float value is nearest to `value`. Only the low [`TAG_BITS`] bits of
 /// `tag` count.
@@ -123,6 +123,7 @@ pub fn clear_tags(label: String, buffers: &[Range]) -> Call {
         f: range(5),
         g: range(6),
         h: range(7),
+        i: range(8),
         a_words: words(0),
         b_words: words(1),
         c_words: words(2),
@@ -131,6 +132,7 @@ pub fn clear_tags(label: String, buffers: &[Range]) -> Call {
         f_words: words(5),
         g_words: words(6),
         h_words: words(7),
+        i_words: words(8),
     };
     let most = (0..buffers.len()).map(words).max().unwrap_or(0);
     Call {
@@ -153,6 +155,7 @@ pub(super) fn reference_clear_tags(call: &Call, memory: &mut HostMemory) {
         (a.f, a.f_words),
         (a.g, a.g_words),
         (a.h, a.h_words),
+        (a.i, a.i_words),
     ];
     for (range, words) in buffers {
         (0..words * 4).for_each(|word| memory.set_u32(range, word, 0));
@@ -160,7 +163,7 @@ pub(super) fn reference_clear_tags(call: &Call, memory: &mut HostMemory) {
 }
 
 /// The names of the arguments that hold a tag that the call polls for.
-const AWAITED: [&str; 5] = ["x_tag", "qkv_tag", "logits_tag", "old_tag", "o_tag"];
+const AWAITED: [&str; 6] = ["x_tag", "beside_tag", "qkv_tag", "logits_tag", "old_tag", "o_tag"];
 
 /// Puts each call's number (its position among the recording's operations, starting at 1) into the upper bits of the
 /// tags that it polls for, so that the fault word names the call that polled too long. In a recording that exchanges words
@@ -359,6 +362,7 @@ fn polled(recording: &Recording, visit: &mut dyn FnMut(&Polled<'_>) -> Result<()
             let tag = match name {
                 "qkv" => "qkv_tag",
                 "logits" => "logits_tag",
+                "beside" => "beside_tag",
                 "y" => "old_tag",
                 _ => "x_tag",
             };
@@ -366,20 +370,18 @@ fn polled(recording: &Recording, visit: &mut dyn FnMut(&Polled<'_>) -> Result<()
             let states = held.entry(buffer).or_insert_with(|| vec![Held::Unknown]);
             // The parts of one product add to the same generation: a part after the first finds that generation already
             // present.
-            let adds = |name: &str| {
-                shaders::find(call.kernel)
-                    .constants
-                    .iter()
-                    .zip(&call.constants)
-                    .any(|((_, of), value)| *of == name && *value == 1)
-            };
+            // Products without a residual, the first stage of experts and sums that replace y do not read it.
+            let replaces = shaders::find(call.kernel)
+                .constants
+                .iter()
+                .zip(&call.constants)
+                .any(|((_, of), value)| ["epilogue", "add"].contains(of) && *value != 1);
             let own = tag_argument(call, "y_tag");
             let states = match states.split_last() {
                 Some((newest, before)) if name == "y" && own.is_some_and(|own| *newest == Held::Tag(own)) => before,
                 _ => &states[..],
             };
-            // Only calls that add to y read it: products with a residual, the second stage of experts, and sums over devices.
-            if name == "y" && !adds("epilogue") && !adds("stage") && !adds("add") {
+            if name == "y" && replaces {
                 continue;
             }
             visit(&Polled { number, call, tag, buffer, awaited, states })?;

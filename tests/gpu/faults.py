@@ -5,13 +5,24 @@ undisturbed ones.
     faults.py PROGRAM [--device SEL]... [--tune KEY=VALUE]... [--seconds S] [--only NAME]... [--streams N]... [--steps N]
               [CONFIG.json ...]
 
-Several devices share the layers of each model. Models are small ones of random weights of each kind, or those of the given configurations. Each is served undisturbed, twice,
+Several devices share the layers of each model. Models are small ones of random weights of each kind, or those of the given
+configurations. Each is served undisturbed, twice,
 and then with a fault in every EVERY-th step (`broken_calls=1`), with one stream and with eight. A model ends when each call has
 been broken in N different steps of a text (40), or its share of S seconds is over. The status is 1 if a text differs from the
-undisturbed one, or a call was broken in fewer steps. On a CPU driver: --device cpu --tune fragments=1 --tune tags=1.
+undisturbed one, or a call was broken in fewer steps. On a CPU driver: --device cpu --tune fragments=1 --tune tags=1, for
+constrained rows also --tune gates=1.
+
+Two kinds of models have steps of other kinds in their texts:
+- "drafts": steps that verify drafts alternate with the steps that fault. They have barriers, so they cannot fault, but they wait
+  behind faulted steps and are then run again without drafts. Such steps round differently, so the texts are ones whose tokens no
+  rounding changes (`steady`), and the undisturbed texts are those without drafts. One stream only: a batch of more than four
+  sequences does not draft. The last column has the number of plans with drafts behind a fault, which must not be 0, and the
+  share of drafts that were accepted.
+- "constrained": all rows follow a regular expression. Each step waits for the masks of its rows and is a plan of its own.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -21,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 
 import common
 
@@ -36,19 +48,54 @@ PAUSES = (0.01, 0.02, 0.005, 0.03)
 # The steps of a plan behind its first fault run again with barriers. With a large number, every step of a plan has its turn.
 EVERY = 29
 TRIES = 40
+# With drafts, only a few steps of a text run without drafts: those that are planned while all other tokens are reserved for
+# drafts. They are at other tokens in texts of other lengths.
+DRAFT_LENGTHS = range(24, 46)
+DRAFTS = 2
+# A prompt is steady if at each token the logits of the two most likely ones are this far apart: several times as far as steps
+# of different kinds round them differently (`undisturbed` looks).
+MARGIN = 0.035
+ROUNDING = MARGIN / 4
+# The number of different tokens in a steady text of the longest length: many random models soon repeat one token for ever.
+VARIETY = 10
+CANDIDATES = 1500
+# Each step depends on those before it: the mask of a token shows which tokens were drawn.
+REGEX = "([a-z]{2,8} )+"
 
+
+@dataclasses.dataclass
+class Model:
+    """A model, the keys of its configuration and of its requests, and how often a step faults."""
+
+    config: dict
+    keys: dict = dataclasses.field(default_factory=dict)
+    request: dict = dataclasses.field(default_factory=dict)
+    every: int = EVERY
+
+    @property
+    def drafts(self):
+        return self.keys.get("drafts", 0)
+
+
+DRAFTING = {"drafts": DRAFTS, "drafts_always": True}
 MODELS = {
-    "dense": (common.dense(), {}),
-    "dense, five layers": (common.dense(num_hidden_layers=5, hidden_size=256, tie_word_embeddings=False), {}),
+    "dense": Model(common.dense()),
+    "dense, five layers": Model(common.dense(num_hidden_layers=5, hidden_size=256, tie_word_embeddings=False)),
     # Workgroups of their own combine the parts of a row's attention.
-    "dense, one KV head": (common.dense(num_attention_heads=8, num_key_value_heads=1, head_dim=128, hidden_size=256), {}),
-    "experts": (common.experts(), {}),
-    "hybrid": (common.hybrid(), {}),
+    "dense, one KV head": Model(common.dense(num_attention_heads=8, num_key_value_heads=1, head_dim=128, hidden_size=256)),
+    "experts": Model(common.experts()),
+    "hybrid": Model(common.hybrid()),
     # Layers on either side of a split have several attention layers.
-    "hybrid, 16 layers": (common.hybrid(num_hidden_layers=16), {}),
-    "windows": (common.windows(), {}),
-    "int8": (common.dense(), {"quantize": "int8"}),
-    "int4": (common.dense(), {"quantize": "int4"}),
+    "hybrid, 16 layers": Model(common.hybrid(num_hidden_layers=16)),
+    "windows": Model(common.windows()),
+    "int8": Model(common.dense(), {"quantize": "int8"}),
+    "int4": Model(common.dense(), {"quantize": "int4"}),
+    # Without tied embeddings: with them, the text of a model of few layers is one token.
+    "dense, drafts": Model(common.dense(tie_word_embeddings=False), {"draft": "lookup", **DRAFTING}, every=5),
+    "hybrid, drafts": Model(common.hybrid(mtp_num_hidden_layers=1), DRAFTING, every=5),
+    # A plan has one step, so a fault has no others run with barriers.
+    "dense, constrained": Model(common.dense(tie_word_embeddings=False), request={"structured_outputs": {"regex": REGEX}},
+                                every=11),
 }
 
 
@@ -61,8 +108,8 @@ class Batches:
     """Texts of a server whose batches and prompt steps are the same in every run, because rounding depends on the number of
     rows."""
 
-    def __init__(self, server, streams, first, ends=None):
-        self.server, self.streams, self.first, self.turn = server, streams, first, 0
+    def __init__(self, server, streams, first, request, ends=None):
+        self.server, self.streams, self.first, self.request, self.turn = server, streams, first, request, 0
         # The length of the server's log before the last texts.
         self.began = 0
         # The numbers of tokens and of rows that draw of the prompt step in which the prompts end; None: those of the next run.
@@ -73,7 +120,7 @@ class Batches:
         prompts = [prompt(index) for index in range(self.streams)]
         self.began = len(self.server.log)
         if self.streams == 1:
-            return self.server.complete(prompts, tokens)
+            return self.server.complete(prompts, tokens, **self.request)
         seen = set()
         for _ in range(TRIES):
             self.turn += 1
@@ -84,7 +131,7 @@ class Batches:
             first = threading.Thread(target=self.server.complete, args=([[100 + self.turn % 1900] * self.first], 1))
             first.start()
             time.sleep(PAUSES[self.turn % len(PAUSES)])
-            texts = self.server.complete(prompts, tokens)
+            texts = self.server.complete(prompts, tokens, **self.request)
             first.join()
             time.sleep(0.01)
             steps = self.server.steps(following)
@@ -98,34 +145,103 @@ class Batches:
         raise RuntimeError(f"{self.streams} prompts never ran in one plan, but in steps of {sorted(seen, key=str)} rows")
 
 
-def run(args, name, config, keys, streams, folder, end):
-    """Returns the row of the table for a model, and whether it is good."""
-    chunk, chunks = (CPU_CHUNK, CPU_CHUNKS) if args.device == ["cpu"] else (CHUNK, CHUNKS)
-    first = chunk * chunks + 8
-    # The first prompt has a slot as well.
-    keys = {"slots": STREAMS + 1, "context": max(first + 8, 512), "drafts": 0, "prefill_chunk": chunk, **keys}
+class Drafted:
+    """Texts of one stream with drafts, which may have other plans in each run because rounding changes none of their tokens."""
+
+    def __init__(self, server, prompt_ids):
+        self.server, self.prompt = server, prompt_ids
+        self.began = 0
+        # The number of plans with drafts that were run again behind a fault, and that of the last plan seen.
+        self.behind = self.last = 0
+
+    def texts(self, tokens):
+        """Returns the text, as a list, of this number of tokens."""
+        self.began = len(self.server.log)
+        texts = self.server.complete([self.prompt], tokens)
+        for step in self.server.steps(self.last):
+            regions = [region["name"] for submission in step["submissions"] for region in submission["regions"]]
+            self.behind += step["faults"] > 0 and any(region.startswith("verify") for region in regions)
+            self.last = step["number"] + 1
+        return texts
+
+    def accepted(self):
+        """Returns the share of drafts that were accepted."""
+        with urllib.request.urlopen(f"http://{self.server.addresses['admin']}/api/state", timeout=60) as answer:
+            replica = json.load(answer)["models"][0]["replicas"][0]
+        return replica["accepted_tokens"] / max(replica["drafted_tokens"], 1)
+
+
+def gaps(server, prompt_ids, tokens):
+    """Returns by how much each token of a text is more likely than the second one (of logarithms), and the number of
+    different tokens."""
+    body = {"model": "m", "prompt": prompt_ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+    request = urllib.request.Request(f"http://{server.addresses['http']}/v1/completions", json.dumps(body).encode(),
+                                     {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        logprobs = json.load(answer)["choices"][0]["logprobs"]
+    likely = [sorted(top.values()) for top in logprobs["top_logprobs"]]
+    # Two tokens of the same text have one entry.
+    return [top[-1] - top[-2] if len(top) > 1 else 0 for top in likely], len(set(logprobs["tokens"]))
+
+
+def steady(server, tokens):
+    """Returns a prompt whose text has no two tokens that are almost equally likely, and its gaps."""
+    for index in range(CANDIDATES):
+        found, different = gaps(server, prompt(index), tokens)
+        if min(found) >= MARGIN and different >= VARIETY:
+            return prompt(index), found
+    raise RuntimeError(f"of {CANDIDATES} texts, none is steady")
+
+
+def undisturbed(args, model, streams, folder, keys, first):
+    """Returns the undisturbed texts by their numbers of tokens, a function that returns the texts of a server, and what speaks
+    against the texts ("" if nothing does)."""
+    if model.drafts:
+        longest = DRAFT_LENGTHS[-1]
+        plain = {**keys, "drafts": 0, "drafts_always": False}
+        with common.Server(args.program, folder, args.device, args.tune, **plain) as server:
+            found, apart = steady(server, longest)
+            wanted = {tokens: server.complete([found], tokens) for tokens in DRAFT_LENGTHS}
+        with common.Server(args.program, folder, args.device, args.tune, **keys) as server:
+            moved = max(abs(one - other) for one, other in zip(apart, gaps(server, found, longest)[0], strict=True))
+            batches = Drafted(server, found)
+            same = all(batches.texts(tokens) == wanted[tokens] for _ in range(2) for tokens in DRAFT_LENGTHS)
+        why = "" if moved < ROUNDING else f"drafts move gaps, of which the least is {min(apart):.4f}, by up to {moved:.4f}"
+        return wanted, lambda server: Drafted(server, found), why or ("" if same else "undisturbed texts differ")
     with common.Server(args.program, folder, args.device, args.tune, **keys) as server:
-        batches = Batches(server, streams, first)
+        batches = Batches(server, streams, first, model.request)
         # The first steps are planned before their speed is known.
         batches.texts(LENGTHS[0])
         batches.ends = None
         wanted = {tokens: batches.texts(tokens) for tokens in LENGTHS}
-        if any(batches.texts(tokens) != texts for tokens, texts in wanted.items()):
-            return (name, streams, 0, 0, 0, 0, 0, "undisturbed texts differ"), False
+        same = all(batches.texts(tokens) == texts for tokens, texts in wanted.items())
     ends = batches.ends
-    # A split model divides a batch among its devices.
+    return wanted, lambda server: Batches(server, streams, first, model.request, ends), "" if same else "undisturbed texts differ"
+
+
+def run(args, name, model, streams, folder, end):
+    """Returns the row of the table for a model, and whether it is good."""
+    chunk, chunks = (CPU_CHUNK, CPU_CHUNKS) if args.device == ["cpu"] else (CHUNK, CHUNKS)
+    first = chunk * chunks + 8
+    # The first prompt has a slot as well.
+    keys = {"slots": STREAMS + 1, "context": max(first + 8, 512), "drafts": 0, "prefill_chunk": chunk, **model.keys}
+    wanted, make, why = undisturbed(args, model, streams, folder, keys, first)
+    if why:
+        return (name, streams, 0, 0, 0, 0, 0, why), False
+    # A split model divides a batch among its devices. Steps that verify drafts have more rows, but no waits.
     rows = -(-streams // len(args.device or [""]))
-    tune = [*args.tune, "broken_calls=1", f"broken_every={EVERY}", "retry_ms=0"]
+    tune = [*args.tune, "broken_calls=1", f"broken_every={model.every}", "retry_ms=0"]
     texts = different = 0
+    notes = []
     with common.Server(args.program, folder, args.device, tune, **keys) as server:
-        batches = Batches(server, streams, first, ends)
+        batches = make(server)
         told = [entry["message"] for entry in server.log if "are broken in turn" in entry.get("message", "")]
         failed = [entry["message"] for entry in server.log if "failed its test" in entry.get("message", "")]
         numbers = [re.search(r"(\d+) waits of steps of (\d+) rows", line) for line in told]
         # Each stage of a split model tells its own.
         waits = sum(int(of[1]) for of in numbers if int(of[2]) == rows)
         steps, faults, seen = {}, 0, 0
-        for tokens in itertools.cycle(LENGTHS):
+        for tokens in itertools.cycle(wanted):
             if time.monotonic() > end:
                 break
             found = batches.texts(tokens)
@@ -139,14 +255,17 @@ def run(args, name, config, keys, streams, folder, end):
             seen = len(server.log)
             if len(steps) == waits > 0 and min(map(len, steps.values())) >= args.steps:
                 break
+        if model.drafts:
+            notes.append(f"{batches.behind} plans with drafts behind faults, {batches.accepted():.2f} accepted")
     least, most = (min(map(len, steps.values())), max(map(len, steps.values()))) if steps else (0, 0)
     least = least if len(steps) == waits else 0
     why = "; ".join(filter(None, [
         "" if waits else f"no step of {streams} rows without barriers", *failed[:1],
         f"{different} texts differ" if different else "",
         "" if least >= args.steps else f"broken in {least} steps, {args.steps} are asked for",
+        "no drafts behind a fault" if model.drafts and not batches.behind else "",
     ]))
-    return (name, streams, waits, faults, least, most, texts, why or "ok", different), not why
+    return (name, streams, waits, faults, least, most, texts, "; ".join([why or "ok", *notes]), different), not why
 
 
 def main():
@@ -162,21 +281,22 @@ def main():
     args = parser.parse_args()
     models = {name: model for name, model in MODELS.items() if not args.only or name in args.only}
     if args.configs:
-        models = {path.stem: (json.loads(path.read_text()), {}) for path in args.configs}
-    runs = [(name, streams) for name in models for streams in args.streams or (1, STREAMS)]
+        models = {path.stem: Model(json.loads(path.read_text())) for path in args.configs}
+    runs = [(name, streams) for name, model in models.items() for streams in args.streams or (1, STREAMS)
+            if streams == 1 or not model.drafts]
     began, good = time.monotonic(), True
     print(f"{'model':24} {'streams':>7} {'calls':>6} {'faults':>7} {'steps a call':>13} {'texts':>6} {'different':>9}  result")
     with tempfile.TemporaryDirectory() as root:
         folders = {}
         for index, (name, streams) in enumerate(runs):
-            config, keys = models[name]
+            model = models[name]
             left = args.seconds - (time.monotonic() - began)
             end = time.monotonic() + max(left, 1) / (len(runs) - index)
             try:
                 if name not in folders:
                     folders[name] = pathlib.Path(root) / f"model{index}"
-                    common.checkpoint(args.program, config, folders[name])
-                row, fine = run(args, name, config, keys, streams, folders[name], end)
+                    common.checkpoint(args.program, model.config, folders[name])
+                row, fine = run(args, name, model, streams, folders[name], end)
             except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
                 row, fine = (name, streams, 0, 0, 0, 0, 0, str(getattr(error, "stderr", None) or error).strip()), False
             name, streams, waits, faults, least, most, texts, result, *rest = row

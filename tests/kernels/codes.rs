@@ -517,6 +517,8 @@ fn experts_beside_a_shared_expert_of_another_type() {
         let logits = floats(&mut cases, &mut random, "logits", shape.logits().next_multiple_of(4));
         let norm = (cases.floats("norm", &random.floats(hidden as usize)), 1e-5);
         let mlp = Mlp {
+            adds: true,
+            routing: None,
             label: "layers.0.".to_owned(),
             shape,
             gate_up,

@@ -38,6 +38,7 @@ fn heads(group: u32, kv: u32, dim: u32) -> Heads {
         dim,
         rot: dim,
         qk_norm: false,
+        v_norm: false,
         gated: group.is_multiple_of(2),
         scores: Scores::default(),
         kv_format: KvFormat::F16,

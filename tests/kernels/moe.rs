@@ -241,7 +241,8 @@ impl Layer {
                 [Some(cases.floats("gate_up.bias", gate_up)), Some(cases.floats("down.bias", down))]
             }
         };
-        Mlp { label: "layers.0.".to_owned(), shape, gate_up, down, shared, biases, x, y: x, norm, logits }
+        let label = "layers.0.".to_owned();
+        Mlp { label, shape, gate_up, down, shared, biases, x, y: x, adds: true, routing: None, norm, logits }
     }
 
     /// Packs the experts' weights as codes.
@@ -337,6 +338,8 @@ fn workgroups_of_a_few_rows_fit_in_shared_memory() {
                 biases: [None, None],
                 x: nothing,
                 y: nothing,
+                adds: true,
+                routing: None,
                 norm: (nothing.range, EPSILON),
                 logits: nothing,
             };
@@ -399,6 +402,66 @@ fn a_few_rows_choose_and_run_their_experts() {
         for (layer, mlp, name) in made {
             layer.check_reference(&reference, mlp.x, limit, &name);
         }
+        check(&vulkan, &cases, &reference);
+    }
+}
+
+/// Goal: few rows select their experts as `expert_route` does, and the last stage may replace its output. Method: softmax
+/// with factors of logits, of shares and of experts (Gemma 4), and sigmoids with a bias and a shared expert without a gate
+/// (GLM-4.5); the reference's selection is compared with the formula elsewhere.
+#[test]
+fn a_few_rows_are_routed_by_scores() {
+    let vulkan = Vulkan::new();
+    for matrices in ways() {
+        let mut cases = Cases::new(&format!("routed.{matrices:?}"));
+        let mut random = Random(87);
+        let list = [
+            (shape([16, 4, 32, 64], None, true), 1, Format::Bf16, false, false),
+            (shape([9, 2, 24, 48], Some(40), false), 3, Format::Bf16, true, false),
+            (shape([37, 3, 16, 48], Some(16), true), 2, Format::Bf16, true, true),
+            (shape([8, 2, 32, 64], None, false), 1, Format::Bf16, false, true),
+            (shape([16, 8, 64, 96], None, true), 2, Format::Codes(INT8), true, true),
+        ];
+        for (sizes, rows, format, sigmoid, biased) in list {
+            cases.case(format!("{sizes:?}x{rows}.{format:?}.sigmoid={sigmoid}.biased={biased}"));
+            let sizes = ExpertsShape { gated: !sigmoid, ..sizes };
+            let mut layer = Layer::new(&mut random, sizes, rows, Format::Bf16, Logits::Random);
+            // The layer's own selection is by the greatest logits; the bias chooses others.
+            let biases = layer.biases.iter_mut().flatten().flatten();
+            let all = layer.gate_up.iter_mut().chain(&mut layer.down).chain(biases);
+            all.filter(|value| value.is_nan()).for_each(|value| *value = round(Format::Bf16, random.float() * 0.3));
+            if format != Format::Bf16 {
+                layer.quantise_exactly();
+            }
+            let mlp = layer.mlp(&mut cases, rows, true, None);
+            let count = sizes.count as usize;
+            let bias: Vec<f32> = random.floats(count);
+            let scales: Vec<f32> = (0..count).map(|_| 1.0 + random.float() / 2.0).collect();
+            let routing = Route {
+                sigmoid,
+                bias: (sigmoid && biased).then(|| cases.floats("choice_bias", &bias)),
+                groups: 1,
+                kept: 1,
+                best: 1,
+                factor: 1.5,
+                logit_scale: 0.75,
+                scales: (!sigmoid).then(|| cases.floats("scales", &scales)),
+            };
+            let mlp = Mlp { routing: Some(routing), adds: biased, ..mlp };
+            let near = if format == Format::Bf16 { SPLIT } else { SUMS };
+            cases.expect(mlp.x.range, Expect::Floats(near));
+            let stride = sizes.middle_stride();
+            let middle = cases.output("middle", (rows * stride) as usize, Expect::Floats(near));
+            let middle = Activations { range: middle, stride };
+            let config = if format == Format::Bf16 { (128, 1, 2) } else { (64, 1, 4) };
+            let config = SkinnyConfig { threads: config.0, tiles: config.1, ahead: config.2 };
+            let fault = cases.words("fault", &[0, 0]);
+            let (matrices, flow, logits) = (*matrices, Flow::NONE, Flow::NONE);
+            let few = FewRows { middle, rows, matrices, config, flow, logits, fault };
+            cases.recording.call(mlp.few_gate_up(few));
+            cases.recording.call(mlp.few_down(few));
+        }
+        let reference = cases.reference();
         check(&vulkan, &cases, &reference);
     }
 }
@@ -599,7 +662,8 @@ fn experts_are_chosen_by_scores_in_groups() {
         let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
         let choices = cases.output("choices", shape.choices_bytes(rows) as usize / 4, Expect::Pairs(SUMS));
         let valid = valid_rows(&mut cases, rows, nobody);
-        cases.recording.call(mlp.route(&route, Used { rows, count: Some(count) }, Some(valid), choices));
+        mlp.routing = Some(route);
+        cases.recording.call(mlp.choose(Used { rows, count: Some(count) }, Some(valid), choices));
         made.push((Routed { shape, route, logits, bias }, choices));
     }
     let reference = cases.reference();
@@ -804,7 +868,8 @@ fn experts_are_chosen_by_scores() {
             scales: (!sigmoid).then(|| cases.floats("scales", &scales)),
         };
         let choices = cases.output("choices", sizes.choices_bytes(rows) as usize / 4, Expect::Pairs(SUMS));
-        cases.recording.call(mlp.route(&route, Used { rows, count: None }, None, choices));
+        let mlp = Mlp { routing: Some(route), ..mlp };
+        cases.recording.call(mlp.choose(Used { rows, count: None }, None, choices));
         made.push((layer, route, bias, scales, choices));
     }
     let reference = cases.reference();

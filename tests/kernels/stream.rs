@@ -10,12 +10,15 @@ use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::shaders::{PoolRowsArgs, RowScalesArgs};
 use ostinato::kernels::stream::{
-    Branch, Onto, add_branch, bound_logits, gate_rows, norm_and_add, norm_heads, pool_rows, pool_words, row_scales,
+    Beside, Branch, BranchFlow, add_branch, bound_logits, gate_rows, norm_and_add, norm_heads, pool_rows, pool_words,
+    row_scales,
 };
 use ostinato::kernels::tags::{Flow, tagged};
 use ostinato::memory::pack::Format;
 
 const LIMIT: f32 = 2e-6;
+/// The lowest bits of tagged words hold their tag.
+const TAGGED_LIMIT: f32 = 2e-5;
 const EPSILON: f32 = 1e-5;
 
 /// Runs the cases on every driver and compares with the reference.
@@ -39,50 +42,67 @@ fn rms(values: &[f32]) -> f64 {
     (values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / values.len() as f64 + f64::from(EPSILON)).sqrt()
 }
 
-/// Runs `add_branch` with widths of one to several values per invocation. With tags, x and y have those of `flow`.
-fn branches(flow: Flow, widths: &[u32]) {
-    let tags = flow != Flow::NONE;
-    let mut cases = Cases::new(if tags { "add_branch.tagged" } else { "add_branch" });
+/// Runs `add_branch` with widths of one to several values per invocation. With tags, its operands have those of `tags`.
+fn branches(tags: BranchFlow, widths: &[u32]) {
+    let BranchFlow { flow, beside: beside_flow } = tags;
+    let tagged_words = flow != Flow::NONE;
+    let mut cases = Cases::new(if tagged_words { "add_branch.tagged" } else { "add_branch" });
     let mut random = Random(71);
     let mut made = Vec::new();
     let put = |values: Vec<f32>, tag: u32| -> Vec<f32> {
-        values.into_iter().map(|v| if tags { f32::from_bits(tagged(v, tag)) } else { v }).collect()
+        values.into_iter().map(|v| if tagged_words { f32::from_bits(tagged(v, tag)) } else { v }).collect()
     };
     for (index, width) in widths.iter().copied().enumerate() {
-        for normed in [false, true] {
-            cases.case(format!("{width} normed={normed}"));
+        for norms in [0, 1, 3] {
+            cases.case(format!("{width} norms={norms}"));
             let (count, stride) = (1 + 2 * index as u32, width.next_multiple_of(32));
             let x = put(rows(&mut random, count, width, stride, 0.0), flow.input);
+            let other = put(rows(&mut random, count, width, stride, 0.0), beside_flow.input);
             let y = put(rows(&mut random, count, width, stride, f32::from_bits(POISON)), flow.old);
-            let weights: Vec<f32> = (0..stride).map(|i| if i < width { 1.0 + random.float() } else { 0.0 }).collect();
+            let weights: Vec<Vec<f32>> = (0..norms)
+                .map(|_| (0..stride).map(|i| if i < width { 1.0 + random.float() } else { 0.0 }).collect())
+                .collect();
             let of = |range| Activations { range, stride };
             let (x_range, y_range) = (cases.floats("x", &x), cases.floats("y", &y));
+            let names = ["norm", "beside_norm", "sum_norm"];
+            let ranges: Vec<_> = weights.iter().zip(names).map(|(norm, name)| cases.floats(name, norm)).collect();
+            let beside = (norms == 3).then(|| Beside {
+                x: of(cases.floats("beside", &other)),
+                norm: ranges[1],
+                sum_norm: ranges[2],
+            });
             let fault = cases.words("fault", &[0; 2]);
-            let norm = normed.then_some((cases.floats("norm", &weights), EPSILON));
-            cases.expect(y_range, if tags { Expect::Tagged(LIMIT) } else { Expect::Floats(LIMIT) });
+            cases.expect(y_range, if tagged_words { Expect::Tagged(TAGGED_LIMIT) } else { Expect::Floats(LIMIT) });
             let scale = if index % 2 == 0 { 1.0 } else { 0.22 };
-            // A factor with every second width, and a stream that is replaced with every second of these.
-            let (factor, adds) = ((index % 2 == 1).then_some(0.6f32), index != 3);
+            let factor = (index % 2 == 1).then_some(0.6f32);
             let factor_range = factor.map(|factor| cases.floats("factor", &[factor, f32::NAN]));
-            let onto = Onto { y: of(y_range), adds, factor: factor_range };
-            let branch = Branch { x: of(x_range), norm, scale };
-            cases.recording.call(add_branch("add".to_owned(), (count, width), branch, onto, flow, fault));
-            let weights = normed.then_some(weights);
-            made.push((y_range, y, x, weights, (count, width, stride), (scale, adds, factor.unwrap_or(1.0))));
+            let branch = Branch { x: of(x_range), norm: ranges.first().copied(), beside, epsilon: EPSILON, scale };
+            let size = (count, width);
+            cases.recording.call(add_branch("add".to_owned(), size, branch, (of(y_range), factor_range), tags, fault));
+            made.push((y_range, [y, x, other], weights, (count, width, stride), (scale, factor.unwrap_or(1.0))));
         }
     }
     let reference = cases.reference();
-    for (range, y, x, weights, (count, width, stride), (scale, adds, factor)) in made {
+    for (range, [y, x, other], weights, (count, width, stride), (scale, factor)) in made {
         for row in 0..count {
-            let x = &x[(row * stride) as usize..][..width as usize];
-            let divisor = if weights.is_some() { rms(x) } else { 1.0 };
-            for i in 0..width {
+            let line = |values: &[f32]| values[(row * stride) as usize..][..width as usize].to_vec();
+            let normed = |values: Vec<f32>, weights: &[f32]| -> Vec<f32> {
+                let divisor = rms(&values) as f32;
+                values.iter().zip(weights).map(|(value, weight)| value / divisor * weight).collect()
+            };
+            let mut branch = line(&x);
+            if let [first, rest @ ..] = &weights[..] {
+                branch = normed(branch, first);
+                if let [second, third] = rest {
+                    let other = normed(line(&other), second);
+                    branch = normed(branch.iter().zip(other).map(|(a, b)| a + b).collect(), third);
+                }
+            }
+            for (i, branch) in (0..).zip(branch) {
                 let at = row * stride + i;
-                let weight = weights.as_ref().map_or(1.0, |weights| f64::from(weights[i as usize]));
-                let added = f64::from(x[i as usize]) / divisor * weight * f64::from(scale);
-                let before = if adds { f64::from(y[at as usize]) } else { 0.0 };
-                near(reference.f32(range, at), (before + added) * f64::from(factor), "y");
-                assert!(!tags || reference.u32(range, at) % 128 == flow.output.expect("tagged"), "the tag of y");
+                let sum = f64::from(y[at as usize]) + f64::from(branch) * f64::from(scale);
+                near(reference.f32(range, at), sum * f64::from(factor), "y");
+                assert!(!tagged_words || flow.output == Some(reference.u32(range, at) % 128), "the tag of y");
             }
         }
     }
@@ -90,13 +110,15 @@ fn branches(flow: Flow, widths: &[u32]) {
 }
 
 #[test]
-fn branches_are_added_with_and_without_a_norm() {
-    branches(Flow::NONE, &[8, 40, 96, 1000, 5376]);
+fn branches_are_added_with_and_without_norms() {
+    branches(BranchFlow::NONE, &[8, 40, 96, 1000, 5376]);
 }
 
 #[test]
 fn tagged_branches_are_added_to_a_tagged_stream() {
-    branches(Flow { input_carried: true, input: 5, old: 9, output: Some(10) }, &[32, 96, 160, 1056, 5376]);
+    let read = Flow { input_carried: true, ..Flow::NONE };
+    let flow = Flow { input: 5, old: 9, output: Some(10), ..read };
+    branches(BranchFlow { flow, beside: Flow { input: 77, ..read } }, &[32, 96, 160, 1056, 5376]);
 }
 
 #[test]

@@ -156,6 +156,7 @@ pub fn flash_decode(label: String, heads: Heads, shape: FlashDecodeShape, flow: 
         soft_cap,
         sinks: u32::from(heads.scores.sinks),
         query_scales: heads.scores.query_scales.unwrap_or(0),
+        v_norm: u32::from(heads.v_norm),
         devices: 0,
     };
     // The argument block is the same as `attention`'s, field for field.
@@ -198,6 +199,7 @@ pub(crate) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
         sinks: c.sinks,
         query_scales: c.query_scales,
         parts: 1,
+        v_norm: c.v_norm,
         devices: 0,
     };
     let [groups, _, rows] = call.groups;

@@ -71,6 +71,8 @@ pub struct Heads {
     pub rot: u32,
     /// Whether q and k are normalized per head (QK-norm).
     pub qk_norm: bool,
+    /// Whether v is normalized per head, without weights.
+    pub v_norm: bool,
     /// Whether each value of the output is multiplied by the sigmoid of a gate. The gates follow the v heads in qkv.
     pub gated: bool,
     /// The variant of the scores.
@@ -150,6 +152,7 @@ pub fn attention(label: String, heads: Heads, shape: AttentionShape, flow: Flow,
         sinks: u32::from(heads.scores.sinks),
         query_scales: if fused { heads.scores.query_scales.unwrap_or(0) } else { 0 },
         parts,
+        v_norm: u32::from(heads.v_norm),
         devices: 0,
     };
     let args = AttentionArgs { qkv_tag: flow.input, o_tag: flow.output.unwrap_or(0), fault: args.fault.none(), ..args };
@@ -177,6 +180,7 @@ pub fn append(label: String, heads: Heads, rows: u32, keys: bool, args: AppendAr
         kv_heads: heads.kv,
         qk_norm: u32::from(heads.qk_norm),
         query_scales: heads.scores.query_scales.unwrap_or(0),
+        v_norm: u32::from(heads.v_norm),
     };
     Call {
         kernel: heads.kernel("append.f16", "append.f32", "append.int8"),
@@ -185,6 +189,11 @@ pub fn append(label: String, heads: Heads, rows: u32, keys: bool, args: AppendAr
         args: args.into_args(),
         groups: [heads.q + if keys { 2 * heads.kv } else { 0 }, rows, 1],
     }
+}
+
+/// Normalizes a head of values in place, without weights.
+fn norm_value(head: &mut [f64], epsilon: f32) {
+    norm_rope(head, Some(&|_| 1.0), epsilon, 0, |_| (1.0, 0.0));
 }
 
 /// Normalizes and rotates one head in place. All references compute in f64, so that any difference to a device's result
@@ -239,6 +248,8 @@ pub(crate) fn reference_append(call: &Call, memory: &mut HostMemory) {
                 let norm = |i: u32| memory.f32(weight, i);
                 let rope = |j: u32| rope_at(memory, a.rope, position, c.rot, j);
                 norm_rope(&mut head, (c.qk_norm == 1).then_some(&norm), a.epsilon, c.rot, rope);
+            } else if c.v_norm == 1 {
+                norm_value(&mut head, a.epsilon);
             }
             if format == KvFormat::Int8 && !is_v {
                 hadamard(&mut head);
@@ -331,8 +342,11 @@ pub(super) fn attend(
                 if format == KvFormat::Int8 {
                     hadamard(&mut key);
                 }
-                let value: Vec<f64> =
+                let mut value: Vec<f64> =
                     (0..c.d).map(|i| f64::from(memory.f32(a.qkv, k_base + c.kv_heads * c.d + i))).collect();
+                if c.v_norm == 1 {
+                    norm_value(&mut value, a.epsilon);
+                }
                 let at = place(memory, position);
                 cache.set_head(memory, a.k, Half::Keys, at, &key);
                 cache.set_head(memory, a.v, Half::Values, at, &value);

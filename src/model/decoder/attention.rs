@@ -31,6 +31,7 @@ impl Decoder<'_> {
             dim: of.head_dim,
             rot: of.rotary_dim(),
             qk_norm: c.qk_norm == QkNorm::Heads,
+            v_norm: c.v_norm,
             gated: c.attention_gate,
             scores: Scores {
                 scale: c.score_scale,
@@ -200,7 +201,6 @@ impl Decoder<'_> {
         self.norm_rows(r, shape, step, block);
         let o = block.name("o");
         let packs = self.packs_for(shape, &o).then(|| self.packed_order(shape, &o));
-        self.norm_values(r, shape, step, block);
         let AppendArgs { k, v, q_norm, k_norm, rope, .. } = self.append_args(r, step, block, cache);
         // Rows of a decode step are prepared and appended by the attention itself, if the layer has keys of its own.
         let decode = matches!(shape, StepShape::Decode { .. });
@@ -228,7 +228,7 @@ impl Decoder<'_> {
             pages: self.page_tables(r, block.attention),
             k,
             v,
-            partials: step.partials,
+            partials: step.partials[self.plan_kind(block.attention)],
             counters: step.counters,
             o: step.attention.range,
             fault: step.fault,
@@ -293,17 +293,6 @@ impl Decoder<'_> {
             let norm = (self.vector(r, &block.name(name)), c.rms_eps);
             r.call(stream::norm_heads(block.name(name), shape.rows(), step.qkv, (first, 1, width), norm));
         }
-    }
-
-    /// Records the norm of each value head, if the model has it.
-    fn norm_values(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block) {
-        let c = self.config;
-        if !c.v_norm || !block.owns_cache {
-            return;
-        }
-        let of = &c.attention_kinds[block.attention];
-        let heads = (of.q_rows() + of.kv_rows(), of.kv_heads, of.head_dim);
-        r.call(stream::norm_heads(block.name("v_norm"), shape.rows(), step.qkv, heads, (None, c.rms_eps)));
     }
 
     /// Returns the arguments of `append`, which writes a layer's keys and values to its pages. `cache` is the prefix of

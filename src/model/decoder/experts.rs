@@ -12,8 +12,7 @@ use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, wgmma};
 use crate::kernels::moe::{self, FewRows, Grouped, Mlp, Sorted, Used};
 use crate::kernels::recording::{Op, Range, Recording};
-use crate::kernels::stream::{self, Branch, Onto};
-use crate::kernels::tags::Flow;
+use crate::kernels::stream::{self, Beside, Branch, BranchFlow};
 use crate::memory::pack::Format;
 use crate::model::config::{self, Experts};
 
@@ -34,10 +33,21 @@ impl Decoder<'_> {
 
     /// Whether the experts' products of a few rows, on weights in fragment order, choose the experts themselves.
     pub(super) fn chooses_alone(&self) -> bool {
+        let plain = |of: config::Routing| moe::few_select(of.sigmoid, of.choice_bias, (of.groups, of.kept));
         let simple = |experts: Experts| {
-            experts.routing.is_none() && !(self.has_coded_experts() && experts.shared_inner.is_some())
+            experts.routing.is_none_or(plain) && !(self.has_coded_experts() && experts.shared_inner.is_some())
         };
         self.config.experts.is_some_and(simple)
+    }
+
+    fn in_fragments_by_name(&self, name: &str) -> bool {
+        self.tuning.fragments.is_some() && self.weight(name).is_some_and(|w| self.in_fragments(w))
+    }
+
+    /// Whether a step of this shape runs the kernels for a few rows in fragments, which choose the experts themselves.
+    fn chooses_few(&self, shape: StepShape, block: &Block) -> bool {
+        let router = block.name("router");
+        self.in_fragments_by_name(&router) && self.chooses_alone() && !self.packs_for(shape, &router)
     }
 
     fn one_matrix(&self, r: &mut Recording, name: &str) -> Matrix {
@@ -51,29 +61,30 @@ impl Decoder<'_> {
     /// norm(experts(x))), times the layer's factor.
     pub(super) fn experts_beside_dense(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block) {
         let c = self.config;
-        let (rows, size) = (shape.rows(), (shape.rows(), c.hidden));
         let hidden = self.mlp_hidden(r, shape, step, block);
         let down = block.name("down");
         let operands = Operands { weight: &down, x: hidden, y: step.branch, epilogue: Epilogue::Store };
         self.output(r, shape, step, operands, Fold::None);
-        let of_experts = Self::activations(r, "experts.output", rows, c.hidden);
-        r.ops.push(Op::Fill { to: of_experts.range, word: 0 });
-        self.experts(r, shape, step, block, of_experts);
-        let sum = Self::activations(r, "branches", rows, c.hidden);
-        let mut branch = |name: &str, x: Activations, scale: f32| {
-            let norm = self.vector(r, &block.name(name)).map(|norm| (norm, c.rms_eps));
-            Branch { x, norm, scale }
-        };
-        let dense = branch("dense_post_norm", step.branch, 1.0);
-        let experts = branch("experts.post_norm", of_experts, 1.0);
-        let both = branch("mlp_post_norm", sum, c.residual_scale);
-        let first = Onto { adds: false, ..Onto::add(sum) };
-        let last = Onto { factor: self.layer_factor(r, block, true), ..Onto::add(step.x) };
-        for (name, branch, onto) in
-            [("down_norm", dense, first), ("experts.add", experts, Onto::add(sum)), ("mlp_add", both, last)]
-        {
-            r.call(stream::add_branch(block.name(name), size, branch, onto, Flow::NONE, step.fault));
+        if !self.chooses_few(shape, block) {
+            r.ops.push(Op::Fill { to: step.of_experts.range, word: 0 });
         }
+        self.experts(r, shape, step, block, step.of_experts);
+        let mut norm = |name: &str| self.vector(r, &block.name(name)).expect("both branches and their sum have norms");
+        let beside = Beside { x: step.of_experts, norm: norm("experts.post_norm"), sum_norm: norm("mlp_post_norm") };
+        let branch = Branch {
+            x: step.branch,
+            norm: Some(norm("dense_post_norm")),
+            beside: Some(beside),
+            epsilon: c.rms_eps,
+            scale: c.residual_scale,
+        };
+        let factor = self.layer_factor(r, block, true);
+        let tags = BranchFlow {
+            beside: step.flow(Some(step.of_experts.range), None),
+            flow: step.flow(Some(step.branch.range), Some(step.x.range)),
+        };
+        let (label, size) = (block.name("mlp_add"), (shape.rows(), c.hidden));
+        r.call(stream::add_branch(label, size, branch, (step.x, factor), tags, step.fault));
     }
 
     /// Records a router and its experts, whose output is added to `y`.
@@ -99,20 +110,20 @@ impl Decoder<'_> {
             ],
             x: step.x,
             y,
+            adds: y.range != step.of_experts.range,
+            routing: self.routing(r, block),
             norm: (norm, c.rms_eps),
             logits: step.router,
         };
         let router = block.name("router");
-        let fragments = self.tuning.fragments.is_some() && self.weight(&router).is_some_and(|w| self.in_fragments(w));
-        // The kernels for a few rows in fragments choose the experts themselves, by the greatest logits.
-        let alone = self.chooses_alone();
-        if self.packs_for(shape, &router) || fragments && !alone {
+        let few = self.chooses_few(shape, block);
+        if self.in_fragments_by_name(&router) && !few {
             self.many_experts(r, shape, step, block, &mlp, router_norm);
             return;
         }
         let operands = Operands { weight: &router, x: step.x, y: step.router, epilogue: Epilogue::Store };
         self.product(r, shape, step, operands, Some(router_norm));
-        match self.tuning.fragments.filter(|_| self.weight(&router).is_some_and(|w| self.in_fragments(w))) {
+        match self.tuning.fragments.filter(|_| few) {
             Some(matrices) => {
                 let [gate_up, down] = mlp.few_configs(rows, matrices, self.tuning.shared_bytes);
                 let logits = step.flow(Some(step.router.range), None);
@@ -126,7 +137,7 @@ impl Decoder<'_> {
             None => {
                 let (used, valid) = Self::used(shape, step);
                 let choices = r.buffer("experts.choices", experts.choices_bytes(rows));
-                self.choose(r, block, &mlp, (used, valid), choices);
+                r.call(mlp.choose(used, valid, choices));
                 let configs = self.sorted_configs(&mlp, rows);
                 if rows > self.tuning.gemv_most && configs[0].tokens == configs[1].tokens {
                     self.sorted_experts(r, shape, step, block, &mlp, choices);
@@ -185,27 +196,13 @@ impl Decoder<'_> {
         r.call(mlp.combine(used, choices, parts, shared));
     }
 
-    /// Records the choice of experts.
-    fn choose(
-        &self,
-        r: &mut Recording,
-        block: &Block,
-        mlp: &Mlp,
-        (used, valid): (Used, Option<Range>),
-        choices: Range,
-    ) {
-        let routing = self.config.experts.and_then(|experts| experts.routing);
-        let call = match routing {
-            None => mlp.choose(used, valid, choices),
-            Some(routing) => {
-                let bias = routing.choice_bias.then(|| self.vector(r, &block.name("router.choice_bias"))).flatten();
-                let scales = routing.expert_scales.then(|| self.vector(r, &block.name("router.scales"))).flatten();
-                let config::Routing { sigmoid, groups, kept, best, factor, logit_scale, .. } = routing;
-                let routing = moe::Route { sigmoid, bias, groups, kept, best, factor, logit_scale, scales };
-                mlp.route(&routing, used, valid, choices)
-            }
-        };
-        r.call(call);
+    /// Returns how a layer's router selects experts, if not by the greatest logits.
+    fn routing(&self, r: &mut Recording, block: &Block) -> Option<moe::Route> {
+        let routing = self.config.experts.and_then(|experts| experts.routing)?;
+        let bias = routing.choice_bias.then(|| self.vector(r, &block.name("router.choice_bias"))).flatten();
+        let scales = routing.expert_scales.then(|| self.vector(r, &block.name("router.scales"))).flatten();
+        let config::Routing { sigmoid, groups, kept, best, factor, logit_scale, .. } = routing;
+        Some(moe::Route { sigmoid, bias, groups, kept, best, factor, logit_scale, scales })
     }
 
     /// Returns the rows of a step, and the row table that marks valid rows. For a prefill step it returns no table: the
@@ -255,7 +252,7 @@ impl Decoder<'_> {
         let (router, y) = (block.name("router"), Output::Rows(step.router));
         self.tiled(r, shape, step, Operands { weight: &router, x: packed, y, epilogue: Epilogue::Store }, Fold::None);
         let choices = r.buffer("experts.choices", experts.choices_bytes(rows));
-        self.choose(r, block, mlp, (used, valid), choices);
+        r.call(mlp.choose(used, valid, choices));
 
         let many = rows * experts.chosen / experts.count >= self.tuning.wgmma_each;
         let wgmma = (self.tuning.ptx && many)

@@ -36,7 +36,7 @@ use crate::kernels::gemm::{Activations, Epilogue};
 use crate::kernels::layout::StateLayout;
 use crate::kernels::recording::{Op, Range, Recording};
 use crate::kernels::sampling;
-use crate::kernels::stream::{self, Branch, Onto};
+use crate::kernels::stream::{self, Branch, BranchFlow};
 use crate::kernels::tags::{self, Flow, Generations};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -230,7 +230,11 @@ struct Step {
     /// The router's logits, and the experts' activations between their two matrix products.
     router: Activations,
     middle: Activations,
-    partials: Range,
+    /// With experts beside a dense MLP: the experts' output.
+    of_experts: Activations,
+    /// The partial results of splits of attention, by kind of attention layers. Kinds with the same plan of splits share
+    /// them.
+    partials: Vec<Range>,
     counters: Range,
     chunk: Range,
     logits: Activations,
@@ -317,33 +321,28 @@ impl Decoder<'_> {
 
     /// Whether the activations of a step of this shape are tagged. It requires widths that are multiples of 32, because
     /// products wait for whole chunks of 32 columns, and inputs in the order of the columns. It also requires that no
-    /// attention layer is the only one over its window, and that all have the same heads: the partial results of splits are
-    /// not cleared, and layers over other windows have other splits, so that those of a single layer could not be
-    /// distinguished from its own of the previous step.
+    /// attention layer is the only one with its heads and window: the partial results of splits are not cleared, so that
+    /// those of a single layer could not be distinguished from its own of the previous step.
     fn carries(&self, shape: StepShape) -> bool {
         let c = self.config;
-        let sizes = |kind: &Attention| (kind.heads, kind.kv_heads, kind.head_dim);
-        let alike = c.attention_kinds.iter().all(|kind| sizes(kind) == sizes(&c.attention_kinds[0]));
         let own = c.layers_of(LayerKind::Attention).filter(|layer| self.stage.layers.contains(layer));
-        let windows: Vec<Option<u32>> = own.map(|layer| c.attention(layer).window).collect();
-        let alone = windows.iter().any(|window| windows.iter().filter(|other| *other == window).count() == 1);
+        let plans: Vec<usize> = own.map(|layer| self.plan_kind(c.attention_of[layer as usize])).collect();
+        let alone = plans.iter().any(|plan| plans.iter().filter(|other| *other == plan).count() == 1);
         let mut widths = vec![c.hidden];
-        for kind in c.attention_kinds.iter().filter(|_| !windows.is_empty()) {
+        for kind in c.attention_kinds.iter().filter(|_| !plans.is_empty()) {
             widths.extend([kind.q_rows(), c.qkv_rows(kind)]);
         }
         // The stages of `kernels::stream` but `add_branch`, and experts that a kernel of its own chooses, use barriers.
         let routed = c.experts.is_some() && !self.chooses_alone();
         let shared = c.layers_of(LayerKind::Attention).any(|layer| !c.owns_cache(layer));
-        let shared = shared || c.latent.is_some();
-        let beside = c.experts.is_some_and(|experts| experts.beside_dense);
-        // Not built: tags of changed outputs of experts, and of sums over devices that are changed.
-        let unlike = c.mlp_kinds.contains(&MlpKind::Experts) || self.stage.rank.is_some();
-        let changed = c.has_branch_stages() && unlike;
-        let staged = beside || changed || c.qk_norm == QkNorm::Rows || c.v_norm || routed || shared;
+        let shared = shared || c.latent.is_some() || c.layer_inputs.is_some();
+        // Not built: tags of sums over devices that are changed before they are added.
+        let changed = c.has_branch_stages() && self.stage.rank.is_some();
+        let staged = changed || c.qk_norm == QkNorm::Rows || routed || shared;
         if let Some(net) = c.delta {
             widths.extend([net.projected_rows(), net.value_rows()]);
         }
-        if c.mlp_kinds.contains(&MlpKind::Dense) {
+        if c.mlp_kinds.contains(&MlpKind::Dense) || c.experts.is_some_and(|experts| experts.beside_dense) {
             widths.push(c.intermediate);
         }
         let whole = c.experts.is_none_or(|experts| self.expert_shape(experts).middle_is_whole());
@@ -358,7 +357,6 @@ impl Decoder<'_> {
             && whole
             && !staged
             && !alone
-            && alike
             && widths.iter().all(|width| width.is_multiple_of(32))
             && self.weights.iter().all(|w| matches!(w.kind, WeightKind::Vector) || self.in_fragments(w))
             && self.weights.iter().all(|w| w.order.is_none())
@@ -425,6 +423,7 @@ impl Decoder<'_> {
         let most = |of: &dyn Fn(&Attention) -> u32| c.attention_kinds.iter().map(of).max().unwrap_or(0);
         let (projected, mixed) = c.delta.map_or((0, 0), |net| (net.projected_rows(), net.value_rows()));
         let experts = c.experts.map(|experts| self.expert_shape(experts));
+        let beside = c.experts.is_some_and(|experts| experts.beside_dense);
         let latent = c.latent.map_or([0; 3], |of| {
             let heads = c.attention_kinds[0].heads;
             [of.input_rows(), heads * (of.rope + of.nope), heads * of.value_dim]
@@ -453,12 +452,18 @@ impl Decoder<'_> {
             logits: Self::activations(r, "logits", if prefill { 1 } else { rows }, c.vocab),
             fault: self.state.fault(r),
             generations,
-            partials: r.buffer(
-                &named("attention.partials"),
-                heads.iter().map(|heads| heads.partial_floats(self.tuning.splits)).max().unwrap_or(0)
-                    * 4
-                    * u64::from(self.state.rows),
-            ),
+            of_experts: Self::activations(r, &named("experts.output"), rows, if beside { c.hidden } else { 0 }),
+            partials: (0..)
+                .zip(&heads)
+                .map(|(kind, heads)| {
+                    let name = match self.plan_kind(kind) {
+                        0 => "attention.partials".to_owned(),
+                        kind => format!("attention.partials.{kind}"),
+                    };
+                    let floats = heads.partial_floats(self.tuning.splits) * u64::from(self.state.rows);
+                    r.buffer(&named(&name), floats * 4)
+                })
+                .collect(),
             counters: r.buffer("attention.counters", self.counter_bytes()),
             chunk,
         }
@@ -479,7 +484,7 @@ impl Decoder<'_> {
     /// row table that the embedding writes.
     fn clear_tags(&self, r: &mut Recording, step: &Step) {
         let layer = [step.qkv, step.attention, step.projected, step.mixed, step.mlp, step.router, step.middle];
-        let all = layer.into_iter().chain([step.branch]);
+        let all = layer.into_iter().chain([step.branch, step.of_experts]);
         let buffers: Vec<Range> = all.map(|of| of.range).filter(|range| range.bytes > 0).collect();
         r.call(tags::clear_tags("clear_tags".to_owned(), &buffers));
     }
@@ -579,10 +584,11 @@ impl Decoder<'_> {
         }
         if staged {
             let (label, size) = (format!("{weight}_add"), (shape.rows(), c.hidden));
-            let branch = Branch { x: step.branch, norm: after.map(|norm| (norm, c.rms_eps)), scale: c.residual_scale };
-            let onto = Onto { factor, ..Onto::add(step.x) };
+            let branch =
+                Branch { x: step.branch, norm: after, beside: None, epsilon: c.rms_eps, scale: c.residual_scale };
             let flow = step.flow(Some(step.branch.range), Some(step.x.range));
-            r.call(stream::add_branch(label, size, branch, onto, flow, step.fault));
+            let tags = BranchFlow { flow, ..BranchFlow::NONE };
+            r.call(stream::add_branch(label, size, branch, (step.x, factor), tags, step.fault));
         }
     }
 

@@ -76,6 +76,7 @@ impl Decoder<'_> {
             rows: r.buffer("draft.rows", embed::rows_bytes(rows)),
             x: Self::activations(r, "draft.x", rows, hidden),
             chunk: self.descriptor(r, "draft.chunk"),
+            partials: of.partials.clone(),
             logits: Self::activations(r, "draft.logits", rows, self.config.vocab),
             generations: None,
             ..*of

@@ -16,7 +16,8 @@
 // TAGGED 3: qkv and output are tagged (`tags.glsl`); a row without a sequence then still writes zeros
 // PLANNED 1: `rows` is the work list of `plan_splits`, which gives a row a number of splits according to its length
 //
-// One workgroup serves all G (at most 8) query heads (GQA) of one KV head of one row, or one split of its context. A
+// One workgroup serves G (at most 8) query heads (GQA) of one KV head of one row, or one split of its context. PARTS
+// workgroups serve all G · PARTS query heads of the KV head, each with the same keys and values. A
 // group of 32 lanes processes one page of 16 tokens at a time and keeps its own maximum, sum and output; the groups are
 // combined at the end. Scores are the product of Q (16 rows: the two f16 parts of head g are rows g and g + 8) and a
 // page of keys, 16 × 32 dimensions in two loads per lane. A lane's sums are then its part of P, whose two f16 parts
@@ -36,7 +37,7 @@
 #define CACHE_BY_16_BYTES
 #include "common.glsl"
 #include "kv.glsl"
-#define DEVICES_ID 19
+#define DEVICES_ID 20
 #include "tags.glsl"
 
 layout(local_size_x_id = 0) in;
@@ -58,6 +59,7 @@ layout(constant_id = 15) const uint SOFT_CAP = 0;
 layout(constant_id = 16) const uint SINKS = 0;
 layout(constant_id = 17) const uint QUERY_SCALES = 0;
 layout(constant_id = 18) const uint V_NORM = 0;
+layout(constant_id = 19) const uint PARTS = 1;
 
 #include "fragments.glsl"
 #include "swizzled.glsl"
@@ -81,8 +83,8 @@ layout(push_constant) uniform Args {
     WordsIn pages;
     CacheInOut k;
     CacheInOut v;
-    Partials partials;   // [rows][kv_heads][splits][G·(D + 4)] or [units][kv_heads][G·(D + 4)]: m, l, 0, 0 of each head, then o
-    Counters counters;   // [rows][kv_heads], zero between uses
+    Partials partials;   // [rows][HEAD_GROUPS][splits][G·(D + 4)] or [units][HEAD_GROUPS][G·(D + 4)]: m, l, 0, 0 of each head, then o
+    Counters counters;   // [rows][HEAD_GROUPS], zero between uses
     TaggedOut o;
     Fault fault;
     FloatsIn sinks;      // [q heads], with SINKS 1
@@ -95,6 +97,8 @@ layout(push_constant) uniform Args {
 };
 
 const uint GROUPS = LANES / 32u;
+const uint HEAD_GROUPS = KV_HEADS * PARTS;        // groups of G query heads
+const uint Q_HEADS = HEAD_GROUPS * G;
 const uint QUADS = D / 4u;
 const uint HALF = ROT / 2u;
 const uint BLOCKS = D / 16u;
@@ -210,21 +214,22 @@ uint round_pair(float a, float b) {
 float raw(uint head, uint dim) { return raw_s[head * QUADS + dim / 4u][dim % 4u]; }
 
 // Returns where four dimensions of the KV head's query heads, key, value or gates begin in qkv, in 16-byte words.
-uint head_quad(uint row, uint kvh, uint item) {
+uint head_quad(uint row, uint head_group, uint item) {
     uint head = item / QUADS;
     return row * stride / 4u + item % QUADS
-        + (head < G ? kvh * G + head : head == G ? KV_HEADS * G + kvh : head == G + 1u ? KV_HEADS * (G + 1u) + kvh
-            : KV_HEADS * (G + 2u) + kvh * G + head - (G + 2u)) * QUADS;
+        + (head < G ? head_group * G + head : head == G ? Q_HEADS + head_group / PARTS
+            : head == G + 1u ? Q_HEADS + KV_HEADS + head_group / PARTS
+            : Q_HEADS + 2u * KV_HEADS + head_group * G + head - (G + 2u)) * QUADS;
 }
 
 // Writes quad `quad` of the KV head's query heads to the output.
-void write_output(uint row, uint kvh, uint quad, vec4 value) {
+void write_output(uint row, uint head_group, uint quad, vec4 value) {
     if (GATED == 1u) value /= 1.0 + exp(-raw_s[(G + 2u) * QUADS + quad]);
     if (PACKED == 0u) {
-        o.v[(row * output_stride + kvh * G * D) / 4u + quad] = TAGGED != 0u ? tagged(value, o_tag) : floatBitsToUint(value);
+        o.v[(row * output_stride + head_group * G * D) / 4u + quad] = TAGGED != 0u ? tagged(value, o_tag) : floatBitsToUint(value);
         return;
     }
-    uint column = kvh * G * QUADS + quad;
+    uint column = head_group * G * QUADS + quad;
     if (PACKED == 2u) {
         uvec2 words = uvec2(round_pair(value.x, value.y), round_pair(value.z, value.w));
         PUT_SWIZZLED(o, row, column, output_stride, words)
@@ -246,12 +251,12 @@ void write_output(uint row, uint kvh, uint quad, vec4 value) {
 #if MATRIX == 1
 // Combines the results of `live` splits for part `combiner` of the output, while those splits are running. SUMS groups of
 // SHARE invocations divide the splits among themselves, so that all words of an invocation are in flight at once.
-void combine(uint row, uint kvh, uint combiner, uint live, uint parts, uint each) {
+void combine(uint row, uint head_group, uint combiner, uint live, uint parts, uint each) {
     const uint MOST = (MOST_SPLITS + SUMS - 1u) / SUMS;
     uint i0 = gl_LocalInvocationIndex, sum = i0 / SHARE, item = combiner * SHARE + i0 % SHARE, h = item / QUADS, polls = 0u;
     // `partials` is not cleared: until an earlier layer of this step has written it, it holds what this layer wrote a step
     // before, if this is the last one. A word of this layer's qkv (with GATED 1 a gate) says that the layers before are done.
-    uint at = head_quad(row, kvh, item + GATED * (G + 2u) * QUADS);
+    uint at = head_quad(row, head_group, item + GATED * (G + 2u) * QUADS);
     uvec4 own = qkv.v[at];
     while (poll_again(stale(own, qkv_tag) != 0u, polls, fault, qkv_tag)) own = qkv.v[at];
     if (GATED == 1u && sum == 0u) raw_s[(G + 2u) * QUADS + item] = uintBitsToFloat(own);
@@ -283,12 +288,13 @@ void combine(uint row, uint kvh, uint combiner, uint live, uint parts, uint each
     [[unroll]] for (uint n = 1u; n < SUMS; n++) result += uintBitsToFloat(stage_s[n * SHARE + i0]);
     float l = 0.0;
     for (uint s = 0u; s < live; s++) l += weight_s[s] * sum_s[s];
-    write_output(row, kvh, item, result / l);
+    write_output(row, head_group, item, result / l);
 }
 #endif
 
 void main() {
-    uint row = gl_WorkGroupID.z, kvh = gl_WorkGroupID.y, split = gl_WorkGroupID.x, planned = 0u;
+    uint row = gl_WorkGroupID.z, head_group = gl_WorkGroupID.y, split = gl_WorkGroupID.x, planned = 0u;
+    uint kvh = head_group / PARTS;
     uint i0 = gl_LocalInvocationIndex, g = LANE >> 2, t = LANE & 3u;
     uvec4 info = rows.v[PLANNED == 0u ? row : split];
     if (PLANNED != 0u) {
@@ -304,13 +310,13 @@ void main() {
         // A consumer that polls the output assumes that the heads were polled before.
         if (TAGGED != 0u && split == 0u) {
             EACH(i, RAW) {
-                uint at = head_quad(row, kvh, i);
+                uint at = head_quad(row, head_group, i);
                 while (poll_again(stale(qkv.v[at], qkv_tag) != 0u, polls, fault, qkv_tag)) {}
             }
             // The output is zero, so the gates are ignored and set to zero.
             EACH(i, GATED * G * QUADS) IF_OWN(turn_, GATED * G * QUADS) raw_s[(G + 2u) * QUADS + i] = vec4(0.0);
             barrier();
-            for (uint i = i0; i < G * QUADS; i += LANES) write_output(row, kvh, i, vec4(0.0));
+            for (uint i = i0; i < G * QUADS; i += LANES) write_output(row, head_group, i, vec4(0.0));
         }
         return;
     }
@@ -319,12 +325,12 @@ void main() {
     uint low = first_visible(position), seen = full - low / 16u; // pages with tokens of the window
     uint splits = gl_NumWorkGroups.x - COMBINERS;
     uint live = PLANNED != 0u ? planned : clamp((seen + GROUPS - 1u) / GROUPS, 1u, splits);
-    uint slot = row * KV_HEADS + kvh;
+    uint slot = row * HEAD_GROUPS + head_group;
     // The offset of the row's first split in `partials`, and the distance from one split to the next.
-    uint parts = (PLANNED == 0u ? slot * splits : (gl_WorkGroupID.x - split) * KV_HEADS + kvh) * PART;
-    const uint each = PLANNED == 0u ? PART : KV_HEADS * PART;
+    uint parts = (PLANNED == 0u ? slot * splits : (gl_WorkGroupID.x - split) * HEAD_GROUPS + head_group) * PART;
+    const uint each = PLANNED == 0u ? PART : HEAD_GROUPS * PART;
 #if MATRIX == 1
-    if (WAITS == 1u && COMBINERS > 0u && split >= splits && live > 1u) combine(row, kvh, split - splits, live, parts, each);
+    if (WAITS == 1u && COMBINERS > 0u && split >= splits && live > 1u) combine(row, head_group, split - splits, live, parts, each);
 #endif
     if (split >= live) return;
     uint table = info.z * max_pages;
@@ -401,7 +407,7 @@ void main() {
     [[unroll]] for (uint n = 0u; n < RAW_LOADS; n++) {
         uint item = ITEM(n, RAW);
         if (item < RAW) {
-            uint at = head_quad(row, kvh, item);
+            uint at = head_quad(row, head_group, item);
             uvec4 words = qkv.v[at];
             if (TAGGED != 0u) while (poll_again(stale(words, qkv_tag) != 0u, polls, fault, qkv_tag)) words = qkv.v[at];
             vec4 x = uintBitsToFloat(words);
@@ -520,20 +526,22 @@ void main() {
     uint head = min(g, G - 1u);
     if (split == 0u) {
         uint in_page = position % 16u;
+        // One of the KV head's workgroups appends.
+        bool appends = PARTS == 1u || head_group % PARTS == 0u;
 #if KV == 2
         uint new_page = pages.v[table + position / 16u];
-        EACH(i, QUADS) IF_OWN(turn_, QUADS) {
+        EACH(i, QUADS) IF_OWN(turn_, QUADS) if (appends) {
             PUT_CODES(k, KEY_AT(new_page, kvh, i / 2u, in_page) * 2u + i % 2u, to_codes(new_k_s[i], new_k_scale))
             PUT_CODES(v, VALUE_AT(new_page, kvh, in_page, i / 2u) * 2u + i % 2u, to_codes(v_factor * raw_s[(G + 1u) * QUADS + i], new_v_scale))
         }
-        if (i0 == 0u) {
+        if (i0 == 0u && appends) {
             uint at = SCALE_AT(new_page, kvh, in_page);
             PUT_CODES(k, at, floatBitsToUint(new_k_scale))
             PUT_CODES(v, at, floatBitsToUint(new_v_scale))
         }
 #else
         uint own = pages.v[table + position / 16u] * KV_HEADS + kvh;
-        EACH(i, QUADS) IF_OWN(turn_, QUADS) {
+        EACH(i, QUADS) IF_OWN(turn_, QUADS) if (appends) {
             PUT_FOUR(k, (own * 2u * D + i / 2u * 16u + in_page) * 2u + i % 2u, new_k_s[i])
             PUT_FOUR(v, (own * 16u + in_page) * QUADS + i, new_v_s[i])
         }
@@ -684,7 +692,7 @@ void main() {
             for (uint n = 0u; n < QUADS / JOINED; n++) own += new_score_s[h * (QUADS / JOINED) + n];
             own = soft_cap(own);
         }
-        float sink = SINKS == 1u && split == 0u ? sinks.v[kvh * G + h] : LOWEST;
+        float sink = SINKS == 1u && split == 0u ? sinks.v[head_group * G + h] : LOWEST;
         float top = max(own, sink);
         [[unroll]] for (uint n = 0u; n < GROUPS; n++) top = max(top, state_s[n * G + h].x);
         float scale = split == 0u ? exp(own - top) : 0.0, l = scale;
@@ -701,7 +709,7 @@ void main() {
             result += share * uintBitsToFloat(stage_s[n * STAGED + i]);
         }
         if (live == 1u) {
-            IF_OWN(turn_, G * QUADS) write_output(row, kvh, i, result / l);
+            IF_OWN(turn_, G * QUADS) write_output(row, head_group, i, result / l);
             continue;
         }
         vec4 state = vec4(top, l, 0.0, 0.0);
@@ -810,6 +818,6 @@ void main() {
         }
         float l = 0.0;
         for (uint s = 0u; s < live; s++) l += weight_s[h * MOST_SPLITS + s] * sum_s[h * MOST_SPLITS + s];
-        if (IS_ITEM(turn, ITEMS)) write_output(row, kvh, item, result / l);
+        if (IS_ITEM(turn, ITEMS)) write_output(row, head_group, item, result / l);
     }
 }

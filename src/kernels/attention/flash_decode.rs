@@ -18,14 +18,26 @@ use crate::memory::pack::Format;
 /// The maximum number of splits along a context.
 pub const MOST_SPLITS: u32 = 32;
 
+/// The maximum number of query heads of a workgroup.
+const MOST_QUERY_HEADS: u32 = 8;
+/// The maximum number of workgroups that share the query heads of a KV head; each reads the same keys and values.
+const MOST_PARTS: u32 = 4;
+
 /// Returns whether the kernel supports these heads.
 pub fn serves(heads: Heads) -> bool {
-    heads.kv_format != KvFormat::F32 && heads.dim.is_multiple_of(32) && heads.dim <= 256 && heads.group() <= 8
+    heads.kv_format != KvFormat::F32 && heads.dim.is_multiple_of(32) && heads.dim <= 256 && parts(heads) <= MOST_PARTS
+}
+
+/// Returns the number of workgroups that share the query heads of a KV head: as few as possible.
+pub fn parts(heads: Heads) -> u32 {
+    let group = heads.group();
+    let served = |parts: &u32| group.is_multiple_of(*parts) && group / parts <= MOST_QUERY_HEADS;
+    (1..=group).find(served).unwrap_or(group)
 }
 
 /// Returns the shared memory that a workgroup of `threads` invocations uses, in bytes.
 pub fn shared_bytes(heads: Heads, threads: u32, matrices: Matrices) -> u32 {
-    let (g, d, groups) = (heads.group(), heads.dim, threads / 32);
+    let (g, d, groups) = (heads.group() / parts(heads), heads.dim, threads / 32);
     let exchange = if matrices == Matrices::Emulated { threads * 32 } else { 0 };
     // Without shuffles that are wide enough, there is one partial sum for each four dimensions.
     let joined = if matrices == Matrices::Emulated { 1 } else { 8 };
@@ -40,7 +52,7 @@ pub fn shared_bytes(heads: Heads, threads: u32, matrices: Matrices) -> u32 {
 /// The parameters of `plan_splits`, which distributes the workgroups of a batch's attention over its rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Spread {
-    /// The number of units that are distributed according to the rows' pages. A unit is one workgroup per KV head.
+    /// The number of units that are distributed according to the rows' pages. A unit is [`parts`] workgroups per KV head.
     pub units: u32,
     /// The minimum number of pages per unit.
     pub least: u32,
@@ -101,7 +113,7 @@ const COMBINED_QUADS: u32 = 32;
 /// invocation for each quad of the output. With fewer invocations it takes several turns, each as long as a read of
 /// the splits' results.
 fn combiners(heads: Heads, threads: u32) -> u32 {
-    let quads = heads.group() * heads.dim / 4;
+    let quads = heads.group() / parts(heads) * heads.dim / 4;
     match quads > threads && (heads.dim / 4).is_multiple_of(COMBINED_QUADS) && threads >= MOST_SPLITS {
         true => quads / COMBINED_QUADS,
         false => 0,
@@ -125,6 +137,7 @@ pub struct FlashDecodeShape {
 /// Returns the call for the attention of a step's rows, split along their contexts.
 pub fn flash_decode(label: String, heads: Heads, shape: FlashDecodeShape, flow: Flow, args: AttentionArgs) -> Call {
     let FlashDecodeShape { split, threads, packed, matrices } = shape;
+    let parts = parts(heads);
     assert!(serves(heads) && (packed.is_none() || flow.output.is_none()), "{heads:?}, {packed:?}");
     // Polling requires that earlier workgroups were launched first, but a CPU driver may run workgroups in any order.
     let waits = flow.output.is_some() && matrices == Matrices::Cooperative;
@@ -132,9 +145,9 @@ pub fn flash_decode(label: String, heads: Heads, shape: FlashDecodeShape, flow: 
         Split::Evenly { rows, splits } => {
             assert!(splits <= MOST_SPLITS, "{splits} splits");
             let combiners = if waits && splits > 1 { combiners(heads, threads) } else { 0 };
-            (0, combiners, [splits + combiners, heads.kv, rows])
+            (0, combiners, [splits + combiners, heads.kv * parts, rows])
         }
-        Split::Planned { units } => (1, 0, [units, heads.kv, 1]),
+        Split::Planned { units } => (1, 0, [units, heads.kv * parts, 1]),
     };
     let [scale, window, soft_cap] = heads.scores.words();
     let constants = FlashDecodeConstants {
@@ -142,7 +155,7 @@ pub fn flash_decode(label: String, heads: Heads, shape: FlashDecodeShape, flow: 
         lanes: threads,
         d: heads.dim,
         rot: heads.rot,
-        g: heads.group(),
+        g: heads.group() / parts,
         kv_heads: heads.kv,
         qk_norm: u32::from(heads.qk_norm),
         tagged: flow.code(),
@@ -157,6 +170,7 @@ pub fn flash_decode(label: String, heads: Heads, shape: FlashDecodeShape, flow: 
         sinks: u32::from(heads.scores.sinks),
         query_scales: heads.scores.query_scales.unwrap_or(0),
         v_norm: u32::from(heads.v_norm),
+        parts,
         devices: 0,
     };
     // The argument block is the same as `attention`'s, field for field.
@@ -198,7 +212,7 @@ pub(crate) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
         soft_cap: c.soft_cap,
         sinks: c.sinks,
         query_scales: c.query_scales,
-        parts: 1,
+        parts: c.parts,
         v_norm: c.v_norm,
         devices: 0,
     };

@@ -129,10 +129,11 @@ impl Decoder<'_> {
         (threads, parts)
     }
 
-    /// Returns the size of the buffer of `attention`'s counters in bytes, for the steps of most rows.
+    /// Returns the size of the buffer of the counters of attention in bytes, for the steps of most rows.
     pub(super) fn counter_bytes(&self) -> u64 {
-        let parts = self.all_heads().into_iter().map(|heads| heads.kv * self.attention_size(heads).1);
-        u64::from(parts.max().unwrap_or(0)) * u64::from(self.state.rows) * 4
+        let parts = |heads: Heads| heads.kv * self.attention_size(heads).1.max(flash_decode::parts(heads));
+        let most = self.all_heads().into_iter().map(parts).max();
+        u64::from(most.unwrap_or(0)) * u64::from(self.state.rows) * 4
     }
 
     /// Returns the number of splits of each row's attention with the `attention` kernel: no more than the device can run
@@ -149,7 +150,7 @@ impl Decoder<'_> {
 
     /// Returns the number of threads of a `flash_decode` workgroup.
     pub(super) fn flash_threads(&self, heads: Heads, rows: u32, matrices: Matrices) -> u32 {
-        let many = rows * heads.kv > self.tuning.processors;
+        let many = rows * heads.kv * flash_decode::parts(heads) > self.tuning.processors;
         let mut threads = if many { self.tuning.flash_threads_many } else { self.tuning.flash_threads };
         while threads > 32 && flash_decode::shared_bytes(heads, threads, matrices) > self.tuning.shared_bytes {
             threads /= 2;
@@ -170,7 +171,8 @@ impl Decoder<'_> {
     pub(super) fn spread(&self, heads: Heads, rows: u32, threads: u32) -> Option<flash_decode::Spread> {
         // The buffer of partial results has room for this many units in addition to one per row.
         let room = (self.tuning.splits.min(flash_decode::MOST_SPLITS) - 1) * rows;
-        let units = (self.tuning.spread * self.tuning.processors / heads.kv).min(room);
+        let workgroups = heads.kv * flash_decode::parts(heads);
+        let units = (self.tuning.spread * self.tuning.processors / workgroups).min(room);
         (rows > 1).then_some(flash_decode::Spread { units, least: (threads / 32 * self.tuning.spread_pages).max(1) })
     }
 

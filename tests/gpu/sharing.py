@@ -7,15 +7,14 @@ PROGRAM is `ostinato`; each MODEL, a checkpoint's folder or a GGUF file, is one 
 TOKENS tokens (default 2,000) again and again. Each model's text is generated alone first. Then all models run at once, with
 --cuda beside a process of torch that multiplies matrices in a loop, until the time is over. The output has the number of
 texts, the tokens/s alone and beside the others, and the faults: calls of decode steps that waited too long for another
-call's words. Its last line is the throughput of the GPU while it is shared: of the time in which all processes decode at once
-(and not one of them starts), the tokens/s of each, and the products/s of the CUDA process, of those alone, and their sum.
+call's words. With two processes, the last line is the share of its own speed alone that each has while the other works too,
+and their sum: processes also spend time with starts, in which the other is not disturbed.
 
 Ends with status 1 if a text differs from the one that its model gave alone, if a process failed, or after a fault. Needs
 Python's standard library, and torch for --cuda.
 """
 
 import argparse
-import itertools
 import json
 import subprocess
 import sys
@@ -37,41 +36,41 @@ while time.monotonic() < end:
     done += 50
     print(time.monotonic(), done, flush=True)
 """
-CUDA_ALONE = 8
+# Seconds of CUDA alone.
+CUDA_ALONE = 5
 
 
-class Work:
-    """What a process had done at some times, in order: tokens of one text, or products."""
-
-    def __init__(self, points):
-        self.points = points
-
-    def speed(self):
-        """Returns how much was done per second, from the first point on."""
-        (begin, first), (end, last) = (self.points[0], self.points[-1]) if self.points else ((0, 0), (0, 0))
-        return (last - first) / (end - begin) if end > begin else 0.0
-
-    def within(self, begin, end):
-        """Returns how much was done from one time to another; all points within count."""
-        inside = [done for time_of, done in self.points if begin <= time_of <= end]
-        return inside[-1] - inside[0] if inside else 0
+def cuda_process(seconds):
+    return subprocess.Popen([sys.executable, "-c", CUDA.format(seconds=seconds)], stdout=subprocess.PIPE, text=True)
 
 
-def cuda_work(process):
-    """Returns the work of a CUDA process that has ended."""
+def products(process):
+    """Returns the times and numbers of products of a CUDA process, which runs to its end."""
     lines = [line.split() for line in process.communicate()[0].splitlines()]
     # The first products take longer.
-    return Work([(float(at), int(done)) for at, done in lines[5:]])
+    return [(float(at), int(done)) for at, done in lines[5:]]
 
 
-def together(all_works):
-    """Returns the times (begin, end) in which every process has work in progress, which is a list of works for each."""
-    found = []
-    for works in itertools.product(*all_works):
-        begin, end = max(work.points[0][0] for work in works), min(work.points[-1][0] for work in works)
-        if end > begin:
-            found.append((begin, end, works))
-    return found
+def overlap(text, spans):
+    """Returns for how many seconds a text was decoded within these spans (begin, end), which do not overlap."""
+    return sum(max(0.0, min(text.end, end) - max(text.begin, begin)) for begin, end in spans)
+
+
+def share(alone, texts, spans):
+    """Returns the share of its speed alone that a model has within spans: what texts take longer, they have lost there."""
+    lost = sum(text.end - text.begin - (len(text.tokens) - 1) / alone.speed for text in texts)
+    return 1 - lost / max(sum(overlap(text, spans) for text in texts), 1e-9)
+
+
+def cuda_share(alone, done, spans):
+    """Returns the share of its speed alone that the CUDA process has within spans."""
+    (begin, first), (end, last) = alone[0], alone[-1]
+    count = length = 0
+    for begin_of, end_of in spans:
+        inside = [point for point in done if begin_of <= point[0] <= end_of]
+        if len(inside) > 1:
+            count, length = count + inside[-1][1] - inside[0][1], length + inside[-1][0] - inside[0][0]
+    return count / max(length, 1e-9) / ((last - first) / (end - begin))
 
 
 class Text:
@@ -94,16 +93,13 @@ class Text:
         self.tokens = [token for event in events if event["event"] == "delta" for token in event["token_ids"]]
         decode = [event["timings_ms"]["decode"] for event in events if event["event"] == "finished"]
         self.speed = (len(self.tokens) - 1) * 1000 / decode[0] if decode else 0.0
-        deltas = [(at, len(event["token_ids"])) for at, event in timed if event["event"] == "delta"]
-        self.work = Work(list(zip([at for at, _ in deltas], itertools.accumulate(count for _, count in deltas))))
+        # When its decode steps ran: the last event comes when they are over.
+        self.end = lines[-1][0] if lines else 0.0
+        self.begin = self.end - (decode[0] / 1000 if decode else 0.0)
         self.faults = errors.count(FAULT)
         self.error = None
         if done.returncode != 0 or len(self.tokens) != tokens:
             self.error = f"status {done.returncode}, {len(self.tokens)} of {tokens} tokens: {errors[-300:]}"
-
-
-def cuda_process(seconds):
-    return subprocess.Popen([sys.executable, "-c", CUDA.format(seconds=seconds)], stdout=subprocess.PIPE, text=True)
 
 
 def main():
@@ -121,7 +117,7 @@ def main():
             sys.exit(f"{name}: {text.error}")
     cuda = None
     if arguments.cuda:
-        cuda_alone = cuda_work(cuda_process(CUDA_ALONE))
+        cuda_alone = products(cuda_process(CUDA_ALONE))
     end = time.monotonic() + arguments.seconds
     beside = [[] for _ in models]
 
@@ -129,11 +125,11 @@ def main():
         while time.monotonic() < end:
             beside[index].append(Text(arguments.program, arguments.device, *models[index]))
 
-    products = []
+    done = []
     if arguments.cuda:
         cuda = cuda_process(arguments.seconds)
         # Its output is read while the texts are generated, so that it never waits for a reader.
-        reader = threading.Thread(target=lambda: products.append(cuda_work(cuda)))
+        reader = threading.Thread(target=lambda: done.extend(products(cuda)))
         reader.start()
     threads = [threading.Thread(target=serve, args=(index,)) for index in range(len(models))]
     for thread in threads:
@@ -142,7 +138,7 @@ def main():
         thread.join()
     if cuda:
         reader.join()
-        print(f"CUDA: {products[0].points[-1][1] if products[0].points else 0} products of 4,096 x 4,096")
+        print(f"CUDA: {done[-1][1] if done else 0} products of 4,096 x 4,096")
     bad = bool(cuda and cuda.returncode)
     for (name, tokens), text, others in zip(models, alone, beside):
         different = sum(other.tokens != text.tokens for other in others)
@@ -156,15 +152,14 @@ def main():
         for error in errors[:3]:
             print(f"  {error}")
         bad |= bool(different or faults or errors)
-    works = [[other.work for other in others if other.work.points] for others in beside] + ([products] if cuda else [])
-    speeds = [text.speed for text in alone] + ([cuda_alone.speed()] if cuda else [])
-    windows = together(works)
-    length = sum(end - begin for begin, end, _ in windows)
-    if length > 0:
-        done = [sum(each[index].within(begin, end) for begin, end, each in windows) / length for index in range(len(works))]
-        shares = [one / other for one, other in zip(done, speeds)]
-        print(f"all at once, for {length:.0f} s: " + " + ".join(f"{one:.1f} of {other:.1f}" for one, other in zip(done, speeds))
-              + f" per second, together {sum(shares):.3f} of alone")
+    spans = [[(text.begin, text.end) for text in others] for others in beside]
+    shares = []
+    if cuda and done and len(models) == 1:
+        shares = [share(alone[0], beside[0], [(done[0][0], done[-1][0])]), cuda_share(cuda_alone, done, spans[0])]
+    elif not cuda and len(models) == 2:
+        shares = [share(alone[index], beside[index], spans[1 - index]) for index in (0, 1)]
+    if shares:
+        print(f"while both work, of alone: {shares[0]:.3f} + {shares[1]:.3f} = {sum(shares):.3f}")
     sys.exit(int(bad))
 
 

@@ -473,6 +473,8 @@ impl Operands {
             y,
             fault: self.zeros("fault", 2),
             bias: self.bias(c.chosen * n),
+            choice_bias: self.zeros("choice_bias", c.count),
+            expert_scales: self.buffer("expert_scales", vec![1f32.to_bits(); c.count as usize]),
             n,
             shared_n: 0,
             y_stride: width,

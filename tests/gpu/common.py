@@ -69,6 +69,42 @@ def windows(**change):
     return config
 
 
+def branches(**change):
+    """Returns the configuration of a model with norms behind mixers and MLPs; every other layer has a short window."""
+    config = dense(**{
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 64, "rope_local_base_freq": 10000, "sliding_window": 48, "sliding_window_pattern": 2,
+        "num_hidden_layers": 4, **change,
+    })
+    del config["hidden_act"]
+    return config
+
+
+def beside(**change):
+    """Returns the configuration of experts beside dense MLPs, all with norms behind them, and heads of two sizes."""
+    config = json.loads((ROOT / "tests/fixtures/families/gemma4-moe/config.json").read_text())
+    text = config["text_config"]
+    text.update(hidden_size=128, intermediate_size=96, num_hidden_layers=4, head_dim=64, global_head_dim=128,
+                moe_intermediate_size=64, vocab_size=2048, vocab_size_per_layer_input=2048, sliding_window=48,
+                max_position_embeddings=131072, bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    text.update(change)
+    text["layer_types"] = ["sliding_attention", "full_attention"] * (text["num_hidden_layers"] // 2)
+    config["eos_token_id"] = [2]
+    return config
+
+
+def routed(**change):
+    """Returns the configuration of experts that are chosen by sigmoids with a bias, with a shared one, and more than eight
+    query heads a key head."""
+    return dense(**{
+        "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "moe_intermediate_size": 64,
+        "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": True, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1, "use_qk_norm": True,
+        "num_attention_heads": 12, "num_key_value_heads": 1, "partial_rotary_factor": 0.5, "attention_bias": True,
+        "tie_word_embeddings": False, **change,
+    })
+
+
 def checkpoint(program, config, folder):
     """Writes a checkpoint; raises CalledProcessError with the program's message if the configuration is refused."""
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -90,6 +90,9 @@ MODELS = {
     # Layers on either side of a split have several attention layers.
     "hybrid, 16 layers": Model(common.hybrid(num_hidden_layers=16)),
     "windows": Model(common.windows()),
+    "norms behind": Model(common.branches()),
+    "experts beside": Model(common.beside()),
+    "routed experts": Model(common.routed()),
     "int8": Model(common.dense(), {"quantize": "int8"}),
     "int4": Model(common.dense(), {"quantize": "int4"}),
     # Without tied embeddings: with them, the text of a model of few layers is one token.

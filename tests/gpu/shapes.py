@@ -32,7 +32,7 @@ MOST_SECONDS = 600
 def shape(draw):
     """Returns a configuration, and the further arguments with which it is started."""
     kv = draw.choice([1, 1, 2, 4])
-    heads = draw.choice([heads for heads in range(kv, 33, kv) if heads // kv <= 8])
+    heads = draw.choice([heads for heads in range(kv, 33, kv) if heads // kv <= 16])
     vocabulary = draw.randrange(200, 4001)
     change = dict(hidden_size=draw.randrange(32, 385, 32), num_attention_heads=heads, num_key_value_heads=kv,
                   head_dim=draw.choice([32, 64, 96, 128]), intermediate_size=draw.randrange(32, 513, 32),
@@ -49,7 +49,15 @@ def shape(draw):
         return common.hybrid(**own), [*extra, "--drafts", "0"]
     if kind < 0.35:
         return common.windows(vocab_size=vocabulary, num_hidden_layers=draw.choice([2, 4])), extra
-    if kind < 0.6:
+    if kind < 0.45:
+        return common.branches(**{**change, "num_hidden_layers": draw.choice([4, 6])}), extra
+    if kind < 0.5:
+        return common.beside(vocab_size=vocabulary, vocab_size_per_layer_input=vocabulary,
+                             hidden_size=change["hidden_size"]), extra
+    if kind < 0.55:
+        own = {key: change[key] for key in ("hidden_size", "vocab_size", "head_dim", "num_hidden_layers")}
+        return common.routed(**own), extra
+    if kind < 0.7:
         # Biases of queries, keys and values, and no norms of heads.
         change.update(architectures=["Qwen2ForCausalLM"], model_type="qwen2")
     return common.dense(**change), extra

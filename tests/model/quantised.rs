@@ -420,3 +420,16 @@ fn quantising_at_load_stays_near_the_checkpoint() {
         assert!(apart <= limit, "{quantize:?}: {apart:e}");
     }
 }
+
+/// Goal: experts of codes that a router with factors of its own chooses run on fragments, pass the test at start there, and
+/// give the logits of the same codes on row-major kernels.
+#[test]
+fn quantised_experts_with_factors_run_on_fragments() {
+    let vulkan = Vulkan::new();
+    let numbers = crate::harness::models::fixture("families/gemma4-moe");
+    let (_, wanted) = draw(&start(&vulkan, &numbers, Some(Quantize::Int8), &[]), &RANDOM_PROMPT, 3);
+    let (_, found) = draw(&start(&vulkan, &numbers, Some(Quantize::Int8), &["fragments=1"]), &RANDOM_PROMPT, 3);
+    let apart = divergence(&found[..1], &wanted[..1]);
+    println!("divergence {apart:.1e}");
+    assert!(apart <= 1e-3, "{apart:e}");
+}

@@ -112,6 +112,9 @@ impl Injections {
     pub fn note_behind(&self, prompts: bool, drafts: bool) {
         self.prompts_behind.fetch_add(prompts.into(), Relaxed);
         self.drafts_behind.fetch_add(drafts.into(), Relaxed);
+        if drafts && !self.waits.is_empty() {
+            tracing::warn!("a plan that verifies drafts was queued behind a faulted step");
+        }
     }
 
     /// Returns the number of plans behind a faulted step in which prompts ended, and of those that verified drafts.

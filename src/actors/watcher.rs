@@ -10,7 +10,7 @@ use crate::actors::thread::{ActorThread, SpawnError};
 use crate::device::{Adapter, Device, DeviceError, Point, Role};
 use crate::kernels::region::{Region, Timing};
 use crate::telemetry::clock::Moment;
-use crossbeam_channel::Sender;
+use crossbeam_channel::{Receiver, Sender, bounded};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -56,12 +56,43 @@ pub(super) struct Watch {
 
 /// A function that the watcher calls as soon as a submission has finished, to pass data to another device and to
 /// release the work that waits for it there. It must not block.
-pub struct Then(Box<dyn FnOnce() -> Result<(), DeviceError> + Send>);
+pub struct Then {
+    work: Box<dyn FnOnce() -> Result<(), DeviceError> + Send>,
+    /// Disconnected once the function that releases this submission's work has been called or dropped.
+    released: Option<Receiver<()>>,
+    /// Dropped with this function, or after its call.
+    releases: Option<Sender<()>>,
+}
 
 impl Then {
     /// Creates it from a function. An error takes the place of the submission's own result.
     pub fn new(work: impl FnOnce() -> Result<(), DeviceError> + Send + 'static) -> Then {
-        Then(Box::new(work))
+        Then { work: Box::new(work), released: None, releases: None }
+    }
+
+    /// Makes it follow `earlier`, the function that releases this submission's work on its device: until that one has been
+    /// called, the watcher sleeps instead of polling. One device of several then polls at a time: threads that poll at
+    /// once delay each other's calls of the driver.
+    pub fn behind(mut self, earlier: &mut Then) -> Then {
+        let (releases, released) = bounded(0);
+        earlier.releases = Some(releases);
+        self.released = Some(released);
+        self
+    }
+
+    /// Waits until the submission's work is released, or never will be.
+    fn wait_for_release(&mut self) {
+        if let Some(released) = self.released.take() {
+            // Nothing is ever sent: the sender is dropped.
+            let _ = released.recv();
+        }
+    }
+
+    fn call(self) -> Result<(), DeviceError> {
+        let Then { work, releases, .. } = self;
+        let result = work();
+        drop(releases);
+        result
     }
 }
 
@@ -255,17 +286,22 @@ impl Actor {
             let last = index + 1 == count;
             let (mut result, host_waits) = match last {
                 false => (self.look_for(point), 0),
-                true if watch.then.is_some() => self.reach_soon(point),
-                true => self.reach(point),
+                true => match &mut watch.then {
+                    Some(then) => {
+                        then.wait_for_release();
+                        self.reach_soon(point)
+                    }
+                    None => self.reach(point),
+                },
             };
             // First of all what others wait for: another process, and another device.
             if last {
                 watch.turn = None;
             }
-            if let Some(Then(work)) = watch.then.take_if(|_| last)
+            if let Some(then) = watch.then.take_if(|_| last)
                 && result.is_ok()
             {
-                result = work();
+                result = then.call();
             }
             let failed = result.is_err();
             let mut report = Report {
@@ -391,7 +427,6 @@ fn kernels(timing: &Timing, clock: &GpuClock) -> Vec<KernelSpan> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crossbeam_channel::bounded;
     use std::sync::Mutex;
 
     /// A fake device that records why it was declared lost.
@@ -451,5 +486,20 @@ mod tests {
         let given_up = device.0.lock().unwrap();
         assert_eq!(given_up.len(), 3);
         assert!(given_up.iter().all(|why| why == ENDED));
+    }
+
+    #[test]
+    fn a_function_behind_another_is_released_by_its_call_and_by_its_end() {
+        for called in [true, false] {
+            let mut first = Then::new(|| Ok(()));
+            let mut second = Then::new(|| Ok(())).behind(&mut first);
+            let released = second.released.clone().expect("it follows the first one");
+            assert!(released.recv_timeout(Duration::from_millis(1)).is_err_and(|error| error.is_timeout()));
+            match called {
+                true => first.call().expect("it does nothing"),
+                false => drop(first),
+            }
+            second.wait_for_release();
+        }
     }
 }

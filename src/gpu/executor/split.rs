@@ -304,13 +304,9 @@ impl SplitExecutor {
         let first_sum = self.carry_sums(work, rows);
         let _order = ORDER.lock().unwrap_or_else(PoisonError::into_inner);
         let mut broken = Vec::new();
-        for index in 0..self.stages.len() {
-            let exchange = self.stages[index].exchange();
-            let then = match self.stages.get(index + 1) {
-                Some(_) if first_sum.is_some() => None,
-                Some(next) => Some(exchange.carry(next.exchange(), index, (rows, fault_word), buffer, message)),
-                None => draws.then(|| self.carry_back(&drawn, buffer, self.returns)),
-            };
+        let passed = first_sum.is_none().then_some((rows, fault_word));
+        let carriers = self.carriers(passed, (buffer, message), draws.then_some(&drawn));
+        for (index, then) in carriers.into_iter().enumerate() {
             let apply = apply.clone();
             let breaks = broken_stage == Some(index);
             let fault = if manner.fails && index == 0 { Some(1) } else { manner.reset };
@@ -325,6 +321,31 @@ impl SplitExecutor {
         let last_sum = first_sum.map_or(0, |_| self.exchange - 1);
         self.queued.push_back(QueuedStep { plan: flight.ticket, part, last_sum, behind: self.faulty, broken });
         Ok(())
+    }
+
+    /// Returns the functions that carry a step's message of `passed` (the number of rows, and the offset of the fault word)
+    /// from each stage to the next one, and the words of the slots in `drawn` from the last one back. Each follows that of
+    /// the stage before.
+    fn carriers(
+        &self,
+        passed: Option<(u32, u32)>,
+        (buffer, message): (usize, u64),
+        drawn: Option<&Vec<Slot>>,
+    ) -> Vec<Option<Then>> {
+        let mut carriers: Vec<Option<Then>> = Vec::with_capacity(self.stages.len());
+        for index in 0..self.stages.len() {
+            let exchange = self.stages[index].exchange();
+            let then = match self.stages.get(index + 1) {
+                Some(next) => passed.map(|passed| exchange.carry(next.exchange(), index, passed, buffer, message)),
+                None => drawn.map(|drawn| self.carry_back(drawn, buffer, self.returns)),
+            };
+            let then = match carriers.last_mut() {
+                Some(Some(earlier)) => then.map(|then| then.behind(earlier)),
+                _ => then,
+            };
+            carriers.push(then);
+        }
+        carriers
     }
 
     /// Has the sums of a step with regions of `rows` rows carried between devices that each have a part of every layer, and

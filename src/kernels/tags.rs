@@ -368,14 +368,14 @@ fn polled(recording: &Recording, visit: &mut dyn FnMut(&Polled<'_>) -> Result<()
             };
             let Some(awaited) = tag_argument(call, tag) else { continue };
             let states = held.entry(buffer).or_insert_with(|| vec![Held::Unknown]);
-            // The parts of one product add to the same generation: a part after the first finds that generation already
-            // present.
             // Products without a residual, the first stage of experts and sums that replace y do not read it.
             let replaces = shaders::find(call.kernel)
                 .constants
                 .iter()
                 .zip(&call.constants)
                 .any(|((_, of), value)| ["epilogue", "add"].contains(of) && *value != 1);
+            // The parts of one product add to the same generation: a part after the first finds that generation already
+            // present.
             let own = tag_argument(call, "y_tag");
             let states = match states.split_last() {
                 Some((newest, before)) if name == "y" && own.is_some_and(|own| *newest == Held::Tag(own)) => before,

@@ -12,7 +12,6 @@
 // norms         [columns padded to 4] f32. factor [1] f32
 // One workgroup processes one row, of which each invocation keeps QUADS times four values in registers. Traffic: 12
 // bytes per value, with BESIDE 1 16.
-#extension GL_KHR_shader_subgroup_vote : require
 #include "common.glsl"
 #define DEVICES_ID 6
 #include "tags.glsl"
@@ -81,7 +80,7 @@ void main() {
             [[unroll]] for (uint i = 0u; i < QUADS; i++) bad |= stale(words[i], x_tag);
             if (BESIDE == 1u) [[unroll]] for (uint i = 0u; i < QUADS; i++) bad |= stale(others[i], beside_tag);
         }
-    } while (poll_again(subgroupAny(bad != 0u), polls, fault, x_tag));
+    } while (poll_again(subgroupOr(bad) != 0u, polls, fault, x_tag));
     vec2 factors = vec2(1.0);
     if (NORM == 1u) {
         vec2 squares = vec2(0.0);
@@ -110,7 +109,7 @@ void main() {
             bad = 0u;
             // The last value's own invocation may have overwritten it.
             [[unroll]] for (uint i = 0u; i < QUADS; i++) bad |= own[i] ? stale(old[i], old_tag) : 0u;
-            if (!poll_again(subgroupAny(bad != 0u), polls, fault, old_tag)) break;
+            if (!poll_again(subgroupOr(bad) != 0u, polls, fault, old_tag)) break;
             [[unroll]] for (uint i = 0u; i < QUADS; i++) old[i] = y.v[to + at[i]];
         }
     }

@@ -22,6 +22,7 @@ shared float totals_s[ROWS];
 shared uint keys_s[COUNT];
 #endif
 
+// Returns the share of a row's choice without the expert's own factor.
 float share_of(uint row, uint choice) {
     float total = NORMALISE == 1u ? 0.0 : ROUTED == 2u ? 1.0 : totals_s[row];
     if (NORMALISE == 1u) [[unroll]] for (uint j = 0u; j < CHOSEN; j++) total += shares_s[row * CHOSEN + j];
@@ -31,6 +32,7 @@ float share_of(uint row, uint choice) {
     return ROUTED == 0u ? share : share * factor;
 }
 
+// Returns the number that is compared, or whose sigmoid is.
 float scaled(float logit) { return ROUTED == 0u ? logit : logit * logit_scale; }
 float sigmoid(float z) { return 1.0 / (1.0 + exp(-z)); }
 

@@ -9,7 +9,7 @@
 // MATRIX 1  (subgroups of 32): the keys are in registers, as `Candidates`. The ids are written to `ids_s` and the
 //           shares to `shares_s` from index `to` on. The shares are not normalized yet: the caller divides them by the
 //           sum of the chosen ones, or by `totals_s[row]` with NORMALISE 0. With ROUTED 2 the shares are the chosen
-//           experts' `scores`, and there is no total
+//           experts' `scores`, and there is no total.
 // MATRIX 0  (subgroups of any width): the keys are in `keys_s` from index `at` on. Each invocation accesses only its
 //           own keys, so no barrier is needed. One invocation writes the ids and the normalized shares.
 

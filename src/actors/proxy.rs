@@ -193,8 +193,8 @@ impl Drop for Proxies {
     }
 }
 
-/// The processor time in nanoseconds that all threads of this kind in the process have used in waits that they have looked
-/// at the clock in.
+/// The processor time in nanoseconds that the threads of all proxies have spent in waits for words, up to their last look at
+/// the clock.
 static WAITED_NS: AtomicU64 = AtomicU64::new(0);
 
 /// The time for which a wait may go on: it begins again with each [`PROGRESS`] of work.

@@ -71,8 +71,8 @@ impl Then {
     }
 
     /// Makes it follow `earlier`, the function that releases this submission's work on its device: until that one has been
-    /// called, the watcher sleeps instead of polling. One device of several then polls at a time: threads that poll at
-    /// once delay each other's calls of the driver.
+    /// called, the watcher sleeps instead of polling. Of the devices of a split model, only the one that computes then has
+    /// a thread that polls.
     pub fn behind(mut self, earlier: &mut Then) -> Then {
         let (releases, released) = bounded(0);
         earlier.releases = Some(releases);

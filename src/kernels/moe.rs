@@ -11,6 +11,7 @@
 //! Not here: the router's product and, for many rows, the shared expert's products, which are ordinary products
 //! (`skinny`, `gemm`, `panel`, `tiled`).
 
+use super::attention::gate;
 use super::deterministic::{key_of, value_of};
 use super::gemm::matmul::{Blocked, MatmulConfig, MatmulRows, Scratch};
 use super::gemm::panel;
@@ -83,9 +84,10 @@ pub struct Route {
     pub scales: Option<Range>,
 }
 
-/// Whether the stages for a few rows serve a selection with these scores, with or without a bias, from `kept` of `groups`
-/// groups: the choice is not restricted to some groups, and it is by the logits unless the scores are sigmoids.
-pub fn few_select(sigmoid: bool, bias: bool, (groups, kept): (u32, u32)) -> bool {
+/// Whether the stages for a few rows ([`Mlp::few_gate_up`]) serve a selection with these scores, with or without a bias, from
+/// `kept` of `groups` groups: the choice is not restricted to some groups, and it is by the logits unless the scores are
+/// sigmoids.
+pub fn few_serve(sigmoid: bool, bias: bool, (groups, kept): (u32, u32)) -> bool {
     kept == groups && (sigmoid || !bias)
 }
 
@@ -383,7 +385,7 @@ impl Mlp {
         assert!(config.ahead.is_multiple_of(run), "{config:?} for units of {run} chunks");
         assert!(rows * shape.chosen <= config.threads, "{rows} rows of {shape:?} for {} threads", config.threads);
         let columns = weight.cols;
-        let served = |of: Route| few_select(of.sigmoid, of.bias.is_some(), (of.groups, of.kept));
+        let served = |of: Route| few_serve(of.sigmoid, of.bias.is_some(), (of.groups, of.kept));
         assert!(self.routing.is_none_or(served), "{:?} of {shape:?}", self.routing);
         let [choice_bias, scales] = [|r: Route| r.bias, |r: Route| r.scales].map(|of| self.routing.and_then(of));
         let tagged = flow.code() != 0;
@@ -979,8 +981,7 @@ pub(super) fn reference_expert_skinny(call: &Call, memory: &mut HostMemory) {
         let chosen = selection.of(memory, a.logits, first);
         let mut choices: Vec<(Option<u32>, f64)> = chosen.into_iter().map(|(id, share)| (Some(id), share)).collect();
         if c.shared == 1 {
-            let gate = if c.gated == 1 { sigmoid(memory.f32(a.logits, first + c.count)) } else { 1.0 };
-            choices.push((None, gate));
+            choices.push((None, gate(c.gated, memory, a.logits, first + c.count)));
         }
         stages.row(memory, row, &choices);
     }
@@ -1068,8 +1069,7 @@ pub(super) fn reference_expert_route(call: &Call, memory: &mut HostMemory) {
         let first = row * a.logits_stride;
         let mut choices = selection.of(memory, a.logits, first);
         if c.shared == 1 {
-            let gate = if c.gate == 1 { sigmoid(memory.f32(a.logits, first + c.count)) } else { 1.0 };
-            choices.push((c.count, gate));
+            choices.push((c.count, gate(c.gate, memory, a.logits, first + c.count)));
         }
         let valid = c.valid == 0 || memory.u32(a.rows, row * 4 + 3) != 0;
         set_choices(memory, a.choices, row, valid, &choices);

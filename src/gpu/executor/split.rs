@@ -305,7 +305,7 @@ impl SplitExecutor {
         let _order = ORDER.lock().unwrap_or_else(PoisonError::into_inner);
         let mut broken = Vec::new();
         let passed = first_sum.is_none().then_some((rows, fault_word));
-        let carriers = self.carriers(passed, (buffer, message), draws.then_some(&drawn));
+        let carriers = self.carriers(passed, (buffer, message), draws.then_some(&drawn[..]));
         for (index, then) in carriers.into_iter().enumerate() {
             let apply = apply.clone();
             let breaks = broken_stage == Some(index);
@@ -330,7 +330,7 @@ impl SplitExecutor {
         &self,
         passed: Option<(u32, u32)>,
         (buffer, message): (usize, u64),
-        drawn: Option<&Vec<Slot>>,
+        drawn: Option<&[Slot]>,
     ) -> Vec<Option<Then>> {
         let mut carriers: Vec<Option<Then>> = Vec::with_capacity(self.stages.len());
         for index in 0..self.stages.len() {

@@ -221,11 +221,11 @@ fn norm_rope(
     }
 }
 
-/// Returns the factor of an output whose gate is float `at` of qkv; 1 if there are no gates.
-pub(super) fn gate(gated: u32, memory: &HostMemory, qkv: Range, at: u32) -> f64 {
+/// Returns the factor of an output whose gate is float `at` of `gates`, its sigmoid; 1 if there are no gates.
+pub(super) fn gate(gated: u32, memory: &HostMemory, gates: Range, at: u32) -> f64 {
     match gated {
         0 => 1.0,
-        _ => 1.0 / (1.0 + (-f64::from(memory.f32(qkv, at))).exp()),
+        _ => 1.0 / (1.0 + (-f64::from(memory.f32(gates, at))).exp()),
     }
 }
 

@@ -19,6 +19,11 @@ const MOST_PROMPT_SPLITS: u32 = 16;
 /// The name of the rotary table of the first kind of attention layers, and the beginning of the others' names.
 pub const ROPE: &str = "rope";
 
+/// Returns the name of a buffer that a kind of attention layers has for itself; that of the first kind is `base`.
+pub(super) fn name_of_kind(base: &str, kind: usize) -> String {
+    if kind == 0 { base.to_owned() } else { format!("{base}.{kind}") }
+}
+
 impl Decoder<'_> {
     /// Returns the heads of a kind of attention layers.
     pub fn heads(&self, kind: usize) -> Heads {
@@ -71,7 +76,7 @@ impl Decoder<'_> {
         let kinds = &self.config.attention_kinds;
         let rope = kinds[kind].rope.as_ref()?;
         let first = kinds.iter().position(|other| other.rope.as_ref() == Some(rope))?;
-        Some(if first == 0 { ROPE.to_owned() } else { format!("{ROPE}.{first}") })
+        Some(name_of_kind(ROPE, first))
     }
 
     /// Returns the rotary tables with their buffers' names: `[context][rot / 2][2]` cos and sin, multiplied by the RoPE
@@ -255,10 +260,7 @@ impl Decoder<'_> {
         let (split, table) = match self.spread(heads, rows, threads) {
             Some(spread) => {
                 let window = heads.scores.window;
-                let name = match self.plan_kind(block.attention) {
-                    0 => "attention.work".to_owned(),
-                    kind => format!("attention.work.{kind}"),
-                };
+                let name = name_of_kind("attention.work", self.plan_kind(block.attention));
                 let work = r.buffer(&name, spread.bytes(rows));
                 if block.first {
                     r.call(flash_decode::plan_splits("plan".to_owned(), rows, spread, window, step.rows, work));

@@ -33,21 +33,17 @@ impl Decoder<'_> {
 
     /// Whether the experts' products of a few rows, on weights in fragment order, choose the experts themselves.
     pub(super) fn chooses_alone(&self) -> bool {
-        let plain = |of: config::Routing| moe::few_select(of.sigmoid, of.choice_bias, (of.groups, of.kept));
+        let plain = |of: config::Routing| moe::few_serve(of.sigmoid, of.choice_bias, (of.groups, of.kept));
         let simple = |experts: Experts| {
             experts.routing.is_none_or(plain) && !(self.has_coded_experts() && experts.shared_inner.is_some())
         };
         self.config.experts.is_some_and(simple)
     }
 
-    fn in_fragments_by_name(&self, name: &str) -> bool {
-        self.tuning.fragments.is_some() && self.weight(name).is_some_and(|w| self.in_fragments(w))
-    }
-
     /// Whether a step of this shape runs the kernels for a few rows in fragments, which choose the experts themselves.
     fn chooses_few(&self, shape: StepShape, block: &Block) -> bool {
         let router = block.name("router");
-        self.in_fragments_by_name(&router) && self.chooses_alone() && !self.packs_for(shape, &router)
+        self.named_in_fragments(&router) && self.chooses_alone() && !self.packs_for(shape, &router)
     }
 
     fn one_matrix(&self, r: &mut Recording, name: &str) -> Matrix {
@@ -117,7 +113,7 @@ impl Decoder<'_> {
         };
         let router = block.name("router");
         let few = self.chooses_few(shape, block);
-        if self.in_fragments_by_name(&router) && !few {
+        if self.named_in_fragments(&router) && !few {
             self.many_experts(r, shape, step, block, &mlp, router_norm);
             return;
         }

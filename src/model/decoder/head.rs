@@ -38,7 +38,7 @@ impl Decoder<'_> {
         let decode = matches!(shape, StepShape::Decode { .. });
         let from = if decode { RowsFrom::Batch } else { RowsFrom::Chunk };
         let flow = step.flow(None, Some(x.range));
-        let fragments = self.weight(name).is_some_and(|w| self.in_fragments(w));
+        let fragments = self.named_in_fragments(name);
         for (first, table) in self.matrix(r, name) {
             let (slots, batch) = (self.state.slots(r), self.state.batch(r));
             let args = EmbedRowsArgs {

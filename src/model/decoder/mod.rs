@@ -456,10 +456,7 @@ impl Decoder<'_> {
             partials: (0..)
                 .zip(&heads)
                 .map(|(kind, heads)| {
-                    let name = match self.plan_kind(kind) {
-                        0 => "attention.partials".to_owned(),
-                        kind => format!("attention.partials.{kind}"),
-                    };
+                    let name = attention::name_of_kind("attention.partials", self.plan_kind(kind));
                     let floats = heads.partial_floats(self.tuning.splits) * u64::from(self.state.rows);
                     r.buffer(&named(&name), floats * 4)
                 })

@@ -174,7 +174,7 @@ impl Decoder<'_> {
     ) {
         let Operands { weight: name, x, y, epilogue } = operands;
         let bias = self.vector(recording, &format!("{name}.bias"));
-        let fragments = self.weight(name).is_some_and(|w| self.in_fragments(w));
+        let fragments = self.named_in_fragments(name);
         // Logits are not tagged: the kernels that read them use barriers.
         let flow = || step.flow(Some(x.range), (!step.is_logits(y.range)).then_some(y.range));
         let parts = self.matrix(recording, name);
@@ -319,7 +319,7 @@ impl Decoder<'_> {
 
     /// Whether the product of a step of this shape with this weight takes packed rows.
     pub(super) fn packs_for(&self, shape: StepShape, name: &str) -> bool {
-        self.packs(shape) && self.weight(name).is_some_and(|w| self.in_fragments(w))
+        self.packs(shape) && self.named_in_fragments(name)
     }
 
     /// Returns the workgroup shape of `panel` for a product.

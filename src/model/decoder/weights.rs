@@ -29,6 +29,11 @@ impl Decoder<'_> {
         self.tuning.fragments.is_some() && is_matrix(weight) && self.weights.iter().all(|w| !is_matrix(w) || fits(w))
     }
 
+    /// Like [`Decoder::in_fragments`], for the weight of a name; false if there is none.
+    pub(super) fn named_in_fragments(&self, name: &str) -> bool {
+        self.weight(name).is_some_and(|weight| self.in_fragments(weight))
+    }
+
     /// Whether any weight is of codes.
     pub(super) fn has_codes(&self) -> bool {
         self.weights.iter().any(|weight| weight.format.codes().is_some())

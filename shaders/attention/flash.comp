@@ -82,89 +82,18 @@ const uint BLOCK = D <= 128u ? 64u : 32u;
 const uint BLOCK = D <= 128u ? 32u : 16u;
 #endif
 const uint ROWS = LANES / 2u;
-const uint EIGHTS = D / 8u;
-const uint PARTS = BLOCK / 16u;                        // pages of a block
-const uint WORDS = BLOCK * EIGHTS;                     // 16-byte words of a block's keys, and of its values
-#if KV == 2
-const uint LOADED = WORDS / 2u;                        // as the cache has them
-#else
-const uint LOADED = WORDS;
-#endif
-const uint STAGED = (LOADED + LANES - 1u) / LANES;     // of those, words per invocation
 // Strides in 16-byte words: from eight dimensions of 16 tokens to the next eight, and from a token's values to the next
 // token's. They are chosen so that addresses that are read at the same time are in different banks.
 const uint K_STRIDE = 18u;
-const uint V_STRIDE = EIGHTS + 1u;
+const uint V_STRIDE = D / 8u + 1u;
 const float LOWEST = -3.0e38;
 const float LOG2_E = 1.4426950408889634;
-// The minimum number of blocks per workgroup where several workgroups share a tile.
-const uint LEAST_BLOCKS = 4u;
 
-shared uint arrived_s;
-shared uvec4 k_s[PARTS * EIGHTS * K_STRIDE];           // [page][D/8][16 tokens]
+shared uvec4 k_s[BLOCK / 16u * (D / 8u) * K_STRIDE];   // [page][D/8][16 tokens]
 shared uvec4 v_s[BLOCK * V_STRIDE];                    // [token][D/8]
-#if KV == 2
-shared vec4 scale_s[BLOCK / 2u];                       // of the block's keys, then values: [page][t] of tokens 2t, 2t + 1, 2t + 8, 2t + 9
-#endif
-
-// Executes `body` for each word that this invocation stages: `w_` is the word's number in the block, `i_` its index
-// among the invocation's words.
-#define EACH_STAGED(body)                                                       \
-    UNROLL for (uint i_ = 0u; i_ < STAGED; i_++) {                              \
-        uint w_ = i_ * LANES + gl_LocalInvocationIndex;                         \
-        if (LOADED % LANES == 0u || w_ < LOADED) { body }                       \
-    }
-
-// Returns the page that holds part of a block. Pages beyond the one that holds token `last` are replaced by it.
-uint page_of(uint table, uint last, uint block, uint part) { return pages.v[table + min(block * PARTS + part, last / 16u)]; }
-
-#if KV == 2
-// Returns the index of word `w` of block `block` in either cache.
-uint cached(uint table, uint kvh, uint last, uint block, uint w) {
-    return page_of(table, last, block, w / D) * PAGE_WORDS + kvh * D + w % D;
-}
-// A word holds eight dimensions of token n and of token n + 8 of a page.
-#define STORE_KEYS                                                                                  \
-    EACH_STAGED(                                                                                    \
-        uint at_ = (w_ / 8u) * K_STRIDE + w_ % 8u;                                                  \
-        k_s[at_] = uvec4(halves_of(staged[i_].x), halves_of(staged[i_].y));                         \
-        k_s[at_ + 8u] = uvec4(halves_of(staged[i_].z), halves_of(staged[i_].w));)                   \
-    if (gl_LocalInvocationIndex < BLOCK / 2u) scale_s[gl_LocalInvocationIndex] = scales;
-// Codes of tokens that no row sees are finite, and their scales are zero.
-#define STORE_VALUES(first)                                                                         \
-    EACH_STAGED(                                                                                    \
-        uint at_ = (w_ / D * 16u + w_ % D / EIGHTS) * V_STRIDE + w_ % EIGHTS;                       \
-        v_s[at_] = uvec4(halves_of(staged[i_].x), halves_of(staged[i_].y));                         \
-        v_s[at_ + 8u * V_STRIDE] = uvec4(halves_of(staged[i_].z), halves_of(staged[i_].w));)
-
-// Loads this invocation's scales of a block: four of keys, or four of values. Those of tokens past `last`, or before the
-// first that a row of the tile sees, may be anything and are replaced by zeros.
-#define LOAD_SCALES(block) {                                                                        \
-        uint i_ = min(gl_LocalInvocationIndex, BLOCK / 2u - 1u), at_ = i_ % (BLOCK / 4u);           \
-        uint word_ = page_of(table, last, block, at_ / 4u) * PAGE_WORDS + KV_HEADS * D + kvh * 4u + at_ % 4u; \
-        uvec4 words_ = i_ < BLOCK / 4u ? k.v[word_] : v.v[word_];                                   \
-        uvec4 tokens_ = (block) * BLOCK + at_ / 4u * 16u + at_ % 4u * 2u + uvec4(0u, 1u, 8u, 9u);   \
-        bvec4 there_ = lessThanEqual(tokens_, uvec4(last));                                         \
-        if (WINDOW > 0u) there_ = lessThanEqual(tokens_ - low, uvec4(last - low));                  \
-        scales = mix(vec4(0.0), uintBitsToFloat(words_), there_);                                   \
-    }
-#else
-// Returns the index of word `w` of block `block` in either cache.
-uint cached(uint table, uint kvh, uint last, uint block, uint w) {
-    return (page_of(table, last, block, w / (2u * D)) * KV_HEADS + kvh) * 2u * D + w % (2u * D);
-}
-#define STORE_KEYS EACH_STAGED(k_s[(w_ / 16u) * K_STRIDE + w_ % 16u] = staged[i_];)
-// Tokens past `last` and tokens that no row sees may hold anything, also NaN or infinity, whose product with a zero weight
-// is not zero. They are replaced by zeros.
-#define STORE_VALUES(first)                                                                         \
-    EACH_STAGED(                                                                                    \
-        bool there_ = (first) + BLOCK <= last + 1u || (first) + w_ / EIGHTS <= last;                \
-        if (WINDOW > 0u) there_ = there_ && (first) + w_ / EIGHTS >= low;                           \
-        v_s[(w_ / EIGHTS) * V_STRIDE + w_ % EIGHTS] = there_ ? staged[i_] : uvec4(0u);)
-#define LOAD_SCALES(block)
-#endif
-
-#define LOAD(cache, block) EACH_STAGED(staged[i_] = cache.v[cached(table, kvh, last, block, w_)];)
+#define KEY_PLACE(word, token) ((word) * K_STRIDE + (token))
+#define VALUE_PLACE(token, eight) ((token) * V_STRIDE + (eight))
+#include "flash.glsl"
 
 // Loads values of 16 tokens from `token` on and 16 dimensions from `dim` on. The dimensions take the place of the rows
 // of W: a lane has the sums of dimensions 2t, 2t + 1, 2t + 8 and 2t + 9.
@@ -216,10 +145,6 @@ vec2 sum_of_pairs(vec2 x) {
 }
 #endif
 
-// Returns the number of the first tile of prompt `index`, whose first row is `row` of the step. The tiles of the prompts
-// before it have lower numbers, as each prompt has at most one tile that is not full; some numbers are of no tile.
-uint first_tile(uint index, uint row) { return row * G / ROWS + index; }
-
 float max4(vec4 x) { return max(max(x.x, x.y), max(x.z, x.w)); }
 float sum4(vec4 x) { return (x.x + x.y) + (x.z + x.w); }
 uvec2 pack4(vec4 x) { return uvec2(pack_pair(x.x, x.y), pack_pair(x.z, x.w)); }
@@ -237,50 +162,27 @@ vec4 gate(uint row, uint first, uint t) {
 
 // Writes the lane's dimensions of the 16 from 16i on, for its first and its second pair.
 #define WRITE_OUTPUT(i, low_, high_) {                                                       \
-        uvec2 at_ = ((prompt.z + row) * output_stride + head * D) / 2u + t + (i) * 8u;       \
+        uvec2 at_ = ((tile.row + row) * output_stride + head * D) / 2u + t + (i) * 8u;       \
         vec4 a_ = (low_) / l.x, b_ = (high_) / l.y;                                          \
         if (GATED == 1u) {                                                                   \
             uvec2 gates_ = (KV_HEADS * (G + 2u) + head) * D + (i) * 16u;                     \
-            a_ /= gate(prompt.z + row.x, gates_.x, t);                                       \
-            b_ /= gate(prompt.z + row.y, gates_.y, t);                                       \
+            a_ /= gate(tile.row + row.x, gates_.x, t);                                       \
+            b_ /= gate(tile.row + row.y, gates_.y, t);                                       \
         }                                                                                    \
-        if (pair.x < in_use * G) { o.v[at_.x] = a_.xy; o.v[at_.x + 4u] = a_.zw; }            \
-        if (pair.y < in_use * G) { o.v[at_.y] = b_.xy; o.v[at_.y + 4u] = b_.zw; }            \
+        if (pair.x < tile.in_use * G) { o.v[at_.x] = a_.xy; o.v[at_.x + 4u] = a_.zw; }            \
+        if (pair.y < tile.in_use * G) { o.v[at_.y] = b_.xy; o.v[at_.y + 4u] = b_.zw; }            \
     }
 
 void main() {
     uint kvh = gl_WorkGroupID.x;
-    // A prompt's last tiles have the longest contexts, so they come first.
-    uint number = gl_NumWorkGroups.y - 1u - gl_WorkGroupID.y;
-    uint prompts = chunk.v[0].x, index = 0u, end = prompts;
-    while (end - index > 1u) {
-        uint middle = (index + end) / 2u;
-        if (first_tile(middle, chunk.v[1u + middle].z) <= number) index = middle; else end = middle;
-    }
-    uvec4 prompt = chunk.v[1u + index]; // slot, position of the first row, first row
-    uint in_use = (index + 1u < prompts ? chunk.v[2u + index].z : chunk.v[0].z) - prompt.z;
-    uint tile = (number - first_tile(index, prompt.z)) * ROWS;
-    if (tile >= in_use * G || prompt.x == 0xffffffffu) return;
-    uint start = prompt.y;
-    uint table = prompt.x * max_pages;
-    uint last = start + min((tile + ROWS - 1u) / G, in_use - 1u); // position of the tile's last row
-    uint open = start + tile / G;                                 // its first row's position; no mask up to this token
-    uint low = first_visible(open);                        // the first token that a row of the tile sees
-    uint first_block = low / BLOCK;
-    uint blocks = last / BLOCK + 1u - first_block;
-    uint final_row = chunk.v[prompts].z; // the last prompt's first row
-    uint tiles = first_tile(prompts - 1u, final_row) + ((chunk.v[0].z - final_row) * G + ROWS - 1u) / ROWS;
-    uint most_sharers = SPLITS > 1u ? min(SPLITS, max(parts / max(tiles, 1u), 1u)) : 1u;
-    uint sharers = min(most_sharers, max(blocks / LEAST_BLOCKS, 1u));
-    uint share = (blocks + sharers - 1u) / sharers;
-    sharers = (blocks + share - 1u) / share;
-    if (gl_WorkGroupID.z >= sharers) return;
-    uint block_begin = first_block + gl_WorkGroupID.z * share, block_end = min(block_begin + share, first_block + blocks);
+    Tile tile;
+    if (!find_tile(tile)) return;
+    uint table = tile.table, last = tile.last, low = tile.low;
     uint g = LANE >> 2, t = LANE & 3u;
     // The lane's two pairs. Pairs past the end repeat the last row.
-    uvec2 pair = tile + LANE_GROUP * 16u + g + uvec2(0u, 8u);
-    uvec2 row = min(pair / G, uvec2(in_use - 1u));
-    uvec2 position = start + row;
+    uvec2 pair = tile.first + LANE_GROUP * 16u + g + uvec2(0u, 8u);
+    uvec2 row = min(pair / G, uvec2(tile.in_use - 1u));
+    uvec2 position = tile.start + row;
     uvec2 head = kvh * G + pair % G;
 
     uvec4 staged[STAGED];
@@ -288,14 +190,14 @@ void main() {
     vec4 scales;
     float unit = LEAST_VALUE; // the largest scale of values so far: sums are in this unit
 #endif
-    LOAD(k, block_begin)
-    LOAD_SCALES(block_begin)
+    LOAD(k, tile.block_begin)
+    LOAD_SCALES(tile.block_begin)
     // The factor log2(e) is part of the scale, so that the softmax uses exp2, which the hardware provides. Scores that are
     // capped get it afterwards.
     float scale = (SOFT_CAP == 0u ? LOG2_E : 1.0) * score_scale(D);
     Tokens q[D / 16u];
     UNROLL for (uint c = 0u; c < D / 32u; c++) {
-        uvec2 at = ((prompt.z + row) * stride + head * D + c * 32u + t * 8u) / 4u;
+        uvec2 at = ((tile.row + row) * stride + head * D + c * 32u + t * 8u) / 4u;
         uvec2 a = pack4(qkv.v[at.x] * scale), b = pack4(qkv.v[at.x + 1u] * scale);
         uvec2 e = pack4(qkv.v[at.y] * scale), f = pack4(qkv.v[at.y + 1u] * scale);
         SET_TOKENS(q[2u * c], a, e)
@@ -312,7 +214,7 @@ void main() {
         m = LOG2_E * vec2(sinks.v[head.x], sinks.v[head.y]);
         l = vec2(t == 0u ? 1.0 : 0.0);
     }
-    for (uint block = block_begin; block < block_end; block++) {
+    for (uint block = tile.block_begin; block < tile.block_end; block++) {
         uint first = block * BLOCK;
         barrier();
         LOAD(v, block)
@@ -345,7 +247,7 @@ void main() {
                 below[j] = LOG2_E * soft_cap(below[j]);
             }
         }
-        if (first + BLOCK > open + 1u) {
+        if (first + BLOCK > tile.open + 1u) {
             UNROLL for (uint j = 0u; j < PARTS; j++) {
                 uvec4 token = first + j * 16u + 2u * t + uvec4(0u, 1u, 8u, 9u);
                 above[j] = mix(above[j], vec4(LOWEST), greaterThan(token, uvec4(position.x)));
@@ -409,22 +311,17 @@ void main() {
     UNROLL for (uint i = 0u; i < D / 16u; i++) SCALE_SUMS(sums[i], unit, unit)
 #endif
     l = sum_of_pairs(l);
-    if (SPLITS > 1u && sharers > 1u) {
-        uint first_part = kvh * parts + number * most_sharers;
+    if (SPLITS > 1u && tile.sharers > 1u) {
+        uint sharers = tile.sharers, first_part = kvh * parts + tile.number * tile.most_sharers;
         uint own = part_at(first_part + gl_WorkGroupID.z);
         UNROLL for (uint i = 0u; i < D / 16u; i++) {
             partials.v[own + 2u * i * LANES] = SUMS_LOW(sums[i]);
             partials.v[own + (2u * i + 1u) * LANES] = SUMS_HIGH(sums[i]);
         }
         partials.v[own + D / 8u * LANES] = vec4(m, l);
-        // Release the partial results and count; the last workgroup to arrive acquires all of them.
-        memoryBarrierBuffer();
-        barrier();
-        if (gl_LocalInvocationIndex == 0u) arrived_s = atomicAdd(counters.v[first_part], 1u) + 1u;
-        barrier();
-        if (arrived_s != sharers) return;
-        memoryBarrierBuffer();
-        if (gl_LocalInvocationIndex == 0u) counters.v[first_part] = 0u;
+        bool is_last;
+        IS_LAST(is_last, first_part, sharers)
+        if (!is_last) return;
         vec2 top = vec2(LOWEST);
         for (uint s = 0u; s < sharers; s++) top = max(top, partials.v[part_at(first_part + s) + D / 8u * LANES].xy);
         l = vec2(0.0);

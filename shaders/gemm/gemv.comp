@@ -10,8 +10,9 @@
 //
 // One workgroup computes ROWS rows of W (an even number) for BATCH rows of x. All its invocations split K: per iteration,
 // an invocation loads 16 bytes of each W row (512 contiguous bytes per subgroup of 32; twice as much in f32) and
-// multiplies them with all BATCH rows. x is read directly from global memory, through the L1 cache. The values that the
-// epilogue adds to are loaded before the product is summed. A row's sums do not depend on BATCH. Workgroups with the same
+// multiplies them with all BATCH rows. x is read directly from global memory, through the L1 cache. Of codes, an invocation
+// loads eight columns of each W row at a time, for one row of x those of AHEAD iterations. The values that the epilogue adds to
+// are loaded before the product is summed. A row's sums do not depend on BATCH. Workgroups with the same
 // rows of W are neighbours.
 // Traffic: W once per BATCH rows of x (2·N·K bytes in a 16-bit format; the next BATCH rows find it in the L2 cache);
 // x from the L1 cache, N/ROWS times.
@@ -28,6 +29,8 @@ layout(constant_id = 6) const uint LANES = 64;  // the workgroup's size, at leas
 #if WEIGHT == 3
 layout(constant_id = 7) const uint CODES = 0x5024; // the weights' format
 #include "codes.glsl"
+// Iterations whose codes are loaded at a time.
+const uint AHEAD = BATCH == 1u ? 2u : 1u;
 #endif
 
 layout(push_constant) uniform Args {
@@ -76,6 +79,39 @@ void main() {
         square[b] = 0.0;
         [[unroll]] for (uint r = 0u; r < ROWS; r++) acc[b * ROWS + r] = 0.0;
     }
+#if WEIGHT == 3
+    uint word[ROWS];
+    [[unroll]] for (uint r = 0u; r < ROWS; r++) word[r] = row_word(min(first + r, n - 1u), chunks);
+    for (uint begin = t; begin < chunks; begin += AHEAD * LANES) {
+        Chunk w[AHEAD * ROWS];
+        [[unroll]] for (uint i = 0u; i < AHEAD; i++) {
+            uint c = min(begin + i * LANES, chunks - 1u);
+            [[unroll]] for (uint r = 0u; r < ROWS; r++) w[i * ROWS + r] = load_chunk(weight, word[r], c, chunks);
+        }
+        [[unroll]] for (uint i = 0u; i < AHEAD; i++) {
+            uint c = begin + i * LANES;
+            if (c >= chunks) break;
+            vec4 wa[ROWS], wb[ROWS];
+            [[unroll]] for (uint r = 0u; r < ROWS; r++) numbers_of(w[i * ROWS + r], wa[r], wb[r]);
+            vec4 norm_a = NORM == 1u ? norm.v[c * 2u] : vec4(1.0), norm_b = NORM == 1u ? norm.v[c * 2u + 1u] : vec4(1.0);
+            [[unroll]] for (uint b = 0u; b < BATCH; b++) {
+                vec4 xa = x.v[xo[b] + c * 2u], xb = x.v[xo[b] + c * 2u + 1u];
+                if (NORM == 1u) {
+                    square[b] += dot(xa, xa) + dot(xb, xb);
+                    xa *= norm_a;
+                    xb *= norm_b;
+                }
+                float of_ones = dot(xa + xb, vec4(1.0));
+                [[unroll]] for (uint r = 0u; r < ROWS; r++)
+                    acc[b * ROWS + r] += scaled(w[i * ROWS + r], dot(wa[r], xa) + dot(wb[r], xb), of_ones);
+            }
+        }
+    }
+    [[unroll]] for (uint r = 0u; r < ROWS; r++) {
+        float factor = uintBitsToFloat(CODE_WORD(weight, word[r]));
+        [[unroll]] for (uint b = 0u; b < BATCH; b++) acc[b * ROWS + r] *= factor;
+    }
+#else
     for (uint c = t; c < chunks; c += LANES) {
 #if WEIGHT < 2
         uvec4 w[ROWS];
@@ -88,9 +124,7 @@ void main() {
         }
         vec4 wa[ROWS], wb[ROWS];
         [[unroll]] for (uint r = 0u; r < ROWS; r++) {
-#if WEIGHT == 3
-            load_codes8(weight, min(first + r, n - 1u), c, chunks, wa[r], wb[r]);
-#elif WEIGHT == 2
+#if WEIGHT == 2
             wa[r] = uintBitsToFloat(weight.v[(base[r] + c) * 2u]);
             wb[r] = uintBitsToFloat(weight.v[(base[r] + c) * 2u + 1u]);
 #else
@@ -107,6 +141,7 @@ void main() {
             [[unroll]] for (uint r = 0u; r < ROWS; r++) acc[b * ROWS + r] += dot(wa[r], xa) + dot(wb[r], xb);
         }
     }
+#endif
 
     [[unroll]] for (uint b = 0u; b < BATCH; b++) {
         [[unroll]] for (uint r = 0u; r < ROWS; r++) {

@@ -26,9 +26,10 @@ uint value_bits(uint number, uint code) {
     return number == 1u ? (code & 0x80u) << 8 | (code & 0x7fu) << 7 : (code & 8u) << 12 | (code & 7u) << 9;
 }
 
-// The value of a code; affine codes are returned as multiples of the smallest f16, 2^-24.
+// The value of a code; affine codes are returned as multiples of the smallest f16, 2^-24: the last bit of numbers from 0.5
+// to 1. Many devices convert integers more slowly than they subtract.
 float value(uint number, uint code) {
-    return number == 0u ? float(code) * 5.9604644775390625e-8 : unpackHalf2x16(value_bits(number, code)).x;
+    return number == 0u ? uintBitsToFloat(0x3f000000u | code) - 0.5 : unpackHalf2x16(value_bits(number, code)).x;
 }
 
 // Reads eight weights of a row-major matrix in the format `codes`, whose rows have `chunks` chunks of eight columns:
@@ -75,6 +76,74 @@ void load_codes8_of(uint codes, Words4In weight, uint row, uint c, uint chunks, 
         a[i] = value(number, code[i]) * scale - minimum;
         b[i] = value(number, code[i + 4u]) * scale - minimum;
     }
+}
+
+// The first word of row `row` of a matrix in the shader's format, whose rows have `chunks` chunks of eight columns: its factor.
+uint row_word(uint row, uint chunks) {
+    uint cols = (chunks * 8u + UNIT_COLS - 1u) / UNIT_COLS * UNIT_COLS;
+    return row * (4u + cols * BITS / 32u + (cols / GROUP * (1u + STORED) * 2u + 15u) / 16u * 4u);
+}
+
+// Returns `word` with `bits` of its bits, from bit `from` on, at bit `to`, and zeros elsewhere.
+uint moved(uint word, uint bits, uint from, uint to) {
+    return (to >= from ? word << (to - from) : word >> (from - to)) & ((1u << bits) - 1u) << to;
+}
+
+// Eight columns of a row of a row-major matrix, as they are loaded; a scale and a minimum are in the lower half of a word.
+struct Chunk { uvec2 eights; uint four; uint two; uint one; uint scale; uint minimum; };
+
+// Loads chunk `c` of the row that begins at word `first`.
+Chunk load_chunk(Words4In weight, uint first, uint c, uint chunks) {
+    uint cols = (chunks * 8u + UNIT_COLS - 1u) / UNIT_COLS * UNIT_COLS, at = first + 4u;
+    Chunk w = Chunk(uvec2(0u), 0u, 0u, 0u, 0u, 0u);
+    if ((BITS & 8u) != 0u) {
+        w.eights = uvec2(CODE_WORD(weight, at + c * 2u), CODE_WORD(weight, at + c * 2u + 1u));
+        at += cols / 4u;
+    }
+    if ((BITS & 4u) != 0u) {
+        w.four = CODE_WORD(weight, at + c);
+        at += cols / 8u;
+    }
+    if ((BITS & 2u) != 0u) {
+        w.two = CODE_WORD(weight, at + c / 2u) >> c % 2u * 16u;
+        at += cols / 16u;
+    }
+    if ((BITS & 1u) != 0u) {
+        w.one = CODE_WORD(weight, at + c / 4u) >> c % 4u * 8u;
+        at += cols / 32u;
+    }
+    uint half_ = at * 2u + c * 8u / GROUP;
+    w.scale = CODE_WORD(weight, half_ / 2u) >> half_ % 2u * 16u;
+    if (STORED == 1u) {
+        half_ += cols / GROUP;
+        w.minimum = CODE_WORD(weight, half_ / 2u) >> half_ % 2u * 16u;
+    }
+    return w;
+}
+
+// Returns numbers that stand for the codes of a chunk: 1 + code · 2^-BITS for affine codes, whose bits are the first of the
+// fraction, which takes no conversion; else the codes' values.
+void numbers_of(Chunk w, out vec4 a, out vec4 b) {
+    const uint LOW = NUMBER == 0u ? 23u - BITS : 0u;
+    [[unroll]] for (uint i = 0u; i < 8u; i++) {
+        uint code = 0u;
+        if ((BITS & 8u) != 0u) code = moved(w.eights[i / 4u], 8u, i % 4u * 8u, LOW);
+        if ((BITS & 4u) != 0u) code = moved(w.four, 4u, i * 4u, LOW);
+        if ((BITS & 2u) != 0u) code |= moved(w.two, 2u, i * 2u, LOW + (BITS & 4u));
+        if ((BITS & 1u) != 0u) code |= moved(w.one, 1u, i, LOW + (BITS & 6u));
+        float number = NUMBER == 0u ? uintBitsToFloat(0x3f800000u | code) : value(NUMBER, code);
+        if (i < 4u) a[i] = number; else b[i - 4u] = number;
+    }
+}
+
+// Returns the product of a chunk by x, without the row's factor: `of_numbers` is that of the chunk's numbers, and `of_ones` the
+// sum of x.
+float scaled(Chunk w, float of_numbers, float of_ones) {
+    float scale = unpackHalf2x16(w.scale).x;
+    // 2^-24 is the value of code 1.
+    float minimum = STORED == 1u ? unpackHalf2x16(w.minimum).x : scale * ZERO * 5.9604644775390625e-8;
+    if (NUMBER == 0u) of_numbers = (of_numbers - of_ones) * (float(1u << BITS) * 5.9604644775390625e-8);
+    return of_numbers * scale - of_ones * minimum;
 }
 
 // Reads eight weights of a row-major matrix in the shader's format.

@@ -3,17 +3,21 @@
 //! right results.
 //! Not here: the choice of kernels (`model::decoder`).
 
+use crate::config::KvFormat;
 use crate::device::{Adapter, Capabilities, Component, Device, MatrixShape, Program, ProgramDesc};
 use crate::gpu::error::StartError;
 use crate::gpu::timing::time_regions;
+use crate::kernels::attention::flash::{self, FlashShape, FlashWay};
+use crate::kernels::attention::{Heads, PAGE_TOKENS, Scores};
 use crate::kernels::gemm::fragment_layout::{self, FOUND};
 use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, MatrixUnits, Scratch, block_rows};
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product};
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::interpreter;
-use crate::kernels::recording::Recording;
+use crate::kernels::recording::{Range, Recording};
 use crate::kernels::region::{Pipelines, Region};
+use crate::kernels::shaders::FlashArgs;
 use crate::memory::pack::Format;
 use crate::memory::{Arena, BufferTable, Place};
 use std::path::Path;
@@ -126,7 +130,7 @@ pub(crate) fn arithmetic(
 }
 
 /// Multiplies small matrices, whose sizes are no multiples of a tile's, with each tile that the rule chooses, and compares
-/// with the reference. All tiles are tested: where a driver places what it shares depends on the tile.
+/// with the reference; on matrix units also the attention of prompts. All tiles are tested: where a driver places what it shares depends on the tile.
 fn is_right(
     device: &Arc<Device>,
     arena: &Arena,
@@ -136,6 +140,13 @@ fn is_right(
     // The tile depends on the rows and, for 50 rows, on how many compute units it has to keep busy.
     for (rows, processors) in [(9, 64), (21, 64), (50, 1), (50, 64), (131, 64)] {
         if !multiplies(device, arena, cache, arithmetic, (rows, processors))? {
+            return Ok(false);
+        }
+    }
+    let Arithmetic::Matrices(units) = arithmetic else { return Ok(true) };
+    // Queries of 128 dimensions stay in matrices, and those of 256 in shared memory.
+    for dim in [128, 256] {
+        if !attends(device, arena, cache, units, dim)? {
             return Ok(false);
         }
     }
@@ -181,18 +192,98 @@ fn multiplies(
     for i in 0..n * k {
         memory.set_f16(product.weight.range, i, (i.wrapping_mul(2_246_822_519) >> 16 & 0xff) as f32 / 1024.0 - 0.125);
     }
+    agrees(device, arena, cache, &recording, memory, ("y", product.y.range), LIMIT)
+}
+
+/// Computes the attention of a prompt's rows, behind tokens that are cached already, on matrices of which only the shape is
+/// known, and compares with the reference.
+fn attends(
+    device: &Arc<Device>,
+    arena: &Arena,
+    cache: Option<&Path>,
+    units: MatrixUnits,
+    dim: u32,
+) -> Result<bool, StartError> {
+    /// The allowed difference of averages of values from -1 to 1: rounding changes them by about 1e-3.
+    const LIMIT: f32 = 1e-2;
+    let heads = Heads {
+        q: 6,
+        kv: 2,
+        dim,
+        rot: dim,
+        qk_norm: false,
+        v_norm: false,
+        gated: false,
+        scores: Scores::default(),
+        kv_format: KvFormat::F16,
+    };
+    let shared = device.adapter().capabilities.max_shared_bytes;
+    let Some(shape) = FlashShape::choose(heads, units, shared) else { return Ok(true) };
+    // Two tiles, and blocks in which some rows see all tokens, some rows a part, and some none.
+    let (start, rows) = (37u32, 41u32);
+    let pages = (start + rows).div_ceil(PAGE_TOKENS);
+    let (stride, width) = ((heads.q + 2 * heads.kv) * dim, heads.q * dim);
+    let mut recording = Recording::new("attention");
+    let r = &mut recording;
+    let none = r.buffer("none", 16);
+    let args = FlashArgs {
+        qkv: r.buffer("qkv", u64::from(rows * stride) * 4),
+        chunk: r.buffer("chunk", 32),
+        pages: r.buffer("pages", u64::from(pages) * 4),
+        k: r.buffer("k", u64::from(pages) * heads.page_bytes()),
+        v: r.buffer("v", u64::from(pages) * heads.page_bytes()),
+        o: r.buffer("o", u64::from(rows * width) * 4),
+        partials: r.buffer("partials", flash::partials_bytes(heads)),
+        counters: r.buffer("counters", flash::counters_bytes(heads)),
+        sinks: none,
+        stride,
+        output_stride: width,
+        max_pages: pages,
+        parts: 0,
+    };
+    r.call(flash::flash("attention".to_owned(), heads, (rows, 1, 1), FlashWay::Loads(shape), args));
+    let mut memory = HostMemory::new(r);
+    // Pseudo-random values between -1 and 1; scores between about -3 and 3.
+    let value = |i: u32, factor: u32| (i.wrapping_mul(factor) >> 16 & 0xff) as f32 / 128.0 - 1.0;
+    for i in 0..rows * stride {
+        memory.set_f32(args.qkv, i, 3.0 * value(i, 2_654_435_761));
+    }
+    for i in 0..pages * (heads.page_bytes() / 2) as u32 {
+        memory.set_f16(args.k, i, value(i, 2_246_822_519));
+        memory.set_f16(args.v, i, value(i, 3_266_489_917));
+    }
+    for (i, word) in (0..).zip([1, 0, rows, 0, 0, start, 0, 0]) {
+        memory.set_u32(args.chunk, i, word);
+    }
+    for page in 0..pages {
+        memory.set_u32(args.pages, page, pages - 1 - page);
+    }
+    agrees(device, arena, cache, &recording, memory, ("o", args.o), LIMIT)
+}
+
+/// Runs a recording on a device and in plain Rust, and returns whether the floats of its result, a buffer, differ by no more
+/// than `limit`.
+fn agrees(
+    device: &Arc<Device>,
+    arena: &Arena,
+    cache: Option<&Path>,
+    recording: &Recording,
+    mut memory: HostMemory,
+    (name, result): (&str, Range),
+    limit: f32,
+) -> Result<bool, StartError> {
     let mut table = BufferTable::new();
     for (decl, words) in recording.buffers.iter().zip(&memory.buffers) {
         let buffer = arena.buffer(&decl.name, decl.bytes, Place::Readback)?;
         buffer.write(0, &bytemuck::cast_slice(words)[..decl.bytes as usize]);
         table.add(buffer)?;
     }
-    let pipelines = Pipelines::build(device, cache, &[&recording], &|_, _| {})?;
-    let region = Arc::new(Region::build(device, &recording, &table, &pipelines)?);
+    let pipelines = Pipelines::build(device, cache, &[recording], &|_, _| {})?;
+    let region = Arc::new(Region::build(device, recording, &table, &pipelines)?);
     time_regions(device, &[region], 1)?;
-    let mut found = vec![0f32; (rows * stride) as usize];
-    table.require("y")?.read(0, bytemuck::cast_slice_mut(&mut found));
-    interpreter::run(&recording, &mut memory);
-    let wanted = memory.floats(product.y.range);
-    Ok(wanted.iter().zip(&found).all(|(wanted, found)| (wanted - found).abs() <= LIMIT))
+    let mut found = vec![0f32; (result.bytes / 4) as usize];
+    table.require(name)?.read(0, bytemuck::cast_slice_mut(&mut found));
+    interpreter::run(recording, &mut memory);
+    let wanted = memory.floats(result);
+    Ok(wanted.iter().zip(&found).all(|(wanted, found)| (wanted - found).abs() <= limit))
 }

@@ -1,5 +1,6 @@
-//! Goal: `flash` matches its `reference()`, with plain multiplication on both CPU drivers and also on matrix units on a
-//! GPU that has them; and the reference matches the formula. Method: chunks of awkward lengths after prefixes of
+//! Goal: `flash` and `flash_matrix` match their `reference()`, with plain multiplication on both CPU drivers and also on
+//! matrix units on a device that has them (a GPU; lavapipe 26 for `flash_matrix`); and the reference matches the formula.
+//! Method: chunks of awkward lengths after prefixes of
 //! awkward lengths, with scattered pages. Tokens that no chunk has written, rows that are not in use and everything
 //! else that a kernel must not read hold NaN; words that it must not write must stay unchanged. On a GPU also whole
 //! chunks with the heads of a large model, compared with the formula on sampled rows.
@@ -18,9 +19,10 @@ use crate::pages::{Pages, round_head};
 use crate::scores::{first_visible, scored, sink_of, variants};
 use ostinato::config::KvFormat;
 use ostinato::device::{Component, MatrixShape};
-use ostinato::kernels::attention::flash::{PARTS, SHARED_BYTES, counters_bytes, flash, flash_serves, partials_bytes};
+use ostinato::kernels::attention::flash::{FlashShape, FlashWay, PARTS, counters_bytes, flash, partials_bytes};
 use ostinato::kernels::attention::{Heads, Scores};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows};
+use ostinato::kernels::gemm::matmul::MatrixUnits;
 use ostinato::kernels::gemm::skinny::Matrices;
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
@@ -45,12 +47,30 @@ fn heads(group: u32, kv: u32, dim: u32) -> Heads {
     }
 }
 
-/// Returns the implementations of the matrix product that a device supports.
-fn ways(bench: &Bench) -> Vec<Matrices> {
+/// Returns the ways to multiply that a device supports. The matrices of `flash_matrix` are the device's; the other fields of
+/// its shape are not used.
+fn ways(bench: &Bench) -> Vec<FlashWay> {
     let capabilities = &bench.device.adapter().capabilities;
     let shape = MatrixShape { m: 16, n: 16, k: 16, input: Component::F16, accumulator: Component::F32 };
-    let units = capabilities.matrix_shapes.contains(&shape) && capabilities.max_shared_bytes >= SHARED_BYTES;
-    if units { vec![Matrices::Emulated, Matrices::Cooperative] } else { vec![Matrices::Emulated] }
+    let fragments = FlashWay::Fragments(Matrices::Cooperative);
+    let known = capabilities.matrix_shapes.contains(&shape)
+        && fragments.serves(heads(1, 1, 128), capabilities.max_shared_bytes);
+    let units = MatrixUnits::of(capabilities);
+    let loads =
+        units.map(|units| FlashWay::Loads(FlashShape { units, subgroups: 1, block: 16, held: true, alike: true }));
+    [FlashWay::Fragments(Matrices::Emulated)].into_iter().chain(known.then_some(fragments)).chain(loads).collect()
+}
+
+/// Returns the way for the heads of a case. The shapes of `flash_matrix` take turns: the rule's, and others.
+fn way_of(way: FlashWay, heads: Heads, case: usize) -> FlashWay {
+    let FlashWay::Loads(FlashShape { units, .. }) = way else { return way };
+    let chosen = FlashShape::choose(heads, units, 32 * 1024).expect("it serves these heads");
+    let few = (16 / units.m).max(1);
+    FlashWay::Loads(match case % 4 {
+        0 | 1 => chosen,
+        2 => FlashShape { subgroups: few, block: 16, held: false, alike: false, ..chosen },
+        _ => FlashShape { subgroups: 2 * few, block: if heads.dim <= 96 { 48 } else { 16 }, held: true, ..chosen },
+    })
 }
 
 /// A prompt chunk of one sequence, as plain values.
@@ -146,7 +166,7 @@ impl Chunk {
 }
 
 /// Adds the buffers of a step with chunks of several sequences, and its call.
-fn call(chunks: &[Chunk], splits: u32, limit: f32, cases: &mut Cases, matrices: Matrices) -> FlashArgs {
+fn call(chunks: &[Chunk], splits: u32, limit: f32, cases: &mut Cases, way: FlashWay) -> FlashArgs {
     let heads = chunks[0].heads;
     let Heads { q, kv, dim, .. } = heads;
     let stride = (2 * q + 2 * kv) * dim + 8;
@@ -206,7 +226,7 @@ fn call(chunks: &[Chunk], splits: u32, limit: f32, cases: &mut Cases, matrices: 
         max_pages,
         parts: PARTS,
     };
-    cases.recording.call(flash("flash".to_owned(), heads, (rows, most, splits), matrices, args));
+    cases.recording.call(flash("flash".to_owned(), heads, (rows, most, splits), way, args));
     args
 }
 
@@ -223,17 +243,21 @@ fn check_steps(drivers: &[Driver], name: &str, splits: u32, steps: &[Vec<Chunk>]
 fn check_within(limit: f32, drivers: &[Driver], name: &str, splits: u32, steps: &[Vec<Chunk>]) {
     let vulkan = Vulkan::new();
     let benches: Vec<Bench> = drivers.iter().map(|driver| Bench::new(&vulkan, *driver)).collect();
-    for matrices in [Matrices::Emulated, Matrices::Cooperative] {
-        let benches: Vec<&Bench> = benches.iter().filter(|bench| ways(bench).contains(&matrices)).collect();
-        if benches.is_empty() {
-            continue;
+    let mut all: Vec<FlashWay> = Vec::new();
+    for way in benches.iter().flat_map(ways) {
+        if !all.contains(&way) {
+            all.push(way);
         }
-        let mut cases = Cases::new(&format!("{name} {matrices:?}"));
+    }
+    for way in all {
+        let benches: Vec<&Bench> = benches.iter().filter(|bench| ways(bench).contains(&way)).collect();
+        let mut cases = Cases::new(&format!("{name} {way:?}"));
         let mut outputs = Vec::new();
         for (index, chunks) in steps.iter().enumerate() {
             let parts: Vec<String> = chunks.iter().map(|chunk| format!("{}+{}", chunk.start, chunk.length)).collect();
             cases.case(format!("{index}.{:?}.{}", chunks[0].heads, parts.join(",")));
-            outputs.push(call(chunks, splits, limit, &mut cases, matrices).o);
+            let way = way_of(way, chunks[0].heads, index);
+            outputs.push(call(chunks, splits, limit, &mut cases, way).o);
         }
         let reference = cases.reference();
         for (chunks, o) in steps.iter().zip(outputs) {
@@ -390,10 +414,11 @@ fn chunks_of_a_large_model_on_a_gpu() {
     let mut random = Random(34);
     for (start, length) in [(0, 512), (1000, 512), (1000, 500)] {
         let chunk = Chunk::new(&mut random, heads(4, 8, 128), start, length, 512);
-        for matrices in ways(&bench) {
+        for way in ways(&bench) {
             let mut cases = Cases::new("large");
-            cases.case(format!("{matrices:?}"));
-            let args = call(std::slice::from_ref(&chunk), 1, ROUNDED, &mut cases, matrices);
+            cases.case(format!("{way:?}"));
+            let way = way_of(way, chunk.heads, 0);
+            let args = call(std::slice::from_ref(&chunk), 1, ROUNDED, &mut cases, way);
             let memory = bench.run(&cases.recording, &cases.before());
             for row in 0..length {
                 chunk.check(&memory, args.o, 0, row, random.below(chunk.heads.q), ROUNDED.into());
@@ -403,9 +428,9 @@ fn chunks_of_a_large_model_on_a_gpu() {
                     let written = row < length && i < chunk.heads.q * chunk.heads.dim;
                     let word = memory.u32(args.o, row * chunk.output_stride() + i);
                     if written {
-                        assert!(f32::from_bits(word).is_finite(), "{matrices:?}: row {row}, word {i}: {word:#010x}");
+                        assert!(f32::from_bits(word).is_finite(), "{way:?}: row {row}, word {i}: {word:#010x}");
                     } else {
-                        assert_eq!(word, POISON, "{matrices:?}: row {row}, word {i} was not to be written");
+                        assert_eq!(word, POISON, "{way:?}: row {row}, word {i} was not to be written");
                     }
                 }
             }
@@ -415,11 +440,36 @@ fn chunks_of_a_large_model_on_a_gpu() {
 
 #[test]
 fn heads_that_are_served() {
+    let fragments = |heads| FlashWay::Fragments(Matrices::Emulated).serves(heads, 0);
+    let units = MatrixUnits { m: 16, n: 16, k: 16, subgroup: 64 };
+    let loads = |heads| FlashShape::choose(heads, units, 32 * 1024);
     for dim in [32, 64, 96, 128, 160, 192, 224, 256] {
-        assert!(flash_serves(heads(1, 1, dim)), "{dim}");
+        assert!(fragments(heads(1, 1, dim)), "{dim}");
+        assert!(loads(heads(1, 1, dim)).is_some(), "{dim}");
     }
     for dim in [8, 16, 80, 120, 288, 512] {
-        assert!(!flash_serves(heads(1, 1, dim)), "{dim}");
+        assert!(!fragments(heads(1, 1, dim)), "{dim}");
+        assert_eq!(loads(heads(1, 1, dim)).is_some(), matches!(dim, 16 | 80), "{dim}");
     }
-    assert!(!flash_serves(Heads { kv_format: KvFormat::F32, ..heads(1, 1, 128) }));
+    let exact = Heads { kv_format: KvFormat::F32, ..heads(1, 1, 128) };
+    assert!(!fragments(exact) && loads(exact).is_none());
+}
+
+/// Goal: the shape of `flash_matrix` uses what a device has, and no more than that.
+#[test]
+fn shapes_of_matrices_fit_shared_memory_and_workgroups() {
+    for (m, n, k, subgroup) in [(16, 16, 16, 32), (16, 16, 16, 64), (8, 16, 16, 16), (8, 8, 16, 8), (8, 8, 8, 64)] {
+        let units = MatrixUnits { m, n, k, subgroup };
+        for (dim, format) in [(64, KvFormat::F16), (128, KvFormat::Int8), (256, KvFormat::F16)] {
+            let heads = Heads { kv_format: format, ..heads(4, 2, dim) };
+            for shared in [16, 32, 48, 64] {
+                let Some(shape) = FlashShape::choose(heads, units, shared * 1024) else {
+                    assert!(shared == 16, "{heads:?} has no shape for {shared} KiB and {units:?}");
+                    continue;
+                };
+                assert!(shape.shared_bytes(heads) <= shared * 1024, "{shape:?}");
+                assert!(shape.subgroups * subgroup <= 256 && shape.subgroups * m <= 64, "{shape:?}");
+            }
+        }
+    }
 }

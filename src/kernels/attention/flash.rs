@@ -1,36 +1,167 @@
-//! `flash`, the prefill attention: causal attention of a prompt chunk's rows over keys and values of f16 or of codes,
-//! after `append` has prepared them; the same result as `attention` without `fused`. Not here: decode steps
+//! `flash` and `flash_matrix`, the prefill attention: causal attention of a prompt chunk's rows over keys and values of f16
+//! or of codes, after `append` has prepared them; the same result as `attention` without `fused`. Not here: decode steps
 //! (`flash_decode`) and f32 caches (`attention`).
 
 use crate::config::KvFormat;
 use crate::kernels::attention::cache::{CachePages, Half, TokenPlace, kv_format_of};
 use crate::kernels::attention::{Heads, PAGE_TOKENS, first_visible, gate, score};
+use crate::kernels::gemm::matmul::MatrixUnits;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::recording::Call;
-use crate::kernels::shaders::{FlashArgs, FlashConstants};
+use crate::kernels::shaders::{FlashArgs, FlashConstants, FlashMatrixConstants};
 
-/// The number of invocations of a workgroup. A tile has half as many (row, query head) pairs.
+/// The number of invocations of a workgroup of `flash`. A tile has half as many (row, query head) pairs.
 const THREADS: u32 = 128;
 
 /// The maximum shared memory of a workgroup in bytes, for `flash` with matrix units.
-pub const SHARED_BYTES: u32 = 48 * 1024;
+const SHARED_BYTES: u32 = 48 * 1024;
 
-/// Returns whether `flash` supports these heads: caches of f16 or of codes, and dimensions that are a multiple of 32 up to
-/// 256. It is tuned for 64 and 128 dimensions.
-pub fn flash_serves(heads: Heads) -> bool {
-    heads.kv_format != KvFormat::F32 && heads.dim.is_multiple_of(32) && (32..=256).contains(&heads.dim)
+/// The maximum number of pairs of a tile.
+const MOST_PAIRS: u32 = THREADS / 2;
+
+/// The maximum number of invocations of a workgroup of `flash_matrix`.
+const MOST_THREADS: u32 = 256;
+
+/// How the products of prompts' attention are computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FlashWay {
+    /// `flash`: matrices of 16 × 16 × 16 whose elements are where `fragment_layout` expects them, or their emulation.
+    Fragments(Matrices),
+    /// `flash_matrix`: matrices of which only the shape is known.
+    Loads(FlashShape),
 }
 
-/// Returns the number of tiles of a prompt's `rows` rows. Per KV head, one workgroup or several serve a tile.
-pub fn flash_tiles(heads: Heads, rows: u32) -> u32 {
-    (rows * heads.group()).div_ceil(THREADS / 2)
+/// The shape of a workgroup of `flash_matrix`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FlashShape {
+    /// The matrices.
+    pub units: MatrixUnits,
+    /// The number of subgroups, each of which has `units.m` pairs of a tile.
+    pub subgroups: u32,
+    /// The number of tokens of a block, a multiple of 16.
+    pub block: u32,
+    /// Whether queries stay in matrices, not in shared memory.
+    pub held: bool,
+    /// Whether keys and values use the same part of shared memory.
+    pub alike: bool,
+}
+
+impl FlashShape {
+    /// Returns the shape for heads on a device with these matrices and with `shared` bytes of shared memory: the first that
+    /// fits, with long blocks and many pairs first. `None` if `flash_matrix` does not serve the heads: it serves caches of f16
+    /// or of codes, and dimensions that are a multiple of 16 up to 256.
+    pub fn choose(heads: Heads, units: MatrixUnits, shared: u32) -> Option<FlashShape> {
+        let serves =
+            heads.kv_format != KvFormat::F32 && heads.dim.is_multiple_of(16) && (16..=256).contains(&heads.dim);
+        let most = (MOST_PAIRS / units.m).min(MOST_THREADS / units.subgroup).max(1);
+        // Matrices of all queries of wide heads need more registers than devices have.
+        let held = heads.dim <= 128;
+        let subgroups = [most, (most / 2).max(1)];
+        let mut shapes = subgroups.into_iter().flat_map(|subgroups| {
+            let blocks = [(32, false), (32, true), (16, true)];
+            blocks.map(|(block, alike)| FlashShape { units, subgroups, block, held, alike })
+        });
+        shapes.find(|shape| serves && shape.is_even() && shape.shared_bytes(heads) <= shared)
+    }
+
+    /// Whether the scores of a row are divided evenly among the invocations that share it, four at a time.
+    fn is_even(self) -> bool {
+        (self.block / 4).is_multiple_of((self.units.subgroup / self.units.m).max(1))
+    }
+
+    /// The number of (row, query head) pairs of a tile.
+    fn pairs(self) -> u32 {
+        self.subgroups * self.units.m
+    }
+
+    fn threads(self) -> u32 {
+        self.subgroups * self.units.subgroup
+    }
+
+    /// Returns the constants of `flash_matrix`, of which the first are those of `flash`.
+    fn constants(self, of: FlashConstants) -> FlashMatrixConstants {
+        let FlashConstants { threads, d, g, kv_heads, lanes, splits, gated, scale, window, soft_cap, sinks } = of;
+        let MatrixUnits { m: matrix_m, n: matrix_n, k: matrix_k, subgroup } = self.units;
+        FlashMatrixConstants {
+            threads,
+            d,
+            g,
+            kv_heads,
+            lanes,
+            splits,
+            gated,
+            scale,
+            window,
+            soft_cap,
+            sinks,
+            block: self.block,
+            held: u32::from(self.held),
+            alike: u32::from(self.alike),
+            matrix_m,
+            matrix_n,
+            matrix_k,
+            subgroup,
+        }
+    }
+
+    /// Returns the shared memory of a workgroup in bytes.
+    pub fn shared_bytes(self, heads: Heads) -> u32 {
+        let MatrixUnits { m, n, subgroup, .. } = self.units;
+        let row = heads.dim / 8 + 1;
+        let cache = if self.alike { 1 } else { 2 } * self.block * row;
+        let queries = if self.held { 1 } else { self.pairs() * row };
+        let slabs = self.pairs() * (self.block / 4 + 1).max(n / 4);
+        let states = self.threads() * (m / subgroup).max(1);
+        let scales = if heads.kv_format == KvFormat::Int8 { self.block / 2 } else { 0 };
+        16 * (cache + queries + slabs + scales) + 4 * states + 4
+    }
+}
+
+impl FlashWay {
+    /// Returns whether a device with `shared` bytes of shared memory computes the attention of these heads this way.
+    /// [`FlashWay::Fragments`] serves caches of f16 or of codes, and dimensions that are a multiple of 32 up to 256; it is
+    /// tuned for 64 and 128 dimensions.
+    pub fn serves(self, heads: Heads, shared: u32) -> bool {
+        match self {
+            FlashWay::Fragments(matrices) => {
+                heads.kv_format != KvFormat::F32
+                    && heads.dim.is_multiple_of(32)
+                    && (32..=256).contains(&heads.dim)
+                    && (matrices == Matrices::Emulated || shared >= SHARED_BYTES)
+            }
+            FlashWay::Loads(shape) => {
+                FlashShape::choose(heads, shape.units, u32::MAX).is_some() && shape.shared_bytes(heads) <= shared
+            }
+        }
+    }
+
+    /// The number of (row, query head) pairs of a tile.
+    fn pairs(self) -> u32 {
+        match self {
+            FlashWay::Fragments(_) => THREADS / 2,
+            FlashWay::Loads(shape) => shape.pairs(),
+        }
+    }
+
+    /// The number of invocations of a workgroup.
+    fn threads(self) -> u32 {
+        match self {
+            FlashWay::Fragments(_) => THREADS,
+            FlashWay::Loads(shape) => shape.threads(),
+        }
+    }
+
+    /// Returns the number of tiles of a prompt's `rows` rows. Per KV head, one workgroup or several serve a tile.
+    pub fn tiles(self, heads: Heads, rows: u32) -> u32 {
+        (rows * heads.group()).div_ceil(self.pairs())
+    }
 }
 
 /// The maximum number of tiles times workgroups per tile for which `partials` and `counters` have room, per KV head.
 pub const PARTS: u32 = 32;
 
-/// Returns the size of `partials` in bytes.
+/// Returns the size of `partials` in bytes, for either way.
 pub fn partials_bytes(heads: Heads) -> u64 {
     u64::from(heads.kv * PARTS) * u64::from((heads.dim / 8 + 1) * THREADS) * 16
 }
@@ -44,15 +175,15 @@ pub fn counters_bytes(heads: Heads) -> u64 {
 /// of workgroups that share a tile.
 ///
 /// # Panics
-/// If [`flash_serves`] rejects the heads, or rows are not aligned to 16 bytes.
+/// If the way does not serve the heads, or rows are not aligned to 16 bytes.
 pub fn flash(
     label: String,
     heads: Heads,
     (rows, prompts, splits): (u32, u32, u32),
-    matrices: Matrices,
+    way: FlashWay,
     args: FlashArgs,
 ) -> Call {
-    assert!(flash_serves(heads), "flash does not serve {heads:?}");
+    assert!(way.serves(heads, u32::MAX), "{way:?} does not serve {heads:?}");
     assert!(
         args.stride.is_multiple_of(4) && args.output_stride.is_multiple_of(4),
         "rows of {} and {} floats are not aligned",
@@ -60,12 +191,13 @@ pub fn flash(
         args.output_stride
     );
     let [scale, window, soft_cap] = heads.scores.words();
+    let threads = way.threads();
     let constants = FlashConstants {
-        threads: THREADS,
+        threads,
         d: heads.dim,
         g: heads.group(),
         kv_heads: heads.kv,
-        lanes: THREADS,
+        lanes: threads,
         splits,
         gated: u32::from(heads.gated),
         scale,
@@ -73,24 +205,32 @@ pub fn flash(
         soft_cap,
         sinks: u32::from(heads.scores.sinks),
     };
+    let codes = heads.kv_format == KvFormat::Int8;
+    let (kernel, constants) = match (way, codes) {
+        (FlashWay::Fragments(Matrices::Emulated), true) => ("flash.int8.plain", constants.into_values()),
+        (FlashWay::Fragments(Matrices::Emulated), false) => ("flash.plain", constants.into_values()),
+        (FlashWay::Fragments(Matrices::Cooperative), true) => ("flash.int8", constants.into_values()),
+        (FlashWay::Fragments(Matrices::Cooperative), false) => ("flash", constants.into_values()),
+        (FlashWay::Loads(shape), codes) => {
+            let constants = shape.constants(constants).into_values();
+            (if codes { "flash_matrix.int8" } else { "flash_matrix" }, constants)
+        }
+    };
     Call {
-        kernel: match (matrices, heads.kv_format) {
-            (Matrices::Emulated, KvFormat::Int8) => "flash.int8.plain",
-            (Matrices::Emulated, _) => "flash.plain",
-            (Matrices::Cooperative, KvFormat::Int8) => "flash.int8",
-            (Matrices::Cooperative, _) => "flash",
-        },
+        kernel,
         label,
-        constants: constants.into_values(),
+        constants,
+        // Both kernels have the same arguments.
         args: FlashArgs { parts: PARTS, ..args }.into_args(),
         // Each prompt but one may add a tile that is not full.
-        groups: [heads.kv, flash_tiles(heads, rows) + prompts.min(rows) - 1, splits],
+        groups: [heads.kv, way.tiles(heads, rows) + prompts.min(rows) - 1, splits],
     }
 }
 
-/// The reference computes in f64 and rounds nothing but the result.
+/// The reference of both kernels, which computes in f64 and rounds nothing but the result.
 pub(crate) fn reference_flash(call: &Call, memory: &mut HostMemory) {
     let a = FlashArgs::from_args(&call.args);
+    // The first constants of both kernels are the same.
     let c = FlashConstants::from_values(&call.constants);
     let cache = CachePages { format: kv_format_of(call.kernel), kv_heads: c.kv_heads, dim: c.d };
     let d = c.d as usize;

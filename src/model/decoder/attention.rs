@@ -3,9 +3,10 @@
 //! Not here: the layers' MLPs (`mlp`).
 
 use super::{Block, Decoder, Mixed, Step, StepShape};
-use crate::kernels::attention::flash;
+use crate::kernels::attention::flash::{self, FlashShape, FlashWay};
 use crate::kernels::attention::flash_decode::{self, FlashDecodeShape, Split};
 use crate::kernels::attention::{self, AttentionShape, Heads, Scores};
+use crate::kernels::gemm::matmul::Arithmetic;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::Packed;
 use crate::kernels::recording::{Range, Recording};
@@ -147,10 +148,15 @@ impl Decoder<'_> {
         self.tuning.splits.min((8 * self.tuning.processors / (rows * heads.kv)).max(1))
     }
 
-    /// Whether prompts' attention uses the `flash` kernel.
-    pub(super) fn flashes(&self, heads: Heads, matrices: Matrices) -> bool {
-        flash::flash_serves(heads)
-            && (matrices == Matrices::Emulated || self.tuning.shared_bytes >= flash::SHARED_BYTES)
+    /// Returns how prompts' attention is computed on matrices; `None` for the row-by-row kernel.
+    pub(super) fn flashes(&self, heads: Heads) -> Option<FlashWay> {
+        let shared = self.tuning.shared_bytes;
+        let way = match (self.tuning.fragments, self.tuning.arithmetic) {
+            (Some(matrices), _) => Some(FlashWay::Fragments(matrices)),
+            (None, Arithmetic::Matrices(units)) => FlashShape::choose(heads, units, shared).map(FlashWay::Loads),
+            (None, _) => None,
+        };
+        way.filter(|way| way.serves(heads, shared))
     }
 
     /// Returns the number of threads of a `flash_decode` workgroup.
@@ -220,9 +226,8 @@ impl Decoder<'_> {
             };
             r.call(attention::append(block.name("append"), heads, shape.rows(), block.owns_cache, args));
         }
-        let flashes = |matrices: &Matrices| !decode && self.flashes(heads, *matrices);
-        if let Some(matrices) = self.tuning.fragments.filter(flashes) {
-            self.flash(r, shape, step, block, (k, v), matrices);
+        if let Some(way) = self.flashes(heads).filter(|_| !decode) {
+            self.flash(r, shape, step, block, (k, v), way);
             return Mixed::Rows(step.attention);
         }
         let sinks = self.vector(r, &block.name("sinks")).unwrap_or(step.fault.none());
@@ -323,7 +328,7 @@ impl Decoder<'_> {
         }
     }
 
-    /// Records the attention of prompts' rows with the `flash` kernel, over the pages `k` and `v`.
+    /// Records the attention of prompts' rows on matrices, over the pages `k` and `v`.
     fn flash(
         &self,
         r: &mut Recording,
@@ -331,14 +336,14 @@ impl Decoder<'_> {
         step: &Step,
         block: &Block,
         (k, v): (Range, Range),
-        matrices: Matrices,
+        way: FlashWay,
     ) {
         let heads = self.heads(block.attention);
         // With few tiles and long contexts, one workgroup per tile would leave compute units idle.
-        let tiles = flash::flash_tiles(heads, shape.rows()) * heads.kv;
-        let splits = match matrices {
-            Matrices::Emulated => 1,
-            Matrices::Cooperative => (2 * self.tuning.processors / tiles).clamp(1, MOST_PROMPT_SPLITS),
+        let tiles = way.tiles(heads, shape.rows()) * heads.kv;
+        let splits = match way {
+            FlashWay::Fragments(Matrices::Emulated) => 1,
+            _ => (2 * self.tuning.processors / tiles).clamp(1, MOST_PROMPT_SPLITS),
         };
         let args = FlashArgs {
             qkv: step.qkv.range,
@@ -356,6 +361,6 @@ impl Decoder<'_> {
             parts: flash::PARTS,
         };
         let size = (shape.rows(), self.state.prompts, splits);
-        r.call(flash::flash(block.name("attention"), heads, size, matrices, args));
+        r.call(flash::flash(block.name("attention"), heads, size, way, args));
     }
 }

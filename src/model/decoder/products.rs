@@ -249,10 +249,12 @@ impl Decoder<'_> {
         MatmulConfig::choose(arithmetic, rows, (n, weight.cols), processors, small)
     }
 
-    /// Returns the rows of W and of x per workgroup of `gemv`.
+    /// Returns the rows of W and of x per workgroup of `gemv`. Rows of codes are fewer bytes than x: four share it wherever
+    /// they leave two workgroups for each compute unit.
     fn gemv_shape(&self, weight: &Matrix, rows: u32, norm: bool, threads: u32) -> (u32, u32) {
+        let shares = weight.format.codes().is_some() && weight.rows / 4 >= 2 * self.tuning.processors;
         let weight_rows = match rows {
-            1 => self.gemv_rows(weight.rows, norm),
+            1 if !shares => self.gemv_rows(weight.rows, norm),
             _ => 4,
         };
         (weight_rows, rows.min(8).min(threads / (weight_rows / 2)))

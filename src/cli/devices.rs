@@ -101,7 +101,7 @@ pub(super) fn row(adapter: &Adapter) -> Value {
         "max_push_bytes": c.max_push_bytes,
         "max_allocation_bytes": c.max_allocation_bytes,
         "max_buffer_bytes": c.max_buffer_bytes,
-        "multiprocessors": c.sm_count,
+        "processors": c.processors,
     })
 }
 

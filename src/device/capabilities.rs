@@ -121,8 +121,9 @@ pub struct Capabilities {
     /// launched from command buffers. A driver that cannot load CUDA's library refuses a device with the extension; it
     /// is then opened without ([`crate::device::Device::takes_ptx`]).
     pub ptx: bool,
-    /// The number of streaming multiprocessors, if `VK_NV_shader_sm_builtins` reports it.
-    pub sm_count: Option<u32>,
+    /// The number of processors that run workgroups (NVIDIA's streaming multiprocessors, AMD's compute units, Arm's shader
+    /// cores), if an extension reports it. Intel, Qualcomm and Apple have no such extension.
+    pub processors: Option<u32>,
 }
 
 impl Capabilities {

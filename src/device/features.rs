@@ -9,8 +9,6 @@ use std::ffi::{CStr, CString, c_void};
 pub(super) const COOPERATIVE_MATRIX_2: &CStr = c"VK_NV_cooperative_matrix2";
 /// `VK_KHR_shader_bfloat16`.
 pub(super) const BFLOAT16: &CStr = c"VK_KHR_shader_bfloat16";
-/// `VK_NV_shader_sm_builtins`. Only its property structure is queried.
-pub(super) const SM_BUILTINS: &CStr = ash::nv::shader_sm_builtins::NAME;
 /// `VK_NVX_binary_import`. It has no features; [`crate::device::Capabilities::ptx`] says where it is enabled.
 pub(super) const BINARY_IMPORT: &CStr = ash::nvx::binary_import::NAME;
 

@@ -4,9 +4,9 @@ use crate::device::adapter::{Adapter, AdapterKind, HeapInfo, QueueFamilyInfo};
 use crate::device::capabilities::{Capabilities, Component, MatrixShape};
 use crate::device::error::DeviceError;
 use crate::device::families;
-use crate::device::features::{BINARY_IMPORT, FeatureSet, SM_BUILTINS};
+use crate::device::features::{BINARY_IMPORT, FeatureSet};
 use crate::device::module::{self, NEEDED_INVOCATIONS, NEEDED_SHARED_BYTES};
-use ash::{ext, khr, vk};
+use ash::{amd, arm, ext, khr, nv, vk};
 use std::ffi::CStr;
 
 /// Returns every adapter in the drivers' order.
@@ -119,14 +119,10 @@ fn describe(
     let mut v12 = vk::PhysicalDeviceVulkan12Properties::default();
     let mut v13 = vk::PhysicalDeviceVulkan13Properties::default();
     let mut pci = vk::PhysicalDevicePCIBusInfoPropertiesEXT::default();
-    let mut sm = vk::PhysicalDeviceShaderSMBuiltinsPropertiesNV::default();
-    let (has_pci, has_sm) = (features.has(ext::pci_bus_info::NAME), features.has(SM_BUILTINS));
+    let has_pci = features.has(ext::pci_bus_info::NAME);
     let mut root = vk::PhysicalDeviceProperties2::default().push_next(&mut v11).push_next(&mut v12).push_next(&mut v13);
     if has_pci {
         root = root.push_next(&mut pci);
-    }
-    if has_sm {
-        root = root.push_next(&mut sm);
     }
     // SAFETY: the adapter supports Vulkan 1.3, and an extension's structure is chained only if the adapter supports the
     // extension.
@@ -189,8 +185,37 @@ fn describe(
             && v12.driver_id == vk::DriverId::NVIDIA_PROPRIETARY
             && choice
                 .is_some_and(|c| adapter.queue_families.iter().any(|f| f.index == c.compute.family && !f.graphics())),
-        sm_count: has_sm.then_some(sm.shader_sm_count),
+        processors: processors(instance, physical, features),
     };
+}
+
+/// Returns the number of processors that an extension of NVIDIA, AMD or Arm reports.
+fn processors(instance: &ash::Instance, physical: vk::PhysicalDevice, features: &FeatureSet) -> Option<u32> {
+    let mut nvidia = vk::PhysicalDeviceShaderSMBuiltinsPropertiesNV::default();
+    let mut amd = vk::PhysicalDeviceShaderCorePropertiesAMD::default();
+    let mut active = vk::PhysicalDeviceShaderCoreProperties2AMD::default();
+    let mut arm = vk::PhysicalDeviceShaderCoreBuiltinsPropertiesARM::default();
+    let mut root = vk::PhysicalDeviceProperties2::default();
+    if features.has(nv::shader_sm_builtins::NAME) {
+        root = root.push_next(&mut nvidia);
+    }
+    if features.has(amd::shader_core_properties::NAME) {
+        root = root.push_next(&mut amd);
+    }
+    if features.has(amd::shader_core_properties2::NAME) {
+        root = root.push_next(&mut active);
+    }
+    if features.has(arm::shader_core_builtins::NAME) {
+        root = root.push_next(&mut arm);
+    }
+    // SAFETY: the adapter supports Vulkan 1.3, and an extension's structure is chained only if the adapter supports the
+    // extension.
+    unsafe { instance.get_physical_device_properties2(physical, &mut root) };
+    // A structure that was not chained, or a driver that does not know, leaves zeros.
+    let all = amd.shader_engine_count * amd.shader_arrays_per_engine_count * amd.compute_units_per_shader_array;
+    [nvidia.shader_sm_count, active.active_compute_unit_count, all, arm.shader_core_count]
+        .into_iter()
+        .find(|count| *count > 0)
 }
 
 /// Whether the device's clock can be read together with `CLOCK_MONOTONIC`.

@@ -9,7 +9,7 @@ use crate::device::{Adapter, Device, DeviceError, Executable, Instance, Role};
 use crate::engine::executor::Executor;
 use crate::engine::variants::Fallback;
 use crate::gpu::build::Build;
-use crate::gpu::build::defaults::{DEFAULT_CONTEXT, takes_ptx};
+use crate::gpu::build::defaults::{DEFAULT_CONTEXT, assumed_processors, takes_ptx};
 use crate::gpu::build::format_test::test_formats;
 use crate::gpu::build::recordings::Recordings;
 use crate::gpu::devices::{DeviceUse, OpenDevice};
@@ -166,9 +166,12 @@ pub fn missing(adapter: &Adapter) -> Vec<Missing> {
     );
     lacks(adapter.is_cpu(), "a GPU", "a CPU driver is for tests");
     lacks(
-        capabilities.sm_count.is_none() && !adapter.is_cpu(),
+        capabilities.processors.is_none() && !adapter.is_cpu(),
         "its number of processors",
-        "32 are assumed, so long contexts may use too few or too many workgroups",
+        match assumed_processors(adapter.kind) {
+            8 => "8 are assumed, so work may be divided among too few or too many workgroups (--tune processors=N)",
+            _ => "32 are assumed, so work may be divided among too few or too many workgroups (--tune processors=N)",
+        },
     );
     lacks(
         capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes) < LARGE_ALLOCATION,

@@ -6,6 +6,8 @@ a driver compiles, and nothing executes. For each driver and model this runs `os
 the Khronos validation layer. It fails on a message of the layer, a pipeline that fails, one that takes longer than
 MOST_SECONDS, and one that spills registers to memory, but for the exceptions in drivers.toml.
 
+lavapipe is a CPU driver and executes too: with its matrices, the demo models must give the text that they give in f32.
+
     run.py [--full] [--driver NAME] [--model NAME] [--report FILE] [--program FILE]
 """
 
@@ -28,6 +30,9 @@ LIBRARIES = FOLDER / "root/usr/lib/x86_64-linux-gnu"
 MOST_SECONDS = 3.0
 # The longest time of one check: a driver that never ends is stopped.
 MOST_CHECK_SECONDS = 900
+# A prompt of enough tokens for the kernels of many rows, in the style of the demo models' stories.
+STORY = ("Tom had a red ball and a small dog. One day he went to the park with his dog. He threw the ball, and the dog ran "
+         "after it. Then a big bird came. It took the ball and")
 # Where the validation layer of Chromium may be.
 LAYERS = ["/usr/lib/chromium", "/usr/lib/chromium-browser", "/opt/google/chrome"]
 
@@ -70,15 +75,13 @@ def path_of(model, program):
     return str(folder)
 
 
-def command(driver, model, path, program):
-    """Returns the command of a check and the environment variables that it adds."""
+def command(driver, arguments, program):
+    """Returns the command that runs the program with a driver, and its environment."""
     # The drivers need their own C library, whose loader runs the program.
     preload = [FOLDER / "first.so"] + ([shim(driver)] if "shim" in driver else [])
     words = [LIBRARIES / "ld-linux-x86-64.so.2", "--library-path", LIBRARIES, "--preload",
-             ":".join(str(library) for library in preload), program, "--quiet", "check-device", "--compile-only",
-             "--validation", "--json", "--device", driver.get("device", "0"), "--model", path]
-    if "tune" in model:
-        words += ["--tune", model["tune"]]
+             ":".join(str(library) for library in preload), program, "--quiet", *arguments,
+             "--device", driver.get("device", "0")]
     variables = {
         "VK_DRIVER_FILES": str(FOLDER / "manifests" / f"{driver['manifest']}_icd.json"),
         "VK_LAYER_PATH": str(FOLDER / "layer"),
@@ -87,16 +90,51 @@ def command(driver, model, path, program):
         "XDG_CACHE_HOME": str(FOLDER / "cache"),
         **driver.get("gpu", {}),
     }
-    return [str(word) for word in words], variables
+    unwanted = ("VK_ICD_FILENAMES", "VK_INSTANCE_LAYERS", "VK_LAYER_SETTINGS_PATH", "LD_PRELOAD")
+    environment = {name: value for name, value in os.environ.items() if name not in unwanted}
+    return [str(word) for word in words], environment | variables
+
+
+def texts(driver, path, program):
+    """Returns a model's text in f32 and on matrix units, or the reason why there is none."""
+    found = []
+    for arithmetic in (0, 2):
+        arguments = ["generate", "--model", path, "--prompt", STORY, "--max-tokens", "40"]
+        arguments += ["--tune", f"arithmetic={arithmetic}"]
+        words, environment = command(driver, arguments, program)
+        try:
+            done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True,
+                                  timeout=MOST_CHECK_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"it has not ended after {MOST_CHECK_SECONDS} s"
+        if done.returncode:
+            return f"exit status {done.returncode}: {done.stderr.strip()[-600:]}"
+        found.append(done.stdout)
+    return found
+
+
+def execute(driver, models, program):
+    """Compares the texts of models on a driver that executes. Returns what is wrong."""
+    wrong = []
+    for model, path in models:
+        if not model.get("text"):
+            continue
+        found = texts(driver, path, program)
+        equal = not isinstance(found, str) and found[0] == found[1] and len(found[0]) > len("\n")
+        print(f"{driver['name']:<16} {model['name']:<13} {'the text on matrix units is that in f32' if equal else found}")
+        if not equal:
+            wrong.append(f"{driver['name']} {model['name']}: texts in f32 and on matrix units: {found}")
+    return wrong
 
 
 def check(driver, model, path, program):
     """Runs one check. Returns its report, or the reason why it has no report."""
-    words, variables = command(driver, model, path, program)
-    unwanted = ("VK_ICD_FILENAMES", "VK_INSTANCE_LAYERS", "VK_LAYER_SETTINGS_PATH", "LD_PRELOAD")
-    environment = {name: value for name, value in os.environ.items() if name not in unwanted}
+    arguments = ["check-device", "--compile-only", "--validation", "--json", "--model", path]
+    if "tune" in model:
+        arguments += ["--tune", model["tune"]]
+    words, environment = command(driver, arguments, program)
     try:
-        done = subprocess.run(words, cwd=ROOT, env=environment | variables, capture_output=True, text=True,
+        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True,
                               timeout=MOST_CHECK_SECONDS)
     except subprocess.TimeoutExpired:
         return f"it has not ended after {MOST_CHECK_SECONDS} s"
@@ -201,6 +239,9 @@ def main():
         for (driver, model, _), report in zip(pairs, checks):
             print(line(driver, model, report), flush=True)
             reports.append((driver, model, report))
+    for driver in drivers:
+        if driver.get("executes"):
+            wrong += execute(driver, models, program)
     for driver, model, report in reports:
         found = judge(driver, report, exceptions)
         wrong += [f"{driver['name']} {model['name']}: {text}" for text in found]

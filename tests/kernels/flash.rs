@@ -464,7 +464,8 @@ fn shapes_of_matrices_fit_shared_memory_and_workgroups() {
             let heads = Heads { kv_format: format, ..heads(4, 2, dim) };
             for shared in [16, 32, 48, 64] {
                 let Some(shape) = FlashShape::choose(heads, units, shared * 1024) else {
-                    assert!(shared == 16, "{heads:?} has no shape for {shared} KiB and {units:?}");
+                    let narrow = subgroup < 32 && m * dim / subgroup > 64;
+                    assert!(shared == 16 || narrow, "{heads:?} has no shape for {shared} KiB and {units:?}");
                     continue;
                 };
                 assert!(shape.shared_bytes(heads) <= shared * 1024, "{shape:?}");

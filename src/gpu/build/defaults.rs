@@ -1,7 +1,7 @@
 //! The default sizes and kernel choices of a replica, where its configuration sets none.
 
 use crate::config::KvFormat;
-use crate::device::Adapter;
+use crate::device::{Adapter, AdapterKind};
 use crate::engine::plan::WindowCapacity;
 use crate::gpu::build::Build;
 use crate::gpu::error::StartError;
@@ -104,11 +104,17 @@ pub(crate) const DEFAULT_CONTEXT: u32 = 32_768;
 /// GPU.
 const EXCHANGE_POLLS: u32 = 1 << 26;
 
+/// The number of processors that is assumed of a device that does not report it: Intel's integrated GPUs have 4 to 8 Xe cores
+/// and its discrete ones 20 to 32, Apple's GPUs have 8 to 40 cores, and Qualcomm's 2 to 6. The key `processors` sets another.
+pub(crate) fn assumed_processors(kind: AdapterKind) -> u32 {
+    if kind == AdapterKind::Integrated { 8 } else { 32 }
+}
+
 /// Returns the default choices for a device's capabilities.
 pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, context: u32) -> Tuning {
     let (capabilities, cpu) = (&adapter.capabilities, adapter.is_cpu());
     let most = capabilities.max_invocations.min(capabilities.max_workgroup_size[0]);
-    let processors = capabilities.sm_count.unwrap_or(32);
+    let processors = capabilities.processors.unwrap_or(assumed_processors(adapter.kind));
     let arithmetic = promised(adapter)[0];
     Tuning {
         gemv_threads: if cpu { 32 } else { 128.min(most) },

@@ -50,17 +50,24 @@ pub struct FlashShape {
 impl FlashShape {
     /// Returns the shape for heads on a device with these matrices and with `shared` bytes of shared memory: the first that
     /// fits, with long blocks and many pairs first. `None` if `flash_matrix` does not serve the heads: it serves caches of f16
-    /// or of codes, and dimensions that are a multiple of 16 up to 256.
+    /// or of codes, and dimensions that are a multiple of 16 up to 256, as far as an invocation's sums leave half of its
+    /// registers.
     pub fn choose(heads: Heads, units: MatrixUnits, shared: u32) -> Option<FlashShape> {
-        let serves =
-            heads.kv_format != KvFormat::F32 && heads.dim.is_multiple_of(16) && (16..=256).contains(&heads.dim);
+        // Subgroups of 8 or 16 are Intel's, whose invocations have 128 registers; others have 255.
+        let few_registers = units.subgroup < 32;
+        let sums = units.m * heads.dim / units.subgroup;
+        let serves = heads.kv_format != KvFormat::F32
+            && heads.dim.is_multiple_of(16)
+            && (16..=256).contains(&heads.dim)
+            && sums <= if few_registers { 64 } else { 128 };
         let most = (MOST_PAIRS / units.m).min(MOST_THREADS / units.subgroup).max(1);
         // Matrices of all queries of wide heads need more registers than devices have.
-        let held = heads.dim <= 128;
+        let held = heads.dim <= 128 && !few_registers;
+        let blocks = if few_registers { [16, 16, 16] } else { [32, 32, 16] };
         let subgroups = [most, (most / 2).max(1)];
         let mut shapes = subgroups.into_iter().flat_map(|subgroups| {
-            let blocks = [(32, false), (32, true), (16, true)];
-            blocks.map(|(block, alike)| FlashShape { units, subgroups, block, held, alike })
+            let blocks = blocks.into_iter().zip([false, true, true]);
+            blocks.map(move |(block, alike)| FlashShape { units, subgroups, block, held, alike })
         });
         shapes.find(|shape| serves && shape.is_even() && shape.shared_bytes(heads) <= shared)
     }

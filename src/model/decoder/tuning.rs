@@ -208,6 +208,7 @@ impl Tuning {
             "flash_threads" => &mut self.flash_threads,
             "flash_threads_many" => &mut self.flash_threads_many,
             "spread" => &mut self.spread,
+            "processors" if value > 0 => &mut self.processors,
             "fold_rows" => &mut self.fold_rows,
             "wgmma_rows" => &mut self.wgmma_rows,
             "wgmma_each" => &mut self.wgmma_each,

@@ -8,30 +8,26 @@ use crate::config;
 use crate::device::{Adapter, Device, DeviceError, Executable, Instance, Role};
 use crate::engine::executor::Executor;
 use crate::engine::variants::Fallback;
+use crate::gpu::abilities::{KernelPath, Missing, lacks};
 use crate::gpu::build::Build;
-use crate::gpu::build::defaults::{DEFAULT_CONTEXT, assumed_processors, takes_ptx};
+use crate::gpu::build::defaults::{DEFAULT_CONTEXT, takes_ptx};
 use crate::gpu::build::format_test::test_formats;
 use crate::gpu::build::recordings::Recordings;
 use crate::gpu::devices::{DeviceUse, OpenDevice};
 use crate::gpu::error::StartError;
-use crate::gpu::matrix_units::{arithmetic, probe, promised as offered, unpromised};
+use crate::gpu::matrix_units::{Multiplies, unpromised};
 use crate::gpu::tuned::Tuned;
 use crate::host::progress::{Progress, Unit};
 use crate::kernels::code_probe::code_kernel;
-use crate::kernels::gemm::matmul::Arithmetic;
-use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{BuiltPipeline, Pipelines};
 use crate::model::checkpoint::Checkpoint;
-use crate::model::decoder::Tuning;
 use crate::telemetry::with_causes;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 /// The staging ring of a device on which nothing is loaded: slots and bytes of each.
 const LITTLE_STAGING: (usize, usize) = (1, 4096);
-/// The size of an allocation, in bytes, above which weights of common models are split.
-const LARGE_ALLOCATION: u64 = 4 << 30;
 
 /// The inputs of a check: model, checkpoint and options.
 #[derive(Clone, Copy, Debug)]
@@ -67,54 +63,6 @@ impl Check {
     }
 }
 
-/// The layout of weights in memory, and the way in which they are multiplied.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KernelPath {
-    /// Weights in fragments, multiplied on matrix units.
-    MatrixUnits,
-    /// Weights in fragments, multiplied on matrix units that scalar arithmetic emulates.
-    Emulated,
-    /// Weights row after row; many rows of activations are multiplied in this arithmetic.
-    RowMajor(Arithmetic),
-}
-
-impl KernelPath {
-    fn of(tuning: &Tuning) -> KernelPath {
-        match tuning.fragments {
-            None => KernelPath::RowMajor(tuning.arithmetic),
-            Some(Matrices::Emulated) => KernelPath::Emulated,
-            Some(Matrices::Cooperative) => KernelPath::MatrixUnits,
-        }
-    }
-
-    /// Returns the path's name for programs.
-    pub fn name(self) -> &'static str {
-        match self {
-            KernelPath::MatrixUnits => "matrix_units",
-            KernelPath::Emulated => "emulated",
-            KernelPath::RowMajor(_) => "row_major",
-        }
-    }
-
-    /// Returns the path in words.
-    pub fn words(self) -> String {
-        match self {
-            KernelPath::MatrixUnits => "weights in fragments, multiplied on matrix units".to_owned(),
-            KernelPath::Emulated => "weights in fragments, multiplied on emulated matrix units".to_owned(),
-            KernelPath::RowMajor(arithmetic) => {
-                let how = match arithmetic {
-                    Arithmetic::F32 => "in f32".to_owned(),
-                    Arithmetic::F16 => "in pairs of f16".to_owned(),
-                    Arithmetic::Matrices(of) => {
-                        format!("on matrix units of {}x{}x{} in f16, by subgroups of {}", of.m, of.n, of.k, of.subgroup)
-                    }
-                };
-                format!("weights row after row, many rows multiplied {how}")
-            }
-        }
-    }
-}
-
 /// A test and its outcome.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SelfTest {
@@ -135,67 +83,12 @@ pub enum Outcome {
     NotRun(&'static str),
 }
 
-/// A feature that a device lacks, and the consequence.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Missing {
-    /// The feature that the device lacks.
-    pub what: String,
-    /// The consequence for models on the device.
-    pub cost: &'static str,
-}
-
-/// Returns the features that the program can use and that an adapter lacks, each with the consequence.
+/// Returns what [`lacks`] returns, and what a report of a check lacks without statistics of pipelines.
 pub fn missing(adapter: &Adapter) -> Vec<Missing> {
-    let capabilities = &adapter.capabilities;
-    let mut missing = Vec::new();
-    let mut lacks = |lacks: bool, what: &str, cost: &'static str| {
-        if lacks {
-            missing.push(Missing { what: what.to_owned(), cost });
-        }
-    };
-    let matrices = unpromised(capabilities);
-    lacks(
-        !matrices.is_empty(),
-        &matrices.join(", "),
-        "weights are stored row after row: prompts and batches are slower than with weights in fragments",
-    );
-    lacks(
-        matrices.is_empty() && !adapter.is_nvidia(),
-        "a known order in which workgroups start",
-        "the stages of a decode step run one after the other: 3.3 us a stage on an H200",
-    );
-    lacks(adapter.is_cpu(), "a GPU", "a CPU driver is for tests");
-    lacks(
-        capabilities.processors.is_none() && !adapter.is_cpu(),
-        "its number of processors",
-        match assumed_processors(adapter.kind) {
-            8 => "8 are assumed, so work may be divided among too few or too many workgroups (--tune processors=N)",
-            _ => "32 are assumed, so work may be divided among too few or too many workgroups (--tune processors=N)",
-        },
-    );
-    lacks(
-        capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes) < LARGE_ALLOCATION,
-        "buffers of 4 GiB",
-        "larger weights are split; larger weights of experts are refused",
-    );
-    lacks(
-        !capabilities.bar && !capabilities.unified_memory,
-        "device memory that the host can write (resizable BAR)",
-        "what changes from step to step is read from the host's memory",
-    );
-    lacks(
-        !capabilities.memory_budget,
-        "a budget of free memory",
-        "memory that other programs use is not known: set memory_limit beside them",
-    );
-    lacks(capabilities.timestamp_bits == 0, "timestamps", "profiles and traces have no times of GPU work");
-    lacks(
-        capabilities.timestamp_bits > 0 && !capabilities.calibrated_timestamps,
-        "calibrated timestamps",
-        "traces cannot place GPU work on the host's clock",
-    );
-    lacks(!capabilities.pipeline_statistics, "statistics of pipelines", "this report has no registers and no spills");
-    missing
+    let cost = "this report has no registers and no spills";
+    let statistics = Missing { what: "statistics of pipelines".to_owned(), cost };
+    let untold = (!adapter.capabilities.pipeline_statistics).then_some(statistics);
+    lacks(adapter).into_iter().chain(untold).collect()
 }
 
 /// Checks a model on a device. A failure is part of the result, as far as the check can go on after it.
@@ -212,11 +105,8 @@ pub fn check(
     let promised = unpromised(&adapter.capabilities).is_empty();
     let opened =
         OpenDevice::of(device, (GpuTime::Off, None), LITTLE_STAGING, |device, arena| match options.compile_only {
-            true => Ok((promised.then_some(Matrices::Cooperative), offered(adapter)[0])),
-            false => {
-                let matrices = probe(device, arena, None)?;
-                Ok((matrices, arithmetic(device, arena, None, matrices.is_some())?))
-            }
+            true => Ok(Multiplies::promised(adapter)),
+            false => Multiplies::tested(device, arena, None),
         })?;
     let tuned = Tuned::of_model(options.cache, adapter, options.checkpoint, progress);
     let (no_span, cancelled) = (tracing::Span::none(), AtomicBool::new(false));
@@ -242,7 +132,7 @@ pub fn check(
     let mut found = Check::default();
     found.tests.push(SelfTest {
         name: "matrix_order",
-        outcome: match (promised, options.compile_only, opened.matrices) {
+        outcome: match (promised, options.compile_only, opened.multiplies.matrices) {
             (false, ..) => Outcome::NotRun("the device promises no matrix units"),
             (_, true, _) => Outcome::NotRun(COMPILE_ONLY),
             (.., Some(_)) => Outcome::Passed("matrix units keep elements where the kernels expect them".to_owned()),
@@ -316,7 +206,7 @@ fn recorded(build: &Build<'_>) -> (KernelPath, Recordings) {
     let window = build.recycled_window(context(build)).map(|_| 1);
     let chunk = *buckets.last().expect("there is at least one bucket");
     let decoder = build.decoder(context(build), 1, window, chunk);
-    let path = KernelPath::of(&decoder.tuning);
+    let path = KernelPath::of_tuning(&decoder.tuning);
     (path, Recordings::new(&decoder, &buckets, build.draft_sequences()))
 }
 

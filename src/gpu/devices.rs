@@ -12,21 +12,21 @@ use crate::config::{self, Config, SplitMode};
 use crate::device::{Adapter, Device, Instance, InstanceOptions, MemoryBudget, choose};
 use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::plan::Capacity;
+use crate::gpu::abilities::{KernelPath, lacks};
 use crate::gpu::build::Build;
 use crate::gpu::build::defaults::{check_tuning, takes_ptx};
 use crate::gpu::build::split::{choose_ranks, choose_stages, shards};
 use crate::gpu::build::split_test::{test_exchanges, test_split};
 use crate::gpu::error::StartError;
 use crate::gpu::executor::split::SplitExecutor;
-use crate::gpu::matrix_units::{arithmetic, probe, runs_wgmma};
+use crate::gpu::matrix_units::{Multiplies, runs_wgmma};
 use crate::gpu::spans;
 use crate::gpu::tuned::Tuned;
 use crate::host::progress::{Progress, Quiet};
 use crate::host::source::LoadAttempt;
 use crate::host::source::{BuildError, ModelSource};
-use crate::host::{DeviceMemory, DeviceStatus, MemoryShare, ServedDevice};
+use crate::host::{DeviceMemory, DeviceReport, DeviceStatus, MemoryShare, ServedDevice};
 use crate::host::{Host, ModelInfo, ServedModel};
-use crate::kernels::gemm::matmul::Arithmetic;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::memory::{Arena, StagingRing};
 use crate::model::checkpoint::Checkpoint;
@@ -59,9 +59,7 @@ pub struct OpenDevice {
     pub(crate) transfer: Arc<Transfer>,
     pub(crate) ring: StagingRing,
     pub(crate) loader: Loader,
-    pub(crate) matrices: Option<Matrices>,
-    /// The arithmetic of products of many rows with row-major weights.
-    pub(crate) arithmetic: Arithmetic,
+    pub(crate) multiplies: Multiplies,
     /// Why the device does not run `wgmma`, if it does not.
     pub(crate) ptx: Result<(), String>,
     /// Locked while a replica is built: a memory plan relies on free memory that no other load may take.
@@ -94,8 +92,7 @@ impl OpenDevice {
         // The driver of a CPU has no contexts to change between.
         let turns = if turns && !adapter.is_cpu() { Turns::of_device(&adapter.uuid) } else { None };
         OpenDevice::of(device, (gpu_time, turns), staging(adapter), |device, arena| {
-            let matrices = probe(device, arena, cache)?;
-            Ok((matrices, arithmetic(device, arena, cache, matrices.is_some())?))
+            Multiplies::tested(device, arena, cache)
         })
     }
 
@@ -105,19 +102,18 @@ impl OpenDevice {
         device: Arc<Device>,
         (gpu_time, turns): (GpuTime, Option<Turns>),
         (slots, bytes): (usize, usize),
-        multiplies: impl FnOnce(&Arc<Device>, &Arena) -> Result<(Option<Matrices>, Arithmetic), StartError>,
+        multiplies: impl FnOnce(&Arc<Device>, &Arena) -> Result<Multiplies, StartError>,
     ) -> Result<OpenDevice, StartError> {
         let arena = Arena::new(&device)?;
         let ring = StagingRing::new(&arena, slots, bytes)?;
         let transfer = Arc::new(Transfer::spawn(&arena)?);
-        let (matrices, arithmetic) = multiplies(&device, &arena)?;
+        let multiplies = multiplies(&device, &arena)?;
         Ok(OpenDevice {
-            ptx: match matrices {
+            ptx: match multiplies.matrices {
                 Some(Matrices::Cooperative) => runs_wgmma(&device),
                 _ => Err("the device has no matrix units that the kernels use".to_owned()),
             },
-            matrices,
-            arithmetic,
+            multiplies,
             building: Mutex::default(),
             compute: Arc::new(Compute::spawn(Arc::clone(&device), gpu_time, turns)?),
             loader: Loader::spawn(Arc::clone(&transfer), ring.clone(), None)?,
@@ -174,6 +170,15 @@ impl DeviceStatus for OpenDevice {
         let now = self.device.budget();
         let share = MemoryShare { budget_bytes: now.budget_bytes, used_bytes: now.used_bytes };
         DeviceMemory { heap_bytes: now.heap_bytes, budget: now.reported.then_some(share) }
+    }
+
+    fn report(&self) -> DeviceReport {
+        let adapter = self.device.adapter();
+        DeviceReport {
+            driver: adapter.driver.clone(),
+            path: KernelPath::of(self.multiplies.matrices, self.multiplies.arithmetic).words(),
+            lacks: lacks(adapter).into_iter().map(|missing| (missing.what, missing.cost)).collect(),
+        }
     }
 
     fn buffer_bytes(&self) -> u64 {

@@ -7,6 +7,7 @@ use crate::config::KvFormat;
 use crate::device::{Adapter, Capabilities, Component, Device, MatrixShape, Program, ProgramDesc};
 use crate::gpu::error::StartError;
 use crate::gpu::timing::time_regions;
+use crate::kernels::attention::cache::{CachePages, Half, TokenPlace};
 use crate::kernels::attention::flash::{self, FlashShape, FlashWay};
 use crate::kernels::attention::{Heads, PAGE_TOKENS, Scores};
 use crate::kernels::gemm::fragment_layout::{self, FOUND};
@@ -20,6 +21,7 @@ use crate::kernels::region::{Pipelines, Region};
 use crate::kernels::shaders::FlashArgs;
 use crate::memory::pack::Format;
 use crate::memory::{Arena, BufferTable, Place};
+use crate::telemetry::with_causes;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -110,28 +112,56 @@ pub(crate) fn promised(adapter: &Adapter) -> Vec<Arithmetic> {
     matrices.into_iter().chain(half).chain([Arithmetic::F32]).collect()
 }
 
-/// Returns the fastest promised arithmetic for row-major weights whose results are right on the device. A device that
-/// multiplies weights in fragments on matrix units (`fragments`) has row-major weights in exceptions only, and is not
-/// tested.
-pub(crate) fn arithmetic(
-    device: &Arc<Device>,
-    arena: &Arena,
-    cache: Option<&Path>,
-    fragments: bool,
-) -> Result<Arithmetic, StartError> {
-    let adapter = device.adapter();
-    for arithmetic in promised(adapter) {
-        if fragments || arithmetic == Arithmetic::F32 || is_right(device, arena, cache, arithmetic)? {
-            return Ok(arithmetic);
-        }
-        tracing::warn!(device = adapter.name, ?arithmetic, "products in this arithmetic are wrong: it is not used");
+/// How a device multiplies matrices.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Multiplies {
+    /// How it multiplies blocks of weights in fragments; `None` if weights are stored row-major.
+    pub(crate) matrices: Option<Matrices>,
+    /// The arithmetic of products of many rows with row-major weights.
+    pub(crate) arithmetic: Arithmetic,
+    /// Whether prompts' attention with row-major weights is right on the cooperative matrices of `arithmetic`, if it is that.
+    pub(crate) attention: bool,
+}
+
+impl Multiplies {
+    /// Returns what an adapter promises, without a test.
+    pub(crate) fn promised(adapter: &Adapter) -> Multiplies {
+        let matrices = unpromised(&adapter.capabilities).is_empty().then_some(Matrices::Cooperative);
+        Multiplies { matrices, arithmetic: promised(adapter)[0], attention: true }
     }
-    Ok(Arithmetic::F32)
+
+    /// Tests a device: the order of elements of its matrices, and the fastest promised arithmetic whose results are right for
+    /// row-major weights. A device that multiplies weights in fragments on matrix units has row-major weights in exceptions
+    /// only; their arithmetic is not tested there.
+    pub(crate) fn tested(device: &Arc<Device>, arena: &Arena, cache: Option<&Path>) -> Result<Multiplies, StartError> {
+        let adapter = device.adapter();
+        let Multiplies { arithmetic, attention, .. } = Multiplies::promised(adapter);
+        let matrices = probe(device, arena, cache)?;
+        if matrices.is_some() {
+            return Ok(Multiplies { matrices, arithmetic, attention });
+        }
+        let mut arithmetic = Arithmetic::F32;
+        for promised in promised(adapter) {
+            if promised == Arithmetic::F32 || products_are_right(device, arena, cache, promised)? {
+                arithmetic = promised;
+                break;
+            }
+            tracing::warn!(device = adapter.name, arithmetic = ?promised, "products in this arithmetic are wrong: it is not used");
+        }
+        let attention = match arithmetic {
+            Arithmetic::Matrices(units) => attention_is_right(device, arena, cache, units)?,
+            _ => false,
+        };
+        if matches!(arithmetic, Arithmetic::Matrices(_)) && !attention {
+            tracing::warn!(device = adapter.name, "attention on matrix units is wrong: prompts take another kernel");
+        }
+        Ok(Multiplies { matrices, arithmetic, attention })
+    }
 }
 
 /// Multiplies small matrices, whose sizes are no multiples of a tile's, with each tile that the rule chooses, and compares
-/// with the reference; on matrix units also the attention of prompts. All tiles are tested: where a driver places what it shares depends on the tile.
-fn is_right(
+/// with the reference. All tiles are tested: where a driver places what it shares depends on the tile.
+fn products_are_right(
     device: &Arc<Device>,
     arena: &Arena,
     cache: Option<&Path>,
@@ -143,10 +173,33 @@ fn is_right(
             return Ok(false);
         }
     }
-    let Arithmetic::Matrices(units) = arithmetic else { return Ok(true) };
-    // Queries of 128 dimensions stay in matrices, and those of 256 in shared memory.
-    for dim in [128, 256] {
-        if !attends(device, arena, cache, units, dim)? {
+    Ok(true)
+}
+
+/// Tests prompts' attention with heads of each size class that the device serves, and with the largest of them over codes.
+fn attention_is_right(
+    device: &Arc<Device>,
+    arena: &Arena,
+    cache: Option<&Path>,
+    units: MatrixUnits,
+) -> Result<bool, StartError> {
+    let shared = device.adapter().capabilities.max_shared_bytes;
+    let heads = |dim, kv_format| Heads {
+        q: 16,
+        kv: 1,
+        dim,
+        rot: dim,
+        qk_norm: false,
+        v_norm: false,
+        gated: false,
+        scores: Scores::default(),
+        kv_format,
+    };
+    let shape = |heads| Some((heads, FlashShape::choose(heads, units, shared)?));
+    let all: Vec<_> = [64, 128, 256].into_iter().filter_map(|dim| shape(heads(dim, KvFormat::F16))).collect();
+    let codes = all.last().and_then(|(largest, _)| shape(heads(largest.dim, KvFormat::Int8)));
+    for (heads, shape) in all.into_iter().chain(codes) {
+        if !attends(device, arena, cache, heads, shape)? {
             return Ok(false);
         }
     }
@@ -201,28 +254,15 @@ fn attends(
     device: &Arc<Device>,
     arena: &Arena,
     cache: Option<&Path>,
-    units: MatrixUnits,
-    dim: u32,
+    heads: Heads,
+    shape: FlashShape,
 ) -> Result<bool, StartError> {
     /// The allowed difference of averages of values from -1 to 1: rounding changes them by about 1e-3.
     const LIMIT: f32 = 1e-2;
-    let heads = Heads {
-        q: 6,
-        kv: 2,
-        dim,
-        rot: dim,
-        qk_norm: false,
-        v_norm: false,
-        gated: false,
-        scores: Scores::default(),
-        kv_format: KvFormat::F16,
-    };
-    let shared = device.adapter().capabilities.max_shared_bytes;
-    let Some(shape) = FlashShape::choose(heads, units, shared) else { return Ok(true) };
-    // Two tiles, and blocks in which some rows see all tokens, some rows a part, and some none.
-    let (start, rows) = (37u32, 41u32);
+    // Few rows, whose heads are two tiles, and tokens for two workgroups a tile: the reference takes time.
+    let (start, rows) = (260u32, 5u32);
     let pages = (start + rows).div_ceil(PAGE_TOKENS);
-    let (stride, width) = ((heads.q + 2 * heads.kv) * dim, heads.q * dim);
+    let (stride, width) = ((heads.q + 2 * heads.kv) * heads.dim, heads.q * heads.dim);
     let mut recording = Recording::new("attention");
     let r = &mut recording;
     let none = r.buffer("none", 16);
@@ -241,16 +281,24 @@ fn attends(
         max_pages: pages,
         parts: 0,
     };
-    r.call(flash::flash("attention".to_owned(), heads, (rows, 1, 1), FlashWay::Loads(shape), args));
+    r.call(flash::flash("attention".to_owned(), heads, (rows, 1, 2), FlashWay::Loads(shape), args));
     let mut memory = HostMemory::new(r);
     // Pseudo-random values between -1 and 1; scores between about -3 and 3.
     let value = |i: u32, factor: u32| (i.wrapping_mul(factor) >> 16 & 0xff) as f32 / 128.0 - 1.0;
     for i in 0..rows * stride {
         memory.set_f32(args.qkv, i, 3.0 * value(i, 2_654_435_761));
     }
-    for i in 0..pages * (heads.page_bytes() / 2) as u32 {
-        memory.set_f16(args.k, i, value(i, 2_246_822_519));
-        memory.set_f16(args.v, i, value(i, 3_266_489_917));
+    let cache_of = CachePages { format: heads.kv_format, kv_heads: heads.kv, dim: heads.dim };
+    for (range, half, factor) in [(args.k, Half::Keys, 2_246_822_519), (args.v, Half::Values, 3_266_489_917)] {
+        for at in 0..pages * PAGE_TOKENS * heads.kv {
+            let place = TokenPlace {
+                page: at / heads.kv / PAGE_TOKENS,
+                head: at % heads.kv,
+                token: at / heads.kv % PAGE_TOKENS,
+            };
+            let all: Vec<f64> = (0..heads.dim).map(|i| f64::from(value(at * heads.dim + i, factor))).collect();
+            cache_of.set_head(&mut memory, range, half, place, &all);
+        }
     }
     for (i, word) in (0..).zip([1, 0, rows, 0, 0, start, 0, 0]) {
         memory.set_u32(args.chunk, i, word);
@@ -278,7 +326,15 @@ fn agrees(
         buffer.write(0, &bytemuck::cast_slice(words)[..decl.bytes as usize]);
         table.add(buffer)?;
     }
-    let pipelines = Pipelines::build(device, cache, &[recording], &|_, _| {})?;
+    let pipelines = match Pipelines::build(device, cache, &[recording], &|_, _| {}) {
+        Ok(pipelines) => pipelines,
+        Err(error) if device.is_lost() => return Err(error.into()),
+        // What a driver does not compile is not used.
+        Err(error) => {
+            tracing::warn!(device = device.adapter().name, what = recording.name, "{}", with_causes(&error));
+            return Ok(false);
+        }
+    };
     let region = Arc::new(Region::build(device, recording, &table, &pipelines)?);
     time_regions(device, &[region], 1)?;
     let mut found = vec![0f32; (result.bytes / 4) as usize];

@@ -2,6 +2,7 @@
 //! plans. It implements `host::source::ModelSource` and `engine::executor::Executor`.
 //! Not here: which models are loaded and when (`host`).
 
+pub mod abilities;
 pub mod build;
 pub mod check;
 pub mod devices;

@@ -88,10 +88,23 @@ pub struct ServedDevice {
     pub status: Option<Arc<dyn DeviceStatus>>,
 }
 
+/// How models are computed on a device, and what it lacks: the beginning of the report of `ostinato check-device`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceReport {
+    /// The driver's name and version.
+    pub driver: String,
+    /// The path of its kernels, in words, for models whose tuning chooses no other.
+    pub path: String,
+    /// The features that it lacks, each with the consequence.
+    pub lacks: Vec<(String, &'static str)>,
+}
+
 /// The live state of an open device. Implemented by `gpu`.
 pub trait DeviceStatus: Any + fmt::Debug + Send + Sync {
     /// Returns the size and usage of the device's memory, as the driver reports them now.
     fn memory(&self) -> DeviceMemory;
+    /// Returns how models are computed on the device, and what it lacks.
+    fn report(&self) -> DeviceReport;
     /// Returns the size in bytes of all buffers of this process on the device.
     fn buffer_bytes(&self) -> u64;
     /// Returns the counters of the device's transfer queue.

@@ -79,7 +79,12 @@ pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
             (c.codes, 16 * c.blocks)
         }
         "expand_codes" => (ExpandCodesConstants::from_values(&call.constants).codes, 0),
-        "gemv" => (GemvConstants::from_values(&call.constants).codes, 0),
+        "gemv" => {
+            let c = GemvConstants::from_values(&call.constants);
+            // One row of x has more codes in flight.
+            variant = [u32::from(c.batch == 1), 0];
+            (c.codes, 0)
+        }
         "matmul" => {
             let c = MatmulConstants::from_values(&call.constants);
             variant = [c.experts, 0];

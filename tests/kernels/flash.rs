@@ -64,7 +64,7 @@ fn ways(bench: &Bench) -> Vec<FlashWay> {
 /// Returns the way for the heads of a case. The shapes of `flash_matrix` take turns: the rule's, and others.
 fn way_of(way: FlashWay, heads: Heads, case: usize) -> FlashWay {
     let FlashWay::Loads(FlashShape { units, .. }) = way else { return way };
-    let chosen = FlashShape::choose(heads, units, 32 * 1024).expect("it serves these heads");
+    let chosen = FlashShape::largest(heads, units, 32 * 1024).expect("it serves these heads");
     let few = (16 / units.m).max(1);
     FlashWay::Loads(match case % 4 {
         0 | 1 => chosen,

@@ -708,6 +708,12 @@ fn the_program_serves_the_page() {
     browser.until("document.querySelectorAll('#devices .barline i').length > 2");
     let memory = browser.text("#devices");
     assert!(memory.contains("llvmpipe") && memory.contains("weights") && memory.contains("kv pages"), "{memory}");
+    // What `check-device` says of the device.
+    assert!(memory.contains("weights row after row, many rows multiplied in f32"), "{memory}");
+    browser.eval("document.querySelector('#devices .lacks').open = true");
+    let lacks = browser.text("#devices .lacks");
+    assert!(lacks.contains("a GPU: a CPU driver is for tests"), "{lacks}");
+    fits(&mut browser, "overview with what a device lacks");
     assert!(browser.text("#start-lines").contains("memory of \"demo/0\""));
     assert!(browser.text("#idle-command").contains(&address));
     // A model that is loaded on request is shown with the command that loads it.

@@ -213,6 +213,7 @@ async fn the_data_is_what_the_host_says() {
     assert_eq!(told["output_tokens"], 3 * 40);
     assert_eq!(state["devices"][1]["name"], "Fake Banana");
     assert_eq!(state["devices"][1]["heap_bytes"], Value::Null, "a fake has no memory");
+    assert_eq!((&state["devices"][1]["path"], &state["devices"][1]["lacks"]), (&Value::Null, &json!([])));
 
     let asked = "tales%20%26%20%22sums%22%20%2B%25/0";
     let all = get(page.address, &format!("/api/steps?replica={asked}")).await.json();

@@ -1,8 +1,9 @@
 //! The default sizes and kernel choices of a replica, where its configuration sets none.
 
 use crate::config::KvFormat;
-use crate::device::{Adapter, AdapterKind};
+use crate::device::Adapter;
 use crate::engine::plan::WindowCapacity;
+use crate::gpu::abilities::assumed_processors;
 use crate::gpu::build::Build;
 use crate::gpu::error::StartError;
 use crate::gpu::executor::exchange::MOST_PARTS;
@@ -104,12 +105,6 @@ pub(crate) const DEFAULT_CONTEXT: u32 = 32_768;
 /// GPU.
 const EXCHANGE_POLLS: u32 = 1 << 26;
 
-/// The number of processors that is assumed of a device that does not report it: Intel's integrated GPUs have 4 to 8 Xe cores
-/// and its discrete ones 20 to 32, Apple's GPUs have 8 to 40 cores, and Qualcomm's 2 to 6. The key `processors` sets another.
-pub(crate) fn assumed_processors(kind: AdapterKind) -> u32 {
-    if kind == AdapterKind::Integrated { 8 } else { 32 }
-}
-
 /// Returns the default choices for a device's capabilities.
 pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, context: u32) -> Tuning {
     let (capabilities, cpu) = (&adapter.capabilities, adapter.is_cpu());
@@ -122,6 +117,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         gemv_most: most_gemv_rows(arithmetic),
         arithmetic,
         matrix_units: MatrixUnits::of(capabilities),
+        flash_matrix: true,
         small_tiles: cpu,
         // A workgroup that waits occupies a thread of a CPU driver.
         exchange_workgroups: if cpu { 1 } else { processors },
@@ -311,10 +307,15 @@ impl Build<'_> {
 
     /// Returns the choices for a model of this replica: the model itself, or its draft model.
     fn tuning_of(&self, config: &ModelConfig, context: u32) -> Tuning {
-        let adapter = self.adapter;
+        let mut adapter = self.adapter.clone();
+        // Other choices follow from the number of processors, so a change of it comes first.
+        if let Some(count) = self.tune.iter().rev().find_map(|change| change.strip_prefix("processors=")) {
+            adapter.capabilities.processors = count.parse().ok().or(adapter.capabilities.processors);
+        }
         let kv_heads = config.least_kv_heads();
-        let mut tuning = tuning(adapter, self.opened.matrices, kv_heads, context);
-        tuning.set_arithmetic(self.opened.arithmetic);
+        let mut tuning = tuning(&adapter, self.opened.multiplies.matrices, kv_heads, context);
+        tuning.set_arithmetic(self.opened.multiplies.arithmetic);
+        tuning.flash_matrix = self.opened.multiplies.attention;
         tuning.ptx = self.opened.ptx.is_ok();
         for change in self.tune {
             tuning.set(change);

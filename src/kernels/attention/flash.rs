@@ -48,18 +48,23 @@ pub struct FlashShape {
 }
 
 impl FlashShape {
-    /// Returns the shape for heads on a device with these matrices and with `shared` bytes of shared memory: the first that
-    /// fits, with long blocks and many pairs first. `None` if `flash_matrix` does not serve the heads: it serves caches of f16
-    /// or of codes, and dimensions that are a multiple of 16 up to 256, as far as an invocation's sums leave half of its
-    /// registers.
+    /// Returns the shape for heads on a device with these matrices and with `shared` bytes of shared memory. `None` if
+    /// `flash_matrix` does not serve the heads, or an invocation's sums leave less than half of its registers, so that another
+    /// kernel is faster.
     pub fn choose(heads: Heads, units: MatrixUnits, shared: u32) -> Option<FlashShape> {
-        // Subgroups of 8 or 16 are Intel's, whose invocations have 128 registers; others have 255.
-        let few_registers = units.subgroup < 32;
+        let registers = if FlashShape::has_few_registers(units) { 128 } else { 256 };
         let sums = units.m * heads.dim / units.subgroup;
-        let serves = heads.kv_format != KvFormat::F32
-            && heads.dim.is_multiple_of(16)
-            && (16..=256).contains(&heads.dim)
-            && sums <= if few_registers { 64 } else { 128 };
+        FlashShape::largest(heads, units, shared).filter(|_| sums <= registers / 2)
+    }
+
+    /// Whether an invocation has 128 registers and not 255 or 256: subgroups of 8 or 16 are Intel's.
+    fn has_few_registers(units: MatrixUnits) -> bool {
+        units.subgroup < 32
+    }
+
+    /// Returns the first shape that fits, with long blocks and many pairs first, whatever registers it needs.
+    pub fn largest(heads: Heads, units: MatrixUnits, shared: u32) -> Option<FlashShape> {
+        let few_registers = FlashShape::has_few_registers(units);
         let most = (MOST_PAIRS / units.m).min(MOST_THREADS / units.subgroup).max(1);
         // Matrices of all queries of wide heads need more registers than devices have.
         let held = heads.dim <= 128 && !few_registers;
@@ -69,12 +74,14 @@ impl FlashShape {
             let blocks = blocks.into_iter().zip([false, true, true]);
             blocks.map(move |(block, alike)| FlashShape { units, subgroups, block, held, alike })
         });
-        shapes.find(|shape| serves && shape.is_even() && shape.shared_bytes(heads) <= shared)
+        shapes.find(|shape| shape.serves(heads) && shape.shared_bytes(heads) <= shared)
     }
 
-    /// Whether the scores of a row are divided evenly among the invocations that share it, four at a time.
-    fn is_even(self) -> bool {
-        (self.block / 4).is_multiple_of((self.units.subgroup / self.units.m).max(1))
+    /// Whether the shape serves heads: caches of f16 or of codes, and dimensions that are a multiple of 16 up to 256. The
+    /// scores of a row must be divided evenly among the invocations that share it, four at a time.
+    fn serves(self, heads: Heads) -> bool {
+        let even = (self.block / 4).is_multiple_of((self.units.subgroup / self.units.m).max(1));
+        even && heads.kv_format != KvFormat::F32 && heads.dim.is_multiple_of(16) && (16..=256).contains(&heads.dim)
     }
 
     /// The number of (row, query head) pairs of a tile.
@@ -137,9 +144,7 @@ impl FlashWay {
                     && (32..=256).contains(&heads.dim)
                     && (matrices == Matrices::Emulated || shared >= SHARED_BYTES)
             }
-            FlashWay::Loads(shape) => {
-                FlashShape::choose(heads, shape.units, u32::MAX).is_some() && shape.shared_bytes(heads) <= shared
-            }
+            FlashWay::Loads(shape) => shape.serves(heads) && shape.shared_bytes(heads) <= shared,
         }
     }
 

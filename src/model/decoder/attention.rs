@@ -153,7 +153,9 @@ impl Decoder<'_> {
         let shared = self.tuning.shared_bytes;
         let way = match (self.tuning.fragments, self.tuning.arithmetic) {
             (Some(matrices), _) => Some(FlashWay::Fragments(matrices)),
-            (None, Arithmetic::Matrices(units)) => FlashShape::choose(heads, units, shared).map(FlashWay::Loads),
+            (None, Arithmetic::Matrices(units)) if self.tuning.flash_matrix => {
+                FlashShape::choose(heads, units, shared).map(FlashWay::Loads)
+            }
             (None, _) => None,
         };
         way.filter(|way| way.serves(heads, shared))

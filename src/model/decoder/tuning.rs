@@ -11,6 +11,9 @@ use crate::kernels::gemm::tiled::Tile;
 use crate::kernels::gemm::wgmma::WgmmaTile;
 use std::collections::BTreeMap;
 
+/// The maximum number of processors that a change may set.
+const MOST_PROCESSORS: u32 = 4096;
+
 /// The choices that depend on the device and not on the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tuning {
@@ -20,10 +23,12 @@ pub struct Tuning {
     pub gemv_wide_from: u32,
     /// The maximum number of rows of activations for which products with row-major weights use `gemv`; more use `matmul`.
     pub gemv_most: u32,
-    /// The arithmetic of `matmul`.
+    /// The arithmetic of `matmul`, and on cooperative matrices of prompts' attention with row-major weights.
     pub arithmetic: Arithmetic,
-    /// The device's cooperative matrices for `matmul`, if it has any.
+    /// The device's cooperative matrices for `matmul` and `flash_matrix`, if it has any.
     pub matrix_units: Option<MatrixUnits>,
+    /// Whether prompts' attention with row-major weights uses `flash_matrix`, where `arithmetic` is cooperative matrices.
+    pub flash_matrix: bool,
     /// Whether tiles of `matmul` are small and are not split, as suits CPU drivers, which compile few sums per invocation
     /// much faster.
     pub small_tiles: bool,
@@ -208,7 +213,7 @@ impl Tuning {
             "flash_threads" => &mut self.flash_threads,
             "flash_threads_many" => &mut self.flash_threads_many,
             "spread" => &mut self.spread,
-            "processors" if value > 0 => &mut self.processors,
+            "processors" if (1..=MOST_PROCESSORS).contains(&value) => &mut self.processors,
             "fold_rows" => &mut self.fold_rows,
             "wgmma_rows" => &mut self.wgmma_rows,
             "wgmma_each" => &mut self.wgmma_each,
@@ -246,6 +251,10 @@ impl Tuning {
             }
             "gates" => {
                 self.gates = value != 0;
+                return true;
+            }
+            "flash_matrix" => {
+                self.flash_matrix = value != 0;
                 return true;
             }
             "fragments" => {

@@ -10,7 +10,8 @@
 //! - `http`: the endpoint of OpenAI's API, `null` without one: `scheme`, `host` (`null`: the one under which the page was opened),
 //!   `port`, `tokens` (whether requests need a token)
 //! - `loading`: `step` (`what`, `done`, `total`, `unit`: `bytes` or `things`, `begun`; `null` when over), `lines`
-//! - `devices[]`: `index`, `name`, `uuid`, `pci`; `heap_bytes`, `budget_bytes`, `used_bytes` of its own memory, as far as the
+//! - `devices[]`: `index`, `name`, `uuid`, `pci`; `driver`, `path` of its kernels, `lacks[]` (`what`, `cost`), as `check-device` has
+//!   them; `heap_bytes`, `budget_bytes`, `used_bytes` of its own memory, as far as the
 //!   driver says; `plan[]`: `replica`, `purpose`, `side` (`device` or `host`), `bytes`; `transfer`: `submits`, `copies`,
 //!   `bytes`, `barriers` so far
 //! - `models[]`: `name`, `architecture`, `context`, `vocabulary`, `parameters`, `active_parameters`, `weight_bytes`,
@@ -151,11 +152,16 @@ fn device(served: &ServedDevice) -> Value {
             "barriers": counters.barriers,
         })
     });
+    let report = served.status.as_ref().map(|status| status.report());
+    let lacks = report.iter().flat_map(|report| &report.lacks);
     json!({
         "index": served.info.index,
         "name": served.info.name,
         "uuid": served.info.uuid,
         "pci": served.info.pci,
+        "driver": report.as_ref().map(|report| &report.driver),
+        "path": report.as_ref().map(|report| &report.path),
+        "lacks": lacks.map(|(what, cost)| json!({ "what": what, "cost": cost })).collect::<Vec<_>>(),
         "heap_bytes": memory_now.map(|memory| memory.heap_bytes),
         "budget_bytes": share.map(|share| share.budget_bytes),
         "used_bytes": share.map(|share| share.used_bytes),

@@ -484,7 +484,9 @@ function makeDevice(device) {
   card.bar = el("div", { class: "barline", role: "img" });
   card.legend = el("ul", { class: "legend" });
   card.rest = el("p", { class: "sub" });
-  card.append(el("div", { class: "spread" }, card.name, card.free), card.about, card.bar, card.legend, card.rest);
+  card.path = el("p", { class: "sub" });
+  card.lacks = el("details", { class: "sub lacks" }, el("summary"), el("ul"));
+  card.append(el("div", { class: "spread" }, card.name, card.free), card.about, card.bar, card.legend, card.rest, card.path, card.lacks);
   return card;
 }
 
@@ -526,6 +528,11 @@ function updateDevice(card, device) {
   if (device.used_bytes === null && heap !== null) rest.push("its driver does not say how much is in use");
   say(card.rest, rest.join(" · "));
   show(card.rest, rest.length > 0);
+  say(card.path, [device.path, device.driver].filter(Boolean).join(" · "));
+  show(card.path, Boolean(device.path));
+  say(card.lacks.firstElementChild, `what it lacks, and what that costs: ${plural(device.lacks.length, "thing")}`);
+  keyed(card.lacks.lastElementChild, device.lacks, (lack) => lack.what, () => el("li"), (item, lack) => say(item, `${lack.what}: ${lack.cost}`));
+  show(card.lacks, device.lacks.length > 0);
 }
 
 // ---- Requests ----------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ pub enum Outcome {
     NotRun(&'static str),
 }
 
-/// Returns what [`lacks`] returns, and what a report of a check lacks without statistics of pipelines.
+/// Returns what an adapter lacks, as [`lacks`] does, and also statistics of pipelines, which only the report of a check uses.
 pub fn missing(adapter: &Adapter) -> Vec<Missing> {
     let cost = "this report has no registers and no spills";
     let statistics = Missing { what: "statistics of pipelines".to_owned(), cost };

@@ -75,8 +75,8 @@ def path_of(model, program):
     return str(folder)
 
 
-def command(driver, arguments, program):
-    """Returns the command that runs the program with a driver, and its environment."""
+def run(driver, arguments, program):
+    """Runs the program with a driver. Returns the ended process, or the reason why it was stopped."""
     # The drivers need their own C library, whose loader runs the program.
     preload = [FOLDER / "first.so"] + ([shim(driver)] if "shim" in driver else [])
     words = [LIBRARIES / "ld-linux-x86-64.so.2", "--library-path", LIBRARIES, "--preload",
@@ -92,7 +92,11 @@ def command(driver, arguments, program):
     }
     unwanted = ("VK_ICD_FILENAMES", "VK_INSTANCE_LAYERS", "VK_LAYER_SETTINGS_PATH", "LD_PRELOAD")
     environment = {name: value for name, value in os.environ.items() if name not in unwanted}
-    return [str(word) for word in words], environment | variables
+    try:
+        return subprocess.run([str(word) for word in words], cwd=ROOT, env=environment | variables, capture_output=True,
+                              text=True, timeout=MOST_CHECK_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"it has not ended after {MOST_CHECK_SECONDS} s"
 
 
 def texts(driver, path, program):
@@ -101,12 +105,9 @@ def texts(driver, path, program):
     for arithmetic in (0, 2):
         arguments = ["generate", "--model", path, "--prompt", STORY, "--max-tokens", "40"]
         arguments += ["--tune", f"arithmetic={arithmetic}"]
-        words, environment = command(driver, arguments, program)
-        try:
-            done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True,
-                                  timeout=MOST_CHECK_SECONDS)
-        except subprocess.TimeoutExpired:
-            return f"it has not ended after {MOST_CHECK_SECONDS} s"
+        done = run(driver, arguments, program)
+        if isinstance(done, str):
+            return done
         if done.returncode:
             return f"exit status {done.returncode}: {done.stderr.strip()[-600:]}"
         found.append(done.stdout)
@@ -132,12 +133,9 @@ def check(driver, model, path, program):
     arguments = ["check-device", "--compile-only", "--validation", "--json", "--model", path]
     if "tune" in model:
         arguments += ["--tune", model["tune"]]
-    words, environment = command(driver, arguments, program)
-    try:
-        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True,
-                              timeout=MOST_CHECK_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"it has not ended after {MOST_CHECK_SECONDS} s"
+    done = run(driver, arguments, program)
+    if isinstance(done, str):
+        return done
     try:
         return json.loads(done.stdout)
     except json.JSONDecodeError:

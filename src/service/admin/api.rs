@@ -11,8 +11,7 @@
 //!   `port`, `tokens` (whether requests need a token)
 //! - `loading`: `step` (`what`, `done`, `total`, `unit`: `bytes` or `things`, `begun`; `null` when over), `lines`
 //! - `devices[]`: `index`, `name`, `uuid`, `pci`; `driver`, `path` of its kernels, `lacks[]` (`what`, `cost`), as `check-device` has
-//!   them; `heap_bytes`, `budget_bytes`, `used_bytes` of its own memory, as far as the
-//!   driver says; `plan[]`: `replica`, `purpose`, `side` (`device` or `host`), `bytes`; `transfer`: `submits`, `copies`,
+//!   them; `heap_bytes`, `budget_bytes`, `used_bytes` of its own memory, as far as the driver says; `plan[]`: `replica`, `purpose`, `side` (`device` or `host`), `bytes`; `transfer`: `submits`, `copies`,
 //!   `bytes`, `barriers` so far
 //! - `models[]`: `name`, `architecture`, `context`, `vocabulary`, `parameters`, `active_parameters`, `weight_bytes`,
 //!   `bytes_per_token`; `replicas[]`: `name`, `device` (an index), `stages[]` of a split one (`device`, `first_layer`, `layers`), `slots`, `room`, `unfinished`, `closed` (why it takes no

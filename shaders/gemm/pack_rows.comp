@@ -1,7 +1,7 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// Activation packing, with an optional RMSNorm: packed = fragments( round16( prologue(x) ) ), rows of x rounded to
-// 16 bits and reordered into the matrix fragments that `tiled` and `panel` read.
+// Activation packing, with an optional RMSNorm: packed = fragments( round( prologue(x) ) ), rows of x rounded to
+// 16 bits and reordered into the matrix fragments that `tiled` and `panel` read; or to 8 or 16 bits in an order of `wgmma`.
 //
 // prologue   NORM 0: x. NORM 1: x ⊙ norm · rsqrt(mean x² + eps)
 // x          [rows][x_stride] f32, of which k columns are real;  norm [k]
@@ -11,19 +11,28 @@
 //            `count[2]` (the number of rows of the prompt step) and columns from k on are zero.
 //            SWIZZLED: [k / 64][pairs·2][64], where the 128 bytes of a row are as `swizzled_index` orders them: 16-byte word
 //            4c + u holds columns 32c + 8t + 2u and + 1 for t = 0 .. 3, and lies at place (4c + u) ^ (row % 8)
+//            E4M3: [k / 128][pairs·2][128] numbers in e4m3, where the 128 bytes of a row are as `e4m3_index` orders them, and
+//            behind them [pairs·2] f32, the scale of each row: the smallest power of two (`e4m3_scale`) with which all of the
+//            row's numbers, divided by it, are at most 448
 // slots      with EACH n > 0 (MoE): row i of the result is row slots[i] / n of x, or zeros if slots[i] is NOBODY.
 //            Nothing is written for tiles of TILE rows to which `tiles` assigns no expert (`expert_plan`)
 //
 // One workgroup produces rows g and g + 8 of a block, all columns; per iteration, an invocation produces one 16-byte
 // word from 16 bytes of each of the two rows.
-// Traffic: x once (twice with NORM, the second time from the L1 cache); 2 bytes written per value.
+// Traffic: x once (again with NORM and with E4M3, from the L1 cache); 2 bytes written per value, with E4M3 one.
 #include "common.glsl"
 #ifndef SWIZZLED
 #define SWIZZLED 0
 #endif
+#ifndef E4M3
+#define E4M3 0
+#endif
 // Only the rounding functions of `fragments.glsl` are used.
 #define LANES 1
 #include "fragments.glsl"
+#if E4M3
+#include "swizzled.glsl"
+#endif
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint NORM = 0;
@@ -49,7 +58,7 @@ layout(push_constant) uniform Args {
 
 const uint NOBODY = 0xffffffffu;
 
-// The sums of squares of both rows, per subgroup.
+// The sums of squares of both rows, or their largest numbers, per subgroup.
 shared vec2 partial[256];
 
 // Returns columns column .. + 4 of a row; columns from k on and unused rows are zero.
@@ -66,6 +75,29 @@ vec2 two(uint row, uint column, bool used) {
     vec4 v = x.v[(row * x_stride + column) / 4u];
     return (column & 2u) == 0u ? v.xy : v.zw;
 }
+#endif
+
+#if E4M3
+// Returns the row's exponent: that of the smallest power of two, of at least 2^-100, with which `largest` fits in e4m3.
+int exponent_of(float largest) {
+    // 448 is 1.75 * 2^8: a mantissa above 1.75 needs the next power.
+    return int(max((floatBitsToUint(largest) + 0x1fffffu) >> 23, 127u + 8u - 100u)) - 127 - 8;
+}
+
+float power_of_two(int exponent) { return uintBitsToFloat(uint(exponent + 127) << 23); }
+
+// Returns the code of the number of e4m3 that is nearest to v, of absolute values of at most 448; ties go to the even code.
+uint e4m3(float v) {
+    uint bits = floatBitsToUint(v), size = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;
+    if (size > 0x7f800000u) return 0x7fu;
+    // Below 2^-6 codes are 2^-9 apart, as are f32 numbers from 2^14 on.
+    if (size < 0x3c800000u) return sign | floatBitsToUint(uintBitsToFloat(size) + 16384.0) - floatBitsToUint(16384.0);
+    size = min(size, floatBitsToUint(448.0));
+    return sign | (size + 0x7ffffu + (size >> 20 & 1u) >> 20) - (120u << 3);
+}
+
+// Returns four numbers' codes in the order of a word: the first and the third, then the second and the fourth.
+uint codes_of(vec4 v) { return e4m3(v.x) | e4m3(v.z) << 8 | e4m3(v.y) << 16 | e4m3(v.w) << 24; }
 #endif
 
 void main() {
@@ -106,7 +138,53 @@ void main() {
         scale = inversesqrt(square / float(k) + epsilon);
     }
 
-#if SWIZZLED
+#if E4M3
+    // k is a multiple of 128.
+    vec2 largest = vec2(0.0);
+    for (uint i = gl_LocalInvocationID.x; i < words; i += gl_WorkGroupSize.x) {
+        vec4 a = four(low, i * 4u, low_used), b = four(high, i * 4u, high_used);
+        if (NORM == 1u) {
+            vec4 w = norm.v[i];
+            a *= w * scale.x;
+            b *= w * scale.y;
+        }
+        a = abs(a);
+        b = abs(b);
+        largest = max(largest, vec2(max(max(a.x, a.y), max(a.z, a.w)), max(max(b.x, b.y), max(b.z, b.w))));
+    }
+    largest = subgroupMax(largest);
+    if (gl_NumSubgroups > 1u) {
+        barrier();
+        if (subgroupElect()) partial[gl_SubgroupID] = largest;
+        barrier();
+        for (uint i = 0u; i < gl_NumSubgroups; i++) largest = max(largest, partial[i]);
+    }
+    int low_exponent = exponent_of(largest.x), high_exponent = exponent_of(largest.y);
+    // A word of each row from four times four columns.
+    for (uint i = gl_LocalInvocationID.x; i < chunks * 2u; i += gl_WorkGroupSize.x) {
+        uvec4 words_low, words_high;
+        [[unroll]] for (uint t = 0u; t < 4u; t++) {
+            uint column = (i >> 1) * 32u + t * 8u + (i & 1u) * 4u;
+            vec4 a = four(low, column, low_used), b = four(high, column, high_used);
+            if (NORM == 1u) {
+                vec4 w = norm.v[column / 4u];
+                a *= w * scale.x;
+                b *= w * scale.y;
+            }
+            // A product with a negative weight of the norm is a negative zero.
+            words_low[t] = low_used ? codes_of(a * power_of_two(-low_exponent)) : 0u;
+            words_high[t] = high_used ? codes_of(b * power_of_two(-high_exponent)) : 0u;
+        }
+        uint at = (i >> 3) * pairs * 2u + block * 16u + g, place = (i & 7u) ^ g;
+        packed.v[at * 8u + place] = words_low;
+        packed.v[(at + 8u) * 8u + place] = words_high;
+    }
+    if (gl_LocalInvocationID.x == 0u) {
+        uint behind = pairs * chunks * 4u + block * 4u + g / 4u;
+        PUT_WORD(packed, behind, g % 4u, floatBitsToUint(power_of_two(low_exponent)))
+        PUT_WORD(packed, behind + 2u, g % 4u, floatBitsToUint(power_of_two(high_exponent)))
+    }
+#elif SWIZZLED
     // A word of each row from four pairs of columns; k is a multiple of 64.
     for (uint i = gl_LocalInvocationID.x; i < chunks * 4u; i += gl_WorkGroupSize.x) {
         uint c = i >> 2, u = i & 3u;

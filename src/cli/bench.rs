@@ -82,6 +82,10 @@ pub(crate) struct Bench {
     /// Number format of keys and values in the KV cache: f16, f32 or int8. Default: f16.
     #[arg(long)]
     kv_format: Option<KvFormat>,
+    /// With weights in FP8, round the inputs of products of 64 rows and more to FP8 too, where the device multiplies such
+    /// numbers (NVIDIA's compute capability 9.0): faster prompts and batches, with a larger error.
+    #[arg(long, conflicts_with = "server")]
+    fp8_activations: bool,
     /// Quantise 16-bit and 32-bit matrices at load: int8 (8.125 bits a weight, relative error 0.65 %) or int4 (5 bits,
     /// 7.3 %)
     #[arg(long)]
@@ -232,6 +236,7 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &Show) -> anyh
     model.drafts = args.drafts;
     model.drafts_always = args.drafts.map(|drafts| drafts > 0);
     model.kv_format = args.kv_format;
+    model.fp8_activations = args.fp8_activations.then_some(true);
     let mut config = Config { models: vec![model], ..Config::default() };
     config.runtime.cache_directory = cache;
     config.runtime.tune = args.tune.clone();

@@ -60,6 +60,9 @@ pub struct Model {
     pub kv_memory: Option<Bytes>,
     /// The number format of the KV cache; by default `f16`.
     pub kv_format: Option<KvFormat>,
+    /// Whether products of 64 rows and more with weights in FP8 (e4m3) round their inputs to FP8 too, where the device
+    /// multiplies such numbers; by default false.
+    pub fp8_activations: Option<bool>,
     /// The codes to which matrices of 16 or 32 bits are quantised when the model is loaded; by default they are kept.
     pub quantize: Option<Quantize>,
     /// The maximum device memory of each replica in total.
@@ -327,6 +330,7 @@ impl Model {
             slots: None,
             kv_pages: None,
             kv_format: None,
+            fp8_activations: None,
             quantize: None,
             kv_memory: None,
             memory_limit: None,

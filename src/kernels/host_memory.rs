@@ -80,6 +80,18 @@ impl HostMemory {
         self.set_u32(range, i / 2, word & !(0xffff << shift) | u32::from(value) << shift);
     }
 
+    /// Returns byte `i` of a range.
+    pub fn u8(&self, range: Range, i: u32) -> u8 {
+        (self.u32(range, i / 4) >> (8 * (i % 4))) as u8
+    }
+
+    /// Sets byte `i` of a range.
+    pub fn set_u8(&mut self, range: Range, i: u32, value: u8) {
+        let word = self.u32(range, i / 4);
+        let shift = 8 * (i % 4);
+        self.set_u32(range, i / 4, word & !(0xff << shift) | u32::from(value) << shift);
+    }
+
     /// Returns half-precision value `i` of a range.
     pub fn f16(&self, range: Range, i: u32) -> f32 {
         f16::from_bits(self.u16(range, i)).to_f32()

@@ -198,42 +198,47 @@ pub enum Grouped {
     Panel(Matrices, panel::PanelConfig),
     /// `tiled`, for many, in tiles of [`super::gemm::tiled::TILE_TOKENS`] rows.
     Tiled(Tile),
-    /// `wgmma`, for many: the tiles of both products, which have the same number of rows of x, and the number of workgroups
-    /// that run at once.
-    Wgmma([WgmmaTile; 2], u32),
+    /// `wgmma`, for many: the tiles of both products, which have the same number of rows of x, the number of workgroups that
+    /// run at once, and the order of the packed rows.
+    Wgmma([WgmmaTile; 2], u32, PackedOrder),
 }
 
 impl Grouped {
     /// The order of the packed rows.
     pub fn order(self) -> PackedOrder {
         match self {
-            Grouped::Wgmma(..) => PackedOrder::Swizzled,
+            Grouped::Wgmma(.., order) => order,
             Grouped::Panel(..) | Grouped::Tiled(_) => PackedOrder::Fragments,
         }
     }
 
     /// Returns the number of rows of a tile, and the `wgmma` variant for up to `rows` rows on a device with
     /// `processors` compute units; `None` if `wgmma` does not serve the experts, whose two matrices have these
-    /// `formats`. `tiles` has tiles by rows and columns of an expert's matrix, which are used where they fit.
+    /// `formats`. `tiles` has tiles by rows and columns of an expert's matrix, which are used where they fit. `fp8`: whether
+    /// rows are packed in e4m3 if it serves both matrices with such rows.
     pub fn wgmma(
         shape: &ExpertsShape,
         rows: u32,
         processors: u32,
         formats: [Format; 2],
         tiles: &BTreeMap<(u32, u32), WgmmaTile>,
+        fp8: bool,
     ) -> Option<(u32, Grouped)> {
         let [gate_up, down] = [(2 * shape.inner, shape.hidden, formats[0]), (shape.hidden, shape.inner, formats[1])];
         let serves = |(n, k, format)| wgmma::serves(format, n, k);
         if !serves(gate_up) || !serves(down) || !wgmma::packs(gate_up.0) {
             return None;
         }
+        let e4m3 = fp8 && [gate_up, down].into_iter().all(|(n, k, format)| wgmma::serves_e4m3(format, n, k));
         let each = (rows * shape.chosen / shape.count).max(1);
-        let choose = |(n, _, format), tokens| wgmma::choose_sorted((each, shape.count), n, tokens, processors, format);
-        let own = |(n, k, format)| tiles.get(&(n, k)).and_then(|tile| tile.for_codes(codes_word(format)));
+        let choose =
+            |(n, _, format), tokens| wgmma::choose_sorted((each, shape.count), n, tokens, processors, (format, e4m3));
+        let own = |(n, k, format)| tiles.get(&(n, k)).and_then(|tile| tile.for_codes(codes_word(format), e4m3));
+        let order = if e4m3 { PackedOrder::E4m3 } else { PackedOrder::Swizzled };
         let first = own(gate_up).unwrap_or_else(|| choose(gate_up, None));
         let second = own(down).filter(|tile| tile.tokens == first.tokens);
         let second = second.unwrap_or_else(|| choose(down, Some(first.tokens)));
-        Some((first.tokens, Grouped::Wgmma([first, second], processors)))
+        Some((first.tokens, Grouped::Wgmma([first, second], processors, order)))
     }
 
     /// Returns the number of rows of a tile, for which [`Sorted`] must be made, and the fastest of the other kernels
@@ -706,8 +711,8 @@ impl Mlp {
 
     /// Returns the call that computes the experts' values between their products for sorted packed rows, packed
     /// likewise.
-    pub fn sorted_gate_up(&self, x: Packed, middle: Packed, sorted: &Sorted, how: Grouped) -> Call {
-        self.grouped(Stage::GateUp, x, Output::Packed(middle), Epilogue::Gated(self.shape.glu), sorted, how)
+    pub fn sorted_gate_up(&self, x: Packed, middle: Output, sorted: &Sorted, how: Grouped) -> Call {
+        self.grouped(Stage::GateUp, x, middle, Epilogue::Gated(self.shape.glu), sorted, how)
     }
 
     /// Returns the call that computes each chosen expert's output for a row: `parts`, of [`ExpertsShape::parts_bytes`].
@@ -728,7 +733,7 @@ impl Mlp {
         match how {
             Grouped::Panel(matrices, config) => panel::panel_sorted(&product, sorted, matrices, config),
             Grouped::Tiled(tile) => product.sorted(tile, sorted),
-            Grouped::Wgmma(tiles, processors) => {
+            Grouped::Wgmma(tiles, processors, _) => {
                 wgmma::wgmma_sorted(&product, tiles[usize::from(stage == Stage::Down)], sorted, processors)
             }
         }

@@ -94,6 +94,7 @@ pub static WGMMA: Shader = Shader {
         (6, "packed"),
         (7, "codes"),
         (8, "experts"),
+        (9, "e4m3"),
     ],
     matrices: false,
 };

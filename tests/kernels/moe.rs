@@ -14,7 +14,7 @@ use crate::harness::{Bench, Cases, Expect, POISON, Random, every_case, round, wa
 use ostinato::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, block_rows};
 use ostinato::kernels::gemm::panel;
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig};
-use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, TILE_TOKENS, Tile, pack_sorted};
+use ostinato::kernels::gemm::tiled::{Output, Packed, PackedOrder, TILE_TOKENS, Tile, pack_sorted};
 use ostinato::kernels::gemm::{Activations, Glu, Matrix};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::moe::{ExpertsShape, FewRows, Grouped, Mlp, Route, Sorted, Used};
@@ -793,7 +793,7 @@ fn many_rows_are_sorted_by_expert_and_put_together_again() {
                 cases.expect(middle, Expect::Bfloats(ROUNDED));
                 let middle = Packed { range: middle, format: Format::Bf16, cols: inner, order: PackedOrder::Fragments };
                 cases.recording.call(pack_sorted("pack".to_owned(), mlp.x, Some(mlp.norm), packed, sorted));
-                cases.recording.call(mlp.sorted_gate_up(packed, middle, sorted, how));
+                cases.recording.call(mlp.sorted_gate_up(packed, Output::Packed(middle), sorted, how));
                 cases.recording.call(mlp.sorted_down(middle, parts, sorted, how));
             };
             let (cases, reference) = sorted_cases(&format!("many.{how:?}.{format:?}"), tile, format, true, &stages);

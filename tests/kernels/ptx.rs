@@ -4,6 +4,7 @@
 //! something else. Not here: instructions that no program uses; they end the test.
 
 use half::{bf16, f16};
+use ostinato::quant::number::Number;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 
 /// The number of lanes of a warp.
@@ -534,29 +535,34 @@ impl Processor<'_> {
         let instruction = &self.program.code[at];
         let [Operand::List(sums), Operand::List(a), ..] = &instruction.operands[..] else { panic!("{instruction:?}") };
         let n = sums.len() * 2;
-        assert!(instruction.name.contains(&format!("m64n{n}k16.f32.bf16.bf16")), "{instruction:?}");
+        let e4m3 = instruction.name.contains(&format!("m64n{n}k32.f32.e4m3.e4m3"));
+        assert!(e4m3 || instruction.name.contains(&format!("m64n{n}k16.f32.bf16.bf16")), "{instruction:?}");
         // 128-byte swizzle, 1,024 bytes for 8 rows.
         assert_eq!((descriptor >> 62, descriptor >> 32 & 0x3fff), (1, 64), "a descriptor of {descriptor:#x}");
         let start = (descriptor & 0x3fff) << 4;
-        let float = |bits: u16| bf16::from_bits(bits).to_f32();
-        let mut rows = [[0f32; 16]; 16];
+        // A register and four bytes of a column hold two numbers in bfloat16, or four in e4m3; a product has eight such words.
+        let numbers = |word: u32| -> [f32; 4] {
+            let half = |bits: u32| bf16::from_bits(bits as u16).to_f32();
+            match e4m3 {
+                true => word.to_le_bytes().map(|code| Number::E4m3.table()[usize::from(code)]),
+                false => [half(word), half(word >> 16), 0.0, 0.0],
+            }
+        };
+        let mut rows = [[[0f32; 4]; 8]; 16];
         for lane in 0..LANES {
             let (g, t) = (lane / 4, lane % 4);
-            for (register, (row, col)) in a.iter().zip([(g, 2 * t), (g + 8, 2 * t), (g, 2 * t + 8), (g + 8, 2 * t + 8)])
-            {
-                let word = warp.registers[*register][lane] as u32;
-                rows[row][col] = float(word as u16);
-                rows[row][col + 1] = float((word >> 16) as u16);
+            for (register, (row, word)) in a.iter().zip([(g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4)]) {
+                rows[row][word] = numbers(warp.registers[*register][lane] as u32);
             }
         }
         for col in 0..n {
-            let column: [f32; 16] = std::array::from_fn(|k| {
-                let place = start + (col / 8 * 1024 + col % 8 * 128 + 2 * k) as u64;
+            let column: [[f32; 4]; 8] = std::array::from_fn(|word| {
+                let place = start + (col / 8 * 1024 + col % 8 * 128 + 4 * word) as u64;
                 let place = (place ^ (place >> 7 & 7) << 4) as usize;
-                float(u16::from_le_bytes([self.shared[place], self.shared[place + 1]]))
+                numbers(u32::from_le_bytes(self.shared[place..place + 4].try_into().expect("four bytes")))
             });
             for (row, values) in rows.iter().enumerate() {
-                let dot: f32 = values.iter().zip(&column).map(|(a, b)| a * b).sum();
+                let dot: f32 = values.as_flattened().iter().zip(column.as_flattened()).map(|(a, b)| a * b).sum();
                 let lane = row % 8 * 4 + col % 8 / 2;
                 let register = sums[col / 8 * 4 + row / 8 * 2 + col % 2];
                 let before = if adds { f32::from_bits(warp.registers[register][lane] as u32) } else { 0.0 };

@@ -10,7 +10,7 @@ use crate::ptx::{self, Launch, Memory};
 use crate::python::python;
 use ostinato::kernels::codes_word;
 use ostinato::kernels::gemm::Activations;
-use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, pack_rows, swizzled_index};
+use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, e4m3_scale_at, pack_rows, swizzled_index};
 use ostinato::kernels::gemm::wgmma::probe::{WgmmaProbe, probe, sized};
 use ostinato::kernels::gemm::wgmma::{WgmmaTile, text, variant_of};
 use ostinato::kernels::host_memory::HostMemory;
@@ -74,15 +74,30 @@ const fn codes(bits: u32, group: u32, number: Number, minimum: Minimum) -> Codes
 }
 
 fn constants(tile: [u32; 4], epilogue: [u32; 3]) -> Vec<u32> {
-    tile.into_iter().chain(epilogue).chain([0, 0]).collect()
+    tile.into_iter().chain(epilogue).chain([0, 0, 0]).collect()
 }
 
 /// Returns the constants for weights of codes, with as many stages as fit; `None` if no two do.
 fn coded(tile: [u32; 4], epilogue: [u32; 3], codes: Codes, experts: u32) -> Option<Vec<u32>> {
     let [groups, blocks, tokens, stages] = tile;
     let codes = codes_word(Format::Codes(codes));
-    let tile = WgmmaTile { groups, blocks, tokens, stages }.for_codes(codes)?;
-    Some([groups, blocks, tokens, tile.stages].into_iter().chain(epilogue).chain([codes, experts]).collect())
+    let tile = WgmmaTile { groups, blocks, tokens, stages }.for_codes(codes, false)?;
+    Some([groups, blocks, tokens, tile.stages].into_iter().chain(epilogue).chain([codes, experts, 0]).collect())
+}
+
+/// Returns the constants of every tile for rows in e4m3, with each epilogue in turn, and of two for experts.
+fn e4m3() -> Vec<Vec<u32>> {
+    let word = codes_word(Format::Codes(codes(8, 128, Number::E4m3, Minimum::Zero { halves: 0 })));
+    let made = |[groups, blocks, tokens, stages]: [u32; 4], epilogue: [u32; 3], experts: u32| {
+        let tile = WgmmaTile { groups, blocks, tokens, stages }.for_codes(word, true)?;
+        Some([groups, blocks, tokens, tile.stages].into_iter().chain(epilogue).chain([word, experts, 1]).collect())
+    };
+    let plain = TILES.into_iter().zip(EPILOGUES.into_iter().cycle());
+    let mut all: Vec<Vec<u32>> = plain.filter_map(|(tile, epilogue)| made(tile, epilogue, 0)).collect();
+    all.extend(EPILOGUES.into_iter().filter_map(|epilogue| made([2, 1, 256, 4], epilogue, 0)));
+    all.extend(made([2, 1, 128, 3], [1, 0, 0], 1));
+    all.extend(made([3, 1, 64, 4], [0, CLAMPED, 1], 1));
+    all
 }
 
 /// Returns the constants of every kind of program beyond those of [`TILES`] with [`EPILOGUES`]: of codes, and of experts.
@@ -101,7 +116,7 @@ fn further() -> Vec<Vec<u32>> {
     for (tile, epilogue) in
         TILES.into_iter().zip([[0, 0, 0], [1, 0, 0], [0, 2, 1], [1, CLAMPED, 1], [0, GELU, 0]].into_iter().cycle())
     {
-        all.push(tile.into_iter().chain(epilogue).chain([0, 1]).collect());
+        all.push(tile.into_iter().chain(epilogue).chain([0, 1, 0]).collect());
     }
     all
 }
@@ -119,7 +134,7 @@ fn every_program_is_assembled_without_spilling() {
     let ptxas = ptxas();
     let folder = tempfile::tempdir().expect("a folder");
     let plain = TILES.into_iter().flat_map(|tile| EPILOGUES.map(|epilogue| constants(tile, epilogue)));
-    for constants in plain.chain(further()) {
+    for constants in plain.chain(further()).chain(e4m3()) {
         let variant = variant_of(&constants);
         assert!(variant.is_possible(), "{variant:?}");
         let path = folder.path().join("program.ptx");
@@ -221,6 +236,54 @@ fn pack_rows_packs_for_wgmma() {
     }
 }
 
+#[test]
+fn pack_rows_packs_numbers_in_e4m3_with_a_scale_for_each_row() {
+    let mut cases = Cases::new("pack_rows.e4m3");
+    let mut random = Random(82);
+    let mut made = Vec::new();
+    for (k, rows, used, norm) in
+        [(128, 64, 64, false), (256, 64, 7, true), (1024, 128, 65, true), (384, 192, 130, false)]
+    {
+        cases.case(format!("{k}.{used}of{rows}"));
+        let stride = k + 8;
+        let mut values = random.floats((rows * stride) as usize);
+        // Rows of different sizes, one of zeros, and numbers in a row that are subnormal in e4m3.
+        for (at, value) in (0..).zip(&mut values) {
+            let (row, col) = (at / stride, at % stride);
+            *value = if row == 3 { 0.0 } else { *value * 2f32.powi(row as i32 % 40 - 20) };
+            *value *= if col % 5 == 0 { 2f32.powi(-(col as i32 % 17)) } else { 1.0 };
+        }
+        let x = Activations { range: cases.floats("x", &values), stride };
+        let norm = norm.then(|| (cases.floats("norm", &random.floats(k as usize)), 1e-3));
+        let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
+        let codes = rows * k / 4;
+        let expect = match norm {
+            Some(_) => Expect::CodePages { words: codes + rows, codes, limit: 0.0 },
+            None => Expect::Exact,
+        };
+        let range = cases.output("packed", (codes + rows) as usize, expect);
+        let packed = Packed { range, format: Format::Bf16, cols: k, order: PackedOrder::E4m3 };
+        cases.recording.call(pack_rows("pack".to_owned(), x, norm, packed, rows, Some(count)));
+        made.push((packed, values, stride, (rows, used), norm.is_some()));
+    }
+    let reference = cases.reference();
+    for (packed, values, stride, (rows, used), norm) in made {
+        let scale = |row| reference.f32(packed.range, (e4m3_scale_at(row, packed.cols, rows) / 4) as u32);
+        for (row, col) in (0..rows).flat_map(|row| (0..packed.cols).map(move |col| (row, col))) {
+            let code = reference.u8(packed.range, packed.index(row, col, rows) as u32);
+            let found = Number::E4m3.table()[usize::from(code)] * scale(row);
+            let wanted = if row < used { values[(row * stride + col) as usize] } else { 0.0 };
+            // Half a unit of a mantissa of three bits, or half of the smallest number.
+            let most = (wanted.abs() / 16.0).max(scale(row) / 1024.0);
+            assert!(norm || (found - wanted).abs() <= most, "row {row}, column {col} is {found}, not {wanted}");
+        }
+    }
+    let vulkan = Vulkan::new();
+    for driver in Driver::all() {
+        cases.check(&Bench::new(&vulkan, *driver), &reference);
+    }
+}
+
 /// Runs a probe's program, whose text `change` may change, on the simulated processor.
 fn simulate(probe: &WgmmaProbe, change: impl Fn(&str) -> String) -> HostMemory {
     let Op::Call(call) = &probe.recording.ops[0] else { panic!("a probe is one call") };
@@ -262,7 +325,7 @@ fn every_tile_and_epilogue_matches_its_reference_on_a_simulated_processor() {
 
 #[test]
 fn codes_and_experts_match_their_reference_on_a_simulated_processor() {
-    for constants in further() {
+    for constants in further().into_iter().chain(e4m3()) {
         let probe = probe(&constants, 3);
         assert_eq!(probe.difference(&simulate(&probe, str::to_owned)), None, "{constants:?}");
     }

@@ -48,9 +48,9 @@ fn uncommented() -> String {
                     || rest.starts_with("  {")
                     || rest.starts_with(']')
                     || rest.starts_with("# ")
-                    || rest
-                        .split_once(" = ")
-                        .is_some_and(|(key, _)| key.bytes().all(|b| b.is_ascii_lowercase() || b == b'_')) =>
+                    || rest.split_once(" = ").is_some_and(|(key, _)| {
+                        key.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_')
+                    }) =>
             {
                 format!("{rest}\n")
             }

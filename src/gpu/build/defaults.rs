@@ -144,6 +144,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         tiles: BTreeMap::new(),
         ptx: false,
         wgmma_rows: 64,
+        fp8_activations: false,
         wgmma_each: 16,
         wgmma: BTreeMap::new(),
         fold_rows: 32,
@@ -317,6 +318,7 @@ impl Build<'_> {
         tuning.set_arithmetic(self.opened.multiplies.arithmetic);
         tuning.flash_matrix = self.opened.multiplies.attention;
         tuning.ptx = self.opened.ptx.is_ok();
+        tuning.fp8_activations = self.model.fp8_activations == Some(true);
         for change in self.tune {
             tuning.set(change);
         }

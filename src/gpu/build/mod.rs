@@ -40,6 +40,7 @@ use crate::gpu::tuned::Tuned;
 use crate::host::progress::{Progress, Unit};
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::gemm::skinny::Matrices;
+use crate::kernels::gemm::wgmma;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region, buffer_sizes};
 use crate::memory::pack::Packing;
@@ -340,6 +341,10 @@ impl Build<'_> {
     fn passes_ptx(&self, prepared: &PreparedModel<'_>) -> Result<bool, StartError> {
         let PreparedModel { decoder, recordings, pipelines, .. } = prepared;
         let says = |what: &str| self.progress.line(&format!("\"{}\": {what}", self.name));
+        let e4m3 = |op: &Op| matches!(op, Op::Call(call) if wgmma::is_e4m3(call));
+        if decoder.tuning.fp8_activations && !recordings.all().iter().any(|recording| recording.ops.iter().any(e4m3)) {
+            says("fp8_activations changes nothing: no product of 64 rows has weights in e4m3 and uses wgmma");
+        }
         if !self.adapter.is_nvidia() {
             return Ok(true);
         }

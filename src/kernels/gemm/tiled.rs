@@ -9,12 +9,16 @@ use crate::kernels::moe::{NOBODY, Sorted};
 use crate::kernels::recording::{Call, Range};
 use crate::kernels::shaders::{PackRowsArgs, PackRowsConstants, TiledArgs, TiledConstants};
 use crate::memory::pack::{FRAGMENT_COLS, fragment_index};
+use crate::quant::number;
 
 /// The number of rows of x in a tile; packed rows are padded to a multiple of it.
 pub const TILE_TOKENS: u32 = 64;
 
 /// The columns of rows in [`PackedOrder::Swizzled`] are a multiple of this.
 pub const SWIZZLED_COLS: u32 = 64;
+
+/// The columns of rows in [`PackedOrder::E4m3`] are a multiple of this.
+pub const E4M3_COLS: u32 = 128;
 
 /// The order of packed rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,15 +27,28 @@ pub enum PackedOrder {
     Fragments,
     /// The order of [`swizzled_index`], which `wgmma` reads; the columns are a multiple of 64.
     Swizzled,
+    /// Numbers in e4m3 in the order of [`e4m3_index`], which `wgmma` multiplies with weights in e4m3; the columns are a
+    /// multiple of 128. Behind them, each row has an f32 scale, a power of two, by which its numbers are multiplied.
+    E4m3,
 }
 
 impl PackedOrder {
+    /// Whether kernels other than [`pack_rows`] can write the order. A row's scale in [`PackedOrder::E4m3`] depends on all
+    /// of its numbers.
+    pub fn is_written_by_products(self) -> bool {
+        self != PackedOrder::E4m3
+    }
+
     /// Returns the constant PACKED of kernels that pack their output: 0 if they do not.
+    ///
+    /// # Panics
+    /// If such kernels cannot write the order.
     pub fn word(order: Option<PackedOrder>) -> u32 {
         match order {
             None => 0,
             Some(PackedOrder::Fragments) => 1,
             Some(PackedOrder::Swizzled) => 2,
+            Some(PackedOrder::E4m3) => panic!("only pack_rows writes rows in e4m3"),
         }
     }
 
@@ -49,6 +66,7 @@ impl PackedOrder {
         match self {
             PackedOrder::Fragments => FRAGMENT_COLS,
             PackedOrder::Swizzled => SWIZZLED_COLS,
+            PackedOrder::E4m3 => E4M3_COLS,
         }
     }
 
@@ -57,7 +75,7 @@ impl PackedOrder {
     pub fn stride(self, rows: u32, cols: u32) -> u32 {
         match self {
             PackedOrder::Fragments => cols.div_ceil(FRAGMENT_COLS),
-            PackedOrder::Swizzled => Packed::padded_rows(rows),
+            PackedOrder::Swizzled | PackedOrder::E4m3 => Packed::padded_rows(rows),
         }
     }
 
@@ -66,16 +84,18 @@ impl PackedOrder {
         match self {
             PackedOrder::Fragments => token_index(row, col, stride * FRAGMENT_COLS),
             PackedOrder::Swizzled => swizzled_index(row, col, stride),
+            PackedOrder::E4m3 => e4m3_index(row, col, stride),
         }
     }
 }
 
-/// Rows of activations in 16 bits: the rows are padded to [`TILE_TOKENS`] and the columns to 32, both with zeros.
+/// Packed rows of activations, in 16 bits or in e4m3: the rows are padded to [`TILE_TOKENS`] and the columns to 32, both with
+/// zeros.
 #[derive(Clone, Copy, Debug)]
 pub struct Packed {
     /// The memory, of which [`Packed::bytes`] are used.
     pub range: Range,
-    /// [`Format::Bf16`] or [`Format::F16`], the format of the weight that the rows are multiplied with.
+    /// The format of numbers in 16 bits: [`Format::Bf16`] or [`Format::F16`]. Rows in [`PackedOrder::E4m3`] do without.
     pub format: Format,
     /// The number of columns, without padding.
     pub cols: u32,
@@ -99,7 +119,13 @@ impl Packed {
         self.order.stride(rows, self.cols)
     }
 
-    /// Returns the size of `rows` rows of `cols` columns in bytes.
+    /// Returns the part of the range that `padded_rows` rows use.
+    pub fn used(self, padded_rows: u32) -> Range {
+        let (rows, cols) = (u64::from(padded_rows), u64::from(self.cols.next_multiple_of(FRAGMENT_COLS)));
+        self.range.part(0, if self.order == PackedOrder::E4m3 { rows * (cols + 4) } else { 2 * rows * cols })
+    }
+
+    /// Returns the size of `rows` rows of `cols` columns in bytes, of which rows in [`PackedOrder::E4m3`] need only a part.
     pub fn bytes(rows: u32, cols: u32) -> u64 {
         2 * u64::from(Packed::padded_rows(rows)) * u64::from(cols.next_multiple_of(FRAGMENT_COLS))
     }
@@ -126,6 +152,30 @@ pub fn swizzled_index(row: u32, col: u32, rows: u32) -> usize {
     let word = col % 64 / 32 * 4 + col % 8 / 2;
     let at = (word ^ (row % 8)) * 8 + col % 32 / 8 * 2 + col % 2;
     (u64::from(col / 64) * u64::from(rows) + u64::from(row)) as usize * 64 + at as usize
+}
+
+/// Returns the index, in bytes, of row `row` and column `col` among `rows` rows in [`PackedOrder::E4m3`].
+///
+/// Blocks of 128 columns lie one after the other, each with 128 bytes for each row: eight words of 16 bytes, of which word
+/// `w` lies at place `w ^ (row % 8)`. Word 2c + h holds columns 32c + 8t + 4h + e of the block, for t = 0 … 3 in turn and of
+/// each e = 0, 2, 1, 3: the order of the codes of W in a lane's fragments ([`crate::memory::pack::codes::fragment_place`]).
+pub fn e4m3_index(row: u32, col: u32, rows: u32) -> usize {
+    let word = col % 128 / 32 * 2 + col % 8 / 4;
+    let at = (word ^ (row % 8)) * 16 + col % 32 / 8 * 4 + [0, 2, 1, 3][(col % 4) as usize];
+    (u64::from(col / 128) * u64::from(rows) + u64::from(row)) as usize * 128 + at as usize
+}
+
+/// Returns the place of row `row`'s scale among `rows` rows of `cols` columns in [`PackedOrder::E4m3`], in bytes.
+pub fn e4m3_scale_at(row: u32, cols: u32, rows: u32) -> u64 {
+    u64::from(rows) * u64::from(cols) + u64::from(row) * 4
+}
+
+/// Returns the scale of a row in [`PackedOrder::E4m3`] whose largest number has the absolute value `largest`: the smallest
+/// power of two of at least 2⁻¹⁰⁰ with which the number fits in e4m3.
+pub fn e4m3_scale(largest: f32) -> f32 {
+    // 448, the largest number of e4m3, is 1.75 · 2⁸: a mantissa above 1.75 needs the next power.
+    let exponent = ((largest.to_bits() + 0x1f_ffff) >> 23).max(127 + 8 - 100) - 8;
+    f32::from_bits(exponent << 23)
 }
 
 /// Returns the call that packs `rows` rows, or as many of them as the chunk descriptor `count` holds, after an optional
@@ -179,16 +229,14 @@ fn packing(
         Rows::Counted(count) => (count, 0, (none, none), 0, 16),
         Rows::Sorted(sorted) => (none, 0, (sorted.slots, sorted.tiles), sorted.chosen, sorted.tile),
     };
-    let (pairs, bytes) = match rows_of {
-        Rows::Sorted(sorted) => (rows / 2, sorted.packed_bytes(packed.cols)),
-        _ => (rows.next_multiple_of(TILE_TOKENS) / 2, Packed::bytes(rows, packed.cols)),
+    let pairs = match rows_of {
+        Rows::Sorted(_) => rows / 2,
+        _ => Packed::padded_rows(rows) / 2,
     };
-    assert!(
-        packed.order == PackedOrder::Fragments || packed.cols.is_multiple_of(SWIZZLED_COLS),
-        "{packed:?} cannot be packed"
-    );
-    // The swizzled order has more work for each word, and only devices with `wgmma` use it, which run such workgroups.
-    let most = if packed.order == PackedOrder::Swizzled { 512 } else { 256 };
+    let whole = packed.order == PackedOrder::Fragments || packed.cols.is_multiple_of(packed.order.block_cols());
+    assert!(whole, "{packed:?} cannot be packed");
+    // The orders of `wgmma` have more work for each word, and only devices with it use them, which run such workgroups.
+    let most = if packed.order == PackedOrder::Fragments { 256 } else { 512 };
     let threads = (chunks * 8).next_power_of_two().clamp(32, most);
     let (weight, epsilon) = norm.unwrap_or((none, 0.0));
     let args = PackRowsArgs {
@@ -197,7 +245,7 @@ fn packing(
         count,
         slots,
         tiles,
-        packed: packed.range.part(0, bytes),
+        packed: packed.used(pairs * 2),
         k: packed.cols,
         chunks,
         pairs,
@@ -209,6 +257,7 @@ fn packing(
             (Format::Bf16, PackedOrder::Fragments) => "pack_rows.bf16",
             (Format::Bf16, PackedOrder::Swizzled) => "pack_rows.bf16.swizzled",
             (Format::F16, PackedOrder::Fragments) => "pack_rows.f16",
+            (_, PackedOrder::E4m3) => "pack_rows.e4m3",
             _ => panic!("rows are not packed as {packed:?}"),
         },
         label,
@@ -374,11 +423,12 @@ pub(crate) fn reference_pack_rows(call: &Call, memory: &mut HostMemory) {
     let a = PackRowsArgs::from_args(&call.args);
     let c = PackRowsConstants::from_values(&call.constants);
     let used = if c.rows == 0 && c.each == 0 { memory.u32(a.count, 2) } else { c.rows };
-    let order = match call.kernel.ends_with(".swizzled") {
-        true => PackedOrder::Swizzled,
-        false => PackedOrder::Fragments,
+    let (order, format) = match call.kernel {
+        "pack_rows.e4m3" => (PackedOrder::E4m3, Format::Bf16),
+        swizzled if swizzled.ends_with(".swizzled") => (PackedOrder::Swizzled, format_of(call.kernel, 0)),
+        _ => (PackedOrder::Fragments, format_of(call.kernel, 0)),
     };
-    let packed = Packed { range: a.packed, format: format_of(call.kernel, 0), cols: a.chunks * FRAGMENT_COLS, order };
+    let packed = Packed { range: a.packed, format, cols: a.chunks * FRAGMENT_COLS, order };
     for row in 0..a.pairs * 2 {
         let from = match c.each {
             0 => (row < used).then_some(row),
@@ -453,11 +503,22 @@ pub(crate) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
 /// Writes row `row` of `rows` packed rows; columns without a value are zero.
 fn set_row(memory: &mut HostMemory, packed: Packed, (row, padded_rows): (u32, u32), values: &[f64]) {
     let cols = packed.cols.next_multiple_of(FRAGMENT_COLS);
+    let largest = values.iter().fold(0f32, |most, value| most.max(value.abs() as f32));
+    let scale = e4m3_scale(largest);
+    if packed.order == PackedOrder::E4m3 {
+        let at = e4m3_scale_at(row, cols, padded_rows) / 4;
+        memory.set_u32(packed.range, at as u32, scale.to_bits());
+    }
     for col in 0..cols {
         let value = values.get(col as usize).copied().unwrap_or(0.0);
         let at = match packed.order {
             PackedOrder::Fragments => token_index(row, col, cols),
             PackedOrder::Swizzled => swizzled_index(row, col, padded_rows),
+            PackedOrder::E4m3 => {
+                let code = number::to_e4m3(value as f32 / scale);
+                memory.set_u8(packed.range, e4m3_index(row, col, padded_rows) as u32, code);
+                continue;
+            }
         };
         memory.set_number(packed.format, packed.range, at as u32, value as f32);
     }
@@ -482,6 +543,27 @@ mod tests {
             (0..rows).flat_map(|row| (0..cols).map(move |col| swizzled_index(row, col, rows))).collect();
         places.sort_unstable();
         assert_eq!(places, (0..(rows * cols) as usize).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn every_number_in_e4m3_has_a_place_of_its_own_and_scales_lie_behind() {
+        let (rows, cols) = (24, 384);
+        let mut places: Vec<usize> =
+            (0..rows).flat_map(|row| (0..cols).map(move |col| e4m3_index(row, col, rows))).collect();
+        places.sort_unstable();
+        assert_eq!(places, (0..(rows * cols) as usize).collect::<Vec<_>>());
+        assert_eq!(e4m3_scale_at(0, cols, rows), u64::from(rows * cols));
+    }
+
+    #[test]
+    fn a_scale_is_the_smallest_power_of_two_with_which_a_number_fits() {
+        for (largest, scale) in
+            [(448.0, 1.0), (449.0, 2.0), (225.0, 1.0), (224.0, 0.5), (1.0, 2f32.powi(-8)), (3.6, 2f32.powi(-6))]
+        {
+            assert_eq!(e4m3_scale(largest), scale, "{largest}");
+        }
+        assert_eq!([0.0, 1e-38].map(e4m3_scale), [2f32.powi(-100); 2]);
+        assert!(e4m3_scale(f32::MAX).is_finite());
     }
 
     #[test]

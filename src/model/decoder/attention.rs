@@ -216,6 +216,7 @@ impl Decoder<'_> {
         self.norm_rows(r, shape, step, block);
         let o = block.name("o");
         let packs = self.packs_for(shape, &o).then(|| self.packed_order(shape, &o));
+        let packs = packs.filter(|order| order.is_written_by_products());
         let AppendArgs { k, v, q_norm, k_norm, rope, .. } = self.append_args(r, step, block, cache);
         // Rows of a decode step are prepared and appended by the attention itself, if the layer has keys of its own.
         let decode = matches!(shape, StepShape::Decode { .. });

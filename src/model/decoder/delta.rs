@@ -32,7 +32,9 @@ impl Decoder<'_> {
         let width = heads.output();
         // The output is packed for the next product if its rows consist of whole blocks of columns.
         let order = self.packed_order(shape, &block.name("o"));
-        let packs = self.packs_for(shape, &block.name("o")) && width.is_multiple_of(order.block_cols());
+        let packs = self.packs_for(shape, &block.name("o"))
+            && order.is_written_by_products()
+            && width.is_multiple_of(order.block_cols());
         let packed = packs.then(|| Packed { order, ..Self::packed(r, &format!("packed.{width}"), rows, width) });
         let (y, y_stride) = match packed {
             Some(packed) => (packed.range, packed.stride(rows)),

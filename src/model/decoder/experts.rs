@@ -235,7 +235,7 @@ impl Decoder<'_> {
         // The shared expert's products read the same rows.
         assert!(mlp.shared.is_none() || router_norm == mlp.norm.0, "a shared expert has the router's norm");
         // The router's rows are also those of the shared expert, both of whose products must take them.
-        let swizzled = |name: &str| self.packed_order(shape, &block.name(name)) == PackedOrder::Swizzled;
+        let swizzled = |name: &str| self.wgmma_serves(shape, &block.name(name), wgmma::serves);
         let shared_swizzled = |(gate_up, _): (Matrix, Matrix)| {
             swizzled("shared.gate_up") && swizzled("shared.down") && wgmma::packs(gate_up.rows)
         };
@@ -254,7 +254,8 @@ impl Decoder<'_> {
         let wgmma = (self.tuning.ptx && many)
             .then(|| {
                 let formats = [mlp.gate_up.format, mlp.down.format];
-                Grouped::wgmma(&experts, rows, self.tuning.processors, formats, &self.tuning.wgmma)
+                let (processors, fp8) = (self.tuning.processors, self.tuning.fp8_activations);
+                Grouped::wgmma(&experts, rows, processors, formats, &self.tuning.wgmma, fp8)
             })
             .flatten();
         let (tile, how) = wgmma.unwrap_or_else(|| Grouped::choose(&experts, rows, matrices, mlp.gate_up.format));
@@ -269,7 +270,16 @@ impl Decoder<'_> {
         let stride = step.x.stride;
         let parts = Activations { range: r.buffer("experts.parts", experts.parts_bytes(rows, stride)), stride };
         r.call(tiled::pack_sorted(block.name("experts.pack"), step.x, Some(mlp.norm), x, &sorted));
-        r.call(mlp.sorted_gate_up(x, middle, &sorted, how));
+        if how.order().is_written_by_products() {
+            r.call(mlp.sorted_gate_up(x, Output::Packed(middle), &sorted, how));
+        } else {
+            let bytes = u64::from(rows) * u64::from(experts.chosen) * u64::from(experts.inner) * 4;
+            let hidden = Activations { range: r.buffer("experts.hidden", bytes), stride: experts.inner };
+            r.call(mlp.sorted_gate_up(x, Output::Rows(hidden), &sorted, how));
+            // Each choice has a row of its own.
+            let sorted = Sorted { chosen: 1, ..sorted };
+            r.call(tiled::pack_sorted(block.name("experts.hidden_pack"), hidden, None, middle, &sorted));
+        }
         r.call(mlp.sorted_down(middle, parts, &sorted, how));
         let shared = experts.shared_inner.map(|inner| {
             let hidden = Packed { order, ..Self::packed(r, "shared.packed", rows, inner) };

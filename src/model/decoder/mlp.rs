@@ -44,7 +44,12 @@ impl Decoder<'_> {
         let expands = Self::expands(shape) && order == PackedOrder::Fragments;
         let whole = |w| self.parts(w).len() == 1 && !(expands && self.in_code_fragments(w));
         let whole = self.weight(&gate_up).is_none_or(whole);
-        let whole = whole && order == next_order && (order == PackedOrder::Fragments || wgmma::packs(2 * block.inner));
+        let packs = match order {
+            PackedOrder::Fragments => true,
+            PackedOrder::Swizzled => wgmma::packs(2 * block.inner),
+            PackedOrder::E4m3 => false,
+        };
+        let whole = whole && order == next_order && packs;
         let hidden = if whole {
             let hidden = Packed { order, ..Self::packed(r, "packed.mlp", shape.rows(), block.inner) };
             let operands = Operands { weight: &gate_up, x, y: Output::Packed(hidden), epilogue: self.gated() };

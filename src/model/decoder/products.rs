@@ -452,11 +452,13 @@ impl Decoder<'_> {
             let batch_tile = self.batch_tile(&weight, rows, fold);
             let count = matches!(shape, StepShape::Prefill { .. }).then_some(step.chunk);
             recording.call(match (shape, batch_tile) {
-                _ if product.x.order == PackedOrder::Swizzled => {
+                _ if product.x.order != PackedOrder::Fragments => {
                     let processors = self.tuning.processors;
+                    let e4m3 = product.x.order == PackedOrder::E4m3;
                     let tile = self.tuning.wgmma.get(&(weight.rows, weight.cols));
-                    let tile = tile.and_then(|tile| tile.for_codes(codes_word(weight.format)));
-                    let tile = tile.unwrap_or_else(|| wgmma::choose(rows, weight.rows, processors, weight.format));
+                    let tile = tile.and_then(|tile| tile.for_codes(codes_word(weight.format), e4m3));
+                    let chosen = || wgmma::choose(rows, weight.rows, processors, weight.format, e4m3);
+                    let tile = tile.unwrap_or_else(chosen);
                     wgmma::wgmma(&product, tile, rows, count, processors)
                 }
                 (StepShape::Prefill { .. }, _) if rows > MOST_PANEL_ROWS => {
@@ -475,13 +477,22 @@ impl Decoder<'_> {
 
     /// Returns the order in which the product of a step with this weight takes its rows, if it takes packed rows.
     pub(super) fn packed_order(&self, shape: StepShape, name: &str) -> PackedOrder {
-        let serves = |w: &WeightSpec| {
-            let served = |part: &Part| wgmma::serves(self.packed_format(w), part.rows, w.cols);
+        match (self.wgmma_serves(shape, name, wgmma::serves), self.tuning.fp8_activations) {
+            (true, true) if self.wgmma_serves(shape, name, wgmma::serves_e4m3) => PackedOrder::E4m3,
+            (true, _) => PackedOrder::Swizzled,
+            (false, _) => PackedOrder::Fragments,
+        }
+    }
+
+    /// Whether `wgmma` computes the product of a step with this weight, if it takes packed rows, where it serves a matrix of
+    /// this format with so many rows and columns.
+    pub(super) fn wgmma_serves(&self, shape: StepShape, name: &str, serves: fn(Format, u32, u32) -> bool) -> bool {
+        let whole = |w: &WeightSpec| {
+            let served = |part: &Part| serves(self.packed_format(w), part.rows, w.cols);
             w.order.is_none() && self.in_fragments(w) && self.parts(w).iter().all(served)
         };
         let mut parts = self.weights.iter().filter(|w| w.merged == name);
-        let fits = self.tuning.ptx && shape.rows() >= self.tuning.wgmma_rows && !self.folds(shape);
-        if fits && parts.all(serves) { PackedOrder::Swizzled } else { PackedOrder::Fragments }
+        self.tuning.ptx && shape.rows() >= self.tuning.wgmma_rows && !self.folds(shape) && parts.all(whole)
     }
 
     /// Whether the products of packed rows of a step of this shape expand codes to bfloat16 first, unless `wgmma` serves

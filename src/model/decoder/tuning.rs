@@ -81,6 +81,8 @@ pub struct Tuning {
     pub ptx: bool,
     /// The minimum number of rows for `wgmma`.
     pub wgmma_rows: u32,
+    /// Whether `wgmma` multiplies weights in e4m3 with rows that are rounded to e4m3, where it can.
+    pub fp8_activations: bool,
     /// The minimum number of rows for each expert, on average, for `wgmma` with rows sorted by expert.
     pub wgmma_each: u32,
     /// The tiles of `wgmma`, by rows and columns of W. Overrides the default rule.
@@ -232,6 +234,10 @@ impl Tuning {
             "retry_ms" => &mut self.retry_ms,
             "ptx" => {
                 self.ptx = value != 0;
+                return true;
+            }
+            "fp8_activations" => {
+                self.fp8_activations = value != 0;
                 return true;
             }
             "tags" => {

@@ -1,6 +1,6 @@
 //! `wgmma`, the GEMM of many rows on the matrix units of NVIDIA's compute capability 9.0, which only PTX reaches: products
 //! of a fragment-packed weight matrix with packed rows in [`PackedOrder::Swizzled`], also of the experts of sorted rows (grouped
-//! GEMM). Its program is a text that
+//! GEMM), and of a matrix in e4m3 with rows in [`PackedOrder::E4m3`]. Its program is a text that
 //! [`text`](mod@text) makes for the constants of a call. Not here: other devices (`tiled`, `panel`).
 
 pub mod probe;
@@ -9,7 +9,9 @@ pub mod text;
 pub use text::{WgmmaTile, WgmmaVariant};
 
 use super::Format;
-use crate::kernels::gemm::tiled::{Output, Packed, PackedOrder, SWIZZLED_COLS, Tiled, swizzled_index};
+use crate::kernels::gemm::tiled::{
+    E4M3_COLS, Output, Packed, PackedOrder, SWIZZLED_COLS, Tiled, e4m3_scale_at, swizzled_index,
+};
 use crate::kernels::gemm::{self, Epilogue};
 use crate::kernels::host_memory::{HostMemory, PackedMatrix};
 use crate::kernels::moe::{NOBODY, Sorted};
@@ -17,20 +19,32 @@ use crate::kernels::recording::{Access, Arg, Call, Range};
 use crate::kernels::shaders::WGMMA;
 use crate::kernels::{codes_of, codes_word};
 use crate::memory::pack::codes::unit_cols;
+use crate::quant::number::Number;
 
 /// Returns what the program of a call with these constants is made for.
 pub fn variant_of(constants: &[u32]) -> WgmmaVariant {
-    let &[groups, blocks, tokens, stages, bias, epilogue, packed, codes, experts] = constants else {
+    let &[groups, blocks, tokens, stages, bias, epilogue, packed, codes, experts, e4m3] = constants else {
         panic!("{} has other constants than {constants:?}", WGMMA.name)
     };
     let tile = WgmmaTile { groups, blocks, tokens, stages };
-    WgmmaVariant { tile, epilogue, bias: bias == 1, packed: packed == 1, codes, experts: experts == 1 }
+    let [bias, packed, experts, e4m3] = [bias, packed, experts, e4m3].map(|word| word == 1);
+    WgmmaVariant { tile, epilogue, bias, packed, codes, experts, e4m3 }
 }
 
 /// Whether the kernel multiplies with a weight matrix of `n` rows and `k` columns.
 pub fn serves(format: Format, n: u32, k: u32) -> bool {
     let reads = matches!(format, Format::Bf16 | Format::Codes(_));
     reads && n.is_multiple_of(16) && k.is_multiple_of(SWIZZLED_COLS)
+}
+
+/// Whether the kernel multiplies rows in e4m3 ([`PackedOrder::E4m3`]) with a weight matrix of `n` rows and `k` columns.
+pub fn serves_e4m3(format: Format, n: u32, k: u32) -> bool {
+    serves(format, n, k) && format.codes().is_some_and(text::multiplies_e4m3) && k.is_multiple_of(E4M3_COLS)
+}
+
+/// Whether a call multiplies rows in e4m3.
+pub fn is_e4m3(call: &Call) -> bool {
+    call.kernel == WGMMA.name && variant_of(&call.constants).e4m3
 }
 
 /// Whether the kernel can write the gated outputs of `n` rows of W as packed rows for the next product.
@@ -58,9 +72,17 @@ const CHOSEN: [WgmmaTile; 11] = {
     ]
 };
 
-/// Returns the cycles that a processor probably takes for 64 columns of a tile with `rows` rows of x.
-fn cycles(tile: WgmmaTile, rows: u32, format: Format) -> u64 {
+/// Returns the cycles that a processor probably takes for 64 columns of a tile with `rows` rows of x, or for 128 columns of
+/// rows in e4m3.
+fn cycles(tile: WgmmaTile, rows: u32, format: Format, e4m3: bool) -> u64 {
     let (w, x) = (tile.weight_rows(), tile.tokens.min(rows.next_multiple_of(8)));
+    if e4m3 {
+        // The matrix units take as long for 128 columns as for 64 in 16 bits; the sums of a warpgroup are scaled while
+        // another one multiplies, if there is another.
+        let scaled = if tile.groups == 1 { tile.blocks * tile.tokens } else { 0 };
+        let work = w / 64 * tile.tokens * 2 + scaled;
+        return u64::from(work.max((w + x) * 128 / 56) + 80);
+    }
     // The matrix units take 2 for a row of x and 64 of W, a copy from the L2 cache takes one for 56 bytes; codes of 16 rows
     // take a warp's 110 instructions, of which four warps issue one each at the same time; and some cycles are lost.
     let work = w / 64 * tile.tokens * 2;
@@ -72,38 +94,38 @@ fn cycles(tile: WgmmaTile, rows: u32, format: Format) -> u64 {
     u64::from(work.max(copies).max(dequantised) + 80)
 }
 
-/// Returns the tile with which a device of `processors` processors probably finishes `rows` rows of x by `n` rows and `k`
-/// columns of W first.
-pub fn choose(rows: u32, n: u32, processors: u32, format: Format) -> WgmmaTile {
+/// Returns the tile with which a device of `processors` processors probably finishes `rows` rows of x, in bfloat16 or in e4m3,
+/// by `n` rows of W first.
+pub fn choose(rows: u32, n: u32, processors: u32, format: Format, e4m3: bool) -> WgmmaTile {
     // A processor computes one tile at a time.
     let cost = |tile: &WgmmaTile| {
         let tiles = u64::from(rows.div_ceil(tile.tokens)) * u64::from(n.div_ceil(tile.weight_rows()));
-        tiles.div_ceil(u64::from(processors.max(1))) * cycles(*tile, rows, format)
+        tiles.div_ceil(u64::from(processors.max(1))) * cycles(*tile, rows, format, e4m3)
     };
     // No tile has a half without rows. Of equal costs the first is chosen.
     let fits = |tile: &WgmmaTile| tile.tokens <= rows.next_multiple_of(64);
-    let tiles = CHOSEN.into_iter().filter_map(|tile| tile.for_codes(codes_word(format)));
+    let tiles = CHOSEN.into_iter().filter_map(|tile| tile.for_codes(codes_word(format), e4m3));
     tiles.filter(fits).min_by_key(cost).expect("the smallest tile fits every format and number of rows")
 }
 
 /// Returns the tile for rows sorted by expert, about `each` of them for each of `experts`, by experts of `n` rows of W: the
-/// best of all, or of those with `tokens` rows of x.
+/// best of all, or of those with `tokens` rows of x. `e4m3`: whether these rows are in e4m3.
 pub fn choose_sorted(
     (each, experts): (u32, u32),
     n: u32,
     tokens: Option<u32>,
     processors: u32,
-    format: Format,
+    (format, e4m3): (Format, bool),
 ) -> WgmmaTile {
     let cost = |tile: &WgmmaTile| {
         // Experts are chosen unevenly: on average, half of an expert's last tile is empty.
         let (each, tokens) = (u64::from(each), u64::from(tile.tokens));
         let of_rows = (u64::from(experts) * (2 * each + tokens)).div_ceil(2 * tokens).max(experts.into());
         let tiles = of_rows * u64::from(n.div_ceil(tile.weight_rows()));
-        tiles.div_ceil(u64::from(processors.max(1))) * cycles(*tile, tile.tokens, format)
+        tiles.div_ceil(u64::from(processors.max(1))) * cycles(*tile, tile.tokens, format, e4m3)
     };
     let tiles = CHOSEN.into_iter().filter(|tile| tokens.is_none_or(|tokens| tile.tokens == tokens));
-    let tiles = tiles.filter_map(|tile| tile.for_codes(codes_word(format)));
+    let tiles = tiles.filter_map(|tile| tile.for_codes(codes_word(format), e4m3));
     tiles.min_by_key(cost).expect("the smallest tile of any number of rows fits every format")
 }
 
@@ -141,22 +163,21 @@ pub fn wgmma_sorted(product: &Tiled, tile: WgmmaTile, sorted: &Sorted, processor
 fn call(product: &Tiled, tile: WgmmaTile, of: Rows<'_>, processors: u32) -> Call {
     let (weight, n, k) = (product.weight.range, product.weight.rows, product.weight.cols);
     let label = &product.label;
-    assert!(serves(product.weight.format, n, k), "{n} × {k} of \"{label}\"");
-    assert_eq!((product.x.order, product.x.cols), (PackedOrder::Swizzled, k), "x of \"{label}\"");
+    let e4m3 = product.x.order == PackedOrder::E4m3;
+    let served = if e4m3 { serves_e4m3 } else { serves };
+    assert!(served(product.weight.format, n, k), "{n} × {k} of \"{label}\"");
+    assert_ne!(product.x.order, PackedOrder::Fragments, "x of \"{label}\"");
+    assert_eq!(product.x.cols, k, "x of \"{label}\"");
     let (rows, count, padded) = match of {
         Rows::Counted(rows, count) => (rows, count, Packed::padded_rows(rows)),
         Rows::Sorted(sorted) => (sorted.slot_count(), None, sorted.slot_count()),
-    };
-    let packed = |range: Range, cols: u32| match of {
-        Rows::Counted(..) => range.part(0, Packed::bytes(rows, cols)),
-        Rows::Sorted(sorted) => range.part(0, sorted.packed_bytes(cols)),
     };
     let (y, y_stride, y_rows) = match product.y {
         Output::Rows(y) => (y.range, y.stride, 0),
         Output::Packed(y) => {
             let made = (product.epilogue.halves(), packs(n), y.order, y.cols);
             assert_eq!(made, (true, true, PackedOrder::Swizzled, n / 2), "packed y of \"{label}\"");
-            (packed(y.range, y.cols), 0, padded)
+            (y.used(padded), 0, padded)
         }
     };
     let sorted = match of {
@@ -173,12 +194,13 @@ fn call(product: &Tiled, tile: WgmmaTile, of: Rows<'_>, processors: u32) -> Call
         u32::from(matches!(product.y, Output::Packed(_))),
         codes_word(product.weight.format),
         u32::from(sorted.is_some()),
+        u32::from(e4m3),
     ];
     // Gated outputs are not read before they are written, but a call may leave some of them as they are.
     let access = if product.epilogue == Epilogue::Residual { Access::ReadWrite } else { Access::Write };
     let args = vec![
         Arg::Buffer(weight, Access::Read),
-        Arg::Buffer(packed(product.x.range, k), Access::Read),
+        Arg::Buffer(product.x.used(padded), Access::Read),
         Arg::Buffer(product.bias.unwrap_or(weight.none()), Access::Read),
         Arg::Buffer(y, access),
         Arg::Buffer(count.unwrap_or(weight.none()), Access::Read),
@@ -193,6 +215,18 @@ fn call(product: &Tiled, tile: WgmmaTile, of: Rows<'_>, processors: u32) -> Call
     ];
     let tiles = rows.div_ceil(tile.tokens) * n.div_ceil(tile.weight_rows());
     Call { kernel: WGMMA.name, label: label.clone(), constants, args, groups: [tiles.min(processors.max(1)), 1, 1] }
+}
+
+/// Returns the numbers of row `row` of packed rows, of which there are `rows` with the padding.
+fn row_of(memory: &HostMemory, packed: Packed, row: u32, rows: u32) -> Vec<f64> {
+    let index = |col: u32| packed.order.index(row, col, rows) as u32;
+    let cols = 0..packed.cols;
+    if packed.order != PackedOrder::E4m3 {
+        return cols.map(|col| f64::from(memory.weight(packed.format, packed.range, index(col)))).collect();
+    }
+    let scale = memory.f32(packed.range, (e4m3_scale_at(row, packed.cols, rows) / 4) as u32);
+    let number = |col: u32| Number::E4m3.table()[usize::from(memory.u8(packed.range, index(col)))];
+    cols.map(|col| f64::from(number(col)) * f64::from(scale)).collect()
 }
 
 /// Sums in f64, like the references of the other products. Rows beyond the rows in use, and those of tiles without an
@@ -223,8 +257,8 @@ pub(crate) fn reference_wgmma(call: &Call, memory: &mut HostMemory) {
             let element = |i: u32| f64::from(memory.element(&matrix, expert * n + i / k, i % k));
             read = (expert, (0..n * k).map(element).collect());
         }
-        let number = |at: usize| f64::from(memory.weight(Format::Bf16, x, at as u32));
-        let x: Vec<f64> = (0..k).map(|col| number(swizzled_index(row, col, x_rows))).collect();
+        let order = if variant.e4m3 { PackedOrder::E4m3 } else { PackedOrder::Swizzled };
+        let x = row_of(memory, Packed { range: x, format: Format::Bf16, cols: k, order }, row, x_rows);
         let v: Vec<f64> = (0..n)
             .zip(read.1.chunks_exact(k as usize))
             .map(|(r, w)| {
@@ -250,7 +284,7 @@ mod tests {
     #[test]
     fn tiles_get_smaller_where_large_ones_leave_processors_idle() {
         let chosen = |rows, n| {
-            let tile = choose(rows, n, 132, Format::Bf16);
+            let tile = choose(rows, n, 132, Format::Bf16, false);
             (tile.weight_rows(), tile.tokens)
         };
         assert_eq!([64, 128, 256].map(|rows| chosen(rows, 24_576)), [(192, 64), (192, 128), (192, 128)]);
@@ -262,7 +296,7 @@ mod tests {
     fn tiles_fit_the_device_and_its_registers() {
         for rows in [64, 65, 128, 192, 256, 384, 512, 1024, 2048, 4096] {
             for n in [16, 1024, 4096, 6144, 24_576, 151_936] {
-                let tile = choose(rows, n, 132, Format::Bf16);
+                let tile = choose(rows, n, 132, Format::Bf16, false);
                 assert!(tile.is_possible(), "{tile:?}");
             }
         }

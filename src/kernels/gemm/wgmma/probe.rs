@@ -7,7 +7,7 @@
 
 use super::{variant_of, wgmma, wgmma_sorted};
 use crate::kernels::codes_of;
-use crate::kernels::gemm::tiled::{Output, Packed, PackedOrder, SWIZZLED_COLS, Tiled};
+use crate::kernels::gemm::tiled::{Output, Packed, PackedOrder, SWIZZLED_COLS, Tiled, e4m3_scale};
 use crate::kernels::gemm::{Activations, Epilogue, Glu, Matrix};
 use crate::kernels::host_memory::{HostMemory, PackedMatrix};
 use crate::kernels::interpreter;
@@ -16,6 +16,7 @@ use crate::kernels::recording::{Range, Recording};
 use crate::memory::pack::codes::{sample, unit_cols};
 use crate::memory::pack::{Format, Layout};
 use crate::quant::Codes;
+use crate::quant::number::to_e4m3;
 use half::bf16;
 
 /// The name of the buffer of a probe's results.
@@ -49,7 +50,7 @@ pub fn probe(constants: &[u32], processors: u32) -> WgmmaProbe {
     let n = (tile.weight_rows() + 1).next_multiple_of(2 * SWIZZLED_COLS);
     // More columns than there are stages, the last of which is not full.
     let stage = if variant.codes == 0 { SWIZZLED_COLS } else { unit_cols(codes_of(variant.codes)) };
-    let k = (tile.stages + 2) * stage - if variant.codes == 0 { 0 } else { SWIZZLED_COLS };
+    let k = (tile.stages + 2) * stage - if variant.codes == 0 || variant.e4m3 { 0 } else { SWIZZLED_COLS };
     sized(constants, tile.tokens + MORE_ROWS, (n, k), processors)
 }
 
@@ -69,6 +70,19 @@ impl Numbers {
     /// Returns pairs of bfloat16 between -`scale` and `scale`.
     fn pairs(&mut self, bytes: u64, scale: f32) -> Vec<u32> {
         (0..bytes / 4).map(|_| self.half(scale) | self.half(scale) << 16).collect()
+    }
+
+    /// Returns rows in [`PackedOrder::E4m3`] with numbers between -`scale` and `scale`, of different scales.
+    fn e4m3(&mut self, rows: u32, cols: u32, scale: f32) -> Vec<u32> {
+        let mut words = vec![0; (Packed::bytes(rows, cols) / 4) as usize];
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
+        for byte in &mut bytes[..(rows * cols) as usize] {
+            *byte = to_e4m3(self.next() * 448.0);
+        }
+        for (row, word) in (0..rows).zip(&mut words[(rows * cols / 4) as usize..]) {
+            *word = (e4m3_scale(scale) * 2f32.powi(-(row as i32 % 3))).to_bits();
+        }
+        words
     }
 
     /// Returns floats between -1 and 1.
@@ -107,7 +121,16 @@ pub fn sized(constants: &[u32], rows: u32, (n, k): (u32, u32), processors: u32) 
         }
     };
     let weight = buffer("weight", weights);
-    let x = packed(buffer("x", numbers.pairs(Packed::bytes(rows, k), scale)), k);
+    let order = if variant.e4m3 { PackedOrder::E4m3 } else { PackedOrder::Swizzled };
+    let padded = match variant.experts {
+        true => rows,
+        false => Packed::padded_rows(rows),
+    };
+    let x = match variant.e4m3 {
+        true => numbers.e4m3(padded, k, scale),
+        false => numbers.pairs(Packed::bytes(rows, k), scale),
+    };
+    let x = Packed { order, ..packed(buffer("x", x), k) };
     let bias = variant.bias.then(|| buffer("bias", numbers.floats(experts * n)));
     let epilogue = match variant.epilogue {
         0 => Epilogue::Store,

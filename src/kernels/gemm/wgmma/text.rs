@@ -6,7 +6,8 @@
 //!            alternate gate and up; y[N/2] = glu(gate, up)
 //! weight     [N padded to 16][K] bfloat16, `memory::pack::Layout::Fragments`: a block of 16 rows × 64 columns is 2 KiB; or
 //!            codes with scales (`memory::pack::codes`), of which K is whole units
-//! x          [K / 64][x_rows][64] bfloat16 in the order of `tiled::swizzled_index`: 128 bytes for 64 columns of a row
+//! x          [K / 64][x_rows][64] bfloat16 in the order of `tiled::swizzled_index`: 128 bytes for 64 columns of a row. Or, for
+//!            weights in e4m3, [K / 128][x_rows][128] e4m3 in the order of `tiled::e4m3_index`, then [x_rows] f32, the scales
 //! bias       [N] f32
 //! y          not packed: [rows][y_stride] f32. Packed: like x, [N / 128][y_rows][64] bfloat16, as x of the next product
 //! count      if `rows` is 0, the third word here is the number of rows
@@ -30,6 +31,11 @@
 //!
 //! Codes are dequantised between shared memory and the registers of operand A, 64 columns at a time: code · scale - minimum
 //! in f16, rounded to bfloat16. A lane's bits are its fragment's. The rows' factors are multiplied with the sums.
+//!
+//! Rows in e4m3 are multiplied with codes in e4m3 as they are, `m64k32`: the 16 bytes of a lane are its registers of 32 columns.
+//! The sums of 128 columns, which have one scale a row of W, are complete before they are multiplied with it and added to the
+//! tile's sums in f32, because the matrix units keep few bits of a sum. At most 128 rows of x are in flight at a
+//! time, while another warpgroup scales its sums. The scales of the rows of x are multiplied at the end.
 //!
 //! A lane's sums are those of rows 4a + b and 4a + b + 2 (g = 2a + b) for rows 2t and 2t + 1 of each 8 rows of x. It
 //! exchanges half of them with lane `lane ^ 4`, and then has rows 4a .. 4a + 3 of row 2t + b of x: 16 bytes of y, or two
@@ -65,7 +71,7 @@ impl WgmmaTile {
     /// Whether there are programs for the tile with weights in bfloat16: whether the numbers are in range, and it fits a
     /// processor.
     pub fn is_possible(self) -> bool {
-        WgmmaVariant { tile: self, epilogue: 0, bias: false, packed: false, codes: 0, experts: false }.is_possible()
+        WgmmaVariant::of(self, 0, false).is_possible()
     }
 
     /// The number of rows of W.
@@ -78,19 +84,16 @@ impl WgmmaTile {
         (self.groups + 1) * 128
     }
 
-    /// Returns the tile with as many stages as it has and as fit with weights of codes (`kernels::codes_word`, or 0);
-    /// `None` if two do not fit.
-    pub fn for_codes(self, codes: u32) -> Option<WgmmaTile> {
-        let fits = |stages: &u32| {
-            let tile = WgmmaTile { stages: *stages, ..self };
-            WgmmaVariant { tile, epilogue: 0, bias: false, packed: false, codes, experts: false }.is_possible()
-        };
+    /// Returns the tile with as many stages as it has and as fit with weights of codes (`kernels::codes_word`, or 0) and, if
+    /// `e4m3`, rows in e4m3; `None` if two do not fit.
+    pub fn for_codes(self, codes: u32, e4m3: bool) -> Option<WgmmaTile> {
+        let fits = |stages: &u32| WgmmaVariant::of(WgmmaTile { stages: *stages, ..self }, codes, e4m3).is_possible();
         (2..=self.stages).rev().find(fits).map(|stages| WgmmaTile { stages, ..self })
     }
 
-    /// The number of registers of a thread that multiplies, at least, without addresses: sums and two sets of weights.
-    pub const fn least_registers(self) -> u32 {
-        self.blocks * (self.tokens / 2 + 32)
+    /// The number of rows of x that one instruction multiplies with rows in e4m3: with three warpgroups, registers are few.
+    fn e4m3_tokens(self) -> u32 {
+        self.tokens.min(if self.groups == 3 { 64 } else { 128 })
     }
 }
 
@@ -109,9 +112,16 @@ pub struct WgmmaVariant {
     pub codes: u32,
     /// Whether each tile of rows has an expert of its own.
     pub experts: bool,
+    /// Whether rows of x are in e4m3; only with weights that [`multiplies_e4m3`] says.
+    pub e4m3: bool,
 }
 
 impl WgmmaVariant {
+    /// Returns the plain product of a tile.
+    fn of(tile: WgmmaTile, codes: u32, e4m3: bool) -> WgmmaVariant {
+        WgmmaVariant { tile, epilogue: 0, bias: false, packed: false, codes, experts: false, e4m3 }
+    }
+
     /// Whether there is a program: whether the tile's numbers are in range, and it fits a processor.
     pub fn is_possible(&self) -> bool {
         let WgmmaTile { groups, blocks, tokens, stages } = self.tile;
@@ -120,7 +130,8 @@ impl WgmmaVariant {
             && groups * blocks <= 4
             && [32, 64, 128, 256].contains(&tokens)
             && (2..=64).contains(&stages)
-            && self.tile.least_registers() <= [255, 200, 128][groups as usize - 1]
+            && self.least_registers() <= if self.e4m3 { E4M3_REGISTERS } else { REGISTERS }[groups as usize - 1]
+            && (!self.e4m3 || self.format().is_some_and(multiplies_e4m3))
             && self.shared_bytes() <= MOST_SHARED_BYTES
     }
 
@@ -144,9 +155,29 @@ impl WgmmaVariant {
         self.format().map_or(2048, fragment_unit_bytes)
     }
 
+    /// The number of columns of x in 128 bytes.
+    fn x_columns(&self) -> u32 {
+        if self.e4m3 { 128 } else { 64 }
+    }
+
+    /// The number of blocks of 128 bytes of a row of x in a stage.
+    fn x_blocks(&self) -> u32 {
+        self.columns() / self.x_columns()
+    }
+
     /// The bytes of a stage's rows of x, with which the stage begins.
     fn rows_bytes(&self) -> u32 {
-        self.tile.tokens * self.columns() * 2
+        self.tile.tokens * self.x_blocks() * 128
+    }
+
+    /// The number of registers of a thread that multiplies, at least, without addresses: sums, and two sets of weights; or
+    /// with rows in e4m3 sums, those in flight, and one set of weights of one block.
+    fn least_registers(&self) -> u32 {
+        let WgmmaTile { blocks, tokens, .. } = self.tile;
+        match self.e4m3 {
+            true => blocks * tokens / 2 + self.tile.e4m3_tokens() / 2 + 16,
+            false => blocks * (tokens / 2 + 32),
+        }
     }
 
     /// The bytes of a stage.
@@ -154,6 +185,16 @@ impl WgmmaVariant {
         (self.rows_bytes() + self.tile.weight_rows() / 16 * self.block_bytes()).next_multiple_of(ALIGNMENT)
     }
 }
+
+/// Whether codes are multiplied with rows in e4m3: numbers in e4m3 with a scale for each 128 columns.
+pub fn multiplies_e4m3(codes: Codes) -> bool {
+    codes == Codes { bits: 8, group: 128, number: Number::E4m3, minimum: Minimum::Zero { halves: 0 } }
+}
+
+/// The most that [`WgmmaVariant::least_registers`] may be with 1, 2 and 3 warpgroups: with more, programs spill.
+const REGISTERS: [u32; 3] = [255, 200, 128];
+/// The same with rows in e4m3, which need fewer addresses.
+const E4M3_REGISTERS: [u32; 3] = [210, 208, 128];
 
 /// The name of the program's entry.
 pub const ENTRY: &str = "wgmma";
@@ -208,7 +249,7 @@ impl Text {
 .maxntid {threads}, 1, 1
 .minnctapersm 1
 {{
-.reg .pred %p<8>, %accumulate, %all, %release, %odd, %valid, %last;
+.reg .pred %p<8>, %none, %accumulate, %all, %release, %odd, %valid, %last;
 .reg .b32 %r<32>, %i<8>;
 .reg .b64 %l<16>;
 .reg .f32 %v<8>, %b<4>, %c<4>, %f<8>;
@@ -216,7 +257,8 @@ impl Text {
 .reg .b32 %tile, %tiles, %token_tiles, %weight_tile, %token_tile, %slot, %slot8, %phase, %polls, %full, %empty, %previous;
 .reg .b32 %group, %quarter, %a, %t, %first, %left, %row, %staged, %bytes, %rest, %columns;
 .reg .b64 %weight, %x, %bias, %y, %count, %expert_tiles, %slots, %from<4>, %advance, %descriptor, %at, %pitch, %block_bytes;
-.reg .f32 %sum<{sums}>;
+.reg .f32 %sum<{sums}>, %raw<{raw}>, %scale_u, %scale_v;
+.reg .b64 %x_scales;
 .reg .b32 %w<{weights}>, %q<{codes}>, %d<4>, %s<6>, %scale, %scales_at, %expert;
 .reg .b16 %h<2>;
 ld.param.u64 %weight, [args];
@@ -242,7 +284,7 @@ div.u32 %token_tiles, %r0, {tokens};
 {experts}add.u32 %r0, %n, {rows_less};
 div.u32 %r0, %r0, {weight_rows};
 mul.lo.u32 %tiles, %r0, %token_tiles;
-shr.u32 %columns, %k, 6;
+shr.u32 %columns, %k, {columns_shift};
 add.u32 %r0, %k, {columns_less};
 div.u32 %steps, %r0, {columns};
 mul.wide.u32 %block_bytes, %steps, {block_bytes};
@@ -269,6 +311,8 @@ setp.ne.u32 %p0, %thread, 0;
             } else {
                 ""
             },
+            raw = tile.e4m3_tokens() / 2,
+            columns_shift = self.variant.x_columns().ilog2(),
             columns = self.variant.columns(),
             columns_less = self.variant.columns() - 1,
             block_bytes = self.variant.block_bytes(),
@@ -386,7 +430,7 @@ mul.wide.u32 %advance, %x_rows, 128;",
             rows_bytes = self.variant.rows_bytes(),
         );
         self.each_tile("PRODUCER");
-        let sixty_fours = self.variant.columns() / 64;
+        let x_blocks = self.variant.x_blocks();
         line!(
             self,
             "// Rows of x are copied up to a multiple of 8.
@@ -433,9 +477,9 @@ xor.b32 %r5, %phase, 1;",
         // The last stage may have fewer columns of x.
         line!(
             self,
-            "mul.lo.u32 %r1, %step, {sixty_fours};
+            "mul.lo.u32 %r1, %step, {x_blocks};
 sub.u32 %r1, %columns, %r1;
-min.u32 %r2, %r1, {sixty_fours};
+min.u32 %r2, %r1, {x_blocks};
 mul.lo.u32 %r2, %r2, %rest;
 add.u32 %r2, %r2, {share_bytes};
 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%full], %r2;
@@ -452,7 +496,7 @@ add.u64 %from{block}, %from{block}, {each};"
             );
         }
         line!(self, "@!%last bra COPIED;\nadd.u32 %r6, %base, %slot;");
-        for part in 0..sixty_fours {
+        for part in 0..x_blocks {
             if part > 0 {
                 line!(self, "setp.le.u32 %p0, %r1, {part};\n@%p0 bra COPIED;");
             }
@@ -518,9 +562,15 @@ add.u32 %staged, %staged, {staging};",
             scales = self.variant.format().map_or_else(String::new, scales_at),
         );
         self.each_tile("CONSUMER");
+        if self.variant.e4m3 {
+            self.multiply_e4m3();
+            self.finish();
+            self.next_tile("CONSUMER");
+            return;
+        }
         line!(self, "mov.u32 %step, 0;\nCONSUMER_STEP:\n.pragma \"nounroll\";");
         // An even number of groups of products, which take turns with the two sets of weights.
-        let sixty_fours = self.variant.columns() / 64;
+        let sixty_fours = self.variant.x_blocks();
         for stage in 0..2u32.div_ceil(sixty_fours) {
             for part in 0..sixty_fours {
                 if part > 0 {
@@ -550,6 +600,78 @@ wgmma.wait_group.sync.aligned 0;
         );
         self.finish();
         self.next_tile("CONSUMER");
+    }
+
+    /// Sets the sums of a tile to the products with rows in e4m3.
+    fn multiply_e4m3(&mut self) {
+        let WgmmaTile { blocks, tokens, stages, .. } = self.variant.tile;
+        let n = self.variant.tile.e4m3_tokens();
+        line!(self, "setp.ne.u32 %none, %lane, %lane;");
+        (0..blocks * tokens / 2).for_each(|sum| line!(self, "mov.f32 %sum{sum}, 0f00000000;"));
+        line!(
+            self,
+            "mov.u32 %step, 0;
+CONSUMER_STEP:
+.pragma \"nounroll\";
+add.u32 %full, %bars, %slot8;"
+        );
+        self.wait("%full", "%phase");
+        line!(
+            self,
+            "add.u32 %r1, %first, %slot;
+add.u32 %r2, %scales_at, %slot;
+shr.u32 %r3, %slot, 4;
+cvt.u64.u32 %l0, %r3;
+add.u64 %l0, %l0, %descriptor;"
+        );
+        let each = 4 * self.variant.block_bytes();
+        for (block, part) in (0..blocks).flat_map(|block| (0..tokens / n).map(move |part| (block, part))) {
+            if part == 0 {
+                for c in 0..4 {
+                    let (w, at) = (4 * c, block * each + c * 512);
+                    line!(self, "ld.shared.v4.b32 {{%w{w}, %w{}, %w{}, %w{}}}, [%r1+{at}];", w + 1, w + 2, w + 3);
+                }
+                line!(
+                    self,
+                    "ld.shared.b32 %scale, [%r2+{}];
+mov.b32 {{%h0, %h1}}, %scale;
+cvt.f32.f16 %scale_u, %h0;
+cvt.f32.f16 %scale_v, %h1;",
+                    block * each
+                );
+            }
+            line!(self, "wgmma.fence.sync.aligned;");
+            let sums: Vec<String> = (0..n / 2).map(|i| format!("%raw{i}")).collect();
+            for c in 0..4u32 {
+                let w = 4 * c;
+                line!(
+                    self,
+                    "add.u64 %l1, %l0, {};
+wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{{}}}, {{%w{w}, %w{}, %w{}, %w{}}}, %l1, {}, 1, 1;",
+                    part * n * 8 + c * 2,
+                    sums.join(", "),
+                    w + 1,
+                    w + 2,
+                    w + 3,
+                    if c == 0 { "%none" } else { "%all" }
+                );
+            }
+            line!(self, "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;");
+            if (block + 1, (part + 1) * n) == (blocks, tokens) {
+                line!(self, "@%release mbarrier.arrive.shared::cta.b64 _, [%full+{}];", stages * 8);
+            }
+            for i in 0..n / 2 {
+                let (sum, row) = (block * tokens / 2 + part * n / 2 + i, if i % 4 < 2 { "u" } else { "v" });
+                line!(self, "fma.rn.f32 %sum{sum}, %raw{i}, %scale_{row}, %sum{sum};");
+            }
+        }
+        self.advance();
+        line!(
+            self,
+            "add.u32 %step, %step, 1;
+setp.lt.u32 %p0, %step, %steps;
+@%p0 bra CONSUMER_STEP;"
+        );
     }
 
     /// Multiplies 64 columns, the `part`-th of a stage, with the weights in register set `set`.
@@ -812,7 +934,7 @@ or.b32 %d{pair}, %d{pair}, %r3;"
 
     /// Stores the sums of a tile.
     fn finish(&mut self) {
-        let WgmmaVariant { tile, bias, packed, codes, experts, .. } = self.variant;
+        let WgmmaVariant { tile, bias, packed, codes, experts, e4m3, .. } = self.variant;
         line!(
             self,
             "// %t: the lane's row of x among 8; %left: the rows in use from there on.
@@ -820,6 +942,16 @@ mad.lo.u32 %r1, %token_tile, {}, %t;
 sub.u32 %left, %rows, %r1;",
             tile.tokens
         );
+        if e4m3 {
+            line!(
+                self,
+                "// The scale of the lane's first row of x, behind the rows.
+mul.wide.u32 %l0, %x_rows, %k;
+mul.wide.u32 %l1, %r1, 4;
+add.u64 %l0, %l0, %l1;
+add.u64 %x_scales, %x, %l0;"
+            );
+        }
         for block in 0..tile.blocks {
             let label = self.label();
             line!(
@@ -893,6 +1025,20 @@ selp.f32 %v3, %f3, %f1, %odd;",
         if self.variant.codes != 0 {
             (0..4).for_each(|i| line!(self, "mul.f32 %v{i}, %v{i}, %c{i};"));
         }
+        if self.variant.e4m3 {
+            // The row of x may be beyond the last one. A weight's scale counts in 2^-8 (`memory::pack::codes`).
+            line!(
+                self,
+                "setp.gt.s32 %p2, %left, {};
+mov.f32 %f4, 0f00000000;
+@%p2 ld.global.nc.f32 %f4, [%x_scales+{}];
+mul.f32 %f4, %f4, 0f{:08x};",
+                eight * 8,
+                eight * 32,
+                2f32.powi(-8).to_bits()
+            );
+            (0..4).for_each(|i| line!(self, "mul.f32 %v{i}, %v{i}, %f4;"));
+        }
         if self.variant.bias {
             (0..4).for_each(|i| line!(self, "add.f32 %v{i}, %v{i}, %b{i};"));
         }
@@ -939,7 +1085,7 @@ div.full.f32 %v{to}, %f4, %f5;",
 
     /// Stores rows of floats: four of a row of W each, or two gated ones.
     fn store_rows(&mut self, block: u32) {
-        let WgmmaVariant { tile, epilogue, experts, .. } = self.variant;
+        let WgmmaVariant { tile, epilogue, experts, e4m3, .. } = self.variant;
         if experts {
             self.store_choices(block);
             return;
@@ -961,9 +1107,9 @@ shl.b64 %l0, %l0, 2;
 add.u64 %at, %y, %l0;
 mul.wide.u32 %pitch, %y_stride, 32;"
         );
-        // A residual's loads are issued for some rows before the first of them is needed; two sets of sums leave fewer
-        // registers for them.
-        let ahead = 4 / tile.blocks.min(2);
+        // A residual's loads are issued for some rows before the first of them is needed; two sets of sums, or sums in
+        // flight, leave fewer registers for them.
+        let ahead = if e4m3 { 2 } else { 4 / tile.blocks.min(2) };
         for first in (0..tile.tokens / 8).step_by(ahead as usize) {
             let eights = first..(first + ahead).min(tile.tokens / 8);
             if epilogue == 1 {

@@ -7,9 +7,9 @@ use crate::config::KvFormat;
 use crate::device::{Adapter, Capabilities, Component, Device, MatrixShape, Program, ProgramDesc};
 use crate::gpu::error::StartError;
 use crate::gpu::timing::time_regions;
-use crate::kernels::attention::cache::{CachePages, Half, TokenPlace};
-use crate::kernels::attention::flash::{self, FlashShape, FlashWay};
-use crate::kernels::attention::{Heads, PAGE_TOKENS, Scores};
+use crate::kernels::attention::flash::{FlashShape, FlashWay};
+use crate::kernels::attention::probe::{self, AttentionProbe};
+use crate::kernels::attention::{Heads, Scores};
 use crate::kernels::gemm::fragment_layout::{self, FOUND};
 use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, MatrixUnits, Scratch, block_rows};
 use crate::kernels::gemm::skinny::Matrices;
@@ -18,7 +18,6 @@ use crate::kernels::host_memory::HostMemory;
 use crate::kernels::interpreter;
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::region::{Pipelines, Region};
-use crate::kernels::shaders::FlashArgs;
 use crate::memory::pack::Format;
 use crate::memory::{Arena, BufferTable, Place};
 use crate::telemetry::with_causes;
@@ -199,7 +198,10 @@ fn attention_is_right(
     let all: Vec<_> = [64, 128, 256].into_iter().filter_map(|dim| shape(heads(dim, KvFormat::F16))).collect();
     let codes = all.last().and_then(|(largest, _)| shape(heads(largest.dim, KvFormat::Int8)));
     for (heads, shape) in all.into_iter().chain(codes) {
-        if !attends(device, arena, cache, heads, shape)? {
+        // Few rows, whose heads are two tiles, and tokens for two workgroups a tile: the reference takes time.
+        let AttentionProbe { recording, memory, results } = probe::probe(heads, (260, 5), FlashWay::Loads(shape), 2);
+        // The allowed difference of averages of values from -1 to 1: rounding changes them by about 1e-3.
+        if !agrees(device, arena, cache, &recording, memory, (probe::RESULTS, results), 1e-2)? {
             return Ok(false);
         }
     }
@@ -246,67 +248,6 @@ fn multiplies(
         memory.set_f16(product.weight.range, i, (i.wrapping_mul(2_246_822_519) >> 16 & 0xff) as f32 / 1024.0 - 0.125);
     }
     agrees(device, arena, cache, &recording, memory, ("y", product.y.range), LIMIT)
-}
-
-/// Computes the attention of a prompt's rows, behind tokens that are cached already, on matrices of which only the shape is
-/// known, and compares with the reference.
-fn attends(
-    device: &Arc<Device>,
-    arena: &Arena,
-    cache: Option<&Path>,
-    heads: Heads,
-    shape: FlashShape,
-) -> Result<bool, StartError> {
-    /// The allowed difference of averages of values from -1 to 1: rounding changes them by about 1e-3.
-    const LIMIT: f32 = 1e-2;
-    // Few rows, whose heads are two tiles, and tokens for two workgroups a tile: the reference takes time.
-    let (start, rows) = (260u32, 5u32);
-    let pages = (start + rows).div_ceil(PAGE_TOKENS);
-    let (stride, width) = ((heads.q + 2 * heads.kv) * heads.dim, heads.q * heads.dim);
-    let mut recording = Recording::new("attention");
-    let r = &mut recording;
-    let none = r.buffer("none", 16);
-    let args = FlashArgs {
-        qkv: r.buffer("qkv", u64::from(rows * stride) * 4),
-        chunk: r.buffer("chunk", 32),
-        pages: r.buffer("pages", u64::from(pages) * 4),
-        k: r.buffer("k", u64::from(pages) * heads.page_bytes()),
-        v: r.buffer("v", u64::from(pages) * heads.page_bytes()),
-        o: r.buffer("o", u64::from(rows * width) * 4),
-        partials: r.buffer("partials", flash::partials_bytes(heads)),
-        counters: r.buffer("counters", flash::counters_bytes(heads)),
-        sinks: none,
-        stride,
-        output_stride: width,
-        max_pages: pages,
-        parts: 0,
-    };
-    r.call(flash::flash("attention".to_owned(), heads, (rows, 1, 2), FlashWay::Loads(shape), args));
-    let mut memory = HostMemory::new(r);
-    // Pseudo-random values between -1 and 1; scores between about -3 and 3.
-    let value = |i: u32, factor: u32| (i.wrapping_mul(factor) >> 16 & 0xff) as f32 / 128.0 - 1.0;
-    for i in 0..rows * stride {
-        memory.set_f32(args.qkv, i, 3.0 * value(i, 2_654_435_761));
-    }
-    let cache_of = CachePages { format: heads.kv_format, kv_heads: heads.kv, dim: heads.dim };
-    for (range, half, factor) in [(args.k, Half::Keys, 2_246_822_519), (args.v, Half::Values, 3_266_489_917)] {
-        for at in 0..pages * PAGE_TOKENS * heads.kv {
-            let place = TokenPlace {
-                page: at / heads.kv / PAGE_TOKENS,
-                head: at % heads.kv,
-                token: at / heads.kv % PAGE_TOKENS,
-            };
-            let all: Vec<f64> = (0..heads.dim).map(|i| f64::from(value(at * heads.dim + i, factor))).collect();
-            cache_of.set_head(&mut memory, range, half, place, &all);
-        }
-    }
-    for (i, word) in (0..).zip([1, 0, rows, 0, 0, start, 0, 0]) {
-        memory.set_u32(args.chunk, i, word);
-    }
-    for page in 0..pages {
-        memory.set_u32(args.pages, page, pages - 1 - page);
-    }
-    agrees(device, arena, cache, &recording, memory, ("o", args.o), LIMIT)
 }
 
 /// Runs a recording on a device and in plain Rust, and returns whether the floats of its result, a buffer, differ by no more

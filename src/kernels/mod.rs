@@ -15,6 +15,8 @@ pub mod host_memory;
 pub mod interpreter;
 pub mod layout;
 pub mod moe;
+pub mod programs;
+pub mod ptx;
 pub mod recording;
 pub mod region;
 pub mod sampling;
@@ -120,6 +122,7 @@ pub fn reference(kernel: &str) -> Reference {
         "panel" => gemm::panel::reference_panel,
         "tiled" => gemm::tiled::reference_tiled,
         "wgmma" => gemm::wgmma::reference_wgmma,
+        "flash_wgmma" => attention::flash::reference_flash,
         "take_last" => gemm::reference_take_last,
         "all_reduce" => exchange::reference_all_reduce,
         "add_branch" => stream::reference_add_branch,

@@ -2,7 +2,7 @@
 //! submitted unchanged. Not here: when it is submitted, and what it computes.
 
 use super::barriers;
-use super::gemm::wgmma;
+use super::programs;
 use super::recording::{Arg, BufferId, Call, Op, Range, Recording};
 use super::shaders::{self, SHADER_SET};
 use crate::device::{
@@ -157,9 +157,9 @@ impl Pipelines {
             let shader = shaders::find(kernel);
             let module = match shader.is_ptx() {
                 true => {
-                    let variant = wgmma::variant_of(&constants);
-                    let shared_bytes = Some(variant.shared_bytes());
-                    Module { capabilities: BTreeSet::new(), group: [variant.tile.threads(), 1, 1], shared_bytes }
+                    let (threads, shared_bytes) = programs::workgroup(kernel, &constants);
+                    let shared_bytes = Some(shared_bytes);
+                    Module { capabilities: BTreeSet::new(), group: [threads, 1, 1], shared_bytes }
                 }
                 false => Module::read(&shader.words(), &constants),
             };
@@ -252,13 +252,13 @@ fn keys(recordings: &[&Recording]) -> impl Iterator<Item = Key> {
 fn build_one(device: &Device, cache: &PipelineCache, (kernel, constants): &Key) -> Result<Kernel, DeviceError> {
     let shader = shaders::find(kernel);
     if shader.is_ptx() {
-        let variant = wgmma::variant_of(constants);
+        let program = programs::program(kernel, constants);
         let desc = ProgramDesc {
             name: kernel,
-            text: &wgmma::text::text(&variant),
-            entry: wgmma::text::ENTRY,
-            threads: variant.tile.threads(),
-            shared_bytes: variant.shared_bytes(),
+            text: &program.text,
+            entry: program.entry,
+            threads: program.threads,
+            shared_bytes: program.shared_bytes,
             args_bytes: shader.push_bytes,
         };
         return Program::new(device, &desc).map(Kernel::Program);

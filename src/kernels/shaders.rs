@@ -99,6 +99,44 @@ pub static WGMMA: Shader = Shader {
     matrices: false,
 };
 
+/// The interface of `flash_wgmma`, whose program is a text in PTX (`super::attention::flash_wgmma`): that of `flash`, whose
+/// partial results it does not need.
+pub static FLASH_WGMMA: Shader = Shader {
+    name: "flash_wgmma",
+    source: "src/kernels/attention/flash_wgmma.rs",
+    spirv: &[],
+    push_bytes: 88,
+    fields: &[
+        address("qkv", 0),
+        address("chunk", 8),
+        address("pages", 16),
+        address("k", 24),
+        address("v", 32),
+        address("o", 40),
+        address("partials", 48),
+        address("counters", 56),
+        address("sinks", 64),
+        value("stride", 72),
+        value("output_stride", 76),
+        value("max_pages", 80),
+        value("parts", 84),
+    ],
+    constants: &[
+        (0, "threads"),
+        (1, "d"),
+        (2, "g"),
+        (3, "kv_heads"),
+        (4, "lanes"),
+        (5, "splits"),
+        (6, "gated"),
+        (7, "scale"),
+        (8, "window"),
+        (9, "soft_cap"),
+        (10, "sinks"),
+    ],
+    matrices: false,
+};
+
 const fn address(name: &'static str, offset: u32) -> ArgField {
     ArgField { name, offset, bytes: 8 }
 }
@@ -115,6 +153,7 @@ pub fn find(name: &str) -> &'static Shader {
     match SHADERS.binary_search_by(|s| s.name.cmp(name)) {
         Ok(index) => &SHADERS[index],
         Err(_) if name == WGMMA.name => &WGMMA,
+        Err(_) if name == FLASH_WGMMA.name => &FLASH_WGMMA,
         Err(_) => panic!("no shader is called \"{name}\""),
     }
 }

@@ -370,18 +370,23 @@ impl Cases {
         Recording { ops, ..self.recording.clone() }
     }
 
+    /// Compares the memory after some of the cases with `reference`. `what` names both in messages.
+    pub fn compare(&self, recording: &Recording, reference: &HostMemory, found: &HostMemory, what: &str) {
+        let before = self.before();
+        let expect = |name: &str| self.expects.get(name).copied().unwrap_or(Expect::Exact);
+        let changes = [found, reference].map(|after| Change { before: &before, after });
+        let worst = compare(recording, what, changes[0], changes[1], &expect);
+        let (ran, all) = (recording.ops.len(), self.recording.ops.len());
+        println!("{what}: {ran} of {all} calls, largest difference {worst:?} of what is allowed");
+    }
+
     /// Runs the recording on a device and compares its memory with `reference`. SwiftShader, whose compiler takes most of
     /// the time of these tests, runs those of [`Cases::fewer`] beside lavapipe, unless `OSTINATO_TEST_EVERY_CASE` is set.
     pub fn check(&self, bench: &Bench, reference: &HostMemory) {
         let before = self.before();
-        let expect = |name: &str| self.expects.get(name).copied().unwrap_or(Expect::Exact);
         let what = format!("{} on {:?}", self.recording.name, bench.driver);
-        let all = self.recording.ops.len();
         let run = |recording: &Recording, reference: &HostMemory| {
-            let device = bench.run(recording, &before);
-            let changes = [&device, reference].map(|after| Change { before: &before, after });
-            let worst = compare(recording, &what, changes[0], changes[1], &expect);
-            println!("{what}: {} of {all} calls, largest difference {worst:?} of what is allowed", recording.ops.len());
+            self.compare(recording, reference, &bench.run(recording, &before), &what);
         };
         let beside_lavapipe = bench.driver == Driver::SwiftShader && Driver::all().contains(&Driver::Lavapipe);
         if beside_lavapipe && !every_case() {

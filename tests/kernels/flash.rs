@@ -13,9 +13,11 @@
 //! of 3e-3 is more than seven times that. A token that is missed or seen too early changes the outputs of rows in which
 //! it has a large weight, as one of every few dozen tokens does, by 1e-2 and more.
 
+use crate::assembler::Assembler;
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor};
 use crate::pages::{Pages, round_head};
+use crate::ptx;
 use crate::scores::{first_visible, scored, sink_of, variants};
 use ostinato::config::KvFormat;
 use ostinato::device::{Component, MatrixShape};
@@ -25,7 +27,8 @@ use ostinato::kernels::embed::{ChunkLayout, PromptRows};
 use ostinato::kernels::gemm::matmul::MatrixUnits;
 use ostinato::kernels::gemm::skinny::Matrices;
 use ostinato::kernels::host_memory::HostMemory;
-use ostinato::kernels::recording::Range;
+use ostinato::kernels::programs;
+use ostinato::kernels::recording::{Op, Range};
 use ostinato::kernels::shaders::FlashArgs;
 
 /// Tolerance, explained at the top of the file.
@@ -436,6 +439,102 @@ fn chunks_of_a_large_model_on_a_gpu() {
             }
         }
     }
+}
+
+/// Steps for `flash_wgmma`: heads of each size, prompts beside each other, several blocks of tokens, variants of scores.
+fn wgmma_steps() -> Vec<Vec<Chunk>> {
+    let mut random = Random(39);
+    let mut steps = Vec::new();
+    let windows = variants().into_iter().filter(|scores| scores.soft_cap.is_none());
+    let scores: Vec<Scores> = [Scores::default()].into_iter().chain(windows).collect();
+    let sizes = [(1, 2, 64), (4, 1, 128), (3, 2, 256), (5, 1, 64), (64, 1, 128), (2, 1, 256)];
+    let shapes: [&[(u32, u32)]; 4] =
+        [&[(0, 70), (3, 16), (0, 1)], &[(300, 33)], &[(0, 150)], &[(120, 9), (128, 130), (0, 5)]];
+    for (index, (group, kv, dim)) in sizes.into_iter().enumerate() {
+        for (shape, scores) in [
+            (shapes[index % 4], scores[index % scores.len()]),
+            (shapes[(index + 1) % 4], scores[(index + 1) % scores.len()]),
+        ] {
+            let heads = Heads { scores, ..heads(group, kv, dim) };
+            let chunk = |&(start, length): &(u32, u32)| Chunk::new(&mut random, heads, start, length, length + 1);
+            steps.push(shape.iter().map(chunk).collect());
+        }
+    }
+    steps
+}
+
+/// Returns the cases of [`wgmma_steps`].
+fn wgmma_cases() -> Cases {
+    let mut cases = Cases::new("flash_wgmma");
+    for (index, chunks) in wgmma_steps().into_iter().enumerate() {
+        let parts: Vec<String> = chunks.iter().map(|chunk| format!("{}+{}", chunk.start, chunk.length)).collect();
+        cases.case(format!("{index}.{:?}.{}", chunks[0].heads, parts.join(",")));
+        call(&chunks, 1, ROUNDED, &mut cases, FlashWay::Wgmma);
+    }
+    cases
+}
+
+#[test]
+fn wgmma_matches_its_reference_on_a_simulated_processor() {
+    let cases = wgmma_cases();
+    let reference = cases.reference();
+    let mut memory = cases.before();
+    for op in &cases.recording.ops {
+        let Op::Call(call) = op else { panic!("{op:?} is no call") };
+        memory = ptx::simulate(call, &memory, str::to_owned);
+    }
+    cases.compare(&cases.recording, &reference, &memory, "the simulated processor");
+}
+
+/// Goal: the simulation notices what is read or overwritten too early. Method: programs that wait less than they must.
+#[test]
+fn the_simulated_processor_notices_a_missing_wait_of_wgmma() {
+    let mut random = Random(40);
+    let chunk = Chunk::new(&mut random, heads(2, 1, 64), 300, 40, 41);
+    let mut cases = Cases::new("flash_wgmma");
+    cases.case("wait".to_owned());
+    call(&[chunk], 1, ROUNDED, &mut cases, FlashWay::Wgmma);
+    let Op::Call(call) = &cases.recording.ops[0] else { panic!("a call") };
+    let reference = cases.reference();
+    for (right, wrong) in [
+        // Scores are read before they are complete.
+        ("wgmma.wait_group.sync.aligned 1;", "wgmma.wait_group.sync.aligned 2;"),
+        // Weights are replaced before they are multiplied.
+        ("wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;"),
+        // A place is full before its copies are complete.
+        ("cp.async.wait_group 1;", "cp.async.wait_group 2;"),
+        // The descriptor is that of the dimensions before.
+        ("add.u64 %l1, %l0, 256;", "add.u64 %l1, %l0, 0;"),
+    ] {
+        let change = |text: &str| {
+            assert!(text.contains(right), "the text has no {right}");
+            text.replace(right, wrong)
+        };
+        let run = std::panic::AssertUnwindSafe(|| {
+            cases.compare(&cases.recording, &reference, &ptx::simulate(call, &cases.before(), change), wrong);
+        });
+        assert!(std::panic::catch_unwind(run).is_err(), "{wrong} is not noticed");
+    }
+}
+
+#[test]
+fn programs_of_wgmma_are_assembled_without_spilling() {
+    let assembler = Assembler::new();
+    for op in &wgmma_cases().recording.ops {
+        let Op::Call(call) = op else { panic!("{op:?} is no call") };
+        let program = programs::program(call.kernel, &call.constants);
+        assembler.require(&format!("{:?}", call.constants), &program.text);
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU of compute capability 9.0 (OSTINATO_TEST_GPU)"]
+fn wgmma_matches_its_reference() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::Gpu);
+    bench.device.takes_ptx().expect("programs in PTX");
+    let cases = wgmma_cases();
+    cases.check(&bench, &cases.reference());
 }
 
 #[test]

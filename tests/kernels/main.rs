@@ -7,6 +7,7 @@ mod harness;
 #[path = "../python/mod.rs"]
 mod python;
 
+mod assembler;
 mod codes;
 mod delta;
 mod draft;

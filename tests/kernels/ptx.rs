@@ -1,9 +1,14 @@
-//! A simulated processor for programs in PTX: the instructions that `wgmma` consists of, for tests without a GPU. What is
-//! asynchronous on the device happens as late as its rules allow: a bulk copy when no warp can go on without it, and a
-//! group of products when it is waited for. A program that reads or overwrites something too early then computes
+//! A simulated processor for programs in PTX: the instructions that `wgmma` and `flash_wgmma` consist of, for tests without a
+//! GPU. What is asynchronous on the device happens as late as its rules allow: a bulk copy when no warp can go on without it,
+//! and a group of products or of other copies when it is waited for. A program that reads or overwrites something too early then computes
 //! something else. Not here: instructions that no program uses; they end the test.
 
 use half::{bf16, f16};
+use ostinato::kernels::host_memory::HostMemory;
+use ostinato::kernels::programs;
+use ostinato::kernels::ptx::PtxProgram;
+use ostinato::kernels::recording::{Arg, Call};
+use ostinato::kernels::shaders::find;
 use ostinato::quant::number::Number;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 
@@ -50,11 +55,24 @@ struct Warp {
     /// Products, of the groups that are committed and of the one that is not.
     groups: VecDeque<Vec<Product>>,
     open: Vec<Product>,
+    /// Copies of 16 bytes, likewise: destination, source and the number of bytes that are not zero.
+    copy_groups: VecDeque<Vec<[u64; 3]>>,
+    open_copies: Vec<[u64; 3]>,
     done: bool,
 }
 
-/// A product that has not happened yet: its instruction, its descriptor, and whether it adds to the sums.
-type Product = (usize, u64, bool);
+/// A product that has not happened yet.
+#[derive(Clone, Copy)]
+struct Product {
+    /// The instruction.
+    at: usize,
+    /// The descriptor of A, if A is not in registers.
+    a: Option<u64>,
+    /// The descriptor of B.
+    b: u64,
+    /// Whether it adds to the sums.
+    adds: bool,
+}
 
 #[derive(Debug)]
 struct Barrier {
@@ -78,19 +96,41 @@ impl Barrier {
 type Copy = [u64; 4];
 
 /// The memory of the device: the address of each buffer, and its bytes.
-pub type Memory = Vec<(u64, Vec<u8>)>;
+type Memory = Vec<(u64, Vec<u8>)>;
 
 /// A launch of a program.
-pub struct Launch<'a> {
-    pub text: &'a str,
-    pub groups: u32,
-    pub threads: u32,
-    pub shared_bytes: u32,
-    pub args: &'a [u8],
+struct Launch<'a> {
+    text: &'a str,
+    groups: u32,
+    threads: u32,
+    shared_bytes: u32,
+    args: &'a [u8],
+}
+
+/// Carries out a call, whose program's text `change` may change. Returns the memory after it.
+pub fn simulate(call: &Call, memory: &HostMemory, change: impl Fn(&str) -> String) -> HostMemory {
+    let base = |buffer: usize| (buffer as u64 + 1) << 32;
+    let shader = find(call.kernel);
+    let mut args = vec![0; shader.push_bytes as usize];
+    for (arg, field) in call.args.iter().zip(shader.fields) {
+        let bytes = match arg {
+            Arg::Buffer(range, _) => (base(range.buffer.0 as usize) + range.offset).to_le_bytes().to_vec(),
+            other => other.u32().to_le_bytes().to_vec(),
+        };
+        args[field.offset as usize..][..bytes.len()].copy_from_slice(&bytes);
+    }
+    let contents = memory.buffers.iter().map(|words| bytemuck::cast_slice(words).to_vec());
+    let mut memory: Memory = contents.enumerate().map(|(buffer, bytes)| (base(buffer), bytes)).collect();
+    let program = programs::program(call.kernel, &call.constants);
+    let [groups, 1, 1] = call.groups else { panic!("{:?} workgroups", call.groups) };
+    let PtxProgram { threads, shared_bytes, .. } = program;
+    launch(&Launch { text: &change(&program.text), groups, threads, shared_bytes, args: &args }, &mut memory);
+    let words = |bytes: &[u8]| bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+    HostMemory { buffers: memory.iter().map(|(_, bytes)| words(bytes)).collect() }
 }
 
 /// Carries out a launch, one workgroup after the other.
-pub fn launch(launch: &Launch<'_>, memory: &mut Memory) {
+fn launch(launch: &Launch<'_>, memory: &mut Memory) {
     let program = Program::read(launch.text);
     for group in 0..launch.groups {
         let mut processor = Processor {
@@ -203,6 +243,8 @@ impl Processor<'_> {
             barrier: None,
             groups: VecDeque::new(),
             open: Vec::new(),
+            copy_groups: VecDeque::new(),
+            open_copies: Vec::new(),
             done: false,
         };
         let mut warps: Vec<Warp> = (0..self.launch.threads / LANES as u32).map(warp).collect();
@@ -273,6 +315,10 @@ impl Processor<'_> {
             "ret" => {
                 warp.done = true;
                 assert!(warp.groups.iter().all(Vec::is_empty), "products are on their way at the end");
+                assert!(
+                    warp.copy_groups.is_empty() && warp.open_copies.is_empty(),
+                    "copies are on their way at the end"
+                );
                 return true;
             }
             "bar.sync" => {
@@ -392,6 +438,31 @@ impl Processor<'_> {
                     barrier.check();
                 }
             }
+            ("cp", ["async", "cg", ..]) => {
+                let [to, from] = [0, 1].map(|i| self.address(warp, &operands[i]));
+                let used = operands.get(3).map_or([16; LANES], |_| of(3));
+                for lane in lanes() {
+                    assert!([to[lane], from[lane]].iter().all(|n| n.is_multiple_of(16)), "{name}");
+                    warp.open_copies.push([to[lane], from[lane], used[lane]]);
+                }
+            }
+            ("cp", ["async", "commit_group"]) => {
+                let group = std::mem::take(&mut warp.open_copies);
+                warp.copy_groups.push_back(group);
+            }
+            ("cp", ["async", "wait_group"]) => {
+                let left = of(0)[0] as usize;
+                while warp.copy_groups.len() > left {
+                    for [to, from, used] in warp.copy_groups.pop_front().expect("a group") {
+                        let mut content = vec![0; 16];
+                        // What is not copied is not read.
+                        if used > 0 {
+                            content[..used as usize].copy_from_slice(self.global(from, used as usize));
+                        }
+                        self.shared[to as usize..to as usize + 16].copy_from_slice(&content);
+                    }
+                }
+            }
             ("cp", ["async", "bulk", ..]) => {
                 let [to, from, barrier] = [0, 1, 3].map(|i| self.address(warp, &operands[i]));
                 let bytes = of(2);
@@ -403,8 +474,8 @@ impl Processor<'_> {
             }
             ("wgmma", ["mma_async", ..]) => {
                 assert_eq!(mask, [true; LANES], "a product of some lanes");
-                let (descriptor, adds) = (of(2)[0], of(3)[0] != 0);
-                warp.open.push((warp.at, descriptor, adds));
+                let a = matches!(operands[1], Operand::Register(_)).then(|| of(1)[0]);
+                warp.open.push(Product { at: warp.at, a, b: of(2)[0], adds: of(3)[0] != 0 });
             }
             ("wgmma", ["commit_group", ..]) => {
                 let group = std::mem::take(&mut warp.open);
@@ -447,16 +518,18 @@ impl Processor<'_> {
             ("setp", _) => {
                 let signed = |bits: u64| if kind == "s32" { i64::from(bits as u32 as i32) } else { bits as u32 as i64 };
                 let (a, b) = (of(1).map(signed), of(2).map(signed));
+                let too = if parts[2] == "and" { of(3) } else { [1; LANES] };
                 each(&|lane| {
-                    u64::from(match parts[1] {
-                        "eq" => a[lane] == b[lane],
-                        "ne" => a[lane] != b[lane],
-                        "le" => a[lane] <= b[lane],
-                        "ge" => a[lane] >= b[lane],
-                        "lt" => a[lane] < b[lane],
-                        "gt" => a[lane] > b[lane],
-                        other => panic!("setp.{other}"),
-                    })
+                    too[lane]
+                        & u64::from(match parts[1] {
+                            "eq" => a[lane] == b[lane],
+                            "ne" => a[lane] != b[lane],
+                            "le" => a[lane] <= b[lane],
+                            "ge" => a[lane] >= b[lane],
+                            "lt" => a[lane] < b[lane],
+                            "gt" => a[lane] > b[lane],
+                            other => panic!("setp.{other}"),
+                        })
                 })
             }
             ("cvt", "f16") => {
@@ -486,7 +559,14 @@ impl Processor<'_> {
                 })
             }
             ("cvt", "f32") => {
-                let half = |i: usize, lane: usize| u64::from(bf16::from_f32(float(i)[lane]).to_bits());
+                let half = |i: usize, lane: usize| {
+                    let value = float(i)[lane];
+                    u64::from(if parts.contains(&"f16x2") {
+                        f16::from_f32(value).to_bits()
+                    } else {
+                        bf16::from_f32(value).to_bits()
+                    })
+                };
                 each(&|lane| half(1, lane) << 16 | half(2, lane))
             }
             ("mov", "f32" | "b32" | "u32" | "u64") | ("cvt", "u32") => of(1),
@@ -494,6 +574,8 @@ impl Processor<'_> {
                 let (a, b) = (float(1), operands.get(2).map_or([0.0; LANES], |_| float(2)));
                 floats(&|lane| match operation {
                     "add" => a[lane] + b[lane],
+                    "sub" => a[lane] - b[lane],
+                    "rcp" => 1.0 / a[lane],
                     "mul" => a[lane] * b[lane],
                     "min" => a[lane].min(b[lane]),
                     "max" => a[lane].max(b[lane]),
@@ -516,6 +598,7 @@ impl Processor<'_> {
                         ("mad", "lo") => a.wrapping_mul(b).wrapping_add(c),
                         ("div", _) => a / b,
                         ("min", _) => a.min(b),
+                        ("max", _) => a.max(b),
                         ("and", _) => a & b,
                         ("or", _) => a | b,
                         ("xor", _) => a ^ b,
@@ -530,45 +613,92 @@ impl Processor<'_> {
         }
     }
 
-    /// Adds a warp's part of a product, 16 rows of A from registers by N columns of B from shared memory.
-    fn multiply(&mut self, warp: &mut Warp, (at, descriptor, adds): Product) {
-        let instruction = &self.program.code[at];
-        let [Operand::List(sums), Operand::List(a), ..] = &instruction.operands[..] else { panic!("{instruction:?}") };
+    /// Adds a warp's part of a product, 16 rows of A by N columns of B from shared memory.
+    fn multiply(&mut self, warp: &mut Warp, product: Product) {
+        let instruction = &self.program.code[product.at];
+        let Operand::List(sums) = &instruction.operands[0] else { panic!("{instruction:?}") };
         let n = sums.len() * 2;
-        let e4m3 = instruction.name.contains(&format!("m64n{n}k32.f32.e4m3.e4m3"));
-        assert!(e4m3 || instruction.name.contains(&format!("m64n{n}k16.f32.bf16.bf16")), "{instruction:?}");
-        // 128-byte swizzle, 1,024 bytes for 8 rows.
-        assert_eq!((descriptor >> 62, descriptor >> 32 & 0x3fff), (1, 64), "a descriptor of {descriptor:#x}");
-        let start = (descriptor & 0x3fff) << 4;
-        // A register and four bytes of a column hold two numbers in bfloat16, or four in e4m3; a product has eight such words.
-        let numbers = |word: u32| -> [f32; 4] {
-            let half = |bits: u32| bf16::from_bits(bits as u16).to_f32();
-            match e4m3 {
-                true => word.to_le_bytes().map(|code| Number::E4m3.table()[usize::from(code)]),
-                false => [half(word), half(word >> 16), 0.0, 0.0],
-            }
+        let kind = instruction.name.rsplit('.').next().expect("a kind");
+        let depth = if kind == "e4m3" { 32 } else { 16 };
+        let shape = format!("m64n{n}k{depth}.f32.{kind}.{kind}");
+        assert!(instruction.name.contains(&shape), "{instruction:?}");
+        let number = |bytes: &[u8]| match kind {
+            "e4m3" => Number::E4m3.table()[usize::from(bytes[0])],
+            "bf16" => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+            "f16" => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+            other => panic!("products of {other}"),
         };
-        let mut rows = [[[0f32; 4]; 8]; 16];
-        for lane in 0..LANES {
-            let (g, t) = (lane / 4, lane % 4);
-            for (register, (row, word)) in a.iter().zip([(g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4)]) {
-                rows[row][word] = numbers(warp.registers[*register][lane] as u32);
+        // The last operands say whether A in shared memory and B are transposed.
+        let flag = |back: usize| {
+            let at = instruction.operands.len() - back;
+            matches!(instruction.operands[at], Operand::Number(1)) && instruction.operands.len() > 6
+        };
+        let size = 32 / depth;
+        let mut rows = vec![vec![0f32; depth]; 16];
+        match (product.a, &instruction.operands[1]) {
+            (Some(a), _) => {
+                assert!(!flag(2), "a transposed A");
+                for (row, values) in rows.iter_mut().enumerate() {
+                    let at = warp.number as usize % 4 * 16 + row;
+                    for (k, value) in values.iter_mut().enumerate() {
+                        let place = place(a, false, at, k, size);
+                        *value = number(&self.shared[place..place + size]);
+                    }
+                }
             }
+            (None, Operand::List(a)) => {
+                for lane in 0..LANES {
+                    let (g, t) = (lane / 4, lane % 4);
+                    for (register, (row, word)) in a.iter().zip([(g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4)]) {
+                        let word_bytes = (warp.registers[*register][lane] as u32).to_le_bytes();
+                        for (i, bytes) in word_bytes.chunks_exact(size).enumerate() {
+                            rows[row][word * 4 / size + i] = number(bytes);
+                        }
+                    }
+                }
+            }
+            _ => panic!("{instruction:?}"),
         }
+        let transposed = flag(1);
         for col in 0..n {
-            let column: [[f32; 4]; 8] = std::array::from_fn(|word| {
-                let place = start + (col / 8 * 1024 + col % 8 * 128 + 4 * word) as u64;
-                let place = (place ^ (place >> 7 & 7) << 4) as usize;
-                numbers(u32::from_le_bytes(self.shared[place..place + 4].try_into().expect("four bytes")))
-            });
+            let column: Vec<f32> = (0..depth)
+                .map(|k| {
+                    let place = place(product.b, transposed, col, k, size);
+                    number(&self.shared[place..place + size])
+                })
+                .collect();
             for (row, values) in rows.iter().enumerate() {
-                let dot: f32 = values.as_flattened().iter().zip(column.as_flattened()).map(|(a, b)| a * b).sum();
+                let dot: f32 = values.iter().zip(&column).map(|(a, b)| a * b).sum();
                 let lane = row % 8 * 4 + col % 8 / 2;
                 let register = sums[col / 8 * 4 + row / 8 * 2 + col % 2];
-                let before = if adds { f32::from_bits(warp.registers[register][lane] as u32) } else { 0.0 };
+                let before = if product.adds { f32::from_bits(warp.registers[register][lane] as u32) } else { 0.0 };
                 warp.registers[register][lane] = (before + dot).to_bits().into();
             }
         }
+    }
+}
+
+/// Returns the place in shared memory of an operand's number in row (of A) or column (of B) `index` and at depth `k`, by the
+/// operand's descriptor. Transposed, rows or columns are contiguous, otherwise the depth.
+fn place(descriptor: u64, transposed: bool, index: usize, k: usize, size: usize) -> usize {
+    let field = |shift: u32| ((descriptor >> shift & 0x3fff) << 4) as usize;
+    let (start, leading, strided) = (field(0), field(16), field(32));
+    let eight = 16 / size;
+    match (descriptor >> 62, transposed) {
+        // 8 rows of 16 bytes are contiguous.
+        (0, false) => start + index / 8 * strided + index % 8 * 16 + k / eight * leading + k % eight * size,
+        // Rows of 128 bytes with the 128-byte swizzle; 8 rows are 1,024 bytes.
+        (1, false) => {
+            assert_eq!(strided, 1024, "a descriptor of {descriptor:#x}");
+            let at = start + index / 8 * strided + index % 8 * 128 + k * size;
+            at ^ (at >> 7 & 7) << 4
+        }
+        // 64 numbers of 8 depths, swizzled likewise.
+        (1, true) => {
+            let at = start + index / 64 * leading + index % 64 * size + k / 8 * strided + k % 8 * 128;
+            at ^ (at >> 7 & 7) << 4
+        }
+        _ => panic!("a descriptor of {descriptor:#x}"),
     }
 }
 

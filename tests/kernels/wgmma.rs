@@ -4,10 +4,10 @@
 //! (`OSTINATO_TEST_GPU`), with awkward shapes, with fewer workgroups than tiles, and with the number of rows in memory.
 //! The selected drivers run `pack_rows`.
 
+use crate::assembler::Assembler;
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random};
-use crate::ptx::{self, Launch, Memory};
-use crate::python::python;
+use crate::ptx;
 use ostinato::kernels::codes_word;
 use ostinato::kernels::gemm::Activations;
 use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, e4m3_scale_at, pack_rows, swizzled_index};
@@ -15,13 +15,10 @@ use ostinato::kernels::gemm::wgmma::probe::{WgmmaProbe, probe, sized};
 use ostinato::kernels::gemm::wgmma::{WgmmaTile, text, variant_of};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::interpreter;
-use ostinato::kernels::recording::{Arg, Op, Recording};
-use ostinato::kernels::shaders::find;
+use ostinato::kernels::recording::{Op, Recording};
 use ostinato::memory::pack::{Format, fragment_index};
 use ostinato::quant::number::Number;
 use ostinato::quant::{Codes, Minimum};
-use std::path::PathBuf;
-use std::process::Command;
 
 /// Every tile that `wgmma::choose` knows, and every other combination that can be configured, but for the stages.
 const TILES: [[u32; 4]; 20] = [
@@ -121,31 +118,14 @@ fn further() -> Vec<Vec<u32>> {
     all
 }
 
-/// Returns ptxas of the tests' Python packages.
-fn ptxas() -> PathBuf {
-    let find = "import nvidia.cuda_nvcc as m; print(m.__path__[0])";
-    let out = Command::new(python()).args(["-c", find]).output().expect("Python runs");
-    assert!(out.status.success(), "nvidia-cuda-nvcc-cu12: {}", String::from_utf8_lossy(&out.stderr));
-    PathBuf::from(String::from_utf8(out.stdout).expect("a path").trim()).join("bin/ptxas")
-}
-
 #[test]
 fn every_program_is_assembled_without_spilling() {
-    let ptxas = ptxas();
-    let folder = tempfile::tempdir().expect("a folder");
+    let assembler = Assembler::new();
     let plain = TILES.into_iter().flat_map(|tile| EPILOGUES.map(|epilogue| constants(tile, epilogue)));
     for constants in plain.chain(further()).chain(e4m3()) {
         let variant = variant_of(&constants);
         assert!(variant.is_possible(), "{variant:?}");
-        let path = folder.path().join("program.ptx");
-        std::fs::write(&path, text::text(&variant)).expect("a file");
-        let mut command = Command::new(&ptxas);
-        command.args(["-arch=sm_90a", "-v", "-o", "/dev/null"]).arg(&path);
-        let out = command.output().expect("ptxas runs");
-        let said = String::from_utf8_lossy(&out.stderr);
-        assert!(out.status.success(), "{variant:?}: {said}");
-        let whole = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads";
-        assert!(said.contains(whole) && !said.contains("serialized"), "{variant:?}: {said}");
+        assembler.require(&format!("{variant:?}"), &text::text(&variant));
     }
 }
 
@@ -162,12 +142,9 @@ fn every_possible_tile_is_tested() {
 
 #[test]
 fn the_assembler_refuses_a_wrong_program() {
-    let folder = tempfile::tempdir().expect("a folder");
     let right = text::text(&variant_of(&constants([1, 1, 64, 4], [0, 0, 0])));
-    let path = folder.path().join("program.ptx");
-    std::fs::write(&path, right.replace("m64n64k16", "m64n65k16")).expect("a file");
-    let out = Command::new(ptxas()).args(["-arch=sm_90a", "-o", "/dev/null"]).arg(&path).output().expect("ptxas runs");
-    assert!(!out.status.success());
+    let (done, said) = Assembler::new().assemble(&right.replace("m64n64k16", "m64n65k16"));
+    assert!(!done, "{said}");
 }
 
 /// Goal: the reference is the formula. Method: one product whose operands are unpacked here.
@@ -287,29 +264,7 @@ fn pack_rows_packs_numbers_in_e4m3_with_a_scale_for_each_row() {
 /// Runs a probe's program, whose text `change` may change, on the simulated processor.
 fn simulate(probe: &WgmmaProbe, change: impl Fn(&str) -> String) -> HostMemory {
     let Op::Call(call) = &probe.recording.ops[0] else { panic!("a probe is one call") };
-    let base = |buffer: usize| (buffer as u64 + 1) << 32;
-    let shader = find(call.kernel);
-    let mut args = vec![0; shader.push_bytes as usize];
-    for (arg, field) in call.args.iter().zip(shader.fields) {
-        let bytes = match arg {
-            Arg::Buffer(range, _) => (base(range.buffer.0 as usize) + range.offset).to_le_bytes().to_vec(),
-            other => other.u32().to_le_bytes().to_vec(),
-        };
-        args[field.offset as usize..][..bytes.len()].copy_from_slice(&bytes);
-    }
-    let contents = probe.memory.buffers.iter().map(|words| bytemuck::cast_slice(words).to_vec());
-    let mut memory: Memory = contents.enumerate().map(|(buffer, bytes)| (base(buffer), bytes)).collect();
-    let variant = variant_of(&call.constants);
-    let launch = Launch {
-        text: &change(&text::text(&variant)),
-        groups: call.groups[0],
-        threads: variant.tile.threads(),
-        shared_bytes: variant.shared_bytes(),
-        args: &args,
-    };
-    ptx::launch(&launch, &mut memory);
-    let words = |bytes: &[u8]| bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
-    HostMemory { buffers: memory.iter().map(|(_, bytes)| words(bytes)).collect() }
+    ptx::simulate(call, &probe.memory, change)
 }
 
 #[test]

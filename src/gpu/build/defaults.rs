@@ -144,6 +144,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         tiles: BTreeMap::new(),
         ptx: false,
         wgmma_rows: 64,
+        flash_wgmma: true,
         fp8_activations: false,
         wgmma_each: 16,
         wgmma: BTreeMap::new(),

@@ -1,15 +1,15 @@
-//! `flash` and `flash_matrix`, the prefill attention: causal attention of a prompt chunk's rows over keys and values of f16
+//! `flash`, `flash_matrix` and `flash_wgmma`, the prefill attention: causal attention of a prompt chunk's rows over keys and values of f16
 //! or of codes, after `append` has prepared them; the same result as `attention` without `fused`. Not here: decode steps
 //! (`flash_decode`) and f32 caches (`attention`).
 
 use crate::config::KvFormat;
 use crate::kernels::attention::cache::{CachePages, Half, TokenPlace, kv_format_of};
-use crate::kernels::attention::{Heads, PAGE_TOKENS, first_visible, gate, score};
+use crate::kernels::attention::{Heads, PAGE_TOKENS, first_visible, flash_wgmma, gate, score};
 use crate::kernels::gemm::matmul::MatrixUnits;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::recording::Call;
-use crate::kernels::shaders::{FlashArgs, FlashConstants, FlashMatrixConstants};
+use crate::kernels::shaders::{FLASH_WGMMA, FlashArgs, FlashConstants, FlashMatrixConstants};
 
 /// The number of invocations of a workgroup of `flash`. A tile has half as many (row, query head) pairs.
 const THREADS: u32 = 128;
@@ -30,6 +30,8 @@ pub enum FlashWay {
     Fragments(Matrices),
     /// `flash_matrix`: matrices of which only the shape is known.
     Loads(FlashShape),
+    /// `flash_wgmma`: the matrix units of NVIDIA's compute capability 9.0.
+    Wgmma,
 }
 
 /// The shape of a workgroup of `flash_matrix`.
@@ -145,6 +147,7 @@ impl FlashWay {
                     && (matrices == Matrices::Emulated || shared >= SHARED_BYTES)
             }
             FlashWay::Loads(shape) => shape.serves(heads) && shape.shared_bytes(heads) <= shared,
+            FlashWay::Wgmma => flash_wgmma::serves(heads),
         }
     }
 
@@ -153,6 +156,7 @@ impl FlashWay {
         match self {
             FlashWay::Fragments(_) => THREADS / 2,
             FlashWay::Loads(shape) => shape.pairs(),
+            FlashWay::Wgmma => flash_wgmma::PAIRS,
         }
     }
 
@@ -161,6 +165,7 @@ impl FlashWay {
         match self {
             FlashWay::Fragments(_) => THREADS,
             FlashWay::Loads(shape) => shape.threads(),
+            FlashWay::Wgmma => flash_wgmma::THREADS,
         }
     }
 
@@ -187,7 +192,8 @@ pub fn counters_bytes(heads: Heads) -> u64 {
 /// of workgroups that share a tile.
 ///
 /// # Panics
-/// If the way does not serve the heads, or rows are not aligned to 16 bytes.
+/// If the way does not serve the heads, or has several workgroups for a tile though it cannot, or rows are not aligned to 16
+/// bytes.
 pub fn flash(
     label: String,
     heads: Heads,
@@ -196,6 +202,7 @@ pub fn flash(
     args: FlashArgs,
 ) -> Call {
     assert!(way.serves(heads, u32::MAX), "{way:?} does not serve {heads:?}");
+    assert!(splits == 1 || way != FlashWay::Wgmma, "{splits} workgroups for a tile");
     assert!(
         args.stride.is_multiple_of(4) && args.output_stride.is_multiple_of(4),
         "rows of {} and {} floats are not aligned",
@@ -227,22 +234,24 @@ pub fn flash(
             let constants = shape.constants(constants).into_values();
             (if codes { "flash_matrix.int8" } else { "flash_matrix" }, constants)
         }
+        (FlashWay::Wgmma, _) => (FLASH_WGMMA.name, constants.into_values()),
     };
+    // Each prompt but one may add a tile that is not full.
+    let tiles = way.tiles(heads, rows) + prompts.min(rows) - 1;
     Call {
         kernel,
         label,
         constants,
-        // Both kernels have the same arguments.
+        // All kernels have the same arguments.
         args: FlashArgs { parts: PARTS, ..args }.into_args(),
-        // Each prompt but one may add a tile that is not full.
-        groups: [heads.kv, way.tiles(heads, rows) + prompts.min(rows) - 1, splits],
+        groups: if way == FlashWay::Wgmma { [heads.kv * tiles, 1, 1] } else { [heads.kv, tiles, splits] },
     }
 }
 
-/// The reference of both kernels, which computes in f64 and rounds nothing but the result.
+/// The reference of all these kernels, which computes in f64 and rounds nothing but the result.
 pub(crate) fn reference_flash(call: &Call, memory: &mut HostMemory) {
     let a = FlashArgs::from_args(&call.args);
-    // The first constants of both kernels are the same.
+    // The first constants of all kernels are the same.
     let c = FlashConstants::from_values(&call.constants);
     let cache = CachePages { format: kv_format_of(call.kernel), kv_heads: c.kv_heads, dim: c.d };
     let d = c.d as usize;

@@ -4,7 +4,9 @@
 pub mod cache;
 pub mod flash;
 pub mod flash_decode;
+pub mod flash_wgmma;
 pub mod latent;
+pub mod probe;
 
 use crate::config::KvFormat;
 use crate::kernels::host_memory::HostMemory;

@@ -5,7 +5,7 @@
 use super::{Block, Decoder, Mixed, Step, StepShape};
 use crate::kernels::attention::flash::{self, FlashShape, FlashWay};
 use crate::kernels::attention::flash_decode::{self, FlashDecodeShape, Split};
-use crate::kernels::attention::{self, AttentionShape, Heads, Scores};
+use crate::kernels::attention::{self, AttentionShape, Heads, Scores, flash_wgmma};
 use crate::kernels::gemm::matmul::Arithmetic;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::Packed;
@@ -161,6 +161,16 @@ impl Decoder<'_> {
         way.filter(|way| way.serves(heads, shared))
     }
 
+    /// Whether the attention of a prompt step's rows uses `flash_wgmma`: if its tiles, each of which has one workgroup, keep most
+    /// processors busy.
+    fn flashes_by_wgmma(&self, heads: Heads, rows: u32) -> bool {
+        let workgroups = FlashWay::Wgmma.tiles(heads, rows) * heads.kv;
+        self.tuning.ptx
+            && self.tuning.flash_wgmma
+            && flash_wgmma::serves(heads)
+            && 4 * workgroups >= 3 * self.tuning.processors
+    }
+
     /// Returns the number of threads of a `flash_decode` workgroup.
     pub(super) fn flash_threads(&self, heads: Heads, rows: u32, matrices: Matrices) -> u32 {
         let many = rows * heads.kv * flash_decode::parts(heads) > self.tuning.processors;
@@ -230,6 +240,7 @@ impl Decoder<'_> {
             r.call(attention::append(block.name("append"), heads, shape.rows(), block.owns_cache, args));
         }
         if let Some(way) = self.flashes(heads).filter(|_| !decode) {
+            let way = if self.flashes_by_wgmma(heads, shape.rows()) { FlashWay::Wgmma } else { way };
             self.flash(r, shape, step, block, (k, v), way);
             return Mixed::Rows(step.attention);
         }
@@ -345,7 +356,7 @@ impl Decoder<'_> {
         // With few tiles and long contexts, one workgroup per tile would leave compute units idle.
         let tiles = way.tiles(heads, shape.rows()) * heads.kv;
         let splits = match way {
-            FlashWay::Fragments(Matrices::Emulated) => 1,
+            FlashWay::Fragments(Matrices::Emulated) | FlashWay::Wgmma => 1,
             _ => (2 * self.tuning.processors / tiles).clamp(1, MOST_PROMPT_SPLITS),
         };
         let args = FlashArgs {

@@ -81,6 +81,8 @@ pub struct Tuning {
     pub ptx: bool,
     /// The minimum number of rows for `wgmma`.
     pub wgmma_rows: u32,
+    /// Whether prompts' attention uses `flash_wgmma` where `ptx` allows and it serves the heads.
+    pub flash_wgmma: bool,
     /// Whether `wgmma` multiplies weights in e4m3 with rows that are rounded to e4m3, where it can.
     pub fp8_activations: bool,
     /// The minimum number of rows for each expert, on average, for `wgmma` with rows sorted by expert.
@@ -257,6 +259,10 @@ impl Tuning {
             }
             "gates" => {
                 self.gates = value != 0;
+                return true;
+            }
+            "flash_wgmma" => {
+                self.flash_wgmma = value != 0;
                 return true;
             }
             "flash_matrix" => {

@@ -47,12 +47,12 @@
 use crate::device::MOST_SHARED_BYTES;
 use crate::kernels::codes_of;
 use crate::kernels::moe::NOBODY;
+use crate::kernels::ptx::{PtxText, line, registers};
 use crate::kernels::shaders::WGMMA;
 use crate::memory::pack::codes::{BLOCK_HEADER, fragment_unit_bytes, unit_cols};
 use crate::quant::number::Number;
 use crate::quant::{Codes, Minimum};
 use half::f16;
-use std::fmt::Write as _;
 
 /// The size of a tile, and how its work is shared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -205,29 +205,19 @@ const ALIGNMENT: u32 = 1024;
 const STAGED_TOKENS: u32 = 64;
 /// The shared memory of a warpgroup for packed outputs: 32 of them for [`STAGED_TOKENS`] tokens.
 const STAGING_BYTES: u32 = STAGED_TOKENS * 64;
-/// The number of polls after which a wait is given up: at least a tenth of a second, as each takes more than ten cycles.
-const MOST_POLLS: u32 = 1 << 24;
 /// The upper bits of a descriptor of shared memory: rows of 128 bytes, swizzled, 8 rows in 1,024 bytes.
 const DESCRIPTOR: u64 = 1 << 62 | 64 << 32 | 1 << 16;
 
 /// Returns the text of a program.
 pub fn text(variant: &WgmmaVariant) -> String {
-    let mut program = Text { out: String::new(), variant: *variant, labels: 0 };
+    let mut program = Text { ptx: PtxText::default(), variant: *variant };
     program.write();
-    program.out
+    program.ptx.out
 }
 
 struct Text {
-    out: String,
+    ptx: PtxText,
     variant: WgmmaVariant,
-    labels: u32,
-}
-
-/// Appends a line of formatted text.
-macro_rules! line {
-    ($program:expr, $($format:tt)*) => {{
-        let _ = writeln!($program.out, $($format)*);
-    }};
 }
 
 impl Text {
@@ -343,29 +333,6 @@ setp.ge.u32 %p0, %warp, {};
         line!(self, "END:\nret;\n}}");
     }
 
-    /// Returns a label that no other has.
-    fn label(&mut self) -> u32 {
-        self.labels += 1;
-        self.labels
-    }
-
-    /// Waits for the phase with parity `phase` of the barrier at `at` to end.
-    fn wait(&mut self, at: &str, phase: &str) {
-        let label = self.label();
-        line!(
-            self,
-            "mov.u32 %polls, 0;
-POLL{label}:
-mbarrier.try_wait.parity.shared::cta.b64 %p0, [{at}], {phase};
-@%p0 bra POLLED{label};
-add.u32 %polls, %polls, 1;
-setp.lt.u32 %p0, %polls, {MOST_POLLS};
-@%p0 bra POLL{label};
-trap;
-POLLED{label}:"
-        );
-    }
-
     /// Goes on to the next stage.
     fn advance(&mut self) {
         let tile = self.variant.tile;
@@ -473,7 +440,7 @@ add.u32 %empty, %full, {empty};
 xor.b32 %r5, %phase, 1;",
             empty = tile.stages * 8,
         );
-        self.wait("%empty", "%r5");
+        self.ptx.wait("%empty", "%r5");
         // The last stage may have fewer columns of x.
         line!(
             self,
@@ -615,7 +582,7 @@ CONSUMER_STEP:
 .pragma \"nounroll\";
 add.u32 %full, %bars, %slot8;"
         );
-        self.wait("%full", "%phase");
+        self.ptx.wait("%full", "%phase");
         line!(
             self,
             "add.u32 %r1, %first, %slot;
@@ -641,7 +608,7 @@ cvt.f32.f16 %scale_v, %h1;",
                 );
             }
             line!(self, "wgmma.fence.sync.aligned;");
-            let sums: Vec<String> = (0..n / 2).map(|i| format!("%raw{i}")).collect();
+            let sums = registers("raw", 0..n / 2);
             for c in 0..4u32 {
                 let w = 4 * c;
                 line!(
@@ -649,7 +616,7 @@ cvt.f32.f16 %scale_v, %h1;",
                     "add.u64 %l1, %l0, {};
 wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{{}}}, {{%w{w}, %w{}, %w{}, %w{}}}, %l1, {}, 1, 1;",
                     part * n * 8 + c * 2,
-                    sums.join(", "),
+                    sums,
                     w + 1,
                     w + 2,
                     w + 3,
@@ -679,7 +646,7 @@ setp.lt.u32 %p0, %step, %steps;
         let tile = self.variant.tile;
         if part == 0 {
             line!(self, "add.u32 %full, %bars, %slot8;");
-            self.wait("%full", "%phase");
+            self.ptx.wait("%full", "%phase");
         }
         let weights = |block: u32, sixteen: u32| ((set * tile.blocks + block) * 4 + sixteen) * 4;
         match self.variant.format() {
@@ -720,12 +687,12 @@ add.u64 %l0, %l0, %descriptor;"
             for block in 0..tile.blocks {
                 let w = weights(block, sixteen);
                 let each = tile.tokens / 2;
-                let sums: Vec<String> = (block * each..(block + 1) * each).map(|i| format!("%sum{i}")).collect();
+                let sums = registers("sum", block * each..(block + 1) * each);
                 line!(
                     self,
                     "wgmma.mma_async.sync.aligned.m64n{}k16.f32.bf16.bf16 {{{}}}, {{%w{}, %w{}, %w{}, %w{}}}, %l{sixteen}, {}, 1, 1, 0;",
                     tile.tokens,
-                    sums.join(", "),
+                    sums,
                     w,
                     w + 1,
                     w + 2,
@@ -953,7 +920,7 @@ add.u64 %x_scales, %x, %l0;"
             );
         }
         for block in 0..tile.blocks {
-            let label = self.label();
+            let label = self.ptx.label();
             line!(
                 self,
                 "mad.lo.u32 %row, %weight_tile, {rows}, {at};

@@ -1,0 +1,67 @@
+//! What the generators of programs in PTX share: the parts of a program, and pieces of its text. Not here: the generators
+//! (`gemm::wgmma`, `attention::flash_wgmma`), which program a call has (`programs`), and how a device compiles and launches
+//! one (`device::ptx`).
+
+/// The number of polls after which a wait is given up: at least a tenth of a second, as each takes more than ten cycles.
+const MOST_POLLS: u32 = 1 << 24;
+
+/// A program for the constants of a call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PtxProgram {
+    /// The text.
+    pub text: String,
+    /// The name of the entry.
+    pub entry: &'static str,
+    /// The number of threads of a workgroup.
+    pub threads: u32,
+    /// The shared memory of a workgroup in bytes.
+    pub shared_bytes: u32,
+}
+
+/// The text of a program while it is written.
+#[derive(Debug, Default)]
+pub struct PtxText {
+    /// The text so far.
+    pub out: String,
+    labels: u32,
+}
+
+/// Appends a line of formatted text to the [`PtxText`] in `$program.ptx`.
+macro_rules! line {
+    ($program:expr, $($format:tt)*) => {{
+        use std::fmt::Write as _;
+        let _ = writeln!($program.ptx.out, $($format)*);
+    }};
+}
+pub(crate) use line;
+
+impl PtxText {
+    /// Returns a label that no other has.
+    pub fn label(&mut self) -> u32 {
+        self.labels += 1;
+        self.labels
+    }
+
+    /// Waits for the phase with parity `phase` of the barrier at `at` to end. The registers %polls and %p0 change. A wait that
+    /// is given up ends the program with a trap, which loses the device.
+    pub fn wait(&mut self, at: &str, phase: &str) {
+        let label = self.label();
+        self.out += &format!(
+            "mov.u32 %polls, 0;
+POLL{label}:
+mbarrier.try_wait.parity.shared::cta.b64 %p0, [{at}], {phase};
+@%p0 bra POLLED{label};
+add.u32 %polls, %polls, 1;
+setp.lt.u32 %p0, %polls, {MOST_POLLS};
+@%p0 bra POLL{label};
+trap;
+POLLED{label}:
+"
+        );
+    }
+}
+
+/// Returns the names of consecutive registers, separated by commas.
+pub fn registers(name: &str, range: std::ops::Range<u32>) -> String {
+    range.map(|i| format!("%{name}{i}")).collect::<Vec<String>>().join(", ")
+}

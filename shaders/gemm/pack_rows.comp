@@ -87,9 +87,10 @@ int exponent_of(float largest) {
 float power_of_two(int exponent) { return uintBitsToFloat(uint(exponent + 127) << 23); }
 
 // Returns the code of the number of e4m3 that is nearest to v, of absolute values of at most 448; ties go to the even code.
+// What is infinite or no number has the code of no number.
 uint e4m3(float v) {
     uint bits = floatBitsToUint(v), size = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;
-    if (size > 0x7f800000u) return 0x7fu;
+    if (size >= 0x7f800000u) return 0x7fu;
     // Below 2^-6 codes are 2^-9 apart, as are f32 numbers from 2^14 on.
     if (size < 0x3c800000u) return sign | floatBitsToUint(uintBitsToFloat(size) + 16384.0) - floatBitsToUint(16384.0);
     size = min(size, floatBitsToUint(448.0));

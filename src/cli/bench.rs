@@ -326,6 +326,7 @@ fn print_stages(
         tries: args.tries.clone(),
     };
     let stages = stages(instance, adapter, checkpoint, &load, |tuning| {
+        tuning.fp8_activations = args.fp8_activations;
         for change in &args.tune {
             tuning.set(change);
         }

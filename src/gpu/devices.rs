@@ -355,6 +355,7 @@ impl Devices {
             cancelled: attempt.cancelled,
             row_major: AtomicBool::default(),
             no_ptx: AtomicBool::default(),
+            no_flash_wgmma: AtomicBool::default(),
             part: None,
         };
         let Some(split) = placement.split else {

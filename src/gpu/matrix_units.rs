@@ -199,7 +199,8 @@ fn attention_is_right(
     let codes = all.last().and_then(|(largest, _)| shape(heads(largest.dim, KvFormat::Int8)));
     for (heads, shape) in all.into_iter().chain(codes) {
         // Few rows, whose heads are two tiles, and tokens for two workgroups a tile: the reference takes time.
-        let AttentionProbe { recording, memory, results } = probe::probe(heads, (260, 5), FlashWay::Loads(shape), 2);
+        let AttentionProbe { recording, memory, results, .. } =
+            probe::probe(heads, (260, 5), FlashWay::Loads(shape), 2);
         // The allowed difference of averages of values from -1 to 1: rounding changes them by about 1e-3.
         if !agrees(device, arena, cache, &recording, memory, (probe::RESULTS, results), 1e-2)? {
             return Ok(false);

@@ -133,6 +133,7 @@ pub static FLASH_WGMMA: Shader = Shader {
         (8, "window"),
         (9, "soft_cap"),
         (10, "sinks"),
+        (11, "packed"),
     ],
     matrices: false,
 };

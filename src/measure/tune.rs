@@ -171,6 +171,7 @@ pub fn tune(
         cancelled: &wanted,
         row_major: AtomicBool::new(false),
         no_ptx: AtomicBool::new(false),
+        no_flash_wgmma: AtomicBool::new(false),
         part: None,
     };
     // The memory plan must allow for the largest number of splits that may be tried.

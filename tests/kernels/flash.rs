@@ -26,6 +26,7 @@ use ostinato::kernels::attention::{Heads, Scores};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows};
 use ostinato::kernels::gemm::matmul::MatrixUnits;
 use ostinato::kernels::gemm::skinny::Matrices;
+use ostinato::kernels::gemm::tiled::Packed;
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::programs;
 use ostinato::kernels::recording::{Op, Range};
@@ -92,6 +93,8 @@ struct Chunk {
     queries: Vec<f32>,
     /// `[row][q head][dim]`, read only if the heads are gated.
     gates: Vec<f32>,
+    /// Whether the prompt has a slot. The rows of one without are not in use.
+    slot: bool,
 }
 
 impl Chunk {
@@ -115,6 +118,7 @@ impl Chunk {
             // The range of the values makes some tokens weigh much more than others.
             queries: (0..length * heads.q * heads.dim).map(|_| random.float() * 3.0).collect(),
             gates: (0..length * heads.q * heads.dim).map(|_| random.float() * 3.0).collect(),
+            slot: true,
         }
     }
 
@@ -207,20 +211,29 @@ fn call(chunks: &[Chunk], splits: u32, limit: f32, cases: &mut Cases, way: Flash
             }
         }
         let tokens = &tokens[..chunk.length as usize];
+        let slot = if chunk.slot { slot } else { u32::MAX };
         prompts.push(PromptRows { slot, start: chunk.start, tokens, last: false, next: None, from: None, keeps: &[] });
         first_row += chunk.length;
         first_page += chunk.pages.len() as u32 + 2;
     }
     let most = chunks.len() as u32 + 1;
     let descriptor = descriptor(ChunkLayout { prompts: most, recurrent: false }, &prompts);
-    let output_stride = chunks[0].output_stride();
+    let packed = way == FlashWay::Wgmma { packed: true };
+    let (output_stride, words, expect) = match packed {
+        // Rounding to bfloat16 changes values of up to 2 by 2^-8.
+        true => (Packed::padded_rows(rows), Packed::bytes(rows, q * dim) / 4, Expect::Bfloats(limit + 2f32.powi(-8))),
+        false => {
+            let stride = chunks[0].output_stride();
+            (stride, u64::from(rows * stride), Expect::Floats(limit))
+        }
+    };
     let args = FlashArgs {
         qkv: cases.floats("qkv", &qkv),
         chunk: cases.words("chunk", &descriptor),
         pages: cases.words("pages", &table),
         k: cases.words("k", &k.words),
         v: cases.words("v", &v.words),
-        o: cases.output("o", (rows * output_stride) as usize, Expect::Floats(limit)),
+        o: cases.output("o", words as usize, expect),
         stride,
         output_stride,
         partials: cases.output("partials", partials_bytes(heads) as usize / 4, Expect::Any),
@@ -460,6 +473,15 @@ fn wgmma_steps() -> Vec<Vec<Chunk>> {
             steps.push(shape.iter().map(chunk).collect());
         }
     }
+    // More blocks than places, twice as many and more.
+    for (group, dim) in [(2, 64), (4, 128), (2, 256)] {
+        let heads = Heads { scores: Scores { sinks: dim == 128, ..Scores::default() }, ..heads(group, 2, dim) };
+        let mut prompts: Vec<Chunk> = [(700, 40), (0, 20), (9, 17), (33, 2), (0, 1)]
+            .map(|(start, length)| Chunk::new(&mut random, heads, start, length, length + 1))
+            .into();
+        prompts[1].slot = false;
+        steps.push(prompts);
+    }
     steps
 }
 
@@ -468,8 +490,10 @@ fn wgmma_cases() -> Cases {
     let mut cases = Cases::new("flash_wgmma");
     for (index, chunks) in wgmma_steps().into_iter().enumerate() {
         let parts: Vec<String> = chunks.iter().map(|chunk| format!("{}+{}", chunk.start, chunk.length)).collect();
-        cases.case(format!("{index}.{:?}.{}", chunks[0].heads, parts.join(",")));
-        call(&chunks, 1, ROUNDED, &mut cases, FlashWay::Wgmma);
+        for packed in [false, true] {
+            cases.case(format!("{index}.{packed}.{:?}.{}", chunks[0].heads, parts.join(",")));
+            call(&chunks, 1, ROUNDED, &mut cases, FlashWay::Wgmma { packed });
+        }
     }
     cases
 }
@@ -486,34 +510,59 @@ fn wgmma_matches_its_reference_on_a_simulated_processor() {
     cases.compare(&cases.recording, &reference, &memory, "the simulated processor");
 }
 
-/// Goal: the simulation notices what is read or overwritten too early. Method: programs that wait less than they must.
+/// Goal: the simulation notices what is read or overwritten too early. Method: programs that wait less than they must; each
+/// change is made where the text has it for the given time.
 #[test]
 fn the_simulated_processor_notices_a_missing_wait_of_wgmma() {
     let mut random = Random(40);
-    let chunk = Chunk::new(&mut random, heads(2, 1, 64), 300, 40, 41);
+    let chunk = Chunk::new(&mut random, heads(2, 1, 64), 700, 40, 41);
     let mut cases = Cases::new("flash_wgmma");
     cases.case("wait".to_owned());
-    call(&[chunk], 1, ROUNDED, &mut cases, FlashWay::Wgmma);
+    call(&[chunk], 1, ROUNDED, &mut cases, FlashWay::Wgmma { packed: false });
     let Op::Call(call) = &cases.recording.ops[0] else { panic!("a call") };
     let reference = cases.reference();
-    for (right, wrong) in [
+    let run = |change: &dyn Fn(&str) -> String| {
+        let found = ptx::simulate(call, &cases.before(), change);
+        cases.compare(&cases.recording, &reference, &found, "a changed program");
+    };
+    run(&str::to_owned);
+    for (at, right, wrong) in [
         // Scores are read before they are complete.
-        ("wgmma.wait_group.sync.aligned 1;", "wgmma.wait_group.sync.aligned 2;"),
+        (0, "wgmma.wait_group.sync.aligned 1;", "wgmma.wait_group.sync.aligned 2;"),
         // Weights are replaced before they are multiplied.
-        ("wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;"),
-        // A place is full before its copies are complete.
-        ("cp.async.wait_group 1;", "cp.async.wait_group 2;"),
+        (1, "wgmma.wait_group.sync.aligned 0;", "wgmma.wait_group.sync.aligned 1;"),
+        // Keys are said to be there before they are.
+        (0, "cp.async.wait_group 0;", "cp.async.wait_group 2;"),
+        // Keys and values are overwritten before they are multiplied.
+        (0, "xor.b32 %r0, %phase, 1;", "mov.u32 %r0, 1;"),
+        (1, "xor.b32 %r0, %phase, 1;", "mov.u32 %r0, 1;"),
         // The descriptor is that of the dimensions before.
-        ("add.u64 %l1, %l0, 256;", "add.u64 %l1, %l0, 0;"),
+        (0, "add.u64 %l1, %l0, 256;", "add.u64 %l1, %l0, 0;"),
     ] {
         let change = |text: &str| {
-            assert!(text.contains(right), "the text has no {right}");
-            text.replace(right, wrong)
+            let (place, _) = text.match_indices(right).nth(at).unwrap_or_else(|| panic!("the text has no {right}"));
+            format!("{}{wrong}{}", &text[..place], &text[place + right.len()..])
         };
-        let run = std::panic::AssertUnwindSafe(|| {
-            cases.compare(&cases.recording, &reference, &ptx::simulate(call, &cases.before(), change), wrong);
-        });
-        assert!(std::panic::catch_unwind(run).is_err(), "{wrong} is not noticed");
+        // A panic is the processor's own complaint, or a difference.
+        let run = std::panic::AssertUnwindSafe(|| run(&change));
+        assert!(std::panic::catch_unwind(run).is_err(), "{wrong} in place of number {at} is not noticed");
+    }
+}
+
+/// Goal: what generic copies and stores put into shared memory is visible to the matrix units, which the simulation cannot
+/// see. Method: the text has the fences.
+#[test]
+fn programs_of_wgmma_have_the_fences_between_copies_and_products() {
+    for op in &wgmma_cases().recording.ops {
+        let Op::Call(call) = op else { panic!("{op:?} is no call") };
+        let text = programs::program(call.kernel, &call.constants).text;
+        let fences = text.matches("fence.proxy.async;\n").count();
+        // Before each of three signals of the copying threads, and behind queries in shared memory.
+        assert_eq!(fences, 3 + usize::from(text.contains("st.shared")), "{:?}", call.constants);
+        for (at, _) in text.match_indices("cp.async.wait_group") {
+            let mut rest = text[at..].lines().skip(1);
+            assert_eq!(rest.next(), Some("fence.proxy.async;"), "{:?}", call.constants);
+        }
     }
 }
 

@@ -10,11 +10,12 @@ use crate::harness::{Bench, Cases, Expect, POISON, Random};
 use crate::ptx;
 use ostinato::kernels::codes_word;
 use ostinato::kernels::gemm::Activations;
-use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, e4m3_scale_at, pack_rows, swizzled_index};
+use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, e4m3_scale_at, pack_rows, pack_sorted, swizzled_index};
 use ostinato::kernels::gemm::wgmma::probe::{WgmmaProbe, probe, sized};
 use ostinato::kernels::gemm::wgmma::{WgmmaTile, text, variant_of};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::interpreter;
+use ostinato::kernels::moe::{NOBODY, Sorted};
 use ostinato::kernels::recording::{Op, Recording};
 use ostinato::memory::pack::{Format, fragment_index};
 use ostinato::quant::number::Number;
@@ -94,6 +95,7 @@ fn e4m3() -> Vec<Vec<u32>> {
     all.extend(EPILOGUES.into_iter().filter_map(|epilogue| made([2, 1, 256, 4], epilogue, 0)));
     all.extend(made([2, 1, 128, 3], [1, 0, 0], 1));
     all.extend(made([3, 1, 64, 4], [0, CLAMPED, 1], 1));
+    all.extend(made([2, 1, 128, 3], [0, 2, 0], 1));
     all
 }
 
@@ -243,7 +245,31 @@ fn pack_rows_packs_numbers_in_e4m3_with_a_scale_for_each_row() {
         cases.recording.call(pack_rows("pack".to_owned(), x, norm, packed, rows, Some(count)));
         made.push((packed, values, stride, (rows, used), norm.is_some()));
     }
+    // All rows in use, of which one has numbers that are none.
+    cases.case("all".to_owned());
+    let mut values = random.floats(64 * 136);
+    (values[5 * 136], values[6 * 136 + 9]) = (f32::INFINITY, f32::NAN);
+    let x = Activations { range: cases.floats("x", &values), stride: 136 };
+    let range = cases.output("packed", 64 * 33, Expect::Exact);
+    let packed = Packed { range, format: Format::Bf16, cols: 128, order: PackedOrder::E4m3 };
+    cases.recording.call(pack_rows("pack".to_owned(), x, None, packed, 64, None));
+    let all = packed;
+    // Rows of experts: slots name a row's choice, or nobody, and a tile without an expert is left as it is.
+    for chosen in [8, 1] {
+        cases.case(format!("{chosen} chosen"));
+        let x = Activations { range: cases.floats("x", &random.floats(64 * 136)), stride: 136 };
+        let tiles = cases.words("tiles", &[3, NOBODY, 0, 2]);
+        let slots = (0..64).map(|i| if i % 7 == 5 { NOBODY } else { i * 11 % (64 * chosen) }).collect::<Vec<u32>>();
+        let sorted = Sorted { tiles, slots: cases.words("slots", &slots), tile: 16, most: 4, chosen };
+        let range = cases.output("packed", 64 * 33, Expect::Exact);
+        let packed = Packed { range, format: Format::Bf16, cols: 128, order: PackedOrder::E4m3 };
+        cases.recording.call(pack_sorted("pack".to_owned(), x, None, packed, &sorted));
+    }
     let reference = cases.reference();
+    for row in [5, 6] {
+        let codes = (0..128).map(|col| reference.u8(all.range, all.index(row, col, 64) as u32));
+        assert_eq!(codes.filter(|code| *code == 0x7f).count(), 1, "row {row}");
+    }
     for (packed, values, stride, (rows, used), norm) in made {
         let scale = |row| reference.f32(packed.range, (e4m3_scale_at(row, packed.cols, rows) / 4) as u32);
         for (row, col) in (0..rows).flat_map(|row| (0..packed.cols).map(move |col| (row, col))) {

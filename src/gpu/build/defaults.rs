@@ -335,6 +335,9 @@ impl Build<'_> {
         if self.no_ptx.load(Ordering::Relaxed) || self.opened.ptx.is_err() {
             tuning.ptx = false;
         }
+        if self.no_flash_wgmma.load(Ordering::Relaxed) {
+            tuning.flash_wgmma = false;
+        }
         if let Some(part) = self.part {
             // A gate between a step's logits and its sampling would be behind another.
             (tuning.tags, tuning.gates) = (tuning.tags && part.tags, false);

@@ -24,7 +24,7 @@ use crate::gpu::build::defaults::{DEFAULT_CONTEXT, MOST_PROMPTS, PATCH_PAIRS, PL
 use crate::gpu::build::format_test::test_formats;
 use crate::gpu::build::limits::{MOST_PAGES, purpose};
 use crate::gpu::build::overlap_test::{Probe, test_overlap};
-use crate::gpu::build::ptx_test::test_ptx;
+use crate::gpu::build::ptx_test::{FailedPtx, TestedPtx, test_ptx};
 use crate::gpu::build::recordings::{
     EXCHANGE, ExchangeRecordings, HeadRecordings, InboxRecordings, Recordings, exchange_buffer, variants,
 };
@@ -43,6 +43,7 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::wgmma;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region, buffer_sizes};
+use crate::kernels::shaders::{FLASH_WGMMA, WGMMA};
 use crate::memory::pack::Packing;
 use crate::memory::plan::{HumanBytes, Plan, Purpose, Side};
 use crate::memory::{Buffer, BufferTable, MemoryError, Place, WeightFile};
@@ -101,6 +102,8 @@ pub(crate) struct Build<'a> {
     pub(crate) row_major: AtomicBool,
     /// Set when programs in PTX could not be built or have failed their test on this device: the model runs without.
     pub(crate) no_ptx: AtomicBool,
+    /// The same of `flash_wgmma` alone.
+    pub(crate) no_flash_wgmma: AtomicBool,
     /// The stage that the device computes, if the model is split over several devices.
     pub(crate) part: Option<&'a StagePart>,
 }
@@ -163,6 +166,7 @@ impl<'a> Build<'a> {
             part: Some(part),
             row_major: AtomicBool::new(self.row_major.load(Ordering::Relaxed)),
             no_ptx: AtomicBool::new(self.no_ptx.load(Ordering::Relaxed)),
+            no_flash_wgmma: AtomicBool::new(self.no_flash_wgmma.load(Ordering::Relaxed)),
             ..*this
         }
     }
@@ -336,6 +340,13 @@ impl Build<'_> {
         Ok(PreparedModel { decoder, recordings, table, pipelines, loading, memory })
     }
 
+    /// Leaves out a kernel in PTX, and says why.
+    fn leave_out(&self, kernel: &str, why: &str) {
+        self.progress.line(&format!("\"{}\": {kernel} is not used: {why}", self.name));
+        let flag = if kernel == FLASH_WGMMA.name { &self.no_flash_wgmma } else { &self.no_ptx };
+        flag.store(true, Ordering::Relaxed);
+    }
+
     /// Tests the programs in PTX that a prepared model launches, and says whether it launches any. Returns whether the
     /// model can stay as it is.
     fn passes_ptx(&self, prepared: &PreparedModel<'_>) -> Result<bool, StartError> {
@@ -357,11 +368,17 @@ impl Build<'_> {
             return Ok(true);
         }
         match test_ptx(self, &decoder.tuning, recordings, pipelines)? {
-            Ok(0) => says("wgmma serves none of the model's products"),
-            Ok(count) => says(&format!("products of many rows use wgmma, {count} programs in PTX")),
-            Err(why) => {
-                says(&format!("wgmma is not used: its test failed ({why})"));
-                self.no_ptx.store(true, Ordering::Relaxed);
+            Ok(TestedPtx { products, attention }) => {
+                says(&match products {
+                    0 => "wgmma serves none of the model's products".to_owned(),
+                    count => format!("products of many rows use wgmma, {count} programs in PTX"),
+                });
+                if attention > 0 {
+                    says(&format!("prompts' attention uses wgmma, {attention} programs in PTX"));
+                }
+            }
+            Err(FailedPtx { kernel, why }) => {
+                self.leave_out(kernel, &format!("its test failed ({why})"));
                 return Ok(false);
             }
         }
@@ -400,8 +417,10 @@ impl Build<'_> {
                 Err(StartError::Device(error @ DeviceError::Program { .. }))
                     if !self.no_ptx.load(Ordering::Relaxed) =>
                 {
-                    self.progress.line(&format!("\"{}\": wgmma is not used: {}", self.name, with_causes(&error)));
-                    self.no_ptx.store(true, Ordering::Relaxed);
+                    let DeviceError::Program { kernel, .. } = &error else { unreachable!("it is one") };
+                    // A kernel that is left out already cannot be the reason.
+                    let kernel = if self.no_flash_wgmma.load(Ordering::Relaxed) { WGMMA.name } else { kernel };
+                    self.leave_out(kernel, &with_causes(&error));
                     continue;
                 }
                 prepared => prepared?,

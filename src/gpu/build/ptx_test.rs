@@ -16,15 +16,30 @@ use crate::model::decoder::Tuning;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-/// Tests the programs in PTX that a model's recordings launch. Returns their number, or a description of the first
-/// failure.
+/// The numbers of programs in PTX that passed their tests.
+pub(crate) struct TestedPtx {
+    /// Those of products.
+    pub(crate) products: usize,
+    /// Those of prompts' attention.
+    pub(crate) attention: usize,
+}
+
+/// A program in PTX that failed its test.
+pub(crate) struct FailedPtx {
+    /// Its kernel.
+    pub(crate) kernel: &'static str,
+    /// The constants of its call, and what it computes wrongly.
+    pub(crate) why: String,
+}
+
+/// Tests the programs in PTX that a model's recordings launch. Returns their numbers, or the first failure.
 pub(crate) fn test_ptx(
     build: &Build<'_>,
     tuning: &Tuning,
     recordings: &Recordings,
     pipelines: &Pipelines,
-) -> Result<Result<usize, String>, StartError> {
-    let mut programs: BTreeSet<(&str, &[u32])> = BTreeSet::new();
+) -> Result<Result<TestedPtx, FailedPtx>, StartError> {
+    let mut programs: BTreeSet<(&'static str, &[u32])> = BTreeSet::new();
     for op in recordings.all().into_iter().flat_map(|recording| &recording.ops) {
         if let Op::Call(call) = op
             && shaders::find(call.kernel).is_ptx()
@@ -45,10 +60,11 @@ pub(crate) fn test_ptx(
         };
         let broken = (tuning.broken_ptx > 0).then(|| "an injected failure".to_owned());
         if let Some(why) = broken.or(found) {
-            return Ok(Err(format!("{kernel} {constants:?}: {why}")));
+            return Ok(Err(FailedPtx { kernel, why: format!("{constants:?}: {why}") }));
         }
     }
-    Ok(Ok(programs.len()))
+    let attention = programs.iter().filter(|(kernel, _)| *kernel == FLASH_WGMMA.name).count();
+    Ok(Ok(TestedPtx { products: programs.len() - attention, attention }))
 }
 
 /// Runs a probe's recording on the device, from `memory`, and returns the memory after it: its buffer `results`, and the others

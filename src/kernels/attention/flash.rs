@@ -7,9 +7,11 @@ use crate::kernels::attention::cache::{CachePages, Half, TokenPlace, kv_format_o
 use crate::kernels::attention::{Heads, PAGE_TOKENS, first_visible, flash_wgmma, gate, score};
 use crate::kernels::gemm::matmul::MatrixUnits;
 use crate::kernels::gemm::skinny::Matrices;
+use crate::kernels::gemm::tiled::swizzled_index;
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::recording::Call;
 use crate::kernels::shaders::{FLASH_WGMMA, FlashArgs, FlashConstants, FlashMatrixConstants};
+use crate::memory::pack::Format;
 
 /// The number of invocations of a workgroup of `flash`. A tile has half as many (row, query head) pairs.
 const THREADS: u32 = 128;
@@ -31,7 +33,13 @@ pub enum FlashWay {
     /// `flash_matrix`: matrices of which only the shape is known.
     Loads(FlashShape),
     /// `flash_wgmma`: the matrix units of NVIDIA's compute capability 9.0.
-    Wgmma,
+    Wgmma {
+        /// Whether its output is packed rows in [`PackedOrder::Swizzled`] for the next product, and `output_stride` the
+        /// number of rows that there is memory for.
+        ///
+        /// [`PackedOrder::Swizzled`]: crate::kernels::gemm::tiled::PackedOrder::Swizzled
+        packed: bool,
+    },
 }
 
 /// The shape of a workgroup of `flash_matrix`.
@@ -147,7 +155,7 @@ impl FlashWay {
                     && (matrices == Matrices::Emulated || shared >= SHARED_BYTES)
             }
             FlashWay::Loads(shape) => shape.serves(heads) && shape.shared_bytes(heads) <= shared,
-            FlashWay::Wgmma => flash_wgmma::serves(heads),
+            FlashWay::Wgmma { .. } => flash_wgmma::serves(heads),
         }
     }
 
@@ -156,7 +164,7 @@ impl FlashWay {
         match self {
             FlashWay::Fragments(_) => THREADS / 2,
             FlashWay::Loads(shape) => shape.pairs(),
-            FlashWay::Wgmma => flash_wgmma::PAIRS,
+            FlashWay::Wgmma { .. } => flash_wgmma::PAIRS,
         }
     }
 
@@ -165,7 +173,7 @@ impl FlashWay {
         match self {
             FlashWay::Fragments(_) => THREADS,
             FlashWay::Loads(shape) => shape.threads(),
-            FlashWay::Wgmma => flash_wgmma::THREADS,
+            FlashWay::Wgmma { .. } => flash_wgmma::THREADS,
         }
     }
 
@@ -202,7 +210,8 @@ pub fn flash(
     args: FlashArgs,
 ) -> Call {
     assert!(way.serves(heads, u32::MAX), "{way:?} does not serve {heads:?}");
-    assert!(splits == 1 || way != FlashWay::Wgmma, "{splits} workgroups for a tile");
+    let whole = matches!(way, FlashWay::Wgmma { .. });
+    assert!(splits == 1 || !whole, "{splits} workgroups for a tile");
     assert!(
         args.stride.is_multiple_of(4) && args.output_stride.is_multiple_of(4),
         "rows of {} and {} floats are not aligned",
@@ -234,7 +243,10 @@ pub fn flash(
             let constants = shape.constants(constants).into_values();
             (if codes { "flash_matrix.int8" } else { "flash_matrix" }, constants)
         }
-        (FlashWay::Wgmma, _) => (FLASH_WGMMA.name, constants.into_values()),
+        (FlashWay::Wgmma { packed }, _) => {
+            let constants = constants.into_values().into_iter().chain([u32::from(packed)]);
+            (FLASH_WGMMA.name, constants.collect())
+        }
     };
     // Each prompt but one may add a tile that is not full.
     let tiles = way.tiles(heads, rows) + prompts.min(rows) - 1;
@@ -244,7 +256,7 @@ pub fn flash(
         constants,
         // All kernels have the same arguments.
         args: FlashArgs { parts: PARTS, ..args }.into_args(),
-        groups: if way == FlashWay::Wgmma { [heads.kv * tiles, 1, 1] } else { [heads.kv, tiles, splits] },
+        groups: if whole { [heads.kv * tiles, 1, 1] } else { [heads.kv, tiles, splits] },
     }
 }
 
@@ -253,6 +265,7 @@ pub(crate) fn reference_flash(call: &Call, memory: &mut HostMemory) {
     let a = FlashArgs::from_args(&call.args);
     // The first constants of all kernels are the same.
     let c = FlashConstants::from_values(&call.constants);
+    let packed = call.kernel == FLASH_WGMMA.name && flash_wgmma::packs(&call.constants);
     let cache = CachePages { format: kv_format_of(call.kernel), kv_heads: c.kv_heads, dim: c.d };
     let d = c.d as usize;
     let [prompts, _, in_use, _] = std::array::from_fn(|i| memory.u32(a.chunk, i as u32));
@@ -291,7 +304,14 @@ pub(crate) fn reference_flash(call: &Call, memory: &mut HostMemory) {
                 }
                 for (i, sum) in (0..).zip(sums) {
                     let gate = gate(c.gated, memory, a.qkv, row * a.stride + (c.kv_heads * (c.g + 2) + h) * c.d + i);
-                    memory.set_f32(a.o, row * a.output_stride + h * c.d + i, (sum / total * gate) as f32);
+                    let (col, value) = (h * c.d + i, (sum / total * gate) as f32);
+                    match packed {
+                        true => {
+                            let at = swizzled_index(row, col, a.output_stride);
+                            memory.set_number(Format::Bf16, a.o, at as u32, value);
+                        }
+                        false => memory.set_f32(a.o, row * a.output_stride + col, value),
+                    }
                 }
             }
         }

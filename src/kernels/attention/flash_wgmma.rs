@@ -1,7 +1,8 @@
 //! `flash_wgmma`, the prefill attention of `flash` over a cache of f16 on the matrix units of NVIDIA's compute capability
 //! 9.0, as a program in PTX: o[r, h] = softmax(q[r, h] · Kᵀ · scale) · V over the tokens of row r's prompt up to the position
 //! of row r. Arguments and constants are those of `flash` (`shaders/attention/flash.comp`); `partials`, `counters` and `parts`
-//! are not used, each tile has one workgroup, and scores are not capped.
+//! are not used, each tile has one workgroup, and scores are not capped. A further constant says whether o is packed for the
+//! next product: [columns / 64][output_stride][64] bfloat16 in the order of `tiled::swizzled_index`.
 //!
 //! A workgroup has two warpgroups that multiply, each for 64 (row, query head) pairs of one prompt and one KV head, and one
 //! that copies. Pair i of a prompt is row i / G and head i % G of the GQA group. The workgroup takes the tokens in blocks of
@@ -24,6 +25,8 @@
 //! in registers.
 //!
 //! Lane 4g + t has the sums of pairs g and g + 8 of its warp's 16: columns 8i + 2t and + 1 of each 8.
+//!
+//! Lane t's columns of 32 are a 16-byte word of packed rows.
 //!
 //! Traffic: 4·D bytes per token and tile of 128 pairs, mostly from the L2 cache; q once, o once.
 //! All waits are bounded; one that is given up ends the program with a trap, which loses the device.
@@ -79,10 +82,16 @@ pub fn workgroup(constants: &[u32]) -> (u32, u32) {
     (THREADS, ALIGNMENT + 4 * place_bytes(d) + GROUPS * queries_bytes(d) + 8 * 8)
 }
 
+/// Whether a call with these constants packs its output.
+pub fn packs(constants: &[u32]) -> bool {
+    constants[11] == 1
+}
+
 /// Returns the program for the constants of a call.
 pub fn program(constants: &[u32]) -> PtxProgram {
     let (threads, shared_bytes) = workgroup(constants);
-    let mut program = Program { ptx: PtxText::default(), of: FlashConstants::from_values(constants) };
+    let of = FlashConstants::from_values(constants);
+    let mut program = Program { ptx: PtxText::default(), of, packed: packs(constants) };
     program.write();
     PtxProgram { text: program.ptx.out, entry: ENTRY, threads, shared_bytes }
 }
@@ -95,6 +104,7 @@ fn float(value: f32) -> String {
 struct Program {
     ptx: PtxText,
     of: FlashConstants,
+    packed: bool,
 }
 
 impl Program {
@@ -119,8 +129,8 @@ impl Program {
 .reg .b32 %thread, %lane, %warp, %base, %bars, %polls, %tile_number, %kvh, %prompts, %index, %row, %in_use, %start, %table;
 .reg .b32 %first, %last, %open, %low, %block, %end, %slot, %phase, %at, %group, %quarter, %g, %t, %tokens_at, %previous;
 .reg .b32 %pair_a, %pair_b, %row_a, %row_b, %head_a, %head_b, %position_a, %position_b, %delta_a, %delta_b;
-.reg .b32 %stride, %pages_at, %page<{pages}>, %keys_at, %values_at, %values_at_odd, %token;
-.reg .b64 %qkv, %chunk, %pages, %k, %v, %o, %sinks, %from_a, %from_b, %to_a, %to_b, %keys, %values, %queries;
+.reg .b32 %stride, %pages_at, %page<{pages}>, %keys_at, %values_at, %values_at_odd, %token, %previous_place;
+.reg .b64 %qkv, %chunk, %pages, %k, %v, %o, %sinks, %from_a, %from_b, %to_a, %to_b, %further_a, %further_b, %keys, %values, %queries;
 .reg .f32 %sum<{sums}>, %s<{scores}>, %max_a, %max_b, %top_a, %top_b, %sum_a, %sum_b, %factor_a, %factor_b;
 .reg .b32 %q<{queries}>, %w<{weights}>;
 ld.param.u64 %qkv, [args];
@@ -289,7 +299,8 @@ add.u64 %v, %v, %l0;
 shr.u32 %previous, %last, 4;
 setp.ne.u32 %started, %lane, %lane;
 PRODUCER_BLOCK:
-.pragma \"nounroll\";",
+.pragma \"nounroll\";
+xor.b32 %previous_place, %slot, 1;",
             few = REGISTERS.0,
             key_row = n * 16,
             row_shift = row_words.ilog2(),
@@ -315,9 +326,12 @@ ld.global.u32 %page{page}, [%l0];",
         let page_words = 2 * d;
         let page_bytes = kv_heads * d * 32;
         for values in [false, true] {
-            let (what, full, empty) = if values { ("v", 32, 48) } else { ("k", 0, 16) };
-            // The copies before these are complete by now, or nothing else is to be done.
-            self.signal(full, 1, true);
+            let (what, empty) = if values { ("v", 48) } else { ("k", 16) };
+            if values {
+                // The block's keys are still on their way; the values before them are complete first.
+                self.signal(32, 1, "%previous_place", true);
+                self.signal(0, 0, "%slot", false);
+            }
             line!(self, "mad.lo.u32 %at, %slot, 8, %bars;\nadd.u32 %at, %at, {empty};\nxor.b32 %r0, %phase, 1;");
             self.ptx.wait("%at", "%r0");
             line!(self, "mul.lo.u32 %tokens_at, %slot, {};", place_bytes(d));
@@ -364,14 +378,14 @@ cp.async.cg.shared.global [%r1], [%l2], 16, %r3;",
 setp.lt.u32 %p0, %block, %end;
 @%p0 bra PRODUCER_BLOCK;"
         );
-        self.signal(0, 1, false);
-        self.signal(32, 0, false);
+        line!(self, "xor.b32 %previous_place, %slot, 1;");
+        self.signal(32, 0, "%previous_place", false);
         line!(self, "bra END;");
     }
 
-    /// Waits until at most `pending` groups of copies are on their way, and says that the place before the current one is full,
-    /// whose barriers begin at `full`; with `after`, only behind the first block.
-    fn signal(&mut self, full: u32, pending: u32, after: bool) {
+    /// Waits until at most `pending` of the thread's groups of copies are on their way, and says that a place is full, whose
+    /// barriers begin at `full`; with `after`, only behind the first block.
+    fn signal(&mut self, full: u32, pending: u32, place: &str, after: bool) {
         let label = self.ptx.label();
         if after {
             line!(self, "@!%started bra SIGNALLED{label};");
@@ -380,8 +394,7 @@ setp.lt.u32 %p0, %block, %end;
             self,
             "cp.async.wait_group {pending};
 fence.proxy.async;
-xor.b32 %r0, %slot, 1;
-mad.lo.u32 %r0, %r0, 8, %bars;
+mad.lo.u32 %r0, {place}, 8, %bars;
 mbarrier.arrive.shared::cta.b64 _, [%r0+{full}];
 SIGNALLED{label}:"
         );
@@ -697,7 +710,7 @@ add.f32 %sum_{of}, %sum_{of}, %s{i};"
 
     /// Stores the outputs of the lane's pairs.
     fn store(&mut self) {
-        let FlashConstants { d, g, kv_heads, gated, .. } = self.of;
+        let FlashConstants { d, g, .. } = self.of;
         line!(self, "ld.param.u32 %r3, [args+76];\nmul.lo.u32 %r4, %in_use, {g};");
         for (of, predicate) in [("a", "%p2"), ("b", "%p3")] {
             for distance in [1, 2] {
@@ -706,11 +719,31 @@ add.f32 %sum_{of}, %sum_{of}, %s{i};"
                     "shfl.sync.bfly.b32 %f0, %sum_{of}, {distance}, 31, 0xffffffff;\nadd.f32 %sum_{of}, %sum_{of}, %f0;"
                 );
             }
+            line!(self, "rcp.approx.ftz.f32 %factor_{of}, %sum_{of};\nsetp.lt.u32 {predicate}, %pair_{of}, %r4;");
+            if self.packed {
+                // The row's first 64 columns of the head, and the places of the lane's first two words in its 128 bytes.
+                line!(
+                    self,
+                    "mul.lo.u32 %r0, %head_{of}, {};
+mul.wide.u32 %l0, %r0, %r3;
+cvt.u64.u32 %l1, %row_{of};
+add.u64 %l0, %l0, %l1;
+shl.b64 %l0, %l0, 7;
+add.u64 %l0, %o, %l0;
+and.b32 %r0, %row_{of}, 7;
+xor.b32 %r0, %r0, %t;
+mul.wide.u32 %l1, %r0, 16;
+add.u64 %to_{of}, %l0, %l1;
+xor.b32 %r0, %r0, 4;
+mul.wide.u32 %l1, %r0, 16;
+add.u64 %further_{of}, %l0, %l1;",
+                    d / 64
+                );
+                continue;
+            }
             line!(
                 self,
-                "rcp.approx.ftz.f32 %factor_{of}, %sum_{of};
-setp.lt.u32 {predicate}, %pair_{of}, %r4;
-mul.wide.u32 %l0, %row_{of}, %r3;
+                "mul.wide.u32 %l0, %row_{of}, %r3;
 mul.lo.u32 %r0, %head_{of}, {d};
 mad.lo.u32 %r0, %t, 2, %r0;
 cvt.u64.u32 %l1, %r0;
@@ -719,27 +752,47 @@ shl.b64 %l0, %l0, 2;
 add.u64 %to_{of}, %o, %l0;"
             );
         }
-        for eight in 0..d / 8 {
-            for (of, predicate, first) in [("a", "%p2", 0), ("b", "%p3", 2)] {
-                let sum = eight * 4 + first;
-                line!(self, "mul.f32 %f0, %sum{sum}, %factor_{of};\nmul.f32 %f1, %sum{}, %factor_{of};", sum + 1);
-                if gated == 1 {
-                    // The gates of all heads lie behind the keys and values of all.
-                    let at = (kv_heads * (g + 2) * d + eight * 8) * 4;
-                    line!(self, "ld.global.v2.f32 {{%f2, %f3}}, [%from_{of}+{at}];");
-                    for (value, gate) in [(0, 2), (1, 3)] {
-                        line!(
-                            self,
-                            "mul.f32 %f{gate}, %f{gate}, {};
+        if self.packed {
+            line!(self, "mul.wide.u32 %l0, %r3, 128;");
+        }
+        for first in (0..d / 8).step_by(4) {
+            for (of, predicate, second) in [("a", "%p2", 0), ("b", "%p3", 2)] {
+                for eight in first..first + 4 {
+                    self.finish_pair(eight, of, second);
+                    match self.packed {
+                        true => line!(self, "cvt.rn.bf16x2.f32 %r{}, %f1, %f0;", 8 + eight - first),
+                        false => line!(self, "@{predicate} st.global.v2.f32 [%to_{of}+{}], {{%f0, %f1}};", eight * 32),
+                    }
+                }
+                if self.packed {
+                    let to = if first % 8 == 0 { "to" } else { "further" };
+                    line!(self, "@{predicate} st.global.v4.b32 [%{to}_{of}], {{%r8, %r9, %r10, %r11}};");
+                    // The next 64 columns.
+                    line!(self, "add.u64 %{to}_{of}, %{to}_{of}, %l0;");
+                }
+            }
+        }
+    }
+
+    /// Sets %f0 and %f1 to the outputs of a lane's pair in its two columns of the `eight`-th 8.
+    fn finish_pair(&mut self, eight: u32, of: &str, second: u32) {
+        let FlashConstants { d, g, kv_heads, gated, .. } = self.of;
+        let sum = eight * 4 + second;
+        line!(self, "mul.f32 %f0, %sum{sum}, %factor_{of};\nmul.f32 %f1, %sum{}, %factor_{of};", sum + 1);
+        if gated == 1 {
+            // The gates of all heads lie behind the keys and values of all.
+            let at = (kv_heads * (g + 2) * d + eight * 8) * 4;
+            line!(self, "ld.global.v2.f32 {{%f2, %f3}}, [%from_{of}+{at}];");
+            for (value, gate) in [(0, 2), (1, 3)] {
+                line!(
+                    self,
+                    "mul.f32 %f{gate}, %f{gate}, {};
 ex2.approx.ftz.f32 %f{gate}, %f{gate};
 add.f32 %f{gate}, %f{gate}, {};
 div.full.f32 %f{value}, %f{value}, %f{gate};",
-                            float(-std::f32::consts::LOG2_E),
-                            float(1.0)
-                        );
-                    }
-                }
-                line!(self, "@{predicate} st.global.v2.f32 [%to_{of}+{}], {{%f0, %f1}};", eight * 32);
+                    float(-std::f32::consts::LOG2_E),
+                    float(1.0)
+                );
             }
         }
     }

@@ -6,17 +6,19 @@
 
 use super::cache::{CachePages, Half, TokenPlace};
 use super::flash::{self, FlashWay};
-use super::{Heads, PAGE_TOKENS, Scores};
+use super::{Heads, PAGE_TOKENS, Scores, flash_wgmma};
 use crate::config::KvFormat;
+use crate::kernels::gemm::tiled::Packed;
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::interpreter;
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::shaders::{FlashArgs, FlashConstants};
+use crate::memory::pack::Format;
 
 /// The name of the buffer of a probe's results.
 pub const RESULTS: &str = "o";
 
-/// The maximum error of averages of values from -1 to 1: rounding changes them by about 1e-3.
+/// The maximum error of averages of values from -1 to 1: rounding changes them by about 1e-3, and that to bfloat16 by 4e-3.
 const LIMIT: f32 = 1e-2;
 
 /// A recording of one call, and the memory that it starts from.
@@ -28,6 +30,7 @@ pub struct AttentionProbe {
     pub memory: HostMemory,
     /// Where the results are.
     pub results: Range,
+    packed: bool,
 }
 
 /// Returns the probe of `rows` rows of a prompt behind `start` tokens that are cached already, with at most `splits`
@@ -35,21 +38,25 @@ pub struct AttentionProbe {
 pub fn probe(heads: Heads, (start, rows): (u32, u32), way: FlashWay, splits: u32) -> AttentionProbe {
     let pages = (start + rows).div_ceil(PAGE_TOKENS);
     let gates = if heads.gated { heads.q } else { 0 };
+    let packed = way == FlashWay::Wgmma { packed: true };
     let (stride, width) = ((heads.q + 2 * heads.kv + gates) * heads.dim, heads.q * heads.dim);
     let mut recording = Recording::new("attention");
     let r = &mut recording;
+    // A kernel whose tiles have one workgroup each joins no results.
+    let whole = matches!(way, FlashWay::Wgmma { .. });
+    let none = r.buffer("none", 16).none();
     let args = FlashArgs {
         qkv: r.buffer("qkv", u64::from(rows * stride) * 4),
         chunk: r.buffer("chunk", 32),
         pages: r.buffer("pages", u64::from(pages) * 4),
         k: r.buffer("k", u64::from(pages) * heads.page_bytes()),
         v: r.buffer("v", u64::from(pages) * heads.page_bytes()),
-        o: r.buffer(RESULTS, u64::from(rows * width) * 4),
-        partials: r.buffer("partials", flash::partials_bytes(heads)),
-        counters: r.buffer("counters", flash::counters_bytes(heads)),
+        o: r.buffer(RESULTS, if packed { Packed::bytes(rows, width) } else { u64::from(rows * width) * 4 }),
+        partials: if whole { none } else { r.buffer("partials", flash::partials_bytes(heads)) },
+        counters: if whole { none } else { r.buffer("counters", flash::counters_bytes(heads)) },
         sinks: r.buffer("sinks", u64::from(heads.q) * 4),
         stride,
-        output_stride: width,
+        output_stride: if packed { Packed::padded_rows(rows) } else { width },
         max_pages: pages,
         parts: 0,
     };
@@ -82,11 +89,11 @@ pub fn probe(heads: Heads, (start, rows): (u32, u32), way: FlashWay, splits: u32
     for page in 0..pages {
         memory.set_u32(args.pages, page, pages - 1 - page);
     }
-    AttentionProbe { recording, memory, results: args.o }
+    AttentionProbe { recording, memory, results: args.o, packed }
 }
 
-/// Returns the probe of the program of `flash_wgmma` with these constants: several blocks of tokens, and rows for more than one
-/// of its warpgroups.
+/// Returns the probe of the program of `flash_wgmma` with these constants: rows for more than one of its warpgroups, and more
+/// blocks of tokens than it has places, unless a window hides them.
 pub fn wgmma_probe(constants: &[u32]) -> AttentionProbe {
     let FlashConstants { d, g, kv_heads, gated, scale, window, sinks, .. } = FlashConstants::from_values(constants);
     let heads = Heads {
@@ -105,9 +112,10 @@ pub fn wgmma_probe(constants: &[u32]) -> AttentionProbe {
         },
         kv_format: KvFormat::F16,
     };
+    let packed = flash_wgmma::packs(constants);
     // A window hides the first tokens, if it is not so long that the reference would take long.
-    let start = 140 + if window <= 256 { window } else { 0 };
-    probe(heads, (start, 72u32.div_ceil(g)), FlashWay::Wgmma, 1)
+    let start = 540 + if window <= 1024 { window } else { 0 };
+    probe(heads, (start, 72u32.div_ceil(g)), FlashWay::Wgmma { packed }, 1)
 }
 
 impl AttentionProbe {
@@ -116,9 +124,17 @@ impl AttentionProbe {
     pub fn difference(&self, found: &HostMemory) -> Option<String> {
         let mut wanted = self.memory.clone();
         interpreter::run(&self.recording, &mut wanted);
-        let [wanted, found] = [&wanted, found].map(|memory| memory.floats(self.results));
+        let values = |memory: &HostMemory| -> Vec<f32> {
+            let numbers = 0..self.results.bytes as u32 / 2;
+            match self.packed {
+                true => numbers.map(|i| memory.weight(Format::Bf16, self.results, i)).collect(),
+                false => memory.floats(self.results),
+            }
+        };
+        let [wanted, found] = [&wanted, found].map(values);
         let mut all = wanted.iter().zip(&found).enumerate();
-        let wrong = all.find(|(_, (wanted, found))| !((*wanted - *found).abs() <= LIMIT));
-        wrong.map(|(at, (wanted, found))| format!("value {at} is {found}, not {wanted}"))
+        let differs = |difference: f32| difference.is_nan() || difference.abs() > LIMIT;
+        all.find(|(_, (wanted, found))| differs(*wanted - *found))
+            .map(|(at, (wanted, found))| format!("value {at} is {found}, not {wanted}"))
     }
 }

@@ -515,7 +515,8 @@ fn set_row(memory: &mut HostMemory, packed: Packed, (row, padded_rows): (u32, u3
             PackedOrder::Fragments => token_index(row, col, cols),
             PackedOrder::Swizzled => swizzled_index(row, col, padded_rows),
             PackedOrder::E4m3 => {
-                let code = number::to_e4m3(value as f32 / scale);
+                let number = value as f32 / scale;
+                let code = if number.is_infinite() { 0x7f } else { number::to_e4m3(number) };
                 memory.set_u8(packed.range, e4m3_index(row, col, padded_rows) as u32, code);
                 continue;
             }

@@ -6,9 +6,10 @@ use super::{Block, Decoder, Mixed, Step, StepShape};
 use crate::kernels::attention::flash::{self, FlashShape, FlashWay};
 use crate::kernels::attention::flash_decode::{self, FlashDecodeShape, Split};
 use crate::kernels::attention::{self, AttentionShape, Heads, Scores, flash_wgmma};
+use crate::kernels::gemm::Activations;
 use crate::kernels::gemm::matmul::Arithmetic;
 use crate::kernels::gemm::skinny::Matrices;
-use crate::kernels::gemm::tiled::Packed;
+use crate::kernels::gemm::tiled::{Packed, PackedOrder};
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::shaders::{AppendArgs, AttentionArgs, FlashArgs};
 use crate::kernels::stream;
@@ -164,7 +165,7 @@ impl Decoder<'_> {
     /// Whether the attention of a prompt step's rows uses `flash_wgmma`: if its tiles, each of which has one workgroup, keep most
     /// processors busy.
     fn flashes_by_wgmma(&self, heads: Heads, rows: u32) -> bool {
-        let workgroups = FlashWay::Wgmma.tiles(heads, rows) * heads.kv;
+        let workgroups = FlashWay::Wgmma { packed: false }.tiles(heads, rows) * heads.kv;
         self.tuning.ptx
             && self.tuning.flash_wgmma
             && flash_wgmma::serves(heads)
@@ -226,7 +227,8 @@ impl Decoder<'_> {
         self.norm_rows(r, shape, step, block);
         let o = block.name("o");
         let packs = self.packs_for(shape, &o).then(|| self.packed_order(shape, &o));
-        let packs = packs.filter(|order| order.is_written_by_products());
+        // What follows latent attention reads rows of floats.
+        let packs = packs.filter(|order| order.is_written_by_products() && c.latent.is_none());
         let AppendArgs { k, v, q_norm, k_norm, rope, .. } = self.append_args(r, step, block, cache);
         // Rows of a decode step are prepared and appended by the attention itself, if the layer has keys of its own.
         let decode = matches!(shape, StepShape::Decode { .. });
@@ -240,9 +242,21 @@ impl Decoder<'_> {
             r.call(attention::append(block.name("append"), heads, shape.rows(), block.owns_cache, args));
         }
         if let Some(way) = self.flashes(heads).filter(|_| !decode) {
-            let way = if self.flashes_by_wgmma(heads, shape.rows()) { FlashWay::Wgmma } else { way };
-            self.flash(r, shape, step, block, (k, v), way);
-            return Mixed::Rows(step.attention);
+            if !self.flashes_by_wgmma(heads, shape.rows()) {
+                self.flash(r, shape, step, block, (k, v), (way, step.attention));
+                return Mixed::Rows(step.attention);
+            }
+            let (rows, width) = (shape.rows(), heads.q * heads.dim);
+            let packed = packs.filter(|order| *order == PackedOrder::Swizzled);
+            let packed =
+                packed.map(|order| Packed { order, ..Self::packed(r, &format!("packed.{width}"), rows, width) });
+            let output = packed.map_or(step.attention, |packed| Activations {
+                range: packed.used(Packed::padded_rows(rows)),
+                stride: packed.stride(rows),
+            });
+            let way = FlashWay::Wgmma { packed: packed.is_some() };
+            self.flash(r, shape, step, block, (k, v), (way, output));
+            return packed.map_or(Mixed::Rows(step.attention), Mixed::Packed);
         }
         let sinks = self.vector(r, &block.name("sinks")).unwrap_or(step.fault.none());
         let args = AttentionArgs {
@@ -350,27 +364,28 @@ impl Decoder<'_> {
         step: &Step,
         block: &Block,
         (k, v): (Range, Range),
-        way: FlashWay,
+        (way, output): (FlashWay, Activations),
     ) {
         let heads = self.heads(block.attention);
         // With few tiles and long contexts, one workgroup per tile would leave compute units idle.
         let tiles = way.tiles(heads, shape.rows()) * heads.kv;
         let splits = match way {
-            FlashWay::Fragments(Matrices::Emulated) | FlashWay::Wgmma => 1,
+            FlashWay::Fragments(Matrices::Emulated) | FlashWay::Wgmma { .. } => 1,
             _ => (2 * self.tuning.processors / tiles).clamp(1, MOST_PROMPT_SPLITS),
         };
+        let (whole, none) = (matches!(way, FlashWay::Wgmma { .. }), step.fault.none());
         let args = FlashArgs {
             qkv: step.qkv.range,
             chunk: step.chunk,
             pages: self.page_tables(r, block.attention),
             k,
             v,
-            o: step.attention.range,
-            partials: r.buffer("flash.partials", flash::partials_bytes(heads)),
-            counters: r.buffer("flash.counters", flash::counters_bytes(heads)),
+            o: output.range,
+            partials: if whole { none } else { r.buffer("flash.partials", flash::partials_bytes(heads)) },
+            counters: if whole { none } else { r.buffer("flash.counters", flash::counters_bytes(heads)) },
             sinks: self.vector(r, &block.name("sinks")).unwrap_or(step.fault.none()),
             stride: step.qkv.stride,
-            output_stride: step.attention.stride,
+            output_stride: output.stride,
             max_pages: self.state.max_pages,
             parts: flash::PARTS,
         };

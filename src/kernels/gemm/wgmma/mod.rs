@@ -1,7 +1,7 @@
 //! `wgmma`, the GEMM of many rows on the matrix units of NVIDIA's compute capability 9.0, which only PTX reaches: products
-//! of a fragment-packed weight matrix with packed rows in [`PackedOrder::Swizzled`], also of the experts of sorted rows (grouped
-//! GEMM), and of a matrix in e4m3 with rows in [`PackedOrder::E4m3`]. Its program is a text that
-//! [`text`](mod@text) makes for the constants of a call. Not here: other devices (`tiled`, `panel`).
+//! of a fragment-packed weight matrix with packed rows in [`PackedOrder::Swizzled`], also of the experts of sorted rows
+//! (grouped GEMM), and of a matrix in e4m3 with rows in [`PackedOrder::E4m3`]. Its program is a text that [`text`](mod@text)
+//! makes for the constants of a call. Not here: other devices (`tiled`, `panel`).
 
 pub mod probe;
 pub mod text;

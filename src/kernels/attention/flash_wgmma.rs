@@ -2,11 +2,11 @@
 //! 9.0, as a program in PTX: o[r, h] = softmax(q[r, h] · Kᵀ · scale) · V over the tokens of row r's prompt up to the position
 //! of row r. Arguments and constants are those of `flash` (`shaders/attention/flash.comp`); `partials`, `counters` and `parts`
 //! are not used, each tile has one workgroup, and scores are not capped. A further constant says whether o is packed for the
-//! next product: [columns / 64][output_stride][64] bfloat16 in the order of `tiled::swizzled_index`.
+//! next product: `[columns / 64][output_stride][64]` bfloat16 in the order of `tiled::swizzled_index`.
 //!
 //! A workgroup has two warpgroups that multiply, each for 64 (row, query head) pairs of one prompt and one KV head, and one
 //! that copies. Pair i of a prompt is row i / G and head i % G of the GQA group. The workgroup takes the tokens in blocks of
-//! [`block_tokens`], from the first that its first row sees to the last row's position.
+//! 128 (64 with heads of 256 dimensions), from the first that its first row sees to the last row's position.
 //!
 //! The copying threads fill two places for keys and two for values in shared memory, 16 bytes at a time, as soon as both
 //! multiplying warpgroups have left a place (`empty`), and say when one is full (`full`):

@@ -36,6 +36,23 @@ macro_rules! line {
 pub(crate) use line;
 
 impl PtxText {
+    /// Begins a program for compute capability 9.0, up to its body: its entry has an argument block of `args_bytes` bytes and
+    /// workgroups of `threads` threads.
+    pub fn head(&mut self, entry: &str, args_bytes: u32, threads: u32) {
+        self.out += &format!(
+            "
+.version 8.0
+.target sm_90a
+.address_size 64
+.extern .shared .align 1024 .b8 shared[];
+.visible .entry {entry}(.param .align 8 .b8 args[{args_bytes}])
+.maxntid {threads}, 1, 1
+.minnctapersm 1
+{{
+"
+        );
+    }
+
     /// Returns a label that no other has.
     pub fn label(&mut self) -> u32 {
         self.labels += 1;
@@ -59,6 +76,11 @@ POLLED{label}:
 "
         );
     }
+}
+
+/// Returns a float as PTX writes it.
+pub fn float(value: f32) -> String {
+    format!("0f{:08x}", value.to_bits())
 }
 
 /// Returns the names of consecutive registers, separated by commas.

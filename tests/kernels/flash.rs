@@ -1,5 +1,6 @@
 //! Goal: `flash` and `flash_matrix` match their `reference()`, with plain multiplication on both CPU drivers and also on
-//! matrix units on a device that has them (a GPU; lavapipe 26 for `flash_matrix`); and the reference matches the formula.
+//! matrix units on a device that has them (a GPU; lavapipe 26 for `flash_matrix`); `flash_wgmma` does on a simulated processor
+//! (`ptx`) and on a GPU of compute capability 9.0; and the reference matches the formula.
 //! Method: chunks of awkward lengths after prefixes of
 //! awkward lengths, with scattered pages. Tokens that no chunk has written, rows that are not in use and everything
 //! else that a kernel must not read hold NaN; words that it must not write must stay unchanged. On a GPU also whole

@@ -43,7 +43,7 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::wgmma;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region, buffer_sizes};
-use crate::kernels::shaders::{FLASH_WGMMA, WGMMA};
+use crate::kernels::shaders::FLASH_WGMMA;
 use crate::memory::pack::Packing;
 use crate::memory::plan::{HumanBytes, Plan, Purpose, Side};
 use crate::memory::{Buffer, BufferTable, MemoryError, Place, WeightFile};
@@ -418,8 +418,6 @@ impl Build<'_> {
                     if !self.no_ptx.load(Ordering::Relaxed) =>
                 {
                     let DeviceError::Program { kernel, .. } = &error else { unreachable!("it is one") };
-                    // A kernel that is left out already cannot be the reason.
-                    let kernel = if self.no_flash_wgmma.load(Ordering::Relaxed) { WGMMA.name } else { kernel };
                     self.leave_out(kernel, &with_causes(&error));
                     continue;
                 }

@@ -33,7 +33,7 @@
 
 use crate::config::KvFormat;
 use crate::kernels::attention::{Heads, PAGE_TOKENS};
-use crate::kernels::ptx::{PtxProgram, PtxText, line, registers};
+use crate::kernels::ptx::{PtxProgram, PtxText, float, line, registers};
 use crate::kernels::shaders::{FLASH_WGMMA, FlashConstants};
 
 /// The number of (row, query head) pairs of a tile.
@@ -96,11 +96,6 @@ pub fn program(constants: &[u32]) -> PtxProgram {
     PtxProgram { text: program.ptx.out, entry: ENTRY, threads, shared_bytes }
 }
 
-/// The bits of a float in PTX.
-fn float(value: f32) -> String {
-    format!("0f{:08x}", value.to_bits())
-}
-
 struct Program {
     ptx: PtxText,
     of: FlashConstants,
@@ -111,25 +106,17 @@ impl Program {
     fn write(&mut self) {
         let FlashConstants { d, g, kv_heads, .. } = self.of;
         let n = block_tokens(d);
+        self.ptx.head(ENTRY, FLASH_WGMMA.push_bytes, THREADS);
         line!(
             self,
-            "
-.version 8.0
-.target sm_90a
-.address_size 64
-.extern .shared .align 1024 .b8 shared[];
-.visible .entry {ENTRY}(.param .align 8 .b8 args[{args_bytes}])
-.maxntid {THREADS}, 1, 1
-.minnctapersm 1
-{{
-.reg .pred %p<8>, %all, %none, %started, %release;
+            ".reg .pred %p<8>, %all, %none, %started, %release;
 .reg .b32 %r<32>;
 .reg .b64 %l<16>;
 .reg .f32 %f<16>;
 .reg .b32 %thread, %lane, %warp, %base, %bars, %polls, %tile_number, %kvh, %prompts, %index, %row, %in_use, %start, %table;
 .reg .b32 %first, %last, %open, %low, %block, %end, %slot, %phase, %at, %group, %quarter, %g, %t, %tokens_at, %previous;
 .reg .b32 %pair_a, %pair_b, %row_a, %row_b, %head_a, %head_b, %position_a, %position_b, %delta_a, %delta_b;
-.reg .b32 %stride, %pages_at, %page<{pages}>, %keys_at, %values_at, %values_at_odd, %token, %previous_place;
+.reg .b32 %stride, %page<{pages}>, %keys_at, %values_at, %values_at_odd, %token, %previous_place;
 .reg .b64 %qkv, %chunk, %pages, %k, %v, %o, %sinks, %from_a, %from_b, %to_a, %to_b, %further_a, %further_b, %keys, %values, %queries;
 .reg .f32 %sum<{sums}>, %s<{scores}>, %max_a, %max_b, %top_a, %top_b, %sum_a, %sum_b, %factor_a, %factor_b;
 .reg .b32 %q<{queries}>, %w<{weights}>;
@@ -209,7 +196,6 @@ mov.u32 %slot, 0;
 mov.u32 %phase, 0;
 setp.ne.u32 %p0, %thread, 0;
 @%p0 bra BARRIERS;",
-            args_bytes = FLASH_WGMMA.push_bytes,
             pages = n / PAGE_TOKENS,
             sums = d / 2,
             scores = n / 2,
@@ -432,15 +418,9 @@ sub.u32 %r1, %pair_{of}, %r1;
 mad.lo.u32 %head_{of}, %kvh, {g}, %r1;
 min.u32 %row_{of}, %r0, %r2;
 add.u32 %position_{of}, %start, %row_{of};
-add.u32 %row_{of}, %row, %row_{of};
-mul.wide.u32 %l0, %row_{of}, %stride;
-mul.lo.u32 %r0, %head_{of}, {d};
-mad.lo.u32 %r0, %t, 2, %r0;
-cvt.u64.u32 %l1, %r0;
-add.u64 %l0, %l0, %l1;
-shl.b64 %l0, %l0, 2;
-add.u64 %from_{of}, %qkv, %l0;"
+add.u32 %row_{of}, %row, %row_{of};"
             );
+            self.address(of, "%qkv", "%stride", "from");
         }
         self.load_queries();
         line!(self, "mov.f32 %max_a, {low};\nmov.f32 %max_b, {low};", low = float(LOWEST));
@@ -510,6 +490,22 @@ mov.u32 %at, %phase;"
         line!(self, "wgmma.wait_group.sync.aligned 0;");
         self.store();
         line!(self, "bra END;");
+    }
+
+    /// Sets register %`to`_`of` to the address of a pair's row, head and the lane's first column, in rows of `stride` floats
+    /// at `base`.
+    fn address(&mut self, of: &str, base: &str, stride: &str, to: &str) {
+        line!(
+            self,
+            "mul.wide.u32 %l0, %row_{of}, {stride};
+mul.lo.u32 %r0, %head_{of}, {};
+mad.lo.u32 %r0, %t, 2, %r0;
+cvt.u64.u32 %l1, %r0;
+add.u64 %l0, %l0, %l1;
+shl.b64 %l0, %l0, 2;
+add.u64 %{to}_{of}, {base}, %l0;",
+            self.of.d
+        );
     }
 
     /// Loads the queries of the lane's pairs, multiplied by the scale and log2(e).
@@ -741,16 +737,7 @@ add.u64 %further_{of}, %l0, %l1;",
                 );
                 continue;
             }
-            line!(
-                self,
-                "mul.wide.u32 %l0, %row_{of}, %r3;
-mul.lo.u32 %r0, %head_{of}, {d};
-mad.lo.u32 %r0, %t, 2, %r0;
-cvt.u64.u32 %l1, %r0;
-add.u64 %l0, %l0, %l1;
-shl.b64 %l0, %l0, 2;
-add.u64 %to_{of}, %o, %l0;"
-            );
+            self.address(of, "%o", "%r3", "to");
         }
         if self.packed {
             line!(self, "mul.wide.u32 %l0, %r3, 128;");

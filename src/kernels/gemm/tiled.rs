@@ -503,9 +503,9 @@ pub(crate) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
 /// Writes row `row` of `rows` packed rows; columns without a value are zero.
 fn set_row(memory: &mut HostMemory, packed: Packed, (row, padded_rows): (u32, u32), values: &[f64]) {
     let cols = packed.cols.next_multiple_of(FRAGMENT_COLS);
-    let largest = values.iter().fold(0f32, |most, value| most.max(value.abs() as f32));
-    let scale = e4m3_scale(largest);
+    let mut scale = 1.0;
     if packed.order == PackedOrder::E4m3 {
+        scale = e4m3_scale(values.iter().fold(0f32, |most, value| most.max(value.abs() as f32)));
         let at = e4m3_scale_at(row, cols, padded_rows) / 4;
         memory.set_u32(packed.range, at as u32, scale.to_bits());
     }

@@ -47,7 +47,7 @@
 use crate::device::MOST_SHARED_BYTES;
 use crate::kernels::codes_of;
 use crate::kernels::moe::NOBODY;
-use crate::kernels::ptx::{PtxText, line, registers};
+use crate::kernels::ptx::{PtxText, float, line, registers};
 use crate::kernels::shaders::WGMMA;
 use crate::memory::pack::codes::{BLOCK_HEADER, fragment_unit_bytes, unit_cols};
 use crate::quant::number::Number;
@@ -228,18 +228,10 @@ impl Text {
         let weights = tile.blocks * 32;
         let staging = stages * self.variant.stage_bytes();
         let barriers = staging + groups * STAGING_BYTES;
+        self.ptx.head(ENTRY, WGMMA.push_bytes, tile.threads());
         line!(
             self,
-            "
-.version 8.0
-.target sm_90a
-.address_size 64
-.extern .shared .align 1024 .b8 shared[];
-.visible .entry {ENTRY}(.param .align 8 .b8 args[{args_bytes}])
-.maxntid {threads}, 1, 1
-.minnctapersm 1
-{{
-.reg .pred %p<8>, %none, %accumulate, %all, %release, %odd, %valid, %last;
+            ".reg .pred %p<8>, %none, %accumulate, %all, %release, %odd, %valid, %last;
 .reg .b32 %r<32>, %i<8>;
 .reg .b64 %l<16>;
 .reg .f32 %v<8>, %b<4>, %c<4>, %f<8>;
@@ -294,7 +286,6 @@ mov.u32 %phase, 0;
 // Barriers: `full` for each stage, then `empty` for each stage.
 setp.ne.u32 %p0, %thread, 0;
 @%p0 bra BARRIERS;",
-            args_bytes = WGMMA.push_bytes,
             codes = tile.blocks * 8,
             experts = if self.variant.experts {
                 "mul.wide.u32 %l0, %token_tiles, 4;\nadd.u64 %l0, %expert_tiles, %l0;\nld.global.u32 %token_tiles, [%l0];\n"
@@ -307,7 +298,6 @@ setp.ne.u32 %p0, %thread, 0;
             columns_less = self.variant.columns() - 1,
             block_bytes = self.variant.block_bytes(),
             header = if self.variant.codes != 0 { BLOCK_HEADER } else { 0 },
-            threads = tile.threads(),
             tokens = tile.tokens,
             tokens_less = tile.tokens - 1,
             weight_rows = tile.weight_rows(),
@@ -999,10 +989,10 @@ selp.f32 %v3, %f3, %f1, %odd;",
                 "setp.gt.s32 %p2, %left, {};
 mov.f32 %f4, 0f00000000;
 @%p2 ld.global.nc.f32 %f4, [%x_scales+{}];
-mul.f32 %f4, %f4, 0f{:08x};",
+mul.f32 %f4, %f4, {};",
                 eight * 8,
                 eight * 32,
-                2f32.powi(-8).to_bits()
+                float(2f32.powi(-8))
             );
             (0..4).for_each(|i| line!(self, "mul.f32 %v{i}, %v{i}, %f4;"));
         }
@@ -1019,26 +1009,25 @@ mul.f32 %f4, %f4, 0f{:08x};",
     fn glu(&mut self, gate: u32, up: u32, to: u32) {
         let kind = self.variant.epilogue;
         const LOG2_E: f32 = std::f32::consts::LOG2_E;
-        let bits = |value: f32| format!("0f{:08x}", value.to_bits());
         // %f4: the gate's factor before its sigmoid, which is 1 / (1 + 2^%f5).
         match kind {
             3 => {
                 // gelu(x) = x · sigmoid(2 · sqrt(2 / pi) · (x + 0.044715 x³))
                 let scale = 2.0 * (2.0 / std::f32::consts::PI).sqrt();
                 line!(self, "mul.f32 %f4, %v{gate}, %v{gate};");
-                line!(self, "fma.rn.f32 %f4, %f4, {}, {};", bits(0.044715), bits(1.0));
+                line!(self, "fma.rn.f32 %f4, %f4, {}, {};", float(0.044715), float(1.0));
                 line!(self, "mul.f32 %f4, %f4, %v{gate};");
-                line!(self, "mul.f32 %f5, %f4, {};", bits(-scale * LOG2_E));
+                line!(self, "mul.f32 %f5, %f4, {};", float(-scale * LOG2_E));
             }
             clamped if clamped & 0xff == 4 => {
                 let limit = f32::from_bits(clamped & !0xff);
-                line!(self, "min.f32 %v{gate}, %v{gate}, {};", bits(limit));
-                line!(self, "min.f32 %v{up}, %v{up}, {};", bits(limit));
-                line!(self, "max.f32 %v{up}, %v{up}, {};", bits(-limit));
-                line!(self, "add.f32 %v{up}, %v{up}, {};", bits(1.0));
-                line!(self, "mul.f32 %f5, %v{gate}, {};", bits(-1.702 * LOG2_E));
+                line!(self, "min.f32 %v{gate}, %v{gate}, {};", float(limit));
+                line!(self, "min.f32 %v{up}, %v{up}, {};", float(limit));
+                line!(self, "max.f32 %v{up}, %v{up}, {};", float(-limit));
+                line!(self, "add.f32 %v{up}, %v{up}, {};", float(1.0));
+                line!(self, "mul.f32 %f5, %v{gate}, {};", float(-1.702 * LOG2_E));
             }
-            _ => line!(self, "mul.f32 %f5, %v{gate}, {};", bits(-LOG2_E)),
+            _ => line!(self, "mul.f32 %f5, %v{gate}, {};", float(-LOG2_E)),
         }
         line!(
             self,
@@ -1046,7 +1035,7 @@ mul.f32 %f4, %f4, 0f{:08x};",
 add.f32 %f5, %f5, {one};
 mul.f32 %f4, %v{gate}, %v{up};
 div.full.f32 %v{to}, %f4, %f5;",
-            one = bits(1.0)
+            one = float(1.0)
         );
     }
 

@@ -268,7 +268,8 @@ fn timeline_moves(browser: &mut Browser) {
 }
 
 /// Method: fake devices have no transfer queue, so records of transfers are inserted into the page's copy of the
-/// server's data.
+/// server's data. They are added to the lists that the page holds: an answer of the server that is on its way is added
+/// to the same lists, and would replace a list put in their place.
 fn transfers_and_waits_are_drawn(browser: &mut Browser) {
     browser.eval(
         "(() => {
@@ -289,11 +290,11 @@ fn transfers_and_waits_are_drawn(browser: &mut Browser) {
                 { name: 'head.1', runs: 1, begin: t + 14000, end: t + 15200, kernels: 0 },
             ];
             steps.push(step);
-            known.transfers.set(0, { next: 1e9, transfers: [0, 1, 2].map((n) => ({
+            known.transfers.get(0).transfers.push(...[0, 1, 2].map((n) => ({
                 number: n, what: n ? 'copy' : 'readback', bytes: 3e6 * (n + 1), copies: n + 1, waits: [],
                 enqueue: [t + 1300 + 300 * n, t + 1500 + 300 * n], begin: t + 1800 + 1800 * n, end: t + 3500 + 1800 * n,
                 seen: t + 3600 + 1800 * n, clock: { quality: 'calibrated', error_us: 0.7 }, point: { queue: 'transfer', value: 15 + n },
-            })) });
+            })));
             chart.collect();
             chart.span = 20000;
             chart.from = t - 3000;
@@ -314,7 +315,14 @@ fn transfers_and_waits_are_drawn(browser: &mut Browser) {
     browser.key("ArrowDown", false);
     let said = browser.text("#detail-said");
     assert!(said.starts_with("Transfer: ") && said.contains("MiB"), "{said}");
-    browser.eval("known.steps.get('stories/0').steps.pop(); known.transfers.clear(); chart.collect()");
+    browser.eval(
+        "(() => {
+            const { steps } = known.steps.get('stories/0');
+            steps.splice(steps.findIndex((step) => step.number === 1e9), 1);
+            known.transfers.clear();
+            chart.collect();
+        })()",
+    );
 }
 
 fn requests_are_text(browser: &mut Browser) {

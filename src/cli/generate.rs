@@ -89,7 +89,7 @@ pub(crate) struct Generate {
     /// Number format of keys and values in the KV cache: f16, f32 or int8. Default: f16.
     #[arg(long, conflicts_with = "server")]
     kv_format: Option<KvFormat>,
-    /// With weights in FP8, round the inputs of products of 64 rows and more to FP8 too, where the device multiplies such
+    /// With weights in FP8, round the inputs of products of 128 rows and more to FP8 too, where the device multiplies such
     /// numbers (NVIDIA's compute capability 9.0): faster prompts and batches, with a larger error.
     #[arg(long, conflicts_with = "server")]
     fp8_activations: bool,

@@ -60,7 +60,7 @@ pub struct Model {
     pub kv_memory: Option<Bytes>,
     /// The number format of the KV cache; by default `f16`.
     pub kv_format: Option<KvFormat>,
-    /// Whether products of 64 rows and more with weights in FP8 (e4m3) round their inputs to FP8 too, where the device
+    /// Whether products of 128 rows and more with weights in FP8 (e4m3) round their inputs to FP8 too, where the device
     /// multiplies such numbers; by default false.
     pub fp8_activations: Option<bool>,
     /// The codes to which matrices of 16 or 32 bits are quantised when the model is loaded; by default they are kept.

@@ -115,6 +115,7 @@ pub fn simulate(call: &Call, memory: &HostMemory, change: impl Fn(&str) -> Strin
     for (arg, field) in call.args.iter().zip(shader.fields) {
         let bytes = match arg {
             Arg::Buffer(range, _) => (base(range.buffer.0 as usize) + range.offset).to_le_bytes().to_vec(),
+            Arg::F32(value) => value.to_le_bytes().to_vec(),
             other => other.u32().to_le_bytes().to_vec(),
         };
         args[field.offset as usize..][..bytes.len()].copy_from_slice(&bytes);
@@ -420,6 +421,19 @@ impl Processor<'_> {
                     }
                 }
             }
+            ("atom", ["global", "add", "u32"]) => {
+                let (at, added) = (self.address(warp, &operands[1]), of(2));
+                for lane in lanes() {
+                    let word = self.global(at[lane], 4);
+                    let before = u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
+                    word.copy_from_slice(&before.wrapping_add(added[lane] as u32).to_le_bytes());
+                    set(warp, &operands[0], std::array::from_fn(|_| u64::from(before)), {
+                        let mut own = [false; LANES];
+                        own[lane] = true;
+                        own
+                    });
+                }
+            }
             ("mbarrier", ["init", ..]) => {
                 let (at, count) = (self.address(warp, &operands[0]), of(1));
                 for lane in lanes() {
@@ -558,6 +572,10 @@ impl Processor<'_> {
                     (0..4).map(|i| (bytes >> (8 * (selector[lane] >> (4 * i) & 7)) & 255) << (8 * i)).sum()
                 })
             }
+            ("cvt", "u32") if parts[2] == "f32" => {
+                let number = of(1);
+                floats(&|lane| number[lane] as u32 as f32)
+            }
             ("cvt", "f32") => {
                 let half = |i: usize, lane: usize| {
                     let value = float(i)[lane];
@@ -576,6 +594,7 @@ impl Processor<'_> {
                     "add" => a[lane] + b[lane],
                     "sub" => a[lane] - b[lane],
                     "rcp" => 1.0 / a[lane],
+                    "rsqrt" => 1.0 / a[lane].sqrt(),
                     "mul" => a[lane] * b[lane],
                     "min" => a[lane].min(b[lane]),
                     "max" => a[lane].max(b[lane]),

@@ -798,6 +798,60 @@ fn a_prompt_step_with_wgmma_means_the_same_in_plain_rust() {
     }
 }
 
+/// Goal: a decode step whose norms are folded into `wgmma` means the same as one with stages for them. Method: both recordings
+/// in the interpreter, behind the same prompt.
+#[test]
+fn a_decode_step_with_norms_folded_into_wgmma_means_the_same_in_plain_rust() {
+    let vulkan = Vulkan::new();
+    let (_folder, checkpoints) = on_fragments();
+    for (name, checkpoint) in checkpoints.iter().filter(|(name, _)| ["demo", "demo-hybrid"].contains(name)) {
+        let way = Emulated { chunk: 32, tags: false, kv_format: KvFormat::F16, near: 0.0 };
+        let mut decoder = emulated(&vulkan, Driver::first(), checkpoint, way);
+        decoder.state.rows = 32;
+        (decoder.tuning.ptx, decoder.tuning.wgmma_rows, decoder.tuning.fold_rows) = (true, 32, 0);
+        let prompt = [StepShape::Prefill { rows: 32 }, StepShape::Head { rows: 1 }].map(|shape| decoder.record(shape));
+        let folded = decoder.record(StepShape::Decode { rows: 32 });
+        decoder.tuning.wgmma_folds = false;
+        let plain = decoder.record(StepShape::Decode { rows: 32 });
+        let packs = |recording: &Recording| {
+            recording
+                .ops
+                .iter()
+                .filter(|op| matches!(op, Op::Call(call) if call.kernel.starts_with("pack_rows")))
+                .count()
+        };
+        assert_eq!(packs(&folded) + 2 * checkpoint.config.layers as usize - 1, packs(&plain), "{name}");
+        let recordings = [&prompt[0], &prompt[1], &folded, &plain];
+        let mut memory = initial(&decoder, &recordings);
+        write_prompt(&decoder, &mut memory, 27);
+        let state = memory.get_mut("state").expect("the state");
+        let slot = SlotInit { remaining: 64, ..SlotInit::default() }.words();
+        let at = decoder.state.slot_word(SLOT, 0) as usize;
+        state[at..at + slot.len()].copy_from_slice(&slot);
+        for recording in &prompt {
+            let mut own = gather(&memory, recording);
+            interpreter::run(recording, &mut own);
+            scatter(&mut memory, recording, &own);
+        }
+        let state = memory.get_mut("state").expect("the state");
+        let batch = decoder.state.batch_word(0) as usize;
+        state[batch..batch + 32].fill(u32::MAX);
+        state[batch + 9] = SLOT;
+        let [folded_x, plain_x] = [&folded, &plain].map(|recording| left_in_x(&memory, recording));
+        let stride = stride(checkpoint.config.hidden) as usize;
+        let row = 9 * stride..9 * stride + checkpoint.config.hidden as usize;
+        // Rows are rounded before the norm's factor in one, and behind it in the other.
+        let (mut errors, mut squares) = (0.0, 0.0);
+        for (a, b) in plain_x[row.clone()].iter().zip(&folded_x[row]) {
+            errors += f64::from(a - b).powi(2);
+            squares += f64::from(*a).powi(2);
+        }
+        let error = (errors / squares).sqrt();
+        println!("{name}: {error:.5} of the row's length");
+        assert!(squares > 1.0 && error < 0.02, "{name}: {error} of the row's length");
+    }
+}
+
 /// Returns the products of a recording's layers.
 fn layer_products(recording: &Recording) -> impl Iterator<Item = &Call> {
     let calls = recording.ops.iter().filter_map(|op| if let Op::Call(call) = op { Some(call) } else { None });
@@ -810,6 +864,20 @@ fn layer_products(recording: &Recording) -> impl Iterator<Item = &Call> {
 /// the rows that each leaves in the residual stream.
 fn prompt_step(decoder: &Decoder<'_>, recordings: [&Recording; 2], count: u32) -> [Vec<f32>; 2] {
     let mut memory = initial(decoder, &recordings);
+    write_prompt(decoder, &mut memory, count);
+    recordings.map(|recording| left_in_x(&memory, recording))
+}
+
+/// Runs a recording in the interpreter and returns what it leaves in the residual stream.
+fn left_in_x(memory: &Memory, recording: &Recording) -> Vec<f32> {
+    let mut memory = gather(memory, recording);
+    interpreter::run(recording, &mut memory);
+    let x = recording.buffers.iter().position(|buffer| buffer.name == "x").expect("x");
+    memory.buffers[x].iter().map(|word| f32::from_bits(*word)).collect()
+}
+
+/// Describes a prompt of `count` tokens of one sequence in the state.
+fn write_prompt(decoder: &Decoder<'_>, memory: &mut Memory, count: u32) {
     let tokens: Vec<u32> = (3..3 + count).collect();
     let prompt = PromptRows { slot: SLOT, start: 0, tokens: &tokens, last: true, next: None, from: None, keeps: &[] };
     let layout = decoder.state;
@@ -821,12 +889,6 @@ fn prompt_step(decoder: &Decoder<'_>, recordings: [&Recording; 2], count: u32) -
     for index in 0..2 {
         words[layout.page_word(SLOT, index) as usize] = index + 1;
     }
-    recordings.map(|recording| {
-        let mut memory = gather(&memory, recording);
-        interpreter::run(recording, &mut memory);
-        let x = recording.buffers.iter().position(|buffer| buffer.name == "x").expect("x");
-        memory.buffers[x].iter().map(|word| f32::from_bits(*word)).collect::<Vec<f32>>()
-    })
 }
 
 /// Goal: with `fp8_activations`, the products of weights in FP8 take rows in e4m3, and the step means nearly the same.
@@ -864,7 +926,7 @@ fn a_prompt_step_with_rows_in_e4m3_means_nearly_the_same_in_plain_rust() {
         (decoder.tuning.ptx, decoder.tuning.wgmma_each, decoder.tuning.processors) = (true, 1, 2);
         let shape = StepShape::Prefill { rows: 64 };
         let plain = decoder.record(shape);
-        decoder.tuning.fp8_activations = true;
+        (decoder.tuning.fp8_activations, decoder.tuning.e4m3_rows) = (true, 64);
         let e4m3 = decoder.record(shape);
         let [wanted, found] = prompt_step(&decoder, [&plain, &e4m3], 40);
         let used = 40 * stride(checkpoint.config.hidden) as usize;

@@ -492,7 +492,7 @@ fn panels_fold_the_norm_between_them() {
                 },
                 squares: cases.output(
                     "squares",
-                    Unscaled::square_bytes(rows, hidden) as usize / 4,
+                    Unscaled::square_bytes(PackedOrder::Fragments, rows, hidden) as usize / 4,
                     Expect::Floats(SUMS),
                 ),
             };

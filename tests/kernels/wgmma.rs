@@ -12,7 +12,7 @@ use ostinato::kernels::codes_word;
 use ostinato::kernels::gemm::Activations;
 use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, e4m3_scale_at, pack_rows, pack_sorted, swizzled_index};
 use ostinato::kernels::gemm::wgmma::probe::{WgmmaProbe, probe, sized};
-use ostinato::kernels::gemm::wgmma::{WgmmaTile, text, variant_of};
+use ostinato::kernels::gemm::wgmma::{WgmmaTile, constants_of, text, variant_of};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::interpreter;
 use ostinato::kernels::moe::{NOBODY, Sorted};
@@ -72,23 +72,25 @@ const fn codes(bits: u32, group: u32, number: Number, minimum: Minimum) -> Codes
 }
 
 fn constants(tile: [u32; 4], epilogue: [u32; 3]) -> Vec<u32> {
-    tile.into_iter().chain(epilogue).chain([0, 0, 0]).collect()
+    tile.into_iter().chain(epilogue).chain([0, 0, 0, 1, 0]).collect()
 }
 
 /// Returns the constants for weights of codes, with as many stages as fit; `None` if no two do.
 fn coded(tile: [u32; 4], epilogue: [u32; 3], codes: Codes, experts: u32) -> Option<Vec<u32>> {
     let [groups, blocks, tokens, stages] = tile;
     let codes = codes_word(Format::Codes(codes));
-    let tile = WgmmaTile { groups, blocks, tokens, stages }.for_codes(codes, false)?;
-    Some([groups, blocks, tokens, tile.stages].into_iter().chain(epilogue).chain([codes, experts, 0]).collect())
+    let tile = WgmmaTile { groups, blocks, tokens, stages, splits: 1 }.for_codes(codes, false)?;
+    Some([groups, blocks, tokens, tile.stages].into_iter().chain(epilogue).chain([codes, experts, 0, 1, 0]).collect())
 }
 
 /// Returns the constants of every tile for rows in e4m3, with each epilogue in turn, and of two for experts.
 fn e4m3() -> Vec<Vec<u32>> {
     let word = codes_word(Format::Codes(codes(8, 128, Number::E4m3, Minimum::Zero { halves: 0 })));
     let made = |[groups, blocks, tokens, stages]: [u32; 4], epilogue: [u32; 3], experts: u32| {
-        let tile = WgmmaTile { groups, blocks, tokens, stages }.for_codes(word, true)?;
-        Some([groups, blocks, tokens, tile.stages].into_iter().chain(epilogue).chain([word, experts, 1]).collect())
+        let tile = WgmmaTile { groups, blocks, tokens, stages, splits: 1 }.for_codes(word, true)?;
+        Some(
+            [groups, blocks, tokens, tile.stages].into_iter().chain(epilogue).chain([word, experts, 1, 1, 0]).collect(),
+        )
     };
     let plain = TILES.into_iter().zip(EPILOGUES.into_iter().cycle());
     let mut all: Vec<Vec<u32>> = plain.filter_map(|(tile, epilogue)| made(tile, epilogue, 0)).collect();
@@ -115,16 +117,54 @@ fn further() -> Vec<Vec<u32>> {
     for (tile, epilogue) in
         TILES.into_iter().zip([[0, 0, 0], [1, 0, 0], [0, 2, 1], [1, CLAMPED, 1], [0, GELU, 0]].into_iter().cycle())
     {
-        all.push(tile.into_iter().chain(epilogue).chain([0, 1, 0]).collect());
+        all.push(tile.into_iter().chain(epilogue).chain([0, 1, 0, 1, 0]).collect());
     }
     all
+}
+
+/// Returns constants of every kind for tiles whose columns several workgroups share: each epilogue, number of warpgroups and
+/// kind of weights.
+fn shared() -> Vec<Vec<u32>> {
+    let with =
+        |constants: Vec<u32>, splits: u32| -> Vec<u32> { constants[..10].iter().copied().chain([splits, 0]).collect() };
+    let plain = TILES.into_iter().zip(EPILOGUES.into_iter().cycle());
+    let plain = plain.map(|(tile, epilogue)| constants(tile, epilogue));
+    let codes = FORMATS.into_iter().enumerate();
+    let codes = codes.filter_map(|(index, format)| coded(TILES[index + 2], EPILOGUES[index % 6], format, 0));
+    let all = plain.chain(codes).zip((2..=4).cycle()).map(|(constants, splits)| with(constants, splits));
+    all.filter(|constants| variant_of(constants).is_possible()).collect()
+}
+
+/// Returns constants of every kind for products into which a norm is folded: each tile, epilogue and kind of weights, alone and
+/// with columns that several workgroups share.
+fn folded() -> Vec<Vec<u32>> {
+    let mut all = Vec::new();
+    let mut add = |constants: &[u32], splits: u32, fold: u32| {
+        let constants: Vec<u32> = constants[..10].iter().copied().chain([splits, fold]).collect();
+        if constants[8] == 0 && variant_of(&constants).is_possible() {
+            all.push(variant_of(&constants).fitted());
+        }
+    };
+    for (index, tile) in TILES.into_iter().enumerate() {
+        let format = FORMATS[index % FORMATS.len()];
+        for (epilogue, fold) in
+            EPILOGUES.map(|epilogue| (epilogue, 1)).into_iter().chain([([0, 1, 0], 2), ([1, 1, 0], 2)])
+        {
+            let splits = 1 + index as u32 % 3;
+            add(&constants(tile, epilogue), splits, fold);
+            if let Some(coded) = coded(tile, epilogue, format, 0) {
+                add(&coded, 1 + (index as u32 + 1) % 3, fold);
+            }
+        }
+    }
+    all.into_iter().map(constants_of).collect()
 }
 
 #[test]
 fn every_program_is_assembled_without_spilling() {
     let assembler = Assembler::new();
     let plain = TILES.into_iter().flat_map(|tile| EPILOGUES.map(|epilogue| constants(tile, epilogue)));
-    for constants in plain.chain(further()).chain(e4m3()) {
+    for constants in plain.chain(further()).chain(e4m3()).chain(shared()).chain(folded()) {
         let variant = variant_of(&constants);
         assert!(variant.is_possible(), "{variant:?}");
         assembler.require(&format!("{variant:?}"), &text::text(&variant));
@@ -136,7 +176,7 @@ fn every_possible_tile_is_tested() {
     for (groups, blocks, tokens) in
         (1..=4).flat_map(|g| (1..=4).flat_map(move |b| [32, 64, 128, 256].map(|t| (g, b, t))))
     {
-        let possible = WgmmaTile { groups, blocks, tokens, stages: 2 }.is_possible();
+        let possible = WgmmaTile { groups, blocks, tokens, stages: 2, splits: 1 }.is_possible();
         let tested = TILES.iter().any(|[g, b, t, _]| (*g, *b, *t) == (groups, blocks, tokens));
         assert_eq!(possible, tested, "{groups}/{blocks}/{tokens}");
     }
@@ -313,6 +353,40 @@ fn codes_and_experts_match_their_reference_on_a_simulated_processor() {
 }
 
 #[test]
+fn tiles_that_are_shared_match_their_reference_on_a_simulated_processor() {
+    for constants in shared() {
+        let probe = probe(&constants, 3);
+        assert_eq!(probe.difference(&simulate(&probe, str::to_owned)), None, "{constants:?}");
+    }
+    // The last share has more steps, or a stage that is not full; and a second call finds the counters at zero.
+    for (constants, splits, k) in [(constants(TILES[7], [0, 1, 0]), 3, 704), (constants(TILES[5], [1, 0, 0]), 4, 256)] {
+        let constants: Vec<u32> = constants[..10].iter().copied().chain([splits, 0]).collect();
+        let mut made = sized(&constants, 70, (208, k), 0);
+        let found = simulate(&made, str::to_owned);
+        assert_eq!(made.difference(&found), None, "{constants:?}");
+        made.memory = found;
+        assert_eq!(made.difference(&simulate(&made, str::to_owned)), None, "{constants:?}, again");
+    }
+}
+
+#[test]
+fn folded_norms_match_their_reference_on_a_simulated_processor() {
+    for constants in folded() {
+        let probe = probe(&constants, 3);
+        assert_eq!(probe.difference(&simulate(&probe, str::to_owned)), None, "{constants:?}");
+    }
+    // Rows that are not multiples of tiles, and more squares than a thread has in flight.
+    for (rows, (n, k), fold) in [(9, (128, 192), 2), (64, (192, 2112), 1), (129, (320, 1600), 1), (70, (1088, 64), 2)] {
+        for tile in [TILES[4], TILES[6], TILES[15]] {
+            let constants: Vec<u32> =
+                constants(tile, [1, fold - 1, 0])[..10].iter().copied().chain([1, fold]).collect();
+            let probe = sized(&constants, rows, (n, k), if rows == 70 { 0 } else { 2 });
+            assert_eq!(probe.difference(&simulate(&probe, str::to_owned)), None, "{rows} rows, {constants:?}");
+        }
+    }
+}
+
+#[test]
 fn awkward_shapes_match_their_reference_on_a_simulated_processor() {
     for (rows, shape) in
         [(1, (16, 64)), (7, (208, 320)), (64, (80, 128)), (65, (256, 192)), (300, (128, 64)), (257, (48, 448))]
@@ -373,6 +447,18 @@ fn every_tile_and_epilogue_matches_its_reference() {
         }
     }
     run(&probes);
+}
+
+#[test]
+#[ignore = "needs a GPU of compute capability 9.0 (OSTINATO_TEST_GPU)"]
+fn tiles_that_are_shared_match_their_reference() {
+    run(&shared().into_iter().map(|constants| (format!("{constants:?}"), probe(&constants, 132))).collect::<Vec<_>>());
+}
+
+#[test]
+#[ignore = "needs a GPU of compute capability 9.0 (OSTINATO_TEST_GPU)"]
+fn folded_norms_match_their_reference() {
+    run(&folded().into_iter().map(|constants| (format!("{constants:?}"), probe(&constants, 132))).collect::<Vec<_>>());
 }
 
 #[test]

@@ -354,7 +354,7 @@ impl Build<'_> {
         let says = |what: &str| self.progress.line(&format!("\"{}\": {what}", self.name));
         let e4m3 = |op: &Op| matches!(op, Op::Call(call) if wgmma::is_e4m3(call));
         if decoder.tuning.fp8_activations && !recordings.all().iter().any(|recording| recording.ops.iter().any(e4m3)) {
-            says("fp8_activations changes nothing: no product of 64 rows has weights in e4m3 and uses wgmma");
+            says("fp8_activations changes nothing: no product of 128 rows has weights in e4m3 and uses wgmma");
         }
         if !self.adapter.is_nvidia() {
             return Ok(true);

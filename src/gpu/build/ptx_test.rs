@@ -51,11 +51,11 @@ pub(crate) fn test_ptx(
         build.wanted()?;
         let found = if *kernel == FLASH_WGMMA.name {
             let probe = attention::probe::wgmma_probe(constants);
-            let found = run(build, &probe.recording, &probe.memory, attention::probe::RESULTS, pipelines)?;
+            let found = run(build, &probe.recording, &probe.memory, &[attention::probe::RESULTS], pipelines)?;
             probe.difference(&found)
         } else {
             let probe = probe::probe(constants, tuning.processors);
-            let found = run(build, &probe.recording, &probe.memory, probe::RESULTS, pipelines)?;
+            let found = run(build, &probe.recording, &probe.memory, &probe::RESULTS, pipelines)?;
             probe.difference(&found)
         };
         let broken = (tuning.broken_ptx > 0).then(|| "an injected failure".to_owned());
@@ -67,19 +67,19 @@ pub(crate) fn test_ptx(
     Ok(Ok(TestedPtx { products: programs.len() - attention, attention }))
 }
 
-/// Runs a probe's recording on the device, from `memory`, and returns the memory after it: its buffer `results`, and the others
-/// as they were.
+/// Runs a probe's recording on the device, from `memory`, and returns the memory after it: its buffers named in `results`, and
+/// the others as they were.
 fn run(
     build: &Build<'_>,
     recording: &Recording,
     memory: &HostMemory,
-    results: &str,
+    results: &[&str],
     pipelines: &Pipelines,
 ) -> Result<HostMemory, StartError> {
     let mut table = BufferTable::new();
     for (decl, words) in recording.buffers.iter().zip(&memory.buffers) {
         // Operands lie in the device's memory, as a model's do, where the host can write it.
-        let place = if decl.name == results { Place::Readback } else { Place::Upload { bar: true } };
+        let place = if results.contains(&&*decl.name) { Place::Readback } else { Place::Upload { bar: true } };
         let buffer = build.opened.arena.buffer(&decl.name, decl.bytes, place)?;
         buffer.write(0, &bytemuck::cast_slice(words)[..decl.bytes as usize]);
         table.add(buffer)?;
@@ -88,7 +88,7 @@ fn run(
     build.run_all(vec![vec![Arc::new(region)]], &[])?;
     let mut found = memory.clone();
     for (decl, words) in recording.buffers.iter().zip(&mut found.buffers) {
-        if decl.name == results {
+        if results.contains(&&*decl.name) {
             table.require(&decl.name)?.read(0, &mut bytemuck::cast_slice_mut(words)[..decl.bytes as usize]);
         }
     }

@@ -4,7 +4,7 @@
 
 use super::{Format, codes_word, fold, format_of};
 use crate::kernels::gemm::skinny::Matrices;
-use crate::kernels::gemm::tiled::{Output, Packed, Tiled, token_index};
+use crate::kernels::gemm::tiled::{Output, Packed, PackedOrder, Tiled, token_index};
 use crate::kernels::gemm::{self, Epilogue};
 use crate::kernels::host_memory::{HostMemory, PackedMatrix};
 use crate::kernels::moe::{NOBODY, Sorted};
@@ -38,16 +38,21 @@ impl PanelConfig {
 /// weight but not scaled, and their squares.
 #[derive(Clone, Copy, Debug)]
 pub struct Unscaled {
-    /// Each row ⊙ the norm's weight; the number of columns is a multiple of 32.
+    /// Each row ⊙ the norm's weight; the number of columns is a multiple of 32, or of 64 in [`PackedOrder::Swizzled`].
     pub rows: Packed,
-    /// `[rows padded to a multiple of 16][columns / 16]` f32: the sums of the squares of 16 columns.
+    /// `[rows padded to a multiple of 16][columns / 16]` f32: the sums of the squares of 16 columns. Of rows in
+    /// [`PackedOrder::Swizzled`] instead `[columns / 64][padded rows]`, the sums of the squares of 64 columns.
     pub squares: Range,
 }
 
 impl Unscaled {
-    /// Returns the size of the squares of `rows` rows and `cols` columns in bytes.
-    pub fn square_bytes(rows: u32, cols: u32) -> u64 {
-        u64::from(rows.next_multiple_of(16)) * u64::from(cols / 16) * 4
+    /// Returns the size of the squares of `rows` rows and `cols` columns in this order in bytes.
+    pub fn square_bytes(order: PackedOrder, rows: u32, cols: u32) -> u64 {
+        let sums = match order {
+            PackedOrder::Swizzled => u64::from(Packed::padded_rows(rows)) * u64::from(cols / 64),
+            _ => u64::from(rows.next_multiple_of(16)) * u64::from(cols / 16),
+        };
+        sums * 4
     }
 }
 

@@ -254,7 +254,8 @@ impl Decoder<'_> {
         let wgmma = (self.tuning.ptx && many)
             .then(|| {
                 let formats = [mlp.gate_up.format, mlp.down.format];
-                let (processors, fp8) = (self.tuning.processors, self.tuning.fp8_activations);
+                let (processors, fp8) =
+                    (self.tuning.processors, self.tuning.fp8_activations && rows >= self.tuning.e4m3_rows);
                 Grouped::wgmma(&experts, rows, processors, formats, &self.tuning.wgmma, fp8)
             })
             .flatten();

@@ -9,15 +9,15 @@ use crate::kernels::gemm::codes::CodesConfig;
 use crate::kernels::gemm::matmul::{self, Blocked, MatmulConfig, MatmulRows, Scratch};
 use crate::kernels::gemm::panel::{self, Fold, Unscaled};
 use crate::kernels::gemm::skinny::{self, Matrices};
-use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder, Tile, Tiled};
-use crate::kernels::gemm::wgmma;
+use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder, SWIZZLED_COLS, Tile, Tiled};
+use crate::kernels::gemm::wgmma::{self, Beside, Shares};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, codes, order};
 use crate::kernels::recording::{BufferId, Call, Range, Recording};
 use crate::kernels::tags::Flow;
 use crate::memory::pack::Format;
 use crate::memory::pack::codes::unit_cols;
 use crate::model::checkpoint::WeightSpec;
-use crate::model::config::{BlockNorms, MlpKind};
+use crate::model::config::{BlockNorms, LayerKind, MlpKind};
 use crate::quant::Codes;
 
 /// The maximum number of rows for which products read rows of floats (`skinny`). Every workgroup reads all rows, so
@@ -451,15 +451,18 @@ impl Decoder<'_> {
             };
             let batch_tile = self.batch_tile(&weight, rows, fold);
             let count = matches!(shape, StepShape::Prefill { .. }).then_some(step.chunk);
-            recording.call(match (shape, batch_tile) {
+            let call = match (shape, batch_tile) {
                 _ if product.x.order != PackedOrder::Fragments => {
                     let processors = self.tuning.processors;
                     let e4m3 = product.x.order == PackedOrder::E4m3;
                     let tile = self.tuning.wgmma.get(&(weight.rows, weight.cols));
                     let tile = tile.and_then(|tile| tile.for_codes(codes_word(weight.format), e4m3));
-                    let chosen = || wgmma::choose(rows, weight.rows, processors, weight.format, e4m3);
-                    let tile = tile.unwrap_or_else(chosen);
-                    wgmma::wgmma(&product, tile, rows, count, processors)
+                    let size = (weight.rows, weight.cols);
+                    let folds = !matches!(fold, Fold::None);
+                    let chosen = || wgmma::choose(rows, size, processors, (weight.format, e4m3), folds);
+                    let tile = tile.filter(|tile| !folds || tile.folds()).unwrap_or_else(chosen);
+                    let shares = Shares::declare(recording, tile, rows, weight.rows);
+                    wgmma::wgmma(&product, tile, (rows, count), Beside { processors, shares, fold })
                 }
                 (StepShape::Prefill { .. }, _) if rows > MOST_PANEL_ROWS => {
                     let tile = match matrices {
@@ -471,13 +474,15 @@ impl Decoder<'_> {
                 (StepShape::Decode { .. } | StepShape::Score { .. }, Some(tile)) => product.batch(tile, rows),
                 // Rows after the end of a chunk are zero.
                 _ => panel::panel(&product, rows, matrices, self.panel_config(&weight, rows, matrices), fold),
-            });
+            };
+            recording.call(call);
         }
     }
 
     /// Returns the order in which the product of a step with this weight takes its rows, if it takes packed rows.
     pub(super) fn packed_order(&self, shape: StepShape, name: &str) -> PackedOrder {
-        match (self.wgmma_serves(shape, name, wgmma::serves), self.tuning.fp8_activations) {
+        let rounds = self.tuning.fp8_activations && shape.rows() >= self.tuning.e4m3_rows;
+        match (self.wgmma_serves(shape, name, wgmma::serves), rounds) {
             (true, true) if self.wgmma_serves(shape, name, wgmma::serves_e4m3) => PackedOrder::E4m3,
             (true, _) => PackedOrder::Swizzled,
             (false, _) => PackedOrder::Fragments,
@@ -489,10 +494,19 @@ impl Decoder<'_> {
     pub(super) fn wgmma_serves(&self, shape: StepShape, name: &str, serves: fn(Format, u32, u32) -> bool) -> bool {
         let whole = |w: &WeightSpec| {
             let served = |part: &Part| serves(self.packed_format(w), part.rows, w.cols);
-            w.order.is_none() && self.in_fragments(w) && self.parts(w).iter().all(served)
+            let least = self.least_wgmma_rows(self.packed_format(w).codes().is_some());
+            shape.rows() >= least && w.order.is_none() && self.in_fragments(w) && self.parts(w).iter().all(served)
         };
         let mut parts = self.weights.iter().filter(|w| w.merged == name);
-        self.tuning.ptx && shape.rows() >= self.tuning.wgmma_rows && !self.folds(shape) && parts.all(whole)
+        self.tuning.ptx && !self.folds_in_panels(shape) && parts.all(whole)
+    }
+
+    /// The minimum number of rows for `wgmma` with weights of codes, or with others.
+    fn least_wgmma_rows(&self, codes: bool) -> u32 {
+        match codes && self.config.hidden > NARROW {
+            true => self.tuning.wgmma_code_rows,
+            false => self.tuning.wgmma_rows,
+        }
     }
 
     /// Whether the products of packed rows of a step of this shape expand codes to bfloat16 first, unless `wgmma` serves
@@ -526,32 +540,65 @@ impl Decoder<'_> {
     /// `None`.
     pub(super) fn unscaled(&self, r: &mut Recording, shape: StepShape) -> Option<Unscaled> {
         let (rows, hidden) = (shape.rows(), self.config.hidden);
-        self.folds(shape).then(|| Unscaled {
-            rows: Self::packed(r, "unscaled", rows, hidden),
-            squares: r.buffer("unscaled.squares", Unscaled::square_bytes(rows, hidden)),
+        let order = match (self.folds_in_panels(shape), self.folds_in_wgmma(shape)) {
+            (true, _) => PackedOrder::Fragments,
+            (false, true) => PackedOrder::Swizzled,
+            (false, false) => return None,
+        };
+        Some(Unscaled {
+            rows: Packed { order, ..Self::packed(r, "unscaled", rows, hidden) },
+            squares: r.buffer("unscaled.squares", Unscaled::square_bytes(order, rows, hidden)),
         })
     }
 
-    /// Whether the products of a decode step fold the norms between them. Each workgroup then sums the squares of all its
-    /// rows again, which costs more than a separate stage if there are many rows.
-    fn folds(&self, shape: StepShape) -> bool {
+    /// Whether each norm of a decode step is between two products that could fold it.
+    fn has_norms_between_products(&self, shape: StepShape) -> bool {
+        matches!(shape, StepShape::Decode { .. })
+            && self.packs(shape)
+            && self.config.norms == BlockNorms::BEFORE
+            && !self.config.has_branch_stages()
+            && self.stage.rank.is_none()
+            && self.config.mlp_kinds.iter().all(|kind| *kind == MlpKind::Dense)
+    }
+
+    /// Whether the products of a decode step fold the norms between them with `panel`. Each workgroup then sums the squares of
+    /// all its rows again, which costs more than a separate stage if there are many rows.
+    fn folds_in_panels(&self, shape: StepShape) -> bool {
         let (rows, hidden) = (shape.rows(), self.config.hidden);
         let whole = |name: &str| {
             let fits = |w| self.in_fragments(w) && self.parts(w).len() == 1;
             self.weight(name).is_some_and(fits)
         };
-        matches!(shape, StepShape::Decode { .. })
-            && self.packs(shape)
+        self.has_norms_between_products(shape)
             && rows <= if hidden <= NARROW { 2 * self.tuning.fold_rows } else { self.tuning.fold_rows }
             && hidden.is_multiple_of(32)
-            && self.config.norms == BlockNorms::BEFORE
-            && !self.config.has_branch_stages()
-            && self.stage.rank.is_none()
             // Any layer may have codes, whose products of many rows are in parts.
             && (!self.has_codes() || !Self::expands(shape))
-            && self.config.mlp_kinds.iter().all(|kind| *kind == MlpKind::Dense)
+            && !(self.has_codes() && self.tuning.ptx && rows >= self.least_wgmma_rows(true))
             && whole(&format!("layers.{}.o", self.stage.layers.start))
             && whole(&format!("layers.{}.down", self.stage.layers.start))
+    }
+
+    /// Whether the products of a decode step fold the norms between them with `wgmma`: if it computes all products before and
+    /// after them, and those before them whole.
+    fn folds_in_wgmma(&self, shape: StepShape) -> bool {
+        let swizzled = |name: &str| self.packed_order(shape, name) == PackedOrder::Swizzled;
+        let whole = |name: &str| self.weight(name).is_some_and(|w| self.parts(w).len() == 1);
+        let layer = |layer: u32| {
+            let name = |part: &str| format!("layers.{layer}.{part}");
+            let input = match self.config.layer_kinds[layer as usize] {
+                LayerKind::Attention => name("qkv"),
+                LayerKind::GatedDelta => name("in_proj"),
+            };
+            let [output, gate_up, down] = ["o", "gate_up", "down"].map(name);
+            [&input, &output, &gate_up, &down].iter().all(|name| self.weight(name).is_some() && swizzled(name))
+                && whole(&output)
+                && whole(&down)
+        };
+        self.tuning.wgmma_folds
+            && self.has_norms_between_products(shape)
+            && self.config.hidden.is_multiple_of(SWIZZLED_COLS)
+            && self.stage.layers.clone().all(layer)
     }
 
     /// Returns the folding of the norm that follows a product.

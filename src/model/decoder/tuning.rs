@@ -77,14 +77,22 @@ pub struct Tuning {
     pub panel: BTreeMap<(u32, u32), panel::PanelConfig>,
     /// The tiles for products of a batch that use `tiled` instead of `panel`, by rows and columns of W.
     pub tiles: BTreeMap<(u32, u32), Tile>,
-    /// Whether products of at least `wgmma_rows` rows use `wgmma`, whose programs are PTX, if its rules allow.
+    /// Whether products of many rows use `wgmma`, whose programs are PTX, if its rules allow.
     pub ptx: bool,
-    /// The minimum number of rows for `wgmma`.
+    /// The minimum number of rows for `wgmma` with weights of 16 bits, and in narrow models with all.
     pub wgmma_rows: u32,
+    /// The same with weights of codes in other models.
+    pub wgmma_code_rows: u32,
+    /// Whether decode steps fold norms into the products that `wgmma` computes.
+    pub wgmma_folds: bool,
     /// Whether prompts' attention uses `flash_wgmma` where `ptx` allows and it serves the heads.
     pub flash_wgmma: bool,
-    /// Whether `wgmma` multiplies weights in e4m3 with rows that are rounded to e4m3, where it can.
+    /// Whether `wgmma` multiplies weights in e4m3 with rows that are rounded to e4m3, where it can, in steps of at least
+    /// `e4m3_rows` rows.
     pub fp8_activations: bool,
+    /// The minimum number of rows that are rounded to e4m3. With fewer, products wait for the weights, and rows that are not
+    /// rounded need no stage for it.
+    pub e4m3_rows: u32,
     /// The minimum number of rows for each expert, on average, for `wgmma` with rows sorted by expert.
     pub wgmma_each: u32,
     /// The tiles of `wgmma`, by rows and columns of W. Overrides the default rule.
@@ -132,7 +140,7 @@ impl Tuning {
     /// Values are numbers, except: `skinny.ROWSxCOLUMNS` (of W) takes `threads/tiles/ahead`, `codes.BITSxROWSxCOLUMNS`, which
     /// may end in the number of rows of x (`x8`), takes these and the number of workgroups per compute unit,
     /// `panel.ROWSxCOLUMNS` takes `threads/tiles/ahead/blocks`, `tiles.ROWSxCOLUMNS` takes a tile's name (`wide`, `half`
-    /// or `square`), and `wgmma.ROWSxCOLUMNS` takes `groups/blocks/tokens/stages`. `matmul.ROWS` (from that number of rows
+    /// or `square`), and `wgmma.ROWSxCOLUMNS` takes `groups/blocks/tokens/stages/splits`. `matmul.ROWS` (from that number of rows
     /// of activations on) takes `tokens/features/words/each/splits`; `arithmetic` takes 0 for f32, 1 for f16 and 2 for
     /// [`Tuning::matrix_units`], and sets `gemv_most` to its default.
     pub fn set(&mut self, change: &str) -> bool {
@@ -174,11 +182,17 @@ impl Tuning {
         }
         if let Some((rows, cols)) = key.strip_prefix("wgmma.").and_then(|shape| shape.split_once('x')) {
             let numbers: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
-            let (Ok(rows), Ok(cols), &[groups, blocks, tokens, stages]) = (rows.parse(), cols.parse(), &numbers[..])
+            let (Ok(rows), Ok(cols), &[groups, blocks, tokens, stages, ref splits @ ..]) =
+                (rows.parse(), cols.parse(), &numbers[..])
             else {
                 return false;
             };
-            let tile = WgmmaTile { groups, blocks, tokens, stages };
+            let splits = match splits {
+                [] => 1,
+                [splits] => *splits,
+                _ => return false,
+            };
+            let tile = WgmmaTile { groups, blocks, tokens, stages, splits };
             if !tile.is_possible() {
                 return false;
             }
@@ -220,6 +234,8 @@ impl Tuning {
             "processors" if (1..=MOST_PROCESSORS).contains(&value) => &mut self.processors,
             "fold_rows" => &mut self.fold_rows,
             "wgmma_rows" => &mut self.wgmma_rows,
+            "e4m3_rows" => &mut self.e4m3_rows,
+            "wgmma_code_rows" => &mut self.wgmma_code_rows,
             "wgmma_each" => &mut self.wgmma_each,
             "broken_ptx" => &mut self.broken_ptx,
             "spread_pages" => &mut self.spread_pages,
@@ -259,6 +275,10 @@ impl Tuning {
             }
             "gates" => {
                 self.gates = value != 0;
+                return true;
+            }
+            "wgmma_folds" => {
+                self.wgmma_folds = value != 0;
                 return true;
             }
             "flash_wgmma" => {

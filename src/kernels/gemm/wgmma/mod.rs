@@ -9,13 +9,14 @@ pub mod text;
 pub use text::{WgmmaTile, WgmmaVariant};
 
 use super::Format;
+use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::tiled::{
     E4M3_COLS, Output, Packed, PackedOrder, SWIZZLED_COLS, Tiled, e4m3_scale_at, swizzled_index,
 };
 use crate::kernels::gemm::{self, Epilogue};
 use crate::kernels::host_memory::{HostMemory, PackedMatrix};
 use crate::kernels::moe::{NOBODY, Sorted};
-use crate::kernels::recording::{Access, Arg, Call, Range};
+use crate::kernels::recording::{Access, Arg, Call, Range, Recording};
 use crate::kernels::shaders::WGMMA;
 use crate::kernels::{codes_of, codes_word};
 use crate::memory::pack::codes::unit_cols;
@@ -23,12 +24,13 @@ use crate::quant::number::Number;
 
 /// Returns what the program of a call with these constants is made for.
 pub fn variant_of(constants: &[u32]) -> WgmmaVariant {
-    let &[groups, blocks, tokens, stages, bias, epilogue, packed, codes, experts, e4m3] = constants else {
+    let &[groups, blocks, tokens, stages, bias, epilogue, packed, codes, experts, e4m3, splits, fold] = constants
+    else {
         panic!("{} has other constants than {constants:?}", WGMMA.name)
     };
-    let tile = WgmmaTile { groups, blocks, tokens, stages };
+    let tile = WgmmaTile { groups, blocks, tokens, stages, splits };
     let [bias, packed, experts, e4m3] = [bias, packed, experts, e4m3].map(|word| word == 1);
-    WgmmaVariant { tile, epilogue, bias, packed, codes, experts, e4m3 }
+    WgmmaVariant { tile, epilogue, bias, packed, codes, experts, e4m3, fold }
 }
 
 /// Whether the kernel multiplies with a weight matrix of `n` rows and `k` columns.
@@ -52,10 +54,18 @@ pub fn packs(n: u32) -> bool {
     n.is_multiple_of(2 * SWIZZLED_COLS)
 }
 
+/// Returns the constants of a call of this variant.
+pub fn constants_of(variant: WgmmaVariant) -> Vec<u32> {
+    let WgmmaVariant { tile, epilogue, bias, packed, codes, experts, e4m3, fold } = variant;
+    let [bias, packed, experts, e4m3] = [bias, packed, experts, e4m3].map(u32::from);
+    let WgmmaTile { groups, blocks, tokens, stages, splits } = tile;
+    vec![groups, blocks, tokens, stages, bias, epilogue, packed, codes, experts, e4m3, splits, fold]
+}
+
 /// Every tile that is chosen, the largest first, with as many stages as weights in bfloat16 leave room for.
 const CHOSEN: [WgmmaTile; 11] = {
     const fn tile(groups: u32, blocks: u32, tokens: u32, stages: u32) -> WgmmaTile {
-        WgmmaTile { groups, blocks, tokens, stages }
+        WgmmaTile { groups, blocks, tokens, stages, splits: 1 }
     }
     [
         tile(2, 1, 256, 4),
@@ -94,18 +104,74 @@ fn cycles(tile: WgmmaTile, rows: u32, format: Format, e4m3: bool) -> u64 {
     u64::from(work.max(copies).max(dequantised) + 80)
 }
 
+/// The most workgroups that share the columns of a tile.
+const MOST_SPLITS: u32 = 4;
+/// The least steps of a share.
+const LEAST_STEPS: u32 = 4;
+/// Returns the cycles that joining the shares of a tile probably adds; `None` if tiles of these products are not shared.
+///
+/// Workgroups that share a tile dequantise its codes side by side. Weights that are not dequantised wait for memory, to
+/// which the shares add: they gain only where even the smallest tiles would leave a third of the processors idle.
+fn join_cycles(rows: u32, n: u32, processors: u32, format: Format, e4m3: bool) -> Option<u64> {
+    match format.codes() {
+        Some(_) => (!e4m3).then_some(9000),
+        None => (CHOSEN[CHOSEN.len() - 1].tiles(rows, n) <= processors * 2 / 3).then_some(12_000),
+    }
+}
+
 /// Returns the tile with which a device of `processors` processors probably finishes `rows` rows of x, in bfloat16 or in e4m3,
-/// by `n` rows of W first.
-pub fn choose(rows: u32, n: u32, processors: u32, format: Format, e4m3: bool) -> WgmmaTile {
-    // A processor computes one tile at a time.
+/// by `n` rows and `k` columns of W first; `folds`: of those with which norms are folded.
+pub fn choose(
+    rows: u32,
+    (n, k): (u32, u32),
+    processors: u32,
+    (format, e4m3): (Format, bool),
+    folds: bool,
+) -> WgmmaTile {
+    let steps = k.div_ceil(if e4m3 { E4M3_COLS } else { SWIZZLED_COLS });
+    let join = join_cycles(rows, n, processors, format, e4m3);
+    // A processor computes one tile at a time, or one share of it.
     let cost = |tile: &WgmmaTile| {
-        let tiles = u64::from(rows.div_ceil(tile.tokens)) * u64::from(n.div_ceil(tile.weight_rows()));
-        tiles.div_ceil(u64::from(processors.max(1))) * cycles(*tile, rows, format, e4m3)
+        let shares = u64::from(tile.tiles(rows, n)) * u64::from(tile.splits);
+        let each = u64::from(steps.div_ceil(tile.splits)) * cycles(*tile, rows, format, e4m3);
+        shares.div_ceil(u64::from(processors.max(1))) * each + join.filter(|_| tile.splits > 1).unwrap_or(0)
     };
-    // No tile has a half without rows. Of equal costs the first is chosen.
-    let fits = |tile: &WgmmaTile| tile.tokens <= rows.next_multiple_of(64);
-    let tiles = CHOSEN.into_iter().filter_map(|tile| tile.for_codes(codes_word(format), e4m3));
+    // Tiles are shared if they leave processors idle. No tile has a half without rows. Of equal costs the first is chosen.
+    let fits = |tile: &WgmmaTile| {
+        let idle = tile.tiles(rows, n) * tile.splits <= processors;
+        let shared = join.is_some() && idle && shares_of(k, format) >= tile.splits * LEAST_STEPS;
+        tile.tokens <= rows.next_multiple_of(64) && (tile.splits == 1 || shared) && (!folds || tile.folds())
+    };
+    let tiles = CHOSEN.into_iter().flat_map(|tile| (1..=MOST_SPLITS).map(move |splits| WgmmaTile { splits, ..tile }));
+    let tiles = tiles.filter_map(|tile| tile.for_codes(codes_word(format), e4m3));
     tiles.filter(fits).min_by_key(cost).expect("the smallest tile fits every format and number of rows")
+}
+
+/// The number of stages that `k` columns of a weight take, of which each share has some.
+fn shares_of(k: u32, format: Format) -> u32 {
+    k.div_ceil(format.codes().map_or(SWIZZLED_COLS, unit_cols))
+}
+
+/// Where workgroups that share a tile put their sums.
+#[derive(Clone, Copy, Debug)]
+pub struct Shares {
+    /// Room for the sums of all shares.
+    pub partials: Range,
+    /// A counter for each tile, 0 between calls.
+    pub counters: Range,
+}
+
+impl Shares {
+    /// Declares what a product with this tile, for at most `rows` rows by `n` rows of W, needs; `None` if its tiles are not
+    /// shared.
+    pub fn declare(recording: &mut Recording, tile: WgmmaTile, rows: u32, n: u32) -> Option<Shares> {
+        let tiles = u64::from(tile.tiles(rows, n));
+        let bytes = tiles * u64::from(tile.splits * tile.share_bytes());
+        (tile.splits > 1).then(|| Shares {
+            partials: recording.buffer("wgmma.partials", bytes),
+            counters: recording.buffer("wgmma.counters", (tiles * 4).next_multiple_of(16)),
+        })
+    }
 }
 
 /// Returns the tile for rows sorted by expert, about `each` of them for each of `experts`, by experts of `n` rows of W: the
@@ -138,14 +204,28 @@ enum Rows<'a> {
     Sorted(&'a Sorted),
 }
 
+/// What a product has beside its operands.
+#[derive(Clone, Copy, Debug)]
+pub struct Beside {
+    /// The number of workgroups that run at once.
+    pub processors: u32,
+    /// What [`Shares::declare`] gave for the tile.
+    pub shares: Option<Shares>,
+    /// The part of an RMSNorm that the product computes; with tiles that [fold](WgmmaTile::folds).
+    pub fold: Fold,
+}
+
 /// Returns the call of a product for at most `rows` rows of x: the chunk descriptor `count` holds the number of rows in
-/// use; without, all are. `processors` is the number of workgroups that run at once.
+/// use; without, all are.
 ///
 /// # Panics
-/// If the kernel does not serve the weight ([`serves`]), rows are packed in another order or with other columns, or y is
-/// packed without a gated linear unit: bugs of the caller.
-pub fn wgmma(product: &Tiled, tile: WgmmaTile, rows: u32, count: Option<Range>, processors: u32) -> Call {
-    call(product, tile, Rows::Counted(rows, count), processors)
+/// If the kernel does not serve the weight ([`serves`]), rows are packed in another order or with other columns, y is packed
+/// without a gated linear unit, or the folded norm does not fit the product: bugs of the caller.
+pub fn wgmma(product: &Tiled, tile: WgmmaTile, (rows, count): (u32, Option<Range>), beside: Beside) -> Call {
+    let stages = shares_of(product.weight.cols, product.weight.format);
+    let splits = tile.splits;
+    assert!(splits <= stages && beside.shares.is_some() == (splits > 1), "shares of \"{}\"", product.label);
+    call(product, tile, Rows::Counted(rows, count), beside)
 }
 
 /// Returns the call for rows sorted by expert (MoE) in tiles of `tile.tokens` rows: `weight` holds the weights of all
@@ -157,10 +237,11 @@ pub fn wgmma(product: &Tiled, tile: WgmmaTile, rows: u32, count: Option<Range>, 
 pub fn wgmma_sorted(product: &Tiled, tile: WgmmaTile, sorted: &Sorted, processors: u32) -> Call {
     assert_eq!(sorted.tile, tile.tokens, "rows of a tile of \"{}\"", product.label);
     assert_ne!(product.epilogue, Epilogue::Residual, "the epilogue of \"{}\"", product.label);
-    call(product, tile, Rows::Sorted(sorted), processors)
+    call(product, tile, Rows::Sorted(sorted), Beside { processors, shares: None, fold: Fold::None })
 }
 
-fn call(product: &Tiled, tile: WgmmaTile, of: Rows<'_>, processors: u32) -> Call {
+fn call(product: &Tiled, tile: WgmmaTile, of: Rows<'_>, beside: Beside) -> Call {
+    let Beside { processors, shares, fold } = beside;
     let (weight, n, k) = (product.weight.range, product.weight.rows, product.weight.cols);
     let label = &product.label;
     let e4m3 = product.x.order == PackedOrder::E4m3;
@@ -184,18 +265,28 @@ fn call(product: &Tiled, tile: WgmmaTile, of: Rows<'_>, processors: u32) -> Call
         Rows::Sorted(sorted) => Some(sorted),
         Rows::Counted(..) => None,
     };
-    let constants = vec![
-        tile.groups,
-        tile.blocks,
-        tile.tokens,
-        tile.stages,
-        u32::from(product.bias.is_some()),
-        product.epilogue.code(),
-        u32::from(matches!(product.y, Output::Packed(_))),
-        codes_word(product.weight.format),
-        u32::from(sorted.is_some()),
-        u32::from(e4m3),
-    ];
+    let none = weight.none();
+    let (fold, squares, norm, next, epsilon) = match fold {
+        Fold::None => (0, none, none, none, 0.0),
+        Fold::Scale(x, epsilon) => (1, x.squares, none, none, epsilon),
+        Fold::Next(next, norm) => {
+            let made = (product.epilogue, next.rows.order, next.rows.cols, n.is_multiple_of(SWIZZLED_COLS));
+            assert_eq!(made, (Epilogue::Residual, PackedOrder::Swizzled, n, true), "the norm behind \"{label}\"");
+            (2, next.squares, norm, next.rows.used(padded), 0.0)
+        }
+    };
+    let y_rows = if fold == 2 { padded } else { y_rows };
+    let variant = WgmmaVariant {
+        tile,
+        epilogue: product.epilogue.code(),
+        bias: product.bias.is_some(),
+        packed: matches!(product.y, Output::Packed(_)),
+        codes: codes_word(product.weight.format),
+        experts: sorted.is_some(),
+        e4m3,
+        fold,
+    };
+    let constants = constants_of(variant.fitted());
     // Gated outputs are not read before they are written, but a call may leave some of them as they are.
     let access = if product.epilogue == Epilogue::Residual { Access::ReadWrite } else { Access::Write };
     let args = vec![
@@ -206,14 +297,20 @@ fn call(product: &Tiled, tile: WgmmaTile, of: Rows<'_>, processors: u32) -> Call
         Arg::Buffer(count.unwrap_or(weight.none()), Access::Read),
         Arg::Buffer(sorted.map_or(weight.none(), |sorted| sorted.tiles), Access::Read),
         Arg::Buffer(sorted.map_or(weight.none(), |sorted| sorted.slots), Access::Read),
+        Arg::Buffer(shares.map_or(none, |shares| shares.partials), Access::ReadWrite),
+        Arg::Buffer(shares.map_or(none, |shares| shares.counters), Access::ReadWrite),
+        Arg::Buffer(squares, if fold == 2 { Access::Write } else { Access::Read }),
+        Arg::Buffer(norm, Access::Read),
+        Arg::Buffer(next, Access::Write),
         Arg::U32(n),
         Arg::U32(k),
         Arg::U32(if count.is_some() { 0 } else { rows }),
         Arg::U32(padded),
         Arg::U32(y_stride),
         Arg::U32(y_rows),
+        Arg::F32(epsilon),
     ];
-    let tiles = rows.div_ceil(tile.tokens) * n.div_ceil(tile.weight_rows());
+    let tiles = tile.tiles(rows, n) * tile.splits;
     Call { kernel: WGMMA.name, label: label.clone(), constants, args, groups: [tiles.min(processors.max(1)), 1, 1] }
 }
 
@@ -233,10 +330,12 @@ fn row_of(memory: &HostMemory, packed: Packed, row: u32, rows: u32) -> Vec<f64> 
 /// expert, are left unchanged.
 pub(crate) fn reference_wgmma(call: &Call, memory: &mut HostMemory) {
     let variant = variant_of(&call.constants);
-    let [weight, x, bias, y, count, tiles, slots, values @ ..] = &call.args[..] else {
+    let [weight, x, bias, y, count, tiles, slots, _, _, squares, norm, next, values @ .., epsilon] = &call.args[..]
+    else {
         panic!("arguments of {}", WGMMA.name)
     };
     let [weight, x, bias, y, tiles, slots] = [weight, x, bias, y, tiles, slots].map(|arg| arg.range());
+    let [squares, norm, next] = [squares, norm, next].map(|arg| arg.range());
     let values: Vec<u32> = values.iter().map(|value| value.u32()).collect();
     let &[n, k, rows, x_rows, y_stride, y_rows] = &values[..] else { panic!("arguments of {}", WGMMA.name) };
     let rows = if rows == 0 { memory.u32(count.range(), 2) } else { rows };
@@ -259,15 +358,33 @@ pub(crate) fn reference_wgmma(call: &Call, memory: &mut HostMemory) {
         }
         let order = if variant.e4m3 { PackedOrder::E4m3 } else { PackedOrder::Swizzled };
         let x = row_of(memory, Packed { range: x, format: Format::Bf16, cols: k, order }, row, x_rows);
+        let factor = match variant.fold {
+            1 => {
+                let square = |part: u32| f64::from(memory.f32(squares, part * x_rows + row));
+                let mean = (0..k / SWIZZLED_COLS).map(square).sum::<f64>() / f64::from(k);
+                1.0 / (mean + f64::from(epsilon.f32())).sqrt()
+            }
+            _ => 1.0,
+        };
         let v: Vec<f64> = (0..n)
             .zip(read.1.chunks_exact(k as usize))
             .map(|(r, w)| {
                 let dot: f64 = w.iter().zip(&x).map(|(w, x)| w * x).sum();
-                dot + if variant.bias { f64::from(memory.f32(bias, expert * n + r)) } else { 0.0 }
+                dot * factor + if variant.bias { f64::from(memory.f32(bias, expert * n + r)) } else { 0.0 }
             })
             .collect();
         if !variant.packed {
             gemm::finish(memory, variant.epilogue, (y, None), to * y_stride, &v);
+            for part in 0..if variant.fold == 2 { n / SWIZZLED_COLS } else { 0 } {
+                let mut sum = 0.0;
+                for col in part * SWIZZLED_COLS..(part + 1) * SWIZZLED_COLS {
+                    let value = memory.f32(y, row * y_stride + col);
+                    sum += f64::from(value).powi(2);
+                    let normed = value * memory.f32(norm, col);
+                    memory.set_number(Format::Bf16, next, swizzled_index(row, col, y_rows) as u32, normed);
+                }
+                memory.set_f32(squares, part * y_rows + row, sum as f32);
+            }
             continue;
         }
         for (col, pair) in (0..).zip(v.chunks_exact(2)) {
@@ -280,11 +397,12 @@ pub(crate) fn reference_wgmma(call: &Call, memory: &mut HostMemory) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::quant::{Codes, Minimum};
 
     #[test]
     fn tiles_get_smaller_where_large_ones_leave_processors_idle() {
         let chosen = |rows, n| {
-            let tile = choose(rows, n, 132, Format::Bf16, false);
+            let tile = choose(rows, (n, 1024), 132, (Format::Bf16, false), false);
             (tile.weight_rows(), tile.tokens)
         };
         assert_eq!([64, 128, 256].map(|rows| chosen(rows, 24_576)), [(192, 64), (192, 128), (192, 128)]);
@@ -293,10 +411,27 @@ mod tests {
     }
 
     #[test]
+    fn few_tiles_of_long_rows_are_shared() {
+        let format = Format::Codes(Codes { bits: 4, group: 32, number: Number::Affine, minimum: Minimum::Stored });
+        let splits = |rows, size, format, e4m3| choose(rows, size, 132, (format, e4m3), false).splits;
+        assert!([(2560, 9216), (4096, 12_288)].iter().all(|size| splits(64, *size, format, false) > 1));
+        // Many tiles, and rows that are soon multiplied.
+        let others = [(64, (24_576, 4096)), (512, (4096, 12_288)), (64, (2560, 256))];
+        assert_eq!(others.map(|(rows, size)| splits(rows, size, format, false)), [1; 3]);
+        // Unquantised weights share a tile only if most processors would idle.
+        let of = [(2560, 9216), (2560, 4096), (4096, 12_288)].map(|size| splits(64, size, Format::Bf16, false));
+        assert_eq!(of, [3, 1, 1]);
+        let fp8 =
+            Format::Codes(Codes { bits: 8, group: 128, number: Number::E4m3, minimum: Minimum::Zero { halves: 0 } });
+        assert!(splits(64, (4096, 12_288), fp8, false) > 1);
+        assert_eq!(splits(64, (4096, 12_288), fp8, true), 1);
+    }
+
+    #[test]
     fn tiles_fit_the_device_and_its_registers() {
         for rows in [64, 65, 128, 192, 256, 384, 512, 1024, 2048, 4096] {
             for n in [16, 1024, 4096, 6144, 24_576, 151_936] {
-                let tile = choose(rows, n, 132, Format::Bf16, false);
+                let tile = choose(rows, (n, 4096), 132, (Format::Bf16, false), false);
                 assert!(tile.is_possible(), "{tile:?}");
             }
         }

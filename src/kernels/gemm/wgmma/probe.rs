@@ -5,8 +5,9 @@
 //!
 //! Not here: running a probe on a device (`gpu::build`).
 
-use super::{variant_of, wgmma, wgmma_sorted};
+use super::{Beside, Shares, variant_of, wgmma, wgmma_sorted};
 use crate::kernels::codes_of;
+use crate::kernels::gemm::panel::{Fold, Unscaled};
 use crate::kernels::gemm::tiled::{Output, Packed, PackedOrder, SWIZZLED_COLS, Tiled, e4m3_scale};
 use crate::kernels::gemm::{Activations, Epilogue, Glu, Matrix};
 use crate::kernels::host_memory::{HostMemory, PackedMatrix};
@@ -19,8 +20,8 @@ use crate::quant::Codes;
 use crate::quant::number::to_e4m3;
 use half::bf16;
 
-/// The name of the buffer of a probe's results.
-pub const RESULTS: &str = "probe.y";
+/// The names of the buffers of a probe's results: y, and what is made of it for a norm.
+pub const RESULTS: [&str; 3] = ["probe.y", "probe.next", "probe.squares"];
 /// The rows of x beyond a whole tile: not a multiple of 8.
 const MORE_ROWS: u32 = 21;
 /// The expert of each tile in probes of sorted rows, and the number of the tile's rows in use (`None`: all).
@@ -36,6 +37,8 @@ pub struct WgmmaProbe {
     /// The contents of the buffers before the call.
     pub memory: HostMemory,
     y: Output,
+    /// What is made of y for a norm.
+    normed: Option<Unscaled>,
     rows: u32,
     cols: u32,
     /// The maximum error of a result, relative to the root mean square of its row, and that of a row's length.
@@ -147,6 +150,21 @@ pub fn sized(constants: &[u32], rows: u32, (n, k): (u32, u32), processors: u32) 
             Output::Rows(Activations { range: buffer("y", numbers.floats(rows * stride)), stride })
         }
     };
+    let squares = |cols: u32| (Unscaled::square_bytes(PackedOrder::Swizzled, rows, cols) / 4) as u32;
+    let (fold, normed) = match variant.fold {
+        // The factors are between 0.5 and 8.
+        1 => {
+            let squares =
+                numbers.floats(squares(k)).iter().map(|word| (f32::from_bits(*word) * 2.0 + 2.0).to_bits()).collect();
+            (Fold::Scale(Unscaled { rows: x, squares: buffer("squares", squares) }, 1e-2), None)
+        }
+        2 => {
+            let next = packed(buffer("next", vec![0; (Packed::bytes(rows, n) / 4) as usize]), n);
+            let normed = Unscaled { rows: next, squares: buffer("squares", vec![0; squares(n) as usize]) };
+            (Fold::Next(normed, buffer("norm", numbers.floats(n))), Some(normed))
+        }
+        _ => (Fold::None, None),
+    };
     let label = "probe".to_owned();
     let weight = Matrix { range: weight, format, rows: n, cols: k };
     let product = Tiled { label, weight, x, bias, epilogue, y };
@@ -166,7 +184,16 @@ pub fn sized(constants: &[u32], rows: u32, (n, k): (u32, u32), processors: u32) 
         }
         false => {
             let count = (processors == 0).then(|| buffer("count", vec![0, 0, rows]));
-            wgmma(&product, variant.tile, rows, count, if processors == 0 { 132 } else { processors })
+            let shares = (variant.tile.splits > 1).then(|| {
+                let tiles = variant.tile.tiles(rows, n);
+                let words = tiles * variant.tile.splits * variant.tile.share_bytes() / 4;
+                Shares {
+                    partials: buffer("partials", vec![u32::MAX; words as usize]),
+                    counters: buffer("counters", vec![0; tiles.next_multiple_of(4) as usize]),
+                }
+            });
+            let processors = if processors == 0 { 132 } else { processors };
+            wgmma(&product, variant.tile, (rows, count), Beside { processors, shares, fold })
         }
     };
     recording.call(call);
@@ -177,7 +204,7 @@ pub fn sized(constants: &[u32], rows: u32, (n, k): (u32, u32), processors: u32) 
         (_, false) => (3e-2, 1e-2),
         (_, true) => (0.3, 2e-2),
     };
-    WgmmaProbe { recording, memory: HostMemory { buffers: words }, y, rows, cols, tolerance }
+    WgmmaProbe { recording, memory: HostMemory { buffers: words }, y, normed, rows, cols, tolerance }
 }
 
 /// Returns the mean square of the first 16 rows of a packed matrix of codes.
@@ -220,12 +247,46 @@ impl WgmmaProbe {
                 return Some(format!("row {row} is wrong by {:.4} of its length", (errors / squares).sqrt()));
             }
         }
+        if let Some(normed) = self.normed {
+            let difference = self.difference_of_norm(normed, &wanted, found);
+            if difference.is_some() {
+                return difference;
+            }
+        }
         // What lies beyond the results stays as it was.
         if let Output::Rows(y) = self.y {
             for (row, col) in (0..self.rows).flat_map(|row| (self.cols..y.stride).map(move |col| (row, col))) {
                 let [before, after] = [&self.memory, found].map(|memory| memory.u32(y.range, row * y.stride + col));
                 if before != after {
                     return Some(format!("row {row}, column {col} was overwritten"));
+                }
+            }
+        }
+        None
+    }
+
+    /// Returns a description of the first row in which the input of a norm differs.
+    fn difference_of_norm(&self, normed: Unscaled, wanted: &HostMemory, found: &HostMemory) -> Option<String> {
+        let (_, tolerance) = self.tolerance;
+        let (padded, parts) = (Packed::padded_rows(self.rows), self.cols / SWIZZLED_COLS);
+        for row in 0..self.rows {
+            let squares = |memory: &HostMemory| -> f64 {
+                (0..parts).map(|part| f64::from(memory.f32(normed.squares, part * padded + row))).sum()
+            };
+            let [length, other] = [wanted, found].map(squares);
+            if (length - other).abs() > length * (2.0 * tolerance.min(1e-2) + 1e-4) || other.is_nan() {
+                return Some(format!("the squares of row {row} are {other}, not {length}"));
+            }
+            let value = |memory: &HostMemory, col: u32| {
+                f64::from(memory.weight(Format::Bf16, normed.rows.range, normed.rows.index(row, col, self.rows) as u32))
+            };
+            // Each is rounded to the other neighbor at most, but for the product's own error.
+            let most = 2f64.powi(-7) + self.tolerance.0;
+            for col in 0..self.cols {
+                let [wanted, found] = [wanted, found].map(|memory| value(memory, col));
+                let error = (wanted - found).abs();
+                if error.is_nan() || error > most * wanted.abs() + most * 0.25 {
+                    return Some(format!("row {row}, column {col} of the norm is {found}, not {wanted}"));
                 }
             }
         }

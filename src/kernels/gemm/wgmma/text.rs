@@ -11,6 +11,12 @@
 //! bias       [N] f32
 //! y          not packed: [rows][y_stride] f32. Packed: like x, [N / 128][y_rows][64] bfloat16, as x of the next product
 //! count      if `rows` is 0, the third word here is the number of rows
+//! squares    an RMSNorm before or after the product that is folded into it: [columns / 64][x_rows, or y_rows] f32, the sums of
+//!            the squares of 64 columns of a row that is normed
+//! norm       FOLD 2: [N] f32, the weight of the norm of y
+//! next       FOLD 2: y ⊙ norm in bfloat16, packed like x, [N / 64][y_rows][64]
+//! partials   the sums of shares of a tile, if several workgroups share its columns: [tiles][splits][sums / 4][threads][4] f32
+//! counters   [tiles]: the number of shares that are stored; 0 between calls
 //! tiles      experts (MoE): the expert of each tile of TOKENS rows of x, then the number of tiles in use (`expert_plan`). W
 //!            and the bias have N rows for each expert
 //! slots      experts, y not packed: row i of the product is row `slots[i]` of y, or is dropped if that is `NOBODY`
@@ -21,6 +27,13 @@
 //! copies, one thread of each of its four warps: for each 64 columns (a unit of codes) it fills one of STAGES places in
 //! shared memory, as soon as all consumers have left it (`empty`), by one bulk copy for each 16 rows of W and one for all
 //! rows of x and 64 columns, which count their bytes on the place's `full` barrier.
+//!
+//! Where tiles are few, SPLITS workgroups share the columns of a tile: each stores its sums, and the last to arrive adds those of
+//! all in the order of their numbers and goes on with them.
+//!
+//! An RMSNorm of x between two products is folded into both. The first, which adds to y (FOLD 2), also writes y ⊙ norm, packed,
+//! and the sums of y²; the second (FOLD 1) has these rows as x, and scales its products of a row with 1 / sqrt(mean + epsilon),
+//! which its warpgroups compute while their first columns are on the way.
 //!
 //! The other warpgroups multiply. Operand A, the weights, comes from registers: in fragment order, the 16 bytes of a lane
 //! are its registers of `m64k16`, with the rows of W and the columns in another order than the instruction's. Lane
@@ -65,6 +78,8 @@ pub struct WgmmaTile {
     pub tokens: u32,
     /// The number of places for 64 columns in shared memory.
     pub stages: u32,
+    /// The number of workgroups that share the columns of a tile: 1 to 8.
+    pub splits: u32,
 }
 
 impl WgmmaTile {
@@ -77,6 +92,26 @@ impl WgmmaTile {
     /// The number of rows of W.
     pub const fn weight_rows(self) -> u32 {
         self.groups * self.blocks * 64
+    }
+
+    /// The size of a share's sums in bytes, if a tile has several.
+    pub const fn share_bytes(self) -> u32 {
+        self.weight_rows() * self.tokens * 4
+    }
+
+    /// Whether shares can be joined without spilling registers.
+    const fn joins(self) -> bool {
+        self.blocks == 1 && self.tokens <= 128
+    }
+
+    /// Whether norms can be folded into products without spilling registers.
+    pub const fn folds(self) -> bool {
+        self.joins() && (self.splits == 1 || self.groups == 1 || self.tokens < 128)
+    }
+
+    /// The number of tiles of at most `rows` rows of x by `n` rows of W.
+    pub const fn tiles(self, rows: u32, n: u32) -> u32 {
+        rows.div_ceil(self.tokens) * n.div_ceil(self.weight_rows())
     }
 
     /// The number of threads of a workgroup.
@@ -114,22 +149,39 @@ pub struct WgmmaVariant {
     pub experts: bool,
     /// Whether rows of x are in e4m3; only with weights that [`multiplies_e4m3`] says.
     pub e4m3: bool,
+    /// The part of an RMSNorm that is folded into the product: 0 for none, 1 to scale the products, 2 to prepare the norm of y.
+    pub fold: u32,
 }
 
 impl WgmmaVariant {
     /// Returns the plain product of a tile.
     fn of(tile: WgmmaTile, codes: u32, e4m3: bool) -> WgmmaVariant {
-        WgmmaVariant { tile, epilogue: 0, bias: false, packed: false, codes, experts: false, e4m3 }
+        WgmmaVariant { tile, epilogue: 0, bias: false, packed: false, codes, experts: false, e4m3, fold: 0 }
+    }
+
+    /// Returns the variant with as many stages as it has and as fit.
+    ///
+    /// # Panics
+    /// If two do not fit.
+    pub fn fitted(self) -> WgmmaVariant {
+        let with = |stages| WgmmaVariant { tile: WgmmaTile { stages, ..self.tile }, ..self };
+        (2..=self.tile.stages).rev().map(with).find(WgmmaVariant::is_possible).expect("two stages fit")
     }
 
     /// Whether there is a program: whether the tile's numbers are in range, and it fits a processor.
     pub fn is_possible(&self) -> bool {
-        let WgmmaTile { groups, blocks, tokens, stages } = self.tile;
+        let WgmmaTile { groups, blocks, tokens, stages, splits } = self.tile;
         (1..=3).contains(&groups)
             && blocks >= 1
             && groups * blocks <= 4
             && [32, 64, 128, 256].contains(&tokens)
             && (2..=64).contains(&stages)
+            && (1..=8).contains(&splits)
+            // Where larger tiles are chosen, neither shares nor folded norms would pay.
+            && (splits == 1 || !self.experts && self.tile.joins())
+            && (self.fold == 0 || !self.experts && self.tile.folds())
+            && (self.fold != 2 || self.epilogue == 1 && !self.packed)
+            && (splits == 1 && self.fold == 0 || !self.e4m3)
             && self.least_registers() <= if self.e4m3 { E4M3_REGISTERS } else { REGISTERS }[groups as usize - 1]
             && (!self.e4m3 || self.format().is_some_and(multiplies_e4m3))
             && self.shared_bytes() <= MOST_SHARED_BYTES
@@ -137,7 +189,21 @@ impl WgmmaVariant {
 
     /// The shared memory of a workgroup in bytes, with room to align it.
     pub fn shared_bytes(&self) -> u32 {
-        ALIGNMENT + self.tile.stages * (self.stage_bytes() + 16) + self.tile.groups * STAGING_BYTES
+        ALIGNMENT
+            + self.tile.stages * (self.stage_bytes() + 16)
+            + self.tile.groups * STAGING_BYTES
+            + 16
+            + self.fold_bytes()
+    }
+
+    /// The shared memory of a folded norm: each row's factor and the shares of its sum, or the sums of each warp's columns.
+    fn fold_bytes(&self) -> u32 {
+        let WgmmaTile { groups, tokens, .. } = self.tile;
+        match self.fold {
+            0 => 0,
+            1 => (groups * 128 + tokens) * 4,
+            _ => groups * 4 * tokens * 4,
+        }
     }
 
     /// The format of weights of codes.
@@ -223,7 +289,7 @@ struct Text {
 impl Text {
     fn write(&mut self) {
         let WgmmaVariant { tile, .. } = self.variant;
-        let WgmmaTile { groups, stages, .. } = tile;
+        let WgmmaTile { groups, stages, splits, .. } = tile;
         let sums = tile.blocks * tile.tokens / 2;
         let weights = tile.blocks * 32;
         let staging = stages * self.variant.stage_bytes();
@@ -240,7 +306,11 @@ impl Text {
 .reg .b32 %group, %quarter, %a, %t, %first, %left, %row, %staged, %bytes, %rest, %columns;
 .reg .b64 %weight, %x, %bias, %y, %count, %expert_tiles, %slots, %from<4>, %advance, %descriptor, %at, %pitch, %block_bytes;
 .reg .f32 %sum<{sums}>, %raw<{raw}>, %scale_u, %scale_v;
-.reg .b64 %x_scales;
+.reg .b64 %x_scales, %partials, %counters, %squares, %norm, %next, %place<2>;
+.reg .b32 %fold, %squared;
+.reg .f32 %epsilon, %g<4>;
+.reg .pred %lead;
+.reg .b32 %whole, %share, %first_step, %end_step;
 .reg .b32 %w<{weights}>, %q<{codes}>, %d<4>, %s<6>, %scale, %scales_at, %expert;
 .reg .b16 %h<2>;
 ld.param.u64 %weight, [args];
@@ -250,12 +320,12 @@ ld.param.u64 %y, [args+24];
 ld.param.u64 %count, [args+32];
 ld.param.u64 %expert_tiles, [args+40];
 ld.param.u64 %slots, [args+48];
-ld.param.u32 %n, [args+56];
-ld.param.u32 %k, [args+60];
-ld.param.u32 %rows, [args+64];
-ld.param.u32 %x_rows, [args+68];
-ld.param.u32 %y_stride, [args+72];
-ld.param.u32 %y_rows, [args+76];
+ld.param.u32 %n, [args+96];
+ld.param.u32 %k, [args+100];
+ld.param.u32 %rows, [args+104];
+ld.param.u32 %x_rows, [args+108];
+ld.param.u32 %y_stride, [args+112];
+ld.param.u32 %y_rows, [args+116];
 // The rows in use, and the tiles.
 setp.ne.u32 %p0, %rows, 0;
 @%p0 bra HAVE_ROWS;
@@ -266,7 +336,7 @@ div.u32 %token_tiles, %r0, {tokens};
 {experts}add.u32 %r0, %n, {rows_less};
 div.u32 %r0, %r0, {weight_rows};
 mul.lo.u32 %tiles, %r0, %token_tiles;
-shr.u32 %columns, %k, {columns_shift};
+{all_shares}shr.u32 %columns, %k, {columns_shift};
 add.u32 %r0, %k, {columns_less};
 div.u32 %steps, %r0, {columns};
 mul.wide.u32 %block_bytes, %steps, {block_bytes};
@@ -293,6 +363,7 @@ setp.ne.u32 %p0, %thread, 0;
                 ""
             },
             raw = tile.e4m3_tokens() / 2,
+            all_shares = if splits > 1 { format!("mul.lo.u32 %tiles, %tiles, {splits};\n") } else { String::new() },
             columns_shift = self.variant.x_columns().ilog2(),
             columns = self.variant.columns(),
             columns_less = self.variant.columns() - 1,
@@ -347,9 +418,11 @@ xor.b32 %phase, %phase, %r0;",
             "{name}_TILE:
 setp.ge.u32 %p0, %tile, %tiles;
 @%p0 bra END;
-div.u32 %weight_tile, %tile, %token_tiles;
+{share}div.u32 %weight_tile, {tile}, %token_tiles;
 mul.lo.u32 %r0, %weight_tile, %token_tiles;
-sub.u32 %token_tile, %tile, %r0;"
+sub.u32 %token_tile, {tile}, %r0;",
+            share = self.share(),
+            tile = if self.variant.tile.splits > 1 { "%whole" } else { "%tile" },
         );
         if self.variant.experts {
             line!(
@@ -359,6 +432,28 @@ add.u64 %l0, %expert_tiles, %l0;
 ld.global.u32 %expert, [%l0];"
             );
         }
+    }
+
+    /// Returns the instructions that find the share's tile, its first step, and the one behind its last.
+    fn share(&self) -> String {
+        match self.variant.tile.splits {
+            1 => String::new(),
+            splits => format!(
+                "div.u32 %whole, %tile, {splits};
+mul.lo.u32 %r0, %whole, {splits};
+sub.u32 %share, %tile, %r0;
+mul.lo.u32 %r0, %share, %steps;
+div.u32 %first_step, %r0, {splits};
+add.u32 %r0, %r0, %steps;
+div.u32 %end_step, %r0, {splits};
+"
+            ),
+        }
+    }
+
+    /// The first step of a workgroup's share of a tile, and the one behind its last.
+    fn steps(&self) -> (&'static str, &'static str) {
+        if self.variant.tile.splits > 1 { ("%first_step", "%end_step") } else { ("0", "%steps") }
     }
 
     fn next_tile(&mut self, name: &str) {
@@ -419,10 +514,22 @@ mad.lo.u64 %from{block}, %l2, %block_bytes, %weight;"
             if codes != 0 {
                 line!(self, "add.u64 %from{block}, %from{block}, {BLOCK_HEADER};");
             }
+            if tile.splits > 1 {
+                line!(self, "mul.wide.u32 %l3, %first_step, {each};\nadd.u64 %from{block}, %from{block}, %l3;");
+            }
         }
+        if tile.splits > 1 {
+            line!(
+                self,
+                "mul.wide.u32 %l3, %first_step, {x_blocks};
+mul.lo.u64 %l3, %l3, %advance;
+add.u64 %at, %at, %l3;"
+            );
+        }
+        let (first_step, end_step) = self.steps();
         line!(
             self,
-            "mov.u32 %step, 0;
+            "mov.u32 %step, {first_step};
 PRODUCER_STEP:
 .pragma \"nounroll\";
 add.u32 %full, %bars, %slot8;
@@ -470,7 +577,7 @@ add.u64 %at, %at, %advance;",
         line!(
             self,
             "add.u32 %step, %step, 1;
-setp.lt.u32 %p0, %step, %steps;
+setp.lt.u32 %p0, %step, {end_step};
 @%p0 bra PRODUCER_STEP;"
         );
         self.next_tile("PRODUCER");
@@ -519,13 +626,17 @@ add.u32 %staged, %staged, {staging};",
             scales = self.variant.format().map_or_else(String::new, scales_at),
         );
         self.each_tile("CONSUMER");
+        if self.variant.fold == 1 {
+            self.row_factors();
+        }
         if self.variant.e4m3 {
             self.multiply_e4m3();
             self.finish();
             self.next_tile("CONSUMER");
             return;
         }
-        line!(self, "mov.u32 %step, 0;\nCONSUMER_STEP:\n.pragma \"nounroll\";");
+        let (first_step, end_step) = self.steps();
+        line!(self, "mov.u32 %step, {first_step};\nCONSUMER_STEP:\n.pragma \"nounroll\";");
         // An even number of groups of products, which take turns with the two sets of weights.
         let sixty_fours = self.variant.x_blocks();
         for stage in 0..2u32.div_ceil(sixty_fours) {
@@ -541,7 +652,7 @@ setp.ge.u32 %p0, %r1, %columns;
                 self.multiply(part, (stage + part) % 2);
             }
             self.advance();
-            line!(self, "add.u32 %step, %step, 1;\nsetp.ge.u32 %p0, %step, %steps;\n@%p0 bra SUMS;");
+            line!(self, "add.u32 %step, %step, 1;\nsetp.ge.u32 %p0, %step, {end_step};\n@%p0 bra SUMS;");
         }
         line!(
             self,
@@ -555,8 +666,151 @@ LAST:"
 wgmma.wait_group.sync.aligned 0;
 @%release mbarrier.arrive.shared::cta.b64 _, [%previous];"
         );
+        self.join();
         self.finish();
+        line!(self, "SHARED:");
         self.next_tile("CONSUMER");
+    }
+
+    /// Where the shared memory of a folded norm begins, behind the barriers' begin.
+    fn fold_at(&self) -> u32 {
+        self.variant.tile.stages * 16 + 16
+    }
+
+    /// Puts the factor of each row of the tile into shared memory: 1 / sqrt(mean of squares + epsilon).
+    fn row_factors(&mut self) {
+        let WgmmaTile { groups, tokens, .. } = self.variant.tile;
+        let threads = groups * 128;
+        let parts = threads / tokens;
+        const AHEAD: u32 = 8;
+        line!(
+            self,
+            "// The factors of the tile before have been read. Each thread sums a part of the squares of a row.
+bar.sync 14, {threads};
+ld.param.u64 %squares, [args+72];
+ld.param.f32 %epsilon, [args+120];
+add.u32 %fold, %bars, {fold_at};
+and.b32 %r0, %thread, {last_token};
+shr.u32 %r1, %thread, {shift};
+mad.lo.u32 %r2, %token_tile, {tokens}, %r0;
+setp.lt.u32 %valid, %r2, %rows;
+mul.wide.u32 %l0, %r2, 4;
+add.u64 %l0, %squares, %l0;
+mul.wide.u32 %l1, %x_rows, 4;
+cvt.u64.u32 %l2, %r1;
+mad.lo.u64 %l0, %l2, %l1, %l0;
+mul.lo.u64 %l1, %l1, {parts};
+shr.u32 %r3, %k, 6;
+mov.f32 %f0, 0f00000000;
+SQUARES:
+.pragma \"nounroll\";",
+            fold_at = self.fold_at(),
+            last_token = tokens - 1,
+            shift = tokens.ilog2(),
+        );
+        for i in 0..AHEAD {
+            line!(
+                self,
+                "add.u32 %r4, %r1, {};
+setp.lt.and.u32 %p1, %r4, %r3, %valid;
+mov.f32 %v{i}, 0f00000000;
+@%p1 ld.global.nc.f32 %v{i}, [%l0];
+add.u64 %l0, %l0, %l1;",
+                i * parts
+            );
+        }
+        (0..AHEAD).for_each(|i| line!(self, "add.f32 %f0, %f0, %v{i};"));
+        line!(
+            self,
+            "add.u32 %r1, %r1, {step};
+setp.lt.u32 %p0, %r1, %r3;
+@%p0 bra SQUARES;
+mad.lo.u32 %r4, %thread, 4, %fold;
+st.shared.f32 [%r4+{at}], %f0;
+bar.sync 14, {threads};
+setp.ge.u32 %p0, %thread, {tokens};
+@%p0 bra FACTORS;
+mov.f32 %f0, 0f00000000;",
+            step = AHEAD * parts,
+            at = tokens * 4,
+        );
+        for part in 0..parts {
+            line!(self, "ld.shared.f32 %f1, [%r4+{}];\nadd.f32 %f0, %f0, %f1;", (part + 1) * tokens * 4);
+        }
+        line!(
+            self,
+            "cvt.rn.f32.u32 %f1, %k;
+div.full.f32 %f0, %f0, %f1;
+add.f32 %f0, %f0, %epsilon;
+rsqrt.approx.f32 %f0, %f0;
+st.shared.f32 [%r4], %f0;
+FACTORS:
+bar.sync 14, {threads};"
+        );
+    }
+
+    /// Stores the sums of a share, and goes on to the next tile unless it is the last one of its tile that is stored; then
+    /// sets the sums to those of all shares.
+    fn join(&mut self) {
+        let WgmmaTile { groups, stages, splits, .. } = self.variant.tile;
+        if splits == 1 {
+            return;
+        }
+        let (threads, bytes) = (groups * 128, self.variant.tile.share_bytes());
+        let (sums, arrived) = (self.variant.tile.blocks * self.variant.tile.tokens / 2, stages * 16);
+        debug_assert_eq!(threads * sums * 4, bytes);
+        line!(
+            self,
+            "ld.param.u64 %partials, [args+56];
+ld.param.u64 %counters, [args+64];
+mul.wide.u32 %l0, %tile, {bytes};
+add.u64 %l0, %partials, %l0;
+mul.wide.u32 %l1, %thread, 16;
+add.u64 %l0, %l0, %l1;"
+        );
+        for first in (0..sums).step_by(4) {
+            let list = registers("sum", first..first + 4);
+            line!(self, "st.global.v4.f32 [%l0+{}], {{{list}}};", first / 4 * threads * 16);
+        }
+        line!(
+            self,
+            "fence.acq_rel.gpu;
+bar.sync 15, {threads};
+setp.ne.u32 %p0, %thread, 0;
+@%p0 bra COUNTED;
+mul.wide.u32 %l2, %whole, 4;
+add.u64 %l2, %counters, %l2;
+atom.global.add.u32 %r2, [%l2], 1;
+mov.u32 %r3, 0;
+setp.eq.u32 %p1, %r2, {last};
+@%p1 st.global.b32 [%l2], %r3;
+st.shared.b32 [%bars+{arrived}], %r2;
+COUNTED:
+bar.sync 15, {threads};
+ld.shared.b32 %r2, [%bars+{arrived}];
+setp.ne.u32 %p0, %r2, {last};
+@%p0 bra SHARED;
+fence.acq_rel.gpu;
+sub.u32 %r1, %tile, %share;
+mul.wide.u32 %l0, %r1, {bytes};
+add.u64 %l0, %partials, %l0;
+add.u64 %l0, %l0, %l1;",
+            last = splits - 1,
+        );
+        for share in 0..splits {
+            for first in (0..sums).step_by(4) {
+                let at = share * bytes + first / 4 * threads * 16;
+                if share == 0 {
+                    let list = registers("sum", first..first + 4);
+                    line!(self, "ld.global.cg.v4.f32 {{{list}}}, [%l0+{at}];");
+                    continue;
+                }
+                line!(self, "ld.global.cg.v4.f32 {{%f0, %f1, %f2, %f3}}, [%l0+{at}];");
+                for i in 0..4 {
+                    line!(self, "add.f32 %sum{}, %sum{}, %f{i};", first + i, first + i);
+                }
+            }
+        }
     }
 
     /// Sets the sums of a tile to the products with rows in e4m3.
@@ -667,7 +921,7 @@ add.u64 %l0, %l0, %descriptor;"
         if part > 0 {
             line!(self, "add.u64 %l0, %l0, {};", part * tile.tokens * 8);
         } else {
-            line!(self, "setp.ne.u32 %accumulate, %step, 0;");
+            line!(self, "setp.ne.u32 %accumulate, %step, {};", self.steps().0);
         }
         line!(self, "wgmma.fence.sync.aligned;");
         for sixteen in 0..4u32 {
@@ -909,6 +1163,11 @@ add.u64 %l0, %l0, %l1;
 add.u64 %x_scales, %x, %l0;"
             );
         }
+        match self.variant.fold {
+            0 => {}
+            1 => line!(self, "mad.lo.u32 %squared, %t, 4, %bars;\nadd.u32 %squared, %squared, {};", self.fold_at()),
+            _ => line!(self, "setp.eq.u32 %lead, %a, 0;\nadd.u32 %fold, %bars, {};", self.fold_at()),
+        }
         for block in 0..tile.blocks {
             let label = self.ptx.label();
             line!(
@@ -996,6 +1255,10 @@ mul.f32 %f4, %f4, {};",
             );
             (0..4).for_each(|i| line!(self, "mul.f32 %v{i}, %v{i}, %f4;"));
         }
+        if self.variant.fold == 1 {
+            line!(self, "ld.shared.f32 %f4, [%squared+{}];", eight * 32);
+            (0..4).for_each(|i| line!(self, "mul.f32 %v{i}, %v{i}, %f4;"));
+        }
         if self.variant.bias {
             (0..4).for_each(|i| line!(self, "add.f32 %v{i}, %v{i}, %b{i};"));
         }
@@ -1063,6 +1326,10 @@ shl.b64 %l0, %l0, 2;
 add.u64 %at, %y, %l0;
 mul.wide.u32 %pitch, %y_stride, 32;"
         );
+        let folds = self.variant.fold == 2;
+        if folds {
+            self.begin_norm(block);
+        }
         // A residual's loads are issued for some rows before the first of them is needed; two sets of sums, or sums in
         // flight, leave fewer registers for them.
         let ahead = if e4m3 { 2 } else { 4 / tile.blocks.min(2) };
@@ -1094,12 +1361,124 @@ mul.wide.u32 %pitch, %y_stride, 32;"
                             line!(self, "add.f32 %v{i}, %v{i}, %f{i};");
                         }
                         line!(self, "@%p1 st.global.v4.f32 [%at], {{%v0, %v1, %v2, %v3}};");
+                        if folds {
+                            self.norm_four(eight);
+                        }
                     }
                     _ => line!(self, "@%p1 st.global.v2.f32 [%at], {{%v0, %v1}};"),
                 }
                 line!(self, "add.u64 %at, %at, %pitch;");
             }
         }
+        if folds {
+            self.end_norm(block);
+        }
+    }
+
+    /// Loads the norm's weights of the lane's four columns of y, and sets the places of its packed outputs and of its sums.
+    fn begin_norm(&mut self, block: u32) {
+        let WgmmaTile { groups, blocks, tokens, .. } = self.variant.tile;
+        line!(
+            self,
+            "ld.param.u64 %norm, [args+80];
+ld.param.u64 %next, [args+88];
+mul.wide.u32 %l2, %row, 4;
+add.u64 %l2, %norm, %l2;
+ld.global.nc.v4.f32 {{%g0, %g1, %g2, %g3}}, [%l2];
+mad.lo.u32 %r1, %weight_tile, {weight_blocks}, {block};
+mad.lo.u32 %r1, %group, {blocks}, %r1;
+mad.lo.u32 %r2, %token_tile, {tokens}, %t;
+mul.wide.u32 %l2, %r1, %y_rows;
+cvt.u64.u32 %l3, %r2;
+add.u64 %l2, %l2, %l3;
+shl.b64 %l2, %l2, 7;
+add.u64 %l2, %next, %l2;
+// The lane's two words of 16 bytes, and its place in them.
+shr.u32 %r2, %quarter, 1;
+shl.b32 %r2, %r2, 2;
+and.b32 %r3, %a, 1;
+shl.b32 %r3, %r3, 1;
+add.u32 %r2, %r2, %r3;
+and.b32 %r3, %quarter, 1;
+shl.b32 %r3, %r3, 1;
+shr.u32 %r4, %a, 1;
+add.u32 %r3, %r3, %r4;
+mul.wide.u32 %l3, %r3, 4;
+add.u64 %l2, %l2, %l3;
+xor.b32 %r4, %r2, %t;
+mul.wide.u32 %l3, %r4, 16;
+add.u64 %place0, %l2, %l3;
+add.u32 %r2, %r2, 1;
+xor.b32 %r4, %r2, %t;
+mul.wide.u32 %l3, %r4, 16;
+add.u64 %place1, %l2, %l3;
+mad.lo.u32 %r2, %group, 4, %quarter;
+mad.lo.u32 %r2, %r2, {tokens}, %t;
+mad.lo.u32 %squared, %r2, 4, %fold;
+// The sums of the block before have been read.
+add.u32 %r2, %group, 1;
+bar.sync %r2, 128;",
+            weight_blocks = groups * blocks,
+        );
+    }
+
+    /// Stores %v0 to %v3 times the norm's weights, and the sum of their squares over 16 columns.
+    fn norm_four(&mut self, eight: u32) {
+        line!(self, "mul.f32 %f0, %v0, %v0;");
+        (1..4).for_each(|i| line!(self, "fma.rn.f32 %f0, %v{i}, %v{i}, %f0;"));
+        for lanes in [8, 16] {
+            line!(self, "shfl.sync.bfly.b32 %f1, %f0, {lanes}, 31, 0xffffffff;\nadd.f32 %f0, %f0, %f1;");
+        }
+        line!(self, "@%lead st.shared.f32 [%squared+{}], %f0;", eight * 32);
+        (0..4).for_each(|i| line!(self, "mul.f32 %v{i}, %v{i}, %g{i};"));
+        for pair in 0..2 {
+            line!(
+                self,
+                "cvt.rn.bf16x2.f32 %r1, %v{}, %v{};
+@%p1 st.global.b32 [%place{pair}+{}], %r1;",
+                2 * pair + 1,
+                2 * pair,
+                eight * 1024
+            );
+        }
+    }
+
+    /// Stores the sums of squares over the 64 columns of a warpgroup.
+    fn end_norm(&mut self, block: u32) {
+        let WgmmaTile { groups, blocks, tokens, .. } = self.variant.tile;
+        let label = self.ptx.label();
+        line!(
+            self,
+            "add.u32 %r2, %group, 1;
+bar.sync %r2, 128;
+and.b32 %r1, %thread, 127;
+setp.ge.u32 %p0, %r1, {tokens};
+@%p0 bra SQUARED{label};
+mul.lo.u32 %r2, %group, {group_tokens};
+add.u32 %r2, %r2, %r1;
+mad.lo.u32 %r2, %r2, 4, %fold;
+ld.shared.f32 %f0, [%r2];",
+            group_tokens = 4 * tokens,
+        );
+        for quarter in 1..4 {
+            line!(self, "ld.shared.f32 %f1, [%r2+{}];\nadd.f32 %f0, %f0, %f1;", quarter * tokens * 4);
+        }
+        line!(
+            self,
+            "ld.param.u64 %squares, [args+72];
+mad.lo.u32 %r2, %weight_tile, {weight_blocks}, {block};
+mad.lo.u32 %r2, %group, {blocks}, %r2;
+mul.wide.u32 %l2, %r2, %y_rows;
+mad.lo.u32 %r2, %token_tile, {tokens}, %r1;
+setp.lt.u32 %p1, %r2, %rows;
+cvt.u64.u32 %l3, %r2;
+add.u64 %l2, %l2, %l3;
+shl.b64 %l2, %l2, 2;
+add.u64 %l2, %squares, %l2;
+@%p1 st.global.f32 [%l2], %f0;
+SQUARED{label}:",
+            weight_blocks = groups * blocks,
+        );
     }
 
     /// Stores rows of floats, each at the place of its choice.

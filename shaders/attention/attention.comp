@@ -1,7 +1,8 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 // Paged attention without matrix units, for decode and prefill, with split-K over the context:
-//   o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V    over the pages of row r's sequence up to the row's position
+//   o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V    over the pages of row r's sequence up to the row's position, or to
+//                                                    that of the last row of its prompt
 // Variants of the scores, which are all constants: `scores.glsl`.
 //
 // qkv    [rows][stride] f32: q heads, k heads, v heads. GATED 1: then a gate for each value of the output, which is
@@ -9,6 +10,7 @@
 // k, v   KV cache pages: `kv.glsl`;  pages [slots][max_pages];  rope [positions][ROT/2] of cos, sin
 // output [rows][output_stride] f32
 // TAGGED 3: qkv and output are tagged (`tags.glsl`); a row without a sequence then still writes zeros
+// rows   [rows] uvec4: token, position, slot, and 0 or the number of rows from this one to its prompt's last in the step
 // FUSED  1 (decode): q, k and v are raw; this kernel normalizes them (QK_NORM, V_NORM), rotates q and k and appends k and
 //        v to the cache. 0 (prefill): `append` has done that
 //
@@ -42,6 +44,7 @@ layout(constant_id = 13) const uint SINKS = 0;
 layout(constant_id = 14) const uint QUERY_SCALES = 0;
 layout(constant_id = 15) const uint PARTS = 1;
 layout(constant_id = 16) const uint V_NORM = 0;
+layout(constant_id = 18) const uint BOTH = 0;
 
 #include "scores.glsl"
 
@@ -254,8 +257,9 @@ void main() {
     uvec4 info = rows.v[row];
     uint position = info.y;
     uint low = first_visible(position);
+    uint last = last_visible(position, position + max(info.w, 1u) - 1u); // a row that is new, FUSED, is its prompt's last
     uint first_block = low / WORKERS;
-    uint blocks = position / WORKERS + 1u;
+    uint blocks = last / WORKERS + 1u;
     uint live = min(blocks - first_block, gl_NumWorkGroups.x);
     uint t = gl_LocalInvocationID.x;
     if (info.w == 0u) {
@@ -277,9 +281,9 @@ void main() {
 #else
 #define LOAD_SCALES(token)
 #endif
-    uint page = token_page(table, min((first_block + split) * WORKERS + t, position));
+    uint page = token_page(table, min((first_block + split) * WORKERS + t, last));
     {
-        uint token = min((first_block + split) * WORKERS + t, position);
+        uint token = min((first_block + split) * WORKERS + t, last);
         uint base = KEY_AT(page, kvh, 0u, token % 16u);
         if (HELD == EIGHTS) { [[unroll]] for (uint j = 0u; j < HELD; j++) key[j] = LOAD_EIGHT(k, base + j * 16u); }
         LOAD_SCALES(token % 16u)
@@ -326,8 +330,8 @@ void main() {
 
     for (uint block = first_block + split; block < blocks; block += gl_NumWorkGroups.x) {
         uint first = block * WORKERS;
-        uint count = min(WORKERS, position + 1u - first);
-        bool has_new = FUSED == 1u && first + count == position + 1u;
+        uint count = min(WORKERS, last + 1u - first);
+        bool has_new = FUSED == 1u && first + count == last + 1u;
         // The new token's value is not in the cache yet: its place there may hold anything.
         uint cached = has_new ? count - 1u : count;
         uint hidden = max(low, first) - first; // tokens of the block before the window
@@ -340,7 +344,7 @@ void main() {
         if (HELD == EIGHTS) {
             [[unroll]] for (uint j = 0u; j < HELD; j++) SCORE_EIGHT(j, key[j])
         } else {
-            uint base = KEY_AT(page, kvh, 0u, min(first + t, position) % 16u);
+            uint base = KEY_AT(page, kvh, 0u, min(first + t, last) % 16u);
             for (uint j = 0u; j < EIGHTS; j++) SCORE_EIGHT(j, LOAD_EIGHT(k, base + j * 16u))
         }
 #if KV == 2
@@ -352,7 +356,7 @@ void main() {
         // The next block's keys are loaded while values are accumulated.
         uint next = block + gl_NumWorkGroups.x;
         if (next < blocks) {
-            uint token = min(next * WORKERS + t, position);
+            uint token = min(next * WORKERS + t, last);
             page = token_page(table, token);
             uint base = KEY_AT(page, kvh, 0u, token % 16u);
             if (HELD == EIGHTS) { [[unroll]] for (uint j = 0u; j < HELD; j++) key[j] = LOAD_EIGHT(k, base + j * 16u); }

@@ -2,7 +2,8 @@
 #extension GL_GOOGLE_include_directive : require
 #pragma use_vulkan_memory_model
 // Flash attention for prefill, on matrix blocks, optionally with split-K over the context:
-//   o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V    over the pages of row r's prompt up to the position of row r
+//   o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V    over the pages of row r's prompt up to the position of row r, or to
+//                                                    that of the prompt's last row
 // Variants of the scores, which are all constants: `scores.glsl`.
 //
 // qkv    [rows][stride] f32: q heads, normalized and rotated; k and v heads, which are not read. GATED 1: then a gate
@@ -14,7 +15,7 @@
 //
 // One workgroup serves a tile of ROWS (row, query head) pairs of one prompt and one KV head: pair i is row i / G of the
 // prompt and head i % G of the GQA group. Each group of 32 lanes has 16 pairs. The workgroup iterates in blocks over
-// all tokens up to the tile's last row. Keys and values go through shared memory: the next block's keys are loaded
+// all tokens up to the last that a row of the tile sees. Keys and values go through shared memory: the next block's keys are loaded
 // while values are accumulated, and values while scores are computed. The online softmax's maxima and sums stay in
 // registers from block to block. A lane's scores have the layout of the second product's first operand, so the softmax
 // weights never leave their lane. q and the weights are rounded to f16; all sums are f32. D is a multiple of 32.
@@ -47,6 +48,7 @@ layout(constant_id = 7) const uint SCALE = 0;
 layout(constant_id = 8) const uint WINDOW = 0;
 layout(constant_id = 9) const uint SOFT_CAP = 0;
 layout(constant_id = 10) const uint SINKS = 0;
+layout(constant_id = 11) const uint BOTH = 0;
 const uint QUERY_SCALES = 0u; // `append` has applied them
 
 #include "fragments.glsl"
@@ -183,6 +185,7 @@ void main() {
     uvec2 pair = tile.first + LANE_GROUP * 16u + g + uvec2(0u, 8u);
     uvec2 row = min(pair / G, uvec2(tile.in_use - 1u));
     uvec2 position = tile.start + row;
+    uvec2 to = uvec2(last_visible(position.x, tile.end), last_visible(position.y, tile.end));
     uvec2 head = kvh * G + pair % G;
 
     uvec4 staged[STAGED];
@@ -250,8 +253,8 @@ void main() {
         if (first + BLOCK > tile.open + 1u) {
             UNROLL for (uint j = 0u; j < PARTS; j++) {
                 uvec4 token = first + j * 16u + 2u * t + uvec4(0u, 1u, 8u, 9u);
-                above[j] = mix(above[j], vec4(LOWEST), greaterThan(token, uvec4(position.x)));
-                below[j] = mix(below[j], vec4(LOWEST), greaterThan(token, uvec4(position.y)));
+                above[j] = mix(above[j], vec4(LOWEST), greaterThan(token, uvec4(to.x)));
+                below[j] = mix(below[j], vec4(LOWEST), greaterThan(token, uvec4(to.y)));
             }
         }
         if (WINDOW > 0u && first + WINDOW <= last) {

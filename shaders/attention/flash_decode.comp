@@ -63,6 +63,7 @@ layout(constant_id = 19) const uint PARTS = 1;
 
 #include "fragments.glsl"
 #include "swizzled.glsl"
+const uint BOTH = 0u; // a row is the last of its sequence
 #include "scores.glsl"
 #if KV == 2
 #include "code_halves.glsl"

@@ -7,10 +7,11 @@
 // Flash attention for prefill on matrix units of any shape, of which nothing but the shape is known, optionally with
 // split-K over the context. Formula, arguments and tiles are those of `flash`, which is faster where the device keeps the
 // elements of matrices in a known order:
-//   o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V    over the pages of row r's prompt up to the position of row r
+//   o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V    over the pages of row r's prompt up to the position of row r, or to
+//                                                    that of the prompt's last row
 //
 // One workgroup serves a tile of ROWS (row, query head) pairs of one prompt and one KV head, a subgroup MATRIX_M of them.
-// The workgroup iterates in blocks over all tokens up to the tile's last row. Keys and values go through shared memory:
+// The workgroup iterates in blocks over all tokens up to the last that a row of the tile sees. Keys and values go through shared memory:
 // the next block's keys are loaded while values are accumulated, and values while scores are computed. With ALIKE 1, both
 // use the same part of it. Only the device knows which invocation has which element of a matrix. So a subgroup's scores go
 // through a slab of shared memory, where its invocations compute the softmax, each a part of a row, and from where the
@@ -37,13 +38,14 @@ layout(constant_id = 7) const uint SCALE = 0;
 layout(constant_id = 8) const uint WINDOW = 0;
 layout(constant_id = 9) const uint SOFT_CAP = 0;
 layout(constant_id = 10) const uint SINKS = 0;
-layout(constant_id = 11) const uint BLOCK = 32; // tokens of a block, a multiple of 16
-layout(constant_id = 12) const uint HELD = 1;
-layout(constant_id = 13) const uint ALIKE = 0;
-layout(constant_id = 14) const uint MATRIX_M = 16;
-layout(constant_id = 15) const uint MATRIX_N = 16;
-layout(constant_id = 16) const uint MATRIX_K = 16;
-layout(constant_id = 17) const uint SUBGROUP = 32; // the subgroups' size
+layout(constant_id = 11) const uint BOTH = 0;
+layout(constant_id = 12) const uint BLOCK = 32; // tokens of a block, a multiple of 16
+layout(constant_id = 13) const uint HELD = 1;
+layout(constant_id = 14) const uint ALIKE = 0;
+layout(constant_id = 15) const uint MATRIX_M = 16;
+layout(constant_id = 16) const uint MATRIX_N = 16;
+layout(constant_id = 17) const uint MATRIX_K = 16;
+layout(constant_id = 18) const uint SUBGROUP = 32; // the subgroups' size
 const uint QUERY_SCALES = 0u; // `append` has applied them
 
 #include "scores.glsl"
@@ -184,11 +186,11 @@ void main() {
     UNROLL for (uint i = 0u; i < D / MATRIX_N; i++) sums[i] = Sums(0.0);
     // The maximum of each of the invocation's rows, and its part of their sums.
     float m[EACH], l[EACH];
-    uint position[EACH], from[EACH];
+    uint from[EACH], to[EACH];
     UNROLL for (uint e = 0u; e < EACH; e++) {
         uvec2 place = place_of(tile, kvh, first_pair + own_row(e));
-        position[e] = tile.start + place.x;
-        from[e] = first_visible(position[e]);
+        from[e] = first_visible(tile.start + place.x);
+        to[e] = last_visible(tile.start + place.x, tile.end);
         m[e] = LOWEST;
         l[e] = 0.0;
         if (SINKS == 1u && gl_WorkGroupID.z == 0u) {
@@ -231,7 +233,7 @@ void main() {
 #endif
                 if (SOFT_CAP != 0u) s = LOG2_E * soft_cap(s);
                 uvec4 token = first + quad * 4u + uvec4(0u, 1u, 2u, 3u);
-                s = mix(s, vec4(LOWEST), greaterThan(token, uvec4(position[e])));
+                s = mix(s, vec4(LOWEST), greaterThan(token, uvec4(to[e])));
                 if (WINDOW > 0u) s = mix(s, vec4(LOWEST), lessThan(token, uvec4(from[e])));
                 score[e * QUADS + i] = s;
                 top = max(top, max4(s));

@@ -1,6 +1,7 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 // Embedding lookup at the start of a step: rows[r] = {token, position, slot, valid}; x[r] = embedding[token] · scale.
+// `valid` is 0 for a row without a sequence, else the number of rows from this one to its prompt's last one in the step.
 //
 // embedding  weights of vocabulary rows part_first .. part_first + part_rows, [part_rows][chunks·8], or with LAYOUT 1
 //            in fragment order (`memory::pack::Layout::Fragments`)
@@ -53,7 +54,8 @@ void main() {
         slot = chunk.v[4u + 4u * low];
         position = chunk.v[4u + 4u * low + 1u] + row - chunk.v[4u + 4u * low + 2u];
         // A prompt may have no slot; its rows are not valid.
-        valid = row < chunk.v[2] && slot != 0xffffffffu ? 1u : 0u;
+        uint end = low + 1u < chunk.v[0] ? chunk.v[4u + 4u * (low + 1u) + 2u] : chunk.v[2];
+        valid = row < chunk.v[2] && slot != 0xffffffffu ? end - row : 0u;
         token = chunk.v[tokens_at + row];
     } else {
         slot = batch.v[row];

@@ -91,8 +91,9 @@ struct Tile {
     uint start;        // the position of the prompt's first row
     uint table;        // where its pages begin
     uint first;        // the tile's first pair
-    uint last;         // the position of the tile's last row
-    uint open;         // that of its first row; no mask up to this token
+    uint end;          // the position of the prompt's last row in the step
+    uint last;         // the last token that a row of the tile sees
+    uint open;         // the last token that all of its rows see; no mask up to this token
     uint low;          // the first token that a row of the tile sees
     uint most_sharers; // the number of parts that are reserved for the tile
     uint sharers;      // the number of workgroups that share it
@@ -120,9 +121,10 @@ bool find_tile(out Tile tile) {
     tile.first = (tile.number - first_tile(index, prompt.z)) * ROWS;
     if (tile.first >= tile.in_use * G || prompt.x == 0xffffffffu) return false;
     tile.table = prompt.x * max_pages;
-    tile.last = tile.start + min((tile.first + ROWS - 1u) / G, tile.in_use - 1u);
-    tile.open = tile.start + tile.first / G;
-    tile.low = first_visible(tile.open);
+    tile.end = tile.start + tile.in_use - 1u;
+    tile.last = last_visible(min(tile.start + (tile.first + ROWS - 1u) / G, tile.end), tile.end);
+    tile.open = last_visible(tile.start + tile.first / G, tile.end);
+    tile.low = first_visible(tile.start + tile.first / G);
     uint first_block = tile.low / BLOCK;
     uint blocks = tile.last / BLOCK + 1u - first_block;
     uint final_row = chunk.v[prompts].z; // the last prompt's first row

@@ -7,7 +7,7 @@
 //  masks  [slots][mask words]       bit i % 32 of word i / 32: token i may be drawn; host-visible; read with FLAG_MASK
 //                                   only
 //  counts [slots][vocabulary]       bit 31: the token is in the prompt; other bits: how often it is in the output
-//  rows   [rows][4]                 the batch rows: token, position, slot, valid
+//  rows   [rows][4]                 the batch rows: token, position, slot, valid (0: no sequence)
 //  step   [1]                       number of the region (command buffer) in flight
 //  fault  [1]                       number of a call that polled too long for tagged words; 0 if none did
 //  score  [SCORE_STATE_WORDS]       which rows of a prompt chunk are scored next, and how; patched by the host

@@ -1,5 +1,5 @@
-//! `embed_rows`, the embedding lookup: it determines the token, position and slot of each row of a step and writes its
-//! embedding; and `ChunkLayout`, the descriptor of a prompt step. Not here: the choice of the prompts of a step.
+//! `embed_rows`, the embedding lookup: it determines the token, position and slot of each row of a step, and how many rows
+//! of its prompt follow, and writes its embedding; and `ChunkLayout`, the descriptor of a prompt step. Not here: the choice of the prompts of a step.
 
 use super::host_memory::{HostMemory, PackedMatrix};
 use super::recording::Call;
@@ -189,23 +189,30 @@ pub(super) fn reference_embed_rows(call: &Call, memory: &mut HostMemory) {
             let prompt =
                 |index: u32| std::array::from_fn::<u32, 4, _>(|i| memory.u32(args.chunk, 4 + 4 * index + i as u32));
             let prompts = (0..memory.u32(args.chunk, 0)).map(prompt);
-            let [slot, start, first, _] = prompts.rev().find(|p| p[2] <= row).expect("the first begins at row 0");
+            let mut end = memory.u32(args.chunk, 2);
+            let mut prompts = prompts.rev().skip_while(|p| {
+                let later = p[2] > row;
+                end = if later { p[2] } else { end };
+                later
+            });
+            let [slot, start, first, _] = prompts.next().expect("the first begins at row 0");
             // A prompt may have no slot.
             let valid = row < memory.u32(args.chunk, 2) && slot != u32::MAX;
-            let token = if valid { memory.u32(args.chunk, args.tokens_at + row) } else { 0 };
+            let valid = if valid { end - row } else { 0 };
+            let token = if valid > 0 { memory.u32(args.chunk, args.tokens_at + row) } else { 0 };
             (token, start + row - first, slot, valid)
         } else {
             let slot = memory.u32(args.batch, row);
             if slot == u32::MAX {
-                (0, 0, slot, false)
+                (0, 0, slot, 0)
             } else {
                 let word = |memory: &HostMemory, i: u32| memory.u32(args.slots, slot * state::SLOT_WORDS + i);
-                let valid = word(memory, state::SLOT_ACTIVE) == 1;
-                let token = if valid { word(memory, state::SLOT_TOKEN) } else { 0 };
+                let valid = u32::from(word(memory, state::SLOT_ACTIVE) == 1);
+                let token = if valid > 0 { word(memory, state::SLOT_TOKEN) } else { 0 };
                 (token, word(memory, state::SLOT_POSITION), slot, valid)
             }
         };
-        for (i, value) in [token, position, slot, u32::from(valid)].into_iter().enumerate() {
+        for (i, value) in [token, position, slot, valid].into_iter().enumerate() {
             memory.set_u32(args.rows, row * 4 + i as u32, value);
         }
         if token < args.part_first || token - args.part_first >= args.part_rows {

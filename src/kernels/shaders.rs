@@ -141,7 +141,8 @@ pub static FLASH_WGMMA: Shader = Shader {
         (8, "window"),
         (9, "soft_cap"),
         (10, "sinks"),
-        (11, "packed"),
+        (11, "both"),
+        (12, "packed"),
     ],
     matrices: false,
 };

@@ -317,7 +317,8 @@ pub struct Attention {
     pub head_dim: u32,
     /// The rotary embedding (RoPE); `None` for layers without.
     pub rope: Option<Rope>,
-    /// The number of tokens that a token sees, itself included (sliding window); `None` for all.
+    /// The number of tokens that a token sees, itself included (sliding window); `None` for all. If attention is not
+    /// [causal](ModelConfig::causal): the least distance of a token that it does not see, on either side.
     pub window: Option<u32>,
     /// Whether the values are the rows of the key projection, before norm and rotation.
     pub values_are_keys: bool,
@@ -413,6 +414,9 @@ pub struct ModelConfig {
     pub attention_gate: bool,
     /// Whether each query head has an attention sink: a score without a value.
     pub sinks: bool,
+    /// Whether a token sees only itself and earlier tokens. Otherwise all tokens of a prompt see each other, up to the
+    /// distance of a layer's window: a prompt is computed in one piece, and no token can be drawn.
+    pub causal: bool,
     /// The factor of attention scores; `None` for `1 / sqrt(head_dim)`.
     pub score_scale: Option<f32>,
     /// The bound c of attention scores: `c * tanh(score / c)`.
@@ -539,10 +543,10 @@ impl ModelConfig {
     }
 
     /// Returns the greatest window of layers whose pages are given back when no token sees them: those with a window, if
-    /// others see all tokens.
+    /// others see all tokens. A prompt that is computed in one piece gives none back before its end.
     pub fn recycled_window(&self) -> Option<u32> {
         let windows = || self.cached_layers().map(|layer| self.attention(layer).window);
-        windows().flatten().max().filter(|_| windows().any(|window| window.is_none()))
+        windows().flatten().max().filter(|_| self.causal && windows().any(|window| window.is_none()))
     }
 
     /// Returns the bytes of keys and values that one token adds to the KV cache, over all attention layers. MTP blocks are

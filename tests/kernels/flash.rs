@@ -19,7 +19,7 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor};
 use crate::pages::{Pages, round_head};
 use crate::ptx;
-use crate::scores::{first_visible, scored, sink_of, variants};
+use crate::scores::{first_visible, last_visible, scored, sink_of, variants, variants_of_both_sides};
 use ostinato::config::KvFormat;
 use ostinato::device::{Component, MatrixShape};
 use ostinato::kernels::attention::flash::{FlashShape, FlashWay, PARTS, counters_bytes, flash, partials_bytes};
@@ -140,7 +140,8 @@ impl Chunk {
             scored(self.heads.scores, dim, dot)
         };
         let first = first_visible(self.heads.scores, self.start + row);
-        let scores: Vec<f64> = (first..=self.start + row).map(score).collect();
+        let last = last_visible(self.heads.scores, self.start + row, self.start + self.length - 1);
+        let scores: Vec<f64> = (first..=last).map(score).collect();
         let sink = if self.heads.scores.sinks { f64::from(sink_of(head)) } else { f64::NEG_INFINITY };
         let top = scores.iter().copied().fold(sink, f64::max);
         let mut sums = vec![0.0; dim as usize];
@@ -357,6 +358,29 @@ fn variants_of_scores_agree() {
         }
     }
     check_steps(Driver::all(), "scores", 3, &steps);
+}
+
+/// Goal: rows see the later tokens of their own prompt and of no other, with codes too, and where several workgroups share
+/// a context of which some rows see nothing. Window, sinks and bounds count as for rows that see earlier tokens only.
+#[test]
+fn rows_see_later_tokens_of_their_prompt() {
+    let mut random = Random(39);
+    let mut steps = Vec::new();
+    for (index, scores) in variants_of_both_sides().into_iter().enumerate() {
+        for kv_format in [KvFormat::F16, KvFormat::Int8] {
+            let shape = heads([3, 1, 4][index], 1 + index as u32 % 2, [64, 32, 64][index]);
+            let heads = Heads { scores, kv_format, ..shape };
+            for shape in [&[(0, 70), (0, 1), (3, 16)][..], &[(0, 33), (0, 5)], &[(0, 300)]] {
+                let chunk = |&(start, length): &(u32, u32)| Chunk::new(&mut random, heads, start, length, length + 1);
+                steps.push(shape.iter().map(chunk).collect::<Vec<_>>());
+            }
+        }
+    }
+    check_steps(Driver::all(), "both sides", 3, &steps);
+    // Lavapipe takes long to compile wide heads.
+    let one = Driver::all().last().map_or(&[][..], std::slice::from_ref);
+    let wide = Heads { scores: Scores { window: Some(9), both: true, ..Scores::default() }, ..heads(3, 1, 256) };
+    check_steps(one, "wide both sides", 1, &[vec![Chunk::new(&mut random, wide, 0, 45, 46)]]);
 }
 
 #[test]

@@ -12,7 +12,7 @@
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor, every_case, round, ways};
 use crate::pages::{Pages, head_at, round_head, spread, stored};
-use crate::scores::{self, first_visible, query_scale, scored, sink_of};
+use crate::scores::{self, first_visible, last_visible, query_scale, scored, sink_of};
 use half::bf16;
 use ostinato::config::KvFormat;
 use ostinato::kernels::attention::flash_decode::{self, FlashDecodeShape, Split, Spread, flash_decode, plan_splits};
@@ -134,7 +134,10 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
             });
             let of_chunk: Vec<[u32; 4]> = prompts
                 .iter()
-                .flat_map(|p| (p.start..).zip(p.tokens).map(|(position, token)| [*token, position, p.slot, 1]))
+                .flat_map(|p| {
+                    let rows = (p.start..).zip(p.tokens).zip((1..=p.tokens.len() as u32).rev());
+                    rows.map(|((position, token), left)| [*token, position, p.slot, left])
+                })
                 .collect();
             let layout = ChunkLayout { prompts: 5, recurrent: true };
             // The words after a chunk's tokens are leftovers of an earlier chunk.
@@ -170,7 +173,7 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
                 let table = Table { format, fragments: false };
                 cases.recording.call(embed_rows("embed".to_owned(), table, from, rows, hidden, Flow::NONE, args));
             }
-            // {token, position, slot, valid} of each row.
+            // {token, position, slot, number of rows up to its prompt's last or 0} of each row.
             let wanted: Vec<[u32; 4]> = (0..rows as usize)
                 .map(|row| match from {
                     RowsFrom::Chunk if (row as u32) < count => of_chunk[row],
@@ -863,6 +866,11 @@ fn skinny_reads_and_writes_tagged_rows() {
 
 // ---------------------------------------------------------------- append, attention
 
+/// Returns the number of tokens behind that of a row in its prompt, if rows see them.
+fn later(heads: Heads, row: usize) -> u32 {
+    if heads.scores.both { [40, 0, 5, 150][row % 4] } else { 0 }
+}
+
 /// Unpacked keys, values and queries of several sequences.
 struct Context {
     heads: Heads,
@@ -889,11 +897,13 @@ impl Context {
     fn new(random: &mut Random, heads: Heads, rows: &[Option<u32>]) -> Context {
         let Heads { q, kv, dim, rot, kv_format, .. } = heads;
         let max_pages = LONGEST.div_ceil(16);
-        let total: u32 = rows.iter().map(|p| p.map_or(0, |p| p / 16 + 1)).sum();
+        let ends: Vec<Option<u32>> = rows.iter().enumerate().map(|(row, p)| p.map(|p| p + later(heads, row))).collect();
+        let max_pages = max_pages.max(ends.iter().flatten().max().map_or(0, |end| end / 16 + 1));
+        let total: u32 = ends.iter().map(|p| p.map_or(0, |p| p / 16 + 1)).sum();
         let mut free = random.permutation(total + 3).into_iter();
-        let pages = rows.iter().map(|p| free.by_ref().take(p.map_or(0, |p| p as usize / 16 + 1)).collect()).collect();
-        let cached = |random: &mut Random, p: &Option<u32>| {
-            let tokens = p.map_or(0, |p| p + 1);
+        let pages = ends.iter().map(|p| free.by_ref().take(p.map_or(0, |p| p as usize / 16 + 1)).collect()).collect();
+        let cached = |random: &mut Random, end: &Option<u32>| {
+            let tokens = end.map_or(0, |end| end + 1);
             let head = |random: &mut Random| (0..dim).map(|_| random.float() * 2.0).collect::<Vec<f32>>();
             (0..tokens * kv).map(|_| round_head(kv_format, &head(random))).collect()
         };
@@ -903,8 +913,8 @@ impl Context {
             rows: rows.to_vec(),
             max_pages,
             pages,
-            keys: rows.iter().map(|p| cached(random, p)).collect(),
-            values: rows.iter().map(|p| cached(random, p)).collect(),
+            keys: ends.iter().map(|end| cached(random, end)).collect(),
+            values: ends.iter().map(|end| cached(random, end)).collect(),
             // The range of the queries makes some tokens weigh much more than others.
             qkv: rows
                 .iter()
@@ -933,7 +943,7 @@ impl Context {
 
     fn row_words(&self) -> Vec<u32> {
         let words = |(row, position): (usize, &Option<u32>)| match position {
-            Some(position) => [5, *position, self.slot(row) as u32, 1],
+            Some(position) => [5, *position, self.slot(row) as u32, 1 + later(self.heads, row)],
             // Of an invalid row only the last word, the valid flag, may matter.
             None => [0, 0, u32::MAX, 0],
         };
@@ -962,7 +972,7 @@ impl Context {
         for (row, position) in self.rows.iter().enumerate() {
             // Tokens before the window may hold anything.
             let first = position.map_or(0, |position| first_visible(self.heads.scores, position));
-            for token in first..position.map_or(0, &tokens) {
+            for token in first..position.map_or(0, |position| tokens(position) + self.seen_later(row)) {
                 for head in 0..self.heads.kv {
                     let at = (token * self.heads.kv + head) as usize;
                     let (page, in_page, head) = self.place(row, token, head);
@@ -972,6 +982,12 @@ impl Context {
             }
         }
         (k.words, v.words)
+    }
+
+    /// Returns the number of later tokens that a row sees.
+    fn seen_later(&self, row: usize) -> u32 {
+        let position = self.rows[row].unwrap_or(0);
+        last_visible(self.heads.scores, position, position + later(self.heads, row)) - position
     }
 
     fn qkv_words(&self) -> Vec<f32> {
@@ -1027,7 +1043,8 @@ impl Context {
             Some((k, v)) if token == position => (k.to_vec(), v.to_vec()),
             _ => (cached(&self.keys[row], token), cached(&self.values[row], token)),
         };
-        let kv: Vec<_> = (first_visible(self.heads.scores, position)..=position).map(token).collect();
+        let kv: Vec<_> =
+            (first_visible(self.heads.scores, position)..=position + self.seen_later(row)).map(token).collect();
         let dot = |k: &[f64]| k.iter().zip(query).map(|(k, q)| k * q).sum::<f64>();
         let scores: Vec<f64> = kv.iter().map(|(k, _)| scored(self.heads.scores, self.heads.dim, dot(k))).collect();
         let sink = if self.heads.scores.sinks { f64::from(sink_of(h)) } else { f64::NEG_INFINITY };
@@ -1265,7 +1282,20 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch, KvFormat)>, tags
         (true, _, false) | (false, true, false) => 1,
         _ => 2,
     };
-    let all = all.into_iter().step_by(every);
+    let both = |(scores, kv_format)| Heads {
+        q: 6,
+        kv: 2,
+        dim: 64,
+        rot: 64,
+        qk_norm: true,
+        v_norm: false,
+        gated: false,
+        scores,
+        kv_format,
+    };
+    let formats = [KvFormat::F32, KvFormat::F16, KvFormat::Int8];
+    let both = scores::variants_of_both_sides().into_iter().zip(formats).map(both).filter(|_| !fused);
+    let all = all.into_iter().step_by(every).chain(both);
     let flow = match tags {
         true => Flow { input_carried: true, input: TAGS[0], old: 0, output: Some(TAGS[2]) },
         false => Flow::NONE,

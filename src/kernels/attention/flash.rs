@@ -1,10 +1,10 @@
-//! `flash`, `flash_matrix` and `flash_wgmma`, the prefill attention: causal attention of a prompt chunk's rows over keys and values of f16
-//! or of codes, after `append` has prepared them; the same result as `attention` without `fused`. Not here: decode steps
+//! `flash`, `flash_matrix` and `flash_wgmma`, the prefill attention: attention of a prompt chunk's rows, causal or over all
+//! of the chunk, over keys and values of f16 or of codes, after `append` has prepared them; the same result as `attention` without `fused`. Not here: decode steps
 //! (`flash_decode`) and f32 caches (`attention`).
 
 use crate::config::KvFormat;
 use crate::kernels::attention::cache::{CachePages, Half, TokenPlace, kv_format_of};
-use crate::kernels::attention::{Heads, PAGE_TOKENS, first_visible, flash_wgmma, gate, score};
+use crate::kernels::attention::{Heads, PAGE_TOKENS, first_visible, flash_wgmma, gate, last_visible, score};
 use crate::kernels::gemm::matmul::MatrixUnits;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::swizzled_index;
@@ -105,7 +105,7 @@ impl FlashShape {
 
     /// Returns the constants of `flash_matrix`, of which the first are those of `flash`.
     fn constants(self, of: FlashConstants) -> FlashMatrixConstants {
-        let FlashConstants { threads, d, g, kv_heads, lanes, splits, gated, scale, window, soft_cap, sinks } = of;
+        let FlashConstants { threads, d, g, kv_heads, lanes, splits, gated, scale, window, soft_cap, sinks, both } = of;
         let MatrixUnits { m: matrix_m, n: matrix_n, k: matrix_k, subgroup } = self.units;
         FlashMatrixConstants {
             threads,
@@ -119,6 +119,7 @@ impl FlashShape {
             window,
             soft_cap,
             sinks,
+            both,
             block: self.block,
             held: u32::from(self.held),
             alike: u32::from(self.alike),
@@ -232,6 +233,7 @@ pub fn flash(
         window,
         soft_cap,
         sinks: u32::from(heads.scores.sinks),
+        both: u32::from(heads.scores.both),
     };
     let codes = heads.kv_format == KvFormat::Int8;
     let (kernel, constants) = match (way, codes) {
@@ -279,7 +281,8 @@ pub(crate) fn reference_flash(call: &Call, memory: &mut HostMemory) {
         let (mut keys, mut values) = (Vec::new(), Vec::new());
         for row in first..end {
             let position = start + row - first;
-            for t in (keys.len() / d) as u32..=position {
+            let last = last_visible(c.both, c.window, position, start + end - first - 1);
+            for t in (keys.len() / d) as u32..=last {
                 let page = memory.u32(a.pages, slot * a.max_pages + t / PAGE_TOKENS);
                 let at = TokenPlace { page, head: kvh, token: t % PAGE_TOKENS };
                 keys.extend(cache.head(memory, a.k, Half::Keys, at));
@@ -293,6 +296,7 @@ pub(crate) fn reference_flash(call: &Call, memory: &mut HostMemory) {
                     score(dot, c.d, c.scale, c.soft_cap)
                 };
                 let first = first_visible(c.window, position) as usize;
+                debug_assert_eq!(keys.len(), (last as usize + 1) * d, "rows see ever later tokens");
                 let scores: Vec<f64> = keys.chunks_exact(d).skip(first).map(of_key).collect();
                 let sink = if c.sinks == 1 { f64::from(memory.f32(a.sinks, h)) } else { f64::NEG_INFINITY };
                 let top = scores.iter().copied().fold(sink, f64::max);

@@ -215,6 +215,8 @@ pub(crate) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
         parts: c.parts,
         v_norm: c.v_norm,
         devices: 0,
+        // A row is the last of its sequence.
+        both: 0,
     };
     let [groups, _, rows] = call.groups;
     let word = |at: u32| memory.u32(args.rows, at);

@@ -53,7 +53,9 @@ const ENTRY: &str = "flash_wgmma";
 
 /// Whether the kernel computes the attention of these heads.
 pub fn serves(heads: Heads) -> bool {
-    heads.kv_format == KvFormat::F16 && [64, 128, 256].contains(&heads.dim) && heads.scores.soft_cap.is_none()
+    // Masks are those of causal attention.
+    let scores = heads.scores.soft_cap.is_none() && !heads.scores.both;
+    heads.kv_format == KvFormat::F16 && [64, 128, 256].contains(&heads.dim) && scores
 }
 
 /// The number of tokens of a block.
@@ -84,7 +86,7 @@ pub fn workgroup(constants: &[u32]) -> (u32, u32) {
 
 /// Whether a call with these constants packs its output.
 pub fn packs(constants: &[u32]) -> bool {
-    constants[11] == 1
+    constants[12] == 1
 }
 
 /// Returns the program for the constants of a call.

@@ -23,8 +23,11 @@ pub const PAGE_TOKENS: u32 = cache::TOKENS;
 pub struct Scores {
     /// The factor of q · k; `None` for 1 / sqrt(D).
     pub scale: Option<f32>,
-    /// The number of tokens that a token sees, itself included (sliding window).
+    /// The number of tokens that a token sees, itself included (sliding window). If it also sees later ones: the least
+    /// distance of a token that it does not see, on either side.
     pub window: Option<u32>,
+    /// Whether a token also sees later tokens: those of its prompt whose rows are in the same step.
+    pub both: bool,
     /// The bound c of `c * tanh(score / c)`.
     pub soft_cap: Option<f32>,
     /// Whether each query head has an attention sink: a score without a value.
@@ -43,6 +46,15 @@ impl Scores {
 /// The first token that the token at `position` sees through a window of a kernel's constants.
 fn first_visible(window: u32, position: u32) -> u32 {
     if window > 0 { (position + 1).saturating_sub(window) } else { 0 }
+}
+
+/// The last token that the token at `position` sees, if its prompt's last row of the step is at `end`.
+fn last_visible(both: u32, window: u32, position: u32, end: u32) -> u32 {
+    match (both, window) {
+        (0, _) => position,
+        (_, 0) => end,
+        (_, window) => end.min(position + window - 1),
+    }
 }
 
 /// Returns q · k with the scale and the soft cap of a kernel's constants.
@@ -156,6 +168,7 @@ pub fn attention(label: String, heads: Heads, shape: AttentionShape, flow: Flow,
         parts,
         v_norm: u32::from(heads.v_norm),
         devices: 0,
+        both: u32::from(heads.scores.both),
     };
     let args = AttentionArgs { qkv_tag: flow.input, o_tag: flow.output.unwrap_or(0), fault: args.fault.none(), ..args };
     let (qkv, o, partials, counters) = (args.qkv, args.o, args.partials, args.counters);
@@ -309,8 +322,9 @@ pub(super) fn put_row(
     }
 }
 
-/// The common reference of `attention` and its variants, for rows of {row, position, slot, valid}. `put` receives the
-/// row, the column and the value of each output.
+/// The common reference of `attention` and its variants, for rows of {row, position, slot, valid}; `valid` is 0 or the
+/// number of rows from this one to its prompt's last in the step. `put` receives the row, the column and the value of each
+/// output.
 pub(super) fn attend(
     format: KvFormat,
     rows: &[[u32; 4]],
@@ -354,8 +368,9 @@ pub(super) fn attend(
                 cache.set_head(memory, a.v, Half::Values, at, &value);
             }
             let first = first_visible(c.window, position);
+            let last = last_visible(c.both, c.window, position, position + valid - 1);
             let of = |range: Range, half: Half| -> Vec<Vec<f64>> {
-                (first..=position).map(|t| cache.head(memory, range, half, place(memory, t))).collect()
+                (first..=last).map(|t| cache.head(memory, range, half, place(memory, t))).collect()
             };
             let (keys, values) = (of(a.k, Half::Keys), of(a.v, Half::Values));
             for g in 0..group {

@@ -169,6 +169,9 @@ pub(super) struct Facts {
     pub(super) score_scale: ScoreScale,
     /// Whether attention has sinks.
     pub(super) sinks: bool,
+    /// Whether `use_bidirectional_attention` counts: with it, tokens see later ones too, and a window of W tokens hides
+    /// those at a distance of W / 2 + 1 and more, on either side.
+    pub(super) both: bool,
     /// Whether the keys of Gemma 4 count: other heads in layers that see all tokens, values that are keys, shared keys and
     /// values, inputs and factors of layers, and norms of values.
     pub(super) gemma4: bool,
@@ -291,6 +294,7 @@ const LLAMA: Facts = Facts {
     embedding_scale: EmbeddingScale::One,
     score_scale: ScoreScale::RootOfHead,
     sinks: false,
+    both: false,
     gemma4: false,
     soft_caps: None,
     multipliers: false,
@@ -545,8 +549,9 @@ pub(super) const FAMILIES: [Facts; 25] = [
     GEMMA2,
     Facts {
         architecture: Architecture::Gemma3,
-        names: &["Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"],
+        names: &["Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma3TextModel"],
         model_types: &["gemma3_text", "gemma3"],
+        both: true,
         qk_norm: QkNorm::Heads,
         windows: Windows::Between(&["sliding_window_pattern", "_sliding_window_pattern"], 6, 4096),
         local_rope: LocalRope::Own(Some("rope_local_base_freq"), 10_000.0),

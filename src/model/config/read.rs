@@ -183,15 +183,7 @@ pub(super) fn read(
         Some(default) => reader.count_or("vocab_size", MAX_DIMENSION, default),
         None => reader.count("vocab_size", MAX_DIMENSION),
     };
-    for (key, only) in [("use_bidirectional_attention", false), ("is_causal", true)] {
-        // Only the rows of images see later ones.
-        if reader.value(key).and_then(Value::as_str) == Some("vision") {
-            continue;
-        }
-        if reader.flag_or(key, only) != only {
-            reader.wrong(key, !only, format!("{only}: attention is causal"));
-        }
-    }
+    let causal = causal(reader, facts);
     let latent = latent(reader, facts);
     let heads = match (facts.latent, latent) {
         (None, _) => heads(reader, facts, hidden),
@@ -213,7 +205,7 @@ pub(super) fn read(
     };
     let mixers = mixers(reader, facts, layers);
     let shared = shared_caches(reader, facts, mixers.as_deref());
-    let attention = attention(reader, facts, mixers.as_deref(), heads, (latent, context));
+    let attention = attention(reader, facts, mixers.as_deref(), heads, (latent, context, causal));
     let layer_inputs = layer_inputs(reader, facts, layers, vocab);
     let wide = facts.gemma4 && reader.flag("use_double_wide_mlp");
     let layer_kinds: Option<Vec<LayerKind>> = mixers.map(|mixers| mixers.iter().map(|mixer| mixer.kind()).collect());
@@ -296,6 +288,7 @@ pub(super) fn read(
         v_norm: facts.gemma4,
         attention_gate,
         sinks: facts.sinks,
+        causal,
         score_scale,
         score_cap: score_cap.map(|cap| cap as f32),
         embedding_scale,
@@ -324,6 +317,22 @@ pub(super) fn read(
             None => None,
         },
     })
+}
+
+/// Returns whether tokens see earlier tokens only.
+fn causal(reader: &mut Reader, facts: &Facts) -> bool {
+    const BOTH: &str = "use_bidirectional_attention";
+    if !reader.flag_or("is_causal", true) {
+        reader.wrong("is_causal", false, "true: attention is causal");
+    }
+    // With "vision", only the rows of images see later ones.
+    if reader.value(BOTH).and_then(Value::as_str) == Some("vision") || !reader.flag(BOTH) {
+        return true;
+    }
+    if !facts.both {
+        reader.wrong(BOTH, true, "false: attention is causal");
+    }
+    false
 }
 
 /// Rounds a number to an element type; without one, to bfloat16.
@@ -705,7 +714,7 @@ fn attention(
     facts: &Facts,
     mixers: Option<&[Mixer]>,
     [heads, kv_heads, head_dim]: [Option<u32>; 3],
-    (latent, context): (Option<Latent>, Option<u32>),
+    (latent, context, causal): (Option<Latent>, Option<u32>, bool),
 ) -> Option<(Vec<Attention>, Vec<usize>)> {
     // Layers that see all tokens may have other heads.
     let keys_as_values = facts.gemma4 && reader.flag("attention_k_eq_v");
@@ -745,6 +754,7 @@ fn attention(
                 // The class's default.
                 (None, _) => Some(4096),
             };
+            let window = window.map(|window| if causal { window } else { window / 2 + 1 });
             (rope(reader, facts, Layers::Sliding, head_dim, context), Some(window?))
         }
     };

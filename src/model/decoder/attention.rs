@@ -43,6 +43,7 @@ impl Decoder<'_> {
             scores: Scores {
                 scale: c.score_scale,
                 window: of.window,
+                both: !c.causal,
                 soft_cap: c.score_cap,
                 sinks: c.sinks,
                 query_scales: grows.then(|| self.context * of.rotary_dim()),

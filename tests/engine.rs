@@ -208,7 +208,7 @@ fn simulate(world: &World, seed: u64) -> Outcome {
             },
             logprobs: None,
             prompt_logprobs: random.one_in(12).then(|| random.below(4) as u32),
-            pooling: random.one_in(8).then(|| POOLINGS[random.below(3) as usize]),
+            pooling: (random.one_in(8) || !world.capacity.causal).then(|| POOLINGS[random.below(3) as usize]),
             allowed: None,
             dump_logits: random.one_in(50),
             grammar: (world.constrained > 0 && random.one_in(world.constrained))
@@ -466,6 +466,7 @@ fn capacity(slots: u32, pages: u32, buckets: &[u32]) -> Capacity {
         window: None,
         context: 160,
         prefill_chunk: 24,
+        causal: true,
         prompts: 4,
         buckets: buckets.to_vec(),
         run_ahead: 32,
@@ -627,6 +628,29 @@ fn thousands_of_requests_of_one_priority_start_in_their_order() {
         assert_eq!(outcome.passed_over_most, 0);
         assert_eq!(outcome.aborted + outcome.expired, 0);
         assert!(outcome.preemptions > 0);
+    }
+}
+
+/// Goal: where tokens see later ones, every prompt is one chunk of a plan, also one that is as long as a plan may be, no
+/// page is found again, and a prompt whose device was lost begins anew.
+#[test]
+fn thousands_of_prompts_that_cannot_be_divided() {
+    for (seed, pages, lost) in [(0, 60, 0), (1, 13, 0), (2, 60, 400)] {
+        let world = World {
+            name: "whole prompts",
+            requests: 4_000,
+            capacity: Capacity { causal: false, prefill_chunk: 96, context: 96, ..capacity(8, pages, &[1, 2, 4, 8]) },
+            gap_steps: 4,
+            priorities: 3,
+            nuisance: 20,
+            beginnings: 5,
+            fault_every: None,
+            constrained: 0,
+            lost,
+        };
+        let outcome = simulate(&world, seed);
+        assert_eq!(outcome.cached_tokens, 0, "{outcome:?}");
+        assert!(outcome.embedded > 3_000, "{outcome:?}");
     }
 }
 

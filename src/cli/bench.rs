@@ -9,6 +9,7 @@ use super::progress::Show;
 use super::split_over;
 use crate::config::{Config, Draft, GpuTime, KvFormat, Model, Placement, Quantize, Selector, SplitMode, file};
 use crate::device::{Adapter, Instance, InstanceOptions, choose};
+use crate::engine::request::RequestError;
 use crate::engine::request::{Event, FinishReason, Finished, Limits, PerToken, Request, SinkClosed};
 use crate::gpu::build::defaults::check_tuning;
 use crate::gpu::build::limits::{MOST_CHUNK, MOST_SLOTS};
@@ -196,6 +197,9 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &Show) -> anyh
     }
     let (path, mut checkpoint) = named::opened(&named::find(&args.model, args.json)?)?;
     // Before the weights are loaded, which may take minutes.
+    if !checkpoint.config.causal && !args.stages {
+        bail!(RequestError::EmbedsOnly);
+    }
     let grammar = grammar(args, &path, &checkpoint)?;
     let bandwidth = read_bandwidth(&instance, &adapter)?;
     if let Some(to) = args.quantize {

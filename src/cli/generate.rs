@@ -290,7 +290,12 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
             ignore_eos: args.ignore_eos,
             ..Limits::default()
         };
-        let bounds = Bounds { vocabulary: config.vocab, context: config.context, eos_ids: config.eos.clone() };
+        let bounds = Bounds {
+            vocabulary: config.vocab,
+            context: config.context,
+            eos_ids: config.eos.clone(),
+            draws: config.causal,
+        };
         args.sampling.check_for(limits, &bounds).map_err(Refused::from)?;
         if let Some(constraint) = constraint {
             let text = Text::load(&path)?;

@@ -260,7 +260,11 @@ fn table(
         if let Some(window) = windowed.iter().find_map(|kind| kind.window) {
             let layers = config.layers_of(LayerKind::Attention);
             let layers = layers.filter(|layer| config.attention(*layer).window.is_some()).count();
-            line("window", format!("{window} tokens in {layers} of {} layers", config.layers));
+            let each = if config.causal { "" } else { " on either side" };
+            line("window", format!("{window} tokens{each} in {layers} of {} layers", config.layers));
+        }
+        if !config.causal {
+            line("attention", "not causal, a token sees later ones: gives embeddings only".to_owned());
         }
         let (all, active) = (checkpoint.parameters(), checkpoint.active_parameters());
         let active = if active < all { format!(", {} for a token", millions(active)) } else { String::new() };
@@ -387,6 +391,7 @@ fn object(
         "context": contents.context,
         "layers": config.map(|config| config.layers),
         "hidden": config.map(|config| config.hidden),
+        "embeddings_only": config.map(|config| !config.causal),
         "vocabulary": config.map(|config| config.vocab),
         "parameters": checkpoint.map(Checkpoint::parameters),
         "active_parameters": checkpoint.map(Checkpoint::active_parameters),

@@ -107,6 +107,7 @@ async fn list(client: &mut Client, json: bool) -> anyhow::Result<()> {
                 "context": model.context,
                 "weight_bytes": model.weight_bytes,
                 "parameters": model.parameters,
+                "embeddings_only": model.embeddings_only,
                 "replicas": model.replicas.iter().map(|replica| &replica.name).collect::<Vec<_>>(),
                 "endpoint": (!model.endpoint.is_empty()).then_some(&model.endpoint),
             });
@@ -117,7 +118,8 @@ async fn list(client: &mut Client, json: bool) -> anyhow::Result<()> {
         if model.state() == proto::ModelState::Serving {
             let devices: Vec<String> = model.replicas.iter().filter_map(placed).collect();
             let (weights, context) = (HumanBytes(model.weight_bytes), model.context);
-            write!(out, " {}, {weights}, {context} tokens, on {}", model.architecture, devices.join(", "))?;
+            let only = if model.embeddings_only { "embeddings only, " } else { "" };
+            write!(out, " {}, {only}{weights}, {context} tokens, on {}", model.architecture, devices.join(", "))?;
         }
         if !model.endpoint.is_empty() {
             write!(out, ", alone at {}", model.endpoint)?;

@@ -86,7 +86,7 @@ impl SamplingArgs {
     /// Refuses values that no model takes, in the words of the engine. Values that a model's size decides are left to
     /// it.
     pub(super) fn check(&self) -> Result<(), Refusal> {
-        let any = Bounds { vocabulary: u32::MAX, context: u32::MAX, eos_ids: Vec::new() };
+        let any = Bounds { vocabulary: u32::MAX, context: u32::MAX, eos_ids: Vec::new(), draws: true };
         self.check_for(Limits::default(), &any)
     }
 

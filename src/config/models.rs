@@ -68,7 +68,7 @@ pub struct Model {
     /// The maximum device memory of each replica in total.
     pub memory_limit: Option<Bytes>,
     /// The maximum number of prompt tokens in one prefill step, from one request or several; by default the engine's
-    /// choice.
+    /// choice. The maximum context of models whose prompts cannot be divided.
     pub prefill_chunk: Option<u32>,
     /// Whether prompts reuse the KV pages of earlier prompts with the same prefix; by default true.
     pub prefix_cache: Option<bool>,

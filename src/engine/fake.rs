@@ -53,6 +53,7 @@ impl Default for FakeConfig {
                 window: None,
                 context: 1024,
                 prefill_chunk: 128,
+                causal: true,
                 prompts: 8,
                 buckets: vec![1],
                 run_ahead: 32,
@@ -386,9 +387,11 @@ impl FakeExecutor {
     fn chunk(&mut self, chunk: &Chunk) -> Vec<Sampled> {
         let &Chunk { slot, ref tokens, start, last, restore, ref keeps, .. } = chunk;
         assert!(!tokens.is_empty(), "an empty chunk");
-        let ticket = self.working;
+        let (ticket, causal) = (self.working, self.config.capacity.causal);
         let s = self.slot(slot);
         assert!(s.joined && !s.done, "a chunk for {slot:?}, which does not run");
+        let whole = start == 0 && tokens.len() as u32 == s.params.prompt_tokens && !last;
+        assert!(causal || whole, "{} tokens from {start} on of {slot:?}, not its whole prompt", tokens.len());
         let first = s.written == 0;
         if first && start.is_multiple_of(PAGE_TOKENS) {
             // The positions before the first chunk are in pages of the prefix cache.

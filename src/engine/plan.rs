@@ -40,6 +40,9 @@ pub struct Capacity {
     pub context: u32,
     /// The maximum number of prompt tokens in a step, of one sequence or several.
     pub prefill_chunk: u32,
+    /// Whether a token sees earlier tokens only. Otherwise keys and values of a prompt's beginning depend on all of it: each
+    /// prompt is one chunk, no pages are reused, and no token is drawn, prompts are only embedded.
+    pub causal: bool,
     /// The maximum number of sequences whose prompts can share a step.
     pub prompts: u32,
     /// The decode buckets: numbers of rows, ascending, `[1, 2, 4, …]`.

@@ -332,6 +332,8 @@ pub struct Bounds {
     pub context: u32,
     /// The model's end-of-sequence ids.
     pub eos_ids: Vec<u32>,
+    /// Whether tokens can be drawn; otherwise prompts can only be embedded.
+    pub draws: bool,
 }
 
 impl Request {
@@ -356,6 +358,9 @@ impl Request {
     pub fn validate(&self, bounds: &Bounds) -> Result<(), RequestError> {
         if self.id.contains(SAMPLE_MARK) {
             return Err(value("request_id", format!("{:?}", self.id), "without null characters"));
+        }
+        if self.pooling.is_none() && !bounds.draws {
+            return Err(RequestError::EmbedsOnly);
         }
         if self.prompt.is_empty() {
             return Err(RequestError::EmptyPrompt);
@@ -492,6 +497,9 @@ fn value(field: &'static str, given: impl ToString, rule: &'static str) -> Reque
 /// An invalid request: the caller's mistake. Messages contain the value given and the value allowed.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum RequestError {
+    /// The model draws no tokens, and the request is not for an embedding.
+    #[error("the model gives embeddings only: its attention is not causal, so that it draws no tokens")]
+    EmbedsOnly,
     /// The prompt has no tokens.
     #[error("the prompt is empty")]
     EmptyPrompt,
@@ -550,7 +558,7 @@ mod tests {
     fn check(change: impl FnOnce(&mut Request)) -> Result<(), RequestError> {
         let mut request = request();
         change(&mut request);
-        request.validate(&Bounds { vocabulary: 10, context: 8, eos_ids: vec![9, 8] })
+        request.validate(&Bounds { vocabulary: 10, context: 8, eos_ids: vec![9, 8], draws: true })
     }
 
     #[test]
@@ -602,6 +610,15 @@ mod tests {
     }
 
     #[test]
+    fn a_model_that_draws_no_tokens_only_embeds() {
+        let bounds = Bounds { vocabulary: 10, context: 8, eos_ids: Vec::new(), draws: false };
+        assert_eq!(request().validate(&bounds), Err(RequestError::EmbedsOnly));
+        let mut embedded = request();
+        embedded.pooling = Some(Pooling::Mean);
+        assert_eq!(embedded.validate(&bounds), Ok(()));
+    }
+
+    #[test]
     fn every_value_out_of_range_names_its_field() {
         type Change = fn(&mut Request, f32);
         let fields: [(&str, Change, &[f32]); 7] = [
@@ -642,7 +659,7 @@ mod tests {
         assert_eq!(field(check(|r| r.limits.stop_ids = vec![10])), "stop_ids");
         assert_eq!(field(check(|r| r.sampling.logit_bias = vec![(10, 0.0)])), "logit_bias");
         assert_eq!(field(check(|r| r.sampling.logit_bias = vec![(1, 0.0), (1, 1.0)])), "logit_bias");
-        let bounds = Bounds { vocabulary: 1000, context: 8, eos_ids: vec![999] };
+        let bounds = Bounds { vocabulary: 1000, context: 8, eos_ids: vec![999], draws: true };
         let mut many = request();
         many.sampling.logit_bias = (0..301).map(|id| (id, 0.0)).collect();
         assert_eq!(field(many.validate(&bounds)), "logit_bias");

@@ -78,6 +78,7 @@ mod tests {
             window: Some(WindowCapacity { tokens, pages }),
             context: 400,
             prefill_chunk: 32,
+            causal: true,
             prompts: 4,
             buckets: vec![1, 2],
             run_ahead: 16,

@@ -10,7 +10,7 @@ use crate::engine::executor::Executor;
 use crate::engine::variants::Fallback;
 use crate::gpu::abilities::{KernelPath, Missing, lacks};
 use crate::gpu::build::Build;
-use crate::gpu::build::defaults::{DEFAULT_CONTEXT, takes_ptx};
+use crate::gpu::build::defaults::takes_ptx;
 use crate::gpu::build::format_test::test_formats;
 use crate::gpu::build::recordings::Recordings;
 use crate::gpu::devices::{DeviceUse, OpenDevice};
@@ -166,7 +166,7 @@ pub fn check(
         () if options.compile_only => Outcome::NotRun(COMPILE_ONLY),
         () if !whole => Outcome::NotRun(NOT_BUILT),
         () if !quantised(&all) => Outcome::NotRun("the model has no quantised weights"),
-        () => match test_formats(&build, &build.tuning(context(&build)), &recordings[0].1, &pipelines)? {
+        () => match test_formats(&build, &build.tuning(build.wanted_context()), &recordings[0].1, &pipelines)? {
             None => Outcome::Passed(String::new()),
             Some(why) if matches!(found.paths[0], KernelPath::RowMajor(_)) => Outcome::Failed(why),
             Some(why) => Outcome::Passed(format!("wrong in fragments ({why}): weights are packed row after row")),
@@ -196,17 +196,12 @@ const COMPILE_ONLY: &str = "--compile-only submits no work";
 /// The reason for which a test is not run after a pipeline of the model has failed.
 const NOT_BUILT: &str = "a pipeline could not be built";
 
-/// Returns the context of a model that a server would plan if memory suffices.
-fn context(build: &Build<'_>) -> u32 {
-    build.model.context.unwrap_or(build.checkpoint.config.context.min(DEFAULT_CONTEXT))
-}
-
 /// Returns the path through the kernels that a replica would take, and the recordings that it would run.
 fn recorded(build: &Build<'_>) -> (KernelPath, Recordings) {
     let buckets = build.buckets();
-    let window = build.recycled_window(context(build)).map(|_| 1);
+    let window = build.recycled_window(build.wanted_context()).map(|_| 1);
     let chunk = *buckets.last().expect("there is at least one bucket");
-    let decoder = build.decoder(context(build), 1, window, chunk);
+    let decoder = build.decoder(build.wanted_context(), 1, window, chunk);
     let path = KernelPath::of_tuning(&decoder.tuning);
     (path, Recordings::new(&decoder, &buckets, build.draft_sequences()))
 }

@@ -496,6 +496,7 @@ impl Devices {
         // executor must have the same.
         let model = config::Model {
             context: Some(capacity.context),
+            prefill_chunk: Some(capacity.prefill_chunk),
             kv_pages: Some(capacity.pages),
             kv_memory: None,
             ..model.clone()

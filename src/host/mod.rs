@@ -230,6 +230,11 @@ impl Host {
 }
 
 impl ServedModel {
+    /// Whether tokens can be drawn; otherwise the model gives embeddings only.
+    pub fn draws(&self) -> bool {
+        self.replicas.iter().all(|replica| replica.bounds().draws)
+    }
+
     /// Creates a served model with the given replicas, at least one.
     pub fn new(name: String, info: ModelInfo, text: Option<Arc<Text>>, replicas: Vec<Replica>) -> ServedModel {
         let replicas = replicas.into_iter().map(Arc::new).collect();

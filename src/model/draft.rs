@@ -68,6 +68,9 @@ fn unsupported(config: &ModelConfig) -> Option<&'static str> {
     if config.layers_of(LayerKind::GatedDelta).next().is_some() {
         return Some("recurrent layers");
     }
+    if !config.causal {
+        return Some("attention that is not causal");
+    }
     if config.latent.is_some() {
         return Some("latent attention");
     }

@@ -259,7 +259,8 @@ impl Replica {
         let name = name.into();
         let capacity = executor.capacity().clone();
         let context = config.context.min(capacity.usable_context());
-        let bounds = Bounds { vocabulary: config.vocabulary, context, eos_ids: config.eos_ids.clone() };
+        let eos_ids = config.eos_ids.clone();
+        let bounds = Bounds { vocabulary: config.vocabulary, context, eos_ids, draws: capacity.causal };
         let slots = capacity.slots as usize;
         let live_max = slots + config.queue_limit;
         // Room for every request that may be unfinished, for the abort of each, and for 16 other messages, so that in

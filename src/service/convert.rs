@@ -214,6 +214,7 @@ pub fn model(model: &ServedModel) -> proto::Model {
         vocabulary: model.info.vocabulary,
         eos_ids: model.info.eos_ids.clone(),
         weight_bytes: model.info.weight_bytes,
+        embeddings_only: !model.draws(),
         bytes_per_token: model.info.bytes_per_token,
         parameters: model.info.parameters,
         active_parameters: model.info.active_parameters,

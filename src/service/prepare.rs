@@ -248,6 +248,9 @@ pub fn prepare_at(
     span: &Span,
     cancel: &Cancel,
 ) -> Result<Prepared, Refusal> {
+    if !place.model().draws() {
+        return Err(SubmitError::Request(RequestError::EmbedsOnly).into());
+    }
     let samples = samples(&message)?;
     let sampling = message.sampling.unwrap_or_default();
     let stopping = message.stopping.unwrap_or_default();

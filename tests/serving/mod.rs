@@ -116,6 +116,7 @@ pub fn fake(step: Duration, script: &[u8]) -> FakeConfig {
             window: None,
             context: 4096,
             prefill_chunk: 128,
+            causal: true,
             prompts: 8,
             buckets: vec![1, 2],
             run_ahead: 4,

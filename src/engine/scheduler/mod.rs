@@ -74,7 +74,7 @@ pub struct Setup {
     pub replica: String,
     /// The seed from which seeds of requests without one are generated.
     pub seed: u64,
-    /// Whether the prefix cache is used.
+    /// Whether the prefix cache is used, if the executor's pages can be reused (`Capacity::causal`).
     pub prefix_cache: bool,
 }
 
@@ -223,17 +223,21 @@ pub struct Scheduler {
 }
 
 impl Capacity {
-    /// Returns the maximum length of prompt and output together that fits in the pages, in tokens.
+    /// Returns the maximum length of prompt and output together that fits in the pages and, if a prompt cannot be divided,
+    /// in a step, in tokens.
     pub fn usable_context(&self) -> u32 {
-        self.context.min(self.pages.saturating_mul(PAGE_TOKENS))
+        let step = if self.causal { u32::MAX } else { self.prefill_chunk };
+        self.context.min(self.pages.saturating_mul(PAGE_TOKENS)).min(step)
     }
 }
 
 impl Scheduler {
     /// Creates a scheduler without requests.
-    pub fn new(setup: Setup) -> Scheduler {
+    pub fn new(mut setup: Setup) -> Scheduler {
+        // What a page holds does not follow from the tokens up to it.
+        setup.prefix_cache &= setup.capacity.causal;
         let capacity = &setup.capacity;
-        assert!(setup.context <= capacity.usable_context(), "a context longer than the pages hold");
+        assert!(setup.context <= capacity.usable_context(), "a context longer than pages or a step hold");
         assert!(capacity.slots > 0 && capacity.prefill_chunk > 0 && capacity.prompts > 0 && capacity.run_ahead > 0);
         assert!(!capacity.buckets.is_empty() && capacity.buckets.is_sorted());
         let chunk = capacity.prefill_chunk;

@@ -199,11 +199,17 @@ impl Scheduler {
         let mut left = self.prompt_tokens_aim(pace);
         let mut changes = self.take_leaves();
         let mut chunks: Vec<Chunk> = Vec::new();
-        let unit = self.chunk_unit();
+        let (unit, whole) = (self.chunk_unit(), !self.setup.capacity.causal);
         while let Some(next) = prompt {
             // A prompt that is scored is alone in its plan.
             let scored = self.sequences[next.id()].is_scored();
-            if left < unit.min(self.unqueued(&next)) || (scored && !chunks.is_empty()) {
+            let unqueued = self.unqueued(&next);
+            // A prompt that cannot be divided may be longer than a plan should be; then it is alone in its plan.
+            if whole && chunks.is_empty() {
+                left = left.max(unqueued);
+            }
+            let least = if whole { unqueued } else { unit.min(unqueued) };
+            if left < least || (scored && !chunks.is_empty()) {
                 break;
             }
             let id = match next {

@@ -21,6 +21,7 @@ fn setup(slots: u32, pages: u32) -> Setup {
         window: None,
         context: 256,
         prefill_chunk: 32,
+        causal: true,
         prompts: 4,
         buckets: vec![1, 2, 4, 8],
         run_ahead: 32,

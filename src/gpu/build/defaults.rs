@@ -101,6 +101,10 @@ pub(crate) const INBOXES: usize = 16;
 /// lack of memory, reduces it.
 pub(crate) const DEFAULT_CONTEXT: u32 = 32_768;
 
+/// The maximum length of a prompt, in tokens, that is planned if the configuration sets neither a context nor a chunk, for
+/// models whose prompts cannot be divided. Memory for that many rows is planned.
+const WHOLE_PROMPT: u32 = 2048;
+
 /// The number of polls after which a wait for another device ends even if the host does not end it: about a minute on a
 /// GPU.
 const EXCHANGE_POLLS: u32 = 1 << 26;
@@ -178,8 +182,26 @@ impl Build<'_> {
         self.part.map_or_else(|| self.opened.device.budget().heap_bytes, |part| part.heap_bytes)
     }
 
+    /// Returns the maximum number of prompt tokens of a step. Steps of models whose prompts cannot be divided hold the whole
+    /// context.
+    fn chunk(&self) -> u32 {
+        let config = &self.checkpoint.config;
+        self.model.prefill_chunk.unwrap_or_else(|| match config.causal {
+            true if self.sized_for_cpu() => 64,
+            true => 2048,
+            false => self.model.context.unwrap_or(config.context.min(WHOLE_PROMPT)),
+        })
+    }
+
+    /// Returns the context to plan for, in tokens.
+    pub(crate) fn wanted_context(&self) -> u32 {
+        let config = &self.checkpoint.config;
+        let most = if config.causal { DEFAULT_CONTEXT } else { DEFAULT_CONTEXT.min(self.chunk()) };
+        self.model.context.unwrap_or(config.context.min(most))
+    }
+
     pub(crate) fn buckets(&self) -> Vec<u32> {
-        let most = self.model.prefill_chunk.unwrap_or(if self.sized_for_cpu() { 64 } else { 2048 });
+        let most = self.chunk();
         // Many prefill steps are as large as the permitted delay of decode steps allows; in that range the bucket sizes
         // are close together.
         let sizes: &[u32] = if self.sized_for_cpu() {

@@ -89,6 +89,9 @@ impl Build<'_> {
                 return Err(self.unsupported(format!("{what} is {asked}, at most {most} are possible")));
             }
         }
+        if !c.causal {
+            self.check_whole_prompts()?;
+        }
         let drafts = self.model.drafts.unwrap_or(0);
         if drafts > MOST_DRAFTS {
             return Err(self.unsupported(format!("drafts is {drafts}, at most {MOST_DRAFTS} are possible")));
@@ -123,6 +126,21 @@ impl Build<'_> {
                     self.adapter.capabilities.max_invocations
                 )));
             }
+        }
+        Ok(())
+    }
+
+    /// Checks what is asked of a model whose prompts cannot be divided, and which draws no tokens.
+    fn check_whole_prompts(&self) -> Result<(), StartError> {
+        const WHY: &str = "attention of the model is not causal";
+        let chunk = self.model.prefill_chunk.unwrap_or(MOST_CHUNK);
+        if let Some(context) = self.model.context.filter(|context| *context > chunk) {
+            return Err(self.unsupported(format!(
+                "context is {context}, {WHY}, so that a prompt is one chunk of at most {chunk} tokens"
+            )));
+        }
+        if self.model.draft.is_some() || self.model.drafts.is_some_and(|drafts| drafts > 0) {
+            return Err(self.unsupported(format!("drafts are asked for, {WHY}: it draws no tokens")));
         }
         Ok(())
     }

@@ -195,11 +195,6 @@ impl Build<'_> {
         self.probe(self.wanted_context()).output_tags()
     }
 
-    /// Returns the context to plan for, in tokens.
-    fn wanted_context(&self) -> u32 {
-        self.model.context.unwrap_or(self.checkpoint.config.context.min(DEFAULT_CONTEXT))
-    }
-
     /// Returns the decoder before the KV pool is planned, with one page: everything else has its size.
     fn probe(&self, context: u32) -> Decoder<'_> {
         let chunk = *self.buckets().last().expect("there is at least one bucket");
@@ -599,6 +594,7 @@ impl Build<'_> {
             }),
             context: decoder.context,
             prefill_chunk: decoder.state.chunk,
+            causal: self.checkpoint.config.causal,
             prompts: slots.min(MOST_PROMPTS),
             buckets: recordings.decode.iter().map(|(rows, ..)| *rows).collect(),
             run_ahead: RUN_AHEAD,

@@ -644,6 +644,41 @@ fn reads_the_sparse_file_of_gemma_3() {
     assert_eq!((of.window, c.context), (Some(1024), 131_072));
 }
 
+/// Goal: with `use_bidirectional_attention`, half of the window is on either side, and windows have no pages of their own; the
+/// keys are those of EmbeddingGemma's released file. Classes that do not read the key refuse it.
+#[test]
+fn tokens_of_embedding_gemma_see_later_ones() {
+    let text = |window: u32, both: Value| {
+        let json = serde_json::json!({
+            "_sliding_window_pattern": 6, "architectures": ["Gemma3TextModel"], "attention_bias": false,
+            "bos_token_id": 2, "dtype": "float32", "eos_token_id": 1, "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 768, "intermediate_size": 1152,
+            "max_position_embeddings": 2048, "model_type": "gemma3_text", "num_attention_heads": 3,
+            "num_hidden_layers": 24, "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+            "rope_local_base_freq": 10000.0, "rope_scaling": null, "rope_theta": 1000000.0, "sliding_window": window,
+            "use_bidirectional_attention": both, "vocab_size": 262144
+        });
+        ModelConfig::parse(&json.to_string(), None).unwrap()
+    };
+    let c = text(512, true.into());
+    let (local, global) = (c.attention(0), c.attention(5));
+    assert_eq!((c.causal, local.window, global.window, c.recycled_window()), (false, Some(257), None, None));
+    assert_eq!((c.context, c.embedding_scale, c.attention_kinds.len()), (2048, 768f32.sqrt(), 2));
+    assert_eq!(text(9, true.into()).attention(0).window, Some(5));
+    for plain in [false.into(), Value::Null] {
+        let c = text(512, plain);
+        assert_eq!((c.causal, c.attention(0).window, c.recycled_window()), (true, Some(512), Some(512)));
+    }
+    for (key, value, rule) in [
+        ("use_bidirectional_attention", true, "false: attention is causal"),
+        ("is_causal", false, "true: attention is causal"),
+    ] {
+        let problems = problems(&with(QWEN3, serde_json::json!({ key: value })));
+        let [ConfigProblem::Value { key: found, rule: says, .. }] = problems.as_slice() else { panic!("{problems:?}") };
+        assert_eq!((found.as_str(), says.as_str()), (key, rule));
+    }
+}
+
 #[test]
 fn numbers_outside_the_range_of_f32_are_refused() {
     let refused = |text: &str, changes: Value, key: &str| match problems(&with(text, changes)).as_slice() {

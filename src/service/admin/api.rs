@@ -14,7 +14,7 @@
 //!   them; `heap_bytes`, `budget_bytes`, `used_bytes` of its own memory, as far as the driver says; `plan[]`: `replica`, `purpose`, `side` (`device` or `host`), `bytes`; `transfer`: `submits`, `copies`,
 //!   `bytes`, `barriers` so far
 //! - `models[]`: `name`, `architecture`, `context`, `vocabulary`, `parameters`, `active_parameters`, `weight_bytes`,
-//!   `bytes_per_token`; `replicas[]`: `name`, `device` (an index), `stages[]` of a split one (`device`, `first_layer`, `layers`), `slots`, `room`, `unfinished`, `closed` (why it takes no
+//!   `embeddings_only` (whether it draws no tokens), `bytes_per_token`; `replicas[]`: `name`, `device` (an index), `stages[]` of a split one (`device`, `first_layer`, `layers`), `slots`, `room`, `unfinished`, `closed` (why it takes no
 //!   requests), `rebuilding` (its device was lost and is being rebuilt), `faults` (how often a kernel of a decode step timed
 //!   out and the step was run again), `last_fault` (when; `null`: never), `running`, `waiting`, `pages_used`, `pages_cached`,
 //!   `pages_total`, `snapshots`, `prompt_tokens`, `cached_tokens`, `preemptions`, `drafted_tokens`, of them
@@ -183,6 +183,7 @@ fn model(admin: &Admin, served: &ServedModel) -> Value {
         "parameters": served.info.parameters,
         "active_parameters": served.info.active_parameters,
         "weight_bytes": served.info.weight_bytes,
+        "embeddings_only": !served.draws(),
         "bytes_per_token": served.info.bytes_per_token,
         "replicas": served.replicas.iter().map(|of| replica(admin, of)).collect::<Vec<_>>(),
     })

@@ -230,6 +230,35 @@ impl Checkpoint {
         }
     }
 
+    /// Returns the tensor `name` of a module of the model and its place: one of `FOLDER/model.safetensors` inside the
+    /// checkpoint's folder or, of a GGUF model, the one that stands for it. `None` if there is none.
+    ///
+    /// # Errors The folder's file has no header that can be read.
+    pub fn module_tensor(
+        &self,
+        folder: &str,
+        name: &str,
+    ) -> Result<Option<(TensorInfo, TensorPlace)>, CheckpointProblem> {
+        if !self.embedded.is_empty() {
+            let info = self.tensors.get(&format!("{folder}/{name}")).cloned();
+            let place = |info: TensorInfo| {
+                let path = Arc::clone(&self.files[info.file].path);
+                let place = TensorPlace { path, offset: info.offset, bytes: info.bytes };
+                (info, place)
+            };
+            return Ok(info.map(place));
+        }
+        let path = self.dir.join(folder).join("model.safetensors");
+        if !file::is_named(&path) {
+            return Ok(None);
+        }
+        let info = Headers::tensors_of(&path)?.remove(name);
+        Ok(info.map(|info| {
+            let place = TensorPlace { path: path.as_path().into(), offset: info.offset, bytes: info.bytes };
+            (info, place)
+        }))
+    }
+
     /// Returns the packed weights: layer by layer, then `embed`, `final_norm`, `lm_head` unless the LM head is tied to
     /// the embedding, and finally the weights of the multi-token-prediction (MTP) block. Norm weights are the actual
     /// multipliers ([`RowMap::plus`] converts zero-centred ones). Sources keep the checkpoint's element type.

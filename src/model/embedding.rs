@@ -1,13 +1,20 @@
-//! The embedding settings of a checkpoint, from the files of sentence-transformers: how hidden states are pooled,
-//! whether the vector is scaled to unit length, the texts that are put before inputs, and the two tokens by which a
-//! reranker answers. A checkpoint without these files is a language model: its last token is pooled.
+//! The embedding settings of a checkpoint, from the files of sentence-transformers: how hidden states are pooled, the dense
+//! modules behind that, whether the vector is scaled to unit length, the texts that are put before inputs, and the two tokens by which a
+//! reranker answers. A checkpoint without these files is a language model: its last token is pooled, or if its attention is
+//! not causal the mean of all.
 //! Not here: the model itself, and the prompt of a reranker.
+
+pub mod dense;
 
 use super::checkpoint::Checkpoint;
 use crate::config::file;
+use crate::memory::pack;
+use dense::{Dense, ReadTensor};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::path::{Component, Path};
+use std::sync::Arc;
 
 /// The file that lists the modules of a model. Without it there are none.
 const MODULES: &str = "modules.json";
@@ -49,6 +56,9 @@ pub struct Embedding {
     pub size: u32,
     /// How hidden states become a vector.
     pub pooling: Pooling,
+    /// The linear maps that the pooled vector goes through, in their order. The first takes as many values as the model's
+    /// hidden states have, the last gives `size`.
+    pub dense: Arc<[Dense]>,
     /// Whether vectors are scaled to unit length unless a request says otherwise.
     pub normalize: bool,
     /// Whether the checkpoint's files say that it makes vectors: it is not meant to draw tokens.
@@ -66,6 +76,7 @@ impl Default for Embedding {
         Embedding {
             size: 0,
             pooling: Pooling::Last,
+            dense: Arc::new([]),
             normalize: true,
             declared: false,
             prompts: BTreeMap::new(),
@@ -98,22 +109,67 @@ pub enum EmbeddingError {
         /// The values allowed.
         rule: String,
     },
+    /// A tensor of a module has another shape than its settings say.
+    #[error("{folder}: tensor {tensor} has shape {has:?}, must have {shape:?}")]
+    Shape {
+        /// The module's folder.
+        folder: String,
+        /// The tensor's name.
+        tensor: String,
+        /// Its shape, outermost dimension first.
+        has: Vec<u64>,
+        /// The shape that the module's settings give.
+        shape: Vec<u64>,
+    },
+    /// A tensor of a module is missing.
+    #[error("{folder}: tensor {tensor} is missing, must have shape {shape:?}")]
+    NoTensor {
+        /// The module's folder.
+        folder: String,
+        /// The tensor's name.
+        tensor: String,
+        /// The shape that the module's settings give.
+        shape: Vec<u64>,
+    },
+    /// The values of a tensor of a module cannot be read.
+    #[error("{folder}: tensor {tensor} cannot be read: {reason}")]
+    Tensor {
+        /// The module's folder.
+        folder: String,
+        /// The tensor's name.
+        tensor: String,
+        /// The reason.
+        reason: String,
+    },
+}
+
+impl Embedding {
+    /// Returns the vectors that prompts' pooled hidden states become: what the dense modules make of them, neither cut nor
+    /// scaled. Takes a few milliseconds for each if there are such modules.
+    pub fn project(&self, mut pooled: Vec<Vec<f32>>) -> Vec<Vec<f32>> {
+        for dense in &*self.dense {
+            pooled = dense.apply(&pooled);
+        }
+        pooled
+    }
 }
 
 /// Reads the files of a checkpoint. `read` returns the content of a file by its path within the checkpoint, or `None` if
-/// there is no such file. `vocabulary` is the number of the model's tokens.
+/// there is no such file; `tensor` the values of a module's tensors. The model's hidden states have `hidden` values, and it
+/// has `vocabulary` tokens.
 ///
 /// # Errors The first problem found.
 pub fn read(
     read: impl Fn(&str) -> Result<Option<Vec<u8>>, EmbeddingError>,
-    vocabulary: u32,
+    tensor: &ReadTensor<'_>,
+    (hidden, vocabulary): (u32, u32),
 ) -> Result<Embedding, EmbeddingError> {
-    let mut embedding = Embedding::default();
+    let mut embedding = Embedding { size: hidden, ..Embedding::default() };
     if let Some(modules) = json(&read, MODULES)? {
         let Value::Array(modules) = modules else { return Err(wrong(MODULES, "the file", &modules, "a list")) };
         embedding.normalize = false;
         for (index, module) in modules.iter().enumerate() {
-            apply(&read, &mut embedding, index, module, vocabulary)?;
+            apply(&read, tensor, &mut embedding, (index, module), vocabulary)?;
         }
     }
     if let Some(Value::Object(mut prompts)) = json(&read, PROMPTS)? {
@@ -146,24 +202,63 @@ pub fn of(checkpoint: &Checkpoint) -> Result<Embedding, EmbeddingError> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(EmbeddingError::Unreadable { file: name.to_owned(), reason: error.to_string() }),
     };
-    let vocabulary = checkpoint.config.vocab;
-    let read = if checkpoint.embedded.is_empty() { read(open, vocabulary) } else { read(embedded, vocabulary) };
-    Ok(Embedding { size: checkpoint.config.hidden, ..read? })
+    let tensor = |folder: &str, name: &str, shape: &[u64]| module_tensor(checkpoint, folder, name, shape);
+    let config = &checkpoint.config;
+    let sizes = (config.hidden, config.vocab);
+    let read = match checkpoint.embedded.is_empty() {
+        true => read(open, &tensor, sizes)?,
+        false => read(embedded, &tensor, sizes)?,
+    };
+    Ok(match config.causal || read.declared {
+        true => read,
+        // It draws no tokens, and the last token is not one that sees more than others.
+        false => Embedding { pooling: Pooling::Mean, declared: true, ..read },
+    })
+}
+
+/// Reads a tensor of a module's folder in f32; see [`ReadTensor`].
+fn module_tensor(
+    checkpoint: &Checkpoint,
+    folder: &str,
+    name: &str,
+    shape: &[u64],
+) -> Result<Option<Vec<f32>>, EmbeddingError> {
+    let unreadable = |reason: String| EmbeddingError::Tensor { folder: folder.into(), tensor: name.into(), reason };
+    let found = checkpoint.module_tensor(folder, name).map_err(|problem| unreadable(problem.to_string()))?;
+    let Some((info, place)) = found else { return Ok(None) };
+    if info.shape != shape {
+        let (folder, tensor) = (folder.to_owned(), name.to_owned());
+        return Err(EmbeddingError::Shape { folder, tensor, has: info.shape, shape: shape.to_vec() });
+    }
+    let format = info.format.ok_or_else(|| unreadable(format!("numbers of type {} are not supported", info.dtype)))?;
+    let cols = *shape.last().unwrap_or(&1) as u32;
+    let mut values = vec![0.0; shape.iter().product::<u64>() as usize];
+    let row_bytes = format.row_bytes(cols) as usize;
+    let needs = (row_bytes * values.len() / cols as usize) as u64;
+    if needs != place.bytes {
+        return Err(unreadable(format!("it has {} bytes, must have {needs}", place.bytes)));
+    }
+    let bytes = place.read().map_err(|problem| unreadable(problem.to_string()))?;
+    for (row, out) in bytes.chunks_exact(row_bytes).zip(values.chunks_exact_mut(cols as usize)) {
+        pack::floats(format, row, out).map_err(|_| unreadable("it has values that are not finite".to_owned()))?;
+    }
+    Ok(Some(values))
 }
 
 /// Applies a module of the list to what is known.
 fn apply(
     read: &impl Fn(&str) -> Result<Option<Vec<u8>>, EmbeddingError>,
+    tensor: &ReadTensor<'_>,
     embedding: &mut Embedding,
-    index: usize,
-    module: &Value,
+    (index, module): (usize, &Value),
     vocabulary: u32,
 ) -> Result<(), EmbeddingError> {
     let key = |name: &str| format!("[{index}].{name}");
     let kind = module["type"].as_str().ok_or_else(|| wrong(MODULES, &key("type"), &module["type"], "a text"))?;
     // The classes have moved between modules of the library; their names have not.
     let class = kind.rsplit('.').next().unwrap_or(kind);
-    let file = format!("{}/config.json", module["path"].as_str().unwrap_or_default());
+    let folder = module["path"].as_str().unwrap_or_default();
+    let file = format!("{folder}/config.json");
     let settings = || match json(read, &file)? {
         Some(Value::Object(settings)) => Ok(settings),
         other => Err(wrong(&file, "the file", &other.unwrap_or_default(), "an object")),
@@ -171,6 +266,21 @@ fn apply(
     match class {
         "Transformer" => {}
         "Normalize" => embedding.normalize = true,
+        "Dense" => {
+            if !embedding.declared || embedding.normalize {
+                return Err(wrong(MODULES, &key("type"), &Value::from(kind), "behind Pooling and before Normalize"));
+            }
+            let mut parts = Path::new(folder).components();
+            if !matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None)) {
+                return Err(wrong(MODULES, &key("path"), &Value::from(folder), "a folder of the checkpoint"));
+            }
+            let dense = Dense::read(folder, (&file, &settings()?), embedding.size, tensor)?;
+            embedding.size = dense.outputs;
+            embedding.dense = embedding.dense.iter().cloned().chain([dense]).collect();
+        }
+        "Pooling" if embedding.declared => {
+            return Err(wrong(MODULES, &key("type"), &Value::from(kind), "the only Pooling"));
+        }
         "Pooling" => {
             embedding.pooling = pooling(&file, &settings()?)?;
             embedding.declared = true;
@@ -187,7 +297,7 @@ fn apply(
             embedding.answers = Some([token("true_token_id")?, token("false_token_id")?]);
         }
         _ => {
-            let rule = "Transformer, Pooling, Normalize or LogitScore";
+            let rule = "Transformer, Pooling, Dense, Normalize or LogitScore";
             return Err(wrong(MODULES, &key("type"), &Value::from(kind), rule));
         }
     }
@@ -242,7 +352,7 @@ mod tests {
         let open = |name: &str| {
             Ok(files.iter().find(|(other, _)| *other == name).map(|(_, value)| value.to_string().into_bytes()))
         };
-        read(open, 100)
+        read(open, &|_, _, _| Ok(None), (0, 100))
     }
 
     fn modules(classes: &[&str]) -> (&'static str, Value) {
@@ -296,11 +406,85 @@ mod tests {
         assert_eq!((read.answers, read.declared), (Some([7, 9]), false));
     }
 
+    /// The files of a model with hidden states of 4 values, and a dense module with these settings.
+    fn dense_files(classes: &[&str], settings: Value) -> Vec<(&'static str, Value)> {
+        let pooling = ("1_Pooling/config.json", json!({"pooling_mode": "mean"}));
+        vec![modules(classes), pooling, ("2_Dense/config.json", settings)]
+    }
+
+    /// Reads files as those of a model with hidden states of 4 values; `linear.weight` has the shape `has`.
+    fn of_dense(files: &[(&str, Value)], has: &[u64]) -> Result<Embedding, EmbeddingError> {
+        let open = |name: &str| {
+            Ok(files.iter().find(|(other, _)| *other == name).map(|(_, value)| value.to_string().into_bytes()))
+        };
+        let tensor = |folder: &str, name: &str, shape: &[u64]| match name {
+            "linear.weight" if has == shape => Ok(Some((0..has.iter().product()).map(|n| n as f32).collect())),
+            "linear.weight" if !has.is_empty() => {
+                let (folder, tensor) = (folder.to_owned(), name.to_owned());
+                Err(EmbeddingError::Shape { folder, tensor, has: has.to_vec(), shape: shape.to_vec() })
+            }
+            _ => Ok(None),
+        };
+        read(open, &tensor, (4, 100))
+    }
+
+    const WITH_DENSE: [&str; 4] = ["Transformer", "Pooling", "Dense", "Normalize"];
+
+    #[test]
+    fn dense_modules_are_read_and_change_the_size() {
+        let settings = json!({
+            "in_features": 4, "out_features": 3, "bias": false,
+            "activation_function": "torch.nn.modules.linear.Identity"
+        });
+        let read = of_dense(&dense_files(&WITH_DENSE, settings.clone()), &[3, 4]).unwrap();
+        assert_eq!((read.size, read.dense.len(), read.normalize, read.dense[0].tanh), (3, 1, true, false));
+        assert_eq!(read.project(vec![vec![1.0, 0.0, 0.0, 2.0]]), [[6.0, 18.0, 30.0]]);
+        let mut bounded = settings;
+        bounded["activation_function"] = json!("torch.nn.modules.activation.Tanh");
+        assert!(of_dense(&dense_files(&WITH_DENSE, bounded), &[3, 4]).unwrap().dense[0].tanh);
+    }
+
+    #[test]
+    fn wrong_dense_modules_are_named_with_both_numbers() {
+        let settings = |change: (&str, Value)| {
+            let mut settings = json!({
+                "in_features": 4, "out_features": 3, "bias": false, "activation_function": "nn.Identity"
+            });
+            settings[change.0] = change.1;
+            settings
+        };
+        let error = |change: (&str, Value), has: &[u64]| {
+            of_dense(&dense_files(&WITH_DENSE, settings(change)), has).unwrap_err().to_string()
+        };
+        let same = || ("bias", json!(false));
+        assert_eq!(error(same(), &[3, 5]), "2_Dense: tensor linear.weight has shape [3, 5], must have [3, 4]");
+        assert_eq!(error(same(), &[]), "2_Dense: tensor linear.weight is missing, must have shape [3, 4]");
+        let bias = error(("bias", json!(true)), &[3, 4]);
+        assert_eq!(bias, "2_Dense: tensor linear.bias is missing, must have shape [3]");
+        let inputs = error(("in_features", json!(5)), &[3, 5]);
+        assert_eq!(
+            inputs,
+            "2_Dense/config.json: in_features is 5, must be 4, the number of values of the vector before it"
+        );
+        let outputs = error(("out_features", json!(0)), &[0, 4]);
+        assert_eq!(outputs, "2_Dense/config.json: out_features is 0, must be an integer from 1 to 65536");
+        let activation = error(("activation_function", json!("torch.nn.modules.activation.GELU")), &[3, 4]);
+        assert!(activation.ends_with("activation.GELU\", must be Identity or Tanh"), "{activation}");
+        let other = error(("module_input_name", json!("token_embeddings")), &[3, 4]);
+        assert!(other.contains("module_input_name is \"token_embeddings\""), "{other}");
+        let early = of_dense(&dense_files(&["Transformer", "Normalize", "Dense"], settings(same())), &[3, 4]);
+        assert!(early.unwrap_err().to_string().ends_with("must be behind Pooling and before Normalize"));
+        let mut outside = dense_files(&WITH_DENSE, settings(same()));
+        outside[0].1[2]["path"] = json!("../2_Dense");
+        let outside = of_dense(&outside, &[3, 4]).unwrap_err().to_string();
+        assert!(outside.contains("[2].path is \"../2_Dense\""), "{outside}");
+    }
+
     #[test]
     fn what_is_not_supported_is_named() {
         let error = |files: &[(&str, Value)]| of(files).unwrap_err().to_string();
-        let dense = error(&[modules(&["Transformer", "Dense"])]);
-        assert!(dense.contains("modules.json: [1].type is \"sentence_transformers.models.Dense\""), "{dense}");
+        let other = error(&[modules(&["Transformer", "WordWeights"])]);
+        assert!(other.contains("modules.json: [1].type is \"sentence_transformers.models.WordWeights\""), "{other}");
         let settings = |settings| [modules(&["Transformer", "Pooling"]), ("1_Pooling/config.json", settings)];
         for wrong in [
             json!({"pooling_mode": "max"}),

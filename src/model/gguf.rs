@@ -126,7 +126,7 @@ impl Gguf {
             ("generation_config.json", config::generation_config_json(&parts, &ids)),
         ];
         let files = files.into_iter().chain(tokenizer.into_iter().flatten());
-        let files = files.chain(config::embedding_json(&parts)?.into_iter().flatten());
+        let files = files.chain(config::embedding_json(&parts)?);
         let files = files.map(|(name, json)| (name, json.to_string().into_bytes())).collect();
         Ok(Gguf { parts, model, sources, ids, files })
     }

@@ -111,8 +111,7 @@ fn unit(values: &mut [f32]) {
 }
 
 /// Truncates a vector to `dimensions` and then normalizes it.
-fn shape(vector: Box<[f32]>, dimensions: Option<u32>, normalize: bool) -> Vec<f32> {
-    let mut values = vector.into_vec();
+fn shape(mut values: Vec<f32>, dimensions: Option<u32>, normalize: bool) -> Vec<f32> {
     values.truncate(dimensions.map_or(values.len(), |dimensions| dimensions as usize));
     if normalize {
         unit(&mut values);
@@ -187,13 +186,13 @@ impl Rpc {
                 bounds::prompt("inputs.text", text.len(), self.most_text())?;
             }
         }
-        let embedding = &place.model().info.embedding;
+        let embedding = place.model().info.embedding.clone();
         let (size, normalize) = (embedding.size, call.normalize.unwrap_or(embedding.normalize));
         if let Some(dimensions) = call.dimensions.filter(|dimensions| !(1..=size).contains(dimensions)) {
             let rule = format!("from 1 to {size}, the size of the model's vectors");
             return Err(Refusal::Json { field: "dimensions".into(), value: dimensions.to_string(), rule }.into());
         }
-        before(embedding, call.prompt.as_deref())?;
+        before(&embedding, call.prompt.as_deref())?;
         let bytes = call.inputs.iter().map(Input::bytes).sum();
         let EmbedCall { common, inputs, prompt, dimensions, .. } = call;
         let encode = move |model: &ServedModel, _: &Cancel| {
@@ -211,10 +210,18 @@ impl Rpc {
         };
         let call = Unencoded { place, common, bytes, operation: names::OPERATION_EMBEDDINGS };
         let answers = self.run(span, caller, call, encode).await?;
-        Ok(answers.map(|outcome| match outcome {
-            Outcome::Vector(vector) => shape(vector, dimensions, normalize),
-            Outcome::Probability(_) => Vec::new(),
-        }))
+        let shaped = move || {
+            let mut vectors = Vec::with_capacity(answers.answers.len());
+            let answers = answers.map(|outcome| match outcome {
+                Outcome::Vector(vector) => vectors.push(vector.into_vec()),
+                Outcome::Probability(_) => vectors.push(Vec::new()),
+            });
+            let mut vectors = embedding.project(vectors).into_iter();
+            answers.map(|()| shape(vectors.next().unwrap_or_default(), dimensions, normalize))
+        };
+        // The vectors of a large call may take a second to project.
+        let shaped = tokio::task::spawn_blocking(shaped).await;
+        Ok(shaped.map_err(|error| Refusal::Failed(error.to_string()))?)
     }
 
     /// Answers a call for the relevance of documents, from 0 to 1: the probability of a reranker's positive answer, or
@@ -475,13 +482,13 @@ mod tests {
 
     #[test]
     fn vectors_are_cut_and_then_scaled() {
-        let vector: Box<[f32]> = [3.0, 4.0, 12.0].into();
+        let vector = vec![3.0, 4.0, 12.0];
         assert_eq!(shape(vector.clone(), None, false), [3.0, 4.0, 12.0]);
         assert_eq!(shape(vector.clone(), Some(2), true), [0.6, 0.8]);
         assert_eq!(shape(vector.clone(), Some(2), false), [3.0, 4.0]);
         let unit = shape(vector, None, true);
         assert!((unit.iter().map(|value| value * value).sum::<f32>() - 1.0).abs() < 1e-6);
-        assert_eq!(shape([0.0, 0.0].into(), None, true), [0.0, 0.0]);
+        assert_eq!(shape(vec![0.0, 0.0], None, true), [0.0, 0.0]);
     }
 
     #[test]

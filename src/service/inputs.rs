@@ -83,7 +83,7 @@ impl<T> Answers<T> {
     }
 
     /// Returns the same answers with each value converted.
-    pub(super) fn map<U>(self, convert: impl Fn(T) -> U) -> Answers<U> {
+    pub(super) fn map<U>(self, mut convert: impl FnMut(T) -> U) -> Answers<U> {
         let Answers { id, model, answers } = self;
         let answers = answers.into_iter().map(|Answer { value, prompt_tokens, cached_tokens }| Answer {
             value: convert(value),

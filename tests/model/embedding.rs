@@ -2,13 +2,19 @@
 //! prompt is split into chunks, on other sequences in the batch or on the prefix cache. Method: a committed checkpoint
 //! with hidden states from transformers; checkpoints of several families, whose logits follow from the pooled state.
 
-use crate::common::Vulkan;
+use crate::common::{Driver, Vulkan};
+use crate::gguf_families::restored;
 use crate::harness::models::{expected, fixture, generate, idle, request, submit};
 use crate::scoring::serve;
 use crossbeam_channel::Receiver;
+use ostinato::config::{Config, KvFormat, Model};
 use ostinato::engine::request::{Event, FinishReason, Finished, Limits, Request, Started};
-use ostinato::model::embedding::Pooling;
+use ostinato::gpu::devices::start_on;
+use ostinato::host::Host;
+use ostinato::host::progress::Quiet;
+use ostinato::model::embedding::{Embedding, Pooling};
 use ostinato::replica::Replica;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -119,6 +125,163 @@ fn vectors_are_those_of_transformers() {
         }
         idle(replica);
     }
+}
+
+/// The fixtures whose tokens see later ones.
+const BOTH_SIDES: [&str; 2] = ["embeddings/gemma3", "embeddings/gemma3-bias"];
+
+/// Serves a checkpoint on a driver.
+fn serve_path(vulkan: &Vulkan, driver: Driver, path: &Path, change: impl FnOnce(&mut Model, &mut Config)) -> Host {
+    let mut model = Model::new("m", path, Some(vulkan.adapter(driver).selector()));
+    model.slots = Some(4);
+    let mut config = Config::default();
+    change(&mut model, &mut config);
+    config.models = vec![model];
+    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", path.display()))
+}
+
+/// Serves a checkpoint without rounding of activations, keys or values.
+fn exact(model: &mut Model, config: &mut Config) {
+    model.kv_format = Some(KvFormat::F32);
+    config.runtime.tune = vec!["fragments=0".into()];
+}
+
+/// Returns the tensor `vector` of a fixture: the vectors of its prompts behind all modules.
+fn wanted_vectors(name: &str) -> Vectors {
+    let bytes = std::fs::read(fixture(name).join("expected.safetensors")).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let tensor = tensors.tensor("vector").unwrap();
+    let values: Vec<f32> = tensor.data().as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+    values.chunks_exact(tensor.shape()[1]).map(<[f32]>::to_vec).collect()
+}
+
+/// Returns what a model's modules make of a pooled state, scaled to unit length.
+fn projected(embedding: &Embedding, pooled: &[f32]) -> Vec<f32> {
+    let vector = embedding.project(vec![pooled.to_vec()]).remove(0);
+    let length = dot(&vector, &vector).sqrt();
+    vector.into_iter().map(|value| (f64::from(value) / length) as f32).collect()
+}
+
+/// Checks all vectors of a fixture on a model: all prompts at once, each alone, and each again. Differences of hidden states
+/// are at most `relative` of them, those of vectors at most `absolute`.
+fn check_both_sides(host: &Host, name: &str, most: usize, (relative, absolute): (f64, f32), what: &str) {
+    let (prompts, vectors) = known(name);
+    let wanted_vectors = wanted_vectors(name);
+    let model = &host.models()[0];
+    let replica = &model.replicas[0];
+    let served: Vec<usize> = (0..prompts.len()).filter(|index| prompts[*index].len() <= most).collect();
+    for (pooling, wanted) in &vectors {
+        let ask = |index: usize| ask(&format!("{index}"), &prompts[index], *pooling);
+        let together: Vec<_> = served.iter().map(|index| submit(replica, ask(*index))).collect();
+        for (index, events) in served.iter().zip(&together) {
+            let index = *index;
+            let what = format!("{name}, {pooling:?} of {} tokens, {what}", prompts[index].len());
+            let found = embedded(events);
+            near(&found.vector, &wanted[index], relative, &what);
+            if *pooling == Pooling::Mean {
+                let vector = projected(&model.info.embedding, &found.vector);
+                for (found, wanted) in vector.iter().zip(&wanted_vectors[index]) {
+                    assert!((found - wanted).abs() <= absolute, "{what}: {found} instead of {wanted}");
+                }
+                assert_eq!(vector.len(), wanted_vectors[index].len());
+            }
+        }
+        idle(replica);
+        for index in &served {
+            let what = format!("{name}, {pooling:?} of {} tokens, {what}", prompts[*index].len());
+            for turn in ["alone", "again"] {
+                let alone = embed(replica, ask(*index));
+                near(&alone.vector, &wanted[*index], relative, &format!("{what}, {turn}"));
+                assert_eq!(alone.started.cached_tokens, 0, "{what}");
+            }
+        }
+    }
+    idle(replica);
+}
+
+/// Goal: vectors of models whose tokens see later ones are those of transformers, with windows that hide tokens on both
+/// sides, alone and beside other prompts, in one large step and in steps that hold few prompts, and with few pages. Such a
+/// model draws no tokens, finds no prefixes, and refuses prompts that are longer than a step with both numbers.
+#[test]
+fn tokens_that_see_later_ones_give_the_vectors_of_transformers() {
+    let vulkan = Vulkan::new();
+    for name in BOTH_SIDES {
+        let host = serve_path(&vulkan, Driver::first(), &fixture(name), exact);
+        let (model, size) = (&host.models()[0], wanted_vectors(name)[0].len() as u32);
+        let says = &model.info.embedding;
+        assert_eq!((says.pooling, says.normalize, says.declared), (Pooling::Mean, true, true));
+        assert_eq!((says.size, says.dense.len(), model.info.context, model.draws()), (size, 2, 256, false));
+        check_both_sides(&host, name, 256, (2e-6, 1e-5), "one step");
+        drop(host);
+        // A chunk is the longest prompt; all of the others do not fit in one.
+        let host = serve_path(&vulkan, Driver::first(), &fixture(name), |model, config| {
+            exact(model, config);
+            model.prefill_chunk = Some(72);
+            model.kv_pages = Some(6);
+        });
+        check_both_sides(&host, name, 72, (2e-6, 1e-5), "chunks of 72");
+        let replica = &host.models()[0].replicas[0];
+        let (prompts, _) = known(name);
+        let sink = || Box::new(|_| Ok(()));
+        let refused = replica.submit(ask("long", &prompts[5], Pooling::Mean), sink()).unwrap_err().to_string();
+        assert_eq!(refused, "130 prompt tokens and 0 to generate exceed the context of 72");
+        let refused = replica.submit(request(&prompts[1], 1), sink()).unwrap_err().to_string();
+        let wanted = "the model gives embeddings only: its attention is not causal, so that it draws no tokens";
+        assert_eq!(refused, wanted);
+    }
+}
+
+#[test]
+fn tokens_that_see_later_ones_do_so_in_fragments_with_codes_and_on_another_driver() {
+    let vulkan = Vulkan::new();
+    let name = BOTH_SIDES[0];
+    // Activations, keys, values and weights of the softmax are rounded to 16 bits.
+    let rounded = |model: &mut Model, config: &mut Config| {
+        model.kv_format = Some(KvFormat::F16);
+        config.runtime.tune = vec!["fragments=1".into()];
+    };
+    let host = serve_path(&vulkan, Driver::first(), &fixture(name), rounded);
+    check_both_sides(&host, name, 256, (2e-2, 1e-2), "in fragments");
+    let codes = |model: &mut Model, config: &mut Config| {
+        exact(model, config);
+        model.kv_format = Some(KvFormat::Int8);
+    };
+    let host = serve_path(&vulkan, Driver::first(), &fixture(name), codes);
+    check_both_sides(&host, name, 256, (3e-2, 2e-2), "with codes");
+    if let Some(other) = Driver::all().last().filter(|driver| **driver != Driver::first()) {
+        let host = serve_path(&vulkan, *other, &fixture(name), exact);
+        check_both_sides(&host, name, 72, (2e-6, 1e-5), "on another driver");
+    }
+}
+
+/// Goal: a GGUF file that llama.cpp's converter made, with its dense modules, gives the same vectors.
+#[test]
+fn a_gguf_file_whose_tokens_see_later_ones_gives_the_vectors_of_transformers() {
+    let vulkan = Vulkan::new();
+    let name = BOTH_SIDES[0];
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("gemma3.gguf");
+    std::fs::write(&file, restored("embeddings", "embeddings", "gemma3")).expect("written");
+    let host = serve_path(&vulkan, Driver::first(), &file, exact);
+    let says = &host.models()[0].info.embedding;
+    assert_eq!((says.pooling, says.normalize, says.declared, says.dense.len()), (Pooling::Mean, true, true, 2));
+    check_both_sides(&host, name, 256, (2e-6, 1e-5), "GGUF");
+}
+
+/// Goal: what such a model cannot be asked for is refused before anything is loaded, with both numbers.
+#[test]
+fn contexts_longer_than_a_chunk_and_drafts_are_refused_where_tokens_see_later_ones() {
+    let vulkan = Vulkan::new();
+    let refused = |change: &dyn Fn(&mut Model)| {
+        let mut model = Model::new("m", fixture(BOTH_SIDES[0]), Some(vulkan.adapter(Driver::first()).selector()));
+        change(&mut model);
+        let config = Config { models: vec![model], ..Config::default() };
+        format!("{:?}", start_on(&vulkan.instance, &config, &Quiet).err().expect("it does not start"))
+    };
+    let long = refused(&|model| (model.context, model.prefill_chunk) = (Some(200), Some(100)));
+    assert!(long.contains("context is 200") && long.contains("at most 100 tokens"), "{long}");
+    let drafts = refused(&|model| model.draft = Some(ostinato::config::Draft::Lookup));
+    assert!(drafts.contains("it draws no tokens"), "{drafts}");
 }
 
 #[test]

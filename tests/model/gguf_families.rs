@@ -10,12 +10,12 @@ use crate::harness::models::fixture;
 use ostinato::model::gguf;
 use std::collections::BTreeSet;
 
-/// Returns the bytes of a fixture's GGUF file. `make_gguf_families.py` describes the format of its difference from the
-/// checkpoint's file.
-fn restored(name: &str) -> Vec<u8> {
-    let delta = fixture("gguf_families").join(format!("{name}.delta"));
+/// Returns the bytes of the GGUF file of a fixture in the folder `checkpoints`; its difference from the checkpoint's file is
+/// in the folder `deltas`. `make_gguf_families.py` describes the format of that.
+pub fn restored(deltas: &str, checkpoints: &str, name: &str) -> Vec<u8> {
+    let delta = fixture(deltas).join(format!("{name}.delta"));
     let delta = std::fs::read(&delta).unwrap_or_else(|error| panic!("{}: {error}", delta.display()));
-    let source = fixture("families").join(name).join("model.safetensors");
+    let source = fixture(checkpoints).join(name).join("model.safetensors");
     let source = std::fs::read(&source).unwrap_or_else(|error| panic!("{}: {error}", source.display()));
     let mut rest = delta.as_slice();
     let mut take = |count: usize| {
@@ -46,7 +46,7 @@ fn check(architecture: &str, names: &[&str]) {
     let folder = tempfile::tempdir().expect("a folder");
     for name in names {
         let file = folder.path().join(format!("{name}.gguf"));
-        std::fs::write(&file, restored(name)).expect("written");
+        std::fs::write(&file, restored("gguf_families", "families", name)).expect("written");
         let (found, _) = gguf::open(&file).unwrap_or_else(|error| panic!("{name}: {error}"));
         assert_eq!(found.model.architecture.name(), architecture, "{name}");
         let cases = cases(&fixture("families").join(name));

@@ -7,6 +7,7 @@ use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use ostinato::engine::fake::hidden;
 use ostinato::host::ServedModel;
+use ostinato::model::embedding::dense::Dense;
 use ostinato::model::embedding::{Embedding, Pooling};
 use ostinato::service::proto::vllm::grpc::engine as contract;
 use ostinato::service::proto::{self, embed_input::Input};
@@ -93,6 +94,97 @@ async fn vectors_come_over_grpc_in_the_order_of_the_inputs() {
         assert_eq!(status.code(), code, "{status}");
         assert!(status.message().contains(message), "{message}: {status}");
     }
+}
+
+/// A model whose tokens see later ones, with a dense module behind the pooling, and with a tokenizer but no chat template.
+fn both_sides() -> ServedModel {
+    let mut device = fake(FAST, b"x");
+    (device.capacity.causal, device.capacity.prefill_chunk) = (false, 64);
+    let mut model = model("alpha", Some(tokenizer(false)), vec![(0, device)], 8);
+    let weight = (0..12).map(|i| i as f32 / 4.0 - 1.0).collect();
+    let dense = Dense { inputs: 4, outputs: 3, weight, bias: Some(vec![0.5, 0.0, -0.5]), tanh: false };
+    let embedding = &mut model.info.embedding;
+    (embedding.declared, embedding.dense, embedding.size) = (true, [dense].into(), 3);
+    model
+}
+
+/// Goal: vectors go through the dense modules before they are cut and scaled, in every API; a model whose tokens see later
+/// ones says so, takes prompts as long as a step, and refuses to generate by the same words in every API.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_model_that_is_not_causal_gives_projected_vectors_and_no_tokens() {
+    let served = serve_models(vec![both_sides()], Options::default()).await;
+    let projected = |prompt: &[u32], dimensions: usize| {
+        let input = hidden(prompt.iter().copied());
+        let row = |row: usize| {
+            let of = (0..4).map(|i| f64::from(input[i]) * ((row * 4 + i) as f64 / 4.0 - 1.0)).sum::<f64>();
+            of + [0.5, 0.0, -0.5][row]
+        };
+        let values: Vec<f64> = (0..dimensions).map(row).collect();
+        let length = values.iter().map(|value| value * value).sum::<f64>().sqrt();
+        values.into_iter().map(|value| value / length).collect::<Vec<f64>>()
+    };
+    let same = |found: &[f32], wanted: &[f64]| {
+        assert_eq!(found.len(), wanted.len());
+        for (found, wanted) in found.iter().zip(wanted) {
+            assert!((f64::from(*found) - wanted).abs() < 1e-6, "{found} instead of {wanted}");
+        }
+    };
+    let mut client = served.client().await;
+    let lengths = [1, 5, 16, 33, 64];
+    let prompts: Vec<Vec<u32>> = lengths.iter().map(|length| (1..=*length).collect()).collect();
+    let inputs = prompts.iter().map(|prompt| tokens(prompt)).collect();
+    let mut request = proto::EmbedRequest { inputs, ..Default::default() };
+    let response = client.embed(request.clone()).await.unwrap().into_inner();
+    for (prompt, found) in prompts.iter().zip(&response.embeddings) {
+        same(&found.values, &projected(prompt, 3));
+        assert_eq!(found.cached_tokens, 0);
+    }
+    request.dimensions = Some(2);
+    let response = client.embed(request.clone()).await.unwrap().into_inner();
+    same(&response.embeddings[3].values, &projected(&prompts[3], 2));
+    request.dimensions = Some(4);
+    let status = client.embed(request.clone()).await.unwrap_err();
+    assert!(status.message().contains("dimensions is 4, must be from 1 to 3"), "{status}");
+    request.dimensions = None;
+    request.inputs = vec![tokens(&[7; 65])];
+    let status = client.embed(request).await.unwrap_err();
+    assert!(status.message().contains("65 prompt tokens and 0 to generate exceed the context of 64"), "{status}");
+
+    let mut router = contract::vllm_engine_client::VllmEngineClient::new(served.channel().await);
+    let tokenized = || Some(contract::TokenizedInput { original_text: String::new(), input_ids: vec![5, 6] });
+    let request = contract::EmbedRequest { request_id: "a".to_owned(), tokenized: tokenized() };
+    let response = router.embed(request).await.unwrap().into_inner();
+    assert_eq!(response.embedding_dim, 3);
+
+    // Nothing is generated.
+    const ONLY: &str = "the model gives embeddings only: its attention is not causal";
+    let status = client.generate(token_request("alpha", &[1, 2], 3)).await.unwrap_err();
+    assert_eq!(status.code(), Code::InvalidArgument);
+    assert!(status.message().contains(ONLY), "{status}");
+    let request = contract::GenerateRequest {
+        request_id: "b".to_owned(),
+        input: Some(contract::generate_request::Input::Tokenized(tokenized().unwrap())),
+        ..Default::default()
+    };
+    let status = router.generate(request).await.unwrap_err();
+    assert!(status.message().contains(ONLY), "{status}");
+    let listed = client.list_models(proto::ListModelsRequest {}).await.unwrap().into_inner();
+    assert!(listed.models[0].embeddings_only);
+    assert_eq!(served.host.unfinished(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_model_that_is_not_causal_refuses_completions_over_http() {
+    let served = serve_models(vec![both_sides()], Options::default()).await;
+    let chat = json!({"model": "alpha", "messages": [{"role": "user", "content": "hi"}]});
+    let text = json!({"model": "alpha", "prompt": "hi", "stream": true});
+    let input = json!({"model": "alpha", "input": "hi"});
+    for (path, body) in [("/v1/chat/completions", &chat), ("/v1/completions", &text), ("/v1/responses", &input)] {
+        let error = post(served.http, path, body).await.error(400);
+        assert!(error["message"].as_str().unwrap().contains("gives embeddings only"), "{path}: {error}");
+    }
+    let answer = post(served.http, "/v1/embeddings", &input).await;
+    assert_eq!(answer.json()["data"][0]["embedding"].as_array().unwrap().len(), 3);
 }
 
 /// Goal: the routers' contract has the model's own pooling, and says that the model does not generate.

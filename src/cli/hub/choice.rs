@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 const SINGLE: &str = "model.safetensors";
 /// The index of a checkpoint whose weights are in several files.
 const INDEX: &str = "model.safetensors.index.json";
+/// The list of the modules of an embedding model.
+const MODULES: &str = "modules.json";
 /// The quantisation that is taken if none is selected: what most users of GGUF files take.
 const USUAL: &str = "Q4_K_M";
 
@@ -70,7 +72,7 @@ pub(super) fn files(
     if selected.is_none() && checkpoint {
         let described = |name: &&String| {
             let small = name.ends_with(".json") || name.ends_with(".jinja");
-            !name.contains('/') && small && !(has(SINGLE) && **name == INDEX)
+            (!name.contains('/') && small && !(has(SINGLE) && **name == INDEX)) || (has(MODULES) && is_of_module(name))
         };
         let mut files: Vec<String> = names.iter().filter(described).cloned().collect();
         match has(SINGLE) {
@@ -85,6 +87,14 @@ pub(super) fn files(
     }
     let parts = chosen(&models, selected)?;
     Ok(Some(ModelFiles { gguf: parts.first().cloned(), names: parts }))
+}
+
+/// Whether a file describes a module of an embedding model, or holds its weights: it is in a folder whose name begins with the
+/// module's number, as `2_Dense/`.
+fn is_of_module(name: &str) -> bool {
+    let Some((folder, file)) = name.split_once('/') else { return false };
+    let numbered = folder.split_once('_').is_some_and(|(number, _)| number.parse::<u32>().is_ok());
+    numbered && ["config.json", SINGLE].contains(&file)
 }
 
 /// Returns the name of a GGUF file's model: without the ending and the number of a part; `None` for other files.
@@ -160,6 +170,18 @@ mod tests {
         let files = files(&names, None, |_| None).expect("clear").expect("a model");
         assert_eq!(files.names, ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"]);
         assert_eq!(files.path(Path::new("/s")), Path::new("/s"));
+    }
+
+    #[test]
+    fn modules_of_an_embedding_model_belong_to_it() {
+        let others = ["onnx/config.json", "2_Dense/pytorch_model.bin", "2_Dense/old/config.json"];
+        let own = ["config.json", MODULES, "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"];
+        let names = owned(&[&own[..], &others, &["model.safetensors"]].concat());
+        let found = files(&names, None, |_| None).expect("clear").expect("a model");
+        assert_eq!(found.names, [&own[..], &["model.safetensors"]].concat());
+        let without: Vec<String> = names.into_iter().filter(|name| name != MODULES).collect();
+        let found = files(&without, None, |_| None).expect("clear").expect("a model");
+        assert_eq!(found.names, ["config.json", "model.safetensors"]);
     }
 
     #[test]

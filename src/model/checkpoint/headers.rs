@@ -68,6 +68,16 @@ impl Headers {
         headers
     }
 
+    /// Returns the tensors of a single file.
+    pub(super) fn tensors_of(path: &Path) -> Result<BTreeMap<String, TensorInfo>, CheckpointProblem> {
+        let mut problems = Vec::new();
+        let found = Headers::default().read_file(path, &mut problems);
+        match problems.into_iter().next() {
+            Some(problem) => Err(problem),
+            None => Ok(found.unwrap_or_default()),
+        }
+    }
+
     /// Returns the headers of a GGUF model, under the names that its tensors have in Hugging Face checkpoints.
     pub(super) fn of_gguf(gguf: Gguf, stamps: Vec<Stamp>) -> Headers {
         let parts = &gguf.parts;

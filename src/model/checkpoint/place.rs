@@ -31,7 +31,7 @@ impl TensorPlace {
     }
 
     /// Reads a tensor of at most [`MOST_READ`] bytes.
-    pub(super) fn read(&self) -> Result<Vec<u8>, CheckpointProblem> {
+    pub(in crate::model) fn read(&self) -> Result<Vec<u8>, CheckpointProblem> {
         let failed = |reason: String| CheckpointProblem::Unreadable { path: self.path.to_path_buf(), reason };
         if self.bytes > MOST_READ {
             return Err(failed(format!("a tensor of {} bytes exceeds the limit of {MOST_READ}", self.bytes)));

@@ -9,7 +9,7 @@ mod heads;
 
 use serde_json::{Map, Value as Json, json};
 
-use super::container::{Array, Value};
+use super::container::{Array, GgufTensor, Value};
 use super::split::GgufFiles;
 use heads::Heads;
 
@@ -63,6 +63,8 @@ pub enum GgufArchitecture {
     Gemma2,
     /// Gemma 3; dense, with norms around attention and MLP and a sliding window.
     Gemma3,
+    /// EmbeddingGemma: Gemma 3 whose tokens see later ones too, for embeddings.
+    GemmaEmbedding,
     /// gpt-oss: experts with biases, attention with sinks and a sliding window.
     GptOss,
     /// Phi-3 and Phi-4; dense, with LongRoPE.
@@ -89,7 +91,7 @@ pub enum GgufArchitecture {
 
 impl GgufArchitecture {
     /// All families.
-    pub const ALL: [GgufArchitecture; 21] = [
+    pub const ALL: [GgufArchitecture; 22] = [
         GgufArchitecture::Llama,
         GgufArchitecture::Qwen2,
         GgufArchitecture::Qwen3,
@@ -100,6 +102,7 @@ impl GgufArchitecture {
         GgufArchitecture::Qwen2Moe,
         GgufArchitecture::Gemma2,
         GgufArchitecture::Gemma3,
+        GgufArchitecture::GemmaEmbedding,
         GgufArchitecture::GptOss,
         GgufArchitecture::Phi3,
         GgufArchitecture::Granite,
@@ -126,6 +129,7 @@ impl GgufArchitecture {
             GgufArchitecture::Qwen2Moe => "qwen2moe",
             GgufArchitecture::Gemma2 => "gemma2",
             GgufArchitecture::Gemma3 => "gemma3",
+            GgufArchitecture::GemmaEmbedding => "gemma-embedding",
             GgufArchitecture::GptOss => "gpt-oss",
             GgufArchitecture::Phi3 => "phi3",
             GgufArchitecture::Granite => "granite",
@@ -169,9 +173,16 @@ impl GgufArchitecture {
         matches!(self, GgufArchitecture::DeepSeek2 | GgufArchitecture::Glm4Moe)
     }
 
+    /// Whether layers have a window in config.json unless it says otherwise.
+    fn has_default_window(self) -> bool {
+        use GgufArchitecture::{Gemma2, Gemma3, GemmaEmbedding, GptOss};
+        matches!(self, Gemma2 | Gemma3 | GemmaEmbedding | GptOss)
+    }
+
     /// Whether the weights of norms over the residual stream and over heads are stored with 1 added.
     pub fn has_shifted_norms(self) -> bool {
-        self.is_hybrid() || matches!(self, GgufArchitecture::Gemma2 | GgufArchitecture::Gemma3)
+        use GgufArchitecture::{Gemma2, Gemma3, GemmaEmbedding};
+        self.is_hybrid() || matches!(self, Gemma2 | Gemma3 | GemmaEmbedding)
     }
 }
 
@@ -442,6 +453,9 @@ pub enum GgufConfigError {
         /// The value that the tensor's shape has.
         expected: u64,
     },
+    /// A dense module behind the pooling has a bias.
+    #[error("tensor {0}.bias, the bias of a dense module, is not supported")]
+    DenseBias(&'static str),
     /// The divisors of the rotary frequencies are not those of a known scaling.
     #[error("tensor {ROPE_FACTORS} has {0}, which is not the scaling of Llama 3")]
     RopeFactors(String),
@@ -564,32 +578,68 @@ pub fn architecture(parts: &GgufFiles) -> Result<GgufArchitecture, GgufConfigErr
     known.ok_or_else(|| GgufConfigError::GgufArchitecture(name.chars().take(80).collect()))
 }
 
-/// Returns the files that say how an embedding model pools, by their names; `None` if the metadata does not say. Vectors
-/// are scaled to unit length, as llama.cpp does by default.
+/// A dense module of an embedding model: its folder, the name of its tensor, and the keys that say the tensor's columns and
+/// rows.
+pub type DenseModule = (&'static str, &'static str, [&'static str; 2]);
+
+/// The dense modules that a file may have, in their order. Files have no biases of them and name no activation.
+pub const DENSE: [DenseModule; 2] = [
+    ("2_Dense", "dense_2", ["dense_2_feat_in", "dense_2_feat_out"]),
+    ("3_Dense", "dense_3", ["dense_3_feat_in", "dense_3_feat_out"]),
+];
+
+/// Returns the dense modules of a model, each with its tensor.
+pub fn dense_modules(parts: &GgufFiles) -> impl Iterator<Item = (DenseModule, &GgufTensor)> {
+    DENSE.into_iter().filter_map(|module| Some((module, parts.tensor(&format!("{}.weight", module.1))?)))
+}
+
+/// Returns the files that say how an embedding model pools, and which dense modules follow, by their names; empty if the
+/// metadata does not say. Vectors are scaled to unit length, as llama.cpp does by default.
 ///
-/// # Errors The kind of pooling is unknown.
-pub fn embedding_json(parts: &GgufFiles) -> Result<Option<[(&'static str, Json); 2]>, GgufConfigError> {
+/// # Errors The kind of pooling is unknown, or a dense module has another shape than keys say.
+pub fn embedding_json(parts: &GgufFiles) -> Result<Vec<(&'static str, Json)>, GgufConfigError> {
     let keys = Keys { parts, architecture: architecture(parts)? };
     let key = "pooling_type";
-    let Some(value) = keys.get(key) else { return Ok(None) };
-    let mode = match value.unsigned() {
-        Some(0) => return Ok(None),
-        Some(1) => "mean",
-        Some(2) => "cls",
-        Some(3) => "lasttoken",
-        Some(4) => return Err(keys.unsupported(key, value, "a head for ranking")),
-        _ => return Err(keys.wrong(key, value, "an integer from 0 to 3")),
+    let mode = match keys.get(key).map(|value| (value, value.unsigned())) {
+        None | Some((_, Some(0))) if dense_modules(parts).next().is_none() => return Ok(Vec::new()),
+        None | Some((_, Some(0 | 1))) => "mean",
+        Some((_, Some(2))) => "cls",
+        Some((_, Some(3))) => "lasttoken",
+        Some((value, Some(4))) => return Err(keys.unsupported(key, value, "a head for ranking")),
+        Some((value, _)) => return Err(keys.wrong(key, value, "an integer from 0 to 3")),
     };
-    let modules = ["Transformer", "Pooling", "Normalize"].into_iter().enumerate().map(|(index, class)| {
-        let path = if class == "Pooling" { "1_Pooling" } else { "" };
-        json!({"idx": index, "name": index.to_string(), "path": path, "type": class})
-    });
-    let [modules_file, pooling_file] = EMBEDDING_FILES;
-    Ok(Some([(modules_file, modules.collect()), (pooling_file, json!({"pooling_mode": mode}))]))
+    let [modules_file, pooling_file, dense_files @ ..] = EMBEDDING_FILES;
+    let mut modules = vec![("Transformer", ""), ("Pooling", "1_Pooling")];
+    let mut files = vec![(pooling_file, json!({"pooling_mode": mode}))];
+    for ((folder, name, [cols, rows]), tensor) in dense_modules(parts) {
+        if parts.has(&format!("{name}.bias")) {
+            return Err(GgufConfigError::DenseBias(name));
+        }
+        for (key, expected) in [(cols, tensor.cols()), (rows, tensor.rows())] {
+            let has = keys.size_or_zero(key, MAX_SIZE)?;
+            if has != 0 && has != expected {
+                return Err(GgufConfigError::Size { key: keys.key(key), has, tensor: name, expected });
+            }
+        }
+        let file = dense_files.into_iter().find(|file| file.starts_with(folder)).expect("each folder has a file");
+        let settings = json!({
+            "in_features": tensor.cols(), "out_features": tensor.rows(), "bias": false, "activation_function": "Identity"
+        });
+        modules.push(("Dense", folder));
+        files.push((file, settings));
+    }
+    modules.push(("Normalize", ""));
+    let modules = modules
+        .into_iter()
+        .enumerate()
+        .map(|(index, (class, path))| json!({"idx": index, "name": index.to_string(), "path": path, "type": class}));
+    files.insert(0, (modules_file, modules.collect()));
+    Ok(files)
 }
 
 /// The names of the files of [`embedding_json`].
-pub const EMBEDDING_FILES: [&str; 2] = ["modules.json", "1_Pooling/config.json"];
+pub const EMBEDDING_FILES: [&str; 4] =
+    ["modules.json", "1_Pooling/config.json", "2_Dense/config.json", "3_Dense/config.json"];
 
 impl GgufModel {
     /// Reads the configuration. `factors` are the values of the model's tensors of divisors of the rotary frequencies.
@@ -744,9 +794,7 @@ impl GgufModel {
         if let Some(window) = &self.window {
             let kind = |slides: &bool| if *slides { "sliding_attention" } else { "full_attention" };
             set("layer_types", json!(window.layers.iter().map(kind).collect::<Vec<_>>()));
-        } else if [GgufArchitecture::Gemma2, GgufArchitecture::Gemma3, GgufArchitecture::GptOss]
-            .contains(&self.architecture)
-        {
+        } else if self.architecture.has_default_window() {
             // Without the key, these families have their default window.
             set("layer_types", json!(vec!["full_attention"; self.layers as usize]));
         }

@@ -6,10 +6,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::config::GgufArchitecture::{
-    Gemma2, Gemma3, Gemma4, Glm4, Glm4Moe, GptOss, Granite, Llama, Mistral3, Olmo2, Phi3, Qwen2, Qwen2Moe, Qwen3Next,
-    SmolLm3,
+    Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe, GptOss, Granite, Llama, Mistral3, Olmo2, Phi3, Qwen2,
+    Qwen2Moe, Qwen3Next, SmolLm3,
 };
-use super::config::{CHOICE_BIAS, Delta, GgufExperts, GgufLatent, GgufLayerHeads, GgufModel, LAYER_INPUTS};
+use super::config::{
+    CHOICE_BIAS, Delta, GgufExperts, GgufLatent, GgufLayerHeads, GgufModel, LAYER_INPUTS, dense_modules,
+};
 use super::container::{GgufTensor, TensorType};
 use super::split::{GgufFiles, TensorRef};
 
@@ -333,6 +335,10 @@ impl Builder<'_> {
         for (layer, full) in (0..m.layers).zip(&m.full_attention) {
             self.block(&format!("model.layers.{layer}."), &format!("blk.{layer}."), layer, *full);
         }
+        // What reads the settings checks the shapes. A vector has no rows.
+        for ((folder, name, _), tensor) in dense_modules(self.parts) {
+            self.matrix(&format!("{folder}/linear.weight"), &format!("{name}.weight"), tensor.rows(), tensor.cols());
+        }
         if let Some([width, rows]) = m.layer_inputs {
             let all = width * m.layers;
             self.matrix("model.embed_tokens_per_layer.weight", LAYER_INPUTS, rows, all);
@@ -380,7 +386,7 @@ impl Builder<'_> {
     fn block(&mut self, to: &str, from: &str, layer: u64, full_attention: bool) {
         let m = self.model;
         let norms: &[(&str, &str)] = match m.architecture {
-            Gemma2 | Gemma3 | Gemma4 => &[
+            Gemma2 | Gemma3 | GemmaEmbedding | Gemma4 => &[
                 ("input_layernorm", "attn_norm"),
                 ("post_attention_layernorm", "post_attention_norm"),
                 ("pre_feedforward_layernorm", "ffn_norm"),

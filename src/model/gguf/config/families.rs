@@ -5,7 +5,8 @@ use serde_json::{Value as Json, json};
 
 use super::super::container::{Array, Value};
 use super::GgufArchitecture::{
-    self, DeepSeek2, Gemma2, Gemma3, Gemma4, Glm4, Glm4Moe, GptOss, Granite, Mistral3, Olmo2, Phi3, SmolLm3,
+    self, DeepSeek2, Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe, GptOss, Granite, Mistral3, Olmo2, Phi3,
+    SmolLm3,
 };
 use super::experts::{NOT_STATED, SCORES, SOFTMAX, SOFTMAX_OF_CHOSEN};
 use super::{
@@ -17,8 +18,11 @@ use super::{
 /// understand it. 0 stands for "not used" in all of these keys.
 type Foreign = (&'static str, f64, &'static str, &'static [GgufArchitecture]);
 
+/// The families whose layers may have a sliding window.
+const WITH_WINDOWS: [GgufArchitecture; 7] = [Gemma2, Gemma3, GemmaEmbedding, Gemma4, GptOss, Phi3, Olmo2];
+
 const FOREIGN: [Foreign; 19] = [
-    ("attention.sliding_window", 0.0, "sliding-window attention", &[Gemma2, Gemma3, Gemma4, GptOss, Phi3, Olmo2]),
+    ("attention.sliding_window", 0.0, "sliding-window attention", &WITH_WINDOWS),
     ("attention.clamp_kqv", 0.0, "clamped queries, keys and values", &[]),
     ("attention.max_alibi_bias", 0.0, "ALiBi", &[]),
     ("attention.scale", 0.0, "a scale of attention", &[Granite]),
@@ -26,7 +30,7 @@ const FOREIGN: [Foreign; 19] = [
     ("attention.temperature_length", 0.0, "a temperature of attention", &[]),
     ("attention.shared_kv_layers", 0.0, "keys and values that layers share", &[Gemma4]),
     ("attn_logit_softcapping", 0.0, "softcapping", &[Gemma2]),
-    ("final_logit_softcapping", 0.0, "softcapping", &[Gemma2, Gemma3, Gemma4]),
+    ("final_logit_softcapping", 0.0, "softcapping", &[Gemma2, Gemma3, GemmaEmbedding, Gemma4]),
     ("router_logit_softcapping", 0.0, "softcapping", &[]),
     ("logit_scale", 1.0, "a scale of the logits", &[Granite]),
     ("residual_scale", 1.0, "a scale of the residual stream", &[Granite]),
@@ -55,9 +59,11 @@ impl Keys<'_> {
                 Some(value) => return Err(self.unsupported(key, value, what)),
             }
         }
-        match self.get("attention.causal") {
-            None | Some(Value::Bool(true)) => {}
-            Some(value) => return Err(self.unsupported("attention.causal", value, "attention to later tokens")),
+        match (self.get("attention.causal"), self.architecture) {
+            (None, _) | (Some(Value::Bool(false)), GemmaEmbedding) => {}
+            (Some(value), GemmaEmbedding) => return Err(self.wrong("attention.causal", value, "false")),
+            (Some(Value::Bool(true)), _) => {}
+            (Some(value), _) => return Err(self.unsupported("attention.causal", value, "attention to later tokens")),
         }
         match self.get(SCORES).filter(|_| !self.architecture.has_leading_dense_layers()) {
             None => {}
@@ -95,12 +101,12 @@ pub(super) fn window(keys: &Keys<'_>, layers: u64, theta: f64) -> Result<Option<
     // The window if the key is absent.
     let default = match keys.architecture {
         Gemma2 => 4096,
-        Gemma3 | Gemma4 | GptOss | Olmo2 | Phi3 => 0,
+        Gemma3 | GemmaEmbedding | Gemma4 | GptOss | Olmo2 | Phi3 => 0,
         _ => return Ok(None),
     };
     let key = "attention.sliding_window";
     let tokens = match keys.get(key) {
-        None if [GptOss, Gemma4].contains(&keys.architecture) => return Err(keys.missing(key)),
+        None if [GptOss, Gemma4, GemmaEmbedding].contains(&keys.architecture) => return Err(keys.missing(key)),
         // Layers without a window have other heads, so that it cannot be left out.
         Some(value) if keys.architecture == Gemma4 && keys.size_or_zero(key, MAX_SIZE)? == 0 => {
             return Err(keys.wrong(key, value, format!("an integer from 1 to {MAX_SIZE}")));
@@ -114,7 +120,7 @@ pub(super) fn window(keys: &Keys<'_>, layers: u64, theta: f64) -> Result<Option<
     let layers = pattern(keys, layers)?;
     let own = keys.number("rope.freq_base_swa")?;
     let rope_theta = match keys.architecture {
-        Gemma3 | Gemma4 => Some(own.unwrap_or(10_000.0)),
+        Gemma3 | GemmaEmbedding | Gemma4 => Some(own.unwrap_or(10_000.0)),
         Olmo2 => Some(own.unwrap_or(theta)),
         _ => match (own, keys.get("rope.freq_base_swa")) {
             (Some(own), Some(value)) if own != theta => {
@@ -132,7 +138,7 @@ pub(super) fn pattern(keys: &Keys<'_>, layers: u64) -> Result<Vec<bool>, GgufCon
     // n if every n-th layer has none by default; 0 if all layers have it.
     let every = match keys.architecture {
         Gemma2 | GptOss => 2,
-        Gemma3 => 6,
+        Gemma3 | GemmaEmbedding => 6,
         Olmo2 => 4,
         _ => 0,
     };
@@ -261,16 +267,26 @@ pub(super) fn own_keys(
 ) -> Result<Vec<(&'static str, Json)>, GgufConfigError> {
     let mut own = Vec::new();
     match keys.architecture {
-        Gemma2 | Gemma3 => {
+        Gemma2 | Gemma3 | GemmaEmbedding => {
             // No key says it. The largest models of both families, which have these numbers of layers, are the only
             // published ones in which it is not head_dim.
-            let largest = if keys.architecture == Gemma2 { 46 } else { 62 };
-            let scalar = if layers == largest { hidden / heads } else { head_dim };
+            let largest = match keys.architecture {
+                Gemma2 => Some(46),
+                Gemma3 => Some(62),
+                _ => None,
+            };
+            let scalar = if largest == Some(layers) { hidden / heads } else { head_dim };
             own.push(("query_pre_attn_scalar", json!(scalar)));
             own.push(("hidden_activation", json!("gelu_pytorch_tanh")));
             let [scores, logits] = if keys.architecture == Gemma2 { [Some(50.0), Some(30.0)] } else { [None, None] };
             for (key, default) in [("attn_logit_softcapping", scores), ("final_logit_softcapping", logits)] {
                 own.push((key, json!(keys.optional(key, default)?)));
+            }
+            // Its files have the window of config.json, of which each side is half.
+            own.push(("use_bidirectional_attention", json!(keys.architecture == GemmaEmbedding)));
+            if keys.architecture == GemmaEmbedding {
+                // The published model is: the factor of its embeddings is not rounded.
+                own.push(("dtype", json!("float32")));
             }
         }
         Gemma4 => {
@@ -369,6 +385,7 @@ impl GgufModel {
             GgufArchitecture::Qwen2Moe => ("Qwen2MoeForCausalLM", "qwen2_moe"),
             Gemma2 => ("Gemma2ForCausalLM", "gemma2"),
             Gemma3 => ("Gemma3ForCausalLM", "gemma3_text"),
+            GemmaEmbedding => ("Gemma3TextModel", "gemma3_text"),
             GptOss => ("GptOssForCausalLM", "gpt_oss"),
             Phi3 => ("Phi3ForCausalLM", "phi3"),
             Granite => ("GraniteForCausalLM", "granite"),

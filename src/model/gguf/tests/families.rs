@@ -53,6 +53,25 @@ fn experts() -> Vec<(&'static str, Value)> {
 const WINDOW: &str = "attention.sliding_window";
 const PATTERN: &str = "attention.sliding_window_pattern";
 
+/// Goal: EmbeddingGemma's files have the window of config.json, and say nothing of later tokens or say it by `causal`.
+#[test]
+fn embedding_gemma_is_gemma_3_whose_tokens_see_later_ones() {
+    let window = (WINDOW, Value::U32(512));
+    let json = config("gemma-embedding", &[window.clone(), ("attention.causal", Value::Bool(false))]);
+    assert_eq!((&json["use_bidirectional_attention"], &json["sliding_window"]), (&json!(true), &json!(512)));
+    assert_eq!((&json["architectures"], &json["model_type"]), (&json!(["Gemma3TextModel"]), &json!("gemma3_text")));
+    assert_eq!((&json["dtype"], &json["query_pre_attn_scalar"]), (&json!("float32"), &json!(4)));
+    let six = ("block_count", Value::U32(6));
+    let json = config("gemma-embedding", &[window.clone(), six]);
+    assert_eq!((layers(&json).as_str(), &json["use_bidirectional_attention"]), ("SSSSSF", &json!(true)));
+    assert_eq!(config("gemma3", std::slice::from_ref(&window))["use_bidirectional_attention"], json!(false));
+    let causal = refused("gemma-embedding", &[window.clone(), ("attention.causal", Value::Bool(true))]);
+    assert_eq!(causal, "gemma-embedding.attention.causal is true, must be false");
+    let other = refused("gemma3", &[window, ("attention.causal", Value::Bool(false))]);
+    assert_eq!(other, "gemma3.attention.causal is false, which is not supported (attention to later tokens)");
+    assert_eq!(refused("gemma-embedding", &[]), "gemma-embedding.attention.sliding_window is missing");
+}
+
 /// Returns which layers of config.json have a window, as a string of S and F.
 fn layers(config: &Json) -> String {
     let names = config["layer_types"].as_array().unwrap().iter();

@@ -134,8 +134,8 @@ fn llama_3s_scaling_is_found_from_its_factors() {
 
 #[test]
 fn what_is_not_understood_is_refused_by_name() {
-    let list = "llama, qwen2, qwen3, qwen3moe, qwen3next, qwen35, qwen35moe, qwen2moe, gemma2, gemma3, gpt-oss, phi3, \
-                granite, smollm3, olmo2, glm4, mistral3, gemma4, deepseek2, glm4moe, qwen3vl are";
+    let list = "llama, qwen2, qwen3, qwen3moe, qwen3next, qwen35, qwen35moe, qwen2moe, gemma2, gemma3, gemma-embedding, \
+                gpt-oss, phi3, granite, smollm3, olmo2, glm4, mistral3, gemma4, deepseek2, glm4moe, qwen3vl are";
     for name in ["gemma4-assistant", "deepseek32", "phimoe", ""] {
         let error = refused(&with("general.architecture", text(name)));
         assert_eq!(error, format!("architecture {name:?} is not supported ({list})"));
@@ -281,12 +281,36 @@ fn the_fraction_of_rotated_dimensions_is_exact() {
     }
 }
 
+/// Goal: dense modules follow the pooling, as the mean unless the file says otherwise; their shapes are those of keys.
+#[test]
+fn dense_modules_of_embedding_models_are_read() {
+    let f32 = TensorType::F32;
+    let file = || small_model().tensor("dense_2.weight", &[8, 3], f32).tensor("dense_3.weight", &[3, 5], f32);
+    let gguf = open(&file(), None).unwrap();
+    let files = |name: &str| Ok(gguf.file(name).map(<[u8]>::to_vec));
+    let values = |_: &str, _: &str, shape: &[u64]| Ok(Some(vec![0.5; shape.iter().product::<u64>() as usize]));
+    let read = embedding::read(files, &values, (8, 100)).unwrap();
+    let shapes: Vec<(u32, u32)> = read.dense.iter().map(|dense| (dense.inputs, dense.outputs)).collect();
+    assert_eq!((read.pooling, read.normalize, read.size, shapes), (Pooling::Mean, true, 5, vec![(8, 3), (3, 5)]));
+    assert_eq!(gguf.sources["2_Dense/linear.weight"].shape, [3, 8]);
+    let stated = file().pair("llama.dense_3_feat_out", Value::U32(6));
+    assert_eq!(refused(&stated), "llama.dense_3_feat_out is 6, tensor dense_3 has 5");
+    assert!(open(&file().pair("llama.dense_3_feat_out", Value::U32(5)), None).is_ok());
+    let bias = file().tensor("dense_2.bias", &[3], f32);
+    assert_eq!(refused(&bias), "tensor dense_2.bias, the bias of a dense module, is not supported");
+    // A module that does not fit the hidden states is refused when it is read.
+    let gguf = open(&small_model().tensor("dense_2.weight", &[7, 3], f32), None).unwrap();
+    let files = |name: &str| Ok(gguf.file(name).map(<[u8]>::to_vec));
+    let error = embedding::read(files, &values, (8, 100)).unwrap_err().to_string();
+    assert_eq!(error, "2_Dense/config.json: in_features is 7, must be 8, the number of values of the vector before it");
+}
+
 #[test]
 fn the_pooling_of_embedding_models_is_read() {
     let embedding = |pooling| {
         let gguf = open(&with("llama.pooling_type", Value::U32(pooling)), None).unwrap();
         let file = |name: &str| Ok(gguf.file(name).map(<[u8]>::to_vec));
-        embedding::read(file, 100).unwrap()
+        embedding::read(file, &|_, _, _| Ok(None), (0, 100)).unwrap()
     };
     for (kind, pooling) in [(1, Pooling::Mean), (2, Pooling::First), (3, Pooling::Last)] {
         let read = embedding(kind);

@@ -10,6 +10,7 @@ use super::progress::{Verbosity, verbosity};
 use super::sampling::SamplingArgs;
 use super::{Usage, cache_directory};
 use crate::config::{Bytes, Quantize, file};
+use crate::engine::request::RequestError;
 use crate::service::proto;
 use crate::service::proto::ChatMessage;
 use answer::{Answers, Outcome};
@@ -269,7 +270,12 @@ pub(super) fn visible(text: &str) -> Cow<'_, str> {
     }
 }
 
-/// Returns the error if the model cannot chat.
+/// Returns the error if the model draws no tokens.
+fn embeds_only() -> Refused {
+    tonic::Status::invalid_argument(RequestError::EmbedsOnly.to_string()).into()
+}
+
+/// Returns the error if the model has no chat template.
 fn without_template(model: &str) -> Refused {
     tonic::Status::failed_precondition(format!(
         "model \"{model}\" has no chat template: `ostinato generate --prompt` continues plain text"

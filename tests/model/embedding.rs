@@ -268,16 +268,60 @@ fn a_gguf_file_whose_tokens_see_later_ones_gives_the_vectors_of_transformers() {
     check_both_sides(&host, name, 256, (2e-6, 1e-5), "GGUF");
 }
 
+/// Returns why a checkpoint does not start.
+fn why_not(vulkan: &Vulkan, path: &Path, change: &dyn Fn(&mut Model)) -> String {
+    let mut model = Model::new("m", path, Some(vulkan.adapter(Driver::first()).selector()));
+    change(&mut model);
+    let config = Config { models: vec![model], ..Config::default() };
+    match start_on(&vulkan.instance, &config, &Quiet) {
+        Ok(_) => panic!("{} starts", path.display()),
+        Err(error) => format!("{error:?}"),
+    }
+}
+
+/// Goal: files of dense modules that are missing, cut, of another shape or of other numbers are refused by name.
+#[test]
+fn files_of_dense_modules_that_are_wrong_are_refused() {
+    let vulkan = Vulkan::new();
+    let dense = |module: &str| std::fs::read(fixture(BOTH_SIDES[0]).join(module).join("model.safetensors")).unwrap();
+    let refused = |file: Option<Vec<u8>>| {
+        let folder = tempfile::tempdir().expect("a folder");
+        for entry in ["", "1_Pooling", "2_Dense", "3_Dense"] {
+            let (from, to) = (fixture(BOTH_SIDES[0]).join(entry), folder.path().join(entry));
+            std::fs::create_dir_all(&to).unwrap();
+            let files = std::fs::read_dir(from).unwrap().map(|entry| entry.unwrap().path());
+            for file in files.filter(|path| path.is_file()) {
+                std::fs::copy(&file, to.join(file.file_name().unwrap())).unwrap();
+            }
+        }
+        let path = folder.path().join("2_Dense/model.safetensors");
+        match file {
+            Some(bytes) => std::fs::write(path, bytes).unwrap(),
+            None => std::fs::remove_file(path).unwrap(),
+        }
+        why_not(&vulkan, folder.path(), &|_| ())
+    };
+    let own = dense("2_Dense");
+    let missing = refused(None);
+    assert!(missing.contains("2_Dense: tensor linear.weight is missing, must have shape [56, 48]"), "{missing}");
+    let shape = refused(Some(dense("3_Dense")));
+    assert!(shape.contains("tensor linear.weight has shape [48, 56], must have [56, 48]"), "{shape}");
+    let cut = refused(Some(own[..own.len() - 4].to_vec()));
+    assert!(cut.contains("2_Dense: tensor linear.weight cannot be read"), "{cut}");
+    let header = refused(Some(vec![255; 64]));
+    assert!(header.contains("2_Dense: tensor linear.weight cannot be read"), "{header}");
+    let text = String::from_utf8_lossy(&own[8..200]).into_owned();
+    let at = 8 + text.find("\"F32\"").expect("the type is in the header");
+    let integers = [&own[..at], b"\"I32\"", &own[at + 5..]].concat();
+    let integers = refused(Some(integers));
+    assert!(integers.contains("numbers of type I32 are not supported"), "{integers}");
+}
+
 /// Goal: what such a model cannot be asked for is refused before anything is loaded, with both numbers.
 #[test]
 fn contexts_longer_than_a_chunk_and_drafts_are_refused_where_tokens_see_later_ones() {
     let vulkan = Vulkan::new();
-    let refused = |change: &dyn Fn(&mut Model)| {
-        let mut model = Model::new("m", fixture(BOTH_SIDES[0]), Some(vulkan.adapter(Driver::first()).selector()));
-        change(&mut model);
-        let config = Config { models: vec![model], ..Config::default() };
-        format!("{:?}", start_on(&vulkan.instance, &config, &Quiet).err().expect("it does not start"))
-    };
+    let refused = |change: &dyn Fn(&mut Model)| why_not(&vulkan, &fixture(BOTH_SIDES[0]), change);
     let long = refused(&|model| (model.context, model.prefill_chunk) = (Some(200), Some(100)));
     assert!(long.contains("context is 200") && long.contains("at most 100 tokens"), "{long}");
     let drafts = refused(&|model| model.draft = Some(ostinato::config::Draft::Lookup));

@@ -1,6 +1,6 @@
 //! Answers of a model: from this process or from a server, as one stream that an interrupt ends.
 
-use super::{Chat, print, without_template};
+use super::{Chat, embeds_only, print, without_template};
 use crate::cli::arrivals::speed;
 use crate::cli::connect::Client;
 use crate::cli::generate::Refused;
@@ -64,6 +64,9 @@ impl Answers {
         let show = progress::Show::brief(false);
         args.quantize.iter().for_each(|to| show.notice(&format!("quantised to {to}")));
         let host = Arc::new(start(&config, &show)?);
+        if !host.models().iter().all(|model| model.draws()) {
+            return Err(embeds_only().into());
+        }
         let chats = host.models().iter().all(|model| model.text.as_ref().is_some_and(|text| text.has_chat()));
         if !chats {
             return Err(without_template(&name).into());
@@ -80,6 +83,9 @@ impl Answers {
             // If there are several, the server's refusal of an empty name lists them.
             None => serving.next().filter(|_| serving.next().is_none()),
         };
+        if found.is_some_and(|model| model.embeddings_only) {
+            return Err(embeds_only().into());
+        }
         if let Some(model) = found.filter(|model| !model.has_chat_template) {
             return Err(without_template(&model.name).into());
         }

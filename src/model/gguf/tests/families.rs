@@ -69,7 +69,7 @@ fn embedding_gemma_is_gemma_3_whose_tokens_see_later_ones() {
     assert_eq!(causal, "gemma-embedding.attention.causal is true, must be false");
     let other = refused("gemma3", &[window, ("attention.causal", Value::Bool(false))]);
     assert_eq!(other, "gemma3.attention.causal is false, which is not supported (attention to later tokens)");
-    assert_eq!(refused("gemma-embedding", &[]), "gemma-embedding.attention.sliding_window is missing");
+    assert_eq!(refused("gemma-embedding", &[]), "the metadata key gemma-embedding.attention.sliding_window is missing");
 }
 
 /// Returns which layers of config.json have a window, as a string of S and F.

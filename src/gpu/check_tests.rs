@@ -38,7 +38,9 @@ fn checkpoints() -> Vec<PathBuf> {
             if path.is_dir() {
                 folders.push(path);
             } else if path.ends_with("config.json") && folder.join("model.safetensors").exists() {
-                found.push(folder.clone());
+                // The folder of a module of an embedding model is none.
+                let module = folder.parent().is_some_and(|parent| parent.join("modules.json").exists());
+                found.extend((!module).then(|| folder.clone()));
             }
         }
     }

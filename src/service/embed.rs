@@ -210,6 +210,7 @@ impl Rpc {
         };
         let call = Unencoded { place, common, bytes, operation: names::OPERATION_EMBEDDINGS };
         let answers = self.run(span, caller, call, encode).await?;
+        let projects = !embedding.dense.is_empty();
         let shaped = move || {
             let mut vectors = Vec::with_capacity(answers.answers.len());
             let answers = answers.map(|outcome| match outcome {
@@ -219,6 +220,9 @@ impl Rpc {
             let mut vectors = embedding.project(vectors).into_iter();
             answers.map(|()| shape(vectors.next().unwrap_or_default(), dimensions, normalize))
         };
+        if !projects {
+            return Ok(shaped());
+        }
         // The vectors of a large call may take a second to project.
         let shaped = tokio::task::spawn_blocking(shaped).await;
         Ok(shaped.map_err(|error| Refusal::Failed(error.to_string()))?)

@@ -367,7 +367,9 @@ fn rows_see_later_tokens_of_their_prompt() {
     let mut random = Random(39);
     let mut steps = Vec::new();
     for (index, scores) in variants_of_both_sides().into_iter().enumerate() {
-        for kv_format in [KvFormat::F16, KvFormat::Int8] {
+        // Each is a pipeline, which a CPU driver takes up to a minute to compile.
+        let formats: &[KvFormat] = if index == 2 { &[KvFormat::F16, KvFormat::Int8] } else { &[KvFormat::F16] };
+        for &kv_format in formats {
             let shape = heads([3, 1, 4][index], 1 + index as u32 % 2, [64, 32, 64][index]);
             let heads = Heads { scores, kv_format, ..shape };
             for shape in [&[(0, 70), (0, 1), (3, 16)][..], &[(0, 33), (0, 5)], &[(0, 300)]] {

@@ -233,7 +233,10 @@ impl Grouped {
         let each = (rows * shape.chosen / shape.count).max(1);
         let choose =
             |(n, _, format), tokens| wgmma::choose_sorted((each, shape.count), n, tokens, processors, (format, e4m3));
-        let own = |(n, k, format)| tiles.get(&(n, k)).and_then(|tile| tile.for_codes(codes_word(format), e4m3));
+        let own = |(n, k, format)| {
+            let tile = tiles.get(&(n, k)).filter(|tile| tile.splits == 1);
+            tile.and_then(|tile| tile.for_codes(codes_word(format), e4m3, false))
+        };
         let order = if e4m3 { PackedOrder::E4m3 } else { PackedOrder::Swizzled };
         let first = own(gate_up).unwrap_or_else(|| choose(gate_up, None));
         let second = own(down).filter(|tile| tile.tokens == first.tokens);

@@ -12,7 +12,7 @@ use ostinato::kernels::codes_word;
 use ostinato::kernels::gemm::Activations;
 use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, e4m3_scale_at, pack_rows, pack_sorted, swizzled_index};
 use ostinato::kernels::gemm::wgmma::probe::{WgmmaProbe, probe, sized};
-use ostinato::kernels::gemm::wgmma::{WgmmaTile, constants_of, text, variant_of};
+use ostinato::kernels::gemm::wgmma::{WgmmaTile, WgmmaVariant, constants_of, text, variant_of};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::interpreter;
 use ostinato::kernels::moe::{NOBODY, Sorted};
@@ -79,7 +79,7 @@ fn constants(tile: [u32; 4], epilogue: [u32; 3]) -> Vec<u32> {
 fn coded(tile: [u32; 4], epilogue: [u32; 3], codes: Codes, experts: u32) -> Option<Vec<u32>> {
     let [groups, blocks, tokens, stages] = tile;
     let codes = codes_word(Format::Codes(codes));
-    let tile = WgmmaTile { groups, blocks, tokens, stages, splits: 1 }.for_codes(codes, false)?;
+    let tile = WgmmaTile { groups, blocks, tokens, stages, splits: 1 }.for_codes(codes, false, false)?;
     Some([groups, blocks, tokens, tile.stages].into_iter().chain(epilogue).chain([codes, experts, 0, 1, 0]).collect())
 }
 
@@ -87,7 +87,7 @@ fn coded(tile: [u32; 4], epilogue: [u32; 3], codes: Codes, experts: u32) -> Opti
 fn e4m3() -> Vec<Vec<u32>> {
     let word = codes_word(Format::Codes(codes(8, 128, Number::E4m3, Minimum::Zero { halves: 0 })));
     let made = |[groups, blocks, tokens, stages]: [u32; 4], epilogue: [u32; 3], experts: u32| {
-        let tile = WgmmaTile { groups, blocks, tokens, stages, splits: 1 }.for_codes(word, true)?;
+        let tile = WgmmaTile { groups, blocks, tokens, stages, splits: 1 }.for_codes(word, true, false)?;
         Some(
             [groups, blocks, tokens, tile.stages].into_iter().chain(epilogue).chain([word, experts, 1, 1, 0]).collect(),
         )
@@ -141,9 +141,10 @@ fn folded() -> Vec<Vec<u32>> {
     let mut all = Vec::new();
     let mut add = |constants: &[u32], splits: u32, fold: u32| {
         let constants: Vec<u32> = constants[..10].iter().copied().chain([splits, fold]).collect();
-        if constants[8] == 0 && variant_of(&constants).is_possible() {
-            all.push(variant_of(&constants).fitted());
-        }
+        let variant = variant_of(&constants);
+        let tile = variant.tile.for_codes(variant.codes, false, true);
+        let variant = tile.map(|tile| WgmmaVariant { tile, ..variant });
+        all.extend(variant.filter(|variant| !variant.experts && variant.is_possible()));
     };
     for (index, tile) in TILES.into_iter().enumerate() {
         let format = FORMATS[index % FORMATS.len()];

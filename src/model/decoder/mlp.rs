@@ -31,8 +31,7 @@ impl Decoder<'_> {
             return Mixed::Rows(step.mlp);
         }
         let [order, next_order] = [&gate_up, &block.name("down")].map(|name| self.packed_order(shape, name));
-        let unscaled = self.unscaled(r, shape);
-        let (x, fold) = match unscaled {
+        let (x, fold) = match step.unscaled {
             Some(unscaled) => (unscaled.rows, Fold::Scale(unscaled, c.rms_eps)),
             None => {
                 let rows = Unpacked { label: block.name("mlp_pack"), x: step.x, cols: c.hidden, norm, order };

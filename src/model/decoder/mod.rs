@@ -30,7 +30,7 @@ use super::checkpoint::{WeightKind, WeightSpec};
 use super::config::{Attention, LayerKind, MlpKind, ModelConfig, QkNorm};
 use crate::config::KvFormat;
 use crate::kernels::embed;
-use crate::kernels::gemm::panel::Fold;
+use crate::kernels::gemm::panel::{Fold, Unscaled};
 use crate::kernels::gemm::tiled::{Output, Packed};
 use crate::kernels::gemm::{Activations, Epilogue};
 use crate::kernels::layout::StateLayout;
@@ -238,6 +238,8 @@ struct Step {
     counters: Range,
     chunk: Range,
     logits: Activations,
+    /// The rows between products that fold the norms; `None` if norms are stages of their own.
+    unscaled: Option<Unscaled>,
     fault: Range,
     /// The generation numbers of the tagged buffers; `None` if the step's activations are not tagged.
     generations: Option<RefCell<Generations>>,
@@ -450,6 +452,7 @@ impl Decoder<'_> {
             middle: Self::activations(r, &named("experts.middle"), rows, experts.map_or(0, |e| e.middle_stride())),
             latent,
             logits: Self::activations(r, "logits", if prefill { 1 } else { rows }, c.vocab),
+            unscaled: self.unscaled(r, shape),
             fault: self.state.fault(r),
             generations,
             of_experts: Self::activations(r, &named("experts.output"), rows, if beside { c.hidden } else { 0 }),
@@ -535,7 +538,7 @@ impl Decoder<'_> {
             self.product(r, shape, step, operands, norm);
             return;
         }
-        let (x, fold) = match self.unscaled(r, shape).filter(|_| block.follows) {
+        let (x, fold) = match step.unscaled.filter(|_| block.follows) {
             Some(x) => (x.rows, Fold::Scale(x, c.rms_eps)),
             None => {
                 let order = self.packed_order(shape, &name);
@@ -574,7 +577,7 @@ impl Decoder<'_> {
         let shared = self.stage.rank.is_some() && [".o", ".down"].iter().any(|end| weight.ends_with(end));
         let direct = !staged && !shared;
         let (y, epilogue) = if direct { (step.x, Epilogue::Residual) } else { (step.branch, Epilogue::Store) };
-        let fold = if direct { Self::leaves(self.unscaled(r, shape), next) } else { Fold::None };
+        let fold = if direct { Self::leaves(step.unscaled, next) } else { Fold::None };
         self.output(r, shape, step, Operands { weight, x, y, epilogue }, fold);
         if shared {
             self.all_reduce(r, shape, step, weight, if staged { step.branch } else { step.x });

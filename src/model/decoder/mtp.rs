@@ -78,6 +78,7 @@ impl Decoder<'_> {
             chunk: self.descriptor(r, "draft.chunk"),
             partials: of.partials.clone(),
             logits: Self::activations(r, "draft.logits", rows, self.config.vocab),
+            unscaled: None,
             generations: None,
             ..*of
         }

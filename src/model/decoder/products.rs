@@ -10,7 +10,7 @@ use crate::kernels::gemm::matmul::{self, Blocked, MatmulConfig, MatmulRows, Scra
 use crate::kernels::gemm::panel::{self, Fold, Unscaled};
 use crate::kernels::gemm::skinny::{self, Matrices};
 use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder, SWIZZLED_COLS, Tile, Tiled};
-use crate::kernels::gemm::wgmma::{self, Beside, Shares};
+use crate::kernels::gemm::wgmma::{self, Beside, Shares, WgmmaTile};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, codes, order};
 use crate::kernels::recording::{BufferId, Call, Range, Recording};
 use crate::kernels::tags::Flow;
@@ -456,11 +456,13 @@ impl Decoder<'_> {
                     let processors = self.tuning.processors;
                     let e4m3 = product.x.order == PackedOrder::E4m3;
                     let tile = self.tuning.wgmma.get(&(weight.rows, weight.cols));
-                    let tile = tile.and_then(|tile| tile.for_codes(codes_word(weight.format), e4m3));
                     let size = (weight.rows, weight.cols);
                     let folds = !matches!(fold, Fold::None);
+                    let fits = |tile: &WgmmaTile| tile.splits <= wgmma::most_splits(weight.cols, weight.format);
+                    let tile = tile.filter(|tile| fits(tile));
+                    let tile = tile.and_then(|tile| tile.for_codes(codes_word(weight.format), e4m3, folds));
                     let chosen = || wgmma::choose(rows, size, processors, (weight.format, e4m3), folds);
-                    let tile = tile.filter(|tile| !folds || tile.folds()).unwrap_or_else(chosen);
+                    let tile = tile.unwrap_or_else(chosen);
                     let shares = Shares::declare(recording, tile, rows, weight.rows);
                     wgmma::wgmma(&product, tile, (rows, count), Beside { processors, shares, fold })
                 }
@@ -492,21 +494,19 @@ impl Decoder<'_> {
     /// Whether `wgmma` computes the product of a step with this weight, if it takes packed rows, where it serves a matrix of
     /// this format with so many rows and columns.
     pub(super) fn wgmma_serves(&self, shape: StepShape, name: &str, serves: fn(Format, u32, u32) -> bool) -> bool {
-        let whole = |w: &WeightSpec| {
-            let served = |part: &Part| serves(self.packed_format(w), part.rows, w.cols);
-            let least = self.least_wgmma_rows(self.packed_format(w).codes().is_some());
-            shape.rows() >= least && w.order.is_none() && self.in_fragments(w) && self.parts(w).iter().all(served)
-        };
-        let mut parts = self.weights.iter().filter(|w| w.merged == name);
-        self.tuning.ptx && !self.folds_in_panels(shape) && parts.all(whole)
+        self.suits_wgmma(shape, name, serves) && !self.folds_in_panels(shape)
     }
 
-    /// The minimum number of rows for `wgmma` with weights of codes, or with others.
-    fn least_wgmma_rows(&self, codes: bool) -> u32 {
-        match codes && self.config.hidden > NARROW {
-            true => self.tuning.wgmma_code_rows,
-            false => self.tuning.wgmma_rows,
-        }
+    /// Like [`Decoder::wgmma_serves`], whether or not `panel` computes the step because it folds norms.
+    fn suits_wgmma(&self, shape: StepShape, name: &str, serves: fn(Format, u32, u32) -> bool) -> bool {
+        let parts = || self.weights.iter().filter(|w| w.merged == name);
+        let whole = |w: &WeightSpec| {
+            let served = |part: &Part| serves(self.packed_format(w), part.rows, w.cols);
+            w.order.is_none() && self.in_fragments(w) && self.parts(w).iter().all(served)
+        };
+        let coded = self.config.hidden > NARROW && parts().any(|w| self.packed_format(w).codes().is_some());
+        let least = if coded { self.tuning.wgmma_code_rows } else { self.tuning.wgmma_rows };
+        self.tuning.ptx && shape.rows() >= least && parts().all(whole)
     }
 
     /// Whether the products of packed rows of a step of this shape expand codes to bfloat16 first, unless `wgmma` serves
@@ -537,7 +537,7 @@ impl Decoder<'_> {
     }
 
     /// Returns the buffers of unscaled rows if the products of a decode step fold the norms between them, otherwise
-    /// `None`.
+    /// `None`. Looks at all weights for each layer: once a recording.
     pub(super) fn unscaled(&self, r: &mut Recording, shape: StepShape) -> Option<Unscaled> {
         let (rows, hidden) = (shape.rows(), self.config.hidden);
         let order = match (self.folds_in_panels(shape), self.folds_in_wgmma(shape)) {
@@ -574,26 +574,37 @@ impl Decoder<'_> {
             && hidden.is_multiple_of(32)
             // Any layer may have codes, whose products of many rows are in parts.
             && (!self.has_codes() || !Self::expands(shape))
-            && !(self.has_codes() && self.tuning.ptx && rows >= self.least_wgmma_rows(true))
             && whole(&format!("layers.{}.o", self.stage.layers.start))
             && whole(&format!("layers.{}.down", self.stage.layers.start))
+            // In a model that is not narrow, products of codes are faster with `wgmma`.
+            && !(hidden > NARROW
+                && self.has_codes()
+                && self.norm_products(self.stage.layers.start).iter().all(|name| self.suits_wgmma(shape, name, wgmma::serves)))
+    }
+
+    /// Returns the names of a layer's products before and after norms: of the mixer's input, of its output, and of the dense
+    /// MLP's two.
+    fn norm_products(&self, layer: u32) -> [String; 4] {
+        let input = match self.config.layer_kinds[layer as usize] {
+            LayerKind::Attention => "qkv",
+            LayerKind::GatedDelta => "in_proj",
+        };
+        [input, "o", "gate_up", "down"].map(|part| format!("layers.{layer}.{part}"))
     }
 
     /// Whether the products of a decode step fold the norms between them with `wgmma`: if it computes all products before and
     /// after them, and those before them whole.
     fn folds_in_wgmma(&self, shape: StepShape) -> bool {
-        let swizzled = |name: &str| self.packed_order(shape, name) == PackedOrder::Swizzled;
-        let whole = |name: &str| self.weight(name).is_some_and(|w| self.parts(w).len() == 1);
+        let swizzled =
+            |name: &String| self.weight(name).is_some() && self.packed_order(shape, name) == PackedOrder::Swizzled;
+        let whole = |name: &String| {
+            let mut weights = self.weights.iter().filter(|w| w.merged == *name);
+            weights.next().is_some_and(|w| self.parts(w).len() == 1) && weights.next().is_none()
+        };
         let layer = |layer: u32| {
-            let name = |part: &str| format!("layers.{layer}.{part}");
-            let input = match self.config.layer_kinds[layer as usize] {
-                LayerKind::Attention => name("qkv"),
-                LayerKind::GatedDelta => name("in_proj"),
-            };
-            let [output, gate_up, down] = ["o", "gate_up", "down"].map(name);
-            [&input, &output, &gate_up, &down].iter().all(|name| self.weight(name).is_some() && swizzled(name))
-                && whole(&output)
-                && whole(&down)
+            let names = self.norm_products(layer);
+            let [_, output, _, down] = &names;
+            names.iter().all(swizzled) && whole(output) && whole(down)
         };
         self.tuning.wgmma_folds
             && self.has_norms_between_products(shape)

@@ -97,8 +97,8 @@ pub struct Tuning {
     pub wgmma_each: u32,
     /// The tiles of `wgmma`, by rows and columns of W. Overrides the default rule.
     pub wgmma: BTreeMap<(u32, u32), WgmmaTile>,
-    /// The maximum number of rows of a batch for which norms are folded into the products around them. The limit is
-    /// twice as large for narrow models.
+    /// The maximum number of rows of a batch for which norms are folded into the products around them that `panel` computes.
+    /// The limit is twice as large for narrow models.
     pub fold_rows: u32,
     /// Whether the activations of a decode step carry generation tags that their consumers poll, so that no barriers
     /// are needed between them.
@@ -140,9 +140,9 @@ impl Tuning {
     /// Values are numbers, except: `skinny.ROWSxCOLUMNS` (of W) takes `threads/tiles/ahead`, `codes.BITSxROWSxCOLUMNS`, which
     /// may end in the number of rows of x (`x8`), takes these and the number of workgroups per compute unit,
     /// `panel.ROWSxCOLUMNS` takes `threads/tiles/ahead/blocks`, `tiles.ROWSxCOLUMNS` takes a tile's name (`wide`, `half`
-    /// or `square`), and `wgmma.ROWSxCOLUMNS` takes `groups/blocks/tokens/stages/splits`. `matmul.ROWS` (from that number of rows
-    /// of activations on) takes `tokens/features/words/each/splits`; `arithmetic` takes 0 for f32, 1 for f16 and 2 for
-    /// [`Tuning::matrix_units`], and sets `gemv_most` to its default.
+    /// or `square`), and `wgmma.ROWSxCOLUMNS` takes `groups/blocks/tokens/stages/splits` (`splits` may be left out).
+    /// `matmul.ROWS` (from that number of rows of activations on) takes `tokens/features/words/each/splits`; `arithmetic`
+    /// takes 0 for f32, 1 for f16 and 2 for [`Tuning::matrix_units`], and sets `gemv_most` to its default.
     pub fn set(&mut self, change: &str) -> bool {
         let Some((key, value)) = change.split_once('=') else { return false };
         if let Some((rows, cols)) = key.strip_prefix("tiles.").and_then(|shape| shape.split_once('x')) {

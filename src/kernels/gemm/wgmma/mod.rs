@@ -139,16 +139,16 @@ pub fn choose(
     // Tiles are shared if they leave processors idle. No tile has a half without rows. Of equal costs the first is chosen.
     let fits = |tile: &WgmmaTile| {
         let idle = tile.tiles(rows, n) * tile.splits <= processors;
-        let shared = join.is_some() && idle && shares_of(k, format) >= tile.splits * LEAST_STEPS;
-        tile.tokens <= rows.next_multiple_of(64) && (tile.splits == 1 || shared) && (!folds || tile.folds())
+        let shared = join.is_some() && idle && most_splits(k, format) >= tile.splits * LEAST_STEPS;
+        tile.tokens <= rows.next_multiple_of(64) && (tile.splits == 1 || shared)
     };
     let tiles = CHOSEN.into_iter().flat_map(|tile| (1..=MOST_SPLITS).map(move |splits| WgmmaTile { splits, ..tile }));
-    let tiles = tiles.filter_map(|tile| tile.for_codes(codes_word(format), e4m3));
+    let tiles = tiles.filter_map(|tile| tile.for_codes(codes_word(format), e4m3, folds));
     tiles.filter(fits).min_by_key(cost).expect("the smallest tile fits every format and number of rows")
 }
 
-/// The number of stages that `k` columns of a weight take, of which each share has some.
-fn shares_of(k: u32, format: Format) -> u32 {
+/// The most workgroups that can share a tile: the number of stages that `k` columns of a weight take, of which each has some.
+pub fn most_splits(k: u32, format: Format) -> u32 {
     k.div_ceil(format.codes().map_or(SWIZZLED_COLS, unit_cols))
 }
 
@@ -191,7 +191,7 @@ pub fn choose_sorted(
         tiles.div_ceil(u64::from(processors.max(1))) * cycles(*tile, tile.tokens, format, e4m3)
     };
     let tiles = CHOSEN.into_iter().filter(|tile| tokens.is_none_or(|tokens| tile.tokens == tokens));
-    let tiles = tiles.filter_map(|tile| tile.for_codes(codes_word(format), e4m3));
+    let tiles = tiles.filter_map(|tile| tile.for_codes(codes_word(format), e4m3, false));
     tiles.min_by_key(cost).expect("the smallest tile of any number of rows fits every format")
 }
 
@@ -211,7 +211,7 @@ pub struct Beside {
     pub processors: u32,
     /// What [`Shares::declare`] gave for the tile.
     pub shares: Option<Shares>,
-    /// The part of an RMSNorm that the product computes; with tiles that [fold](WgmmaTile::folds).
+    /// The part of an RMSNorm that the product computes; with a tile that was chosen for it.
     pub fold: Fold,
 }
 
@@ -222,9 +222,9 @@ pub struct Beside {
 /// If the kernel does not serve the weight ([`serves`]), rows are packed in another order or with other columns, y is packed
 /// without a gated linear unit, or the folded norm does not fit the product: bugs of the caller.
 pub fn wgmma(product: &Tiled, tile: WgmmaTile, (rows, count): (u32, Option<Range>), beside: Beside) -> Call {
-    let stages = shares_of(product.weight.cols, product.weight.format);
+    let most = most_splits(product.weight.cols, product.weight.format);
     let splits = tile.splits;
-    assert!(splits <= stages && beside.shares.is_some() == (splits > 1), "shares of \"{}\"", product.label);
+    assert!(splits <= most && beside.shares.is_some() == (splits > 1), "shares of \"{}\"", product.label);
     call(product, tile, Rows::Counted(rows, count), beside)
 }
 
@@ -286,7 +286,8 @@ fn call(product: &Tiled, tile: WgmmaTile, of: Rows<'_>, beside: Beside) -> Call 
         e4m3,
         fold,
     };
-    let constants = constants_of(variant.fitted());
+    assert!(variant.is_possible(), "{variant:?} of \"{label}\"");
+    let constants = constants_of(variant);
     // Gated outputs are not read before they are written, but a call may leave some of them as they are.
     let access = if product.epilogue == Epilogue::Residual { Access::ReadWrite } else { Access::Write };
     let args = vec![
@@ -418,7 +419,7 @@ mod tests {
         // Many tiles, and rows that are soon multiplied.
         let others = [(64, (24_576, 4096)), (512, (4096, 12_288)), (64, (2560, 256))];
         assert_eq!(others.map(|(rows, size)| splits(rows, size, format, false)), [1; 3]);
-        // Unquantised weights share a tile only if most processors would idle.
+        // Unquantised weights share a tile only if a third of the processors would idle.
         let of = [(2560, 9216), (2560, 4096), (4096, 12_288)].map(|size| splits(64, size, Format::Bf16, false));
         assert_eq!(of, [3, 1, 1]);
         let fp8 =

@@ -20,8 +20,8 @@ use crate::quant::Codes;
 use crate::quant::number::to_e4m3;
 use half::bf16;
 
-/// The names of the buffers of a probe's results: y, and what is made of it for a norm.
-pub const RESULTS: [&str; 3] = ["probe.y", "probe.next", "probe.squares"];
+/// The names of the buffers of a probe's results: y, what is made of it for a norm, and the counters of shared tiles.
+pub const RESULTS: [&str; 4] = ["probe.y", "probe.next", "probe.squares", "probe.counters"];
 /// The rows of x beyond a whole tile: not a multiple of 8.
 const MORE_ROWS: u32 = 21;
 /// The expert of each tile in probes of sorted rows, and the number of the tile's rows in use (`None`: all).
@@ -39,6 +39,8 @@ pub struct WgmmaProbe {
     y: Output,
     /// What is made of y for a norm.
     normed: Option<Unscaled>,
+    /// The counters of shared tiles, which a call leaves at 0.
+    counters: Option<Range>,
     rows: u32,
     cols: u32,
     /// The maximum error of a result, relative to the root mean square of its row, and that of a row's length.
@@ -168,6 +170,7 @@ pub fn sized(constants: &[u32], rows: u32, (n, k): (u32, u32), processors: u32) 
     let label = "probe".to_owned();
     let weight = Matrix { range: weight, format, rows: n, cols: k };
     let product = Tiled { label, weight, x, bias, epilogue, y };
+    let mut counters = None;
     let call = match variant.experts {
         true => {
             let mut tiles: Vec<u32> = EXPERT_TILES.iter().map(|(expert, _)| *expert).collect();
@@ -192,6 +195,7 @@ pub fn sized(constants: &[u32], rows: u32, (n, k): (u32, u32), processors: u32) 
                     counters: buffer("counters", vec![0; tiles.next_multiple_of(4) as usize]),
                 }
             });
+            counters = shares.map(|shares| shares.counters);
             let processors = if processors == 0 { 132 } else { processors };
             wgmma(&product, variant.tile, (rows, count), Beside { processors, shares, fold })
         }
@@ -204,7 +208,7 @@ pub fn sized(constants: &[u32], rows: u32, (n, k): (u32, u32), processors: u32) 
         (_, false) => (3e-2, 1e-2),
         (_, true) => (0.3, 2e-2),
     };
-    WgmmaProbe { recording, memory: HostMemory { buffers: words }, y, normed, rows, cols, tolerance }
+    WgmmaProbe { recording, memory: HostMemory { buffers: words }, y, normed, counters, rows, cols, tolerance }
 }
 
 /// Returns the mean square of the first 16 rows of a packed matrix of codes.
@@ -252,6 +256,11 @@ impl WgmmaProbe {
             if difference.is_some() {
                 return difference;
             }
+        }
+        if let Some(counters) = self.counters
+            && (0..counters.bytes as u32 / 4).any(|at| found.u32(counters, at) != 0)
+        {
+            return Some("a counter of a shared tile is not 0".to_owned());
         }
         // What lies beyond the results stays as it was.
         if let Output::Rows(y) = self.y {

@@ -28,8 +28,8 @@
 //! shared memory, as soon as all consumers have left it (`empty`), by one bulk copy for each 16 rows of W and one for all
 //! rows of x and 64 columns, which count their bytes on the place's `full` barrier.
 //!
-//! Where tiles are few, SPLITS workgroups share the columns of a tile: each stores its sums, and the last to arrive adds those of
-//! all in the order of their numbers and goes on with them.
+//! Where tiles are few, SPLITS workgroups share the columns of a tile: each stores its sums, and the last to arrive adds
+//! those of all in the order of their numbers and goes on with them.
 //!
 //! An RMSNorm of x between two products is folded into both. The first, which adds to y (FOLD 2), also writes y ⊙ norm, packed,
 //! and the sums of y²; the second (FOLD 1) has these rows as x, and scales its products of a row with 1 / sqrt(mean + epsilon),
@@ -105,7 +105,7 @@ impl WgmmaTile {
     }
 
     /// Whether norms can be folded into products without spilling registers.
-    pub const fn folds(self) -> bool {
+    const fn folds(self) -> bool {
         self.joins() && (self.splits == 1 || self.groups == 1 || self.tokens < 128)
     }
 
@@ -119,10 +119,14 @@ impl WgmmaTile {
         (self.groups + 1) * 128
     }
 
-    /// Returns the tile with as many stages as it has and as fit with weights of codes (`kernels::codes_word`, or 0) and, if
-    /// `e4m3`, rows in e4m3; `None` if two do not fit.
-    pub fn for_codes(self, codes: u32, e4m3: bool) -> Option<WgmmaTile> {
-        let fits = |stages: &u32| WgmmaVariant::of(WgmmaTile { stages: *stages, ..self }, codes, e4m3).is_possible();
+    /// Returns the tile with as many stages as it has and as fit with weights of codes (`kernels::codes_word`, or 0), if
+    /// `e4m3` with rows in e4m3, and if `folds` with a norm that is folded into the product; `None` if two do not fit.
+    pub fn for_codes(self, codes: u32, e4m3: bool, folds: bool) -> Option<WgmmaTile> {
+        let fits = |stages: &u32| {
+            let plain = WgmmaVariant::of(WgmmaTile { stages: *stages, ..self }, codes, e4m3);
+            let with = |fold: u32| WgmmaVariant { epilogue: fold - 1, fold, ..plain }.is_possible();
+            plain.is_possible() && (!folds || with(1) && with(2))
+        };
         (2..=self.stages).rev().find(fits).map(|stages| WgmmaTile { stages, ..self })
     }
 
@@ -159,15 +163,6 @@ impl WgmmaVariant {
         WgmmaVariant { tile, epilogue: 0, bias: false, packed: false, codes, experts: false, e4m3, fold: 0 }
     }
 
-    /// Returns the variant with as many stages as it has and as fit.
-    ///
-    /// # Panics
-    /// If two do not fit.
-    pub fn fitted(self) -> WgmmaVariant {
-        let with = |stages| WgmmaVariant { tile: WgmmaTile { stages, ..self.tile }, ..self };
-        (2..=self.tile.stages).rev().map(with).find(WgmmaVariant::is_possible).expect("two stages fit")
-    }
-
     /// Whether there is a program: whether the tile's numbers are in range, and it fits a processor.
     pub fn is_possible(&self) -> bool {
         let WgmmaTile { groups, blocks, tokens, stages, splits } = self.tile;
@@ -196,7 +191,7 @@ impl WgmmaVariant {
             + self.fold_bytes()
     }
 
-    /// The shared memory of a folded norm: each row's factor and the shares of its sum, or the sums of each warp's columns.
+    /// The shared memory of a folded norm: each row's factor and the parts of its sum, or the sums of each warp's columns.
     fn fold_bytes(&self) -> u32 {
         let WgmmaTile { groups, tokens, .. } = self.tile;
         match self.fold {
@@ -672,7 +667,7 @@ wgmma.wait_group.sync.aligned 0;
         self.next_tile("CONSUMER");
     }
 
-    /// Where the shared memory of a folded norm begins, behind the barriers' begin.
+    /// The offset of the shared memory of a folded norm from that of the barriers.
     fn fold_at(&self) -> u32 {
         self.variant.tile.stages * 16 + 16
     }
@@ -774,13 +769,15 @@ add.u64 %l0, %l0, %l1;"
         }
         line!(
             self,
-            "fence.acq_rel.gpu;
+            "// All threads' sums are stored before the share is counted, and the others' are read after that.
 bar.sync 15, {threads};
 setp.ne.u32 %p0, %thread, 0;
 @%p0 bra COUNTED;
 mul.wide.u32 %l2, %whole, 4;
 add.u64 %l2, %counters, %l2;
+fence.acq_rel.gpu;
 atom.global.add.u32 %r2, [%l2], 1;
+fence.acq_rel.gpu;
 mov.u32 %r3, 0;
 setp.eq.u32 %p1, %r2, {last};
 @%p1 st.global.b32 [%l2], %r3;
@@ -790,7 +787,6 @@ bar.sync 15, {threads};
 ld.shared.b32 %r2, [%bars+{arrived}];
 setp.ne.u32 %p0, %r2, {last};
 @%p0 bra SHARED;
-fence.acq_rel.gpu;
 sub.u32 %r1, %tile, %share;
 mul.wide.u32 %l0, %r1, {bytes};
 add.u64 %l0, %partials, %l0;

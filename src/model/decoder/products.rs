@@ -10,7 +10,7 @@ use crate::kernels::gemm::matmul::{self, Blocked, MatmulConfig, MatmulRows, Scra
 use crate::kernels::gemm::panel::{self, Fold, Unscaled};
 use crate::kernels::gemm::skinny::{self, Matrices};
 use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder, SWIZZLED_COLS, Tile, Tiled};
-use crate::kernels::gemm::wgmma::{self, Beside, Shares, WgmmaTile};
+use crate::kernels::gemm::wgmma::{self, Shares, WgmmaOptions, WgmmaTile};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, codes, order};
 use crate::kernels::recording::{BufferId, Call, Range, Recording};
 use crate::kernels::tags::Flow;
@@ -464,7 +464,7 @@ impl Decoder<'_> {
                     let chosen = || wgmma::choose(rows, size, processors, (weight.format, e4m3), folds);
                     let tile = tile.unwrap_or_else(chosen);
                     let shares = Shares::declare(recording, tile, rows, weight.rows);
-                    wgmma::wgmma(&product, tile, (rows, count), Beside { processors, shares, fold })
+                    wgmma::wgmma(&product, tile, (rows, count), WgmmaOptions { processors, shares, fold })
                 }
                 (StepShape::Prefill { .. }, _) if rows > MOST_PANEL_ROWS => {
                     let tile = match matrices {

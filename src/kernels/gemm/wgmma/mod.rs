@@ -204,9 +204,9 @@ enum Rows<'a> {
     Sorted(&'a Sorted),
 }
 
-/// What a product has beside its operands.
+/// What the call of a product needs beside its operands and its tile.
 #[derive(Clone, Copy, Debug)]
-pub struct Beside {
+pub struct WgmmaOptions {
     /// The number of workgroups that run at once.
     pub processors: u32,
     /// What [`Shares::declare`] gave for the tile.
@@ -221,11 +221,11 @@ pub struct Beside {
 /// # Panics
 /// If the kernel does not serve the weight ([`serves`]), rows are packed in another order or with other columns, y is packed
 /// without a gated linear unit, or the folded norm does not fit the product: bugs of the caller.
-pub fn wgmma(product: &Tiled, tile: WgmmaTile, (rows, count): (u32, Option<Range>), beside: Beside) -> Call {
+pub fn wgmma(product: &Tiled, tile: WgmmaTile, (rows, count): (u32, Option<Range>), options: WgmmaOptions) -> Call {
     let most = most_splits(product.weight.cols, product.weight.format);
     let splits = tile.splits;
-    assert!(splits <= most && beside.shares.is_some() == (splits > 1), "shares of \"{}\"", product.label);
-    call(product, tile, Rows::Counted(rows, count), beside)
+    assert!(splits <= most && options.shares.is_some() == (splits > 1), "shares of \"{}\"", product.label);
+    call(product, tile, Rows::Counted(rows, count), options)
 }
 
 /// Returns the call for rows sorted by expert (MoE) in tiles of `tile.tokens` rows: `weight` holds the weights of all
@@ -237,11 +237,11 @@ pub fn wgmma(product: &Tiled, tile: WgmmaTile, (rows, count): (u32, Option<Range
 pub fn wgmma_sorted(product: &Tiled, tile: WgmmaTile, sorted: &Sorted, processors: u32) -> Call {
     assert_eq!(sorted.tile, tile.tokens, "rows of a tile of \"{}\"", product.label);
     assert_ne!(product.epilogue, Epilogue::Residual, "the epilogue of \"{}\"", product.label);
-    call(product, tile, Rows::Sorted(sorted), Beside { processors, shares: None, fold: Fold::None })
+    call(product, tile, Rows::Sorted(sorted), WgmmaOptions { processors, shares: None, fold: Fold::None })
 }
 
-fn call(product: &Tiled, tile: WgmmaTile, of: Rows<'_>, beside: Beside) -> Call {
-    let Beside { processors, shares, fold } = beside;
+fn call(product: &Tiled, tile: WgmmaTile, of: Rows<'_>, options: WgmmaOptions) -> Call {
+    let WgmmaOptions { processors, shares, fold } = options;
     let (weight, n, k) = (product.weight.range, product.weight.rows, product.weight.cols);
     let label = &product.label;
     let e4m3 = product.x.order == PackedOrder::E4m3;

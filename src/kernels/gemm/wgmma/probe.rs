@@ -5,7 +5,7 @@
 //!
 //! Not here: running a probe on a device (`gpu::build`).
 
-use super::{Beside, Shares, variant_of, wgmma, wgmma_sorted};
+use super::{Shares, WgmmaOptions, variant_of, wgmma, wgmma_sorted};
 use crate::kernels::codes_of;
 use crate::kernels::gemm::panel::{Fold, Unscaled};
 use crate::kernels::gemm::tiled::{Output, Packed, PackedOrder, SWIZZLED_COLS, Tiled, e4m3_scale};
@@ -197,7 +197,7 @@ pub fn sized(constants: &[u32], rows: u32, (n, k): (u32, u32), processors: u32) 
             });
             counters = shares.map(|shares| shares.counters);
             let processors = if processors == 0 { 132 } else { processors };
-            wgmma(&product, variant.tile, (rows, count), Beside { processors, shares, fold })
+            wgmma(&product, variant.tile, (rows, count), WgmmaOptions { processors, shares, fold })
         }
     };
     recording.call(call);

@@ -15,8 +15,8 @@
 //
 // One workgroup serves a tile of ROWS (row, query head) pairs of one prompt and one KV head: pair i is row i / G of the
 // prompt and head i % G of the GQA group. Each group of 32 lanes has 16 pairs. The workgroup iterates in blocks over
-// all tokens up to the last that a row of the tile sees. Keys and values go through shared memory: the next block's keys are loaded
-// while values are accumulated, and values while scores are computed. The online softmax's maxima and sums stay in
+// all tokens up to the last that a row of the tile sees. Keys and values go through shared memory: the next block's keys
+// are loaded while values are accumulated, and values while scores are computed. The online softmax's maxima and sums stay in
 // registers from block to block. A lane's scores have the layout of the second product's first operand, so the softmax
 // weights never leave their lane. q and the weights are rounded to f16; all sums are f32. D is a multiple of 32.
 // Where tiles are few and contexts are long (the end of a prompt whose beginning was in the prefix cache), several

@@ -11,8 +11,8 @@
 //                                                    that of the prompt's last row
 //
 // One workgroup serves a tile of ROWS (row, query head) pairs of one prompt and one KV head, a subgroup MATRIX_M of them.
-// The workgroup iterates in blocks over all tokens up to the last that a row of the tile sees. Keys and values go through shared memory:
-// the next block's keys are loaded while values are accumulated, and values while scores are computed. With ALIKE 1, both
+// The workgroup iterates in blocks over all tokens up to the last that a row of the tile sees. Keys and values go through
+// shared memory: the next block's keys are loaded while values are accumulated, and values while scores are computed. With ALIKE 1, both
 // use the same part of it. Only the device knows which invocation has which element of a matrix. So a subgroup's scores go
 // through a slab of shared memory, where its invocations compute the softmax, each a part of a row, and from where the
 // weights are loaded as the first operand of the second product. Sums stay in matrices from block to block; as a row's

@@ -1,5 +1,6 @@
 //! `embed_rows`, the embedding lookup: it determines the token, position and slot of each row of a step, and how many rows
-//! of its prompt follow, and writes its embedding; and `ChunkLayout`, the descriptor of a prompt step. Not here: the choice of the prompts of a step.
+//! of its prompt follow, and writes its embedding; and `ChunkLayout`, the descriptor of a prompt step. Not here: the choice
+//! of the prompts of a step.
 
 use super::host_memory::{HostMemory, PackedMatrix};
 use super::recording::Call;

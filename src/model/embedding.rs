@@ -1,6 +1,6 @@
 //! The embedding settings of a checkpoint, from the files of sentence-transformers: how hidden states are pooled, the dense
-//! modules behind that, whether the vector is scaled to unit length, the texts that are put before inputs, and the two tokens by which a
-//! reranker answers. A checkpoint without these files is a language model: its last token is pooled, or if its attention is
+//! modules behind that, whether the vector is scaled to unit length, the texts that are put before inputs, and the two
+//! tokens by which a reranker answers. A checkpoint without these files is a language model: its last token is pooled, or if its attention is
 //! not causal the mean of all.
 //! Not here: the model itself, and the prompt of a reranker.
 

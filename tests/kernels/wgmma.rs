@@ -122,16 +122,19 @@ fn further() -> Vec<Vec<u32>> {
     all
 }
 
+/// Returns these constants with another number of workgroups that share a tile, and another part of a norm.
+fn with(constants: &[u32], splits: u32, fold: u32) -> Vec<u32> {
+    constants[..10].iter().copied().chain([splits, fold]).collect()
+}
+
 /// Returns constants of every kind for tiles whose columns several workgroups share: each epilogue, number of warpgroups and
 /// kind of weights.
 fn shared() -> Vec<Vec<u32>> {
-    let with =
-        |constants: Vec<u32>, splits: u32| -> Vec<u32> { constants[..10].iter().copied().chain([splits, 0]).collect() };
     let plain = TILES.into_iter().zip(EPILOGUES.into_iter().cycle());
     let plain = plain.map(|(tile, epilogue)| constants(tile, epilogue));
     let codes = FORMATS.into_iter().enumerate();
     let codes = codes.filter_map(|(index, format)| coded(TILES[index + 2], EPILOGUES[index % 6], format, 0));
-    let all = plain.chain(codes).zip((2..=4).cycle()).map(|(constants, splits)| with(constants, splits));
+    let all = plain.chain(codes).zip((2..=4).cycle()).map(|(constants, splits)| with(&constants, splits, 0));
     all.filter(|constants| variant_of(constants).is_possible()).collect()
 }
 
@@ -140,7 +143,7 @@ fn shared() -> Vec<Vec<u32>> {
 fn folded() -> Vec<Vec<u32>> {
     let mut all = Vec::new();
     let mut add = |constants: &[u32], splits: u32, fold: u32| {
-        let constants: Vec<u32> = constants[..10].iter().copied().chain([splits, fold]).collect();
+        let constants = with(constants, splits, fold);
         let variant = variant_of(&constants);
         let tile = variant.tile.for_codes(variant.codes, false, true);
         let variant = tile.map(|tile| WgmmaVariant { tile, ..variant });
@@ -334,34 +337,30 @@ fn simulate(probe: &WgmmaProbe, change: impl Fn(&str) -> String) -> HostMemory {
     ptx::simulate(call, &probe.memory, change)
 }
 
+/// Checks that the programs of calls with these constants give the reference's results on the simulated processor.
+fn agree(all: impl IntoIterator<Item = Vec<u32>>) {
+    for constants in all {
+        let probe = probe(&constants, 3);
+        assert_eq!(probe.difference(&simulate(&probe, str::to_owned)), None, "{constants:?}");
+    }
+}
+
 #[test]
 fn every_tile_and_epilogue_matches_its_reference_on_a_simulated_processor() {
-    for tile in TILES {
-        for epilogue in EPILOGUES {
-            let constants = constants(tile, epilogue);
-            let probe = probe(&constants, 3);
-            assert_eq!(probe.difference(&simulate(&probe, str::to_owned)), None, "{constants:?}");
-        }
-    }
+    agree(TILES.into_iter().flat_map(|tile| EPILOGUES.map(|epilogue| constants(tile, epilogue))));
 }
 
 #[test]
 fn codes_and_experts_match_their_reference_on_a_simulated_processor() {
-    for constants in further().into_iter().chain(e4m3()) {
-        let probe = probe(&constants, 3);
-        assert_eq!(probe.difference(&simulate(&probe, str::to_owned)), None, "{constants:?}");
-    }
+    agree(further().into_iter().chain(e4m3()));
 }
 
 #[test]
 fn tiles_that_are_shared_match_their_reference_on_a_simulated_processor() {
-    for constants in shared() {
-        let probe = probe(&constants, 3);
-        assert_eq!(probe.difference(&simulate(&probe, str::to_owned)), None, "{constants:?}");
-    }
+    agree(shared());
     // The last share has more steps, or a stage that is not full; and a second call finds the counters at zero.
     for (constants, splits, k) in [(constants(TILES[7], [0, 1, 0]), 3, 704), (constants(TILES[5], [1, 0, 0]), 4, 256)] {
-        let constants: Vec<u32> = constants[..10].iter().copied().chain([splits, 0]).collect();
+        let constants = with(&constants, splits, 0);
         let mut made = sized(&constants, 70, (208, k), 0);
         let found = simulate(&made, str::to_owned);
         assert_eq!(made.difference(&found), None, "{constants:?}");
@@ -372,15 +371,11 @@ fn tiles_that_are_shared_match_their_reference_on_a_simulated_processor() {
 
 #[test]
 fn folded_norms_match_their_reference_on_a_simulated_processor() {
-    for constants in folded() {
-        let probe = probe(&constants, 3);
-        assert_eq!(probe.difference(&simulate(&probe, str::to_owned)), None, "{constants:?}");
-    }
+    agree(folded());
     // Rows that are not multiples of tiles, and more squares than a thread has in flight.
     for (rows, (n, k), fold) in [(9, (128, 192), 2), (64, (192, 2112), 1), (129, (320, 1600), 1), (70, (1088, 64), 2)] {
         for tile in [TILES[4], TILES[6], TILES[15]] {
-            let constants: Vec<u32> =
-                constants(tile, [1, fold - 1, 0])[..10].iter().copied().chain([1, fold]).collect();
+            let constants = with(&constants(tile, [1, fold - 1, 0]), 1, fold);
             let probe = sized(&constants, rows, (n, k), if rows == 70 { 0 } else { 2 });
             assert_eq!(probe.difference(&simulate(&probe, str::to_owned)), None, "{rows} rows, {constants:?}");
         }

@@ -1,6 +1,6 @@
 //! `flash`, `flash_matrix` and `flash_wgmma`, the prefill attention: attention of a prompt chunk's rows, causal or over all
-//! of the chunk, over keys and values of f16 or of codes, after `append` has prepared them; the same result as `attention` without `fused`. Not here: decode steps
-//! (`flash_decode`) and f32 caches (`attention`).
+//! of the chunk, over keys and values of f16 or of codes, after `append` has prepared them; the same result as `attention`
+//! without `fused`. Not here: decode steps (`flash_decode`) and f32 caches (`attention`).
 
 use crate::config::KvFormat;
 use crate::kernels::attention::cache::{CachePages, Half, TokenPlace, kv_format_of};

@@ -10,7 +10,7 @@ use crate::kernels::gemm::matmul::{self, Blocked, MatmulConfig, MatmulRows, Scra
 use crate::kernels::gemm::panel::{self, Fold, Unscaled};
 use crate::kernels::gemm::skinny::{self, Matrices};
 use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder, SWIZZLED_COLS, Tile, Tiled};
-use crate::kernels::gemm::wgmma::{self, Shares, WgmmaOptions, WgmmaTile};
+use crate::kernels::gemm::wgmma::{self, Shares, WgmmaOptions};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, codes, order};
 use crate::kernels::recording::{BufferId, Call, Range, Recording};
 use crate::kernels::tags::Flow;
@@ -458,8 +458,7 @@ impl Decoder<'_> {
                     let tile = self.tuning.wgmma.get(&(weight.rows, weight.cols));
                     let size = (weight.rows, weight.cols);
                     let folds = !matches!(fold, Fold::None);
-                    let fits = |tile: &WgmmaTile| tile.splits <= wgmma::most_splits(weight.cols, weight.format);
-                    let tile = tile.filter(|tile| fits(tile));
+                    let tile = tile.filter(|tile| tile.splits <= wgmma::most_splits(weight.cols, weight.format));
                     let tile = tile.and_then(|tile| tile.for_codes(codes_word(weight.format), e4m3, folds));
                     let chosen = || wgmma::choose(rows, size, processors, (weight.format, e4m3), folds);
                     let tile = tile.unwrap_or_else(chosen);
@@ -569,6 +568,10 @@ impl Decoder<'_> {
             let fits = |w| self.in_fragments(w) && self.parts(w).len() == 1;
             self.weight(name).is_some_and(fits)
         };
+        let in_wgmma = || {
+            let names = self.norm_products(self.stage.layers.start);
+            names.iter().all(|name| self.suits_wgmma(shape, name, wgmma::serves))
+        };
         self.has_norms_between_products(shape)
             && rows <= if hidden <= NARROW { 2 * self.tuning.fold_rows } else { self.tuning.fold_rows }
             && hidden.is_multiple_of(32)
@@ -577,9 +580,7 @@ impl Decoder<'_> {
             && whole(&format!("layers.{}.o", self.stage.layers.start))
             && whole(&format!("layers.{}.down", self.stage.layers.start))
             // In a model that is not narrow, products of codes are faster with `wgmma`.
-            && !(hidden > NARROW
-                && self.has_codes()
-                && self.norm_products(self.stage.layers.start).iter().all(|name| self.suits_wgmma(shape, name, wgmma::serves)))
+            && !(hidden > NARROW && self.has_codes() && in_wgmma())
     }
 
     /// Returns the names of a layer's products before and after norms: of the mixer's input, of its output, and of the dense

@@ -165,12 +165,17 @@ impl Shares {
     /// Declares what a product with this tile, for at most `rows` rows by `n` rows of W, needs; `None` if its tiles are not
     /// shared.
     pub fn declare(recording: &mut Recording, tile: WgmmaTile, rows: u32, n: u32) -> Option<Shares> {
-        let tiles = u64::from(tile.tiles(rows, n));
-        let bytes = tiles * u64::from(tile.splits * tile.share_bytes());
+        let [partials, counters] = Shares::bytes(tile, rows, n);
         (tile.splits > 1).then(|| Shares {
-            partials: recording.buffer("wgmma.partials", bytes),
-            counters: recording.buffer("wgmma.counters", (tiles * 4).next_multiple_of(16)),
+            partials: recording.buffer("wgmma.partials", partials),
+            counters: recording.buffer("wgmma.counters", counters),
         })
+    }
+
+    /// The sizes of `partials` and `counters` in bytes.
+    fn bytes(tile: WgmmaTile, rows: u32, n: u32) -> [u64; 2] {
+        let tiles = u64::from(tile.tiles(rows, n));
+        [tiles * u64::from(tile.splits * tile.share_bytes()), (tiles * 4).next_multiple_of(16)]
     }
 }
 

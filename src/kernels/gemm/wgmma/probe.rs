@@ -188,11 +188,10 @@ pub fn sized(constants: &[u32], rows: u32, (n, k): (u32, u32), processors: u32) 
         false => {
             let count = (processors == 0).then(|| buffer("count", vec![0, 0, rows]));
             let shares = (variant.tile.splits > 1).then(|| {
-                let tiles = variant.tile.tiles(rows, n);
-                let words = tiles * variant.tile.splits * variant.tile.share_bytes() / 4;
+                let [partials, counters] = Shares::bytes(variant.tile, rows, n).map(|bytes| bytes as usize / 4);
                 Shares {
-                    partials: buffer("partials", vec![u32::MAX; words as usize]),
-                    counters: buffer("counters", vec![0; tiles.next_multiple_of(4) as usize]),
+                    partials: buffer("partials", vec![u32::MAX; partials]),
+                    counters: buffer("counters", vec![0; counters]),
                 }
             });
             counters = shares.map(|shares| shares.counters);

@@ -667,9 +667,14 @@ wgmma.wait_group.sync.aligned 0;
         self.next_tile("CONSUMER");
     }
 
+    /// The offset of the word with the number of a tile's shares that were stored before, from that of the barriers.
+    fn arrived_at(&self) -> u32 {
+        self.variant.tile.stages * 16
+    }
+
     /// The offset of the shared memory of a folded norm from that of the barriers.
     fn fold_at(&self) -> u32 {
-        self.variant.tile.stages * 16 + 16
+        self.arrived_at() + 16
     }
 
     /// Puts the factor of each row of the tile into shared memory: 1 / sqrt(mean of squares + epsilon).
@@ -747,12 +752,12 @@ bar.sync 14, {threads};"
     /// Stores the sums of a share, and goes on to the next tile unless it is the last one of its tile that is stored; then
     /// sets the sums to those of all shares.
     fn join(&mut self) {
-        let WgmmaTile { groups, stages, splits, .. } = self.variant.tile;
+        let WgmmaTile { groups, splits, .. } = self.variant.tile;
         if splits == 1 {
             return;
         }
         let (threads, bytes) = (groups * 128, self.variant.tile.share_bytes());
-        let (sums, arrived) = (self.variant.tile.blocks * self.variant.tile.tokens / 2, stages * 16);
+        let (sums, arrived) = (self.variant.tile.blocks * self.variant.tile.tokens / 2, self.arrived_at());
         debug_assert_eq!(threads * sums * 4, bytes);
         line!(
             self,
@@ -1371,9 +1376,18 @@ mul.wide.u32 %pitch, %y_stride, 32;"
         }
     }
 
+    /// Returns the instructions that set a register to the number of a warpgroup's block among all blocks of 64 rows of W.
+    fn block_number(&self, to: &str, block: u32) -> String {
+        let WgmmaTile { groups, blocks, .. } = self.variant.tile;
+        format!(
+            "mad.lo.u32 {to}, %weight_tile, {}, {block};\nmad.lo.u32 {to}, %group, {blocks}, {to};",
+            groups * blocks
+        )
+    }
+
     /// Loads the norm's weights of the lane's four columns of y, and sets the places of its packed outputs and of its sums.
     fn begin_norm(&mut self, block: u32) {
-        let WgmmaTile { groups, blocks, tokens, .. } = self.variant.tile;
+        let tokens = self.variant.tile.tokens;
         line!(
             self,
             "ld.param.u64 %norm, [args+80];
@@ -1381,8 +1395,7 @@ ld.param.u64 %next, [args+88];
 mul.wide.u32 %l2, %row, 4;
 add.u64 %l2, %norm, %l2;
 ld.global.nc.v4.f32 {{%g0, %g1, %g2, %g3}}, [%l2];
-mad.lo.u32 %r1, %weight_tile, {weight_blocks}, {block};
-mad.lo.u32 %r1, %group, {blocks}, %r1;
+{block_number}
 mad.lo.u32 %r2, %token_tile, {tokens}, %t;
 mul.wide.u32 %l2, %r1, %y_rows;
 cvt.u64.u32 %l3, %r2;
@@ -1414,7 +1427,7 @@ mad.lo.u32 %squared, %r2, 4, %fold;
 // The sums of the block before have been read.
 add.u32 %r2, %group, 1;
 bar.sync %r2, 128;",
-            weight_blocks = groups * blocks,
+            block_number = self.block_number("%r1", block),
         );
     }
 
@@ -1441,7 +1454,7 @@ bar.sync %r2, 128;",
 
     /// Stores the sums of squares over the 64 columns of a warpgroup.
     fn end_norm(&mut self, block: u32) {
-        let WgmmaTile { groups, blocks, tokens, .. } = self.variant.tile;
+        let tokens = self.variant.tile.tokens;
         let label = self.ptx.label();
         line!(
             self,
@@ -1462,8 +1475,7 @@ ld.shared.f32 %f0, [%r2];",
         line!(
             self,
             "ld.param.u64 %squares, [args+72];
-mad.lo.u32 %r2, %weight_tile, {weight_blocks}, {block};
-mad.lo.u32 %r2, %group, {blocks}, %r2;
+{block_number}
 mul.wide.u32 %l2, %r2, %y_rows;
 mad.lo.u32 %r2, %token_tile, {tokens}, %r1;
 setp.lt.u32 %p1, %r2, %rows;
@@ -1473,7 +1485,7 @@ shl.b64 %l2, %l2, 2;
 add.u64 %l2, %squares, %l2;
 @%p1 st.global.f32 [%l2], %f0;
 SQUARED{label}:",
-            weight_blocks = groups * blocks,
+            block_number = self.block_number("%r2", block),
         );
     }
 
@@ -1526,8 +1538,7 @@ mad.lo.u32 %r2, %t, 64, %staged;
 mad.lo.u32 %r2, %a, 16, %r2;
 mad.lo.u32 %r2, %quarter, 4, %r2;
 // The block's 32 outputs: %r4 is their half of 64, %r5 these 64; %r6 is the thread's token of 32, %r7 its 16 bytes.
-mad.lo.u32 %r3, %weight_tile, {weight_blocks}, {block};
-mad.lo.u32 %r3, %group, {blocks}, %r3;
+{block_number}
 and.b32 %r4, %r3, 1;
 shr.u32 %r5, %r3, 1;
 and.b32 %r3, %thread, 127;
@@ -1546,8 +1557,7 @@ shl.b64 %l0, %l0, 7;
 mul.wide.u32 %l1, %r7, 16;
 add.u64 %l0, %l0, %l1;
 add.u64 %at, %y, %l0;",
-            weight_blocks = tile.groups * tile.blocks,
-            blocks = tile.blocks,
+            block_number = self.block_number("%r3", block),
             tokens = tile.tokens,
         );
         for first in (0..tile.tokens).step_by(staged as usize) {

@@ -124,6 +124,8 @@ pub(crate) struct Bench {
     /// Changes to the device's tuning: KEY=VALUE, separated by commas.
     #[arg(long, value_delimiter = ',')]
     tune: Vec<String>,
+    #[command(flatten)]
+    self_test: super::SelfTestArgs,
     /// How finely device time is measured with timestamps.
     #[arg(long, value_enum, default_value = "phases")]
     gpu_time: GpuTime,
@@ -243,6 +245,7 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &Show) -> anyh
     let mut config = Config { models: vec![model], ..Config::default() };
     config.runtime.cache_directory = cache;
     config.runtime.tune = args.tune.clone();
+    config.runtime.self_test = args.self_test.wanted();
     config.telemetry.gpu_time = args.gpu_time;
     config.server.queue_limit = config.server.queue_limit.max(most);
     args.quantize.iter().for_each(|to| progress.notice(&format!("quantised to {to}")));

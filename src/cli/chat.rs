@@ -49,6 +49,8 @@ pub(crate) struct Chat {
     /// 7.3 %).
     #[arg(long)]
     quantize: Option<Quantize>,
+    #[command(flatten)]
+    self_test: super::SelfTestArgs,
 }
 
 /// The output of `/help`.

@@ -41,6 +41,8 @@ pub(crate) struct Embed {
     /// Maximum device memory to use, such as 8GiB.
     #[arg(long, value_name = "BYTES")]
     memory_limit: Option<Bytes>,
+    #[command(flatten)]
+    self_test: super::SelfTestArgs,
 }
 
 /// The first values of a vector that are shown without --json.
@@ -71,6 +73,7 @@ pub(crate) fn run(args: &Embed) -> anyhow::Result<()> {
             model.memory_limit = args.memory_limit;
             let mut config = Config { models: vec![model], ..Config::default() };
             config.runtime.cache_directory = cache_directory();
+            config.runtime.self_test = args.self_test.wanted();
             let host = Arc::new(start(&config, &progress::Show::brief(args.json))?);
             let request = proto::EmbedRequest { model: String::new(), device: String::new(), ..request };
             let rpc = Rpc::alone(host);

@@ -79,6 +79,8 @@ pub(crate) struct Generate {
     /// Changes to the device's tuning: KEY=VALUE, separated by commas.
     #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
     tune: Vec<String>,
+    #[command(flatten)]
+    self_test: super::SelfTestArgs,
     /// Maximum number of tokens in a prompt chunk.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     prefill_chunk: Option<u32>,
@@ -319,6 +321,7 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
     let mut config = Config { models: vec![model], ..Config::default() };
     config.runtime.cache_directory = cache_directory();
     config.runtime.tune = args.tune.clone();
+    config.runtime.self_test = args.self_test.wanted();
     let host = {
         let show = progress::Show::brief(args.json);
         args.quantize.iter().for_each(|to| show.notice(&format!("quantised to {to}")));

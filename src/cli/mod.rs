@@ -299,6 +299,21 @@ fn closed_pipe(error: &anyhow::Error) -> bool {
     io.is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)
 }
 
+/// The argument that leaves a test at start out.
+#[derive(Clone, Copy, Debug, Default, clap::Args)]
+pub(super) struct SelfTestArgs {
+    /// Start without comparing the results of a small model of the same kind on the device with those of plain Rust. If
+    /// the device's driver is wrong, texts may be wrong.
+    #[arg(long)]
+    skip_self_test: bool,
+}
+
+impl SelfTestArgs {
+    fn wanted(self) -> bool {
+        !self.skip_self_test
+    }
+}
+
 /// The default folder for compiled pipelines: `ostinato` in the user's cache folder. `None` if neither XDG_CACHE_HOME
 /// nor HOME is an absolute path.
 fn cache_directory() -> Option<PathBuf> {

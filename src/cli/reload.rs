@@ -185,6 +185,7 @@ fn kept(old: &Config, new: &Config) -> Vec<String> {
     compare("runtime.tune", show(&a.tune), show(&b.tune));
     compare("runtime.ptx", show(&a.ptx), show(&b.ptx));
     compare("runtime.turns", show(&a.turns), show(&b.turns));
+    compare("runtime.self_test", show(&a.self_test), show(&b.self_test));
     compare("runtime.validation", show(&a.validation), show(&b.validation));
     kept
 }

@@ -76,6 +76,8 @@ pub(crate) struct Serve {
     /// configured (`server.tls`), and for --admin, which has neither encryption nor authentication.
     #[arg(long)]
     insecure: bool,
+    #[command(flatten)]
+    self_test: super::SelfTestArgs,
     /// Print JSON lines only: log lines and progress on stderr, the addresses on stdout.
     #[arg(long)]
     pub(super) json: bool,
@@ -144,6 +146,7 @@ impl Serve {
         for model in &mut config.models {
             model.memory_limit = model.memory_limit.or(self.memory_limit);
         }
+        config.runtime.self_test &= self.self_test.wanted();
         if config.runtime.cache_directory.is_none() {
             config.runtime.cache_directory = cache_directory();
         }

@@ -145,7 +145,7 @@ fn kind(metadata: &Metadata) -> &'static str {
 /// The state of a file: its identity, its length, and its modification and change times in nanoseconds. Two stamps of
 /// an open file are equal if it was not written to in between. Writes through a memory map are an exception, because
 /// some file systems do not record them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stamp {
     /// The length in bytes.
     pub len: u64,

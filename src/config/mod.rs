@@ -61,13 +61,23 @@ pub struct Runtime {
     pub ptx: Option<bool>,
     /// Whether processes of this program that use one GPU take turns, a submission each.
     pub turns: bool,
+    /// Whether a model starts only after a small model of its kind has given the right results on its device. CPU drivers
+    /// are not tested.
+    pub self_test: bool,
     /// Loads the Khronos validation layer (slow; for development).
     pub validation: bool,
 }
 
 impl Default for Runtime {
     fn default() -> Runtime {
-        Runtime { cache_directory: None, tune: Vec::new(), ptx: None, turns: true, validation: false }
+        Runtime {
+            cache_directory: None,
+            tune: Vec::new(),
+            ptx: None,
+            turns: true,
+            self_test: true,
+            validation: false,
+        }
     }
 }
 

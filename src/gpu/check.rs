@@ -13,6 +13,7 @@ use crate::gpu::build::Build;
 use crate::gpu::build::defaults::takes_ptx;
 use crate::gpu::build::format_test::test_formats;
 use crate::gpu::build::recordings::Recordings;
+use crate::gpu::build::reference_test::{Tested, test_reference};
 use crate::gpu::devices::{DeviceUse, OpenDevice};
 use crate::gpu::error::StartError;
 use crate::gpu::matrix_units::{Multiplies, unpromised};
@@ -119,6 +120,8 @@ pub fn check(
         adapter,
         limit: None,
         tune,
+        // It is a test of its own here.
+        self_test: false,
         tuned: &tuned,
         progress,
         span: &no_span,
@@ -174,6 +177,25 @@ pub fn check(
     };
     found.tests.push(SelfTest { name: "quantised_kernels", outcome });
     drop(pipelines);
+    let outcome = match () {
+        () if options.compile_only => Outcome::NotRun(COMPILE_ONLY),
+        () if !whole => Outcome::NotRun(NOT_BUILT),
+        () => {
+            let context = build.wanted_context();
+            let window = build.recycled_window(context).map(|_| 1);
+            let decoder = build.decoder(context, 1, window, 1);
+            match test_reference(&build, &decoder, None)? {
+                Tested::Right(what) => Outcome::Passed(what),
+                Tested::Before => Outcome::Passed(String::new()),
+                Tested::Unknown(_) => Outcome::NotRun("a small model of this kind is not known"),
+                Tested::Wrong(why) if decoder.tuning.fragments.is_none() => Outcome::Failed(why),
+                Tested::Wrong(why) => {
+                    Outcome::Passed(format!("wrong in fragments ({why}): weights are packed row after row"))
+                }
+            }
+        }
+    };
+    found.tests.push(SelfTest { name: "small_model", outcome });
     drop(builds);
     let outcome = match () {
         () if options.compile_only => Outcome::NotRun(COMPILE_ONLY),

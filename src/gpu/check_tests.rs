@@ -7,8 +7,10 @@ use crate::device::{AdapterKind, Capabilities, Module, NEEDED, NEEDED_INVOCATION
 use crate::gpu::build::defaults::{RING_STEPS, tuning};
 use crate::kernels::layout::StateLayout;
 use crate::kernels::shaders::{SHADERS, find};
+use crate::model::checkpoint::WeightSpec;
 use crate::model::decoder::stage::LayerStage;
 use crate::model::decoder::{Decoder, RingLayout, Tuning};
+use crate::model::synth::miniature::Miniature;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
@@ -113,6 +115,24 @@ fn what_every_device_is_asked_for_is_what_the_plain_path_uses() {
         *most > NEEDED_SHARED_BYTES / 2,
         "{kernel:?} has {most} bytes at most, which is much less than is asked for"
     );
+}
+
+/// The test at start leaves out models of which no small one can be made.
+#[test]
+fn a_small_model_can_be_made_of_every_checkpoint() {
+    let mut count = 0;
+    for folder in checkpoints() {
+        // A family that is refused has fixtures too.
+        let Ok(checkpoint) = Checkpoint::open(&folder) else { continue };
+        let small = Miniature::of(&checkpoint.config, checkpoint.weights_without_mtp());
+        let small = small.unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+        for weight in checkpoint.weights_without_mtp() {
+            let kept = |other: &WeightSpec| (other.kind, other.format) == (weight.kind, weight.format);
+            assert!(small.weights.iter().any(kept), "{}: {:?}", folder.display(), weight.format);
+        }
+        count += 1;
+    }
+    assert!(count > 60, "{count} checkpoints");
 }
 
 #[test]

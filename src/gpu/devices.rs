@@ -348,6 +348,7 @@ impl Devices {
             adapter: &adapters[device],
             limit: placement.memory_limit.or(model.memory_limit).map(|bytes| bytes.0),
             tune: &self.runtime.tune,
+            self_test: self.runtime.self_test,
             tuned: &tuned[device],
             progress: attempt.progress,
             span: &span,

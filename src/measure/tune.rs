@@ -164,6 +164,7 @@ pub fn tune(
         adapter,
         limit: None,
         tune,
+        self_test: false,
         tuned: &none,
         progress,
         span: &no_span,

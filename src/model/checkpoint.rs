@@ -201,6 +201,18 @@ impl Checkpoint {
         }
     }
 
+    /// Returns the packed weights of a model whose tensors have these names and shapes, all in f32. They have no data.
+    ///
+    /// # Errors Every tensor that is missing or has a wrong shape.
+    pub(super) fn weights_of_shapes(
+        config: &ModelConfig,
+        tensors: impl Iterator<Item = (String, Vec<u64>)>,
+    ) -> Result<Vec<WeightSpec>, CheckpointError> {
+        let mut problems = Vec::new();
+        let weights = weights::build(config, &Headers::of_shapes(tensors), &mut problems);
+        if problems.is_empty() { Ok(weights) } else { Err(CheckpointError { problems }) }
+    }
+
     fn open_gguf(path: &Path) -> Result<Checkpoint, Vec<CheckpointProblem>> {
         let problem = |error: GgufError| match error {
             GgufError::Tensors(problems) => problems.into_iter().map(CheckpointProblem::GgufTensor).collect(),

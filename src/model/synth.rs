@@ -2,6 +2,7 @@
 //! for tests. Each weight depends only on the seed, the tensor's name and the element's index, not on threads or
 //! shards. Unlike the rest of `model`, this module writes files and uses threads.
 
+pub mod miniature;
 mod presets;
 mod quantised;
 mod tensors;

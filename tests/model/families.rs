@@ -80,7 +80,10 @@ fn family_of(path: &Path) -> Option<String> {
 fn serve(vulkan: &Vulkan, driver: Driver, folder: &Path, change: impl FnOnce(&mut Model)) -> Host {
     let mut model = Model::new("fixture", folder, Some(vulkan.adapter(driver).selector()));
     change(&mut model);
-    let config = Config { models: vec![model], ..Config::default() };
+    let mut config = Config { models: vec![model], ..Config::default() };
+    if every_case() {
+        config.runtime.tune = vec!["reference_test=1".to_owned()];
+    }
     start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", folder.display()))
 }
 

@@ -351,6 +351,32 @@ fn a_device_that_computes_a_format_wrongly_is_noticed_at_start() {
     assert!(error.contains("computes its quantised weights wrongly") && error.contains("differs by"), "{error}");
 }
 
+/// Goal: a device that computes a kind of model wrongly is noticed at start. Method: the device's small model is given
+/// another norm than the reference's (`broken_reference`): with weights in fragments, so that the model runs with weights
+/// row after row, and with all, so that it is refused by the name of a kernel.
+#[test]
+fn a_device_that_computes_a_kind_of_model_wrongly_is_noticed_at_start() {
+    let vulkan = Vulkan::new();
+    let model = crate::harness::models::fixture("qwen3-deep");
+    let lines = Lines::default();
+    let started =
+        |tune: &[&str], lines: &Lines| start_on(&vulkan.instance, &configured(&vulkan, &model, None, tune), lines);
+    let (wanted, _) = draw(&started(&["reference_test=1"], &lines).expect("a start"), &RANDOM_PROMPT, 8);
+    let said = lines.0.lock().expect("no panic").join("\n");
+    assert!(said.contains("a small model of the same kind gives the reference's results"), "{said}");
+
+    let broken = ["reference_test=1", "fragments=1", "broken_reference=1"];
+    let (found, _) = draw(&started(&broken, &lines).expect("a start"), &RANDOM_PROMPT, 8);
+    assert_eq!(found, wanted);
+    let said = lines.0.lock().expect("no panic").join("\n");
+    assert!(said.contains("computes models of this kind in fragments wrongly"), "{said}");
+
+    let error = format!("{:?}", started(&["reference_test=1", "broken_reference=2"], &lines).expect_err("a refusal"));
+    for part in ["computes models of this kind wrongly: gemv", "lm_head", "--skip-self-test", "of their size"] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
+}
+
 /// A random checkpoint in every type of `synth --quantize` runs, and its logits are near those of the numbers.
 #[test]
 fn random_models_of_every_stored_type() {

@@ -61,6 +61,7 @@ impl Answers {
         model.quantize = args.quantize;
         let mut config = Config { models: vec![model], ..Config::default() };
         config.runtime.cache_directory = cache_directory();
+        config.runtime.self_test = args.self_test.wanted();
         let show = progress::Show::brief(false);
         args.quantize.iter().for_each(|to| show.notice(&format!("quantised to {to}")));
         let host = Arc::new(start(&config, &show)?);

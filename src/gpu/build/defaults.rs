@@ -166,6 +166,9 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         broken_every: 0,
         broken_codes: 0,
         broken_ptx: 0,
+        // Compiling the small model's kernels takes a CPU driver longer than a start may last.
+        reference_test: !adapter.is_cpu(),
+        broken_reference: 0,
         retry_ms: 1000,
         gates: !cpu,
     }
@@ -363,6 +366,7 @@ impl Build<'_> {
         if self.no_flash_wgmma.load(Ordering::Relaxed) {
             tuning.flash_wgmma = false;
         }
+        tuning.reference_test &= self.self_test;
         if let Some(part) = self.part {
             // A gate between a step's logits and its sampling would be behind another.
             (tuning.tags, tuning.gates) = (tuning.tags && part.tags, false);

@@ -8,6 +8,7 @@ pub(crate) mod limits;
 mod overlap_test;
 mod ptx_test;
 pub(crate) mod recordings;
+pub(crate) mod reference_test;
 pub(crate) mod split;
 pub(crate) mod split_test;
 
@@ -28,6 +29,7 @@ use crate::gpu::build::ptx_test::{FailedPtx, TestedPtx, test_ptx};
 use crate::gpu::build::recordings::{
     EXCHANGE, ExchangeRecordings, HeadRecordings, InboxRecordings, Recordings, exchange_buffer, variants,
 };
+use crate::gpu::build::reference_test::{Tested, test_reference};
 use crate::gpu::build::split::StagePart;
 use crate::gpu::devices::OpenDevice;
 use crate::gpu::error::StartError;
@@ -89,6 +91,8 @@ pub(crate) struct Build<'a> {
     pub(crate) adapter: &'a Adapter,
     pub(crate) limit: Option<u64>,
     pub(crate) tune: &'a [String],
+    /// Whether the results of a small model of the same kind are compared with those of plain Rust at start.
+    pub(crate) self_test: bool,
     pub(crate) tuned: &'a Tuned,
     pub(crate) progress: &'a dyn Progress,
     /// The span of the load; spans of its parts are exported below it.
@@ -403,9 +407,9 @@ impl Build<'_> {
         Ok((report.point.into_iter().chain(loading.tables).collect(), report))
     }
 
-    /// Prepares a model and tests its programs in PTX and its kernels of quantised weights. If programs in PTX fail, the
-    /// model is prepared again without them. If those for weights in fragments fail, the model is
-    /// prepared again with weights row after row.
+    /// Prepares a model and tests its programs in PTX, its kernels of quantised weights and the results of a small model of
+    /// its kind. If programs in PTX fail, the model is prepared again without them. If kernels for weights in fragments, or
+    /// the small model's results with these, fail, it is prepared again with weights row after row.
     fn prepare_tested(&self, cache: Option<&Path>) -> Result<PreparedModel<'_>, StartError> {
         loop {
             let prepared = match self.prepare(cache) {
@@ -422,22 +426,50 @@ impl Build<'_> {
                 continue;
             }
             let PreparedModel { decoder, recordings, pipelines, .. } = &prepared;
-            let Some(why) = test_formats(self, &decoder.tuning, recordings, pipelines)? else {
-                return Ok(prepared);
-            };
             let device = &self.adapter.name;
+            let (what, refusal) = match test_formats(self, &decoder.tuning, recordings, pipelines)? {
+                Some(why) => (
+                    format!("quantised weights in fragments wrongly ({why})"),
+                    format!("device \"{device}\" computes its quantised weights wrongly: {why}"),
+                ),
+                None => match self.failed_reference(decoder, cache)? {
+                    Some(why) => (
+                        format!("models of this kind in fragments wrongly ({why})"),
+                        format!(
+                            "device \"{device}\" computes models of this kind wrongly: {why}; --skip-self-test starts it \
+                             all the same, and its texts may be wrong"
+                        ),
+                    ),
+                    None => return Ok(prepared),
+                },
+            };
             if prepared.decoder.tuning.fragments.is_none() {
-                return Err(
-                    self.unsupported(format!("device \"{device}\" computes its quantised weights wrongly: {why}"))
-                );
+                return Err(self.unsupported(refusal));
             }
-            self.progress.line(&format!(
-                "\"{}\": device \"{device}\" computes quantised weights in fragments wrongly ({why}): they are packed row \
-                 after row",
-                self.name
-            ));
+            self.progress
+                .line(&format!("\"{}\": device \"{device}\" computes {what}: they are packed row after row", self.name));
             self.row_major.store(true, Ordering::Relaxed);
         }
+    }
+
+    /// Compares the results of a small model of the same kind with those of plain Rust, where the tuning asks for it.
+    /// Returns what is wrong, if anything is.
+    fn failed_reference(&self, decoder: &Decoder<'_>, cache: Option<&Path>) -> Result<Option<String>, StartError> {
+        if !decoder.tuning.reference_test {
+            return Ok(None);
+        }
+        let begin = Instant::now();
+        let says = |what: &str| self.progress.line(&format!("\"{}\": {what}", self.name));
+        match test_reference(self, decoder, cache)? {
+            Tested::Right(what) => {
+                let took = begin.elapsed().as_secs_f64();
+                says(&format!("a small model of the same kind gives the reference's results ({what}; {took:.2} s)"));
+            }
+            Tested::Before => {}
+            Tested::Unknown(why) => says(&format!("its kind is not tested with a small model: {why}")),
+            Tested::Wrong(why) => return Ok(Some(why)),
+        }
+        Ok(None)
     }
 
     pub(crate) fn executor(

@@ -189,6 +189,24 @@ impl Row {
 }
 
 impl Row {
+    /// Sets minimums near the middle of the values of an affine code. Scales count value · 2⁻ᵉ.
+    fn centre(&mut self, codes: Codes) {
+        for (minimum, scale) in self.minimums.iter_mut().zip(&self.scales) {
+            *minimum = *scale * 2f32.powi(codes.bits as i32 - 1 - value_exponent(codes.number));
+        }
+    }
+
+    /// Returns the number in a column, without the row's factor, before scales and minimums are rounded.
+    fn number(&self, codes: Codes, col: usize) -> f64 {
+        let group = col / codes.group as usize;
+        let (scale, shift) = (f64::from(self.scales[group]), value_exponent(codes.number));
+        let minimum = match codes.minimum {
+            Minimum::Stored => f64::from(self.minimums[group]),
+            Minimum::Zero { halves } => scale * f64::from(halves) * 2f64.powi(-1 - shift),
+        };
+        f64::from(codes.number.table()[usize::from(self.codes[col])]) * 2f64.powi(-shift) * scale - minimum
+    }
+
     /// Gives the columns beyond `cols` of a group that has fewer columns than others the code nearest to zero: their
     /// scale is not zero.
     fn pad(&mut self, codes: Codes, cols: usize) {
@@ -389,19 +407,9 @@ fn write_bytes(columns: [&[[u8; 32]]; 2], g: usize, out: &mut [u8]) {
 /// occurs among any 256 adjacent columns of 16 rows, in an order that looks random; scales are positive and negative and
 /// of different sizes. For tests of kernels.
 pub fn sample(codes: Codes, layout: Layout, rows: u32, cols: u32) -> Vec<u32> {
-    let packing = Packing { rows, cols, layout, format: super::Format::Codes(codes) };
-    let padded = packing.padded_cols();
-    let finite: Vec<u8> =
-        (0..1u32 << codes.bits).map(|code| code as u8).filter(|c| codes.number.is_finite(*c)).collect();
+    let finite = finite(codes);
     let largest = 2f32.powi(scale_exponent(codes.number));
-    let mut out = vec![0u8; packing.bytes() as usize];
-    let bytes = row_bytes(codes, layout, padded) as usize;
-    let row_of = |index: u32| {
-        let mut row = Row::new(codes, padded);
-        if index >= rows {
-            row.factor = 0.0;
-            return row;
-        }
+    write_rows(codes, layout, (rows, cols), |index, row| {
         for (col, code) in (0..).zip(&mut row.codes[..cols as usize]) {
             // Odd multipliers visit every remainder of a power of two.
             *code = finite[(col * 0x9e37 + index * 16 + col / 256) as usize % finite.len()];
@@ -410,11 +418,61 @@ pub fn sample(codes: Codes, layout: Layout, rows: u32, cols: u32) -> Vec<u32> {
             let size = largest * (1.0 + (group * 5 + index) as f32 % 7.0 / 8.0) / (1 << (group % 3)) as f32;
             *scale = if (group + index).is_multiple_of(2) { size } else { -size };
         }
-        for (minimum, scale) in row.minimums.iter_mut().zip(&row.scales) {
-            // Near the middle of the values of an affine code; scales count value · 2⁻ᵉ.
-            *minimum = *scale * 2f32.powi(codes.bits as i32 - 1 - value_exponent(codes.number));
-        }
+        row.centre(codes);
         row.factor = 2f32.powi(index as i32 % 3);
+    })
+}
+
+/// Returns a packed tensor of `rows` rows and `cols` columns of random codes, whose numbers have mean 0 and the standard
+/// deviation `deviation` in each row. `random` returns random bits.
+pub fn random(
+    codes: Codes,
+    layout: Layout,
+    (rows, cols): (u32, u32),
+    deviation: f32,
+    random: &mut dyn FnMut() -> u64,
+) -> Vec<u32> {
+    let finite = finite(codes);
+    let largest = 2f32.powi(scale_exponent(codes.number));
+    write_rows(codes, layout, (rows, cols), |_, row| {
+        for code in &mut row.codes[..cols as usize] {
+            *code = finite[(random() % finite.len() as u64) as usize];
+        }
+        for scale in &mut row.scales {
+            let bits = random();
+            let size = largest * (0.5 + (bits >> 40) as f32 / 2f32.powi(25));
+            *scale = if bits & 1 == 0 { size } else { -size };
+        }
+        row.centre(codes);
+        let square = |col: usize| row.number(codes, col).powi(2);
+        let mean = (0..cols as usize).map(square).sum::<f64>() / f64::from(cols);
+        row.factor = (f64::from(deviation) / mean.sqrt().max(f64::MIN_POSITIVE)) as f32;
+    })
+}
+
+/// Returns the codes that stand for finite numbers.
+fn finite(codes: Codes) -> Vec<u8> {
+    (0..1u32 << codes.bits).map(|code| code as u8).filter(|code| codes.number.is_finite(*code)).collect()
+}
+
+/// Returns a packed tensor whose rows `fill` writes, given their numbers; it begins with rows of zeros.
+fn write_rows(
+    codes: Codes,
+    layout: Layout,
+    (rows, cols): (u32, u32),
+    mut fill: impl FnMut(u32, &mut Row),
+) -> Vec<u32> {
+    let packing = Packing { rows, cols, layout, format: super::Format::Codes(codes) };
+    let padded = packing.padded_cols();
+    let mut out = vec![0u8; packing.bytes() as usize];
+    let bytes = row_bytes(codes, layout, padded) as usize;
+    let mut row_of = |index: u32| {
+        let mut row = Row::new(codes, padded);
+        if index >= rows {
+            row.factor = 0.0;
+            return row;
+        }
+        fill(index, &mut row);
         row
     };
     match layout {

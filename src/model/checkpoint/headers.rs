@@ -79,6 +79,17 @@ impl Headers {
     }
 
     /// Returns the headers of a GGUF model, under the names that its tensors have in Hugging Face checkpoints.
+    /// Returns headers of tensors of which only the shapes are known, as if a file had them in f32.
+    pub(super) fn of_shapes(tensors: impl Iterator<Item = (String, Vec<u64>)>) -> Headers {
+        let file = CheckpointFile { path: Path::new("").into(), bytes: 0, stamp: Stamp::default() };
+        let tensors = tensors.map(|(name, shape)| {
+            let bytes = 4 * shape.iter().product::<u64>();
+            let (dtype, format) = ("F32".to_owned(), Some(SourceFormat::Numbers(Format::F32)));
+            (name, TensorInfo { file: 0, dtype, format, shape, offset: 0, bytes })
+        });
+        Headers { files: vec![file], tensors: tensors.collect(), ..Headers::default() }
+    }
+
     pub(super) fn of_gguf(gguf: Gguf, stamps: Vec<Stamp>) -> Headers {
         let parts = &gguf.parts;
         let files = parts.files.iter().zip(stamps).map(|(part, stamp)| CheckpointFile {

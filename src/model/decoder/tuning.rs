@@ -127,6 +127,10 @@ pub struct Tuning {
     pub broken_codes: u32,
     /// For tests: the test at start of `wgmma` fails (1); 0 changes nothing.
     pub broken_ptx: u32,
+    /// Whether the results of a small model of the same kind are compared with those of plain Rust at start.
+    pub reference_test: bool,
+    /// For tests: that test fails for weights in fragments (1) or for all (2); 0 changes nothing.
+    pub broken_reference: u32,
 }
 
 impl Tuning {
@@ -238,6 +242,7 @@ impl Tuning {
             "wgmma_code_rows" => &mut self.wgmma_code_rows,
             "wgmma_each" => &mut self.wgmma_each,
             "broken_ptx" => &mut self.broken_ptx,
+            "broken_reference" => &mut self.broken_reference,
             "spread_pages" => &mut self.spread_pages,
             "splits" => &mut self.splits,
             "exchange_workgroups" => &mut self.exchange_workgroups,
@@ -252,6 +257,10 @@ impl Tuning {
             "retry_ms" => &mut self.retry_ms,
             "ptx" => {
                 self.ptx = value != 0;
+                return true;
+            }
+            "reference_test" => {
+                self.reference_test = value != 0;
                 return true;
             }
             "fp8_activations" => {

@@ -182,7 +182,8 @@ impl Checkpoint {
         let mut config = read_config(dir, &mut problems);
         let headers = Headers::read(dir, &mut problems);
         if let Some(config) = &mut config {
-            config.tied &= !headers.has_head();
+            // A model that draws no tokens has no use for a head, and is often published without one.
+            config.tied = !headers.has_head() && (config.tied || !config.causal);
         }
         let weights = match &config {
             Some(config) => weights::build(config, &headers, &mut problems),

@@ -12,6 +12,7 @@ use ostinato::engine::request::{Event, FinishReason, Finished, Limits, Request, 
 use ostinato::gpu::devices::start_on;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
+use ostinato::model::checkpoint::Checkpoint;
 use ostinato::model::embedding::{Embedding, Pooling};
 use ostinato::replica::Replica;
 use std::path::Path;
@@ -228,6 +229,29 @@ fn tokens_that_see_later_ones_give_the_vectors_of_transformers() {
         let refused = replica.submit(request(&prompts[1], 1), sink()).unwrap_err().to_string();
         let wanted = "the model gives embeddings only: its attention is not causal, so that it draws no tokens";
         assert_eq!(refused, wanted);
+    }
+}
+
+/// Goal: a decoder of another family whose configuration says `is_causal: false` does the same, with and without windows.
+#[test]
+fn decoders_that_are_not_causal_give_the_vectors_of_transformers() {
+    let vulkan = Vulkan::new();
+    for (name, pooling, window) in
+        [("embeddings/qwen2-both", Pooling::Last, None), ("embeddings/mistral-both", Pooling::Mean, Some(12))]
+    {
+        let checkpoint = Checkpoint::open(&fixture(name)).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert_eq!((checkpoint.config.causal, checkpoint.config.attention(0).window), (false, window), "{name}");
+        let host = serve_path(&vulkan, Driver::first(), &fixture(name), exact);
+        let model = &host.models()[0];
+        let says = &model.info.embedding;
+        assert_eq!((says.pooling, says.declared, says.dense.len(), model.draws()), (pooling, true, 0, false), "{name}");
+        check_both_sides(&host, name, 256, (2e-6, 1e-5), "one step");
+        drop(host);
+        let host = serve_path(&vulkan, Driver::first(), &fixture(name), |model, config| {
+            exact(model, config);
+            model.prefill_chunk = Some(72);
+        });
+        check_both_sides(&host, name, 72, (2e-6, 1e-5), "chunks of 72");
     }
 }
 

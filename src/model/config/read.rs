@@ -183,7 +183,7 @@ pub(super) fn read(
         Some(default) => reader.count_or("vocab_size", MAX_DIMENSION, default),
         None => reader.count("vocab_size", MAX_DIMENSION),
     };
-    let causal = causal(reader, facts);
+    let sees = sees(reader, facts);
     let latent = latent(reader, facts);
     let heads = match (facts.latent, latent) {
         (None, _) => heads(reader, facts, hidden),
@@ -205,7 +205,7 @@ pub(super) fn read(
     };
     let mixers = mixers(reader, facts, layers);
     let shared = shared_caches(reader, facts, mixers.as_deref());
-    let attention = attention(reader, facts, mixers.as_deref(), heads, (latent, context, causal));
+    let attention = attention(reader, facts, mixers.as_deref(), heads, (latent, context, sees));
     let layer_inputs = layer_inputs(reader, facts, layers, vocab);
     let wide = facts.gemma4 && reader.flag("use_double_wide_mlp");
     let layer_kinds: Option<Vec<LayerKind>> = mixers.map(|mixers| mixers.iter().map(|mixer| mixer.kind()).collect());
@@ -288,7 +288,7 @@ pub(super) fn read(
         v_norm: facts.gemma4,
         attention_gate,
         sinks: facts.sinks,
-        causal,
+        causal: sees == Sees::Earlier,
         score_scale,
         score_cap: score_cap.map(|cap| cap as f32),
         embedding_scale,
@@ -319,20 +319,43 @@ pub(super) fn read(
     })
 }
 
-/// Returns whether tokens see earlier tokens only.
-fn causal(reader: &mut Reader, facts: &Facts) -> bool {
+/// Which tokens a token sees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sees {
+    /// Itself and earlier ones: in a window of W tokens, those at a distance below W.
+    Earlier,
+    /// Later ones too: in a window of W tokens, those at a distance of at most W on either side.
+    Both,
+    /// Later ones too: in a window of W tokens, those at a distance of at most W / 2 on either side.
+    BothInHalves,
+}
+
+impl Sees {
+    /// Returns [`Attention::window`] of layers with a window of `window` tokens.
+    fn window(self, window: u32) -> u32 {
+        match self {
+            Sees::Earlier => window,
+            Sees::Both => window + 1,
+            Sees::BothInHalves => window / 2 + 1,
+        }
+    }
+}
+
+/// Returns which tokens a token sees.
+fn sees(reader: &mut Reader, facts: &Facts) -> Sees {
     const BOTH: &str = "use_bidirectional_attention";
-    if !reader.flag_or("is_causal", true) {
-        reader.wrong("is_causal", false, "true: attention is causal");
+    let causal = reader.flag_or("is_causal", true);
+    if !causal && (facts.hybrid || facts.latent.is_some() || facts.gemma4) {
+        reader.wrong("is_causal", false, "true for this architecture: attention is causal");
     }
     // With "vision", only the rows of images see later ones.
     if reader.value(BOTH).and_then(Value::as_str) == Some("vision") || !reader.flag(BOTH) {
-        return true;
+        return if causal { Sees::Earlier } else { Sees::Both };
     }
     if !facts.both {
         reader.wrong(BOTH, true, "false: attention is causal");
     }
-    false
+    Sees::BothInHalves
 }
 
 /// Rounds a number to an element type; without one, to bfloat16.
@@ -714,7 +737,7 @@ fn attention(
     facts: &Facts,
     mixers: Option<&[Mixer]>,
     [heads, kv_heads, head_dim]: [Option<u32>; 3],
-    (latent, context, causal): (Option<Latent>, Option<u32>, bool),
+    (latent, context, sees): (Option<Latent>, Option<u32>, Sees),
 ) -> Option<(Vec<Attention>, Vec<usize>)> {
     // Layers that see all tokens may have other heads.
     let keys_as_values = facts.gemma4 && reader.flag("attention_k_eq_v");
@@ -754,7 +777,7 @@ fn attention(
                 // The class's default.
                 (None, _) => Some(4096),
             };
-            let window = window.map(|window| if causal { window } else { window / 2 + 1 });
+            let window = window.map(|window| sees.window(window));
             (rope(reader, facts, Layers::Sliding, head_dim, context), Some(window?))
         }
     };

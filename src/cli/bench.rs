@@ -75,8 +75,8 @@ pub(crate) struct Bench {
     #[arg(long)]
     drafts: Option<u32>,
     /// Source of draft tokens: `lookup` drafts the tokens that followed an earlier occurrence of the last tokens, and
-    /// needs no drafting block in the model; or a smaller model with the same vocabulary, given like the model itself.
-    /// Default: the model's own block, if it has one.
+    /// needs no drafting block in the model; or a smaller model with the same vocabulary, or a draft head (EAGLE-3), given
+    /// like the model itself. Default: the model's own block, if it has one.
     #[arg(long, value_name = "lookup|MODEL", conflicts_with = "server")]
     draft: Option<Draft>,
     /// Number format of keys and values in the KV cache: f16, f32 or int8. Default: f16.

@@ -100,8 +100,8 @@ pub(crate) struct Generate {
     #[arg(long)]
     drafts: Option<u32>,
     /// Source of draft tokens: `lookup` drafts the tokens that followed an earlier occurrence of the last tokens, and
-    /// needs no drafting block in the model; or a smaller model with the same vocabulary, given like the model itself.
-    /// Default: the model's own block, if it has one.
+    /// needs no drafting block in the model; or a smaller model with the same vocabulary, or a draft head (EAGLE-3), given
+    /// like the model itself. Default: the model's own block, if it has one.
     #[arg(long, value_name = "lookup|MODEL", conflicts_with = "server")]
     draft: Option<Draft>,
     /// Write the logits of each step to a safetensors file: tensor `logits`, f32, [steps, vocabulary].

@@ -12,7 +12,7 @@ use crate::memory::plan::{
     default_reserve,
 };
 use crate::model::checkpoint::contents::{Contents, TensorKind};
-use crate::model::checkpoint::{Checkpoint, WeightSpec};
+use crate::model::checkpoint::{Checkpoint, CheckpointProblem, WeightSpec};
 use crate::model::config::LayerKind;
 use crate::model::decoder::delta_heads;
 use crate::model::demo;
@@ -46,7 +46,7 @@ pub(crate) struct Inspect {
     /// State memory with keys and values in this format: f16, f32 or int8. Default: f16.
     #[arg(long)]
     kv_format: Option<KvFormat>,
-    /// State memory with this draft model too: given like the model.
+    /// State memory with this draft model or draft head too: given like the model.
     #[arg(long, value_name = "MODEL")]
     draft: Option<String>,
     /// Print one JSON object.
@@ -105,9 +105,9 @@ pub(super) fn run(args: &Inspect) -> anyhow::Result<()> {
     Ok(out.write_all(output.as_bytes())?)
 }
 
-/// Opens the checkpoint of a model that is to draft for another one.
+/// Opens the checkpoint of a model or a draft head that is to draft for a model.
 fn opened_draft(args: &Inspect, given: &str, own: &Checkpoint) -> anyhow::Result<Checkpoint> {
-    let (path, mut checkpoint) = named::opened(&named::find(given, args.json)?)?;
+    let (path, mut checkpoint) = named::opened_draft(&named::find(given, args.json)?)?;
     draft::check(&checkpoint, own).map_err(|source| StartError::Draft { model: args.model.clone(), path, source })?;
     if let Some(to) = args.quantize {
         checkpoint.quantize(to);
@@ -120,6 +120,9 @@ fn reasons(contents: &Contents, text: &Result<Option<Text>, crate::model::text::
     match (&contents.checkpoint, text) {
         (Err(error), _) => error.problems.iter().map(ToString::to_string).collect(),
         (Ok(_), Err(error)) => vec![with_causes(error)],
+        (Ok(checkpoint), Ok(_)) if checkpoint.config.draft_head.is_some() => {
+            vec![CheckpointProblem::DraftHead(checkpoint.dir.clone()).to_string()]
+        }
         (Ok(checkpoint), Ok(_)) => embedding::of(checkpoint).err().iter().map(ToString::to_string).collect(),
     }
 }
@@ -240,6 +243,7 @@ fn table(
     let mut line = |key: &str, value: String| {
         let _ = writeln!(out, "  {key:<14} {}", one_line(&value));
     };
+    let is_head = contents.checkpoint.as_ref().is_ok_and(|checkpoint| checkpoint.config.draft_head.is_some());
     line("architecture", contents.architecture.clone().unwrap_or_else(|| "not named".to_owned()));
     if let Ok(checkpoint) = &contents.checkpoint {
         let config = &checkpoint.config;
@@ -266,6 +270,25 @@ fn table(
         if !config.causal {
             line("attention", "not causal, a token sees later ones: gives embeddings only".to_owned());
         }
+        if let Some(head) = &config.draft_head {
+            let layers = match &head.layers {
+                Some(layers) => {
+                    let layers: Vec<String> = layers.iter().map(u32::to_string).collect();
+                    format!(", the inputs of layers {}", layers.join(", "))
+                }
+                None => String::new(),
+            };
+            line(
+                "draft head",
+                format!(
+                    "EAGLE-3, drafts {} of {} tokens from {} hidden states of {}{layers}",
+                    config.vocab,
+                    head.target_vocab,
+                    head.feature_count(),
+                    head.target_hidden
+                ),
+            );
+        }
         let (all, active) = (checkpoint.parameters(), checkpoint.active_parameters());
         let active = if active < all { format!(", {} for a token", millions(active)) } else { String::new() };
         line("parameters", format!("{}{active}", millions(all)));
@@ -280,15 +303,18 @@ fn table(
     if let Some(context) = contents.context {
         line("context", format!("{context} tokens"));
     }
-    line(
-        "tokenizer",
-        match text {
-            Some(Some(text)) if text.has_chat() => "yes, with a chat template".to_owned(),
-            Some(Some(_)) => "yes, without a chat template".to_owned(),
-            Some(None) => "none: it serves token ids only".to_owned(),
-            None => "cannot be read".to_owned(),
-        },
-    );
+    // A draft head uses that of its model.
+    if !is_head {
+        line(
+            "tokenizer",
+            match text {
+                Some(Some(text)) if text.has_chat() => "yes, with a chat template".to_owned(),
+                Some(Some(_)) => "yes, without a chat template".to_owned(),
+                Some(None) => "none: it serves token ids only".to_owned(),
+                None => "cannot be read".to_owned(),
+            },
+        );
+    }
     match reasons {
         [] => line("runs", "yes".to_owned()),
         [first, rest @ ..] => {
@@ -392,6 +418,7 @@ fn object(
         "layers": config.map(|config| config.layers),
         "hidden": config.map(|config| config.hidden),
         "embeddings_only": config.map(|config| !config.causal),
+        "draft_head": config.map(|config| config.draft_head.is_some()),
         "vocabulary": config.map(|config| config.vocab),
         "parameters": checkpoint.map(Checkpoint::parameters),
         "active_parameters": checkpoint.map(Checkpoint::active_parameters),

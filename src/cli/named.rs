@@ -4,7 +4,7 @@
 use super::{Usage, cache_directory, hub, progress};
 use crate::config::{Draft, embedded};
 use crate::gpu::error::StartError;
-use crate::model::checkpoint::Checkpoint;
+use crate::model::checkpoint::{Checkpoint, CheckpointError};
 use crate::model::gguf::split::split_name;
 use crate::model::{demo, gguf};
 use std::path::{Path, PathBuf};
@@ -33,9 +33,21 @@ pub(super) fn draft(given: Option<&Draft>, plain: bool) -> anyhow::Result<Option
 
 /// Opens a checkpoint's headers. An embedded model is unpacked first. Also returns the checkpoint's own path.
 pub(super) fn opened(path: &Path) -> anyhow::Result<(PathBuf, Checkpoint)> {
+    opened_as(path, Checkpoint::open)
+}
+
+/// Like [`opened`], for what drafts: a model, or a draft head.
+pub(super) fn opened_draft(path: &Path) -> anyhow::Result<(PathBuf, Checkpoint)> {
+    opened_as(path, Checkpoint::open_draft)
+}
+
+fn opened_as(
+    path: &Path,
+    open: fn(&Path) -> Result<Checkpoint, CheckpointError>,
+) -> anyhow::Result<(PathBuf, Checkpoint)> {
     let path =
         demo::unpack(path, cache_directory().as_deref()).map_err(|(path, source)| StartError::Demo { path, source })?;
-    let checkpoint = Checkpoint::open(&path)?;
+    let checkpoint = open(&path)?;
     Ok((path, checkpoint))
 }
 

@@ -75,7 +75,7 @@ pub struct Model {
     /// The number of recurrent-state snapshots that each replica keeps for prompts with the same prefix, for models
     /// that have recurrent state; by default the engine's choice.
     pub snapshots: Option<u32>,
-    /// The source of draft tokens: look-up, or a draft model; by default the model's own block, if it has one.
+    /// The source of draft tokens: look-up, a draft model or a draft head; by default the model's own block, if it has one.
     pub draft: Option<Draft>,
     /// The maximum number of draft tokens per step, at most 3, for models that can draft; 0 disables drafting. By
     /// default the engine's choice.
@@ -90,7 +90,8 @@ pub struct Model {
 pub enum Draft {
     /// Prompt look-up: what followed the sequence's last tokens where they occurred before in it.
     Lookup,
-    /// A smaller model of the same vocabulary: its path, like [`Model::path`].
+    /// A smaller model of the same vocabulary, or a draft head (EAGLE-3) that was trained for the model: its path, like
+    /// [`Model::path`].
     Model(PathBuf),
 }
 

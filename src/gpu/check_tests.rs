@@ -7,7 +7,7 @@ use crate::device::{AdapterKind, Capabilities, Module, NEEDED, NEEDED_INVOCATION
 use crate::gpu::build::defaults::{RING_STEPS, tuning};
 use crate::kernels::layout::StateLayout;
 use crate::kernels::shaders::{SHADERS, find};
-use crate::model::checkpoint::WeightSpec;
+use crate::model::checkpoint::{CheckpointProblem, WeightSpec};
 use crate::model::decoder::stage::LayerStage;
 use crate::model::decoder::{Decoder, RingLayout, Tuning};
 use crate::model::synth::miniature::Miniature;
@@ -65,7 +65,7 @@ fn pipelines(checkpoint: &Checkpoint, tuning: Tuning) -> BTreeSet<(&'static str,
             chunk,
             prompts: slots,
             max_pages: 128,
-            recurrent: checkpoint.config.delta.is_some(),
+            cells: checkpoint.config.delta.is_some(),
             windows: checkpoint.config.recycled_window().is_some(),
         },
         cells: slots,
@@ -94,6 +94,8 @@ fn what_every_device_is_asked_for_is_what_the_plain_path_uses() {
             Ok(checkpoint) => checkpoint,
             // Fixtures of families that do not run yet.
             Err(error) if error.to_string().contains("architecture \"") => continue,
+            // Heads that draft for another one of these models, with the kernels of its drafting steps.
+            Err(error) if matches!(error.problems[..], [CheckpointProblem::DraftHead(_)]) => continue,
             Err(error) => panic!("{}: {error}", folder.display()),
         };
         let tuning = tuning(&adapter, None, checkpoint.config.least_kv_heads(), 2048);

@@ -472,7 +472,7 @@ impl Devices {
             if let Some(split) = model.replicas.iter().find(|replica| replica.split.is_some()) {
                 return Err(DraftError::Split { devices: split.devices.len() });
             }
-            let mut draft = Checkpoint::open(&path)?;
+            let mut draft = Checkpoint::open_draft(&path)?;
             draft::check(&draft, own)?;
             if let Some(to) = model.quantize {
                 draft.quantize(to);

@@ -32,7 +32,7 @@ pub enum StartError {
         #[source]
         source: CheckpointError,
     },
-    /// A draft model that cannot draft for the model.
+    /// A draft model or draft head that cannot draft for the model.
     #[error("model \"{model}\" cannot take its drafts from {path}")]
     Draft {
         /// The model's name.

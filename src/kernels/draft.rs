@@ -1,15 +1,17 @@
 //! The kernels of speculative decoding: the rows of a verification step and of a drafting pass, the input of a draft
-//! (MTP) block, and the storage of its draft tokens; the rows of a draft model (`draft_rows`); and drafts that are looked
-//! up where the last tokens occurred before (`note_tokens`, `look_up`). Not here: the products and attention of both, which are those of
-//! prompts, and the drawing of tokens (`sampling`), which decides which draft tokens are accepted.
+//! (MTP) block or of a draft head (`join_rows`), and the storage of its draft tokens; the rows of a draft model
+//! (`draft_rows`); and drafts that are looked up where the last tokens occurred before (`note_tokens`, `look_up`). Not here:
+//! the products and attention of drafting passes, which are those of prompts, and the drawing of tokens (`sampling`), which
+//! decides which draft tokens are accepted.
 
 use super::deterministic::key_of;
+use super::gemm::Activations;
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{
-    DraftRowsArgs, DraftRowsConstants, JoinNormsArgs, JoinNormsConstants, LookUpArgs, LookUpConstants, NextTokensArgs,
-    NextTokensConstants, NoteTokensArgs, NoteTokensConstants, ShiftTokensArgs, ShiftTokensConstants, StoreDraftArgs,
-    StoreDraftConstants, VerifyRowsArgs, VerifyRowsConstants,
+    DraftRowsArgs, DraftRowsConstants, JoinNormsArgs, JoinNormsConstants, JoinRowsArgs, JoinRowsConstants, LookUpArgs,
+    LookUpConstants, NextTokensArgs, NextTokensConstants, NoteTokensArgs, NoteTokensConstants, ShiftTokensArgs,
+    ShiftTokensConstants, StoreDraftArgs, StoreDraftConstants, VerifyRowsArgs, VerifyRowsConstants,
 };
 use super::state::{
     ACTIVE_RUNNING, MOST_DRAFTS, SLOT_ACTIVE, SLOT_DRAFTS, SLOT_POSITION, SLOT_TOKEN, SLOT_WORDS, TOKEN_NONE,
@@ -155,14 +157,49 @@ pub fn join_norms(label: String, rows: u32, args: JoinNormsArgs) -> Call {
     }
 }
 
-/// Returns the call that stores the best token of each row as draft token `index` of its slot.
+/// Returns the call that writes the first `width` floats of each of `rows` rows of x to the rows of y, from float `first` on:
+/// normed, if there is a norm. The second part of `norm` is its epsilon.
+pub fn join_rows(
+    label: String,
+    (rows, width): (u32, u32),
+    x: Activations,
+    norm: Option<(Range, f32)>,
+    (y, first): (Activations, u32),
+) -> Call {
+    assert!(
+        width <= x.stride && first + width <= y.stride,
+        "{width} floats of {} at {first} of {}",
+        x.stride,
+        y.stride
+    );
+    let args = JoinRowsArgs {
+        x: x.range,
+        norm: norm.map_or(x.range.none(), |(norm, _)| norm),
+        y: y.range,
+        width,
+        x_stride: x.stride,
+        y_stride: y.stride,
+        first,
+        epsilon: norm.map_or(0.0, |(_, epsilon)| epsilon),
+    };
+    Call {
+        kernel: "join_rows",
+        label,
+        constants: JoinRowsConstants { threads: 128, norm: u32::from(norm.is_some()) }.into_values(),
+        args: args.into_args(),
+        groups: [rows, 1, 1],
+    }
+}
+
+/// Returns the call that stores the best token of each row as draft token `index` of its slot. If `token_ids` is not empty,
+/// that of a vocabulary whose tokens it lists.
 pub fn store_draft(label: String, index: u32, args: StoreDraftArgs) -> Call {
     assert!(index < MOST_DRAFTS, "draft {index}");
     let threads = 32;
     Call {
         kernel: "store_draft",
         label,
-        constants: StoreDraftConstants { threads, index }.into_values(),
+        constants: StoreDraftConstants { threads, index, mapped: u32::from(args.token_ids.bytes > 0) }.into_values(),
         args: args.into_args(),
         groups: [args.row_count.div_ceil(threads), 1, 1],
     }
@@ -290,6 +327,18 @@ pub(super) fn reference_join_norms(call: &Call, memory: &mut HostMemory) {
     }
 }
 
+pub(super) fn reference_join_rows(call: &Call, memory: &mut HostMemory) {
+    let a = JoinRowsArgs::from_args(&call.args);
+    let c = JoinRowsConstants::from_values(&call.constants);
+    for row in 0..call.groups[0] {
+        let x: Vec<f64> = (0..a.width).map(|i| f64::from(memory.f32(a.x, row * a.x_stride + i))).collect();
+        let y = if c.norm == 1 { super::gemm::normed(memory, x, a.norm, a.epsilon) } else { x };
+        for (i, value) in (0..).zip(y) {
+            memory.set_f32(a.y, row * a.y_stride + a.first + i, value as f32);
+        }
+    }
+}
+
 pub(super) fn reference_store_draft(call: &Call, memory: &mut HostMemory) {
     let a = StoreDraftArgs::from_args(&call.args);
     let c = StoreDraftConstants::from_values(&call.constants);
@@ -306,6 +355,7 @@ pub(super) fn reference_store_draft(call: &Call, memory: &mut HostMemory) {
                 best = (key, token);
             }
         }
-        memory.set_u32(a.slots, slot * SLOT_WORDS + SLOT_DRAFTS + c.index, best.1);
+        let token = if c.mapped == 1 { memory.u32(a.token_ids, best.1) } else { best.1 };
+        memory.set_u32(a.slots, slot * SLOT_WORDS + SLOT_DRAFTS + c.index, token);
     }
 }

@@ -30,7 +30,7 @@ pub struct Table {
 /// - `{prompts, lasts, rows, 0}`: the numbers of prompts, of prompts whose last chunk this is, and of rows;
 /// - for each prompt with a chunk in the step `{slot, position of its first row, first row, 0}`, in ascending order of
 ///   rows;
-/// - only for models with recurrent state, for each prompt the cell whose state it continues or `u32::MAX`; twice {the
+/// - only where prompts have cells, for each prompt the cell whose state it continues or `u32::MAX`; twice {the
 ///   number of rows after which the state is also stored as a snapshot, the snapshot's cell}; the first of its blocks
 ///   of [`BLOCK_ROWS`] rows; the token that follows its last row if it is known; 0;
 /// - for each prompt whose last chunk this is, its last row, from which a token is drawn;
@@ -39,8 +39,8 @@ pub struct Table {
 pub struct ChunkLayout {
     /// The maximum number of prompts per step.
     pub prompts: u32,
-    /// Whether the model has recurrent state.
-    pub recurrent: bool,
+    /// Whether prompts have cells: see [`StateLayout::cells`](super::layout::StateLayout::cells).
+    pub cells: bool,
 }
 
 /// The number of rows of a prompt that the recurrent state's scan processes at a time.
@@ -61,7 +61,7 @@ impl ChunkLayout {
 
     /// The index of the word with a last row.
     pub fn last(self, index: u32) -> u32 {
-        self.cells(if self.recurrent { self.prompts } else { 0 }) + index
+        self.cells(if self.cells { self.prompts } else { 0 }) + index
     }
 
     /// The index of the word with a row's token.
@@ -86,7 +86,7 @@ impl ChunkLayout {
         let (mut lasts, mut tokens) = (Vec::new(), Vec::new());
         for prompt in prompts {
             words.extend([prompt.slot, prompt.start, first_row, 0]);
-            if self.recurrent {
+            if self.cells {
                 let rows = prompt.tokens.len();
                 assert!(prompt.keeps.len() <= 2, "{} snapshots of a prompt", prompt.keeps.len());
                 for &(at, cell) in prompt.keeps {

@@ -20,8 +20,9 @@ pub struct StateLayout {
     pub prompts: u32,
     /// The number of pages of the longest sequence.
     pub max_pages: u32,
-    /// Whether the model has recurrent state.
-    pub recurrent: bool,
+    /// Whether a step's prompts have words about their cells and about the token behind them: in models with recurrent state,
+    /// or with a block or a head that drafts from hidden states.
+    pub cells: bool,
     /// Whether layers with a sliding window have page tables of their own.
     pub windows: bool,
 }
@@ -77,7 +78,7 @@ impl StateLayout {
 
     /// The layout of the descriptor of a prompt step.
     pub fn chunk_layout(&self) -> ChunkLayout {
-        ChunkLayout { prompts: self.prompts, recurrent: self.recurrent }
+        ChunkLayout { prompts: self.prompts, cells: self.cells }
     }
 
     /// The part of the descriptor of a prompt step about its prompts' cells.
@@ -186,8 +187,7 @@ mod tests {
 
     #[test]
     fn parts_follow_each_other_without_overlap() {
-        let layout =
-            StateLayout { slots: 3, rows: 5, chunk: 17, prompts: 3, max_pages: 9, recurrent: true, windows: true };
+        let layout = StateLayout { slots: 3, rows: 5, chunk: 17, prompts: 3, max_pages: 9, cells: true, windows: true };
         let mut recording = Recording::new("test");
         let parts = [
             layout.slots(&mut recording),

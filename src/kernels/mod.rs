@@ -142,6 +142,7 @@ pub fn reference(kernel: &str) -> Reference {
         "draft_rows" => draft::reference_draft_rows,
         "shift_tokens" => draft::reference_shift_tokens,
         "join_norms" => draft::reference_join_norms,
+        "join_rows" => draft::reference_join_rows,
         "store_draft" => draft::reference_store_draft,
         "note_tokens" => draft::reference_note_tokens,
         "look_up" => draft::reference_look_up,

@@ -162,7 +162,7 @@ pub fn stages(
             chunk,
             prompts: 1,
             max_pages,
-            recurrent: config.delta.is_some(),
+            cells: config.delta.is_some(),
             windows: false,
         },
         cells: rows,

@@ -748,7 +748,7 @@ mod tests {
                 chunk: 16,
                 prompts: 1,
                 max_pages: 64,
-                recurrent: false,
+                cells: false,
                 windows: false,
             },
             cells: 1,

@@ -4,6 +4,7 @@
 //! Not here: the tensors' bytes. The loader reads them by path and offset.
 
 pub mod contents;
+mod draft_tokens;
 mod headers;
 mod place;
 mod quantised;
@@ -162,6 +163,9 @@ pub struct Checkpoint {
     /// The files that a GGUF model embeds in place of those of a folder (configuration, tokenizer), by their names.
     /// Empty for a folder.
     pub embedded: Vec<(&'static str, Vec<u8>)>,
+    /// Of a draft head: the tokens that its vocabulary stands for, `[vocab]`, in the vocabulary of the model that it drafts
+    /// for. Empty for a model.
+    pub draft_tokens: Vec<u32>,
     weights: Vec<WeightSpec>,
 }
 
@@ -169,8 +173,19 @@ impl Checkpoint {
     /// Reads the configuration and the safetensors headers under `dir` and checks them against each other. If `dir` is
     /// a GGUF file, reads both from the file and the others of its model.
     ///
-    /// # Errors Every problem found, if there is any.
+    /// # Errors Every problem found, if there is any. A draft head is one: it is no model of its own.
     pub fn open(dir: &Path) -> Result<Checkpoint, CheckpointError> {
+        let checkpoint = Checkpoint::open_draft(dir)?;
+        match checkpoint.config.draft_head {
+            Some(_) => Err(CheckpointError { problems: vec![CheckpointProblem::DraftHead(checkpoint.dir)] }),
+            None => Ok(checkpoint),
+        }
+    }
+
+    /// Like [`Checkpoint::open`], for what may draft: a draft head, or a model.
+    ///
+    /// # Errors Every problem found, if there is any.
+    pub fn open_draft(dir: &Path) -> Result<Checkpoint, CheckpointError> {
         let mut problems = Vec::new();
         if gguf::is_named(dir) {
             return Checkpoint::open_gguf(dir).map_err(|problems| CheckpointError { problems });
@@ -189,6 +204,10 @@ impl Checkpoint {
             Some(config) => weights::build(config, &headers, &mut problems),
             None => Vec::new(),
         };
+        let draft_tokens = match &config {
+            Some(config) => draft_tokens::read(config, &headers, &mut problems),
+            None => Vec::new(),
+        };
         match config {
             Some(config) if problems.is_empty() => Ok(Checkpoint {
                 dir: dir.to_owned(),
@@ -196,6 +215,7 @@ impl Checkpoint {
                 files: headers.files,
                 tensors: headers.tensors,
                 embedded: Vec::new(),
+                draft_tokens,
                 weights,
             }),
             _ => Err(CheckpointError { problems }),
@@ -237,6 +257,7 @@ impl Checkpoint {
                 files: headers.files,
                 tensors: headers.tensors,
                 embedded,
+                draft_tokens: Vec::new(),
                 weights,
             }),
             false => Err(problems),
@@ -299,17 +320,21 @@ impl Checkpoint {
     /// The MTP block is the first of `mtp_layers`, if the checkpoint contains it. It uses the prefix `mtp.` and has
     /// `embed_norm`, `hidden_norm`, `fc` (`[hidden, 2 * hidden]`, the embedding's columns first), `final_norm`, and the
     /// weights of a layer with full attention, including its MLP.
+    ///
+    /// A draft head has the weights of `layers.0.`, whose `qkv` has the columns of the embedding and then those of the features,
+    /// `hidden_norm` (of the features), `fc` and, if the configuration requires it, `feature_norm` before it, `final_norm`,
+    /// `lm_head`, and `embed` unless it uses the model's.
     pub fn weights(&self) -> &[WeightSpec] {
         &self.weights
     }
 
     /// Changes the formats of matrices whose sources are not quantised to codes, to which they are quantised when they
-    /// are loaded. Routers, the input projections of recurrent layers and the MTP block's `fc` are kept; the embedding
+    /// are loaded. Routers, the input projections of recurrent layers and the `fc` of MTP blocks and draft heads are kept; the embedding
     /// and the LM head get 8 bits.
     pub fn quantize(&mut self, to: Quantize) {
         for weight in &mut self.weights {
             let numbers = weight.sources.iter().all(|source| matches!(source.map.format, SourceFormat::Numbers(_)));
-            let kept = [".router", ".in_proj", "mtp.fc"].iter().any(|end| weight.merged.ends_with(end));
+            let kept = [".router", ".in_proj", "fc"].iter().any(|end| weight.merged.ends_with(end));
             if weight.kind != WeightKind::Matrix || !numbers || kept {
                 continue;
             }
@@ -419,6 +444,33 @@ pub enum CheckpointProblem {
     /// The directory does not exist or is not a directory.
     #[error("{}", no_directory(.0))]
     NoDirectory(PathBuf),
+    /// The checkpoint is a draft head, which is no model of its own.
+    #[error(
+        "{} is a draft head (EAGLE-3), which is no model of its own: serve the model that it was trained for, with draft = \"{}\"",
+        .0.display(),
+        .0.display()
+    )]
+    DraftHead(PathBuf),
+    /// A draft head's vocabulary has a token that the model's has not.
+    #[error("tensor {tensor} makes token {token} of entry {entry}, the vocabulary has {vocab} tokens")]
+    DraftToken {
+        /// The tensor's name.
+        tensor: String,
+        /// The index in the head's vocabulary.
+        entry: usize,
+        /// The token that it would stand for.
+        token: i64,
+        /// The number of tokens of the model's vocabulary.
+        vocab: u32,
+    },
+    /// The distances of a draft head's tokens are of another type than integers.
+    #[error("tensor {tensor} has dtype {dtype}, supported are I32 and I64")]
+    DistanceDtype {
+        /// The tensor's name.
+        tensor: String,
+        /// The element type as the file spells it.
+        dtype: String,
+    },
     /// The operating system could not open or read the file.
     #[error("cannot read {}: {reason}", path.display())]
     Unreadable {

@@ -3,6 +3,7 @@
 //!
 //! Not here: file access, tensors, and anything inferred from a model's name rather than from its configuration.
 
+mod draft_head;
 mod families;
 pub mod quantization;
 mod read;
@@ -16,6 +17,7 @@ use std::str::FromStr;
 
 use serde_json::Value;
 
+pub use draft_head::DraftHead;
 pub use families::Architecture;
 use quantization::Quantization;
 use read::Reader;
@@ -450,6 +452,8 @@ pub struct ModelConfig {
     /// The number of multi-token-prediction (MTP) blocks according to the configuration. The checkpoint may have been
     /// saved without their tensors ([`Checkpoint::has_mtp`](super::checkpoint::Checkpoint::has_mtp)).
     pub mtp_layers: u32,
+    /// What the configuration of a draft head says beside its layer's keys; `None` for a model of its own.
+    pub draft_head: Option<DraftHead>,
     /// The maximum sequence length in tokens.
     pub context: u32,
     /// The end-of-sequence token ids, without duplicates.
@@ -497,9 +501,13 @@ impl ModelConfig {
         let Some(config) = config else {
             return Err(ModelConfigError { problems });
         };
-        let mut reader = Reader::new(config, problems);
+        let heads = draft_head::is_draft_head(&config);
+        let mut reader = Reader::new(if heads { draft_head::as_model(config) } else { config }, problems);
         let quantized = quantized.as_ref().map(|(file, value)| (*file, value));
-        let parsed = read::read(&mut reader, generation.as_ref(), quantized);
+        let mut parsed = read::read(&mut reader, generation.as_ref(), quantized);
+        if let Some(config) = parsed.as_mut().filter(|_| heads) {
+            draft_head::read(&mut reader, config);
+        }
         match parsed {
             Some(parsed) if reader.problems.is_empty() => Ok(parsed),
             _ => Err(ModelConfigError { problems: reader.problems }),
@@ -515,6 +523,12 @@ impl ModelConfig {
     /// one, the output gate.
     pub fn qkv_rows(&self, attention: &Attention) -> u32 {
         attention.q_rows() * if self.attention_gate { 2 } else { 1 } + 2 * attention.kv_rows()
+    }
+
+    /// Returns the number of columns of `qkv`: the hidden size or, in a draft head, that of the embedding and of the features
+    /// together.
+    pub fn qkv_cols(&self) -> u32 {
+        self.hidden * if self.draft_head.is_some() { 2 } else { 1 }
     }
 
     /// Whether a layer with attention has keys and values of its own.

@@ -1,10 +1,10 @@
-//! Checks whether a model can draft for another one: a draft model has the vocabulary of the model that it drafts for,
-//! and layers with full attention only.
+//! Checks whether a model or a draft head can draft for a model: a draft model has the vocabulary of the model that it drafts
+//! for, and layers with full attention only; a draft head was trained for a model of this hidden size and vocabulary.
 //!
-//! Not here: the recordings of a draft model (`decoder::drafter`).
+//! Not here: the recordings of a draft model (`decoder::drafter`) or of a draft head (`decoder::draft_head`).
 
 use super::checkpoint::{Checkpoint, CheckpointError};
-use super::config::{LayerKind, ModelConfig};
+use super::config::{DraftHead, LayerKind, ModelConfig};
 use super::text::{Text, TextError};
 
 /// Why a model cannot draft for another one.
@@ -40,6 +40,30 @@ pub enum DraftError {
         /// The unsupported property of its layers.
         what: &'static str,
     },
+    /// The draft head was trained for a model of another hidden size.
+    #[error("the draft head is for a model of hidden size {draft}, the model has {own}")]
+    Hidden {
+        /// The hidden size for which the head was trained.
+        draft: u32,
+        /// The hidden size of the model.
+        own: u32,
+    },
+    /// The draft head was trained for a model with another vocabulary.
+    #[error("the draft head is for a model with a vocabulary of {draft} tokens, the model has {own}")]
+    HeadVocabulary {
+        /// The number of tokens for which the head was trained.
+        draft: u32,
+        /// The number of tokens of the model.
+        own: u32,
+    },
+    /// The draft head reads hidden states of a layer that the model does not have.
+    #[error("the draft head reads the input of layer {layer}, the model has {layers} layers")]
+    Layer {
+        /// The layer's number, from 0.
+        layer: u32,
+        /// The number of layers of the model.
+        layers: u32,
+    },
     /// The model is split over several devices.
     #[error("a draft model is not supported for a replica that is split over {devices} devices")]
     Split {
@@ -48,10 +72,13 @@ pub enum DraftError {
     },
 }
 
-/// Checks that a model can draft for another one.
+/// Checks that a model or a draft head can draft for a model.
 pub fn check(draft: &Checkpoint, own: &Checkpoint) -> Result<(), DraftError> {
     if let Some(what) = unsupported(&draft.config) {
         return Err(DraftError::Family { what });
+    }
+    if let Some(head) = &draft.config.draft_head {
+        return check_head(head, &own.config);
     }
     if draft.config.vocab != own.config.vocab {
         return Err(DraftError::Vocabulary { draft: draft.config.vocab, own: own.config.vocab });
@@ -61,6 +88,20 @@ pub fn check(draft: &Checkpoint, own: &Checkpoint) -> Result<(), DraftError> {
         compare(&draft, &own)?;
     }
     Ok(())
+}
+
+/// Checks that a draft head is for a model like this one.
+fn check_head(head: &DraftHead, own: &ModelConfig) -> Result<(), DraftError> {
+    if head.target_hidden != own.hidden {
+        return Err(DraftError::Hidden { draft: head.target_hidden, own: own.hidden });
+    }
+    if head.target_vocab != own.vocab {
+        return Err(DraftError::HeadVocabulary { draft: head.target_vocab, own: own.vocab });
+    }
+    match head.features(own.layers).into_iter().find(|layer| *layer > own.layers) {
+        Some(layer) => Err(DraftError::Layer { layer, layers: own.layers }),
+        None => Ok(()),
+    }
 }
 
 /// Returns what the layers of a model have that a draft model must not have.

@@ -42,6 +42,26 @@ pub fn expected(name: &str) -> Expected {
     }
 }
 
+/// A prompt with the greedy tokens behind it and, for each of them, the tokens that a draft head drafts behind it.
+pub struct Drafted {
+    pub prompt: Vec<u32>,
+    pub greedy: Vec<u32>,
+    pub drafts: Vec<Vec<u32>>,
+}
+
+/// Returns what PyTorch computes for a draft head (`tests/fixtures/make_eagle.py`), and the folder of its model.
+pub fn drafted(name: &str) -> (PathBuf, Vec<Drafted>) {
+    let text = std::fs::read_to_string(fixture(&format!("eagle/{name}/expected.json"))).expect("expected.json");
+    let json: serde_json::Value = serde_json::from_str(&text).expect("valid JSON");
+    let cases = json["cases"].as_array().expect("cases").iter().map(|case| Drafted {
+        prompt: serde_json::from_value(case["prompt"].clone()).expect("a prompt"),
+        greedy: serde_json::from_value(case["greedy"].clone()).expect("tokens"),
+        drafts: serde_json::from_value(case["drafts"].clone()).expect("lists of drafts"),
+    });
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(json["model"].as_str().expect("a folder"));
+    (folder, cases.collect())
+}
+
 /// Returns a request for `tokens` greedily sampled tokens, in which an end-of-sequence token does not stop generation.
 pub fn request(prompt: &[u32], tokens: u32) -> Request {
     Request {

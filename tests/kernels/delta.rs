@@ -613,7 +613,7 @@ fn prompt_step(
     tokens.resize(rows as usize, vec![f32::from_bits(POISON); heads.projected() as usize]);
     let width = heads.output();
     let scratch = scratch_bytes(heads, rows, most) as usize / 4;
-    let layout = ChunkLayout { prompts: most, recurrent: true };
+    let layout = ChunkLayout { prompts: most, cells: true };
     let chunk = cases.words("chunk", &descriptor(layout, &prompts));
     let cells_at = u64::from(layout.cells(0)) * 4;
     let operands = PromptOperands {
@@ -878,7 +878,7 @@ fn heads_that_are_served() {
 
 #[test]
 fn cells_are_laid_out_by_blocks() {
-    let layout = ChunkLayout { prompts: 4, recurrent: true };
+    let layout = ChunkLayout { prompts: 4, cells: true };
     let tokens = [5; BLOCK_ROWS as usize + 1];
     let prompt = |rows: u32, next, from, keeps| PromptRows {
         slot: 0,

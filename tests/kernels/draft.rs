@@ -9,6 +9,7 @@ use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor};
 use ostinato::kernels::delta::{DeltaHeads, MOST_PENDING, delta_step, delta_verify};
 use ostinato::kernels::draft::{self, VerifyRows};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows};
+use ostinato::kernels::gemm::Activations;
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::{
     DeltaStepArgs, DraftRowsArgs, JoinNormsArgs, LookUpArgs, NextTokensArgs, NoteTokensArgs, ShiftTokensArgs,
@@ -17,7 +18,7 @@ use ostinato::kernels::shaders::{
 use ostinato::kernels::state::*;
 use ostinato::kernels::tags::Flow;
 
-const LAYOUT: ChunkLayout = ChunkLayout { prompts: 5, recurrent: true };
+const LAYOUT: ChunkLayout = ChunkLayout { prompts: 5, cells: true };
 const EPSILON: f32 = 1e-6;
 /// Tolerance for sums of some dozens of f32 in a different order.
 const SUMS: f32 = 1e-5;
@@ -249,6 +250,21 @@ fn norms_are_joined_and_the_best_token_is_kept() {
         };
         cases.recording.call(draft::join_norms("norms".to_owned(), rows, args));
     }
+    for (rows, width, first, normed) in [(1, 8, 0, true), (3, 100, 12, true), (4, 256, 256, false), (2, 40, 80, false)]
+    {
+        cases.case(format!("rows.{rows}.{width}"));
+        let (x_stride, y_stride) = (width + 4, first + width + 8);
+        let x = cases.floats("x", &random.floats((rows * x_stride) as usize));
+        let norm = cases.floats("norm", &random.floats(width as usize));
+        let y = cases.output("y", (rows * y_stride) as usize, Expect::Floats(SUMS));
+        let [x, y] = [(x, x_stride), (y, y_stride)].map(|(range, stride)| Activations { range, stride });
+        let norm = normed.then_some((norm, EPSILON));
+        cases.recording.call(draft::join_rows("rows".to_owned(), (rows, width), x, norm, (y, first)));
+        let memory = cases.reference();
+        let at = |range, index: u32| memory.f32(range, index);
+        assert!(normed || at(y.range, first + width - 1) == at(x.range, width - 1), "rows as they are");
+        assert!(first == 0 || at(y.range, first - 1).is_nan(), "columns before the first are left");
+    }
     for index in 0..MOST_DRAFTS {
         cases.case(format!("draft.{index}"));
         // The first row has a tie and a part without tokens; the second row has NaN logits.
@@ -262,12 +278,18 @@ fn norms_are_joined_and_the_best_token_is_kept() {
             partials: cases.words("partials", &words),
             rows: cases.words("rows", &[1, 9, 3, 1, 1, 9, 0, 1, 1, 9, 1, 0]),
             slots: cases.words("slots", &slots([1, 2, 3, 4])),
+            // The tokens of a vocabulary of its own, for one of the drafts.
+            token_ids: {
+                let token_ids = cases.words("token_ids", &(0..41).map(|token| 1000 + token).collect::<Vec<u32>>());
+                if index == 1 { token_ids } else { token_ids.none() }
+            },
             row_count: 3,
             parts: 4,
         };
         cases.recording.call(draft::store_draft("store".to_owned(), index, args));
         let memory = cases.reference();
-        assert_eq!(memory.u32(args.slots, 3 * SLOT_WORDS + SLOT_DRAFTS + index), 21, "the lower of equals");
+        let lower = if index == 1 { 1021 } else { 21 };
+        assert_eq!(memory.u32(args.slots, 3 * SLOT_WORDS + SLOT_DRAFTS + index), lower, "the lower of equals");
         assert_eq!(memory.u32(args.slots, SLOT_WORDS + SLOT_DRAFTS + index), 210 + index, "a row that is not valid");
     }
     check(&cases);

@@ -219,7 +219,7 @@ fn call(chunks: &[Chunk], splits: u32, limit: f32, cases: &mut Cases, way: Flash
         first_page += chunk.pages.len() as u32 + 2;
     }
     let most = chunks.len() as u32 + 1;
-    let descriptor = descriptor(ChunkLayout { prompts: most, recurrent: false }, &prompts);
+    let descriptor = descriptor(ChunkLayout { prompts: most, cells: false }, &prompts);
     let packed = way == FlashWay::Wgmma { packed: true };
     let (output_stride, words, expect) = match packed {
         // Rounding to bfloat16 changes values of up to 2 by 2^-8.

@@ -139,7 +139,7 @@ fn embed_rows_of_a_batch_and_of_a_chunk_from_whole_and_split_tables() {
                     rows.map(|((position, token), left)| [*token, position, p.slot, left])
                 })
                 .collect();
-            let layout = ChunkLayout { prompts: 5, recurrent: true };
+            let layout = ChunkLayout { prompts: 5, cells: true };
             // The words after a chunk's tokens are leftovers of an earlier chunk.
             let mut chunk = descriptor(layout, &prompts);
             chunk.extend((count..rows).map(|i| u32::MAX - i));
@@ -226,7 +226,7 @@ fn embed_rows_from_fragments_and_with_tags() {
             let rows = tokens.len() as u32;
             let prompt =
                 PromptRows { slot: 7, start: 3, tokens: &tokens, last: false, next: None, from: None, keeps: &[] };
-            let layout = ChunkLayout { prompts: 1, recurrent: false };
+            let layout = ChunkLayout { prompts: 1, cells: false };
             let chunk = descriptor(layout, &[prompt]);
             let stride = decoder::stride(hidden);
             let chunk = cases.words("chunk", &chunk);
@@ -302,7 +302,7 @@ fn take_last_copies_the_last_rows_of_the_prompts_that_end() {
                 keeps: &[],
             })
             .collect();
-        let layout = ChunkLayout { prompts: 8, recurrent: false };
+        let layout = ChunkLayout { prompts: 8, cells: false };
         let mut wanted = Vec::new();
         let mut end = 0;
         for &(length, last) in prompts {

@@ -11,7 +11,7 @@
 //! padding that kernels may read.
 
 use crate::common::{Driver, Vulkan};
-use crate::harness::models::{expected, fixture};
+use crate::harness::models::{drafted, expected, fixture};
 use crate::harness::{Bench, Bound, Change, Expect, POISON, Random, compare};
 use crate::pages::stored;
 use ostinato::config::KvFormat;
@@ -33,7 +33,7 @@ use ostinato::memory::pack::codes::{sample, unit_cols};
 use ostinato::memory::pack::{self, Format, Layout};
 use ostinato::model::checkpoint::Checkpoint;
 use ostinato::model::config::{LayerKind, MlpKind};
-use ostinato::model::decoder::drafter::{DRAFTER, Drafter, PlacedWeight};
+use ostinato::model::decoder::drafter::{DRAFTER, Drafter, DrafterKind, PlacedWeight};
 use ostinato::model::decoder::stage::LayerStage;
 use ostinato::model::decoder::{Decoder, RECURRENT, ROPE, RingLayout, StepShape, stride};
 use ostinato::model::synth::{self, SynthOptions};
@@ -71,7 +71,7 @@ fn decoder<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, max_
             chunk: CHUNK,
             prompts: 2,
             max_pages: PAGES,
-            recurrent: checkpoint.config.delta.is_some(),
+            cells: checkpoint.config.delta.is_some(),
             windows: false,
         },
         cells: 4,
@@ -149,9 +149,11 @@ fn sampled(format: Format, rows: u32, cols: u32) -> Vec<u32> {
 /// Returns a replica's memory before its first step.
 fn initial(decoder: &Decoder<'_>, recordings: &[&Recording]) -> Memory {
     let mut memory = weight_words(decoder);
-    let c = decoder.config;
-    let heads = decoder.heads(0);
+    memory.extend(decoder.placed_tables().into_iter().filter(|(_, words)| !words.is_empty()));
     for (name, bytes) in buffer_sizes(recordings) {
+        let of_drafter = decoder.drafter.as_ref().filter(|_| name.starts_with(DRAFTER));
+        let decoder = of_drafter.map_or(decoder, |drafter| &drafter.decoder);
+        let (c, heads) = (decoder.config, decoder.heads(0));
         let words = bytes.div_ceil(4) as usize;
         let row = |width: u32| {
             let stride = stride(width);
@@ -169,9 +171,9 @@ fn initial(decoder: &Decoder<'_>, recordings: &[&Recording]) -> Memory {
             let line: Vec<u32> = chosen.chain(experts().shared_inner.into_iter().flat_map(part)).collect();
             line.into_iter().cycle().take(words).collect()
         };
-        // A draft model is the model itself here, so its buffers have the same sizes.
         let content = match name.strip_prefix(DRAFTER).unwrap_or(&name) {
             "x" | "head.x" | "draft.x" | "draft.embedded" | "draft.head" => row(c.hidden),
+            "draft.projected" | "draft.output" => row(c.hidden),
             "draft.joined" => row(2 * c.hidden),
             "qkv" => row(c.qkv_rows(&c.attention_kinds[0])),
             "attention.output" => row(heads.q * heads.dim),
@@ -223,6 +225,7 @@ fn expect(name: &str, heads: Heads, near: f32) -> Expect {
         // Rows of floats for `matmul`, and their factors.
         name if name.starts_with("blocked.") => Expect::Floats(near),
         "draft.x" | "draft.embedded" | "draft.joined" | "draft.head" | "draft.logits" => Expect::Floats(near),
+        "draft.features" | "draft.projected" | "draft.output" => Expect::Floats(near),
         // Pairs of a chosen expert and its share.
         "experts.choices" => Expect::Pairs(near),
         // Pairs of a token and its log probability.
@@ -602,7 +605,7 @@ fn steps_of_a_draft_model_mean_the_same_on_lavapipe_and_in_plain_rust() {
     for name in ["qwen3-gqa7", "llama-bias"] {
         let checkpoint = open(name);
         let own = decoder(&vulkan, bench.driver, &checkpoint, WHOLE);
-        let drafter = Some(Drafter { decoder: Box::new(own.clone()), sequences: 2 });
+        let drafter = Some(Drafter { kind: DrafterKind::Model, decoder: Box::new(own.clone()), sequences: 2 });
         let decoder = Decoder { drafts: 1, drafter, ..own };
         let recordings = Recordings::new(&decoder);
         let known = expected(name);
@@ -610,6 +613,58 @@ fn steps_of_a_draft_model_mean_the_same_on_lavapipe_and_in_plain_rust() {
         let (tokens, accepted) = run.verify_own(&recordings, &known.prompt);
         assert_eq!(tokens, known.greedy[..tokens.len()], "{name}");
         assert_eq!(accepted, 8, "{name}: every draft is right");
+    }
+}
+
+/// Goal: a draft head drafts the tokens that PyTorch's does, behind a prompt in chunks and behind steps that accept none, some
+/// or all of its drafts. Method: the drafts that each step leaves in the sequence's slot; pages start as NaN. The small one is
+/// also compared with plain Rust, buffer by buffer.
+#[test]
+fn a_draft_head_drafts_what_pytorchs_does() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::first());
+    for (name, interpreted) in [("options", true), ("demo", false)] {
+        let (folder, cases) = drafted(name);
+        let model = Checkpoint::open(&folder).expect("the model");
+        let head = Checkpoint::open_draft(&fixture(&format!("eagle/{name}"))).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let mut own = decoder(&vulkan, bench.driver, &model, WHOLE);
+        own.state.cells = true;
+        let drafting = Decoder { config: &head.config, weights: head.weights(), ..own.clone() };
+        let kind = DrafterKind::Head { token_ids: &head.draft_tokens };
+        let drafter = Some(Drafter { kind, decoder: Box::new(drafting), sequences: 2 });
+        let decoder = Decoder { drafts: 3, drafter, ..own };
+        let recordings = Recordings::new(&decoder);
+        let mut accepted = [0; 4];
+        for (number, case) in cases.iter().enumerate() {
+            let what = format!("{name}, prompt {number}");
+            let mut run = Run::new(&what, &bench, &decoder, &recordings, interpreted && number == 0);
+            let (first, mut step) = run.prompt(&recordings, &case.prompt);
+            let mut tokens = vec![first];
+            loop {
+                assert_eq!(tokens, case.greedy[..tokens.len()], "{what}");
+                let at = decoder.state.slot_word(SLOT, state::SLOT_DRAFTS) as usize;
+                let drafts = &run.words("state")[at..at + 3];
+                assert_eq!(drafts, &case.drafts[tokens.len() - 1][..], "{what}, behind {} tokens", tokens.len());
+                if tokens.len() + 4 > case.greedy.len() {
+                    break;
+                }
+                // The row is in different positions of different buckets, alone or beside another sequence, while that has room
+                // in its page, or an idle slot.
+                let beside = if tokens.len() < 6 { BESIDE } else { 1 };
+                let (batch, recording, row): (Vec<u32>, _, u32) = match tokens.len() % 2 {
+                    0 => (vec![SLOT], &recordings.verify[0], 0),
+                    _ => (vec![beside, SLOT], &recordings.verify[1], 4),
+                };
+                run.patch(run.layout.batch_word(0), &batch);
+                run.step(&[recording]);
+                let drawn: Vec<u32> = (row..row + 4).map_while(|row| run.token(step, row)).collect();
+                accepted[drawn.len() - 1] += 1;
+                tokens.extend(drawn);
+                step += 1;
+            }
+        }
+        println!("{name}: {accepted:?} steps accepted none to three drafts");
+        assert!(name != "demo" || accepted.iter().all(|steps| *steps > 0), "{accepted:?}");
     }
 }
 
@@ -961,7 +1016,11 @@ fn a_tagged_decode_step_behind_a_draft_model_means_the_same_in_plain_rust() {
     let own = emulated(&vulkan, bench.driver, checkpoint, way);
     let mut drafting = own.clone();
     drafting.tuning.tags = false;
-    let decoder = Decoder { drafts: 1, drafter: Some(Drafter { decoder: Box::new(drafting), sequences: 2 }), ..own };
+    let decoder = Decoder {
+        drafts: 1,
+        drafter: Some(Drafter { kind: DrafterKind::Model, decoder: Box::new(drafting), sequences: 2 }),
+        ..own
+    };
     let recordings = Recordings::new(&decoder);
     for decode in &recordings.decode {
         let carried =
@@ -1205,8 +1264,7 @@ fn a_tagged_step_reads_no_word_of_another_whatever_the_order_of_workgroups() {
 #[test]
 fn a_tagged_product_whose_input_never_comes_raises_the_fault_word_and_ends() {
     let mut recording = Recording::new("stuck");
-    let layout =
-        StateLayout { slots: 4, rows: 4, chunk: 16, prompts: 2, max_pages: 8, recurrent: false, windows: false };
+    let layout = StateLayout { slots: 4, rows: 4, chunk: 16, prompts: 2, max_pages: 8, cells: false, windows: false };
     let fault = layout.fault(&mut recording);
     let weight = recording.buffer("weight", 16 * 32 * 2);
     let [x, y] = [("x", 32), ("y", 32)].map(|(name, width)| recording.buffer(name, width * 4));

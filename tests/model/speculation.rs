@@ -1,17 +1,20 @@
-//! Goal: drafting changes only the number of steps, whether the model's own block drafts, a look-up in the sequence, or a
-//! second model. The tokens are the same, and drafts are accepted. Method: the demo models and committed checkpoints on
+//! Goal: drafting changes only the number of steps, whether the model's own block drafts, a look-up in the sequence, a
+//! second model, or a draft head. The tokens are the same, and drafts are accepted. Method: the demo models and committed checkpoints on
 //! lavapipe with keys and values in f32; for the block, prompts of held-out tasks whose answers the model predicts with
 //! certainty; with the largest number of drafts and without; greedy and sampled with a seed, alone and several at a time.
 
 use crate::common::{Driver, Vulkan};
-use crate::harness::models::{Generated, Lines, collect, expected, fixture, generate, idle, request, submit};
-use ostinato::config::{Config, Draft, KvFormat, Model, Placement, SplitMode};
+use crate::harness::models::{
+    Drafted, Generated, Lines, collect, drafted, expected, fixture, generate, idle, request, submit,
+};
+use ostinato::config::{Config, Draft, KvFormat, Model, Placement, Quantize, SplitMode};
 use ostinato::engine::request::{Limits, Request, Sampling};
 use ostinato::gpu::devices::start_on;
 use ostinato::gpu::error::StartError;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
 use ostinato::model::draft::DraftError;
+use ostinato::model::grammar::Constraint;
 use ostinato::model::text::Text;
 use ostinato::model::text::chat::{ChatMessage, ChatOptions};
 use ostinato::telemetry::with_causes;
@@ -363,6 +366,207 @@ fn a_draft_model_follows_preemption_and_prefix_hits() {
         let (_, replica) = hosts[1].route("", "").expect("one model");
         assert!(replica.load().preemptions > 0, "{name}: {pages} pages do not suffice");
     }
+}
+
+/// Returns the drafts that are accepted, if a sequence draws these tokens with three drafts wherever they are possible.
+fn accepted_of(greedy: &[u32], drafts: &[Vec<u32>]) -> u32 {
+    let (mut known, mut accepted) = (1, 0);
+    while known < greedy.len() {
+        let right = drafts[known - 1].iter().zip(&greedy[known..]).take_while(|(draft, token)| draft == token).count();
+        accepted += right;
+        known += right + 1;
+    }
+    accepted as u32
+}
+
+/// The number of tokens at the end of an output, at most, that are drawn without drafts, as the steps that are queued may not
+/// draw more than is left.
+const LAST: usize = 15;
+
+/// Goal: a draft head drafts what PyTorch's does: as many drafts are accepted, and the tokens are those of transformers, for
+/// prompts in long and short chunks and with pages of the prefix cache.
+#[test]
+fn a_draft_head_drafts_what_it_was_trained_to() {
+    let vulkan = Vulkan::new();
+    for name in ["demo", "options"] {
+        let (path, cases) = drafted(name);
+        let head = fixture(&format!("eagle/{name}"));
+        for chunk in [16, 64] {
+            let lines = Lines::default();
+            let host = serve_with_model(&vulkan, (&path, Some(&head)), &lines, |model| {
+                (model.context, model.prefill_chunk) = (Some(256), Some(chunk));
+            });
+            let host = host.unwrap_or_else(|error| panic!("{name}: {}", with_causes(&error)));
+            let lines = lines.0.lock().expect("no panic");
+            assert!(
+                lines.iter().any(|line| line.contains("drafts come from") && line.contains("a draft head")),
+                "{lines:?}"
+            );
+            let (_, replica) = host.route("", "").expect("one model");
+            for turn in 0..2 {
+                let (mut sum, mut all) = (0, 0);
+                for Drafted { prompt, greedy, drafts } in &cases {
+                    let found = generate(&replica, request(prompt, greedy.len() as u32));
+                    assert_eq!(found.tokens, *greedy, "{name}, chunk {chunk}, turn {turn}");
+                    let right = found.finished.accepted_tokens;
+                    let wanted = accepted_of(&greedy[..greedy.len() - LAST], drafts)..=accepted_of(greedy, drafts);
+                    assert!(
+                        wanted.contains(&right),
+                        "{name}, turn {turn}: {right} drafts are accepted, {wanted:?} of PyTorch"
+                    );
+                    assert!(
+                        turn == 0 || prompt.len() <= 16 || found.finished.cached_tokens >= 16,
+                        "{name}: pages are found"
+                    );
+                    sum += right;
+                    all += found.finished.output_tokens;
+                }
+                println!("{name}, chunk {chunk}, turn {turn}: {sum} of {all} tokens were drafted");
+                assert!(name != "demo" || sum * 3 > all, "{sum} of {all} tokens were drafted");
+            }
+            idle(&replica);
+        }
+    }
+}
+
+/// Goal: sequences that share steps, lose their pages and find those of others, sampled and constrained ones, draw with a
+/// draft head what they draw without; also beside quantised weights and on weights in fragments, and with the head's own
+/// weights quantised.
+#[test]
+fn a_draft_head_changes_no_token() {
+    let vulkan = Vulkan::new();
+    let head = fixture("eagle/demo");
+    let gguf = fixture("llama.cpp/demo-Q4_K_M.gguf");
+    for (path, quantize, fragments, pages) in [
+        (demo("model"), None, "fragments=0", 8),
+        (gguf, None, "fragments=0", 32),
+        (demo("model"), Some(Quantize::Int8), "fragments=1", 32),
+    ] {
+        let hosts = [None, Some(&*head)].map(|draft| {
+            let mut model = Model::new("m", &*path, Some(vulkan.adapter(Driver::first()).selector()));
+            model.draft = draft.map(|path| Draft::Model(path.to_owned()));
+            (model.drafts, model.drafts_always) = (Some(if draft.is_some() { 3 } else { 0 }), Some(true));
+            (model.kv_format, model.quantize, model.slots) = (Some(KvFormat::F32), quantize, Some(3));
+            (model.context, model.kv_pages, model.prefill_chunk) = (Some(128), Some(pages), Some(64));
+            let mut config = Config { models: vec![model], ..Config::default() };
+            config.runtime.tune = vec![fragments.into()];
+            start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|error| panic!("{}", with_causes(&error)))
+        });
+        let text = Text::load(&demo("model")).expect("the tokenizer").expect("there is one");
+        let asks: Vec<Request> = (0..4u32)
+            .map(|number| {
+                let asked = format!(
+                    "<|im_start|>user\nTell me a story about a fox, a lantern, a river and a bird who saw it all, once upon \
+                     a time in the old forest behind the mill, {}<|im_end|>\n<|im_start|>assistant\n",
+                    ["please.", "now.", "and a bee.", "and a cat."][number as usize]
+                );
+                let prompt = text.encode(&asked, true).expect("it is text");
+                let temperature = if number % 2 == 0 { 0.0 } else { 0.4 };
+                let sampling = Sampling { temperature, seed: Some(number.into()), ..Sampling::default() };
+                Request { id: number.to_string(), sampling, ..request(&prompt, 40 - number) }
+            })
+            .collect();
+        let what = format!("{}, {quantize:?}, {fragments}", path.display());
+        let wanted = run(&hosts[0], &asks, false);
+        for turn in 0..2 {
+            let found = run(&hosts[1], &asks, true);
+            assert_eq!(tokens(&found), tokens(&wanted), "{what}, turn {turn}, together");
+            let found = run(&hosts[1], &asks, false);
+            assert_eq!(tokens(&found), tokens(&wanted), "{what}, turn {turn}, alone");
+            assert!(found.iter().any(|one| one.finished.cached_tokens >= 16), "{what}: pages are found");
+            let (drafted, accepted, output) = sums(&found);
+            println!("{what}, turn {turn}: {accepted} of {drafted} right, {output} tokens");
+            assert!(accepted * 5 > output, "{what}: {accepted} of {output} tokens were drafted");
+        }
+        // Steps of a constrained row verify no drafts.
+        let both = hosts.each_ref().map(|host| {
+            let model = host.models()[0].clone();
+            let text = model.text.as_deref().expect("a tokenizer");
+            let grammars = text.grammars(model.info.vocabulary, &model.info.eos_ids).expect("constraints");
+            let grammar = grammars.start(&Constraint::Regex("[a-z ]{40}".to_owned()), false).expect("a constraint");
+            let ask = Request { id: "constrained".to_owned(), grammar: Some(grammar), ..request(&asks[0].prompt, 20) };
+            run(host, &[ask, asks[2].clone()], true)
+        });
+        assert_eq!(tokens(&both[1]), tokens(&both[0]), "{what}, beside a constrained row");
+        let (_, replica) = hosts[1].route("", "").expect("one model");
+        assert!(pages > 8 || replica.load().preemptions > 0, "{what}: {pages} pages do not suffice");
+    }
+}
+
+/// Returns the folder of a copy of a draft head whose configuration and tensors are changed.
+fn changed(
+    name: &str,
+    change: impl FnOnce(&mut serde_json::Value),
+    keep: impl Fn(&str) -> Option<Vec<i64>>,
+) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a folder");
+    let from = fixture(&format!("eagle/{name}"));
+    let text = std::fs::read_to_string(from.join("config.json")).expect("a configuration");
+    let mut config = serde_json::from_str(&text).expect("JSON");
+    change(&mut config);
+    std::fs::write(folder.path().join("config.json"), config.to_string()).expect("a file");
+    let bytes = std::fs::read(from.join("model.safetensors")).expect("the tensors");
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("safetensors");
+    let words: Vec<(String, Option<Vec<u8>>)> = tensors
+        .names()
+        .into_iter()
+        .map(|tensor| (tensor.to_owned(), keep(tensor).map(|all| all.iter().flat_map(|n| n.to_le_bytes()).collect())))
+        .collect();
+    let views =
+        words.iter().filter(|(_, words)| words.as_ref().is_none_or(|words| !words.is_empty())).map(|(name, words)| {
+            let old = tensors.tensor(name).expect("a tensor");
+            let data = words.as_deref().unwrap_or(old.data());
+            (
+                name.clone(),
+                safetensors::tensor::TensorView::new(old.dtype(), old.shape().to_vec(), data).expect("a view"),
+            )
+        });
+    let bytes = safetensors::serialize(views, None).expect("tensors");
+    std::fs::write(folder.path().join("model.safetensors"), bytes).expect("a file");
+    folder
+}
+
+/// Goal: a draft head of another model, or with tensors that are missing or too many, is refused by name with both numbers
+/// before anything is loaded; and so is a draft head that is to be served alone.
+#[test]
+fn a_draft_head_that_does_not_fit_is_refused_by_what_it_is() {
+    let vulkan = Vulkan::without_validation();
+    let (error, text) = refused(&vulkan, &fixture("qwen3-deep"), &fixture("eagle/demo"));
+    assert!(matches!(error, DraftError::Hidden { draft: 256, own: 40 }), "{text}");
+    assert!(text.contains("256") && text.contains("40"), "{text}");
+    let with = |key: &str, value: serde_json::Value| {
+        let key = key.to_owned();
+        changed("demo", move |config| config[key] = value, |_| None)
+    };
+    let refused_head = |folder: &tempfile::TempDir| refused(&vulkan, &demo("model"), folder.path());
+    let (error, text) = refused_head(&with("vocab_size", 2049.into()));
+    assert!(matches!(error, DraftError::HeadVocabulary { draft: 2049, own: 2048 }), "{text}");
+    let (error, text) = refused_head(&with("eagle_aux_hidden_state_layer_ids", vec![2, 4, 8].into()));
+    assert!(matches!(error, DraftError::Layer { layer: 8, layers: 7 }), "{text}");
+    for (folder, wanted) in [
+        (with("draft_vocab_size", 380.into()), "lm_head.weight has shape [384, 256], config.json asks for [380, 256]"),
+        (with("target_hidden_size", 128.into()), "fc.weight has shape [256, 768], config.json asks for [256, 384]"),
+        (changed("demo", |_| {}, |name| (name == "d2t").then(Vec::new)), "tensor d2t is missing"),
+        (
+            changed("demo", |_| {}, |name| (name == "midlayer.hidden_norm.weight").then(Vec::new)),
+            "midlayer.hidden_norm.weight is missing",
+        ),
+        (
+            changed("demo", |_| {}, |name| (name == "d2t").then(|| vec![1700; 384])),
+            "makes token 2048 of entry 348, the vocabulary has 2048 tokens",
+        ),
+        (
+            changed("options", |config| config["norm_before_fc"] = false.into(), |_| None),
+            "input_norm.weight would not be",
+        ),
+    ] {
+        let (error, text) = refused_head(&folder);
+        assert!(matches!(error, DraftError::Checkpoint(_)) && text.contains(wanted), "{wanted}: {text}");
+    }
+    let path = fixture("eagle/demo");
+    let error = serve_with_model(&vulkan, (&path, None), &Lines::default(), |_| {}).expect_err("it is no model");
+    let text = with_causes(&error);
+    assert!(error.is_users() && text.contains("is a draft head (EAGLE-3), which is no model of its own"), "{text}");
 }
 
 /// Returns the error of a start with a draft model.

@@ -254,6 +254,19 @@ fn a_checkpoint_is_inspected_without_a_device() {
     assert_eq!(refused.status.code(), Some(2), "{}", told(&refused));
     assert!(told(&refused).contains("a draft model with recurrent layers is not supported"), "{}", told(&refused));
 
+    // So does a draft head, which is no model of its own.
+    let head = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/eagle/demo");
+    let head = head.to_str().unwrap();
+    let described = json(&[head]);
+    let says = (&described["architecture"], &described["draft_head"], &described["runs"]);
+    assert_eq!(says, (&"LlamaForCausalLMEagle3".into(), &true.into(), &false.into()), "{described}");
+    assert!(described["reasons"][0].as_str().unwrap().contains("no model of its own"), "{described}");
+    let text = String::from_utf8(inspect(&[head]).stdout).unwrap();
+    assert!(text.contains("draft head     EAGLE-3, drafts 384 of 2048 tokens from 3 hidden states of 256\n"), "{text}");
+    let drafting = json(&["demo", "--draft", head]);
+    assert_eq!(drafting["draft_weight_bytes"], described["weight_bytes"]);
+    assert_eq!(kv(&drafting), kv(&demo) + kv(&described));
+
     let file = gguf(folder.path());
     let packed = json(&[&file]);
     assert_eq!((&packed["format"], &packed["runs"]), (&"GGUF".into(), &true.into()), "{packed}");

@@ -15,7 +15,7 @@ use crate::kernels::layout::StateLayout;
 use crate::kernels::sampling;
 use crate::model::checkpoint::WeightSpec;
 use crate::model::config::{LayerKind, ModelConfig};
-use crate::model::decoder::drafter::Drafter;
+use crate::model::decoder::drafter::{Drafter, DrafterKind};
 use crate::model::decoder::stage::LayerStage;
 use crate::model::decoder::{self, Decoder, RingLayout, Tuning, most_gemv_rows};
 use std::collections::BTreeMap;
@@ -296,7 +296,7 @@ impl Build<'_> {
                 // Steps that draw tokens from several prompts have a power of two as their number of rows.
                 prompts: slots.next_power_of_two().min(MOST_PROMPTS),
                 max_pages: context.div_ceil(PAGE_TOKENS),
-                recurrent: config.delta.is_some(),
+                cells: config.delta.is_some() || self.draft.is_some_and(|draft| draft.config.draft_head.is_some()),
                 windows: window_pages.is_some(),
             },
             cells: slots + self.snapshots().unwrap_or(0),
@@ -326,7 +326,11 @@ impl Build<'_> {
                 tuning: Tuning { tags: false, ..tuning },
                 ..decoder.clone()
             };
-            decoder.drafter = Some(Drafter { decoder: Box::new(own), sequences: self.draft_sequences() });
+            let kind = match draft.config.draft_head {
+                Some(_) => DrafterKind::Head { token_ids: &draft.draft_tokens },
+                None => DrafterKind::Model,
+            };
+            decoder.drafter = Some(Drafter { kind, decoder: Box::new(own), sequences: self.draft_sequences() });
         }
         decoder
     }

@@ -12,7 +12,7 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::region::buffer_sizes;
 use crate::kernels::state::MOST_DRAFTS;
 use crate::memory::plan::{self, KvRequest, MemoryLimits, Pages, Plan, PlanEntry, Purpose, Side, WindowRequest};
-use crate::model::decoder::drafter::DRAFTER;
+use crate::model::decoder::drafter::{DRAFTER, TOKEN_IDS};
 use crate::model::decoder::{self, Decoder, Part, ROPE};
 use std::collections::HashSet;
 
@@ -41,7 +41,7 @@ pub(crate) const MOST_CHUNK: u32 = 16_384;
 /// model's.
 pub(crate) fn purpose(name: &str) -> Purpose {
     match name.strip_prefix(DRAFTER).unwrap_or(name) {
-        "state" | "sampling.counts" | "step" | "orders" | "history" => Purpose::State,
+        "state" | "sampling.counts" | "step" | "orders" | "history" | TOKEN_IDS => Purpose::State,
         name if name.starts_with(ROPE) => Purpose::State,
         name if name.starts_with(decoder::RECURRENT) => Purpose::Recurrent,
         "ring" | "dump" | "scores" | "pooled" => Purpose::Ring,
@@ -103,7 +103,7 @@ impl Build<'_> {
                 }
                 false => {
                     let why = "the checkpoint has no block that drafts tokens (multi-token prediction)";
-                    (why, ", or a draft model")
+                    (why, ", a draft model or a draft head")
                 }
             };
             return Err(self

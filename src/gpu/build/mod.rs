@@ -50,7 +50,7 @@ use crate::memory::pack::Packing;
 use crate::memory::plan::{HumanBytes, Plan, Purpose, Side};
 use crate::memory::{Buffer, BufferTable, MemoryError, Place, WeightFile};
 use crate::model::checkpoint::{Checkpoint, SourceRef, WeightSpec};
-use crate::model::decoder::drafter::{DRAFTER, PlacedWeight};
+use crate::model::decoder::drafter::{DRAFTER, PlacedWeight, TOKEN_IDS};
 use crate::model::decoder::{Decoder, Part, ROPE, parallel, stride};
 use crate::replica::MemoryUse;
 use crate::telemetry::clock::Moment;
@@ -254,8 +254,10 @@ impl Build<'_> {
         if let (Some(drafter), Some(draft)) = (&decoder.drafter, self.draft) {
             let (layers, bytes) = (draft.config.layers, 2 * drafter.decoder.cache_page_bytes().iter().sum::<u64>());
             let weights = drafter.decoder.weights.iter().map(WeightSpec::bytes).sum();
+            let what =
+                if draft.config.draft_head.is_some() { "a draft head".to_owned() } else { format!("{layers} layers") };
             self.progress.line(&format!(
-                "\"{}\": drafts come from {}: {layers} layers, {} of weights, {} of each kv page",
+                "\"{}\": drafts come from {}: {what}, {} of weights, {} of each kv page",
                 self.name,
                 draft.dir.display(),
                 HumanBytes(weights),
@@ -304,7 +306,8 @@ impl Build<'_> {
             let own = name.strip_prefix(DRAFTER);
             let cache = own.is_none() && matches!(purpose(&name), Purpose::KvPages | Purpose::Recurrent);
             let own = own.unwrap_or(&name);
-            if place == Place::DeviceLocal && !cache && !own.starts_with(ROPE) && own != "orders" {
+            let table_of_words = ["orders", TOKEN_IDS].contains(&own);
+            if place == Place::DeviceLocal && !cache && !own.starts_with(ROPE) && !table_of_words {
                 let to = init.buffer(&name, bytes);
                 init.ops.push(Op::Fill { to, word: 0 });
             }
@@ -320,9 +323,9 @@ impl Build<'_> {
                 tables.push(upload(buffer, bytemuck::cast_slice(&rope))?);
             }
         }
-        for (name, orders) in decoder.placed_orders() {
-            if let (Some(buffer), [_, ..]) = (table.get(&name), &orders[..]) {
-                tables.push(upload(buffer, bytemuck::cast_slice(&orders))?);
+        for (name, words) in decoder.placed_tables() {
+            if let (Some(buffer), [_, ..]) = (table.get(&name), &words[..]) {
+                tables.push(upload(buffer, bytemuck::cast_slice(&words))?);
             }
         }
 

@@ -139,7 +139,7 @@ fn small_decoder<'a>(decoder: &Decoder<'_>, small: &'a Miniature) -> Decoder<'a>
             chunk,
             prompts: 1,
             max_pages: PAGES,
-            recurrent: small.config.delta.is_some(),
+            cells: small.config.delta.is_some(),
             windows: decoder.state.windows,
         },
         cells: slots,
@@ -237,7 +237,7 @@ impl<'a> Test<'a> {
         }
         let tables = decoder.placed_rope_tables().into_iter();
         host.extend(tables.map(|(name, table)| (name, table.into_iter().map(f32::to_bits).collect())));
-        host.extend(decoder.placed_orders());
+        host.extend(decoder.placed_tables());
         let mut table = BufferTable::new();
         for (name, bytes) in buffer_sizes(&recordings.all()) {
             let words = host.entry(name.clone()).or_default();

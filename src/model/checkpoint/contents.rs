@@ -108,7 +108,7 @@ pub struct Contents {
     pub context: Option<u64>,
     /// All tensors, in the order of their names.
     pub tensors: Vec<ListedTensor>,
-    /// The checkpoint, or all reasons for which it cannot be run.
+    /// The checkpoint, which may be a draft head, or all reasons for which it cannot be run.
     pub checkpoint: Result<Checkpoint, CheckpointError>,
 }
 
@@ -117,7 +117,7 @@ impl Contents {
     ///
     /// # Errors Files that are missing or damaged. A model that is complete and cannot be run is no error.
     pub fn read(path: &Path) -> Result<Contents, CheckpointError> {
-        let checkpoint = Checkpoint::open(path);
+        let checkpoint = Checkpoint::open_draft(path);
         if let Err(error) = &checkpoint
             && (error.problems.iter().any(is_damage) || !error.problems.iter().any(is_unsupported))
         {
@@ -138,7 +138,7 @@ fn of_folder(dir: &Path, checkpoint: Result<Checkpoint, CheckpointError>) -> Res
     }
     let text = file::read_text(&dir.join("config.json"), file::SMALL).unwrap_or_default();
     let config: Value = serde_json::from_str(&text).unwrap_or_default();
-    let texts = [&config, &config["text_config"]];
+    let texts = [&config, &config["text_config"], &config["transformer_layer_config"]];
     let architecture = config["architectures"][0].as_str().or_else(|| config["model_type"].as_str());
     let tensors = headers.tensors.into_iter().map(|(name, info)| ListedTensor {
         name,

@@ -11,8 +11,8 @@ use super::quantised::{self, MatrixRef, Names, QuantisedWeight};
 use super::{CheckpointProblem, SourceRef, TensorInfo, WeightKind, WeightSpec};
 use crate::memory::pack::{Format, RowMap, SourceFormat, Transposed};
 use crate::model::config::{
-    Architecture, Attention, BESIDE_DENSE, DeltaNet, Experts, Latent, LayerKind, MlpKind, ModelConfig, NormKind,
-    QkNorm, Rope,
+    Architecture, Attention, BESIDE_DENSE, DeltaNet, DraftHead, Experts, Latent, LayerKind, MlpKind, ModelConfig,
+    NormKind, QkNorm, Rope,
 };
 use crate::model::gguf::tensors::StoredAs;
 
@@ -160,6 +160,10 @@ struct Specs<'a> {
 impl<'a> Specs<'a> {
     fn build(mut self) -> Vec<WeightSpec> {
         let c = self.config;
+        if let Some(head) = &c.draft_head {
+            self.draft_head(head);
+            return self.specs;
+        }
         for (layer, (kind, mlp)) in c.layer_kinds.iter().zip(&c.mlp_kinds).enumerate() {
             let (to, from) = (format!("layers.{layer}."), format!("model.layers.{layer}."));
             match (kind, &c.delta) {
@@ -241,6 +245,37 @@ impl<'a> Specs<'a> {
         self.norm("mtp.final_norm", "mtp.norm.weight", c.hidden);
     }
 
+    /// Adds the weights of a draft head. Its layer may be called `midlayer` in the file. A tensor that would be left out is
+    /// refused: the head was trained with it.
+    fn draft_head(&mut self, head: &DraftHead) {
+        let c = self.config;
+        let named = self.headers.tensors.keys().any(|tensor| tensor.contains("midlayer."));
+        let from = if named { "model.midlayer." } else { "model.layers.0." };
+        self.attention("layers.0.", from, c.attention(0), true);
+        self.mlp(MlpKind::Dense, "layers.0.", from, c.intermediate);
+        self.norm("hidden_norm", &format!("{from}hidden_norm.weight"), c.hidden);
+        let features = head.feature_count() * head.target_hidden;
+        if head.norms_features {
+            self.norm("feature_norm", "model.input_norm.weight", features);
+        }
+        self.stacked("fc", &[("model.fc.weight", c.hidden)], Some(features));
+        if self.has("model.fc.bias") {
+            self.stacked("fc.bias", &[("model.fc.bias", c.hidden)], None);
+        }
+        // Without an embedding of its own, a head uses that of the model.
+        if self.has("model.embed_tokens.weight") || head.target_hidden != c.hidden {
+            self.stacked("embed", &[("model.embed_tokens.weight", head.target_vocab)], Some(c.hidden));
+        }
+        self.norm("final_norm", "model.norm.weight", c.hidden);
+        self.stacked("lm_head", &[("lm_head.weight", c.vocab)], Some(c.hidden));
+        let kept = |tensor: &&String| !tensor.ends_with(".inv_freq") && !["d2t", "t2d"].iter().any(|of| *tensor == of);
+        let left = self.headers.tensors.keys().filter(kept).filter(|tensor| !self.used.contains(tensor.as_str()));
+        if c.quantization.is_none() {
+            let unused = |tensor: &String| CheckpointProblem::UnusedTensor { tensor: tensor.clone(), what: "weight" };
+            self.problems.extend(left.map(unused));
+        }
+    }
+
     /// Adds the weights of what follows a layer's MLP.
     fn layer_end(&mut self, to: &str, from: &str) {
         let c = self.config;
@@ -264,7 +299,7 @@ impl<'a> Specs<'a> {
         let attention = |part: &str| format!("{from}self_attn.{part}");
 
         self.block_norm(&name("attn_norm"), from, c.norms.mixer);
-        self.qkv(&name("qkv"), from, "weight", Some(c.hidden), of, own);
+        self.qkv(&name("qkv"), from, "weight", Some(c.qkv_cols()), of, own);
         if c.qkv_bias {
             self.qkv(&name("qkv.bias"), from, "bias", None, of, own);
         }

@@ -20,9 +20,9 @@ use super::{
 use crate::kernels::moe::MOST_CHOSEN;
 
 /// The maximum size of a dimension. A larger value means that the file is damaged.
-const MAX_DIMENSION: u64 = 1 << 24;
+pub(super) const MAX_DIMENSION: u64 = 1 << 24;
 /// The maximum number of layers.
-const MAX_LAYERS: u64 = 4096;
+pub(super) const MAX_LAYERS: u64 = 4096;
 /// The maximum context length in tokens.
 const MAX_CONTEXT: u64 = 1 << 30;
 /// The maximum number of rows of one layer's experts, which are stacked in one packed weight.
@@ -103,7 +103,7 @@ impl Reader {
     }
 
     /// Reads an integer from 1 to `most`, or returns `None` if the key is absent.
-    fn optional_count(&mut self, key: &str, most: u64) -> Option<u32> {
+    pub(super) fn optional_count(&mut self, key: &str, most: u64) -> Option<u32> {
         self.integer(key, 1, most)
     }
 
@@ -140,7 +140,7 @@ impl Reader {
         self.map.get(key).is_some_and(Value::is_null)
     }
 
-    fn flag(&mut self, key: &str) -> bool {
+    pub(super) fn flag(&mut self, key: &str) -> bool {
         self.flag_or(key, false)
     }
 
@@ -308,6 +308,7 @@ pub(super) fn read(
         },
         experts,
         mtp_layers,
+        draft_head: None,
         context: context?,
         eos,
         bos,

@@ -1,6 +1,6 @@
-//! A draft model: a second, smaller model of the same vocabulary that drafts tokens for the model that verifies them. Its
-//! keys and values are in the same pages as further layers, so it computes the tokens of every prompt's step, and those of
-//! steps that may be followed by drafts.
+//! A draft model: a second, smaller model of the same vocabulary that drafts tokens for the model that verifies them, or a
+//! draft head (`draft_head`). Its keys and values are in the same pages as further layers, so it computes the tokens of every
+//! prompt's step, and those of steps that may be followed by drafts.
 //!
 //! Not here: which models can draft for which (`model::draft`), and the model's own drafting block (`mtp`).
 
@@ -22,10 +22,27 @@ pub const DRAFTER: &str = "drafter.";
 /// number of the step.
 const SHARED: [&str; 3] = ["state", "history", "step"];
 
-/// A draft model within a decoder.
+/// The name of the buffer with the tokens of a draft head's vocabulary.
+pub const TOKEN_IDS: &str = "token_ids";
+
+/// What a drafter drafts from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DrafterKind<'a> {
+    /// The sequence's tokens: a model of its own.
+    Model,
+    /// Hidden states of the model that it drafts for.
+    Head {
+        /// The tokens of that model that the head's vocabulary stands for.
+        token_ids: &'a [u32],
+    },
+}
+
+/// A draft model or a draft head within a decoder.
 #[derive(Clone, Debug)]
 pub struct Drafter<'a> {
-    /// The draft model's decoder. It has the state, number of pages, KV format and context of the model that it drafts
+    /// What it drafts from.
+    pub kind: DrafterKind<'a>,
+    /// The drafter's decoder. It has the state, number of pages, KV format and context of the model that it drafts
     /// for.
     pub decoder: Box<Decoder<'a>>,
     /// The maximum number of sequences of a verification step.
@@ -76,9 +93,17 @@ impl Decoder<'_> {
         self.rope_tables().into_iter().chain(drafting).collect()
     }
 
-    /// Returns the orders of columns of the model and of its draft model, by the names of their buffers.
-    pub fn placed_orders(&self) -> Vec<(String, Vec<u32>)> {
-        let drafting = self.drafter.iter().map(|drafter| (drafter_name(ORDERS), drafter.decoder.orders()));
+    /// Returns the tables of words of the model and of its drafter, by the names of their buffers: the orders of columns, and
+    /// the tokens of a draft head's vocabulary.
+    pub fn placed_tables(&self) -> Vec<(String, Vec<u32>)> {
+        let drafting = self.drafter.iter().flat_map(|drafter| {
+            let token_ids = match drafter.kind {
+                DrafterKind::Head { token_ids } => token_ids.to_vec(),
+                DrafterKind::Model => Vec::new(),
+            };
+            [(ORDERS, drafter.decoder.orders()), (TOKEN_IDS, token_ids)]
+                .map(|(name, table)| (drafter_name(name), table))
+        });
         [(ORDERS.to_owned(), self.orders())].into_iter().chain(drafting).collect()
     }
 
@@ -91,7 +116,7 @@ impl Decoder<'_> {
     /// Records what a draft model does before the layers of a step: drafts before a verification step. Before a decode step
     /// that a verification step may follow, and in a prompt's step, it only computes its keys and values.
     pub(super) fn run_drafter(&self, r: &mut Recording, shape: StepShape) {
-        let Some(drafter) = &self.drafter else { return };
+        let Some(drafter) = self.drafter.as_ref().filter(|drafter| drafter.kind == DrafterKind::Model) else { return };
         let own = &drafter.decoder;
         let mut pass = Recording::new(shape.name());
         match shape {
@@ -147,7 +172,8 @@ impl Decoder<'_> {
             self.lm_head(r, shape, &step, head_x, "final_norm", logits);
             let partials = self.best(r, sequences, logits, "draft.partials", "draft_argmax");
             let parts = sampling::ARGMAX_PARTS;
-            let args = StoreDraftArgs { partials, rows: head_rows, slots, row_count: sequences, parts };
+            let token_ids = slots.none();
+            let args = StoreDraftArgs { partials, rows: head_rows, slots, token_ids, row_count: sequences, parts };
             r.call(draft::store_draft("store_draft".to_owned(), index, args));
         }
     }

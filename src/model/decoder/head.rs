@@ -184,6 +184,7 @@ impl Decoder<'_> {
                 } else if self.drafts() {
                     self.draft(r, step, x, rows_range, (sequences, each), drafts);
                 }
+                self.run_draft_head(r, shape);
             }
             _ => {
                 let decode = matches!(shape, StepShape::Decode { .. });
@@ -201,6 +202,7 @@ impl Decoder<'_> {
                 } else if matches!(shape, StepShape::Head { .. }) && self.looks_up() {
                     self.draft_by_look_up(r, rows_range, (rows, 1), self.drafts);
                 }
+                self.run_draft_head(r, shape);
             }
         }
     }

@@ -5,6 +5,7 @@
 
 mod attention;
 mod delta;
+mod draft_head;
 pub mod drafter;
 mod experts;
 mod head;
@@ -200,7 +201,7 @@ pub struct Decoder<'a> {
     /// The maximum number of draft tokens per sequence and step; 0 disables drafting. Without a draft model and the weights
     /// of a drafting block, drafts are looked up.
     pub drafts: u32,
-    /// The draft model, if there is one.
+    /// The draft model or draft head, if there is one.
     pub drafter: Option<Drafter<'a>>,
     /// The dimensions of the token ring buffer.
     pub ring: RingLayout,
@@ -215,6 +216,8 @@ struct Step {
     rows: Range,
     x: Activations,
     qkv: Activations,
+    /// The input of the projection of queries, keys and values, if it is not the norm of x.
+    joined: Option<Activations>,
     attention: Activations,
     /// The output of a gated-delta-rule layer's merged projection (`in_proj`), and the mixer's output before the output
     /// projection.
@@ -403,6 +406,7 @@ impl Decoder<'_> {
                 if self.drafts() {
                     self.draft_prompts(r, shape, &step);
                 }
+                self.run_draft_head(r, shape);
             }
             StepShape::Score { .. } => self.score(r, shape, &step),
             StepShape::Pool { .. } => self.pool(r, &step),
@@ -438,6 +442,7 @@ impl Decoder<'_> {
         Step {
             rows: r.buffer("rows", embed::rows_bytes(x_rows)),
             x,
+            joined: None,
             qkv: Self::activations(r, &named("qkv"), rows, most(&|kind| c.qkv_rows(kind))),
             attention: Self::activations(r, &named("attention.output"), rows, most(&Attention::q_rows)),
             projected: Self::activations(r, &named("in_proj.output"), rows, projected),
@@ -475,8 +480,10 @@ impl Decoder<'_> {
             self.layer_inputs(r, shape, step);
         }
         for layer in self.stage.layers.clone() {
+            self.keep_features(r, shape, step, layer);
             self.layer(r, shape, step, layer);
         }
+        self.keep_features(r, shape, step, self.stage.layers.end);
     }
 
     /// Zeroes the step's tagged activations except x, whose first write has a tag that no other write has, or which a
@@ -532,6 +539,9 @@ impl Decoder<'_> {
     fn mixer_input(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block, part: &str, y: Activations) {
         let c = self.config;
         let name = block.name(part);
+        if let Some(joined) = step.joined {
+            return self.linear(r, shape, step, &name, (joined, c.qkv_cols()), y);
+        }
         let norm = self.vector(r, &block.name("attn_norm"));
         if !self.packs_for(shape, &name) {
             let operands = Operands { weight: &name, x: step.x, y, epilogue: Epilogue::Store };

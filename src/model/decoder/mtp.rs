@@ -28,7 +28,7 @@ impl Decoder<'_> {
 
     /// Whether the tokens of all slots are kept by their positions: for look-up, or for a draft model.
     pub fn keeps_tokens(&self) -> bool {
-        self.drafts > 0 && self.stage.is_last() && self.weight("mtp.fc").is_none()
+        self.drafts > 0 && self.stage.is_last() && self.weight("mtp.fc").is_none() && self.draft_head().is_none()
     }
 
     /// Returns the tokens of all slots, `[slots][positions]`, and the number of positions of a slot.
@@ -192,6 +192,7 @@ impl Decoder<'_> {
                 partials,
                 rows: head_rows,
                 slots,
+                token_ids: slots.none(),
                 row_count: sequences,
                 parts: sampling::ARGMAX_PARTS,
             };

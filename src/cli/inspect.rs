@@ -257,8 +257,13 @@ fn table(
         line(
             "shape",
             format!(
-                "{} layers{kinds}, hidden {}, {} heads of {}, {} of keys and values{inner}{experts}",
-                config.layers, config.hidden, of.heads, of.head_dim, of.kv_heads
+                "{} layer{}{kinds}, hidden {}, {} heads of {}, {} of keys and values{inner}{experts}",
+                config.layers,
+                if config.layers == 1 { "" } else { "s" },
+                config.hidden,
+                of.heads,
+                of.head_dim,
+                of.kv_heads
             ),
         );
         if let Some(window) = windowed.iter().find_map(|kind| kind.window) {

@@ -31,7 +31,7 @@ pub enum TensorKind {
     Norms,
     /// The LM head, unless it is the embedding.
     Head,
-    /// Multi-token prediction, which drafts tokens.
+    /// Multi-token prediction, and what is a draft head's own beside its layer: both draft tokens.
     Drafts,
     /// Images and other inputs that are no text.
     Vision,
@@ -62,7 +62,7 @@ impl TensorKind {
         let any = |parts: &[&str]| parts.iter().any(|part| name.contains(part));
         let begins = |parts: &[&str]| parts.iter().any(|part| name.starts_with(part));
         match () {
-            () if begins(&["mtp."]) || any(&[".nextn."]) => TensorKind::Drafts,
+            () if begins(&["mtp.", "fc.", "d2t", "t2d"]) || any(&[".nextn."]) => TensorKind::Drafts,
             () if any(&["visual", "vision", "mm_projector", "multi_modal_projector", "audio"])
                 || begins(&["v.", "mm."]) =>
             {
@@ -255,6 +255,7 @@ mod tests {
             ("lm_head.weight", TensorKind::Head),
             ("output.weight", TensorKind::Head),
             ("mtp.layers.0.self_attn.q_proj.weight", TensorKind::Drafts),
+            ("fc.weight", TensorKind::Drafts),
             ("model.visual.blocks.0.attn.qkv.weight", TensorKind::Vision),
             ("something.else", TensorKind::Other),
         ] {

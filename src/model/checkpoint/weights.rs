@@ -268,8 +268,9 @@ impl<'a> Specs<'a> {
         }
         self.norm("final_norm", "model.norm.weight", c.hidden);
         self.stacked("lm_head", &[("lm_head.weight", c.vocab)], Some(c.hidden));
-        let kept = |tensor: &&String| !tensor.ends_with(".inv_freq") && !["d2t", "t2d"].iter().any(|of| *tensor == of);
-        let left = self.headers.tensors.keys().filter(kept).filter(|tensor| !self.used.contains(tensor.as_str()));
+        // The vocabulary's map is read apart, its inverse is for training, and frequencies follow from the configuration.
+        let aside = |tensor: &str| tensor.rsplit('.').next().is_some_and(|of| ["d2t", "t2d", "inv_freq"].contains(&of));
+        let left = self.headers.tensors.keys().filter(|tensor| !aside(tensor) && !self.used.contains(tensor.as_str()));
         if c.quantization.is_none() {
             let unused = |tensor: &String| CheckpointProblem::UnusedTensor { tensor: tensor.clone(), what: "weight" };
             self.problems.extend(left.map(unused));

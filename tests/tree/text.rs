@@ -79,6 +79,28 @@ fn deltas(text: &Text, ids: &[u32]) -> Vec<String> {
     deltas
 }
 
+/// Goal: ids without a token, which a padded vocabulary has and a model may draw, add no text and break none, wherever they
+/// stand: also within a character of several tokens, and in front of a stop string.
+#[test]
+fn ids_without_a_token_add_no_text() {
+    let beyond = BYTE_LEVEL.vocabulary() as u32 + 7;
+    assert_eq!((BYTE_LEVEL.token(beyond), BYTE_LEVEL.bytes(beyond)), (None, Vec::new()));
+    let text = "a \u{1F44D} b";
+    let ids = BYTE_LEVEL.encode(text, false).unwrap();
+    assert!(ids.len() > 5, "the character is of several tokens");
+    for place in 0..=ids.len() {
+        let mut drawn = ids.clone();
+        drawn.splice(place..place, [beyond, beyond]);
+        assert_eq!(BYTE_LEVEL.decode(&drawn, true).unwrap(), text, "{place}");
+        assert_eq!(deltas(&BYTE_LEVEL, &drawn).concat(), text, "{place}");
+        let mut assembler = BYTE_LEVEL.assembler(vec![" b".to_owned()]);
+        let mut outputs: Vec<_> = drawn.iter().map(|id| assembler.push(*id)).collect();
+        outputs.push(assembler.finish());
+        assert_eq!(outputs.iter().map(|output| &*output.text).collect::<String>(), "a \u{1F44D}", "{place}");
+        assert!(outputs.iter().any(|output| output.stopped.is_some()), "{place}");
+    }
+}
+
 #[test]
 fn emoji_sequences_come_whole() {
     let ids = BYTE_LEVEL.encode(EMOJI, false).unwrap();

@@ -61,8 +61,8 @@ pub struct Runtime {
     pub ptx: Option<bool>,
     /// Whether processes of this program that use one GPU take turns, a submission each.
     pub turns: bool,
-    /// Whether a model starts only after a small model of its kind has given the right results on its device. CPU drivers
-    /// are not tested.
+    /// Whether a model with weights row after row starts only after a small model of its kind has given the right results on
+    /// its device. CPU drivers are not tested.
     pub self_test: bool,
     /// Loads the Khronos validation layer (slow; for development).
     pub validation: bool,
@@ -70,14 +70,7 @@ pub struct Runtime {
 
 impl Default for Runtime {
     fn default() -> Runtime {
-        Runtime {
-            cache_directory: None,
-            tune: Vec::new(),
-            ptx: None,
-            turns: true,
-            self_test: true,
-            validation: false,
-        }
+        Runtime { cache_directory: None, tune: Vec::new(), ptx: None, turns: true, self_test: true, validation: false }
     }
 }
 

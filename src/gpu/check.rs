@@ -188,10 +188,7 @@ pub fn check(
                 Tested::Right(what) => Outcome::Passed(what),
                 Tested::Before => Outcome::Passed(String::new()),
                 Tested::Unknown(_) => Outcome::NotRun("a small model of this kind is not known"),
-                Tested::Wrong(why) if decoder.tuning.fragments.is_none() => Outcome::Failed(why),
-                Tested::Wrong(why) => {
-                    Outcome::Passed(format!("wrong in fragments ({why}): weights are packed row after row"))
-                }
+                Tested::Wrong(why) => Outcome::Failed(why),
             }
         }
     };

@@ -82,7 +82,7 @@ fn serve(vulkan: &Vulkan, driver: Driver, folder: &Path, change: impl FnOnce(&mu
     change(&mut model);
     let mut config = Config { models: vec![model], ..Config::default() };
     if every_case() {
-        config.runtime.tune = vec!["reference_test=1".to_owned()];
+        config.runtime.tune = vec!["reference_test=2".to_owned()];
     }
     start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", folder.display()))
 }

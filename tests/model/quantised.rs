@@ -361,17 +361,17 @@ fn a_device_that_computes_a_kind_of_model_wrongly_is_noticed_at_start() {
     let lines = Lines::default();
     let started =
         |tune: &[&str], lines: &Lines| start_on(&vulkan.instance, &configured(&vulkan, &model, None, tune), lines);
-    let (wanted, _) = draw(&started(&["reference_test=1"], &lines).expect("a start"), &RANDOM_PROMPT, 8);
+    let (wanted, _) = draw(&started(&["reference_test=2"], &lines).expect("a start"), &RANDOM_PROMPT, 8);
     let said = lines.0.lock().expect("no panic").join("\n");
     assert!(said.contains("a small model of the same kind gives the reference's results"), "{said}");
 
-    let broken = ["reference_test=1", "fragments=1", "broken_reference=1"];
+    let broken = ["reference_test=2", "fragments=1", "broken_reference=1"];
     let (found, _) = draw(&started(&broken, &lines).expect("a start"), &RANDOM_PROMPT, 8);
     assert_eq!(found, wanted);
     let said = lines.0.lock().expect("no panic").join("\n");
     assert!(said.contains("computes models of this kind in fragments wrongly"), "{said}");
 
-    let error = format!("{:?}", started(&["reference_test=1", "broken_reference=2"], &lines).expect_err("a refusal"));
+    let error = format!("{:?}", started(&["reference_test=2", "broken_reference=2"], &lines).expect_err("a refusal"));
     for part in ["computes models of this kind wrongly: gemv", "lm_head", "--skip-self-test", "of their size"] {
         assert!(error.contains(part), "{part}: {error}");
     }

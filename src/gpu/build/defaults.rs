@@ -166,8 +166,9 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         broken_every: 0,
         broken_codes: 0,
         broken_ptx: 0,
-        // Compiling the small model's kernels takes a CPU driver longer than a start may last.
-        reference_test: !adapter.is_cpu(),
+        // Compiling the small model's kernels takes a CPU driver longer than a start may last. Weights in fragments have
+        // other tests at start: of each kernel of codes, of programs in PTX, and of steps without barriers.
+        reference_test: u32::from(!adapter.is_cpu()),
         broken_reference: 0,
         retry_ms: 1000,
         gates: !cpu,
@@ -370,7 +371,9 @@ impl Build<'_> {
         if self.no_flash_wgmma.load(Ordering::Relaxed) {
             tuning.flash_wgmma = false;
         }
-        tuning.reference_test &= self.self_test;
+        if !self.self_test {
+            tuning.reference_test = 0;
+        }
         if let Some(part) = self.part {
             // A gate between a step's logits and its sampling would be behind another.
             (tuning.tags, tuning.gates) = (tuning.tags && part.tags, false);

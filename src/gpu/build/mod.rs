@@ -449,8 +449,10 @@ impl Build<'_> {
             if prepared.decoder.tuning.fragments.is_none() {
                 return Err(self.unsupported(refusal));
             }
-            self.progress
-                .line(&format!("\"{}\": device \"{device}\" computes {what}: they are packed row after row", self.name));
+            self.progress.line(&format!(
+                "\"{}\": device \"{device}\" computes {what}: they are packed row after row",
+                self.name
+            ));
             self.row_major.store(true, Ordering::Relaxed);
         }
     }
@@ -458,7 +460,7 @@ impl Build<'_> {
     /// Compares the results of a small model of the same kind with those of plain Rust, where the tuning asks for it.
     /// Returns what is wrong, if anything is.
     fn failed_reference(&self, decoder: &Decoder<'_>, cache: Option<&Path>) -> Result<Option<String>, StartError> {
-        if !decoder.tuning.reference_test {
+        if decoder.tuning.reference_test <= u32::from(decoder.tuning.fragments.is_some()) {
             return Ok(None);
         }
         let begin = Instant::now();

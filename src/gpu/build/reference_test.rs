@@ -23,7 +23,7 @@ use crate::model::decoder::{Decoder, RingLayout, StepShape, stride};
 use crate::model::synth::miniature::Miniature;
 use crate::telemetry::with_causes;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -212,11 +212,23 @@ impl Recordings {
 /// The words of all buffers, by name.
 type Memory = BTreeMap<String, Vec<u32>>;
 
+/// Regions that copy buffers between host and device memory.
+struct Copies {
+    /// Copies all buffers to the device.
+    all: Arc<Region>,
+    /// Copies the device state to the device.
+    state: Arc<Region>,
+    /// Copies the buffers that recordings write to the host.
+    results: Arc<Region>,
+}
+
 struct Test<'a> {
     build: &'a Build<'a>,
     decoder: &'a Decoder<'a>,
     pipelines: &'a Pipelines,
+    /// The buffers in device memory, as a model's are, and for each a copy in host memory ([`COPY`]).
     table: BufferTable,
+    copies: Copies,
     host: Memory,
     /// The largest difference of logits so far, relative to their norm.
     worst: f64,
@@ -242,29 +254,60 @@ impl<'a> Test<'a> {
         for (name, bytes) in buffer_sizes(&recordings.all()) {
             let words = host.entry(name.clone()).or_default();
             words.resize(bytes.div_ceil(4) as usize, 0);
-            table.add(build.opened.arena.buffer(&name, 4 * words.len() as u64, Place::Readback)?)?;
+            let bytes = 4 * words.len() as u64;
+            table.add(build.opened.arena.buffer(&name, bytes, Place::DeviceLocal)?)?;
+            table.add(build.opened.arena.buffer(&format!("{COPY}{name}"), bytes, Place::Readback)?)?;
         }
-        let test = Test { build, decoder, pipelines, table, host, worst: 0.0 };
-        test.upload();
+        let all = recordings.all();
+        let mut results: BTreeSet<&str> = BTreeSet::new();
+        for recording in &all {
+            let ranges = recording.ops.iter().flat_map(written);
+            results.extend(ranges.map(|range| recording.decl(range.buffer).name.as_str()));
+        }
+        let (mut up, mut down) = (Recording::new("reference_test.up"), Recording::new("reference_test.down"));
+        for (name, bytes) in buffer_sizes(&all) {
+            let bytes = 4 * bytes.div_ceil(4);
+            for (recording, to_device) in [(&mut up, true), (&mut down, false)] {
+                if to_device || results.contains(name.as_str()) {
+                    let (on_device, copy) =
+                        (recording.buffer(&name, bytes), recording.buffer(&format!("{COPY}{name}"), bytes));
+                    let (from, to) = if to_device { (copy, on_device) } else { (on_device, copy) };
+                    recording.ops.push(Op::Copy { from, to });
+                }
+            }
+        }
+        // Copies need no pipelines.
+        let region = |of: &Recording| -> Result<Arc<Region>, StartError> {
+            Ok(Arc::new(Region::build(&build.opened.device, of, &table, pipelines)?))
+        };
+        let mut state = Recording::new("reference_test.state");
+        let bytes = decoder.state.bytes();
+        let (from, to) = (state.buffer(&format!("{COPY}{STATE}"), bytes), state.buffer(STATE, bytes));
+        state.ops.push(Op::Copy { from, to });
+        let copies = Copies { all: region(&up)?, state: region(&state)?, results: region(&down)? };
+        let test = Test { build, decoder, pipelines, table, copies, host, worst: 0.0 };
+        test.upload()?;
         Ok(test)
     }
 
     /// Writes the host's words to the device.
-    fn upload(&self) {
+    fn upload(&self) -> Result<(), StartError> {
         let tuning = &self.decoder.tuning;
         let broken = tuning.broken_reference > u32::from(tuning.fragments.is_none());
         for (name, words) in &self.host {
-            let Some(buffer) = self.table.get(name) else { continue };
+            let Some(buffer) = self.table.get(&format!("{COPY}{name}")) else { continue };
             match broken && name == BROKEN {
                 true => buffer.write(0, bytemuck::cast_slice(&words.iter().rev().copied().collect::<Vec<u32>>())),
                 false => buffer.write(0, bytemuck::cast_slice(words)),
             }
         }
+        self.build.run_all(vec![vec![Arc::clone(&self.copies.all)]], &[])
     }
 
-    /// Sets words of the device state on both sides.
+    /// Sets words of the device state on both sides; the device has them from its next recording on.
     fn patch(&mut self, word: u32, values: &[u32]) -> Result<(), StartError> {
-        self.table.require(STATE)?.write(4 * u64::from(word), bytemuck::cast_slice(values));
+        let copy = self.table.require(&format!("{COPY}{STATE}"))?;
+        copy.write(4 * u64::from(word), bytemuck::cast_slice(values));
         let words = self.host.get_mut(STATE).expect("every recording has the state");
         words[word as usize..][..values.len()].copy_from_slice(values);
         Ok(())
@@ -332,7 +375,8 @@ impl<'a> Test<'a> {
     fn on_device(&self, recording: &Recording) -> Result<(), StartError> {
         self.build.wanted()?;
         let region = Region::build(&self.build.opened.device, recording, &self.table, self.pipelines)?;
-        self.build.run_all(vec![vec![Arc::new(region)]], &[])
+        let Copies { state, results, .. } = &self.copies;
+        self.build.run_all(vec![vec![Arc::clone(state), Arc::new(region), Arc::clone(results)]], &[])
     }
 
     fn on_host(&mut self, recording: &Recording) {
@@ -341,9 +385,9 @@ impl<'a> Test<'a> {
         scatter(&mut self.host, recording, memory);
     }
 
-    /// Returns the words of a buffer of the device.
+    /// Returns the words of a buffer of the device that recordings write.
     fn device_words(&self, name: &str) -> Result<Vec<u32>, StartError> {
-        let buffer = self.table.require(name)?;
+        let buffer = self.table.require(&format!("{COPY}{name}"))?;
         let mut words = vec![0; self.host[name].len()];
         buffer.read(0, bytemuck::cast_slice_mut(&mut words));
         Ok(words)
@@ -426,7 +470,7 @@ impl<'a> Test<'a> {
         found: &[u32],
     ) -> Result<Option<String>, StartError> {
         self.host.extend(before);
-        self.upload();
+        self.upload()?;
         for recording in recordings {
             for op in &recording.ops {
                 let one = Recording { ops: vec![op.clone()], ..(*recording).clone() };
@@ -475,6 +519,8 @@ impl<'a> Test<'a> {
     }
 }
 
+/// The prefix of the names of copies in host memory.
+const COPY: &str = "reference_test.";
 /// The names of buffers that the test reads.
 const STATE: &str = "state";
 const LOGITS: &str = "logits";

@@ -419,7 +419,9 @@ pub fn sample(codes: Codes, layout: Layout, rows: u32, cols: u32) -> Vec<u32> {
             *scale = if (group + index).is_multiple_of(2) { size } else { -size };
         }
         row.centre(codes);
-        row.factor = 2f32.powi(index as i32 % 3);
+        // Weights of wide number formats must not overflow f16 when they are multiplied by their row's factor.
+        let wide = matches!(codes.number, Number::E4m3 | Number::E5m2);
+        row.factor = 2f32.powi(index as i32 % 3 - if wide { 12 } else { 0 });
     })
 }
 
@@ -456,12 +458,7 @@ fn finite(codes: Codes) -> Vec<u8> {
 }
 
 /// Returns a packed tensor whose rows `fill` writes, given their numbers; it begins with rows of zeros.
-fn write_rows(
-    codes: Codes,
-    layout: Layout,
-    (rows, cols): (u32, u32),
-    mut fill: impl FnMut(u32, &mut Row),
-) -> Vec<u32> {
+fn write_rows(codes: Codes, layout: Layout, (rows, cols): (u32, u32), mut fill: impl FnMut(u32, &mut Row)) -> Vec<u32> {
     let packing = Packing { rows, cols, layout, format: super::Format::Codes(codes) };
     let padded = packing.padded_cols();
     let mut out = vec![0u8; packing.bytes() as usize];

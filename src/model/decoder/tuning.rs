@@ -127,8 +127,9 @@ pub struct Tuning {
     pub broken_codes: u32,
     /// For tests: the test at start of `wgmma` fails (1); 0 changes nothing.
     pub broken_ptx: u32,
-    /// Whether the results of a small model of the same kind are compared with those of plain Rust at start.
-    pub reference_test: bool,
+    /// Whether the results of a small model of the same kind are compared with those of plain Rust at start: with weights
+    /// row after row (1) or with all (2); 0 for never.
+    pub reference_test: u32,
     /// For tests: that test fails for weights in fragments (1) or for all (2); 0 changes nothing.
     pub broken_reference: u32,
 }
@@ -243,6 +244,7 @@ impl Tuning {
             "wgmma_each" => &mut self.wgmma_each,
             "broken_ptx" => &mut self.broken_ptx,
             "broken_reference" => &mut self.broken_reference,
+            "reference_test" => &mut self.reference_test,
             "spread_pages" => &mut self.spread_pages,
             "splits" => &mut self.splits,
             "exchange_workgroups" => &mut self.exchange_workgroups,
@@ -257,10 +259,6 @@ impl Tuning {
             "retry_ms" => &mut self.retry_ms,
             "ptx" => {
                 self.ptx = value != 0;
-                return true;
-            }
-            "reference_test" => {
-                self.reference_test = value != 0;
                 return true;
             }
             "fp8_activations" => {

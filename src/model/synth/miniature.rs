@@ -76,9 +76,10 @@ impl Miniature {
                 vec![(map, numbers(of(first), spec.elements() as usize))]
             }
             WeightKind::Vector => {
-                let read = spec.sources.iter().map(|source| {
-                    (source.map, numbers(of(&source.tensor), (source.map.bytes() / 4) as usize))
-                });
+                let read = spec
+                    .sources
+                    .iter()
+                    .map(|source| (source.map, numbers(of(&source.tensor), (source.map.bytes() / 4) as usize)));
                 read.collect()
             }
         };
@@ -119,7 +120,9 @@ fn chosen_layers(config: &ModelConfig, weights: &[WeightSpec]) -> Vec<u32> {
     let mut formats: BTreeMap<u32, BTreeSet<String>> = BTreeMap::new();
     for weight in weights {
         let of_layer = weight.merged.strip_prefix("layers.").and_then(|name| name.split_once('.'));
-        let Some((layer, name)) = of_layer.and_then(|(layer, name)| Some((layer.parse().ok()?, name))) else { continue };
+        let Some((layer, name)) = of_layer.and_then(|(layer, name)| Some((layer.parse().ok()?, name))) else {
+            continue;
+        };
         let kind = format!("{name} {:?} {}", weight.format, weight.order.is_some());
         formats.entry(layer).or_default().insert(kind);
     }
@@ -195,9 +198,9 @@ fn shrunk(c: &ModelConfig, layers: &[u32]) -> ModelConfig {
 /// Returns the ranges of rows of a weight of the small model, in the formats that the model `weights` has for it.
 fn with_formats(spec: &WeightSpec, layers: &[u32], weights: &[WeightSpec]) -> Vec<WeightSpec> {
     let of_layer = spec.name.strip_prefix("layers.").and_then(|name| name.split_once('.'));
-    let prefix = of_layer.and_then(|(layer, _)| layer.parse().ok()).map(|layer: u32| {
-        (format!("layers.{layer}."), format!("layers.{}.", layers[layer as usize]))
-    });
+    let prefix = of_layer
+        .and_then(|(layer, _)| layer.parse().ok())
+        .map(|layer: u32| (format!("layers.{layer}."), format!("layers.{}.", layers[layer as usize])));
     let like = match &prefix {
         Some((own, other)) => spec.name.replacen(own, other, 1),
         None => spec.name.clone(),

@@ -25,7 +25,7 @@ use crate::telemetry::with_causes;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 /// The numbers of rows of the prompt's steps; the last one is not full.
@@ -115,7 +115,7 @@ impl Kept {
         read.filter(|kept: &Kept| kept.key == key).unwrap_or(Kept { key, passed: Vec::new() })
     }
 
-    fn write(&self, path: &PathBuf) -> io::Result<()> {
+    fn write(&self, path: &Path) -> io::Result<()> {
         let text = serde_json::to_string_pretty(self).map_err(io::Error::other)? + "\n";
         write_atomically(path, text.as_bytes())
     }
@@ -507,7 +507,8 @@ impl<'a> Test<'a> {
             let small = NEGLIGIBLE * (squares.sum::<f64>() / wanted.len().max(1) as f64).sqrt() as f32;
             let apart = |(a, b): (&u32, &u32)| {
                 let (x, y) = (f32::from_bits(*a), f32::from_bits(*b));
-                a != b && !((x - y).abs() <= (NOTICEABLE * x.abs().max(y.abs())).max(small))
+                let near = (x - y).abs() <= (NOTICEABLE * x.abs().max(y.abs())).max(small);
+                a != b && !near
             };
             let written = wanted.iter().filter(|word| **word != 0).count().max(1);
             let count = found.iter().zip(wanted).filter(|pair| apart(*pair)).count();

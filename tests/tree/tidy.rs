@@ -232,6 +232,7 @@ const CYCLES: [(&[&str], &str); 14] = [
             "gpu::build::overlap_test",
             "gpu::build::ptx_test",
             "gpu::build::recordings",
+            "gpu::build::reference_test",
             "gpu::build::split",
             "gpu::devices",
         ],

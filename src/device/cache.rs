@@ -141,7 +141,7 @@ pub fn driver_key(adapter: &Adapter, shader_set: u64) -> u64 {
 }
 
 /// FNV-1a. It detects truncated and stale files; it does not protect against an attacker.
-fn fnv(bytes: &[u8]) -> u64 {
+pub(crate) fn fnv(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, &b| (hash ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
 }
 

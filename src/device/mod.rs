@@ -34,6 +34,7 @@ mod submit_order;
 
 pub use adapter::{Adapter, AdapterKind, HeapInfo, QueueFamilyInfo};
 pub use budget::MemoryBudget;
+pub(crate) use cache::fnv;
 pub use cache::{PipelineCache, driver_key, write_atomically};
 pub use capabilities::{Capabilities, Component, MatrixShape};
 pub use commands::{Commands, Encoder};

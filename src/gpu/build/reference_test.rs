@@ -5,7 +5,7 @@
 //! Not here: the small model (`model::synth::miniature`), and the tests of single kernels (`format_test`, `ptx_test`).
 
 use crate::config::{KvFormat, file};
-use crate::device::{driver_key, write_atomically};
+use crate::device::{driver_key, fnv, write_atomically};
 use crate::gpu::build::Build;
 use crate::gpu::error::StartError;
 use crate::kernels::attention::PAGE_TOKENS;
@@ -164,7 +164,7 @@ struct Drawing {
 /// The recordings of the small model, with barriers between dependent calls.
 struct Recordings {
     prompts: Vec<Recording>,
-    /// Empty if the model draws no tokens.
+    /// The draw behind the prompt, then decode steps if the model draws tokens.
     drawing: Vec<Drawing>,
 }
 
@@ -194,18 +194,13 @@ impl Recordings {
 
     /// Returns a hash of the kernels and their constants, in hexadecimal.
     fn key(&self) -> String {
-        let mut hash = 0xcbf2_9ce4_8422_2325u64;
-        let mut add = |bytes: &[u8]| {
-            for byte in bytes {
-                hash = (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
-            }
-        };
+        let mut bytes: Vec<u8> = Vec::new();
         for op in self.all().into_iter().flat_map(|recording| &recording.ops) {
             let Op::Call(call) = op else { continue };
-            add(call.kernel.as_bytes());
-            add(bytemuck::cast_slice(&call.constants));
+            bytes.extend(call.kernel.as_bytes());
+            bytes.extend_from_slice(bytemuck::cast_slice(&call.constants));
         }
-        format!("{hash:016x}")
+        format!("{:016x}", fnv(&bytes))
     }
 }
 

@@ -220,11 +220,8 @@ fn with_formats(spec: &WeightSpec, layers: &[u32], weights: &[WeightSpec]) -> Ve
         found.push(WeightSpec { name, first_row, rows, order, format: range.format, ..spec.clone() });
         first_row += rows;
     }
-    match found.is_empty() {
-        // The model has no such weight: it is not in the small one either.
-        true => Vec::new(),
-        false => found,
-    }
+    // Empty where the model has no such weight.
+    found
 }
 
 #[cfg(test)]

@@ -491,6 +491,7 @@ where
         if let Some(connection) = &connection {
             // tonic finds the peer's address only in an extension of its own type.
             request.extensions_mut().insert(connection.tcp().clone());
+            connection.standing().call_begins();
         }
         if request.uri().path().starts_with(CONVERSATIONS) {
             let coming = |body| Conversation {

@@ -57,6 +57,7 @@ async fn answer(connection: Connection, app: Router, endpoint: &'static str, sto
     let mut server = http1::Builder::new();
     server.timer(TokioTimer::new()).header_read_timeout(HEAD_WAIT).max_buf_size(HEAD_BYTES);
     let service = service_fn(move |mut request: http::Request<Incoming>| {
+        info.standing().call_begins();
         request.extensions_mut().insert(info.clone());
         app.clone().call(request)
     });

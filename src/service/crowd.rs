@@ -33,7 +33,7 @@ struct Entry {
     out: CancellationToken,
 }
 
-/// The progress of a connection towards being established.
+/// The progress of a connection. A connection of a lower stage loses its place first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 enum Stage {
@@ -43,6 +43,8 @@ enum Stage {
     Begun,
     /// The connection speaks the protocol of the listener.
     Established,
+    /// A call has begun on the connection.
+    Called,
 }
 
 /// The state of one connection that decides whether it can be asked to give up its place. Shared by the connection,
@@ -83,6 +85,12 @@ impl Standing {
     pub fn establish(&self) {
         self.stage.fetch_max(Stage::Established as u8, Ordering::Relaxed);
         self.hear();
+    }
+
+    /// The head of a call was received. The call may be without its message yet: it does not hold the place, see
+    /// [`Standing::call`].
+    pub fn call_begins(&self) {
+        self.stage.fetch_max(Stage::Called as u8, Ordering::Relaxed);
     }
 
     fn is_established(&self) -> bool {
@@ -287,6 +295,22 @@ mod tests {
         let _new = established(4).unwrap();
         assert_eq!(gone(&silent), [true, false]);
         assert!(!client.out().is_cancelled());
+    }
+
+    #[test]
+    fn connections_without_any_call_give_up_their_places_first() {
+        let crowd = Arc::new(Crowd::new(3, usize::MAX, BLOCKED));
+        let established = || crowd.enter(peer(1)).inspect(|place| place.standing().establish()).unwrap();
+        let client = established();
+        client.standing().call_begins();
+        heard(&client, 0);
+        let later: Vec<_> = (0..10).map(|_| established()).collect();
+        assert!(!client.out().is_cancelled());
+        assert_eq!(gone(&later).iter().filter(|gone| **gone).count(), 8);
+        // Among connections with calls, the one that was heard least recently goes.
+        later[8..].iter().for_each(|place| place.standing().call_begins());
+        let _new = established();
+        assert!(client.out().is_cancelled());
     }
 
     #[test]

@@ -26,7 +26,7 @@ pub type Attack = (&'static str, fn(&Target, &mut Random));
 
 /// The prompt of the well-behaved client and the number of tokens that it requests.
 const QUESTION: &str = "Tell me a story about a fox, a lantern and a river.";
-const TOKENS: u32 = 32;
+pub const TOKENS: u32 = 12;
 /// Time limit for the start of the server, for two busy cores.
 const START: Duration = Duration::from_secs(180);
 /// Time limit for the end of the server after SIGTERM.
@@ -398,15 +398,21 @@ struct Watch {
 }
 
 impl Watch {
-    /// Repeats the request on a separate thread over one connection, until it is stopped.
-    fn start(target: &Target, token: Option<String>, expected: Vec<u32>) -> Watch {
+    /// Repeats the request on a separate thread over one connection, until it is stopped. Returns after the first answer,
+    /// with its tokens, which all later answers must equal: of several connections, the server closes one without any
+    /// answered call first, so the client makes its first call before any attack.
+    fn start(target: &Target, token: Option<String>) -> (Watch, Vec<u32>) {
         let stop = CancellationToken::new();
         let (stopped, target) = (stop.clone(), target.clone());
+        let (tell, told) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
             runtime.block_on(async {
                 let mut seen = Seen::default();
                 let mut client = target.client(token.as_deref()).await.expect("a connection before any attack");
+                let (expected, _) = ask(&mut client, 0, PATIENCE).await.expect("an answer before any attack");
+                assert_eq!(expected.len(), TOKENS as usize);
+                tell.send(expected.clone()).expect("the test waits for it");
                 for number in 1.. {
                     // The last request begins after the attack.
                     let last = stopped.is_cancelled();
@@ -432,27 +438,21 @@ impl Watch {
                 seen
             })
         });
-        Watch { stop, thread }
+        (Watch { stop, thread }, told.recv().expect("the well-behaved client's first answer"))
     }
 }
 
 impl Arena {
-    /// Starts a server, gets the expected tokens undisturbed, and starts the well-behaved client.
+    /// Starts a server and the well-behaved client, whose first answer, before any attack, gives the expected tokens.
     pub fn enter(setup: Setup) -> Arena {
         static TURN: Mutex<()> = Mutex::new(());
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         many_files();
         let (server, target) = Server::start(&setup);
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-        let expected = runtime.block_on(async {
-            let mut client = target.client(setup.token.as_deref()).await.expect("a connection");
-            let (tokens, _) = ask(&mut client, 0, PATIENCE).await.expect("an answer");
-            assert_eq!(tokens.len(), TOKENS as usize);
-            tokens
-        });
+        let (watch, expected) = Watch::start(&target, setup.token.clone());
+        let watch = Some(watch);
         // Resets the peak of resident memory (VmHWM), which is measured from here on.
         let _ = std::fs::write(format!("/proc/{}/clear_refs", target.id), "5");
-        let watch = Some(Watch::start(&target, setup.token.clone(), expected.clone()));
         let before = target.memory();
         Arena { server, target, watch, expected, token: setup.token, before, _turn: turn }
     }

@@ -116,6 +116,7 @@ pub(super) fn run(args: &Chat) -> anyhow::Result<()> {
         if !sent {
             continue;
         }
+        let _without_echo = input.without_echo();
         match runtime.block_on(talk.answers.answer(talk.request(), &mut interrupts)) {
             Ok(Outcome { text, summary }) => {
                 talk.say("assistant", text);

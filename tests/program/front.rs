@@ -115,6 +115,62 @@ fn models_are_served_by_their_paths_and_talked_to() {
     assert_eq!(server.stop(), Some(0));
 }
 
+/// Goal: keys that are pressed while an answer is printed appear at the next prompt and not within the answer. Method: a
+/// pseudo-terminal on which a command is typed after the first words of an answer.
+#[test]
+fn keys_pressed_during_an_answer_appear_at_the_next_prompt() {
+    use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};
+    let folder = tempfile::tempdir().unwrap();
+    let shaders = Path::new(&std::env::var_os("HOME").unwrap_or_default()).join(".cache").into_os_string();
+    let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+    grantpt(&master).unwrap();
+    unlockpt(&master).unwrap();
+    let terminal = ioctl_tiocgptpeer(&master, OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+    let mut child = ostinato(&["chat", "demo", "--device", cpu(), "--temperature", "0", "--max-tokens", "60"])
+        .env("TERM", "xterm")
+        // The history of conversations is the test's own, the driver's compiled shaders are not.
+        .env("XDG_CACHE_HOME", folder.path())
+        .env("MESA_SHADER_CACHE_DIR", std::env::var_os("MESA_SHADER_CACHE_DIR").unwrap_or(shaders))
+        .stdin(terminal.try_clone().unwrap())
+        .stdout(terminal.try_clone().unwrap())
+        .stderr(terminal)
+        .spawn()
+        .unwrap();
+    // A program that does not go on is ended, and the terminal with it.
+    let (end, ended) = std::sync::mpsc::channel::<()>();
+    let id = child.id().to_string();
+    let watch = std::thread::spawn(move || {
+        if ended.recv_timeout(std::time::Duration::from_secs(60)) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+            let _ = std::process::Command::new("kill").args(["-KILL", &id]).status();
+        }
+    });
+    let mut master = std::fs::File::from(master);
+    let mut shown = String::new();
+    let wait = |master: &mut std::fs::File, shown: &mut String, until: &dyn Fn(&str) -> bool| {
+        let mut bytes = [0; 4096];
+        while !until(shown) {
+            let count = master.read(&mut bytes).unwrap_or(0);
+            assert!(count > 0, "the program has ended: {shown:?}");
+            shown.push_str(&String::from_utf8_lossy(&bytes[..count]));
+        }
+    };
+    wait(&mut master, &mut shown, &|shown| shown.contains("\n> ") || shown.contains("K> "));
+    master.write_all(b"Tell me a story about a fox.\r").unwrap();
+    let answer = |shown: &str| shown.rfind("a fox.").map_or(0, |at| shown[at..].matches(char::is_alphabetic).count());
+    wait(&mut master, &mut shown, &|shown| answer(shown) > 20);
+    master.write_all(b"/quit").unwrap();
+    wait(&mut master, &mut shown, &|shown| shown.contains("/quit"));
+    let at = |what: &str| shown.find(what).unwrap_or_else(|| panic!("{what} is not in {shown:?}"));
+    assert!(at("/quit") > at("the first after"), "{shown:?}");
+    master.write_all(b"\r").unwrap();
+    assert!(child.wait().unwrap().success(), "{shown:?}");
+    drop(end);
+    watch.join().unwrap();
+    // The terminal echoes again.
+    let modes = rustix::termios::tcgetattr(&master).unwrap().local_modes;
+    assert!(modes.contains(rustix::termios::LocalModes::ECHO));
+}
+
 /// Goal: an interrupt ends the answer and not the program. Method: the signal is sent after the first words.
 #[test]
 fn an_interrupt_ends_an_answer_and_the_conversation_goes_on() {

@@ -1,6 +1,7 @@
 //! The words of the user: lines of a terminal, with editing and a history, or of a pipe. Lines are joined to messages
 //! of several lines, and those that begin with a slash are commands.
 
+use rustix::termios::{LocalModes, OptionalActions, Termios, tcgetattr, tcsetattr};
 use rustyline::error::ReadlineError;
 use rustyline::history::DefaultHistory;
 use rustyline::{Config, Editor};
@@ -100,6 +101,16 @@ impl Input {
         line
     }
 
+    /// Turns the terminal's echo off until the guard is dropped: keys that are pressed while an answer is printed then
+    /// appear at the next prompt, as the line editor reads them, and not in the middle of the answer.
+    pub(super) fn without_echo(&self) -> Option<WithoutEcho> {
+        let before = self.terminal.then(|| tcgetattr(std::io::stdin()).ok()).flatten()?;
+        let mut without = before.clone();
+        without.local_modes.remove(LocalModes::ECHO);
+        tcsetattr(std::io::stdin(), OptionalActions::Now, &without).ok()?;
+        Some(WithoutEcho(before))
+    }
+
     /// Keeps the lines of this conversation for the next one.
     pub(super) fn end(&mut self) {
         if let (Some(Source::Terminal(editor)), Some(file)) = (&mut self.source, &self.history) {
@@ -107,6 +118,16 @@ impl Input {
             // A history that cannot be written is no reason to end with an error.
             let _ = folder.and_then(|made| made.ok()).map(|()| editor.append_history(file));
         }
+    }
+}
+
+/// See [`Input::without_echo`]. Holds the terminal's modes from before.
+pub(super) struct WithoutEcho(Termios);
+
+impl Drop for WithoutEcho {
+    fn drop(&mut self) {
+        // A terminal that is gone needs no modes.
+        let _ = tcsetattr(std::io::stdin(), OptionalActions::Now, &self.0);
     }
 }
 

@@ -6,7 +6,9 @@
 //             accepted, and then has no keys and values yet; otherwise they are written again.
 //   STEP > 0: the STEP-th draft token, at p + STEP
 //
-// slots, batch  `state.glsl`: SLOT_TOKEN is the token at p, SLOT_POSITION is p
+// slots         `state.glsl`: SLOT_TOKEN is the token at p, SLOT_POSITION is p
+// batch         EACH = 0: [ROWS] u32, the sequences' slots
+//               EACH > 0: [ROWS·EACH] of token, position, slot, valid: the first row of a sequence names its slot
 // history       [slots][stride] u32: the tokens before p, from `note_tokens`
 // next          descriptor: `kernels::embed::ChunkLayout`, all but the cells; its last rows are those that a token is
 //               drafted from. With p = 0, the first row is that of p.
@@ -16,8 +18,9 @@
 #include "state.glsl"
 
 layout(local_size_x_id = 0) in;
-layout(constant_id = 1) const uint ROWS = 1;      // slots of the batch
+layout(constant_id = 1) const uint ROWS = 1;      // sequences
 layout(constant_id = 2) const uint STEP = 0;
+layout(constant_id = 3) const uint EACH = 0;      // rows of a sequence, or 0
 
 layout(push_constant) uniform Args {
     WordsIn slots;
@@ -29,10 +32,16 @@ layout(push_constant) uniform Args {
     uint tokens_at;
 };
 
+uint slot_of(uint index) {
+    if (EACH == 0u) return batch.v[index];
+    uint at = index * EACH * 4u;
+    return batch.v[at + 3u] != 0u ? batch.v[at + 2u] : 0xffffffffu;
+}
+
 void main() {
     uint each = STEP == 0u ? 2u : 1u;
     for (uint row = gl_LocalInvocationID.x; row < ROWS * each; row += gl_WorkGroupSize.x) {
-        uint index = row / each, offset = row % each, slot = batch.v[index];
+        uint index = row / each, offset = row % each, slot = slot_of(index);
         bool there = slot != 0xffffffffu;
         uint at = there ? slot * SLOT_WORDS : 0u;
         bool runs = there && slots.v[at + SLOT_ACTIVE] == ACTIVE_RUNNING;

@@ -435,7 +435,7 @@ impl Devices {
         let mut executor = SplitExecutor::new(executors, on_cpu)?;
         let failed_test = |source| StartError::SplitTest { model: name.to_owned(), source };
         if split == SplitMode::Tensor {
-            test_exchanges(&mut executor).map_err(failed_test)?;
+            test_exchanges(&mut executor, waits.polls).map_err(failed_test)?;
         }
         let failed = test_split(&mut executor).map_err(failed_test)?;
         for (rows, why) in failed {
@@ -469,11 +469,12 @@ impl Devices {
         let cache = self.runtime.cache_directory.as_deref();
         let path = demo::unpack(path, cache).map_err(|(path, source)| StartError::Demo { path, source })?;
         let opened = || -> Result<Checkpoint, DraftError> {
-            if let Some(split) = model.replicas.iter().find(|replica| replica.split.is_some()) {
-                return Err(DraftError::Split { devices: split.devices.len() });
-            }
             let mut draft = Checkpoint::open_draft(&path)?;
             draft::check(&draft, own)?;
+            let by_layers = |replica: &&config::Placement| replica.split == Some(SplitMode::Layers);
+            if let (Some(_), Some(split)) = (&draft.config.draft_head, model.replicas.iter().find(by_layers)) {
+                return Err(DraftError::Split { devices: split.devices.len() });
+            }
             if let Some(to) = model.quantize {
                 draft.quantize(to);
             }

@@ -124,11 +124,27 @@ pub fn next_tokens(label: String, rows: VerifyRows, step: u32, args: NextTokensA
     Call { kernel: "next_tokens", label, constants: constants.into_values(), args: args.into_args(), groups: [1, 1, 1] }
 }
 
+/// The source of the slots of a draft model's pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SlotsFrom {
+    /// The slots of the batch.
+    Batch,
+    /// The row table of a step, with this many rows a sequence.
+    Rows {
+        /// The number of rows.
+        each: u32,
+    },
+}
+
 /// Returns the call that writes the descriptor of a draft model's pass: of the last two tokens of each of `sequences`
-/// sequences with `step` 0, of their `step`-th draft token otherwise.
-pub fn draft_rows(label: String, sequences: u32, step: u32, args: DraftRowsArgs) -> Call {
+/// sequences with `step` 0, of their `step`-th draft token otherwise. `args.batch` is what `from` says.
+pub fn draft_rows(label: String, sequences: u32, step: u32, from: SlotsFrom, args: DraftRowsArgs) -> Call {
     assert!(step < MOST_DRAFTS, "step {step}");
-    let constants = DraftRowsConstants { threads: 32, rows: sequences, step };
+    let each = match from {
+        SlotsFrom::Batch => 0,
+        SlotsFrom::Rows { each } => each,
+    };
+    let constants = DraftRowsConstants { threads: 32, rows: sequences, step, each };
     Call { kernel: "draft_rows", label, constants: constants.into_values(), args: args.into_args(), groups: [1, 1, 1] }
 }
 
@@ -272,7 +288,12 @@ pub(super) fn reference_draft_rows(call: &Call, memory: &mut HostMemory) {
         memory.set_u32(a.next, i, word);
     }
     for index in 0..c.rows {
-        let slot = memory.u32(a.batch, index);
+        let row = |word: u32| memory.u32(a.batch, index * c.each * 4 + word);
+        let slot = match c.each {
+            0 => memory.u32(a.batch, index),
+            _ if row(3) == 0 => u32::MAX,
+            _ => row(2),
+        };
         let runs = slot != u32::MAX && slot_word(memory, a.slots, slot, SLOT_ACTIVE) == ACTIVE_RUNNING;
         let own = if runs { slot_word(memory, a.slots, slot, SLOT_POSITION) } else { 0 };
         let first = if c.step == 0 { own.saturating_sub(1) } else { own + c.step };

@@ -452,6 +452,10 @@ pub struct ModelConfig {
     /// The number of multi-token-prediction (MTP) blocks according to the configuration. The checkpoint may have been
     /// saved without their tensors ([`Checkpoint::has_mtp`](super::checkpoint::Checkpoint::has_mtp)).
     pub mtp_layers: u32,
+    /// The index of the MTP block's kind of attention in `attention_kinds`.
+    pub mtp_attention: usize,
+    /// The intermediate size of the MTP block's dense MLP.
+    pub mtp_width: u32,
     /// What the configuration of a draft head says beside its layer's keys; `None` for a model of its own.
     pub draft_head: Option<DraftHead>,
     /// The maximum sequence length in tokens.

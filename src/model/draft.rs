@@ -64,8 +64,11 @@ pub enum DraftError {
         /// The number of layers of the model.
         layers: u32,
     },
-    /// The model is split over several devices.
-    #[error("a draft model is not supported for a replica that is split over {devices} devices")]
+    /// The draft head reads hidden states of layers that are on several devices.
+    #[error(
+        "a draft head reads hidden states of layers that a replica with split = \"layers\" has on {devices} devices: split = \
+         \"tensor\" and draft models work"
+    )]
     Split {
         /// The number of devices.
         devices: usize,

@@ -7,7 +7,7 @@
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor};
 use ostinato::kernels::delta::{DeltaHeads, MOST_PENDING, delta_step, delta_verify};
-use ostinato::kernels::draft::{self, VerifyRows};
+use ostinato::kernels::draft::{self, SlotsFrom, VerifyRows};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows};
 use ostinato::kernels::gemm::Activations;
 use ostinato::kernels::recording::Range;
@@ -149,19 +149,33 @@ fn rows_of_a_draft_model() {
     let mut cases = Cases::new("draft_rows");
     let (stride, batch) = (48, [3, u32::MAX, 0, 1]);
     let history: Vec<u32> = (0..4 * stride).map(|at| 1000 + at).collect();
-    for (step, positions) in [(0, [17, 5, 0, 40]), (0, [0, 9, 2, 1]), (1, [17, 5, 0, 40]), (2, [1, 5, 0, 44])] {
-        cases.case(format!("{step}.{positions:?}"));
+    let by_batch = [SlotsFrom::Batch, SlotsFrom::Rows { each: 1 }, SlotsFrom::Rows { each: 3 }];
+    let positions = [(0, [17, 5, 0, 40]), (0, [0, 9, 2, 1]), (1, [17, 5, 0, 40]), (2, [1, 5, 0, 44])];
+    for (from, (step, positions)) in by_batch.into_iter().flat_map(|from| positions.map(|of| (from, of))) {
+        cases.case(format!("{step}.{positions:?}.{from:?}"));
         let next = cases.output("next", LAYOUT.bytes(16) as usize / 4, Expect::Exact);
+        // The first row of a sequence names its slot; a row without a slot is not valid.
+        let row = |slot: u32, first: bool| match (slot, first) {
+            (u32::MAX, true) => [7, 7, 0, 0],
+            (slot, true) => [7, 7, slot, 1],
+            (_, false) => [7, 7, 2, 1],
+        };
+        let words: Vec<u32> = match from {
+            SlotsFrom::Batch => batch.to_vec(),
+            SlotsFrom::Rows { each } => {
+                batch.iter().flat_map(|slot| (0..each).flat_map(move |at| row(*slot, at == 0))).collect()
+            }
+        };
         let args = DraftRowsArgs {
             slots: cases.words("slots", &slots(positions)),
-            batch: cases.words("batch", &batch),
+            batch: cases.words("batch", &words),
             history: cases.words("history", &history),
             next,
             stride,
             last_at: LAYOUT.last(0),
             tokens_at: LAYOUT.token(0),
         };
-        cases.recording.call(draft::draft_rows("draft_rows".to_owned(), 4, step, args));
+        cases.recording.call(draft::draft_rows("draft_rows".to_owned(), 4, step, from, args));
         let memory = cases.reference();
         let word = |at: u32| memory.u32(next, at);
         // Of each sequence: its slot, the position of its first row, and the row that is drafted from.

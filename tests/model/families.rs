@@ -1,8 +1,8 @@
 //! Goal: every model family gives the same tokens and logits as Hugging Face transformers (float32).
 //! Method: the random-weight checkpoints in `tests/fixtures/families`, which `make_families.py` there has made, are served
-//! in process. Prompts of several lengths, past twice the window where there is one, run alone, all at once in small
-//! chunks and with few pages, and again on their cached prefixes; then in fragments. Of a family's further checkpoints the
-//! prompts run in small chunks only: alone and all at once. With `OSTINATO_TEST_EVERY_CASE` they run as the first one does.
+//! in process with few pages. Prompts of several lengths, past twice the window where there is one, run alone, on their
+//! cached prefixes, and all at once; then in fragments. The prompts of a family's further checkpoints run in small chunks,
+//! alone and all at once. With `OSTINATO_TEST_EVERY_CASE` all checkpoints run in both ways.
 
 use crate::common::{Driver, Vulkan};
 use crate::harness::every_case;
@@ -102,10 +102,12 @@ fn check(family: &str) {
         let cases = cases(&folder);
         let whole = index == 0 || every_case();
         if whole {
-            alone(&vulkan, &folder, &name, &cases);
+            in_whole_prompts(&vulkan, &folder, &name, &cases);
             in_fragments(&vulkan, &folder, &name, &cases);
         }
-        in_small_chunks(&vulkan, &folder, &name, &cases, !whole);
+        if index > 0 || every_case() {
+            in_small_chunks(&vulkan, &folder, &name, &cases);
+        }
         if index == 0 {
             synthesised(&vulkan, &folder, &name, &cases);
         }
@@ -120,14 +122,25 @@ pub fn exact(vulkan: &Vulkan, path: &Path, cases: &[Case]) -> Host {
     })
 }
 
-/// Checks a checkpoint with each prompt alone, step by step, and the longest one also with run-ahead on its cached prefix.
-fn alone(vulkan: &Vulkan, path: &Path, name: &str, cases: &[Case]) {
-    let host = exact(vulkan, path, cases);
+/// Serves a checkpoint as [`exact`] does, with too few pages for all prompts at once.
+fn serve_few_pages(vulkan: &Vulkan, path: &Path, cases: &[Case], chunk: Option<u32>) -> Host {
+    serve(vulkan, Driver::Lavapipe, path, |model| {
+        let longest = longest(cases);
+        (model.kv_format, model.prefill_chunk) = (Some(KvFormat::F32), chunk);
+        (model.context, model.kv_pages) = (Some(longest + 16), Some(longest.div_ceil(16) + 6));
+    })
+}
+
+/// Checks a checkpoint with each prompt alone in one chunk, step by step, the longest one also with run-ahead on its cached
+/// prefix, and all at once.
+fn in_whole_prompts(vulkan: &Vulkan, path: &Path, name: &str, cases: &[Case]) {
+    let host = serve_few_pages(vulkan, path, cases, None);
     let replica = &host.replicas().next().expect("one model");
     cases.iter().for_each(|case| step_by_step(replica, name, case));
     let longest = cases.iter().max_by_key(|case| case.prompt.len()).expect("there are prompts");
     let tokens = generate(replica, request(&longest.prompt, longest.greedy.len() as u32)).tokens;
     assert_eq!(tokens, longest.greedy, "{name}, with run-ahead");
+    together(replica, name, cases);
 }
 
 /// Checks the logits and tokens of a prompt, step by step.
@@ -147,20 +160,16 @@ pub fn step_by_step(replica: &Replica, name: &str, case: &Case) {
     assert_eq!(stepped.tokens, case.greedy, "{what}");
 }
 
-/// All prompts at once, in chunks of 32 tokens, with too few pages for all of them: sequences are batched, chunked and
-/// preempted. `alone`: each prompt runs alone before, step by step.
-fn in_small_chunks(vulkan: &Vulkan, folder: &Path, name: &str, cases: &[Case], alone: bool) {
-    let longest = longest(cases);
-    let host = serve(vulkan, Driver::Lavapipe, folder, |model| {
-        model.kv_format = Some(KvFormat::F32);
-        model.prefill_chunk = Some(32);
-        model.context = Some(longest + 16);
-        model.kv_pages = Some(longest.div_ceil(16) + 6);
-    });
+/// Checks a checkpoint with each prompt alone in chunks of 32 tokens, step by step, and all at once.
+fn in_small_chunks(vulkan: &Vulkan, folder: &Path, name: &str, cases: &[Case]) {
+    let host = serve_few_pages(vulkan, folder, cases, Some(32));
     let replica = &host.replicas().next().expect("one model");
-    if alone {
-        cases.iter().for_each(|case| step_by_step(replica, name, case));
-    }
+    cases.iter().for_each(|case| step_by_step(replica, name, case));
+    together(replica, name, cases);
+}
+
+/// Checks all prompts at once, for which there are too few pages: sequences are batched and preempted.
+fn together(replica: &Replica, name: &str, cases: &[Case]) {
     let events: Vec<_> = cases
         .iter()
         .enumerate()

@@ -263,19 +263,23 @@ fn sequences_that_lose_their_pages_on_two_devices_go_on() {
     idle(&replica);
 }
 
-/// Goal: drafts by the model's own block, and drafts that are looked up, change no token, and some are accepted.
+/// Goal: drafts by the model's own block, by a draft model and by look-up change no token, and some are accepted.
 #[test]
 fn drafts_on_two_devices_change_no_token() {
     let vulkan = Vulkan::new();
     let content = "Sort these words: pear, apple, fig, grape, cherry".to_owned();
     let message = ChatMessage { role: "user".to_owned(), content, ..Default::default() };
-    // The block's drafts are right where the answer is certain, and those of a look-up where the text repeats itself.
-    for (name, drafts, draft) in [("hybrid", 2, None), ("model", 3, Some(Draft::Lookup))] {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo").join(name);
+    let demo = |name: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join("demo").join(name);
+    // The block's drafts are right where the answer is certain, those of a look-up where the text repeats itself, and those of
+    // the model itself nearly always.
+    for (name, drafts, draft) in
+        [("hybrid", 2, None), ("model", 3, Some(Draft::Lookup)), ("model", 3, Some(Draft::Model(demo("model"))))]
+    {
+        let folder = demo(name);
         let text = Text::load(&folder).expect("the tokenizer").expect("there is one");
         let asked = match &draft {
-            None => text.chat(std::slice::from_ref(&message), &ChatOptions::default()).expect("the template takes it"),
-            Some(_) => "The fox saw the bird. ".repeat(6),
+            Some(Draft::Lookup) => "The fox saw the bird. ".repeat(6),
+            _ => text.chat(std::slice::from_ref(&message), &ChatOptions::default()).expect("the template takes it"),
         };
         let prompt = text.encode(&asked, false).expect("text");
         // One at a time: on a CPU driver a verifying step has one sequence.
@@ -285,13 +289,18 @@ fn drafts_on_two_devices_change_no_token() {
                 (model.context, model.slots) = (Some(256), Some(2));
                 model.draft = draft.clone().filter(|_| drafts > 0);
                 (model.drafts, model.drafts_always) = (Some(drafts), Some(true));
+                if let Some(Draft::Model(_)) = model.draft {
+                    // The last device drafts; lavapipe compiles faster.
+                    model.replicas[0].devices.reverse();
+                }
             });
             together(&only(&host), &asks)
         });
         assert_eq!(tokens(&drafting), tokens(&plain), "{name}");
         let sum = |of: fn(&Generated) -> u32| drafting.iter().map(of).sum::<u32>();
         let (drafted, accepted) = (sum(|one| one.finished.drafted_tokens), sum(|one| one.finished.accepted_tokens));
-        assert!(accepted > 0, "{name}: {accepted} accepted of {drafted}");
+        let least = if matches!(draft, Some(Draft::Model(_))) { drafted * 2 / 3 } else { 0 };
+        assert!(accepted > least, "{name}, {draft:?}: {accepted} accepted of {drafted}");
     }
 }
 

@@ -15,7 +15,7 @@ use ostinato::engine::request::{FinishReason, Request};
 use ostinato::gpu::devices::start_on;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Serves a model of which each driver has a part of every layer.
 fn divided(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Model)) -> Host {
@@ -135,6 +135,35 @@ fn batches_of_a_model_in_parts_draw_what_one_device_draws() {
         |host: &Host| generate(&only(host), Request { prompt_logprobs: Some(2), ..request(&prompt[..40], 1) }).scored;
     let (found, wanted) = (scores(&host), scores(&one));
     check_scores(&found, &wanted);
+}
+
+/// Goal: drafts by the model's own block and by a draft head change no token, and some are accepted.
+#[test]
+fn drafts_for_a_model_in_parts_change_no_token() {
+    let vulkan = Vulkan::new();
+    let demo = |name: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join("demo").join(name);
+    // A draft model drafts as where the layers are on several devices (`split`).
+    let head = Draft::Model(fixture("eagle/demo"));
+    for (name, draft) in [("hybrid", None), ("model", Some(head))] {
+        let sizes = |model: &mut Model| (model.context, model.slots) = (Some(128), Some(1));
+        let one = whole(&vulkan, demo(name), |model| {
+            sizes(model);
+            model.drafts = Some(0);
+        });
+        let text = one.models()[0].text.clone().expect("the demo has a tokenizer");
+        let asked = "<|im_start|>user\nTell me a story about a fox, please.<|im_end|>\n<|im_start|>assistant\n";
+        let ask = request(&text.encode(asked, true).expect("text"), 14);
+        let host = divided(&vulkan, demo(name), |model| {
+            sizes(model);
+            (model.draft, model.drafts, model.drafts_always) = (draft.clone(), Some(2), Some(true));
+            // The last device drafts; lavapipe compiles faster.
+            model.replicas[0].devices.reverse();
+        });
+        let found = generate(&only(&host), ask.clone());
+        assert_eq!(found.tokens, generate(&only(&one), ask).tokens, "{name}, {draft:?}");
+        let (drafted, accepted) = (found.finished.drafted_tokens, found.finished.accepted_tokens);
+        assert!(accepted > 2, "{name}, {draft:?}: {accepted} accepted of {drafted}");
+    }
 }
 
 /// Goal: drafts that are looked up change no token and some are accepted, and a constrained output follows its constraint,

@@ -313,7 +313,8 @@ impl Build<'_> {
             context,
             tuning: self.tuning(context),
         };
-        if let Some(draft) = self.draft.filter(|_| decoder.drafts > 0) {
+        // The device that draws the tokens drafts.
+        if let Some(draft) = self.draft.filter(|_| decoder.drafts > 0 && decoder.stage.is_last()) {
             let tuning = self.tuning_of(&draft.config, context);
             let own = Decoder {
                 config: &draft.config,

@@ -97,17 +97,16 @@ impl Build<'_> {
             return Err(self.unsupported(format!("drafts is {drafts}, at most {MOST_DRAFTS} are possible")));
         }
         if drafts > 0 && self.model.draft.is_none() && !self.checkpoint.has_mtp() {
-            let (why, others) = match self.part.is_some_and(|part| part.stage.rank.is_some()) {
+            let divided = self.part.is_some_and(|part| part.stage.rank.is_some());
+            let why = match divided && c.experts.is_some() {
                 true => {
-                    ("the block that drafts tokens (multi-token prediction) is left out with split = \"tensor\"", "")
+                    "a block that drafts tokens (multi-token prediction) with experts is left out with split = \"tensor\""
                 }
-                false => {
-                    let why = "the checkpoint has no block that drafts tokens (multi-token prediction)";
-                    (why, ", a draft model or a draft head")
-                }
+                false => "the checkpoint has no block that drafts tokens (multi-token prediction)",
             };
-            return Err(self
-                .unsupported(format!("drafts is {drafts}, {why}: only 0 is possible, or draft = \"lookup\"{others}")));
+            return Err(self.unsupported(format!(
+                "drafts is {drafts}, {why}: only 0 is possible, or draft = \"lookup\", a draft model or a draft head"
+            )));
         }
         if let (Some(_), Some(chunk)) =
             (c.delta, self.model.prefill_chunk.filter(|chunk| !chunk.is_multiple_of(STATE_TOKENS)))
@@ -207,7 +206,7 @@ impl Build<'_> {
         let [windows, layers] = [windows, layers].map(|layers| layers.into_iter().map(of).collect::<Vec<u64>>());
         let drafting: Vec<u64> = match &probe.drafter {
             Some(drafter) => drafter.decoder.cache_page_bytes(),
-            None => probe.drafts().then(|| probe.heads(0).page_bytes()).into_iter().collect(),
+            None => probe.drafts().then(|| probe.heads(probe.config.mtp_attention).page_bytes()).into_iter().collect(),
         };
         let context_pages = u64::from(context.div_ceil(PAGE_TOKENS));
         let page_bytes = 2 * layers.iter().chain(&drafting).sum::<u64>();

@@ -344,7 +344,8 @@ impl Parts<'_> {
 
 impl Checkpoint {
     /// Returns the part of the model that a device computes together with others, as a checkpoint of its own: its
-    /// configuration has the device's heads and inner values. The block that drafts tokens is left out.
+    /// configuration has the device's heads and inner values. The block that drafts tokens is not divided, since the last
+    /// device alone computes it; one with experts is left out, whose inner values would have to be those of the layers.
     pub fn shard(&self, rank: Rank) -> Result<Checkpoint, ShardError> {
         let c = &self.config;
         let refuse = |is: bool, what: &'static str| if is { Err(ShardError::Unsupported { what }) } else { Ok(()) };
@@ -369,15 +370,23 @@ impl Checkpoint {
             let values = parts.value_heads(*net);
             (net.key_heads, net.value_heads) = (parts.recurrent.len() as u32, values.len() as u32);
         }
-        config.mtp_layers = 0;
         let mut weights = Vec::new();
         let mut all = self.weights_without_mtp();
+        let block = if c.experts.is_none() { &self.weights[all.len()..] } else { &[] };
+        match block {
+            [] => config.mtp_layers = 0,
+            _ => {
+                config.mtp_attention = config.attention_kinds.len();
+                config.attention_kinds.push(c.attention_kinds[c.mtp_attention].clone());
+            }
+        }
         while let Some(first) = all.first() {
             let count = all.iter().take_while(|weight| weight.merged == first.merged).count();
             let (ranges, rest) = all.split_at(count);
             weights.extend(parts.of(&ranges.iter().collect::<Vec<_>>())?);
             all = rest;
         }
+        weights.extend(block.iter().cloned());
         Ok(Checkpoint { config, weights, ..self.clone() })
     }
 
@@ -491,6 +500,27 @@ mod tests {
             let heads: u32 = parts.iter().map(|part| part.config.attention_kinds[0].heads).sum();
             assert_eq!(heads, checkpoint.config.attention_kinds[0].heads, "{name}");
         }
+    }
+
+    /// Goal: a block that drafts is whole in every part, with heads that no layer has; one with experts is left out.
+    #[test]
+    fn a_block_that_drafts_is_not_divided() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/hybrid");
+        let checkpoint = Checkpoint::open(&path).unwrap_or_else(|error| panic!("{error}"));
+        let block = |of: &Checkpoint| -> Vec<(String, u32, u32)> {
+            let weights = of.weights.iter().filter(|weight| weight.is_mtp());
+            weights.map(|weight| (weight.name.clone(), weight.rows, weight.cols)).collect()
+        };
+        let whole = &checkpoint.config.attention_kinds[0];
+        for part in shards(&checkpoint, 2) {
+            let c = &part.config;
+            assert_eq!(block(&part), block(&checkpoint));
+            assert_eq!((&c.attention_kinds[c.mtp_attention], c.mtp_width), (whole, checkpoint.config.intermediate));
+            assert!(c.attention_of.iter().all(|kind| c.attention_kinds[*kind].heads < whole.heads));
+        }
+        let with_experts = open("next-moe");
+        let left_out = |part: &Checkpoint| !part.has_mtp() && part.config.mtp_layers == 0;
+        assert!(with_experts.has_mtp() && shards(&with_experts, 2).iter().all(left_out));
     }
 
     #[test]

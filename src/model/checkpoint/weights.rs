@@ -240,8 +240,8 @@ impl<'a> Specs<'a> {
         self.norm("mtp.hidden_norm", "mtp.pre_fc_norm_hidden.weight", c.hidden);
         self.stacked("mtp.fc", &[("mtp.fc.weight", c.hidden)], Some(2 * c.hidden));
         let mlp = if c.experts.is_some() { MlpKind::Experts } else { MlpKind::Dense };
-        self.attention("mtp.", "mtp.layers.0.", &c.attention_kinds[0], true);
-        self.mlp(mlp, "mtp.", "mtp.layers.0.", c.intermediate);
+        self.attention("mtp.", "mtp.layers.0.", &c.attention_kinds[c.mtp_attention], true);
+        self.mlp(mlp, "mtp.", "mtp.layers.0.", c.mtp_width);
         self.norm("mtp.final_norm", "mtp.norm.weight", c.hidden);
     }
 

@@ -268,10 +268,11 @@ pub(super) fn read(
     let width =
         |(layer, cache): (u32, &u32)| if wide && *cache != layer { intermediate.map(|n| 2 * n) } else { intermediate };
     let dense_widths: Vec<u32> = (0..).zip(&cache_of).map(width).collect::<Option<_>>()?;
+    let greatest_width = dense_widths.iter().copied().max().unwrap_or(0);
     Some(ModelConfig {
         architecture: facts.architecture,
         hidden: hidden?,
-        intermediate: dense_widths.iter().copied().max().unwrap_or(0),
+        intermediate: greatest_width,
         dense_widths,
         layers: layers?,
         attention_kinds,
@@ -308,6 +309,8 @@ pub(super) fn read(
         },
         experts,
         mtp_layers,
+        mtp_attention: 0,
+        mtp_width: greatest_width,
         draft_head: None,
         context: context?,
         eos,

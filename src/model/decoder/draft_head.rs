@@ -10,7 +10,7 @@
 //!
 //! Not here: whether a draft is accepted, which the sampler decides, and whether to draft.
 
-use super::drafter::{DrafterKind, TOKEN_IDS, drafter_name};
+use super::drafter::{DrafterKind, MODEL, TOKEN_IDS, drafter_name};
 use super::{Block, Decoder, Step, StepShape};
 use crate::kernels::attention;
 use crate::kernels::draft::{self, VerifyRows};
@@ -24,8 +24,6 @@ use crate::model::config::DraftHead;
 
 /// The name of the buffer of the model with the features of a step's rows.
 const FEATURES: &str = "draft.features";
-/// In a head's own recording: the prefix of the names of the model's buffers.
-const MODEL: &str = "model.";
 /// The prefix of the names of the weights of a head's layer.
 const LAYER: &str = "layers.0";
 /// The prefix of the names of a head's KV page buffers.
@@ -91,11 +89,7 @@ impl<'a> Decoder<'a> {
             StepShape::Decode { .. } | StepShape::Score { .. } | StepShape::Pool { .. } => {}
         }
         let shared = of.shared_embedding();
-        r.append(pass, |name| match name.strip_prefix(MODEL) {
-            Some(name) => name.to_owned(),
-            None if shared.iter().any(|of| of == name) => name.to_owned(),
-            None => drafter_name(name),
-        });
+        r.append(pass, |name| if shared.iter().any(|of| of == name) { name.to_owned() } else { drafter_name(name) });
     }
 }
 

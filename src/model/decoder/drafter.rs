@@ -6,10 +6,10 @@
 
 use super::weights::ORDERS;
 use super::{Decoder, Part, StepShape};
-use crate::kernels::draft;
+use crate::kernels::draft::{self, SlotsFrom};
 use crate::kernels::embed;
 use crate::kernels::gemm::take_last;
-use crate::kernels::recording::Recording;
+use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling;
 use crate::kernels::shaders::{DraftRowsArgs, StoreDraftArgs, TakeLastArgs};
 use crate::memory::pack::Packing;
@@ -21,6 +21,9 @@ pub const DRAFTER: &str = "drafter.";
 /// The names of the buffers that a draft model shares with the model: slots and page tables, tokens by position, and the
 /// number of the step.
 const SHARED: [&str; 3] = ["state", "history", "step"];
+
+/// In a drafter's own recording: the prefix of the names of the model's buffers.
+pub(super) const MODEL: &str = "model.";
 
 /// The name of the buffer with the tokens of a draft head's vocabulary.
 pub const TOKEN_IDS: &str = "token_ids";
@@ -60,9 +63,13 @@ pub struct PlacedWeight<'a> {
     pub parts: Vec<Part>,
 }
 
-/// Returns the name of a draft model's buffer beside those of the model.
+/// Returns the name of a buffer of a drafter's own recording beside those of the model.
 pub fn drafter_name(name: &str) -> String {
-    if SHARED.contains(&name) { name.to_owned() } else { format!("{DRAFTER}{name}") }
+    match name.strip_prefix(MODEL) {
+        Some(of_model) => of_model.to_owned(),
+        None if SHARED.contains(&name) => name.to_owned(),
+        None => format!("{DRAFTER}{name}"),
+    }
 }
 
 impl<'a> Decoder<'a> {
@@ -113,18 +120,49 @@ impl Decoder<'_> {
         layers.map(|layer| self.heads(self.config.attention_of[layer as usize]).page_bytes()).collect()
     }
 
-    /// Records what a draft model does before the layers of a step: drafts before a verification step. Before a decode step
-    /// that a verification step may follow, and in a prompt's step, it only computes its keys and values.
+    /// Returns the draft model of the decoder, if it has one.
+    fn draft_model(&self) -> Option<&Drafter<'_>> {
+        self.drafter.as_ref().filter(|drafter| drafter.kind == DrafterKind::Model)
+    }
+
+    /// Records what a draft model does before the layers of a step: drafts before a verification step, unless it has drafted
+    /// behind the step before ([`Decoder::run_drafter_behind`]). Before a decode step that a verification step may follow,
+    /// and in a prompt's step, it only computes its keys and values.
     pub(super) fn run_drafter(&self, r: &mut Recording, shape: StepShape) {
-        let Some(drafter) = self.drafter.as_ref().filter(|drafter| drafter.kind == DrafterKind::Model) else { return };
+        let Some(drafter) = self.draft_model() else { return };
         let own = &drafter.decoder;
         let mut pass = Recording::new(shape.name());
+        let batch = (own.state.batch(&mut pass), SlotsFrom::Batch);
         match shape {
             StepShape::Prefill { .. } => own.follow_prompts(&mut pass, shape),
-            StepShape::Decode { rows } if rows <= drafter.sequences => own.draft_alone(&mut pass, rows, 0),
-            StepShape::Verify { sequences, drafts } => own.draft_alone(&mut pass, sequences, drafts),
-            StepShape::Decode { .. } | StepShape::Head { .. } | StepShape::Score { .. } | StepShape::Pool { .. } => {}
+            StepShape::Decode { rows } if rows <= drafter.sequences => own.draft_alone(&mut pass, batch, rows, 0),
+            StepShape::Verify { sequences, drafts } if self.stage.is_whole() => {
+                own.draft_alone(&mut pass, batch, sequences, drafts);
+            }
+            StepShape::Verify { .. } | StepShape::Decode { .. } => {}
+            StepShape::Head { .. } | StepShape::Score { .. } | StepShape::Pool { .. } => {}
         }
+        r.append(pass, drafter_name);
+    }
+
+    /// Records what a draft model does behind the draw of tokens if the model is split over several devices: it drafts for the
+    /// next verification step. The first device embeds the drafts before the device of the draft model begins that step, so
+    /// they must be in the slots by then.
+    pub(super) fn run_drafter_behind(&self, r: &mut Recording, shape: StepShape) {
+        let Some(drafter) = self.draft_model().filter(|_| !self.stage.is_whole()) else { return };
+        let (rows, sequences, each, drafts) = match shape {
+            StepShape::Head { rows } => ("head.rows", rows, 1, self.drafts),
+            StepShape::Verify { sequences, drafts } => ("rows", sequences, drafts + 1, drafts),
+            StepShape::Prefill { .. } | StepShape::Decode { .. } => return,
+            StepShape::Score { .. } | StepShape::Pool { .. } => return,
+        };
+        // No verification step has more sequences.
+        if sequences > drafter.sequences {
+            return;
+        }
+        let mut pass = Recording::new(shape.name());
+        let table = pass.buffer(&format!("{MODEL}{rows}"), embed::rows_bytes(sequences * each));
+        drafter.decoder.draft_alone(&mut pass, (table, SlotsFrom::Rows { each }), sequences, drafts);
         r.append(pass, drafter_name);
     }
 
@@ -136,18 +174,18 @@ impl Decoder<'_> {
         self.layers(r, shape, &step);
     }
 
-    /// Records a draft model's passes over the last two tokens of each of `sequences` sequences and over its own drafts. The
-    /// last draft itself is not computed here, but in the next step if it was accepted.
-    fn draft_alone(&self, r: &mut Recording, sequences: u32, drafts: u32) {
+    /// Records a draft model's passes over the last two tokens of each of `sequences` sequences, whose slots are in the table
+    /// `batch`, and over its own drafts. The last draft itself is not computed here, but in the next step if it was accepted.
+    fn draft_alone(&self, r: &mut Recording, (batch, from): (Range, SlotsFrom), sequences: u32, drafts: u32) {
         let c = self.config;
         let layout = self.state.chunk_layout();
         let (history, stride) = self.history(r);
         for index in 0..drafts.max(1) {
-            let (slots, batch) = (self.state.slots(r), self.state.batch(r));
+            let slots = self.state.slots(r);
             let next = self.descriptor(r, "draft.chunk");
             let (last_at, tokens_at) = (layout.last(0), layout.token(0));
             let args = DraftRowsArgs { slots, batch, history, next, stride, last_at, tokens_at };
-            r.call(draft::draft_rows("draft_rows".to_owned(), sequences, index, args));
+            r.call(draft::draft_rows("draft_rows".to_owned(), sequences, index, from, args));
             let shape = StepShape::Head { rows: if index == 0 { 2 * sequences } else { sequences } };
             let step = self.buffers(r, shape, shape.rows(), next, false);
             self.embed(r, shape, &step);

@@ -185,6 +185,7 @@ impl Decoder<'_> {
                     self.draft(r, step, x, rows_range, (sequences, each), drafts);
                 }
                 self.run_draft_head(r, shape);
+                self.run_drafter_behind(r, shape);
             }
             _ => {
                 let decode = matches!(shape, StepShape::Decode { .. });
@@ -203,6 +204,7 @@ impl Decoder<'_> {
                     self.draft_by_look_up(r, rows_range, (rows, 1), self.drafts);
                 }
                 self.run_draft_head(r, shape);
+                self.run_drafter_behind(r, shape);
             }
         }
     }

@@ -447,7 +447,12 @@ impl Decoder<'_> {
             attention: Self::activations(r, &named("attention.output"), rows, most(&Attention::q_rows)),
             projected: Self::activations(r, &named("in_proj.output"), rows, projected),
             mixed: Self::activations(r, &named("mixer.output"), rows, mixed),
-            mlp: Self::activations(r, &named("mlp.hidden"), rows, c.intermediate),
+            mlp: Self::activations(
+                r,
+                &named("mlp.hidden"),
+                rows,
+                c.intermediate.max(if self.drafts() { c.mtp_width } else { 0 }),
+            ),
             branch: {
                 let needed = c.has_branch_stages() || self.stage.rank.is_some();
                 Self::activations(r, &named("branch"), rows, if needed { c.hidden } else { 0 })
@@ -583,8 +588,9 @@ impl Decoder<'_> {
         let LastProduct { weight, x, after, next, factor } = product;
         let c = self.config;
         let staged = after.is_some() || factor.is_some() || c.residual_scale != 1.0;
-        // Other products of this kind are computed whole by each device.
-        let shared = self.stage.rank.is_some() && [".o", ".down"].iter().any(|end| weight.ends_with(end));
+        // Other products of this kind, and the block that drafts, are computed whole by each device that has them.
+        let of_layer = weight.starts_with("layers.") && [".o", ".down"].iter().any(|end| weight.ends_with(end));
+        let shared = self.stage.rank.is_some() && of_layer;
         let direct = !staged && !shared;
         let (y, epilogue) = if direct { (step.x, Epilogue::Residual) } else { (step.branch, Epilogue::Store) };
         let fold = if direct { Self::leaves(step.unscaled, next) } else { Fold::None };

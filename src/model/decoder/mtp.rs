@@ -117,9 +117,9 @@ impl Decoder<'_> {
             follows: false,
             next_norm: String::new(),
             first: false,
-            attention: 0,
+            attention: self.config.mtp_attention,
             owns_cache: true,
-            inner: self.config.intermediate,
+            inner: self.config.mtp_width,
         }
     }
 

@@ -189,6 +189,8 @@ fn shrunk(c: &ModelConfig, layers: &[u32]) -> ModelConfig {
         delta: c.delta.map(delta),
         experts: c.experts.map(experts),
         mtp_layers: 0,
+        mtp_attention: 0,
+        mtp_width: 0,
         eos: Vec::new(),
         bos: None,
         ..c.clone()

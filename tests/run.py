@@ -82,6 +82,9 @@ def run(unit):
         environment = {**os.environ, "CARGO_MANIFEST_DIR": ROOT}
         if unit.program in COMPILING:
             environment.setdefault("GALLIVM_PERF", "nopt")
+        if unit.program not in WAITING:
+            # Each core has a process of its own, so lavapipe needs no threads besides the one that submits.
+            environment.setdefault("LP_NUM_THREADS", "0")
         child = subprocess.Popen(
             [*([] if unit.program in WAITING else LATER), unit.binary, "--exact", *unit.tests],
             cwd=ROOT,

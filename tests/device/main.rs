@@ -12,4 +12,5 @@ mod handles;
 mod loader;
 mod loading;
 mod pinning;
+mod proxies;
 mod two_devices;

@@ -63,12 +63,18 @@ pub(crate) fn choose_stages(
     builds: &[Build<'_>],
     shares: &[u32],
 ) -> Result<(Vec<StagePart>, PlannedSizes), StartError> {
-    let free = |build: &Build<'_>| {
+    // The last device has the draft model too.
+    let drafting = |device: usize| {
+        let draft = builds[device].draft.filter(|_| device + 1 == builds.len() && builds[device].drafts() > 0);
+        draft.map_or(0, |draft| draft.weights_without_mtp().iter().map(WeightSpec::bytes).sum::<u64>())
+    };
+    let free = |(device, build): (usize, &Build<'_>)| {
         let free = build.opened.free_bytes(&build.opened.device.budget());
-        (build.limit.map_or(free, |limit| limit.min(free)) as f64).max(1.0)
+        let free = build.limit.map_or(free, |limit| limit.min(free));
+        (free.saturating_sub(drafting(device)) as f64).max(1.0)
     };
     let ways: Vec<Vec<f64>> = match shares {
-        [] => vec![vec![1.0; builds.len()], builds.iter().map(free).collect()],
+        [] => vec![vec![1.0; builds.len()], builds.iter().enumerate().map(free).collect()],
         shares => vec![shares.iter().map(|share| f64::from(*share)).collect()],
     };
     let (on_cpu, heap_bytes) = sizes_of(builds);

@@ -436,6 +436,7 @@ impl Decoder<'_> {
         });
         let names = ["latent.input", "latent.queries", "latent.mixed"];
         let latent = std::array::from_fn(|at| Self::activations(r, names[at], rows, latent[at]));
+        let inner = if self.drafts() { c.intermediate.max(c.mtp_width) } else { c.intermediate };
         let x = Self::activations(r, &named("x"), x_rows, c.hidden);
         let taken_over = |tag: &u32| Generations::beginning(x.range, *tag);
         let generations = carries.then(|| RefCell::new(self.input_tags.get(&rows).map(taken_over).unwrap_or_default()));
@@ -447,12 +448,7 @@ impl Decoder<'_> {
             attention: Self::activations(r, &named("attention.output"), rows, most(&Attention::q_rows)),
             projected: Self::activations(r, &named("in_proj.output"), rows, projected),
             mixed: Self::activations(r, &named("mixer.output"), rows, mixed),
-            mlp: Self::activations(
-                r,
-                &named("mlp.hidden"),
-                rows,
-                c.intermediate.max(if self.drafts() { c.mtp_width } else { 0 }),
-            ),
+            mlp: Self::activations(r, &named("mlp.hidden"), rows, inner),
             branch: {
                 let needed = c.has_branch_stages() || self.stage.rank.is_some();
                 Self::activations(r, &named("branch"), rows, if needed { c.hidden } else { 0 })

@@ -2,8 +2,9 @@
 # Installs missing packages. Needs root, or uses sudo, only if a package is missing.
 #   setup.sh run    the C++ compiler, the Vulkan loader, and a CPU driver if no Vulkan driver is installed
 #   setup.sh test   the C++ compiler, the Vulkan loader, both CPU drivers, the validation layer, a browser, cargo-deny,
-#                   curl, the tools for network namespaces (iproute2) and for checking units (systemd), and a Python
-#                   environment with a router (target/python)
+#                   curl, the tools for network namespaces (iproute2) and for checking units (systemd), a Python
+#                   environment with a router (target/python), and on Debian, for root, a newer lavapipe (target/drivers),
+#                   which compiles the tests' shaders in a quarter to a half of the time
 #   setup.sh install  what tests/install/run.sh needs: debootstrap, iproute2
 #   setup.sh drivers  the C++ compiler, the Vulkan loader, the validation layer, and in target/drivers the drivers of a
 #                   newer Mesa with what lets them run without hardware (tests/drivers)
@@ -79,6 +80,10 @@ fi
 
 if [ "$what" = test ]; then
     cd "$(dirname "$0")/.."
+    # Without it, tests run on the system's lavapipe.
+    if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null && [ -e /usr/share/keyrings/debian-archive-keyring.gpg ]; then
+        tests/drivers/install.sh || echo "setup.sh: no newer lavapipe could be installed, the tests use the system's" >&2
+    fi
     python=${CARGO_TARGET_DIR:-target}/python
     wanted=tests/requirements.txt
     # installed.txt is a copy of the requirements that were installed last.

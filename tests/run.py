@@ -35,6 +35,9 @@ FIRST = ["model fallback", "model demo", "traces", "engine", "bad_input", "model
 # Programs that compile far more shaders on lavapipe than they run: its compiler leaves out its optimizations.
 COMPILING = ["kernels"]
 
+# Runs a command with a newer lavapipe than that of an old Debian.
+OVER = os.path.join(ROOT, "tests", "drivers", "over.sh")
+
 # The processes that run now.
 RUNNING = set()
 
@@ -75,8 +78,17 @@ def units(program, binary):
     return [Unit(program, binary, name, tests) for name, tests in groups.items()], len(ignored)
 
 
-def run(unit):
-    """Runs the tests of one process."""
+def over():
+    """Returns the words before a command that give it the newer lavapipe of target/drivers, if that is possible here."""
+    if os.environ.get("OSTINATO_TEST_GPU"):
+        return []
+    possible = subprocess.run([OVER, "true"], cwd=ROOT, stderr=subprocess.DEVNULL).returncode == 0
+    print("lavapipe is that of " + ("target/drivers" if possible else "the system"), flush=True)
+    return [OVER] if possible else []
+
+
+def run(unit, before):
+    """Runs the tests of one process, with the words `before` before its command."""
     with tempfile.TemporaryFile() as output:
         begun = time.monotonic()
         environment = {**os.environ, "CARGO_MANIFEST_DIR": ROOT}
@@ -86,7 +98,7 @@ def run(unit):
             # Each core has a process of its own, so lavapipe needs no threads besides the one that submits.
             environment.setdefault("LP_NUM_THREADS", "0")
         child = subprocess.Popen(
-            [*([] if unit.program in WAITING else LATER), unit.binary, "--exact", *unit.tests],
+            [*before, *([] if unit.program in WAITING else LATER), unit.binary, "--exact", *unit.tests],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -127,9 +139,10 @@ def main():
     for program in (set(wanted) or expected | {"ostinato"}) - {unit.program for unit in work}:
         sys.exit(f"no test of {program} was found")
     work.sort(key=lambda unit: [not name(unit).startswith(first) for first in FIRST])
+    before = over()
     print(f"running {sum(len(unit.tests) for unit in work)} tests in {len(work)} processes", flush=True)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores, ThreadPoolExecutor(1) as beside:
-        runs = [(beside if unit.program in WAITING else cores).submit(run, unit) for unit in work]
+        runs = [(beside if unit.program in WAITING else cores).submit(run, unit, before) for unit in work]
         try:
             results = [done.result() for done in runs]
         except BaseException:

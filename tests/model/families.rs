@@ -18,8 +18,9 @@ use ostinato::replica::Replica;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// The allowed relative error of logits with f32 keys and values, where only sums differ.
-const EXACT: f64 = 1e-5;
+/// The allowed relative error of logits with f32 keys and values, where only sums differ: 1.2e-5 was found, with latent
+/// attention on lavapipe 26.
+const EXACT: f64 = 2e-5;
 /// That of [`SENSITIVE`], which amplifies these differences too: 1.3e-5 in the first logits of a prompt of 33 tokens.
 const EXACT_OF_SENSITIVE: f64 = 1e-4;
 

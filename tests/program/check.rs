@@ -42,7 +42,8 @@ fn compiling_only_builds_every_pipeline_and_runs_nothing() {
     }
     let missing = report["missing"].as_array().expect("what is missing");
     let says = |word: &str| missing.iter().any(|missing| missing["what"].as_str().expect("a text").contains(word));
-    assert!(says("cooperative matrices") && says("a GPU"), "{missing:#?}");
+    // A newer lavapipe has matrices, but not of this shape.
+    assert!((says("cooperative matrices") || says("matrices of 16x16x16")) && says("a GPU"), "{missing:#?}");
 }
 
 #[test]
@@ -75,7 +76,8 @@ fn matrix_units_that_the_device_did_not_promise_are_refused() {
     let text = String::from_utf8_lossy(&output.stdout);
     assert_eq!(output.status.code(), Some(1), "{text}");
     let what = "tuning fragments=2 is asked for, device";
-    assert!(text.contains(what) && text.contains("does not offer cooperative matrices"), "{text}");
+    let lacks = ["does not offer cooperative matrices", "does not offer matrices of 16x16x16"];
+    assert!(text.contains(what) && lacks.iter().any(|lacks| text.contains(lacks)), "{text}");
     // A command that would run the model ends in the same way.
     let output = ostinato(&["bench", "--model", "demo", "--device", cpu()]).args(tune).output().unwrap();
     let text = String::from_utf8_lossy(&output.stderr);

@@ -35,7 +35,7 @@ FIRST = ["model fallback", "model demo", "traces", "engine", "bad_input", "model
 # Programs that compile far more shaders on lavapipe than they run: its compiler leaves out its optimizations.
 COMPILING = ["kernels"]
 
-# Runs a command with a newer lavapipe than that of an old Debian.
+# Runs a command on the lavapipe of target/drivers in place of the system's.
 OVER = os.path.join(ROOT, "tests", "drivers", "over.sh")
 
 # The processes that run now.

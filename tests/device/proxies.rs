@@ -5,8 +5,9 @@
 //! models (`model::tensor`).
 
 use crate::common::{Driver, Vulkan};
+use crate::harness::Random;
 use ostinato::actors::proxy::{ExchangeMemory, Exchanges, Proxies};
-use ostinato::device::{Device, Gate};
+use ostinato::device::Gate;
 use ostinato::kernels::exchange::{WORD_BYTES, check_of, inbox_bytes, outbox_bytes, stop_offset};
 use ostinato::memory::{Arena, Buffer, Place};
 use std::sync::Arc;
@@ -23,19 +24,24 @@ const LATE: Duration = Duration::from_millis(300);
 /// Time limit, longer than any wait here takes on a busy machine.
 const LONG: Duration = Duration::from_secs(120);
 
-fn memory(device: &Arc<Device>, arena: &Arena) -> ExchangeMemory {
+/// Starts the proxies of devices whose memory is that of one driver, with buffers of zeros.
+fn start(vulkan: &Vulkan) -> (Arena, ExchangeMemory, Proxies) {
+    let device = vulkan.device(Driver::first());
+    let arena = Arena::new(&device).expect("an arena");
     let buffer = |name: &str, bytes: u64| -> Arc<Buffer> {
         let buffer = arena.buffer(name, bytes, Place::Readback).expect("memory");
         buffer.write(0, &vec![0; bytes as usize]);
         buffer
     };
-    ExchangeMemory {
+    let memory = ExchangeMemory {
         outboxes: (0..DEVICES).map(|at| buffer(&format!("outbox.{at}"), outbox_bytes(WORDS))).collect(),
         inboxes: (0..DEVICES).map(|at| buffer(&format!("inbox.{at}"), inbox_bytes(WORDS, DEVICES as u32))).collect(),
-        gates: (0..DEVICES).map(|_| Arc::new(Gate::new(device).expect("a gate"))).collect(),
+        gates: (0..DEVICES).map(|_| Arc::new(Gate::new(&device).expect("a gate"))).collect(),
         slot_words: WORDS,
         on_cpu: true,
-    }
+    };
+    let proxies = Proxies::spawn(memory.clone()).expect("threads");
+    (arena, memory, proxies)
 }
 
 /// Returns a device's word of an exchange. All of its pieces differ from those of the exchange before in the same place.
@@ -43,24 +49,6 @@ fn word(device: usize, number: u64, at: u32) -> [u32; 4] {
     let number = number as u32;
     let bits = [number << 16 | at, number * 31 + at, number << 8 | device as u32];
     [bits[0], bits[1], bits[2], check_of(bits, number)]
-}
-
-/// Numbers that look random and are the same in each run (SplitMix64).
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, most: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        (((mixed ^ mixed >> 27) >> 16) % most as u64) as usize
-    }
-
-    fn shuffled<T>(&mut self, mut all: Vec<T>) -> Vec<T> {
-        for at in (1..all.len()).rev() {
-            all.swap(at, self.below(at + 1));
-        }
-        all
-    }
 }
 
 fn until(what: &str, reached: impl Fn() -> bool) {
@@ -81,14 +69,15 @@ fn device(memory: &ExchangeMemory, own: usize) {
             std::thread::sleep(LATE);
             assert!(others().max() < Some(number), "no device goes on without the words of all");
         }
-        let pieces = (0..WORDS).flat_map(|at| (0..4).map(move |piece| (at, piece))).collect();
-        let last = random.below(WORDS as usize * 4);
-        for (sent, (at, piece)) in random.shuffled(pieces).into_iter().enumerate() {
-            let place = (slot(number) + u64::from(at)) * WORD_BYTES + piece as u64 * 4;
-            memory.outboxes[own].store_u32(place, word(own, number, at)[piece]);
+        // The device pauses once before it has sent all pieces.
+        let last = random.below(WORDS * 4 - 1);
+        for (sent, place) in (0..).zip(random.permutation(WORDS * 4)) {
+            let (at, piece) = (place / 4, place % 4);
+            let to = (slot(number) + u64::from(at)) * WORD_BYTES + u64::from(piece) * 4;
+            memory.outboxes[own].store_u32(to, word(own, number, at)[piece as usize]);
             if sent == last {
                 std::thread::sleep(Duration::from_millis(2));
-                assert!(sent + 1 == 4 * WORDS as usize || others().max() < Some(number), "exchange {number} of {own}");
+                assert!(others().max() < Some(number), "exchange {number} of {own}");
             }
         }
         until("the words of the others", || memory.gates[own].opened() >= number);
@@ -106,10 +95,7 @@ fn device(memory: &ExchangeMemory, own: usize) {
 #[test]
 fn words_that_come_late_and_in_pieces_pass_whole() {
     let vulkan = Vulkan::new();
-    let device_of = vulkan.device(Driver::first());
-    let arena = Arena::new(&device_of).expect("an arena");
-    let memory = memory(&device_of, &arena);
-    let proxies = Proxies::spawn(memory.clone()).expect("threads");
+    let (_arena, memory, proxies) = start(&vulkan);
     for step in 0..STEPS {
         proxies.carry(Exchanges { first: 1 + step * u64::from(EACH), count: EACH, words: WORDS });
     }
@@ -126,10 +112,7 @@ fn words_that_come_late_and_in_pieces_pass_whole() {
 #[test]
 fn exchanges_that_are_ended_keep_no_device_waiting() {
     let vulkan = Vulkan::new();
-    let device_of = vulkan.device(Driver::first());
-    let arena = Arena::new(&device_of).expect("an arena");
-    let memory = memory(&device_of, &arena);
-    let proxies = Proxies::spawn(memory.clone()).expect("threads");
+    let (_arena, memory, proxies) = start(&vulkan);
     proxies.carry(Exchanges { first: 1, count: EACH, words: WORDS });
     // One device has sent nothing.
     for own in [0, 2] {

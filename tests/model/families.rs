@@ -18,9 +18,10 @@ use ostinato::replica::Replica;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// The allowed relative error of logits with f32 keys and values, where only sums differ: 1.2e-5 was found, with latent
-/// attention on lavapipe 26.
-const EXACT: f64 = 2e-5;
+/// The allowed relative error of logits with f32 keys and values, where only sums differ.
+const EXACT: f64 = 1e-5;
+/// That of `deepseek3-blocks.gguf`, where the error is up to 1.2e-5 on lavapipe 26.
+const EXACT_OF_BLOCKS: f64 = 2e-5;
 /// That of [`SENSITIVE`], which amplifies these differences too: 1.3e-5 in the first logits of a prompt of 33 tokens.
 const EXACT_OF_SENSITIVE: f64 = 1e-4;
 
@@ -155,7 +156,11 @@ pub fn step_by_step(replica: &Replica, name: &str, case: &Case) {
         let error = error(found, wanted);
         println!("{what}, step {step}: relative error {error:.2e}");
         // Files of a fixture have its name and an extension.
-        let limit = if name.starts_with(SENSITIVE) { EXACT_OF_SENSITIVE } else { EXACT };
+        let limit = match () {
+            () if name.starts_with(SENSITIVE) => EXACT_OF_SENSITIVE,
+            () if name.starts_with("deepseek3-blocks") => EXACT_OF_BLOCKS,
+            () => EXACT,
+        };
         assert!(error <= limit, "{what}, step {step}: relative error {error:.2e} exceeds {limit:.2e}");
     }
     assert_eq!(stepped.tokens, case.greedy, "{what}");

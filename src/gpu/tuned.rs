@@ -7,7 +7,7 @@ use crate::config::{KvFormat, file};
 use crate::device::{Adapter, driver_key, write_atomically};
 use crate::host::progress::Progress;
 use crate::kernels::attention::{Heads, Scores, flash_decode};
-use crate::kernels::gemm::skinny::Matrices;
+use crate::kernels::gemm::skinny::{MOST_AHEAD, Matrices};
 use crate::kernels::shaders::SHADER_SET;
 use crate::memory::pack::Format;
 use crate::model::checkpoint::{Checkpoint, WeightSpec};
@@ -27,8 +27,6 @@ pub(crate) type Entries = BTreeMap<String, String>;
 /// The maximum number of row blocks of a `skinny` workgroup. Above this limit and that of [`MOST_AHEAD`], sums and
 /// weights no longer fit in registers.
 pub(crate) const MOST_TILES: u32 = 4;
-/// The maximum number of chunks of weights that a `skinny` workgroup has in flight.
-pub(crate) const MOST_AHEAD: u32 = 8;
 
 /// The contents of the file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -14,12 +14,13 @@ use crate::gpu::build::{Build, PreparedModel};
 use crate::gpu::devices::{DeviceUse, OpenDevice};
 use crate::gpu::error::StartError;
 use crate::gpu::tuned;
-use crate::gpu::tuned::{MOST_AHEAD, MOST_TILES, Tuned, TuningBounds};
+use crate::gpu::tuned::{MOST_TILES, Tuned, TuningBounds};
 use crate::host::progress::{Progress, Unit};
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::attention::flash_decode::MOST_SPLITS;
 use crate::kernels::codes_of;
 use crate::kernels::embed::PromptRows;
+use crate::kernels::gemm::skinny::MOST_AHEAD;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region};
 use crate::kernels::sampling::{Patch, patch_inbox};
@@ -29,7 +30,7 @@ use crate::memory::pack::codes::unit_cols;
 use crate::memory::{Buffer, BufferTable, Place};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::decoder::{Decoder, StepShape, Tuning};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -46,6 +47,8 @@ const DUELS: usize = 3;
 /// The number of warm-up steps, which are not counted, so that clocks and caches are in the same state as in normal
 /// operation.
 const WARM: usize = 1;
+/// The time for which a GPU is kept busy before the first measurement.
+const CLOCKS_RISE: Duration = Duration::from_millis(500);
 /// The maximum time, in microseconds, for repetitions of a step, so that slow devices can try several values too.
 const REPEATED_US: f64 = 300_000.0;
 /// The number of submissions in flight; low enough that the compute actor has timestamps for all of them.
@@ -190,7 +193,7 @@ pub fn tune(
     let (rules, reference) = bench.reference(rules)?;
     let variant = tuned::variant(&rules);
     let region = bench.region(&rules)?;
-    let us = median(&bench.times(&[&region], DUELLED)?[0]);
+    let us = bench.steady_us(&region)?;
     say(&TuneEvent::Began { variant: variant.clone(), us });
 
     let by_rules = Arc::clone(&region);
@@ -319,14 +322,16 @@ fn knobs(decoder: &Decoder<'_>, rules: &Tuning, bounds: TuningBounds, depth: u32
 /// columns.
 fn skinny_values(rows: u32, chunks: u32, processors: u32) -> Vec<String> {
     let mut values = Vec::new();
-    for threads in [128, 192, 256, 384, 512, 768, 1024] {
+    for threads in [128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 1024] {
+        let groups = threads / 32;
+        // Rounds of equal lengths.
+        let lengths: BTreeSet<u32> = (1..=chunks).map(|rounds| chunks.div_ceil(groups * rounds)).collect();
         for tiles in 1..=MOST_TILES {
-            for ahead in [1, 2, 3, 4, 6, MOST_AHEAD] {
-                let groups = threads / 32;
+            for &ahead in lengths.range(..=MOST_AHEAD) {
                 // If the round reaches past the last chunk in every group, the group multiplies zeros.
                 let wasted = ahead > 1 && (ahead - 1) * groups >= chunks;
                 // The weights in flight take eight registers per chunk and tile.
-                let heavy = ahead * tiles > 8 || ahead * tiles * 8 * threads > 32 << 10;
+                let heavy = ahead * tiles > 8 || ahead * tiles * 8 * threads > 40 << 10;
                 let few = tiles > 1 && rows.div_ceil(16 * tiles) < processors / 2;
                 if !(wasted || heavy || few) {
                     values.push(format!("{threads}/{tiles}/{ahead}"));
@@ -702,6 +707,18 @@ impl<'a> Bench<'a> {
             by_step[index % steps.len()].push(time);
         }
         Ok(by_step)
+    }
+
+    /// Returns the median time of a step in microseconds, measured after [`CLOCKS_RISE`] of such steps: a GPU that was idle
+    /// runs at a fraction of its clocks at first.
+    fn steady_us(&mut self, step: &Arc<Region>) -> Result<f64, StartError> {
+        let begun = Instant::now();
+        loop {
+            let us = median(&self.times(&[step], DUELLED)?[0]);
+            if begun.elapsed() >= CLOCKS_RISE {
+                return Ok(us);
+            }
+        }
     }
 
     /// Returns the logits of a step; the inner error describes a problem on the device.

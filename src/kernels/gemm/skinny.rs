@@ -31,6 +31,10 @@ pub struct SkinnyConfig {
 /// The maximum number of rows of x.
 pub const MOST_ROWS: u32 = 64;
 
+/// The maximum of [`SkinnyConfig::ahead`] with one block of rows of W: with more weights in flight, registers are stored to
+/// memory.
+pub const MOST_AHEAD: u32 = 8;
+
 impl SkinnyConfig {
     /// Returns the shared memory that a workgroup uses for `rows` rows of x, in bytes.
     pub fn shared_bytes(self, rows: u32, matrices: Matrices) -> u32 {

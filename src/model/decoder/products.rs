@@ -34,6 +34,21 @@ const MOST_CODES_ROWS: u32 = 4;
 /// The maximum number of rows of a prompt chunk for which its products are computed like those of a decode batch.
 const MOST_PANEL_ROWS: u32 = 64;
 
+/// The maximum number of chunks of 32 columns that a workgroup of `skinny` loads in a round.
+const MOST_ROUND: u32 = 144;
+/// The maximum number of groups of 32 invocations of a workgroup of `skinny`.
+const MOST_GROUPS: u32 = 24;
+
+/// Returns the number of groups of 32 invocations, and of chunks that each loads in a round, with which a workgroup loads
+/// `chunks` chunks in `rounds` rounds and multiplies the fewest zeros; of equals, those with the most groups.
+fn even_rounds(chunks: u32, rounds: u32) -> (u32, u32) {
+    let round = chunks.div_ceil(rounds);
+    let shapes = (1..=MOST_GROUPS).map(|groups| (groups, round.div_ceil(groups)));
+    let fitting = shapes.filter(|(_, ahead)| *ahead <= skinny::MOST_AHEAD);
+    let best = fitting.min_by_key(|(groups, ahead)| (groups * ahead, std::cmp::Reverse(*groups)));
+    best.unwrap_or((16, skinny::MOST_AHEAD))
+}
+
 /// The operands of a product: y is the epilogue of W · x.
 pub(super) struct Operands<'a, X, Y> {
     /// The name of W.
@@ -74,17 +89,26 @@ impl Decoder<'_> {
         }
         let chunks = weight.cols.div_ceil(32);
         let blocks = weight.rows.div_ceil(16);
+        // Measured on an H200 with the matrices of Qwen3, Qwen3.5 and Llama models of up to eight billion weights.
         let (threads, tiles, ahead) = match (matrices, rows) {
             // No more threads than every device supports.
             (Matrices::Emulated, _) => (128, if blocks >= 256 { 2 } else { 1 }, 2),
             (Matrices::Cooperative, 1) => match (chunks, blocks) {
-                (256.., _) => (512, 1, 8),
-                (128.., ..4096) => (512, 1, 4),
-                (128.., _) => (512, 2, 4),
+                (128..256, 4096..) => (512, 2, 4),
+                (128.., _) => {
+                    let (groups, ahead) = even_rounds(chunks, chunks.div_ceil(MOST_ROUND).max(2));
+                    (groups * 32, 1, ahead)
+                }
+                // Two or more rounds, so that the next call's weights have registers; long ones if they come out even.
+                (_, 512..4096) if chunks < 64 || matches!(chunks % 32, 1..=16) => (256, 3, 2),
                 (_, 512..) => (256, 2, 4),
                 // About as many workgroups as compute units, with all of K in flight.
-                (_, 170..) => (512, (blocks / 85).min(4), 2),
-                _ => (512, 1, 4),
+                (_, 256..) => (512, (blocks / 85).min(4), 2),
+                (_, 170..) => (512, 1, 2),
+                _ => {
+                    let (groups, ahead) = even_rounds(chunks, 1);
+                    (groups * 32, 1, ahead)
+                }
             },
             // Every workgroup reads all rows of x again, so each should compute many rows of W.
             (Matrices::Cooperative, 2..) => {

@@ -86,6 +86,8 @@ pub struct Capabilities {
     pub subgroup_extended_types: bool,
     /// Integer dot products.
     pub int_dot: bool,
+    /// Whether the device has instructions for dot products of four 8-bit integers in a word, signed and unsigned.
+    pub int_dot_accelerated: bool,
     /// Scalar block layout.
     pub scalar_block_layout: bool,
     /// Device scope in the Vulkan memory model, needed for ordered atomics between workgroups.
@@ -142,6 +144,7 @@ impl Capabilities {
             (self.subgroup_size_control, "subgroup_size_control"),
             (self.full_subgroups, "full_subgroups"),
             (self.int_dot, "integer_dot_product"),
+            (self.int_dot_accelerated, "integer_dot_product_accelerated"),
             (self.scalar_block_layout, "scalar_block_layout"),
             (self.device_scope, "memory_model_device_scope"),
             (self.cooperative_matrix, "cooperative_matrix"),

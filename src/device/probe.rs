@@ -166,6 +166,9 @@ fn describe(
         int64_atomics: on(features.v12.shader_buffer_int64_atomics),
         subgroup_extended_types: on(features.v12.shader_subgroup_extended_types),
         int_dot: on(features.v13.shader_integer_dot_product),
+        int_dot_accelerated: on(features.v13.shader_integer_dot_product)
+            && on(v13.integer_dot_product4x8_bit_packed_signed_accelerated)
+            && on(v13.integer_dot_product4x8_bit_packed_unsigned_accelerated),
         scalar_block_layout: on(features.v12.scalar_block_layout),
         device_scope: on(features.v12.vulkan_memory_model_device_scope),
         cooperative_matrix: features.cooperative_matrix(),

@@ -14,8 +14,8 @@ use super::moe::NOBODY;
 use super::recording::{Call, Op, Range, Recording};
 use super::shaders::{
     EmbedRowsArgs, EmbedRowsConstants, ExpandCodesArgs, ExpandCodesConstants, ExpertGemvArgs, ExpertGemvConstants,
-    ExpertSkinnyArgs, ExpertSkinnyConstants, GemvArgs, GemvConstants, MatmulArgs, MatmulConstants, PanelArgs,
-    PanelConstants, SkinnyCodesArgs, SkinnyCodesConstants,
+    ExpertSkinnyArgs, ExpertSkinnyConstants, GemvArgs, GemvConstants, GemvDotsArgs, GemvDotsConstants, MatmulArgs,
+    MatmulConstants, PanelArgs, PanelConstants, SkinnyCodesArgs, SkinnyCodesConstants,
 };
 use super::tags::tagged;
 use super::{Format, codes_of, fold, interpreter, shared_format, state};
@@ -85,6 +85,7 @@ pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
             variant = [u32::from(c.batch == 1), 0];
             (c.codes, 0)
         }
+        "gemv_dots" => (GemvDotsConstants::from_values(&call.constants).codes, 0),
         "matmul" => {
             let c = MatmulConstants::from_values(&call.constants);
             variant = [c.experts, 0];
@@ -121,6 +122,7 @@ pub fn probe(call: &Call) -> Option<CodeProbe> {
         "panel" => operands.panel(call, codes),
         "expand_codes" => operands.expand(call, codes),
         "gemv" => operands.gemv(call, codes),
+        "gemv_dots" => operands.gemv_dots(call, codes),
         "matmul" => operands.matmul(call, codes),
         "embed_rows" => operands.embed(call, codes),
         "expert_skinny" => operands.few_experts(call, codes),
@@ -369,6 +371,27 @@ impl Operands {
         (Call { args: args.into_args(), groups, ..call.clone() }, (y, n), false)
     }
 
+    fn gemv_dots(&mut self, call: &Call, codes: Codes) -> Built {
+        let c = GemvDotsConstants::from_values(&call.constants);
+        let a = GemvDotsArgs::from_args(&call.args);
+        let each = c.rows * (c.threads / c.spans);
+        let (n, rows) = (each.next_multiple_of(16), ROWS);
+        let y = self.zeros("y", rows * n);
+        let args = GemvDotsArgs {
+            weight: self.weight("weight", codes, ROW_MAJOR, n, a.k),
+            x: self.rows(VALUES, [rows, a.k, a.x_stride], None),
+            norm: self.norm(c.norm == 1, a.x_stride),
+            bias: self.bias(n),
+            y,
+            n,
+            y_stride: n,
+            rows,
+            ..a
+        };
+        let groups = fold(n.div_ceil(each) * rows, 1);
+        (Call { args: args.into_args(), groups, ..call.clone() }, (y, n), false)
+    }
+
     fn matmul(&mut self, call: &Call, codes: Codes) -> Built {
         let c = MatmulConstants::from_values(&call.constants);
         let a = MatmulArgs::from_args(&call.args);
@@ -536,11 +559,12 @@ impl Operands {
 mod tests {
     use super::*;
     use crate::kernels::gemm::codes::{CodesConfig, expand_codes, skinny_codes, units};
+    use crate::kernels::gemm::gemv_dots::{self, DotsConfig};
     use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch};
     use crate::kernels::gemm::panel::{Fold, PanelConfig, panel};
     use crate::kernels::gemm::skinny::Matrices;
     use crate::kernels::gemm::tiled::{Output, Packed, PackedOrder, Tiled};
-    use crate::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product};
+    use crate::kernels::gemm::{Activations, Epilogue, GemvConfig, Glu, Matrix, Product};
     use crate::kernels::tags::Flow;
     use crate::quant::blocks::BlockType;
 
@@ -577,9 +601,10 @@ mod tests {
             let product = Tiled { label: "panel".to_owned(), weight, x: packed, bias: None, epilogue, y };
             panel(&product, 16, Matrices::Emulated, config, Fold::None)
         };
-        vec![
-            product(Epilogue::Store, None).gemv(1, 64, 2, 1),
-            product(Epilogue::Gated(Glu::Silu), norm).gemv(5, 64, 4, 4),
+        let dots = DotsConfig { groups: 2, lanes: 8, weight_rows: 4 };
+        let mut calls = vec![
+            product(Epilogue::Store, None).gemv(1, GemvConfig { threads: 64, weight_rows: 2, batch: 1 }),
+            product(Epilogue::Gated(Glu::Silu), norm).gemv(5, GemvConfig { threads: 64, weight_rows: 4, batch: 4 }),
             many(Arithmetic::F32),
             many(Arithmetic::F16),
             skinny(&product(Epilogue::Store, norm), 1, Flow::NONE),
@@ -591,11 +616,16 @@ mod tests {
                 2,
                 flow,
             ),
-            Product { bias: Some(biased), ..product(Epilogue::Store, None) }.gemv(1, 64, 2, 1),
+            Product { bias: Some(biased), ..product(Epilogue::Store, None) }
+                .gemv(1, GemvConfig { threads: 64, weight_rows: 2, batch: 1 }),
             expand_codes("expand".to_owned(), &weight, (0, rows), Matrices::Emulated, weight.range),
             panels(Epilogue::Store, Output::Rows(Activations { range: weight.range, stride: rows })),
             panels(Epilogue::Gated(Glu::Silu), Output::Packed(Packed { cols: rows / 2, ..packed })),
-        ]
+        ];
+        if gemv_dots::serves(format) {
+            calls.push(product(Epilogue::Gated(Glu::Silu), norm).gemv_dots(5, dots));
+        }
+        calls
     }
 
     /// Goal: the comparison passes for right results, and fails if all weights with one code are read as their neighbor

@@ -111,6 +111,7 @@ pub fn reference(kernel: &str) -> Reference {
         "clear_tags" => tags::reference_clear_tags,
         "embed_rows" => embed::reference_embed_rows,
         "gemv" => gemm::reference_gemv,
+        "gemv_dots" => gemm::gemv_dots::reference_gemv_dots,
         "skinny" => gemm::skinny::reference_skinny,
         "skinny_codes" => gemm::codes::reference_skinny_codes,
         "expand_codes" => gemm::codes::reference_expand_codes,

@@ -9,13 +9,15 @@
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random};
 use half::bf16;
+use ostinato::kernels::codes_word;
 use ostinato::kernels::embed::{RowsFrom, Table, embed_rows};
 use ostinato::kernels::gemm::codes::{CodesConfig, expand_codes, expanded_bytes, skinny_codes, units};
+use ostinato::kernels::gemm::gemv_dots::{self, DotsConfig};
 use ostinato::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch, block_rows};
 use ostinato::kernels::gemm::panel::{Fold, PanelConfig, panel};
 use ostinato::kernels::gemm::skinny::Matrices;
 use ostinato::kernels::gemm::tiled::{Output, Packed, PackedOrder, Tiled, token_index};
-use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product};
+use ostinato::kernels::gemm::{Activations, Epilogue, GemvConfig, Glu, Matrix, Product};
 use ostinato::kernels::moe::{ExpertsShape, Mlp, Used};
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::EmbedRowsArgs;
@@ -28,6 +30,7 @@ use ostinato::quant::blocks::BlockType;
 use ostinato::quant::number::Number;
 use ostinato::quant::quantize::{INT4, INT8};
 use ostinato::quant::{Codes, Minimum};
+use std::collections::HashSet;
 
 /// Tolerance of sums in f32.
 const SUMS: f32 = 2e-5;
@@ -235,10 +238,39 @@ fn row_major_products_of_every_format() {
         if case.rows == 1 {
             // 16 invocations take more than one turn for 32 chunks of eight columns, and a part of one for 36.
             let (threads, weight_rows) = if index % 4 < 2 { (16, 4) } else { (64, 2) };
-            cases.recording.call(product.gemv(1, threads, weight_rows, 1));
+            cases.recording.call(product.gemv(1, GemvConfig { threads, weight_rows, batch: 1 }));
         } else {
-            cases.recording.call(product.gemv(case.rows, 64, 2, 4));
+            cases.recording.call(product.gemv(case.rows, GemvConfig { threads: 64, weight_rows: 2, batch: 4 }));
         }
+    }
+    check(&cases);
+}
+
+/// Goal: integer dot products are exact but for the rounding of x to 16 bits. A gated unit multiplies the error of one product
+/// by the other, of which the largest here is about 20. Rounding to 8 bits would be 256 times as far off.
+/// Method: widths that are no multiple of 32 columns, groups that take several parts of a row and such that are wider than one,
+/// and numbers of rows of W that are no multiple of a workgroup's.
+#[test]
+fn row_major_products_by_integer_dot_products() {
+    let mut cases = Cases::new("gemv_dots");
+    let mut random = Random(96);
+    let mut seen = HashSet::new();
+    for (index, case) in products(&[1, 5], Flow::NONE).into_iter().enumerate() {
+        // Each format once, with one row of x or with five.
+        let (format, one) = (case.way.format(), case.rows == 1);
+        if !gemv_dots::serves(format) || one != (index % 4 < 2) || !seen.insert(codes_word(format)) {
+            continue;
+        }
+        cases.case(format!("{case:?}"));
+        let limit = if case.epilogue == Epilogue::Gated(Glu::Silu) { SUMS * 128.0 } else { SUMS * 16.0 };
+        let product = case.product(&mut cases, &mut random, ROW_MAJOR, limit);
+        // Subgroups of these drivers have four or eight invocations.
+        let config = match case.rows {
+            1 if index % 8 == 0 => DotsConfig { groups: 1, lanes: 8, weight_rows: 8 },
+            1 => DotsConfig { groups: 4, lanes: 16, weight_rows: 4 },
+            _ => DotsConfig { groups: 2, lanes: 8, weight_rows: 6 },
+        };
+        cases.recording.call(product.gemv_dots(case.rows, config));
     }
     check(&cases);
 }

@@ -23,7 +23,7 @@ use ostinato::kernels::gemm::matmul::{
 };
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig, skinny};
 use ostinato::kernels::gemm::tiled::{Packed, PackedOrder};
-use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product, take_last};
+use ostinato::kernels::gemm::{Activations, Epilogue, GemvConfig, Glu, Matrix, Product, take_last};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::{AppendArgs, AttentionArgs, EmbedRowsArgs, TakeLastArgs};
@@ -488,7 +488,7 @@ fn gemv_multiplies_a_few_rows() {
             cases.case(format!("{format:?}.norm={norm}.bias={bias}.{epilogue:?}.{shape:?}x{rows}.threads={threads}.weight_rows={weight_rows}.batch={batch}"));
             let logical = Logical::new(&mut random, format, shape, (rows, rows), norm, bias, epilogue);
             let product = logical.product(&mut cases);
-            cases.recording.call(product.gemv(rows, threads, weight_rows, batch));
+            cases.recording.call(product.gemv(rows, GemvConfig { threads, weight_rows, batch }));
             made.push((logical, product.y));
         }
     }
@@ -508,7 +508,7 @@ fn gemv_folds_more_rows_than_one_dimension_of_a_dispatch_holds() {
     let mut random = Random(4);
     let logical = Logical::new(&mut random, Format::Bf16, (131_073, 8), (2, 2), false, true, Epilogue::Store);
     let product = logical.product(&mut cases);
-    let call = product.gemv(2, 32, 2, 1);
+    let call = product.gemv(2, GemvConfig { threads: 32, weight_rows: 2, batch: 1 });
     assert!(call.groups[2] > 1, "folded: {:?}", call.groups);
     cases.recording.call(call);
     let reference = cases.reference();
@@ -718,7 +718,7 @@ fn unit_vectors_read_weights_back_exactly() {
                 cases.case(format!("{format:?}.many"));
                 record_many(&mut cases, &product, MatmulRows::Counted(k, chunk), Arithmetic::F32, config);
             } else {
-                cases.recording.call(product.gemv(k, 32, 2, 2));
+                cases.recording.call(product.gemv(k, GemvConfig { threads: 32, weight_rows: 2, batch: 2 }));
             }
             outputs.push((y, w.clone()));
         }

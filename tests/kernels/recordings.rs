@@ -20,7 +20,7 @@ use ostinato::kernels::attention::Heads;
 use ostinato::kernels::barriers;
 use ostinato::kernels::embed::PromptRows;
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig, skinny};
-use ostinato::kernels::gemm::{Activations, Epilogue, Matrix, Product, take_last, wgmma};
+use ostinato::kernels::gemm::{Activations, Epilogue, GemvConfig, Matrix, Product, take_last, wgmma};
 use ostinato::kernels::host_memory::{HostMemory, PackedMatrix};
 use ostinato::kernels::interpreter;
 use ostinato::kernels::layout::StateLayout;
@@ -1376,7 +1376,7 @@ fn gpu_assisted_validation_sees_reads_behind_a_buffer() {
         epilogue: Epilogue::Store,
         y: Activations { range: y, stride: rows },
     };
-    recording.call(product.gemv(1, 64, 2, 1));
+    recording.call(product.gemv(1, GemvConfig { threads: 64, weight_rows: 2, batch: 1 }));
     let vulkan = Vulkan::new();
     let bench = Bench::new(&vulkan, Driver::Lavapipe);
     bench.run(&recording, &HostMemory::new(&recording));

@@ -6,7 +6,7 @@
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random};
 use ostinato::kernels::attention::latent::{LatentShape, latent_rows, latent_values};
-use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix, Product};
+use ostinato::kernels::gemm::{Activations, Epilogue, GemvConfig, Glu, Matrix, Product};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::shaders::{PoolRowsArgs, RowScalesArgs};
 use ostinato::kernels::stream::{
@@ -263,7 +263,7 @@ fn gated_linear_units_match_their_formulas() {
             epilogue: Epilogue::Gated(glu),
             y: Activations { range: y, stride: 64 },
         };
-        cases.recording.call(product.gemv(1, 32, 2, 1));
+        cases.recording.call(product.gemv(1, GemvConfig { threads: 32, weight_rows: 2, batch: 1 }));
         made.push((glu, y));
     }
     let reference = cases.reference();

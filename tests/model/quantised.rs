@@ -106,7 +106,7 @@ pub fn restore(file: &Path, folder: &Path) {
     safetensors::serialize_to_file(views, None, &folder.join("model.safetensors")).expect("written");
 }
 
-/// Checks a file of each type of a checkpoint; of the type `fragments` also in fragment order.
+/// Checks a file of each type of a checkpoint; of the type `fragments` also in fragment order, and by integer dot products.
 fn check(checkpoint: &Path, prompt: &[u32], types: &[&str], fragments: Option<&str>) {
     let vulkan = Vulkan::new();
     let folder = tempfile::tempdir().expect("a folder");
@@ -134,6 +134,11 @@ fn check(checkpoint: &Path, prompt: &[u32], types: &[&str], fragments: Option<&s
         let apart = divergence(&logits[..1], &wanted_logits[..1]);
         println!("{} {name} in fragments: divergence {apart:.1e}", checkpoint.display());
         assert!(apart <= 1e-3, "{} as {name} in fragments: {apart:e}", checkpoint.display());
+        let (found, logits) = draw(&start(&vulkan, &file, None, &["integer_dots=1"]), prompt, 8);
+        let apart = divergence(&logits, &wanted_logits[..8]);
+        println!("{} {name} by integer dot products: divergence {apart:.1e}", checkpoint.display());
+        assert_eq!(found, wanted[..8], "{} as {name} by integer dot products", checkpoint.display());
+        assert!(apart <= most, "{} as {name} by integer dot products: {apart:e}", checkpoint.display());
     }
 }
 

@@ -9,6 +9,7 @@ use crate::gpu::error::StartError;
 use crate::gpu::executor::exchange::MOST_PARTS;
 use crate::gpu::matrix_units::promised;
 use crate::kernels::attention::PAGE_TOKENS;
+use crate::kernels::gemm::gemv_dots::DotsConfig;
 use crate::kernels::gemm::matmul::MatrixUnits;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::layout::StateLayout;
@@ -109,6 +110,16 @@ const WHOLE_PROMPT: u32 = 2048;
 /// GPU.
 const EXCHANGE_POLLS: u32 = 1 << 26;
 
+/// Returns the largest workgroups of `gemv_dots` for devices that have instructions for its products; CPU drivers, which may say
+/// that they do, use `gemv`.
+fn dots(adapter: &Adapter) -> Option<DotsConfig> {
+    let capabilities = &adapter.capabilities;
+    let lanes = capabilities.subgroup_max.max(64);
+    let most = capabilities.max_invocations.min(capabilities.max_workgroup_size[0]);
+    let serves = capabilities.int_dot_accelerated && !adapter.is_cpu() && lanes <= most;
+    serves.then(|| DotsConfig { groups: 1 << (most / lanes).clamp(1, 4).ilog2(), lanes, weight_rows: 4 })
+}
+
 /// Returns the default choices for a device's capabilities.
 pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, context: u32) -> Tuning {
     let (capabilities, cpu) = (&adapter.capabilities, adapter.is_cpu());
@@ -119,6 +130,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         gemv_threads: if cpu { 32 } else { 128.min(most) },
         gemv_wide_from: 12_000,
         gemv_most: most_gemv_rows(arithmetic),
+        dots: dots(adapter),
         arithmetic,
         matrix_units: MatrixUnits::of(capabilities),
         flash_matrix: true,

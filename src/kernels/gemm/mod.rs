@@ -1,10 +1,12 @@
-//! Products of a weight matrix with rows of activations: `gemv` for few rows, on row-major weights (many rows: `matmul`);
+//! Products of a weight matrix with rows of activations: `gemv` for few rows, on row-major weights (many rows: `matmul`;
+//! codes by integer dot products: `gemv_dots`);
 //! and `take_last`, the row gather between a prompt step and the LM head. Also the
 //! common types and references of all product kernels. Not here: weights in fragment order (`skinny`, `panel`,
 //! `tiled`, `wgmma`).
 
 pub mod codes;
 pub mod fragment_layout;
+pub mod gemv_dots;
 pub mod matmul;
 pub mod order;
 pub mod panel;
@@ -96,6 +98,17 @@ pub struct Activations {
     pub stride: u32,
 }
 
+/// The workgroups of `gemv`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct GemvConfig {
+    /// The number of invocations, a power of two.
+    pub threads: u32,
+    /// The number of rows of W that a workgroup computes, an even number.
+    pub weight_rows: u32,
+    /// The number of rows of x that a workgroup computes.
+    pub batch: u32,
+}
+
 /// A product `y = epilogue(W · prologue(x))`, where the prologue is an optional RMSNorm.
 #[derive(Clone, Debug)]
 pub struct Product {
@@ -121,12 +134,11 @@ impl Product {
         (norm, self.bias.unwrap_or(self.x.range.none()), epsilon)
     }
 
-    /// Returns the call for a few rows of x, with workgroups of `threads` invocations that compute `weight_rows` (an even
-    /// number) rows of W for `batch` rows of x.
+    /// Returns the call for a few rows of x.
     ///
     /// # Panics
     /// If a workgroup computes more pairs of rows of W than it has invocations.
-    pub fn gemv(&self, rows: u32, threads: u32, weight_rows: u32, batch: u32) -> Call {
+    pub fn gemv(&self, rows: u32, GemvConfig { threads, weight_rows, batch }: GemvConfig) -> Call {
         assert!(weight_rows / 2 * batch <= threads, "{weight_rows} rows of W, {batch} of x by {threads} threads");
         let (norm, bias, epsilon) = self.touched();
         let constants = GemvConstants {

@@ -6,12 +6,13 @@
 use super::{Decoder, Part, Step, StepShape, floats_from, outputs_from, outputs_of};
 use crate::kernels::codes_word;
 use crate::kernels::gemm::codes::CodesConfig;
+use crate::kernels::gemm::gemv_dots::{self, DotsConfig};
 use crate::kernels::gemm::matmul::{self, Blocked, MatmulConfig, MatmulRows, Scratch};
 use crate::kernels::gemm::panel::{self, Fold, Unscaled};
 use crate::kernels::gemm::skinny::{self, Matrices};
 use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder, SWIZZLED_COLS, Tile, Tiled};
 use crate::kernels::gemm::wgmma::{self, Shares, WgmmaOptions};
-use crate::kernels::gemm::{Activations, Epilogue, Matrix, Product, codes, order};
+use crate::kernels::gemm::{Activations, Epilogue, GemvConfig, Matrix, Product, codes, order};
 use crate::kernels::recording::{BufferId, Call, Range, Recording};
 use crate::kernels::tags::Flow;
 use crate::memory::pack::Format;
@@ -244,11 +245,10 @@ impl Decoder<'_> {
                     };
                     self.many_rows(recording, &product, rows)
                 }
-                (shape, _) => {
-                    let threads = self.gemv_threads(weight.cols);
-                    let (weight_rows, batch) = self.gemv_shape(&weight, shape.rows(), norm.is_some(), threads);
-                    product.gemv(shape.rows(), threads, weight_rows, batch)
-                }
+                (shape, _) => match self.dots_config(&weight, shape.rows()) {
+                    Some(config) => product.gemv_dots(shape.rows(), config),
+                    None => product.gemv(shape.rows(), self.gemv_config(&weight, shape.rows(), norm.is_some())),
+                },
             };
             recording.call(call);
         }
@@ -278,15 +278,28 @@ impl Decoder<'_> {
         MatmulConfig::choose(arithmetic, rows, (n, weight.cols), processors, small)
     }
 
-    /// Returns the rows of W and of x per workgroup of `gemv`. Rows of codes are fewer bytes than x: four share it wherever
-    /// they leave two workgroups for each compute unit.
-    fn gemv_shape(&self, weight: &Matrix, rows: u32, norm: bool, threads: u32) -> (u32, u32) {
+    /// Returns the workgroups of `gemv` for a product. Rows of codes are fewer bytes than x: four share it wherever they leave
+    /// two workgroups for each compute unit.
+    fn gemv_config(&self, weight: &Matrix, rows: u32, norm: bool) -> GemvConfig {
         let shares = weight.format.codes().is_some() && weight.rows / 4 >= 2 * self.tuning.processors;
+        let threads = self.gemv_threads(weight.cols);
         let weight_rows = match rows {
             1 if !shares => self.gemv_rows(weight.rows, norm),
             _ => 4,
         };
-        (weight_rows, rows.min(8).min(threads / (weight_rows / 2)))
+        GemvConfig { threads, weight_rows, batch: rows.min(8).min(threads / (weight_rows / 2)) }
+    }
+
+    /// Returns the workgroups of `gemv_dots` for a product; `None` if `gemv` computes it: rows of a batch share the loads of W
+    /// there.
+    fn dots_config(&self, weight: &Matrix, rows: u32) -> Option<DotsConfig> {
+        let DotsConfig { groups, weight_rows, .. } = self.tuning.dots?;
+        if rows > 1 || !gemv_dots::serves(weight.format) {
+            return None;
+        }
+        // Groups share the rounding of x, but each compute unit should have a workgroup.
+        let most = (weight.rows / (weight_rows * self.tuning.processors)).clamp(1, groups);
+        Some(DotsConfig { groups: 1 << most.ilog2(), ..self.tuning.dots? })
     }
 
     /// Records the product of a few rows with a matrix of codes, in as many parts of its columns as there are flows: each

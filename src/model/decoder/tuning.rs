@@ -4,6 +4,7 @@
 //! Not here: the choices that follow from a product's shape (`products`).
 
 use crate::kernels::gemm::codes::CodesConfig;
+use crate::kernels::gemm::gemv_dots::DotsConfig;
 use crate::kernels::gemm::matmul::{Arithmetic, MatmulConfig, MatrixUnits};
 use crate::kernels::gemm::panel;
 use crate::kernels::gemm::skinny::{self, Matrices};
@@ -21,6 +22,9 @@ pub struct Tuning {
     pub gemv_threads: u32,
     /// The number of rows of W from which a `gemv` workgroup computes four rows instead of two.
     pub gemv_wide_from: u32,
+    /// The largest workgroups of `gemv_dots`, which multiplies one row of activations with row-major codes; `None` if `gemv` does
+    /// that. The number of their groups is a power of two.
+    pub dots: Option<DotsConfig>,
     /// The maximum number of rows of activations for which products with row-major weights use `gemv`; more use `matmul`.
     pub gemv_most: u32,
     /// The arithmetic of `matmul`, and on cooperative matrices of prompts' attention with row-major weights.
@@ -263,6 +267,11 @@ impl Tuning {
             }
             "fp8_activations" => {
                 self.fp8_activations = value != 0;
+                return true;
+            }
+            "integer_dots" => {
+                self.dots =
+                    (value != 0).then(|| self.dots.unwrap_or(DotsConfig { groups: 1, lanes: 64, weight_rows: 4 }));
                 return true;
             }
             "tags" => {

@@ -64,8 +64,11 @@ test-full: test
 	OSTINATO_DEMO_TASKS=10 $(CARGO) test --locked --test model -- demo::
 	$(CARGO) test --locked --test kernels -- --ignored codes::
 	OSTINATO_TEST_EVERY_CASE=1 CARGO="$(CARGO)" tests/run.py kernels
-	OSTINATO_TEST_EVERY_CASE=1 $(CARGO) test --locked --test model -- families::
+	OSTINATO_TEST_EVERY_CASE=1 $(CARGO) test --locked --test model -- families:: transformers:: split:: tensor:: \
+		grammar::rows_follow speculation::a_draft_head_changes quantised::the_demo_model
+	OSTINATO_TEST_EVERY_CASE=1 $(CARGO) test --locked --lib -- gguf::write
 	OSTINATO_TEST_EVERY_CASE=1 $(CARGO) test --locked --test program -- fleet::
+	OSTINATO_HOSTILE_SECONDS=60 $(CARGO) test --locked --test hostile -- everything_at_once
 	OSTINATO_TEST_GPU_ASSISTED=1 $(CARGO) test --locked --test kernels -- sampling:: stream:: draft::
 	for tests in codes:: moe:: flash:: tiled:: "delta:: --skip tokens_that_may_be_taken_back --test-threads=1" \
 		"forward:: --skip forward::attention_of --test-threads=1"; do \

@@ -148,7 +148,7 @@ async fn a_profile_has_every_kernel_of_the_steps_that_it_asked_for_and_of_no_oth
         let host = tokio::task::block_in_place(|| demo(&vulkan, driver, "profiled"));
         let served = serve_host(host, Options::default()).await;
         let mut client = served.client().await;
-        let alone = generate(&mut client, long("profiled", "alone", 60)).await.ids();
+        let alone = generate(&mut client, long("profiled", "alone", 24)).await.ids();
         let plain = client.profile(proto::ProfileRequest::default()).await.unwrap().into_inner();
         assert_eq!(check_profile(&plain), 0, "nobody has asked for kernels");
         assert!(plain.transfers.iter().any(|transfer| transfer.bytes > 0), "weights were copied");
@@ -170,7 +170,7 @@ async fn a_profile_has_every_kernel_of_the_steps_that_it_asked_for_and_of_no_oth
         while !served.host.replicas().next().unwrap().steps(usize::MAX).iter().any(kernels) {
             assert!(Instant::now() < until);
             assert_eq!(
-                generate(&mut client, long("profiled", "profiled", 60)).await.ids(),
+                generate(&mut client, long("profiled", "profiled", 24)).await.ids(),
                 alone,
                 "a profile changes no token"
             );

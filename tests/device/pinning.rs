@@ -37,6 +37,8 @@ fn models_and_replicas_run_on_the_devices_that_they_name() {
             [[models]]
             name = "demo"
             path = "embedded:demo"
+            context = 128
+            slots = 2
             replicas = [{{ device = "{}" }}, {{ device = "{}" }}]
             [[models]]
             name = "ids"

@@ -274,6 +274,8 @@ pub struct Cases {
     prefix: String,
     /// The number of operations before each case.
     starts: Vec<usize>,
+    /// Whether no other driver runs these cases.
+    pub alone: bool,
 }
 
 impl Cases {
@@ -284,6 +286,7 @@ impl Cases {
             expects: HashMap::new(),
             prefix: String::new(),
             starts: Vec::new(),
+            alone: false,
         }
     }
 
@@ -341,10 +344,11 @@ impl Cases {
         memory
     }
 
-    /// Returns the recording without two kinds of cases: those that multiply fragments without matrix units, which a device
-    /// does in the tests only, and those that need a further pipeline, although each of the pipeline's constants already
-    /// has its value in an earlier one of the same shader.
-    fn fewer(&self) -> Recording {
+    /// Returns the recording without the cases that need a further pipeline, although each of the pipeline's constants
+    /// already has its value in an earlier one of the same shader. Beside lavapipe, SwiftShader runs one pipeline of each
+    /// shader, but none that multiplies fragments without matrix units, which a device does in the tests only.
+    fn fewer(&self, driver: Driver) -> Recording {
+        let beside = driver == Driver::SwiftShader && !self.alone;
         let (mut pipelines, mut constants) = (HashSet::new(), HashSet::new());
         let all = &self.recording.ops;
         let ends = self.starts.iter().skip(1).copied().chain([all.len()]);
@@ -354,11 +358,15 @@ impl Cases {
             let calls: Vec<&Call> =
                 case.iter().filter_map(|op| if let Op::Call(call) = op { Some(call) } else { None }).collect();
             // Prompts of recurrent layers have no other kernels on devices without matrix units.
-            if calls.iter().any(|call| call.kernel.ends_with(".plain") && !call.kernel.starts_with("delta_")) {
+            let plain = |call: &&Call| call.kernel.ends_with(".plain") && !call.kernel.starts_with("delta_");
+            if driver == Driver::SwiftShader && calls.iter().any(plain) {
                 continue;
             }
             // The last pair stands for the shader itself, which may have no constants.
-            let pairs = |call: &&Call| call.constants.iter().copied().chain([0]).enumerate().collect::<Vec<_>>();
+            let pairs = |call: &&Call| -> Vec<(usize, u32)> {
+                let all = call.constants.iter().copied().chain([0]).enumerate();
+                all.skip(if beside { call.constants.len() } else { 0 }).collect()
+            };
             let new =
                 calls.iter().any(|call| pairs(call).iter().any(|pair| !constants.contains(&(call.kernel, *pair))));
             if new || calls.iter().all(|call| pipelines.contains(&(call.kernel, &call.constants))) {
@@ -380,17 +388,16 @@ impl Cases {
         println!("{what}: {ran} of {all} calls, largest difference {worst:?} of what is allowed");
     }
 
-    /// Runs the recording on a device and compares its memory with `reference`. SwiftShader, whose compiler takes most of
-    /// the time of these tests, runs those of [`Cases::fewer`] beside lavapipe, unless `OSTINATO_TEST_EVERY_CASE` is set.
+    /// Runs the recording on a device and compares its memory with `reference`. The CPU drivers, whose compilers take most of
+    /// the time of these tests, run the cases of [`Cases::fewer`] beside each other, unless `OSTINATO_TEST_EVERY_CASE` is set.
     pub fn check(&self, bench: &Bench, reference: &HostMemory) {
         let before = self.before();
         let what = format!("{} on {:?}", self.recording.name, bench.driver);
         let run = |recording: &Recording, reference: &HostMemory| {
             self.compare(recording, reference, &bench.run(recording, &before), &what);
         };
-        let beside_lavapipe = bench.driver == Driver::SwiftShader && Driver::all().contains(&Driver::Lavapipe);
-        if beside_lavapipe && !every_case() {
-            let fewer = self.fewer();
+        if Driver::all().len() > 1 && !every_case() {
+            let fewer = self.fewer(bench.driver);
             if fewer.ops.is_empty() {
                 return println!("{what}: on other drivers only");
             }

@@ -256,7 +256,7 @@ fn no_constraint_ends_the_server_or_takes_more_than_it_may() {
     let heights = Heights::watch(target.id);
     let (mut problems, mut timed) = (Vec::new(), 0);
     runtime().block_on(async {
-        let scales: &[usize] = if crate::number("OSTINATO_HOSTILE_SECONDS", 20) > 60 { &[1, 3] } else { &[1] };
+        let scales: &[usize] = if crate::number("OSTINATO_HOSTILE_SECONDS", 10) > 60 { &[1, 3] } else { &[1] };
         for &scale in scales {
             for (name, kind) in payloads(scale) {
                 let (begun, before) = (Instant::now(), spent(target.id));

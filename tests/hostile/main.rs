@@ -8,7 +8,7 @@
 //!
 //! | variable | meaning | default |
 //! |---|---|---|
-//! | `OSTINATO_HOSTILE_SECONDS` | how long attacks are combined | 20 |
+//! | `OSTINATO_HOSTILE_SECONDS` | how long attacks are combined | 10 |
 //! | `OSTINATO_HOSTILE_SEED` | the seed that chooses the attacks and their times | 1 |
 //! | `OSTINATO_HOSTILE_PROGRAM` | the program that is attacked | the one that was built |
 //!
@@ -78,7 +78,7 @@ fn requests_that_do_not_end_and_models_that_cannot_be_loaded() {
 /// Goal: three concurrent attacks, chosen again and again until the time is over, do not harm the server.
 #[test]
 fn everything_at_once() {
-    let (seconds, seed) = (number("OSTINATO_HOSTILE_SECONDS", 20), number("OSTINATO_HOSTILE_SEED", 1));
+    let (seconds, seed) = (number("OSTINATO_HOSTILE_SECONDS", 10), number("OSTINATO_HOSTILE_SEED", 1));
     let attacks = attacks();
     eprintln!("OSTINATO_HOSTILE_SEED={seed}, {seconds} s");
     let arena = Arena::enter(Setup { further: Some(checkpoints::further), ..Setup::default() });

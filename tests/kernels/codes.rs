@@ -7,7 +7,7 @@
 //! 2e-3; SwiGLU multiplies it by a few. A code in a wrong place changes most sums by more than 0.1.
 
 use crate::common::{Driver, Vulkan};
-use crate::harness::{Bench, Cases, Expect, POISON, Random};
+use crate::harness::{Bench, Cases, Expect, POISON, Random, every_case};
 use half::bf16;
 use ostinato::kernels::codes_word;
 use ostinato::kernels::embed::{RowsFrom, Table, embed_rows};
@@ -279,7 +279,10 @@ fn row_major_products_by_integer_dot_products() {
 fn many_rows(name: &str, arithmetic: Arithmetic, limit: f32) -> Cases {
     let mut cases = Cases::new(name);
     let mut random = Random(93);
-    for (index, case) in products(&[5], Flow::NONE).into_iter().enumerate() {
+    // Codes are read by the same functions for both kinds of arithmetic, and a CPU driver takes seconds to compile a product
+    // in f16.
+    let every = if arithmetic == Arithmetic::F16 && !every_case() { 4 } else { 1 };
+    for (index, case) in products(&[5], Flow::NONE).into_iter().enumerate().step_by(every) {
         cases.case(format!("{case:?}"));
         let product = case.product(&mut cases, &mut random, ROW_MAJOR, limit);
         let splits = 1 + index as u32 % 2;
@@ -306,7 +309,7 @@ fn many_rows_of_every_format() {
 }
 
 #[test]
-fn many_rows_of_every_format_in_f16() {
+fn many_rows_of_some_formats_in_f16() {
     let cases = many_rows("matmul.codes.half", Arithmetic::F16, HALF_SWIGLU);
     let (vulkan, reference) = (Vulkan::new(), cases.reference());
     for driver in Driver::all() {

@@ -1280,7 +1280,7 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch, KvFormat)>, tags
     let every = match (flash.is_some(), fused, tags || planned) {
         _ if every_case() => 1,
         (true, _, false) | (false, true, false) => 1,
-        _ => 2,
+        _ => 3,
     };
     let both = |(scores, kv_format)| Heads {
         q: 6,

@@ -12,7 +12,7 @@
 
 use crate::common::{Driver, Vulkan};
 use crate::harness::models::{drafted, expected, fixture};
-use crate::harness::{Bench, Bound, Change, Expect, POISON, Random, compare};
+use crate::harness::{Bench, Bound, Change, Expect, POISON, Random, compare, every_case};
 use crate::pages::stored;
 use ostinato::config::KvFormat;
 use ostinato::gpu::build::defaults;
@@ -563,7 +563,9 @@ fn run_checkpoint(vulkan: &Vulkan, bench: &Bench, name: &str) {
 fn recordings_mean_the_same_on_lavapipe_and_in_plain_rust() {
     let vulkan = Vulkan::new();
     let bench = Bench::new(&vulkan, Driver::first());
-    for name in CHECKPOINTS {
+    // A stretched rotary table is data to these recordings, and one of the last two has the recurrent layers of both.
+    let some = |name: &&str| every_case() || !["qwen3-yarn", "hybrid-two"].contains(name);
+    for name in CHECKPOINTS.into_iter().filter(some) {
         run_checkpoint(&vulkan, &bench, name);
     }
 }
@@ -572,7 +574,7 @@ fn recordings_mean_the_same_on_lavapipe_and_in_plain_rust() {
 fn recordings_mean_the_same_on_swiftshader_and_in_plain_rust() {
     let vulkan = Vulkan::new();
     let bench = Bench::new(&vulkan, Driver::SwiftShader);
-    for name in ["llama-deep", "qwen3-gqa7"] {
+    for name in ["qwen3-gqa7", "llama-deep"].into_iter().take(if every_case() { 2 } else { 1 }) {
         run_checkpoint(&vulkan, &bench, name);
     }
 }
@@ -761,11 +763,17 @@ fn emulated<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, way
 /// activations to bfloat16, which changes a value by 2^-8 if it is rounded the other way. Values are about 1, up to
 /// some ten; a wrong index changes them by as much.
 fn run_emulated(driver: Driver, ways: &[Emulated], names: &[&str]) {
+    let names: Vec<(&str, &[Emulated])> = names.iter().map(|name| (*name, ways)).collect();
+    run_emulated_ways(driver, &names);
+}
+
+fn run_emulated_ways(driver: Driver, names: &[(&str, &[Emulated])]) {
     let vulkan = Vulkan::new();
     let bench = Bench::new(&vulkan, driver);
     let (_folder, checkpoints) = on_fragments();
-    for (name, checkpoint) in checkpoints.iter().filter(|(name, _)| names.contains(name)) {
-        for way in ways {
+    for (wanted, ways) in names {
+        let (name, checkpoint) = checkpoints.iter().find(|(name, _)| name == wanted).expect("it is among them");
+        for way in *ways {
             let decoder = emulated(&vulkan, driver, checkpoint, *way);
             let recordings = Recordings::new(&decoder);
             let (prompt, greedy) = match *name {
@@ -796,14 +804,21 @@ const ROUNDED: Emulated = Emulated { chunk: 32, tags: true, kv_format: KvFormat:
 /// A key that lies between two codes may become the other one: a change of up to 2^-8 of its largest value.
 const CODED: Emulated = Emulated { chunk: 16, tags: true, kv_format: KvFormat::Int8, near: 5e-2 };
 
+/// All ways, or these ones of them, where other models run in the others.
+fn ways<'a>(all: &'a [Emulated], some: &'a [Emulated]) -> &'a [Emulated] {
+    if every_case() { all } else { some }
+}
+
+const ALL: [Emulated; 4] = [ON_FRAGMENTS, TAGGED, ROUNDED, CODED];
+
 #[test]
 fn recordings_of_the_demo_model_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() {
-    run_emulated(Driver::first(), &[ON_FRAGMENTS, TAGGED, ROUNDED, CODED], &["demo"]);
+    run_emulated(Driver::first(), ways(&ALL, &[TAGGED, ROUNDED]), &["demo"]);
 }
 
 #[test]
 fn recordings_of_random_weights_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() {
-    run_emulated(Driver::first(), &[ON_FRAGMENTS, TAGGED, ROUNDED, CODED], &["tiny-llama"]);
+    run_emulated(Driver::first(), ways(&ALL, &[ON_FRAGMENTS, CODED]), &["tiny-llama"]);
 }
 
 #[test]
@@ -812,13 +827,19 @@ fn recordings_with_norms_behind_mixers_and_mlps_mean_the_same_on_lavapipe_and_in
     // The scores of Gemma 4's queries and keys are not scaled, and its router's logits are large, so that rounded rows and
     // keys choose others.
     let exact = Emulated { chunk: 8, kv_format: KvFormat::F32, near: 1e-2, ..TAGGED };
-    run_emulated(Driver::first(), &[exact, Emulated { chunk: 8, near: 8e-2, ..TAGGED }], &["tiny-gemma4"]);
+    run_emulated(
+        Driver::first(),
+        ways(&[exact, Emulated { chunk: 8, near: 8e-2, ..TAGGED }], &[exact]),
+        &["tiny-gemma4"],
+    );
 }
 
 /// The widths of these models do not allow tags.
 #[test]
 fn recordings_on_fragments_without_tags_mean_the_same_on_lavapipe_and_in_plain_rust() {
-    run_emulated(Driver::first(), &[ON_FRAGMENTS, ROUNDED], &["qwen3-deep", "demo-hybrid"]);
+    let both = [ON_FRAGMENTS, ROUNDED];
+    let names = [("qwen3-deep", ways(&both, &both[..1])), ("demo-hybrid", ways(&both, &both[1..]))];
+    run_emulated_ways(Driver::first(), &names);
 }
 
 /// With more than eight rows, the rows are sorted by expert and activations are rounded.

@@ -5,6 +5,7 @@
 
 use crate::common::{Driver, Vulkan};
 use crate::families::cases;
+use crate::harness::every_case;
 use crate::harness::models::{Generated, Lines, collect, expected, fixture, generate, idle, request, submit};
 use crate::transformers::error;
 use ostinato::config::{Config, DEMO_PATH, Draft, KvFormat, Model, Placement, Quantize, SplitMode};
@@ -82,8 +83,11 @@ pub fn check(replica: &Replica, name: &str) {
 #[test]
 fn layers_on_two_devices_draw_what_transformers_draws() {
     let vulkan = Vulkan::new();
-    // Dense, a long rotary table, recurrent layers with and without a block that drafts, experts, and both.
-    for name in ["qwen3-deep", "qwen3-long", "llama-deep", "hybrid-two", "hybrid-three", "moe-top2", "hybrid-moe"] {
+    // A long rotary table, recurrent layers with a block that drafts, and with experts. The other tests here have dense
+    // layers, and recurrent ones without such a block.
+    let further: &[&str] = if every_case() { &["qwen3-deep", "llama-deep", "hybrid-two", "moe-top2"] } else { &[] };
+    for name in ["qwen3-long", "hybrid-three", "hybrid-moe"].iter().chain(further) {
+        let name = *name;
         let host = serve(&vulkan, fixture(name), |_| {});
         let replica = only(&host);
         let on: Vec<&str> = replica.devices().map(|device| device.uuid.as_str()).collect();
@@ -263,7 +267,8 @@ fn sequences_that_lose_their_pages_on_two_devices_go_on() {
     idle(&replica);
 }
 
-/// Goal: drafts by the model's own block, by a draft model and by look-up change no token, and some are accepted.
+/// Goal: drafts by the model's own block, by a draft model and by look-up change no token, and some are accepted: the output
+/// is that of one device without drafts.
 #[test]
 fn drafts_on_two_devices_change_no_token() {
     let vulkan = Vulkan::new();
@@ -284,18 +289,21 @@ fn drafts_on_two_devices_change_no_token() {
         let prompt = text.encode(&asked, false).expect("text");
         // One at a time: on a CPU driver a verifying step has one sequence.
         let asks = [named(0, request(&prompt, 24))];
-        let [plain, drafting] = [0, drafts].map(|drafts| {
-            let host = serve(&vulkan, &folder, |model| {
-                (model.context, model.slots) = (Some(256), Some(2));
-                model.draft = draft.clone().filter(|_| drafts > 0);
-                (model.drafts, model.drafts_always) = (Some(drafts), Some(true));
-                if let Some(Draft::Model(_)) = model.draft {
-                    // The last device drafts; lavapipe compiles faster.
-                    model.replicas[0].devices.reverse();
-                }
-            });
-            together(&only(&host), &asks)
+        let sizes = |model: &mut Model| (model.context, model.slots) = (Some(128), Some(2));
+        let plain = serve(&vulkan, &folder, |model| {
+            model.replicas = vec![Placement::on(Some(vulkan.adapter(Driver::Lavapipe).selector()))];
+            model.drafts = Some(0);
+            sizes(model);
         });
+        let drafting = serve(&vulkan, &folder, |model| {
+            sizes(model);
+            (model.draft, model.drafts, model.drafts_always) = (draft.clone(), Some(drafts), Some(true));
+            if let Some(Draft::Model(_)) = model.draft {
+                // The last device drafts; lavapipe compiles faster.
+                model.replicas[0].devices.reverse();
+            }
+        });
+        let [plain, drafting] = [plain, drafting].map(|host| together(&only(&host), &asks));
         assert_eq!(tokens(&drafting), tokens(&plain), "{name}");
         let sum = |of: fn(&Generated) -> u32| drafting.iter().map(of).sum::<u32>();
         let (drafted, accepted) = (sum(|one| one.finished.drafted_tokens), sum(|one| one.finished.accepted_tokens));
@@ -361,12 +369,12 @@ fn scores_of_a_prompt_on_two_devices_are_those_of_one() {
     check_scores(&found, &wanted);
 }
 
-/// Has each device of a split replica of "qwen3-deep" be lost in the middle of steps: the replica is rebuilt, and its streams
-/// go on with the tokens that they would have had.
-pub fn check_lost_devices(host: &Host) {
+/// Has these devices of a split replica of "qwen3-deep" be lost in the middle of steps: the replica is rebuilt, and its
+/// streams go on with the tokens that they would have had.
+pub fn check_lost_devices(host: &Host, devices: &[usize]) {
     let known = expected("qwen3-deep");
     let replica = only(host);
-    for lost in 0..2 {
+    for (losses, lost) in (1..).zip(devices.iter().copied()) {
         let uuid = &replica.stages[lost].device.uuid;
         // One request more than there are slots.
         let streams: Vec<_> = (0..3).map(|id| submit(&replica, named(id, request(&known.prompt, 40)))).collect();
@@ -382,7 +390,7 @@ pub fn check_lost_devices(host: &Host) {
             assert_eq!(generated.tokens, known.greedy[..40], "device {lost}");
             assert_eq!(generated.finished.reason, FinishReason::Length);
         }
-        assert_eq!((replica.losses(), replica.failed(), replica.rebuilding()), (lost as u64 + 1, false, false));
+        assert_eq!((replica.losses(), replica.failed(), replica.rebuilding()), (losses, false, false));
         idle(&replica);
     }
 }
@@ -395,7 +403,7 @@ fn a_replica_that_loses_either_device_goes_on() {
     let host = serve(&vulkan, fixture("qwen3-deep"), |model| {
         (model.slots, model.prefix_cache) = (Some(2), Some(false));
     });
-    check_lost_devices(&host);
+    check_lost_devices(&host, &[0, 1]);
 }
 
 /// Goal: shares and memory decide where the layers are; what cannot be is refused with what would be.

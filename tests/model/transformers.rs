@@ -1,9 +1,10 @@
 //! Goal: whole models on the CPU drivers give the same tokens and logits as Hugging Face transformers (float32).
 //! Method: each committed random-weight checkpoint is served in process. 64 greedy tokens must be equal, and the logits
-//! must agree within a relative error. A third of the checkpoints also run on SwiftShader, and all with keys and values in
-//! f16, with fewer tokens.
+//! must agree within a relative error. Some of the checkpoints also run on SwiftShader, and some with keys and values in
+//! f16, with fewer tokens; with `OSTINATO_TEST_EVERY_CASE` a third and all of them.
 
 use crate::common::{Driver, Vulkan};
+use crate::harness::every_case;
 use crate::harness::models::{Expected, expected, generate, request};
 use ostinato::config::{self, Config, KvFormat, Model};
 use ostinato::engine::request::{FinishReason, Request};
@@ -96,7 +97,7 @@ fn fixtures_agree_on_lavapipe_with_f32_keys_and_values() {
 #[test]
 fn fixtures_agree_on_lavapipe_with_f16_keys_and_values() {
     let vulkan = Vulkan::new();
-    for folder in fixtures() {
+    for folder in fixtures().into_iter().step_by(if every_case() { 1 } else { 3 }) {
         // The error that rounding keys and values causes in transformers itself, with room for different sums. The
         // files of the demo models have no such measurement: a trained model must meet the exact limit in either case.
         let limit = |e: &Expected| 3.0 * e.f16_kv.unwrap_or(EXACT / 3.0);
@@ -109,7 +110,7 @@ fn fixtures_agree_on_swiftshader() {
     let vulkan = Vulkan::new();
     // The embedded demo model runs there in `device::pinning`.
     let own = fixtures().into_iter().filter(|folder| folder.join("config.json").exists());
-    for folder in own.step_by(3) {
+    for folder in own.step_by(if every_case() { 3 } else { 6 }) {
         check(&vulkan, (Driver::SwiftShader, KvFormat::F32), &folder, FEW, |_| EXACT);
     }
 }

@@ -314,7 +314,7 @@ def kill(fleet):
 
 def many(fleet):
     """Sends a few hundred requests of several kinds, or a thousand, 64 at a time; each must end exactly once."""
-    requests, at_once, tokens = 1000 if "OSTINATO_TEST_EVERY_CASE" in os.environ else 300, 64, 3
+    requests, at_once, tokens = 1000 if "OSTINATO_TEST_EVERY_CASE" in os.environ else 192, 64, 3
     most = 0
     lock = threading.Lock()
     running = 0

@@ -3,7 +3,7 @@
 //
 // 32 columns of x are integers of 16 bits with a common factor: x = factor · q, q = 256 · high + low, where high is signed and
 // low is not. A product of codes and q is exact: two dot products for each four codes of a plane. Rounding changes an element
-// of x by at most 2^-16 of the largest of the 32.
+// of x by about 2^-16 of the largest of the 32 at most.
 #extension GL_EXT_integer_dot_product : require
 
 const int MOST_Q = 32639;

@@ -129,6 +129,7 @@ pub fn check(
         cancelled: &cancelled,
         row_major: AtomicBool::new(false),
         no_ptx: AtomicBool::new(false),
+        no_dots: AtomicBool::new(false),
         no_flash_wgmma: AtomicBool::new(false),
         part: None,
     };

@@ -356,6 +356,7 @@ impl Devices {
             cancelled: attempt.cancelled,
             row_major: AtomicBool::default(),
             no_ptx: AtomicBool::default(),
+            no_dots: AtomicBool::default(),
             no_flash_wgmma: AtomicBool::default(),
             part: None,
         };

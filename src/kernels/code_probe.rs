@@ -85,7 +85,11 @@ pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
             variant = [u32::from(c.batch == 1), 0];
             (c.codes, 0)
         }
-        "gemv_dots" => (GemvDotsConstants::from_values(&call.constants).codes, 0),
+        "gemv_dots" => {
+            let c = GemvDotsConstants::from_values(&call.constants);
+            variant = [c.threads / c.spans, c.norm];
+            (c.codes, 0)
+        }
         "matmul" => {
             let c = MatmulConstants::from_values(&call.constants);
             variant = [c.experts, 0];

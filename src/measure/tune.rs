@@ -175,6 +175,7 @@ pub fn tune(
         cancelled: &wanted,
         row_major: AtomicBool::new(false),
         no_ptx: AtomicBool::new(false),
+        no_dots: AtomicBool::new(false),
         no_flash_wgmma: AtomicBool::new(false),
         part: None,
     };

@@ -338,7 +338,7 @@ fn hybrids_whose_key_heads_take_turns() {
 
 /// Goal: a device that computes a format wrongly is noticed at start. Method: the start's test of formats is given other
 /// weights than its reference (`broken_codes`): for weights in fragments, so that the model runs with weights row after
-/// row, and for all, so that it is refused.
+/// row; with integer dot products, so that it runs without; and for all, so that it is refused.
 #[test]
 fn a_device_that_computes_a_format_wrongly_is_noticed_at_start() {
     let vulkan = Vulkan::new();
@@ -355,6 +355,11 @@ fn a_device_that_computes_a_format_wrongly_is_noticed_at_start() {
     assert_eq!(found, wanted);
     let said = lines.0.lock().expect("no panic").join("\n");
     assert!(said.contains("computes quantised weights in fragments wrongly"), "{said}");
+
+    let (found, _) = draw(&started(&["integer_dots=1", "broken_codes=3"], &lines).expect("a start"), &RANDOM_PROMPT, 8);
+    assert_eq!(found, wanted);
+    let said = lines.0.lock().expect("no panic").join("\n");
+    assert!(said.contains("tested again without integer dot products"), "{said}");
 
     let error = format!("{:?}", started(&["broken_codes=2"], &lines).expect_err("a refusal"));
     assert!(error.contains("computes its quantised weights wrongly") && error.contains("differs by"), "{error}");

@@ -116,7 +116,8 @@ fn dots(adapter: &Adapter) -> Option<DotsConfig> {
     let capabilities = &adapter.capabilities;
     let lanes = capabilities.subgroup_max.max(64);
     let most = capabilities.max_invocations.min(capabilities.max_workgroup_size[0]);
-    let serves = capabilities.int_dot_accelerated && !adapter.is_cpu() && lanes <= most;
+    let subgroups = capabilities.full_subgroups && capabilities.subgroup_min >= 4 && lanes <= most;
+    let serves = capabilities.int_dot_accelerated && !adapter.is_cpu() && subgroups;
     serves.then(|| DotsConfig { groups: 1 << (most / lanes).clamp(1, 4).ilog2(), lanes, weight_rows: 4 })
 }
 
@@ -377,6 +378,9 @@ impl Build<'_> {
         }
         if self.row_major.load(Ordering::Relaxed) {
             tuning.fragments = None;
+        }
+        if self.no_dots.load(Ordering::Relaxed) {
+            tuning.dots = None;
         }
         if self.no_ptx.load(Ordering::Relaxed) || self.opened.ptx.is_err() {
             tuning.ptx = false;

@@ -52,7 +52,12 @@ fn run(
     tuning: &Tuning,
     pipelines: &Pipelines,
 ) -> Result<Option<String>, StartError> {
-    let broken = tuning.broken_codes > u32::from(tuning.fragments.is_none());
+    let broken = match tuning.broken_codes {
+        0 => false,
+        1 => tuning.fragments.is_some(),
+        2 => true,
+        _ => tuning.fragments.is_some() || tuning.dots.is_some(),
+    };
     let mut table = BufferTable::new();
     for (decl, words) in probe.recording.buffers.iter().zip(&probe.memory.buffers) {
         let buffer = build.opened.arena.buffer(&decl.name, decl.bytes, Place::Readback)?;

@@ -106,6 +106,8 @@ pub(crate) struct Build<'a> {
     pub(crate) row_major: AtomicBool,
     /// Set when programs in PTX could not be built or have failed their test on this device: the model runs without.
     pub(crate) no_ptx: AtomicBool,
+    /// Whether codes are multiplied without integer dot products, because a test with them has failed.
+    pub(crate) no_dots: AtomicBool,
     /// The same of `flash_wgmma` alone.
     pub(crate) no_flash_wgmma: AtomicBool,
     /// The stage that the device computes, if the model is split over several devices.
@@ -170,6 +172,7 @@ impl<'a> Build<'a> {
             part: Some(part),
             row_major: AtomicBool::new(self.row_major.load(Ordering::Relaxed)),
             no_ptx: AtomicBool::new(self.no_ptx.load(Ordering::Relaxed)),
+            no_dots: AtomicBool::new(self.no_dots.load(Ordering::Relaxed)),
             no_flash_wgmma: AtomicBool::new(self.no_flash_wgmma.load(Ordering::Relaxed)),
             ..*this
         }
@@ -412,7 +415,8 @@ impl Build<'_> {
 
     /// Prepares a model and tests its programs in PTX, its kernels of quantised weights and the results of a small model of
     /// its kind. If programs in PTX fail, the model is prepared again without them. If kernels for weights in fragments, or
-    /// the small model's results with these, fail, it is prepared again with weights row after row.
+    /// the small model's results with these, fail, it is prepared again with weights row after row; if those fail, without
+    /// integer dot products.
     fn prepare_tested(&self, cache: Option<&Path>) -> Result<PreparedModel<'_>, StartError> {
         loop {
             let prepared = match self.prepare(cache) {
@@ -447,7 +451,12 @@ impl Build<'_> {
                 },
             };
             if prepared.decoder.tuning.fragments.is_none() {
-                return Err(self.unsupported(refusal));
+                if decoder.tuning.dots.is_none() {
+                    return Err(self.unsupported(refusal));
+                }
+                self.progress.line(&format!("\"{}\": {refusal}; tested again without integer dot products", self.name));
+                self.no_dots.store(true, Ordering::Relaxed);
+                continue;
             }
             self.progress.line(&format!(
                 "\"{}\": device \"{device}\" computes {what}: they are packed row after row",

@@ -126,8 +126,8 @@ pub struct Tuning {
     pub gates: bool,
     /// For tests: the number, counted from 1, of the decode plan before which the fault word is set; 0 for never.
     pub fault_at: u32,
-    /// For tests: the test at start of the kernels of quantised weights fails for weights in fragments (1) or for all (2);
-    /// 0 changes nothing.
+    /// For tests: the test at start of the kernels of quantised weights fails for weights in fragments (1), for all (2), or for
+    /// weights in fragments and with integer dot products (3); 0 changes nothing.
     pub broken_codes: u32,
     /// For tests: the test at start of `wgmma` fails (1); 0 changes nothing.
     pub broken_ptx: u32,

@@ -834,7 +834,7 @@ mod tests {
         assert!(skinny_values(1024, 96, 132).iter().all(|value| value.split('/').nth(1) == Some("1")));
         assert!(skinny_values(1 << 17, 128, 132).iter().all(|value| {
             let n: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
-            n[1] * n[2] <= 8 && n[0] * n[1] * n[2] * 8 <= 32 << 10
+            n[1] * n[2] <= 8 && n[0] * n[1] * n[2] * 8 <= 40 << 10
         }));
     }
 

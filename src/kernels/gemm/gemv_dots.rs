@@ -25,7 +25,7 @@ pub fn serves(format: Format) -> bool {
 }
 
 impl Product {
-    /// Returns the call for a few rows of x.
+    /// Returns the call for a few rows of x, each of which reads W anew.
     ///
     /// # Panics
     /// If the weights are no affine codes.

@@ -389,29 +389,26 @@ fn steps_of_a_split_model_overlap_and_lose_no_token() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = &write(&built_in("tiny-qwen3", 4), folder.path());
     let vulkan = Vulkan::without_validation();
-    let small = |model: &mut Model| (model.slots, model.context) = (Some(2), Some(64));
-    // The reference is one device, which compiles faster than two.
-    let (host, said) = start_model(&vulkan, path, &small, &["tags=0"]);
+    let start = |tune: &[&str]| {
+        let small = |model: &mut Model| {
+            (model.slots, model.context) = (Some(2), Some(64));
+            split(&vulkan)(model);
+        };
+        start_model(&vulkan, path, &small, tune)
+    };
+    let (host, said) = start(&["tags=0"]);
     assert!(said.is_empty(), "tags=0: {said:?}");
     let (alone, wanted) = (texts(&host, 1), texts(&host, 2));
     let with = barriers(&host);
     drop(host);
 
-    let start = |tune: &[&str]| {
-        let both = |model: &mut Model| {
-            small(model);
-            split(&vulkan)(model);
-        };
-        start_model(&vulkan, path, &both, tune)
-    };
     let (host, said) = start(&["tags=1", "retry_ms=1", "fault_at=1"]);
     assert!(said.is_empty(), "the start's test fails: {said:?}");
     assert_eq!(texts(&host, 1), alone);
     assert_eq!(faults(&host), 1);
     assert_eq!(texts(&host, 2), wanted);
     let without = barriers(&host);
-    // A split step has some barriers more than that of one device.
-    assert!(without < with * 0.6, "{without} barriers a step, {with} with all of them on one device");
+    assert!(without < with / 2.0, "{without} barriers a step, {with} with all of them");
     assert_eq!(faults(&host), 1);
     drop(host);
 

@@ -576,7 +576,10 @@ fn rows_follow_their_own_constraints_and_no_others() {
         let host = serve(&vulkan, driver, 4, 64, &["gates=1"]);
         let replica = &*replica(&host);
         let first = driver == Driver::first();
-        let free = |id: &str| Request { id: id.to_owned(), ..request(&[9, 200, 31], if first { 30 } else { 12 }) };
+        let free = |id: &str| Request {
+            id: id.to_owned(),
+            ..request(&[9, 200, 31], if first || every_case() { 30 } else { 12 })
+        };
         let drawn = |id: &str| Request { sampling: hot(3), ..free(id) };
         let alone = [generate(replica, free("alone")).tokens, generate(replica, drawn("alone")).tokens];
         let asks = |round: usize| -> Vec<(Request, Check)> {

@@ -33,20 +33,7 @@ layout(constant_id = 7) const uint CODES = 0x5024; // the weights' format
 const uint AHEAD = BATCH == 1u ? 2u : 1u;
 #endif
 
-layout(push_constant) uniform Args {
-    Words4In weight;
-    Floats4In x;
-    Floats4In norm;
-    FloatsIn bias;
-    FloatsInOut y;
-    uint n;           // rows of W
-    uint k;           // columns of W and x without padding; the divisor of the mean
-    uint chunks;      // 8-value chunks of a padded row of W
-    uint x_stride;    // in floats
-    uint y_stride;    // in floats
-    float epsilon;
-    uint rows;        // of x
-};
+#include "gemv_args.glsl"
 
 // The sums of each subgroup, which has at least four invocations: for each row of x its ROWS products and its squares.
 const uint SUMS = BATCH * (ROWS + 1u);

@@ -25,20 +25,7 @@ layout(constant_id = 6) const uint SPANS = 64;   // invocations of a group, a mu
 layout(constant_id = 7) const uint CODES = 0x5024;
 #include "codes.glsl"
 
-layout(push_constant) uniform Args {
-    Words4In weight;
-    Floats4In x;
-    Floats4In norm;
-    FloatsIn bias;
-    FloatsInOut y;
-    uint n;           // rows of W
-    uint k;           // columns of W and x without padding; the divisor of the mean
-    uint chunks;      // 8-value chunks of a padded row of W
-    uint x_stride;    // in floats
-    uint y_stride;    // in floats
-    float epsilon;
-    uint rows;        // of x
-};
+#include "gemv_args.glsl"
 
 #include "code_dots.glsl"
 

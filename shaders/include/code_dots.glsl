@@ -41,12 +41,7 @@ Span load_span(Words4In weight, uint first, uint s, uint chunks) {
         w.one = CODE_WORD(weight, at + s);
         at += cols / 32u;
     }
-    uint half_ = at * 2u + s * 32u / GROUP;
-    w.scales = CODE_WORD(weight, half_ / 2u) >> half_ % 2u * 16u;
-    if (STORED == 1u) {
-        half_ += cols / GROUP;
-        w.minimums = CODE_WORD(weight, half_ / 2u) >> half_ % 2u * 16u;
-    }
+    load_scale(weight, at, s * 32u, cols, w.scales, w.minimums);
     return w;
 }
 

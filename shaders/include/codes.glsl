@@ -92,6 +92,18 @@ uint moved(uint word, uint bits, uint from, uint to) {
 // Eight columns of a row of a row-major matrix, as they are loaded; a scale and a minimum are in the lower half of a word.
 struct Chunk { uvec2 eights; uint four; uint two; uint one; uint scale; uint minimum; };
 
+// Loads the scale and the minimum of a column into the lower halves of words, from the scales of a row of `cols` columns, which
+// begin at word `at`. The upper half of the scale of the first column of 32 in groups of 16 is the scale of the second group.
+void load_scale(Words4In weight, uint at, uint column, uint cols, out uint scale, out uint minimum) {
+    uint half_ = at * 2u + column / GROUP;
+    scale = CODE_WORD(weight, half_ / 2u) >> half_ % 2u * 16u;
+    minimum = 0u;
+    if (STORED == 1u) {
+        half_ += cols / GROUP;
+        minimum = CODE_WORD(weight, half_ / 2u) >> half_ % 2u * 16u;
+    }
+}
+
 // Loads chunk `c` of the row that begins at word `first`.
 Chunk load_chunk(Words4In weight, uint first, uint c, uint chunks) {
     uint cols = (chunks * 8u + UNIT_COLS - 1u) / UNIT_COLS * UNIT_COLS, at = first + 4u;
@@ -112,12 +124,7 @@ Chunk load_chunk(Words4In weight, uint first, uint c, uint chunks) {
         w.one = CODE_WORD(weight, at + c / 4u) >> c % 4u * 8u;
         at += cols / 32u;
     }
-    uint half_ = at * 2u + c * 8u / GROUP;
-    w.scale = CODE_WORD(weight, half_ / 2u) >> half_ % 2u * 16u;
-    if (STORED == 1u) {
-        half_ += cols / GROUP;
-        w.minimum = CODE_WORD(weight, half_ / 2u) >> half_ % 2u * 16u;
-    }
+    load_scale(weight, at, c * 8u, cols, w.scale, w.minimum);
     return w;
 }
 

@@ -14,8 +14,8 @@ use super::moe::NOBODY;
 use super::recording::{Call, Op, Range, Recording};
 use super::shaders::{
     EmbedRowsArgs, EmbedRowsConstants, ExpandCodesArgs, ExpandCodesConstants, ExpertGemvArgs, ExpertGemvConstants,
-    ExpertSkinnyArgs, ExpertSkinnyConstants, GemvArgs, GemvConstants, GemvDotsArgs, GemvDotsConstants, MatmulArgs,
-    MatmulConstants, PanelArgs, PanelConstants, SkinnyCodesArgs, SkinnyCodesConstants,
+    ExpertSkinnyArgs, ExpertSkinnyConstants, GemvArgs, GemvConstants, GemvDotsConstants, MatmulArgs, MatmulConstants,
+    PanelArgs, PanelConstants, SkinnyCodesArgs, SkinnyCodesConstants,
 };
 use super::tags::tagged;
 use super::{Format, codes_of, fold, interpreter, shared_format, state};
@@ -60,7 +60,8 @@ pub struct CodeKernel {
     /// The format of its weights: the constant of that name.
     pub codes: u32,
     /// Other settings that change how the kernel reads weights: for experts, the stage and the format of the shared
-    /// expert; otherwise zeros.
+    /// expert; for `gemv`, whether it computes one row of x; for `gemv_dots`, the number of groups and whether there is a
+    /// norm; otherwise zeros.
     pub variant: [u32; 2],
 }
 
@@ -357,42 +358,31 @@ impl Operands {
 
     fn gemv(&mut self, call: &Call, codes: Codes) -> Built {
         let c = GemvConstants::from_values(&call.constants);
-        let a = GemvArgs::from_args(&call.args);
-        let (n, rows) = (16 * c.rows, ROWS);
-        let y = self.zeros("y", rows * n);
-        let args = GemvArgs {
-            weight: self.weight("weight", codes, ROW_MAJOR, n, a.k),
-            x: self.rows(VALUES, [rows, a.k, a.x_stride], None),
-            norm: self.norm(c.norm == 1, a.x_stride),
-            bias: self.bias(n),
-            y,
-            n,
-            y_stride: n,
-            rows,
-            ..a
-        };
-        let groups = fold(n.div_ceil(c.rows) * rows.div_ceil(c.batch), 1);
-        (Call { args: args.into_args(), groups, ..call.clone() }, (y, n), false)
+        self.row_major(call, codes, c.norm == 1, 16 * c.rows, fold(16 * ROWS.div_ceil(c.batch), 1))
     }
 
     fn gemv_dots(&mut self, call: &Call, codes: Codes) -> Built {
         let c = GemvDotsConstants::from_values(&call.constants);
-        let a = GemvDotsArgs::from_args(&call.args);
         let each = c.rows * (c.threads / c.spans);
-        let (n, rows) = (each.next_multiple_of(16), ROWS);
-        let y = self.zeros("y", rows * n);
-        let args = GemvDotsArgs {
+        let n = each.next_multiple_of(16);
+        self.row_major(call, codes, c.norm == 1, n, fold(n.div_ceil(each) * ROWS, 1))
+    }
+
+    /// Returns the probe of `gemv` or `gemv_dots` for `n` rows of W and `ROWS` rows of x.
+    fn row_major(&mut self, call: &Call, codes: Codes, norm: bool, n: u32, groups: [u32; 3]) -> Built {
+        let a = GemvArgs::from_args(&call.args);
+        let y = self.zeros("y", ROWS * n);
+        let args = GemvArgs {
             weight: self.weight("weight", codes, ROW_MAJOR, n, a.k),
-            x: self.rows(VALUES, [rows, a.k, a.x_stride], None),
-            norm: self.norm(c.norm == 1, a.x_stride),
+            x: self.rows(VALUES, [ROWS, a.k, a.x_stride], None),
+            norm: self.norm(norm, a.x_stride),
             bias: self.bias(n),
             y,
             n,
             y_stride: n,
-            rows,
+            rows: ROWS,
             ..a
         };
-        let groups = fold(n.div_ceil(each) * rows, 1);
         (Call { args: args.into_args(), groups, ..call.clone() }, (y, n), false)
     }
 

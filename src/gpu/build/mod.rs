@@ -434,14 +434,14 @@ impl Build<'_> {
             }
             let PreparedModel { decoder, recordings, pipelines, .. } = &prepared;
             let device = &self.adapter.name;
-            let (what, refusal) = match test_formats(self, &decoder.tuning, recordings, pipelines)? {
+            let ((what, why), refusal) = match test_formats(self, &decoder.tuning, recordings, pipelines)? {
                 Some(why) => (
-                    format!("quantised weights in fragments wrongly ({why})"),
+                    ("quantised weights", format!("({why})")),
                     format!("device \"{device}\" computes its quantised weights wrongly: {why}"),
                 ),
                 None => match self.failed_reference(decoder, cache)? {
                     Some(why) => (
-                        format!("models of this kind in fragments wrongly ({why})"),
+                        ("models of this kind", format!("({why})")),
                         format!(
                             "device \"{device}\" computes models of this kind wrongly: {why}; --skip-self-test starts it \
                              all the same, and its texts may be wrong"
@@ -454,12 +454,15 @@ impl Build<'_> {
                 if decoder.tuning.dots.is_none() {
                     return Err(self.unsupported(refusal));
                 }
-                self.progress.line(&format!("\"{}\": {refusal}; tested again without integer dot products", self.name));
+                self.progress.line(&format!(
+                    "\"{}\": device \"{device}\" computes {what} wrongly {why}: tested again without integer dot products",
+                    self.name
+                ));
                 self.no_dots.store(true, Ordering::Relaxed);
                 continue;
             }
             self.progress.line(&format!(
-                "\"{}\": device \"{device}\" computes {what}: they are packed row after row",
+                "\"{}\": device \"{device}\" computes {what} in fragments wrongly {why}: they are packed row after row",
                 self.name
             ));
             self.row_major.store(true, Ordering::Relaxed);

@@ -1,10 +1,10 @@
 //! `gemv_dots`, the product of row-major quantised weights with few rows of activations by integer dot products: the result
 //! of `gemv`, with x rounded to integers of 16 bits. Not here: other weights, and weights in fragment order.
 
-use super::{Product, Shape, product};
+use super::{Product, row_major_product};
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::recording::Call;
-use crate::kernels::shaders::{GemvDotsArgs, GemvDotsConstants};
+use crate::kernels::shaders::GemvDotsConstants;
 use crate::kernels::{Format, codes_word, fold, format_of};
 use crate::quant::number::Number;
 
@@ -32,7 +32,6 @@ impl Product {
     pub fn gemv_dots(&self, rows: u32, config: DotsConfig) -> Call {
         let DotsConfig { groups, lanes, weight_rows } = config;
         assert!(serves(self.weight.format), "integer dot products of {:?}", self.weight.format);
-        let (norm, bias, epsilon) = self.touched();
         let threads = groups * lanes;
         let constants = GemvDotsConstants {
             threads,
@@ -44,48 +43,17 @@ impl Product {
             spans: lanes,
             codes: codes_word(self.weight.format),
         };
-        let args = GemvDotsArgs {
-            weight: self.weight.range,
-            x: self.x.range,
-            norm,
-            bias,
-            y: self.y.range,
-            n: self.weight.rows,
-            k: self.weight.cols,
-            chunks: self.weight.cols.div_ceil(8),
-            x_stride: self.x.stride,
-            y_stride: self.y.stride,
-            epsilon,
-            rows,
-        };
         Call {
             kernel: "gemv_dots",
             label: self.label.clone(),
             constants: constants.into_values(),
-            args: args.into_args(),
+            args: self.gemv_args(rows).into_args(),
             groups: fold(self.weight.rows.div_ceil(groups * weight_rows) * rows, 1),
         }
     }
 }
 
 pub(crate) fn reference_gemv_dots(call: &Call, memory: &mut HostMemory) {
-    let (args, constants) = (GemvDotsArgs::from_args(&call.args), GemvDotsConstants::from_values(&call.constants));
-    let shape = Shape {
-        weight: args.weight,
-        x: args.x,
-        norm: (constants.norm == 1).then_some(args.norm),
-        bias: (constants.bias == 1).then_some(args.bias),
-        y: args.y,
-        n: args.n,
-        k: args.k,
-        cols: args.k,
-        first_col: 0,
-        fragments: false,
-        x_stride: args.x_stride,
-        y_stride: args.y_stride,
-        epsilon: args.epsilon,
-        epilogue: constants.epilogue,
-        tag: None,
-    };
-    product(memory, format_of("codes", constants.codes), args.rows, &shape);
+    let c = GemvDotsConstants::from_values(&call.constants);
+    row_major_product(call, memory, format_of("codes", c.codes), [c.norm, c.bias, c.epilogue]);
 }

@@ -134,24 +134,10 @@ impl Product {
         (norm, self.bias.unwrap_or(self.x.range.none()), epsilon)
     }
 
-    /// Returns the call for a few rows of x.
-    ///
-    /// # Panics
-    /// If a workgroup computes more pairs of rows of W than it has invocations.
-    pub fn gemv(&self, rows: u32, GemvConfig { threads, weight_rows, batch }: GemvConfig) -> Call {
-        assert!(weight_rows / 2 * batch <= threads, "{weight_rows} rows of W, {batch} of x by {threads} threads");
+    /// Returns the arguments of `gemv` and `gemv_dots` for `rows` rows of x.
+    fn gemv_args(&self, rows: u32) -> GemvArgs {
         let (norm, bias, epsilon) = self.touched();
-        let constants = GemvConstants {
-            threads,
-            norm: u32::from(self.norm.is_some()),
-            bias: u32::from(self.bias.is_some()),
-            epilogue: self.epilogue.code(),
-            rows: weight_rows,
-            batch,
-            lanes: threads,
-            codes: codes_word(self.weight.format),
-        };
-        let args = GemvArgs {
+        GemvArgs {
             weight: self.weight.range,
             x: self.x.range,
             norm,
@@ -164,6 +150,24 @@ impl Product {
             y_stride: self.y.stride,
             epsilon,
             rows,
+        }
+    }
+
+    /// Returns the call for a few rows of x.
+    ///
+    /// # Panics
+    /// If a workgroup computes more pairs of rows of W than it has invocations.
+    pub fn gemv(&self, rows: u32, GemvConfig { threads, weight_rows, batch }: GemvConfig) -> Call {
+        assert!(weight_rows / 2 * batch <= threads, "{weight_rows} rows of W, {batch} of x by {threads} threads");
+        let constants = GemvConstants {
+            threads,
+            norm: u32::from(self.norm.is_some()),
+            bias: u32::from(self.bias.is_some()),
+            epilogue: self.epilogue.code(),
+            rows: weight_rows,
+            batch,
+            lanes: threads,
+            codes: codes_word(self.weight.format),
         };
         Call {
             kernel: match self.weight.format {
@@ -174,7 +178,7 @@ impl Product {
             },
             label: self.label.clone(),
             constants: constants.into_values(),
-            args: args.into_args(),
+            args: self.gemv_args(rows).into_args(),
             groups: fold(self.weight.rows.div_ceil(weight_rows) * rows.div_ceil(batch), 1),
         }
     }
@@ -278,12 +282,18 @@ pub(super) fn finish(memory: &mut HostMemory, epilogue: u32, (y, tag): (Range, O
 }
 
 pub(crate) fn reference_gemv(call: &Call, memory: &mut HostMemory) {
-    let (args, constants) = (GemvArgs::from_args(&call.args), GemvConstants::from_values(&call.constants));
+    let c = GemvConstants::from_values(&call.constants);
+    row_major_product(call, memory, format_of(call.kernel, c.codes), [c.norm, c.bias, c.epilogue]);
+}
+
+/// The reference of `gemv` and `gemv_dots`, with their constants NORM, BIAS and EPILOGUE.
+fn row_major_product(call: &Call, memory: &mut HostMemory, format: Format, [norm, bias, epilogue]: [u32; 3]) {
+    let args = GemvArgs::from_args(&call.args);
     let shape = Shape {
         weight: args.weight,
         x: args.x,
-        norm: (constants.norm == 1).then_some(args.norm),
-        bias: (constants.bias == 1).then_some(args.bias),
+        norm: (norm == 1).then_some(args.norm),
+        bias: (bias == 1).then_some(args.bias),
         y: args.y,
         n: args.n,
         k: args.k,
@@ -293,10 +303,10 @@ pub(crate) fn reference_gemv(call: &Call, memory: &mut HostMemory) {
         x_stride: args.x_stride,
         y_stride: args.y_stride,
         epsilon: args.epsilon,
-        epilogue: constants.epilogue,
+        epilogue,
         tag: None,
     };
-    product(memory, format_of(call.kernel, constants.codes), args.rows, &shape);
+    product(memory, format, args.rows, &shape);
 }
 
 pub(crate) fn reference_take_last(call: &Call, memory: &mut HostMemory) {

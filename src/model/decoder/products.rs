@@ -100,7 +100,8 @@ impl Decoder<'_> {
                     let (groups, ahead) = even_rounds(chunks, chunks.div_ceil(MOST_ROUND).max(2));
                     (groups * 32, 1, ahead)
                 }
-                // Two or more rounds, so that the next call's weights have registers; long ones if they come out even.
+                // At least two rounds, so that registers are left for the next call's weights: rounds of 16 chunks where one
+                // of 32 would hold all, or the last one would be half empty.
                 (_, 512..4096) if chunks < 64 || matches!(chunks % 32, 1..=16) => (256, 3, 2),
                 (_, 512..) => (256, 2, 4),
                 // About as many workgroups as compute units, with all of K in flight.

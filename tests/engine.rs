@@ -10,7 +10,7 @@
 use ostinato::engine::executor::{ExecuteError, Executor};
 use ostinato::engine::fake::{FakeConfig, FakeExecutor, HIDDEN, hidden, scored};
 use ostinato::engine::pace::Pace;
-use ostinato::engine::plan::{Capacity, Drafts, PlanReport, Slot, SlotParams, StepPlan, Ticket, WindowCapacity};
+use ostinato::engine::plan::{Capacity, Drafts, PlanReport, Slot, SlotParams, StepPlan, Ticket, WindowCapacity, Work};
 use ostinato::engine::request::{
     Event, FinishReason, Finished, Limits, Request, RequestError, Sampling, Scored, Sink, SinkClosed,
 };
@@ -151,6 +151,8 @@ struct Outcome {
     scored: u64,
     /// Prompts that were embedded.
     embedded: u64,
+    /// Rows that decoded in prefill plans.
+    mixed: u64,
 }
 
 fn simulate(world: &World, seed: u64) -> Outcome {
@@ -288,6 +290,9 @@ fn simulate(world: &World, seed: u64) -> Outcome {
         };
         obey(&mut scheduler, &mut fake, &mut random);
         while let Some(plan) = scheduler.next_plan(now, fake.pace()) {
+            if let Some(Work::Prefill { decoding, .. }) = &plan.work {
+                outcome.mixed += decoding.len() as u64;
+            }
             let ticket = fake.submit(plan).unwrap();
             scheduler.submitted(ticket);
             scheduler.assert_consistent();
@@ -468,6 +473,7 @@ fn capacity(slots: u32, pages: u32, buckets: &[u32]) -> Capacity {
         prefill_chunk: 24,
         causal: true,
         prompts: 4,
+        mixed_steps: false,
         buckets: buckets.to_vec(),
         run_ahead: 32,
         gates: true,
@@ -651,6 +657,46 @@ fn thousands_of_prompts_that_cannot_be_divided() {
         let outcome = simulate(&world, seed);
         assert_eq!(outcome.cached_tokens, 0, "{outcome:?}");
         assert!(outcome.embedded > 3_000, "{outcome:?}");
+    }
+}
+
+/// Goal: results stay correct where sequences decode in prefill steps, with few pages, windows, faults, lost devices and
+/// constrained requests, with which prompts take turns, and with room for fewer sequences in a prefill step than there are.
+#[test]
+fn thousands_of_requests_that_decode_in_prefill_steps() {
+    for seed in seeds(2) {
+        let scarce = capacity(8, 14, &[1, 2, 4, 8]);
+        let many = Capacity { prefill_chunk: 96, prompts: 16, ..capacity(64, 300, &[1, 2, 4, 8, 16, 32, 64]) };
+        let windows = Capacity {
+            context: 480,
+            run_ahead: 8,
+            window: Some(WindowCapacity { tokens: 20, pages: 40 }),
+            ..capacity(8, 60, &[1, 2, 4, 8])
+        };
+        let all = capacity(8, 40, &[1, 2, 4, 8]);
+        let worlds = [
+            ("mixed, scarce pages", Capacity { prompts: 8, ..scarce }, None, 0, 0),
+            ("mixed, many slots", many, Some(7), 0, 0),
+            ("mixed, windows", windows, Some(50), 6, 0),
+            ("mixed, lost", Capacity { prompts: 8, ..all }, None, 9, 150),
+        ];
+        for (name, capacity, fault_every, constrained, lost) in worlds {
+            let world = World {
+                name,
+                requests: 1_500,
+                capacity: Capacity { mixed_steps: true, ..capacity },
+                gap_steps: 9,
+                priorities: 3,
+                nuisance: 10,
+                beginnings: 4,
+                fault_every,
+                constrained,
+                lost,
+            };
+            let outcome = simulate(&world, seed);
+            assert!(outcome.mixed > 500, "{name}: {outcome:?}");
+            assert!(outcome.stopped > 100 && outcome.scored > 100 && outcome.cached_tokens > 0, "{name}: {outcome:?}");
+        }
     }
 }
 

@@ -315,7 +315,7 @@ void main() {
 #endif
     l = sum_of_pairs(l);
     if (SPLITS > 1u && tile.sharers > 1u) {
-        uint sharers = tile.sharers, first_part = kvh * parts + tile.number * tile.most_sharers;
+        uint sharers = tile.sharers, first_part = kvh * parts + tile.first_part;
         uint own = part_at(first_part + gl_WorkGroupID.z);
         UNROLL for (uint i = 0u; i < D / 16u; i++) {
             partials.v[own + 2u * i * LANES] = SUMS_LOW(sums[i]);

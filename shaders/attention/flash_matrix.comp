@@ -312,7 +312,7 @@ void main() {
     UNROLL for (uint e = 0u; e < EACH; e++) state_s[state_at(own_row(e), part)] = l[e];
     SUBGROUP_BARRIER
     bool shares = SPLITS > 1u && tile.sharers > 1u;
-    uint first_part = kvh * parts + tile.number * tile.most_sharers;
+    uint first_part = kvh * parts + tile.first_part;
     const uint OF_PART = ROWS * (D / 4u) + ROWS / 2u;
     uint own = (first_part + gl_WorkGroupID.z) * OF_PART;
     UNROLL for (uint i = 0u; i < D / MATRIX_N; i++) {

@@ -20,6 +20,8 @@ const uint LOADED = WORDS;
 const uint STAGED = (LOADED + LANES - 1u) / LANES;     // of those, words per invocation
 // The minimum number of blocks per workgroup where several workgroups share a tile.
 const uint LEAST_BLOCKS = 4u;
+// The maximum number of prompts of a step whose tiles are shared.
+const uint SHARING_PROMPTS = 64u;
 
 #if KV == 2
 shared vec4 scale_s[BLOCK / 2u];                       // of the block's keys, then values: [page][t] of tokens 2t, 2t + 1, 2t + 8, 2t + 9
@@ -95,7 +97,7 @@ struct Tile {
     uint last;         // the last token that a row of the tile sees
     uint open;         // the last token that all of its rows see; no mask up to this token
     uint low;          // the first token that a row of the tile sees
-    uint most_sharers; // the number of parts that are reserved for the tile
+    uint first_part;   // the first of the parts that are reserved for the tile
     uint sharers;      // the number of workgroups that share it
     uint block_begin;
     uint block_end;
@@ -104,6 +106,42 @@ struct Tile {
 // Returns the number of the first tile of prompt `index`, whose first row is `row` of the step. The tiles of the prompts
 // before it have lower numbers, as each prompt has at most one tile that is not full; some numbers are of no tile.
 uint first_tile(uint index, uint row) { return row * G / ROWS + index; }
+
+// The number of a prompt's tiles, and the number of blocks that the last of them sees; 0 for a prompt without a slot.
+shared uvec2 size_s[SHARING_PROMPTS];
+
+// Returns the maximum number of workgroups that share a tile of `blocks` blocks, if each should have `share` of them.
+uint sharers_of(uint blocks, uint share) { return clamp((blocks + share - 1u) / share, 1u, SPLITS); }
+
+// Returns the maximum number of workgroups that share a tile of prompt `index`, and the first of the prompt's parts. All
+// workgroups have about the same number of blocks, as far as there are parts: a tile that is shared needs a part for each of
+// its workgroups. Call in uniform control flow.
+uvec2 share_tiles(uint prompts, uint index) {
+    if (prompts > SHARING_PROMPTS) return uvec2(1u, 0u);
+    for (uint i = gl_LocalInvocationIndex; i < SHARING_PROMPTS; i += LANES) {
+        uvec4 prompt = chunk.v[1u + min(i, prompts - 1u)];
+        uint rows = (i + 1u < prompts ? chunk.v[2u + i].z : chunk.v[0].z) - prompt.z;
+        uint tiles = (rows * G + ROWS - 1u) / ROWS, end = prompt.y + rows - 1u;
+        uint blocks = last_visible(end, end) / BLOCK + 1u - first_visible(prompt.y + (tiles - 1u) * ROWS / G) / BLOCK;
+        size_s[i] = i < prompts && prompt.x != 0xffffffffu ? uvec2(tiles, blocks) : uvec2(0u);
+    }
+    barrier();
+    uint tiles = 0u, blocks = 0u;
+    for (uint i = 0u; i < prompts; i++) {
+        tiles += size_s[i].x;
+        blocks += size_s[i].x * size_s[i].y;
+    }
+    // A tile of b blocks has at most b / share + 1 workgroups, and, where there are several, at most 2b / share.
+    uint share = (2u * blocks + parts - 1u) / parts;
+    if (tiles < parts) share = min(share, (blocks + parts - tiles - 1u) / (parts - tiles));
+    share = max(share, LEAST_BLOCKS);
+    uint first = 0u;
+    for (uint i = 0u; i < index; i++) {
+        uint sharers = sharers_of(size_s[i].y, share);
+        first += sharers > 1u ? size_s[i].x * sharers : 0u;
+    }
+    return uvec2(sharers_of(size_s[index].y, share), first);
+}
 
 // Returns whether this workgroup has a tile.
 bool find_tile(out Tile tile) {
@@ -127,11 +165,13 @@ bool find_tile(out Tile tile) {
     tile.low = first_visible(tile.start + tile.first / G);
     uint first_block = tile.low / BLOCK;
     uint blocks = tile.last / BLOCK + 1u - first_block;
-    uint final_row = chunk.v[prompts].z; // the last prompt's first row
-    uint tiles = first_tile(prompts - 1u, final_row) + ((chunk.v[0].z - final_row) * G + ROWS - 1u) / ROWS;
-    tile.most_sharers = SPLITS > 1u ? min(SPLITS, max(parts / max(tiles, 1u), 1u)) : 1u;
-    uint sharers = min(tile.most_sharers, max(blocks / LEAST_BLOCKS, 1u));
-    uint share = (blocks + sharers - 1u) / sharers;
+    uint most = 1u;
+    if (SPLITS > 1u) {
+        uvec2 shared_ = share_tiles(prompts, index);
+        most = shared_.x;
+        tile.first_part = shared_.y + tile.first / ROWS * most;
+    }
+    uint share = max((blocks + most - 1u) / most, LEAST_BLOCKS);
     tile.sharers = (blocks + share - 1u) / share;
     if (gl_WorkGroupID.z >= tile.sharers) return false;
     tile.block_begin = first_block + gl_WorkGroupID.z * share;

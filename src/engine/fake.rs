@@ -55,6 +55,7 @@ impl Default for FakeConfig {
                 prefill_chunk: 128,
                 causal: true,
                 prompts: 8,
+                mixed_steps: false,
                 buckets: vec![1],
                 run_ahead: 32,
                 gates: true,
@@ -366,13 +367,20 @@ impl FakeExecutor {
         }
     }
 
-    fn prefill(&mut self, chunks: &[Chunk]) -> Vec<Sampled> {
+    fn prefill(&mut self, chunks: &[Chunk], decoding: &[Slot]) -> Vec<Sampled> {
         let capacity = &self.config.capacity;
-        let (tokens, most) = (chunks.iter().map(|chunk| chunk.tokens.len()).sum::<usize>(), capacity.prefill_chunk);
-        assert!(tokens <= most as usize, "{tokens} tokens of prompts in a step, at most {most}");
-        assert!(!chunks.is_empty() && chunks.len() <= capacity.prompts as usize, "{} prompts in a step", chunks.len());
-        let slots: HashSet<Slot> = chunks.iter().map(|chunk| chunk.slot).collect();
-        assert_eq!(slots.len(), chunks.len(), "a slot twice in a plan");
+        let tokens = chunks.iter().map(|chunk| chunk.tokens.len()).sum::<usize>();
+        let (rows, most) = (tokens + decoding.len(), capacity.prefill_chunk);
+        assert!(rows <= most as usize, "{rows} rows in a prefill step, at most {most}");
+        let (parts, most) = (chunks.len() + decoding.len(), capacity.prompts);
+        assert!(!chunks.is_empty() && parts <= most as usize, "{parts} sequences in a prefill step, at most {most}");
+        let slots: HashSet<Slot> = chunks.iter().map(|chunk| chunk.slot).chain(decoding.iter().copied()).collect();
+        assert_eq!(slots.len(), parts, "a slot twice in a plan");
+        if !decoding.is_empty() {
+            assert!(capacity.mixed_steps, "{decoding:?} decode in a prefill step");
+            assert!(self.steps_queued == 0, "a mixed step behind {} decode steps", self.steps_queued);
+            assert!(chunks.iter().all(|chunk| chunk.score.is_none()), "rows beside a chunk that is scored");
+        }
         let own = capacity.slots;
         let kept: Vec<StateSlot> = chunks.iter().flat_map(|chunk| &chunk.keeps).map(|keep| keep.cell).collect();
         let mut distinct: HashSet<StateSlot> = kept.iter().copied().collect();
@@ -381,7 +389,12 @@ impl FakeExecutor {
         let read: HashSet<StateSlot> = chunks.iter().filter_map(|chunk| chunk.restore).collect();
         assert_eq!(distinct.len(), kept.len() + read.len(), "a cell is read and written in a plan");
         assert!(distinct.iter().all(|cell| cell.0 >= own), "a snapshot in a slot's own cell");
-        chunks.iter().flat_map(|chunk| self.chunk(chunk)).collect()
+        let first: Vec<Sampled> = chunks.iter().flat_map(|chunk| self.chunk(chunk)).collect();
+        let next = decoding.iter().flat_map(|slot| {
+            self.begin_row(*slot);
+            self.row(*slot, 0)
+        });
+        first.into_iter().chain(next).collect()
     }
 
     fn chunk(&mut self, chunk: &Chunk) -> Vec<Sampled> {
@@ -484,35 +497,37 @@ impl FakeExecutor {
         self.steps_queued += steps;
         let (queued, most) = (self.steps_queued, capacity.run_ahead);
         assert!(queued <= most, "{queued} steps queued, at most {most}");
-        for &slot in slots {
-            let ticket = self.working;
-            let s = self.slot(slot);
-            assert!(s.joined, "a step for {slot:?}, which has not joined or has left");
-            assert!(s.drawn > 0, "a step for {slot:?}, whose prompt is not taken in");
-            s.last_ticket = ticket;
+        slots.iter().for_each(|slot| self.begin_row(*slot));
+        (0..steps).map(|_| slots.iter().flat_map(|slot| self.row(*slot, drafts)).collect()).collect()
+    }
+
+    /// Checks that a slot may have a row of the plan being executed.
+    fn begin_row(&mut self, slot: Slot) {
+        let ticket = self.working;
+        let s = self.slot(slot);
+        assert!(s.joined, "a step for {slot:?}, which has not joined or has left");
+        assert!(s.drawn > 0, "a step for {slot:?}, whose prompt is not taken in");
+        s.last_ticket = ticket;
+    }
+
+    /// Runs a slot's part of a decode step, and returns the tokens that it draws.
+    fn row(&mut self, slot: Slot, drafts: u32) -> Vec<Sampled> {
+        // The number of accepted drafts is random.
+        let right = match drafts {
+            0 => 0,
+            _ => (split_mix(&mut self.luck) % u64::from(drafts + 1)) as u32,
+        };
+        let mut drawn = Vec::new();
+        for draft in 0..=right {
+            if self.slot(slot).done {
+                break;
+            }
+            let input = self.slot(slot).input.take().expect("a slot that decodes has drawn");
+            self.write(slot, input);
+            self.expect_sample(slot);
+            drawn.push(Sampled { draft, ..self.sample(slot) });
         }
-        (0..steps)
-            .map(|_| {
-                let mut row = Vec::new();
-                for &slot in slots {
-                    // The number of accepted drafts is random.
-                    let right = match drafts {
-                        0 => 0,
-                        _ => (split_mix(&mut self.luck) % u64::from(drafts + 1)) as u32,
-                    };
-                    for draft in 0..=right {
-                        if self.slot(slot).done {
-                            break;
-                        }
-                        let input = self.slot(slot).input.take().expect("a slot that decodes has drawn");
-                        self.write(slot, input);
-                        self.expect_sample(slot);
-                        row.push(Sampled { draft, ..self.sample(slot) });
-                    }
-                }
-                row
-            })
-            .collect()
+        drawn
     }
 
     fn expect_sample(&mut self, slot: Slot) {
@@ -695,11 +710,12 @@ impl FakeExecutor {
         }
         let start = self.busy_until.max(self.now());
         match work {
-            Work::Prefill { chunks } => {
-                let count = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();
+            Work::Prefill { chunks, decoding } => {
+                let tokens = chunks.iter().map(|chunk| chunk.tokens.len()).sum::<usize>();
+                let count = (tokens + decoding.len()) as u32;
                 let took = self.config.chunk;
                 self.submission = Some(self.submission(ticket, format!("prefill.{count}"), 1, start, took));
-                let tokens = self.prefill(&chunks);
+                let tokens = self.prefill(&chunks, &decoding);
                 let scored = self.score(&chunks);
                 let pooled = self.pool(&chunks);
                 self.pace.note_chunk(count, self.config.chunk);

@@ -43,8 +43,11 @@ pub struct Capacity {
     /// Whether a token sees earlier tokens only. Otherwise keys and values of a prompt's beginning depend on all of it: each
     /// prompt is one chunk, no pages are reused, and no token is drawn, prompts are only embedded.
     pub causal: bool,
-    /// The maximum number of sequences whose prompts can share a step.
+    /// The maximum number of sequences whose prompts can share a step; with `mixed_steps`, together with the sequences that
+    /// decode in the step.
     pub prompts: u32,
+    /// Whether sequences can decode in a prefill step. Only of executors without drafts and recurrent state.
+    pub mixed_steps: bool,
     /// The decode buckets: numbers of rows, ascending, `[1, 2, 4, …]`.
     pub buckets: Vec<u32>,
     /// The maximum number of decode steps that are queued and not yet completed.
@@ -220,6 +223,10 @@ pub enum Work {
     Prefill {
         /// The chunks, at least one.
         chunks: Vec<Chunk>,
+        /// Slots that decode in the step, each once, with one row each: it draws a token for each of them too. Only with
+        /// `Capacity::mixed_steps`, while no decode plan is unfinished, and without dumped logits; empty beside a chunk
+        /// that is scored.
+        decoding: Vec<Slot>,
     },
     /// Decode steps of these slots. Each step draws one token per slot (more with drafts), which the device itself
     /// feeds to the next step.
@@ -261,7 +268,7 @@ impl StepPlan {
     /// Returns the slots that the work is for.
     pub fn slots(&self) -> impl Iterator<Item = Slot> + '_ {
         let (chunks, slots): (&[Chunk], &[Slot]) = match &self.work {
-            Some(Work::Prefill { chunks }) => (chunks, &[]),
+            Some(Work::Prefill { chunks, decoding }) => (chunks, decoding),
             Some(Work::Decode { slots, .. }) => (&[], slots),
             None => (&[], &[]),
         };

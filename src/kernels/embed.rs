@@ -1,10 +1,10 @@
 //! `embed_rows`, the embedding lookup: it determines the token, position and slot of each row of a step, and how many rows
-//! of its prompt follow, and writes its embedding; and `ChunkLayout`, the descriptor of a prompt step. Not here: the choice
-//! of the prompts of a step.
+//! of its prompt follow, and writes its embedding; `ChunkLayout`, the descriptor of a prompt step; and `decode_rows`, which
+//! completes it with slots that decode in the step. Not here: the choice of the prompts of a step.
 
 use super::host_memory::{HostMemory, PackedMatrix};
 use super::recording::Call;
-use super::shaders::{EmbedRowsArgs, EmbedRowsConstants};
+use super::shaders::{DecodeRowsArgs, DecodeRowsConstants, EmbedRowsArgs, EmbedRowsConstants};
 use super::tags::{Flow, tagged};
 use super::{Format, codes_word, format_of, state};
 
@@ -27,7 +27,8 @@ pub struct Table {
 }
 
 /// The layout of a prompt step's descriptor, in words:
-/// - `{prompts, lasts, rows, 0}`: the numbers of prompts, of prompts whose last chunk this is, and of rows;
+/// - `{prompts, lasts, rows, decoding}`: the numbers of prompts, of prompts whose last chunk this is, of rows, and of slots
+///   that decode in the step: these are the last prompts, of one row each;
 /// - for each prompt with a chunk in the step `{slot, position of its first row, first row, 0}`, in ascending order of
 ///   rows;
 /// - only where prompts have cells, for each prompt the cell whose state it continues or `u32::MAX`; twice {the
@@ -80,7 +81,18 @@ impl ChunkLayout {
     /// If there are more prompts than the descriptor has room for, or a snapshot is requested at a row where no block
     /// ends or beyond a prompt's end.
     pub fn describe(self, prompts: &[PromptRows<'_>]) -> Vec<(u32, Vec<u32>)> {
-        assert!(prompts.len() <= self.prompts as usize, "{} prompts, at most {}", prompts.len(), self.prompts);
+        self.describe_mixed(prompts, &[])
+    }
+
+    /// Like [`ChunkLayout::describe`], for a step in which the slots `decoding` decode. [`decode_rows`] writes their
+    /// positions and tokens.
+    ///
+    /// # Panics
+    /// Also if prompts have cells.
+    pub fn describe_mixed(self, prompts: &[PromptRows<'_>], decoding: &[u32]) -> Vec<(u32, Vec<u32>)> {
+        let count = prompts.len() + decoding.len();
+        assert!(count <= self.prompts as usize, "{count} prompts, at most {}", self.prompts);
+        assert!(decoding.is_empty() || !self.cells, "slots with cells decode in a step of their own");
         let (mut first_row, mut first_block) = (0, 0);
         let (mut words, mut cells) = (Vec::with_capacity(4 * prompts.len()), Vec::new());
         let (mut lasts, mut tokens) = (Vec::new(), Vec::new());
@@ -106,8 +118,14 @@ impl ChunkLayout {
             }
             tokens.extend_from_slice(prompt.tokens);
         }
+        for slot in decoding {
+            words.extend([*slot, 0, first_row, 0]);
+            lasts.push(first_row);
+            tokens.push(0);
+            first_row += 1;
+        }
         vec![
-            (0, vec![prompts.len() as u32, lasts.len() as u32, first_row, 0]),
+            (0, vec![count as u32, lasts.len() as u32, first_row, decoding.len() as u32]),
             (self.prompt(0), words),
             (self.cells(0), cells),
             (self.last(0), lasts),
@@ -177,6 +195,28 @@ pub fn embed_rows(
         groups: [hidden.div_ceil(8).div_ceil(threads), rows, 1],
     };
     flow.mark(call, x, x)
+}
+
+/// Returns the call that writes the positions and tokens of the slots that decode in a prompt step to its descriptor; the
+/// prompts of slots that do not run lose their slot.
+pub fn decode_rows(label: String, args: DecodeRowsArgs) -> Call {
+    let constants = DecodeRowsConstants { threads: 64 };
+    Call { kernel: "decode_rows", label, constants: constants.into_values(), args: args.into_args(), groups: [1, 1, 1] }
+}
+
+pub(super) fn reference_decode_rows(call: &Call, memory: &mut HostMemory) {
+    let a = DecodeRowsArgs::from_args(&call.args);
+    let [prompts, _, _, decoding] = std::array::from_fn(|word| memory.u32(a.chunk, word as u32));
+    for index in prompts - decoding..prompts {
+        let at = 4 + 4 * index;
+        let (slot, row) = (memory.u32(a.chunk, at), memory.u32(a.chunk, at + 2));
+        let word = |memory: &HostMemory, word: u32| memory.u32(a.slots, slot * state::SLOT_WORDS + word);
+        let runs = word(memory, state::SLOT_ACTIVE) == state::ACTIVE_RUNNING;
+        let (position, token) = (word(memory, state::SLOT_POSITION), word(memory, state::SLOT_TOKEN));
+        memory.set_u32(a.chunk, at, if runs { slot } else { u32::MAX });
+        memory.set_u32(a.chunk, at + 1, if runs { position } else { 0 });
+        memory.set_u32(a.chunk, a.tokens_at + row, if runs { token } else { 0 });
+    }
 }
 
 pub(super) fn reference_embed_rows(call: &Call, memory: &mut HostMemory) {

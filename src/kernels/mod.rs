@@ -139,6 +139,7 @@ pub fn reference(kernel: &str) -> Reference {
         "delta_scan" => delta::reference_delta_scan,
         "delta_gate" => delta::reference_delta_gate,
         "verify_rows" => draft::reference_verify_rows,
+        "decode_rows" => embed::reference_decode_rows,
         "next_tokens" => draft::reference_next_tokens,
         "draft_rows" => draft::reference_draft_rows,
         "shift_tokens" => draft::reference_shift_tokens,

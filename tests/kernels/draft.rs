@@ -8,12 +8,12 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor};
 use ostinato::kernels::delta::{DeltaHeads, MOST_PENDING, delta_step, delta_verify};
 use ostinato::kernels::draft::{self, SlotsFrom, VerifyRows};
-use ostinato::kernels::embed::{ChunkLayout, PromptRows};
+use ostinato::kernels::embed::{ChunkLayout, PromptRows, decode_rows};
 use ostinato::kernels::gemm::Activations;
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::{
-    DeltaStepArgs, DraftRowsArgs, JoinNormsArgs, LookUpArgs, NextTokensArgs, NoteTokensArgs, ShiftTokensArgs,
-    StoreDraftArgs, VerifyRowsArgs,
+    DecodeRowsArgs, DeltaStepArgs, DraftRowsArgs, JoinNormsArgs, LookUpArgs, NextTokensArgs, NoteTokensArgs,
+    ShiftTokensArgs, StoreDraftArgs, VerifyRowsArgs,
 };
 use ostinato::kernels::state::*;
 use ostinato::kernels::tags::Flow;
@@ -139,6 +139,42 @@ fn rows_to_verify_and_rows_to_draft_from() {
             assert_eq!(word(LAYOUT.token(0)), 230 + step - 1, "the draft before is read");
             assert_eq!(word(5), 40 + step - 1, "at the position behind the token drawn");
         }
+    }
+    check(&cases);
+}
+
+/// Goal: the slots that decode in a prompt step have their own tokens at their own positions; one that has finished and one
+/// that is idle lose theirs; the prompts keep what was said of them.
+#[test]
+fn rows_that_decode_in_a_prompt_step() {
+    let mut cases = Cases::new("decode_rows");
+    let layout = ChunkLayout { prompts: 6, cells: false };
+    let prompt =
+        PromptRows { slot: 9, start: 7, tokens: &[61, 62, 63], last: false, next: None, from: None, keeps: &[] };
+    for (prompts, decoding) in
+        [(vec![prompt], vec![0, 1, 3, 2]), (vec![prompt, prompt], vec![3]), (vec![prompt], vec![])]
+    {
+        cases.case(format!("{} {decoding:?}", prompts.len()));
+        let mut words = vec![POISON; layout.bytes(12) as usize / 4];
+        for (at, part) in layout.describe_mixed(&prompts, &decoding) {
+            words[at as usize..][..part.len()].copy_from_slice(&part);
+        }
+        let chunk = cases.words("chunk", &words);
+        cases.expect(chunk, Expect::Exact);
+        let slots = cases.words("slots", &slots([17, 5, 0, 40]));
+        let args = DecodeRowsArgs { slots, chunk, tokens_at: layout.token(0) };
+        cases.recording.call(decode_rows("decode_rows".to_owned(), args));
+        if decoding.len() < 4 {
+            continue;
+        }
+        let memory = cases.reference();
+        let word = |at: u32| memory.u32(chunk, at);
+        assert_eq!([0, 1, 2, 3].map(word), [5, 4, 7, 4], "prompts, rows that draw, rows, slots that decode");
+        let of_prompt = |index: u32| [0, 1, 2].map(|at| word(layout.prompt(index) + at));
+        let wanted = [[9, 7, 0], [0, 17, 3], [u32::MAX, 0, 4], [3, 40, 5], [u32::MAX, 0, 6]];
+        assert_eq!([0, 1, 2, 3, 4].map(of_prompt), wanted);
+        assert_eq!([0, 2, 3, 4, 5, 6].map(|row| word(layout.token(row))), [61, 63, 100, 0, 103, 0]);
+        assert_eq!([0, 1, 2, 3].map(|index| word(layout.last(index))), [3, 4, 5, 6]);
     }
     check(&cases);
 }

@@ -584,6 +584,8 @@ fn patches_clears_and_marks_equal_the_reference() {
         }
         patch.set(words - 1, 76);
         patch.set(words + 3, 78);
+        // The row at the position of a slot's next token decodes: it is not counted again.
+        patch.set(3 * SLOT_WORDS + SLOT_POSITION, 142);
         // If a patch sets a word twice, the last value counts.
         patch.set(words - 1, 77);
         let pairs = patch.into_pairs();
@@ -601,9 +603,12 @@ fn patches_clears_and_marks_equal_the_reference() {
                 memory.set_u32(rows, row * 4 + i, word);
             }
         }
+        memory.set_u32(rows, 142 * 4, 40);
+        let before = memory.u32(counts, 3 * vocabulary + 40);
         let mut want = memory.clone();
         interpreter::run(&recording, &mut want);
         gpu.run(&recording, &mut memory);
+        assert_eq!(memory.u32(counts, 3 * vocabulary + 40), before, "no other row has this token");
         assert_eq!(memory.u32(state, words - 1), 77);
         for (b, decl) in recording.buffers.iter().enumerate() {
             assert!(memory.buffers[b] == want.buffers[b], "{} differs on {}", decl.name, gpu.name);

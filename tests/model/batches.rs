@@ -24,16 +24,21 @@ fn serve(vulkan: &Vulkan, kv_pages: u32) -> Host {
 }
 
 fn serve_with(vulkan: &Vulkan, kv_pages: u32, prefix_cache: bool) -> Host {
+    // Smaller than most prompts, so that they take several chunks.
+    serve_chunks(vulkan, kv_pages, prefix_cache, 8, &[])
+}
+
+fn serve_chunks(vulkan: &Vulkan, kv_pages: u32, prefix_cache: bool, chunk: u32, tune: &[&str]) -> Host {
     let mut model = Model::new("m", fixture(CHECKPOINT), Some(vulkan.adapter(Driver::first()).selector()));
     model.slots = Some(4);
     model.kv_pages = Some(kv_pages);
     model.kv_format = Some(KvFormat::F32);
     model.context = Some(128);
-    // Smaller than most prompts, so that they take several chunks.
-    model.prefill_chunk = Some(8);
+    model.prefill_chunk = Some(chunk);
     model.prefix_cache = Some(prefix_cache);
-    start_on(&vulkan.instance, &Config { models: vec![model], ..Config::default() }, &Quiet)
-        .unwrap_or_else(|e| panic!("{e:?}"))
+    let mut config = Config { models: vec![model], ..Config::default() };
+    config.runtime.tune = tune.iter().map(|change| (*change).to_owned()).collect();
+    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
 }
 
 /// Returns requests that cover many prompt lengths, every kind of sampling and different output lengths.
@@ -93,6 +98,35 @@ fn sequences_draw_together_what_they_draw_alone() {
         assert!(most.is_some_and(|most| most > 1), "they ran together: {most:?}");
         idle(replica);
     }
+}
+
+/// Goal: sequences that decode in prefill steps draw what they draw alone, with every kind of sampling, when some lose their
+/// pages. Method: as above, with chunks that have room for rows that decode.
+#[test]
+fn sequences_draw_beside_prompts_what_they_draw_alone() {
+    let vulkan = Vulkan::new();
+    let host = serve_chunks(&vulkan, 14, false, 24, &["mixed_steps=1"]);
+    let replica = &host.replicas().next().unwrap();
+    let prompt = expected(CHECKPOINT).prompt;
+    let mut asked = requests();
+    // Long prompts, so that rows decode beside several chunks of each.
+    for (index, request) in asked.iter_mut().enumerate() {
+        let rotated = prompt.iter().cycle().skip(index).take(20 + 9 * index).copied();
+        request.prompt = rotated.collect();
+        request.limits.max_tokens = Some(30);
+    }
+    let alone: Vec<Vec<u32>> = asked.iter().map(|request| generate(replica, request.clone()).tokens).collect();
+    let before = replica.steps(1).last().expect("there were steps").number;
+    let events: Vec<_> = asked.iter().map(|request| submit(replica, request.clone())).collect();
+    for (index, events) in events.iter().enumerate() {
+        assert_eq!(collect(events).tokens, alone[index], "request {index}");
+    }
+    let steps = replica.steps(100_000);
+    let prefill = steps.iter().filter(|step| step.number > before && step.phase == "prefill");
+    let drawn: u32 = prefill.map(|step| step.tokens).sum();
+    assert!(drawn > 30, "{drawn} tokens were drawn in prefill steps");
+    assert!(replica.load().preemptions > 0, "all found their pages");
+    idle(replica);
 }
 
 /// Goal: a preempted sequence continues as if it had not been preempted. Method: six sequences of up to six pages each

@@ -1,10 +1,12 @@
-//! Decode plans: which sequences have rows, and how many steps are queued.
-//! Not here: prefill plans (`prompts`), and which sequence is preempted (`preemption`).
+//! Decode plans: which sequences have rows, and how many steps are queued; and the rows of sequences that decode in a
+//! prefill step.
+//! Not here: the prompts of prefill plans (`prompts`), and which sequence is preempted (`preemption`).
 
 use crate::engine::pace::Pace;
-use crate::engine::plan::{Change, PageTable, StepPlan, Ticket, Work};
+use crate::engine::plan::{Capacity, Change, PageTable, Slot, StepPlan, Ticket, Work};
 use crate::engine::scheduler::{Flight, Scheduler};
-use crate::engine::sequence::{Sequence, SequenceId};
+use crate::engine::sequence::{Sequence, SequenceId, SequenceState};
+use crate::kernels::attention::PAGE_TOKENS;
 use std::time::Duration;
 
 /// The target duration of a decode plan: long enough that a submission costs little in comparison, short enough that
@@ -92,23 +94,9 @@ impl Scheduler {
         let mut slots = Vec::with_capacity(rows.len());
         let mut awaits = Vec::new();
         for id in &rows {
-            let turn = self.next_turn();
-            let sequence = self.sequences.get_mut(*id).expect("rows are known");
-            let slot = sequence.slot.expect("rows hold slots");
-            let missing = sequence.pages_missing(tokens(steps));
-            if missing > 0 {
-                let pages = self.pool.take(missing).expect("the pages were counted");
-                let first = sequence.pages.len() as u32;
-                sequence.pages.extend_from_slice(&pages);
-                changes.push(Change::Pages { slot, table: PageTable::Full, first, pages });
-            }
-            let end = sequence.written_after(tokens(steps));
-            self.move_window(*id, end, &mut changes);
-            let sequence = self.sequences.get_mut(*id).expect("rows are known");
-            awaits.extend(sequence.awaited_mask().map(|output| (slot, output)));
-            sequence.draw(steps * (drafts + 1));
-            sequence.in_flight += 1;
-            sequence.turn = turn;
+            let awaited = self.sequences[*id].awaited_mask();
+            let slot = self.take_row(*id, tokens(steps), steps * (drafts + 1), &mut changes);
+            awaits.extend(awaited.map(|output| (slot, output)));
             slots.push(slot);
         }
         self.prefilled_last = false;
@@ -126,6 +114,57 @@ impl Scheduler {
             drawn: vec![0; slots.len()],
         });
         Some(StepPlan { changes, work: Some(Work::Decode { slots, steps, drafts, awaits: waits }) })
+    }
+
+    /// Gives a sequence a row of the plan that is being made, whose steps write up to `written` positions and draw up to
+    /// `drawn` tokens for it. Its pages must have been counted. Returns its slot.
+    fn take_row(&mut self, id: SequenceId, written: u32, drawn: u32, changes: &mut Vec<Change>) -> Slot {
+        let turn = self.next_turn();
+        let sequence = self.sequences.get_mut(id).expect("rows are known");
+        let slot = sequence.slot.expect("rows hold slots");
+        let missing = sequence.pages_missing(written);
+        if missing > 0 {
+            let pages = self.pool.take(missing).expect("the pages were counted");
+            let first = sequence.pages.len() as u32;
+            sequence.pages.extend_from_slice(&pages);
+            changes.push(Change::Pages { slot, table: PageTable::Full, first, pages });
+        }
+        let end = sequence.written_after(written);
+        self.move_window(id, end, changes);
+        let sequence = self.sequences.get_mut(id).expect("rows are known");
+        sequence.draw(drawn);
+        sequence.in_flight += 1;
+        sequence.turn = turn;
+        slot
+    }
+
+    /// Returns the sequences that can decode in the next prefill step, ordered by slot: all that decode. `None` if none does,
+    /// or if they cannot all have a row there, so that prefill and decode plans take turns.
+    pub(super) fn mixed_rows(&self) -> Option<Vec<SequenceId>> {
+        if !self.setup.capacity.mixed_steps {
+            return None;
+        }
+        // The mask of a constrained row comes after its last token, and logits are read back before the next step.
+        let decoding = || self.residents().filter(|sequence| sequence.state == SequenceState::Decode);
+        if decoding().any(|sequence| sequence.constraint.is_some() || sequence.dumps_logits()) {
+            return None;
+        }
+        let rows: Vec<SequenceId> =
+            decoding().filter(|sequence| sequence.decodes()).map(|sequence| sequence.id).collect();
+        let Capacity { prompts, prefill_chunk, .. } = self.setup.capacity;
+        let fits = rows.len() < prompts as usize
+            && rows.len() as u32 + PAGE_TOKENS <= prefill_chunk
+            && self.pages_missing(&rows, 1) <= self.pool.free();
+        (fits && !rows.is_empty()).then_some(rows)
+    }
+
+    /// Gives `rows` a row each in the prefill plan that is being made, and returns their slots; none if there are too few
+    /// pages for all.
+    pub(super) fn take_mixed_rows(&mut self, rows: &[SequenceId], changes: &mut Vec<Change>) -> Vec<Slot> {
+        if self.pages_missing(rows, 1) > self.pool.free() {
+            return Vec::new();
+        }
+        rows.iter().map(|id| self.take_row(*id, 1, 1, changes)).collect()
     }
 
     /// Returns the sequences that can decode, ordered by slot, so that rows keep their places from step to step. Their

@@ -12,6 +12,8 @@
 //!   there are both. It then lasts at most `PROMPT_STEPS` decode steps (`LONE_PROMPT_STEPS` for a single prompt that
 //!   takes several plans), or longer if many prompts wait (`MOST_ROWS_PER_PROMPT`). So one prompt hardly delays the
 //!   rows that decode, and many prompts do not wait for a few rows.
+//! - On an executor with mixed steps, prefill plans do not alternate with decode plans: the rows decode in them, and so wait
+//!   for one plan instead of two. While a constrained row decodes, they take turns.
 //! - A full page gets a key, made of its tokens and all tokens before them, as soon as a chunk that fills it is planned
 //!   or its tokens are reported. A sequence that joins later with the same prefix, even in the same plan, shares the
 //!   page. A page with a key is never written again, so nothing is ever copied; at least one token of a sequence is
@@ -147,11 +149,11 @@ pub struct EngineLoad {
 struct Flight {
     /// The ticket, set by `submitted`.
     ticket: Ticket,
-    /// The number of tokens of each slot's chunk; empty for decode plans.
+    /// The number of tokens of each chunk; empty for decode plans.
     chunks: Vec<u32>,
-    /// The position of the first token of each slot's chunk.
+    /// The position of the first token of each chunk.
     starts: Vec<u32>,
-    /// The slots that the plan names, each once.
+    /// The slots that the plan names, each once: those of the chunks, then those that decode.
     slots: Vec<Slot>,
     /// The number of rows (decode) or tokens (prefill).
     rows: u32,
@@ -170,6 +172,11 @@ struct Flight {
 impl Flight {
     fn is_prefill(&self) -> bool {
         !self.chunks.is_empty()
+    }
+
+    /// Returns the slots that decode, in a prefill plan or a decode plan.
+    fn decoding(&self) -> &[Slot] {
+        &self.slots[self.chunks.len()..]
     }
 }
 
@@ -240,6 +247,8 @@ impl Scheduler {
         assert!(setup.context <= capacity.usable_context(), "a context longer than pages or a step hold");
         assert!(capacity.slots > 0 && capacity.prefill_chunk > 0 && capacity.prompts > 0 && capacity.run_ahead > 0);
         assert!(!capacity.buckets.is_empty() && capacity.buckets.is_sorted());
+        let mixes = capacity.causal && capacity.snapshots.is_none() && capacity.drafts.most == 0;
+        assert!(mixes || !capacity.mixed_steps, "mixed steps of an executor with drafts or recurrent state");
         let chunk = capacity.prefill_chunk;
         assert!(capacity.snapshots.is_none() || chunk >= STATE_TOKENS, "state cannot be kept in chunks of {chunk}");
         Scheduler {
@@ -604,12 +613,17 @@ impl Scheduler {
         if let Some(snapshots) = &mut self.snapshots {
             snapshots.next_plan();
         }
-        let plan = match self.next_prompt() {
-            Some(prompt) if !self.prefilled_last => Some(self.plan_prefill(prompt, pace, now)),
-            prompt => self.plan_decode(pace, prompt.is_some()).or_else(|| {
+        let prompt = self.next_prompt();
+        let mixed = prompt.as_ref().filter(|prompt| !self.is_scored(prompt)).and_then(|_| self.mixed_rows());
+        let plan = match (prompt, mixed) {
+            // Decode steps that are not finished may draw nothing yet because of a fault.
+            (Some(_), Some(_)) if self.flights.iter().any(|flight| !flight.is_prefill()) => None,
+            (Some(prompt), Some(rows)) => Some(self.plan_prefill(prompt, &rows, pace, now)),
+            (Some(prompt), None) if !self.prefilled_last => Some(self.plan_prefill(prompt, &[], pace, now)),
+            (prompt, _) => self.plan_decode(pace, prompt.is_some()).or_else(|| {
                 // Decoding may have taken pages that the prompt needed, so the next prompt is determined again.
                 let prompt = self.next_prompt()?;
-                Some(self.plan_prefill(prompt, pace, now))
+                Some(self.plan_prefill(prompt, &[], pace, now))
             }),
         };
         plan.or_else(|| {
@@ -648,9 +662,9 @@ impl Scheduler {
 
         if flight.is_prefill() {
             self.charge_prefill(&flight, &completed);
-        } else {
-            self.charge_decode(&progress.tokens, &completed);
         }
+        let decodes = |slot: &Slot| !flight.is_prefill() || flight.decoding().contains(slot);
+        self.charge_decode(&progress.tokens, decodes, &completed);
         if let Some(ScoredChunk { slot, first, tokens }) = progress.scored
             && let Some(sequence) = self.holder(slot).filter(|sequence| !sequence.ended)
         {
@@ -717,13 +731,13 @@ impl Scheduler {
         }
     }
 
-    /// Charges each row that drew a token in a step with the full cost of the step.
-    fn charge_decode(&mut self, tokens: &[Sampled], completed: &Completed) {
+    /// Charges each row of a slot that `decodes` and drew a token in a step with the full cost of the step.
+    fn charge_decode(&mut self, tokens: &[Sampled], decodes: impl Fn(&Slot) -> bool, completed: &Completed) {
         if completed.steps == 0 {
             return;
         }
         let step = 1.0 / f64::from(completed.steps);
-        for sampled in tokens {
+        for sampled in tokens.iter().filter(|sampled| decodes(&sampled.slot)) {
             if let Some(sequence) = self.holder(sampled.slot)
                 && !sequence.ended
                 && sampled.draft == 0

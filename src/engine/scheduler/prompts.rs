@@ -30,7 +30,7 @@ pub(super) const LONE_PROMPT_STEPS: u32 = 2;
 const MOST_ROWS_PER_PROMPT: usize = 16;
 
 /// The numbers of tokens that a prefill plan can be reduced to if the maximum would take too long.
-const PROMPT_SIZES: [u32; 13] = [1536, 1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, PAGE_TOKENS];
+const PROMPT_SIZES: [u32; 14] = [1536, 1024, 768, 640, 512, 384, 256, 192, 128, 96, 64, 48, 32, PAGE_TOKENS];
 
 /// The sequence whose chunk is next.
 #[derive(Debug)]
@@ -162,12 +162,13 @@ impl Scheduler {
         }
     }
 
-    /// Returns the number of tokens that a prefill plan may have now: the maximum of a step, or as many as keep to the plan
-    /// limit and do not delay the rows that decode too much.
-    pub(super) fn prompt_tokens_aim(&self, pace: &Pace) -> u32 {
+    /// Returns the number of prompt tokens that a prefill plan may have now: the maximum of a step, or as many as keep to the
+    /// plan limit and do not delay the rows that decode too much. `mixed`: the number of rows that decode in the plan.
+    pub(super) fn prompt_tokens_aim(&self, pace: &Pace, mixed: u32) -> u32 {
         let most = self.setup.capacity.prefill_chunk;
-        let sizes = PROMPT_SIZES.into_iter().filter(|tokens| *tokens < most);
-        let least = most.min(PAGE_TOKENS);
+        // Sizes are those of whole steps, rows that decode included.
+        let least = most.min(mixed + PAGE_TOKENS);
+        let sizes = PROMPT_SIZES.into_iter().filter(|tokens| (least..most).contains(tokens));
         let mut bearable = [most].into_iter().chain(sizes).filter(|tokens| match self.setup.capacity.plan_limit {
             // Before anything is known of the device, the smallest chunk measures it.
             Some(limit) => pace.chunk_at_most(*tokens).is_some_and(|time| time <= limit),
@@ -175,7 +176,7 @@ impl Scheduler {
         });
         let rows = self.residents().filter(|sequence| sequence.decodes()).count();
         let (Some(step), true) = (pace.step(), rows > 0) else {
-            return bearable.next().unwrap_or(least).max(self.chunk_unit());
+            return (bearable.next().unwrap_or(least) - mixed).max(self.chunk_unit());
         };
         let taken_in = || self.residents().filter(|s| s.state == SequenceState::Prefill);
         let prompts = taken_in().count() + self.waiting.len();
@@ -185,31 +186,35 @@ impl Scheduler {
             tokens <= most && pace.chunk(tokens, self.choices.1).is_none_or(|time| time <= allowed)
         };
         let waiting = self.waiting.iter().map(|id| self.sequences[*id].tokens.len() as u32);
-        let mut left = taken_in().map(|sequence| sequence.unqueued()).chain(waiting);
-        let lone = prompts == 1 && left.any(|tokens| !lasts(tokens, PROMPT_STEPS));
+        let left = || taken_in().map(|sequence| sequence.unqueued()).chain(waiting.clone());
+        let lone = prompts == 1 && left().any(|tokens| !lasts(tokens, PROMPT_STEPS));
         let fits = |tokens: u32| lasts(tokens, if lone { LONE_PROMPT_STEPS } else { PROMPT_STEPS });
         let aim = bearable.find(|&tokens| fits(tokens)).unwrap_or(least);
-        aim.max(self.chunk_unit())
+        // What one plan could compute alone is not divided because rows decode in it.
+        let whole = left().sum::<u32>();
+        let tokens = if whole <= aim && whole + mixed <= most { whole } else { aim - mixed };
+        tokens.max(self.chunk_unit())
     }
 
-    /// Makes the next prefill plan, which begins with `prompt`.
-    pub(super) fn plan_prefill(&mut self, prompt: Prompt, pace: &Pace, now: Instant) -> StepPlan {
+    /// Makes the next prefill plan, which begins with `prompt`. The sequences `mixed` decode in it.
+    pub(super) fn plan_prefill(&mut self, prompt: Prompt, mixed: &[SequenceId], pace: &Pace, now: Instant) -> StepPlan {
         let mut prompt = Some(prompt);
         self.choices.1 += 1;
-        let mut left = self.prompt_tokens_aim(pace);
+        let mut left = self.prompt_tokens_aim(pace, mixed.len() as u32);
         let mut changes = self.take_leaves();
+        let most_chunks = self.setup.capacity.prompts as usize - mixed.len();
         let mut chunks: Vec<Chunk> = Vec::new();
         let (unit, whole) = (self.chunk_unit(), !self.setup.capacity.causal);
         while let Some(next) = prompt {
             // A prompt that is scored is alone in its plan.
-            let scored = self.sequences[next.id()].is_scored();
+            let scored = self.is_scored(&next);
             let unqueued = self.unqueued(&next);
             // A prompt that cannot be divided may be longer than a plan should be; then it is alone in its plan.
             if whole && chunks.is_empty() {
                 left = left.max(unqueued);
             }
             let least = if whole { unqueued } else { unit.min(unqueued) };
-            if left < least || (scored && !chunks.is_empty()) {
+            if left < least || (scored && !(chunks.is_empty() && mixed.is_empty())) {
                 break;
             }
             let id = match next {
@@ -231,15 +236,16 @@ impl Scheduler {
             chunk.keeps = self.keeps(id, &chunk);
             left -= chunk.tokens.len() as u32;
             chunks.push(chunk);
-            let room = left > 0 && !scored && chunks.len() < self.setup.capacity.prompts as usize;
+            let room = left > 0 && !scored && chunks.len() < most_chunks;
             prompt = if room { self.next_prompt() } else { None };
         }
+        let decoding = self.take_mixed_rows(mixed, &mut changes);
         self.prefilled_last = true;
         self.unnamed = Some(Flight {
             ticket: Ticket(0),
             chunks: chunks.iter().map(|chunk| chunk.tokens.len() as u32).collect(),
             starts: chunks.iter().map(|chunk| chunk.start).collect(),
-            slots: chunks.iter().map(|chunk| chunk.slot).collect(),
+            slots: chunks.iter().map(|chunk| chunk.slot).chain(decoding.iter().copied()).collect(),
             rows: chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum(),
             steps_left: 1,
             awaits: Vec::new(),
@@ -247,7 +253,12 @@ impl Scheduler {
             reserved: 0,
             drawn: Vec::new(),
         });
-        StepPlan { changes, work: Some(Work::Prefill { chunks }) }
+        StepPlan { changes, work: Some(Work::Prefill { chunks, decoding }) }
+    }
+
+    /// Whether tokens of a prompt are scored.
+    pub(super) fn is_scored(&self, prompt: &Prompt) -> bool {
+        self.sequences[prompt.id()].is_scored()
     }
 
     /// Takes cells for the snapshots that a chunk stores.

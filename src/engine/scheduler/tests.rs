@@ -23,6 +23,7 @@ fn setup(slots: u32, pages: u32) -> Setup {
         prefill_chunk: 32,
         causal: true,
         prompts: 4,
+        mixed_steps: false,
         buckets: vec![1, 2, 4, 8],
         run_ahead: 32,
         gates: true,
@@ -101,8 +102,9 @@ impl Bench {
         let (ticket, work) = self.flights.pop_front().expect("a plan in flight");
         let token = |slot| Sampled { slot, id: 7, done: None, draft: 0, logprobs: None, logits: None };
         let (steps, tokens) = match work {
-            Work::Prefill { chunks } => {
-                (1, chunks.iter().filter(|chunk| chunk.last).map(|chunk| token(chunk.slot)).collect())
+            Work::Prefill { chunks, decoding } => {
+                let lasts = chunks.iter().filter(|chunk| chunk.last).map(|chunk| chunk.slot);
+                (1, lasts.chain(decoding).map(token).collect())
             }
             Work::Decode { slots, steps, .. } => {
                 (steps, (0..steps).flat_map(|_| slots.iter().map(|&slot| token(slot))).collect())
@@ -142,9 +144,17 @@ impl Bench {
 /// Returns the slot, the first position, the number of tokens and `last` of each chunk.
 fn chunks(work: Option<Work>) -> Vec<(u32, u32, usize, bool)> {
     match work {
-        Some(Work::Prefill { chunks }) => {
+        Some(Work::Prefill { chunks, .. }) => {
             chunks.iter().map(|chunk| (chunk.slot.0, chunk.start, chunk.tokens.len(), chunk.last)).collect()
         }
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Returns the slots that decode in a prefill plan.
+fn decoding(work: &Option<Work>) -> &[Slot] {
+    match work {
+        Some(Work::Prefill { decoding, .. }) => decoding,
         other => panic!("{other:?}"),
     }
 }
@@ -154,6 +164,39 @@ fn steps(work: Option<Work>) -> u32 {
         Some(Work::Decode { steps, .. }) => steps,
         other => panic!("{other:?}"),
     }
+}
+
+/// Goal: where steps are mixed, a row draws a token in each plan of a prompt that arrives, and the prompt does not wait for
+/// plans of the row's own, nor is it divided because of the row if one plan could compute it.
+#[test]
+fn a_row_decodes_in_the_plans_of_a_prompt() {
+    let mut setup = setup(2, 32);
+    setup.capacity.mixed_steps = true;
+    let mut bench = Bench::new(setup);
+    bench.arrive(request("a", 5, 60));
+    assert_eq!(chunks(bench.work()), [(0, 0, 5, true)]);
+    let ahead = steps(bench.work());
+    bench.arrive(request("b", 70, 30));
+    bench.complete();
+    assert_eq!(bench.plan(), None, "the decode steps in flight may draw nothing yet");
+    bench.complete();
+    for expected in [(1, 0, 31, false), (1, 31, 31, false), (1, 62, 8, true)] {
+        let work = bench.work();
+        assert_eq!(decoding(&work), [Slot(0)]);
+        assert_eq!(chunks(work), [expected], "32 rows with that of the other sequence");
+        if bench.flights.len() == 2 {
+            bench.complete();
+        }
+    }
+    assert_eq!(bench.scheduler.sequences[SequenceId(0)].output_tokens(), 1 + ahead + 2);
+    let work = bench.work();
+    assert!(matches!(&work, Some(Work::Decode { slots, .. }) if slots[..] == [Slot(0), Slot(1)]), "{work:?}");
+    bench.complete();
+    bench.complete();
+    bench.arrive(request("c", 31, 10));
+    bench.scheduler.abort("b", bench.now);
+    let work = bench.work();
+    assert_eq!((decoding(&work), chunks(work.clone())), (&[Slot(0)][..], vec![(1, 0, 31, true)]));
 }
 
 #[test]
@@ -551,7 +594,7 @@ fn a_preempted_sequence_finds_what_is_left_of_its_pages() {
     let mut resumed = None;
     while !bench.scheduler.is_idle() {
         while let Some(plan) = bench.plan() {
-            if let Some(Work::Prefill { chunks }) = plan.work
+            if let Some(Work::Prefill { chunks, .. }) = plan.work
                 && bench.scheduler.preemptions > 0
             {
                 resumed.get_or_insert(chunks[0].start);
@@ -703,7 +746,7 @@ impl Learned {
     fn step(&mut self) {
         let work = self.bench.work().expect("there is work");
         let chosen = match &work {
-            Work::Prefill { chunks } => Chosen::Chunk(chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum()),
+            Work::Prefill { chunks, .. } => Chosen::Chunk(chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum()),
             Work::Decode { slots, drafts, .. } => Chosen::Rows(slots.len() as u32, *drafts),
         };
         let left = self.slow.entry(chosen.size()).or_insert(self.cold);
@@ -855,7 +898,7 @@ fn there_are_window_pages_for_all_sequences_that_join() {
             match (below(5), bench.flights.front()) {
                 (0..3, Some((_, work))) => {
                     match work {
-                        Work::Prefill { chunks } => {
+                        Work::Prefill { chunks, .. } => {
                             let tokens = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();
                             bench.pace.note_chunk(tokens, token * tokens);
                         }

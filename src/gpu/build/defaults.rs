@@ -164,6 +164,8 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         wgmma_code_rows: 32,
         e4m3_rows: 128,
         wgmma_folds: true,
+        // On a CPU, a step of more rows takes as much longer.
+        mixed_steps: !cpu,
         flash_wgmma: true,
         fp8_activations: false,
         wgmma_each: 16,
@@ -224,7 +226,7 @@ impl Build<'_> {
         let sizes: &[u32] = if self.sized_for_cpu() {
             &[16, 64, 256, 1024]
         } else {
-            &[16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048]
+            &[16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048]
         };
         let mut buckets: Vec<u32> = sizes.iter().copied().filter(|rows| *rows < most).collect();
         buckets.push(most);

@@ -259,7 +259,7 @@ impl GpuExecutor {
     /// Returns the number of rows of the region that runs a step's layers.
     pub(super) fn step_rows(&self, work: &Work) -> u32 {
         match work {
-            Work::Prefill { chunks } => {
+            Work::Prefill { chunks, .. } => {
                 let tokens = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();
                 fitting(&self.parts.prefill, tokens).0
             }

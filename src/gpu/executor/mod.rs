@@ -122,6 +122,8 @@ pub struct Parts {
     pub verify: BTreeMap<u32, BTreeMap<u32, Arc<Region>>>,
     /// The regions that run the layers of a prefill step, by number of rows.
     pub prefill: BTreeMap<u32, Arc<Region>>,
+    /// The region that completes the description of a prefill step in which slots decode; `None` without mixed steps.
+    pub decode_rows: Option<Arc<Region>>,
     /// The inboxes: at least two. If there are no more of them than plans in flight, `submit` blocks.
     pub inboxes: Vec<Inbox>,
     /// The capacity of an inbox's patch, in pairs of offset and value.
@@ -230,8 +232,8 @@ struct Steps {
     first: u32,
     /// The number of rows of each step that draw tokens.
     rows: u32,
-    /// The number of prompt tokens of a prefill step.
-    prompt_tokens: u32,
+    /// The number of rows of a prefill step: prompt tokens, and slots that decode in it; 0 for others.
+    prefill_rows: u32,
     /// The tokens of the chunk that are scored.
     scoring: Option<Scoring>,
     /// The rows that the step pools.

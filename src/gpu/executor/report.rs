@@ -168,8 +168,8 @@ impl GpuExecutor {
                 Some(_) if pending.faults.good < pending.steps.count => {}
                 // A chunk of the same size without scoring takes less time.
                 Some(_) if pending.steps.scoring.is_some() => {}
-                Some(total) if pending.steps.prompt_tokens > 0 => {
-                    self.pace.note_chunk(pending.steps.prompt_tokens, total)
+                Some(total) if pending.steps.prefill_rows > 0 => {
+                    self.pace.note_chunk(pending.steps.prefill_rows, total)
                 }
                 Some(total) if pending.steps.kind == Kind::Sampled => {
                     let (each, time) = (pending.steps.drafts + 1, total / pending.steps.count.max(1));

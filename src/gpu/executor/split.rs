@@ -135,7 +135,7 @@ impl BatchPart {
 
     fn slots(&self) -> Vec<Slot> {
         match &self.one {
-            Work::Prefill { chunks } => chunks.iter().map(|chunk| chunk.slot).collect(),
+            Work::Prefill { chunks, .. } => chunks.iter().map(|chunk| chunk.slot).collect(),
             Work::Decode { slots, .. } => slots.clone(),
         }
     }
@@ -286,7 +286,7 @@ impl SplitExecutor {
         let work = &flight.parts[part].one;
         let named: Vec<Slot> = flight.parts[part].slots().into_iter().chain(joined.iter().copied()).collect();
         let drawn: Vec<Slot> = match work {
-            Work::Prefill { chunks } => chunks.iter().filter(|chunk| chunk.last).map(|chunk| chunk.slot).collect(),
+            Work::Prefill { chunks, .. } => chunks.iter().filter(|chunk| chunk.last).map(|chunk| chunk.slot).collect(),
             Work::Decode { slots, .. } => slots.clone(),
         };
         // The buffers are those of an earlier step.
@@ -355,7 +355,7 @@ impl SplitExecutor {
         let sums = self.last().exchange().sums.as_ref()?;
         // A prompt step exchanges the rows that it has, other steps all rows of their regions.
         let (rows, halves) = match work {
-            Work::Prefill { chunks } => {
+            Work::Prefill { chunks, .. } => {
                 (chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum(), sums.rounds_prompts)
             }
             Work::Decode { .. } => (rows, false),
@@ -595,8 +595,8 @@ impl Executor for SplitExecutor {
         self.next_buffers = of_plan + 1;
         let rows = self.stages[0].step_rows(&work);
         let timed = match &work {
-            Work::Prefill { chunks } if chunks.iter().any(|chunk| chunk.score.is_some()) => Timed::Nothing,
-            Work::Prefill { chunks } => Timed::Chunk(chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum()),
+            Work::Prefill { chunks, .. } if chunks.iter().any(|chunk| chunk.score.is_some()) => Timed::Nothing,
+            Work::Prefill { chunks, .. } => Timed::Chunk(chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum()),
             Work::Decode { drafts: 0, .. } => Timed::Step(rows),
             Work::Decode { drafts, .. } => Timed::Verify(rows / (drafts + 1), *drafts),
         };

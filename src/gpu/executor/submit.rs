@@ -72,8 +72,13 @@ impl GpuExecutor {
     }
 
     /// Returns the regions of a prefill step, the number of rows that draw tokens (rounded up to a bucket), the number of
-    /// prompt tokens, and what is pooled. Adds the description of the step to `patch`.
-    pub(super) fn prompts(&mut self, chunks: &[Chunk], patch: &mut Patch) -> (Vec<Arc<Region>>, u32, u32, Pools) {
+    /// all rows, and what is pooled. Adds the description of the step to `patch`.
+    pub(super) fn prompts(
+        &mut self,
+        chunks: &[Chunk],
+        decoding: &[Slot],
+        patch: &mut Patch,
+    ) -> (Vec<Arc<Region>>, u32, u32, Pools) {
         let layout = self.parts.layout;
         let mut chunks: Vec<&Chunk> = chunks.iter().collect();
         // Logits can only be requested for the first row.
@@ -94,15 +99,21 @@ impl GpuExecutor {
                 keeps,
             })
             .collect();
-        for (word, words) in layout.chunk_layout().describe(&rows) {
+        let decoding: Vec<u32> = decoding.iter().map(|slot| slot.0).collect();
+        for (word, words) in layout.chunk_layout().describe_mixed(&rows, &decoding) {
             patch.set_all(layout.chunk_word(word), &words);
         }
-        let tokens = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();
-        let lasts = chunks.iter().filter(|chunk| chunk.last).count() as u32;
-        let (_, layers) = fitting(&self.parts.prefill, tokens);
-        let mut regions = vec![Arc::clone(layers)];
+        let all_rows = chunks.iter().map(|chunk| chunk.tokens.len()).sum::<usize>() + decoding.len();
+        let all_rows = all_rows as u32;
+        let lasts = (chunks.iter().filter(|chunk| chunk.last).count() + decoding.len()) as u32;
+        let (_, layers) = fitting(&self.parts.prefill, all_rows);
+        let completed = (!decoding.is_empty()).then(|| {
+            let region = self.parts.decode_rows.as_ref();
+            Arc::clone(region.expect("slots decode in prefill steps only where there are mixed steps"))
+        });
+        let mut regions: Vec<Arc<Region>> = completed.into_iter().chain([Arc::clone(layers)]).collect();
         let mut rows = 0;
-        let Some(head) = &self.parts.head else { return (regions, 0, tokens, Pools::default()) };
+        let Some(head) = &self.parts.head else { return (regions, 0, all_rows, Pools::default()) };
         if lasts > 0 {
             let (bucket, first) = fitting(&head.first, lasts);
             regions.push(Arc::clone(first));
@@ -123,7 +134,7 @@ impl GpuExecutor {
             patch.set_all(layout.pool_word(), &words);
             regions.push(Arc::clone(&head.pool));
         }
-        (regions, rows, tokens, pools)
+        (regions, rows, all_rows, pools)
     }
 
     /// Returns the tokens of a step that are scored and the regions that score them; `None` if none are. Adds the
@@ -147,9 +158,10 @@ impl GpuExecutor {
     }
 
     /// Returns a prefill step. Adds its description to `patch`.
-    fn prefill(&mut self, chunks: &[Chunk], patch: &mut Patch) -> Queued {
-        let (mut regions, rows, prompt_tokens, pooling) = self.prompts(chunks, patch);
+    fn prefill(&mut self, chunks: &[Chunk], decoding: &[Slot], patch: &mut Patch) -> Queued {
+        let (mut regions, rows, prefill_rows, pooling) = self.prompts(chunks, decoding, patch);
         let scoring = self.scoring(chunks, patch).map(|(scoring, turns)| {
+            assert!(decoding.is_empty(), "a scored chunk shares its plan");
             // The scores are computed after the layers, and before the logits of the first output tokens overwrite the
             // logits of the scored rows.
             regions.splice(1..1, turns);
@@ -157,7 +169,7 @@ impl GpuExecutor {
         });
         let kind = if rows > 0 { Kind::Sampled } else { Kind::Layers };
         let dump = chunks.iter().any(|chunk| chunk.last && self.dumps[chunk.slot.0 as usize]);
-        let steps = Steps { kind, count: 1, rows, prompt_tokens, scoring, pooling, dump, ..Steps::default() };
+        let steps = Steps { kind, count: 1, rows, prefill_rows, scoring, pooling, dump, ..Steps::default() };
         Queued { steps, entries: vec![regions], awaits: false, flush: FlushReason::PhaseBoundary }
     }
 
@@ -207,7 +219,7 @@ impl GpuExecutor {
     ) -> Result<(), ExecuteError> {
         let queued = match planned {
             None => Queued::changes(),
-            Some(Work::Prefill { chunks }) => self.prefill(&chunks, &mut posts.patch),
+            Some(Work::Prefill { chunks, decoding }) => self.prefill(&chunks, &decoding, &mut posts.patch),
             Some(Work::Decode { slots, steps, drafts, awaits }) => {
                 self.decode(slots, steps, drafts, awaits, &mut posts.patch)
             }
@@ -344,7 +356,7 @@ impl GpuExecutor {
         for queued in &mut self.pending {
             queued.faults.behind = true;
             if queued.steps.kind == Kind::Sampled {
-                injections.note_behind(queued.steps.prompt_tokens > 0, queued.steps.drafts > 0);
+                injections.note_behind(queued.steps.prefill_rows > 0, queued.steps.drafts > 0);
             }
         }
         self.note_injected(pending);

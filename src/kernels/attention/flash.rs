@@ -19,6 +19,9 @@ const THREADS: u32 = 128;
 /// The maximum shared memory of a workgroup in bytes, for `flash` with matrix units.
 const SHARED_BYTES: u32 = 48 * 1024;
 
+/// The maximum number of prompts of a step whose tiles are shared by several workgroups.
+const SHARING_PROMPTS: u32 = 64;
+
 /// The maximum number of pairs of a tile.
 const MOST_PAIRS: u32 = THREADS / 2;
 
@@ -139,7 +142,7 @@ impl FlashShape {
         let slabs = self.pairs() * (self.block / 4 + 1).max(n / 4);
         let states = self.threads() * (m / subgroup).max(1);
         let scales = if heads.kv_format == KvFormat::Int8 { self.block / 2 } else { 0 };
-        16 * (cache + queries + slabs + scales) + 4 * states + 4
+        16 * (cache + queries + slabs + scales) + 4 * states + 4 + 8 * SHARING_PROMPTS
     }
 }
 
@@ -184,17 +187,20 @@ impl FlashWay {
     }
 }
 
-/// The maximum number of tiles times workgroups per tile for which `partials` and `counters` have room, per KV head.
-pub const PARTS: u32 = 32;
+/// Returns the number of workgroups that may share tiles for which `partials` and `counters` have room, per KV head: enough
+/// for a prompt's tiles beside the rows of a batch, and fewer with many KV heads, whose tiles are many.
+pub fn parts(heads: Heads) -> u32 {
+    (512 / heads.kv).clamp(32, 64)
+}
 
 /// Returns the size of `partials` in bytes, for either way.
 pub fn partials_bytes(heads: Heads) -> u64 {
-    u64::from(heads.kv * PARTS) * u64::from((heads.dim / 8 + 1) * THREADS) * 16
+    u64::from(heads.kv * parts(heads)) * u64::from((heads.dim / 8 + 1) * THREADS) * 16
 }
 
 /// Returns the size of `counters` in bytes.
 pub fn counters_bytes(heads: Heads) -> u64 {
-    u64::from(heads.kv * PARTS) * 4
+    u64::from(heads.kv * parts(heads)) * 4
 }
 
 /// Returns the call for the attention of up to `rows` rows of up to `prompts` prompts; `splits` is the maximum number
@@ -257,7 +263,7 @@ pub fn flash(
         label,
         constants,
         // All kernels have the same arguments.
-        args: FlashArgs { parts: PARTS, ..args }.into_args(),
+        args: FlashArgs { parts: parts(heads), ..args }.into_args(),
         groups: if whole { [heads.kv * tiles, 1, 1] } else { [heads.kv, tiles, splits] },
     }
 }

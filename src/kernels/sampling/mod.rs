@@ -564,6 +564,9 @@ pub(crate) fn reference_mark_prompt(call: &Call, memory: &mut HostMemory) {
         if memory.u32(args.state, at + SLOT_FLAGS) & FLAG_PENALTIES == 0 {
             continue;
         }
+        if position != 0 && position == memory.u32(args.state, at + SLOT_POSITION) {
+            continue;
+        }
         let count = memory.u32(args.counts, slot * args.vocabulary + token);
         let prompt = position < memory.u32(args.state, at + SLOT_PROMPT_TOKENS);
         let count = if prompt { count | COUNT_PROMPT } else { count + 1 };

@@ -18,6 +18,8 @@ use std::collections::BTreeMap;
 
 /// The maximum number of workgroups that share a tile of a prompt's attention.
 const MOST_PROMPT_SPLITS: u32 = 16;
+/// The same, at least, where sequences decode in prompt steps.
+const LEAST_MIXED_SPLITS: u32 = 4;
 /// The name of the rotary table of the first kind of attention layers, and the beginning of the others' names.
 pub const ROPE: &str = "rope";
 
@@ -368,11 +370,13 @@ impl Decoder<'_> {
         (way, output): (FlashWay, Activations),
     ) {
         let heads = self.heads(block.attention);
-        // With few tiles and long contexts, one workgroup per tile would leave compute units idle.
+        // With few tiles and long contexts, one workgroup per tile would leave compute units idle; and so would a sequence
+        // with a long context that decodes in the step, whatever the number of tiles is.
         let tiles = way.tiles(heads, shape.rows()) * heads.kv;
+        let least = if self.mixes_steps() { LEAST_MIXED_SPLITS } else { 1 };
         let splits = match way {
             FlashWay::Fragments(Matrices::Emulated) | FlashWay::Wgmma { .. } => 1,
-            _ => (2 * self.tuning.processors / tiles).clamp(1, MOST_PROMPT_SPLITS),
+            _ => (2 * self.tuning.processors / tiles).clamp(least, MOST_PROMPT_SPLITS),
         };
         let (whole, none) = (matches!(way, FlashWay::Wgmma { .. }), step.fault.none());
         let args = FlashArgs {
@@ -388,7 +392,7 @@ impl Decoder<'_> {
             stride: step.qkv.stride,
             output_stride: output.stride,
             max_pages: self.state.max_pages,
-            parts: flash::PARTS,
+            parts: flash::parts(heads),
         };
         let size = (shape.rows(), self.state.prompts, splits);
         r.call(flash::flash(block.name("attention"), heads, size, way, args));

@@ -10,7 +10,9 @@ use crate::kernels::gemm::tiled::Output;
 use crate::kernels::gemm::{Activations, Epilogue, take_last};
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling::{self, SampledStep};
-use crate::kernels::shaders::{AdvanceArgs, ArgmaxArgs, EmbedRowsArgs, MarkPromptArgs, SampleArgs, TakeLastArgs};
+use crate::kernels::shaders::{
+    AdvanceArgs, ArgmaxArgs, DecodeRowsArgs, EmbedRowsArgs, MarkPromptArgs, SampleArgs, TakeLastArgs,
+};
 use crate::kernels::stream;
 
 impl Decoder<'_> {
@@ -59,6 +61,23 @@ impl Decoder<'_> {
             let layout = Table { format: table.format, fragments };
             r.call(embed::embed_rows(label.to_owned(), layout, from, shape.rows(), width, flow, args));
         }
+    }
+
+    /// Whether sequences can decode in a prompt step. Recurrent state, drafts and several devices need what decode steps have
+    /// of their own, and a model whose prompts cannot be divided does not decode.
+    pub fn mixes_steps(&self) -> bool {
+        let c = self.config;
+        self.tuning.mixed_steps && c.causal && c.delta.is_none() && self.drafts == 0 && self.stage.is_whole()
+    }
+
+    /// Returns the recording that completes the descriptor of a prompt step in which slots decode.
+    pub fn decode_rows(&self) -> Recording {
+        let mut recording = Recording::new("decode_rows");
+        let r = &mut recording;
+        let (slots, chunk) = (self.state.slots(r), self.state.chunk(r));
+        let args = DecodeRowsArgs { slots, chunk, tokens_at: self.state.chunk_layout().token(0) };
+        r.call(embed::decode_rows("decode_rows".to_owned(), args));
+        recording
     }
 
     /// Returns the buffer that counts how often each slot has seen each token, for penalties.

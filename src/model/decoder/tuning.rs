@@ -104,6 +104,9 @@ pub struct Tuning {
     /// The maximum number of rows of a batch for which norms are folded into the products around them that `panel` computes.
     /// The limit is twice as large for narrow models.
     pub fold_rows: u32,
+    /// Whether sequences decode in prompt steps while there are prompts, where the model allows
+    /// ([`Decoder::mixes_steps`](super::Decoder::mixes_steps)).
+    pub mixed_steps: bool,
     /// Whether the activations of a decode step carry generation tags that their consumers poll, so that no barriers
     /// are needed between them.
     pub tags: bool,
@@ -287,6 +290,10 @@ impl Tuning {
                         None => return false,
                     },
                 });
+                return true;
+            }
+            "mixed_steps" => {
+                self.mixed_steps = value != 0;
                 return true;
             }
             "gates" => {

@@ -153,6 +153,8 @@ struct Outcome {
     embedded: u64,
     /// Rows that decoded in prefill plans.
     mixed: u64,
+    /// Plans by which a draft model caught up.
+    caught_up: u64,
 }
 
 fn simulate(world: &World, seed: u64) -> Outcome {
@@ -293,6 +295,7 @@ fn simulate(world: &World, seed: u64) -> Outcome {
             if let Some(Work::Prefill { decoding, .. }) = &plan.work {
                 outcome.mixed += decoding.len() as u64;
             }
+            outcome.caught_up += u64::from(matches!(plan.work, Some(Work::CatchUp { .. })));
             let ticket = fake.submit(plan).unwrap();
             scheduler.submitted(ticket);
             scheduler.assert_consistent();
@@ -566,7 +569,13 @@ fn thousands_of_requests_with_recurrent_state() {
                 prefill_chunk: 192,
                 context: 1200,
                 snapshots: Some(snapshots),
-                drafts: Drafts { most: seed as u32, sequences: 4, always: seed == 2, history: seed == 2 },
+                drafts: Drafts {
+                    most: seed as u32,
+                    sequences: 4,
+                    always: seed == 2,
+                    history: seed == 2,
+                    catches_up: false,
+                },
                 ..capacity(8, 80, &[1, 2, 4, 8])
             },
             gap_steps: 30,
@@ -589,7 +598,7 @@ fn thousands_of_requests_with_recurrent_state() {
 #[test]
 fn thousands_of_requests_with_sliding_windows() {
     for (seed, tokens, pages, fault_every) in [(0, 20, 26, None), (1, 5, 40, Some(7)), (2, 100, 32, Some(50))] {
-        let drafts = Drafts { most: seed as u32, sequences: 4, always: seed == 2, history: false };
+        let drafts = Drafts { most: seed as u32, sequences: 4, always: seed == 2, history: false, catches_up: false };
         let world = World {
             name: "sliding windows",
             requests: 4_000,
@@ -657,6 +666,39 @@ fn thousands_of_prompts_that_cannot_be_divided() {
         let outcome = simulate(&world, seed);
         assert_eq!(outcome.cached_tokens, 0, "{outcome:?}");
         assert!(outcome.embedded > 3_000, "{outcome:?}");
+    }
+}
+
+/// Goal: a draft model that leaves out steps without drafts has the keys and values of all tokens before it drafts, also of
+/// tokens that were found in the prefix cache, with few pages, windows, faults and lost devices. The fake checks it.
+#[test]
+fn thousands_of_requests_with_a_draft_model() {
+    for seed in seeds(2) {
+        let drafts = Drafts { most: 2, sequences: 4, always: false, history: true, catches_up: true };
+        let small = Capacity { drafts, context: 480, run_ahead: 8, ..capacity(8, 60, &[1, 2, 4, 8]) };
+        let windows = Capacity { window: Some(WindowCapacity { tokens: 20, pages: 40 }), ..small.clone() };
+        let always = Capacity { drafts: Drafts { always: true, ..drafts }, pages: 30, ..small.clone() };
+        let worlds = [
+            ("a draft model", small, Some(7), 0),
+            ("with windows", windows, None, 150),
+            ("always", always, Some(50), 0),
+        ];
+        for (name, capacity, fault_every, lost) in worlds {
+            let world = World {
+                name,
+                requests: 1_500,
+                capacity,
+                gap_steps: 25,
+                priorities: 3,
+                nuisance: 20,
+                beginnings: 4,
+                fault_every,
+                constrained: 9,
+                lost,
+            };
+            let outcome = simulate(&world, seed);
+            assert!(outcome.caught_up > 50 && outcome.cached_tokens > 500, "{name}: {outcome:?}");
+        }
     }
 }
 
@@ -764,7 +806,7 @@ fn thousands_of_requests_on_devices_that_are_lost() {
             prefill_chunk: 192,
             context: 1200,
             snapshots: Some(12),
-            drafts: Drafts { most: 1, sequences: 4, always: true, history: false },
+            drafts: Drafts { most: 1, sequences: 4, always: true, history: false, catches_up: false },
             ..capacity(8, 80, &[1, 2, 4, 8])
         };
         let windows = Capacity {

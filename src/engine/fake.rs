@@ -148,8 +148,17 @@ struct Timer {
 #[derive(Clone, Debug)]
 struct PageMemory {
     tokens: [u32; PAGE_TOKENS as usize],
+    /// Whether the draft model has the token's keys and values, and those of all tokens before it.
+    drafted: [bool; PAGE_TOKENS as usize],
     /// The slot, and the number of the stay in it.
     writer: Option<(Slot, u64)>,
+}
+
+impl PageMemory {
+    /// Returns a page that nobody has written since `writer` began it.
+    fn begun(writer: Option<(Slot, u64)>) -> PageMemory {
+        PageMemory { tokens: [POISON; PAGE_TOKENS as usize], drafted: [false; PAGE_TOKENS as usize], writer }
+    }
 }
 
 /// The last time that a slot has read a window page.
@@ -247,12 +256,9 @@ impl FakeExecutor {
             unreported: 0,
         };
         FakeExecutor {
-            memory: vec![
-                PageMemory { tokens: [POISON; PAGE_TOKENS as usize], writer: None };
-                config.capacity.pages as usize
-            ],
+            memory: vec![PageMemory::begun(None); config.capacity.pages as usize],
             windows: vec![
-                (PageMemory { tokens: [POISON; PAGE_TOKENS as usize], writer: None }, Vec::new());
+                (PageMemory::begun(None), Vec::new());
                 config.capacity.window.map_or(0, |window| window.pages) as usize
             ],
             slots: vec![empty; config.capacity.slots as usize],
@@ -426,8 +432,12 @@ impl FakeExecutor {
         assert!(keeps.len() <= MOST_KEEPS, "{} snapshots of a chunk", keeps.len());
         assert!(keeps.iter().all(|keep| keep.tokens > 0 && keep.tokens.is_multiple_of(STATE_TOKENS)), "{keeps:?}");
         assert!(keeps.iter().all(|keep| keep.tokens as usize <= tokens.len()), "{keeps:?} of {} tokens", tokens.len());
+        let (begin, drafted) = (self.slot(slot).written, self.is_drafted(slot, self.slots[slot.0 as usize].written));
         for (count, &token) in (1..).zip(tokens) {
             self.write(slot, token);
+            if drafted {
+                self.set_drafted(slot, begin + count - 1);
+            }
             for keep in keeps.iter().filter(|keep| keep.tokens == count) {
                 self.cells[keep.cell.0 as usize] = self.cells[slot.0 as usize];
             }
@@ -518,6 +528,12 @@ impl FakeExecutor {
             _ => (split_mix(&mut self.luck) % u64::from(drafts + 1)) as u32,
         };
         let mut drawn = Vec::new();
+        let position = self.slot(slot).written;
+        let catches_up = drafts > 0 && self.config.capacity.drafts.catches_up && !self.slot(slot).done;
+        if catches_up {
+            // The draft model computes the last two tokens itself, and all of its drafts but the last.
+            assert!(self.is_drafted(slot, position.saturating_sub(1)), "{slot:?} drafts at {position} from a gap");
+        }
         for draft in 0..=right {
             if self.slot(slot).done {
                 break;
@@ -527,7 +543,48 @@ impl FakeExecutor {
             self.expect_sample(slot);
             drawn.push(Sampled { draft, ..self.sample(slot) });
         }
+        if catches_up {
+            let end = self.slot(slot).written.min(position + drafts);
+            (position.saturating_sub(1)..end).for_each(|position| self.set_drafted(slot, position));
+        }
         drawn
+    }
+
+    /// Whether the draft model has keys and values of all tokens of a slot before `position`.
+    fn is_drafted(&self, slot: Slot, position: u32) -> bool {
+        position == 0 || *self.drafted(slot, position - 1)
+    }
+
+    fn drafted(&self, slot: Slot, position: u32) -> &bool {
+        let page = self.slots[slot.0 as usize].table[(position / PAGE_TOKENS) as usize];
+        &self.memory[page.0 as usize].drafted[(position % PAGE_TOKENS) as usize]
+    }
+
+    fn set_drafted(&mut self, slot: Slot, position: u32) {
+        let page = self.slots[slot.0 as usize].table[(position / PAGE_TOKENS) as usize];
+        self.memory[page.0 as usize].drafted[(position % PAGE_TOKENS) as usize] = true;
+    }
+
+    /// The draft model computes tokens of slots that decode.
+    fn catch_up(&mut self, chunks: &[Chunk]) {
+        let capacity = &self.config.capacity;
+        assert!(capacity.drafts.catches_up, "a draft model catches up with steps that it has been part of");
+        let tokens = chunks.iter().map(|chunk| chunk.tokens.len()).sum::<usize>();
+        let (parts, most) = (capacity.prompts as usize, capacity.prefill_chunk as usize);
+        assert!((1..=parts).contains(&chunks.len()) && tokens <= most, "{tokens} tokens of {} slots", chunks.len());
+        for chunk in chunks {
+            let ticket = self.working;
+            let s = self.slot(chunk.slot);
+            assert!(s.joined && s.drawn > 0, "{:?} does not decode", chunk.slot);
+            assert_eq!(s.unreported, 0, "{:?} catches up with tokens that are not known", chunk.slot);
+            s.last_ticket = ticket;
+            assert!(self.is_drafted(chunk.slot, chunk.start), "a gap before {} of {:?}", chunk.start, chunk.slot);
+            assert!(!chunk.tokens.is_empty(), "an empty chunk");
+            for (position, token) in (chunk.start..).zip(&chunk.tokens) {
+                assert_eq!(self.read(chunk.slot, position), *token, "{:?} at {position}", chunk.slot);
+                self.set_drafted(chunk.slot, position);
+            }
+        }
     }
 
     fn expect_sample(&mut self, slot: Slot) {
@@ -571,8 +628,7 @@ impl FakeExecutor {
             for reader in std::mem::take(&mut self.windows[page.0 as usize].1) {
                 self.check_reader(page, reader);
             }
-            self.windows[page.0 as usize].0 =
-                PageMemory { tokens: [POISON; PAGE_TOKENS as usize], writer: Some((slot, stay)) };
+            self.windows[page.0 as usize].0 = PageMemory::begun(Some((slot, stay)));
         }
         self.windows[page.0 as usize].0.tokens[(position % PAGE_TOKENS) as usize] = token;
         let reader = Reader { slot, stay, position, ticket: self.working };
@@ -610,8 +666,7 @@ impl FakeExecutor {
         }
         let stay = self.slots[slot.0 as usize].stay;
         // Poison the page, so that its old content cannot matter.
-        self.memory[page.0 as usize] =
-            PageMemory { tokens: [POISON; PAGE_TOKENS as usize], writer: Some((slot, stay)) };
+        self.memory[page.0 as usize] = PageMemory::begun(Some((slot, stay)));
     }
 
     fn sample(&mut self, slot: Slot) -> Sampled {
@@ -734,6 +789,23 @@ impl FakeExecutor {
                     submissions: Vec::new(),
                 };
                 self.report(due, 0, progress);
+            }
+            Work::CatchUp { chunks } => {
+                self.submission = Some(self.submission(ticket, "catch_up".to_owned(), 1, start, self.config.step));
+                self.catch_up(&chunks);
+                self.busy_until = start + self.config.step;
+                let progress = PlanReport {
+                    ticket,
+                    steps: 1,
+                    tokens: Vec::new(),
+                    scored: None,
+                    pooled: Vec::new(),
+                    finished: true,
+                    faults: 0,
+                    cost: cost(1, 1.0),
+                    submissions: Vec::new(),
+                };
+                self.report(self.busy_until, 0, progress);
             }
             Work::Decode { slots, steps, drafts, awaits } => {
                 assert!(!awaits || (steps, drafts) == (1, 0), "{steps} steps of {drafts} drafts wait for masks");

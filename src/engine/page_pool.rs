@@ -49,6 +49,8 @@ pub struct PagePool {
     blank: VecDeque<Page>,
     /// Free pages with a key, by the time of their release.
     kept: BTreeMap<u64, Page>,
+    /// By page: whether a draft model has computed the keys and values of all of its tokens.
+    drafted: Vec<bool>,
     /// By page: its key in `kept`, if it is there.
     released: Vec<u64>,
     /// Incremented whenever a page with a key becomes free.
@@ -66,6 +68,7 @@ impl PagePool {
             changes: None,
             blank: (0..pages).map(Page).collect(),
             kept: BTreeMap::new(),
+            drafted: vec![false; pages as usize],
             released: vec![0; pages as usize],
             clock: 0,
         }
@@ -122,6 +125,7 @@ impl PagePool {
             let holders = &mut self.holders[page.0 as usize];
             assert_eq!(*holders, 0, "a free page is held");
             *holders = 1;
+            self.drafted[page.0 as usize] = false;
             pages.push(page);
         }
         Some(pages)
@@ -138,6 +142,17 @@ impl PagePool {
     /// Returns the page with a key.
     pub fn named(&self, name: PageKey) -> Option<Page> {
         self.named.get(&name).copied()
+    }
+
+    /// Notes that a draft model has computed the keys and values of all tokens of a page, or will have done so before another
+    /// plan reads them.
+    pub fn set_drafted(&mut self, page: Page) {
+        self.drafted[page.0 as usize] = true;
+    }
+
+    /// Whether a draft model has computed the keys and values of all tokens of a page since it was taken.
+    pub fn is_drafted(&self, page: Page) -> bool {
+        self.drafted[page.0 as usize]
     }
 
     /// Returns how many of the pages have no holder.

@@ -105,6 +105,9 @@ pub struct Drafts {
     pub always: bool,
     /// Whether the executor must know all tokens of a sequence: [`Change::Join`] then names those that no chunk contains.
     pub history: bool,
+    /// Whether a draft model computes its keys and values only in prefill steps and in steps with drafts. Before drafts,
+    /// [`Work::CatchUp`] must compute those of the other tokens.
+    pub catches_up: bool,
 }
 
 /// The sampling and stopping parameters of a slot, as the device holds them. Set when the sequence joins.
@@ -228,6 +231,13 @@ pub enum Work {
         /// that is scored.
         decoding: Vec<Slot>,
     },
+    /// The draft model computes its keys and values of tokens of slots that decode, which decode steps without drafts have
+    /// written; see [`Drafts::catches_up`]. Nothing is drawn.
+    CatchUp {
+        /// The tokens as chunks, limited like those of a prefill step. Of each chunk, the slot, the tokens and the position of
+        /// the first token count. All tokens of the slot before the chunk have such keys and values.
+        chunks: Vec<Chunk>,
+    },
     /// Decode steps of these slots. Each step draws one token per slot (more with drafts), which the device itself
     /// feeds to the next step.
     Decode {
@@ -258,7 +268,7 @@ impl Work {
     /// Returns the number of steps: prefill steps or decode steps.
     pub fn steps(&self) -> u32 {
         match self {
-            Work::Prefill { .. } => 1,
+            Work::Prefill { .. } | Work::CatchUp { .. } => 1,
             Work::Decode { steps, .. } => *steps,
         }
     }
@@ -269,6 +279,7 @@ impl StepPlan {
     pub fn slots(&self) -> impl Iterator<Item = Slot> + '_ {
         let (chunks, slots): (&[Chunk], &[Slot]) = match &self.work {
             Some(Work::Prefill { chunks, decoding }) => (chunks, decoding),
+            Some(Work::CatchUp { chunks }) => (chunks, &[]),
             Some(Work::Decode { slots, .. }) => (&[], slots),
             None => (&[], &[]),
         };
@@ -277,7 +288,7 @@ impl StepPlan {
 }
 
 /// Identifies a submitted plan. Each ticket is one higher than the one before.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ticket(pub u64);
 
 /// A drawn token.

@@ -123,6 +123,19 @@ pub enum SequenceState {
     Leaving,
 }
 
+/// Some tokens that a sequence was asked to draw are not reported yet.
+#[derive(Clone, Copy, Debug)]
+pub struct Unreported;
+
+/// The tokens of a sequence of which a draft model has keys and values.
+#[derive(Clone, Copy, Debug)]
+enum Drafted {
+    /// This many, from the first one on.
+    UpTo(u32),
+    /// As many as steps with drafts need, and they compute the others.
+    All,
+}
+
 /// A request in the scheduler.
 #[derive(Debug)]
 pub struct Sequence {
@@ -183,6 +196,8 @@ pub struct Sequence {
     history: u32,
     /// The number of those tokens that were queued for prefill or found in the prefix cache.
     prefilled: u32,
+    /// Whether a chunk was queued since the sequence last joined that was not its last.
+    pub divided: bool,
     /// The snapshot whose recurrent state the next chunk starts from, if that is not the slot's own cell.
     restore: Option<StateSlot>,
     /// The number of tokens whose pages were found, rounded down to a multiple of `STATE_TOKENS`. The tokens of another
@@ -190,8 +205,13 @@ pub struct Sequence {
     branch: u32,
     /// The number of prompt tokens that were found in the prefix cache when the sequence first joined.
     pub cached_tokens: u32,
-    /// The number of tokens that the device was asked to draw since the sequence last joined.
+    /// The number of tokens that the device was asked to draw since the sequence last joined. Steps with drafts may draw
+    /// fewer, so that steps behind them are asked for more than there is room for as long as that is not known.
     drawn: u32,
+    /// The number of its first tokens of which a draft model has keys and values; see `Drafts::catches_up`.
+    drafted: Drafted,
+    /// The number of its first pages of which the pool knows that.
+    drafted_pages: u32,
     /// The value of a counter that grows with every row of a plan: the sequence with the smallest value has waited
     /// longest for a row.
     pub turn: u64,
@@ -280,9 +300,12 @@ impl Sequence {
             in_flight: 0,
             history: 0,
             prefilled: 0,
+            divided: false,
             restore: None,
             branch: 0,
             drawn: 0,
+            drafted: Drafted::UpTo(0),
+            drafted_pages: 0,
             turn: 0,
             arrived: now,
             started: None,
@@ -423,7 +446,8 @@ impl Sequence {
     /// Returns the number of tokens that are written when `tokens` more are drawn.
     pub fn written_after(&self, tokens: u32) -> u32 {
         // The last token drawn is written by the step that draws the next one.
-        self.history + self.drawn - 1 + tokens.min(self.undrawn())
+        let drawn = self.drawn.min(self.most_drawn());
+        self.history + drawn - 1 + tokens.min(self.undrawn())
     }
 
     /// Takes a slot and the pages of the whole history, of which the first `found` already hold their tokens. Returns
@@ -440,6 +464,9 @@ impl Sequence {
         self.prefilled = found * PAGE_TOKENS;
         assert!(self.prefilled < self.history, "nothing is left to compute");
         self.drawn = 0;
+        self.divided = false;
+        self.drafted = Drafted::UpTo(0);
+        self.drafted_pages = 0;
         self.pooled = (Vec::new(), 0);
         let generated = self.output_tokens();
         if self.started.is_none() {
@@ -487,8 +514,8 @@ impl Sequence {
 
     /// Returns the index of the first page that steps which are not queued yet may still write.
     pub fn first_open_page(&self) -> u32 {
-        let queued =
-            if self.state == SequenceState::Prefill { self.prefilled } else { self.history + self.drawn.max(1) - 1 };
+        let drawn = self.drawn.clamp(1, self.most_drawn());
+        let queued = if self.state == SequenceState::Prefill { self.prefilled } else { self.history + drawn - 1 };
         queued / PAGE_TOKENS
     }
 
@@ -516,6 +543,7 @@ impl Sequence {
         assert!(end > start, "a chunk of {most} tokens, at least {unit} are needed");
         self.prefilled = end;
         let last = end == self.history;
+        self.divided |= !last;
         if last {
             self.state = SequenceState::Decode;
             self.drawn = 1;
@@ -532,10 +560,67 @@ impl Sequence {
         Chunk { slot, tokens, start, last, next, restore, keeps, score, pooled }
     }
 
+    /// Notes of a sequence that has just joined that a draft model has keys and values of its first `pages` pages.
+    pub fn finds_drafted(&mut self, pages: u32) {
+        self.drafted = Drafted::UpTo(pages * PAGE_TOKENS);
+        self.drafted_pages = pages;
+    }
+
+    /// Notes that a draft model computes keys and values of the tokens from `start` up to `end`, if it has those before.
+    pub fn drafts_through(&mut self, start: u32, end: u32) {
+        if matches!(self.drafted, Drafted::UpTo(count) if count >= start) {
+            self.drafted = Drafted::UpTo(end);
+        }
+    }
+
+    /// Notes that steps with drafts are queued for the sequence, or steps without.
+    pub fn drafts_now(&mut self, with: bool) {
+        self.drafted = match with {
+            true => Drafted::All,
+            false => Drafted::UpTo(self.drafted_tokens_known()),
+        };
+    }
+
+    /// Returns the number of reported tokens of which a draft model has keys and values at least.
+    fn drafted_tokens_known(&self) -> u32 {
+        match self.drafted {
+            Drafted::UpTo(count) => count,
+            // A step with drafts computes those of the last two tokens that it finds.
+            Drafted::All => (self.tokens.len() as u32).saturating_sub(2),
+        }
+    }
+
+    /// Returns the tokens that a draft model must compute before a step with drafts: their first position, and the tokens.
+    /// `None` if there are none.
+    ///
+    /// # Errors
+    /// If not all of them are known yet.
+    pub fn undrafted(&self) -> Result<Option<(u32, &[u32])>, Unreported> {
+        let Drafted::UpTo(count) = self.drafted else { return Ok(None) };
+        let (all, known) = (self.history + self.drawn, self.tokens.len() as u32);
+        match all.saturating_sub(2) {
+            needed if needed <= count => Ok(None),
+            _ if known < all => Err(Unreported),
+            needed => Ok(Some((count, &self.tokens[count as usize..needed as usize]))),
+        }
+    }
+
+    /// Returns the pages of which a draft model has all keys and values since the last call.
+    pub fn newly_drafted(&mut self) -> impl Iterator<Item = Page> {
+        let full = self.drafted_tokens_known() / PAGE_TOKENS;
+        let first = self.drafted_pages;
+        self.drafted_pages = first.max(full);
+        self.pages[..full as usize].iter().skip(first as usize).copied()
+    }
+
     /// Returns the number of tokens that the device may still be asked to draw.
     pub fn undrawn(&self) -> u32 {
-        let before = self.history - self.prompt_tokens;
-        self.max_tokens - before - self.drawn
+        self.most_drawn().saturating_sub(self.drawn)
+    }
+
+    /// Returns the maximum number of tokens that the device draws since the sequence last joined.
+    fn most_drawn(&self) -> u32 {
+        self.max_tokens - (self.history - self.prompt_tokens)
     }
 
     /// Whether the sequence can join: the mask of its next token is known, if it needs one.
@@ -573,7 +658,7 @@ impl Sequence {
     /// Notes that the device was asked to draw up to `tokens` more.
     pub fn draw(&mut self, tokens: u32) {
         assert_eq!(self.state, SequenceState::Decode);
-        self.drawn += tokens.min(self.undrawn());
+        self.drawn += tokens;
     }
 
     /// Subtracts `tokens` that the device was asked to draw but has not drawn, because drafts were rejected.

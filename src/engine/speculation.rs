@@ -32,6 +32,8 @@ pub struct Speculation {
     tried: Vec<u32>,
     /// Whether the last choice only measures a number that was tried a few times.
     measures: bool,
+    /// The last choice, if it is to be made again.
+    held: Option<u32>,
 }
 
 impl Speculation {
@@ -44,7 +46,13 @@ impl Speculation {
             choices: 0,
             tried: vec![0; numbers],
             measures: false,
+            held: None,
         }
+    }
+
+    /// Makes the next choice the same as the last one: what it was made for is not possible yet.
+    pub fn hold(&mut self, drafts: u32) {
+        self.held = Some(drafts);
     }
 
     /// Whether the last choice only measures how long steps with its number of drafts take, for which one step is enough.
@@ -54,10 +62,15 @@ impl Speculation {
 
     /// Returns the number of tokens to draft for each of `sequences` sequences.
     pub fn choose(&mut self, sequences: u32, pace: &Pace) -> u32 {
-        self.measures = false;
+        let held = self.held.take();
         if self.can.most == 0 || sequences > self.can.sequences {
+            self.measures = false;
             return 0;
         }
+        if let Some(drafts) = held {
+            return drafts;
+        }
+        self.measures = false;
         if self.can.always {
             return self.can.most;
         }
@@ -136,7 +149,7 @@ mod tests {
 
     #[test]
     fn every_number_of_drafts_is_timed_before_one_is_preferred() {
-        let mut speculation = Speculation::new(Drafts { most: 2, sequences: 2, always: false, history: false });
+        let mut speculation = Speculation::new(Drafts { most: 2, sequences: 2, always: false, ..Drafts::default() });
         let mut pace = Pace::default();
         assert_eq!(speculation.choose(1, &pace), 0);
         pace.note_step(1, Duration::from_millis(2));
@@ -148,7 +161,7 @@ mod tests {
 
     #[test]
     fn drafts_are_as_many_as_are_worth_their_time() {
-        let mut speculation = Speculation::new(Drafts { most: 2, sequences: 2, always: false, history: false });
+        let mut speculation = Speculation::new(Drafts { most: 2, sequences: 2, always: false, ..Drafts::default() });
         let pace = timed([1000, 1200, 1500]);
         for _ in 0..2000 {
             // The first draft is accepted, the second rejected.

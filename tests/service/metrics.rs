@@ -249,7 +249,7 @@ async fn over_fakes() -> (Scrape, Scrape) {
     let mut drafting = fake(step, b"abcdefgh");
     drafting.capacity.pages = 24;
     drafting.capacity.context = 320;
-    drafting.capacity.drafts = Drafts { most: 3, sequences: 2, always: true, history: false };
+    drafting.capacity.drafts = Drafts { most: 3, sequences: 2, always: true, history: false, catches_up: false };
     let mut failing = fake(step, b"x");
     failing.lost_after = Some(6);
     let models = vec![

@@ -3,7 +3,7 @@
 //! Not here: the prompts of prefill plans (`prompts`), and which sequence is preempted (`preemption`).
 
 use crate::engine::pace::Pace;
-use crate::engine::plan::{Capacity, Change, PageTable, Slot, StepPlan, Ticket, Work};
+use crate::engine::plan::{Capacity, Change, Chunk, PageTable, Slot, StepPlan, Work};
 use crate::engine::scheduler::{Flight, Scheduler};
 use crate::engine::sequence::{Sequence, SequenceId, SequenceState};
 use crate::kernels::attention::PAGE_TOKENS;
@@ -28,6 +28,16 @@ pub(super) const PLAN_STEPS_MIN: u32 = 2;
 
 /// The maximum number of steps of a decode plan.
 pub(super) const PLAN_STEPS_MAX: u32 = 16;
+
+/// Whether a draft model can draft for all rows.
+enum CaughtUp {
+    /// It can.
+    Yes,
+    /// Not before tokens are reported that it must compute.
+    Unreported,
+    /// After this plan, or more of them.
+    By(StepPlan),
+}
 
 impl Scheduler {
     /// Makes the next decode plan, if a sequence can decode. `beside_prompt`: prompts alternate with it, so it has one
@@ -55,6 +65,19 @@ impl Scheduler {
         let least = undrawn().min().expect("there are rows");
         if least < 2 * drafts + 1 {
             drafts = 0;
+        }
+        if drafts > 0 && self.setup.capacity.drafts.catches_up {
+            match self.catch_up(&rows) {
+                CaughtUp::Yes => {}
+                CaughtUp::Unreported => {
+                    self.speculation.hold(drafts);
+                    return None;
+                }
+                CaughtUp::By(plan) => {
+                    self.speculation.hold(drafts);
+                    return Some(plan);
+                }
+            }
         }
         let time = if drafts > 0 { pace.verify(sequences, drafts).or(pace.step()) } else { pace.step() };
         let measures = self.speculation.measures();
@@ -94,7 +117,9 @@ impl Scheduler {
         let mut slots = Vec::with_capacity(rows.len());
         let mut awaits = Vec::new();
         for id in &rows {
-            let awaited = self.sequences[*id].awaited_mask();
+            let sequence = self.sequences.get_mut(*id).expect("rows are known");
+            sequence.drafts_now(drafts > 0);
+            let awaited = sequence.awaited_mask();
             let slot = self.take_row(*id, tokens(steps), steps * (drafts + 1), &mut changes);
             awaits.extend(awaited.map(|output| (slot, output)));
             slots.push(slot);
@@ -102,9 +127,6 @@ impl Scheduler {
         self.prefilled_last = false;
         let waits = !awaits.is_empty();
         self.unnamed = Some(Flight {
-            ticket: Ticket(0),
-            chunks: Vec::new(),
-            starts: Vec::new(),
             slots: slots.clone(),
             rows: slots.len() as u32,
             steps_left: steps,
@@ -112,8 +134,54 @@ impl Scheduler {
             drafts,
             reserved: steps * (drafts + 1),
             drawn: vec![0; slots.len()],
+            ..Flight::default()
         });
         Some(StepPlan { changes, work: Some(Work::Decode { slots, steps, drafts, awaits: waits }) })
+    }
+
+    /// Returns whether a draft model has all keys and values that it needs to draft for `rows`, or the plan by which it
+    /// computes them.
+    fn catch_up(&mut self, rows: &[SequenceId]) -> CaughtUp {
+        let Capacity { prefill_chunk, prompts, .. } = self.setup.capacity;
+        let (mut left, mut chunks): (u32, Vec<Chunk>) = (prefill_chunk, Vec::new());
+        for id in rows {
+            let sequence = self.sequences.get_mut(*id).expect("rows are known");
+            let (start, tokens) = match sequence.undrafted() {
+                Err(_) => return CaughtUp::Unreported,
+                Ok(None) => continue,
+                Ok(Some((start, tokens))) => (start, tokens[..tokens.len().min(left as usize)].to_vec()),
+            };
+            if tokens.is_empty() || chunks.len() == prompts as usize {
+                continue;
+            }
+            left -= tokens.len() as u32;
+            let slot = sequence.slot.expect("rows hold slots");
+            let (next, restore, keeps) = (None, None, Vec::new());
+            chunks.push(Chunk { slot, tokens, start, last: false, next, restore, keeps, score: None, pooled: 0..0 });
+        }
+        if chunks.is_empty() {
+            return CaughtUp::Yes;
+        }
+        for chunk in &chunks {
+            let id = self.slots[chunk.slot.0 as usize].expect("rows hold slots");
+            let sequence = self.sequences.get_mut(id).expect("rows are known");
+            sequence.drafts_through(chunk.start, chunk.start + chunk.tokens.len() as u32);
+            sequence.in_flight += 1;
+            self.name_drafted(id);
+        }
+        self.prefilled_last = false;
+        let slots: Vec<Slot> = chunks.iter().map(|chunk| chunk.slot).collect();
+        let rows = slots.len() as u32;
+        self.unnamed = Some(Flight { slots, rows, steps_left: 1, ..Flight::default() });
+        CaughtUp::By(StepPlan { changes: self.take_leaves(), work: Some(Work::CatchUp { chunks }) })
+    }
+
+    /// Tells the pool which pages of a sequence a draft model has computed.
+    pub(super) fn name_drafted(&mut self, id: SequenceId) {
+        if self.setup.capacity.drafts.catches_up && self.setup.prefix_cache {
+            let sequence = self.sequences.get_mut(id).expect("who holds pages is known");
+            sequence.newly_drafted().for_each(|page| self.pool.set_drafted(page));
+        }
     }
 
     /// Gives a sequence a row of the plan that is being made, whose steps write up to `written` positions and draw up to

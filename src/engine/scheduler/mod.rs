@@ -145,7 +145,7 @@ pub struct EngineLoad {
 }
 
 /// A submitted plan with work.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Flight {
     /// The ticket, set by `submitted`.
     ticket: Ticket,
@@ -796,6 +796,7 @@ impl Scheduler {
         };
         if full {
             self.name_pages(id);
+            self.name_drafted(id);
         }
         match (reason, grammar) {
             (Some(reason), _) => self.end_as(id, reason, sampled.done.is_some(), now),

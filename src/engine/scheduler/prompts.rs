@@ -5,7 +5,7 @@
 use super::PASSED_OVER_MAX;
 use crate::engine::pace::Pace;
 use crate::engine::plan::{
-    Change, Chunk, Keep, MOST_KEEPS, Page, PageTable, STATE_TOKENS, Slot, StateSlot, StepPlan, Ticket, Work,
+    Change, Chunk, Keep, MOST_KEEPS, Page, PageTable, STATE_TOKENS, Slot, StateSlot, StepPlan, Work,
 };
 use crate::engine::request::{Event, Started};
 use crate::engine::scheduler::{Flight, Scheduler, SchedulerOutput};
@@ -13,15 +13,20 @@ use crate::engine::sequence::{Sequence, SequenceId, SequenceState, pages_for};
 use crate::engine::snapshots::Found;
 use crate::kernels::attention::PAGE_TOKENS;
 use std::cmp::Reverse;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The maximum duration of a prefill plan while rows decode, in decode steps. It is above 1, because small chunks use
 /// the device badly, and a queue builds up if prompts arrive faster than they are computed.
 pub(super) const PROMPT_STEPS: u32 = 4;
 
 /// The value of [`PROMPT_STEPS`] for a single prompt that takes several plans. Together with their own step, the rows
-/// then wait three times as long for each token, for as long as that prompt lasts.
+/// then wait three times as long for each token, for as long as that prompt lasts; where they decode in the prompt's plans,
+/// hardly twice as long.
 pub(super) const LONE_PROMPT_STEPS: u32 = 2;
+
+/// The part of [`LONE_PROMPT_STEPS`] that is left for plans in which rows decode, in tenths: the next chunk of a prompt takes
+/// longer than those before it, from which its time is estimated.
+const MIXED_TENTHS: u32 = 9;
 
 /// The limit of a prompt's weight against rows that decode: if there are several prompts, each counts for as many rows
 /// as there are prompts, but for at most this many. A prefill plan may last [`PROMPT_STEPS`] multiplied by the ratio of
@@ -181,14 +186,20 @@ impl Scheduler {
         let taken_in = || self.residents().filter(|s| s.state == SequenceState::Prefill);
         let prompts = taken_in().count() + self.waiting.len();
         let weight = prompts * prompts.min(MOST_ROWS_PER_PROMPT) / rows;
-        let lasts = |tokens: u32, steps: u32| {
-            let allowed = step * steps * weight.max(1) as u32;
+        let lasts_for = |tokens: u32, time: Duration| {
+            let allowed = time * weight.max(1) as u32;
             tokens <= most && pace.chunk(tokens, self.choices.1).is_none_or(|time| time <= allowed)
         };
+        let lasts = |tokens: u32, steps: u32| lasts_for(tokens, step * steps);
         let waiting = self.waiting.iter().map(|id| self.sequences[*id].tokens.len() as u32);
         let left = || taken_in().map(|sequence| sequence.unqueued()).chain(waiting.clone());
-        let lone = prompts == 1 && left().any(|tokens| !lasts(tokens, PROMPT_STEPS));
-        let fits = |tokens: u32| lasts(tokens, if lone { LONE_PROMPT_STEPS } else { PROMPT_STEPS });
+        let divided = taken_in().any(|sequence| sequence.divided);
+        let lone = prompts == 1 && (divided || left().any(|tokens| !lasts(tokens, PROMPT_STEPS)));
+        let tenths = if mixed > 0 { MIXED_TENTHS } else { 10 };
+        let fits = |tokens: u32| match lone {
+            true => lasts_for(tokens, step * LONE_PROMPT_STEPS * tenths / 10),
+            false => lasts(tokens, PROMPT_STEPS),
+        };
         let aim = bearable.find(|&tokens| fits(tokens)).unwrap_or(least);
         // What one plan could compute alone is not divided because rows decode in it.
         let whole = left().sum::<u32>();
@@ -232,7 +243,9 @@ impl Scheduler {
             let mut chunk = sequence.next_chunk(left, unit);
             sequence.in_flight += 1;
             sequence.turn = turn;
+            sequence.drafts_through(chunk.start, chunk.start + chunk.tokens.len() as u32);
             self.name_pages(id);
+            self.name_drafted(id);
             chunk.keeps = self.keeps(id, &chunk);
             left -= chunk.tokens.len() as u32;
             chunks.push(chunk);
@@ -242,16 +255,12 @@ impl Scheduler {
         let decoding = self.take_mixed_rows(mixed, &mut changes);
         self.prefilled_last = true;
         self.unnamed = Some(Flight {
-            ticket: Ticket(0),
             chunks: chunks.iter().map(|chunk| chunk.tokens.len() as u32).collect(),
             starts: chunks.iter().map(|chunk| chunk.start).collect(),
             slots: chunks.iter().map(|chunk| chunk.slot).chain(decoding.iter().copied()).collect(),
             rows: chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum(),
             steps_left: 1,
-            awaits: Vec::new(),
-            drafts: 0,
-            reserved: 0,
-            drawn: Vec::new(),
+            ..Flight::default()
         });
         StepPlan { changes, work: Some(Work::Prefill { chunks, decoding }) }
     }
@@ -289,6 +298,7 @@ impl Scheduler {
         if let (Some(snapshots), Some(cell)) = (&mut self.snapshots, restore) {
             snapshots.read(cell);
         }
+        let drafted = pages.iter().take_while(|page| self.pool.is_drafted(**page)).count();
         for page in &pages {
             self.pool.share(*page);
         }
@@ -310,6 +320,7 @@ impl Scheduler {
         assert!(holder.is_none(), "the slot is held");
         let (params, cached) = sequence.join(slot, pages.clone(), found, self.setup.capacity.drafts.history);
         sequence.continue_state(restore, branch);
+        sequence.finds_drafted(drafted as u32);
         changes.push(Change::Join { slot, params: Box::new(params), cached });
         changes.push(Change::Pages { slot, table: PageTable::Full, first: 0, pages });
         if self.window.is_some() {

@@ -106,6 +106,7 @@ impl Bench {
                 let lasts = chunks.iter().filter(|chunk| chunk.last).map(|chunk| chunk.slot);
                 (1, lasts.chain(decoding).map(token).collect())
             }
+            Work::CatchUp { .. } => (1, Vec::new()),
             Work::Decode { slots, steps, .. } => {
                 (steps, (0..steps).flat_map(|_| slots.iter().map(|&slot| token(slot))).collect())
             }
@@ -197,6 +198,43 @@ fn a_row_decodes_in_the_plans_of_a_prompt() {
     bench.scheduler.abort("b", bench.now);
     let work = bench.work();
     assert_eq!((decoding(&work), chunks(work.clone())), (&[Slot(0)][..], vec![(1, 0, 31, true)]));
+}
+
+/// Goal: a draft model computes the tokens of steps without drafts once drafts are chosen again, when all of them are known,
+/// before the step that needs them.
+#[test]
+fn a_draft_model_catches_up_before_drafts() {
+    let mut setup = setup(2, 64);
+    setup.capacity.drafts = Drafts { most: 1, sequences: 1, catches_up: true, ..Drafts::default() };
+    let mut bench = Bench::new(setup);
+    // Two rows are too many for drafts, of which no time is known yet.
+    bench.arrive(request("a", 5, 200));
+    bench.arrive(request("b", 5, 4));
+    assert_eq!(chunks(bench.work()), [(0, 0, 5, true), (1, 0, 5, true)]);
+    bench.complete();
+    let plain = |work: Option<Work>| match work {
+        Some(Work::Decode { slots, steps, drafts: 0, .. }) => (slots.len(), steps),
+        work => panic!("{work:?}"),
+    };
+    assert_eq!(plain(bench.work()).0, 2);
+    bench.complete();
+    bench.pace.note_step(1, Duration::from_millis(1));
+    assert_eq!(bench.finished().len(), 1, "b has all of its tokens");
+    let length = bench.scheduler.sequences[SequenceId(0)].tokens.len();
+    let ahead = bench.flights.len();
+    let work = bench.work();
+    match work {
+        Some(Work::CatchUp { chunks }) => {
+            assert_eq!((chunks.len(), chunks[0].slot, chunks[0].start), (1, Slot(0), 5));
+            assert_eq!(chunks[0].tokens.len() + 5, length - 2, "the last two are the step's own");
+        }
+        work => panic!("{work:?}, {ahead} plans ahead"),
+    }
+    let drafting = |work: Option<Work>| assert!(matches!(work, Some(Work::Decode { drafts: 1, .. })), "{work:?}");
+    drafting(bench.work());
+    bench.complete();
+    bench.complete();
+    drafting(bench.work());
 }
 
 #[test]
@@ -451,6 +489,7 @@ fn prompts_alternate_with_decoding() {
         match bench.work().unwrap() {
             Work::Prefill { .. } => kinds.push(0),
             Work::Decode { steps, .. } => kinds.push(steps),
+            work => panic!("{work:?}"),
         }
         bench.complete();
     }
@@ -620,6 +659,7 @@ fn a_request_that_dumps_logits_does_not_run_ahead_and_runs_one_at_a_time() {
                 Work::Decode { steps, slots, .. } => {
                     assert_eq!((steps, slots.len()), (expected, 1))
                 }
+                work => panic!("{work:?}"),
             }
             assert_eq!(bench.plan(), None);
             bench.complete();
@@ -748,6 +788,7 @@ impl Learned {
         let chosen = match &work {
             Work::Prefill { chunks, .. } => Chosen::Chunk(chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum()),
             Work::Decode { slots, drafts, .. } => Chosen::Rows(slots.len() as u32, *drafts),
+            work => panic!("{work:?}"),
         };
         let left = self.slow.entry(chosen.size()).or_insert(self.cold);
         let time = Learned::warm(chosen) * if *left > 0 { 10 } else { 1 };
@@ -826,7 +867,7 @@ fn what_was_learned_while_a_device_was_cold_is_forgotten() {
     let chunk: fn(&Chosen) -> bool = |chosen| matches!(chosen, Chosen::Chunk(_));
     let rows: fn(&Chosen) -> bool = |chosen| matches!(chosen, Chosen::Rows(..));
     let none = Drafts::default();
-    let drafts = Drafts { most: 3, sequences: 2, always: false, history: false };
+    let drafts = Drafts { most: 3, sequences: 2, always: false, history: false, catches_up: false };
     // In three cases a smaller size is warm already, so that a cold one looks bad beside it.
     let cases = [
         ("chunks", none, 4, true, chunk, None),
@@ -903,6 +944,7 @@ fn there_are_window_pages_for_all_sequences_that_join() {
                             bench.pace.note_chunk(tokens, token * tokens);
                         }
                         Work::Decode { slots, .. } => bench.pace.note_step(slots.len() as u32, step),
+                        Work::CatchUp { .. } => panic!("{work:?}"),
                     }
                     bench.complete();
                 }

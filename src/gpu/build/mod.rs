@@ -552,6 +552,9 @@ impl Build<'_> {
         for (drafts, sequences, recording) in &recordings.verify {
             verify.entry(*drafts).or_default().insert(*sequences, layers(recording)?);
         }
+        let by_rows = |of: &[(u32, Recording)]| {
+            of.iter().map(|(rows, recording)| Ok((*rows, region(recording)?))).collect::<Result<_, StartError>>()
+        };
         let mut prefill = BTreeMap::new();
         for (rows, recording) in &recordings.prefill {
             prefill.insert(*rows, layers(recording)?);
@@ -655,6 +658,7 @@ impl Build<'_> {
                 sequences: self.draft_sequences(),
                 always: self.model.drafts_always.unwrap_or(false),
                 history: decoder.keeps_tokens(),
+                catches_up: decoder.drafter_catches_up(),
             },
             snapshots: self.snapshots(),
             plan_limit: (!self.adapter.is_cpu()).then_some(PLAN_LIMIT),
@@ -667,6 +671,7 @@ impl Build<'_> {
             decode,
             verify,
             prefill,
+            catch_up: by_rows(&recordings.catch_up)?,
             decode_rows: recordings.decode_rows.as_ref().map(&region).transpose()?,
             inboxes,
             patch_pairs: PATCH_PAIRS,

@@ -39,6 +39,8 @@ pub(crate) struct Recordings {
     pub(crate) verify: Vec<(u32, u32, Recording)>,
     /// The prefill steps, by number of rows.
     pub(crate) prefill: Vec<(u32, Recording)>,
+    /// The passes in which a draft model computes tokens that it has not computed, by number of rows.
+    pub(crate) catch_up: Vec<(u32, Recording)>,
     /// The recording that completes the description of a prefill step in which slots decode; `None` where slots decode in
     /// steps of their own.
     pub(crate) decode_rows: Option<Recording>,
@@ -131,8 +133,9 @@ impl Recordings {
         let inboxes = (0..inboxes).map(|index| inbox_recordings(decoder, index)).collect();
         let head = decoder.stage.is_last().then(|| head_recordings(decoder));
         let decode_rows = decoder.mixes_steps().then(|| decoder.decode_rows());
+        let catch_up = buckets.iter().filter_map(|&rows| Some((rows, decoder.catch_up(rows)?))).collect();
         let exchange = ExchangeRecordings::default();
-        let mut recordings = Recordings { decode, verify, prefill, decode_rows, inboxes, head, exchange };
+        let mut recordings = Recordings { decode, verify, prefill, catch_up, decode_rows, inboxes, head, exchange };
         recordings.exchange = exchange_recordings(decoder, &recordings);
         recordings
     }
@@ -175,13 +178,15 @@ impl Recordings {
     fn of_steps(&self) -> impl Iterator<Item = &Recording> {
         let decode = self.decode.iter().map(|(_, recording, _)| recording);
         let verify = self.verify.iter().map(|(.., recording)| recording);
-        let prompts = self.prefill.iter().map(|(_, recording)| recording).chain(&self.decode_rows);
+        let prompts = self.prefill.iter().chain(&self.catch_up).map(|(_, recording)| recording);
+        let prompts = prompts.chain(&self.decode_rows);
         decode.chain(verify).chain(prompts).chain(self.head.iter().flat_map(HeadRecordings::of_steps))
     }
 
     pub(crate) fn all(&self) -> Vec<&Recording> {
         let decode = self.decode.iter().flat_map(|(_, recording, plain)| std::iter::once(recording).chain(plain));
-        let prompts = self.prefill.iter().map(|(_, recording)| recording).chain(&self.decode_rows);
+        let prompts = self.prefill.iter().chain(&self.catch_up).map(|(_, recording)| recording);
+        let prompts = prompts.chain(&self.decode_rows);
         let verify = self.verify.iter().map(|(.., recording)| recording);
         let inboxes =
             self.inboxes.iter().flat_map(|inbox| std::iter::once(&inbox.apply).chain(&inbox.clear).chain(&inbox.mark));

@@ -263,6 +263,7 @@ impl GpuExecutor {
                 let tokens = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();
                 fitting(&self.parts.prefill, tokens).0
             }
+            Work::CatchUp { .. } => panic!("the draft model of a split model computes every step"),
             Work::Decode { slots, drafts: 0, .. } => fitting(&self.parts.decode, slots.len() as u32).0,
             Work::Decode { slots, drafts, .. } => {
                 fitting(&self.parts.verify[drafts], slots.len() as u32).0 * (drafts + 1)

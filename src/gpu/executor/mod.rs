@@ -122,6 +122,9 @@ pub struct Parts {
     pub verify: BTreeMap<u32, BTreeMap<u32, Arc<Region>>>,
     /// The regions that run the layers of a prefill step, by number of rows.
     pub prefill: BTreeMap<u32, Arc<Region>>,
+    /// The regions in which a draft model computes tokens that it has not computed, by number of rows; none if it computes all
+    /// of them in their own steps.
+    pub catch_up: BTreeMap<u32, Arc<Region>>,
     /// The region that completes the description of a prefill step in which slots decode; `None` without mixed steps.
     pub decode_rows: Option<Arc<Region>>,
     /// The inboxes: at least two. If there are no more of them than plans in flight, `submit` blocks.

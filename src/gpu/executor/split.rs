@@ -135,7 +135,7 @@ impl BatchPart {
 
     fn slots(&self) -> Vec<Slot> {
         match &self.one {
-            Work::Prefill { chunks, .. } => chunks.iter().map(|chunk| chunk.slot).collect(),
+            Work::Prefill { chunks, .. } | Work::CatchUp { chunks } => chunks.iter().map(|chunk| chunk.slot).collect(),
             Work::Decode { slots, .. } => slots.clone(),
         }
     }
@@ -287,6 +287,7 @@ impl SplitExecutor {
         let named: Vec<Slot> = flight.parts[part].slots().into_iter().chain(joined.iter().copied()).collect();
         let drawn: Vec<Slot> = match work {
             Work::Prefill { chunks, .. } => chunks.iter().filter(|chunk| chunk.last).map(|chunk| chunk.slot).collect(),
+            Work::CatchUp { .. } => Vec::new(),
             Work::Decode { slots, .. } => slots.clone(),
         };
         // The buffers are those of an earlier step.
@@ -358,6 +359,7 @@ impl SplitExecutor {
             Work::Prefill { chunks, .. } => {
                 (chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum(), sums.rounds_prompts)
             }
+            Work::CatchUp { .. } => (0, false),
             Work::Decode { .. } => (rows, false),
         };
         let words = words_of(u64::from(rows) * u64::from(sums.row_floats), halves) as u32;
@@ -597,6 +599,7 @@ impl Executor for SplitExecutor {
         let timed = match &work {
             Work::Prefill { chunks, .. } if chunks.iter().any(|chunk| chunk.score.is_some()) => Timed::Nothing,
             Work::Prefill { chunks, .. } => Timed::Chunk(chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum()),
+            Work::CatchUp { .. } => Timed::Nothing,
             Work::Decode { drafts: 0, .. } => Timed::Step(rows),
             Work::Decode { drafts, .. } => Timed::Verify(rows / (drafts + 1), *drafts),
         };

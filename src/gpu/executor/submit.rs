@@ -173,6 +173,24 @@ impl GpuExecutor {
         Queued { steps, entries: vec![regions], awaits: false, flush: FlushReason::PhaseBoundary }
     }
 
+    /// Returns the draft model's pass over tokens that it has not computed. Adds its description to `patch`.
+    fn catch_up(&mut self, chunks: &[Chunk], patch: &mut Patch) -> Queued {
+        let layout = self.parts.layout;
+        let prompt = |chunk| {
+            let &Chunk { slot, start, ref tokens, .. } = chunk;
+            PromptRows { slot: slot.0, start, tokens, last: false, next: None, from: None, keeps: &[] }
+        };
+        let rows: Vec<PromptRows<'_>> = chunks.iter().map(prompt).collect();
+        for (word, words) in layout.chunk_layout().describe(&rows) {
+            patch.set_all(layout.chunk_word(word), &words);
+        }
+        let tokens = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();
+        let (_, region) = fitting(&self.parts.catch_up, tokens);
+        let steps = Steps { kind: Kind::Layers, count: 1, ..Steps::default() };
+        let entries = vec![vec![Arc::clone(region)]];
+        Queued { steps, entries, awaits: false, flush: FlushReason::PhaseBoundary }
+    }
+
     /// Returns `count` decode steps of `slots`. Adds the changes of the batch's rows to `patch`. With `awaits`, the step is
     /// in two entries, of which the second waits behind the gate.
     fn decode(&mut self, slots: Vec<Slot>, count: u32, drafts: u32, awaits: bool, patch: &mut Patch) -> Queued {
@@ -220,6 +238,7 @@ impl GpuExecutor {
         let queued = match planned {
             None => Queued::changes(),
             Some(Work::Prefill { chunks, decoding }) => self.prefill(&chunks, &decoding, &mut posts.patch),
+            Some(Work::CatchUp { chunks }) => self.catch_up(&chunks, &mut posts.patch),
             Some(Work::Decode { slots, steps, drafts, awaits }) => {
                 self.decode(slots, steps, drafts, awaits, &mut posts.patch)
             }

@@ -12,6 +12,7 @@ use crate::kernels::gemm::take_last;
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling;
 use crate::kernels::shaders::{DraftRowsArgs, StoreDraftArgs, TakeLastArgs};
+use crate::kernels::tags;
 use crate::memory::pack::Packing;
 use crate::model::checkpoint::WeightSpec;
 
@@ -125,9 +126,28 @@ impl Decoder<'_> {
         self.drafter.as_ref().filter(|drafter| drafter.kind == DrafterKind::Model)
     }
 
+    /// Whether a draft model leaves out decode steps, and computes their tokens later ([`Decoder::catch_up`]), so that it
+    /// costs nothing while nothing is drafted. If the model is split over several devices, it computes them before each step.
+    pub fn drafter_catches_up(&self) -> bool {
+        self.stage.is_whole() && self.draft_model().is_some()
+    }
+
+    /// Returns the recording of a draft model's layers over up to `rows` tokens of sequences that decode, described like a
+    /// prompt's step; `None` if it does not catch up.
+    pub fn catch_up(&self, rows: u32) -> Option<Recording> {
+        let drafter = self.draft_model().filter(|_| self.drafter_catches_up())?;
+        let shape = StepShape::Prefill { rows };
+        let mut pass = Recording::new(shape.name());
+        drafter.decoder.follow_prompts(&mut pass, shape);
+        let mut recording = Recording::new(format!("catch_up.{rows}"));
+        recording.append(pass, drafter_name);
+        tags::number_calls(&mut recording);
+        Some(recording)
+    }
+
     /// Records what a draft model does before the layers of a step: drafts before a verification step, unless it has drafted
-    /// behind the step before ([`Decoder::run_drafter_behind`]). Before a decode step that a verification step may follow,
-    /// and in a prompt's step, it only computes its keys and values.
+    /// behind the step before ([`Decoder::run_drafter_behind`]). In a prompt's step it only computes its keys and values, and
+    /// also before a decode step that a verification step may follow, unless it catches up.
     pub(super) fn run_drafter(&self, r: &mut Recording, shape: StepShape) {
         let Some(drafter) = self.draft_model() else { return };
         let own = &drafter.decoder;
@@ -135,7 +155,9 @@ impl Decoder<'_> {
         let batch = (own.state.batch(&mut pass), SlotsFrom::Batch);
         match shape {
             StepShape::Prefill { .. } => own.follow_prompts(&mut pass, shape),
-            StepShape::Decode { rows } if rows <= drafter.sequences => own.draft_alone(&mut pass, batch, rows, 0),
+            StepShape::Decode { rows } if !self.drafter_catches_up() && rows <= drafter.sequences => {
+                own.draft_alone(&mut pass, batch, rows, 0);
+            }
             StepShape::Verify { sequences, drafts } if self.stage.is_whole() => {
                 own.draft_alone(&mut pass, batch, sequences, drafts);
             }

@@ -476,7 +476,7 @@ fn capacity(slots: u32, pages: u32, buckets: &[u32]) -> Capacity {
         prefill_chunk: 24,
         causal: true,
         prompts: 4,
-        mixed_steps: false,
+        mixed_steps: None,
         buckets: buckets.to_vec(),
         run_ahead: 32,
         gates: true,
@@ -726,7 +726,7 @@ fn thousands_of_requests_that_decode_in_prefill_steps() {
             let world = World {
                 name,
                 requests: 1_500,
-                capacity: Capacity { mixed_steps: true, ..capacity },
+                capacity: Capacity { mixed_steps: Some(Duration::ZERO), ..capacity },
                 gap_steps: 9,
                 priorities: 3,
                 nuisance: 10,

@@ -55,7 +55,7 @@ impl Default for FakeConfig {
                 prefill_chunk: 128,
                 causal: true,
                 prompts: 8,
-                mixed_steps: false,
+                mixed_steps: None,
                 buckets: vec![1],
                 run_ahead: 32,
                 gates: true,
@@ -383,7 +383,7 @@ impl FakeExecutor {
         let slots: HashSet<Slot> = chunks.iter().map(|chunk| chunk.slot).chain(decoding.iter().copied()).collect();
         assert_eq!(slots.len(), parts, "a slot twice in a plan");
         if !decoding.is_empty() {
-            assert!(capacity.mixed_steps, "{decoding:?} decode in a prefill step");
+            assert!(capacity.mixed_steps.is_some(), "{decoding:?} decode in a prefill step");
             assert!(self.steps_queued == 0, "a mixed step behind {} decode steps", self.steps_queued);
             assert!(chunks.iter().all(|chunk| chunk.score.is_none()), "rows beside a chunk that is scored");
         }

@@ -19,9 +19,12 @@ const SHARE: f64 = 0.25;
 const TOKENS_PER_STEP: f64 = 64.0;
 
 /// While no chunk of a size was measured, but a smaller one was, the time is extrapolated from the smaller one by the
-/// ratio of sizes to the power of `GROWTH`. The power is below 1, because tokens of large chunks are cheaper, and
-/// because a size is only tried if its estimate is short enough.
+/// ratio of sizes to the power of `GROWTH`, or by its additional tokens if that is less. The power is below 1, because
+/// tokens of large chunks are cheaper, and because a size is only tried if its estimate is short enough.
 const GROWTH: f64 = 0.75;
+
+/// The part of a chunk's time that is due to the number of its tokens at least, although it is not longer than a step.
+const LEAST_SHARE: f64 = 0.1;
 
 /// One choice in `EXPLORE` differs from the best known one. The last reading of the alternative may have been an
 /// outlier, and what is never chosen is never measured again.
@@ -48,8 +51,8 @@ pub struct Pace {
     batch_readings: [u32; SIZES],
     /// The last time of a verification step, by number of sequences and drafts per sequence.
     verify: [[Option<Duration>; MOST_DRAFTS]; SIZES],
-    /// The mean time per prompt token in seconds, by size of the chunk.
-    token: [Option<Mean>; SIZES],
+    /// The mean time of chunks, by their size.
+    chunk: [Option<Mean>; SIZES],
     /// The number of chunks measured so far.
     chunks: u64,
 }
@@ -58,10 +61,20 @@ pub struct Pace {
 #[derive(Clone, Copy, Debug)]
 struct Mean {
     seconds: f64,
+    /// The mean number of tokens of the chunks that were read.
+    tokens: f64,
     /// The number of the chunk that was read last.
     at: u64,
     /// The number of readings.
     readings: u32,
+}
+
+impl Mean {
+    /// Returns the time in seconds of a chunk of `tokens` tokens of about the same size, if every chunk takes `least`.
+    fn of(self, tokens: f64, least: f64) -> f64 {
+        let by_tokens = (self.seconds - least).max(self.seconds * LEAST_SHARE);
+        self.seconds + by_tokens * (tokens / self.tokens - 1.0)
+    }
 }
 
 /// Whether a choice of this number looks at an alternative that was measured so often.
@@ -124,16 +137,28 @@ impl Pace {
 
     /// Notes the time of a chunk of `tokens` tokens.
     pub fn note_chunk(&mut self, tokens: u32, time: Duration) {
-        let reading = time.as_secs_f64() / f64::from(tokens.max(1));
+        let (time, count) = (time.as_secs_f64(), f64::from(tokens.max(1)));
         self.chunks += 1;
         let at = self.chunks;
-        let mean = &mut self.token[size(tokens)];
+        let mean = &mut self.chunk[size(tokens)];
         let readings = mean.map_or(0, |mean| mean.readings).saturating_add(1);
         // An average that was not updated for a long time is replaced, and one that is twice the reading: much makes a
         // chunk slower than it has to be, but nothing makes it faster.
-        let recent = mean.filter(|mean| at - mean.at < EXPLORE / 2 && reading >= mean.seconds / 2.0);
-        let seconds = recent.map_or(reading, |mean| mean.seconds + SHARE * (reading - mean.seconds));
-        *mean = Some(Mean { seconds, at, readings });
+        let slower = |mean: &Mean| time / count >= mean.seconds / mean.tokens / 2.0;
+        let recent = mean.filter(|mean| at - mean.at < EXPLORE / 2 && slower(mean));
+        let towards = |mean: f64, reading: f64| mean + SHARE * (reading - mean);
+        let (seconds, tokens) = match recent {
+            Some(mean) => (towards(mean.seconds, time), towards(mean.tokens, count)),
+            None => (time, count),
+        };
+        *mean = Some(Mean { seconds, tokens, at, readings });
+    }
+
+    /// Returns the time in seconds that every chunk takes, however small it is: that of the fastest decode step, which reads
+    /// the same weights; 0 if none was measured.
+    fn least(&self) -> f64 {
+        let steps = self.batch.iter().flatten().chain(&self.step);
+        steps.min().map_or(0.0, Duration::as_secs_f64)
     }
 
     /// Returns the last time of a decode step; `None` before the first.
@@ -148,7 +173,7 @@ impl Pace {
     pub fn chunk(&self, tokens: u32, choice: u64) -> Option<Duration> {
         let guessed = || self.estimate(tokens, false);
         let unheard = |readings: u32| if readings < YOUNG { EXPLORE_YOUNG / 2 } else { EXPLORE / 2 };
-        let mean = self.token[size(tokens)];
+        let mean = self.chunk[size(tokens)];
         match mean {
             Some(mean) if explores(choice, mean.readings) && self.chunks - mean.at >= unheard(mean.readings) => {
                 self.estimate(tokens, true).min(guessed())
@@ -162,31 +187,48 @@ impl Pace {
     /// or twice, it is the shorter of both, because the first executions may have been slow. `None` if no chunk of the
     /// size or smaller was measured.
     pub fn chunk_at_most(&self, tokens: u32) -> Option<Duration> {
-        let own = size(tokens);
-        let smaller = (0..own).rev().find_map(|size| self.token[size]);
+        let (own, least) = (size(tokens), self.least());
+        let tokens = f64::from(tokens);
+        // In proportion to a chunk of the smaller size.
+        let by_smaller = |mean: Mean| mean.seconds / mean.tokens * tokens;
+        let smaller = (0..own).rev().find_map(|size| self.chunk[size]).map(by_smaller);
         let doubtful = |mean: Mean| mean.readings < FIRST_READINGS || self.chunks - mean.at >= EXPLORE / 2;
-        let seconds = match (self.token[own], smaller) {
-            (Some(mean), Some(smaller)) if doubtful(mean) => mean.seconds.min(smaller.seconds),
-            (Some(mean), _) | (None, Some(mean)) => mean.seconds,
+        let by_own = self.chunk[own].map(|mean| (mean.of(tokens, least), doubtful(mean)));
+        let seconds = match (by_own, smaller) {
+            (Some((own, true)), Some(smaller)) => own.min(smaller),
+            (Some((seconds, _)), _) | (None, Some(seconds)) => seconds,
             (None, None) => return None,
         };
-        Some(Duration::from_secs_f64(seconds * f64::from(tokens)))
+        Some(Duration::from_secs_f64(seconds))
     }
 
     /// Estimates the time of a chunk, from the average of its own size if `by_its_own`, else as if that size was not
-    /// measured.
+    /// measured. If it was not, it takes no longer than smaller and larger ones say together.
     fn estimate(&self, tokens: u32, by_its_own: bool) -> Option<Duration> {
-        let own = size(tokens);
+        let (own, least) = (size(tokens), self.least());
         let tokens = f64::from(tokens);
-        let seconds = |size: usize| Some(self.token[size]?.seconds);
-        let smaller = (0..own).rev().find_map(|size| Some((seconds(size)?, f64::from(1u32 << size))));
-        let seconds = match (seconds(own).filter(|_| by_its_own), smaller, self.step) {
-            (Some(mean), ..) => mean * tokens,
-            (None, Some((mean, size)), _) => mean * size * (tokens / size).powf(GROWTH),
+        let of_own = self.chunk[own].filter(|_| by_its_own);
+        let smaller = (0..own).rev().find_map(|size| self.chunk[size]);
+        let seconds = match (of_own, smaller, self.step) {
+            (Some(mean), ..) => mean.of(tokens, least),
+            (None, Some(mean), _) => {
+                let grown = mean.seconds * (tokens / mean.tokens).powf(GROWTH);
+                // Without a known step this is the time in proportion.
+                grown.min(mean.of(tokens, least))
+            }
             (None, None, Some(step)) => step.as_secs_f64() * (1.0 + tokens / TOKENS_PER_STEP),
             (None, None, None) => return None,
         };
-        Some(Duration::from_secs_f64(seconds))
+        // What larger ones say is not asked of a size that was measured: they may have been measured beside fewer rows.
+        let above = (own + 1..SIZES).filter(|_| self.chunk[own].is_none()).find_map(|size| self.chunk[size]);
+        let most = above.map(|above| match smaller {
+            None => above.seconds,
+            Some(below) => {
+                let share = (tokens - below.tokens) / (above.tokens - below.tokens);
+                below.seconds + (above.seconds - below.seconds).max(0.0) * share
+            }
+        });
+        Some(Duration::from_secs_f64(seconds.min(most.unwrap_or(f64::INFINITY))))
     }
 }
 
@@ -274,6 +316,47 @@ mod tests {
         pace.note_step(16, us(700));
         assert_eq!(pace.best_rows(9, 0), 9);
         assert_eq!(pace.best_rows(1, 0), 1);
+    }
+
+    /// Goal: a short chunk is not charged to its tokens alone, as its weights are read for longer ones too: after it, longer
+    /// ones are not thought to be slower than they are.
+    #[test]
+    fn short_chunks_take_as_long_as_a_step() {
+        let us = Duration::from_micros;
+        let mut pace = Pace::default();
+        pace.note_step(1, us(3500));
+        pace.note_chunk(17, us(4350));
+        let near = |pace: &Pace, tokens: u32, wanted: u64| {
+            let found = pace.chunk(tokens, 0).unwrap().as_micros() as u64;
+            assert!(found.abs_diff(wanted) < 5, "{tokens}: {found} µs");
+        };
+        near(&pace, 17, 4350);
+        near(&pace, 32, 5100);
+        // The same if no step was known at the time, and what was measured is not doubted.
+        let mut pace = Pace::default();
+        pace.note_chunk(96, us(6166));
+        pace.note_step(1, us(3500));
+        near(&pace, 96, 6166);
+        near(&pace, 128, 6166 + 888);
+        pace.note_step(1, us(7000));
+        near(&pace, 96, 6166);
+    }
+
+    /// Goal: a size between two that were measured is not thought to be slower than both say.
+    #[test]
+    fn sizes_between_others_are_not_slower() {
+        let us = Duration::from_micros;
+        let mut pace = Pace::default();
+        pace.note_step(1, us(3500));
+        pace.note_chunk(17, us(5430));
+        pace.note_chunk(96, us(6670));
+        for (tokens, most) in [(48, 5920), (64, 6170)] {
+            let found = pace.chunk(tokens, 0).unwrap();
+            assert!((us(5430)..us(most)).contains(&found), "{tokens}: {found:?}");
+        }
+        // A larger one that was slow for another reason says nothing.
+        pace.note_chunk(512, us(150_000));
+        assert!(pace.chunk(128, 0).unwrap() < us(8000));
     }
 
     #[test]

@@ -46,8 +46,9 @@ pub struct Capacity {
     /// The maximum number of sequences whose prompts can share a step; with `mixed_steps`, together with the sequences that
     /// decode in the step.
     pub prompts: u32,
-    /// Whether sequences can decode in a prefill step. Only of executors without drafts and recurrent state.
-    pub mixed_steps: bool,
+    /// The time of a decode step from which sequences decode in prefill steps; `None` if they never can. Only of executors
+    /// without drafts and recurrent state.
+    pub mixed_steps: Option<Duration>,
     /// The decode buckets: numbers of rows, ascending, `[1, 2, 4, …]`.
     pub buckets: Vec<u32>,
     /// The maximum number of decode steps that are queued and not yet completed.

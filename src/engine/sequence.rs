@@ -196,8 +196,8 @@ pub struct Sequence {
     history: u32,
     /// The number of those tokens that were queued for prefill or found in the prefix cache.
     prefilled: u32,
-    /// Whether a chunk was queued since the sequence last joined that was not its last.
-    pub divided: bool,
+    /// Whether a chunk was queued since the sequence last joined whose size was that of a lone prompt's.
+    pub lone: bool,
     /// The snapshot whose recurrent state the next chunk starts from, if that is not the slot's own cell.
     restore: Option<StateSlot>,
     /// The number of tokens whose pages were found, rounded down to a multiple of `STATE_TOKENS`. The tokens of another
@@ -300,7 +300,7 @@ impl Sequence {
             in_flight: 0,
             history: 0,
             prefilled: 0,
-            divided: false,
+            lone: false,
             restore: None,
             branch: 0,
             drawn: 0,
@@ -464,7 +464,7 @@ impl Sequence {
         self.prefilled = found * PAGE_TOKENS;
         assert!(self.prefilled < self.history, "nothing is left to compute");
         self.drawn = 0;
-        self.divided = false;
+        self.lone = false;
         self.drafted = Drafted::UpTo(0);
         self.drafted_pages = 0;
         self.pooled = (Vec::new(), 0);
@@ -543,7 +543,6 @@ impl Sequence {
         assert!(end > start, "a chunk of {most} tokens, at least {unit} are needed");
         self.prefilled = end;
         let last = end == self.history;
-        self.divided |= !last;
         if last {
             self.state = SequenceState::Decode;
             self.drawn = 1;

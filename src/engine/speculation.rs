@@ -17,6 +17,8 @@ const IDLE: u64 = 8;
 /// Replaces [`EXPLORE`] until every number of drafts was tried [`YOUNG`] times: the first times may be those of a cold
 /// device, which are many times as long as all later ones.
 const EXPLORE_YOUNG: u64 = 8;
+/// Replaces [`EXPLORE_YOUNG`] where a draft model must catch up first, so that a trial costs as much as several steps.
+const EXPLORE_CATCHING_UP: u64 = 32;
 /// The number of trials after which the times of a number of drafts are trusted; see [`EXPLORE_YOUNG`].
 const YOUNG: u32 = 16;
 
@@ -102,7 +104,8 @@ impl Speculation {
             }
         }
         let others = (0u32..).zip(&self.tried).filter(|(drafts, tried)| *drafts != best.0 && **tried < YOUNG);
-        if self.choices.is_multiple_of(EXPLORE_YOUNG)
+        let often = if self.can.catches_up { EXPLORE_CATCHING_UP } else { EXPLORE_YOUNG };
+        if self.choices.is_multiple_of(often)
             && let Some((young, _)) = others.min_by_key(|(_, tried)| **tried)
         {
             self.measures = true;

@@ -80,7 +80,7 @@ mod tests {
             prefill_chunk: 32,
             causal: true,
             prompts: 4,
-            mixed_steps: false,
+            mixed_steps: None,
             buckets: vec![1, 2],
             run_ahead: 16,
             gates: true,

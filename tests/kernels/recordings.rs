@@ -262,6 +262,8 @@ struct Recordings {
     decode: Vec<Recording>,
     /// Verification steps for one sequence and for two; empty if the model does not draft.
     verify: Vec<Recording>,
+    /// The pass in which a draft model computes tokens that it has missed, if there is one.
+    catch_up: Option<Recording>,
 }
 
 impl Recordings {
@@ -271,6 +273,7 @@ impl Recordings {
         let verify = |&sequences: &u32| decoder.record(StepShape::Verify { sequences, drafts: decoder.drafts });
         Recordings {
             verify: verified.iter().map(verify).collect(),
+            catch_up: decoder.catch_up(rows),
             layers: decoder.record(StepShape::Prefill { rows }),
             first: [1, 2].map(|rows| decoder.record(StepShape::Head { rows })),
             score: decoder.record(StepShape::Score { rows: SCORED }),
@@ -279,7 +282,8 @@ impl Recordings {
     }
 
     fn all(&self) -> Vec<&Recording> {
-        [&self.layers, &self.score].into_iter().chain(&self.first).chain(&self.decode).chain(&self.verify).collect()
+        let drafting = self.verify.iter().chain(&self.catch_up);
+        [&self.layers, &self.score].into_iter().chain(&self.first).chain(&self.decode).chain(drafting).collect()
     }
 }
 
@@ -455,10 +459,19 @@ impl<'a> Run<'a> {
             (&[SLOT, 1], two),
             (&[SLOT], one),
         ];
+        // By slot: the number of tokens of which the draft model has keys and values at least.
+        let mut drafted = [SLOT, BESIDE].map(|slot| (slot, self.position(slot) - 1));
         for (batch, recording) in steps {
+            let verifies = recording.name.starts_with("verify");
+            if verifies {
+                self.catch_up(recordings, &drafted);
+            }
             self.patch(self.layout.batch_word(0), batch);
             self.step(&[recording]);
-            let rows = if recording.name.starts_with("verify") { 2 } else { 1 };
+            if verifies {
+                drafted = drafted.map(|(slot, _)| (slot, self.position(slot) - 1));
+            }
+            let rows = if verifies { 2 } else { 1 };
             for (index, slot) in (0..).zip(batch) {
                 let drawn: Vec<u32> = (0..rows).filter_map(|row| self.token(step, rows * index + row)).collect();
                 let runs = [SLOT, BESIDE].contains(slot);
@@ -469,6 +482,40 @@ impl<'a> Run<'a> {
             step += 1;
         }
         (tokens, accepted)
+    }
+
+    /// Returns the position of a slot's next token.
+    fn position(&self, slot: u32) -> u32 {
+        self.words("state")[self.layout.slot_word(slot, state::SLOT_POSITION) as usize]
+    }
+
+    /// Has the draft model compute the tokens that it lacks before it drafts: those of each slot from a position on.
+    fn catch_up(&mut self, recordings: &Recordings, drafted: &[(u32, u32)]) {
+        let (history, stride) = (self.words("history"), self.layout.max_pages * 16);
+        let missed: Vec<(u32, u32, Vec<u32>)> = drafted
+            .iter()
+            .map(|&(slot, start)| {
+                let tokens = (start..self.position(slot) - 1).map(|at| history[(slot * stride + at) as usize]);
+                (slot, start, tokens.collect())
+            })
+            .filter(|(_, _, tokens): &(u32, u32, Vec<u32>)| !tokens.is_empty())
+            .collect();
+        if missed.is_empty() {
+            return;
+        }
+        let prompts = missed.iter().map(|(slot, start, tokens)| PromptRows {
+            slot: *slot,
+            start: *start,
+            tokens,
+            last: false,
+            next: None,
+            from: None,
+            keeps: &[],
+        });
+        for (word, words) in self.layout.chunk_layout().describe(&prompts.collect::<Vec<_>>()) {
+            self.patch(self.layout.chunk_word(word), &words);
+        }
+        self.step(&[recordings.catch_up.as_ref().expect("a draft model")]);
     }
 
     /// Runs a prompt, then steps that verify drafts and steps without drafts. Returns the tokens. `known` are the

@@ -67,7 +67,7 @@ impl Scheduler {
             drafts = 0;
         }
         if drafts > 0 && self.setup.capacity.drafts.catches_up {
-            match self.catch_up(&rows) {
+            match self.catch_up(&rows, pace) {
                 CaughtUp::Yes => {}
                 CaughtUp::Unreported => {
                     self.speculation.hold(drafts);
@@ -141,9 +141,10 @@ impl Scheduler {
 
     /// Returns whether a draft model has all keys and values that it needs to draft for `rows`, or the plan by which it
     /// computes them.
-    fn catch_up(&mut self, rows: &[SequenceId]) -> CaughtUp {
-        let Capacity { prefill_chunk, prompts, .. } = self.setup.capacity;
-        let (mut left, mut chunks): (u32, Vec<Chunk>) = (prefill_chunk, Vec::new());
+    fn catch_up(&mut self, rows: &[SequenceId], pace: &Pace) -> CaughtUp {
+        let prompts = self.setup.capacity.prompts;
+        // A draft model is hardly slower than the model that it drafts for.
+        let (mut left, mut chunks): (u32, Vec<Chunk>) = (self.bearable_tokens(pace), Vec::new());
         for id in rows {
             let sequence = self.sequences.get_mut(*id).expect("rows are known");
             let (start, tokens) = match sequence.undrafted() {
@@ -208,8 +209,10 @@ impl Scheduler {
 
     /// Returns the sequences that can decode in the next prefill step, ordered by slot: all that decode. `None` if none does,
     /// or if they cannot all have a row there, so that prefill and decode plans take turns.
-    pub(super) fn mixed_rows(&self) -> Option<Vec<SequenceId>> {
-        if !self.setup.capacity.mixed_steps {
+    pub(super) fn mixed_rows(&self, pace: &Pace) -> Option<Vec<SequenceId>> {
+        // Short steps share little with those of prompts, and delay them little.
+        let least = self.setup.capacity.mixed_steps?;
+        if pace.step().is_none_or(|step| step < least) {
             return None;
         }
         // The mask of a constrained row comes after its last token, and logits are read back before the next step.

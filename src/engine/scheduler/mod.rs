@@ -248,7 +248,7 @@ impl Scheduler {
         assert!(capacity.slots > 0 && capacity.prefill_chunk > 0 && capacity.prompts > 0 && capacity.run_ahead > 0);
         assert!(!capacity.buckets.is_empty() && capacity.buckets.is_sorted());
         let mixes = capacity.causal && capacity.snapshots.is_none() && capacity.drafts.most == 0;
-        assert!(mixes || !capacity.mixed_steps, "mixed steps of an executor with drafts or recurrent state");
+        assert!(mixes || capacity.mixed_steps.is_none(), "mixed steps of an executor with drafts or recurrent state");
         let chunk = capacity.prefill_chunk;
         assert!(capacity.snapshots.is_none() || chunk >= STATE_TOKENS, "state cannot be kept in chunks of {chunk}");
         Scheduler {
@@ -614,7 +614,7 @@ impl Scheduler {
             snapshots.next_plan();
         }
         let prompt = self.next_prompt();
-        let mixed = prompt.as_ref().filter(|prompt| !self.is_scored(prompt)).and_then(|_| self.mixed_rows());
+        let mixed = prompt.as_ref().filter(|prompt| !self.is_scored(prompt)).and_then(|_| self.mixed_rows(pace));
         let plan = match (prompt, mixed) {
             // Decode steps that are not finished may draw nothing yet because of a fault.
             (Some(_), Some(_)) if self.flights.iter().any(|flight| !flight.is_prefill()) => None,

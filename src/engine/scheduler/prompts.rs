@@ -20,13 +20,16 @@ use std::time::{Duration, Instant};
 pub(super) const PROMPT_STEPS: u32 = 4;
 
 /// The value of [`PROMPT_STEPS`] for a single prompt that takes several plans. Together with their own step, the rows
-/// then wait three times as long for each token, for as long as that prompt lasts; where they decode in the prompt's plans,
-/// hardly twice as long.
+/// then wait three times as long for each token, for as long as that prompt lasts.
 pub(super) const LONE_PROMPT_STEPS: u32 = 2;
 
-/// The part of [`LONE_PROMPT_STEPS`] that is left for plans in which rows decode, in tenths: the next chunk of a prompt takes
+/// The duration of a plan of a single prompt that takes several, if rows decode in it: hardly longer than anybody notices.
+const LONE_MIXED_TIME: Duration = Duration::from_micros(8500);
+
+/// The least and the greatest duration of such a plan in tenths of a decode step: hardly twice as long as the rows wait
+/// otherwise, so that the prompt does not take too long, and less than three times. The next chunk of a prompt takes
 /// longer than those before it, from which its time is estimated.
-const MIXED_TENTHS: u32 = 9;
+const LONE_MIXED_TENTHS: (u32, u32) = (17, 27);
 
 /// The limit of a prompt's weight against rows that decode: if there are several prompts, each counts for as many rows
 /// as there are prompts, but for at most this many. A prefill plan may last [`PROMPT_STEPS`] multiplied by the ratio of
@@ -168,20 +171,17 @@ impl Scheduler {
     }
 
     /// Returns the number of prompt tokens that a prefill plan may have now: the maximum of a step, or as many as keep to the
-    /// plan limit and do not delay the rows that decode too much. `mixed`: the number of rows that decode in the plan.
-    pub(super) fn prompt_tokens_aim(&self, pace: &Pace, mixed: u32) -> u32 {
+    /// plan limit and do not delay the rows that decode too much; and whether it is for a lone prompt that takes several plans.
+    /// `mixed`: the number of rows that decode in the plan.
+    pub(super) fn prompt_tokens_aim(&self, pace: &Pace, mixed: u32) -> (u32, bool) {
         let most = self.setup.capacity.prefill_chunk;
         // Sizes are those of whole steps, rows that decode included.
         let least = most.min(mixed + PAGE_TOKENS);
         let sizes = PROMPT_SIZES.into_iter().filter(|tokens| (least..most).contains(tokens));
-        let mut bearable = [most].into_iter().chain(sizes).filter(|tokens| match self.setup.capacity.plan_limit {
-            // Before anything is known of the device, the smallest chunk measures it.
-            Some(limit) => pace.chunk_at_most(*tokens).is_some_and(|time| time <= limit),
-            None => true,
-        });
+        let mut bearable = [most].into_iter().chain(sizes).filter(|tokens| self.is_bearable(*tokens, pace));
         let rows = self.residents().filter(|sequence| sequence.decodes()).count();
         let (Some(step), true) = (pace.step(), rows > 0) else {
-            return (bearable.next().unwrap_or(least) - mixed).max(self.chunk_unit());
+            return ((bearable.next().unwrap_or(least) - mixed).max(self.chunk_unit()), false);
         };
         let taken_in = || self.residents().filter(|s| s.state == SequenceState::Prefill);
         let prompts = taken_in().count() + self.waiting.len();
@@ -193,25 +193,43 @@ impl Scheduler {
         let lasts = |tokens: u32, steps: u32| lasts_for(tokens, step * steps);
         let waiting = self.waiting.iter().map(|id| self.sequences[*id].tokens.len() as u32);
         let left = || taken_in().map(|sequence| sequence.unqueued()).chain(waiting.clone());
-        let divided = taken_in().any(|sequence| sequence.divided);
-        let lone = prompts == 1 && (divided || left().any(|tokens| !lasts(tokens, PROMPT_STEPS)));
-        let tenths = if mixed > 0 { MIXED_TENTHS } else { 10 };
-        let fits = |tokens: u32| match lone {
-            true => lasts_for(tokens, step * LONE_PROMPT_STEPS * tenths / 10),
-            false => lasts(tokens, PROMPT_STEPS),
+        let was_lone = taken_in().any(|sequence| sequence.lone);
+        let lone = prompts == 1 && (was_lone || left().any(|tokens| !lasts(tokens, PROMPT_STEPS)));
+        let (least_tenths, most_tenths) = LONE_MIXED_TENTHS;
+        let fits = |tokens: u32| match (lone, mixed) {
+            (true, 0) => lasts(tokens, LONE_PROMPT_STEPS),
+            (true, _) => lasts_for(tokens, LONE_MIXED_TIME.clamp(step * least_tenths / 10, step * most_tenths / 10)),
+            (false, _) => lasts(tokens, PROMPT_STEPS),
         };
         let aim = bearable.find(|&tokens| fits(tokens)).unwrap_or(least);
         // What one plan could compute alone is not divided because rows decode in it.
         let whole = left().sum::<u32>();
         let tokens = if whole <= aim && whole + mixed <= most { whole } else { aim - mixed };
-        tokens.max(self.chunk_unit())
+        (tokens.max(self.chunk_unit()), lone)
+    }
+
+    /// Returns the maximum number of tokens of a plan that keeps to the plan limit.
+    pub(super) fn bearable_tokens(&self, pace: &Pace) -> u32 {
+        let most = self.setup.capacity.prefill_chunk;
+        let sizes = PROMPT_SIZES.into_iter().filter(|tokens| *tokens < most);
+        let mut bearable = [most].into_iter().chain(sizes).filter(|tokens| self.is_bearable(*tokens, pace));
+        bearable.next().unwrap_or(most.min(PAGE_TOKENS))
+    }
+
+    /// Whether a prefill step of this many tokens keeps to the plan limit.
+    fn is_bearable(&self, tokens: u32, pace: &Pace) -> bool {
+        match self.setup.capacity.plan_limit {
+            // Before anything is known of the device, the smallest chunk measures it.
+            Some(limit) => pace.chunk_at_most(tokens).is_some_and(|time| time <= limit),
+            None => true,
+        }
     }
 
     /// Makes the next prefill plan, which begins with `prompt`. The sequences `mixed` decode in it.
     pub(super) fn plan_prefill(&mut self, prompt: Prompt, mixed: &[SequenceId], pace: &Pace, now: Instant) -> StepPlan {
         let mut prompt = Some(prompt);
         self.choices.1 += 1;
-        let mut left = self.prompt_tokens_aim(pace, mixed.len() as u32);
+        let (mut left, lone) = self.prompt_tokens_aim(pace, mixed.len() as u32);
         let mut changes = self.take_leaves();
         let most_chunks = self.setup.capacity.prompts as usize - mixed.len();
         let mut chunks: Vec<Chunk> = Vec::new();
@@ -243,6 +261,7 @@ impl Scheduler {
             let mut chunk = sequence.next_chunk(left, unit);
             sequence.in_flight += 1;
             sequence.turn = turn;
+            sequence.lone |= lone;
             sequence.drafts_through(chunk.start, chunk.start + chunk.tokens.len() as u32);
             self.name_pages(id);
             self.name_drafted(id);

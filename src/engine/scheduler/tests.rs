@@ -23,7 +23,7 @@ fn setup(slots: u32, pages: u32) -> Setup {
         prefill_chunk: 32,
         causal: true,
         prompts: 4,
-        mixed_steps: false,
+        mixed_steps: None,
         buckets: vec![1, 2, 4, 8],
         run_ahead: 32,
         gates: true,
@@ -172,7 +172,7 @@ fn steps(work: Option<Work>) -> u32 {
 #[test]
 fn a_row_decodes_in_the_plans_of_a_prompt() {
     let mut setup = setup(2, 32);
-    setup.capacity.mixed_steps = true;
+    setup.capacity.mixed_steps = Some(Duration::ZERO);
     let mut bench = Bench::new(setup);
     bench.arrive(request("a", 5, 60));
     assert_eq!(chunks(bench.work()), [(0, 0, 5, true)]);
@@ -777,7 +777,7 @@ impl Learned {
     /// long again.
     fn warm(chosen: Chosen) -> Duration {
         Duration::from_micros(match chosen {
-            Chosen::Chunk(tokens) => 300 + 5 * u64::from(tokens),
+            Chosen::Chunk(tokens) => 600 + 7 * u64::from(tokens) / 2,
             Chosen::Rows(rows, drafts) => (if rows > 8 { 1000 } else { 640 }) * (10 + u64::from(drafts)) / 10,
         })
     }

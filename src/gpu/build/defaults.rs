@@ -41,6 +41,9 @@ pub(crate) const SEEN_ROWS: u32 = 1024;
 /// The maximum number of prompts that share a step; others wait for the next one.
 pub(crate) const MOST_PROMPTS: u32 = 64;
 
+/// The time of a decode step in microseconds from which sequences decode in the steps of prompts.
+pub(crate) const MIXED_STEP_US: u32 = 2000;
+
 /// The default number of slots on a CPU driver.
 pub(crate) const CPU_SLOTS: u32 = 4;
 
@@ -165,7 +168,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         e4m3_rows: 128,
         wgmma_folds: true,
         // On a CPU, a step of more rows takes as much longer.
-        mixed_steps: !cpu,
+        mixed_steps: if cpu { 0 } else { MIXED_STEP_US },
         flash_wgmma: true,
         fp8_activations: false,
         wgmma_each: 16,

@@ -67,7 +67,7 @@ impl Decoder<'_> {
     /// of their own, and a model whose prompts cannot be divided does not decode.
     pub fn mixes_steps(&self) -> bool {
         let c = self.config;
-        self.tuning.mixed_steps && c.causal && c.delta.is_none() && self.drafts == 0 && self.stage.is_whole()
+        self.tuning.mixed_steps > 0 && c.causal && c.delta.is_none() && self.drafts == 0 && self.stage.is_whole()
     }
 
     /// Returns the recording that completes the descriptor of a prompt step in which slots decode.

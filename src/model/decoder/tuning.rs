@@ -104,9 +104,9 @@ pub struct Tuning {
     /// The maximum number of rows of a batch for which norms are folded into the products around them that `panel` computes.
     /// The limit is twice as large for narrow models.
     pub fold_rows: u32,
-    /// Whether sequences decode in prompt steps while there are prompts, where the model allows
-    /// ([`Decoder::mixes_steps`](super::Decoder::mixes_steps)).
-    pub mixed_steps: bool,
+    /// The time of a decode step in microseconds from which sequences decode in prompt steps while there are prompts, where
+    /// the model allows ([`Decoder::mixes_steps`](super::Decoder::mixes_steps)); 0 for never.
+    pub mixed_steps: u32,
     /// Whether the activations of a decode step carry generation tags that their consumers poll, so that no barriers
     /// are needed between them.
     pub tags: bool,
@@ -264,6 +264,7 @@ impl Tuning {
             "broken_step" => &mut self.broken_step,
             "broken_every" => &mut self.broken_every,
             "retry_ms" => &mut self.retry_ms,
+            "mixed_steps" => &mut self.mixed_steps,
             "ptx" => {
                 self.ptx = value != 0;
                 return true;
@@ -290,10 +291,6 @@ impl Tuning {
                         None => return false,
                     },
                 });
-                return true;
-            }
-            "mixed_steps" => {
-                self.mixed_steps = value != 0;
                 return true;
             }
             "gates" => {

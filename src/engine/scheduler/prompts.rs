@@ -5,7 +5,7 @@
 use super::PASSED_OVER_MAX;
 use crate::engine::pace::Pace;
 use crate::engine::plan::{
-    Change, Chunk, Keep, MOST_KEEPS, Page, PageTable, STATE_TOKENS, Slot, StateSlot, StepPlan, Work,
+    Capacity, Change, Chunk, Keep, MOST_KEEPS, Page, PageTable, STATE_TOKENS, Slot, StateSlot, StepPlan, Work,
 };
 use crate::engine::request::{Event, Started};
 use crate::engine::scheduler::{Flight, Scheduler, SchedulerOutput};
@@ -177,8 +177,7 @@ impl Scheduler {
         let most = self.setup.capacity.prefill_chunk;
         // Sizes are those of whole steps, rows that decode included.
         let least = most.min(mixed + PAGE_TOKENS);
-        let sizes = PROMPT_SIZES.into_iter().filter(|tokens| (least..most).contains(tokens));
-        let mut bearable = [most].into_iter().chain(sizes).filter(|tokens| self.is_bearable(*tokens, pace));
+        let mut bearable = self.bearable_sizes(least, pace);
         let rows = self.residents().filter(|sequence| sequence.decodes()).count();
         let (Some(step), true) = (pace.step(), rows > 0) else {
             return ((bearable.next().unwrap_or(least) - mixed).max(self.chunk_unit()), false);
@@ -210,19 +209,19 @@ impl Scheduler {
 
     /// Returns the maximum number of tokens of a plan that keeps to the plan limit.
     pub(super) fn bearable_tokens(&self, pace: &Pace) -> u32 {
-        let most = self.setup.capacity.prefill_chunk;
-        let sizes = PROMPT_SIZES.into_iter().filter(|tokens| *tokens < most);
-        let mut bearable = [most].into_iter().chain(sizes).filter(|tokens| self.is_bearable(*tokens, pace));
-        bearable.next().unwrap_or(most.min(PAGE_TOKENS))
+        let least = self.setup.capacity.prefill_chunk.min(PAGE_TOKENS);
+        self.bearable_sizes(least, pace).next().unwrap_or(least)
     }
 
-    /// Whether a prefill step of this many tokens keeps to the plan limit.
-    fn is_bearable(&self, tokens: u32, pace: &Pace) -> bool {
-        match self.setup.capacity.plan_limit {
+    /// Returns the sizes of prefill steps from `least` on that keep to the plan limit, the largest first.
+    fn bearable_sizes(&self, least: u32, pace: &Pace) -> impl Iterator<Item = u32> {
+        let Capacity { prefill_chunk: most, plan_limit, .. } = self.setup.capacity;
+        let sizes = PROMPT_SIZES.into_iter().filter(move |tokens| (least..most).contains(tokens));
+        [most].into_iter().chain(sizes).filter(move |tokens| match plan_limit {
             // Before anything is known of the device, the smallest chunk measures it.
-            Some(limit) => pace.chunk_at_most(tokens).is_some_and(|time| time <= limit),
+            Some(limit) => pace.chunk_at_most(*tokens).is_some_and(|time| time <= limit),
             None => true,
-        }
+        })
     }
 
     /// Makes the next prefill plan, which begins with `prompt`. The sequences `mixed` decode in it.

@@ -52,7 +52,7 @@ layout(constant_id = 8) const uint PLANNED = 0;
 layout(constant_id = 9) const uint PACKED = 0;
 layout(constant_id = 10) const uint GATED = 0;
 layout(constant_id = 11) const uint WAITS = 0;
-layout(constant_id = 12) const uint COMBINERS = 0; // workgroups after the splits; not with PLANNED
+layout(constant_id = 12) const uint COMBINERS = 0; // workgroups after the splits of a row, or after all rows' splits
 layout(constant_id = 13) const uint SCALE = 0;
 layout(constant_id = 14) const uint WINDOW = 0;
 layout(constant_id = 15) const uint SOFT_CAP = 0;
@@ -303,6 +303,12 @@ void main() {
         row = info.x;
         split = info.w & 255u;
         planned = info.w >> 8 & 255u;
+#if MATRIX == 1
+        if (WAITS == 1u && COMBINERS > 0u && split >= MOST_SPLITS) {
+            combine(row, head_group, split - MOST_SPLITS, planned, (info.y * HEAD_GROUPS + head_group) * PART, HEAD_GROUPS * PART);
+            return;
+        }
+#endif
         info.w >>= 16;
     }
     uint position = info.y;
@@ -331,7 +337,7 @@ void main() {
     uint parts = (PLANNED == 0u ? slot * splits : (gl_WorkGroupID.x - split) * HEAD_GROUPS + head_group) * PART;
     const uint each = PLANNED == 0u ? PART : HEAD_GROUPS * PART;
 #if MATRIX == 1
-    if (WAITS == 1u && COMBINERS > 0u && split >= splits && live > 1u) combine(row, head_group, split - splits, live, parts, each);
+    if (WAITS == 1u && PLANNED == 0u && COMBINERS > 0u && split >= splits && live > 1u) combine(row, head_group, split - splits, live, parts, each);
 #endif
     if (split >= live) return;
     uint table = info.z * max_pages;

@@ -7,7 +7,8 @@
 // rows   [rows][4] token, position, slot, valid
 // work   [units][4] row, position, slot, split | live << 8 | valid << 16, where `live` is the row's number of units;
 //        all zero beyond the last unit. A row's units are consecutive. Rows with several units come first, because they
-//        take longest
+//        take longest. Then [rows][COMBINERS][4] row, its first unit, slot, MOST + combiner | live << 8 | valid << 16: the
+//        workgroups that combine a row's units; all zero for a row that has one, or no sequence
 // One workgroup plans all rows. Traffic: 16 bytes per row and 16 bytes per unit.
 #include "common.glsl"
 
@@ -16,6 +17,7 @@ layout(constant_id = 1) const uint ROWS = 1;
 layout(constant_id = 2) const uint UNITS = 1;     // at least ROWS + `spread`
 layout(constant_id = 3) const uint MOST = 32;     // the maximum number of units of a row
 layout(constant_id = 4) const uint WINDOW = 0;    // number of tokens that a token sees, itself included; 0 for all
+layout(constant_id = 5) const uint COMBINERS = 0; // workgroups that combine the units of a row
 
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Words4Out { uvec4 v[]; };
 
@@ -65,7 +67,13 @@ void main() {
         }
         uvec4 info = rows.v[r];
         uint valid = info.w == 0u ? 0u : 1u;
-        if (IS_OWN_ROW) for (uint s = 0u; s < live; s++) work.v[at + s] = uvec4(r, info.y, info.z, s | (live << 8) | (valid << 16));
+        if (IS_OWN_ROW) {
+            uint code = live << 8 | valid << 16;
+            for (uint s = 0u; s < live; s++) work.v[at + s] = uvec4(r, info.y, info.z, s | code);
+            bool combined = live > 1u && valid == 1u;
+            for (uint c = 0u; c < COMBINERS; c++)
+                work.v[UNITS + r * COMBINERS + c] = combined ? uvec4(r, at, info.z, (MOST + c) | code) : uvec4(0u);
+        }
     }
     for (uint u = used + first; u < UNITS; u += step_) work.v[u] = uvec4(0u);
 }

@@ -1370,13 +1370,18 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch, KvFormat)>, tags
                     Some((matrices, ..)) => {
                         let threads = flash_threads(heads, index, matrices);
                         // As many units as there is room for partial results.
-                        let spread = Spread { units: (splits - 1) * count, least: 1 + index as u32 % 2 };
+                        let spread = Spread {
+                            units: (splits - 1) * count,
+                            least: 1 + index as u32 % 2,
+                            combiners: index as u32 % 3,
+                        };
                         let work =
                             cases.output(&format!("work.{turn}"), spread.bytes(count) as usize / 4, Expect::Exact);
                         let window = heads.scores.window;
                         let plan = plan_splits("plan".to_owned(), count, spread, window, args.rows, work);
                         cases.recording.call(plan);
-                        let split = Split::Planned { units: spread.most(count) };
+                        // Combining workgroups wait, which needs tags and a GPU: here the plan has them, and the call does not.
+                        let split = Split::Planned { rows: count, spread: Spread { combiners: 0, ..spread } };
                         let args = AttentionArgs { rows: work, ..args };
                         let shape = FlashDecodeShape { split, threads, packed: order, matrices };
                         flash_decode(label, heads, shape, flow, args)

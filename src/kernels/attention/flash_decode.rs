@@ -56,6 +56,9 @@ pub struct Spread {
     pub units: u32,
     /// The minimum number of pages per unit.
     pub least: u32,
+    /// The number of workgroups that combine the units of a row with several, for each KV head ([`combiners`]); 0 if
+    /// workgroups may not wait for others.
+    pub combiners: u32,
 }
 
 impl Spread {
@@ -64,9 +67,14 @@ impl Spread {
         rows + self.units
     }
 
+    /// Returns the number of the plan's entries for `rows` rows: units, then combining workgroups.
+    fn entries(self, rows: u32) -> u32 {
+        self.most(rows) + rows * self.combiners
+    }
+
     /// Returns the size of the plan in bytes.
     pub fn bytes(self, rows: u32) -> u64 {
-        u64::from(self.most(rows)) * 16
+        u64::from(self.entries(rows)) * 16
     }
 }
 
@@ -82,6 +90,7 @@ pub fn plan_splits(label: String, rows: u32, spread: Spread, window: Option<u32>
             units: spread.most(rows),
             most: MOST_SPLITS,
             window: window.unwrap_or(0),
+            combiners: spread.combiners,
         }
         .into_values(),
         args: PlanSplitsArgs { rows: table, work, spread: spread.units, least: spread.least }.into_args(),
@@ -101,23 +110,24 @@ pub enum Split {
     },
     /// A plan of `plan_splits`.
     Planned {
-        /// The number of units of the plan.
-        units: u32,
+        /// The number of rows.
+        rows: u32,
+        /// The plan's parameters.
+        spread: Spread,
     },
 }
 
-/// The number of invocations of a combining workgroup that work on the same splits, one for each quad of the output.
+/// The number of quads of the output that a combining workgroup has.
 const COMBINED_QUADS: u32 = 32;
 
-/// Returns the number of workgroups that combine the splits of a row and KV head: none if one split's workgroup has an
-/// invocation for each quad of the output. With fewer invocations it takes several turns, each as long as a read of
-/// the splits' results.
-fn combiners(heads: Heads, threads: u32) -> u32 {
+/// Returns the number of workgroups that combine the splits of a row and KV head: none if it would be more than `most`, or if
+/// one split's workgroup has an invocation for each quad of the output. With fewer invocations it takes several turns, each
+/// as long as a read of the splits' results.
+pub fn combiners(heads: Heads, threads: u32, most: u32) -> u32 {
     let quads = heads.group() / parts(heads) * heads.dim / 4;
-    match quads > threads && (heads.dim / 4).is_multiple_of(COMBINED_QUADS) && threads >= MOST_SPLITS {
-        true => quads / COMBINED_QUADS,
-        false => 0,
-    }
+    let count = quads / COMBINED_QUADS;
+    let divides = (heads.dim / 4).is_multiple_of(COMBINED_QUADS) && threads >= MOST_SPLITS;
+    if quads > threads && divides && count <= most { count } else { 0 }
 }
 
 /// The shape of a `flash_decode` call.
@@ -144,10 +154,13 @@ pub fn flash_decode(label: String, heads: Heads, shape: FlashDecodeShape, flow: 
     let (planned, combiners, groups) = match split {
         Split::Evenly { rows, splits } => {
             assert!(splits <= MOST_SPLITS, "{splits} splits");
-            let combiners = if waits && splits > 1 { combiners(heads, threads) } else { 0 };
+            let combiners = if waits && splits > 1 { combiners(heads, threads, u32::MAX) } else { 0 };
             (0, combiners, [splits + combiners, heads.kv * parts, rows])
         }
-        Split::Planned { units } => (1, 0, [units, heads.kv * parts, 1]),
+        Split::Planned { rows, spread } => {
+            assert!(spread.combiners == 0 || waits, "{spread:?}");
+            (1, spread.combiners, [spread.entries(rows), heads.kv * parts, 1])
+        }
     };
     let [scale, window, soft_cap] = heads.scores.words();
     let constants = FlashDecodeConstants {
@@ -222,7 +235,7 @@ pub(crate) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
     let word = |at: u32| memory.u32(args.rows, at);
     let rows: Vec<[u32; 4]> = match c.planned {
         0 => (0..rows).map(|row| [row, word(row * 4 + 1), word(row * 4 + 2), word(row * 4 + 3)]).collect(),
-        // Only the first unit of each row is taken: it stands for all of the row's units.
+        // Only the first unit of each row is taken: it stands for all of the row's units, and for those that combine them.
         _ => (0..groups)
             .map(|unit| std::array::from_fn(|i| word(unit * 4 + i as u32)))
             .filter(|[.., code]: &[u32; 4]| *code != 0 && code & 255 == 0)
@@ -259,9 +272,17 @@ pub(crate) fn reference_plan_splits(call: &Call, memory: &mut HostMemory) {
         let (live, valid) = (live(&info), u32::from(info[3] != 0));
         (0..live).map(move |split| [*row, info[1], info[2], split | live << 8 | valid << 16])
     });
-    for (unit, words) in (0..c.units).zip(units.chain(std::iter::repeat([0; 4]))) {
+    let units: Vec<[u32; 4]> = units.chain(std::iter::repeat([0; 4])).take(c.units as usize).collect();
+    let combining = (0..c.rows).flat_map(|row| {
+        let first = units.iter().position(|unit| unit[3] != 0 && unit[0] == row).unwrap_or(0);
+        let [_, _, slot, code] = units[first];
+        let several = code >> 16 != 0 && code >> 8 & 255 > 1;
+        let entry = move |i| if several { [row, first as u32, slot, code + c.most + i] } else { [0; 4] };
+        (0..c.combiners).map(entry)
+    });
+    for (entry, words) in (0..).zip(units.iter().copied().chain(combining)) {
         for (i, word) in (0..).zip(words) {
-            memory.set_u32(a.work, unit * 4 + i, word);
+            memory.set_u32(a.work, entry * 4 + i, word);
         }
     }
 }

@@ -194,13 +194,19 @@ impl Decoder<'_> {
     }
 
     /// Returns how the workgroups of a batch's attention are shared among its rows, or `None` for a single row, which
-    /// has all of them.
-    pub(super) fn spread(&self, heads: Heads, rows: u32, threads: u32) -> Option<flash_decode::Spread> {
+    /// has all of them. `waits`: whether workgroups may wait for others that were launched before them.
+    fn spread(&self, heads: Heads, rows: u32, threads: u32, waits: bool) -> Option<flash_decode::Spread> {
         // The buffer of partial results has room for this many units in addition to one per row.
         let room = (self.tuning.splits.min(flash_decode::MOST_SPLITS) - 1) * rows;
         let workgroups = heads.kv * flash_decode::parts(heads);
         let units = (self.tuning.spread * self.tuning.processors / workgroups).min(room);
-        (rows > 1).then_some(flash_decode::Spread { units, least: (threads / 32 * self.tuning.spread_pages).max(1) })
+        // More than there are processors take longer to launch than one workgroup takes to combine.
+        let most = self.tuning.processors / (rows * workgroups);
+        let combiners = if waits { flash_decode::combiners(heads, threads, most) } else { 0 };
+        // Where splits are combined by several workgroups, smaller ones pay.
+        let pages = if combiners > 0 { self.tuning.spread_pages.div_ceil(2) } else { self.tuning.spread_pages };
+        let least = (threads / 32 * pages).max(1);
+        (rows > 1).then_some(flash_decode::Spread { units, least, combiners })
     }
 
     /// Records the stages of the mixer except its output projection. `cache` is the prefix of the names of the layer's
@@ -293,7 +299,8 @@ impl Decoder<'_> {
             return Mixed::Rows(step.attention);
         };
         let threads = self.flash_threads(heads, rows, matrices);
-        let (split, table) = match self.spread(heads, rows, threads) {
+        let waits = step.generations.is_some() && matrices == Matrices::Cooperative;
+        let (split, table) = match self.spread(heads, rows, threads, waits) {
             Some(spread) => {
                 let window = heads.scores.window;
                 let name = name_of_kind("attention.work", self.plan_kind(block.attention));
@@ -301,7 +308,7 @@ impl Decoder<'_> {
                 if block.first {
                     r.call(flash_decode::plan_splits("plan".to_owned(), rows, spread, window, step.rows, work));
                 }
-                (Split::Planned { units: spread.most(rows) }, work)
+                (Split::Planned { rows, spread }, work)
             }
             None => {
                 let splits = self.tuning.splits.min(flash_decode::MOST_SPLITS);

@@ -29,14 +29,21 @@ pub(super) const PLAN_STEPS_MIN: u32 = 2;
 /// The maximum number of steps of a decode plan.
 pub(super) const PLAN_STEPS_MAX: u32 = 16;
 
+/// The number of consecutive prefill plans in which rows decode, before they have a decode plan of their own.
+const MIXED_IN_A_ROW: u32 = 32;
+
+/// The number of prefill plans that take turns with decode plans if a prefill step in which rows decode takes too long, however
+/// few tokens it has.
+const TURNS: u32 = 32;
+
 /// Whether a draft model can draft for all rows.
 enum CaughtUp {
     /// It can.
     Yes,
     /// Not before tokens are reported that it must compute.
     Unreported,
-    /// After this plan, or more of them.
-    By(StepPlan),
+    /// When it has computed these chunks, if they are `all`, or these and others.
+    By { chunks: Vec<Chunk>, all: bool },
 }
 
 impl Scheduler {
@@ -66,19 +73,6 @@ impl Scheduler {
         if least < 2 * drafts + 1 {
             drafts = 0;
         }
-        if drafts > 0 && self.setup.capacity.drafts.catches_up {
-            match self.catch_up(&rows, pace) {
-                CaughtUp::Yes => {}
-                CaughtUp::Unreported => {
-                    self.speculation.hold(drafts);
-                    return None;
-                }
-                CaughtUp::By(plan) => {
-                    self.speculation.hold(drafts);
-                    return Some(plan);
-                }
-            }
-        }
         let time = if drafts > 0 { pace.verify(sequences, drafts).or(pace.step()) } else { pace.step() };
         let measures = self.speculation.measures();
         let aim = if beside_prompt || dumps || constrained || measures { 1 } else { self.steps_aim(time, sequences) };
@@ -90,6 +84,23 @@ impl Scheduler {
             }
             if steps == 0 {
                 (drafts, steps) = (0, 1);
+            }
+        }
+        if drafts > 0 && self.setup.capacity.drafts.catches_up {
+            match self.catch_up(&rows, pace) {
+                CaughtUp::Yes => {}
+                CaughtUp::Unreported => {
+                    self.speculation.hold(drafts);
+                    return None;
+                }
+                // The rows do not wait until all is computed: they decode between its parts.
+                CaughtUp::By { .. } if self.caught_up_last => (drafts, steps) = (0, 1),
+                CaughtUp::By { chunks, all } => {
+                    if all {
+                        self.speculation.hold(drafts);
+                    }
+                    return Some(self.plan_catching_up(chunks));
+                }
             }
         }
         let tokens = |steps: u32| if drafts > 0 { steps * (drafts + 1) + drafts } else { steps };
@@ -125,6 +136,7 @@ impl Scheduler {
             slots.push(slot);
         }
         self.prefilled_last = false;
+        self.caught_up_last = false;
         let waits = !awaits.is_empty();
         self.unnamed = Some(Flight {
             slots: slots.clone(),
@@ -139,20 +151,24 @@ impl Scheduler {
         Some(StepPlan { changes, work: Some(Work::Decode { slots, steps, drafts, awaits: waits }) })
     }
 
-    /// Returns whether a draft model has all keys and values that it needs to draft for `rows`, or the plan by which it
-    /// computes them.
-    fn catch_up(&mut self, rows: &[SequenceId], pace: &Pace) -> CaughtUp {
+    /// Returns whether a draft model has all keys and values that it needs to draft for `rows`, or the chunks by which it
+    /// computes them, as many as a plan may have.
+    fn catch_up(&self, rows: &[SequenceId], pace: &Pace) -> CaughtUp {
         let prompts = self.setup.capacity.prompts;
         // A draft model is hardly slower than the model that it drafts for.
         let (mut left, mut chunks): (u32, Vec<Chunk>) = (self.bearable_tokens(pace), Vec::new());
+        let mut all = true;
         for id in rows {
-            let sequence = self.sequences.get_mut(*id).expect("rows are known");
+            let sequence = &self.sequences[*id];
             let (start, tokens) = match sequence.undrafted() {
                 Err(_) => return CaughtUp::Unreported,
                 Ok(None) => continue,
-                Ok(Some((start, tokens))) => (start, tokens[..tokens.len().min(left as usize)].to_vec()),
+                Ok(Some(undrafted)) => undrafted,
             };
-            if tokens.is_empty() || chunks.len() == prompts as usize {
+            let most = if chunks.len() < prompts as usize { left } else { 0 };
+            all &= tokens.len() <= most as usize;
+            let tokens = tokens[..tokens.len().min(most as usize)].to_vec();
+            if tokens.is_empty() {
                 continue;
             }
             left -= tokens.len() as u32;
@@ -160,9 +176,11 @@ impl Scheduler {
             let (next, restore, keeps) = (None, None, Vec::new());
             chunks.push(Chunk { slot, tokens, start, last: false, next, restore, keeps, score: None, pooled: 0..0 });
         }
-        if chunks.is_empty() {
-            return CaughtUp::Yes;
-        }
+        if chunks.is_empty() { CaughtUp::Yes } else { CaughtUp::By { chunks, all } }
+    }
+
+    /// Makes the plan by which a draft model computes `chunks`.
+    fn plan_catching_up(&mut self, chunks: Vec<Chunk>) -> StepPlan {
         for chunk in &chunks {
             let id = self.slots[chunk.slot.0 as usize].expect("rows hold slots");
             let sequence = self.sequences.get_mut(id).expect("rows are known");
@@ -172,9 +190,10 @@ impl Scheduler {
         }
         self.prefilled_last = false;
         let slots: Vec<Slot> = chunks.iter().map(|chunk| chunk.slot).collect();
-        let rows = slots.len() as u32;
-        self.unnamed = Some(Flight { slots, rows, steps_left: 1, ..Flight::default() });
-        CaughtUp::By(StepPlan { changes: self.take_leaves(), work: Some(Work::CatchUp { chunks }) })
+        let rows = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();
+        self.caught_up_last = true;
+        self.unnamed = Some(Flight { slots, catches_up: true, rows, steps_left: 1, ..Flight::default() });
+        StepPlan { changes: self.take_leaves(), work: Some(Work::CatchUp { chunks }) }
     }
 
     /// Tells the pool which pages of a sequence a draft model has computed.
@@ -208,11 +227,12 @@ impl Scheduler {
     }
 
     /// Returns the sequences that can decode in the next prefill step, ordered by slot: all that decode. `None` if none does,
-    /// or if they cannot all have a row there, so that prefill and decode plans take turns.
-    pub(super) fn mixed_rows(&self, pace: &Pace) -> Option<Vec<SequenceId>> {
+    /// if they cannot all have a row there, or if even the smallest such step takes too long, so that prefill and decode plans
+    /// take turns.
+    pub(super) fn mixed_rows(&mut self, pace: &Pace) -> Option<Vec<SequenceId>> {
         // Short steps share little with those of prompts, and delay them little.
         let least = self.setup.capacity.mixed_steps?;
-        if pace.step().is_none_or(|step| step < least) {
+        if self.turns_left > 0 || pace.step().is_none_or(|step| step < least) {
             return None;
         }
         // The mask of a constrained row comes after its last token, and logits are read back before the next step.
@@ -226,7 +246,19 @@ impl Scheduler {
         let fits = rows.len() < prompts as usize
             && rows.len() as u32 + PAGE_TOKENS <= prefill_chunk
             && self.pages_missing(&rows, 1) <= self.pool.free();
-        (fits && !rows.is_empty()).then_some(rows)
+        if !fits || rows.is_empty() {
+            return None;
+        }
+        // All is judged by the time of a decode step, which must be measured again now and then.
+        if self.mixed_in_a_row >= MIXED_IN_A_ROW {
+            self.mixed_in_a_row = 0;
+            return None;
+        }
+        if self.bearable_prompt_tokens(pace, rows.len() as u32).0.is_none() {
+            self.turns_left = TURNS;
+            return None;
+        }
+        Some(rows)
     }
 
     /// Gives `rows` a row each in the prefill plan that is being made, and returns their slots; none if there are too few

@@ -155,7 +155,9 @@ struct Flight {
     starts: Vec<u32>,
     /// The slots that the plan names, each once: those of the chunks, then those that decode.
     slots: Vec<Slot>,
-    /// The number of rows (decode) or tokens (prefill).
+    /// Whether a draft model catches up.
+    catches_up: bool,
+    /// The number of rows (decode) or tokens (prefill, catching up).
     rows: u32,
     /// The number of steps not reported yet.
     steps_left: u32,
@@ -217,6 +219,12 @@ pub struct Scheduler {
     unnamed: Option<Flight>,
     /// Whether the last plan was a prefill plan.
     prefilled_last: bool,
+    /// The number of plans for which prefill and decode plans take turns, although rows could decode in prefill plans.
+    turns_left: u32,
+    /// The number of prefill plans in a row in which rows decode.
+    mixed_in_a_row: u32,
+    /// Whether the last plan that was not a prefill plan was a draft model's catching up.
+    caught_up_last: bool,
     outputs: Vec<SchedulerOutput>,
     commands: Vec<ConstraintCommand>,
     next_id: u64,
@@ -269,6 +277,9 @@ impl Scheduler {
             flights: VecDeque::new(),
             unnamed: None,
             prefilled_last: false,
+            turns_left: 0,
+            mixed_in_a_row: 0,
+            caught_up_last: false,
             outputs: Vec::new(),
             commands: Vec::new(),
             next_id: 0,
@@ -652,7 +663,8 @@ impl Scheduler {
         flight.steps_left -= progress.steps;
         assert!(!progress.finished || flight.steps_left == 0, "a plan finished without all its steps");
         let completed = Completed {
-            phase: if flight.is_prefill() { names::SPAN_PREFILL } else { names::SPAN_DECODE },
+            // A draft model that catches up computes tokens like those of a prompt.
+            phase: if flight.is_prefill() || flight.catches_up { names::SPAN_PREFILL } else { names::SPAN_DECODE },
             rows: flight.rows,
             steps: progress.steps,
             cost: progress.cost,

@@ -174,13 +174,26 @@ impl Scheduler {
     /// plan limit and do not delay the rows that decode too much; and whether it is for a lone prompt that takes several plans.
     /// `mixed`: the number of rows that decode in the plan.
     pub(super) fn prompt_tokens_aim(&self, pace: &Pace, mixed: u32) -> (u32, bool) {
+        let (found, lone) = self.bearable_prompt_tokens(pace, mixed);
+        let least = self.least_size(mixed);
+        (found.unwrap_or(least - mixed).max(self.chunk_unit()), lone)
+    }
+
+    /// Returns the smallest size of a prefill step in which so many rows decode.
+    fn least_size(&self, mixed: u32) -> u32 {
+        let sizes = PROMPT_SIZES.into_iter().rev().find(|size| *size >= mixed + PAGE_TOKENS);
+        sizes.unwrap_or(u32::MAX).min(self.setup.capacity.prefill_chunk)
+    }
+
+    /// Like [`Scheduler::prompt_tokens_aim`]; `None` if a step of any size takes longer than it should.
+    pub(super) fn bearable_prompt_tokens(&self, pace: &Pace, mixed: u32) -> (Option<u32>, bool) {
         let most = self.setup.capacity.prefill_chunk;
         // Sizes are those of whole steps, rows that decode included.
-        let least = most.min(mixed + PAGE_TOKENS);
+        let least = self.least_size(mixed);
         let mut bearable = self.bearable_sizes(least, pace);
         let rows = self.residents().filter(|sequence| sequence.decodes()).count();
         let (Some(step), true) = (pace.step(), rows > 0) else {
-            return ((bearable.next().unwrap_or(least) - mixed).max(self.chunk_unit()), false);
+            return (bearable.next().map(|size| size - mixed), false);
         };
         let taken_in = || self.residents().filter(|s| s.state == SequenceState::Prefill);
         let prompts = taken_in().count() + self.waiting.len();
@@ -200,11 +213,11 @@ impl Scheduler {
             (true, _) => lasts_for(tokens, LONE_MIXED_TIME.clamp(step * least_tenths / 10, step * most_tenths / 10)),
             (false, _) => lasts(tokens, PROMPT_STEPS),
         };
-        let aim = bearable.find(|&tokens| fits(tokens)).unwrap_or(least);
+        let aim = bearable.find(|&tokens| fits(tokens));
         // What one plan could compute alone is not divided because rows decode in it.
         let whole = left().sum::<u32>();
-        let tokens = if whole <= aim && whole + mixed <= most { whole } else { aim - mixed };
-        (tokens.max(self.chunk_unit()), lone)
+        let tokens = aim.map(|aim| if whole <= aim && whole + mixed <= most { whole } else { aim - mixed });
+        (tokens, lone)
     }
 
     /// Returns the maximum number of tokens of a plan that keeps to the plan limit.
@@ -271,6 +284,8 @@ impl Scheduler {
             prompt = if room { self.next_prompt() } else { None };
         }
         let decoding = self.take_mixed_rows(mixed, &mut changes);
+        self.mixed_in_a_row = if decoding.is_empty() { 0 } else { self.mixed_in_a_row + 1 };
+        self.turns_left = self.turns_left.saturating_sub(1);
         self.prefilled_last = true;
         self.unnamed = Some(Flight {
             chunks: chunks.iter().map(|chunk| chunk.tokens.len() as u32).collect(),

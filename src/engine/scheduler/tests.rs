@@ -200,6 +200,79 @@ fn a_row_decodes_in_the_plans_of_a_prompt() {
     assert_eq!((decoding(&work), chunks(work.clone())), (&[Slot(0)][..], vec![(1, 0, 31, true)]));
 }
 
+/// Goal: rows that decode beside a long prompt have a decode plan now and then, so that the time of a step stays known, and
+/// plans take turns with the prompt's if a step with both takes too long.
+#[test]
+fn mixed_steps_are_interrupted_and_given_up_if_they_take_too_long() {
+    let mut setup = setup(2, 300);
+    setup.capacity.mixed_steps = Some(Duration::ZERO);
+    (setup.capacity.context, setup.context) = (4096, 4096);
+    let mut bench = Bench::new(setup);
+    bench.arrive(request("a", 5, 300));
+    assert_eq!(chunks(bench.work()), [(0, 0, 5, true)]);
+    bench.complete();
+    bench.arrive(request("b", 3000, 30));
+    let next = |bench: &mut Bench| {
+        let work = bench.work();
+        bench.complete();
+        work
+    };
+    for _ in 0..2 {
+        for plan in 0..32 {
+            assert_eq!(decoding(&next(&mut bench)), [Slot(0)], "plan {plan}");
+        }
+        assert_eq!(steps(next(&mut bench)), 1);
+    }
+    bench.pace.note_step(1, Duration::from_millis(4));
+    (0..9).for_each(|_| bench.pace.note_chunk(32, Duration::from_millis(20)));
+    for turn in 0..8 {
+        let work = next(&mut bench);
+        assert_eq!((decoding(&work), chunks(work.clone()).len()), (&[][..], 1), "turn {turn}");
+        assert_eq!(steps(next(&mut bench)), 1, "turn {turn}");
+        bench.pace.note_chunk(16, Duration::from_millis(3));
+        bench.pace.note_chunk(32, Duration::from_millis(4));
+    }
+}
+
+/// Goal: rows decode while a draft model catches up with many tokens.
+#[test]
+fn rows_do_not_wait_for_all_of_a_draft_models_catching_up() {
+    let mut setup = setup(2, 64);
+    setup.capacity.drafts = Drafts { most: 1, sequences: 1, always: true, catches_up: true, ..Drafts::default() };
+    let mut bench = Bench::new(setup);
+    // Two rows are too many for drafts.
+    bench.arrive(request("a", 5, 200));
+    bench.arrive(request("b", 5, 90));
+    while bench.finished().is_empty() {
+        match bench.work() {
+            Some(Work::Prefill { .. } | Work::Decode { drafts: 0, .. }) => bench.complete(),
+            work => panic!("{work:?}"),
+        }
+    }
+    let (mut parts, mut tokens) = (0, 0);
+    loop {
+        match bench.work() {
+            Some(Work::CatchUp { chunks }) => {
+                parts += 1;
+                tokens += chunks[0].tokens.len();
+                bench.complete();
+                let work = bench.work();
+                let drafts = match work {
+                    Some(Work::Decode { steps: 1, drafts: 0, .. }) => 0,
+                    Some(Work::Decode { drafts, .. }) => drafts,
+                    work => panic!("{work:?} after {parts} parts"),
+                };
+                bench.complete();
+                if drafts == 1 {
+                    break;
+                }
+            }
+            work => panic!("{work:?} after {parts} parts"),
+        }
+    }
+    assert!(parts >= 3 && tokens >= 85, "{tokens} tokens in {parts} parts of at most 32");
+}
+
 /// Goal: a draft model computes the tokens of steps without drafts once drafts are chosen again, when all of them are known,
 /// before the step that needs them.
 #[test]

@@ -9,6 +9,7 @@ use crate::gpu::error::StartError;
 use crate::gpu::executor::exchange::MOST_PARTS;
 use crate::gpu::matrix_units::promised;
 use crate::kernels::attention::PAGE_TOKENS;
+use crate::kernels::attention::flash::SHARING_PROMPTS;
 use crate::kernels::gemm::gemv_dots::DotsConfig;
 use crate::kernels::gemm::matmul::MatrixUnits;
 use crate::kernels::gemm::skinny::Matrices;
@@ -41,8 +42,8 @@ pub(crate) const SEEN_ROWS: u32 = 1024;
 /// The maximum number of prompts that share a step; others wait for the next one.
 pub(crate) const MOST_PROMPTS: u32 = 64;
 
-/// The time of a decode step in microseconds from which sequences decode in the steps of prompts.
-pub(crate) const MIXED_STEP_US: u32 = 2000;
+// `flash` shares the workgroups of a step's tiles by what each sees only if it has no more prompts than that.
+const _: () = assert!(MOST_PROMPTS <= SHARING_PROMPTS);
 
 /// The default number of slots on a CPU driver.
 pub(crate) const CPU_SLOTS: u32 = 4;
@@ -168,7 +169,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         e4m3_rows: 128,
         wgmma_folds: true,
         // On a CPU, a step of more rows takes as much longer.
-        mixed_steps: if cpu { 0 } else { MIXED_STEP_US },
+        mixed_steps: cpu.then_some(0),
         flash_wgmma: true,
         fp8_activations: false,
         wgmma_each: 16,

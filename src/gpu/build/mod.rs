@@ -648,7 +648,7 @@ impl Build<'_> {
             prefill_chunk: decoder.state.chunk,
             causal: self.checkpoint.config.causal,
             prompts: slots.min(MOST_PROMPTS),
-            mixed_steps: decoder.mixes_steps().then(|| Duration::from_micros(u64::from(decoder.tuning.mixed_steps))),
+            mixed_steps: decoder.mixed_steps(),
             buckets: recordings.decode.iter().map(|(rows, ..)| *rows).collect(),
             run_ahead: RUN_AHEAD,
             gates: decoder.tuning.gates,

@@ -132,7 +132,7 @@ impl Recordings {
         let inboxes = if each_step { INBOXES + RUN_AHEAD as usize * parts } else { INBOXES };
         let inboxes = (0..inboxes).map(|index| inbox_recordings(decoder, index)).collect();
         let head = decoder.stage.is_last().then(|| head_recordings(decoder));
-        let decode_rows = decoder.mixes_steps().then(|| decoder.decode_rows());
+        let decode_rows = decoder.mixed_steps().map(|_| decoder.decode_rows());
         let catch_up = buckets.iter().filter_map(|&rows| Some((rows, decoder.catch_up(rows)?))).collect();
         let exchange = ExchangeRecordings::default();
         let mut recordings = Recordings { decode, verify, prefill, catch_up, decode_rows, inboxes, head, exchange };

@@ -20,7 +20,7 @@ const THREADS: u32 = 128;
 const SHARED_BYTES: u32 = 48 * 1024;
 
 /// The maximum number of prompts of a step whose tiles are shared by several workgroups.
-const SHARING_PROMPTS: u32 = 64;
+pub const SHARING_PROMPTS: u32 = 64;
 
 /// The maximum number of pairs of a tile.
 const MOST_PAIRS: u32 = THREADS / 2;

@@ -380,7 +380,7 @@ impl Decoder<'_> {
         // With few tiles and long contexts, one workgroup per tile would leave compute units idle; and so would a sequence
         // with a long context that decodes in the step, whatever the number of tiles is.
         let tiles = way.tiles(heads, shape.rows()) * heads.kv;
-        let least = if self.mixes_steps() { LEAST_MIXED_SPLITS } else { 1 };
+        let least = if self.mixed_steps().is_some() { LEAST_MIXED_SPLITS } else { 1 };
         let splits = match way {
             FlashWay::Fragments(Matrices::Emulated) | FlashWay::Wgmma { .. } => 1,
             _ => (2 * self.tuning.processors / tiles).clamp(least, MOST_PROMPT_SPLITS),

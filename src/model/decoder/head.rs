@@ -14,6 +14,11 @@ use crate::kernels::shaders::{
     AdvanceArgs, ArgmaxArgs, DecodeRowsArgs, EmbedRowsArgs, MarkPromptArgs, SampleArgs, TakeLastArgs,
 };
 use crate::kernels::stream;
+use std::time::Duration;
+
+/// The time of a decode step in microseconds from which sequences decode in the steps of prompts: shorter steps share little
+/// with those of prompts.
+const MIXED_STEP_US: u32 = 2000;
 
 impl Decoder<'_> {
     /// Records the row table of a step and the rows' embeddings.
@@ -63,11 +68,17 @@ impl Decoder<'_> {
         }
     }
 
-    /// Whether sequences can decode in a prompt step. Recurrent state, drafts and several devices need what decode steps have
-    /// of their own, and a model whose prompts cannot be divided does not decode.
-    pub fn mixes_steps(&self) -> bool {
+    /// Returns the time of a decode step from which sequences decode in prompt steps; `None` if they never do. Recurrent state,
+    /// drafts and several devices need what decode steps have of their own, and a model whose prompts cannot be divided does
+    /// not decode.
+    pub fn mixed_steps(&self) -> Option<Duration> {
         let c = self.config;
-        self.tuning.mixed_steps > 0 && c.causal && c.delta.is_none() && self.drafts == 0 && self.stage.is_whole()
+        // Without matrices, one workgroup would compute all of a row's attention, however long its context is.
+        let rule =
+            || if self.all_heads().into_iter().all(|heads| self.flashes(heads).is_some()) { MIXED_STEP_US } else { 0 };
+        let least = self.tuning.mixed_steps.unwrap_or_else(rule);
+        let mixes = least > 0 && c.causal && c.delta.is_none() && self.drafts == 0 && self.stage.is_whole();
+        mixes.then(|| Duration::from_micros(u64::from(least)))
     }
 
     /// Returns the recording that completes the descriptor of a prompt step in which slots decode.

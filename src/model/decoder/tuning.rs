@@ -105,8 +105,8 @@ pub struct Tuning {
     /// The limit is twice as large for narrow models.
     pub fold_rows: u32,
     /// The time of a decode step in microseconds from which sequences decode in prompt steps while there are prompts, where
-    /// the model allows ([`Decoder::mixes_steps`](super::Decoder::mixes_steps)); 0 for never.
-    pub mixed_steps: u32,
+    /// the model allows ([`Decoder::mixed_steps`](super::Decoder::mixed_steps)); 0 for never. `None`: by the device's rule.
+    pub mixed_steps: Option<u32>,
     /// Whether the activations of a decode step carry generation tags that their consumers poll, so that no barriers
     /// are needed between them.
     pub tags: bool,
@@ -264,9 +264,12 @@ impl Tuning {
             "broken_step" => &mut self.broken_step,
             "broken_every" => &mut self.broken_every,
             "retry_ms" => &mut self.retry_ms,
-            "mixed_steps" => &mut self.mixed_steps,
             "ptx" => {
                 self.ptx = value != 0;
+                return true;
+            }
+            "mixed_steps" => {
+                self.mixed_steps = Some(value);
                 return true;
             }
             "fp8_activations" => {

@@ -28,11 +28,12 @@ install: build
 	@deploy/package.sh install "$(DESTDIR)" "$(PREFIX)"
 
 # The program that is packed is smaller than that of `make build`, and takes longer to build. Identical functions are folded
-# where the linker, of which Rust brings its own on x86_64, can.
+# where the linker, of which Rust brings its own on x86_64, can, and only small functions are inlined.
 COMMA := ,
 FOLD = $(if $(filter x86_64,$(shell uname -m)),-C link-arg=-Wl$(COMMA)--icf=all)
+INLINE = -C llvm-args=-inline-threshold=75
 dist:
-	@RUSTFLAGS="$(RUSTFLAGS) $(FOLD)" OSTINATO_COMMIT=$(COMMIT) $(CARGO) build --profile distributed --locked --no-default-features
+	@RUSTFLAGS="$(RUSTFLAGS) $(FOLD) $(INLINE)" OSTINATO_COMMIT=$(COMMIT) $(CARGO) build --profile distributed --locked --no-default-features
 	@deploy/package.sh dist
 
 test-dist: dist

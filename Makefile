@@ -53,6 +53,9 @@ setup:
 setup-test:
 	@deploy/setup.sh test
 
+# In a clean clone nothing is compiled twice, so files for incremental compilation are not written: 80 s of CPU less. Where
+# there are some, the next change profits from them.
+test: export CARGO_INCREMENTAL := $(if $(wildcard $(or $(CARGO_TARGET_DIR),target)/debug/incremental),1,0)
 test: setup-test
 	$(CARGO) fmt --check
 	$(CARGO) clippy --all-targets --locked -- -D warnings

@@ -39,6 +39,8 @@ cleanup() {
 }
 trap cleanup EXIT
 tar --extract --file "$cache" --directory "$root"
+# The folder is only root's until now, and so would be everything in the root.
+chmod 755 "$root"
 bind() {
     mkdir -p "$root$2"
     mount --bind "$1" "$root$2"

@@ -202,7 +202,9 @@ impl Decoder<'_> {
         let units = (self.tuning.spread * self.tuning.processors / workgroups).min(room);
         // More than there are processors take longer to launch than one workgroup takes to combine.
         let most = self.tuning.processors / (rows * workgroups);
-        let combiners = if waits { flash_decode::combiners(heads, threads, most) } else { 0 };
+        // Measured for heads of 256 dimensions only.
+        let combines = waits && heads.dim >= 256;
+        let combiners = if combines { flash_decode::combiners(heads, threads, most) } else { 0 };
         // Where splits are combined by several workgroups, smaller ones pay.
         let pages = if combiners > 0 { self.tuning.spread_pages.div_ceil(2) } else { self.tuning.spread_pages };
         let least = (threads / 32 * pages).max(1);

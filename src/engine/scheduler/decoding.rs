@@ -32,8 +32,7 @@ pub(super) const PLAN_STEPS_MAX: u32 = 16;
 /// The number of consecutive prefill plans in which rows decode, before they have a decode plan of their own.
 const MIXED_IN_A_ROW: u32 = 32;
 
-/// The number of prefill plans that take turns with decode plans if a prefill step in which rows decode takes too long, however
-/// few tokens it has.
+/// The number of prefill plans that take turns with decode plans if rows would wait longer in the smallest prefill step.
 const TURNS: u32 = 32;
 
 /// Whether a draft model can draft for all rows.
@@ -42,8 +41,8 @@ enum CaughtUp {
     Yes,
     /// Not before tokens are reported that it must compute.
     Unreported,
-    /// When it has computed these chunks, if they are `all`, or these and others.
-    By { chunks: Vec<Chunk>, all: bool },
+    /// When it has computed these chunks, or these and others.
+    By(Vec<Chunk>),
 }
 
 impl Scheduler {
@@ -94,11 +93,12 @@ impl Scheduler {
                     return None;
                 }
                 // The rows do not wait until all is computed: they decode between its parts.
-                CaughtUp::By { .. } if self.caught_up_last => (drafts, steps) = (0, 1),
-                CaughtUp::By { chunks, all } => {
-                    if all {
-                        self.speculation.hold(drafts);
-                    }
+                CaughtUp::By(_) if self.caught_up_last => {
+                    self.speculation.hold(drafts);
+                    (drafts, steps) = (0, 1);
+                }
+                CaughtUp::By(chunks) => {
+                    self.speculation.hold(drafts);
                     return Some(self.plan_catching_up(chunks));
                 }
             }
@@ -137,6 +137,7 @@ impl Scheduler {
         }
         self.prefilled_last = false;
         self.caught_up_last = false;
+        self.mixed_in_a_row = 0;
         let waits = !awaits.is_empty();
         self.unnamed = Some(Flight {
             slots: slots.clone(),
@@ -157,18 +158,14 @@ impl Scheduler {
         let prompts = self.setup.capacity.prompts;
         // A draft model is hardly slower than the model that it drafts for.
         let (mut left, mut chunks): (u32, Vec<Chunk>) = (self.bearable_tokens(pace), Vec::new());
-        let mut all = true;
         for id in rows {
             let sequence = &self.sequences[*id];
             let (start, tokens) = match sequence.undrafted() {
                 Err(_) => return CaughtUp::Unreported,
                 Ok(None) => continue,
-                Ok(Some(undrafted)) => undrafted,
+                Ok(Some((start, tokens))) => (start, tokens[..tokens.len().min(left as usize)].to_vec()),
             };
-            let most = if chunks.len() < prompts as usize { left } else { 0 };
-            all &= tokens.len() <= most as usize;
-            let tokens = tokens[..tokens.len().min(most as usize)].to_vec();
-            if tokens.is_empty() {
+            if tokens.is_empty() || chunks.len() == prompts as usize {
                 continue;
             }
             left -= tokens.len() as u32;
@@ -176,7 +173,7 @@ impl Scheduler {
             let (next, restore, keeps) = (None, None, Vec::new());
             chunks.push(Chunk { slot, tokens, start, last: false, next, restore, keeps, score: None, pooled: 0..0 });
         }
-        if chunks.is_empty() { CaughtUp::Yes } else { CaughtUp::By { chunks, all } }
+        if chunks.is_empty() { CaughtUp::Yes } else { CaughtUp::By(chunks) }
     }
 
     /// Makes the plan by which a draft model computes `chunks`.
@@ -227,8 +224,7 @@ impl Scheduler {
     }
 
     /// Returns the sequences that can decode in the next prefill step, ordered by slot: all that decode. `None` if none does,
-    /// if they cannot all have a row there, or if even the smallest such step takes too long, so that prefill and decode plans
-    /// take turns.
+    /// if they cannot all have a row there, or if they wait less for a token where prefill and decode plans take turns.
     pub(super) fn mixed_rows(&mut self, pace: &Pace) -> Option<Vec<SequenceId>> {
         // Short steps share little with those of prompts, and delay them little.
         let least = self.setup.capacity.mixed_steps?;
@@ -254,11 +250,23 @@ impl Scheduler {
             self.mixed_in_a_row = 0;
             return None;
         }
-        if self.bearable_prompt_tokens(pace, rows.len() as u32).0.is_none() {
+        let count = rows.len() as u32;
+        if self.bearable_prompt_tokens(pace, count).0.is_none() && self.turns_are_shorter(pace, count) {
             self.turns_left = TURNS;
             return None;
         }
         Some(rows)
+    }
+
+    /// Whether so many rows wait less for a token if prefill and decode plans take turns than in the smallest prefill step with
+    /// them.
+    fn turns_are_shorter(&self, pace: &Pace, rows: u32) -> bool {
+        let time = |tokens| pace.chunk(tokens, self.choices.1);
+        let alone = self.bearable_prompt_tokens(pace, 0).0.and_then(time);
+        match (alone, pace.step(), time(self.least_size(rows))) {
+            (Some(alone), Some(step), Some(mixed)) => alone + step < mixed,
+            _ => false,
+        }
     }
 
     /// Gives `rows` a row each in the prefill plan that is being made, and returns their slots; none if there are too few

@@ -180,7 +180,7 @@ impl Scheduler {
     }
 
     /// Returns the smallest size of a prefill step in which so many rows decode.
-    fn least_size(&self, mixed: u32) -> u32 {
+    pub(super) fn least_size(&self, mixed: u32) -> u32 {
         let sizes = PROMPT_SIZES.into_iter().rev().find(|size| *size >= mixed + PAGE_TOKENS);
         sizes.unwrap_or(u32::MAX).min(self.setup.capacity.prefill_chunk)
     }
@@ -240,8 +240,8 @@ impl Scheduler {
     /// Makes the next prefill plan, which begins with `prompt`. The sequences `mixed` decode in it.
     pub(super) fn plan_prefill(&mut self, prompt: Prompt, mixed: &[SequenceId], pace: &Pace, now: Instant) -> StepPlan {
         let mut prompt = Some(prompt);
-        self.choices.1 += 1;
         let (mut left, lone) = self.prompt_tokens_aim(pace, mixed.len() as u32);
+        self.choices.1 += 1;
         let mut changes = self.take_leaves();
         let most_chunks = self.setup.capacity.prompts as usize - mixed.len();
         let mut chunks: Vec<Chunk> = Vec::new();

@@ -234,43 +234,64 @@ fn mixed_steps_are_interrupted_and_given_up_if_they_take_too_long() {
     }
 }
 
-/// Goal: rows decode while a draft model catches up with many tokens.
+/// Goal: each of many short prompts shares its plan with the row that decodes, if that has plans of its own between them.
+#[test]
+fn short_prompts_one_after_the_other_all_have_plans_with_the_row() {
+    let mut setup = setup(2, 200);
+    setup.capacity.mixed_steps = Some(Duration::ZERO);
+    (setup.capacity.context, setup.context) = (2048, 2048);
+    let mut bench = Bench::new(setup);
+    bench.arrive(request("a", 5, 2000));
+    assert_eq!(chunks(bench.work()), [(0, 0, 5, true)]);
+    bench.complete();
+    for index in 0..40 {
+        bench.arrive(request(&format!("b{index}"), 10, 2));
+        let work = bench.work();
+        assert_eq!(decoding(&work), [Slot(0)], "prompt {index}");
+        bench.complete();
+        steps(bench.work());
+        bench.complete();
+        bench.finished();
+    }
+}
+
+/// Goal: rows decode while a draft model catches up with many tokens, and what it catches up for is done afterwards. Method:
+/// drafts that are always wanted, and such that are tried now and then.
 #[test]
 fn rows_do_not_wait_for_all_of_a_draft_models_catching_up() {
-    let mut setup = setup(2, 64);
-    setup.capacity.drafts = Drafts { most: 1, sequences: 1, always: true, catches_up: true, ..Drafts::default() };
-    let mut bench = Bench::new(setup);
-    // Two rows are too many for drafts.
-    bench.arrive(request("a", 5, 200));
-    bench.arrive(request("b", 5, 90));
-    while bench.finished().is_empty() {
-        match bench.work() {
-            Some(Work::Prefill { .. } | Work::Decode { drafts: 0, .. }) => bench.complete(),
-            work => panic!("{work:?}"),
+    for always in [true, false] {
+        let mut setup = setup(2, 300);
+        setup.capacity.drafts = Drafts { most: 1, sequences: 1, always, catches_up: true, ..Drafts::default() };
+        (setup.capacity.context, setup.context) = (4096, 4096);
+        let mut bench = Bench::new(setup);
+        bench.pace.note_step(1, Duration::from_millis(1));
+        bench.pace.note_verify(1, 1, Duration::from_millis(9));
+        // Two rows are too many for drafts.
+        bench.arrive(request("a", 5, 3000));
+        bench.arrive(request("b", 5, 90));
+        // Plans may only take notice of sequences that have ended.
+        let next = |bench: &mut Bench| {
+            let work = std::iter::from_fn(|| bench.plan()).find_map(|plan| plan.work).expect("there is work");
+            bench.complete();
+            work
+        };
+        let mut work = next(&mut bench);
+        while !matches!(work, Work::CatchUp { .. }) {
+            assert!(matches!(work, Work::Prefill { .. } | Work::Decode { drafts: 0, .. }), "{work:?}");
+            work = next(&mut bench);
         }
-    }
-    let (mut parts, mut tokens) = (0, 0);
-    loop {
-        match bench.work() {
-            Some(Work::CatchUp { chunks }) => {
-                parts += 1;
-                tokens += chunks[0].tokens.len();
-                bench.complete();
-                let work = bench.work();
-                let drafts = match work {
-                    Some(Work::Decode { steps: 1, drafts: 0, .. }) => 0,
-                    Some(Work::Decode { drafts, .. }) => drafts,
-                    work => panic!("{work:?} after {parts} parts"),
-                };
-                bench.complete();
-                if drafts == 1 {
-                    break;
-                }
+        let (mut parts, mut tokens) = (0, 0);
+        while let Work::CatchUp { chunks } = work {
+            parts += 1;
+            tokens += chunks[0].tokens.len();
+            work = next(&mut bench);
+            if let Work::Decode { steps: 1, drafts: 0, .. } = work {
+                work = next(&mut bench);
             }
-            work => panic!("{work:?} after {parts} parts"),
         }
+        assert!(matches!(work, Work::Decode { drafts: 1, .. }), "{work:?} after {parts} parts");
+        assert!(parts >= 3 && tokens >= 85, "{tokens} tokens in {parts} parts of at most 32");
     }
-    assert!(parts >= 3 && tokens >= 85, "{tokens} tokens in {parts} parts of at most 32");
 }
 
 /// Goal: a draft model computes the tokens of steps without drafts once drafts are chosen again, when all of them are known,

@@ -86,21 +86,16 @@ impl Scheduler {
             }
         }
         if drafts > 0 && self.setup.capacity.drafts.catches_up {
-            match self.catch_up(&rows, pace) {
+            let caught_up = self.catch_up(&rows, pace);
+            if !matches!(caught_up, CaughtUp::Yes) {
+                self.speculation.hold(drafts);
+            }
+            match caught_up {
                 CaughtUp::Yes => {}
-                CaughtUp::Unreported => {
-                    self.speculation.hold(drafts);
-                    return None;
-                }
+                CaughtUp::Unreported => return None,
                 // The rows do not wait until all is computed: they decode between its parts.
-                CaughtUp::By(_) if self.caught_up_last => {
-                    self.speculation.hold(drafts);
-                    (drafts, steps) = (0, 1);
-                }
-                CaughtUp::By(chunks) => {
-                    self.speculation.hold(drafts);
-                    return Some(self.plan_catching_up(chunks));
-                }
+                CaughtUp::By(_) if self.caught_up_last => (drafts, steps) = (0, 1),
+                CaughtUp::By(chunks) => return Some(self.plan_catching_up(chunks)),
             }
         }
         let tokens = |steps: u32| if drafts > 0 { steps * (drafts + 1) + drafts } else { steps };

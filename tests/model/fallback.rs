@@ -74,7 +74,8 @@ fn texts(host: &Host, count: u32) -> Vec<Vec<u32>> {
     })
 }
 
-/// Returns the number of barriers per step of the last plan.
+/// Returns the number of barriers per step of the last plan. Where that plan changes slots, its one further barrier counts
+/// too, divided by the number of its steps, which depends on the measured pace.
 fn barriers(host: &Host) -> f64 {
     let (_, replica) = host.route("", "").expect("one model");
     let last = replica.steps(1).pop().expect("steps ran");
@@ -104,7 +105,8 @@ fn a_fault_at_the_start_or_in_a_text_costs_no_token() {
         let (host, said) = start(&vulkan, path, 1, &["tags=1", "retry_ms=600000", plan]);
         assert!(said.is_empty(), "{said:?}");
         assert_eq!(texts(&host, 1), wanted, "{plan}");
-        assert!(barriers(&host) >= with, "{plan}: {} barriers a step after the fault", barriers(&host));
+        let after = barriers(&host);
+        assert!(after >= with - 1.0, "{plan}: {after} barriers a step after the fault, {with} before");
         assert_eq!(texts(&host, 1), wanted, "{plan}: a second text");
         assert_eq!(faults(&host), 1, "{plan}");
     }

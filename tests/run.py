@@ -3,7 +3,7 @@
 
 `cargo test` runs one program after the other, so that cores idle while the last long test of each program runs, and
 SwiftShader compiles on one thread per process. Here a process has the tests of one module, or one test where tests are
-long. What a process prints is shown if it fails. At the end a table shows the seconds of each program.
+long and share nothing. What a process prints is shown if it fails. At the end a table shows the seconds of each program.
 """
 
 import collections
@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Programs of which each test is a process: their tests are long, and most compile shaders.
-BY_TEST = ["model", "kernels", "device"]
+BY_TEST = ["kernels"]
 # Programs that are one process, because their tests take turns or share what is started once.
 WHOLE = ["ostinato", "bad_input", "engine", "hostile", "otlp", "traces"]
 # Programs whose tests wait for other processes, or for limits of time: they run one after the other beside those that keep

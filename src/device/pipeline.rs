@@ -193,6 +193,11 @@ impl Pipeline {
         Ok(executables)
     }
 
+    /// Whether there is a clone of it.
+    pub fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.0) > 1
+    }
+
     pub(super) fn raw(&self) -> vk::Pipeline {
         self.0.raw
     }

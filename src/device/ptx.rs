@@ -64,6 +64,11 @@ impl std::fmt::Debug for Program {
 }
 
 impl Program {
+    /// Whether there is a clone of it.
+    pub fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.0) > 1
+    }
+
     /// Compiles a program. Several threads may compile programs at the same time. The driver keeps the results in a
     /// cache of its own, in the user's home directory if that can be written.
     ///

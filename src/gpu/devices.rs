@@ -28,6 +28,7 @@ use crate::host::source::{BuildError, ModelSource};
 use crate::host::{DeviceMemory, DeviceReport, DeviceStatus, MemoryShare, ServedDevice};
 use crate::host::{Host, ModelInfo, ServedModel};
 use crate::kernels::gemm::skinny::Matrices;
+use crate::kernels::region::PipelineTable;
 use crate::memory::{Arena, StagingRing};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::demo;
@@ -59,6 +60,7 @@ pub struct OpenDevice {
     pub(crate) transfer: Arc<Transfer>,
     pub(crate) ring: StagingRing,
     pub(crate) loader: Loader,
+    pub(crate) pipelines: PipelineTable,
     pub(crate) multiplies: Multiplies,
     /// Why the device does not run `wgmma`, if it does not.
     pub(crate) ptx: Result<(), String>,
@@ -67,7 +69,7 @@ pub struct OpenDevice {
 }
 
 /// How a device is used.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct DeviceUse {
     /// How finely its work is timed.
     pub(crate) gpu_time: GpuTime,
@@ -114,6 +116,7 @@ impl OpenDevice {
                 _ => Err("the device has no matrix units that the kernels use".to_owned()),
             },
             multiplies,
+            pipelines: PipelineTable::default(),
             building: Mutex::default(),
             compute: Arc::new(Compute::spawn(Arc::clone(&device), gpu_time, turns)?),
             loader: Loader::spawn(Arc::clone(&transfer), ring.clone(), None)?,
@@ -225,13 +228,14 @@ pub fn start(config: &Config, progress: &dyn Progress) -> Result<Host, StartErro
 
 /// Like [`start`], on the caller's instance. Tests use it to read the instance's validation messages.
 pub fn start_on(instance: &Instance, config: &Config, progress: &dyn Progress) -> Result<Host, StartError> {
-    let devices = Arc::new(Devices {
-        instance: instance.clone(),
-        runtime: config.runtime.clone(),
-        gpu_time: config.telemetry.gpu_time,
-        open: Mutex::default(),
-        opening: Mutex::default(),
-    });
+    start_with(&Arc::new(OpenDevices::new(instance)), config, progress)
+}
+
+/// Like [`start`], on devices that hosts of one process share: they stay open until the last of those hosts is dropped and
+/// `opened` with it, and a host finds the pipelines that another has built.
+pub fn start_with(opened: &Arc<OpenDevices>, config: &Config, progress: &dyn Progress) -> Result<Host, StartError> {
+    let (runtime, gpu_time) = (config.runtime.clone(), config.telemetry.gpu_time);
+    let devices = Arc::new(Devices { opened: Arc::clone(opened), runtime, gpu_time });
     // Checks the device selection of all models before opening the first device.
     config.models.iter().try_for_each(|model| devices.check(model))?;
     let host = Host::of(&config.models, config.server.queue_limit as usize, Box::new(devices));
@@ -252,31 +256,61 @@ impl Waits {
     const NONE: Waits = Waits { polls: false, tags: false };
 }
 
-/// Builds models on the machine's devices.
+/// The open devices of an instance, each opened when a model first needs it.
 #[derive(Debug)]
-struct Devices {
+pub struct OpenDevices {
     instance: Instance,
-    runtime: config::Runtime,
-    gpu_time: GpuTime,
-    /// The open devices, by adapter index.
-    open: Mutex<BTreeMap<usize, Arc<OpenDevice>>>,
+    /// The devices and how each is used, by adapter index.
+    open: Mutex<BTreeMap<usize, (DeviceUse, Arc<OpenDevice>)>>,
     /// Locked while a device is opened, which takes a while.
     opening: Mutex<()>,
 }
 
-impl Devices {
-    fn open(&self) -> MutexGuard<'_, BTreeMap<usize, Arc<OpenDevice>>> {
+impl OpenDevices {
+    /// Returns an instance's devices, none of them open.
+    pub fn new(instance: &Instance) -> OpenDevices {
+        OpenDevices { instance: instance.clone(), open: Mutex::default(), opening: Mutex::default() }
+    }
+
+    fn open(&self) -> MutexGuard<'_, BTreeMap<usize, (DeviceUse, Arc<OpenDevice>)>> {
         // Every change of the map is a single operation, so a panic leaves it valid.
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Returns the device of an adapter. Opens it if it is not open, or lost, or used otherwise.
+    fn of(&self, adapter: &Adapter, used: DeviceUse, cache: Option<&Path>) -> Result<Arc<OpenDevice>, StartError> {
+        let _one_at_a_time = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((as_before, opened)) = self.open().get(&adapter.index)
+            && *as_before == used
+            && !opened.device.is_lost()
+        {
+            return Ok(Arc::clone(opened));
+        }
+        let opened = Arc::new(OpenDevice::open(&self.instance, adapter, cache, used)?);
+        let before = self.open().insert(adapter.index, (used, Arc::clone(&opened)));
+        // Dropped without the lock on the map: if this was the last reference to the device before, dropping it ends its
+        // actors.
+        drop(before);
+        Ok(opened)
+    }
+}
+
+/// Builds models on the machine's devices.
+#[derive(Debug)]
+struct Devices {
+    opened: Arc<OpenDevices>,
+    runtime: config::Runtime,
+    gpu_time: GpuTime,
+}
+
+impl Devices {
     /// Returns the devices of each replica, of a split one in the order of its stages.
     fn choose(&self, model: &config::Model) -> Result<Vec<Vec<Adapter>>, StartError> {
         model.replicas.iter().map(|replica| self.choose_for(model, replica)).collect()
     }
 
     fn choose_for(&self, model: &config::Model, placement: &config::Placement) -> Result<Vec<Adapter>, StartError> {
-        let adapters = self.instance.adapters();
+        let adapters = self.opened.instance.adapters();
         if placement.split.is_none() {
             return Ok(vec![choose(&adapters, placement.device.as_ref())?.clone()]);
         }
@@ -296,19 +330,9 @@ impl Devices {
     }
 
     fn opened(&self, adapter: &Adapter) -> Result<Arc<OpenDevice>, StartError> {
-        let _one_at_a_time = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(opened) = self.open().get(&adapter.index).filter(|opened| !opened.device.is_lost()) {
-            return Ok(Arc::clone(opened));
-        }
-        let cache = self.runtime.cache_directory.as_deref();
         let ptx = self.runtime.ptx.unwrap_or_else(|| takes_ptx(&self.runtime.tune));
         let used = DeviceUse { gpu_time: self.gpu_time, ptx, turns: self.runtime.turns };
-        let opened = Arc::new(OpenDevice::open(&self.instance, adapter, cache, used)?);
-        let lost = self.open().insert(adapter.index, Arc::clone(&opened));
-        // Dropped without the lock on the map: if this was the last reference to the lost device, dropping it ends its
-        // actors.
-        drop(lost);
-        Ok(opened)
+        self.opened.of(adapter, used, self.runtime.cache_directory.as_deref())
     }
 
     /// Builds the executor of a replica, with its weights loaded, on one device or split over several.
@@ -540,12 +564,12 @@ impl ModelSource for Arc<Devices> {
     }
 
     fn devices(&self) -> Vec<ServedDevice> {
-        let served = |opened: &Arc<OpenDevice>| ServedDevice {
+        let served = |(_, opened): &(DeviceUse, Arc<OpenDevice>)| ServedDevice {
             info: device_info(opened.device.adapter()),
             memory: Vec::new(),
             status: Some(Arc::clone(opened) as Arc<dyn DeviceStatus>),
         };
-        self.open().values().map(served).collect()
+        self.opened.open().values().map(served).collect()
     }
 
     fn build(&self, model: &config::Model, attempt: &LoadAttempt<'_>) -> Result<ServedModel, BuildError> {

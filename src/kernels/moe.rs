@@ -256,15 +256,15 @@ impl Grouped {
         // `panel` dequantises codes once for all rows of a tile, and `tiled` reads numbers only.
         if format.codes().is_some() {
             return match (matrices, each) {
-                (Matrices::Emulated, ..=16) => panel(128, 1, 1, 1),
-                (Matrices::Emulated, _) => panel(128, 1, 1, 2),
+                (Matrices::Emulated, ..=16) => panel(64, 1, 1, 1),
+                (Matrices::Emulated, _) => panel(64, 1, 1, 2),
                 (Matrices::Cooperative, ..=12) => panel(128, 1, 1, 1),
                 (Matrices::Cooperative, ..=24) => panel(128, 1, 1, 2),
                 (Matrices::Cooperative, _) => panel(128, 2, 1, 4),
             };
         }
         match (matrices, each) {
-            (Matrices::Emulated, ..=32) => panel(128, 1, 1, 1),
+            (Matrices::Emulated, ..=32) => panel(64, 1, 1, 1),
             (Matrices::Emulated, _) => (TILE_TOKENS, Grouped::Tiled(Tile::Plain)),
             (Matrices::Cooperative, ..=12) => panel(128, 2, 4, 1),
             (Matrices::Cooperative, ..=24) => panel(128, 4, 1, 2),
@@ -477,9 +477,9 @@ impl Mlp {
         let config = |threads: u32, tiles, ahead| SkinnyConfig { threads, tiles, ahead };
         let runs = [run_of(&self.gate_up), run_of(&self.down)];
         let mut configs = match (matrices, rows) {
-            (Matrices::Emulated, _) if runs != [1, 1] => [config(128, 1, runs[0]), config(128, 1, runs[1])],
+            (Matrices::Emulated, _) if runs != [1, 1] => [config(64, 1, runs[0]), config(64, 1, runs[1])],
             (Matrices::Cooperative, _) if runs != [1, 1] => [config(128, 2, runs[0]), config(512, 1, runs[1])],
-            (Matrices::Emulated, _) => [config(128, 1, 2); 2],
+            (Matrices::Emulated, _) => [config(64, 1, 2); 2],
             (Matrices::Cooperative, 1) => [config(256, 4, 2), config(512, 1, 4)],
             (Matrices::Cooperative, 2..=4) => [config(128, 2, 4), config(512, 1, 4)],
             (Matrices::Cooperative, _) => [config(128, 4, 4), config(512, 1, 2)],

@@ -14,7 +14,7 @@ use crate::telemetry::clock::cpu_time;
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// An error while a region is built.
@@ -80,19 +80,61 @@ pub struct BuiltPipeline {
     pub result: Result<Vec<Executable>, DeviceError>,
 }
 
-/// The pipelines of a device, each built once.
+/// The pipelines of some recordings, each built once.
 #[derive(Debug)]
 pub struct Pipelines {
     built: HashMap<Key, Kernel>,
 }
 
-/// A built kernel.
-#[derive(Debug)]
+/// The pipelines of a device that models have in common, also with those that are loaded later: drivers of CPUs, and others
+/// with an empty cache, compile for seconds.
+#[derive(Debug, Default)]
+pub struct PipelineTable {
+    built: Mutex<HashMap<Key, Kernel>>,
+}
+
+/// The number of pipelines in a [`PipelineTable`] above which those that no model uses leave it. A model has 30 to 300.
+const MOST_KEPT: usize = 2048;
+
+/// A built kernel; clones share it.
+#[derive(Clone, Debug)]
 enum Kernel {
     /// A pipeline, of SPIR-V.
     Pipeline(Pipeline),
     /// A program, of PTX.
     Program(Program),
+}
+
+impl Kernel {
+    /// Whether there is a clone of it.
+    fn is_shared(&self) -> bool {
+        match self {
+            Kernel::Pipeline(pipeline) => pipeline.is_shared(),
+            Kernel::Program(program) => program.is_shared(),
+        }
+    }
+}
+
+impl PipelineTable {
+    fn built(&self) -> MutexGuard<'_, HashMap<Key, Kernel>> {
+        // Every change of the map is a single operation, so a panic leaves it valid.
+        self.built.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns those of the recordings' pipelines that are built.
+    fn find(&self, recordings: &[&Recording]) -> HashMap<Key, Kernel> {
+        let built = self.built();
+        keys(recordings).filter_map(|key| built.get(&key).cloned().map(|kernel| (key, kernel))).collect()
+    }
+
+    /// Adds pipelines. If there are more than [`MOST_KEPT`] then, those that nothing else uses are dropped.
+    fn add(&self, pipelines: &HashMap<Key, Kernel>) {
+        let mut built = self.built();
+        built.extend(pipelines.iter().map(|(key, kernel)| (key.clone(), kernel.clone())));
+        if built.len() > MOST_KEPT {
+            built.retain(|_, kernel| kernel.is_shared());
+        }
+    }
 }
 
 impl Pipelines {
@@ -105,23 +147,29 @@ impl Pipelines {
         recordings: &[&Recording],
         progress: &(dyn Fn(usize, usize) + Sync),
     ) -> Result<Pipelines, DeviceError> {
-        Pipelines::build_on(device, cache_dir, recordings, None, progress)
+        Pipelines::build_for(device, &PipelineTable::default(), cache_dir, recordings, None, progress)
     }
 
-    /// Like [`Pipelines::build`], on `cores` cores; `None` uses all.
-    pub fn build_on(
+    /// Like [`Pipelines::build`], for a model of a device with the table `table`: takes those that are in the table, and
+    /// adds the others to it. Builds on `cores` cores; `None` uses all.
+    pub fn build_for(
         device: &Device,
+        table: &PipelineTable,
         cache_dir: Option<&Path>,
         recordings: &[&Recording],
         cores: Option<usize>,
         progress: &(dyn Fn(usize, usize) + Sync),
     ) -> Result<Pipelines, DeviceError> {
+        let mut pipelines = Pipelines { built: table.find(recordings) };
+        if keys(recordings).all(|key| pipelines.built.contains_key(&key)) {
+            return Ok(pipelines);
+        }
         let cache = match cache_dir {
             Some(dir) => PipelineCache::open(dir, device, SHADER_SET)?,
             None => PipelineCache::in_memory(device)?,
         };
-        let mut pipelines = Pipelines { built: HashMap::new() };
         pipelines.build_missing(device, &cache, recordings, cores, progress)?;
+        table.add(&pipelines.built);
         match cache.save() {
             Err(error) if error.is_lost() => return Err(error),
             // The next start compiles them again, which is slower but no reason to refuse this start.

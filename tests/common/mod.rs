@@ -12,9 +12,10 @@
 
 use ostinato::config::Selector;
 use ostinato::device::{Adapter, Device, Instance, InstanceOptions, select};
+use ostinato::gpu::devices::OpenDevices;
 use ostinato::telemetry::with_causes;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 /// Time limit of a test program. One that still runs after it is considered hung: the longest takes a quarter of an hour on
@@ -72,7 +73,29 @@ pub struct Layer {
 /// A Vulkan instance with the chosen drivers. Dropping it fails the test if the validation layer reported any message.
 pub struct Vulkan {
     pub instance: Instance,
+    /// The devices of the hosts that a test starts: a later host finds the pipelines of an earlier one.
+    pub devices: Arc<OpenDevices>,
     clean: bool,
+    /// Whether it is that of the process: see [`Vulkan::shared`].
+    shared: bool,
+}
+
+/// The instances that the tests of a process share, with and without the validation layer.
+static SHARED: Mutex<[Option<Vulkan>; 2]> = Mutex::new([None, None]);
+
+unsafe extern "C" {
+    /// Has the process call a function before those that were registered earlier, when it exits.
+    fn atexit(end: extern "C" fn()) -> std::ffi::c_int;
+}
+
+/// Ends the instances that tests share, with all their devices.
+extern "C" fn end_shared() {
+    let ended = std::mem::take(&mut *shared());
+    drop(ended);
+}
+
+fn shared() -> MutexGuard<'static, [Option<Vulkan>; 2]> {
+    SHARED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Vulkan {
@@ -80,7 +103,7 @@ impl Vulkan {
         let layer = layer();
         let instance = Instance::new(&InstanceOptions { validation: true })
             .unwrap_or_else(|e| panic!("no instance with {}: {}", layer.path.display(), with_causes(&e)));
-        Vulkan { instance, clean: true }
+        Vulkan::of(instance)
     }
 
     /// Creates an instance without the validation layer, for tests of whole models that are slow under it.
@@ -88,7 +111,27 @@ impl Vulkan {
         layer();
         let instance = Instance::new(&InstanceOptions { validation: false })
             .unwrap_or_else(|e| panic!("no instance: {}", with_causes(&e)));
-        Vulkan { instance, clean: true }
+        Vulkan::of(instance)
+    }
+
+    /// Returns the process's instance with the validation layer, for tests that start hosts: most of their time is that of
+    /// compiling pipelines, many of which another test has needed too. Its devices stay open until the process exits,
+    /// which then fails if they still own anything.
+    pub fn shared() -> Vulkan {
+        shared()[0].get_or_insert_with(Vulkan::new).again()
+    }
+
+    /// Like [`Vulkan::shared`], without the validation layer.
+    pub fn shared_without_validation() -> Vulkan {
+        shared()[1].get_or_insert_with(Vulkan::without_validation).again()
+    }
+
+    fn of(instance: Instance) -> Vulkan {
+        Vulkan { devices: Arc::new(OpenDevices::new(&instance)), instance, clean: true, shared: false }
+    }
+
+    fn again(&self) -> Vulkan {
+        Vulkan { instance: self.instance.clone(), devices: Arc::clone(&self.devices), clean: true, shared: true }
     }
 
     pub fn adapter(&self, driver: Driver) -> Adapter {
@@ -127,6 +170,14 @@ impl Vulkan {
 
 impl Drop for Vulkan {
     fn drop(&mut self) {
+        if self.shared {
+            // Drivers register functions too, some of them late. The devices are closed before any of those.
+            // SAFETY: the function needs no other state than Rust's own statics, which no exit destroys.
+            assert_eq!(unsafe { atexit(end_shared) }, 0, "no function is called at exit");
+        } else {
+            // Closes the devices: what they still own is reported now.
+            self.devices = Arc::new(OpenDevices::new(&self.instance));
+        }
         // A test that is already failing reports its own reason.
         if self.clean && !std::thread::panicking() {
             self.assert_clean();

@@ -4,7 +4,7 @@
 use crate::common::{Driver, Vulkan};
 use crate::serving::{Outcome, generate, read, text_request, token_request};
 use ostinato::config::{Sources, from_sources};
-use ostinato::gpu::devices::start_on;
+use ostinato::gpu::devices::start_with;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
 use ostinato::service::proto;
@@ -20,12 +20,12 @@ fn start(vulkan: &Vulkan, text: &str) -> Host {
     std::fs::write(&file, text).unwrap();
     let mut config = from_sources(&Sources { file: Some(file), ..Sources::default() }).unwrap();
     config.runtime.cache_directory = Some(folder.path().to_owned());
-    start_on(&vulkan.instance, &config, &Quiet).unwrap()
+    start_with(&vulkan.devices, &config, &Quiet).unwrap()
 }
 
 #[test]
 fn models_and_replicas_run_on_the_devices_that_they_name() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let devices = Driver::BOTH.map(|driver| vulkan.adapter(driver));
     let fixture = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/qwen3-gqa7");
     // One model is on both devices, selected by UUID and by name; another is on the second, selected by its UUID

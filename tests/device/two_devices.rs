@@ -10,7 +10,7 @@ use ostinato::actors::watcher::Outbox;
 use ostinato::config::{Config, Model, Placement};
 use ostinato::device::{DeviceError, Gate};
 use ostinato::engine::request::{FinishReason, Request};
-use ostinato::gpu::devices::{OpenDevice, start_on};
+use ostinato::gpu::devices::{OpenDevice, start_with};
 use ostinato::gpu::error::StartError;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 fn serve(vulkan: &Vulkan, models: Vec<Model>) -> Host {
     let config = Config { models, ..Config::default() };
-    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
+    start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
 }
 
 fn on(device: &str) -> Placement {
@@ -40,7 +40,7 @@ fn ask(host: &Host, model: &str, device: &str, checkpoint: &str) -> Generated {
 
 #[test]
 fn two_models_run_on_two_devices_at_once() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let [first, second] = Driver::BOTH.map(|driver| vulkan.adapter(driver));
     let host = serve(
         &vulkan,
@@ -76,7 +76,7 @@ fn two_models_run_on_two_devices_at_once() {
 
 #[test]
 fn replicas_on_two_devices_are_found_by_uuid_name_index_and_replica_name() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let adapters = Driver::BOTH.map(|driver| vulkan.adapter(driver));
     // The configuration selects one device by UUID and one by name; an index does not select a CPU driver.
     let places = vec![on(&adapters[0].uuid), on(&adapters[1].name)];
@@ -116,7 +116,7 @@ fn replicas_on_two_devices_are_found_by_uuid_name_index_and_replica_name() {
 
 #[test]
 fn a_wrong_selector_of_a_request_lists_the_replicas() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let adapters = Driver::BOTH.map(|driver| vulkan.adapter(driver));
     let replicas = adapters.iter().map(|adapter| on(&adapter.uuid)).collect();
     let host = serve(&vulkan, vec![Model { replicas, ..Model::new("m", fixture("llama-plain"), None) }]);
@@ -139,12 +139,12 @@ fn a_wrong_selector_of_a_request_lists_the_replicas() {
 
 #[test]
 fn a_wrong_selector_of_a_configuration_lists_the_adapters() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let adapters = Driver::BOTH.map(|driver| vulkan.adapter(driver));
     let start = |device: Option<&str>| {
         let device = device.map(|text| text.parse().expect("a selector"));
         let config = Config { models: vec![Model::new("m", fixture("llama-plain"), device)], ..Config::default() };
-        start_on(&vulkan.instance, &config, &Quiet).map(|_| ()).expect_err("no such device")
+        start_with(&vulkan.devices, &config, &Quiet).map(|_| ()).expect_err("no such device")
     };
     let lists = |text: &str| {
         for part in adapters.iter().flat_map(|adapter| [&adapter.name, &adapter.uuid]) {

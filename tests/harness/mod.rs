@@ -16,7 +16,7 @@ use ostinato::kernels::gemm::skinny::Matrices;
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::interpreter;
 use ostinato::kernels::recording::{Call, Op, Range, Recording};
-use ostinato::kernels::region::{Pipelines, Region, RegionError};
+use ostinato::kernels::region::{PipelineTable, Pipelines, Region, RegionError};
 use ostinato::kernels::tags::TAG_BITS;
 use ostinato::memory::pack::Format;
 use ostinato::memory::{Arena, BufferTable, Place};
@@ -47,6 +47,7 @@ pub struct Bench {
     pub device: Arc<Device>,
     pub arena: Arena,
     compute: Compute,
+    pipelines: PipelineTable,
 }
 
 impl Bench {
@@ -54,7 +55,7 @@ impl Bench {
         let device = vulkan.device(driver);
         let arena = Arena::new(&device).expect("an arena");
         let compute = Compute::spawn(Arc::clone(&device), GpuTime::Phases, None).expect("a compute actor");
-        Bench { driver, device, arena, compute }
+        Bench { driver, device, arena, compute, pipelines: PipelineTable::default() }
     }
 
     /// Allocates host-visible memory for every buffer of the recordings and builds their pipelines.
@@ -63,7 +64,8 @@ impl Bench {
         for (name, bytes) in ostinato::kernels::region::buffer_sizes(recordings) {
             table.add(self.arena.buffer(&name, bytes, Place::Readback).expect("memory")).expect("names are unique");
         }
-        let pipelines = Pipelines::build(&self.device, None, recordings, &|_, _| {}).expect("pipelines");
+        let pipelines = Pipelines::build_for(&self.device, &self.pipelines, None, recordings, None, &|_, _| {});
+        let pipelines = pipelines.expect("pipelines");
         Bound { bench: self, table, pipelines }
     }
 

@@ -9,7 +9,7 @@
 use crate::common::{Driver, Vulkan};
 use ostinato::config::{Config, DEMO_HYBRID_PATH, DEMO_PATH, Model};
 use ostinato::engine::request::{Event, FinishReason, Finished, Request, SinkClosed};
-use ostinato::gpu::devices::start_on;
+use ostinato::gpu::devices::start_with;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
 use ostinato::model::checkpoint::Checkpoint;
@@ -84,7 +84,7 @@ struct Demo {
 impl Demo {
     /// Serves a demo model. With `drafts`, every step that can have drafts has them; without, no step has.
     fn serve(path: &str, slots: u32, drafts: bool) -> Demo {
-        let vulkan = Vulkan::without_validation();
+        let vulkan = Vulkan::shared_without_validation();
         let cache = Path::new(env!("CARGO_TARGET_TMPDIR"));
         let folder = demo::unpack(Path::new(path), Some(cache)).expect("a folder for the demo model");
         let text = Text::load(&folder).expect("the demo model's tokenizer").expect("it has one");
@@ -98,7 +98,7 @@ impl Demo {
         }
         let mut config = Config { models: vec![model], ..Config::default() };
         config.runtime.cache_directory = Some(cache.to_owned());
-        let host = start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"));
+        let host = start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"));
         Demo { host, text, layers, _vulkan: vulkan }
     }
 

@@ -9,7 +9,7 @@ use crate::scoring::serve;
 use crossbeam_channel::Receiver;
 use ostinato::config::{Config, KvFormat, Model};
 use ostinato::engine::request::{Event, FinishReason, Finished, Limits, Request, Started};
-use ostinato::gpu::devices::start_on;
+use ostinato::gpu::devices::start_with;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
 use ostinato::model::checkpoint::Checkpoint;
@@ -94,7 +94,7 @@ fn known(name: &str) -> (Vec<Vec<u32>>, [(Pooling, Vectors); 3]) {
 
 #[test]
 fn vectors_are_those_of_transformers() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let name = "embeddings/qwen3";
     let (prompts, vectors) = known(name);
     for chunk in [256, 24] {
@@ -138,7 +138,7 @@ fn serve_path(vulkan: &Vulkan, driver: Driver, path: &Path, change: impl FnOnce(
     let mut config = Config::default();
     change(&mut model, &mut config);
     config.models = vec![model];
-    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", path.display()))
+    start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", path.display()))
 }
 
 /// Serves a checkpoint without rounding of activations, keys or values.
@@ -205,7 +205,7 @@ fn check_both_sides(host: &Host, name: &str, most: usize, (relative, absolute): 
 /// model draws no tokens, finds no prefixes, and refuses prompts that are longer than a step with both numbers.
 #[test]
 fn tokens_that_see_later_ones_give_the_vectors_of_transformers() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for name in BOTH_SIDES {
         let host = serve_path(&vulkan, Driver::first(), &fixture(name), exact);
         let (model, size) = (&host.models()[0], wanted_vectors(name)[0].len() as u32);
@@ -235,7 +235,7 @@ fn tokens_that_see_later_ones_give_the_vectors_of_transformers() {
 /// Goal: a decoder of another family whose configuration says `is_causal: false` does the same, with and without windows.
 #[test]
 fn decoders_that_are_not_causal_give_the_vectors_of_transformers() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for (name, pooling, window) in
         [("embeddings/qwen2-both", Pooling::Last, None), ("embeddings/mistral-both", Pooling::Mean, Some(12))]
     {
@@ -257,7 +257,7 @@ fn decoders_that_are_not_causal_give_the_vectors_of_transformers() {
 
 #[test]
 fn tokens_that_see_later_ones_do_so_in_fragments_with_codes_and_on_another_driver() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let name = BOTH_SIDES[0];
     // Activations, keys, values and weights of the softmax are rounded to 16 bits.
     let rounded = |model: &mut Model, config: &mut Config| {
@@ -281,7 +281,7 @@ fn tokens_that_see_later_ones_do_so_in_fragments_with_codes_and_on_another_drive
 /// Goal: a GGUF file that llama.cpp's converter made, with its dense modules, gives the same vectors.
 #[test]
 fn a_gguf_file_whose_tokens_see_later_ones_gives_the_vectors_of_transformers() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let name = BOTH_SIDES[0];
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("gemma3.gguf");
@@ -297,7 +297,7 @@ fn why_not(vulkan: &Vulkan, path: &Path, change: &dyn Fn(&mut Model)) -> String 
     let mut model = Model::new("m", path, Some(vulkan.adapter(Driver::first()).selector()));
     change(&mut model);
     let config = Config { models: vec![model], ..Config::default() };
-    match start_on(&vulkan.instance, &config, &Quiet) {
+    match start_with(&vulkan.devices, &config, &Quiet) {
         Ok(_) => panic!("{} starts", path.display()),
         Err(error) => format!("{error:?}"),
     }
@@ -306,7 +306,7 @@ fn why_not(vulkan: &Vulkan, path: &Path, change: &dyn Fn(&mut Model)) -> String 
 /// Goal: files of dense modules that are missing, cut, of another shape or of other numbers are refused by name.
 #[test]
 fn files_of_dense_modules_that_are_wrong_are_refused() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let dense = |module: &str| std::fs::read(fixture(BOTH_SIDES[0]).join(module).join("model.safetensors")).unwrap();
     let refused = |file: Option<Vec<u8>>| {
         let folder = tempfile::tempdir().expect("a folder");
@@ -344,7 +344,7 @@ fn files_of_dense_modules_that_are_wrong_are_refused() {
 /// Goal: what such a model cannot be asked for is refused before anything is loaded, with both numbers.
 #[test]
 fn contexts_longer_than_a_chunk_and_drafts_are_refused_where_tokens_see_later_ones() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let refused = |change: &dyn Fn(&mut Model)| why_not(&vulkan, &fixture(BOTH_SIDES[0]), change);
     let long = refused(&|model| (model.context, model.prefill_chunk) = (Some(200), Some(100)));
     assert!(long.contains("context is 200") && long.contains("at most 100 tokens"), "{long}");
@@ -354,7 +354,7 @@ fn contexts_longer_than_a_chunk_and_drafts_are_refused_where_tokens_see_later_on
 
 #[test]
 fn vectors_beside_generation_are_those_of_transformers() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let name = "embeddings/qwen3";
     let (prompts, vectors) = known(name);
     // Pages for 11 times 16 tokens: prompts wait for pages of sequences that decode, and their chunks alternate with steps.
@@ -404,7 +404,7 @@ fn vectors_beside_generation_are_those_of_transformers() {
 /// head are transformers' logits. Hybrids and mixtures of experts included.
 #[test]
 fn the_last_state_gives_the_logits() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for name in ["qwen3-deep", "llama-f32", "moe-top2", "hybrid-long", "hybrid-two"] {
         let host = serve(&vulkan, name, |_, _| {});
         let replica = &host.replicas().next().unwrap();
@@ -461,7 +461,7 @@ fn head(name: &str) -> Vec<f32> {
 /// Goal: with the only token drawn among two, its log probabilities are those among the two.
 #[test]
 fn probabilities_among_allowed_tokens_are_transformers() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for name in ["qwen3-deep", "llama-f32"] {
         let host = serve(&vulkan, name, |_, _| {});
         let replica = &host.replicas().next().unwrap();

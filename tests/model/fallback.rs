@@ -13,7 +13,7 @@ use ostinato::config::{Config, DEMO_PATH, Draft, GpuTime, Model, Quantize};
 use ostinato::engine::injection::{BrokenAt, Wait};
 use ostinato::engine::request::Request;
 use ostinato::engine::variants::Fallback;
-use ostinato::gpu::devices::start_on;
+use ostinato::gpu::devices::start_with;
 use ostinato::host::Host;
 use ostinato::model::demo;
 use ostinato::model::grammar::{Constraint, Grammars};
@@ -38,7 +38,7 @@ fn start_model(vulkan: &Vulkan, path: &str, change: &dyn Fn(&mut Model), tune: &
     let fragments: &[&str] = if driver == Driver::Gpu { &[] } else { &["fragments=1"] };
     config.runtime.tune = fragments.iter().chain(tune).map(|change| (*change).to_owned()).collect();
     let lines = Lines::default();
-    let host = start_on(&vulkan.instance, &config, &lines).unwrap_or_else(|e| panic!("{e:?}"));
+    let host = start_with(&vulkan.devices, &config, &lines).unwrap_or_else(|e| panic!("{e:?}"));
     let mut lines = lines.0.into_inner().expect("no panic");
     lines.retain(|line| line.contains("barriers"));
     (host, lines)
@@ -86,7 +86,7 @@ fn barriers(host: &Host) -> f64 {
 fn a_fault_at_the_start_or_in_a_text_costs_no_token() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = &write(&built_in("tiny-qwen3", 3), folder.path());
-    let vulkan = Vulkan::without_validation();
+    let vulkan = Vulkan::shared_without_validation();
     let (host, said) = start(&vulkan, path, 1, &["tags=0"]);
     assert!(said.is_empty(), "{said:?}");
     let wanted = texts(&host, 1);
@@ -125,7 +125,7 @@ fn a_fault_at_the_start_or_in_a_text_costs_no_token() {
 #[test]
 #[ignore = "in make test-full: a_fault_in_any_call_of_any_step_changes_no_token, with eight sequences of a small model"]
 fn a_fault_with_four_sequences_costs_none_of_them_a_token() {
-    let vulkan = Vulkan::without_validation();
+    let vulkan = Vulkan::shared_without_validation();
     let (host, _) = start(&vulkan, DEMO_PATH, 4, &["tags=1"]);
     let wanted = texts(&host, 4);
     assert!(wanted.iter().all(|text| text.len() == TOKENS as usize));
@@ -196,7 +196,7 @@ fn windows() -> serde_json::Value {
 fn steps_of_layers_with_windows_pass_the_test_at_start() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = write(&windows(), folder.path());
-    let vulkan = Vulkan::without_validation();
+    let vulkan = Vulkan::shared_without_validation();
     let texts_and_barriers = |tags: &str| {
         let four = |model: &mut Model| (model.slots, model.context) = (Some(4), Some(192));
         let (host, said) = start_model(&vulkan, &path, &four, &[tags]);
@@ -339,7 +339,7 @@ fn prompt(index: u32) -> [u32; 5] {
 /// as many sequences.
 fn any_call(path: &str, rows: &[u32], times: u32, change: &dyn Fn(&mut Model)) {
     const TOKENS: u32 = 40;
-    let vulkan = Vulkan::without_validation();
+    let vulkan = Vulkan::shared_without_validation();
     // In wide batches, the prompt behind which the others join has a slot as well.
     let slots = if rows == [1] { 1 } else { STREAMS + 1 };
     let injected = Injected::start(&vulkan, path, slots, change, &[]);
@@ -390,7 +390,7 @@ fn split(vulkan: &Vulkan) -> impl Fn(&mut Model) + use<> {
 fn steps_of_a_split_model_overlap_and_lose_no_token() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = &write(&built_in("tiny-qwen3", 4), folder.path());
-    let vulkan = Vulkan::without_validation();
+    let vulkan = Vulkan::shared_without_validation();
     let start = |tune: &[&str]| {
         let small = |model: &mut Model| {
             (model.slots, model.context) = (Some(2), Some(64));
@@ -423,14 +423,14 @@ fn steps_of_a_split_model_overlap_and_lose_no_token() {
 #[test]
 fn a_fault_in_any_call_of_either_stage_of_a_split_model_changes_no_token() {
     let folder = tempfile::tempdir().expect("a folder");
-    let vulkan = Vulkan::without_validation();
+    let vulkan = Vulkan::shared_without_validation();
     any_call(&write(&built_in("tiny-qwen3", 4), folder.path()), &[1], 1, &split(&vulkan));
 }
 
 #[test]
 #[ignore = "in make test-full: a_fault_in_any_call_of_either_stage_of_a_split_model_changes_no_token, with other layers"]
 fn a_fault_in_any_call_of_either_stage_changes_no_token_of_batches_and_no_recurrent_state() {
-    let vulkan = Vulkan::without_validation();
+    let vulkan = Vulkan::shared_without_validation();
     let folder = tempfile::tempdir().expect("a folder");
     any_call(&write(&built_in("tiny-qwen3-moe", 4), folder.path()), &[1, STREAMS], 1, &split(&vulkan));
     let folder = tempfile::tempdir().expect("a folder");
@@ -478,7 +478,7 @@ fn prompts_that_join_behind_a_fault_draw_their_own_tokens() {
     if !batches_may_differ() {
         return eprintln!("not on a GPU");
     }
-    let vulkan = Vulkan::without_validation();
+    let vulkan = Vulkan::shared_without_validation();
     for config in [built_in("tiny-qwen3", 3), hybrid(4)] {
         let folder = tempfile::tempdir().expect("a folder");
         let injected = Injected::start(&vulkan, &write(&config, folder.path()), 2, &|_| {}, &[]);
@@ -515,7 +515,7 @@ fn drafts_behind_a_fault_change_no_token() {
     if !batches_may_differ() {
         return eprintln!("not on a GPU");
     }
-    let vulkan = Vulkan::without_validation();
+    let vulkan = Vulkan::shared_without_validation();
     for (config, draft) in [(built_in("tiny-qwen3", 3), Some(Draft::Lookup)), (hybrid(4), None)] {
         let folder = tempfile::tempdir().expect("a folder");
         let path = write(&config, folder.path());
@@ -557,7 +557,7 @@ fn a_fault_in_a_step_with_constrained_rows_changes_no_token() {
     let mut config = built_in("tiny-qwen3", 2);
     config["vocab_size"] = vocabulary.into();
     let folder = tempfile::tempdir().expect("a folder");
-    let vulkan = Vulkan::without_validation();
+    let vulkan = Vulkan::shared_without_validation();
     let injected = Injected::start(&vulkan, &write(&config, folder.path()), 4, &|_| {}, &["gates=1"]);
     let run = || {
         injected.with(|replica| {

@@ -10,7 +10,7 @@ use crate::harness::models::{collect, fixture, generate, request, submit};
 use crate::transformers::error;
 use ostinato::config::{Config, KvFormat, Model};
 use ostinato::engine::request::Request;
-use ostinato::gpu::devices::start_on;
+use ostinato::gpu::devices::start_with;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
 use ostinato::model::synth::{self, SynthOptions};
@@ -86,7 +86,7 @@ fn serve(vulkan: &Vulkan, driver: Driver, folder: &Path, change: impl FnOnce(&mu
     if every_case() {
         config.runtime.tune = vec!["reference_test=2".to_owned()];
     }
-    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", folder.display()))
+    start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", folder.display()))
 }
 
 /// Returns the length of the longest sequence. The context that is served is hardly longer: LongRoPE depends on it.
@@ -100,7 +100,7 @@ const IN_FRAGMENTS: [&str; 6] = ["qwen2", "gptoss", "gemma2", "gemma4", "deepsee
 
 /// Checks all fixtures of a family.
 fn check(family: &str) {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let folders = fixtures(family);
     assert!(folders.len() >= 2, "{} fixtures of {family}", folders.len());
     for (index, folder) in folders.into_iter().enumerate() {
@@ -205,7 +205,7 @@ fn in_fragments(vulkan: &Vulkan, folder: &Path, name: &str, cases: &[Case]) {
     model.context = Some(longest(cases) + 16);
     let mut config = Config { models: vec![model], ..Config::default() };
     config.runtime.tune = vec!["fragments=1".to_owned()];
-    let host = start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", folder.display()));
+    let host = start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", folder.display()));
     let replica = &host.replicas().next().expect("one model");
     let mut errors = Vec::new();
     for case in cases {
@@ -253,14 +253,14 @@ const REFUSED: [&str; 1] = ["granitehybrid"];
 /// Goal: a family that is not implemented is refused by its name before anything is loaded.
 #[test]
 fn other_families_are_refused_by_name() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for folder in REFUSED.iter().flat_map(|family| fixtures(family)) {
         let text = std::fs::read_to_string(folder.join("config.json")).expect("config.json");
         let json: serde_json::Value = serde_json::from_str(&text).expect("valid JSON");
         let name = json["architectures"][0].as_str().expect("a name").to_owned();
         let model = Model::new("fixture", &folder, Some(vulkan.adapter(Driver::Lavapipe).selector()));
         let config = Config { models: vec![model], ..Config::default() };
-        let error = start_on(&vulkan.instance, &config, &Quiet).err().unwrap_or_else(|| panic!("{name} runs"));
+        let error = start_with(&vulkan.devices, &config, &Quiet).err().unwrap_or_else(|| panic!("{name} runs"));
         let error = format!("{error:?}");
         assert!(error.contains("UnsupportedArchitecture") && error.contains(&name), "{error}");
     }

@@ -42,7 +42,7 @@ pub fn restored(deltas: &str, checkpoints: &str, name: &str) -> Vec<u8> {
 
 /// Checks the tokens and logits of GGUF files of an architecture.
 fn check(architecture: &str, names: &[&str]) {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let folder = tempfile::tempdir().expect("a folder");
     for name in names {
         let file = folder.path().join(format!("{name}.gguf"));

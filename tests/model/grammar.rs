@@ -10,7 +10,7 @@ use ostinato::actors::workers::{Cancel, WorkerLimits};
 use ostinato::config::{Config, DEMO_PATH, GpuTime, Model};
 use ostinato::engine::request::{FinishReason, Request, Sampling};
 use ostinato::engine::sequence::RequestView;
-use ostinato::gpu::devices::start_on;
+use ostinato::gpu::devices::start_with;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
 use ostinato::model::demo;
@@ -529,7 +529,7 @@ fn serve(vulkan: &Vulkan, driver: Driver, slots: u32, kv_pages: u32, tune: &[&st
         config.telemetry.gpu_time = GpuTime::Off;
     }
     config.runtime.tune = tune.iter().map(|change| (*change).to_owned()).collect();
-    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
+    start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
 }
 
 fn replica(host: &Host) -> Arc<Replica> {
@@ -572,7 +572,7 @@ fn assert_follows(host: &Host, generated: &Generated, check: Check, context: &st
 fn rows_follow_their_own_constraints_and_no_others() {
     // Devices that cannot queue a step before its masks are ready are covered by a simulation and by the router test.
     for &driver in Driver::all() {
-        let vulkan = Vulkan::new();
+        let vulkan = Vulkan::shared();
         let host = serve(&vulkan, driver, 4, 64, &["gates=1"]);
         let replica = &*replica(&host);
         let first = driver == Driver::first();
@@ -626,7 +626,7 @@ fn rows_follow_their_own_constraints_and_no_others() {
 /// reaches a limit leaves nothing behind, and steps that waited for its mask go on.
 #[test]
 fn constrained_rows_come_and_go() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let host = serve(&vulkan, Driver::first(), 4, 18, &["gates=1"]);
     let replica = &*replica(&host);
     let (schema, check) = constraints().remove(0);
@@ -672,7 +672,7 @@ fn constrained_rows_come_and_go() {
 #[test]
 #[ignore = "in make test-full: fallback::a_fault_in_a_step_with_constrained_rows_changes_no_token, with a small model"]
 fn a_fault_costs_a_constrained_row_nothing() {
-    let vulkan = Vulkan::without_validation();
+    let vulkan = Vulkan::shared_without_validation();
     let (schema, check) = constraints().remove(0);
     let run = |tune: &[&str]| {
         let lines = Lines::default();
@@ -682,7 +682,7 @@ fn a_fault_costs_a_constrained_row_nothing() {
         config.runtime.tune =
             ["fragments=1", "gates=1"].iter().chain(tune).map(|change| (*change).to_owned()).collect();
         config.telemetry.gpu_time = GpuTime::Off;
-        let host = start_on(&vulkan.instance, &config, &lines).unwrap_or_else(|e| panic!("{e:?}"));
+        let host = start_with(&vulkan.devices, &config, &lines).unwrap_or_else(|e| panic!("{e:?}"));
         let replica = &*replica(&host);
         let person = submit(replica, constrained(&host, "person", &schema, 200, hot(11)));
         let free = submit(replica, Request { id: "free".to_owned(), ..request(&[9, 200, 31], 40) });

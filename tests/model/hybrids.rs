@@ -8,7 +8,7 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::models::{collect, expected, fixture, generate, idle, request, submit};
 use ostinato::config::{Config, KvFormat, Model};
 use ostinato::engine::request::{FinishReason, Request};
-use ostinato::gpu::devices::start_on;
+use ostinato::gpu::devices::start_with;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
 use ostinato::replica::Replica;
@@ -46,7 +46,7 @@ fn serve(vulkan: &Vulkan, name: &str, change: impl FnOnce(&mut Model, &mut Confi
     let mut config = Config::default();
     change(&mut model, &mut config);
     config.models = vec![model];
-    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{name}: {e:?}"))
+    start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{name}: {e:?}"))
 }
 
 fn replica(host: &Host) -> Arc<Replica> {
@@ -55,7 +55,7 @@ fn replica(host: &Host) -> Arc<Replica> {
 
 #[test]
 fn prompts_in_chunks_and_side_by_side_draw_what_they_draw_alone() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for name in CHECKPOINTS {
         let text = text(name);
         for chunk in [64, 192] {
@@ -82,7 +82,7 @@ fn prompts_in_chunks_and_side_by_side_draw_what_they_draw_alone() {
 /// first tokens are compared.
 #[test]
 fn blocks_on_emulated_matrix_units_draw_the_same() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for name in ["hybrid-long", "hybrid-moe", "moe-top2"] {
         let text = text(name);
         let host = serve(&vulkan, name, |model, config| {
@@ -104,7 +104,7 @@ fn blocks_on_emulated_matrix_units_draw_the_same() {
 
 #[test]
 fn sequences_that_lose_their_place_are_computed_again() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let name = "hybrid-long";
     let text = text(name);
     let [all, prompt] = [text.tokens.len(), text.prompt].map(|tokens| (tokens as u32).div_ceil(16));
@@ -128,7 +128,7 @@ fn sequences_that_lose_their_place_are_computed_again() {
 
 #[test]
 fn beginnings_are_restored_from_the_longest_snapshot() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let name = "hybrid-long";
     let text = text(name);
     let host = serve(&vulkan, name, |model, _| model.prefill_chunk = Some(128));
@@ -158,7 +158,7 @@ fn beginnings_are_restored_from_the_longest_snapshot() {
 /// although no prompt ended there.
 #[test]
 fn where_prompts_part_a_snapshot_is_left_for_the_next() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let name = "hybrid-long";
     let text = text(name);
     // One chunk per prompt; otherwise a snapshot would be kept at the end of each chunk.
@@ -182,7 +182,7 @@ fn where_prompts_part_a_snapshot_is_left_for_the_next() {
 /// Goal: concurrent requests with the same prompt wait for the state that the first one leaves.
 #[test]
 fn samples_of_one_prompt_share_its_state() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let name = "hybrid-long";
     let text = text(name);
     let host = serve(&vulkan, name, |_, _| {});

@@ -8,7 +8,7 @@ use crate::harness::models::{collect, expected, fixture, generate, idle, request
 use crate::quantised::{divergence, draw};
 use ostinato::config::{Config, KvFormat, Model};
 use ostinato::engine::request::Request;
-use ostinato::gpu::devices::start_on;
+use ostinato::gpu::devices::start_with;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
 use std::path::Path;
@@ -23,7 +23,7 @@ fn serve(vulkan: &Vulkan, path: &Path, format: KvFormat, tune: &[&str], change: 
     change(&mut model);
     let mut config = Config { models: vec![model], ..Config::default() };
     config.runtime.tune = tune.iter().map(|change| (*change).to_owned()).collect();
-    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", path.display()))
+    start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", path.display()))
 }
 
 /// Returns the divergence of each step with codes from that with f32, in order of size.
@@ -46,7 +46,7 @@ fn mean(values: &[f64]) -> f64 {
 /// the mean divergence may be: three to five times what was measured. Of a model with experts the steps of the largest
 /// quarter do not count: where rounding changes the choice of an expert, the logits are off by much more than rounding.
 fn check(checkpoints: &[(&str, f64)]) {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     // Longer than a page, and than the windows of these models.
     let prompt: Vec<u32> = (0..45).map(|i| 3 + i * 7 % 60).collect();
     for (name, limit) in checkpoints {
@@ -83,7 +83,7 @@ fn demo(name: &str) -> std::path::PathBuf {
 /// The trained demo models draw the same 64 tokens, and their logits are much nearer than those of random weights.
 #[test]
 fn trained_models_draw_the_same_tokens() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for (folder, name) in [("model", "demo"), ("hybrid", "demo-hybrid")] {
         let steps = apart(&vulkan, &demo(folder), &expected(name).prompt, 64);
         println!("{name}: mean divergence {:.1e} of {} steps", mean(&steps), steps.len());
@@ -95,7 +95,7 @@ fn trained_models_draw_the_same_tokens() {
 /// The kernels for weights in fragments, without matrix units.
 #[test]
 fn fragments_stay_near() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let tune = ["fragments=1", "flash_threads=64"];
     let prompt = expected("demo").prompt;
     let wanted = draw(&serve(&vulkan, &demo("model"), KvFormat::F32, &[], |_| {}), &prompt, 16);
@@ -111,7 +111,7 @@ fn fragments_stay_near() {
 /// in the prefix cache.
 #[test]
 fn sequences_with_codes_draw_together_what_they_draw_alone() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let prompt = expected("demo").prompt;
     let known = draw(&serve(&vulkan, &demo("model"), KvFormat::Int8, &[], |_| {}), &prompt, 64).0;
     let text: Vec<u32> = prompt.iter().chain(&known).copied().collect();

@@ -65,7 +65,7 @@ fn llama_cpps_file_tells_llama_cpps_story() {
     let json: Value = serde_json::from_slice(&json).expect("JSON");
     let prompt: Vec<u32> = serde_json::from_value(json["prompt"].clone()).expect("ids");
     let expected = &json["files"]["Q4_K_M"];
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let host = start(&vulkan, &fixture("llama.cpp/demo-Q4_K_M.gguf"), None, &[]);
 
     let bytes = std::fs::read(fixture("llama.cpp/logits.safetensors")).expect("the fixture");
@@ -107,7 +107,7 @@ fn a_file_in_q8_0_tells_the_story_of_llama_cpps() {
     let file = folder.path().join("demo.gguf");
     let demo = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/demo/model"));
     convert(demo, &file, FileType::from_name("Q8_0").expect("a type"), 2).expect("converted");
-    let host = start(&Vulkan::new(), &file, None, &[]);
+    let host = start(&Vulkan::shared(), &file, None, &[]);
     let doubt = 2.0 * expected["rounding"].as_f64().expect("a number");
     for json in [&expected["widened"], expected] {
         let others = Story::read(json).retell(&host, &prompt, doubt);

@@ -9,7 +9,7 @@ use crate::harness::every_case;
 use crate::harness::models::{Lines, expected, generate, request};
 use ostinato::config::{Config, KvFormat, Model, Quantize};
 use ostinato::engine::request::Request;
-use ostinato::gpu::devices::start_on;
+use ostinato::gpu::devices::start_with;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
 use ostinato::model::checkpoint::Checkpoint;
@@ -49,7 +49,7 @@ fn configured(vulkan: &Vulkan, path: &Path, quantize: Option<Quantize>, tune: &[
 
 pub fn start(vulkan: &Vulkan, path: &Path, quantize: Option<Quantize>, tune: &[&str]) -> Host {
     let config = configured(vulkan, path, quantize, tune);
-    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", path.display()))
+    start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", path.display()))
 }
 
 /// Returns the greedy tokens and the logits that they are drawn from.
@@ -109,7 +109,7 @@ pub fn restore(file: &Path, folder: &Path) {
 
 /// Checks a file of each type of a checkpoint; of the type `fragments` also in fragment order, and by integer dot products.
 fn check(checkpoint: &Path, prompt: &[u32], types: &[&str], fragments: Option<&str>) {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("model.gguf");
     for name in types {
@@ -145,7 +145,7 @@ fn check(checkpoint: &Path, prompt: &[u32], types: &[&str], fragments: Option<&s
 
 #[test]
 fn the_demo_model_tells_its_story_from_a_gguf_file() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("demo.gguf");
     let demo = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/demo/model"));
@@ -201,7 +201,7 @@ fn random_models_of_several_architectures() {
 
 /// The fixtures of quantised safetensors, and of GGUF files of types that are not written here (`make_quantised.py`).
 fn check_fixture(name: &str, limit: f64) {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let name = format!("quantised/{name}");
     let (mut path, expected) = (crate::harness::models::fixture(&name), expected(&name));
     if path.join("model.gguf").is_file() {
@@ -341,14 +341,14 @@ fn hybrids_whose_key_heads_take_turns() {
 /// row; with integer dot products, so that it runs without; and for all, so that it is refused.
 #[test]
 fn a_device_that_computes_a_format_wrongly_is_noticed_at_start() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let folder = tempfile::tempdir().expect("a folder");
     let model = random_model(folder.path(), "qwen3-deep", &[]);
     let file = folder.path().join("model.gguf");
     convert(&model, &file, FileType::from_name("Q4_K_M").expect("a type"), 2).expect("converted");
     let lines = Lines::default();
     let started =
-        |tune: &[&str], lines: &Lines| start_on(&vulkan.instance, &configured(&vulkan, &file, None, tune), lines);
+        |tune: &[&str], lines: &Lines| start_with(&vulkan.devices, &configured(&vulkan, &file, None, tune), lines);
     let (wanted, _) = draw(&started(&[], &lines).expect("a start"), &RANDOM_PROMPT, 8);
 
     let (found, _) = draw(&started(&["fragments=1", "broken_codes=1"], &lines).expect("a start"), &RANDOM_PROMPT, 8);
@@ -370,11 +370,11 @@ fn a_device_that_computes_a_format_wrongly_is_noticed_at_start() {
 /// row after row, and with all, so that it is refused by the name of a kernel.
 #[test]
 fn a_device_that_computes_a_kind_of_model_wrongly_is_noticed_at_start() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let model = crate::harness::models::fixture("qwen3-deep");
     let lines = Lines::default();
     let started =
-        |tune: &[&str], lines: &Lines| start_on(&vulkan.instance, &configured(&vulkan, &model, None, tune), lines);
+        |tune: &[&str], lines: &Lines| start_with(&vulkan.devices, &configured(&vulkan, &model, None, tune), lines);
     let (wanted, _) = draw(&started(&["reference_test=2"], &lines).expect("a start"), &RANDOM_PROMPT, 8);
     let said = lines.0.lock().expect("no panic").join("\n");
     assert!(said.contains("a small model of the same kind gives the reference's results"), "{said}");
@@ -394,7 +394,7 @@ fn a_device_that_computes_a_kind_of_model_wrongly_is_noticed_at_start() {
 /// A random checkpoint in every type of `synth --quantize` runs, and its logits are near those of the numbers.
 #[test]
 fn random_models_of_every_stored_type() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let folder = tempfile::tempdir().expect("a folder");
     let config = std::fs::read_to_string(crate::harness::models::fixture("llama-plain").join("config.json"));
     let mut config: serde_json::Value = serde_json::from_str(&config.expect("config")).expect("JSON");
@@ -426,7 +426,7 @@ fn random_models_of_every_stored_type() {
 /// the numbers.
 #[test]
 fn quantised_projections_of_latent_attention_are_expanded() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let folder = tempfile::tempdir().expect("a folder");
     let numbers = crate::harness::models::fixture("families/deepseek3-blocks");
     let prompt = [1, 5, 9, 2, 7, 3];
@@ -449,7 +449,7 @@ fn quantised_projections_of_latent_attention_are_expanded() {
 
 #[test]
 fn quantising_at_load_stays_near_the_checkpoint() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let demo = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/demo/model"));
     let prompt = expected("demo").prompt;
     let (_, wanted) = draw(&start(&vulkan, demo, None, &[]), &prompt, 4);
@@ -465,7 +465,7 @@ fn quantising_at_load_stays_near_the_checkpoint() {
 /// give the logits of the same codes on row-major kernels.
 #[test]
 fn quantised_experts_with_factors_run_on_fragments() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let numbers = crate::harness::models::fixture("families/gemma4-moe");
     let (_, wanted) = draw(&start(&vulkan, &numbers, Some(Quantize::Int8), &[]), &RANDOM_PROMPT, 3);
     let (_, found) = draw(&start(&vulkan, &numbers, Some(Quantize::Int8), &["fragments=1"]), &RANDOM_PROMPT, 3);

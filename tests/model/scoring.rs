@@ -8,7 +8,7 @@ use crate::harness::models::{collect, expected, fixture, generate, idle, request
 use crate::harness::{Bench, Cases, Expect, POISON, Random};
 use ostinato::config::{Config, KvFormat, Model};
 use ostinato::engine::request::{Request, Scored, TokenLogprobs};
-use ostinato::gpu::devices::start_on;
+use ostinato::gpu::devices::start_with;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
 use ostinato::kernels::sampling::score::{Score, score, score_of, take_rows};
@@ -34,7 +34,7 @@ fn logits(random: &mut Random, vocabulary: usize, kind: usize) -> Vec<f32> {
 
 #[test]
 fn scores_are_the_logarithms_of_what_softmax_gives_the_next_tokens() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for driver in Driver::all() {
         let bench = Bench::new(&vulkan, *driver);
         let mut cases = Cases::new("score");
@@ -118,7 +118,7 @@ pub(crate) fn serve(vulkan: &Vulkan, name: &str, change: impl FnOnce(&mut Model,
     config.runtime.tune = vec!["fragments=0".into()];
     change(&mut model, &mut config);
     config.models = vec![model];
-    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{name}: {e:?}"))
+    start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{name}: {e:?}"))
 }
 
 fn ask(id: &str, prompt: &[u32], top: u32, tokens: u32) -> Request {
@@ -147,7 +147,7 @@ fn compare(found: &[Scored], wanted: &[Scored], near: f32, what: &str) {
 /// drew these tokens.
 #[test]
 fn prompts_are_as_probable_as_transformers_has_them_and_as_their_tokens_were_when_drawn() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for name in ["qwen3-deep", "llama-f32", "moe-top2", "hybrid-long"] {
         let host = serve(&vulkan, name, |_, _| {});
         let replica = &host.replicas().next().unwrap();
@@ -178,7 +178,7 @@ fn prompts_are_as_probable_as_transformers_has_them_and_as_their_tokens_were_whe
 
 #[test]
 fn scores_do_not_depend_on_chunks_neighbours_or_what_was_found() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for name in ["qwen3-deep", "hybrid-two"] {
         let known = expected(name);
         let text: Vec<u32> = known.prompt.iter().chain(&known.greedy).copied().collect();
@@ -219,7 +219,7 @@ fn scores_do_not_depend_on_chunks_neighbours_or_what_was_found() {
 /// them), and for a sequence that is preempted.
 #[test]
 fn scores_of_fragments_and_of_who_loses_its_place_are_the_same() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let name = "qwen3-deep";
     let known = expected(name);
     let text: Vec<u32> = known.prompt.iter().chain(&known.greedy).copied().collect();

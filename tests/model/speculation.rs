@@ -10,7 +10,7 @@ use crate::harness::models::{
 };
 use ostinato::config::{Config, Draft, KvFormat, Model, Placement, Quantize, SplitMode};
 use ostinato::engine::request::{Limits, Request, Sampling};
-use ostinato::gpu::devices::start_on;
+use ostinato::gpu::devices::start_with;
 use ostinato::gpu::error::StartError;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
@@ -33,7 +33,7 @@ fn serve(vulkan: &Vulkan, drafts: u32, slots: u32) -> Host {
     model.drafts = Some(drafts);
     model.drafts_always = Some(true);
     let config = Config { models: vec![model], ..Config::default() };
-    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
+    start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
 }
 
 const QUESTIONS: [&str; 3] =
@@ -76,7 +76,7 @@ fn tokens(generated: &[Generated]) -> Vec<&[u32]> {
 
 #[test]
 fn drafts_save_steps_and_change_no_token() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let plain = serve(&vulkan, 0, 2);
     // Sampling with a seed is checked with the largest number of drafts.
     for (drafts, temperatures) in [(1, &[0.0][..]), (3, &[0.0, 0.3])] {
@@ -109,7 +109,7 @@ fn drafts_save_steps_and_change_no_token() {
 
 #[test]
 fn drafts_end_where_the_context_does() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let [plain, drafting] = [0, 3].map(|drafts| serve(&vulkan, drafts, 1));
     let mut request = requests(0.0).swap_remove(0);
     request.limits = Limits { max_tokens: None, ignore_eos: true, ..Limits::default() };
@@ -136,14 +136,14 @@ fn serve_with_lookup(
     let mut config = Config::default();
     change(&mut model, &mut config);
     config.models = vec![model];
-    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
+    start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
 }
 
 /// Goal: models without a drafting block verify what was looked up, and draw the tokens of transformers, also when pages
 /// of the prompt are found in the prefix cache.
 #[test]
 fn looked_up_drafts_change_no_token() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for name in ["qwen3-deep", "llama-f32", "hybrid-two"] {
         let host = serve_with_lookup(&vulkan, fixture(name), 3, |model, config| {
             model.prefill_chunk = Some(64);
@@ -166,7 +166,7 @@ fn looked_up_drafts_change_no_token() {
 /// Goal: repetitions are drafted, in the prompt and in the output, and steps are saved; greedy and sampled with a seed.
 #[test]
 fn repetitions_are_looked_up() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let folder = || Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/model");
     let [plain, drafting] =
         [0, 3].map(|drafts| serve_with_lookup(&vulkan, folder(), drafts, |model, _| model.context = Some(256)));
@@ -205,7 +205,7 @@ fn serve_with_model(
     change(&mut model);
     let mut config = Config { models: vec![model], ..Config::default() };
     config.runtime.tune = vec!["fragments=0".into()];
-    start_on(&vulkan.instance, &config, lines)
+    start_with(&vulkan.devices, &config, lines)
 }
 
 /// Serves a model twice: without drafts, and with those of another one.
@@ -234,7 +234,7 @@ fn demo(name: &str) -> PathBuf {
 /// are those of transformers, also where the prompt's pages are found in the prefix cache and its chunks are short.
 #[test]
 fn a_model_drafts_for_itself() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for name in ["qwen3-deep", "llama-f32"] {
         let (path, known) = (fixture(name), expected(name));
         let prompt = [&known.prompt[..], &known.greedy[..24]].concat();
@@ -265,7 +265,7 @@ fn a_model_drafts_for_itself() {
 /// models with windows, experts and recurrent state, and from models with windows and with weights of codes.
 #[test]
 fn drafts_of_another_model_change_no_token() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for (name, draft) in [
         ("qwen3-deep", "llama-f32"),
         ("moe-top1", "qwen3-long"),
@@ -297,7 +297,7 @@ fn drafts_of_another_model_change_no_token() {
 /// memory plan has the weights and keys of both.
 #[test]
 fn drafts_of_a_trained_model_are_often_right() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let coarse = fixture("llama.cpp/demo-Q4_K_M.gguf");
     for (path, draft, share) in [(demo("model"), coarse, 75), (demo("hybrid"), demo("model"), 50)] {
         let [plain, drafting] = [None, Some(&*draft)].map(|draft| {
@@ -338,7 +338,7 @@ fn drafts_of_a_trained_model_are_often_right() {
 /// same beginning in short chunks; then one at a time, on pages that steps of several sequences have written.
 #[test]
 fn a_draft_model_follows_preemption_and_prefix_hits() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for (name, draft, pages) in [("qwen3-deep", "qwen3-deep", 9), ("hybrid-two", "llama-plain", 9)] {
         let [path, other] = [name, draft].map(fixture);
         let hosts = without_and_with(&vulkan, (&path, &other), |model| {
@@ -388,7 +388,7 @@ const LAST: usize = 15;
 /// prompts in long and short chunks and with pages of the prefix cache.
 #[test]
 fn a_draft_head_drafts_what_it_was_trained_to() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for name in ["demo", "options"] {
         let (path, cases) = drafted(name);
         let head = fixture(&format!("eagle/{name}"));
@@ -435,7 +435,7 @@ fn a_draft_head_drafts_what_it_was_trained_to() {
 /// weights quantised.
 #[test]
 fn a_draft_head_changes_no_token() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let head = fixture("eagle/demo");
     let gguf = fixture("llama.cpp/demo-Q4_K_M.gguf");
     // The first case has few pages, and sequences find those of others in a second turn.
@@ -456,7 +456,7 @@ fn a_draft_head_changes_no_token() {
             (model.context, model.kv_pages, model.prefill_chunk) = (Some(128), Some(pages), Some(64));
             let mut config = Config { models: vec![model], ..Config::default() };
             config.runtime.tune = vec![fragments.into()];
-            start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|error| panic!("{}", with_causes(&error)))
+            start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|error| panic!("{}", with_causes(&error)))
         });
         let text = Text::load(&demo("model")).expect("the tokenizer").expect("there is one");
         let asks: Vec<Request> = (0..if whole { 4u32 } else { 2 })
@@ -543,7 +543,7 @@ fn changed(
 /// before anything is loaded; and so is a draft head that is to be served alone.
 #[test]
 fn a_draft_head_that_does_not_fit_is_refused_by_what_it_is() {
-    let vulkan = Vulkan::without_validation();
+    let vulkan = Vulkan::shared_without_validation();
     let (error, text) = refused(&vulkan, &fixture("qwen3-deep"), &fixture("eagle/demo"));
     assert!(matches!(error, DraftError::Hidden { draft: 256, own: 40 }), "{text}");
     assert!(text.contains("256") && text.contains("40"), "{text}");
@@ -595,7 +595,7 @@ fn refused(vulkan: &Vulkan, path: &Path, draft: &Path) -> (DraftError, String) {
 
 #[test]
 fn a_draft_model_that_does_not_fit_is_refused_by_what_it_is() {
-    let vulkan = Vulkan::without_validation();
+    let vulkan = Vulkan::shared_without_validation();
     let other = |path: &str, draft: &str| refused(&vulkan, &fixture(path), &fixture(draft));
     let (error, text) = other("qwen3-deep", "llama-plain");
     assert!(matches!(error, DraftError::Vocabulary { draft: 257, own: 509 }), "{text}");
@@ -637,7 +637,7 @@ fn a_draft_model_that_does_not_fit_is_refused_by_what_it_is() {
 /// Goal: a draft head for a replica whose layers are on several devices is refused before anything is loaded.
 #[test]
 fn a_draft_head_of_a_replica_split_by_layers_is_refused() {
-    let vulkan = Vulkan::without_validation();
+    let vulkan = Vulkan::shared_without_validation();
     let (path, head) = (demo("model"), fixture("eagle/demo"));
     let devices = Driver::all().iter().map(|driver| vulkan.adapter(*driver).selector()).collect();
     let error = serve_with_model(&vulkan, (&path, Some(&head)), &Lines::default(), |model| {

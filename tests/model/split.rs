@@ -10,7 +10,7 @@ use crate::harness::models::{Generated, Lines, collect, expected, fixture, gener
 use crate::transformers::error;
 use ostinato::config::{Config, DEMO_PATH, Draft, KvFormat, Model, Placement, Quantize, SplitMode};
 use ostinato::engine::request::{FinishReason, Request, Sampling, Scored};
-use ostinato::gpu::devices::start_on;
+use ostinato::gpu::devices::start_with;
 use ostinato::gpu::error::StartError;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
@@ -46,11 +46,11 @@ pub fn configured(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce
 }
 
 pub fn serve(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Model)) -> Host {
-    start_on(&vulkan.instance, &configured(vulkan, path, change), &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
+    start_with(&vulkan.devices, &configured(vulkan, path, change), &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
 }
 
 pub fn refused(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Model)) -> StartError {
-    start_on(&vulkan.instance, &configured(vulkan, path, change), &Quiet).map(|_| ()).expect_err("it cannot be served")
+    start_with(&vulkan.devices, &configured(vulkan, path, change), &Quiet).map(|_| ()).expect_err("it cannot be served")
 }
 
 pub fn only(host: &Host) -> Arc<Replica> {
@@ -82,7 +82,7 @@ pub fn check(replica: &Replica, name: &str) {
 
 #[test]
 fn layers_on_two_devices_draw_what_transformers_draws() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     // A long rotary table, recurrent layers with a block that drafts, and with experts. The other tests here have dense
     // layers, and recurrent ones without such a block.
     let further: &[&str] = if every_case() { &["qwen3-deep", "llama-deep", "hybrid-two", "moe-top2"] } else { &[] };
@@ -126,7 +126,7 @@ pub fn check_family(name: &str, serve: impl FnOnce(PathBuf, &dyn Fn(&mut Model))
 #[test]
 #[ignore = "long: make test-full"]
 fn families_on_two_devices_draw_what_transformers_draws() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for name in [
         "gemma3-wrapped",
         "gemma4-shared",
@@ -143,7 +143,7 @@ fn families_on_two_devices_draw_what_transformers_draws() {
 #[test]
 #[ignore = "long: make test-full"]
 fn quantised_layers_on_two_devices_draw_what_one_device_draws() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for name in ["quantised/gptq-4", "quantised/fp8-hybrid"] {
         let known = expected(name);
         let replica = only(&serve(&vulkan, fixture(name), |_| {}));
@@ -196,7 +196,7 @@ pub fn tokens(generated: &[Generated]) -> Vec<&[u32]> {
 /// probabilities, with more requests than slots, when their pages are lost and recomputed, and on cached prefixes.
 #[test]
 fn batches_on_two_devices_draw_what_one_device_draws() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for name in ["qwen3-deep", "hybrid-two"] {
         let prompt = expected(name).prompt;
         let prompt = prompt.iter().cycle().copied().take(64).collect::<Vec<u32>>();
@@ -248,7 +248,7 @@ fn batches_on_two_devices_draw_what_one_device_draws() {
 /// Goal: with few pages, sequences lose theirs and are computed again, on both devices.
 #[test]
 fn sequences_that_lose_their_pages_on_two_devices_go_on() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let known = expected("qwen3-deep");
     let host = serve(&vulkan, fixture("qwen3-deep"), |model| {
         model.context = Some(128);
@@ -271,7 +271,7 @@ fn sequences_that_lose_their_pages_on_two_devices_go_on() {
 /// is that of one device without drafts.
 #[test]
 fn drafts_on_two_devices_change_no_token() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let content = "Sort these words: pear, apple, fig, grape, cherry".to_owned();
     let message = ChatMessage { role: "user".to_owned(), content, ..Default::default() };
     let demo = |name: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join("demo").join(name);
@@ -337,7 +337,7 @@ pub fn check_constraint(host: &Host) {
 /// Goal: a constrained output follows its constraint, and its neighbour draws what it draws alone.
 #[test]
 fn a_constraint_on_two_devices_is_followed() {
-    let vulkan = Vulkan::without_validation();
+    let vulkan = Vulkan::shared_without_validation();
     let host = serve(&vulkan, DEMO_PATH, |model| model.context = Some(256));
     check_constraint(&host);
 }
@@ -354,7 +354,7 @@ pub fn check_scores(found: &[Scored], wanted: &[Scored]) {
 /// Goal: log probabilities of a prompt, which the last stage computes chunk by chunk.
 #[test]
 fn scores_of_a_prompt_on_two_devices_are_those_of_one() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let known = expected("qwen3-deep");
     let scores = |placement: Placement| {
         let host = serve(&vulkan, fixture("qwen3-deep"), |model| {
@@ -409,7 +409,7 @@ fn a_replica_that_loses_either_device_goes_on() {
 /// Goal: shares and memory decide where the layers are; what cannot be is refused with what would be.
 #[test]
 fn shares_place_layers_and_what_cannot_be_split_is_refused() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let layers = |shares: &[u32]| -> Vec<std::ops::Range<u32>> {
         let host = serve(&vulkan, fixture("qwen3-deep"), |model| model.replicas = vec![split_over(&vulkan, shares)]);
         check(&only(&host), "qwen3-deep");
@@ -436,10 +436,10 @@ fn shares_place_layers_and_what_cannot_be_split_is_refused() {
 /// submissions to both.
 #[test]
 fn both_devices_of_a_split_replica_are_shown() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let config = configured(&vulkan, fixture("qwen3-deep"), |_| {});
     let lines = Lines::default();
-    let host = start_on(&vulkan.instance, &config, &lines).unwrap_or_else(|e| panic!("{e:?}"));
+    let host = start_with(&vulkan.devices, &config, &lines).unwrap_or_else(|e| panic!("{e:?}"));
     let said = lines.0.into_inner().expect("no panic").join("\n");
     let replica = only(&host);
     for stage in &replica.stages {

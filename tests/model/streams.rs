@@ -5,7 +5,7 @@
 use crate::common::{Driver, Vulkan};
 use crate::serving::*;
 use ostinato::config::{Config, DEMO_PATH, Model};
-use ostinato::gpu::devices::start_on;
+use ostinato::gpu::devices::start_with;
 use ostinato::host::progress::Quiet;
 use ostinato::service::proto;
 use ostinato::service::server::Options;
@@ -18,12 +18,12 @@ const IDS: u32 = 1000;
 
 /// Serves the demo model with eight slots. The returned instance must be dropped after the server.
 async fn demo() -> (Served, Vulkan) {
-    let vulkan = Vulkan::without_validation();
+    let vulkan = Vulkan::shared_without_validation();
     let mut model = Model::new("demo", DEMO_PATH, Some(vulkan.adapter(Driver::first()).selector()));
     model.slots = Some(8);
     let mut config = Config { models: vec![model], ..Config::default() };
     config.runtime.cache_directory = Some(Path::new(env!("CARGO_TARGET_TMPDIR")).to_owned());
-    let host = start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"));
+    let host = start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"));
     (serve_host(host, Options::default()).await, vulkan)
 }
 

@@ -13,7 +13,7 @@ use crate::split::{
 };
 use ostinato::config::{DEMO_PATH, Draft, Model, Placement, Quantize, SplitMode};
 use ostinato::engine::request::{FinishReason, Request};
-use ostinato::gpu::devices::start_on;
+use ostinato::gpu::devices::start_with;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
 use std::path::{Path, PathBuf};
@@ -36,7 +36,7 @@ fn whole(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Mod
 
 #[test]
 fn parts_of_layers_on_two_devices_draw_what_transformers_draws() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     // Biases, an odd number of inner values, experts with and without a shared one, and recurrent layers. A key head that
     // both devices have with different numbers of query heads is that of the model of the other tests here.
     let further: &[&str] = if every_case() { &["qwen3-deep", "moe-top2", "hybrid-two"] } else { &[] };
@@ -56,7 +56,7 @@ fn parts_of_layers_on_two_devices_draw_what_transformers_draws() {
 #[test]
 #[ignore = "long: make test-full"]
 fn families_in_parts_draw_what_transformers_draws() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for name in [
         "gemma2-new",
         "gemma3-wrapped",
@@ -79,7 +79,7 @@ fn families_in_parts_draw_what_transformers_draws() {
 #[test]
 #[ignore = "long: make test-full"]
 fn quantised_parts_draw_what_one_device_draws() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     // Formats of several kinds in one model, K-quants whose blocks are divided between devices, and quantised while loaded.
     // Parts of the demo model begin with whole groups, so its numbers are those of one device.
     for (folder, prompt, to) in [
@@ -98,7 +98,7 @@ fn quantised_parts_draw_what_one_device_draws() {
 /// probabilities, with more requests than slots, when their pages are lost and recomputed, and on cached prefixes.
 #[test]
 fn batches_of_a_model_in_parts_draw_what_one_device_draws() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let prompt: Vec<u32> = expected("qwen3-deep").prompt.iter().cycle().copied().take(64).collect();
     let sizes = |model: &mut Model, pages: u32, cache: bool| {
         model.context = Some(128);
@@ -143,7 +143,7 @@ fn batches_of_a_model_in_parts_draw_what_one_device_draws() {
 /// Goal: drafts by the model's own block and by a draft head change no token, and some are accepted.
 #[test]
 fn drafts_for_a_model_in_parts_change_no_token() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let demo = |name: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join("demo").join(name);
     // A draft model drafts as where the layers are on several devices (`split`).
     let head = Draft::Model(fixture("eagle/demo"));
@@ -173,7 +173,7 @@ fn drafts_for_a_model_in_parts_change_no_token() {
 #[test]
 #[ignore = "in make test-full: split::drafts_on_two_devices_change_no_token, with layers in parts"]
 fn looked_up_drafts_for_a_model_in_parts_change_no_token() {
-    let vulkan = Vulkan::without_validation();
+    let vulkan = Vulkan::shared_without_validation();
     let host = divided(&vulkan, DEMO_PATH, |model| {
         (model.context, model.slots) = (Some(256), Some(2));
         (model.draft, model.drafts, model.drafts_always) = (Some(Draft::Lookup), Some(3), Some(true));
@@ -192,7 +192,7 @@ fn looked_up_drafts_for_a_model_in_parts_change_no_token() {
 /// Goal: a constrained output follows its constraint, while its neighbour draws what it draws alone.
 #[test]
 fn a_constraint_of_a_model_in_parts_is_followed() {
-    let vulkan = Vulkan::without_validation();
+    let vulkan = Vulkan::shared_without_validation();
     check_constraint(&divided(&vulkan, DEMO_PATH, |model| (model.context, model.slots) = (Some(64), Some(2))));
 }
 
@@ -213,13 +213,13 @@ fn a_model_in_parts_that_loses_a_device_goes_on() {
 /// build.
 #[test]
 fn a_fault_in_an_exchange_changes_no_token() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let known = expected("qwen3-deep");
     let mut config = configured(&vulkan, fixture("qwen3-deep"), |model| {
         model.replicas = vec![over_both(&vulkan, SplitMode::Tensor)];
     });
     config.runtime.tune = vec!["fault_at=8".to_owned()];
-    let host = start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"));
+    let host = start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"));
     let replica = only(&host);
     let found = generate(&replica, request(&known.prompt, 24));
     assert_eq!(found.tokens, known.greedy[..24]);
@@ -230,7 +230,7 @@ fn a_fault_in_an_exchange_changes_no_token() {
 /// Goal: what cannot be divided is refused with the numbers, and with what works.
 #[test]
 fn what_cannot_be_divided_by_tensors_is_refused() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     let tensor = |model: &mut Model| model.replicas = vec![over_both(&vulkan, SplitMode::Tensor)];
     for (name, what) in [
         ("hybrid-three", "1 key heads of recurrent layers cannot be divided equally among 2 devices"),

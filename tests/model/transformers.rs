@@ -8,7 +8,7 @@ use crate::harness::every_case;
 use crate::harness::models::{Expected, expected, generate, request};
 use ostinato::config::{self, Config, KvFormat, Model};
 use ostinato::engine::request::{FinishReason, Request};
-use ostinato::gpu::devices::start_on;
+use ostinato::gpu::devices::start_with;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
 use std::path::{Path, PathBuf};
@@ -36,7 +36,7 @@ fn serve(vulkan: &Vulkan, driver: Driver, folder: &Path, kv: KvFormat) -> Host {
     let mut model = Model::new("fixture", path, Some(vulkan.adapter(driver).selector()));
     model.kv_format = Some(kv);
     let config = Config { models: vec![model], ..Config::default() };
-    start_on(&vulkan.instance, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", folder.display()))
+    start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", folder.display()))
 }
 
 /// Returns the length of the difference, relative to that of `wanted`.
@@ -88,7 +88,7 @@ fn check(
 
 #[test]
 fn fixtures_agree_on_lavapipe_with_f32_keys_and_values() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for folder in fixtures() {
         check(&vulkan, (Driver::Lavapipe, KvFormat::F32), &folder, usize::MAX, |_| EXACT);
     }
@@ -96,7 +96,7 @@ fn fixtures_agree_on_lavapipe_with_f32_keys_and_values() {
 
 #[test]
 fn fixtures_agree_on_lavapipe_with_f16_keys_and_values() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     for folder in fixtures().into_iter().step_by(if every_case() { 1 } else { 3 }) {
         // The error that rounding keys and values causes in transformers itself, with room for different sums. The
         // files of the demo models have no such measurement: a trained model must meet the exact limit in either case.
@@ -107,7 +107,7 @@ fn fixtures_agree_on_lavapipe_with_f16_keys_and_values() {
 
 #[test]
 fn fixtures_agree_on_swiftshader() {
-    let vulkan = Vulkan::new();
+    let vulkan = Vulkan::shared();
     // The embedded demo model runs there in `device::pinning`.
     let own = fixtures().into_iter().filter(|folder| folder.join("config.json").exists());
     for folder in own.step_by(if every_case() { 3 } else { 6 }) {

@@ -132,8 +132,10 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
     let processors = capabilities.processors.unwrap_or(assumed_processors(adapter.kind));
     let arithmetic = promised(adapter)[0];
     Tuning {
-        gemv_threads: if cpu { 32 } else { 128.min(most) },
-        gemv_wide_from: 12_000,
+        // A CPU driver runs a workgroup of several subgroups in turns, one subgroup until the next barrier and then another,
+        // which costs more than the products of a small matrix.
+        gemv_threads: if cpu { capabilities.subgroup_max.clamp(4, 32) } else { 128.min(most) },
+        gemv_wide_from: if cpu { 0 } else { 12_000 },
         gemv_most: most_gemv_rows(arithmetic),
         dots: dots(adapter),
         arithmetic,
@@ -148,7 +150,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         exchange_halves: false,
         matmul: BTreeMap::new(),
         // Larger workgroups are faster on long contexts and cost half a microsecond on short ones.
-        attention_threads: if cpu { 32 } else { if context >= 8192 { 256 } else { 128 }.min(most) },
+        attention_threads: if cpu { 16 } else { if context >= 8192 { 256 } else { 128 }.min(most) },
         flash_threads: if cpu { 64 } else { 256.min(most) },
         flash_threads_many: if cpu { 64 } else { 128.min(most) },
         spread: 2,

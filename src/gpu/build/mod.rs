@@ -336,9 +336,14 @@ impl Build<'_> {
         with_init.push(&init);
         let begin = Moment::now();
         let threads = self.beside.then(threads_beside);
-        let pipelines = Pipelines::build_on(&self.opened.device, cache, &with_init, threads, &|done, total| {
-            self.progress.step("building pipelines", done as u64, total as u64, Unit::Count);
-        })?;
+        let pipelines = Pipelines::build_for(
+            &self.opened.device,
+            &self.opened.pipelines,
+            cache,
+            &with_init,
+            threads,
+            &|done, total| self.progress.step("building pipelines", done as u64, total as u64, Unit::Count),
+        )?;
         let init = Arc::new(Region::build(&self.opened.device, &init, &table, &pipelines)?);
         let built = (pipelines.len(), begin, Moment::now());
         let loading = Loading { init, weights: load, tables, pipelines: built, started };

@@ -92,8 +92,8 @@ impl Decoder<'_> {
         let blocks = weight.rows.div_ceil(16);
         // Measured on an H200 with the matrices of Qwen3, Qwen3.5 and Llama models of up to eight billion weights.
         let (threads, tiles, ahead) = match (matrices, rows) {
-            // No more threads than every device supports.
-            (Matrices::Emulated, _) => (128, if blocks >= 256 { 2 } else { 1 }, 2),
+            // Two groups of lanes, as CPU drivers take longer for more.
+            (Matrices::Emulated, _) => (64, if blocks >= 256 { 2 } else { 1 }, 2),
             (Matrices::Cooperative, 1) => match (chunks, blocks) {
                 (128..256, 4096..) => (512, 2, 4),
                 (128.., _) => {
@@ -379,7 +379,7 @@ impl Decoder<'_> {
         // Measured with `bench --stages --try` for the products of an 8B model. `Emulated` uses shapes that every device
         // supports.
         let (threads, tiles, ahead, blocks) = match (matrices, rows) {
-            (Matrices::Emulated, _) => (256, if n < 2048 || rows <= 32 { 1 } else { 2 }, 1, rows.div_ceil(16).min(4)),
+            (Matrices::Emulated, _) => (64, if n < 2048 || rows <= 32 { 1 } else { 2 }, 1, rows.div_ceil(16).min(4)),
             (_, ..=16) => (if n <= 8192 { 512 } else { 256 }, 1, 4, 1),
             (_, ..=32) => (256, 1, 4, 2),
             (_, ..=64) if n >= 65_536 => (128, 2, 1, 4),
@@ -407,7 +407,7 @@ impl Decoder<'_> {
         let words = unit_cols(codes) * codes.bits / 256;
         let blocks = rows.div_ceil(16).min(4);
         let (threads, tiles, most_words) = match (matrices, blocks) {
-            (Matrices::Emulated, _) => (128, 1, 1),
+            (Matrices::Emulated, _) => (64, 1, 1),
             (_, 1) => (if weight.cols >= 8192 { 512 } else { 256 }, 1, 4),
             (_, 2) => (256, 1, 4),
             (_, _) if weight.rows >= 16_384 => (128, 2, 4),

@@ -1,5 +1,5 @@
 //! The open devices, each with its actors, and the models built on them. A device is opened when a model first needs it
-//! and stays open as long as the host, while models are loaded and unloaded.
+//! and stays open as long as the host, while models are loaded and unloaded, unless it is lost.
 //! Not here: building a replica (`gpu::build`), and the decision when to load a model (`host::lifecycle`).
 
 use crate::actors::compute::{Compute, GpuTime};
@@ -232,7 +232,8 @@ pub fn start_on(instance: &Instance, config: &Config, progress: &dyn Progress) -
 }
 
 /// Like [`start`], on devices that hosts of one process share: they stay open until the last of those hosts is dropped and
-/// `opened` with it, and a host finds the pipelines that another has built.
+/// `opened` with it, and a host finds the pipelines that another has built. Hosts share a device if they use it in the same
+/// way (timestamps, programs in PTX, turns with other processes); otherwise each opens it for itself.
 pub fn start_with(opened: &Arc<OpenDevices>, config: &Config, progress: &dyn Progress) -> Result<Host, StartError> {
     let (runtime, gpu_time) = (config.runtime.clone(), config.telemetry.gpu_time);
     let devices = Arc::new(Devices { opened: Arc::clone(opened), runtime, gpu_time });
@@ -260,8 +261,9 @@ impl Waits {
 #[derive(Debug)]
 pub struct OpenDevices {
     instance: Instance,
-    /// The devices and how each is used, by adapter index.
-    open: Mutex<BTreeMap<usize, (DeviceUse, Arc<OpenDevice>)>>,
+    /// The devices, each with its adapter's index and how it is used. Hosts that use one device differently have it opened
+    /// for each way.
+    open: Mutex<Vec<(usize, DeviceUse, Arc<OpenDevice>)>>,
     /// Locked while a device is opened, which takes a while.
     opening: Mutex<()>,
 }
@@ -272,25 +274,35 @@ impl OpenDevices {
         OpenDevices { instance: instance.clone(), open: Mutex::default(), opening: Mutex::default() }
     }
 
-    fn open(&self) -> MutexGuard<'_, BTreeMap<usize, (DeviceUse, Arc<OpenDevice>)>> {
-        // Every change of the map is a single operation, so a panic leaves it valid.
+    fn open(&self) -> MutexGuard<'_, Vec<(usize, DeviceUse, Arc<OpenDevice>)>> {
+        // No change of the list panics halfway.
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the device of an adapter. Opens it if it is not open, or lost, or used otherwise.
+    /// Returns the open devices that are used so, ordered by their adapters' indices.
+    fn used(&self, wanted: DeviceUse) -> Vec<Arc<OpenDevice>> {
+        let mut found: Vec<_> = self.open().iter().filter(|(_, used, _)| *used == wanted).cloned().collect();
+        found.sort_by_key(|(index, ..)| *index);
+        found.into_iter().map(|(.., opened)| opened).collect()
+    }
+
+    /// Returns the device of an adapter, for this use. Opens it if it is not open, or lost.
     fn of(&self, adapter: &Adapter, used: DeviceUse, cache: Option<&Path>) -> Result<Arc<OpenDevice>, StartError> {
         let _one_at_a_time = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((as_before, opened)) = self.open().get(&adapter.index)
-            && *as_before == used
-            && !opened.device.is_lost()
-        {
-            return Ok(Arc::clone(opened));
+        let is_it = |entry: &(usize, DeviceUse, Arc<OpenDevice>)| (entry.0, entry.1) == (adapter.index, used);
+        let found = self.open().iter().find(|entry| is_it(entry)).map(|(.., opened)| Arc::clone(opened));
+        if let Some(opened) = found.filter(|opened| !opened.device.is_lost()) {
+            return Ok(opened);
         }
         let opened = Arc::new(OpenDevice::open(&self.instance, adapter, cache, used)?);
-        let before = self.open().insert(adapter.index, (used, Arc::clone(&opened)));
-        // Dropped without the lock on the map: if this was the last reference to the device before, dropping it ends its
-        // actors.
-        drop(before);
+        let lost = {
+            let mut open = self.open();
+            let lost: Vec<_> = open.extract_if(.., |entry| is_it(entry)).collect();
+            open.push((adapter.index, used, Arc::clone(&opened)));
+            lost
+        };
+        // Dropped without the lock on the list: if this was the last reference to the lost device, dropping it ends its actors.
+        drop(lost);
         Ok(opened)
     }
 }
@@ -329,10 +341,13 @@ impl Devices {
         Ok(chosen)
     }
 
-    fn opened(&self, adapter: &Adapter) -> Result<Arc<OpenDevice>, StartError> {
+    fn used(&self) -> DeviceUse {
         let ptx = self.runtime.ptx.unwrap_or_else(|| takes_ptx(&self.runtime.tune));
-        let used = DeviceUse { gpu_time: self.gpu_time, ptx, turns: self.runtime.turns };
-        self.opened.of(adapter, used, self.runtime.cache_directory.as_deref())
+        DeviceUse { gpu_time: self.gpu_time, ptx, turns: self.runtime.turns }
+    }
+
+    fn opened(&self, adapter: &Adapter) -> Result<Arc<OpenDevice>, StartError> {
+        self.opened.of(adapter, self.used(), self.runtime.cache_directory.as_deref())
     }
 
     /// Builds the executor of a replica, with its weights loaded, on one device or split over several.
@@ -564,12 +579,12 @@ impl ModelSource for Arc<Devices> {
     }
 
     fn devices(&self) -> Vec<ServedDevice> {
-        let served = |(_, opened): &(DeviceUse, Arc<OpenDevice>)| ServedDevice {
+        let served = |opened: Arc<OpenDevice>| ServedDevice {
             info: device_info(opened.device.adapter()),
             memory: Vec::new(),
-            status: Some(Arc::clone(opened) as Arc<dyn DeviceStatus>),
+            status: Some(opened as Arc<dyn DeviceStatus>),
         };
-        self.opened.open().values().map(served).collect()
+        self.opened.used(self.used()).into_iter().map(served).collect()
     }
 
     fn build(&self, model: &config::Model, attempt: &LoadAttempt<'_>) -> Result<ServedModel, BuildError> {

@@ -182,7 +182,7 @@ impl TuningBounds {
                     && (16..=most).contains(&threads)
                     && self.heads.shared_bytes(1, threads) <= tuning.shared_bytes
             }
-            "gemv_threads" => changed.gemv_threads.is_power_of_two() && (16..=most).contains(&changed.gemv_threads),
+            "gemv_threads" => changed.gemv_threads.is_power_of_two() && (4..=most).contains(&changed.gemv_threads),
             key if key.starts_with("codes.") => {
                 let shape = codes_shape(key)?;
                 let (config, (bits, _, cols, _)) = (changed.codes.get(&shape)?, shape);

@@ -86,8 +86,8 @@ pub struct Pipelines {
     built: HashMap<Key, Kernel>,
 }
 
-/// The pipelines of a device that models have in common, also with those that are loaded later: drivers of CPUs, and others
-/// with an empty cache, compile for seconds.
+/// The pipelines of a device, for all models that are loaded on it, also later ones: drivers of CPUs, and others with an empty
+/// cache, compile for seconds.
 #[derive(Debug, Default)]
 pub struct PipelineTable {
     built: Mutex<HashMap<Key, Kernel>>,

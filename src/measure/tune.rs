@@ -298,7 +298,8 @@ fn knobs(decoder: &Decoder<'_>, rules: &Tuning, bounds: TuningBounds, depth: u32
             }
             "gemv" => {
                 let bytes = call.args[0].range().bytes;
-                add("gemv_threads".to_owned(), rules.gemv_threads.to_string(), powers(32, 256), bytes);
+                let values = powers(rules.gemv_threads.min(32), 256);
+                add("gemv_threads".to_owned(), rules.gemv_threads.to_string(), values, bytes);
             }
             "flash_decode" => {
                 let least = if depth < LONG { rules.flash_threads } else { 32 };

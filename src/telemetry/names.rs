@@ -196,7 +196,7 @@ pub const LOAD_PACK_US: &str = "ostinato.load.pack_us";
 pub const LOAD_STAGING_WAIT_US: &str = "ostinato.load.staging_wait_us";
 /// Submissions to the transfer queue.
 pub const TRANSFER_SUBMITS: &str = "ostinato.transfer_submits";
-/// Pipelines that were compiled or found in the cache.
+/// Pipelines that were compiled, or found in the cache or with another model of the device.
 pub const LOAD_PIPELINES: &str = "ostinato.load.pipelines";
 
 /// On a request, a phase or a step: how often a kernel of a decode step without barriers timed out while it waited for

@@ -261,15 +261,15 @@ fn load_on_a_server_is_measured_as_its_clients_see_it() {
 
 #[test]
 fn several_streams_in_process_are_measured_as_through_a_server() {
-    let arguments = ["--device", cpu(), "--streams", "1,2", "--prompt", "20", "--decode", "12", "--repeat", "1"];
+    let arguments = ["--device", cpu(), "--streams", "1,2", "--prompt", "20", "--decode", "80", "--repeat", "1"];
     let rows = rows(&arguments);
     let decode: Vec<&Value> = rows.iter().filter(|row| row["test"] == "decode").collect();
     assert_eq!(decode.len(), 2);
     assert_eq!(decode[0]["total_tokens_per_second"], Value::Null, "one stream decodes without a prompt");
     let number = |key: &str| decode[1][key].as_f64().unwrap_or_else(|| panic!("{key} in {}", decode[1]));
     assert_eq!((number("streams"), number("prompt")), (2.0, 20.0));
-    assert!((number("output_tokens_per_second") * number("seconds") - 24.0).abs() < 1e-6);
-    assert!((number("total_tokens_per_second") * number("seconds") - 64.0).abs() < 1e-6);
+    assert!((number("output_tokens_per_second") * number("seconds") - 160.0).abs() < 1e-6);
+    assert!((number("total_tokens_per_second") * number("seconds") - 200.0).abs() < 1e-6);
     assert!(number("tokens_per_second") > 0.0);
     assert_ne!(number("tokens_per_second"), number("output_tokens_per_second"), "the window is not the whole");
 }

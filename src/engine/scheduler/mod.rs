@@ -48,7 +48,7 @@ use crate::model::grammar::{Grammar, GrammarError, Next};
 use crate::model::split_mix::split_mix;
 use crate::telemetry::names;
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -492,7 +492,10 @@ impl Scheduler {
     /// Panics if redundant state is inconsistent. Simulations call it after every step; its cost grows with the number
     /// of slots, not with the queue.
     pub fn assert_consistent(&self) {
-        let (mut held, mut held_windows): (BTreeMap<Page, u32>, BTreeMap<Page, u32>) = Default::default();
+        // The number of sequences that hold each page.
+        let none = |pool: &PagePool| vec![0u32; pool.total() as usize];
+        let mut held = none(&self.pool);
+        let mut held_windows = self.window.as_ref().map(|window| none(&window.pool)).unwrap_or_default();
         let (mut open, mut open_windows, mut shares) = (Vec::new(), Vec::new(), 0);
         let mut ended = 0;
         for (index, id) in self.slots.iter().enumerate() {
@@ -510,12 +513,9 @@ impl Scheduler {
             assert_eq!(named.count() as u32, sequence.in_flight, "{id:?} is in other plans");
             let gone = sequence.state == SequenceState::Leaving && sequence.in_flight == 0;
             assert!(!gone, "{id:?} has left and holds {slot:?}");
-            for &page in &sequence.pages {
-                *held.entry(page).or_default() += 1;
-            }
-            for &page in &sequence.window {
-                *held_windows.entry(page).or_default() += 1;
-            }
+            sequence.pages.iter().for_each(|page| held[page.0 as usize] += 1);
+            assert!(self.window.is_some() || sequence.window.is_empty(), "window pages of a model without any");
+            sequence.window.iter().for_each(|page| held_windows[page.0 as usize] += 1);
             if sequence.state != SequenceState::Leaving {
                 let first = sequence.first_open_page();
                 open.extend(&sequence.pages[first as usize..]);
@@ -524,37 +524,25 @@ impl Scheduler {
             }
             shares += self.window.as_ref().map_or(0, |window| window.share(sequence.most_tokens()));
         }
-        match &self.window {
-            None => assert!(held_windows.is_empty(), "window pages of a model without any"),
-            Some(window) => {
-                assert!(window.serves(shares), "sequences with {shares} window pages together");
-                window.pool.assert_consistent();
-                assert_eq!(
-                    held_windows.len() as u32,
-                    window.pool.used(),
-                    "window pages are held by nobody with a slot"
-                );
-                for (&page, &holders) in &held_windows {
-                    assert_eq!(holders, window.pool.holders(page), "window {page:?} has other holders");
-                }
-                for page in open_windows {
-                    assert_eq!(held_windows[page], 1, "window {page:?} is shared and will be written");
-                }
+        let check = |what: &str, pool: &PagePool, held: &[u32], open: &[Page]| {
+            for (page, holders) in (0..).map(Page).zip(held) {
+                assert_eq!(*holders, pool.holders(page), "{what}{page:?}: the pool has another number of holders");
             }
+            for page in open {
+                assert_eq!(held[page.0 as usize], 1, "{what}{page:?} is shared and will be written");
+            }
+            pool.assert_consistent();
+        };
+        if let Some(window) = &self.window {
+            assert!(window.serves(shares), "sequences with {shares} window pages together");
+            check("window ", &window.pool, &held_windows, &open_windows);
         }
-        assert_eq!(held.len() as u32, self.pool.used(), "pages are held by nobody with a slot");
-        for (&page, &holders) in &held {
-            assert_eq!(holders, self.pool.holders(page), "{page:?} has other holders than the pool knows");
-        }
-        for page in open {
-            assert_eq!(held[page], 1, "{page:?} is shared and will be written");
-        }
-        self.pool.assert_consistent();
+        check("", &self.pool, &held, &open);
         let resident = self.slots.iter().flatten().count();
         assert_eq!(self.waiting.len(), self.ranked.len());
         assert!(self.waiting.is_disjoint(&self.unmasked));
         let waiting = self.waiting.len() + self.unmasked.len();
-        assert_eq!(resident + waiting, self.sequences.len(), "a sequence is nowhere, or twice");
+        assert_eq!(resident + waiting, self.sequences.len(), "a sequence is nowhere or twice");
         assert_eq!(resident + waiting - ended, self.by_request.len(), "an ended request is live");
         assert!(self.flights.len() <= PLANS_IN_FLIGHT);
     }

@@ -150,7 +150,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         exchange_halves: false,
         matmul: BTreeMap::new(),
         // Larger workgroups are faster on long contexts and cost half a microsecond on short ones.
-        attention_threads: if cpu { 16 } else { if context >= 8192 { 256 } else { 128 }.min(most) },
+        attention_threads: if cpu { 32 } else { if context >= 8192 { 256 } else { 128 }.min(most) },
         flash_threads: if cpu { 64 } else { 256.min(most) },
         flash_threads_many: if cpu { 64 } else { 128.min(most) },
         spread: 2,

@@ -7,7 +7,6 @@
 use crate::config::{KvFormat, file};
 use crate::device::{driver_key, fnv, write_atomically};
 use crate::gpu::build::Build;
-use crate::gpu::devices::OpenDevice;
 use crate::gpu::error::StartError;
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::embed::PromptRows;
@@ -84,8 +83,7 @@ pub(crate) fn test_reference(
     if kept.passed.contains(&key) {
         return Ok(Tested::Before);
     }
-    let OpenDevice { device, pipelines: table, .. } = build.opened;
-    let pipelines = Pipelines::build_for(device, table, cache, &recordings.all(), None, &|_, _| {})?;
+    let pipelines = Pipelines::build(&build.opened.device, cache, &recordings.all(), &|_, _| {})?;
     let mut test = Test::new(build, &own, &small, &recordings, &pipelines)?;
     let outcome = test.run(&recordings)?;
     if let (Tested::Right(_), Some(path)) = (&outcome, &path) {

@@ -5,8 +5,8 @@
 
 use crate::common::{Driver, Vulkan};
 use crate::harness::models::{expected, fixture, generate, request};
-use ostinato::config::{Bytes, Config, LoadWhen, Model};
-use ostinato::gpu::devices::start_on;
+use ostinato::config::{Bytes, Config, GpuTime, LoadWhen, Model};
+use ostinato::gpu::devices::{start_on, start_with};
 use ostinato::gpu::error::StartError;
 use ostinato::host::Host;
 use ostinato::host::catalogue::LoadState;
@@ -78,6 +78,52 @@ impl<F: Fn(&str) + Sync> Progress for When<'_, F> {
     }
 
     fn step(&self, _: &str, _: u64, _: u64, _: Unit) {}
+}
+
+/// Records how many pipelines each load has to build.
+#[derive(Default)]
+struct Built(Mutex<Vec<u64>>);
+
+impl Progress for Built {
+    fn line(&self, _: &str) {}
+
+    fn step(&self, what: &str, done: u64, total: u64, _: Unit) {
+        if what == "building pipelines" && done == 0 {
+            self.0.lock().expect("no panic").push(total);
+        }
+    }
+}
+
+/// Goal: a model takes the pipelines that are built on its device, by another model, by itself before it was unloaded, or by
+/// another host that uses the device in the same way; a host that uses it otherwise opens it for itself.
+#[test]
+fn models_of_a_device_share_its_pipelines() {
+    let vulkan = Vulkan::new();
+    let uuid = vulkan.adapter(Driver::first()).uuid;
+    let built = Built::default();
+    let take = || std::mem::take(&mut *built.0.lock().expect("no panic"));
+    let models = ["a", "b"].map(|name| small(name, &fixture("llama-plain"), &uuid, LoadWhen::Request)).to_vec();
+    let mut config = Config { models, ..Config::default() };
+    let start = |config: &Config| start_with(&vulkan.devices, config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"));
+    let loads = |host: &Host, name: &str| {
+        load_with(host, name, &built).unwrap_or_else(|e| panic!("{name}: {e:?}"));
+        answers(host, name, "llama-plain");
+        take()
+    };
+    let host = start(&config);
+    let all = loads(&host, "a");
+    assert!(matches!(all[..], [count] if count > 10), "{all:?} pipelines");
+    assert_eq!(loads(&host, "b"), [0; 0], "those of \"a\"");
+    for name in ["a", "b"] {
+        host.unload(name, NOW).unwrap_or_else(|e| panic!("{name}: {e:?}"));
+    }
+    assert_eq!(loads(&host, "a"), [0; 0], "its own");
+    let other = start(&config);
+    assert_eq!(loads(&other, "a"), [0; 0], "those of the first host");
+    config.telemetry.gpu_time = GpuTime::Off;
+    let otherwise = start(&config);
+    assert_eq!(loads(&otherwise, "a"), all, "on a device that it opens for itself");
+    assert_eq!([&host, &other, &otherwise].map(|host| host.devices().len()), [1; 3]);
 }
 
 #[test]

@@ -231,12 +231,12 @@ pub fn start_on(instance: &Instance, config: &Config, progress: &dyn Progress) -
     start_with(&Arc::new(OpenDevices::new(instance)), config, progress)
 }
 
-/// Like [`start`], on devices that hosts of one process share: they stay open until the last of those hosts is dropped and
-/// `opened` with it, and a host finds the pipelines that another has built. Hosts share a device if they use it in the same
+/// Like [`start`], on devices that hosts of one process share: they stay open until `opened` and the last of those hosts are
+/// dropped, and a host finds the pipelines that another has built. Hosts share a device if they use it in the same
 /// way (timestamps, programs in PTX, turns with other processes); otherwise each opens it for itself.
 pub fn start_with(opened: &Arc<OpenDevices>, config: &Config, progress: &dyn Progress) -> Result<Host, StartError> {
     let (runtime, gpu_time) = (config.runtime.clone(), config.telemetry.gpu_time);
-    let devices = Arc::new(Devices { opened: Arc::clone(opened), runtime, gpu_time });
+    let devices = Arc::new(Devices { devices: Arc::clone(opened), runtime, gpu_time });
     // Checks the device selection of all models before opening the first device.
     config.models.iter().try_for_each(|model| devices.check(model))?;
     let host = Host::of(&config.models, config.server.queue_limit as usize, Box::new(devices));
@@ -279,15 +279,15 @@ impl OpenDevices {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the open devices that are used so, ordered by their adapters' indices.
-    fn used(&self, wanted: DeviceUse) -> Vec<Arc<OpenDevice>> {
+    /// Returns the open devices with this use, ordered by their adapters' indices.
+    fn with_use(&self, wanted: DeviceUse) -> Vec<Arc<OpenDevice>> {
         let mut found: Vec<_> = self.open().iter().filter(|(_, used, _)| *used == wanted).cloned().collect();
         found.sort_by_key(|(index, ..)| *index);
         found.into_iter().map(|(.., opened)| opened).collect()
     }
 
-    /// Returns the device of an adapter, for this use. Opens it if it is not open, or lost.
-    fn of(&self, adapter: &Adapter, used: DeviceUse, cache: Option<&Path>) -> Result<Arc<OpenDevice>, StartError> {
+    /// Returns the device of an adapter for this use; opens it if it is not open or is lost.
+    fn opened(&self, adapter: &Adapter, used: DeviceUse, cache: Option<&Path>) -> Result<Arc<OpenDevice>, StartError> {
         let _one_at_a_time = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         let is_it = |entry: &(usize, DeviceUse, Arc<OpenDevice>)| (entry.0, entry.1) == (adapter.index, used);
         let found = self.open().iter().find(|entry| is_it(entry)).map(|(.., opened)| Arc::clone(opened));
@@ -310,7 +310,7 @@ impl OpenDevices {
 /// Builds models on the machine's devices.
 #[derive(Debug)]
 struct Devices {
-    opened: Arc<OpenDevices>,
+    devices: Arc<OpenDevices>,
     runtime: config::Runtime,
     gpu_time: GpuTime,
 }
@@ -322,7 +322,7 @@ impl Devices {
     }
 
     fn choose_for(&self, model: &config::Model, placement: &config::Placement) -> Result<Vec<Adapter>, StartError> {
-        let adapters = self.opened.instance.adapters();
+        let adapters = self.devices.instance.adapters();
         if placement.split.is_none() {
             return Ok(vec![choose(&adapters, placement.device.as_ref())?.clone()]);
         }
@@ -341,13 +341,14 @@ impl Devices {
         Ok(chosen)
     }
 
-    fn used(&self) -> DeviceUse {
+    /// Returns how the host uses its devices.
+    fn device_use(&self) -> DeviceUse {
         let ptx = self.runtime.ptx.unwrap_or_else(|| takes_ptx(&self.runtime.tune));
         DeviceUse { gpu_time: self.gpu_time, ptx, turns: self.runtime.turns }
     }
 
     fn opened(&self, adapter: &Adapter) -> Result<Arc<OpenDevice>, StartError> {
-        self.opened.of(adapter, self.used(), self.runtime.cache_directory.as_deref())
+        self.devices.opened(adapter, self.device_use(), self.runtime.cache_directory.as_deref())
     }
 
     /// Builds the executor of a replica, with its weights loaded, on one device or split over several.
@@ -584,7 +585,7 @@ impl ModelSource for Arc<Devices> {
             memory: Vec::new(),
             status: Some(opened as Arc<dyn DeviceStatus>),
         };
-        self.opened.used(self.used()).into_iter().map(served).collect()
+        self.devices.with_use(self.device_use()).into_iter().map(served).collect()
     }
 
     fn build(&self, model: &config::Model, attempt: &LoadAttempt<'_>) -> Result<ServedModel, BuildError> {

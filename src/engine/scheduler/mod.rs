@@ -489,8 +489,8 @@ impl Scheduler {
         &mut self.pool
     }
 
-    /// Panics if redundant state is inconsistent. Simulations call it after every step; its cost grows with the number
-    /// of slots, not with the queue.
+    /// Panics if redundant state is inconsistent. Simulations call it after every step; its cost grows with the numbers
+    /// of slots and pages, not with the queue.
     pub fn assert_consistent(&self) {
         // The number of sequences that hold each page.
         let none = |pool: &PagePool| vec![0u32; pool.total() as usize];

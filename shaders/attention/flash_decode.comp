@@ -13,7 +13,7 @@
 // k, v   KV cache pages of f16, or with KV 2 of 8-bit codes: `kv.glsl`;  pages [slots][max_pages];  rope [positions][ROT/2] of cos, sin
 // output [rows][output_stride] f32. PACKED 1: 16-bit blocks as `pack_rows` writes them, `output_stride` in blocks of
 //        32 columns. PACKED 2: as its variant SWIZZLED writes them, for `output_stride` rows
-// TAGGED 3: qkv and output are tagged (`tags.glsl`); a row without a sequence then still writes zeros
+// TAGGED 3: qkv and output are tagged (`tags.glsl`). With tagged or packed output, a row without a sequence writes zeros
 // PLANNED 1: `rows` is the work list of `plan_splits`, which gives a row a number of splits according to its length
 //
 // One workgroup serves G (at most 8) query heads (GQA) of one KV head of one row, or one split of its context. PARTS
@@ -29,8 +29,7 @@
 // combines them. All give the same bits.
 // With 8-bit codes, a page's codes are multiplied as f16 integers: the scale of a key multiplies its score, and that of a
 // value its weight. Weights are kept relative to the largest scale so far, so that their f16 parts lose no bits to small
-// scales. q and the new key are multiplied by the Hadamard matrix of `kv.glsl`. A group then has PAGES pages in flight, as
-// many bytes as one page of f16.
+// scales. q and the new key are multiplied by the Hadamard matrix of `kv.glsl`.
 // Traffic: 4·D bytes per token and KV head (f16), 2·D + 8 (codes).
 #extension GL_KHR_shader_subgroup_shuffle : require
 #define WEIGHT 1
@@ -130,10 +129,7 @@ const uint TURNS = TEAMS > 1u ? 1u : (ITEMS + LANES - 1u) / LANES;
 const uint AHEAD = 8u;                            // splits whose words are in flight in the combination
 const uint PART = G * (QUADS + 1u);               // 16-byte words that a split writes
 const uint MOST_SPLITS = 32u;
-// 16-byte words of a page's keys, or values, per lane, and the pages that a group has in flight. Without matrix units it is
-// one, since a CPU driver takes twice as long to compile two.
-const uint LOADS = KV == 2 ? BLOCKS / 2u : BLOCKS;
-const uint PAGES = KV == 2 && MATRIX == 1 ? 2u : 1u;
+const uint LOADS = KV == 2 ? BLOCKS / 2u : BLOCKS; // 16-byte words of a page's keys, or values, per lane
 const float LOWEST = -3.0e38;
 
 shared vec4 raw_s[RAW];
@@ -314,9 +310,9 @@ void main() {
     uint position = info.y;
     uint polls = 0u;
     if (info.w == 0u) {
-        // A consumer that polls the output assumes that the heads were polled before.
-        if (TAGGED != 0u && split == 0u) {
-            EACH(i, RAW) {
+        if (split == 0u && (TAGGED != 0u || PACKED != 0u)) {
+            // A consumer that polls the output assumes that the heads were polled before.
+            if (TAGGED != 0u) EACH(i, RAW) {
                 uint at = head_quad(row, head_group, i);
                 while (poll_again(stale(qkv.v[at], qkv_tag) != 0u, polls, fault, qkv_tag)) {}
             }
@@ -346,34 +342,30 @@ void main() {
     uint own_page = low / 16u + split * GROUPS + LANE_GROUP;
 
     // A page's keys: dimensions from 8t on of each chunk of 32, of tokens g and g + 8. Its values: rows of D, in order.
-    uvec4 key[PAGES * LOADS], value[PAGES * LOADS];
+    uvec4 key[LOADS], value[LOADS];
 #if KV == 2
     // The scales of tokens 2t, 2t + 1, 2t + 8 and 2t + 9.
-    uvec4 key_scale[PAGES], value_scale[PAGES];
-#define LOAD_KEYS(n, page_) { uint base_ = (page_) * PAGE_WORDS;                                    \
-    key_scale[n] = k.v[base_ + KV_HEADS * D + kvh * 4u + t];                                        \
+    uvec4 key_scale, value_scale;
+#define LOAD_KEYS(page_) { uint base_ = (page_) * PAGE_WORDS;                                    \
+    key_scale = k.v[base_ + KV_HEADS * D + kvh * 4u + t];                                        \
     [[unroll]] for (uint c = 0u; c < LOADS; c++)                                                    \
-        key[(n) * LOADS + c] = k.v[base_ + kvh * D + (4u * c + t) * 8u + g]; }
-#define LOAD_VALUES(n, page_) { uint base_ = (page_) * PAGE_WORDS;                                  \
-    value_scale[n] = v.v[base_ + KV_HEADS * D + kvh * 4u + t];                                      \
-    [[unroll]] for (uint c = 0u; c < LOADS; c++) value[(n) * LOADS + c] = v.v[base_ + kvh * D + LANE + c * 32u]; }
+        key[c] = k.v[base_ + kvh * D + (4u * c + t) * 8u + g]; }
+#define LOAD_VALUES(page_) { uint base_ = (page_) * PAGE_WORDS;                                  \
+    value_scale = v.v[base_ + KV_HEADS * D + kvh * 4u + t];                                      \
+    [[unroll]] for (uint c = 0u; c < LOADS; c++) value[c] = v.v[base_ + kvh * D + LANE + c * 32u]; }
 #else
-#define LOAD_KEYS(n, page_) { uint base_ = ((page_) * KV_HEADS + kvh) * 2u * D;                       \
+#define LOAD_KEYS(page_) { uint base_ = ((page_) * KV_HEADS + kvh) * 2u * D;                       \
     [[unroll]] for (uint c = 0u; c < BLOCKS / 2u; c++) {                                            \
         key[2u * c] = k.v[base_ + (4u * c + t) * 16u + g];                                          \
         key[2u * c + 1u] = k.v[base_ + (4u * c + t) * 16u + g + 8u];                                \
     } }
-#define LOAD_VALUES(n, page_) { uint base_ = ((page_) * KV_HEADS + kvh) * 2u * D + LANE;            \
+#define LOAD_VALUES(page_) { uint base_ = ((page_) * KV_HEADS + kvh) * 2u * D + LANE;            \
     [[unroll]] for (uint c = 0u; c < BLOCKS; c++) value[c] = v.v[base_ + c * 32u]; }
 #endif
     uint last_page = max(full, 1u) - 1u;
-    [[unroll]] for (uint n = 0u; n < PAGES; n++) {
-        if (n == 0u || n < rounds) {
-            uint page = pages.v[table + min(own_page + n * step_pages, last_page)];
-            LOAD_KEYS(n, page)
-            LOAD_VALUES(n, page)
-        }
-    }
+    uint page = pages.v[table + min(own_page, last_page)];
+    LOAD_KEYS(page)
+    LOAD_VALUES(page)
 
     // The rotary factors and norm weights of this invocation's quads of q and k.
     vec4 turn_c[TURNED_LOADS], turn_s[TURNED_LOADS], weight_own[TURNED_LOADS], weight_other[TURNED_LOADS];
@@ -572,17 +564,8 @@ void main() {
 #if KV == 2
     float unit = LEAST_VALUE; // the largest scale of values so far: outputs are sums in this unit
 #endif
-    // Where several pages are in flight, the last turn may have fewer.
-#if KV == 2 && MATRIX == 1
-#define IF_ROUND(n, in_rounds) if (n == 0u || in_rounds)
-#else
-#define IF_ROUND(n, in_rounds)
-#endif
-    for (uint first_round = 0u; first_round < rounds; first_round += PAGES) {
-    [[unroll]] for (uint n = 0u; n < PAGES; n++) {
-        uint round = first_round + n, index = own_page + round * step_pages;
-        IF_ROUND(n, round < rounds) {
-        uint next = pages.v[table + min(index + PAGES * step_pages, last_page)];
+    for (uint round = 0u; round < rounds; round++) {
+        uint index = own_page + round * step_pages, next = pages.v[table + min(index + step_pages, last_page)];
         Sums scores = NO_SUMS;
         UNROLL_PRODUCTS for (uint c = 0u; c < BLOCKS / 2u; c++) {
             UNROLL_PRODUCTS for (uint h = 0u; h < 2u; h++) {
@@ -591,7 +574,7 @@ void main() {
                 SET_TOKENS(a, parts.xy, parts.zw)
                 Weights m;
 #if KV == 2
-                uvec4 both = key[n * LOADS + c];
+                uvec4 both = key[c];
                 uvec2 first_token = halves_of(h == 0u ? both.x : both.y), second_token = halves_of(h == 0u ? both.z : both.w);
                 SET_WEIGHTS(m, uvec4(first_token, second_token))
 #else
@@ -603,9 +586,9 @@ void main() {
         }
         vec4 sums = SUMS_LOW(scores) + SUMS_HIGH(scores);
 #if KV == 2
-        sums *= uintBitsToFloat(key_scale[n]);
+        sums *= uintBitsToFloat(key_scale);
 #endif
-        if (round + PAGES < rounds) LOAD_KEYS(n, next)
+        if (round + 1u < rounds) LOAD_KEYS(next)
         vec4 score = soft_cap(sums);
         uint first = index * 16u + t * 2u;
         uvec4 tokens = uvec4(first, first + 1u, first + 8u, first + 9u);
@@ -621,7 +604,7 @@ void main() {
         sum = sum * correction + p.x + p.y + p.z + p.w;
 #if KV == 2
         // The scale of a token that is not there may be anything, also NaN.
-        vec4 scales = mix(vec4(0.0), uintBitsToFloat(value_scale[n]), there);
+        vec4 scales = mix(vec4(0.0), uintBitsToFloat(value_scale), there);
         float largest = max(max(scales.x, scales.y), max(scales.z, scales.w));
         largest = max(largest, subgroupShuffleXor(largest, 1u));
         largest = max(unit, max(largest, subgroupShuffleXor(largest, 2u)));
@@ -640,7 +623,7 @@ void main() {
         // Codes of tokens that are not written yet are finite, and their weight is zero.
         [[unroll]] for (uint c = 0u; c < LOADS; c++) {
             uint word = c * 32u + LANE, token = word / (D / 8u), eighth = word % (D / 8u);
-            uvec4 both = value[n * LOADS + c];
+            uvec4 both = value[c];
             stage_s[LANE_GROUP * STAGED + token * ROW + eighth] = uvec4(halves_of(both.x), halves_of(both.y));
             stage_s[LANE_GROUP * STAGED + (token + 8u) * ROW + eighth] = uvec4(halves_of(both.z), halves_of(both.w));
         }
@@ -653,7 +636,7 @@ void main() {
             stage_s[LANE_GROUP * STAGED + token * ROW + eighth % (D / 8u)] = there_ ? value[c] : uvec4(0u);
         }
 #endif
-        if (round + PAGES < rounds) LOAD_VALUES(n, next)
+        if (round + 1u < rounds) LOAD_VALUES(next)
         LANES_BARRIER
         Tokens a;
         SET_TOKENS(a, p_most, p_rest)
@@ -663,8 +646,6 @@ void main() {
             MULTIPLY_ADD(outputs[j], a, m)
         }
         LANES_BARRIER
-        }
-    }
     }
     sum += subgroupShuffleXor(sum, 1u);
     sum += subgroupShuffleXor(sum, 2u);

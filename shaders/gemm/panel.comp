@@ -8,7 +8,9 @@
 //            y[n/2] = glu(gate, up)
 // weight     16 × 32 blocks in fragment order (`memory::pack::Layout::Fragments`). CODED 1: codes with scales
 //            (`codes.glsl`), which are dequantised in f16 and rounded to bfloat16 in registers, once for all rows of x of
-//            the panel; AHEAD then counts units of columns
+//            the panel; AHEAD then counts units of columns. IN_F16 1: they stay f16, and x becomes f16, which is faster
+//            for a few rows. A lane group whose sums overflow so, or that has small numbers only, does its part again
+//            in bfloat16
 // x          16 × 32 blocks as `pack_rows` writes them
 // y          PACKED 0: [rows][y_stride] f32. PACKED 1 (SwiGLU only): 16-bit blocks like x, as input of the next
 //            product; rows are written up to a multiple of 16, columns beyond the last are not written
@@ -45,6 +47,7 @@ layout(constant_id = 10) const uint PARTS = 1;    // partial sums of squares per
 layout(constant_id = 11) const uint EXPERTS = 0;
 #if CODED == 1
 layout(constant_id = 12) const uint CODES = 0x5024; // the weights' format
+layout(constant_id = 13) const uint IN_F16 = 0;
 #endif
 
 #include "fragments.glsl"
@@ -52,6 +55,7 @@ layout(constant_id = 12) const uint CODES = 0x5024; // the weights' format
 #include "codes.glsl"
 const uint UNITS = (CHUNKS * 32u + UNIT_COLS - 1u) / UNIT_COLS;
 #if MATRIX == 1
+#extension GL_KHR_shader_subgroup_vote : require
 // f16 arithmetic keeps subnormal numbers: the codes.
 #extension GL_EXT_spirv_intrinsics : require
 spirv_execution_mode(extensions = ["SPV_KHR_float_controls"], capabilities = [4464], 4459, 16);
@@ -146,6 +150,95 @@ uint rounded_pair(uint pair) { return bfloat_pair(HALVES_OF(pair)); }
 uvec4 rounded_pairs(uvec4 pairs) {
     return uvec4(rounded_pair(pairs.x), rounded_pair(pairs.y), rounded_pair(pairs.z), rounded_pair(pairs.w));
 }
+
+// Adds the products of the lane group's columns to `sums`; `ADD` is one of the macros below, for half of a chunk.
+#define ADD_PRODUCTS(ADD) \
+    [[dont_unroll]] for (uint round = 0u; round < ROUNDS; round++) { \
+        uvec4 w[AHEAD * TILES * PLANE_LOADS]; \
+        uint scales[AHEAD * TILES * SCALE_SLOTS]; \
+        [[unroll]] for (uint u = 0u; u < AHEAD; u++) { \
+            uint at = min((round * AHEAD + u) * GROUPS + LANE_GROUP, UNITS - 1u) * UNIT_WORDS; \
+            [[unroll]] for (uint j = 0u; j < TILES; j++) { \
+                [[unroll]] for (uint i = 0u; i < PLANE_LOADS; i++) \
+                    w[(u * TILES + j) * PLANE_LOADS + i] = weight.v[base[j] + at + i * 32u + LANE]; \
+                LOAD_SCALES(scales, (u * TILES + j) * SCALE_SLOTS, base[j] + at + PLANE_LOADS * 32u) \
+            } \
+        } \
+        UNROLL_PRODUCTS for (uint u = 0u; u < AHEAD; u++) { \
+            uint unit = (round * AHEAD + u) * GROUPS + LANE_GROUP; \
+            EACH_CHUNK for (uint c = 0u; c < UNIT_COLS / 32u; c++) { \
+                /* Beyond the last chunk, weights are multiplied by zeros. */ \
+                uint chunk = unit * (UNIT_COLS / 32u) + c, at = min(chunk, CHUNKS - 1u) * 64u; \
+                bool there = CHUNKS % (GROUPS * AHEAD * (UNIT_COLS / 32u)) == 0u || chunk < CHUNKS; \
+                uvec4 q[BLOCKS * 2u]; \
+                [[unroll]] for (uint i = 0u; i < BLOCKS; i++) { \
+                    q[i * 2u] = x.v[x_base[i] + at]; \
+                    q[i * 2u + 1u] = x.v[x_base[i] + at + 32u]; \
+                } \
+                uint scale[TILES], minimum[TILES]; \
+                [[unroll]] for (uint j = 0u; j < TILES; j++) { \
+                    uint from = (u * TILES + j) * SCALE_SLOTS; \
+                    scale[j] = SCALE_OF(scales, from, c, LANE & 3u); \
+                    minimum[j] = STORED == 1u ? SCALE_OF(scales, from + STORED * SCALE_WORDS, c, LANE & 3u) : 0u; \
+                } \
+                UNROLL_PRODUCTS for (uint h = 0u; h < 2u; h++) ADD \
+            } \
+        } \
+    }
+#define ADD_IN_BFLOAT { \
+    Tokens a[BLOCKS]; \
+    [[unroll]] for (uint i = 0u; i < BLOCKS; i++) { \
+        uvec4 part = there ? q[i * 2u + h] : uvec4(0u); \
+        SET_TOKENS(a[i], part.xz, part.yw) \
+    } \
+    UNROLL_PRODUCTS for (uint j = 0u; j < TILES; j++) { \
+        uvec4 pairs = PAIRS(w, (u * TILES + j) * PLANE_LOADS, c, h); \
+        pairs = rounded_pairs(scaled(pairs, scale[j], minimum[j])); \
+        Weights m; \
+        SET_WEIGHTS(m, pairs) \
+        UNROLL_PRODUCTS for (uint i = 0u; i < BLOCKS; i++) MULTIPLY_ADD(sums[i * TILES + j], a[i], m) \
+    } }
+
+#if MATRIX == 1
+#define HalfTokens coopmat<float16_t, gl_ScopeSubgroup, 16, 16, gl_MatrixUseA>
+#define HalfWeights coopmat<float16_t, gl_ScopeSubgroup, 16, 16, gl_MatrixUseB>
+#define SET_HALVES(m, a, b, c, d) { PUT_HALVES(m, 0, a) PUT_HALVES(m, 2, b) PUT_HALVES(m, 4, c) PUT_HALVES(m, 6, d) }
+#define PUT_HALVES(m, e, word) { f16vec2 two_ = unpackFloat2x16(word); m[e] = two_.x; m[e + 1] = two_.y; }
+// Of two bfloat16: exact from 2^-14 to 65,504; infinite beyond that, and multiples of 2^-24 below.
+uint half_pair(uint pair) { return packHalf2x16(vec2(bf16_low(pair), bf16_high(pair))); }
+#define ADD_IN_F16 { \
+    HalfTokens a[BLOCKS]; \
+    [[unroll]] for (uint i = 0u; i < BLOCKS; i++) { \
+        uvec4 part = there ? q[i * 2u + h] : uvec4(0u); \
+        part = uvec4(half_pair(part.x), half_pair(part.y), half_pair(part.z), half_pair(part.w)); \
+        seen[i] |= part.xy | part.zw; \
+        SET_HALVES(a[i], part.x, part.z, part.y, part.w) \
+    } \
+    UNROLL_PRODUCTS for (uint j = 0u; j < TILES; j++) { \
+        uvec4 pairs = scaled(PAIRS(w, (u * TILES + j) * PLANE_LOADS, c, h), scale[j], minimum[j]); \
+        HalfWeights m; \
+        SET_HALVES(m, pairs.x, pairs.y, pairs.z, pairs.w) \
+        UNROLL_PRODUCTS for (uint i = 0u; i < BLOCKS; i++) MULTIPLY_ADD(sums[i * TILES + j], a[i], m) \
+    } }
+
+// The disjunction of the words of the four lanes of a row.
+uvec2 of_row(uvec2 words) {
+    words |= subgroupShuffleXor(words, 1u);
+    return words | subgroupShuffleXor(words, 2u);
+}
+
+// Whether sums are infinite or not numbers, as those of an infinite x are.
+bool overflows(vec4 sums) {
+    return any(greaterThanEqual(floatBitsToUint(sums) & 0x7fffffffu, uvec4(0x7f800000u)));
+}
+
+// Whether all of the lane group's columns of a row of x are so small that rounding them to multiples of 2^-24 loses more
+// than rounding to bfloat16 does, but some are not zero in f16. `all` is the disjunction of the columns in f16.
+bool underflows(uint all) {
+    // Every exponent from 2^-11 on has one of the first bits.
+    return (all & 0x70007000u) == 0u && (all & 0x7fff7fffu) != 0u;
+}
+#endif
 #endif
 
 void main() {
@@ -175,51 +268,34 @@ void main() {
     [[unroll]] for (uint i = 0u; i < BLOCKS * TILES; i++) sums[i] = NO_SUMS;
 
 #if CODED == 1
-    [[dont_unroll]] for (uint round = 0u; round < ROUNDS; round++) {
-        uvec4 w[AHEAD * TILES * PLANE_LOADS];
-        uint scales[AHEAD * TILES * SCALE_SLOTS];
-        [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
-            uint at = min((round * AHEAD + u) * GROUPS + LANE_GROUP, UNITS - 1u) * UNIT_WORDS;
+#if MATRIX == 1
+    if (IN_F16 == 1u) {
+        uvec2 seen[BLOCKS];
+        bvec2 used[BLOCKS];
+        [[unroll]] for (uint i = 0u; i < BLOCKS; i++) {
+            uvec2 row = (panel + i) * 16u + (LANE >> 2) + uvec2(0u, 8u);
+            used[i] = lessThan(row, uvec2(rows));
+            if (EXPERTS == 1u) used[i] = bvec2(slots.v[row.x] != NOBODY, slots.v[row.y] != NOBODY);
+            seen[i] = uvec2(0u);
+        }
+        ADD_PRODUCTS(ADD_IN_F16)
+        bool again = false;
+        [[unroll]] for (uint i = 0u; i < BLOCKS; i++) {
+            uvec2 all = of_row(seen[i]);
+            bool low = underflows(all.x), high = underflows(all.y);
             [[unroll]] for (uint j = 0u; j < TILES; j++) {
-                [[unroll]] for (uint i = 0u; i < PLANE_LOADS; i++)
-                    w[(u * TILES + j) * PLANE_LOADS + i] = weight.v[base[j] + at + i * 32u + LANE];
-                LOAD_SCALES(scales, (u * TILES + j) * SCALE_SLOTS, base[j] + at + PLANE_LOADS * 32u)
+                low = low || overflows(SUMS_LOW(sums[i * TILES + j]));
+                high = high || overflows(SUMS_HIGH(sums[i * TILES + j]));
             }
+            again = again || used[i].x && low || used[i].y && high;
         }
-        UNROLL_PRODUCTS for (uint u = 0u; u < AHEAD; u++) {
-            uint unit = (round * AHEAD + u) * GROUPS + LANE_GROUP;
-            EACH_CHUNK for (uint c = 0u; c < UNIT_COLS / 32u; c++) {
-                // Beyond the last chunk, weights are multiplied by zeros.
-                uint chunk = unit * (UNIT_COLS / 32u) + c, at = min(chunk, CHUNKS - 1u) * 64u;
-                bool there = CHUNKS % (GROUPS * AHEAD * (UNIT_COLS / 32u)) == 0u || chunk < CHUNKS;
-                uvec4 q[BLOCKS * 2u];
-                [[unroll]] for (uint i = 0u; i < BLOCKS; i++) {
-                    q[i * 2u] = x.v[x_base[i] + at];
-                    q[i * 2u + 1u] = x.v[x_base[i] + at + 32u];
-                }
-                uint scale[TILES], minimum[TILES];
-                [[unroll]] for (uint j = 0u; j < TILES; j++) {
-                    uint from = (u * TILES + j) * SCALE_SLOTS;
-                    scale[j] = SCALE_OF(scales, from, c, LANE & 3u);
-                    minimum[j] = STORED == 1u ? SCALE_OF(scales, from + STORED * SCALE_WORDS, c, LANE & 3u) : 0u;
-                }
-                UNROLL_PRODUCTS for (uint h = 0u; h < 2u; h++) {
-                    Tokens a[BLOCKS];
-                    [[unroll]] for (uint i = 0u; i < BLOCKS; i++) {
-                        uvec4 part = there ? q[i * 2u + h] : uvec4(0u);
-                        SET_TOKENS(a[i], part.xz, part.yw)
-                    }
-                    UNROLL_PRODUCTS for (uint j = 0u; j < TILES; j++) {
-                        uvec4 pairs = PAIRS(w, (u * TILES + j) * PLANE_LOADS, c, h);
-                        pairs = rounded_pairs(scaled(pairs, scale[j], minimum[j]));
-                        Weights m;
-                        SET_WEIGHTS(m, pairs)
-                        UNROLL_PRODUCTS for (uint i = 0u; i < BLOCKS; i++) MULTIPLY_ADD(sums[i * TILES + j], a[i], m)
-                    }
-                }
-            }
+        if (subgroupAny(again)) {
+            [[unroll]] for (uint i = 0u; i < BLOCKS * TILES; i++) sums[i] = NO_SUMS;
+            ADD_PRODUCTS(ADD_IN_BFLOAT)
         }
-    }
+    } else
+#endif
+        ADD_PRODUCTS(ADD_IN_BFLOAT)
 #else
     [[dont_unroll]] for (uint round = 0u; round < ROUNDS; round++) {
         uvec4 w[AHEAD * TILES * 2u];

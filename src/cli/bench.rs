@@ -329,6 +329,7 @@ fn print_stages(
         },
         position: args.depth,
         last_position: args.last_depth,
+        kv_format: args.kv_format.unwrap_or(KvFormat::F16),
         tries: args.tries.clone(),
     };
     let stages = stages(instance, adapter, checkpoint, &load, |tuning| {

@@ -50,6 +50,8 @@ pub struct CodeProbe {
     results: (Range, u32),
     /// Whether the results are bfloat16 values; otherwise they are floats.
     bfloat16: bool,
+    /// Rows of results that are multiples of their x, by which they are divided before rows are compared.
+    scaled: Vec<(u32, f64)>,
 }
 
 /// A call that reads quantised weights.
@@ -61,7 +63,7 @@ pub struct CodeKernel {
     pub codes: u32,
     /// Other settings that change how the kernel reads weights: for experts, the stage and the format of the shared
     /// expert; for `gemv`, whether it computes one row of x; for `gemv_dots`, the number of groups and whether there is a
-    /// norm; otherwise zeros.
+    /// norm; for `panel`, whether it has experts and multiplies in f16; otherwise zeros.
     pub variant: [u32; 2],
 }
 
@@ -76,7 +78,7 @@ pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
         }
         "panel" => {
             let c = PanelConstants::from_values(&call.constants);
-            variant = [c.experts, 0];
+            variant = [c.experts, c.in_f16 + u32::from(extremes(&c))];
             (c.codes, 16 * c.blocks)
         }
         "expand_codes" => (ExpandCodesConstants::from_values(&call.constants).codes, 0),
@@ -112,6 +114,13 @@ pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
     (codes != 0).then_some((CodeKernel { kernel: call.kernel, codes, variant }, rows))
 }
 
+/// Whether the probe of a call of `panel` has rows of numbers that lane groups multiply in bfloat16 although others multiply in
+/// f16: if y is a multiple of x, and each of three rows can be in the columns of a lane group of its own.
+fn extremes(c: &PanelConstants) -> bool {
+    let apart = c.threads >= 96 && c.chunks * FRAGMENT_COLS >= 3 * unit_cols(codes_of(c.codes));
+    c.in_f16 == 1 && c.epilogue < 2 && apart
+}
+
 /// The name of a kernel without its variant.
 fn base(kernel: &str) -> &str {
     kernel.split('.').next().unwrap_or(kernel)
@@ -120,7 +129,7 @@ fn base(kernel: &str) -> &str {
 /// Returns the probe of a call that reads quantised weights; `None` for other calls.
 pub fn probe(call: &Call) -> Option<CodeProbe> {
     let (CodeKernel { codes, .. }, _) = code_kernel(call)?;
-    let mut operands = Operands { recording: Recording::new("probe"), words: Vec::new(), state: 1 };
+    let mut operands = Operands { recording: Recording::new("probe"), words: Vec::new(), scaled: Vec::new(), state: 1 };
     let codes = codes_of(codes);
     let (call, results, bfloat16) = match base(call.kernel) {
         "skinny_codes" => operands.skinny(call, codes),
@@ -133,10 +142,10 @@ pub fn probe(call: &Call) -> Option<CodeProbe> {
         "expert_skinny" => operands.few_experts(call, codes),
         _ => operands.experts(call, codes),
     };
-    let Operands { mut recording, words: buffers, .. } = operands;
+    let Operands { mut recording, words: buffers, scaled, .. } = operands;
     recording.name = format!("probe.{}", call.kernel);
     recording.call(call);
-    Some(CodeProbe { recording, memory: HostMemory { buffers }, results, bfloat16 })
+    Some(CodeProbe { recording, memory: HostMemory { buffers }, results, bfloat16, scaled })
 }
 
 impl CodeProbe {
@@ -151,7 +160,8 @@ impl CodeProbe {
                 true => memory.weight(Format::Bf16, range, i),
                 false => memory.f32(range, i),
             };
-            (row * width..(row + 1) * width).map(|i| f64::from(value(i))).collect()
+            let scale = self.scaled.iter().find(|(of, _)| *of == row).map_or(1.0, |(_, scale)| *scale);
+            (row * width..(row + 1) * width).map(|i| f64::from(value(i)) / scale).collect()
         };
         let each = if self.bfloat16 { 2 } else { 4 };
         let rows = (range.bytes / each) as u32 / width;
@@ -175,6 +185,8 @@ impl CodeProbe {
 struct Operands {
     recording: Recording,
     words: Vec<Vec<u32>>,
+    /// See [`CodeProbe::scaled`].
+    scaled: Vec<(u32, f64)>,
     /// The state of the random number generator.
     state: u64,
 }
@@ -304,8 +316,15 @@ impl Operands {
         let weight = self.weight("weight", codes, Layout::Fragments, 2 * n, padded);
         let scale = self.unit_scale(c.epilogue, weight, codes, Layout::Fragments, [2 * n, padded]);
         let mut x = vec![0u32; (packed_rows * cols / 2) as usize];
+        let extremes = extremes(&c);
+        let step = if extremes { unit_cols(codes) } else { VALUES };
+        if extremes {
+            // Too small, too large.
+            self.scaled = vec![(1, f64::from(2f32.powi(-20))), (2, f64::from(2f32.powi(20)))];
+        }
         for row in 0..ROWS {
-            let first = row * VALUES % (cols - VALUES.min(cols - 1));
+            let scale = self.scaled.iter().find(|(of, _)| *of == row).map_or(scale, |(_, scale)| *scale as f32);
+            let first = row * step % (cols - VALUES.min(cols - 1));
             for col in first..(first + VALUES).min(a.k) {
                 let at = token_index(row, col, cols);
                 x[at / 2] |= u32::from(bf16::from_f32(self.random() * scale).to_bits()) << (16 * (at % 2));
@@ -328,7 +347,7 @@ impl Operands {
         let args = PanelArgs {
             weight,
             x,
-            bias: self.bias(2 * n),
+            bias: if extremes { self.zeros("bias", 2 * n) } else { self.bias(2 * n) },
             y,
             squares: self.buffer("squares", squares),
             norm: self.norm(c.fold == 2, n),
@@ -590,11 +609,13 @@ mod tests {
             product(Epilogue::Residual, None).matmul(x, MatmulRows::All(16), 0, config, scratch)
         };
         let packed = Packed { range: weight.range, format: Format::Bf16, cols, order: PackedOrder::Fragments };
-        let panels = |epilogue, y| {
-            let config = PanelConfig { threads: 64, tiles: 2, ahead: 1, blocks: 1 };
+        let panels_by = |matrices, epilogue, y| {
+            let config = PanelConfig { threads: 128, tiles: 2, ahead: 1, blocks: 1, in_f16: true };
             let product = Tiled { label: "panel".to_owned(), weight, x: packed, bias: None, epilogue, y };
-            panel(&product, 16, Matrices::Emulated, config, Fold::None)
+            panel(&product, 16, matrices, config, Fold::None)
         };
+        let panels = |epilogue, y| panels_by(Matrices::Emulated, epilogue, y);
+        let y = Output::Rows(Activations { range: weight.range, stride: rows });
         let dots = DotsConfig { groups: 2, lanes: 8, weight_rows: 4 };
         let mut calls = vec![
             product(Epilogue::Store, None).gemv(1, GemvConfig { threads: 64, weight_rows: 2, batch: 1 }),
@@ -613,7 +634,9 @@ mod tests {
             Product { bias: Some(biased), ..product(Epilogue::Store, None) }
                 .gemv(1, GemvConfig { threads: 64, weight_rows: 2, batch: 1 }),
             expand_codes("expand".to_owned(), &weight, (0, rows), Matrices::Emulated, weight.range),
-            panels(Epilogue::Store, Output::Rows(Activations { range: weight.range, stride: rows })),
+            panels(Epilogue::Store, y),
+            // In f16, with rows of numbers beyond it.
+            panels_by(Matrices::Cooperative, Epilogue::Residual, y),
             panels(Epilogue::Gated(Glu::Silu), Output::Packed(Packed { cols: rows / 2, ..packed })),
         ];
         if gemv_dots::serves(format) {

@@ -195,7 +195,7 @@ impl Sorted {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Grouped {
     /// `panel`, for a few rows per expert.
-    Panel(Matrices, panel::PanelConfig),
+    Panel(Matrices, [panel::PanelConfig; 2]),
     /// `tiled`, for many, in tiles of [`super::gemm::tiled::TILE_TOKENS`] rows.
     Tiled(Tile),
     /// `wgmma`, for many: the tiles of both products, which have the same number of rows of x, the number of workgroups that
@@ -245,11 +245,27 @@ impl Grouped {
     }
 
     /// Returns the number of rows of a tile, for which [`Sorted`] must be made, and the fastest of the other kernels
-    /// for up to `rows` rows.
-    pub fn choose(shape: &ExpertsShape, rows: u32, matrices: Matrices, format: Format) -> (u32, Grouped) {
-        let panel = |threads, tiles, ahead, blocks| {
-            (16 * blocks, Grouped::Panel(matrices, panel::PanelConfig { threads, tiles, ahead, blocks }))
+    /// for up to `rows` rows. `shapes` has workgroup shapes of `panel` by rows and columns of an expert's matrix, which are
+    /// used where tiles have as many rows. `in_f16`: whether `panel` may multiply codes in f16.
+    pub fn choose(
+        shape: &ExpertsShape,
+        rows: u32,
+        matrices: Matrices,
+        format: Format,
+        shapes: &BTreeMap<(u32, u32), panel::PanelConfig>,
+        in_f16: bool,
+    ) -> (u32, Grouped) {
+        let panels = |[first, second]: [(u32, u32, u32); 2], blocks| {
+            let sizes = [(2 * shape.inner, shape.hidden, first), (shape.hidden, shape.inner, second)];
+            let configs = sizes.map(|(n, k, (threads, tiles, ahead))| {
+                let own = shapes.get(&(n, k)).filter(|own| own.blocks == blocks);
+                let rule = panel::PanelConfig { threads, tiles, ahead, blocks, in_f16: blocks == 1 };
+                let config = own.copied().unwrap_or(rule);
+                panel::PanelConfig { in_f16: config.in_f16 && in_f16, ..config }
+            });
+            (16 * blocks, Grouped::Panel(matrices, configs))
         };
+        let panel = |threads, tiles, ahead, blocks| panels([(threads, tiles, ahead); 2], blocks);
         // Measured for experts with a hidden size of 2048 and an intermediate size of 768 or 512 on an H200, by rows
         // per expert.
         let each = rows * shape.chosen / shape.count;
@@ -258,6 +274,9 @@ impl Grouped {
             return match (matrices, each) {
                 (Matrices::Emulated, ..=16) => panel(64, 1, 1, 1),
                 (Matrices::Emulated, _) => panel(64, 1, 1, 2),
+                // A workgroup converts x once for both its tiles.
+                (Matrices::Cooperative, 0) if in_f16 => panels([(128, 2, 1), (64, 2, 1)], 1),
+                (Matrices::Cooperative, ..=12) if in_f16 => panel(64, 2, 1, 1),
                 (Matrices::Cooperative, ..=12) => panel(128, 1, 1, 1),
                 (Matrices::Cooperative, ..=24) => panel(128, 1, 1, 2),
                 (Matrices::Cooperative, _) => panel(128, 2, 1, 4),
@@ -734,7 +753,9 @@ impl Mlp {
             y,
         };
         match how {
-            Grouped::Panel(matrices, config) => panel::panel_sorted(&product, sorted, matrices, config),
+            Grouped::Panel(matrices, configs) => {
+                panel::panel_sorted(&product, sorted, matrices, configs[usize::from(stage == Stage::Down)])
+            }
             Grouped::Tiled(tile) => product.sorted(tile, sorted),
             Grouped::Wgmma(tiles, processors, _) => {
                 wgmma::wgmma_sorted(&product, tiles[usize::from(stage == Stage::Down)], sorted, processors)

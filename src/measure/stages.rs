@@ -30,6 +30,8 @@ pub struct StageLoad {
     pub position: u32,
     /// The position of the last sequence, if it differs.
     pub last_position: Option<u32>,
+    /// The number format of keys and values.
+    pub kv_format: KvFormat,
     /// Changes of the tuning, each of which is timed separately.
     pub tries: Vec<String>,
 }
@@ -170,7 +172,7 @@ pub fn stages(
         drafter: None,
         pages: positions.iter().map(|position| pages_of(*position, load)).sum(),
         window_pages: None,
-        kv_format: KvFormat::F16,
+        kv_format: load.kv_format,
         ring: RingLayout { steps: 16, rows },
         context: max_pages * PAGE_TOKENS,
         tuning,

@@ -1,7 +1,7 @@
 """Compares decoding through OpenAI's API with decoding through gRPC, both while all streams decode.
 Usage: speed.py PROGRAM GRPC_ADDRESS HTTP_URL MODEL [STREAMS…] (default: 1 16 64). Runs `ostinato bench --server` for gRPC, and
-for HTTP a process for each four streams, which only notes when events come. Each way is measured three times, in turns, and
-the best is taken."""
+for HTTP a process for each four streams, which only notes what came when. Each way is measured three times, in turns, and
+the best is taken. The model's tokenizer must have a word for each token."""
 
 import json
 import multiprocessing
@@ -41,13 +41,27 @@ def read(seeds, start, results):
     while left:
         for key, _ in selector.select():
             data = key.fileobj.recv(1 << 16)
-            now = time.monotonic()
-            # An event has one "data: " at its beginning; one that is cut in two is counted at most once too little.
-            events[key.fileobj] += [now] * data.count(b"data: ")
-            if not data or b"[DONE]" in data:
+            events[key.fileobj].append((time.monotonic(), data))
+            # The end may come in two parts.
+            if not data or b"[DONE]" in b"".join(part for _, part in events[key.fileobj][-2:]):
                 selector.unregister(key.fileobj)
                 left -= 1
     results.put(list(events.values()))
+
+
+def arrivals(parts):
+    """Returns a time for each token of a stream's parts: when the end of its event came."""
+    times, rest = [], b""
+    for at, data in parts:
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                words = sum(len(choice["text"].split()) for choice in event["choices"])
+                times += [at] * words
+    if len(times) != DECODE:
+        raise SystemExit(f"{len(times)} words came, not {DECODE}: the tokenizer has no word for each token")
+    return times
 
 
 def over_http(count, seed):
@@ -56,12 +70,12 @@ def over_http(count, seed):
     processes = [multiprocessing.Process(target=read, args=(part, start, results)) for part in seeds]
     for process in processes:
         process.start()
-    times = [events for _ in processes for events in results.get()]
+    parts = [stream for _ in processes for stream in results.get()]
     for process in processes:
         process.join()
+    times = list(map(arrivals, parts))
     begin, end = max(events[0] for events in times), min(events[-1] for events in times)
-    # An event may carry more than one token: what is counted is each stream's share of its tokens.
-    tokens = sum(DECODE * sum(begin < at <= end for at in events) / len(events) for events in times)
+    tokens = sum(begin < at <= end for events in times for at in events)
     return tokens / (end - begin)
 
 

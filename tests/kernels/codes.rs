@@ -385,8 +385,13 @@ fn packed_rows_by_fragments_of_every_format() {
         let n = case.n.next_multiple_of(4);
         let Case { way, k, .. } = case;
         let index = index as u32;
-        let config =
-            PanelConfig { threads: 64, tiles: 1 + index % 2, ahead: 1 + index / 2 % 2, blocks: rows.div_ceil(16) };
+        let config = PanelConfig {
+            threads: 64,
+            tiles: 1 + index % 2,
+            ahead: 1 + index / 2 % 2,
+            blocks: rows.div_ceil(16),
+            in_f16: false,
+        };
         cases.case(format!("{case:?}.{rows}.{config:?}"));
         let weight = cases.words("weight", &way.matrix(&mut random, n, k, Layout::Fragments));
         let chunks = k.next_multiple_of(32);

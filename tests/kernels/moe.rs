@@ -692,7 +692,10 @@ fn experts_are_chosen_by_scores_in_groups() {
 /// Returns the ways in which grouped rows are multiplied, with the rows of a tile: 16 and 32 by `panel`, 64 by `tiled`.
 fn groupings(matrices: Matrices) -> Vec<(u32, Grouped)> {
     let panel = |blocks: u32, tiles| {
-        (16 * blocks, Grouped::Panel(matrices, panel::PanelConfig { threads: 64, tiles, ahead: 1, blocks }))
+        (
+            16 * blocks,
+            Grouped::Panel(matrices, [panel::PanelConfig { threads: 64, tiles, ahead: 1, blocks, in_f16: false }; 2]),
+        )
     };
     let tiles: &[Tile] = match matrices {
         Matrices::Emulated => &[Tile::Plain],

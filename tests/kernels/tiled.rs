@@ -431,7 +431,7 @@ fn panel_multiplies_the_rows_of_a_batch() {
                 &product,
                 *rows,
                 *matrices,
-                PanelConfig { threads, tiles, ahead, blocks: rows.div_ceil(16).min(4) },
+                PanelConfig { threads, tiles, ahead, blocks: rows.div_ceil(16).min(4), in_f16: false },
                 Fold::None,
             ));
             made.push((logical, product));
@@ -496,7 +496,7 @@ fn panels_fold_the_norm_between_them() {
                     Expect::Floats(SUMS),
                 ),
             };
-            let config = PanelConfig { threads: 64, tiles, ahead: 1, blocks };
+            let config = PanelConfig { threads: 64, tiles, ahead: 1, blocks, in_f16: false };
             cases.recording.call(panel(&first, rows, *matrices, config, Fold::Next(unscaled, norm)));
             cases.case(format!("{rows}x{hidden}.behind"));
             let logical =

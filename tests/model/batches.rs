@@ -105,7 +105,7 @@ fn sequences_draw_together_what_they_draw_alone() {
 #[test]
 fn sequences_draw_beside_prompts_what_they_draw_alone() {
     let vulkan = Vulkan::shared();
-    let host = serve_chunks(&vulkan, 14, false, 24, &["mixed_steps=1"]);
+    let host = serve_chunks(&vulkan, 11, false, 24, &["mixed_steps=1"]);
     let replica = &host.replicas().next().unwrap();
     let prompt = expected(CHECKPOINT).prompt;
     let mut asked = requests();

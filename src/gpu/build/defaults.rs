@@ -164,6 +164,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         skinny: BTreeMap::new(),
         codes: BTreeMap::new(),
         panel: BTreeMap::new(),
+        panel_f16: true,
         tiles: BTreeMap::new(),
         ptx: false,
         wgmma_rows: 64,

@@ -249,6 +249,11 @@ pub(crate) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
             memory.set_number(Format::Bf16, args.o, at as u32, value);
         }
     };
+    for &[row, .., valid] in &rows {
+        if c.packed != 0 && valid == 0 {
+            (0..c.kv_heads * c.g * c.parts * c.d).for_each(|column| put(memory, row, column, 0.0));
+        }
+    }
     attend(kv_format_of(call.kernel), &rows, &args, &constants, memory, &put);
 }
 

@@ -24,6 +24,9 @@ pub struct PanelConfig {
     pub ahead: u32,
     /// The number of blocks of 16 rows of x per workgroup.
     pub blocks: u32,
+    /// Whether codes are multiplied in f16 where x allows, which takes fewer instructions than bfloat16. Applies to codes on
+    /// cooperative matrices.
+    pub in_f16: bool,
 }
 
 impl PanelConfig {
@@ -131,6 +134,7 @@ fn of_rows(
         parts,
         experts: u32::from(sorted.is_some()),
         codes: codes_word(weight.format),
+        in_f16: u32::from(config.in_f16 && coded && matrices == Matrices::Cooperative),
     };
     let args = PanelArgs {
         weight: weight.range,

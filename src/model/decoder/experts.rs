@@ -259,7 +259,10 @@ impl Decoder<'_> {
                 Grouped::wgmma(&experts, rows, processors, formats, &self.tuning.wgmma, fp8)
             })
             .flatten();
-        let (tile, how) = wgmma.unwrap_or_else(|| Grouped::choose(&experts, rows, matrices, mlp.gate_up.format));
+        let (tile, how) = wgmma.unwrap_or_else(|| {
+            let (shapes, in_f16) = (&self.tuning.panel, self.tuning.panel_f16);
+            Grouped::choose(&experts, rows, matrices, mlp.gate_up.format, shapes, in_f16)
+        });
         let sorted = Self::sorted(r, mlp, used, choices, tile);
         let mut packed_rows = |name: &str, cols: u32| Packed {
             range: r.buffer(name, sorted.packed_bytes(cols)),

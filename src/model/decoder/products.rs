@@ -145,12 +145,16 @@ impl Decoder<'_> {
         // The 16-byte words of codes that a lane loads for a unit.
         let words = codes.map_or(2, |codes| unit_cols(codes) * codes.bits / 256);
         let (blocks, processors) = (weight.rows.div_ceil(16), self.tuning.processors.max(1));
+        // Twelve lane groups, if few of their steps are empty.
+        let by_twelve = units.next_multiple_of(12) * 8 <= units * 9;
         // Two steps are in flight: more words would leave no registers for the next call's workgroups, which load their
         // weights while they wait. Measured with the matrices of Qwen3-8B on an H200.
         let (threads, tiles, most_words, each) = match (matrices, rows) {
             (Matrices::Emulated, _) => (64, 1, 1, 4),
             (Matrices::Cooperative, _) if units >= 64 => (512, 1, words, 1),
             (Matrices::Cooperative, 2..) => (256, 1, 4, 2),
+            (Matrices::Cooperative, _) if words <= 3 && blocks <= processors => (512, 1, words, 1),
+            (Matrices::Cooperative, _) if words <= 3 && blocks <= 2 * processors && by_twelve => (384, 1, words, 2),
             (Matrices::Cooperative, _) if words > 3 || blocks <= 2 * processors => (256, 1, words, 2),
             // Whole turns of the processors.
             (Matrices::Cooperative, _) if blocks <= 4 * processors => (128, 1, words, 4),
@@ -370,7 +374,7 @@ impl Decoder<'_> {
     /// Returns the workgroup shape of `panel` for a product.
     pub(super) fn panel_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> panel::PanelConfig {
         if let Some(config) = self.tuning.panel.get(&(weight.rows, weight.cols)) {
-            return *config;
+            return panel::PanelConfig { in_f16: config.in_f16 && self.tuning.panel_f16, ..*config };
         }
         if let Some(codes) = weight.format.codes() {
             return self.panel_codes_config(weight, codes, rows, matrices);
@@ -393,7 +397,7 @@ impl Decoder<'_> {
             _ => (128, 2, 1, 8),
         };
         let ahead = ahead.min(weight.cols.div_ceil(32).div_ceil(threads / 32).next_power_of_two());
-        let mut config = panel::PanelConfig { threads, tiles, ahead, blocks };
+        let mut config = panel::PanelConfig { threads, tiles, ahead, blocks, in_f16: false };
         while config.threads > 32 && config.shared_bytes(matrices) > self.tuning.shared_bytes {
             config.threads /= 2;
         }
@@ -406,17 +410,23 @@ impl Decoder<'_> {
         // The 16-byte words of codes that a lane loads for a unit.
         let words = unit_cols(codes) * codes.bits / 256;
         let blocks = rows.div_ceil(16).min(4);
+        // A workgroup converts x once for all its tiles: with more rows, that costs more than it saves for the weights.
+        let wide = weight.rows >= 16_384;
+        let in_f16 = self.tuning.panel_f16 && blocks <= if wide { 2 } else { 1 };
         let (threads, tiles, most_words) = match (matrices, blocks) {
             (Matrices::Emulated, _) => (64, 1, 1),
+            _ if in_f16 && wide => (128, 4, words),
+            (_, 1) if in_f16 && weight.cols >= 8192 => (512, 1, 2 * words),
+            (_, 1) if in_f16 => (if weight.rows <= 4096 { 512 } else { 256 }, 1, words),
             (_, 1) => (if weight.cols >= 8192 { 512 } else { 256 }, 1, 4),
             (_, 2) => (256, 1, 4),
-            (_, _) if weight.rows >= 16_384 => (128, 2, 4),
+            (_, _) if wide => (128, 2, 4),
             _ => (256, 1, 4),
         };
         let threads: u32 = threads.min(units.next_power_of_two() * 32);
         let rounds = units.div_ceil(threads / 32 * (most_words / words / tiles).max(1));
         let ahead = units.div_ceil(threads / 32 * rounds);
-        let mut config = panel::PanelConfig { threads, tiles, ahead, blocks };
+        let mut config = panel::PanelConfig { threads, tiles, ahead, blocks, in_f16 };
         while config.threads > 32 && config.shared_bytes(matrices) > self.tuning.shared_bytes {
             config.threads /= 2;
         }

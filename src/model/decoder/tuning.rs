@@ -79,6 +79,8 @@ pub struct Tuning {
     pub codes: BTreeMap<(u32, u32, u32, u32), CodesConfig>,
     /// The workgroup shapes of `panel`, by rows and columns of W. Overrides the default rule.
     pub panel: BTreeMap<(u32, u32), panel::PanelConfig>,
+    /// Whether `panel` multiplies codes in f16 where x allows.
+    pub panel_f16: bool,
     /// The tiles for products of a batch that use `tiled` instead of `panel`, by rows and columns of W.
     pub tiles: BTreeMap<(u32, u32), Tile>,
     /// Whether products of many rows use `wgmma`, whose programs are PTX, if its rules allow.
@@ -177,7 +179,7 @@ impl Tuning {
             if threads % 32 != 0 || [threads, tiles, ahead, blocks].contains(&0) {
                 return false;
             }
-            self.panel.insert((rows, cols), panel::PanelConfig { threads, tiles, ahead, blocks });
+            self.panel.insert((rows, cols), panel::PanelConfig { threads, tiles, ahead, blocks, in_f16: true });
             return true;
         }
         if let Some(rows) = key.strip_prefix("matmul.") {
@@ -266,6 +268,10 @@ impl Tuning {
             "retry_ms" => &mut self.retry_ms,
             "ptx" => {
                 self.ptx = value != 0;
+                return true;
+            }
+            "panel_f16" => {
+                self.panel_f16 = value != 0;
                 return true;
             }
             "mixed_steps" => {

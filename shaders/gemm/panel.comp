@@ -9,8 +9,8 @@
 // weight     16 × 32 blocks in fragment order (`memory::pack::Layout::Fragments`). CODED 1: codes with scales
 //            (`codes.glsl`), which are dequantised in f16 and rounded to bfloat16 in registers, once for all rows of x of
 //            the panel; AHEAD then counts units of columns. IN_F16 1: they stay f16, and x becomes f16, which is faster
-//            for a few rows. A lane group whose sums overflow so, or that has small numbers only, does its part again
-//            in bfloat16
+//            for a few rows. Where that could overflow, or loses small numbers, a lane group does its part again in
+//            bfloat16
 // x          16 × 32 blocks as `pack_rows` writes them
 // y          PACKED 0: [rows][y_stride] f32. PACKED 1 (SwiGLU only): 16-bit blocks like x, as input of the next
 //            product; rows are written up to a multiple of 16, columns beyond the last are not written
@@ -227,16 +227,29 @@ uvec2 of_row(uvec2 words) {
     return words | subgroupShuffleXor(words, 2u);
 }
 
-// Whether sums are infinite or not numbers, as those of an infinite x are.
-bool overflows(vec4 sums) {
-    return any(greaterThanEqual(floatBitsToUint(sums) & 0x7fffffffu, uvec4(0x7f800000u)));
+// Whether some of the lane's sums are infinite or not numbers, as products with an infinite x are.
+bool overflows(Sums sums) {
+    uvec4 most = max(floatBitsToUint(SUMS_LOW(sums)) & 0x7fffffffu, floatBitsToUint(SUMS_HIGH(sums)) & 0x7fffffffu);
+    return any(greaterThanEqual(most, uvec4(0x7f800000u)));
 }
 
-// Whether all of the lane group's columns of a row of x are so small that rounding them to multiples of 2^-24 loses more
-// than rounding to bfloat16 does, but some are not zero in f16. `all` is the disjunction of the columns in f16.
-bool underflows(uint all) {
-    // Every exponent from 2^-11 on has one of the first bits.
-    return (all & 0x70007000u) == 0u && (all & 0x7fff7fffu) != 0u;
+// Whether all of the lane group's columns of a row of x are so small, but not zero, that rounding them to multiples of 2^-24
+// loses more than rounding to bfloat16. The rows are the lane's two of the block that begins with word `at`; only those that
+// are `used` count. `seen` is the disjunction of what the lane has of them in f16.
+bool underflows(uvec2 seen, uint at, bvec2 used) {
+    // Every exponent from 2^-11 on has one of these bits.
+    uvec2 large = of_row(seen) & 0x70007000u;
+    bool low = used.x && large.x == 0u, high = used.y && large.y == 0u;
+    if (!subgroupAny(low || high)) return false;
+    uvec2 bits = uvec2(0u);
+    [[dont_unroll]] for (uint unit = LANE_GROUP; unit < UNITS; unit += GROUPS) {
+        [[dont_unroll]] for (uint chunk = unit * (UNIT_COLS / 32u); chunk < min((unit + 1u) * (UNIT_COLS / 32u), CHUNKS); chunk++) {
+            uvec4 words = x.v[at + chunk * 64u] | x.v[at + chunk * 64u + 32u];
+            bits |= (words.xy | words.zw) & 0x7fff7fffu;
+        }
+    }
+    bits = of_row(bits);
+    return low && bits.x != 0u || high && bits.y != 0u;
 }
 #endif
 #endif
@@ -280,15 +293,8 @@ void main() {
         }
         ADD_PRODUCTS(ADD_IN_F16)
         bool again = false;
-        [[unroll]] for (uint i = 0u; i < BLOCKS; i++) {
-            uvec2 all = of_row(seen[i]);
-            bool low = underflows(all.x), high = underflows(all.y);
-            [[unroll]] for (uint j = 0u; j < TILES; j++) {
-                low = low || overflows(SUMS_LOW(sums[i * TILES + j]));
-                high = high || overflows(SUMS_HIGH(sums[i * TILES + j]));
-            }
-            again = again || used[i].x && low || used[i].y && high;
-        }
+        [[unroll]] for (uint i = 0u; i < BLOCKS * TILES; i++) again = again || overflows(sums[i]);
+        [[unroll]] for (uint i = 0u; i < BLOCKS; i++) again = underflows(seen[i], x_base[i], used[i]) || again;
         if (subgroupAny(again)) {
             [[unroll]] for (uint i = 0u; i < BLOCKS * TILES; i++) sums[i] = NO_SUMS;
             ADD_PRODUCTS(ADD_IN_BFLOAT)

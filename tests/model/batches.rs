@@ -117,16 +117,21 @@ fn sequences_draw_beside_prompts_what_they_draw_alone() {
     }
     let alone: Vec<Vec<u32>> = asked.iter().map(|request| generate(replica, request.clone()).tokens).collect();
     let before = replica.steps(1).last().expect("there were steps").number;
-    let events: Vec<_> = asked.iter().map(|request| submit(replica, request.clone())).collect();
-    for (index, events) in events.iter().enumerate() {
-        assert_eq!(collect(events).tokens, alone[index], "request {index}");
+    // How many tokens are drawn in prefill steps, and whether a sequence loses its pages, depends on how long steps take.
+    for round in 1.. {
+        let events: Vec<_> = asked.iter().map(|request| submit(replica, request.clone())).collect();
+        for (index, events) in events.iter().enumerate() {
+            assert_eq!(collect(events).tokens, alone[index], "request {index}, round {round}");
+        }
+        let steps = replica.steps(100_000);
+        let prefill = steps.iter().filter(|step| step.number > before && step.phase == "prefill");
+        let drawn: u32 = prefill.map(|step| step.tokens).sum();
+        let preemptions = replica.load().preemptions;
+        if drawn > 10 && preemptions > 0 {
+            break;
+        }
+        assert!(round < 10, "{drawn} tokens were drawn in prefill steps, and {preemptions} sequences lost their pages");
     }
-    let steps = replica.steps(100_000);
-    let prefill = steps.iter().filter(|step| step.number > before && step.phase == "prefill");
-    let drawn: u32 = prefill.map(|step| step.tokens).sum();
-    // How many depends on how long steps take.
-    assert!(drawn > 10, "{drawn} tokens were drawn in prefill steps");
-    assert!(replica.load().preemptions > 0, "all found their pages");
     idle(replica);
 }
 

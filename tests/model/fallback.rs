@@ -104,10 +104,16 @@ fn a_fault_at_the_start_or_in_a_text_costs_no_token() {
     for plan in ["fault_at=1", "fault_at=5"] {
         let (host, said) = start(&vulkan, path, 1, &["tags=1", "retry_ms=600000", plan]);
         assert!(said.is_empty(), "{said:?}");
-        assert_eq!(texts(&host, 1), wanted, "{plan}");
+        // How many plans a text takes depends on the measured pace.
+        let mut texts_before = 0;
+        while faults(&host) == 0 {
+            assert!(texts_before < 5, "{plan}: no fault in {texts_before} texts");
+            assert_eq!(texts(&host, 1), wanted, "{plan}");
+            texts_before += 1;
+        }
+        assert_eq!(texts(&host, 1), wanted, "{plan}: a text after the fault");
         let after = barriers(&host);
         assert!(after >= with - 1.0, "{plan}: {after} barriers a step after the fault, {with} before");
-        assert_eq!(texts(&host, 1), wanted, "{plan}: a second text");
         assert_eq!(faults(&host), 1, "{plan}");
     }
     // After the pause, steps run without barriers again.

@@ -371,13 +371,21 @@ impl Decoder<'_> {
         self.packs(shape) && self.named_in_fragments(name)
     }
 
-    /// Returns the workgroup shape of `panel` for a product.
-    pub(super) fn panel_config(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> panel::PanelConfig {
+    /// Returns the workgroup shape of `panel` for a product with rows of x, of which `whole` says that all are in use.
+    pub(super) fn panel_config(
+        &self,
+        weight: &Matrix,
+        rows: u32,
+        matrices: Matrices,
+        whole: bool,
+    ) -> panel::PanelConfig {
+        // Rows of zeros, as behind the end of a prompt, take another look at x in f16.
+        let in_f16 = self.tuning.panel_f16 && whole;
         if let Some(config) = self.tuning.panel.get(&(weight.rows, weight.cols)) {
-            return panel::PanelConfig { in_f16: config.in_f16 && self.tuning.panel_f16, ..*config };
+            return panel::PanelConfig { in_f16: config.in_f16 && in_f16, ..*config };
         }
         if let Some(codes) = weight.format.codes() {
-            return self.panel_codes_config(weight, codes, rows, matrices);
+            return self.panel_codes_config(weight, codes, rows, matrices, in_f16);
         }
         let (n, long) = (weight.rows, weight.cols >= 8192);
         // Measured with `bench --stages --try` for the products of an 8B model. `Emulated` uses shapes that every device
@@ -405,14 +413,21 @@ impl Decoder<'_> {
     }
 
     /// Returns the workgroup shape of `panel` for a product with a matrix of codes.
-    fn panel_codes_config(&self, weight: &Matrix, codes: Codes, rows: u32, matrices: Matrices) -> panel::PanelConfig {
+    fn panel_codes_config(
+        &self,
+        weight: &Matrix,
+        codes: Codes,
+        rows: u32,
+        matrices: Matrices,
+        in_f16: bool,
+    ) -> panel::PanelConfig {
         let units = codes::units(weight);
         // The 16-byte words of codes that a lane loads for a unit.
         let words = unit_cols(codes) * codes.bits / 256;
         let blocks = rows.div_ceil(16).min(4);
         // A workgroup converts x once for all its tiles: with more rows, that costs more than it saves for the weights.
         let wide = weight.rows >= 16_384;
-        let in_f16 = self.tuning.panel_f16 && blocks <= if wide { 2 } else { 1 };
+        let in_f16 = in_f16 && blocks <= if wide { 2 } else { 1 };
         let (threads, tiles, most_words) = match (matrices, blocks) {
             (Matrices::Emulated, _) => (64, 1, 1),
             _ if in_f16 && wide => (128, 4, words),
@@ -527,7 +542,10 @@ impl Decoder<'_> {
                 }
                 (StepShape::Decode { .. } | StepShape::Score { .. }, Some(tile)) => product.batch(tile, rows),
                 // Rows after the end of a chunk are zero.
-                _ => panel::panel(&product, rows, matrices, self.panel_config(&weight, rows, matrices), fold),
+                _ => {
+                    let config = self.panel_config(&weight, rows, matrices, count.is_none());
+                    panel::panel(&product, rows, matrices, config, fold)
+                }
             };
             recording.call(call);
         }
@@ -576,7 +594,9 @@ impl Decoder<'_> {
     /// Records the packing of rows for the next products.
     pub(super) fn pack(&self, recording: &mut Recording, shape: StepShape, step: &Step, rows: Unpacked) -> Packed {
         let Unpacked { label, x, cols, norm, order } = rows;
-        let packed = Packed { order, ..Self::packed(recording, &format!("packed.{cols}"), shape.rows(), cols) };
+        // What such rows leave in the buffer would not be numbers of 16 bits to rows of smaller steps, which are not written.
+        let name = if order == PackedOrder::E4m3 { "packed.e4m3" } else { "packed" };
+        let packed = Packed { order, ..Self::packed(recording, &format!("{name}.{cols}"), shape.rows(), cols) };
         let norm = norm.map(|norm| (norm, self.config.rms_eps));
         let count = matches!(shape, StepShape::Prefill { .. }).then_some(step.chunk);
         recording.call(tiled::pack_rows(label, x, norm, packed, shape.rows(), count));

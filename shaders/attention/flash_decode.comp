@@ -346,20 +346,20 @@ void main() {
 #if KV == 2
     // The scales of tokens 2t, 2t + 1, 2t + 8 and 2t + 9.
     uvec4 key_scale, value_scale;
-#define LOAD_KEYS(page_) { uint base_ = (page_) * PAGE_WORDS;                                    \
-    key_scale = k.v[base_ + KV_HEADS * D + kvh * 4u + t];                                        \
+#define LOAD_KEYS(page_) { uint base_ = (page_) * PAGE_WORDS;                                       \
+    key_scale = k.v[base_ + KV_HEADS * D + kvh * 4u + t];                                           \
     [[unroll]] for (uint c = 0u; c < LOADS; c++)                                                    \
         key[c] = k.v[base_ + kvh * D + (4u * c + t) * 8u + g]; }
-#define LOAD_VALUES(page_) { uint base_ = (page_) * PAGE_WORDS;                                  \
-    value_scale = v.v[base_ + KV_HEADS * D + kvh * 4u + t];                                      \
+#define LOAD_VALUES(page_) { uint base_ = (page_) * PAGE_WORDS;                                     \
+    value_scale = v.v[base_ + KV_HEADS * D + kvh * 4u + t];                                         \
     [[unroll]] for (uint c = 0u; c < LOADS; c++) value[c] = v.v[base_ + kvh * D + LANE + c * 32u]; }
 #else
-#define LOAD_KEYS(page_) { uint base_ = ((page_) * KV_HEADS + kvh) * 2u * D;                       \
+#define LOAD_KEYS(page_) { uint base_ = ((page_) * KV_HEADS + kvh) * 2u * D;                        \
     [[unroll]] for (uint c = 0u; c < BLOCKS / 2u; c++) {                                            \
         key[2u * c] = k.v[base_ + (4u * c + t) * 16u + g];                                          \
         key[2u * c + 1u] = k.v[base_ + (4u * c + t) * 16u + g + 8u];                                \
     } }
-#define LOAD_VALUES(page_) { uint base_ = ((page_) * KV_HEADS + kvh) * 2u * D + LANE;            \
+#define LOAD_VALUES(page_) { uint base_ = ((page_) * KV_HEADS + kvh) * 2u * D + LANE;               \
     [[unroll]] for (uint c = 0u; c < BLOCKS; c++) value[c] = v.v[base_ + c * 32u]; }
 #endif
     uint last_page = max(full, 1u) - 1u;

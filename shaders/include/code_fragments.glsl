@@ -109,9 +109,10 @@ uint scaled_pair(uint pair, f16vec2 scale, f16vec2 minimum) {
 uvec4 scaled(uvec4 pairs, uint scale, uint minimum) {
     pairs = value_pairs(pairs);
     f16vec2 s = unpackFloat2x16(scale), m = unpackFloat2x16(minimum);
-    // A code counts in the smallest f16, of which there is no half: of a zero point between two codes, scales are halved.
-    const bool BETWEEN = (CODES >> 16 & 1u) == 1u;
-    if (STORED == 0u) m = s * float16_t(BETWEEN ? 0.5 : 1.0) * float16_t(ZERO * (BETWEEN ? 2.0 : 1.0) * 5.9604644775390625e-8);
+    // Codes are multiples of the smallest f16, which has no half: a zero point between two codes is doubled, and the scale
+    // halved.
+    bool between = between_codes(CODES) == 1u;
+    if (STORED == 0u) m = s * float16_t(between ? 0.5 : 1.0) * float16_t(ZERO * (between ? 2.0 : 1.0) * 5.9604644775390625e-8);
     f16vec2 second = HIGH_SECOND ? s * float16_t(0.0625) : s;
     return uvec4(scaled_pair(pairs.x, s.xx, m.xx), scaled_pair(pairs.y, second.xx, m.xx),
         scaled_pair(pairs.z, s.yy, m.yy), scaled_pair(pairs.w, second.yy, m.yy));

@@ -32,9 +32,9 @@ float value(uint number, uint code) {
     return number == 0u ? uintBitsToFloat(0x3f000000u | code) - 0.5 : unpackHalf2x16(value_bits(number, code)).x;
 }
 
-// Codes whose zero point lies between two of them are read as twice their numbers, with half the scale: a compiler may
-// subtract the zero point together with the 0.5 of `value`, beside which half a code is rounded.
-uint doubled(uint codes) { return (codes >> 12 & 7u) == 0u ? codes >> 16 & 1u : 0u; }
+// Returns 1 if a format's zero point lies between two codes, otherwise 0. Where it does, codes are doubled and the scale is
+// halved: a compiler may subtract the zero point and the 0.5 of `value` as one constant, which cannot hold half a code.
+uint between_codes(uint codes) { return codes >> 16 & 1u; }
 
 // Reads eight weights of a row-major matrix in the format `codes`, whose rows have `chunks` chunks of eight columns:
 // chunk `c` of row `row`.
@@ -76,7 +76,7 @@ void load_codes8_of(uint codes, Words4In weight, uint row, uint c, uint chunks, 
         half_ += cols / columns;
         minimum = unpackHalf2x16(CODE_WORD(weight, half_ / 2u) >> half_ % 2u * 16u).x * factor;
     }
-    uint twice = doubled(codes);
+    uint twice = between_codes(codes);
     if (twice == 1u) scale *= 0.5;
     [[unroll]] for (uint i = 0u; i < 4u; i++) {
         a[i] = value(number, code[i] << twice) * scale - minimum;
@@ -204,7 +204,7 @@ void load_fragment_codes8(Words4In weight, uint row, uint c, uint chunks, out ve
         half_ += 16u * UNIT_GROUPS;
         minimum = unpackHalf2x16(CODE_WORD(weight, half_ / 2u) >> half_ % 2u * 16u).x * factor;
     }
-    uint twice = doubled(CODES);
+    uint twice = between_codes(CODES);
     if (twice == 1u) scale *= 0.5;
     [[unroll]] for (uint i = 0u; i < 4u; i++) {
         a[i] = value(NUMBER, code[i] << twice) * scale - minimum;

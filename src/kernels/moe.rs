@@ -194,7 +194,7 @@ impl Sorted {
 /// The kernel that multiplies sorted rows (grouped GEMM).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Grouped {
-    /// `panel`, for a few rows per expert.
+    /// `panel`, for a few rows per expert: the workgroup shapes of both products, which have the same number of blocks.
     Panel(Matrices, [panel::PanelConfig; 2]),
     /// `tiled`, for many, in tiles of [`super::gemm::tiled::TILE_TOKENS`] rows.
     Tiled(Tile),

@@ -7,8 +7,7 @@
 // norm       NORM 0: norm is 1, and scales[r] = 2^e(r)
 // ORDER 0    y is f32, and e(r) = 0: [rows/4][cols][4 rows]
 // ORDER 1    y is f16, and 2^e(r) the power of two at or below the row's largest magnitude, so that nothing overflows and
-//            elements below 2^-14 of the largest are subnormal: [rows/8][cols][8 rows]
-// ORDER 2    y is f16 as in ORDER 1: [rows][cols]
+//            elements below 2^-14 of the largest are subnormal: [rows][cols]
 // x          [rows][x_stride] f32;  cols is k padded to 32. Columns from k on and rows beyond those in use, up to a multiple
 //            of eight, are zeros
 // slots      EACH > 0 (MoE): row r of y is row slots[r] / EACH of x, or zeros where the slot is NOBODY; tiles without an
@@ -25,7 +24,7 @@ layout(constant_id = 2) const uint NORM = 0;
 layout(constant_id = 3) const uint ORDER = 0;
 layout(constant_id = 4) const uint EACH = 0;      // choices per row
 layout(constant_id = 5) const uint TILE = 16;     // rows of a tile of sorted rows
-layout(constant_id = 6) const uint GROUP = 8;     // rows of a workgroup: 8, with ORDER 2 fewer
+layout(constant_id = 6) const uint GROUP = 8;     // rows of a workgroup: 8, with ORDER 1 fewer
 
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Words4Out { uvec4 v[]; };
 
@@ -131,7 +130,7 @@ void main() {
     float factor[GROUP];
     [[unroll]] for (uint r = 0u; r < GROUP; r++) factor[r] = ORDER > 0u ? factor_s[r] : 1.0;
     for (uint c = t; c < chunks; c += LANES) {
-        if (ORDER == 2u) {
+        if (ORDER == 1u) {
             vec4 weight_a = factors(c * 2u), weight_b = factors(c * 2u + 1u);
             [[unroll]] for (uint r = 0u; r < GROUP; r++) {
                 vec4 a = scaled_values(source[r], c * 2u, there[r], weight_a) * factor[r];
@@ -150,15 +149,9 @@ void main() {
             }
             [[unroll]] for (uint i = 0u; i < 4u; i++) {
                 uint column = c * 8u + h * 4u + i;
-                if (ORDER == 1u) {
-                    y.v[first / 8u * (chunks * 8u) + column] =
-                        uvec4(packHalf2x16(vec2(v[0][i], v[1][i])), packHalf2x16(vec2(v[2][i], v[3][i])),
-                              packHalf2x16(vec2(v[4][i], v[5][i])), packHalf2x16(vec2(v[6][i], v[7][i])));
-                } else {
-                    uint at = first / 4u * (chunks * 8u) + column;
-                    y.v[at] = floatBitsToUint(vec4(v[0][i], v[1][i], v[2][i], v[3][i]));
-                    y.v[at + chunks * 8u] = floatBitsToUint(vec4(v[4][i], v[5][i], v[6][i], v[7][i]));
-                }
+                uint at = first / 4u * (chunks * 8u) + column;
+                y.v[at] = floatBitsToUint(vec4(v[0][i], v[1][i], v[2][i], v[3][i]));
+                y.v[at + chunks * 8u] = floatBitsToUint(vec4(v[4][i], v[5][i], v[6][i], v[7][i]));
             }
         }
     }

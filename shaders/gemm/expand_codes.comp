@@ -33,8 +33,8 @@ layout(push_constant) uniform Args {
 // Returns the weights of a half's pairs of codes in bfloat16.
 uvec4 expanded(uvec4 pairs, uint scale, uint minimum, vec2 factor) {
     pairs = value_pairs(pairs);
-    vec2 s = unpackHalf2x16(scale), m = unpackHalf2x16(minimum);
-    if (STORED == 0u) m = s * (ZERO * 5.9604644775390625e-8);
+    vec2 s = unpackHalf2x16(value_scales(scale)), m = unpackHalf2x16(minimum);
+    if (STORED == 0u) m = s * ZERO_VALUE;
     s *= factor;
     m *= factor;
     vec2 second = HIGH_SECOND ? s * 0.0625 : s;

@@ -10,11 +10,11 @@
 // Tiled GEMM on row-major weights for many rows of x, on every device: y[r] = epilogue( scales[r] · W · x[r] ).
 //
 // ARITHMETIC 0   f32: x in ORDER 0 of `block_rows`
-// ARITHMETIC 1   pairs of f16: x in ORDER 1, W rounded to f16. Products are summed in f16 over the 32 columns of a stage,
+// ARITHMETIC 1   pairs of f16: x in ORDER 1, of which pairs of rows are put together in shared memory, W rounded to f16. Products are summed in f16 over the 32 columns of a stage,
 //                then in f32. The sum over a stage has a relative error of about 8e-4; it overflows only if weights are
 //                larger than 1023, since elements of x are smaller than 2
 // ARITHMETIC 2   cooperative matrices of MATRIX_M × MATRIX_N × MATRIX_K in f16 with sums in f32, loaded from shared memory
-//                with `coopMatLoad`: x in ORDER 2, W rounded to f16
+//                with `coopMatLoad`: x in ORDER 1, W rounded to f16
 // epilogue       0 store: y = v + b. 1 residual: y += v + b. From 2 on a gated linear unit: the rows of W alternate gate
 //                and up; y[n/2] = glu(gate, up)
 // weight         [n][chunks·8] in the variant's format (codes: `codes.glsl`);  y [rows][y_stride] f32
@@ -62,7 +62,11 @@ layout(buffer_reference, std430, buffer_reference_align = 16) buffer Partials { 
 
 layout(push_constant) uniform Args {
     Words4In weight;
+#if ARITHMETIC == 1
+    WordsIn x;
+#else
     Words4In x;
+#endif
     FloatsIn scales;
     FloatsIn bias;
     FloatsInOut y;
@@ -88,17 +92,27 @@ const uint COLUMNS = 8u;
 const uint STEP = 4u * COLUMNS;
 const uint W_STRIDE = 5u;
 const uint W_CHUNKS = STEP / 8u;
-const uint W_ITEMS = FEATURES * W_CHUNKS;
+// Chunks of eight columns that an invocation loads together, with one scale: as many as leave an item to all.
+#if WEIGHT == 3
+const uint SHARE = FEATURES * W_CHUNKS / LANES;
+const uint PARTS = SHARE >= W_CHUNKS ? W_CHUNKS : SHARE >= 2u ? 2u : 1u;
+#else
+const uint PARTS = 1u;
+#endif
+const uint W_OF_ROW = W_CHUNKS / PARTS;
+const uint W_ITEMS = FEATURES * W_OF_ROW;
 const uint W_LOADS = (W_ITEMS + LANES - 1u) / LANES;
 #if ARITHMETIC == 2
 // x like W: rows of four words and one more.
 const uint X_STRIDE = W_STRIDE;
 const uint X_ITEMS = TOKENS * 4u;
 #else
-// x in words of adjacent rows; each row has the STEP columns of a stage.
+// x in words of adjacent rows; each row has the STEP columns of a stage. Values of f16 are loaded as pairs of columns of
+// eight rows, and stored as two words.
 const uint TOKENS_OF_WORD = COLUMNS;
 const uint X_STRIDE = STEP + 1u;
-const uint X_ITEMS = TOKENS / TOKENS_OF_WORD * STEP;
+const uint COLUMNS_OF_ITEM = ARITHMETIC + 1u;
+const uint X_ITEMS = TOKENS / TOKENS_OF_WORD * (STEP / COLUMNS_OF_ITEM);
 #endif
 const uint X_LOADS = (X_ITEMS + LANES - 1u) / LANES;
 
@@ -117,44 +131,63 @@ shared uint last_s;
 
 uint used, tile_token, tile_feature, expert_row;
 
-// Eight weights as they are loaded, and as they are multiplied: two words in f32, one in f16.
+// Eight weights as they are multiplied: two words in f32, one in f16. Numbers are also loaded so.
 struct Eight { uvec4 a; uvec4 b; };
 
-Eight load_weights(uint item, uint stage) {
-    uint row = expert_row + min(tile_feature + item / W_CHUNKS, n - 1u);
-    // Chunks past the end of a row are multiplied with zeros of x.
-    uint c = min(stage * W_CHUNKS + item % W_CHUNKS, chunks - 1u);
-    Eight w;
-#if WEIGHT == 3
-    vec4 a, b;
-    load_codes8(weight, row, c, chunks, a, b);
-    w.a = floatBitsToUint(a);
-    w.b = floatBitsToUint(b);
-#elif WEIGHT == 2
-    w.a = weight.v[(row * chunks + c) * 2u];
-    w.b = weight.v[(row * chunks + c) * 2u + 1u];
-#else
-    w.a = weight.v[row * chunks + c];
-    w.b = uvec4(0u);
-#endif
-    return w;
-}
+uint row_of(uint item) { return expert_row + min(tile_feature + item / W_OF_ROW, n - 1u); }
+// Chunks past the end of a row are multiplied with zeros of x.
+uint chunk_of(uint item, uint stage) { return min(stage * W_CHUNKS + item % W_OF_ROW * PARTS, (chunks - 1u) / PARTS * PARTS); }
 
-Eight converted(Eight w) {
-#if WEIGHT < 2
-    vec4 a, b;
-    unpack8(w.a, a, b);
-#else
-    vec4 a = uintBitsToFloat(w.a), b = uintBitsToFloat(w.b);
-#endif
+Eight rounded(vec4 a, vec4 b) {
 #if ARITHMETIC == 0
     return Eight(floatBitsToUint(a), floatBitsToUint(b));
-#elif WEIGHT == 1
-    return w;
 #else
     return Eight(uvec4(packHalf2x16(a.xy), packHalf2x16(a.zw), packHalf2x16(b.xy), packHalf2x16(b.zw)), uvec4(0u));
 #endif
 }
+
+#if WEIGHT == 3
+// What an invocation loads of an item: its chunks, which become weights when they are stored, after the products of the stage
+// before. The row's factor does not change.
+struct Item { Chunk chunks[4]; };
+
+Item load_item(uint item, uint stage) {
+    Item loaded;
+    load_chunks(weight, row_word(row_of(item), chunks), chunk_of(item, stage), chunks, PARTS, loaded.chunks);
+    return loaded;
+}
+float load_factor(uint item) { return uintBitsToFloat(CODE_WORD(weight, row_word(row_of(item), chunks))); }
+
+Eight converted(Item loaded, uint part, float factor) {
+    vec4 a, b;
+    weights_of(loaded.chunks[part], factor, a, b);
+    return rounded(a, b);
+}
+#else
+#define Item Eight
+#define load_factor(item) 1.0
+
+Item load_item(uint item, uint stage) {
+    uint at = row_of(item) * chunks + chunk_of(item, stage);
+#if WEIGHT == 2
+    return Eight(weight.v[at * 2u], weight.v[at * 2u + 1u]);
+#else
+    return Eight(weight.v[at], uvec4(0u));
+#endif
+}
+
+Eight converted(Item loaded, uint part, float factor) {
+#if WEIGHT == 1 && ARITHMETIC > 0
+    return loaded;
+#elif WEIGHT == 2
+    return rounded(uintBitsToFloat(loaded.a), uintBitsToFloat(loaded.b));
+#else
+    vec4 a, b;
+    unpack8(loaded.a, a, b);
+    return rounded(a, b);
+#endif
+}
+#endif
 
 // Row `row` of the tile of W is at this place in shared memory. Except for matrices, the even rows come first, so that
 // invocations that have neighbouring pairs of rows read neighbouring rows.
@@ -166,33 +199,52 @@ uint place(uint row) {
 #endif
 }
 
-void store_weights(uint item, Eight loaded) {
-    Eight w = converted(loaded);
-    uint row = place(item / W_CHUNKS), chunk = item % W_CHUNKS;
+void store_item(uint item, Item loaded, float factor) {
+    uint row = place(item / W_OF_ROW), chunk = item % W_OF_ROW * PARTS;
+    [[unroll]] for (uint part = 0u; part < PARTS; part++) {
+        Eight w = converted(loaded, part, factor);
 #if ARITHMETIC == 0
-    w_s[row * W_STRIDE + chunk * 2u] = w.a;
-    w_s[row * W_STRIDE + chunk * 2u + 1u] = w.b;
+        w_s[row * W_STRIDE + (chunk + part) * 2u] = w.a;
+        w_s[row * W_STRIDE + (chunk + part) * 2u + 1u] = w.b;
 #else
-    w_s[row * W_STRIDE + chunk] = w.a;
+        w_s[row * W_STRIDE + chunk + part] = w.a;
 #endif
+    }
 }
 
-uvec4 load_tokens(uint item, uint stage) {
-    uint padded = (chunks + 3u) / 4u * 32u;
+// What an invocation loads of x for an item: a word, with pairs of f16 two.
+struct Rows { uvec4 a; uvec4 b; };
+
+Rows load_rows(uint item, uint stage) {
+    uint padded = (chunks + 3u) / 4u * 32u, last = (used + 7u) / 8u * 8u - 1u;
 #if ARITHMETIC == 2
-    uint row = min(tile_token + item / 4u, (used + 7u) / 8u * 8u - 1u);
-    return x.v[row * (padded / 8u) + stage * 4u + item % 4u];
+    uint row = min(tile_token + item / 4u, last);
+    return Rows(x.v[row * (padded / 8u) + stage * 4u + item % 4u], uvec4(0u));
+#elif ARITHMETIC == 1
+    const uint PAIRS = STEP / 2u;
+    uint row = tile_token + item / PAIRS * 8u, at = stage * PAIRS + item % PAIRS;
+    Rows rows;
+    [[unroll]] for (uint i = 0u; i < 4u; i++) {
+        rows.a[i] = x.v[min(row + i, last) * (padded / 2u) + at];
+        rows.b[i] = x.v[min(row + i + 4u, last) * (padded / 2u) + at];
+    }
+    return rows;
 #else
     uint block = min(tile_token / TOKENS_OF_WORD + item / STEP, (used - 1u) / TOKENS_OF_WORD);
-    return x.v[block * padded + stage * STEP + item % STEP];
+    return Rows(x.v[block * padded + stage * STEP + item % STEP], uvec4(0u));
 #endif
 }
 
-void store_tokens(uint item, uvec4 word) {
+void store_rows(uint item, Rows rows) {
 #if ARITHMETIC == 2
-    x_s[item / 4u * X_STRIDE + item % 4u] = word;
+    x_s[item / 4u * X_STRIDE + item % 4u] = rows.a;
+#elif ARITHMETIC == 1
+    uvec4 even = uvec4(rows.a.xz, rows.b.xz), odd = uvec4(rows.a.yw, rows.b.yw);
+    uint at = item / (STEP / 2u) * X_STRIDE + item % (STEP / 2u) * 2u;
+    x_s[at] = (even & 0xffffu) | odd << 16;
+    x_s[at + 1u] = even >> 16 | (odd & 0xffff0000u);
 #else
-    x_s[item / STEP * X_STRIDE + item % STEP] = word;
+    x_s[item / STEP * X_STRIDE + item % STEP] = rows.a;
 #endif
 }
 
@@ -203,11 +255,11 @@ void store_tokens(uint item, uvec4 word) {
         if (items % LANES == 0u || item_ < items) { body }                \
     }
 #define LOAD(stage)                                                       \
-    EACH_ITEM(W_ITEMS, W_LOADS, weights_[i_] = load_weights(item_, stage);) \
-    EACH_ITEM(X_ITEMS, X_LOADS, tokens_[i_] = load_tokens(item_, stage);)
+    EACH_ITEM(W_ITEMS, W_LOADS, weights_[i_] = load_item(item_, stage);) \
+    EACH_ITEM(X_ITEMS, X_LOADS, rows_[i_] = load_rows(item_, stage);)
 #define STORE                                                             \
-    EACH_ITEM(W_ITEMS, W_LOADS, store_weights(item_, weights_[i_]);)      \
-    EACH_ITEM(X_ITEMS, X_LOADS, store_tokens(item_, tokens_[i_]);)
+    EACH_ITEM(W_ITEMS, W_LOADS, store_item(item_, weights_[i_], factors_[i_]);)     \
+    EACH_ITEM(X_ITEMS, X_LOADS, store_rows(item_, rows_[i_]);)
 
 // Finishes the sums of one row of x with rows `feature` (even) and `feature` + 1 of W.
 void finish(uint token, uint feature, vec2 v) {
@@ -263,8 +315,10 @@ void main() {
     // A part past the end has no stages.
     uint end = split * share < stages ? min(begin + share, stages) : begin;
 
-    Eight weights_[W_LOADS];
-    uvec4 tokens_[X_LOADS];
+    float factors_[W_LOADS];
+    EACH_ITEM(W_ITEMS, W_LOADS, factors_[i_] = load_factor(item_);)
+    Item weights_[W_LOADS];
+    Rows rows_[X_LOADS];
     LOAD(begin)
     STORE
     barrier();

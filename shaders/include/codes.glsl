@@ -134,6 +134,45 @@ Chunk load_chunk(Words4In weight, uint first, uint c, uint chunks) {
     return w;
 }
 
+// Loads `count` adjacent chunks (1, 2 or 4) from chunk `c` on, a multiple of `count`, of the row that begins at word `first`.
+void load_chunks(Words4In weight, uint first, uint c, uint chunks, const uint count, out Chunk w[4]) {
+    uint cols = (chunks * 8u + UNIT_COLS - 1u) / UNIT_COLS * UNIT_COLS, at = first + 4u;
+    uvec4 low = uvec4(0u), high = uvec4(0u), four = uvec4(0u);
+    uvec2 two = uvec2(0u);
+    uint one = 0u, scale, minimum;
+    if ((BITS & 8u) != 0u) {
+        low = weight.v[at / 4u + c / 2u];
+        if (count == 1u && c % 2u == 1u) low.xy = low.zw;
+        if (count == 4u) high = weight.v[at / 4u + c / 2u + 1u];
+        at += cols / 4u;
+    }
+    if ((BITS & 4u) != 0u) {
+        if (count == 1u) four.x = CODE_WORD(weight, at + c);
+        else four = weight.v[at / 4u + c / 4u];
+        if (count == 2u && c % 4u == 2u) four.xy = four.zw;
+        at += cols / 8u;
+    }
+    if ((BITS & 2u) != 0u) {
+        two.x = CODE_WORD(weight, at + c / 2u) >> c % 2u * 16u;
+        if (count == 4u) two.y = CODE_WORD(weight, at + c / 2u + 1u);
+        at += cols / 16u;
+    }
+    if ((BITS & 1u) != 0u) {
+        one = CODE_WORD(weight, at + c / 4u) >> c % 4u * 8u;
+        at += cols / 32u;
+    }
+    load_scale(weight, at, c * 8u, cols, scale, minimum);
+    [[unroll]] for (uint i = 0u; i < count; i++) {
+        uvec4 eights = i < 2u ? low : high;
+        w[i] = Chunk(i % 2u == 0u ? eights.xy : eights.zw, four[i], two[i / 2u] >> i % 2u * 16u, one >> i * 8u, scale, minimum);
+        // The second group of 16 columns.
+        if (GROUP == 16u && i >= 2u) {
+            w[i].scale >>= 16u;
+            w[i].minimum >>= 16u;
+        }
+    }
+}
+
 // Returns numbers that stand for the codes of a chunk: 1 + code · 2^-BITS for affine codes, whose bits are the first of the
 // fraction, which takes no conversion; else the codes' values.
 void numbers_of(Chunk w, out vec4 a, out vec4 b) {
@@ -147,6 +186,19 @@ void numbers_of(Chunk w, out vec4 a, out vec4 b) {
         float number = NUMBER == 0u ? uintBitsToFloat(0x3f800000u | code) : value(NUMBER, code);
         if (i < 4u) a[i] = number; else b[i - 4u] = number;
     }
+}
+
+// Returns the weights of a chunk of a row with the given factor.
+void weights_of(Chunk w, float factor, out vec4 a, out vec4 b) {
+    float scale = unpackHalf2x16(w.scale).x * factor;
+    float minimum = STORED == 1u ? unpackHalf2x16(w.minimum).x * factor : scale * ZERO * 5.9604644775390625e-8;
+    numbers_of(w, a, b);
+    if (NUMBER == 0u) {
+        scale *= float(1u << BITS) * 5.9604644775390625e-8;
+        minimum += scale;
+    }
+    a = a * scale - minimum;
+    b = b * scale - minimum;
 }
 
 // Returns the product of a chunk by x, without the row's factor: `of_numbers` is that of the chunk's numbers, and `of_ones` the

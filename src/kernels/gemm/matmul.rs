@@ -13,6 +13,8 @@ use crate::kernels::{Format, codes_word, fold, format_of};
 const GROUP: u32 = 8;
 /// The number of columns to a multiple of which rows are padded.
 const COLUMNS: u32 = 32;
+/// The maximum number of rows that `block_rows` prepares by one workgroup each.
+const FEW_ROWS: u32 = 256;
 /// The number of invocations per compute unit from which on a product is not divided among more workgroups.
 const THREADS_PER_PROCESSOR: u32 = 512;
 /// The value of `block_rows`'s constant EACH for rows that are in the order of slots already.
@@ -74,8 +76,7 @@ impl Arithmetic {
     fn order(self) -> u32 {
         match self {
             Arithmetic::F32 => 0,
-            Arithmetic::F16 => 1,
-            Arithmetic::Matrices(_) => 2,
+            Arithmetic::F16 | Arithmetic::Matrices(_) => 1,
         }
     }
 
@@ -84,7 +85,7 @@ impl Arithmetic {
         if self == Arithmetic::F32 { 4 } else { 2 }
     }
 
-    /// The number of rows in a 16-byte word of x; 1 where x is row after row.
+    /// The number of rows of which a 16-byte word in shared memory has values; 1 where x is row after row.
     fn rows_of_word(self) -> u32 {
         match self {
             Arithmetic::F32 => 4,
@@ -165,9 +166,15 @@ pub fn block_rows(label: String, x: Activations, norm: Option<(Range, f32)>, y: 
         MatmulRows::Sorted(sorted) => (sorted.chosen, sorted.tile, sorted.slots, sorted.tiles),
         MatmulRows::Slots(sorted) => (IN_ORDER, sorted.tile, none, sorted.tiles),
     };
-    let threads = y.cols.div_ceil(8).next_power_of_two().clamp(64, 128);
-    // Values of eight rows or of four lie next to each other for products in pairs of f16 or in f32.
-    let group = if y.arithmetic.rows_of_word() == 1 { 2 } else { GROUP };
+    // Few rows are prepared by large workgroups, as no others wait for their turn.
+    let few = rows.most() <= FEW_ROWS;
+    let threads = y.cols.div_ceil(8).next_power_of_two().clamp(64, if few { 256 } else { 128 });
+    // For products in f32, values of four rows lie next to each other.
+    let group = match y.arithmetic {
+        Arithmetic::F32 => GROUP,
+        _ if few => 1,
+        _ => 2,
+    };
     let constants = BlockRowsConstants {
         threads,
         lanes: threads,
@@ -261,8 +268,10 @@ impl MatmulConfig {
         let tiles = rows.div_ceil(config.tokens) * n.div_ceil(config.features);
         let stages = cols.div_ceil(COLUMNS);
         let wanted = THREADS_PER_PROCESSOR * processors / config.threads(arithmetic).max(1);
+        // Sums in pairs of f16 take much longer than the addition of parts.
+        let splits = if arithmetic == Arithmetic::F16 { wanted.div_ceil(tiles) } else { wanted / tiles };
         if !small {
-            config.splits = (wanted / tiles).min(stages / 8).clamp(1, 16);
+            config.splits = splits.min(stages / 8).clamp(1, 16);
         }
         config
     }
@@ -418,8 +427,7 @@ fn kernel(format: Format, arithmetic: Arithmetic) -> &'static str {
 /// Returns the order of x (the constant ORDER of `block_rows`) that a variant of `matmul` reads.
 pub(crate) fn order_of(kernel: &str) -> u32 {
     match kernel.rsplit('.').next() {
-        Some("half") => 1,
-        Some("matrix") => 2,
+        Some("half" | "matrix") => 1,
         _ => 0,
     }
 }
@@ -428,7 +436,6 @@ pub(crate) fn order_of(kernel: &str) -> u32 {
 pub(crate) fn blocked_index(order: u32, row: u32, col: u32, cols: u32) -> u32 {
     match order {
         0 => (row / 4 * cols + col) * 4 + row % 4,
-        1 => (row / 8 * cols + col) * 8 + row % 8,
         _ => row * cols + col,
     }
 }
@@ -533,7 +540,7 @@ mod tests {
 
     #[test]
     fn every_order_gives_each_value_a_place_of_its_own() {
-        for order in 0..3 {
+        for order in 0..2 {
             let places: std::collections::BTreeSet<u32> =
                 (0..16).flat_map(|row| (0..64).map(move |col| blocked_index(order, row, col, 64))).collect();
             assert_eq!((places.len(), places.last()), (1024, Some(&1023)));

@@ -10,7 +10,7 @@ use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::pace::Pace;
 use crate::engine::plan::{
     Capacity, Change, Chunk, Done, Drafts, MOST_KEEPS, Page, PageTable, PlanReport, PooledChunk, STATE_TOKENS, Sampled,
-    ScoredChunk, Slot, SlotParams, StateSlot, StepPlan, Ticket, Work,
+    SampledDetails, ScoredChunk, Slot, SlotParams, StateSlot, StepPlan, Ticket, Work,
 };
 use crate::engine::request::{Flushes, PerToken, Scored, TokenLogprobs};
 use crate::kernels::attention::PAGE_TOKENS;
@@ -693,7 +693,8 @@ impl FakeExecutor {
         s.input = Some(id);
         let done = verdict(&s.params, id, s.drawn);
         s.done = done.is_some();
-        Sampled { slot, id, done, draft: 0, logprobs, logits }
+        let details = (logprobs.is_some() || logits.is_some()).then(|| Box::new(SampledDetails { logprobs, logits }));
+        Sampled { slot, id, done, draft: 0, details }
     }
 
     /// Returns the number of steps of the next partial report of a decode plan that has `steps` left.

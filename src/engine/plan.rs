@@ -304,6 +304,13 @@ pub struct Sampled {
     /// The number of accepted drafts of the step that precede this token: the token was drawn from the row of the draft
     /// with this number, counted from 1; 0: from the row of the step's input token.
     pub draft: u32,
+    /// What few requests ask for; apart, so that the tokens of hundreds of rows are few bytes.
+    pub details: Option<Box<SampledDetails>>,
+}
+
+/// What a request asked for with each of its tokens.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SampledDetails {
     /// The log probabilities, if the request asked for them.
     pub logprobs: Option<TokenLogprobs>,
     /// The raw logits, if the request asked for them.

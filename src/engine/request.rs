@@ -276,7 +276,8 @@ pub struct PerToken {
     /// Host time of the engine thread until the device has its next work, in microseconds: processing reports, planning
     /// and enqueueing.
     pub schedule_us: f64,
-    /// Host time of the engine thread for sending tokens to the clients' streams, in microseconds.
+    /// Host time of the engine thread after that, in microseconds: taking the reported tokens into their sequences, and
+    /// sending them to the clients' streams.
     pub deliver_us: f64,
     /// Device time in microseconds; 0 if the queue has no timestamps.
     pub gpu_us: f64,

@@ -136,23 +136,57 @@ enum Drafted {
     All,
 }
 
-/// A request in the scheduler.
+/// A request in the scheduler. What planning a decode step reads and writes comes first, in two adjacent cache lines: with
+/// hundreds of rows, the device waits for its next work as long as these lines take to come.
 #[derive(Debug)]
+#[repr(C, align(128))]
 pub struct Sequence {
     /// The id, by arrival.
     pub id: SequenceId,
+    /// The slot, held from the first chunk until the sequence is released.
+    pub slot: Option<Slot>,
+    /// The page table.
+    pub pages: Vec<Page>,
+    /// The value of a counter that grows with every row of a plan: the sequence with the smallest value has waited
+    /// longest for a row.
+    pub turn: u64,
+    /// The number of tokens (prompt and earlier output) when the sequence last joined.
+    history: u32,
+    /// The number of tokens that the device was asked to draw since the sequence last joined. Steps with drafts may draw
+    /// fewer, so that steps behind them are asked for more than there is room for as long as that is not known.
+    drawn: u32,
+    /// The length of the prompt.
+    pub prompt_tokens: u32,
+    /// The maximum number of output tokens; prompt and output fit in the context.
+    pub max_tokens: u32,
+    /// The state.
+    pub state: SequenceState,
+    /// `Finished` was sent; later reports on the sequence are dropped.
+    pub ended: bool,
+    /// Whether the logits of every step are returned.
+    dumps_logits: bool,
+    /// The constraint on its output, if any.
+    pub constraint: Option<Box<Constrained>>,
+    /// The prompt, then the output reported so far, apart from tokens that the scheduler has not taken yet.
+    pub tokens: Vec<u32>,
+    /// When the first token was reported.
+    pub first_token: Option<Instant>,
+
+    /// When the last token was reported.
+    pub last_token: Option<Instant>,
+    /// The cost after the first token.
+    pub decode_cost: PhaseCost,
+    /// The number of tokens that were drafted for the sequence.
+    pub drafted_tokens: u32,
+    /// The number of drafted tokens that were accepted as output.
+    pub accepted_tokens: u32,
+
     /// The request's id.
     pub request: String,
     /// The priority; higher goes first.
     pub priority: i32,
     /// The request's deadline.
     pub deadline: Option<Instant>,
-    /// The prompt, then the output reported so far.
-    pub tokens: Vec<u32>,
-    /// The length of the prompt.
-    pub prompt_tokens: u32,
-    /// The maximum number of output tokens; prompt and output fit in the context.
-    pub max_tokens: u32,
     /// The parameters at arrival; `join` derives the slot's parameters from them.
     params: SlotParams,
     /// The number of alternatives per prompt token, while some prompt tokens are not scored yet; otherwise `None`.
@@ -163,27 +197,14 @@ pub struct Sequence {
     pooling: Option<Pooling>,
     /// The sum of the states pooled since the sequence last joined, and their number.
     pooled: (Vec<f32>, u32),
-    /// The constraint on its output, if any.
-    pub constraint: Option<Constrained>,
-
-    /// The state.
-    pub state: SequenceState,
     /// Set if the sequence was passed over too often: until its end it ranks before all sequences that are not
     /// shielded.
     pub shielded: bool,
-    /// `Finished` was sent; later reports on the sequence are dropped.
-    pub ended: bool,
-    /// The slot, held from the first chunk until the sequence is released.
-    pub slot: Option<Slot>,
-    /// The page table.
-    pub pages: Vec<Page>,
     /// The pages of layers with a sliding window, if these have pages of their own: those of the tokens that the sequence's
     /// unfinished and later tokens see.
     pub window: Vec<Page>,
     /// The index in the page table of the first of them.
     pub window_first: u32,
-    /// The number of unfinished plans that name the sequence.
-    pub in_flight: u32,
     /// The keys of the full pages of `tokens`, as far as they were needed.
     keys: Vec<PageKey>,
     /// The root of the key chain.
@@ -192,9 +213,7 @@ pub struct Sequence {
     salted: bool,
     /// The index of the first page in `pages` whose content the pool does not know yet.
     unnamed: u32,
-    /// The number of tokens (prompt and earlier output) when the sequence last joined.
-    history: u32,
-    /// The number of those tokens that were queued for prefill or found in the prefix cache.
+    /// The number of those tokens of `history` that were queued for prefill or found in the prefix cache.
     prefilled: u32,
     /// Whether a chunk was queued since the sequence last joined whose size was that of a lone prompt's.
     pub lone: bool,
@@ -205,37 +224,20 @@ pub struct Sequence {
     branch: u32,
     /// The number of prompt tokens that were found in the prefix cache when the sequence first joined.
     pub cached_tokens: u32,
-    /// The number of tokens that the device was asked to draw since the sequence last joined. Steps with drafts may draw
-    /// fewer, so that steps behind them are asked for more than there is room for as long as that is not known.
-    drawn: u32,
     /// The number of its first tokens of which a draft model has keys and values; see `Drafts::catches_up`.
     drafted: Drafted,
     /// The number of its first pages of which the pool knows that.
     drafted_pages: u32,
-    /// The value of a counter that grows with every row of a plan: the sequence with the smallest value has waited
-    /// longest for a row.
-    pub turn: u64,
-
     /// The time of submission.
     pub arrived: Instant,
     /// When the first chunk was queued.
     pub started: Option<Instant>,
-    /// When the first token was reported.
-    pub first_token: Option<Instant>,
-    /// When the last token was reported.
-    pub last_token: Option<Instant>,
     /// The cost until the first token.
     pub prefill_cost: PhaseCost,
-    /// The cost after the first token.
-    pub decode_cost: PhaseCost,
     /// How often the sequence lost its pages.
     pub preemptions: u32,
     /// How often the device was lost while the sequence held a slot.
     pub losses: u32,
-    /// The number of tokens that were drafted for the sequence.
-    pub drafted_tokens: u32,
-    /// The number of drafted tokens that were accepted as output.
-    pub accepted_tokens: u32,
 }
 
 impl Sequence {
@@ -278,13 +280,14 @@ impl Sequence {
             tokens: request.prompt,
             prompt_tokens,
             max_tokens,
+            dumps_logits: request.dump_logits,
             params,
             // A prompt of one token has nothing to score.
             score: request.prompt_logprobs.filter(|_| prompt_tokens > 1 && request.pooling.is_none()),
             scored: 1,
             pooling: request.pooling,
             pooled: (Vec::new(), 0),
-            constraint: request.grammar.filter(|_| request.pooling.is_none()).map(constrained),
+            constraint: request.grammar.filter(|_| request.pooling.is_none()).map(constrained).map(Box::new),
             keys: Vec::new(),
             root: PageKey::root(&request.cache_salt),
             salted: !request.cache_salt.is_empty(),
@@ -297,7 +300,6 @@ impl Sequence {
             pages: Vec::new(),
             window: Vec::new(),
             window_first: 0,
-            in_flight: 0,
             history: 0,
             prefilled: 0,
             lone: false,
@@ -330,9 +332,17 @@ impl Sequence {
         self.tokens.len() as u32 - self.prompt_tokens
     }
 
+    /// Whether tokens of the decode steps that the device was asked for can be taken into the sequence after later plans are
+    /// made: none of them begins its output or is the last one of it, unless the device says so, and no mask follows from
+    /// them.
+    pub fn tokens_can_wait(&self) -> bool {
+        let decodes = self.state == SequenceState::Decode && self.undrawn() > 0;
+        decodes && self.first_token.is_some() && self.constraint.is_none()
+    }
+
     /// Whether the device returns the logits of every step. Such a sequence has at most one step queued.
     pub fn dumps_logits(&self) -> bool {
-        self.params.dump_logits
+        self.dumps_logits
     }
 
     /// Whether prompt tokens are still to be scored: then no pages are reused for the sequence, and its chunks are
@@ -455,7 +465,7 @@ impl Sequence {
     /// the executor must know.
     pub fn join(&mut self, slot: Slot, pages: Vec<Page>, found: u32, history: bool) -> (SlotParams, Vec<u32>) {
         assert_eq!(self.state, SequenceState::Waiting);
-        assert!(self.slot.is_none() && self.pages.is_empty() && self.in_flight == 0);
+        assert!(self.slot.is_none() && self.pages.is_empty());
         self.state = SequenceState::Prefill;
         self.slot = Some(slot);
         self.pages = pages;
@@ -521,7 +531,6 @@ impl Sequence {
 
     /// Returns slot, pages and window pages, which the caller must release. The sequence counts as waiting again.
     pub fn leave(&mut self) -> (Option<Slot>, Vec<Page>, Vec<Page>) {
-        assert_eq!(self.in_flight, 0, "an unfinished plan names the sequence");
         self.state = SequenceState::Waiting;
         self.unnamed = 0;
         self.window_first = 0;
@@ -636,7 +645,7 @@ impl Sequence {
 
     /// Whether the next step must not be queued now, because its mask is not available and masks were late recently.
     pub fn waits_apart(&self) -> bool {
-        self.constraint.as_ref().is_some_and(Constrained::waits_apart) && self.awaited_mask().is_some()
+        self.constraint.as_ref().is_some_and(|constraint| constraint.waits_apart()) && self.awaited_mask().is_some()
     }
 
     /// Returns the time at which the mask that is being computed is late.

@@ -318,7 +318,7 @@ impl RingEntry {
         let token = word(ENTRY_TOKEN);
         let running = token != TOKEN_NONE;
         let count = if running { word(ENTRY_TOP_COUNT).min(TOP_ENTRIES) } else { 0 };
-        let top = if count > 0 { top() } else { [0; TOP_WORDS as usize] };
+        let pair = |pair: &[u32]| (pair[0], f32::from_bits(pair[1]));
         RingEntry {
             step: word(ENTRY_STEP),
             slot: word(ENTRY_SLOT),
@@ -326,7 +326,10 @@ impl RingEntry {
             done: word(ENTRY_DONE),
             fault: if word(ENTRY_DONE) == DONE_FAULT { word(ENTRY_TOP_COUNT) } else { 0 },
             logprob: if running { f32::from_bits(word(ENTRY_LOGPROB)) } else { 0.0 },
-            top: top.chunks_exact(2).take(count as usize).map(|pair| (pair[0], f32::from_bits(pair[1]))).collect(),
+            top: match count {
+                0 => Vec::new(),
+                count => top().chunks_exact(2).take(count as usize).map(pair).collect(),
+            },
         }
     }
 }

@@ -293,6 +293,7 @@ impl Replica {
             earlier_faults: 0,
             clients: SequenceMap::default(),
             observer,
+            reported: Vec::new(),
             done: Vec::new(),
             followers: Vec::new(),
             page_batches: 0,

@@ -86,11 +86,11 @@ impl Observer {
             phase: completed.phase,
             rows: completed.rows,
             steps: open.steps,
-            at: self.started.elapsed(),
+            at: report.at.saturating_duration_since(self.started),
             cost: open.cost,
             tokens: open.tokens,
             planned: open.planned,
-            taken: Moment::now(),
+            taken: report.taken,
             requests: open.sequences.iter().filter_map(|id| request(*id)).collect(),
             submissions: report.submissions,
             running: counts.running,
@@ -147,6 +147,9 @@ impl Observer {
 /// The parts of a report that the observer needs, kept while the scheduler processes the tokens.
 #[derive(Debug)]
 pub struct Reported {
+    /// When the engine thread took the report, on both clocks.
+    at: Instant,
+    taken: Moment,
     ticket: Ticket,
     finished: bool,
     tokens: u32,
@@ -158,11 +161,18 @@ impl Reported {
     /// Copies the parts of a report; takes its submissions out.
     pub fn of(progress: &mut PlanReport) -> Reported {
         Reported {
+            at: Instant::now(),
+            taken: Moment::now(),
             ticket: progress.ticket,
             finished: progress.finished,
             tokens: progress.tokens.len() as u32,
             faults: progress.faults,
             submissions: std::mem::take(&mut progress.submissions),
         }
+    }
+
+    /// Returns how often a fault kept steps of the plan from drawing tokens.
+    pub fn faults(&self) -> u32 {
+        self.faults
     }
 }

@@ -6,7 +6,7 @@ use crate::actors::mailbox::Mailbox;
 use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::page_pool::PageChange;
 use crate::engine::request::{Event, FinishReason};
-use crate::engine::scheduler::{ConstraintCommand, Scheduler, SchedulerOutput};
+use crate::engine::scheduler::{Completed, ConstraintCommand, EngineLoad, Scheduler, SchedulerOutput};
 use crate::engine::sequence::SequenceId;
 use crate::engine::sequence_map::SequenceMap;
 use crate::replica::client::{Client, Submission};
@@ -60,6 +60,8 @@ pub(super) struct Actor {
     /// The clients by sequence, from submission until `Finished`.
     pub(super) clients: SequenceMap<Client>,
     pub(super) observer: Observer,
+    /// The reports of this turn that the observer has not taken: the steps that they complete, and the load then.
+    pub(super) reported: Vec<(Reported, Completed, EngineLoad)>,
     /// The plans that were finished in this turn: the numbers of their records, and their sequences.
     pub(super) done: Vec<(u64, Vec<SequenceId>)>,
     /// The followers of the page changes, and the number of the last batch.
@@ -68,8 +70,8 @@ pub(super) struct Actor {
     /// The replica's name, as `MODEL/INDEX`.
     pub(super) name: String,
     pub(super) shared: Arc<Shared>,
-    /// The time that this thread has spent on scheduling, and on delivering tokens, and that is not charged to a step
-    /// yet.
+    /// The time that this thread has spent until the device had its next work, and after that, and that is not charged to
+    /// a step yet.
     pub(super) busy: (Duration, Duration),
     /// Why the thread ends with this turn, if it does.
     pub(super) stopping: Option<String>,
@@ -185,15 +187,15 @@ impl Actor {
     fn turn(&mut self) {
         loop {
             let start = Instant::now();
-            if self.failed.is_none()
-                && let Err(error) = self.advance()
-            {
+            let advanced = if self.failed.is_none() { self.advance() } else { Ok(()) };
+            let planned = Instant::now();
+            self.busy.0 += planned - start;
+            self.observe();
+            if let Err(error) = advanced {
                 self.lose(error);
             }
             self.export_steps();
             self.publish();
-            let planned = Instant::now();
-            self.busy.0 += planned - start;
             let again = self.deliver(planned);
             self.busy.1 += planned.elapsed();
             if !again {
@@ -245,18 +247,8 @@ impl Actor {
                 progress.cost.deliver_us = delivering.as_secs_f64() * 1e6;
             }
             let reported = Reported::of(&mut progress);
-            let faults = progress.faults;
             if let Some(completed) = self.scheduler.progress(progress, now) {
-                let clients = &self.clients;
-                let name = |id| clients.get(id).map(|client| Arc::clone(&client.name));
-                let done = self.observer.reported(reported, completed, self.scheduler.load(), name);
-                if faults > 0 {
-                    for id in done.iter().flat_map(|(_, sequences)| sequences) {
-                        self.clients.get_mut(*id).into_iter().for_each(|client| client.note_faults(faults));
-                    }
-                }
-                // Only the export needs to know the sequences of a plan.
-                self.done.extend(done.filter(|_| exports()));
+                self.reported.push((reported, completed, self.scheduler.load()));
             }
         }
         while let Ok(answer) = self.masks.answers().try_recv() {
@@ -280,6 +272,23 @@ impl Actor {
             }
         }
         self.obey()
+    }
+
+    /// Gives the observer the reports of this turn. This happens after the device has its next work.
+    fn observe(&mut self) {
+        for (reported, completed, load) in self.reported.drain(..) {
+            let faults = reported.faults();
+            let clients = &self.clients;
+            let name = |id| clients.get(id).map(|client| Arc::clone(&client.name));
+            let done = self.observer.reported(reported, completed, load, name);
+            if faults > 0 {
+                for id in done.iter().flat_map(|(_, sequences)| sequences) {
+                    self.clients.get_mut(*id).into_iter().for_each(|client| client.note_faults(faults));
+                }
+            }
+            // Only the export needs to know the sequences of a plan.
+            self.done.extend(done.filter(|_| exports()));
+        }
     }
 
     fn constrained(&mut self, Answer { id, grammar, next }: Answer) {

@@ -124,7 +124,9 @@ impl Scheduler {
         let mut awaits = Vec::new();
         for id in &rows {
             let sequence = self.sequences.get_mut(*id).expect("rows are known");
-            sequence.drafts_now(drafts > 0);
+            if self.setup.capacity.drafts.most > 0 {
+                sequence.drafts_now(drafts > 0);
+            }
             let awaited = sequence.awaited_mask();
             let slot = self.take_row(*id, tokens(steps), steps * (drafts + 1), &mut changes);
             awaits.extend(awaited.map(|output| (slot, output)));
@@ -177,7 +179,7 @@ impl Scheduler {
             let id = self.slots[chunk.slot.0 as usize].expect("rows hold slots");
             let sequence = self.sequences.get_mut(id).expect("rows are known");
             sequence.drafts_through(chunk.start, chunk.start + chunk.tokens.len() as u32);
-            sequence.in_flight += 1;
+            self.outstanding[chunk.slot.0 as usize].in_flight += 1;
             self.name_drafted(id);
         }
         self.prefilled_last = false;
@@ -213,8 +215,10 @@ impl Scheduler {
         self.move_window(id, end, changes);
         let sequence = self.sequences.get_mut(id).expect("rows are known");
         sequence.draw(drawn);
-        sequence.in_flight += 1;
         sequence.turn = turn;
+        let outstanding = &mut self.outstanding[slot.0 as usize];
+        outstanding.in_flight += 1;
+        outstanding.tokens_wait = sequence.tokens_can_wait();
         slot
     }
 
@@ -281,7 +285,7 @@ impl Scheduler {
             .residents()
             .filter(|sequence| sequence.decodes())
             // Logits must be read back before the next step overwrites them.
-            .filter(|sequence| !sequence.dumps_logits() || sequence.in_flight == 0)
+            .filter(|sequence| !sequence.dumps_logits() || self.is_free(sequence))
             .filter(|sequence| match self.setup.capacity.gates {
                 true => !sequence.waits_apart(),
                 false => sequence.awaited_mask().is_none(),

@@ -25,6 +25,8 @@
 //!   before that, as a plan of one step, and draws for all of its rows when the masks are available. Only decode steps
 //!   are queued behind such a plan. A row whose mask is late leaves the batch, so that the step continues without it,
 //!   and returns when its mask is available.
+//! - Tokens of decode steps that end nothing are taken into their sequences only after the next plan is made, so that
+//!   the device gets it earlier (`Scheduler::settle`).
 //! - A slot and its pages become free when the last plan that names the slot is finished.
 
 mod decoding;
@@ -35,7 +37,7 @@ use crate::engine::pace::Pace;
 use crate::engine::page_pool::PagePool;
 use crate::engine::plan::{
     Capacity, Change, Done, PLANS_IN_FLIGHT, Page, PageTable, PlanReport, PooledChunk, STATE_TOKENS, Sampled,
-    ScoredChunk, Slot, StepPlan, Ticket,
+    SampledDetails, ScoredChunk, Slot, StepPlan, Ticket,
 };
 use crate::engine::request::{Event, FinishReason, Finished, PerToken, Request, Token};
 use crate::engine::sequence::{PhaseCost, RequestView, Sequence, SequenceId, SequenceState};
@@ -144,6 +146,28 @@ pub struct EngineLoad {
     pub snapshots: u32,
 }
 
+/// What is outstanding in a slot: the few bytes that a report of a decode step reads and writes of each row.
+#[derive(Clone, Copy, Debug, Default)]
+struct Outstanding {
+    /// The number of unfinished plans that name the slot.
+    in_flight: u32,
+    /// The number of reported tokens that are not in the holder's sequence yet; see [`Scheduler::settle`].
+    unsettled: u32,
+    /// Whether tokens of decode steps can wait; see [`Sequence::tokens_can_wait`]. The holder does not leave the slot then.
+    tokens_wait: bool,
+}
+
+/// Reported tokens that are not in their sequences yet.
+#[derive(Debug)]
+struct Unsettled {
+    /// The tokens, all of decode steps without drafts.
+    tokens: Vec<Sampled>,
+    /// The steps that drew them, among others.
+    completed: Completed,
+    /// When they were reported.
+    at: Instant,
+}
+
 /// A submitted plan with work.
 #[derive(Debug, Default)]
 struct Flight {
@@ -211,6 +235,8 @@ pub struct Scheduler {
     passed_over: u32,
     /// The sequence that holds each slot.
     slots: Vec<Option<SequenceId>>,
+    /// What is outstanding in each slot.
+    outstanding: Vec<Outstanding>,
     /// Slots that the next plan tells the device to leave.
     leaves: Vec<Slot>,
     /// The submitted and unfinished plans, in order.
@@ -225,6 +251,8 @@ pub struct Scheduler {
     mixed_in_a_row: u32,
     /// Whether the last plan that was not a prefill plan was a draft model's catching up.
     caught_up_last: bool,
+    /// The reported tokens that are not in their sequences yet, in order.
+    unsettled: Vec<Unsettled>,
     outputs: Vec<SchedulerOutput>,
     commands: Vec<ConstraintCommand>,
     next_id: u64,
@@ -273,6 +301,7 @@ impl Scheduler {
             unmasked: BTreeSet::new(),
             passed_over: 0,
             slots: vec![None; capacity.slots as usize],
+            outstanding: vec![Outstanding::default(); capacity.slots as usize],
             leaves: Vec::new(),
             flights: VecDeque::new(),
             unnamed: None,
@@ -280,6 +309,7 @@ impl Scheduler {
             turns_left: 0,
             mixed_in_a_row: 0,
             caught_up_last: false,
+            unsettled: Vec::new(),
             outputs: Vec::new(),
             commands: Vec::new(),
             next_id: 0,
@@ -349,14 +379,7 @@ impl Scheduler {
             }
             sequence.preemptions += 1;
             self.preemptions += 1;
-            sequence.state = SequenceState::Leaving;
-            let in_flight = sequence.in_flight;
-            let slot = sequence.slot.expect("it has a row");
-            self.leaves.push(slot);
-            self.has_come(slot, u32::MAX);
-            if in_flight == 0 {
-                self.release(id);
-            }
+            self.leave(id, true);
         }
     }
 
@@ -368,7 +391,7 @@ impl Scheduler {
         let planned = slots.filter_map(|slot| self.sequences.get(self.slots[slot.0 as usize]?));
         let crowded = !self.setup.capacity.gates && !self.waiting.is_empty() && self.slots.iter().all(Option::is_some);
         let unplanned = self.residents().filter(move |sequence| {
-            crowded && sequence.decodes() && sequence.in_flight == 0 && sequence.awaited_mask().is_some()
+            crowded && sequence.decodes() && self.is_free(sequence) && sequence.awaited_mask().is_some()
         });
         let sequences = planned.chain(unplanned);
         let running = sequences.filter(|sequence| sequence.state == SequenceState::Decode);
@@ -396,14 +419,12 @@ impl Scheduler {
     /// Forgets all plans, because none will be reported any more. Returns the sequences that hold a slot; the caller
     /// must release them.
     fn forget_plans(&mut self) -> Vec<SequenceId> {
+        self.settle();
         self.flights.clear();
         self.unnamed = None;
         self.leaves.clear();
-        let residents: Vec<SequenceId> = self.slots.iter().flatten().copied().collect();
-        for id in &residents {
-            self.sequences.get_mut(*id).expect("a sequence that holds a slot is known").in_flight = 0;
-        }
-        residents
+        self.outstanding.fill(Outstanding::default());
+        self.slots.iter().flatten().copied().collect()
     }
 
     /// Whether nothing is left to do: there is no sequence, no unfinished plan and no slot to leave.
@@ -498,10 +519,15 @@ impl Scheduler {
         let mut held_windows = self.window.as_ref().map(|window| none(&window.pool)).unwrap_or_default();
         let (mut open, mut open_windows, mut shares) = (Vec::new(), Vec::new(), 0);
         let mut ended = 0;
+        let unsettled = |slot| self.unsettled.iter().flat_map(|some| &some.tokens).filter(move |s| s.slot == slot);
         for (index, id) in self.slots.iter().enumerate() {
             let Some(id) = id else { continue };
             let sequence = &self.sequences[*id];
             let slot = Slot(index as u32);
+            let outstanding = self.outstanding[index];
+            assert_eq!(unsettled(slot).count() as u32, outstanding.unsettled, "other tokens of {id:?} wait");
+            let leaves = sequence.state == SequenceState::Leaving;
+            assert!(!(leaves && outstanding.tokens_wait), "{id:?} leaves, and its tokens wait");
             assert_eq!(sequence.slot, Some(slot), "{id:?} holds another slot");
             assert_ne!(sequence.state, SequenceState::Waiting, "{id:?} waits and holds {slot:?}");
             let queued = self.waiting.contains(id) || self.unmasked.contains(id);
@@ -510,9 +536,8 @@ impl Scheduler {
             assert_eq!(live, !sequence.ended, "{id:?} has ended and is live, or neither");
             ended += usize::from(sequence.ended);
             let named = self.flights.iter().filter(|flight| flight.slots.contains(&slot));
-            assert_eq!(named.count() as u32, sequence.in_flight, "{id:?} is in other plans");
-            let gone = sequence.state == SequenceState::Leaving && sequence.in_flight == 0;
-            assert!(!gone, "{id:?} has left and holds {slot:?}");
+            assert_eq!(named.count() as u32, outstanding.in_flight, "{id:?} is in other plans");
+            assert!(!leaves || outstanding.in_flight > 0, "{id:?} has left and holds {slot:?}");
             sequence.pages.iter().for_each(|page| held[page.0 as usize] += 1);
             assert!(self.window.is_some() || sequence.window.is_empty(), "window pages of a model without any");
             sequence.window.iter().for_each(|page| held_windows[page.0 as usize] += 1);
@@ -549,6 +574,7 @@ impl Scheduler {
 
     /// Returns the outputs since the last call, in order.
     pub fn take_outputs(&mut self) -> Vec<SchedulerOutput> {
+        self.settle();
         // Reserve as much room for the next step as this one took.
         let room = self.outputs.len();
         std::mem::replace(&mut self.outputs, Vec::with_capacity(room))
@@ -599,6 +625,10 @@ impl Scheduler {
     /// Returns the next plan for the device, if there is one; `submitted` must follow. `pace`: the recent step times.
     pub fn next_plan(&mut self, now: Instant, pace: &Pace) -> Option<StepPlan> {
         assert!(self.unnamed.is_none(), "the last plan was not submitted");
+        if self.setup.capacity.drafts.most > 0 {
+            // Whether drafts are possible depends on which tokens are known.
+            self.settle();
+        }
         if self.flights.len() >= PLANS_IN_FLIGHT {
             return None;
         }
@@ -663,8 +693,6 @@ impl Scheduler {
         if flight.is_prefill() {
             self.charge_prefill(&flight, &completed);
         }
-        let decodes = |slot: &Slot| !flight.is_prefill() || flight.decoding().contains(slot);
-        self.charge_decode(&progress.tokens, decodes, &completed);
         if let Some(ScoredChunk { slot, first, tokens }) = progress.scored
             && let Some(sequence) = self.holder(slot).filter(|sequence| !sequence.ended)
         {
@@ -684,25 +712,47 @@ impl Scheduler {
                 }
             }
         }
+        // Windows move with the tokens that are known.
+        let may_wait = !flight.is_prefill() && flight.drafts == 0 && self.window.is_none();
+        let mut later = Vec::with_capacity(if may_wait { progress.tokens.len() } else { 0 });
         for sampled in progress.tokens {
             debug_assert!(flight.slots.contains(&sampled.slot), "a token of a slot that the plan does not name");
+            let outstanding = &mut self.outstanding[sampled.slot.0 as usize];
+            if may_wait && outstanding.tokens_wait && sampled.done.is_none() {
+                outstanding.unsettled += 1;
+                later.push(sampled);
+                continue;
+            }
+            if outstanding.unsettled > 0 {
+                self.unsettled.push(Unsettled { tokens: std::mem::take(&mut later), completed, at: now });
+                self.settle();
+            }
             if flight.drafts > 0 {
                 let index = flight.slots.iter().position(|slot| *slot == sampled.slot);
                 flight.drawn[index.expect("a token of a slot that the plan names")] += 1;
                 self.speculation.note(flight.drafts, sampled.draft);
             }
-            self.take_token(sampled, flight.drafts, now);
+            let decodes = !flight.is_prefill() || flight.decoding().contains(&sampled.slot);
+            self.take_token(sampled, flight.drafts, decodes.then_some(&completed), now);
+        }
+        if !later.is_empty() {
+            self.unsettled.push(Unsettled { tokens: later, completed, at: now });
         }
         let finished = progress.finished;
         if finished {
             for (index, slot) in flight.slots.into_iter().enumerate() {
+                let outstanding = &mut self.outstanding[slot.0 as usize];
+                outstanding.in_flight -= 1;
+                let Outstanding { in_flight, tokens_wait, .. } = *outstanding;
+                if may_wait && tokens_wait {
+                    continue;
+                }
                 let id = self.slots[slot.0 as usize].expect("a slot is held until its last plan is finished");
                 let sequence = self.sequences.get_mut(id).expect("a sequence that holds a slot is known");
                 if flight.drafts > 0 && sequence.state == SequenceState::Decode {
                     sequence.undraw(flight.reserved - flight.drawn[index]);
                 }
-                sequence.in_flight -= 1;
-                if sequence.in_flight == 0 && sequence.state == SequenceState::Leaving {
+                if in_flight == 0 && sequence.state == SequenceState::Leaving {
                     self.release(id);
                 } else {
                     // Others may need the pages of its chunk before it is in a plan again.
@@ -731,25 +781,20 @@ impl Scheduler {
         }
     }
 
-    /// Charges each row of a slot that `decodes` and drew a token in a step with the full cost of the step.
-    fn charge_decode(&mut self, tokens: &[Sampled], decodes: impl Fn(&Slot) -> bool, completed: &Completed) {
-        if completed.steps == 0 {
-            return;
-        }
-        let step = 1.0 / f64::from(completed.steps);
-        for sampled in tokens.iter().filter(|sampled| decodes(&sampled.slot)) {
-            if let Some(sequence) = self.holder(sampled.slot)
-                && !sequence.ended
-                && sampled.draft == 0
-            {
-                sequence.decode_cost.steps += 1;
-                sequence.decode_cost.sum.add(&completed.cost, step);
+    /// Takes the reported tokens that are not in their sequences yet. None of them ends its sequence, and plans do not depend
+    /// on them, unless a sequence loses its place; so the device gets its next plan first.
+    pub(super) fn settle(&mut self) {
+        for Unsettled { tokens, completed, at } in std::mem::take(&mut self.unsettled) {
+            for sampled in tokens {
+                self.outstanding[sampled.slot.0 as usize].unsettled -= 1;
+                self.take_token(sampled, 0, Some(&completed), at);
             }
         }
     }
 
-    /// Takes a drawn token. `drafts`: the number of drafts verified in the step that drew it.
-    fn take_token(&mut self, sampled: Sampled, drafts: u32, now: Instant) {
+    /// Takes a drawn token. `drafts`: the number of drafts verified in the step that drew it. `decoded`: the steps of which
+    /// one drew it, if its sequence decoded in them; each row is charged with the full cost of a step.
+    fn take_token(&mut self, sampled: Sampled, drafts: u32, decoded: Option<&Completed>, now: Instant) {
         let Some(sequence) = self.holder(sampled.slot) else {
             return;
         };
@@ -757,6 +802,10 @@ impl Scheduler {
             return;
         }
         let id = sequence.id;
+        if let Some(completed) = decoded.filter(|completed| completed.steps > 0 && sampled.draft == 0) {
+            sequence.decode_cost.steps += 1;
+            sequence.decode_cost.sum.add(&completed.cost, 1.0 / f64::from(completed.steps));
+        }
         if sequence.constraint.is_some() && sequence.state == SequenceState::Leaving {
             // A plan does not wait for the masks of a row that left its place. Tokens drawn for it are dropped and
             // drawn again later.
@@ -785,7 +834,9 @@ impl Scheduler {
             (sequence.tokens.len() as u32 - 1).is_multiple_of(PAGE_TOKENS) && sequence.state == SequenceState::Decode;
         self.drafted_tokens += u64::from(drafted);
         self.accepted_tokens += u64::from(accepted);
-        let token = Token { index: 0, id: sampled.id, logprobs: sampled.logprobs, logits: sampled.logits };
+        let SampledDetails { logprobs, logits } =
+            sampled.details.map_or_else(SampledDetails::default, |details| *details);
+        let token = Token { index: 0, id: sampled.id, logprobs, logits };
         self.outputs.extend(prefilled.map(|cost| SchedulerOutput::Prefilled(id, Box::new(cost))));
         self.outputs.push(SchedulerOutput::Event(id, Event::Token(token)));
         let reason = match sampled.done {
@@ -813,6 +864,9 @@ impl Scheduler {
 
     /// Ends a sequence; the only place where this is done. `stopped`: the device has marked its slot done.
     fn end_as(&mut self, id: SequenceId, reason: FinishReason, stopped: bool, now: Instant) {
+        if self.sequences[id].slot.is_some_and(|slot| self.outstanding[slot.0 as usize].unsettled > 0) {
+            self.settle();
+        }
         let sequence = self.sequences.get_mut(id).expect("an ending sequence is known");
         assert!(!sequence.ended, "a sequence ends once");
         sequence.ended = true;
@@ -851,18 +905,24 @@ impl Scheduler {
             }
             // The slot was told to leave when the sequence was preempted or its mask was late.
             SequenceState::Leaving => {}
-            SequenceState::Prefill | SequenceState::Decode => {
-                sequence.state = SequenceState::Leaving;
-                let in_flight = sequence.in_flight;
-                let slot = sequence.slot.expect("a running sequence holds a slot");
-                if !stopped {
-                    self.leaves.push(slot);
-                }
-                self.has_come(slot, u32::MAX);
-                if in_flight == 0 {
-                    self.release(id);
-                }
-            }
+            SequenceState::Prefill | SequenceState::Decode => self.leave(id, !stopped),
+        }
+    }
+
+    /// Makes a running sequence leave its slot when the last plan that names it is finished. `told`: the next plan tells the
+    /// device so.
+    fn leave(&mut self, id: SequenceId, told: bool) {
+        let sequence = self.sequences.get_mut(id).expect("a sequence that leaves is known");
+        sequence.state = SequenceState::Leaving;
+        let slot = sequence.slot.expect("a running sequence holds a slot");
+        if told {
+            self.leaves.push(slot);
+        }
+        self.has_come(slot, u32::MAX);
+        let outstanding = &mut self.outstanding[slot.0 as usize];
+        outstanding.tokens_wait = false;
+        if outstanding.in_flight == 0 {
+            self.release(id);
         }
     }
 
@@ -881,6 +941,8 @@ impl Scheduler {
         if let Some(slot) = slot {
             let holder = self.slots[slot.0 as usize].take();
             assert_eq!(holder, Some(id), "a slot is released by its holder");
+            let Outstanding { in_flight, unsettled, .. } = std::mem::take(&mut self.outstanding[slot.0 as usize]);
+            assert_eq!((in_flight, unsettled), (0, 0), "plans that name {id:?}, and tokens of it");
         }
         if sequence.ended {
             self.sequences.remove(id);
@@ -928,6 +990,11 @@ impl Scheduler {
 
     fn residents(&self) -> impl Iterator<Item = &Sequence> {
         self.slots.iter().flatten().map(|&id| &self.sequences[id])
+    }
+
+    /// Whether no unfinished plan names a sequence that holds a slot.
+    fn is_free(&self, sequence: &Sequence) -> bool {
+        sequence.slot.is_some_and(|slot| self.outstanding[slot.0 as usize].in_flight == 0)
     }
 
     fn holder(&mut self, slot: Slot) -> Option<&mut Sequence> {

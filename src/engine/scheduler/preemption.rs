@@ -10,6 +10,8 @@ impl Scheduler {
     /// Preempts sequences, the youngest of the lowest priority first, until the pages for one step of the remaining
     /// rows are free, now or when the unfinished plans have finished.
     pub(super) fn preempt(&mut self, rows: &mut Vec<SequenceId>) {
+        // A sequence that loses its pages is computed again from its tokens.
+        self.settle();
         loop {
             if self.pages_missing(rows, 1) <= self.pool.free() + self.pages_free_soon() {
                 return;
@@ -24,14 +26,7 @@ impl Scheduler {
             self.preemptions += 1;
             let sequence = self.sequences.get_mut(victim).expect("a victim is known");
             sequence.preemptions += 1;
-            sequence.state = SequenceState::Leaving;
-            let in_flight = sequence.in_flight;
-            let slot = sequence.slot.expect("a victim holds a slot");
-            self.leaves.push(slot);
-            self.has_come(slot, u32::MAX);
-            if in_flight == 0 {
-                self.release(victim);
-            }
+            self.leave(victim, true);
         }
     }
 

@@ -108,6 +108,8 @@ impl Scheduler {
         let &(_, best) = self.ranked.first()?;
         let id = if self.passed_over >= PASSED_OVER_MAX { oldest } else { best };
         let slot = self.slots.iter().position(Option::is_none)?;
+        // Pages that reported tokens have filled can be found.
+        self.settle();
         // Reserve a page for each running sequence; otherwise the sequence that joins would be preempted at once.
         let reserve = self.slots.iter().flatten().count() as u32;
         if self.sequences[id].dumps_logits() && self.residents().any(Sequence::dumps_logits) {
@@ -271,7 +273,7 @@ impl Scheduler {
             self.move_window(id, end, &mut changes);
             let sequence = self.sequences.get_mut(id).expect("a prompt's sequence is known");
             let mut chunk = sequence.next_chunk(left, unit);
-            sequence.in_flight += 1;
+            self.outstanding[chunk.slot.0 as usize].in_flight += 1;
             sequence.turn = turn;
             sequence.lone |= lone;
             sequence.drafts_through(chunk.start, chunk.start + chunk.tokens.len() as u32);

@@ -100,7 +100,7 @@ impl Bench {
     /// Reports the oldest plan as a whole; every row draws token 7.
     fn complete(&mut self) {
         let (ticket, work) = self.flights.pop_front().expect("a plan in flight");
-        let token = |slot| Sampled { slot, id: 7, done: None, draft: 0, logprobs: None, logits: None };
+        let token = |slot| Sampled { slot, id: 7, done: None, draft: 0, details: None };
         let (steps, tokens) = match work {
             Work::Prefill { chunks, decoding } => {
                 let lasts = chunks.iter().filter(|chunk| chunk.last).map(|chunk| chunk.slot);
@@ -910,7 +910,7 @@ impl Learned {
             self.verified += 1;
             let right = if self.verified.is_multiple_of(2) { 2 } else { 1 };
             for &slot in slots {
-                let token = |draft| Sampled { slot, id: 7, done: None, draft, logprobs: None, logits: None };
+                let token = |draft| Sampled { slot, id: 7, done: None, draft, details: None };
                 tokens.extend((0..=drafts.min(right)).map(token));
             }
         }

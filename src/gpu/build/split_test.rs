@@ -126,9 +126,9 @@ fn run(executor: &mut SplitExecutor, rows: u32) -> Result<Outcome, ExecuteError>
     };
     let mut outcome = Outcome { tokens: Vec::new(), logits: Vec::new() };
     let mut note = |drawn: Vec<Sampled>| {
-        for Sampled { slot, id, logits, .. } in drawn {
+        for Sampled { slot, id, details, .. } in drawn {
             outcome.tokens.push((slot, id));
-            if let Some(logits) = logits {
+            if let Some(logits) = details.and_then(|details| details.logits) {
                 outcome.logits = logits.into_iter().map(f32::to_bits).collect();
             }
         }

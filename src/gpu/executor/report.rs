@@ -3,7 +3,7 @@
 use crate::actors::timeline::{FlushReason, SubmissionRecord};
 use crate::actors::watcher::Report;
 use crate::engine::executor::ExecuteError;
-use crate::engine::plan::{Done, PlanReport, PooledChunk, Sampled, ScoredChunk, Slot, Ticket};
+use crate::engine::plan::{Done, PlanReport, PooledChunk, Sampled, SampledDetails, ScoredChunk, Slot, Ticket};
 use crate::engine::request::{PerToken, Scored, TokenLogprobs};
 use crate::gpu::executor::{GpuExecutor, Kind, Pending, Pools, Scoring};
 use crate::kernels::sampling::score::Score;
@@ -68,6 +68,7 @@ impl GpuExecutor {
                     self.head().dump.read(0, bytemuck::cast_slice_mut(&mut logits));
                     logits
                 });
+                let logprobs = asked.then_some(TokenLogprobs { chosen: entry.logprob, top: entry.top });
                 tokens.push(Sampled {
                     slot: Slot(entry.slot),
                     id,
@@ -77,8 +78,7 @@ impl GpuExecutor {
                         state::DONE_LENGTH => Some(Done::Length),
                         _ => None,
                     },
-                    logprobs: asked.then_some(TokenLogprobs { chosen: entry.logprob, top: entry.top }),
-                    logits,
+                    details: (asked || logits.is_some()).then(|| Box::new(SampledDetails { logprobs, logits })),
                 });
             }
         }

@@ -82,23 +82,26 @@ const uint TWO_LOADS = (BITS & 2u) != 0u ? UNIT_COLS / 128u : 0u;
         (BITS & 2u) != 0u ? w[(first) + FOUR_LOADS + (c) / 4u][(c) & 3u] : 0u, \
         (BITS & 1u) != 0u ? w[(first) + FOUR_LOADS + TWO_LOADS + (c) / 8u][(c) / 2u & 3u] : 0u, c, h))
 
-// Returns the f16 values of pairs of codes.
-uvec4 value_pairs(uvec4 pairs) { return NUMBER == 3u ? pairs << 8 : pairs; }
+// Returns the f16 values of pairs of codes; codes of formats with a zero point between two of them are doubled.
+uvec4 value_pairs(uvec4 pairs) { return NUMBER == 3u ? pairs << 8 : pairs << between_codes(CODES); }
 
-// Returns the weights of pairs of codes in bfloat16, times the factors of the rows u and v. They are rounded to the nearest,
-// halves away from zero; the products of MXFP4, of two bits with a power of two, need no rounding.
+// Returns a word of scales for these values: doubled codes take half the scale. A compiler would join a multiplication by 0.5
+// with that by the zero point, which is then no f16 number again, so the exponents are reduced; the smallest scales become 0.
+uint value_scales(uint scales) {
+    if (between_codes(CODES) == 0u) return scales;
+    uint low = (scales & 0x7800u) != 0u ? scales - 0x0400u & 0xffffu : 0u;
+    uint high = (scales & 0x78000000u) != 0u ? scales - 0x04000000u & 0xffff0000u : 0u;
+    return low | high;
+}
+// The zero point of these values.
+#define ZERO_VALUE (ZERO * float(1u + between_codes(CODES)) * 5.9604644775390625e-8)
+
+// Returns two values as bfloat16, rounded to the nearest, halves away from zero. The products of MXFP4, of two bits with a power
+// of two, need no rounding.
 const bool EXACT = NUMBER == 2u && GROUP == 32u;
 uint bfloat_pair(vec2 values) {
     uvec2 bits = floatBitsToUint(values) + (EXACT ? 0u : 0x8000u);
     return bits.x >> 16 | (bits.y & 0xffff0000u);
-}
-uvec4 bfloats(uvec4 pairs, uint scale, uint minimum, vec2 factor) {
-    pairs = value_pairs(pairs);
-    vec2 s = unpackHalf2x16(scale) * factor, m = unpackHalf2x16(minimum) * factor;
-    if (STORED == 0u) m = s * (ZERO * 5.9604644775390625e-8);
-    vec2 second = HIGH_SECOND ? s * 0.0625 : s;
-    return uvec4(bfloat_pair(unpackHalf2x16(pairs.x) * s.x - m.x), bfloat_pair(unpackHalf2x16(pairs.y) * second.x - m.x),
-        bfloat_pair(unpackHalf2x16(pairs.z) * s.y - m.y), bfloat_pair(unpackHalf2x16(pairs.w) * second.y - m.y));
 }
 
 // Returns the weights of pairs of codes in f16, without the rows' factors. `scale` and `minimum` have the f16 of u and v.
@@ -108,11 +111,8 @@ uint scaled_pair(uint pair, f16vec2 scale, f16vec2 minimum) {
 }
 uvec4 scaled(uvec4 pairs, uint scale, uint minimum) {
     pairs = value_pairs(pairs);
-    f16vec2 s = unpackFloat2x16(scale), m = unpackFloat2x16(minimum);
-    // Codes are multiples of the smallest f16, which has no half: a zero point between two codes is doubled, and the scale
-    // halved.
-    bool between = between_codes(CODES) == 1u;
-    if (STORED == 0u) m = s * float16_t(between ? 0.5 : 1.0) * float16_t(ZERO * (between ? 2.0 : 1.0) * 5.9604644775390625e-8);
+    f16vec2 s = unpackFloat2x16(value_scales(scale)), m = unpackFloat2x16(minimum);
+    if (STORED == 0u) m = s * float16_t(ZERO_VALUE);
     f16vec2 second = HIGH_SECOND ? s * float16_t(0.0625) : s;
     return uvec4(scaled_pair(pairs.x, s.xx, m.xx), scaled_pair(pairs.y, second.xx, m.xx),
         scaled_pair(pairs.z, s.yy, m.yy), scaled_pair(pairs.w, second.yy, m.yy));
@@ -121,8 +121,8 @@ uvec4 scaled(uvec4 pairs, uint scale, uint minimum) {
 uint scaled_pair(uint pair, float scale, float minimum) { return packHalf2x16(unpackHalf2x16(pair) * scale - minimum); }
 uvec4 scaled(uvec4 pairs, uint scale, uint minimum) {
     pairs = value_pairs(pairs);
-    vec2 s = unpackHalf2x16(scale), m = unpackHalf2x16(minimum);
-    if (STORED == 0u) m = s * (ZERO * 5.9604644775390625e-8);
+    vec2 s = unpackHalf2x16(value_scales(scale)), m = unpackHalf2x16(minimum);
+    if (STORED == 0u) m = s * ZERO_VALUE;
     vec2 second = HIGH_SECOND ? s * 0.0625 : s;
     return uvec4(scaled_pair(pairs.x, s.x, m.x), scaled_pair(pairs.y, second.x, m.x),
         scaled_pair(pairs.z, s.y, m.y), scaled_pair(pairs.w, second.y, m.y));

@@ -6,9 +6,7 @@ use super::mailbox::{Address, Mailbox, Refused, mailbox};
 use super::transfer::{Piece, Transfer, TransferError};
 use crate::actors::thread::{ActorThread, SpawnError};
 use crate::device::{DeviceError, Point};
-use crate::memory::pack::{
-    BadRow, Format, Layout, Packing, RowMap, Rows, SourceFormat, Transposed, floats, pack, write_canonical,
-};
+use crate::memory::pack::{BadRow, Format, Layout, Packing, RowMap, Rows, SourceFormat, Transposed, floats, pack};
 use crate::memory::plan::HumanBytes;
 use crate::memory::{Buffer, MemoryError, StagingRing, WeightFile};
 use crate::quant::safetensors::{CodeMatrix, Description, Runs, WeightError, WeightPart};
@@ -42,8 +40,8 @@ const TILE: usize = 64 << 10;
 /// core, it gets about a tenth of the core.
 const NICE: i32 = 10;
 /// Packed bytes per band. The source rows of one band are read together where the file is not memory-mapped. A band is
-/// a whole number of row units and at least one, even if that is larger. A band's source rows and a tile fit in the
-/// core's L2 cache.
+/// a whole number of row units and at least one, even if that is larger, and of the rows of a quantised weight that are
+/// read together. A band's source rows and a tile fit in the core's L2 cache, except for wide rows of such weights.
 const BAND: u64 = 256 << 10;
 /// Alignment of pieces in a staging slot, bytes: a cache line.
 const SLOT_ALIGNMENT: u64 = 64;
@@ -932,46 +930,45 @@ fn announce(opened: &Opened<'_>, rows: &Range<u32>) -> Result<(), LoadError> {
 }
 
 /// Decodes rows of a quantised weight into canonical rows, or into numbers in the checkpoint's order.
-fn decode(matrix: &CodeMatrix<'_>, format: SourceFormat, rows: Range<u32>, out: &mut [u8]) -> Result<(), WeightError> {
-    let (cols, groups) = (matrix.cols() as usize, matrix.groups());
+fn decode(
+    matrix: &CodeMatrix<'_>,
+    format: SourceFormat,
+    rows: Range<u32>,
+    mut out: &mut [u8],
+) -> Result<(), WeightError> {
     let row_bytes = format.row_bytes(matrix.cols()) as usize;
-    let together = matrix.rows_together().max(1);
-    let most = rows.len().min(together as usize);
-    let mut codes = vec![0; most * cols];
-    let mut scales = vec![0.0; most * groups];
-    let mut minimums = vec![0.0; if matrix.codes().zero().is_none() { most * groups } else { 0 }];
-    let mut out = out.chunks_exact_mut(row_bytes);
+    let together = matrix.rows_together();
     let mut first = rows.start;
     while first < rows.end {
         let count = rows.end.min((first / together + 1) * together) - first;
-        let (rows, numbers) = (count as usize, count as usize * groups);
-        let stored = minimums.len().min(numbers);
-        let (codes, scales) = (&mut codes[..rows * cols], &mut scales[..numbers]);
-        let minimums = &mut minimums[..stored];
-        matrix.decode(first, count, codes, scales, minimums)?;
-        for row in 0..rows {
-            let minimums = if stored == 0 { &[][..] } else { &minimums[row * groups..][..groups] };
-            let out = out.next().expect("a row for each");
-            let (codes, scales) = (&codes[row * cols..][..cols], &scales[row * groups..][..groups]);
-            match format {
-                SourceFormat::Canonical(_) => write_canonical(codes, scales, minimums, matrix.unit(), out),
-                _ => write_numbers(matrix, codes, scales, minimums, out),
-            }
+        let (here, rest) = out.split_at_mut(count as usize * row_bytes);
+        match format {
+            SourceFormat::Canonical(_) => matrix.decode_canonical(first, count, here)?,
+            _ => write_numbers(matrix, first, count, here)?,
         }
-        first += count;
+        (first, out) = (first + count, rest);
     }
     Ok(())
 }
 
-/// Writes the numbers of a decoded row in f32, in the checkpoint's order.
-fn write_numbers(matrix: &CodeMatrix<'_>, codes: &[u8], scales: &[f32], minimums: &[f32], out: &mut [u8]) {
-    let mut numbers = vec![0.0; codes.len()];
-    matrix.codes().dequantize(codes, scales, minimums, &mut numbers);
-    let out = out.as_chunks_mut::<4>().0;
-    match matrix.order() {
-        None => out.iter_mut().zip(numbers).for_each(|(to, x)| *to = x.to_le_bytes()),
-        Some(order) => order.iter().zip(numbers).for_each(|(col, x)| out[*col as usize] = x.to_le_bytes()),
+/// Decodes rows of a quantised weight and writes their numbers in f32, in the checkpoint's order.
+fn write_numbers(matrix: &CodeMatrix<'_>, first: u32, count: u32, out: &mut [u8]) -> Result<(), WeightError> {
+    let (rows, cols, groups) = (count as usize, matrix.cols() as usize, matrix.groups());
+    let (mut codes, mut scales) = (vec![0; rows * cols], vec![0.0; rows * groups]);
+    let stored = if matrix.codes().zero().is_none() { groups } else { 0 };
+    let mut minimums = vec![0.0; rows * stored];
+    matrix.decode(first, count, &mut codes, &mut scales, &mut minimums)?;
+    let mut numbers = vec![0.0; cols];
+    for (row, out) in out.chunks_exact_mut((4 * cols).max(1)).enumerate() {
+        let (codes, scales) = (&codes[row * cols..][..cols], &scales[row * groups..][..groups]);
+        matrix.codes().dequantize(codes, scales, &minimums[row * stored..][..stored], &mut numbers);
+        let out = out.as_chunks_mut::<4>().0;
+        match matrix.order() {
+            None => out.iter_mut().zip(&numbers).for_each(|(to, x)| *to = x.to_le_bytes()),
+            Some(order) => order.iter().zip(&numbers).for_each(|(col, x)| out[*col as usize] = x.to_le_bytes()),
+        }
     }
+    Ok(())
 }
 
 /// Packs a part of a tensor from its files, band by band, and calls `put` with each tile's offset in the part and its
@@ -1004,7 +1001,13 @@ fn fill(
     }
     let mut read = started.elapsed();
     let stride = tensor.packing.row_bytes() * u64::from(tensor.packing.rows_of_unit());
-    let band = (BAND / stride).max(1) * stride;
+    // Rows of quantised weights that are read together are of one band.
+    let together = opened.iter().filter_map(|one| match &one.data {
+        Data::Matrix { matrix, .. } => Some(matrix.rows_together() * one.source.map.row_step),
+        _ => None,
+    });
+    let together = together.max().unwrap_or(1).div_ceil(tensor.packing.rows_of_unit());
+    let band = (BAND / stride).max(1).next_multiple_of(together.into()) * stride;
     let mut begin = part.start;
     while begin < part.end {
         let end = part.end.min((begin / band + 1) * band);

@@ -57,7 +57,7 @@ pub enum SourceFormat {
     ScaledBlocks(BlockType, u32),
     /// Each number x is stored as -eˣ in f32.
     NegatedExp,
-    /// Canonical rows, as [`write_canonical`] makes them: the loader decodes weights of several tensors into these.
+    /// Canonical rows, as [`Codes::write_canonical`] makes them: the loader decodes weights of several tensors into these.
     Canonical(Codes),
 }
 
@@ -70,10 +70,7 @@ impl SourceFormat {
                 u64::from(cols) / blocks.elements() as u64 * blocks.bytes() as u64
             }
             SourceFormat::NegatedExp => u64::from(cols) * 4,
-            SourceFormat::Canonical(codes) => {
-                let numbers = if codes.zero().is_none() { 2 } else { 1 };
-                u64::from(cols) + codes.groups(cols as usize) as u64 * 4 * numbers + 4
-            }
+            SourceFormat::Canonical(codes) => codes.canonical_bytes(cols as usize) as u64,
         }
     }
 
@@ -102,21 +99,6 @@ pub struct Transposed {
 /// If a quantised row has values that are not finite. `out` then has any content.
 pub fn floats(format: SourceFormat, row: &[u8], out: &mut [f32]) -> Result<(), BadGroup> {
     Line { bytes: row, format, stored: out.len(), first: 0, cols: out.len(), plus: 0.0 }.floats(out)
-}
-
-/// Writes a row of [`SourceFormat::Canonical`]: the codes, a byte each, then the scales, the minimums and the unit in f32,
-/// little endian. `minimums` is empty if the codes have a constant zero. All scales are multiples of `unit` by numbers of
-/// few bits; 1 if that says nothing.
-///
-/// # Panics
-/// If `out` has another length than the row: a bug of the caller.
-pub fn write_canonical(codes: &[u8], scales: &[f32], minimums: &[f32], unit: f32, out: &mut [u8]) {
-    assert_eq!(out.len(), codes.len() + 4 * (scales.len() + minimums.len() + 1), "bytes of a canonical row");
-    let (to, numbers) = out.split_at_mut(codes.len());
-    to.copy_from_slice(codes);
-    for (to, x) in numbers.as_chunks_mut::<4>().0.iter_mut().zip(scales.iter().chain(minimums).chain([&unit])) {
-        *to = x.to_le_bytes();
-    }
 }
 
 /// A row of a quantised source that does not have finite values.
@@ -390,7 +372,8 @@ impl Line<'_> {
                 let groups = codes.groups(self.cols);
                 let (mut numbers, mut scales, mut minimums) =
                     (vec![0; self.cols], vec![0.0; groups], vec![0.0; groups]);
-                self.decode(&mut numbers, &mut scales, &mut minimums)?;
+                self.decode(0..self.cols, &mut numbers, &mut scales, &mut minimums)?;
+                codes.finite(&scales, &minimums)?;
                 codes.dequantize(&numbers, &scales, &minimums, out);
             }
         }
@@ -409,35 +392,52 @@ impl Line<'_> {
         }
     }
 
-    /// Decodes a quantised row: a code for each column, and a scale and a minimum for each group of the source's codes.
-    fn decode(&self, codes: &mut [u8], scales: &mut [f32], minimums: &mut [f32]) -> Result<(), BadGroup> {
+    /// Whether parts of a quantised row can be decoded, which begin and end with a block.
+    fn is_divisible(&self) -> bool {
+        match self.format {
+            SourceFormat::Numbers(_) | SourceFormat::NegatedExp => false,
+            SourceFormat::Blocks(_) | SourceFormat::ScaledBlocks(..) => self.stored == self.cols,
+            SourceFormat::Canonical(_) => true,
+        }
+    }
+
+    /// Decodes columns of a quantised row: a code for each column, and a scale and a minimum for each group of the source's
+    /// codes. `columns` is all of the line, or part of a divisible one. Only of blocks' other columns are the values checked:
+    /// those of the line are the caller's to check.
+    fn decode(
+        &self,
+        columns: Range<usize>,
+        codes: &mut [u8],
+        scales: &mut [f32],
+        minimums: &mut [f32],
+    ) -> Result<(), BadGroup> {
         match self.format {
             SourceFormat::Blocks(blocks) | SourceFormat::ScaledBlocks(blocks, _) if self.stored != self.cols => {
                 let of = blocks.codes();
                 let (mut all, groups) = (vec![0; self.stored], of.groups(self.stored));
                 let (mut all_scales, mut all_minimums) = (vec![0.0; groups], vec![0.0; groups]);
                 let whole = Line { first: 0, cols: self.stored, ..*self };
-                whole.decode(&mut all, &mut all_scales, &mut all_minimums)?;
+                whole.decode(0..self.stored, &mut all, &mut all_scales, &mut all_minimums)?;
+                of.finite(&all_scales, &all_minimums)?;
                 let first = self.first / of.group as usize;
                 codes.copy_from_slice(&all[self.first..][..self.cols]);
                 scales.copy_from_slice(&all_scales[first..][..scales.len()]);
                 minimums.copy_from_slice(&all_minimums[first..][..minimums.len()]);
-                Ok(())
             }
             SourceFormat::Numbers(_) | SourceFormat::NegatedExp => unreachable!("numbers have no codes"),
-            SourceFormat::Blocks(blocks) => {
-                blocks.decode(self.bytes, codes, scales, minimums);
-                blocks.codes().finite(scales, minimums)
-            }
-            SourceFormat::ScaledBlocks(blocks, factor) => {
-                blocks.decode(self.bytes, codes, scales, minimums);
-                scales.iter_mut().chain(&mut *minimums).for_each(|x| *x *= f32::from_bits(factor));
-                blocks.codes().finite(scales, minimums)
+            SourceFormat::Blocks(blocks) | SourceFormat::ScaledBlocks(blocks, _) => {
+                let byte = |col: usize| col / blocks.elements() * blocks.bytes();
+                blocks.decode(&self.bytes[byte(columns.start)..byte(columns.end)], codes, scales, minimums);
+                if let SourceFormat::ScaledBlocks(_, factor) = self.format {
+                    scales.iter_mut().chain(&mut *minimums).for_each(|x| *x *= f32::from_bits(factor));
+                }
             }
             SourceFormat::Canonical(of) => {
-                let (from, numbers) = self.bytes.split_at(self.stored);
-                codes.copy_from_slice(&from[self.first..][..self.cols]);
-                let first = self.first / of.group as usize;
+                let (from, numbers) = self.bytes.split_at(of.code_bytes(self.stored));
+                // A multiple of two.
+                let start = self.first + columns.start;
+                of.split(&from[of.code_bytes(start)..][..of.code_bytes(codes.len())], codes);
+                let first = start / of.group as usize;
                 let (numbers, _) = numbers.as_chunks::<4>();
                 let of_groups = |from: usize| numbers[from..].iter().map(|bytes| f32::from_le_bytes(*bytes));
                 scales.iter_mut().zip(of_groups(first)).for_each(|(scale, x)| *scale = x);
@@ -448,9 +448,9 @@ impl Line<'_> {
                     }
                     Some(zero) => minimums.iter_mut().zip(&*scales).for_each(|(minimum, s)| *minimum = s * zero),
                 }
-                of.finite(scales, minimums)
             }
         }
+        Ok(())
     }
 }
 

@@ -4,6 +4,7 @@
 
 use super::grids;
 use super::number::{Number, e4m3, e8m0, f16};
+use super::wide::wide;
 use super::{BadGroup, Codes, Minimum};
 use std::fmt;
 
@@ -157,29 +158,56 @@ impl BlockType {
             "{} minimums for {groups} groups of {self}",
             minimums.len()
         );
-        match self {
-            Q4_0 => symmetric(blocks, codes, scales, q4_0),
-            Q5_0 => symmetric(blocks, codes, scales, q5_0),
-            Q8_0 => symmetric(blocks, codes, scales, q8_0),
-            Q3_K => symmetric(blocks, codes, scales, q3_k),
-            Q6_K => symmetric(blocks, codes, scales, q6_k),
-            IQ2_XXS => symmetric(blocks, codes, scales, iq2_xxs),
-            IQ2_XS => symmetric(blocks, codes, scales, iq2_xs),
-            IQ2_S => symmetric(blocks, codes, scales, iq2_s),
-            IQ3_XXS => symmetric(blocks, codes, scales, iq3_xxs),
-            IQ3_S => symmetric(blocks, codes, scales, iq3_s),
-            IQ4_NL => symmetric(blocks, codes, scales, iq4_nl),
-            IQ4_XS => symmetric(blocks, codes, scales, iq4_xs),
-            MXFP4 => symmetric(blocks, codes, scales, mxfp4),
-            NVFP4 => symmetric(blocks, codes, scales, nvfp4),
-            Q4_1 => with_minimum(blocks, codes, scales, minimums, q4_1),
-            Q5_1 => with_minimum(blocks, codes, scales, minimums, q5_1),
-            Q2_K => with_minimum(blocks, codes, scales, minimums, q2_k),
-            Q4_K => with_minimum(blocks, codes, scales, minimums, q4_k),
-            Q5_K => with_minimum(blocks, codes, scales, minimums, q5_k),
-        }
+        wide(
+            #[inline(always)]
+            || self.decode_blocks(blocks, codes, scales, minimums),
+        );
         if let Some(zero) = meaning.zero() {
             minimums.iter_mut().zip(scales).for_each(|(m, s)| *m = *s * zero);
+        }
+    }
+
+    /// Writes codes, scales and stored minimums.
+    #[inline(always)]
+    fn decode_blocks(self, blocks: &[u8], codes: &mut [u8], scales: &mut [f32], minimums: &mut [f32]) {
+        // Not functions that take another one: it would not be inlined where the compiler finds it large.
+        macro_rules! symmetric {
+            ($decode:ident) => {{
+                let outputs = codes.as_chunks_mut().0.iter_mut().zip(scales.as_chunks_mut().0);
+                for (block, (codes, scales)) in blocks.as_chunks().0.iter().zip(outputs) {
+                    $decode(&{ *block }, codes, scales);
+                }
+            }};
+        }
+        macro_rules! with_minimum {
+            ($decode:ident) => {{
+                let outputs = codes.as_chunks_mut().0.iter_mut().zip(scales.as_chunks_mut().0);
+                let outputs = outputs.zip(minimums.as_chunks_mut().0);
+                for (block, ((codes, scales), minimums)) in blocks.as_chunks().0.iter().zip(outputs) {
+                    $decode(&{ *block }, codes, scales, minimums);
+                }
+            }};
+        }
+        match self {
+            Q4_0 => symmetric!(q4_0),
+            Q5_0 => symmetric!(q5_0),
+            Q8_0 => symmetric!(q8_0),
+            Q3_K => symmetric!(q3_k),
+            Q6_K => symmetric!(q6_k),
+            IQ2_XXS => symmetric!(iq2_xxs),
+            IQ2_XS => symmetric!(iq2_xs),
+            IQ2_S => symmetric!(iq2_s),
+            IQ3_XXS => symmetric!(iq3_xxs),
+            IQ3_S => symmetric!(iq3_s),
+            IQ4_NL => symmetric!(iq4_nl),
+            IQ4_XS => symmetric!(iq4_xs),
+            MXFP4 => symmetric!(mxfp4),
+            NVFP4 => symmetric!(nvfp4),
+            Q4_1 => with_minimum!(q4_1),
+            Q5_1 => with_minimum!(q5_1),
+            Q2_K => with_minimum!(q2_k),
+            Q4_K => with_minimum!(q4_k),
+            Q5_K => with_minimum!(q5_k),
         }
     }
 
@@ -243,57 +271,51 @@ impl fmt::Display for BadBlock {
 
 impl std::error::Error for BadBlock {}
 
-/// Calls `decode` for each block of a type without minimums.
-#[inline(always)]
-fn symmetric<const BYTES: usize, const ELEMENTS: usize, const GROUPS: usize>(
-    blocks: &[u8],
-    codes: &mut [u8],
-    scales: &mut [f32],
-    decode: impl Fn(&[u8; BYTES], &mut [u8; ELEMENTS], &mut [f32; GROUPS]),
-) {
-    let outputs = codes.as_chunks_mut().0.iter_mut().zip(scales.as_chunks_mut().0);
-    for (block, (codes, scales)) in blocks.as_chunks().0.iter().zip(outputs) {
-        decode(block, codes, scales);
-    }
-}
-
-/// Calls `decode` for each block of a type with minimums.
-#[inline(always)]
-fn with_minimum<const BYTES: usize, const ELEMENTS: usize, const GROUPS: usize>(
-    blocks: &[u8],
-    codes: &mut [u8],
-    scales: &mut [f32],
-    minimums: &mut [f32],
-    decode: impl Fn(&[u8; BYTES], &mut [u8; ELEMENTS], &mut [f32; GROUPS], &mut [f32; GROUPS]),
-) {
-    let outputs = codes.as_chunks_mut().0.iter_mut().zip(scales.as_chunks_mut().0);
-    let outputs = outputs.zip(minimums.as_chunks_mut().0);
-    for (block, ((codes, scales), minimums)) in blocks.as_chunks().0.iter().zip(outputs) {
-        decode(block, codes, scales, minimums);
-    }
-}
-
 /// The f16 at byte `at`, in f32.
 #[inline(always)]
 fn half(block: &[u8], at: usize) -> f32 {
     f16(u16::from_le_bytes([block[at], block[at + 1]]))
 }
 
+/// A byte in each byte of a word. Codes are made eight at a time: the compiler joins such words to vectors where it can.
+const fn each(byte: u8) -> u64 {
+    byte as u64 * 0x0101_0101_0101_0101
+}
+
+/// Eight bytes from `at` on.
+#[inline(always)]
+fn eight(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(*part(bytes, at))
+}
+
+/// Writes eight codes from `at` on.
+#[inline(always)]
+fn put(codes: &mut [u8], at: usize, eight: u64) {
+    *part_mut(codes, at) = eight.to_le_bytes();
+}
+
+/// Adds bits to eight codes from `at` on.
+#[inline(always)]
+fn add(codes: &mut [u8], at: usize, bits: u64) {
+    let with = eight(codes, at) | bits;
+    put(codes, at, with);
+}
+
 /// The low nibbles of 16 bytes, then the high ones.
 #[inline(always)]
 fn nibbles(bytes: &[u8; 16], codes: &mut [u8; 32]) {
-    for (i, byte) in bytes.iter().enumerate() {
-        codes[i] = byte & 15;
-        codes[i + 16] = byte >> 4;
+    for i in [0, 8] {
+        let x = eight(bytes, i);
+        put(codes, i, x & each(15));
+        put(codes, i + 16, x >> 4 & each(15));
     }
 }
 
 /// Adds bit `e` of a word as bit 4 of code `e`.
 #[inline(always)]
 fn fifth_bits(word: &[u8; 4], codes: &mut [u8; 32]) {
-    for (byte, codes) in word.iter().zip(codes.as_chunks_mut::<8>().0) {
-        let mask = sign_mask(*byte) & 0x1010_1010_1010_1010;
-        *codes = (u64::from_le_bytes(*codes) | mask).to_le_bytes();
+    for (i, byte) in word.iter().enumerate() {
+        add(codes, 8 * i, sign_mask(*byte) & each(16));
     }
 }
 
@@ -338,15 +360,18 @@ fn q5_1(block: &[u8; 24], codes: &mut [u8; 32], scale: &mut [f32; 1], minimum: &
 #[inline(always)]
 fn q8_0(block: &[u8; 34], codes: &mut [u8; 32], scale: &mut [f32; 1]) {
     scale[0] = half(block, 0);
-    *codes = part::<32>(block, 2).map(|q| q ^ 0x80);
+    for i in (0..32).step_by(8) {
+        put(codes, i, eight(block, 2 + i) ^ each(0x80));
+    }
 }
 
 /// Writes the 2-bit numbers of 32 bytes: bits 2j of byte l become code 32j + l.
 #[inline(always)]
 fn two_bits(bytes: &[u8; 32], codes: &mut [u8; 128]) {
-    for j in 0..4 {
-        for (code, byte) in codes[32 * j..][..32].iter_mut().zip(bytes) {
-            *code = byte >> (2 * j) & 3;
+    for i in (0..32).step_by(8) {
+        let x = eight(bytes, i);
+        for j in 0..4 {
+            put(codes, 32 * j + i, x >> (2 * j) & each(3));
         }
     }
 }
@@ -376,9 +401,10 @@ fn q3_k(block: &[u8; 110], codes: &mut [u8; 256], scales: &mut [f32; 16]) {
     for n in 0..2 {
         let codes: &mut [u8; 128] = part_mut(codes, 128 * n);
         two_bits(part(block, 32 + 32 * n), codes);
-        for j in 0..4 {
-            for (code, byte) in codes[32 * j..][..32].iter_mut().zip(high) {
-                *code |= (byte >> (4 * n + j) & 1) << 2;
+        for i in (0..32).step_by(8) {
+            let third = eight(high, i) >> (4 * n);
+            for j in 0..4 {
+                add(codes, 32 * j + i, (third >> j & each(1)) << 2);
             }
         }
     }
@@ -413,8 +439,11 @@ fn q4_k(block: &[u8; 144], codes: &mut [u8; 256], scales: &mut [f32; 8], minimum
     k_scales(part(block, 0), scales, minimums);
     for c in 0..4 {
         let bytes: &[u8; 32] = part(block, 16 + 32 * c);
-        *part_mut(codes, 64 * c) = bytes.map(|b| b & 15);
-        *part_mut(codes, 64 * c + 32) = bytes.map(|b| b >> 4);
+        let codes: &mut [u8; 64] = part_mut(codes, 64 * c);
+        for l in 0..32 {
+            codes[l] = bytes[l] & 15;
+            codes[l + 32] = bytes[l] >> 4;
+        }
     }
 }
 
@@ -521,10 +550,9 @@ fn nvfp4(block: &[u8; 36], codes: &mut [u8; 64], scales: &mut [f32; 4]) {
     for g in 0..4 {
         // The scales are unsigned: the sign bit has no meaning.
         scales[g] = e4m3(block[g] & 0x7f);
-        for (i, byte) in block[4 + 8 * g..][..8].iter().enumerate() {
-            codes[16 * g + i] = byte & 15;
-            codes[16 * g + i + 8] = byte >> 4;
-        }
+        let x = eight(block, 4 + 8 * g);
+        put(codes, 16 * g, x & each(15));
+        put(codes, 16 * g + 8, x >> 4 & each(15));
     }
 }
 
@@ -651,5 +679,31 @@ mod tests {
         }
         assert!(BlockType::ALL.is_sorted_by_key(|kind| kind.id()));
         assert_eq!(BlockType::from_id(1), None);
+    }
+
+    /// What is compiled for some processors decodes as the plain code does.
+    #[test]
+    fn all_processors_decode_alike() {
+        let mut state = 1u64;
+        let mut byte = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 56) as u8
+        };
+        for kind in BlockType::ALL {
+            let blocks: Vec<u8> = (0..9 * kind.bytes()).map(|_| byte()).collect();
+            let elements = 9 * kind.elements();
+            let groups = kind.codes().groups(elements);
+            let decode = |plain: bool| {
+                let (mut codes, mut scales, mut minimums) = (vec![0; elements], vec![0.0; groups], vec![0.0; groups]);
+                match plain {
+                    true => kind.decode_blocks(&blocks, &mut codes, &mut scales, &mut minimums),
+                    false => kind.decode(&blocks, &mut codes, &mut scales, &mut minimums),
+                }
+                let bits = |numbers: Vec<f32>| numbers.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+                let minimums = if kind.codes().zero().is_none() { bits(minimums) } else { Vec::new() };
+                (codes, bits(scales), minimums)
+            };
+            assert_eq!(decode(true), decode(false), "{kind}");
+        }
     }
 }

@@ -14,9 +14,11 @@ pub mod number;
 pub mod quantize;
 pub mod safetensors;
 pub mod store;
+pub mod wide;
 
 use number::Number;
 use std::fmt;
+use wide::wide;
 
 /// The format of a canonical row: the meaning of codes, scales and minimums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -75,6 +77,59 @@ impl Codes {
         (u64::from(cols) * u64::from(self.bits)).div_ceil(8) + self.groups(cols as usize) as u64 * 2 * numbers
     }
 
+    /// The size of a canonical row in bytes: its codes, two of 4 bits in a byte, the first one in the low bits, and a byte
+    /// for each of other bits; then in f32, little endian, the scales, the minimums if they are stored, and the unit.
+    pub fn canonical_bytes(&self, cols: usize) -> usize {
+        let numbers = if self.minimum == Minimum::Stored { 2 } else { 1 };
+        self.code_bytes(cols) + 4 * (self.groups(cols) * numbers + 1)
+    }
+
+    /// The size of the codes of a canonical row in bytes.
+    pub fn code_bytes(&self, cols: usize) -> usize {
+        if self.bits == 4 { cols.div_ceil(2) } else { cols }
+    }
+
+    /// Writes a canonical row; `codes` has a byte for each. `minimums` is empty if the codes have a constant zero. All
+    /// scales are multiples of `unit` by numbers of few bits; 1 if that says nothing.
+    ///
+    /// # Panics
+    /// If `out` has another length than the row: a bug of the caller.
+    pub fn write_canonical(&self, codes: &[u8], scales: &[f32], minimums: &[f32], unit: f32, out: &mut [u8]) {
+        assert_eq!(out.len(), self.canonical_bytes(codes.len()), "bytes of a canonical row");
+        let (to, numbers) = out.split_at_mut(self.code_bytes(codes.len()));
+        self.join(codes, to);
+        for (to, x) in numbers.as_chunks_mut::<4>().0.iter_mut().zip(scales.iter().chain(minimums).chain([&unit])) {
+            *to = x.to_le_bytes();
+        }
+    }
+
+    /// Writes codes of a byte each as a canonical row has them.
+    fn join(&self, codes: &[u8], out: &mut [u8]) {
+        if self.bits != 4 {
+            return out.copy_from_slice(codes);
+        }
+        for (byte, codes) in out.iter_mut().zip(codes.chunks(2)) {
+            *byte = codes[0] | codes.get(1).unwrap_or(&0) << 4;
+        }
+    }
+
+    /// Turns codes of a canonical row into a byte each.
+    pub fn split(&self, bytes: &[u8], codes: &mut [u8]) {
+        if self.bits != 4 {
+            return codes.copy_from_slice(bytes);
+        }
+        let (pairs, last) = codes.as_chunks_mut::<2>();
+        wide(
+            #[inline(always)]
+            || {
+                for (pair, byte) in pairs.iter_mut().zip(bytes) {
+                    *pair = [byte & 15, byte >> 4];
+                }
+            },
+        );
+        last.iter_mut().zip(bytes.last()).for_each(|(code, byte)| *code = byte & 15);
+    }
+
     /// Returns codes that represent everything that these and `other` represent, with the same codes as numbers; `None`
     /// if there are none.
     pub fn common(self, other: Codes) -> Option<Codes> {
@@ -130,6 +185,15 @@ impl Codes {
     /// overflow. `minimums` is empty if the minimums are implied by `zero`.
     pub fn finite(&self, scales: &[f32], minimums: &[f32]) -> Result<(), BadGroup> {
         let zero = self.zero().unwrap_or(0.0);
+        // The bound of the largest numbers is the largest bound.
+        let (scale, minimum) = wide(
+            #[inline(always)]
+            || (largest(scales), largest(minimums)),
+        );
+        let minimum = if minimums.is_empty() { scale * zero } else { minimum };
+        if self.bound(scale, minimum).is_finite() {
+            return Ok(());
+        }
         for (group, scale) in scales.iter().copied().enumerate() {
             let minimum = minimums.get(group).copied().unwrap_or(scale * zero);
             if !self.bound(scale, minimum).is_finite() {
@@ -138,6 +202,14 @@ impl Codes {
         }
         Ok(())
     }
+}
+
+/// The largest absolute value; not a number if one is not.
+#[inline(always)]
+pub fn largest(numbers: &[f32]) -> f32 {
+    // As integers, sizes have the same order, below those that are not numbers.
+    let sizes = numbers.iter().map(|x| (x.to_bits() & 0x7fff_ffff) as i32);
+    f32::from_bits(sizes.fold(0, |most, size| most.max(size)) as u32)
 }
 
 /// A group that does not have finite values.

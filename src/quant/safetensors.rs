@@ -3,7 +3,8 @@
 //! canonical codes, scales and minimums. Not here: reading configurations and files, and which tensor is what.
 
 use super::number::{self, Number};
-use super::{Codes, Minimum};
+use super::wide::wide;
+use super::{Codes, Minimum, largest};
 use std::fmt;
 use std::ops::Range;
 
@@ -143,6 +144,19 @@ impl<'a> Tensor<'a> {
             TensorDtype::E8m0 | TensorDtype::U8 => number::e8m0(self.data()[index]),
             TensorDtype::I8 => f32::from(self.data()[index] as i8),
             TensorDtype::I32 => i32::from_le_bytes(self.array(4 * index)) as f32,
+        }
+    }
+
+    /// Elements from `index` on, as [`Tensor::number`] gives them.
+    #[inline(always)]
+    fn numbers(&self, index: usize, out: &mut [f32]) {
+        match self.dtype {
+            TensorDtype::F16 => {
+                for (x, bytes) in out.iter_mut().zip(self.data()[2 * index..].as_chunks::<2>().0) {
+                    *x = number::f16(u16::from_le_bytes(*bytes));
+                }
+            }
+            _ => out.iter_mut().enumerate().for_each(|(i, x)| *x = self.number(index + i)),
         }
     }
 
@@ -958,6 +972,21 @@ impl<'a> Scales<'a> {
         row as usize / self.rows * self.row_stride + group * self.group_stride
     }
 
+    /// Reads adjacent scales from that of a row and source group on: those of further rows, if they are adjacent, else those
+    /// of further groups.
+    fn read(&self, row: u32, group: usize, scales: &mut [f32]) {
+        wide(
+            #[inline(always)]
+            || {
+                self.tensor.numbers(self.index(row, group), scales);
+                match self.divides {
+                    true => scales.iter_mut().for_each(|scale| *scale /= self.factor),
+                    false => scales.iter_mut().for_each(|scale| *scale *= self.factor),
+                }
+            },
+        );
+    }
+
     #[inline(always)]
     fn get(&self, row: u32, group: usize) -> f32 {
         let scale = self.tensor.number(self.index(row, group));
@@ -982,6 +1011,9 @@ enum Zeros<'a> {
 
 /// The nibble of a word that holds each of 8 rows.
 const AWQ_NIBBLES: [u32; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+
+/// The bytes that are read at a time from each line of a weight whose rows are not contiguous.
+const LINE: usize = 512;
 
 /// Code `index` of packed words.
 #[inline(always)]
@@ -1025,13 +1057,15 @@ impl<'a> CodeMatrix<'a> {
         self.order.as_deref()
     }
 
-    /// The number of rows to decode in one call so that whole cache lines are read; calls should begin at a multiple of
-    /// it.
+    /// The number of rows to decode in one call, so that runs of bytes are read which are longer than a cache line; calls
+    /// should begin at a multiple of it.
     pub fn rows_together(&self) -> u32 {
         match self.packing {
             Packing::Bytes { .. } | Packing::Nibbles | Packing::Along { .. } => 1,
-            Packing::Down => 16,
-            Packing::Awq => 128,
+            // [`LINE`] bytes.
+            Packing::Down => 128,
+            // Two cache lines: more rows of usual widths would not stay in a core's cache.
+            Packing::Awq => 256,
         }
     }
 
@@ -1086,57 +1120,169 @@ impl<'a> CodeMatrix<'a> {
         if cols == 0 {
             return Ok(());
         }
-        match &self.order {
-            None => self.decode_codes(first, codes),
-            Some(order) => {
-                let mut natural = vec![0; codes.len()];
-                self.decode_codes(first, &mut natural);
-                for (natural, codes) in natural.chunks_exact(cols).zip(codes.chunks_exact_mut(cols)) {
-                    codes.iter_mut().zip(order).for_each(|(code, col)| *code = natural[*col as usize]);
+        let bytes = self.codes.code_bytes(cols);
+        let mut rows = vec![0; count as usize * bytes];
+        self.write_codes(first, &mut rows, bytes)?;
+        for (bytes, codes) in rows.chunks_exact(bytes).zip(codes.chunks_exact_mut(cols)) {
+            self.codes.split(bytes, codes);
+        }
+        self.each_scale(first, count, |row, at, scale, minimum| {
+            let at = row * groups + at.start..row * groups + at.end;
+            scales[at.clone()].fill(scale);
+            if let Some(minimums) = minimums.get_mut(at) {
+                minimums.fill(minimum);
+            }
+        })
+    }
+
+    /// Decodes `count` rows from `first` on into canonical rows ([`Codes::canonical_bytes`]), one after the other. Returns
+    /// the errors of [`CodeMatrix::decode`].
+    ///
+    /// # Panics
+    /// If a row is outside the matrix or `out` has another length: bugs of the caller.
+    pub fn decode_canonical(&self, first: u32, count: u32, out: &mut [u8]) -> Result<(), WeightError> {
+        let (cols, groups) = (self.cols as usize, self.groups());
+        let row_bytes = self.codes.canonical_bytes(cols);
+        let is_inside = first.checked_add(count).is_some_and(|end| end <= self.rows);
+        assert!(is_inside, "rows {first} + {count} of {}", self.rows);
+        assert_eq!(out.len(), count as usize * row_bytes, "bytes of {count} canonical rows");
+        let unit = self.unit().to_le_bytes();
+        out.chunks_exact_mut(row_bytes).for_each(|row| row[row_bytes - 4..].copy_from_slice(&unit));
+        if cols == 0 {
+            return Ok(());
+        }
+        self.write_codes(first, out, row_bytes)?;
+        let numbers = self.codes.code_bytes(cols);
+        let stored = self.codes.minimum == Minimum::Stored;
+        self.each_scale(first, count, |row, at, scale, minimum| {
+            let numbers = &mut out[row * row_bytes + numbers..];
+            for at in at {
+                numbers[4 * at..][..4].copy_from_slice(&scale.to_le_bytes());
+                if stored {
+                    numbers[4 * (groups + at)..][..4].copy_from_slice(&minimum.to_le_bytes());
                 }
             }
+        })
+    }
+
+    /// Writes the codes of rows from `first` on as canonical rows have them; a row begins every `row_bytes` bytes.
+    fn write_codes(&self, first: u32, out: &mut [u8], row_bytes: usize) -> Result<(), WeightError> {
+        let (cols, bytes) = (self.cols as usize, self.codes.code_bytes(self.cols as usize));
+        self.decode_codes(first as usize, out, row_bytes);
+        if let Some(order) = &self.order {
+            let (mut natural, mut codes) = (vec![0; cols], vec![0; cols]);
+            for row in out.chunks_exact_mut(row_bytes) {
+                self.codes.split(&row[..bytes], &mut natural);
+                codes.iter_mut().zip(order).for_each(|(code, col)| *code = natural[*col as usize]);
+                self.codes.join(&codes, &mut row[..bytes]);
+            }
         }
-        self.check_codes(first, codes)?;
-        for (r, scales) in scales.chunks_exact_mut(groups).enumerate() {
-            let minimums = minimums.get_mut(r * groups..(r + 1) * groups).unwrap_or(&mut []);
-            self.decode_scales(first + r as u32, scales, minimums)?;
+        // The least size that is not a finite number.
+        let number = self.codes.number;
+        let Some(limit) = (0..0x80).find(|code| !number.is_finite(*code)) else { return Ok(()) };
+        for (row, codes) in (first..).zip(out.chunks_exact(row_bytes)) {
+            let codes = &codes[..bytes];
+            let most = wide(
+                #[inline(always)]
+                || codes.iter().fold(0, |most, code| most.max(code & 0x7f)),
+            );
+            if most >= limit {
+                let col = codes.iter().position(|code| !number.is_finite(*code)).expect("found just now");
+                let (tensor, code) = (self.weight.name.into(), codes[col]);
+                return Err(WeightError::NotFinite { tensor, row, col: col as u32, code });
+            }
         }
         Ok(())
     }
 
-    /// Finds a weight that is not a number.
-    fn check_codes(&self, first: u32, codes: &[u8]) -> Result<(), WeightError> {
-        let number = self.codes.number;
-        let any_bad = match number {
-            Number::Affine | Number::E2m1 => false,
-            _ => codes.iter().fold(false, |bad, code| bad | !number.is_finite(*code)),
+    /// Calls `put` with the row, counted from `first`, the canonical groups, the scale and the minimum of each source group
+    /// of `count` rows.
+    #[inline(always)]
+    fn each_scale(
+        &self,
+        first: u32,
+        count: u32,
+        mut put: impl FnMut(usize, Range<usize>, f32, f32),
+    ) -> Result<(), WeightError> {
+        let groups = self.groups();
+        // Canonical groups of a source group.
+        let repeat = ((self.scales.group / self.codes.group) as usize).min(groups);
+        let sources = groups.div_ceil(repeat);
+        // Adjacent scales are read together.
+        const MOST: usize = 64;
+        let (mut scales, mut minimums) = ([0.0; MOST], [0.0; MOST]);
+        let mut are_good = true;
+        let mut read = |row: usize, source: usize, rows: usize, sources: usize| {
+            let count = rows.max(sources);
+            let (scales, minimums) = (&mut scales[..count], &mut minimums[..count]);
+            self.scales.read(first + row as u32, source, scales);
+            self.read_zeros(first + row as u32, source, rows, minimums);
+            are_good &= wide(
+                #[inline(always)]
+                || {
+                    minimums.iter_mut().zip(&*scales).for_each(|(minimum, scale)| *minimum *= *scale);
+                    // The bound of the largest numbers is the largest bound.
+                    self.codes.bound(largest(scales), largest(minimums)).is_finite()
+                },
+            );
+            for (i, (scale, minimum)) in scales.iter().zip(&*minimums).enumerate() {
+                let (row, source) = if rows > 1 { (row + i, source) } else { (row, source + i) };
+                put(row, source * repeat..groups.min((source + 1) * repeat), *scale, *minimum);
+            }
         };
-        if !any_bad {
-            return Ok(());
+        let rows = count as usize;
+        if self.scales.row_stride == 1 && self.scales.rows == 1 {
+            for source in 0..sources {
+                (0..rows).step_by(MOST).for_each(|row| read(row, source, (rows - row).min(MOST), 1));
+            }
+        } else {
+            for row in 0..rows {
+                (0..sources).step_by(MOST).for_each(|source| read(row, source, 1, (sources - source).min(MOST)));
+            }
         }
-        let at = codes.iter().position(|code| !number.is_finite(*code)).expect("found just now");
-        let (row, col) = (first + (at / self.cols as usize) as u32, (at % self.cols as usize) as u32);
-        Err(WeightError::NotFinite { tensor: self.weight.name.into(), row, col, code: codes[at] })
+        if are_good { Ok(()) } else { self.bad_scale(first..first + count) }
     }
 
-    /// Writes scales and minimums of a row.
-    fn decode_scales(&self, row: u32, scales: &mut [f32], minimums: &mut [f32]) -> Result<(), WeightError> {
-        // Canonical groups of a source group.
-        let repeat = (self.scales.group / self.codes.group) as usize;
-        for (source, scales) in scales.chunks_mut(repeat).enumerate() {
+    /// Reads the zeros of as many groups as `zeros` has from a row and source group on: those of `rows` rows, or of further
+    /// groups of one row. A wrong one is not a number.
+    #[inline(always)]
+    fn read_zeros(&self, row: u32, source: usize, rows: usize, zeros: &mut [f32]) {
+        let nibbles = match self.zeros {
+            Zeros::Constant => return zeros.fill(self.codes.zero().unwrap_or(0.0)),
+            Zeros::Awq { tensor } => Some((tensor, AWQ_NIBBLES, 0, None)),
+            Zeros::Gptq { tensor, plus, only } if self.codes.bits == 4 => {
+                Some((tensor, [0, 1, 2, 3, 4, 5, 6, 7], plus, only))
+            }
+            _ => None,
+        };
+        match nibbles {
+            Some((tensor, nibbles, plus, only)) if rows > 1 => {
+                let (at, words) = (row as usize, (self.rows as usize).div_ceil(8));
+                for (at, to) in (at..).zip(zeros) {
+                    let zero = (tensor.word(source * words + at / 8) >> (4 * nibbles[at % 8]) & 15) + plus;
+                    *to = if only.unwrap_or(zero) == zero { zero as f32 } else { f32::NAN };
+                }
+            }
+            _ => {
+                for (i, to) in (0..).zip(zeros) {
+                    let (row, source) = if rows > 1 { (row + i, source) } else { (row, source + i as usize) };
+                    *to = self.zero(row, source).map_or(f32::NAN, |zero| zero.unwrap_or(0.0));
+                }
+            }
+        }
+    }
+
+    /// Returns the error of the first source group in rows that is not finite or has a wrong zero.
+    #[cold]
+    fn bad_scale(&self, rows: Range<u32>) -> Result<(), WeightError> {
+        let repeat = ((self.scales.group / self.codes.group) as usize).min(self.groups());
+        for (row, source) in rows.flat_map(|row| (0..self.groups().div_ceil(repeat)).map(move |source| (row, source))) {
             let scale = self.scales.get(row, source);
-            let zero = match self.zero(row, source)? {
-                Some(zero) => zero,
-                None => self.codes.zero().unwrap_or(0.0),
-            };
-            let minimum = scale * zero;
-            if !self.codes.bound(scale, minimum).is_finite() {
+            let zero = self.zero(row, source)?.or(self.codes.zero()).unwrap_or(0.0);
+            if !self.codes.bound(scale, scale * zero).is_finite() {
                 let tensor = self.scales.tensor.name.into();
                 return Err(WeightError::Scale { tensor, row, group: source, scale });
             }
-            scales.fill(scale);
-            let minimums = minimums.iter_mut().skip(source * repeat).take(scales.len());
-            minimums.for_each(|m| *m = minimum);
         }
         Ok(())
     }
@@ -1167,130 +1313,183 @@ impl<'a> CodeMatrix<'a> {
         Ok(Some(zero as f32))
     }
 
-    /// Writes the codes of whole rows from `first` on, in the checkpoint's order of columns.
-    fn decode_codes(&self, first: u32, codes: &mut [u8]) {
+    /// Writes the codes of rows from `first` on as canonical rows have them, but in the checkpoint's order of columns; a row
+    /// begins every `row_bytes` bytes.
+    fn decode_codes(&self, first: usize, out: &mut [u8], row_bytes: usize) {
         let cols = self.cols as usize;
-        let first = first as usize;
-        let bytes = self.weight.data();
+        let weight = self.weight.data();
+        let lines = |bytes: usize| weight[first * bytes..].chunks_exact(bytes);
+        let rows = out.chunks_exact_mut(row_bytes);
         match self.packing {
             Packing::Bytes { flip } => {
-                let bytes = &bytes[first * cols..][..codes.len()];
-                codes.iter_mut().zip(bytes).for_each(|(code, byte)| *code = byte ^ flip);
+                for (row, line) in rows.zip(lines(cols)) {
+                    wide(
+                        #[inline(always)]
+                        || row.iter_mut().zip(line).for_each(|(code, byte)| *code = byte ^ flip),
+                    );
+                }
             }
-            Packing::Nibbles => nibbles(&bytes[first * cols / 2..][..codes.len() / 2], codes),
+            Packing::Nibbles => {
+                rows.zip(lines(cols / 2)).for_each(|(row, line)| row[..line.len()].copy_from_slice(line))
+            }
             Packing::Along { words, dense } => {
-                let lines = bytes[first * words * 4..].chunks_exact(words * 4);
-                for (codes, line) in codes.chunks_exact_mut(cols).zip(lines) {
-                    unpack_row(line, self.codes.bits, dense, codes);
+                let bytes = self.codes.code_bytes(cols);
+                for (row, line) in rows.zip(lines(words * 4)) {
+                    unpack_row(line, self.codes.bits, dense, &mut row[..bytes]);
                 }
             }
             Packing::Down => match self.codes.bits {
-                2 => self.down::<1, 16>(first, codes, |[word]| {
+                2 => self.down::<1, 16>(first, out, row_bytes, |[word]| {
                     let halves = [spread_2(word as u16), spread_2((word >> 16) as u16)].map(u64::to_le_bytes);
                     *halves.as_flattened().first_chunk().expect("16 codes")
                 }),
-                3 => self.down::<3, 32>(first, codes, spread_3),
-                4 => self.down::<1, 8>(first, codes, |[word]| spread_4(word).to_le_bytes()),
-                _ => self.down::<1, 4>(first, codes, |[word]| word.to_le_bytes()),
+                3 => self.down::<3, 32>(first, out, row_bytes, spread_3),
+                _ => self.down_words(first, out, row_bytes),
             },
-            Packing::Awq => self.awq(first, codes),
+            Packing::Awq => self.awq(first, out, row_bytes),
         }
     }
 
-    /// Decodes rows whose codes are packed along the columns in `[words][rows]`, `UNIT` words for `CODES` codes. Writes
-    /// at least 64 codes of a row at a time, while the lines of these codes are still in the nearest cache.
+    /// Decodes rows whose codes are packed along the columns in `[words][rows]`: `UNIT` words become `BYTES` bytes of a row.
+    /// Writes at least 64 bytes of a row at a time, while the lines of these codes are still in the nearest cache.
     #[inline(always)]
-    fn down<const UNIT: usize, const CODES: usize>(
+    fn down<const UNIT: usize, const BYTES: usize>(
         &self,
         first: usize,
-        codes: &mut [u8],
-        spread: impl Fn([u32; UNIT]) -> [u8; CODES],
+        out: &mut [u8],
+        row_bytes: usize,
+        spread: impl Fn([u32; UNIT]) -> [u8; BYTES],
     ) {
-        let (rows, cols) = (self.rows as usize, self.cols as usize);
-        let step = (64 / CODES).max(1);
-        let units = cols / CODES;
+        let rows = self.rows as usize;
+        let step = (64 / BYTES).max(1);
+        let units = self.codes.code_bytes(self.cols as usize) / BYTES;
         for start in (0..units).step_by(step) {
             let end = units.min(start + step);
-            for (r, codes) in codes.chunks_exact_mut(cols).enumerate() {
-                let codes = codes[start * CODES..end * CODES].as_chunks_mut::<CODES>().0;
-                for (unit, codes) in (start..end).zip(codes) {
+            for (r, row) in out.chunks_exact_mut(row_bytes).enumerate() {
+                let row = row[start * BYTES..end * BYTES].as_chunks_mut::<BYTES>().0;
+                for (unit, bytes) in (start..end).zip(row) {
                     let words = std::array::from_fn(|k| self.weight.word((unit * UNIT + k) * rows + first + r));
-                    *codes = spread(words);
+                    *bytes = spread(words);
                 }
             }
         }
     }
 
-    /// Decodes AWQ's rows in tiles of 64 columns, and as many rows as the processor's registers take at once.
-    fn awq(&self, first: usize, codes: &mut [u8]) {
-        let cols = self.cols as usize;
-        let end = first + codes.len() / cols;
-        for start in (0..cols).step_by(64) {
-            let mut word = first / 8;
-            while 8 * word < end {
-                let whole = 8 * word >= first;
-                word += match (end - 8 * word) / 8 {
-                    4.. if whole => self.awq_tile::<4>(word, start, first, codes),
-                    2.. if whole => self.awq_tile::<2>(word, start, first, codes),
-                    _ => self.awq_tile::<1>(word, start, first, codes),
-                };
+    /// Like [`CodeMatrix::down`], for words that are as in canonical rows.
+    fn down_words(&self, first: usize, out: &mut [u8], row_bytes: usize) {
+        let units = self.codes.code_bytes(self.cols as usize) / 4;
+        let mut lines = [[0; LINE]; 16];
+        for (r, out) in (first..).step_by(LINE / 4).zip(out.chunks_mut(LINE / 4 * row_bytes)) {
+            for start in (0..units).step_by(16) {
+                let count = (units - start).min(16);
+                self.gather(
+                    start * self.rows as usize + r,
+                    self.rows as usize,
+                    out.len() / row_bytes,
+                    &mut lines[..count],
+                );
+                for (i, out) in out.chunks_mut(4 * row_bytes).enumerate() {
+                    for (k, lines) in lines[..count].chunks(4).enumerate() {
+                        let at = 4 * start + 16 * k;
+                        match lines {
+                            [a, b, c, d] if out.len() == 4 * row_bytes => {
+                                let line = |line: &[u8; LINE]| words(&line[16 * i..]);
+                                write_turned([line(a), line(b), line(c), line(d)], out, row_bytes, at);
+                            }
+                            _ => {
+                                for (r, row) in out.chunks_exact_mut(row_bytes).enumerate() {
+                                    let words = row[at..].as_chunks_mut::<4>().0.iter_mut().zip(lines);
+                                    words.for_each(|(word, line)| word.copy_from_slice(&line[16 * i + 4 * r..][..4]));
+                                }
+                            }
+                        }
+                    }
+                }
             }
         }
     }
 
-    /// Decodes 64 columns, from `start` on, of `WORDS` words of 8 rows. Writes those rows that belong to `codes`, whose
-    /// first row is `first`, and returns `WORDS`.
+    /// Copies `count` words of the weight to each of several lines: those of the first one begin at word `first`, and those
+    /// of the next one `stride` words after it. All lines are copied before they are used, because the processor fetches
+    /// independent ones at the same time.
     #[inline(always)]
-    fn awq_tile<const WORDS: usize>(&self, word: usize, start: usize, first: usize, codes: &mut [u8]) -> usize {
-        let (words, cols) = (self.rows as usize / 8, self.cols as usize);
-        let width = (cols - start).min(64);
-        // Whole cache lines of a row are written: the rows are often at distances that displace each other in a cache.
-        let mut rows = [[[[0u8; 8]; 8]; 8]; WORDS];
-        for eight in 0..width.div_ceil(8) {
-            let mut tile = [[0; WORDS]; 8];
-            for (col, tile) in (start + 8 * eight..cols).zip(&mut tile) {
-                let line = &self.weight.data()[4 * (col * words + word)..][..4 * WORDS];
-                *tile = std::array::from_fn(|k| u32::from_le_bytes(*line[4 * k..].first_chunk().expect("a word")));
-            }
-            transpose(&mut tile);
-            for (k, rows) in rows.iter_mut().enumerate() {
-                for (row, nibble) in rows.iter_mut().zip(AWQ_NIBBLES) {
-                    row[eight] = spread_4(tile[nibble as usize][k]).to_le_bytes();
+    fn gather(&self, first: usize, stride: usize, count: usize, lines: &mut [[u8; LINE]]) {
+        for (line, at) in lines.iter_mut().zip((first..).step_by(stride)) {
+            line[..4 * count].copy_from_slice(&self.weight.data()[4 * at..][..4 * count]);
+        }
+    }
+
+    /// Decodes AWQ's rows, 32 columns and the words of a line at a time.
+    fn awq(&self, first: usize, out: &mut [u8], row_bytes: usize) {
+        const WORDS: usize = LINE / 4;
+        let (cols, all) = (self.cols as usize, self.rows as usize / 8);
+        let end = first + out.len() / row_bytes;
+        let mut lines = [[0; LINE]; 32];
+        for word in (first / 8..end.div_ceil(8)).step_by(WORDS) {
+            let here = (end.div_ceil(8) - word).min(WORDS);
+            for start in (0..cols).step_by(32) {
+                let count = (cols - start).min(32);
+                self.gather(start * all + word, all, here, &mut lines[..count]);
+                let width = count.div_ceil(2);
+                for k in (0..here).step_by(4) {
+                    // Of each eight columns, four words of each nibble.
+                    let tile = |eight: usize| {
+                        let line = |i: usize| words(&lines[8 * eight + i][4 * k..]);
+                        transpose([line(0), line(1), line(2), line(3), line(4), line(5), line(6), line(7)])
+                    };
+                    let tiles = [tile(0), tile(1), tile(2), tile(3)];
+                    for (i, nibble) in AWQ_NIBBLES.into_iter().enumerate() {
+                        let line = |eight: usize| tiles[eight][nibble as usize];
+                        let lines = [line(0), line(1), line(2), line(3)];
+                        let row = 8 * (word + k) + i;
+                        if row >= first && row + 24 < end && width == 16 {
+                            write_turned(lines, &mut out[(row - first) * row_bytes..], 8 * row_bytes, start / 2);
+                            continue;
+                        }
+                        for (words, row) in turned(lines).iter().zip((row..).step_by(8)) {
+                            // The first or last word may go beyond the rows.
+                            let at = row.checked_sub(first).map(|row| row * row_bytes + start / 2);
+                            if let Some(out) = at.and_then(|at| out.get_mut(at..at + width)) {
+                                out.copy_from_slice(&words.map(u32::to_le_bytes).as_flattened()[..width]);
+                            }
+                        }
+                    }
                 }
             }
         }
-        for (i, row) in rows.as_flattened().iter().enumerate() {
-            // The first or last tile may go beyond the rows.
-            let Some(r) = (8 * word + i).checked_sub(first) else { continue };
-            if let Some(codes) = codes.get_mut(r * cols + start..r * cols + start + width) {
-                codes.copy_from_slice(&row.as_flattened()[..width]);
-            }
-        }
-        WORDS
     }
 }
 
-/// The low, then the high nibble of each byte.
+/// Four words.
 #[inline(always)]
-fn nibbles(bytes: &[u8], codes: &mut [u8]) {
-    let (eights, rest) = codes.as_chunks_mut::<8>();
-    let (words, tail) = bytes.split_at(4 * eights.len());
-    for (word, codes) in words.as_chunks::<4>().0.iter().zip(eights) {
-        *codes = spread_4(u32::from_le_bytes(*word)).to_le_bytes();
-    }
-    for (i, code) in rest.iter_mut().enumerate() {
-        *code = tail[i / 2] >> (4 * (i % 2)) & 15;
+fn words(bytes: &[u8]) -> [u32; 4] {
+    let [a, b, c, d] = *bytes.as_chunks::<4>().0.first_chunk().expect("four words");
+    [u32::from_le_bytes(a), u32::from_le_bytes(b), u32::from_le_bytes(c), u32::from_le_bytes(d)]
+}
+
+/// Transposes four lines of four words.
+#[inline(always)]
+fn turned([a, b, c, d]: [[u32; 4]; 4]) -> [[u32; 4]; 4] {
+    let column = |i: usize| [a[i], b[i], c[i], d[i]];
+    [column(0), column(1), column(2), column(3)]
+}
+
+/// Writes word i of four lines to the row i, at byte `at`; a row begins every `stride` bytes.
+#[inline(always)]
+fn write_turned(lines: [[u32; 4]; 4], out: &mut [u8], stride: usize, at: usize) {
+    for (i, [a, b, c, d]) in turned(lines).into_iter().enumerate() {
+        let bytes = [a.to_le_bytes(), b.to_le_bytes(), c.to_le_bytes(), d.to_le_bytes()];
+        out[i * stride + at..][..16].copy_from_slice(bytes.as_flattened());
     }
 }
 
-/// Writes a row of codes from its words.
-fn unpack_row(line: &[u8], bits: u32, dense: bool, codes: &mut [u8]) {
+/// Writes a row of codes from its words, as canonical rows have them.
+fn unpack_row(line: &[u8], bits: u32, dense: bool, out: &mut [u8]) {
     match bits {
-        4 => nibbles(&line[..codes.len().div_ceil(2)], codes),
-        8 => codes.copy_from_slice(&line[..codes.len()]),
+        4 | 8 => out.copy_from_slice(&line[..out.len()]),
         _ => {
             let word = |k: usize| u32::from_le_bytes(*line[4 * k..].first_chunk().expect("a word of the row"));
-            for (i, code) in codes.iter_mut().enumerate() {
+            for (i, code) in out.iter_mut().enumerate() {
                 *code = packed(word, i, bits, dense) as u8;
             }
         }
@@ -1315,18 +1514,9 @@ fn spread_3(words: [u32; 3]) -> [u8; 32] {
     std::array::from_fn(|i| (if i < 21 { low >> (3 * i) } else { high >> (3 * (i - 21)) } & 7) as u8)
 }
 
-/// The 8 nibbles as bytes.
+/// Transposes 8 × 8 nibbles, in each of four words: nibble n of word i becomes nibble i of word n.
 #[inline(always)]
-fn spread_4(word: u32) -> u64 {
-    let x = u64::from(word);
-    let x = (x | x << 16) & 0x0000_ffff_0000_ffff;
-    let x = (x | x << 8) & 0x00ff_00ff_00ff_00ff;
-    (x | x << 4) & 0x0f0f_0f0f_0f0f_0f0f
-}
-
-/// Transposes 8 × 8 nibbles, in each of several words: nibble n of word i becomes nibble i of word n.
-#[inline(always)]
-fn transpose<const WORDS: usize>(tile: &mut [[u32; WORDS]; 8]) {
+fn transpose(mut tile: [[u32; 4]; 8]) -> [[u32; 4]; 8] {
     let mut swap = |distance: usize, bits: u32, mask: u32| {
         for i in 0..8 {
             if i & distance == 0 {
@@ -1342,6 +1532,7 @@ fn transpose<const WORDS: usize>(tile: &mut [[u32; WORDS]; 8]) {
     swap(4, 16, 0x0000_ffff);
     swap(2, 8, 0x00ff_00ff);
     swap(1, 4, 0x0f0f_0f0f);
+    tile
 }
 
 // ---- Errors ----
@@ -1538,3 +1729,66 @@ impl fmt::Display for WeightError {
 }
 
 impl std::error::Error for WeightError {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn random(count: usize, seed: u32) -> Vec<u8> {
+        (0..count as u32).map(|i| (i.wrapping_add(seed).wrapping_mul(0x9e37_79b1) >> 23) as u8).collect()
+    }
+
+    /// Any rows of matrices whose words lie across the rows are those of the definition, as bytes and as canonical rows.
+    #[test]
+    fn any_rows_have_their_codes() {
+        for (rows, cols) in [(8u32, 40u32), (304, 200), (1064, 72)] {
+            let (groups, words) = (u64::from(cols.div_ceil(32)), random((rows * cols / 2) as usize, rows));
+            let zeros = random((groups * u64::from(rows) / 2) as usize, 7);
+            let scales: Vec<u8> =
+                (0..groups as u32 * rows).flat_map(|i| (0x3000 + i as u16 % 512).to_le_bytes()).collect();
+            let (r, c) = (u64::from(rows), u64::from(cols));
+            let tensor = |dtype, shape, bytes| Tensor { name: "", dtype, shape, bytes: Some(bytes) };
+            let (down, across, by_group, numbers) = ([c / 8, r], [c, r / 8], [groups, r / 8], [groups, r]);
+            let scales = tensor(TensorDtype::F16, &numbers, &scales);
+            let qzeros = tensor(TensorDtype::I32, &by_group, &zeros);
+            let gptq = Gptq {
+                qweight: tensor(TensorDtype::I32, &down, &words),
+                qzeros,
+                scales,
+                g_idx: None,
+                bits: 4,
+                group: Some(32),
+                symmetric: false,
+                version: GptqVersion::V1,
+            };
+            let qweight = tensor(TensorDtype::I32, &across, &words);
+            let awq = Awq { qweight, qzeros: Some(qzeros), scales, group: Some(32) };
+            let nibble = |at: u32, index: u32| words[(4 * at + index / 2) as usize] >> (4 * (index % 2)) & 15;
+            let of_gptq = |row: u32, col: u32| nibble(col / 8 * rows + row, col % 8);
+            let of_awq = |row: u32, col: u32| nibble(col * (rows / 8) + row / 8, AWQ_NIBBLES[row as usize % 8]);
+            let (gptq, awq) = (gptq.open().expect("a matrix"), awq.open().expect("a matrix"));
+            for (matrix, code) in [(gptq, &of_gptq as &dyn Fn(u32, u32) -> u8), (awq, &of_awq)] {
+                for (first, count) in [(0, rows), (0, 8), (rows / 2, rows / 2), (3, 5), (rows - 7, 6), (1, rows - 2)] {
+                    let (n, groups) = (count as usize, matrix.groups());
+                    let (mut codes, mut scales) = (vec![0; n * cols as usize], vec![0.0; n * groups]);
+                    let mut minimums = scales.clone();
+                    matrix.decode(first, count, &mut codes, &mut scales, &mut minimums).expect("finite values");
+                    let wanted: Vec<u8> =
+                        (first..first + count).flat_map(|row| (0..cols).map(move |col| code(row, col))).collect();
+                    assert!(codes == wanted, "{rows} {cols} {first} {count}");
+                    let row_bytes = matrix.codes().canonical_bytes(cols as usize);
+                    let mut found = vec![0; n * row_bytes];
+                    matrix.decode_canonical(first, count, &mut found).expect("finite values");
+                    for (row, found) in found.chunks_exact(row_bytes).enumerate() {
+                        let (at, groups) =
+                            (row * cols as usize..(row + 1) * cols as usize, row * groups..(row + 1) * groups);
+                        let mut wanted = vec![0; row_bytes];
+                        let (scales, minimums) = (&scales[groups.clone()], &minimums[groups]);
+                        matrix.codes().write_canonical(&codes[at], scales, minimums, 1.0, &mut wanted);
+                        assert!(found == wanted, "{rows} {cols} {first} {count}: row {row}");
+                    }
+                }
+            }
+        }
+    }
+}

@@ -138,7 +138,7 @@ fn canonical(codes: Codes, row: &[f32]) -> Vec<u8> {
         }
     }
     let mut out = vec![0; SourceFormat::Canonical(codes).row_bytes(row.len() as u32) as usize];
-    pack::write_canonical(&numbers, &scales, &minimums, 1.0, &mut out);
+    codes.write_canonical(&numbers, &scales, &minimums, 1.0, &mut out);
     out
 }
 

@@ -21,17 +21,22 @@
 //!
 //! Not here: the formats of files (`quant`), and layouts of other numbers.
 
-use super::{BadRow, FRAGMENT_ROWS, Layout, Line, Packing, Rows};
+use super::{BadRow, FRAGMENT_ROWS, Layout, Line, Packing, Rows, SourceFormat};
 use crate::quant::number::Number;
 use crate::quant::quantize::{self, INT4, INT8};
-use crate::quant::{BadGroup, Codes, Minimum};
+use crate::quant::wide::wide;
+use crate::quant::{self, BadGroup, Codes, Minimum};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
+use std::ops::Range;
 
 /// The bytes before a row's planes in a row-major tensor.
 const ROW_HEADER: u64 = 16;
 /// The bytes before the units of a block of 16 rows in fragments: one f32 for each row.
 pub const BLOCK_HEADER: u64 = 64;
+
+/// The columns of a divisible row that are decoded at a time: whole units, and whole blocks of every type.
+const CHUNK: usize = 2048;
 
 /// Returns the number of columns of a unit, to whose multiple rows are padded.
 pub fn unit_cols(codes: Codes) -> u32 {
@@ -59,9 +64,8 @@ pub fn fragment_unit_bytes(codes: Codes) -> u32 {
     FRAGMENT_ROWS * (unit * codes.bits / 8 + unit / codes.group * 2 * halves(codes) as u32)
 }
 
-/// The planes of a format: the number of bits in the plane, and the position of its lowest bit in a code.
-fn planes(codes: Codes) -> impl Iterator<Item = (u32, u32)> {
-    let bits = codes.bits;
+/// The planes of codes of some bits: the number of bits in the plane, and the position of its lowest bit in a code.
+fn planes(bits: u32) -> impl Iterator<Item = (u32, u32)> {
     [(8, 0), (4, 0), (2, bits & 4), (1, bits & 6)].into_iter().filter(move |(plane, _)| bits & plane != 0)
 }
 
@@ -130,60 +134,97 @@ impl Row {
 
     /// Reads a source's row; `None` gives zeros. Afterwards scales and minimums are those that are stored.
     fn read(&mut self, line: Option<Line<'_>>, codes: Codes) -> Result<(), BadGroup> {
-        // The columns that the line has are written below.
-        let cols = line.as_ref().map_or(0, |line| line.cols);
-        self.codes[cols..].fill(0);
-        self.scales.fill(0.0);
-        self.minimums.fill(0.0);
-        self.factor = 1.0;
-        let Some(line) = line else { return Ok(()) };
-        let groups = codes.groups(cols);
+        self.decode(line.as_ref(), codes, 0..self.codes.len())?;
+        self.finish(line.as_ref(), codes)
+    }
+
+    /// Decodes those of the row's columns that are among `columns`, and their groups; other columns become zero.
+    /// `columns` is all, or, of a line that is divisible, a multiple of [`CHUNK`] or up to the last.
+    fn decode(&mut self, line: Option<&Line<'_>>, codes: Codes, columns: Range<usize>) -> Result<(), BadGroup> {
+        let cols = line.map_or(0, |line| line.cols);
+        let here = columns.start..cols.clamp(columns.start, columns.end);
+        // A group has a power of two columns.
+        let group_at = |col: usize| col >> codes.group.trailing_zeros();
+        let groups = group_at(here.start)..group_at(here.end + codes.group as usize - 1);
+        let unused = groups.end..group_at(columns.end);
+        if here.end < columns.end {
+            self.codes[here.end..columns.end].fill(0);
+            self.scales[unused.clone()].fill(0.0);
+            self.minimums[unused].fill(0.0);
+        }
+        let Some(line) = line.filter(|_| !here.is_empty()) else { return Ok(()) };
+        let scales = &mut self.scales[groups.clone()];
+        let minimums = &mut self.minimums[if has_minimums(codes, line) { groups } else { 0..0 }];
+        let to = &mut self.codes[here.clone()];
         match line.format.codes() {
-            Some(from) if from.group == codes.group => {
-                line.decode(&mut self.codes[..cols], &mut self.scales[..groups], &mut self.minimums[..groups])?;
-            }
+            Some(from) if from.group == codes.group => line.decode(here, to, scales, minimums)?,
             Some(from) => {
-                let mut numbers = vec![0.0; 2 * from.groups(cols)];
-                let (scales, minimums) = numbers.split_at_mut(from.groups(cols));
-                line.decode(&mut self.codes[..cols], scales, minimums)?;
+                let mut numbers = vec![0.0; 2 * from.groups(here.len())];
+                let (wide_scales, wide_minimums) = numbers.split_at_mut(from.groups(here.len()));
+                let wide_minimums = if minimums.is_empty() { &mut [] } else { wide_minimums };
+                line.decode(here, to, wide_scales, wide_minimums)?;
                 let each = (from.group / codes.group) as usize;
-                self.scales[..groups].chunks_mut(each).zip(scales).for_each(|(to, x)| to.fill(*x));
-                self.minimums[..groups].chunks_mut(each).zip(minimums).for_each(|(to, x)| to.fill(*x));
+                scales.chunks_mut(each).zip(wide_scales).for_each(|(to, x)| to.fill(*x));
+                minimums.chunks_mut(each).zip(wide_minimums).for_each(|(to, x)| to.fill(*x));
             }
             None => {
                 let mut numbers = vec![0.0f32; cols];
                 line.floats(&mut numbers)?;
-                let (to, scales) = (&mut self.codes[..cols], &mut self.scales[..groups]);
                 match codes {
                     INT8 => quantize::int8(&numbers, to, scales),
-                    INT4 => quantize::int4(&numbers, to, scales, &mut self.minimums[..groups]),
+                    INT4 => quantize::int4(&numbers, to, scales, minimums),
                     _ => panic!("numbers are quantised to int8 or int4, not to {codes:?}"),
                 }
             }
         }
-        self.pad(codes, cols);
-        let largest = |numbers: &[f32]| numbers.iter().fold(0f32, |most, x| most.max(x.abs()));
+        if cols <= columns.end {
+            self.pad(codes, cols);
+        }
+        Ok(())
+    }
+
+    /// Turns scales and minimums of a decoded row into those that are stored.
+    fn finish(&mut self, line: Option<&Line<'_>>, codes: Codes) -> Result<(), BadGroup> {
+        self.factor = 1.0;
+        let Some(line) = line else { return Ok(()) };
+        let groups = codes.groups(line.cols);
+        if let Some(from) = line.format.codes() {
+            let minimums = if has_minimums(codes, line) { &self.minimums[..groups] } else { &[] };
+            let finite = from.finite(&self.scales[..groups], minimums);
+            let each = (from.group / codes.group) as usize;
+            finite.map_err(|bad| BadGroup { group: bad.group / each, ..bad })?;
+        }
         let exponent = |x: f32| if x > 0.0 && x.is_finite() { Some(exponent_of(x)) } else { None };
         let shift = value_exponent(codes.number);
-        let scales = exponent(largest(&self.scales)).map(|e| e + shift - scale_exponent(codes.number));
         let stored = codes.minimum == Minimum::Stored;
-        let minimums = if stored { exponent(largest(&self.minimums)).map(|e| e - 14) } else { None };
+        let (scale, minimum) = wide(
+            #[inline(always)]
+            || (largest(&self.scales), if stored { largest(&self.minimums) } else { 0.0 }),
+        );
+        let scales = exponent(scale).map(|e| e + shift - scale_exponent(codes.number));
+        let minimums = exponent(minimum).map(|e| e - 14);
         let power = scales.max(minimums).unwrap_or(0).clamp(-126, 127);
         let first = self.scales[0];
         let same = groups > 0 && self.scales[..groups].iter().all(|scale| scale.to_bits() == first.to_bits());
-        let mut factor = 2f64.powi(power);
+        let mut factor = power_of_two(power);
         let unit = if same { first.abs() } else { line.unit().abs() };
         if let Some(exponent) = exponent(unit) {
             // The unit's significant bits go to the factor, unless that leaves the range of f32.
-            let significant = f64::from(unit) * 2f64.powi(-exponent);
+            let significant = f64::from(unit) * power_of_two(-exponent);
             if (f32::MIN_POSITIVE.into()..f32::MAX.into()).contains(&(factor * significant)) {
                 factor *= significant;
             }
         }
         self.factor = factor as f32;
-        let (by_scale, by_minimum) = (2f64.powi(shift) / factor, 1.0 / factor);
-        self.scales.iter_mut().for_each(|x| *x = (f64::from(*x) * by_scale) as f32);
-        self.minimums.iter_mut().for_each(|x| *x = (f64::from(*x) * by_minimum) as f32);
+        wide(
+            #[inline(always)]
+            || {
+                multiply(&mut self.scales, power_of_two(shift) / factor);
+                if stored {
+                    multiply(&mut self.minimums, 1.0 / factor);
+                }
+            },
+        );
         Ok(())
     }
 }
@@ -226,12 +267,40 @@ impl Row {
     }
 }
 
+/// Whether minimums of a line are decoded: where they are stored, or do not follow from the scales after a product.
+fn has_minimums(codes: Codes, line: &Line<'_>) -> bool {
+    codes.minimum == Minimum::Stored || matches!(line.format, SourceFormat::ScaledBlocks(..))
+}
+
 /// Returns e with 2ᵉ ≤ x < 2ᵉ⁺¹, for a finite x above zero.
 fn exponent_of(x: f32) -> i32 {
     let bits = x.to_bits();
     match bits >> 23 {
         0 => -118 - bits.leading_zeros() as i32,
         e => e as i32 - 127,
+    }
+}
+
+/// Returns 2ᵉ, for a normal f64.
+fn power_of_two(e: i32) -> f64 {
+    f64::from_bits(((1023 + e) as u64) << 52)
+}
+
+/// Returns the largest absolute value, of those that are numbers.
+#[inline(always)]
+fn largest(numbers: &[f32]) -> f32 {
+    let most = quant::largest(numbers);
+    if most.is_nan() { numbers.iter().fold(0.0, |most, x| most.max(x.abs())) } else { most }
+}
+
+/// Multiplies numbers by a factor, and rounds the products once.
+#[inline(always)]
+fn multiply(numbers: &mut [f32], by: f64) {
+    let narrow = by as f32;
+    if f64::from(narrow) == by {
+        numbers.iter_mut().for_each(|x| *x *= narrow);
+    } else {
+        numbers.iter_mut().for_each(|x| *x = (f64::from(*x) * by) as f32);
     }
 }
 
@@ -258,20 +327,24 @@ pub(super) fn pack_codes(
         Layout::Fragments => {
             let block_bytes = row_bytes * u64::from(FRAGMENT_ROWS);
             let first = (start / block_bytes) as u32;
-            let mut rows: Vec<Row> = (0..FRAGMENT_ROWS).map(|_| Row::new(codes, padded)).collect();
+            let mut pair = [Row::new(codes, padded), Row::new(codes, padded)];
+            let mut room = Room::new();
+            // Rows beyond the last one are zeros.
+            let line = |index: u32| if index < packing.rows { line(index) } else { None };
             for (block, out) in (first..).zip(out.chunks_exact_mut(block_bytes as usize)) {
-                for (index, row) in (0..).zip(&mut rows) {
-                    let packed = block * FRAGMENT_ROWS + index;
-                    // Rows beyond the last one are zeros.
-                    let source = if packed < packing.rows { line(packed) } else { None };
-                    row.read(source, codes).map_err(|group| BadRow { row: packed, group })?;
-                    if packed >= packing.rows {
-                        row.factor = 0.0;
-                    }
-                }
+                let first = block * FRAGMENT_ROWS;
                 for u in (0..FRAGMENT_ROWS).filter(|row| row / 2 % 2 == 0) {
-                    let pair = [&rows[u as usize], &rows[u as usize + 2]];
-                    write_fragment_rows(codes, padded, u, pair, out);
+                    let indices = [first + u, first + u + 2];
+                    if read_pair(codes, indices.map(line), &mut pair, u, &mut room, out).is_err() {
+                        // The block's first bad row may be in a later pair.
+                        for index in first..first + FRAGMENT_ROWS {
+                            pair[0].read(line(index), codes).map_err(|group| BadRow { row: index, group })?;
+                        }
+                    }
+                    for (row, index) in pair.iter_mut().zip(indices) {
+                        row.factor = if index < packing.rows { row.factor } else { 0.0 };
+                    }
+                    write_numbers(codes, u, [&pair[0], &pair[1]], &mut room, out);
                 }
             }
         }
@@ -279,127 +352,257 @@ pub(super) fn pack_codes(
     Ok(())
 }
 
+/// Reads the rows u and v = u + 2 of a block of 16 rows and writes their codes into the block, some columns after the other:
+/// what is decoded stays in the nearest cache, and the processor fetches further bytes of the file meanwhile.
+fn read_pair(
+    codes: Codes,
+    lines: [Option<Line<'_>>; 2],
+    pair: &mut [Row; 2],
+    u: u32,
+    room: &mut Room,
+    out: &mut [u8],
+) -> Result<(), BadGroup> {
+    let padded = pair[0].codes.len();
+    let (unit, bytes) = (unit_cols(codes) as usize, fragment_unit_bytes(codes) as usize);
+    let divisible = lines.iter().flatten().all(Line::is_divisible);
+    let chunk = if divisible { CHUNK } else { padded };
+    for start in (0..padded).step_by(chunk) {
+        let columns = start..padded.min(start + chunk);
+        for (row, line) in pair.iter_mut().zip(&lines) {
+            row.decode(line.as_ref(), codes, columns.clone())?;
+        }
+        let unit_at = |col: usize| BLOCK_HEADER as usize + col / unit * bytes;
+        let units = &mut out[unit_at(columns.start)..unit_at(columns.end)];
+        let rows = [&pair[0].codes[columns.clone()], &pair[1].codes[columns]];
+        write_planes(codes.bits, (unit, bytes), u, rows, &mut room.words, units);
+    }
+    pair.iter_mut().zip(&lines).try_for_each(|(row, line)| row.finish(line.as_ref(), codes))
+}
+
 /// Writes a row of a row-major tensor.
 fn write_row(codes: Codes, row: &Row, out: &mut [u8]) {
-    out.fill(0);
     out[..4].copy_from_slice(&row.factor.to_le_bytes());
-    let mut at = ROW_HEADER as usize;
-    for (plane, shift) in planes(codes) {
-        let each = (8 / plane) as usize;
-        let mask = ((1u32 << plane) - 1) as u8;
-        let to = &mut out[at..][..row.codes.len() / each];
-        at += to.len();
-        for (byte, codes) in to.iter_mut().zip(row.codes.chunks_exact(each)) {
-            *byte = (0..).zip(codes).fold(0, |byte, (i, code)| byte | ((code >> shift) & mask) << (i * plane));
+    out[4..ROW_HEADER as usize].fill(0);
+    let mut rest = &mut out[ROW_HEADER as usize..];
+    for (plane, shift) in planes(codes.bits) {
+        let (to, after) = rest.split_at_mut(row.codes.len() * plane as usize / 8);
+        rest = after;
+        match plane {
+            8 => to.copy_from_slice(&row.codes),
+            4 => join::<2>(&row.codes, to, |two| {
+                let x = u16::from_le_bytes(two) >> shift & 0x0f0f;
+                (x | x >> 4) as u8
+            }),
+            2 => join::<4>(&row.codes, to, |four| {
+                let x = u32::from_le_bytes(four) >> shift & 0x0303_0303;
+                let x = x | x >> 6;
+                (x | x >> 12) as u8
+            }),
+            _ => join::<8>(&row.codes, to, |eight| {
+                let x = u64::from_le_bytes(eight) >> shift & 0x0101_0101_0101_0101;
+                let x = x | x >> 7;
+                let x = x | x >> 14;
+                (x | x >> 28) as u8
+            }),
         }
     }
     let stored = codes.minimum == Minimum::Stored;
-    let minimums: &[f32] = if stored { &row.minimums } else { &[] };
-    for (to, x) in out[at..].as_chunks_mut::<2>().0.iter_mut().zip(row.scales.iter().chain(minimums)) {
-        *to = f16::from_f32(*x).to_le_bytes();
+    let mut halves = Vec::new();
+    for numbers in [Some(&row.scales), stored.then_some(&row.minimums)].into_iter().flatten() {
+        let (to, after) = rest.split_at_mut(2 * numbers.len());
+        rest = after;
+        round(numbers, &mut halves);
+        to.as_chunks_mut::<2>().0.iter_mut().zip(&halves).for_each(|(to, half)| *to = half.to_le_bytes());
+    }
+    rest.fill(0);
+}
+
+/// Writes a byte for each `EACH` codes.
+#[inline(always)]
+fn join<const EACH: usize>(codes: &[u8], to: &mut [u8], byte: impl Fn([u8; EACH]) -> u8) {
+    to.iter_mut().zip(codes.as_chunks::<EACH>().0).for_each(|(to, codes)| *to = byte(*codes));
+}
+
+/// Rounds numbers to f16: a whole slice, because the processor has instructions for that.
+fn round(numbers: &[f32], halves: &mut Vec<f16>) {
+    halves.resize(numbers.len(), f16::ZERO);
+    halves.convert_from_f32_slice(numbers);
+}
+
+/// Room for what is made of two rows.
+struct Room {
+    /// Words of a plane ([`Plane::words`]).
+    words: [u32; CHUNK / 2],
+    /// The scales or minimums in f16.
+    halves: [Vec<f16>; 2],
+    /// Those of both, in the words of [`pair_place`].
+    pairs: Vec<[u8; 4]>,
+}
+
+impl Room {
+    fn new() -> Room {
+        Room { words: [0; CHUNK / 2], halves: [Vec::new(), Vec::new()], pairs: Vec::new() }
+    }
+
+    /// Joins the numbers of rows u and v, a word for each group.
+    fn join(&mut self, u: &[f32], v: &[f32]) -> &[[u8; 4]] {
+        let [above, below] = &mut self.halves;
+        round(u, above);
+        round(v, below);
+        self.pairs.resize(u.len(), [0; 4]);
+        let words = &mut self.pairs;
+        wide(
+            #[inline(always)]
+            || {
+                for ((word, u), v) in words.iter_mut().zip(above).zip(below) {
+                    *word = (u32::from(u.to_bits()) | u32::from(v.to_bits()) << 16).to_le_bytes();
+                }
+            },
+        );
+        words
     }
 }
 
-/// Writes the rows u and v = u + 2 of a block of 16 rows, which lie in the same lanes, into the block: what
-/// [`fragment_place`] and [`pair_place`] describe, a word at a time.
-fn write_fragment_rows(codes: Codes, padded_cols: u32, u: u32, rows: [&Row; 2], out: &mut [u8]) {
-    for (index, row) in [u, u + 2].into_iter().zip(rows) {
-        out[index as usize * 4..][..4].copy_from_slice(&row.factor.to_le_bytes());
-    }
-    let unit = unit_cols(codes);
-    let groups = (unit / codes.group) as usize;
-    let unit_bytes = (out.len() - BLOCK_HEADER as usize) / (padded_cols / unit) as usize;
+/// Writes adjacent columns of the rows u and v = u + 2 of a block of 16 rows, which lie in the same lanes, into the columns'
+/// units: what [`fragment_place`] describes, a word at a time. A unit has `cols` columns and `bytes` bytes; `rows` has the
+/// codes of the same whole units.
+fn write_planes(
+    bits: u32,
+    (cols, bytes): (usize, usize),
+    u: u32,
+    rows: [&[u8]; 2],
+    words: &mut [u32; CHUNK / 2],
+    units: &mut [u8],
+) {
     let g = (2 * (u / 4) + u % 2) as usize;
-    let halves = |numbers: &[f32]| {
-        let mut halves = vec![f16::ZERO; numbers.len()];
-        halves.convert_from_f32_slice(numbers);
-        halves
-    };
-    let scales = rows.map(|row| halves(&row.scales));
-    let minimums = rows.map(|row| if codes.minimum == Minimum::Stored { halves(&row.minimums) } else { Vec::new() });
-    for (number, out) in out[BLOCK_HEADER as usize..].chunks_exact_mut(unit_bytes).enumerate() {
-        let columns = rows.map(|row| &row.codes[number * unit as usize..][..unit as usize]);
-        let two_blocks = columns.map(|codes| codes.as_chunks::<64>().0);
-        let mut rest = &mut *out;
-        for (plane, shift) in planes(codes) {
-            let (to, after) = rest.split_at_mut((FRAGMENT_ROWS * unit * plane / 8) as usize);
-            rest = after;
-            match plane {
-                8 => write_bytes(columns.map(|codes| codes.as_chunks::<32>().0), g, to),
-                4 => write_plane::<4>(two_blocks, shift, g, to),
-                2 => write_plane::<2>(two_blocks, shift, g, to),
-                _ => write_plane::<1>(two_blocks, shift, g, to),
-            }
-        }
-        let pairs = rest.as_chunks_mut::<4>().0;
-        for group in 0..groups {
-            let at = number * groups + group;
-            let pair = |of: &[Vec<f16>; 2]| {
-                let [u, v] = [0, 1].map(|row| u32::from(of[row][at].to_bits()));
-                (u | v << 16).to_le_bytes()
-            };
-            pairs[g * groups + group] = pair(&scales);
-            if codes.minimum == Minimum::Stored {
-                pairs[(8 + g) * groups + group] = pair(&minimums);
-            }
+    let of_chunk = CHUNK / cols * bytes;
+    for ((u, v), units) in rows[0].chunks(CHUNK).zip(rows[1].chunks(CHUNK)).zip(units.chunks_mut(of_chunk)) {
+        let mut at = 0;
+        for (plane, shift) in planes(bits) {
+            let to = Plane { units, cols, bytes, at, g, words };
+            wide(
+                #[inline(always)]
+                || match plane {
+                    8 => to.write_bytes(u, v),
+                    4 => to.write::<4>(u, v, shift),
+                    2 => to.write::<2>(u, v, shift),
+                    _ => to.write::<1>(u, v, shift),
+                },
+            );
+            at += FRAGMENT_ROWS as usize * cols * plane as usize / 8;
         }
     }
 }
 
-/// Writes a unit's plane of `PLANE` bits (1, 2 or 4), which are at bit `shift` of the codes, of the rows u and v of lanes
-/// 4g .. 4g + 4. `columns` has the codes of two blocks of 32 columns at a time.
-fn write_plane<const PLANE: u32>(columns: [&[[u8; 64]]; 2], shift: u32, g: usize, out: &mut [u8]) {
-    // Both halves of a lane's eight columns at once: a 32-bit part each.
-    const HALVES: u64 = 0x0000_0001_0000_0001;
-    let words = out.as_chunks_mut::<4>().0;
-    let mask = HALVES * 0x0101_0101 * ((1 << PLANE) - 1);
-    // The bits of four codes of a half: the first and third next to each other, the second and fourth 16 bits above them.
-    let spread = |eight: &[u8; 8]| {
-        let x = u64::from_le_bytes(*eight) >> shift & mask;
-        let pairs = x | x >> (16 - PLANE);
-        let both = (1 << (2 * PLANE)) - 1;
-        pairs & (HALVES * both) | pairs << 8 & (HALVES * (both << 16))
-    };
-    for (two, (u, v)) in columns[0].iter().zip(columns[1]).enumerate() {
-        let mut rows = [0u64; 8];
-        for (rows, (u, v)) in rows.iter_mut().zip(u.as_chunks::<8>().0.iter().zip(v.as_chunks::<8>().0)) {
-            *rows = spread(u) | spread(v) << (2 * PLANE);
-        }
-        // A lane's words of the first block and the second one: two halves of 4 bits, or one word of both.
-        let joined = |of: u64| of as u32 | ((of >> 32) as u32) << (4 * PLANE);
-        for t in 0..4 {
-            let (first, second) = (rows[t], rows[4 + t]);
-            let lane = 4 * g + t;
-            match PLANE {
-                4 => {
-                    let four = [first as u32, (first >> 32) as u32, second as u32, (second >> 32) as u32];
-                    words[(two * 32 + lane) * 4..][..4].copy_from_slice(&four.map(u32::to_le_bytes));
-                }
-                2 => {
-                    let both = [joined(first), joined(second)].map(u32::to_le_bytes);
-                    words[(two / 2 * 32 + lane) * 4 + two % 2 * 2..][..2].copy_from_slice(&both);
-                }
-                _ => {
-                    let word = joined(first) | joined(second) << 8;
-                    words[(two / 4 * 32 + lane) * 4 + two % 4] = word.to_le_bytes();
+/// The place of two rows in a plane of units.
+struct Plane<'a> {
+    /// The units of at most [`CHUNK`] columns: `cols` columns and `bytes` each.
+    units: &'a mut [u8],
+    cols: usize,
+    bytes: usize,
+    /// The plane's first byte in a unit.
+    at: usize,
+    /// The rows' lanes are 4g .. 4g + 4.
+    g: usize,
+    /// Room for words before they are in the order of the lanes.
+    words: &'a mut [u32; CHUNK / 2],
+}
+
+impl Plane<'_> {
+    /// Calls `write` for each run of adjacent lanes of the rows, 4 of the plane's 32, with the next `WORDS` words. A unit has
+    /// `words`.
+    #[inline(always)]
+    fn each<const WORDS: usize>(self, words: usize, write: impl Fn(&[u32; WORDS], usize) -> [u32; 4]) {
+        for (unit, words) in self.units.chunks_exact_mut(self.bytes).zip(self.words.chunks_exact(words)) {
+            let (lanes, _) = unit[self.at + 64 * self.g..].as_chunks_mut::<16>();
+            for (lanes, words) in lanes.chunks_mut(32).zip(words.as_chunks::<WORDS>().0) {
+                for (t, lane) in lanes[..4].iter_mut().enumerate() {
+                    lane.copy_from_slice(write(words, t).map(u32::to_le_bytes).as_flattened());
                 }
             }
         }
     }
+
+    /// Writes a plane of `BITS` bits (1, 2 or 4), which are at bit `shift` of the codes of rows u and v.
+    #[inline(always)]
+    fn write<const BITS: u32>(self, u: &[u8], v: &[u8], shift: u32) {
+        let mask = 0x0101_0101 * ((1 << BITS) - 1);
+        // The bits of four codes: the first and third next to each other, the second and fourth 16 bits above them.
+        let spread = |four: &[u8; 4]| {
+            let x = u32::from_le_bytes(*four) >> shift & mask;
+            let pairs = x | x >> (16 - BITS);
+            let both = (1 << (2 * BITS)) - 1;
+            pairs & both | pairs << 8 & both << 16
+        };
+        // Four columns are a half of a lane's columns in a block.
+        for ((half, u), v) in self.words.iter_mut().zip(u.as_chunks::<4>().0).zip(v.as_chunks::<4>().0) {
+            *half = spread(u) | spread(v) << (2 * BITS);
+        }
+        let words = self.cols / 4;
+        match BITS {
+            4 => self.each(words, |two: &[u32; 16], t| [two[2 * t], two[2 * t + 1], two[2 * t + 8], two[2 * t + 9]]),
+            2 => self.each(words, |four: &[u32; 32], t| {
+                let word = |block: usize| four[8 * block + 2 * t] | four[8 * block + 2 * t + 1] << 8;
+                [word(0), word(1), word(2), word(3)]
+            }),
+            _ => self.each(words, |eight: &[u32; 64], t| {
+                let block = |block: usize| eight[8 * block + 2 * t] | eight[8 * block + 2 * t + 1] << 4;
+                let word = |two: usize| block(2 * two) | block(2 * two + 1) << 8;
+                [word(0), word(1), word(2), word(3)]
+            }),
+        }
+    }
+
+    /// Writes a plane of 8 bits.
+    #[inline(always)]
+    fn write_bytes(self, u: &[u8], v: &[u8]) {
+        // The second and third of four codes change places.
+        let spread = |four: &[u8; 4]| {
+            let x = u32::from_le_bytes(*four);
+            x & 0xff00_00ff | x >> 8 & 0xff00 | x << 8 & 0xff_0000
+        };
+        let halves = self.words.as_chunks_mut::<2>().0;
+        for ((half, u), v) in halves.iter_mut().zip(u.as_chunks::<4>().0).zip(v.as_chunks::<4>().0) {
+            *half = [spread(u), spread(v)];
+        }
+        let words = self.cols / 2;
+        self.each(words, |block: &[u32; 16], t| [block[4 * t], block[4 * t + 1], block[4 * t + 2], block[4 * t + 3]]);
+    }
 }
 
-/// Writes a unit's plane of 8 bits of the rows u and v of lanes 4g .. 4g + 4. `columns` has the codes of a block of 32 columns
-/// at a time.
-fn write_bytes(columns: [&[[u8; 32]]; 2], g: usize, out: &mut [u8]) {
-    // The second and third of four codes change places.
-    let spread = |four: &[u8; 4]| [four[0], four[2], four[1], four[3]];
-    let lanes = out.as_chunks_mut::<16>().0;
-    for (block, (u, v)) in columns[0].iter().zip(columns[1]).enumerate() {
-        let [u, v] = [u, v].map(|codes| codes.as_chunks::<4>().0);
-        for t in 0..4 {
-            let four = [spread(&u[2 * t]), spread(&v[2 * t]), spread(&u[2 * t + 1]), spread(&v[2 * t + 1])];
-            lanes[block * 32 + 4 * g + t].copy_from_slice(four.as_flattened());
+/// Writes the factors, scales and minimums of the rows u and v = u + 2 of a block of 16 rows into the block: what
+/// [`pair_place`] describes, a word at a time.
+fn write_numbers(codes: Codes, u: u32, rows: [&Row; 2], room: &mut Room, out: &mut [u8]) {
+    let (header, units) = out.split_at_mut(BLOCK_HEADER as usize);
+    for (index, row) in [u, u + 2].into_iter().zip(rows) {
+        header[index as usize * 4..][..4].copy_from_slice(&row.factor.to_le_bytes());
+    }
+    let (unit, unit_bytes) = (unit_cols(codes), fragment_unit_bytes(codes) as usize);
+    let groups = (unit / codes.group) as usize;
+    let g = (2 * (u / 4) + u % 2) as usize;
+    // Behind a unit's planes are the 8 pairs' scales, then their minimums.
+    let mut at = (FRAGMENT_ROWS * unit * codes.bits / 8) as usize + 4 * g * groups;
+    let mut numbers = |words: &[[u8; 4]]| {
+        let places = units.chunks_exact_mut(unit_bytes).map(|unit| &mut unit[at..]);
+        match groups {
+            1 => copy_words::<1>(words, places),
+            2 => copy_words::<2>(words, places),
+            4 => copy_words::<4>(words, places),
+            8 => copy_words::<8>(words, places),
+            _ => copy_words::<16>(words, places),
         }
+        at += 4 * 8 * groups;
+    };
+    numbers(room.join(&rows[0].scales, &rows[1].scales));
+    if codes.minimum == Minimum::Stored {
+        numbers(room.join(&rows[0].minimums, &rows[1].minimums));
+    }
+}
+
+/// Copies `N` words to each place. Such small copies take longer where their size is not known.
+fn copy_words<'a, const N: usize>(words: &[[u8; 4]], places: impl Iterator<Item = &'a mut [u8]>) {
+    for (words, place) in words.as_chunks::<N>().0.iter().zip(places) {
+        place.as_chunks_mut::<4>().0[..N].copy_from_slice(words);
     }
 }
 
@@ -479,10 +682,14 @@ fn write_rows(codes: Codes, layout: Layout, (rows, cols): (u32, u32), mut fill: 
             }
         }
         Layout::Fragments => {
+            let mut room = Room::new();
             for (block, out) in (0..).zip(out.chunks_exact_mut(bytes * FRAGMENT_ROWS as usize)) {
                 for u in (0..FRAGMENT_ROWS).filter(|row| row / 2 % 2 == 0) {
                     let [first, second] = [u, u + 2].map(|row| row_of(block * FRAGMENT_ROWS + row));
-                    write_fragment_rows(codes, padded, u, [&first, &second], out);
+                    let unit = (unit_cols(codes) as usize, fragment_unit_bytes(codes) as usize);
+                    let rows = [&first.codes[..], &second.codes];
+                    write_planes(codes.bits, unit, u, rows, &mut room.words, &mut out[BLOCK_HEADER as usize..]);
+                    write_numbers(codes, u, [&first, &second], &mut room, out);
                 }
             }
         }
@@ -508,7 +715,7 @@ pub fn element(
         Layout::RowMajor { .. } => {
             let first = u64::from(row) * bytes / 4;
             let mut at = first + ROW_HEADER / 4;
-            for (plane, shift) in planes(codes) {
+            for (plane, shift) in planes(codes.bits) {
                 let each = 32 / plane;
                 let bits = word(at + u64::from(col / each)) >> (col % each * plane);
                 code |= (bits & ((1 << plane) - 1)) << shift;
@@ -522,7 +729,7 @@ pub fn element(
             let block = u64::from(row / FRAGMENT_ROWS) * bytes * u64::from(FRAGMENT_ROWS) / 4;
             let groups = unit / codes.group;
             let mut at = block + BLOCK_HEADER / 4 + u64::from(col / unit * (fragment_unit_bytes(codes) / 4));
-            for (plane, shift) in planes(codes) {
+            for (plane, shift) in planes(codes.bits) {
                 let (place, bits) = fragment_place(plane, index, col % unit / 4);
                 let bits = word(at + u64::from(place)) >> bits[col as usize % 4];
                 code |= (bits & ((1 << plane) - 1)) << shift;
@@ -543,7 +750,7 @@ pub fn element(
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Format, RowMap, SourceFormat, pack};
+    use super::super::{Format, RowMap, pack};
     use super::*;
     use crate::quant::blocks::BlockType;
 
@@ -659,6 +866,68 @@ mod tests {
         }
     }
 
+    /// Every code, scale and minimum of rows that are longer than a chunk lies where the layout says, for each number of bits
+    /// and size of a group.
+    #[test]
+    fn long_rows_are_exact() {
+        let (rows, cols) = (21, 2 * CHUNK as u32 + 200);
+        let groups = [16, 32, 64, 128].into_iter().flat_map(|group| [(group, true), (group, false)]);
+        for (bits, (group, stored)) in [2, 3, 4, 5, 6, 8].into_iter().flat_map(|b| groups.clone().map(move |g| (b, g)))
+        {
+            let zero = 1 << (bits - 1);
+            let minimum = if stored { Minimum::Stored } else { Minimum::Zero { halves: 2 * zero } };
+            let codes = Codes { bits, group, number: Number::Affine, minimum };
+            let code =
+                |row: u32, col: u32| ((col * 0x9e37 + row * 77 + col / 31) >> 3) as u8 & ((1u32 << bits) - 1) as u8;
+            // 11 bits, which f16 keeps, and powers of two.
+            let scale = |row: u32, group: u32| {
+                let size = (1024 + (group * 37 + row * 11) % 1024) as f32 * 2f32.powi(-(group as i32 % 3));
+                if group.is_multiple_of(5) { -size } else { size }
+            };
+            let least = |row: u32, group: u32| scale(row + 3, group + 1) * f32::from(zero);
+            let line = |row: u32| {
+                let numbers: Vec<u8> = (0..cols).map(|col| code(row, col)).collect();
+                let all = 0..codes.groups(cols as usize) as u32;
+                let scales: Vec<f32> = all.clone().map(|group| scale(row, group)).collect();
+                let minimums: Vec<f32> = all.filter(|_| stored).map(|group| least(row, group)).collect();
+                let mut out = vec![0; codes.canonical_bytes(cols as usize)];
+                codes.write_canonical(&numbers, &scales, &minimums, 1.0, &mut out);
+                out
+            };
+            let bytes: Vec<u8> = (0..rows).flat_map(line).collect();
+            for layout in LAYOUTS {
+                let packing = Packing { rows, cols, layout, format: Format::Codes(codes) };
+                let map = RowMap::whole(SourceFormat::Canonical(codes), rows, cols);
+                let words = words(&packing, &[Rows { bytes: &bytes, map }]);
+                for (row, col) in (0..rows).flat_map(|row| (0..cols).map(move |col| (row, col))) {
+                    let (number, scale) = (f32::from(code(row, col)), scale(row, col / group));
+                    let minimum = if stored { least(row, col / group) } else { scale * f32::from(zero) };
+                    let wanted = scale * number - minimum;
+                    assert_eq!(read(&packing, &words, row, col), wanted, "{codes} {layout:?} {row} {col}");
+                }
+            }
+        }
+    }
+
+    /// The first bad row is reported, in whatever order rows are read.
+    #[test]
+    fn the_first_bad_row_is_found() {
+        let (kind, rows, cols) = (BlockType::Q8_0, 32, 64);
+        let mut bytes = blocks_of(kind, &numbers(rows, cols, 4));
+        let row_bytes = bytes.len() / rows as usize;
+        for bad in [18, 17] {
+            // The scale of the row's second block is infinite.
+            bytes[bad * row_bytes + kind.bytes()..][..2].copy_from_slice(&f16::INFINITY.to_le_bytes());
+            for layout in LAYOUTS {
+                let packing = Packing { rows, cols, layout, format: Format::Codes(kind.codes()) };
+                let mut out = vec![0; packing.bytes() as usize];
+                let found = pack(&packing, &[source(&bytes, kind, rows, cols)], 0..packing.bytes(), &mut out);
+                let error = found.expect_err("a scale is infinite");
+                assert_eq!((error.row as usize, error.group.group), (bad, 1), "{layout:?}");
+            }
+        }
+    }
+
     /// Sources of several formats, with strides and steps, in the codes that they have in common.
     #[test]
     fn merged_sources_keep_their_numbers() {
@@ -733,7 +1002,7 @@ mod tests {
                 let minimums: Vec<f32> = scales.iter().map(|scale| scale * 3.0).collect();
                 let stored = if minimum == Minimum::Stored { &minimums[..] } else { &[] };
                 let mut out = vec![0; SourceFormat::Canonical(codes).row_bytes(cols) as usize];
-                super::super::write_canonical(&line, &scales, stored, 1.0, &mut out);
+                codes.write_canonical(&line, &scales, stored, 1.0, &mut out);
                 out
             };
             let bytes: Vec<u8> = (0..rows).flat_map(line).collect();
@@ -761,7 +1030,7 @@ mod tests {
                     let minimums: Vec<f32> = scales.iter().zip(zeros).map(|(scale, zero)| scale * zero).collect();
                     let stored = if minimum == Minimum::Stored { &minimums[..] } else { &[] };
                     let mut out = vec![0; SourceFormat::Canonical(codes).row_bytes(cols) as usize];
-                    super::super::write_canonical(&line, &scales, stored, 1.0, &mut out);
+                    codes.write_canonical(&line, &scales, stored, 1.0, &mut out);
                     out
                 })
                 .collect();

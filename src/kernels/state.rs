@@ -314,6 +314,7 @@ impl RingEntry {
     /// Decodes an entry of `ENTRY_WORDS` words. `top` is called for the `TOP_WORDS` words of its alternatives if it has
     /// any.
     pub fn read(words: &[u32], top: impl FnOnce() -> [u32; TOP_WORDS as usize]) -> RingEntry {
+        let words: &[u32; ENTRY_WORDS as usize] = words.try_into().expect("the words of an entry");
         let word = |at: u32| words[at as usize];
         let token = word(ENTRY_TOKEN);
         let running = token != TOKEN_NONE;

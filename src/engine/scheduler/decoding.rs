@@ -35,6 +35,18 @@ const MIXED_IN_A_ROW: u32 = 32;
 /// The number of prefill plans that take turns with decode plans if rows would wait longer in the smallest prefill step.
 const TURNS: u32 = 32;
 
+/// The sequences of a decode step.
+struct DecodeRows {
+    rows: Vec<SequenceId>,
+    /// The least and the greatest number of tokens that the device may still be asked to draw for one of them.
+    undrawn: (u32, u32),
+    /// Whether logits of one of them are read back.
+    dumps: bool,
+    /// Whether a row is constrained, apart from those that wait for their masks outside the batch, which do not limit the
+    /// others.
+    constrained: bool,
+}
+
 /// Whether a draft model can draft for all rows.
 enum CaughtUp {
     /// It can.
@@ -55,27 +67,22 @@ impl Scheduler {
             return None;
         }
         self.choices.0 += 1;
-        let mut rows = self.decode_rows(pace);
+        let DecodeRows { mut rows, undrawn: (least, most), dumps, constrained } = self.decode_rows(pace);
         if rows.is_empty() {
             return None;
         }
-        let undrawn = || rows.iter().map(|&id| self.sequences[id].undrawn());
         // While sequences wait for a slot, the plan ends with the first row that can free its slot.
-        let useful = if self.waiting.is_empty() { undrawn().max() } else { undrawn().min() };
-        let dumps = rows.iter().any(|&id| self.sequences[id].dumps_logits());
-        // A constrained row that waits for its mask outside the batch does not limit the others.
-        let constrained = self.residents().any(|s| s.constraint.is_some() && s.decodes() && !s.waits_apart());
+        let useful = if self.waiting.is_empty() { most } else { least };
         let sequences = rows.len() as u32;
         let mut drafts = if dumps || constrained { 0 } else { self.speculation.choose(sequences, pace) };
         // Each slot may write `drafts` positions more than it draws, which must fit in the context too.
-        let least = undrawn().min().expect("there are rows");
         if least < 2 * drafts + 1 {
             drafts = 0;
         }
         let time = if drafts > 0 { pace.verify(sequences, drafts).or(pace.step()) } else { pace.step() };
         let measures = self.speculation.measures();
         let aim = if beside_prompt || dumps || constrained || measures { 1 } else { self.steps_aim(time, sequences) };
-        let mut steps = aim.min(room).min(useful.expect("there are rows"));
+        let mut steps = aim.min(room).min(useful);
         if drafts > 0 {
             steps = steps.min((least - drafts) / (drafts + 1));
             while steps > 0 && self.pages_missing(&rows, steps * (drafts + 1) + drafts) > self.pool.free() {
@@ -100,10 +107,12 @@ impl Scheduler {
         }
         let tokens = |steps: u32| if drafts > 0 { steps * (drafts + 1) + drafts } else { steps };
 
-        while steps > 1 && self.pages_missing(&rows, tokens(steps)) > self.pool.free() {
+        let mut missing = self.pages_missing(&rows, tokens(steps));
+        while steps > 1 && missing > self.pool.free() {
             steps /= 2;
+            missing = self.pages_missing(&rows, tokens(steps));
         }
-        if self.pages_missing(&rows, tokens(steps)) > self.pool.free() {
+        if missing > self.pool.free() {
             // The best sequences first. Those that find no page then wait for pages that will soon be released.
             rows.sort_by_key(|&id| self.sequences[id].rank());
             self.preempt(&mut rows);
@@ -280,24 +289,38 @@ impl Scheduler {
     /// Returns the sequences that can decode, ordered by slot, so that rows keep their places from step to step. Their
     /// number is at most the largest bucket, and at most what the device serves best at a time. If more can decode,
     /// those that have waited longest for a row are chosen.
-    pub(super) fn decode_rows(&self, pace: &Pace) -> Vec<SequenceId> {
-        let mut rows: Vec<&Sequence> = self
-            .residents()
-            .filter(|sequence| sequence.decodes())
+    fn decode_rows(&self, pace: &Pace) -> DecodeRows {
+        let gates = self.setup.capacity.gates;
+        let mut constrained = false;
+        let mut rows: Vec<&Sequence> = Vec::with_capacity(self.slots.len());
+        for sequence in self.residents().filter(|sequence| sequence.decodes()) {
+            if sequence.constraint.is_some() {
+                let waits_apart = sequence.waits_apart();
+                constrained |= !waits_apart;
+                let waits = if gates { waits_apart } else { sequence.awaited_mask().is_some() };
+                if waits {
+                    continue;
+                }
+            }
             // Logits must be read back before the next step overwrites them.
-            .filter(|sequence| !sequence.dumps_logits() || self.is_free(sequence))
-            .filter(|sequence| match self.setup.capacity.gates {
-                true => !sequence.waits_apart(),
-                false => sequence.awaited_mask().is_none(),
-            })
-            .collect();
+            if !sequence.dumps_logits() || self.is_free(sequence) {
+                rows.push(sequence);
+            }
+        }
         let most = *self.setup.capacity.buckets.last().expect("there are buckets");
         let most = pace.best_rows(most.min(rows.len() as u32), self.choices.0) as usize;
         if rows.len() > most {
             rows.sort_by_key(|sequence| sequence.turn);
             rows.truncate(most);
         }
-        rows.into_iter().map(|sequence| sequence.id).collect()
+        let (mut least, mut most, mut dumps) = (u32::MAX, 0, false);
+        for sequence in &rows {
+            let undrawn = sequence.undrawn();
+            (least, most) = (least.min(undrawn), most.max(undrawn));
+            dumps |= sequence.dumps_logits();
+        }
+        let rows = rows.into_iter().map(|sequence| sequence.id).collect();
+        DecodeRows { rows, undrawn: (least, most), dumps, constrained }
     }
 
     pub(super) fn steps_aim(&self, step_time: Option<Duration>, rows: u32) -> u32 {

@@ -29,7 +29,7 @@ impl GpuExecutor {
     pub(super) fn ring_entries<'a>(&'a self, step: u32, words: &'a mut [u32]) -> impl Iterator<Item = RingEntry> + 'a {
         let RingLayout { steps, rows: ring_rows } = self.head().ring;
         let at = RingEntry::at(step, 0, steps, ring_rows) as u64 * 4;
-        self.head().ring_buffer.read(at, bytemuck::cast_slice_mut(words));
+        self.head().ring_buffer.load_quads(at, bytemuck::cast_slice_mut(words));
         let top = move |row: u32| {
             let mut words = [0u32; state::TOP_WORDS as usize];
             let at = RingEntry::top_at(step, row, steps, ring_rows) as u64 * 4;

@@ -10,9 +10,10 @@
 // Tiled GEMM on row-major weights for many rows of x, on every device: y[r] = epilogue( scales[r] · W · x[r] ).
 //
 // ARITHMETIC 0   f32: x in ORDER 0 of `block_rows`
-// ARITHMETIC 1   pairs of f16: x in ORDER 1, of which pairs of rows are put together in shared memory, W rounded to f16. Products are summed in f16 over the 32 columns of a stage,
-//                then in f32. The sum over a stage has a relative error of about 8e-4; it overflows only if weights are
-//                larger than 1023, since elements of x are smaller than 2
+// ARITHMETIC 1   pairs of f16: x in ORDER 1, whose rows are put together in pairs in shared memory, W rounded to f16.
+//                Products are summed in f16 over the 32 columns of a stage, then in f32. The sum over a stage has a relative
+//                error of about 8e-4; it overflows only if weights are larger than 1023, since elements of x are smaller
+//                than 2
 // ARITHMETIC 2   cooperative matrices of MATRIX_M × MATRIX_N × MATRIX_K in f16 with sums in f32, loaded from shared memory
 //                with `coopMatLoad`: x in ORDER 1, W rounded to f16
 // epilogue       0 store: y = v + b. 1 residual: y += v + b. From 2 on a gated linear unit: the rows of W alternate gate
@@ -131,7 +132,7 @@ shared uint last_s;
 
 uint used, tile_token, tile_feature, expert_row;
 
-// Eight weights as they are multiplied: two words in f32, one in f16. Numbers are also loaded so.
+// Eight weights as they are multiplied, two words in f32 and one in f16; and as they are loaded, unless they are codes.
 struct Eight { uvec4 a; uvec4 b; };
 
 uint row_of(uint item) { return expert_row + min(tile_feature + item / W_OF_ROW, n - 1u); }
@@ -148,7 +149,7 @@ Eight rounded(vec4 a, vec4 b) {
 
 #if WEIGHT == 3
 // What an invocation loads of an item: its chunks, which become weights when they are stored, after the products of the stage
-// before. The row's factor does not change.
+// before. The row's factor is the same in all stages.
 struct Item { Chunk chunks[4]; };
 
 Item load_item(uint item, uint stage) {
@@ -255,10 +256,10 @@ void store_rows(uint item, Rows rows) {
         if (items % LANES == 0u || item_ < items) { body }                \
     }
 #define LOAD(stage)                                                       \
-    EACH_ITEM(W_ITEMS, W_LOADS, weights_[i_] = load_item(item_, stage);) \
+    EACH_ITEM(W_ITEMS, W_LOADS, weights_[i_] = load_item(item_, stage);)  \
     EACH_ITEM(X_ITEMS, X_LOADS, rows_[i_] = load_rows(item_, stage);)
 #define STORE                                                             \
-    EACH_ITEM(W_ITEMS, W_LOADS, store_item(item_, weights_[i_], factors_[i_]);)     \
+    EACH_ITEM(W_ITEMS, W_LOADS, store_item(item_, weights_[i_], factors_[i_]);) \
     EACH_ITEM(X_ITEMS, X_LOADS, store_rows(item_, rows_[i_]);)
 
 // Finishes the sums of one row of x with rows `feature` (even) and `feature` + 1 of W.

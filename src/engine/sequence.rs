@@ -163,7 +163,7 @@ pub struct Sequence {
     pub state: SequenceState,
     /// `Finished` was sent; later reports on the sequence are dropped.
     pub ended: bool,
-    /// Whether the logits of every step are returned.
+    /// Whether the logits of every step are returned: `params.dump_logits`, beside what planning reads.
     dumps_logits: bool,
     /// The constraint on its output, if any.
     pub constraint: Option<Box<Constrained>>,

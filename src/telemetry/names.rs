@@ -125,7 +125,7 @@ pub const PER_TOKEN_HOST_WAITS: &str = "ostinato.per_token.host_waits";
 pub const PER_TOKEN_ENQUEUE_US: &str = "ostinato.per_token.enqueue_us";
 /// Mean over the request's decode steps: time of the engine thread until the device has its next work, microseconds.
 pub const PER_TOKEN_SCHEDULE_US: &str = "ostinato.per_token.schedule_us";
-/// Mean over the request's decode steps: time of the engine thread for delivering tokens, microseconds.
+/// Mean over the request's decode steps: time of the engine thread for taking and delivering tokens, microseconds.
 pub const PER_TOKEN_DELIVER_US: &str = "ostinato.per_token.deliver_us";
 /// Mean over the request's decode steps: device time, microseconds.
 pub const PER_TOKEN_GPU_US: &str = "ostinato.per_token.gpu_us";
@@ -148,7 +148,7 @@ pub const HOST_WAITS: &str = "ostinato.host_waits";
 pub const ENQUEUE_US: &str = "ostinato.enqueue_us";
 /// Total time of the engine thread until the device has its next work, microseconds.
 pub const SCHEDULE_US: &str = "ostinato.schedule_us";
-/// Total time of the engine thread for delivering tokens, microseconds.
+/// Total time of the engine thread for taking and delivering tokens, microseconds.
 pub const DELIVER_US: &str = "ostinato.deliver_us";
 /// Total device time, microseconds.
 pub const GPU_US: &str = "ostinato.gpu_us";

@@ -1,5 +1,6 @@
 // Products of row-major quantised weights with a row of x by dot products of four 8-bit integers, for formats of affine codes.
-// Include after `codes.glsl`. The shader must declare the constant SPANS, the number of 32 columns of x in shared memory.
+// Include after `codes.glsl`. The shader must declare the constants BATCH, the number of rows of x in shared memory, and PART,
+// the number of 32 columns of each.
 //
 // 32 columns of x are integers of 16 bits with a common factor: x = factor · q, q = 256 · high + low, where high is signed and
 // low is not. A product of codes and q is exact: two dot products for each four codes of a plane. Rounding changes an element
@@ -14,7 +15,7 @@ const uint SCALES = GROUP == 16u ? 2u : 1u;
 // of the high bytes. An odd number, so that invocations use different banks.
 const uint PLANES = (BITS >> 3 & 1u) + (BITS >> 2 & 1u) + (BITS >> 1 & 1u) + (BITS & 1u);
 const uint X_WORDS = PLANES * 16u + 5u;
-shared uint x_s[SPANS * X_WORDS];
+shared uint x_s[BATCH * PART * X_WORDS];
 
 // 32 columns of a row of W, as they are loaded: the words of each plane; in a word of scales or minimums the first is in the
 // lower half.
@@ -96,38 +97,45 @@ void store_columns(vec4 x[8], uint at) {
     }
 }
 
-// Returns the product of four codes of a plane by their columns of x, whose words are at `at`.
-int four_product(uint codes, uint at) {
-    return dotPacked4x8EXT(int(codes), int(x_s[at + 8u])) * 256 + int(dotPacked4x8EXT(codes, x_s[at]));
+// Adds the products of four codes of a plane by the low and the high bytes of their columns of x, whose words are at `at`.
+void add_products(uint codes, uint at, inout int low, inout int high) {
+    low += int(dotPacked4x8EXT(codes, x_s[at]));
+    high += dotPacked4x8EXT(int(codes), int(x_s[at + 8u]));
 }
 
 // Returns the product of 32 columns of W by those of x at `at`, without the row's factor.
 float span_product(Span w, uint at) {
-    ivec2 sums = ivec2(0);
+    // For each half: the sums of the plane of 8 or 4 bits, of 2 bits and of 1 bit.
+    int low[6], high[6];
+    [[unroll]] for (uint i = 0u; i < 6u; i++) low[i] = high[i] = 0;
     [[unroll]] for (uint i = 0u; i < 8u; i++) {
         uint plane = at + i, half_ = SCALES == 2u ? i / 4u : 0u;
         if ((BITS & 8u) != 0u) {
             // With high bytes, the codes minus 128 are multiplied, which are signed.
             uint word = i < 4u ? w.eights_a[i % 4u] : w.eights_b[i % 4u];
-            sums[half_] += dotPacked4x8EXT(int(word ^ 0x80808080u), int(x_s[plane + 8u])) * 256
-                + int(dotPacked4x8EXT(word, x_s[plane]));
+            low[half_] += int(dotPacked4x8EXT(word, x_s[plane]));
+            high[half_] += dotPacked4x8EXT(int(word ^ 0x80808080u), int(x_s[plane + 8u]));
             plane += 16u;
         }
         if ((BITS & 4u) != 0u) {
-            sums[half_] += four_product(w.four[i / 2u] >> i % 2u * 4u & 0x0f0f0f0fu, plane);
+            add_products(w.four[i / 2u] >> i % 2u * 4u & 0x0f0f0f0fu, plane, low[half_], high[half_]);
             plane += 16u;
         }
         if ((BITS & 2u) != 0u) {
-            sums[half_] += four_product(w.two[i / 4u] >> i % 4u * 2u & 0x03030303u, plane) << (BITS & 4u);
+            add_products(w.two[i / 4u] >> i % 4u * 2u & 0x03030303u, plane, low[2u + half_], high[2u + half_]);
             plane += 16u;
         }
         if ((BITS & 1u) != 0u) {
             // A word has columns of both halves.
             uint ones = w.one >> i & 0x01010101u;
-            sums[0] += four_product(SCALES == 2u ? ones & 0x0101u : ones, plane) << (BITS & 6u);
-            if (SCALES == 2u) sums[1] += four_product(ones & 0x01010000u, plane) << (BITS & 6u);
+            add_products(SCALES == 2u ? ones & 0x0101u : ones, plane, low[4], high[4]);
+            if (SCALES == 2u) add_products(ones & 0x01010000u, plane, low[5], high[5]);
         }
     }
+    ivec2 sums;
+    [[unroll]] for (uint h = 0u; h < 2u; h++)
+        sums[h] = high[h] * 256 + low[h] + (high[2u + h] * 256 + low[2u + h] << (BITS & 4u))
+            + (high[4u + h] * 256 + low[4u + h] << (BITS & 6u));
     uint last = at + PLANES * 16u;
     ivec2 q = ivec2(x_s[last + 1u], x_s[last + 2u]), highs = ivec2(x_s[last + 3u], x_s[last + 4u]);
     if (SCALES == 1u) {

@@ -62,8 +62,9 @@ pub struct CodeKernel {
     /// The format of its weights: the constant of that name.
     pub codes: u32,
     /// Other settings that change how the kernel reads weights: for experts, the stage and the format of the shared
-    /// expert; for `gemv`, whether it computes one row of x; for `gemv_dots`, the number of groups and whether there is a
-    /// norm; for `panel`, whether it has experts and multiplies in f16; otherwise zeros.
+    /// expert; for `gemv`, whether it computes one row of x; for `gemv_dots`, the number of groups, and in one word the numbers
+    /// of rows of x and of blocks of rows of W of a workgroup, and whether there is a norm; for `panel`, whether it has experts and
+    /// multiplies in f16; otherwise zeros.
     pub variant: [u32; 2],
 }
 
@@ -90,7 +91,7 @@ pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
         }
         "gemv_dots" => {
             let c = GemvDotsConstants::from_values(&call.constants);
-            variant = [c.threads / c.spans, c.norm];
+            variant = [c.threads / c.spans, c.batch << 16 | c.blocks << 1 | c.norm];
             (c.codes, 0)
         }
         "matmul" => {
@@ -382,9 +383,9 @@ impl Operands {
 
     fn gemv_dots(&mut self, call: &Call, codes: Codes) -> Built {
         let c = GemvDotsConstants::from_values(&call.constants);
-        let each = c.rows * (c.threads / c.spans);
+        let each = c.rows * (c.threads / c.spans) * c.blocks;
         let n = each.next_multiple_of(16);
-        self.row_major(call, codes, c.norm == 1, n, fold(n.div_ceil(each) * ROWS, 1))
+        self.row_major(call, codes, c.norm == 1, n, fold(n.div_ceil(each) * ROWS.div_ceil(c.batch), 1))
     }
 
     /// Returns the probe of `gemv` or `gemv_dots` for `n` rows of W and `ROWS` rows of x.
@@ -616,7 +617,15 @@ mod tests {
         };
         let panels = |epilogue, y| panels_by(Matrices::Emulated, epilogue, y);
         let y = Output::Rows(Activations { range: weight.range, stride: rows });
-        let dots = DotsConfig { groups: 2, lanes: 8, weight_rows: 4 };
+        let dots = DotsConfig {
+            groups: 2,
+            lanes: 8,
+            weight_rows: 4,
+            batch: 3,
+            workgroups: 20,
+            subgroup: 4,
+            shared_bytes: 16 << 10,
+        };
         let mut calls = vec![
             product(Epilogue::Store, None).gemv(1, GemvConfig { threads: 64, weight_rows: 2, batch: 1 }),
             product(Epilogue::Gated(Glu::Silu), norm).gemv(5, GemvConfig { threads: 64, weight_rows: 4, batch: 4 }),

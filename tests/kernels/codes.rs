@@ -265,11 +265,14 @@ fn row_major_products_by_integer_dot_products() {
         let limit = if case.epilogue == Epilogue::Gated(Glu::Silu) { SUMS * 128.0 } else { SUMS * 16.0 };
         let product = case.product(&mut cases, &mut random, ROW_MAJOR, limit);
         // Subgroups of these drivers have four or eight invocations.
-        let config = match case.rows {
-            1 if index % 8 == 0 => DotsConfig { groups: 1, lanes: 8, weight_rows: 8 },
-            1 => DotsConfig { groups: 4, lanes: 16, weight_rows: 4 },
-            _ => DotsConfig { groups: 2, lanes: 8, weight_rows: 6 },
+        let (groups, lanes, weight_rows, batch) = match case.rows {
+            1 if index % 8 == 0 => (1, 8, 8, 1),
+            1 => (4, 16, 4, 1),
+            _ if index % 8 < 4 => (2, 8, 6, 2),
+            _ => (4, 8, 4, 8),
         };
+        let (workgroups, shared_bytes) = (1 + index as u32 % 3, 6000 << (index % 4));
+        let config = DotsConfig { groups, lanes, weight_rows, batch, workgroups, subgroup: 4, shared_bytes };
         cases.recording.call(product.gemv_dots(case.rows, config));
     }
     check(&cases);

@@ -19,7 +19,7 @@ use crate::model::checkpoint::WeightSpec;
 use crate::model::config::{LayerKind, ModelConfig};
 use crate::model::decoder::drafter::{Drafter, DrafterKind};
 use crate::model::decoder::stage::LayerStage;
-use crate::model::decoder::{self, Decoder, RingLayout, Tuning, most_gemv_rows};
+use crate::model::decoder::{self, Decoder, RingLayout, Tuning, most_dots_rows, most_gemv_rows};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -114,15 +114,26 @@ const WHOLE_PROMPT: u32 = 2048;
 /// GPU.
 const EXCHANGE_POLLS: u32 = 1 << 26;
 
+/// The maximum shared memory of a workgroup of `gemv_dots`, in bytes: more would keep other workgroups away.
+const DOTS_SHARED_BYTES: u32 = 32 << 10;
+
 /// Returns the largest workgroups of `gemv_dots` for devices that have instructions for its products; CPU drivers, which may say
 /// that they do, use `gemv`.
-fn dots(adapter: &Adapter) -> Option<DotsConfig> {
+fn dots(adapter: &Adapter, processors: u32) -> Option<DotsConfig> {
     let capabilities = &adapter.capabilities;
-    let lanes = capabilities.subgroup_max.max(64);
+    let lanes = capabilities.subgroup_max.max(32);
     let most = capabilities.max_invocations.min(capabilities.max_workgroup_size[0]);
     let subgroups = capabilities.full_subgroups && capabilities.subgroup_min >= 4 && lanes <= most;
     let serves = capabilities.int_dot_accelerated && !adapter.is_cpu() && subgroups;
-    serves.then(|| DotsConfig { groups: 1 << (most / lanes).clamp(1, 4).ilog2(), lanes, weight_rows: 4 })
+    serves.then(|| DotsConfig {
+        groups: 1 << (most.min(256) / lanes).max(1).ilog2(),
+        lanes,
+        weight_rows: 2,
+        batch: 2,
+        workgroups: 2 * processors,
+        subgroup: capabilities.subgroup_min,
+        shared_bytes: DOTS_SHARED_BYTES.min(capabilities.max_shared_bytes),
+    })
 }
 
 /// Returns the default choices for a device's capabilities.
@@ -137,7 +148,8 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         gemv_threads: if cpu { capabilities.subgroup_max.clamp(4, 32) } else { 128.min(most) },
         gemv_wide_from: if cpu { 0 } else { 12_000 },
         gemv_most: most_gemv_rows(arithmetic),
-        dots: dots(adapter),
+        dots: dots(adapter, processors),
+        dots_most: most_dots_rows(arithmetic),
         arithmetic,
         matrix_units: MatrixUnits::of(capabilities),
         flash_matrix: true,

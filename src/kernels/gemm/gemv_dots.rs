@@ -1,5 +1,5 @@
-//! `gemv_dots`, the product of row-major quantised weights with few rows of activations by integer dot products: the result
-//! of `gemv`, with x rounded to integers of 16 bits. Not here: other weights, and weights in fragment order.
+//! `gemv_dots`, the product of row-major quantised weights with one or a few rows of activations by integer dot products: the
+//! result of `gemv`, with x rounded to integers of 16 bits. Not here: other weights, and weights in fragment order.
 
 use super::{Product, row_major_product};
 use crate::kernels::host_memory::HostMemory;
@@ -8,15 +8,73 @@ use crate::kernels::shaders::GemvDotsConstants;
 use crate::kernels::{Format, codes_word, fold, format_of};
 use crate::quant::number::Number;
 
+/// The number of columns that an invocation multiplies at a time.
+const SPAN: u32 = 32;
+
 /// The workgroups of `gemv_dots`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DotsConfig {
-    /// The number of groups of invocations, each of which computes [`DotsConfig::weight_rows`] rows of W.
+    /// The number of groups of invocations, each of which computes [`DotsConfig::weight_rows`] rows of W at a time.
     pub groups: u32,
     /// The number of invocations of a group, a multiple of the size of a subgroup.
     pub lanes: u32,
     /// The number of rows of W of a group, an even number.
     pub weight_rows: u32,
+    /// The number of rows of x of a workgroup.
+    pub batch: u32,
+    /// The number of workgroups among which the rows of W are divided, if there are enough.
+    pub workgroups: u32,
+    /// The size of the smallest subgroups.
+    pub subgroup: u32,
+    /// The maximum shared memory of a workgroup in bytes; fewer rows of x, down to one, are computed by a workgroup if it does
+    /// not suffice.
+    pub shared_bytes: u32,
+}
+
+/// How a workgroup divides a product, for [`DotsConfig::shape`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shape {
+    batch: u32,
+    /// The number of times that a workgroup computes rows of W.
+    blocks: u32,
+    /// The number of spans of columns of x in shared memory, a multiple of a group's invocations.
+    part: u32,
+}
+
+impl DotsConfig {
+    /// Whether the kernel can be specialized for these workgroups; devices may not run them all.
+    pub fn is_possible(self) -> bool {
+        let DotsConfig { groups, lanes, weight_rows, batch, workgroups, .. } = self;
+        groups.is_power_of_two()
+            && lanes.is_power_of_two()
+            && [groups * lanes, weight_rows, batch].iter().all(|n| (1..=1024).contains(n))
+            && weight_rows.is_multiple_of(2)
+            && workgroups > 0
+    }
+
+    /// Returns the maximum number of subgroups of a workgroup.
+    fn subgroups(self) -> u32 {
+        (self.groups * self.lanes).div_ceil(self.subgroup)
+    }
+
+    /// Returns how workgroups divide a product of `n` rows of W with `k` columns of `bits` bits: in few parts of equal lengths.
+    fn shape(self, n: u32, k: u32, bits: u32) -> Shape {
+        let blocks = n.div_ceil(self.groups * self.weight_rows).div_ceil(self.workgroups).max(1);
+        let turns = k.div_ceil(SPAN * self.lanes);
+        // Per row of x and span: 16 words for each plane of codes and five more.
+        let turn = 4 * self.lanes * (16 * bits.count_ones() + 5);
+        let sums = 4 * self.subgroups() * (blocks * self.weight_rows + 1);
+        let mut batch = self.batch;
+        let most = loop {
+            let most = self.shared_bytes.saturating_sub(batch * sums) / (batch * turn);
+            if most > 0 || batch == 1 {
+                break most.max(1);
+            }
+            batch -= 1;
+        };
+        let parts = turns.div_ceil(most);
+        Shape { batch, blocks, part: turns.div_ceil(parts) * self.lanes }
+    }
 }
 
 /// Whether weights of a format are multiplied by integer dot products: affine codes.
@@ -25,13 +83,15 @@ pub fn serves(format: Format) -> bool {
 }
 
 impl Product {
-    /// Returns the call for a few rows of x, each of which reads W anew.
+    /// Returns the call for a few rows of x.
     ///
     /// # Panics
     /// If the weights are no affine codes.
     pub fn gemv_dots(&self, rows: u32, config: DotsConfig) -> Call {
-        let DotsConfig { groups, lanes, weight_rows } = config;
-        assert!(serves(self.weight.format), "integer dot products of {:?}", self.weight.format);
+        let DotsConfig { groups, lanes, weight_rows, .. } = config;
+        let codes = self.weight.format.codes().filter(|_| serves(self.weight.format));
+        let Some(codes) = codes else { panic!("integer dot products of {:?}", self.weight.format) };
+        let Shape { batch, blocks, part } = config.shape(self.weight.rows, self.weight.cols, codes.bits);
         let threads = groups * lanes;
         let constants = GemvDotsConstants {
             threads,
@@ -42,13 +102,18 @@ impl Product {
             lanes: threads,
             spans: lanes,
             codes: codes_word(self.weight.format),
+            batch,
+            blocks,
+            part,
+            subgroups: config.subgroups(),
         };
+        let workgroups = self.weight.rows.div_ceil(groups * weight_rows * blocks);
         Call {
             kernel: "gemv_dots",
             label: self.label.clone(),
             constants: constants.into_values(),
             args: self.gemv_args(rows).into_args(),
-            groups: fold(self.weight.rows.div_ceil(groups * weight_rows) * rows, 1),
+            groups: fold(workgroups * rows.div_ceil(batch), 1),
         }
     }
 }

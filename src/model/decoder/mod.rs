@@ -25,7 +25,7 @@ pub use delta::delta_heads;
 use drafter::Drafter;
 use products::{Operands, Unpacked};
 use stage::LayerStage;
-pub use tuning::{Tuning, most_gemv_rows};
+pub use tuning::{Tuning, most_dots_rows, most_gemv_rows};
 
 use super::checkpoint::{WeightKind, WeightSpec};
 use super::config::{Attention, LayerKind, MlpKind, ModelConfig, QkNorm};

@@ -243,17 +243,19 @@ impl Decoder<'_> {
                     let config = self.skinny_config(&weight, shape.rows(), matrices);
                     skinny::skinny(&product, shape.rows(), matrices, config, flow, step.fault)
                 }
-                (shape, _) if shape.rows() > self.tuning.gemv_most || matches!(shape, StepShape::Prefill { .. }) => {
-                    let rows = match shape {
-                        StepShape::Prefill { rows } => MatmulRows::Counted(rows, step.chunk),
-                        other => MatmulRows::All(other.rows()),
-                    };
-                    self.many_rows(recording, &product, rows)
+                (StepShape::Prefill { rows }, _) => {
+                    self.many_rows(recording, &product, MatmulRows::Counted(rows, step.chunk))
                 }
-                (shape, _) => match self.dots_config(&weight, shape.rows()) {
-                    Some(config) => product.gemv_dots(shape.rows(), config),
-                    None => product.gemv(shape.rows(), self.gemv_config(&weight, shape.rows(), norm.is_some())),
-                },
+                (shape, _) => {
+                    let rows = shape.rows();
+                    match self.dots_config(&weight, rows) {
+                        Some(config) => product.gemv_dots(rows, config),
+                        None if rows > self.tuning.gemv_most => {
+                            self.many_rows(recording, &product, MatmulRows::All(rows))
+                        }
+                        None => product.gemv(rows, self.gemv_config(&weight, rows, norm.is_some())),
+                    }
+                }
             };
             recording.call(call);
         }
@@ -295,16 +297,12 @@ impl Decoder<'_> {
         GemvConfig { threads, weight_rows, batch: rows.min(8).min(threads / (weight_rows / 2)) }
     }
 
-    /// Returns the workgroups of `gemv_dots` for a product; `None` if `gemv` computes it: rows of a batch share the loads of W
-    /// there.
+    /// Returns the workgroups of `gemv_dots` for a product; `None` if another kernel computes it.
     fn dots_config(&self, weight: &Matrix, rows: u32) -> Option<DotsConfig> {
-        let DotsConfig { groups, weight_rows, .. } = self.tuning.dots?;
-        if rows > 1 || !gemv_dots::serves(weight.format) {
-            return None;
-        }
+        let most = self.tuning.dots.filter(|_| rows <= self.tuning.dots_most && gemv_dots::serves(weight.format))?;
         // Groups share the rounding of x, but each compute unit should have a workgroup.
-        let most = (weight.rows / (weight_rows * self.tuning.processors)).clamp(1, groups);
-        Some(DotsConfig { groups: 1 << most.ilog2(), ..self.tuning.dots? })
+        let groups = (weight.rows / (most.weight_rows * self.tuning.processors)).clamp(1, most.groups);
+        Some(DotsConfig { groups: 1 << groups.ilog2(), batch: most.batch.min(rows), ..most })
     }
 
     /// Records the product of a few rows with a matrix of codes, in as many parts of its columns as there are flows: each

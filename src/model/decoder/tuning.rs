@@ -22,10 +22,12 @@ pub struct Tuning {
     pub gemv_threads: u32,
     /// The number of rows of W from which a `gemv` workgroup computes four rows instead of two.
     pub gemv_wide_from: u32,
-    /// The largest workgroups of `gemv_dots`, which multiplies one row of activations with row-major codes; `None` if `gemv` does
-    /// that. The number of their groups is a power of two.
+    /// The largest workgroups of `gemv_dots`, which multiplies few rows of activations with row-major codes; `None` if `gemv` and
+    /// `matmul` do that. The numbers of their groups are powers of two.
     pub dots: Option<DotsConfig>,
-    /// The maximum number of rows of activations for which products with row-major weights use `gemv`; more use `matmul`.
+    /// The maximum number of rows of activations for which products with row-major codes use `gemv_dots`.
+    pub dots_most: u32,
+    /// The maximum number of rows of activations for which other products with row-major weights use `gemv`; more use `matmul`.
     pub gemv_most: u32,
     /// The arithmetic of `matmul`, and on cooperative matrices of prompts' attention with row-major weights.
     pub arithmetic: Arithmetic,
@@ -148,6 +150,7 @@ impl Tuning {
     pub fn set_arithmetic(&mut self, arithmetic: Arithmetic) {
         self.arithmetic = arithmetic;
         self.gemv_most = most_gemv_rows(arithmetic);
+        self.dots_most = most_dots_rows(arithmetic);
     }
 
     /// Applies a change `key=value`. Returns false, without a change, if the key is unknown or the value is invalid.
@@ -156,7 +159,9 @@ impl Tuning {
     /// `panel.ROWSxCOLUMNS` takes `threads/tiles/ahead/blocks`, `tiles.ROWSxCOLUMNS` takes a tile's name (`wide`, `half`
     /// or `square`), and `wgmma.ROWSxCOLUMNS` takes `groups/blocks/tokens/stages/splits` (`splits` may be left out).
     /// `matmul.ROWS` (from that number of rows of activations on) takes `tokens/features/words/each/splits`; `arithmetic`
-    /// takes 0 for f32, 1 for f16 and 2 for [`Tuning::matrix_units`], and sets `gemv_most` to its default.
+    /// takes 0 for f32, 1 for f16 and 2 for [`Tuning::matrix_units`], and sets `gemv_most` and `dots_most` to their defaults.
+    /// `dots` takes `groups/lanes/weight_rows/batch` of [`DotsConfig`] and the number of workgroups per compute unit, where
+    /// the device has integer dot products.
     pub fn set(&mut self, change: &str) -> bool {
         let Some((key, value)) = change.split_once('=') else { return false };
         if let Some((rows, cols)) = key.strip_prefix("tiles.").and_then(|shape| shape.split_once('x')) {
@@ -180,6 +185,19 @@ impl Tuning {
                 return false;
             }
             self.panel.insert((rows, cols), panel::PanelConfig { threads, tiles, ahead, blocks, in_f16: true });
+            return true;
+        }
+        if key == "dots" {
+            let numbers: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
+            let (&[groups, lanes, weight_rows, batch, each], Some(dots)) = (&numbers[..], self.dots) else {
+                return false;
+            };
+            let workgroups = each.saturating_mul(self.processors);
+            let config = DotsConfig { groups, lanes, weight_rows, batch, workgroups, ..dots };
+            if !config.is_possible() {
+                return false;
+            }
+            self.dots = Some(config);
             return true;
         }
         if let Some(rows) = key.strip_prefix("matmul.") {
@@ -241,6 +259,7 @@ impl Tuning {
             "gemv_threads" => &mut self.gemv_threads,
             "gemv_wide_from" => &mut self.gemv_wide_from,
             "gemv_most" => &mut self.gemv_most,
+            "dots_most" => &mut self.dots_most,
             "attention_threads" => &mut self.attention_threads,
             "flash_threads" => &mut self.flash_threads,
             "flash_threads_many" => &mut self.flash_threads_many,
@@ -283,8 +302,17 @@ impl Tuning {
                 return true;
             }
             "integer_dots" => {
-                self.dots =
-                    (value != 0).then(|| self.dots.unwrap_or(DotsConfig { groups: 1, lanes: 64, weight_rows: 4 }));
+                self.dots = (value != 0).then(|| {
+                    self.dots.unwrap_or(DotsConfig {
+                        groups: 1,
+                        lanes: 64,
+                        weight_rows: 2,
+                        batch: 2,
+                        workgroups: self.processors,
+                        subgroup: 4,
+                        shared_bytes: self.shared_bytes,
+                    })
+                });
                 return true;
             }
             "tags" => {
@@ -333,12 +361,21 @@ impl Tuning {
     }
 }
 
-/// Returns the default of [`Tuning::gemv_most`]. On an H200, 8 rows of Qwen3-8B are faster on matrix units than by `gemv`,
-/// and 4 rows are slower.
+/// Returns the default of [`Tuning::gemv_most`], by the times of Qwen3-8B with 4, 8 and 16 rows on an H200: with matrix units and
+/// in f16, 8 rows are faster by `matmul`, in f32 16 rows.
 pub fn most_gemv_rows(arithmetic: Arithmetic) -> u32 {
     match arithmetic {
-        Arithmetic::Matrices(_) => 7,
-        Arithmetic::F32 | Arithmetic::F16 => 16,
+        Arithmetic::Matrices(_) | Arithmetic::F16 => 7,
+        Arithmetic::F32 => 10,
+    }
+}
+
+/// Returns the default of [`Tuning::dots_most`], by the same times of codes of 4 and 6 bits.
+pub fn most_dots_rows(arithmetic: Arithmetic) -> u32 {
+    match arithmetic {
+        Arithmetic::Matrices(_) => 4,
+        Arithmetic::F16 => 7,
+        Arithmetic::F32 => 10,
     }
 }
 

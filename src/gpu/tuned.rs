@@ -42,7 +42,7 @@ struct File {
     driver: String,
     /// A hash of device, driver and shaders, in hexadecimal; the entries are only valid for these.
     key: String,
-    /// The entries by kind of decode step (see [`variant`]); entries of one kind do not apply to another.
+    /// The entries by kind of step (see [`variant`]); entries of one kind do not apply to another.
     shapes: BTreeMap<String, Entries>,
 }
 
@@ -110,15 +110,14 @@ fn read(folder: &Path, adapter: &Adapter) -> Result<Option<File>, String> {
     }
 }
 
-/// Adds entries to a device's file and returns its path. Replaces a file that is ignored.
+/// Adds entries to a device's file, by kind of step (see [`variant`]), and returns its path. Replaces a file that is ignored.
 pub(crate) fn keep(
     folder: &Path,
     adapter: &Adapter,
-    variant: &str,
-    found: &BTreeMap<String, Option<String>>,
+    found: &BTreeMap<String, BTreeMap<String, Option<String>>>,
 ) -> io::Result<PathBuf> {
     let mut file = read(folder, adapter).ok().flatten().unwrap_or_else(|| File::empty(adapter));
-    file.merge(variant, found);
+    found.iter().for_each(|(variant, found)| file.merge(variant, found));
     let path = path(folder, adapter);
     let text = serde_json::to_string_pretty(&file).map_err(io::Error::other)? + "\n";
     write_atomically(&path, text.as_bytes())?;
@@ -223,7 +222,7 @@ impl TuningBounds {
 #[derive(Clone, Debug)]
 pub struct Tuned {
     bounds: TuningBounds,
-    /// By kind of decode step: pairs of tuning key and value.
+    /// By kind of step: pairs of tuning key and value.
     changes: BTreeMap<String, Vec<(String, String)>>,
 }
 
@@ -257,7 +256,7 @@ impl Tuned {
         tuned
     }
 
-    /// Applies the entries for the tuning's kind of decode step that the device can run. Returns their number.
+    /// Applies the entries for the tuning's kind of step that the device can run. Returns their number.
     pub fn apply(&self, tuning: &mut Tuning) -> usize {
         let mut applied = 0;
         for (key, value) in self.changes.get(&variant(tuning)).into_iter().flatten() {
@@ -269,7 +268,7 @@ impl Tuned {
         applied
     }
 
-    /// Returns the value of a tuning key for a kind of decode step.
+    /// Returns the value of a tuning key for a kind of step.
     pub(crate) fn value(&self, variant: &str, key: &str) -> Option<&str> {
         let (_, value) = self.changes.get(variant)?.iter().find(|(of, _)| of == key)?;
         Some(value)
@@ -328,6 +327,10 @@ mod tests {
 
     fn found(entries: &[(&str, Option<&str>)]) -> BTreeMap<String, Option<String>> {
         entries.iter().map(|(entry, value)| ((*entry).to_owned(), value.map(str::to_owned))).collect()
+    }
+
+    fn of(variant: &str, entries: &[(&str, Option<&str>)]) -> BTreeMap<String, BTreeMap<String, Option<String>>> {
+        [(variant.to_owned(), found(entries))].into()
     }
 
     fn demo_model() -> Checkpoint {
@@ -389,7 +392,7 @@ mod tests {
             ("tags.8x4x32", Some("1")),
             ("nonsense", Some("1")),
         ];
-        keep(folder.path(), &adapter, "fragments, emulated", &found(&entries)).expect("kept");
+        keep(folder.path(), &adapter, &of("fragments, emulated", &entries)).expect("kept");
         struct Silent;
         impl Progress for Silent {
             fn line(&self, text: &str) {
@@ -440,7 +443,9 @@ mod tests {
     fn shapes_of_matmul_are_set_one_by_one_or_all_from_a_number_of_rows_on() {
         let mut tuning = Tuning { fragments: None, arithmetic: Arithmetic::F32, ..emulated(&adapter()) };
         let before = tuning.clone();
-        for bad in ["16x512=16/32/1/4/1", "16x512x256x2=16/32/1/4/1", "x=16/32/1/4/1", "16x512x256=16/32/1/4", "16=0/32/1/4/1"] {
+        for bad in
+            ["16x512=16/32/1/4/1", "16x512x256x2=16/32/1/4/1", "x=16/32/1/4/1", "16x512x256=16/32/1/4", "16=0/32/1/4/1"]
+        {
             assert!(!tuning.set(&format!("matmul.{bad}")), "{bad}");
         }
         assert_eq!(tuning, before);
@@ -478,7 +483,7 @@ mod tests {
         ];
         let rows = Tuning { fragments: None, tags: false, arithmetic: Arithmetic::F32, ..emulated(&adapter) };
         assert_eq!(variant(&rows), "rows");
-        keep(folder.path(), &adapter, "rows", &found(&entries)).expect("kept");
+        keep(folder.path(), &adapter, &of("rows", &entries)).expect("kept");
         let tuned = Tuned::of_model(Some(folder.path()), &adapter, &model, &crate::host::progress::Quiet);
         let mut changed = rows.clone();
         assert_eq!(tuned.apply(&mut changed), 3);

@@ -642,7 +642,10 @@ mod tests {
                 assert!(configs.contains(&rule), "{of:?}: no {rule:?}");
                 assert!(configs.len() >= 8, "{of:?}: {configs:?}");
                 for config in &configs {
-                    assert!(config.fits(arithmetic) && config.shared_bytes(arithmetic) <= 32 << 10, "{of:?}: {config:?}");
+                    assert!(
+                        config.fits(arithmetic) && config.shared_bytes(arithmetic) <= 32 << 10,
+                        "{of:?}: {config:?}"
+                    );
                     assert!(config.tokens <= rows.next_power_of_two().max(16), "{of:?}: {config:?}");
                     let [partials, counters] = config.scratch_bytes(rows, n);
                     assert!(partials / LEAST_TILE_BYTES * 4 >= counters, "{of:?}: {config:?}");

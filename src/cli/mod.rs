@@ -91,7 +91,7 @@ enum Command {
     Bench(Box<bench::Bench>),
     /// Show where a server spends the time of its steps, down to single kernels.
     Profile(profile::Profile),
-    /// Find the workgroup shapes with the fastest decode step on a device, and save them for later starts.
+    /// Find the workgroup shapes with the fastest steps on a device, and save them for later starts.
     Tune(tune::Tune),
     /// Write a checkpoint with random weights, in the file layout of Hugging Face.
     Synth(Synth),

@@ -7,6 +7,7 @@ use crate::config::{KvFormat, file};
 use crate::device::{Adapter, driver_key, write_atomically};
 use crate::host::progress::Progress;
 use crate::kernels::attention::{Heads, Scores, flash_decode};
+use crate::kernels::gemm::matmul::{self, Arithmetic};
 use crate::kernels::gemm::skinny::{MOST_AHEAD, Matrices};
 use crate::kernels::shaders::SHADER_SET;
 use crate::memory::pack::Format;
@@ -28,6 +29,9 @@ pub(crate) type Entries = BTreeMap<String, String>;
 /// weights no longer fit in registers.
 pub(crate) const MOST_TILES: u32 = 4;
 
+/// The maximum number of rows of activations that `gemv` may be chosen for.
+const MOST_GEMV_ROWS: u32 = 64;
+
 /// The contents of the file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -38,7 +42,7 @@ struct File {
     driver: String,
     /// A hash of device, driver and shaders, in hexadecimal; the entries are only valid for these.
     key: String,
-    /// The entries by kind of decode step (see [`variant`]); entries of one kind do not apply to another.
+    /// The entries by kind of step (see [`variant`]); entries of one kind do not apply to another.
     shapes: BTreeMap<String, Entries>,
 }
 
@@ -79,13 +83,15 @@ impl File {
     }
 }
 
-/// Returns the name of the kind of decode step that a tuning results in: the layout of the weights and whether words
-/// are tagged.
+/// Returns the name of the kind of step that a tuning results in: the layout of the weights, with row-major weights the
+/// arithmetic of their products, and whether words are tagged.
 pub(crate) fn variant(tuning: &Tuning) -> String {
-    let kind = match tuning.fragments {
-        None => "rows",
-        Some(Matrices::Emulated) => "fragments, emulated",
-        Some(Matrices::Cooperative) => "fragments",
+    let kind = match (tuning.fragments, tuning.arithmetic) {
+        (None, Arithmetic::F32) => "rows",
+        (None, Arithmetic::F16) => "rows in f16",
+        (None, Arithmetic::Matrices(_)) => "rows on matrix units",
+        (Some(Matrices::Emulated), _) => "fragments, emulated",
+        (Some(Matrices::Cooperative), _) => "fragments",
     };
     if tuning.tags { format!("{kind}, tagged") } else { kind.to_owned() }
 }
@@ -104,15 +110,14 @@ fn read(folder: &Path, adapter: &Adapter) -> Result<Option<File>, String> {
     }
 }
 
-/// Adds entries to a device's file and returns its path. Replaces a file that is ignored.
+/// Adds entries to a device's file, by kind of step (see [`variant`]), and returns its path. Replaces a file that is ignored.
 pub(crate) fn keep(
     folder: &Path,
     adapter: &Adapter,
-    variant: &str,
-    found: &BTreeMap<String, Option<String>>,
+    found: &BTreeMap<String, BTreeMap<String, Option<String>>>,
 ) -> io::Result<PathBuf> {
     let mut file = read(folder, adapter).ok().flatten().unwrap_or_else(|| File::empty(adapter));
-    file.merge(variant, found);
+    found.iter().for_each(|(variant, found)| file.merge(variant, found));
     let path = path(folder, adapter);
     let text = serde_json::to_string_pretty(&file).map_err(io::Error::other)? + "\n";
     write_atomically(&path, text.as_bytes())?;
@@ -127,9 +132,9 @@ pub(crate) fn entry(key: &str, config: &ModelConfig) -> Option<String> {
             let of = &config.attention_kinds[0];
             Some(format!("{key}.{}x{}x{}", of.heads, of.kv_heads, of.head_dim))
         }
-        "gemv_threads" => Some(format!("{key}.{}x{}", config.hidden, config.intermediate)),
+        "gemv_threads" | "gemv_most" => Some(format!("{key}.{}x{}", config.hidden, config.intermediate)),
         key if key.starts_with("skinny.") || key.starts_with("codes.") => Some(key.to_owned()),
-        _ => None,
+        key => matmul_shape(key).map(|_| key.to_owned()),
     }
 }
 
@@ -183,13 +188,21 @@ impl TuningBounds {
                     && self.heads.shared_bytes(1, threads) <= tuning.shared_bytes
             }
             "gemv_threads" => changed.gemv_threads.is_power_of_two() && (4..=most).contains(&changed.gemv_threads),
+            "gemv_most" => (1..=MOST_GEMV_ROWS).contains(&changed.gemv_most),
+            key if key.starts_with("matmul.") => {
+                let (tokens, rows, cols) = matmul_shape(key)?;
+                let config = changed.matmul_shapes.get(&(rows, cols, tokens))?;
+                config.splits <= matmul::MOST_SPLITS
+                    && config.threads(tuning.arithmetic) <= most
+                    && config.shared_bytes(tuning.arithmetic) <= tuning.shared_bytes
+            }
             key if key.starts_with("codes.") => {
                 let shape = codes_shape(key)?;
-                let (config, (bits, _, cols, _)) = (changed.codes.get(&shape)?, shape);
+                let (config, (bits, _, cols, tokens)) = (changed.codes.get(&shape)?, shape);
                 // The format whose units take most memory.
                 let group = if bits.is_multiple_of(2) { 128 } else { 64 };
                 let widest = Codes { bits, group, number: Number::Affine, minimum: Minimum::Stored };
-                let shared = config.shared_bytes(Format::Codes(widest), cols, 1, tuning.fragments?);
+                let shared = config.shared_bytes(Format::Codes(widest), cols, tokens, tuning.fragments?);
                 config.threads <= most && config.tiles <= MOST_TILES && shared <= tuning.shared_bytes
             }
             key => {
@@ -209,7 +222,7 @@ impl TuningBounds {
 #[derive(Clone, Debug)]
 pub struct Tuned {
     bounds: TuningBounds,
-    /// By kind of decode step: pairs of tuning key and value.
+    /// By kind of step: pairs of tuning key and value.
     changes: BTreeMap<String, Vec<(String, String)>>,
 }
 
@@ -243,7 +256,7 @@ impl Tuned {
         tuned
     }
 
-    /// Applies the entries for the tuning's kind of decode step that the device can run. Returns their number.
+    /// Applies the entries for the tuning's kind of step that the device can run. Returns their number.
     pub fn apply(&self, tuning: &mut Tuning) -> usize {
         let mut applied = 0;
         for (key, value) in self.changes.get(&variant(tuning)).into_iter().flatten() {
@@ -255,18 +268,29 @@ impl Tuned {
         applied
     }
 
-    /// Returns the value of a tuning key for a kind of decode step.
+    /// Returns the value of a tuning key for a kind of step.
     pub(crate) fn value(&self, variant: &str, key: &str) -> Option<&str> {
         let (_, value) = self.changes.get(variant)?.iter().find(|(of, _)| of == key)?;
         Some(value)
     }
 }
 
-/// Returns the bits of a code, the rows and columns of W and the rows of x (one) of a key `codes.BITSxROWSxCOLUMNS`.
+/// Returns the bits of a code, the rows and columns of W and the rows of x of a key `codes.BITSxROWSxCOLUMNS`, with one row
+/// of x, or `codes.BITSxROWSxCOLUMNSxTOKENS`.
 fn codes_shape(key: &str) -> Option<(u32, u32, u32, u32)> {
     let numbers: Result<Vec<u32>, _> = key.strip_prefix("codes.")?.split('x').map(str::parse).collect();
-    let &[bits, rows, cols] = &numbers.ok()?[..] else { return None };
-    Some((bits, rows, cols, 1))
+    match numbers.ok()?[..] {
+        [bits, rows, cols] => Some((bits, rows, cols, 1)),
+        [bits, rows, cols, tokens] if tokens > 1 => Some((bits, rows, cols, tokens)),
+        _ => None,
+    }
+}
+
+/// Returns the rows of x and the rows and columns of W of a key `matmul.TOKENSxROWSxCOLUMNS`.
+pub(crate) fn matmul_shape(key: &str) -> Option<(u32, u32, u32)> {
+    let numbers: Result<Vec<u32>, _> = key.strip_prefix("matmul.")?.split('x').map(str::parse).collect();
+    let &[tokens, rows, cols] = &numbers.ok()?[..] else { return None };
+    Some((tokens, rows, cols))
 }
 
 /// Returns the tuning key and value of an entry if the model has the entry's shape.
@@ -278,6 +302,11 @@ fn occurs((name, value): (String, String), checkpoint: &Checkpoint) -> Option<(S
             w.cols == cols && w.rows >= rows && w.format.codes().is_some_and(|codes| codes.bits == bits)
         };
         return checkpoint.weights().iter().any(fits).then_some((name, value));
+    }
+    if key == "matmul" {
+        let (_, rows, cols) = matmul_shape(&name)?;
+        // Of experts, the rows are those of one.
+        return checkpoint.weights().iter().any(|w| w.cols == cols && w.rows >= rows).then_some((name, value));
     }
     if key != "skinny" {
         return (entry(key, &checkpoint.config)? == name).then(|| (key.to_owned(), value));
@@ -298,6 +327,10 @@ mod tests {
 
     fn found(entries: &[(&str, Option<&str>)]) -> BTreeMap<String, Option<String>> {
         entries.iter().map(|(entry, value)| ((*entry).to_owned(), value.map(str::to_owned))).collect()
+    }
+
+    fn of(variant: &str, entries: &[(&str, Option<&str>)]) -> BTreeMap<String, BTreeMap<String, Option<String>>> {
+        [(variant.to_owned(), found(entries))].into()
     }
 
     fn demo_model() -> Checkpoint {
@@ -359,7 +392,7 @@ mod tests {
             ("tags.8x4x32", Some("1")),
             ("nonsense", Some("1")),
         ];
-        keep(folder.path(), &adapter, "fragments, emulated", &found(&entries)).expect("kept");
+        keep(folder.path(), &adapter, &of("fragments, emulated", &entries)).expect("kept");
         struct Silent;
         impl Progress for Silent {
             fn line(&self, text: &str) {
@@ -390,6 +423,9 @@ mod tests {
             ("splits", "8", ["0", "65", "-1", ""]),
             ("attention_threads", "64", ["0", "48", "2048", "x"]),
             ("gemv_threads", "64", ["0", "48", "2048", "x"]),
+            ("gemv_most", "3", ["0", "65", "-1", ""]),
+            // Other tiles, more splits, sums and shared memory than a device runs.
+            ("matmul.16x512x256", "16/64/1/4/2", ["16/64/1/3/2", "16/64/1/4/64", "8/8/1/2", "512/256/8/64/1"]),
         ] {
             assert!(bounds.changed(&tuning, key, good).is_some(), "{key}={good}");
             for bad in bad {
@@ -397,5 +433,67 @@ mod tests {
             }
         }
         assert!(bounds.changed(&tuning, "nonsense", "1").is_none());
+        // Several rows of x take more shared memory.
+        let codes = |tokens: u32| format!("codes.4x512x256x{tokens}");
+        assert!(bounds.changed(&tuning, &codes(2), "64/1/1/4").is_some());
+        assert!(bounds.changed(&tuning, &codes(4096), "64/1/1/4").is_none());
+    }
+
+    #[test]
+    fn shapes_of_matmul_are_set_one_by_one_or_all_from_a_number_of_rows_on() {
+        let mut tuning = Tuning { fragments: None, arithmetic: Arithmetic::F32, ..emulated(&adapter()) };
+        let before = tuning.clone();
+        for bad in
+            ["16x512=16/32/1/4/1", "16x512x256x2=16/32/1/4/1", "x=16/32/1/4/1", "16x512x256=16/32/1/4", "16=0/32/1/4/1"]
+        {
+            assert!(!tuning.set(&format!("matmul.{bad}")), "{bad}");
+        }
+        assert_eq!(tuning, before);
+        assert!(tuning.set("matmul.16x512x256=16/32/1/4/2") && tuning.set("matmul.64x512x256=32/32/1/4/2"));
+        assert!(tuning.set("matmul.32=64/64/2/4/1"));
+        // From 32 rows on, the last change counts.
+        let tokens = |tuning: &Tuning, rows| tuning.matmul_of(rows, 512, 256).map(|config| config.tokens);
+        assert_eq!([16, 64].map(|rows| tokens(&tuning, rows)), [Some(16), None]);
+        assert!(tuning.set("matmul.64x512x256=32/32/1/4/2"));
+        assert_eq!(tokens(&tuning, 64), Some(32));
+    }
+
+    #[test]
+    fn an_arithmetic_that_is_set_again_leaves_the_rows_of_gemv() {
+        let mut tuning = emulated(&adapter());
+        tuning.set_arithmetic(Arithmetic::F32);
+        assert!(tuning.set("gemv_most=3") && tuning.set("arithmetic=0"));
+        assert_eq!(tuning.gemv_most, 3);
+        assert!(tuning.set("arithmetic=1"));
+        assert_eq!((tuning.arithmetic, tuning.gemv_most), (Arithmetic::F16, 16));
+    }
+
+    #[test]
+    fn batches_and_prompts_have_entries_for_their_rows_and_arithmetic() {
+        let (folder, adapter, model) = (tempfile::tempdir().expect("a folder"), adapter(), demo_model());
+        let entries = [
+            ("gemv_most.256x512", Some("3")),
+            ("matmul.16x512x256", Some("16/32/1/4/2")),
+            ("matmul.512x512x256", Some("64/64/1/8/1")),
+            // Another model's, and those that cannot be parsed or do not fit.
+            ("matmul.16x4096x4096", Some("16/32/1/4/2")),
+            ("gemv_most.4096x12288", Some("7")),
+            ("matmul.16", Some("16/32/1/4/2")),
+            ("matmul.64x512x256", Some("7/32/1/4/2")),
+        ];
+        let rows = Tuning { fragments: None, tags: false, arithmetic: Arithmetic::F32, ..emulated(&adapter) };
+        assert_eq!(variant(&rows), "rows");
+        keep(folder.path(), &adapter, &of("rows", &entries)).expect("kept");
+        let tuned = Tuned::of_model(Some(folder.path()), &adapter, &model, &crate::host::progress::Quiet);
+        let mut changed = rows.clone();
+        assert_eq!(tuned.apply(&mut changed), 3);
+        assert_eq!(changed.gemv_most, 3);
+        let tokens = |rows: u32| changed.matmul_of(rows, 512, 256).map(|config| config.tokens);
+        let wanted = [(8, None), (16, Some(16)), (31, Some(16)), (32, None), (511, None), (512, Some(64))];
+        assert_eq!(wanted.map(|(rows, _)| tokens(rows)), wanted.map(|(_, tokens)| tokens));
+        assert_eq!((tokens(4096), changed.matmul_of(16, 256, 512)), (Some(64), None));
+        // Products in another arithmetic have entries of their own.
+        let mut halves = Tuning { arithmetic: Arithmetic::F16, ..rows };
+        assert_eq!((variant(&halves).as_str(), tuned.apply(&mut halves)), ("rows in f16", 0));
     }
 }

@@ -1,5 +1,5 @@
-//! Goal: `ostinato tune` stores the improvements that it reports, and later starts use them without changing generated
-//! tokens. Method: the embedded demo model on lavapipe with few values of each choice. The stored file is then replaced
+//! Goal: `ostinato tune` stores the improvements that it reports, for one row, several rows and prompts, and later starts use
+//! them without changing generated tokens. Method: the embedded demo model on lavapipe with few values of each choice. The stored file is then replaced
 //! by other content that a machine may have: other entries, a file for other shaders, a truncated one.
 
 use crate::common::{Driver, Vulkan};
@@ -8,8 +8,9 @@ use ostinato::config::{Config, DEMO_PATH, Model};
 use ostinato::device::Adapter;
 use ostinato::gpu::devices::start_on;
 use ostinato::host::progress::Quiet;
-use ostinato::measure::tune::{TuneEvent, TuneOptions, tune};
+use ostinato::measure::tune::{TuneEvent, TuneOptions, TuneOutcome, tune};
 use ostinato::model::checkpoint::Checkpoint;
+use ostinato::model::decoder::StepShape;
 use ostinato::model::demo;
 use std::path::Path;
 use std::time::Duration;
@@ -32,23 +33,49 @@ fn start(vulkan: &Vulkan, adapter: &Adapter, cache: &Path, tune: &[&str]) -> (Ve
     (lines, tokens)
 }
 
-/// Tunes with few values. Returns the events and the path of the stored file.
+/// Tunes with few values. Returns the events and the result.
 fn tune_demo(
     vulkan: &Vulkan,
     adapter: &Adapter,
     cache: &Path,
     changes: &[&str],
-) -> (Vec<TuneEvent>, std::path::PathBuf) {
+    rows: Option<&[u32]>,
+    prompts: Option<&[u32]>,
+) -> (Vec<TuneEvent>, TuneOutcome) {
     let checkpoint =
         Checkpoint::open(&demo::unpack(Path::new(DEMO_PATH), Some(cache)).expect("a folder")).expect("the demo model");
     let changes: Vec<String> = changes.iter().map(|change| (*change).to_owned()).collect();
-    let options =
-        TuneOptions { depth: 20, time: Duration::from_secs(20), candidates: 1, tune: &changes, cache: Some(cache) };
+    let options = TuneOptions {
+        depth: 20,
+        rows,
+        prompts,
+        time: Some(Duration::from_secs(20)),
+        candidates: 1,
+        tune: &changes,
+        cache: Some(cache),
+    };
     let mut events = Vec::new();
     let outcome = tune(&vulkan.instance, adapter, &checkpoint, &options, &Quiet, &mut |e| events.push(e.clone()))
         .unwrap_or_else(|e| panic!("{e:?}"));
-    assert!(outcome.tried > 0 && outcome.before_us > 0.0 && outcome.after_us <= outcome.before_us, "{outcome:?}");
-    (events, outcome.file.expect("kept"))
+    assert!(outcome.steps.iter().all(|step| step.before_us > 0.0 && step.after_us > 0.0), "{outcome:?}");
+    let first = &outcome.steps[0];
+    assert!(first.tried > 0 && first.after_us <= first.before_us, "{outcome:?}");
+    (events, outcome)
+}
+
+/// Returns the stored file.
+fn stored(outcome: &TuneOutcome) -> (std::path::PathBuf, serde_json::Value) {
+    let path = outcome.file.clone().expect("kept");
+    let text = std::fs::read_to_string(&path).expect("the file");
+    (path, serde_json::from_str(&text).expect("JSON"))
+}
+
+/// Fails if the stored file has an entry of a kind of step that no event reported with its value.
+fn assert_reported(file: &serde_json::Value, variant: &str, events: &[TuneEvent]) {
+    for (name, value) in file["shapes"][variant].as_object().into_iter().flatten() {
+        let found = |event: &TuneEvent| matches!(event, TuneEvent::Improved { name: of, new, .. } if name.starts_with(of) && new == value);
+        assert!(events.iter().any(found), "{name} is kept as {value} and was not found in {events:?}");
+    }
 }
 
 #[test]
@@ -60,17 +87,16 @@ fn what_is_found_is_kept_and_used_by_later_starts_without_changing_tokens() {
     let (lines, wanted) = start(&vulkan, &adapter, cache.path(), &fragments);
     assert!(lines.is_empty(), "{lines:?}");
 
-    let (events, path) = tune_demo(&vulkan, &adapter, cache.path(), &fragments);
+    let (events, outcome) = tune_demo(&vulkan, &adapter, cache.path(), &fragments, None, None);
     println!("{events:#?}");
-    assert!(matches!(&events[0], TuneEvent::Began { variant, us } if variant == "fragments, emulated" && *us > 0.0));
+    assert!(
+        matches!(&events[0], TuneEvent::Began { variant, us, .. } if variant == "fragments, emulated" && *us > 0.0)
+    );
     assert!(events.iter().all(|event| !matches!(event, TuneEvent::Wrong { .. })), "{events:?}");
-    let text = std::fs::read_to_string(&path).expect("the file");
-    let mut file: serde_json::Value = serde_json::from_str(&text).expect("JSON");
-    let kept = &file["shapes"]["fragments, emulated"];
-    for (name, value) in kept.as_object().into_iter().flatten() {
-        let found = |event: &TuneEvent| matches!(event, TuneEvent::Improved { name: of, new, .. } if name.starts_with(of) && new == value);
-        assert!(events.iter().any(found), "{name} is kept as {value} and was not found in {events:?}");
-    }
+    let steps: Vec<StepShape> = outcome.steps.iter().map(|step| step.step).collect();
+    assert_eq!(steps, [StepShape::Decode { rows: 1 }], "weights in fragments are searched for one row");
+    let (path, mut file) = stored(&outcome);
+    assert_reported(&file, "fragments, emulated", &events);
 
     // Three entries for this model, independent of the tuning result, and one for another model.
     file["shapes"] = serde_json::json!({"fragments, emulated": {
@@ -98,15 +124,45 @@ fn what_is_found_is_kept_and_used_by_later_starts_without_changing_tokens() {
 }
 
 #[test]
-fn row_major_weights_are_tuned_too_and_a_change_that_is_given_stays() {
+fn batches_and_prompts_of_row_major_weights_are_tuned_and_a_change_that_is_given_stays() {
     let vulkan = Vulkan::without_validation();
     let adapter = vulkan.adapter(Driver::first());
     let cache = tempfile::tempdir().expect("a folder");
+    let rows = ["fragments=0", "tags=0"];
+    let (lines, wanted) = start(&vulkan, &adapter, cache.path(), &rows);
+    assert!(lines.is_empty(), "{lines:?}");
+
     let changes = ["fragments=0", "tags=0", "gemv_threads=64"];
-    let (events, path) = tune_demo(&vulkan, &adapter, cache.path(), &changes);
-    assert!(matches!(&events[0], TuneEvent::Began { variant, .. } if variant == "rows"), "{events:?}");
-    let text = std::fs::read_to_string(&path).expect("the file");
-    assert!(!text.contains("gemv_threads"), "{text}");
-    let (lines, _) = start(&vulkan, &adapter, cache.path(), &["fragments=0", "tags=0"]);
-    assert!(lines.iter().all(|line| line.contains("workgroup shapes")), "{lines:?}");
+    let (events, outcome) = tune_demo(&vulkan, &adapter, cache.path(), &changes, Some(&[1, 4, 32]), Some(&[16]));
+    println!("{events:#?}");
+    let steps: Vec<StepShape> = outcome.steps.iter().map(|step| step.step).collect();
+    let decode = |rows| StepShape::Decode { rows };
+    assert_eq!(steps, [decode(1), decode(4), decode(32), StepShape::Prefill { rows: 16 }]);
+    let began = |event: &TuneEvent| match event {
+        TuneEvent::Began { step, variant, us } => {
+            assert!(variant == "rows" && *us > 0.0, "{event:?}");
+            Some(*step)
+        }
+        _ => None,
+    };
+    assert_eq!(events.iter().filter_map(began).collect::<Vec<StepShape>>(), steps);
+    assert!(events.iter().all(|event| !matches!(event, TuneEvent::Wrong { .. })), "{events:?}");
+    let (path, mut file) = stored(&outcome);
+    assert_reported(&file, "rows", &events);
+    assert!(!file.to_string().contains("gemv_threads"), "{file}");
+
+    // Entries as a search writes them, independent of its result: the next start's prompt of 4 tokens, in a step of 16, uses
+    // one of them.
+    file["shapes"] = serde_json::json!({"rows": {
+        "gemv_most.256x512": "3", "matmul.16x512x256": "8/64/1/4/2", "matmul.4x1024x256": "8/32/1/4/1",
+        "matmul.16x4096x4096": "8/32/1/4/1",
+    }});
+    std::fs::write(&path, file.to_string()).expect("written");
+    let (lines, tokens) = start(&vulkan, &adapter, cache.path(), &rows);
+    assert!(lines.len() == 1 && lines[0].contains(": 3 workgroup shapes"), "{lines:?}");
+    assert_eq!(tokens, wanted);
+    // A later search replaces the entries of its steps and keeps those of others.
+    let (_, outcome) = tune_demo(&vulkan, &adapter, cache.path(), &rows, Some(&[32]), Some(&[]));
+    let (_, file) = stored(&outcome);
+    assert_eq!(file["shapes"]["rows"]["matmul.16x512x256"], "8/64/1/4/2", "{file}");
 }

@@ -161,6 +161,8 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         exchange_polls: if cpu { 0 } else { EXCHANGE_POLLS },
         exchange_halves: false,
         matmul: BTreeMap::new(),
+        matmul_shapes: BTreeMap::new(),
+        matmul_room: 0,
         // Larger workgroups are faster on long contexts and cost half a microsecond on short ones.
         attention_threads: if cpu { 32 } else { if context >= 8192 { 256 } else { 128 }.min(most) },
         flash_threads: if cpu { 64 } else { 256.min(most) },

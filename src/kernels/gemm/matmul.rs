@@ -17,6 +17,15 @@ const COLUMNS: u32 = 32;
 const FEW_ROWS: u32 = 256;
 /// The number of invocations per compute unit from which on a product is not divided among more workgroups.
 const THREADS_PER_PROCESSOR: u32 = 512;
+/// The maximum number of sums of an invocation, in registers, of the workgroups that are worth trying; with matrices twice
+/// as many.
+const MOST_SUMS: u32 = 64;
+/// The maximum number of splits of the workgroups that are worth trying.
+pub const MOST_SPLITS: u32 = 32;
+/// The minimum size of a tile's partial sums in bytes: two parts of the smallest tile of [`MatmulConfig::possible`].
+const LEAST_TILE_BYTES: u64 = 2 * 8 * 32 * 4;
+/// The minimum number of invocations of the workgroups that are worth trying.
+const LEAST_THREADS: u32 = 32;
 /// The value of `block_rows`'s constant EACH for rows that are in the order of slots already.
 const IN_ORDER: u32 = u32::MAX;
 
@@ -264,16 +273,71 @@ impl MatmulConfig {
             (Arithmetic::F16, ..=127) => config(64, 64, 1, 4),
             (Arithmetic::F16, _) => config(128, 64, 1, 4),
         };
-        // Enough workgroups to fill the device, each with at least eight stages.
-        let tiles = rows.div_ceil(config.tokens) * n.div_ceil(config.features);
-        let stages = cols.div_ceil(COLUMNS);
-        let wanted = THREADS_PER_PROCESSOR * processors / config.threads(arithmetic).max(1);
-        // Sums in pairs of f16 take much longer than the addition of parts.
-        let splits = if arithmetic == Arithmetic::F16 { wanted.div_ceil(tiles) } else { wanted / tiles };
         if !small {
-            config.splits = splits.min(stages / 8).clamp(1, 16);
+            config.splits = config.filling_splits(arithmetic, rows, (n, cols), processors);
         }
         config
+    }
+
+    /// Returns the number of splits with which there are enough workgroups to fill a device, each with at least eight
+    /// stages.
+    fn filling_splits(&self, arithmetic: Arithmetic, rows: u32, (n, cols): (u32, u32), processors: u32) -> u32 {
+        let tiles = rows.div_ceil(self.tokens) * n.div_ceil(self.features);
+        let stages = cols.div_ceil(COLUMNS);
+        let wanted = THREADS_PER_PROCESSOR * processors / self.threads(arithmetic).max(1);
+        // Sums in pairs of f16 take much longer than the addition of parts.
+        let splits = if arithmetic == Arithmetic::F16 { wanted.div_ceil(tiles) } else { wanted / tiles };
+        splits.min(stages / 8).clamp(1, 16)
+    }
+
+    /// Returns the workgroups that are worth trying for a product like that of [`MatmulConfig::choose`]: tiles that are hardly
+    /// larger than the rows and whose sums fit in registers, with as many splits as fill the device, fewer and more.
+    /// `shared_bytes` is the shared memory of a workgroup.
+    pub fn possible(
+        arithmetic: Arithmetic,
+        rows: u32,
+        (n, cols): (u32, u32),
+        processors: u32,
+        shared_bytes: u32,
+    ) -> Vec<MatmulConfig> {
+        let stages = cols.div_ceil(COLUMNS);
+        let mut configs = Vec::new();
+        for (tokens, features) in [8, 16, 32, 64, 128].into_iter().flat_map(|t| [32, 64, 128].map(|f| (t, f))) {
+            for (words, each) in [1, 2, 4].into_iter().flat_map(|words| [2, 4, 8].map(|each| (words, each))) {
+                let config = MatmulConfig { tokens, features, words, each, splits: 1 };
+                let (sums, most) = match arithmetic {
+                    Arithmetic::Matrices(of) => (words * each * of.m * of.n / of.subgroup, 2 * MOST_SUMS),
+                    other => (words * other.rows_of_word() * each, MOST_SUMS),
+                };
+                let small = tokens <= rows.next_power_of_two().max(16);
+                let threads = if config.fits(arithmetic) { config.threads(arithmetic) } else { 0 };
+                let light = (8..=most).contains(&sums) && config.shared_bytes(arithmetic) <= shared_bytes;
+                if !(small && light && threads >= LEAST_THREADS) {
+                    continue;
+                }
+                let filling = config.filling_splits(arithmetic, rows, (n, cols), processors);
+                let mut splits = vec![1, filling / 2, filling, filling * 2];
+                splits.retain(|splits| (1..=(stages / 4).clamp(1, MOST_SPLITS)).contains(splits));
+                splits.sort_unstable();
+                splits.dedup();
+                configs.extend(splits.into_iter().map(|splits| MatmulConfig { splits, ..config }));
+            }
+        }
+        configs
+    }
+
+    /// Returns the shared memory of a workgroup in bytes.
+    pub fn shared_bytes(&self, arithmetic: Arithmetic) -> u32 {
+        // Rows of W, and with matrices of x too, are four 16-byte words and one more; x is in words of several rows otherwise.
+        let x = match arithmetic {
+            Arithmetic::Matrices(of) => {
+                let subgroups = self.threads(arithmetic) / of.subgroup;
+                self.tokens * 5 * 16 + subgroups * of.m * of.n * 4
+            }
+            Arithmetic::F16 => self.tokens / 8 * 33 * 16,
+            Arithmetic::F32 => self.tokens / 4 * 17 * 16,
+        };
+        self.features * 5 * 16 + x + 4
     }
 
     /// Returns the number of invocations of a workgroup.
@@ -321,6 +385,12 @@ pub struct Scratch {
 }
 
 impl Scratch {
+    /// Declares buffers of at least `room` bytes of partial sums, and of counters for as many tiles as these may belong to.
+    pub fn reserve(r: &mut Recording, room: u64) {
+        r.buffer("matmul.partials", room.max(16));
+        r.buffer("matmul.counters", (room / LEAST_TILE_BYTES * 4).max(4));
+    }
+
     /// Declares the buffers for a product of `rows` rows of x by `n` rows of W.
     pub fn declare(r: &mut Recording, config: MatmulConfig, rows: u32, n: u32) -> Scratch {
         let [partials, counters] = config.scratch_bytes(rows, n);
@@ -555,6 +625,36 @@ mod tests {
         assert_eq!(config.scratch_bytes(65, 129), [4 * 4 * 64 * 128 * 4, 4 * 4]);
         let units = MatrixUnits { m: 16, n: 16, k: 16, subgroup: 32 };
         assert_eq!(MatmulConfig { words: 2, each: 4, ..config }.threads(Arithmetic::Matrices(units)), 128);
+    }
+
+    /// Goal: what is worth trying can run, has the rule's choice among it, and needs no more scratch than is reserved.
+    #[test]
+    fn workgroups_worth_trying_fit_and_have_the_rules_among_them() {
+        let units = |m, n, subgroup| Arithmetic::Matrices(MatrixUnits { m, n, k: 16, subgroup });
+        let arithmetics = [Arithmetic::F32, Arithmetic::F16, units(16, 16, 32), units(8, 16, 16), units(16, 16, 64)];
+        for arithmetic in arithmetics {
+            for (rows, n, cols, processors) in
+                [(4, 4096, 4096, 16), (16, 12288, 4096, 32), (64, 1024, 4096, 132), (512, 4096, 12288, 60)]
+            {
+                let of = (arithmetic, rows, n, cols);
+                let configs = MatmulConfig::possible(arithmetic, rows, (n, cols), processors, 32 << 10);
+                let rule = MatmulConfig::choose(arithmetic, rows, (n, cols), processors, false);
+                assert!(configs.contains(&rule), "{of:?}: no {rule:?}");
+                assert!(configs.len() >= 8, "{of:?}: {configs:?}");
+                for config in &configs {
+                    assert!(
+                        config.fits(arithmetic) && config.shared_bytes(arithmetic) <= 32 << 10,
+                        "{of:?}: {config:?}"
+                    );
+                    assert!(config.tokens <= rows.next_power_of_two().max(16), "{of:?}: {config:?}");
+                    let [partials, counters] = config.scratch_bytes(rows, n);
+                    assert!(partials / LEAST_TILE_BYTES * 4 >= counters, "{of:?}: {config:?}");
+                }
+            }
+        }
+        // Without shared memory for it, a tile is not tried.
+        let least = MatmulConfig::possible(Arithmetic::F32, 512, (4096, 4096), 16, 8 << 10);
+        assert!(!least.is_empty() && least.iter().all(|config| config.shared_bytes(Arithmetic::F32) <= 8 << 10));
     }
 
     fn shape(m: u32, n: u32, k: u32, input: Component, accumulator: Component) -> MatrixShape {

@@ -145,10 +145,16 @@ impl Decoder<'_> {
         }
     }
 
+    /// Returns the number of rows of one expert of `count`, on average, of which each of `rows` rows chooses `chosen`; at most
+    /// as many as tiles of sorted rows have.
+    pub fn rows_of_expert(rows: u32, chosen: u32, count: u32) -> u32 {
+        (rows * chosen / count).clamp(1, 64)
+    }
+
     /// Returns the workgroups of `matmul` for the two products of sorted rows, with tiles of about as many rows as an
     /// expert has.
     fn sorted_configs(&self, mlp: &Mlp, rows: u32) -> [MatmulConfig; 2] {
-        let each = (rows * mlp.shape.chosen / mlp.shape.count).clamp(1, 64);
+        let each = Self::rows_of_expert(rows, mlp.shape.chosen, mlp.shape.count);
         [(&mlp.gate_up, 2 * mlp.shape.inner), (&mlp.down, mlp.shape.hidden)]
             .map(|(weight, n)| self.matmul_config(weight, each, n))
     }

@@ -269,6 +269,7 @@ impl Decoder<'_> {
         let label = format!("{}.block", product.label);
         recording.call(matmul::block_rows(label, product.x, product.norm, x, rows));
         let config = self.matmul_config(&product.weight, most, product.weight.rows);
+        Scratch::reserve(recording, u64::from(self.tuning.matmul_room) << 10);
         let scratch = Scratch::declare(recording, config, most, product.weight.rows);
         product.matmul(x, rows, 0, config, scratch)
     }
@@ -276,10 +277,11 @@ impl Decoder<'_> {
     /// Returns the workgroups of `matmul` for at most `rows` rows by `n` rows of a weight.
     pub(super) fn matmul_config(&self, weight: &Matrix, rows: u32, n: u32) -> MatmulConfig {
         let arithmetic = self.tuning.arithmetic.of(weight.format);
-        if let Some((_, config)) = self.tuning.matmul.range(..=rows).next_back()
+        let of_all = || self.tuning.matmul.range(..=rows).next_back().map(|(_, config)| *config);
+        if let Some(config) = self.tuning.matmul_of(rows, n, weight.cols).or_else(of_all)
             && config.fits(arithmetic)
         {
-            return *config;
+            return config;
         }
         let (processors, small) = (self.tuning.processors, self.tuning.small_tiles);
         MatmulConfig::choose(arithmetic, rows, (n, weight.cols), processors, small)

@@ -15,6 +15,9 @@ use std::collections::BTreeMap;
 /// The maximum number of processors that a change may set.
 const MOST_PROCESSORS: u32 = 4096;
 
+/// The number of rows from which on the workgroups of `matmul` for a shape are used for every larger number of rows too.
+const MANY_ROWS: u32 = 512;
+
 /// The choices that depend on the device and not on the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tuning {
@@ -48,6 +51,12 @@ pub struct Tuning {
     pub exchange_halves: bool,
     /// The workgroups of `matmul`, by a minimum number of rows of activations. Overrides the default rule.
     pub matmul: BTreeMap<u32, MatmulConfig>,
+    /// The workgroups of `matmul` for products of one shape, by rows and columns of W (of one expert's part) and rows of
+    /// activations. Overrides `matmul`; see [`Tuning::matmul_of`].
+    pub matmul_shapes: BTreeMap<(u32, u32, u32), MatmulConfig>,
+    /// The minimum size of the buffer for `matmul`'s partial sums, in KiB: room for workgroups with more splits than those of
+    /// the recordings.
+    pub matmul_room: u32,
     /// The maximum number of threads of an `attention` workgroup.
     pub attention_threads: u32,
     /// The maximum number of threads of a `flash_decode` workgroup; a multiple of 32.
@@ -146,11 +155,21 @@ pub struct Tuning {
 }
 
 impl Tuning {
-    /// Sets the arithmetic of products of many rows, and from how many rows on it is used.
+    /// Sets the arithmetic of products of many rows and, if it is another one, from how many rows on it is used.
     pub fn set_arithmetic(&mut self, arithmetic: Arithmetic) {
-        self.arithmetic = arithmetic;
-        self.gemv_most = most_gemv_rows(arithmetic);
-        self.dots_most = most_dots_rows(arithmetic);
+        if self.arithmetic != arithmetic {
+            self.arithmetic = arithmetic;
+            self.gemv_most = most_gemv_rows(arithmetic);
+            self.dots_most = most_dots_rows(arithmetic);
+        }
+    }
+
+    /// Returns the workgroups of `matmul` that a change has set for `rows` rows of activations by `n` rows of W of `cols`
+    /// columns: of the shape's largest number of rows that is not above `rows`, if `rows` is less than twice as many, or if it
+    /// is at least [`MANY_ROWS`].
+    pub fn matmul_of(&self, rows: u32, n: u32, cols: u32) -> Option<MatmulConfig> {
+        let (&(_, _, from), config) = self.matmul_shapes.range((n, cols, 0)..=(n, cols, rows)).next_back()?;
+        (from >= MANY_ROWS || rows / 2 < from).then_some(*config)
     }
 
     /// Applies a change `key=value`. Returns false, without a change, if the key is unknown or the value is invalid.
@@ -158,10 +177,12 @@ impl Tuning {
     /// may end in the number of rows of x (`x8`), takes these and the number of workgroups per compute unit,
     /// `panel.ROWSxCOLUMNS` takes `threads/tiles/ahead/blocks`, `tiles.ROWSxCOLUMNS` takes a tile's name (`wide`, `half`
     /// or `square`), and `wgmma.ROWSxCOLUMNS` takes `groups/blocks/tokens/stages/splits` (`splits` may be left out).
-    /// `matmul.ROWS` (from that number of rows of activations on) takes `tokens/features/words/each/splits`; `arithmetic`
-    /// takes 0 for f32, 1 for f16 and 2 for [`Tuning::matrix_units`], and sets `gemv_most` and `dots_most` to their defaults.
-    /// `dots` takes `groups/lanes/weight_rows/batch` of [`DotsConfig`] and the number of workgroups per compute unit, where
-    /// the device has integer dot products.
+    /// `matmul.ROWS` (from that number of rows of activations on) takes `tokens/features/words/each/splits` and replaces
+    /// what was set for shapes from that number on; `matmul.TOKENSxROWSxCOLUMNS` takes the same for one shape of W and from
+    /// TOKENS rows of activations on, to less than twice as many, or without an end from 512 on. `arithmetic` takes 0 for
+    /// f32, 1 for f16 and 2 for [`Tuning::matrix_units`], and sets `gemv_most` and `dots_most` to their defaults if it
+    /// changes. `dots` takes `groups/lanes/weight_rows/batch` of [`DotsConfig`] and the number of workgroups per compute unit,
+    /// where the device has integer dot products.
     pub fn set(&mut self, change: &str) -> bool {
         let Some((key, value)) = change.split_once('=') else { return false };
         if let Some((rows, cols)) = key.strip_prefix("tiles.").and_then(|shape| shape.split_once('x')) {
@@ -200,16 +221,26 @@ impl Tuning {
             self.dots = Some(config);
             return true;
         }
-        if let Some(rows) = key.strip_prefix("matmul.") {
+        if let Some(shape) = key.strip_prefix("matmul.") {
             let numbers: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
-            let (Ok(rows), &[tokens, features, words, each, splits]) = (rows.parse(), &numbers[..]) else {
+            let shape: Result<Vec<u32>, _> = shape.split('x').map(str::parse).collect();
+            let (Ok(shape), &[tokens, features, words, each, splits]) = (shape, &numbers[..]) else {
                 return false;
             };
             let config = MatmulConfig { tokens, features, words, each, splits };
             if numbers.contains(&0) || !config.fits(self.arithmetic) {
                 return false;
             }
-            self.matmul.insert(rows, config);
+            match shape[..] {
+                [from] => {
+                    self.matmul_shapes.retain(|(_, _, rows), _| *rows < from);
+                    self.matmul.insert(from, config);
+                }
+                [from, rows, cols] => {
+                    self.matmul_shapes.insert((rows, cols, from), config);
+                }
+                _ => return false,
+            }
             return true;
         }
         if let Some((rows, cols)) = key.strip_prefix("wgmma.").and_then(|shape| shape.split_once('x')) {
@@ -260,6 +291,7 @@ impl Tuning {
             "gemv_wide_from" => &mut self.gemv_wide_from,
             "gemv_most" => &mut self.gemv_most,
             "dots_most" => &mut self.dots_most,
+            "matmul_room" => &mut self.matmul_room,
             "attention_threads" => &mut self.attention_threads,
             "flash_threads" => &mut self.flash_threads,
             "flash_threads_many" => &mut self.flash_threads_many,

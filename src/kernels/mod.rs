@@ -152,7 +152,7 @@ pub fn reference(kernel: &str) -> Reference {
         "latent_rows" => attention::latent::reference_latent_rows,
         "latent_values" => attention::latent::reference_latent_values,
         "attention" => attention::reference_attention,
-        "flash" | "flash_matrix" => attention::flash::reference_flash,
+        "flash" | "flash_f32" | "flash_matrix" => attention::flash::reference_flash,
         "expert_skinny" => moe::reference_expert_skinny,
         "expert_choose" => moe::reference_expert_choose,
         "expert_route" => moe::reference_expert_route,

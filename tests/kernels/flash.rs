@@ -1,4 +1,4 @@
-//! Goal: `flash` and `flash_matrix` match their `reference()`, with plain multiplication on both CPU drivers and also on
+//! Goal: `flash`, `flash_f32` and `flash_matrix` match their `reference()`, with plain multiplication on both CPU drivers and also on
 //! matrix units on a device that has them (a GPU; lavapipe 26 for `flash_matrix`); `flash_wgmma` does on a simulated processor
 //! (`ptx`) and on a GPU of compute capability 9.0; and the reference matches the formula.
 //! Method: chunks of awkward lengths after prefixes of
@@ -22,7 +22,9 @@ use crate::ptx;
 use crate::scores::{first_visible, last_visible, scored, sink_of, variants, variants_of_both_sides};
 use ostinato::config::KvFormat;
 use ostinato::device::{Component, MatrixShape};
-use ostinato::kernels::attention::flash::{FlashShape, FlashWay, counters_bytes, flash, partials_bytes, parts};
+use ostinato::kernels::attention::flash::{
+    FlashF32Shape, FlashShape, FlashWay, counters_bytes, flash, partials_bytes, parts,
+};
 use ostinato::kernels::attention::{Heads, Scores};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows};
 use ostinato::kernels::gemm::matmul::MatrixUnits;
@@ -53,7 +55,7 @@ fn heads(group: u32, kv: u32, dim: u32) -> Heads {
 }
 
 /// Returns the ways to multiply that a device supports. The matrices of `flash_matrix` are the device's; the other fields of
-/// its shape are not used.
+/// its shape, and the shape of `flash_f32`, are not used.
 fn ways(bench: &Bench) -> Vec<FlashWay> {
     let capabilities = &bench.device.adapter().capabilities;
     let shape = MatrixShape { m: 16, n: 16, k: 16, input: Component::F16, accumulator: Component::F32 };
@@ -63,14 +65,23 @@ fn ways(bench: &Bench) -> Vec<FlashWay> {
     let units = MatrixUnits::of(capabilities);
     let loads =
         units.map(|units| FlashWay::Loads(FlashShape { units, subgroups: 1, block: 16, held: true, alike: true }));
-    [FlashWay::Fragments(Matrices::Emulated)].into_iter().chain(known.then_some(fragments)).chain(loads).collect()
+    let [in_f32, _] = FlashF32Shape::ALL.map(FlashWay::F32);
+    [FlashWay::Fragments(Matrices::Emulated), in_f32]
+        .into_iter()
+        .chain(known.then_some(fragments))
+        .chain(loads)
+        .collect()
 }
 
 /// The number of shapes of `flash_matrix` that take turns.
 const SHAPES: usize = 4;
 
-/// Returns the way for the heads of a case. The shapes of `flash_matrix` take turns: the rule's, and others.
+/// Returns the way for the heads of a case. The shapes of `flash_matrix` and `flash_f32` take turns: the rule's, and others.
 fn way_of(way: FlashWay, heads: Heads, case: usize) -> FlashWay {
+    if let FlashWay::F32(_) = way {
+        let chosen = FlashF32Shape::choose(heads, 32 * 1024).expect("it serves these heads");
+        return FlashWay::F32(if case.is_multiple_of(2) { chosen } else { FlashF32Shape::ALL[1] });
+    }
     let FlashWay::Loads(FlashShape { units, .. }) = way else { return way };
     let chosen = FlashShape::largest(heads, units, 32 * 1024).expect("it serves these heads");
     let few = (16 / units.m).max(1);
@@ -637,16 +648,23 @@ fn heads_that_are_served() {
     let fragments = |heads| FlashWay::Fragments(Matrices::Emulated).serves(heads, 0);
     let units = MatrixUnits { m: 16, n: 16, k: 16, subgroup: 64 };
     let loads = |heads| FlashShape::choose(heads, units, 32 * 1024);
+    let in_f32 = |heads| FlashF32Shape::choose(heads, 32 * 1024);
     for dim in [32, 64, 96, 128, 160, 192, 224, 256] {
         assert!(fragments(heads(1, 1, dim)), "{dim}");
         assert!(loads(heads(1, 1, dim)).is_some(), "{dim}");
+        let codes = Heads { kv_format: KvFormat::Int8, ..heads(1, 1, dim) };
+        assert!(in_f32(heads(1, 1, dim)).is_some() && in_f32(codes).is_some(), "{dim}");
     }
     for dim in [8, 16, 80, 120, 288, 512] {
         assert!(!fragments(heads(1, 1, dim)), "{dim}");
-        assert_eq!(loads(heads(1, 1, dim)).is_some(), matches!(dim, 16 | 80), "{dim}");
+        let served = matches!(dim, 16 | 80);
+        assert_eq!([loads(heads(1, 1, dim)).is_some(), in_f32(heads(1, 1, dim)).is_some()], [served; 2], "{dim}");
     }
     let exact = Heads { kv_format: KvFormat::F32, ..heads(1, 1, 128) };
-    assert!(!fragments(exact) && loads(exact).is_none());
+    assert!(!fragments(exact) && loads(exact).is_none() && in_f32(exact).is_none());
+    // As much shared memory as Vulkan promises suffices for smaller tiles of narrow heads.
+    assert_eq!(FlashF32Shape::choose(heads(1, 1, 128), 16 * 1024), Some(FlashF32Shape::ALL[1]));
+    assert_eq!(FlashF32Shape::choose(heads(1, 1, 256), 16 * 1024), None);
 }
 
 /// Goal: the shape of `flash_matrix` uses what a device has, and no more than that.

@@ -23,5 +23,6 @@ mod speculation;
 mod split;
 mod streams;
 mod tensor;
+mod tiles;
 mod transformers;
 mod tune;

@@ -153,6 +153,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         arithmetic,
         matrix_units: MatrixUnits::of(capabilities),
         flash_matrix: true,
+        flash_f32: !cpu,
         small_tiles: cpu,
         // A workgroup that waits occupies a thread of a CPU driver.
         exchange_workgroups: if cpu { 1 } else { processors },

@@ -1,4 +1,4 @@
-//! `flash`, `flash_matrix` and `flash_wgmma`, the prefill attention: attention of a prompt chunk's rows, causal or over all
+//! `flash`, `flash_f32`, `flash_matrix` and `flash_wgmma`, the prefill attention: attention of a prompt chunk's rows, causal or over all
 //! of the chunk, over keys and values of f16 or of codes, after `append` has prepared them; the same result as `attention`
 //! without `fused`. Not here: decode steps (`flash_decode`) and f32 caches (`attention`).
 
@@ -10,7 +10,7 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::swizzled_index;
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::recording::Call;
-use crate::kernels::shaders::{FLASH_WGMMA, FlashArgs, FlashConstants, FlashMatrixConstants};
+use crate::kernels::shaders::{FLASH_WGMMA, FlashArgs, FlashConstants, FlashF32Constants, FlashMatrixConstants};
 use crate::memory::pack::Format;
 
 /// The number of invocations of a workgroup of `flash`. A tile has half as many (row, query head) pairs.
@@ -35,6 +35,8 @@ pub enum FlashWay {
     Fragments(Matrices),
     /// `flash_matrix`: matrices of which only the shape is known.
     Loads(FlashShape),
+    /// `flash_f32`: no matrices, with all products in f32.
+    F32(FlashF32Shape),
     /// `flash_wgmma`: the matrix units of NVIDIA's compute capability 9.0.
     Wgmma {
         /// Whether its output is packed rows in [`PackedOrder::Swizzled`] for the next product, and `output_stride` the
@@ -146,6 +148,63 @@ impl FlashShape {
     }
 }
 
+/// The shape of a workgroup of `flash_f32`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FlashF32Shape {
+    threads: u32,
+    /// The number of (row, query head) pairs of a tile.
+    pairs: u32,
+    /// The number of tokens of a block.
+    block: u32,
+}
+
+impl FlashF32Shape {
+    /// The shapes, the largest first.
+    pub const ALL: [FlashF32Shape; 2] =
+        [FlashF32Shape { threads: 128, pairs: 32, block: 32 }, FlashF32Shape { threads: 64, pairs: 16, block: 16 }];
+
+    /// Returns the shape for heads on a device with `shared` bytes of shared memory; `None` if `flash_f32` does not serve them.
+    pub fn choose(heads: Heads, shared: u32) -> Option<FlashF32Shape> {
+        FlashF32Shape::ALL.into_iter().find(|shape| shape.serves(heads) && shape.shared_bytes(heads) <= shared)
+    }
+
+    /// Whether the shape serves heads: caches of f16 or of codes, and dimensions that are a multiple of 16 up to 256. An
+    /// invocation of the largest shape has too many sums of more than 128 dimensions.
+    fn serves(self, heads: Heads) -> bool {
+        let most = if self == FlashF32Shape::ALL[0] { 128 } else { 256 };
+        heads.kv_format != KvFormat::F32 && heads.dim.is_multiple_of(16) && (16..=most).contains(&heads.dim)
+    }
+
+    /// Returns the shared memory of a workgroup in bytes.
+    fn shared_bytes(self, heads: Heads) -> u32 {
+        let FlashF32Shape { threads, pairs, block } = self;
+        let scales = if heads.kv_format == KvFormat::Int8 { block / 2 } else { 0 };
+        let words = block * (heads.dim / 8 + 1) + pairs * (heads.dim / 4 + block / 4 + 1) + scales;
+        16 * words + 4 * pairs + 8 * threads + 4 + 8 * SHARING_PROMPTS
+    }
+
+    /// Returns the constants of `flash_f32`, of which the first are those of `flash`.
+    fn constants(self, of: FlashConstants) -> FlashF32Constants {
+        let FlashConstants { threads, d, g, kv_heads, lanes, splits, gated, scale, window, soft_cap, sinks, both } = of;
+        FlashF32Constants {
+            threads,
+            d,
+            g,
+            kv_heads,
+            lanes,
+            splits,
+            gated,
+            scale,
+            window,
+            soft_cap,
+            sinks,
+            both,
+            block: self.block,
+            rows: self.pairs,
+        }
+    }
+}
+
 impl FlashWay {
     /// Returns whether a device with `shared` bytes of shared memory computes the attention of these heads this way.
     /// [`FlashWay::Fragments`] serves caches of f16 or of codes, and dimensions that are a multiple of 32 up to 256; it is
@@ -159,6 +218,7 @@ impl FlashWay {
                     && (matrices == Matrices::Emulated || shared >= SHARED_BYTES)
             }
             FlashWay::Loads(shape) => shape.serves(heads) && shape.shared_bytes(heads) <= shared,
+            FlashWay::F32(shape) => shape.serves(heads) && shape.shared_bytes(heads) <= shared,
             FlashWay::Wgmma { .. } => flash_wgmma::serves(heads),
         }
     }
@@ -168,6 +228,7 @@ impl FlashWay {
         match self {
             FlashWay::Fragments(_) => THREADS / 2,
             FlashWay::Loads(shape) => shape.pairs(),
+            FlashWay::F32(shape) => shape.pairs,
             FlashWay::Wgmma { .. } => flash_wgmma::PAIRS,
         }
     }
@@ -177,6 +238,7 @@ impl FlashWay {
         match self {
             FlashWay::Fragments(_) => THREADS,
             FlashWay::Loads(shape) => shape.threads(),
+            FlashWay::F32(shape) => shape.threads,
             FlashWay::Wgmma { .. } => flash_wgmma::THREADS,
         }
     }
@@ -250,6 +312,10 @@ pub fn flash(
         (FlashWay::Loads(shape), codes) => {
             let constants = shape.constants(constants).into_values();
             (if codes { "flash_matrix.int8" } else { "flash_matrix" }, constants)
+        }
+        (FlashWay::F32(shape), codes) => {
+            let constants = shape.constants(constants).into_values();
+            (if codes { "flash_f32.int8" } else { "flash_f32" }, constants)
         }
         (FlashWay::Wgmma { packed }, _) => {
             let constants = constants.into_values().into_iter().chain([u32::from(packed)]);

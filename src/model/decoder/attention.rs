@@ -3,7 +3,7 @@
 //! Not here: the layers' MLPs (`mlp`).
 
 use super::{Block, Decoder, Mixed, Step, StepShape};
-use crate::kernels::attention::flash::{self, FlashShape, FlashWay};
+use crate::kernels::attention::flash::{self, FlashF32Shape, FlashShape, FlashWay};
 use crate::kernels::attention::flash_decode::{self, FlashDecodeShape, Split};
 use crate::kernels::attention::{self, AttentionShape, Heads, Scores, flash_wgmma};
 use crate::kernels::gemm::Activations;
@@ -152,15 +152,16 @@ impl Decoder<'_> {
         self.tuning.splits.min((8 * self.tuning.processors / (rows * heads.kv)).max(1))
     }
 
-    /// Returns how prompts' attention is computed on matrices; `None` for the row-by-row kernel.
+    /// Returns how prompts' attention is computed in tiles; `None` for the row-by-row kernel.
     pub(super) fn flashes(&self, heads: Heads) -> Option<FlashWay> {
         let shared = self.tuning.shared_bytes;
+        let in_f32 = || FlashF32Shape::choose(heads, shared).filter(|_| self.tuning.flash_f32).map(FlashWay::F32);
         let way = match (self.tuning.fragments, self.tuning.arithmetic) {
             (Some(matrices), _) => Some(FlashWay::Fragments(matrices)),
             (None, Arithmetic::Matrices(units)) if self.tuning.flash_matrix => {
-                FlashShape::choose(heads, units, shared).map(FlashWay::Loads)
+                FlashShape::choose(heads, units, shared).map(FlashWay::Loads).or_else(in_f32)
             }
-            (None, _) => None,
+            (None, _) => in_f32(),
         };
         way.filter(|way| way.serves(heads, shared))
     }

@@ -38,6 +38,8 @@ pub struct Tuning {
     pub matrix_units: Option<MatrixUnits>,
     /// Whether prompts' attention with row-major weights uses `flash_matrix`, where `arithmetic` is cooperative matrices.
     pub flash_matrix: bool,
+    /// Whether prompts' attention with row-major weights uses `flash_f32`, where it is not on matrices.
+    pub flash_f32: bool,
     /// Whether tiles of `matmul` are small and are not split, as suits CPU drivers, which compile few sums per invocation
     /// much faster.
     pub small_tiles: bool,
@@ -372,6 +374,10 @@ impl Tuning {
             }
             "flash_wgmma" => {
                 self.flash_wgmma = value != 0;
+                return true;
+            }
+            "flash_f32" => {
+                self.flash_f32 = value != 0;
                 return true;
             }
             "flash_matrix" => {

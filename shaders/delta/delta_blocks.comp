@@ -77,16 +77,7 @@ const uint QUADS = VALUE_DIM / 4u;
 const uint CHANNEL_QUADS = 2u * KEY_HEADS * KEY_QUADS + VALUE_HEADS * QUADS;
 const uint GATES = CHANNEL_QUADS * 4u + VALUE_HEADS * VALUE_DIM;
 
-// The prompt: its first row in the step, its start position, the cell with what precedes its chunk, its number of rows.
-uint first_row, start, from, in_use;
-
-// Returns the convolution's input of row `index` of the prompt's chunk; a negative index is a position before the
-// chunk.
-vec4 raw(int index, uint quad) {
-    if (index >= 0) return x.v[(first_row + uint(index)) * (stride / 4u) + quad];
-    if (from == NO_CELL || int(start) + index < 0) return vec4(0.0);
-    return window.v[(from * RING + uint(int(start) + index) % RING) * CHANNEL_QUADS + quad];
-}
+#include "delta_inputs.glsl"
 
 vec4 convolved(uint index, uint quad) {
     if (index >= in_use) return vec4(0.0);
@@ -189,17 +180,7 @@ float decay_between(vec2 after, vec2 before) {
 
 void main() {
     uint h = gl_WorkGroupID.x, block = gl_WorkGroupID.y, i0 = gl_LocalInvocationIndex;
-    uint prompts = chunk.v[0].x, low = 0u, high = prompts;
-    while (high - low > 1u) {
-        uint middle = (low + high) / 2u;
-        if (cells.v[2u * middle + 1u].y <= block) low = middle; else high = middle;
-    }
-    uvec4 prompt = chunk.v[1u + low];
-    start = prompt.y;
-    first_row = prompt.z;
-    from = cells.v[2u * low].x;
-    in_use = (low + 1u < prompts ? chunk.v[2u + low].z : chunk.v[0].z) - first_row;
-    uint first = (block - cells.v[2u * low + 1u].y) * BLOCK_ROWS;
+    uint first = find_prompt(block);
     if (first >= in_use) return;
     uint kh = KEY_HEAD(h), own = block * VALUE_HEADS + h;
     uint group = LANE_GROUP, g = LANE >> 2, t = LANE & 3u, own_row = group * 16u, index = first + own_row;
@@ -411,17 +392,7 @@ shared float matrix_s[BLOCK_ROWS * STEP];         // L of I + L, then T
 
 void main() {
     uint h = gl_WorkGroupID.x, block = gl_WorkGroupID.y, i = gl_LocalInvocationIndex;
-    uint prompts = chunk.v[0].x, low = 0u, high = prompts;
-    while (high - low > 1u) {
-        uint middle = (low + high) / 2u;
-        if (cells.v[2u * middle + 1u].y <= block) low = middle; else high = middle;
-    }
-    uvec4 prompt = chunk.v[1u + low];
-    start = prompt.y;
-    first_row = prompt.z;
-    from = cells.v[2u * low].x;
-    in_use = (low + 1u < prompts ? chunk.v[2u + low].z : chunk.v[0].z) - first_row;
-    uint index = (block - cells.v[2u * low + 1u].y) * BLOCK_ROWS + i;
+    uint index = find_prompt(block) + i;
     if (index - i >= in_use) return;
     uint kh = KEY_HEAD(h), own = block * VALUE_HEADS + h;
 

@@ -10,6 +10,8 @@ use crate::gpu::timing::time_regions;
 use crate::kernels::attention::flash::{FlashShape, FlashWay};
 use crate::kernels::attention::probe::{self, AttentionProbe};
 use crate::kernels::attention::{Heads, Scores};
+use crate::kernels::delta::{DeltaHeads, DeltaShape, DeltaWay};
+use crate::kernels::delta_probe::{self, DeltaProbe};
 use crate::kernels::gemm::fragment_layout::{self, FOUND};
 use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, MatrixUnits, Scratch, block_rows};
 use crate::kernels::gemm::skinny::Matrices;
@@ -120,13 +122,15 @@ pub(crate) struct Multiplies {
     pub(crate) arithmetic: Arithmetic,
     /// Whether prompts' attention with row-major weights is right on the cooperative matrices of `arithmetic`, if it is that.
     pub(crate) attention: bool,
+    /// Whether prompts' delta rule with row-major weights is right on them, likewise.
+    pub(crate) recurrence: bool,
 }
 
 impl Multiplies {
     /// Returns what an adapter promises, without a test.
     pub(crate) fn promised(adapter: &Adapter) -> Multiplies {
         let matrices = unpromised(&adapter.capabilities).is_empty().then_some(Matrices::Cooperative);
-        Multiplies { matrices, arithmetic: promised(adapter)[0], attention: true }
+        Multiplies { matrices, arithmetic: promised(adapter)[0], attention: true, recurrence: true }
     }
 
     /// Tests a device: the order of elements of its matrices, and the fastest promised arithmetic whose results are right for
@@ -134,10 +138,10 @@ impl Multiplies {
     /// only; their arithmetic is not tested there.
     pub(crate) fn tested(device: &Arc<Device>, arena: &Arena, cache: Option<&Path>) -> Result<Multiplies, StartError> {
         let adapter = device.adapter();
-        let Multiplies { arithmetic, attention, .. } = Multiplies::promised(adapter);
+        let promise = Multiplies::promised(adapter);
         let matrices = probe(device, arena, cache)?;
         if matrices.is_some() {
-            return Ok(Multiplies { matrices, arithmetic, attention });
+            return Ok(Multiplies { matrices, ..promise });
         }
         let mut arithmetic = Arithmetic::F32;
         for promised in promised(adapter) {
@@ -147,14 +151,21 @@ impl Multiplies {
             }
             tracing::warn!(device = adapter.name, arithmetic = ?promised, "products in this arithmetic are wrong: it is not used");
         }
-        let attention = match arithmetic {
-            Arithmetic::Matrices(units) => attention_is_right(device, arena, cache, units)?,
-            _ => false,
+        let Arithmetic::Matrices(units) = arithmetic else {
+            return Ok(Multiplies { matrices, arithmetic, attention: false, recurrence: false });
         };
-        if matches!(arithmetic, Arithmetic::Matrices(_)) && !attention {
+        let attention = attention_is_right(device, arena, cache, units)?;
+        if !attention {
             tracing::warn!(device = adapter.name, "attention on matrix units is wrong: prompts take another kernel");
         }
-        Ok(Multiplies { matrices, arithmetic, attention })
+        let recurrence = recurrence_is_right(device, arena, cache, units)?;
+        if !recurrence {
+            tracing::warn!(
+                device = adapter.name,
+                "the delta rule on matrix units is wrong: prompts of recurrent layers take another kernel"
+            );
+        }
+        Ok(Multiplies { matrices, arithmetic, attention, recurrence })
     }
 }
 
@@ -203,6 +214,27 @@ fn attention_is_right(
             probe::probe(heads, (260, 5), FlashWay::Loads(shape), 2);
         // The allowed difference of averages of values from -1 to 1: rounding changes them by about 1e-3.
         if !agrees(device, arena, cache, &recording, memory, (probe::RESULTS, results), 1e-2)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Tests prompts' delta rule with heads of two sizes: where a driver places what the kernels share depends on the size.
+fn recurrence_is_right(
+    device: &Arc<Device>,
+    arena: &Arena,
+    cache: Option<&Path>,
+    units: MatrixUnits,
+) -> Result<bool, StartError> {
+    let shared = device.adapter().capabilities.max_shared_bytes;
+    for dim in [64, 128] {
+        let heads = DeltaHeads { key: 1, value: 2, tiled: false, key_dim: dim, value_dim: dim };
+        let Some(shape) = DeltaShape::choose(heads, units, shared) else { continue };
+        // Three blocks, the last of which is not full.
+        let DeltaProbe { recording, memory, results } = delta_probe::probe(heads, 131, DeltaWay::Loads(shape));
+        let limit = delta_probe::LIMIT;
+        if !agrees(device, arena, cache, &recording, memory, (delta_probe::RESULTS, results), limit)? {
             return Ok(false);
         }
     }

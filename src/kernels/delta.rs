@@ -1,14 +1,17 @@
 //! The gated delta rule (linear attention): `delta_step` for decode and verification, and `delta_blocks`, `delta_scan`
-//! and `delta_gate` for prefill. Not here: the projections before and after, and the assignment of cells.
+//! (on matrices of which only the shape is known `delta_blocks_matrix`, `delta_scan_matrix`) and `delta_gate` for prefill.
+//! Not here: the projections before and after, and the assignment of cells.
 
 use super::Format;
 use super::embed::{BLOCK_ROWS, CELL_WORDS};
+use super::gemm::matmul::MatrixUnits;
 use super::gemm::skinny::Matrices;
 use super::gemm::tiled::{PackedOrder, TILE_TOKENS};
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{
-    DeltaBlocksArgs, DeltaBlocksConstants, DeltaGateArgs, DeltaGateConstants, DeltaScanArgs, DeltaScanConstants,
+    DeltaBlocksArgs, DeltaBlocksConstants, DeltaBlocksMatrixArgs, DeltaBlocksMatrixConstants, DeltaGateArgs,
+    DeltaGateConstants, DeltaScanArgs, DeltaScanConstants, DeltaScanMatrixArgs, DeltaScanMatrixConstants,
     DeltaStepArgs, DeltaStepConstants,
 };
 use super::state::{SLOT_SETTLED, SLOT_WORDS};
@@ -204,10 +207,66 @@ fn most_blocks(rows: u32, prompts: u32) -> u32 {
     ((rows - rows.min(prompts)) / BLOCK_ROWS + prompts).min(rows)
 }
 
+/// How the products of prompts' delta rule are computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeltaWay {
+    /// `delta_blocks` and `delta_scan`: matrices whose elements are where `fragment_layout` expects them, or f32 without
+    /// matrices.
+    Fragments(Matrices),
+    /// `delta_blocks_matrix` and `delta_scan_matrix`: matrices of which only the shape is known.
+    Loads(DeltaShape),
+}
+
+/// The shape of the workgroups of `delta_blocks_matrix` and `delta_scan_matrix`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaShape {
+    /// The matrices.
+    pub units: MatrixUnits,
+    /// The number of value columns of a workgroup of `delta_scan_matrix`, divided by 16.
+    pub together: u32,
+}
+
+impl DeltaShape {
+    /// Returns the shape for heads on a device with these matrices and with `shared` bytes of shared memory. `None` if the
+    /// kernels do not serve the heads there.
+    pub fn choose(heads: DeltaHeads, units: MatrixUnits, shared: u32) -> Option<DeltaShape> {
+        let shape = DeltaShape { units, together: 1 };
+        (shape.serves(heads) && shape.shared_bytes(heads) <= shared).then_some(shape)
+    }
+
+    /// Whether the kernels serve heads in this shape: a workgroup has an invocation for each row of a block and at most 256,
+    /// and whole workgroups of `delta_scan_matrix` divide the value columns.
+    fn serves(self, heads: DeltaHeads) -> bool {
+        let MatrixUnits { m, n, k, .. } = self.units;
+        let sides = [m, n, k].into_iter().all(|side| side == 8 || side == 16);
+        sides
+            && (BLOCK_ROWS..=256).contains(&self.threads())
+            && delta_serves(heads)
+            && heads.value_dim.is_multiple_of(16 * self.together)
+    }
+
+    /// The number of invocations of a workgroup of either kernel: a subgroup has `units.m` rows of a block.
+    fn threads(self) -> u32 {
+        BLOCK_ROWS / self.units.m * self.units.subgroup
+    }
+
+    /// Returns the shared memory of a workgroup in bytes: the larger one of both kernels.
+    pub fn shared_bytes(self, heads: DeltaHeads) -> u32 {
+        let subgroups = BLOCK_ROWS / self.units.m;
+        let blocks = 16 * BLOCK_ROWS * (BLOCK_ROWS / 4 + 1) + 12 * BLOCK_ROWS;
+        let columns = 16 * self.together;
+        let (state, rows) = (heads.key_dim / 8 + 1, BLOCK_ROWS / 8 + 1);
+        let slabs = subgroups * (self.units.m / 4 + 1);
+        let scan = 16 * columns * (2 * state + 4 * rows + slabs) + 16 * subgroups;
+        blocks.max(scan)
+    }
+}
+
 /// The sizes in bytes of the parts of the scratch buffer of a prompt step, each a multiple of 256.
 #[derive(Clone, Copy, Debug)]
 struct Scratch {
     mixed: u64,
+    turned: u64,
     solved: u64,
     values: u64,
     gates: u64,
@@ -215,14 +274,20 @@ struct Scratch {
 }
 
 impl Scratch {
-    fn new(heads: DeltaHeads, rows: u32, prompts: u32) -> Scratch {
+    fn new(heads: DeltaHeads, rows: u32, prompts: u32, way: DeltaWay) -> Scratch {
         let row = u64::from(BLOCK_ROWS) * 4;
         let blocks = u64::from(most_blocks(rows, prompts));
         let value_blocks = blocks * u64::from(heads.value);
-        // Without cooperative matrices: q and k of each value head. With them: q, k and kᵀ of each key head.
-        let mixed = u64::from(2 * heads.value).max(u64::from(3 * heads.key)) * u64::from(heads.key_dim);
+        // With fragments in matrices: q, k and kᵀ of each key head. Otherwise q and k of each value head, and by loads kᵀ of
+        // each key head. Recordings compare with a reference that writes q and k of each value head.
+        let (mixed, turned) = match way {
+            DeltaWay::Fragments(_) => ((2 * heads.value).max(3 * heads.key), 0),
+            DeltaWay::Loads(_) => (2 * heads.value, heads.key),
+        };
+        let key_blocks = |heads_: u32| blocks * u64::from(heads_) * u64::from(heads.key_dim) * row;
         Scratch {
-            mixed: blocks * mixed * row,
+            mixed: key_blocks(mixed),
+            turned: key_blocks(turned),
             solved: value_blocks * u64::from(2 * BLOCK_ROWS) * row,
             values: value_blocks * u64::from(heads.value_dim) * row,
             gates: value_blocks * 4 * row,
@@ -230,14 +295,14 @@ impl Scratch {
         }
     }
 
-    fn sizes(self) -> [u64; 5] {
-        [self.mixed, self.solved, self.values, self.gates, self.outputs]
+    fn sizes(self) -> [u64; 6] {
+        [self.mixed, self.turned, self.solved, self.values, self.gates, self.outputs]
     }
 }
 
 /// Returns the size in bytes of the scratch buffer for steps of up to `rows` rows of up to `prompts` prompts.
-pub fn scratch_bytes(heads: DeltaHeads, rows: u32, prompts: u32) -> u64 {
-    Scratch::new(heads, rows, prompts).sizes().iter().sum()
+pub fn scratch_bytes(heads: DeltaHeads, rows: u32, prompts: u32, way: DeltaWay) -> u64 {
+    Scratch::new(heads, rows, prompts, way).sizes().iter().sum()
 }
 
 /// The operands of [`delta_prompts`].
@@ -279,80 +344,92 @@ pub struct PromptOperands {
 /// the last are zero up to a multiple of 64.
 ///
 /// # Panics
-/// If [`delta_serves`] rejects the heads, or strides do not fit them.
+/// If [`delta_serves`] or the way rejects the heads, or strides do not fit them.
 pub fn delta_prompts(
     label: &str,
     heads: DeltaHeads,
     (rows, prompts): (u32, u32),
     packed: Option<PackedOrder>,
-    matrices: Matrices,
+    way: DeltaWay,
     operands: PromptOperands,
 ) -> [Call; 3] {
     let o = operands;
     check(heads, packed, o.stride, o.y_stride);
     let mut offset = 0;
-    let [mixed, solved, values, gates, outputs] = Scratch::new(heads, rows, prompts).sizes().map(|bytes| {
-        let part = o.scratch.part(offset, bytes);
-        offset += bytes;
-        part
-    });
+    let [mixed, turned, solved, values, gates, outputs] =
+        Scratch::new(heads, rows, prompts, way).sizes().map(|bytes| {
+            let part = o.scratch.part(offset, bytes);
+            offset += bytes;
+            part
+        });
     let DeltaHeads { key, value, key_dim, value_dim, tiled } = heads;
     let tiled = u32::from(tiled);
-    let name = |emulated, cooperative| match matrices {
-        Matrices::Emulated => emulated,
-        Matrices::Cooperative => cooperative,
+    let of_blocks = DeltaBlocksArgs {
+        x: o.x,
+        chunk: o.chunk,
+        cells: o.cells,
+        conv: o.conv,
+        a_log: o.a_log,
+        dt_bias: o.dt_bias,
+        window: o.window,
+        mixed,
+        solved,
+        values,
+        gates,
+        stride: o.stride,
     };
-    let blocks = Call {
-        kernel: name("delta_blocks.plain", "delta_blocks"),
-        label: format!("{label}.blocks"),
-        constants: DeltaBlocksConstants { key_heads: key, value_heads: value, key_dim, value_dim, tiled }.into_values(),
-        args: DeltaBlocksArgs {
-            x: o.x,
-            chunk: o.chunk,
-            cells: o.cells,
-            conv: o.conv,
-            a_log: o.a_log,
-            dt_bias: o.dt_bias,
-            window: o.window,
-            mixed,
-            solved,
-            values,
-            gates,
-            stride: o.stride,
-        }
-        .into_args(),
-        groups: [value, most_blocks(rows, prompts), 1],
+    let of_scan = DeltaScanArgs {
+        x: o.x,
+        chunk: o.chunk,
+        cells: o.cells,
+        mixed,
+        solved,
+        values,
+        gates,
+        state: o.state,
+        window: o.window,
+        o: outputs,
+        stride: o.stride,
     };
-    let (threads, together) = scan_shape(heads, matrices);
-    let scan = Call {
-        kernel: name("delta_scan.plain", "delta_scan"),
-        label: format!("{label}.scan"),
-        constants: DeltaScanConstants {
-            threads,
-            key_heads: key,
-            value_heads: value,
-            key_dim,
-            value_dim,
-            together,
-            tiled,
+    let (threads, together) = scan_shape(heads, way);
+    let block_constants = DeltaBlocksConstants { key_heads: key, value_heads: value, key_dim, value_dim, tiled };
+    let scan_constants =
+        DeltaScanConstants { threads, key_heads: key, value_heads: value, key_dim, value_dim, together, tiled };
+    let [blocks, scan] = match way {
+        DeltaWay::Fragments(matrices) => {
+            let names = match matrices {
+                Matrices::Emulated => ["delta_blocks.plain", "delta_scan.plain"],
+                Matrices::Cooperative => ["delta_blocks", "delta_scan"],
+            };
+            let constants = [block_constants.into_values(), scan_constants.into_values()];
+            let args = [of_blocks.into_args(), of_scan.into_args()];
+            [0, 1].map(|part| (names[part], constants[part].clone(), args[part].clone()))
         }
-        .into_values(),
-        args: DeltaScanArgs {
-            x: o.x,
-            chunk: o.chunk,
-            cells: o.cells,
-            mixed,
-            solved,
-            values,
-            gates,
-            state: o.state,
-            window: o.window,
-            o: outputs,
-            stride: o.stride,
+        DeltaWay::Loads(shape) => {
+            assert!(shape.serves(heads), "{shape:?} does not serve {heads:?}");
+            [
+                (
+                    "delta_blocks_matrix",
+                    blocks_by_loads(shape, block_constants).into_values(),
+                    blocks_with_turned(of_blocks, turned).into_args(),
+                ),
+                (
+                    "delta_scan_matrix",
+                    scan_by_loads(shape, scan_constants).into_values(),
+                    scan_with_turned(of_scan, turned).into_args(),
+                ),
+            ]
         }
-        .into_args(),
-        groups: [value * value_dim / (16 * together), prompts.min(rows), 1],
     };
+    let call = |part: &str, (kernel, constants, args), groups| Call {
+        kernel,
+        label: format!("{label}.{part}"),
+        constants,
+        args,
+        groups,
+    };
+    let blocks = call("blocks", blocks, [value, most_blocks(rows, prompts), 1]);
+    let scan = call("scan", scan, [value * value_dim / (16 * together), prompts.min(rows), 1]);
     let together = (256 / (value_dim / 4)).min(value);
     let gate = Call {
         kernel: "delta_gate",
@@ -383,14 +460,79 @@ pub fn delta_prompts(
 }
 
 /// Returns the number of invocations of a workgroup of `delta_scan`, and its number of columns divided by 16.
-fn scan_shape(heads: DeltaHeads, matrices: Matrices) -> (u32, u32) {
-    match matrices {
-        Matrices::Emulated => (64, 1),
-        Matrices::Cooperative => {
+fn scan_shape(heads: DeltaHeads, way: DeltaWay) -> (u32, u32) {
+    match way {
+        DeltaWay::Fragments(Matrices::Emulated) => (64, 1),
+        DeltaWay::Fragments(Matrices::Cooperative) => {
             let together = if heads.value_dim.is_multiple_of(32) { 2 } else { 1 };
             (128 * together, together)
         }
+        DeltaWay::Loads(shape) => (shape.threads(), shape.together),
     }
+}
+
+/// The constants of `delta_blocks_matrix`, of which the first are those of `delta_blocks`.
+fn blocks_by_loads(shape: DeltaShape, of: DeltaBlocksConstants) -> DeltaBlocksMatrixConstants {
+    let DeltaBlocksConstants { key_heads, value_heads, key_dim, value_dim, tiled } = of;
+    let MatrixUnits { m: matrix_m, n: matrix_n, k: matrix_k, subgroup } = shape.units;
+    let threads = shape.threads();
+    DeltaBlocksMatrixConstants {
+        key_heads,
+        value_heads,
+        key_dim,
+        value_dim,
+        tiled,
+        threads,
+        matrix_m,
+        matrix_n,
+        matrix_k,
+        subgroup,
+    }
+}
+
+/// The constants of `delta_scan_matrix`, of which the first are those of `delta_scan`.
+fn scan_by_loads(shape: DeltaShape, of: DeltaScanConstants) -> DeltaScanMatrixConstants {
+    let DeltaScanConstants { threads, key_heads, value_heads, key_dim, value_dim, together, tiled } = of;
+    let MatrixUnits { m: matrix_m, n: matrix_n, k: matrix_k, subgroup } = shape.units;
+    DeltaScanMatrixConstants {
+        threads,
+        key_heads,
+        value_heads,
+        key_dim,
+        value_dim,
+        together,
+        tiled,
+        matrix_m,
+        matrix_n,
+        matrix_k,
+        subgroup,
+    }
+}
+
+/// The arguments of `delta_blocks_matrix`, of which the first are those of `delta_blocks`.
+fn blocks_with_turned(of: DeltaBlocksArgs, turned: Range) -> DeltaBlocksMatrixArgs {
+    let DeltaBlocksArgs { x, chunk, cells, conv, a_log, dt_bias, window, mixed, solved, values, gates, stride } = of;
+    DeltaBlocksMatrixArgs {
+        x,
+        chunk,
+        cells,
+        conv,
+        a_log,
+        dt_bias,
+        window,
+        mixed,
+        solved,
+        values,
+        gates,
+        stride,
+        turned,
+    }
+}
+
+/// The arguments of `delta_scan_matrix`, of which the first are those of `delta_scan`.
+fn scan_with_turned(of: DeltaScanArgs, turned: Range) -> DeltaScanMatrixArgs {
+    let DeltaScanArgs { x, chunk, cells, mixed, solved, values, gates, state, window, o, stride } = of;
+    DeltaScanMatrixArgs { x, chunk, cells, mixed, solved, values, gates, state, window, o, stride, turned }
 }
 
 fn silu(x: f64) -> f64 {
@@ -585,7 +727,8 @@ fn prompts_of(memory: &HostMemory, chunk: Range, cells: Range) -> Vec<Prompt> {
         .collect()
 }
 
-/// Writes what the variant without cooperative matrices writes; computed in f64.
+/// Writes what the variant without cooperative matrices writes; computed in f64. The first constants and arguments of all
+/// variants are the same.
 pub(super) fn reference_delta_blocks(call: &Call, memory: &mut HostMemory) {
     let a = DeltaBlocksArgs::from_args(&call.args);
     let c = DeltaBlocksConstants::from_values(&call.constants);

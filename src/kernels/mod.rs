@@ -6,6 +6,7 @@ pub mod barriers;
 pub mod bench;
 pub mod code_probe;
 pub mod delta;
+pub mod delta_probe;
 pub mod deterministic;
 pub mod draft;
 pub mod embed;
@@ -135,8 +136,8 @@ pub fn reference(kernel: &str) -> Reference {
         "flash_decode" => attention::flash_decode::reference_flash_decode,
         "plan_splits" => attention::flash_decode::reference_plan_splits,
         "delta_step" => delta::reference_delta_step,
-        "delta_blocks" => delta::reference_delta_blocks,
-        "delta_scan" => delta::reference_delta_scan,
+        "delta_blocks" | "delta_blocks_matrix" => delta::reference_delta_blocks,
+        "delta_scan" | "delta_scan_matrix" => delta::reference_delta_scan,
         "delta_gate" => delta::reference_delta_gate,
         "verify_rows" => draft::reference_verify_rows,
         "decode_rows" => embed::reference_decode_rows,

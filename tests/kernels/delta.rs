@@ -16,10 +16,11 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor};
 use ostinato::device::{Component, MatrixShape};
 use ostinato::kernels::delta::{
-    DeltaHeads, MOST_PENDING, PromptOperands, RING, delta_prompts, delta_serves, delta_step, delta_verify,
-    scratch_bytes,
+    DeltaHeads, DeltaShape, DeltaWay, MOST_PENDING, PromptOperands, RING, delta_prompts, delta_serves, delta_step,
+    delta_verify, scratch_bytes,
 };
 use ostinato::kernels::embed::{BLOCK_ROWS, ChunkLayout, PromptRows};
+use ostinato::kernels::gemm::matmul::MatrixUnits;
 use ostinato::kernels::gemm::skinny::Matrices;
 use ostinato::kernels::gemm::tiled::{Packed, PackedOrder};
 use ostinato::kernels::host_memory::HostMemory;
@@ -52,16 +53,31 @@ fn shapes() -> [DeltaHeads; 5] {
     [heads(1, 1, 16, 16), tiled(2, 4, 32, 16), heads(1, 3, 48, 32), heads(1, 2, 128, 128), heads(2, 4, 16, 48)]
 }
 
-/// Returns the implementations of the matrix product that a device supports.
-fn ways(bench: &Bench) -> Vec<Matrices> {
+/// Returns the ways to multiply that a device supports. Those by loads have a workgroup for each 16 value columns.
+fn ways(bench: &Bench) -> Vec<DeltaWay> {
+    let capabilities = &bench.device.adapter().capabilities;
     let shape = MatrixShape { m: 16, n: 16, k: 16, input: Component::Bf16, accumulator: Component::F32 };
-    let units = bench.device.adapter().capabilities.matrix_shapes.contains(&shape);
-    if units { vec![Matrices::Emulated, Matrices::Cooperative] } else { vec![Matrices::Emulated] }
+    let known = capabilities.matrix_shapes.contains(&shape);
+    let loads = MatrixUnits::of(capabilities).map(|units| DeltaWay::Loads(DeltaShape { units, together: 1 }));
+    let fragments = known.then_some(DeltaWay::Fragments(Matrices::Cooperative));
+    [DeltaWay::Fragments(Matrices::Emulated)].into_iter().chain(fragments).chain(loads).collect()
+}
+
+/// Returns the way for the heads of a case: where value columns and shared memory allow it, every other case by loads has a
+/// workgroup for 32 columns.
+fn way_of(way: DeltaWay, heads: DeltaHeads, case: usize) -> DeltaWay {
+    match way {
+        DeltaWay::Loads(shape) if case % 2 == 1 && heads.value_dim.is_multiple_of(32) => {
+            let wide = DeltaShape { together: 2, ..shape };
+            DeltaWay::Loads(if wide.shared_bytes(heads) <= 32 * 1024 { wide } else { shape })
+        }
+        way => way,
+    }
 }
 
 /// Returns the tolerance for a prompt's outputs and states.
-fn limit(matrices: Matrices) -> f32 {
-    if matrices == Matrices::Emulated { PROMPT } else { PARTS }
+fn limit(way: DeltaWay) -> f32 {
+    if way == DeltaWay::Fragments(Matrices::Cooperative) { PARTS } else { PROMPT }
 }
 
 /// How strongly tokens decay the state and write to it.
@@ -583,7 +599,7 @@ fn prompt_step(
     layer: &Layer,
     parts: &[Part],
     order: Option<PackedOrder>,
-    matrices: Matrices,
+    way: DeltaWay,
 ) -> PromptOperands {
     let heads = layer.heads;
     let mut cells = Cells::new(heads);
@@ -612,7 +628,7 @@ fn prompt_step(
     let mut tokens: Vec<Vec<f32>> = parts.iter().flat_map(|part| part.tokens.clone()).collect();
     tokens.resize(rows as usize, vec![f32::from_bits(POISON); heads.projected() as usize]);
     let width = heads.output();
-    let scratch = scratch_bytes(heads, rows, most) as usize / 4;
+    let scratch = scratch_bytes(heads, rows, most, way) as usize / 4;
     let layout = ChunkLayout { prompts: most, cells: true };
     let chunk = cases.words("chunk", &descriptor(layout, &prompts));
     let cells_at = u64::from(layout.cells(0)) * 4;
@@ -631,12 +647,12 @@ fn prompt_step(
         scratch: cases.output("scratch", scratch, Expect::Any),
         y: match order {
             Some(_) => cases.output("y", Packed::bytes(rows, width) as usize / 4, Expect::Bfloats(2f32.powi(-7))),
-            None => cases.output("y", (rows * (width + 4)) as usize, Expect::Floats(limit(matrices))),
+            None => cases.output("y", (rows * (width + 4)) as usize, Expect::Floats(limit(way))),
         },
         y_stride: order.map_or(width + 4, |order| order.stride(rows, width)),
     };
-    cases.expect(operands.state, Expect::Floats(limit(matrices)));
-    for call in delta_prompts("delta", heads, (rows, most), order, matrices, operands) {
+    cases.expect(operands.state, Expect::Floats(limit(way)));
+    for call in delta_prompts("delta", heads, (rows, most), order, way, operands) {
         cases.recording.call(call);
     }
     operands
@@ -646,16 +662,19 @@ fn prompt_step(
 fn check_prompts(name: &str, order: Option<PackedOrder>, steps: &[(Layer, Vec<Part>)]) {
     let vulkan = Vulkan::new();
     let benches: Vec<Bench> = Driver::all().iter().map(|driver| Bench::new(&vulkan, *driver)).collect();
-    for matrices in [Matrices::Emulated, Matrices::Cooperative] {
-        let benches: Vec<&Bench> = benches.iter().filter(|bench| ways(bench).contains(&matrices)).collect();
-        if benches.is_empty() {
-            continue;
+    let mut all: Vec<DeltaWay> = Vec::new();
+    for way in benches.iter().flat_map(ways) {
+        if !all.contains(&way) {
+            all.push(way);
         }
-        let mut cases = Cases::new(&format!("{name} {matrices:?}"));
+    }
+    for way in all {
+        let benches: Vec<&Bench> = benches.iter().filter(|bench| ways(bench).contains(&way)).collect();
+        let mut cases = Cases::new(&format!("{name} {way:?}"));
         let mut made = Vec::new();
         for (index, (layer, parts)) in steps.iter().enumerate() {
             cases.case(format!("{index}.{:?}", layer.heads));
-            made.push(prompt_step(&mut cases, layer, parts, order, matrices));
+            made.push(prompt_step(&mut cases, layer, parts, order, way_of(way, layer.heads, index)));
         }
         let reference = cases.reference();
         for ((layer, parts), operands) in steps.iter().zip(made) {
@@ -785,10 +804,10 @@ fn blocks_do_what_tokens_one_by_one_do() {
         let prompt = part(&mut random, &layer, gates, 0, 150, 0);
         for driver in Driver::all() {
             let bench = Bench::new(&vulkan, *driver);
-            for matrices in ways(&bench) {
+            for way in ways(&bench) {
                 let mut cases = Cases::new("both");
                 cases.case(format!("{index}"));
-                let o = prompt_step(&mut cases, &layer, std::slice::from_ref(&prompt), None, matrices);
+                let o = prompt_step(&mut cases, &layer, std::slice::from_ref(&prompt), None, way);
                 // After the prompt in cell 0 comes one further token. Cell 1 gets all tokens one by one.
                 let next = layer.token(&mut random, gates);
                 let length = prompt.tokens.len() as u32;
@@ -835,10 +854,7 @@ fn blocks_do_what_tokens_one_by_one_do() {
                 let mut near = |found: f32, wanted: f32, place: String| {
                     let part = f64::from((found - wanted).abs()) / (1.0 + f64::from(wanted.abs()));
                     (squares, count) = (squares + part * part, count + 1.0);
-                    assert!(
-                        part <= f64::from(limit(matrices)),
-                        "{matrices:?}, {place}: {found} in blocks, {wanted} by tokens"
-                    );
+                    assert!(part <= f64::from(limit(way)), "{way:?}, {place}: {found} in blocks, {wanted} by tokens");
                     if part > worst {
                         (worst, what) = (part, place);
                     }
@@ -859,8 +875,8 @@ fn blocks_do_what_tokens_one_by_one_do() {
                     near(memory.f32(o.state, i), memory.f32(o.state, size + i), format!("state {i}"));
                 }
                 let mean = f64::sqrt(squares / count);
-                println!("{heads:?}, {gates:?}, {matrices:?} on {driver:?}: {mean:.1e}, {worst:.1e} at {what}");
-                assert!(mean <= PARTS_MEAN, "{heads:?}, {matrices:?}: {mean:.1e}");
+                println!("{heads:?}, {gates:?}, {way:?} on {driver:?}: {mean:.1e}, {worst:.1e} at {what}");
+                assert!(mean <= PARTS_MEAN, "{heads:?}, {way:?}: {mean:.1e}");
             }
         }
     }

@@ -154,6 +154,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         matrix_units: MatrixUnits::of(capabilities),
         flash_matrix: true,
         flash_f32: !cpu,
+        delta_matrix: true,
         small_tiles: cpu,
         // A workgroup that waits occupies a thread of a CPU driver.
         exchange_workgroups: if cpu { 1 } else { processors },
@@ -389,6 +390,7 @@ impl Build<'_> {
         let mut tuning = tuning(&adapter, self.opened.multiplies.matrices, kv_heads, context);
         tuning.set_arithmetic(self.opened.multiplies.arithmetic);
         tuning.flash_matrix = self.opened.multiplies.attention;
+        tuning.delta_matrix = self.opened.multiplies.recurrence;
         tuning.ptx = self.opened.ptx.is_ok();
         tuning.fp8_activations = self.model.fp8_activations == Some(true);
         for change in self.tune {

@@ -3,7 +3,8 @@
 //! Not here: the layers' MLPs (`mlp`).
 
 use super::{Block, Decoder, Mixed, Step, StepShape};
-use crate::kernels::delta::{self, DeltaHeads, MOST_PENDING, PromptOperands};
+use crate::kernels::delta::{self, DeltaHeads, DeltaShape, DeltaWay, MOST_PENDING, PromptOperands};
+use crate::kernels::gemm::matmul::Arithmetic;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::Packed;
 use crate::kernels::recording::Recording;
@@ -22,6 +23,20 @@ pub fn delta_heads(net: DeltaNet) -> DeltaHeads {
 }
 
 impl Decoder<'_> {
+    /// Returns how the products of prompts' delta rule are computed.
+    fn delta_way(&self, heads: DeltaHeads) -> DeltaWay {
+        let by_loads = match (self.tuning.fragments, self.tuning.arithmetic) {
+            (None, Arithmetic::Matrices(units)) if self.tuning.delta_matrix => {
+                DeltaShape::choose(heads, units, self.tuning.shared_bytes)
+            }
+            _ => None,
+        };
+        match by_loads {
+            Some(shape) => DeltaWay::Loads(shape),
+            None => DeltaWay::Fragments(self.tuning.fragments.unwrap_or(Matrices::Emulated)),
+        }
+    }
+
     /// Records the stages of the mixer except its output projection. `cells` is the prefix of the names of the layer's
     /// state buffers.
     pub(super) fn delta(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block, cells: &str) -> Mixed {
@@ -81,6 +96,7 @@ impl Decoder<'_> {
             });
         } else {
             let prompts = self.state.prompts.min(rows);
+            let way = self.delta_way(heads);
             let operands = PromptOperands {
                 x,
                 stride,
@@ -93,17 +109,16 @@ impl Decoder<'_> {
                 epsilon,
                 state,
                 window,
-                scratch: r.buffer("scan", delta::scratch_bytes(heads, rows, prompts)),
+                scratch: r.buffer("scan", delta::scratch_bytes(heads, rows, prompts, way)),
                 y,
                 y_stride,
             };
-            let matrices = self.tuning.fragments.unwrap_or(Matrices::Emulated);
             let calls = delta::delta_prompts(
                 &block.name("delta"),
                 heads,
                 (rows, prompts),
                 packed.map(|packed| packed.order),
-                matrices,
+                way,
                 operands,
             );
             calls.into_iter().for_each(|call| r.call(call));

@@ -34,12 +34,16 @@ pub struct Tuning {
     pub gemv_most: u32,
     /// The arithmetic of `matmul`, and on cooperative matrices of prompts' attention with row-major weights.
     pub arithmetic: Arithmetic,
-    /// The device's cooperative matrices for `matmul` and `flash_matrix`, if it has any.
+    /// The device's cooperative matrices for `matmul`, `flash_matrix`, `delta_blocks_matrix` and `delta_scan_matrix`, if it has
+    /// any.
     pub matrix_units: Option<MatrixUnits>,
     /// Whether prompts' attention with row-major weights uses `flash_matrix`, where `arithmetic` is cooperative matrices.
     pub flash_matrix: bool,
     /// Whether prompts' attention with row-major weights uses `flash_f32`, where it is not on matrices.
     pub flash_f32: bool,
+    /// Whether prompts' delta rule with row-major weights uses `delta_blocks_matrix` and `delta_scan_matrix`, where `arithmetic` is
+    /// cooperative matrices.
+    pub delta_matrix: bool,
     /// Whether tiles of `matmul` are small and are not split, as suits CPU drivers, which compile few sums per invocation
     /// much faster.
     pub small_tiles: bool,
@@ -382,6 +386,10 @@ impl Tuning {
             }
             "flash_matrix" => {
                 self.flash_matrix = value != 0;
+                return true;
+            }
+            "delta_matrix" => {
+                self.delta_matrix = value != 0;
                 return true;
             }
             "fragments" => {

@@ -29,8 +29,12 @@ pub(crate) type Entries = BTreeMap<String, String>;
 /// weights no longer fit in registers.
 pub(crate) const MOST_TILES: u32 = 4;
 
-/// The maximum number of rows of activations that `gemv` may be chosen for.
-const MOST_GEMV_ROWS: u32 = 64;
+/// The maximum number of rows of activations that `gemv` or `gemv_dots` may be chosen for.
+const MOST_FEW_ROWS: u32 = 64;
+
+/// The maximum numbers of rows of W of a group of `gemv_dots`, and of rows of x of its workgroups: its code is as many times as
+/// long, and an invocation has as many sums as their product.
+const MOST_DOTS_ROWS: u32 = 8;
 
 /// The contents of the file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -132,7 +136,9 @@ pub(crate) fn entry(key: &str, config: &ModelConfig) -> Option<String> {
             let of = &config.attention_kinds[0];
             Some(format!("{key}.{}x{}x{}", of.heads, of.kv_heads, of.head_dim))
         }
-        "gemv_threads" | "gemv_most" => Some(format!("{key}.{}x{}", config.hidden, config.intermediate)),
+        "gemv_threads" | "gemv_most" | "dots" | "dots_batch" | "dots_most" => {
+            Some(format!("{key}.{}x{}", config.hidden, config.intermediate))
+        }
         key if key.starts_with("skinny.") || key.starts_with("codes.") => Some(key.to_owned()),
         key => matmul_shape(key).map(|_| key.to_owned()),
     }
@@ -143,6 +149,8 @@ pub(crate) fn entry(key: &str, config: &ModelConfig) -> Option<String> {
 pub(crate) struct TuningBounds {
     /// The maximum number of invocations of a workgroup.
     pub(crate) threads: u32,
+    /// The size of the largest subgroups.
+    pub(crate) subgroup: u32,
     /// The model's attention heads.
     pub(crate) heads: Heads,
 }
@@ -162,7 +170,8 @@ impl TuningBounds {
             scores: Scores::default(),
             kv_format: KvFormat::F16,
         };
-        TuningBounds { threads: capabilities.max_invocations.min(capabilities.max_workgroup_size[0]), heads }
+        let threads = capabilities.max_invocations.min(capabilities.max_workgroup_size[0]);
+        TuningBounds { threads, subgroup: capabilities.subgroup_max, heads }
     }
 
     /// Returns the tuning with one change, or `None` if the change is invalid or the device cannot run it.
@@ -188,7 +197,15 @@ impl TuningBounds {
                     && self.heads.shared_bytes(1, threads) <= tuning.shared_bytes
             }
             "gemv_threads" => changed.gemv_threads.is_power_of_two() && (4..=most).contains(&changed.gemv_threads),
-            "gemv_most" => (1..=MOST_GEMV_ROWS).contains(&changed.gemv_most),
+            "gemv_most" => (1..=MOST_FEW_ROWS).contains(&changed.gemv_most),
+            "dots_most" => (1..=MOST_FEW_ROWS).contains(&changed.dots_most),
+            "dots" | "dots_batch" => {
+                let dots = changed.dots?;
+                dots.groups * dots.lanes <= most
+                    && dots.lanes.is_multiple_of(self.subgroup.max(1))
+                    && dots.weight_rows.max(dots.batch) <= MOST_DOTS_ROWS
+                    && dots.fits()
+            }
             key if key.starts_with("matmul.") => {
                 let (tokens, rows, cols) = matmul_shape(key)?;
                 let config = changed.matmul_shapes.get(&(rows, cols, tokens))?;
@@ -323,6 +340,7 @@ mod tests {
     use crate::config::DEMO_PATH;
     use crate::device::AdapterKind;
     use crate::gpu::build::defaults::tuning;
+    use crate::model::decoder::most_gemv_rows;
     use crate::model::demo;
 
     fn found(entries: &[(&str, Option<&str>)]) -> BTreeMap<String, Option<String>> {
@@ -342,6 +360,7 @@ mod tests {
         adapter.capabilities.max_invocations = 1024;
         adapter.capabilities.max_workgroup_size = [1024; 3];
         adapter.capabilities.max_shared_bytes = 48 << 10;
+        (adapter.capabilities.subgroup_min, adapter.capabilities.subgroup_max) = (32, 32);
         adapter
     }
 
@@ -416,7 +435,8 @@ mod tests {
     fn what_exceeds_the_device_is_no_change() {
         let (adapter, model) = (adapter(), demo_model());
         let bounds = TuningBounds::new(&adapter, &model.config);
-        let tuning = emulated(&adapter);
+        let mut tuning = emulated(&adapter);
+        assert!(tuning.set("integer_dots=1"));
         for (key, good, bad) in [
             ("skinny.512x256", "256/1/2", ["2048/1/2", "1024/4/8", "256/5/2", "256/1/9"]),
             ("flash_threads", "128", ["0", "48", "2048", "x"]),
@@ -424,6 +444,13 @@ mod tests {
             ("attention_threads", "64", ["0", "48", "2048", "x"]),
             ("gemv_threads", "64", ["0", "48", "2048", "x"]),
             ("gemv_most", "3", ["0", "65", "-1", ""]),
+            ("dots_most", "3", ["0", "65", "-1", ""]),
+            // More invocations than a workgroup has, groups of half a subgroup, too many rows of W and of x; too much shared
+            // memory; and what is no shape.
+            ("dots", "8/64/4/2/3", ["32/64/2/2/2", "8/16/2/2/2", "8/64/16/2/2", "8/64/2/16/2"]),
+            ("dots", "8/128/2/4/1", ["4/256/2/1/1", "8/64/3/2/2", "8/64/2/2/0", "65536/65536/2/2/2"]),
+            ("dots", "1/32/2/1/1", ["8/64/2/2", "8/64/2/2/2/2", "0/64/2/2/2", ""]),
+            ("dots_batch", "4", ["0", "9", "4096", "x"]),
             // Other tiles, more splits, sums and shared memory than a device runs.
             ("matmul.16x512x256", "16/64/1/4/2", ["16/64/1/3/2", "16/64/1/4/64", "8/8/1/2", "512/256/8/64/1"]),
         ] {
@@ -433,6 +460,11 @@ mod tests {
             }
         }
         assert!(bounds.changed(&tuning, "nonsense", "1").is_none());
+        // A device without integer dot products has no workgroups for them.
+        let without = Tuning { dots: None, ..tuning.clone() };
+        for (key, value) in [("dots", "8/64/4/2/3"), ("dots_batch", "4")] {
+            assert!(bounds.changed(&without, key, value).is_none(), "{key}");
+        }
         // Several rows of x take more shared memory.
         let codes = |tokens: u32| format!("codes.4x512x256x{tokens}");
         assert!(bounds.changed(&tuning, &codes(2), "64/1/1/4").is_some());
@@ -462,10 +494,33 @@ mod tests {
     fn an_arithmetic_that_is_set_again_leaves_the_rows_of_gemv() {
         let mut tuning = emulated(&adapter());
         tuning.set_arithmetic(Arithmetic::F32);
-        assert!(tuning.set("gemv_most=3") && tuning.set("arithmetic=0"));
-        assert_eq!(tuning.gemv_most, 3);
+        assert!(tuning.set("gemv_most=3") && tuning.set("dots_most=2") && tuning.set("arithmetic=0"));
+        assert_eq!((tuning.gemv_most, tuning.dots_most), (3, 2));
         assert!(tuning.set("arithmetic=1"));
-        assert_eq!((tuning.arithmetic, tuning.gemv_most), (Arithmetic::F16, 16));
+        assert_eq!((tuning.arithmetic, tuning.gemv_most), (Arithmetic::F16, most_gemv_rows(Arithmetic::F16)));
+    }
+
+    #[test]
+    fn the_rows_of_integer_dots_are_set_after_their_workgroups() {
+        let (folder, adapter, model) = (tempfile::tempdir().expect("a folder"), adapter(), demo_model());
+        let entries = [
+            ("dots_batch.256x512", Some("4")),
+            ("dots.256x512", Some("4/64/4/1/3")),
+            ("dots_most.256x512", Some("6")),
+            ("dots_most.4096x12288", Some("8")),
+        ];
+        let plain = Tuning { fragments: None, tags: false, arithmetic: Arithmetic::F32, ..emulated(&adapter) };
+        keep(folder.path(), &adapter, &of("rows", &entries)).expect("kept");
+        let tuned = Tuned::of_model(Some(folder.path()), &adapter, &model, &crate::host::progress::Quiet);
+        let mut rows = plain.clone();
+        assert!(rows.set("integer_dots=1"));
+        assert_eq!(tuned.apply(&mut rows), 3);
+        let dots = rows.dots.expect("integer dots");
+        assert_eq!((dots.groups, dots.lanes, dots.weight_rows, dots.batch), (4, 64, 4, 4));
+        assert_eq!((dots.workgroups, rows.dots_most), (3 * rows.processors, 6));
+        // Without integer dots only the number of rows is set, which changes nothing.
+        let mut without = plain;
+        assert_eq!((tuned.apply(&mut without), without.dots), (1, None));
     }
 
     #[test]

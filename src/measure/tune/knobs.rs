@@ -5,6 +5,7 @@ use crate::gpu::tuned;
 use crate::gpu::tuned::{MOST_TILES, TuningBounds};
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::codes_of;
+use crate::kernels::gemm::gemv_dots::DotsConfig;
 use crate::kernels::gemm::matmul::{Arithmetic, MatmulConfig};
 use crate::kernels::gemm::skinny::MOST_AHEAD;
 use crate::kernels::recording::{Call, Op};
@@ -15,8 +16,13 @@ use crate::memory::pack::codes::unit_cols;
 use crate::model::decoder::{Decoder, StepShape, Tuning};
 use std::collections::BTreeSet;
 
-/// The key of the choice from how many rows on products use `matmul`.
-pub(super) const GEMV_MOST: &str = "gemv_most";
+/// The keys of the limits of rows that choose the kernels of row-major products: up to the first one, those of affine codes use
+/// `gemv_dots`; of the others, those of up to the second one use `gemv` and those of more `matmul`.
+pub(super) const LIMITS: [&str; 2] = ["dots_most", "gemv_most"];
+
+/// The key of the workgroups of `gemv_dots` for all numbers of rows, and of their rows of x alone.
+const DOTS: &str = "dots";
+const DOTS_BATCH: &str = "dots_batch";
 
 /// The context length from which fewer splits and threads of attention than the default are tried. On a shorter context
 /// most splits are idle, and its times do not show what a long context would lose with fewer.
@@ -45,7 +51,7 @@ impl Knob {
         let key = change.split('=').next().unwrap_or(change);
         let from = key.strip_prefix("matmul.").and_then(|rows| rows.parse::<u32>().ok());
         let of_all = from.zip(tuned::matmul_shape(&self.key)).is_some_and(|(from, (tokens, ..))| tokens >= from);
-        key == self.key || of_all
+        key == self.key || of_all || key == DOTS && self.key == DOTS_BATCH
     }
 }
 
@@ -71,23 +77,37 @@ pub(super) fn knobs(
     all.knobs
 }
 
-/// Returns the choice from how many rows on `matmul` is used, as a decode step of `rows` rows can move it; `rule` is its
-/// default value.
-pub(super) fn gemv_most(decoder: &Decoder<'_>, rule: u32, candidate: u32) -> Option<Knob> {
-    Some(Knob {
-        key: GEMV_MOST.to_owned(),
-        entry: tuned::entry(GEMV_MOST, decoder.config)?,
-        rule: rule.to_string(),
-        candidates: vec![candidate.to_string()],
-        bytes: 0,
-        room: 0,
-    })
+/// Returns the values of [`LIMITS`].
+pub(super) fn limits(tuning: &Tuning) -> [u32; 2] {
+    [tuning.dots_most, tuning.gemv_most]
 }
 
-/// Returns the maximum number of rows of `gemv` with which a step of `rows` rows uses the other kernel; `None` if that would
-/// change the kernel of a step of fewer rows that was searched before, of `earlier` rows. The number leaves as many other steps
-/// as they are as it can.
-pub(super) fn other_gemv_most(current: u32, rows: u32, earlier: &[u32]) -> Option<u32> {
+/// Returns the choice of one of [`LIMITS`], whose values depend on the step ([`other_limits`]); `rule` is its default value.
+pub(super) fn limit(decoder: &Decoder<'_>, key: &str, rule: u32) -> Option<Knob> {
+    let entry = tuned::entry(key, decoder.config)?;
+    Some(Knob { key: key.to_owned(), entry, rule: rule.to_string(), candidates: Vec::new(), bytes: 0, room: 0 })
+}
+
+/// Returns the names of the kernels of a step's row-major products, in the order of the products.
+pub(super) fn product_kernels(decoder: &Decoder<'_>, tuning: &Tuning, shape: StepShape) -> Vec<&'static str> {
+    let step = Decoder { tuning: tuning.clone(), ..decoder.clone() }.record(shape);
+    let name = |op: &Op| if let Op::Call(call) = op { Some(call.kernel) } else { None };
+    let is_product = |name: &&str| ["gemv", "matmul"].iter().any(|start| name.starts_with(start));
+    step.ops.iter().filter_map(name).filter(is_product).collect()
+}
+
+/// Returns the values of [`LIMITS`] with which products of a step of `rows` rows may use other kernels than with the current
+/// values: with the first limit on the other side of the step's rows, with the second one, and with both. Steps of `earlier`
+/// rows, which were searched before, keep their kernels.
+pub(super) fn other_limits(current: [u32; 2], rows: u32, earlier: &[u32]) -> Vec<[u32; 2]> {
+    let [dots, gemv] = current.map(|limit| other_limit(limit, rows, earlier));
+    let pairs = [(dots, Some(current[1])), (Some(current[0]), gemv), (dots, gemv)];
+    pairs.into_iter().filter_map(|(dots, gemv)| Some([dots?, gemv?])).collect()
+}
+
+/// Returns the value of a limit that is on the other side of a step's `rows` rows; `None` if a step of `earlier` rows would be on
+/// another side too. Of these values, it is the one next to the step's rows.
+fn other_limit(current: u32, rows: u32, earlier: &[u32]) -> Option<u32> {
     let among = |from: u32, to: u32| earlier.iter().any(|rows| *rows > from && *rows <= to);
     match rows {
         0..=1 => None,
@@ -138,6 +158,11 @@ impl Knobs<'_> {
                 let values = powers(rules.gemv_threads.min(32), 256);
                 self.add("gemv_threads".to_owned(), rules.gemv_threads.to_string(), values, bytes);
             }
+            "gemv_dots" => {
+                let Some(dots) = rules.dots else { return };
+                let (own, values) = (dots_value(dots, rules.processors), dots_values(dots, rules.processors));
+                self.add(DOTS.to_owned(), own, values, call.args[0].range().bytes);
+            }
             "flash_decode" => {
                 let least = if depth < LONG { rules.flash_threads } else { 32 };
                 let values = [32, 64, 96, 128, 192, 256, 384, 512].into_iter().filter(|n| *n >= least);
@@ -159,6 +184,13 @@ impl Knobs<'_> {
         match family(call) {
             "skinny_codes" => self.add_codes(call, rows),
             "matmul" => self.add_matmul(call, rows),
+            "gemv_dots" => {
+                let Some(dots) = self.tuning.dots else { return };
+                // Rows of x beyond those of the step are none.
+                let values = [1, 2, 4].into_iter().filter(|batch| *batch <= rows).map(|batch| batch.to_string());
+                let bytes = call.args[0].range().bytes;
+                self.add(DOTS_BATCH.to_owned(), dots.batch.to_string(), values.collect(), bytes);
+            }
             _ => {}
         }
     }
@@ -217,6 +249,29 @@ fn family(call: &Call) -> &str {
 fn value_of(config: &MatmulConfig) -> String {
     let MatmulConfig { tokens, features, words, each, splits } = config;
     format!("{tokens}/{features}/{words}/{each}/{splits}")
+}
+
+/// Returns the value of a choice of the workgroups of `gemv_dots`, `groups/lanes/weight_rows/batch/each`.
+fn dots_value(config: DotsConfig, processors: u32) -> String {
+    let DotsConfig { groups, lanes, weight_rows, batch, workgroups, .. } = config;
+    format!("{groups}/{lanes}/{weight_rows}/{batch}/{}", workgroups.div_ceil(processors))
+}
+
+/// Returns the workgroups of `gemv_dots` that are worth trying for steps of one row: half and twice as many groups, groups twice
+/// as large, and more rows of W; the rows of x of a workgroup, of which such a step has one, stay.
+fn dots_values(config: DotsConfig, processors: u32) -> Vec<String> {
+    let mut values = Vec::new();
+    for groups in [config.groups / 2, config.groups, config.groups * 2].into_iter().filter(|groups| *groups > 0) {
+        for lanes in [config.lanes, config.lanes * 2] {
+            for weight_rows in [2, 4] {
+                for each in 1..=4 {
+                    let config = DotsConfig { groups, lanes, weight_rows, workgroups: each * processors, ..config };
+                    values.push(dots_value(config, processors));
+                }
+            }
+        }
+    }
+    values
 }
 
 /// Returns the `skinny` workgroup shapes that are worth trying for a matrix with `rows` rows and `chunks` chunks of 32
@@ -286,10 +341,13 @@ mod tests {
     use crate::gpu::build::defaults::tuning;
     use crate::kernels::gemm::skinny::Matrices;
     use crate::kernels::layout::StateLayout;
-    use crate::model::checkpoint::Checkpoint;
+    use crate::memory::pack::Format;
+    use crate::model::checkpoint::{Checkpoint, WeightKind, WeightSpec};
     use crate::model::decoder::RingLayout;
     use crate::model::decoder::stage::LayerStage;
     use crate::model::demo;
+    use crate::quant::number::Number;
+    use crate::quant::{Codes, Minimum};
     use std::collections::BTreeMap;
     use std::path::Path;
 
@@ -302,18 +360,44 @@ mod tests {
     }
 
     fn with_changes(fragments: Option<Matrices>, depth: u32, shape: StepShape, changes: &[&str]) -> Vec<Knob> {
+        with_weights(
+            fragments,
+            |_| None,
+            changes,
+            |decoder, bounds| {
+                let knobs = knobs(decoder, &decoder.tuning, bounds, depth, shape);
+                for knob in &knobs {
+                    let fits = |value: &String| bounds.changed(&decoder.tuning, &knob.key, value).is_some();
+                    assert!(knob.candidates.iter().all(fits), "{knob:?}");
+                }
+                knobs
+            },
+        )
+    }
+
+    /// Calls a function with a decoder of the demo model whose matrices have other formats, where `format` returns one.
+    fn with_weights<T>(
+        fragments: Option<Matrices>,
+        format: impl Fn(&WeightSpec) -> Option<Format>,
+        changes: &[&str],
+        with: impl FnOnce(&Decoder<'_>, TuningBounds) -> T,
+    ) -> T {
         let mut adapter = Adapter::made_up(0, "Some GPU", AdapterKind::Discrete);
         adapter.capabilities.max_invocations = 512;
         adapter.capabilities.max_workgroup_size = [1024; 3];
         adapter.capabilities.max_shared_bytes = 32 << 10;
         let checkpoint =
             Checkpoint::open(&demo::unpack(Path::new(DEMO_PATH), None).expect("a folder")).expect("the demo model");
+        let mut weights = checkpoint.weights().to_vec();
+        for weight in weights.iter_mut().filter(|weight| weight.kind == WeightKind::Matrix) {
+            weight.format = format(weight).unwrap_or(weight.format);
+        }
         let mut rules = Tuning { fragments, splits: 8, ..tuning(&adapter, None, 4, 1024) };
         assert!(changes.iter().all(|change| rules.set(change)));
         let decoder = Decoder {
             input_tags: BTreeMap::new(),
             config: &checkpoint.config,
-            weights: checkpoint.weights(),
+            weights: &weights,
             stage: LayerStage::whole(&checkpoint.config),
             max_buffer_bytes: 1 << 30,
             state: StateLayout {
@@ -333,14 +417,23 @@ mod tests {
             kv_format: KvFormat::F16,
             ring: RingLayout { steps: 16, rows: 64 },
             context: 1024,
-            tuning: rules.clone(),
+            tuning: rules,
         };
-        let bounds = TuningBounds::new(&adapter, &checkpoint.config);
-        let knobs = knobs(&decoder, &rules, bounds, depth, shape);
-        for knob in &knobs {
-            assert!(knob.candidates.iter().all(|value| bounds.changed(&rules, &knob.key, value).is_some()));
-        }
-        knobs
+        with(&decoder, TuningBounds::new(&adapter, &checkpoint.config))
+    }
+
+    /// Affine codes of 4 bits, as `gemv_dots` multiplies them, and codes of other numbers.
+    const AFFINE: Format =
+        Format::Codes(Codes { bits: 4, group: 32, number: Number::Affine, minimum: Minimum::Stored });
+    const OTHERS: Format = Format::Codes(Codes { bits: 4, group: 32, number: Number::E2m1, minimum: Minimum::Stored });
+
+    fn of_codes(shape: StepShape, changes: &[&str]) -> Vec<Knob> {
+        with_weights(
+            None,
+            |_| Some(AFFINE),
+            changes,
+            |decoder, bounds| knobs(decoder, &decoder.tuning, bounds, 256, shape),
+        )
     }
 
     fn named<'a>(knobs: &'a [Knob], key: &str) -> &'a Knob {
@@ -455,20 +548,100 @@ mod tests {
         let knob = named(&knobs, "matmul.64x512x256");
         let covers = ["matmul.64x512x256=16/64/1/4/1", "matmul.64=16/64/1/4/1", "matmul.16=16/64/1/4/1"];
         assert!(covers.iter().all(|change| knob.is_set_by(change)));
+        let dots = named(&of_codes(StepShape::Decode { rows: 2 }, &["integer_dots=1"]), "dots_batch").clone();
+        assert!(["dots=1/64/2/2/1", "dots_batch=1"].iter().all(|change| dots.is_set_by(change)));
+        assert!(!["dots_most=4", "integer_dots=1"].iter().any(|change| dots.is_set_by(change)));
         let others = ["matmul.128=16/64/1/4/1", "matmul.64x256x512=16/64/1/4/1", "gemv_most=3", "tags=0"];
         assert!(!others.iter().any(|change| knob.is_set_by(change)));
     }
 
     #[test]
-    fn a_step_moves_the_rows_of_gemv_only_where_no_step_before_it_is_moved() {
+    fn a_step_moves_a_limit_only_where_no_step_before_it_is_moved() {
         // Steps of up to 16 rows use `gemv`.
-        assert_eq!(other_gemv_most(16, 1, &[]), None);
-        assert_eq!(other_gemv_most(16, 4, &[]), Some(3));
-        assert_eq!(other_gemv_most(16, 16, &[4]), Some(15));
-        assert_eq!(other_gemv_most(16, 4, &[8]), None);
+        assert_eq!(other_limit(16, 1, &[]), None);
+        assert_eq!(other_limit(16, 4, &[]), Some(3));
+        assert_eq!(other_limit(16, 16, &[4]), Some(15));
+        assert_eq!(other_limit(16, 4, &[8]), None);
         // Steps of more than 3 rows use `matmul`, as was found for 4.
-        assert_eq!(other_gemv_most(3, 16, &[4]), None);
-        assert_eq!(other_gemv_most(7, 16, &[4]), Some(16));
-        assert_eq!(other_gemv_most(7, 64, &[4, 16]), None);
+        assert_eq!(other_limit(3, 16, &[4]), None);
+        assert_eq!(other_limit(7, 16, &[4]), Some(16));
+        assert_eq!(other_limit(7, 64, &[4, 16]), None);
+        // One limit, the other one, both; or what can be moved.
+        assert_eq!(other_limits([4, 7], 4, &[]), [[3, 7], [4, 3], [3, 3]]);
+        assert_eq!(other_limits([4, 7], 16, &[4]), [[16, 7], [4, 16], [16, 16]]);
+        assert_eq!(other_limits([3, 7], 16, &[4]), [[3, 16]]);
+        assert!(other_limits([4, 7], 1, &[]).is_empty());
+    }
+
+    #[test]
+    fn a_step_of_one_row_of_codes_has_a_choice_of_integer_dots_and_one_of_several_that_of_their_rows() {
+        let changes = ["integer_dots=1", "processors=8", "dots=2/64/2/2/2", "dots_most=4"];
+        let keys = |knobs: &[Knob]| knobs.iter().map(|knob| knob.key.clone()).collect::<Vec<String>>();
+        let one = of_codes(StepShape::Decode { rows: 1 }, &changes);
+        assert_eq!(keys(&one), ["dots", "attention_threads", "splits"]);
+        let dots = named(&one, "dots");
+        assert_eq!((dots.rule.as_str(), dots.entry.as_str()), ("2/64/2/2/2", "dots.256x512"));
+        assert!(dots.bytes > 0);
+        for value in
+            ["1/64/2/2/2", "4/64/2/2/2", "2/128/2/2/2", "2/64/4/2/2", "2/64/2/2/1", "2/64/2/2/4", "4/128/4/2/4"]
+        {
+            assert!(dots.candidates.contains(&value.to_owned()), "{value}: {dots:?}");
+        }
+        // The rows of x are a choice of steps of several rows.
+        assert!(dots.candidates.iter().all(|value| value.split('/').nth(3) == Some("2")), "{dots:?}");
+        // The device's workgroups have up to 512 invocations.
+        let many = of_codes(StepShape::Decode { rows: 1 }, &["integer_dots=1", "dots=8/64/2/2/2"]);
+        assert!(
+            named(&many, "dots")
+                .candidates
+                .iter()
+                .all(|value| !value.starts_with("16/") && !value.starts_with("8/128"))
+        );
+
+        let rows = |rows, changes: &[&str]| of_codes(StepShape::Decode { rows }, changes);
+        for (count, values) in [(2, &["1", "2"][..]), (4, &["1", "2", "4"])] {
+            let knobs = rows(count, &changes);
+            assert_eq!(keys(&knobs), ["dots_batch"]);
+            assert_eq!((knobs[0].rule.as_str(), knobs[0].entry.as_str()), ("2", "dots_batch.256x512"));
+            assert_eq!(knobs[0].candidates, values);
+        }
+        // More rows, devices without integer dots and other weights have no such choice.
+        assert!(keys(&rows(8, &changes)).iter().all(|key| !key.starts_with("dots")));
+        assert!(keys(&rows(4, &changes[1..2])).is_empty());
+        assert_eq!(keys(&of_codes(StepShape::Decode { rows: 1 }, &[]))[0], "gemv_threads");
+        let plain = with_changes(None, 256, StepShape::Decode { rows: 1 }, &changes);
+        assert_eq!(keys(&plain), ["gemv_threads", "attention_threads", "splits"]);
+    }
+
+    #[test]
+    fn limits_choose_the_kernels_of_the_weights_that_they_concern() {
+        let of = |format: fn(&WeightSpec) -> Option<Format>, changes: &[&str]| -> Vec<Vec<&'static str>> {
+            with_weights(None, format, &[&["arithmetic=0"], changes].concat(), |decoder, _| {
+                let (tuning, shape) = (&decoder.tuning, StepShape::Decode { rows: 4 });
+                let mut all = vec![limits(tuning)];
+                all.extend(other_limits(limits(tuning), 4, &[]));
+                let kernels = |[dots_most, gemv_most]: [u32; 2]| {
+                    let mut names = product_kernels(decoder, &Tuning { dots_most, gemv_most, ..tuning.clone() }, shape);
+                    names.sort_unstable();
+                    names.dedup();
+                    names
+                };
+                all.into_iter().map(kernels).collect()
+            })
+        };
+        let dots = ["integer_dots=1", "dots_most=4", "gemv_most=7"];
+        let (affine, plain) = (|_: &WeightSpec| Some(AFFINE), |_: &WeightSpec| None);
+        let head = |weight: &WeightSpec| (weight.name != "embed").then_some(AFFINE);
+        let pairs =
+            |kernels: &[Vec<&'static str>]| kernels.iter().map(|names| names.join(" ")).collect::<Vec<String>>();
+        // As it is, with the first limit below 4, with the second one, with both.
+        assert_eq!(pairs(&of(affine, &dots)), ["gemv_dots", "gemv.codes", "gemv_dots", "matmul.codes"]);
+        assert_eq!(pairs(&of(|_| Some(OTHERS), &dots)), ["gemv.codes", "gemv.codes", "matmul.codes", "matmul.codes"]);
+        assert_eq!(pairs(&of(plain, &dots)), ["gemv.bf16", "gemv.bf16", "matmul.bf16", "matmul.bf16"]);
+        let mixed =
+            ["gemv.bf16 gemv_dots", "gemv.bf16 gemv.codes", "gemv_dots matmul.bf16", "matmul.bf16 matmul.codes"];
+        assert_eq!(pairs(&of(head, &dots)), mixed);
+        // Without integer dots, the first limit changes nothing.
+        assert_eq!(pairs(&of(affine, &dots[1..])), ["gemv.codes", "gemv.codes", "matmul.codes", "matmul.codes"]);
     }
 }

@@ -236,10 +236,11 @@ fn room(build: &Build<'_>, rules: &Tuning, bounds: TuningBounds, depth: u32, ste
     if rules.fragments.is_none() && steps.iter().any(|step| step.rows() > 1) {
         let (context, chunk) = (build.wanted_context(), *build.buckets().last().expect("there is at least one bucket"));
         let decoder = build.decoder(context, 1, build.recycled_window(context).map(|_| 1), chunk);
-        let tuning = Tuning { gemv_most: 1, ..rules.clone() };
+        let tuning = Tuning { gemv_most: 1, dots_most: 1, ..rules.clone() };
         let of = |step: &StepShape| knobs::knobs(&decoder, &tuning, bounds, depth, *step);
         let most = steps.iter().flat_map(of).map(|knob| knob.room).max().unwrap_or(0);
-        room.extend([format!("matmul_room={}", most.div_ceil(1 << 10)), "gemv_most=1".to_owned()]);
+        room.push(format!("matmul_room={}", most.div_ceil(1 << 10)));
+        room.extend(knobs::LIMITS.map(|limit| format!("{limit}=1")));
     }
     room
 }

@@ -5,7 +5,7 @@
 use super::bench::Bench;
 use super::compare::{DUELLED, Logits, ROUNDING, ROUNDING_OF_ROWS, faster, median, same};
 use super::knobs;
-use super::knobs::{GEMV_MOST, Knob, nearest_first};
+use super::knobs::{Knob, LIMITS, nearest_first};
 use super::{StepOutcome, TuneEvent};
 use crate::gpu::error::StartError;
 use crate::gpu::tuned;
@@ -24,8 +24,11 @@ const SCREENED: usize = 7;
 const DUELS: usize = 3;
 /// The maximum number of passes over all choices of a step; its search ends earlier if a pass finds nothing.
 const PASSES: usize = 3;
-/// The kernel that a step does not use by default is given up if it takes this many times as long with its default choices.
+/// Kernels that a step does not use are given up if it takes this many times as long with their default choices.
 const HOPELESS: f64 = 2.0;
+
+/// The kernels that a step may use are searched for at least the time of one in so many of its values.
+const LEAST_SHARE: usize = 8;
 
 /// The entries that were found, by kind of step as the file names it (`tuned::variant`); `None` for a default value.
 pub(super) type Found = BTreeMap<String, BTreeMap<String, Option<String>>>;
@@ -71,6 +74,13 @@ struct StepSearch<'s, 'a, 'b> {
     complete: bool,
     /// Improvements that are reported only if the choice that they depend on is adopted.
     held: Option<Vec<TuneEvent>>,
+}
+
+/// A change of one of [`LIMITS`].
+struct LimitChange {
+    knob: Knob,
+    old: String,
+    new: String,
 }
 
 /// Reports how much of a search's time has passed.
@@ -163,8 +173,7 @@ impl StepSearch<'_, '_, '_> {
         let right = match self.search.bench.regions(std::slice::from_ref(&tuning))?.pop().flatten() {
             None => Err("it cannot be built".to_owned()),
             Some(region) => {
-                let switches = self.best.tuning.gemv_most != tuning.gemv_most;
-                let most = self.most_difference(switches);
+                let (switches, most) = self.difference(&tuning);
                 let logits = self.search.bench.logits(&region)?;
                 let right = logits.and_then(|logits| same(&self.reference, &logits, most).map(|()| logits));
                 right.map(|logits| (Candidate { tuning, region }, Some(logits).filter(|_| switches)))
@@ -184,90 +193,146 @@ impl StepSearch<'_, '_, '_> {
         Ok(())
     }
 
-    /// The maximum difference between the logits of two tunings; `switches`: whether one of them computes products with
-    /// another kernel, which may round rows of activations.
-    fn most_difference(&self, switches: bool) -> f64 {
-        let rounds = switches && self.best.tuning.arithmetic != Arithmetic::F32;
-        if rounds { ROUNDING_OF_ROWS } else { ROUNDING }
+    /// Returns whether the step's products use other kernels with another tuning, and the maximum difference between the logits:
+    /// `matmul` may round rows of activations.
+    fn difference(&self, other: &Tuning) -> (bool, f64) {
+        let kernels = [&self.best.tuning, other].map(|tuning| self.kernels(tuning));
+        let switches = kernels[0] != kernels[1];
+        let rounds =
+            kernels.iter().flatten().any(|name| name.starts_with("matmul")) && other.arithmetic != Arithmetic::F32;
+        (switches, if switches && rounds { ROUNDING_OF_ROWS } else { ROUNDING })
     }
 
-    /// Searches the step's choices. Returns them.
+    /// Returns the kernels of the step's row-major products.
+    fn kernels(&self, tuning: &Tuning) -> Vec<&'static str> {
+        knobs::product_kernels(&self.search.bench.decoder, tuning, self.shape)
+    }
+
+    /// Searches the step's choices: first those of its kernels, then those of other kernels for its products. Returns them.
     fn knobs(&mut self, until: Instant) -> Result<Vec<Knob>, StartError> {
-        let switch = self.switch();
-        let mut own = Vec::new();
-        if let Some((knob, value)) = &switch
-            && self.shape.rows() <= self.best.tuning.gemv_most
-        {
-            let now = Instant::now();
-            own = self.other_kernel(knob, value, now + until.saturating_duration_since(now) / 2)?;
+        let mut own = self.list(&self.best.tuning);
+        let others = self.other_kernels();
+        let before = knobs::limits(&self.best.tuning);
+        let tried = |knobs: &[Knob]| -> usize {
+            1 + knobs.iter().map(|knob| knob.candidates.len().min(self.search.candidates)).sum::<usize>()
+        };
+        // Of the remaining time, the kernels get shares by their numbers of values, but at least a part to be tried at all.
+        let mut shares = vec![tried(&own)];
+        for limits in &others {
+            let knobs = self.with_limits(*limits).map(|(tuning, _)| self.new_choices(&tuning));
+            shares.push(tried(&knobs.unwrap_or_default()));
         }
-        let mut knobs = self.list();
-        // What `matmul` has been given is no default.
-        for knob in &mut knobs {
-            if let Some(first) = own.iter().find(|first| first.key == knob.key) {
-                knob.clone_from(first);
+        let least = shares.iter().sum::<usize>().div_ceil(LEAST_SHARE);
+        shares.iter_mut().for_each(|share| *share = least.max(*share));
+        let mut left: usize = shares.iter().sum();
+        let mut deadline = |share: usize| {
+            let now = Instant::now();
+            let part = share as f64 / left as f64;
+            left -= share;
+            now + until.saturating_duration_since(now).mul_f64(part)
+        };
+        self.passes(&own, deadline(shares[0]))?;
+        for (limits, share) in others.iter().zip(&shares[1..]) {
+            let found = self.try_kernels(*limits, deadline(*share))?;
+            // What other kernels have been given is no default.
+            let new = |knob: &Knob| own.iter().all(|own| own.key != knob.key);
+            let found: Vec<Knob> = found.into_iter().filter(new).collect();
+            own.extend(found);
+        }
+        let rules = knobs::limits(&self.search.rules);
+        for (index, key) in LIMITS.iter().enumerate() {
+            if others.iter().any(|limits| limits[index] != before[index]) {
+                own.extend(knobs::limit(&self.search.bench.decoder, key, rules[index]));
             }
         }
-        // Products that use `matmul` by default may use `gemv` instead, which has no choices for several rows.
-        knobs.extend(switch.iter().map(|(knob, _)| knob.clone()).filter(|knob| {
-            knob.candidates.iter().all(|most| most.parse().is_ok_and(|most: u32| most >= self.shape.rows()))
-        }));
-        self.passes(&knobs, until)?;
-        own.retain(|knob| knobs.iter().all(|other| other.key != knob.key));
-        own.extend(knobs);
-        own.extend(switch.map(|(knob, _)| knob));
         Ok(own)
     }
 
-    /// Returns the choices of the step as it is, without those that are given or that earlier steps have made.
-    fn list(&self) -> Vec<Knob> {
-        let Search { bench, bounds, depth, fixed, .. } = &*self.search;
-        let mut knobs = knobs::knobs(&bench.decoder, &self.best.tuning, *bounds, *depth, self.shape);
+    /// Returns the choices of the step with a tuning, without those that are given or that earlier steps have made.
+    fn list(&self, tuning: &Tuning) -> Vec<Knob> {
+        let Search { bench, bounds, depth, .. } = &*self.search;
+        let mut knobs = knobs::knobs(&bench.decoder, tuning, *bounds, *depth, self.shape);
         let earlier = |knob: &Knob| self.search.found.values().any(|found| found.contains_key(&knob.entry));
-        knobs.retain(|knob| !fixed.iter().any(|change| knob.is_set_by(change)) && !earlier(knob));
+        knobs.retain(|knob| !self.is_given(knob) && !earlier(knob));
         knobs
     }
 
-    /// Returns the choice between `gemv` and `matmul` for the step, and the value that changes it, if the step has it.
-    fn switch(&self) -> Option<(Knob, String)> {
-        let StepShape::Decode { rows } = self.shape else { return None };
-        let tuning = &self.best.tuning;
-        let value = knobs::other_gemv_most(tuning.gemv_most, rows, &self.search.earlier_rows())?;
-        self.search.bounds.changed(tuning, GEMV_MOST, &value.to_string()).filter(|_| tuning.fragments.is_none())?;
-        let knob = knobs::gemv_most(&self.search.bench.decoder, self.search.rules.gemv_most, value)?;
-        let given = self.search.fixed.iter().any(|change| knob.is_set_by(change));
-        (!given).then_some((knob, value.to_string()))
+    /// Returns the choices that the step has with a tuning and not as it is.
+    fn new_choices(&self, tuning: &Tuning) -> Vec<Knob> {
+        let current = self.list(&self.best.tuning);
+        let mut knobs = self.list(tuning);
+        knobs.retain(|knob| current.iter().all(|own| own.key != knob.key));
+        knobs
     }
 
-    /// For a step whose products use `gemv`: searches the choices of `matmul`, and adopts it if it is faster with them.
-    /// Returns these choices.
-    fn other_kernel(&mut self, switch: &Knob, value: &str, until: Instant) -> Result<Vec<Knob>, StartError> {
-        let Some(tuning) = self.search.bounds.changed(&self.best.tuning, &switch.key, value) else {
+    fn is_given(&self, knob: &Knob) -> bool {
+        self.search.fixed.iter().any(|change| knob.is_set_by(change))
+    }
+
+    /// Returns the values of [`LIMITS`] with which the step's products use other kernels, each time others.
+    fn other_kernels(&self) -> Vec<[u32; 2]> {
+        let tuning = &self.best.tuning;
+        let StepShape::Decode { rows } = self.shape else { return Vec::new() };
+        if tuning.fragments.is_some() {
+            return Vec::new();
+        }
+        let mut seen = vec![self.kernels(tuning)];
+        let mut others = knobs::other_limits(knobs::limits(tuning), rows, &self.search.earlier_rows());
+        others.retain(|limits| {
+            let kernels = self.with_limits(*limits).map(|(tuning, _)| self.kernels(&tuning));
+            let new = kernels.filter(|kernels| !seen.contains(kernels));
+            seen.extend(new.clone());
+            new.is_some()
+        });
+        others
+    }
+
+    /// Returns the best tuning with other values of [`LIMITS`], and what changes; `None` if one of them is given or cannot be set.
+    fn with_limits(&self, limits: [u32; 2]) -> Option<(Tuning, Vec<LimitChange>)> {
+        let Search { bench, bounds, rules, .. } = &*self.search;
+        let (mut tuning, mut changes) = (self.best.tuning.clone(), Vec::new());
+        let (current, rules) = (knobs::limits(&tuning), knobs::limits(rules));
+        for (index, key) in LIMITS.iter().enumerate().filter(|(index, _)| limits[*index] != current[*index]) {
+            let knob = knobs::limit(&bench.decoder, key, rules[index]).filter(|knob| !self.is_given(knob))?;
+            let [old, new] = [current[index], limits[index]].map(|limit| limit.to_string());
+            tuning = bounds.changed(&tuning, key, &new)?;
+            changes.push(LimitChange { knob, old, new });
+        }
+        Some((tuning, changes))
+    }
+
+    /// Searches the choices of other kernels for the step's products until a deadline, and adopts these kernels if they are faster
+    /// with them. Returns these choices.
+    fn try_kernels(&mut self, limits: [u32; 2], until: Instant) -> Result<Vec<Knob>, StartError> {
+        let Some((tuning, changes)) = self.with_limits(limits) else { return Ok(Vec::new()) };
+        if Instant::now() >= until {
+            self.complete = false;
             return Ok(Vec::new());
-        };
+        }
         let Some(region) = self.search.bench.regions(std::slice::from_ref(&tuning))?.pop().flatten() else {
             return Ok(Vec::new());
         };
         self.tried += 1;
         let times = self.search.bench.times(&[&self.best.region, &region], SCREENED)?;
-        let hopeless = median(&times[1]) > HOPELESS * median(&times[0]);
-        let most = self.most_difference(true);
+        if median(&times[1]) > HOPELESS * median(&times[0]) {
+            return Ok(Vec::new());
+        }
+        let (_, most) = self.difference(&tuning);
         let right = self.search.bench.logits(&region)?;
-        let right = right.and_then(|logits| same(&self.reference, &logits, most).map(|()| logits));
-        let logits = match right {
-            _ if hopeless => return Ok(Vec::new()),
+        let logits = match right.and_then(|logits| same(&self.reference, &logits, most).map(|()| logits)) {
             Ok(logits) => logits,
             Err(what) => {
-                self.search.wrong(self.shape, (&switch.key, value), what);
+                for LimitChange { knob, new, .. } in &changes {
+                    self.search.wrong(self.shape, (&knob.key, new), what.clone());
+                }
                 return Ok(Vec::new());
             }
         };
 
+        let knobs = self.new_choices(&tuning);
         let old = (self.best.clone(), self.reference.clone(), self.search.chosen.clone());
         (self.best, self.reference) = (Candidate { tuning, region }, logits);
         self.held = Some(Vec::new());
-        let mut knobs = self.list();
-        knobs.retain(|knob| knob.key.starts_with("matmul."));
         self.passes(&knobs, until)?;
         let held = self.held.take().unwrap_or_default();
         let times = self.search.bench.times(&[&old.0.region, &self.best.region], DUELLED)?;
@@ -276,8 +341,9 @@ impl StepSearch<'_, '_, '_> {
             return Ok(knobs);
         }
         held.iter().for_each(|event| (self.search.say)(event));
-        let current = old.0.tuning.gemv_most.to_string();
-        self.adopt(switch, &current, value, &times);
+        for LimitChange { knob, old, new } in &changes {
+            self.adopt(knob, old, new, &times);
+        }
         Ok(knobs)
     }
 
@@ -347,14 +413,10 @@ impl StepSearch<'_, '_, '_> {
             if !faster(&times[0], &times[1]) {
                 continue;
             }
-            let most = self.most_difference(knob.key == GEMV_MOST);
             let right = self.search.bench.logits(&candidate.region)?;
-            match right.and_then(|logits| same(&self.reference, &logits, most).map(|()| logits)) {
+            match right.and_then(|logits| same(&self.reference, &logits, ROUNDING)) {
                 Err(what) => self.search.wrong(self.shape, (&knob.key, value), what),
-                Ok(logits) => {
-                    if knob.key == GEMV_MOST {
-                        self.reference = logits;
-                    }
+                Ok(()) => {
                     self.best = candidate;
                     self.adopt(knob, current, value, &times);
                     return Ok(true);

@@ -188,7 +188,7 @@ impl Tuning {
     /// TOKENS rows of activations on, to less than twice as many, or without an end from 512 on. `arithmetic` takes 0 for
     /// f32, 1 for f16 and 2 for [`Tuning::matrix_units`], and sets `gemv_most` and `dots_most` to their defaults if it
     /// changes. `dots` takes `groups/lanes/weight_rows/batch` of [`DotsConfig`] and the number of workgroups per compute unit,
-    /// where the device has integer dot products.
+    /// and `dots_batch` the `batch` alone, where the device has integer dot products.
     pub fn set(&mut self, change: &str) -> bool {
         let Some((key, value)) = change.split_once('=') else { return false };
         if let Some((rows, cols)) = key.strip_prefix("tiles.").and_then(|shape| shape.split_once('x')) {
@@ -221,6 +221,15 @@ impl Tuning {
             };
             let workgroups = each.saturating_mul(self.processors);
             let config = DotsConfig { groups, lanes, weight_rows, batch, workgroups, ..dots };
+            if !config.is_possible() {
+                return false;
+            }
+            self.dots = Some(config);
+            return true;
+        }
+        if key == "dots_batch" {
+            let (Ok(batch), Some(dots)) = (value.parse(), self.dots) else { return false };
+            let config = DotsConfig { batch, ..dots };
             if !config.is_possible() {
                 return false;
             }

@@ -7,7 +7,7 @@ use crate::config::KvFormat;
 use crate::device::{Adapter, Capabilities, Component, Device, MatrixShape, Program, ProgramDesc};
 use crate::gpu::error::StartError;
 use crate::gpu::timing::time_regions;
-use crate::kernels::attention::flash::{FlashShape, FlashWay};
+use crate::kernels::attention::flash::{FlashF32Shape, FlashShape, FlashWay};
 use crate::kernels::attention::probe::{self, AttentionProbe};
 use crate::kernels::attention::{Heads, Scores};
 use crate::kernels::delta::{DeltaHeads, DeltaShape, DeltaWay};
@@ -122,6 +122,8 @@ pub(crate) struct Multiplies {
     pub(crate) arithmetic: Arithmetic,
     /// Whether prompts' attention with row-major weights is right on the cooperative matrices of `arithmetic`, if it is that.
     pub(crate) attention: bool,
+    /// Whether prompts' attention is right in tiles in f32; not tested where matrices serve all heads or weights are in fragments.
+    pub(crate) attention_in_f32: bool,
     /// Whether prompts' delta rule with row-major weights is right on them, likewise.
     pub(crate) recurrence: bool,
 }
@@ -130,7 +132,13 @@ impl Multiplies {
     /// Returns what an adapter promises, without a test.
     pub(crate) fn promised(adapter: &Adapter) -> Multiplies {
         let matrices = unpromised(&adapter.capabilities).is_empty().then_some(Matrices::Cooperative);
-        Multiplies { matrices, arithmetic: promised(adapter)[0], attention: true, recurrence: true }
+        Multiplies {
+            matrices,
+            arithmetic: promised(adapter)[0],
+            attention: true,
+            attention_in_f32: true,
+            recurrence: true,
+        }
     }
 
     /// Tests a device: the order of elements of its matrices, and the fastest promised arithmetic whose results are right for
@@ -151,10 +159,19 @@ impl Multiplies {
             }
             tracing::warn!(device = adapter.name, arithmetic = ?promised, "products in this arithmetic are wrong: it is not used");
         }
+        let shared = adapter.capabilities.max_shared_bytes;
+        // CPU drivers do not use it.
+        let in_f32 = |heads| FlashF32Shape::choose(heads, shared).map(FlashWay::F32);
+        let attention_in_f32 = adapter.is_cpu() || attention_is_right(device, arena, cache, &in_f32)?;
+        if !attention_in_f32 {
+            tracing::warn!(device = adapter.name, "attention in tiles in f32 is wrong: prompts take another kernel");
+        }
         let Arithmetic::Matrices(units) = arithmetic else {
-            return Ok(Multiplies { matrices, arithmetic, attention: false, recurrence: false });
+            let (attention, recurrence) = (false, false);
+            return Ok(Multiplies { matrices, arithmetic, attention, attention_in_f32, recurrence });
         };
-        let attention = attention_is_right(device, arena, cache, units)?;
+        let by_loads = |heads| FlashShape::choose(heads, units, shared).map(FlashWay::Loads);
+        let attention = attention_is_right(device, arena, cache, &by_loads)?;
         if !attention {
             tracing::warn!(device = adapter.name, "attention on matrix units is wrong: prompts take another kernel");
         }
@@ -165,7 +182,7 @@ impl Multiplies {
                 "the delta rule on matrix units is wrong: prompts of recurrent layers take another kernel"
             );
         }
-        Ok(Multiplies { matrices, arithmetic, attention, recurrence })
+        Ok(Multiplies { matrices, arithmetic, attention, attention_in_f32, recurrence })
     }
 }
 
@@ -186,14 +203,13 @@ fn products_are_right(
     Ok(true)
 }
 
-/// Tests prompts' attention with heads of each size class that the device serves, and with the largest of them over codes.
+/// Tests prompts' attention with heads of each size class for which there is a way, and with the largest of them over codes.
 fn attention_is_right(
     device: &Arc<Device>,
     arena: &Arena,
     cache: Option<&Path>,
-    units: MatrixUnits,
+    way: &dyn Fn(Heads) -> Option<FlashWay>,
 ) -> Result<bool, StartError> {
-    let shared = device.adapter().capabilities.max_shared_bytes;
     let heads = |dim, kv_format| Heads {
         q: 16,
         kv: 1,
@@ -205,13 +221,12 @@ fn attention_is_right(
         scores: Scores::default(),
         kv_format,
     };
-    let shape = |heads| Some((heads, FlashShape::choose(heads, units, shared)?));
-    let all: Vec<_> = [64, 128, 256].into_iter().filter_map(|dim| shape(heads(dim, KvFormat::F16))).collect();
-    let codes = all.last().and_then(|(largest, _)| shape(heads(largest.dim, KvFormat::Int8)));
-    for (heads, shape) in all.into_iter().chain(codes) {
+    let served = |heads| Some((heads, way(heads)?));
+    let all: Vec<_> = [64, 128, 256].into_iter().filter_map(|dim| served(heads(dim, KvFormat::F16))).collect();
+    let codes = all.last().and_then(|(largest, _)| served(heads(largest.dim, KvFormat::Int8)));
+    for (heads, way) in all.into_iter().chain(codes) {
         // Few rows, whose heads are two tiles, and tokens for two workgroups a tile: the reference takes time.
-        let AttentionProbe { recording, memory, results, .. } =
-            probe::probe(heads, (260, 5), FlashWay::Loads(shape), 2);
+        let AttentionProbe { recording, memory, results, .. } = probe::probe(heads, (260, 5), way, 2);
         // The allowed difference of averages of values from -1 to 1: rounding changes them by about 1e-3.
         if !agrees(device, arena, cache, &recording, memory, (probe::RESULTS, results), 1e-2)? {
             return Ok(false);

@@ -62,8 +62,8 @@ pub struct CodeKernel {
     /// The format of its weights: the constant of that name.
     pub codes: u32,
     /// Other settings that change how the kernel reads weights: for experts, the stage and the format of the shared
-    /// expert; for `gemv`, whether it computes one row of x; for `gemv_dots`, the number of groups, and in one word the numbers
-    /// of rows of x and of blocks of rows of W of a workgroup, and whether there is a norm; for `panel`, whether it has experts and
+    /// expert; for `gemv`, whether it computes one row of x; for `gemv_dots`, in one word the numbers of turns of a part and
+    /// of groups, and in the other the numbers of rows of x and of blocks of rows of W of a workgroup, and whether there is a norm; for `panel`, whether it has experts and
     /// multiplies in f16; otherwise zeros.
     pub variant: [u32; 2],
 }
@@ -91,7 +91,7 @@ pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
         }
         "gemv_dots" => {
             let c = GemvDotsConstants::from_values(&call.constants);
-            variant = [c.threads / c.spans, c.batch << 16 | c.blocks << 1 | c.norm];
+            variant = [c.part / c.spans << 16 | c.threads / c.spans, c.batch << 16 | c.blocks << 1 | c.norm];
             (c.codes, 0)
         }
         "matmul" => {
@@ -232,9 +232,21 @@ impl Operands {
 
     /// Adds rows of x in which `values` adjacent values are random and the others zero. `tag` is the tag of the words.
     fn rows(&mut self, values: u32, [rows, cols, stride]: [u32; 3], tag: Option<u32>) -> Range {
+        let first = |row| row * values % cols.saturating_sub(values).max(1);
+        self.rows_from(first, values, [rows, cols, stride], tag)
+    }
+
+    /// Like [`Operands::rows`], with `values` numbers of each row from column `first` on.
+    fn rows_from(
+        &mut self,
+        first: impl Fn(u32) -> u32,
+        values: u32,
+        [rows, cols, stride]: [u32; 3],
+        tag: Option<u32>,
+    ) -> Range {
         let mut words = vec![0; (rows * stride) as usize];
         for row in 0..rows {
-            let first = row * values % cols.saturating_sub(values).max(1);
+            let first = first(row);
             for col in 0..stride {
                 let used = col >= first && col < (first + values).min(cols);
                 let value = if used { self.random() } else { 0.0 };
@@ -383,18 +395,20 @@ impl Operands {
 
     fn gemv_dots(&mut self, call: &Call, codes: Codes) -> Built {
         let c = GemvDotsConstants::from_values(&call.constants);
-        let each = c.rows * (c.threads / c.spans) * c.blocks;
+        // Fewer blocks than a workgroup may have: the reference takes time.
+        let each = c.rows * (c.threads / c.spans) * c.blocks.min(4);
         let n = each.next_multiple_of(16);
         self.row_major(call, codes, c.norm == 1, n, fold(n.div_ceil(each) * ROWS.div_ceil(c.batch), 1))
     }
 
-    /// Returns the probe of `gemv` or `gemv_dots` for `n` rows of W and `ROWS` rows of x.
+    /// Returns the probe of `gemv` or `gemv_dots` for `n` rows of W and `ROWS` rows of x, whose numbers are in the first, the
+    /// middle and the last columns.
     fn row_major(&mut self, call: &Call, codes: Codes, norm: bool, n: u32, groups: [u32; 3]) -> Built {
         let a = GemvArgs::from_args(&call.args);
         let y = self.zeros("y", ROWS * n);
         let args = GemvArgs {
             weight: self.weight("weight", codes, ROW_MAJOR, n, a.k),
-            x: self.rows(VALUES, [ROWS, a.k, a.x_stride], None),
+            x: self.rows_from(|row| row * (a.k - VALUES.min(a.k)) / (ROWS - 1), VALUES, [ROWS, a.k, a.x_stride], None),
             norm: self.norm(norm, a.x_stride),
             bias: self.bias(n),
             y,

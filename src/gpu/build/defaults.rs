@@ -390,6 +390,7 @@ impl Build<'_> {
         let mut tuning = tuning(&adapter, self.opened.multiplies.matrices, kv_heads, context);
         tuning.set_arithmetic(self.opened.multiplies.arithmetic);
         tuning.flash_matrix = self.opened.multiplies.attention;
+        tuning.flash_f32 &= self.opened.multiplies.attention_in_f32;
         tuning.delta_matrix = self.opened.multiplies.recurrence;
         tuning.ptx = self.opened.ptx.is_ok();
         tuning.fp8_activations = self.model.fp8_activations == Some(true);

@@ -14,6 +14,9 @@ const SPAN: u32 = 32;
 /// The most planes of bits that affine codes have: those of 3, 5 and 6 bits.
 const MOST_PLANES: u32 = 2;
 
+/// The maximum number of rows of W of a group, and of rows of x of a workgroup.
+const MOST_ROWS: u32 = 16;
+
 /// The workgroups of `gemv_dots`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DotsConfig {
@@ -51,8 +54,9 @@ impl DotsConfig {
         let DotsConfig { groups, lanes, weight_rows, batch, workgroups, .. } = self;
         groups.is_power_of_two()
             && lanes.is_power_of_two()
-            && [groups.saturating_mul(lanes), weight_rows, batch].iter().all(|n| (1..=1024).contains(n))
+            && (1..=1024).contains(&groups.saturating_mul(lanes))
             && weight_rows.is_multiple_of(2)
+            && [weight_rows, batch].iter().all(|n| (1..=MOST_ROWS).contains(n))
             && workgroups > 0
     }
 

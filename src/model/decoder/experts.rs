@@ -5,6 +5,7 @@
 
 use super::products::{Operands, Unpacked};
 use super::{Block, Decoder, Step, StepShape};
+use crate::kernels::gemm::matmul::Arithmetic;
 use crate::kernels::gemm::matmul::{Blocked, MatmulConfig, MatmulRows, block_rows};
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::skinny::Matrices;
@@ -135,13 +136,22 @@ impl Decoder<'_> {
                 let choices = r.buffer("experts.choices", experts.choices_bytes(rows));
                 r.call(mlp.choose(used, valid, choices));
                 let configs = self.sorted_configs(&mlp, rows);
-                if rows > self.tuning.gemv_most && configs[0].tokens == configs[1].tokens {
+                if rows > self.most_unsorted() && configs[0].tokens == configs[1].tokens {
                     self.sorted_experts(r, shape, step, block, &mlp, choices);
                     return;
                 }
                 r.call(mlp.gemv_gate_up(used, choices, step.middle, self.gemv_threads(c.hidden)));
                 r.call(mlp.gemv_down(used, choices, step.middle, self.gemv_threads(experts.inner)));
             }
+        }
+    }
+
+    /// Returns the maximum number of rows that read their experts' row-major weights each on its own. Few sorted rows leave most of
+    /// a tile empty, so without matrix units it is more than that of other products.
+    fn most_unsorted(&self) -> u32 {
+        match self.tuning.arithmetic {
+            Arithmetic::Matrices(_) => self.tuning.gemv_most,
+            Arithmetic::F32 | Arithmetic::F16 => self.tuning.gemv_most.max(16),
         }
     }
 

@@ -4,6 +4,7 @@
 
 use super::products::{Operands, Unpacked};
 use super::{Decoder, Step, StepShape};
+use crate::kernels::attention::flash::FlashWay;
 use crate::kernels::embed::{self, RowsFrom, Table};
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::tiled::Output;
@@ -73,9 +74,9 @@ impl Decoder<'_> {
     /// not decode.
     pub fn mixed_steps(&self) -> Option<Duration> {
         let c = self.config;
-        // Without matrices, one workgroup would compute all of a row's attention, however long its context is.
-        let rule =
-            || if self.all_heads().into_iter().all(|heads| self.flashes(heads).is_some()) { MIXED_STEP_US } else { 0 };
+        // Without matrices, a row would cost as much attention as a whole tile, or one workgroup would compute all of it.
+        let on_matrices = |heads| self.flashes(heads).is_some_and(|way| !matches!(way, FlashWay::F32(_)));
+        let rule = || if self.all_heads().into_iter().all(on_matrices) { MIXED_STEP_US } else { 0 };
         let least = self.tuning.mixed_steps.unwrap_or_else(rule);
         let mixes = least > 0 && c.causal && c.delta.is_none() && self.drafts == 0 && self.stage.is_whole();
         mixes.then(|| Duration::from_micros(u64::from(least)))

@@ -24,7 +24,7 @@
 //   gates  [blocks][value heads][4][64] f32: e^G, β e^G, e^{G_64 - G}, unused
 // One workgroup computes one block of one value head, a subgroup MATRIX_M rows of a product. q̂ and k̂ are loaded from where
 // they have been stored, as they do not fit in shared memory. T is computed in f32: the blocks of 16 × 16 on the diagonal by an
-// invocation for four columns each, then the rows of the blocks below, one after the other. What is multiplied by T for E
+// invocation for each column, then the rows of the blocks below, one after the other. What is multiplied by T for E
 // takes the place of T in shared memory.
 // Traffic: the head's channels twice, the block's part of the outputs once; q̂ and k̂ once more, most of them from the caches.
 #include "common.glsl"
@@ -84,7 +84,8 @@ const uint OWN_EIGHTS = MATRIX_M * ROW_EIGHTS / SUBGROUP;
 // Sums of squares; then L of I + L, which becomes T; then the left factor of E, in f32 and then as two parts; then E. Matrices
 // are loaded and stored from arrays of 16-byte elements, as rows of a matrix must begin at multiples of 16 bytes.
 shared uvec4 words_s[BLOCK_ROWS * STEP];
-shared vec2 sums_s[BLOCK_ROWS];                    // sums of ln α: whole parts, then remainders
+shared vec2 logs_s[BLOCK_ROWS];                    // ln α: whole parts, then remainders
+shared vec2 sums_s[BLOCK_ROWS];                    // their sums
 shared float beta_s[BLOCK_ROWS];
 
 #include "delta_inputs.glsl"
@@ -138,26 +139,29 @@ void put_turned(uint at, uint pair, uint eight, uvec4 words[2]) {
     }
 }
 
-// Computes the subgroup's rows of q̂ or k̂, which begin at word `left` of `mixed`, times k̂ᵀ, and stores them in shared memory.
-#define TIMES_KEYS(left_) {                                                                                   \
-        Sums sums[TILES];                                                                                     \
-        UNROLL for (uint t = 0u; t < TILES; t++) sums[t] = Sums(0.0);                                         \
-        [[dont_unroll]] for (uint k = 0u; k < KEY_DIM / MATRIX_K; k++) {                                      \
+// Computes the subgroup's rows of q̂ or k̂, which begin at word `left` of `mixed`, times k̂ᵀ, and stores them in shared memory;
+// on subgroups of 8 or 16, which have few registers, a few columns at a time.
+const uint WIDTH = SUBGROUP < 32u ? 2u : TILES;
+#define TIMES_KEYS(left_)                                                                                     \
+    [[dont_unroll]] for (uint tile = 0u; tile < TILES; tile += WIDTH) {                                       \
+        Sums sums[WIDTH];                                                                                     \
+        UNROLL for (uint t = 0u; t < WIDTH; t++) sums[t] = Sums(0.0);                                         \
+        [[dont_unroll]] for (uint k = 0u; k < KEY_EIGHTS; k += MATRIX_K / 8u) {                               \
             Left left_most, left_rest;                                                                        \
-            LOAD_LEFT(left_most, left_rest, mixed.v, (left_) + own_row * KEY_EIGHTS + k * (MATRIX_K / 8u),    \
-                      KEY_EIGHTS, MIXED_PART)                                                                 \
-            UNROLL for (uint t = 0u; t < TILES; t++) {                                                        \
+            LOAD_LEFT(left_most, left_rest, mixed.v, (left_) + own_row * KEY_EIGHTS + k, KEY_EIGHTS, MIXED_PART) \
+            UNROLL for (uint t = 0u; t < WIDTH; t++) {                                                        \
                 Right most, rest;                                                                             \
-                LOAD_RIGHT(most, rest, mixed.v, keys_at + t * MATRIX_N * KEY_EIGHTS + k * (MATRIX_K / 8u),    \
+                LOAD_RIGHT(most, rest, mixed.v, keys_at + (tile + t) * MATRIX_N * KEY_EIGHTS + k,             \
                            KEY_EIGHTS, MIXED_PART)                                                            \
                 MULTIPLY_ADD_PARTS(sums[t], left_most, left_rest, most, rest)                                 \
             }                                                                                                 \
         }                                                                                                     \
-        STORE_SUMS                                                                                            \
+        STORE_SUMS(sums, tile, WIDTH)                                                                         \
     }
-#define STORE_SUMS                                                                                            \
-    UNROLL for (uint t = 0u; t < TILES; t++)                                                                  \
-        coopMatStore(sums[t], words_s, own_row * STEP + t * (MATRIX_N / 4u), STEP, gl_CooperativeMatrixLayoutRowMajor); \
+#define STORE_SUMS(sums, tile, width)                                                                         \
+    UNROLL for (uint t = 0u; t < width; t++)                                                                  \
+        coopMatStore(sums[t], words_s, own_row * STEP + (tile + t) * (MATRIX_N / 4u), STEP,                   \
+                     gl_CooperativeMatrixLayoutRowMajor);                                                     \
     SUBGROUP_BARRIER
 
 void main() {
@@ -169,18 +173,18 @@ void main() {
 
     // The integer parts and the remainders of ln α are summed separately, so that the sums are accurate to the last
     // bits, however strong the decay.
-    if (i < BLOCK_ROWS) {
+    for (uint row = i; row < BLOCK_ROWS; row += THREADS) {
         vec2 decay = vec2(0.0);
         float beta = 0.0;
-        if (first + i < in_use) {
-            uint at = (first_row + first + i) * stride + GATES + h;
+        if (first + row < in_use) {
+            uint at = (first_row + first + row) * stride + GATES + h;
             vec4 b = x.v[at / 4u], a = x.v[(at + VALUE_HEADS) / 4u];
             beta = sigmoid(b[at % 4u]);
             float l = log_decay(a[(at + VALUE_HEADS) % 4u], a_log.v[h], dt_bias.v[h]);
             decay = vec2(ceil(l), l - ceil(l));
         }
-        sums_s[i] = decay;
-        beta_s[i] = beta;
+        logs_s[row] = decay;
+        beta_s[row] = beta;
     }
     // Sums of squares of q and k of two rows: eight invocations share the rows, each with every eighth run of eight dimensions.
     for (uint pair = i / 8u; pair < ROW_PAIRS; pair += THREADS / 8u) {
@@ -196,18 +200,17 @@ void main() {
         words_s[pair * 8u + i % 8u] = floatBitsToUint(squares);
     }
     barrier();
-    vec2 sum = vec2(0.0), total = vec2(0.0);
-    for (uint j = 0u; j < BLOCK_ROWS; j++) {
-        total += sums_s[j];
-        if (j == i) sum = total;
-    }
-    barrier();
-    if (i < BLOCK_ROWS) {
-        sums_s[i] = sum;
+    for (uint row = i; row < BLOCK_ROWS; row += THREADS) {
+        vec2 sum = vec2(0.0), total = vec2(0.0);
+        for (uint j = 0u; j < BLOCK_ROWS; j++) {
+            total += logs_s[j];
+            if (j == row) sum = total;
+        }
+        sums_s[row] = sum;
         float grown = exp(sum.x + sum.y);
-        uint at = own * 4u * BLOCK_ROWS + i;
+        uint at = own * 4u * BLOCK_ROWS + row;
         gates.v[at] = grown;
-        gates.v[at + BLOCK_ROWS] = beta_s[i] * grown;
+        gates.v[at + BLOCK_ROWS] = beta_s[row] * grown;
         gates.v[at + 2u * BLOCK_ROWS] = decay_between(total, sum);
     }
     uint queries_at = own * 4u * MIXED_PART, keys_at = queries_at + 2u * MIXED_PART;
@@ -219,19 +222,27 @@ void main() {
         vec4 scales = UNIT_SCALE * inversesqrt(squares + L2_EPSILON);
         scales.xy *= inversesqrt(float(KEY_DIM));
         for (uint eight = i % 8u; eight < KEY_EIGHTS; eight += 8u) {
-            [[dont_unroll]] for (uint keys = 0u; keys < 2u; keys++) {
-                uint quad = (keys * KEY_HEADS + kh) * KEY_QUADS + 2u * eight;
-                vec2 scale = keys == 0u ? scales.xy : scales.zw;
-                vec4 even_low, odd_low, even_high, odd_high;
-                convolved_pair(first + 2u * pair, quad, even_low, odd_low);
-                convolved_pair(first + 2u * pair, quad + 1u, even_high, odd_high);
-                uvec4 most[2], rest[2];
-                split_eight(even_low * scale.x, even_high * scale.x, most[0], rest[0]);
-                split_eight(odd_low * scale.y, odd_high * scale.y, most[1], rest[1]);
-                put_rows(keys == 0u ? queries_at : keys_at, 2u * pair, eight, most, rest);
-                if (keys == 1u && keeps) {
-                    put_turned(turned_at, pair, eight, most);
-                    put_turned(turned_at + KEY_DIM * ROW_PAIRS, pair, eight, rest);
+            // One quad of q or of k at a time: more would take too many registers.
+            uvec4 even_low = uvec4(0u), odd_low = uvec4(0u);
+            [[dont_unroll]] for (uint n = 0u; n < 4u; n++) {
+                bool keys = n >= 2u;
+                vec2 scale = keys ? scales.zw : scales.xy;
+                vec4 even, odd;
+                convolved_pair(first + 2u * pair, ((keys ? KEY_HEADS : 0u) + kh) * KEY_QUADS + 2u * eight + n % 2u, even, odd);
+                uvec2 most[2], rest[2];
+                split_four(even * scale.x, most[0], rest[0]);
+                split_four(odd * scale.y, most[1], rest[1]);
+                if (n % 2u == 0u) {
+                    even_low = uvec4(most[0], rest[0]);
+                    odd_low = uvec4(most[1], rest[1]);
+                    continue;
+                }
+                uvec4 all_most[2] = uvec4[](uvec4(even_low.xy, most[0]), uvec4(odd_low.xy, most[1]));
+                uvec4 all_rest[2] = uvec4[](uvec4(even_low.zw, rest[0]), uvec4(odd_low.zw, rest[1]));
+                put_rows(keys ? keys_at : queries_at, 2u * pair, eight, all_most, all_rest);
+                if (keys && keeps) {
+                    put_turned(turned_at, pair, eight, all_most);
+                    put_turned(turned_at + KEY_DIM * ROW_PAIRS, pair, eight, all_rest);
                 }
             }
         }
@@ -249,7 +260,7 @@ void main() {
     memoryBarrierBuffer();
 
     TIMES_KEYS(keys_at)
-    for (uint n = 0u; n < OWN_QUADS; n++) {
+    [[dont_unroll]] for (uint n = 0u; n < OWN_QUADS; n++) {
         uint item = n * SUBGROUP + gl_SubgroupInvocationID, row = own_row + item / ROW_QUADS, quad = item % ROW_QUADS;
         uvec4 column = quad * 4u + uvec4(0u, 1u, 2u, 3u);
         vec4 value = (beta_s[row] * UNIT_BACK * UNIT_BACK) * quad_of(row, quad) * decays(row, quad * 4u);
@@ -257,19 +268,33 @@ void main() {
     }
     barrier();
     // The blocks of 16 × 16 on the diagonal.
-    vec4 line[16];
-    uint corner = (i / 4u) * 16u, corner_quad = corner / 4u + i % 4u;
-    if (i < 16u) {
-        UNROLL for (uint r = 0u; r < 16u; r++) {
-            line[r] = mix(vec4(0.0), vec4(1.0), equal(i % 4u * 4u + uvec4(0u, 1u, 2u, 3u), uvec4(r)));
-            UNROLL for (uint c = 0u; c < r; c++) line[r] -= element_of(corner + r, corner + c) * line[c];
+    for (uint from_item = 0u; from_item < BLOCK_ROWS; from_item += THREADS) {
+        uint item = from_item + i, corner = item / 16u * 16u, column = item % 16u;
+        float line[16];
+        if (item < BLOCK_ROWS) {
+            UNROLL for (uint r = 0u; r < 16u; r++) {
+                line[r] = r == column ? 1.0 : 0.0;
+                UNROLL for (uint c = 0u; c < r; c++) line[r] -= element_of(corner + r, corner + c) * line[c];
+                // Loads of all rows before the first product would take too many registers.
+                if (r % 4u == 3u) subgroupMemoryBarrierShared();
+            }
         }
+        barrier();
+        // Invocations share quads: a component that is chosen dynamically could be stored with the others.
+#define PUT_LINE(which) UNROLL for (uint r = 0u; r < 16u; r++) words_s[(corner + r) * STEP + item / 4u].which = floatBitsToUint(line[r]);
+        if (item < BLOCK_ROWS) {
+            if (item % 4u == 0u) {
+                PUT_LINE(x)
+            } else if (item % 4u == 1u) {
+                PUT_LINE(y)
+            } else if (item % 4u == 2u) {
+                PUT_LINE(z)
+            } else {
+                PUT_LINE(w)
+            }
+        }
+        barrier();
     }
-    barrier();
-    if (i < 16u) {
-        UNROLL for (uint r = 0u; r < 16u; r++) put_quad(corner + r, corner_quad, line[r]);
-    }
-    barrier();
     // Then the rows of the blocks below, one after the other: T_i = -T_ii (Σ_j L_ij T_j).
     const uint MOST = (64u * 3u + THREADS - 1u) / THREADS;
     [[dont_unroll]] for (uint b = 1u; b < 4u; b++) {
@@ -313,27 +338,22 @@ void main() {
     barrier();
     memoryBarrierBuffer();
 
-    // The left factor of E, whose parts take the place of its values in f32: the rest behind the most.
+    // The left factor of E, whose parts take the place of its values in f32, a few rows at a time: the rest behind the most.
     TIMES_KEYS(queries_at)
-    {
-        uvec4 most[OWN_EIGHTS], rest[OWN_EIGHTS];
-        UNROLL for (uint n = 0u; n < OWN_EIGHTS; n++) {
-            uint item = n * SUBGROUP + gl_SubgroupInvocationID, row = own_row + item / ROW_EIGHTS, eight = item % ROW_EIGHTS;
-            uvec4 column = eight * 8u + uvec4(0u, 1u, 2u, 3u);
-            vec4 low = UNIT_BACK * quad_of(row, 2u * eight) * decays(row, column.x);
-            vec4 high = UNIT_BACK * quad_of(row, 2u * eight + 1u) * decays(row, column.x + 4u);
-            low = mix(vec4(0.0), low, lessThanEqual(column, uvec4(row)));
-            high = mix(vec4(0.0), high, lessThanEqual(column + 4u, uvec4(row)));
-            split_eight(low, high, most[n], rest[n]);
-        }
+    [[dont_unroll]] for (uint n = 0u; n < OWN_EIGHTS; n++) {
+        uint item = n * SUBGROUP + gl_SubgroupInvocationID, row = own_row + item / ROW_EIGHTS, eight = item % ROW_EIGHTS;
+        uvec4 column = eight * 8u + uvec4(0u, 1u, 2u, 3u);
+        vec4 low = UNIT_BACK * quad_of(row, 2u * eight) * decays(row, column.x);
+        vec4 high = UNIT_BACK * quad_of(row, 2u * eight + 1u) * decays(row, column.x + 4u);
+        low = mix(vec4(0.0), low, lessThanEqual(column, uvec4(row)));
+        high = mix(vec4(0.0), high, lessThanEqual(column + 4u, uvec4(row)));
+        uvec4 most, rest;
+        split_eight(low, high, most, rest);
         SUBGROUP_BARRIER
-        UNROLL for (uint n = 0u; n < OWN_EIGHTS; n++) {
-            uint item = n * SUBGROUP + gl_SubgroupInvocationID, at = (own_row + item / ROW_EIGHTS) * STEP + item % ROW_EIGHTS;
-            words_s[at] = most[n];
-            words_s[at + ROW_EIGHTS] = rest[n];
-        }
-        SUBGROUP_BARRIER
+        words_s[row * STEP + eight] = most;
+        words_s[row * STEP + ROW_EIGHTS + eight] = rest;
     }
+    SUBGROUP_BARRIER
     {
         Sums sums[TILES];
         UNROLL for (uint t = 0u; t < TILES; t++) sums[t] = Sums(0.0);
@@ -348,9 +368,9 @@ void main() {
             }
         }
         SUBGROUP_BARRIER
-        STORE_SUMS
+        STORE_SUMS(sums, 0u, TILES)
     }
-    for (uint n = 0u; n < OWN_EIGHTS; n++) {
+    [[dont_unroll]] for (uint n = 0u; n < OWN_EIGHTS; n++) {
         uint item = n * SUBGROUP + gl_SubgroupInvocationID, row = own_row + item / ROW_EIGHTS, eight = item % ROW_EIGHTS;
         uvec4 most, rest;
         split_eight(UNIT_BACK * quad_of(row, 2u * eight), UNIT_BACK * quad_of(row, 2u * eight + 1u), most, rest);

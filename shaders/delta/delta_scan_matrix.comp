@@ -78,13 +78,10 @@ const uint GROUPS = BLOCK_ROWS / GROUP;
 const uint PART = (KEY_DIM + SUBGROUPS * GROUP - 1u) / (SUBGROUPS * GROUP) * GROUP;
 const uint PARTS = (KEY_DIM + PART - 1u) / PART;
 const uint OWN = PART / MATRIX_M;
-// Iterations of the loops over parts and groups that are unrolled, so that loads are on their way early. With matrices of
-// 8 × 8 × 8, which only CPU drivers have, unrolled loops take minutes to compile.
-const uint PARTS_AHEAD = MATRIX_K == 16u ? PARTS : 1u;
-const uint GROUPS_AHEAD = MATRIX_K == 16u ? GROUPS : 1u;
-#define EACH_OF(p, count, ahead)                                                      \
-    [[dont_unroll]] for (uint p##_from = 0u; p##_from < count; p##_from += ahead)     \
-        UNROLL for (uint p = p##_from; p < p##_from + ahead; p++)
+// Iterations of the loops over parts and groups that are unrolled, so that loads are on their way early. Subgroups of 8 or 16
+// are Intel's, whose registers do not suffice for that, and lavapipe's, which would compile for minutes.
+const uint PARTS_AHEAD = SUBGROUP >= 32u ? PARTS : 1u;
+const uint GROUPS_AHEAD = SUBGROUP >= 32u ? GROUPS : 1u;
 
 // Strides in 16-byte words, from a column to the next. The word beyond the data keeps columns in different banks.
 const uint S_STRIDE = KEY_EIGHTS + 1u;
@@ -140,7 +137,37 @@ const uint LOADS = (ITEMS + SUBGROUP - 1u) / SUBGROUP;
             words[(at) + (part)].zw = rest_;                               \
         }                                                                  \
     }
-#define NO_SUMS(sums) UNROLL for (uint t = 0u; t < TILES; t++) sums[t] = Sums(0.0);
+// Computes the product of a left operand in device memory, whose parts begin at word `at`, and a right one in shared memory, of
+// `size` elements, which are `parts` parts of `of_part` with a factor each. The last part may be smaller than the others, but
+// not in loops that are not unrolled: then there are eight parts.
+#define MULTIPLY(sums, left, at, left_stride, left_apart, right, right_stride, right_apart, size, parts, of_part, ahead, backs) \
+    UNROLL for (uint t = 0u; t < TILES; t++) sums[t] = Sums(0.0);                                             \
+    [[dont_unroll]] for (uint from_part = 0u; from_part < parts; from_part += ahead) {                        \
+        UNROLL for (uint p = from_part; p < from_part + ahead; p++) {                                         \
+            Sums part_sums[TILES];                                                                            \
+            UNROLL for (uint t = 0u; t < TILES; t++) part_sums[t] = Sums(0.0);                                \
+            UNROLL for (uint k = 0u; k < of_part; k += MATRIX_K) {                                            \
+                if (size % of_part == 0u || p * of_part + k < size) {                                         \
+                    Left left_most;                                                                           \
+                    Left left_rest;                                                                           \
+                    LOAD_LEFT(left_most, left_rest, left, (at) + (p * of_part + k) / 8u, left_stride, left_apart) \
+                    UNROLL for (uint t = 0u; t < TILES; t++) {                                                \
+                        Right right_most;                                                                     \
+                        Right right_rest;                                                                     \
+                        LOAD_RIGHT(right_most, right_rest, right,                                             \
+                                   t * MATRIX_N * right_stride + (p * of_part + k) / 8u, right_stride, right_apart) \
+                        MULTIPLY_ADD_PARTS(part_sums[t], left_most, left_rest, right_most, right_rest)        \
+                    }                                                                                         \
+                }                                                                                             \
+            }                                                                                                 \
+            float back = backs[p];                                                                            \
+            UNROLL for (uint t = 0u; t < TILES; t++) sums[t] = sums[t] + part_sums[t] * back;                 \
+        }                                                                                                     \
+    }
+#define TIMES_STATE(sums, at) \
+    MULTIPLY(sums, mixed.v, at, KEY_EIGHTS, MIXED_PART, state_s, S_STRIDE, S_PART, KEY_DIM, PARTS, PART, PARTS_AHEAD, state_back_s)
+#define TIMES_ROWS(sums, left, at, apart, right, backs) \
+    MULTIPLY(sums, left, at, ROW_EIGHTS, apart, right, R_STRIDE, R_PART, BLOCK_ROWS, GROUPS, GROUP, GROUPS_AHEAD, backs)
 
 // Stores the invocation's quads of R or V', with one factor for the group of rows.
 #define SHARE_ROWS(words, backs, quads) {                                                                     \
@@ -255,74 +282,25 @@ void main() {
         float decay = gates.v[own * BLOCK_ROWS + BLOCK_ROWS / 4u - 1u].w;
         barrier();
 
-        Sums from_key[TILES], from_query[TILES];
-        NO_SUMS(from_key)
-        NO_SUMS(from_query)
+        Sums sums[TILES];
         uint query_at = (of_block * VALUE_HEADS + key_h) * 4u * MIXED_PART + own_row * KEY_EIGHTS;
-        EACH_OF(p, PARTS, PARTS_AHEAD) {
-            Sums key_part[TILES], query_part[TILES];
-            NO_SUMS(key_part)
-            NO_SUMS(query_part)
-            UNROLL for (uint k = 0u; k < PART / MATRIX_K; k++) {
-                // The last part may be smaller than the others: with unrolled loops that is known when the pipeline is built,
-                // and parts of 8 or 16 dimensions are all the same.
-                if (KEY_DIM % PART == 0u || p * PART + k * MATRIX_K < KEY_DIM) {
-                    uint eight = (p * PART + k * MATRIX_K) / 8u;
-                    Left query_most, query_rest, key_most, key_rest;
-                    LOAD_LEFT(key_most, key_rest, mixed.v, query_at + 2u * MIXED_PART + eight, KEY_EIGHTS, MIXED_PART)
-                    LOAD_LEFT(query_most, query_rest, mixed.v, query_at + eight, KEY_EIGHTS, MIXED_PART)
-                    UNROLL for (uint t = 0u; t < TILES; t++) {
-                        Right most, rest_part;
-                        LOAD_RIGHT(most, rest_part, state_s, t * MATRIX_N * S_STRIDE + eight, S_STRIDE, S_PART)
-                        MULTIPLY_ADD_PARTS(key_part[t], key_most, key_rest, most, rest_part)
-                        MULTIPLY_ADD_PARTS(query_part[t], query_most, query_rest, most, rest_part)
-                    }
-                }
-            }
-            float back = state_back_s[p];
-            UNROLL for (uint t = 0u; t < TILES; t++) {
-                from_key[t] = from_key[t] + key_part[t] * back;
-                from_query[t] = from_query[t] + query_part[t] * back;
-            }
-        }
-        TO_SLAB(from_key)
+        TIMES_STATE(sums, query_at + 2u * MIXED_PART)
+        TO_SLAB(sums)
         EACH_QUAD(v[e] -= gates.v[gates_at + BLOCK_ROWS / 4u + quad] * OF_SLAB;)
-        TO_SLAB(from_query)
+        SHARE_ROWS(r_s, r_back_s, v)
+        TIMES_STATE(sums, query_at)
+        TO_SLAB(sums)
         vec4 output_[LOADS];
         EACH_QUAD(output_[e] = gates.v[gates_at + quad] * OF_SLAB;)
-        SHARE_ROWS(r_s, r_back_s, v)
         barrier();
 
-        Sums made[TILES], seen[TILES];
-        NO_SUMS(made)
-        NO_SUMS(seen)
         uint solved_at = own * 4u * SOLVED_PART + own_row * ROW_EIGHTS;
-        EACH_OF(p, GROUPS, GROUPS_AHEAD) {
-            Sums made_part[TILES], seen_part[TILES];
-            NO_SUMS(made_part)
-            NO_SUMS(seen_part)
-            UNROLL for (uint k = 0u; k < GROUP / MATRIX_K; k++) {
-                uint eight = (p * GROUP + k * MATRIX_K) / 8u;
-                Left t_most, t_rest, e_most, e_rest;
-                LOAD_LEFT(t_most, t_rest, solved.v, solved_at + eight, ROW_EIGHTS, SOLVED_PART)
-                LOAD_LEFT(e_most, e_rest, solved.v, solved_at + 2u * SOLVED_PART + eight, ROW_EIGHTS, SOLVED_PART)
-                UNROLL for (uint t = 0u; t < TILES; t++) {
-                    Right most, rest_part;
-                    LOAD_RIGHT(most, rest_part, r_s, t * MATRIX_N * R_STRIDE + eight, R_STRIDE, R_PART)
-                    MULTIPLY_ADD_PARTS(made_part[t], t_most, t_rest, most, rest_part)
-                    MULTIPLY_ADD_PARTS(seen_part[t], e_most, e_rest, most, rest_part)
-                }
-            }
-            float back = r_back_s[p];
-            UNROLL for (uint t = 0u; t < TILES; t++) {
-                made[t] = made[t] + made_part[t] * back;
-                seen[t] = seen[t] + seen_part[t] * back;
-            }
-        }
-        TO_SLAB(made)
+        TIMES_ROWS(sums, solved.v, solved_at, SOLVED_PART, r_s, r_back_s)
+        TO_SLAB(sums)
         EACH_QUAD(v[e] = gates.v[gates_at + BLOCK_ROWS / 2u + quad] * OF_SLAB;)
         SHARE_ROWS(made_s, made_back_s, v)
-        TO_SLAB(seen)
+        TIMES_ROWS(sums, solved.v, solved_at + 2u * SOLVED_PART, SOLVED_PART, r_s, r_back_s)
+        TO_SLAB(sums)
         EACH_QUAD(
             vec4 value = output_[e] + OF_SLAB;
             uint row = block * BLOCK_ROWS + own_row + quad * 4u;
@@ -336,25 +314,8 @@ void main() {
         uint turned_at = (of_block * KEY_HEADS + kh) * 2u * MIXED_PART;
         UNROLL for (uint n = 0u; n < OWN; n++) {
             uint dim = min(gl_SubgroupID * PART + n * MATRIX_M, KEY_DIM - MATRIX_M);
-            Sums added[TILES];
-            NO_SUMS(added)
-            EACH_OF(p, GROUPS, GROUPS_AHEAD) {
-                Sums part[TILES];
-                NO_SUMS(part)
-                UNROLL for (uint k = 0u; k < GROUP / MATRIX_K; k++) {
-                    uint eight = (p * GROUP + k * MATRIX_K) / 8u;
-                    Left key_most, key_rest;
-                    LOAD_LEFT(key_most, key_rest, turned.v, turned_at + dim * ROW_EIGHTS + eight, ROW_EIGHTS, MIXED_PART)
-                    UNROLL for (uint t = 0u; t < TILES; t++) {
-                        Right most, rest_part;
-                        LOAD_RIGHT(most, rest_part, made_s, t * MATRIX_N * R_STRIDE + eight, R_STRIDE, R_PART)
-                        MULTIPLY_ADD_PARTS(part[t], key_most, key_rest, most, rest_part)
-                    }
-                }
-                float back = made_back_s[p];
-                UNROLL for (uint t = 0u; t < TILES; t++) added[t] = added[t] + part[t] * back;
-            }
-            UNROLL for (uint t = 0u; t < TILES; t++) s[n * TILES + t] = s[n * TILES + t] * decay + added[t];
+            TIMES_ROWS(sums, turned.v, turned_at + dim * ROW_EIGHTS, MIXED_PART, made_s, made_back_s)
+            UNROLL for (uint t = 0u; t < TILES; t++) s[n * TILES + t] = s[n * TILES + t] * decay + sums[t];
         }
     }
     EACH_OF_STATE(

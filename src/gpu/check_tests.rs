@@ -151,13 +151,16 @@ fn a_shader_that_asks_for_more_has_a_variant_that_does_not() {
             continue;
         }
         // The layout of matrices is asked for only where there are matrices, wider tiles have the plain variant of the
-        // others, and other arithmetic has that in f32. Prompts without `flash_matrix` take `attention`, and a row of codes
+        // others, and other arithmetic has that in f32. Prompts without `flash_matrix` take `attention`, those without
+        // `delta_blocks_matrix` and `delta_scan_matrix` the plain variants of the kernels of these names, and a row of codes
         // without `gemv_dots` takes `gemv`.
         let base = shader.name.trim_end_matches(".128").trim_end_matches(".64");
         let plain = [format!("{base}.plain"), base.trim_end_matches(".half").trim_end_matches(".matrix").to_owned()];
         let is_plain = |name: &str| name != shader.name && plain.iter().any(|plain| plain == name);
         let twin = SHADERS.iter().any(|other| is_plain(other.name))
-            || ["fragment_layout.", "flash_matrix", "gemv_dots"].iter().any(|asked| base.starts_with(asked));
+            || ["fragment_layout.", "flash_matrix", "gemv_dots", "delta_blocks_matrix", "delta_scan_matrix"]
+                .iter()
+                .any(|asked| base.starts_with(asked));
         assert!(optional.is_empty() || twin, "{} needs {optional:?} and has no plain variant", shader.name);
     }
 }

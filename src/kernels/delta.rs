@@ -11,8 +11,8 @@ use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{
     DeltaBlocksArgs, DeltaBlocksConstants, DeltaBlocksMatrixArgs, DeltaBlocksMatrixConstants, DeltaGateArgs,
-    DeltaGateConstants, DeltaScanArgs, DeltaScanConstants, DeltaScanMatrixArgs, DeltaScanMatrixConstants, DeltaStepArgs,
-    DeltaStepConstants,
+    DeltaGateConstants, DeltaScanArgs, DeltaScanConstants, DeltaScanMatrixArgs, DeltaScanMatrixConstants,
+    DeltaStepArgs, DeltaStepConstants,
 };
 use super::state::{SLOT_SETTLED, SLOT_WORDS};
 use super::tags::{Flow, tagged};
@@ -228,21 +228,23 @@ pub struct DeltaShape {
 
 impl DeltaShape {
     /// Returns the shape for heads on a device with these matrices and with `shared` bytes of shared memory. `None` if the
-    /// kernels do not serve the heads there.
+    /// kernels do not serve the heads there, or an invocation's sums take more than a quarter of its registers, so that
+    /// other kernels are faster.
     pub fn choose(heads: DeltaHeads, units: MatrixUnits, shared: u32) -> Option<DeltaShape> {
+        // Subgroups of 8 or 16 are Intel's, whose invocations have 128 registers and not 255 or 256.
+        let registers = if units.subgroup < 32 { 128 } else { 256 };
+        let sums = units.m * BLOCK_ROWS / units.subgroup;
         let shape = DeltaShape { units, together: 1 };
-        (shape.serves(heads) && shape.shared_bytes(heads) <= shared).then_some(shape)
+        let serves = shape.serves(heads) && shape.shared_bytes(heads) <= shared && sums <= registers / 4;
+        serves.then_some(shape)
     }
 
-    /// Whether the kernels serve heads in this shape: a workgroup has an invocation for each row of a block and at most 256,
-    /// and whole workgroups of `delta_scan_matrix` divide the value columns.
+    /// Whether the kernels serve heads in this shape: a workgroup has at most 256 invocations, and workgroups of
+    /// `delta_scan_matrix` divide the value columns evenly.
     fn serves(self, heads: DeltaHeads) -> bool {
         let MatrixUnits { m, n, k, .. } = self.units;
         let sides = [m, n, k].into_iter().all(|side| side == 8 || side == 16);
-        sides
-            && (BLOCK_ROWS..=256).contains(&self.threads())
-            && delta_serves(heads)
-            && heads.value_dim.is_multiple_of(16 * self.together)
+        sides && self.threads() <= 256 && delta_serves(heads) && heads.value_dim.is_multiple_of(16 * self.together)
     }
 
     /// The number of invocations of a workgroup of either kernel: a subgroup has `units.m` rows of a block.
@@ -253,7 +255,7 @@ impl DeltaShape {
     /// Returns the shared memory of a workgroup in bytes: the larger one of both kernels.
     pub fn shared_bytes(self, heads: DeltaHeads) -> u32 {
         let subgroups = BLOCK_ROWS / self.units.m;
-        let blocks = 16 * BLOCK_ROWS * (BLOCK_ROWS / 4 + 1) + 12 * BLOCK_ROWS;
+        let blocks = 16 * BLOCK_ROWS * (BLOCK_ROWS / 4 + 1) + 20 * BLOCK_ROWS;
         let columns = 16 * self.together;
         let (state, rows) = (heads.key_dim / 8 + 1, BLOCK_ROWS / 8 + 1);
         let slabs = subgroups * (self.units.m / 4 + 1);
@@ -356,11 +358,12 @@ pub fn delta_prompts(
     let o = operands;
     check(heads, packed, o.stride, o.y_stride);
     let mut offset = 0;
-    let [mixed, turned, solved, values, gates, outputs] = Scratch::new(heads, rows, prompts, way).sizes().map(|bytes| {
-        let part = o.scratch.part(offset, bytes);
-        offset += bytes;
-        part
-    });
+    let [mixed, turned, solved, values, gates, outputs] =
+        Scratch::new(heads, rows, prompts, way).sizes().map(|bytes| {
+            let part = o.scratch.part(offset, bytes);
+            offset += bytes;
+            part
+        });
     let DeltaHeads { key, value, key_dim, value_dim, tiled } = heads;
     let tiled = u32::from(tiled);
     let of_blocks = DeltaBlocksArgs {

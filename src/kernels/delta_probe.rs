@@ -3,14 +3,14 @@
 //!
 //! Not here: running a probe on a device, and the comparison with the reference (`gpu::matrix_units`).
 
-use super::delta::{DeltaHeads, DeltaWay, PromptOperands, RING, delta_prompts, scratch_bytes};
+use super::delta::{DeltaHeads, DeltaWay, PromptOperands, delta_prompts, scratch_bytes};
 use super::host_memory::HostMemory;
 use super::recording::{Range, Recording};
 
 /// The name of the buffer of a probe's results.
 pub const RESULTS: &str = "results";
-/// The maximum error of outputs of a root mean square near 1, and of states of elements up to about 1: that of operands in f32
-/// is about 1e-5, and with operands of 11 bits it would be several times as large as this.
+/// The maximum error of outputs of a root mean square near 1, and of states of elements up to about 1. Sums of f32 are wrong by
+/// about 2e-6, and a state that is a hundredth larger changes results by 1e-2.
 pub const LIMIT: f32 = 1e-3;
 
 /// A recording of the calls of one prompt, and the memory that it starts from.
@@ -73,6 +73,5 @@ pub fn probe(heads: DeltaHeads, rows: u32, way: DeltaWay) -> DeltaProbe {
     for (i, word) in (0..).zip([1, 0, rows, 0, 0, START, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]) {
         memory.set_u32(chunk, i, word);
     }
-    debug_assert!(START < RING, "the window holds the positions before the chunk");
     DeltaProbe { recording, memory, results }
 }

@@ -2,9 +2,9 @@
 // f32 value times a power of two is held as the sum of two f16 values, its nearest f16 ("most") and the f16 nearest to the
 // remainder ("rest"). Of the four partial products, that of both rests is left out: it is below 2^-22 of the product.
 //
-// The factor brings the largest magnitude of a matrix, or of a part of it, to 2^14 or between 2^14 and 2^15. So a most does
-// not overflow, and an element's relative error is 2^-22 where it is at least 2^-17 times the largest. For smaller elements the
-// error is at most 2^-29 of the largest if the device takes numbers below 2^-14 for zero, and 2^-39 if it does not.
+// The factor brings the largest magnitude of a matrix, or of a part of it, to 2^14 or between 2^14 and 2^15, so a most does not
+// overflow. An element's error is at most 2^-22 of its value (2^-20 if the conversion to f16 truncates) or, if that is more,
+// 2^-39 of the largest; 2^-28 of the largest on a device that takes numbers of f16 below 2^-14 for zero.
 
 // The factor of operands whose magnitude is at most 1.
 const float UNIT_SCALE = 16384.0;

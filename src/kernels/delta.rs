@@ -229,7 +229,7 @@ pub struct DeltaShape {
 impl DeltaShape {
     /// Returns the shape for heads on a device with these matrices and with `shared` bytes of shared memory. `None` if the
     /// kernels do not serve the heads there, or an invocation's sums take more than a quarter of its registers, so that
-    /// other kernels are faster.
+    /// drivers spill many.
     pub fn choose(heads: DeltaHeads, units: MatrixUnits, shared: u32) -> Option<DeltaShape> {
         // Subgroups of 8 or 16 are Intel's, whose invocations have 128 registers and not 255 or 256.
         let registers = if units.subgroup < 32 { 128 } else { 256 };

@@ -10,8 +10,9 @@ use ostinato::gpu::devices::start_with;
 use ostinato::host::progress::Quiet;
 use std::path::Path;
 
-/// The mean divergence of logits that sums in another order may have.
+/// The mean divergence of logits that sums in another order may have; a code of a cache may be rounded to its neighbour.
 const DIVERGENCE: f64 = 1e-8;
+const OF_CODES: f64 = 1e-6;
 
 #[test]
 fn tiles_in_f32_draw_what_rows_draw() {
@@ -37,7 +38,8 @@ fn tiles_in_f32_draw_what_rows_draw() {
         let apart = divergence(&tiles, &rows);
         println!("{name} {format:?}: divergence {apart:.1e}");
         assert_eq!(found, wanted, "{name}");
-        assert!(apart <= DIVERGENCE, "{name}: {apart:e}");
+        let most = if format == KvFormat::Int8 { OF_CODES } else { DIVERGENCE };
+        assert!(apart <= most, "{name}: {apart:e}");
         assert_ne!(tiles, rows, "{name}: both took the same kernel");
     }
 }

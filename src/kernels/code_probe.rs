@@ -91,7 +91,7 @@ pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
         }
         "gemv_dots" => {
             let c = GemvDotsConstants::from_values(&call.constants);
-            variant = [c.part / c.spans << 16 | c.threads / c.spans, c.batch << 16 | c.blocks << 1 | c.norm];
+            variant = [((c.part / c.spans) << 16) | (c.threads / c.spans), (c.batch << 16) | (c.blocks << 1) | c.norm];
             (c.codes, 0)
         }
         "matmul" => {

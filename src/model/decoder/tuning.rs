@@ -172,7 +172,7 @@ impl Tuning {
 
     /// Returns the workgroups of `matmul` that a change has set for `rows` rows of activations by `n` rows of W of `cols`
     /// columns: of the shape's largest number of rows that is not above `rows`, if `rows` is less than twice as many, or if it
-    /// is at least [`MANY_ROWS`].
+    /// is at least 512.
     pub fn matmul_of(&self, rows: u32, n: u32, cols: u32) -> Option<MatmulConfig> {
         let (&(_, _, from), config) = self.matmul_shapes.range((n, cols, 0)..=(n, cols, rows)).next_back()?;
         (from >= MANY_ROWS || rows / 2 < from).then_some(*config)

@@ -122,10 +122,10 @@ pub(crate) struct Multiplies {
     pub(crate) arithmetic: Arithmetic,
     /// Whether prompts' attention with row-major weights is right on the cooperative matrices of `arithmetic`, if it is that.
     pub(crate) attention: bool,
-    /// Whether prompts' attention is right in tiles in f32; not tested where matrices serve all heads or weights are in fragments.
-    pub(crate) attention_in_f32: bool,
-    /// Whether prompts' delta rule with row-major weights is right on them, likewise.
+    /// Whether prompts' delta rule with row-major weights is right on these matrices, likewise.
     pub(crate) recurrence: bool,
+    /// Whether prompts' attention with row-major weights is right in tiles in f32. CPU drivers do not use it and are not tested.
+    pub(crate) attention_in_f32: bool,
 }
 
 impl Multiplies {
@@ -160,7 +160,6 @@ impl Multiplies {
             tracing::warn!(device = adapter.name, arithmetic = ?promised, "products in this arithmetic are wrong: it is not used");
         }
         let shared = adapter.capabilities.max_shared_bytes;
-        // CPU drivers do not use it.
         let in_f32 = |heads| FlashF32Shape::choose(heads, shared).map(FlashWay::F32);
         let attention_in_f32 = adapter.is_cpu() || attention_is_right(device, arena, cache, &in_f32)?;
         if !attention_in_f32 {

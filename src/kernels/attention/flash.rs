@@ -10,7 +10,7 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::swizzled_index;
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::recording::Call;
-use crate::kernels::shaders::{FLASH_WGMMA, FlashArgs, FlashConstants, FlashF32Constants, FlashMatrixConstants};
+use crate::kernels::shaders::{FLASH_WGMMA, FlashArgs, FlashConstants, FlashMatrixConstants};
 use crate::memory::pack::Format;
 
 /// The number of invocations of a workgroup of `flash`. A tile has half as many (row, query head) pairs.
@@ -182,27 +182,6 @@ impl FlashF32Shape {
         let words = block * (heads.dim / 8 + 1) + pairs * (heads.dim / 4 + block / 4 + 1) + scales;
         16 * words + 4 * pairs + 8 * threads + 4 + 8 * SHARING_PROMPTS
     }
-
-    /// Returns the constants of `flash_f32`, of which the first are those of `flash`.
-    fn constants(self, of: FlashConstants) -> FlashF32Constants {
-        let FlashConstants { threads, d, g, kv_heads, lanes, splits, gated, scale, window, soft_cap, sinks, both } = of;
-        FlashF32Constants {
-            threads,
-            d,
-            g,
-            kv_heads,
-            lanes,
-            splits,
-            gated,
-            scale,
-            window,
-            soft_cap,
-            sinks,
-            both,
-            block: self.block,
-            rows: self.pairs,
-        }
-    }
 }
 
 impl FlashWay {
@@ -314,8 +293,9 @@ pub fn flash(
             (if codes { "flash_matrix.int8" } else { "flash_matrix" }, constants)
         }
         (FlashWay::F32(shape), codes) => {
-            let constants = shape.constants(constants).into_values();
-            (if codes { "flash_f32.int8" } else { "flash_f32" }, constants)
+            // Behind the constants of `flash`: BLOCK and ROWS.
+            let constants = constants.into_values().into_iter().chain([shape.block, shape.pairs]);
+            (if codes { "flash_f32.int8" } else { "flash_f32" }, constants.collect())
         }
         (FlashWay::Wgmma { packed }, _) => {
             let constants = constants.into_values().into_iter().chain([u32::from(packed)]);

@@ -27,7 +27,8 @@ const PASSES: usize = 3;
 /// Kernels that a step does not use are given up if it takes this many times as long with their default choices.
 const HOPELESS: f64 = 2.0;
 
-/// The kernels that a step may use are searched for at least the time of one in so many of its values.
+/// A step's time is divided among the kernels that it may use by the number of their values. A kernel counts for at least one in
+/// so many of all values.
 const LEAST_SHARE: usize = 8;
 
 /// The entries that were found, by kind of step as the file names it (`tuned::variant`); `None` for a default value.

@@ -5,8 +5,7 @@
 
 use super::products::{Operands, Unpacked};
 use super::{Block, Decoder, Step, StepShape};
-use crate::kernels::gemm::matmul::Arithmetic;
-use crate::kernels::gemm::matmul::{Blocked, MatmulConfig, MatmulRows, block_rows};
+use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, block_rows};
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder};

@@ -318,7 +318,7 @@ fn build_one(device: &Device, cache: &PipelineCache, (kernel, constants): &Key) 
         constants,
         push_bytes: shader.push_bytes,
         required_subgroup: shader.required_subgroup(constants),
-        full_subgroups: shader.matrices,
+        full_subgroups: shader.full_subgroups(),
     };
     Pipeline::new(device, cache, &desc).map(Kernel::Pipeline)
 }

@@ -20,7 +20,7 @@ pub struct Shader {
     pub fields: &'static [ArgField],
     /// The specialization constants: id and name.
     pub constants: &'static [(u32, &'static str)],
-    /// Whether the shader uses cooperative matrices and therefore needs full subgroups, of
+    /// Whether the shader uses cooperative matrices and therefore needs subgroups of
     /// [`Shader::required_subgroup`] invocations.
     pub matrices: bool,
 }
@@ -34,6 +34,12 @@ impl Shader {
             Some((id, _)) => constants.get(*id as usize).copied(),
             None => self.matrices.then_some(32),
         }
+    }
+
+    /// Whether every subgroup of a workgroup must be full: for cooperative matrices, and where the shader counts a workgroup's
+    /// subgroups, which the constant `subgroups` says.
+    pub fn full_subgroups(&self) -> bool {
+        self.matrices || self.constants.iter().any(|(_, name)| *name == "subgroups")
     }
 
     /// Whether the kernel is a program in PTX, whose text is made when it is built.

@@ -12,7 +12,8 @@
 //! the weights: 4e-2 if all roundings had the same sign. They are independent: their root mean square is 2e-4 of each
 //! value, the error of a score is 4e-4, and that of an output is smaller, because it is an average of errors. The limit
 //! of 3e-3 is more than seven times that. A token that is missed or seen too early changes the outputs of rows in which
-//! it has a large weight, as one of every few dozen tokens does, by 1e-2 and more.
+//! it has a large weight, as one of every few dozen tokens does, by 1e-2 and more. `flash_f32` rounds nothing to f16: sums of up
+//! to a few hundred terms in f32 differ by less than 5e-5.
 
 use crate::assembler::Assembler;
 use crate::common::{Driver, Vulkan};
@@ -37,6 +38,7 @@ use ostinato::kernels::shaders::FlashArgs;
 
 /// Tolerance, explained at the top of the file.
 const ROUNDED: f32 = 3e-3;
+const IN_F32: f32 = 5e-5;
 const SLOTS: u32 = 6;
 const SLOT: u32 = 1;
 
@@ -283,6 +285,7 @@ fn check_within(limit: f32, drivers: &[Driver], name: &str, splits: u32, steps: 
     }
     for way in all {
         let benches: Vec<&Bench> = benches.iter().filter(|bench| ways(bench).contains(&way)).collect();
+        let own = if matches!(way, FlashWay::F32(_)) { limit.min(IN_F32) } else { limit };
         // A CPU driver compiles a pipeline of `flash_matrix` in seconds; of the first steps, each has another shape.
         let by_loads = matches!(way, FlashWay::Loads(_)) && std::env::var_os("OSTINATO_TEST_GPU").is_none();
         // Heads of other sizes and several prompts, with variants of scores, are those of other tests too.
@@ -297,7 +300,7 @@ fn check_within(limit: f32, drivers: &[Driver], name: &str, splits: u32, steps: 
             let parts: Vec<String> = chunks.iter().map(|chunk| format!("{}+{}", chunk.start, chunk.length)).collect();
             cases.case(format!("{index}.{:?}.{}", chunks[0].heads, parts.join(",")));
             let way = way_of(way, chunks[0].heads, index);
-            outputs.push(call(chunks, splits, limit, &mut cases, way).o);
+            outputs.push(call(chunks, splits, own, &mut cases, way).o);
         }
         let reference = cases.reference();
         for (chunks, o) in steps.iter().zip(outputs) {

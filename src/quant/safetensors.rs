@@ -211,7 +211,9 @@ pub struct Fp8<'a> {
 /// Two versions of GPTQ's zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GptqVersion {
-    /// The zero is the stored number plus 1, at most 2 to the power of `bits`: `checkpoint_format` gptq, or absent.
+    /// The zero is the stored number plus 1: `checkpoint_format` gptq, or absent. For 2, 4 and 8 bits, 1 was taken from each of a
+    /// 32-bit word's numbers in one subtraction, so that a zero of 0 has borrowed from the number above it; for 3 bits, from each
+    /// by itself.
     V1,
     /// The zero is the stored number: `checkpoint_format` gptq_v2.
     V2,
@@ -999,7 +1001,7 @@ impl<'a> Scales<'a> {
 enum Zeros<'a> {
     /// The minimum of the canonical codes.
     Constant,
-    /// `[groups][words]`, packed densely along the rows; `plus` is added; `only` is the one allowed.
+    /// `[groups][words]`, packed densely along the rows; `plus`, 0 or 1, is added; `only` is the one allowed.
     Gptq { tensor: Tensor<'a>, plus: u32, only: Option<u32> },
     /// `[groups][rows / 8]`, nibbles in the order of [`AWQ_NIBBLES`].
     Awq { tensor: Tensor<'a> },
@@ -1028,6 +1030,19 @@ fn packed(word: impl Fn(usize) -> u32, index: usize, bits: u32, dense: bool) -> 
     let low = word(at) >> shift;
     let high = if shift + bits > 32 { word(at + 1) << (32 - shift) } else { 0 };
     (low | high) & mask
+}
+
+/// Returns a word of zeros of `bits` bits with `plus` added to each of them, as `GptqVersion::V1` stores them; those of 3 bits,
+/// which words divide, are left as they are.
+#[inline(always)]
+fn plus_each(word: u32, bits: u32, plus: u32) -> u32 {
+    let each = match bits {
+        2 => 0x5555_5555,
+        4 => 0x1111_1111,
+        8 => 0x0101_0101,
+        _ => 0,
+    };
+    word.wrapping_add(each * plus)
 }
 
 impl<'a> CodeMatrix<'a> {
@@ -1259,7 +1274,8 @@ impl<'a> CodeMatrix<'a> {
             Some((tensor, nibbles, plus, only)) if rows > 1 => {
                 let (at, words) = (row as usize, (self.rows as usize).div_ceil(8));
                 for (at, to) in (at..).zip(zeros) {
-                    let zero = (tensor.word(source * words + at / 8) >> (4 * nibbles[at % 8]) & 15) + plus;
+                    let word = plus_each(tensor.word(source * words + at / 8), 4, plus);
+                    let zero = word >> (4 * nibbles[at % 8]) & 15;
                     *to = if only.unwrap_or(zero) == zero { zero as f32 } else { f32::NAN };
                 }
             }
@@ -1295,7 +1311,8 @@ impl<'a> CodeMatrix<'a> {
             Zeros::Constant => return Ok(None),
             Zeros::Gptq { tensor, plus, only } => {
                 let words = (self.rows as usize * bits as usize).div_ceil(32);
-                let zero = packed(|k| tensor.word(group * words + k), at, bits, true) + plus;
+                let zero = packed(|k| plus_each(tensor.word(group * words + k), bits, plus), at, bits, true);
+                let zero = if bits == 3 { (zero + plus) & 7 } else { zero };
                 if let Some(expected) = only
                     && zero != expected
                 {
@@ -1736,6 +1753,24 @@ mod tests {
 
     fn random(count: usize, seed: u32) -> Vec<u8> {
         (0..count as u32).map(|i| (i.wrapping_add(seed).wrapping_mul(0x9e37_79b1) >> 23) as u8).collect()
+    }
+
+    /// Goal: every zero of version 1 is read, also 0. Method: words are packed as GPTQModel does before it saves: all numbers of
+    /// a word, less 1 each in one subtraction; 3 bits each by itself.
+    #[test]
+    fn zeros_of_version_1_are_read_although_they_borrow() {
+        let ones = [(2u32, 0x5555_5555u32), (4, 0x1111_1111), (8, 0x0101_0101)];
+        for (bits, each) in ones {
+            let count = 32 / bits as usize;
+            let zeros: Vec<u32> =
+                (0..count).map(|i| [0, (1 << bits) - 1, 0, 0, 1, 2][i % 6] & ((1 << bits) - 1)).collect();
+            let word = zeros.iter().zip(0..).fold(0u32, |word, (zero, i)| word | zero << (bits * i));
+            let stored = word.wrapping_sub(each);
+            let read = |i: usize| packed(|_| plus_each(stored, bits, 1), i, bits, true);
+            assert_eq!((0..count).map(read).collect::<Vec<_>>(), zeros, "{bits} bits");
+            assert_eq!(plus_each(word, bits, 0), word);
+        }
+        assert_eq!(plus_each(0xffff_ffff, 3, 1), 0xffff_ffff);
     }
 
     /// Any rows of matrices whose words lie across the rows are those of the definition, as bytes and as canonical rows.

@@ -203,9 +203,12 @@ impl<'a> Finder<'a> {
                 self.optional(TensorRole::GroupIndex, &["g_idx"])?;
                 Storage::Gptq { bits: layout.bits, group: layout.group, symmetric: layout.symmetric, version }
             }
-            Scheme::Awq { group } => {
+            Scheme::Awq { group, zeros } => {
                 self.codes_are(&[".qweight"])?;
-                self.optional(TensorRole::Zero, &["qzeros"])?;
+                match zeros {
+                    true => self.need(TensorRole::Zero, &["qzeros"])?,
+                    false => drop(self.optional(TensorRole::Zero, &["qzeros"])?),
+                }
                 self.need(TensorRole::Scale, &["scales"])?;
                 Storage::Awq { group }
             }

@@ -50,6 +50,8 @@ pub enum Quantization {
     Awq {
         /// The columns of a group; `None` for a whole row.
         group: Option<u32>,
+        /// The key `zero_point`: whether modules must have zeros; those of other checkpoints may have some.
+        zeros: bool,
     },
     /// `compressed-tensors`.
     CompressedTensors {
@@ -122,6 +124,12 @@ impl Pattern {
         built.map(Pattern).map_err(|error| error.to_string())
     }
 
+    /// The pattern's text in the configuration.
+    fn text(&self) -> &str {
+        let text = self.0.as_str();
+        text.strip_prefix("^(?:").and_then(|text| text.strip_suffix(')')).unwrap_or(text)
+    }
+
     /// Whether the pattern matches at the start of a name. A pattern that would take too long does not match.
     fn matches(&self, name: &str) -> bool {
         self.0.is_match(name).unwrap_or(false)
@@ -160,6 +168,8 @@ pub enum Scheme {
     Awq {
         /// The columns of a group; `None` for a whole row.
         group: Option<u32>,
+        /// Whether modules must have zeros.
+        zeros: bool,
     },
     /// compressed-tensors `pack-quantized`: integers in 32-bit words.
     PackedInts {
@@ -195,42 +205,77 @@ pub enum Scheme {
 }
 
 impl Quantization {
-    /// Returns how the weight of a module is stored, if it is quantised. The module may have several names; patterns
-    /// and lists apply to any of them.
+    /// Returns how the weight of a module is stored, if it is quantised. The module may have several names: what a pattern or
+    /// list says of one of them comes before what is said of all modules, and a module is left out only if that is said of
+    /// each name, because a pattern that excludes one part of a model matches names without that part.
     pub fn scheme(&self, names: &[&str], class: &str) -> Option<Scheme> {
+        let said: Vec<Said> = names.iter().map(|name| self.said(name, class)).collect();
+        let named = said.iter().find_map(|said| if let Said::OfName(scheme) = said { Some(*scheme) } else { None });
+        let of_all = || said.iter().find_map(|said| if let Said::OfAll(scheme) = said { Some(*scheme) } else { None });
+        named.or_else(of_all)
+    }
+
+    /// Returns what is said of a module of this name.
+    fn said(&self, name: &str, class: &str) -> Said {
         match self {
-            Quantization::Fp8 { block } => Some(Scheme::Fp8 { block: *block }),
+            Quantization::Fp8 { block } => Said::OfAll(Scheme::Fp8 { block: *block }),
             Quantization::Gptq { layout, version, rules } => {
-                let rule = rules.iter().find(|rule| names.iter().any(|name| rule.pattern.matches(name)));
-                let layout = rule.map_or(Some(*layout), |rule| rule.layout)?;
-                Some(Scheme::Gptq { layout, version: *version })
-            }
-            Quantization::Awq { group } => Some(Scheme::Awq { group: *group }),
-            Quantization::CompressedTensors { groups, ignore } => {
-                if ignore.iter().any(|target| target.names(names) || target.is_class(class)) {
-                    return None;
+                let scheme = |layout| Scheme::Gptq { layout, version: *version };
+                match rules.iter().find(|rule| rule.pattern.matches(name)) {
+                    Some(rule) => rule.layout.map_or(Said::Nothing, |layout| Said::OfName(scheme(layout))),
+                    None => Said::OfAll(scheme(*layout)),
                 }
-                let named = groups.iter().find(|group| group.targets.iter().any(|target| target.names(names)));
-                let of_class = || groups.iter().find(|group| group.targets.iter().any(|target| target.is_class(class)));
-                named.or_else(of_class).map(|group| group.scheme)
             }
-            Quantization::ModelOptNvfp4 => Some(Scheme::Nvfp4 { compressed: false }),
+            Quantization::Awq { group, zeros } => Said::OfAll(Scheme::Awq { group: *group, zeros: *zeros }),
+            Quantization::CompressedTensors { groups, ignore } => {
+                if ignore.iter().any(|target| target.is(name) || target.matches(name) || target.is(class)) {
+                    return Said::Nothing;
+                }
+                // As the library does: exact names come before patterns, which it tries in the order of their texts.
+                let targets =
+                    || groups.iter().flat_map(|group| group.targets.iter().map(|target| (target, group.scheme)));
+                let exact = targets().find(|(target, _)| target.is(name));
+                let matching =
+                    || targets().filter(|(target, _)| target.matches(name)).min_by_key(|(target, _)| target.text());
+                let of_class = || targets().find(|(target, _)| target.is(class));
+                match exact.or_else(matching) {
+                    Some((_, scheme)) => Said::OfName(scheme),
+                    None => of_class().map_or(Said::Nothing, |(_, scheme)| Said::OfAll(scheme)),
+                }
+            }
+            Quantization::ModelOptNvfp4 => Said::OfAll(Scheme::Nvfp4 { compressed: false }),
             // Modules of `modules_to_not_convert` have no blocks.
-            Quantization::Mxfp4 => Some(Scheme::Mxfp4 { compressed: false }),
+            Quantization::Mxfp4 => Said::OfAll(Scheme::Mxfp4 { compressed: false }),
         }
     }
 }
 
+/// What a configuration says of a module.
+enum Said {
+    /// How modules of this name are stored.
+    OfName(Scheme),
+    /// How all modules are stored, or all of a class.
+    OfAll(Scheme),
+    /// That it is not quantised.
+    Nothing,
+}
+
 impl ModuleTarget {
-    fn names(&self, names: &[&str]) -> bool {
-        match self {
-            ModuleTarget::Name(target) => names.contains(&target.as_str()),
-            ModuleTarget::Pattern(pattern) => names.iter().any(|name| pattern.matches(name)),
-        }
+    /// Whether it is this name of a module or class.
+    fn is(&self, name: &str) -> bool {
+        matches!(self, ModuleTarget::Name(target) if target == name)
     }
 
-    fn is_class(&self, class: &str) -> bool {
-        matches!(self, ModuleTarget::Name(name) if name == class)
+    /// Whether it is a pattern that matches a name.
+    fn matches(&self, name: &str) -> bool {
+        matches!(self, ModuleTarget::Pattern(pattern) if pattern.matches(name))
+    }
+
+    fn text(&self) -> &str {
+        match self {
+            ModuleTarget::Name(text) => text,
+            ModuleTarget::Pattern(pattern) => pattern.text(),
+        }
     }
 }
 
@@ -470,8 +515,9 @@ impl<'a> Keys<'a> {
         let bits = self.number(&["bits", "w_bit"], &[4]);
         let group = self.group(&["group_size", "q_group_size"]);
         self.only("version", &["gemm"]);
+        let zeros = self.flag("zero_point", false);
         bits?;
-        Some(Quantization::Awq { group: group? })
+        Some(Quantization::Awq { group: group?, zeros })
     }
 
     fn modelopt(&mut self) -> Option<Quantization> {
@@ -695,6 +741,49 @@ mod tests {
         let bytes = Scheme::Int8 { strategy: Strategy::Channel, symmetric: true };
         assert_eq!(of("model.layers.0.mlp.down_proj"), Some(bytes));
         assert_eq!(read.scheme(&["model.embed_tokens"], "Embedding"), None);
+    }
+
+    #[test]
+    fn exact_names_come_before_patterns_whatever_the_order_of_groups() {
+        let group = |targets: Value, symmetric: bool| {
+            let weights = json!({"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": symmetric});
+            json!({"targets": targets, "weights": weights})
+        };
+        let read = parse(json!({
+            "quant_method": "compressed-tensors", "format": "pack-quantized",
+            "config_groups": {
+                "group_0": group(json!(["re:.*_proj$", "re:.*z_proj$"]), true),
+                "group_1": group(json!(["model.layers.0.mlp.down_proj", "re:.*[o-q]_proj$"]), false),
+            },
+        }))
+        .unwrap();
+        let of = |name: &str| match read.scheme(&[name], "Linear") {
+            Some(Scheme::PackedInts { symmetric, .. }) => symmetric,
+            other => panic!("{other:?}"),
+        };
+        assert!(!of("model.layers.0.mlp.down_proj"));
+        assert!(of("model.layers.1.mlp.down_proj"));
+        // Of the patterns that match, the first in the order of their texts: "[" comes before "_".
+        assert!(!of("model.layers.1.self_attn.o_proj"));
+    }
+
+    #[test]
+    fn patterns_that_exclude_a_part_of_a_model_leave_its_modules_quantised() {
+        let (file, text) = ("model.language_model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj");
+        let (other_file, other_text) = ("model.visual.blocks.0.mlp.up_proj", "visual.blocks.0.mlp.up_proj");
+        let weights = json!({"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": true});
+        let compressed = parse(json!({
+            "quant_method": "compressed-tensors", "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+            "ignore": [r"re:^(?!model\.language_model\.).*"],
+        }));
+        let gptq = parse(json!({
+            "quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {r"-:^(?!model\.language_model)": {}},
+        }));
+        for read in [compressed.unwrap(), gptq.unwrap()] {
+            assert!(read.scheme(&[file, text], "Linear").is_some(), "{read:?}");
+            assert_eq!(read.scheme(&[other_file, other_text], "Linear"), None);
+        }
     }
 
     #[test]

@@ -21,7 +21,7 @@
 // weight         [n][chunks·8] in the variant's format (codes: `codes.glsl`);  y [rows][y_stride] f32
 // experts        EXPERTS 1 (MoE): `tiles` assigns an expert to each tile of x, and the expert's weights are n rows.
 //                SCATTER 1: the tile's rows are written to rows `slots` of y; rows whose slot is NOBODY are dropped
-//                (`expert_plan`)
+//                (`expert_plan`). Tiles of experts that are not in `weight` are left unchanged (`expert_part.glsl`)
 //
 // One workgroup computes a tile of TOKENS rows of x by FEATURES rows of W, or of SPLITS workgroups each a part of K: the
 // last one to arrive (an atomic counter) adds their sums in the order of the parts. Per stage, 16 columns (f32) or 32 of
@@ -44,18 +44,21 @@ layout(constant_id = 7) const uint EACH = 4;        // even
 layout(constant_id = 8) const uint SPLITS = 1;
 layout(constant_id = 9) const uint EXPERTS = 0;
 layout(constant_id = 10) const uint SCATTER = 0;
+layout(constant_id = 11) const uint FIRST_EXPERT = 0; // the first expert in `weight`: `expert_part.glsl`
+layout(constant_id = 12) const uint PART_EXPERTS = 0; // the number of experts in `weight`; 0: all
+#include "expert_part.glsl"
 #if WEIGHT == 3
-layout(constant_id = 11) const uint CODES = 0x5024; // the weights' format
+layout(constant_id = 13) const uint CODES = 0x5024; // the weights' format
 #include "codes.glsl"
 #endif
 #if ARITHMETIC == 2
 #if WEIGHT != 3
-layout(constant_id = 11) const uint CODES = 0x5024;
+layout(constant_id = 13) const uint CODES = 0x5024;
 #endif
-layout(constant_id = 12) const uint MATRIX_M = 16;
-layout(constant_id = 13) const uint MATRIX_N = 16;
-layout(constant_id = 14) const uint MATRIX_K = 16;
-layout(constant_id = 15) const uint SUBGROUP = 32;   // the subgroups' size
+layout(constant_id = 14) const uint MATRIX_M = 16;
+layout(constant_id = 15) const uint MATRIX_N = 16;
+layout(constant_id = 16) const uint MATRIX_K = 16;
+layout(constant_id = 17) const uint SUBGROUP = 32;   // the subgroups' size
 #endif
 
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer Counters { coherent uint v[]; };
@@ -130,7 +133,8 @@ shared uvec4 x_s[TOKENS / TOKENS_OF_WORD * X_STRIDE];
 #endif
 shared uint last_s;
 
-uint used, tile_token, tile_feature, expert_row;
+// `expert_row`: the first row of the tile's expert in `weight`. `bias_row`: among the rows of all experts.
+uint used, tile_token, tile_feature, expert_row, bias_row;
 
 // Eight weights as they are multiplied, two words in f32 and one in f16; and as they are loaded, unless they are codes.
 struct Eight { uvec4 a; uvec4 b; };
@@ -271,7 +275,7 @@ void finish(uint token, uint feature, vec2 v) {
         if (row == NOBODY) return;
     }
     v *= scales.v[token];
-    if (BIAS == 1u) v += vec2(bias.v[expert_row + feature], bias.v[expert_row + min(feature + 1u, n - 1u)]);
+    if (BIAS == 1u) v += vec2(bias.v[bias_row + feature], bias.v[bias_row + min(feature + 1u, n - 1u)]);
     uint at = row * y_stride;
     if (EPILOGUE >= 2u) {
         y.v[at + feature / 2u] = glu(EPILOGUE, v.x, v.y);
@@ -305,9 +309,10 @@ void main() {
     expert_row = 0u;
     if (EXPERTS == 1u) {
         uint expert = tiles.v[gl_WorkGroupID.x];
-        if (expert == NOBODY) return;
-        expert_row = expert * n;
+        if (expert == NOBODY || is_elsewhere(expert)) return;
+        expert_row = (expert - FIRST_EXPERT) * n;
     }
+    bias_row = expert_row + FIRST_EXPERT * n;
     uint t = gl_LocalInvocationIndex;
     uint tile = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x, split = gl_WorkGroupID.z;
     uint stages = (chunks + W_CHUNKS - 1u) / W_CHUNKS;

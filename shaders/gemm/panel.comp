@@ -20,7 +20,7 @@
 //            of y² to `squares`
 // experts    EXPERTS 1 (MoE): `tiles` assigns an expert to each panel, and the expert's weights are n rows. Without
 //            PACKED, the panel's rows are written to rows `slots` of y; rows whose slot is NOBODY are dropped
-//            (`expert_plan`)
+//            (`expert_plan`). Panels of experts that are not in `weight` are left unchanged (`expert_part.glsl`)
 //
 // One workgroup computes TILES blocks of 16 rows of W for one panel. Its groups of 32 lanes split K, each with AHEAD
 // chunks of 32 columns in flight; their sums are added through shared memory, one block after the other. A lane's sums
@@ -45,12 +45,15 @@ layout(constant_id = 8) const uint PACKED = 0;
 layout(constant_id = 9) const uint FOLD = 0;
 layout(constant_id = 10) const uint PARTS = 1;    // partial sums of squares per row, read with FOLD 1
 layout(constant_id = 11) const uint EXPERTS = 0;
+layout(constant_id = 12) const uint FIRST_EXPERT = 0; // the first expert in `weight`: `expert_part.glsl`
+layout(constant_id = 13) const uint PART_EXPERTS = 0; // the number of experts in `weight`; 0: all
 #if CODED == 1
-layout(constant_id = 12) const uint CODES = 0x5024; // the weights' format
-layout(constant_id = 13) const uint IN_F16 = 0;
+layout(constant_id = 14) const uint CODES = 0x5024; // the weights' format
+layout(constant_id = 15) const uint IN_F16 = 0;
 #endif
 
 #include "fragments.glsl"
+#include "expert_part.glsl"
 #if CODED == 1
 #include "codes.glsl"
 const uint UNITS = (CHUNKS * 32u + UNIT_COLS - 1u) / UNIT_COLS;
@@ -261,9 +264,12 @@ void main() {
     uint before = 0u;
     if (EXPERTS == 1u) {
         uint expert = tiles.v[gl_WorkGroupID.y];
-        if (expert == NOBODY) return;
-        before = expert * blocks;
+        if (expert == NOBODY || is_elsewhere(expert)) return;
+        before = (expert - FIRST_EXPERT) * blocks;
     }
+
+    // The biases are those of all experts.
+    uint bias_row = (before + FIRST_EXPERT * blocks) * 16u;
 
     uint base[TILES], x_base[BLOCKS];
 #if CODED == 1
@@ -375,7 +381,7 @@ void main() {
                 if (token == NOBODY) continue;
             }
             uint left = min(n - row, 4u);
-            if (BIAS == 1u) [[unroll]] for (uint e = 0u; e < 4u; e++) if (e < left) v[e] += bias.v[before * 16u + row + e];
+            if (BIAS == 1u) [[unroll]] for (uint e = 0u; e < 4u; e++) if (e < left) v[e] += bias.v[bias_row + row + e];
             if (EPILOGUE >= 2u) {
                 vec2 result = glu(EPILOGUE, v.xz, v.yw);
                 uint column = row / 2u;

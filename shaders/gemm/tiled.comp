@@ -11,7 +11,7 @@
 //            next product
 // experts    EXPERTS 1 (MoE): `tiles` assigns an expert to each tile of x, and the expert's weights are N rows. Without
 //            PACKED, the tile's rows are written to rows `slots` of y; rows whose slot is NOBODY are dropped
-//            (`expert_plan`)
+//            (`expert_plan`). Tiles of experts that are not in `weight` are left unchanged (`expert_part.glsl`)
 //
 // One workgroup computes a tile of TILE_TOKENS rows of x by TILE_ROWS rows of W; each group of 32 lanes computes
 // GROUP_TOKENS by GROUP_ROWS of it. W goes from global memory to registers: the next 16 columns are loaded while the
@@ -35,6 +35,9 @@ layout(constant_id = 4) const uint PACKED = 0;
 layout(constant_id = 5) const uint ORDER = 8;
 layout(constant_id = 6) const uint ROWS = 0;      // rows of x in use; 0: `count` holds the number
 layout(constant_id = 7) const uint EXPERTS = 0;
+layout(constant_id = 8) const uint FIRST_EXPERT = 0; // the first expert in `weight`: `expert_part.glsl`
+layout(constant_id = 9) const uint PART_EXPERTS = 0; // the number of experts in `weight`; 0: all
+#include "expert_part.glsl"
 
 #if MATRIX == 1
 layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Floats4InOut { vec4 v[]; };
@@ -154,8 +157,8 @@ void main() {
     uint lane = gl_LocalInvocationIndex;
     if (EXPERTS == 1u) {
         uint expert = tiles.v[ordered + rest % together];
-        if (expert == NOBODY) return;
-        expert_words = expert * (WEIGHT_BLOCKS * BLOCK_WORDS);
+        if (expert == NOBODY || is_elsewhere(expert)) return;
+        expert_words = (expert - FIRST_EXPERT) * (WEIGHT_BLOCKS * BLOCK_WORDS);
         expert_row = expert * N;
     }
     uint x_base = tile_block * BLOCK_WORDS + lane, w_base = expert_words + row_block * BLOCK_WORDS + LANE;

@@ -7,8 +7,10 @@
 // STAGE 1   y[r] += sum_j ( W[e(r, j)] · x[r][j] + share(r, j) · bias[e(r, j)] ) + Ws · x[r][CHOSEN]
 //
 // choices    [rows][CHOSEN + SHARED] of (expert, share as f32 bits), as `expert_choose` writes them
-// weight     [experts][n][chunks·8] in the variant's format; in STAGE 0 the rows of gate and up alternate
-// shared     [shared_n][shared_chunks·8], likewise; beside codes, of any format
+// weight     [experts][n][chunks·8] in the variant's format; in STAGE 0 the rows of gate and up alternate. Experts that are
+//            not in it (`expert_part.glsl`) are left out: of y in STAGE 0, and of the sum in STAGE 1
+// shared     [shared_n][shared_chunks·8], likewise; beside codes, of any format. Without rows and chunks, another call
+//            computes the shared expert
 // x          STAGE 0: [rows][x_stride] f32, the residual. STAGE 1: the output of STAGE 0
 // y          STAGE 0: [rows][y_stride] f32: CHOSEN parts of `part` floats each, then the shared expert's part. STAGE 1:
 //            [rows][y_stride] f32, the residual
@@ -28,9 +30,12 @@ layout(constant_id = 4) const uint USED = 0;      // rows of x in use; 0: `count
 layout(constant_id = 5) const uint ROWS = 2;      // rows of W, even
 layout(constant_id = 6) const uint GLU = 2;       // the gated linear unit: `glu.glsl`
 layout(constant_id = 7) const uint BIAS = 0;
+layout(constant_id = 8) const uint FIRST_EXPERT = 0; // the first expert in `weight`: `expert_part.glsl`
+layout(constant_id = 9) const uint PART_EXPERTS = 0; // the number of experts in `weight`; 0: all
+#include "expert_part.glsl"
 #if WEIGHT == 3
-layout(constant_id = 8) const uint CODES = 0x5024; // the format of the experts' W
-layout(constant_id = 9) const uint SHARED_CODES = 0x5024; // of the shared expert's W, or numbers (`kernels::shared_word`)
+layout(constant_id = 10) const uint CODES = 0x5024; // the format of the experts' W
+layout(constant_id = 11) const uint SHARED_CODES = 0x5024; // of the shared expert's W, or numbers (`kernels::shared_word`)
 #include "codes.glsl"
 #endif
 
@@ -112,7 +117,7 @@ void main() {
     bool of_shared = SHARED == 1u && choice == CHOSEN;
     if (row >= used || first >= (of_shared ? shared_n : n)) return;
     uvec2 chosen = choices.v[row * (CHOSEN + SHARED) + choice];
-    if (chosen.x == NOBODY) return;
+    if (chosen.x == NOBODY || (STAGE == 0u && !of_shared && is_elsewhere(chosen.x))) return;
     uint t = gl_LocalInvocationID.x;
 
     float acc[ROWS];
@@ -124,14 +129,16 @@ void main() {
         uint c = i, base = 0u, each = of_shared ? shared_chunks : chunks, column = i;
         bool other = of_shared;
         if (STAGE == 0u) {
-            base = of_shared ? 0u : chosen.x * n;
+            base = of_shared ? 0u : (chosen.x - FIRST_EXPERT) * n;
         } else {
             uint j = i / chunks;
             other = SHARED == 1u && j >= CHOSEN;
             j = min(j, CHOSEN);
             c = i - j * chunks;
             if (other) each = shared_chunks;
-            base = other ? 0u : choices.v[row * (CHOSEN + SHARED) + j].x * n;
+            uint expert = other ? FIRST_EXPERT : choices.v[row * (CHOSEN + SHARED) + j].x;
+            if (is_elsewhere(expert)) continue;
+            base = (expert - FIRST_EXPERT) * n;
             column = j * (part / 8u) + c;
         }
         vec4 xa = x.v[xo + column * 2u], xb = x.v[xo + column * 2u + 1u];
@@ -177,6 +184,7 @@ void main() {
         if (BIAS == 1u) {
             for (uint j = 0u; j < CHOSEN; j++) {
                 uvec2 other = choices.v[row * (CHOSEN + SHARED) + j];
+                if (is_elsewhere(other.x)) continue;
                 [[unroll]] for (uint r = 0u; r < ROWS; r++)
                     acc[r] += uintBitsToFloat(other.y) * bias.v[other.x * n + first + r];
             }

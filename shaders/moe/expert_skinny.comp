@@ -16,7 +16,8 @@
 //            `choose.glsl` defines the selection and the shares; each workgroup computes them for itself, for all rows
 // weight     [COUNT][n rows] in fragment order (`memory::pack::Layout::Fragments`); in STAGE 0 the rows of gate and up
 //            alternate. CODED 1: codes with scales (`codes.glsl`), which become f16 in registers; there is no shared
-//            expert then
+//            expert then. Experts that are not in `weight` (`expert_part.glsl`) are left out: of y in STAGE 0, and of the
+//            sum in STAGE 1
 // shared     [shared_n rows], likewise
 // x          STAGE 0: [rows][x_stride] f32, the residual. STAGE 1: the output of STAGE 0
 // y          STAGE 0: [rows][CHOSEN · INNER and SHARED_INNER, each padded to 32] f32; the padding is not written.
@@ -59,11 +60,14 @@ layout(constant_id = 16) const uint ROUTED = 0;
 layout(constant_id = 17) const uint CHOICE_BIAS = 0;
 layout(constant_id = 18) const uint EXPERT_SCALES = 0;
 layout(constant_id = 19) const uint GATED = 1;    // the shared expert has a gate
+layout(constant_id = 21) const uint FIRST_EXPERT = 0; // the first expert in `weight`: `expert_part.glsl`
+layout(constant_id = 22) const uint PART_EXPERTS = 0; // the number of experts in `weight`; 0: all
 #if CODED == 1
-layout(constant_id = 21) const uint CODES = 0x5024; // the weights' format
+layout(constant_id = 23) const uint CODES = 0x5024; // the weights' format
 #endif
 
 #include "fragments.glsl"
+#include "expert_part.glsl"
 #if CODED == 1
 #include "codes.glsl"
 const uint UNITS = (COLUMNS + UNIT_COLS - 1u) / UNIT_COLS;
@@ -182,17 +186,17 @@ uint choice_of(uvec4 entry, uint row) { return ((row < 8u ? entry.z : entry.w) >
 const bool SHARES = STAGE == 0u || BIAS == 1u;
 #include "choose.glsl"
 
-// Selects the experts of all rows and lists the distinct ones, for the whole workgroup.
+// Selects the experts of all rows and lists the distinct ones that are in `weight`, for the whole workgroup.
 void choose(inout uint polls) {
     choose_for_rows(polls);
     barrier();
     uint p = min(gl_LocalInvocationIndex, PAIRS - 1u);
-    if (ROWS == 1u) {
+    if (ROWS == 1u && PART_EXPERTS == 0u) {
         if (gl_LocalInvocationIndex < CHOSEN) list_s[p] = uvec4(ids_s[p], 1u, p, 0u);
         if (gl_LocalInvocationIndex == 0u) distinct_s = CHOSEN;
     } else {
         uvec4 entry = uvec4(ids_s[p], 0u, 0u, 0u);
-        bool first = true;
+        bool first = !is_elsewhere(entry.x);
         for (uint q = 0u; q < PAIRS; q++) {
             if (ids_s[q] != entry.x) continue;
             uint row = q / CHOSEN, nibble = q % CHOSEN << (row % 8u * 4u);
@@ -291,11 +295,11 @@ void main() {
 // zeros.
 #define BEGIN_ROUND(round_) { \
     [[unroll]] for (uint u = 0u; u < AHEAD_UNITS; u++) { \
-        uint unit = min(chunk_of(round_, u * RUN), chunks - 1u) / RUN, matrix = entry.x; \
+        uint unit = min(chunk_of(round_, u * RUN), chunks - 1u) / RUN, matrix = entry.x - FIRST_EXPERT; \
         if (STAGE == 1u) { \
             uint d = unit / UNITS; \
             unit -= d * UNITS; \
-            matrix = list_s[d].x; \
+            matrix = list_s[d].x - FIRST_EXPERT; \
         } \
         [[unroll]] for (uint j = 0u; j < TILES; j++) { \
             uint base = (matrix * blocks + min(first + j, blocks - 1u)) * BLOCK_WORDS, from = base + 4u + unit * UNIT_WORDS; \
@@ -324,7 +328,8 @@ void main() {
         next_at[i] = row * (x_stride / 4u) + column; \
         next_words[i] = TAGGED == 0u ? plain_x.v[next_at[i]] : x.v[next_at[i]]; \
     } }
-    BEGIN_ROUND(0u)
+    // No row may have chosen an expert of a part.
+    if (PART_EXPERTS == 0u || rounds > 0u) BEGIN_ROUND(0u)
 
     [[dont_unroll]] for (uint round = 0u; round < rounds; round++) {
         uvec4 w[AHEAD_UNITS * TILES * PLANE_LOADS], words[LOADS];
@@ -432,7 +437,7 @@ void main() {
         uvec4 w[AHEAD * TILES * 2u];
         [[unroll]] for (uint u = 0u; u < AHEAD; u++) {
             uint chunk = min(chunk_of(round, u), chunks - 1u);
-            uint matrix = entry.x, each = CHUNKS;
+            uint matrix = entry.x - FIRST_EXPERT, each = CHUNKS;
             bool other = STAGE == 0u && of_shared;
             if (STAGE == 1u) {
                 uint d = chunk / CHUNKS;
@@ -442,7 +447,7 @@ void main() {
                     each = SHARED_CHUNKS;
                 }
                 chunk -= d * CHUNKS;
-                matrix = other ? 0u : list_s[d].x;
+                matrix = other ? 0u : list_s[d].x - FIRST_EXPERT;
             }
             WEIGHTS_OF(other)
             [[unroll]] for (uint j = 0u; j < TILES; j++) {
@@ -580,7 +585,7 @@ void main() {
 #endif
         if (STAGE == 0u) {
 #if CODED == 1
-            v *= uintBitsToFloat(weight.v[(entry.x * blocks + first + item_tile) * BLOCK_WORDS + (item_lane & 3u)]);
+            v *= uintBitsToFloat(weight.v[((entry.x - FIRST_EXPERT) * blocks + first + item_tile) * BLOCK_WORDS + (item_lane & 3u)]);
 #endif
             float sum = 0.0;
             uint at = (item_block * TOKENS + (item_lane >> 2)) * SQUARES;
@@ -601,6 +606,7 @@ void main() {
             if (ADD == 1u) v += uintBitsToFloat(old);
             if (BIAS == 1u) {
                 for (uint j = 0u; j < CHOSEN; j++) {
+                    if (is_elsewhere(ids_s[item_token * CHOSEN + j])) continue;
                     uint at_ = ids_s[item_token * CHOSEN + j] * n + item_row;
                     vec4 b = vec4(bias.v[at_], bias.v[at_ + 1u], bias.v[at_ + 2u], bias.v[at_ + 3u]);
                     float scale = EXPERT_SCALES == 1u ? expert_scales.v[ids_s[item_token * CHOSEN + j]] : 1.0;

@@ -111,7 +111,7 @@ pub fn lacks(adapter: &Adapter) -> Vec<Missing> {
     lacks(
         capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes) < LARGE_ALLOCATION,
         "buffers of 4 GiB",
-        "larger weights are split; larger weights of experts are refused",
+        "larger weights are split; an expert whose matrix is larger is refused",
     );
     lacks(
         !capabilities.bar && !capabilities.unified_memory,

@@ -64,7 +64,7 @@ struct Flow {
 impl Flow {
     fn add(&mut self, index: usize, op: &Op, touches: &[Touch], pending: &[(usize, Touch)]) {
         let (mut together, mut each) = (BTreeSet::new(), BTreeSet::new());
-        let whole = matches!(op, Op::Call(call) if super::waits_for_all(call.kernel));
+        let whole = matches!(op, Op::Call(call) if super::waits_for_all(call));
         for now in touches.iter().filter(|t| t.carried && t.access == Access::Read) {
             for (earlier, before) in pending {
                 if !(before.carried && before.access.writes() && before.range.overlaps(&now.range)) {

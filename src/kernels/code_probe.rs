@@ -61,10 +61,11 @@ pub struct CodeKernel {
     pub kernel: &'static str,
     /// The format of its weights: the constant of that name.
     pub codes: u32,
-    /// Other settings that change how the kernel reads weights: for experts, the stage and the format of the shared
-    /// expert; for `gemv`, whether it computes one row of x; for `gemv_dots`, in one word the numbers of turns of a part and
-    /// of groups, and in the other the numbers of rows of x and of blocks of rows of W of a workgroup, and whether there is a norm; for `panel`, whether it has experts and
-    /// multiplies in f16; otherwise zeros.
+    /// Other settings that change how the kernel reads weights: for experts, the stage, whether they are a part of all, and
+    /// the format of the shared expert; for `gemv`, whether it computes one row of x; for `gemv_dots`, in one word the
+    /// numbers of turns of a part and of groups, and in the other the numbers of rows of x and of blocks of rows of W of a
+    /// workgroup, and whether there is a norm; for `panel` and `matmul`, whether it has experts, and a part of them, and for
+    /// `panel` whether it multiplies in f16; otherwise zeros.
     pub variant: [u32; 2],
 }
 
@@ -79,7 +80,7 @@ pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
         }
         "panel" => {
             let c = PanelConstants::from_values(&call.constants);
-            variant = [c.experts, c.in_f16 + u32::from(extremes(&c))];
+            variant = [c.experts + u32::from(c.part_experts > 0), c.in_f16 + u32::from(extremes(&c))];
             (c.codes, 16 * c.blocks)
         }
         "expand_codes" => (ExpandCodesConstants::from_values(&call.constants).codes, 0),
@@ -96,18 +97,18 @@ pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
         }
         "matmul" => {
             let c = MatmulConstants::from_values(&call.constants);
-            variant = [c.experts, 0];
+            variant = [c.experts + u32::from(c.part_experts > 0), 0];
             (c.codes, 0)
         }
         "expert_skinny" => {
             let c = ExpertSkinnyConstants::from_values(&call.constants);
-            variant = [c.stage, 0];
+            variant = [c.stage + 2 * u32::from(c.part_experts > 0), 0];
             (c.codes, c.rows)
         }
         "embed_rows" => (EmbedRowsConstants::from_values(&call.constants).codes, 0),
         "expert_gemv" => {
             let c = ExpertGemvConstants::from_values(&call.constants);
-            variant = [c.stage, c.shared_codes];
+            variant = [c.stage + 2 * u32::from(c.part_experts > 0), c.shared_codes];
             (c.codes, c.used)
         }
         _ => return None,
@@ -120,6 +121,11 @@ pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
 fn extremes(c: &PanelConstants) -> bool {
     let apart = c.threads >= 96 && c.chunks * FRAGMENT_COLS >= 3 * unit_cols(codes_of(c.codes));
     c.in_f16 == 1 && c.epilogue < 2 && apart
+}
+
+/// Returns the number of the experts of a part (with 0, of all) among `chosen` ones that begin with its first.
+fn experts_of(part: u32, chosen: u32) -> u32 {
+    if part == 0 { chosen } else { part.min(chosen) }
 }
 
 /// The name of a kernel without its variant.
@@ -326,8 +332,10 @@ impl Operands {
         let rows = if c.experts == 1 { tile } else { ROWS };
         let packed_rows = rows.next_multiple_of(FRAGMENT_ROWS);
         let padded = cols.next_multiple_of(unit_cols(codes));
-        let weight = self.weight("weight", codes, Layout::Fragments, 2 * n, padded);
-        let scale = self.unit_scale(c.epilogue, weight, codes, Layout::Fragments, [2 * n, padded]);
+        // Two experts, or one if a part has no more.
+        let experts = if c.part_experts == 1 { 1 } else { 2 };
+        let weight = self.weight("weight", codes, Layout::Fragments, experts * n, padded);
+        let scale = self.unit_scale(c.epilogue, weight, codes, Layout::Fragments, [experts * n, padded]);
         let mut x = vec![0u32; (packed_rows * cols / 2) as usize];
         let extremes = extremes(&c);
         let step = if extremes { unit_cols(codes) } else { VALUES };
@@ -350,7 +358,9 @@ impl Operands {
             0 => (ROWS * n, n, n),
             _ => (packed_rows * chunks * FRAGMENT_COLS / 2, chunks, FRAGMENT_ROWS * FRAGMENT_COLS),
         };
-        // One tile of the second of two experts.
+        // One tile of the last of them.
+        let expert = if c.experts == 1 { c.first_expert + experts - 1 } else { 0 };
+        let biases = (c.first_expert + experts) * n;
         let slots = (0..tile).map(|slot| if slot < ROWS { slot } else { NOBODY }).collect();
         let y = self.zeros("y", y_words);
         let squares = match c.fold {
@@ -360,12 +370,12 @@ impl Operands {
         let args = PanelArgs {
             weight,
             x,
-            bias: if extremes { self.zeros("bias", 2 * n) } else { self.bias(2 * n) },
+            bias: if extremes { self.zeros("bias", biases) } else { self.bias(biases) },
             y,
             squares: self.buffer("squares", squares),
             norm: self.norm(c.fold == 2, n),
             next: self.zeros("next", FRAGMENT_ROWS * n / 2),
-            tiles: self.buffer("tiles", vec![c.experts]),
+            tiles: self.buffer("tiles", vec![expert]),
             slots: self.buffer("slots", slots),
             n,
             rows,
@@ -448,15 +458,16 @@ impl Operands {
         let scale = self.unit_scale(c.epilogue, weight, codes, ROW_MAJOR, [n, k]);
         let y = self.zeros("y", used * n);
         let tiles = rows.div_ceil(c.tokens);
-        let slots = (0..rows).map(|row| if row < used { row } else { u32::MAX }).collect();
+        let slots = (0..rows).map(|row| if row < used { row } else { NOBODY }).collect();
+        let expert = |tile: u32| if tile == 0 { c.first_expert } else { NOBODY };
         let args = MatmulArgs {
             weight,
             x: self.buffer("x", x),
             scales: self.buffer("scales", vec![scale.to_bits(); padded as usize]),
-            bias: self.bias(n),
+            bias: self.bias((c.first_expert + 1) * n),
             y,
             count: self.buffer("count", vec![0, 0, rows, 0]),
-            tiles: self.buffer("tiles", (0..tiles).map(|tile| if tile == 0 { 0 } else { u32::MAX }).collect()),
+            tiles: self.buffer("tiles", (0..tiles).map(expert).collect()),
             slots: self.buffer("slots", slots),
             partials: self.zeros("partials", tiles * c.splits * c.tokens * c.features),
             counters: self.zeros("counters", tiles),
@@ -504,14 +515,21 @@ impl Operands {
     fn few_experts(&mut self, call: &Call, codes: Codes) -> Built {
         let c = ExpertSkinnyConstants::from_values(&call.constants);
         let a = ExpertSkinnyArgs::from_args(&call.args);
-        // Two tiles of each expert. Each row chooses the first experts, the only ones that have weights.
+        // Two tiles of each expert. Each row chooses the first experts of the part, the only ones that have weights, and others
+        // if the part has fewer.
         let n = 2 * FRAGMENT_ROWS * c.tiles;
+        let own = experts_of(c.part_experts, c.chosen);
         let word = |value: f32, tag: u32| if c.tagged == 1 { tagged(value, tag) } else { value.to_bits() };
-        let logit = |id: u32| if id < c.chosen { -0.1 * id as f32 } else { -50.0 };
+        // An expert's place, counted from the part's first.
+        let place = |id: u32| (id + c.count - c.first_expert) % c.count;
+        let logit = |id: u32| match id < c.count && place(id) < c.chosen {
+            true => -0.1 * place(id) as f32,
+            false => -50.0,
+        };
         let logits = (0..c.rows * a.logits_stride).map(|i| word(logit(i % a.logits_stride), a.logits_tag)).collect();
-        let weight = self.weight("weight", codes, Layout::Fragments, c.chosen * n, c.columns);
+        let weight = self.weight("weight", codes, Layout::Fragments, own * n, c.columns);
         let glu = if c.stage == 0 { c.glu } else { 0 };
-        let norm = self.unit_scale(glu, weight, codes, Layout::Fragments, [c.chosen * n, c.columns]);
+        let norm = self.unit_scale(glu, weight, codes, Layout::Fragments, [own * n, c.columns]);
         let (values, x_cols) = if c.stage == 0 { (VALUES, c.columns) } else { (a.x_stride, a.x_stride) };
         let tag = (c.tagged == 1).then_some(a.x_tag);
         // In the first stage, a row of y is the parts of all choices.
@@ -528,7 +546,7 @@ impl Operands {
             logits: self.buffer("logits", logits),
             y,
             fault: self.zeros("fault", 2),
-            bias: self.bias(c.chosen * n),
+            bias: self.bias((c.first_expert + own) * n),
             choice_bias: self.zeros("choice_bias", c.count),
             expert_scales: self.buffer("expert_scales", vec![1f32.to_bits(); c.count as usize]),
             n,
@@ -544,22 +562,29 @@ impl Operands {
         let c = ExpertGemvConstants::from_values(&call.constants);
         let a = ExpertGemvArgs::from_args(&call.args);
         let (rows, choices) = (if c.used == 0 { ROWS } else { c.used }, c.chosen + c.shared);
-        // Each row chooses the same experts, which are the only ones.
+        // Each row chooses the same experts, the first of the part, which are the only ones with weights; and others if the part
+        // has fewer.
         let n = 4 * c.rows;
-        let choice = |j: u32| [if j < c.chosen { j } else { 0 }, (0.5 + 0.1 * j as f32).to_bits()];
+        let own = experts_of(c.part_experts, c.chosen);
+        let choice = |j: u32| {
+            let id = if j < c.chosen { c.first_expert + j } else { 0 };
+            [id, (0.5 + 0.1 * j as f32).to_bits()]
+        };
         let chosen = (0..rows).flat_map(|_| (0..choices).flat_map(choice)).collect();
-        let shared_n = if c.shared == 1 { n } else { 0 };
+        // The first part's call computes the shared expert.
+        let shared = a.shared_chunks > 0;
+        let shared_n = if shared { n } else { 0 };
         let shared_cols = if c.stage == 0 { a.k } else { a.shared_chunks * 8 };
-        let weight = self.weight("weight", codes, ROW_MAJOR, c.chosen * n, a.k);
-        let shared_weight = match c.shared {
-            1 => match shared_format(c.shared_codes) {
+        let weight = self.weight("weight", codes, ROW_MAJOR, own * n, a.k);
+        let shared_weight = match shared {
+            true => match shared_format(c.shared_codes) {
                 Format::Codes(codes) => self.weight("shared_weight", codes, ROW_MAJOR, n, shared_cols),
                 format => self.numbers("shared_weight", format, n * shared_cols.next_multiple_of(8)),
             },
-            _ => self.zeros("shared_weight", 1),
+            false => self.zeros("shared_weight", 1),
         };
         let glu = if c.stage == 0 { c.glu } else { 0 };
-        let norm = self.unit_scale(glu, weight, codes, ROW_MAJOR, [c.chosen * n, a.k]);
+        let norm = self.unit_scale(glu, weight, codes, ROW_MAJOR, [own * n, a.k]);
         // In the second stage, a row of x is the parts of all choices.
         let (values, x_cols) = if c.stage == 0 { (VALUES, a.k) } else { (a.x_stride, a.x_stride) };
         let y = self.zeros("y", rows * a.y_stride);
@@ -571,7 +596,7 @@ impl Operands {
             choices: self.buffer("choices", chosen),
             count: self.buffer("count", vec![0, 0, rows, 0]),
             y,
-            bias: self.bias(c.chosen * n),
+            bias: self.bias((c.first_expert + own) * n),
             n,
             shared_n,
             part: if c.stage == 0 { (n / 2).next_multiple_of(FRAGMENT_COLS) } else { a.part },
@@ -591,8 +616,10 @@ mod tests {
     use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch};
     use crate::kernels::gemm::panel::{Fold, PanelConfig, panel};
     use crate::kernels::gemm::skinny::Matrices;
+    use crate::kernels::gemm::skinny::SkinnyConfig;
     use crate::kernels::gemm::tiled::{Output, Packed, PackedOrder, Tiled};
     use crate::kernels::gemm::{Activations, Epilogue, GemvConfig, Glu, Matrix, Product};
+    use crate::kernels::moe::{ExpertsShape, FewRows, GemvRows, Grouped, Mlp, Sorted, Stack, Used};
     use crate::kernels::tags::Flow;
     use crate::quant::blocks::BlockType;
 
@@ -689,6 +716,94 @@ mod tests {
                 interpreter::run(&probe.recording, &mut wrong);
                 assert!(probe.difference(&wrong).is_some(), "{blocks:?} {}", call.kernel);
             }
+        }
+    }
+
+    /// Returns the calls of experts of codes that are divided among buffers of these numbers of experts, in all ways.
+    fn expert_calls(format: Format, sizes: &[u32]) -> Vec<Call> {
+        let mut r = Recording::new("calls");
+        let shape = ExpertsShape {
+            count: sizes.iter().sum(),
+            chosen: 4,
+            inner: 256,
+            hidden: 256,
+            shared_inner: None,
+            normalise: true,
+            glu: Glu::Silu,
+            gated: false,
+        };
+        let (rows, bytes) = (4, 1 << 20);
+        let range = r.buffer("weight", bytes);
+        let stacks = |each: u32, cols: u32| -> Vec<Stack> {
+            let firsts = sizes.iter().scan(0, |next, own| Some(std::mem::replace(next, *next + own)));
+            let matrix = |own: &u32| Matrix { range, format, rows: own * each, cols };
+            sizes.iter().zip(firsts).map(|(own, first)| Stack { matrix: matrix(own), first }).collect()
+        };
+        let floats = |stride: u32| Activations { range, stride };
+        let mlp = Mlp {
+            label: "layers.0.".to_owned(),
+            shape,
+            gate_up: stacks(2 * shape.inner, shape.hidden),
+            down: stacks(shape.hidden, shape.inner),
+            shared: None,
+            biases: [Some(range), Some(range)],
+            x: floats(shape.hidden),
+            y: floats(shape.hidden),
+            adds: true,
+            routing: None,
+            norm: (range, 1e-5),
+            logits: floats(shape.count.next_multiple_of(4)),
+        };
+        let middle = floats(shape.middle_stride());
+        let config = SkinnyConfig { threads: 64, tiles: 1, ahead: 8 };
+        let (flow, logits, matrices) = (Flow::NONE, Flow::NONE, Matrices::Emulated);
+        let few = FewRows { middle, rows, matrices, config, flow, logits, fault: range };
+        let gemv = GemvRows { used: Used { rows, count: None }, choices: range, threads: 64 };
+        let panel = PanelConfig { threads: 64, tiles: 1, ahead: 1, blocks: 1, in_f16: false };
+        let panel = Grouped::Panel(matrices, [panel; 2]);
+        let sorted = Sorted::new(&shape, rows, 16, range, range);
+        let packed = Packed { range, format: Format::Bf16, cols: 256, order: PackedOrder::Fragments };
+        let x = Blocked { range, scales: range, cols: 256, arithmetic: Arithmetic::F32 };
+        let config = MatmulConfig { tokens: 16, features: 32, words: 1, each: 4, splits: 1 };
+        let mut calls = Vec::new();
+        for stack in &mlp.gate_up {
+            calls.push(mlp.few_gate_up(stack, few));
+            calls.push(mlp.gemv_gate_up(stack, gemv, middle));
+            calls.push(mlp.sorted_gate_up(stack, packed, Output::Packed(packed), &sorted, panel));
+            calls.push(mlp.matmul_gate_up(stack, x, middle, &sorted, config));
+        }
+        for stack in &mlp.down {
+            calls.push(mlp.few_down(stack, few));
+            calls.push(mlp.gemv_down(stack, gemv, middle));
+            calls.push(mlp.sorted_down(stack, packed, middle, &sorted, panel));
+            calls.push(mlp.matmul_down(stack, x, middle, &sorted, config));
+        }
+        calls
+    }
+
+    /// Goal: the probes of experts that are divided among buffers read the weights of their part. Method: as above, with parts
+    /// of more experts than a row chooses, of fewer, and of one; kernels for parts have probes of their own.
+    #[test]
+    fn a_wrong_code_of_experts_in_several_buffers_is_a_difference() {
+        let format = Format::Codes(BlockType::Q8_0.codes());
+        let whole: Vec<CodeKernel> =
+            expert_calls(format, &[8]).iter().filter_map(code_kernel).map(|(kernel, _)| kernel).collect();
+        assert_eq!(whole.len(), 8);
+        for call in expert_calls(format, &[5, 2, 1]) {
+            let (kernel, _) = code_kernel(&call).expect("a kernel of codes");
+            assert!(!whole.contains(&kernel), "{kernel:?}");
+            let probe = probe(&call).expect("a probe");
+            let mut right = probe.memory.clone();
+            interpreter::run(&probe.recording, &mut right);
+            assert_eq!(probe.difference(&right), None, "{} {:?}", call.kernel, call.constants);
+
+            let at = probe.recording.buffers.iter().position(|b| b.name == WEIGHTS).expect("weights");
+            let mut wrong = probe.memory.clone();
+            for word in &mut wrong.buffers[at][64..] {
+                *word ^= 0x8888_8888;
+            }
+            interpreter::run(&probe.recording, &mut wrong);
+            assert!(probe.difference(&wrong).is_some(), "{} {:?}", call.kernel, call.constants);
         }
     }
 

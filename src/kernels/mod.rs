@@ -174,12 +174,16 @@ pub fn reference(kernel: &str) -> Reference {
     }
 }
 
-/// Returns whether each workgroup of a kernel polls all of the tagged words that the kernel reads, not only a part of
-/// them.
-pub fn waits_for_all(kernel: &str) -> bool {
-    // A workgroup of `expert_skinny` does not poll the rows of x that did not choose its expert. But it polls every
-    // word of the router's logits, and the router's product has polled all of x, so all of x is complete.
-    kernel.starts_with("skinny") || kernel.starts_with("expert_skinny")
+/// Returns whether each workgroup of a call polls all of the tagged words that the call reads, not only a part of them.
+pub fn waits_for_all(call: &Call) -> bool {
+    if call.kernel.starts_with("expert_skinny") {
+        // A workgroup of the first stage does not poll the rows of x that did not choose its expert. But it polls every
+        // word of the router's logits, and the router's product has polled all of x, so all of x is complete. A workgroup of
+        // the second stage polls what its experts read: all values, unless other calls have the other experts.
+        let c = shaders::ExpertSkinnyConstants::from_values(&call.constants);
+        return c.stage == 0 || c.part_experts == 0;
+    }
+    call.kernel.starts_with("skinny")
 }
 
 /// Returns the dispatch size for `blocks` × `rows` workgroups, with no dimension above 65,535, which every driver

@@ -8,6 +8,9 @@
 //! - Many rows, weights in fragment order: [`Mlp::choose`], [`Mlp::plan`], [`super::gemm::tiled::pack_sorted`],
 //!   [`Mlp::sorted_gate_up`], [`Mlp::sorted_down`] and [`Mlp::combine`]. If the weights are codes and there is a shared expert, for any number of rows.
 //!
+//! A call that reads the experts' weights reads one [`Stack`] of them. Experts that no single buffer holds are several stacks,
+//! each with a call of its own.
+//!
 //! Not here: the router's product and, for many rows, the shared expert's products, which are ordinary products
 //! (`skinny`, `gemm`, `panel`, `tiled`).
 
@@ -82,6 +85,35 @@ pub struct Route {
     pub logit_scale: f32,
     /// A factor of each expert's shares: `[count]`.
     pub scales: Option<Range>,
+}
+
+/// Which experts a buffer of weights has the matrices of: the constants FIRST_EXPERT and PART_EXPERTS of `expert_part.glsl`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertPart {
+    /// The first expert.
+    pub first: u32,
+    /// The number of experts; 0 for all.
+    pub count: u32,
+}
+
+impl ExpertPart {
+    /// All experts.
+    pub const ALL: ExpertPart = ExpertPart { first: 0, count: 0 };
+
+    /// Whether the matrix of an expert is not among them.
+    pub fn lacks(self, expert: u32) -> bool {
+        self.count != 0 && !(self.first..self.first + self.count).contains(&expert)
+    }
+}
+
+/// The matrices of adjacent experts of a layer, one behind the other in one buffer: of all experts, or of some if no buffer
+/// holds all.
+#[derive(Clone, Copy, Debug)]
+pub struct Stack {
+    /// `[experts · rows of one][columns]`.
+    pub matrix: Matrix,
+    /// The first expert.
+    pub first: u32,
 }
 
 /// Whether the stages for a few rows ([`Mlp::few_gate_up`]) serve a selection with these scores, with or without a bias, from
@@ -166,6 +198,8 @@ pub struct Sorted {
     pub most: u32,
     /// The number of choices per row.
     pub chosen: u32,
+    /// The experts whose rows a product computes; it leaves the tiles of others unchanged.
+    pub part: ExpertPart,
 }
 
 impl Sorted {
@@ -177,7 +211,8 @@ impl Sorted {
 
     /// Creates the description for `rows` rows, with ranges of [`Sorted::bytes`].
     pub fn new(shape: &ExpertsShape, rows: u32, tile: u32, tiles: Range, slots: Range) -> Sorted {
-        Sorted { tiles, slots, tile, most: shape.most_tiles(rows, tile), chosen: shape.chosen }
+        let (most, chosen) = (shape.most_tiles(rows, tile), shape.chosen);
+        Sorted { tiles, slots, tile, most, chosen, part: ExpertPart::ALL }
     }
 
     /// The number of rows of all tiles.
@@ -308,6 +343,17 @@ impl Used {
     }
 }
 
+/// The rows of a stage on row-major weights.
+#[derive(Clone, Copy, Debug)]
+pub struct GemvRows {
+    /// The rows in use.
+    pub used: Used,
+    /// Their choices, which [`Mlp::choose`] writes.
+    pub choices: Range,
+    /// The number of invocations of a workgroup.
+    pub threads: u32,
+}
+
 /// The MLP of an MoE layer.
 #[derive(Clone, Debug)]
 pub struct Mlp {
@@ -315,10 +361,11 @@ pub struct Mlp {
     pub label: String,
     /// The sizes.
     pub shape: ExpertsShape,
-    /// `[count · 2 · inner][hidden]`; the rows of gate and up alternate.
-    pub gate_up: Matrix,
-    /// `[count · hidden][inner]`.
-    pub down: Matrix,
+    /// `[count · 2 · inner][hidden]`; the rows of gate and up alternate. One stack of all experts, or several in the order of
+    /// the experts.
+    pub gate_up: Vec<Stack>,
+    /// `[count · hidden][inner]`, likewise; its stacks need not be those of `gate_up`.
+    pub down: Vec<Stack>,
     /// The shared expert's two matrices (gate/up and down), if there is one: in the experts' format, or in any format
     /// beside experts of codes.
     pub shared: Option<(Matrix, Matrix)>,
@@ -365,13 +412,18 @@ enum Stage {
 }
 
 impl Mlp {
-    /// Returns both matrices of a stage (the experts' and the shared expert's) and the number of rows of one expert of
-    /// each.
-    fn matrices(&self, stage: Stage) -> (Matrix, Option<Matrix>, u32, u32) {
+    /// Whether each of the experts' two matrices is in one buffer.
+    pub fn is_whole(&self) -> bool {
+        self.gate_up.len() == 1 && self.down.len() == 1
+    }
+
+    /// Returns both matrices of a stage's call for a stack (the experts' and, with the first stack, the shared expert's) and
+    /// the number of rows of one expert of each.
+    fn matrices(&self, stage: Stage, stack: &Stack) -> (Matrix, Option<Matrix>, u32, u32) {
         self.shape.assert_served();
         let (experts, shared) = match stage {
-            Stage::GateUp => (self.gate_up, self.shared.map(|s| s.0)),
-            Stage::Down => (self.down, self.shared.map(|s| s.1)),
+            Stage::GateUp => (stack.matrix, self.shared.map(|s| s.0)),
+            Stage::Down => (stack.matrix, self.shared.map(|s| s.1)),
         };
         let (rows, cols) = match stage {
             Stage::GateUp => (2 * self.shape.inner, self.shape.hidden),
@@ -381,30 +433,41 @@ impl Mlp {
             Stage::GateUp => 2 * self.shape.shared_inner.unwrap_or(0),
             Stage::Down => self.shape.hidden,
         };
-        assert_eq!((experts.rows, experts.cols), (self.shape.count * rows, cols), "{} of experts", self.label);
+        let own = experts.rows / rows;
+        assert_eq!((experts.rows, experts.cols), (own * rows, cols), "{} of experts", self.label);
+        let end = stack.first + own;
+        assert!(own > 0 && end <= self.shape.count, "{} of {own} experts from {} on", self.label, stack.first);
         assert_eq!(shared.is_some(), self.shape.shared_inner.is_some(), "{}: the shared expert", self.label);
-        (experts, shared, rows, shared_rows)
+        (experts, shared.filter(|_| stack.first == 0), rows, shared_rows)
+    }
+
+    /// Returns the experts of a stack whose matrices have `rows` rows each.
+    fn part(&self, stack: &Stack, rows: u32) -> ExpertPart {
+        let count = stack.matrix.rows / rows;
+        if count == self.shape.count { ExpertPart::ALL } else { ExpertPart { first: stack.first, count } }
     }
 
     /// Returns the call of the first stage for a few rows, on weights in fragment order: it writes the chosen experts'
     /// values between the two products, times their shares, to `middle`. The logits must be computed from this x: when
-    /// they are complete, so is x.
-    pub fn few_gate_up(&self, few: FewRows) -> Call {
-        self.few(Stage::GateUp, self.x, few.middle, few)
+    /// they are complete, so is x. The calls of several stacks write the same generation of `middle`.
+    pub fn few_gate_up(&self, stack: &Stack, few: FewRows) -> Call {
+        self.few((Stage::GateUp, stack), self.x, few.middle, few)
     }
 
-    /// Returns the call of the second stage: y += the sum of the experts' outputs for `middle`.
-    pub fn few_down(&self, few: FewRows) -> Call {
-        self.few(Stage::Down, few.middle, self.y, few)
+    /// Returns the call of the second stage: y += the sum of the experts' outputs for `middle`. The calls of several stacks
+    /// each write a generation of y: a call adds its experts' outputs to what the one before has left.
+    pub fn few_down(&self, stack: &Stack, few: FewRows) -> Call {
+        self.few((Stage::Down, stack), few.middle, self.y, few)
     }
 
-    fn few(&self, stage: Stage, x: Activations, y: Activations, few: FewRows) -> Call {
+    fn few(&self, (stage, stack): (Stage, &Stack), x: Activations, y: Activations, few: FewRows) -> Call {
         let FewRows { rows, matrices, config, flow, logits, fault, .. } = few;
         let shape = &self.shape;
-        let (weight, shared, n, shared_n) = self.matrices(stage);
+        let (weight, shared, n, shared_n) = self.matrices(stage, stack);
+        let part = self.part(stack, n);
         let most = match weight.format {
             Format::Bf16 => MOST_FEW_ROWS,
-            Format::Codes(_) if shared.is_none() => MOST_FEW_CODED_ROWS,
+            Format::Codes(_) if self.shared.is_none() => MOST_FEW_CODED_ROWS,
             _ => 0,
         };
         assert!(rows <= most, "{rows} rows of {:?}", weight.format);
@@ -424,7 +487,7 @@ impl Mlp {
             count: shape.count,
             chosen: shape.chosen,
             normalise: u32::from(shape.normalise),
-            shared: shape.shared(),
+            shared: u32::from(shared.is_some()),
             tiles: config.tiles,
             ahead: config.ahead,
             rows,
@@ -433,13 +496,15 @@ impl Mlp {
             tagged: u32::from(tagged),
             glu: shape.glu.code(),
             bias: u32::from(self.bias(stage).is_some()),
-            add: u32::from(stage == Stage::Down && self.adds),
+            add: u32::from(stage == Stage::Down && (self.adds || part.first > 0)),
             routed: self.routing.map_or(0, |routing| routing.code()),
             choice_bias: u32::from(choice_bias.is_some()),
             expert_scales: u32::from(scales.is_some()),
             gated: u32::from(shape.gated),
-            codes: codes_word(weight.format),
             devices: 0,
+            first_expert: part.first,
+            part_experts: part.count,
+            codes: codes_word(weight.format),
         };
         let args = ExpertSkinnyArgs {
             weight: weight.range,
@@ -470,7 +535,8 @@ impl Mlp {
         let groups = match stage {
             Stage::GateUp => {
                 let of_shared = if shared.is_some() { shared_n.div_ceil(16 * config.tiles) } else { 0 };
-                (rows * shape.chosen).min(shape.count) * each + of_shared
+                let experts = if part == ExpertPart::ALL { shape.count } else { part.count };
+                (rows * shape.chosen).min(experts) * each + of_shared
             }
             Stage::Down => each,
         };
@@ -494,7 +560,7 @@ impl Mlp {
     /// of shared memory.
     pub fn few_configs(&self, rows: u32, matrices: Matrices, limit: u32) -> [SkinnyConfig; 2] {
         let config = |threads: u32, tiles, ahead| SkinnyConfig { threads, tiles, ahead };
-        let runs = [run_of(&self.gate_up), run_of(&self.down)];
+        let runs = [run_of(&self.gate_up[0].matrix), run_of(&self.down[0].matrix)];
         let mut configs = match (matrices, rows) {
             (Matrices::Emulated, _) if runs != [1, 1] => [config(64, 1, runs[0]), config(64, 1, runs[1])],
             (Matrices::Cooperative, _) if runs != [1, 1] => [config(128, 2, runs[0]), config(512, 1, runs[1])],
@@ -530,13 +596,20 @@ impl Mlp {
         let emulated = config.threads * 36 + self.shape.count * 4;
         let emulated = if matrices == Matrices::Emulated { emulated } else { 0 };
         // Of codes, the sums of both parts of x.
-        let parts = if self.gate_up.format == Format::Bf16 { 1 } else { 2 };
+        let parts = if self.gate_up[0].matrix.format == Format::Bf16 { 1 } else { 2 };
         let (sums, x) = (config.tiles * blocks * tokens * parts * 4 * 16, tokens * quads * 16);
         groups * (sums + x + blocks * tokens * squares * 4) + rows * self.shape.chosen * 28 + rows * 4 + 16 + emulated
     }
 
     fn bias(&self, stage: Stage) -> Option<Range> {
         self.biases[usize::from(stage == Stage::Down)]
+    }
+
+    fn epilogue(&self, stage: Stage) -> Epilogue {
+        match stage {
+            Stage::GateUp => Epilogue::Gated(self.shape.glu),
+            Stage::Down => Epilogue::Store,
+        }
     }
 
     fn label_of(&self, stage: Stage) -> String {
@@ -634,19 +707,23 @@ impl Mlp {
     }
 
     /// Returns the call of the first stage on row-major weights; see [`Mlp::few_gate_up`].
-    pub fn gemv_gate_up(&self, used: Used, choices: Range, middle: Activations, threads: u32) -> Call {
-        self.gemv(Stage::GateUp, self.x, middle, used, choices, threads)
+    pub fn gemv_gate_up(&self, stack: &Stack, rows: GemvRows, middle: Activations) -> Call {
+        self.gemv((Stage::GateUp, stack), self.x, middle, rows)
     }
 
     /// Returns the call of the second stage; see [`Mlp::few_down`].
-    pub fn gemv_down(&self, used: Used, choices: Range, middle: Activations, threads: u32) -> Call {
-        self.gemv(Stage::Down, middle, self.y, used, choices, threads)
+    pub fn gemv_down(&self, stack: &Stack, rows: GemvRows, middle: Activations) -> Call {
+        self.gemv((Stage::Down, stack), middle, self.y, rows)
     }
 
-    fn gemv(&self, stage: Stage, x: Activations, y: Activations, used: Used, choices: Range, threads: u32) -> Call {
+    fn gemv(&self, (stage, stack): (Stage, &Stack), x: Activations, y: Activations, rows: GemvRows) -> Call {
         const ROWS: u32 = 4;
+        let GemvRows { used, choices, threads } = rows;
         let shape = &self.shape;
-        let (weight, shared, n, shared_n) = self.matrices(stage);
+        let (weight, shared, n, shared_n) = self.matrices(stage, stack);
+        // Choices include the shared expert, also where another stack's call computes it.
+        let shared_n = if shared.is_some() { shared_n } else { 0 };
+        let part = self.part(stack, n);
         assert!(
             shared.is_none_or(|s| s.format == weight.format || weight.format.codes().is_some()),
             "{}: experts of {:?} and a shared expert of {shared:?}",
@@ -664,6 +741,8 @@ impl Mlp {
             shared_codes: shared.map_or(0, |s| shared_word(s.format)),
             glu: shape.glu.code(),
             bias: u32::from(self.bias(stage).is_some()),
+            first_expert: part.first,
+            part_experts: part.count,
         };
         let args = ExpertGemvArgs {
             weight: weight.range,
@@ -733,23 +812,31 @@ impl Mlp {
 
     /// Returns the call that computes the experts' values between their products for sorted packed rows, packed
     /// likewise.
-    pub fn sorted_gate_up(&self, x: Packed, middle: Output, sorted: &Sorted, how: Grouped) -> Call {
-        self.grouped(Stage::GateUp, x, middle, Epilogue::Gated(self.shape.glu), sorted, how)
+    pub fn sorted_gate_up(&self, stack: &Stack, x: Packed, middle: Output, sorted: &Sorted, how: Grouped) -> Call {
+        self.grouped((Stage::GateUp, stack), x, middle, sorted, how)
     }
 
     /// Returns the call that computes each chosen expert's output for a row: `parts`, of [`ExpertsShape::parts_bytes`].
-    pub fn sorted_down(&self, middle: Packed, parts: Activations, sorted: &Sorted, how: Grouped) -> Call {
-        self.grouped(Stage::Down, middle, Output::Rows(parts), Epilogue::Store, sorted, how)
+    pub fn sorted_down(
+        &self,
+        stack: &Stack,
+        middle: Packed,
+        parts: Activations,
+        sorted: &Sorted,
+        how: Grouped,
+    ) -> Call {
+        self.grouped((Stage::Down, stack), middle, Output::Rows(parts), sorted, how)
     }
 
-    fn grouped(&self, stage: Stage, x: Packed, y: Output, epilogue: Epilogue, sorted: &Sorted, how: Grouped) -> Call {
-        let (weight, _, rows, _) = self.matrices(stage);
+    fn grouped(&self, (stage, stack): (Stage, &Stack), x: Packed, y: Output, sorted: &Sorted, how: Grouped) -> Call {
+        let (weight, _, rows, _) = self.matrices(stage, stack);
+        let sorted = &Sorted { part: self.part(stack, rows), ..*sorted };
         let product = Tiled {
             label: self.label_of(stage),
             weight: Matrix { rows, ..weight },
             x,
             bias: self.bias(stage),
-            epilogue,
+            epilogue: self.epilogue(stage),
             y,
         };
         match how {
@@ -765,29 +852,46 @@ impl Mlp {
 
     /// Returns the call that computes the experts' values between their products on row-major weights. `x` are the rows
     /// that [`super::gemm::matmul::block_rows`] has prepared for [`MatmulRows::Sorted`], `middle` has a row for each slot.
-    pub fn matmul_gate_up(&self, x: Blocked, middle: Activations, sorted: &Sorted, config: MatmulConfig) -> Call {
-        let epilogue = Epilogue::Gated(self.shape.glu);
-        self.matmul(Stage::GateUp, x, middle, epilogue, MatmulRows::Slots(sorted), config)
+    pub fn matmul_gate_up(
+        &self,
+        stack: &Stack,
+        x: Blocked,
+        middle: Activations,
+        sorted: &Sorted,
+        config: MatmulConfig,
+    ) -> Call {
+        self.matmul((Stage::GateUp, stack), x, middle, sorted, config)
     }
 
     /// Returns the call that computes each chosen expert's output for a row: `parts`, of [`ExpertsShape::parts_bytes`].
     /// `middle` are the rows that were prepared for [`MatmulRows::Slots`].
-    pub fn matmul_down(&self, middle: Blocked, parts: Activations, sorted: &Sorted, config: MatmulConfig) -> Call {
-        self.matmul(Stage::Down, middle, parts, Epilogue::Store, MatmulRows::Sorted(sorted), config)
+    pub fn matmul_down(
+        &self,
+        stack: &Stack,
+        middle: Blocked,
+        parts: Activations,
+        sorted: &Sorted,
+        config: MatmulConfig,
+    ) -> Call {
+        self.matmul((Stage::Down, stack), middle, parts, sorted, config)
     }
 
     fn matmul(
         &self,
-        stage: Stage,
+        (stage, stack): (Stage, &Stack),
         x: Blocked,
         y: Activations,
-        epilogue: Epilogue,
-        rows: MatmulRows<'_>,
+        sorted: &Sorted,
         config: MatmulConfig,
     ) -> Call {
-        let (weight, _, each, _) = self.matrices(stage);
-        let product =
-            Product { label: self.label_of(stage), weight, x: y, norm: None, bias: self.bias(stage), epilogue, y };
+        let (weight, _, each, _) = self.matrices(stage, stack);
+        let sorted = &Sorted { part: self.part(stack, each), ..*sorted };
+        let rows = match stage {
+            Stage::GateUp => MatmulRows::Slots(sorted),
+            Stage::Down => MatmulRows::Sorted(sorted),
+        };
+        let (label, bias, epilogue) = (self.label_of(stage), self.bias(stage), self.epilogue(stage));
+        let product = Product { label, weight, x: y, norm: None, bias, epilogue, y };
         // There are many tiles, so their columns are not divided.
         let none = Scratch { partials: y.range.none(), counters: y.range.none() };
         product.matmul(x, rows, each, MatmulConfig { splits: 1, ..config }, none)
@@ -916,6 +1020,8 @@ fn dot(memory: &HostMemory, matrix: &PackedMatrix, row: u32, x: &[f64]) -> f64 {
 struct Stages {
     down: bool,
     weights: PackedMatrix,
+    /// The experts of `weights`; the others are left out.
+    part: ExpertPart,
     shared: Option<PackedMatrix>,
     x: Activations,
     norm: (Range, f32),
@@ -932,13 +1038,19 @@ struct Stages {
 impl Stages {
     /// Computes one row of a stage. `choices`: the experts with their shares; the shared expert (`None`) is last.
     fn row(&self, memory: &mut HostMemory, row: u32, choices: &[(Option<u32>, f64)]) {
+        // Choices keep their places where others are left out.
+        let choices: Vec<(u32, Option<u32>, f64)> = (0..)
+            .zip(choices)
+            .map(|(place, (expert, share))| (place, *expert, *share))
+            .filter(|(_, expert, _)| expert.map_or(self.shared.is_some(), |id| !self.part.lacks(id)))
+            .collect();
         let of = |expert: Option<u32>| match expert {
-            Some(id) => (&self.weights, id * self.n, self.n),
+            Some(id) => (&self.weights, (id - self.part.first) * self.n, self.n),
             None => (self.shared.as_ref().expect("a shared expert"), 0, self.shared_n),
         };
-        // The shared expert has no bias.
+        // Biases are those of all experts; the shared expert has none.
         let bias = |memory: &HostMemory, expert: Option<u32>, row: u32| match (self.bias, expert) {
-            (Some(bias), Some(_)) => f64::from(memory.f32(bias, row)),
+            (Some(bias), Some(id)) => f64::from(memory.f32(bias, id * self.n + row)),
             _ => 0.0,
         };
         let set = |memory: &mut HostMemory, at: u32, value: f64| match self.tag {
@@ -951,11 +1063,11 @@ impl Stages {
         if self.down {
             let old = |i| if self.adds { f64::from(memory.f32(self.y.range, row * self.y.stride + i)) } else { 0.0 };
             let mut sums: Vec<f64> = (0..self.n).map(old).collect();
-            for (place, (expert, share)) in (0..).zip(choices) {
-                let (weights, first, n) = of(*expert);
+            for (place, expert, share) in choices {
+                let (weights, first, n) = of(expert);
                 let x = line(memory, place * self.weights.cols.next_multiple_of(FRAGMENT_COLS), weights.cols);
                 for r in 0..n {
-                    sums[r as usize] += dot(memory, weights, first + r, &x) + share * bias(memory, *expert, first + r);
+                    sums[r as usize] += dot(memory, weights, first + r, &x) + share * bias(memory, expert, r);
                 }
             }
             for (i, sum) in (0..).zip(sums) {
@@ -964,13 +1076,13 @@ impl Stages {
             return;
         }
         let x = super::gemm::normed(memory, line(memory, 0, self.weights.cols), self.norm.0, self.norm.1);
-        for (place, (expert, share)) in (0..).zip(choices) {
-            let (weights, first, n) = of(*expert);
+        for (place, expert, share) in choices {
+            let (weights, first, n) = of(expert);
             let to = row * self.y.stride + place * (self.n / 2).next_multiple_of(FRAGMENT_COLS);
             for i in 0..n / 2 {
                 let [gate, up] = [0, 1].map(|r| {
-                    let row = first + 2 * i + r;
-                    dot(memory, weights, row, &x) + bias(memory, *expert, row)
+                    let row = 2 * i + r;
+                    dot(memory, weights, first + row, &x) + bias(memory, expert, row)
                 });
                 set(memory, to + i, glu(self.glu, gate, up) * share);
             }
@@ -985,6 +1097,7 @@ pub(super) fn reference_expert_skinny(call: &Call, memory: &mut HostMemory) {
     let stages = Stages {
         down: c.stage == 1,
         weights: weights(a.weight, c.columns),
+        part: ExpertPart { first: c.first_expert, count: c.part_experts },
         shared: (c.shared == 1)
             .then(|| weights(a.shared_weight, if c.stage == 1 { c.shared_columns } else { c.columns })),
         x: Activations { range: a.x, stride: a.x_stride },
@@ -1026,7 +1139,8 @@ pub(super) fn reference_expert_gemv(call: &Call, memory: &mut HostMemory) {
     let stages = Stages {
         down: c.stage == 1,
         weights: weights(a.weight, a.k, format),
-        shared: (c.shared == 1).then(|| weights(a.shared_weight, shared_columns, shared_format)),
+        part: ExpertPart { first: c.first_expert, count: c.part_experts },
+        shared: (a.shared_chunks > 0).then(|| weights(a.shared_weight, shared_columns, shared_format)),
         x: Activations { range: a.x, stride: a.x_stride },
         norm: (a.norm, a.epsilon),
         y: Activations { range: a.y, stride: a.y_stride },

@@ -5,7 +5,7 @@
 
 use crate::config::KvFormat;
 use crate::device::{Adapter, Device, Instance};
-use crate::gpu::build::defaults::{PTX, tuning};
+use crate::gpu::build::defaults::{PTX, most_weight_bytes, tuning};
 use crate::gpu::error::StartError;
 use crate::gpu::timing::time_regions;
 use crate::kernels::attention::PAGE_TOKENS;
@@ -135,7 +135,6 @@ pub fn stages(
 ) -> Result<Vec<Stage>, StartError> {
     let device = Device::open(instance, adapter)?;
     let arena = Arena::new(&device)?;
-    let capabilities = &adapter.capabilities;
     let config = &checkpoint.config;
     let matrices = crate::gpu::matrix_units::probe(&device, &arena, None)?;
     let (rows, chunk) = match load.shape {
@@ -157,7 +156,7 @@ pub fn stages(
         config,
         weights: checkpoint.weights_without_mtp(),
         stage: LayerStage::whole(config),
-        max_buffer_bytes: capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes),
+        max_buffer_bytes: most_weight_bytes(&adapter.capabilities, &tuning),
         state: StateLayout {
             slots: rows,
             rows,

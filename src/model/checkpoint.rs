@@ -146,6 +146,11 @@ impl WeightSpec {
     pub fn is_of_experts(&self) -> bool {
         self.name.contains(".experts.")
     }
+
+    /// Whether the weight is a matrix of a layer's shared expert: `shared.gate_up` or `shared.down`.
+    pub fn is_of_shared_expert(&self) -> bool {
+        self.name.contains(".shared.")
+    }
 }
 
 /// An opened checkpoint. Its headers have been checked against its configuration.

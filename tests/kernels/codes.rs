@@ -18,7 +18,7 @@ use ostinato::kernels::gemm::panel::{Fold, PanelConfig, panel};
 use ostinato::kernels::gemm::skinny::Matrices;
 use ostinato::kernels::gemm::tiled::{Output, Packed, PackedOrder, Tiled, token_index};
 use ostinato::kernels::gemm::{Activations, Epilogue, GemvConfig, Glu, Matrix, Product};
-use ostinato::kernels::moe::{ExpertsShape, Mlp, Used};
+use ostinato::kernels::moe::{ExpertsShape, GemvRows, Mlp, Stack, Used};
 use ostinato::kernels::recording::Range;
 use ostinato::kernels::shaders::EmbedRowsArgs;
 use ostinato::kernels::state;
@@ -580,7 +580,7 @@ fn experts_beside_a_shared_expert_of_another_type() {
     let beside = types.iter().cycle().skip(1).map(|blocks| Way::Blocks(*blocks)).zip(types);
     // A shared expert of numbers, as checkpoints of quantised experts often have it.
     let numbers = [Format::Bf16, Format::F16, Format::F32].map(|format| (Way::Load(format), BlockType::Q4_K));
-    for (other, blocks) in beside.chain(numbers) {
+    for ((other, blocks), number) in beside.chain(numbers).zip(0..) {
         let routed = Way::Blocks(blocks);
         let (count, chosen, inner, hidden, shared_inner, rows) = (4u32, 2u32, 256u32, 256u32, 512u32, 3u32);
         let shape = ExpertsShape {
@@ -593,7 +593,9 @@ fn experts_beside_a_shared_expert_of_another_type() {
             glu: Glu::Silu,
             gated: true,
         };
-        cases.case(format!("{routed:?}.{other:?}"));
+        // The experts of every second case are divided among calls, differently for both products.
+        let divided = number % 2 == 1;
+        cases.case(format!("{routed:?}.{other:?}.{divided}"));
         let mut matrix = |cases: &mut Cases, name: &str, way: Way, rows: u32, cols: u32| {
             let range = cases.words(name, &way.matrix(&mut random, rows, cols, ROW_MAJOR));
             Matrix { range, format: way.format(), rows, cols }
@@ -612,13 +614,22 @@ fn experts_beside_a_shared_expert_of_another_type() {
         let x = floats(&mut cases, &mut random, "x", hidden);
         let logits = floats(&mut cases, &mut random, "logits", shape.logits().next_multiple_of(4));
         let norm = (cases.floats("norm", &random.floats(hidden as usize)), 1e-5);
+        let stacks = |matrix: Matrix, bounds: &[u32]| -> Vec<Stack> {
+            let bounds = if divided { bounds } else { &[0, count] };
+            let stack = |ends: &[u32]| {
+                let (each, own) = (matrix.range.bytes / u64::from(count), ends[1] - ends[0]);
+                let range = matrix.range.part(u64::from(ends[0]) * each, u64::from(own) * each);
+                Stack { matrix: Matrix { range, rows: matrix.rows / count * own, ..matrix }, first: ends[0] }
+            };
+            bounds.windows(2).map(stack).collect()
+        };
         let mlp = Mlp {
             adds: true,
             routing: None,
             label: "layers.0.".to_owned(),
             shape,
-            gate_up,
-            down,
+            gate_up: stacks(gate_up, &[0, 3, 4]),
+            down: stacks(down, &[0, 1, 2, 4]),
             shared: Some(shared),
             biases: [None, None],
             x,
@@ -633,8 +644,9 @@ fn experts_beside_a_shared_expert_of_another_type() {
         let middle = cases.output("middle", (rows * stride) as usize, Expect::Floats(SUMS * 16.0));
         let middle = Activations { range: middle, stride };
         cases.recording.call(mlp.choose(used, None, choices));
-        cases.recording.call(mlp.gemv_gate_up(used, choices, middle, 64));
-        cases.recording.call(mlp.gemv_down(used, choices, middle, 64));
+        let rows = GemvRows { used, choices, threads: 64 };
+        mlp.gate_up.iter().for_each(|stack| cases.recording.call(mlp.gemv_gate_up(stack, rows, middle)));
+        mlp.down.iter().for_each(|stack| cases.recording.call(mlp.gemv_down(stack, rows, middle)));
     }
     check(&cases);
 }

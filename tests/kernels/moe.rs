@@ -17,7 +17,7 @@ use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig};
 use ostinato::kernels::gemm::tiled::{Output, Packed, PackedOrder, TILE_TOKENS, Tile, pack_sorted};
 use ostinato::kernels::gemm::{Activations, Glu, Matrix};
 use ostinato::kernels::host_memory::HostMemory;
-use ostinato::kernels::moe::{ExpertsShape, FewRows, Grouped, Mlp, Route, Sorted, Used};
+use ostinato::kernels::moe::{ExpertsShape, FewRows, GemvRows, Grouped, Mlp, Route, Sorted, Stack, Used};
 use ostinato::kernels::recording::{BufferId, Range};
 use ostinato::kernels::tags::{Flow, tagged};
 use ostinato::memory::pack::{self, Format, Layout, Packing, RowMap, SourceFormat};
@@ -64,7 +64,14 @@ struct Layer {
     logits: Vec<f32>,
     /// The biases of the experts' two products; only with [`CLAMPED`].
     biases: Option<[Vec<f32>; 2]>,
+    /// The numbers of experts in the buffers of their two matrices.
+    stacks: Stacks,
 }
+
+/// Numbers of experts in the buffers of gate and up, and in those of down.
+type Stacks = [&'static [u32]; 2];
+/// All experts are in one buffer.
+const WHOLE: Stacks = [&[], &[]];
 
 /// A limit that many values reach.
 const CLAMPED: Glu = Glu::Clamped { limit: 2.5f32.to_bits() };
@@ -101,6 +108,7 @@ impl Layer {
             x: random.floats((rows * shape.hidden) as usize),
             norm: random.floats(shape.hidden as usize),
             logits: values,
+            stacks: WHOLE,
             biases: (shape.glu == CLAMPED)
                 .then(|| [2 * shape.inner, shape.hidden].map(|rows| random.floats((shape.count * rows) as usize))),
         };
@@ -203,6 +211,22 @@ impl Layer {
         Matrix { range: cases.words(name, &words), format: self.format, rows, cols }
     }
 
+    /// Adds the buffers of the experts' matrices, of `values`, for one of the two products.
+    fn experts(&self, cases: &mut Cases, name: &str, stage: usize, cols: u32, fragments: bool) -> Vec<Stack> {
+        let (values, count) = ([&self.gate_up, &self.down][stage], self.shape.count);
+        let sizes = if self.stacks[stage].is_empty() { &[count][..] } else { self.stacks[stage] };
+        assert_eq!(sizes.iter().sum::<u32>(), count, "{:?}", self.stacks);
+        let each = values.len() / count as usize;
+        let mut first = 0;
+        let stack = |own: &u32| {
+            let values = &values[first as usize * each..][..*own as usize * each];
+            let matrix = self.matrix(cases, &format!("{name}.from{first}"), values, cols, fragments);
+            first += own;
+            Stack { matrix, first: first - own }
+        };
+        sizes.iter().map(stack).collect()
+    }
+
     /// Adds a buffer of `rows` rows of `width` floats, with poison between the rows and after the rows in use.
     fn activations(
         cases: &mut Cases,
@@ -226,8 +250,8 @@ impl Layer {
     fn mlp(&self, cases: &mut Cases, most: u32, fragments: bool, tags: Option<[u32; 2]>) -> Mlp {
         let shape = self.shape;
         let hidden = shape.hidden;
-        let gate_up = self.matrix(cases, "gate_up", &self.gate_up, hidden, fragments);
-        let down = self.matrix(cases, "down", &self.down, shape.inner, fragments);
+        let gate_up = self.experts(cases, "gate_up", 0, hidden, fragments);
+        let down = self.experts(cases, "down", 1, shape.inner, fragments);
         let shared = self.shared.as_ref().map(|(gate_up, down)| {
             let gate_up = self.matrix(cases, "shared.gate_up", gate_up, hidden, fragments);
             (gate_up, self.matrix(cases, "shared.down", down, shape.shared_inner.unwrap_or(0), fragments))
@@ -288,6 +312,12 @@ fn shape(sizes: [u32; 4], shared_inner: Option<u32>, normalise: bool) -> Experts
     ExpertsShape { count, chosen, inner, hidden, shared_inner, normalise, glu, gated: true }
 }
 
+/// Records both stages of a few rows.
+fn few_stages(cases: &mut Cases, mlp: &Mlp, few: FewRows) {
+    mlp.gate_up.iter().for_each(|stack| cases.recording.call(mlp.few_gate_up(stack, few)));
+    mlp.down.iter().for_each(|stack| cases.recording.call(mlp.few_down(stack, few)));
+}
+
 /// Returns sizes, rows, the router's logits, and tiles of W per workgroup.
 fn few() -> Vec<(ExpertsShape, u32, Logits, u32)> {
     vec![
@@ -329,11 +359,12 @@ fn workgroups_of_a_few_rows_fit_in_shared_memory() {
         {
             let format = Format::Codes(Codes { bits, group: 32, number: Number::Affine, minimum: Minimum::Stored });
             let nothing = Activations { range: matrix(format, 0, 0).range, stride: 0 };
+            let whole = |rows, cols| vec![Stack { matrix: matrix(format, rows * shape.count, cols), first: 0 }];
             let mlp = Mlp {
                 label: String::new(),
                 shape,
-                gate_up: matrix(format, 2 * shape.inner * shape.count, shape.hidden),
-                down: matrix(format, shape.hidden * shape.count, shape.inner),
+                gate_up: whole(2 * shape.inner, shape.hidden),
+                down: whole(shape.hidden, shape.inner),
                 shared: None,
                 biases: [None, None],
                 x: nothing,
@@ -355,54 +386,85 @@ fn workgroups_of_a_few_rows_fit_in_shared_memory() {
     }
 }
 
+/// Checks both stages of a few rows of each case: sizes, rows, the router's logits, tiles of W per workgroup, and the buffers of
+/// the experts.
+fn check_few(
+    vulkan: &Vulkan,
+    name: &str,
+    (matrices, format): (Matrices, Format),
+    list: Vec<(ExpertsShape, u32, Logits, u32, Stacks)>,
+) {
+    let mut cases = Cases::new(&format!("{name}.{matrices:?}.{format:?}"));
+    let mut random = Random(81);
+    let mut made = Vec::new();
+    let coded = format.codes().is_some();
+    // Weights of codes are rounded to f16, if they are not exact in it.
+    let (near, limit) = match format {
+        Format::Codes(INT8) => (SUMS, 2e-6),
+        Format::Codes(_) => (ROUNDED, 0.5),
+        _ => (SPLIT, 2e-6),
+    };
+    for (shape, rows, logits, tiles, stacks) in list {
+        let name = format!("{shape:?}x{rows}.{logits:?}.{stacks:?}");
+        cases.case(name.clone());
+        let mut layer = Layer::new(&mut random, shape, rows, Format::Bf16, logits);
+        layer.stacks = stacks;
+        match format {
+            Format::Codes(INT8) => layer.quantise_exactly(),
+            Format::Codes(_) => layer.quantise(format),
+            _ => {}
+        }
+        let mlp = layer.mlp(&mut cases, rows, true, None);
+        cases.expect(mlp.x.range, Expect::Floats(near));
+        let stride = shape.middle_stride();
+        let middle = cases.output("middle", (rows * stride) as usize, Expect::Floats(near));
+        let middle = Activations { range: middle, stride };
+        let (threads, ahead) = if coded { (64, 4 * tiles) } else { (128, 2) };
+        let config = SkinnyConfig { threads, tiles, ahead };
+        let fault = cases.words("fault", &[0, 0]);
+        let (flow, logits) = (Flow::NONE, Flow::NONE);
+        few_stages(&mut cases, &mlp, FewRows { middle, rows, matrices, config, flow, logits, fault });
+        made.push((layer, mlp, name));
+    }
+    let reference = cases.reference();
+    for (layer, mlp, name) in made {
+        layer.check_reference(&reference, mlp.x, limit, &name);
+    }
+    check(vulkan, &cases, &reference);
+}
+
 #[test]
 fn a_few_rows_choose_and_run_their_experts() {
     let vulkan = Vulkan::new();
     let formats = [Format::Bf16, Format::Codes(INT8), Format::Codes(INT4)];
-    for (matrices, format) in ways().iter().flat_map(|way| formats.map(|format| (way, format))) {
-        let mut cases = Cases::new(&format!("few.{matrices:?}.{format:?}"));
-        let mut random = Random(81);
-        let mut made = Vec::new();
-        let coded = format.codes().is_some();
-        // Weights of codes are rounded to f16, if they are not exact in it.
-        let (near, limit) = match format {
-            Format::Codes(INT8) => (SUMS, 2e-6),
-            Format::Codes(_) => (ROUNDED, 0.5),
-            _ => (SPLIT, 2e-6),
-        };
+    for (matrices, format) in ways().iter().flat_map(|way| formats.map(|format| (*way, format))) {
         // Each case is two pipelines, which a CPU driver takes seconds to compile: the formats of codes take turns.
+        let coded = format.codes().is_some();
         let mut list = if coded { few_coded() } else { few() };
         if coded && !every_case() {
             list = list.into_iter().skip(usize::from(format == Format::Codes(INT4))).step_by(2).collect();
         }
-        for (shape, rows, logits, tiles) in list {
-            let name = format!("{shape:?}x{rows}.{logits:?}");
-            cases.case(name.clone());
-            let mut layer = Layer::new(&mut random, shape, rows, Format::Bf16, logits);
-            match format {
-                Format::Codes(INT8) => layer.quantise_exactly(),
-                Format::Codes(_) => layer.quantise(format),
-                _ => {}
-            }
-            let mlp = layer.mlp(&mut cases, rows, true, None);
-            cases.expect(mlp.x.range, Expect::Floats(near));
-            let stride = shape.middle_stride();
-            let middle = cases.output("middle", (rows * stride) as usize, Expect::Floats(near));
-            let middle = Activations { range: middle, stride };
-            let (threads, ahead) = if coded { (64, 4 * tiles) } else { (128, 2) };
-            let config = SkinnyConfig { threads, tiles, ahead };
-            let fault = cases.words("fault", &[0, 0]);
-            let (matrices, flow, logits) = (*matrices, Flow::NONE, Flow::NONE);
-            let few = FewRows { middle, rows, matrices, config, flow, logits, fault };
-            cases.recording.call(mlp.few_gate_up(few));
-            cases.recording.call(mlp.few_down(few));
-            made.push((layer, mlp, name));
-        }
-        let reference = cases.reference();
-        for (layer, mlp, name) in made {
-            layer.check_reference(&reference, mlp.x, limit, &name);
-        }
-        check(&vulkan, &cases, &reference);
+        let list = list.into_iter().map(|(shape, rows, logits, tiles)| (shape, rows, logits, tiles, WHOLE));
+        check_few(&vulkan, "few", (matrices, format), list.collect());
+    }
+}
+
+/// Goal: a few rows run experts that are divided among buffers, where rows choose experts of all of them, of some, or of none.
+/// Every buffer but the last has NaN behind it in the order of the experts, as all that no row chooses.
+#[test]
+fn a_few_rows_run_experts_of_several_buffers() {
+    let vulkan = Vulkan::new();
+    for matrices in ways() {
+        let numbers = vec![
+            (shape([4, 1, 8, 16], None, false), 1, Logits::Random, 1, [&[1, 1, 2], &[2, 2]] as Stacks),
+            (shape([16, 8, 32, 64], Some(32), true), 7, Logits::Ties, 1, [&[7, 9], &[10, 2, 4]]),
+        ];
+        let codes = vec![
+            (shape([4, 1, 8, 16], None, false), 1, Logits::Random, 1, [&[3, 1], &[1, 1, 2]] as Stacks),
+            (shape([16, 8, 64, 96], None, true), 4, Logits::NotNumbers, 1, [&[5, 11], &[8, 8]]),
+        ];
+        check_few(&vulkan, "divided", (*matrices, Format::Bf16), numbers);
+        check_few(&vulkan, "divided", (*matrices, Format::Codes(INT8)), codes);
     }
 }
 
@@ -416,16 +478,19 @@ fn a_few_rows_are_routed_by_scores() {
         let mut cases = Cases::new(&format!("routed.{matrices:?}"));
         let mut random = Random(87);
         let list = [
-            (shape([16, 4, 32, 64], None, true), 1, Format::Bf16, false, false),
-            (shape([9, 2, 24, 48], Some(40), false), 3, Format::Bf16, true, false),
-            (shape([37, 3, 16, 48], Some(16), true), 2, Format::Bf16, true, true),
-            (shape([8, 2, 32, 64], None, false), 1, Format::Bf16, false, true),
-            (shape([16, 8, 64, 96], None, true), 2, Format::Codes(INT8), true, true),
+            (shape([16, 4, 32, 64], None, true), 1, Format::Bf16, false, false, WHOLE),
+            (shape([9, 2, 24, 48], Some(40), false), 3, Format::Bf16, true, false, WHOLE),
+            (shape([37, 3, 16, 48], Some(16), true), 2, Format::Bf16, true, true, WHOLE),
+            (shape([8, 2, 32, 64], None, false), 1, Format::Bf16, false, true, WHOLE),
+            (shape([16, 8, 64, 96], None, true), 2, Format::Codes(INT8), true, true, WHOLE),
+            // Experts of several buffers, of which the first call replaces y.
+            (shape([16, 4, 32, 64], None, true), 1, Format::Bf16, false, false, [&[9, 7], &[8, 8]]),
         ];
-        for (sizes, rows, format, sigmoid, biased) in list {
-            cases.case(format!("{sizes:?}x{rows}.{format:?}.sigmoid={sigmoid}.biased={biased}"));
+        for (sizes, rows, format, sigmoid, biased, stacks) in list {
+            cases.case(format!("{sizes:?}x{rows}.{format:?}.sigmoid={sigmoid}.biased={biased}.{stacks:?}"));
             let sizes = ExpertsShape { gated: !sigmoid, ..sizes };
             let mut layer = Layer::new(&mut random, sizes, rows, Format::Bf16, Logits::Random);
+            layer.stacks = stacks;
             // The layer's own selection is by the greatest logits; the bias chooses others.
             let biases = layer.biases.iter_mut().flatten().flatten();
             let all = layer.gate_up.iter_mut().chain(&mut layer.down).chain(biases);
@@ -457,9 +522,7 @@ fn a_few_rows_are_routed_by_scores() {
             let config = SkinnyConfig { threads: config.0, tiles: config.1, ahead: config.2 };
             let fault = cases.words("fault", &[0, 0]);
             let (matrices, flow, logits) = (*matrices, Flow::NONE, Flow::NONE);
-            let few = FewRows { middle, rows, matrices, config, flow, logits, fault };
-            cases.recording.call(mlp.few_gate_up(few));
-            cases.recording.call(mlp.few_down(few));
+            few_stages(&mut cases, &mlp, FewRows { middle, rows, matrices, config, flow, logits, fault });
         }
         let reference = cases.reference();
         check(&vulkan, &cases, &reference);
@@ -471,15 +534,20 @@ fn a_few_rows_are_routed_by_scores() {
 #[test]
 fn a_few_rows_read_and_write_tagged_words() {
     let vulkan = Vulkan::new();
-    let shapes = [(shape([16, 8, 32, 64], Some(32), true), 1), (shape([8, 2, 32, 96], None, false), 8)];
+    let shapes = [
+        (shape([16, 8, 32, 64], Some(32), true), 1, WHOLE),
+        (shape([8, 2, 32, 96], None, false), 8, WHOLE),
+        (shape([16, 8, 32, 64], Some(32), true), 1, [&[9, 7], &[4, 12]]),
+    ];
     let (read, carried) = (Flow { input_carried: true, ..Flow::NONE }, TAGS);
     for matrices in ways() {
         let mut cases = Cases::new(&format!("tagged.{matrices:?}"));
         let mut random = Random(82);
-        for (shape, rows) in shapes {
+        for (shape, rows, stacks) in shapes {
             for down in [false, true] {
-                cases.case(format!("{shape:?}x{rows}.{down}"));
-                let layer = Layer::new(&mut random, shape, rows, Format::Bf16, Logits::Random);
+                cases.case(format!("{shape:?}x{rows}.{down}.{stacks:?}"));
+                let mut layer = Layer::new(&mut random, shape, rows, Format::Bf16, Logits::Random);
+                layer.stacks = stacks;
                 let mlp = layer.mlp(&mut cases, rows, true, Some([carried[0], carried[1]]));
                 let (stride, fault) = (shape.middle_stride(), cases.words("fault", &[0, 0]));
                 let words: Vec<u32> =
@@ -490,12 +558,16 @@ fn a_few_rows_read_and_write_tagged_words() {
                 let few = |flow| FewRows { middle, rows, matrices: *matrices, config, flow, logits, fault };
                 if down {
                     cases.expect(mlp.x.range, Expect::Tagged(SPLIT));
-                    let flow = Flow { input: carried[2], old: carried[0], output: Some(carried[3]), ..read };
-                    cases.recording.call(mlp.few_down(few(flow)));
+                    let mut old = carried[0];
+                    for (stack, output) in mlp.down.iter().zip([carried[3], 77]) {
+                        let flow = Flow { input: carried[2], old, output: Some(output), ..read };
+                        cases.recording.call(mlp.few_down(stack, few(flow)));
+                        old = output;
+                    }
                 } else {
                     cases.expect(middle.range, Expect::Tagged(SPLIT));
                     let flow = Flow { input: carried[0], old: carried[3], output: Some(carried[2]), ..read };
-                    cases.recording.call(mlp.few_gate_up(few(flow)));
+                    mlp.gate_up.iter().for_each(|stack| cases.recording.call(mlp.few_gate_up(stack, few(flow))));
                 }
             }
         }
@@ -521,7 +593,7 @@ fn a_wait_for_words_that_never_come_ends() {
         let logits = Flow { input_carried: true, input: TAGS[1], ..Flow::NONE };
         let config = SkinnyConfig { threads: 128, tiles: 1, ahead: 2 };
         let few = FewRows { middle, rows: 1, matrices: *matrices, config, flow, logits, fault };
-        cases.recording.call(mlp.few_down(few));
+        cases.recording.call(mlp.few_down(&mlp.down[0], few));
         let before = cases.before();
         for driver in Driver::all() {
             let after = Bench::new(&vulkan, *driver).run(&cases.recording, &before);
@@ -540,18 +612,22 @@ fn valid_rows(cases: &mut Cases, rows: u32, nobody: u32) -> Range {
 fn rows_run_their_experts_on_weights_row_after_row() {
     let vulkan = Vulkan::new();
     let list = [
-        (shape([4, 2, 24, 48], Some(40), true), 1, 1, Logits::Random),
-        (shape([16, 8, 8, 32], None, false), 7, 7, Logits::Ties),
-        (shape([6, 1, 40, 16], Some(8), false), 64, 17, Logits::Same),
+        (shape([4, 2, 24, 48], Some(40), true), 1, 1, Logits::Random, WHOLE),
+        (shape([16, 8, 8, 32], None, false), 7, 7, Logits::Ties, WHOLE),
+        (shape([6, 1, 40, 16], Some(8), false), 64, 17, Logits::Same, WHOLE),
+        // Experts of several buffers.
+        (shape([16, 8, 8, 32], None, false), 7, 7, Logits::Ties, [&[5, 10, 1], &[8, 8]]),
+        (shape([6, 1, 40, 16], Some(8), false), 64, 17, Logits::Random, [&[2, 4], &[3, 2, 1]]),
     ];
     let mut cases = Cases::new("row_major");
     let mut random = Random(84);
     let mut made = Vec::new();
     for format in [Format::Bf16, Format::F16, Format::F32] {
-        for (shape, most, used, logits) in list {
-            let name = format!("{format:?}.{shape:?}x{used}of{most}.{logits:?}");
+        for (shape, most, used, logits, stacks) in list {
+            let name = format!("{format:?}.{shape:?}x{used}of{most}.{logits:?}.{stacks:?}");
             cases.case(name.clone());
-            let layer = Layer::new(&mut random, shape, used, format, logits);
+            let mut layer = Layer::new(&mut random, shape, used, format, logits);
+            layer.stacks = stacks;
             let mlp = layer.mlp(&mut cases, most, false, None);
             cases.expect(mlp.x.range, Expect::Floats(SUMS));
             let count = (used != most).then(|| cases.words("chunk", &[POISON, POISON, used, POISON]));
@@ -561,8 +637,9 @@ fn rows_run_their_experts_on_weights_row_after_row() {
             let middle = cases.output("middle", (most * stride) as usize, Expect::Floats(SUMS));
             let middle = Activations { range: middle, stride };
             cases.recording.call(mlp.choose(rows, None, choices));
-            cases.recording.call(mlp.gemv_gate_up(rows, choices, middle, 64));
-            cases.recording.call(mlp.gemv_down(rows, choices, middle, 64));
+            let rows = GemvRows { used: rows, choices, threads: 64 };
+            mlp.gate_up.iter().for_each(|stack| cases.recording.call(mlp.gemv_gate_up(stack, rows, middle)));
+            mlp.down.iter().for_each(|stack| cases.recording.call(mlp.gemv_down(stack, rows, middle)));
             made.push((layer, mlp, name));
         }
     }
@@ -706,23 +783,44 @@ fn groupings(matrices: Matrices) -> Vec<(u32, Grouped)> {
 }
 
 /// The calls between the plan of sorted rows and their combination: adds their buffers, and writes `parts`.
-type Stages<'a> = &'a dyn Fn(&mut Cases, &Mlp, &Sorted, Activations);
+type Between<'a> = &'a dyn Fn(&mut Cases, &Mlp, &Sorted, Activations);
+
+/// Sizes, the maximum number of rows and those in use, the router's logits, and the buffers of the experts.
+type SortedCase = (ExpertsShape, u32, u32, Logits, Stacks);
+
+fn whole_cases() -> Vec<SortedCase> {
+    vec![
+        (shape([4, 1, 8, 16], None, false), 17, 17, Logits::Random, WHOLE),
+        (shape([16, 8, 32, 64], Some(32), true), 64, 41, Logits::Ties, WHOLE),
+        (shape([5, 2, 40, 48], Some(24), false), 128, 97, Logits::Same, WHOLE),
+        (shape([128, 8, 16, 32], None, true), 64, 64, Logits::NotNumbers, WHOLE),
+    ]
+}
+
+/// Experts of several buffers.
+fn divided_cases() -> Vec<SortedCase> {
+    vec![
+        (shape([4, 1, 8, 16], None, false), 17, 17, Logits::Random, [&[1, 3], &[2, 1, 1]]),
+        (shape([16, 8, 32, 64], None, true), 64, 41, Logits::Ties, [&[7, 7, 2], &[10, 6]]),
+    ]
+}
 
 /// Records the stages of many rows for several sizes, and compares their reference with the formula.
-fn sorted_cases(name: &str, tile: u32, format: Format, fragments: bool, stages: Stages<'_>) -> (Cases, HostMemory) {
-    let list = [
-        (shape([4, 1, 8, 16], None, false), 17, 17, Logits::Random),
-        (shape([16, 8, 32, 64], Some(32), true), 64, 41, Logits::Ties),
-        (shape([5, 2, 40, 48], Some(24), false), 128, 97, Logits::Same),
-        (shape([128, 8, 16, 32], None, true), 64, 64, Logits::NotNumbers),
-    ];
+fn sorted_cases(
+    name: &str,
+    tile: u32,
+    (format, fragments): (Format, bool),
+    list: Vec<SortedCase>,
+    stages: Between<'_>,
+) -> (Cases, HostMemory) {
     let mut cases = Cases::new(name);
     let mut random = Random(85);
     let mut made = Vec::new();
-    for (shape, most, used, logits) in list {
-        let name = format!("{shape:?}x{used}of{most}.{logits:?}");
+    for (shape, most, used, logits, stacks) in list {
+        let name = format!("{shape:?}x{used}of{most}.{logits:?}.{stacks:?}");
         cases.case(name.clone());
         let mut layer = Layer::new(&mut random, shape, used, Format::Bf16, logits);
+        layer.stacks = stacks;
         if format.codes().is_some() {
             layer.quantise(format);
         }
@@ -796,11 +894,18 @@ fn many_rows_are_sorted_by_expert_and_put_together_again() {
                 cases.expect(middle, Expect::Bfloats(ROUNDED));
                 let middle = Packed { range: middle, format: Format::Bf16, cols: inner, order: PackedOrder::Fragments };
                 cases.recording.call(pack_sorted("pack".to_owned(), mlp.x, Some(mlp.norm), packed, sorted));
-                cases.recording.call(mlp.sorted_gate_up(packed, Output::Packed(middle), sorted, how));
-                cases.recording.call(mlp.sorted_down(middle, parts, sorted, how));
+                for stack in &mlp.gate_up {
+                    cases.recording.call(mlp.sorted_gate_up(stack, packed, Output::Packed(middle), sorted, how));
+                }
+                for stack in &mlp.down {
+                    cases.recording.call(mlp.sorted_down(stack, middle, parts, sorted, how));
+                }
             };
-            let (cases, reference) = sorted_cases(&format!("many.{how:?}.{format:?}"), tile, format, true, &stages);
-            check(&vulkan, &cases, &reference);
+            for (name, list) in [("many", whole_cases()), ("divided", divided_cases())] {
+                let name = format!("{name}.{how:?}.{format:?}");
+                let (cases, reference) = sorted_cases(&name, tile, (format, true), list, &stages);
+                check(&vulkan, &cases, &reference);
+            }
         }
     }
 }
@@ -831,15 +936,22 @@ fn many_rows_on_weights_row_after_row_are_sorted_by_expert() {
             let between = Activations { range: between, stride };
             let norm = Some(mlp.norm);
             cases.recording.call(block_rows("block".to_owned(), mlp.x, norm, x, MatmulRows::Sorted(sorted)));
-            cases.recording.call(mlp.matmul_gate_up(x, between, sorted, config));
+            for stack in &mlp.gate_up {
+                cases.recording.call(mlp.matmul_gate_up(stack, x, between, sorted, config));
+            }
             cases.recording.call(block_rows("again".to_owned(), between, None, middle, MatmulRows::Slots(sorted)));
-            cases.recording.call(mlp.matmul_down(middle, parts, sorted, config));
+            for stack in &mlp.down {
+                cases.recording.call(mlp.matmul_down(stack, middle, parts, sorted, config));
+            }
         };
-        let (cases, reference) = sorted_cases(&format!("rows.{config:?}"), config.tokens, Format::Bf16, false, &stages);
-        for driver in Driver::all() {
-            let bench = Bench::new(&vulkan, *driver);
-            if arithmetic == Arithmetic::F32 || bench.device.adapter().capabilities.float16 {
-                cases.check(&bench, &reference);
+        for (name, list) in [("rows", whole_cases()), ("divided", divided_cases())] {
+            let name = format!("{name}.{config:?}");
+            let (cases, reference) = sorted_cases(&name, config.tokens, (Format::Bf16, false), list, &stages);
+            for driver in Driver::all() {
+                let bench = Bench::new(&vulkan, *driver);
+                if arithmetic == Arithmetic::F32 || bench.device.adapter().capabilities.float16 {
+                    cases.check(&bench, &reference);
+                }
             }
         }
     }

@@ -30,8 +30,8 @@ use ostinato::kernels::shaders::{TakeLastArgs, find};
 use ostinato::kernels::state::{self, RingEntry, SlotInit};
 use ostinato::kernels::tags::{self, Flow, tagged};
 use ostinato::memory::pack::codes::{sample, unit_cols};
-use ostinato::memory::pack::{self, Format, Layout};
-use ostinato::model::checkpoint::Checkpoint;
+use ostinato::memory::pack::{self, Format, Layout, Packing};
+use ostinato::model::checkpoint::{Checkpoint, WeightSpec};
 use ostinato::model::config::{LayerKind, MlpKind};
 use ostinato::model::decoder::drafter::{DRAFTER, Drafter, DrafterKind, PlacedWeight};
 use ostinato::model::decoder::stage::LayerStage;
@@ -92,6 +92,28 @@ fn decoder<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, max_
 }
 
 const WHOLE: u64 = 1 << 30;
+
+/// Returns the size of the largest buffer with which the experts of every layer are divided, both matrices unevenly and
+/// differently: it holds all experts' `down` but one's, and less than half of their gates and ups.
+fn dividing(decoder: &Decoder<'_>) -> u64 {
+    let whole = |weight: &WeightSpec, rows: u32| Packing { rows, ..decoder.packing(weight) }.bytes();
+    let down = |weight: &&WeightSpec| weight.name.ends_with("experts.down");
+    let down = decoder.weights.iter().find(down).expect("experts");
+    let bytes = whole(down, down.rows - decoder.expert_rows(down).expect("experts"));
+    for weight in decoder.weights.iter().filter(|weight| weight.is_of_shared_expert()) {
+        assert!(whole(weight, weight.rows) <= bytes, "{} is in one buffer", weight.name);
+    }
+    let divided = Decoder { max_buffer_bytes: bytes, ..decoder.clone() };
+    for weight in decoder.weights {
+        let Some(rows) = decoder.expert_rows(weight) else { continue };
+        let parts = divided.parts(weight);
+        let least = if weight.name.ends_with("gate_up") { 3 } else { 2 };
+        assert!(parts.len() >= least, "{} in {parts:?}", weight.name);
+        assert!(parts.iter().all(|part| part.bytes <= bytes && part.rows.is_multiple_of(rows)), "{parts:?}");
+        assert_eq!(parts.iter().map(|part| part.rows).sum::<u32>(), weight.rows);
+    }
+    bytes
+}
 
 /// The words of all buffers of a replica's recordings, by buffer name.
 type Memory = HashMap<String, Vec<u32>>;
@@ -599,11 +621,31 @@ fn run_checkpoint(vulkan: &Vulkan, bench: &Bench, name: &str) {
         // A chunk has more than one block of rows of the scan, and partial blocks.
         decoder.state.chunk = 80;
     }
-    let recordings = Recordings::new(&decoder);
+    run_decoder(bench, name, &decoder);
+}
+
+/// Runs a checkpoint's recordings on the device and in the interpreter, which must give the tokens of transformers.
+fn run_decoder(bench: &Bench, name: &str, decoder: &Decoder<'_>) {
+    let recordings = Recordings::new(decoder);
     let known = expected(name);
-    let mut run = Run::new(name, bench, &decoder, &recordings, true);
+    let mut run = Run::new(name, bench, decoder, &recordings, true);
     let tokens = run.generate(&recordings, &known.prompt);
     assert_eq!(tokens, known.greedy[..tokens.len()], "{name} on {:?}", bench.driver);
+}
+
+/// Goal: experts that are divided among several buffers compute what whole ones do. Method: as for whole weights; chunks
+/// whose rows read their experts one by one, and chunks that are sorted by expert, with and without a shared expert.
+#[test]
+fn recordings_of_experts_in_several_buffers_mean_the_same_on_lavapipe_and_in_plain_rust() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::first());
+    for (name, chunk) in [("moe-top2", 16), ("moe-top2", 32), ("hybrid-moe", 32)] {
+        let checkpoint = open(name);
+        let mut decoder = decoder(&vulkan, bench.driver, &checkpoint, WHOLE);
+        decoder.state.chunk = chunk;
+        decoder.max_buffer_bytes = dividing(&decoder);
+        run_decoder(&bench, name, &decoder);
+    }
 }
 
 #[test]
@@ -821,28 +863,31 @@ fn run_emulated_ways(driver: Driver, names: &[(&str, &[Emulated])]) {
     for (wanted, ways) in names {
         let (name, checkpoint) = checkpoints.iter().find(|(name, _)| name == wanted).expect("it is among them");
         for way in *ways {
-            let decoder = emulated(&vulkan, driver, checkpoint, *way);
-            let recordings = Recordings::new(&decoder);
-            let (prompt, greedy) = match *name {
-                name if name.starts_with("tiny-") => ((3..40).collect(), None),
-                _ => {
-                    let known = expected(name);
-                    (known.prompt, Some(known.greedy))
-                }
-            };
-            let mut run = Run::new(&format!("{name} {way:?}"), &bench, &decoder, &recordings, true);
-            // Layers of random weights amplify differences more than trained ones do, and so do the norms of what gated
-            // delta nets read from a state that has processed few tokens.
-            run.near = way.near * if *name == "qwen3-deep" || checkpoint.config.delta.is_some() { 4.0 } else { 1.0 };
-            let tokens = run.generate(&recordings, &prompt);
-            // With rounded prompts the greedy tokens may differ from those of the unrounded model.
-            if let Some(greedy) = greedy.filter(|_| way.chunk <= 16) {
-                assert_eq!(tokens, greedy[..tokens.len()], "{name} {way:?} on {driver:?}");
-            }
-            let state = run.words("state");
-            assert_eq!(state[decoder.state.fault_word() as usize], 0, "{name} {way:?}: the fault word");
+            run_emulated_decoder(&bench, name, &emulated(&vulkan, driver, checkpoint, *way), *way);
         }
     }
+}
+
+fn run_emulated_decoder(bench: &Bench, name: &str, decoder: &Decoder<'_>, way: Emulated) {
+    let recordings = Recordings::new(decoder);
+    let (prompt, greedy) = match name {
+        name if name.starts_with("tiny-") => ((3..40).collect(), None),
+        _ => {
+            let known = expected(name);
+            (known.prompt, Some(known.greedy))
+        }
+    };
+    let mut run = Run::new(&format!("{name} {way:?}"), bench, decoder, &recordings, true);
+    // Layers of random weights amplify differences more than trained ones do, and so do the norms of what gated delta nets
+    // read from a state that has processed few tokens.
+    run.near = way.near * if name == "qwen3-deep" || decoder.config.delta.is_some() { 4.0 } else { 1.0 };
+    let tokens = run.generate(&recordings, &prompt);
+    // With rounded prompts the greedy tokens may differ from those of the unrounded model.
+    if let Some(greedy) = greedy.filter(|_| way.chunk <= 16) {
+        assert_eq!(tokens, greedy[..tokens.len()], "{name} {way:?} on {:?}", bench.driver);
+    }
+    let state = run.words("state");
+    assert_eq!(state[decoder.state.fault_word() as usize], 0, "{name} {way:?}: the fault word");
 }
 
 const ON_FRAGMENTS: Emulated = Emulated { chunk: 16, tags: false, kv_format: KvFormat::F32, near: 1e-3 };
@@ -893,6 +938,21 @@ fn recordings_on_fragments_without_tags_mean_the_same_on_lavapipe_and_in_plain_r
 #[test]
 fn recordings_of_experts_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() {
     run_emulated(Driver::first(), &[Emulated { chunk: 8, ..TAGGED }, ROUNDED], &["tiny-qwen3.5-moe"]);
+}
+
+/// Goal: experts that are divided among several buffers compute in fragments what whole ones do, also with tags: steps of a few
+/// rows, and chunks that are sorted by expert, with a shared expert.
+#[test]
+fn recordings_of_experts_in_several_buffers_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::first());
+    let (_folder, checkpoints) = on_fragments();
+    for (wanted, way) in [("tiny-qwen3-moe", Emulated { chunk: 8, ..TAGGED }), ("tiny-qwen3.5-moe", ROUNDED)] {
+        let (_, checkpoint) = checkpoints.iter().find(|(name, _)| *name == wanted).expect("it is among them");
+        let mut decoder = emulated(&vulkan, bench.driver, checkpoint, way);
+        decoder.max_buffer_bytes = dividing(&decoder);
+        run_emulated_decoder(&bench, wanted, &decoder, way);
+    }
 }
 
 /// Goal: a prompt step whose products are `wgmma` means the same as one whose products are others. Method: both
@@ -1186,8 +1246,8 @@ fn simulate(recording: &Recording, random: &mut Random) -> Result<(), String> {
     let mut memory: HashMap<(u32, usize), Word> = HashMap::new();
     let mut chance = |n: usize| random.below(n as u32) as usize;
     for step in 0..3u32 {
-        // The last writer of each buffer in the order of the recording.
-        let mut last: HashMap<u32, Word> = HashMap::new();
+        // The last writer of each part of a buffer in the order of the recording.
+        let mut last: HashMap<(u32, usize), Word> = HashMap::new();
         let mut queue: Vec<(bool, Workgroup)> = Vec::new();
         for (op, (call, barrier)) in recording.ops.iter().zip(&barriers).enumerate() {
             let Op::Call(call) = call else { panic!("a step has calls alone") };
@@ -1228,23 +1288,40 @@ fn simulate(recording: &Recording, random: &mut Random) -> Result<(), String> {
                 }
             }
             let reads_all = ["skinny", "expert_skinny", "add_branch"];
-            let whole = reads_all.iter().any(|kernel| call.kernel.starts_with(kernel));
-            for own in 0..PARTS {
-                let word = |buffer: &u32, tag: u32| Word { tag, by: last.get(buffer).and_then(|word| word.by) };
+            // Where experts are divided among calls, those of the second stage read the values of their own.
+            let constant = |name: &str| find(call.kernel).constants.iter().find(|(_, of)| *of == name);
+            let value = |name: &str| constant(name).map_or(0, |(id, _)| call.constants[*id as usize]);
+            let sums = value("part_experts") > 0 && value("stage") == 1;
+            let whole = !sums && reads_all.iter().any(|kernel| call.kernel.starts_with(kernel));
+            // The calls of a weight's parts write one generation together, each a part of it. Only those that add the outputs of
+            // divided experts write one each.
+            let alike: Vec<usize> =
+                (0..).zip(calls(recording)).filter(|(_, of)| *of == call.label).map(|(op, _)| op).collect();
+            let place = alike.iter().position(|of| *of == op).expect("it is one of them");
+            let makes = |part: usize| sums || part % alike.len() == place;
+            assert!(sums || alike.len() <= PARTS, "{} in {} parts", call.label, alike.len());
+            let mut begun = false;
+            for own in (0..PARTS).filter(|own| makes(*own)) {
+                let word = |buffer: &u32, tag: u32, part: usize| Word {
+                    tag,
+                    by: last.get(&(*buffer, part)).and_then(|word| word.by),
+                };
                 let parts = |whole: bool| (0..PARTS).filter(move |part| whole || *part == own);
                 let mut waits: Vec<(u32, usize, Word)> = Vec::new();
                 for (buffer, tag) in &reads {
-                    waits.extend(parts(whole).map(|part| (*buffer, part, word(buffer, *tag))));
+                    waits.extend(parts(whole).map(|part| (*buffer, part, word(buffer, *tag, part))));
                 }
                 for (buffer, tag) in &olds {
-                    waits.push((*buffer, own, word(buffer, *tag)));
+                    waits.push((*buffer, own, word(buffer, *tag, own)));
                 }
                 let made = |(buffer, tag): &(u32, u32)| (*buffer, own, Word { tag: *tag, by: Some((step, op)) });
                 let writes = writes.iter().map(made).collect();
-                queue.push((*barrier && own == 0, Workgroup { op, waits, writes }));
+                queue.push((*barrier && !std::mem::replace(&mut begun, true), Workgroup { op, waits, writes }));
             }
             for (buffer, tag) in &writes {
-                last.insert(*buffer, Word { tag: *tag, by: Some((step, op)) });
+                for part in (0..PARTS).filter(|part| makes(*part)) {
+                    last.insert((*buffer, part), Word { tag: *tag, by: Some((step, op)) });
+                }
             }
         }
         let room = [2, 7, 40, 1000][chance(4)];
@@ -1308,16 +1385,32 @@ fn a_tagged_step_reads_no_word_of_another_whatever_the_order_of_workgroups() {
     let others = others.into_iter().filter(|(name, _)| name.starts_with("tiny-"));
     written.extend(others.map(|(name, checkpoint)| (name.to_owned(), checkpoint)));
     let mut stale = 0;
+    let mut decoders = Vec::new();
     for (name, checkpoint) in &written {
         let decoder = emulated(&vulkan, Driver::first(), checkpoint, way);
+        if checkpoint.config.experts.is_some() {
+            let divided = Decoder { max_buffer_bytes: dividing(&decoder), ..decoder.clone() };
+            decoders.push((format!("{name}, experts in several buffers"), divided));
+        }
+        decoders.push((name.clone(), decoder));
+    }
+    for (name, decoder) in &decoders {
+        let divided = decoder.divides_experts();
+        assert_eq!(divided, name.contains("buffers"), "{name}");
         for rows in [1, 4] {
             let recording = decoder.record(StepShape::Decode { rows });
             assert_eq!(tags::check(&recording), Ok(()), "{name}");
-            // The same recording without the clearing of tags must be detected as wrong.
+            // Every place at which a call polls can be broken, and the check finds each of them.
+            for poll in tags::polls(&recording).into_iter().filter(|_| divided) {
+                let broken = tags::break_poll(&recording, poll).expect("some tag is never written");
+                assert!(tags::check(&broken).is_err(), "{name}, {}: {poll:?} is not broken", recording.name);
+            }
+            // The same recording without the clearing of tags must be detected as wrong. Only the barriers between the calls of
+            // divided experts leave no word of the step before to a later layer.
             let mut uncleared = recording.clone();
             uncleared.ops.retain(|op| !matches!(op, Op::Call(call) if call.kernel == "clear_tags"));
             assert_eq!(uncleared.ops.len() + 1, recording.ops.len(), "{name}: tags are not cleared");
-            assert!(tags::check(&uncleared).is_err(), "{name}: the check sees no stale words");
+            assert!(divided || tags::check(&uncleared).is_err(), "{name}: the check sees no stale words");
             for _ in 0..if name.starts_with("70") { 3 } else { 40 } {
                 assert_eq!(simulate(&recording, &mut random), Ok(()), "{name}, {rows} rows");
                 stale += u32::from(simulate(&uncleared, &mut random).is_err());
@@ -1579,10 +1672,10 @@ fn recordings_name_only_what_they_declare_and_print_the_same_every_time() {
     let vulkan = Vulkan::new();
     for name in CHECKPOINTS.into_iter().chain(["next-moe"]) {
         let checkpoint = open(name);
-        // Experts are never split into parts; the start refuses that.
-        let sizes = if checkpoint.config.experts.is_some() { &[WHOLE][..] } else { &[WHOLE, 4096] };
-        for &max_buffer_bytes in sizes {
-            let mut decoder = decoder(&vulkan, Driver::first(), &checkpoint, max_buffer_bytes);
+        let whole = decoder(&vulkan, Driver::first(), &checkpoint, WHOLE);
+        let small = if checkpoint.config.experts.is_some() { dividing(&whole) } else { 4096 };
+        for max_buffer_bytes in [WHOLE, small] {
+            let mut decoder = Decoder { max_buffer_bytes, ..whole.clone() };
             decoder.drafts = u32::from(checkpoint.has_mtp());
             let recordings = Recordings::new(&decoder);
             let mut names = std::collections::HashSet::new();

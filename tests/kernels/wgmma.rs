@@ -16,7 +16,7 @@ use ostinato::kernels::gemm::wgmma::probe::{WgmmaProbe, probe, sized};
 use ostinato::kernels::gemm::wgmma::{WgmmaTile, WgmmaVariant, constants_of, text, variant_of};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::interpreter;
-use ostinato::kernels::moe::{NOBODY, Sorted};
+use ostinato::kernels::moe::{ExpertPart, NOBODY, Sorted};
 use ostinato::kernels::recording::{Op, Recording};
 use ostinato::memory::pack::{Format, fragment_index};
 use ostinato::quant::number::Number;
@@ -322,7 +322,8 @@ fn pack_rows_packs_numbers_in_e4m3_with_a_scale_for_each_row() {
         let x = Activations { range: cases.floats("x", &random.floats(64 * 136)), stride: 136 };
         let tiles = cases.words("tiles", &[3, NOBODY, 0, 2]);
         let slots = (0..64).map(|i| if i % 7 == 5 { NOBODY } else { i * 11 % (64 * chosen) }).collect::<Vec<u32>>();
-        let sorted = Sorted { tiles, slots: cases.words("slots", &slots), tile: 16, most: 4, chosen };
+        let slots = cases.words("slots", &slots);
+        let sorted = Sorted { tiles, slots, tile: 16, most: 4, chosen, part: ExpertPart::ALL };
         let range = cases.output("packed", 64 * 33, Expect::Exact);
         let packed = Packed { range, format: Format::Bf16, cols: 128, order: PackedOrder::E4m3 };
         cases.recording.call(pack_sorted("pack".to_owned(), x, None, packed, &sorted));

@@ -344,11 +344,16 @@ fn prompt(index: u32) -> [u32; 5] {
 /// Breaks every call that waits for words, each `times` times, in steps of one row and of each other number of `rows`: with
 /// as many sequences.
 fn any_call(path: &str, rows: &[u32], times: u32, change: &dyn Fn(&mut Model)) {
+    any_call_of(path, rows, times, change, &[]);
+}
+
+/// Like [`any_call`], with changes of the tuning.
+fn any_call_of(path: &str, rows: &[u32], times: u32, change: &dyn Fn(&mut Model), tune: &[&str]) {
     const TOKENS: u32 = 40;
     let vulkan = Vulkan::shared_without_validation();
     // In wide batches, the prompt behind which the others join has a slot as well.
     let slots = if rows == [1] { 1 } else { STREAMS + 1 };
-    let injected = Injected::start(&vulkan, path, slots, change, &[]);
+    let injected = Injected::start(&vulkan, path, slots, change, tune);
     for rows in rows {
         let run = || match rows {
             1 => vec![injected.alone(&prompt(0), TOKENS)],
@@ -375,6 +380,16 @@ fn a_fault_in_any_call_of_any_step_changes_no_token() {
 fn a_fault_in_any_call_of_experts_changes_no_token() {
     let folder = tempfile::tempdir().expect("a folder");
     any_call(&write(&built_in("tiny-qwen3-moe", 2), folder.path()), &[1, STREAMS], 1, &|_| {});
+}
+
+/// The outputs of experts in several buffers are added by several calls. The buffers hold seven of eight experts' `down`, and
+/// three experts' gates and ups.
+#[test]
+fn a_fault_in_any_call_of_experts_in_several_buffers_changes_no_token() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = write(&built_in("tiny-qwen3-moe", 2), folder.path());
+    let buffer = format!("weight_buffer={}", 7 * 128 * 64 * 2);
+    any_call_of(&path, &[1], 1, &|_| {}, &[&buffer]);
 }
 
 /// Recurrent state must not take in a token twice.

@@ -10,6 +10,7 @@ mod serving;
 mod batches;
 mod demo;
 mod embedding;
+mod experts;
 mod fallback;
 mod families;
 mod gguf_families;

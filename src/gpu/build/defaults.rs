@@ -1,7 +1,7 @@
 //! The default sizes and kernel choices of a replica, where its configuration sets none.
 
 use crate::config::KvFormat;
-use crate::device::Adapter;
+use crate::device::{Adapter, Capabilities};
 use crate::engine::plan::WindowCapacity;
 use crate::gpu::abilities::assumed_processors;
 use crate::gpu::build::Build;
@@ -165,6 +165,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         matmul: BTreeMap::new(),
         matmul_shapes: BTreeMap::new(),
         matmul_room: 0,
+        weight_buffer: 0,
         // Larger workgroups are faster on long contexts and cost half a microsecond on short ones.
         attention_threads: if cpu { 32 } else { if context >= 8192 { 256 } else { 128 }.min(most) },
         flash_threads: if cpu { 64 } else { 256.min(most) },
@@ -211,6 +212,12 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         retry_ms: 1000,
         gates: !cpu,
     }
+}
+
+/// Returns the maximum size in bytes of a buffer of weights.
+pub(crate) fn most_weight_bytes(capabilities: &Capabilities, tuning: &Tuning) -> u64 {
+    let own = capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes);
+    if tuning.weight_buffer > 0 { own.min(tuning.weight_buffer.into()) } else { own }
 }
 
 impl Build<'_> {
@@ -318,7 +325,7 @@ impl Build<'_> {
     pub(crate) fn decoder(&self, context: u32, pages: u32, window_pages: Option<u32>, chunk: u32) -> Decoder<'_> {
         let slots = self.slots();
         let config = &self.checkpoint.config;
-        let capabilities = &self.adapter.capabilities;
+        let tuning = self.tuning(context);
         let mut decoder = Decoder {
             config,
             weights: match self.part {
@@ -327,7 +334,7 @@ impl Build<'_> {
             },
             stage: self.part.map_or_else(|| LayerStage::whole(config), |part| part.stage.clone()),
             input_tags: self.part.map_or_else(BTreeMap::new, |part| part.input_tags.clone()),
-            max_buffer_bytes: capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes),
+            max_buffer_bytes: most_weight_bytes(&self.adapter.capabilities, &tuning),
             state: StateLayout {
                 slots,
                 rows: slots.next_power_of_two(),
@@ -349,7 +356,7 @@ impl Build<'_> {
                 rows: slots.next_power_of_two().max(self.draft_sequences() * (self.drafts() + 1)),
             },
             context,
-            tuning: self.tuning(context),
+            tuning,
         };
         // The device that draws the tokens drafts.
         if let Some(draft) = self.draft.filter(|_| decoder.drafts > 0 && decoder.stage.is_last()) {

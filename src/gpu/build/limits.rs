@@ -11,6 +11,7 @@ use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::region::buffer_sizes;
 use crate::kernels::state::MOST_DRAFTS;
+use crate::memory::pack::Packing;
 use crate::memory::plan::{self, KvRequest, MemoryLimits, Pages, Plan, PlanEntry, Purpose, Side, WindowRequest};
 use crate::model::decoder::drafter::{DRAFTER, TOKEN_IDS};
 use crate::model::decoder::{self, Decoder, Part, ROPE};
@@ -52,16 +53,23 @@ pub(crate) fn purpose(name: &str) -> Purpose {
 }
 
 impl Build<'_> {
-    /// Refuses experts that do not fit in one buffer each, in which their kernels read them.
+    /// Refuses experts of which not even one fits in a buffer, in which their kernels read it, and shared experts that do not
+    /// fit in one.
     pub(crate) fn check_experts(&self, decoder: &Decoder<'_>) -> Result<(), StartError> {
         let most = decoder.max_buffer_bytes;
-        for weight in decoder.weights.iter().filter(|weight| weight.is_of_experts()) {
-            let bytes = decoder.packing(weight).bytes();
+        for weight in decoder.weights {
+            let packing = decoder.packing(weight);
+            let (rows, each) = match decoder.expert_rows(weight) {
+                Some(rows) => (rows, " for each expert"),
+                None if weight.is_of_shared_expert() => (weight.rows, ""),
+                None => continue,
+            };
+            let bytes = Packing { rows, ..packing }.bytes();
             if bytes > most {
                 let name = &weight.name;
-                return Err(
-                    self.unsupported(format!("\"{name}\" has {bytes} bytes, the device's buffers have at most {most}"))
-                );
+                return Err(self.unsupported(format!(
+                    "\"{name}\" has {bytes} bytes{each}, the device's buffers have at most {most}"
+                )));
             }
         }
         Ok(())
@@ -158,7 +166,7 @@ impl Build<'_> {
             free_bytes: self.opened.free_bytes(&budget),
             total_bytes: budget.heap_bytes,
             limit_bytes: self.limit,
-            max_allocation_bytes: probe.max_buffer_bytes,
+            max_allocation_bytes: capabilities.max_allocation_bytes.min(capabilities.max_buffer_bytes),
             unified: capabilities.unified_memory,
             reserve_bytes: plan::default_reserve(budget.heap_bytes),
         };

@@ -383,6 +383,9 @@ impl Build<'_> {
                     0 => "wgmma serves none of the model's products".to_owned(),
                     count => format!("products of many rows use wgmma, {count} programs in PTX"),
                 });
+                if decoder.divides_experts() {
+                    says("experts that are divided among several buffers do not use wgmma");
+                }
                 if attention > 0 {
                     says(&format!("prompts' attention uses wgmma, {attention} programs in PTX"));
                 }

@@ -17,7 +17,9 @@ use crate::kernels::recording::{Arg, BufferDecl, Op, Range, Recording};
 use crate::kernels::region::{Pipelines, Region, buffer_sizes};
 use crate::kernels::shaders::SHADER_SET;
 use crate::kernels::state::{self, RingEntry, SlotInit};
+use crate::memory::pack::Packing;
 use crate::memory::{BufferTable, Place};
+use crate::model::checkpoint::WeightSpec;
 use crate::model::decoder::stage::LayerStage;
 use crate::model::decoder::{Decoder, RingLayout, StepShape, stride};
 use crate::model::synth::miniature::Miniature;
@@ -127,7 +129,7 @@ fn small_decoder<'a>(decoder: &Decoder<'_>, small: &'a Miniature) -> Decoder<'a>
     let slots = if causal { decoder.state.rows.min(*BATCHES.last().expect("there are some")) } else { 1 };
     let chunk = CHUNKS.iter().map(|(rows, _)| *rows).max().expect("there are some");
     let pages = PAGES + slots;
-    Decoder {
+    let mut own = Decoder {
         config: &small.config,
         weights: &small.weights,
         stage: LayerStage::whole(&small.config),
@@ -151,7 +153,24 @@ fn small_decoder<'a>(decoder: &Decoder<'_>, small: &'a Miniature) -> Decoder<'a>
         ring: RingLayout { steps: 16, rows: slots },
         context: PAGES * PAGE_TOKENS,
         tuning: decoder.tuning.clone(),
+    };
+    own.max_buffer_bytes = divided(decoder, &own);
+    own
+}
+
+/// Returns the maximum size of a buffer of weights with which the experts of a small model are divided like those of the
+/// model, among two buffers at least; the device's, if the model's are whole.
+fn divided(decoder: &Decoder<'_>, small: &Decoder<'_>) -> u64 {
+    if !decoder.divides_experts() {
+        return decoder.max_buffer_bytes;
     }
+    let bytes = |weight: &WeightSpec, rows: u32| Packing { rows, ..small.packing(weight) }.bytes();
+    let halves = |weight: &WeightSpec, rows: u32| bytes(weight, (weight.rows / rows).div_ceil(2) * rows);
+    let experts = || small.weights.iter().filter_map(|weight| Some((weight, small.expert_rows(weight)?)));
+    let least = experts().map(|(weight, rows)| bytes(weight, rows)).max().unwrap_or(0);
+    let shared = small.weights.iter().filter(|weight| weight.is_of_shared_expert());
+    let least = shared.map(|weight| bytes(weight, weight.rows)).fold(least, u64::max);
+    experts().map(|(weight, rows)| halves(weight, rows)).fold(decoder.max_buffer_bytes, u64::min).max(least)
 }
 
 /// A recording up to the search for the best token, and the rest. Words are drawn from the same logits on both sides.
@@ -239,8 +258,12 @@ impl<'a> Test<'a> {
     ) -> Result<Test<'a>, StartError> {
         let mut host = Memory::new();
         for placed in decoder.placed_weights() {
-            let [part] = &placed.parts[..] else { panic!("a small weight is one buffer") };
-            host.insert(part.name.clone(), small.words(placed.spec, &placed.packing));
+            let words = small.words(placed.spec, &placed.packing);
+            for part in placed.parts {
+                let first = (u64::from(part.first_row) * placed.packing.row_bytes() / 4) as usize;
+                let own = &words[first..words.len().min(first + part.bytes.div_ceil(4) as usize)];
+                host.insert(part.name, own.to_vec());
+            }
         }
         let tables = decoder.placed_rope_tables().into_iter();
         host.extend(tables.map(|(name, table)| (name, table.into_iter().map(f32::to_bits).collect())));

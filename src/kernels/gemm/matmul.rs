@@ -4,7 +4,7 @@
 use super::{Activations, Matrix, Product, finish};
 use crate::device::{Capabilities, Component, MatrixShape};
 use crate::kernels::host_memory::{HostMemory, PackedMatrix};
-use crate::kernels::moe::{NOBODY, Sorted};
+use crate::kernels::moe::{ExpertPart, NOBODY, Sorted};
 use crate::kernels::recording::{Call, Range, Recording};
 use crate::kernels::shaders::{BlockRowsArgs, BlockRowsConstants, MatmulArgs, MatmulConstants};
 use crate::kernels::{Format, codes_word, fold, format_of};
@@ -404,9 +404,9 @@ impl Scratch {
 
 impl Product {
     /// Returns the call for many rows of x: `x` has them prepared by [`block_rows`], with this product's norm. With
-    /// [`MatmulRows::Sorted`], `self.weight` holds the weights of all experts, and `each_expert` is the number of rows of
-    /// one; results are written to the place of their slots. With [`MatmulRows::Slots`] they are written in the order of the
-    /// slots.
+    /// [`MatmulRows::Sorted`], `self.weight` holds the weights of the experts of its part, and `each_expert` is the number of
+    /// rows of one; results are written to the place of their slots. With [`MatmulRows::Slots`] they are written in the order
+    /// of the slots.
     ///
     /// # Panics
     /// If x was prepared for other columns, or the config does not fit the arithmetic: bugs of the caller.
@@ -433,6 +433,7 @@ impl Product {
             Arithmetic::Matrices(units) => units,
             _ => MatrixUnits { m: 0, n: 0, k: 0, subgroup: 0 },
         };
+        let part = sorted.map_or(ExpertPart::ALL, |s| s.part);
         let constants = MatmulConstants {
             threads,
             lanes: threads,
@@ -445,6 +446,8 @@ impl Product {
             splits: config.splits,
             experts: u32::from(sorted.is_some()),
             scatter: u32::from(matches!(rows, MatmulRows::Sorted(_))),
+            first_expert: part.first,
+            part_experts: part.count,
             codes: codes_word(format),
             matrix_m: units.m,
             matrix_n: units.n,
@@ -566,14 +569,15 @@ pub(crate) fn reference_matmul(call: &Call, memory: &mut HostMemory) {
     let cols = k.next_multiple_of(COLUMNS);
     let matrix = PackedMatrix { range: a.weight, format, fragments: false, cols: k };
     let mut cached: (Option<u32>, Vec<f64>) = (None, Vec::new());
+    let part = ExpertPart { first: c.first_expert, count: c.part_experts };
     for row in 0..used {
-        let (mut to, mut first) = (row, 0);
+        let (mut to, mut first, mut bias_row) = (row, 0, 0);
         if c.experts == 1 {
             let expert = memory.u32(a.tiles, row / c.tokens);
-            if expert == NOBODY {
+            if expert == NOBODY || part.lacks(expert) {
                 continue;
             }
-            first = expert * a.n;
+            (first, bias_row) = ((expert - part.first) * a.n, expert * a.n);
             if c.scatter == 1 {
                 to = memory.u32(a.slots, row);
                 if to == NOBODY {
@@ -597,7 +601,7 @@ pub(crate) fn reference_matmul(call: &Call, memory: &mut HostMemory) {
             .zip(cached.1.chunks_exact(k as usize))
             .map(|(r, w)| {
                 let dot: f64 = w.iter().zip(&x).filter(|(_, x)| **x != 0.0).map(|(w, x)| w * x).sum();
-                dot * scale + if c.bias == 1 { f64::from(memory.f32(a.bias, first + r)) } else { 0.0 }
+                dot * scale + if c.bias == 1 { f64::from(memory.f32(a.bias, bias_row + r)) } else { 0.0 }
             })
             .collect();
         finish(memory, c.epilogue, (a.y, None), to * a.y_stride, &v);

@@ -7,7 +7,7 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::{Output, Packed, PackedOrder, Tiled, token_index};
 use crate::kernels::gemm::{self, Epilogue};
 use crate::kernels::host_memory::{HostMemory, PackedMatrix};
-use crate::kernels::moe::{NOBODY, Sorted};
+use crate::kernels::moe::{ExpertPart, NOBODY, Sorted};
 use crate::kernels::recording::{Call, Range};
 use crate::kernels::shaders::{PanelArgs, PanelConstants};
 use crate::memory::pack::FRAGMENT_COLS;
@@ -80,9 +80,9 @@ pub fn panel(product: &Tiled, rows: u32, matrices: Matrices, config: PanelConfig
 }
 
 /// Returns the call of a product with rows sorted by expert (MoE), whose tiles have as many rows as a panel of
-/// `config`: `product.weight` holds the weights of all experts, and its `rows` are those of one expert. Rows of floats
-/// are written to the place of their choice: `[rows][chosen][stride]`. In packed rows, padding columns are left
-/// unchanged.
+/// `config`: `product.weight` holds the weights of the experts of `sorted.part`, and its `rows` are those of one expert.
+/// Rows of floats are written to the place of their choice: `[rows][chosen][stride]`. In packed rows, padding columns are
+/// left unchanged.
 pub fn panel_sorted(product: &Tiled, sorted: &Sorted, matrices: Matrices, config: PanelConfig) -> Call {
     assert_eq!(sorted.tile, 16 * config.blocks, "rows of a tile");
     of_rows(product, sorted.slot_count(), matrices, config, Fold::None, Some(sorted))
@@ -108,6 +108,7 @@ fn of_rows(
         }
     };
     let blocks = config.blocks;
+    let part = sorted.map_or(ExpertPart::ALL, |s| s.part);
     let none = weight.range.none();
     let (fold_code, parts, squares, norm, next, epsilon) = match fold_norm {
         Fold::None => (0, 1, none, none, none, 0.0),
@@ -133,6 +134,8 @@ fn of_rows(
         fold: fold_code,
         parts,
         experts: u32::from(sorted.is_some()),
+        first_expert: part.first,
+        part_experts: part.count,
         codes: codes_word(weight.format),
         in_f16: u32::from(config.in_f16 && coded && matrices == Matrices::Cooperative),
     };
@@ -177,15 +180,16 @@ pub(crate) fn reference_panel(call: &Call, memory: &mut HostMemory) {
     let weight = |memory: &HostMemory, r, col| f64::from(memory.element(&matrix, r, col));
     let tile = 16 * c.blocks;
     let rows = if c.packed == 1 { a.rows.next_multiple_of(16) } else { a.rows };
+    let part = ExpertPart { first: c.first_expert, count: c.part_experts };
     for row in 0..rows {
-        let (mut first, mut to) = (0, row);
+        let (mut first, mut bias_row, mut to) = (0, 0, row);
         if c.experts == 1 {
             let expert = memory.u32(a.tiles, row / tile);
             to = if expert == NOBODY { NOBODY } else { memory.u32(a.slots, row) };
-            if expert == NOBODY || (c.packed == 0 && to == NOBODY) {
+            if expert == NOBODY || part.lacks(expert) || (c.packed == 0 && to == NOBODY) {
                 continue;
             }
-            first = expert * a.n;
+            (first, bias_row) = ((expert - part.first) * a.n, expert * a.n);
         }
         let x: Vec<f64> =
             (0..k).map(|col| f64::from(memory.weight(Format::Bf16, a.x, token_index(row, col, k) as u32))).collect();
@@ -199,7 +203,7 @@ pub(crate) fn reference_panel(call: &Call, memory: &mut HostMemory) {
         let v: Vec<f64> = (0..a.n)
             .map(|r| {
                 let dot: f64 = (0..k).zip(&x).map(|(col, x)| weight(memory, first + r, col) * x).sum();
-                dot * scale + if c.bias == 1 { f64::from(memory.f32(a.bias, first + r)) } else { 0.0 }
+                dot * scale + if c.bias == 1 { f64::from(memory.f32(a.bias, bias_row + r)) } else { 0.0 }
             })
             .collect();
         if c.packed == 0 {

@@ -5,7 +5,7 @@
 use super::{Format, fold, format_of};
 use crate::kernels::gemm::{self, Activations, Epilogue, Matrix};
 use crate::kernels::host_memory::HostMemory;
-use crate::kernels::moe::{NOBODY, Sorted};
+use crate::kernels::moe::{ExpertPart, NOBODY, Sorted};
 use crate::kernels::recording::{Call, Range};
 use crate::kernels::shaders::{PackRowsArgs, PackRowsConstants, TiledArgs, TiledConstants};
 use crate::memory::pack::{FRAGMENT_COLS, fragment_index};
@@ -360,8 +360,8 @@ impl Tiled {
     }
 
     /// Returns the call for rows sorted by expert (MoE), in tiles of [`TILE_TOKENS`] rows: `weight` holds the weights
-    /// of all experts, and `weight.rows` are the rows of one expert. Rows of floats are written to the place of their
-    /// choice: `[rows][chosen][stride]`.
+    /// of the experts of `sorted.part`, and `weight.rows` are the rows of one expert. Rows of floats are written to the
+    /// place of their choice: `[rows][chosen][stride]`.
     pub fn sorted(&self, tile: Tile, sorted: &Sorted) -> Call {
         assert_eq!(sorted.tile, TILE_TOKENS, "rows of a tile");
         self.for_rows(tile, sorted.slot_count(), None, Some(sorted))
@@ -379,6 +379,7 @@ impl Tiled {
                 (y.range.part(0, Packed::bytes(rows, y.cols)), 0, 1)
             }
         };
+        let part = sorted.map_or(ExpertPart::ALL, |s| s.part);
         let constants = TiledConstants {
             n,
             k: cols.next_multiple_of(FRAGMENT_COLS),
@@ -388,6 +389,8 @@ impl Tiled {
             order: 8,
             rows: if count.is_some() { 0 } else { rows },
             experts: u32::from(sorted.is_some()),
+            first_expert: part.first,
+            part_experts: part.count,
         };
         let args = TiledArgs {
             weight,
@@ -460,16 +463,17 @@ pub(crate) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
     };
     let mut weights = if c.experts == 0 { weights_from(memory, 0) } else { Vec::new() };
     let mut expert_row = 0;
+    let part = ExpertPart { first: c.first_expert, count: c.part_experts };
     let y_rows = Packed { range: a.y, format, cols: c.n / 2, order: PackedOrder::Fragments };
     for row in 0..used {
         let mut to = row;
         if c.experts == 1 {
             let expert = memory.u32(a.tiles, row / TILE_TOKENS);
-            if expert == NOBODY {
+            if expert == NOBODY || part.lacks(expert) {
                 continue;
             }
             if row % TILE_TOKENS == 0 {
-                weights = weights_from(memory, expert * c.n.next_multiple_of(16));
+                weights = weights_from(memory, (expert - part.first) * c.n.next_multiple_of(16));
                 expert_row = expert * c.n;
             }
             to = memory.u32(a.slots, row);

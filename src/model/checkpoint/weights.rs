@@ -837,7 +837,7 @@ impl<'a> Specs<'a> {
             let order = sources.first().and_then(order_of).cloned();
             specs.push(WeightSpec { name, first_row, rows, format, order, sources, ..whole.clone() });
         }
-        // Experts are one buffer for their kernels.
+        // The kernels of experts read matrices of one format.
         let fits = fits && next == whole.rows && !whole.is_of_experts();
         if fits {
             self.specs.extend(specs);

@@ -10,7 +10,7 @@ use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::{self, Output, Packed, PackedOrder};
 use crate::kernels::gemm::{Activations, Epilogue, Matrix, wgmma};
-use crate::kernels::moe::{self, FewRows, Grouped, Mlp, Sorted, Used};
+use crate::kernels::moe::{self, FewRows, GemvRows, Grouped, Mlp, Sorted, Stack, Used};
 use crate::kernels::recording::{Op, Range, Recording};
 use crate::kernels::stream::{self, Beside, Branch, BranchFlow};
 use crate::memory::pack::Format;
@@ -51,6 +51,11 @@ impl Decoder<'_> {
             [(_, matrix)] => matrix,
             ref parts => panic!("\"{name}\" is in {} parts: the start refuses that", parts.len()),
         }
+    }
+
+    /// Returns the stacks of the experts of a weight, whose matrices have `rows` rows each.
+    fn stacks(&self, r: &mut Recording, name: &str, rows: u32) -> Vec<Stack> {
+        self.matrix(r, name).into_iter().map(|(first, matrix)| Stack { matrix, first: first / rows }).collect()
     }
 
     /// Records a dense MLP and experts with the same input, whose normed outputs are added: x += norm(norm(MLP(x)) +
@@ -97,8 +102,8 @@ impl Decoder<'_> {
         let mlp = Mlp {
             label: format!("{}.", block.prefix),
             shape: experts,
-            gate_up: self.one_matrix(r, &block.name("experts.gate_up")),
-            down: self.one_matrix(r, &block.name("experts.down")),
+            gate_up: self.stacks(r, &block.name("experts.gate_up"), 2 * experts.inner),
+            down: self.stacks(r, &block.name("experts.down"), c.hidden),
             shared,
             biases: [
                 self.vector(r, &block.name("experts.gate_up.bias")),
@@ -127,8 +132,13 @@ impl Decoder<'_> {
                     let flow = step.flow(Some(from.range), Some(to.range));
                     FewRows { middle: step.middle, rows, matrices, config, flow, logits, fault: step.fault }
                 };
-                r.call(mlp.few_gate_up(few(gate_up, step.x, step.middle)));
-                r.call(mlp.few_down(few(down, step.middle, y)));
+                let first = few(gate_up, step.x, step.middle);
+                for stack in &mlp.gate_up {
+                    r.call(mlp.few_gate_up(stack, first));
+                }
+                for stack in &mlp.down {
+                    r.call(mlp.few_down(stack, few(down, step.middle, y)));
+                }
             }
             None => {
                 let (used, valid) = Self::used(shape, step);
@@ -139,8 +149,13 @@ impl Decoder<'_> {
                     self.sorted_experts(r, shape, step, block, &mlp, choices);
                     return;
                 }
-                r.call(mlp.gemv_gate_up(used, choices, step.middle, self.gemv_threads(c.hidden)));
-                r.call(mlp.gemv_down(used, choices, step.middle, self.gemv_threads(experts.inner)));
+                let rows = |cols| GemvRows { used, choices, threads: self.gemv_threads(cols) };
+                for stack in &mlp.gate_up {
+                    r.call(mlp.gemv_gate_up(stack, rows(c.hidden), step.middle));
+                }
+                for stack in &mlp.down {
+                    r.call(mlp.gemv_down(stack, rows(experts.inner), step.middle));
+                }
             }
         }
     }
@@ -165,7 +180,7 @@ impl Decoder<'_> {
     fn sorted_configs(&self, mlp: &Mlp, rows: u32) -> [MatmulConfig; 2] {
         let each = Self::rows_of_expert(rows, mlp.shape.chosen, mlp.shape.count);
         [(&mlp.gate_up, 2 * mlp.shape.inner), (&mlp.down, mlp.shape.hidden)]
-            .map(|(weight, n)| self.matmul_config(weight, each, n))
+            .map(|(stacks, n)| self.matmul_config(&stacks[0].matrix, each, n))
     }
 
     /// Records the experts' products for many rows sorted by expert, on row-major weights, after the choice of experts.
@@ -182,7 +197,8 @@ impl Decoder<'_> {
         let [gate_up, down] = self.sorted_configs(mlp, rows);
         let (used, _) = Self::used(shape, step);
         let sorted = Self::sorted(r, mlp, used, choices, gate_up.tokens);
-        let mut blocked = |name: &str, weight: &Matrix| {
+        let mut blocked = |name: &str, stacks: &[Stack]| {
+            let weight = stacks[0].matrix;
             let arithmetic = self.tuning.arithmetic.of(weight.format);
             Blocked::declare(r, name, arithmetic, sorted.slot_count(), weight.cols)
         };
@@ -191,9 +207,13 @@ impl Decoder<'_> {
         let stride = step.x.stride;
         let parts = Activations { range: r.buffer("experts.parts", experts.parts_bytes(rows, stride)), stride };
         r.call(block_rows(block.name("experts.block"), step.x, Some(mlp.norm), x, MatmulRows::Sorted(&sorted)));
-        r.call(mlp.matmul_gate_up(x, middle, &sorted, gate_up));
+        for stack in &mlp.gate_up {
+            r.call(mlp.matmul_gate_up(stack, x, middle, &sorted, gate_up));
+        }
         r.call(block_rows(block.name("experts.down_block"), middle, None, packed, MatmulRows::Slots(&sorted)));
-        r.call(mlp.matmul_down(packed, parts, &sorted, down));
+        for stack in &mlp.down {
+            r.call(mlp.matmul_down(stack, packed, parts, &sorted, down));
+        }
         let shared = experts.shared_inner.map(|inner| {
             let hidden = Self::activations(r, "shared.hidden", rows, inner);
             let output = Self::activations(r, "shared.output", rows, c.hidden);
@@ -266,9 +286,10 @@ impl Decoder<'_> {
         r.call(mlp.choose(used, valid, choices));
 
         let many = rows * experts.chosen / experts.count >= self.tuning.wgmma_each;
-        let wgmma = (self.tuning.ptx && many)
+        let formats = [&mlp.gate_up, &mlp.down].map(|stacks| stacks[0].matrix.format);
+        // The programs of `wgmma` read one matrix of all experts.
+        let wgmma = (self.tuning.ptx && many && mlp.is_whole())
             .then(|| {
-                let formats = [mlp.gate_up.format, mlp.down.format];
                 let (processors, fp8) =
                     (self.tuning.processors, self.tuning.fp8_activations && rows >= self.tuning.e4m3_rows);
                 Grouped::wgmma(&experts, rows, processors, formats, &self.tuning.wgmma, fp8)
@@ -276,7 +297,7 @@ impl Decoder<'_> {
             .flatten();
         let (tile, how) = wgmma.unwrap_or_else(|| {
             let (shapes, in_f16) = (&self.tuning.panel, self.tuning.panel_f16);
-            Grouped::choose(&experts, rows, matrices, mlp.gate_up.format, shapes, in_f16)
+            Grouped::choose(&experts, rows, matrices, formats[0], shapes, in_f16)
         });
         let sorted = Self::sorted(r, mlp, used, choices, tile);
         let mut packed_rows = |name: &str, cols: u32| Packed {
@@ -290,16 +311,22 @@ impl Decoder<'_> {
         let parts = Activations { range: r.buffer("experts.parts", experts.parts_bytes(rows, stride)), stride };
         r.call(tiled::pack_sorted(block.name("experts.pack"), step.x, Some(mlp.norm), x, &sorted));
         if how.order().is_written_by_products() {
-            r.call(mlp.sorted_gate_up(x, Output::Packed(middle), &sorted, how));
+            for stack in &mlp.gate_up {
+                r.call(mlp.sorted_gate_up(stack, x, Output::Packed(middle), &sorted, how));
+            }
         } else {
             let bytes = u64::from(rows) * u64::from(experts.chosen) * u64::from(experts.inner) * 4;
             let hidden = Activations { range: r.buffer("experts.hidden", bytes), stride: experts.inner };
-            r.call(mlp.sorted_gate_up(x, Output::Rows(hidden), &sorted, how));
+            for stack in &mlp.gate_up {
+                r.call(mlp.sorted_gate_up(stack, x, Output::Rows(hidden), &sorted, how));
+            }
             // Each choice has a row of its own.
             let sorted = Sorted { chosen: 1, ..sorted };
             r.call(tiled::pack_sorted(block.name("experts.hidden_pack"), hidden, None, middle, &sorted));
         }
-        r.call(mlp.sorted_down(middle, parts, &sorted, how));
+        for stack in &mlp.down {
+            r.call(mlp.sorted_down(stack, middle, parts, &sorted, how));
+        }
         let shared = experts.shared_inner.map(|inner| {
             let hidden = Packed { order, ..Self::packed(r, "shared.packed", rows, inner) };
             let output = Self::activations(r, "shared.output", rows, c.hidden);

@@ -186,7 +186,7 @@ pub struct Decoder<'a> {
     /// For a stage behind another one: the tag of the residual stream's words that a decode step takes over, by number
     /// of rows. Numbers of rows whose steps take over plain words are missing.
     pub input_tags: BTreeMap<u32, u32>,
-    /// The size in bytes of the device's largest buffer.
+    /// The maximum size in bytes of a buffer of weights: of the device's buffers.
     pub max_buffer_bytes: u64,
     /// The layout of the device state.
     pub state: StateLayout,

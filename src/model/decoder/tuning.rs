@@ -60,6 +60,8 @@ pub struct Tuning {
     /// The workgroups of `matmul` for products of one shape, by rows and columns of W (of one expert's part) and rows of
     /// activations. Overrides `matmul`; see [`Tuning::matmul_of`].
     pub matmul_shapes: BTreeMap<(u32, u32, u32), MatmulConfig>,
+    /// For tests: the maximum size in bytes of a buffer of weights, where the device has larger ones; 0 changes nothing.
+    pub weight_buffer: u32,
     /// The minimum size of the buffer for `matmul`'s partial sums, in KiB: room for workgroups with more splits than those of
     /// the recordings.
     pub matmul_room: u32,
@@ -307,6 +309,7 @@ impl Tuning {
             "gemv_most" => &mut self.gemv_most,
             "dots_most" => &mut self.dots_most,
             "matmul_room" => &mut self.matmul_room,
+            "weight_buffer" => &mut self.weight_buffer,
             "attention_threads" => &mut self.attention_threads,
             "flash_threads" => &mut self.flash_threads,
             "flash_threads_many" => &mut self.flash_threads_many,

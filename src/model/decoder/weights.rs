@@ -81,18 +81,31 @@ impl Decoder<'_> {
         Packing { rows, cols, layout, format }
     }
 
-    /// Returns the buffers of a weight. None is larger than the device's largest buffer.
+    /// Returns the number of rows of an expert in a weight that stacks one matrix of each; `None` for other weights.
+    pub fn expert_rows(&self, weight: &WeightSpec) -> Option<u32> {
+        let stacked = weight.is_of_experts() && matches!(weight.kind, WeightKind::Matrix);
+        self.config.experts.filter(|_| stacked).map(|experts| weight.rows / experts.count)
+    }
+
+    /// Whether experts of some layer are in several buffers.
+    pub fn divides_experts(&self) -> bool {
+        self.weights.iter().any(|weight| self.expert_rows(weight).is_some() && self.parts(weight).len() > 1)
+    }
+
+    /// Returns the buffers of a weight. Those of a matrix are no larger than the device's largest buffer, if that holds an
+    /// expert; kernels read vectors from one buffer.
     pub fn parts(&self, weight: &WeightSpec) -> Vec<Part> {
         let packing = self.packing(weight);
-        // Parts consist of whole fragments and of an even number of rows, so that gate and up rows stay together.
-        let unit = packing.rows_of_unit().max(2);
+        // Parts consist of whole fragments and of an even number of rows, so that gate and up rows stay together. Those of
+        // experts consist of whole experts.
+        let unit = self.expert_rows(weight).unwrap_or_else(|| packing.rows_of_unit().max(2));
         let fit = u32::try_from(self.max_buffer_bytes / packing.row_bytes()).unwrap_or(u32::MAX) / unit * unit;
         let fit = fit.max(unit);
         let part = |name: String, first_row: u32, rows: u32| {
             let bytes = Packing { rows, ..packing }.bytes();
             Part { name, first_row, rows, bytes }
         };
-        if packing.rows <= fit {
+        if packing.rows <= fit || matches!(weight.kind, WeightKind::Vector) {
             return vec![part(weight.name.clone(), 0, packing.rows)];
         }
         (0..packing.rows.div_ceil(fit))

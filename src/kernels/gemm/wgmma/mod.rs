@@ -15,7 +15,7 @@ use crate::kernels::gemm::tiled::{
 };
 use crate::kernels::gemm::{self, Epilogue};
 use crate::kernels::host_memory::{HostMemory, PackedMatrix};
-use crate::kernels::moe::{NOBODY, Sorted};
+use crate::kernels::moe::{ExpertPart, NOBODY, Sorted};
 use crate::kernels::recording::{Access, Arg, Call, Range, Recording};
 use crate::kernels::shaders::WGMMA;
 use crate::kernels::{codes_of, codes_word};
@@ -238,9 +238,10 @@ pub fn wgmma(product: &Tiled, tile: WgmmaTile, (rows, count): (u32, Option<Range
 /// `[rows][chosen][stride]`.
 ///
 /// # Panics
-/// Like [`wgmma`], and if the tiles have another number of rows or y is a residual.
+/// Like [`wgmma`], and if the tiles have another number of rows, `weight` lacks experts or y is a residual.
 pub fn wgmma_sorted(product: &Tiled, tile: WgmmaTile, sorted: &Sorted, processors: u32) -> Call {
     assert_eq!(sorted.tile, tile.tokens, "rows of a tile of \"{}\"", product.label);
+    assert_eq!(sorted.part, ExpertPart::ALL, "the experts of \"{}\"", product.label);
     assert_ne!(product.epilogue, Epilogue::Residual, "the epilogue of \"{}\"", product.label);
     call(product, tile, Rows::Sorted(sorted), WgmmaOptions { processors, shares: None, fold: Fold::None })
 }

@@ -12,7 +12,7 @@ use crate::kernels::gemm::tiled::{Output, Packed, PackedOrder, SWIZZLED_COLS, Ti
 use crate::kernels::gemm::{Activations, Epilogue, Glu, Matrix};
 use crate::kernels::host_memory::{HostMemory, PackedMatrix};
 use crate::kernels::interpreter;
-use crate::kernels::moe::{NOBODY, Sorted};
+use crate::kernels::moe::{ExpertPart, NOBODY, Sorted};
 use crate::kernels::recording::{Range, Recording};
 use crate::memory::pack::codes::{sample, unit_cols};
 use crate::memory::pack::{Format, Layout};
@@ -182,7 +182,7 @@ pub fn sized(constants: &[u32], rows: u32, (n, k): (u32, u32), processors: u32) 
             };
             let (tiles, slots) = (buffer("tiles", tiles), buffer("slots", (0..rows).map(slot).collect()));
             let most = EXPERT_TILES.len() as u32;
-            let sorted = Sorted { tiles, slots, tile, most, chosen: 1 };
+            let sorted = Sorted { tiles, slots, tile, most, chosen: 1, part: ExpertPart::ALL };
             wgmma_sorted(&product, variant.tile, &sorted, processors)
         }
         false => {

@@ -16,6 +16,7 @@ pub mod host_memory;
 pub mod interpreter;
 pub mod layout;
 pub mod moe;
+pub mod pack_codes;
 pub mod programs;
 pub mod ptx;
 pub mod recording;
@@ -154,6 +155,7 @@ pub fn reference(kernel: &str) -> Reference {
         "latent_values" => attention::latent::reference_latent_values,
         "attention" => attention::reference_attention,
         "flash" | "flash_f32" | "flash_matrix" => attention::flash::reference_flash,
+        "pack_codes" => pack_codes::reference_pack_codes,
         "expert_skinny" => moe::reference_expert_skinny,
         "expert_choose" => moe::reference_expert_choose,
         "expert_route" => moe::reference_expert_route,

@@ -15,6 +15,7 @@ mod exchange;
 mod flash;
 mod forward;
 mod moe;
+mod pack_codes;
 mod pages;
 mod ptx;
 mod recordings;

@@ -1,14 +1,17 @@
 //! Owns the loading of weights: reads them from files, packs them on several threads, and passes them to the transfer
-//! actor one staging slot at a time. Not here: the meaning of a tensor, the allocation of device memory, the compute
-//! queue.
+//! actor one staging slot at a time; or passes rows as the file has them, which the device packs (`packer`). Not here: the
+//! meaning of a tensor, the allocation of device memory, the compute queue.
 
 use super::mailbox::{Address, Mailbox, Refused, mailbox};
+use super::packer::{DevicePacker, PackerError, RawRows};
 use super::transfer::{Piece, Transfer, TransferError};
 use crate::actors::thread::{ActorThread, SpawnError};
 use crate::device::{DeviceError, Point};
+use crate::kernels::pack_codes::{ABSENT, BEYOND, PackVariant, PackedRows};
 use crate::memory::pack::{BadRow, Format, Layout, Packing, RowMap, Rows, SourceFormat, Transposed, floats, pack};
 use crate::memory::plan::HumanBytes;
 use crate::memory::{Buffer, MemoryError, StagingRing, WeightFile};
+use crate::quant::blocks::BlockType;
 use crate::quant::safetensors::{CodeMatrix, Description, Runs, WeightError, WeightPart};
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, Sender, bounded};
@@ -53,6 +56,8 @@ const DRAIN_WAIT: Duration = Duration::from_secs(60);
 pub struct LoadPlan {
     /// The packed tensors, in load order.
     pub tensors: Vec<LoadTensor>,
+    /// Packs the rows that it can on the device; without it the host packs all.
+    pub packer: Option<Arc<DevicePacker>>,
 }
 
 /// One packed tensor, its destination, and the sources of its rows.
@@ -206,6 +211,8 @@ pub struct LoadReport {
     pub bytes_read: u64,
     /// Packed bytes written to the device, padding included.
     pub bytes_written: u64,
+    /// Those of them that the device packed.
+    pub packed_on_device: u64,
     /// Time from the first validation of the plan until the last byte was on the device.
     pub elapsed: Duration,
     /// Time spent reading files (those not yet in host memory), summed over the workers.
@@ -235,6 +242,7 @@ impl LoadReport {
             end: next.end,
             bytes_read: all.bytes_read + next.bytes_read,
             bytes_written: all.bytes_written + next.bytes_written,
+            packed_on_device: all.packed_on_device + next.packed_on_device,
             elapsed: all.elapsed + next.elapsed,
             read: all.read + next.read,
             pack: all.pack + next.pack,
@@ -272,7 +280,8 @@ impl LoadReport {
 
 impl fmt::Display for LoadReport {
     /// Writes a line such as `loaded 15.3 GiB in 2.10 s (7.8 GB/s); each of 8 workers read 0.30 s, packed 1.20 s and
-    /// waited 0.40 s for staging; last copies 0.02 s`. The times per worker are means.
+    /// waited 0.40 s for staging; last copies 0.02 s`. The times per worker are means. What the device packed follows, with the
+    /// rate at which files were read.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let each = |d: Duration| d.as_secs_f64() / self.workers.len().max(1) as f64;
         write!(
@@ -287,7 +296,12 @@ impl fmt::Display for LoadReport {
             each(self.pack),
             each(self.staging_wait),
             self.drain.as_secs_f64(),
-        )
+        )?;
+        if self.packed_on_device > 0 {
+            let files = self.bytes_read as f64 / 1e9 / self.elapsed.as_secs_f64().max(1e-9);
+            write!(f, "; the device packed {}, files {files:.1} GB/s", HumanBytes(self.packed_on_device))?;
+        }
+        Ok(())
     }
 }
 
@@ -303,6 +317,19 @@ pub enum LoadError {
     /// The device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// Packing on the device failed.
+    #[error(transparent)]
+    Packer(Box<PackerError>),
+    /// The device found a scale or minimum that is not finite, and the host does not.
+    #[error("{name}: the device finds values that are not finite in rows {first} to {last}, the host does not")]
+    Unconfirmed {
+        /// The packed tensor's name.
+        name: String,
+        /// The first of the rows.
+        first: u32,
+        /// The last of the rows.
+        last: u32,
+    },
     /// A unit of packed rows does not fit in a staging slot.
     #[error("{name}: {bytes} bytes of its rows belong together, a staging slot has {slot}")]
     Unit {
@@ -401,6 +428,12 @@ pub enum LoadError {
     /// The load was cancelled or dropped, or the loader was dropped.
     #[error("the load was cancelled")]
     Cancelled,
+}
+
+impl From<PackerError> for LoadError {
+    fn from(error: PackerError) -> LoadError {
+        LoadError::Packer(Box::new(error))
+    }
 }
 
 /// Handle of a device's loader actor. Dropping it cancels the load in progress.
@@ -518,7 +551,7 @@ struct Actor {
 /// State that the workers of one load share.
 struct Shared<'a> {
     plan: &'a LoadPlan,
-    chunks: &'a [Chunk],
+    chunks: &'a [Work],
     next: AtomicUsize,
     bytes_done: AtomicU64,
     bytes_total: u64,
@@ -527,6 +560,15 @@ struct Shared<'a> {
     cancelled: &'a AtomicBool,
     progress: &'a Sender<LoadProgress>,
     submitted: Sender<Result<Point, TransferError>>,
+}
+
+impl Shared<'_> {
+    /// Reports that packed bytes have been handed to the transfer actor.
+    fn advance(&self, bytes: u64) {
+        let bytes_done = self.bytes_done.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        // A full channel drops this report; the next one carries newer numbers.
+        let _ = self.progress.try_send(LoadProgress { bytes_done, bytes_total: self.bytes_total });
+    }
 }
 
 impl Actor {
@@ -542,6 +584,10 @@ impl Actor {
                     gb_per_second = report.gb_per_second(),
                     "{report}"
                 );
+            }
+            // What a failed load has submitted ends before its buffers are dropped; its error is known already.
+            if let Some(packer) = plan.packer.as_ref().filter(|_| result.is_err()) {
+                let _ = packer.settle();
             }
             // Drop the plan before the result is sent, so that its buffers are released when the receiver gets it.
             drop(plan);
@@ -566,9 +612,8 @@ impl Actor {
         if let Some(tensor) = plan.tensors.iter().find(|tensor| tensor.packing.unit_bytes() > slot) {
             return Err(LoadError::Unit { name: tensor.name.clone(), bytes: tensor.packing.unit_bytes(), slot });
         }
-        let sizes: Vec<Packing> = plan.tensors.iter().map(|t| t.packing).collect();
-        let chunks = cut(&sizes, slot);
-        let bytes_total = sizes.iter().map(Packing::bytes).sum();
+        let chunks = divide(plan, slot);
+        let bytes_total = plan.tensors.iter().map(|tensor| tensor.packing.bytes()).sum();
         let submits_before = self.transfer.counters().submits;
         // One reply per chunk, so sending never blocks.
         let (submitted, points) = bounded(chunks.len());
@@ -618,8 +663,16 @@ impl Actor {
         {
             return Err(LoadError::Stuck { seconds: DRAIN_WAIT.as_secs() });
         }
+        if let Some(packer) = &plan.packer {
+            packer.settle()?;
+        }
         for source in plan.tensors.iter().flat_map(|t| &t.sources) {
             source.files().into_iter().try_for_each(|(file, _)| file.unchanged())?;
+        }
+        if let Some(Work::Raw(parts)) =
+            plan.packer.as_ref().and_then(|packer| packer.fault()).and_then(|part| chunks.get(part as usize))
+        {
+            return Err(confirm(plan, parts));
         }
         let sum = |of: fn(&WorkerReport) -> Duration| workers.iter().map(of).sum();
         Ok(LoadReport {
@@ -627,6 +680,7 @@ impl Actor {
             end: Moment::now(),
             bytes_read: plan.tensors.iter().flat_map(|t| &t.sources).map(TensorSource::bytes_read).sum(),
             bytes_written: bytes_total,
+            packed_on_device: chunks.iter().map(|chunk| chunk.packed_on_device(plan)).sum(),
             elapsed: start.elapsed(),
             read: sum(|worker| worker.read),
             pack: sum(|worker| worker.pack),
@@ -645,8 +699,7 @@ impl Actor {
         let mut spent = WorkerReport { begin: now, end: now, read: none, pack: none, staging_wait: none };
         let mut buffers = Buffers { tile: vec![0; TILE], band: Vec::new(), parts: Vec::new() };
         loop {
-            let stop = [shared.cancelled, &*self.closing].iter().any(|flag| flag.load(Ordering::Relaxed));
-            if stop {
+            if self.is_cancelled(shared) {
                 return Err(LoadError::Cancelled);
             }
             let index = shared.next.fetch_add(1, Ordering::Relaxed);
@@ -654,11 +707,79 @@ impl Actor {
                 spent.end = Moment::now();
                 return Ok(spent);
             }
-            if let Err(error) = self.one(shared, &shared.chunks[index], &mut buffers, &mut spent) {
+            let done = match (&shared.chunks[index], &shared.plan.packer) {
+                (Work::Pack(chunk), _) => self.one(shared, chunk, &mut buffers, &mut spent),
+                (Work::Raw(parts), Some(packer)) => self.raw(shared, (index, parts), packer, &mut buffers, &mut spent),
+                (Work::Raw(_), None) => unreachable!("rows are packed on the device by a packer"),
+            };
+            if let Err(error) = done {
                 shared.failed.store(true, Ordering::Relaxed);
                 return Err(error);
             }
         }
+    }
+
+    /// Whether the load, or the loader, was dropped or cancelled.
+    fn is_cancelled(&self, shared: &Shared<'_>) -> bool {
+        [shared.cancelled, &*self.closing].iter().any(|flag| flag.load(Ordering::Relaxed))
+    }
+
+    /// Copies rows as the file has them through a staging slot to the device, and has them packed there. Returns without
+    /// having done so if the load has ended meanwhile.
+    fn raw(
+        &self,
+        shared: &Shared<'_>,
+        (index, parts): (usize, &[RawPart]),
+        packer: &DevicePacker,
+        buffers: &mut Buffers,
+        spent: &mut WorkerReport,
+    ) -> Result<(), LoadError> {
+        let start = Instant::now();
+        let mut slot = self.ring.acquire()?;
+        let have_slot = Instant::now();
+        let read_before = spent.read;
+        let mut rows = Vec::with_capacity(parts.len());
+        let mut used = 0;
+        for part in parts {
+            let tensor = &shared.plan.tensors[part.tensor];
+            spent.read += copy_rows(tensor, part, buffers, |offset, bytes| {
+                slot.stream((part.at + offset) as usize, bytes);
+            })?;
+            used = part.at + part.bytes();
+            let packed = part.packed(&tensor.packing);
+            rows.push(RawRows {
+                variant: part.way.variant,
+                rows: PackedRows {
+                    rows: part.rows.len() as u32,
+                    cols: part.way.cols,
+                    padded_cols: tensor.packing.padded_cols(),
+                    part: index as u32,
+                },
+                at: part.at,
+                bytes: part.bytes(),
+                target: Arc::clone(&tensor.target),
+                offset: tensor.offset + packed.start,
+                packed_bytes: packed.end - packed.start,
+            });
+        }
+        let copied = Instant::now();
+        let ended = || self.is_cancelled(shared) || shared.failed.load(Ordering::Relaxed);
+        let raw = match packer.acquire(ended) {
+            Err(PackerError::Ended) => return Ok(()),
+            raw => raw?,
+        };
+        spent.staging_wait += (have_slot - start) + copied.elapsed();
+        spent.pack += (copied - have_slot).saturating_sub(spent.read - read_before);
+        let piece = Piece { from: 0, to: Arc::clone(packer.raw()), to_offset: raw.offset(), bytes: used };
+        let (submitted, reply) = bounded(1);
+        self.transfer.copy(slot, vec![piece], Vec::new(), submitted)?;
+        let point = reply.recv().map_err(|_| TransferError::Ended)??;
+        packer.submit(raw, rows, point)?;
+        // There is room for one of each chunk.
+        let _ = shared.submitted.try_send(Ok(point));
+        let bytes = parts.iter().map(|part| part.packed_bytes(&shared.plan.tensors[part.tensor].packing)).sum();
+        shared.advance(bytes);
+        Ok(())
     }
 
     /// Packs one chunk, tile by tile, into a staging slot and hands the slot to the transfer actor.
@@ -691,10 +812,7 @@ impl Actor {
         spent.staging_wait += have_slot - start;
         // The time spent reading is counted separately.
         spent.pack += (packed - have_slot).saturating_sub(spent.read - read_before);
-        let bytes: u64 = chunk.pieces.iter().map(|p| p.range.end - p.range.start).sum();
-        let bytes_done = shared.bytes_done.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        // A full channel drops this report; the next one carries newer numbers.
-        let _ = shared.progress.try_send(LoadProgress { bytes_done, bytes_total: shared.bytes_total });
+        shared.advance(chunk.pieces.iter().map(|p| p.range.end - p.range.start).sum());
         Ok(())
     }
 }
@@ -1075,6 +1193,69 @@ fn fill(
     Ok(read)
 }
 
+/// Copies rows of a tensor from its files as the device packs them: calls `put` with the offset in the part and the bytes of
+/// each run of rows, and at last of the table of rows. Returns the time spent reading files.
+fn copy_rows(
+    tensor: &LoadTensor,
+    part: &RawPart,
+    buffers: &mut Buffers,
+    mut put: impl FnMut(u64, &[u8]),
+) -> Result<Duration, LoadError> {
+    let row_bytes = part.way.row_bytes;
+    let beyond = tensor.packing.rows.clamp(part.rows.start, part.rows.end);
+    let place = |row: u32| if row < beyond { ABSENT } else { BEYOND };
+    let mut table: Vec<u32> = part.rows.clone().map(place).collect();
+    let mut at = table_bytes(part.rows.len() as u64);
+    let mut read = Duration::ZERO;
+    for source in &tensor.sources {
+        let RowMap { format, cols, first_col, used_cols, first_row, row_step, stride, .. } = source.map;
+        let of = source.map.source_rows(part.rows.clone());
+        if of.is_empty() {
+            continue;
+        }
+        let begun = Instant::now();
+        source.file.unchanged()?;
+        source.file.announce(&source.bytes_of(&of))?;
+        read += begun.elapsed();
+        // Adjacent rows of the file are copied together.
+        let adjacent = stride == 1 && used_cols == cols;
+        let run = if adjacent { (BAND / row_bytes).max(1) as u32 } else { 1 };
+        for first in of.clone().step_by(run as usize) {
+            let rows = first..of.end.min(first + run);
+            let begin = source.bytes_of(&rows).start + format.row_bytes(first_col);
+            let bytes = u64::from(rows.end - rows.start) * row_bytes;
+            if !source.file.is_mapped() && buffers.band.len() < bytes as usize {
+                buffers.band.resize(bytes as usize, 0);
+            }
+            let room = if source.file.is_mapped() { &mut [][..] } else { &mut buffers.band[..bytes as usize] };
+            let begun = Instant::now();
+            let found = source.file.bytes(begin..begin + bytes, room, &tensor.name)?;
+            read += begun.elapsed();
+            put(at, found);
+            for row in rows {
+                table[(first_row + row * row_step - part.rows.start) as usize] = at as u32;
+                at += row_bytes;
+            }
+        }
+    }
+    put(0, bytemuck::cast_slice(&table));
+    Ok(read)
+}
+
+/// Returns the error that the host finds in rows in which the device has found values that are not finite.
+fn confirm(plan: &LoadPlan, parts: &[RawPart]) -> LoadError {
+    let mut buffers = Buffers { tile: vec![0; TILE], band: Vec::new(), parts: Vec::new() };
+    let found = parts.iter().find_map(|part| {
+        let tensor = &plan.tensors[part.tensor];
+        fill(tensor, part.packed(&tensor.packing), &mut buffers, |_, _| ()).err()
+    });
+    found.unwrap_or_else(|| LoadError::Unconfirmed {
+        name: parts.first().map_or_else(String::new, |part| plan.tensors[part.tensor].name.clone()),
+        first: parts.first().map_or(0, |part| part.rows.start),
+        last: parts.last().map_or(0, |part| part.rows.end.saturating_sub(1)),
+    })
+}
+
 /// Returns an error if the source's file has changed: defects of its data are then a consequence.
 fn changed(source: &TensorSource) -> Option<LoadError> {
     source.files().into_iter().find_map(|(file, _)| file.unchanged().err()).map(LoadError::from)
@@ -1183,28 +1364,222 @@ struct Part {
     at: u64,
 }
 
-/// Cuts tensors into chunks of at most `slot_bytes`. Small tensors share a chunk. Large tensors are cut at whole row
-/// units (rows or row blocks), or at pack units where a row unit is larger than a slot.
-fn cut(tensors: &[Packing], slot_bytes: u64) -> Vec<Chunk> {
+/// What fills one staging slot.
+#[derive(Clone, Debug)]
+enum Work {
+    /// Parts that the host packs.
+    Pack(Chunk),
+    /// Rows that the device packs.
+    Raw(Vec<RawPart>),
+}
+
+impl Work {
+    /// The tensor and the packed byte with which it begins.
+    fn begin(&self, plan: &LoadPlan) -> (usize, u64) {
+        let packed = match self {
+            Work::Pack(chunk) => chunk.pieces.first().map(|part| (part.tensor, part.range.start)),
+            Work::Raw(parts) => {
+                parts.first().map(|part| (part.tensor, part.packed(&plan.tensors[part.tensor].packing).start))
+            }
+        };
+        packed.unwrap_or_default()
+    }
+
+    /// The packed bytes that the device makes.
+    fn packed_on_device(&self, plan: &LoadPlan) -> u64 {
+        match self {
+            Work::Pack(_) => 0,
+            Work::Raw(parts) => parts.iter().map(|part| part.packed_bytes(&plan.tensors[part.tensor].packing)).sum(),
+        }
+    }
+}
+
+/// How the device packs rows of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct RawWay {
+    variant: PackVariant,
+    /// The number of columns that are packed, and the bytes of a row that hold them.
+    cols: u32,
+    row_bytes: u64,
+}
+
+/// Packed rows, whole row units, that the device makes of rows of a file. In a staging slot, a table with a word for each of
+/// them comes first: the offset of its bytes in the part.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct RawPart {
+    tensor: usize,
+    rows: Range<u32>,
+    way: RawWay,
+    /// The first byte in the slot.
+    at: u64,
+}
+
+impl RawPart {
+    /// The most bytes that it takes in the slot.
+    fn bytes(&self) -> u64 {
+        raw_bytes(self.rows.len() as u64, self.way.row_bytes)
+    }
+
+    /// The bytes of the packed tensor.
+    fn packed(&self, packing: &Packing) -> Range<u64> {
+        u64::from(self.rows.start) * packing.row_bytes()..u64::from(self.rows.end) * packing.row_bytes()
+    }
+
+    fn packed_bytes(&self, packing: &Packing) -> u64 {
+        let packed = self.packed(packing);
+        packed.end - packed.start
+    }
+}
+
+/// The bytes of a table of rows; behind it, rows begin at a cache line.
+fn table_bytes(rows: u64) -> u64 {
+    (4 * rows).next_multiple_of(SLOT_ALIGNMENT)
+}
+
+fn raw_bytes(rows: u64, row_bytes: u64) -> u64 {
+    table_bytes(rows) + rows * row_bytes
+}
+
+/// Packed rows, whole row units, that are packed in the same way: on the device, or by the host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Segment {
+    rows: Range<u32>,
+    way: Option<RawWay>,
+}
+
+/// Divides a plan into what fills a staging slot of `slot_bytes`, in the order of its tensors.
+fn divide(plan: &LoadPlan, slot_bytes: u64) -> Vec<Work> {
+    let (mut packed, mut raw) = (Vec::new(), Vec::new());
+    for (index, tensor) in plan.tensors.iter().enumerate() {
+        let row_bytes = tensor.packing.row_bytes();
+        let of_packer = |packer: &Arc<DevicePacker>| {
+            let LoadTensor { packing, sources, offset, .. } = tensor;
+            let variant = |kind| packer.variant(kind, packing);
+            segments(packing, sources, *offset, slot_bytes.min(packer.slot_bytes()), variant)
+        };
+        let whole = || vec![Segment { rows: 0..tensor.packing.padded_rows(), way: None }];
+        for Segment { rows, way } in plan.packer.as_ref().map_or_else(whole, of_packer) {
+            match way {
+                Some(way) => raw.push((index, tensor.packing.rows_of_unit(), rows, way)),
+                None => {
+                    let range = u64::from(rows.start) * row_bytes..u64::from(rows.end) * row_bytes;
+                    packed.push((index, tensor.packing, range));
+                }
+            }
+        }
+    }
+    let raw_slot = plan.packer.as_ref().map_or(slot_bytes, |packer| slot_bytes.min(packer.slot_bytes()));
+    let packed = cut(&packed, slot_bytes).into_iter().map(Work::Pack);
+    let mut chunks: Vec<Work> = packed.chain(cut_raw(&raw, raw_slot).into_iter().map(Work::Raw)).collect();
+    chunks.sort_by_key(|chunk| chunk.begin(plan));
+    chunks
+}
+
+/// Divides the rows of a tensor, `offset` bytes behind the begin of its buffer, by how they are packed. The device packs rows of sources whose columns are whole blocks of a
+/// type for which `variant` has a way, if a unit of them fits in a slot; where rows of a unit are of different types, and where
+/// several sources have a row, the host packs.
+fn segments(
+    packing: &Packing,
+    sources: &[TensorSource],
+    offset: u64,
+    slot_bytes: u64,
+    variant: impl Fn(BlockType) -> Option<PackVariant>,
+) -> Vec<Segment> {
+    let whole = || vec![Segment { rows: 0..packing.padded_rows(), way: None }];
+    let unit = packing.rows_of_unit();
+    let way = |source: &TensorSource| -> Option<RawWay> {
+        let RowMap { format, first_col, used_cols, plus, .. } = source.map;
+        let SourceFormat::Blocks(kind) = format else { return None };
+        let whole = [first_col, used_cols].iter().all(|cols| cols.is_multiple_of(kind.elements() as u32));
+        let plain = source.matrix.is_none() && source.transposed.is_none() && plus == 0.0;
+        let row_bytes = format.row_bytes(used_cols);
+        let fits = used_cols > 0 && raw_bytes(unit.into(), row_bytes) <= slot_bytes;
+        let variant = variant(kind).filter(|_| whole && plain && fits)?;
+        Some(RawWay { variant, cols: used_cols, row_bytes })
+    };
+    let ways: Vec<Option<RawWay>> = sources.iter().map(way).collect();
+    if !offset.is_multiple_of(16) || ways.iter().all(Option::is_none) {
+        return whole();
+    }
+    let mut of_rows: Vec<Option<usize>> = vec![None; packing.padded_rows() as usize];
+    for (index, source) in sources.iter().enumerate() {
+        let RowMap { rows, first_row, row_step, .. } = source.map;
+        for row in (0..rows).map(|row| (first_row + row * row_step) as usize) {
+            if of_rows[row].replace(index).is_some() {
+                return whole();
+            }
+        }
+    }
+    let mut segments: Vec<Segment> = Vec::new();
+    for (first, unit_rows) in (0..).step_by(unit as usize).zip(of_rows.chunks(unit as usize)) {
+        let mut found = unit_rows.iter().flatten().map(|source| ways[*source]);
+        let way = match found.next() {
+            Some(first) => first.filter(|way| found.all(|other| other == Some(*way))),
+            // Rows without a source belong to those before them.
+            None => segments.last().and_then(|last: &Segment| last.way),
+        };
+        let rows = first..first + unit_rows.len() as u32;
+        match segments.last_mut() {
+            Some(last) if last.way == way => last.rows.end = rows.end,
+            _ => segments.push(Segment { rows, way }),
+        }
+    }
+    // Rows of several types that alternate would be many small pieces.
+    if segments.len() > 2 * sources.len() + 2 { whole() } else { segments }
+}
+
+/// Cuts rows that the device packs into what fits in slots of at least a unit of rows: for each of `segments` its tensor, the
+/// rows of a unit, the rows and how they are packed. Small ones share a slot.
+fn cut_raw(segments: &[(usize, u32, Range<u32>, RawWay)], slot_bytes: u64) -> Vec<Vec<RawPart>> {
+    let mut slots = Vec::new();
+    let (mut slot, mut used) = (Vec::new(), 0u64);
+    for (tensor, unit, rows, way) in segments {
+        let mut first = rows.start;
+        while first < rows.end {
+            let at = used.next_multiple_of(SLOT_ALIGNMENT);
+            // The table takes at most a cache line more than its words.
+            let room = slot_bytes.saturating_sub(at + SLOT_ALIGNMENT) / (way.row_bytes + 4);
+            let fit = u32::try_from(room).unwrap_or(u32::MAX).min(rows.end - first) / unit * unit;
+            let fit = if slot.is_empty() { fit.max((*unit).min(rows.end - first)) } else { fit };
+            if fit == 0 {
+                slots.push(std::mem::take(&mut slot));
+                used = 0;
+                continue;
+            }
+            let part = RawPart { tensor: *tensor, rows: first..first + fit, way: *way, at };
+            used = at + part.bytes();
+            first += fit;
+            slot.push(part);
+        }
+    }
+    if !slot.is_empty() {
+        slots.push(slot);
+    }
+    slots
+}
+
+/// Cuts parts of tensors into chunks of at most `slot_bytes`. Small parts share a chunk. Large ones are cut at whole row
+/// units (rows or row blocks), or at pack units where a row unit is larger than a slot. Each part begins and ends with a
+/// row unit.
+fn cut(parts: &[(usize, Packing, Range<u64>)], slot_bytes: u64) -> Vec<Chunk> {
     let mut chunks = Vec::new();
     let (mut chunk, mut used) = (Chunk::default(), 0u64);
-    for (tensor, packing) in tensors.iter().enumerate() {
-        let total = packing.bytes();
+    for (tensor, packing, range) in parts {
         let rows = packing.row_bytes() * u64::from(packing.rows_of_unit());
         let unit = packing.unit_bytes();
         assert!(unit <= slot_bytes, "a slot of {slot_bytes} bytes holds {unit}");
         let grain = if rows <= slot_bytes { rows } else { unit };
-        let mut done = 0;
-        while done < total {
+        let mut done = range.start;
+        while done < range.end {
             let at = used.next_multiple_of(SLOT_ALIGNMENT).min(slot_bytes);
             let room = slot_bytes - at;
-            let bytes = if total - done <= room { total - done } else { room / grain * grain };
+            let bytes = if range.end - done <= room { range.end - done } else { room / grain * grain };
             if bytes == 0 {
                 chunks.push(std::mem::take(&mut chunk));
                 used = 0;
                 continue;
             }
-            chunk.pieces.push(Part { tensor, range: done..done + bytes, at });
+            chunk.pieces.push(Part { tensor: *tensor, range: done..done + bytes, at });
             done += bytes;
             used = at + bytes;
         }
@@ -1225,6 +1600,10 @@ mod tests {
         Packing { rows, cols, layout, format }
     }
 
+    fn whole(tensors: &[Packing]) -> Vec<(usize, Packing, Range<u64>)> {
+        tensors.iter().enumerate().map(|(index, packing)| (index, *packing, 0..packing.bytes())).collect()
+    }
+
     #[test]
     fn small_tensors_share_a_slot_and_large_ones_are_cut_at_rows() {
         let tensors = [
@@ -1232,7 +1611,7 @@ mod tests {
             packing(1, 100, false, Format::F32),
             packing(10, 512, false, Format::Bf16),
         ];
-        let chunks = cut(&tensors, 4096);
+        let chunks = cut(&whole(&tensors), 4096);
         let part = |tensor, range, at| Part { tensor, range, at };
         assert_eq!(
             chunks,
@@ -1260,7 +1639,7 @@ mod tests {
                 })
                 .collect();
             let mut covered = vec![0u64; tensors.len()];
-            for chunk in cut(&tensors, slot) {
+            for chunk in cut(&whole(&tensors), slot) {
                 let mut free_from = 0;
                 prop_assert!(!chunk.pieces.is_empty());
                 for part in chunk.pieces {
@@ -1275,6 +1654,91 @@ mod tests {
             let sizes: Vec<u64> = tensors.iter().map(Packing::bytes).collect();
             prop_assert_eq!(covered, sizes);
         }
+    }
+
+    proptest! {
+        /// Goal: every row is in exactly one part, in its order, and the parts of a slot do not overlap and fit in it.
+        #[test]
+        fn rows_that_the_device_packs_are_cut_once(
+            tensors in prop::collection::vec((1u32..200, any::<bool>(), any::<bool>(), 1u64..12), 1..6),
+            slot in 5000u64..40_000,
+        ) {
+            let segment = |(index, (units, fragments, six, blocks)): (usize, &(u32, bool, bool, u64))| {
+                let kind = if *six { BlockType::Q6_K } else { BlockType::Q4_K };
+                let layout = if *fragments { Layout::Fragments } else { Layout::RowMajor { columns_multiple: 8 } };
+                let packing = Packing { rows: 1, cols: 256, layout, format: Format::Codes(kind.codes()) };
+                let variant = PackVariant::of(kind, &packing).expect("a kernel");
+                let unit = packing.rows_of_unit();
+                // At least one unit of rows fits in a slot.
+                let row_bytes = (blocks * kind.bytes() as u64).min((slot - 64) / u64::from(unit) - 4);
+                (index, unit, 0..units * unit, RawWay { variant, cols: 256, row_bytes })
+            };
+            let segments: Vec<_> = tensors.iter().enumerate().map(segment).collect();
+            let mut next = vec![0u32; segments.len()];
+            for parts in cut_raw(&segments, slot) {
+                let mut free_from = 0;
+                prop_assert!(!parts.is_empty());
+                for part in parts {
+                    let (_, unit, _, way) = &segments[part.tensor];
+                    prop_assert_eq!((part.way, part.rows.start), (*way, next[part.tensor]));
+                    prop_assert!(!part.rows.is_empty() && (part.rows.len() as u32).is_multiple_of(*unit));
+                    prop_assert!(part.at >= free_from && part.at.is_multiple_of(SLOT_ALIGNMENT));
+                    free_from = part.at + part.bytes();
+                    prop_assert!(free_from <= slot, "{} of {}", free_from, slot);
+                    next[part.tensor] = part.rows.end;
+                }
+            }
+            let ends: Vec<u32> = segments.iter().map(|(_, _, rows, _)| rows.end).collect();
+            prop_assert_eq!(next, ends);
+        }
+    }
+
+    /// Rows go to the device where a whole unit of them is of one type that it packs, in sources of which no two have a row.
+    #[test]
+    fn units_of_one_type_are_packed_on_the_device() {
+        let keep = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(keep.path(), [0; 8]).unwrap();
+        let file = Arc::new(WeightFile::open(keep.path()).unwrap());
+        let (four, six) = (BlockType::Q4_K, BlockType::Q6_K);
+        let both = four.codes().common(six.codes()).expect("affine codes");
+        let rows = |kind: BlockType, first_row, rows| TensorSource {
+            file: Arc::clone(&file),
+            offset: 0,
+            map: RowMap { first_row, ..RowMap::whole(SourceFormat::Blocks(kind), rows, 512) },
+            transposed: None,
+            matrix: None,
+        };
+        let found = |layout, sources: &[TensorSource]| {
+            let packing = Packing { rows: 64, cols: 512, layout, format: Format::Codes(both) };
+            let variant = |kind| PackVariant::of(kind, &packing);
+            let segments = segments(&packing, sources, 0, 1 << 20, variant);
+            segments.into_iter().map(|s| (s.rows, s.way.map(|way| way.row_bytes))).collect::<Vec<_>>()
+        };
+        let (row_major, fragments) = (Layout::RowMajor { columns_multiple: 8 }, Layout::Fragments);
+        let [of_four, of_six] = [four, six].map(|kind| Some(2 * kind.bytes() as u64));
+        let two = [rows(four, 0, 24), rows(six, 24, 30)];
+        assert_eq!(found(row_major, &two), [(0..24, of_four), (24..64, of_six)]);
+        assert_eq!(found(fragments, &two), [(0..16, of_four), (16..32, None), (32..64, of_six)]);
+        assert_eq!(found(fragments, &[rows(four, 16, 40)]), [(0..16, None), (16..64, of_four)]);
+        // Rows that two sources have are those of the first one, as the host packs them.
+        assert_eq!(found(row_major, &[rows(four, 0, 40), rows(six, 39, 20)]), [(0..64, None)]);
+        // Types that alternate.
+        let step = |source: TensorSource| TensorSource { map: RowMap { row_step: 2, ..source.map }, ..source };
+        let [even, odd] = [step(rows(four, 0, 32)), step(rows(six, 1, 32))];
+        assert_eq!(found(row_major, &[even.clone(), odd.clone()]), [(0..64, None)]);
+        assert_eq!(found(fragments, &[even.clone(), odd]), [(0..64, None)]);
+        assert_eq!(found(fragments, &[even, step(rows(four, 1, 32))]), [(0..64, of_four)]);
+        // Columns that are no whole blocks, and numbers that are changed.
+        let map = |change: fn(&mut RowMap)| {
+            let mut source = rows(four, 0, 64);
+            change(&mut source.map);
+            found(fragments, &[source])
+        };
+        assert_eq!(map(|map| map.used_cols = 256), [(0..64, Some(four.bytes() as u64))]);
+        assert_eq!(map(|map| (map.first_col, map.used_cols) = (32, 256)), [(0..64, None)]);
+        assert_eq!(map(|map| map.plus = 1.0), [(0..64, None)]);
+        assert_eq!(map(|map| map.format = SourceFormat::Blocks(BlockType::MXFP4)), [(0..64, None)]);
+        assert_eq!(map(|map| map.format = SourceFormat::ScaledBlocks(BlockType::Q4_K, 0)), [(0..64, None)]);
     }
 
     #[test]

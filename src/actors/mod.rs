@@ -6,6 +6,7 @@ pub mod compute;
 mod gpu_clock;
 pub mod loader;
 pub mod mailbox;
+pub mod packer;
 pub mod proxy;
 mod stamps;
 pub mod thread;

@@ -321,6 +321,9 @@ impl Actor {
                 let record = self.record(&mut watch, point, host_waits);
                 report.device_time = record.device_span().map(|(begin, end)| end.since(begin));
                 report.record = Some(Box::new(record));
+                // Before the report, so that its receiver finds the buffers of regions that nobody else keeps free, and with
+                // the point of this use.
+                watch.regions.clear();
             }
             watch.owed.report(report);
             if failed {

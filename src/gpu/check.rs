@@ -20,6 +20,7 @@ use crate::gpu::matrix_units::{Multiplies, unpromised};
 use crate::gpu::tuned::Tuned;
 use crate::host::progress::{Progress, Unit};
 use crate::kernels::code_probe::code_kernel;
+use crate::kernels::pack_codes::{PackProbe, PackVariant};
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{BuiltPipeline, Pipelines};
 use crate::model::checkpoint::Checkpoint;
@@ -158,8 +159,10 @@ pub fn check(
     }
     let builds: Vec<Build<'_>> = tunes.iter().map(|tune| of(tune)).collect();
     let recordings: Vec<(KernelPath, Recordings)> = builds.iter().map(recorded).collect();
+    let packing: Vec<(PackVariant, PackProbe)> = builds.iter().flat_map(packing).collect();
     found.paths = recordings.iter().map(|(path, _)| *path).collect();
-    let all: Vec<&Recording> = recordings.iter().flat_map(|(_, recordings)| recordings.all()).collect();
+    let mut all: Vec<&Recording> = recordings.iter().flat_map(|(_, recordings)| recordings.all()).collect();
+    all.extend(packing.iter().map(|(_, probe)| &probe.recording));
     let (pipelines, built) = Pipelines::build_reported(&opened.device, &all, &|planned, done, total| {
         progress.step("building pipelines", done as u64, total as u64, Unit::Count);
         progress.line(&format!("building {} {:?}", planned.kernel, planned.constants));
@@ -177,6 +180,22 @@ pub fn check(
         },
     };
     found.tests.push(SelfTest { name: "quantised_kernels", outcome });
+    if !packing.is_empty() {
+        let outcome = match () {
+            () if options.compile_only => Outcome::NotRun(COMPILE_ONLY),
+            () if !whole => Outcome::NotRun(NOT_BUILT),
+            () => {
+                let tuning = build.tuning(build.wanted_context());
+                let mut wrong = Vec::new();
+                for (variant, probe) in &packing {
+                    let fault = build.packing_fault(*variant, probe, &tuning, &pipelines)?;
+                    wrong.extend(fault.map(|why| format!("{variant} are packed wrongly ({why}): the host packs them")));
+                }
+                Outcome::Passed(wrong.join("; "))
+            }
+        };
+        found.tests.push(SelfTest { name: "packing", outcome });
+    }
     drop(pipelines);
     let outcome = match () {
         () if options.compile_only => Outcome::NotRun(COMPILE_ONLY),
@@ -224,6 +243,13 @@ fn recorded(build: &Build<'_>) -> (KernelPath, Recordings) {
     let decoder = build.decoder(build.wanted_context(), 1, window, chunk);
     let path = KernelPath::of_tuning(&decoder.tuning);
     (path, Recordings::new(&decoder, &buckets, build.draft_sequences()))
+}
+
+/// Returns the probes of the kernels that pack the model's weights on the device.
+fn packing(build: &Build<'_>) -> Vec<(PackVariant, PackProbe)> {
+    let context = build.wanted_context();
+    let decoder = build.decoder(context, 1, build.recycled_window(context).map(|_| 1), 1);
+    build.packing_probes(&decoder.placed_weights())
 }
 
 /// Whether a recording has a kernel of quantised weights.

@@ -28,6 +28,7 @@ use crate::host::source::{BuildError, ModelSource};
 use crate::host::{DeviceMemory, DeviceReport, DeviceStatus, MemoryShare, ServedDevice};
 use crate::host::{Host, ModelInfo, ServedModel};
 use crate::kernels::gemm::skinny::Matrices;
+use crate::kernels::pack_codes::PackVariant;
 use crate::kernels::region::PipelineTable;
 use crate::memory::{Arena, StagingRing};
 use crate::model::checkpoint::Checkpoint;
@@ -38,7 +39,7 @@ use crate::model::text::Text;
 use crate::replica::rebuild::{Rebuild, RebuildError};
 use crate::replica::{DeviceInfo, MemoryUse, Replica, ReplicaConfig, ReplicaStage};
 use crate::telemetry::with_causes;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -64,6 +65,8 @@ pub struct OpenDevice {
     pub(crate) multiplies: Multiplies,
     /// Why the device does not run `wgmma`, if it does not.
     pub(crate) ptx: Result<(), String>,
+    /// What the test of packing on the device found, for each kernel that was tested: nothing, or the first difference.
+    pub(crate) packing_faults: Mutex<HashMap<PackVariant, Option<String>>>,
     /// Locked while a replica is built: a memory plan relies on free memory that no other load may take.
     building: Mutex<()>,
 }
@@ -117,6 +120,7 @@ impl OpenDevice {
             },
             multiplies,
             pipelines: PipelineTable::default(),
+            packing_faults: Mutex::default(),
             building: Mutex::default(),
             compute: Arc::new(Compute::spawn(Arc::clone(&device), gpu_time, turns)?),
             loader: Loader::spawn(Arc::clone(&transfer), ring.clone(), None)?,

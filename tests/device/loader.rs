@@ -3,13 +3,18 @@
 //! queue, so transfers share it with compute.
 
 use crate::common::{Driver, Vulkan};
+use ostinato::actors::compute::{Compute, GpuTime};
 use ostinato::actors::loader::{LoadError, LoadPlan, LoadTensor, Loader, MatrixRows, TensorSource, WeightLoad};
+use ostinato::actors::packer::{DevicePacker, RawSlots};
 use ostinato::actors::transfer::{Piece, Transfer, TransferError};
 use ostinato::device::{Batch, Device, Point, QueueEntry, Role};
-use ostinato::memory::pack::{Format, Layout, Packing, RowMap, SourceFormat, Transposed, fragment_index};
+use ostinato::kernels::pack_codes::PackVariant;
+use ostinato::kernels::region::Pipelines;
+use ostinato::memory::pack::{Format, Layout, Packing, RowMap, Rows, SourceFormat, Transposed, fragment_index, pack};
 use ostinato::memory::{Arena, MemoryError, Place, StagingRing, WeightFile};
 use ostinato::model::checkpoint::{Checkpoint, SourceRef, WeightKind};
 use ostinato::quant::blocks::BlockType;
+use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,16 +33,20 @@ struct Host {
 
 impl Host {
     fn new(vulkan: &Vulkan, driver: Driver) -> Host {
+        Host::with_slots(vulkan, driver, 8 << 10)
+    }
+
+    fn with_slots(vulkan: &Vulkan, driver: Driver, bytes: usize) -> Host {
         let device = vulkan.device(driver);
         let arena = Arena::new(&device).unwrap();
-        let ring = StagingRing::new(&arena, 3, 8 << 10).unwrap();
+        let ring = StagingRing::new(&arena, 3, bytes).unwrap();
         let transfer = Arc::new(Transfer::spawn(&arena).unwrap());
         let loader = Loader::spawn(Arc::clone(&transfer), ring.clone(), Some(4)).unwrap();
         Host { loader, transfer, ring, arena, device }
     }
 
     fn load(&self, tensors: Vec<LoadTensor>) -> WeightLoad {
-        self.loader.load(LoadPlan { tensors }).unwrap()
+        self.loader.load(LoadPlan { tensors, packer: None }).unwrap()
     }
 
     /// Submits an empty batch that signals the next compute point.
@@ -685,5 +694,277 @@ fn a_lost_device_ends_the_actors() {
         assert!(matches!(error, LoadError::Transfer(_) | LoadError::Device(_) | LoadError::Memory(_)), "{error:?}");
         let error = host.transfer.read(&buffer, 0, 4).unwrap_err();
         assert!(matches!(error, TransferError::Device(_) | TransferError::Ended), "{error:?}");
+    });
+}
+
+/// The size of slots that hold a block of 16 rows of 512 columns.
+const SLOT: usize = 12 << 10;
+
+/// Returns a packer of some slots for the types of [`PACKED`], in both layouts and the codes that they have in common.
+fn packer(host: &Host, count: usize) -> Arc<DevicePacker> {
+    let [four, six, eight] = PACKED;
+    let mut variants = HashSet::new();
+    for (kind, other) in [(four, four), (four, six), (six, four), (six, six), (eight, eight)] {
+        let codes = kind.codes().common(other.codes()).unwrap();
+        for layout in [Layout::Fragments, Layout::RowMajor { columns_multiple: 8 }] {
+            let packing = Packing { rows: 1, cols: 256, layout, format: Format::Codes(codes) };
+            variants.insert(PackVariant::of(kind, &packing).unwrap());
+        }
+    }
+    let probes: Vec<_> = variants.iter().map(|variant| variant.probe(128, 1)).collect();
+    let recordings: Vec<_> = probes.iter().map(|probe| &probe.recording).collect();
+    let pipelines = Pipelines::build(&host.device, None, &recordings, &|_, _| {}).unwrap();
+    let compute = Arc::new(Compute::spawn(Arc::clone(&host.device), GpuTime::Phases, None).unwrap());
+    let slots = RawSlots { count, bytes: SLOT as u64 };
+    Arc::new(DevicePacker::new(&host.arena, compute, pipelines, (variants, 128), slots).unwrap())
+}
+
+/// The types of the tests' blocks.
+const PACKED: [BlockType; 3] = [BlockType::Q4_K, BlockType::Q6_K, BlockType::Q8_0];
+
+/// Returns a file of rows of blocks of some types, each with as many rows, behind a header of 7 bytes, and the offsets of the
+/// types' rows. The f16s of the blocks are finite.
+fn blocks_file(kinds: &[BlockType], rows: u32, cols: u32) -> (tempfile::NamedTempFile, Arc<WeightFile>, Vec<u64>) {
+    let mut bytes = vec![0xff; 7];
+    let mut offsets = Vec::new();
+    for (index, kind) in kinds.iter().enumerate() {
+        offsets.push(bytes.len() as u64);
+        let number = |i: u32| (i.wrapping_mul(7919).wrapping_add(index as u32 * 31) % 1009) as f32 / 504.0 - 1.0;
+        let numbers: Vec<f32> = (0..rows * cols).map(number).collect();
+        let mut blocks = vec![0; numbers.len() / kind.elements() * kind.bytes()];
+        kind.quantize(&numbers, &mut blocks);
+        bytes.extend(blocks);
+    }
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), &bytes).unwrap();
+    let opened = Arc::new(WeightFile::open(file.path()).unwrap());
+    (file, opened, offsets)
+}
+
+fn blocks_of(file: &Arc<WeightFile>, offset: u64, map: RowMap) -> TensorSource {
+    TensorSource { file: Arc::clone(file), offset, map, transposed: None, matrix: None }
+}
+
+/// Returns what the host packs of a tensor's sources.
+fn packed_by_host(tensor: &LoadTensor) -> Vec<u8> {
+    let sources = tensor.sources.iter();
+    let bytes: Vec<Vec<u8>> = sources
+        .map(|source| {
+            let all = std::fs::read(source.file.path()).unwrap();
+            let last = u64::from(source.map.rows - 1) * u64::from(source.map.stride);
+            let end = source.offset + (last + 1) * source.map.format.row_bytes(source.map.cols);
+            all[source.offset as usize..end as usize].to_vec()
+        })
+        .collect();
+    let rows = tensor.sources.iter().zip(&bytes);
+    let rows: Vec<Rows<'_>> = rows.map(|(source, bytes)| Rows { bytes, map: source.map }).collect();
+    let mut out = vec![0; tensor.packing.bytes() as usize];
+    pack(&tensor.packing, &rows, 0..tensor.packing.bytes(), &mut out).unwrap();
+    out
+}
+
+/// Goal: weights that the device packs are those that the host packs, byte for byte. Method: tensors of every kind of map are
+/// loaded through slots that hold a few rows, from files that are mapped and that are not: q, k and v in ranges of two types,
+/// which have codes in common; gate and up interleaved; rows in another order (a stride); some of a row's columns; rows
+/// without a source; rows of two types within a block of 16, and columns that are no whole blocks, which the host packs; two
+/// tensors in one buffer; plain numbers beside them.
+#[test]
+fn rows_that_the_device_packs_are_those_that_the_host_packs() {
+    each_driver(|vulkan, driver| {
+        let host = Host::with_slots(vulkan, driver, SLOT);
+        let [four, six, eight] = PACKED;
+        let (cols, rows) = (512, 96);
+        let (_keep, mapped, at) = blocks_file(&PACKED, rows, cols);
+        let unmapped = Arc::new(WeightFile::open(mapped.path()).unwrap().unmapped());
+        let packer = packer(&host, 2);
+        let both = four.codes().common(six.codes()).unwrap();
+        for (file, layout) in [&mapped, &unmapped]
+            .into_iter()
+            .flat_map(|file| [Layout::Fragments, Layout::RowMajor { columns_multiple: 8 }].map(|layout| (file, layout)))
+        {
+            let whole = |kind, rows| RowMap::whole(SourceFormat::Blocks(kind), rows, cols);
+            let packing = |rows, cols, codes| Packing { rows, cols, layout, format: Format::Codes(codes) };
+            let of = |kind: usize, map: RowMap| blocks_of(file, at[kind], map);
+            let qkv = vec![
+                of(0, whole(four, 48)),
+                of(0, RowMap { first_row: 48, ..whole(four, 16) }),
+                of(1, RowMap { first_row: 64, ..whole(six, 21) }),
+            ];
+            let gate_up = vec![
+                of(0, RowMap { row_step: 2, ..whole(four, 50) }),
+                of(0, RowMap { row_step: 2, first_row: 1, ..whole(four, 50) }),
+            ];
+            let ordered = vec![
+                of(1, RowMap { stride: 2, ..whole(six, 20) }),
+                of(1, RowMap { stride: 2, first_row: 20, ..whole(six, 20) }),
+                // Rows 40 to 44 have no source.
+                of(1, RowMap { stride: 3, first_row: 45, ..whole(six, 8) }),
+            ];
+            let columns = vec![of(0, RowMap { first_col: 256, used_cols: 256, ..whole(four, 40) })];
+            let eights = vec![of(2, RowMap { first_col: 32, used_cols: 416, ..whole(eight, 33) })];
+            let mixed = vec![of(0, whole(four, 24)), of(1, RowMap { first_row: 24, ..whole(six, 40) })];
+            let within = vec![of(0, RowMap { first_col: 32, used_cols: 320, ..whole(four, 40) })];
+            let plan = [
+                ("qkv", packing(85, cols, both), qkv, true),
+                ("gate_up", packing(100, cols, four.codes()), gate_up, true),
+                ("ordered", packing(53, cols, six.codes()), ordered, true),
+                ("columns", packing(40, 256, four.codes()), columns, true),
+                ("eights", packing(35, 416, eight.codes()), eights, true),
+                // In a block of 16 rows, of two types.
+                ("mixed", packing(64, cols, both), mixed, true),
+                ("within", packing(40, 320, four.codes()), within, false),
+            ];
+            let total: u64 = plan.iter().map(|(_, packing, ..)| packing.bytes()).sum();
+            let target = host.arena.buffer("weights", total, Place::DeviceLocal).unwrap();
+            let clear = host.transfer.clear(&target).unwrap();
+            assert!(host.device.wait(clear, LONG).unwrap());
+            let mut offset = 0;
+            let mut tensors = Vec::new();
+            let mut by_device = Vec::new();
+            for (name, packing, sources, on_device) in plan {
+                let (name, target) = (name.to_owned(), Arc::clone(&target));
+                tensors.push(LoadTensor { name, target, offset, packing, sources });
+                by_device.push(on_device);
+                offset += packing.bytes();
+            }
+            for (tensor, on_device) in tensors.iter().zip(by_device) {
+                let load = LoadPlan { tensors: vec![tensor.clone()], packer: Some(Arc::clone(&packer)) };
+                let report = host.loader.load(load).unwrap().wait().unwrap();
+                let name = &tensor.name;
+                assert_eq!(report.packed_on_device > 0, on_device, "{driver:?} {layout:?} {name}");
+                if on_device && !(name == "mixed" && layout == Layout::Fragments) {
+                    assert_eq!(report.packed_on_device, tensor.packing.bytes(), "{driver:?} {layout:?} {name}");
+                }
+            }
+            let check = |what: &str| {
+                let found = host.transfer.read(&target, 0, total).unwrap();
+                for tensor in &tensors {
+                    let found = &found[tensor.offset as usize..][..tensor.packing.bytes() as usize];
+                    let wanted = packed_by_host(tensor);
+                    let differs = found.iter().zip(&wanted).position(|(a, b)| a != b);
+                    assert_eq!(differs, None, "{driver:?} {layout:?} {}, {what}", tensor.name);
+                }
+            };
+            check("one after the other");
+            // Of one load, beside plain numbers, whose slots the host fills.
+            let clear = host.transfer.clear(&target).unwrap();
+            assert!(host.device.wait(clear, LONG).unwrap());
+            let (_keep, numbers) = shard(40_000);
+            let norms = Packing {
+                rows: 300,
+                cols: 100,
+                layout: Layout::RowMajor { columns_multiple: 1 },
+                format: Format::Bf16,
+            };
+            let other = host.arena.buffer("norms", norms.bytes(), Place::DeviceLocal).unwrap();
+            let plain = LoadTensor {
+                name: "norms".to_owned(),
+                target: Arc::clone(&other),
+                offset: 0,
+                packing: norms,
+                sources: vec![source(&numbers, 5, 300, 100, 0, 1)],
+            };
+            let all = tensors.iter().cloned().chain([plain]).collect();
+            let load = host.loader.load(LoadPlan { tensors: all, packer: Some(Arc::clone(&packer)) }).unwrap();
+            let mut last = None;
+            let report = load.wait_with(|progress| last = Some(progress)).unwrap();
+            assert_eq!(report.bytes_written, total + norms.bytes());
+            assert!(last.is_some_and(|last| last.bytes_done <= last.bytes_total));
+            check("together");
+            let found = words(&host.transfer.read(&other, 0, norms.bytes()).unwrap());
+            assert!((0..30_000).all(|i| found[i] == bits(i + 5)), "plain numbers");
+        }
+    });
+}
+
+/// Goal: a scale that is not finite ends a load that the device packs as it ends one that the host packs: with the weight,
+/// the row and the group.
+#[test]
+fn a_bad_scale_is_found_where_the_device_packs() {
+    each_driver(|vulkan, driver| {
+        let host = Host::with_slots(vulkan, driver, SLOT);
+        let packer = packer(&host, 2);
+        let (rows, cols) = (64, 512);
+        let (keep, _, at) = blocks_file(&[BlockType::Q6_K], rows, cols);
+        let mut bytes = std::fs::read(keep.path()).unwrap();
+        // The scale of the second block of row 37.
+        let bad = at[0] as usize + (37 * 2 + 1) * 210 + 208;
+        bytes[bad..bad + 2].copy_from_slice(&0x7c00u16.to_le_bytes());
+        std::fs::write(keep.path(), &bytes).unwrap();
+        let file = Arc::new(WeightFile::open(keep.path()).unwrap());
+        for layout in [Layout::Fragments, Layout::RowMajor { columns_multiple: 8 }] {
+            let packing = Packing { rows, cols, layout, format: Format::Codes(BlockType::Q6_K.codes()) };
+            let target = host.arena.buffer("w", packing.bytes(), Place::DeviceLocal).unwrap();
+            let map = RowMap::whole(SourceFormat::Blocks(BlockType::Q6_K), rows, cols);
+            let sources = vec![blocks_of(&file, at[0], map)];
+            let tensor = LoadTensor { name: "ffn_down".to_owned(), target, offset: 0, packing, sources };
+            let errors = [None, Some(Arc::clone(&packer))].map(|packer| {
+                let load = host.loader.load(LoadPlan { tensors: vec![tensor.clone()], packer }).unwrap();
+                load.wait().unwrap_err().to_string()
+            });
+            assert!(errors[0].contains("ffn_down: row 37, group 16, has scale "), "{}", errors[0]);
+            assert_eq!(errors[0], errors[1], "{driver:?} {layout:?}");
+        }
+    });
+}
+
+/// Goal: loads that the device packs end as others do: cancelled, with a file that was cut, and with a lost device; nothing
+/// hangs, and their memory is freed when their end is known.
+#[test]
+fn loads_that_the_device_packs_end_early_without_harm() {
+    each_driver(|vulkan, driver| {
+        let host = Host::with_slots(vulkan, driver, SLOT);
+        let packer = packer(&host, 2);
+        let (rows, cols) = (2048, 512);
+        let packing = Packing { rows, cols, layout: Layout::Fragments, format: Format::Codes(BlockType::Q4_K.codes()) };
+        let (keep, file, at) = blocks_file(&[BlockType::Q4_K], rows, cols);
+        let map = RowMap::whole(SourceFormat::Blocks(BlockType::Q4_K), rows, cols);
+        let before = host.arena.usage().buffers_bytes;
+        let start = |file: &Arc<WeightFile>| {
+            let target = host.arena.buffer("w", packing.bytes(), Place::DeviceLocal).unwrap();
+            let sources = vec![blocks_of(file, at[0], map)];
+            let tensor = LoadTensor { name: "w".to_owned(), target, offset: 0, packing, sources };
+            host.loader.load(LoadPlan { tensors: vec![tensor], packer: Some(Arc::clone(&packer)) }).unwrap()
+        };
+        let mut cancelled = 0;
+        for round in 0..12 {
+            let load = start(&file);
+            let done = load.done().clone();
+            std::thread::sleep(Duration::from_micros(300 * round));
+            drop(load);
+            match done.recv_timeout(LONG).unwrap() {
+                Ok(report) => assert_eq!(report.packed_on_device, packing.bytes()),
+                Err(LoadError::Cancelled) => cancelled += 1,
+                Err(other) => panic!("{other:?}"),
+            }
+            assert_eq!(host.arena.usage().buffers_bytes, before, "{driver:?}: round {round}");
+        }
+        assert!(cancelled > 0, "no load was in progress");
+        // The packer's slots serve later loads.
+        assert_eq!(start(&file).wait().unwrap().packed_on_device, packing.bytes());
+        let was = file.len();
+        let load = start(&file);
+        keep.as_file().set_len(1000).unwrap();
+        match load.wait() {
+            Ok(report) => assert_eq!(report.packed_on_device, packing.bytes()),
+            Err(LoadError::Memory(MemoryError::FileChanged { was: found, is: 1000, .. })) => assert_eq!(found, was),
+            Err(other) => panic!("{other:?}"),
+        }
+        let error = start(&file).wait().unwrap_err();
+        assert!(matches!(error, LoadError::Memory(MemoryError::FileChanged { .. })), "{error:?}");
+        let (_keep, file, _) = blocks_file(&[BlockType::Q4_K], rows, cols);
+        let load = start(&file);
+        host.device.declare_lost("a test");
+        match load.wait() {
+            Ok(_) => {}
+            Err(LoadError::Transfer(_) | LoadError::Device(_) | LoadError::Memory(_) | LoadError::Packer(_)) => {}
+            Err(other) => panic!("{other:?}"),
+        }
+        let error = start(&file).wait().unwrap_err();
+        let expected = matches!(
+            error,
+            LoadError::Transfer(_) | LoadError::Device(_) | LoadError::Memory(_) | LoadError::Packer(_)
+        );
+        assert!(expected, "{error:?}");
     });
 }

@@ -365,6 +365,37 @@ fn a_device_that_computes_a_format_wrongly_is_noticed_at_start() {
     assert!(error.contains("computes its quantised weights wrongly") && error.contains("differs by"), "{error}");
 }
 
+/// Goal: a model whose weights the device packs is the same as one whose weights the host packs, and a device that packs
+/// wrongly is noticed. Method: K-quants in both layouts, whose logits must be equal bit for bit; the test at start fails
+/// (`broken_packing`), so that the host packs.
+#[test]
+fn a_model_that_the_device_packs_is_the_same() {
+    let vulkan = Vulkan::shared();
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = random_model(folder.path(), "qwen3-deep", &[]);
+    let file = folder.path().join("model.gguf");
+    convert(&model, &file, FileType::from_name("Q4_K_M").expect("a type"), 2).expect("converted");
+    let started = |tune: &[&str]| {
+        let lines = Lines::default();
+        let host = start_with(&vulkan.devices, &configured(&vulkan, &file, None, tune), &lines).expect("a start");
+        let drawn = draw(&host, &RANDOM_PROMPT, 8);
+        let said = lines.0.lock().expect("no panic").join("\n");
+        (drawn, said)
+    };
+    for layout in ["fragments=0", "fragments=1"] {
+        let (wanted, said) = started(&[layout]);
+        assert!(!said.contains("the device packed"), "a CPU driver leaves packing to the host: {said}");
+        let (found, said) = started(&[layout, "device_packing=2"]);
+        assert_eq!(found, wanted, "{layout}");
+        assert!(said.contains("; the device packed ") && !said.contains("wrongly"), "{said}");
+        let (found, said) = started(&[layout, "device_packing=2", "broken_packing=1"]);
+        assert_eq!(found, wanted, "{layout}");
+        let wrong =
+            said.contains("packs Q4_K as") && said.contains("wrongly (an injected failure): the host packs them");
+        assert!(wrong && !said.contains("the device packed"), "{said}");
+    }
+}
+
 /// Goal: a device that computes a kind of model wrongly is noticed at start. Method: the device's small model is given
 /// another norm than the reference's (`broken_reference`): with weights in fragments, so that the model runs with weights
 /// row after row, and with all, so that it is refused by the name of a kernel.

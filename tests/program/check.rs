@@ -53,7 +53,13 @@ fn a_check_loads_the_model_and_passes_its_tests() {
     let output = run(&["check-device", "--device", cpu(), "--model", model]);
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
-    let tests = ["limits             ", "quantised_kernels  ", "small_model        ", "start              "];
+    let tests = [
+        "limits             ",
+        "quantised_kernels  ",
+        "packing            ",
+        "small_model        ",
+        "start              ",
+    ];
     for line in tests.map(|test| format!("{test}passed")).iter().map(String::as_str).chain(["\npassed\n"]) {
         assert!(text.contains(line), "{line:?} in\n{text}");
     }

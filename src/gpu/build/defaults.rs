@@ -204,6 +204,9 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         broken_step: 0,
         broken_every: 0,
         broken_codes: 0,
+        // The cores that would pack are those that a CPU driver computes on.
+        device_packing: u32::from(!cpu),
+        broken_packing: 0,
         broken_ptx: 0,
         // Compiling the small model's kernels takes a CPU driver longer than a start may last. Weights in fragments have
         // other tests at start: of each kernel of codes, of programs in PTX, and of steps without barriers.

@@ -171,7 +171,9 @@ impl Build<'_> {
             reserve_bytes: plan::default_reserve(budget.heap_bytes),
         };
         let recordings = Recordings::new(probe, buckets, self.draft_sequences());
-        let weights: Vec<Part> = probe.placed_weights().into_iter().flat_map(|placed| placed.parts).collect();
+        let placed = probe.placed_weights();
+        let packer_bytes = self.packer_bytes(&placed, &probe.tuning);
+        let weights: Vec<Part> = placed.into_iter().flat_map(|placed| placed.parts).collect();
         let names: HashSet<&str> = weights.iter().map(|part| part.name.as_str()).collect();
         let sizes: Vec<(String, u64)> = buffer_sizes(&recordings.all())
             .into_iter()
@@ -187,6 +189,8 @@ impl Build<'_> {
             of_weights(Purpose::DraftWeights, true),
             PlanEntry::of_buffers(Purpose::Staging, Side::Host, [("staging", (slots * bytes) as u64)]),
         ];
+        entries
+            .extend(packer_bytes.map(|bytes| PlanEntry::of_buffers(Purpose::Staging, Side::Device, [("raw", bytes)])));
         for (wanted, side) in [
             (Purpose::State, Side::Device),
             (Purpose::Recurrent, Side::Device),

@@ -6,6 +6,7 @@ pub mod defaults;
 pub(crate) mod format_test;
 pub(crate) mod limits;
 mod overlap_test;
+mod packing;
 mod ptx_test;
 pub(crate) mod recordings;
 pub(crate) mod reference_test;
@@ -14,6 +15,7 @@ pub(crate) mod split_test;
 
 use crate::actors::compute::{Gates, Submission};
 use crate::actors::loader::{LoadError, LoadPlan, LoadReport, LoadTensor, MatrixRows, TensorSource, WeightLoad};
+use crate::actors::packer::DevicePacker;
 use crate::actors::timeline::FlushReason;
 use crate::actors::watcher::Outbox;
 use crate::config::{self, file::Stamp};
@@ -317,7 +319,8 @@ impl Build<'_> {
             table.add(buffer)?;
         }
 
-        let load = Weights(Some(self.load(&weights, &table)?));
+        let packer = self.packer(&weights, &decoder.tuning, cache)?;
+        let load = Weights(Some(self.load(&weights, &table, packer)?));
         let upload = |buffer, bytes: &[u8]| self.opened.transfer.upload(&self.opened.ring, buffer, 0, bytes);
         let mut tables = Vec::new();
         for (name, rope) in decoder.placed_rope_tables() {
@@ -778,7 +781,12 @@ impl Build<'_> {
         }
     }
 
-    fn load(&self, weights: &[PlacedWeight<'_>], table: &BufferTable) -> Result<WeightLoad, StartError> {
+    fn load(
+        &self,
+        weights: &[PlacedWeight<'_>],
+        table: &BufferTable,
+        packer: Option<Arc<DevicePacker>>,
+    ) -> Result<WeightLoad, StartError> {
         // The stamps of the files whose headers were read, so that files that were replaced since are rejected.
         let files = self.checkpoint.files.iter().chain(self.draft.iter().flat_map(|draft| &draft.files));
         let stamps: HashMap<&Path, &Stamp> = files.map(|file| (&*file.path, &file.stamp)).collect();
@@ -824,7 +832,7 @@ impl Build<'_> {
             }
         }
         let threads = self.beside.then(threads_beside);
-        self.opened.loader.load_on(LoadPlan { tensors }, threads).map_err(failed)
+        self.opened.loader.load_on(LoadPlan { tensors, packer }, threads).map_err(failed)
     }
 
     /// Runs regions in order and waits for them.

@@ -153,6 +153,11 @@ pub struct Tuning {
     /// For tests: the test at start of the kernels of quantised weights fails for weights in fragments (1), for all (2), or for
     /// weights in fragments and with integer dot products (3); 0 changes nothing.
     pub broken_codes: u32,
+    /// Whether quantised blocks of large models that no other model serves beside are packed on the device while they load
+    /// (1), or those of all models (2); 0: the host packs them.
+    pub device_packing: u32,
+    /// For tests: the test at start of the kernels that pack on the device fails (1); 0 changes nothing.
+    pub broken_packing: u32,
     /// For tests: the test at start of `wgmma` fails (1); 0 changes nothing.
     pub broken_ptx: u32,
     /// Whether the results of a small model of the same kind are compared with those of plain Rust at start: with weights
@@ -330,6 +335,8 @@ impl Tuning {
             "sample_threads" => &mut self.sample_threads,
             "fault_at" => &mut self.fault_at,
             "broken_codes" => &mut self.broken_codes,
+            "device_packing" => &mut self.device_packing,
+            "broken_packing" => &mut self.broken_packing,
             "broken_call" => &mut self.broken_call,
             "broken_calls" => &mut self.broken_calls,
             "broken_step" => &mut self.broken_step,

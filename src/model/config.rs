@@ -212,12 +212,14 @@ pub const BESIDE_DENSE: [&str; 3] =
 
 /// Inputs of every layer that depend on a row's token: an embedding for each layer, with a projection of the token's
 /// common embedding added. After its MLP, a layer multiplies them with a gate, projects them and adds them to the stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerInputs {
     /// The number of values of a row and layer.
     pub width: u32,
     /// The number of rows of their embedding, at least the model's vocabulary.
     pub vocab: u32,
+    /// The factor of the embedding: √width, rounded like the embedding.
+    pub scale: f32,
 }
 
 impl Experts {

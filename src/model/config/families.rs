@@ -154,6 +154,8 @@ pub(super) struct Facts {
     pub(super) local_rope: LocalRope,
     /// Whether the class's default of `rope_parameters` is more than a base, so that the key must be present.
     pub(super) rope_required: bool,
+    /// Whether rotary embeddings of the default kind rotate whole heads, whatever `partial_rotary_factor` says.
+    pub(super) default_rope_is_whole: bool,
     /// Layers without rotary embedding: whether `no_rope_layers` and `no_rope_layer_interval` (4) count.
     pub(super) some_without_rope: bool,
     /// Whether `llama_4_scaling_beta` counts: queries grow with their position.
@@ -286,6 +288,7 @@ const LLAMA: Facts = Facts {
     windows: Windows::Never,
     local_rope: LocalRope::Same,
     rope_required: false,
+    default_rope_is_whole: false,
     some_without_rope: false,
     query_growth: false,
     latent: None,
@@ -426,6 +429,7 @@ const DEEPSEEK_V3: Facts = Facts {
     mlp_bias: Bias::Never,
     latent: Some((Latent { q_rank: Some(1536), kv_rank: 512, nope: 128, rope: 64, value_dim: 128 }, true)),
     interleaved: true,
+    default_rope_is_whole: true,
     defaults: Defaults { context: 4096, partial: Some(1.0), bos: Some(0), eos: &[1], ..DEFAULTS },
     ..LLAMA
 };
@@ -577,6 +581,7 @@ pub(super) const FAMILIES: [Facts; 25] = [
         score_scale: ScoreScale::One,
         soft_caps: Some([None, None]),
         gemma4: true,
+        default_rope_is_whole: true,
         defaults: Defaults {
             vocab: Some(262_144),
             context: 131_072,
@@ -683,6 +688,7 @@ pub(super) const FAMILIES: [Facts; 25] = [
             ..EXPERTS
         }),
         latent: Some((Latent { q_rank: Some(768), kv_rank: 512, nope: 192, rope: 64, value_dim: 256 }, true)),
+        default_rope_is_whole: false,
         defaults: Defaults { context: 202_752, rms_eps: 1e-5, bos: None, eos: &[], ..DEEPSEEK_V3.defaults },
         ..DEEPSEEK_V3
     },

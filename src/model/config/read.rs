@@ -206,7 +206,7 @@ pub(super) fn read(
     let mixers = mixers(reader, facts, layers);
     let shared = shared_caches(reader, facts, mixers.as_deref());
     let attention = attention(reader, facts, mixers.as_deref(), heads, (latent, context, sees));
-    let layer_inputs = layer_inputs(reader, facts, layers, vocab);
+    let layer_inputs = layer_inputs(reader, facts, layers, vocab, dtype);
     let wide = facts.gemma4 && reader.flag("use_double_wide_mlp");
     let layer_kinds: Option<Vec<LayerKind>> = mixers.map(|mixers| mixers.iter().map(|mixer| mixer.kind()).collect());
     let delta = layer_kinds.as_ref().is_some_and(|kinds| kinds.contains(&LayerKind::GatedDelta));
@@ -408,8 +408,10 @@ fn heads(reader: &mut Reader, facts: &Facts, hidden: Option<u32>) -> [Option<u32
         Some(default) => reader.count_or("num_attention_heads", MAX_DIMENSION, default),
         None => reader.count("num_attention_heads", MAX_DIMENSION),
     };
-    let kv_heads = match reader.value("num_key_value_heads") {
+    // A null is as many as query heads; an absent key is the class's default.
+    let kv_heads = match reader.map.get("num_key_value_heads") {
         None => facts.defaults.kv_heads.or(heads),
+        Some(Value::Null) => heads,
         Some(_) => reader.optional_count("num_key_value_heads", MAX_DIMENSION),
     };
     let head_dim = match (reader.map.get("head_dim"), facts.defaults.head_dim) {
@@ -573,6 +575,7 @@ fn layer_inputs(
     facts: &Facts,
     layers: Option<u32>,
     vocab: Option<u32>,
+    dtype: Option<Dtype>,
 ) -> Option<Option<LayerInputs>> {
     const WIDTH: &str = "hidden_size_per_layer_input";
     let width = match (facts.gemma4, reader.map.get(WIDTH)) {
@@ -590,7 +593,7 @@ fn layer_inputs(
     if width % 8 != 0 {
         reader.wrong(WIDTH, width, "a multiple of 8");
     }
-    Some(Some(LayerInputs { width, vocab: rows }))
+    Some(Some(LayerInputs { width, vocab: rows, scale: rounded(f64::from(width).sqrt() as f32, dtype) }))
 }
 
 /// The mixer of a layer: the part that combines tokens.

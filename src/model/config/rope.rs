@@ -361,7 +361,8 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
         _ => original,
     };
     let truncate = match parameters.get("truncate") {
-        None | Some(Value::Null) => true,
+        None => true,
+        Some(Value::Null) => false,
         Some(Value::Bool(truncate)) => *truncate,
         Some(other) => {
             reader.wrong(&format!("{section}.truncate"), other, "true or false");
@@ -384,6 +385,7 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
             return None;
         }
     };
+    let partial = partial.filter(|_| kind != "default" || !facts.default_rope_is_whole);
     let [short_factors, long_factors] = match kind {
         "longrope" => ["short_factor", "long_factor"].map(|key| {
             let value = parameters.get(key).cloned().unwrap_or(Value::Null);

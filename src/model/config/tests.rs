@@ -164,6 +164,40 @@ fn rope_of_two_kinds_is_told_apart() {
 }
 
 #[test]
+fn null_is_not_the_default_where_transformers_tells_them_apart() {
+    let yarn = serde_json::json!({"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": null}});
+    let c = ModelConfig::parse(&with(QWEN3, yarn), None).unwrap();
+    assert!(matches!(rope_of(&c).scaling, RopeScaling::Yarn { truncate: false, .. }));
+    let smollm = |changes: Value| {
+        let text = with(LLAMA, serde_json::json!({"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}));
+        let c = ModelConfig::parse(&with(&text, changes), None).unwrap();
+        (c.attention_kinds[0].heads, c.attention_kinds[0].kv_heads)
+    };
+    let (heads, kv_heads) = smollm(serde_json::json!({"num_key_value_heads": null}));
+    assert_eq!(kv_heads, heads);
+    assert_eq!(smollm(serde_json::json!({"num_key_value_heads": "<absent>"})).1, 4);
+}
+
+#[test]
+fn some_families_rotate_whole_heads_unless_positions_are_scaled() {
+    let gemma = |kind: &str| {
+        let full = serde_json::json!({"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": kind});
+        let sliding = serde_json::json!({"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5});
+        let both = serde_json::json!({"full_attention": full, "sliding_attention": sliding});
+        let c = ModelConfig::parse(&gemma4(serde_json::json!({"rope_parameters": both})), None).unwrap();
+        c.attention_kinds.iter().map(|kind| kind.rope.as_ref().unwrap().rotary_dim).collect::<Vec<_>>()
+    };
+    assert_eq!(gemma("default"), [256, 512]);
+    assert_eq!(gemma("proportional"), [256, 128]);
+    let rope = |class: &str, model_type: &str| {
+        let text = deepseek(class, model_type, serde_json::json!({"rope_scaling": null, "partial_rotary_factor": 0.5}));
+        rope_of(&ModelConfig::parse(&text, None).unwrap()).rotary_dim
+    };
+    let whole = rope("DeepseekV3ForCausalLM", "deepseek_v3");
+    assert_eq!(rope("Glm4MoeLiteForCausalLM", "glm4_moe_lite") * 2, whole);
+}
+
+#[test]
 fn original_context_and_factor_have_fallbacks() {
     let yarn = serde_json::json!({"rope_scaling": {"type": "yarn", "factor": 4.0}});
     let c = ModelConfig::parse(&with(QWEN3, yarn), None).unwrap();
@@ -767,7 +801,7 @@ fn reads_gemma_4_with_shared_keys_and_inputs_of_layers() {
     assert_eq!(c.cached_layers().count(), 6);
     assert_eq!(c.dense_widths, [2112, 2112, 2112, 2112, 2112, 2112, 4224, 4224]);
     assert_eq!((c.intermediate, c.experts), (4224, None));
-    assert_eq!(c.layer_inputs, Some(LayerInputs { width: 256, vocab: 262_144 }));
+    assert_eq!(c.layer_inputs, Some(LayerInputs { width: 256, vocab: 262_144, scale: 16.0 }));
     assert_eq!(c.attention(5).kv_heads, 8, "the number of others' key heads, unless values are keys");
 }
 

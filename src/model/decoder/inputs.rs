@@ -19,8 +19,7 @@ impl Decoder<'_> {
         let all = of.width * c.layers;
         self.linear(r, shape, step, "layer_inputs.projection", (step.x, c.hidden), step.inputs);
         let embedded = Self::activations(r, "layer_inputs.embedded", shape.rows(), all);
-        let root = f64::from(of.width).sqrt() as f32;
-        self.look_up(r, shape, step, ("layer_inputs.embed", all, root), embedded, "layer_inputs.embed");
+        self.look_up(r, shape, step, ("layer_inputs.embed", all, of.scale), embedded, "layer_inputs.embed");
         let norm = self.vector(r, "layer_inputs.norm");
         // The norm of values that are divided by √H is that of the values with H times its epsilon.
         let epsilon = c.rms_eps * c.hidden as f32;

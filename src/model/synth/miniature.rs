@@ -183,7 +183,7 @@ fn shrunk(c: &ModelConfig, layers: &[u32]) -> ModelConfig {
         latent: c.latent.map(|of| Latent { q_rank: of.q_rank.map(|rank| rank.min(INPUTS)), ..of }),
         cache_of: of(&c.cache_of, layers).into_iter().map(place).collect(),
         vocab,
-        layer_inputs: c.layer_inputs.map(|of| LayerInputs { width: of.width.min(INPUTS), vocab }),
+        layer_inputs: c.layer_inputs.map(|of| LayerInputs { width: of.width.min(INPUTS), vocab, ..of }),
         layer_kinds: of(&c.layer_kinds, layers),
         mlp_kinds: of(&c.mlp_kinds, layers),
         delta: c.delta.map(delta),

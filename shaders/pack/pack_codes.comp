@@ -1,15 +1,17 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// Packs rows of a file's quantised blocks as `memory::pack::pack` does, bit for bit: planes of codes, scales and minimums
+// Packs rows of a file's quantised weights as `memory::pack::pack` does, bit for bit: planes of codes, scales and minimums
 // in f16, and a factor for each row (`memory::pack::codes` defines the layouts and the factor).
 //
 // raw      32-bit words: for each packed row the byte in `raw` at which its blocks begin, or ABSENT or BEYOND; somewhere
-//          behind them the rows' blocks as the file has them (`quant::blocks`), each row at an even byte
+//          behind them the rows' blocks as the file has them (`quant::blocks`), each row at an even byte. Of AWQ and GPTQ,
+//          two words for each row: the byte, a multiple of 16, at which its strip begins, or ABSENT or BEYOND, and the row's
+//          index in the strip; a strip (`kernels::pack_codes`) has adjacent rows of a matrix
 // target   `rows` packed rows, row-major or in blocks of 16 rows
 // faults   one word: the smallest `part` in which a scale or a minimum is infinite or not a number; otherwise unchanged
 //
-// A workgroup packs a row, or a block of 16 rows: it finds the largest scale and minimum of each row, then writes 16 bytes
-// an invocation. Scales and minimums are products of an f16 and a small integer, which f32 represents; they are computed
+// A workgroup packs 16 rows: it finds the largest scale and minimum of each row, then writes 16 bytes an invocation. Rows of
+// row-major tensors take turns, since eight rows of AWQ are in the same words. Scales and minimums are products of an f16 and a small integer, which f32 represents; they are computed
 // in integers, since devices may flush small numbers and round halves as they like.
 // Traffic: the file's bytes about twice, the packed bytes once.
 #include "common.glsl"
@@ -26,16 +28,19 @@ layout(push_constant) uniform Args {
     Words4Out target;
     WordsInOut faults;
     uint rows;    // with those beyond the last one of a block of 16
-    uint cols;    // of the blocks: a multiple of their columns
+    uint cols;    // of the file's rows: a multiple of a block's or group's
     uint units;   // units of columns of a packed row
     uint part;
 };
 
 const uint ABSENT = 0xfffffffeu; // a row without a source: zeros
 const uint BEYOND = 0xffffffffu; // a row beyond the last one: zeros, and so is its factor
-const uint ROWS = FRAGMENTS == 1u ? 16u : 1u;
+const uint ROWS = 16u;
 
 shared uint row_at_s[16];
+// Of a row in a strip: its index, the strip's rows, and where the codes (words), scales (halves) and zeros (words) begin.
+shared uint index_s[16];
+shared uvec4 strip_s[16];
 shared uint scale_s[16];    // the largest size of a row's scales
 shared uint minimum_s[16];  // the largest size of a row's minimums
 shared uint differs_s[16];  // not zero: the row's scales are not all the same
@@ -54,13 +59,68 @@ uint word_at(uint at) {
 // Each type of block, by its number in GGUF files: columns and bytes of a block, columns of a group, and of the block at
 // byte `at`: the f16s D and, if the type stores minimums, LEAST; the integers by which they are multiplied for group g; four
 // codes from column j on, a byte each. The minimum of types with a constant zero is D · integer · ZERO_CODE.
+//
+// For AWQ (SOURCE 100) and GPTQ of 4 bits (101, and 102 with zeros as they are stored), a block is a group of columns of a
+// row: the row of the workgroup, and the group. A strip begins with the number of its rows, a multiple of 8, and the bytes
+// behind its first one at which its scales and zeros begin. From byte 16 on it has the codes, a line of words for each column
+// (AWQ: eight rows in a word) or for eight columns (GPTQ: eight columns in a word); then, for each group, lines of scales,
+// f16, and of zeros, eight in a word.
+#if SOURCE >= 100
+#define Block uvec2
+#define BLOCK_COLS GROUP
+#define SOURCE_GROUP GROUP
+#define TABLE_WORDS 2u
+uint D(Block b) {
+    uvec4 strip = strip_s[b.x];
+    uint half_ = strip.z + b.y * strip.x + index_s[b.x];
+    return raw.v[half_ >> 1] >> 16u * (half_ & 1u) & 0xffffu;
+}
+// The nibble of a word that holds each of eight rows: of AWQ 0, 4, 1, 5, 2, 6, 3, 7.
+#if SOURCE == 100
+uint nibble_of(uint row) { return (row & 7u) >> 1 | (row & 1u) << 2; }
+#define PLUS 0u
+#else
+uint nibble_of(uint row) { return row & 7u; }
+// The first version has taken 1 from each of a word's zeros in one subtraction.
+#define PLUS (SOURCE == 101 ? 0x11111111u : 0u)
+#endif
+int zero_of(Block b) {
+    uvec4 strip = strip_s[b.x];
+    uint index = index_s[b.x];
+    return int(raw.v[strip.w + (b.y * strip.x + index) / 8u] + PLUS >> 4u * nibble_of(index) & 15u);
+}
+int scale_integer(Block b, uint g) { return 1; }
+#define LEAST(b) D(b)
+#define LEAST_INTEGER(b, g) zero_of(b)
+#if SOURCE == 100
+uint four_codes(Block b, uint j) {
+    uvec4 strip = strip_s[b.x];
+    uint index = index_s[b.x], width = strip.x / 8u, at = strip.y + (b.y * GROUP + j) * width + index / 8u;
+    uvec4 words = uvec4(raw.v[at], raw.v[at + width], raw.v[at + 2u * width], raw.v[at + 3u * width]);
+    words = words >> 4u * nibble_of(index) & 15u;
+    return words.x | words.y << 8 | words.z << 16 | words.w << 24;
+}
+#else
+// A constant zero is the same in all groups.
+#define IS_WRONG(b) (STORED == 0u && zero_of(b) != 8)
+uint four_codes(Block b, uint j) {
+    uint at = strip_s[b.x].y + (b.y * GROUP + j) / 8u * strip_s[b.x].x + index_s[b.x];
+    uint nibbles = raw.v[at] >> 4u * (j & 4u) & 0xffffu;
+    nibbles = (nibbles | nibbles << 8) & 0x00ff00ffu;
+    return (nibbles | nibbles << 4) & 0x0f0f0f0fu;
+}
+#endif
+#else
+#define Block uint
+#define TABLE_WORDS 1u
+#endif
 #if SOURCE == 2 || SOURCE == 3 || SOURCE == 6 || SOURCE == 7 || SOURCE == 8
 #define BLOCK_COLS 32u
 #define SOURCE_GROUP 32u
 #define D(at) half_at(at)
 int scale_integer(uint at, uint g) { return 1; }
 int minimum_integer(uint at, uint g) { return 1; }
-#else
+#elif SOURCE < 100
 #define BLOCK_COLS 256u
 #endif
 uint nibbles(uint at, uint j) { return word_at(at + (j & 15u)) >> (j >> 4) * 4u & 0x0f0f0f0fu; }
@@ -146,11 +206,16 @@ uint four_codes(uint at, uint j) {
     return low | (word_at(at + 128u + 32u * n + j % 32u) >> 2u * k & 0x03030303u) << 4;
 }
 #endif
-#ifdef LEAST
+#if SOURCE >= 100
+#elif defined(LEAST)
 #define LEAST_INTEGER(at, g) minimum_integer(at, g)
 #else
 #define LEAST(at) D(at)
 #define LEAST_INTEGER(at, g) scale_integer(at, g) * ZERO_CODE
+#endif
+
+#ifndef IS_WRONG
+#define IS_WRONG(b) false
 #endif
 
 // The bits of the f32 that is the product of an f16 and an integer of at most 12 bits.
@@ -163,15 +228,22 @@ uint product(uint half_, int integer) {
     return sign | uint(int(max(exponent, 1u)) - 25 + top + 127) << 23 | digits << uint(23 - top) & 0x7fffffu;
 }
 
-uint block_at(uint row_at, uint col) { return row_at + col / BLOCK_COLS * BLOCK_BYTES; }
-// The scale and the minimum of a column's group.
-uint scale_at(uint row_at, uint col) {
-    uint at = block_at(row_at, col);
-    return product(D(at), scale_integer(at, col % BLOCK_COLS / SOURCE_GROUP));
+// The block of a column of row `r` of the workgroup.
+Block block_at(uint r, uint col) {
+#if SOURCE >= 100
+    return uvec2(r, col / BLOCK_COLS);
+#else
+    return row_at_s[r] + col / BLOCK_COLS * BLOCK_BYTES;
+#endif
 }
-uint minimum_at(uint row_at, uint col) {
-    uint at = block_at(row_at, col);
-    return product(LEAST(at), LEAST_INTEGER(at, col % BLOCK_COLS / SOURCE_GROUP));
+// The scale and the minimum of a column's group.
+uint scale_at(uint r, uint col) {
+    Block block = block_at(r, col);
+    return product(D(block), scale_integer(block, col % BLOCK_COLS / SOURCE_GROUP));
+}
+uint minimum_at(uint r, uint col) {
+    Block block = block_at(r, col);
+    return product(LEAST(block), LEAST_INTEGER(block, col % BLOCK_COLS / SOURCE_GROUP));
 }
 
 // The f16 nearest to an f32, ties to even. The f32 is less than 2^15.
@@ -213,9 +285,9 @@ uint quotient(uint bits, uint digits, int power) {
 
 // The scale of group `g` of row `r` of the workgroup, as it is stored: an f16.
 uint stored_scale(uint r, uint g) {
-    uint row_at = row_at_s[r], col = g * GROUP;
-    if (row_at >= ABSENT || col >= cols) return 0u;
-    uint scale = scale_at(row_at, col);
+    uint col = g * GROUP;
+    if (row_at_s[r] >= ABSENT || col >= cols) return 0u;
+    uint scale = scale_at(r, col);
     if ((scale & 0x7fffffffu) == 0u) return scale >> 16;
     // The factor has the digits of a scale that all groups share. Affine codes count 2^-24.
     if (digits_s[r] != 0u) scale &= 0xff800000u;
@@ -223,9 +295,9 @@ uint stored_scale(uint r, uint g) {
 }
 
 uint stored_minimum(uint r, uint g) {
-    uint row_at = row_at_s[r], col = g * GROUP;
-    if (row_at >= ABSENT || col >= cols) return 0u;
-    uint minimum = minimum_at(row_at, col);
+    uint col = g * GROUP;
+    if (row_at_s[r] >= ABSENT || col >= cols) return 0u;
+    uint minimum = minimum_at(r, col);
     if ((minimum & 0x7fffffffu) == 0u) return minimum >> 16;
     uint digits = digits_s[r];
     return round_half(digits == 0u ? minimum - (uint(power_s[r]) << 23) : quotient(minimum, digits, power_s[r]));
@@ -237,9 +309,8 @@ uint stored_factor(uint r) {
 
 // Four codes of row `r` from a column on, a byte each.
 uint codes_at(uint r, uint col) {
-    uint row_at = row_at_s[r];
-    if (row_at >= ABSENT || col >= cols) return 0u;
-    return four_codes(block_at(row_at, col), col % BLOCK_COLS);
+    if (row_at_s[r] >= ABSENT || col >= cols) return 0u;
+    return four_codes(block_at(r, col), col % BLOCK_COLS);
 }
 
 // Bits `shift` and on of four codes, those of a plane of `bits` bits, next to each other.
@@ -261,12 +332,12 @@ uint joined(uint codes, const uint bits, uint shift) {
     return (x | x >> 14) & 15u;
 }
 
-// 16 bytes of a plane of a row-major row, from column `col` on.
-uvec4 row_words(const uint bits, uint shift, uint col) {
+// 16 bytes of a plane of row `r`, row-major, from column `col` on.
+uvec4 row_words(uint r, const uint bits, uint shift, uint col) {
     uvec4 words = uvec4(0u);
     [[unroll]] for (uint k = 0u; k < 4u; k++)
         [[unroll]] for (uint i = 0u; i < 8u / bits; i++)
-            words[k] |= joined(codes_at(0u, col + (k * (8u / bits) + i) * 4u), bits, shift) << 4u * bits * i;
+            words[k] |= joined(codes_at(r, col + (k * (8u / bits) + i) * 4u), bits, shift) << 4u * bits * i;
     return words;
 }
 
@@ -336,31 +407,33 @@ uvec4 block_words(uint at) {
     return words;
 }
 
-// 16 bytes of a row: its word `at` of 16 bytes, behind the first one.
-uvec4 line_words(uint at) {
+// 16 bytes of row `r`, row-major: its word `at` of 16 bytes.
+uvec4 line_words(uint r, uint at) {
+    if (at == 0u) return uvec4(stored_factor(r), 0u, 0u, 0u);
+    at--;
     uint padded = units * UNIT_COLS;
     if ((BITS & 8u) != 0u) {
-        if (at < padded / 16u) return row_words(8u, 0u, at * 16u);
+        if (at < padded / 16u) return row_words(r, 8u, 0u, at * 16u);
         at -= padded / 16u;
     }
     if ((BITS & 4u) != 0u) {
-        if (at < padded / 32u) return row_words(4u, 0u, at * 32u);
+        if (at < padded / 32u) return row_words(r, 4u, 0u, at * 32u);
         at -= padded / 32u;
     }
     if ((BITS & 2u) != 0u) {
-        if (at < padded / 64u) return row_words(2u, BITS & 4u, at * 64u);
+        if (at < padded / 64u) return row_words(r, 2u, BITS & 4u, at * 64u);
         at -= padded / 64u;
     }
     if ((BITS & 1u) != 0u) {
-        if (at < padded / 128u) return row_words(1u, BITS & 6u, at * 128u);
+        if (at < padded / 128u) return row_words(r, 1u, BITS & 6u, at * 128u);
         at -= padded / 128u;
     }
     uint groups = padded / GROUP;
     uvec4 words = uvec4(0u);
     [[unroll]] for (uint i = 0u; i < 8u; i++) {
         uint index = at * 8u + i, half_ = 0u;
-        if (index < groups) half_ = stored_scale(0u, index);
-        else if (STORED == 1u && index < 2u * groups) half_ = stored_minimum(0u, index - groups);
+        if (index < groups) half_ = stored_scale(r, index);
+        else if (STORED == 1u && index < 2u * groups) half_ = stored_minimum(r, index - groups);
         words[i / 2u] |= half_ << 16u * (i % 2u);
     }
     return words;
@@ -370,23 +443,32 @@ void main() {
     uint i = gl_LocalInvocationID.x, unit = gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x;
     if (unit * ROWS >= rows) return;
     if (i < ROWS) {
-        row_at_s[i] = raw.v[unit * ROWS + i];
+        uint row = unit * ROWS + i, entry = row * TABLE_WORDS;
+        row_at_s[i] = row < rows ? raw.v[entry] : BEYOND;
+#if SOURCE >= 100
+        if (row_at_s[i] < ABSENT) {
+            uint at = row_at_s[i], word = at >> 2;
+            index_s[i] = raw.v[entry + 1u];
+            strip_s[i] = uvec4(raw.v[word], word + 4u, (at + raw.v[word + 1u]) / 2u, (at + raw.v[word + 2u]) / 4u);
+        }
+#endif
         scale_s[i] = 0u;
         minimum_s[i] = 0u;
         differs_s[i] = 0u;
     }
     barrier();
-    uint lanes = gl_WorkGroupSize.x / ROWS, r = i / lanes, row_at = row_at_s[r];
-    if (row_at < ABSENT) {
-        uint first = scale_at(row_at, 0u), scale = 0u, minimum = 0u, differs = 0u, bad = 0u;
+    uint lanes = gl_WorkGroupSize.x / ROWS, r = i / lanes;
+    if (row_at_s[r] < ABSENT) {
+        uint first = scale_at(r, 0u), scale = 0u, minimum = 0u, differs = 0u, bad = 0u;
         for (uint col = i % lanes * BLOCK_COLS; col < cols; col += lanes * BLOCK_COLS) {
-            uint at = block_at(row_at, col), d = D(at), least = LEAST(at);
-            bad |= uint((d & 0x7c00u) == 0x7c00u || (least & 0x7c00u) == 0x7c00u);
+            Block block = block_at(r, col);
+            uint d = D(block), least = LEAST(block);
+            bad |= uint((d & 0x7c00u) == 0x7c00u || (least & 0x7c00u) == 0x7c00u || IS_WRONG(block));
             for (uint g = 0u; g < BLOCK_COLS / SOURCE_GROUP; g++) {
-                uint bits = product(d, scale_integer(at, g));
+                uint bits = product(d, scale_integer(block, g));
                 scale = max(scale, bits & 0x7fffffffu);
                 differs |= bits ^ first;
-                if (STORED == 1u) minimum = max(minimum, product(least, LEAST_INTEGER(at, g)) & 0x7fffffffu);
+                if (STORED == 1u) minimum = max(minimum, product(least, LEAST_INTEGER(block, g)) & 0x7fffffffu);
             }
         }
         atomicMax(scale_s[r], scale);
@@ -409,8 +491,10 @@ void main() {
         for (uint at = i; at < words; at += gl_WorkGroupSize.x) target.v[base + at] = block_words(at);
     } else {
         uint padded = units * UNIT_COLS, groups = padded / GROUP * (1u + STORED);
-        uint words = 1u + padded * BITS / 128u + (groups + 7u) / 8u, base = unit * words;
-        for (uint at = i; at < words; at += gl_WorkGroupSize.x)
-            target.v[base + at] = at == 0u ? uvec4(stored_factor(0u), 0u, 0u, 0u) : line_words(at - 1u);
+        uint words = 1u + padded * BITS / 128u + (groups + 7u) / 8u;
+        for (uint turn = i; turn < (words + 31u) / 32u * 32u * ROWS; turn += gl_WorkGroupSize.x) {
+            uint at = turn / (32u * ROWS) * 32u + turn % 32u, of = turn / 32u % ROWS, row = unit * ROWS + of;
+            if (at < words && row < rows) target.v[row * words + at] = line_words(of, at);
+        }
     }
 }

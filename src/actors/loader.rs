@@ -2,16 +2,18 @@
 //! actor one staging slot at a time; or passes rows as the file has them, which the device packs (`packer`). Not here: the
 //! meaning of a tensor, the allocation of device memory, the compute queue.
 
+mod raw;
+
+use self::raw::{RawPart, Segment, copy_rows, cut_raw, segments};
 use super::mailbox::{Address, Mailbox, Refused, mailbox};
 use super::packer::{DevicePacker, PackerError, RawRows};
 use super::transfer::{Piece, Transfer, TransferError};
 use crate::actors::thread::{ActorThread, SpawnError};
 use crate::device::{DeviceError, Point};
-use crate::kernels::pack_codes::{ABSENT, BEYOND, PackVariant, PackedRows};
+use crate::kernels::pack_codes::PackedRows;
 use crate::memory::pack::{BadRow, Format, Layout, Packing, RowMap, Rows, SourceFormat, Transposed, floats, pack};
 use crate::memory::plan::HumanBytes;
 use crate::memory::{Buffer, MemoryError, StagingRing, WeightFile};
-use crate::quant::blocks::BlockType;
 use crate::quant::safetensors::{CodeMatrix, Description, Runs, WeightError, WeightPart};
 use crate::telemetry::clock::Moment;
 use crossbeam_channel::{Receiver, Sender, bounded};
@@ -745,7 +747,7 @@ impl Actor {
             spent.read += copy_rows(tensor, part, buffers, |offset, bytes| {
                 slot.stream((part.at + offset) as usize, bytes);
             })?;
-            used = part.at + part.bytes();
+            used = part.at + part.bytes;
             let packed = part.packed(&tensor.packing);
             rows.push(RawRows {
                 variant: part.way.variant,
@@ -756,7 +758,7 @@ impl Actor {
                     part: index as u32,
                 },
                 at: part.at,
-                bytes: part.bytes(),
+                bytes: part.bytes,
                 target: Arc::clone(&tensor.target),
                 offset: tensor.offset + packed.start,
                 packed_bytes: packed.end - packed.start,
@@ -1193,55 +1195,6 @@ fn fill(
     Ok(read)
 }
 
-/// Copies rows of a tensor from its files as the device packs them: calls `put` with the offset in the part and the bytes of
-/// each run of rows, and at last of the table of rows. Returns the time spent reading files.
-fn copy_rows(
-    tensor: &LoadTensor,
-    part: &RawPart,
-    buffers: &mut Buffers,
-    mut put: impl FnMut(u64, &[u8]),
-) -> Result<Duration, LoadError> {
-    let row_bytes = part.way.row_bytes;
-    let beyond = tensor.packing.rows.clamp(part.rows.start, part.rows.end);
-    let place = |row: u32| if row < beyond { ABSENT } else { BEYOND };
-    let mut table: Vec<u32> = part.rows.clone().map(place).collect();
-    let mut at = table_bytes(part.rows.len() as u64);
-    let mut read = Duration::ZERO;
-    for source in &tensor.sources {
-        let RowMap { format, cols, first_col, used_cols, first_row, row_step, stride, .. } = source.map;
-        let of = source.map.source_rows(part.rows.clone());
-        if of.is_empty() {
-            continue;
-        }
-        let begun = Instant::now();
-        source.file.unchanged()?;
-        source.file.announce(&source.bytes_of(&of))?;
-        read += begun.elapsed();
-        // Adjacent rows of the file are copied together.
-        let adjacent = stride == 1 && used_cols == cols;
-        let run = if adjacent { (BAND / row_bytes).max(1) as u32 } else { 1 };
-        for first in of.clone().step_by(run as usize) {
-            let rows = first..of.end.min(first + run);
-            let begin = source.bytes_of(&rows).start + format.row_bytes(first_col);
-            let bytes = u64::from(rows.end - rows.start) * row_bytes;
-            if !source.file.is_mapped() && buffers.band.len() < bytes as usize {
-                buffers.band.resize(bytes as usize, 0);
-            }
-            let room = if source.file.is_mapped() { &mut [][..] } else { &mut buffers.band[..bytes as usize] };
-            let begun = Instant::now();
-            let found = source.file.bytes(begin..begin + bytes, room, &tensor.name)?;
-            read += begun.elapsed();
-            put(at, found);
-            for row in rows {
-                table[(first_row + row * row_step - part.rows.start) as usize] = at as u32;
-                at += row_bytes;
-            }
-        }
-    }
-    put(0, bytemuck::cast_slice(&table));
-    Ok(read)
-}
-
 /// Returns the error that the host finds in rows in which the device has found values that are not finite.
 fn confirm(plan: &LoadPlan, parts: &[RawPart]) -> LoadError {
     let mut buffers = Buffers { tile: vec![0; TILE], band: Vec::new(), parts: Vec::new() };
@@ -1394,168 +1347,30 @@ impl Work {
     }
 }
 
-/// How the device packs rows of a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct RawWay {
-    variant: PackVariant,
-    /// The number of columns that are packed, and the bytes of a row that hold them.
-    cols: u32,
-    row_bytes: u64,
-}
-
-/// Packed rows, whole row units, that the device makes of rows of a file. In a staging slot, a table with a word for each of
-/// them comes first: the offset of its bytes in the part.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct RawPart {
-    tensor: usize,
-    rows: Range<u32>,
-    way: RawWay,
-    /// The first byte in the slot.
-    at: u64,
-}
-
-impl RawPart {
-    /// The most bytes that it takes in the slot.
-    fn bytes(&self) -> u64 {
-        raw_bytes(self.rows.len() as u64, self.way.row_bytes)
-    }
-
-    /// The bytes of the packed tensor.
-    fn packed(&self, packing: &Packing) -> Range<u64> {
-        u64::from(self.rows.start) * packing.row_bytes()..u64::from(self.rows.end) * packing.row_bytes()
-    }
-
-    fn packed_bytes(&self, packing: &Packing) -> u64 {
-        let packed = self.packed(packing);
-        packed.end - packed.start
-    }
-}
-
-/// The bytes of a table of rows; behind it, rows begin at a cache line.
-fn table_bytes(rows: u64) -> u64 {
-    (4 * rows).next_multiple_of(SLOT_ALIGNMENT)
-}
-
-fn raw_bytes(rows: u64, row_bytes: u64) -> u64 {
-    table_bytes(rows) + rows * row_bytes
-}
-
-/// Packed rows, whole row units, that are packed in the same way: on the device, or by the host.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Segment {
-    rows: Range<u32>,
-    way: Option<RawWay>,
-}
-
 /// Divides a plan into what fills a staging slot of `slot_bytes`, in the order of its tensors.
 fn divide(plan: &LoadPlan, slot_bytes: u64) -> Vec<Work> {
+    let raw_slot = plan.packer.as_ref().map_or(slot_bytes, |packer| slot_bytes.min(packer.slot_bytes()));
     let (mut packed, mut raw) = (Vec::new(), Vec::new());
-    for (index, tensor) in plan.tensors.iter().enumerate() {
-        let row_bytes = tensor.packing.row_bytes();
-        let of_packer = |packer: &Arc<DevicePacker>| {
-            let LoadTensor { packing, sources, offset, .. } = tensor;
-            let variant = |kind| packer.variant(kind, packing);
-            segments(packing, sources, *offset, slot_bytes.min(packer.slot_bytes()), variant)
+    for (index, LoadTensor { packing, sources, offset, .. }) in plan.tensors.iter().enumerate() {
+        let found = match &plan.packer {
+            None => vec![Segment { rows: 0..packing.padded_rows(), way: None }],
+            Some(packer) => segments(packing, sources, *offset, raw_slot, |variant| packer.packs(variant)),
         };
-        let whole = || vec![Segment { rows: 0..tensor.packing.padded_rows(), way: None }];
-        for Segment { rows, way } in plan.packer.as_ref().map_or_else(whole, of_packer) {
+        for Segment { rows, way } in found {
             match way {
-                Some(way) => raw.push((index, tensor.packing.rows_of_unit(), rows, way)),
+                Some(way) => raw.push((index, packing.rows_of_unit(), rows, way)),
                 None => {
-                    let range = u64::from(rows.start) * row_bytes..u64::from(rows.end) * row_bytes;
-                    packed.push((index, tensor.packing, range));
+                    let bytes = |row: u32| u64::from(row) * packing.row_bytes();
+                    packed.push((index, *packing, bytes(rows.start)..bytes(rows.end)));
                 }
             }
         }
     }
-    let raw_slot = plan.packer.as_ref().map_or(slot_bytes, |packer| slot_bytes.min(packer.slot_bytes()));
     let packed = cut(&packed, slot_bytes).into_iter().map(Work::Pack);
-    let mut chunks: Vec<Work> = packed.chain(cut_raw(&raw, raw_slot).into_iter().map(Work::Raw)).collect();
+    let raw = cut_raw(&raw, raw_slot, |index, rows, way| way.bytes(&plan.tensors[index].sources, rows));
+    let mut chunks: Vec<Work> = packed.chain(raw.into_iter().map(Work::Raw)).collect();
     chunks.sort_by_key(|chunk| chunk.begin(plan));
     chunks
-}
-
-/// Divides the rows of a tensor, `offset` bytes behind the begin of its buffer, by how they are packed. The device packs rows of sources whose columns are whole blocks of a
-/// type for which `variant` has a way, if a unit of them fits in a slot; where rows of a unit are of different types, and where
-/// several sources have a row, the host packs.
-fn segments(
-    packing: &Packing,
-    sources: &[TensorSource],
-    offset: u64,
-    slot_bytes: u64,
-    variant: impl Fn(BlockType) -> Option<PackVariant>,
-) -> Vec<Segment> {
-    let whole = || vec![Segment { rows: 0..packing.padded_rows(), way: None }];
-    let unit = packing.rows_of_unit();
-    let way = |source: &TensorSource| -> Option<RawWay> {
-        let RowMap { format, first_col, used_cols, plus, .. } = source.map;
-        let SourceFormat::Blocks(kind) = format else { return None };
-        let whole = [first_col, used_cols].iter().all(|cols| cols.is_multiple_of(kind.elements() as u32));
-        let plain = source.matrix.is_none() && source.transposed.is_none() && plus == 0.0;
-        let row_bytes = format.row_bytes(used_cols);
-        let fits = used_cols > 0 && raw_bytes(unit.into(), row_bytes) <= slot_bytes;
-        let variant = variant(kind).filter(|_| whole && plain && fits)?;
-        Some(RawWay { variant, cols: used_cols, row_bytes })
-    };
-    let ways: Vec<Option<RawWay>> = sources.iter().map(way).collect();
-    if !offset.is_multiple_of(16) || ways.iter().all(Option::is_none) {
-        return whole();
-    }
-    let mut of_rows: Vec<Option<usize>> = vec![None; packing.padded_rows() as usize];
-    for (index, source) in sources.iter().enumerate() {
-        let RowMap { rows, first_row, row_step, .. } = source.map;
-        for row in (0..rows).map(|row| (first_row + row * row_step) as usize) {
-            if of_rows[row].replace(index).is_some() {
-                return whole();
-            }
-        }
-    }
-    let mut segments: Vec<Segment> = Vec::new();
-    for (first, unit_rows) in (0..).step_by(unit as usize).zip(of_rows.chunks(unit as usize)) {
-        let mut found = unit_rows.iter().flatten().map(|source| ways[*source]);
-        let way = match found.next() {
-            Some(first) => first.filter(|way| found.all(|other| other == Some(*way))),
-            // Rows without a source belong to those before them.
-            None => segments.last().and_then(|last: &Segment| last.way),
-        };
-        let rows = first..first + unit_rows.len() as u32;
-        match segments.last_mut() {
-            Some(last) if last.way == way => last.rows.end = rows.end,
-            _ => segments.push(Segment { rows, way }),
-        }
-    }
-    // Rows of several types that alternate would be many small pieces.
-    if segments.len() > 2 * sources.len() + 2 { whole() } else { segments }
-}
-
-/// Cuts rows that the device packs into what fits in slots of at least a unit of rows: for each of `segments` its tensor, the
-/// rows of a unit, the rows and how they are packed. Small ones share a slot.
-fn cut_raw(segments: &[(usize, u32, Range<u32>, RawWay)], slot_bytes: u64) -> Vec<Vec<RawPart>> {
-    let mut slots = Vec::new();
-    let (mut slot, mut used) = (Vec::new(), 0u64);
-    for (tensor, unit, rows, way) in segments {
-        let mut first = rows.start;
-        while first < rows.end {
-            let at = used.next_multiple_of(SLOT_ALIGNMENT);
-            // The table takes at most a cache line more than its words.
-            let room = slot_bytes.saturating_sub(at + SLOT_ALIGNMENT) / (way.row_bytes + 4);
-            let fit = u32::try_from(room).unwrap_or(u32::MAX).min(rows.end - first) / unit * unit;
-            let fit = if slot.is_empty() { fit.max((*unit).min(rows.end - first)) } else { fit };
-            if fit == 0 {
-                slots.push(std::mem::take(&mut slot));
-                used = 0;
-                continue;
-            }
-            let part = RawPart { tensor: *tensor, rows: first..first + fit, way: *way, at };
-            used = at + part.bytes();
-            first += fit;
-            slot.push(part);
-        }
-    }
-    if !slot.is_empty() {
-        slots.push(slot);
-    }
-    slots
 }
 
 /// Cuts parts of tensors into chunks of at most `slot_bytes`. Small parts share a chunk. Large ones are cut at whole row
@@ -1654,91 +1469,6 @@ mod tests {
             let sizes: Vec<u64> = tensors.iter().map(Packing::bytes).collect();
             prop_assert_eq!(covered, sizes);
         }
-    }
-
-    proptest! {
-        /// Goal: every row is in exactly one part, in its order, and the parts of a slot do not overlap and fit in it.
-        #[test]
-        fn rows_that_the_device_packs_are_cut_once(
-            tensors in prop::collection::vec((1u32..200, any::<bool>(), any::<bool>(), 1u64..12), 1..6),
-            slot in 5000u64..40_000,
-        ) {
-            let segment = |(index, (units, fragments, six, blocks)): (usize, &(u32, bool, bool, u64))| {
-                let kind = if *six { BlockType::Q6_K } else { BlockType::Q4_K };
-                let layout = if *fragments { Layout::Fragments } else { Layout::RowMajor { columns_multiple: 8 } };
-                let packing = Packing { rows: 1, cols: 256, layout, format: Format::Codes(kind.codes()) };
-                let variant = PackVariant::of(kind, &packing).expect("a kernel");
-                let unit = packing.rows_of_unit();
-                // At least one unit of rows fits in a slot.
-                let row_bytes = (blocks * kind.bytes() as u64).min((slot - 64) / u64::from(unit) - 4);
-                (index, unit, 0..units * unit, RawWay { variant, cols: 256, row_bytes })
-            };
-            let segments: Vec<_> = tensors.iter().enumerate().map(segment).collect();
-            let mut next = vec![0u32; segments.len()];
-            for parts in cut_raw(&segments, slot) {
-                let mut free_from = 0;
-                prop_assert!(!parts.is_empty());
-                for part in parts {
-                    let (_, unit, _, way) = &segments[part.tensor];
-                    prop_assert_eq!((part.way, part.rows.start), (*way, next[part.tensor]));
-                    prop_assert!(!part.rows.is_empty() && (part.rows.len() as u32).is_multiple_of(*unit));
-                    prop_assert!(part.at >= free_from && part.at.is_multiple_of(SLOT_ALIGNMENT));
-                    free_from = part.at + part.bytes();
-                    prop_assert!(free_from <= slot, "{} of {}", free_from, slot);
-                    next[part.tensor] = part.rows.end;
-                }
-            }
-            let ends: Vec<u32> = segments.iter().map(|(_, _, rows, _)| rows.end).collect();
-            prop_assert_eq!(next, ends);
-        }
-    }
-
-    /// Rows go to the device where a whole unit of them is of one type that it packs, in sources of which no two have a row.
-    #[test]
-    fn units_of_one_type_are_packed_on_the_device() {
-        let keep = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(keep.path(), [0; 8]).unwrap();
-        let file = Arc::new(WeightFile::open(keep.path()).unwrap());
-        let (four, six) = (BlockType::Q4_K, BlockType::Q6_K);
-        let both = four.codes().common(six.codes()).expect("affine codes");
-        let rows = |kind: BlockType, first_row, rows| TensorSource {
-            file: Arc::clone(&file),
-            offset: 0,
-            map: RowMap { first_row, ..RowMap::whole(SourceFormat::Blocks(kind), rows, 512) },
-            transposed: None,
-            matrix: None,
-        };
-        let found = |layout, sources: &[TensorSource]| {
-            let packing = Packing { rows: 64, cols: 512, layout, format: Format::Codes(both) };
-            let variant = |kind| PackVariant::of(kind, &packing);
-            let segments = segments(&packing, sources, 0, 1 << 20, variant);
-            segments.into_iter().map(|s| (s.rows, s.way.map(|way| way.row_bytes))).collect::<Vec<_>>()
-        };
-        let (row_major, fragments) = (Layout::RowMajor { columns_multiple: 8 }, Layout::Fragments);
-        let [of_four, of_six] = [four, six].map(|kind| Some(2 * kind.bytes() as u64));
-        let two = [rows(four, 0, 24), rows(six, 24, 30)];
-        assert_eq!(found(row_major, &two), [(0..24, of_four), (24..64, of_six)]);
-        assert_eq!(found(fragments, &two), [(0..16, of_four), (16..32, None), (32..64, of_six)]);
-        assert_eq!(found(fragments, &[rows(four, 16, 40)]), [(0..16, None), (16..64, of_four)]);
-        // Rows that two sources have are those of the first one, as the host packs them.
-        assert_eq!(found(row_major, &[rows(four, 0, 40), rows(six, 39, 20)]), [(0..64, None)]);
-        // Types that alternate.
-        let step = |source: TensorSource| TensorSource { map: RowMap { row_step: 2, ..source.map }, ..source };
-        let [even, odd] = [step(rows(four, 0, 32)), step(rows(six, 1, 32))];
-        assert_eq!(found(row_major, &[even.clone(), odd.clone()]), [(0..64, None)]);
-        assert_eq!(found(fragments, &[even.clone(), odd]), [(0..64, None)]);
-        assert_eq!(found(fragments, &[even, step(rows(four, 1, 32))]), [(0..64, of_four)]);
-        // Columns that are no whole blocks, and numbers that are changed.
-        let map = |change: fn(&mut RowMap)| {
-            let mut source = rows(four, 0, 64);
-            change(&mut source.map);
-            found(fragments, &[source])
-        };
-        assert_eq!(map(|map| map.used_cols = 256), [(0..64, Some(four.bytes() as u64))]);
-        assert_eq!(map(|map| (map.first_col, map.used_cols) = (32, 256)), [(0..64, None)]);
-        assert_eq!(map(|map| map.plus = 1.0), [(0..64, None)]);
-        assert_eq!(map(|map| map.format = SourceFormat::Blocks(BlockType::MXFP4)), [(0..64, None)]);
-        assert_eq!(map(|map| map.format = SourceFormat::ScaledBlocks(BlockType::Q4_K, 0)), [(0..64, None)]);
     }
 
     #[test]

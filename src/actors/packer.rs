@@ -9,9 +9,7 @@ use crate::device::{Device, DeviceError, Point, Role};
 use crate::kernels::pack_codes::{NO_FAULT, PackVariant, PackedRows};
 use crate::kernels::recording::Recording;
 use crate::kernels::region::{Pipelines, Region, RegionError};
-use crate::memory::pack::Packing;
 use crate::memory::{Arena, Buffer, BufferTable, MemoryError, Place};
-use crate::quant::blocks::BlockType;
 use crossbeam_channel::{Receiver, RecvTimeoutError, bounded};
 use std::collections::HashSet;
 use std::fmt;
@@ -148,9 +146,9 @@ impl DevicePacker {
         })
     }
 
-    /// Returns how blocks are packed into a tensor; `None` if the host packs them.
-    pub fn variant(&self, kind: BlockType, packing: &Packing) -> Option<PackVariant> {
-        PackVariant::of(kind, packing).filter(|variant| self.variants.contains(variant))
+    /// Whether it has a variant of the kernel.
+    pub fn packs(&self, variant: PackVariant) -> bool {
+        self.variants.contains(&variant)
     }
 
     /// The bytes of a slot.

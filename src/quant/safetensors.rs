@@ -209,7 +209,7 @@ pub struct Fp8<'a> {
 }
 
 /// Two versions of GPTQ's zeros.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GptqVersion {
     /// The zero is the stored number plus 1: `checkpoint_format` gptq, or absent. For 2, 4 and 8 bits, 1 was taken from each of a
     /// 32-bit word's numbers in one subtraction, so that a zero of 0 has borrowed from the number above it; for 3 bits, from each

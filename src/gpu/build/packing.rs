@@ -32,9 +32,14 @@ fn variants(weights: &[PlacedWeight<'_>]) -> (BTreeMap<String, PackVariant>, u64
     let (mut variants, mut bytes) = (BTreeMap::new(), 0);
     for PlacedWeight { spec, packing, .. } in weights {
         for source in spec.sources.iter().filter(|source| source.transposed.is_none()) {
-            if let SourceFormat::Blocks(kind) = source.map.format
-                && let Some(variant) = PackVariant::of(kind, packing)
-            {
+            let variant = match (source.map.format, &source.matrix) {
+                (SourceFormat::Blocks(kind), None) => PackVariant::of(kind, packing),
+                (SourceFormat::Canonical(_), Some(of)) if of.matrix.order.is_none() => {
+                    PackVariant::of_matrix(&of.matrix.description, packing)
+                }
+                _ => None,
+            };
+            if let Some(variant) = variant {
                 bytes += source.map.bytes();
                 variants.insert(variant.to_string(), variant);
             }

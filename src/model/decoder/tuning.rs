@@ -153,8 +153,8 @@ pub struct Tuning {
     /// For tests: the test at start of the kernels of quantised weights fails for weights in fragments (1), for all (2), or for
     /// weights in fragments and with integer dot products (3); 0 changes nothing.
     pub broken_codes: u32,
-    /// Whether quantised blocks of large models that no other model serves beside are packed on the device while they load
-    /// (1), or those of all models (2); 0: the host packs them.
+    /// Whether quantised weights of large models that load alone are packed on the device (1), or those of all models (2); 0:
+    /// the host packs them.
     pub device_packing: u32,
     /// For tests: the test at start of the kernels that pack on the device fails (1); 0 changes nothing.
     pub broken_packing: u32,

@@ -132,6 +132,7 @@ pub fn check(
         no_ptx: AtomicBool::new(false),
         no_dots: AtomicBool::new(false),
         no_flash_wgmma: AtomicBool::new(false),
+        no_device_packing: AtomicBool::new(false),
         part: None,
     };
     let build = of(options.tune);
@@ -249,7 +250,7 @@ fn recorded(build: &Build<'_>) -> (KernelPath, Recordings) {
 fn packing(build: &Build<'_>) -> Vec<(PackVariant, PackProbe)> {
     let context = build.wanted_context();
     let decoder = build.decoder(context, 1, build.recycled_window(context).map(|_| 1), 1);
-    build.packing_probes(&decoder.placed_weights())
+    build.packing_probes(&decoder.placed_weights(), &decoder.tuning)
 }
 
 /// Whether a recording has a kernel of quantised weights.

@@ -402,6 +402,7 @@ impl Devices {
             no_ptx: AtomicBool::default(),
             no_dots: AtomicBool::default(),
             no_flash_wgmma: AtomicBool::default(),
+            no_device_packing: AtomicBool::default(),
             part: None,
         };
         let Some(split) = placement.split else {

@@ -213,7 +213,7 @@ pub struct Fp8<'a> {
 pub enum GptqVersion {
     /// The zero is the stored number plus 1: `checkpoint_format` gptq, or absent. For 2, 4 and 8 bits, 1 was taken from each of a
     /// 32-bit word's numbers in one subtraction, so that a zero of 0 has borrowed from the number above it; for 3 bits, from each
-    /// by itself.
+    /// by itself, as GPTQModel's present versions do.
     V1,
     /// The zero is the stored number: `checkpoint_format` gptq_v2.
     V2,

@@ -12,10 +12,13 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::region::buffer_sizes;
 use crate::kernels::state::MOST_DRAFTS;
 use crate::memory::pack::Packing;
-use crate::memory::plan::{self, KvRequest, MemoryLimits, Pages, Plan, PlanEntry, Purpose, Side, WindowRequest};
+use crate::memory::plan::{
+    self, KvRequest, MemoryLimits, Pages, Plan, PlanEntry, PlanError, Purpose, Side, WindowRequest,
+};
 use crate::model::decoder::drafter::{DRAFTER, TOKEN_IDS};
 use crate::model::decoder::{self, Decoder, Part, ROPE};
 use std::collections::HashSet;
+use std::sync::atomic::Ordering;
 
 /// The default size of the KV pool, if memory suffices, is the maximum context for every slot, but at most the larger
 /// of `DEFAULT_CONTEXTS` maximum contexts and [`DEFAULT_KV_TOKENS`] tokens.
@@ -57,7 +60,10 @@ impl Build<'_> {
     /// fit in one.
     pub(crate) fn check_experts(&self, decoder: &Decoder<'_>) -> Result<(), StartError> {
         let most = decoder.max_buffer_bytes;
-        for weight in decoder.weights {
+        let drafting = decoder.drafter.iter().map(|drafter| &*drafter.decoder);
+        for (decoder, weight) in
+            [decoder].into_iter().chain(drafting).flat_map(|of| of.weights.iter().map(move |w| (of, w)))
+        {
             let packing = decoder.packing(weight);
             let (rows, each) = match decoder.expert_rows(weight) {
                 Some(rows) => (rows, " for each expert"),
@@ -261,7 +267,13 @@ impl Build<'_> {
         // A configured context is kept or refused; the model's own context may be reduced to fit into memory.
         let least = if asked { context_pages } else { context_pages.min(16) };
         let kv = KvRequest { page_bytes, page_bytes_in_largest_buffer, pages, least, window };
-        Plan::new(limits, entries, Some(kv))
-            .map_err(|source| StartError::Plan { model: self.model.name.clone(), source })
+        match Plan::new(limits, entries, Some(kv)) {
+            // What the load alone needs is no reason to refuse a model.
+            Err(PlanError::DoesNotFit { .. }) if packer_bytes.is_some() => {
+                self.no_device_packing.store(true, Ordering::Relaxed);
+                self.plan(probe, buckets, context, asked)
+            }
+            plan => plan.map_err(|source| StartError::Plan { model: self.model.name.clone(), source }),
+        }
     }
 }

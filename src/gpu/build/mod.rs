@@ -112,6 +112,8 @@ pub(crate) struct Build<'a> {
     pub(crate) no_dots: AtomicBool,
     /// The same of `flash_wgmma` alone.
     pub(crate) no_flash_wgmma: AtomicBool,
+    /// Set when memory does not suffice for packing weights on the device during the load: the host packs them.
+    pub(crate) no_device_packing: AtomicBool,
     /// The stage that the device computes, if the model is split over several devices.
     pub(crate) part: Option<&'a StagePart>,
 }
@@ -176,6 +178,7 @@ impl<'a> Build<'a> {
             no_ptx: AtomicBool::new(self.no_ptx.load(Ordering::Relaxed)),
             no_dots: AtomicBool::new(self.no_dots.load(Ordering::Relaxed)),
             no_flash_wgmma: AtomicBool::new(self.no_flash_wgmma.load(Ordering::Relaxed)),
+            no_device_packing: AtomicBool::new(self.no_device_packing.load(Ordering::Relaxed)),
             ..*this
         }
     }

@@ -17,6 +17,7 @@ use crate::model::decoder::drafter::PlacedWeight;
 use crate::telemetry::with_causes;
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
 /// The fewest bytes of quantised rows for which a load packs on the device: the host packs fewer before the kernels are
@@ -55,15 +56,21 @@ impl Build<'_> {
         let (variants, bytes) = variants(weights);
         let packs = match tuning.device_packing {
             0 => false,
+            _ if self.no_device_packing.load(Ordering::Relaxed) => false,
             1 => !self.beside && !self.adapter.is_cpu() && bytes >= LEAST_BYTES,
             _ => true,
         };
         if packs { variants } else { BTreeMap::new() }
     }
 
-    /// Returns the probes of all variants that pack rows of these weights, however many there are.
-    pub(crate) fn packing_probes(&self, weights: &[PlacedWeight<'_>]) -> Vec<(PackVariant, PackProbe)> {
-        self.probes(variants(weights).0)
+    /// Returns the probes of all variants that pack rows of these weights, however few or many these are; none if the device is
+    /// not to pack.
+    pub(crate) fn packing_probes(
+        &self,
+        weights: &[PlacedWeight<'_>],
+        tuning: &Tuning,
+    ) -> Vec<(PackVariant, PackProbe)> {
+        self.probes(if tuning.device_packing == 0 { BTreeMap::new() } else { variants(weights).0 })
     }
 
     fn probes(&self, variants: BTreeMap<String, PackVariant>) -> Vec<(PackVariant, PackProbe)> {
@@ -116,7 +123,11 @@ impl Build<'_> {
         let mut right = HashSet::new();
         for (variant, probe) in &probes {
             self.wanted()?;
-            match self.packing_fault(*variant, probe, tuning, &pipelines)? {
+            let fault = match self.packing_fault(*variant, probe, tuning, &pipelines) {
+                Err(error) if !device.is_lost() => Some(with_causes(&error)),
+                fault => fault?,
+            };
+            match fault {
                 None => drop(right.insert(*variant)),
                 Some(why) => says(&format!(
                     "device \"{}\" packs {variant} wrongly ({why}): the host packs them",

@@ -160,6 +160,7 @@ pub fn tune(
         no_ptx: AtomicBool::new(false),
         no_dots: AtomicBool::new(false),
         no_flash_wgmma: AtomicBool::new(false),
+        no_device_packing: AtomicBool::new(false),
         part: None,
     };
     let row_major = of(&plain, options.tune).tuning(options.depth).fragments.is_none();

@@ -814,6 +814,8 @@ impl GgufModel {
             Some(theta) => {
                 let mut local = json!({"rope_type": "default", "rope_theta": theta});
                 if self.full_heads.is_some() && self.rotary_dim != self.head_dim {
+                    // The default kind rotates whole heads; a factor of 1 changes nothing else.
+                    local = json!({"rope_type": "linear", "factor": 1.0, "rope_theta": theta});
                     local["partial_rotary_factor"] = json!(partial(self.rotary_dim, self.head_dim));
                 }
                 json!({"full_attention": rope, "sliding_attention": local})

@@ -50,7 +50,7 @@ fn compiling_only_builds_every_pipeline_and_runs_nothing() {
 fn a_check_loads_the_model_and_passes_its_tests() {
     // A model with quantised weights, whose kernels are tested.
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/llama.cpp/demo-Q4_K_M.gguf");
-    let output = run(&["check-device", "--device", cpu(), "--model", model]);
+    let output = run(&["check-device", "--device", cpu(), "--model", model, "--tune", "device_packing=2"]);
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
     let tests = [

@@ -169,7 +169,7 @@ impl DevicePacker {
     /// Returns a slot whose rows are packed. Waits for one until `ended` is true.
     ///
     /// # Errors
-    /// If an earlier submission has failed, or the device makes no progress for [`PATIENCE`].
+    /// If an earlier submission has failed, or the device makes no progress for 60 s.
     pub fn acquire(&self, ended: impl Fn() -> bool) -> Result<RawSlot<'_>, PackerError> {
         let mut patience = Patience::new(self);
         loop {

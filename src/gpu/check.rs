@@ -9,11 +9,11 @@ use crate::device::{Adapter, Device, DeviceError, Executable, Instance, Role};
 use crate::engine::executor::Executor;
 use crate::engine::variants::Fallback;
 use crate::gpu::abilities::{KernelPath, Missing, lacks};
-use crate::gpu::build::Build;
 use crate::gpu::build::defaults::takes_ptx;
 use crate::gpu::build::format_test::test_formats;
 use crate::gpu::build::recordings::Recordings;
 use crate::gpu::build::reference_test::{Tested, test_reference};
+use crate::gpu::build::{Build, Fallbacks};
 use crate::gpu::devices::{DeviceUse, OpenDevice};
 use crate::gpu::error::StartError;
 use crate::gpu::matrix_units::{Multiplies, unpromised};
@@ -128,11 +128,7 @@ pub fn check(
         span: &no_span,
         beside: false,
         cancelled: &cancelled,
-        row_major: AtomicBool::new(false),
-        no_ptx: AtomicBool::new(false),
-        no_dots: AtomicBool::new(false),
-        no_flash_wgmma: AtomicBool::new(false),
-        no_device_packing: AtomicBool::new(false),
+        fallbacks: Fallbacks::default(),
         part: None,
     };
     let build = of(options.tune);

@@ -13,10 +13,10 @@ use crate::device::{Adapter, Device, Instance, InstanceOptions, MemoryBudget, ch
 use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::plan::Capacity;
 use crate::gpu::abilities::{KernelPath, lacks};
-use crate::gpu::build::Build;
 use crate::gpu::build::defaults::{check_tuning, takes_ptx};
 use crate::gpu::build::split::{choose_ranks, choose_stages, shards};
 use crate::gpu::build::split_test::{test_exchanges, test_split};
+use crate::gpu::build::{Build, Fallbacks};
 use crate::gpu::error::StartError;
 use crate::gpu::executor::split::SplitExecutor;
 use crate::gpu::matrix_units::{Multiplies, runs_wgmma};
@@ -398,11 +398,7 @@ impl Devices {
             span: &span,
             beside: attempt.beside,
             cancelled: attempt.cancelled,
-            row_major: AtomicBool::default(),
-            no_ptx: AtomicBool::default(),
-            no_dots: AtomicBool::default(),
-            no_flash_wgmma: AtomicBool::default(),
-            no_device_packing: AtomicBool::default(),
+            fallbacks: Fallbacks::default(),
             part: None,
         };
         let Some(split) = placement.split else {

@@ -413,16 +413,16 @@ impl Build<'_> {
         for change in self.tune {
             tuning.set(change);
         }
-        if self.row_major.load(Ordering::Relaxed) {
+        if self.fallbacks.row_major.load(Ordering::Relaxed) {
             tuning.fragments = None;
         }
-        if self.no_dots.load(Ordering::Relaxed) {
+        if self.fallbacks.no_dots.load(Ordering::Relaxed) {
             tuning.dots = None;
         }
-        if self.no_ptx.load(Ordering::Relaxed) || self.opened.ptx.is_err() {
+        if self.fallbacks.no_ptx.load(Ordering::Relaxed) || self.opened.ptx.is_err() {
             tuning.ptx = false;
         }
-        if self.no_flash_wgmma.load(Ordering::Relaxed) {
+        if self.fallbacks.no_flash_wgmma.load(Ordering::Relaxed) {
             tuning.flash_wgmma = false;
         }
         if !self.self_test {

@@ -270,7 +270,7 @@ impl Build<'_> {
         match Plan::new(limits, entries, Some(kv)) {
             // What the load alone needs is no reason to refuse a model.
             Err(PlanError::DoesNotFit { .. }) if packer_bytes.is_some() => {
-                self.no_device_packing.store(true, Ordering::Relaxed);
+                self.fallbacks.no_device_packing.store(true, Ordering::Relaxed);
                 self.plan(probe, buckets, context, asked)
             }
             plan => plan.map_err(|source| StartError::Plan { model: self.model.name.clone(), source }),

@@ -103,17 +103,8 @@ pub(crate) struct Build<'a> {
     pub(crate) beside: bool,
     /// Set when the load is cancelled.
     pub(crate) cancelled: &'a AtomicBool,
-    /// Set when kernels that read quantised weights in fragments have failed their test on this device: the weights are
-    /// then packed row after row.
-    pub(crate) row_major: AtomicBool,
-    /// Set when programs in PTX could not be built or have failed their test on this device: the model runs without.
-    pub(crate) no_ptx: AtomicBool,
-    /// Whether codes are multiplied without integer dot products, because a test with them has failed.
-    pub(crate) no_dots: AtomicBool,
-    /// The same of `flash_wgmma` alone.
-    pub(crate) no_flash_wgmma: AtomicBool,
-    /// Set when memory does not suffice for packing weights on the device during the load: the host packs them.
-    pub(crate) no_device_packing: AtomicBool,
+    /// What the model runs without, as tests on this device have shown.
+    pub(crate) fallbacks: Fallbacks,
     /// The stage that the device computes, if the model is split over several devices.
     pub(crate) part: Option<&'a StagePart>,
 }
@@ -165,6 +156,34 @@ impl Drop for Weights {
     }
 }
 
+/// What a model runs without, because a test on this device has failed, or memory does not suffice.
+#[derive(Debug, Default)]
+pub(crate) struct Fallbacks {
+    /// Weights in fragments: quantised weights are packed row after row.
+    pub(crate) row_major: AtomicBool,
+    /// Programs in PTX.
+    pub(crate) no_ptx: AtomicBool,
+    /// `flash_wgmma`, of the programs in PTX.
+    pub(crate) no_flash_wgmma: AtomicBool,
+    /// Integer dot products of codes.
+    pub(crate) no_dots: AtomicBool,
+    /// Packing of weights on the device during the load: the host packs them.
+    pub(crate) no_device_packing: AtomicBool,
+}
+
+impl Fallbacks {
+    fn copy(&self) -> Fallbacks {
+        let copy = |flag: &AtomicBool| AtomicBool::new(flag.load(Ordering::Relaxed));
+        Fallbacks {
+            row_major: copy(&self.row_major),
+            no_ptx: copy(&self.no_ptx),
+            no_flash_wgmma: copy(&self.no_flash_wgmma),
+            no_dots: copy(&self.no_dots),
+            no_device_packing: copy(&self.no_device_packing),
+        }
+    }
+}
+
 impl<'a> Build<'a> {
     /// Returns the build of a stage on the same device.
     pub(crate) fn of_part<'b>(&self, part: &'b StagePart) -> Build<'b>
@@ -172,15 +191,7 @@ impl<'a> Build<'a> {
         'a: 'b,
     {
         let this: &Build<'b> = self;
-        Build {
-            part: Some(part),
-            row_major: AtomicBool::new(self.row_major.load(Ordering::Relaxed)),
-            no_ptx: AtomicBool::new(self.no_ptx.load(Ordering::Relaxed)),
-            no_dots: AtomicBool::new(self.no_dots.load(Ordering::Relaxed)),
-            no_flash_wgmma: AtomicBool::new(self.no_flash_wgmma.load(Ordering::Relaxed)),
-            no_device_packing: AtomicBool::new(self.no_device_packing.load(Ordering::Relaxed)),
-            ..*this
-        }
+        Build { part: Some(part), fallbacks: self.fallbacks.copy(), ..*this }
     }
 }
 
@@ -359,7 +370,7 @@ impl Build<'_> {
     /// Leaves out a kernel in PTX, and says why.
     fn leave_out(&self, kernel: &str, why: &str) {
         self.progress.line(&format!("\"{}\": {kernel} is not used: {why}", self.name));
-        let flag = if kernel == FLASH_WGMMA.name { &self.no_flash_wgmma } else { &self.no_ptx };
+        let flag = if kernel == FLASH_WGMMA.name { &self.fallbacks.no_flash_wgmma } else { &self.fallbacks.no_ptx };
         flag.store(true, Ordering::Relaxed);
     }
 
@@ -377,7 +388,7 @@ impl Build<'_> {
         }
         if !decoder.tuning.ptx {
             match &self.opened.ptx {
-                _ if self.no_ptx.load(Ordering::Relaxed) => {}
+                _ if self.fallbacks.no_ptx.load(Ordering::Relaxed) => {}
                 Ok(()) => says("wgmma is not used: ptx=0"),
                 Err(why) => says(&format!("wgmma is not used: {why}")),
             }
@@ -435,7 +446,7 @@ impl Build<'_> {
         loop {
             let prepared = match self.prepare(cache) {
                 Err(StartError::Device(error @ DeviceError::Program { .. }))
-                    if !self.no_ptx.load(Ordering::Relaxed) =>
+                    if !self.fallbacks.no_ptx.load(Ordering::Relaxed) =>
                 {
                     let DeviceError::Program { kernel, .. } = &error else { unreachable!("it is one") };
                     self.leave_out(kernel, &with_causes(&error));
@@ -472,14 +483,14 @@ impl Build<'_> {
                     "\"{}\": device \"{device}\" computes {what} wrongly {why}: tested again without integer dot products",
                     self.name
                 ));
-                self.no_dots.store(true, Ordering::Relaxed);
+                self.fallbacks.no_dots.store(true, Ordering::Relaxed);
                 continue;
             }
             self.progress.line(&format!(
                 "\"{}\": device \"{device}\" computes {what} in fragments wrongly {why}: they are packed row after row",
                 self.name
             ));
-            self.row_major.store(true, Ordering::Relaxed);
+            self.fallbacks.row_major.store(true, Ordering::Relaxed);
         }
     }
 

@@ -56,7 +56,7 @@ impl Build<'_> {
         let (variants, bytes) = variants(weights);
         let packs = match tuning.device_packing {
             0 => false,
-            _ if self.no_device_packing.load(Ordering::Relaxed) => false,
+            _ if self.fallbacks.no_device_packing.load(Ordering::Relaxed) => false,
             1 => !self.beside && !self.adapter.is_cpu() && bytes >= LEAST_BYTES,
             _ => true,
         };

@@ -10,8 +10,8 @@ mod search;
 use crate::actors::compute::GpuTime;
 use crate::config;
 use crate::device::{Adapter, Instance};
-use crate::gpu::build::Build;
 use crate::gpu::build::defaults::takes_ptx;
+use crate::gpu::build::{Build, Fallbacks};
 use crate::gpu::devices::{DeviceUse, OpenDevice};
 use crate::gpu::error::StartError;
 use crate::gpu::tuned;
@@ -156,11 +156,7 @@ pub fn tune(
         span: &no_span,
         beside: false,
         cancelled: &wanted,
-        row_major: AtomicBool::new(false),
-        no_ptx: AtomicBool::new(false),
-        no_dots: AtomicBool::new(false),
-        no_flash_wgmma: AtomicBool::new(false),
-        no_device_packing: AtomicBool::new(false),
+        fallbacks: Fallbacks::default(),
         part: None,
     };
     let row_major = of(&plain, options.tune).tuning(options.depth).fragments.is_none();

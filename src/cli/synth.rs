@@ -10,8 +10,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 use super::progress::{Verbosity, verbosity};
 use crate::config::file;
 use crate::model::config::Dtype;
-use crate::model::gguf::write::{FileType, convert};
-use crate::model::synth::{self, SynthError, SynthOptions};
+use crate::model::gguf::write::{FileType, convert_outline};
+use crate::model::synth::{self, RandomWeights, SynthError, SynthOptions};
 use crate::quant::store::StoredType;
 
 /// Minimum interval between two plain lines of progress.
@@ -37,9 +37,9 @@ pub(crate) fn run(
     let kind = FileType::from_name(kind)?;
     // The folder of the same weights, beside the file.
     let between = out.with_extension("safetensors.tmp");
-    let written = folder(shape, &between, seed, dtype, shard_bytes).and_then(|()| {
-        let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
-        Ok(convert(&between, out, kind, threads)?)
+    let written = outline(shape, &between, seed, dtype).and_then(|weights| {
+        let read = |tensor: &str, begin: u64, bytes: &mut [u8]| weights.read(tensor, begin, bytes);
+        Ok(convert_outline(&between, &read, out, kind, threads())?)
     });
     // What could not be removed is named after the file, so that it can be found.
     let _ = std::fs::remove_dir_all(&between);
@@ -62,10 +62,9 @@ fn quantised(
     // The folder of the same weights, beside the result.
     let between = out.with_extension("numbers.tmp");
     let shard = shard_bytes.unwrap_or(SynthOptions::default().shard_bytes);
-    let written = folder(shape, &between, seed, dtype, shard_bytes).and_then(|()| {
-        let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let written = outline(shape, &between, seed, dtype).and_then(|weights| {
         let last = Mutex::new(Instant::now());
-        synth::quantise(&between, out, kind, shard, threads, &|done, total| {
+        synth::quantise(&between, Some(&weights), out, kind, shard, threads(), &|done, total| {
             let Ok(mut last) = last.try_lock() else { return };
             if last.elapsed() >= LINE_INTERVAL {
                 *last = Instant::now();
@@ -80,13 +79,14 @@ fn quantised(
     Ok(())
 }
 
-fn folder(
-    (arch, config, layers): (Option<&str>, Option<&Path>, Option<u32>),
-    out: &Path,
-    seed: u64,
-    dtype: Option<Dtype>,
-    shard_bytes: Option<u64>,
-) -> Result<(), SynthError> {
+fn threads() -> usize {
+    std::thread::available_parallelism().map_or(1, |n| n.get())
+}
+
+/// Returns the text of the shape's config.json, and where it is from.
+fn config_of<'a>(
+    (arch, config, layers): (Option<&'a str>, Option<&'a Path>, Option<u32>),
+) -> Result<(String, &'a Path), SynthError> {
     let (text, origin) = match (arch, config) {
         (Some(name), None) => (synth::preset(name)?, Path::new(name)),
         (None, Some(path)) => {
@@ -95,17 +95,44 @@ fn folder(
         }
         _ => return Err(SynthError::Shape),
     };
-    let text = layers.map_or(text.clone(), |layers| synth::with_layers(&text, layers));
+    Ok((layers.map_or(text.clone(), |layers| synth::with_layers(&text, layers)), origin))
+}
+
+/// Names the origin of a shape in an error of its configuration.
+fn at(origin: &Path) -> impl FnOnce(SynthError) -> SynthError {
+    move |error| match error {
+        SynthError::Config { source, .. } => SynthError::Config { path: origin.to_owned(), source },
+        other => other,
+    }
+}
+
+/// Writes the folder `out` with everything but the weights, which are computed where they are read.
+fn outline(
+    shape: (Option<&str>, Option<&Path>, Option<u32>),
+    out: &Path,
+    seed: u64,
+    dtype: Option<Dtype>,
+) -> Result<RandomWeights, SynthError> {
+    let (text, origin) = config_of(shape)?;
+    let options = SynthOptions { seed, dtype, ..SynthOptions::default() };
+    synth::outline(&text, out, &options).map(|(_, weights)| weights).map_err(at(origin))
+}
+
+fn folder(
+    shape: (Option<&str>, Option<&Path>, Option<u32>),
+    out: &Path,
+    seed: u64,
+    dtype: Option<Dtype>,
+    shard_bytes: Option<u64>,
+) -> Result<(), SynthError> {
+    let (text, origin) = config_of(shape)?;
     let defaults = SynthOptions::default();
     let options = SynthOptions { seed, dtype, shard_bytes: shard_bytes.unwrap_or(defaults.shard_bytes), ..defaults };
     let begun = Instant::now();
     let mut progress = Progress::new();
     let written = synth::write(&text, out, &options, &mut |done, total| progress.show(done, total));
     progress.clear();
-    let written = written.map_err(|error| match error {
-        SynthError::Config { source, .. } => SynthError::Config { path: origin.to_owned(), source },
-        other => other,
-    })?;
+    let written = written.map_err(at(origin))?;
     let seconds = begun.elapsed().as_secs_f64();
     println!(
         "{}: {:.1} M parameters, {} in {} {}, {seconds:.1} s, {}/s{}",

@@ -133,6 +133,23 @@ pub fn write(
     options: &SynthOptions,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Written, SynthError> {
+    files(config_json, out, options, Some(progress)).map(|(written, _)| written)
+}
+
+/// Writes the checkpoint that [`write`] writes, but for the weights: the safetensors files have their headers and their
+/// lengths, and holes, which take no space, where the weights are. The weights are computed where they are read, so that
+/// a checkpoint can be written in another format without being written in this one.
+pub fn outline(config_json: &str, out: &Path, options: &SynthOptions) -> Result<(Written, RandomWeights), SynthError> {
+    files(config_json, out, options, None)
+}
+
+/// Writes a checkpoint; without `progress`, its outline.
+fn files(
+    config_json: &str,
+    out: &Path,
+    options: &SynthOptions,
+    progress: Option<&mut dyn FnMut(u64, u64)>,
+) -> Result<(Written, RandomWeights), SynthError> {
     let named = |source| SynthError::Config { path: "config.json".into(), source };
     let config = ModelConfig::parse(config_json, None).map_err(named)?;
     let dtype = options.dtype.or(config.dtype).unwrap_or(Dtype::Bf16);
@@ -144,6 +161,7 @@ pub fn write(
     }
 
     let plan = Plan::new(&config, root(config_json), dtype, options.shard_bytes);
+    let weights = RandomWeights::new(&plan, options.seed);
     let small = small_files(config_json, &config, dtype, &plan)?;
     let mut guard = RemoveOnDrop { paths: Vec::new() };
     let mut shards = Vec::new();
@@ -158,7 +176,9 @@ pub fn write(
         let file = opened.map_err(|source| SynthError::Write { path: path.clone(), source })?;
         shards.push((path, file));
     }
-    fill(&plan, &shards, options, progress)?;
+    if let Some(progress) = progress {
+        fill(&plan, &weights, &shards, options.threads, progress)?;
+    }
     let tokenizer = small.iter().any(|(name, _)| *name == "tokenizer.json");
     for (name, contents) in small {
         let path = out.join(name);
@@ -166,12 +186,13 @@ pub fn write(
         std::fs::write(&path, contents).map_err(|source| SynthError::Write { path, source })?;
     }
     guard.paths.clear();
-    Ok(Written {
+    let written = Written {
         parameters: plan.bytes / dtype.bytes(),
         bytes: plan.bytes,
         shards: shards.into_iter().map(|(path, _)| path).collect(),
         tokenizer,
-    })
+    };
+    Ok((written, weights))
 }
 
 /// The key of config.json under which a multimodal model has the configuration of its text model. The tensor names of
@@ -293,13 +314,55 @@ impl Shard {
     }
 }
 
+/// The weights of a random checkpoint, without memory of their own.
+#[derive(Debug)]
+pub struct RandomWeights {
+    /// The size of an element in bytes.
+    size: u64,
+    tables: Vec<(Distribution, Table)>,
+    /// By the tensor's name: its bytes, the start of its random sequence, and the index of its table.
+    tensors: BTreeMap<String, (u64, u64, usize)>,
+}
+
+impl RandomWeights {
+    fn new(plan: &Plan, seed: u64) -> RandomWeights {
+        let (mut tables, mut tensors) = (Vec::<(Distribution, Table)>::new(), BTreeMap::new());
+        for tensor in plan.shards.iter().flat_map(|shard| &shard.tensors) {
+            let table = tables.iter().position(|(spread, _)| *spread == tensor.spread).unwrap_or_else(|| {
+                tables.push((tensor.spread, Table::new(plan.dtype, tensor.spread)));
+                tables.len() - 1
+            });
+            tensors.insert(tensor.name.clone(), (tensor.bytes, key(seed, &tensor.name), table));
+        }
+        RandomWeights { size: plan.dtype.bytes(), tables, tensors }
+    }
+
+    /// Computes bytes of a tensor, from byte `begin` on, which begins an element. Returns false if there is no such
+    /// tensor, or if it has fewer bytes.
+    pub fn read(&self, tensor: &str, begin: u64, bytes: &mut [u8]) -> bool {
+        let Some(&(all, key, table)) = self.tensors.get(tensor) else { return false };
+        if begin.checked_add(bytes.len() as u64).is_none_or(|end| end > all) {
+            return false;
+        }
+        let (table, group) = (&self.tables[table].1, 4 * self.size);
+        let skipped = (begin % group) as usize;
+        if skipped == 0 {
+            table.fill(key, begin / group, bytes);
+        } else {
+            // Four elements share a hash, so the first of them are computed too.
+            let mut whole = vec![0; skipped + bytes.len()];
+            table.fill(key, begin / group, &mut whole);
+            bytes.copy_from_slice(&whole[skipped..]);
+        }
+        true
+    }
+}
+
 /// A part of one tensor that is filled and written at a time.
 struct Piece<'a> {
     file: &'a File,
     path: &'a Path,
     tensor: &'a Planned,
-    table: &'a Table,
-    key: u64,
     /// Byte offset within the tensor; a multiple of [`CHUNK_BYTES`].
     begin: u64,
     bytes: u64,
@@ -308,26 +371,18 @@ struct Piece<'a> {
 /// Fills every tensor, in parallel.
 fn fill(
     plan: &Plan,
+    weights: &RandomWeights,
     shards: &[(PathBuf, File)],
-    options: &SynthOptions,
+    threads: Option<usize>,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<(), SynthError> {
-    let mut tables: Vec<(Distribution, Table)> = Vec::new();
-    for tensor in plan.shards.iter().flat_map(|shard| &shard.tensors) {
-        if !tables.iter().any(|(spread, _)| *spread == tensor.spread) {
-            tables.push((tensor.spread, Table::new(plan.dtype, tensor.spread)));
-        }
-    }
     let mut pieces = Vec::new();
     for (shard, (path, file)) in plan.shards.iter().zip(shards) {
         let mut of_shard = 0;
         for tensor in &shard.tensors {
-            let key = key(options.seed, &tensor.name);
-            let table = tables.iter().find(|(spread, _)| *spread == tensor.spread);
-            let (_, table) = table.expect("every tensor's spread has a table");
             for begin in (0..tensor.bytes).step_by(CHUNK_BYTES as usize) {
                 let bytes = CHUNK_BYTES.min(tensor.bytes - begin);
-                pieces.push((of_shard, Piece { file, path, tensor, table, key, begin, bytes }));
+                pieces.push((of_shard, Piece { file, path, tensor, begin, bytes }));
                 of_shard += 1;
             }
         }
@@ -335,7 +390,7 @@ fn fill(
     // Interleave the shards, because concurrent writers of one file wait for each other in the kernel.
     pieces.sort_by_key(|(of_shard, _)| *of_shard);
     let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
-    let threads = options.threads.unwrap_or(cores.clamp(2, MAX_THREADS)).max(1);
+    let threads = threads.unwrap_or(cores.clamp(2, MAX_THREADS)).max(1);
     let next = AtomicUsize::new(0);
     let stop = AtomicBool::new(false);
     // The channel is bounded so that the reported progress does not lag behind what was written.
@@ -350,7 +405,7 @@ fn fill(
                         return;
                     }
                     let buffer = &mut buffer[..piece.bytes as usize];
-                    piece.table.fill(piece.key, piece.begin / plan.dtype.bytes() / 4, buffer);
+                    weights.read(&piece.tensor.name, piece.begin, buffer);
                     let written = piece.file.write_all_at(buffer, piece.tensor.offset + piece.begin);
                     let result = written
                         .map(|()| piece.bytes)
@@ -385,6 +440,7 @@ const LEVELS: usize = 4096;
 
 /// The discrete values in a storage format. Random bits select one, so that a weight costs a quarter of a hash and one
 /// lookup in a table that fits in the L1 cache.
+#[derive(Debug)]
 enum Table {
     Two(Box<[u16; LEVELS]>),
     Four(Box<[u32; LEVELS]>),
@@ -704,6 +760,51 @@ mod tests {
         let mut other = vec![0; 2 * 1001];
         table.fill(8, 0, &mut other);
         assert_ne!(whole, other);
+    }
+
+    /// Goal: a checkpoint that is written in another format from an outline has the bytes of one that is written from
+    /// the whole checkpoint. Method: both, for a shape with awkward sizes, in two formats of safetensors and as GGUF
+    /// files; parts of tensors that begin at any element are compared with the whole ones.
+    #[test]
+    fn outlines_give_the_files_of_whole_checkpoints() {
+        use crate::model::gguf::write::{FileType, convert, convert_outline};
+        let folder = tempfile::tempdir().unwrap();
+        let mut config: Map<String, Value> = serde_json::from_str(&preset("tiny-qwen3-moe").unwrap()).unwrap();
+        config.insert("vocab_size".into(), 301.into());
+        let config = Value::Object(config).to_string();
+        let options = SynthOptions { shard_bytes: 300_000, ..SynthOptions::default() };
+        let (whole, hollow) = (folder.path().join("whole"), folder.path().join("hollow"));
+        write(&config, &whole, &options, &mut |_, _| {}).unwrap();
+        let (_, weights) = outline(&config, &hollow, &options).unwrap();
+
+        let mut tensor = vec![0; 2 * 301 * 128];
+        assert!(weights.read("model.embed_tokens.weight", 0, &mut tensor));
+        for (begin, length) in [(2, 2), (6, 100), (8, 7 * 2), (2 * 301 * 128 - 10, 10)] {
+            let mut part = vec![0; length];
+            assert!(weights.read("model.embed_tokens.weight", begin as u64, &mut part));
+            assert_eq!(part, tensor[begin..begin + length]);
+        }
+        assert!(!weights.read("model.embed_tokens.weight", 2 * 301 * 128 - 8, &mut [0; 10]));
+        assert!(!weights.read("model.none.weight", 0, &mut [0; 2]));
+
+        for kind in [StoredType::Fp8Channel, StoredType::Awq] {
+            let [from_whole, from_hollow] = [(&whole, None), (&hollow, Some(&weights))].map(|(from, weights)| {
+                let out = folder.path().join(format!("{}-{}", kind.name(), weights.is_some()));
+                quantise(from, weights, &out, kind, 200_000, 2, &|_, _| {}).unwrap();
+                let mut files: Vec<_> = std::fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().path()).collect();
+                files.sort();
+                files.iter().map(|path| (path.file_name().unwrap().to_owned(), std::fs::read(path).unwrap())).collect()
+            });
+            let (from_whole, from_hollow): (Vec<_>, Vec<_>) = (from_whole, from_hollow);
+            assert!(from_whole.len() > 4 && from_whole == from_hollow, "{}", kind.name());
+        }
+        for name in ["BF16", "Q4_K_M"] {
+            let (from_whole, from_hollow) = (folder.path().join("whole.gguf"), folder.path().join("hollow.gguf"));
+            convert(&whole, &from_whole, FileType::from_name(name).unwrap(), 2).unwrap();
+            let read = |tensor: &str, begin: u64, bytes: &mut [u8]| weights.read(tensor, begin, bytes);
+            convert_outline(&hollow, &read, &from_hollow, FileType::from_name(name).unwrap(), 2).unwrap();
+            assert!(std::fs::read(from_whole).unwrap() == std::fs::read(from_hollow).unwrap(), "{name}");
+        }
     }
 
     #[test]

@@ -1102,7 +1102,7 @@ fn a_prompt_step_with_rows_in_e4m3_means_nearly_the_same_in_plain_rust() {
         }
         let [numbers, path] = ["numbers", "fp8"].map(|name| folder.path().join(format!("{preset}-{kind:?}-{name}")));
         synth::write(&config.to_string(), &numbers, &SynthOptions::default(), &mut |_, _| {}).expect("written");
-        synth::quantise(&numbers, &path, kind, 1 << 30, 2, &|_, _| {}).expect("quantised");
+        synth::quantise(&numbers, None, &path, kind, 1 << 30, 2, &|_, _| {}).expect("quantised");
         let checkpoint = Checkpoint::open(&path).expect("what was written");
         let way = Emulated { chunk: 64, tags: false, kv_format: KvFormat::F16, near: 0.0 };
         let mut decoder = emulated(&vulkan, Driver::first(), &checkpoint, way);

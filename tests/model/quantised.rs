@@ -439,7 +439,7 @@ fn random_models_of_every_stored_type() {
     for kind in StoredType::ALL {
         let out = folder.path().join(kind.name());
         // Two files, so that the tensors of a weight may be in different ones.
-        synth::quantise(&numbers, &out, kind, 400_000, 2, &|_, _| {}).expect("written");
+        synth::quantise(&numbers, None, &out, kind, 400_000, 2, &|_, _| {}).expect("written");
         let (_, found) = draw(&start(&vulkan, &out, None, &[]), &prompt, 1);
         let apart = divergence(&found, &wanted);
         println!("{}: divergence {apart:.1e}", kind.name());
@@ -464,7 +464,7 @@ fn quantised_projections_of_latent_attention_are_expanded() {
     let (_, wanted) = draw(&start(&vulkan, &numbers, None, &[]), &prompt, 1);
     for (kind, limit) in [(StoredType::Int8, 2e-2), (StoredType::Fp8Channel, 6e-2), (StoredType::Fp8Block, 6e-2)] {
         let out = folder.path().join(kind.name());
-        synth::quantise(&numbers, &out, kind, 1 << 30, 2, &|_, _| {}).expect("written");
+        synth::quantise(&numbers, None, &out, kind, 1 << 30, 2, &|_, _| {}).expect("written");
         let checkpoint = Checkpoint::open(&out).expect("a checkpoint");
         for part in ["latent.keys", "latent.values"] {
             let name = format!("layers.0.{part}");

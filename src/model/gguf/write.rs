@@ -23,7 +23,7 @@ use std::path::PathBuf;
 use super::GgufError;
 
 pub use data::{GgufWritten, SourceRows, write};
-pub use folder::convert;
+pub use folder::{ReadWeights, convert, convert_outline};
 pub use metadata::{metadata, model};
 pub use plan::{PlannedTensor, Run, SourceType, tensors};
 pub use text::{NoText, text};

@@ -14,14 +14,14 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use serde_json::{Map, Value, json};
 
-use super::{RemoveOnDrop, SynthError, Written};
+use super::{RandomWeights, RemoveOnDrop, SynthError, Written};
 use crate::config::file;
 use crate::memory::pack::{Format, SourceFormat};
 use crate::model::checkpoint::{Checkpoint, TensorInfo};
 use crate::quant::store::{BLOCK, GROUP, StoredTensor, StoredType};
 
 /// The maximum number of threads: each has a whole matrix in memory.
-const MAX_THREADS: usize = 8;
+const MAX_THREADS: usize = 16;
 
 /// The ends of the names of quantised matrices.
 const QUANTISED: [&str; 15] = [
@@ -44,7 +44,9 @@ const QUANTISED: [&str; 15] = [
 
 /// A part of a tensor of the source that becomes tensors of the result.
 struct Item {
+    /// The tensor of the source, and its name.
     source: TensorInfo,
+    name: String,
     /// The rows and columns, and the first element, of the part; the whole tensor if it is copied.
     matrix: Option<(usize, usize, u64)>,
     /// The results with their offsets in their file.
@@ -120,9 +122,11 @@ fn modules(kind: StoredType, name: &str, shape: &[u64]) -> Vec<(String, usize, u
 }
 
 /// Quantises the checkpoint in the folder `from` into the folder `out`, which is created and must not hold a checkpoint.
-/// `progress` is called from time to time with the bytes read and all bytes to be read.
+/// If `from` is only an outline, its weights come from `weights`. `progress` is called from time to time with the bytes
+/// read and all bytes to be read.
 pub fn quantise(
     from: &Path,
+    weights: Option<&RandomWeights>,
     out: &Path,
     kind: StoredType,
     shard_bytes: u64,
@@ -169,7 +173,7 @@ pub fn quantise(
         while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
             let (file, path, begin) = &files[item.shard];
             let source = (&sources[item.source.file], &*checkpoint.files[item.source.file].path);
-            match write_item(item, kind, source, (file, path, *begin)) {
+            match write_item(item, kind, weights, source, (file, path, *begin)) {
                 Ok(bytes) => progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, all),
                 Err(problem) => {
                     next.store(items.len(), Ordering::Relaxed);
@@ -256,7 +260,7 @@ fn plan(checkpoint: &Checkpoint, kind: StoredType, shard_bytes: u64) -> (Vec<Ite
                 filled += tensor.bytes;
                 targets.push((name, tensor, at));
             }
-            items.push(Item { source: source.clone(), matrix, targets, shard: headers.len() });
+            items.push(Item { source: source.clone(), name: name.clone(), matrix, targets, shard: headers.len() });
         }
     }
     headers.push(finish(header, filled));
@@ -276,19 +280,25 @@ fn finish(header: Map<String, Value>, bytes: u64) -> (Vec<u8>, u64) {
 fn write_item(
     item: &Item,
     kind: StoredType,
+    weights: Option<&RandomWeights>,
     (source, source_path): (&File, &Path),
     (file, path, begin): (&File, &Path, u64),
 ) -> Result<u64, SynthError> {
     let put = |bytes: &[u8], at: u64| {
         file.write_all_at(bytes, begin + at).map_err(|source| SynthError::Write { path: path.to_owned(), source })
     };
-    let read = |bytes: &mut [u8], at: u64| source.read_exact_at(bytes, at).map_err(|e| read_error(source_path, e));
+    // From a byte of the source's tensor on.
+    let read = |bytes: &mut [u8], at: u64| match weights {
+        None => source.read_exact_at(bytes, item.source.offset + at).map_err(|error| read_error(source_path, error)),
+        Some(weights) if weights.read(&item.name, at, bytes) => Ok(()),
+        Some(_) => Err(SynthError::Source(format!("{} is not a tensor of this size", item.name))),
+    };
     let Some((rows, cols, first)) = item.matrix else {
         let mut bytes = vec![0; (item.source.bytes as usize).min(1 << 24)];
         let step = bytes.len().max(1);
         for at in (0..item.source.bytes).step_by(step) {
             let bytes = &mut bytes[..(item.source.bytes - at).min(step as u64) as usize];
-            read(bytes, item.source.offset + at)?;
+            read(bytes, at)?;
             put(bytes, item.targets[0].2 + at)?;
         }
         return Ok(item.source.bytes);
@@ -298,7 +308,7 @@ fn write_item(
     };
     let size = format.bytes();
     let mut bytes = vec![0; rows * cols * size];
-    read(&mut bytes, item.source.offset + first * size as u64)?;
+    read(&mut bytes, first * size as u64)?;
     let pair = |b: &[u8]| u16::from_le_bytes([b[0], b[1]]);
     let numbers: Vec<f32> = match format {
         Format::Bf16 => bytes.chunks_exact(2).map(|b| half::bf16::from_bits(pair(b)).to_f32()).collect(),

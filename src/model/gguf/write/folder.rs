@@ -19,12 +19,39 @@ use crate::config::file;
 /// The maximum length of a safetensors header in bytes, as the format's own library defines it.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
+/// Computes bytes of the tensor of a name, from a byte on. Returns false if there is no such tensor, or if it has fewer
+/// bytes.
+pub type ReadWeights<'a> = dyn Fn(&str, u64, &mut [u8]) -> bool + Sync + 'a;
+
 /// Writes the checkpoint in the folder `folder` as the file `out`, on `threads` threads. The folder holds config.json,
 /// model.safetensors or several files with model.safetensors.index.json, and may hold generation_config.json,
 /// tokenizer.json, tokenizer_config.json and chat_template.jinja.
 ///
 /// # Errors The first problem found. There is then no file.
 pub fn convert(folder: &Path, out: &Path, file_type: FileType, threads: usize) -> Result<GgufWritten, WriteError> {
+    converted(folder, None, out, file_type, threads)
+}
+
+/// The same for a folder whose safetensors files have headers, but no data; `weights` computes them.
+///
+/// # Errors The first problem found. There is then no file.
+pub fn convert_outline(
+    folder: &Path,
+    weights: &ReadWeights<'_>,
+    out: &Path,
+    file_type: FileType,
+    threads: usize,
+) -> Result<GgufWritten, WriteError> {
+    converted(folder, Some(weights), out, file_type, threads)
+}
+
+fn converted(
+    folder: &Path,
+    weights: Option<&ReadWeights<'_>>,
+    out: &Path,
+    file_type: FileType,
+    threads: usize,
+) -> Result<GgufWritten, WriteError> {
     let json = |name: &str| read_json(&folder.join(name));
     let missing = || WriteError::Content { path: folder.join("config.json"), reason: "the file is missing".to_owned() };
     let mut config = json("config.json")?.ok_or_else(missing)?;
@@ -55,7 +82,7 @@ pub fn convert(folder: &Path, out: &Path, file_type: FileType, threads: usize) -
     if typed.iter().any(|(_, kind)| kind.is_quantised()) {
         metadata.insert(2, ("general.quantization_version".to_owned(), Value::U32(2)));
     }
-    let written = write(out, &metadata, &typed, |rows, numbers| store.read(rows, numbers), threads)?;
+    let written = write(out, &metadata, &typed, |rows, numbers| store.read(weights, rows, numbers), threads)?;
     let config_of = tokenizer_config.as_ref();
     let no_text = tokenizer.and_then(|tokenizer| text(&config, generation.as_ref(), &tokenizer, config_of).err());
     Ok(GgufWritten { no_text, ..written })
@@ -168,7 +195,12 @@ impl Store {
     }
 
     /// Reads rows of a tensor.
-    fn read(&self, rows: SourceRows<'_>, numbers: &mut [f32]) -> Result<(), WriteError> {
+    fn read(
+        &self,
+        weights: Option<&ReadWeights<'_>>,
+        rows: SourceRows<'_>,
+        numbers: &mut [f32],
+    ) -> Result<(), WriteError> {
         let missing = || WriteError::MissingTensor(rows.tensor.to_owned());
         let tensor = self.tensors.get(rows.tensor).ok_or_else(missing)?;
         let dtype = || WriteError::Dtype { tensor: rows.tensor.to_owned(), dtype: tensor.dtype.clone() };
@@ -184,7 +216,13 @@ impl Store {
             });
         }
         let mut bytes = vec![0; length as usize];
-        file.read_exact_at(&mut bytes, tensor.offset + begin).map_err(WriteError::io("read", path))?;
+        match weights {
+            None => {
+                file.read_exact_at(&mut bytes, tensor.offset + begin).map_err(WriteError::io("read", path))?;
+            }
+            Some(weights) if weights(rows.tensor, begin, &mut bytes) => {}
+            Some(_) => return Err(missing()),
+        }
         match kind {
             SourceType::F32 => {
                 let values = bytes.as_chunks::<4>().0.iter().zip(numbers);

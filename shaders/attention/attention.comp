@@ -79,7 +79,7 @@ const uint LANES = WORKERS / EIGHTS;    // tokens processed at a time in the val
 const uint HALF = ROT / 2u;
 const uint ITEMS = ((G + 1u) * (D / 2u) + WORKERS - 1u) / WORKERS; // pairs of q and k dimensions per invocation
 const uint AHEAD = 4u;                  // number of tokens whose values are in flight
-const uint HELD = D <= 256u ? EIGHTS : 1u; // registers of a token's key: those of wider heads are loaded when they are used
+const uint HELD = D <= 256u ? EIGHTS : 8u; // 16-byte words of a token's key in registers: wider heads' are loaded in turns
 const float LOWEST = -3.0e38;
 
 shared vec4 q_s[G * D / 4u];
@@ -345,7 +345,10 @@ void main() {
             [[unroll]] for (uint j = 0u; j < HELD; j++) SCORE_EIGHT(j, key[j])
         } else {
             uint base = KEY_AT(page, kvh, 0u, min(first + t, last) % 16u);
-            for (uint j = 0u; j < EIGHTS; j++) SCORE_EIGHT(j, LOAD_EIGHT(k, base + j * 16u))
+            [[dont_unroll]] for (uint from = 0u; from < EIGHTS; from += HELD) {
+                [[unroll]] for (uint j = 0u; j < HELD; j++) key[j] = LOAD_EIGHT(k, base + min(from + j, EIGHTS - 1u) * 16u);
+                [[unroll]] for (uint j = 0u; j < HELD; j++) if (from + j < EIGHTS) SCORE_EIGHT(from + j, key[j])
+            }
         }
 #if KV == 2
         float key_scale = is_new ? new_k_scale : k_scale;

@@ -31,7 +31,7 @@ use ostinato::kernels::state::{self, RingEntry, SlotInit};
 use ostinato::kernels::tags::{self, Flow, tagged};
 use ostinato::memory::pack::codes::{sample, unit_cols};
 use ostinato::memory::pack::{self, Format, Layout, Packing};
-use ostinato::model::checkpoint::{Checkpoint, WeightSpec};
+use ostinato::model::checkpoint::{Checkpoint, WeightKind, WeightSpec};
 use ostinato::model::config::{LayerKind, MlpKind};
 use ostinato::model::decoder::drafter::{DRAFTER, Drafter, DrafterKind, PlacedWeight};
 use ostinato::model::decoder::stage::LayerStage;
@@ -938,6 +938,37 @@ fn recordings_on_fragments_without_tags_mean_the_same_on_lavapipe_and_in_plain_r
 #[test]
 fn recordings_of_experts_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() {
     run_emulated(Driver::first(), &[Emulated { chunk: 8, ..TAGGED }, ROUNDED], &["tiny-qwen3.5-moe"]);
+}
+
+/// Goal: matrices of f32 beside others of bfloat16, such as routers in GGUF files, do not keep a model from fragments, and
+/// models of f32 or f16 alone are not rounded. Method: the formats of a checkpoint's matrices are changed, and the packings
+/// of all are looked at.
+#[test]
+fn matrices_of_f32_beside_bfloat16_are_in_fragments() {
+    let vulkan = Vulkan::new();
+    let (_folder, checkpoints) = on_fragments();
+    let (_, checkpoint) = checkpoints.iter().find(|(name, _)| *name == "tiny-qwen3-moe").expect("a model with experts");
+    let way = Emulated { chunk: 16, tags: true, kv_format: KvFormat::F16, near: 0.0 };
+    let layouts = |change: &dyn Fn(&WeightSpec) -> Format| {
+        let change = |w: &WeightSpec| WeightSpec { format: change(w), ..w.clone() };
+        let weights: Vec<WeightSpec> = checkpoint.weights().iter().map(change).collect();
+        let decoder = Decoder { weights: &weights, ..emulated(&vulkan, Driver::first(), checkpoint, way) };
+        let matrices = weights.iter().filter(|w| matches!(w.kind, WeightKind::Matrix));
+        matrices.map(|w| (w.name.clone(), decoder.packing(w))).collect::<Vec<_>>()
+    };
+    let router = |w: &WeightSpec| w.name.ends_with(".router");
+    for (name, packing) in layouts(&|w| if router(w) { Format::F32 } else { w.format }) {
+        assert_eq!((packing.layout, packing.format), (Layout::Fragments, Format::Bf16), "{name}");
+    }
+    let matrix = |w: &WeightSpec| matches!(w.kind, WeightKind::Matrix);
+    for format in [Format::F32, Format::F16] {
+        for (name, packing) in layouts(&|w| if matrix(w) { format } else { w.format }) {
+            assert!(packing.format == format && packing.layout != Layout::Fragments, "{name}: {packing:?}");
+        }
+    }
+    for (name, packing) in layouts(&|w| if router(w) { Format::F16 } else { w.format }) {
+        assert!(packing.layout != Layout::Fragments, "{name}: f16 has more bits than bfloat16");
+    }
 }
 
 /// Goal: experts that are divided among several buffers compute in fragments what whole ones do, also with tags: steps of a few

@@ -110,7 +110,7 @@ fn check(family: &str) {
         if whole {
             in_whole_prompts(&vulkan, &folder, &name, &cases);
             if every_case() || IN_FRAGMENTS.contains(&family) {
-                in_fragments(&vulkan, &folder, &name, &cases);
+                in_fragments(&vulkan, &folder, &name, &cases, has_experts(&folder));
             }
         }
         if index > 0 || every_case() {
@@ -196,16 +196,21 @@ fn together(replica: &Replica, name: &str, cases: &[Case]) {
     }
 }
 
+/// Whether a checkpoint's layers have experts.
+pub fn has_experts(folder: &Path) -> bool {
+    std::fs::read_to_string(folder.join("config.json")).expect("config.json").contains("experts_per_tok")
+}
+
 /// The kernels for weights in fragments, emulated, with f16 keys and values: the logits of the first two steps. Where
 /// rounding changes the choice of an expert, the logits of that step are off by much more than rounding; a quarter of the
 /// steps of models with experts may be.
-fn in_fragments(vulkan: &Vulkan, folder: &Path, name: &str, cases: &[Case]) {
-    let mut model = Model::new("fixture", folder, Some(vulkan.adapter(Driver::Lavapipe).selector()));
+pub fn in_fragments(vulkan: &Vulkan, path: &Path, name: &str, cases: &[Case], experts: bool) {
+    let mut model = Model::new("fixture", path, Some(vulkan.adapter(Driver::Lavapipe).selector()));
     model.kv_format = Some(KvFormat::F16);
     model.context = Some(longest(cases) + 16);
     let mut config = Config { models: vec![model], ..Config::default() };
     config.runtime.tune = vec!["fragments=1".to_owned()];
-    let host = start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", folder.display()));
+    let host = start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{}: {e:?}", path.display()));
     let replica = &host.replicas().next().expect("one model");
     let mut errors = Vec::new();
     for case in cases {
@@ -219,7 +224,6 @@ fn in_fragments(vulkan: &Vulkan, folder: &Path, name: &str, cases: &[Case]) {
     }
     errors.sort_by(f64::total_cmp);
     println!("{name} in fragments: relative errors {errors:?}");
-    let experts = std::fs::read_to_string(folder.join("config.json")).expect("config.json").contains("experts_per_tok");
     let counted = if experts { errors.len() * 3 / 4 } else { errors.len() };
     let limit = if name == SENSITIVE { 2.0 * ROUNDED } else { ROUNDED };
     assert!(errors.len() >= cases.len() && errors[counted - 1] <= limit, "{name} in fragments: {errors:?}");

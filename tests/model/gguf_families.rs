@@ -4,7 +4,7 @@
 //! put together and served in process, all prompts one by one, step by step and with logits: run-ahead, batches and cached
 //! prefixes of the same weights are tested in `families.rs`.
 
-use super::families::{cases, exact, step_by_step};
+use super::families::{cases, exact, in_fragments, step_by_step};
 use crate::common::Vulkan;
 use crate::harness::models::fixture;
 use ostinato::model::gguf;
@@ -40,6 +40,9 @@ pub fn restored(deltas: &str, checkpoints: &str, name: &str) -> Vec<u8> {
     file
 }
 
+/// Files of models with experts whose kernels for weights in fragments are compared too.
+const IN_FRAGMENTS: [&str; 2] = ["gemma4-moe", "qwen2moe-every"];
+
 /// Checks the tokens and logits of GGUF files of an architecture.
 fn check(architecture: &str, names: &[&str]) {
     let vulkan = Vulkan::shared();
@@ -55,6 +58,10 @@ fn check(architecture: &str, names: &[&str]) {
         let replica = host.replicas().next().expect("one model");
         for case in &cases {
             step_by_step(&replica, &format!("{name}.gguf"), case);
+        }
+        // Files of bfloat16 have their routers in f32.
+        if IN_FRAGMENTS.contains(name) {
+            in_fragments(&vulkan, &file, &format!("{name}.gguf"), &cases, true);
         }
     }
 }

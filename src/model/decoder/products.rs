@@ -151,6 +151,8 @@ impl Decoder<'_> {
         // weights while they wait. Measured with the matrices of Qwen3-8B on an H200.
         let (threads, tiles, most_words, each) = match (matrices, rows) {
             (Matrices::Emulated, _) => (64, 1, 1, 4),
+            // Two blocks share the sums' barrier, where every workgroup has eight or more of them.
+            (Matrices::Cooperative, 1) if units >= 64 && blocks >= 16 * processors => (512, 2, words, 1),
             (Matrices::Cooperative, _) if units >= 64 => (512, 1, words, 1),
             (Matrices::Cooperative, 2..) => (256, 1, 4, 2),
             (Matrices::Cooperative, _) if words <= 3 && blocks <= processors => (512, 1, words, 1),

@@ -16,15 +16,17 @@ const MOST_EXPANDED: u64 = 128 << 20;
 
 impl Decoder<'_> {
     /// Whether a weight is packed in fragment order. If the device supports that, it applies to all matrices of a
-    /// checkpoint whose matrices are all bfloat16 or codes. Beside codes, f16 matrices (embeddings and LM heads of GPTQ
-    /// and AWQ) are rounded to bfloat16, as codes are for many rows.
+    /// checkpoint whose matrices are all bfloat16 or codes. Others beside them are rounded to bfloat16: f16 matrices beside
+    /// codes (embeddings and LM heads of GPTQ and AWQ), as codes are for many rows, and f32 matrices beside either. GGUF
+    /// files keep routers in f32, which come from bfloat16; other files' f32 matrices are rounded by all who load them in
+    /// bfloat16.
     pub(super) fn in_fragments(&self, weight: &WeightSpec) -> bool {
         let is_matrix = |w: &WeightSpec| matches!(w.kind, WeightKind::Matrix);
+        let bfloat = || self.weights.iter().any(|w| is_matrix(w) && w.format == Format::Bf16);
         let fits = |w: &WeightSpec| match w.format {
             Format::Bf16 | Format::Codes(_) => true,
-            // Beside codes, other matrices are rounded to bfloat16: those that GGUF files keep in f32, such as routers, come
-            // from bfloat16.
-            Format::F16 | Format::F32 => self.has_codes(),
+            Format::F16 => self.has_codes(),
+            Format::F32 => self.has_codes() || bfloat(),
         };
         self.tuning.fragments.is_some() && is_matrix(weight) && self.weights.iter().all(|w| !is_matrix(w) || fits(w))
     }

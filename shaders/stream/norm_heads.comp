@@ -3,6 +3,8 @@
 // RMS norm in place, of parts of rows:
 //   x[r][first + h·width ..] = x[r][first + h·width ..] · rsqrt(mean square + eps) ⊙ norm    for each part h
 // With ADD 1, then:  x[r][i] = (x[r][i] + scale · y[r][i]) · rsqrt(2)    for each i of the parts
+// The mean is that of the part and of further_width more floats of the row, from float further_first on, which stay as they
+// are: of the values that another device norms.
 //
 // x, y  [rows][stride] f32. norm [width] f32, the same for all parts; with NORM 0 there are no weights
 // One workgroup processes one part of one row. Traffic: 12 bytes per value, with ADD 1 16.
@@ -20,6 +22,8 @@ layout(push_constant) uniform Args {
     uint width;
     uint stride;      // in floats
     uint y_stride;
+    uint further_first;
+    uint further_width; // 0: the mean is of the part alone
     float epsilon;
     float scale;
 };
@@ -33,12 +37,16 @@ void main() {
         float value = x.v[base + i];
         square += value * value;
     }
+    for (uint i = t; i < further_width; i += gl_WorkGroupSize.x) {
+        float value = x.v[gl_WorkGroupID.y * stride + further_first + i];
+        square += value * value;
+    }
     square = subgroupAdd(square);
     if (subgroupElect()) partial[gl_SubgroupID] = square;
     barrier();
     float sum = 0.0;
     for (uint i = 0u; i < gl_NumSubgroups; i++) sum += partial[i];
-    float factor = inversesqrt(sum / float(width) + epsilon);
+    float factor = inversesqrt(sum / float(width + further_width) + epsilon);
     for (uint i = t; i < width; i += gl_WorkGroupSize.x) {
         float value = x.v[base + i] * (NORM == 1u ? factor * norm.v[i] : factor);
         if (ADD == 1u) value = (value + scale * y.v[base - gl_WorkGroupID.y * stride + gl_WorkGroupID.y * y_stride + i]) * inversesqrt(2.0);

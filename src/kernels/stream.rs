@@ -129,7 +129,20 @@ pub fn norm_heads(
     parts: (u32, u32, u32),
     norm: (Option<Range>, f32),
 ) -> Call {
-    norm_parts(label, rows, x, parts, norm, None)
+    norm_parts(label, rows, x, (parts, (0, 0)), norm, None)
+}
+
+/// Like [`norm_heads`] of a single part, float `first` and `width`, by the mean of it and of `further` floats of the same row
+/// (first and number), which stay as they are.
+pub fn norm_with(
+    label: String,
+    rows: u32,
+    x: Activations,
+    (first, width): (u32, u32),
+    further: (u32, u32),
+    norm: (Option<Range>, f32),
+) -> Call {
+    norm_parts(label, rows, x, ((first, 1, width), further), norm, None)
 }
 
 /// Like [`norm_heads`], and then adds a factor times the same floats of another buffer, and divides the sums by √2.
@@ -141,14 +154,14 @@ pub fn norm_and_add(
     norm: (Option<Range>, f32),
     added: (Activations, f32),
 ) -> Call {
-    norm_parts(label, rows, x, parts, norm, Some(added))
+    norm_parts(label, rows, x, (parts, (0, 0)), norm, Some(added))
 }
 
 fn norm_parts(
     label: String,
     rows: u32,
     x: Activations,
-    (first, parts, width): (u32, u32, u32),
+    ((first, parts, width), (further_first, further_width)): ((u32, u32, u32), (u32, u32)),
     (norm, epsilon): (Option<Range>, f32),
     added: Option<(Activations, f32)>,
 ) -> Call {
@@ -161,6 +174,8 @@ fn norm_parts(
         width,
         stride: x.stride,
         y_stride: y.stride,
+        further_first,
+        further_width,
         epsilon,
         scale,
     };
@@ -291,7 +306,9 @@ pub(crate) fn reference_norm_heads(call: &Call, memory: &mut HostMemory) {
     for (row, part) in (0..call.groups[1]).flat_map(|row| (0..call.groups[0]).map(move |part| (row, part))) {
         let base = row * a.stride + a.first + part * a.width;
         let x: Vec<f64> = (0..a.width).map(|i| f64::from(memory.f32(a.x, base + i))).collect();
-        let factor = rms(&x, a.epsilon);
+        let further = (0..a.further_width).map(|i| f64::from(memory.f32(a.x, row * a.stride + a.further_first + i)));
+        let all: Vec<f64> = x.iter().copied().chain(further).collect();
+        let factor = rms(&all, a.epsilon);
         for (i, x) in (0..).zip(x) {
             let weight = if c.norm == 1 { f64::from(memory.f32(a.norm, i)) } else { 1.0 };
             let mut value = x * factor * weight;

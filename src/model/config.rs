@@ -326,6 +326,18 @@ pub struct Attention {
     pub window: Option<u32>,
     /// Whether the values are the rows of the key projection, before norm and rotation.
     pub values_are_keys: bool,
+    /// In a part of a model that several devices compute: the heads of other devices whose queries and keys this one
+    /// computes too, because norms are taken over all heads of a row ([`QkNorm::Rows`]).
+    pub normed_with: NormedHeads,
+}
+
+/// Heads that are computed up to their norm only.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NormedHeads {
+    /// The number of query heads.
+    pub queries: u32,
+    /// The number of key heads.
+    pub keys: u32,
 }
 
 impl Attention {
@@ -458,6 +470,9 @@ pub struct ModelConfig {
     pub mtp_attention: usize,
     /// The intermediate size of the MTP block's dense MLP.
     pub mtp_width: u32,
+    /// The dimensions of the MTP block's experts: those of the layers, but for parts of a model that several devices
+    /// compute, where the block is whole.
+    pub mtp_experts: Option<Experts>,
     /// What the configuration of a draft head says beside its layer's keys; `None` for a model of its own.
     pub draft_head: Option<DraftHead>,
     /// The maximum sequence length in tokens.
@@ -526,9 +541,11 @@ impl ModelConfig {
     }
 
     /// Returns the number of rows of the packed `qkv` of a kind of layers: queries, keys, values and, if attention has
-    /// one, the output gate.
+    /// one, the output gate; behind them the queries and the keys of [`Attention::normed_with`].
     pub fn qkv_rows(&self, attention: &Attention) -> u32 {
-        attention.q_rows() * if self.attention_gate { 2 } else { 1 } + 2 * attention.kv_rows()
+        let NormedHeads { queries, keys } = attention.normed_with;
+        let own = attention.q_rows() * if self.attention_gate { 2 } else { 1 } + 2 * attention.kv_rows();
+        own + (queries + keys) * attention.head_dim
     }
 
     /// Returns the number of columns of `qkv`: the hidden size or, in a draft head, that of the embedding and of the features
@@ -540,6 +557,12 @@ impl ModelConfig {
     /// Whether a layer with attention has keys and values of its own.
     pub fn owns_cache(&self, layer: u32) -> bool {
         self.cache_of[layer as usize] == layer
+    }
+
+    /// Whether a layer has a dense MLP, alone or beside experts.
+    pub fn has_dense_mlp(&self, layer: u32) -> bool {
+        let beside = self.experts.is_some_and(|experts| experts.beside_dense);
+        self.mlp_kinds[layer as usize] == MlpKind::Dense || beside
     }
 
     /// Whether the outputs of mixers and MLPs are changed before they are added to the residual stream.

@@ -10,8 +10,8 @@ use ostinato::kernels::gemm::{Activations, Epilogue, GemvConfig, Glu, Matrix, Pr
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::shaders::{PoolRowsArgs, RowScalesArgs};
 use ostinato::kernels::stream::{
-    Beside, Branch, BranchFlow, add_branch, bound_logits, gate_rows, norm_and_add, norm_heads, pool_rows, pool_words,
-    row_scales,
+    Beside, Branch, BranchFlow, add_branch, bound_logits, gate_rows, norm_and_add, norm_heads, norm_with, pool_rows,
+    pool_words, row_scales,
 };
 use ostinato::kernels::tags::{Flow, tagged};
 use ostinato::memory::pack::Format;
@@ -154,6 +154,43 @@ fn parts_of_rows_are_normed_in_place() {
                 }
             };
             near(reference.f32(range, index), wanted, "x");
+        }
+    }
+    check(&cases, &reference);
+}
+
+/// Goal: the mean of a norm is that of the normed part and of further floats of its row.
+#[test]
+fn parts_of_rows_are_normed_together_with_further_floats() {
+    let mut cases = Cases::new("norm_with");
+    let mut random = Random(73);
+    let mut made = Vec::new();
+    for (own, further, stride) in
+        [((0, 40), (40, 24), 64), ((8, 24), (80, 200), 288), ((300, 128), (0, 300), 432), ((0, 48), (96, 0), 96)]
+    {
+        cases.case(format!("{own:?} with {further:?}"));
+        let count = 3;
+        let x: Vec<f32> = (0..count * stride).map(|_| random.float() * 3.0).collect();
+        let weights: Vec<f32> = (0..own.1).map(|_| 1.0 + random.float()).collect();
+        let (range, norm) = (cases.floats("x", &x), (Some(cases.floats("norm", &weights)), EPSILON));
+        cases.expect(range, Expect::Floats(LIMIT));
+        cases.recording.call(norm_with("norm".to_owned(), count, Activations { range, stride }, own, further, norm));
+        made.push((range, x, weights, own, further, (count, stride)));
+    }
+    let reference = cases.reference();
+    for (range, x, weights, (first, width), (other, others), (count, stride)) in made {
+        for (row, at) in (0..count).flat_map(|row| (0..stride).map(move |at| (row, at))) {
+            let line = &x[(row * stride) as usize..][..stride as usize];
+            let value = f64::from(line[at as usize]);
+            let wanted = match at.checked_sub(first).filter(|at| *at < width) {
+                None => value,
+                Some(at) => {
+                    let part = |first: u32, count: u32| &line[first as usize..(first + count) as usize];
+                    let all = [part(first, width), part(other, others)].concat();
+                    value / rms(&all) * f64::from(weights[at as usize])
+                }
+            };
+            near(reference.f32(range, row * stride + at), wanted, "x");
         }
     }
     check(&cases, &reference);

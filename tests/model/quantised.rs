@@ -170,7 +170,7 @@ fn the_demo_model_in_the_common_types() {
 
 /// Writes a checkpoint of random weights with a fixture's configuration, changed by `changes`, of rows of whole blocks of
 /// 256 and two layers unless it is a hybrid. Returns its folder.
-fn random_model(folder: &Path, fixture: &str, changes: &[(&str, u32)]) -> PathBuf {
+pub fn random_model(folder: &Path, fixture: &str, changes: &[(&str, u32)]) -> PathBuf {
     let config = std::fs::read_to_string(crate::harness::models::fixture(fixture).join("config.json")).expect("config");
     let mut config: serde_json::Value = serde_json::from_str(&config).expect("JSON");
     let usual = [("hidden_size", 256), ("intermediate_size", 512), ("moe_intermediate_size", 256)];
@@ -189,7 +189,7 @@ fn random_model(folder: &Path, fixture: &str, changes: &[(&str, u32)]) -> PathBu
     out
 }
 
-const RANDOM_PROMPT: [u32; 6] = [1, 5, 9, 2, 7, 3];
+pub const RANDOM_PROMPT: [u32; 6] = [1, 5, 9, 2, 7, 3];
 
 #[test]
 fn random_models_of_several_architectures() {

@@ -111,15 +111,9 @@ impl Build<'_> {
             return Err(self.unsupported(format!("drafts is {drafts}, at most {MOST_DRAFTS} are possible")));
         }
         if drafts > 0 && self.model.draft.is_none() && !self.checkpoint.has_mtp() {
-            let divided = self.part.is_some_and(|part| part.stage.rank.is_some());
-            let why = match divided && c.experts.is_some() {
-                true => {
-                    "a block that drafts tokens (multi-token prediction) with experts is left out with split = \"tensor\""
-                }
-                false => "the checkpoint has no block that drafts tokens (multi-token prediction)",
-            };
             return Err(self.unsupported(format!(
-                "drafts is {drafts}, {why}: only 0 is possible, or draft = \"lookup\", a draft model or a draft head"
+                "drafts is {drafts}, the checkpoint has no block that drafts tokens (multi-token prediction): only 0 is \
+                 possible, or draft = \"lookup\", a draft model or a draft head"
             )));
         }
         if let (Some(_), Some(chunk)) =

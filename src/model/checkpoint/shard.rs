@@ -1,26 +1,21 @@
 //! Tensor parallelism: the part of each weight that one of several devices holds, and the configuration of a model of
 //! these parts.
 //!
-//! A device has some heads, some columns of each MLP, and all of what every device computes for itself: embedding, norms and
-//! routers. The products after which the parts of all devices are summed (`o` and `down`) have the columns of the device's
-//! heads and inner values; their biases are added by the first device only.
+//! A device has some heads, some columns of each MLP, and all of what every device computes for itself: embedding, norms,
+//! routers and latent vectors. The products after which the parts of all devices are summed (`o` and `down`) have the columns
+//! of the device's heads and inner values; their biases are added by the first device only. Where norms are taken over all
+//! heads of a row, a device computes the queries and keys of the others too.
 //! Not here: the exchange of sums (`kernels::exchange`), and what a device does with its part.
 
 use super::{Checkpoint, SourceRef, WeightSpec};
 use crate::kernels::exchange::Rank;
-use crate::memory::pack::{Format, RowMap, SourceFormat, Transposed};
-use crate::model::config::{Attention, DeltaNet, LayerKind, MlpKind, ModelConfig, QkNorm};
+use crate::memory::pack::{FRAGMENT_COLS, Format, RowMap, SourceFormat, Transposed};
+use crate::model::config::{Attention, DeltaNet, LayerKind, MlpKind, ModelConfig, NormedHeads, QkNorm};
 use std::ops::Range;
 
 /// Why a model cannot be divided among devices by tensors.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ShardError {
-    /// The model has a part that is not divided yet.
-    #[error("{what} are not divided among devices yet; split = \"layers\" works")]
-    Unsupported {
-        /// The part.
-        what: &'static str,
-    },
     /// The heads cannot be divided.
     #[error(
         "{heads} query heads with {kv_heads} key heads cannot be divided among {devices} devices: {kv_heads} is less than \
@@ -49,12 +44,13 @@ pub enum ShardError {
         /// The number of devices.
         devices: u32,
     },
-    /// The key heads of recurrent layers cannot be divided.
+    /// The value heads of recurrent layers cannot be divided.
     #[error(
-        "{heads} key heads of recurrent layers cannot be divided equally among {devices} devices; split = \"layers\" works"
+        "{heads} value heads of recurrent layers cannot be divided equally among {devices} devices; split = \"layers\" \
+         works"
     )]
     Recurrent {
-        /// The number of key heads.
+        /// The number of value heads.
         heads: u32,
         /// The number of devices.
         devices: u32,
@@ -165,35 +161,36 @@ impl WeightSpec {
     }
 }
 
-/// Returns the rows `kept` (ascending, in rows of the merged weight) of the ranges of a merged weight.
+/// Returns the rows `kept` of the ranges of a merged weight, in the order of `kept`, whose ranges are rows of the merged
+/// weight. A row may be kept more than once.
 fn rows(ranges: &[&WeightSpec], kept: &[Range<u32>]) -> Vec<WeightSpec> {
-    let mut specs = Vec::new();
+    // Adjacent rows of the same range of the merged weight stay in one range.
+    let mut specs: Vec<(usize, WeightSpec)> = Vec::new();
     let mut first_row = 0;
-    for range in ranges {
+    for (kept, (index, range)) in kept.iter().flat_map(|kept| ranges.iter().enumerate().map(move |of| (kept, of))) {
         let own = range.first_row..range.first_row + range.rows;
-        let (mut sources, mut count) = (Vec::new(), 0);
-        for kept in kept {
-            let here = kept.start.max(own.start)..kept.end.min(own.end);
-            if here.is_empty() {
-                continue;
-            }
-            let packed = here.start - own.start..here.end - own.start;
-            sources.extend(range.sources.iter().filter_map(|source| source.within(&packed)).map(|mut source| {
-                source.map.first_row += count;
-                source
-            }));
-            count += here.len() as u32;
+        let here = kept.start.max(own.start)..kept.end.min(own.end);
+        if here.is_empty() {
+            continue;
         }
-        if count > 0 {
+        if specs.last().is_none_or(|(of, _)| *of != index) {
             let name = match first_row {
                 0 => range.merged.clone(),
                 _ => format!("{}.from{first_row}", range.merged),
             };
-            specs.push(WeightSpec { name, first_row, rows: count, sources, ..(*range).clone() });
+            specs.push((index, WeightSpec { name, first_row, rows: 0, sources: Vec::new(), ..(*range).clone() }));
         }
-        first_row += count;
+        let (_, spec) = specs.last_mut().expect("there is one now");
+        let packed = here.start - own.start..here.end - own.start;
+        let at = spec.rows;
+        spec.sources.extend(range.sources.iter().filter_map(|source| source.within(&packed)).map(|mut source| {
+            source.map.first_row += at;
+            source
+        }));
+        spec.rows += here.len() as u32;
+        first_row += here.len() as u32;
     }
-    specs
+    specs.into_iter().map(|(_, spec)| spec).collect()
 }
 
 /// The heads of a device.
@@ -223,12 +220,47 @@ impl OwnHeads {
     }
 }
 
-/// Returns the key heads of recurrent layers that a device has: the same number on each, because all devices have room for
-/// the same sequences and snapshots.
-fn recurrent_heads(net: DeltaNet, rank: Rank) -> Result<Range<u32>, ShardError> {
-    match net.key_heads.is_multiple_of(rank.of) {
-        true => Ok(rank.part(net.key_heads)),
-        false => Err(ShardError::Recurrent { heads: net.key_heads, devices: rank.of }),
+/// The heads of recurrent layers of a device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct OwnRecurrent {
+    /// The key heads, in the device's order. Several devices have the same key head if value heads of all of them use it,
+    /// and a device has one more than once if that is the only way to give each of its value heads its own.
+    keys: Vec<Range<u32>>,
+    values: Range<u32>,
+}
+
+impl OwnRecurrent {
+    /// Returns a device's heads: adjacent value heads, whose columns of the next product are then adjacent too, and the key
+    /// heads that they use. All devices have the same number, because all have room for the same sequences and snapshots.
+    fn of(net: DeltaNet, rank: Rank) -> Result<OwnRecurrent, ShardError> {
+        let DeltaNet { key_heads, value_heads, tiled, .. } = net;
+        if !value_heads.is_multiple_of(rank.of) {
+            return Err(ShardError::Recurrent { heads: value_heads, devices: rank.of });
+        }
+        let values = rank.part(value_heads);
+        let (own, group) = (value_heads / rank.of, value_heads / key_heads);
+        let key_of = |value: u32| if tiled { value % key_heads } else { value / group };
+        // With as many key heads as value heads, each value head has its own in either order.
+        let count = match tiled {
+            true if own.is_multiple_of(key_heads) => key_heads,
+            false if own.is_multiple_of(group) => own / group,
+            false if group.is_multiple_of(own) => 1,
+            _ => own,
+        };
+        let step = if tiled { 1 } else { own / count };
+        let mut keys: Vec<Range<u32>> = Vec::new();
+        for key in (0..count).map(|key| key_of(values.start + key * step)) {
+            match keys.last_mut() {
+                Some(run) if run.end == key => run.end += 1,
+                _ => keys.push(key..key + 1),
+            }
+        }
+        Ok(OwnRecurrent { keys, values })
+    }
+
+    /// Returns the number of key heads.
+    fn key_count(&self) -> u32 {
+        self.keys.iter().map(|run| run.len() as u32).sum()
     }
 }
 
@@ -238,8 +270,8 @@ struct Parts<'a> {
     rank: Rank,
     /// For each kind of attention layers, the heads.
     heads: Vec<OwnHeads>,
-    /// The key heads of recurrent layers.
-    recurrent: Range<u32>,
+    /// The heads of recurrent layers.
+    recurrent: Option<OwnRecurrent>,
     /// For each layer, the inner values of its dense MLP.
     inner: Vec<Range<u32>>,
     /// The inner values of each expert, and of the shared expert.
@@ -248,7 +280,8 @@ struct Parts<'a> {
 }
 
 impl Parts<'_> {
-    /// Returns the rows that a device keeps of queries, keys, values and gates of a layer.
+    /// Returns the rows that a device keeps of queries, keys, values and gates of a layer, and those of the other devices'
+    /// queries and keys that its norms need.
     fn qkv(&self, kind: usize, rows: u32) -> Vec<Range<u32>> {
         let of = &self.config.attention_kinds[kind];
         let OwnHeads { queries, keys } = &self.heads[kind];
@@ -256,30 +289,34 @@ impl Parts<'_> {
         let behind = |part: &Range<u32>, first: u32| part.start + first..part.end + first;
         let (q, kv) = (of.q_rows(), of.kv_rows());
         let (queries, keys) = (rows_of(queries), rows_of(keys));
-        let all = [queries.clone(), behind(&keys, q), behind(&keys, q + kv), behind(&queries, q + 2 * kv)];
-        all.into_iter().filter(|part| part.end <= rows).collect()
+        let own = [queries.clone(), behind(&keys, q), behind(&keys, q + kv), behind(&queries, q + 2 * kv)];
+        let others = [0..queries.start, queries.end..q, q..q + keys.start, q + keys.end..q + kv];
+        let others = others.into_iter().filter(|_| self.config.qk_norm == QkNorm::Rows);
+        own.into_iter().chain(others).filter(|part| part.end <= rows).collect()
     }
 
-    /// Returns the value heads of recurrent layers that use the device's key heads: adjacent ones.
-    fn value_heads(&self, net: DeltaNet) -> Range<u32> {
-        let group = net.value_heads / net.key_heads;
-        self.recurrent.start * group..self.recurrent.end * group
+    /// Returns the dimensions of recurrent layers with the device's heads; `None` if the model has none.
+    fn recurrent(&self) -> Option<(DeltaNet, &OwnRecurrent)> {
+        self.config.delta.zip(self.recurrent.as_ref())
+    }
+
+    /// Returns the rows that a device keeps of a recurrent layer's q, k and v.
+    fn channels(&self) -> Vec<Range<u32>> {
+        let Some((net, OwnRecurrent { keys, values })) = self.recurrent() else { return Vec::new() };
+        let keys_from =
+            |first: u32| keys.iter().map(move |run| first + run.start * net.key_dim..first + run.end * net.key_dim);
+        let first = 2 * net.key_rows();
+        let values = first + values.start * net.value_dim..first + values.end * net.value_dim;
+        keys_from(0).chain(keys_from(net.key_rows())).chain([values]).collect()
     }
 
     /// Returns the rows that a device keeps of the projection of a recurrent layer's input: those of q, k, v, z, b and a.
-    fn in_proj(&self, net: DeltaNet) -> Vec<Range<u32>> {
-        let values = self.value_heads(net);
-        let rows_of = |heads: &Range<u32>, each: u32, first: u32| first + heads.start * each..first + heads.end * each;
-        let (keys, channels) = (net.key_rows(), net.channels());
-        let behind = channels + net.value_rows();
-        vec![
-            rows_of(&self.recurrent, net.key_dim, 0),
-            rows_of(&self.recurrent, net.key_dim, keys),
-            rows_of(&values, net.value_dim, 2 * keys),
-            rows_of(&values, net.value_dim, channels),
-            rows_of(&values, 1, behind),
-            rows_of(&values, 1, behind + net.value_heads),
-        ]
+    fn in_proj(&self) -> Vec<Range<u32>> {
+        let Some((net, OwnRecurrent { values, .. })) = self.recurrent() else { return Vec::new() };
+        let behind = net.channels() + net.value_rows();
+        let rest = [(net.value_dim, net.channels()), (1, behind), (1, behind + net.value_heads)];
+        let rest = rest.map(|(each, first)| first + values.start * each..first + values.end * each);
+        self.channels().into_iter().chain(rest).collect()
     }
 
     /// Returns the device's part of the ranges of a merged weight.
@@ -299,31 +336,34 @@ impl Parts<'_> {
             _ => whole().into_iter().map(|spec| WeightSpec { sources: Vec::new(), ..spec }).collect(),
         };
         let count: u32 = ranges.iter().map(|range| range.rows).sum();
-        let (queries, dim) = (self.heads[kind].queries.clone(), c.attention_kinds[kind].head_dim);
+        let (OwnHeads { queries, keys }, dim) = (&self.heads[kind], c.attention_kinds[kind].head_dim);
+        // The rows or columns of heads that have `each` of them.
+        let of_heads = |heads: &Range<u32>, each: u32| heads.start * each..heads.end * each;
         Ok(match part {
             "qkv" | "qkv.bias" => rows(ranges, &self.qkv(kind, count)),
-            "sinks" => rows(ranges, &[queries]),
+            "q_norm" if c.qk_norm == QkNorm::Rows => rows(ranges, &[of_heads(queries, dim)]),
+            "k_norm" if c.qk_norm == QkNorm::Rows => rows(ranges, &[of_heads(keys, dim)]),
+            "latent.q" | "latent.keys" | "latent.values" => {
+                rows(ranges, &[of_heads(queries, count / c.attention_kinds[kind].heads)])
+            }
+            "sinks" => rows(ranges, &[queries.clone()]),
             "o" => {
-                let recurrent = c.delta.filter(|_| c.layer_kinds[at] == LayerKind::GatedDelta);
-                return columns(match recurrent {
-                    Some(net) => {
-                        let values = self.value_heads(net);
-                        values.start * net.value_dim..values.end * net.value_dim
-                    }
-                    None => queries.start * dim..queries.end * dim,
+                let recurrent = self.recurrent().filter(|_| c.layer_kinds[at] == LayerKind::GatedDelta);
+                return columns(match (recurrent, c.latent) {
+                    (Some((net, own)), _) => of_heads(&own.values, net.value_dim),
+                    (None, Some(latent)) => of_heads(queries, latent.value_dim),
+                    (None, None) => of_heads(queries, dim),
                 });
             }
-            "in_proj" => rows(ranges, &c.delta.map_or_else(Vec::new, |net| self.in_proj(net))),
-            // The taps of a channel are adjacent; the channels are the first rows of `in_proj`.
+            "in_proj" => rows(ranges, &self.in_proj()),
+            // The taps of a channel are adjacent.
             "conv" => {
-                let net = c.delta.filter(|net| net.conv_kernel > 0);
-                let kept = net.map_or_else(Vec::new, |net| {
-                    let channels = self.in_proj(net).into_iter().take(3);
-                    channels.map(|of| of.start * net.conv_kernel..of.end * net.conv_kernel).collect()
-                });
-                rows(ranges, &kept)
+                let taps = c.delta.map_or(0, |net| net.conv_kernel);
+                rows(ranges, &self.channels().iter().map(|of| of_heads(of, taps)).collect::<Vec<_>>())
             }
-            "a_log" | "dt_bias" => rows(ranges, &c.delta.map_or_else(Vec::new, |net| vec![self.value_heads(net)])),
+            "a_log" | "dt_bias" => {
+                rows(ranges, &self.recurrent().map_or(Vec::new(), |(_, own)| vec![own.values.clone()]))
+            }
             "gate_up" | "gate_up.bias" => rows(ranges, &[both(&self.inner[at])]),
             "down" => return columns(self.inner[at].clone()),
             "shared.gate_up" => rows(ranges, &[both(&self.of_shared)]),
@@ -345,40 +385,37 @@ impl Parts<'_> {
 impl Checkpoint {
     /// Returns the part of the model that a device computes together with others, as a checkpoint of its own: its
     /// configuration has the device's heads and inner values. The block that drafts tokens is not divided, since the last
-    /// device alone computes it; one with experts is left out, whose inner values would have to be those of the layers.
+    /// device alone computes it.
     pub fn shard(&self, rank: Rank) -> Result<Checkpoint, ShardError> {
         let c = &self.config;
-        let refuse = |is: bool, what: &'static str| if is { Err(ShardError::Unsupported { what }) } else { Ok(()) };
-        refuse(c.latent.is_some(), "layers with latent attention")?;
-        refuse(c.delta.is_some_and(|net| net.tiled), "recurrent layers whose key heads take turns (GGUF)")?;
-        refuse(c.qk_norm == QkNorm::Rows, "norms over all heads of a row")?;
-        refuse(c.experts.is_some_and(|experts| experts.beside_dense), "experts beside a dense MLP")?;
         let parts = self.parts(rank)?;
         let mut config = c.clone();
         for (of, heads) in config.attention_kinds.iter_mut().zip(&parts.heads) {
             let (queries, keys) = (heads.queries.len() as u32, heads.keys.len() as u32);
-            *of = Attention { heads: queries, kv_heads: keys, ..of.clone() };
+            let normed_with = match c.qk_norm {
+                QkNorm::Rows => NormedHeads { queries: of.heads - queries, keys: of.kv_heads - keys },
+                QkNorm::None | QkNorm::Heads => of.normed_with,
+            };
+            *of = Attention { heads: queries, kv_heads: keys, normed_with, ..of.clone() };
         }
         config.dense_widths = parts.inner.iter().map(|part| part.len() as u32).collect();
-        let dense = config.dense_widths.iter().zip(&c.mlp_kinds).filter(|(_, kind)| **kind == MlpKind::Dense);
-        config.intermediate = dense.map(|(width, _)| *width).max().unwrap_or(0);
+        let dense = (0..).zip(&config.dense_widths).filter(|(layer, _)| c.has_dense_mlp(*layer));
+        config.intermediate = dense.map(|(_, width)| *width).max().unwrap_or(0);
         if let Some(experts) = &mut config.experts {
             experts.inner = parts.of_experts.len() as u32;
             experts.shared_inner = experts.shared_inner.map(|_| parts.of_shared.len() as u32);
         }
-        if let Some(net) = &mut config.delta {
-            let values = parts.value_heads(*net);
-            (net.key_heads, net.value_heads) = (parts.recurrent.len() as u32, values.len() as u32);
-        }
+        config.delta = parts.recurrent().map(|(net, own)| DeltaNet {
+            key_heads: own.key_count(),
+            value_heads: own.values.len() as u32,
+            ..net
+        });
         let mut weights = Vec::new();
         let mut all = self.weights_without_mtp();
-        let block = if c.experts.is_none() { &self.weights[all.len()..] } else { &[] };
-        match block {
-            [] => config.mtp_layers = 0,
-            _ => {
-                config.mtp_attention = config.attention_kinds.len();
-                config.attention_kinds.push(c.attention_kinds[c.mtp_attention].clone());
-            }
+        let block = &self.weights[all.len()..];
+        if !block.is_empty() {
+            config.mtp_attention = config.attention_kinds.len();
+            config.attention_kinds.push(c.attention_kinds[c.mtp_attention].clone());
         }
         while let Some(first) = all.first() {
             let count = all.iter().take_while(|weight| weight.merged == first.merged).count();
@@ -393,7 +430,7 @@ impl Checkpoint {
     fn parts(&self, rank: Rank) -> Result<Parts<'_>, ShardError> {
         let c = &self.config;
         let heads = c.attention_kinds.iter().map(|of| OwnHeads::of(of, rank)).collect::<Result<_, ShardError>>()?;
-        let recurrent = c.delta.map_or(Ok(0..0), |net| recurrent_heads(net, rank))?;
+        let recurrent = c.delta.map(|net| OwnRecurrent::of(net, rank)).transpose()?;
         // Inner values are divided in groups of the matrix whose columns they are.
         let group = |name: &str| {
             let weights = self.weights.iter().filter(|weight| weight.merged == name);
@@ -402,7 +439,13 @@ impl Checkpoint {
         let divide = |name: String, count: u32| -> Result<Range<u32>, ShardError> {
             let least = group(&name);
             let suits = |multiple: &u32| multiple.is_multiple_of(least) && count.is_multiple_of(*multiple);
-            let unit = INNER_MULTIPLES.into_iter().filter(suits).find(|unit| count / unit >= rank.of).unwrap_or(least);
+            let mut units = INNER_MULTIPLES.into_iter().filter(suits).filter(|unit| count / unit >= rank.of);
+            // The others wait for the device with most inner values. Kernels take whole chunks of columns.
+            let is_even = |unit: &u32| {
+                unit.is_multiple_of(FRAGMENT_COLS)
+                    && (count / unit).div_ceil(rank.of) * unit <= (count + count / 8) / rank.of
+            };
+            let unit = units.clone().find(is_even).or_else(|| units.next()).unwrap_or(least);
             let units = count.div_ceil(unit);
             if units < rank.of {
                 return Err(ShardError::Columns { weight: name, columns: count, group: unit, devices: rank.of });
@@ -412,7 +455,7 @@ impl Checkpoint {
         };
         let mut inner = Vec::new();
         for (layer, width) in c.dense_widths.iter().enumerate() {
-            let dense = c.mlp_kinds[layer] == MlpKind::Dense;
+            let dense = c.has_dense_mlp(layer as u32);
             inner.push(if dense { divide(format!("layers.{layer}.down"), *width)? } else { 0..*width });
         }
         let routed = c.mlp_kinds.iter().position(|kind| *kind == MlpKind::Experts);
@@ -461,6 +504,13 @@ mod tests {
             ("hybrid-two", 2),
             ("next-moe", 2),
             ("families/gemma3-wrapped", 2),
+            ("families/gemma4-moe", 2),
+            ("families/deepseek2-groups", 2),
+            ("families/deepseek3-blocks", 2),
+            ("families/glm4lite-types", 3),
+            ("families/olmo2-equal", 3),
+            ("families/olmo3-old", 2),
+            ("hybrid-moe", 2),
         ] {
             let checkpoint = open(name);
             let parts = shards(&checkpoint, of);
@@ -484,16 +534,18 @@ mod tests {
                 let found = sum(&weight.merged, &WeightSpec::elements);
                 let ranges = checkpoint.weights.iter().filter(|other| other.merged == weight.merged);
                 let whole: u64 = ranges.map(WeightSpec::elements).sum();
-                let divided =
-                    [".o", ".down", ".gate_up", ".gate_up.bias", ".sinks", ".in_proj", ".conv", ".a_log", ".dt_bias"];
-                let wanted = match divided.iter().any(|end| weight.merged.ends_with(end)) {
-                    true => whole,
-                    // A key head that several devices have counts for each.
-                    false if weight.merged.contains(".qkv") => {
+                let ends = |of: &[&str]| of.iter().any(|end| weight.merged.ends_with(end));
+                let divided = [".o", ".down", ".gate_up", ".gate_up.bias", ".sinks", ".a_log", ".dt_bias"];
+                let normed = checkpoint.config.qk_norm == QkNorm::Rows;
+                let wanted = match () {
+                    () if ends(&divided) || ends(&[".latent.q", ".latent.keys", ".latent.values"]) => whole,
+                    () if normed && ends(&[".q_norm"]) => whole,
+                    // A key head that several devices have counts for each, and so do rows that are normed together.
+                    () if ends(&[".qkv", ".qkv.bias", ".in_proj", ".conv"]) || normed && ends(&[".k_norm"]) => {
                         assert!((whole..=whole * u64::from(of)).contains(&found), "{name}: {}", weight.merged);
                         continue;
                     }
-                    false => whole * u64::from(of),
+                    () => whole * u64::from(of),
                 };
                 assert_eq!(found, wanted, "{name}: {}", weight.merged);
             }
@@ -502,7 +554,7 @@ mod tests {
         }
     }
 
-    /// Goal: a block that drafts is whole in every part, with heads that no layer has; one with experts is left out.
+    /// Goal: a block that drafts is whole in every part, with heads and experts that no layer has.
     #[test]
     fn a_block_that_drafts_is_not_divided() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo/hybrid");
@@ -519,8 +571,52 @@ mod tests {
             assert!(c.attention_of.iter().all(|kind| c.attention_kinds[*kind].heads < whole.heads));
         }
         let with_experts = open("next-moe");
-        let left_out = |part: &Checkpoint| !part.has_mtp() && part.config.mtp_layers == 0;
-        assert!(with_experts.has_mtp() && shards(&with_experts, 2).iter().all(left_out));
+        let whole = with_experts.config.experts;
+        for part in shards(&with_experts, 2) {
+            assert_eq!((block(&part), part.config.mtp_experts), (block(&with_experts), whole));
+            assert!(part.config.experts.is_some_and(|own| own.inner < whole.map_or(0, |whole| whole.inner)));
+        }
+    }
+
+    /// Goal: each value head of a part uses the key head that it uses in the model, in both orders of heads.
+    #[test]
+    fn recurrent_heads_keep_their_key_heads() {
+        let net = |key_heads, value_heads, tiled| DeltaNet {
+            key_heads,
+            value_heads,
+            tiled,
+            ..open("hybrid-two").config.delta.expect("a hybrid")
+        };
+        let key_of = |of: DeltaNet, value: u32| match of.tiled {
+            true => value % of.key_heads,
+            false => value / (of.value_heads / of.key_heads),
+        };
+        let mut counts = Vec::new();
+        for (keys, values, of) in [(16, 32, 2), (16, 32, 4), (16, 48, 2), (16, 16, 2), (2, 6, 2), (4, 12, 3), (1, 4, 2)]
+        {
+            for tiled in [false, true] {
+                let whole = net(keys, values, tiled);
+                let mut own_counts = Vec::new();
+                for index in 0..of {
+                    let own = OwnRecurrent::of(whole, Rank { index, of }).unwrap();
+                    assert_eq!(own.values, index * values / of..(index + 1) * values / of);
+                    let held: Vec<u32> = own.keys.iter().cloned().flatten().collect();
+                    let part = net(own.key_count(), values / of, tiled);
+                    assert!(part.value_heads.is_multiple_of(part.key_heads), "{whole:?} among {of}");
+                    for (local, value) in own.values.clone().enumerate() {
+                        let key = held[key_of(part, local as u32) as usize];
+                        assert_eq!(key, key_of(whole, value), "value head {value} of {whole:?} among {of}");
+                    }
+                    own_counts.push(own.key_count());
+                }
+                assert!(own_counts.iter().all(|count| *count == own_counts[0]), "{own_counts:?}");
+                counts.push(own_counts[0]);
+            }
+        }
+        // Where key heads take turns, whole turns need all of them, and parts of a turn a part of them.
+        assert_eq!(counts, [8, 16, 4, 8, 8, 24, 8, 8, 1, 3, 4, 4, 1, 1]);
+        let error = OwnRecurrent::of(net(1, 3, false), Rank { index: 0, of: 2 }).unwrap_err();
+        assert_eq!(error, ShardError::Recurrent { heads: 3, devices: 2 });
     }
 
     #[test]
@@ -546,6 +642,17 @@ mod tests {
         let inner =
             |name: &str| -> Vec<u32> { shards(&open(name), 2).iter().map(|part| part.config.intermediate).collect() };
         assert_eq!(inner("llama-bias"), [72, 73]);
+        // The largest unit with which parts are about even.
+        let divided = |count: u32, of: u32| -> Vec<u32> {
+            let mut checkpoint = open("qwen3-deep");
+            checkpoint.config.dense_widths.iter_mut().for_each(|width| *width = count);
+            (checkpoint.config.attention_kinds[0].heads, checkpoint.config.attention_kinds[0].kv_heads) = (4, 4);
+            let part = |index| checkpoint.parts(Rank { index, of }).unwrap().inner[0].len() as u32;
+            (0..of).map(part).collect()
+        };
+        assert_eq!(divided(768, 2), [384, 384]);
+        assert_eq!(divided(2880, 2), [1408, 1472]);
+        assert_eq!(divided(9728, 4), [2304, 2560, 2304, 2560]);
         // 96 inner values in groups of 32.
         assert_eq!(inner("quantised/ct-mixed"), [32, 64]);
         // A row of one group can be cut anywhere, one of several between them.

@@ -15,7 +15,7 @@ use super::quantization::{self, Quantization};
 use super::rope::{self, Layers, Rope, RopeScaling, RotatedPairs};
 use super::{
     Activation, Attention, ConfigProblem, DeltaNet, Dtype, Experts, Latent, LayerInputs, LayerKind, MlpKind,
-    ModelConfig, QkNorm, Routing, UnknownDtype,
+    ModelConfig, NormedHeads, QkNorm, Routing, UnknownDtype,
 };
 use crate::kernels::moe::MOST_CHOSEN;
 
@@ -311,6 +311,7 @@ pub(super) fn read(
         mtp_layers,
         mtp_attention: 0,
         mtp_width: greatest_width,
+        mtp_experts: experts,
         draft_head: None,
         context: context?,
         eos,
@@ -805,7 +806,9 @@ fn attention(
         };
         let (kv_heads, head_dim) = if window.is_none() { (full_kv_heads, full_dim) } else { (kv_heads, head_dim) };
         let values_are_keys = keys_as_values && window.is_none();
-        let kind = Attention { heads, kv_heads, head_dim, rope: rope.filter(|_| rotated), window, values_are_keys };
+        let rope = rope.filter(|_| rotated);
+        let normed_with = NormedHeads::default();
+        let kind = Attention { heads, kv_heads, head_dim, rope, window, values_are_keys, normed_with };
         of.push(kinds.iter().position(|other| *other == kind).unwrap_or(kinds.len()));
         if !kinds.contains(&kind) {
             kinds.push(kind);

@@ -339,9 +339,15 @@ impl Decoder<'_> {
             return;
         }
         let of = &c.attention_kinds[block.attention];
-        for (name, first, width) in [("q_norm", 0, of.q_rows()), ("k_norm", of.q_rows(), of.kv_rows())] {
+        // Heads of other devices are behind all rows of this one.
+        let [queries, keys] = [of.normed_with.queries, of.normed_with.keys].map(|heads| heads * of.head_dim);
+        let first_key = c.qkv_rows(of) - keys;
+        for (name, own, further) in [
+            ("q_norm", (0, of.q_rows()), (first_key - queries, queries)),
+            ("k_norm", (of.q_rows(), of.kv_rows()), (first_key, keys)),
+        ] {
             let norm = (self.vector(r, &block.name(name)), c.rms_eps);
-            r.call(stream::norm_heads(block.name(name), shape.rows(), step.qkv, (first, 1, width), norm));
+            r.call(stream::norm_with(block.name(name), shape.rows(), step.qkv, own, further, norm));
         }
     }
 

@@ -166,6 +166,7 @@ impl<'d> Headed<'d, '_> {
             attention: 0,
             owns_cache: true,
             inner: self.own.config.intermediate,
+            experts: None,
         }
     }
 

@@ -66,10 +66,15 @@ impl Decoder<'_> {
         let down = block.name("down");
         let operands = Operands { weight: &down, x: hidden, y: step.branch, epilogue: Epilogue::Store };
         self.output(r, shape, step, operands, Fold::None);
-        if !self.chooses_few(shape, block) {
-            r.ops.push(Op::Fill { to: step.of_experts.range, word: 0 });
+        // A device must have got all words of an exchange before it begins the next one. The second sum does not depend on the
+        // first, but there are barriers between the calls of the experts.
+        if self.stage.rank.is_some() {
+            self.all_reduce(r, shape, step, &down, (step.branch, step.branch));
         }
-        self.experts(r, shape, step, block, step.of_experts);
+        self.experts_into(r, shape, step, block, step.of_experts);
+        if self.stage.rank.is_some() {
+            self.all_reduce(r, shape, step, &block.name("experts"), (step.of_experts, step.of_experts));
+        }
         let mut norm = |name: &str| self.vector(r, &block.name(name)).expect("both branches and their sum have norms");
         let beside = Beside { x: step.of_experts, norm: norm("experts.post_norm"), sum_norm: norm("mlp_post_norm") };
         let branch = Branch {
@@ -88,10 +93,20 @@ impl Decoder<'_> {
         r.call(stream::add_branch(label, size, branch, (step.x, factor), tags, step.fault));
     }
 
-    /// Records a router and its experts, whose output is added to `y`.
+    /// Records a router and its experts, whose output replaces `y`.
+    pub(super) fn experts_into(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block, y: Activations) {
+        // Experts of few rows replace y themselves, others add to it.
+        if !self.chooses_few(shape, block) {
+            r.ops.push(Op::Fill { to: y.range, word: 0 });
+        }
+        self.experts(r, shape, step, block, y);
+    }
+
+    /// Records a router and its experts, whose output is added to `y`: the residual stream, or a buffer that
+    /// [`Decoder::experts_into`] clears.
     pub(super) fn experts(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block, y: Activations) {
         let c = self.config;
-        let experts = self.expert_shape(c.experts.expect("a layer of this kind has a configuration"));
+        let experts = self.expert_shape(block.experts.expect("a layer of this kind has a configuration"));
         let rows = shape.rows();
         let shared = experts.shared_inner.map(|_| {
             (self.one_matrix(r, &block.name("shared.gate_up")), self.one_matrix(r, &block.name("shared.down")))
@@ -111,7 +126,7 @@ impl Decoder<'_> {
             ],
             x: step.x,
             y,
-            adds: y.range != step.of_experts.range,
+            adds: y.range == step.x.range,
             routing: self.routing(r, block),
             norm: (norm, c.rms_eps),
             logits: step.router,

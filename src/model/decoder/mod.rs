@@ -28,14 +28,14 @@ use stage::LayerStage;
 pub use tuning::{Tuning, most_dots_rows, most_gemv_rows};
 
 use super::checkpoint::{WeightKind, WeightSpec};
-use super::config::{Attention, LayerKind, MlpKind, ModelConfig, QkNorm};
+use super::config::{Attention, Experts, LayerKind, MlpKind, ModelConfig, QkNorm};
 use crate::config::KvFormat;
 use crate::kernels::embed;
 use crate::kernels::gemm::panel::{Fold, Unscaled};
 use crate::kernels::gemm::tiled::{Output, Packed};
 use crate::kernels::gemm::{Activations, Epilogue};
 use crate::kernels::layout::StateLayout;
-use crate::kernels::recording::{Op, Range, Recording};
+use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling;
 use crate::kernels::stream::{self, Branch, BranchFlow};
 use crate::kernels::tags::{self, Flow, Generations};
@@ -284,6 +284,8 @@ struct Block {
     owns_cache: bool,
     /// The width of the layer's dense MLP.
     inner: u32,
+    /// The dimensions of the layer's experts, if it has any.
+    experts: Option<Experts>,
 }
 
 impl Block {
@@ -347,7 +349,7 @@ impl Decoder<'_> {
         if let Some(net) = c.delta {
             widths.extend([net.projected_rows(), net.value_rows()]);
         }
-        if c.mlp_kinds.contains(&MlpKind::Dense) || c.experts.is_some_and(|experts| experts.beside_dense) {
+        if (0..c.layers).any(|layer| c.has_dense_mlp(layer)) {
             widths.push(c.intermediate);
         }
         let whole = c.experts.is_none_or(|experts| self.expert_shape(experts).middle_is_whole());
@@ -429,6 +431,8 @@ impl Decoder<'_> {
         let most = |of: &dyn Fn(&Attention) -> u32| c.attention_kinds.iter().map(of).max().unwrap_or(0);
         let (projected, mixed) = c.delta.map_or((0, 0), |net| (net.projected_rows(), net.value_rows()));
         let experts = c.experts.map(|experts| self.expert_shape(experts));
+        let of_block = c.mtp_experts.filter(|_| self.drafts()).map(|experts| self.expert_shape(experts));
+        let middle = experts.iter().chain(&of_block).map(|experts| experts.middle_stride()).max();
         let beside = c.experts.is_some_and(|experts| experts.beside_dense);
         let latent = c.latent.map_or([0; 3], |of| {
             let heads = c.attention_kinds[0].heads;
@@ -438,6 +442,8 @@ impl Decoder<'_> {
         let latent = std::array::from_fn(|at| Self::activations(r, names[at], rows, latent[at]));
         let inner = if self.drafts() { c.intermediate.max(c.mtp_width) } else { c.intermediate };
         let x = Self::activations(r, &named("x"), x_rows, c.hidden);
+        let width = if c.has_branch_stages() || self.stage.rank.is_some() { c.hidden } else { 0 };
+        let branch = Self::activations(r, &named("branch"), rows, width);
         let taken_over = |tag: &u32| Generations::beginning(x.range, *tag);
         let generations = carries.then(|| RefCell::new(self.input_tags.get(&rows).map(taken_over).unwrap_or_default()));
         Step {
@@ -449,13 +455,10 @@ impl Decoder<'_> {
             projected: Self::activations(r, &named("in_proj.output"), rows, projected),
             mixed: Self::activations(r, &named("mixer.output"), rows, mixed),
             mlp: Self::activations(r, &named("mlp.hidden"), rows, inner),
-            branch: {
-                let needed = c.has_branch_stages() || self.stage.rank.is_some();
-                Self::activations(r, &named("branch"), rows, if needed { c.hidden } else { 0 })
-            },
+            branch,
             inputs: Self::activations(r, "layer_inputs", rows, c.layer_inputs.map_or(0, |of| of.width * c.layers)),
             router: Self::activations(r, &named("router.logits"), rows, experts.map_or(0, |e| e.logits())),
-            middle: Self::activations(r, &named("experts.middle"), rows, experts.map_or(0, |e| e.middle_stride())),
+            middle: Self::activations(r, &named("experts.middle"), rows, middle.unwrap_or(0)),
             latent,
             logits: Self::activations(r, "logits", if prefill { 1 } else { rows }, c.vocab),
             unscaled: self.unscaled(r, shape),
@@ -513,23 +516,21 @@ impl Decoder<'_> {
             attention: c.attention_of[at],
             owns_cache: c.owns_cache(layer),
             inner: c.dense_widths[at],
+            experts: c.experts.filter(|_| c.mlp_kinds[at] == MlpKind::Experts),
         };
         let mixed = match kind {
             LayerKind::Attention => self.attention(r, shape, step, &block, &format!("kv.{}", c.cache_of[at])),
             LayerKind::GatedDelta => self.delta(r, shape, step, &block, &format!("{RECURRENT}{layer}")),
         };
         self.mixer_output(r, shape, step, &block, mixed);
-        match (c.mlp_kinds[at], c.experts) {
-            (MlpKind::Experts, Some(experts)) if experts.beside_dense => {
-                self.experts_beside_dense(r, shape, step, &block);
+        match block.experts {
+            Some(experts) if experts.beside_dense => self.experts_beside_dense(r, shape, step, &block),
+            Some(_) if self.stage.rank.is_some() => {
+                self.experts_into(r, shape, step, &block, step.branch);
+                self.all_reduce(r, shape, step, &block.name("experts"), (step.branch, step.x));
             }
-            (MlpKind::Experts, _) if self.stage.rank.is_some() => {
-                r.ops.push(Op::Fill { to: step.branch.range, word: 0 });
-                self.experts(r, shape, step, &block, step.branch);
-                self.all_reduce(r, shape, step, &block.name("experts"), step.x);
-            }
-            (MlpKind::Experts, _) => self.experts(r, shape, step, &block, step.x),
-            (MlpKind::Dense, _) => self.mlp(r, shape, step, &block),
+            Some(_) => self.experts(r, shape, step, &block, step.x),
+            None => self.mlp(r, shape, step, &block),
         }
         if c.layer_inputs.is_some() {
             self.layer_input(r, shape, step, &block, layer);
@@ -592,13 +593,13 @@ impl Decoder<'_> {
         let fold = if direct { Self::leaves(step.unscaled, next) } else { Fold::None };
         self.output(r, shape, step, Operands { weight, x, y, epilogue }, fold);
         if shared {
-            self.all_reduce(r, shape, step, weight, if staged { step.branch } else { step.x });
+            self.all_reduce(r, shape, step, weight, (step.branch, if staged { step.branch } else { step.x }));
         }
         if staged {
+            let x = step.branch;
             let (label, size) = (format!("{weight}_add"), (shape.rows(), c.hidden));
-            let branch =
-                Branch { x: step.branch, norm: after, beside: None, epsilon: c.rms_eps, scale: c.residual_scale };
-            let flow = step.flow(Some(step.branch.range), Some(step.x.range));
+            let branch = Branch { x, norm: after, beside: None, epsilon: c.rms_eps, scale: c.residual_scale };
+            let flow = step.flow(Some(x.range), Some(step.x.range));
             let tags = BranchFlow { flow, ..BranchFlow::NONE };
             r.call(stream::add_branch(label, size, branch, (step.x, factor), tags, step.fault));
         }

@@ -120,6 +120,7 @@ impl Decoder<'_> {
             attention: self.config.mtp_attention,
             owns_cache: true,
             inner: self.config.mtp_width,
+            experts: self.config.mtp_experts,
         }
     }
 
@@ -170,7 +171,7 @@ impl Decoder<'_> {
             let block = self.draft_block();
             let mixed = self.attention(r, shape, &draft, &block, CACHE);
             self.mixer_output(r, shape, &draft, &block, mixed);
-            match self.weight("mtp.router") {
+            match block.experts {
                 Some(_) => self.experts(r, shape, &draft, &block, draft.x),
                 None => self.mlp(r, shape, &draft, &block),
             }

@@ -19,8 +19,15 @@ impl Decoder<'_> {
         exchange::words_of(u64::from(rows) * u64::from(stride(self.config.hidden)), false) as u32
     }
 
-    /// Records the sum over all devices of `step.branch`, into it or onto the residual stream.
-    pub(super) fn all_reduce(&self, r: &mut Recording, shape: StepShape, step: &Step, name: &str, y: Activations) {
+    /// Records the sum over all devices of `x`, into it or onto the residual stream.
+    pub(super) fn all_reduce(
+        &self,
+        r: &mut Recording,
+        shape: StepShape,
+        step: &Step,
+        name: &str,
+        (x, y): (Activations, Activations),
+    ) {
         let rank = self.stage.rank.expect("a device with a part of every layer");
         let (index, slot_words) = (exchanges(r), self.exchange_words());
         let buffers = ExchangeBuffers {
@@ -43,11 +50,11 @@ impl Decoder<'_> {
         let summed = Summed {
             rows: shape.rows(),
             count,
-            x: step.branch,
+            x,
             y,
             adds: y.range.buffer == step.x.range.buffer,
             halves: count.is_some() && self.tuning.exchange_halves,
-            flow: step.flow(Some(step.branch.range), Some(y.range)),
+            flow: step.flow(Some(x.range), Some(y.range)),
         };
         for phase in phases {
             let label = format!("{name}_{}", if *phase == Phase::Send { "send" } else { "sum" });

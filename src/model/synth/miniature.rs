@@ -5,7 +5,9 @@
 use super::tensors::{Distribution, tensors_of};
 use crate::memory::pack::{self, Format, Packing, RowMap, Rows, SourceFormat, codes};
 use crate::model::checkpoint::{Checkpoint, CheckpointError, WeightKind, WeightSpec};
-use crate::model::config::{Attention, DeltaNet, Experts, Latent, LayerInputs, LayerKind, MlpKind, ModelConfig};
+use crate::model::config::{
+    Attention, DeltaNet, Experts, Latent, LayerInputs, LayerKind, MlpKind, ModelConfig, NormedHeads,
+};
 use crate::model::split_mix::{GAMMA, mix, split_mix};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -159,7 +161,8 @@ fn shrunk(c: &ModelConfig, layers: &[u32]) -> ModelConfig {
         };
         let group = if c.latent.is_some() { group.min(LATENT_HEADS) } else { group };
         let window = kind.window.map(|window| window.min(WINDOW));
-        Attention { heads: group * kv_heads, kv_heads, window, ..kind.clone() }
+        let normed_with = NormedHeads::default();
+        Attention { heads: group * kv_heads, kv_heads, window, normed_with, ..kind.clone() }
     };
     let place = |layer: u32| layers.iter().position(|other| *other == layer).unwrap_or(0) as u32;
     let experts = |of: Experts| {
@@ -191,6 +194,7 @@ fn shrunk(c: &ModelConfig, layers: &[u32]) -> ModelConfig {
         mtp_layers: 0,
         mtp_attention: 0,
         mtp_width: 0,
+        mtp_experts: None,
         eos: Vec::new(),
         bos: None,
         ..c.clone()

@@ -9,6 +9,8 @@
 //! has processed two hundred tokens. The limit is 1e-4, and twice that for models with recurrent state. A wrong index,
 //! scale or position changes values of about 1 by far more. Activations, pages and states start as NaN except for the
 //! padding that kernels may read.
+//!
+//! Steps of which several devices compute a part each are compared with whole ones in the interpreter alone.
 
 use crate::common::{Driver, Vulkan};
 use crate::harness::models::{drafted, expected, fixture};
@@ -19,6 +21,7 @@ use ostinato::gpu::build::defaults;
 use ostinato::kernels::attention::Heads;
 use ostinato::kernels::barriers;
 use ostinato::kernels::embed::PromptRows;
+use ostinato::kernels::exchange::{Rank, check_of};
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig, skinny};
 use ostinato::kernels::gemm::{Activations, Epilogue, GemvConfig, Matrix, Product, take_last, wgmma};
 use ostinato::kernels::host_memory::{HostMemory, PackedMatrix};
@@ -26,7 +29,7 @@ use ostinato::kernels::interpreter;
 use ostinato::kernels::layout::StateLayout;
 use ostinato::kernels::recording::{Arg, Call, Op, Recording, Touch};
 use ostinato::kernels::region::{RegionError, buffer_sizes};
-use ostinato::kernels::shaders::{TakeLastArgs, find};
+use ostinato::kernels::shaders::{AllReduceArgs, TakeLastArgs, find};
 use ostinato::kernels::state::{self, RingEntry, SlotInit};
 use ostinato::kernels::tags::{self, Flow, tagged};
 use ostinato::memory::pack::codes::{sample, unit_cols};
@@ -34,6 +37,7 @@ use ostinato::memory::pack::{self, Format, Layout, Packing};
 use ostinato::model::checkpoint::{Checkpoint, WeightKind, WeightSpec};
 use ostinato::model::config::{LayerKind, MlpKind};
 use ostinato::model::decoder::drafter::{DRAFTER, Drafter, DrafterKind, PlacedWeight};
+use ostinato::model::decoder::parallel::INBOX;
 use ostinato::model::decoder::stage::LayerStage;
 use ostinato::model::decoder::{Decoder, RECURRENT, ROPE, RingLayout, StepShape, stride};
 use ostinato::model::synth::{self, SynthOptions};
@@ -1272,18 +1276,26 @@ fn simulate(recording: &Recording, random: &mut Random) -> Result<(), String> {
     const PARTS: usize = 3;
     const MASK: u32 = 127;
     let barriers = barriers::derive(&recording.ops);
-    // The outputs of mixers and MLPs are changed before they are added.
-    let staged = recording.ops.iter().any(|op| matches!(op, Op::Call(call) if call.kernel == "add_branch"));
+    // The exchanges with other devices, with the buffers whose words they send. One may send only when this device has got all
+    // words of the one before.
+    let exchange = |(op, of): (usize, &Op)| match of {
+        Op::Call(call) if call.kernel == "all_reduce" => Some((op, AllReduceArgs::from_args(&call.args).x.buffer.0)),
+        _ => None,
+    };
+    let exchanges: Vec<(usize, u32)> = recording.ops.iter().enumerate().filter_map(exchange).collect();
     let mut memory: HashMap<(u32, usize), Word> = HashMap::new();
     let mut chance = |n: usize| random.below(n as u32) as usize;
     for step in 0..3u32 {
         // The last writer of each part of a buffer in the order of the recording.
         let mut last: HashMap<(u32, usize), Word> = HashMap::new();
+        let mut got = vec![0; exchanges.len()];
         let mut queue: Vec<(bool, Workgroup)> = Vec::new();
         for (op, (call, barrier)) in recording.ops.iter().zip(&barriers).enumerate() {
             let Op::Call(call) = call else { panic!("a step has calls alone") };
             let fields = find(call.kernel).fields;
             let tag = |name: &str| fields.iter().position(|f| f.name == name).map(|at| call.args[at].u32() & MASK);
+            let constant = |name: &str| find(call.kernel).constants.iter().find(|(_, of)| *of == name);
+            let value = |name: &str| constant(name).map_or(0, |(id, _)| call.constants[*id as usize]);
             let (mut reads, mut olds, mut writes) = (Vec::new(), Vec::new(), Vec::new());
             for (arg, field) in call.args.iter().zip(fields) {
                 if call.kernel == "clear_tags" {
@@ -1309,8 +1321,8 @@ fn simulate(recording: &Recording, random: &mut Random) -> Result<(), String> {
                     "o" => writes.push((buffer, tag("o_tag").unwrap())),
                     "y" => {
                         // A residual addition also reads the old value.
-                        let last = call.label.ends_with(".o") || call.label.ends_with("down");
-                        if (last && !staged) || call.kernel == "add_branch" {
+                        let adds = ["epilogue", "add"].map(value).contains(&1);
+                        if adds || call.kernel == "add_branch" {
                             olds.push((buffer, tag("old_tag").unwrap_or(0)));
                         }
                         writes.push((buffer, tag("y_tag").unwrap()));
@@ -1320,8 +1332,6 @@ fn simulate(recording: &Recording, random: &mut Random) -> Result<(), String> {
             }
             let reads_all = ["skinny", "expert_skinny", "add_branch"];
             // Where experts are divided among calls, those of the second stage read the values of their own.
-            let constant = |name: &str| find(call.kernel).constants.iter().find(|(_, of)| *of == name);
-            let value = |name: &str| constant(name).map_or(0, |(id, _)| call.constants[*id as usize]);
             let sums = value("part_experts") > 0 && value("stage") == 1;
             let whole = !sums && reads_all.iter().any(|kernel| call.kernel.starts_with(kernel));
             // The calls of a weight's parts write one generation together, each a part of it. Only those that add the outputs of
@@ -1373,6 +1383,9 @@ fn simulate(recording: &Recording, random: &mut Random) -> Result<(), String> {
                 for (buffer, part, word) in &workgroup.writes {
                     memory.insert((*buffer, *part), *word);
                 }
+                if let Some(number) = exchanges.iter().position(|(op, _)| *op == workgroup.op) {
+                    got[number] += 1;
+                }
                 running.swap_remove(at);
                 idle = 0;
                 continue;
@@ -1384,6 +1397,11 @@ fn simulate(recording: &Recording, random: &mut Random) -> Result<(), String> {
                 if found.by != wanted.by {
                     let label = calls(recording)[workgroup.op];
                     return Err(format!("step {step}, {label}: took {found:?} for {wanted:?}"));
+                }
+                let number = exchanges.iter().position(|of| *of == (workgroup.op, buffer)).unwrap_or(0);
+                if number > 0 && got[number - 1] < PARTS {
+                    let label = calls(recording)[workgroup.op];
+                    return Err(format!("step {step}, {label}: begins before the exchange before it has ended"));
                 }
                 workgroup.waits.swap_remove(next);
                 idle = 0;
@@ -1449,6 +1467,279 @@ fn a_tagged_step_reads_no_word_of_another_whatever_the_order_of_workgroups() {
         }
     }
     assert!(stale > 0, "the simulation finds no stale word even where tags are not cleared");
+}
+
+/// A device's part of a checkpoint.
+struct InParts {
+    checkpoint: Checkpoint,
+    weights: Vec<WeightSpec>,
+    rank: Rank,
+}
+
+impl InParts {
+    /// Returns the parts of a checkpoint for `of` devices.
+    fn of(whole: &Checkpoint, of: u32) -> Vec<InParts> {
+        let part = |index| {
+            let rank = Rank { index, of };
+            let checkpoint = whole.shard(rank).expect("it can be divided");
+            let stage = LayerStage::of_rank(&checkpoint.config, rank);
+            let weights = stage.weights(&checkpoint.config, checkpoint.weights());
+            InParts { checkpoint, weights, rank }
+        };
+        (0..of).map(part).collect()
+    }
+
+    /// Returns the decoder of the part, whose kernels wait for the other devices' words.
+    fn decoder<'a>(&'a self, vulkan: &Vulkan, way: Emulated) -> Decoder<'a> {
+        let mut decoder = emulated(vulkan, Driver::first(), &self.checkpoint, way);
+        decoder.stage = LayerStage::of_rank(&self.checkpoint.config, self.rank);
+        decoder.weights = &self.weights;
+        decoder.tuning.exchange_polls = 1;
+        decoder
+    }
+}
+
+/// Returns checkpoints that two devices divide into parts of whole chunks of columns: dense layers with and without norms
+/// behind mixers and MLPs, recurrent layers with experts beside a shared one, experts alone and with biases; and the folders
+/// with their files.
+fn to_divide() -> ([tempfile::TempDir; 2], Vec<(&'static str, Checkpoint)>) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let write = |name: &str, config: &serde_json::Value| {
+        let path = folder.path().join(name);
+        synth::write(&config.to_string(), &path, &SynthOptions::default(), &mut |_, _| {}).expect("written");
+        Checkpoint::open(&path).expect("what was written")
+    };
+    let hybrid = synth::with_layers(&synth::preset("tiny-qwen3.5-moe").expect("a preset"), 8);
+    let mut hybrid: serde_json::Value = serde_json::from_str(&hybrid).expect("JSON");
+    for (key, value) in [("num_key_heads", 16), ("num_value_heads", 32), ("key_head_dim", 16), ("value_head_dim", 16)] {
+        hybrid["text_config"][format!("linear_{key}")] = value.into();
+    }
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/families/gptoss-bf16/config.json");
+    let file = std::fs::read_to_string(file).expect("a configuration");
+    let mut gpt_oss: serde_json::Value = serde_json::from_str(&file).expect("JSON");
+    for (key, value) in [
+        ("hidden_size", 128),
+        ("intermediate_size", 64),
+        ("num_hidden_layers", 4),
+        ("num_attention_heads", 4),
+        ("num_key_value_heads", 2),
+        ("num_local_experts", 8),
+    ] {
+        gpt_oss[key] = value.into();
+    }
+    let (others, checkpoints) = on_fragments();
+    let names = ["demo", "tiny-llama", "tiny-qwen3-moe", "tiny-gemma3"];
+    let mut all: Vec<_> = checkpoints.into_iter().filter(|(name, _)| names.contains(name)).collect();
+    assert_eq!(all.len(), names.len());
+    all.extend([("hybrid with experts", write("hybrid", &hybrid)), ("gpt-oss", write("gpt-oss", &gpt_oss))]);
+    ([folder, others], all)
+}
+
+/// Goal: a decode step of a part of each layer has the barriers of a whole one, reads no word of another, and begins no exchange
+/// before it has got all words of the one before. Method: as for whole steps, with experts in one buffer and in several; the
+/// step with barriers has one between any two exchanges.
+#[test]
+fn a_tagged_decode_step_in_parts_has_barriers_only_around_its_layers() {
+    let vulkan = Vulkan::new();
+    let way = Emulated { chunk: 16, tags: true, kv_format: KvFormat::F16, near: 0.0 };
+    let (_folders, checkpoints) = to_divide();
+    let mut random = Random(6);
+    for (name, checkpoint) in &checkpoints {
+        let whole = emulated(&vulkan, Driver::first(), checkpoint, way);
+        let parts = InParts::of(checkpoint, 2);
+        let mut decoders: Vec<Decoder<'_>> = parts.iter().map(|part| part.decoder(&vulkan, way)).collect();
+        // The simulation has no workgroups for as many parts of a recurrent layer's projection.
+        if checkpoint.config.experts.is_some() && checkpoint.config.delta.is_none() {
+            let divided = Decoder { max_buffer_bytes: dividing(&decoders[1]), ..decoders[1].clone() };
+            decoders.push(divided);
+        }
+        for (decoder, rows) in decoders.iter().flat_map(|decoder| [1, 2, 4].map(|rows| (decoder, rows))) {
+            let recording = decoder.record(StepShape::Decode { rows });
+            let what = format!("{name}, {}, {:?}", recording.name, decoder.stage.rank);
+            assert_eq!(tags::check(&recording), Ok(()), "{what}");
+            let polls = tags::polls(&recording);
+            assert!(!polls.is_empty(), "{what}: not tagged");
+            for poll in polls {
+                let broken = tags::break_poll(&recording, poll).expect("some tag is never written");
+                assert!(tags::check(&broken).is_err(), "{what}: {poll:?} is not broken");
+            }
+            let inside = |recording: &Recording| {
+                let needed = barriers::derive(&recording.ops);
+                let labels = calls(recording);
+                labels.iter().zip(&needed).filter(|(label, needed)| label.starts_with("layers.") && **needed).count()
+            };
+            if !decoder.divides_experts() {
+                let wanted = inside(&whole.record(StepShape::Decode { rows }));
+                assert_eq!(inside(&recording), wanted, "{what}: barriers inside the layers");
+            }
+            assert_barriers_between_exchanges(&recording.with_barriers(), &what);
+            for _ in 0..20 {
+                assert_eq!(simulate(&recording, &mut random), Ok(()), "{what}");
+            }
+        }
+    }
+}
+
+/// Checks that a step with barriers has one between any two exchanges.
+fn assert_barriers_between_exchanges(recording: &Recording, what: &str) {
+    let mut ordered = true;
+    for (op, barrier) in recording.ops.iter().zip(barriers::derive(&recording.ops)) {
+        ordered |= barrier;
+        let Op::Call(call) = op else { continue };
+        if call.kernel == "all_reduce" {
+            assert!(ordered, "{what}: \"{}\" may begin before the exchange before it has ended", call.label);
+            ordered = false;
+        }
+    }
+}
+
+/// Goal: experts beside a dense MLP have two sums that do not depend on each other, so their steps in parts have barriers, one
+/// of them between the two exchanges; the simulation finds that tags alone would not order them.
+#[test]
+fn the_two_exchanges_of_experts_beside_a_dense_mlp_are_in_order() {
+    let vulkan = Vulkan::new();
+    let way = Emulated { chunk: 16, tags: true, kv_format: KvFormat::F16, near: 0.0 };
+    let (_folder, checkpoints) = on_fragments();
+    let (_, checkpoint) = checkpoints.iter().find(|(name, _)| *name == "tiny-gemma4").expect("it is among them");
+    let parts = InParts::of(checkpoint, 2);
+    for part in &parts {
+        let decoder = part.decoder(&vulkan, way);
+        for shape in [StepShape::Decode { rows: 1 }, StepShape::Decode { rows: 4 }, StepShape::Prefill { rows: 16 }] {
+            let recording = decoder.record(shape);
+            let what = format!("{}, {:?}", recording.name, part.rank);
+            let count = recording.ops.iter().filter(|op| matches!(op, Op::Call(c) if c.kernel == "all_reduce")).count();
+            assert_eq!(count as u32, 3 * checkpoint.config.layers, "{what}");
+            assert_eq!(tags::polls(&recording), [], "{what}");
+            assert_barriers_between_exchanges(&recording, &what);
+        }
+    }
+}
+
+/// A recording with its memory.
+struct Interpreted {
+    recording: Recording,
+    memory: HostMemory,
+    state: StateLayout,
+}
+
+impl Interpreted {
+    fn new(decoder: &Decoder<'_>, rows: u32) -> Interpreted {
+        let recording = decoder.record(StepShape::Decode { rows });
+        let memory = gather(&initial(decoder, &[&recording]), &recording);
+        Interpreted { recording, memory, state: decoder.state }
+    }
+
+    fn words(&mut self, name: &str) -> &mut Vec<u32> {
+        let at = self.recording.buffers.iter().position(|decl| decl.name == name);
+        &mut self.memory.buffers[at.unwrap_or_else(|| panic!("\"{name}\" in \"{}\"", self.recording.name))]
+    }
+
+    fn patch(&mut self, word: u32, values: &[u32]) {
+        self.words("state")[word as usize..][..values.len()].copy_from_slice(values);
+    }
+
+    /// Has each row decode a sequence from its first token on, which has a page of its own.
+    fn join(&mut self, rows: u32) {
+        let layout = self.state;
+        for slot in 0..rows {
+            let init = SlotInit { remaining: 64, prompt_tokens: 0, ..SlotInit::default() };
+            self.patch(layout.slot_word(slot, 0), &init.words());
+            self.patch(layout.slot_word(slot, state::SLOT_TOKEN), &[7 + 40 * slot]);
+            self.patch(layout.page_word(slot, 0), &[slot]);
+            self.patch(layout.batch_word(slot), &[slot]);
+        }
+    }
+
+    /// Runs operations `ops` of the recording.
+    fn run(&mut self, ops: std::ops::Range<usize>) {
+        let ops = self.recording.ops[ops].to_vec();
+        interpreter::run(&Recording { ops, ..self.recording.clone() }, &mut self.memory);
+    }
+
+    /// Returns the exchanges of a step: the index of the operation and its arguments.
+    fn exchanges(&self) -> Vec<(usize, AllReduceArgs)> {
+        let exchange = |(index, op): (usize, &Op)| match op {
+            Op::Call(call) if call.kernel == "all_reduce" => Some((index, AllReduceArgs::from_args(&call.args))),
+            _ => None,
+        };
+        self.recording.ops.iter().enumerate().filter_map(exchange).collect()
+    }
+}
+
+/// Runs a step of all parts, the first exchange of which has this number. Before each exchange, every part gets the words of
+/// the others.
+fn run_parts(parts: &mut [Interpreted], first: u32) {
+    let each = parts[0].exchanges().len();
+    let number = parts[0].state.exchange_word();
+    parts.iter_mut().for_each(|part| part.patch(number, &[first]));
+    let mut begun = vec![0; parts.len()];
+    for exchange in 0..each {
+        let places: Vec<(usize, AllReduceArgs)> =
+            parts.iter().map(|part| part.exchanges().swap_remove(exchange)).collect();
+        for ((part, begun), (at, _)) in parts.iter_mut().zip(&mut begun).zip(&places) {
+            part.run(std::mem::replace(begun, *at)..*at);
+        }
+        for (from, to) in (0..parts.len()).flat_map(|from| (0..places.len()).map(move |to| (from, to))) {
+            if from == to {
+                continue;
+            }
+            let (x, number) = (places[from].1.x, first + exchange as u32);
+            let floats = (places[from].1.row_count * places[from].1.stride) as usize;
+            let sent = parts[from].memory.buffers[x.buffer.0 as usize][(x.offset / 4) as usize..][..floats].to_vec();
+            let place = (from - usize::from(from > to)) * 2 + (number % 2) as usize;
+            let inbox = parts[to].words(INBOX);
+            for (word, floats) in sent.chunks(3).enumerate() {
+                let bits: [u32; 3] = std::array::from_fn(|i| floats.get(i).copied().unwrap_or(0));
+                let at = (place * places[to].1.slot_words as usize + word) * 4;
+                inbox[at..at + 3].copy_from_slice(&bits);
+                inbox[at + 3] = check_of(bits, number);
+            }
+        }
+    }
+    for (part, begun) in parts.iter_mut().zip(begun) {
+        part.run(begun..part.recording.ops.len());
+    }
+}
+
+/// Goal: tagged decode steps of two and of three devices' parts draw what whole ones draw, and all devices have the same residual
+/// stream, bit for bit. Method: some steps of several rows in the interpreter, from the sequences' beginnings; logits as near as
+/// roundings of tagged words allow.
+#[test]
+fn tagged_decode_steps_in_parts_mean_the_same_as_whole_ones_in_plain_rust() {
+    let vulkan = Vulkan::new();
+    let way = Emulated { chunk: 16, tags: true, kv_format: KvFormat::F32, near: 1e-2 };
+    let (_folders, checkpoints) = to_divide();
+    let rows = 2;
+    for (name, checkpoint) in &checkpoints {
+        let mut whole = Interpreted::new(&emulated(&vulkan, Driver::first(), checkpoint, way), rows);
+        let parts = InParts::of(checkpoint, 2);
+        let mut parts: Vec<Interpreted> =
+            parts.iter().map(|part| Interpreted::new(&part.decoder(&vulkan, way), rows)).collect();
+        std::iter::once(&mut whole).chain(&mut parts).for_each(|run| run.join(rows));
+        let each = parts[0].exchanges().len() as u32;
+        let slots = |run: &mut Interpreted| -> Vec<u32> {
+            let (from, to) = (run.state.slot_word(0, 0), run.state.slot_word(rows, 0));
+            run.words("state")[from as usize..to as usize].to_vec()
+        };
+        for step in 0..3 {
+            whole.run(0..whole.recording.ops.len());
+            run_parts(&mut parts, 1 + step * each);
+            let what = format!("{name}, step {step}");
+            let wanted = whole.words("logits").clone();
+            let (last, others) = parts.split_last_mut().expect("two parts");
+            let found = last.words("logits").clone();
+            for (found, wanted) in found.iter().zip(&wanted).map(|(f, w)| (f32::from_bits(*f), f32::from_bits(*w))) {
+                assert!((found - wanted).abs() <= way.near, "{what}: a logit of {found} in place of {wanted}");
+            }
+            let stream = last.words("tagged.x").clone();
+            let drawn = slots(last);
+            assert_eq!(drawn, slots(&mut whole), "{what}: slots");
+            for other in others {
+                assert_eq!(*other.words("tagged.x"), stream, "{what}: the residual stream");
+                other.patch(other.state.slot_word(0, 0), &drawn);
+            }
+        }
+    }
 }
 
 /// Goal: a product whose input never gets the expected tag sets the fault word and ends. Method: an input with another

@@ -226,6 +226,9 @@ struct Step {
     mlp: Activations,
     /// The output of a mixer or an MLP before it is added to x, if it is changed before.
     branch: Activations,
+    /// Its sum over all devices, if it is changed then: `branch`, or of tagged words a buffer of its own, because no call
+    /// overwrites words that another one has just written.
+    summed: Activations,
     /// The inputs of all layers that depend on the tokens, if the model has them.
     inputs: Activations,
     /// With latent attention: the projections of the input, the queries, and the heads' values.
@@ -343,9 +346,7 @@ impl Decoder<'_> {
         let routed = c.experts.is_some() && !self.chooses_alone();
         let shared = c.layers_of(LayerKind::Attention).any(|layer| !c.owns_cache(layer));
         let shared = shared || c.latent.is_some() || c.layer_inputs.is_some();
-        // Not built: tags of sums over devices that are changed before they are added.
-        let changed = c.has_branch_stages() && self.stage.rank.is_some();
-        let staged = changed || c.qk_norm == QkNorm::Rows || routed || shared;
+        let staged = c.qk_norm == QkNorm::Rows || routed || shared;
         if let Some(net) = c.delta {
             widths.extend([net.projected_rows(), net.value_rows()]);
         }
@@ -353,9 +354,10 @@ impl Decoder<'_> {
             widths.push(c.intermediate);
         }
         let whole = c.experts.is_none_or(|experts| self.expert_shape(experts).middle_is_whole());
-        // Where a step is divided, words would have to be carried from one part to the next; the outputs of experts are added to
-        // a buffer that is cleared before.
-        let divided = self.stage.rank.is_some() && (self.tuning.exchange_polls == 0 || c.experts.is_some());
+        // Where a step is divided, words would have to be carried from one part to the next. Without barriers, each exchange must
+        // depend on all words of the one before it; the two of experts beside a dense MLP do not.
+        let beside = c.experts.is_some_and(|experts| experts.beside_dense);
+        let divided = self.stage.rank.is_some() && (self.tuning.exchange_polls == 0 || beside);
         self.tuning.tags
             && !divided
             && matches!(shape, StepShape::Decode { .. })
@@ -444,6 +446,10 @@ impl Decoder<'_> {
         let x = Self::activations(r, &named("x"), x_rows, c.hidden);
         let width = if c.has_branch_stages() || self.stage.rank.is_some() { c.hidden } else { 0 };
         let branch = Self::activations(r, &named("branch"), rows, width);
+        let summed = match self.stage.rank.filter(|_| carries && c.has_branch_stages()) {
+            Some(_) => Self::activations(r, &named("branch.sum"), rows, c.hidden),
+            None => branch,
+        };
         let taken_over = |tag: &u32| Generations::beginning(x.range, *tag);
         let generations = carries.then(|| RefCell::new(self.input_tags.get(&rows).map(taken_over).unwrap_or_default()));
         Step {
@@ -456,6 +462,7 @@ impl Decoder<'_> {
             mixed: Self::activations(r, &named("mixer.output"), rows, mixed),
             mlp: Self::activations(r, &named("mlp.hidden"), rows, inner),
             branch,
+            summed,
             inputs: Self::activations(r, "layer_inputs", rows, c.layer_inputs.map_or(0, |of| of.width * c.layers)),
             router: Self::activations(r, &named("router.logits"), rows, experts.map_or(0, |e| e.logits())),
             middle: Self::activations(r, &named("experts.middle"), rows, middle.unwrap_or(0)),
@@ -495,7 +502,9 @@ impl Decoder<'_> {
     /// row table that the embedding writes.
     fn clear_tags(&self, r: &mut Recording, step: &Step) {
         let layer = [step.qkv, step.attention, step.projected, step.mixed, step.mlp, step.router, step.middle];
-        let all = layer.into_iter().chain([step.branch, step.of_experts]);
+        // Tagged words are never both of experts beside a dense MLP and summed over devices.
+        let summed = if step.summed.range == step.branch.range { step.of_experts } else { step.summed };
+        let all = layer.into_iter().chain([step.branch, summed]);
         let buffers: Vec<Range> = all.map(|of| of.range).filter(|range| range.bytes > 0).collect();
         r.call(tags::clear_tags("clear_tags".to_owned(), &buffers));
     }
@@ -593,10 +602,10 @@ impl Decoder<'_> {
         let fold = if direct { Self::leaves(step.unscaled, next) } else { Fold::None };
         self.output(r, shape, step, Operands { weight, x, y, epilogue }, fold);
         if shared {
-            self.all_reduce(r, shape, step, weight, (step.branch, if staged { step.branch } else { step.x }));
+            self.all_reduce(r, shape, step, weight, (step.branch, if staged { step.summed } else { step.x }));
         }
         if staged {
-            let x = step.branch;
+            let x = if shared { step.summed } else { step.branch };
             let (label, size) = (format!("{weight}_add"), (shape.rows(), c.hidden));
             let branch = Branch { x, norm: after, beside: None, epsilon: c.rms_eps, scale: c.residual_scale };
             let flow = step.flow(Some(x.range), Some(step.x.range));

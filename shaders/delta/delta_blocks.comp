@@ -11,7 +11,7 @@
 //   R = β v - β e^G (K̂ S),   V' = T R,   O = e^G (Q̂ S) + E R,   S ← e^{G_64} S + K̂ᵀ (e^{G_64 - G} V')
 //
 // x      [rows][stride] f32: q | k | v | z | b | a
-// chunk  descriptor of the prompt step (`embed_rows`): {prompts, lasts, rows, tiles}, then {slot, start, first row, _}
+// chunk  descriptor of the prompt step (`embed_rows`): {prompts, lasts, rows, decoding}, then {slot, start, first row, _}
 //        per prompt
 // cells  8 words per prompt: {from, keep0_at, keep0, keep1_at}, {keep1, first block, _, _}
 // window [cells][8][channels]: the convolution's inputs at positions before the chunk, read from cell `from`

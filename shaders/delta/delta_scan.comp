@@ -15,6 +15,7 @@
 // window [cells][8][channels]: u of the last three positions is stored in the same cells, at position % 8
 // output [rows][value heads · value_dim] f32: O
 //
+// Slots that decode in the step, the last of its prompts, are left to `delta_step`.
 // One workgroup computes 16 · TOGETHER value columns of one value head of one prompt. A head's first workgroup also
 // writes the windows: those of v, and those of q and k if the value head is the first of its key head.
 // MATRIX 1: cooperative matrices, four subgroups for each 16 columns. All products are transposed, so that a lane's
@@ -121,7 +122,7 @@ shared uvec4 made_s[TOGETHER * 4u * 64u];
 void main() {
     uint h = gl_WorkGroupID.x / SLICES, slice = gl_WorkGroupID.x % SLICES, number = gl_WorkGroupID.y;
     uint prompts = chunk.v[0].x;
-    if (number >= prompts) return;
+    if (number >= prompts - chunk.v[0].w) return;
     uvec4 prompt = chunk.v[1u + number], first = cells.v[2u * number], rest = cells.v[2u * number + 1u];
     uint slot = prompt.x;
     start = prompt.y;
@@ -286,7 +287,7 @@ shared vec4 made_s[BLOCK_ROWS * 4u];
 void main() {
     uint h = gl_WorkGroupID.x / SLICES, slice = gl_WorkGroupID.x % SLICES, number = gl_WorkGroupID.y;
     uint i = gl_LocalInvocationIndex, prompts = chunk.v[0].x;
-    if (number >= prompts) return;
+    if (number >= prompts - chunk.v[0].w) return;
     uvec4 prompt = chunk.v[1u + number], first = cells.v[2u * number], rest = cells.v[2u * number + 1u];
     uint slot = prompt.x;
     start = prompt.y;

@@ -215,7 +215,7 @@ const uint LOADS = (ITEMS + SUBGROUP - 1u) / SUBGROUP;
 void main() {
     uint h = gl_WorkGroupID.x / SLICES, slice = gl_WorkGroupID.x % SLICES, number = gl_WorkGroupID.y;
     uint prompts = chunk.v[0].x;
-    if (number >= prompts) return;
+    if (number >= prompts - chunk.v[0].w) return;
     uvec4 prompt = chunk.v[1u + number], first = cells.v[2u * number], rest = cells.v[2u * number + 1u];
     uint slot = prompt.x;
     start = prompt.y;

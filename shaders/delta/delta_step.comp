@@ -27,6 +27,10 @@
 // that the first run wrote, and computes the same bits. With TOKENS > 1, each group of TOKENS consecutive rows belongs
 // to one sequence at consecutive positions, and rows without a token come last.
 //
+// BESIDE_PROMPTS 1: the rows are the last `decoding` rows of a prompt step (`kernels::embed::ChunkLayout`), whose slots decode
+// in it. Such a step is not run again, so the token is added to the state and not left pending; and y is o, of which
+// `delta_gate` makes the output of all rows of the step.
+//
 // One workgroup computes one value head of one row, or of TOKENS rows. A thread has four columns of the values and
 // KEY_DIM / GROUPS rows of the state, whose loads it issues before it polls x. The workgroup of the first value head of
 // each key head writes that head's u to the window. The state is updated after x has arrived, so that its loads overlap with
@@ -52,6 +56,7 @@ layout(constant_id = 7) const uint PACKED = 0;
 layout(constant_id = 8) const uint TOKENS = 1;     // at most 4
 layout(constant_id = 9) const uint PENDING = 1;    // at least TOKENS, at most 4
 layout(constant_id = 10) const uint TILED = 0;     // order of the value heads, see delta.glsl
+layout(constant_id = 12) const uint BESIDE_PROMPTS = 0;
 
 layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Floats4InOut { vec4 v[]; };
 
@@ -68,6 +73,7 @@ layout(push_constant) uniform Args {
     WordsIn slots;
     TaggedOut y;
     Fault fault;
+    WordsIn chunk;    // the descriptor of the prompt step; not read otherwise
     uint stride;
     uint y_stride;
     float epsilon;
@@ -88,8 +94,15 @@ const uint PENDING_QUADS = KEY_QUADS + QUADS + 1u;
 
 // Whether the state is written before the output is computed: the compiler then needs 128 registers instead of 218. With
 // tags the output comes first, because the next call polls for it.
-const bool EARLY = TAGGED == 0u;
+const bool EARLY = TAGGED == 0u && BESIDE_PROMPTS == 0u;
 #define WRITE_STATE { [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) state.v[state_at + n * QUADS] = s[n]; }
+// Adds a token of the step, whose channels begin at `own_`, to the state.
+#define ADD_TOKEN(own_) {                                                                            \
+        [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {                                           \
+            uint d = group * EACH_ROWS + n;                                                          \
+            s[n] = alpha * s[n] + k_scale * mixed_s[(own_) + KEY_QUADS + d / 4u][d % 4u] * delta;    \
+        }                                                                                            \
+    }
 
 shared vec4 mixed_s[TOKENS * ITEMS];
 shared vec4 r_s[THREADS];
@@ -150,6 +163,11 @@ void write_output(uint row, uint h, uint quad, vec4 value) {
 
 void main() {
     uint h = gl_WorkGroupID.x, first_row = gl_WorkGroupID.y * TOKENS, i0 = gl_LocalInvocationIndex;
+    if (BESIDE_PROMPTS == 1u) {
+        uint decoding = chunk.v[3];
+        if (gl_WorkGroupID.y >= decoding) return;
+        first_row += chunk.v[2] - decoding;
+    }
     uint column = i0 % QUADS, group = i0 / QUADS;
     uvec4 info = rows.v[first_row];
     uint position = info.y, polls = 0u;
@@ -304,6 +322,12 @@ void main() {
                 [[unroll]] for (uint n = 0u; n < GROUPS; n++) w += w_s[n * QUADS + column];
                 o = alpha * q_scale * w + q_scale * k_scale * sums.z * delta;
             }
+            if (BESIDE_PROMPTS == 1u) {
+                if (writes) write_output(first_row, h, column, o);
+                ADD_TOKEN(own)
+                WRITE_STATE
+                return;
+            }
             float square;
             if (gl_SubgroupSize == QUADS) {
                 square = subgroupAdd(dot(o, o));
@@ -322,10 +346,7 @@ void main() {
             if (writes) pending.v[at + KEY_QUADS + column] = delta;
             if (gates) pending.v[at + KEY_QUADS + QUADS] = vec4(alpha, float(position), 0.0, 0.0);
             if (token + 1u < TOKENS) {
-                [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) {
-                    uint d = group * EACH_ROWS + n;
-                    s[n] = alpha * s[n] + k_scale * mixed_s[own + KEY_QUADS + d / 4u][d % 4u] * delta;
-                }
+                ADD_TOKEN(own)
                 // The next token's partial sums overwrite the ones read here.
                 barrier();
             }

@@ -4,9 +4,10 @@
 // The prompt: its first row in the step, its start position, the cell with what precedes its chunk, its number of rows.
 uint first_row, start, from, in_use;
 
-// Finds the prompt of a block of the step, and returns the block's first row in the prompt's chunk.
+// Finds the prompt of a block of the step, and returns the block's first row in the prompt's chunk. Slots that decode in the
+// step, the last of its prompts, have no blocks: `delta_step` serves them.
 uint find_prompt(uint block) {
-    uint prompts = chunk.v[0].x, low = 0u, high = prompts;
+    uint prompts = chunk.v[0].x, low = 0u, high = prompts - chunk.v[0].w;
     while (high - low > 1u) {
         uint middle = (low + high) / 2u;
         if (cells.v[2u * middle + 1u].y <= block) low = middle; else high = middle;

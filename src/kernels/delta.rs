@@ -1,4 +1,4 @@
-//! The gated delta rule (linear attention): `delta_step` for decode and verification, and `delta_blocks`, `delta_scan`
+//! The gated delta rule (linear attention): `delta_step` for rows that decode and verification, and `delta_blocks`, `delta_scan`
 //! (on matrices of which only the shape is known `delta_blocks_matrix`, `delta_scan_matrix`) and `delta_gate` for prefill.
 //! Not here: the projections before and after, and the assignment of cells.
 
@@ -183,8 +183,11 @@ fn step(
         pending: entries,
         tiled: u32::from(heads.tiled),
         devices: 0,
+        beside_prompts: 0,
     };
-    let args = DeltaStepArgs { fault: args.fault.none(), x_tag: flow.input, y_tag: flow.output.unwrap_or(0), ..args };
+    let chunk = args.chunk.none();
+    let args =
+        DeltaStepArgs { fault: args.fault.none(), chunk, x_tag: flow.input, y_tag: flow.output.unwrap_or(0), ..args };
     let (x, y) = (args.x, args.y);
     let call = Call {
         kernel: "delta_step",
@@ -194,6 +197,55 @@ fn step(
         groups: [heads.value, sequences, 1],
     };
     flow.mark(call, x, y)
+}
+
+/// Returns the call that processes the tokens of the slots that decode in a prompt step; `outputs` is where the step's scan
+/// writes its rows. Its cells are of no prompt of the step, so it may run beside the calls of [`delta_prompts`].
+fn decoding_rows(label: &str, heads: DeltaHeads, of: DecodingRows, o: &PromptOperands, outputs: Range) -> Call {
+    assert!((1..=MOST_PENDING).contains(&of.entries), "{} pending tokens for each cell", of.entries);
+    let constants = DeltaStepConstants {
+        threads: STEP_GROUPS * heads.value_dim / 4,
+        key_heads: heads.key,
+        value_heads: heads.value,
+        key_dim: heads.key_dim,
+        value_dim: heads.value_dim,
+        groups: STEP_GROUPS,
+        tagged: 0,
+        packed: PackedOrder::word(None),
+        tokens: 1,
+        pending: of.entries,
+        tiled: u32::from(heads.tiled),
+        devices: 0,
+        beside_prompts: 1,
+    };
+    let args = DeltaStepArgs {
+        x: o.x,
+        rows: of.rows,
+        conv: o.conv,
+        a_log: o.a_log,
+        dt_bias: o.dt_bias,
+        norm: o.norm,
+        state: o.state,
+        window: o.window,
+        pending: of.pending,
+        slots: of.slots,
+        y: outputs,
+        fault: o.chunk.none(),
+        chunk: o.chunk,
+        stride: o.stride,
+        y_stride: heads.output(),
+        epsilon: o.epsilon,
+        x_tag: 0,
+        y_tag: 0,
+    };
+    let call = Call {
+        kernel: "delta_step",
+        label: format!("{label}.rows"),
+        constants: constants.into_values(),
+        args: args.into_args(),
+        groups: [heads.value, of.most, 1],
+    };
+    call.apart(o.state).apart(o.window)
 }
 
 /// The number of groups into which a workgroup of `delta_step` divides a state's rows. With 8, an invocation loads
@@ -341,8 +393,23 @@ pub struct PromptOperands {
     pub y_stride: u32,
 }
 
+/// What the rows of slots that decode in a prompt step take beside [`PromptOperands`].
+#[derive(Clone, Copy, Debug)]
+pub struct DecodingRows {
+    /// The maximum number of slots.
+    pub most: u32,
+    /// The row table of the step.
+    pub rows: Range,
+    /// The slots, which say how many tokens each cell includes.
+    pub slots: Range,
+    /// The pending tokens of the slots' cells, `entries` each, of [`DeltaHeads::pending_bytes`].
+    pub pending: Range,
+    /// The number of pending tokens of a cell.
+    pub entries: u32,
+}
+
 /// Returns the calls that process the rows of up to `prompts` prompts, `rows` in total: three calls, each of which
-/// depends on the previous one. With `packed`, the output is packed for the next product in this order, and rows beyond
+/// depends on the previous one; and with `decoding` one beside them, for slots that decode in the step. With `packed`, the output is packed for the next product in this order, and rows beyond
 /// the last are zero up to a multiple of 64.
 ///
 /// # Panics
@@ -354,7 +421,8 @@ pub fn delta_prompts(
     packed: Option<PackedOrder>,
     way: DeltaWay,
     operands: PromptOperands,
-) -> [Call; 3] {
+    decoding: Option<DecodingRows>,
+) -> Vec<Call> {
     let o = operands;
     check(heads, packed, o.stride, o.y_stride);
     let mut offset = 0;
@@ -458,7 +526,9 @@ pub fn delta_prompts(
         .into_args(),
         groups: [value.div_ceil(together), rows.next_multiple_of(TILE_TOKENS) / 2, 1],
     };
-    [blocks, scan, gate]
+    // The scan waits for the blocks, and the gate, which reads all rows, for the scan.
+    let rows = decoding.map(|of| decoding_rows(label, heads, of, &o, outputs));
+    [blocks].into_iter().chain(rows).chain([scan, gate]).collect()
 }
 
 /// Returns the number of invocations of a workgroup of `delta_scan`, and its number of columns divided by 16.
@@ -603,7 +673,15 @@ pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
     let heads = DeltaHeads::of([c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.tiled]);
     let DeltaHeads { value, key_dim, value_dim, .. } = heads;
     let channels = heads.channels();
-    for first_row in (0..call.groups[1]).map(|sequence| sequence * c.tokens) {
+    let beside = c.beside_prompts == 1;
+    let rows = match beside {
+        true => {
+            let [rows, decoding] = [2, 3].map(|word| memory.u32(a.chunk, word));
+            rows - decoding..rows
+        }
+        false => 0..call.groups[1] * c.tokens,
+    };
+    for first_row in rows.step_by(c.tokens as usize) {
         let info = |memory: &HostMemory, row: u32| std::array::from_fn(|i| memory.u32(a.rows, row * 4 + i as u32));
         let [_, start, cell, _] = info(memory, first_row);
         let rows = first_row..first_row + c.tokens;
@@ -680,6 +758,11 @@ pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
                     v.iter().enumerate().map(|(column, v)| beta * (v - alpha * dots(&s, &k, column))).collect();
                 advance(&mut s, &k, &delta, alpha);
                 let o: Vec<f64> = (0..value_dim as usize).map(|column| dots(&s, &q, column)).collect();
+                if beside {
+                    store(memory, &s);
+                    (0..).zip(o).for_each(|(i, o)| memory.set_f32(a.y, row * a.y_stride + h * value_dim + i, o as f32));
+                    continue;
+                }
                 let rest = [alpha, f64::from(start), 0.0, 0.0];
                 for (i, value) in (0..).zip(k.iter().chain(&delta).chain(&rest)) {
                     memory.set_f32(a.pending, pending_at(token) + i, *value as f32);
@@ -697,7 +780,7 @@ pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
     }
 }
 
-/// A prompt of a step, from the step's descriptor.
+/// A prompt of a step, from the step's descriptor; none of those that are slots that decode.
 struct Prompt {
     slot: u32,
     start: u32,
@@ -709,8 +792,8 @@ struct Prompt {
 }
 
 fn prompts_of(memory: &HostMemory, chunk: Range, cells: Range) -> Vec<Prompt> {
-    let [prompts, _, in_use, _] = std::array::from_fn(|i| memory.u32(chunk, i as u32));
-    (0..prompts)
+    let [prompts, _, in_use, decoding] = std::array::from_fn(|i| memory.u32(chunk, i as u32));
+    (0..prompts - decoding)
         .map(|index| {
             let [slot, start, first_row, _] = std::array::from_fn(|i| memory.u32(chunk, 4 + 4 * index + i as u32));
             let end = if index + 1 < prompts { memory.u32(chunk, 4 + 4 * (index + 1) + 2) } else { in_use };

@@ -50,7 +50,7 @@ pub fn probe(heads: DeltaHeads, rows: u32, way: DeltaWay) -> DeltaProbe {
         y: results.part(0, outputs),
         y_stride: heads.output(),
     };
-    delta_prompts("delta", heads, (rows, 1), None, way, operands).into_iter().for_each(|call| r.call(call));
+    delta_prompts("delta", heads, (rows, 1), None, way, operands, None).into_iter().for_each(|call| r.call(call));
 
     let mut memory = HostMemory::new(r);
     // Numbers between -1 and 1, as a function of their place and a factor that differs from buffer to buffer.

@@ -85,14 +85,10 @@ impl ChunkLayout {
     }
 
     /// Like [`ChunkLayout::describe`], for a step in which the slots `decoding` decode. [`decode_rows`] writes their
-    /// positions and tokens.
-    ///
-    /// # Panics
-    /// Also if prompts have cells.
+    /// positions and tokens. Their words about cells say nothing: their state is in their own cells.
     pub fn describe_mixed(self, prompts: &[PromptRows<'_>], decoding: &[u32]) -> Vec<(u32, Vec<u32>)> {
         let count = prompts.len() + decoding.len();
         assert!(count <= self.prompts as usize, "{count} prompts, at most {}", self.prompts);
-        assert!(decoding.is_empty() || !self.cells, "slots with cells decode in a step of their own");
         let (mut first_row, mut first_block) = (0, 0);
         let (mut words, mut cells) = (Vec::with_capacity(4 * prompts.len()), Vec::new());
         let (mut lasts, mut tokens) = (Vec::new(), Vec::new());
@@ -120,6 +116,9 @@ impl ChunkLayout {
         }
         for slot in decoding {
             words.extend([*slot, 0, first_row, 0]);
+            if self.cells {
+                cells.extend([u32::MAX, 0, u32::MAX, 0, u32::MAX, first_block, 0, 0]);
+            }
             lasts.push(first_row);
             tokens.push(0);
             first_row += 1;

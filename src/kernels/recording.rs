@@ -81,6 +81,9 @@ pub enum Arg {
     /// Like `Buffer`, for a range of tagged words (`tags.glsl`): its readers poll each word until it is ready, so that
     /// no barrier is needed between the call that writes the words and the call that reads them.
     Carried(Range, Access),
+    /// Like `Buffer`, for a call that accesses only parts of the range that no other call of the recording does: no barrier
+    /// follows from the access.
+    Apart(Range, Access),
     /// A 32-bit unsigned integer.
     U32(u32),
     /// A 32-bit float.
@@ -94,7 +97,7 @@ impl Arg {
     /// If the argument is a value.
     pub fn range(self) -> Range {
         match self {
-            Arg::Buffer(range, _) | Arg::Carried(range, _) => range,
+            Arg::Buffer(range, _) | Arg::Carried(range, _) | Arg::Apart(range, _) => range,
             other => panic!("{other:?} is no buffer"),
         }
     }
@@ -149,6 +152,18 @@ impl Call {
         }
         self
     }
+
+    /// Returns the call with its accesses to `range`'s buffer marked as `Apart`.
+    pub fn apart(mut self, range: Range) -> Call {
+        for arg in &mut self.args {
+            if let Arg::Buffer(of, access) = *arg
+                && of.buffer == range.buffer
+            {
+                *arg = Arg::Apart(of, access);
+            }
+        }
+        self
+    }
 }
 
 /// An access of an operation to a range.
@@ -184,7 +199,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// Returns every range that the operation accesses, with the kind of access.
+    /// Returns every range that the operation accesses and may share with others, with the kind of access.
     pub fn touches(&self) -> Vec<Touch> {
         let plain = |range: &Range, access| Touch { range: *range, access, carried: false };
         match self {
@@ -194,7 +209,7 @@ impl Op {
                 .filter_map(|arg| match arg {
                     Arg::Buffer(range, access) => Some(plain(range, *access)),
                     Arg::Carried(range, access) => Some(Touch { carried: true, ..plain(range, *access) }),
-                    Arg::U32(_) | Arg::F32(_) => None,
+                    Arg::Apart(..) | Arg::U32(_) | Arg::F32(_) => None,
                 })
                 .collect(),
             Op::Copy { from, to } => vec![plain(from, Access::Read), plain(to, Access::Write)],
@@ -319,7 +334,7 @@ impl Recording {
         for mut op in other.ops {
             match &mut op {
                 Op::Call(call) => call.args.iter_mut().for_each(|arg| match arg {
-                    Arg::Buffer(range, _) | Arg::Carried(range, _) => renamed(range),
+                    Arg::Buffer(range, _) | Arg::Carried(range, _) | Arg::Apart(range, _) => renamed(range),
                     Arg::U32(_) | Arg::F32(_) => {}
                 }),
                 Op::Copy { from, to } => {
@@ -353,6 +368,7 @@ impl fmt::Display for Recording {
                         match arg {
                             Arg::Buffer(r, access) => write!(f, "{access:?} {}", range(r))?,
                             Arg::Carried(r, access) => write!(f, "{access:?} carried {}", range(r))?,
+                            Arg::Apart(r, access) => write!(f, "{access:?} apart {}", range(r))?,
                             Arg::U32(v) => write!(f, "{v}")?,
                             Arg::F32(v) => write!(f, "{v}")?,
                         }

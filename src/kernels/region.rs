@@ -582,7 +582,7 @@ fn encode(encoder: &mut Encoder, op: &Op, buffers: &[Arc<Buffer>], pipelines: &P
             for (arg, field) in call.args.iter().zip(shader.fields) {
                 let at = field.offset as usize;
                 match arg {
-                    Arg::Buffer(range, _) | Arg::Carried(range, _) => {
+                    Arg::Buffer(range, _) | Arg::Carried(range, _) | Arg::Apart(range, _) => {
                         let address = buffer(range.buffer).address() + range.offset;
                         block[at..at + 8].copy_from_slice(&address.to_le_bytes());
                     }

@@ -473,8 +473,13 @@ impl Random {
 
 /// Returns the words of a step's descriptor, starting at word 0. Words that the layout does not set are [`POISON`].
 pub fn descriptor(layout: ChunkLayout, prompts: &[PromptRows<'_>]) -> Vec<u32> {
+    descriptor_mixed(layout, prompts, &[])
+}
+
+/// Like [`descriptor`], for a step in which slots decode.
+pub fn descriptor_mixed(layout: ChunkLayout, prompts: &[PromptRows<'_>], decoding: &[u32]) -> Vec<u32> {
     let mut words = Vec::new();
-    for (at, part) in layout.describe(prompts) {
+    for (at, part) in layout.describe_mixed(prompts, decoding) {
         words.resize(at as usize, POISON);
         words.extend(part);
     }

@@ -15,11 +15,11 @@
 //! and more.
 
 use crate::common::{Driver, Vulkan};
-use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor, every_case};
+use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor, descriptor_mixed, every_case};
 use ostinato::device::{Component, MatrixShape};
 use ostinato::kernels::delta::{
-    DeltaHeads, DeltaShape, DeltaWay, MOST_PENDING, PromptOperands, RING, delta_prompts, delta_serves, delta_step,
-    delta_verify, scratch_bytes,
+    DecodingRows, DeltaHeads, DeltaShape, DeltaWay, MOST_PENDING, PromptOperands, RING, delta_prompts, delta_serves,
+    delta_step, delta_verify, scratch_bytes,
 };
 use ostinato::kernels::delta_probe;
 use ostinato::kernels::embed::{BLOCK_ROWS, ChunkLayout, PromptRows};
@@ -302,8 +302,9 @@ fn step_args(
     for row in rows.iter().filter(|row| row[3] == 1) {
         settled[(row[2] * SLOT_WORDS + SLOT_SETTLED) as usize] = row[1];
     }
+    let x = cases.words("x", x);
     DeltaStepArgs {
-        x: cases.words("x", x),
+        x,
         rows: cases.words("rows", &rows.concat()),
         conv: cases.floats("conv", &layer.conv),
         a_log: cases.floats("a_log", &layer.a_log),
@@ -315,6 +316,7 @@ fn step_args(
         slots: cases.words("slots", &settled),
         y,
         fault: cases.words("fault", &[0, 0]),
+        chunk: x.none(),
         stride: layer.stride,
         y_stride: form.order().map_or(width + 4, |order| order.stride(rows.len() as u32, width)),
         epsilon: EPSILON,
@@ -587,12 +589,16 @@ fn tokens_that_may_be_taken_back() {
     }
 }
 
-/// One prompt's part of a step.
+/// One prompt's part of a step, or that of a slot that decodes in it.
 struct Part {
     slot: u32,
     /// The sequence that the prompt continues, and the cell from which its state is read.
     before: Sequence,
     from: Option<u32>,
+    /// Whether the slot decodes; then the part is behind those of all prompts and has one token.
+    decodes: bool,
+    /// The tokens that steps before have left pending.
+    pending: Vec<Vec<f32>>,
     tokens: Vec<Vec<f32>>,
     keeps: [(u32, u32); 2],
 }
@@ -612,9 +618,10 @@ fn prompt_step(
             cells.put(from, &part.before);
         }
     }
-    let ids = vec![5; parts.iter().map(|part| part.tokens.len()).sum()];
-    let prompts: Vec<PromptRows<'_>> = parts
-        .iter()
+    let (decoding, prompts): (Vec<&Part>, Vec<&Part>) = parts.iter().partition(|part| part.decodes);
+    let ids = vec![5; prompts.iter().map(|part| part.tokens.len()).sum()];
+    let prompts: Vec<PromptRows<'_>> = prompts
+        .into_iter()
         .map(|part| PromptRows {
             slot: part.slot,
             start: part.before.past.len() as u32,
@@ -626,7 +633,7 @@ fn prompt_step(
         })
         .collect();
     let most = parts.len() as u32 + 1;
-    let used = ids.len() as u32;
+    let used = (ids.len() + decoding.len()) as u32;
     // Rows after the last one in use, to show that they are neither read nor written.
     let rows = used + 3;
     let mut tokens: Vec<Vec<f32>> = parts.iter().flat_map(|part| part.tokens.clone()).collect();
@@ -634,7 +641,14 @@ fn prompt_step(
     let width = heads.output();
     let scratch = scratch_bytes(heads, rows, most, way) as usize / 4;
     let layout = ChunkLayout { prompts: most, cells: true };
-    let chunk = cases.words("chunk", &descriptor(layout, &prompts));
+    let decoding_slots: Vec<u32> = decoding.iter().map(|part| part.slot).collect();
+    let mut words = descriptor_mixed(layout, &prompts, &decoding_slots);
+    for (index, part) in (prompts.len() as u32..).zip(&decoding) {
+        // What `decode_rows` does: an ended sequence has no slot.
+        let [slot, position, ..] = part.row();
+        words[layout.prompt(index) as usize..][..2].copy_from_slice(&[slot, position]);
+    }
+    let chunk = cases.words("chunk", &words);
     let cells_at = u64::from(layout.cells(0)) * 4;
     let operands = PromptOperands {
         x: cases.floats("x", &layer.rows(&tokens)),
@@ -656,10 +670,63 @@ fn prompt_step(
         y_stride: order.map_or(width + 4, |order| order.stride(rows, width)),
     };
     cases.expect(operands.state, Expect::Floats(limit(way)));
-    for call in delta_prompts("delta", heads, (rows, most), order, way, operands) {
+    let decoding = (!decoding.is_empty()).then(|| decoding_rows(cases, layer, &operands, ids.len(), &decoding));
+    for call in delta_prompts("delta", heads, (rows, most), order, way, operands, decoding) {
         cases.recording.call(call);
     }
     operands
+}
+
+/// Adds the steps that leave tokens pending for slots that decode in a prompt step behind `prompt_rows` rows. Returns the
+/// slots' operands.
+fn decoding_rows(
+    cases: &mut Cases,
+    layer: &Layer,
+    o: &PromptOperands,
+    prompt_rows: usize,
+    parts: &[&Part],
+) -> DecodingRows {
+    let heads = layer.heads;
+    let pending_words = heads.pending_bytes(CELLS, MOST_PENDING) as usize / 4;
+    let pending = cases.output("pending", pending_words, Expect::Floats(STEP));
+    let mut settled = vec![POISON; (CELLS * SLOT_WORDS) as usize];
+    for part in parts {
+        settled[(part.slot * SLOT_WORDS + SLOT_SETTLED) as usize] = part.before.past.len() as u32;
+    }
+    let table: Vec<[u32; 4]> =
+        vec![[POISON; 4]; prompt_rows].into_iter().chain(parts.iter().map(|part| part.row())).collect();
+    let (slots, rows) = (cases.words("slots", &settled), cases.words("rows", &table.concat()));
+    for part in parts.iter().filter(|part| !part.pending.is_empty()) {
+        let (name, each) = (part.slot, part.pending.len() as u32);
+        let table = (part.before.past.len() as u32..).map(|position| [5, position, part.slot, 1]);
+        let table: Vec<[u32; 4]> = table.take(each as usize).collect();
+        let args = DeltaStepArgs {
+            x: cases.floats(&format!("{name}.x"), &layer.rows(&part.pending)),
+            rows: cases.words(&format!("{name}.rows"), &table.concat()),
+            conv: o.conv,
+            a_log: o.a_log,
+            dt_bias: o.dt_bias,
+            norm: o.norm,
+            state: o.state,
+            window: o.window,
+            pending,
+            slots,
+            y: cases.output(&format!("{name}.y"), (each * heads.output()) as usize, Expect::Floats(STEP)),
+            fault: cases.words(&format!("{name}.fault"), &[0, 0]),
+            chunk: o.chunk.none(),
+            stride: layer.stride,
+            y_stride: heads.output(),
+            epsilon: EPSILON,
+            x_tag: 0,
+            y_tag: 0,
+        };
+        let label = format!("step.{name}");
+        cases.recording.call(match each {
+            1 => delta_step(label, heads, (1, MOST_PENDING), None, Flow::NONE, args),
+            _ => delta_verify(label, heads, (1, each, MOST_PENDING), None, Flow::NONE, args),
+        });
+    }
+    DecodingRows { most: parts.len() as u32 + 1, rows, slots, pending, entries: MOST_PENDING }
 }
 
 /// Compares the reference with the recurrence, then each driver with the reference.
@@ -681,6 +748,7 @@ fn check_prompts(name: &str, order: Option<PackedOrder>, steps: &[(Layer, Vec<Pa
             "lengths" => [0, 1].contains(&(index % shapes().len())),
             "several" => [2, 4].contains(&index),
             "gates" => [0, 1].contains(&index),
+            "beside" => [1, 3].contains(&index),
             _ => false,
         };
         let steps: Vec<_> = steps.iter().enumerate().filter(|(index, _)| tested(*index)).collect();
@@ -699,8 +767,15 @@ fn check_prompts(name: &str, order: Option<PackedOrder>, steps: &[(Layer, Vec<Pa
             let (cells, at) = (Cells::new(layer.heads), (operands.state, operands.window));
             let mut row = 0;
             for part in parts {
+                if part.ended() {
+                    row += 1;
+                    continue;
+                }
                 let mut sequence = part.before.clone();
                 sequence.state.iter_mut().for_each(|v| *v = f64::from(*v as f32));
+                for token in &part.pending {
+                    sequence.step(layer, token);
+                }
                 for (index, token) in (1..).zip(&part.tokens) {
                     let wanted = sequence.step(layer, token);
                     for (i, wanted) in (0..).zip(wanted) {
@@ -735,7 +810,49 @@ fn part(random: &mut Random, layer: &Layer, gates: Gates, start: u32, length: u3
         before.step(layer, &token);
     }
     let tokens = layer.tokens(random, gates, length);
-    Part { slot, before, from: (start > 0).then_some(slot), tokens, keeps: [(0, 0); 2] }
+    let from = (start > 0).then_some(slot);
+    Part { slot, before, from, decodes: false, pending: Vec::new(), tokens, keeps: [(0, 0); 2] }
+}
+
+impl Part {
+    /// Whether the sequence of a slot that decodes has ended, so that nothing is known of it.
+    fn ended(&self) -> bool {
+        self.decodes && self.before.past.is_empty()
+    }
+
+    /// Returns the row table's entry of a slot that decodes.
+    fn row(&self) -> [u32; 4] {
+        match self.ended() {
+            true => [0, 0, u32::MAX, 0],
+            false => [5, (self.before.past.len() + self.pending.len()) as u32, self.slot, 1],
+        }
+    }
+}
+
+/// Goal: slots that decode in a prompt step get what decode steps give them, whether their last tokens are pending or not, and
+/// so do the prompts beside them; the cell of a slot whose sequence has ended stays as it is.
+#[test]
+fn rows_that_decode_beside_prompts() {
+    let mut random = Random(70);
+    let mut steps = Vec::new();
+    for heads in shapes() {
+        let layer = Layer::new(&mut random, heads);
+        let row = |random: &mut Random, slot: u32, before: u32, pending: u32| {
+            let part = part(random, &layer, Gates::Usual, before, 1, slot);
+            Part { decodes: true, pending: layer.tokens(random, Gates::Usual, pending), ..part }
+        };
+        let parts = vec![
+            part(&mut random, &layer, Gates::Usual, 0, 70, 0),
+            part(&mut random, &layer, Gates::Usual, 10, 3, 1),
+            row(&mut random, 2, 1, 0),
+            row(&mut random, 6, 0, 0),
+            row(&mut random, 3, 8, 1),
+            row(&mut random, 4, 9, 3),
+            row(&mut random, 5, 21, 0),
+        ];
+        steps.push((layer, parts));
+    }
+    check_prompts("beside", None, &steps);
 }
 
 #[test]
@@ -900,6 +1017,7 @@ fn blocks_do_what_tokens_one_by_one_do() {
                         slots,
                         y: y.part(u64::from(row) * y_bytes, y_bytes),
                         fault,
+                        chunk: x.none(),
                         stride: layer.stride,
                         y_stride: width,
                         epsilon: EPSILON,

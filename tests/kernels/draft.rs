@@ -397,8 +397,9 @@ impl Layer {
         words[SLOT_SETTLED as usize] = settled;
         let table: Vec<u32> = (0..each).flat_map(|t| [1, position + t, 0, 1]).collect();
         let [conv, a_log, dt_bias, norm] = self.vectors;
+        let x = cases.floats(&format!("{name}.x"), &rows.concat());
         let args = DeltaStepArgs {
-            x: cases.floats(&format!("{name}.x"), &rows.concat()),
+            x,
             rows: cases.words(&format!("{name}.rows"), &table),
             conv,
             a_log,
@@ -410,6 +411,7 @@ impl Layer {
             pending: cell.pending,
             y: cases.output(&format!("{name}.y"), (each * width) as usize, Expect::Floats(SUMS)),
             fault: cases.words(&format!("{name}.fault"), &[0, 0]),
+            chunk: x.none(),
             stride: self.stride,
             y_stride: width,
             epsilon: EPSILON,

@@ -2023,7 +2023,7 @@ fn recordings_name_only_what_they_declare_and_print_the_same_every_time() {
                     // Other variants of the shader may have further constants, whose values this one ignores.
                     assert!(call.constants.len() >= shader.constants.len(), "{}", call.kernel);
                     for (arg, field) in call.args.iter().zip(shader.fields) {
-                        let buffer = matches!(arg, Arg::Buffer(..) | Arg::Carried(..));
+                        let buffer = matches!(arg, Arg::Buffer(..) | Arg::Carried(..) | Arg::Apart(..));
                         assert_eq!(buffer, field.bytes == 8, "{}.{}", call.kernel, field.name);
                     }
                     assert!(

@@ -554,7 +554,9 @@ fn written(op: &Op) -> impl Iterator<Item = Range> {
         Op::Copy { to, .. } | Op::Fill { to, .. } => (&[], Some(*to)),
     };
     let of_call = args.iter().filter_map(|arg| match arg {
-        Arg::Buffer(range, access) | Arg::Carried(range, access) => access.writes().then_some(*range),
+        Arg::Buffer(range, access) | Arg::Carried(range, access) | Arg::Apart(range, access) => {
+            access.writes().then_some(*range)
+        }
         Arg::U32(_) | Arg::F32(_) => None,
     });
     of_call.chain(other)

@@ -3,7 +3,7 @@
 //! Not here: the layers' MLPs (`mlp`).
 
 use super::{Block, Decoder, Mixed, Step, StepShape};
-use crate::kernels::delta::{self, DeltaHeads, DeltaShape, DeltaWay, MOST_PENDING, PromptOperands};
+use crate::kernels::delta::{self, DecodingRows, DeltaHeads, DeltaShape, DeltaWay, MOST_PENDING, PromptOperands};
 use crate::kernels::gemm::matmul::Arithmetic;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::tiled::Packed;
@@ -81,6 +81,7 @@ impl Decoder<'_> {
                 pending,
                 y,
                 fault: step.fault,
+                chunk: step.chunk.none(),
                 stride,
                 y_stride,
                 epsilon,
@@ -113,6 +114,13 @@ impl Decoder<'_> {
                 y,
                 y_stride,
             };
+            let decoding = self.mixed_steps().map(|_| DecodingRows {
+                most: self.state.prompts.min(rows),
+                rows: step.rows,
+                slots,
+                pending,
+                entries,
+            });
             let calls = delta::delta_prompts(
                 &block.name("delta"),
                 heads,
@@ -120,6 +128,7 @@ impl Decoder<'_> {
                 packed.map(|packed| packed.order),
                 way,
                 operands,
+                decoding,
             );
             calls.into_iter().for_each(|call| r.call(call));
         }

@@ -153,6 +153,8 @@ struct Outcome {
     embedded: u64,
     /// Rows that decoded in prefill plans.
     mixed: u64,
+    /// Prefill plans that waited for masks.
+    gated: u64,
     /// Plans by which a draft model caught up.
     caught_up: u64,
 }
@@ -295,8 +297,9 @@ fn simulate(world: &World, seed: u64) -> Outcome {
         };
         obey(&mut scheduler, &mut fake, &mut random);
         while let Some(plan) = scheduler.next_plan(now, fake.pace()) {
-            if let Some(Work::Prefill { decoding, .. }) = &plan.work {
+            if let Some(Work::Prefill { decoding, awaits, .. }) = &plan.work {
                 outcome.mixed += decoding.len() as u64;
+                outcome.gated += u64::from(*awaits);
             }
             outcome.caught_up += u64::from(matches!(plan.work, Some(Work::CatchUp { .. })));
             let ticket = fake.submit(plan).unwrap();
@@ -707,8 +710,9 @@ fn thousands_of_requests_with_a_draft_model() {
     }
 }
 
-/// Goal: results stay correct where sequences decode in prefill steps, with few pages, windows, faults, lost devices and
-/// constrained requests, with which prompts take turns, and with room for fewer sequences in a prefill step than there are.
+/// Goal: results stay correct where sequences decode in prefill steps, with few pages, windows, recurrent state, drafts, faults,
+/// lost devices and constrained requests, with and without gates, and with room for fewer sequences in a prefill step than
+/// there are.
 #[test]
 fn thousands_of_requests_that_decode_in_prefill_steps() {
     for seed in seeds(2) {
@@ -720,14 +724,27 @@ fn thousands_of_requests_that_decode_in_prefill_steps() {
             window: Some(WindowCapacity { tokens: 20, pages: 40 }),
             ..capacity(8, 60, &[1, 2, 4, 8])
         };
-        let all = capacity(8, 40, &[1, 2, 4, 8]);
+        let all = Capacity { prompts: 8, ..capacity(8, 40, &[1, 2, 4, 8]) };
+        let recurrent = Capacity { prefill_chunk: 192, context: 1200, pages: 80, snapshots: Some(12), ..all.clone() };
+        let drafts = Drafts { most: 2, sequences: 2, always: false, history: true, catches_up: true };
+        let drafting = Capacity { drafts, context: 480, pages: 60, run_ahead: 8, ..all.clone() };
+        let recurrent_drafting =
+            Capacity { drafts: Drafts { always: true, catches_up: false, ..drafts }, ..recurrent.clone() };
         let worlds = [
             ("mixed, scarce pages", Capacity { prompts: 8, ..scarce }, None, 0, 0),
             ("mixed, many slots", many, Some(7), 0, 0),
-            ("mixed, windows", windows, Some(50), 6, 0),
-            ("mixed, lost", Capacity { prompts: 8, ..all }, None, 9, 150),
+            ("mixed, windows", windows.clone(), Some(50), 6, 0),
+            ("mixed, lost", all.clone(), None, 9, 150),
+            ("mixed, constrained", all.clone(), None, 3, 0),
+            ("mixed, constrained without gates", Capacity { gates: false, ..all }, Some(9), 3, 0),
+            ("mixed, recurrent state", recurrent.clone(), Some(7), 6, 0),
+            ("mixed, few snapshots", Capacity { snapshots: Some(2), pages: 60, ..recurrent }, None, 0, 200),
+            ("mixed, a draft model", drafting, Some(9), 9, 0),
+            ("mixed, drafts and recurrent state", recurrent_drafting, Some(9), 9, 150),
+            ("mixed, drafts and windows", Capacity { drafts, run_ahead: 4, ..windows }, None, 9, 0),
         ];
         for (name, capacity, fault_every, constrained, lost) in worlds {
+            let gates = capacity.gates;
             let world = World {
                 name,
                 requests: 1_500,
@@ -742,6 +759,7 @@ fn thousands_of_requests_that_decode_in_prefill_steps() {
             };
             let outcome = simulate(&world, seed);
             assert!(outcome.mixed > 500, "{name}: {outcome:?}");
+            assert_eq!(outcome.gated > 20, constrained > 0 && gates, "{name}: {outcome:?}");
             assert!(outcome.stopped > 100 && outcome.scored > 100 && outcome.cached_tokens > 0, "{name}: {outcome:?}");
         }
     }

@@ -766,7 +766,8 @@ impl FakeExecutor {
         }
         let start = self.busy_until.max(self.now());
         match work {
-            Work::Prefill { chunks, decoding } => {
+            Work::Prefill { chunks, decoding, awaits } => {
+                assert!(!awaits || !decoding.is_empty(), "no row of a prefill step waits for masks");
                 let tokens = chunks.iter().map(|chunk| chunk.tokens.len()).sum::<usize>();
                 let count = (tokens + decoding.len()) as u32;
                 let took = self.config.chunk;
@@ -869,7 +870,10 @@ impl Executor for FakeExecutor {
     fn submit(&mut self, plan: StepPlan) -> Result<Ticket, ExecuteError> {
         self.ticket += 1;
         let ticket = Ticket(self.ticket);
-        let awaits = matches!(plan.work, Some(Work::Decode { awaits: true, .. }));
+        let awaits = plan.work.as_ref().is_some_and(Work::awaits);
+        assert!(!awaits || self.config.capacity.gates, "a step waits for masks on a device without gates");
+        let decodes = matches!(plan.work, Some(Work::Decode { .. }) | None);
+        assert!(decodes || self.held.is_empty(), "{ticket:?}, of prompts, is queued behind a closed gate");
         self.held.push_back(Held { ticket, plan, awaits });
         self.work_off()?;
         Ok(ticket)

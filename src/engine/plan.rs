@@ -46,14 +46,13 @@ pub struct Capacity {
     /// The maximum number of sequences whose prompts can share a step; with `mixed_steps`, together with the sequences that
     /// decode in the step.
     pub prompts: u32,
-    /// The time of a decode step from which sequences decode in prefill steps; `None` if they never can. Only of executors
-    /// without drafts and recurrent state.
+    /// The time of a decode step from which sequences decode in prefill steps; `None` if they never can.
     pub mixed_steps: Option<Duration>,
     /// The decode buckets: numbers of rows, ascending, `[1, 2, 4, …]`.
     pub buckets: Vec<u32>,
     /// The maximum number of decode steps that are queued and not yet completed.
     pub run_ahead: u32,
-    /// Whether a decode step can be queued before the masks of its constrained slots are available.
+    /// Whether a step in which slots decode can be queued before the masks of its constrained slots are available.
     pub gates: bool,
     /// The size of the vocabulary.
     pub vocabulary: u32,
@@ -227,10 +226,13 @@ pub enum Work {
     Prefill {
         /// The chunks, at least one.
         chunks: Vec<Chunk>,
-        /// Slots that decode in the step, each once, with one row each: it draws a token for each of them too. Only with
-        /// `Capacity::mixed_steps`, while no decode plan is unfinished, and without dumped logits; empty beside a chunk
-        /// that is scored.
+        /// Slots that decode in the step, each once, with one row each: it draws a token for each of them too, without
+        /// drafts. Only with `Capacity::mixed_steps`, while no decode plan is unfinished, and without dumped logits; empty
+        /// beside a chunk that is scored.
         decoding: Vec<Slot>,
+        /// Whether masks of some of `decoding` are not available yet: nothing is drawn before
+        /// [`super::executor::Executor::release`].
+        awaits: bool,
     },
     /// The draft model computes its keys and values of tokens of slots that decode, which decode steps without drafts have
     /// written; see [`Drafts::catches_up`]. Nothing is drawn.
@@ -273,13 +275,21 @@ impl Work {
             Work::Decode { steps, .. } => *steps,
         }
     }
+
+    /// Whether nothing is drawn before [`super::executor::Executor::release`].
+    pub fn awaits(&self) -> bool {
+        match self {
+            Work::Prefill { awaits, .. } | Work::Decode { awaits, .. } => *awaits,
+            Work::CatchUp { .. } => false,
+        }
+    }
 }
 
 impl StepPlan {
     /// Returns the slots that the work is for.
     pub fn slots(&self) -> impl Iterator<Item = Slot> + '_ {
         let (chunks, slots): (&[Chunk], &[Slot]) = match &self.work {
-            Some(Work::Prefill { chunks, decoding }) => (chunks, decoding),
+            Some(Work::Prefill { chunks, decoding, .. }) => (chunks, decoding),
             Some(Work::CatchUp { chunks }) => (chunks, &[]),
             Some(Work::Decode { slots, .. }) => (&[], slots),
             None => (&[], &[]),

@@ -7,7 +7,7 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::every_case;
 use crate::harness::models::{Generated, Lines, collect, generate, idle, request, submit};
 use ostinato::actors::workers::{Cancel, WorkerLimits};
-use ostinato::config::{Config, DEMO_PATH, GpuTime, Model};
+use ostinato::config::{Config, DEMO_PATH, GpuTime, KvFormat, Model};
 use ostinato::engine::request::{FinishReason, Request, Sampling};
 use ostinato::engine::sequence::RequestView;
 use ostinato::gpu::devices::start_with;
@@ -519,10 +519,23 @@ fn structural_tags_that_are_not_served_are_refused_by_name() {
 
 /// Serves the demo model with these numbers of slots and KV pages and these tuning changes.
 fn serve(vulkan: &Vulkan, driver: Driver, slots: u32, kv_pages: u32, tune: &[&str]) -> Host {
+    serve_in(vulkan, driver, slots, kv_pages, tune, None)
+}
+
+/// Like [`serve`], with keys and values in a format.
+fn serve_in(
+    vulkan: &Vulkan,
+    driver: Driver,
+    slots: u32,
+    kv_pages: u32,
+    tune: &[&str],
+    kv_format: Option<KvFormat>,
+) -> Host {
     let mut model = Model::new("demo", DEMO_PATH, Some(vulkan.adapter(driver).selector()));
     model.context = Some(256);
     model.slots = Some(slots);
     model.kv_pages = Some(kv_pages);
+    model.kv_format = kv_format;
     let mut config = Config { models: vec![model], ..Config::default() };
     // CPU drivers wait for all queued work when a timestamp is read, so gates work there only without timestamps.
     if tune.contains(&"gates=1") {
@@ -617,6 +630,51 @@ fn rows_follow_their_own_constraints_and_no_others() {
             for (events, alone) in free.iter().zip(&alone) {
                 assert_eq!(&collect(events).tokens, alone, "{driver:?}, round {round}");
             }
+        }
+        idle(replica);
+    }
+}
+
+/// Goal: constrained rows that decode in prefill steps draw what they draw alone, and so do the rows and prompts beside them,
+/// whether such steps wait for masks behind a gate or are queued after them.
+#[test]
+fn constrained_rows_decode_beside_prompts() {
+    let vulkan = Vulkan::shared();
+    for tune in [&["mixed_steps=1", "gates=1"][..], &["mixed_steps=1"]] {
+        let host = serve_in(&vulkan, Driver::first(), 4, 64, tune, Some(KvFormat::F32));
+        let replica = &*replica(&host);
+        let constraints = constraints();
+        let ask = |index: usize| {
+            let (constraint, _) = &constraints[index];
+            constrained(&host, &format!("c{index}"), constraint, 200, hot(index as u64))
+        };
+        // Three chunks each.
+        let prompt = |index: u32| -> Vec<u32> { (0..170).map(|at| 5 + (index * 71 + at * 37) % 900).collect() };
+        let free = |index: u32| Request { id: format!("f{index}"), ..request(&prompt(index), 6) };
+        let asked: Vec<usize> = (0..3).collect();
+        let alone: Vec<Vec<u32>> = asked.iter().map(|index| generate(replica, ask(*index)).tokens).collect();
+        let alone_free: Vec<Vec<u32>> = (0..6).map(|index| generate(replica, free(index)).tokens).collect();
+        let before = replica.steps(1).last().expect("there were steps").number;
+        for round in 1.. {
+            let together: Vec<_> = asked.iter().map(|index| submit(replica, ask(*index))).collect();
+            let beside: Vec<_> = (0..6)
+                .map(|index| submit(replica, Request { cache_salt: format!("{round}"), ..free(index) }))
+                .collect();
+            for (index, events) in asked.iter().zip(&together) {
+                let generated = collect(events);
+                assert_follows(&host, &generated, constraints[*index].1, &format!("{tune:?}, beside prompts"));
+                assert_eq!(generated.tokens, alone[*index], "{tune:?}, round {round}");
+            }
+            for (events, alone) in beside.iter().zip(&alone_free) {
+                assert_eq!(&collect(events).tokens, alone, "{tune:?}, round {round}");
+            }
+            let steps = replica.steps(100_000);
+            let prefill = steps.iter().filter(|step| step.number > before && step.phase == "prefill");
+            let drawn: u32 = prefill.map(|step| step.tokens).sum();
+            if drawn > 9 * round + 20 {
+                break;
+            }
+            assert!(round < 10, "{tune:?}: {drawn} tokens were drawn in prefill steps");
         }
         idle(replica);
     }

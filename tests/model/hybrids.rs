@@ -7,12 +7,13 @@
 use crate::common::{Driver, Vulkan};
 use crate::harness::models::{collect, expected, fixture, generate, idle, request, submit};
 use ostinato::config::{Config, KvFormat, Model};
-use ostinato::engine::request::{FinishReason, Request};
+use ostinato::engine::request::{Event, FinishReason, Request};
 use ostinato::gpu::devices::start_with;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
 use ostinato::replica::Replica;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// A model of gated delta nets and attention, and one that also has experts.
 const CHECKPOINTS: [&str; 2] = ["hybrid-long", "hybrid-moe"];
@@ -99,6 +100,81 @@ fn blocks_on_emulated_matrix_units_draw_the_same() {
             assert!(same >= 4, "{name}: {found:?} instead of {wanted:?}");
         }
         idle(replica);
+    }
+}
+
+/// Goal: sequences that decode in prefill steps draw what they draw alone: beside prompts of all lengths, several in a step, that
+/// begin anew or continue from a snapshot; when one is aborted; when some lose their pages; with experts; and in models that
+/// draft. Method: eight requests in four slots, whose chunks leave room for rows that decode.
+#[test]
+fn sequences_draw_beside_prompts_what_they_draw_alone() {
+    let vulkan = Vulkan::shared();
+    // The second has too few pages for three sequences.
+    let worlds = [
+        ("hybrid-long", 192, None),
+        ("hybrid-long", 128, Some(26)),
+        ("hybrid-moe", 128, None),
+        ("next-moe", 128, None),
+    ];
+    for (name, chunk, kv_pages) in worlds {
+        let text = text(name);
+        let host = serve(&vulkan, name, |model, config| {
+            model.prefill_chunk = Some(chunk);
+            model.kv_pages = kv_pages;
+            model.context = Some(400);
+            model.prefix_cache = Some(kv_pages.is_none());
+            config.runtime.tune = vec!["mixed_steps=1".into()];
+        });
+        let replica = &replica(&host);
+        let ask = |index: usize| {
+            // The prompts of one pair begin alike.
+            let rotated =
+                text.tokens.iter().cycle().skip(23 * (index / 2)).take([65, 200, 129, 64, 300, 1, 190, 128][index]);
+            // Two sequences decode while the others begin and end: for many prompts, few rows wait longer.
+            let tokens = [60, 6, 5, 7, 6, 50, 5, 6][index];
+            Request { id: format!("r{index}"), ..request(&rotated.copied().collect::<Vec<u32>>(), tokens) }
+        };
+        let alone: Vec<Vec<u32>> = (0..8).map(|index| generate(replica, ask(index)).tokens).collect();
+        let before = replica.steps(1).last().expect("there were steps").number;
+        let (mut asked, cached) = (0, replica.load().cached_tokens);
+        // How many tokens are drawn in prefill steps, and whether a sequence loses its pages, depends on how long steps take.
+        for round in 1.. {
+            let [second, first] = [5, 0].map(|index| submit(replica, ask(index)));
+            std::thread::sleep(Duration::from_millis(20));
+            let others = [1, 2, 3, 4, 6, 7].map(|index| (index, submit(replica, ask(index))));
+            asked += 8;
+            // The last one may be aborted at any time.
+            std::thread::sleep(Duration::from_millis(20 * round));
+            replica.abort("r7");
+            for (index, events) in [(0, first), (5, second)].iter().chain(&others) {
+                let (index, found) = (*index, collect_any(events));
+                let wanted = &alone[index][..if index == 7 { found.len() } else { alone[index].len() }];
+                assert_eq!(found, wanted, "{name}, chunks of {chunk}, request {index}, round {round}");
+            }
+            idle(replica);
+            let steps = replica.steps(100_000);
+            let prefill = steps.iter().filter(|step| step.number > before && step.phase == "prefill");
+            let drawn: u32 = prefill.map(|step| step.tokens).sum();
+            let load = replica.load();
+            let found = load.cached_tokens > cached || kv_pages.is_some();
+            let lost = load.preemptions > 0 || kv_pages.is_none();
+            if drawn > asked + load.preemptions as u32 + 10 && found && lost {
+                break;
+            }
+            assert!(round < 20, "{name}, chunks of {chunk}: {drawn} tokens drawn in prefill steps, {load:?}");
+        }
+    }
+}
+
+/// Returns the tokens of a request until its end, whatever that is.
+fn collect_any(events: &crossbeam_channel::Receiver<Event>) -> Vec<u32> {
+    let mut tokens = Vec::new();
+    loop {
+        match events.recv_timeout(Duration::from_secs(120)).expect("it goes on") {
+            Event::Token(token) => tokens.push(token.id),
+            Event::Finished(_) => return tokens,
+            Event::Started(_) | Event::Prompt(_) | Event::Embedding(_) => {}
+        }
     }
 }
 

@@ -6,7 +6,6 @@ use crate::engine::pace::Pace;
 use crate::engine::plan::{Capacity, Change, Chunk, PageTable, Slot, StepPlan, Work};
 use crate::engine::scheduler::{Flight, Scheduler};
 use crate::engine::sequence::{Sequence, SequenceId, SequenceState};
-use crate::kernels::attention::PAGE_TOKENS;
 use std::time::Duration;
 
 /// The target duration of a decode plan: long enough that a submission costs little in comparison, short enough that
@@ -45,6 +44,15 @@ struct DecodeRows {
     /// Whether a row is constrained, apart from those that wait for their masks outside the batch, which do not limit the
     /// others.
     constrained: bool,
+}
+
+/// The rows that sequences have in a plan.
+#[derive(Default)]
+pub(super) struct TakenRows {
+    /// Their slots.
+    pub(super) slots: Vec<Slot>,
+    /// The slots whose masks are not available yet; see [`Flight::awaits`].
+    pub(super) awaits: Vec<(Slot, u32)>,
 }
 
 /// Whether a draft model can draft for all rows.
@@ -129,18 +137,8 @@ impl Scheduler {
         }
 
         let mut changes = self.take_leaves();
-        let mut slots = Vec::with_capacity(rows.len());
-        let mut awaits = Vec::new();
-        for id in &rows {
-            let sequence = self.sequences.get_mut(*id).expect("rows are known");
-            if self.setup.capacity.drafts.most > 0 {
-                sequence.drafts_now(drafts > 0);
-            }
-            let awaited = sequence.awaited_mask();
-            let slot = self.take_row(*id, tokens(steps), steps * (drafts + 1), &mut changes);
-            awaits.extend(awaited.map(|output| (slot, output)));
-            slots.push(slot);
-        }
+        let each = (tokens(steps), steps * (drafts + 1));
+        let TakenRows { slots, awaits } = self.take_rows(&rows, each, drafts > 0, &mut changes);
         self.prefilled_last = false;
         self.caught_up_last = false;
         self.mixed_in_a_row = 0;
@@ -231,26 +229,28 @@ impl Scheduler {
         slot
     }
 
-    /// Returns the sequences that can decode in the next prefill step, ordered by slot: all that decode. `None` if none does,
-    /// if they cannot all have a row there, or if they wait less for a token where prefill and decode plans take turns.
+    /// Returns the sequences that can decode in the next prefill step, ordered by slot: all that decode, except those whose
+    /// masks must come first. `None` if none does, if they cannot all have a row there, if they may draft, or if they wait less
+    /// for a token where prefill and decode plans take turns.
     pub(super) fn mixed_rows(&mut self, pace: &Pace) -> Option<Vec<SequenceId>> {
         // Short steps share little with those of prompts, and delay them little.
         let least = self.setup.capacity.mixed_steps?;
         if self.turns_left > 0 || pace.step().is_none_or(|step| step < least) {
             return None;
         }
-        // The mask of a constrained row comes after its last token, and logits are read back before the next step.
+        // Logits are read back before the next step.
         let decoding = || self.residents().filter(|sequence| sequence.state == SequenceState::Decode);
-        if decoding().any(|sequence| sequence.constraint.is_some() || sequence.dumps_logits()) {
+        if decoding().any(Sequence::dumps_logits) {
             return None;
         }
-        let rows: Vec<SequenceId> =
-            decoding().filter(|sequence| sequence.decodes()).map(|sequence| sequence.id).collect();
-        let Capacity { prompts, prefill_chunk, .. } = self.setup.capacity;
+        let ready = |sequence: &&Sequence| sequence.decodes() && !self.waits_for_mask(sequence);
+        let rows: Vec<SequenceId> = decoding().filter(ready).map(|sequence| sequence.id).collect();
+        let Capacity { prompts, prefill_chunk, drafts, .. } = self.setup.capacity;
+        let may_draft = drafts.most > 0 && rows.len() <= drafts.sequences as usize;
         let fits = rows.len() < prompts as usize
-            && rows.len() as u32 + PAGE_TOKENS <= prefill_chunk
+            && rows.len() as u32 + self.least_chunk() <= prefill_chunk
             && self.pages_missing(&rows, 1) <= self.pool.free();
-        if !fits || rows.is_empty() {
+        if !fits || may_draft || rows.is_empty() {
             return None;
         }
         // All is judged by the time of a decode step, which must be measured again now and then.
@@ -277,28 +277,54 @@ impl Scheduler {
         }
     }
 
-    /// Gives `rows` a row each in the prefill plan that is being made, and returns their slots; none if there are too few
-    /// pages for all.
-    pub(super) fn take_mixed_rows(&mut self, rows: &[SequenceId], changes: &mut Vec<Change>) -> Vec<Slot> {
+    /// Gives `rows` a row each in the prefill plan that is being made; none if there are too few pages for all.
+    pub(super) fn take_mixed_rows(&mut self, rows: &[SequenceId], changes: &mut Vec<Change>) -> TakenRows {
         if self.pages_missing(rows, 1) > self.pool.free() {
-            return Vec::new();
+            return TakenRows::default();
         }
-        rows.iter().map(|id| self.take_row(*id, 1, 1, changes)).collect()
+        self.take_rows(rows, (1, 1), false, changes)
+    }
+
+    /// Gives each of `rows` a row of the plan that is being made; see [`Scheduler::take_row`]. `drafts`: whether its steps draft.
+    fn take_rows(
+        &mut self,
+        rows: &[SequenceId],
+        (written, drawn): (u32, u32),
+        drafts: bool,
+        changes: &mut Vec<Change>,
+    ) -> TakenRows {
+        let mut taken = TakenRows { slots: Vec::with_capacity(rows.len()), awaits: Vec::new() };
+        for id in rows {
+            let sequence = self.sequences.get_mut(*id).expect("rows are known");
+            if self.setup.capacity.drafts.most > 0 {
+                sequence.drafts_now(drafts);
+            }
+            let awaited = sequence.awaited_mask();
+            let slot = self.take_row(*id, written, drawn, changes);
+            taken.awaits.extend(awaited.map(|output| (slot, output)));
+            taken.slots.push(slot);
+        }
+        taken
+    }
+
+    /// Whether a constrained sequence has no row before its mask is available.
+    fn waits_for_mask(&self, sequence: &Sequence) -> bool {
+        match self.setup.capacity.gates {
+            true => sequence.waits_apart(),
+            false => sequence.awaited_mask().is_some(),
+        }
     }
 
     /// Returns the sequences that can decode, ordered by slot, so that rows keep their places from step to step. Their
     /// number is at most the largest bucket, and at most what the device serves best at a time. If more can decode,
     /// those that have waited longest for a row are chosen.
     fn decode_rows(&self, pace: &Pace) -> DecodeRows {
-        let gates = self.setup.capacity.gates;
         let mut constrained = false;
         let mut rows: Vec<&Sequence> = Vec::with_capacity(self.slots.len());
         for sequence in self.residents().filter(|sequence| sequence.decodes()) {
             if sequence.constraint.is_some() {
-                let waits_apart = sequence.waits_apart();
-                constrained |= !waits_apart;
-                let waits = if gates { waits_apart } else { sequence.awaited_mask().is_some() };
-                if waits {
+                constrained |= !sequence.waits_apart();
+                if self.waits_for_mask(sequence) {
                     continue;
                 }
             }

@@ -13,7 +13,7 @@
 //!   takes several plans), or longer if many prompts wait (`MOST_ROWS_PER_PROMPT`). So one prompt hardly delays the
 //!   rows that decode, and many prompts do not wait for a few rows.
 //! - On an executor with mixed steps, prefill plans do not alternate with decode plans: the rows decode in them, and so wait
-//!   for one plan instead of two. While a constrained row decodes, they take turns.
+//!   for one plan instead of two. Rows that may draft, and rows beside one whose logits are read back, take turns.
 //! - A full page gets a key, made of its tokens and all tokens before them, as soon as a chunk that fills it is planned
 //!   or its tokens are reported. A sequence that joins later with the same prefix, even in the same plan, shares the
 //!   page. A page with a key is never written again, so nothing is ever copied; at least one token of a sequence is
@@ -23,7 +23,7 @@
 //!   least `PLAN_STEPS_MIN` if there is room, so that even a slow device gets less than one submission per token.
 //! - The mask of a constrained sequence can only be computed after its last token is known. Its next step is queued
 //!   before that, as a plan of one step, and draws for all of its rows when the masks are available. Only decode steps
-//!   are queued behind such a plan. A row whose mask is late leaves the batch, so that the step continues without it,
+//!   are queued behind such a plan; a prompt waits until its masks are available. A row whose mask is late leaves the batch, so that the step continues without it,
 //!   and returns when its mask is available.
 //! - Tokens of decode steps that end nothing are taken into their sequences only after the next plan is made, so that
 //!   the device gets it earlier (`Scheduler::settle`).
@@ -283,8 +283,7 @@ impl Scheduler {
         assert!(setup.context <= capacity.usable_context(), "a context longer than pages or a step hold");
         assert!(capacity.slots > 0 && capacity.prefill_chunk > 0 && capacity.prompts > 0 && capacity.run_ahead > 0);
         assert!(!capacity.buckets.is_empty() && capacity.buckets.is_sorted());
-        let mixes = capacity.causal && capacity.snapshots.is_none() && capacity.drafts.most == 0;
-        assert!(mixes || capacity.mixed_steps.is_none(), "mixed steps of an executor with drafts or recurrent state");
+        assert!(capacity.causal || capacity.mixed_steps.is_none(), "mixed steps of an executor that draws nothing");
         let chunk = capacity.prefill_chunk;
         assert!(capacity.snapshots.is_none() || chunk >= STATE_TOKENS, "state cannot be kept in chunks of {chunk}");
         Scheduler {
@@ -632,18 +631,18 @@ impl Scheduler {
         if self.flights.len() >= PLANS_IN_FLIGHT {
             return None;
         }
-        if self.flights.iter().any(|flight| !flight.awaits.is_empty()) {
-            // Work behind a closed gate holds its resources until the gate opens: few for a decode step, many for a
-            // prompt. So only decode steps are queued there. If it is a prompt's turn, it is planned when the gate has
-            // opened, and no further decode step goes before it.
-            let prompt_is_next = !self.prefilled_last && self.next_prompt().is_some();
-            return if prompt_is_next { None } else { self.plan_decode(pace, true) };
-        }
         if let Some(snapshots) = &mut self.snapshots {
             snapshots.next_plan();
         }
         let prompt = self.next_prompt();
         let mixed = prompt.as_ref().filter(|prompt| !self.is_scored(prompt)).and_then(|_| self.mixed_rows(pace));
+        if self.flights.iter().any(|flight| !flight.awaits.is_empty()) {
+            // Work behind a closed gate holds its resources until the gate opens: few for a decode step, many for a
+            // prompt. So only decode steps are queued there. If it is a prompt's turn, it is planned when the gate has
+            // opened, and no further decode step goes before it.
+            let prompt_is_next = prompt.is_some() && (!self.prefilled_last || mixed.is_some());
+            return if prompt_is_next { None } else { self.plan_decode(pace, true) };
+        }
         let plan = match (prompt, mixed) {
             // Decode steps that are not finished may draw nothing yet because of a fault.
             (Some(_), Some(_)) if self.flights.iter().any(|flight| !flight.is_prefill()) => None,

@@ -8,6 +8,7 @@ use crate::engine::plan::{
     Capacity, Change, Chunk, Keep, MOST_KEEPS, Page, PageTable, STATE_TOKENS, Slot, StateSlot, StepPlan, Work,
 };
 use crate::engine::request::{Event, Started};
+use crate::engine::scheduler::decoding::TakenRows;
 use crate::engine::scheduler::{Flight, Scheduler, SchedulerOutput};
 use crate::engine::sequence::{Sequence, SequenceId, SequenceState, pages_for};
 use crate::engine::snapshots::Found;
@@ -181,9 +182,14 @@ impl Scheduler {
         (found.unwrap_or(least - mixed).max(self.chunk_unit()), lone)
     }
 
+    /// Returns the smallest number of prompt tokens for which a prefill step is planned, unless a prompt has fewer.
+    pub(super) fn least_chunk(&self) -> u32 {
+        PAGE_TOKENS.max(self.chunk_unit())
+    }
+
     /// Returns the smallest size of a prefill step in which so many rows decode.
     pub(super) fn least_size(&self, mixed: u32) -> u32 {
-        let sizes = PROMPT_SIZES.into_iter().rev().find(|size| *size >= mixed + PAGE_TOKENS);
+        let sizes = PROMPT_SIZES.into_iter().rev().find(|size| *size >= mixed + self.least_chunk());
         sizes.unwrap_or(u32::MAX).min(self.setup.capacity.prefill_chunk)
     }
 
@@ -285,7 +291,8 @@ impl Scheduler {
             let room = left > 0 && !scored && chunks.len() < most_chunks;
             prompt = if room { self.next_prompt() } else { None };
         }
-        let decoding = self.take_mixed_rows(mixed, &mut changes);
+        let TakenRows { slots: decoding, awaits } = self.take_mixed_rows(mixed, &mut changes);
+        let waits = !awaits.is_empty();
         self.mixed_in_a_row = if decoding.is_empty() { 0 } else { self.mixed_in_a_row + 1 };
         self.turns_left = self.turns_left.saturating_sub(1);
         self.prefilled_last = true;
@@ -295,9 +302,10 @@ impl Scheduler {
             slots: chunks.iter().map(|chunk| chunk.slot).chain(decoding.iter().copied()).collect(),
             rows: chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum(),
             steps_left: 1,
+            awaits,
             ..Flight::default()
         });
-        StepPlan { changes, work: Some(Work::Prefill { chunks, decoding }) }
+        StepPlan { changes, work: Some(Work::Prefill { chunks, decoding, awaits: waits }) }
     }
 
     /// Whether tokens of a prompt are scored.

@@ -8,10 +8,12 @@ use crate::engine::plan::{
 };
 use crate::engine::request::{Event, FinishReason, Limits, PerToken, Request};
 use crate::engine::scheduler::decoding::PLAN_STEPS_MIN;
-use crate::engine::scheduler::{EngineLoad, Scheduler, SchedulerOutput, Setup};
+use crate::engine::scheduler::{ConstraintCommand, EngineLoad, Scheduler, SchedulerOutput, Setup};
 use crate::engine::sequence::SequenceId;
 use crate::kernels::attention::PAGE_TOKENS;
+use crate::model::grammar::{Constraint, Grammars, StartedGrammar};
 use crate::model::split_mix::split_mix;
+use crate::model::text::Text;
 use std::time::Duration;
 
 fn setup(slots: u32, pages: u32) -> Setup {
@@ -102,7 +104,7 @@ impl Bench {
         let (ticket, work) = self.flights.pop_front().expect("a plan in flight");
         let token = |slot| Sampled { slot, id: 7, done: None, draft: 0, details: None };
         let (steps, tokens) = match work {
-            Work::Prefill { chunks, decoding } => {
+            Work::Prefill { chunks, decoding, .. } => {
                 let lasts = chunks.iter().filter(|chunk| chunk.last).map(|chunk| chunk.slot);
                 (1, lasts.chain(decoding).map(token).collect())
             }
@@ -231,6 +233,138 @@ fn mixed_steps_are_interrupted_and_given_up_if_they_take_too_long() {
         assert_eq!(steps(next(&mut bench)), 1, "turn {turn}");
         bench.pace.note_chunk(16, Duration::from_millis(3));
         bench.pace.note_chunk(32, Duration::from_millis(4));
+    }
+}
+
+/// Returns a started grammar whose tokens the tests themselves decide.
+fn grammar() -> StartedGrammar {
+    let tokenizer = serde_json::json!({
+        "version": "1.0", "added_tokens": [],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
+        "model": {"type": "BPE", "vocab": {"a": 7, "b": 8}, "merges": []},
+    });
+    let text = Text::from_bytes(tokenizer.to_string().as_bytes(), None, None).unwrap();
+    let grammars = Grammars::new(&text, 100, &[99]).unwrap();
+    StartedGrammar { slow: false, ..grammars.start(&Constraint::Regex("[ab]{200}".to_owned()), false).unwrap() }
+}
+
+/// Answers the questions about what may follow a token. Returns the plans whose masks are all set now.
+fn answer(bench: &mut Bench) -> Vec<Ticket> {
+    let mut released = Vec::new();
+    let mut orders = bench.scheduler.take_commands();
+    while !orders.is_empty() {
+        for order in orders {
+            match order {
+                ConstraintCommand::Take(id, mut grammar, token) => {
+                    let next = grammar.take(token);
+                    bench.scheduler.constrained(id, grammar, next, bench.now);
+                }
+                ConstraintCommand::Mask(..) => {}
+                ConstraintCommand::Release(ticket) => released.push(ticket),
+            }
+        }
+        orders = bench.scheduler.take_commands();
+    }
+    released
+}
+
+/// Goal: a constrained row decodes in the plans of a prompt, like the row beside it. With gates each of its plans is queued
+/// before its mask is there, and the next plan of the prompt when it is; without gates its plans come after its masks, and the
+/// row beside it has all of them.
+#[test]
+fn constrained_rows_decode_in_the_plans_of_a_prompt() {
+    for gates in [true, false] {
+        let mut setup = setup(3, 300);
+        setup.capacity.mixed_steps = Some(Duration::ZERO);
+        setup.capacity.gates = gates;
+        (setup.capacity.context, setup.context) = (2048, 2048);
+        let mut bench = Bench::new(setup);
+        bench.arrive(request("a", 5, 150));
+        bench.arrive(Request { grammar: Some(grammar()), ..request("b", 5, 150) });
+        assert_eq!(chunks(bench.work()).len(), 2);
+        bench.complete();
+        bench.arrive(request("c", 600, 2));
+        let (mut drawn, mut waited) = (0, 0);
+        for plan in 0..12 {
+            let work = bench.work();
+            let Some(Work::Prefill { decoding, awaits, .. }) = &work else { panic!("{work:?}") };
+            assert!(decoding.contains(&Slot(0)), "plan {plan}");
+            assert_eq!(*awaits, gates, "plan {plan}: the last token of the row is reported, its mask is not");
+            drawn += u32::from(decoding.contains(&Slot(1)));
+            waited += u32::from(*awaits);
+            if *awaits {
+                assert_eq!(bench.plan(), None, "a prompt is not queued behind a closed gate");
+            }
+            let released = answer(&mut bench);
+            assert_eq!(released.len(), usize::from(*awaits), "plan {plan}");
+            bench.complete();
+        }
+        let wanted = if gates { (12, 12) } else { (6, 0) };
+        assert_eq!((drawn, waited), wanted, "gates: {gates}");
+        let output = |id: u64| bench.scheduler.sequences[SequenceId(id)].output_tokens();
+        assert_eq!((output(0), output(1)), (13, 1 + drawn));
+    }
+}
+
+/// Goal: with recurrent state, a chunk beside rows that decode is a multiple of the state's blocks, and its step has room for
+/// both; if it has none, plans take turns.
+#[test]
+fn chunks_with_state_beside_rows_are_whole_blocks() {
+    for (most, expected) in [(192, Some(128)), (64, None)] {
+        let mut setup = setup(2, 300);
+        setup.capacity.mixed_steps = Some(Duration::ZERO);
+        (setup.capacity.snapshots, setup.capacity.prefill_chunk) = (Some(4), most);
+        (setup.capacity.context, setup.context) = (2048, 2048);
+        let mut bench = Bench::new(setup);
+        bench.pace.note_chunk(most, Duration::from_micros(1500));
+        bench.arrive(request("a", 5, 150));
+        chunks(bench.work());
+        bench.complete();
+        bench.arrive(request("b", 1000, 2));
+        if expected.is_none() {
+            // The row's turn, after its own prompt.
+            steps(bench.work());
+            bench.complete();
+        }
+        for turn in 0..3 {
+            let work = bench.work();
+            let rows = decoding(&work).len();
+            match expected {
+                Some(tokens) => assert_eq!((rows, chunks(work)[0].2), (1, tokens), "turn {turn}"),
+                None => {
+                    assert_eq!((rows, chunks(work)[0].2), (0, 64), "turn {turn}");
+                    bench.complete();
+                    steps(bench.work());
+                }
+            }
+            bench.complete();
+        }
+    }
+}
+
+/// Goal: rows that may draft take turns with prompts; more rows than may draft decode in the prompts' plans.
+#[test]
+fn rows_that_may_draft_take_turns_with_prompts() {
+    for (sequences, mixes) in [(1, true), (2, false)] {
+        let mut setup = setup(3, 300);
+        setup.capacity.mixed_steps = Some(Duration::ZERO);
+        setup.capacity.drafts = Drafts { most: 1, sequences, ..Drafts::default() };
+        (setup.capacity.context, setup.context) = (2048, 2048);
+        let mut bench = Bench::new(setup);
+        bench.arrive(request("a", 5, 150));
+        bench.arrive(request("b", 5, 150));
+        chunks(bench.work());
+        bench.complete();
+        bench.arrive(request("c", 600, 2));
+        let work = match bench.work() {
+            Some(Work::Decode { .. }) => {
+                bench.complete();
+                bench.work()
+            }
+            work => work,
+        };
+        assert_eq!(decoding(&work).len(), if mixes { 2 } else { 0 }, "drafts for {sequences}");
     }
 }
 

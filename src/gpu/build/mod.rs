@@ -38,7 +38,9 @@ use crate::gpu::error::StartError;
 use crate::gpu::executor::exchange::{
     self, DividedSteps, Exchange, MessagesIn, MessagesOut, PassedRows, SlotsIn, SlotsOut, Sums,
 };
-use crate::gpu::executor::{CountInbox, DecodeRegion, DecodeRegions, GpuExecutor, HeadParts, Inbox, Injection, Parts};
+use crate::gpu::executor::{
+    CountInbox, DecodeRegion, DecodeRegions, GpuExecutor, HeadParts, Inbox, Injection, MixedHead, Parts,
+};
 use crate::gpu::spans;
 use crate::gpu::tuned::Tuned;
 use crate::host::progress::{Progress, Unit};
@@ -580,6 +582,13 @@ impl Build<'_> {
         let by_rows = |of: &[(u32, Recording)]| {
             of.iter().map(|(rows, recording)| Ok((*rows, region(recording)?))).collect::<Result<_, StartError>>()
         };
+        let mixed_heads = |of: &[(u32, Recording)]| -> Result<BTreeMap<u32, MixedHead>, StartError> {
+            let head = |(rows, recording): &(u32, Recording)| {
+                let gated = decoder.tuning.gates.then(|| gated(recording)).transpose()?;
+                Ok((*rows, MixedHead { whole: region(recording)?, gated }))
+            };
+            of.iter().map(head).collect()
+        };
         let mut prefill = BTreeMap::new();
         for (rows, recording) in &recordings.prefill {
             prefill.insert(*rows, layers(recording)?);
@@ -603,17 +612,18 @@ impl Build<'_> {
         let buffer = |name: &str| -> Result<Arc<Buffer>, StartError> { Ok(Arc::clone(table.require(name)?)) };
         let head = match &recordings.head {
             None => None,
-            Some(HeadRecordings { first, score, pool, dump }) => Some(HeadParts {
+            Some(HeadRecordings { first, undrafted, score, pool, dump }) => Some(HeadParts {
                 ring: decoder.ring,
                 ring_buffer: buffer("ring")?,
                 masks: buffer("masks")?,
                 gate: Arc::new(Gate::new(&self.opened.device)?),
                 dump: buffer("dump")?,
                 dump_region: region(dump)?,
-                first: first
-                    .iter()
-                    .map(|(rows, head)| Ok((*rows, region(head)?)))
-                    .collect::<Result<_, StartError>>()?,
+                mixed: match &decoder.mixed_steps() {
+                    None => BTreeMap::new(),
+                    Some(_) => mixed_heads(if undrafted.is_empty() { first } else { undrafted })?,
+                },
+                first: by_rows(first)?,
                 score: (score.0, region(&score.1)?),
                 scores: buffer("scores")?,
                 pool: region(pool)?,

@@ -55,6 +55,8 @@ pub(crate) struct Recordings {
 pub(crate) struct HeadRecordings {
     /// The recordings that draw the first tokens of prompts, by number of prompts.
     pub(crate) first: Vec<(u32, Recording)>,
+    /// The same without drafts, for steps in which slots decode; empty if no slots do, or nothing is drafted anyway.
+    pub(crate) undrafted: Vec<(u32, Recording)>,
     /// The recording that scores prompt tokens, with its number of rows.
     pub(crate) score: (u32, Recording),
     /// The recording that pools rows of prompts that are embedded.
@@ -197,13 +199,27 @@ impl Recordings {
 
 impl HeadRecordings {
     fn of_steps(&self) -> impl Iterator<Item = &Recording> {
-        self.first.iter().chain([&self.score]).map(|(_, recording)| recording).chain([&self.pool])
+        self.first
+            .iter()
+            .chain(&self.undrafted)
+            .chain([&self.score])
+            .map(|(_, recording)| recording)
+            .chain([&self.pool])
     }
 }
 
 fn head_recordings(decoder: &Decoder<'_>) -> HeadRecordings {
     let sizes = (0..).map(|power| 1 << power).take_while(|rows| *rows <= decoder.state.prompts);
-    let first = sizes.map(|rows| (rows, decoder.record(StepShape::Head { rows }))).collect();
+    let first: Vec<(u32, Recording)> = sizes.map(|rows| (rows, decoder.record(StepShape::Head { rows }))).collect();
+    let mixes_undrafted = decoder.drafts > 0 && decoder.mixed_steps().is_some();
+    let plain = mixes_undrafted.then(|| Decoder { drafts: 0, drafter: None, ..decoder.clone() });
+    let undrafted = plain.iter().flat_map(|plain| {
+        first.iter().map(|(rows, _)| {
+            let recording = plain.record(StepShape::Head { rows: *rows });
+            (*rows, Recording { name: format!("{}.undrafted", recording.name), ..recording })
+        })
+    });
+    let undrafted = undrafted.collect();
     let mut dump = Recording::new("dump");
     let bytes = u64::from(decoder.config.vocab) * 4;
     let from = dump.buffer("logits", bytes);
@@ -212,7 +228,7 @@ fn head_recordings(decoder: &Decoder<'_>) -> HeadRecordings {
     let rows = decoder.score_rows();
     let score = (rows, decoder.record(StepShape::Score { rows }));
     let pool = decoder.record(StepShape::Pool { prompts: decoder.state.prompts });
-    HeadRecordings { first, score, pool, dump }
+    HeadRecordings { first, undrafted, score, pool, dump }
 }
 
 /// Returns the recordings with which a stage exchanges data with the others.

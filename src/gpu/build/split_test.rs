@@ -137,12 +137,12 @@ fn run(executor: &mut SplitExecutor, rows: u32) -> Result<Outcome, ExecuteError>
     if shared > 0 {
         // All tokens of the context have the same page.
         let filled = (0..PAGE_TOKENS).map(|at| token(at + 1)).collect();
-        plans.push(Work::Prefill { chunks: vec![chunk(0, 0, filled, false)], decoding: Vec::new() });
+        plans.push(Work::Prefill { chunks: vec![chunk(0, 0, filled, false)], decoding: Vec::new(), awaits: false });
     }
     let firsts: Vec<u32> = (0..sequences).collect();
     for some in firsts.chunks(prompts.min(prefill_chunk) as usize) {
         let chunks = some.iter().map(|slot| chunk(*slot, shared, vec![token(*slot)], true)).collect();
-        plans.push(Work::Prefill { chunks, decoding: Vec::new() });
+        plans.push(Work::Prefill { chunks, decoding: Vec::new(), awaits: false });
     }
     let slots: Vec<Slot> = (0..sequences).map(Slot).collect();
     for work in plans {

@@ -90,6 +90,9 @@ pub struct HeadParts {
     pub dump: Arc<Buffer>,
     /// Copies row 0 of the logits to `dump`.
     pub dump_region: Arc<Region>,
+    /// The regions that draw tokens of prompts and of slots that decode in the same step, by the number of both; empty if no
+    /// slots do.
+    pub mixed: BTreeMap<u32, MixedHead>,
     /// The regions that draw the first tokens of prompts, by number of prompts.
     pub first: BTreeMap<u32, Arc<Region>>,
     /// The region that scores the next rows of a prefill step, and the number of rows that one run scores.
@@ -102,6 +105,15 @@ pub struct HeadParts {
     pub hidden: (u32, u32),
     /// Mapped memory: the pooled rows of two prefill steps.
     pub pooled: Arc<Buffer>,
+}
+
+/// Draws tokens of prompts and of slots that decode in the same step, without drafts.
+#[derive(Debug)]
+pub struct MixedHead {
+    /// The region.
+    pub whole: Arc<Region>,
+    /// The same, to be run behind the gate while a mask is still to come; `None` if the device does not use gates.
+    pub gated: Option<Arc<Region>>,
 }
 
 /// The parts of which a replica's executor consists, with everything allocated and recorded.

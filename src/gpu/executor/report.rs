@@ -97,7 +97,7 @@ impl GpuExecutor {
         }
         let mut pending = self.pending.pop_front().unwrap_or_else(|| panic!("report {} has no submission", report.id));
         assert_eq!(pending.ticket.0, report.id, "reports come in the order of submission");
-        let ungated = report.record.as_deref().and_then(ungated);
+        let ungated = report.record.as_deref().and_then(|record| ungated(record, pending.steps.prefill_rows > 0));
         if let Some(record) = report.record.take() {
             self.submissions.push_back((pending.ticket, *record));
         }
@@ -235,8 +235,13 @@ impl Pending {
     }
 }
 
-/// Returns the device time of the first part of a gated step, if it was timed.
-fn ungated(record: &SubmissionRecord) -> Option<Duration> {
+/// Returns the device time of a gated step without its wait at the gate, if it was timed: of a decode step, that of the part
+/// before the gate; of a prefill step, that of all its regions.
+fn ungated(record: &SubmissionRecord, prefill: bool) -> Option<Duration> {
+    if prefill {
+        let times = record.regions.iter().map(|region| region.end.since(region.begin));
+        return (!record.regions.is_empty()).then(|| times.sum());
+    }
     let (_, body) = record.regions.split_last()?;
     let [first, ..] = body else { return None };
     Some(body.last()?.end.since(first.begin))

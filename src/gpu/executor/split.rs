@@ -620,7 +620,10 @@ impl Executor for SplitExecutor {
                 let part = |slots: &[Slot]| Work::Decode { slots: slots.to_vec(), steps: 1, drafts, awaits };
                 slots.chunks(each).map(part).collect()
             }
-            prefill => vec![prefill],
+            prefill => {
+                assert!(!prefill.awaits(), "a split replica has no gates for masks");
+                vec![prefill]
+            }
         };
         let parts = works.into_iter().map(BatchPart::new).collect();
         let flight = Flight { ticket, of_plan, parts, steps, reported: 0, repeats: 0, timed, submissions: Vec::new() };

@@ -71,12 +71,12 @@ impl GpuExecutor {
         (rows, steps, broken)
     }
 
-    /// Returns the regions of a prefill step, the number of rows that draw tokens (rounded up to a bucket), the number of
+    /// Returns the regions of a prefill step in which the slots `decoding` decode, whose masks it `awaits` or not, the number of rows that draw tokens (rounded up to a bucket), the number of
     /// all rows, and what is pooled. Adds the description of the step to `patch`.
     pub(super) fn prompts(
         &mut self,
         chunks: &[Chunk],
-        decoding: &[Slot],
+        (decoding, awaits): (&[Slot], bool),
         patch: &mut Patch,
     ) -> (Vec<Arc<Region>>, u32, u32, Pools) {
         let layout = self.parts.layout;
@@ -115,8 +115,14 @@ impl GpuExecutor {
         let mut rows = 0;
         let Some(head) = &self.parts.head else { return (regions, 0, all_rows, Pools::default()) };
         if lasts > 0 {
-            let (bucket, first) = fitting(&head.first, lasts);
-            regions.push(Arc::clone(first));
+            let (bucket, drawing) = match decoding.is_empty() {
+                true => fitting(&head.first, lasts),
+                false => {
+                    let (bucket, mixed) = fitting(&head.mixed, lasts);
+                    (bucket, if awaits { mixed.gated.as_ref().expect("there are gates") } else { &mixed.whole })
+                }
+            };
+            regions.push(Arc::clone(drawing));
             rows = bucket;
         }
         let (mut pools, mut ranges, mut first_row) = (Pools::default(), Vec::new(), 0);
@@ -157,9 +163,10 @@ impl GpuExecutor {
         Some((Scoring { slot: asked.slot, first: asked.start + 1, tokens, entry }, turns))
     }
 
-    /// Returns a prefill step. Adds its description to `patch`.
-    fn prefill(&mut self, chunks: &[Chunk], decoding: &[Slot], patch: &mut Patch) -> Queued {
-        let (mut regions, rows, prefill_rows, pooling) = self.prompts(chunks, decoding, patch);
+    /// Returns a prefill step. Adds its description to `patch`. With `awaits`, the step is in two entries, of which the second,
+    /// from the LM head on, waits behind the gate.
+    fn prefill(&mut self, chunks: &[Chunk], decoding: &[Slot], awaits: bool, patch: &mut Patch) -> Queued {
+        let (mut regions, rows, prefill_rows, pooling) = self.prompts(chunks, (decoding, awaits), patch);
         let scoring = self.scoring(chunks, patch).map(|(scoring, turns)| {
             assert!(decoding.is_empty(), "a scored chunk shares its plan");
             // The scores are computed after the layers, and before the logits of the first output tokens overwrite the
@@ -170,7 +177,13 @@ impl GpuExecutor {
         let kind = if rows > 0 { Kind::Sampled } else { Kind::Layers };
         let dump = chunks.iter().any(|chunk| chunk.last && self.dumps[chunk.slot.0 as usize]);
         let steps = Steps { kind, count: 1, rows, prefill_rows, scoring, pooling, dump, ..Steps::default() };
-        Queued { steps, entries: vec![regions], awaits: false, flush: FlushReason::PhaseBoundary }
+        let mut entries = vec![regions];
+        if awaits {
+            // Behind the row table's completion and the layers.
+            let behind = entries[0].split_off(2);
+            entries.push(behind);
+        }
+        Queued { steps, entries, awaits, flush: FlushReason::PhaseBoundary }
     }
 
     /// Returns the draft model's pass over tokens that it has not computed. Adds its description to `patch`.
@@ -237,7 +250,9 @@ impl GpuExecutor {
     ) -> Result<(), ExecuteError> {
         let queued = match planned {
             None => Queued::changes(),
-            Some(Work::Prefill { chunks, decoding }) => self.prefill(&chunks, &decoding, &mut posts.patch),
+            Some(Work::Prefill { chunks, decoding, awaits }) => {
+                self.prefill(&chunks, &decoding, awaits, &mut posts.patch)
+            }
             Some(Work::CatchUp { chunks }) => self.catch_up(&chunks, &mut posts.patch),
             Some(Work::Decode { slots, steps, drafts, awaits }) => {
                 self.decode(slots, steps, drafts, awaits, &mut posts.patch)

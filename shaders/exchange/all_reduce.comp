@@ -34,6 +34,7 @@
 #include "common.glsl"
 #define DEVICES_ID 9
 #include "tags.glsl"
+#include "exchange.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 1) const uint RANKS = 2;
@@ -45,8 +46,6 @@ layout(constant_id = 6) const uint PHASE = 0;
 layout(constant_id = 7) const uint TAGGED = 0;
 layout(constant_id = 8) const uint HALVES = 0;
 
-layout(buffer_reference, std430, buffer_reference_align = 16) writeonly buffer Outbox { volatile uvec4 v[]; };
-layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer Inbox { volatile uvec4 v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) buffer SumInOut { volatile uint v[]; };
 
 layout(push_constant) uniform Args {
@@ -65,20 +64,6 @@ layout(push_constant) uniform Args {
     uint old_tag;
     uint y_tag;
 };
-
-// The number of polls between two reads of the host's word and of the fault word.
-const uint POLLS_BETWEEN_EXCHANGE_LOOKS = 64u;
-// In the fault word: no call of this step polled too long for tagged words, but an exchange did not end.
-const uint EXCHANGE_FAULT = 0xfffffeu;
-// In the words that a device sends whose fault word is set.
-const uint FAILED = 0x5bd1e995u;
-
-uint rotated(uint bits, uint by) { return bits << by | bits >> (32u - by); }
-
-// The factor spreads the difference between the numbers of two exchanges over all bits.
-uint check_of(uvec3 bits, uint exchange) {
-    return exchange * 0x9e3779b1u ^ bits.x ^ rotated(bits.y, 11u) ^ rotated(bits.z, 22u);
-}
 
 // The number of floats in a word.
 const uint WORD_FLOATS = HALVES == 1u ? 6u : 3u;
@@ -130,9 +115,7 @@ void main() {
     uint invocations = gl_NumWorkGroups.x * gl_WorkGroupSize.x, first = gl_GlobalInvocationID.x;
     for (uint word = first; PHASE != 2u && word < words; word += invocations) {
         uvec3 part = part_of(word, floats);
-        bool failed = fault.v[0] != 0u;
-        uvec3 bits = failed ? uvec3(FAILED, exchange, ~exchange) : part;
-        outbox.v[slot + word] = uvec4(bits, check_of(bits, exchange) ^ (failed ? FAILED : 0u));
+        outbox.v[slot + word] = exchange_word(part, exchange, fault.v[0] != 0u);
     }
     if (PHASE == 1u) return;
     barrier();
@@ -148,10 +131,10 @@ void main() {
             }
             uint at = (rank - uint(rank > RANK)) * 2u * slot_words + slot + word;
             uvec4 got = inbox.v[at];
-            bool complete = got.w == check_of(got.xyz, exchange);
+            bool complete = is_complete(got, exchange);
             for (uint polls = 1u; !complete && !failed; polls++) {
                 got = inbox.v[at];
-                complete = got.w == check_of(got.xyz, exchange);
+                complete = is_complete(got, exchange);
                 if (polls % POLLS_BETWEEN_EXCHANGE_LOOKS == 0u) {
                     failed = polls >= EXCHANGE_POLLS || inbox.v[stop].x != 0u || fault.v[0] != 0u;
                     // Calls that poll for this one's words do not give up meanwhile.

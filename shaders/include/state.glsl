@@ -86,4 +86,5 @@ const uint SCORE_WORDS = 44u;
 const uint SCORE_TOKEN = 0u;          // the token that follows the row
 const uint SCORE_LOGPROB = 1u;        // f32
 const uint SCORE_TOP_COUNT = 2u;
+const uint SCORE_LOG_SUM = 3u;        // f32: of a device's part of an entry, see `score_part`
 const uint SCORE_TOP = 4u;            // pairs of token id and f32 logprob, best first

@@ -6,6 +6,12 @@
 //                                          vocabulary
 //  args.vocabulary
 //  LIST_KEYS, LIST_TOKENS                  shared arrays of LIST words
+// It may define:
+//  TOP_VALUE(key, most, norm)              the value of a key in `top_values`
+
+#ifndef TOP_VALUE
+#define TOP_VALUE(key, most, norm) (value_of(key) - (most) - (norm))
+#endif
 
 shared uint list_length;
 shared uint top_ids[TOP_ENTRIES];
@@ -91,7 +97,7 @@ float total(float most) {
 }
 
 // Writes the `wanted` best tokens (the lowest id first among equal keys) to `top_ids` and their value - most - norm,
-// where `most` is the value of `best`, to `top_values`. Returns how many were found. The latest call of
+// where `most` is the value of `best`, or what TOP_VALUE says, to `top_values`. Returns how many were found. The latest call of
 // `own_best_after` must have had `best`, the row's best token, as its result.
 uint find_top(uint wanted, uvec2 best, float norm) {
     float most = value_of(best.x);
@@ -109,7 +115,7 @@ uint find_top(uint wanted, uvec2 best, float norm) {
             }
             if (rank < wanted) {
                 top_ids[rank] = id;
-                top_values[rank] = value_of(key) - most - norm;
+                top_values[rank] = TOP_VALUE(key, most, norm);
             }
         }
         barrier();
@@ -120,7 +126,7 @@ uint find_top(uint wanted, uvec2 best, float norm) {
     while (count < wanted && last.x > KEY_MINUS_INFINITY) {
         if (thread == 0u) {
             top_ids[count] = last.y;
-            top_values[count] = value_of(last.x) - most - norm;
+            top_values[count] = TOP_VALUE(last.x, most, norm);
         }
         count++;
         if (count < wanted) last = reduce_best(own_best_after(last));

@@ -6,6 +6,7 @@
 // Partial argmax: partials[row][part] = the greatest logit of the part and the lowest token that has it.
 //   logits   [rows][row_stride] f32, row_stride a multiple of 4
 //   partials [rows][parts] of (f32 bits, token); NaN counts as -inf, as in `sample`
+//   The first of the vocabulary's tokens is token `first`: a device may have the logits of a part of a larger one.
 // One workgroup scans one part of one row, so that a greedy `sample` does not have to scan the vocabulary with a single
 // workgroup. Traffic: 4·V bytes per row, where V is the vocabulary's size.
 
@@ -19,6 +20,7 @@ layout(push_constant) uniform Args {
     uint vocabulary;
     uint row_stride;
     uint parts;
+    uint first;
 } args;
 
 shared uint keys_s[256];
@@ -39,7 +41,7 @@ void main() {
             // Tokens ascend, so that of equal keys the lowest token is kept.
             if (found > key) {
                 key = found;
-                token = 4u * q + i;
+                token = args.first + 4u * q + i;
             }
         }
     }

@@ -23,7 +23,8 @@
 //
 //   logits    [rows][row_stride] f32, row_stride a multiple of 4
 //   partials  [rows][partial_count] of (f32 bits, token): maxima over parts of the row, from `argmax`; not read with
-//             partial_count 0
+//             partial_count 0. With OPTION_DRAWN, a further pair in each row: a token, and 1 if `draw_shortlisted` has
+//             drawn it, from the devices' parts of the row
 //   keys      [rows][row_stride] u32: scratch, the adjusted logits as ordered integers
 //   masks     [slots][(vocabulary + 31) / 32] u32: read if a slot has FLAG_MASK
 //   rows, state, counts, bias, step, ring, fault: `state.glsl`
@@ -77,6 +78,8 @@ layout(push_constant) uniform Args {
 const uint OPTION_HEEDS_FAULT = 1u;
 // The only row also increments the step number.
 const uint OPTION_COUNTS_STEP = 2u;
+// Tokens may be drawn from parts of rows before: this device has no logits of other devices then.
+const uint OPTION_DRAWN = 8u;
 // The step left its tokens pending instead of adding them to the recurrent state (`delta_step`).
 const uint OPTION_LAGS = 4u;
 
@@ -92,7 +95,6 @@ shared uint histogram_high[BINS * COPIES];
 #define LIST_TOKENS histogram_high
 shared uvec2 bin_sums[BINS];
 shared uvec2 group_sums[GROUPS];
-shared uvec2 list_above[LIST];
 shared uvec2 above;
 shared uvec2 target;
 shared uint prefix;
@@ -104,26 +106,6 @@ uint row;
 uint quads;      // groups of four tokens; the last may be partly outside the vocabulary
 uint first_quad; // the row's first group
 bool adjusted;   // `adjust` has written the keys: they are read instead of the logits
-
-// 64-bit sums as (low, high).
-uvec2 add64(uvec2 a, uvec2 b) {
-    uint low = a.x + b.x;
-    return uvec2(low, a.y + b.y + uint(low < a.x));
-}
-
-bool at_least(uvec2 a, uvec2 b) {
-    return a.y != b.y ? a.y > b.y : a.x >= b.x;
-}
-
-// Returns ceil(a * fraction / 2^32), at least 1.
-uvec2 share(uvec2 a, uint fraction) {
-    uint high0, low0, high1, low1;
-    umulExtended(a.x, fraction, high0, low0);
-    umulExtended(a.y, fraction, high1, low1);
-    uvec2 whole = add64(uvec2(low1, high1), uvec2(high0, 0u));
-    if (low0 != 0u) whole = add64(whole, uvec2(1u, 0u));
-    return whole == uvec2(0u) ? uvec2(1u, 0u) : whole;
-}
 
 // Returns the keys of a group of logits; 0, which is less than any key, outside the vocabulary.
 uvec4 keys_of(vec4 l, uint quad) {
@@ -156,31 +138,9 @@ void load_block(uint base, out uvec4 block[4]) {
     [[unroll]] for (uint j = 0u; j < 4u; j++) block[j] = keys_of(l[j], base + j * THREADS + thread);
 }
 
+#define DRAW_VOCABULARY args.vocabulary
 #include "top.glsl"
-
-// Returns to every invocation the sum of 64-bit values over the workgroup.
-uvec2 reduce_sum64(uvec2 value) {
-    // The sums are computed in limbs of 24 bits, so that the sum over 64 lanes fits in 30 bits.
-    uint a = subgroupAdd(value.x & 0xffffffu);
-    uint b = subgroupAdd((value.x >> 24) | ((value.y & 0xffffu) << 8));
-    uint c = subgroupAdd(value.y >> 16);
-    barrier();
-    if (thread == 0u) found = uvec2(0u);
-    barrier();
-    if (subgroupElect()) {
-        uvec2 sum = add64(uvec2(a, c << 16), uvec2(b << 24, b >> 8));
-        uint before = atomicAdd(found.x, sum.x);
-        atomicAdd(found.y, sum.y + uint(before + sum.x < before));
-    }
-    barrier();
-    return found;
-}
-
-float distance(uint key, float most, float temperature_inverse) {
-    precise float d = value_of(key) - most;
-    d = d * temperature_inverse;
-    return d;
-}
+#include "draw.glsl"
 
 // Returns the greatest key K such that the tokens with keys >= K, of those with keys >= least, weigh at least as much
 // as wanted. Method: radix descent, eight bits per pass. A token weighs 1 (`by_mass` false: `wanted` is a count) or its
@@ -267,18 +227,6 @@ uint select_key(uint least, bool by_mass, uint wanted, float most, float tempera
     return max(prefix, least);
 }
 
-// Returns the least key whose distance is still >= bound, by bisection: the distance never decreases as keys grow.
-uint key_at_distance(float bound, uint best, float most, float temperature_inverse) {
-    uint low = KEY_MINUS_INFINITY + 1u;
-    uint high = best;
-    while (low < high) {
-        uint middle = low + (high - low) / 2u;
-        if (distance(middle, most, temperature_inverse) >= bound) high = middle;
-        else low = middle + 1u;
-    }
-    return low;
-}
-
 float penalised(float value, uint count, float repetition, float repetition_inverse, float presence, float frequency) {
     precise float l = value;
     if (count != 0u) l = l > 0.0 ? l * repetition_inverse : l * repetition;
@@ -343,81 +291,20 @@ void adjust(uint slot, uint at, uint flags, bool mask_stops) {
     }
 }
 
-// Returns the mass of all tokens with keys >= least.
-uvec2 total_mass(uint least, float most, float temperature_inverse) {
+uvec2 row_mass(Draw draw) {
     uvec2 sum = uvec2(0u);
     for (uint base = 0u; base < quads; base += THREADS) {
         uint quad = base + thread;
         if (quad < quads) {
             uvec4 keys = load_keys(quad);
             for (uint c = 0u; c < 4u; c++) {
-                if (keys[c] >= least) sum = add64(sum, uvec2(mass_of(distance(keys[c], most, temperature_inverse)), 0u));
+                if (keys[c] >= draw.least) {
+                    sum = add64(sum, uvec2(mass_of(distance(keys[c], draw.most, draw.temperature_inverse)), 0u));
+                }
             }
         }
     }
     return reduce_sum64(sum);
-}
-
-// The sampling parameters of one row.
-struct Draw {
-    uint least;                // tokens with smaller keys are not drawn
-    uint top_k;                // a number above LIST keeps all tokens
-    bool by_mass;
-    uint fraction;             // top_p in units of 2^-32, read if `by_mass`
-    float most;                // the row's greatest value
-    float temperature_inverse;
-    uvec2 key;                 // of the random bits
-};
-
-// Replaces `winner`, a pair of a key and a token, by a token whose score is greater, or equal and the token lower.
-void compete(inout uvec2 winner, float score, uint token) {
-    uint key = key_of(score);
-    if (key > winner.x || (key == winner.x && token < winner.y)) winner = uvec2(key, token);
-}
-
-// Lets this invocation's part of the listed tokens compete. Returns false if the list does not hold all tokens that top_p
-// keeps. `complete`: no token outside the list has a key >= least. The list holds all tokens that top_k keeps, unless it
-// keeps all.
-bool draw_listed(Draw draw, bool complete, inout uvec2 winner) {
-    uint n = list_length;
-    for (uint i = thread; i < n; i += THREADS) {
-        histogram_low[LIST + i] = mass_of(distance(histogram_low[i], draw.most, draw.temperature_inverse));
-    }
-    barrier();
-    uvec2 kept_mass = uvec2(0u);
-    for (uint i = thread; i < n; i += THREADS) {
-        uint key = histogram_low[i];
-        uint rank = 0u;
-        uvec2 above_it = uvec2(0u);
-        for (uint j = 0u; j < n; j++) {
-            if (histogram_low[j] > key) {
-                rank++;
-                above_it = add64(above_it, uvec2(histogram_low[LIST + j], 0u));
-            }
-        }
-        bool keep = rank < draw.top_k;
-        if (keep) kept_mass = add64(kept_mass, uvec2(histogram_low[LIST + i], 0u));
-        list_above[i] = keep ? above_it : uvec2(0xffffffffu);
-    }
-    uvec2 wanted = uvec2(0xffffffffu);
-    if (draw.by_mass) {
-        uvec2 listed = reduce_sum64(kept_mass);
-        uvec2 total = listed;
-        if (!complete && draw.top_k > LIST) total = total_mass(draw.least, draw.most, draw.temperature_inverse);
-        wanted = share(total, draw.fraction);
-        // The tokens that top_p keeps are all in the list only if the list weighs at least that much.
-        if (!at_least(listed, wanted)) return false;
-    }
-    for (uint i = thread; i < n; i += THREADS) {
-        // A token is kept if the tokens better than it weigh less than wanted.
-        if (!at_least(list_above[i], wanted)) {
-            uint token = histogram_high[i];
-            precise float score = distance(histogram_low[i], draw.most, draw.temperature_inverse);
-            score = score + gumbel(token_bits(token, draw.key));
-            compete(winner, score, token);
-        }
-    }
-    return true;
 }
 
 // Lets this invocation's part of all tokens with keys >= least compete. A token whose bound cannot beat the winner is
@@ -444,38 +331,24 @@ void draw_row(Draw draw, inout uvec2 winner) {
 
 // Returns the token that is drawn from the row of the slot whose words begin at `at`. `best` is the row's best token.
 uint draw_token(uint at, uvec2 best) {
-    uint top_k = args.state.v[at + SLOT_TOP_K];
-    float top_p = uintBitsToFloat(args.state.v[at + SLOT_TOP_P]);
-    float min_p = uintBitsToFloat(args.state.v[at + SLOT_MIN_P]);
-    float min_p_log = uintBitsToFloat(args.state.v[at + SLOT_MIN_P_LOG]);
-    uvec2 seed = uvec2(args.state.v[at + SLOT_SEED_LOW], args.state.v[at + SLOT_SEED_HIGH]);
-    bool by_count = top_k > 0u && top_k < args.vocabulary;
-    Draw draw;
-    draw.temperature_inverse = uintBitsToFloat(args.state.v[at + SLOT_TEMPERATURE_INVERSE]);
-    draw.most = value_of(best.x);
-    draw.least = KEY_MINUS_INFINITY + 1u;
-    if (min_p > 0.0) draw.least = key_at_distance(min_p_log, best.x, draw.most, draw.temperature_inverse);
-    draw.top_k = by_count ? top_k : LIST + 1u;
-    draw.by_mass = top_p < 1.0;
-    draw.fraction = uint(clamp(top_p, 0.0, 0.99999994) * 4294967296.0);
-    draw.key = philox(args.state.v[at + SLOT_GENERATED], seed);
+    Draw draw = draw_of(at, best, 0u);
 
     // The most probable token is always kept.
     uvec2 winner = uvec2(key_of(gumbel(token_bits(best.y, draw.key))), best.y);
     bool drawn = false;
-    if (by_count || draw.by_mass) {
+    if (draw.by_count || draw.by_mass) {
         uint bound = guess_bound(draw.least);
         gather(bound);
         uint n = list_length;
-        if (n <= LIST && (bound == draw.least || !by_count || n >= top_k)) {
-            drawn = draw_listed(draw, bound == draw.least, winner);
+        if (n <= LIST && (bound == draw.least || !draw.by_count || n >= draw.top_k)) {
+            drawn = draw_listed(draw, n, bound == draw.least, winner);
         }
         if (!drawn) {
             // First the tokens that top_k keeps, then those of them that top_p keeps.
             [[dont_unroll]] for (uint stage = 0u; stage < 2u; stage++) {
                 bool mass = stage == 1u;
-                if (mass ? !draw.by_mass : !by_count) continue;
-                uint wanted = mass ? draw.fraction : top_k;
+                if (mass ? !draw.by_mass : !draw.by_count) continue;
+                uint wanted = mass ? draw.fraction : draw.top_k;
                 draw.least = select_key(draw.least, mass, wanted, draw.most, draw.temperature_inverse);
             }
         }
@@ -520,12 +393,19 @@ void main() {
     bool logprobs = (flags & FLAG_LOGPROBS) != 0u;
     bool change = (flags & (FLAG_PENALTIES | FLAG_BIAS | FLAG_MASK)) != 0u || mask_stops;
 
+    bool shared_rows = (args.options & OPTION_DRAWN) != 0u;
+    uint first_partial = row * (args.partial_count + uint(shared_rows));
+    bool plain = !change && !logprobs && args.partial_count > 0u;
+    uvec2 drawn = uvec2(TOKEN_NONE, 0u);
+    if (shared_rows && !greedy && plain) drawn = args.partials.v[first_partial + args.partial_count];
     uvec2 best = uvec2(0u, TOKEN_NONE);
-    if (greedy && !change && !logprobs && args.partial_count > 0u) {
+    if (drawn.y != 0u) {
+        best = uvec2(0u, drawn.x);
+    } else if (greedy && plain) {
         for (uint base = 0u; base < args.partial_count; base += THREADS) {
             uint i = base + thread;
             if (i < args.partial_count) {
-                uvec2 partial = args.partials.v[row * args.partial_count + i];
+                uvec2 partial = args.partials.v[first_partial + i];
                 uint key = key_of(uintBitsToFloat(partial.x));
                 if (key > best.x || (key == best.x && partial.y < best.y)) best = uvec2(key, partial.y);
             }
@@ -539,7 +419,7 @@ void main() {
     }
     best = reduce_best(best);
     uint token = best.y;
-    if (!greedy && best.x > KEY_MINUS_INFINITY) token = draw_token(at, best);
+    if (!greedy && drawn.y == 0u && best.x > KEY_MINUS_INFINITY) token = draw_token(at, best);
 
     float logprob = 0.0;
     uint top_count = 0u;

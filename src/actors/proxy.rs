@@ -43,15 +43,37 @@ const LINE: u64 = 64 / WORD_BYTES;
 /// Capacity of the inbox: more than the steps of the plans in flight.
 const INBOX: usize = 1024;
 
-/// The exchanges of a step.
+/// The exchanges of a step: of sums, then of logits. The first word of an exchange of logits has the number of words behind
+/// it, and whether the next exchange of the same rows has words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Exchanges {
     /// The number of the first exchange, counted from 1 since the devices began. Words carry its low bits.
     pub first: u64,
-    /// The number of exchanges.
+    /// The number of exchanges of sums.
     pub count: u32,
-    /// The number of words of each exchange.
+    /// The number of words of each exchange of sums.
     pub words: u32,
+    /// The number of exchanges of scored rows, which all have words.
+    pub turns: u32,
+    /// The number of exchanges of the rows that draw tokens. The first one has a slot of its own.
+    pub of_head: u32,
+}
+
+impl Exchanges {
+    /// Returns the number of the first exchange of scored rows.
+    pub fn first_turn(&self) -> u64 {
+        self.first + u64::from(self.count)
+    }
+
+    /// Returns the number of the first exchange of the rows that draw tokens.
+    pub fn first_of_head(&self) -> u64 {
+        self.first_turn() + u64::from(self.turns)
+    }
+
+    /// Returns the number behind the last exchange.
+    pub fn end(&self) -> u64 {
+        self.first_of_head() + u64::from(self.of_head)
+    }
 }
 
 /// The memory through which the devices of a replica exchange words.
@@ -66,8 +88,41 @@ pub struct ExchangeMemory {
     pub gates: Vec<Arc<Gate>>,
     /// The number of words of each slot.
     pub slot_words: u32,
+    /// The number of words of the slot for the best tokens of a step's rows, behind all else.
+    pub best_words: u32,
     /// Whether a device is a CPU driver.
     pub on_cpu: bool,
+}
+
+/// A slot of outboxes and inboxes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    /// One of the two that exchanges use in turn.
+    InTurn,
+    /// The one for the best tokens of a step's rows.
+    Best,
+}
+
+impl ExchangeMemory {
+    /// Returns the first word of a slot in an outbox.
+    fn slot(&self, place: Place, number: u32) -> u64 {
+        match place {
+            Place::InTurn => u64::from(number & 1) * u64::from(self.slot_words),
+            Place::Best => 2 * u64::from(self.slot_words),
+        }
+    }
+
+    /// Returns the first word of the same slot of device `from` in the inbox of device `to`.
+    fn slot_in(&self, place: Place, number: u32, from: usize, to: usize) -> u64 {
+        let index = (from - usize::from(from > to)) as u64;
+        match place {
+            Place::InTurn => index * 2 * u64::from(self.slot_words) + self.slot(place, number),
+            Place::Best => {
+                let stop = stop_offset(self.slot_words, self.inboxes.len() as u32) / WORD_BYTES;
+                stop + 1 + index * u64::from(self.best_words)
+            }
+        }
+    }
 }
 
 /// The proxies of a replica, some threads for each device whose words pass to the others. Dropping them ends all exchanges.
@@ -150,7 +205,7 @@ impl Proxies {
 
     /// Queues the exchanges of a step, behind those of earlier steps. Blocks while an inbox is full.
     pub fn carry(&self, exchanges: Exchanges) {
-        self.shared.queued.store(exchanges.first + u64::from(exchanges.count) - 1, Ordering::Release);
+        self.shared.queued.store(exchanges.end() - 1, Ordering::Release);
         if self.has_stopped() {
             return self.shared.let_go();
         }
@@ -256,39 +311,95 @@ impl Drop for StopOnPanic {
     }
 }
 
+/// A thread among those that carry the words of a device.
+#[derive(Clone, Copy, Debug)]
+struct Carrier {
+    from: usize,
+    thread: usize,
+    threads: usize,
+}
+
+impl Carrier {
+    /// Returns the thread's share of `words` words from word `first` on.
+    fn share(&self, first: u64, words: u64) -> Range<u64> {
+        let sharing = self.threads.min((words / u64::from(LEAST_WORDS)) as usize).max(1);
+        let first_of = |thread: usize| match thread < sharing {
+            true => first + words * thread as u64 / sharing as u64 / LINE * LINE,
+            false => first + words,
+        };
+        first_of(self.thread)..first_of(self.thread + 1)
+    }
+}
+
 /// Carries the share of thread `thread` of `threads` in the words of device `from`, exchange by exchange.
 fn run(shared: &Shared, from: usize, (thread, threads): (usize, usize), inbox: &Mailbox<Exchanges>) {
+    let carrier = Carrier { from, thread, threads };
     while let Ok(exchanges) = inbox.recv() {
-        let sharing = threads.min((exchanges.words / LEAST_WORDS) as usize).max(1);
-        let first_of = |thread: usize| match thread < sharing {
-            true => u64::from(exchanges.words) * thread as u64 / sharing as u64 / LINE * LINE,
-            false => u64::from(exchanges.words),
-        };
-        let words = first_of(thread)..first_of(thread + 1);
-        for index in 0..exchanges.count {
-            let number = exchanges.first + u64::from(index);
-            if !carry(shared, from, number as u32, words.clone()) {
+        let (first_turn, first_of_head) = (exchanges.first_turn(), exchanges.first_of_head());
+        let sums = carrier.share(0, exchanges.words.into());
+        let mut has_words = true;
+        for number in exchanges.first..exchanges.end() {
+            let carried = match number {
+                _ if number < first_turn => carry(shared, from, (number as u32, Place::InTurn), sums.clone()),
+                _ if number < first_of_head => carry_counted(shared, carrier, (number as u32, Place::InTurn)).is_some(),
+                _ if !has_words => true,
+                _ => {
+                    let place = if number == first_of_head { Place::Best } else { Place::InTurn };
+                    let follows = carry_counted(shared, carrier, (number as u32, place));
+                    has_words = follows == Some(true);
+                    follows.is_some()
+                }
+            };
+            if !carried {
                 return shared.stop();
             }
             if let Err(error) = shared.passed((from, thread), number) {
-                tracing::error!(%error, exchange = number, "a device cannot be told that sums have come");
+                tracing::error!(%error, exchange = number, "a device cannot be told that words have come");
                 return shared.stop();
             }
         }
     }
 }
 
-/// Carries words of one exchange. Returns whether all have come.
-fn carry(shared: &Shared, from: usize, number: u32, words: Range<u64>) -> bool {
+/// Carries words of an exchange whose first word has the number of the others. Returns whether the next exchange of the same
+/// rows has words; `None` if words have not come.
+fn carry_counted(shared: &Shared, carrier: Carrier, (number, place): (u32, Place)) -> Option<bool> {
+    let Carrier { from, thread, .. } = carrier;
     let memory = &shared.memory;
-    let slot = u64::from(number & 1) * u64::from(memory.slot_words);
+    let at = memory.slot(place, number);
+    let mut word = [[0; 4]];
+    memory.outboxes[from].load_quads(at * WORD_BYTES, &mut word);
+    while !is_complete(word[0], number) {
+        if !wait(shared, from, number, at) {
+            return None;
+        }
+        memory.outboxes[from].load_quads(at * WORD_BYTES, &mut word);
+    }
+    let [words, follows, ..] = word[0];
+    let room = if place == Place::Best { memory.best_words } else { memory.slot_words };
+    if words >= room {
+        tracing::error!(
+            exchange = number,
+            device = from,
+            words,
+            room,
+            "a device sends more words than there is room for"
+        );
+        return None;
+    }
+    let carried = (thread > 0 || carry(shared, from, (number, place), 0..1))
+        && carry(shared, from, (number, place), carrier.share(1, words.into()));
+    carried.then_some(follows != 0)
+}
+
+/// Carries words of one exchange. Returns whether all have come.
+fn carry(shared: &Shared, from: usize, (number, place): (u32, Place), words: Range<u64>) -> bool {
+    let memory = &shared.memory;
+    let slot = memory.slot(place, number);
     let outbox = &memory.outboxes[from];
     // The slots of this device's words in the others' inboxes.
-    let place = |to: usize| {
-        let index = from - usize::from(from > to);
-        (&*memory.inboxes[to], index as u64 * 2 * u64::from(memory.slot_words) + slot)
-    };
-    let others = || (0..memory.inboxes.len()).filter(|to| *to != from).map(place);
+    let slot_of = |to: usize| (&*memory.inboxes[to], memory.slot_in(place, number, from, to));
+    let others = || (0..memory.inboxes.len()).filter(|to| *to != from).map(slot_of);
     let mut block = [[0; 4]; BLOCK];
     let mut word = words.start;
     while word < words.end {

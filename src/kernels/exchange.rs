@@ -1,13 +1,14 @@
 //! The exchange between the devices of a replica with tensor parallelism: `all_reduce`, which sums the parts of a product
-//! that the devices have computed. Not here: how words pass from one device to another (`actors::proxy`), and which
-//! products are in parts (`model::decoder`).
+//! that the devices have computed, and `all_gather`, which collects its columns. Not here: how words pass from one device to
+//! another (`actors::proxy`), and which products are in parts (`model::decoder`).
 
 use super::gemm::Activations;
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
-use super::shaders::{AllReduceArgs, AllReduceConstants};
+use super::shaders::{AllGatherArgs, AllGatherConstants, AllReduceArgs, AllReduceConstants};
 use super::tags::{Flow, tagged};
 use half::bf16;
+use std::ops;
 
 /// The number of floats in a word that passes between devices. A word has 16 bytes: the floats and a check. If they are
 /// rounded to bfloat16, a word has twice as many.
@@ -32,12 +33,46 @@ pub struct Rank {
     pub of: u32,
 }
 
+/// The division of the columns of a product (rows of W) among devices, in whole units.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Columns {
+    /// The number of columns.
+    pub count: u32,
+    /// The number of columns of a unit; the last unit may have fewer.
+    pub unit: u32,
+}
+
+impl Columns {
+    /// Returns the columns of a device.
+    pub fn part(self, rank: Rank) -> ops::Range<u32> {
+        let first = |index: u32| (self.units() * index / rank.of * self.unit).min(self.count);
+        first(rank.index)..first(rank.index + 1)
+    }
+
+    /// Returns the maximum number of columns of one of `of` devices.
+    pub fn most(self, of: u32) -> u32 {
+        self.units().div_ceil(of) * self.unit
+    }
+
+    /// Returns the number of units.
+    pub fn units(self) -> u32 {
+        self.count.div_ceil(self.unit)
+    }
+
+    /// Returns the number of words in which a device sends its columns of `rows` rows to the others, with the first word, which
+    /// tells the number of the others.
+    pub fn words(self, rows: u32, of: u32) -> u64 {
+        1 + u64::from(rows) * u64::from(self.most(of).div_ceil(WORD_FLOATS))
+    }
+}
+
 /// The buffers of a device's exchanges.
 #[derive(Clone, Copy, Debug)]
 pub struct ExchangeBuffers {
-    /// The words that the host copies to the other devices; [`outbox_bytes`] long.
+    /// The words that the host copies to the other devices; [`outbox_bytes`] long, and behind them `best_words` words.
     pub outbox: Range,
-    /// The words that came from the other devices, and the host's word that it has given up; [`inbox_bytes`] long.
+    /// The words that came from the other devices, and the host's word that it has given up; [`inbox_bytes`] long, and behind
+    /// them `best_words` words of each other device.
     pub inbox: Range,
     /// The number of the step's first exchange, one word.
     pub number: Range,
@@ -45,6 +80,8 @@ pub struct ExchangeBuffers {
     pub fault: Range,
     /// The number of words of each of the two slots of outbox and inbox.
     pub slot_words: u32,
+    /// The number of words of the slot for the best tokens of a step's rows.
+    pub best_words: u32,
 }
 
 /// How a device runs exchanges.
@@ -72,12 +109,24 @@ pub enum Phase {
 impl Phase {
     /// Returns the phase of a call; `None` if it is no exchange.
     pub fn of(call: &Call) -> Option<Phase> {
-        let constants = (call.kernel == "all_reduce").then(|| AllReduceConstants::from_values(&call.constants))?;
-        Some(match constants.phase {
+        let phase = match call.kernel {
+            "all_reduce" => AllReduceConstants::from_values(&call.constants).phase,
+            "all_gather" => AllGatherConstants::from_values(&call.constants).phase,
+            _ => return None,
+        };
+        Some(match phase {
             0 => Phase::Both,
             1 => Phase::Send,
             _ => Phase::Receive,
         })
+    }
+
+    fn code(self) -> u32 {
+        match self {
+            Phase::Both => 0,
+            Phase::Send => 1,
+            Phase::Receive => 2,
+        }
     }
 }
 
@@ -188,11 +237,7 @@ pub fn all_reduce(
         add: adds.into(),
         counted: count.is_some().into(),
         exchange_polls: shape.most_polls,
-        phase: match phase {
-            Phase::Both => 0,
-            Phase::Send => 1,
-            Phase::Receive => 2,
-        },
+        phase: phase.code(),
         tagged: flow.code(),
         halves: halves.into(),
         devices: 0,
@@ -254,6 +299,146 @@ pub(crate) fn reference_all_reduce(call: &Call, memory: &mut HostMemory) {
             match c.tagged {
                 3 => memory.set_u32(a.y, at, tagged(value, a.y_tag)),
                 _ => memory.set_f32(a.y, at, value),
+            }
+        }
+    }
+}
+
+/// Rows whose columns are collected from all devices.
+#[derive(Clone, Copy, Debug)]
+pub struct Gathered {
+    /// The number of rows; the most, if they are listed.
+    pub rows: u32,
+    /// All columns. The device has those of its rank.
+    pub columns: Columns,
+    /// The device's columns, and the number of words from a row to the next.
+    pub x: (Range, u32),
+    /// All columns, the same; `None` if this device does not keep them.
+    pub y: Option<(Range, u32)>,
+    /// Whether x is in its place in y.
+    pub in_place: bool,
+    /// The rows.
+    pub from: GatheredRows,
+    /// The index of the exchange, from the number on that the buffers name.
+    pub index: u32,
+}
+
+/// The rows of [`Gathered`], and where their words pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GatheredRows {
+    /// The rows of a list, if it lists any.
+    List(Range),
+    /// All rows, through the slot for the best tokens; exchanges of listed rows follow if the first word of the list says so.
+    BeforeList(Range),
+    /// All rows, in an exchange of each repetition of a region; the word counts the repetitions.
+    Turn(Range),
+}
+
+/// Returns the call that collects the columns of rows from all devices.
+pub fn all_gather(
+    label: String,
+    gathered: Gathered,
+    (shape, phase): (ExchangeShape, Phase),
+    buffers: ExchangeBuffers,
+) -> Call {
+    let Gathered { rows, columns, x, y, in_place, from, index } = gathered;
+    let ExchangeShape { rank, workgroups, most_polls } = shape;
+    let words = columns.words(rows, rank.of);
+    let best = matches!(from, GatheredRows::BeforeList(_));
+    let room = if best { buffers.best_words } else { buffers.slot_words };
+    assert!(words <= room.into(), "\"{label}\": {words} words in slots of {room}");
+    let none = buffers.number.none();
+    let (list, turn) = match from {
+        GatheredRows::List(list) | GatheredRows::BeforeList(list) => (list, none),
+        // Nobody looks at what the exchange says of the next one.
+        GatheredRows::Turn(turn) => (buffers.number, turn),
+    };
+    let args = AllGatherArgs {
+        x: x.0,
+        y: y.map_or(x.0.none(), |(range, _)| range),
+        // Empty ranges, as for `all_reduce`.
+        outbox: buffers.outbox.none(),
+        inbox: buffers.inbox.none(),
+        number: buffers.number,
+        turn,
+        list,
+        fault: buffers.fault.none(),
+        row_count: rows,
+        columns: columns.count,
+        units: columns.units(),
+        unit: columns.unit,
+        x_stride: x.1,
+        y_stride: y.map_or(0, |(_, stride)| stride),
+        slot_words: buffers.slot_words,
+        best_words: buffers.best_words,
+        index,
+    };
+    let constants = AllGatherConstants {
+        threads: THREADS,
+        ranks: rank.of,
+        rank: rank.index,
+        listed: matches!(from, GatheredRows::List(_)).into(),
+        turned: matches!(from, GatheredRows::Turn(_)).into(),
+        exchange_polls: most_polls,
+        phase: phase.code(),
+        keeps: match (y, in_place) {
+            (None, _) => 0,
+            (Some(_), true) => 1,
+            (Some(_), false) => 2,
+        },
+        best: best.into(),
+    };
+    let workgroups = (words as u32).div_ceil(THREADS).min(workgroups).max(1);
+    let (constants, args) = (constants.into_values(), args.into_args());
+    Call { kernel: "all_gather", label, constants, args, groups: [workgroups, 1, 1] }
+}
+
+/// # Panics
+/// If a word of another device is missing: the interpreter cannot wait for it.
+pub(crate) fn reference_all_gather(call: &Call, memory: &mut HostMemory) {
+    let mut a = AllGatherArgs::from_args(&call.args);
+    let c = AllGatherConstants::from_values(&call.constants);
+    let stop = u64::from(c.ranks - 1) * outbox_bytes(a.slot_words) / WORD_BYTES;
+    // They are empty ranges in the call.
+    a.outbox.bytes = outbox_bytes(a.slot_words) + u64::from(a.best_words) * WORD_BYTES;
+    a.inbox.bytes = inbox_bytes(a.slot_words, c.ranks) + u64::from((c.ranks - 1) * a.best_words) * WORD_BYTES;
+    if c.listed == 1 && memory.u32(a.list, 0) == 0 {
+        return;
+    }
+    let count = if c.listed == 1 { memory.u32(a.list, 1).min(a.row_count) } else { a.row_count };
+    let rows: Vec<u32> = (0..count).map(|at| if c.listed == 1 { memory.u32(a.list, 2 + at) } else { at }).collect();
+    let turn = if c.turned == 1 { memory.u32(a.turn, 0) } else { 0 };
+    let number = memory.u32(a.number, 0).wrapping_add(a.index).wrapping_add(turn);
+    let columns = Columns { count: a.columns, unit: a.unit };
+    let part_of = |index: u32| columns.part(Rank { index, of: c.ranks });
+    let each = columns.most(c.ranks).div_ceil(WORD_FLOATS);
+    let slot = if c.best == 1 { 2 * a.slot_words } else { (number & 1) * a.slot_words };
+    let mut sent = vec![[count * each, memory.u32(a.list, 0), 0]];
+    for (row, word) in rows.iter().flat_map(|row| (0..each).map(move |word| (*row, word))) {
+        let load = |i: u32| (i < part_of(c.rank).len() as u32).then(|| memory.u32(a.x, row * a.x_stride + i));
+        sent.push(std::array::from_fn(|i| load(WORD_FLOATS * word + i as u32).unwrap_or(0)));
+    }
+    for (word, bits) in (0..).zip(sent.iter().filter(|_| c.phase != 2)) {
+        for (i, value) in (0..).zip(bits.iter().copied().chain([check_of(*bits, number)])) {
+            memory.set_u32(a.outbox, 4 * (slot + word) + i, value);
+        }
+    }
+    for rank in (0..c.ranks).filter(|_| c.phase != 1) {
+        let place = rank - u32::from(rank > c.rank);
+        let at = if c.best == 1 { stop as u32 + 1 + place * a.best_words } else { place * 2 * a.slot_words + slot };
+        let part = part_of(rank);
+        for (word, own) in (0..).zip(&sent) {
+            let mut bits = *own;
+            if rank != c.rank {
+                let got: [u32; 4] = std::array::from_fn(|i| memory.u32(a.inbox, 4 * (at + word) + i as u32));
+                assert!(is_complete(got, number), "word {word} of exchange {number} has not come from device {rank}");
+                bits = [got[0], got[1], got[2]];
+            }
+            let keeps = if rank == c.rank { c.keeps == 2 } else { c.keeps != 0 };
+            let Some(index) = u32::checked_sub(word, 1).filter(|_| keeps) else { continue };
+            let (row, first) = (rows[(index / each) as usize], index % each * WORD_FLOATS);
+            for (i, value) in (first..).zip(bits).filter(|(i, _)| *i < part.len() as u32) {
+                memory.set_u32(a.y, row * a.y_stride + part.start + i, value);
             }
         }
     }

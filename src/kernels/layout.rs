@@ -42,7 +42,7 @@ impl StateLayout {
             u64::from(state::SCORE_STATE_WORDS) * 4,
             pool_words(self.prompts) * 4,
             if self.windows { u64::from(self.slots) * u64::from(self.max_pages) * 4 } else { 0 },
-            4,
+            12,
         ];
         let mut offsets = [0; 11];
         for (i, b) in bytes.iter().enumerate() {
@@ -120,7 +120,18 @@ impl StateLayout {
         self.range(recording, 9).part(0, 4)
     }
 
-    /// The word offset of the number of a step's first exchange.
+    /// The number of a step's first exchange of scored rows.
+    pub fn score_exchange(&self, recording: &mut Recording) -> Range {
+        self.range(recording, 9).part(4, 4)
+    }
+
+    /// The number of the first exchange of the rows of a step that draw tokens.
+    pub fn head_exchange(&self, recording: &mut Recording) -> Range {
+        self.range(recording, 9).part(8, 4)
+    }
+
+    /// The word offset of the numbers of a step's first exchanges: of all, of those of scored rows, and of those of the rows
+    /// that draw tokens.
     pub fn exchange_word(&self) -> u32 {
         (self.offsets()[9] / 4) as u32
     }

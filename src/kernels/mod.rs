@@ -128,6 +128,7 @@ pub fn reference(kernel: &str) -> Reference {
         "flash_wgmma" => attention::flash::reference_flash,
         "take_last" => gemm::reference_take_last,
         "all_reduce" => exchange::reference_all_reduce,
+        "all_gather" => exchange::reference_all_gather,
         "add_branch" => stream::reference_add_branch,
         "norm_heads" => stream::reference_norm_heads,
         "bound_logits" => stream::reference_bound_logits,
@@ -165,6 +166,9 @@ pub fn reference(kernel: &str) -> Reference {
         "fragment_layout" => gemm::fragment_layout::reference_fragment_layout,
         "read_bandwidth" => bench::reference_read_bandwidth,
         "argmax" => sampling::reference_argmax,
+        "shared_rows" => sampling::shared::reference_shared_rows,
+        "shortlist" => sampling::shared::reference_shortlist,
+        "draw_shortlisted" => sampling::shared::reference_draw_shortlisted,
         "sample" => sampling::reference_sample,
         "advance" => sampling::reference_advance,
         "patch" => sampling::reference_patch,
@@ -172,6 +176,8 @@ pub fn reference(kernel: &str) -> Reference {
         "mark_prompt" => sampling::reference_mark_prompt,
         "take_rows" => sampling::score::reference_take_rows,
         "score" => sampling::score::reference_score,
+        "score_part" => sampling::score::reference_score_part,
+        "join_scores" => sampling::score::reference_join_scores,
         other => panic!("kernel \"{other}\" has no reference"),
     }
 }

@@ -135,6 +135,8 @@ pub const SCORE_TOKEN: u32 = 0;
 pub const SCORE_LOGPROB: u32 = 1;
 /// The number of alternatives in the entry.
 pub const SCORE_TOP_COUNT: u32 = 2;
+/// f32: of a device's part of an entry, the logarithm of the sum of e^logit over its tokens (`score_part`).
+pub const SCORE_LOG_SUM: u32 = 3;
 /// The first alternative: pairs of token and f32 log probability, best first.
 pub const SCORE_TOP: u32 = 4;
 

@@ -75,6 +75,7 @@ fn time(devices: &[Arc<Device>], adapters: [&Adapter; 2], values: u32, polls: bo
         inboxes: Vec::new(),
         gates: Vec::new(),
         slot_words,
+        best_words: 0,
         on_cpu: adapters.iter().any(|adapter| adapter.is_cpu()),
     };
     let mut sides = Vec::new();
@@ -114,7 +115,7 @@ fn time(devices: &[Arc<Device>], adapters: [&Adapter; 2], values: u32, polls: bo
     let mut best = None::<f64>;
     for step in 0..=STEPS {
         let first = 1 + u64::from(step * EXCHANGES);
-        proxies.carry(Exchanges { first, count: EXCHANGES, words: slot_words });
+        proxies.carry(Exchanges { first, count: EXCHANGES, words: slot_words, turns: 0, of_head: 0 });
         let begun = Instant::now();
         let (reports, done) = crossbeam_channel::bounded(sides.len());
         let (wake, _woken) = crossbeam_channel::bounded(1);
@@ -163,6 +164,7 @@ fn record(adapter: &Adapter, rank: Rank, values: u32, polls: bool) -> Recording 
         number: r.buffer("number", 4),
         fault: r.buffer("fault", 8),
         slot_words,
+        best_words: 0,
     };
     let tuning = tuning(adapter, None, 1, 1);
     let shape = ExchangeShape {

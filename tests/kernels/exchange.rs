@@ -2,14 +2,15 @@
 //! reference does. Method: 2 to 4 devices, each in every place, awkward widths, padding, prompt steps with fewer rows
 //! than their regions, both slots, parts rounded to bfloat16, and both phases of an exchange alone; on both CPU
 //! drivers. A part that never comes must end the call with the fault word set, and a device with the fault word set
-//! must tell the others.
+//! must tell the others. The same of `all_gather`, which collects columns, with lists of rows and columns that are not
+//! divided equally.
 
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, POISON, Random};
 use half::bf16;
 use ostinato::kernels::exchange::{
-    EXCHANGE_FAULT, ExchangeBuffers, ExchangeShape, Phase, Rank, Summed, all_reduce, check_of, has_failed, inbox_bytes,
-    outbox_bytes, words_of,
+    Columns, EXCHANGE_FAULT, ExchangeBuffers, ExchangeShape, Gathered, GatheredRows, Phase, Rank, Summed, WORD_BYTES,
+    all_gather, all_reduce, check_of, has_failed, inbox_bytes, is_complete, outbox_bytes, words_of,
 };
 use ostinato::kernels::gemm::Activations;
 use ostinato::kernels::recording::Range;
@@ -60,6 +61,7 @@ fn record(cases: &mut Cases, random: &mut Random, of: &Exchange, comes: bool) ->
         number: cases.words("number", &[first]),
         fault: cases.words("fault", &[0, 0]),
         slot_words,
+        best_words: 0,
     };
     let count = of.used.map(|used| cases.words("chunk", &[1, 0, used, 0]));
     let [part, sum] = [x, y].map(|range| Activations { range, stride: of.stride });
@@ -151,5 +153,209 @@ fn a_part_that_never_comes_ends_the_call_with_a_fault() {
             let sent: [u32; 4] = std::array::from_fn(|i| after.u32(outbox, word * 4 + i as u32));
             assert!(has_failed(sent, 8), "{sent:x?}");
         }
+    }
+}
+
+/// Rows whose columns are collected in a test.
+#[derive(Clone, Copy, Debug)]
+struct Columned {
+    rank: Rank,
+    columns: Columns,
+    rows: u32,
+    /// The listed rows; `None` for all rows.
+    listed: Option<&'static [u32]>,
+    /// Whether the exchange is that of the best tokens.
+    best: bool,
+    /// The number of repetitions before.
+    turn: Option<u32>,
+    phase: Phase,
+    keeps: bool,
+    in_place: bool,
+}
+
+/// The number of the exchanges below.
+const NUMBER: u32 = 41;
+
+/// The values of all columns of the rows.
+fn values(of: &Columned, random: &mut Random) -> Vec<f32> {
+    (0..of.rows * of.columns.count).map(|_| random.float()).collect()
+}
+
+/// Records the collection of columns. Returns the ranges of all columns, the outbox and the fault word.
+fn record_gather(cases: &mut Cases, of: &Columned, all: &[f32], comes: bool) -> (Range, Range, Range) {
+    let (Columns { count, .. }, own) = (of.columns, of.columns.part(of.rank));
+    let words = of.columns.words(of.rows, of.rank.of) as u32;
+    let (slot_words, best_words) = (words + 3, if of.best { words } else { 0 });
+    let rows: Vec<u32> = of.listed.map_or((0..of.rows).collect(), <[u32]>::to_vec);
+    let number = NUMBER + of.turn.unwrap_or(0);
+    let behind = (of.rank.of - 1) * best_words * 4;
+    let mut inbox = vec![POISON; (inbox_bytes(slot_words, of.rank.of) / 4) as usize + behind as usize];
+    let stop = (of.rank.of - 1) * 2 * slot_words;
+    inbox[stop as usize * 4..][..4].fill(0);
+    let others = (0..of.rank.of).filter(|rank| *rank != of.rank.index);
+    for (place, rank) in (0u32..).zip(others).filter(|_| comes) {
+        let first = match of.best {
+            true => stop + 1 + place * best_words,
+            false => (place * 2 + number % 2) * slot_words,
+        };
+        let part = of.columns.part(Rank { index: rank, ..of.rank });
+        let each = of.columns.most(of.rank.of).div_ceil(3);
+        let mut sent = vec![[rows.len() as u32 * each, 1, 0]];
+        for (row, word) in rows.iter().flat_map(|row| (0..each).map(move |word| (*row, word))) {
+            let at = |i: usize| part.start + word * 3 + i as u32;
+            let value = |i: usize| all[(row * count + at(i)) as usize].to_bits();
+            sent.push(std::array::from_fn(|i| if at(i) < part.end { value(i) } else { 0 }));
+        }
+        for (word, bits) in (first as usize..).zip(sent) {
+            inbox[word * 4..][..3].copy_from_slice(&bits);
+            inbox[word * 4 + 3] = check_of(bits, number);
+        }
+    }
+    let (x_stride, y_stride) = (own.len() as u32 + 2, count + 4);
+    let mut y = vec![POISON; (of.rows * y_stride) as usize];
+    let mut x = vec![POISON; (of.rows * x_stride) as usize];
+    for row in 0..of.rows {
+        for (i, column) in (0..).zip(own.clone()) {
+            let bits = all[(row * count + column) as usize].to_bits();
+            x[(row * x_stride + i) as usize] = bits;
+            if of.in_place {
+                y[(row * y_stride + column) as usize] = bits;
+            }
+        }
+    }
+    let y = cases.words("y", &y);
+    let x = match of.in_place {
+        true => (y.part(u64::from(own.start) * 4, y.bytes - u64::from(own.start) * 4), y_stride),
+        false => (cases.words("x", &x), x_stride),
+    };
+    let list: Vec<u32> = [1, rows.len() as u32].into_iter().chain(rows).collect();
+    let list = cases.words("list", &list);
+    let outbox = vec![POISON; (outbox_bytes(slot_words) / 4) as usize + 4 * best_words as usize];
+    let buffers = ExchangeBuffers {
+        outbox: cases.words("outbox", &outbox),
+        inbox: cases.words("inbox", &inbox),
+        number: cases.words("number", &[NUMBER - 2]),
+        fault: cases.words("fault", &[0, 0]),
+        slot_words,
+        best_words,
+    };
+    let from = match of.turn {
+        Some(turn) => GatheredRows::Turn(cases.words("turn", &[turn])),
+        None if of.best => GatheredRows::BeforeList(list),
+        None => GatheredRows::List(list),
+    };
+    let gathered = Gathered {
+        rows: of.rows,
+        columns: of.columns,
+        x,
+        y: of.keeps.then_some((y, y_stride)),
+        in_place: of.in_place,
+        from,
+        index: 2,
+    };
+    let shape = ExchangeShape { rank: of.rank, workgroups: 2, most_polls: 64 };
+    cases.recording.call(all_gather("gather".to_owned(), gathered, (shape, of.phase), buffers));
+    (y, buffers.outbox, buffers.fault)
+}
+
+#[test]
+fn columns_of_all_devices_are_collected() {
+    let (mut cases, mut random, mut made) = (Cases::new("all_gather"), Random(93), Vec::new());
+    for of in 2..=4u32 {
+        for index in 0..of {
+            for (count, unit) in [(16 * of, 16), (509, 16), (8 * of - 3, 8)] {
+                for kind in 0..4u32 {
+                    let phase = [Phase::Both, Phase::Receive, Phase::Send][(kind + index + count) as usize % 3];
+                    let of = Columned {
+                        rank: Rank { index, of },
+                        columns: Columns { count, unit },
+                        rows: 5,
+                        listed: match kind {
+                            0 => Some(&[1, 2, 4]),
+                            1 => Some(&[]),
+                            _ => None,
+                        },
+                        best: kind == 2,
+                        turn: (kind == 3).then_some(index),
+                        phase,
+                        keeps: index + 1 == of || kind == 2,
+                        in_place: kind != 2 && index + 1 == of,
+                    };
+                    cases.case(format!("{index} of {} {count} {kind} {phase:?}", of.rank.of));
+                    let all = values(&of, &mut random);
+                    made.push((of, record_gather(&mut cases, &of, &all, true), all));
+                }
+            }
+        }
+    }
+    let (before, reference) = (cases.before(), cases.reference());
+    for (of, (y, outbox, _), all) in made {
+        let (count, own) = (of.columns.count, of.columns.part(of.rank));
+        for (row, column) in (0..of.rows).flat_map(|row| (0..count).map(move |column| (row, column))) {
+            let listed = of.listed.is_none_or(|listed| listed.contains(&row));
+            let gets = of.keeps && listed && of.phase != Phase::Send && !(of.in_place && own.contains(&column));
+            let at = row * (count + 4) + column;
+            let wanted = if gets { all[(row * count + column) as usize].to_bits() } else { before.u32(y, at) };
+            assert_eq!(reference.u32(y, at), wanted, "{of:?}: row {row}, column {column}");
+        }
+        let number = NUMBER + of.turn.unwrap_or(0);
+        let slot_words = of.columns.words(of.rows, of.rank.of) as u32 + 3;
+        let first = if of.best { 2 * slot_words } else { number % 2 * slot_words };
+        let header: [u32; 4] = std::array::from_fn(|i| reference.u32(outbox, first * 4 + i as u32));
+        let rows = of.listed.map_or(of.rows, |listed| listed.len() as u32);
+        let wanted = rows * of.columns.most(of.rank.of).div_ceil(3);
+        match of.phase {
+            Phase::Receive => assert_eq!(header[0], POISON),
+            _ => assert!(header[0] == wanted && is_complete(header, number), "{of:?}: {header:?}"),
+        }
+        assert_eq!(outbox.bytes / WORD_BYTES, u64::from(2 * slot_words + if of.best { slot_words - 3 } else { 0 }));
+    }
+    let vulkan = Vulkan::new();
+    for driver in Driver::all() {
+        cases.check(&Bench::new(&vulkan, *driver), &reference);
+    }
+}
+
+/// Goal: nothing is sent or awaited if the list says that all rows are greedy, and columns that never come end the call with a
+/// fault.
+#[test]
+fn columns_that_never_come_end_the_call_with_a_fault() {
+    let vulkan = Vulkan::new();
+    for driver in Driver::all() {
+        let (mut cases, mut random) = (Cases::new("all_gather"), Random(94));
+        cases.case("missing".to_owned());
+        let of = Columned {
+            rank: Rank { index: 1, of: 2 },
+            columns: Columns { count: 200, unit: 16 },
+            rows: 2,
+            listed: Some(&[0, 1]),
+            best: false,
+            turn: None,
+            phase: Phase::Both,
+            keeps: true,
+            in_place: false,
+        };
+        let all = values(&of, &mut random);
+        let (y, outbox, fault) = record_gather(&mut cases, &of, &all, false);
+        let before = cases.before();
+        let bench = Bench::new(&vulkan, *driver);
+        let after = bench.run(&cases.recording, &before);
+        assert_eq!(after.u32(fault, 0), EXCHANGE_FAULT);
+        for column in of.columns.part(Rank { index: 0, of: 2 }) {
+            assert_eq!(after.u32(y, column), POISON, "column {column}");
+        }
+        let slot = NUMBER % 2 * (of.columns.words(of.rows, 2) as u32 + 3);
+        let list = cases.recording.buffers.iter().position(|decl| decl.name.ends_with("list")).expect("there is one");
+        let mut before = cases.before();
+        before.buffers[list][0] = 0;
+        let after = bench.run(&cases.recording, &before);
+        assert_eq!((after.u32(fault, 0), after.u32(outbox, slot * 4)), (0, POISON));
+
+        // With the fault word set, the device sends words that no device takes for its columns.
+        let mut before = cases.before();
+        before.set_u32(fault, 0, 7);
+        let after = bench.run(&cases.recording, &before);
+        let sent: [u32; 4] = std::array::from_fn(|i| after.u32(outbox, slot * 4 + i as u32));
+        assert!(has_failed(sent, NUMBER), "{sent:x?}");
     }
 }

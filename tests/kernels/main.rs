@@ -21,6 +21,7 @@ mod ptx;
 mod recordings;
 mod sampling;
 mod scores;
+mod shared;
 mod stream;
 mod tiled;
 mod wgmma;

@@ -21,7 +21,7 @@ use ostinato::gpu::build::defaults;
 use ostinato::kernels::attention::Heads;
 use ostinato::kernels::barriers;
 use ostinato::kernels::embed::PromptRows;
-use ostinato::kernels::exchange::{Rank, check_of};
+use ostinato::kernels::exchange::{Columns, Rank, check_of};
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig, skinny};
 use ostinato::kernels::gemm::{Activations, Epilogue, GemvConfig, Matrix, Product, take_last, wgmma};
 use ostinato::kernels::host_memory::{HostMemory, PackedMatrix};
@@ -37,8 +37,8 @@ use ostinato::memory::pack::{self, Format, Layout, Packing};
 use ostinato::model::checkpoint::{Checkpoint, WeightKind, WeightSpec};
 use ostinato::model::config::{LayerKind, MlpKind};
 use ostinato::model::decoder::drafter::{DRAFTER, Drafter, DrafterKind, PlacedWeight};
-use ostinato::model::decoder::parallel::INBOX;
-use ostinato::model::decoder::stage::LayerStage;
+use ostinato::model::decoder::parallel::{HEAD_EXCHANGES, INBOX};
+use ostinato::model::decoder::stage::{LayerStage, divide_vocabulary};
 use ostinato::model::decoder::{Decoder, RECURRENT, ROPE, RingLayout, StepShape, stride};
 use ostinato::model::synth::{self, SynthOptions};
 use ostinato::quant::store::StoredType;
@@ -1474,17 +1474,23 @@ struct InParts {
     checkpoint: Checkpoint,
     weights: Vec<WeightSpec>,
     rank: Rank,
+    vocabulary: Option<Columns>,
 }
 
 impl InParts {
-    /// Returns the parts of a checkpoint for `of` devices.
+    /// Returns the parts of a checkpoint for `of` devices, the last of which has the LM head.
     fn of(whole: &Checkpoint, of: u32) -> Vec<InParts> {
+        InParts::with(whole, of, None)
+    }
+
+    /// Returns the parts of a checkpoint for `of` devices, with a division of the LM head's rows.
+    fn with(whole: &Checkpoint, of: u32, vocabulary: Option<Columns>) -> Vec<InParts> {
         let part = |index| {
             let rank = Rank { index, of };
             let checkpoint = whole.shard(rank).expect("it can be divided");
-            let stage = LayerStage::of_rank(&checkpoint.config, rank);
+            let stage = LayerStage::of_rank(&checkpoint.config, rank, vocabulary);
             let weights = stage.weights(&checkpoint.config, checkpoint.weights());
-            InParts { checkpoint, weights, rank }
+            InParts { checkpoint, weights, rank, vocabulary }
         };
         (0..of).map(part).collect()
     }
@@ -1492,7 +1498,7 @@ impl InParts {
     /// Returns the decoder of the part, whose kernels wait for the other devices' words.
     fn decoder<'a>(&'a self, vulkan: &Vulkan, way: Emulated) -> Decoder<'a> {
         let mut decoder = emulated(vulkan, Driver::first(), &self.checkpoint, way);
-        decoder.stage = LayerStage::of_rank(&self.checkpoint.config, self.rank);
+        decoder.stage = LayerStage::of_rank(&self.checkpoint.config, self.rank, self.vocabulary);
         decoder.weights = &self.weights;
         decoder.tuning.exchange_polls = 1;
         decoder
@@ -1586,9 +1592,53 @@ fn assert_barriers_between_exchanges(recording: &Recording, what: &str) {
     for (op, barrier) in recording.ops.iter().zip(barriers::derive(&recording.ops)) {
         ordered |= barrier;
         let Op::Call(call) = op else { continue };
-        if call.kernel == "all_reduce" {
+        if ["all_reduce", "all_gather"].contains(&call.kernel) {
             assert!(ordered, "{what}: \"{}\" may begin before the exchange before it has ended", call.label);
             ordered = false;
+        }
+    }
+}
+
+/// Goal: the exchanges of a divided LM head begin after all words of those before have come, in steps with and without
+/// barriers inside the layers, and their buffers hold the words of every step.
+#[test]
+fn the_exchanges_of_a_divided_lm_head_are_in_order() {
+    let vulkan = Vulkan::new();
+    let way = Emulated { chunk: 16, tags: true, kv_format: KvFormat::F16, near: 0.0 };
+    let (_folders, checkpoints) = to_divide();
+    for (name, checkpoint) in checkpoints.iter().filter(|(name, _)| ["demo", "tiny-llama", "gpt-oss"].contains(name)) {
+        let columns = divide_vocabulary(&checkpoint.config, 2).expect("there are enough rows");
+        for part in &InParts::with(checkpoint, 2, Some(columns)) {
+            let decoder = part.decoder(&vulkan, way);
+            let score = StepShape::Score { rows: decoder.score_rows() };
+            for (shape, gathers) in [
+                (StepShape::Decode { rows: 1 }, HEAD_EXCHANGES),
+                (StepShape::Decode { rows: 4 }, HEAD_EXCHANGES),
+                (StepShape::Head { rows: 2 }, HEAD_EXCHANGES),
+                (score, 1),
+                (StepShape::Prefill { rows: 16 }, 0),
+            ] {
+                let recording = decoder.record(shape);
+                let what = format!("{name}, {}, {:?}", recording.name, part.rank);
+                assert_eq!(tags::check(&recording), Ok(()), "{what}");
+                let is = |op: &&Op, kernel: &str| matches!(op, Op::Call(call) if call.kernel == kernel);
+                let count = |kernel: &str| recording.ops.iter().filter(|op| is(op, kernel)).count() as u32;
+                assert_eq!(count("all_gather"), gathers, "{what}");
+                assert_barriers_between_exchanges(&recording.with_barriers(), &what);
+                let begin = recording.ops.iter().position(|op| is(&op, "all_gather")).unwrap_or(recording.ops.len());
+                let needed = barriers::derive(&recording.ops);
+                let begin = recording.ops[..begin].iter().rposition(|op| is(&op, "all_reduce")).unwrap_or(begin);
+                let gather = |at: &usize| is(&&recording.ops[*at], "all_gather");
+                let found: Vec<usize> = (begin..recording.ops.len()).filter(gather).collect();
+                for (before, at) in [begin].iter().chain(&found).zip(&found) {
+                    let ordered = *before == *at || (before + 1..=*at).any(|at| needed[at]);
+                    assert!(ordered, "{what}: exchange {at} may begin before exchange {before} has ended");
+                }
+                // Only the last device draws tokens.
+                let draws = count("sample") + count("score") + count("join_scores");
+                let last = part.rank.index == 1 && gathers > 0;
+                assert_eq!(draws, u32::from(last), "{what}");
+            }
         }
     }
 }

@@ -11,9 +11,11 @@ use ostinato::engine::request::{Request, Scored, TokenLogprobs};
 use ostinato::gpu::devices::start_with;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
-use ostinato::kernels::sampling::score::{Score, score, score_of, take_rows};
+use ostinato::kernels::exchange::{Columns, Rank};
+use ostinato::kernels::recording::Op;
+use ostinato::kernels::sampling::score::{Score, join_scores, part_columns, score, score_of, score_part, take_rows};
 use ostinato::kernels::sampling::{advance, row_stride};
-use ostinato::kernels::shaders::{AdvanceArgs, ScoreArgs, TakeRowsArgs};
+use ostinato::kernels::shaders::{AdvanceArgs, JoinScoresArgs, ScoreArgs, ScorePartArgs, TakeRowsArgs};
 use ostinato::kernels::state::{SCORE_WORDS, TOKEN_NONE};
 
 /// Returns logits of several kinds: ties, infinities, NaN, all equal, all negative infinity.
@@ -96,6 +98,74 @@ fn scores_are_the_logarithms_of_what_softmax_gives_the_next_tokens() {
             }
         }
         cases.check(&bench, &reference);
+    }
+}
+
+/// Goal: scores that are joined from the parts of two or three devices are those of all logits.
+#[test]
+fn scores_joined_from_parts_of_the_vocabulary_are_those_of_all_logits() {
+    let (mut cases, mut random, mut wanted) = (Cases::new("join_scores"), Random(4), Vec::new());
+    for (rows, vocabulary, devices, top) in [(9, 509, 2, 20), (8, 3000, 3, 4), (7, 61, 3, 20), (3, 40, 2, 0)] {
+        cases.case(format!("{rows}.{vocabulary}.{devices}"));
+        let tokens: Vec<u32> = (0..rows + 1).map(|_| random.below(vocabulary)).collect();
+        let infos: Vec<u32> = tokens[..rows as usize].iter().flat_map(|token| [*token, 0, 0, 1]).collect();
+        let (at_a_time, first) = (rows + 2, 2);
+        let words = cases.words("score", &[0, tokens[rows as usize], top, first]);
+        let chunk = cases.words("chunk", &[1, 0, rows, 0]);
+        let row_list = cases.words("rows", &infos);
+        let scores = cases.output("scores", ((first + rows) * SCORE_WORDS) as usize, Expect::Pairs(1e-5));
+        let made: Vec<Vec<f32>> = (0..rows).map(|r| logits(&mut random, vocabulary as usize, r as usize)).collect();
+        for (row, logits) in (0..).zip(&made) {
+            wanted.push((scores, first + row, score_of(logits, tokens[row as usize + 1], top)));
+        }
+        let columns = Columns { count: vocabulary, unit: 16 };
+        let of_parts = part_columns(Rank { index: 0, of: devices });
+        let parts = cases.output("parts", (at_a_time * of_parts.count) as usize, Expect::Pairs(1e-5));
+        for index in 0..devices {
+            let own = columns.part(Rank { index, of: devices });
+            let stride = row_stride(own.len() as u32);
+            let mut values = vec![f32::MAX; (at_a_time * stride) as usize];
+            for (row, logits) in values.chunks_exact_mut(stride as usize).zip(&made) {
+                row[..own.len()].copy_from_slice(&logits[own.start as usize..own.end as usize]);
+            }
+            let logits = cases.floats(&format!("logits.{index}"), &values);
+            let size = (at_a_time * SCORE_WORDS) as usize;
+            let part = cases.output(&format!("part.{index}"), size, Expect::Pairs(1e-5));
+            let args = ScorePartArgs {
+                logits,
+                rows: row_list,
+                chunk,
+                score: words,
+                parts: part,
+                vocabulary: own.len() as u32,
+                row_stride: stride,
+                first: own.start,
+            };
+            cases.recording.call(score_part(format!("part.{index}"), at_a_time, 128, args));
+            for row in 0..at_a_time {
+                let unit = u64::from(SCORE_WORDS) * 4;
+                let from = part.part(u64::from(row) * unit, unit);
+                cases
+                    .recording
+                    .ops
+                    .push(Op::Copy { from, to: parts.part(u64::from(row * devices + index) * unit, unit) });
+            }
+        }
+        let args = JoinScoresArgs { parts, rows: row_list, chunk, score: words, scores, vocabulary };
+        cases.recording.call(join_scores("join".into(), at_a_time, devices, args));
+    }
+    let reference = cases.reference();
+    for (scores, entry, wanted) in wanted {
+        let words: Vec<u32> = (0..SCORE_WORDS).map(|word| reference.u32(scores, entry * SCORE_WORDS + word)).collect();
+        let found = Score::read(&words);
+        let near = |a: f32, b: f32| a == b || (a - b).abs() < 1e-5;
+        let ids = |of: &Score| of.top.iter().map(|(id, _)| *id).collect::<Vec<_>>();
+        assert!(near(found.logprob, wanted.logprob) && ids(&found) == ids(&wanted), "{found:?} in place of {wanted:?}");
+        assert!(found.token == wanted.token && found.top.iter().zip(&wanted.top).all(|(a, b)| near(a.1, b.1)));
+    }
+    let vulkan = Vulkan::shared();
+    for driver in Driver::all() {
+        cases.check(&Bench::new(&vulkan, *driver), &reference);
     }
 }
 

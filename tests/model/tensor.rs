@@ -6,14 +6,14 @@
 
 use crate::common::{Driver, Vulkan};
 use crate::harness::every_case;
-use crate::harness::models::{Generated, expected, fixture, generate, idle, request};
+use crate::harness::models::{Generated, Lines, expected, fixture, generate, idle, request};
 use crate::quantised::{RANDOM_PROMPT, random_model};
 use crate::split::{
     check, check_constraint, check_family, check_lost_devices, check_scores, configured, mixed, named, only, over_both,
     refused, serve, together, tokens,
 };
 use ostinato::config::{DEMO_PATH, Draft, Model, Placement, Quantize, SplitMode};
-use ostinato::engine::request::{FinishReason, Request};
+use ostinato::engine::request::{FinishReason, Request, Sampling, Token, TokenLogprobs};
 use ostinato::gpu::devices::start_with;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
@@ -181,6 +181,57 @@ fn batches_of_a_model_in_parts_draw_what_one_device_draws() {
     check_scores(&found, &wanted);
 }
 
+/// Goal: the rows of the LM head are divided, tied or not, and draw what the last device alone draws, in rows that need the
+/// greatest logits, shortlists or all logits. Method: vocabularies that no tile divides; requests that filter in every way,
+/// at the same time.
+#[test]
+fn the_vocabulary_in_parts_draws_what_the_last_device_alone_draws() {
+    let vulkan = Vulkan::shared();
+    let hot = Sampling { temperature: 0.9, seed: Some(3), ..Sampling::default() };
+    let samplings = [
+        Sampling::default(),
+        Sampling { top_p: 0.9, ..hot.clone() },
+        Sampling { top_k: 3, min_p: 0.02, ..hot.clone() },
+        Sampling { top_k: 40, top_p: 0.5, ..hot },
+    ];
+    // The last one's LM head is its embedding.
+    let untied: &[&str] = if every_case() { &["moe-top1", "hybrid-two"] } else { &["moe-top1"] };
+    for name in untied.iter().chain(&["qwen3-deep"]) {
+        let prompt = expected(name).prompt;
+        let mut asks: Vec<Request> = (0..)
+            .zip(&samplings)
+            .map(|(id, sampling)| Request { sampling: sampling.clone(), ..named(id, request(&prompt[..9 - id], 16)) })
+            .collect();
+        (asks[0].limits.stop_ids, asks[0].limits.min_tokens) = (vec![7, 8, 9], 5);
+        asks[2].logprobs = Some(4);
+        let draw = |tune: &str| {
+            let mut config = configured(&vulkan, fixture(name), |model| {
+                model.replicas = vec![over_both(&vulkan, SplitMode::Tensor)];
+                model.context = Some(64);
+            });
+            config.runtime.tune = vec![tune.to_owned()];
+            let lines = Lines::default();
+            let host = start_with(&vulkan.devices, &config, &lines).unwrap_or_else(|e| panic!("{e:?}"));
+            let found = together(&only(&host), &asks);
+            idle(&only(&host));
+            let alternatives = |token: &Token| token.logprobs.clone().expect("asked for");
+            let logprobs: Vec<TokenLogprobs> = found[2].drawn.iter().map(alternatives).collect();
+            let lines = lines.0.lock().expect("no panic").join("\n");
+            (found.into_iter().map(|one| one.tokens).collect::<Vec<_>>(), logprobs, lines)
+        };
+        let (found, logprobs, lines) = draw("vocabulary_rows=1");
+        let (wanted, wanted_logprobs, whole) = draw("vocabulary_rows=0");
+        assert_eq!(found, wanted, "{name}");
+        for (found, wanted) in logprobs.iter().zip(&wanted_logprobs) {
+            assert!((found.chosen - wanted.chosen).abs() < 1e-4, "{name}: {found:?} in place of {wanted:?}");
+            let ids = |of: &TokenLogprobs| of.top.iter().map(|(id, _)| *id).collect::<Vec<_>>();
+            assert_eq!(ids(found), ids(wanted), "{name}");
+        }
+        assert!(lines.contains("rows 0 to 255 of the LM head") || *name == "hybrid-two", "{lines}");
+        assert!(whole.contains("the LM head is on the last device alone: vocabulary_rows=0"), "{whole}");
+    }
+}
+
 /// Goal: drafts by the model's own block and by a draft head change no token, and some are accepted.
 #[test]
 fn drafts_for_a_model_in_parts_change_no_token() {
@@ -272,7 +323,7 @@ fn a_model_in_parts_that_loses_a_device_goes_on() {
 }
 
 /// Goal: a device that has a fault in an exchange ends the exchanges of all: no token of that step is used, the replica is
-/// rebuilt, and its streams go on. Method: the fault word of the first device is set before the eighth decode plan of each
+/// rebuilt, and its streams go on. Method: the fault word of the first device is set before the fifteenth decode plan of each
 /// build.
 #[test]
 fn a_fault_in_an_exchange_changes_no_token() {
@@ -281,10 +332,11 @@ fn a_fault_in_an_exchange_changes_no_token() {
     let mut config = configured(&vulkan, fixture("qwen3-deep"), |model| {
         model.replicas = vec![over_both(&vulkan, SplitMode::Tensor)];
     });
-    config.runtime.tune = vec!["fault_at=8".to_owned()];
+    config.runtime.tune = vec!["fault_at=15".to_owned()];
     let host = start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"));
     let replica = only(&host);
-    let found = generate(&replica, request(&known.prompt, 24));
+    // A step that returns its logits is a plan of its own.
+    let found = generate(&replica, Request { dump_logits: true, ..request(&known.prompt, 24) });
     assert_eq!(found.tokens, known.greedy[..24]);
     assert!(replica.losses() > 0 && !replica.failed(), "{} losses", replica.losses());
     idle(&replica);

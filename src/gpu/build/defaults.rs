@@ -162,6 +162,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         // running.
         exchange_polls: if cpu { 0 } else { EXCHANGE_POLLS },
         exchange_halves: false,
+        vocabulary_rows: true,
         matmul: BTreeMap::new(),
         matmul_shapes: BTreeMap::new(),
         matmul_room: 0,

@@ -29,7 +29,8 @@ use crate::gpu::build::limits::{MOST_PAGES, purpose};
 use crate::gpu::build::overlap_test::{Probe, test_overlap};
 use crate::gpu::build::ptx_test::{FailedPtx, TestedPtx, test_ptx};
 use crate::gpu::build::recordings::{
-    EXCHANGE, ExchangeRecordings, HeadRecordings, InboxRecordings, Recordings, exchange_buffer, variants,
+    EXCHANGE, ExchangeRecordings, HeadRecordings, InboxRecordings, LogitRecordings, Recordings, exchange_buffer,
+    variants,
 };
 use crate::gpu::build::reference_test::{Tested, test_reference};
 use crate::gpu::build::split::StagePart;
@@ -39,7 +40,7 @@ use crate::gpu::executor::exchange::{
     self, DividedSteps, Exchange, MessagesIn, MessagesOut, PassedRows, SlotsIn, SlotsOut, Sums,
 };
 use crate::gpu::executor::{
-    CountInbox, DecodeRegion, DecodeRegions, GpuExecutor, HeadParts, Inbox, Injection, MixedHead, Parts,
+    CountInbox, DecodeRegion, DecodeRegions, GpuExecutor, HeadParts, Inbox, Injection, LogitRegions, MixedHead, Parts,
 };
 use crate::gpu::spans;
 use crate::gpu::tuned::Tuned;
@@ -612,23 +613,33 @@ impl Build<'_> {
         let buffer = |name: &str| -> Result<Arc<Buffer>, StartError> { Ok(Arc::clone(table.require(name)?)) };
         let head = match &recordings.head {
             None => None,
-            Some(HeadRecordings { first, undrafted, score, pool, dump }) => Some(HeadParts {
+            Some(HeadRecordings { pool, dump }) => Some(HeadParts {
                 ring: decoder.ring,
                 ring_buffer: buffer("ring")?,
                 masks: buffer("masks")?,
                 gate: Arc::new(Gate::new(&self.opened.device)?),
                 dump: buffer("dump")?,
                 dump_region: region(dump)?,
-                mixed: match &decoder.mixed_steps() {
-                    None => BTreeMap::new(),
-                    Some(_) => mixed_heads(if undrafted.is_empty() { first } else { undrafted })?,
+                mixed: match (&decoder.mixed_steps(), &recordings.logits) {
+                    (Some(_), Some(LogitRecordings { first, undrafted, .. })) => {
+                        mixed_heads(if undrafted.is_empty() { first } else { undrafted })?
+                    }
+                    _ => BTreeMap::new(),
                 },
-                first: by_rows(first)?,
-                score: (score.0, region(&score.1)?),
                 scores: buffer("scores")?,
                 pool: region(pool)?,
                 hidden: (decoder.config.hidden, decoder.pooled_stride()),
                 pooled: buffer("pooled")?,
+            }),
+        };
+        let logits = match &recordings.logits {
+            None => None,
+            Some(LogitRecordings { first, score, .. }) => Some(LogitRegions {
+                first: first
+                    .iter()
+                    .map(|(rows, head)| Ok((*rows, layers(head)?)))
+                    .collect::<Result<_, StartError>>()?,
+                score: (score.0, layers(&score.1)?),
             }),
         };
         let mut exchange = match self.part {
@@ -702,6 +713,7 @@ impl Build<'_> {
             capacity,
             layout: decoder.state,
             head,
+            logits,
             exchange,
             decode,
             verify,
@@ -790,7 +802,9 @@ impl Build<'_> {
             outbox,
             inbox,
             slot_words: decoder.exchange_words(),
+            best_words: decoder.best_words(),
             each_step: parallel::exchanges(step),
+            gathers: decoder.stage.vocabulary.is_some(),
             row_floats: stride(decoder.config.hidden),
             rounds_prompts: decoder.tuning.exchange_halves,
             divided: None,

@@ -45,20 +45,27 @@ pub(crate) struct Recordings {
     /// steps of their own.
     pub(crate) decode_rows: Option<Recording>,
     pub(crate) inboxes: Vec<InboxRecordings>,
-    /// The recordings around the LM head; `None` in all stages of a split model but the last.
+    /// The recordings around the sampler; `None` in all stages of a split model but the last.
     pub(crate) head: Option<HeadRecordings>,
+    /// The recordings that compute logits behind the layers of a prefill step; `None` in stages that compute none.
+    pub(crate) logits: Option<LogitRecordings>,
     /// The recordings with which a stage of a split model exchanges activations and slots with the others.
     pub(crate) exchange: ExchangeRecordings,
 }
 
-/// The recordings of a replica, or of the last stage of a split one, beside its layers.
-pub(crate) struct HeadRecordings {
+/// The recordings that compute logits behind the layers of a prefill step: all of them, or a part for the device that draws
+/// the tokens.
+pub(crate) struct LogitRecordings {
     /// The recordings that draw the first tokens of prompts, by number of prompts.
     pub(crate) first: Vec<(u32, Recording)>,
     /// The same without drafts, for steps in which slots decode; empty if no slots do, or nothing is drafted anyway.
     pub(crate) undrafted: Vec<(u32, Recording)>,
     /// The recording that scores prompt tokens, with its number of rows.
     pub(crate) score: (u32, Recording),
+}
+
+/// The recordings of a replica, or of the last stage of a split one, beside its layers.
+pub(crate) struct HeadRecordings {
     /// The recording that pools rows of prompts that are embedded.
     pub(crate) pool: Recording,
     pub(crate) dump: Recording,
@@ -134,10 +141,12 @@ impl Recordings {
         let inboxes = if each_step { INBOXES + RUN_AHEAD as usize * parts } else { INBOXES };
         let inboxes = (0..inboxes).map(|index| inbox_recordings(decoder, index)).collect();
         let head = decoder.stage.is_last().then(|| head_recordings(decoder));
+        let logits = decoder.stage.has_logits().then(|| logit_recordings(decoder));
         let decode_rows = decoder.mixed_steps().map(|_| decoder.decode_rows());
         let catch_up = buckets.iter().filter_map(|&rows| Some((rows, decoder.catch_up(rows)?))).collect();
         let exchange = ExchangeRecordings::default();
-        let mut recordings = Recordings { decode, verify, prefill, catch_up, decode_rows, inboxes, head, exchange };
+        let mut recordings =
+            Recordings { decode, verify, prefill, catch_up, decode_rows, inboxes, head, logits, exchange };
         recordings.exchange = exchange_recordings(decoder, &recordings);
         recordings
     }
@@ -182,7 +191,8 @@ impl Recordings {
         let verify = self.verify.iter().map(|(.., recording)| recording);
         let prompts = self.prefill.iter().chain(&self.catch_up).map(|(_, recording)| recording);
         let prompts = prompts.chain(&self.decode_rows);
-        decode.chain(verify).chain(prompts).chain(self.head.iter().flat_map(HeadRecordings::of_steps))
+        let logits = self.logits.iter().flat_map(LogitRecordings::all);
+        decode.chain(verify).chain(prompts).chain(logits).chain(self.head.iter().map(|head| &head.pool))
     }
 
     pub(crate) fn all(&self) -> Vec<&Recording> {
@@ -192,23 +202,19 @@ impl Recordings {
         let verify = self.verify.iter().map(|(.., recording)| recording);
         let inboxes =
             self.inboxes.iter().flat_map(|inbox| std::iter::once(&inbox.apply).chain(&inbox.clear).chain(&inbox.mark));
-        let head = self.head.iter().flat_map(|head| head.of_steps().chain([&head.dump]));
+        let head = self.head.iter().flat_map(|head| [&head.pool, &head.dump]);
+        let head = self.logits.iter().flat_map(LogitRecordings::all).chain(head);
         decode.chain(verify).chain(prompts).chain(head).chain(inboxes).chain(self.exchange.all()).collect()
     }
 }
 
-impl HeadRecordings {
-    fn of_steps(&self) -> impl Iterator<Item = &Recording> {
-        self.first
-            .iter()
-            .chain(&self.undrafted)
-            .chain([&self.score])
-            .map(|(_, recording)| recording)
-            .chain([&self.pool])
+impl LogitRecordings {
+    fn all(&self) -> impl Iterator<Item = &Recording> {
+        self.first.iter().chain(&self.undrafted).chain([&self.score]).map(|(_, recording)| recording)
     }
 }
 
-fn head_recordings(decoder: &Decoder<'_>) -> HeadRecordings {
+fn logit_recordings(decoder: &Decoder<'_>) -> LogitRecordings {
     let sizes = (0..).map(|power| 1 << power).take_while(|rows| *rows <= decoder.state.prompts);
     let first: Vec<(u32, Recording)> = sizes.map(|rows| (rows, decoder.record(StepShape::Head { rows }))).collect();
     let mixes_undrafted = decoder.drafts > 0 && decoder.mixed_steps().is_some();
@@ -220,15 +226,18 @@ fn head_recordings(decoder: &Decoder<'_>) -> HeadRecordings {
         })
     });
     let undrafted = undrafted.collect();
+    let rows = decoder.score_rows();
+    LogitRecordings { first, undrafted, score: (rows, decoder.record(StepShape::Score { rows })) }
+}
+
+fn head_recordings(decoder: &Decoder<'_>) -> HeadRecordings {
     let mut dump = Recording::new("dump");
     let bytes = u64::from(decoder.config.vocab) * 4;
     let from = dump.buffer("logits", bytes);
     let to = dump.buffer("dump", bytes);
     dump.ops.push(Op::Copy { from, to });
-    let rows = decoder.score_rows();
-    let score = (rows, decoder.record(StepShape::Score { rows }));
     let pool = decoder.record(StepShape::Pool { prompts: decoder.state.prompts });
-    HeadRecordings { first, undrafted, score, pool, dump }
+    HeadRecordings { pool, dump }
 }
 
 /// Returns the recordings with which a stage exchanges data with the others.

@@ -1,16 +1,17 @@
 //! The division of a model among several devices, so that the memory of each suffices: of its layers, or of each layer's
-//! heads and inner values.
+//! heads and inner values and of the LM head's rows.
 //! Not here: how stages exchange activations (`gpu::executor`), and the placement of devices (`gpu::devices`).
 
 use crate::config;
 use crate::gpu::build::defaults::DEFAULT_CONTEXT;
 use crate::gpu::build::{Build, PlannedSizes};
 use crate::gpu::error::StartError;
-use crate::kernels::exchange::Rank;
+use crate::kernels::exchange::{Columns, Rank};
 use crate::kernels::gemm::skinny::Matrices;
+use crate::memory::plan::HumanBytes;
 use crate::model::checkpoint::shard::ShardError;
 use crate::model::checkpoint::{Checkpoint, WeightSpec};
-use crate::model::decoder::stage::{LayerStage, divide};
+use crate::model::decoder::stage::{LayerStage, divide, divide_vocabulary};
 use std::collections::BTreeMap;
 
 /// A stage of a model that is split over several devices, as the build on its device knows it.
@@ -39,9 +40,25 @@ pub(crate) struct StagePart {
 }
 
 impl StagePart {
-    /// Returns the layers as text, such as `layers 0 to 17 of 36`.
+    /// Returns the layers as text, such as `layers 0 to 17 of 36`, and the size of the device's part of an LM head.
     pub(crate) fn layers(&self) -> String {
-        layers_of(&self.stage)
+        match self.head_bytes() {
+            None => layers_of(&self.stage),
+            Some(bytes) => format!("{} ({})", layers_of(&self.stage), HumanBytes(bytes)),
+        }
+    }
+
+    /// Returns the number of bytes of the device's part of the LM head; `None` if that is not divided.
+    fn head_bytes(&self) -> Option<u64> {
+        let (columns, _, own) = self.stage.own_vocabulary()?;
+        let bytes = |name: &str| -> u64 {
+            self.weights.iter().filter(|weight| weight.merged == name).map(WeightSpec::bytes).sum()
+        };
+        Some(match bytes("lm_head") {
+            // The embedding, which is whole.
+            0 => bytes("embed") * own.len() as u64 / u64::from(columns.count),
+            own => own,
+        })
     }
 }
 
@@ -49,7 +66,11 @@ impl StagePart {
 pub(crate) fn layers_of(stage: &LayerStage) -> String {
     let LayerStage { layers, of, rank, .. } = stage;
     if let Some(rank) = rank {
-        return format!("part {} of {} of all layers", rank.index + 1, rank.of);
+        let layers = format!("part {} of {} of all layers", rank.index + 1, rank.of);
+        return match stage.own_vocabulary() {
+            None => layers,
+            Some((.., own)) => format!("{layers} and rows {} to {} of the LM head", own.start, own.end - 1),
+        };
     }
     match layers.len() {
         1 => format!("layer {} of {of}", layers.start),
@@ -127,6 +148,20 @@ pub(crate) fn shards(
     (0..devices).map(shard).collect::<Result<_, ShardError>>().map_err(refused)
 }
 
+/// Returns how the rows of the LM head are divided among the devices of `builds`, or why they are not.
+fn vocabulary(builds: &[Build<'_>]) -> Result<Columns, &'static str> {
+    let (last, config) = (builds.last().expect("there are devices"), &builds[0].checkpoint.config);
+    let drafts_itself =
+        last.drafts() > 0 && last.draft.map_or(last.model.draft.is_none(), |draft| draft.config.draft_head.is_some());
+    match divide_vocabulary(config, builds.len() as u32) {
+        _ if !config.causal => Err("the model draws no tokens"),
+        _ if !builds.iter().all(|build| build.tuning(DEFAULT_CONTEXT).vocabulary_rows) => Err("vocabulary_rows=0"),
+        _ if drafts_itself => Err("the block or head that drafts tokens needs all of it"),
+        None => Err("it has too few rows"),
+        Some(columns) => Ok(columns),
+    }
+}
+
 /// Returns the parts of a model with tensor parallelism on the devices of `builds`, whose checkpoints are the devices' parts
 /// ([`shards`]), and the sizes that all of them hold. `polls`: whether steps may wait for other devices while they run;
 /// `tags`: whether decode steps may then run without barriers.
@@ -139,9 +174,13 @@ pub(crate) fn choose_ranks(
     let rounds = |build: &Build<'_>| build.tuning(DEFAULT_CONTEXT).fragments == Some(Matrices::Cooperative);
     let halves = builds.iter().all(rounds);
     let tags = polls && tags && builds.iter().all(Build::may_overlap);
+    let vocabulary = vocabulary(builds);
+    if let Err(why) = vocabulary {
+        builds[0].progress.line(&format!("\"{}\": the LM head is on the last device alone: {why}", builds[0].name));
+    }
     let part = |(build, index): (&Build<'_>, u32)| {
         let config = &build.checkpoint.config;
-        let stage = LayerStage::of_rank(config, Rank { index, of });
+        let stage = LayerStage::of_rank(config, Rank { index, of }, vocabulary.ok());
         let weights = stage.weights(config, build.all_weights());
         let input_tags = BTreeMap::new();
         StagePart { stage, weights, on_cpu, heap_bytes, window_pages: None, tags, polls, halves, input_tags }

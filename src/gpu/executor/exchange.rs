@@ -2,6 +2,7 @@
 //! pass from a device to the next one, and slots return from the last stage to the others after sampling.
 //! Not here: which steps run (`split`).
 
+use crate::actors::proxy::Exchanges;
 use crate::actors::watcher::Then;
 use crate::device::{DeviceError, Gate};
 use crate::engine::executor::ExecuteError;
@@ -18,10 +19,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// The words of a slot that a step may change and that stages before the last read.
-pub const RETURNED: [u32; 7] = [
+pub const RETURNED: [u32; 9] = [
     state::SLOT_ACTIVE,
     state::SLOT_TOKEN,
     state::SLOT_POSITION,
+    state::SLOT_GENERATED,
+    state::SLOT_MIN_LEFT,
     state::SLOT_SETTLED,
     state::SLOT_DRAFTS,
     state::SLOT_DRAFTS + 1,
@@ -101,7 +104,7 @@ pub struct Exchange {
     pub sums: Option<Sums>,
 }
 
-/// The exchanges of a device within a step, by which the parts of all devices are summed.
+/// The exchanges of a device within a step, by which the parts of all devices are summed, and logits are collected.
 #[derive(Debug)]
 pub struct Sums {
     /// The parts for the other devices, in mapped memory.
@@ -110,8 +113,12 @@ pub struct Sums {
     pub inbox: Arc<Buffer>,
     /// The number of words of each slot of both.
     pub slot_words: u32,
-    /// The number of exchanges of a step.
+    /// The number of words of the slot for the greatest logits of a step's rows.
+    pub best_words: u32,
+    /// The number of sums of a step.
     pub each_step: u32,
+    /// Whether the rows of a step that draw tokens, or are scored, have exchanges of logits.
+    pub gathers: bool,
     /// The number of floats of a row that are exchanged.
     pub row_floats: u32,
     /// Whether the floats of prompt steps are rounded to bfloat16.
@@ -187,8 +194,8 @@ pub(super) struct StageStep {
     pub(super) breaks: bool,
     /// The value that the fault word has before the step, if it is set.
     pub(super) fault: Option<u32>,
-    /// The number of the step's first exchange of sums, if it has any.
-    pub(super) exchange: Option<u64>,
+    /// The step's exchanges, if it has any.
+    pub(super) exchanges: Option<Exchanges>,
     /// The action that follows when the step has finished.
     pub(super) then: Option<Then>,
 }
@@ -286,8 +293,7 @@ impl GpuExecutor {
         work: Option<Work>,
         step: StageStep,
     ) -> Result<Option<usize>, ExecuteError> {
-        let StageStep { buffer, apply, applied_at, message, draws, barriers, breaks, fault, exchange: number, then } =
-            step;
+        let StageStep { buffer, apply, applied_at, message, draws, barriers, breaks, fault, exchanges, then } = step;
         let ticket = Ticket(self.next);
         self.next += 1;
         let exchange = self.exchange();
@@ -307,11 +313,12 @@ impl GpuExecutor {
         if let Some(word) = fault {
             posts.patch.set(self.parts.layout.fault_word(), word);
         }
-        if let Some(number) = number {
+        if let Some(exchanges) = exchanges {
             // The words of an exchange have the low bits of its number.
-            posts.patch.set(self.parts.layout.exchange_word(), number as u32);
+            let firsts = [exchanges.first, exchanges.first_turn(), exchanges.first_of_head()].map(|first| first as u32);
+            posts.patch.set_all(self.parts.layout.exchange_word(), &firsts);
         }
-        self.first_sum = number;
+        self.first_sum = exchanges.map(|exchanges| exchanges.first);
         let Some(work) = work else {
             self.enqueue(ticket, None, posts, None)?;
             return Ok(None);

@@ -93,10 +93,6 @@ pub struct HeadParts {
     /// The regions that draw tokens of prompts and of slots that decode in the same step, by the number of both; empty if no
     /// slots do.
     pub mixed: BTreeMap<u32, MixedHead>,
-    /// The regions that draw the first tokens of prompts, by number of prompts.
-    pub first: BTreeMap<u32, Arc<Region>>,
-    /// The region that scores the next rows of a prefill step, and the number of rows that one run scores.
-    pub score: (u32, Arc<Region>),
     /// Mapped memory: the scores, of two chunks.
     pub scores: Arc<Buffer>,
     /// The region that pools rows of a prefill step.
@@ -116,6 +112,15 @@ pub struct MixedHead {
     pub gated: Option<Arc<Region>>,
 }
 
+/// The regions of a prefill step behind its layers that compute logits.
+#[derive(Debug)]
+pub struct LogitRegions {
+    /// The regions that draw the first tokens of prompts, by number of prompts.
+    pub first: BTreeMap<u32, Arc<Region>>,
+    /// The region that scores the next rows of a prefill step, and the number of rows that one run scores.
+    pub score: (u32, Arc<Region>),
+}
+
 /// The parts of which a replica's executor consists, with everything allocated and recorded.
 #[derive(Debug)]
 pub struct Parts {
@@ -123,8 +128,10 @@ pub struct Parts {
     pub capacity: Capacity,
     /// The layout of the device state.
     pub layout: StateLayout,
-    /// The parts around the LM head; `None` in all stages of a split replica but the last.
+    /// The parts around the sampler; `None` in all stages of a split replica but the last.
     pub head: Option<HeadParts>,
+    /// The regions that compute logits behind the layers of a prefill step; `None` in stages that compute none.
+    pub logits: Option<LogitRegions>,
     /// The buffers, regions and gates by which a stage of a split replica exchanges data with the others; `None` if the
     /// replica is not split.
     pub exchange: Option<Exchange>,
@@ -199,7 +206,7 @@ pub struct GpuExecutor {
     repeats: bool,
     /// Whether tests may break steps that are queued now.
     breaks: bool,
-    /// The number of the first exchange of sums of the step that is queued now, if it has any.
+    /// The number of the first exchange of the step that is queued now, if it has any.
     first_sum: Option<u64>,
     /// For a stage of a split model: the steps that drew no token because of a fault and have not been reported to the
     /// split executor, with the fault word.

@@ -31,6 +31,7 @@ use crate::gpu::overlap::OverlapRetry;
 use crate::kernels::exchange::words_of;
 use crate::kernels::sampling::{Patch, patch_inbox};
 use crate::kernels::state;
+use crate::model::decoder::parallel::HEAD_EXCHANGES;
 use crossbeam_channel::{Receiver, bounded};
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -211,6 +212,7 @@ impl SplitExecutor {
             inboxes: sums.iter().map(|of| Arc::clone(&of.inbox)).collect(),
             gates: sums.iter().filter_map(|of| of.divided.as_ref()).map(|of| Arc::clone(&of.gate)).collect(),
             slot_words: sums[0].slot_words,
+            best_words: sums[0].best_words,
             on_cpu,
         });
         Ok(SplitExecutor {
@@ -302,24 +304,24 @@ impl SplitExecutor {
         let wait = self.variants.injections().next(rows).filter(|_| self.testing.is_none());
         let broken_stage = wait.map(|wait| self.first_waits.partition_point(|first| *first <= wait) - 1);
         let fault_word = self.last().parts.layout.fault_word();
-        let first_sum = self.carry_sums(work, rows);
+        let exchanges = self.carry_sums(work, rows, draws);
         let _order = ORDER.lock().unwrap_or_else(PoisonError::into_inner);
         let mut broken = Vec::new();
-        let passed = first_sum.is_none().then_some((rows, fault_word));
+        let passed = exchanges.is_none().then_some((rows, fault_word));
         let carriers = self.carriers(passed, (buffer, message), draws.then_some(&drawn[..]));
         for (index, then) in carriers.into_iter().enumerate() {
             let apply = apply.clone();
             let breaks = broken_stage == Some(index);
             let fault = if manner.fails && index == 0 { Some(1) } else { manner.reset };
-            let exchange = first_sum;
-            let step = StageStep { buffer, apply, applied_at, message, draws, barriers, breaks, fault, exchange, then };
+            let step =
+                StageStep { buffer, apply, applied_at, message, draws, barriers, breaks, fault, exchanges, then };
             let wait = self.stages[index].submit_step(changes, Some(work.clone()), step)?;
             broken.extend(wait.map(|wait| (index, wait)));
         }
         if draws {
             self.unapplied.push(Unapplied { buffer, number: self.returns, slots: drawn });
         }
-        let last_sum = first_sum.map_or(0, |_| self.exchange - 1);
+        let last_sum = exchanges.map_or(0, |_| self.exchange - 1);
         self.queued.push_back(QueuedStep { plan: flight.ticket, part, last_sum, behind: self.faulty, broken });
         Ok(())
     }
@@ -349,24 +351,31 @@ impl SplitExecutor {
         carriers
     }
 
-    /// Has the sums of a step with regions of `rows` rows carried between devices that each have a part of every layer, and
-    /// returns the number of the first exchange.
-    fn carry_sums(&mut self, work: &Work, rows: u32) -> Option<u64> {
+    /// Has the words of a step with regions of `rows` rows carried between devices that each have a part of every layer, and
+    /// returns the exchanges. `draws`: whether tokens are drawn.
+    fn carry_sums(&mut self, work: &Work, rows: u32, draws: bool) -> Option<Exchanges> {
         let proxies = self.proxies.as_ref()?;
         let sums = self.last().exchange().sums.as_ref()?;
         // A prompt step exchanges the rows that it has, other steps all rows of their regions.
-        let (rows, halves) = match work {
+        let (rows, halves, turns) = match work {
             Work::Prefill { chunks, .. } => {
-                (chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum(), sums.rounds_prompts)
+                let rows = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();
+                (rows, sums.rounds_prompts, self.last().score_turns(chunks))
             }
-            Work::CatchUp { .. } => (0, false),
-            Work::Decode { .. } => (rows, false),
+            Work::CatchUp { .. } => (0, false, 0),
+            Work::Decode { .. } => (rows, false, 0),
         };
         let words = words_of(u64::from(rows) * u64::from(sums.row_floats), halves) as u32;
-        let (first, count) = (self.exchange, sums.each_step);
-        proxies.carry(Exchanges { first, count, words });
-        self.exchange = first + u64::from(count);
-        Some(first)
+        let exchanges = Exchanges {
+            first: self.exchange,
+            count: sums.each_step,
+            words,
+            turns: if sums.gathers { turns } else { 0 },
+            of_head: if sums.gathers && draws { HEAD_EXCHANGES } else { 0 },
+        };
+        proxies.carry(exchanges);
+        self.exchange = exchanges.end();
+        Some(exchanges)
     }
 
     /// Returns an error if the devices have stopped exchanging sums: all their results since then are wrong.

@@ -113,18 +113,18 @@ impl GpuExecutor {
         });
         let mut regions: Vec<Arc<Region>> = completed.into_iter().chain([Arc::clone(layers)]).collect();
         let mut rows = 0;
-        let Some(head) = &self.parts.head else { return (regions, 0, all_rows, Pools::default()) };
-        if lasts > 0 {
-            let (bucket, drawing) = match decoding.is_empty() {
-                true => fitting(&head.first, lasts),
-                false => {
+        if let Some(logits) = self.parts.logits.as_ref().filter(|_| lasts > 0) {
+            let (bucket, drawing) = match (&self.parts.head, decoding.is_empty()) {
+                (Some(head), false) => {
                     let (bucket, mixed) = fitting(&head.mixed, lasts);
                     (bucket, if awaits { mixed.gated.as_ref().expect("there are gates") } else { &mixed.whole })
                 }
+                _ => fitting(&logits.first, lasts),
             };
             regions.push(Arc::clone(drawing));
             rows = bucket;
         }
+        let Some(head) = &self.parts.head else { return (regions, 0, all_rows, Pools::default()) };
         let (mut pools, mut ranges, mut first_row) = (Pools::default(), Vec::new(), 0);
         for chunk in &chunks {
             if !chunk.pooled.is_empty() {
@@ -143,23 +143,30 @@ impl GpuExecutor {
         (regions, rows, all_rows, pools)
     }
 
+    /// Returns the number of tokens that a prefill step scores.
+    fn scored_tokens(chunks: &[Chunk]) -> u32 {
+        let Some(asked) = chunks.iter().find(|chunk| chunk.score.is_some()) else { return 0 };
+        assert_eq!(chunks.len(), 1, "a scored chunk shares its plan");
+        asked.tokens.len() as u32 - u32::from(asked.next.is_none())
+    }
+
+    /// Returns the number of runs of the region that scores the rows of a prefill step.
+    pub(super) fn score_turns(&self, chunks: &[Chunk]) -> u32 {
+        let logits = self.parts.logits.as_ref();
+        logits.map_or(0, |logits| Self::scored_tokens(chunks).div_ceil(logits.score.0))
+    }
+
     /// Returns the tokens of a step that are scored and the regions that score them; `None` if none are. Adds the
     /// parameters of the scoring to `patch`.
     pub(super) fn scoring(&mut self, chunks: &[Chunk], patch: &mut Patch) -> Option<(Scoring, Vec<Arc<Region>>)> {
-        let head = self.parts.head.as_ref()?;
-        let asked = chunks.iter().find(|chunk| chunk.score.is_some())?;
-        assert_eq!(chunks.len(), 1, "a scored chunk shares its plan");
-        let rows = asked.tokens.len() as u32;
-        let tokens = rows - u32::from(asked.next.is_none());
-        if tokens == 0 {
-            return None;
-        }
+        let (tokens, turns) = (Self::scored_tokens(chunks), self.score_turns(chunks));
+        let logits = self.parts.logits.as_ref().filter(|_| tokens > 0)?;
+        let asked = &chunks[0];
         let entry = self.scored % 2 * self.parts.layout.chunk;
         self.scored = self.scored.wrapping_add(1);
         let words = [0, asked.next.unwrap_or(state::TOKEN_NONE), asked.score?, entry];
         patch.set_all(self.parts.layout.score_word(), &words);
-        let (each, region) = &head.score;
-        let turns = vec![Arc::clone(region); tokens.div_ceil(*each) as usize];
+        let turns = vec![Arc::clone(&logits.score.1); turns as usize];
         Some((Scoring { slot: asked.slot, first: asked.start + 1, tokens, entry }, turns))
     }
 
@@ -174,7 +181,9 @@ impl GpuExecutor {
             regions.splice(1..1, turns);
             scoring
         });
-        let kind = if rows > 0 { Kind::Sampled } else { Kind::Layers };
+        // Other devices compute logits for the one that draws the tokens.
+        let (draws, scoring) = (self.parts.head.is_some(), scoring.filter(|_| self.parts.head.is_some()));
+        let kind = if rows > 0 && draws { Kind::Sampled } else { Kind::Layers };
         let dump = chunks.iter().any(|chunk| chunk.last && self.dumps[chunk.slot.0 as usize]);
         let steps = Steps { kind, count: 1, rows, prefill_rows, scoring, pooling, dump, ..Steps::default() };
         let mut entries = vec![regions];
@@ -305,23 +314,23 @@ impl GpuExecutor {
         Ok(())
     }
 
-    /// Divides a step where the host carries sums between devices into entries of its own, and returns the gates behind
+    /// Divides a step where the host carries words between devices into entries of its own, and returns the gates behind
     /// which they wait. Other work stays as it is.
     fn divide(&self, entries: &mut Vec<Vec<Arc<Region>>>) -> Gates {
         let mut gates = Gates::new();
         let sums = self.parts.exchange.as_ref().and_then(|exchange| exchange.sums.as_ref());
         let divided = sums.and_then(|sums| sums.divided.as_ref());
         let (Some(divided), Some(first)) = (divided, self.first_sum) else { return gates };
-        let [regions] = &mut entries[..] else { panic!("{} entries of a step with sums", entries.len()) };
-        let found = regions.iter().position(|region| divided.rest.contains_key(region.shared_name()));
-        let at = found.expect("a step with sums has a region that is divided");
-        let behind = regions.split_off(at + 1);
-        let rest = &divided.rest[regions[at].shared_name()];
-        for (region, number) in rest.iter().zip(first..) {
-            entries.push(vec![Arc::clone(region)]);
-            gates.insert(entries.len() as u32, (Arc::clone(&divided.gate), number));
+        let [regions] = &mut entries[..] else { panic!("{} entries of a step with exchanges", entries.len()) };
+        let (regions, mut numbers) = (std::mem::take(regions), first..);
+        for region in regions {
+            let rest = divided.rest.get(region.shared_name());
+            entries.last_mut().expect("there is one").push(region);
+            for (region, number) in rest.into_iter().flatten().zip(&mut numbers) {
+                entries.push(vec![Arc::clone(region)]);
+                gates.insert(entries.len() as u32, (Arc::clone(&divided.gate), number));
+            }
         }
-        entries.last_mut().expect("there are several").extend(behind);
         gates
     }
 

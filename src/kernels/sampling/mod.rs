@@ -3,6 +3,7 @@
 //! the slots that run.
 
 pub mod score;
+pub mod shared;
 
 use crate::kernels::deterministic::{
     KEY_MINUS_INFINITY, exp_negative, gumbel, key_of, mass_of, philox, token_bits, value_of,
@@ -134,6 +135,7 @@ pub fn clear_inbox(slots: &[u32]) -> Vec<u32> {
 const OPTION_HEEDS_FAULT: u32 = 1;
 const OPTION_COUNTS_STEP: u32 = 2;
 const OPTION_LAGS: u32 = 4;
+const OPTION_DRAWN: u32 = 8;
 
 /// Properties of the step whose logits are sampled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -143,6 +145,8 @@ pub struct SampledStep {
     /// Whether the step's `delta_step` leaves tokens pending, so that the recurrent state lags behind by the row's
     /// token.
     pub lags: bool,
+    /// Whether tokens may be drawn before from the parts of rows that several devices have ([`shared`]).
+    pub shared: bool,
 }
 
 /// Returns the call that draws the next token of `rows` rows, advances their slots and writes their ring entries.
@@ -155,7 +159,7 @@ pub fn sample(label: String, rows: u32, threads: u32, step: SampledStep, args: S
 
 impl SampledStep {
     fn options(self) -> u32 {
-        let options = [(self.heeds_fault, OPTION_HEEDS_FAULT), (self.lags, OPTION_LAGS)];
+        let options = [(self.heeds_fault, OPTION_HEEDS_FAULT), (self.lags, OPTION_LAGS), (self.shared, OPTION_DRAWN)];
         options.into_iter().filter(|(chosen, _)| *chosen).map(|(_, bit)| bit).sum()
     }
 }
@@ -217,8 +221,9 @@ pub(crate) fn reference_argmax(call: &Call, memory: &mut HostMemory) {
                     best = Some((key, token));
                 }
             }
-            let (bits, token) =
-                best.map_or((f32::NEG_INFINITY.to_bits(), u32::MAX), |(key, token)| (value_of(key).to_bits(), token));
+            let (bits, token) = best.map_or((f32::NEG_INFINITY.to_bits(), u32::MAX), |(key, token)| {
+                (value_of(key).to_bits(), args.first + token)
+            });
             let at = (row * args.parts + part) * 2;
             memory.set_u32(args.partials, at, bits);
             memory.set_u32(args.partials, at + 1, token);
@@ -440,6 +445,22 @@ fn words(memory: &HostMemory, range: Range, first: u32, count: u32) -> Vec<u32> 
     (first..first + count).map(|i| memory.u32(range, i)).collect()
 }
 
+/// Returns the token of a row that `draw_shortlisted` has drawn, or the best of all devices' parts of a greedy row, if the row
+/// has no conditions.
+fn token_before(args: &SampleArgs, memory: &HostMemory, row: u32, slot: &[u32]) -> Option<u32> {
+    if args.options & OPTION_DRAWN == 0 || slot[SLOT_FLAGS as usize] != 0 || masks_stops(slot) {
+        return None;
+    }
+    let first = 2 * row * (args.partial_count + 1);
+    if float(slot, SLOT_TEMPERATURE) > 0.0 {
+        let pair = [0, 1].map(|i| memory.u32(args.partials, first + 2 * args.partial_count + i));
+        return (pair[1] != 0).then_some(pair[0]);
+    }
+    let pairs = (0..args.partial_count).map(|i| [0, 1].map(|at| memory.u32(args.partials, first + 2 * i + at)));
+    let best = shared::best_of(pairs);
+    Some(best.1)
+}
+
 pub(crate) fn reference_sample(call: &Call, memory: &mut HostMemory) {
     let args = SampleArgs::from_args(&call.args);
     let vocabulary = args.vocabulary;
@@ -478,7 +499,10 @@ pub(crate) fn reference_sample(call: &Call, memory: &mut HostMemory) {
         };
         let length = mask_words(vocabulary);
         let mask = if flag(&state, FLAG_MASK) { words(memory, args.masks, slot * length, length) } else { Vec::new() };
-        let drawn = draw(&logits, &state, SlotTables { counts: &counts, bias: &bias, mask: &mask });
+        let mut drawn = draw(&logits, &state, SlotTables { counts: &counts, bias: &bias, mask: &mask });
+        if let Some(token) = token_before(&args, memory, row, &state) {
+            drawn.token = token;
+        }
         for (i, key) in drawn.keys.iter().flatten().enumerate() {
             memory.set_u32(args.keys, row * args.row_stride + i as u32, *key);
         }

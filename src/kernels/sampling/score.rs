@@ -1,10 +1,15 @@
-//! `take_rows` and `score`: the logprobs of a prompt's tokens, each given the tokens before it. Not here: the LM head
-//! between the two (`gemm`, `tiled`), and which prompts are scored.
+//! `take_rows` and `score`: the logprobs of a prompt's tokens, each given the tokens before it; and `score_part` and
+//! `join_scores` in place of `score` where devices each have the logits of a part of the vocabulary. Not here: the LM head
+//! between them (`gemm`, `tiled`), and which prompts are scored.
 
 use crate::kernels::deterministic::{KEY_MINUS_INFINITY, exp_negative, key_of, value_of};
+use crate::kernels::exchange::{Columns, Rank};
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::recording::Call;
-use crate::kernels::shaders::{ScoreArgs, ScoreConstants, TakeRowsArgs, TakeRowsConstants};
+use crate::kernels::shaders::{
+    JoinScoresArgs, JoinScoresConstants, ScoreArgs, ScoreConstants, ScorePartArgs, ScorePartConstants, TakeRowsArgs,
+    TakeRowsConstants,
+};
 use crate::kernels::state::*;
 
 /// Returns the size of `scores` for chunks of at most `chunk_rows` rows, in bytes. It holds two chunks, so that one can
@@ -38,6 +43,27 @@ pub fn score(label: String, rows: u32, threads: u32, args: ScoreArgs) -> Call {
         args: args.into_args(),
         groups: [rows, 1, 1],
     }
+}
+
+/// Returns the words of each device about the score of a row.
+pub fn part_columns(rank: Rank) -> Columns {
+    Columns { count: rank.of * SCORE_WORDS, unit: SCORE_WORDS }
+}
+
+/// Returns the call that makes a device's part of the scores of the tokens that follow those rows.
+pub fn score_part(label: String, rows: u32, threads: u32, args: ScorePartArgs) -> Call {
+    debug_assert!(
+        args.row_stride.is_multiple_of(4) && args.row_stride >= args.vocabulary,
+        "rows are read 16 bytes at a time"
+    );
+    let constants = ScorePartConstants { threads }.into_values();
+    Call { kernel: "score_part", label, constants, args: args.into_args(), groups: [rows, 1, 1] }
+}
+
+/// Returns the call that joins the parts of `devices` devices. The caller must increment SCORE_TURN after it.
+pub fn join_scores(label: String, rows: u32, devices: u32, args: JoinScoresArgs) -> Call {
+    let constants = JoinScoresConstants { threads: 32, ranks: devices }.into_values();
+    Call { kernel: "join_scores", label, constants, args: args.into_args(), groups: [rows, 1, 1] }
 }
 
 /// The logprob of a token, and the most probable alternatives.
@@ -114,6 +140,82 @@ pub(crate) fn reference_score(call: &Call, memory: &mut HostMemory) {
         for (i, (token, logprob)) in (0..).zip(score.top) {
             memory.set_u32(a.scores, entry + SCORE_TOP + 2 * i, token);
             memory.set_f32(a.scores, entry + SCORE_TOP + 2 * i + 1, logprob);
+        }
+    }
+}
+
+pub(crate) fn reference_score_part(call: &Call, memory: &mut HostMemory) {
+    let a = ScorePartArgs::from_args(&call.args);
+    let state = |memory: &HostMemory, word: u32| memory.u32(a.score, word);
+    let count = memory.u32(a.chunk, 2);
+    for head in 0..call.groups[0] {
+        let row = state(memory, SCORE_TURN) * call.groups[0] + head;
+        if row >= count {
+            continue;
+        }
+        let token = if row + 1 < count { memory.u32(a.rows, (row + 1) * 4) } else { state(memory, SCORE_NEXT) };
+        let key = |id: u32| key_of(memory.f32(a.logits, head * a.row_stride + id));
+        let mut tokens: Vec<(u32, u32)> = (0..a.vocabulary).map(|id| (key(id), a.first + id)).collect();
+        let target = tokens.iter().find(|(_, id)| *id == token).map_or(KEY_MINUS_INFINITY, |(key, _)| *key);
+        tokens.retain(|(key, _)| *key > KEY_MINUS_INFINITY);
+        tokens.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(&b.1)));
+        let log_sum = tokens.first().map_or(f32::NEG_INFINITY, |(best, _)| {
+            let most = value_of(*best);
+            let sum: f64 = tokens.iter().map(|(key, _)| f64::from(exp_negative(value_of(*key) - most))).sum();
+            (f64::from(most) + sum.ln()) as f32
+        });
+        tokens.truncate(state(memory, SCORE_TOP_N).min(TOP_ENTRIES) as usize);
+        let entry = head * SCORE_WORDS;
+        memory.set_u32(a.parts, entry + SCORE_TOKEN, token);
+        memory.set_f32(a.parts, entry + SCORE_LOGPROB, value_of(target));
+        memory.set_u32(a.parts, entry + SCORE_TOP_COUNT, tokens.len() as u32);
+        memory.set_f32(a.parts, entry + SCORE_LOG_SUM, log_sum);
+        for (i, (key, id)) in (0..).zip(tokens) {
+            memory.set_u32(a.parts, entry + SCORE_TOP + 2 * i, id);
+            memory.set_f32(a.parts, entry + SCORE_TOP + 2 * i + 1, value_of(key));
+        }
+    }
+}
+
+pub(crate) fn reference_join_scores(call: &Call, memory: &mut HostMemory) {
+    let a = JoinScoresArgs::from_args(&call.args);
+    let ranks = JoinScoresConstants::from_values(&call.constants).ranks;
+    let state = |memory: &HostMemory, word: u32| memory.u32(a.score, word);
+    let count = memory.u32(a.chunk, 2);
+    for head in 0..call.groups[0] {
+        let row = state(memory, SCORE_TURN) * call.groups[0] + head;
+        if row >= count {
+            continue;
+        }
+        let token = if row + 1 < count { memory.u32(a.rows, (row + 1) * 4) } else { state(memory, SCORE_NEXT) };
+        if token >= a.vocabulary {
+            continue;
+        }
+        let parts: Vec<u32> = (0..ranks).map(|rank| (head * ranks + rank) * SCORE_WORDS).collect();
+        let floats = |word: u32| -> Vec<f32> { parts.iter().map(|part| memory.f32(a.parts, part + word)).collect() };
+        let greatest = |of: &[f32]| of.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sums = floats(SCORE_LOG_SUM);
+        let most = greatest(&sums);
+        let sum: f64 = sums.iter().map(|sum| f64::from(sum - most).exp()).sum();
+        let of = |logit: f32| match most == f32::NEG_INFINITY {
+            true => f32::NEG_INFINITY,
+            false => (f64::from(logit) - f64::from(most) - sum.ln()) as f32,
+        };
+        let logprob = of(greatest(&floats(SCORE_LOGPROB)));
+        let mut top = Vec::new();
+        for part in &parts {
+            let pairs = (0..memory.u32(a.parts, part + SCORE_TOP_COUNT)).map(|i| part + SCORE_TOP + 2 * i);
+            top.extend(pairs.map(|at| (memory.f32(a.parts, at + 1), memory.u32(a.parts, at))));
+        }
+        top.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+        top.truncate(state(memory, SCORE_TOP_N).min(TOP_ENTRIES) as usize);
+        let entry = (state(memory, SCORE_FIRST) + row) * SCORE_WORDS;
+        memory.set_u32(a.scores, entry + SCORE_TOKEN, token);
+        memory.set_f32(a.scores, entry + SCORE_LOGPROB, logprob);
+        memory.set_u32(a.scores, entry + SCORE_TOP_COUNT, top.len() as u32);
+        for (i, (logit, id)) in (0..).zip(top) {
+            memory.set_u32(a.scores, entry + SCORE_TOP + 2 * i, id);
+            memory.set_f32(a.scores, entry + SCORE_TOP + 2 * i + 1, of(logit));
         }
     }
 }

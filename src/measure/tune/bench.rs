@@ -167,7 +167,7 @@ impl<'a> Bench<'a> {
         let region = |recording: &Recording| Region::build(&device, recording, &table, &pipelines).map(Arc::new);
         let (_, prompt) = recordings.prefill.last().expect("there is at least one bucket");
         let InboxRecordings { apply, .. } = recordings.inboxes.first().expect("there is an inbox");
-        let head = recordings.head.as_ref().and_then(|head| head.first.first());
+        let head = recordings.logits.as_ref().and_then(|logits| logits.first.first());
         let (_, head) = head.expect("a model on one device draws tokens");
         let checks = (0..places.rows).map(|row| region(&check(&decoder, row))).collect::<Result<_, _>>()?;
         let (prompt, apply, head) = (region(prompt)?, region(apply)?, region(head)?);

@@ -5,6 +5,7 @@
 //! routers and latent vectors. The products after which the parts of all devices are summed (`o` and `down`) have the columns
 //! of the device's heads and inner values; their biases are added by the first device only. Where norms are taken over all
 //! heads of a row, a device computes the queries and keys of the others too.
+//! The rows of the LM head are divided later, if at all (`decoder::stage`).
 //! Not here: the exchange of sums (`kernels::exchange`), and what a device does with its part.
 
 use super::{Checkpoint, SourceRef, WeightSpec};
@@ -163,7 +164,7 @@ impl WeightSpec {
 
 /// Returns the rows `kept` of the ranges of a merged weight, in the order of `kept`, whose ranges are rows of the merged
 /// weight. A row may be kept more than once.
-fn rows(ranges: &[&WeightSpec], kept: &[Range<u32>]) -> Vec<WeightSpec> {
+pub(in crate::model) fn rows(ranges: &[&WeightSpec], kept: &[Range<u32>]) -> Vec<WeightSpec> {
     // Adjacent rows of the same range of the merged weight stay in one range.
     let mut specs: Vec<(usize, WeightSpec)> = Vec::new();
     let mut first_row = 0;

@@ -3,14 +3,14 @@
 //! Not here: the layers between them.
 
 use super::products::{Operands, Unpacked};
-use super::{Decoder, Step, StepShape};
+use super::{Decoder, Step, StepShape, floats_from};
 use crate::kernels::attention::flash::FlashWay;
 use crate::kernels::embed::{self, RowsFrom, Table};
 use crate::kernels::gemm::panel::Fold;
 use crate::kernels::gemm::tiled::Output;
 use crate::kernels::gemm::{Activations, Epilogue, take_last};
 use crate::kernels::recording::{Range, Recording};
-use crate::kernels::sampling::{self, SampledStep};
+use crate::kernels::sampling::{self, SampledStep, shared};
 use crate::kernels::shaders::{
     AdvanceArgs, ArgmaxArgs, DecodeRowsArgs, EmbedRowsArgs, MarkPromptArgs, SampleArgs, TakeLastArgs,
 };
@@ -103,7 +103,16 @@ impl Decoder<'_> {
         r.call(sampling::mark_prompt("mark_prompt".to_owned(), args));
     }
 
-    /// Records the logits of the rows of `x` after the norm with the given name.
+    /// Returns the part of a step's logits that the device computes.
+    pub(super) fn own_logits(&self, logits: Activations) -> Activations {
+        match self.stage.own_vocabulary().filter(|_| self.stage.is_last()) {
+            Some((.., own)) => Activations { range: floats_from(logits.range, own.start), ..logits },
+            None => logits,
+        }
+    }
+
+    /// Records the logits of the rows of `x` after the norm with the given name; if the LM head is divided, the device's part
+    /// of them.
     pub(super) fn lm_head(
         &self,
         r: &mut Recording,
@@ -127,7 +136,8 @@ impl Decoder<'_> {
             self.product(r, shape, step, operands, norm);
         }
         if c.logit_scale != 1.0 || c.logit_cap.is_some() {
-            let size = (shape.rows(), c.vocab);
+            let own = self.stage.own_vocabulary();
+            let size = (shape.rows(), own.map_or(c.vocab, |(.., own)| own.len() as u32));
             r.call(stream::bound_logits("bound_logits".to_owned(), size, logits, c.logit_scale, c.logit_cap));
         }
     }
@@ -136,12 +146,15 @@ impl Decoder<'_> {
     /// results.
     pub(super) fn best(&self, r: &mut Recording, rows: u32, logits: Activations, name: &str, label: &str) -> Range {
         let partials = r.buffer(name, sampling::partials_bytes(rows));
+        let own = self.stage.own_vocabulary().map(|(_, rank, own)| (own, shared::parts_each(rank.of)));
+        let (tokens, parts) = own.unwrap_or((0..self.config.vocab, sampling::ARGMAX_PARTS));
         let args = ArgmaxArgs {
             logits: logits.range,
             partials,
-            vocabulary: self.config.vocab,
+            vocabulary: tokens.len() as u32,
             row_stride: logits.stride,
-            parts: sampling::ARGMAX_PARTS,
+            parts,
+            first: tokens.start,
         };
         r.call(sampling::argmax(label.to_owned(), rows, self.tuning.argmax_threads, args));
         partials
@@ -149,7 +162,7 @@ impl Decoder<'_> {
 
     pub(super) fn head(&self, r: &mut Recording, shape: StepShape, step: &Step) {
         let c = self.config;
-        let (slots, bias, counts) = (self.state.slots(r), self.state.bias(r), self.counts(r));
+        let slots = self.state.slots(r);
         let rows = shape.rows();
         let (x, rows_range) = match shape {
             StepShape::Decode { .. } | StepShape::Verify { .. } => (step.x, step.rows),
@@ -169,12 +182,23 @@ impl Decoder<'_> {
                 (head_x, head_rows)
             }
         };
-        let logits = step.logits;
-        self.lm_head(r, shape, step, x, "final_norm", logits);
+        let shared_draw = self.stage.vocabulary.map(|_| self.list_rows(r, rows, rows_range));
+        let (logits, own) = (step.logits, self.own_logits(step.logits));
+        self.lm_head(r, shape, step, x, "final_norm", own);
+        let (mut partials, mut parts) =
+            (self.best(r, rows, own, "sampling.partials", "argmax"), sampling::ARGMAX_PARTS);
+        if let (Some(draw), Some(rank)) = (shared_draw, self.stage.rank) {
+            let every = if let StepShape::Verify { drafts, .. } = shape { drafts + 1 } else { 1 };
+            partials = self.draw_together(r, step, every, draw, partials);
+            parts = rank.of * shared::parts_each(rank.of);
+        }
+        if !self.stage.is_last() {
+            return;
+        }
+        let (bias, counts) = (self.state.bias(r), self.counts(r));
         let keys = r.buffer("sampling.keys", logits.range.bytes);
         let step_number = r.buffer("step", 4);
         let ring = r.buffer("ring", self.ring.bytes());
-        let partials = self.best(r, rows, logits, "sampling.partials", "argmax");
         let masks = r.buffer("masks", sampling::masks_bytes(self.state.slots, c.vocab));
         let args = SampleArgs {
             logits: logits.range,
@@ -188,7 +212,7 @@ impl Decoder<'_> {
             ring,
             vocabulary: c.vocab,
             row_stride: logits.stride,
-            partial_count: sampling::ARGMAX_PARTS,
+            partial_count: parts,
             ring_steps: self.ring.steps,
             ring_rows: self.ring.rows,
             // A kernel that sets the fault word runs before the last barrier.
@@ -198,14 +222,14 @@ impl Decoder<'_> {
             first: 0,
             options: 0,
         };
-        let threads = self.tuning.sample_threads;
+        let (threads, shared) = (self.tuning.sample_threads, self.stage.vocabulary.is_some());
         let advance = AdvanceArgs { step_number };
         match shape {
             StepShape::Verify { sequences, drafts } => {
                 let each = drafts + 1;
                 for first in 0..each {
                     let label = format!("sample.{first}");
-                    let of = SampledStep { heeds_fault: self.stage.rank.is_some(), lags: true };
+                    let of = SampledStep { heeds_fault: self.stage.rank.is_some(), lags: true, shared };
                     r.call(sampling::sample_drafts(label, sequences, (each, first), threads, of, args));
                 }
                 r.call(sampling::advance("advance".to_owned(), advance));
@@ -223,7 +247,7 @@ impl Decoder<'_> {
                 // run again.
                 // So does any step after an exchange with other devices that did not end.
                 let heeds_fault = decode && self.tuning.tags || self.stage.rank.is_some();
-                let of = SampledStep { heeds_fault, lags: decode && c.delta.is_some() };
+                let of = SampledStep { heeds_fault, lags: decode && c.delta.is_some(), shared };
                 r.call(sampling::sample("sample".to_owned(), rows, threads, of, args));
                 if rows > 1 {
                     r.call(sampling::advance("advance".to_owned(), advance));

@@ -404,7 +404,8 @@ impl Decoder<'_> {
             self.layers(r, shape, &step);
         }
         match shape {
-            _ if !self.stage.is_last() => assert!(!behind, "only the last stage draws tokens"),
+            _ if !self.stage.has_logits() => assert!(!behind, "only the last stage draws tokens"),
+            StepShape::Prefill { .. } | StepShape::Pool { .. } if !self.stage.is_last() => {}
             StepShape::Prefill { .. } => {
                 self.mark(r, shape, &step);
                 if self.drafts() {
@@ -467,7 +468,12 @@ impl Decoder<'_> {
             router: Self::activations(r, &named("router.logits"), rows, experts.map_or(0, |e| e.logits())),
             middle: Self::activations(r, &named("experts.middle"), rows, middle.unwrap_or(0)),
             latent,
-            logits: Self::activations(r, "logits", if prefill { 1 } else { rows }, c.vocab),
+            logits: {
+                // The last device has room for those of the others.
+                let own = self.stage.own_vocabulary().filter(|_| !self.stage.is_last());
+                let width = own.map_or(c.vocab, |(.., own)| own.len() as u32);
+                Self::activations(r, "logits", if prefill { 1 } else { rows }, width)
+            },
             unscaled: self.unscaled(r, shape),
             fault: self.state.fault(r),
             generations,

@@ -214,7 +214,7 @@ impl Decoder<'_> {
         let fragments = self.named_in_fragments(name);
         // Logits are not tagged: the kernels that read them use barriers.
         let flow = || step.flow(Some(x.range), (!step.is_logits(y.range)).then_some(y.range));
-        let parts = self.matrix(recording, name);
+        let parts = self.factors(recording, name);
         let most = match self.tuning.fragments.filter(|_| fragments && !self.packs(shape)) {
             Some(matrices) => parts.iter().map(|(_, weight)| self.column_parts(weight, shape.rows(), matrices)).max(),
             None => None,
@@ -482,7 +482,7 @@ impl Decoder<'_> {
         let matrices = self.tuning.fragments.unwrap_or(Matrices::Emulated);
         let bias = self.vector(recording, &format!("{name}.bias"));
         let mut parts = Vec::new();
-        for (first, weight) in self.matrix(recording, name) {
+        for (first, weight) in self.factors(recording, name) {
             match self.expands_part(shape, input.order, &weight) {
                 true => parts.extend(self.expanded(&weight).into_iter().map(|rows| (first, weight, Some(rows)))),
                 false => parts.push((first, weight, None)),

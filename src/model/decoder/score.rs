@@ -6,7 +6,7 @@
 use super::{Decoder, Step, StepShape, stride};
 use crate::kernels::recording::Recording;
 use crate::kernels::sampling::{self, score};
-use crate::kernels::shaders::{AdvanceArgs, PoolRowsArgs, RowScalesArgs, ScoreArgs, TakeRowsArgs};
+use crate::kernels::shaders::{AdvanceArgs, JoinScoresArgs, PoolRowsArgs, RowScalesArgs, ScoreArgs, TakeRowsArgs};
 use crate::kernels::stream;
 
 /// The minimum and maximum number of rows scored at a time, and so of rows in the logits buffer. Between these bounds,
@@ -52,17 +52,23 @@ impl Decoder<'_> {
         let args = TakeRowsArgs { x, chunk, score: words, head_x: head_x.range, x_stride };
         r.call(score::take_rows("take_rows".to_owned(), rows, args));
         let logits = step.logits;
-        self.lm_head(r, shape, step, head_x, "final_norm", logits);
-        let args = ScoreArgs {
-            logits: logits.range,
-            rows: step.rows,
-            chunk,
-            score: words,
-            scores: r.buffer("scores", score::scores_bytes(self.state.chunk)),
-            vocabulary: self.config.vocab,
-            row_stride: logits.stride,
+        self.lm_head(r, shape, step, head_x, "final_norm", self.own_logits(logits));
+        let scores = match self.stage.is_last() {
+            true => r.buffer("scores", score::scores_bytes(self.state.chunk)),
+            false => words.none(),
         };
-        r.call(score::score("score".to_owned(), rows, self.tuning.sample_threads, args));
+        let vocabulary = self.config.vocab;
+        if self.stage.vocabulary.is_some() {
+            let parts = self.gather_scores(r, step, rows);
+            let args = JoinScoresArgs { parts, rows: step.rows, chunk, score: words, scores, vocabulary };
+            if let Some(rank) = self.stage.rank.filter(|_| self.stage.is_last()) {
+                r.call(score::join_scores("score".to_owned(), rows, rank.of, args));
+            }
+        } else {
+            let (logits, row_stride) = (logits.range, logits.stride);
+            let args = ScoreArgs { logits, rows: step.rows, chunk, score: words, scores, vocabulary, row_stride };
+            r.call(score::score("score".to_owned(), rows, self.tuning.sample_threads, args));
+        }
         r.call(sampling::advance("next_rows".to_owned(), AdvanceArgs { step_number: words.part(0, 4) }));
     }
 }

@@ -4,10 +4,10 @@
 //! Not here: devices, and how activations pass from one to the next.
 
 use super::{Decoder, StepShape, TAGGED};
-use crate::kernels::exchange::Rank;
+use crate::kernels::exchange::{Columns, Rank};
 use crate::kernels::recording::Recording;
 use crate::kernels::{embed, sampling, tags};
-use crate::model::checkpoint::WeightSpec;
+use crate::model::checkpoint::{WeightSpec, shard};
 use crate::model::config::{LayerKind, ModelConfig};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -23,20 +23,36 @@ pub struct LayerStage {
     /// The number of stages into which the model is divided.
     pub stages: u32,
     /// With tensor parallelism, the device among those that each have a part of every layer. All of them have the embedding,
-    /// the last one has the LM head.
+    /// the last one has the sampler.
     pub rank: Option<Rank>,
+    /// How the rows of the LM head are divided among these devices; `None` if the last device has all of them.
+    pub vocabulary: Option<Columns>,
+}
+
+/// The multiples of which the numbers of the LM head's rows of a device are: larger ones suit kernels.
+const VOCABULARY_MULTIPLES: [u32; 5] = [256, 128, 64, 32, 16];
+/// The minimum number of multiples that each device has on average, unless the least is too large for that: no device has
+/// many more than another.
+const LEAST_MULTIPLES: u32 = 16;
+
+/// Returns the division of the LM head's rows among devices; `None` if there are too few rows.
+pub fn divide_vocabulary(config: &ModelConfig, devices: u32) -> Option<Columns> {
+    let [.., least] = VOCABULARY_MULTIPLES;
+    let suits = |unit: &u32| config.vocab / unit >= LEAST_MULTIPLES * devices;
+    let columns = Columns { count: config.vocab, unit: VOCABULARY_MULTIPLES.into_iter().find(suits).unwrap_or(least) };
+    (columns.units() >= devices).then_some(columns)
 }
 
 impl LayerStage {
     /// Returns the only stage of a model on one device.
     pub fn whole(config: &ModelConfig) -> LayerStage {
-        LayerStage { layers: 0..config.layers, of: config.layers, stages: 1, rank: None }
+        LayerStage { layers: 0..config.layers, of: config.layers, stages: 1, rank: None, vocabulary: None }
     }
 
-    /// Returns one device's part of a model that is split within its layers. `config` is the configuration of that part
-    /// (`Checkpoint::shard`).
-    pub fn of_rank(config: &ModelConfig, rank: Rank) -> LayerStage {
-        LayerStage { rank: Some(rank), ..LayerStage::whole(config) }
+    /// Returns one device's part of a model that is split within its layers, and perhaps within its LM head. `config` is the
+    /// configuration of that part (`Checkpoint::shard`).
+    pub fn of_rank(config: &ModelConfig, rank: Rank, vocabulary: Option<Columns>) -> LayerStage {
+        LayerStage { rank: Some(rank), vocabulary, ..LayerStage::whole(config) }
     }
 
     /// Whether the stage is all of the model, on one device.
@@ -49,9 +65,20 @@ impl LayerStage {
         self.layers.start == 0
     }
 
-    /// Whether the stage ends with the LM head.
+    /// Whether the stage ends with the sampler.
     pub fn is_last(&self) -> bool {
         self.layers.end == self.of && self.rank.is_none_or(|rank| rank.index + 1 == rank.of)
+    }
+
+    /// Whether the stage computes logits: of all of the vocabulary, or of a part of it.
+    pub fn has_logits(&self) -> bool {
+        self.is_last() || self.vocabulary.is_some()
+    }
+
+    /// Returns the device's part of the vocabulary, if the LM head is divided, and its rank.
+    pub fn own_vocabulary(&self) -> Option<(Columns, Rank, Range<u32>)> {
+        let (columns, rank) = (self.vocabulary?, self.rank?);
+        Some((columns, rank, columns.part(rank)))
     }
 
     /// Returns the weights of a model that the stage uses. A tied LM head and a block that drafts tokens use the
@@ -62,9 +89,17 @@ impl LayerStage {
             Some(layer) => self.layers.contains(&layer),
             None if weight.name.starts_with("layer_inputs.") => self.is_first(),
             None if weight.merged == "embed" => self.is_first() || self.is_last() && embeds_last,
+            None if ["final_norm", "lm_head", "lm_head.bias"].contains(&weight.merged.as_str()) => self.has_logits(),
             None => self.is_last(),
         };
-        all.iter().filter(uses).cloned().collect()
+        let is_head = |weight: &&WeightSpec| weight.merged.starts_with("lm_head");
+        let Some((.., own)) = self.own_vocabulary() else { return all.iter().filter(uses).cloned().collect() };
+        let mut weights: Vec<WeightSpec> = all.iter().filter(uses).filter(|w| !is_head(w)).cloned().collect();
+        for name in ["lm_head", "lm_head.bias"] {
+            let ranges: Vec<&WeightSpec> = all.iter().filter(|weight| weight.merged == name).collect();
+            weights.extend(shard::rows(&ranges, std::slice::from_ref(&own)));
+        }
+        weights
     }
 }
 
@@ -106,7 +141,8 @@ pub fn divide(config: &ModelConfig, weights: &[WeightSpec], shares: &[f64]) -> R
         return Err(TooManyStages { asked: shares.len(), layers, most });
     }
     let bytes = |from: u32, to: u32| -> f64 {
-        let stage = LayerStage { layers: from..to, of: layers, stages: shares.len() as u32, rank: None };
+        let stage =
+            LayerStage { layers: from..to, of: layers, stages: shares.len() as u32, rank: None, vocabulary: None };
         stage.weights(config, weights).iter().map(|weight| weight.bytes() as f64).sum()
     };
     // `sums[i]` is the number of bytes of layers before `i`; what is outside of layers is added at the ends.
@@ -139,7 +175,14 @@ pub fn divide(config: &ModelConfig, weights: &[WeightSpec], shares: &[f64]) -> R
     for stage in (1..=shares.len()).rev() {
         let (_, begin) = best[stage][end].expect("there are enough places to cut");
         let layers_of_stage = cuts[begin]..cuts[end];
-        stages.push(LayerStage { layers: layers_of_stage, of: layers, stages: shares.len() as u32, rank: None });
+        let stages_of = shares.len() as u32;
+        stages.push(LayerStage {
+            layers: layers_of_stage,
+            of: layers,
+            stages: stages_of,
+            rank: None,
+            vocabulary: None,
+        });
         end = begin;
     }
     stages.reverse();
@@ -257,6 +300,42 @@ mod tests {
             assert!(held[0].iter().any(|weight| weight.name == "embed"), "{name}");
             assert!(held[1].iter().any(|weight| weight.name == "final_norm"), "{name}");
         }
+    }
+
+    /// Goal: the devices' rows of an LM head are all of its rows, each once, in whole multiples; a tied one stays whole, and what
+    /// follows the logits is on the last device.
+    #[test]
+    fn the_vocabulary_is_divided_in_whole_multiples() {
+        for (name, of) in [("moe-top1", 2), ("moe-top1", 3), ("quantised/ct-mixed", 4), ("qwen3-deep", 2)] {
+            let checkpoint = open(name);
+            let config = &checkpoint.config;
+            let columns = divide_vocabulary(config, of).expect("there are enough rows");
+            let (mut end, mut rows) = (0, 0);
+            for index in 0..of {
+                let stage = LayerStage::of_rank(config, Rank { index, of }, Some(columns));
+                let (.., own) = stage.own_vocabulary().expect("it is divided");
+                assert!(own.start == end && own.start.is_multiple_of(16) && !own.is_empty(), "{name}: {own:?}");
+                assert!(own.len() as u32 <= columns.most(of) && stage.has_logits(), "{name}: {own:?}");
+                end = own.end;
+                let weights = stage.weights(config, checkpoint.weights_without_mtp());
+                let heads: Vec<&WeightSpec> = weights.iter().filter(|weight| weight.merged == "lm_head").collect();
+                assert_eq!(heads.is_empty(), config.tied, "{name}");
+                rows += heads.iter().map(|head| head.rows).sum::<u32>();
+                let covered: u32 = heads.iter().flat_map(|head| &head.sources).map(|source| source.map.rows).sum();
+                assert_eq!(covered, heads.iter().map(|head| head.rows).sum::<u32>(), "{name}");
+                let holds = |name: &str| weights.iter().any(|weight| weight.name == name);
+                assert!(holds("embed") && holds("final_norm"), "{name}");
+            }
+            assert_eq!((end, rows), (config.vocab, if config.tied { 0 } else { config.vocab }), "{name}");
+            let whole = LayerStage::of_rank(config, Rank { index: 0, of }, None);
+            assert!(
+                !whole.has_logits()
+                    && !whole.weights(config, checkpoint.weights()).iter().any(|w| w.name == "final_norm")
+            );
+        }
+        let large = ModelConfig { vocab: 151_936, ..open("moe-top1").config };
+        assert_eq!(divide_vocabulary(&large, 2), Some(Columns { count: 151_936, unit: 256 }));
+        assert_eq!(divide_vocabulary(&ModelConfig { vocab: 48, ..large }, 4), None);
     }
 
     #[test]

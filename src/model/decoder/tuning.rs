@@ -55,6 +55,8 @@ pub struct Tuning {
     pub exchange_polls: u32,
     /// Whether the parts of sums of prompt steps pass between devices as bfloat16.
     pub exchange_halves: bool,
+    /// Whether the devices of a replica with tensor parallelism each have a part of the LM head's rows, where it can be divided.
+    pub vocabulary_rows: bool,
     /// The workgroups of `matmul`, by a minimum number of rows of activations. Overrides the default rule.
     pub matmul: BTreeMap<u32, MatmulConfig>,
     /// The workgroups of `matmul` for products of one shape, by rows and columns of W (of one expert's part) and rows of
@@ -385,6 +387,10 @@ impl Tuning {
                         None => return false,
                     },
                 });
+                return true;
+            }
+            "vocabulary_rows" => {
+                self.vocabulary_rows = value != 0;
                 return true;
             }
             "gates" => {

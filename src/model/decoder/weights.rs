@@ -107,12 +107,16 @@ impl Decoder<'_> {
             let bytes = Packing { rows, ..packing }.bytes();
             Part { name, first_row, rows, bytes }
         };
-        if packing.rows <= fit || matches!(weight.kind, WeightKind::Vector) {
+        // A tied LM head's rows of a device are in buffers of their own.
+        let own = self.stage.own_vocabulary().filter(|_| self.config.tied && weight.merged == "embed");
+        let (first, end) = own.map_or((0, packing.rows), |(.., own)| (own.start, own.end.min(packing.rows)));
+        if packing.rows <= fit && (first, end) == (0, packing.rows) || matches!(weight.kind, WeightKind::Vector) {
             return vec![part(weight.name.clone(), 0, packing.rows)];
         }
-        (0..packing.rows.div_ceil(fit))
-            .map(|i| part(format!("{}.part{i}", weight.name), i * fit, fit.min(packing.rows - i * fit)))
-            .collect()
+        let runs = [0..first, first..end, end..packing.rows];
+        let starts = runs.into_iter().flat_map(|run| run.clone().step_by(fit as usize).map(move |at| (at, run.end)));
+        let rows = starts.map(|(at, end)| (at, fit.min(end - at)));
+        rows.zip(0..).map(|((at, rows), i)| part(format!("{}.part{i}", weight.name), at, rows)).collect()
     }
 
     /// Returns the tables of all orders of columns, one after the other: the content of the buffer `orders`.
@@ -141,6 +145,14 @@ impl Decoder<'_> {
 
     pub(super) fn vector(&self, recording: &mut Recording, name: &str) -> Option<Range> {
         self.weight(name).map(|w| recording.buffer(name, u64::from(stride(w.rows * w.cols)) * 4))
+    }
+
+    /// Returns the parts of a matrix that the device multiplies, each with its first row: those of a tied LM head that is
+    /// divided among devices are the rows of the embedding that the device has of it, counted from the first of them.
+    pub(super) fn factors(&self, recording: &mut Recording, name: &str) -> Vec<(u32, Matrix)> {
+        let parts = self.matrix(recording, name);
+        let Some((.., own)) = self.stage.own_vocabulary().filter(|_| name == "embed") else { return parts };
+        parts.into_iter().filter(|(first, _)| own.contains(first)).map(|(first, of)| (first - own.start, of)).collect()
     }
 
     /// Returns the parts of a matrix, each with its first row. Ranges of rows of different formats are parts of their

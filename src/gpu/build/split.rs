@@ -185,7 +185,16 @@ pub(crate) fn choose_ranks(
         let input_tags = BTreeMap::new();
         StagePart { stage, weights, on_cpu, heap_bytes, window_pages: None, tags, polls, halves, input_tags }
     };
-    let parts: Vec<StagePart> = builds.iter().zip(0..).map(part).collect();
+    let mut parts: Vec<StagePart> = builds.iter().zip(0..).map(part).collect();
+    // Tagged words are rounded: where one device's are and another's are not, their residual streams would differ, and so could
+    // the experts that they choose.
+    let tagged = |(build, part): (&Build<'_>, &StagePart)| -> Vec<u32> {
+        if part.tags { build.of_part(part).output_tags().into_keys().collect() } else { Vec::new() }
+    };
+    let tagged: Vec<Vec<u32>> = builds.iter().zip(&parts).map(tagged).collect();
+    if tagged.iter().any(|rows| *rows != tagged[0]) {
+        parts.iter_mut().for_each(|part| part.tags = false);
+    }
     let planned = builds.iter().zip(&parts).map(|(build, part)| Ok(build.of_part(part).planned()?.0));
     let sizes = planned.collect::<Result<Vec<PlannedSizes>, StartError>>()?;
     Ok(agreed(parts, &sizes))

@@ -1673,8 +1673,8 @@ struct Interpreted {
 }
 
 impl Interpreted {
-    fn new(decoder: &Decoder<'_>, rows: u32) -> Interpreted {
-        let recording = decoder.record(StepShape::Decode { rows });
+    fn new(decoder: &Decoder<'_>, shape: StepShape) -> Interpreted {
+        let recording = decoder.record(shape);
         let memory = gather(&initial(decoder, &[&recording]), &recording);
         Interpreted { recording, memory, state: decoder.state }
     }
@@ -1698,6 +1698,12 @@ impl Interpreted {
             self.patch(layout.page_word(slot, 0), &[slot]);
             self.patch(layout.batch_word(slot), &[slot]);
         }
+    }
+
+    /// Returns the words of the first `rows` slots.
+    fn slots(&mut self, rows: u32) -> Vec<u32> {
+        let (from, to) = (self.state.slot_word(0, 0), self.state.slot_word(rows, 0));
+        self.words("state")[from as usize..to as usize].to_vec()
     }
 
     /// Runs operations `ops` of the recording.
@@ -1751,8 +1757,43 @@ fn run_parts(parts: &mut [Interpreted], first: u32) {
     }
 }
 
-/// Goal: tagged decode steps of two and of three devices' parts draw what whole ones draw, and all devices have the same residual
-/// stream, bit for bit. Method: some steps of several rows in the interpreter, from the sequences' beginnings; logits as near as
+/// Goal: a drafting block with experts, which the last of two devices computes whole, drafts what it drafts for a whole model.
+/// Method: steps that verify drafts, in the interpreter.
+#[test]
+fn a_block_with_experts_drafts_the_same_for_a_model_in_parts_in_plain_rust() {
+    let vulkan = Vulkan::new();
+    let checkpoint = open("next-moe");
+    let shape = StepShape::Verify { sequences: 1, drafts: 2 };
+    let drafting = |decoder: Decoder<'_>| Interpreted::new(&Decoder { drafts: 2, ..decoder }, shape);
+    let mut whole = drafting(decoder(&vulkan, Driver::first(), &checkpoint, WHOLE));
+    let parts = InParts::of(&checkpoint, 2);
+    assert!(parts[1].weights.iter().any(WeightSpec::is_mtp) && !parts[0].weights.iter().any(WeightSpec::is_mtp));
+    let in_parts = |part: &InParts| {
+        let mut own = decoder(&vulkan, Driver::first(), &part.checkpoint, WHOLE);
+        own.stage = LayerStage::of_rank(&part.checkpoint.config, part.rank);
+        own.weights = &part.weights;
+        own.tuning.exchange_polls = 1;
+        drafting(own)
+    };
+    let mut parts: Vec<Interpreted> = parts.iter().map(in_parts).collect();
+    std::iter::once(&mut whole).chain(&mut parts).for_each(|run| run.join(1));
+    let each = parts[0].exchanges().len() as u32;
+    let mut seen = Vec::new();
+    for step in 0..4 {
+        whole.run(0..whole.recording.ops.len());
+        run_parts(&mut parts, 1 + step * each);
+        let drawn = parts[1].slots(1);
+        assert_eq!(drawn, whole.slots(1), "step {step}");
+        seen.push(drawn[state::SLOT_DRAFTS as usize..][..2].to_vec());
+        let first = parts[0].state.slot_word(0, 0);
+        parts[0].patch(first, &drawn);
+    }
+    seen.dedup();
+    assert!(seen.len() > 2 && seen.iter().flatten().all(|draft| *draft < checkpoint.config.vocab), "{seen:?}");
+}
+
+/// Goal: tagged decode steps of two devices' parts draw what whole ones draw, and both devices have the same residual stream, bit
+/// for bit. Method: some steps of several rows in the interpreter, from the sequences' beginnings; logits as near as
 /// roundings of tagged words allow.
 #[test]
 fn tagged_decode_steps_in_parts_mean_the_same_as_whole_ones_in_plain_rust() {
@@ -1761,16 +1802,13 @@ fn tagged_decode_steps_in_parts_mean_the_same_as_whole_ones_in_plain_rust() {
     let (_folders, checkpoints) = to_divide();
     let rows = 2;
     for (name, checkpoint) in &checkpoints {
-        let mut whole = Interpreted::new(&emulated(&vulkan, Driver::first(), checkpoint, way), rows);
+        let shape = StepShape::Decode { rows };
+        let mut whole = Interpreted::new(&emulated(&vulkan, Driver::first(), checkpoint, way), shape);
         let parts = InParts::of(checkpoint, 2);
         let mut parts: Vec<Interpreted> =
-            parts.iter().map(|part| Interpreted::new(&part.decoder(&vulkan, way), rows)).collect();
+            parts.iter().map(|part| Interpreted::new(&part.decoder(&vulkan, way), shape)).collect();
         std::iter::once(&mut whole).chain(&mut parts).for_each(|run| run.join(rows));
         let each = parts[0].exchanges().len() as u32;
-        let slots = |run: &mut Interpreted| -> Vec<u32> {
-            let (from, to) = (run.state.slot_word(0, 0), run.state.slot_word(rows, 0));
-            run.words("state")[from as usize..to as usize].to_vec()
-        };
         for step in 0..3 {
             whole.run(0..whole.recording.ops.len());
             run_parts(&mut parts, 1 + step * each);
@@ -1782,8 +1820,8 @@ fn tagged_decode_steps_in_parts_mean_the_same_as_whole_ones_in_plain_rust() {
                 assert!((found - wanted).abs() <= way.near, "{what}: a logit of {found} in place of {wanted}");
             }
             let stream = last.words("tagged.x").clone();
-            let drawn = slots(last);
-            assert_eq!(drawn, slots(&mut whole), "{what}: slots");
+            let drawn = last.slots(rows);
+            assert_eq!(drawn, whole.slots(rows), "{what}: slots");
             for other in others {
                 assert_eq!(*other.words("tagged.x"), stream, "{what}: the residual stream");
                 other.patch(other.state.slot_word(0, 0), &drawn);

@@ -261,26 +261,20 @@ fn drafts_for_a_model_in_parts_change_no_token() {
     }
 }
 
-/// Goal: a block with experts, which the last device computes whole, drafts what it drafts on one device.
+/// Goal: a block with experts drafts, and its drafts change no token. That they are those of one device is tested in plain Rust
+/// (`kernels::recordings`): the model's weights are random, and it accepts hardly any.
 #[test]
 fn a_block_with_experts_drafts_for_a_model_in_parts() {
     let vulkan = Vulkan::shared();
     let known = expected("next-moe");
-    let drafting = |model: &mut Model| {
+    let host = divided(&vulkan, fixture("next-moe"), |model| {
         (model.slots, model.drafts, model.drafts_always) = (Some(1), Some(2), Some(true));
-    };
-    let draw = |host: &Host| {
-        let drawn = generate(&only(host), request(&known.prompt, 24));
-        assert_eq!(drawn.tokens, known.greedy[..24]);
-        (drawn.finished.drafted_tokens, drawn.finished.accepted_tokens)
-    };
-    let found = draw(&divided(&vulkan, fixture("next-moe"), |model| {
-        drafting(model);
         // The last device drafts; lavapipe compiles faster.
         model.replicas[0].devices.reverse();
-    }));
-    let wanted = draw(&whole(&vulkan, fixture("next-moe"), drafting));
-    assert!(found.0 > 0 && found == wanted, "{found:?} drafted and accepted in place of {wanted:?}");
+    });
+    let drawn = generate(&only(&host), request(&known.prompt, 24));
+    assert_eq!(drawn.tokens, known.greedy[..24]);
+    assert!(drawn.finished.drafted_tokens > 0);
 }
 
 /// Goal: drafts that are looked up change no token and some are accepted.
@@ -347,9 +341,10 @@ fn a_fault_in_an_exchange_changes_no_token() {
 fn what_cannot_be_divided_by_tensors_is_refused() {
     let vulkan = Vulkan::shared();
     let tensor = |model: &mut Model| model.replicas = vec![over_both(&vulkan, SplitMode::Tensor)];
-    for (name, what) in
-        [("hybrid-three", "3 value heads of recurrent layers cannot be divided equally among 2 devices")]
-    {
+    for (name, what) in [
+        ("hybrid-three", "3 value heads of recurrent layers cannot be divided equally among 2 devices"),
+        ("quantised/ct-order", "are not in the order of its inputs (act-order)"),
+    ] {
         let error = refused(&vulkan, fixture(name), tensor);
         let text = error.to_string();
         assert!(

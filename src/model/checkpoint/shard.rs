@@ -347,7 +347,7 @@ impl Parts<'_> {
             "latent.q" | "latent.keys" | "latent.values" => {
                 rows(ranges, &[of_heads(queries, count / c.attention_kinds[kind].heads)])
             }
-            "sinks" => rows(ranges, &[queries.clone()]),
+            "sinks" => rows(ranges, std::slice::from_ref(queries)),
             "o" => {
                 let recurrent = self.recurrent().filter(|_| c.layer_kinds[at] == LayerKind::GatedDelta);
                 return columns(match (recurrent, c.latent) {

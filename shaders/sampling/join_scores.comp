@@ -28,6 +28,9 @@ layout(push_constant) uniform Args {
 
 float float_at(uint at) { return uintBitsToFloat(parts.v[at]); }
 
+// The number of the best tokens of a part. After a fault its words may be anything.
+uint count_of(uint part) { return min(parts.v[part + SCORE_TOP_COUNT], TOP_ENTRIES); }
+
 void main() {
     uint row = score.v[SCORE_TURN] * gl_NumWorkGroups.x + gl_WorkGroupID.x;
     uint count = chunk.v[2];
@@ -43,7 +46,7 @@ void main() {
         uint part = first + rank * SCORE_WORDS;
         most = max(most, key_of(float_at(part + SCORE_LOG_SUM)));
         target = max(target, key_of(float_at(part + SCORE_LOGPROB)));
-        all += parts.v[part + SCORE_TOP_COUNT];
+        all += count_of(part);
     }
     bool none = most <= KEY_MINUS_INFINITY;
     float sum = 0.0;
@@ -56,12 +59,12 @@ void main() {
     uint entry = (score.v[SCORE_FIRST] + row) * SCORE_WORDS;
     for (uint i = gl_LocalInvocationID.x; i < RANKS * TOP_ENTRIES; i += THREADS) {
         uint own = first + i / TOP_ENTRIES * SCORE_WORDS, index = i % TOP_ENTRIES;
-        if (index >= parts.v[own + SCORE_TOP_COUNT]) continue;
+        if (index >= count_of(own)) continue;
         uint at = own + SCORE_TOP + 2u * index, id = parts.v[at];
         uint key = key_of(float_at(at + 1u)), rank = 0u;
         for (uint other = 0u; other < RANKS; other++) {
             uint part = first + other * SCORE_WORDS;
-            for (uint j = 0u; j < parts.v[part + SCORE_TOP_COUNT]; j++) {
+            for (uint j = 0u; j < count_of(part); j++) {
                 uint place = part + SCORE_TOP + 2u * j;
                 uint key_of_other = key_of(float_at(place + 1u));
                 rank += uint(key_of_other > key || (key_of_other == key && parts.v[place] < id));

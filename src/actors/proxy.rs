@@ -7,6 +7,7 @@ use crate::actors::thread::{ActorThread, SpawnError};
 use crate::device::{DeviceError, Gate};
 use crate::kernels::exchange::{WORD_BYTES, has_failed, is_complete, stop_offset};
 use crate::memory::Buffer;
+use crossbeam_channel::{Receiver, Sender, TryRecvError, unbounded};
 use rustix::time::{ClockId, clock_gettime};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
@@ -37,7 +38,7 @@ const LEAST_WORDS: u32 = 320;
 const BLOCK: usize = 32;
 /// The number of polls after which stored words leave the processor's write buffers, if no further ones come.
 const POLLS_BEFORE_FENCE: u32 = 16;
-/// Each thread's words begin at a multiple of this: a cache line.
+/// Each thread's words of a sum begin at a multiple of this: a cache line.
 const LINE: u64 = 64 / WORD_BYTES;
 
 /// Capacity of the inbox: more than the steps of the plans in flight.
@@ -180,25 +181,34 @@ impl Shared {
 }
 
 impl Proxies {
-    /// Starts threads for each device.
+    /// Starts threads for each device, as many as suit the machine.
     pub fn spawn(memory: ExchangeMemory) -> Result<Proxies, SpawnError> {
-        let devices = memory.outboxes.len();
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
-        let each = (cores / (CORES_EACH * devices)).clamp(1, MOST_THREADS);
+        let each = (cores / (CORES_EACH * memory.outboxes.len())).clamp(1, MOST_THREADS);
+        Proxies::spawn_each(memory, each)
+    }
+
+    /// Starts `each` threads for each device.
+    pub fn spawn_each(memory: ExchangeMemory, each: usize) -> Result<Proxies, SpawnError> {
+        let devices = memory.outboxes.len();
         let carried = Mutex::new(vec![vec![0; each]; devices]);
         let (stopped, queued) = (AtomicBool::new(false), AtomicU64::new(0));
         let shared = Arc::new(Shared { memory, stopped, queued, carried });
         // If a thread cannot be started, the inboxes close before the others are joined.
         let (mut threads, mut inboxes) = (Vec::new(), Vec::new());
-        for (from, thread) in (0..devices).flat_map(|from| (0..each).map(move |thread| (from, thread))) {
-            let (address, inbox) = mailbox(INBOX);
-            let of_thread = Arc::clone(&shared);
-            threads.push(ActorThread::spawn(format!("proxy {from}.{thread}"), move || {
-                // A panic must not leave kernels waiting.
-                let _stop = StopOnPanic(Arc::clone(&of_thread));
-                run(&of_thread, from, (thread, each), &inbox);
-            })?);
-            inboxes.push(address);
+        for from in 0..devices {
+            let (senders, receivers): (Vec<_>, Vec<_>) = (1..each).map(|_| unbounded()).unzip();
+            let others = receivers.into_iter().map(Counts::From);
+            for (thread, counts) in std::iter::once(Counts::To(senders)).chain(others).enumerate() {
+                let (address, inbox) = mailbox(INBOX);
+                let of_thread = Arc::clone(&shared);
+                threads.push(ActorThread::spawn(format!("proxy {from}.{thread}"), move || {
+                    // A panic must not leave kernels waiting.
+                    let _stop = StopOnPanic(Arc::clone(&of_thread));
+                    run(&of_thread, from, (thread, each), &counts, &inbox);
+                })?);
+                inboxes.push(address);
+            }
         }
         Ok(Proxies { inboxes, shared, _threads: threads })
     }
@@ -331,8 +341,21 @@ impl Carrier {
     }
 }
 
+/// The number of words behind the first word of an exchange of logits, and whether the next exchange of the same rows has
+/// words.
+type Counted = (u32, bool);
+
+/// Where a thread's [`Counted`] of each exchange of logits go to, or come from. A device's first thread reads them in the
+/// first word and tells its other threads. Those cannot read them there: nothing waits for a thread without words of its
+/// own, so the device may have written other words to the slot before such a thread looks.
+#[derive(Debug)]
+enum Counts {
+    To(Vec<Sender<Counted>>),
+    From(Receiver<Counted>),
+}
+
 /// Carries the share of thread `thread` of `threads` in the words of device `from`, exchange by exchange.
-fn run(shared: &Shared, from: usize, (thread, threads): (usize, usize), inbox: &Mailbox<Exchanges>) {
+fn run(shared: &Shared, from: usize, (thread, threads): (usize, usize), counts: &Counts, inbox: &Mailbox<Exchanges>) {
     let carrier = Carrier { from, thread, threads };
     while let Ok(exchanges) = inbox.recv() {
         let (first_turn, first_of_head) = (exchanges.first_turn(), exchanges.first_of_head());
@@ -341,11 +364,13 @@ fn run(shared: &Shared, from: usize, (thread, threads): (usize, usize), inbox: &
         for number in exchanges.first..exchanges.end() {
             let carried = match number {
                 _ if number < first_turn => carry(shared, from, (number as u32, Place::InTurn), sums.clone()),
-                _ if number < first_of_head => carry_counted(shared, carrier, (number as u32, Place::InTurn)).is_some(),
+                _ if number < first_of_head => {
+                    carry_counted(shared, carrier, counts, (number as u32, Place::InTurn)).is_some()
+                }
                 _ if !has_words => true,
                 _ => {
                     let place = if number == first_of_head { Place::Best } else { Place::InTurn };
-                    let follows = carry_counted(shared, carrier, (number as u32, place));
+                    let follows = carry_counted(shared, carrier, counts, (number as u32, place));
                     has_words = follows == Some(true);
                     follows.is_some()
                 }
@@ -363,8 +388,27 @@ fn run(shared: &Shared, from: usize, (thread, threads): (usize, usize), inbox: &
 
 /// Carries words of an exchange whose first word has the number of the others. Returns whether the next exchange of the same
 /// rows has words; `None` if words have not come.
-fn carry_counted(shared: &Shared, carrier: Carrier, (number, place): (u32, Place)) -> Option<bool> {
-    let Carrier { from, thread, .. } = carrier;
+fn carry_counted(shared: &Shared, carrier: Carrier, counts: &Counts, (number, place): (u32, Place)) -> Option<bool> {
+    let from = carrier.from;
+    let (words, follows) = match counts {
+        Counts::To(others) => {
+            let counted = count(shared, from, (number, place))?;
+            for other in others {
+                // If the thread has ended, exchanges have stopped.
+                let _ = other.send(counted);
+            }
+            if !carry(shared, from, (number, place), 0..1) {
+                return None;
+            }
+            counted
+        }
+        Counts::From(first) => told(shared, first)?,
+    };
+    carry(shared, from, (number, place), carrier.share(1, words.into())).then_some(follows)
+}
+
+/// Reads the first word of an exchange of logits of a device, when it has come.
+fn count(shared: &Shared, from: usize, (number, place): (u32, Place)) -> Option<Counted> {
     let memory = &shared.memory;
     let at = memory.slot(place, number);
     let mut word = [[0; 4]];
@@ -387,9 +431,20 @@ fn carry_counted(shared: &Shared, carrier: Carrier, (number, place): (u32, Place
         );
         return None;
     }
-    let carried = (thread > 0 || carry(shared, from, (number, place), 0..1))
-        && carry(shared, from, (number, place), carrier.share(1, words.into()));
-    carried.then_some(follows != 0)
+    Some((words, follows != 0))
+}
+
+/// Waits for what the device's first thread tells of the next exchange of logits. That thread watches the clock.
+fn told(shared: &Shared, first: &Receiver<Counted>) -> Option<Counted> {
+    loop {
+        match first.try_recv() {
+            Ok(counted) => return Some(counted),
+            Err(TryRecvError::Disconnected) => return None,
+            Err(TryRecvError::Empty) if shared.stopped.load(Ordering::Acquire) => return None,
+            Err(TryRecvError::Empty) if shared.memory.on_cpu => std::thread::yield_now(),
+            Err(TryRecvError::Empty) => std::hint::spin_loop(),
+        }
+    }
 }
 
 /// Carries words of one exchange. Returns whether all have come.

@@ -24,8 +24,11 @@ const LATE: Duration = Duration::from_millis(300);
 /// Time limit, longer than any wait here takes on a busy machine.
 const LONG: Duration = Duration::from_secs(120);
 
-/// Starts the proxies of devices whose memory is that of one driver, with buffers of zeros.
-fn start(vulkan: &Vulkan) -> (Arena, ExchangeMemory, Proxies) {
+/// The number of words of the slot for best tokens.
+const BEST: u32 = 8;
+
+/// Starts the proxies of devices whose memory is that of one driver, with buffers of zeros and, if `gated`, a gate for each.
+fn start(vulkan: &Vulkan, gated: bool) -> (Arena, ExchangeMemory, Proxies) {
     let device = vulkan.device(Driver::first());
     let arena = Arena::new(&device).expect("an arena");
     let buffer = |name: &str, bytes: u64| -> Arc<Buffer> {
@@ -34,13 +37,23 @@ fn start(vulkan: &Vulkan) -> (Arena, ExchangeMemory, Proxies) {
         buffer
     };
     let memory = ExchangeMemory {
-        outboxes: (0..DEVICES).map(|at| buffer(&format!("outbox.{at}"), outbox_bytes(WORDS))).collect(),
-        inboxes: (0..DEVICES).map(|at| buffer(&format!("inbox.{at}"), inbox_bytes(WORDS, DEVICES as u32))).collect(),
-        gates: (0..DEVICES).map(|_| Arc::new(Gate::new(&device).expect("a gate"))).collect(),
+        outboxes: (0..DEVICES)
+            .map(|at| buffer(&format!("outbox.{at}"), outbox_bytes(WORDS) + u64::from(BEST) * WORD_BYTES))
+            .collect(),
+        inboxes: (0..DEVICES)
+            .map(|at| {
+                let best = (DEVICES as u64 - 1) * u64::from(BEST) * WORD_BYTES;
+                buffer(&format!("inbox.{at}"), inbox_bytes(WORDS, DEVICES as u32) + best)
+            })
+            .collect(),
+        gates: (0..DEVICES).filter(|_| gated).map(|_| Arc::new(Gate::new(&device).expect("a gate"))).collect(),
         slot_words: WORDS,
+        best_words: BEST,
         on_cpu: true,
     };
-    let proxies = Proxies::spawn(memory.clone()).expect("threads");
+    // More threads than a machine with few cores would have.
+    let proxies = if gated { Proxies::spawn(memory.clone()) } else { Proxies::spawn_each(memory.clone(), 3) };
+    let proxies = proxies.expect("threads");
     (arena, memory, proxies)
 }
 
@@ -95,9 +108,9 @@ fn device(memory: &ExchangeMemory, own: usize) {
 #[test]
 fn words_that_come_late_and_in_pieces_pass_whole() {
     let vulkan = Vulkan::new();
-    let (_arena, memory, proxies) = start(&vulkan);
+    let (_arena, memory, proxies) = start(&vulkan, true);
     for step in 0..STEPS {
-        proxies.carry(Exchanges { first: 1 + step * u64::from(EACH), count: EACH, words: WORDS });
+        proxies.carry(Exchanges { first: 1 + step * u64::from(EACH), count: EACH, words: WORDS, turns: 0, of_head: 0 });
     }
     std::thread::scope(|scope| {
         for own in 0..DEVICES {
@@ -112,8 +125,8 @@ fn words_that_come_late_and_in_pieces_pass_whole() {
 #[test]
 fn exchanges_that_are_ended_keep_no_device_waiting() {
     let vulkan = Vulkan::new();
-    let (_arena, memory, proxies) = start(&vulkan);
-    proxies.carry(Exchanges { first: 1, count: EACH, words: WORDS });
+    let (_arena, memory, proxies) = start(&vulkan, true);
+    proxies.carry(Exchanges { first: 1, count: EACH, words: WORDS, turns: 0, of_head: 0 });
     // One device has sent nothing.
     for own in [0, 2] {
         for at in 0..WORDS {
@@ -126,9 +139,73 @@ fn exchanges_that_are_ended_keep_no_device_waiting() {
     assert!(proxies.has_stopped() && !proxies.have_carried(1));
     for later in [EACH, 2 * EACH] {
         assert_eq!(memory.gates.iter().map(|gate| gate.opened()).collect::<Vec<_>>(), [u64::from(later); DEVICES]);
-        proxies.carry(Exchanges { first: u64::from(later) + 1, count: EACH, words: WORDS });
+        proxies.carry(Exchanges { first: u64::from(later) + 1, count: EACH, words: WORDS, turns: 0, of_head: 0 });
     }
     for inbox in &memory.inboxes {
         assert_eq!(inbox.load_u32(stop_offset(WORDS, DEVICES as u32)), 1, "kernels are told");
     }
+}
+
+/// Takes the part of a device without gates that draws tokens: each step has a sum, best tokens and, in every third step,
+/// many words of logits. It goes on as soon as it has the words of the others, whatever the proxies' threads do, and later
+/// writes over its own.
+fn drawing_device(memory: &ExchangeMemory, own: usize) {
+    let stop = stop_offset(WORDS, DEVICES as u32) / WORD_BYTES;
+    // The words of an exchange of a device: of logits, the first one counts the others.
+    let words = |device: usize, number: u64, count: u32, follows: Option<bool>| -> Vec<[u32; 4]> {
+        let first = follows.map(|follows| {
+            let bits = [count, u32::from(follows), device as u32];
+            [bits[0], bits[1], bits[2], check_of(bits, number as u32)]
+        });
+        first.into_iter().chain((0..count).map(|at| word(device, number, at))).collect()
+    };
+    for step in 0..DRAWN {
+        let sum = 1 + 3 * step;
+        let follows = step % 3 == 0;
+        let logits = (sum + 2, false, WORDS - 1, Some(false));
+        let exchanges = [(sum, false, SUM, None), (sum + 1, true, 3, Some(follows))];
+        for (number, best, count, tells) in exchanges.into_iter().chain(follows.then_some(logits)) {
+            let slot = if best { 2 * u64::from(WORDS) } else { (number & 1) * u64::from(WORDS) };
+            // The first word is the last that is stored.
+            for (at, word) in words(own, number, count, tells).iter().enumerate().rev() {
+                memory.outboxes[own].store_quads((slot + at as u64) * WORD_BYTES, &[*word]);
+            }
+            for other in (0..DEVICES).filter(|other| *other != own) {
+                let index = (other - usize::from(other > own)) as u64;
+                let from = match best {
+                    true => stop + 1 + index * u64::from(BEST),
+                    false => index * 2 * u64::from(WORDS) + slot,
+                };
+                let wanted = words(other, number, count, tells);
+                until("the words of the others", || {
+                    let mut found = vec![[0; 4]; wanted.len()];
+                    memory.inboxes[own].load_quads(from * WORD_BYTES, &mut found);
+                    found == wanted
+                });
+            }
+        }
+    }
+}
+
+/// The words of a step's sum.
+const SUM: u32 = 4;
+/// The steps of devices that send logits.
+const DRAWN: u64 = 400;
+
+/// Goal: threads without words of their own in an exchange of logits miss none, although devices do not wait for them. Method:
+/// several threads for each device on whatever cores there are, and devices that go on at once.
+#[test]
+fn logits_pass_whatever_threads_without_words_do() {
+    let vulkan = Vulkan::new();
+    let (_arena, memory, proxies) = start(&vulkan, false);
+    for step in 0..DRAWN {
+        proxies.carry(Exchanges { first: 1 + 3 * step, count: 1, words: SUM, turns: 0, of_head: 2 });
+    }
+    std::thread::scope(|scope| {
+        for own in 0..DEVICES {
+            let memory = &memory;
+            scope.spawn(move || drawing_device(memory, own));
+        }
+    });
+    assert!(proxies.have_carried(3 * DRAWN) && !proxies.has_stopped());
 }

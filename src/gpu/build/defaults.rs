@@ -39,6 +39,9 @@ pub(crate) const PATCH_PAIRS: u32 = 4096;
 /// The number of rows of an inbox's `seen`.
 pub(crate) const SEEN_ROWS: u32 = 1024;
 
+/// The maximum number of sequences of a prompt step: prompts, and slots that decode in it.
+pub(crate) const MOST_SEQUENCES: u32 = 256;
+
 /// The maximum number of prompts that share a step; others wait for the next one.
 pub(crate) const MOST_PROMPTS: u32 = 64;
 
@@ -162,7 +165,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         // running.
         exchange_polls: if cpu { 0 } else { EXCHANGE_POLLS },
         exchange_halves: false,
-        vocabulary_rows: true,
+        vocabulary_rows: 1,
         matmul: BTreeMap::new(),
         matmul_shapes: BTreeMap::new(),
         matmul_room: 0,
@@ -191,6 +194,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         wgmma_folds: true,
         // On a CPU, a step of more rows takes as much longer.
         mixed_steps: cpu.then_some(0),
+        prompts: MOST_PROMPTS,
         flash_wgmma: true,
         fp8_activations: false,
         wgmma_each: 16,
@@ -344,7 +348,8 @@ impl Build<'_> {
                 rows: slots.next_power_of_two(),
                 chunk,
                 // Steps that draw tokens from several prompts have a power of two as their number of rows.
-                prompts: slots.next_power_of_two().min(MOST_PROMPTS),
+                prompts: slots.next_power_of_two().min(tuning.prompts),
+                sequences: slots.next_power_of_two().min(tuning.prompts),
                 max_pages: context.div_ceil(PAGE_TOKENS),
                 cells: config.delta.is_some() || self.draft.is_some_and(|draft| draft.config.draft_head.is_some()),
                 windows: window_pages.is_some(),
@@ -362,6 +367,9 @@ impl Build<'_> {
             context,
             tuning,
         };
+        if decoder.mixed_steps().is_some() {
+            decoder.state.sequences = slots.next_power_of_two().min(MOST_SEQUENCES);
+        }
         // The device that draws the tokens drafts.
         if let Some(draft) = self.draft.filter(|_| decoder.drafts > 0 && decoder.stage.is_last()) {
             let tuning = self.tuning_of(&draft.config, context);

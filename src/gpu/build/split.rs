@@ -148,16 +148,28 @@ pub(crate) fn shards(
     (0..devices).map(shard).collect::<Result<_, ShardError>>().map_err(refused)
 }
 
+/// The minimum number of bytes of the LM head that a GPU does not read because others do, for a division that pays: on two
+/// H200s the LM head of Qwen3-0.6B (156 MB less) decodes 5 % slower divided, that of Qwen3-8B (622 MB less) 5 % faster.
+const LEAST_SAVED: u64 = 256 << 20;
+
 /// Returns how the rows of the LM head are divided among the devices of `builds`, or why they are not.
 fn vocabulary(builds: &[Build<'_>]) -> Result<Columns, &'static str> {
     let (last, config) = (builds.last().expect("there are devices"), &builds[0].checkpoint.config);
+    let of = builds.len() as u64;
+    let chosen = |build: &Build<'_>| build.tuning(DEFAULT_CONTEXT).vocabulary_rows;
+    let chosen = builds.iter().map(chosen).min().unwrap_or(0);
+    let name = if config.tied { "embed" } else { "lm_head" };
+    let head = builds[0].all_weights().iter().filter(|weight| weight.merged == name);
+    let saved = head.map(WeightSpec::bytes).sum::<u64>() * (of - 1) / of;
+    let pays = chosen > 1 || saved >= LEAST_SAVED || builds.iter().any(|build| build.adapter.is_cpu());
     let drafts_itself =
         last.drafts() > 0 && last.draft.map_or(last.model.draft.is_none(), |draft| draft.config.draft_head.is_some());
     match divide_vocabulary(config, builds.len() as u32) {
         _ if !config.causal => Err("the model draws no tokens"),
-        _ if !builds.iter().all(|build| build.tuning(DEFAULT_CONTEXT).vocabulary_rows) => Err("vocabulary_rows=0"),
+        _ if chosen == 0 => Err("vocabulary_rows=0"),
         _ if drafts_itself => Err("the block or head that drafts tokens needs all of it"),
         None => Err("it has too few rows"),
+        Some(_) if !pays => Err("it is small, so that a token would wait longer for the exchange of logits"),
         Some(columns) => Ok(columns),
     }
 }

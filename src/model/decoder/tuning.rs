@@ -3,6 +3,7 @@
 //!
 //! Not here: the choices that follow from a product's shape (`products`).
 
+use crate::kernels::attention::flash::SHARING_PROMPTS;
 use crate::kernels::gemm::codes::CodesConfig;
 use crate::kernels::gemm::gemv_dots::DotsConfig;
 use crate::kernels::gemm::matmul::{Arithmetic, MatmulConfig, MatrixUnits};
@@ -55,8 +56,9 @@ pub struct Tuning {
     pub exchange_polls: u32,
     /// Whether the parts of sums of prompt steps pass between devices as bfloat16.
     pub exchange_halves: bool,
-    /// Whether the devices of a replica with tensor parallelism each have a part of the LM head's rows, where it can be divided.
-    pub vocabulary_rows: bool,
+    /// Whether the devices of a replica with tensor parallelism each have a part of the LM head's rows, where it can be divided:
+    /// not (0), where that saves more time than the exchange of logits takes (1), or always (2).
+    pub vocabulary_rows: u32,
     /// The workgroups of `matmul`, by a minimum number of rows of activations. Overrides the default rule.
     pub matmul: BTreeMap<u32, MatmulConfig>,
     /// The workgroups of `matmul` for products of one shape, by rows and columns of W (of one expert's part) and rows of
@@ -130,6 +132,8 @@ pub struct Tuning {
     /// The time of a decode step in microseconds from which sequences decode in prompt steps while there are prompts, where
     /// the model allows ([`Decoder::mixed_steps`](super::Decoder::mixed_steps)); 0 for never. `None`: by the device's rule.
     pub mixed_steps: Option<u32>,
+    /// The maximum number of prompts that share a step, a power of two.
+    pub prompts: u32,
     /// Whether the activations of a decode step carry generation tags that their consumers poll, so that no barriers
     /// are needed between them.
     pub tags: bool,
@@ -317,12 +321,14 @@ impl Tuning {
             "dots_most" => &mut self.dots_most,
             "matmul_room" => &mut self.matmul_room,
             "weight_buffer" => &mut self.weight_buffer,
+            "vocabulary_rows" => &mut self.vocabulary_rows,
             "attention_threads" => &mut self.attention_threads,
             "flash_threads" => &mut self.flash_threads,
             "flash_threads_many" => &mut self.flash_threads_many,
             "spread" => &mut self.spread,
             "processors" if (1..=MOST_PROCESSORS).contains(&value) => &mut self.processors,
             "fold_rows" => &mut self.fold_rows,
+            "prompts" if value.is_power_of_two() && value <= SHARING_PROMPTS => &mut self.prompts,
             "wgmma_rows" => &mut self.wgmma_rows,
             "e4m3_rows" => &mut self.e4m3_rows,
             "wgmma_code_rows" => &mut self.wgmma_code_rows,
@@ -387,10 +393,6 @@ impl Tuning {
                         None => return false,
                     },
                 });
-                return true;
-            }
-            "vocabulary_rows" => {
-                self.vocabulary_rows = value != 0;
                 return true;
             }
             "gates" => {

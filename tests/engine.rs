@@ -484,6 +484,7 @@ fn capacity(slots: u32, pages: u32, buckets: &[u32]) -> Capacity {
         prefill_chunk: 24,
         causal: true,
         prompts: 4,
+        sequences: 4,
         mixed_steps: None,
         buckets: buckets.to_vec(),
         run_ahead: 32,
@@ -549,7 +550,12 @@ fn ten_thousand_requests_with_a_few_beginnings_on_many_slots() {
         let world = World {
             name: "64 slots, shared beginnings",
             requests: 10_000,
-            capacity: Capacity { prefill_chunk: 96, prompts: 16, ..capacity(64, 300, &[1, 2, 4, 8, 16, 32, 64]) },
+            capacity: Capacity {
+                prefill_chunk: 96,
+                prompts: 16,
+                sequences: 16,
+                ..capacity(64, 300, &[1, 2, 4, 8, 16, 32, 64])
+            },
             gap_steps: 2,
             priorities: 3,
             nuisance: 10,
@@ -717,25 +723,27 @@ fn thousands_of_requests_with_a_draft_model() {
 fn thousands_of_requests_that_decode_in_prefill_steps() {
     for seed in seeds(2) {
         let scarce = capacity(8, 14, &[1, 2, 4, 8]);
-        let many = Capacity { prefill_chunk: 96, prompts: 16, ..capacity(64, 300, &[1, 2, 4, 8, 16, 32, 64]) };
+        let many =
+            Capacity { prefill_chunk: 96, prompts: 16, sequences: 16, ..capacity(64, 300, &[1, 2, 4, 8, 16, 32, 64]) };
         let windows = Capacity {
             context: 480,
             run_ahead: 8,
             window: Some(WindowCapacity { tokens: 20, pages: 40 }),
             ..capacity(8, 60, &[1, 2, 4, 8])
         };
-        let all = Capacity { prompts: 8, ..capacity(8, 40, &[1, 2, 4, 8]) };
+        let all = Capacity { prompts: 8, sequences: 8, ..capacity(8, 40, &[1, 2, 4, 8]) };
         let recurrent = Capacity { prefill_chunk: 192, context: 1200, pages: 80, snapshots: Some(12), ..all.clone() };
         let drafts = Drafts { most: 2, sequences: 2, always: false, history: true, catches_up: true };
         let drafting = Capacity { drafts, context: 480, pages: 60, run_ahead: 8, ..all.clone() };
         let recurrent_drafting =
             Capacity { drafts: Drafts { always: true, catches_up: false, ..drafts }, ..recurrent.clone() };
         let worlds = [
-            ("mixed, scarce pages", Capacity { prompts: 8, ..scarce }, None, 0, 0),
+            ("mixed, scarce pages", Capacity { prompts: 8, sequences: 8, ..scarce }, None, 0, 0),
             ("mixed, many slots", many, Some(7), 0, 0),
             ("mixed, windows", windows.clone(), Some(50), 6, 0),
             ("mixed, lost", all.clone(), None, 9, 150),
             ("mixed, constrained", all.clone(), None, 3, 0),
+            ("mixed, more sequences than prompts", Capacity { prompts: 2, ..all.clone() }, Some(7), 9, 0),
             ("mixed, constrained without gates", Capacity { gates: false, ..all }, Some(9), 3, 0),
             ("mixed, recurrent state", recurrent.clone(), Some(7), 6, 0),
             ("mixed, few snapshots", Capacity { snapshots: Some(2), pages: 60, ..recurrent }, None, 0, 200),

@@ -55,6 +55,7 @@ impl Default for FakeConfig {
                 prefill_chunk: 128,
                 causal: true,
                 prompts: 8,
+                sequences: 8,
                 mixed_steps: None,
                 buckets: vec![1],
                 run_ahead: 32,
@@ -378,8 +379,14 @@ impl FakeExecutor {
         let tokens = chunks.iter().map(|chunk| chunk.tokens.len()).sum::<usize>();
         let (rows, most) = (tokens + decoding.len(), capacity.prefill_chunk);
         assert!(rows <= most as usize, "{rows} rows in a prefill step, at most {most}");
-        let (parts, most) = (chunks.len() + decoding.len(), capacity.prompts);
-        assert!(!chunks.is_empty() && parts <= most as usize, "{parts} sequences in a prefill step, at most {most}");
+        let most = capacity.prompts;
+        assert!(
+            (1..=most as usize).contains(&chunks.len()),
+            "{} prompts in a prefill step, at most {most}",
+            chunks.len()
+        );
+        let (parts, most) = (chunks.len() + decoding.len(), capacity.sequences);
+        assert!(parts <= most as usize, "{parts} sequences in a prefill step, at most {most}");
         let slots: HashSet<Slot> = chunks.iter().map(|chunk| chunk.slot).chain(decoding.iter().copied()).collect();
         assert_eq!(slots.len(), parts, "a slot twice in a plan");
         if !decoding.is_empty() {

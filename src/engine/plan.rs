@@ -43,9 +43,11 @@ pub struct Capacity {
     /// Whether a token sees earlier tokens only. Otherwise keys and values of a prompt's beginning depend on all of it: each
     /// prompt is one chunk, no pages are reused, and no token is drawn, prompts are only embedded.
     pub causal: bool,
-    /// The maximum number of sequences whose prompts can share a step; with `mixed_steps`, together with the sequences that
-    /// decode in the step.
+    /// The maximum number of sequences whose prompts can share a step.
     pub prompts: u32,
+    /// The maximum number of sequences of a prefill step in which some decode, with those whose prompts share it; at least
+    /// `prompts`.
+    pub sequences: u32,
     /// The time of a decode step from which sequences decode in prefill steps; `None` if they never can.
     pub mixed_steps: Option<Duration>,
     /// The decode buckets: numbers of rows, ascending, `[1, 2, 4, …]`.

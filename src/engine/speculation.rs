@@ -83,13 +83,21 @@ impl Speculation {
         chosen
     }
 
-    /// Returns the best number of drafts, or now and then another one.
-    fn number(&mut self, sequences: u32, pace: &Pace) -> u32 {
-        // A number of drafts without a measured time is tried first.
+    /// Whether drafts for `sequences` sequences are possible and, as far as their times are known, pay.
+    pub fn may_pay(&self, sequences: u32, pace: &Pace) -> bool {
+        let possible = self.can.most > 0 && sequences <= self.can.sequences;
+        possible && (self.can.always || self.best(sequences, pace) != Ok(0))
+    }
+
+    /// Returns the number of drafts that draws most tokens per second.
+    ///
+    /// # Errors
+    /// The first number of drafts whose time is not known.
+    fn best(&self, sequences: u32, pace: &Pace) -> Result<u32, u32> {
         let times: Vec<Option<f64>> =
             (0..=self.can.most).map(|drafts| pace.verify(sequences, drafts).map(|t| t.as_secs_f64())).collect();
         if let Some(unknown) = times.iter().position(Option::is_none) {
-            return unknown as u32;
+            return Err(unknown as u32);
         }
         let mut best = (0, 0.0);
         let (mut tokens, mut all_right) = (1.0, 1.0);
@@ -103,7 +111,17 @@ impl Speculation {
                 best = (drafts, speed);
             }
         }
-        let others = (0u32..).zip(&self.tried).filter(|(drafts, tried)| *drafts != best.0 && **tried < YOUNG);
+        Ok(best.0)
+    }
+
+    /// Returns the best number of drafts, or now and then another one.
+    fn number(&mut self, sequences: u32, pace: &Pace) -> u32 {
+        let best = match self.best(sequences, pace) {
+            Ok(best) => best,
+            // A number of drafts without a measured time is tried first.
+            Err(unknown) => return unknown,
+        };
+        let others = (0u32..).zip(&self.tried).filter(|(drafts, tried)| *drafts != best && **tried < YOUNG);
         let often = if self.can.catches_up { EXPLORE_CATCHING_UP } else { EXPLORE_YOUNG };
         if self.choices.is_multiple_of(often)
             && let Some((young, _)) = others.min_by_key(|(_, tried)| **tried)
@@ -111,10 +129,10 @@ impl Speculation {
             self.measures = true;
             return young;
         }
-        let every = if best.0 == 0 { EXPLORE * IDLE } else { EXPLORE };
+        let every = if best == 0 { EXPLORE * IDLE } else { EXPLORE };
         match self.choices % every {
             0 => (self.choices / every % u64::from(self.can.most + 1)) as u32,
-            _ => best.0,
+            _ => best,
         }
     }
 

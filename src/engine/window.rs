@@ -80,6 +80,7 @@ mod tests {
             prefill_chunk: 32,
             causal: true,
             prompts: 4,
+            sequences: 4,
             mixed_steps: None,
             buckets: vec![1, 2],
             run_ahead: 16,

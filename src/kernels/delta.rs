@@ -248,6 +248,14 @@ fn decoding_rows(label: &str, heads: DeltaHeads, of: DecodingRows, o: &PromptOpe
     call.apart(o.state).apart(o.window)
 }
 
+/// Adds room for `more` further slots that decode in a prompt step to the call of [`delta_prompts`] for them; other calls stay
+/// as they are.
+pub fn add_decoding_rows(call: &mut Call, more: u32) {
+    if call.kernel == "delta_step" {
+        call.groups[1] += more;
+    }
+}
+
 /// The number of groups into which a workgroup of `delta_step` divides a state's rows. With 8, an invocation loads
 /// 16 rows of the largest heads at once, and a workgroup consists of full subgroups for all supported heads.
 const STEP_GROUPS: u32 = 8;

@@ -18,6 +18,8 @@ pub struct StateLayout {
     pub chunk: u32,
     /// The maximum number of prompts per step.
     pub prompts: u32,
+    /// The maximum number of sequences of a prompt step: prompts, and slots that decode in it. At least `prompts`.
+    pub sequences: u32,
     /// The number of pages of the longest sequence.
     pub max_pages: u32,
     /// Whether a step's prompts have words about their cells and about the token behind them: in models with recurrent state,
@@ -78,7 +80,7 @@ impl StateLayout {
 
     /// The layout of the descriptor of a prompt step.
     pub fn chunk_layout(&self) -> ChunkLayout {
-        ChunkLayout { prompts: self.prompts, cells: self.cells }
+        ChunkLayout { prompts: self.sequences, cells: self.cells }
     }
 
     /// The part of the descriptor of a prompt step about its prompts' cells.
@@ -198,7 +200,16 @@ mod tests {
 
     #[test]
     fn parts_follow_each_other_without_overlap() {
-        let layout = StateLayout { slots: 3, rows: 5, chunk: 17, prompts: 3, max_pages: 9, cells: true, windows: true };
+        let layout = StateLayout {
+            slots: 3,
+            rows: 5,
+            chunk: 17,
+            prompts: 3,
+            sequences: 4,
+            max_pages: 9,
+            cells: true,
+            windows: true,
+        };
         let mut recording = Recording::new("test");
         let parts = [
             layout.slots(&mut recording),

@@ -162,6 +162,7 @@ pub fn stages(
             rows,
             chunk,
             prompts: 1,
+            sequences: 1,
             max_pages,
             cells: config.delta.is_some(),
             windows: false,

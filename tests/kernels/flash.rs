@@ -24,7 +24,7 @@ use crate::scores::{first_visible, last_visible, scored, sink_of, variants, vari
 use ostinato::config::KvFormat;
 use ostinato::device::{Component, MatrixShape};
 use ostinato::kernels::attention::flash::{
-    FlashF32Shape, FlashShape, FlashWay, counters_bytes, flash, partials_bytes, parts,
+    FlashF32Shape, FlashShape, FlashWay, SHARING_PROMPTS, counters_bytes, flash, partials_bytes, parts,
 };
 use ostinato::kernels::attention::{Heads, Scores};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows};
@@ -201,13 +201,14 @@ fn call(chunks: &[Chunk], splits: u32, limit: f32, cases: &mut Cases, way: Flash
     let max_pages = chunks.iter().map(|chunk| chunk.max_pages).max().unwrap_or(0);
     let all_pages: usize = chunks.iter().map(|chunk| chunk.pages.len() + 2).sum();
     let mut qkv = vec![f32::NAN; (rows * stride) as usize];
-    let mut table = vec![POISON; (SLOTS * max_pages) as usize];
+    let slots = SLOTS.max(chunks.len() as u32);
+    let mut table = vec![POISON; (slots * max_pages) as usize];
     let [mut k, mut v] = [true, false].map(|keys| Pages::new(heads, keys, all_pages as u32));
     let (mut first_row, mut first_page) = (0, 0);
     let tokens = vec![5; used as usize];
     let mut prompts = Vec::new();
     for (index, chunk) in (0..).zip(chunks) {
-        let slot = (SLOT + index) % SLOTS;
+        let slot = (SLOT + index) % slots;
         for (row, query) in chunk.queries.chunks_exact((q * dim) as usize).enumerate() {
             let at = (first_row as usize + row) * stride as usize;
             qkv[at..at + query.len()].copy_from_slice(query);
@@ -373,6 +374,11 @@ fn ends_of_long_prompts_are_shared() {
         .into();
     mixed[2].slot = false;
     steps.insert(1, mixed);
+    // More sequences than share tiles: each has a workgroup of its own.
+    let many = (0..SHARING_PROMPTS + 3)
+        .map(|index| (if index == 40 { 600 } else { index % 37 }, if index == 0 { 35 } else { 1 }));
+    let many = many.map(|(start, length)| Chunk::new(&mut random, heads(4, 1, 64), start, length, length + 1));
+    steps.insert(2, many.collect());
     check_steps(Driver::all(), "shared", 5, &steps);
 }
 

@@ -18,8 +18,7 @@ use crate::harness::{Bench, Bound, Change, Expect, POISON, Random, compare, ever
 use crate::pages::stored;
 use ostinato::config::KvFormat;
 use ostinato::gpu::build::defaults;
-use ostinato::kernels::attention::Heads;
-use ostinato::kernels::barriers;
+use ostinato::kernels::attention::{Heads, flash};
 use ostinato::kernels::embed::PromptRows;
 use ostinato::kernels::exchange::{Columns, Rank, check_of};
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig, skinny};
@@ -32,6 +31,7 @@ use ostinato::kernels::region::{RegionError, buffer_sizes};
 use ostinato::kernels::shaders::{AllReduceArgs, TakeLastArgs, find};
 use ostinato::kernels::state::{self, RingEntry, SlotInit};
 use ostinato::kernels::tags::{self, Flow, tagged};
+use ostinato::kernels::{barriers, delta};
 use ostinato::memory::pack::codes::{sample, unit_cols};
 use ostinato::memory::pack::{self, Format, Layout, Packing};
 use ostinato::model::checkpoint::{Checkpoint, WeightKind, WeightSpec};
@@ -74,6 +74,7 @@ fn decoder<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, max_
             rows: 4,
             chunk: CHUNK,
             prompts: 2,
+            sequences: 2,
             max_pages: PAGES,
             cells: checkpoint.config.delta.is_some(),
             windows: false,
@@ -670,6 +671,58 @@ fn recordings_mean_the_same_on_swiftshader_and_in_plain_rust() {
     for name in ["qwen3-gqa7", "llama-deep"].into_iter().take(if every_case() { 2 } else { 1 }) {
         run_checkpoint(&vulkan, &bench, name);
     }
+}
+
+/// Goal: a prompt step's recording with room for more sequences has the workgroups that it would have if it had been recorded for
+/// as many prompts, for attention and for slots that decode. Method: recordings for two prompts and for four.
+#[test]
+fn room_for_more_sequences_is_what_more_prompts_would_have() {
+    let vulkan = Vulkan::new();
+    let (mut attention, mut decoding) = (0, 0);
+    for name in ["qwen3-gqa7", "hybrid-two"] {
+        let checkpoint = open(name);
+        let mut decoder = decoder(&vulkan, Driver::first(), &checkpoint, WHOLE);
+        decoder.tuning.mixed_steps = Some(1);
+        (decoder.kv_format, decoder.tuning.flash_f32) = (KvFormat::F16, true);
+        decoder.state.sequences = 4;
+        let [few, many] = [2, 4].map(|prompts| {
+            let state = StateLayout { prompts, ..decoder.state };
+            Decoder { state, ..decoder.clone() }.record(StepShape::Prefill { rows: CHUNK })
+        });
+        assert_eq!(few.ops.len(), many.ops.len());
+        for (few, many) in few.ops.iter().zip(&many.ops) {
+            let (Op::Call(few), Op::Call(many)) = (few, many) else { continue };
+            let mut wide = few.clone();
+            flash::add_prompts(&mut wide, 2);
+            delta::add_decoding_rows(&mut wide, 2);
+            let (flashes, decodes) = (few.kernel.starts_with("flash"), few.kernel == "delta_step");
+            if flashes || decodes {
+                assert_eq!((wide.groups, few.kernel), (many.groups, many.kernel), "{name}, {}", few.label);
+                assert_ne!(wide.groups, few.groups);
+            } else {
+                assert_eq!(wide, *few);
+            }
+            attention += u32::from(flashes);
+            decoding += u32::from(decodes);
+        }
+    }
+    assert!(attention > 0 && decoding > 0, "{attention} calls of attention, {decoding} for slots that decode");
+}
+
+/// Goal: slots that decode in the prompt steps of a hybrid cost no barrier: their calls run beside those of the prompts' blocks.
+#[test]
+fn slots_that_decode_beside_prompts_add_calls_and_no_barriers() {
+    let vulkan = Vulkan::new();
+    let checkpoint = open("hybrid-two");
+    let [without, with] = [0, 1].map(|mixed_steps| {
+        let mut decoder = decoder(&vulkan, Driver::first(), &checkpoint, WHOLE);
+        decoder.tuning.mixed_steps = Some(mixed_steps);
+        let recording = decoder.record(StepShape::Prefill { rows: CHUNK });
+        let barriers = barriers::derive(&recording.ops).into_iter().filter(|needed| *needed).count();
+        (recording.ops.len(), barriers)
+    });
+    let layers = checkpoint.config.layers_of(LayerKind::GatedDelta).count();
+    assert_eq!(with, (without.0 + layers, without.1));
 }
 
 /// Goal: right and wrong drafts change only the number of steps. Method: drafting blocks of one layer, which draft in
@@ -1770,7 +1823,7 @@ fn a_block_with_experts_drafts_the_same_for_a_model_in_parts_in_plain_rust() {
     assert!(parts[1].weights.iter().any(WeightSpec::is_mtp) && !parts[0].weights.iter().any(WeightSpec::is_mtp));
     let in_parts = |part: &InParts| {
         let mut own = decoder(&vulkan, Driver::first(), &part.checkpoint, WHOLE);
-        own.stage = LayerStage::of_rank(&part.checkpoint.config, part.rank);
+        own.stage = LayerStage::of_rank(&part.checkpoint.config, part.rank, part.vocabulary);
         own.weights = &part.weights;
         own.tuning.exchange_polls = 1;
         drafting(own)
@@ -1835,7 +1888,16 @@ fn tagged_decode_steps_in_parts_mean_the_same_as_whole_ones_in_plain_rust() {
 #[test]
 fn a_tagged_product_whose_input_never_comes_raises_the_fault_word_and_ends() {
     let mut recording = Recording::new("stuck");
-    let layout = StateLayout { slots: 4, rows: 4, chunk: 16, prompts: 2, max_pages: 8, cells: false, windows: false };
+    let layout = StateLayout {
+        slots: 4,
+        rows: 4,
+        chunk: 16,
+        prompts: 2,
+        sequences: 2,
+        max_pages: 8,
+        cells: false,
+        windows: false,
+    };
     let fault = layout.fault(&mut recording);
     let weight = recording.buffer("weight", 16 * 32 * 2);
     let [x, y] = [("x", 32), ("y", 32)].map(|(name, width)| recording.buffer(name, width * 4));

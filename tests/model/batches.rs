@@ -104,8 +104,15 @@ fn sequences_draw_together_what_they_draw_alone() {
 /// pages. Method: as above, with chunks that have room for rows that decode.
 #[test]
 fn sequences_draw_beside_prompts_what_they_draw_alone() {
+    // Steps with more sequences than prompts have recordings of their own.
+    for tune in [&["mixed_steps=1"][..], &["mixed_steps=1", "prompts=1"]] {
+        check_beside_prompts(tune);
+    }
+}
+
+fn check_beside_prompts(tune: &[&str]) {
     let vulkan = Vulkan::shared();
-    let host = serve_chunks(&vulkan, 11, false, 24, &["mixed_steps=1"]);
+    let host = serve_chunks(&vulkan, 11, false, 24, tune);
     let replica = &host.replicas().next().unwrap();
     let prompt = expected(CHECKPOINT).prompt;
     let mut asked = requests();

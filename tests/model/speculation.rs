@@ -204,7 +204,8 @@ fn serve_with_model(
     (model.drafts, model.drafts_always) = (Some(if draft.is_some() { 3 } else { 0 }), Some(true));
     change(&mut model);
     let mut config = Config { models: vec![model], ..Config::default() };
-    config.runtime.tune = vec!["fragments=0".into()];
+    // Rows for which nothing is drafted may decode beside prompts.
+    config.runtime.tune = vec!["fragments=0".into(), "mixed_steps=1".into()];
     start_with(&vulkan.devices, &config, lines)
 }
 

@@ -118,6 +118,7 @@ pub fn fake(step: Duration, script: &[u8]) -> FakeConfig {
             prefill_chunk: 128,
             causal: true,
             prompts: 8,
+            sequences: 8,
             mixed_steps: None,
             buckets: vec![1, 2],
             run_ahead: 4,

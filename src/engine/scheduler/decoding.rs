@@ -230,8 +230,8 @@ impl Scheduler {
     }
 
     /// Returns the sequences that can decode in the next prefill step, ordered by slot: all that decode, except those whose
-    /// masks must come first. `None` if none does, if they cannot all have a row there, if they may draft, or if they wait less
-    /// for a token where prefill and decode plans take turns.
+    /// masks must come first. `None` if none does, if they cannot all have a row there, if drafts may pay for them, or if they
+    /// wait less for a token where prefill and decode plans take turns.
     pub(super) fn mixed_rows(&mut self, pace: &Pace) -> Option<Vec<SequenceId>> {
         // Short steps share little with those of prompts, and delay them little.
         let least = self.setup.capacity.mixed_steps?;
@@ -245,9 +245,10 @@ impl Scheduler {
         }
         let ready = |sequence: &&Sequence| sequence.decodes() && !self.waits_for_mask(sequence);
         let rows: Vec<SequenceId> = decoding().filter(ready).map(|sequence| sequence.id).collect();
-        let Capacity { prompts, prefill_chunk, drafts, .. } = self.setup.capacity;
-        let may_draft = drafts.most > 0 && rows.len() <= drafts.sequences as usize;
-        let fits = rows.len() < prompts as usize
+        let constrained = decoding().any(|sequence| sequence.constraint.is_some());
+        let may_draft = !constrained && self.speculation.may_pay(rows.len() as u32, pace);
+        let Capacity { sequences, prefill_chunk, .. } = self.setup.capacity;
+        let fits = rows.len() < sequences as usize
             && rows.len() as u32 + self.least_chunk() <= prefill_chunk
             && self.pages_missing(&rows, 1) <= self.pool.free();
         if !fits || may_draft || rows.is_empty() {

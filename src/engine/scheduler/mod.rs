@@ -283,6 +283,8 @@ impl Scheduler {
         assert!(setup.context <= capacity.usable_context(), "a context longer than pages or a step hold");
         assert!(capacity.slots > 0 && capacity.prefill_chunk > 0 && capacity.prompts > 0 && capacity.run_ahead > 0);
         assert!(!capacity.buckets.is_empty() && capacity.buckets.is_sorted());
+        let Capacity { prompts, sequences, .. } = *capacity;
+        assert!(sequences >= prompts, "{sequences} sequences of a step with {prompts} prompts");
         assert!(capacity.causal || capacity.mixed_steps.is_none(), "mixed steps of an executor that draws nothing");
         let chunk = capacity.prefill_chunk;
         assert!(capacity.snapshots.is_none() || chunk >= STATE_TOKENS, "state cannot be kept in chunks of {chunk}");

@@ -251,7 +251,8 @@ impl Scheduler {
         let (mut left, lone) = self.prompt_tokens_aim(pace, mixed.len() as u32);
         self.choices.1 += 1;
         let mut changes = self.take_leaves();
-        let most_chunks = self.setup.capacity.prompts as usize - mixed.len();
+        let Capacity { prompts, sequences, .. } = self.setup.capacity;
+        let most_chunks = (prompts as usize).min(sequences as usize - mixed.len());
         let mut chunks: Vec<Chunk> = Vec::new();
         let (unit, whole) = (self.chunk_unit(), !self.setup.capacity.causal);
         while let Some(next) = prompt {

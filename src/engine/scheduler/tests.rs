@@ -25,6 +25,7 @@ fn setup(slots: u32, pages: u32) -> Setup {
         prefill_chunk: 32,
         causal: true,
         prompts: 4,
+        sequences: 4,
         mixed_steps: None,
         buckets: vec![1, 2, 4, 8],
         run_ahead: 32,
@@ -343,15 +344,18 @@ fn chunks_with_state_beside_rows_are_whole_blocks() {
     }
 }
 
-/// Goal: rows that may draft take turns with prompts; more rows than may draft decode in the prompts' plans.
+/// Goal: rows for which drafts may pay take turns with prompts; more rows than may draft, and rows for which drafts are known
+/// not to pay, decode in the prompts' plans.
 #[test]
 fn rows_that_may_draft_take_turns_with_prompts() {
-    for (sequences, mixes) in [(1, true), (2, false)] {
+    for (sequences, verify_ms, mixes) in [(1, None, true), (2, None, false), (2, Some(1), false), (2, Some(9), true)] {
         let mut setup = setup(3, 300);
         setup.capacity.mixed_steps = Some(Duration::ZERO);
         setup.capacity.drafts = Drafts { most: 1, sequences, ..Drafts::default() };
         (setup.capacity.context, setup.context) = (2048, 2048);
         let mut bench = Bench::new(setup);
+        bench.pace.note_step(2, Duration::from_millis(1));
+        verify_ms.into_iter().for_each(|time| bench.pace.note_verify(2, 1, Duration::from_millis(time)));
         bench.arrive(request("a", 5, 150));
         bench.arrive(request("b", 5, 150));
         chunks(bench.work());
@@ -364,7 +368,7 @@ fn rows_that_may_draft_take_turns_with_prompts() {
             }
             work => work,
         };
-        assert_eq!(decoding(&work).len(), if mixes { 2 } else { 0 }, "drafts for {sequences}");
+        assert_eq!(decoding(&work).len(), if mixes { 2 } else { 0 }, "{sequences} may draft, in {verify_ms:?} ms");
     }
 }
 
@@ -1146,8 +1150,16 @@ fn there_are_window_pages_for_all_sequences_that_join() {
             + WindowCapacity::pages_of_chunks(prefill_chunk);
         let window = Some(WindowCapacity { tokens, pages });
         let plan_limit = Some(Duration::from_millis(100));
-        setup.capacity =
-            Capacity { context, prefill_chunk, run_ahead, prompts: 16, window, plan_limit, ..setup.capacity };
+        setup.capacity = Capacity {
+            context,
+            prefill_chunk,
+            run_ahead,
+            prompts: 16,
+            sequences: 16,
+            window,
+            plan_limit,
+            ..setup.capacity
+        };
         setup.context = setup.capacity.usable_context();
         setup.prefix_cache = below(4) > 0;
         let mut bench = Bench::new(setup);

@@ -23,7 +23,7 @@ use crate::device::{Adapter, DeviceError, Gate, Point};
 use crate::engine::injection::Wait;
 use crate::engine::plan::{Capacity, Drafts, WindowCapacity};
 use crate::gpu::build::broken::{BrokenSteps, broken_steps};
-use crate::gpu::build::defaults::{DEFAULT_CONTEXT, MOST_PROMPTS, PATCH_PAIRS, PLAN_LIMIT, RUN_AHEAD, SEEN_ROWS};
+use crate::gpu::build::defaults::{DEFAULT_CONTEXT, PATCH_PAIRS, PLAN_LIMIT, RUN_AHEAD, SEEN_ROWS};
 use crate::gpu::build::format_test::test_formats;
 use crate::gpu::build::limits::{MOST_PAGES, purpose};
 use crate::gpu::build::overlap_test::{Probe, test_overlap};
@@ -583,12 +583,14 @@ impl Build<'_> {
         let by_rows = |of: &[(u32, Recording)]| {
             of.iter().map(|(rows, recording)| Ok((*rows, region(recording)?))).collect::<Result<_, StartError>>()
         };
-        let mixed_heads = |of: &[(u32, Recording)]| -> Result<BTreeMap<u32, MixedHead>, StartError> {
-            let head = |(rows, recording): &(u32, Recording)| {
+        // Those of `mixed` take the place of those of `first`.
+        let mixed_heads = |first: &[(u32, Recording)], mixed: &[(u32, Recording)]| {
+            let of: BTreeMap<u32, &Recording> = first.iter().chain(mixed).map(|(rows, of)| (*rows, of)).collect();
+            let head = |(rows, recording): (u32, &Recording)| -> Result<(u32, MixedHead), StartError> {
                 let gated = decoder.tuning.gates.then(|| gated(recording)).transpose()?;
-                Ok((*rows, MixedHead { whole: region(recording)?, gated }))
+                Ok((rows, MixedHead { whole: region(recording)?, gated }))
             };
-            of.iter().map(head).collect()
+            of.into_iter().map(head).collect::<Result<BTreeMap<u32, MixedHead>, StartError>>()
         };
         let mut prefill = BTreeMap::new();
         for (rows, recording) in &recordings.prefill {
@@ -621,9 +623,7 @@ impl Build<'_> {
                 dump: buffer("dump")?,
                 dump_region: region(dump)?,
                 mixed: match (&decoder.mixed_steps(), &recordings.logits) {
-                    (Some(_), Some(LogitRecordings { first, undrafted, .. })) => {
-                        mixed_heads(if undrafted.is_empty() { first } else { undrafted })?
-                    }
+                    (Some(_), Some(LogitRecordings { first, mixed, .. })) => mixed_heads(first, mixed)?,
                     _ => BTreeMap::new(),
                 },
                 scores: buffer("scores")?,
@@ -693,7 +693,8 @@ impl Build<'_> {
             context: decoder.context,
             prefill_chunk: decoder.state.chunk,
             causal: self.checkpoint.config.causal,
-            prompts: slots.min(MOST_PROMPTS),
+            prompts: slots.min(decoder.state.prompts),
+            sequences: slots.min(decoder.state.sequences),
             mixed_steps: decoder.mixed_steps(),
             buckets: recordings.decode.iter().map(|(rows, ..)| *rows).collect(),
             run_ahead: RUN_AHEAD,
@@ -718,6 +719,7 @@ impl Build<'_> {
             decode,
             verify,
             prefill,
+            wide: by_rows(&recordings.wide)?,
             catch_up: by_rows(&recordings.catch_up)?,
             decode_rows: recordings.decode_rows.as_ref().map(&region).transpose()?,
             inboxes,

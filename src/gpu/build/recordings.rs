@@ -4,8 +4,11 @@ use crate::engine::injection::{Injections, Wait};
 use crate::engine::variants::{Fallback, Variants};
 use crate::gpu::build::defaults::{INBOXES, PATCH_PAIRS, RUN_AHEAD, SEEN_ROWS};
 use crate::gpu::executor::exchange::{self, PassedRows, RETURNED};
+use crate::kernels::attention::flash;
+use crate::kernels::delta;
 use crate::kernels::embed::rows_bytes;
 use crate::kernels::gemm::skinny::Matrices;
+use crate::kernels::layout::StateLayout;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::sampling;
 use crate::kernels::shaders::{ClearCountsArgs, MarkPromptArgs, PatchArgs};
@@ -39,6 +42,9 @@ pub(crate) struct Recordings {
     pub(crate) verify: Vec<(u32, u32, Recording)>,
     /// The prefill steps, by number of rows.
     pub(crate) prefill: Vec<(u32, Recording)>,
+    /// Those of prefill steps with more sequences than [`StateLayout::prompts`], most of which decode in them; empty if there are
+    /// none.
+    pub(crate) wide: Vec<(u32, Recording)>,
     /// The passes in which a draft model computes tokens that it has not computed, by number of rows.
     pub(crate) catch_up: Vec<(u32, Recording)>,
     /// The recording that completes the description of a prefill step in which slots decode; `None` where slots decode in
@@ -58,8 +64,8 @@ pub(crate) struct Recordings {
 pub(crate) struct LogitRecordings {
     /// The recordings that draw the first tokens of prompts, by number of prompts.
     pub(crate) first: Vec<(u32, Recording)>,
-    /// The same without drafts, for steps in which slots decode; empty if no slots do, or nothing is drafted anyway.
-    pub(crate) undrafted: Vec<(u32, Recording)>,
+    /// Those for steps in which slots decode, by number of prompts and slots, where `first` has none or drafts.
+    pub(crate) mixed: Vec<(u32, Recording)>,
     /// The recording that scores prompt tokens, with its number of rows.
     pub(crate) score: (u32, Recording),
 }
@@ -133,7 +139,11 @@ impl Recordings {
                 sequences *= 2;
             }
         }
-        let prefill = buckets.iter().map(|&rows| (rows, decoder.record(StepShape::Prefill { rows }))).collect();
+        let prefill: Vec<(u32, Recording)> =
+            buckets.iter().map(|&rows| (rows, decoder.record(StepShape::Prefill { rows }))).collect();
+        let more = decoder.state.sequences - decoder.state.prompts;
+        let wide = prefill.iter().filter(|(rows, _)| more > 0 && *rows > decoder.state.prompts);
+        let wide = wide.map(|(rows, step)| (*rows, with_room(step, more))).collect();
         // The parts of a batch of a split model take turns in the batch's rows, so each of their steps has a change.
         let parts = exchange::parts(decoder.stage.stages);
         // So have those of tensor parallelism, for the number of their first exchange.
@@ -146,7 +156,7 @@ impl Recordings {
         let catch_up = buckets.iter().filter_map(|&rows| Some((rows, decoder.catch_up(rows)?))).collect();
         let exchange = ExchangeRecordings::default();
         let mut recordings =
-            Recordings { decode, verify, prefill, catch_up, decode_rows, inboxes, head, logits, exchange };
+            Recordings { decode, verify, prefill, wide, catch_up, decode_rows, inboxes, head, logits, exchange };
         recordings.exchange = exchange_recordings(decoder, &recordings);
         recordings
     }
@@ -189,7 +199,7 @@ impl Recordings {
     fn of_steps(&self) -> impl Iterator<Item = &Recording> {
         let decode = self.decode.iter().map(|(_, recording, _)| recording);
         let verify = self.verify.iter().map(|(.., recording)| recording);
-        let prompts = self.prefill.iter().chain(&self.catch_up).map(|(_, recording)| recording);
+        let prompts = self.prefill.iter().chain(&self.wide).chain(&self.catch_up).map(|(_, recording)| recording);
         let prompts = prompts.chain(&self.decode_rows);
         let logits = self.logits.iter().flat_map(LogitRecordings::all);
         decode.chain(verify).chain(prompts).chain(logits).chain(self.head.iter().map(|head| &head.pool))
@@ -197,7 +207,7 @@ impl Recordings {
 
     pub(crate) fn all(&self) -> Vec<&Recording> {
         let decode = self.decode.iter().flat_map(|(_, recording, plain)| std::iter::once(recording).chain(plain));
-        let prompts = self.prefill.iter().chain(&self.catch_up).map(|(_, recording)| recording);
+        let prompts = self.prefill.iter().chain(&self.wide).chain(&self.catch_up).map(|(_, recording)| recording);
         let prompts = prompts.chain(&self.decode_rows);
         let verify = self.verify.iter().map(|(.., recording)| recording);
         let inboxes =
@@ -210,24 +220,43 @@ impl Recordings {
 
 impl LogitRecordings {
     fn all(&self) -> impl Iterator<Item = &Recording> {
-        self.first.iter().chain(&self.undrafted).chain([&self.score]).map(|(_, recording)| recording)
+        self.first.iter().chain(&self.mixed).chain([&self.score]).map(|(_, recording)| recording)
     }
 }
 
+/// Returns the recording of a prefill step with room for `more` further sequences that decode in it.
+fn with_room(step: &Recording, more: u32) -> Recording {
+    let mut wide = Recording { name: format!("{}.wide", step.name), ..step.clone() };
+    for op in &mut wide.ops {
+        if let Op::Call(call) = op {
+            flash::add_prompts(call, more);
+            delta::add_decoding_rows(call, more);
+        }
+    }
+    wide
+}
+
 fn logit_recordings(decoder: &Decoder<'_>) -> LogitRecordings {
-    let sizes = (0..).map(|power| 1 << power).take_while(|rows| *rows <= decoder.state.prompts);
-    let first: Vec<(u32, Recording)> = sizes.map(|rows| (rows, decoder.record(StepShape::Head { rows }))).collect();
-    let mixes_undrafted = decoder.drafts > 0 && decoder.mixed_steps().is_some();
-    let plain = mixes_undrafted.then(|| Decoder { drafts: 0, drafter: None, ..decoder.clone() });
-    let undrafted = plain.iter().flat_map(|plain| {
-        first.iter().map(|(rows, _)| {
-            let recording = plain.record(StepShape::Head { rows: *rows });
-            (*rows, Recording { name: format!("{}.undrafted", recording.name), ..recording })
-        })
-    });
-    let undrafted = undrafted.collect();
+    let sizes = || (0..).map(|power| 1u32 << power);
+    let StateLayout { prompts, sequences, .. } = decoder.state;
+    let firsts = sizes().take_while(|rows| *rows <= prompts);
+    let first = firsts.map(|rows| (rows, decoder.record(StepShape::Head { rows }))).collect();
+    let mixed = match decoder.mixed_steps() {
+        None => Vec::new(),
+        Some(_) => {
+            // Rows that decode beside prompts are too many for drafts, or drafts do not pay.
+            let drafts = decoder.drafts > 0;
+            let plain = Decoder { drafts: 0, drafter: None, ..decoder.clone() };
+            let sizes = sizes().take_while(|rows| *rows <= sequences).filter(|rows| drafts || *rows > prompts);
+            let head = |rows| {
+                let recording = plain.record(StepShape::Head { rows });
+                (rows, Recording { name: format!("{}.mixed", recording.name), ..recording })
+            };
+            sizes.map(head).collect()
+        }
+    };
     let rows = decoder.score_rows();
-    LogitRecordings { first, undrafted, score: (rows, decoder.record(StepShape::Score { rows })) }
+    LogitRecordings { first, mixed, score: (rows, decoder.record(StepShape::Score { rows })) }
 }
 
 fn head_recordings(decoder: &Decoder<'_>) -> HeadRecordings {

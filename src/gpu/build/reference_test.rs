@@ -140,6 +140,7 @@ fn small_decoder<'a>(decoder: &Decoder<'_>, small: &'a Miniature) -> Decoder<'a>
             rows: slots,
             chunk,
             prompts: 1,
+            sequences: 1,
             max_pages: PAGES,
             cells: small.config.delta.is_some(),
             windows: decoder.state.windows,

@@ -144,6 +144,8 @@ pub struct Parts {
     /// The regions in which a draft model computes tokens that it has not computed, by number of rows; none if it computes all
     /// of them in their own steps.
     pub catch_up: BTreeMap<u32, Arc<Region>>,
+    /// The regions of prefill steps with more sequences than `StateLayout::prompts`, by number of rows.
+    pub wide: BTreeMap<u32, Arc<Region>>,
     /// The region that completes the description of a prefill step in which slots decode; `None` without mixed steps.
     pub decode_rows: Option<Arc<Region>>,
     /// The inboxes: at least two. If there are no more of them than plans in flight, `submit` blocks.
@@ -236,6 +238,8 @@ struct Pending {
     entries: u32,
     /// The gate value that its sampling waits for.
     gate: Option<u64>,
+    /// The number of regions that are run before that gate.
+    before_gate: usize,
     /// Whether its masks are still to come.
     awaits: bool,
     flush: FlushReason,
@@ -419,6 +423,7 @@ impl Pending {
             each: Commands::default(),
             entries: 0,
             gate: None,
+            before_gate: 0,
             awaits: false,
             flush: FlushReason::PhaseBoundary,
             submitted: Instant::now(),

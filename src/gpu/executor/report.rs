@@ -97,7 +97,7 @@ impl GpuExecutor {
         }
         let mut pending = self.pending.pop_front().unwrap_or_else(|| panic!("report {} has no submission", report.id));
         assert_eq!(pending.ticket.0, report.id, "reports come in the order of submission");
-        let ungated = report.record.as_deref().and_then(|record| ungated(record, pending.steps.prefill_rows > 0));
+        let ungated = report.record.as_deref().and_then(|record| ungated(record, pending.before_gate));
         if let Some(record) = report.record.take() {
             self.submissions.push_back((pending.ticket, *record));
         }
@@ -235,14 +235,12 @@ impl Pending {
     }
 }
 
-/// Returns the device time of a gated step without its wait at the gate, if it was timed: of a decode step, that of the part
-/// before the gate; of a prefill step, that of all its regions.
-fn ungated(record: &SubmissionRecord, prefill: bool) -> Option<Duration> {
-    if prefill {
-        let times = record.regions.iter().map(|region| region.end.since(region.begin));
-        return (!record.regions.is_empty()).then(|| times.sum());
-    }
-    let (_, body) = record.regions.split_last()?;
+/// Returns the device time of a gated step up to its gate, if it was timed: without its wait there and without what comes
+/// behind it. The spans of regions follow each other without gaps, so that of the first region behind the gate contains the
+/// wait. `before` is the number of regions before the gate.
+fn ungated(record: &SubmissionRecord, before: usize) -> Option<Duration> {
+    // Too few time stamps leave one span for several regions.
+    let body = record.regions.get(..before).filter(|_| record.regions.len() > before)?;
     let [first, ..] = body else { return None };
     Some(body.last()?.end.since(first.begin))
 }

@@ -106,7 +106,8 @@ impl GpuExecutor {
         let all_rows = chunks.iter().map(|chunk| chunk.tokens.len()).sum::<usize>() + decoding.len();
         let all_rows = all_rows as u32;
         let lasts = (chunks.iter().filter(|chunk| chunk.last).count() + decoding.len()) as u32;
-        let (_, layers) = fitting(&self.parts.prefill, all_rows);
+        let wide = (chunks.len() + decoding.len()) as u32 > layout.prompts;
+        let (_, layers) = fitting(if wide { &self.parts.wide } else { &self.parts.prefill }, all_rows);
         let completed = (!decoding.is_empty()).then(|| {
             let region = self.parts.decode_rows.as_ref();
             Arc::clone(region.expect("slots decode in prefill steps only where there are mixed steps"))
@@ -309,7 +310,8 @@ impl GpuExecutor {
             self.next_step = self.next_step.wrapping_add(steps.count);
         }
         let changes = Pending::changes(ticket, applied.inboxes);
-        let pending = Pending { steps, fixed, each, gate, awaits, flush, ..changes };
+        let before_gate = entries[..entries.len() - 1].iter().map(Vec::len).sum();
+        let pending = Pending { steps, fixed, each, gate, before_gate, awaits, flush, ..changes };
         self.hand_over(pending, entries, report_after, (gates, link.then));
         Ok(())
     }

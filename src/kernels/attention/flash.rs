@@ -314,6 +314,19 @@ pub fn flash(
     }
 }
 
+/// Adds room for the tiles of `more` further prompts to a call of one of these kernels; other calls stay as they are.
+pub fn add_prompts(call: &mut Call, more: u32) {
+    let kernel = call.kernel.split('.').next().unwrap_or(call.kernel);
+    match kernel {
+        _ if call.kernel == FLASH_WGMMA.name => {
+            // The first constants of all kernels are the same.
+            call.groups[0] += FlashConstants::from_values(&call.constants).kv_heads * more;
+        }
+        "flash" | "flash_matrix" | "flash_f32" => call.groups[1] += more,
+        _ => {}
+    }
+}
+
 /// The reference of all these kernels, which computes in f64 and rounds nothing but the result.
 pub(crate) fn reference_flash(call: &Call, memory: &mut HostMemory) {
     let a = FlashArgs::from_args(&call.args);

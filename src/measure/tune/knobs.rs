@@ -405,6 +405,7 @@ mod tests {
                 rows: 64,
                 chunk: 512,
                 prompts: 1,
+                sequences: 1,
                 max_pages: 64,
                 cells: false,
                 windows: false,

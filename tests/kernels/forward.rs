@@ -1105,8 +1105,8 @@ fn all_heads() -> Vec<Heads> {
         make((4, 2, 64, 64, false, KvFormat::Int8)),
         make((3, 1, 64, 0, false, KvFormat::Int8)),
         make((2, 1, 512, 512, true, KvFormat::Int8)),
-        make((5, 1, 512, 256, true, KvFormat::F16)),
-        make((4, 2, 288, 288, false, KvFormat::F16)),
+        make((2, 1, 512, 256, true, KvFormat::F16)),
+        make((2, 2, 288, 288, false, KvFormat::F16)),
     ];
     plain.into_iter().chain(with_scores(&varied)).collect()
 }

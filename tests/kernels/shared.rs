@@ -24,7 +24,7 @@ fn logits(kind: u32, vocabulary: u32, random: &mut Random) -> Vec<f32> {
         2 => 0.1 * random.float(),
         // Ties, more than a shortlist holds.
         3 => {
-            if token % 3 == 0 {
+            if token.is_multiple_of(3) {
                 5.0
             } else {
                 random.float()
@@ -39,7 +39,7 @@ fn logits(kind: u32, vocabulary: u32, random: &mut Random) -> Vec<f32> {
             }
         }
         _ => {
-            if token % 2 == 0 {
+            if token.is_multiple_of(2) {
                 f32::NAN
             } else {
                 f32::NEG_INFINITY

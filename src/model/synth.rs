@@ -136,7 +136,7 @@ pub fn write(
     files(config_json, out, options, Some(progress)).map(|(written, _)| written)
 }
 
-/// Writes the checkpoint that [`write`] writes, but for the weights: the safetensors files have their headers and their
+/// Writes the checkpoint that [`write()`] writes, but for the weights: the safetensors files have their headers and their
 /// lengths, and holes, which take no space, where the weights are. The weights are computed where they are read, so that
 /// a checkpoint can be written in another format without being written in this one.
 pub fn outline(config_json: &str, out: &Path, options: &SynthOptions) -> Result<(Written, RandomWeights), SynthError> {

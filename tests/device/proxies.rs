@@ -49,7 +49,8 @@ fn start(vulkan: &Vulkan, gated: bool) -> (Arena, ExchangeMemory, Proxies) {
         gates: (0..DEVICES).filter(|_| gated).map(|_| Arc::new(Gate::new(&device).expect("a gate"))).collect(),
         slot_words: WORDS,
         best_words: BEST,
-        on_cpu: true,
+        // Without gates, threads spin as for GPUs, so that some are off their cores for whole steps.
+        on_cpu: gated,
     };
     // More threads than a machine with few cores would have.
     let proxies = if gated { Proxies::spawn(memory.clone()) } else { Proxies::spawn_each(memory.clone(), 3) };
@@ -190,7 +191,7 @@ fn drawing_device(memory: &ExchangeMemory, own: usize) {
 /// The words of a step's sum.
 const SUM: u32 = 4;
 /// The steps of devices that send logits.
-const DRAWN: u64 = 400;
+const DRAWN: u64 = 100;
 
 /// Goal: threads without words of their own in an exchange of logits miss none, although devices do not wait for them. Method:
 /// several threads for each device on whatever cores there are, and devices that go on at once.

@@ -9,7 +9,8 @@
 // list    {whether rows are listed, their number, their indices}. LISTED 1: only these rows are exchanged, and nothing at
 //         all if the first word is 0, as then every device knows. LISTED 0: the first row_count rows
 // turn    [1]: with TURNED 1, exchanges of the region's repetitions follow each other
-// outbox, inbox, number, fault: `all_reduce.comp`. With BEST 1 the exchange has a slot of its own, behind those of
+// outbox, inbox, fault: `all_reduce.comp`;  number: that of the first exchange of scored rows, or of those that draw. With
+//         BEST 1 the exchange has a slot of its own, behind those of
 //         `all_reduce`: [best_words] in the outbox, [RANKS - 1][best_words] in the inbox.
 //
 // The first word of an exchange has the number of words that follow it, so that the host learns it, and whether a further

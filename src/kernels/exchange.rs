@@ -74,7 +74,7 @@ pub struct ExchangeBuffers {
     /// The words that came from the other devices, and the host's word that it has given up; [`inbox_bytes`] long, and behind
     /// them `best_words` words of each other device.
     pub inbox: Range,
-    /// The number of the step's first exchange, one word.
+    /// One word: the number of the step's first exchange of sums, of scored rows or of the rows that draw, as the call needs.
     pub number: Range,
     /// The fault word.
     pub fault: Range,

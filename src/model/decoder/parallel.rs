@@ -14,9 +14,9 @@ use crate::kernels::sampling::shared::{self, ListedRows};
 use crate::kernels::shaders::{DrawShortlistedArgs, ScorePartArgs, SharedRowsArgs, ShortlistArgs};
 use crate::kernels::state::SCORE_TURN;
 
-/// The buffer with the parts of sums for the other devices.
+/// The buffer with what the other devices need of sums and logits.
 pub const OUTBOX: &str = "exchange.send_parts";
-/// The buffer with the parts of sums of the other devices.
+/// The buffer with what the other devices have of sums and logits.
 pub const INBOX: &str = "exchange.receive_parts";
 
 /// The number of exchanges of the rows of a step that draw tokens, if the LM head is divided: of the greatest logits of each

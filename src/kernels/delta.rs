@@ -168,22 +168,11 @@ fn step(
 ) -> Call {
     check(heads, packed, args.stride, args.y_stride);
     assert!(packed.is_none() || flow.output.is_none(), "packed words carry no tags");
-    assert!((1..=MOST_PENDING).contains(&entries), "{entries} pending tokens for each cell");
-    let groups = STEP_GROUPS;
     let constants = DeltaStepConstants {
-        threads: groups * heads.value_dim / 4,
-        key_heads: heads.key,
-        value_heads: heads.value,
-        key_dim: heads.key_dim,
-        value_dim: heads.value_dim,
-        groups,
         tagged: flow.code(),
         packed: PackedOrder::word(packed),
         tokens,
-        pending: entries,
-        tiled: u32::from(heads.tiled),
-        devices: 0,
-        beside_prompts: 0,
+        ..step_constants(heads, entries)
     };
     let chunk = args.chunk.none();
     let args =
@@ -199,11 +188,10 @@ fn step(
     flow.mark(call, x, y)
 }
 
-/// Returns the call that processes the tokens of the slots that decode in a prompt step; `outputs` is where the step's scan
-/// writes its rows. Its cells are of no prompt of the step, so it may run beside the calls of [`delta_prompts`].
-fn decoding_rows(label: &str, heads: DeltaHeads, of: DecodingRows, o: &PromptOperands, outputs: Range) -> Call {
-    assert!((1..=MOST_PENDING).contains(&of.entries), "{} pending tokens for each cell", of.entries);
-    let constants = DeltaStepConstants {
+/// Returns the constants of `delta_step` for one token of a sequence, without tags, of a decode step.
+fn step_constants(heads: DeltaHeads, entries: u32) -> DeltaStepConstants {
+    assert!((1..=MOST_PENDING).contains(&entries), "{entries} pending tokens for each cell");
+    DeltaStepConstants {
         threads: STEP_GROUPS * heads.value_dim / 4,
         key_heads: heads.key,
         value_heads: heads.value,
@@ -213,11 +201,17 @@ fn decoding_rows(label: &str, heads: DeltaHeads, of: DecodingRows, o: &PromptOpe
         tagged: 0,
         packed: PackedOrder::word(None),
         tokens: 1,
-        pending: of.entries,
+        pending: entries,
         tiled: u32::from(heads.tiled),
         devices: 0,
-        beside_prompts: 1,
-    };
+        beside_prompts: 0,
+    }
+}
+
+/// Returns the call that processes the tokens of the slots that decode in a prompt step; `outputs` is where the step's scan
+/// writes its rows. Its cells are of no prompt of the step, so it may run beside the calls of [`delta_prompts`].
+fn decoding_rows(label: &str, heads: DeltaHeads, of: DecodingRows, o: &PromptOperands, outputs: Range) -> Call {
+    let constants = DeltaStepConstants { beside_prompts: 1, ..step_constants(heads, of.entries) };
     let args = DeltaStepArgs {
         x: o.x,
         rows: of.rows,

@@ -11,7 +11,7 @@ use ostinato::device::{Batch, Device, Point, QueueEntry, Role};
 use ostinato::kernels::pack_codes::PackVariant;
 use ostinato::kernels::region::Pipelines;
 use ostinato::memory::pack::{Format, Layout, Packing, RowMap, Rows, SourceFormat, Transposed, fragment_index, pack};
-use ostinato::memory::{Arena, MemoryError, Place, StagingRing, WeightFile};
+use ostinato::memory::{Arena, Buffer, MemoryError, Place, StagingRing, WeightFile};
 use ostinato::model::checkpoint::{Checkpoint, SourceRef, WeightKind, WeightSpec};
 use ostinato::quant::blocks::BlockType;
 use std::collections::{BTreeMap, HashSet};
@@ -341,6 +341,34 @@ fn transposed_blocks_arrive_as_numbers() {
     }
 }
 
+/// Returns a weight of a checkpoint as the loader gets it; `open` opens the files of its sources.
+fn tensor_of(
+    weight: &WeightSpec,
+    target: &Arc<Buffer>,
+    packing: Packing,
+    open: impl Fn(&Path) -> Arc<WeightFile>,
+) -> LoadTensor {
+    let source = |source: &SourceRef| TensorSource {
+        file: open(&source.path),
+        offset: source.offset,
+        map: source.map,
+        transposed: source.transposed,
+        matrix: source.matrix.as_ref().map(|of| MatrixRows {
+            description: Arc::clone(&of.matrix.description),
+            tensors: of.matrix.places.iter().map(|place| (open(&place.path), place.range())).collect(),
+            first: of.first,
+            ordered: weight.order.is_some(),
+        }),
+    };
+    LoadTensor {
+        name: weight.name.clone(),
+        target: Arc::clone(target),
+        offset: 0,
+        packing,
+        sources: weight.sources.iter().map(source).collect(),
+    }
+}
+
 /// Goal: files that cannot be mapped give the same weights as those that are. Method: the weights of quantised checkpoints
 /// are loaded from both through slots that hold a few rows, so that parts of each weight are read.
 #[test]
@@ -365,25 +393,7 @@ fn quantised_weights_that_are_read_are_those_that_are_mapped() {
                     let file = WeightFile::open(path).unwrap();
                     Arc::new(if mapped { file } else { file.unmapped() })
                 };
-                let source = |source: &SourceRef| TensorSource {
-                    file: open(&source.path),
-                    offset: source.offset,
-                    map: source.map,
-                    transposed: source.transposed,
-                    matrix: source.matrix.as_ref().map(|of| MatrixRows {
-                        description: Arc::clone(&of.matrix.description),
-                        tensors: of.matrix.places.iter().map(|place| (open(&place.path), place.range())).collect(),
-                        first: of.first,
-                        ordered: weight.order.is_some(),
-                    }),
-                };
-                let tensor = LoadTensor {
-                    name: weight.name.clone(),
-                    target: Arc::clone(&target),
-                    offset: 0,
-                    packing,
-                    sources: weight.sources.iter().map(source).collect(),
-                };
+                let tensor = tensor_of(weight, &target, packing, open);
                 host.load(vec![tensor]).wait().unwrap();
                 host.transfer.read(&target, 0, target.bytes()).unwrap()
             };
@@ -1011,25 +1021,7 @@ fn matrices_that_the_device_packs_are_those_that_the_host_packs() {
                 let packing = packing(weight);
                 let target = host.arena.buffer("weight", packing.bytes(), Place::DeviceLocal).unwrap();
                 let open = |path: &Path| Arc::new(WeightFile::open(path).unwrap());
-                let source = |source: &SourceRef| TensorSource {
-                    file: open(&source.path),
-                    offset: source.offset,
-                    map: source.map,
-                    transposed: source.transposed,
-                    matrix: source.matrix.as_ref().map(|of| MatrixRows {
-                        description: Arc::clone(&of.matrix.description),
-                        tensors: of.matrix.places.iter().map(|place| (open(&place.path), place.range())).collect(),
-                        first: of.first,
-                        ordered: weight.order.is_some(),
-                    }),
-                };
-                let tensor = LoadTensor {
-                    name: weight.name.clone(),
-                    target: Arc::clone(&target),
-                    offset: 0,
-                    packing,
-                    sources: weight.sources.iter().map(source).collect(),
-                };
+                let tensor = tensor_of(weight, &target, packing, open);
                 let mut load = |packer: Option<Arc<DevicePacker>>| {
                     let load = host.loader.load(LoadPlan { tensors: vec![tensor.clone()], packer }).unwrap();
                     let report = load.wait().unwrap_or_else(|error| panic!("{name}: {}: {error}", weight.name));

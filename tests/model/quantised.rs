@@ -320,19 +320,21 @@ fn mixtures_of_experts_in_mixed_types() {
     check(&random_model(folder.path(), "next-moe", &changes), &RANDOM_PROMPT, &["Q4_K_M"], None);
 }
 
+/// Recurrent layers with three value heads for each key head.
+pub const THREE_EACH: [(&str, u32); 4] = [
+    ("linear_num_key_heads", 2),
+    ("linear_num_value_heads", 6),
+    ("linear_key_head_dim", 32),
+    ("linear_value_head_dim", 32),
+];
+
 /// Goal: value heads that a file stores in the order in which key heads take turns are used in that order; the restored
 /// checkpoint has them grouped.
 #[test]
 fn hybrids_whose_key_heads_take_turns() {
     let folder = tempfile::tempdir().expect("a folder");
-    let heads = [
-        ("linear_num_key_heads", 2),
-        ("linear_num_value_heads", 6),
-        ("linear_key_head_dim", 32),
-        ("linear_value_head_dim", 32),
-    ];
-    check(&random_model(folder.path(), "hybrid-three", &heads), &RANDOM_PROMPT, &["Q8_0", "Q4_K_M"], None);
-    let changes = [heads.as_slice(), &[("shared_expert_intermediate_size", 256)]].concat();
+    check(&random_model(folder.path(), "hybrid-three", &THREE_EACH), &RANDOM_PROMPT, &["Q8_0", "Q4_K_M"], None);
+    let changes = [THREE_EACH.as_slice(), &[("shared_expert_intermediate_size", 256)]].concat();
     check(&random_model(folder.path(), "hybrid-moe", &changes), &RANDOM_PROMPT, &["Q5_K_M"], None);
 }
 

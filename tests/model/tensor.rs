@@ -7,7 +7,7 @@
 use crate::common::{Driver, Vulkan};
 use crate::harness::every_case;
 use crate::harness::models::{Generated, Lines, expected, fixture, generate, idle, request};
-use crate::quantised::{RANDOM_PROMPT, random_model};
+use crate::quantised::{RANDOM_PROMPT, THREE_EACH, random_model};
 use crate::split::{
     check, check_constraint, check_family, check_lost_devices, check_scores, configured, mixed, named, only, over_both,
     refused, serve, together, tokens,
@@ -75,13 +75,7 @@ fn latent_vectors_norms_of_rows_and_experts_beside_an_mlp_draw_what_transformers
 fn recurrent_heads_that_take_turns_draw_in_parts_what_one_device_draws() {
     let vulkan = Vulkan::shared();
     let folder = tempfile::tempdir().expect("a folder");
-    let heads = [
-        ("linear_num_key_heads", 2),
-        ("linear_num_value_heads", 6),
-        ("linear_key_head_dim", 32),
-        ("linear_value_head_dim", 32),
-    ];
-    let checkpoint = random_model(folder.path(), "hybrid-three", &heads);
+    let checkpoint = random_model(folder.path(), "hybrid-three", &THREE_EACH);
     let file = folder.path().join("model.gguf");
     for name in if every_case() { &["BF16", "Q8_0"][..] } else { &["Q8_0"] } {
         convert(&checkpoint, &file, FileType::from_name(name).expect("a type"), 2).expect("converted");

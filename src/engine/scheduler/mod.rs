@@ -23,8 +23,8 @@
 //!   least `PLAN_STEPS_MIN` if there is room, so that even a slow device gets less than one submission per token.
 //! - The mask of a constrained sequence can only be computed after its last token is known. Its next step is queued
 //!   before that, as a plan of one step, and draws for all of its rows when the masks are available. Only decode steps
-//!   are queued behind such a plan; a prompt waits until its masks are available. A row whose mask is late leaves the batch, so that the step continues without it,
-//!   and returns when its mask is available.
+//!   are queued behind such a plan; a prompt waits until its masks are available. A row whose mask is late leaves
+//!   the batch, so that the step continues without it, and returns when its mask is available.
 //! - Tokens of decode steps that end nothing are taken into their sequences only after the next plan is made, so that
 //!   the device gets it earlier (`Scheduler::settle`).
 //! - A slot and its pages become free when the last plan that names the slot is finished.

@@ -51,15 +51,17 @@ impl StagePart {
     /// Returns the number of bytes of the device's part of the LM head; `None` if that is not divided.
     fn head_bytes(&self) -> Option<u64> {
         let (columns, _, own) = self.stage.own_vocabulary()?;
-        let bytes = |name: &str| -> u64 {
-            self.weights.iter().filter(|weight| weight.merged == name).map(WeightSpec::bytes).sum()
-        };
-        Some(match bytes("lm_head") {
+        Some(match bytes_of(&self.weights, "lm_head") {
             // The embedding, which is whole.
-            0 => bytes("embed") * own.len() as u64 / u64::from(columns.count),
+            0 => bytes_of(&self.weights, "embed") * own.len() as u64 / u64::from(columns.count),
             own => own,
         })
     }
+}
+
+/// Returns the number of bytes of a merged weight.
+fn bytes_of(weights: &[WeightSpec], name: &str) -> u64 {
+    weights.iter().filter(|weight| weight.merged == name).map(WeightSpec::bytes).sum()
 }
 
 /// Returns a stage's layers as text.
@@ -159,8 +161,7 @@ fn vocabulary(builds: &[Build<'_>]) -> Result<Columns, &'static str> {
     let chosen = |build: &Build<'_>| build.tuning(DEFAULT_CONTEXT).vocabulary_rows;
     let chosen = builds.iter().map(chosen).min().unwrap_or(0);
     let name = if config.tied { "embed" } else { "lm_head" };
-    let head = builds[0].all_weights().iter().filter(|weight| weight.merged == name);
-    let saved = head.map(WeightSpec::bytes).sum::<u64>() * (of - 1) / of;
+    let saved = bytes_of(builds[0].all_weights(), name) * (of - 1) / of;
     let pays = chosen > 1 || saved >= LEAST_SAVED || builds.iter().any(|build| build.adapter.is_cpu());
     let drafts_itself =
         last.drafts() > 0 && last.draft.map_or(last.model.draft.is_none(), |draft| draft.config.draft_head.is_some());

@@ -71,8 +71,8 @@ impl GpuExecutor {
         (rows, steps, broken)
     }
 
-    /// Returns the regions of a prefill step in which the slots `decoding` decode, whose masks it `awaits` or not, the number of rows that draw tokens (rounded up to a bucket), the number of
-    /// all rows, and what is pooled. Adds the description of the step to `patch`.
+    /// Returns the regions of a prefill step in which the slots `decoding` decode, whose masks it `awaits` or not, the number
+    /// of rows that draw tokens (rounded up to a bucket), the number of all rows, and what is pooled. Adds the description of the step to `patch`.
     pub(super) fn prompts(
         &mut self,
         chunks: &[Chunk],

@@ -5,7 +5,7 @@
 use crate::kernels::deterministic::{KEY_MINUS_INFINITY, exp_negative, key_of, value_of};
 use crate::kernels::exchange::{Columns, Rank};
 use crate::kernels::host_memory::HostMemory;
-use crate::kernels::recording::Call;
+use crate::kernels::recording::{Call, Range};
 use crate::kernels::shaders::{
     JoinScoresArgs, JoinScoresConstants, ScoreArgs, ScoreConstants, ScorePartArgs, ScorePartConstants, TakeRowsArgs,
     TakeRowsConstants,
@@ -118,42 +118,49 @@ pub(crate) fn reference_take_rows(call: &Call, memory: &mut HostMemory) {
     }
 }
 
+/// Returns the row of the step that workgroup `head` of `heads` scores, and the token that follows it; `None` behind the last
+/// row. The ranges are the parameters of the scoring, the step's descriptor and its rows.
+fn scored_row(memory: &HostMemory, [score, chunk, rows]: [Range; 3], (head, heads): (u32, u32)) -> Option<(u32, u32)> {
+    let (row, count) = (memory.u32(score, SCORE_TURN) * heads + head, memory.u32(chunk, 2));
+    let next = || if row + 1 < count { memory.u32(rows, (row + 1) * 4) } else { memory.u32(score, SCORE_NEXT) };
+    (row < count).then(|| (row, next()))
+}
+
+/// Writes a score at a word of a range, as [`Score::read`] reads it.
+fn store_score(memory: &mut HostMemory, (to, word): (Range, u32), score: &Score) {
+    memory.set_u32(to, word + SCORE_TOKEN, score.token);
+    memory.set_f32(to, word + SCORE_LOGPROB, score.logprob);
+    memory.set_u32(to, word + SCORE_TOP_COUNT, score.top.len() as u32);
+    for (i, (token, logprob)) in (0..).zip(&score.top) {
+        memory.set_u32(to, word + SCORE_TOP + 2 * i, *token);
+        memory.set_f32(to, word + SCORE_TOP + 2 * i + 1, *logprob);
+    }
+}
+
 pub(crate) fn reference_score(call: &Call, memory: &mut HostMemory) {
     let a = ScoreArgs::from_args(&call.args);
     let state = |memory: &HostMemory, word: u32| memory.u32(a.score, word);
-    let count = memory.u32(a.chunk, 2);
     for head in 0..call.groups[0] {
-        let row = state(memory, SCORE_TURN) * call.groups[0] + head;
-        if row >= count {
+        let Some((row, token)) = scored_row(memory, [a.score, a.chunk, a.rows], (head, call.groups[0])) else {
             continue;
-        }
-        let token = if row + 1 < count { memory.u32(a.rows, (row + 1) * 4) } else { state(memory, SCORE_NEXT) };
+        };
         if token >= a.vocabulary {
             continue;
         }
         let logits: Vec<f32> = (0..a.vocabulary).map(|i| memory.f32(a.logits, head * a.row_stride + i)).collect();
         let score = score_of(&logits, token, state(memory, SCORE_TOP_N));
         let entry = (state(memory, SCORE_FIRST) + row) * SCORE_WORDS;
-        memory.set_u32(a.scores, entry + SCORE_TOKEN, token);
-        memory.set_f32(a.scores, entry + SCORE_LOGPROB, score.logprob);
-        memory.set_u32(a.scores, entry + SCORE_TOP_COUNT, score.top.len() as u32);
-        for (i, (token, logprob)) in (0..).zip(score.top) {
-            memory.set_u32(a.scores, entry + SCORE_TOP + 2 * i, token);
-            memory.set_f32(a.scores, entry + SCORE_TOP + 2 * i + 1, logprob);
-        }
+        store_score(memory, (a.scores, entry), &score);
     }
 }
 
 pub(crate) fn reference_score_part(call: &Call, memory: &mut HostMemory) {
     let a = ScorePartArgs::from_args(&call.args);
     let state = |memory: &HostMemory, word: u32| memory.u32(a.score, word);
-    let count = memory.u32(a.chunk, 2);
     for head in 0..call.groups[0] {
-        let row = state(memory, SCORE_TURN) * call.groups[0] + head;
-        if row >= count {
+        let Some((_, token)) = scored_row(memory, [a.score, a.chunk, a.rows], (head, call.groups[0])) else {
             continue;
-        }
-        let token = if row + 1 < count { memory.u32(a.rows, (row + 1) * 4) } else { state(memory, SCORE_NEXT) };
+        };
         let key = |id: u32| key_of(memory.f32(a.logits, head * a.row_stride + id));
         let mut tokens: Vec<(u32, u32)> = (0..a.vocabulary).map(|id| (key(id), a.first + id)).collect();
         let target = tokens.iter().find(|(_, id)| *id == token).map_or(KEY_MINUS_INFINITY, |(key, _)| *key);
@@ -166,14 +173,9 @@ pub(crate) fn reference_score_part(call: &Call, memory: &mut HostMemory) {
         });
         tokens.truncate(state(memory, SCORE_TOP_N).min(TOP_ENTRIES) as usize);
         let entry = head * SCORE_WORDS;
-        memory.set_u32(a.parts, entry + SCORE_TOKEN, token);
-        memory.set_f32(a.parts, entry + SCORE_LOGPROB, value_of(target));
-        memory.set_u32(a.parts, entry + SCORE_TOP_COUNT, tokens.len() as u32);
+        let top = tokens.into_iter().map(|(key, id)| (id, value_of(key))).collect();
+        store_score(memory, (a.parts, entry), &Score { token, logprob: value_of(target), top });
         memory.set_f32(a.parts, entry + SCORE_LOG_SUM, log_sum);
-        for (i, (key, id)) in (0..).zip(tokens) {
-            memory.set_u32(a.parts, entry + SCORE_TOP + 2 * i, id);
-            memory.set_f32(a.parts, entry + SCORE_TOP + 2 * i + 1, value_of(key));
-        }
     }
 }
 
@@ -181,13 +183,10 @@ pub(crate) fn reference_join_scores(call: &Call, memory: &mut HostMemory) {
     let a = JoinScoresArgs::from_args(&call.args);
     let ranks = JoinScoresConstants::from_values(&call.constants).ranks;
     let state = |memory: &HostMemory, word: u32| memory.u32(a.score, word);
-    let count = memory.u32(a.chunk, 2);
     for head in 0..call.groups[0] {
-        let row = state(memory, SCORE_TURN) * call.groups[0] + head;
-        if row >= count {
+        let Some((row, token)) = scored_row(memory, [a.score, a.chunk, a.rows], (head, call.groups[0])) else {
             continue;
-        }
-        let token = if row + 1 < count { memory.u32(a.rows, (row + 1) * 4) } else { state(memory, SCORE_NEXT) };
+        };
         if token >= a.vocabulary {
             continue;
         }
@@ -210,12 +209,7 @@ pub(crate) fn reference_join_scores(call: &Call, memory: &mut HostMemory) {
         top.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
         top.truncate(state(memory, SCORE_TOP_N).min(TOP_ENTRIES) as usize);
         let entry = (state(memory, SCORE_FIRST) + row) * SCORE_WORDS;
-        memory.set_u32(a.scores, entry + SCORE_TOKEN, token);
-        memory.set_f32(a.scores, entry + SCORE_LOGPROB, logprob);
-        memory.set_u32(a.scores, entry + SCORE_TOP_COUNT, top.len() as u32);
-        for (i, (logit, id)) in (0..).zip(top) {
-            memory.set_u32(a.scores, entry + SCORE_TOP + 2 * i, id);
-            memory.set_f32(a.scores, entry + SCORE_TOP + 2 * i + 1, of(logit));
-        }
+        let top = top.into_iter().map(|(logit, id)| (id, of(logit))).collect();
+        store_score(memory, (a.scores, entry), &Score { token, logprob, top });
     }
 }

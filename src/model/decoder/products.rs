@@ -151,7 +151,7 @@ impl Decoder<'_> {
         // weights while they wait. Measured with the matrices of Qwen3-8B on an H200.
         let (threads, tiles, most_words, each) = match (matrices, rows) {
             (Matrices::Emulated, _) => (64, 1, 1, 4),
-            // Two blocks share the sums' barrier, where every workgroup has eight or more of them.
+            // Two blocks of rows share a barrier, where each workgroup has at least eight such pairs.
             (Matrices::Cooperative, 1) if units >= 64 && blocks >= 16 * processors => (512, 2, words, 1),
             (Matrices::Cooperative, _) if units >= 64 => (512, 1, words, 1),
             (Matrices::Cooperative, 2..) => (256, 1, 4, 2),

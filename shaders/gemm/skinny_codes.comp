@@ -9,6 +9,8 @@
 //            makes the largest value a large f16, and scales the products back, so that nothing overflows
 // y          [rows][y_stride] f32. TAGGED 1: x is tagged (`tags.glsl`). TAGGED 3: x and y are tagged
 //
+// partials   [COLUMN_PARTS - 1][rows][n rounded up to 4] f32, tagged as y: see below
+//
 // A workgroup computes TILES blocks of 16 rows of W for all rows of x, then as many blocks further on, as long as there are
 // any. Its groups of 32 lanes split K; their sums are added through shared memory. x is scaled, rounded and put into shared
 // memory once. A step is AHEAD units of columns of each lane group; the codes and scales of the next two steps are in flight
@@ -16,6 +18,9 @@
 // before the workgroup polls for x, and the words of BATCH rows of x are polled together: each wait in turn would cost a
 // round trip to the L2 cache. Codes become f16 in registers: with bit operations the code's bits as a subnormal f16, then
 // one fused multiply-add with the scale and the minimum.
+// With COLUMN_PARTS above 1, whose x and y are tagged, x of all columns does not fit in shared memory: an equal share of the
+// workgroups multiplies each part of the columns. Those of the last part write y; those of another store their sums in
+// `partials`, and the workgroup with the same rows of the next part, which was launched later, polls for them and adds its own.
 // Traffic: W once; x once per workgroup, from the L2 cache where it is tagged.
 #extension GL_KHR_shader_subgroup_vote : require
 #extension GL_KHR_shader_subgroup_shuffle : require
@@ -38,6 +43,8 @@ layout(constant_id = 10) const uint CODES = 0x5024; // the weights' format
 // The product is with a part of W's columns, to which x and k belong: its first unit, and their number.
 layout(constant_id = 11) const uint FIRST_UNIT = 0;
 layout(constant_id = 12) const uint OWN_UNITS = 32;
+// The number of parts of W's columns that workgroups multiply side by side; each has OWN_UNITS, the last one the rest.
+layout(constant_id = 14) const uint COLUMN_PARTS = 1;
 
 #include "fragments.glsl"
 #include "codes.glsl"
@@ -55,6 +62,7 @@ layout(push_constant) uniform Args {
     Floats4In norm;
     FloatsIn bias;
     TaggedInOut y;
+    TaggedInOut partials;
     Fault fault;
     uint n;           // rows of W
     uint k;           // columns of the part without padding; the divisor of the mean
@@ -133,14 +141,18 @@ float group_add(float x) {
         } while (poll_again(subgroupAny(bad_ != 0u), polls, fault, x_tag)); \
     } }
 
+// The workgroup's part of the columns: its first unit, counted from FIRST_UNIT, and the number of its units.
+uint part_first = 0u, part_units = OWN_UNITS;
+
 uint unit_of(uint load) { return load / PARTS * GROUPS + LANE_GROUP; }
+uint quad_of(uint load) { return (part_first + unit_of(load)) * UNIT_QUADS + load % PARTS * 32u + LANE; }
 bool exists(uint pass, uint i) {
-    uint load = pass * LOADS + i, unit = unit_of(load);
-    return load < ALL_LOADS && unit < OWN_UNITS && (unit * UNIT_QUADS + load % PARTS * 32u + LANE) * 4u < k;
+    uint load = pass * LOADS + i;
+    return load < ALL_LOADS && unit_of(load) < part_units && quad_of(load) * 4u < k;
 }
 uint column_of(uint pass, uint i) {
     uint load = pass * LOADS + i;
-    return exists(pass, i) ? unit_of(load) * UNIT_QUADS + load % PARTS * 32u + LANE : 0u;
+    return exists(pass, i) ? quad_of(load) : 0u;
 }
 
 // Loads the codes and scales of a step: of tile `tile_`, round `round_`. Beyond the last tile, all lanes load one word.
@@ -149,7 +161,7 @@ uint column_of(uint pass, uint i) {
     bool more_ = tile_ < tiles; \
     uint lane_ = more_ ? LANE : 0u; \
     [[unroll]] for (uint u = 0u; u < AHEAD; u++) { \
-        uint unit_ = (FIRST_UNIT + min((round_ * AHEAD + u) * GROUPS + LANE_GROUP, OWN_UNITS - 1u)) * UNIT_WORDS; \
+        uint unit_ = (FIRST_UNIT + part_first + min((round_ * AHEAD + u) * GROUPS + LANE_GROUP, part_units - 1u)) * UNIT_WORDS; \
         [[unroll]] for (uint j = 0u; j < TILES; j++) { \
             uint at_of_unit = more_ ? min(tile_ * TILES + j, blocks - 1u) * BLOCK_WORDS + 4u + unit_ : 0u; \
             [[unroll]] for (uint i = 0u; i < PLANE_LOADS; i++) \
@@ -199,6 +211,14 @@ void main() {
     uint blocks = (n + 15u) / 16u, tiles = (blocks + TILES - 1u) / TILES;
     uint tile = gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x;
     uint workgroups = gl_NumWorkGroups.x * gl_NumWorkGroups.z;
+    uint part = 0u;
+    if (COLUMN_PARTS > 1u) {
+        workgroups /= COLUMN_PARTS;
+        part = tile / workgroups;
+        tile %= workgroups;
+        part_first = part * OWN_UNITS;
+        part_units = min(OWN_UNITS, UNITS - part_first);
+    }
     if (tile >= tiles) return;
     uint g = LANE >> 2, t = LANE & 3u;
 #if MATRIX == 1
@@ -353,7 +373,8 @@ void main() {
                             factor = weight.v[row / 16u * BLOCK_WORDS + row % 16u / 4u];
                             if (EPILOGUE == 1u) old = y.v[at];
                         }
-                        if (EPILOGUE == 1u && TAGGED == 3u)
+                        bool last_part = COLUMN_PARTS == 1u || part == COLUMN_PARTS - 1u;
+                        if (EPILOGUE == 1u && TAGGED == 3u && last_part)
                             while (poll_again(stale(old, old_tag) != 0u, polls, fault, old_tag)) old = y.v[at];
 
                         vec4 v = vec4(0.0);
@@ -368,7 +389,17 @@ void main() {
                             v *= norm_scale;
                         }
                         v *= uintBitsToFloat(factor);
-                        uint left = min(n - row, 4u);
+                        if (COLUMN_PARTS > 1u) {
+                            uint quads = (n + 3u) / 4u, at_part = (part * ROWS + token) * quads + row / 4u;
+                            if (part > 0u) {
+                                uvec4 before;
+                                do before = partials.v[at_part - ROWS * quads];
+                                while (poll_again(stale(before, y_tag) != 0u, polls, fault, x_tag));
+                                v += uintBitsToFloat(before);
+                            }
+                            if (!last_part) partials.v[at_part] = tagged(v, y_tag);
+                        }
+                        uint left = last_part ? min(n - row, 4u) : 0u;
                         if (BIAS == 1u) [[unroll]] for (uint i = 0u; i < 4u; i++) if (i < left) v[i] += bias.v[row + i];
                         if (EPILOGUE == 1u) v += uintBitsToFloat(old);
                         if (EPILOGUE >= 2u) {
@@ -383,7 +414,7 @@ void main() {
                         } else {
                             uvec4 words = TAGGED == 3u ? tagged(v, y_tag) : floatBitsToUint(v);
                             if (left == 4u) y.v[at] = words;
-                            if (left < 4u) y.v[at].x = words.x;
+                            if (left < 4u && left > 0u) y.v[at].x = words.x;
                             if (left < 4u && left > 1u) y.v[at].y = words.y;
                             if (left == 3u) y.v[at].z = words.z;
                         }

@@ -2,9 +2,9 @@
 #extension GL_GOOGLE_include_directive : require
 #include "common.glsl"
 
-// Buffer clear: zeroes up to nine buffers of tagged words (`tags.glsl`). It is the first call of a step whose
+// Buffer clear: zeroes up to ten buffers of tagged words (`tags.glsl`). It is the first call of a step whose
 // activations are tagged, so that no word of an earlier step carries a tag that a reader of this step polls for.
-//   a .. i  [words] uvec4; unused buffers have zero words
+//   a .. j  [words] uvec4; unused buffers have zero words
 // The workgroup's y selects the buffer; an invocation writes 16 bytes of it. Traffic: every word is written once.
 
 layout(local_size_x_id = 0) in;
@@ -21,6 +21,7 @@ layout(push_constant) uniform Args {
     Words4Out g;
     Words4Out h;
     Words4Out i;
+    Words4Out j;
     uint a_words;     // in units of 16 bytes, as all that follow
     uint b_words;
     uint c_words;
@@ -30,6 +31,7 @@ layout(push_constant) uniform Args {
     uint g_words;
     uint h_words;
     uint i_words;
+    uint j_words;
 } args;
 
 void main() {
@@ -43,6 +45,7 @@ void main() {
         case 5u: if (at < args.f_words) args.f.v[at] = uvec4(0u); break;
         case 6u: if (at < args.g_words) args.g.v[at] = uvec4(0u); break;
         case 7u: if (at < args.h_words) args.h.v[at] = uvec4(0u); break;
-        default: if (at < args.i_words) args.i.v[at] = uvec4(0u); break;
+        case 8u: if (at < args.i_words) args.i.v[at] = uvec4(0u); break;
+        default: if (at < args.j_words) args.j.v[at] = uvec4(0u); break;
     }
 }

@@ -301,7 +301,7 @@ impl Operands {
     fn skinny(&mut self, call: &Call, codes: Codes) -> Built {
         let c = SkinnyCodesConstants::from_values(&call.constants);
         let a = SkinnyCodesArgs::from_args(&call.args);
-        // One workgroup computes all tiles, one after the other.
+        // One workgroup computes all tiles of a part of the columns, one after the other.
         let n = FRAGMENT_ROWS * c.tiles * 3;
         let tag = |bit: u32, tag: u32| (c.tagged & bit != 0).then_some(tag);
         let x = self.rows(VALUES, [c.rows, a.k, a.x_stride], tag(1, a.x_tag));
@@ -314,12 +314,13 @@ impl Operands {
             norm: self.norm(c.norm == 1, a.x_stride),
             bias: self.bias(n),
             y,
+            partials: self.zeros("partials", (c.column_parts - 1) * c.rows * n),
             fault: self.zeros("fault", 2),
             n,
             y_stride: width,
             ..a
         };
-        let call = Call { args: args.into_args(), groups: [1, 1, 1], ..call.clone() };
+        let call = Call { args: args.into_args(), groups: [c.column_parts, 1, 1], ..call.clone() };
         (call, (y, width), false)
     }
 
@@ -611,7 +612,7 @@ impl Operands {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::gemm::codes::{CodesConfig, expand_codes, skinny_codes, units};
+    use crate::kernels::gemm::codes::{CodesConfig, Columns, expand_codes, skinny_codes, units};
     use crate::kernels::gemm::gemv_dots::{self, DotsConfig};
     use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch};
     use crate::kernels::gemm::panel::{Fold, PanelConfig, panel};
@@ -641,7 +642,7 @@ mod tests {
         let flow = Flow { input_carried: true, input: 3, old: 127, output: Some(64) };
         let skinny = |product: &Product, rows, flow| {
             let all = 0..units(&product.weight);
-            skinny_codes(product, rows, Matrices::Emulated, config, all, flow, weight.range)
+            skinny_codes(product, rows, Matrices::Emulated, config, Columns::Of(all), flow, weight.range)
         };
         let norm = Some((weight.range, 1e-5));
         let config = MatmulConfig { tokens: 16, features: 32, words: 1, each: 4, splits: 2 };

@@ -191,6 +191,12 @@ pub fn waits_for_all(call: &Call) -> bool {
         let c = shaders::ExpertSkinnyConstants::from_values(&call.constants);
         return c.stage == 0 || c.part_experts == 0;
     }
+    // With parts of the columns side by side, a workgroup that writes y has polled for its part of x, and for sums of a
+    // workgroup of each other part, which has polled for that part of x. Of a part alone, nobody polls for the rest of x.
+    if call.kernel.starts_with("skinny_codes") {
+        let c = shaders::SkinnyCodesConstants::from_values(&call.constants);
+        return c.column_parts > 1 || c.own_units == c.units;
+    }
     call.kernel.starts_with("skinny")
 }
 

@@ -16,7 +16,7 @@ const TAG_MASK: u32 = (1 << TAG_BITS) - 1;
 pub const CALL_SHIFT: u32 = 8;
 
 /// The maximum number of buffers that one `clear_tags` call can clear.
-pub const MOST_CLEARED: usize = 9;
+pub const MOST_CLEARED: usize = 10;
 
 /// Returns the word of generation `tag` whose float value is nearest to `value`. Only the low [`TAG_BITS`] bits of
 /// `tag` count.
@@ -124,6 +124,7 @@ pub fn clear_tags(label: String, buffers: &[Range]) -> Call {
         g: range(6),
         h: range(7),
         i: range(8),
+        j: range(9),
         a_words: words(0),
         b_words: words(1),
         c_words: words(2),
@@ -133,6 +134,7 @@ pub fn clear_tags(label: String, buffers: &[Range]) -> Call {
         g_words: words(6),
         h_words: words(7),
         i_words: words(8),
+        j_words: words(9),
     };
     let most = (0..buffers.len()).map(words).max().unwrap_or(0);
     Call {
@@ -156,6 +158,7 @@ pub(super) fn reference_clear_tags(call: &Call, memory: &mut HostMemory) {
         (a.g, a.g_words),
         (a.h, a.h_words),
         (a.i, a.i_words),
+        (a.j, a.j_words),
     ];
     for (range, words) in buffers {
         (0..words * 4).for_each(|word| memory.set_u32(range, word, 0));

@@ -11,7 +11,9 @@ use crate::harness::{Bench, Cases, Expect, POISON, Random, every_case};
 use half::bf16;
 use ostinato::kernels::codes_word;
 use ostinato::kernels::embed::{RowsFrom, Table, embed_rows};
-use ostinato::kernels::gemm::codes::{CodesConfig, expand_codes, expanded_bytes, skinny_codes, units};
+use ostinato::kernels::gemm::codes::{
+    CodesConfig, Columns, expand_codes, expanded_bytes, partial_bytes, skinny_codes, units,
+};
 use ostinato::kernels::gemm::gemv_dots::{self, DotsConfig};
 use ostinato::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch, block_rows};
 use ostinato::kernels::gemm::panel::{Fold, PanelConfig, panel};
@@ -150,6 +152,16 @@ fn check(cases: &Cases) {
     for driver in Driver::all() {
         cases.check(&Bench::new(&vulkan, *driver), &reference);
     }
+}
+
+/// Like [`check`], for calls whose workgroups wait for earlier ones of the same call: a CPU driver must run them one after the
+/// other, because its threads can be stopped for longer than a kernel polls.
+fn check_in_order(cases: &Cases) {
+    if std::env::var("LP_NUM_THREADS").as_deref() != Ok("0") {
+        println!("\"{}\" needs LP_NUM_THREADS=0, as tests/run.py sets it", cases.recording.name);
+        return;
+    }
+    cases.check(&Bench::new(&Vulkan::new(), Driver::Lavapipe), &cases.reference());
 }
 
 /// The shape and options of a product.
@@ -324,7 +336,8 @@ fn many_rows_of_some_formats_in_f16() {
     }
 }
 
-fn skinny_cases(name: &str, list: Vec<Case>) {
+/// Products by `skinny_codes`, whose workgroups divide the columns into `parts` parts, if there are as many units.
+fn skinny_cases(name: &str, list: Vec<Case>, parts: u32) {
     let mut cases = Cases::new(name);
     let mut random = Random(92);
     for (index, case) in list.into_iter().enumerate() {
@@ -337,10 +350,23 @@ fn skinny_cases(name: &str, list: Vec<Case>) {
         let limit = if case.epilogue == Epilogue::Gated(Glu::Silu) { HALF_SWIGLU } else { HALF };
         let product = case.product(&mut cases, &mut random, Layout::Fragments, limit);
         let fault = cases.words("fault", &[0, 0]);
-        let units = 0..units(&product.weight);
-        cases.recording.call(skinny_codes(&product, case.rows, Matrices::Emulated, config, units, case.flow, fault));
+        let units = units(&product.weight);
+        let columns = match parts.min(units) {
+            1 => Columns::Of(0..units),
+            parts => {
+                let count = units.div_ceil(units.div_ceil(parts));
+                let words = partial_bytes(count, case.rows, case.n) / 4;
+                let partials = cases.words("partials", &vec![tagged(0.0, case.flow.old); words as usize]);
+                cases.expect(partials, Expect::Any);
+                Columns::Parts { count, partials }
+            }
+        };
+        cases.recording.call(skinny_codes(&product, case.rows, Matrices::Emulated, config, columns, case.flow, fault));
     }
-    check(&cases);
+    match parts {
+        1 => check(&cases),
+        _ => check_in_order(&cases),
+    }
 }
 
 #[test]
@@ -353,7 +379,7 @@ fn one_row_by_fragments_of_every_format() {
             true
         }
     };
-    skinny_cases("skinny_codes.1", products(&[1], Flow::NONE).into_iter().filter(new).collect());
+    skinny_cases("skinny_codes.1", products(&[1], Flow::NONE).into_iter().filter(new).collect(), 1);
 }
 
 #[test]
@@ -363,7 +389,7 @@ fn several_rows_by_fragments_of_some_formats() {
         use BlockType::{Q4_K, Q5_K, Q6_K};
         matches!(case.way, Way::Blocks(Q4_K | Q5_K | Q6_K) | Way::Load(_))
     };
-    skinny_cases("skinny_codes", products(&[3, 11, 16], Flow::NONE).into_iter().filter(some).collect());
+    skinny_cases("skinny_codes", products(&[3, 11, 16], Flow::NONE).into_iter().filter(some).collect(), 1);
 }
 
 #[test]
@@ -371,7 +397,21 @@ fn tagged_rows_by_fragments() {
     let flow = Flow { input_carried: true, input: 3, old: 127, output: Some(64) };
     let some = |case: &Case| matches!(case.way, Way::Blocks(BlockType::Q4_K | BlockType::Q6_K) | Way::Load(_));
     let fits = |case: Case| Case { n: 48, ..case };
-    skinny_cases("skinny_codes.tagged", products(&[1, 4], flow).into_iter().filter(some).map(fits).collect());
+    skinny_cases("skinny_codes.tagged", products(&[1, 4], flow).into_iter().filter(some).map(fits).collect(), 1);
+}
+
+/// Goal: sums that pass from workgroups with one part of the columns to those with the next are added up, once for each row,
+/// and bias, residual and gated unit apply to the whole sum. Method: two and three parts, of which the last may be shorter;
+/// several blocks of rows of W for each workgroup.
+#[test]
+fn parts_of_the_columns_by_workgroups_of_one_call() {
+    let flow = Flow { input_carried: true, input: 3, old: 127, output: Some(64) };
+    let some = |case: &Case| matches!(case.way, Way::Blocks(BlockType::Q4_K | BlockType::Q6_K) | Way::Load(_));
+    let list = || products(&[1, 4], flow).into_iter().filter(some).map(|case| Case { norm: false, n: 72, ..case });
+    for parts in [2u32, 3] {
+        let wide = list().map(|case| Case { k: (128 * parts + 128).next_multiple_of(case.way.columns()), ..case });
+        skinny_cases(&format!("skinny_codes.parts.{parts}"), wide.collect(), parts);
+    }
 }
 
 /// Goal: `panel` dequantises codes of every format for packed rows, with every epilogue, also into packed rows.

@@ -51,28 +51,57 @@ impl CodesConfig {
     }
 }
 
+/// The columns of W that a call of `skinny_codes` multiplies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Columns {
+    /// Those of a range of units, with which x begins.
+    Of(std::ops::Range<u32>),
+    /// All of them, each part by as many workgroups; `partials`, of [`partial_bytes`], has the sums of all parts but the last.
+    /// x and y are tagged.
+    Parts {
+        /// The number of parts.
+        count: u32,
+        /// The sums of all parts but the last.
+        partials: Range,
+    },
+}
+
+/// Returns the size in bytes of the sums of `count` parts of the columns of a matrix of `n` rows, for `rows` rows of x.
+pub fn partial_bytes(count: u32, rows: u32, n: u32) -> u64 {
+    u64::from(count - 1) * u64::from(rows) * u64::from(n.next_multiple_of(4)) * 4
+}
+
 /// Returns the call of `product` for `rows` rows of x, at most [`MOST_ROWS`], with W as codes packed as
-/// [`crate::memory::pack::Layout::Fragments`]. `flow` gives the tagged operands. `part` is the range of the units of columns
-/// of W that are multiplied, with which x begins.
+/// [`crate::memory::pack::Layout::Fragments`]. `flow` gives the tagged operands, and `columns` the
+/// columns of W that are multiplied.
 ///
 /// # Panics
-/// If there are too many rows, W has no codes, or a part of the columns has a norm.
+/// If there are too many rows, W has no codes, a part of the columns has a norm, or parts side by side are not tagged.
 pub fn skinny_codes(
     product: &Product,
     rows: u32,
     matrices: Matrices,
     config: CodesConfig,
-    part: std::ops::Range<u32>,
+    columns: Columns,
     flow: Flow,
     fault: Range,
 ) -> Call {
-    let (units, own_units) = (units(&product.weight), part.end - part.start);
+    let units = units(&product.weight);
+    let (part, count, partials) = match columns {
+        Columns::Of(part) => (part, 1, fault.none()),
+        Columns::Parts { count, partials } => (0..units, count, partials),
+    };
+    let own_units = (part.end - part.start).div_ceil(count);
     assert!(rows <= MOST_ROWS && (own_units == units || product.norm.is_none()), "{rows} rows, units {part:?}");
+    let tagged = flow.input_carried && flow.output.is_some();
+    assert!(count == 1 || tagged && own_units * (count - 1) < units, "{count} parts of {units} units, {flow:?}");
     let skipped = product.weight.format.codes().map_or(0, |codes| part.start * unit_cols(codes));
     let k = match part.end == units {
         true => product.weight.cols - skipped,
         false => product.weight.format.codes().map_or(0, |codes| own_units * unit_cols(codes)),
     };
+    let bytes = partial_bytes(count, rows, product.weight.rows);
+    assert!(partials.bytes >= bytes, "{partials:?} instead of {bytes} bytes of partial sums");
     let (norm, bias, epsilon) = product.touched();
     let constants = SkinnyCodesConstants {
         threads: config.threads,
@@ -89,6 +118,7 @@ pub fn skinny_codes(
         first_unit: part.start,
         own_units,
         devices: 0,
+        column_parts: count,
     };
     let args = SkinnyCodesArgs {
         weight: product.weight.range,
@@ -96,6 +126,7 @@ pub fn skinny_codes(
         norm,
         bias,
         y: product.y.range,
+        partials: Range { bytes, ..partials },
         // An empty range, so that no barrier is derived: calls may set and read the fault word in any order.
         fault: fault.none(),
         n: product.weight.rows,
@@ -117,11 +148,12 @@ pub fn skinny_codes(
         args: args.into_args(),
         groups: {
             let tiles = product.weight.rows.div_ceil(16 * config.tiles);
-            let each = tiles.div_ceil(config.workgroups.max(1));
-            fold(tiles.div_ceil(each), 1)
+            let each = tiles.div_ceil((config.workgroups / count).max(1));
+            fold(tiles.div_ceil(each) * count, 1)
         },
     };
-    flow.mark(call, product.x.range, product.y.range)
+    let call = flow.mark(call, product.x.range, product.y.range);
+    if count > 1 { call.carry(partials) } else { call }
 }
 
 pub(crate) fn reference_skinny_codes(call: &Call, memory: &mut HostMemory) {

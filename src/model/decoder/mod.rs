@@ -238,6 +238,8 @@ struct Step {
     middle: Activations,
     /// With experts beside a dense MLP: the experts' output.
     of_experts: Activations,
+    /// The sums that workgroups of one product pass on to those with the next part of the columns.
+    column_sums: Activations,
     /// The partial results of splits of attention, by kind of attention layers. Kinds with the same plan of splits share
     /// them.
     partials: Vec<Range>,
@@ -467,6 +469,10 @@ impl Decoder<'_> {
             inputs: Self::activations(r, "layer_inputs", rows, c.layer_inputs.map_or(0, |of| of.width * c.layers)),
             router: Self::activations(r, &named("router.logits"), rows, experts.map_or(0, |e| e.logits())),
             middle: Self::activations(r, &named("experts.middle"), rows, middle.unwrap_or(0)),
+            column_sums: {
+                let width = if carries { self.column_sums(shape) } else { 0 };
+                Self::activations(r, &named("column_sums"), rows, width)
+            },
             latent,
             logits: {
                 // The last device has room for those of the others.
@@ -510,7 +516,7 @@ impl Decoder<'_> {
         let layer = [step.qkv, step.attention, step.projected, step.mixed, step.mlp, step.router, step.middle];
         // Tagged words are never both of experts beside a dense MLP and summed over devices.
         let summed = if step.summed.range == step.branch.range { step.of_experts } else { step.summed };
-        let all = layer.into_iter().chain([step.branch, summed]);
+        let all = layer.into_iter().chain([step.branch, summed, step.column_sums]);
         let buffers: Vec<Range> = all.map(|of| of.range).filter(|range| range.bytes > 0).collect();
         r.call(tags::clear_tags("clear_tags".to_owned(), &buffers));
     }

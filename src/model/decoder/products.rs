@@ -5,7 +5,7 @@
 
 use super::{Decoder, Part, Step, StepShape, floats_from, outputs_from, outputs_of};
 use crate::kernels::codes_word;
-use crate::kernels::gemm::codes::CodesConfig;
+use crate::kernels::gemm::codes::{CodesConfig, Columns};
 use crate::kernels::gemm::gemv_dots::{self, DotsConfig};
 use crate::kernels::gemm::matmul::{self, Blocked, MatmulConfig, MatmulRows, Scratch};
 use crate::kernels::gemm::panel::{self, Fold, Unscaled};
@@ -188,6 +188,25 @@ impl Decoder<'_> {
         (1..=units).find(fits).unwrap_or(units)
     }
 
+    /// Returns the number of sums for a row of x that workgroups with parts of a matrix's columns pass on: the most of all
+    /// products.
+    pub(super) fn column_sums(&self, shape: StepShape) -> u32 {
+        let Some(matrices) = self.tuning.fragments.filter(|_| !self.packs(shape)) else { return 0 };
+        let range = Range { buffer: BufferId(0), offset: 0, bytes: 0 };
+        let sums = |w: &WeightSpec| {
+            let weight = Matrix { range, format: w.format, rows: w.rows, cols: w.cols };
+            match self.column_parts(&weight, shape.rows(), matrices) - 1 {
+                0 => 0,
+                others => {
+                    let merged = self.weights.iter().filter(|other| other.merged == w.merged);
+                    others * merged.map(|other| other.rows).sum::<u32>().next_multiple_of(4)
+                }
+            }
+        };
+        let of_codes = self.weights.iter().filter(|w| w.format.codes().is_some() && self.in_fragments(w));
+        of_codes.map(sums).max().unwrap_or(0)
+    }
+
     /// Whether `skinny_codes` serves a step of a number of rows. With more than one row, every workgroup scales more of x.
     /// Parts of the columns pay for up to two rows; products with a norm, whose inputs are of the hidden size, have none.
     fn codes_fit(&self, rows: u32) -> bool {
@@ -219,7 +238,10 @@ impl Decoder<'_> {
             Some(matrices) => parts.iter().map(|(_, weight)| self.column_parts(weight, shape.rows(), matrices)).max(),
             None => None,
         };
-        let flows: Vec<Flow> = (0..most.unwrap_or(1)).map(|_| flow()).collect();
+        let most = most.unwrap_or(1);
+        // Tagged words pass between workgroups of one call, plain ones from call to call.
+        let flow_count = if most > 1 && step.generations.is_some() && !step.is_logits(y.range) { 1 } else { most };
+        let flows: Vec<Flow> = (0..flow_count).map(|_| flow()).collect();
         for (first, weight) in parts {
             let codes = fragments && weight.format.codes().is_some();
             let (x, norm) = self.in_order(recording, shape, (name, first), x, norm);
@@ -236,7 +258,7 @@ impl Decoder<'_> {
                 },
             };
             if let Some(matrices) = self.tuning.fragments.filter(|_| codes && !self.packs(shape)) {
-                self.codes_product(recording, shape, product, matrices, &flows, step.fault);
+                self.codes_product(recording, shape, (product, first), matrices, (most, &flows), step);
                 continue;
             }
             let flow = flows[0];
@@ -309,25 +331,35 @@ impl Decoder<'_> {
         Some(DotsConfig { groups: 1 << groups.ilog2(), batch: most.batch.min(rows), ..most })
     }
 
-    /// Records the product of a few rows with a matrix of codes, in as many parts of its columns as there are flows: each
-    /// part's product is added to those of the parts before it.
+    /// Records the product of a few rows with a matrix of codes, in `count` parts of its columns. Each part's product is added
+    /// to those of the parts before it, by calls with a flow each or, with one flow, by the workgroups of one call.
     fn codes_product(
         &self,
         recording: &mut Recording,
         shape: StepShape,
-        product: Product,
+        (product, first_row): (Product, u32),
         matrices: Matrices,
-        flows: &[Flow],
-        fault: Range,
+        (count, flows): (u32, &[Flow]),
+        step: &Step,
     ) {
-        let units = codes::units(&product.weight);
+        let (units, rows) = (codes::units(&product.weight), shape.rows());
         let unit = product.weight.format.codes().map_or(1, unit_cols);
-        let count = flows.len() as u32;
         assert!(count <= units, "{count} parts of {units} units of \"{}\"", product.label);
+        if let &[flow] = flows
+            && count > 1
+        {
+            let config = self.codes_config(&product.weight, units.div_ceil(count), rows, matrices);
+            // Each part of the rows has words of its own: all are of the same generation.
+            let [before, own] = [first_row, product.weight.rows].map(|n| codes::partial_bytes(count, rows, n));
+            let count = units.div_ceil(units.div_ceil(count));
+            let columns = Columns::Parts { count, partials: step.column_sums.range.part(before, own) };
+            recording.call(codes::skinny_codes(&product, rows, matrices, config, columns, flow, step.fault));
+            return;
+        }
         for (flow, index) in flows.iter().zip(0..) {
             let first = units * index / count;
             let own = units * (index + 1) / count - first;
-            let config = self.codes_config(&product.weight, own, shape.rows(), matrices);
+            let config = self.codes_config(&product.weight, own, rows, matrices);
             let part = match first {
                 0 => product.clone(),
                 _ => Product {
@@ -337,8 +369,8 @@ impl Decoder<'_> {
                     ..product.clone()
                 },
             };
-            let range = first..first + own;
-            recording.call(codes::skinny_codes(&part, shape.rows(), matrices, config, range, *flow, fault));
+            let columns = Columns::Of(first..first + own);
+            recording.call(codes::skinny_codes(&part, rows, matrices, config, columns, *flow, step.fault));
         }
     }
 

@@ -259,7 +259,7 @@ impl Recording {
         &self.buffers[id.0 as usize]
     }
 
-    /// Returns the same calls with a barrier for every dependency, so that no workgroup polls for another's results.
+    /// Returns the same calls with a barrier for every dependency, so that no call waits for another's words.
     /// The words carry the same tags as before, so that the results have the same bits.
     pub fn with_barriers(&self) -> Recording {
         let mut plain = self.clone();

@@ -214,8 +214,8 @@ pub struct Placement {
     pub devices: Vec<Selector>,
     /// How the replica is split over its devices.
     pub split: Option<SplitMode>,
-    /// The parts of the model's weights that the devices get, in proportion; by default equal parts, or parts by free
-    /// memory where more fits then.
+    /// The parts of the model's weights that the devices get, in proportion; by default parts by measured times, or by free
+    /// memory where a longer context or twice as many KV pages fit then.
     #[serde(default)]
     pub shares: Vec<u32>,
 }

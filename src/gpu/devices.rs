@@ -14,7 +14,8 @@ use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::plan::Capacity;
 use crate::gpu::abilities::{KernelPath, lacks};
 use crate::gpu::build::defaults::{check_tuning, takes_ptx};
-use crate::gpu::build::split::{choose_ranks, choose_stages, shards};
+use crate::gpu::build::speed::Speeds;
+use crate::gpu::build::split::{Division, StagePart, check_stages, choose_ranks, choose_stages, shards};
 use crate::gpu::build::split_test::{test_exchanges, test_split};
 use crate::gpu::build::{Build, Fallbacks};
 use crate::gpu::error::StartError;
@@ -30,6 +31,7 @@ use crate::host::{Host, ModelInfo, ServedModel};
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::pack_codes::PackVariant;
 use crate::kernels::region::PipelineTable;
+use crate::memory::plan::{PlanColumn, PlanTable};
 use crate::memory::{Arena, StagingRing};
 use crate::model::checkpoint::Checkpoint;
 use crate::model::demo;
@@ -270,12 +272,19 @@ pub struct OpenDevices {
     open: Mutex<Vec<(usize, DeviceUse, Arc<OpenDevice>)>>,
     /// Locked while a device is opened, which takes a while.
     opening: Mutex<()>,
+    /// How fast devices read weights, as far as it was measured.
+    speeds: Speeds,
 }
 
 impl OpenDevices {
     /// Returns an instance's devices, none of them open.
     pub fn new(instance: &Instance) -> OpenDevices {
-        OpenDevices { instance: instance.clone(), open: Mutex::default(), opening: Mutex::default() }
+        OpenDevices {
+            instance: instance.clone(),
+            open: Mutex::default(),
+            opening: Mutex::default(),
+            speeds: Speeds::default(),
+        }
     }
 
     fn open(&self) -> MutexGuard<'_, Vec<(usize, DeviceUse, Arc<OpenDevice>)>> {
@@ -447,12 +456,19 @@ impl Devices {
         let cache = self.runtime.cache_directory.as_deref();
         let name = builds[0].name;
         let (mut parts, sizes) = match split {
-            SplitMode::Layers => choose_stages(builds, shares)?,
+            SplitMode::Layers if !shares.is_empty() => choose_stages(builds, Division::Shares(shares))?,
+            SplitMode::Layers => choose_stages(builds, Division::Speeds(&self.speeds(builds)?))?,
             SplitMode::Tensor => choose_ranks(builds, (waits.polls, waits.tags))?,
         };
         // All stages hold the same sequences.
         let own = builds[0].model.clone();
         let model = config::Model { context: Some(sizes.context), kv_pages: Some(sizes.pages), ..own };
+        let column = |(build, part): (&Build<'_>, &StagePart)| -> Result<PlanColumn, StartError> {
+            let (_, plan) = build.of_part(part).with_model(&model).planned()?;
+            Ok(PlanColumn { heading: part.column(), plan })
+        };
+        let plans = PlanTable(builds.iter().zip(&parts).map(column).collect::<Result<_, StartError>>()?);
+        attempt.progress.line(&format!("memory of \"{name}\" on {} devices{plans}", builds.len()));
         let (mut executors, mut loads, mut stages) = (Vec::new(), Vec::new(), Vec::new());
         let mut before: Option<BTreeMap<u32, u32>> = None;
         for (device, part) in parts.iter_mut().enumerate() {
@@ -486,6 +502,21 @@ impl Devices {
             ));
         }
         Ok(BuiltReplica { executor: Box::new(executor), loaded, memory, stages })
+    }
+
+    /// Returns the bytes of weights that the devices of `builds` read per second in decode steps; equal numbers if one of them
+    /// cannot be measured.
+    fn speeds(&self, builds: &[Build<'_>]) -> Result<Vec<f64>, StartError> {
+        check_stages(builds)?;
+        let cache = self.runtime.cache_directory.as_deref();
+        let speeds = self.devices.speeds.of(builds, cache)?;
+        Ok(speeds.unwrap_or_else(|| {
+            builds[0].progress.line(&format!(
+                "\"{}\": a device has too little free memory to be measured: all count as equally fast",
+                builds[0].name
+            ));
+            vec![1e9; builds.len()]
+        }))
     }
 
     /// Opens the model's checkpoint.

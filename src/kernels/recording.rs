@@ -326,6 +326,26 @@ impl Recording {
         bounds.windows(2).enumerate().map(part).collect()
     }
 
+    /// Returns the dispatches that are `wanted`, in a recording with the buffers of these alone.
+    pub fn calls(&self, name: &str, mut wanted: impl FnMut(&Call) -> bool) -> Recording {
+        let mut found = Recording::new(name);
+        for op in &self.ops {
+            let Op::Call(call) = op else { continue };
+            if !wanted(call) {
+                continue;
+            }
+            let mut call = call.clone();
+            for arg in &mut call.args {
+                if let Arg::Buffer(range, _) | Arg::Carried(range, _) | Arg::Apart(range, _) = arg {
+                    let decl = self.decl(range.buffer);
+                    range.buffer = found.buffer(&decl.name, decl.bytes).buffer;
+                }
+            }
+            found.call(call);
+        }
+        found
+    }
+
     /// Appends the operations of another recording, whose buffers get the names that `rename` returns.
     pub fn append(&mut self, other: Recording, rename: impl Fn(&str) -> String) {
         let ids: Vec<BufferId> =

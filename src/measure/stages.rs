@@ -10,10 +10,10 @@ use crate::gpu::error::StartError;
 use crate::gpu::timing::time_regions;
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::embed::PromptRows;
+use crate::kernels::gemm::weight_bytes;
 use crate::kernels::layout::StateLayout;
-use crate::kernels::recording::{Call, Op, Recording};
+use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region, buffer_sizes};
-use crate::kernels::shaders::SkinnyCodesConstants;
 use crate::kernels::state;
 use crate::memory::{Arena, BufferTable, Place};
 use crate::model::checkpoint::{Checkpoint, WeightKind, WeightSpec};
@@ -52,20 +52,6 @@ pub struct Stage {
     pub weight_bytes: u64,
     /// The number of multiplications and additions of one call's weights with its rows.
     pub operations: u64,
-}
-
-/// Returns whether a call multiplies by a weight matrix, which is then its first argument.
-fn multiplies(call: &Call) -> bool {
-    ["gemv", "skinny", "panel", "tiled", "matmul", "wgmma"].iter().any(|kernel| call.kernel.starts_with(kernel))
-}
-
-/// Returns the number of calls among which the columns of a call's matrix are divided.
-fn column_calls(call: &Call) -> u64 {
-    if !call.kernel.starts_with("skinny_codes") {
-        return 1;
-    }
-    let c = SkinnyCodesConstants::from_values(&call.constants);
-    u64::from(c.units.div_ceil(c.own_units * c.column_parts))
 }
 
 /// Groups the calls of a step by kind, in the order of each kind's first call.
@@ -248,8 +234,8 @@ pub fn stages(
                 .ops
                 .iter()
                 .map(|op| match op {
-                    Op::Call(call) if multiplies(call) => call.args[0].range().bytes / column_calls(call),
-                    _ => 0,
+                    Op::Call(call) => weight_bytes(call).unwrap_or(0),
+                    Op::Copy { .. } | Op::Fill { .. } => 0,
                 })
                 .sum();
             let weight_bytes = bytes / u64::from(calls);

@@ -368,11 +368,18 @@ impl Plan {
     }
 }
 
-impl fmt::Display for Plan {
-    /// Writes the table that is printed at start.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+/// A line of the table that is printed at start.
+struct Line {
+    name: String,
+    size: String,
+    note: String,
+}
+
+impl Plan {
+    fn lines(&self) -> Vec<Line> {
         let size = |bytes: u64| HumanBytes(bytes).to_string();
-        let mut rows: Vec<(String, String, String)> = Vec::new();
+        let mut lines = Vec::new();
+        let mut line = |name: &str, size: String, note: String| lines.push(Line { name: name.to_owned(), size, note });
         for entry in &self.entries {
             let mut note = match entry.side {
                 Side::Host if !self.limits.unified => "host memory".to_owned(),
@@ -396,23 +403,91 @@ impl fmt::Display for Plan {
                     note = format!("{note}; {pages} window pages of {}", size(bytes));
                 }
             }
-            rows.push((entry.purpose.to_string(), size(entry.bytes), note));
+            line(&entry.purpose.to_string(), size(entry.bytes), note);
         }
-        rows.push(("total".into(), size(self.device_bytes()), "of the device's memory".into()));
-        rows.push((
-            "free".into(),
-            size(self.limits.free_bytes),
-            format!("of {}, {} kept back", size(self.limits.total_bytes), size(self.limits.reserve_bytes)),
-        ));
+        line("total", size(self.device_bytes()), "of the device's memory".to_owned());
+        let of = format!("of {}, {} kept back", size(self.limits.total_bytes), size(self.limits.reserve_bytes));
+        line("free", size(self.limits.free_bytes), of);
         if let Some(limit) = self.limits.limit_bytes {
-            rows.push(("limit".into(), size(limit), "set by the operator".into()));
+            line("limit", size(limit), "set by the operator".to_owned());
         }
-        let first = rows.iter().map(|r| r.0.len()).max().unwrap_or(0);
-        let second = rows.iter().map(|r| r.1.len()).max().unwrap_or(0);
+        lines
+    }
+}
+
+impl fmt::Display for Plan {
+    /// Writes the table that is printed at start.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let lines = self.lines();
+        let first = lines.iter().map(|line| line.name.len()).max().unwrap_or(0);
+        let second = lines.iter().map(|line| line.size.len()).max().unwrap_or(0);
         write!(f, "memory plan for {:?}", self.limits.device)?;
-        for (name, bytes, note) in rows {
-            let line = format!("  {name:<first$}  {bytes:>second$}  {note}");
+        for Line { name, size, note } in lines {
+            let line = format!("  {name:<first$}  {size:>second$}  {note}");
             write!(f, "\n{}", line.trim_end())?;
+        }
+        Ok(())
+    }
+}
+
+/// The plan of one of several devices of a replica.
+#[derive(Clone, Debug)]
+pub struct PlanColumn {
+    /// What the device has of the model.
+    pub heading: String,
+    /// The plan.
+    pub plan: Plan,
+}
+
+/// The plans of a replica that is split over several devices.
+#[derive(Clone, Debug)]
+pub struct PlanTable(pub Vec<PlanColumn>);
+
+impl fmt::Display for PlanTable {
+    /// Writes a table with a column for each device. Behind each row are the notes of all devices, equal ones once.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let columns: Vec<Vec<Line>> = self.0.iter().map(|column| column.plan.lines()).collect();
+        let mut names: Vec<&str> = Vec::new();
+        // In the order of each plan, which has its entries by purpose.
+        for lines in &columns {
+            let mut at = 0;
+            for line in lines {
+                at = match names.iter().position(|name| *name == line.name) {
+                    Some(found) => found + 1,
+                    None => {
+                        names.insert(at, &line.name);
+                        at + 1
+                    }
+                };
+            }
+        }
+        let first = names.iter().map(|name| name.len()).max().unwrap_or(0);
+        let width = |(column, lines): (&PlanColumn, &Vec<Line>)| {
+            let heads = [column.plan.limits.device.len() + 2, column.heading.len()];
+            lines.iter().map(|line| line.size.len()).chain(heads).max().unwrap_or(0)
+        };
+        let widths: Vec<usize> = self.0.iter().zip(&columns).map(width).collect();
+        let mut row = |name: &str, cells: &[String], notes: &[&str]| {
+            let cells: Vec<String> = cells.iter().zip(&widths).map(|(cell, width)| format!("{cell:>width$}")).collect();
+            let line = format!("  {name:<first$}  {}  {}", cells.join("  "), notes.join(" | "));
+            write!(f, "\n{}", line.trim_end())
+        };
+        let devices: Vec<String> = self.0.iter().map(|column| format!("{:?}", column.plan.limits.device)).collect();
+        let headings: Vec<String> = self.0.iter().map(|column| column.heading.clone()).collect();
+        row("", &devices, &[])?;
+        row("", &headings, &[])?;
+        for name in names {
+            let of = |lines: &'_ Vec<Line>| lines.iter().position(|line| line.name == name);
+            let found: Vec<Option<&Line>> = columns.iter().map(|lines| of(lines).map(|at| &lines[at])).collect();
+            let cells: Vec<String> =
+                found.iter().map(|line| line.map_or("-".to_owned(), |line| line.size.clone())).collect();
+            let mut notes: Vec<&str> = Vec::new();
+            for note in found.iter().flatten().map(|line| line.note.as_str()) {
+                if !note.is_empty() && !notes.contains(&note) {
+                    notes.push(note);
+                }
+            }
+            row(name, &cells, &notes)?;
         }
         Ok(())
     }
@@ -628,6 +703,32 @@ mod tests {
              total       2.3 GiB  of the device's memory\n  \
              free       10.0 GiB  of 24.0 GiB, 512.0 MiB kept back\n  \
              limit       8.0 GiB  set by the operator"
+        );
+    }
+
+    #[test]
+    fn prints_a_column_for_each_device() {
+        let of = |device: &str, heading: &str, weights: u64, host: &[PlanEntry], page_bytes: u64| {
+            let limits = MemoryLimits { device: device.into(), ..limits() };
+            let entries = [&[entry(Purpose::Weights, weights, Side::Device)], host].concat();
+            let kv = KvRequest { page_bytes, ..kv(Pages::UpTo(100)) };
+            PlanColumn { heading: heading.into(), plan: Plan::new(limits, entries, Some(kv)).unwrap() }
+        };
+        let ring = entry(Purpose::Ring, 4 * MIB, Side::Host);
+        let table = PlanTable(vec![
+            of("RTX 4090", "layers 0 to 23", 3 * GIB, &[], 4 * MIB),
+            of("RX 7600", "layers 24 to 35", 2 * GIB, &[ring], 2 * MIB),
+        ]);
+        assert_eq!(
+            format!("on 2 devices{table}"),
+            "on 2 devices\n                \
+             \"RTX 4090\"        \"RX 7600\"\n            \
+             layers 0 to 23  layers 24 to 35\n  \
+             weights          3.0 GiB          2.0 GiB\n  \
+             kv pages       400.0 MiB        200.0 MiB  100 pages of 4.0 MiB | 100 pages of 2.0 MiB\n  \
+             ring                   -          4.0 MiB  host memory\n  \
+             total            3.4 GiB          2.2 GiB  of the device's memory\n  \
+             free            10.0 GiB         10.0 GiB  of 24.0 GiB, 0 B kept back"
         );
     }
 

@@ -401,7 +401,7 @@ fn a_fault_in_any_call_changes_no_recurrent_state() {
 
 /// Has the layers of a model split over both CPU drivers.
 fn split(vulkan: &Vulkan) -> impl Fn(&mut Model) + use<> {
-    let placement = split_over(vulkan, &[]);
+    let placement = split_over(vulkan, &[1, 1]);
     move |model| model.replicas = vec![placement.clone()]
 }
 

@@ -25,7 +25,8 @@ use std::time::{Duration, Instant};
 /// The allowed relative error of logits with f32 keys and values, where only sums differ.
 const EXACT: f64 = 2e-3;
 
-/// A replica whose first layers are on one CPU driver and the others on the other one.
+/// A replica whose first layers are on one CPU driver and the others on the other one; without shares, as many as measured
+/// times say.
 pub fn split_over(vulkan: &Vulkan, shares: &[u32]) -> Placement {
     Placement { shares: shares.to_vec(), ..over_both(vulkan, SplitMode::Layers) }
 }
@@ -38,7 +39,7 @@ pub fn over_both(vulkan: &Vulkan, split: SplitMode) -> Placement {
 
 pub fn configured(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Model)) -> Config {
     let mut model = Model::new("m", path, None);
-    model.replicas = vec![split_over(vulkan, &[])];
+    model.replicas = vec![split_over(vulkan, &[1, 1])];
     model.kv_format = Some(KvFormat::F32);
     model.slots = Some(4);
     change(&mut model);
@@ -364,7 +365,7 @@ fn scores_of_a_prompt_on_two_devices_are_those_of_one() {
         let prompt: Vec<u32> = known.prompt.iter().chain(&known.greedy[..30]).copied().collect();
         generate(&only(&host), Request { prompt_logprobs: Some(2), ..request(&prompt, 1) }).scored
     };
-    let found = scores(split_over(&vulkan, &[]));
+    let found = scores(split_over(&vulkan, &[1, 1]));
     let wanted = scores(Placement::on(Some(vulkan.adapter(Driver::Lavapipe).selector())));
     check_scores(&found, &wanted);
 }
@@ -432,6 +433,36 @@ fn shares_place_layers_and_what_cannot_be_split_is_refused() {
     assert!(little.is_users() && text.contains("64.0 KiB") || text.contains("left under the memory limit"), "{text}");
 }
 
+/// Goal: without shares, each device is measured, once in a process, and layers are divided by the times; the texts are those of
+/// any division.
+#[test]
+fn measured_times_divide_the_layers() {
+    let vulkan = Vulkan::shared();
+    let said = || {
+        let config = configured(&vulkan, fixture("qwen3-deep"), |model| {
+            model.replicas = vec![split_over(&vulkan, &[])];
+        });
+        let lines = Lines::default();
+        let host = start_with(&vulkan.devices, &config, &lines).unwrap_or_else(|e| panic!("{e:?}"));
+        check(&only(&host), "qwen3-deep");
+        let layers: Vec<std::ops::Range<u32>> = only(&host).stages.iter().map(|stage| stage.layers.clone()).collect();
+        let lines = lines.0.into_inner().expect("no panic");
+        let line = lines.iter().find(|line| line.contains("layers are divided by measured times"));
+        (line.unwrap_or_else(|| panic!("no measured times in {lines:?}")).clone(), layers)
+    };
+    let (line, layers) = said();
+    for (driver, layers) in Driver::BOTH.into_iter().zip(&layers) {
+        let of = match layers.len() {
+            1 => format!("layer {} of 5", layers.start),
+            _ => format!("layers {} to {} of 5", layers.start, layers.end - 1),
+        };
+        let (name, wanted) = (&vulkan.adapter(driver).name, format!("/s, and those of {of} in "));
+        assert!(line.contains(&format!("\"{name}\" reads weights at ")) && line.contains(&wanted), "{wanted}: {line}");
+    }
+    // The second load finds the speeds, and so the same stages.
+    assert_eq!(said(), (line, layers));
+}
+
 /// Goal: each device's plan is printed with its layers, requests find the replica by either device, and each step has
 /// submissions to both.
 #[test]
@@ -442,13 +473,19 @@ fn both_devices_of_a_split_replica_are_shown() {
     let host = start_with(&vulkan.devices, &config, &lines).unwrap_or_else(|e| panic!("{e:?}"));
     let said = lines.0.into_inner().expect("no panic").join("\n");
     let replica = only(&host);
+    let table = said.split_once("memory of \"m/0\" on 2 devices").expect("the plans").1;
+    let mut headings = table.lines().skip(1).take(2);
+    let (names, layers) = (headings.next().expect("names"), headings.next().expect("layers"));
+    for row in ["weights", "kv pages", "total", "free"] {
+        let found = table.lines().find(|line| line.trim_start().starts_with(row));
+        assert!(found.is_some_and(|line| line.matches("iB").count() >= 2), "{row} of both devices is not in {said}");
+    }
     for stage in &replica.stages {
-        let (name, layers) = (&stage.device.name, &stage.layers);
-        let heading = match layers.len() {
-            1 => format!("memory of \"m/0\" on {name}, layer {} of 5", layers.start),
-            _ => format!("memory of \"m/0\" on {name}, layers {} to {} of 5", layers.start, layers.end - 1),
+        let heading = match stage.layers.len() {
+            1 => format!("layer {}", stage.layers.start),
+            _ => format!("layers {} to {}", stage.layers.start, stage.layers.end - 1),
         };
-        assert!(said.contains(&heading), "{heading} is not in {said}");
+        assert!(names.contains(&stage.device.name) && layers.contains(&heading), "{heading} is not in {said}");
         assert_eq!(host.route("m", &stage.device.uuid).expect("found").1.name, "m/0");
         let planned = host.devices().into_iter().find(|served| served.info == stage.device).expect("served").memory;
         assert!(!planned.is_empty() && planned == stage.memory);

@@ -233,6 +233,7 @@ const CYCLES: [(&[&str], &str); 14] = [
             "gpu::build::ptx_test",
             "gpu::build::recordings",
             "gpu::build::reference_test",
+            "gpu::build::speed",
             "gpu::build::split",
             "gpu::devices",
         ],

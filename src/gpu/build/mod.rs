@@ -10,6 +10,7 @@ mod packing;
 mod ptx_test;
 pub(crate) mod recordings;
 pub(crate) mod reference_test;
+pub(crate) mod speed;
 pub(crate) mod split;
 pub(crate) mod split_test;
 
@@ -263,8 +264,10 @@ impl Build<'_> {
         let chunk = *buckets.last().expect("there is at least one bucket");
         let (sizes, plan) = self.planned()?;
         let PlannedSizes { context, pages, window_pages } = sizes;
-        let layers = self.part.map_or(String::new(), |part| format!(", {}", part.layers()));
-        self.progress.line(&format!("memory of \"{}\" on {}{layers}\n{plan}", self.name, self.adapter.name));
+        // The plans of a replica on several devices are printed together.
+        if self.part.is_none() {
+            self.progress.line(&format!("memory of \"{}\" on {}\n{plan}", self.name, self.adapter.name));
+        }
         let memory = plan.entries().iter().map(|entry| MemoryUse {
             replica: self.name.to_owned(),
             purpose: entry.purpose.to_string(),
@@ -882,6 +885,11 @@ impl Build<'_> {
 
     /// Submits each list of regions, each waiting for `waits`, and then waits for all of them.
     pub(crate) fn run_all(&self, submissions: Vec<Vec<Arc<Region>>>, waits: &[Point]) -> Result<(), StartError> {
+        self.run_timed(submissions, waits).map(|_| ())
+    }
+
+    /// Like [`Build::run_all`]. Returns the device time, as far as the device reports it.
+    fn run_timed(&self, submissions: Vec<Vec<Arc<Region>>>, waits: &[Point]) -> Result<Duration, StartError> {
         let (reports, done) = crossbeam_channel::bounded(submissions.len());
         let (wake, _woken) = crossbeam_channel::bounded(1);
         let count = submissions.len();
@@ -916,7 +924,7 @@ impl Build<'_> {
         if self.beside {
             std::thread::sleep((ran * (BESIDE_SHARE - 1)).min(BESIDE_PAUSE));
         }
-        Ok(())
+        Ok(ran)
     }
 }
 

@@ -11,7 +11,8 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::memory::plan::HumanBytes;
 use crate::model::checkpoint::shard::ShardError;
 use crate::model::checkpoint::{Checkpoint, WeightSpec};
-use crate::model::decoder::stage::{LayerStage, divide, divide_vocabulary};
+use crate::model::config::ModelConfig;
+use crate::model::decoder::stage::{Counted, LayerStage, StageDevice, divide, divide_vocabulary, stage_bytes};
 use std::collections::BTreeMap;
 
 /// A stage of a model that is split over several devices, as the build on its device knows it.
@@ -40,6 +41,30 @@ pub(crate) struct StagePart {
 }
 
 impl StagePart {
+    /// Returns a stage of a model with these weights; nothing else is known of it.
+    pub(crate) fn of(stage: LayerStage, config: &ModelConfig, all: &[WeightSpec]) -> StagePart {
+        StagePart {
+            weights: stage.weights(config, all),
+            stage,
+            on_cpu: false,
+            heap_bytes: 0,
+            window_pages: None,
+            tags: false,
+            polls: false,
+            halves: false,
+            input_tags: BTreeMap::new(),
+        }
+    }
+
+    /// Returns the heading of the device's column in the table of all plans.
+    pub(crate) fn column(&self) -> String {
+        match (self.stage.rank, self.stage.layers.len()) {
+            (Some(rank), _) => format!("part {} of {}", rank.index + 1, rank.of),
+            (None, 1) => format!("layer {}", self.stage.layers.start),
+            (None, _) => format!("layers {} to {}", self.stage.layers.start, self.stage.layers.end - 1),
+        }
+    }
+
     /// Returns the layers as text, such as `layers 0 to 17 of 36`, and the size of the device's part of an LM head.
     pub(crate) fn layers(&self) -> String {
         match self.head_bytes() {
@@ -80,63 +105,166 @@ pub(crate) fn layers_of(stage: &LayerStage) -> String {
     }
 }
 
-/// Returns the stages of a model on the devices of `builds`, and the sizes that all of them hold. The layers are divided
-/// by `shares`; without any equally, or by free memory if a longer context or more KV pages fit then.
-pub(crate) fn choose_stages(
-    builds: &[Build<'_>],
-    shares: &[u32],
-) -> Result<(Vec<StagePart>, PlannedSizes), StartError> {
-    // The last device has the draft model too.
-    let drafting = |device: usize| {
-        let draft = builds[device].draft.filter(|_| device + 1 == builds.len() && builds[device].drafts() > 0);
-        draft.map_or(0, |draft| draft.weights_without_mtp().iter().map(WeightSpec::bytes).sum::<u64>())
+/// How the layers of a model are divided among devices.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Division<'a> {
+    /// By configured shares of the weights.
+    Shares(&'a [u32]),
+    /// By the bytes of weights that each device reads per second.
+    Speeds(&'a [f64]),
+}
+
+/// The parts of a device's free memory, in tenths, that its weights may take if the fastest division does not fit, or leaves
+/// little room for keys and values: the first that changes this is taken.
+const ROOM_TENTHS: [u64; 4] = [9, 8, 7, 6];
+
+/// The number of times as many KV pages as a fast division has room for that are reason to take a slower one.
+const WORTH_PAGES: u64 = 2;
+
+/// Stages of a model on several devices, and the sizes that all of them hold.
+type PlannedStages = (Vec<StagePart>, PlannedSizes);
+
+/// Returns the stages of a model on the devices of `builds`, and the sizes that all of them hold.
+pub(crate) fn choose_stages(builds: &[Build<'_>], division: Division<'_>) -> Result<PlannedStages, StartError> {
+    let divided = |counted, devices: &[StageDevice]| divided(builds, counted, devices);
+    let speeds = match division {
+        Division::Shares(shares) => {
+            let devices: Vec<StageDevice> =
+                shares.iter().map(|share| StageDevice::of_share(f64::from(*share))).collect();
+            return planned_stages(builds, &divided(Counted::Held, &devices)?);
+        }
+        Division::Speeds(speeds) => speeds,
     };
-    let free = |(device, build): (usize, &Build<'_>)| {
+    let device = |(index, (build, speed)): (usize, (&Build<'_>, &f64))| {
         let free = build.opened.free_bytes(&build.opened.device.budget());
-        let free = build.limit.map_or(free, |limit| limit.min(free));
-        (free.saturating_sub(drafting(device)) as f64).max(1.0)
+        // The last device has the draft model too.
+        let draft = build.draft.filter(|_| index + 1 == builds.len() && build.drafts() > 0);
+        MeasuredDevice {
+            speed: *speed,
+            free: build.limit.map_or(free, |limit| limit.min(free)),
+            drafting: draft.map_or(0, |draft| draft.weights_without_mtp().iter().map(WeightSpec::bytes).sum::<u64>()),
+        }
     };
-    let ways: Vec<Vec<f64>> = match shares {
-        [] => vec![vec![1.0; builds.len()], builds.iter().enumerate().map(free).collect()],
-        shares => vec![shares.iter().map(|share| f64::from(*share)).collect()],
+    let devices: Vec<MeasuredDevice> = builds.iter().zip(speeds).enumerate().map(device).collect();
+    let (chosen, by) = by_measured_times(&devices, &divided, &|stages| planned_stages(builds, stages))?;
+    say_division(builds, speeds, by, &chosen.0);
+    Ok(chosen)
+}
+
+/// A device whose speed is known.
+#[derive(Clone, Copy, Debug)]
+struct MeasuredDevice {
+    /// The bytes of weights that it reads per second.
+    speed: f64,
+    /// The bytes of memory that may be allocated.
+    free: u64,
+    /// The bytes of the draft model's weights on it.
+    drafting: u64,
+}
+
+/// Divides the layers of a model among devices.
+type DivideLayers<'f> = dyn Fn(Counted, &[StageDevice]) -> Result<Vec<LayerStage>, StartError> + 'f;
+
+/// Plans the memory of stages.
+type PlanMemory<'f, P> = dyn Fn(&[LayerStage]) -> Result<(P, PlannedSizes), StartError> + 'f;
+
+/// Chooses stages so that the slowest device takes as little time as possible, as far as memory suffices; by free memory instead if
+/// a longer context or twice as many KV pages fit then. Returns the plan, and by what layers are divided. What `planned` refuses
+/// for lack of memory is not chosen.
+fn by_measured_times<P>(
+    devices: &[MeasuredDevice],
+    divided: &DivideLayers<'_>,
+    planned: &PlanMemory<'_, P>,
+) -> Result<((P, PlannedSizes), &'static str), StartError> {
+    let by_speed = |tenths: Option<u64>| {
+        let device = |of: &MeasuredDevice| StageDevice {
+            share: of.speed,
+            room: tenths.map(|tenths| of.free / 10 * tenths),
+            further: of.drafting,
+        };
+        divided(Counted::Read, &devices.iter().map(device).collect::<Vec<_>>())
     };
+    let of_free = |of: &MeasuredDevice| StageDevice::of_share((of.free.saturating_sub(of.drafting) as f64).max(1.0));
+    let by_memory = divided(Counted::Held, &devices.iter().map(of_free).collect::<Vec<_>>())?;
+    let fitting = |stages: &[LayerStage]| match planned(stages) {
+        Err(error @ StartError::Plan { .. }) => Ok(Err(error)),
+        planned => planned.map(Ok),
+    };
+    let largest = fitting(&by_memory)?;
+    let mut tried = vec![by_memory];
+    let ways = std::iter::once(None).chain(ROOM_TENTHS.map(Some));
+    for tenths in ways {
+        // Smaller rooms hold no more.
+        let Ok(stages) = by_speed(tenths) else { break };
+        let by = if tenths.is_none() { "measured times" } else { "measured times as far as memory suffices" };
+        if stages == tried[0] {
+            return Ok((largest?, by));
+        }
+        if tried.contains(&stages) {
+            continue;
+        }
+        if let Ok(found) = fitting(&stages)?
+            && largest.as_ref().map_or(true, |largest| suffices(&found.1, &largest.1))
+        {
+            return Ok((found, by));
+        }
+        tried.push(stages);
+    }
+    Ok((largest?, "free memory, because a longer context or more kv pages fit than by measured times"))
+}
+
+/// Whether a division with sizes `one` need not give way to one with sizes `other`.
+fn suffices(one: &PlannedSizes, other: &PlannedSizes) -> bool {
+    one.context >= other.context && u64::from(one.pages) * WORTH_PAGES > u64::from(other.pages)
+}
+
+/// Divides the layers of the model of `builds` among their devices.
+fn divided(builds: &[Build<'_>], counted: Counted, devices: &[StageDevice]) -> Result<Vec<LayerStage>, StartError> {
+    let first = &builds[0];
+    divide(&first.checkpoint.config, first.all_weights(), counted, devices)
+        .map_err(|error| first.unsupported(error.to_string()))
+}
+
+/// Refuses a model whose layers are fewer than the devices of `builds`.
+pub(crate) fn check_stages(builds: &[Build<'_>]) -> Result<(), StartError> {
+    divided(builds, Counted::Held, &vec![StageDevice::of_share(1.0); builds.len()]).map(|_| ())
+}
+
+/// Says by what layers are divided, how fast devices read weights, and how long each takes for its stage.
+fn say_division(builds: &[Build<'_>], speeds: &[f64], by: &str, parts: &[StagePart]) {
+    let each = builds.iter().zip(speeds).zip(parts).map(|((build, speed), part)| {
+        let config = &build.checkpoint.config;
+        let read = stage_bytes(config, build.all_weights(), &part.stage, Counted::Read);
+        format!(
+            "\"{}\" reads weights at {}/s, and those of {} in {:.2} ms",
+            build.adapter.name,
+            HumanBytes(*speed as u64),
+            layers_of(&part.stage),
+            read as f64 / speed * 1e3
+        )
+    });
+    let each: Vec<String> = each.collect();
+    builds[0].progress.line(&format!("\"{}\": layers are divided by {by}: {}", builds[0].name, each.join("; ")));
+}
+
+/// Plans the memory of stages on the devices of `builds`.
+fn planned_stages(builds: &[Build<'_>], stages: &[LayerStage]) -> Result<PlannedStages, StartError> {
     let (on_cpu, heap_bytes) = sizes_of(builds);
     let (first, config) = (&builds[0], &builds[0].checkpoint.config);
     let tags = builds.iter().all(Build::may_overlap);
-    let (mut refused, mut best) = (None, None::<(Vec<StagePart>, PlannedSizes)>);
-    for way in ways {
-        let stages = divide(config, first.all_weights(), &way).map_err(|error| first.unsupported(error.to_string()))?;
-        let (mut parts, mut input_tags) = (Vec::new(), BTreeMap::new());
-        for (build, stage) in builds.iter().zip(stages) {
-            let weights = stage.weights(config, first.all_weights());
-            let part = StagePart {
-                stage,
-                weights,
-                on_cpu,
-                heap_bytes,
-                window_pages: None,
-                tags,
-                polls: false,
-                halves: false,
-                input_tags,
-            };
-            input_tags = build.of_part(&part).output_tags();
-            parts.push(part);
-        }
-        let planned = builds.iter().zip(&parts).map(|(build, part)| Ok(build.of_part(part).planned()?.0));
-        match planned.collect::<Result<Vec<PlannedSizes>, StartError>>() {
-            Ok(sizes) => {
-                let found = agreed(parts, &sizes);
-                let room = |(_, sizes): &(Vec<StagePart>, PlannedSizes)| (sizes.context, sizes.pages);
-                if best.as_ref().is_none_or(|best| room(&found) > room(best)) {
-                    best = Some(found);
-                }
-            }
-            Err(error @ StartError::Plan { .. }) => refused = refused.or(Some(error)),
-            Err(error) => return Err(error),
-        }
+    let mut parts: Vec<StagePart> = Vec::new();
+    for stage in stages {
+        let part = StagePart::of(stage.clone(), config, first.all_weights());
+        parts.push(StagePart { on_cpu, heap_bytes, tags, ..part });
     }
-    best.ok_or_else(|| refused.expect("there is a way to divide the layers"))
+    let mut input_tags = BTreeMap::new();
+    for (build, part) in builds.iter().zip(&mut parts) {
+        part.input_tags = input_tags;
+        input_tags = build.of_part(part).output_tags();
+    }
+    let planned = builds.iter().zip(&parts).map(|(build, part)| Ok(build.of_part(part).planned()?.0));
+    let sizes = planned.collect::<Result<Vec<PlannedSizes>, StartError>>()?;
+    Ok(agreed(parts, &sizes))
 }
 
 /// Returns the part of a model for each of `devices` devices with tensor parallelism.
@@ -194,9 +322,7 @@ pub(crate) fn choose_ranks(
     let part = |(build, index): (&Build<'_>, u32)| {
         let config = &build.checkpoint.config;
         let stage = LayerStage::of_rank(config, Rank { index, of }, vocabulary.ok());
-        let weights = stage.weights(config, build.all_weights());
-        let input_tags = BTreeMap::new();
-        StagePart { stage, weights, on_cpu, heap_bytes, window_pages: None, tags, polls, halves, input_tags }
+        StagePart { on_cpu, heap_bytes, tags, polls, halves, ..StagePart::of(stage, config, build.all_weights()) }
     };
     let mut parts: Vec<StagePart> = builds.iter().zip(0..).map(part).collect();
     // Tagged words are rounded: where one device's are and another's are not, their residual streams would differ, and so could
@@ -228,4 +354,72 @@ fn agreed(mut parts: Vec<StagePart>, sizes: &[PlannedSizes]) -> (Vec<StagePart>,
     let pages = least(&|sizes| sizes.pages);
     parts.iter_mut().for_each(|part| part.window_pages = window_pages);
     (parts, PlannedSizes { context, pages, window_pages })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::plan::{PlanError, Purpose};
+    use crate::model::decoder::stage::CannotDivide;
+    use std::path::Path;
+
+    /// Goal: the fastest division is taken unless memory is short. Method: devices of several speeds and sizes; a plan in which
+    /// each layer's keys and values take 64 bytes a page, and a context takes 16 pages at most.
+    #[test]
+    fn memory_decides_where_the_fastest_division_leaves_too_little() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/qwen3-deep");
+        let checkpoint = Checkpoint::open(&folder).expect("a model");
+        let (config, weights) = (&checkpoint.config, checkpoint.weights());
+        let whole: u64 = weights.iter().map(WeightSpec::bytes).sum();
+        let held = |stage: &LayerStage| stage_bytes(config, weights, stage, Counted::Held);
+        let choose = |devices: [(f64, u64); 2]| {
+            let devices = devices.map(|(speed, free)| MeasuredDevice { speed, free, drafting: 0 });
+            let divided = |counted, of: &[StageDevice]| {
+                let what = |error: CannotDivide| error.to_string();
+                divide(config, weights, counted, of)
+                    .map_err(what)
+                    .map_err(|what| StartError::Unsupported { model: "m".to_owned(), what })
+            };
+            let planned = |stages: &[LayerStage]| {
+                let fit = stages.iter().zip(&devices).map(|(stage, device)| {
+                    let free = device.free.saturating_sub(held(stage));
+                    (free / (64 * stage.layers.len() as u64)) as u32
+                });
+                let pages = fit.min().expect("stages").min(100);
+                let device = "small".to_owned();
+                let (asked, free, limited) = (2, 1, false);
+                let source = PlanError::DoesNotFit { purpose: Purpose::KvPages, asked, free, limited, device };
+                match pages {
+                    0 => Err(StartError::Plan { model: "m".to_owned(), source }),
+                    _ => Ok((
+                        stages.to_vec(),
+                        PlannedSizes { context: (16 * pages).min(256), pages, window_pages: None },
+                    )),
+                }
+            };
+            let ((stages, sizes), by) = by_measured_times(&devices, &divided, &planned)?;
+            let layers: Vec<usize> = stages.iter().map(|stage| stage.layers.len()).collect();
+            Ok::<_, StartError>((layers, sizes.pages, by))
+        };
+        // Enough memory: the fast device has most layers, wherever it is.
+        let (layers, pages, by) = choose([(1e12, 10 * whole), (1.0, 10 * whole)]).unwrap();
+        assert_eq!((&layers[..], pages, by), (&[4, 1][..], 100, "measured times"));
+        assert_eq!(choose([(1.0, 10 * whole), (1e12, 10 * whole)]).unwrap().0, [1, 4]);
+        // The fast device has room for three of four layers, and for some pages beside two.
+        let [two, three, four] =
+            [2, 3, 4].map(|layers| held(&LayerStage { layers: 0..layers, ..LayerStage::whole(config) }));
+        let (layers, pages, by) = choose([(1e12, three + 1), (1.0, 10 * whole)]).unwrap();
+        assert!(layers[0] < 3 && pages > 0 && by != "measured times", "{layers:?}, {pages} pages, by {by}");
+        assert!(two < three && three < four);
+        // Nearly as many pages are no reason for a slower division, and twice as many are.
+        let with = |pages: u64| four + 64 * 4 * pages;
+        let (layers, pages, by) = choose([(1e12, with(60)), (1.0, 10 * whole)]).unwrap();
+        assert_eq!((&layers[..], pages, by), (&[4, 1][..], 60, "measured times"));
+        let (layers, pages, by) = choose([(1e12, with(50)), (1.0, 10 * whole)]).unwrap();
+        assert!(layers[0] < 4 && pages > 50 && by != "measured times", "{layers:?}, {pages} pages, by {by}");
+        // Too little for any division: the refusal is that of the plan.
+        let error =
+            choose([(1.0, held(&LayerStage { layers: 0..1, ..LayerStage::whole(config) })), (1.0, 1)]).unwrap_err();
+        assert!(matches!(error, StartError::Plan { .. }), "{error}");
+    }
 }

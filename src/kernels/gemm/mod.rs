@@ -17,7 +17,7 @@ pub mod wgmma;
 use super::{Format, codes_word, fold, format_of};
 use crate::kernels::host_memory::{HostMemory, PackedMatrix};
 use crate::kernels::recording::{Call, Range};
-use crate::kernels::shaders::{GemvArgs, GemvConstants, TakeLastArgs, TakeLastConstants};
+use crate::kernels::shaders::{GemvArgs, GemvConstants, SkinnyCodesConstants, TakeLastArgs, TakeLastConstants};
 use crate::kernels::tags::tagged;
 
 /// The operation on a product before it is stored.
@@ -86,6 +86,19 @@ pub struct Matrix {
     pub rows: u32,
     /// The number of input features, without padding.
     pub cols: u32,
+}
+
+/// Returns the bytes of a weight matrix that a call multiplies by: of a matrix whose columns are divided among several calls, each
+/// has its part. `None` for calls that multiply by none; products of experts do not count.
+pub fn weight_bytes(call: &Call) -> Option<u64> {
+    let kernels = ["gemv", "skinny", "panel", "tiled", "matmul", "wgmma"];
+    kernels.iter().find(|kernel| call.kernel.starts_with(**kernel))?;
+    let matrix = call.args[0].range().bytes;
+    if !call.kernel.starts_with("skinny_codes") {
+        return Some(matrix);
+    }
+    let c = SkinnyCodesConstants::from_values(&call.constants);
+    Some(matrix / u64::from(c.units.div_ceil(c.own_units * c.column_parts)))
 }
 
 /// Activations: `[rows][stride]` f32, where the stride is a multiple of 8. Kernels include the padding in their sums:

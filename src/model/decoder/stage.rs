@@ -7,6 +7,7 @@ use super::{Decoder, StepShape, TAGGED};
 use crate::kernels::exchange::{Columns, Rank};
 use crate::kernels::recording::Recording;
 use crate::kernels::{embed, sampling, tags};
+use crate::memory::plan::HumanBytes;
 use crate::model::checkpoint::{WeightSpec, shard};
 use crate::model::config::{LayerKind, ModelConfig};
 use std::collections::BTreeMap;
@@ -108,28 +109,188 @@ fn layer_of(weight: &WeightSpec) -> Option<u32> {
     weight.merged.strip_prefix("layers.")?.split('.').next()?.parse().ok()
 }
 
-/// A model has fewer places where it can be divided than devices ask for.
+/// The reasons why the layers of a model cannot be divided among devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "split over {asked} devices is asked for, its {layers} layers can be divided in at most {most} parts{}",
-    if *.most < *.layers { ": layers that read another layer's keys and values stay with it" } else { "" }
-)]
-pub struct TooManyStages {
-    /// The number of devices.
-    pub asked: usize,
-    /// The number of layers.
-    pub layers: u32,
-    /// The maximum number of stages.
-    pub most: u32,
+pub enum CannotDivide {
+    /// The model has fewer places where it can be divided than devices ask for.
+    #[error(
+        "split over {asked} devices is asked for, its {layers} layers can be divided in at most {most} parts{}",
+        if *.most < *.layers { ": layers that read another layer's keys and values stay with it" } else { "" }
+    )]
+    TooManyStages {
+        /// The number of devices.
+        asked: usize,
+        /// The number of layers.
+        layers: u32,
+        /// The maximum number of stages.
+        most: u32,
+    },
+    /// No division leaves each device a stage that it has room for.
+    #[error("its weights of {} have no place, layer by layer, in the {} of {devices} devices", HumanBytes(*.held), HumanBytes(*.room))]
+    NoRoom {
+        /// The bytes of all weights, and of those that devices have beside their stages.
+        held: u64,
+        /// The bytes that the devices have room for, together.
+        room: u64,
+        /// The number of devices.
+        devices: usize,
+    },
 }
 
-/// Divides a model into one stage per share. The greatest ratio of a stage's weight bytes (embedding and LM head
-/// included) to its share is as small as possible.
+/// What makes the size of a stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Counted {
+    /// The bytes of its weights.
+    Held,
+    /// The bytes of its weights that a decode step of one row reads: of the embedding a row, of experts those that are chosen.
+    Read,
+}
+
+/// A device that is to have a stage.
+#[derive(Clone, Copy, Debug)]
+pub struct StageDevice {
+    /// The size of its stage for its share is to be like that of the others: the bytes that it reads per second, or a part of
+    /// the weights in any unit. Above 0.
+    pub share: f64,
+    /// The bytes of weights that it has room for; `None` if that is no limit.
+    pub room: Option<u64>,
+    /// The bytes of weights that it has, and reads in each step, beside its stage.
+    pub further: u64,
+}
+
+impl StageDevice {
+    /// Returns a device without limits.
+    pub fn of_share(share: f64) -> StageDevice {
+        StageDevice { share, room: None, further: 0 }
+    }
+}
+
+/// Bytes of weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Bytes {
+    held: u64,
+    read: u64,
+}
+
+impl Bytes {
+    /// Returns the bytes of a stage's weight.
+    fn of(config: &ModelConfig, stage: &LayerStage, weight: &WeightSpec) -> Bytes {
+        let held = weight.bytes();
+        let read = match (config.experts, weight.merged.as_str()) {
+            // It is the LM head too.
+            (_, "embed") if config.tied && stage.is_last() => held,
+            (_, "embed" | "layer_inputs.embed") => weight.row_bytes(),
+            (Some(experts), _) if weight.is_of_experts() => held / u64::from(experts.count) * u64::from(experts.chosen),
+            _ => held,
+        };
+        Bytes { held, read }
+    }
+
+    fn plus(self, other: Bytes) -> Bytes {
+        Bytes { held: self.held + other.held, read: self.read + other.read }
+    }
+
+    fn counted(self, by: Counted) -> u64 {
+        match by {
+            Counted::Held => self.held,
+            Counted::Read => self.read,
+        }
+    }
+}
+
+/// Returns the bytes of a stage's weights by what makes its size.
+pub fn stage_bytes(config: &ModelConfig, weights: &[WeightSpec], stage: &LayerStage, counted: Counted) -> u64 {
+    let own = stage.weights(config, weights);
+    own.iter().map(|weight| Bytes::of(config, stage, weight).counted(counted)).sum()
+}
+
+/// The bytes of any consecutive layers of a model with what belongs to them outside of layers.
+struct StageSizes {
+    /// The bytes of the layers before each layer, and of all.
+    before: Vec<Bytes>,
+    /// The bytes outside of layers of a stage that is neither first nor last, the first, the last, and both.
+    outside: [Bytes; 4],
+}
+
+impl StageSizes {
+    fn of(config: &ModelConfig, weights: &[WeightSpec]) -> StageSizes {
+        let layers = config.layers;
+        let whole = LayerStage::whole(config);
+        let mut each = vec![Bytes::default(); layers as usize];
+        for weight in weights {
+            if let Some(layer) = layer_of(weight) {
+                let of_layer = &mut each[layer as usize];
+                *of_layer = of_layer.plus(Bytes::of(config, &whole, weight));
+            }
+        }
+        let outside: Vec<WeightSpec> = weights.iter().filter(|weight| layer_of(weight).is_none()).cloned().collect();
+        // More layers than there are, so that a stage can have neither end.
+        let ends = [(1, layers + 1), (0, layers + 1), (1, layers + 2), (0, layers + 2)];
+        let outside = ends.map(|(from, to)| {
+            let stage = LayerStage { layers: from..to, of: layers + 2, ..whole.clone() };
+            let own = stage.weights(config, &outside);
+            own.iter().map(|weight| Bytes::of(config, &stage, weight)).fold(Bytes::default(), Bytes::plus)
+        });
+        let mut before = vec![Bytes::default()];
+        for of_layer in each {
+            before.push(before[before.len() - 1].plus(of_layer));
+        }
+        StageSizes { before, outside }
+    }
+
+    fn size(&self, from: u32, to: u32) -> Bytes {
+        let last = to as usize + 1 == self.before.len();
+        let outside = self.outside[usize::from(from == 0) + 2 * usize::from(last)];
+        let (from, to) = (self.before[from as usize], self.before[to as usize]);
+        Bytes { held: to.held - from.held + outside.held, read: to.read - from.read + outside.read }
+    }
+}
+
+/// Divides places from the first to the last one in `stages` consecutive parts so that their joined cost is the least; `None`
+/// if each division has a part without a cost. `cost` returns the cost of a stage from a place to a later one. Returns the
+/// cost, and the place at which each part ends.
+fn cheapest(
+    (places, stages): (usize, usize),
+    cost: impl Fn(usize, usize, usize) -> Option<f64>,
+    join: fn(f64, f64) -> f64,
+) -> Option<(f64, Vec<usize>)> {
+    // `best[stage][at]`: the least cost with which the stages before `stage` end at `at`, and where the last of them begins.
+    let mut best: Vec<Vec<Option<(f64, usize)>>> = vec![vec![None; places]];
+    best[0][0] = Some((0.0, 0));
+    for stage in 0..stages {
+        let ends = (0..places).map(|end| {
+            let joined = |begin: usize| {
+                let (so_far, _) = best[stage][begin]?;
+                Some((join(so_far, cost(stage, begin, end)?), begin))
+            };
+            (0..end).filter_map(joined).min_by(|a, b| a.0.total_cmp(&b.0))
+        });
+        let ends = ends.collect();
+        best.push(ends);
+    }
+    let mut end = places - 1;
+    let (least, _) = best[stages][end]?;
+    let mut ends = Vec::new();
+    for stage in (1..=stages).rev() {
+        ends.push(end);
+        (_, end) = best[stage][end].expect("it is on the way to the end");
+    }
+    ends.reverse();
+    Some((least, ends))
+}
+
+/// Divides a model into one stage for each device, each of which has room for its stage. The greatest ratio of a stage's size
+/// to its device's share is as small as possible; of such divisions it is the one whose other ratios differ least.
 ///
 /// # Panics
-/// If there is no share, or one is not above 0.
-pub fn divide(config: &ModelConfig, weights: &[WeightSpec], shares: &[f64]) -> Result<Vec<LayerStage>, TooManyStages> {
-    assert!(!shares.is_empty() && shares.iter().all(|share| *share > 0.0), "shares {shares:?}");
+/// If there is no device, or a share is not above 0.
+pub fn divide(
+    config: &ModelConfig,
+    weights: &[WeightSpec],
+    counted: Counted,
+    devices: &[StageDevice],
+) -> Result<Vec<LayerStage>, CannotDivide> {
+    assert!(!devices.is_empty() && devices.iter().all(|device| device.share > 0.0), "devices {devices:?}");
     let layers = config.layers;
     let reads_before = |cut: u32| {
         config.layers_of(LayerKind::Attention).any(|layer| layer >= cut && config.cache_of[layer as usize] < cut)
@@ -137,56 +298,35 @@ pub fn divide(config: &ModelConfig, weights: &[WeightSpec], shares: &[f64]) -> R
     // The first layers of possible stages, and the end.
     let cuts: Vec<u32> = (0..=layers).filter(|cut| *cut == 0 || *cut == layers || !reads_before(*cut)).collect();
     let most = cuts.len() as u32 - 1;
-    if shares.len() > most as usize {
-        return Err(TooManyStages { asked: shares.len(), layers, most });
+    if devices.len() > most as usize {
+        return Err(CannotDivide::TooManyStages { asked: devices.len(), layers, most });
     }
-    let bytes = |from: u32, to: u32| -> f64 {
-        let stage =
-            LayerStage { layers: from..to, of: layers, stages: shares.len() as u32, rank: None, vocabulary: None };
-        stage.weights(config, weights).iter().map(|weight| weight.bytes() as f64).sum()
+    let sizes = StageSizes::of(config, weights);
+    let ratio = |stage: usize, begin: usize, end: usize| {
+        let StageDevice { share, room, further } = devices[stage];
+        let size = sizes.size(cuts[begin], cuts[end]).plus(Bytes { held: further, read: further });
+        room.is_none_or(|room| size.held <= room).then(|| size.counted(counted) as f64 / share)
     };
-    // `sums[i]` is the number of bytes of layers before `i`; what is outside of layers is added at the ends.
-    let of_layer = |layer: u32| -> f64 {
-        weights.iter().filter(|weight| layer_of(weight) == Some(layer)).map(|weight| weight.bytes() as f64).sum()
+    let places = (cuts.len(), devices.len());
+    let Some((greatest, _)) = cheapest(places, ratio, f64::max) else {
+        let further: u64 = devices.iter().map(|device| device.further).sum();
+        return Err(CannotDivide::NoRoom {
+            held: sizes.size(0, layers).held + further,
+            room: devices.iter().filter_map(|device| device.room).sum(),
+            devices: devices.len(),
+        });
     };
-    let mut sums = vec![0.0];
-    for layer in 0..layers {
-        sums.push(sums[layer as usize] + of_layer(layer));
-    }
-    let inner = |from: u32, to: u32| sums[to as usize] - sums[from as usize];
-    let size = |from: u32, to: u32| if from == 0 || to == layers { bytes(from, to) } else { inner(from, to) };
-    // `best[at]`: the least greatest ratio with which the stages so far end at `cuts[at]`, and where the last begins.
-    let mut best: Vec<Vec<Option<(f64, usize)>>> = vec![vec![None; cuts.len()]];
-    best[0][0] = Some((0.0, 0));
-    for share in shares {
-        let before = best.last().expect("it begins with one");
-        let ends = (0..cuts.len()).map(|end| {
-            let ratio = |begin: usize| {
-                let (so_far, _) = before[begin]?;
-                Some((f64::max(so_far, size(cuts[begin], cuts[end]) / share), begin))
-            };
-            (0..end).filter_map(ratio).min_by(|a, b| a.0.total_cmp(&b.0))
-        });
-        let ends = ends.collect();
-        best.push(ends);
-    }
-    let mut stages = Vec::new();
-    let mut end = cuts.len() - 1;
-    for stage in (1..=shares.len()).rev() {
-        let (_, begin) = best[stage][end].expect("there are enough places to cut");
-        let layers_of_stage = cuts[begin]..cuts[end];
-        let stages_of = shares.len() as u32;
-        stages.push(LayerStage {
-            layers: layers_of_stage,
-            of: layers,
-            stages: stages_of,
-            rank: None,
-            vocabulary: None,
-        });
-        end = begin;
-    }
-    stages.reverse();
-    Ok(stages)
+    let squared = |stage, begin, end| ratio(stage, begin, end).filter(|of| *of <= greatest).map(|of| of * of);
+    let (_, ends) = cheapest(places, squared, |a, b| a + b).expect("one is known");
+    let begins = [0].into_iter().chain(ends.iter().copied());
+    let stage = |(begin, end): (usize, &usize)| LayerStage {
+        layers: cuts[begin]..cuts[*end],
+        of: layers,
+        stages: devices.len() as u32,
+        rank: None,
+        vocabulary: None,
+    };
+    Ok(begins.zip(&ends).map(stage).collect())
 }
 
 /// A buffer of activations that passes from a stage to the next one, and its place in the message that carries it.
@@ -279,15 +419,112 @@ mod tests {
     }
 
     fn layers(checkpoint: &Checkpoint, shares: &[f64]) -> Vec<Range<u32>> {
-        let stages = divide(&checkpoint.config, checkpoint.weights(), shares).unwrap();
-        stages.into_iter().map(|stage| stage.layers).collect()
+        let devices: Vec<StageDevice> = shares.iter().copied().map(StageDevice::of_share).collect();
+        of_devices(checkpoint, Counted::Held, &devices).unwrap()
+    }
+
+    fn of_devices(
+        checkpoint: &Checkpoint,
+        counted: Counted,
+        devices: &[StageDevice],
+    ) -> Result<Vec<Range<u32>>, CannotDivide> {
+        let stages = divide(&checkpoint.config, checkpoint.weights(), counted, devices)?;
+        Ok(stages.into_iter().map(|stage| stage.layers).collect())
+    }
+
+    /// Divides layers of 100 bytes, behind an embedding of `embed` rows of four bytes and before an LM head of `head` bytes. Returns
+    /// the number of layers of each device.
+    fn counts(
+        (layers, embed, head): (u32, u32, u32),
+        counted: Counted,
+        devices: &[StageDevice],
+    ) -> Result<Vec<usize>, CannotDivide> {
+        let checkpoint = open("moe-top1");
+        let vector = checkpoint.weights().iter().find(|weight| weight.cols == 1).expect("a vector").clone();
+        let each = (0..layers).map(|layer| (format!("layers.{layer}.o"), 25));
+        let outside = [("embed".to_owned(), embed), ("lm_head".to_owned(), head / 4)];
+        let spec = |(name, rows): (String, u32)| WeightSpec { merged: name.clone(), name, rows, ..vector.clone() };
+        let weights: Vec<WeightSpec> = each.chain(outside).map(spec).collect();
+        let kinds = vec![LayerKind::Attention; layers as usize];
+        let config = ModelConfig {
+            layers,
+            layer_kinds: kinds,
+            cache_of: (0..layers).collect(),
+            tied: false,
+            ..checkpoint.config
+        };
+        let stages = divide(&config, &weights, counted, devices)?;
+        assert_eq!((stages[0].layers.start, stages[stages.len() - 1].layers.end), (0, layers));
+        assert!(stages.windows(2).all(|pair| pair[0].layers.end == pair[1].layers.start), "{stages:?}");
+        Ok(stages.iter().map(|stage| stage.layers.len()).collect())
+    }
+
+    #[test]
+    fn the_slowest_stage_is_as_fast_as_possible() {
+        let counts = |sizes, shares: &[f64]| {
+            let devices: Vec<StageDevice> = shares.iter().copied().map(StageDevice::of_share).collect();
+            counts(sizes, Counted::Read, &devices).expect("there is a division")
+        };
+        // An odd number of layers, and the LM head in place of a layer.
+        assert_eq!(counts((5, 10, 0), &[1.0, 1.0]), [2, 3]);
+        assert_eq!(counts((5, 10, 100), &[1.0, 1.0]), [3, 2]);
+        // A fast device and a slow one, in both orders; a very slow one gets a layer.
+        assert_eq!(counts((8, 10, 0), &[3.0, 1.0]), [6, 2]);
+        assert_eq!(counts((8, 10, 0), &[1.0, 3.0]), [2, 6]);
+        assert_eq!(counts((8, 10, 0), &[1e12, 1.0]), [7, 1]);
+        assert_eq!(counts((10, 10, 0), &[1.0, 2.0, 2.0]), [2, 4, 4]);
+        // An LM head larger than a layer: the last device has a single layer, the others as many as each other.
+        assert_eq!(counts((4, 10, 400), &[1.0, 1.0]), [3, 1]);
+        assert_eq!(counts((6, 10, 400), &[1.0, 1.0, 1.0]), [2, 3, 1]);
+    }
+
+    #[test]
+    fn memory_bounds_the_stage_of_a_fast_device() {
+        let of = |share, room| StageDevice { room: Some(room), ..StageDevice::of_share(share) };
+        let counts = |devices: &[StageDevice]| counts((8, 10, 0), Counted::Read, devices);
+        assert_eq!(counts(&[of(3.0, 640), of(1.0, 800)]).unwrap(), [6, 2]);
+        assert_eq!(counts(&[of(3.0, 400), of(1.0, 800)]).unwrap(), [3, 5]);
+        // Three devices: what the first has no room for goes to the next fastest.
+        assert_eq!(counts(&[of(3.0, 240), of(1.0, 800), of(3.0, 800)]).unwrap(), [2, 1, 5]);
+        let error = counts(&[of(3.0, 400), of(1.0, 300)]).unwrap_err();
+        assert_eq!(error, CannotDivide::NoRoom { held: 840, room: 700, devices: 2 });
+        assert_eq!(error.to_string(), "its weights of 840 B have no place, layer by layer, in the 700 B of 2 devices");
+    }
+
+    #[test]
+    fn the_embedding_counts_as_held_and_a_draft_model_beside_its_stage() {
+        let equal = [StageDevice::of_share(1.0); 2];
+        assert_eq!(counts((4, 100, 0), Counted::Held, &equal).unwrap(), [1, 3]);
+        assert_eq!(counts((4, 100, 0), Counted::Read, &equal).unwrap(), [2, 2]);
+        let drafting = [equal[0], StageDevice { further: 200, ..equal[1] }];
+        assert_eq!(counts((4, 10, 0), Counted::Read, &drafting).unwrap(), [3, 1]);
+    }
+
+    /// Goal: what the stages read together is what a token reads of the whole model: one row of the embedding, the chosen
+    /// experts, the LM head once.
+    #[test]
+    fn stages_read_what_a_token_reads() {
+        for name in ["moe-top1", "qwen3-deep", "families/gemma4-shared"] {
+            let checkpoint = open(name);
+            let (config, weights) = (&checkpoint.config, checkpoint.weights_without_mtp());
+            let stages = divide(config, weights, Counted::Read, &[StageDevice::of_share(1.0); 2]).unwrap();
+            let sum = |counted| stages.iter().map(|stage| stage_bytes(config, weights, stage, counted)).sum::<u64>();
+            assert_eq!(sum(Counted::Read), checkpoint.bytes_per_token(), "{name}");
+            let sizes = StageSizes::of(config, weights);
+            for stage in &stages {
+                let Bytes { held, read } = sizes.size(stage.layers.start, stage.layers.end);
+                let of = |counted| stage_bytes(config, weights, stage, counted);
+                assert_eq!((held, read), (of(Counted::Held), of(Counted::Read)), "{name}");
+            }
+        }
     }
 
     #[test]
     fn stages_hold_each_layer_once_and_both_ends_what_they_need() {
         for name in ["qwen3-deep", "hybrid-two", "families/gemma4-shared", "families/gemma3-wrapped"] {
             let checkpoint = open(name);
-            let stages = divide(&checkpoint.config, checkpoint.weights(), &[1.0, 1.0]).unwrap();
+            let devices = [StageDevice::of_share(1.0); 2];
+            let stages = divide(&checkpoint.config, checkpoint.weights(), Counted::Held, &devices).unwrap();
             assert!(stages[0].is_first() && !stages[0].is_last() && stages[1].is_last() && !stages[1].is_first());
             assert_eq!(stages[0].layers.end, stages[1].layers.start, "{name}");
             let held: Vec<Vec<WeightSpec>> =
@@ -344,7 +581,7 @@ mod tests {
         assert_eq!(layers(&checkpoint, &[1e9, 1.0]), [0..4, 4..5]);
         assert_eq!(layers(&checkpoint, &[1.0, 1e9]), [0..1, 1..5]);
         assert_eq!(layers(&checkpoint, &[1.0; 5]), [0..1, 1..2, 2..3, 3..4, 4..5]);
-        let error = divide(&checkpoint.config, checkpoint.weights(), &[1.0; 6]).unwrap_err();
+        let error = of_devices(&checkpoint, Counted::Held, &[StageDevice::of_share(1.0); 6]).unwrap_err();
         assert_eq!(
             error.to_string(),
             "split over 6 devices is asked for, its 5 layers can be divided in at most 5 parts"
@@ -362,7 +599,7 @@ mod tests {
                 assert_eq!(of(layer), of(config.cache_of[layer as usize]), "layer {layer} in {found:?}");
             }
         }
-        let error = divide(config, checkpoint.weights(), &[1.0; 5]).unwrap_err().to_string();
+        let error = of_devices(&checkpoint, Counted::Held, &[StageDevice::of_share(1.0); 5]).unwrap_err().to_string();
         assert!(error.ends_with(": layers that read another layer's keys and values stay with it"), "{error}");
     }
 }

@@ -278,6 +278,16 @@ impl Work {
         }
     }
 
+    /// Returns the number of rows of a prefill step: tokens of prompts, and slots that decode in it; 0 of other work.
+    pub fn prompt_rows(&self) -> u32 {
+        match self {
+            Work::Prefill { chunks, decoding, .. } => {
+                (chunks.iter().map(|chunk| chunk.tokens.len()).sum::<usize>() + decoding.len()) as u32
+            }
+            Work::CatchUp { .. } | Work::Decode { .. } => 0,
+        }
+    }
+
     /// Whether nothing is drawn before [`super::executor::Executor::release`].
     pub fn awaits(&self) -> bool {
         match self {

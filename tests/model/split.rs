@@ -463,6 +463,77 @@ fn measured_times_divide_the_layers() {
     assert_eq!(said(), (line, layers));
 }
 
+/// Has sequences decode in the steps of prompts on both devices. They draw what one device draws without such steps.
+pub fn check_beside_prompts(
+    vulkan: &Vulkan,
+    name: &str,
+    split: SplitMode,
+    tune: &[&str],
+    (chunk, change): (u32, &dyn Fn(&mut Model)),
+) {
+    // Long prompts, so that rows decode beside several chunks of each.
+    let lengths = [chunk / 2, chunk + 5, 2 * chunk + 3, chunk - 1, 3 * chunk, 7];
+    let prompt = expected(name).prompt;
+    let samplings = mixed(&prompt.iter().cycle().copied().take(64).collect::<Vec<u32>>());
+    let asks = samplings.into_iter().zip(lengths).enumerate().map(|(index, (ask, length))| {
+        let rotated: Vec<u32> = prompt.iter().cycle().skip(index).take(length as usize).copied().collect();
+        Request { sampling: ask.sampling, ..named(index, request(&rotated, 20)) }
+    });
+    let asks: Vec<Request> = asks.collect();
+    let sizes = |model: &mut Model| {
+        model.context = Some(3 * chunk + 32);
+        model.prefill_chunk = Some(chunk);
+        model.prefix_cache = Some(false);
+    };
+    let one = serve(vulkan, fixture(name), |model| {
+        model.replicas = vec![Placement::on(Some(vulkan.adapter(Driver::Lavapipe).selector()))];
+        model.drafts = Some(0);
+        sizes(model);
+    });
+    let wanted: Vec<Generated> = asks.iter().map(|ask| generate(&only(&one), ask.clone())).collect();
+    let mut config = configured(vulkan, fixture(name), |model| {
+        if split == SplitMode::Tensor {
+            model.replicas = vec![over_both(vulkan, split)];
+        }
+        sizes(model);
+        change(model);
+    });
+    config.runtime.tune = tune.iter().map(|change| (*change).to_owned()).collect();
+    let host = start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"));
+    let replica = only(&host);
+    // How many tokens are drawn in prefill steps depends on how long steps take.
+    let mut asked = 0;
+    for round in 1.. {
+        let found = together(&replica, &asks);
+        assert_eq!(tokens(&found), tokens(&wanted), "{name}, {split:?}, {tune:?}, round {round}");
+        asked += asks.len() as u32;
+        let steps = replica.steps(100_000);
+        let drawn: u32 = steps.iter().filter(|step| step.phase == "prefill").map(|step| step.tokens).sum();
+        // Each prompt draws one token in a prefill step, and so does a sequence that was computed again.
+        if drawn > asked + replica.load().preemptions as u32 + 10 {
+            break;
+        }
+        assert!(round < 10, "{name}, {split:?}, {tune:?}: {drawn} tokens were drawn in prefill steps");
+    }
+    idle(&replica);
+}
+
+/// Goal: sequences decode in the steps of prompts on devices that each have some of the layers, with every kind of sampling,
+/// more sequences than prompts, recurrent layers, a block that drafts and a draft model.
+#[test]
+fn sequences_on_two_devices_draw_beside_prompts_what_they_draw_alone() {
+    let vulkan = Vulkan::shared();
+    let layers = SplitMode::Layers;
+    check_beside_prompts(&vulkan, "qwen3-deep", layers, &["mixed_steps=1"], (24, &|_| {}));
+    check_beside_prompts(&vulkan, "hybrid-three", layers, &["mixed_steps=1", "prompts=1"], (128, &|_| {}));
+    let drafting = |model: &mut Model| {
+        (model.draft, model.drafts) = (Some(Draft::Model(fixture("qwen3-deep"))), Some(1));
+        // The last device drafts; lavapipe compiles faster.
+        model.replicas[0].devices.reverse();
+    };
+    check_beside_prompts(&vulkan, "qwen3-deep", layers, &["mixed_steps=1", "prompts=1"], (24, &drafting));
+}
+
 /// Goal: each device's plan is printed with its layers, requests find the replica by either device, and each step has
 /// submissions to both.
 #[test]

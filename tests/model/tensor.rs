@@ -9,8 +9,8 @@ use crate::harness::every_case;
 use crate::harness::models::{Generated, Lines, expected, fixture, generate, idle, request};
 use crate::quantised::{RANDOM_PROMPT, THREE_EACH, random_model};
 use crate::split::{
-    check, check_constraint, check_family, check_lost_devices, check_scores, configured, mixed, named, only, over_both,
-    refused, serve, together, tokens,
+    check, check_beside_prompts, check_constraint, check_family, check_lost_devices, check_scores, configured, mixed,
+    named, only, over_both, refused, serve, together, tokens,
 };
 use ostinato::config::{DEMO_PATH, Draft, Model, Placement, Quantize, SplitMode};
 use ostinato::engine::request::{FinishReason, Request, Sampling, Token, TokenLogprobs};
@@ -173,6 +173,18 @@ fn batches_of_a_model_in_parts_draw_what_one_device_draws() {
         |host: &Host| generate(&only(host), Request { prompt_logprobs: Some(2), ..request(&prompt[..40], 1) }).scored;
     let (found, wanted) = (scores(&host), scores(&one));
     check_scores(&found, &wanted);
+}
+
+/// Goal: sequences decode in the steps of prompts on devices that each have a part of every layer, with every kind of sampling,
+/// more sequences than prompts, an LM head of its own or the embedding, recurrent layers, and drafts.
+#[test]
+fn sequences_in_parts_draw_beside_prompts_what_they_draw_alone() {
+    let vulkan = Vulkan::shared();
+    let tensor = SplitMode::Tensor;
+    check_beside_prompts(&vulkan, "qwen3-deep", tensor, &["mixed_steps=1", "prompts=1"], (24, &|_| {}));
+    let lookup = |model: &mut Model| (model.draft, model.drafts) = (Some(Draft::Lookup), Some(1));
+    check_beside_prompts(&vulkan, "moe-top1", tensor, &["mixed_steps=1"], (24, &lookup));
+    check_beside_prompts(&vulkan, "hybrid-two", tensor, &["mixed_steps=1"], (128, &|_| {}));
 }
 
 /// Goal: the rows of the LM head are divided, tied or not, and draw what the last device alone draws, in rows that need the

@@ -444,6 +444,9 @@ impl Build<'_> {
                 tuning.exchange_polls = 0;
             }
             tuning.exchange_halves = part.halves;
+            if !part.mixes {
+                tuning.mixed_steps = Some(0);
+            }
         }
         tuning
     }

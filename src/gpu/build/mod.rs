@@ -222,6 +222,11 @@ impl Build<'_> {
         self.probe(self.wanted_context()).output_tags()
     }
 
+    /// Whether slots can decode in the steps of prompts.
+    pub(crate) fn mixes(&self) -> bool {
+        self.probe(self.wanted_context()).mixed_steps().is_some()
+    }
+
     /// Returns the decoder before the KV pool is planned, with one page: everything else has its size.
     fn probe(&self, context: u32) -> Decoder<'_> {
         let chunk = *self.buckets().last().expect("there is at least one bucket");
@@ -584,21 +589,19 @@ impl Build<'_> {
             verify.entry(*drafts).or_default().insert(*sequences, layers(recording)?);
         }
         let by_rows = |of: &[(u32, Recording)]| {
-            of.iter().map(|(rows, recording)| Ok((*rows, region(recording)?))).collect::<Result<_, StartError>>()
+            let built = of.iter().map(|(rows, recording)| Ok((*rows, layers(recording)?)));
+            built.collect::<Result<BTreeMap<u32, Arc<Region>>, StartError>>()
         };
         // Those of `mixed` take the place of those of `first`.
         let mixed_heads = |first: &[(u32, Recording)], mixed: &[(u32, Recording)]| {
             let of: BTreeMap<u32, &Recording> = first.iter().chain(mixed).map(|(rows, of)| (*rows, of)).collect();
             let head = |(rows, recording): (u32, &Recording)| -> Result<(u32, MixedHead), StartError> {
                 let gated = decoder.tuning.gates.then(|| gated(recording)).transpose()?;
-                Ok((rows, MixedHead { whole: region(recording)?, gated }))
+                Ok((rows, MixedHead { whole: layers(recording)?, gated }))
             };
             of.into_iter().map(head).collect::<Result<BTreeMap<u32, MixedHead>, StartError>>()
         };
-        let mut prefill = BTreeMap::new();
-        for (rows, recording) in &recordings.prefill {
-            prefill.insert(*rows, layers(recording)?);
-        }
+        let (prefill, wide) = (by_rows(&recordings.prefill)?, by_rows(&recordings.wide)?);
         let mut inboxes = Vec::new();
         for (index, InboxRecordings { apply, clear, mark }) in recordings.inboxes.iter().enumerate() {
             inboxes.push(Inbox {
@@ -625,10 +628,6 @@ impl Build<'_> {
                 gate: Arc::new(Gate::new(&self.opened.device)?),
                 dump: buffer("dump")?,
                 dump_region: region(dump)?,
-                mixed: match (&decoder.mixed_steps(), &recordings.logits) {
-                    (Some(_), Some(LogitRecordings { first, mixed, .. })) => mixed_heads(first, mixed)?,
-                    _ => BTreeMap::new(),
-                },
                 scores: buffer("scores")?,
                 pool: region(pool)?,
                 hidden: (decoder.config.hidden, decoder.pooled_stride()),
@@ -637,11 +636,12 @@ impl Build<'_> {
         };
         let logits = match &recordings.logits {
             None => None,
-            Some(LogitRecordings { first, score, .. }) => Some(LogitRegions {
-                first: first
-                    .iter()
-                    .map(|(rows, head)| Ok((*rows, layers(head)?)))
-                    .collect::<Result<_, StartError>>()?,
+            Some(LogitRecordings { first, mixed, score }) => Some(LogitRegions {
+                mixed: match decoder.mixed_steps() {
+                    Some(_) => mixed_heads(first, mixed)?,
+                    None => BTreeMap::new(),
+                },
+                first: by_rows(first)?,
                 score: (score.0, layers(&score.1)?),
             }),
         };
@@ -722,7 +722,7 @@ impl Build<'_> {
             decode,
             verify,
             prefill,
-            wide: by_rows(&recordings.wide)?,
+            wide,
             catch_up: by_rows(&recordings.catch_up)?,
             decode_rows: recordings.decode_rows.as_ref().map(&region).transpose()?,
             inboxes,

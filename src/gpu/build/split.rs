@@ -31,6 +31,8 @@ pub(crate) struct StagePart {
     /// Whether decode steps may run without barriers: all devices or none, because a fault of one stage ends the step of
     /// all.
     pub(crate) tags: bool,
+    /// Whether slots may decode in the steps of prompts: on all devices or on none.
+    pub(crate) mixes: bool,
     /// Whether steps may wait for other devices while they run, with tensor parallelism.
     pub(crate) polls: bool,
     /// Whether parts of sums of prompt steps pass as bfloat16, with tensor parallelism: where the products of all devices round
@@ -50,6 +52,7 @@ impl StagePart {
             heap_bytes: 0,
             window_pages: None,
             tags: false,
+            mixes: true,
             polls: false,
             halves: false,
             input_tags: BTreeMap::new(),
@@ -257,6 +260,7 @@ fn planned_stages(builds: &[Build<'_>], stages: &[LayerStage]) -> Result<Planned
         let part = StagePart::of(stage.clone(), config, first.all_weights());
         parts.push(StagePart { on_cpu, heap_bytes, tags, ..part });
     }
+    agree_on_mixed_steps(builds, &mut parts);
     let mut input_tags = BTreeMap::new();
     for (build, part) in builds.iter().zip(&mut parts) {
         part.input_tags = input_tags;
@@ -265,6 +269,12 @@ fn planned_stages(builds: &[Build<'_>], stages: &[LayerStage]) -> Result<Planned
     let planned = builds.iter().zip(&parts).map(|(build, part)| Ok(build.of_part(part).planned()?.0));
     let sizes = planned.collect::<Result<Vec<PlannedSizes>, StartError>>()?;
     Ok(agreed(parts, &sizes))
+}
+
+/// Has slots decode in the steps of prompts on all devices, if all can, or on none.
+fn agree_on_mixed_steps(builds: &[Build<'_>], parts: &mut [StagePart]) {
+    let mixes = builds.iter().zip(&*parts).all(|(build, part)| build.of_part(part).mixes());
+    parts.iter_mut().for_each(|part| part.mixes = mixes);
 }
 
 /// Returns the part of a model for each of `devices` devices with tensor parallelism.
@@ -325,6 +335,7 @@ pub(crate) fn choose_ranks(
         StagePart { on_cpu, heap_bytes, tags, polls, halves, ..StagePart::of(stage, config, build.all_weights()) }
     };
     let mut parts: Vec<StagePart> = builds.iter().zip(0..).map(part).collect();
+    agree_on_mixed_steps(builds, &mut parts);
     // Tagged words are rounded: where one device's are and another's are not, their residual streams would differ, and so could
     // the experts that they choose.
     let tagged = |(build, part): (&Build<'_>, &StagePart)| -> Vec<u32> {

@@ -266,10 +266,7 @@ impl GpuExecutor {
     /// Returns the number of rows of the region that runs a step's layers.
     pub(super) fn step_rows(&self, work: &Work) -> u32 {
         match work {
-            Work::Prefill { chunks, .. } => {
-                let tokens = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();
-                fitting(&self.parts.prefill, tokens).0
-            }
+            Work::Prefill { .. } => fitting(&self.parts.prefill, work.prompt_rows()).0,
             Work::CatchUp { .. } => panic!("the draft model of a split model computes every step"),
             Work::Decode { slots, drafts: 0, .. } => fitting(&self.parts.decode, slots.len() as u32).0,
             Work::Decode { slots, drafts, .. } => {

@@ -90,9 +90,6 @@ pub struct HeadParts {
     pub dump: Arc<Buffer>,
     /// Copies row 0 of the logits to `dump`.
     pub dump_region: Arc<Region>,
-    /// The regions that draw tokens of prompts and of slots that decode in the same step, by the number of both; empty if no
-    /// slots do.
-    pub mixed: BTreeMap<u32, MixedHead>,
     /// Mapped memory: the scores, of two chunks.
     pub scores: Arc<Buffer>,
     /// The region that pools rows of a prefill step.
@@ -117,6 +114,9 @@ pub struct MixedHead {
 pub struct LogitRegions {
     /// The regions that draw the first tokens of prompts, by number of prompts.
     pub first: BTreeMap<u32, Arc<Region>>,
+    /// The regions that draw tokens of prompts and of slots that decode in the same step, by the number of both; empty if no
+    /// slots do.
+    pub mixed: BTreeMap<u32, MixedHead>,
     /// The region that scores the next rows of a prefill step, and the number of rows that one run scores.
     pub score: (u32, Arc<Region>),
 }

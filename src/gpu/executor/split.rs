@@ -136,7 +136,10 @@ impl BatchPart {
 
     fn slots(&self) -> Vec<Slot> {
         match &self.one {
-            Work::Prefill { chunks, .. } | Work::CatchUp { chunks } => chunks.iter().map(|chunk| chunk.slot).collect(),
+            Work::Prefill { chunks, decoding, .. } => {
+                chunks.iter().map(|chunk| chunk.slot).chain(decoding.iter().copied()).collect()
+            }
+            Work::CatchUp { chunks } => chunks.iter().map(|chunk| chunk.slot).collect(),
             Work::Decode { slots, .. } => slots.clone(),
         }
     }
@@ -172,7 +175,7 @@ type StageReport = (PlanReport, Option<u32>);
 /// The kind of step that a measured time belongs to.
 #[derive(Clone, Copy, Debug)]
 enum Timed {
-    /// A prompt chunk of this many tokens.
+    /// A prompt step of this many rows: tokens of prompts, and slots that decode in it.
     Chunk(u32),
     /// A decode step of this many rows.
     Step(u32),
@@ -288,7 +291,10 @@ impl SplitExecutor {
         let work = &flight.parts[part].one;
         let named: Vec<Slot> = flight.parts[part].slots().into_iter().chain(joined.iter().copied()).collect();
         let drawn: Vec<Slot> = match work {
-            Work::Prefill { chunks, .. } => chunks.iter().filter(|chunk| chunk.last).map(|chunk| chunk.slot).collect(),
+            Work::Prefill { chunks, decoding, .. } => {
+                let lasts = chunks.iter().filter(|chunk| chunk.last).map(|chunk| chunk.slot);
+                lasts.chain(decoding.iter().copied()).collect()
+            }
             Work::CatchUp { .. } => Vec::new(),
             Work::Decode { slots, .. } => slots.clone(),
         };
@@ -358,10 +364,7 @@ impl SplitExecutor {
         let sums = self.last().exchange().sums.as_ref()?;
         // A prompt step exchanges the rows that it has, other steps all rows of their regions.
         let (rows, halves, turns) = match work {
-            Work::Prefill { chunks, .. } => {
-                let rows = chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum();
-                (rows, sums.rounds_prompts, self.last().score_turns(chunks))
-            }
+            Work::Prefill { chunks, .. } => (work.prompt_rows(), sums.rounds_prompts, self.last().score_turns(chunks)),
             Work::CatchUp { .. } => (0, false, 0),
             Work::Decode { .. } => (rows, false, 0),
         };
@@ -607,7 +610,7 @@ impl Executor for SplitExecutor {
         let rows = self.stages[0].step_rows(&work);
         let timed = match &work {
             Work::Prefill { chunks, .. } if chunks.iter().any(|chunk| chunk.score.is_some()) => Timed::Nothing,
-            Work::Prefill { chunks, .. } => Timed::Chunk(chunks.iter().map(|chunk| chunk.tokens.len() as u32).sum()),
+            Work::Prefill { .. } => Timed::Chunk(work.prompt_rows()),
             Work::CatchUp { .. } => Timed::Nothing,
             Work::Decode { drafts: 0, .. } => Timed::Step(rows),
             Work::Decode { drafts, .. } => Timed::Verify(rows / (drafts + 1), *drafts),

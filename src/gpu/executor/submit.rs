@@ -115,12 +115,12 @@ impl GpuExecutor {
         let mut regions: Vec<Arc<Region>> = completed.into_iter().chain([Arc::clone(layers)]).collect();
         let mut rows = 0;
         if let Some(logits) = self.parts.logits.as_ref().filter(|_| lasts > 0) {
-            let (bucket, drawing) = match (&self.parts.head, decoding.is_empty()) {
-                (Some(head), false) => {
-                    let (bucket, mixed) = fitting(&head.mixed, lasts);
+            let (bucket, drawing) = match decoding.is_empty() {
+                true => fitting(&logits.first, lasts),
+                false => {
+                    let (bucket, mixed) = fitting(&logits.mixed, lasts);
                     (bucket, if awaits { mixed.gated.as_ref().expect("there are gates") } else { &mixed.whole })
                 }
-                _ => fitting(&logits.first, lasts),
             };
             regions.push(Arc::clone(drawing));
             rows = bucket;

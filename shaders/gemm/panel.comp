@@ -30,6 +30,9 @@
 #ifndef CODED
 #define CODED 0
 #endif
+#ifndef HALVES
+#define HALVES 0
+#endif
 #include "common.glsl"
 #include "glu.glsl"
 
@@ -57,6 +60,12 @@ layout(constant_id = 15) const uint IN_F16 = 0;
 #if CODED == 1
 #include "codes.glsl"
 const uint UNITS = (CHUNKS * 32u + UNIT_COLS - 1u) / UNIT_COLS;
+#elif HALVES == 1
+// Loops over units of codes serve f16 too, where a unit is a chunk.
+#define UNITS CHUNKS
+const uint UNIT_COLS = 32u, UNIT_WORDS = 64u, PLANE_LOADS = 2u, IN_F16 = 1u;
+#endif
+#if CODED == 1 || HALVES == 1
 #if MATRIX == 1
 #extension GL_KHR_shader_subgroup_vote : require
 // f16 arithmetic keeps subnormal numbers: the codes.
@@ -86,7 +95,7 @@ layout(push_constant) uniform Args {
 
 const uint NOBODY = 0xffffffffu;
 const uint GROUPS = LANES / 32u;
-#if CODED == 1
+#if CODED == 1 || HALVES == 1
 const uint ROUNDS = (UNITS + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD);
 #else
 const uint ROUNDS = (CHUNKS + GROUPS * AHEAD - 1u) / (GROUPS * AHEAD);
@@ -137,8 +146,7 @@ void read_scales(uint panel, uint row_blocks) {
     }
 }
 
-#if CODED == 1
-#include "code_fragments.glsl"
+#if CODED == 1 || HALVES == 1
 // Without cooperative matrices the loop body is already long, so it is not unrolled.
 #if MATRIX == 1
 #define EACH_CHUNK [[unroll]]
@@ -148,23 +156,56 @@ void read_scales(uint panel, uint row_blocks) {
 #define HALVES_OF(pair) unpackHalf2x16(pair)
 #endif
 
+#if CODED == 1
+#include "code_fragments.glsl"
+
+// The scales of the loaded units, and those of a chunk.
+#define UNIT_SCALES uint scales[AHEAD * TILES * SCALE_SLOTS];
+#define LOAD_UNIT_SCALES(u, j, at) LOAD_SCALES(scales, ((u) * TILES + (j)) * SCALE_SLOTS, at)
+#define CHUNK_SCALES(u, c) \
+    uint scale[TILES], minimum[TILES]; \
+    [[unroll]] for (uint j = 0u; j < TILES; j++) { \
+        uint from = ((u) * TILES + j) * SCALE_SLOTS; \
+        scale[j] = SCALE_OF(scales, from, c, LANE & 3u); \
+        minimum[j] = STORED == 1u ? SCALE_OF(scales, from + STORED * SCALE_WORDS, c, LANE & 3u) : 0u; \
+    }
+// A lane's weights of half of a chunk, as pairs of f16.
+#define HALF_WEIGHTS(u, j, c, h) scaled(PAIRS(w, ((u) * TILES + (j)) * PLANE_LOADS, c, h), scale[j], minimum[j])
+
+// In bfloat16, weights are the sum of so many parts.
+const uint BFLOAT_PARTS = 1u;
 // Rounds a pair of f16 values to bfloat16.
-uint rounded_pair(uint pair) { return bfloat_pair(HALVES_OF(pair)); }
-uvec4 rounded_pairs(uvec4 pairs) {
-    return uvec4(rounded_pair(pairs.x), rounded_pair(pairs.y), rounded_pair(pairs.z), rounded_pair(pairs.w));
+uint bfloat_part(uint pair, uint part) { return bfloat_pair(HALVES_OF(pair)); }
+#else
+#define UNIT_SCALES
+#define LOAD_UNIT_SCALES(u, j, at)
+#define CHUNK_SCALES(u, c)
+#define HALF_WEIGHTS(u, j, c, h) w[((u) * TILES + (j)) * PLANE_LOADS + (h)]
+
+const uint BFLOAT_PARTS = 2u;
+// Returns a part of a pair of f16 values, whose 11 bits are the first 8 and the others.
+uint bfloat_part(uint pair, uint part) {
+    vec2 values = HALVES_OF(pair);
+    uvec2 bits = floatBitsToUint(values) & 0xffff0000u;
+    if (part == 1u) bits = floatBitsToUint(values - uintBitsToFloat(bits));
+    return bits.x >> 16 | (bits.y & 0xffff0000u);
+}
+#endif
+uvec4 bfloat_parts(uvec4 pairs, uint part) {
+    return uvec4(bfloat_part(pairs.x, part), bfloat_part(pairs.y, part), bfloat_part(pairs.z, part), bfloat_part(pairs.w, part));
 }
 
 // Adds the products of the lane group's columns to `sums`; `ADD` is one of the macros below, for half of a chunk.
 #define ADD_PRODUCTS(ADD) \
     [[dont_unroll]] for (uint round = 0u; round < ROUNDS; round++) { \
         uvec4 w[AHEAD * TILES * PLANE_LOADS]; \
-        uint scales[AHEAD * TILES * SCALE_SLOTS]; \
+        UNIT_SCALES \
         [[unroll]] for (uint u = 0u; u < AHEAD; u++) { \
             uint at = min((round * AHEAD + u) * GROUPS + LANE_GROUP, UNITS - 1u) * UNIT_WORDS; \
             [[unroll]] for (uint j = 0u; j < TILES; j++) { \
                 [[unroll]] for (uint i = 0u; i < PLANE_LOADS; i++) \
                     w[(u * TILES + j) * PLANE_LOADS + i] = weight.v[base[j] + at + i * 32u + LANE]; \
-                LOAD_SCALES(scales, (u * TILES + j) * SCALE_SLOTS, base[j] + at + PLANE_LOADS * 32u) \
+                LOAD_UNIT_SCALES(u, j, base[j] + at + PLANE_LOADS * 32u) \
             } \
         } \
         UNROLL_PRODUCTS for (uint u = 0u; u < AHEAD; u++) { \
@@ -178,12 +219,7 @@ uvec4 rounded_pairs(uvec4 pairs) {
                     q[i * 2u] = x.v[x_base[i] + at]; \
                     q[i * 2u + 1u] = x.v[x_base[i] + at + 32u]; \
                 } \
-                uint scale[TILES], minimum[TILES]; \
-                [[unroll]] for (uint j = 0u; j < TILES; j++) { \
-                    uint from = (u * TILES + j) * SCALE_SLOTS; \
-                    scale[j] = SCALE_OF(scales, from, c, LANE & 3u); \
-                    minimum[j] = STORED == 1u ? SCALE_OF(scales, from + STORED * SCALE_WORDS, c, LANE & 3u) : 0u; \
-                } \
+                CHUNK_SCALES(u, c) \
                 UNROLL_PRODUCTS for (uint h = 0u; h < 2u; h++) ADD \
             } \
         } \
@@ -195,11 +231,12 @@ uvec4 rounded_pairs(uvec4 pairs) {
         SET_TOKENS(a[i], part.xz, part.yw) \
     } \
     UNROLL_PRODUCTS for (uint j = 0u; j < TILES; j++) { \
-        uvec4 pairs = PAIRS(w, (u * TILES + j) * PLANE_LOADS, c, h); \
-        pairs = rounded_pairs(scaled(pairs, scale[j], minimum[j])); \
-        Weights m; \
-        SET_WEIGHTS(m, pairs) \
-        UNROLL_PRODUCTS for (uint i = 0u; i < BLOCKS; i++) MULTIPLY_ADD(sums[i * TILES + j], a[i], m) \
+        uvec4 pairs = HALF_WEIGHTS(u, j, c, h); \
+        UNROLL_PRODUCTS for (uint part_of = 0u; part_of < BFLOAT_PARTS; part_of++) { \
+            Weights m; \
+            SET_WEIGHTS(m, bfloat_parts(pairs, part_of)) \
+            UNROLL_PRODUCTS for (uint i = 0u; i < BLOCKS; i++) MULTIPLY_ADD(sums[i * TILES + j], a[i], m) \
+        } \
     } }
 
 #if MATRIX == 1
@@ -218,7 +255,7 @@ uint half_pair(uint pair) { return packHalf2x16(vec2(bf16_low(pair), bf16_high(p
         SET_HALVES(a[i], part.x, part.z, part.y, part.w) \
     } \
     UNROLL_PRODUCTS for (uint j = 0u; j < TILES; j++) { \
-        uvec4 pairs = scaled(PAIRS(w, (u * TILES + j) * PLANE_LOADS, c, h), scale[j], minimum[j]); \
+        uvec4 pairs = HALF_WEIGHTS(u, j, c, h); \
         HalfWeights m; \
         SET_HALVES(m, pairs.x, pairs.y, pairs.z, pairs.w) \
         UNROLL_PRODUCTS for (uint i = 0u; i < BLOCKS; i++) MULTIPLY_ADD(sums[i * TILES + j], a[i], m) \
@@ -279,6 +316,8 @@ void main() {
         base[j] = (before + min(first + j, blocks - 1u)) * BLOCK_WORDS + 4u;
         factor[j] = uintBitsToFloat(weight.v[base[j] - 4u + (gl_LocalInvocationIndex & 3u)]);
     }
+#elif HALVES == 1
+    [[unroll]] for (uint j = 0u; j < TILES; j++) base[j] = (before + min(first + j, blocks - 1u)) * (CHUNKS * 64u);
 #else
     [[unroll]] for (uint j = 0u; j < TILES; j++) base[j] = (before + min(first + j, blocks - 1u)) * (CHUNKS * 64u) + LANE;
 #endif
@@ -286,7 +325,7 @@ void main() {
     Sums sums[BLOCKS * TILES];
     [[unroll]] for (uint i = 0u; i < BLOCKS * TILES; i++) sums[i] = NO_SUMS;
 
-#if CODED == 1
+#if CODED == 1 || HALVES == 1
 #if MATRIX == 1
     if (IN_F16 == 1u) {
         uvec2 seen[BLOCKS];

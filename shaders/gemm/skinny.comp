@@ -8,9 +8,9 @@
 //            that the norm needs no dispatch of its own
 // epilogue   0 store: y = s·Wx + b. 1 residual: y += s·Wx + b. 2 SwiGLU: the rows of W alternate gate and up;
 //            y[n/2] = glu(gate, up). s is the norm's scale, 1 without NORM
-// weight     16 × 32 blocks in fragment order (`memory::pack::Layout::Fragments`)
+// weight     16 × 32 blocks in fragment order (`memory::pack::Layout::Fragments`), of bfloat16 or f16
 // x          [rows][x_stride] f32; each value is split into two 16-bit parts, so that the sums are as accurate as with
-//            16 bits of significand of x
+//            16 bits of significand of x (of weights in f16 22 bits: `half_rows.glsl`)
 // y          [rows][y_stride] f32. TAGGED 1: x is tagged (`tags.glsl`). TAGGED 3: x and y are tagged
 //
 // One workgroup computes TILES blocks of 16 rows of W for all rows of x. Its groups of 32 lanes split K, each with
@@ -39,6 +39,9 @@ layout(constant_id = 10) const uint TAGGED = 0;
 #include "fragments.glsl"
 #define DEVICES_ID 11
 #include "tags.glsl"
+#if WEIGHT == 1
+#include "half_rows.glsl"
+#endif
 
 layout(push_constant) uniform Args {
     Words4In weight;
@@ -120,6 +123,9 @@ void main() {
     float square[BLOCKS * LOADS];
     [[unroll]] for (uint i = 0u; i < BLOCKS * LOADS; i++) square[i] = 0.0;
     uint polls = 0u;
+#if WEIGHT == 1
+    HalfScale half_scale = NO_HALF_SCALE;
+#endif
 
     [[dont_unroll]] for (uint round = 0u; round < ROUNDS; round++) {
         // Beyond the last chunk, the last chunk's weights are multiplied by zeros.
@@ -161,8 +167,12 @@ void main() {
                     value *= scale[i];
                 }
                 uvec4 parts;
+#if WEIGHT == 1
+                parts = split_halves(value, half_scale);
+#else
                 split_pair(value.x, value.y, parts.x, parts.z);
                 split_pair(value.z, value.w, parts.y, parts.w);
+#endif
                 if (i * 32u + LANE < TOKENS * QUADS) x_s[LANE_GROUP * (TOKENS * QUADS) + i * 32u + LANE] = parts;
             }
             LANES_BARRIER
@@ -182,6 +192,19 @@ void main() {
             // All lanes must have read these parts before the next ones overwrite them.
             if (ROUNDS * BLOCKS > 1u) LANES_BARRIER
         }
+#if WEIGHT == 1
+        if (round + 1u == ROUNDS && half_scale.up == 0.0) {
+            bool again = false;
+            [[unroll]] for (uint i = 0u; i < BLOCKS * TILES; i++) again = again || overflows(sums[i]);
+            if (any_overflows(again)) {
+                set_half_scale(half_scale);
+                [[unroll]] for (uint i = 0u; i < BLOCKS * TILES; i++) sums[i] = NO_SUMS;
+                [[unroll]] for (uint i = 0u; i < BLOCKS * LOADS; i++) square[i] = 0.0;
+                // The first round is next.
+                round = 0xffffffffu;
+            }
+        }
+#endif
     }
 
     [[unroll]] for (uint b = 0u; b < BLOCKS; b++) {
@@ -197,8 +220,12 @@ void main() {
         }
         if (LANE < KEPT) {
             [[unroll]] for (uint j = 0u; j < TILES; j++)
+#if WEIGHT == 1
+                sums_s[LANE_GROUP * ITEMS + (j * BLOCKS + b) * KEPT + LANE] = join_halves(sums[b * TILES + j], half_scale);
+#else
                 sums_s[LANE_GROUP * ITEMS + (j * BLOCKS + b) * KEPT + LANE] =
                     SUMS_LOW(sums[b * TILES + j]) + SUMS_HIGH(sums[b * TILES + j]);
+#endif
         }
     }
     barrier();

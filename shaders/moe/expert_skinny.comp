@@ -14,9 +14,9 @@
 //
 // logits     [rows][logits_stride] f32: COUNT router logits, then the shared expert's gate if there is one.
 //            `choose.glsl` defines the selection and the shares; each workgroup computes them for itself, for all rows
-// weight     [COUNT][n rows] in fragment order (`memory::pack::Layout::Fragments`); in STAGE 0 the rows of gate and up
-//            alternate. CODED 1: codes with scales (`codes.glsl`), which become f16 in registers; there is no shared
-//            expert then. Experts that are not in `weight` (`expert_part.glsl`) are left out: of y in STAGE 0, and of the
+// weight     [COUNT][n rows] in fragment order (`memory::pack::Layout::Fragments`), of bfloat16 or f16 (`half_rows.glsl`); in
+//            STAGE 0 the rows of gate and up alternate. CODED 1: codes with scales (`codes.glsl`), which become f16 in
+//            registers; there is no shared expert then. Experts that are not in `weight` (`expert_part.glsl`) are left out: of y in STAGE 0, and of the
 //            sum in STAGE 1
 // shared     [shared_n rows], likewise
 // x          STAGE 0: [rows][x_stride] f32, the residual. STAGE 1: the output of STAGE 0
@@ -74,6 +74,10 @@ const uint UNITS = (COLUMNS + UNIT_COLS - 1u) / UNIT_COLS;
 #endif
 #define DEVICES_ID 20
 #include "tags.glsl"
+#define HALVES (WEIGHT == 1 && CODED == 0)
+#if HALVES
+#include "half_rows.glsl"
+#endif
 #if CODED == 1 && MATRIX == 1
 // f16 arithmetic keeps subnormal numbers: the codes.
 #extension GL_EXT_spirv_intrinsics : require
@@ -431,6 +435,9 @@ void main() {
     [[unroll]] for (uint i = 0u; i < BLOCKS * TILES; i++) sums[i] = NO_SUMS;
     float square[BLOCKS * LOADS];
     [[unroll]] for (uint i = 0u; i < BLOCKS * LOADS; i++) square[i] = 0.0;
+#if HALVES
+    HalfScale half_scale = NO_HALF_SCALE;
+#endif
 
     [[dont_unroll]] for (uint round = 0u; round < rounds; round++) {
         // Beyond the last chunk, the last chunk's weights are multiplied by zeros.
@@ -510,8 +517,12 @@ void main() {
                     else value = there[i] ? value * scale[i] : vec4(0.0);
                 }
                 uvec4 parts;
+#if HALVES
+                parts = split_halves(value, half_scale);
+#else
                 split_pair(value.x, value.y, parts.x, parts.z);
                 split_pair(value.z, value.w, parts.y, parts.w);
+#endif
                 if (i * 32u + LANE < TOKENS * QUADS) x_s[LANE_GROUP * (TOKENS * QUADS) + i * 32u + LANE] = parts;
             }
             LANES_BARRIER
@@ -531,6 +542,19 @@ void main() {
             // All lanes must have read these parts before the next ones overwrite them.
             LANES_BARRIER
         }
+#if HALVES
+        if (round + 1u == rounds && half_scale.up == 0.0) {
+            bool again = false;
+            [[unroll]] for (uint i = 0u; i < BLOCKS * TILES; i++) again = again || overflows(sums[i]);
+            if (any_overflows(again)) {
+                set_half_scale(half_scale);
+                [[unroll]] for (uint i = 0u; i < BLOCKS * TILES; i++) sums[i] = NO_SUMS;
+                [[unroll]] for (uint i = 0u; i < BLOCKS * LOADS; i++) square[i] = 0.0;
+                // The first round is next.
+                round = 0xffffffffu;
+            }
+        }
+#endif
     }
 
 #endif
@@ -555,8 +579,12 @@ void main() {
 #else
         if (LANE < KEPT) {
             [[unroll]] for (uint j = 0u; j < TILES; j++)
+#if HALVES
+                sums_s[LANE_GROUP * ITEMS + (j * BLOCKS + b) * KEPT + LANE] = join_halves(sums[b * TILES + j], half_scale);
+#else
                 sums_s[LANE_GROUP * ITEMS + (j * BLOCKS + b) * KEPT + LANE] =
                     SUMS_LOW(sums[b * TILES + j]) + SUMS_HIGH(sums[b * TILES + j]);
+#endif
         }
 #endif
     }

@@ -159,7 +159,7 @@ pub struct PromptRows<'a> {
 /// over several allocations takes one call per allocation.
 ///
 /// # Panics
-/// If a table in fragment order is neither in bfloat16 nor of codes.
+/// If a table in fragment order is in f32.
 pub fn embed_rows(
     label: String,
     table: Table,
@@ -174,9 +174,10 @@ pub fn embed_rows(
         (Format::F16, false) => "embed_rows.f16",
         (Format::F32, false) => "embed_rows.f32",
         (Format::Bf16, true) => "embed_rows.bf16.fragments",
+        (Format::F16, true) => "embed_rows.f16.fragments",
         (Format::Codes(_), false) => "embed_rows.codes",
         (Format::Codes(_), true) => "embed_rows.codes.fragments",
-        (format, true) => panic!("no kernel reads {format:?} in fragment order"),
+        (Format::F32, true) => panic!("no kernel reads f32 in fragment order"),
     };
     let threads = 64;
     let constants = EmbedRowsConstants {

@@ -280,13 +280,13 @@ impl Grouped {
     }
 
     /// Returns the number of rows of a tile, for which [`Sorted`] must be made, and the fastest of the other kernels
-    /// for up to `rows` rows. `shapes` has workgroup shapes of `panel` by rows and columns of an expert's matrix, which are
+    /// for up to `rows` rows of experts whose two matrices have these `formats`. `shapes` has workgroup shapes of `panel` by rows and columns of an expert's matrix, which are
     /// used where tiles have as many rows. `in_f16`: whether `panel` may multiply codes in f16.
     pub fn choose(
         shape: &ExpertsShape,
         rows: u32,
         matrices: Matrices,
-        format: Format,
+        formats: [Format; 2],
         shapes: &BTreeMap<(u32, u32), panel::PanelConfig>,
         in_f16: bool,
     ) -> (u32, Grouped) {
@@ -305,7 +305,7 @@ impl Grouped {
         // per expert.
         let each = rows * shape.chosen / shape.count;
         // `panel` dequantises codes once for all rows of a tile, and `tiled` reads numbers only.
-        if format.codes().is_some() {
+        if formats[0].codes().is_some() {
             return match (matrices, each) {
                 (Matrices::Emulated, ..=16) => panel(64, 1, 1, 1),
                 (Matrices::Emulated, _) => panel(64, 1, 1, 2),
@@ -317,11 +317,15 @@ impl Grouped {
                 (Matrices::Cooperative, _) => panel(128, 2, 1, 4),
             };
         }
+        // Rows are in bfloat16, which `panel` multiplies with f16 too.
+        let bfloat = formats == [Format::Bf16; 2];
         match (matrices, each) {
             (Matrices::Emulated, ..=32) => panel(64, 1, 1, 1),
+            (Matrices::Emulated, _) if !bfloat => panel(64, 1, 1, 2),
             (Matrices::Emulated, _) => (TILE_TOKENS, Grouped::Tiled(Tile::Plain)),
             (Matrices::Cooperative, ..=12) => panel(128, 2, 4, 1),
             (Matrices::Cooperative, ..=24) => panel(128, 4, 1, 2),
+            (Matrices::Cooperative, _) if !bfloat => panel(128, 2, 1, 4),
             (Matrices::Cooperative, _) => (TILE_TOKENS, Grouped::Tiled(Tile::Wide)),
         }
     }
@@ -466,11 +470,13 @@ impl Mlp {
         let (weight, shared, n, shared_n) = self.matrices(stage, stack);
         let part = self.part(stack, n);
         let most = match weight.format {
-            Format::Bf16 => MOST_FEW_ROWS,
+            Format::Bf16 | Format::F16 => MOST_FEW_ROWS,
             Format::Codes(_) if self.shared.is_none() => MOST_FEW_CODED_ROWS,
             _ => 0,
         };
         assert!(rows <= most, "{rows} rows of {:?}", weight.format);
+        let alike = shared.is_none_or(|shared| shared.format == weight.format);
+        assert!(alike, "{:?} of the shared expert beside {:?}", shared.map(|s| s.format), weight.format);
         let run = run_of(&weight);
         assert!(config.ahead.is_multiple_of(run), "{config:?} for units of {run} chunks");
         assert!(rows * shape.chosen <= config.threads, "{rows} rows of {shape:?} for {} threads", config.threads);
@@ -541,11 +547,14 @@ impl Mlp {
             Stage::Down => each,
         };
         let call = Call {
-            kernel: match (matrices, weight.format.codes()) {
-                (Matrices::Emulated, None) => "expert_skinny.bf16.plain",
-                (Matrices::Cooperative, None) => "expert_skinny.bf16",
-                (Matrices::Emulated, Some(_)) => "expert_skinny.codes.plain",
-                (Matrices::Cooperative, Some(_)) => "expert_skinny.codes",
+            kernel: match (weight.format, matrices) {
+                (Format::Bf16, Matrices::Emulated) => "expert_skinny.bf16.plain",
+                (Format::Bf16, Matrices::Cooperative) => "expert_skinny.bf16",
+                (Format::F16, Matrices::Emulated) => "expert_skinny.f16.plain",
+                (Format::F16, Matrices::Cooperative) => "expert_skinny.f16",
+                (Format::Codes(_), Matrices::Emulated) => "expert_skinny.codes.plain",
+                (Format::Codes(_), Matrices::Cooperative) => "expert_skinny.codes",
+                (Format::F32, _) => panic!("f32 of {}experts in fragments", self.label),
             },
             label: self.label_of(stage),
             constants: constants.into_values(),
@@ -596,7 +605,7 @@ impl Mlp {
         let emulated = config.threads * 36 + self.shape.count * 4;
         let emulated = if matrices == Matrices::Emulated { emulated } else { 0 };
         // Of codes, the sums of both parts of x.
-        let parts = if self.gate_up[0].matrix.format == Format::Bf16 { 1 } else { 2 };
+        let parts = if self.gate_up[0].matrix.format.codes().is_some() { 2 } else { 1 };
         let (sums, x) = (config.tiles * blocks * tokens * parts * 4 * 16, tokens * quads * 16);
         groups * (sums + x + blocks * tokens * squares * 4) + rows * self.shape.chosen * 28 + rows * 4 + 16 + emulated
     }

@@ -13,7 +13,6 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor, every_case, round, ways};
 use crate::pages::{Pages, head_at, round_head, spread, stored};
 use crate::scores::{self, first_visible, last_visible, query_scale, scored, sink_of};
-use half::bf16;
 use ostinato::config::KvFormat;
 use ostinato::kernels::attention::flash_decode::{self, FlashDecodeShape, Split, Spread, flash_decode, plan_splits};
 use ostinato::kernels::attention::{self, AttentionShape, Heads, Scores};
@@ -58,11 +57,11 @@ fn strided(values: &[f32], width: u32, stride: u32, padding: f32) -> Vec<f32> {
     out
 }
 
-/// Returns values packed as bfloat16 in fragment order.
-fn fragments(values: &[f32], rows: u32, cols: u32) -> Vec<u32> {
-    let bytes: Vec<u8> = values.iter().flat_map(|w| bf16::from_f32(*w).to_le_bytes()).collect();
-    let packing = Packing { rows, cols, layout: Layout::Fragments, format: Format::Bf16 };
-    let format = SourceFormat::Numbers(Format::Bf16);
+/// Returns values packed in a format in fragment order.
+fn fragments(format: Format, values: &[f32], rows: u32, cols: u32) -> Vec<u32> {
+    let bytes: Vec<u8> = values.iter().flat_map(|w| w.to_le_bytes()).collect();
+    let packing = Packing { rows, cols, layout: Layout::Fragments, format };
+    let format = SourceFormat::Numbers(Format::F32);
     let source = pack::Rows { bytes: &bytes, map: RowMap::whole(format, rows, cols) };
     let mut words = vec![0u32; packing.bytes() as usize / 4];
     pack::pack(&packing, &[source], 0..packing.bytes(), bytemuck::cast_slice_mut(&mut words)).expect("finite values");
@@ -217,11 +216,11 @@ fn embed_rows_from_fragments_and_with_tags() {
     let mut random = Random(42);
     let vocabulary = 37u32;
     let mut outputs = Vec::new();
-    for hidden in [8, 40, 96, 1024] {
+    for (hidden, format) in [8, 40, 96, 1024].into_iter().flat_map(|h| [Format::Bf16, Format::F16].map(|f| (h, f))) {
         for (tag, split) in [(None, false), (None, true), (Some(TAGS[1]), false), (Some(TAGS[1]), true)] {
-            cases.case(format!("{hidden}.{tag:?}.{split}"));
+            cases.case(format!("{format:?}.{hidden}.{tag:?}.{split}"));
             let table: Vec<f32> =
-                random.floats((vocabulary * hidden) as usize).into_iter().map(|v| round(Format::Bf16, v)).collect();
+                random.floats((vocabulary * hidden) as usize).into_iter().map(|v| round(format, v)).collect();
             let tokens = [36, 0, 15, 16, 31, 32, 5, 22];
             let rows = tokens.len() as u32;
             let prompt =
@@ -237,7 +236,7 @@ fn embed_rows_from_fragments_and_with_tags() {
             for (first, count) in parts {
                 let part = &table[(first * hidden) as usize..((first + count) * hidden) as usize];
                 let args = EmbedRowsArgs {
-                    embedding: cases.words(&format!("embedding.{first}"), &fragments(part, count, hidden)),
+                    embedding: cases.words(&format!("embedding.{first}"), &fragments(format, part, count, hidden)),
                     slots: chunk.none(),
                     batch: chunk.none(),
                     chunk,
@@ -251,7 +250,7 @@ fn embed_rows_from_fragments_and_with_tags() {
                     tokens_at: layout.token(0),
                     scale: 1.5,
                 };
-                let table = Table { format: Format::Bf16, fragments: true };
+                let table = Table { format, fragments: true };
                 let from = RowsFrom::Chunk;
                 cases.recording.call(embed_rows("embed".to_owned(), table, from, rows, hidden, flow, args));
             }
@@ -740,7 +739,8 @@ fn unit_vectors_read_weights_back_exactly() {
 
 /// Tolerance of `skinny`, which splits x into two parts of 8 bits. The error is at most 2^-15 of each of up to 1,024
 /// terms of W · x, which all become smaller; with independent errors it would be 1e-5 of these sums. A missing or
-/// doubled term changes a sum by more than 1e-3. A tag adds half a step of 2^-16 on each side.
+/// doubled term changes a sum by more than 1e-3. A tag adds half a step of 2^-16 on each side. With weights in f16, x has
+/// 22 bits, and the tolerance without tags is [`SUMS`].
 const CUT: f32 = 2e-4;
 /// Tags for operands. They differ from the tag of every other operand and from that of poison.
 const TAGS: [u32; 3] = [3, 127, 64];
@@ -751,7 +751,7 @@ impl Logical {
         let word = |tag: Option<u32>| move |v: f32| tag.map_or(v.to_bits(), |tag| tagged(v, tag));
         let words = |values: Vec<f32>, tag: Option<u32>| values.into_iter().map(word(tag)).collect::<Vec<u32>>();
         let (k_stride, y_stride) = (decoder::stride(self.k), decoder::stride(self.outputs()) + 32);
-        let weight = cases.words("weight", &fragments(&self.w, self.n, self.k));
+        let weight = cases.words("weight", &fragments(self.format, &self.w, self.n, self.k));
         let x = strided(&self.x, self.k, k_stride, if self.norm { 0.0 } else { 1.0e3 });
         let x = cases.words("x", &words(x, flow.input_carried.then_some(flow.input)));
         let norm = self.norm.then(|| {
@@ -771,10 +771,12 @@ impl Logical {
         } else {
             cases.output("y", (self.rows * y_stride) as usize, Expect::Exact)
         };
-        cases.expect(y, if flow.output.is_some() { Expect::Tagged(CUT) } else { Expect::Floats(CUT) });
+        let tagged = flow.output.is_some() || flow.input_carried;
+        let near = if self.format == Format::F16 && !tagged { SUMS } else { CUT };
+        cases.expect(y, if flow.output.is_some() { Expect::Tagged(near) } else { Expect::Floats(near) });
         Product {
             label: "product".to_owned(),
-            weight: Matrix { range: weight, format: Format::Bf16, rows: self.n, cols: self.k },
+            weight: Matrix { range: weight, format: self.format, rows: self.n, cols: self.k },
             x: Activations { range: x, stride: k_stride },
             norm,
             bias,
@@ -786,16 +788,24 @@ impl Logical {
 
 type Skinny = (u32, (u32, u32), (bool, bool), Epilogue, [u32; 3]);
 
-fn skinny_cases(name: &str, list: &[Skinny], flow: impl Fn(usize) -> Flow) {
-    let mut cases = Cases::new(name);
+/// `largest` is the largest value of x, in its first row; those of the other rows are 1. Products without a norm are as large,
+/// and so are their errors.
+fn skinny_cases(name: &str, (format, largest): (Format, f32), list: &[Skinny], flow: impl Fn(usize) -> Flow) {
+    let mut cases = Cases::new(&format!("{name}.{format:?}.{largest:e}"));
     let mut random = Random(41);
     let mut made = Vec::new();
     for (index, &(rows, shape, (norm, bias), epilogue, [threads, tiles, ahead])) in list.iter().enumerate() {
         let (config, flow) = (SkinnyConfig { threads, tiles, ahead }, flow(index));
         assert!(config.shared_bytes(rows, Matrices::Emulated) <= 32 << 10, "{config:?} of {rows} rows");
         cases.case(format!("{index}.{shape:?}x{rows}.norm={norm}.bias={bias}.{epilogue:?}.{config:?}"));
-        let logical = Logical::new(&mut random, Format::Bf16, shape, (rows, rows), norm, bias, epilogue);
+        let mut logical = Logical::new(&mut random, format, shape, (rows, rows), norm, bias, epilogue);
+        logical.x[..shape.1 as usize].iter_mut().for_each(|x| *x *= largest);
         let product = logical.fragments(&mut cases, flow);
+        if largest != 1.0 && !norm {
+            // Values below 2^-18 have fewer bits.
+            let size = if largest < 1.0 { largest * 100.0 } else { largest };
+            cases.expect(product.y.range, Expect::Floats(SUMS * size));
+        }
         let fault = cases.words("fault", &[0, 0]);
         cases.recording.call(skinny(&product, rows, Matrices::Emulated, config, flow, fault));
         made.push((logical, product, flow));
@@ -837,7 +847,30 @@ fn skinny_multiplies_a_few_rows_by_fragments() {
         (16, (48, 145), (true, false), GATED, [64, 1, 1]),
         (33, (22, 40), (true, true), Residual, [32, 1, 1]),
     ];
-    skinny_cases("skinny", &list, |_| Flow::NONE);
+    skinny_cases("skinny", (Format::Bf16, 1.0), &list, |_| Flow::NONE);
+    // Each case is a pipeline, which a CPU driver takes a second to compile.
+    let every_other: Vec<Skinny> = list.into_iter().step_by(2).collect();
+    skinny_cases("skinny", (Format::F16, 1.0), &every_other, |_| Flow::NONE);
+}
+
+/// Goal: values of x beyond f16 are multiplied with weights in f16 as well as others are, and in the rows beside them too; and
+/// so are values below its normal numbers.
+#[test]
+fn skinny_multiplies_values_of_any_size_with_weights_in_f16() {
+    use Epilogue::{Residual, Store};
+    let list: [Skinny; 5] = [
+        (1, (70, 1024), (false, false), Store, [256, 1, 4]),
+        (1, (131, 200), (true, true), Store, [64, 3, 2]),
+        (2, (50, 145), (true, true), Residual, [128, 1, 2]),
+        (5, (145, 72), (true, false), Store, [32, 3, 1]),
+        (9, (18, 200), (true, true), Residual, [64, 1, 2]),
+    ];
+    for largest in [3e4, 1e6] {
+        skinny_cases("skinny.sizes", (Format::F16, largest), &list, |_| Flow::NONE);
+    }
+    for largest in [1e30, 1e-7] {
+        skinny_cases("skinny.sizes", (Format::F16, largest), &list[..1], |_| Flow::NONE);
+    }
 }
 
 /// Method: x, and y before a residual addition, carry tags for which the kernel waits. The widths of such a y are
@@ -857,12 +890,14 @@ fn skinny_reads_and_writes_tagged_rows() {
     ];
     let last = list.len() - 1;
     let [input, old, output] = TAGS;
-    skinny_cases("skinny.tagged", &list, |index| Flow {
-        input_carried: true,
-        input,
-        old,
-        output: (index != last).then_some(output),
-    });
+    for format in [Format::Bf16, Format::F16] {
+        skinny_cases("skinny.tagged", (format, 1.0), &list, |index| Flow {
+            input_carried: true,
+            input,
+            old,
+            output: (index != last).then_some(output),
+        });
+    }
 }
 
 // ---------------------------------------------------------------- append, attention

@@ -387,11 +387,12 @@ fn workgroups_of_a_few_rows_fit_in_shared_memory() {
 }
 
 /// Checks both stages of a few rows of each case: sizes, rows, the router's logits, tiles of W per workgroup, and the buffers of
-/// the experts.
+/// the experts. `largest`: whether the first row's values are beyond f16.
 fn check_few(
     vulkan: &Vulkan,
     name: &str,
     (matrices, format): (Matrices, Format),
+    largest: bool,
     list: Vec<(ExpertsShape, u32, Logits, u32, Stacks)>,
 ) {
     let mut cases = Cases::new(&format!("{name}.{matrices:?}.{format:?}"));
@@ -402,12 +403,18 @@ fn check_few(
     let (near, limit) = match format {
         Format::Codes(INT8) => (SUMS, 2e-6),
         Format::Codes(_) => (ROUNDED, 0.5),
+        Format::F16 => (SUMS, 2e-6),
         _ => (SPLIT, 2e-6),
     };
+    let numbers = if coded { Format::Bf16 } else { format };
     for (shape, rows, logits, tiles, stacks) in list {
         let name = format!("{shape:?}x{rows}.{logits:?}.{stacks:?}");
         cases.case(name.clone());
-        let mut layer = Layer::new(&mut random, shape, rows, Format::Bf16, logits);
+        let mut layer = Layer::new(&mut random, shape, rows, numbers, logits);
+        if largest {
+            // Beyond f16 in the first row, times the norm's weights, which are up to 1.
+            layer.x[..shape.hidden as usize].iter_mut().for_each(|x| *x *= 1e6);
+        }
         layer.stacks = stacks;
         match format {
             Format::Codes(INT8) => layer.quantise_exactly(),
@@ -436,16 +443,20 @@ fn check_few(
 #[test]
 fn a_few_rows_choose_and_run_their_experts() {
     let vulkan = Vulkan::new();
-    let formats = [Format::Bf16, Format::Codes(INT8), Format::Codes(INT4)];
+    let formats = [Format::Bf16, Format::F16, Format::Codes(INT8), Format::Codes(INT4)];
     for (matrices, format) in ways().iter().flat_map(|way| formats.map(|format| (*way, format))) {
         // Each case is two pipelines, which a CPU driver takes seconds to compile: the formats of codes take turns.
         let coded = format.codes().is_some();
         let mut list = if coded { few_coded() } else { few() };
-        if coded && !every_case() {
+        if format != Format::Bf16 && !every_case() {
             list = list.into_iter().skip(usize::from(format == Format::Codes(INT4))).step_by(2).collect();
         }
         let list = list.into_iter().map(|(shape, rows, logits, tiles)| (shape, rows, logits, tiles, WHOLE));
-        check_few(&vulkan, "few", (matrices, format), list.collect());
+        let list: Vec<_> = list.collect();
+        if format == Format::F16 {
+            check_few(&vulkan, "few.large", (matrices, format), true, list[..1].to_vec());
+        }
+        check_few(&vulkan, "few", (matrices, format), false, list);
     }
 }
 
@@ -463,8 +474,8 @@ fn a_few_rows_run_experts_of_several_buffers() {
             (shape([4, 1, 8, 16], None, false), 1, Logits::Random, 1, [&[3, 1], &[1, 1, 2]] as Stacks),
             (shape([16, 8, 64, 96], None, true), 4, Logits::NotNumbers, 1, [&[5, 11], &[8, 8]]),
         ];
-        check_few(&vulkan, "divided", (*matrices, Format::Bf16), numbers);
-        check_few(&vulkan, "divided", (*matrices, Format::Codes(INT8)), codes);
+        check_few(&vulkan, "divided", (*matrices, Format::Bf16), false, numbers);
+        check_few(&vulkan, "divided", (*matrices, Format::Codes(INT8)), false, codes);
     }
 }
 

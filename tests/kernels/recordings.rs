@@ -998,11 +998,43 @@ fn recordings_of_experts_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rus
     run_emulated(Driver::first(), &[Emulated { chunk: 8, ..TAGGED }, ROUNDED], &["tiny-qwen3.5-moe"]);
 }
 
-/// Goal: matrices of f32 beside others of bfloat16, such as routers in GGUF files, do not keep a model from fragments, and
-/// models of f32 or f16 alone are not rounded. Method: the formats of a checkpoint's matrices are changed, and the packings
-/// of all are looked at.
+/// Goal: a model in f16 computes in fragments what it computes in bfloat16 where its numbers are exact in both, also beside
+/// matrices of bfloat16. Method: the formats of checkpoints' matrices are changed.
 #[test]
-fn matrices_of_f32_beside_bfloat16_are_in_fragments() {
+fn recordings_in_f16_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::first());
+    let (_folder, checkpoints) = on_fragments();
+    let all = |_: &WeightSpec| true;
+    let some = |w: &WeightSpec| w.name.contains("qkv") || w.name.contains("down");
+    let narrow = Emulated { chunk: 8, ..TAGGED };
+    let list: [(&str, Emulated, fn(&WeightSpec) -> bool); 5] = [
+        ("demo", TAGGED, all),
+        ("demo", ROUNDED, all),
+        ("demo", ROUNDED, some),
+        ("tiny-qwen3.5-moe", narrow, all),
+        ("tiny-qwen3.5-moe", ROUNDED, all),
+    ];
+    for (wanted, way, which) in list {
+        let (_, checkpoint) = checkpoints.iter().find(|(name, _)| *name == wanted).expect("it is among them");
+        let change = |w: &WeightSpec| match matches!(w.kind, WeightKind::Matrix) && which(w) {
+            true => WeightSpec { format: Format::F16, ..w.clone() },
+            false => w.clone(),
+        };
+        let weights: Vec<WeightSpec> = checkpoint.weights().iter().map(change).collect();
+        let decoder = Decoder { weights: &weights, ..emulated(&vulkan, bench.driver, checkpoint, way) };
+        let step = decoder.record(StepShape::Decode { rows: 1 });
+        let calls = step.ops.iter().filter_map(|op| if let Op::Call(call) = op { Some(call.kernel) } else { None });
+        assert!(calls.into_iter().any(|kernel| kernel == "skinny.f16.plain"), "{wanted}");
+        run_emulated_decoder(&bench, wanted, &decoder, way);
+    }
+}
+
+/// Goal: matrices of f32 beside others of 16 bits, such as routers in GGUF files, do not keep a model from fragments, and
+/// models of f32 alone are not rounded; f16 stays f16. Method: the formats of a checkpoint's matrices are changed, and the
+/// packings of all are looked at.
+#[test]
+fn matrices_of_16_bits_are_in_fragments_and_f32_beside_them() {
     let vulkan = Vulkan::new();
     let (_folder, checkpoints) = on_fragments();
     let (_, checkpoint) = checkpoints.iter().find(|(name, _)| *name == "tiny-qwen3-moe").expect("a model with experts");
@@ -1015,17 +1047,29 @@ fn matrices_of_f32_beside_bfloat16_are_in_fragments() {
         matrices.map(|w| (w.name.clone(), decoder.packing(w))).collect::<Vec<_>>()
     };
     let router = |w: &WeightSpec| w.name.ends_with(".router");
-    for (name, packing) in layouts(&|w| if router(w) { Format::F32 } else { w.format }) {
-        assert_eq!((packing.layout, packing.format), (Layout::Fragments, Format::Bf16), "{name}");
-    }
     let matrix = |w: &WeightSpec| matches!(w.kind, WeightKind::Matrix);
-    for format in [Format::F32, Format::F16] {
-        for (name, packing) in layouts(&|w| if matrix(w) { format } else { w.format }) {
-            assert!(packing.format == format && packing.layout != Layout::Fragments, "{name}: {packing:?}");
+    for (of_routers, of_others, packed) in [
+        (Format::F32, Format::Bf16, [Format::Bf16, Format::Bf16]),
+        (Format::F32, Format::F16, [Format::F16, Format::F16]),
+        (Format::F16, Format::Bf16, [Format::F16, Format::Bf16]),
+    ] {
+        let format = |w: &WeightSpec| match matrix(w) {
+            true => {
+                if router(w) {
+                    of_routers
+                } else {
+                    of_others
+                }
+            }
+            false => w.format,
+        };
+        for (name, packing) in layouts(&format) {
+            let wanted = packed[usize::from(!name.ends_with(".router"))];
+            assert_eq!((packing.layout, packing.format), (Layout::Fragments, wanted), "{name}");
         }
     }
-    for (name, packing) in layouts(&|w| if router(w) { Format::F16 } else { w.format }) {
-        assert!(packing.layout != Layout::Fragments, "{name}: f16 has more bits than bfloat16");
+    for (name, packing) in layouts(&|w| if matrix(w) { Format::F32 } else { w.format }) {
+        assert!(packing.format == Format::F32 && packing.layout != Layout::Fragments, "{name}: {packing:?}");
     }
 }
 

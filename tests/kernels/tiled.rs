@@ -238,6 +238,8 @@ fn pack_rows_norms_rounds_and_pads() {
 /// A matrix product with unpacked values.
 struct Logical {
     format: Format,
+    /// The format of x, and of packed y.
+    x_format: Format,
     n: u32,
     k: u32,
     used: u32,
@@ -262,6 +264,7 @@ impl Logical {
         let size = 3.0 / (k as f32).sqrt();
         Logical {
             format,
+            x_format: format,
             n,
             k,
             used,
@@ -274,23 +277,37 @@ impl Logical {
         }
     }
 
+    /// Like [`Logical::new`], with x in bfloat16, as `panel` takes it.
+    fn in_bfloat(
+        random: &mut Random,
+        format: Format,
+        shape: (u32, u32),
+        used: u32,
+        bias: bool,
+        epilogue: Epilogue,
+    ) -> Logical {
+        let logical = Logical::new(random, format, shape, used, bias, epilogue);
+        let x = logical.x.iter().map(|x| round(Format::Bf16, *x)).collect();
+        Logical { x, x_format: Format::Bf16, ..logical }
+    }
+
     fn outputs(&self) -> u32 {
         if self.epilogue == Epilogue::Gated(Glu::Silu) { self.n / 2 } else { self.n }
     }
 
     /// Adds the buffers, with poison wherever nothing may be read, and returns the product.
     fn product(&self, cases: &mut Cases, rows: u32, into_packed: bool, sums: f32) -> Tiled {
-        let Logical { format, n, k, .. } = *self;
+        let Logical { format, x_format, n, k, .. } = *self;
         let weight = cases.words("weight", &packed(format, &self.w, (n, k), 16, fragment_index));
-        let mut x = packed(format, &self.x, (self.used, k), 64, token_index);
+        let mut x = packed(x_format, &self.x, (self.used, k), 64, token_index);
         x.resize(Packed::bytes(rows, k) as usize / 4, POISON);
         let x = cases.words("x", &x);
         let bias = self.bias.then(|| cases.floats("bias", &self.bias_values));
         let y = if into_packed {
             let words = Packed::bytes(rows, n / 2) as usize / 4;
             Output::Packed(Packed {
-                range: cases.output("y", words, rounded(format)),
-                format,
+                range: cases.output("y", words, rounded(x_format)),
+                format: x_format,
                 cols: n / 2,
                 order: PackedOrder::Fragments,
             })
@@ -310,7 +327,7 @@ impl Logical {
         Tiled {
             label: "product".to_owned(),
             weight: Matrix { range: weight, format, rows: n, cols: k },
-            x: Packed { range: x, format, cols: k, order: PackedOrder::Fragments },
+            x: Packed { range: x, format: x_format, cols: k, order: PackedOrder::Fragments },
             bias,
             epilogue: self.epilogue,
             y,
@@ -420,12 +437,13 @@ fn panel_multiplies_the_rows_of_a_batch() {
         let mut cases = Cases::new(&format!("panel.{matrices:?}"));
         let mut random = Random(24);
         let mut made = Vec::new();
-        for (at, rows) in batches.iter().cycle().take(8).enumerate() {
+        for (at, rows) in batches.iter().cycle().take(16).enumerate() {
+            let format = if at < 8 { Format::Bf16 } else { Format::F16 };
             let (epilogue, into_packed) = epilogues[at % epilogues.len()];
             let (threads, tiles, ahead) = configs[at / 4 % configs.len()];
             let (shape, bias) = (shapes[at % shapes.len()], at % 3 == 0);
-            cases.case(format!("bias={bias}.{epilogue:?}.packed={into_packed}.{shape:?}x{rows}.{at}"));
-            let logical = Logical::new(&mut random, Format::Bf16, shape, *rows, bias, epilogue);
+            cases.case(format!("{format:?}.bias={bias}.{epilogue:?}.packed={into_packed}.{shape:?}x{rows}.{at}"));
+            let logical = Logical::in_bfloat(&mut random, format, shape, *rows, bias, epilogue);
             let product = logical.product(&mut cases, *rows, into_packed, SUMS);
             cases.recording.call(panel(
                 &product,
@@ -475,11 +493,15 @@ fn panels_fold_the_norm_between_them() {
     for matrices in ways() {
         let mut cases = Cases::new(&format!("fold.{matrices:?}"));
         let mut random = Random(25);
-        for (rows, hidden, inner, width, tiles, blocks) in
-            [(9, 64, 72, 40, 1, 1), (33, 96, 40, 64, 2, 2), (32, 544, 32, 32, 1, 2)]
-        {
-            cases.case(format!("{rows}x{hidden}.before"));
-            let logical = Logical::new(&mut random, Format::Bf16, (hidden, width), rows, false, Epilogue::Residual);
+        let list = [
+            (Format::Bf16, 9, 64, 72, 40, 1, 1),
+            (Format::Bf16, 33, 96, 40, 64, 2, 2),
+            (Format::Bf16, 32, 544, 32, 32, 1, 2),
+            (Format::F16, 33, 96, 40, 64, 2, 2),
+        ];
+        for (format, rows, hidden, inner, width, tiles, blocks) in list {
+            cases.case(format!("{format:?}.{rows}x{hidden}.before"));
+            let logical = Logical::in_bfloat(&mut random, format, (hidden, width), rows, false, Epilogue::Residual);
             let first = logical.product(&mut cases, rows, false, SUMS);
             let norm: Vec<f32> = (0..hidden).map(|_| random.float()).collect();
             let norm = cases.floats("norm", &norm);
@@ -498,9 +520,9 @@ fn panels_fold_the_norm_between_them() {
             };
             let config = PanelConfig { threads: 64, tiles, ahead: 1, blocks, in_f16: false };
             cases.recording.call(panel(&first, rows, *matrices, config, Fold::Next(unscaled, norm)));
-            cases.case(format!("{rows}x{hidden}.behind"));
-            let logical =
-                Logical::new(&mut random, Format::Bf16, (inner * 2, hidden), rows, false, Epilogue::Gated(Glu::Silu));
+            cases.case(format!("{format:?}.{rows}x{hidden}.behind"));
+            let gated = Epilogue::Gated(Glu::Silu);
+            let logical = Logical::in_bfloat(&mut random, format, (inner * 2, hidden), rows, false, gated);
             // A value of x that is rounded the other way changes the results that depend on it.
             let second = logical.product(&mut cases, rows, false, 1e-2);
             let second = Tiled { x: unscaled.rows, ..second };

@@ -73,7 +73,7 @@ pub enum Fold {
 /// Returns the call of a product with `rows` packed rows of x.
 ///
 /// # Panics
-/// If x is not bfloat16, W neither bfloat16 nor codes, the columns of a packed y are not those of the product, or the fused norm does not fit
+/// If x is not bfloat16, W is f32, the columns of a packed y are not those of the product, or the fused norm does not fit
 /// the product.
 pub fn panel(product: &Tiled, rows: u32, matrices: Matrices, config: PanelConfig, fold_norm: Fold) -> Call {
     of_rows(product, rows, matrices, config, fold_norm, None)
@@ -99,7 +99,6 @@ fn of_rows(
     let weight = product.weight;
     assert_eq!((product.x.format, product.x.cols), (Format::Bf16, weight.cols), "x of \"{}\"", product.label);
     let coded = weight.format.codes().is_some();
-    assert!(coded || weight.format == Format::Bf16, "{:?} of \"{}\"", weight.format, product.label);
     let (y, y_stride, packed) = match product.y {
         Output::Rows(y) => (y.range, y.stride, 0),
         Output::Packed(y) => {
@@ -156,11 +155,14 @@ fn of_rows(
         epsilon,
     };
     Call {
-        kernel: match (matrices, coded) {
-            (Matrices::Emulated, false) => "panel.bf16.plain",
-            (Matrices::Cooperative, false) => "panel.bf16",
-            (Matrices::Emulated, true) => "panel.codes.plain",
-            (Matrices::Cooperative, true) => "panel.codes",
+        kernel: match (weight.format, matrices) {
+            (Format::Bf16, Matrices::Emulated) => "panel.bf16.plain",
+            (Format::Bf16, Matrices::Cooperative) => "panel.bf16",
+            (Format::F16, Matrices::Emulated) => "panel.f16.plain",
+            (Format::F16, Matrices::Cooperative) => "panel.f16",
+            (Format::Codes(_), Matrices::Emulated) => "panel.codes.plain",
+            (Format::Codes(_), Matrices::Cooperative) => "panel.codes",
+            (Format::F32, _) => panic!("f32 of \"{}\" in fragments", product.label),
         },
         label: product.label.clone(),
         constants: constants.into_values(),

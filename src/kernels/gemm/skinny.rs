@@ -1,7 +1,7 @@
 //! `skinny`, the small-M GEMM: products of a fragment-packed weight matrix with a few rows of activations, with the
 //! same result as `gemv`. Not here: row-major weights (`gemm`).
 
-use super::{Format, fold};
+use super::{Format, fold, format_of};
 use crate::kernels::gemm::{Product, Shape, product};
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::recording::{Call, Range};
@@ -52,7 +52,7 @@ impl SkinnyConfig {
 }
 
 /// Returns the call of `product` for `rows` rows of x, at most [`MOST_ROWS`], with W packed as
-/// [`crate::memory::pack::Layout::Fragments`] in bfloat16. `flow` gives the tagged operands.
+/// [`crate::memory::pack::Layout::Fragments`] in bfloat16 or f16. `flow` gives the tagged operands.
 pub fn skinny(
     product: &Product,
     rows: u32,
@@ -61,7 +61,7 @@ pub fn skinny(
     flow: Flow,
     fault: Range,
 ) -> Call {
-    assert!(rows <= MOST_ROWS && product.weight.format == Format::Bf16, "{rows} rows of {:?}", product.weight.format);
+    assert!(rows <= MOST_ROWS, "{rows} rows of \"{}\"", product.label);
     let (norm, bias, epsilon) = product.touched();
     let chunks = product.weight.cols.div_ceil(32);
     let constants = SkinnyConstants {
@@ -96,9 +96,12 @@ pub fn skinny(
         y_tag: flow.output.unwrap_or(0),
     };
     let call = Call {
-        kernel: match matrices {
-            Matrices::Emulated => "skinny.bf16.plain",
-            Matrices::Cooperative => "skinny.bf16",
+        kernel: match (product.weight.format, matrices) {
+            (Format::Bf16, Matrices::Emulated) => "skinny.bf16.plain",
+            (Format::Bf16, Matrices::Cooperative) => "skinny.bf16",
+            (Format::F16, Matrices::Emulated) => "skinny.f16.plain",
+            (Format::F16, Matrices::Cooperative) => "skinny.f16",
+            (format, _) => panic!("{format:?} of \"{}\"", product.label),
         },
         label: product.label.clone(),
         constants: constants.into_values(),
@@ -128,5 +131,5 @@ pub(crate) fn reference_skinny(call: &Call, memory: &mut HostMemory) {
         epilogue: c.epilogue,
         tag: (c.tagged == 3).then_some(a.y_tag),
     };
-    product(memory, Format::Bf16, c.rows, &shape);
+    product(memory, format_of(call.kernel, 0), c.rows, &shape);
 }

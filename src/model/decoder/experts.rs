@@ -312,7 +312,7 @@ impl Decoder<'_> {
             .flatten();
         let (tile, how) = wgmma.unwrap_or_else(|| {
             let (shapes, in_f16) = (&self.tuning.panel, self.tuning.panel_f16);
-            Grouped::choose(&experts, rows, matrices, formats[0], shapes, in_f16)
+            Grouped::choose(&experts, rows, matrices, formats, shapes, in_f16)
         });
         let sorted = Self::sorted(r, mlp, used, choices, tile);
         let mut packed_rows = |name: &str, cols: u32| Packed {

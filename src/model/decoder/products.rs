@@ -484,7 +484,7 @@ impl Decoder<'_> {
 
     /// Returns the tile if the product of a batch uses `tiled`, or `None` if it uses `panel`.
     pub(super) fn batch_tile(&self, weight: &Matrix, rows: u32, fold: Fold) -> Option<Tile> {
-        if weight.format.codes().is_some() || !matches!(fold, Fold::None) {
+        if weight.format != Format::Bf16 || !matches!(fold, Fold::None) {
             return None;
         }
         if let Some(tile) = self.tuning.tiles.get(&(weight.rows, weight.cols)) {
@@ -567,7 +567,7 @@ impl Decoder<'_> {
                     let shares = Shares::declare(recording, tile, rows, weight.rows);
                     wgmma::wgmma(&product, tile, (rows, count), WgmmaOptions { processors, shares, fold })
                 }
-                (StepShape::Prefill { .. }, _) if rows > MOST_PANEL_ROWS => {
+                (StepShape::Prefill { .. }, _) if rows > MOST_PANEL_ROWS && weight.format == Format::Bf16 => {
                     let tile = match matrices {
                         Matrices::Cooperative => tiled::choose(rows, weight.rows, self.tuning.processors),
                         Matrices::Emulated => Tile::Plain,

@@ -15,20 +15,12 @@ pub(super) const ORDERS: &str = "orders";
 const MOST_EXPANDED: u64 = 128 << 20;
 
 impl Decoder<'_> {
-    /// Whether a weight is packed in fragment order. If the device supports that, it applies to all matrices of a
-    /// checkpoint whose matrices are all bfloat16 or codes. Others beside them are rounded to bfloat16: f16 matrices beside
-    /// codes (embeddings and LM heads of GPTQ and AWQ), as codes are for many rows, and f32 matrices beside either. GGUF
-    /// files keep routers in f32, which come from bfloat16; other files' f32 matrices are rounded by all who load them in
-    /// bfloat16.
+    /// Whether a weight is packed in fragment order. If the device supports that, it applies to all matrices, unless all of
+    /// them are f32.
     pub(super) fn in_fragments(&self, weight: &WeightSpec) -> bool {
-        let is_matrix = |w: &WeightSpec| matches!(w.kind, WeightKind::Matrix);
-        let bfloat = || self.weights.iter().any(|w| is_matrix(w) && w.format == Format::Bf16);
-        let fits = |w: &WeightSpec| match w.format {
-            Format::Bf16 | Format::Codes(_) => true,
-            Format::F16 => self.has_codes(),
-            Format::F32 => self.has_codes() || bfloat(),
-        };
-        self.tuning.fragments.is_some() && is_matrix(weight) && self.weights.iter().all(|w| !is_matrix(w) || fits(w))
+        let narrow = |w: &WeightSpec| matches!(w.kind, WeightKind::Matrix) && w.format != Format::F32;
+        let is_matrix = matches!(weight.kind, WeightKind::Matrix);
+        self.tuning.fragments.is_some() && is_matrix && self.weights.iter().any(narrow)
     }
 
     /// Like [`Decoder::in_fragments`], for the weight of a name; false if there is none.
@@ -41,10 +33,16 @@ impl Decoder<'_> {
         self.weights.iter().any(|weight| weight.format.codes().is_some())
     }
 
-    /// Returns the format of a weight in memory.
+    /// Returns the format of a weight in memory. In fragment order, f32 matrices are rounded to the format of 16 bits of the
+    /// checkpoint: to f16 if it has matrices of that and none of bfloat16, otherwise to bfloat16. GGUF files keep routers in
+    /// f32, whose numbers come from such a format; other files' f32 matrices are rounded by all who load them in it.
     pub(super) fn packed_format(&self, weight: &WeightSpec) -> Format {
+        let of = |format| self.weights.iter().any(|w| matches!(w.kind, WeightKind::Matrix) && w.format == format);
         match weight.format {
-            Format::F16 | Format::F32 if self.in_fragments(weight) => Format::Bf16,
+            Format::F32 if self.in_fragments(weight) => match of(Format::F16) && !of(Format::Bf16) {
+                true => Format::F16,
+                false => Format::Bf16,
+            },
             format => format,
         }
     }

@@ -2,6 +2,7 @@
 #extension GL_GOOGLE_include_directive : require
 // Activation packing, with an optional RMSNorm: packed = fragments( round( prologue(x) ) ), rows of x rounded to
 // 16 bits and reordered into the matrix fragments that `tiled` and `panel` read; or to 8 or 16 bits in an order of `wgmma`.
+// Rows in f16 (WEIGHT 1) have scales.
 //
 // prologue   NORM 0: x. NORM 1: x ⊙ norm · rsqrt(mean x² + eps)
 // x          [rows][x_stride] f32, of which k columns are real;  norm [k]
@@ -14,12 +15,14 @@
 //            E4M3: [k / 128][pairs·2][128] numbers in e4m3, where the 128 bytes of a row are as `e4m3_index` orders them, and
 //            behind them [pairs·2] f32, the scale of each row: the smallest power of two (`e4m3_scale`) with which all of the
 //            row's numbers, divided by it, are at most 448
+//            WEIGHT 1: numbers in f16, and behind them [pairs·2] f32, the scale of each row: the power of two (`half_scale`) by
+//            which the row's largest number is divided to an exponent of 14
 // slots      with EACH n > 0 (MoE): row i of the result is row slots[i] / n of x, or zeros if slots[i] is NOBODY.
 //            Nothing is written for tiles of TILE rows to which `tiles` assigns no expert (`expert_plan`)
 //
 // One workgroup produces rows g and g + 8 of a block, all columns; per iteration, an invocation produces one 16-byte
 // word from 16 bytes of each of the two rows.
-// Traffic: x once (again with NORM and with E4M3, from the L1 cache); 2 bytes written per value, with E4M3 one.
+// Traffic: x once (again with NORM and with scales, from the L1 cache); 2 bytes written per value, with E4M3 one.
 #include "common.glsl"
 #ifndef SWIZZLED
 #define SWIZZLED 0
@@ -30,7 +33,8 @@
 // Only the rounding functions of `fragments.glsl` are used.
 #define LANES 1
 #include "fragments.glsl"
-#if E4M3
+#define SCALED (E4M3 || WEIGHT == 1)
+#if SCALED
 #include "swizzled.glsl"
 #endif
 
@@ -77,15 +81,22 @@ vec2 two(uint row, uint column, bool used) {
 }
 #endif
 
-#if E4M3
-// Returns the row's exponent: that of the smallest power of two, of at least 2^-100, with which `largest` fits in e4m3.
+#if SCALED
+// Returns the exponent of a row's scale.
 int exponent_of(float largest) {
-    // 448 is 1.75 * 2^8: a mantissa above 1.75 needs the next power.
+#if E4M3
+    // That of the smallest power of two, of at least 2^-100, with which `largest` fits: 448 is 1.75 * 2^8, and a mantissa above
+    // 1.75 needs the next power.
     return int(max((floatBitsToUint(largest) + 0x1fffffu) >> 23, 127u + 8u - 100u)) - 127 - 8;
+#else
+    return int(clamp(floatBitsToUint(largest) >> 23, 16u, 254u)) - 127 - 14;
+#endif
 }
 
 float power_of_two(int exponent) { return uintBitsToFloat(uint(exponent + 127) << 23); }
+#endif
 
+#if E4M3
 // Returns the code of the number of e4m3 that is nearest to v, of absolute values of at most 448; ties go to the even code.
 // What is infinite or no number has the code of no number.
 uint e4m3(float v) {
@@ -139,13 +150,13 @@ void main() {
         scale = inversesqrt(square / float(k) + epsilon);
     }
 
-#if E4M3
-    // k is a multiple of 128.
+#if SCALED
     vec2 largest = vec2(0.0);
     for (uint i = gl_LocalInvocationID.x; i < words; i += gl_WorkGroupSize.x) {
         vec4 a = four(low, i * 4u, low_used), b = four(high, i * 4u, high_used);
-        if (NORM == 1u) {
-            vec4 w = norm.v[i];
+        if (NORM == 1u && i * 4u < k) {
+            // See below.
+            vec4 w = mix(vec4(0.0), norm.v[i], lessThan(i * 4u + uvec4(0u, 1u, 2u, 3u), uvec4(k)));
             a *= w * scale.x;
             b *= w * scale.y;
         }
@@ -161,7 +172,16 @@ void main() {
         for (uint i = 0u; i < gl_NumSubgroups; i++) largest = max(largest, partial[i]);
     }
     int low_exponent = exponent_of(largest.x), high_exponent = exponent_of(largest.y);
-    // A word of each row from four times four columns.
+    vec2 down = vec2(power_of_two(-low_exponent), power_of_two(-high_exponent));
+    if (gl_LocalInvocationID.x == 0u) {
+        uint row_words = E4M3 == 1 ? chunks * 2u : chunks * 4u;
+        uint behind = pairs * 2u * row_words + block * 4u + g / 4u;
+        PUT_WORD(packed, behind, g % 4u, floatBitsToUint(power_of_two(low_exponent)))
+        PUT_WORD(packed, behind + 2u, g % 4u, floatBitsToUint(power_of_two(high_exponent)))
+    }
+#endif
+#if E4M3
+    // A word of each row from four times four columns; k is a multiple of 128.
     for (uint i = gl_LocalInvocationID.x; i < chunks * 2u; i += gl_WorkGroupSize.x) {
         uvec4 words_low, words_high;
         [[unroll]] for (uint t = 0u; t < 4u; t++) {
@@ -173,17 +193,12 @@ void main() {
                 b *= w * scale.y;
             }
             // A product with a negative weight of the norm is a negative zero.
-            words_low[t] = low_used ? codes_of(a * power_of_two(-low_exponent)) : 0u;
-            words_high[t] = high_used ? codes_of(b * power_of_two(-high_exponent)) : 0u;
+            words_low[t] = low_used ? codes_of(a * down.x) : 0u;
+            words_high[t] = high_used ? codes_of(b * down.y) : 0u;
         }
         uint at = (i >> 3) * pairs * 2u + block * 16u + g, place = (i & 7u) ^ g;
         packed.v[at * 8u + place] = words_low;
         packed.v[(at + 8u) * 8u + place] = words_high;
-    }
-    if (gl_LocalInvocationID.x == 0u) {
-        uint behind = pairs * chunks * 4u + block * 4u + g / 4u;
-        PUT_WORD(packed, behind, g % 4u, floatBitsToUint(power_of_two(low_exponent)))
-        PUT_WORD(packed, behind + 2u, g % 4u, floatBitsToUint(power_of_two(high_exponent)))
     }
 #elif SWIZZLED
     // A word of each row from four pairs of columns; k is a multiple of 64.
@@ -199,6 +214,10 @@ void main() {
                 a *= w * scale.x;
                 b *= w * scale.y;
             }
+#if SCALED
+            a *= down.x;
+            b *= down.y;
+#endif
             words_low[t] = pack_pair(a.x, a.y);
             words_high[t] = pack_pair(b.x, b.y);
         }
@@ -217,6 +236,10 @@ void main() {
             a *= w * scale.x;
             b *= w * scale.y;
         }
+#if SCALED
+        a *= down.x;
+        b *= down.y;
+#endif
         uint c = i >> 3, t = (i >> 1) & 3u, h = i & 1u;
         packed.v[((block * chunks + c) * 2u + h) * 32u + g * 4u + t] =
             uvec4(pack_pair(a.x, a.y), pack_pair(b.x, b.y), pack_pair(a.z, a.w), pack_pair(b.z, b.w));

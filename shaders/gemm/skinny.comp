@@ -200,7 +200,8 @@ void main() {
                 set_half_scale(half_scale);
                 [[unroll]] for (uint i = 0u; i < BLOCKS * TILES; i++) sums[i] = NO_SUMS;
                 [[unroll]] for (uint i = 0u; i < BLOCKS * LOADS; i++) square[i] = 0.0;
-                // The first round is next.
+                // The first round is next. All lanes must have read their parts before it overwrites them.
+                LANES_BARRIER
                 round = 0xffffffffu;
             }
         }

@@ -6,7 +6,7 @@
 // epilogue   0 store: y = Wx + b. 1 residual: y += Wx + b. 2 SwiGLU: the rows of W alternate gate and up;
 //            y[N/2] = glu(gate, up)
 // weight     [N padded to 16][K], `memory::pack::Layout::Fragments`
-// x          [rows padded to 64][K], as `pack_rows` writes it
+// x          [rows padded to 64][K], as `pack_rows` writes it; in f16 with `scales`, by which a row's products are multiplied
 // y          PACKED 0: [rows][y_stride] f32. PACKED 1 (SwiGLU only): packed as `pack_rows` would pack it, as x of the
 //            next product
 // experts    EXPERTS 1 (MoE): `tiles` assigns an expert to each tile of x, and the expert's weights are N rows. Without
@@ -59,6 +59,7 @@ layout(push_constant) uniform Args {
     WordsIn count;    // descriptor of the prompt step; word 2 is the number of rows in use
     WordsIn tiles;
     WordsIn slots;
+    FloatsIn scales;  // of the rows of x, in f16
     uint y_stride;    // in floats, a multiple of 4
 };
 
@@ -207,7 +208,11 @@ void main() {
         }
         [[unroll]] for (uint i = 0u; i < TOKEN_BLOCKS; i++) {
             uint token = (tile_block + group_token + i) * 16u + g;
+#if WEIGHT == 1
+            vec4 low = SUMS_LOW(sums[i][j]) * scales.v[token] + b, high = SUMS_HIGH(sums[i][j]) * scales.v[token + 8u] + b;
+#else
             vec4 low = SUMS_LOW(sums[i][j]) + b, high = SUMS_HIGH(sums[i][j]) + b;
+#endif
             if (PACKED == 1u) {
                 store_packed(token, row, gated(low), gated(high), used);
             } else {

@@ -1,6 +1,6 @@
-//! Probes of the kernels that read quantised weights: for a call of a model's recording, a small recording that runs
-//! the same pipeline (the same kernel and constants) on a few rows of weights in which every code occurs, the memory
-//! that it starts from, and the comparison of a device's results with the reference's. They show at start that a
+//! Probes of the kernels that read quantised weights, or f16 in fragments: for a call of a model's recording, a small
+//! recording that runs the same pipeline (the same kernel and constants) on a few rows of weights in which every code occurs,
+//! the memory that it starts from, and the comparison of a device's results with the reference's. They show at start that a
 //! driver's compiler has translated a format's kernels correctly.
 //!
 //! Not here: running a probe on a device (`gpu::build`).
@@ -15,13 +15,12 @@ use super::recording::{Call, Op, Range, Recording};
 use super::shaders::{
     EmbedRowsArgs, EmbedRowsConstants, ExpandCodesArgs, ExpandCodesConstants, ExpertGemvArgs, ExpertGemvConstants,
     ExpertSkinnyArgs, ExpertSkinnyConstants, GemvArgs, GemvConstants, GemvDotsConstants, MatmulArgs, MatmulConstants,
-    PanelArgs, PanelConstants, SkinnyCodesArgs, SkinnyCodesConstants,
+    PanelArgs, PanelConstants, SkinnyArgs, SkinnyCodesArgs, SkinnyCodesConstants, SkinnyConstants,
 };
 use super::tags::tagged;
-use super::{Format, codes_of, fold, interpreter, shared_format, state};
+use super::{Format, fold, format_of, format_of_word, format_word, interpreter, state};
 use crate::memory::pack::codes::{sample, unit_cols};
-use crate::memory::pack::{FRAGMENT_COLS, FRAGMENT_ROWS, Layout};
-use crate::quant::Codes;
+use crate::memory::pack::{FRAGMENT_COLS, FRAGMENT_ROWS, Layout, Packing};
 use half::{bf16, f16};
 
 /// The name of the buffer of a probe's weights.
@@ -54,13 +53,13 @@ pub struct CodeProbe {
     scaled: Vec<(u32, f64)>,
 }
 
-/// A call that reads quantised weights.
+/// A call that reads quantised weights, or f16 in fragments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CodeKernel {
     /// The variant's name.
     pub kernel: &'static str,
-    /// The format of its weights: the constant of that name.
-    pub codes: u32,
+    /// The format of its weights ([`super::format_word`]).
+    pub format: u32,
     /// Other settings that change how the kernel reads weights: for experts, the stage, whether they are a part of all, and
     /// the format of the shared expert; for `gemv`, whether it computes one row of x; for `gemv_dots`, in one word the
     /// numbers of turns of a part and of groups, and in the other the numbers of rows of x and of blocks of rows of W of a
@@ -69,18 +68,25 @@ pub struct CodeKernel {
     pub variant: [u32; 2],
 }
 
-/// Returns the kernel and format of a call that reads quantised weights, and the number of rows of x for which it is
+/// Returns the kernel and format of a call that reads quantised weights or f16 in fragments, and the number of rows of x for which it is
 /// specialized (0 for any number); `None` for other calls.
 pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
     let mut variant = [0; 2];
     let (codes, rows) = match base(call.kernel) {
+        "skinny" => {
+            let c = SkinnyConstants::from_values(&call.constants);
+            // Whether x has values beyond f16.
+            variant = [u32::from(c.norm == 1 || c.epilogue < 2), 0];
+            (0, c.rows)
+        }
         "skinny_codes" => {
             let c = SkinnyCodesConstants::from_values(&call.constants);
             (c.codes, c.rows)
         }
         "panel" => {
             let c = PanelConstants::from_values(&call.constants);
-            variant = [c.experts + u32::from(c.part_experts > 0), c.in_f16 + u32::from(extremes(&c))];
+            let extremes = extremes(&c, format_of(call.kernel, c.codes));
+            variant = [c.experts + u32::from(c.part_experts > 0), c.in_f16 + u32::from(extremes)];
             (c.codes, 16 * c.blocks)
         }
         "expand_codes" => (ExpandCodesConstants::from_values(&call.constants).codes, 0),
@@ -113,13 +119,26 @@ pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
         }
         _ => return None,
     };
-    (codes != 0).then_some((CodeKernel { kernel: call.kernel, codes, variant }, rows))
+    let format = if codes != 0 { format_of_word(codes) } else { format_of(call.kernel, 0) };
+    let fragments =
+        ["skinny", "panel", "expert_skinny"].contains(&base(call.kernel)) || call.kernel.ends_with(".fragments");
+    let probed = match format {
+        Format::Codes(_) => true,
+        Format::F16 => fragments,
+        Format::Bf16 | Format::F32 => false,
+    };
+    probed.then_some((CodeKernel { kernel: call.kernel, format: format_word(format), variant }, rows))
+}
+
+/// Returns the number of columns of a unit of a format in fragments.
+fn unit_of(format: Format) -> u32 {
+    format.codes().map_or(FRAGMENT_COLS, unit_cols)
 }
 
 /// Whether the probe of a call of `panel` has rows of numbers that lane groups multiply in bfloat16 although others multiply in
 /// f16: if y is a multiple of x, and each of three rows can be in the columns of a lane group of its own.
-fn extremes(c: &PanelConstants) -> bool {
-    let apart = c.threads >= 96 && c.chunks * FRAGMENT_COLS >= 3 * unit_cols(codes_of(c.codes));
+fn extremes(c: &PanelConstants, format: Format) -> bool {
+    let apart = c.threads >= 96 && c.chunks * FRAGMENT_COLS >= 3 * unit_of(format);
     c.in_f16 == 1 && c.epilogue < 2 && apart
 }
 
@@ -133,21 +152,22 @@ fn base(kernel: &str) -> &str {
     kernel.split('.').next().unwrap_or(kernel)
 }
 
-/// Returns the probe of a call that reads quantised weights; `None` for other calls.
+/// Returns the probe of a call that reads quantised weights or f16 in fragments; `None` for other calls.
 pub fn probe(call: &Call) -> Option<CodeProbe> {
-    let (CodeKernel { codes, .. }, _) = code_kernel(call)?;
+    let (CodeKernel { format, .. }, _) = code_kernel(call)?;
     let mut operands = Operands { recording: Recording::new("probe"), words: Vec::new(), scaled: Vec::new(), state: 1 };
-    let codes = codes_of(codes);
+    let format = format_of_word(format);
     let (call, results, bfloat16) = match base(call.kernel) {
-        "skinny_codes" => operands.skinny(call, codes),
-        "panel" => operands.panel(call, codes),
-        "expand_codes" => operands.expand(call, codes),
-        "gemv" => operands.gemv(call, codes),
-        "gemv_dots" => operands.gemv_dots(call, codes),
-        "matmul" => operands.matmul(call, codes),
-        "embed_rows" => operands.embed(call, codes),
-        "expert_skinny" => operands.few_experts(call, codes),
-        _ => operands.experts(call, codes),
+        "skinny" => operands.skinny(call, format),
+        "skinny_codes" => operands.skinny_codes(call, format),
+        "panel" => operands.panel(call, format),
+        "expand_codes" => operands.expand(call, format),
+        "gemv" => operands.gemv(call, format),
+        "gemv_dots" => operands.gemv_dots(call, format),
+        "matmul" => operands.matmul(call, format),
+        "embed_rows" => operands.embed(call, format),
+        "expert_skinny" => operands.few_experts(call, format),
+        _ => operands.experts(call, format),
     };
     let Operands { mut recording, words: buffers, scaled, .. } = operands;
     recording.name = format!("probe.{}", call.kernel);
@@ -218,8 +238,15 @@ impl Operands {
         self.buffer(name, vec![0; words as usize])
     }
 
-    fn weight(&mut self, name: &str, codes: Codes, layout: Layout, rows: u32, cols: u32) -> Range {
-        self.buffer(name, sample(codes, layout, rows, cols))
+    /// A matrix in which every code of a format occurs, or of random numbers.
+    fn weight(&mut self, name: &str, format: Format, layout: Layout, rows: u32, cols: u32) -> Range {
+        match format {
+            Format::Codes(codes) => self.buffer(name, sample(codes, layout, rows, cols)),
+            _ => {
+                let bytes = Packing { rows, cols, layout, format }.bytes();
+                self.numbers(name, format, (bytes / format.bytes() as u64) as u32)
+            }
+        }
     }
 
     /// Random numbers in a format, packed as rows of a multiple of eight.
@@ -262,6 +289,15 @@ impl Operands {
         self.buffer("x", words)
     }
 
+    /// Multiplies the first row of the last buffer, of `stride` words, by a power of two, which leaves the tags of its numbers.
+    fn enlarge(&mut self, stride: u32, scale: f32) {
+        for word in self.words.last_mut().into_iter().flat_map(|words| words.iter_mut().take(stride as usize)) {
+            // A zero with a tag is a subnormal number.
+            let value = f32::from_bits(*word);
+            *word = if value.is_normal() { (value * scale).to_bits() } else { *word };
+        }
+    }
+
     /// The weights of a norm over `values` columns, if there is one: values near 1.
     fn norm(&mut self, used: bool, values: u32) -> Range {
         self.scaled_norm(used, values, 1.0)
@@ -277,17 +313,17 @@ impl Operands {
     /// Returns the factor of a product with a matrix of `[rows, cols]` codes whose results go through the gated linear
     /// unit `glu`. One with a limit hides the errors of large products, and shows the rounding of small ones beside terms
     /// that cancel: the factor makes the largest of them about 1. For others it is 1.
-    fn unit_scale(&self, glu: u32, range: Range, codes: Codes, layout: Layout, [rows, cols]: [u32; 2]) -> f32 {
+    fn unit_scale(&self, glu: u32, range: Range, format: Format, layout: Layout, [rows, cols]: [u32; 2]) -> f32 {
         match glu & 0xff == 4 {
-            true => 1.0 / (8.0 * self.largest(range, codes, layout == Layout::Fragments, rows, cols)),
+            true => 1.0 / (8.0 * self.largest(range, format, layout == Layout::Fragments, rows, cols)),
             false => 1.0,
         }
     }
 
-    /// Returns the largest magnitude of a matrix of codes.
-    fn largest(&self, range: Range, codes: Codes, fragments: bool, rows: u32, cols: u32) -> f32 {
+    /// Returns the largest magnitude of a matrix.
+    fn largest(&self, range: Range, format: Format, fragments: bool, rows: u32, cols: u32) -> f32 {
         let memory = HostMemory { buffers: self.words.clone() };
-        let matrix = PackedMatrix { range, format: Format::Codes(codes), fragments, cols };
+        let matrix = PackedMatrix { range, format, fragments, cols };
         let all = (0..rows).flat_map(|row| (0..cols).map(move |col| (row, col)));
         all.map(|(row, col)| memory.element(&matrix, row, col).abs()).fold(f32::MIN_POSITIVE, f32::max)
     }
@@ -298,7 +334,37 @@ impl Operands {
         self.buffer("bias", words)
     }
 
-    fn skinny(&mut self, call: &Call, codes: Codes) -> Built {
+    fn skinny(&mut self, call: &Call, format: Format) -> Built {
+        let c = SkinnyConstants::from_values(&call.constants);
+        let a = SkinnyArgs::from_args(&call.args);
+        let (n, width) = (FRAGMENT_ROWS * c.tiles * 2, FRAGMENT_ROWS * c.tiles * 2);
+        let tag = |bit: u32, tag: u32| (c.tagged & bit != 0).then_some(tag);
+        // A first row of values beyond f16, if y is a multiple of x or x is normed.
+        let large = c.norm == 1 || c.epilogue < 2;
+        let scale = if large { 2f32.powi(20) } else { 1.0 };
+        let x = self.rows(VALUES, [c.rows, a.k, a.x_stride], tag(1, a.x_tag));
+        self.enlarge(a.x_stride, scale);
+        if large && c.norm == 0 {
+            self.scaled = vec![(0, f64::from(scale))];
+        }
+        let old = tag(2, a.old_tag).map_or(0, |tag| tagged(0.0, tag));
+        let y = self.buffer("y", vec![old; (c.rows * width) as usize]);
+        let args = SkinnyArgs {
+            weight: self.weight("weight", format, Layout::Fragments, n, c.chunks * FRAGMENT_COLS),
+            x,
+            norm: self.norm(c.norm == 1, a.x_stride),
+            bias: self.bias(n),
+            y,
+            fault: self.zeros("fault", 2),
+            n,
+            y_stride: width,
+            ..a
+        };
+        let call = Call { args: args.into_args(), groups: [2, 1, 1], ..call.clone() };
+        (call, (y, width), false)
+    }
+
+    fn skinny_codes(&mut self, call: &Call, format: Format) -> Built {
         let c = SkinnyCodesConstants::from_values(&call.constants);
         let a = SkinnyCodesArgs::from_args(&call.args);
         // One workgroup computes all tiles of a part of the columns, one after the other.
@@ -309,7 +375,7 @@ impl Operands {
         let old = tag(2, a.old_tag).map_or(0, |tag| tagged(0.0, tag));
         let y = self.buffer("y", vec![old; (c.rows * width) as usize]);
         let args = SkinnyCodesArgs {
-            weight: self.weight("weight", codes, Layout::Fragments, n, c.units * unit_cols(codes)),
+            weight: self.weight("weight", format, Layout::Fragments, n, c.units * unit_of(format)),
             x,
             norm: self.norm(c.norm == 1, a.x_stride),
             bias: self.bias(n),
@@ -324,7 +390,7 @@ impl Operands {
         (call, (y, width), false)
     }
 
-    fn panel(&mut self, call: &Call, codes: Codes) -> Built {
+    fn panel(&mut self, call: &Call, format: Format) -> Built {
         let c = PanelConstants::from_values(&call.constants);
         let a = PanelArgs::from_args(&call.args);
         let (cols, n) = (c.chunks * FRAGMENT_COLS, 2 * FRAGMENT_ROWS * c.tiles);
@@ -332,14 +398,14 @@ impl Operands {
         let tile = FRAGMENT_ROWS * c.blocks;
         let rows = if c.experts == 1 { tile } else { ROWS };
         let packed_rows = rows.next_multiple_of(FRAGMENT_ROWS);
-        let padded = cols.next_multiple_of(unit_cols(codes));
+        let padded = cols.next_multiple_of(unit_of(format));
         // Two experts, or one if a part has no more.
         let experts = if c.part_experts == 1 { 1 } else { 2 };
-        let weight = self.weight("weight", codes, Layout::Fragments, experts * n, padded);
-        let scale = self.unit_scale(c.epilogue, weight, codes, Layout::Fragments, [experts * n, padded]);
+        let weight = self.weight("weight", format, Layout::Fragments, experts * n, padded);
+        let scale = self.unit_scale(c.epilogue, weight, format, Layout::Fragments, [experts * n, padded]);
         let mut x = vec![0u32; (packed_rows * cols / 2) as usize];
-        let extremes = extremes(&c);
-        let step = if extremes { unit_cols(codes) } else { VALUES };
+        let extremes = extremes(&c, format);
+        let step = if extremes { unit_of(format) } else { VALUES };
         if extremes {
             // Too small, too large.
             self.scaled = vec![(1, f64::from(2f32.powi(-20))), (2, f64::from(2f32.powi(20)))];
@@ -387,38 +453,38 @@ impl Operands {
         (call, (y, width), c.packed == 1)
     }
 
-    fn expand(&mut self, call: &Call, codes: Codes) -> Built {
+    fn expand(&mut self, call: &Call, format: Format) -> Built {
         let c = ExpandCodesConstants::from_values(&call.constants);
         let a = ExpandCodesArgs::from_args(&call.args);
         let (rows, cols) = (2 * FRAGMENT_ROWS, a.chunks * FRAGMENT_COLS);
         let y = self.zeros("y", expanded_bytes(rows, cols) as u32 / 4);
-        let weight = self.weight("weight", codes, Layout::Fragments, rows, c.units * unit_cols(codes));
+        let weight = self.weight("weight", format, Layout::Fragments, rows, c.units * unit_of(format));
         let args = ExpandCodesArgs { weight, y, row_blocks: 2, ..a };
         let groups = fold((2 * c.units).div_ceil(c.threads / 32), 1);
         // A fragment is 16 rows of 32 columns.
         (Call { args: args.into_args(), groups, ..call.clone() }, (y, FRAGMENT_ROWS * FRAGMENT_COLS), true)
     }
 
-    fn gemv(&mut self, call: &Call, codes: Codes) -> Built {
+    fn gemv(&mut self, call: &Call, format: Format) -> Built {
         let c = GemvConstants::from_values(&call.constants);
-        self.row_major(call, codes, c.norm == 1, 16 * c.rows, fold(16 * ROWS.div_ceil(c.batch), 1))
+        self.row_major(call, format, c.norm == 1, 16 * c.rows, fold(16 * ROWS.div_ceil(c.batch), 1))
     }
 
-    fn gemv_dots(&mut self, call: &Call, codes: Codes) -> Built {
+    fn gemv_dots(&mut self, call: &Call, format: Format) -> Built {
         let c = GemvDotsConstants::from_values(&call.constants);
         // Fewer blocks than a workgroup may have: the reference takes time.
         let each = c.rows * (c.threads / c.spans) * c.blocks.min(4);
         let n = each.next_multiple_of(16);
-        self.row_major(call, codes, c.norm == 1, n, fold(n.div_ceil(each) * ROWS.div_ceil(c.batch), 1))
+        self.row_major(call, format, c.norm == 1, n, fold(n.div_ceil(each) * ROWS.div_ceil(c.batch), 1))
     }
 
     /// Returns the probe of `gemv` or `gemv_dots` for `n` rows of W and `ROWS` rows of x, whose numbers are in the first, the
     /// middle and the last columns.
-    fn row_major(&mut self, call: &Call, codes: Codes, norm: bool, n: u32, groups: [u32; 3]) -> Built {
+    fn row_major(&mut self, call: &Call, format: Format, norm: bool, n: u32, groups: [u32; 3]) -> Built {
         let a = GemvArgs::from_args(&call.args);
         let y = self.zeros("y", ROWS * n);
         let args = GemvArgs {
-            weight: self.weight("weight", codes, ROW_MAJOR, n, a.k),
+            weight: self.weight("weight", format, ROW_MAJOR, n, a.k),
             x: self.rows_from(|row| row * (a.k - VALUES.min(a.k)) / (ROWS - 1), VALUES, [ROWS, a.k, a.x_stride], None),
             norm: self.norm(norm, a.x_stride),
             bias: self.bias(n),
@@ -431,7 +497,7 @@ impl Operands {
         (Call { args: args.into_args(), groups, ..call.clone() }, (y, n), false)
     }
 
-    fn matmul(&mut self, call: &Call, codes: Codes) -> Built {
+    fn matmul(&mut self, call: &Call, format: Format) -> Built {
         let c = MatmulConstants::from_values(&call.constants);
         let a = MatmulArgs::from_args(&call.args);
         let order = matmul::order_of(call.kernel);
@@ -455,8 +521,8 @@ impl Operands {
                 values.chunks_exact(2).map(|pair| half(pair[0]) | half(pair[1]) << 16).collect()
             }
         };
-        let weight = self.weight("weight", codes, ROW_MAJOR, n, k);
-        let scale = self.unit_scale(c.epilogue, weight, codes, ROW_MAJOR, [n, k]);
+        let weight = self.weight("weight", format, ROW_MAJOR, n, k);
+        let scale = self.unit_scale(c.epilogue, weight, format, ROW_MAJOR, [n, k]);
         let y = self.zeros("y", used * n);
         let tiles = rows.div_ceil(c.tokens);
         let slots = (0..rows).map(|row| if row < used { row } else { NOBODY }).collect();
@@ -480,7 +546,7 @@ impl Operands {
         (Call { args: args.into_args(), groups, ..call.clone() }, (y, n), false)
     }
 
-    fn embed(&mut self, call: &Call, codes: Codes) -> Built {
+    fn embed(&mut self, call: &Call, format: Format) -> Built {
         let c = EmbedRowsConstants::from_values(&call.constants);
         let a = EmbedRowsArgs::from_args(&call.args);
         let layout = if call.kernel.ends_with(".fragments") { Layout::Fragments } else { ROW_MAJOR };
@@ -499,7 +565,7 @@ impl Operands {
         let width = a.x_stride;
         let x = self.zeros("x", rows * width);
         let args = EmbedRowsArgs {
-            embedding: self.weight("weight", codes, layout, vocabulary, a.chunks * 8),
+            embedding: self.weight("weight", format, layout, vocabulary, a.chunks * 8),
             slots: self.buffer("slots", slots),
             batch: self.buffer("batch", (0..rows).collect()),
             chunk: if c.prefill == 1 { self.buffer("chunk", chunk) } else { self.zeros("chunk", 1) },
@@ -513,7 +579,7 @@ impl Operands {
         (Call { args: args.into_args(), groups, ..call.clone() }, (x, width), false)
     }
 
-    fn few_experts(&mut self, call: &Call, codes: Codes) -> Built {
+    fn few_experts(&mut self, call: &Call, format: Format) -> Built {
         let c = ExpertSkinnyConstants::from_values(&call.constants);
         let a = ExpertSkinnyArgs::from_args(&call.args);
         // Two tiles of each expert. Each row chooses the first experts of the part, the only ones that have weights, and others
@@ -525,24 +591,36 @@ impl Operands {
         let place = |id: u32| (id + c.count - c.first_expert) % c.count;
         let logit = |id: u32| match id < c.count && place(id) < c.chosen {
             true => -0.1 * place(id) as f32,
+            // The shared expert's gate.
+            false if id == c.count => 0.0,
             false => -50.0,
         };
         let logits = (0..c.rows * a.logits_stride).map(|i| word(logit(i % a.logits_stride), a.logits_tag)).collect();
-        let weight = self.weight("weight", codes, Layout::Fragments, own * n, c.columns);
+        let weight = self.weight("weight", format, Layout::Fragments, own * n, c.columns);
         let glu = if c.stage == 0 { c.glu } else { 0 };
-        let norm = self.unit_scale(glu, weight, codes, Layout::Fragments, [own * n, c.columns]);
+        let norm = self.unit_scale(glu, weight, format, Layout::Fragments, [own * n, c.columns]);
         let (values, x_cols) = if c.stage == 0 { (VALUES, c.columns) } else { (a.x_stride, a.x_stride) };
         let tag = (c.tagged == 1).then_some(a.x_tag);
         // In the first stage, a row of y is the parts of all choices.
         let width = match c.stage {
-            0 => c.chosen * (n / 2).next_multiple_of(FRAGMENT_COLS),
+            0 => (c.chosen + c.shared) * (n / 2).next_multiple_of(FRAGMENT_COLS),
             _ => n,
         };
         let y = self.buffer("y", vec![word(0.0, a.old_tag); (c.rows * width) as usize]);
+        let shared_cols = if c.stage == 0 { c.columns } else { c.shared_columns };
+        let shared_weight = match c.shared {
+            0 => self.zeros("shared_weight", 1),
+            _ => self.weight("shared_weight", format, Layout::Fragments, n, shared_cols),
+        };
+        let x = self.rows(values, [c.rows, x_cols, a.x_stride], tag);
+        if c.stage == 0 && format == Format::F16 {
+            // Values beyond f16 in a row that is normed.
+            self.enlarge(a.x_stride, 2f32.powi(20));
+        }
         let args = ExpertSkinnyArgs {
             weight,
-            shared_weight: self.zeros("shared_weight", 1),
-            x: self.rows(values, [c.rows, x_cols, a.x_stride], tag),
+            shared_weight,
+            x,
             norm: self.scaled_norm(c.stage == 0, a.x_stride, norm),
             logits: self.buffer("logits", logits),
             y,
@@ -551,15 +629,15 @@ impl Operands {
             choice_bias: self.zeros("choice_bias", c.count),
             expert_scales: self.buffer("expert_scales", vec![1f32.to_bits(); c.count as usize]),
             n,
-            shared_n: 0,
+            shared_n: c.shared * n,
             y_stride: width,
             ..a
         };
-        let groups = fold(if c.stage == 0 { 2 * c.chosen } else { 2 }, 1);
+        let groups = fold(if c.stage == 0 { 2 * (c.chosen + c.shared) } else { 2 }, 1);
         (Call { args: args.into_args(), groups, ..call.clone() }, (y, width), false)
     }
 
-    fn experts(&mut self, call: &Call, codes: Codes) -> Built {
+    fn experts(&mut self, call: &Call, format: Format) -> Built {
         let c = ExpertGemvConstants::from_values(&call.constants);
         let a = ExpertGemvArgs::from_args(&call.args);
         let (rows, choices) = (if c.used == 0 { ROWS } else { c.used }, c.chosen + c.shared);
@@ -576,16 +654,16 @@ impl Operands {
         let shared = a.shared_chunks > 0;
         let shared_n = if shared { n } else { 0 };
         let shared_cols = if c.stage == 0 { a.k } else { a.shared_chunks * 8 };
-        let weight = self.weight("weight", codes, ROW_MAJOR, own * n, a.k);
+        let weight = self.weight("weight", format, ROW_MAJOR, own * n, a.k);
         let shared_weight = match shared {
-            true => match shared_format(c.shared_codes) {
-                Format::Codes(codes) => self.weight("shared_weight", codes, ROW_MAJOR, n, shared_cols),
+            true => match format_of_word(c.shared_codes) {
+                format @ Format::Codes(_) => self.weight("shared_weight", format, ROW_MAJOR, n, shared_cols),
                 format => self.numbers("shared_weight", format, n * shared_cols.next_multiple_of(8)),
             },
             false => self.zeros("shared_weight", 1),
         };
         let glu = if c.stage == 0 { c.glu } else { 0 };
-        let norm = self.unit_scale(glu, weight, codes, ROW_MAJOR, [own * n, a.k]);
+        let norm = self.unit_scale(glu, weight, format, ROW_MAJOR, [own * n, a.k]);
         // In the second stage, a row of x is the parts of all choices.
         let (values, x_cols) = if c.stage == 0 { (VALUES, a.k) } else { (a.x_stride, a.x_stride) };
         let y = self.zeros("y", rows * a.y_stride);
@@ -616,8 +694,7 @@ mod tests {
     use crate::kernels::gemm::gemv_dots::{self, DotsConfig};
     use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch};
     use crate::kernels::gemm::panel::{Fold, PanelConfig, panel};
-    use crate::kernels::gemm::skinny::Matrices;
-    use crate::kernels::gemm::skinny::SkinnyConfig;
+    use crate::kernels::gemm::skinny::{self, Matrices, SkinnyConfig};
     use crate::kernels::gemm::tiled::{Output, Packed, PackedOrder, Tiled};
     use crate::kernels::gemm::{Activations, Epilogue, GemvConfig, Glu, Matrix, Product};
     use crate::kernels::moe::{ExpertsShape, FewRows, GemvRows, Grouped, Mlp, Sorted, Stack, Used};
@@ -651,7 +728,7 @@ mod tests {
             let x = Blocked { range: weight.range, scales: weight.range, cols, arithmetic };
             product(Epilogue::Residual, None).matmul(x, MatmulRows::All(16), 0, config, scratch)
         };
-        let packed = Packed { range: weight.range, format: Format::Bf16, cols, order: PackedOrder::Fragments };
+        let packed = Packed { range: weight.range, cols, order: PackedOrder::Fragments };
         let panels_by = |matrices, epilogue, y| {
             let config = PanelConfig { threads: 128, tiles: 2, ahead: 1, blocks: 1, in_f16: true };
             let product = Tiled { label: "panel".to_owned(), weight, x: packed, bias: None, epilogue, y };
@@ -703,7 +780,7 @@ mod tests {
         for blocks in [BlockType::Q4_K, BlockType::Q6_K, BlockType::Q8_0, BlockType::Q5_K, BlockType::MXFP4] {
             for call in calls(Format::Codes(blocks.codes())) {
                 let (kernel, _) = code_kernel(&call).expect("a kernel of codes");
-                assert_eq!(codes_of(kernel.codes), blocks.codes());
+                assert_eq!(format_of_word(kernel.format), Format::Codes(blocks.codes()));
                 let probe = probe(&call).expect("a probe");
                 let mut right = probe.memory.clone();
                 interpreter::run(&probe.recording, &mut right);
@@ -717,6 +794,51 @@ mod tests {
                 interpreter::run(&probe.recording, &mut wrong);
                 assert!(probe.difference(&wrong).is_some(), "{blocks:?} {}", call.kernel);
             }
+        }
+    }
+
+    /// Goal: as above, for weights in f16 in fragments. Method: bits of the weights are changed.
+    #[test]
+    fn wrong_bits_of_f16_are_a_difference() {
+        let mut r = Recording::new("calls");
+        let (rows, cols) = (256, 768);
+        let weight = Matrix { range: r.buffer("weight", 1 << 20), format: Format::F16, rows, cols };
+        let range = weight.range;
+        let floats = |stride| Activations { range, stride };
+        let flow = Flow { input_carried: true, input: 3, old: 127, output: Some(64) };
+        let config = SkinnyConfig { threads: 64, tiles: 2, ahead: 2 };
+        let skinny = |epilogue, norm, rows_of_x, flow| {
+            let label = "product".to_owned();
+            let product = Product { label, weight, x: floats(cols), norm, bias: None, epilogue, y: floats(rows) };
+            skinny::skinny(&product, rows_of_x, Matrices::Emulated, config, flow, range)
+        };
+        let norm = Some((range, 1e-5));
+        let mut calls = vec![
+            skinny(Epilogue::Store, None, 1, Flow::NONE),
+            skinny(Epilogue::Gated(Glu::Silu), norm, 5, flow),
+            skinny(Epilogue::Residual, None, 2, flow),
+        ];
+        for matrices in [Matrices::Emulated, Matrices::Cooperative] {
+            let x = Packed { range, cols, order: PackedOrder::Fragments };
+            let (label, y) = ("panel".to_owned(), Output::Rows(floats(rows)));
+            let product = Tiled { label, weight, x, bias: None, epilogue: Epilogue::Residual, y };
+            let config = PanelConfig { threads: 128, tiles: 2, ahead: 1, blocks: 1, in_f16: false };
+            calls.push(panel(&product, 16, matrices, config, Fold::None));
+        }
+        let of_experts = expert_calls(Format::F16, &[8]).into_iter();
+        calls.extend(of_experts.filter(|call| code_kernel(call).is_some()));
+        assert_eq!(calls.len(), 9);
+        for call in calls {
+            let probe = probe(&call).expect("a probe");
+            let mut right = probe.memory.clone();
+            interpreter::run(&probe.recording, &mut right);
+            assert_eq!(probe.difference(&right), None, "{}", call.kernel);
+
+            let at = probe.recording.buffers.iter().position(|b| b.name == WEIGHTS).expect("weights");
+            let mut wrong = probe.memory.clone();
+            wrong.buffers[at].iter_mut().for_each(|word| *word ^= 0x8888_8888);
+            interpreter::run(&probe.recording, &mut wrong);
+            assert!(probe.difference(&wrong).is_some(), "{}", call.kernel);
         }
     }
 
@@ -763,7 +885,7 @@ mod tests {
         let panel = PanelConfig { threads: 64, tiles: 1, ahead: 1, blocks: 1, in_f16: false };
         let panel = Grouped::Panel(matrices, [panel; 2]);
         let sorted = Sorted::new(&shape, rows, 16, range, range);
-        let packed = Packed { range, format: Format::Bf16, cols: 256, order: PackedOrder::Fragments };
+        let packed = Packed { range, cols: 256, order: PackedOrder::Fragments };
         let x = Blocked { range, scales: range, cols: 256, arithmetic: Arithmetic::F32 };
         let config = MatmulConfig { tokens: 16, features: 32, words: 1, each: 4, splits: 1 };
         let mut calls = Vec::new();

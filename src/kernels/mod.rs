@@ -62,9 +62,9 @@ pub fn codes_word(format: Format) -> u32 {
     codes.bits | codes.group << 4 | number << 12 | minimum
 }
 
-/// Returns the value of a kernel's constant `shared_codes`, for weights of any format beside codes: the bits of
-/// [`codes_word`], or of numbers 0 in the lowest four bits and the format above them.
-pub fn shared_word(format: Format) -> u32 {
+/// Returns the value of a kernel's constant for weights of any format: the bits of [`codes_word`], or of numbers 0 in the
+/// lowest four bits and the format above them.
+pub fn format_word(format: Format) -> u32 {
     match format {
         Format::Bf16 => 0,
         Format::F16 => 1 << 4,
@@ -73,8 +73,8 @@ pub fn shared_word(format: Format) -> u32 {
     }
 }
 
-/// Returns the format of a constant `shared_codes`.
-fn shared_format(word: u32) -> Format {
+/// Returns the format of a constant that [`format_word`] gives.
+pub(crate) fn format_of_word(word: u32) -> Format {
     match (word & 15, word >> 4) {
         (0, 0) => Format::Bf16,
         (0, 1) => Format::F16,

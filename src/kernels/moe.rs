@@ -30,7 +30,7 @@ use super::shaders::{
     ExpertSkinnyConstants,
 };
 use super::tags::{Flow, tagged};
-use super::{Format, codes_word, fold, format_of, shared_format, shared_word};
+use super::{Format, codes_word, fold, format_of, format_of_word, format_word};
 use crate::memory::pack::codes::unit_cols;
 use crate::memory::pack::{FRAGMENT_COLS, FRAGMENT_ROWS};
 use std::collections::BTreeMap;
@@ -221,8 +221,8 @@ impl Sorted {
     }
 
     /// Returns the size in bytes of packed rows of `cols` columns, one for each slot.
-    pub fn packed_bytes(&self, cols: u32) -> u64 {
-        2 * u64::from(self.slot_count()) * u64::from(cols.next_multiple_of(FRAGMENT_COLS))
+    pub fn packed_bytes(&self, order: PackedOrder, cols: u32) -> u64 {
+        order.bytes(self.slot_count(), cols)
     }
 }
 
@@ -231,8 +231,8 @@ impl Sorted {
 pub enum Grouped {
     /// `panel`, for a few rows per expert: the workgroup shapes of both products, which have the same number of blocks.
     Panel(Matrices, [panel::PanelConfig; 2]),
-    /// `tiled`, for many, in tiles of [`super::gemm::tiled::TILE_TOKENS`] rows.
-    Tiled(Tile),
+    /// `tiled`, for many, in tiles of [`super::gemm::tiled::TILE_TOKENS`] rows in this order.
+    Tiled(Tile, PackedOrder),
     /// `wgmma`, for many: the tiles of both products, which have the same number of rows of x, the number of workgroups that
     /// run at once, and the order of the packed rows.
     Wgmma([WgmmaTile; 2], u32, PackedOrder),
@@ -242,8 +242,8 @@ impl Grouped {
     /// The order of the packed rows.
     pub fn order(self) -> PackedOrder {
         match self {
-            Grouped::Wgmma(.., order) => order,
-            Grouped::Panel(..) | Grouped::Tiled(_) => PackedOrder::Fragments,
+            Grouped::Wgmma(.., order) | Grouped::Tiled(_, order) => order,
+            Grouped::Panel(..) => PackedOrder::Fragments,
         }
     }
 
@@ -261,7 +261,8 @@ impl Grouped {
     ) -> Option<(u32, Grouped)> {
         let [gate_up, down] = [(2 * shape.inner, shape.hidden, formats[0]), (shape.hidden, shape.inner, formats[1])];
         let serves = |(n, k, format)| wgmma::serves(format, n, k);
-        if !serves(gate_up) || !serves(down) || !wgmma::packs(gate_up.0) {
+        let alike = formats[0] == formats[1] || !formats.contains(&Format::F16);
+        if !serves(gate_up) || !serves(down) || !wgmma::packs(gate_up.0) || !alike {
             return None;
         }
         let e4m3 = fp8 && [gate_up, down].into_iter().all(|(n, k, format)| wgmma::serves_e4m3(format, n, k));
@@ -270,9 +271,9 @@ impl Grouped {
             |(n, _, format), tokens| wgmma::choose_sorted((each, shape.count), n, tokens, processors, (format, e4m3));
         let own = |(n, k, format)| {
             let tile = tiles.get(&(n, k)).filter(|tile| tile.splits == 1);
-            tile.and_then(|tile| tile.for_codes(codes_word(format), e4m3, false))
+            tile.and_then(|tile| tile.for_format(format_word(format), e4m3, false))
         };
-        let order = if e4m3 { PackedOrder::E4m3 } else { PackedOrder::Swizzled };
+        let order = wgmma::order_of(formats[0], e4m3);
         let first = own(gate_up).unwrap_or_else(|| choose(gate_up, None));
         let second = own(down).filter(|tile| tile.tokens == first.tokens);
         let second = second.unwrap_or_else(|| choose(down, Some(first.tokens)));
@@ -317,16 +318,22 @@ impl Grouped {
                 (Matrices::Cooperative, _) => panel(128, 2, 1, 4),
             };
         }
-        // Rows are in bfloat16, which `panel` multiplies with f16 too.
-        let bfloat = formats == [Format::Bf16; 2];
+        // The order of rows for `tiled`; if the matrices need two, `panel` multiplies rows in bfloat16 with both.
+        let order = match formats {
+            [Format::Bf16, Format::Bf16] => Some(PackedOrder::Fragments),
+            [Format::F16, Format::F16] => Some(PackedOrder::HalfFragments),
+            _ => None,
+        };
         match (matrices, each) {
             (Matrices::Emulated, ..=32) => panel(64, 1, 1, 1),
-            (Matrices::Emulated, _) if !bfloat => panel(64, 1, 1, 2),
-            (Matrices::Emulated, _) => (TILE_TOKENS, Grouped::Tiled(Tile::Plain)),
+            (Matrices::Emulated, _) => {
+                order.map_or(panel(64, 1, 1, 2), |order| (TILE_TOKENS, Grouped::Tiled(Tile::Plain, order)))
+            }
             (Matrices::Cooperative, ..=12) => panel(128, 2, 4, 1),
             (Matrices::Cooperative, ..=24) => panel(128, 4, 1, 2),
-            (Matrices::Cooperative, _) if !bfloat => panel(128, 2, 1, 4),
-            (Matrices::Cooperative, _) => (TILE_TOKENS, Grouped::Tiled(Tile::Wide)),
+            (Matrices::Cooperative, _) => {
+                order.map_or(panel(128, 2, 1, 4), |order| (TILE_TOKENS, Grouped::Tiled(Tile::Wide, order)))
+            }
         }
     }
 }
@@ -747,7 +754,7 @@ impl Mlp {
             used: used.constant(),
             rows: ROWS,
             codes: codes_word(weight.format),
-            shared_codes: shared.map_or(0, |s| shared_word(s.format)),
+            shared_codes: shared.map_or(0, |s| format_word(s.format)),
             glu: shape.glu.code(),
             bias: u32::from(self.bias(stage).is_some()),
             first_expert: part.first,
@@ -852,7 +859,7 @@ impl Mlp {
             Grouped::Panel(matrices, configs) => {
                 panel::panel_sorted(&product, sorted, matrices, configs[usize::from(stage == Stage::Down)])
             }
-            Grouped::Tiled(tile) => product.sorted(tile, sorted),
+            Grouped::Tiled(tile, _) => product.sorted(tile, sorted),
             Grouped::Wgmma(tiles, processors, _) => {
                 wgmma::wgmma_sorted(&product, tiles[usize::from(stage == Stage::Down)], sorted, processors)
             }
@@ -1143,7 +1150,7 @@ pub(super) fn reference_expert_gemv(call: &Call, memory: &mut HostMemory) {
     let c = ExpertGemvConstants::from_values(&call.constants);
     let weights = |range, cols, format| PackedMatrix { range, format, fragments: false, cols };
     let format = format_of(call.kernel, c.codes);
-    let shared_format = if format.codes().is_some() { shared_format(c.shared_codes) } else { format };
+    let shared_format = if format.codes().is_some() { format_of_word(c.shared_codes) } else { format };
     let shared_columns = if c.stage == 1 { a.shared_chunks * 8 } else { a.k };
     let stages = Stages {
         down: c.stage == 1,

@@ -158,6 +158,8 @@ pub enum Expect {
     Halves(f32),
     /// Two bfloat16 values per word, each with the limit of [`Expect::Floats`].
     Bfloats(f32),
+    /// Packed rows with scales: `numbers` words of [`Expect::Halves`], and the scales, which must be equal.
+    HalfRows { numbers: u32, limit: f32 },
     /// Pages of `words` words, of which the first `codes` words hold four 8-bit codes each, which may differ by one, and
     /// the others an f32 scale each, with the limit of [`Expect::Floats`].
     CodePages { words: u32, codes: u32, limit: f32 },
@@ -242,10 +244,15 @@ pub fn compare(
                 Expect::Floats(limit) | Expect::Pairs(limit) => {
                     near(f32::from_bits(found[i]), f32::from_bits(wanted[i]), limit);
                 }
-                Expect::Halves(limit) | Expect::Bfloats(limit) => {
+                Expect::HalfRows { numbers, .. } if i as u32 >= numbers => {
+                    panic!("{}: the scale {:#010x} instead of {:#010x}", place(), found[i], wanted[i])
+                }
+                Expect::Halves(limit) | Expect::Bfloats(limit) | Expect::HalfRows { limit, .. } => {
                     for shift in [0, 16] {
                         let half = |word: u32| match expect {
-                            Expect::Halves(_) => f16::from_bits((word >> shift) as u16).to_f32(),
+                            Expect::Halves(_) | Expect::HalfRows { .. } => {
+                                f16::from_bits((word >> shift) as u16).to_f32()
+                            }
                             _ => bf16::from_bits((word >> shift) as u16).to_f32(),
                         };
                         if half(found[i]).to_bits() != half(wanted[i]).to_bits() {

@@ -444,7 +444,7 @@ fn packed_rows_by_fragments_of_every_format() {
             let at = token_index(row, col, chunks);
             x[at / 2] |= u32::from(bf16::from_f32(random.float()).to_bits()) << (16 * (at % 2));
         }
-        let x = Packed { range: cases.words("x", &x), format: Format::Bf16, cols: k, order: PackedOrder::Fragments };
+        let x = Packed { range: cases.words("x", &x), cols: k, order: PackedOrder::Fragments };
         // Sums of up to 512 terms of about 0.3 with a relative error of 2^-9 each and a random sign; rounding to bfloat16
         // adds 2^-8 of the result.
         let gated = case.epilogue == Epilogue::Gated(Glu::Silu);
@@ -521,7 +521,7 @@ fn packed_rows_in_f16_of_every_format() {
             let product = Tiled {
                 label: "panel".to_owned(),
                 weight: Matrix { range: weight, format: way.format(), rows: n, cols: k },
-                x: Packed { range: x, format: Format::Bf16, cols: k, order: PackedOrder::Fragments },
+                x: Packed { range: x, cols: k, order: PackedOrder::Fragments },
                 bias: None,
                 epilogue: Epilogue::Store,
                 y: Output::Rows(Activations { range: y, stride: stride(n) }),

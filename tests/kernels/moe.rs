@@ -789,7 +789,8 @@ fn groupings(matrices: Matrices) -> Vec<(u32, Grouped)> {
         Matrices::Emulated => &[Tile::Plain],
         Matrices::Cooperative => &[Tile::Square, Tile::Half, Tile::Wide],
     };
-    let tiled = tiles.iter().map(|tile| (TILE_TOKENS, Grouped::Tiled(*tile)));
+    let orders = [PackedOrder::Fragments, PackedOrder::HalfFragments];
+    let tiled = tiles.iter().flat_map(|tile| orders.map(|order| (TILE_TOKENS, Grouped::Tiled(*tile, order))));
     [panel(1, 1), panel(2, 2)].into_iter().chain(tiled).collect()
 }
 
@@ -830,7 +831,8 @@ fn sorted_cases(
     for (shape, most, used, logits, stacks) in list {
         let name = format!("{shape:?}x{used}of{most}.{logits:?}.{stacks:?}");
         cases.case(name.clone());
-        let mut layer = Layer::new(&mut random, shape, used, Format::Bf16, logits);
+        let numbers = if format == Format::F16 { format } else { Format::Bf16 };
+        let mut layer = Layer::new(&mut random, shape, used, numbers, logits);
         layer.stacks = stacks;
         if format.codes().is_some() {
             layer.quantise(format);
@@ -889,24 +891,39 @@ fn many_rows_are_sorted_by_expert_and_put_together_again() {
     let vulkan = Vulkan::new();
     for matrices in ways() {
         let formats = |how| match how {
-            Grouped::Panel(..) => vec![Format::Bf16, Format::Codes(INT8)],
-            Grouped::Tiled(_) | Grouped::Wgmma(..) => vec![Format::Bf16],
+            Grouped::Panel(_, configs) if configs[0].blocks == 1 => vec![Format::Bf16, Format::Codes(INT8)],
+            Grouped::Panel(..) => vec![Format::Bf16, Format::F16, Format::Codes(INT8)],
+            Grouped::Tiled(..) | Grouped::Wgmma(..) => vec![how.order().format()],
         };
         let all = groupings(*matrices).into_iter();
         for (tile, how, format) in all.flat_map(|(tile, how)| formats(how).into_iter().map(move |f| (tile, how, f))) {
             let stages = |cases: &mut Cases, mlp: &Mlp, sorted: &Sorted, parts: Activations| {
-                let near = Expect::Bfloats(2f32.powi(-7));
-                let (hidden, inner) = (mlp.shape.hidden, mlp.shape.inner);
-                let packed = cases.output("packed", sorted.packed_bytes(hidden) as usize / 4, near);
-                let packed =
-                    Packed { range: packed, format: Format::Bf16, cols: hidden, order: PackedOrder::Fragments };
+                let (hidden, inner, order) = (mlp.shape.hidden, mlp.shape.inner, how.order());
+                let words = |cols| sorted.packed_bytes(order, cols) as usize / 4;
+                let near = |limit: f32, cols: u32| match order.has_scales() {
+                    true => Expect::HalfRows { numbers: order.scales_at(sorted.slot_count(), cols) as u32 / 4, limit },
+                    false => Expect::Bfloats(limit),
+                };
+                let packed = cases.output("packed", words(hidden), near(2f32.powi(-7), hidden));
+                let packed = Packed { range: packed, cols: hidden, order };
                 // `panel` does not write padded columns.
-                let middle = cases.words("middle", &vec![0; sorted.packed_bytes(inner) as usize / 4]);
-                cases.expect(middle, Expect::Bfloats(ROUNDED));
-                let middle = Packed { range: middle, format: Format::Bf16, cols: inner, order: PackedOrder::Fragments };
+                let middle = cases.words("middle", &vec![0; words(inner)]);
+                cases.expect(middle, near(ROUNDED, inner));
+                let middle = Packed { range: middle, cols: inner, order };
                 cases.recording.call(pack_sorted("pack".to_owned(), mlp.x, Some(mlp.norm), packed, sorted));
+                let hidden = (!order.is_written_by_products()).then(|| {
+                    let choices = mlp.shape.chosen * sorted.slot_count();
+                    let range = cases.words("hidden", &vec![POISON; (choices * inner) as usize]);
+                    cases.expect(range, Expect::Any);
+                    Activations { range, stride: inner }
+                });
                 for stack in &mlp.gate_up {
-                    cases.recording.call(mlp.sorted_gate_up(stack, packed, Output::Packed(middle), sorted, how));
+                    let y = hidden.map_or(Output::Packed(middle), Output::Rows);
+                    cases.recording.call(mlp.sorted_gate_up(stack, packed, y, sorted, how));
+                }
+                if let Some(hidden) = hidden {
+                    let each = Sorted { chosen: 1, ..*sorted };
+                    cases.recording.call(pack_sorted("hidden_pack".to_owned(), hidden, None, middle, &each));
                 }
                 for stack in &mlp.down {
                     cases.recording.call(mlp.sorted_down(stack, middle, parts, sorted, how));

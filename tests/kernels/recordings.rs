@@ -269,6 +269,9 @@ fn expect(name: &str, heads: Heads, near: f32) -> Expect {
         // The contents of a gated delta net's scratch are an implementation detail of its kernels.
         "scan" => Expect::Any,
         name if name.starts_with("tagged.") => Expect::Tagged(near),
+        // Rows in f16, whose scales may be rounded to neighbors, are compared by their products.
+        name if name.starts_with("packed.f16.") => Expect::Any,
+        "experts.x.f16" | "experts.packed.f16" | "experts.hidden" => Expect::Any,
         name if name.starts_with("packed.") => Expect::Bfloats(near),
         name if name.starts_with("kv.") && heads.kv_format == KvFormat::F16 => Expect::Halves(near),
         name if name.starts_with("kv.") && heads.kv_format == KvFormat::Int8 => stored(heads, near),
@@ -998,6 +1001,9 @@ fn recordings_of_experts_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rus
     run_emulated(Driver::first(), &[Emulated { chunk: 8, ..TAGGED }, ROUNDED], &["tiny-qwen3.5-moe"]);
 }
 
+/// A checkpoint, the way in which it runs, which of its matrices are in f16, and the least rows that are packed in f16.
+type InF16<'a> = (&'a str, Emulated, fn(&WeightSpec) -> bool, u32);
+
 /// Goal: a model in f16 computes in fragments what it computes in bfloat16 where its numbers are exact in both, also beside
 /// matrices of bfloat16. Method: the formats of checkpoints' matrices are changed.
 #[test]
@@ -1008,24 +1014,33 @@ fn recordings_in_f16_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() 
     let all = |_: &WeightSpec| true;
     let some = |w: &WeightSpec| w.name.contains("qkv") || w.name.contains("down");
     let narrow = Emulated { chunk: 8, ..TAGGED };
-    let list: [(&str, Emulated, fn(&WeightSpec) -> bool); 5] = [
-        ("demo", TAGGED, all),
-        ("demo", ROUNDED, all),
-        ("demo", ROUNDED, some),
-        ("tiny-qwen3.5-moe", narrow, all),
-        ("tiny-qwen3.5-moe", ROUNDED, all),
+    let list: [InF16<'_>; 7] = [
+        ("demo", TAGGED, all, 128),
+        ("demo", ROUNDED, all, 128),
+        ("demo", ROUNDED, all, 32),
+        ("demo", ROUNDED, some, 32),
+        ("tiny-qwen3.5-moe", narrow, all, 128),
+        ("tiny-qwen3.5-moe", ROUNDED, all, 128),
+        ("tiny-qwen3.5-moe", ROUNDED, all, 32),
     ];
-    for (wanted, way, which) in list {
+    for (wanted, way, which, half_rows) in list {
         let (_, checkpoint) = checkpoints.iter().find(|(name, _)| *name == wanted).expect("it is among them");
         let change = |w: &WeightSpec| match matches!(w.kind, WeightKind::Matrix) && which(w) {
             true => WeightSpec { format: Format::F16, ..w.clone() },
             false => w.clone(),
         };
         let weights: Vec<WeightSpec> = checkpoint.weights().iter().map(change).collect();
-        let decoder = Decoder { weights: &weights, ..emulated(&vulkan, bench.driver, checkpoint, way) };
-        let step = decoder.record(StepShape::Decode { rows: 1 });
-        let calls = step.ops.iter().filter_map(|op| if let Op::Call(call) = op { Some(call.kernel) } else { None });
-        assert!(calls.into_iter().any(|kernel| kernel == "skinny.f16.plain"), "{wanted}");
+        let mut decoder = Decoder { weights: &weights, ..emulated(&vulkan, bench.driver, checkpoint, way) };
+        decoder.tuning.half_rows = half_rows;
+        let has = |shape: StepShape, kernel: &str| {
+            let step = decoder.record(shape);
+            step.ops.iter().any(|op| matches!(op, Op::Call(call) if call.kernel == kernel))
+        };
+        assert!(has(StepShape::Decode { rows: 1 }, "skinny.f16.plain"), "{wanted}");
+        if way.chunk == 32 {
+            let kernel = if half_rows == 32 { "tiled.f16.plain" } else { "panel.f16.plain" };
+            assert!(has(StepShape::Prefill { rows: 32 }, kernel), "{wanted}: {kernel}");
+        }
         run_emulated_decoder(&bench, wanted, &decoder, way);
     }
 }
@@ -1095,9 +1110,17 @@ fn recordings_of_experts_in_several_buffers_on_fragments_mean_the_same_on_lavapi
 fn a_prompt_step_with_wgmma_means_the_same_in_plain_rust() {
     let vulkan = Vulkan::new();
     let (_folder, checkpoints) = on_fragments();
-    for (name, checkpoint) in checkpoints.iter().filter(|(name, _)| ["demo", "demo-hybrid"].contains(name)) {
+    let used = |name: &str| ["demo", "demo-hybrid"].contains(&name);
+    let formats = [Format::Bf16, Format::F16];
+    for ((name, checkpoint), format) in
+        checkpoints.iter().filter(|(name, _)| used(name)).flat_map(|of| formats.map(|format| (of, format)))
+    {
         let way = Emulated { chunk: 32, tags: false, kv_format: KvFormat::F16, near: 0.0 };
-        let mut decoder = emulated(&vulkan, Driver::first(), checkpoint, way);
+        let of_matrix = |w: &WeightSpec| if matches!(w.kind, WeightKind::Matrix) { format } else { w.format };
+        let change = |w: &WeightSpec| WeightSpec { format: of_matrix(w), ..w.clone() };
+        let weights: Vec<WeightSpec> = checkpoint.weights().iter().map(change).collect();
+        let mut decoder = Decoder { weights: &weights, ..emulated(&vulkan, Driver::first(), checkpoint, way) };
+        decoder.tuning.half_rows = 32;
         let shape = StepShape::Prefill { rows: 32 };
         let plain = decoder.record(shape);
         (decoder.tuning.ptx, decoder.tuning.wgmma_rows) = (true, 32);
@@ -1105,7 +1128,7 @@ fn a_prompt_step_with_wgmma_means_the_same_in_plain_rust() {
         let [plain_x, ptx_x] = prompt_step(&decoder, [&plain, &ptx], 27);
         let stride = stride(checkpoint.config.hidden) as usize;
         for (at, (a, b)) in plain_x.iter().zip(&ptx_x).enumerate().take(27 * stride) {
-            assert!((a - b).abs() <= 1e-3 * (1.0 + a.abs()), "{name}, {at}: {b} instead of {a}");
+            assert!((a - b).abs() <= 1e-3 * (1.0 + a.abs()), "{name} in {format:?}, {at}: {b} instead of {a}");
         }
         let others: Vec<&str> =
             layer_products(&ptx).filter(|call| call.kernel != "wgmma").map(|call| call.label.as_str()).collect();

@@ -20,6 +20,21 @@ use ostinato::kernels::recording::Range;
 use ostinato::memory::pack::{Format, fragment_index};
 
 const FORMATS: [Format; 2] = [Format::Bf16, Format::F16];
+
+/// Returns the order of rows that `tiled` multiplies with weights in a format.
+fn order_of(format: Format) -> PackedOrder {
+    if format == Format::F16 { PackedOrder::HalfFragments } else { PackedOrder::Fragments }
+}
+
+/// The scale of a row in f16.
+fn scale(row: u32) -> f32 {
+    2f32.powi((row % 7) as i32 - 12)
+}
+
+/// The size of packed rows in words.
+fn packed_words(order: PackedOrder, rows: u32, cols: u32) -> usize {
+    order.bytes(Packed::padded_rows(rows), cols) as usize / 4
+}
 const EPSILON: f32 = 1e-3;
 /// Tolerances, explained at the top of the file.
 const SUMS: f32 = 2e-5;
@@ -80,6 +95,11 @@ fn packed(
         }
     }
     numbers.chunks_exact(2).map(|p| u32::from(p[0]) | u32::from(p[1]) << 16).collect()
+}
+
+/// Returns the scale of a row of `rows` packed rows.
+fn scale_of(memory: &HostMemory, packed: Packed, row: u32, rows: u32) -> f32 {
+    if packed.order.has_scales() { memory.f32(packed.scales(Packed::padded_rows(rows)), row) } else { 1.0 }
 }
 
 fn number(memory: &HostMemory, format: Format, range: Range, i: usize) -> f32 {
@@ -154,8 +174,7 @@ fn order_packed_orders() {
         let words = Packed::bytes(rows, k) as usize / 4;
         let numbers: Vec<u32> = (0..words).map(|_| random.below(u32::MAX)).collect();
         let order = shuffled(&mut random, k);
-        let x =
-            Packed { range: cases.words("x", &numbers), format: Format::Bf16, cols: k, order: PackedOrder::Fragments };
+        let x = Packed { range: cases.words("x", &numbers), cols: k, order: PackedOrder::Fragments };
         let table = cases.words("order", &order::table(&order));
         let y = cases.output("y", words, Expect::Exact);
         cases.recording.call(order::order_packed("order".to_owned(), x, table, y, rows));
@@ -199,10 +218,15 @@ fn pack_rows_norms_rounds_and_pads() {
                 let x = Activations { range: cases.floats("x", &x), stride };
                 let padding = vec![1.0e3; (k.next_multiple_of(8) - k) as usize];
                 let norm = norm.then(|| (cases.floats("norm", &[weight.clone(), padding].concat()), EPSILON));
-                let expect = if norm.is_some() { rounded(format) } else { Expect::Exact };
+                let order = order_of(format);
+                let (words, numbers) = (packed_words(order, rows, k), Packed::bytes(rows, k) as u32 / 4);
+                let expect = match (norm, format) {
+                    (None, _) => Expect::Exact,
+                    (Some(_), Format::Bf16) => rounded(format),
+                    (Some(_), _) => Expect::HalfRows { numbers, limit: 2f32.powi(-10) },
+                };
                 let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
-                let range = cases.output("packed", Packed::bytes(rows, k) as usize / 4, expect);
-                let packed = Packed { range, format, cols: k, order: PackedOrder::Fragments };
+                let packed = Packed { range: cases.output("packed", words, expect), cols: k, order };
                 cases.recording.call(pack_rows("pack".to_owned(), x, norm, packed, rows, Some(count)));
                 made.push((packed, values, weight, norm.is_some(), rows));
             }
@@ -216,7 +240,8 @@ fn pack_rows_norms_rounds_and_pads() {
             let mean = line.map_or(0.0, |l| l.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>()) / k as f64;
             for col in 0..k.next_multiple_of(32) {
                 let at = token_index(row as u32, col as u32, packed.cols.next_multiple_of(32));
-                let found = number(&reference, packed.format, packed.range, at);
+                let scale = scale_of(&reference, packed, row as u32, rows);
+                let found = number(&reference, packed.order.format(), packed.range, at) * scale;
                 let wanted = match line.and_then(|l| l.get(col)) {
                     Some(v) if norm => {
                         (f64::from(*v) / (mean + f64::from(EPSILON)).sqrt()
@@ -225,7 +250,7 @@ fn pack_rows_norms_rounds_and_pads() {
                     Some(v) => *v,
                     None => 0.0,
                 };
-                let exact = round(packed.format, wanted);
+                let exact = round(packed.order.format(), wanted / scale) * scale;
                 // The last bit of the formula's f32 value may decide the direction of rounding.
                 let near = norm && (found - exact).abs() <= exact.abs() * 2f32.powi(-7);
                 assert!(found == exact || near, "row {row}, column {col} of {k}: {found:e}, not {exact:e}");
@@ -238,8 +263,8 @@ fn pack_rows_norms_rounds_and_pads() {
 /// A matrix product with unpacked values.
 struct Logical {
     format: Format,
-    /// The format of x, and of packed y.
-    x_format: Format,
+    /// The order of x.
+    order: PackedOrder,
     n: u32,
     k: u32,
     used: u32,
@@ -264,7 +289,7 @@ impl Logical {
         let size = 3.0 / (k as f32).sqrt();
         Logical {
             format,
-            x_format: format,
+            order: order_of(format),
             n,
             k,
             used,
@@ -288,7 +313,7 @@ impl Logical {
     ) -> Logical {
         let logical = Logical::new(random, format, shape, used, bias, epilogue);
         let x = logical.x.iter().map(|x| round(Format::Bf16, *x)).collect();
-        Logical { x, x_format: Format::Bf16, ..logical }
+        Logical { x, order: PackedOrder::Fragments, ..logical }
     }
 
     fn outputs(&self) -> u32 {
@@ -297,17 +322,20 @@ impl Logical {
 
     /// Adds the buffers, with poison wherever nothing may be read, and returns the product.
     fn product(&self, cases: &mut Cases, rows: u32, into_packed: bool, sums: f32) -> Tiled {
-        let Logical { format, x_format, n, k, .. } = *self;
+        let Logical { format, order, n, k, .. } = *self;
         let weight = cases.words("weight", &packed(format, &self.w, (n, k), 16, fragment_index));
-        let mut x = packed(x_format, &self.x, (self.used, k), 64, token_index);
+        let scaled = |(at, x): (u32, &f32)| if order.has_scales() { x / scale(at / k) } else { *x };
+        let values: Vec<f32> = (0..).zip(&self.x).map(scaled).collect();
+        let mut x = packed(order.format(), &values, (self.used, k), 64, token_index);
         x.resize(Packed::bytes(rows, k) as usize / 4, POISON);
+        let scales = order.has_scales().then(|| (0..Packed::padded_rows(rows)).map(|row| scale(row).to_bits()));
+        x.extend(scales.into_iter().flatten());
         let x = cases.words("x", &x);
         let bias = self.bias.then(|| cases.floats("bias", &self.bias_values));
         let y = if into_packed {
             let words = Packed::bytes(rows, n / 2) as usize / 4;
             Output::Packed(Packed {
-                range: cases.output("y", words, rounded(x_format)),
-                format: x_format,
+                range: cases.output("y", words, rounded(Format::Bf16)),
                 cols: n / 2,
                 order: PackedOrder::Fragments,
             })
@@ -327,7 +355,7 @@ impl Logical {
         Tiled {
             label: "product".to_owned(),
             weight: Matrix { range: weight, format, rows: n, cols: k },
-            x: Packed { range: x, format: x_format, cols: k, order: PackedOrder::Fragments },
+            x: Packed { range: x, cols: k, order },
             bias,
             epilogue: self.epilogue,
             y,
@@ -360,7 +388,7 @@ impl Logical {
                     Output::Rows(y) => near(memory.f32(y.range, row as u32 * y.stride + i as u32), wanted, &what),
                     Output::Packed(y) => {
                         let at = token_index(row as u32, i as u32, y.cols.next_multiple_of(32));
-                        let found = number(memory, y.format, y.range, at);
+                        let found = number(memory, Format::Bf16, y.range, at);
                         let part = (f64::from(found) - wanted).abs() / (1e-6 + wanted.abs());
                         assert!(part <= 2f64.powi(-8) + 1e-6, "{found:e} instead of {wanted:e}: {what}");
                     }
@@ -388,6 +416,8 @@ fn tiled_multiplies_the_rows_of_a_chunk() {
         let mut at = 0;
         for format in FORMATS {
             for (epilogue, into_packed) in epilogues {
+                // Rows in f16 are packed by `pack_rows` only.
+                let into_packed = into_packed && format == Format::Bf16;
                 for bias in [false, true] {
                     for turn in 0..4 {
                         let shape = match (epilogue, turn) {
@@ -508,7 +538,6 @@ fn panels_fold_the_norm_between_them() {
             let unscaled = Unscaled {
                 rows: Packed {
                     range: cases.output("unscaled", Packed::bytes(rows, hidden) as usize / 4, rounded(Format::Bf16)),
-                    format: Format::Bf16,
                     cols: hidden,
                     order: PackedOrder::Fragments,
                 },
@@ -556,10 +585,13 @@ fn a_feed_forward_block_runs_on_packed_rows() {
             // A value that is rounded the other way changes the results that depend on it; a wrong position changes
             // them by about 1.
             cases.expect(residual.range, Expect::Floats(1e-2));
+            let order = order_of(format);
             let spaces = [("packed", hidden), ("middle", inner)].map(|(name, cols)| {
-                let words = Packed::bytes(rows, cols) as usize / 4;
-                Packed { range: cases.output(name, words, Expect::Any), format, cols, order: PackedOrder::Fragments }
+                let words = packed_words(order, rows, cols);
+                Packed { range: cases.output(name, words, Expect::Any), cols, order }
             });
+            let unpacked =
+                Activations { range: cases.output("unpacked", (rows * inner) as usize, Expect::Any), stride: inner };
             let gate_up = weight(&mut cases, &mut random, "gate_up", inner * 2, hidden);
             let down = weight(&mut cases, &mut random, "down", hidden, inner);
             cases.recording.call(pack_rows(
@@ -570,13 +602,20 @@ fn a_feed_forward_block_runs_on_packed_rows() {
                 rows,
                 Some(count),
             ));
+            // Rows in f16 are packed by a call of their own.
+            let between = order.has_scales().then_some(unpacked);
+            let gated = between.map_or(Output::Packed(spaces[1]), Output::Rows);
             let products = [
-                (gate_up, spaces[0], Epilogue::Gated(Glu::Silu), Output::Packed(spaces[1])),
+                (gate_up, spaces[0], Epilogue::Gated(Glu::Silu), gated),
                 (down, spaces[1], Epilogue::Residual, Output::Rows(residual)),
             ];
-            for (weight, x, epilogue, y) in products {
+            for (index, (weight, x, epilogue, y)) in products.into_iter().enumerate() {
                 let product = Tiled { label: "product".to_owned(), weight, x, bias: None, epilogue, y };
                 cases.recording.call(product.call(*tile, rows, count));
+                if let Some(unpacked) = between.filter(|_| index == 0) {
+                    let label = "down_pack".to_owned();
+                    cases.recording.call(pack_rows(label, unpacked, None, spaces[1], rows, Some(count)));
+                }
             }
             let reference = cases.reference();
             check(&cases, &reference);
@@ -603,6 +642,7 @@ fn tiled_at_the_shapes_of_models() {
             for tile in [Tile::Square, Tile::Half, Tile::Wide] {
                 let mut cases = Cases::new(&format!("{tile:?}.{format:?}.{shape:?}x{used}"));
                 cases.case("real".to_owned());
+                let into_packed = into_packed && format == Format::Bf16;
                 let product = logical.product(&mut cases, 512, into_packed, LONG_SUMS);
                 let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
                 cases.recording.call(product.call(tile, 512, count));
@@ -614,7 +654,7 @@ fn tiled_at_the_shapes_of_models() {
                     let (found, limit) = match product.y {
                         Output::Rows(y) => (after.f32(y.range, row * y.stride + i), LONG_SUMS * (1.0 + wanted.abs())),
                         Output::Packed(y) => (
-                            number(&after, format, y.range, token_index(row, i, y.cols.next_multiple_of(32))),
+                            number(&after, Format::Bf16, y.range, token_index(row, i, y.cols.next_multiple_of(32))),
                             LONG_SUMS * (1.0 + wanted.abs()) + wanted.abs() * 2f32.powi(-8),
                         ),
                     };

@@ -9,15 +9,15 @@ use crate::assembler::Assembler;
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, every_case};
 use crate::ptx;
-use ostinato::kernels::codes_word;
 use ostinato::kernels::gemm::Activations;
-use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, e4m3_scale_at, pack_rows, pack_sorted, swizzled_index};
+use ostinato::kernels::gemm::tiled::{Packed, PackedOrder, pack_rows, pack_sorted, swizzled_index};
 use ostinato::kernels::gemm::wgmma::probe::{WgmmaProbe, probe, sized};
 use ostinato::kernels::gemm::wgmma::{WgmmaTile, WgmmaVariant, constants_of, text, variant_of};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::interpreter;
 use ostinato::kernels::moe::{ExpertPart, NOBODY, Sorted};
 use ostinato::kernels::recording::{Op, Recording};
+use ostinato::kernels::{codes_word, format_word};
 use ostinato::memory::pack::{Format, fragment_index};
 use ostinato::quant::number::Number;
 use ostinato::quant::{Codes, Minimum};
@@ -81,7 +81,7 @@ fn constants(tile: [u32; 4], epilogue: [u32; 3]) -> Vec<u32> {
 fn coded(tile: [u32; 4], epilogue: [u32; 3], codes: Codes, experts: u32) -> Option<Vec<u32>> {
     let [groups, blocks, tokens, stages] = tile;
     let codes = codes_word(Format::Codes(codes));
-    let tile = WgmmaTile { groups, blocks, tokens, stages, splits: 1 }.for_codes(codes, false, false)?;
+    let tile = WgmmaTile { groups, blocks, tokens, stages, splits: 1 }.for_format(codes, false, false)?;
     Some([groups, blocks, tokens, tile.stages].into_iter().chain(epilogue).chain([codes, experts, 0, 1, 0]).collect())
 }
 
@@ -89,7 +89,7 @@ fn coded(tile: [u32; 4], epilogue: [u32; 3], codes: Codes, experts: u32) -> Opti
 fn e4m3() -> Vec<Vec<u32>> {
     let word = codes_word(Format::Codes(codes(8, 128, Number::E4m3, Minimum::Zero { halves: 0 })));
     let made = |[groups, blocks, tokens, stages]: [u32; 4], epilogue: [u32; 3], experts: u32| {
-        let tile = WgmmaTile { groups, blocks, tokens, stages, splits: 1 }.for_codes(word, true, false)?;
+        let tile = WgmmaTile { groups, blocks, tokens, stages, splits: 1 }.for_format(word, true, false)?;
         Some(
             [groups, blocks, tokens, tile.stages].into_iter().chain(epilogue).chain([word, experts, 1, 1, 0]).collect(),
         )
@@ -124,6 +124,20 @@ fn further() -> Vec<Vec<u32>> {
     all
 }
 
+/// Returns the constants of every tile for weights in f16, with each epilogue in turn and shared columns where they are
+/// possible, and of two for experts.
+fn halves() -> Vec<Vec<u32>> {
+    let word = format_word(Format::F16);
+    let unpacked = EPILOGUES.into_iter().filter(|[.., packed]| *packed == 0);
+    let plain = TILES.into_iter().zip(unpacked.cycle()).enumerate().map(|(index, (tile, epilogue))| {
+        let splits = 1 + index as u32 % 3;
+        tile.into_iter().chain(epilogue).chain([word, 0, 0, splits, 0]).collect()
+    });
+    let experts = [([2, 1, 128, 3], [1, 0, 0]), ([3, 1, 64, 4], [0, CLAMPED, 0])];
+    let experts = experts.map(|(tile, epilogue)| tile.into_iter().chain(epilogue).chain([word, 1, 0, 1, 0]).collect());
+    plain.chain(experts).filter(|constants: &Vec<u32>| variant_of(constants).is_possible()).collect()
+}
+
 /// Returns these constants with another number of workgroups that share a tile, and another part of a norm.
 fn with(constants: &[u32], splits: u32, fold: u32) -> Vec<u32> {
     constants[..10].iter().copied().chain([splits, fold]).collect()
@@ -147,7 +161,7 @@ fn folded() -> Vec<Vec<u32>> {
     let mut add = |constants: &[u32], splits: u32, fold: u32| {
         let constants = with(constants, splits, fold);
         let variant = variant_of(&constants);
-        let tile = variant.tile.for_codes(variant.codes, false, true);
+        let tile = variant.tile.for_format(variant.codes, false, true);
         let variant = tile.map(|tile| WgmmaVariant { tile, ..variant });
         all.extend(variant.filter(|variant| !variant.experts && variant.is_possible()));
     };
@@ -186,7 +200,7 @@ fn some(all: Vec<Vec<u32>>) -> Vec<Vec<u32>> {
 #[test]
 fn every_program_is_assembled_without_spilling() {
     let assembler = Assembler::new();
-    for constants in [plain(), further(), e4m3(), shared(), folded()].into_iter().flat_map(some) {
+    for constants in [plain(), further(), e4m3(), halves(), shared(), folded()].into_iter().flat_map(some) {
         let variant = variant_of(&constants);
         assert!(variant.is_possible(), "{variant:?}");
         assembler.require(&format!("{variant:?}"), &text::text(&variant));
@@ -257,7 +271,7 @@ fn pack_rows_packs_for_wgmma() {
         let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
         let pair = [PackedOrder::Swizzled, PackedOrder::Fragments].map(|order| {
             let range = cases.output(&format!("{order:?}"), Packed::bytes(rows, k) as usize / 4, expect);
-            let packed = Packed { range, format: Format::Bf16, cols: k, order };
+            let packed = Packed { range, cols: k, order };
             cases.recording.call(pack_rows("pack".to_owned(), x, norm, packed, rows, Some(count)));
             packed
         });
@@ -303,7 +317,7 @@ fn pack_rows_packs_numbers_in_e4m3_with_a_scale_for_each_row() {
             None => Expect::Exact,
         };
         let range = cases.output("packed", (codes + rows) as usize, expect);
-        let packed = Packed { range, format: Format::Bf16, cols: k, order: PackedOrder::E4m3 };
+        let packed = Packed { range, cols: k, order: PackedOrder::E4m3 };
         cases.recording.call(pack_rows("pack".to_owned(), x, norm, packed, rows, Some(count)));
         made.push((packed, values, stride, (rows, used), norm.is_some()));
     }
@@ -313,7 +327,7 @@ fn pack_rows_packs_numbers_in_e4m3_with_a_scale_for_each_row() {
     (values[5 * 136], values[6 * 136 + 9]) = (f32::INFINITY, f32::NAN);
     let x = Activations { range: cases.floats("x", &values), stride: 136 };
     let range = cases.output("packed", 64 * 33, Expect::Exact);
-    let packed = Packed { range, format: Format::Bf16, cols: 128, order: PackedOrder::E4m3 };
+    let packed = Packed { range, cols: 128, order: PackedOrder::E4m3 };
     cases.recording.call(pack_rows("pack".to_owned(), x, None, packed, 64, None));
     let all = packed;
     // Rows of experts: slots name a row's choice, or nobody, and a tile without an expert is left as it is.
@@ -325,7 +339,7 @@ fn pack_rows_packs_numbers_in_e4m3_with_a_scale_for_each_row() {
         let slots = cases.words("slots", &slots);
         let sorted = Sorted { tiles, slots, tile: 16, most: 4, chosen, part: ExpertPart::ALL };
         let range = cases.output("packed", 64 * 33, Expect::Exact);
-        let packed = Packed { range, format: Format::Bf16, cols: 128, order: PackedOrder::E4m3 };
+        let packed = Packed { range, cols: 128, order: PackedOrder::E4m3 };
         cases.recording.call(pack_sorted("pack".to_owned(), x, None, packed, &sorted));
     }
     let reference = cases.reference();
@@ -334,7 +348,7 @@ fn pack_rows_packs_numbers_in_e4m3_with_a_scale_for_each_row() {
         assert_eq!(codes.filter(|code| *code == 0x7f).count(), 1, "row {row}");
     }
     for (packed, values, stride, (rows, used), norm) in made {
-        let scale = |row| reference.f32(packed.range, (e4m3_scale_at(row, packed.cols, rows) / 4) as u32);
+        let scale = |row| reference.f32(packed.scales(rows), row);
         for (row, col) in (0..rows).flat_map(|row| (0..packed.cols).map(move |col| (row, col))) {
             let code = reference.u8(packed.range, packed.index(row, col, rows) as u32);
             let found = Number::E4m3.table()[usize::from(code)] * scale(row);
@@ -371,7 +385,7 @@ fn every_tile_and_epilogue_matches_its_reference_on_a_simulated_processor() {
 
 #[test]
 fn codes_and_experts_match_their_reference_on_a_simulated_processor() {
-    agree(some(further()).into_iter().chain(some(e4m3())));
+    agree(some(further()).into_iter().chain(some(e4m3())).chain(some(halves())));
 }
 
 #[test]
@@ -515,7 +529,7 @@ fn launches_and_dispatches_are_ordered_by_barriers() {
     let stride = 1024 + 8;
     let y = recording.buffer("probe.y", 512 * stride * 4);
     let x = recording.buffer("probe.x", Packed::bytes(512, 1024));
-    let packed = Packed { range: x, format: Format::Bf16, cols: 1024, order: PackedOrder::Swizzled };
+    let packed = Packed { range: x, cols: 1024, order: PackedOrder::Swizzled };
     let ones = recording.buffer("ones", 1024 * 4);
     memory.buffers.push(vec![1f32.to_bits(); 1024]);
     for _ in 0..2 {

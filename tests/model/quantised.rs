@@ -159,6 +159,30 @@ fn the_demo_model_tells_its_story_from_a_gguf_file() {
     assert!(text.has_chat(), "the chat template is in the file");
 }
 
+/// Goal: models in float16 draw from weights in fragments what they draw from weights row after row, and what transformers draws.
+/// Method: the demo model in a GGUF file of F16, and a checkpoint in float16. A prompt's rows are rounded to bfloat16, or with
+/// `half_rows=1` to f16, whose error is an eighth of that.
+#[test]
+fn models_in_float16_draw_the_same_from_fragments() {
+    let vulkan = Vulkan::shared();
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("demo.gguf");
+    let demo = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/demo/model"));
+    convert(demo, &file, FileType::from_name("F16").expect("a type"), 2).expect("converted");
+    for (name, path) in [("demo", file), ("qwen3-f16", crate::harness::models::fixture("qwen3-f16"))] {
+        let known = expected(name);
+        let (wanted, wanted_logits) = draw(&start(&vulkan, &path, None, &["fragments=0"]), &known.prompt, 8);
+        assert_eq!(wanted, known.greedy[..8], "{name} row after row");
+        for (tune, most) in [(&["fragments=1"][..], 1e-4), (&["fragments=1", "half_rows=1"], 2e-6)] {
+            let (found, logits) = draw(&start(&vulkan, &path, None, tune), &known.prompt, 8);
+            let apart = divergence(&logits, &wanted_logits);
+            println!("{name} with {tune:?}: divergence {apart:.1e}");
+            assert_eq!(found, wanted, "{name} with {tune:?}");
+            assert!(apart <= most, "{name} with {tune:?}: {apart:e}");
+        }
+    }
+}
+
 #[test]
 fn the_demo_model_in_the_common_types() {
     let demo = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/demo/model"));

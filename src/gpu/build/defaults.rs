@@ -191,6 +191,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         wgmma_rows: 64,
         wgmma_code_rows: 32,
         e4m3_rows: 128,
+        half_rows: 128,
         wgmma_folds: true,
         // On a CPU, a step of more rows takes as much longer.
         mixed_steps: cpu.then_some(0),

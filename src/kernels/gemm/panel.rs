@@ -97,8 +97,9 @@ fn of_rows(
     sorted: Option<&Sorted>,
 ) -> Call {
     let weight = product.weight;
-    assert_eq!((product.x.format, product.x.cols), (Format::Bf16, weight.cols), "x of \"{}\"", product.label);
-    let coded = weight.format.codes().is_some();
+    let x = (product.x.order, product.x.cols);
+    assert_eq!(x, (PackedOrder::Fragments, weight.cols), "x of \"{}\"", product.label);
+    let (coded, half) = (weight.format.codes().is_some(), weight.format == Format::F16);
     let (y, y_stride, packed) = match product.y {
         Output::Rows(y) => (y.range, y.stride, 0),
         Output::Packed(y) => {
@@ -136,7 +137,7 @@ fn of_rows(
         first_expert: part.first,
         part_experts: part.count,
         codes: codes_word(weight.format),
-        in_f16: u32::from(config.in_f16 && coded && matrices == Matrices::Cooperative),
+        in_f16: u32::from((config.in_f16 && coded || half) && matrices == Matrices::Cooperative),
     };
     let args = PanelArgs {
         weight: weight.range,

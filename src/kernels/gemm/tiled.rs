@@ -20,23 +20,46 @@ pub const SWIZZLED_COLS: u32 = 64;
 /// The columns of rows in [`PackedOrder::E4m3`] are a multiple of this.
 pub const E4M3_COLS: u32 = 128;
 
-/// The order of packed rows.
+/// The order of packed rows, and the format of their numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PackedOrder {
-    /// The order of [`token_index`], which `tiled` and `panel` read.
+    /// Bfloat16 in the order of [`token_index`], which `tiled` and `panel` read.
     Fragments,
-    /// The order of [`swizzled_index`], which `wgmma` reads; the columns are a multiple of 64.
+    /// Bfloat16 in the order of [`swizzled_index`], which `wgmma` reads; the columns are a multiple of 64.
     Swizzled,
+    /// F16 in the order of [`token_index`], which `tiled` multiplies with weights in f16. Behind them, each row has an f32
+    /// scale, a power of two ([`half_scale`]), by which its numbers are multiplied.
+    HalfFragments,
+    /// F16 in the order of [`swizzled_index`], which `wgmma` multiplies with weights in f16; the columns are a multiple of 64,
+    /// and each row has a scale, as in [`PackedOrder::HalfFragments`].
+    HalfSwizzled,
     /// Numbers in e4m3 in the order of [`e4m3_index`], which `wgmma` multiplies with weights in e4m3; the columns are a
     /// multiple of 128. Behind them, each row has an f32 scale, a power of two, by which its numbers are multiplied.
     E4m3,
 }
 
 impl PackedOrder {
-    /// Whether kernels other than [`pack_rows`] can write the order. A row's scale in [`PackedOrder::E4m3`] depends on all
-    /// of its numbers.
+    /// Whether kernels other than [`pack_rows`] can write the order. A row's scale depends on all of its numbers.
     pub fn is_written_by_products(self) -> bool {
-        self != PackedOrder::E4m3
+        !self.has_scales()
+    }
+
+    /// Whether each row has a scale.
+    pub fn has_scales(self) -> bool {
+        !matches!(self, PackedOrder::Fragments | PackedOrder::Swizzled)
+    }
+
+    /// Whether `wgmma` reads the order.
+    pub fn is_of_wgmma(self) -> bool {
+        !matches!(self, PackedOrder::Fragments | PackedOrder::HalfFragments)
+    }
+
+    /// The format of numbers in 16 bits; numbers in [`PackedOrder::E4m3`] do without.
+    pub fn format(self) -> Format {
+        match self {
+            PackedOrder::HalfFragments | PackedOrder::HalfSwizzled => Format::F16,
+            PackedOrder::Fragments | PackedOrder::Swizzled | PackedOrder::E4m3 => Format::Bf16,
+        }
     }
 
     /// Returns the constant PACKED of kernels that pack their output: 0 if they do not.
@@ -48,7 +71,7 @@ impl PackedOrder {
             None => 0,
             Some(PackedOrder::Fragments) => 1,
             Some(PackedOrder::Swizzled) => 2,
-            Some(PackedOrder::E4m3) => panic!("only pack_rows writes rows in e4m3"),
+            Some(order) => panic!("only pack_rows writes rows in {order:?}"),
         }
     }
 
@@ -64,8 +87,8 @@ impl PackedOrder {
     /// Returns the number of columns of a block. A kernel that packs its output writes whole blocks.
     pub fn block_cols(self) -> u32 {
         match self {
-            PackedOrder::Fragments => FRAGMENT_COLS,
-            PackedOrder::Swizzled => SWIZZLED_COLS,
+            PackedOrder::Fragments | PackedOrder::HalfFragments => FRAGMENT_COLS,
+            PackedOrder::Swizzled | PackedOrder::HalfSwizzled => SWIZZLED_COLS,
             PackedOrder::E4m3 => E4M3_COLS,
         }
     }
@@ -74,16 +97,28 @@ impl PackedOrder {
     /// the swizzled order the number of rows that there is memory for.
     pub fn stride(self, rows: u32, cols: u32) -> u32 {
         match self {
-            PackedOrder::Fragments => cols.div_ceil(FRAGMENT_COLS),
-            PackedOrder::Swizzled | PackedOrder::E4m3 => Packed::padded_rows(rows),
+            PackedOrder::Fragments | PackedOrder::HalfFragments => cols.div_ceil(FRAGMENT_COLS),
+            _ => Packed::padded_rows(rows),
         }
+    }
+
+    /// Returns the size of `padded_rows` rows of `cols` columns in bytes.
+    pub fn bytes(self, padded_rows: u32, cols: u32) -> u64 {
+        let scales = if self.has_scales() { 4 } else { 0 };
+        self.scales_at(padded_rows, cols) + u64::from(padded_rows) * scales
+    }
+
+    /// Returns the place of the rows' scales behind `padded_rows` rows of `cols` columns, in bytes.
+    pub fn scales_at(self, padded_rows: u32, cols: u32) -> u64 {
+        let each = if self == PackedOrder::E4m3 { 1 } else { 2 };
+        each * u64::from(padded_rows) * u64::from(cols.next_multiple_of(FRAGMENT_COLS))
     }
 
     /// Returns the index, in numbers, of row `row` and column `col` of packed rows with this stride.
     pub fn index(self, row: u32, col: u32, stride: u32) -> usize {
         match self {
-            PackedOrder::Fragments => token_index(row, col, stride * FRAGMENT_COLS),
-            PackedOrder::Swizzled => swizzled_index(row, col, stride),
+            PackedOrder::Fragments | PackedOrder::HalfFragments => token_index(row, col, stride * FRAGMENT_COLS),
+            PackedOrder::Swizzled | PackedOrder::HalfSwizzled => swizzled_index(row, col, stride),
             PackedOrder::E4m3 => e4m3_index(row, col, stride),
         }
     }
@@ -95,8 +130,6 @@ impl PackedOrder {
 pub struct Packed {
     /// The memory, of which [`Packed::bytes`] are used.
     pub range: Range,
-    /// The format of numbers in 16 bits: [`Format::Bf16`] or [`Format::F16`]. Rows in [`PackedOrder::E4m3`] do without.
-    pub format: Format,
     /// The number of columns, without padding.
     pub cols: u32,
     /// The order.
@@ -121,13 +154,19 @@ impl Packed {
 
     /// Returns the part of the range that `padded_rows` rows use.
     pub fn used(self, padded_rows: u32) -> Range {
-        let (rows, cols) = (u64::from(padded_rows), u64::from(self.cols.next_multiple_of(FRAGMENT_COLS)));
-        self.range.part(0, if self.order == PackedOrder::E4m3 { rows * (cols + 4) } else { 2 * rows * cols })
+        self.range.part(0, self.order.bytes(padded_rows, self.cols))
     }
 
-    /// Returns the size of `rows` rows of `cols` columns in bytes, of which rows in [`PackedOrder::E4m3`] need only a part.
+    /// Returns the scales of `padded_rows` rows; none of rows without.
+    pub fn scales(self, padded_rows: u32) -> Range {
+        let at = self.order.scales_at(padded_rows, self.cols);
+        self.range.part(at, self.order.bytes(padded_rows, self.cols) - at)
+    }
+
+    /// Returns the size of `rows` rows of `cols` columns of 16 bits without scales in bytes, of which rows in
+    /// [`PackedOrder::E4m3`] need only a part.
     pub fn bytes(rows: u32, cols: u32) -> u64 {
-        2 * u64::from(Packed::padded_rows(rows)) * u64::from(cols.next_multiple_of(FRAGMENT_COLS))
+        PackedOrder::Fragments.bytes(Packed::padded_rows(rows), cols)
     }
 }
 
@@ -165,9 +204,10 @@ pub fn e4m3_index(row: u32, col: u32, rows: u32) -> usize {
     (u64::from(col / 128) * u64::from(rows) + u64::from(row)) as usize * 128 + at as usize
 }
 
-/// Returns the place of row `row`'s scale among `rows` rows of `cols` columns in [`PackedOrder::E4m3`], in bytes.
-pub fn e4m3_scale_at(row: u32, cols: u32, rows: u32) -> u64 {
-    u64::from(rows) * u64::from(cols) + u64::from(row) * 4
+/// Returns the scale of a row in f16 whose largest number has the absolute value `largest`: the power of two with which its
+/// exponent becomes 14, so that numbers of every size are as exact, and none is beyond f16.
+pub fn half_scale(largest: f32) -> f32 {
+    f32::from_bits(((largest.to_bits() >> 23).clamp(16, 254) - 14) << 23)
 }
 
 /// Returns the scale of a row in [`PackedOrder::E4m3`] whose largest number has the absolute value `largest`: the smallest
@@ -182,7 +222,7 @@ pub fn e4m3_scale(largest: f32) -> f32 {
 /// RMSNorm with the given weight (`[packed.cols]`) and epsilon.
 ///
 /// # Panics
-/// If the target's format is f32: fragments consist of 16-bit numbers.
+/// If the order does not have so many columns.
 pub fn pack_rows(
     label: String,
     x: Activations,
@@ -233,10 +273,10 @@ fn packing(
         Rows::Sorted(_) => rows / 2,
         _ => Packed::padded_rows(rows) / 2,
     };
-    let whole = packed.order == PackedOrder::Fragments || packed.cols.is_multiple_of(packed.order.block_cols());
+    let whole = !packed.order.is_of_wgmma() || packed.cols.is_multiple_of(packed.order.block_cols());
     assert!(whole, "{packed:?} cannot be packed");
     // The orders of `wgmma` have more work for each word, and only devices with it use them, which run such workgroups.
-    let most = if packed.order == PackedOrder::Fragments { 256 } else { 512 };
+    let most = if packed.order.is_of_wgmma() { 512 } else { 256 };
     let threads = (chunks * 8).next_power_of_two().clamp(32, most);
     let (weight, epsilon) = norm.unwrap_or((none, 0.0));
     let args = PackRowsArgs {
@@ -253,12 +293,12 @@ fn packing(
         epsilon,
     };
     Call {
-        kernel: match (packed.format, packed.order) {
-            (Format::Bf16, PackedOrder::Fragments) => "pack_rows.bf16",
-            (Format::Bf16, PackedOrder::Swizzled) => "pack_rows.bf16.swizzled",
-            (Format::F16, PackedOrder::Fragments) => "pack_rows.f16",
-            (_, PackedOrder::E4m3) => "pack_rows.e4m3",
-            _ => panic!("rows are not packed as {packed:?}"),
+        kernel: match packed.order {
+            PackedOrder::Fragments => "pack_rows.bf16",
+            PackedOrder::Swizzled => "pack_rows.bf16.swizzled",
+            PackedOrder::HalfFragments => "pack_rows.f16",
+            PackedOrder::HalfSwizzled => "pack_rows.f16.swizzled",
+            PackedOrder::E4m3 => "pack_rows.e4m3",
         },
         label,
         constants: PackRowsConstants { threads, norm: u32::from(norm.is_some()), rows: used, each, tile }.into_values(),
@@ -334,7 +374,7 @@ pub struct Tiled {
     pub label: String,
     /// The weight matrix W, packed as [`crate::memory::pack::Layout::Fragments`].
     pub weight: Matrix,
-    /// The input x, with the columns and the format of W.
+    /// The input x, with the columns of W.
     pub x: Packed,
     /// The bias that is added to the product.
     pub bias: Option<Range>,
@@ -348,8 +388,8 @@ impl Tiled {
     /// Returns the call for at most `rows` rows of x; the chunk descriptor `count` holds the number of rows in use.
     ///
     /// # Panics
-    /// If the formats differ or are f32, x has other columns than W, or y is packed without SwiGLU or with other
-    /// columns than the product's: bugs of the caller.
+    /// If x has another format or other columns than W, or y is packed without SwiGLU, in f16 or with other columns than the
+    /// product's: bugs of the caller.
     pub fn call(&self, tile: Tile, rows: u32, count: Range) -> Call {
         self.for_rows(tile, rows, Some(count), None)
     }
@@ -369,13 +409,15 @@ impl Tiled {
 
     fn for_rows(&self, tile: Tile, rows: u32, count: Option<Range>, sorted: Option<&Sorted>) -> Call {
         let Matrix { range: weight, format, rows: n, cols } = self.weight;
-        let x = (self.x.format, self.x.cols, self.x.order);
-        assert_eq!(x, (format, cols, PackedOrder::Fragments), "x of \"{}\"", self.label);
+        let x = (self.x.order.format(), self.x.cols, self.x.order.is_of_wgmma());
+        assert_eq!(x, (format, cols, false), "x of \"{}\"", self.label);
+        let padded = if sorted.is_some() { rows } else { Packed::padded_rows(rows) };
         let (y, y_stride, packed) = match self.y {
             Output::Rows(y) => (y.range, y.stride, 0),
             Output::Packed(y) => {
-                let made = (self.epilogue.halves(), y.format, y.cols, y.order);
-                assert_eq!(made, (true, format, n / 2, PackedOrder::Fragments), "packed y of \"{}\"", self.label);
+                let made = (self.epilogue.halves(), y.cols, self.x.order, y.order);
+                let bfloat = PackedOrder::Fragments;
+                assert_eq!(made, (true, n / 2, bfloat, bfloat), "packed y of \"{}\"", self.label);
                 (y.range.part(0, Packed::bytes(rows, y.cols)), 0, 1)
             }
         };
@@ -394,12 +436,13 @@ impl Tiled {
         };
         let args = TiledArgs {
             weight,
-            x: self.x.range.part(0, Packed::bytes(rows, cols)),
+            x: self.x.used(padded),
             bias: self.bias.unwrap_or(weight.none()),
             y,
             count: count.unwrap_or(weight.none()),
             tiles: sorted.map_or(weight.none(), |s| s.tiles),
             slots: sorted.map_or(weight.none(), |s| s.slots),
+            scales: self.x.scales(padded),
             y_stride,
         };
         Call {
@@ -426,12 +469,14 @@ pub(crate) fn reference_pack_rows(call: &Call, memory: &mut HostMemory) {
     let a = PackRowsArgs::from_args(&call.args);
     let c = PackRowsConstants::from_values(&call.constants);
     let used = if c.rows == 0 && c.each == 0 { memory.u32(a.count, 2) } else { c.rows };
-    let (order, format) = match call.kernel {
-        "pack_rows.e4m3" => (PackedOrder::E4m3, Format::Bf16),
-        swizzled if swizzled.ends_with(".swizzled") => (PackedOrder::Swizzled, format_of(call.kernel, 0)),
-        _ => (PackedOrder::Fragments, format_of(call.kernel, 0)),
+    let order = match call.kernel {
+        "pack_rows.e4m3" => PackedOrder::E4m3,
+        "pack_rows.f16" => PackedOrder::HalfFragments,
+        "pack_rows.f16.swizzled" => PackedOrder::HalfSwizzled,
+        "pack_rows.bf16.swizzled" => PackedOrder::Swizzled,
+        _ => PackedOrder::Fragments,
     };
-    let packed = Packed { range: a.packed, format, cols: a.chunks * FRAGMENT_COLS, order };
+    let packed = Packed { range: a.packed, cols: a.chunks * FRAGMENT_COLS, order };
     for row in 0..a.pairs * 2 {
         let from = match c.each {
             0 => (row < used).then_some(row),
@@ -464,7 +509,7 @@ pub(crate) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
     let mut weights = if c.experts == 0 { weights_from(memory, 0) } else { Vec::new() };
     let mut expert_row = 0;
     let part = ExpertPart { first: c.first_expert, count: c.part_experts };
-    let y_rows = Packed { range: a.y, format, cols: c.n / 2, order: PackedOrder::Fragments };
+    let y_rows = Packed { range: a.y, cols: c.n / 2, order: PackedOrder::Fragments };
     for row in 0..used {
         let mut to = row;
         if c.experts == 1 {
@@ -481,8 +526,9 @@ pub(crate) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
                 continue;
             }
         }
-        let x: Vec<f64> =
-            (0..c.k).map(|col| f64::from(memory.weight(format, a.x, token_index(row, col, c.k) as u32))).collect();
+        let scale = if format == Format::F16 { memory.f32(a.scales, row) } else { 1.0 };
+        let number = |col| f64::from(memory.weight(format, a.x, token_index(row, col, c.k) as u32) * scale);
+        let x: Vec<f64> = (0..c.k).map(number).collect();
         let v: Vec<f64> = (0..c.n)
             .zip(weights.chunks_exact(c.k as usize))
             .map(|(r, w)| {
@@ -508,16 +554,16 @@ pub(crate) fn reference_tiled(call: &Call, memory: &mut HostMemory) {
 fn set_row(memory: &mut HostMemory, packed: Packed, (row, padded_rows): (u32, u32), values: &[f64]) {
     let cols = packed.cols.next_multiple_of(FRAGMENT_COLS);
     let mut scale = 1.0;
-    if packed.order == PackedOrder::E4m3 {
-        scale = e4m3_scale(values.iter().fold(0f32, |most, value| most.max(value.abs() as f32)));
-        let at = e4m3_scale_at(row, cols, padded_rows) / 4;
-        memory.set_u32(packed.range, at as u32, scale.to_bits());
+    if packed.order.has_scales() {
+        let largest = values.iter().fold(0f32, |most, value| most.max(value.abs() as f32));
+        scale = if packed.order == PackedOrder::E4m3 { e4m3_scale(largest) } else { half_scale(largest) };
+        memory.set_u32(packed.scales(padded_rows), row, scale.to_bits());
     }
     for col in 0..cols {
         let value = values.get(col as usize).copied().unwrap_or(0.0);
         let at = match packed.order {
-            PackedOrder::Fragments => token_index(row, col, cols),
-            PackedOrder::Swizzled => swizzled_index(row, col, padded_rows),
+            PackedOrder::Fragments | PackedOrder::HalfFragments => token_index(row, col, cols),
+            PackedOrder::Swizzled | PackedOrder::HalfSwizzled => swizzled_index(row, col, padded_rows),
             PackedOrder::E4m3 => {
                 let number = value as f32 / scale;
                 let code = if number.is_infinite() { 0x7f } else { number::to_e4m3(number) };
@@ -525,7 +571,7 @@ fn set_row(memory: &mut HostMemory, packed: Packed, (row, padded_rows): (u32, u3
                 continue;
             }
         };
-        memory.set_number(packed.format, packed.range, at as u32, value as f32);
+        memory.set_number(packed.order.format(), packed.range, at as u32, value as f32 / scale);
     }
 }
 
@@ -557,7 +603,7 @@ mod tests {
             (0..rows).flat_map(|row| (0..cols).map(move |col| e4m3_index(row, col, rows))).collect();
         places.sort_unstable();
         assert_eq!(places, (0..(rows * cols) as usize).collect::<Vec<_>>());
-        assert_eq!(e4m3_scale_at(0, cols, rows), u64::from(rows * cols));
+        assert_eq!(PackedOrder::E4m3.scales_at(rows, cols), u64::from(rows * cols));
     }
 
     #[test]
@@ -569,6 +615,14 @@ mod tests {
         }
         assert_eq!([0.0, 1e-38].map(e4m3_scale), [2f32.powi(-100); 2]);
         assert!(e4m3_scale(f32::MAX).is_finite());
+    }
+
+    #[test]
+    fn the_largest_number_of_a_row_in_f16_has_an_exponent_of_14() {
+        for (largest, scale) in [(1.0, -14), (1.99, -14), (65_504.0, 1), (1e6, 5), (1e-6, -34), (0.0, -125)] {
+            assert_eq!(half_scale(largest), 2f32.powi(scale), "{largest}");
+        }
+        assert!(half_scale(f32::INFINITY).is_finite());
     }
 
     #[test]

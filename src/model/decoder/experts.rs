@@ -285,13 +285,15 @@ impl Decoder<'_> {
         // The shared expert's products read the same rows.
         assert!(mlp.shared.is_none() || router_norm == mlp.norm.0, "a shared expert has the router's norm");
         // The router's rows are also those of the shared expert, both of whose products must take them.
-        let swizzled = |name: &str| self.wgmma_serves(shape, &block.name(name), wgmma::serves);
-        let shared_swizzled = |(gate_up, _): (Matrix, Matrix)| {
-            swizzled("shared.gate_up") && swizzled("shared.down") && wgmma::packs(gate_up.rows)
-        };
-        let order = match swizzled("router") && mlp.shared.is_none_or(shared_swizzled) {
-            true => PackedOrder::Swizzled,
-            false => PackedOrder::Fragments,
+        let names = ["router", "shared.gate_up", "shared.down"].map(|name| block.name(name));
+        let names = &names[..if mlp.shared.is_some() { 3 } else { 1 }];
+        let orders: Vec<PackedOrder> = names.iter().map(|name| self.packed_order(shape, name)).collect();
+        let halves = |order: &PackedOrder| order.format() == Format::F16;
+        let swizzled = names.iter().all(|name| self.wgmma_serves(shape, name, wgmma::serves));
+        let order = match swizzled && mlp.shared.is_none_or(|(gate_up, _)| wgmma::packs(gate_up.rows)) {
+            _ if halves(&orders[0]) && orders.iter().all(|order| *order == orders[0]) => orders[0],
+            true if !orders.iter().any(halves) => PackedOrder::Swizzled,
+            _ => PackedOrder::Fragments,
         };
         let (label, norm) = (block.name("router_pack"), Some(router_norm));
         let packed = self.pack(r, shape, step, Unpacked { label, x: step.x, cols: c.hidden, norm, order });
@@ -303,7 +305,8 @@ impl Decoder<'_> {
         let many = rows * experts.chosen / experts.count >= self.tuning.wgmma_each;
         let formats = [&mlp.gate_up, &mlp.down].map(|stacks| stacks[0].matrix.format);
         // The programs of `wgmma` read one matrix of all experts.
-        let wgmma = (self.tuning.ptx && many && mlp.is_whole())
+        let fills = !formats.contains(&Format::F16) || rows >= self.tuning.half_rows;
+        let wgmma = (self.tuning.ptx && many && fills && mlp.is_whole())
             .then(|| {
                 let (processors, fp8) =
                     (self.tuning.processors, self.tuning.fp8_activations && rows >= self.tuning.e4m3_rows);
@@ -316,8 +319,7 @@ impl Decoder<'_> {
         });
         let sorted = Self::sorted(r, mlp, used, choices, tile);
         let mut packed_rows = |name: &str, cols: u32| Packed {
-            range: r.buffer(name, sorted.packed_bytes(cols)),
-            format: Format::Bf16,
+            range: r.buffer(&Self::rows_name(name, how.order()), sorted.packed_bytes(how.order(), cols)),
             cols,
             order: how.order(),
         };
@@ -343,12 +345,22 @@ impl Decoder<'_> {
             r.call(mlp.sorted_down(stack, middle, parts, &sorted, how));
         }
         let shared = experts.shared_inner.map(|inner| {
-            let hidden = Packed { order, ..Self::packed(r, "shared.packed", rows, inner) };
             let output = Self::activations(r, "shared.output", rows, c.hidden);
             let (gate_up, down) = (block.name("shared.gate_up"), block.name("shared.down"));
-            let y = Output::Packed(hidden);
-            let operands = Operands { weight: &gate_up, x: packed, y, epilogue: self.gated() };
-            self.tiled(r, shape, step, operands, Fold::None);
+            let first = |y: Output| Operands { weight: &gate_up, x: packed, y, epilogue: self.gated() };
+            let hidden = match order.is_written_by_products() {
+                true => {
+                    let hidden = Packed { order, ..Self::packed(r, "shared.packed", rows, inner) };
+                    self.tiled(r, shape, step, first(Output::Packed(hidden)), Fold::None);
+                    hidden
+                }
+                false => {
+                    let x = Self::activations(r, "shared.hidden", rows, inner);
+                    self.tiled(r, shape, step, first(Output::Rows(x)), Fold::None);
+                    let label = block.name("shared.down_pack");
+                    self.pack(r, shape, step, Unpacked { label, x, cols: inner, norm: None, order })
+                }
+            };
             let y = Output::Rows(output);
             let operands = Operands { weight: &down, x: hidden, y, epilogue: Epilogue::Store };
             self.tiled(r, shape, step, operands, Fold::None);

@@ -46,7 +46,7 @@ impl Decoder<'_> {
         let packs = match order {
             PackedOrder::Fragments => true,
             PackedOrder::Swizzled => wgmma::packs(2 * block.inner),
-            PackedOrder::E4m3 => false,
+            PackedOrder::HalfFragments | PackedOrder::HalfSwizzled | PackedOrder::E4m3 => false,
         };
         let whole = whole && order == next_order && packs;
         let hidden = if whole {

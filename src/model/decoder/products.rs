@@ -4,7 +4,7 @@
 //! Not here: which weights a layer has.
 
 use super::{Decoder, Part, Step, StepShape, floats_from, outputs_from, outputs_of};
-use crate::kernels::codes_word;
+use crate::kernels::format_word;
 use crate::kernels::gemm::codes::{CodesConfig, Columns};
 use crate::kernels::gemm::gemv_dots::{self, DotsConfig};
 use crate::kernels::gemm::matmul::{self, Blocked, MatmulConfig, MatmulRows, Scratch};
@@ -551,23 +551,24 @@ impl Decoder<'_> {
                     packed => packed,
                 },
             };
+            let tiles = rows > MOST_PANEL_ROWS || product.x.order == PackedOrder::HalfFragments;
             let batch_tile = self.batch_tile(&weight, rows, fold);
             let count = matches!(shape, StepShape::Prefill { .. }).then_some(step.chunk);
             let call = match (shape, batch_tile) {
-                _ if product.x.order != PackedOrder::Fragments => {
+                _ if product.x.order.is_of_wgmma() => {
                     let processors = self.tuning.processors;
                     let e4m3 = product.x.order == PackedOrder::E4m3;
                     let tile = self.tuning.wgmma.get(&(weight.rows, weight.cols));
                     let size = (weight.rows, weight.cols);
                     let folds = !matches!(fold, Fold::None);
                     let tile = tile.filter(|tile| tile.splits <= wgmma::most_splits(weight.cols, weight.format));
-                    let tile = tile.and_then(|tile| tile.for_codes(codes_word(weight.format), e4m3, folds));
+                    let tile = tile.and_then(|tile| tile.for_format(format_word(weight.format), e4m3, folds));
                     let chosen = || wgmma::choose(rows, size, processors, (weight.format, e4m3), folds);
                     let tile = tile.unwrap_or_else(chosen);
                     let shares = Shares::declare(recording, tile, rows, weight.rows);
                     wgmma::wgmma(&product, tile, (rows, count), WgmmaOptions { processors, shares, fold })
                 }
-                (StepShape::Prefill { .. }, _) if rows > MOST_PANEL_ROWS && weight.format == Format::Bf16 => {
+                (StepShape::Prefill { .. }, _) if tiles && weight.format == product.x.order.format() => {
                     let tile = match matrices {
                         Matrices::Cooperative => tiled::choose(rows, weight.rows, self.tuning.processors),
                         Matrices::Emulated => Tile::Plain,
@@ -588,11 +589,21 @@ impl Decoder<'_> {
     /// Returns the order in which the product of a step with this weight takes its rows, if it takes packed rows.
     pub(super) fn packed_order(&self, shape: StepShape, name: &str) -> PackedOrder {
         let rounds = self.tuning.fp8_activations && shape.rows() >= self.tuning.e4m3_rows;
+        let halves = self.takes_halves(shape, name);
         match (self.wgmma_serves(shape, name, wgmma::serves), rounds) {
             (true, true) if self.wgmma_serves(shape, name, wgmma::serves_e4m3) => PackedOrder::E4m3,
+            (true, _) if halves => PackedOrder::HalfSwizzled,
             (true, _) => PackedOrder::Swizzled,
+            (false, _) if halves && matches!(shape, StepShape::Prefill { .. }) => PackedOrder::HalfFragments,
             (false, _) => PackedOrder::Fragments,
         }
+    }
+
+    /// Whether the product of a step with this weight may take rows in f16: the weight is f16, and there are so many rows that a
+    /// stage of their own, which finds their scales, pays. Other products with f16 take rows in bfloat16 (`panel`).
+    pub(super) fn takes_halves(&self, shape: StepShape, name: &str) -> bool {
+        let half = |w: &WeightSpec| self.packed_format(w) == Format::F16 && w.order.is_none();
+        shape.rows() >= self.tuning.half_rows && self.weights.iter().filter(|w| w.merged == name).all(half)
     }
 
     /// Whether `wgmma` computes the product of a step with this weight, if it takes packed rows, where it serves a matrix of
@@ -610,7 +621,9 @@ impl Decoder<'_> {
         };
         let coded = self.config.hidden > NARROW && parts().any(|w| self.packed_format(w).codes().is_some());
         let least = if coded { self.tuning.wgmma_code_rows } else { self.tuning.wgmma_rows };
-        self.tuning.ptx && shape.rows() >= least && parts().all(whole)
+        let any_half = || parts().any(|w| self.packed_format(w) == Format::F16);
+        let halves = || !any_half() || self.takes_halves(shape, name);
+        self.tuning.ptx && shape.rows() >= least && parts().all(whole) && halves()
     }
 
     /// Whether the products of packed rows of a step of this shape expand codes to bfloat16 first, unless `wgmma` serves
@@ -628,18 +641,28 @@ impl Decoder<'_> {
     /// Records the packing of rows for the next products.
     pub(super) fn pack(&self, recording: &mut Recording, shape: StepShape, step: &Step, rows: Unpacked) -> Packed {
         let Unpacked { label, x, cols, norm, order } = rows;
-        // What such rows leave in the buffer would not be numbers of 16 bits to rows of smaller steps, which are not written.
-        let name = if order == PackedOrder::E4m3 { "packed.e4m3" } else { "packed" };
-        let packed = Packed { order, ..Self::packed(recording, &format!("{name}.{cols}"), shape.rows(), cols) };
+        let bytes = order.bytes(Packed::padded_rows(shape.rows()), cols).max(Packed::bytes(shape.rows(), cols));
+        let range = recording.buffer(&format!("{}.{cols}", Self::rows_name("packed", order)), bytes);
+        let packed = Packed { range, cols, order };
         let norm = norm.map(|norm| (norm, self.config.rms_eps));
         let count = matches!(shape, StepShape::Prefill { .. }).then_some(step.chunk);
         recording.call(tiled::pack_rows(label, x, norm, packed, shape.rows(), count));
         packed
     }
 
+    /// Returns the name of a buffer of rows in this order. What rows in other formats leave in the buffer would not be numbers
+    /// in bfloat16 to rows of smaller steps, which are not written.
+    pub(super) fn rows_name(name: &str, order: PackedOrder) -> String {
+        match order {
+            PackedOrder::Fragments | PackedOrder::Swizzled => name.to_owned(),
+            PackedOrder::HalfFragments | PackedOrder::HalfSwizzled => format!("{name}.f16"),
+            PackedOrder::E4m3 => format!("{name}.e4m3"),
+        }
+    }
+
     pub(super) fn packed(recording: &mut Recording, name: &str, rows: u32, cols: u32) -> Packed {
         let range = recording.buffer(name, Packed::bytes(rows, cols));
-        Packed { range, format: Format::Bf16, cols, order: PackedOrder::Fragments }
+        Packed { range, cols, order: PackedOrder::Fragments }
     }
 
     /// Returns the buffers of unscaled rows if the products of a decode step fold the norms between them, otherwise

@@ -122,6 +122,9 @@ pub struct Tuning {
     /// The minimum number of rows that are rounded to e4m3. With fewer, products wait for the weights, and rows that are not
     /// rounded need no stage for it.
     pub e4m3_rows: u32,
+    /// The minimum number of rows that are packed in f16 for products with weights in f16, of `wgmma` and of `tiled`; with
+    /// fewer, likewise, `panel` multiplies rows in bfloat16 with them.
+    pub half_rows: u32,
     /// The minimum number of rows for each expert, on average, for `wgmma` with rows sorted by expert.
     pub wgmma_each: u32,
     /// The tiles of `wgmma`, by rows and columns of W. Overrides the default rule.
@@ -331,6 +334,7 @@ impl Tuning {
             "prompts" if value.is_power_of_two() && value <= SHARING_PROMPTS => &mut self.prompts,
             "wgmma_rows" => &mut self.wgmma_rows,
             "e4m3_rows" => &mut self.e4m3_rows,
+            "half_rows" => &mut self.half_rows,
             "wgmma_code_rows" => &mut self.wgmma_code_rows,
             "wgmma_each" => &mut self.wgmma_each,
             "broken_ptx" => &mut self.broken_ptx,

@@ -1,6 +1,7 @@
 //! `wgmma`, the GEMM of many rows on the matrix units of NVIDIA's compute capability 9.0, which only PTX reaches: products
 //! of a fragment-packed weight matrix with packed rows in [`PackedOrder::Swizzled`], also of the experts of sorted rows
-//! (grouped GEMM), and of a matrix in e4m3 with rows in [`PackedOrder::E4m3`]. Its program is a text that [`text`](mod@text)
+//! (grouped GEMM), of a matrix in f16 with rows in [`PackedOrder::HalfSwizzled`], and of a matrix in e4m3 with rows in
+//! [`PackedOrder::E4m3`]. Its program is a text that [`text`](mod@text)
 //! makes for the constants of a call. Not here: other devices (`tiled`, `panel`).
 
 pub mod probe;
@@ -10,15 +11,13 @@ pub use text::{WgmmaTile, WgmmaVariant};
 
 use super::Format;
 use crate::kernels::gemm::panel::Fold;
-use crate::kernels::gemm::tiled::{
-    E4M3_COLS, Output, Packed, PackedOrder, SWIZZLED_COLS, Tiled, e4m3_scale_at, swizzled_index,
-};
+use crate::kernels::gemm::tiled::{E4M3_COLS, Output, Packed, PackedOrder, SWIZZLED_COLS, Tiled, swizzled_index};
 use crate::kernels::gemm::{self, Epilogue};
 use crate::kernels::host_memory::{HostMemory, PackedMatrix};
 use crate::kernels::moe::{ExpertPart, NOBODY, Sorted};
 use crate::kernels::recording::{Access, Arg, Call, Range, Recording};
 use crate::kernels::shaders::WGMMA;
-use crate::kernels::{codes_of, codes_word};
+use crate::kernels::{format_of_word, format_word};
 use crate::memory::pack::codes::unit_cols;
 use crate::quant::number::Number;
 
@@ -35,13 +34,21 @@ pub fn variant_of(constants: &[u32]) -> WgmmaVariant {
 
 /// Whether the kernel multiplies with a weight matrix of `n` rows and `k` columns.
 pub fn serves(format: Format, n: u32, k: u32) -> bool {
-    let reads = matches!(format, Format::Bf16 | Format::Codes(_));
-    reads && n.is_multiple_of(16) && k.is_multiple_of(SWIZZLED_COLS)
+    format != Format::F32 && n.is_multiple_of(16) && k.is_multiple_of(SWIZZLED_COLS)
 }
 
 /// Whether the kernel multiplies rows in e4m3 ([`PackedOrder::E4m3`]) with a weight matrix of `n` rows and `k` columns.
 pub fn serves_e4m3(format: Format, n: u32, k: u32) -> bool {
     serves(format, n, k) && format.codes().is_some_and(text::multiplies_e4m3) && k.is_multiple_of(E4M3_COLS)
+}
+
+/// Returns the order of the rows that are multiplied with weights in a format; `e4m3`: those in e4m3.
+pub fn order_of(format: Format, e4m3: bool) -> PackedOrder {
+    match (format, e4m3) {
+        (_, true) => PackedOrder::E4m3,
+        (Format::F16, false) => PackedOrder::HalfSwizzled,
+        (_, false) => PackedOrder::Swizzled,
+    }
 }
 
 /// Whether a call multiplies rows in e4m3.
@@ -143,7 +150,7 @@ pub fn choose(
         tile.tokens <= rows.next_multiple_of(64) && (tile.splits == 1 || shared)
     };
     let tiles = CHOSEN.into_iter().flat_map(|tile| (1..=MOST_SPLITS).map(move |splits| WgmmaTile { splits, ..tile }));
-    let tiles = tiles.filter_map(|tile| tile.for_codes(codes_word(format), e4m3, folds));
+    let tiles = tiles.filter_map(|tile| tile.for_format(format_word(format), e4m3, folds));
     tiles.filter(fits).min_by_key(cost).expect("the smallest tile fits every format and number of rows")
 }
 
@@ -196,7 +203,7 @@ pub fn choose_sorted(
         tiles.div_ceil(u64::from(processors.max(1))) * cycles(*tile, tile.tokens, format, e4m3)
     };
     let tiles = CHOSEN.into_iter().filter(|tile| tokens.is_none_or(|tokens| tile.tokens == tokens));
-    let tiles = tiles.filter_map(|tile| tile.for_codes(codes_word(format), e4m3, false));
+    let tiles = tiles.filter_map(|tile| tile.for_format(format_word(format), e4m3, false));
     tiles.min_by_key(cost).expect("the smallest tile of any number of rows fits every format")
 }
 
@@ -253,8 +260,8 @@ fn call(product: &Tiled, tile: WgmmaTile, of: Rows<'_>, options: WgmmaOptions) -
     let e4m3 = product.x.order == PackedOrder::E4m3;
     let served = if e4m3 { serves_e4m3 } else { serves };
     assert!(served(product.weight.format, n, k), "{n} × {k} of \"{label}\"");
-    assert_ne!(product.x.order, PackedOrder::Fragments, "x of \"{label}\"");
-    assert_eq!(product.x.cols, k, "x of \"{label}\"");
+    let order = order_of(product.weight.format, e4m3);
+    assert_eq!((product.x.order, product.x.cols), (order, k), "x of \"{label}\"");
     let (rows, count, padded) = match of {
         Rows::Counted(rows, count) => (rows, count, Packed::padded_rows(rows)),
         Rows::Sorted(sorted) => (sorted.slot_count(), None, sorted.slot_count()),
@@ -287,7 +294,7 @@ fn call(product: &Tiled, tile: WgmmaTile, of: Rows<'_>, options: WgmmaOptions) -
         epilogue: product.epilogue.code(),
         bias: product.bias.is_some(),
         packed: matches!(product.y, Output::Packed(_)),
-        codes: codes_word(product.weight.format),
+        codes: format_word(product.weight.format),
         experts: sorted.is_some(),
         e4m3,
         fold,
@@ -325,10 +332,11 @@ fn call(product: &Tiled, tile: WgmmaTile, of: Rows<'_>, options: WgmmaOptions) -
 fn row_of(memory: &HostMemory, packed: Packed, row: u32, rows: u32) -> Vec<f64> {
     let index = |col: u32| packed.order.index(row, col, rows) as u32;
     let cols = 0..packed.cols;
+    let scale = if packed.order.has_scales() { memory.f32(packed.scales(rows), row) } else { 1.0 };
     if packed.order != PackedOrder::E4m3 {
-        return cols.map(|col| f64::from(memory.weight(packed.format, packed.range, index(col)))).collect();
+        let number = |col| memory.weight(packed.order.format(), packed.range, index(col)) * scale;
+        return cols.map(|col| f64::from(number(col))).collect();
     }
-    let scale = memory.f32(packed.range, (e4m3_scale_at(row, packed.cols, rows) / 4) as u32);
     let number = |col: u32| Number::E4m3.table()[usize::from(memory.u8(packed.range, index(col)))];
     cols.map(|col| f64::from(number(col)) * f64::from(scale)).collect()
 }
@@ -346,7 +354,7 @@ pub(crate) fn reference_wgmma(call: &Call, memory: &mut HostMemory) {
     let values: Vec<u32> = values.iter().map(|value| value.u32()).collect();
     let &[n, k, rows, x_rows, y_stride, y_rows] = &values[..] else { panic!("arguments of {}", WGMMA.name) };
     let rows = if rows == 0 { memory.u32(count.range(), 2) } else { rows };
-    let format = if variant.codes == 0 { Format::Bf16 } else { Format::Codes(codes_of(variant.codes)) };
+    let format = format_of_word(variant.codes);
     let cols = format.codes().map_or(k, |codes| k.next_multiple_of(unit_cols(codes)));
     let matrix = PackedMatrix { range: weight, format, fragments: true, cols };
     let mut read = (u32::MAX, Vec::new());
@@ -363,8 +371,8 @@ pub(crate) fn reference_wgmma(call: &Call, memory: &mut HostMemory) {
             let element = |i: u32| f64::from(memory.element(&matrix, expert * n + i / k, i % k));
             read = (expert, (0..n * k).map(element).collect());
         }
-        let order = if variant.e4m3 { PackedOrder::E4m3 } else { PackedOrder::Swizzled };
-        let x = row_of(memory, Packed { range: x, format: Format::Bf16, cols: k, order }, row, x_rows);
+        let order = order_of(format, variant.e4m3);
+        let x = row_of(memory, Packed { range: x, cols: k, order }, row, x_rows);
         let factor = match variant.fold {
             1 => {
                 let square = |part: u32| f64::from(memory.f32(squares, part * x_rows + row));

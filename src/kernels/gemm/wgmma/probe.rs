@@ -5,8 +5,8 @@
 //!
 //! Not here: running a probe on a device (`gpu::build`).
 
-use super::{Shares, WgmmaOptions, variant_of, wgmma, wgmma_sorted};
-use crate::kernels::codes_of;
+use super::{Shares, WgmmaOptions, order_of, variant_of, wgmma, wgmma_sorted};
+use crate::kernels::format_of_word;
 use crate::kernels::gemm::panel::{Fold, Unscaled};
 use crate::kernels::gemm::tiled::{Output, Packed, PackedOrder, SWIZZLED_COLS, Tiled, e4m3_scale};
 use crate::kernels::gemm::{Activations, Epilogue, Glu, Matrix};
@@ -18,7 +18,7 @@ use crate::memory::pack::codes::{sample, unit_cols};
 use crate::memory::pack::{Format, Layout};
 use crate::quant::Codes;
 use crate::quant::number::to_e4m3;
-use half::bf16;
+use half::{bf16, f16};
 
 /// The names of the buffers of a probe's results: y, what is made of it for a norm, and the counters of shared tiles.
 pub const RESULTS: [&str; 4] = ["probe.y", "probe.next", "probe.squares", "probe.counters"];
@@ -54,8 +54,9 @@ pub fn probe(constants: &[u32], processors: u32) -> WgmmaProbe {
     // More than a whole tile, in a number that can be packed.
     let n = (tile.weight_rows() + 1).next_multiple_of(2 * SWIZZLED_COLS);
     // More columns than there are stages, the last of which is not full.
-    let stage = if variant.codes == 0 { SWIZZLED_COLS } else { unit_cols(codes_of(variant.codes)) };
-    let k = (tile.stages + 2) * stage - if variant.codes == 0 || variant.e4m3 { 0 } else { SWIZZLED_COLS };
+    let codes = format_of_word(variant.codes).codes();
+    let stage = codes.map_or(SWIZZLED_COLS, unit_cols);
+    let k = (tile.stages + 2) * stage - if codes.is_none() || variant.e4m3 { 0 } else { SWIZZLED_COLS };
     sized(constants, tile.tokens + MORE_ROWS, (n, k), processors)
 }
 
@@ -72,9 +73,25 @@ impl Numbers {
         u32::from(bf16::from_f32(self.next() * scale).to_bits())
     }
 
-    /// Returns pairs of bfloat16 between -`scale` and `scale`.
-    fn pairs(&mut self, bytes: u64, scale: f32) -> Vec<u32> {
-        (0..bytes / 4).map(|_| self.half(scale) | self.half(scale) << 16).collect()
+    /// Returns pairs of numbers in a format between -`scale` and `scale`.
+    fn pairs(&mut self, format: Format, bytes: u64, scale: f32) -> Vec<u32> {
+        let mut half = |scale: f32| match format {
+            Format::F16 => u32::from(f16::from_f32(self.next() * scale).to_bits()),
+            _ => self.half(scale),
+        };
+        (0..bytes / 4).map(|_| half(scale) | half(scale) << 16).collect()
+    }
+
+    /// Returns rows of numbers in 16 bits between -`scale` and `scale`, in f16 of different scales.
+    fn rows(&mut self, order: PackedOrder, rows: u32, cols: u32, scale: f32) -> Vec<u32> {
+        let bytes = order.scales_at(rows, cols);
+        if !order.has_scales() {
+            return self.pairs(order.format(), bytes, scale);
+        }
+        let scaled = |row: u32| scale * 2f32.powi(-14 - (row as i32 % 3));
+        let mut words = self.pairs(order.format(), bytes, 2f32.powi(14));
+        words.extend((0..rows).map(|row| scaled(row).to_bits()));
+        words
     }
 
     /// Returns rows in [`PackedOrder::E4m3`] with numbers between -`scale` and `scale`, of different scales.
@@ -113,27 +130,29 @@ pub fn sized(constants: &[u32], rows: u32, (n, k): (u32, u32), processors: u32) 
         range
     };
     let mut numbers = Numbers(1);
-    let packed = |range, cols| Packed { range, format: Format::Bf16, cols, order: PackedOrder::Swizzled };
+    let packed = |range, cols| Packed { range, cols, order: PackedOrder::Swizzled };
     // The sums are about 1, so that gated outputs are neither all zero nor all linear.
     let size = 3.0 / (k as f32).sqrt();
-    let (format, weights, scale) = match variant.codes {
-        0 => (Format::Bf16, numbers.pairs(u64::from(experts * n) * u64::from(k) * 2, size), 1.0),
-        codes => {
-            let codes = codes_of(codes);
+    let format = format_of_word(variant.codes);
+    let (weights, scale) = match format {
+        Format::Bf16 | Format::F16 | Format::F32 => {
+            (numbers.pairs(format, u64::from(experts * n) * u64::from(k) * 2, size), 1.0)
+        }
+        Format::Codes(codes) => {
             let weights = sample(codes, Layout::Fragments, experts * n, k);
             let mean = mean_square(codes, &weights, k).sqrt();
-            (Format::Codes(codes), weights, (f64::from(size) / mean) as f32)
+            (weights, (f64::from(size) / mean) as f32)
         }
     };
     let weight = buffer("weight", weights);
-    let order = if variant.e4m3 { PackedOrder::E4m3 } else { PackedOrder::Swizzled };
+    let order = order_of(format, variant.e4m3);
     let padded = match variant.experts {
         true => rows,
         false => Packed::padded_rows(rows),
     };
     let x = match variant.e4m3 {
         true => numbers.e4m3(padded, k, scale),
-        false => numbers.pairs(Packed::bytes(rows, k), scale),
+        false => numbers.rows(order, padded, k, scale),
     };
     let x = Packed { order, ..packed(buffer("x", x), k) };
     let bias = variant.bias.then(|| buffer("bias", numbers.floats(experts * n)));
@@ -202,10 +221,10 @@ pub fn sized(constants: &[u32], rows: u32, (n, k): (u32, u32), processors: u32) 
     recording.call(call);
     // Weights of codes are rounded to bfloat16, 2^-9 of themselves. In a gated unit, an operand's error is multiplied by the
     // other one, which may be large. A lane that reads wrong codes makes a row wrong by more than a tenth of its length.
-    let tolerance = match (variant.codes, epilogue.halves()) {
-        (0, _) => (1e-3, f64::INFINITY),
-        (_, false) => (3e-2, 1e-2),
-        (_, true) => (0.3, 2e-2),
+    let tolerance = match (format.codes(), epilogue.halves()) {
+        (None, _) => (1e-3, f64::INFINITY),
+        (Some(_), false) => (3e-2, 1e-2),
+        (Some(_), true) => (0.3, 2e-2),
     };
     WgmmaProbe { recording, memory: HostMemory { buffers: words }, y, normed, counters, rows, cols, tolerance }
 }

@@ -4,10 +4,11 @@
 //! ```text
 //! epilogue   0 store: y = Wx + b. 1 residual: y += Wx + b. 2 and more: a gated linear unit (`Glu::code`): the rows of W
 //!            alternate gate and up; y[N/2] = glu(gate, up)
-//! weight     [N padded to 16][K] bfloat16, `memory::pack::Layout::Fragments`: a block of 16 rows × 64 columns is 2 KiB; or
+//! weight     [N padded to 16][K] bfloat16 or f16, `memory::pack::Layout::Fragments`: a block of 16 rows × 64 columns is 2 KiB; or
 //!            codes with scales (`memory::pack::codes`), of which K is whole units
 //! x          [K / 64][x_rows][64] bfloat16 in the order of `tiled::swizzled_index`: 128 bytes for 64 columns of a row. Or, for
-//!            weights in e4m3, [K / 128][x_rows][128] e4m3 in the order of `tiled::e4m3_index`, then [x_rows] f32, the scales
+//!            weights in e4m3, [K / 128][x_rows][128] e4m3 in the order of `tiled::e4m3_index`, then [x_rows] f32, the scales.
+//!            For weights in f16, f16 in the order for bfloat16, then scales
 //! bias       [N] f32
 //! y          not packed: [rows][y_stride] f32. Packed: like x, [N / 128][y_rows][64] bfloat16, as x of the next product
 //! count      if `rows` is 0, the third word here is the number of rows
@@ -48,7 +49,7 @@
 //! Rows in e4m3 are multiplied with codes in e4m3 as they are, `m64k32`: the 16 bytes of a lane are its registers of 32 columns.
 //! The sums of 128 columns, which have one scale a row of W, are complete before they are multiplied with it and added to the
 //! tile's sums in f32, because the matrix units keep few bits of a sum. At most 128 rows of x are in flight at a
-//! time, while another warpgroup scales its sums. The scales of the rows of x are multiplied at the end.
+//! time, while another warpgroup scales its sums. The scales of the rows of x, also in f16, are multiplied at the end.
 //!
 //! A lane's sums are those of rows 4a + b and 4a + b + 2 (g = 2a + b) for rows 2t and 2t + 1 of each 8 rows of x. It
 //! exchanges half of them with lane `lane ^ 4`, and then has rows 4a .. 4a + 3 of row 2t + b of x: 16 bytes of y, or two
@@ -58,10 +59,11 @@
 //! All waits are bounded; one that is given up ends the program with a trap, which loses the device.
 
 use crate::device::MOST_SHARED_BYTES;
-use crate::kernels::codes_of;
+use crate::kernels::format_of_word;
 use crate::kernels::moe::NOBODY;
 use crate::kernels::ptx::{PtxText, float, line, registers};
 use crate::kernels::shaders::WGMMA;
+use crate::memory::pack::Format;
 use crate::memory::pack::codes::{BLOCK_HEADER, fragment_unit_bytes, unit_cols};
 use crate::quant::number::Number;
 use crate::quant::{Codes, Minimum};
@@ -119,9 +121,9 @@ impl WgmmaTile {
         (self.groups + 1) * 128
     }
 
-    /// Returns the tile with as many stages as it has and as fit with weights of codes (`kernels::codes_word`, or 0), if
+    /// Returns the tile with as many stages as it has and as fit with weights in a format (`kernels::format_word`), if
     /// `e4m3` with rows in e4m3, and if `folds` with a norm that is folded into the product; `None` if two do not fit.
-    pub fn for_codes(self, codes: u32, e4m3: bool, folds: bool) -> Option<WgmmaTile> {
+    pub fn for_format(self, codes: u32, e4m3: bool, folds: bool) -> Option<WgmmaTile> {
         let fits = |stages: &u32| {
             let plain = WgmmaVariant::of(WgmmaTile { stages: *stages, ..self }, codes, e4m3);
             let with = |fold: u32| WgmmaVariant { epilogue: fold - 1, fold, ..plain }.is_possible();
@@ -147,7 +149,7 @@ pub struct WgmmaVariant {
     pub bias: bool,
     /// Whether y is packed; only with a gated linear unit.
     pub packed: bool,
-    /// The format of weights of codes (`kernels::codes_word`); 0 for bfloat16.
+    /// The format of the weights (`kernels::format_word`); 0 for bfloat16.
     pub codes: u32,
     /// Whether each tile of rows has an expert of its own.
     pub experts: bool,
@@ -177,6 +179,7 @@ impl WgmmaVariant {
             && (self.fold == 0 || !self.experts && self.tile.folds())
             && (self.fold != 2 || self.epilogue == 1 && !self.packed)
             && (splits == 1 && self.fold == 0 || !self.e4m3)
+            && (self.fold == 0 && !self.packed || !self.is_half())
             && self.least_registers() <= if self.e4m3 { E4M3_REGISTERS } else { REGISTERS }[groups as usize - 1]
             && (!self.e4m3 || self.format().is_some_and(multiplies_e4m3))
             && self.shared_bytes() <= MOST_SHARED_BYTES
@@ -203,7 +206,17 @@ impl WgmmaVariant {
 
     /// The format of weights of codes.
     fn format(&self) -> Option<Codes> {
-        (self.codes != 0).then(|| codes_of(self.codes))
+        format_of_word(self.codes).codes()
+    }
+
+    /// Whether weights and rows of x are in f16.
+    fn is_half(&self) -> bool {
+        format_of_word(self.codes) == Format::F16
+    }
+
+    /// Whether each row of x has a scale, which [`pack_rows`](crate::kernels::gemm::tiled::pack_rows) alone can give it.
+    fn has_scales(&self) -> bool {
+        self.e4m3 || self.is_half()
     }
 
     /// The number of columns of a stage: a multiple of 64.
@@ -363,7 +376,7 @@ setp.ne.u32 %p0, %thread, 0;
             columns = self.variant.columns(),
             columns_less = self.variant.columns() - 1,
             block_bytes = self.variant.block_bytes(),
-            header = if self.variant.codes != 0 { BLOCK_HEADER } else { 0 },
+            header = if self.variant.format().is_some() { BLOCK_HEADER } else { 0 },
             tokens = tile.tokens,
             tokens_less = tile.tokens - 1,
             weight_rows = tile.weight_rows(),
@@ -457,7 +470,7 @@ div.u32 %end_step, %r0, {splits};
 
     /// Four warps, one thread of each: each copies a quarter of the blocks of 16 rows of W, and the first one the rows of x.
     fn producer(&mut self) {
-        let WgmmaVariant { tile, codes, experts, .. } = self.variant;
+        let WgmmaVariant { tile, experts, .. } = self.variant;
         let (tokens, each) = (tile.tokens, self.variant.block_bytes());
         let (blocks, share) = (tile.weight_rows() / 16, tile.weight_rows() / 64);
         if let Some((few, _)) = self.registers() {
@@ -506,7 +519,7 @@ sub.u32 %r4, %r7, 1;",
                 "cvt.u64.u32 %l2, %r5;
 mad.lo.u64 %from{block}, %l2, %block_bytes, %weight;"
             );
-            if codes != 0 {
+            if self.variant.format().is_some() {
                 line!(self, "add.u64 %from{block}, %from{block}, {BLOCK_HEADER};");
             }
             if tile.splits > 1 {
@@ -933,9 +946,10 @@ add.u64 %l0, %l0, %descriptor;"
                 let w = weights(block, sixteen);
                 let each = tile.tokens / 2;
                 let sums = registers("sum", block * each..(block + 1) * each);
+                let kind = if self.variant.is_half() { "f16" } else { "bf16" };
                 line!(
                     self,
-                    "wgmma.mma_async.sync.aligned.m64n{}k16.f32.bf16.bf16 {{{}}}, {{%w{}, %w{}, %w{}, %w{}}}, %l{sixteen}, {}, 1, 1, 0;",
+                    "wgmma.mma_async.sync.aligned.m64n{}k16.f32.{kind}.{kind} {{{}}}, {{%w{}, %w{}, %w{}, %w{}}}, %l{sixteen}, {}, 1, 1, 0;",
                     tile.tokens,
                     sums,
                     w,
@@ -1146,7 +1160,7 @@ or.b32 %d{pair}, %d{pair}, %r3;"
 
     /// Stores the sums of a tile.
     fn finish(&mut self) {
-        let WgmmaVariant { tile, bias, packed, codes, experts, e4m3, .. } = self.variant;
+        let WgmmaVariant { tile, bias, packed, experts, e4m3, .. } = self.variant;
         line!(
             self,
             "// %t: the lane's row of x among 8; %left: the rows in use from there on.
@@ -1154,14 +1168,16 @@ mad.lo.u32 %r1, %token_tile, {}, %t;
 sub.u32 %left, %rows, %r1;",
             tile.tokens
         );
-        if e4m3 {
+        if self.variant.has_scales() {
             line!(
                 self,
                 "// The scale of the lane's first row of x, behind the rows.
 mul.wide.u32 %l0, %x_rows, %k;
+shl.b64 %l0, %l0, {};
 mul.wide.u32 %l1, %r1, 4;
 add.u64 %l0, %l0, %l1;
-add.u64 %x_scales, %x, %l0;"
+add.u64 %x_scales, %x, %l0;",
+                u32::from(!e4m3)
             );
         }
         match self.variant.fold {
@@ -1187,7 +1203,7 @@ setp.ge.u32 %p0, %row, %n;
                 true => line!(self, "mad.lo.u32 %r1, %expert, %n, %row;"),
                 false => line!(self, "mov.u32 %r1, %row;"),
             }
-            if codes != 0 {
+            if self.variant.format().is_some() {
                 line!(
                     self,
                     "shr.u32 %r2, %r1, 4;
@@ -1239,21 +1255,23 @@ selp.f32 %v3, %f3, %f1, %odd;",
             s + 3,
             s + 2
         );
-        if self.variant.codes != 0 {
+        if self.variant.format().is_some() {
             (0..4).for_each(|i| line!(self, "mul.f32 %v{i}, %v{i}, %c{i};"));
         }
-        if self.variant.e4m3 {
-            // The row of x may be beyond the last one. A weight's scale counts in 2^-8 (`memory::pack::codes`).
+        if self.variant.has_scales() {
+            // The row of x may be beyond the last one.
             line!(
                 self,
                 "setp.gt.s32 %p2, %left, {};
 mov.f32 %f4, 0f00000000;
-@%p2 ld.global.nc.f32 %f4, [%x_scales+{}];
-mul.f32 %f4, %f4, {};",
+@%p2 ld.global.nc.f32 %f4, [%x_scales+{}];",
                 eight * 8,
-                eight * 32,
-                float(2f32.powi(-8))
+                eight * 32
             );
+            // A weight's scale counts in 2^-8 (`memory::pack::codes`).
+            if self.variant.e4m3 {
+                line!(self, "mul.f32 %f4, %f4, {};", float(2f32.powi(-8)));
+            }
             (0..4).for_each(|i| line!(self, "mul.f32 %v{i}, %v{i}, %f4;"));
         }
         if self.variant.fold == 1 {

@@ -204,6 +204,9 @@ impl Checkpoint {
         if let Some(config) = &mut config {
             // A model that draws no tokens has no use for a head, and is often published without one.
             config.tied = !headers.has_head() && (config.tied || !config.causal);
+            if let Some(dtype) = headers.dtype_of("model.embed_tokens.weight") {
+                config.default_dtype(dtype);
+            }
         }
         let weights = match &config {
             Some(config) => weights::build(config, &headers, &mut problems),

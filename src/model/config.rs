@@ -535,6 +535,15 @@ impl ModelConfig {
         }
     }
 
+    /// Takes an element type, that of the embedding, for the one that config.json does not name: factors of embeddings
+    /// are rounded to it.
+    pub fn default_dtype(&mut self, dtype: Dtype) {
+        if self.dtype.is_none() {
+            self.dtype = Some(dtype);
+            read::round_embedding_scales(self);
+        }
+    }
+
     /// Returns the attention of a layer.
     pub fn attention(&self, layer: u32) -> &Attention {
         &self.attention_kinds[self.attention_of[layer as usize]]

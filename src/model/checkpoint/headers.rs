@@ -78,7 +78,6 @@ impl Headers {
         }
     }
 
-    /// Returns the headers of a GGUF model, under the names that its tensors have in Hugging Face checkpoints.
     /// Returns headers of tensors of which only the shapes are known, as if a file had them in f32.
     pub(super) fn of_shapes(tensors: impl Iterator<Item = (String, Vec<u64>)>) -> Headers {
         let file = CheckpointFile { path: Path::new("").into(), bytes: 0, stamp: Stamp::default() };
@@ -90,6 +89,7 @@ impl Headers {
         Headers { files: vec![file], tensors: tensors.collect(), ..Headers::default() }
     }
 
+    /// Returns the headers of a GGUF model, under the names that its tensors have in Hugging Face checkpoints.
     pub(super) fn of_gguf(gguf: Gguf, stamps: Vec<Stamp>) -> Headers {
         let parts = &gguf.parts;
         let files = parts.files.iter().zip(stamps).map(|(part, stamp)| CheckpointFile {
@@ -278,6 +278,11 @@ impl Headers {
         const HEAD: &str = "lm_head.weight";
         let found = |name: &str| self.find(name).is_some();
         !self.is_gguf() && (found(HEAD) || Names::new(HEAD).codes().iter().any(|name| found(name)))
+    }
+
+    /// Returns the element type of a tensor of numbers; `None` for another tensor, or if there is none.
+    pub(super) fn dtype_of(&self, name: &str) -> Option<Dtype> {
+        self.find(name).and_then(|(_, info)| info.dtype.parse().ok())
     }
 
     /// Returns where a tensor's data is.

@@ -247,11 +247,10 @@ pub(super) fn read(
             })
         }
     };
-    let embedding_scale = match (facts.embedding_scale, hidden) {
-        (EmbeddingScale::One, _) | (EmbeddingScale::RootOfHidden, None) => 1.0,
-        // The factor is rounded like the embeddings themselves.
-        (EmbeddingScale::RootOfHidden, Some(hidden)) => rounded(f64::from(hidden).sqrt() as f32, dtype),
-        (EmbeddingScale::Key(key), _) => reader.positive(key, Some(1.0)).unwrap_or(1.0) as f32,
+    let embedding_scale = match facts.embedding_scale {
+        EmbeddingScale::One => 1.0,
+        EmbeddingScale::RootOfHidden => hidden.map_or(1.0, |hidden| root(hidden, dtype)),
+        EmbeddingScale::Key(key) => reader.positive(key, Some(1.0)).unwrap_or(1.0) as f32,
     };
     let mut multiplier = |key: &str| match facts.multipliers {
         true => reader.positive(key, Some(1.0)).unwrap_or(1.0),
@@ -363,8 +362,20 @@ fn sees(reader: &mut Reader, facts: &Facts) -> Sees {
     Sees::BothInHalves
 }
 
-/// Rounds a number to an element type; without one, to bfloat16.
-fn rounded(value: f32, dtype: Option<Dtype>) -> f32 {
+/// Rounds the factors of embeddings to the configuration's element type.
+pub(super) fn round_embedding_scales(config: &mut ModelConfig) {
+    if config.architecture.facts().embedding_scale == EmbeddingScale::RootOfHidden {
+        config.embedding_scale = root(config.hidden, config.dtype);
+    }
+    if let Some(inputs) = &mut config.layer_inputs {
+        inputs.scale = root(inputs.width, config.dtype);
+    }
+}
+
+/// Returns the square root of a width as the factor of embeddings, rounded like the embeddings themselves; without an
+/// element type, to bfloat16.
+fn root(width: u32, dtype: Option<Dtype>) -> f32 {
+    let value = f64::from(width).sqrt() as f32;
     match dtype {
         Some(Dtype::F32) => value,
         Some(Dtype::F16) => half::f16::from_f32(value).to_f32(),
@@ -594,7 +605,7 @@ fn layer_inputs(
     if width % 8 != 0 {
         reader.wrong(WIDTH, width, "a multiple of 8");
     }
-    Some(Some(LayerInputs { width, vocab: rows, scale: rounded(f64::from(width).sqrt() as f32, dtype) }))
+    Some(Some(LayerInputs { width, vocab: rows, scale: root(width, dtype) }))
 }
 
 /// The mixer of a layer: the part that combines tokens.

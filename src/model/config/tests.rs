@@ -599,6 +599,14 @@ fn layers_of_gemma_3_have_rotary_embeddings_of_their_own() {
     let c = ModelConfig::parse(&with(&text, serde_json::json!({"hidden_size": 3072})), None).unwrap();
     assert_eq!(c.embedding_scale, 55.5);
     assert!(!c.tied && c.norms == BlockNorms::GEMMA && c.activation == Activation::GeluTanh);
+    // Without `dtype`, like the embedding.
+    let absent = serde_json::json!({"hidden_size": 3072, "torch_dtype": "<absent>"});
+    let mut c = ModelConfig::parse(&with(&text, absent), None).unwrap();
+    assert_eq!((c.dtype, c.embedding_scale), (None, 55.5));
+    c.default_dtype(Dtype::F32);
+    assert_eq!((c.dtype, c.embedding_scale), (Some(Dtype::F32), 3072f32.sqrt()));
+    c.default_dtype(Dtype::Bf16);
+    assert_eq!((c.dtype, c.embedding_scale), (Some(Dtype::F32), 3072f32.sqrt()));
 }
 
 #[test]

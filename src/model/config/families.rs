@@ -128,6 +128,15 @@ pub(super) enum ScoreScale {
     One,
 }
 
+/// A bound of scores or of logits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum SoftCap {
+    /// None: the family's class has the key and does not use it.
+    Never,
+    /// The key's value, or this default if the key is absent.
+    Key(Option<f64>),
+}
+
 /// The facts of a family that are the same in all its checkpoints, and the defaults of its configuration class.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Facts {
@@ -177,8 +186,9 @@ pub(super) struct Facts {
     /// Whether the keys of Gemma 4 count: other heads in layers that see all tokens, values that are keys, shared keys and
     /// values, inputs and factors of layers, and norms of values.
     pub(super) gemma4: bool,
-    /// The default of `attn_logit_softcapping` and of `final_logit_softcapping`, in families that have these keys.
-    pub(super) soft_caps: Option<[Option<f64>; 2]>,
+    /// Whether scores have a bound by `attn_logit_softcapping` and logits one by `final_logit_softcapping`, in families that
+    /// have these keys.
+    pub(super) soft_caps: Option<[SoftCap; 2]>,
     /// Whether `residual_multiplier` and `logits_scaling` count.
     pub(super) multipliers: bool,
     /// The class's defaults of keys.
@@ -363,7 +373,7 @@ const GEMMA2: Facts = Facts {
     activation: (&["hidden_activation"], Activation::GeluTanh),
     embedding_scale: EmbeddingScale::RootOfHidden,
     score_scale: ScoreScale::RootOf("query_pre_attn_scalar", 256),
-    soft_caps: Some([Some(50.0), Some(30.0)]),
+    soft_caps: Some([SoftCap::Key(Some(50.0)), SoftCap::Key(Some(30.0))]),
     defaults: Defaults {
         heads: Some(8),
         vocab: Some(256_000),
@@ -559,7 +569,7 @@ pub(super) const FAMILIES: [Facts; 25] = [
         qk_norm: QkNorm::Heads,
         windows: Windows::Between(&["sliding_window_pattern", "_sliding_window_pattern"], 6, 4096),
         local_rope: LocalRope::Own(Some("rope_local_base_freq"), 10_000.0),
-        soft_caps: Some([None, None]),
+        soft_caps: Some([SoftCap::Never, SoftCap::Key(None)]),
         defaults: Defaults { vocab: Some(262_208), context: 131_072, theta: 1_000_000.0, ..GEMMA2.defaults },
         ..GEMMA2
     },
@@ -579,7 +589,7 @@ pub(super) const FAMILIES: [Facts; 25] = [
         local_rope: LocalRope::Own(None, 10_000.0),
         rope_required: true,
         score_scale: ScoreScale::One,
-        soft_caps: Some([None, None]),
+        soft_caps: Some([SoftCap::Never, SoftCap::Key(None)]),
         gemma4: true,
         default_rope_is_whole: true,
         defaults: Defaults {

@@ -8,8 +8,8 @@ use std::str::FromStr;
 use serde_json::{Map, Value};
 
 use super::families::{
-    Architecture, Bias, EmbeddingScale, ExpertFacts, ExpertStyle, FAMILIES, Facts, ScoreScale, WRAPPER_TYPES, WRAPPERS,
-    Windows,
+    Architecture, Bias, EmbeddingScale, ExpertFacts, ExpertStyle, FAMILIES, Facts, ScoreScale, SoftCap, WRAPPER_TYPES,
+    WRAPPERS, Windows,
 };
 use super::quantization::{self, Quantization};
 use super::rope::{self, Layers, Rope, RopeScaling, RotatedPairs};
@@ -238,12 +238,14 @@ pub(super) fn read(
     let [score_cap, logit_cap] = match facts.soft_caps {
         None => [None, None],
         Some([scores, logits]) => {
-            [("attn_logit_softcapping", scores), ("final_logit_softcapping", logits)].map(|(key, default)| {
-                // A null is no bound; an absent key is the class's default.
-                match reader.map.contains_key(key) {
-                    true => reader.positive(key, None),
-                    false => default,
+            [("attn_logit_softcapping", scores), ("final_logit_softcapping", logits)].map(|(key, cap)| match cap {
+                SoftCap::Never => {
+                    fixed(reader, key, Value::Null);
+                    None
                 }
+                // A null is no bound; an absent key is the class's default.
+                SoftCap::Key(_) if reader.map.contains_key(key) => reader.positive(key, None),
+                SoftCap::Key(default) => default,
             })
         }
     };
@@ -961,9 +963,13 @@ fn mlp_kinds(
             ..PLAIN_ROUTING
         }),
     };
-    // The class ignores the key.
-    let never = style == ExpertStyle::DeepSeekV2;
-    let normalise = !never && normalise.is_none_or(|default| reader.flag_or("norm_topk_prob", default));
+    let normalise = match style {
+        ExpertStyle::DeepSeekV2 => {
+            fixed(reader, "norm_topk_prob", false);
+            false
+        }
+        _ => normalise.is_none_or(|default| reader.flag_or("norm_topk_prob", default)),
+    };
     if let (Some(count), Some(chosen)) = (count, chosen)
         && chosen > count
     {

@@ -355,9 +355,11 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
         let key = if own { format!("{section}.partial_rotary_factor") } else { "partial_rotary_factor".to_owned() };
         reader.wrong(&key, partial, "at most 1");
     }
-    // A key of this name outside the section takes precedence, as in transformers.
+    // A key of this name outside the section takes precedence, as in transformers, which ignores it where kinds of layers
+    // have rotary embeddings of their own.
+    let by_kind = nested || facts.local_rope != LocalRope::Same;
     let original = match reader.value("original_max_position_embeddings").and_then(Value::as_f64) {
-        Some(outer) if outer > 0.0 => Some(outer),
+        Some(outer) if outer > 0.0 && !by_kind => Some(outer),
         _ => original,
     };
     let truncate = match parameters.get("truncate") {

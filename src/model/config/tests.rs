@@ -593,6 +593,16 @@ fn layers_of_gemma_3_have_rotary_embeddings_of_their_own() {
     let of = |kind: &Attention| kind.rope.clone().map(|rope| (rope.theta, rope.scaling));
     assert_eq!(of(local), Some((10_000.0, RopeScaling::Default)));
     assert_eq!(of(global), Some((1e6, RopeScaling::Linear { factor: 8.0 })));
+    // An original context outside the section is not theirs.
+    let yarn = serde_json::json!({
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096},
+    });
+    let c = ModelConfig::parse(&with(&text, yarn), None).unwrap();
+    let Some(RopeScaling::Yarn { original_context, .. }) = of(&c.attention_kinds[1]).map(|(_, scaling)| scaling) else {
+        panic!("{:?}", c.attention_kinds)
+    };
+    assert_eq!(original_context, 4096.0);
     assert_eq!(c.score_scale, Some(168f64.powf(-0.5) as f32));
     // The factor of embeddings is rounded like the weights: sqrt(4096) is exact, sqrt(3072) is not.
     assert_eq!(c.embedding_scale, 64.0);
@@ -607,6 +617,17 @@ fn layers_of_gemma_3_have_rotary_embeddings_of_their_own() {
     assert_eq!((c.dtype, c.embedding_scale), (Some(Dtype::F32), 3072f32.sqrt()));
     c.default_dtype(Dtype::Bf16);
     assert_eq!((c.dtype, c.embedding_scale), (Some(Dtype::F32), 3072f32.sqrt()));
+    // The class does not use the key.
+    let capped = with(&text, serde_json::json!({"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}));
+    match problems(&capped).as_slice() {
+        [ConfigProblem::Value { key, rule, .. }] => {
+            assert_eq!((key.as_str(), rule.as_str()), ("attn_logit_softcapping", "null"))
+        }
+        other => panic!("{other:?}"),
+    }
+    let uncapped = with(&text, serde_json::json!({"attn_logit_softcapping": null, "final_logit_softcapping": 30.0}));
+    let c = ModelConfig::parse(&uncapped, None).unwrap();
+    assert_eq!((c.score_cap, c.logit_cap), (None, Some(30.0)));
 }
 
 #[test]
@@ -908,6 +929,8 @@ fn how_deepseek_chooses_experts_is_what_the_file_says() {
     }
     let greedy = deepseek("DeepseekV3ForCausalLM", "deepseek_v3", serde_json::json!({"topk_method": "greedy"}));
     assert_eq!(refusal(&greedy), ("topk_method".to_owned(), "noaux_tc".to_owned()));
+    let sum = deepseek("DeepseekV2ForCausalLM", "deepseek_v2", serde_json::json!({"norm_topk_prob": true}));
+    assert_eq!(refusal(&sum), ("norm_topk_prob".to_owned(), "false".to_owned()));
 }
 
 /// Goal: as in transformers, a coefficient of 0 is none: scores are not scaled, and the factor of cosines and sines is that

@@ -283,8 +283,9 @@ pub fn model(config: &Json) -> Result<GgufModel, WriteError> {
         rms_eps: keys.number("rms_norm_eps")?.unwrap_or(1e-6),
         vocab: keys.need("vocab_size", MAX_SIZE)?,
         tied: keys.flag("tie_word_embeddings")?.unwrap_or(false),
-        attention_bias: keys.flag("attention_bias")?.unwrap_or(architecture == GgufArchitecture::Qwen2),
-        mlp_bias: keys.flag("mlp_bias")?.unwrap_or(false),
+        // Qwen2's class has biases whatever the key says, and only Llama's reads the other one.
+        attention_bias: keys.flag("attention_bias")?.unwrap_or(false) || architecture == GgufArchitecture::Qwen2,
+        mlp_bias: keys.flag("mlp_bias")?.unwrap_or(false) && architecture == GgufArchitecture::Llama,
         context,
         full_attention: keys.full_attention(architecture, layers)?,
         delta: architecture.is_hybrid().then(|| keys.delta()).transpose()?,

@@ -280,6 +280,8 @@ fn models() -> Vec<(&'static str, GgufModel)> {
         ("llama3, biases", GgufModel::new("llama", json!({"rope_scaling": llama3(), "attention_bias": true}))),
         ("mistral", GgufModel::new("llama", json!({"architectures": ["MistralForCausalLM"], "sliding_window": null}))),
         ("qwen2", GgufModel::new("qwen2", json!({"tie_word_embeddings": true, "use_sliding_window": false}))),
+        // Its class reads neither key.
+        ("qwen2, keys of biases", GgufModel::new("qwen2", json!({"attention_bias": false, "mlp_bias": true}))),
         ("qwen3", GgufModel::new("qwen3", json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}))),
         ("qwen3moe", GgufModel::new("qwen3_moe", experts.clone())),
         ("qwen3next", GgufModel::new("qwen3_next", both(&experts))),

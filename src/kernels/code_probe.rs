@@ -690,7 +690,7 @@ impl Operands {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::gemm::codes::{CodesConfig, Columns, expand_codes, skinny_codes, units};
+    use crate::kernels::gemm::codes::{CodesConfig, ProductColumns, expand_codes, skinny_codes, units};
     use crate::kernels::gemm::gemv_dots::{self, DotsConfig};
     use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch};
     use crate::kernels::gemm::panel::{Fold, PanelConfig, panel};
@@ -719,7 +719,7 @@ mod tests {
         let flow = Flow { input_carried: true, input: 3, old: 127, output: Some(64) };
         let skinny = |product: &Product, rows, flow| {
             let all = 0..units(&product.weight);
-            skinny_codes(product, rows, Matrices::Emulated, config, Columns::Of(all), flow, weight.range)
+            skinny_codes(product, rows, Matrices::Emulated, config, ProductColumns::Of(all), flow, weight.range)
         };
         let norm = Some((weight.range, 1e-5));
         let config = MatmulConfig { tokens: 16, features: 32, words: 1, each: 4, splits: 2 };

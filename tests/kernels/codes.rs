@@ -12,7 +12,7 @@ use half::bf16;
 use ostinato::kernels::codes_word;
 use ostinato::kernels::embed::{RowsFrom, Table, embed_rows};
 use ostinato::kernels::gemm::codes::{
-    CodesConfig, Columns, expand_codes, expanded_bytes, partial_bytes, skinny_codes, units,
+    CodesConfig, ProductColumns, expand_codes, expanded_bytes, partial_bytes, skinny_codes, units,
 };
 use ostinato::kernels::gemm::gemv_dots::{self, DotsConfig};
 use ostinato::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch, block_rows};
@@ -352,13 +352,13 @@ fn skinny_cases(name: &str, list: Vec<Case>, parts: u32) {
         let fault = cases.words("fault", &[0, 0]);
         let units = units(&product.weight);
         let columns = match parts.min(units) {
-            1 => Columns::Of(0..units),
+            1 => ProductColumns::Of(0..units),
             parts => {
                 let count = units.div_ceil(units.div_ceil(parts));
                 let words = partial_bytes(count, case.rows, case.n) / 4;
                 let partials = cases.words("partials", &vec![tagged(0.0, case.flow.old); words as usize]);
                 cases.expect(partials, Expect::Any);
-                Columns::Parts { count, partials }
+                ProductColumns::Parts { count, partials }
             }
         };
         cases.recording.call(skinny_codes(&product, case.rows, Matrices::Emulated, config, columns, case.flow, fault));

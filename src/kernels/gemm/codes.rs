@@ -53,7 +53,7 @@ impl CodesConfig {
 
 /// The columns of W that a call of `skinny_codes` multiplies.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Columns {
+pub enum ProductColumns {
     /// Those of a range of units, with which x begins.
     Of(std::ops::Range<u32>),
     /// All of them, each part by as many workgroups; `partials`, of [`partial_bytes`], has the sums of all parts but the last.
@@ -82,14 +82,14 @@ pub fn skinny_codes(
     rows: u32,
     matrices: Matrices,
     config: CodesConfig,
-    columns: Columns,
+    columns: ProductColumns,
     flow: Flow,
     fault: Range,
 ) -> Call {
     let units = units(&product.weight);
     let (part, count, partials) = match columns {
-        Columns::Of(part) => (part, 1, fault.none()),
-        Columns::Parts { count, partials } => (0..units, count, partials),
+        ProductColumns::Of(part) => (part, 1, fault.none()),
+        ProductColumns::Parts { count, partials } => (0..units, count, partials),
     };
     let own_units = (part.end - part.start).div_ceil(count);
     assert!(rows <= MOST_ROWS && (own_units == units || product.norm.is_none()), "{rows} rows, units {part:?}");

@@ -5,7 +5,7 @@
 
 use super::{Decoder, Part, Step, StepShape, floats_from, outputs_from, outputs_of};
 use crate::kernels::format_word;
-use crate::kernels::gemm::codes::{CodesConfig, Columns};
+use crate::kernels::gemm::codes::{CodesConfig, ProductColumns};
 use crate::kernels::gemm::gemv_dots::{self, DotsConfig};
 use crate::kernels::gemm::matmul::{self, Blocked, MatmulConfig, MatmulRows, Scratch};
 use crate::kernels::gemm::panel::{self, Fold, Unscaled};
@@ -352,7 +352,7 @@ impl Decoder<'_> {
             // Each part of the rows has words of its own: all are of the same generation.
             let [before, own] = [first_row, product.weight.rows].map(|n| codes::partial_bytes(count, rows, n));
             let count = units.div_ceil(units.div_ceil(count));
-            let columns = Columns::Parts { count, partials: step.column_sums.range.part(before, own) };
+            let columns = ProductColumns::Parts { count, partials: step.column_sums.range.part(before, own) };
             recording.call(codes::skinny_codes(&product, rows, matrices, config, columns, flow, step.fault));
             return;
         }
@@ -369,7 +369,7 @@ impl Decoder<'_> {
                     ..product.clone()
                 },
             };
-            let columns = Columns::Of(first..first + own);
+            let columns = ProductColumns::Of(first..first + own);
             recording.call(codes::skinny_codes(&part, rows, matrices, config, columns, *flow, step.fault));
         }
     }

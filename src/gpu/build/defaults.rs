@@ -412,7 +412,11 @@ impl Build<'_> {
         tuning.flash_matrix = self.opened.multiplies.attention;
         tuning.flash_f32 &= self.opened.multiplies.attention_in_f32;
         tuning.delta_matrix = self.opened.multiplies.recurrence;
-        tuning.ptx = self.opened.ptx.is_ok();
+        tuning.ptx = self.opened.ptx.is_ok() && !self.fallbacks.no_ptx.load(Ordering::Relaxed);
+        if !tuning.ptx {
+            // `panel` with rows in bfloat16 is faster than `tiled` with rows in f16.
+            tuning.half_rows = u32::MAX;
+        }
         tuning.fp8_activations = self.model.fp8_activations == Some(true);
         for change in self.tune {
             tuning.set(change);

@@ -122,8 +122,9 @@ pub struct Tuning {
     /// The minimum number of rows that are rounded to e4m3. With fewer, products wait for the weights, and rows that are not
     /// rounded need no stage for it.
     pub e4m3_rows: u32,
-    /// The minimum number of rows that are packed in f16 for products with weights in f16, of `wgmma` and of `tiled`; with
-    /// fewer, likewise, `panel` multiplies rows in bfloat16 with them.
+    /// The minimum number of rows that are packed in f16 for products with weights in f16, of `wgmma` and, where that is not
+    /// used, of `tiled`. With fewer, `panel` multiplies rows in bfloat16 with them; without programs in PTX by default with any
+    /// number.
     pub half_rows: u32,
     /// The minimum number of rows for each expert, on average, for `wgmma` with rows sorted by expert.
     pub wgmma_each: u32,

@@ -68,8 +68,8 @@ pub struct CodeKernel {
     pub variant: [u32; 2],
 }
 
-/// Returns the kernel and format of a call that reads quantised weights or f16 in fragments, and the number of rows of x for which it is
-/// specialized (0 for any number); `None` for other calls.
+/// Returns the kernel and format of a call that reads quantised weights or f16 in fragments, and the number of rows of x for
+/// which it is specialized (0 for any number); `None` for other calls.
 pub fn code_kernel(call: &Call) -> Option<(CodeKernel, u32)> {
     let mut variant = [0; 2];
     let (codes, rows) = match base(call.kernel) {

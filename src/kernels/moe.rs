@@ -281,8 +281,8 @@ impl Grouped {
     }
 
     /// Returns the number of rows of a tile, for which [`Sorted`] must be made, and the fastest of the other kernels
-    /// for up to `rows` rows of experts whose two matrices have these `formats`. `shapes` has workgroup shapes of `panel` by rows and columns of an expert's matrix, which are
-    /// used where tiles have as many rows. `in_f16`: whether `panel` may multiply codes in f16.
+    /// for up to `rows` rows of experts whose two matrices have these `formats`. `shapes` has workgroup shapes of `panel` by rows
+    /// and columns of an expert's matrix, which are used where tiles have as many rows. `in_f16`: whether `panel` may multiply codes in f16.
     pub fn choose(
         shape: &ExpertsShape,
         rows: u32,

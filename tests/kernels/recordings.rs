@@ -1031,7 +1031,7 @@ fn recordings_in_f16_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() 
         };
         let weights: Vec<WeightSpec> = checkpoint.weights().iter().map(change).collect();
         let mut decoder = Decoder { weights: &weights, ..emulated(&vulkan, bench.driver, checkpoint, way) };
-        decoder.tuning.half_rows = half_rows;
+        decoder.tuning.half_rows = Some(half_rows);
         let has = |shape: StepShape, kernel: &str| {
             let step = decoder.record(shape);
             step.ops.iter().any(|op| matches!(op, Op::Call(call) if call.kernel == kernel))
@@ -1120,7 +1120,7 @@ fn a_prompt_step_with_wgmma_means_the_same_in_plain_rust() {
         let change = |w: &WeightSpec| WeightSpec { format: of_matrix(w), ..w.clone() };
         let weights: Vec<WeightSpec> = checkpoint.weights().iter().map(change).collect();
         let mut decoder = Decoder { weights: &weights, ..emulated(&vulkan, Driver::first(), checkpoint, way) };
-        decoder.tuning.half_rows = 32;
+        decoder.tuning.half_rows = Some(32);
         let shape = StepShape::Prefill { rows: 32 };
         let plain = decoder.record(shape);
         (decoder.tuning.ptx, decoder.tuning.wgmma_rows) = (true, 32);

@@ -191,7 +191,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         wgmma_rows: 64,
         wgmma_code_rows: 32,
         e4m3_rows: 128,
-        half_rows: 128,
+        half_rows: None,
         wgmma_folds: true,
         // On a CPU, a step of more rows takes as much longer.
         mixed_steps: cpu.then_some(0),
@@ -412,11 +412,7 @@ impl Build<'_> {
         tuning.flash_matrix = self.opened.multiplies.attention;
         tuning.flash_f32 &= self.opened.multiplies.attention_in_f32;
         tuning.delta_matrix = self.opened.multiplies.recurrence;
-        tuning.ptx = self.opened.ptx.is_ok() && !self.fallbacks.no_ptx.load(Ordering::Relaxed);
-        if !tuning.ptx {
-            // `panel` with rows in bfloat16 is faster than `tiled` with rows in f16.
-            tuning.half_rows = u32::MAX;
-        }
+        tuning.ptx = self.opened.ptx.is_ok();
         tuning.fp8_activations = self.model.fp8_activations == Some(true);
         for change in self.tune {
             tuning.set(change);

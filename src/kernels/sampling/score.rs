@@ -118,12 +118,13 @@ pub(crate) fn reference_take_rows(call: &Call, memory: &mut HostMemory) {
     }
 }
 
-/// Returns the row of the step that workgroup `head` of `heads` scores, and the token that follows it; `None` behind the last
-/// row. The ranges are the parameters of the scoring, the step's descriptor and its rows.
-fn scored_row(memory: &HostMemory, [score, chunk, rows]: [Range; 3], (head, heads): (u32, u32)) -> Option<(u32, u32)> {
-    let (row, count) = (memory.u32(score, SCORE_TURN) * heads + head, memory.u32(chunk, 2));
-    let next = || if row + 1 < count { memory.u32(rows, (row + 1) * 4) } else { memory.u32(score, SCORE_NEXT) };
-    (row < count).then(|| (row, next()))
+/// Returns the workgroups of `heads` that score a row, each with the row of the step and the token that follows it. The ranges
+/// are the parameters of the scoring, the step's descriptor and its rows.
+fn scored_rows(memory: &HostMemory, [score, chunk, rows]: [Range; 3], heads: u32) -> Vec<(u32, u32, u32)> {
+    let (first, count) = (memory.u32(score, SCORE_TURN) * heads, memory.u32(chunk, 2));
+    let next = |row| if row + 1 < count { memory.u32(rows, (row + 1) * 4) } else { memory.u32(score, SCORE_NEXT) };
+    let all = (0..heads).map(|head| (head, first + head)).filter(|(_, row)| *row < count);
+    all.map(|(head, row)| (head, row, next(row))).collect()
 }
 
 /// Writes a score at a word of a range, as [`Score::read`] reads it.
@@ -140,10 +141,7 @@ fn store_score(memory: &mut HostMemory, (to, word): (Range, u32), score: &Score)
 pub(crate) fn reference_score(call: &Call, memory: &mut HostMemory) {
     let a = ScoreArgs::from_args(&call.args);
     let state = |memory: &HostMemory, word: u32| memory.u32(a.score, word);
-    for head in 0..call.groups[0] {
-        let Some((row, token)) = scored_row(memory, [a.score, a.chunk, a.rows], (head, call.groups[0])) else {
-            continue;
-        };
+    for (head, row, token) in scored_rows(memory, [a.score, a.chunk, a.rows], call.groups[0]) {
         if token >= a.vocabulary {
             continue;
         }
@@ -157,10 +155,7 @@ pub(crate) fn reference_score(call: &Call, memory: &mut HostMemory) {
 pub(crate) fn reference_score_part(call: &Call, memory: &mut HostMemory) {
     let a = ScorePartArgs::from_args(&call.args);
     let state = |memory: &HostMemory, word: u32| memory.u32(a.score, word);
-    for head in 0..call.groups[0] {
-        let Some((_, token)) = scored_row(memory, [a.score, a.chunk, a.rows], (head, call.groups[0])) else {
-            continue;
-        };
+    for (head, _, token) in scored_rows(memory, [a.score, a.chunk, a.rows], call.groups[0]) {
         let key = |id: u32| key_of(memory.f32(a.logits, head * a.row_stride + id));
         let mut tokens: Vec<(u32, u32)> = (0..a.vocabulary).map(|id| (key(id), a.first + id)).collect();
         let target = tokens.iter().find(|(_, id)| *id == token).map_or(KEY_MINUS_INFINITY, |(key, _)| *key);
@@ -183,10 +178,7 @@ pub(crate) fn reference_join_scores(call: &Call, memory: &mut HostMemory) {
     let a = JoinScoresArgs::from_args(&call.args);
     let ranks = JoinScoresConstants::from_values(&call.constants).ranks;
     let state = |memory: &HostMemory, word: u32| memory.u32(a.score, word);
-    for head in 0..call.groups[0] {
-        let Some((row, token)) = scored_row(memory, [a.score, a.chunk, a.rows], (head, call.groups[0])) else {
-            continue;
-        };
+    for (head, row, token) in scored_rows(memory, [a.score, a.chunk, a.rows], call.groups[0]) {
         if token >= a.vocabulary {
             continue;
         }

@@ -305,7 +305,7 @@ impl Decoder<'_> {
         let many = rows * experts.chosen / experts.count >= self.tuning.wgmma_each;
         let formats = [&mlp.gate_up, &mlp.down].map(|stacks| stacks[0].matrix.format);
         // The programs of `wgmma` read one matrix of all experts.
-        let fills = !formats.contains(&Format::F16) || rows >= self.tuning.half_rows;
+        let fills = !formats.contains(&Format::F16) || rows >= self.half_rows();
         let wgmma = (self.tuning.ptx && many && fills && mlp.is_whole())
             .then(|| {
                 let (processors, fp8) =

@@ -35,6 +35,9 @@ const MOST_CODES_ROWS: u32 = 4;
 /// The maximum number of rows of a prompt chunk for which its products are computed like those of a decode batch.
 const MOST_PANEL_ROWS: u32 = 64;
 
+/// The minimum number of rows that are packed in f16 for `wgmma`: as for rows in e4m3 ([`super::Tuning::e4m3_rows`]).
+const LEAST_HALF_ROWS: u32 = 128;
+
 /// The maximum number of chunks of 32 columns that a workgroup of `skinny` loads in a round.
 const MOST_ROUND: u32 = 144;
 /// The maximum number of groups of 32 invocations of a workgroup of `skinny`.
@@ -599,11 +602,18 @@ impl Decoder<'_> {
         }
     }
 
+    /// Returns the minimum number of rows that are packed in f16 for products with weights in f16. Without programs in PTX none
+    /// are by default: `panel` with rows in bfloat16 is faster than `tiled` with rows in f16.
+    pub(super) fn half_rows(&self) -> u32 {
+        let rule = if self.tuning.ptx { LEAST_HALF_ROWS } else { u32::MAX };
+        self.tuning.half_rows.unwrap_or(rule)
+    }
+
     /// Whether the product of a step with this weight may take rows in f16: the weight is f16, and there are so many rows that a
     /// stage of their own, which finds their scales, pays. Other products with f16 take rows in bfloat16 (`panel`).
     pub(super) fn takes_halves(&self, shape: StepShape, name: &str) -> bool {
         let half = |w: &WeightSpec| self.packed_format(w) == Format::F16 && w.order.is_none();
-        shape.rows() >= self.tuning.half_rows && self.weights.iter().filter(|w| w.merged == name).all(half)
+        shape.rows() >= self.half_rows() && self.weights.iter().filter(|w| w.merged == name).all(half)
     }
 
     /// Whether `wgmma` computes the product of a step with this weight, if it takes packed rows, where it serves a matrix of

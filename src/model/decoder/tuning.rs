@@ -123,9 +123,8 @@ pub struct Tuning {
     /// rounded need no stage for it.
     pub e4m3_rows: u32,
     /// The minimum number of rows that are packed in f16 for products with weights in f16, of `wgmma` and, where that is not
-    /// used, of `tiled`. With fewer, `panel` multiplies rows in bfloat16 with them; without programs in PTX by default with any
-    /// number.
-    pub half_rows: u32,
+    /// used, of `tiled`; with fewer, `panel` multiplies rows in bfloat16 with them. `None`: by the rule of the decoder.
+    pub half_rows: Option<u32>,
     /// The minimum number of rows for each expert, on average, for `wgmma` with rows sorted by expert.
     pub wgmma_each: u32,
     /// The tiles of `wgmma`, by rows and columns of W. Overrides the default rule.
@@ -335,7 +334,6 @@ impl Tuning {
             "prompts" if value.is_power_of_two() && value <= SHARING_PROMPTS => &mut self.prompts,
             "wgmma_rows" => &mut self.wgmma_rows,
             "e4m3_rows" => &mut self.e4m3_rows,
-            "half_rows" => &mut self.half_rows,
             "wgmma_code_rows" => &mut self.wgmma_code_rows,
             "wgmma_each" => &mut self.wgmma_each,
             "broken_ptx" => &mut self.broken_ptx,
@@ -361,6 +359,10 @@ impl Tuning {
             }
             "panel_f16" => {
                 self.panel_f16 = value != 0;
+                return true;
+            }
+            "half_rows" => {
+                self.half_rows = Some(value);
                 return true;
             }
             "mixed_steps" => {

@@ -433,8 +433,8 @@ void main() {
 #define STORE_TURNED                                                                                \
     if (head < G) {                                                                                 \
         uvec4 parts;                                                                                \
-        split_pair(x.x, x.y, parts.x, parts.z);                                                     \
-        split_pair(x.z, x.w, parts.y, parts.w);                                                     \
+        split_pair(x.x, x.y, max_pages >> 31, parts.x, parts.z);                                    \
+        split_pair(x.z, x.w, max_pages >> 31, parts.y, parts.w);                                    \
         q_s[item] = parts;                                                                          \
     } else {                                                                                        \
         STORE_NEW_KEY                                                                               \
@@ -616,8 +616,8 @@ void main() {
             [[unroll]] for (uint j = 0u; j < BLOCKS; j++) SCALE_SUMS(outputs[j], correction, correction)
         }
         uvec2 p_most, p_rest;
-        split_pair(p.x, p.y, p_most.x, p_rest.x);
-        split_pair(p.z, p.w, p_most.y, p_rest.y);
+        split_pair(p.x, p.y, max_pages >> 31, p_most.x, p_rest.x);
+        split_pair(p.z, p.w, max_pages >> 31, p_most.y, p_rest.y);
 
 #if KV == 2
         // Codes of tokens that are not written yet are finite, and their weight is zero.

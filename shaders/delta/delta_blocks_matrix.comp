@@ -230,8 +230,8 @@ void main() {
                 vec4 even, odd;
                 convolved_pair(first + 2u * pair, ((keys ? KEY_HEADS : 0u) + kh) * KEY_QUADS + 2u * eight + n % 2u, even, odd);
                 uvec2 most[2], rest[2];
-                split_four(even * scale.x, most[0], rest[0]);
-                split_four(odd * scale.y, most[1], rest[1]);
+                split_four(even * scale.x, stride >> 31, most[0], rest[0]);
+                split_four(odd * scale.y, stride >> 31, most[1], rest[1]);
                 if (n % 2u == 0u) {
                     even_low = uvec4(most[0], rest[0]);
                     odd_low = uvec4(most[1], rest[1]);
@@ -330,7 +330,7 @@ void main() {
     for (uint item = i; item < SOLVED_PART; item += THREADS) {
         uint row = item / ROW_EIGHTS, quad = item % ROW_EIGHTS * 2u;
         uvec4 most, rest;
-        split_eight(UNIT_SCALE * quad_of(row, quad), UNIT_SCALE * quad_of(row, quad + 1u), most, rest);
+        split_eight(UNIT_SCALE * quad_of(row, quad), UNIT_SCALE * quad_of(row, quad + 1u), stride >> 31, most, rest);
         solved.v[solved_at + item] = most;
         solved.v[solved_at + SOLVED_PART + item] = rest;
     }
@@ -348,7 +348,7 @@ void main() {
         low = mix(vec4(0.0), low, lessThanEqual(column, uvec4(row)));
         high = mix(vec4(0.0), high, lessThanEqual(column + 4u, uvec4(row)));
         uvec4 most, rest;
-        split_eight(low, high, most, rest);
+        split_eight(low, high, stride >> 31, most, rest);
         SUBGROUP_BARRIER
         words_s[row * STEP + eight] = most;
         words_s[row * STEP + ROW_EIGHTS + eight] = rest;
@@ -373,7 +373,7 @@ void main() {
     [[dont_unroll]] for (uint n = 0u; n < OWN_EIGHTS; n++) {
         uint item = n * SUBGROUP + gl_SubgroupInvocationID, row = own_row + item / ROW_EIGHTS, eight = item % ROW_EIGHTS;
         uvec4 most, rest;
-        split_eight(UNIT_BACK * quad_of(row, 2u * eight), UNIT_BACK * quad_of(row, 2u * eight + 1u), most, rest);
+        split_eight(UNIT_BACK * quad_of(row, 2u * eight), UNIT_BACK * quad_of(row, 2u * eight + 1u), stride >> 31, most, rest);
         uint at = solved_at + 2u * SOLVED_PART + row * ROW_EIGHTS + eight;
         solved.v[at] = most;
         solved.v[at + SOLVED_PART] = rest;

@@ -128,7 +128,7 @@ const uint LOADS = (ITEMS + SUBGROUP - 1u) / SUBGROUP;
 #define PUT_QUAD(words, at, part, quad_, scaled) {                         \
         uvec2 most_;                                                       \
         uvec2 rest_;                                                       \
-        split_four(scaled, most_, rest_);                                  \
+        split_four(scaled, stride >> 31, most_, rest_);                    \
         if (((quad_) & 1u) == 0u) {                                        \
             words[at].xy = most_;                                          \
             words[(at) + (part)].xy = rest_;                               \

@@ -168,10 +168,10 @@ void main() {
                 }
                 uvec4 parts;
 #if WEIGHT == 1
-                parts = split_halves(value, half_scale);
+                parts = split_halves(value, n >> 31, half_scale);
 #else
-                split_pair(value.x, value.y, parts.x, parts.z);
-                split_pair(value.z, value.w, parts.y, parts.w);
+                split_pair(value.x, value.y, n >> 31, parts.x, parts.z);
+                split_pair(value.z, value.w, n >> 31, parts.y, parts.w);
 #endif
                 if (i * 32u + LANE < TOKENS * QUADS) x_s[LANE_GROUP * (TOKENS * QUADS) + i * 32u + LANE] = parts;
             }

@@ -14,6 +14,11 @@ layout(buffer_reference, std430, buffer_reference_align = 4) restrict buffer Flo
 layout(buffer_reference, std430, buffer_reference_align = 4) writeonly restrict buffer WordsOut { uint v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) restrict buffer WordsInOut { uint v[]; };
 
+// NVIDIA's compiler takes a float that is rounded to f16 and widened again for the float itself, so that no remainder would be
+// left of it. Functions that split floats into two f16 widen `most ^ zero`: a zero that the compiler does not know, such as
+// the upper bit of a push constant that is a number of things.
+vec2 widened(uint most, uint zero) { return unpackHalf2x16(most ^ zero); }
+
 float bf16_low(uint w) { return uintBitsToFloat(w << 16); }
 float bf16_high(uint w) { return uintBitsToFloat(w & 0xffff0000u); }
 

@@ -153,12 +153,12 @@ uint pack_pair(float a, float b) {
 #endif
 }
 
-// Splits two values into pairs of 16-bit values, most + rest, which together carry about twice the mantissa bits.
-void split_pair(float a, float b, out uint most, out uint rest) {
+// Splits two values into pairs of 16-bit values, most + rest, which together carry about twice the mantissa bits. `zero`:
+// `widened`.
+void split_pair(float a, float b, uint zero, out uint most, out uint rest) {
 #if WEIGHT == 1
     most = packHalf2x16(vec2(a, b));
-    vec2 kept = unpackHalf2x16(most);
-    rest = packHalf2x16(vec2(a, b) - kept);
+    rest = packHalf2x16(vec2(a, b) - widened(most, zero));
 #else
     // The parts are truncated, not rounded: the difference is then exact before it is truncated in turn.
     most = (floatBitsToUint(a) >> 16) | (floatBitsToUint(b) & 0xffff0000u);

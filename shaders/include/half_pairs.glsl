@@ -20,18 +20,18 @@ float back_of(float largest) { return uintBitsToFloat((exponent_of(largest) - 28
 
 float largest_of(vec4 x) { return max(max(abs(x.x), abs(x.y)), max(abs(x.z), abs(x.w))); }
 
-// Splits four values that have been multiplied by their factor.
-void split_four(vec4 x, out uvec2 most, out uvec2 rest) {
+// Splits four values that have been multiplied by their factor. `zero`: `widened`.
+void split_four(vec4 x, uint zero, out uvec2 most, out uvec2 rest) {
     most = uvec2(packHalf2x16(x.xy), packHalf2x16(x.zw));
-    x -= vec4(unpackHalf2x16(most.x), unpackHalf2x16(most.y));
+    x -= vec4(widened(most.x, zero), widened(most.y, zero));
     rest = uvec2(packHalf2x16(x.xy), packHalf2x16(x.zw));
 }
 
 // Splits eight values that have been multiplied by their factor into 16-byte words.
-void split_eight(vec4 low, vec4 high, out uvec4 most, out uvec4 rest) {
+void split_eight(vec4 low, vec4 high, uint zero, out uvec4 most, out uvec4 rest) {
     uvec2 low_most, low_rest, high_most, high_rest;
-    split_four(low, low_most, low_rest);
-    split_four(high, high_most, high_rest);
+    split_four(low, zero, low_most, low_rest);
+    split_four(high, zero, high_most, high_rest);
     most = uvec4(low_most, high_most);
     rest = uvec4(low_rest, high_rest);
 }

@@ -18,13 +18,13 @@ struct HalfScale {
 };
 #define NO_HALF_SCALE HalfScale(0.0, 1.0, 0.0)
 
-// Splits four values: the pairs of `most` in x and y, of `rest` in z and w.
-uvec4 split_halves(vec4 v, inout HalfScale scale) {
+// Splits four values: the pairs of `most` in x and y, of `rest` in z and w. `zero`: `widened`.
+uvec4 split_halves(vec4 v, uint zero, inout HalfScale scale) {
     vec4 size = abs(v);
     scale.most = max(scale.most, max(max(size.x, size.y), max(size.z, size.w)));
     v *= scale.down;
     uvec2 most = uvec2(packHalf2x16(v.xy), packHalf2x16(v.zw));
-    vec2 low = (v.xy - unpackHalf2x16(most.x)) * 1024.0, high = (v.zw - unpackHalf2x16(most.y)) * 1024.0;
+    vec2 low = (v.xy - widened(most.x, zero)) * 1024.0, high = (v.zw - widened(most.y, zero)) * 1024.0;
     return uvec4(most, packHalf2x16(low), packHalf2x16(high));
 }
 

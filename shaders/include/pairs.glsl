@@ -5,9 +5,9 @@
 uint bits_of(bfloat16_t a, bfloat16_t b) { return pack32(u16vec2(bfloat16BitsToUintEXT(a), bfloat16BitsToUintEXT(b))); }
 
 void split_two(float a, float b, out uint most, out uint rest) {
-    bfloat16_t a_most = bfloat16_t(a), b_most = bfloat16_t(b);
-    most = bits_of(a_most, b_most);
-    rest = bits_of(bfloat16_t(a - float(a_most)), bfloat16_t(b - float(b_most)));
+    most = bits_of(bfloat16_t(a), bfloat16_t(b));
+    // Widened as bits: a compiler could take a float that is rounded and converted back for the float itself.
+    rest = bits_of(bfloat16_t(a - bf16_low(most)), bfloat16_t(b - bf16_high(most)));
 }
 
 void split_four(vec4 x, out uvec2 most, out uvec2 rest) {

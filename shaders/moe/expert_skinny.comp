@@ -382,8 +382,8 @@ void main() {
             [[unroll]] for (uint part = 0u; part < PARTS; part++) {
                 uvec2 first_part, rest;
                 vec4 scaled_value = value[part] * scale;
-                split_pair(scaled_value.x, scaled_value.y, first_part.x, rest.x);
-                split_pair(scaled_value.z, scaled_value.w, first_part.y, rest.y);
+                split_pair(scaled_value.x, scaled_value.y, n >> 31, first_part.x, rest.x);
+                split_pair(scaled_value.z, scaled_value.w, n >> 31, first_part.y, rest.y);
                 uint to = ((LANE_GROUP * 2u * TOKENS + row) * AHEAD + part * 4u + LANE / 8u) * 4u + LANE / 2u % 4u;
                 if (LANE % 2u == 0u) {
                     x_s[to].xy = first_part;
@@ -518,10 +518,10 @@ void main() {
                 }
                 uvec4 parts;
 #if HALVES
-                parts = split_halves(value, half_scale);
+                parts = split_halves(value, n >> 31, half_scale);
 #else
-                split_pair(value.x, value.y, parts.x, parts.z);
-                split_pair(value.z, value.w, parts.y, parts.w);
+                split_pair(value.x, value.y, n >> 31, parts.x, parts.z);
+                split_pair(value.z, value.w, n >> 31, parts.y, parts.w);
 #endif
                 if (i * 32u + LANE < TOKENS * QUADS) x_s[LANE_GROUP * (TOKENS * QUADS) + i * 32u + LANE] = parts;
             }

@@ -276,7 +276,8 @@ fn row_major_products_by_integer_dot_products() {
         cases.case(format!("{case:?}"));
         let limit = if case.epilogue == Epilogue::Gated(Glu::Silu) { SUMS * 128.0 } else { SUMS * 16.0 };
         let product = case.product(&mut cases, &mut random, ROW_MAJOR, limit);
-        // Subgroups of these drivers have four or eight invocations.
+        // Subgroups of CPU drivers have four or eight invocations. A group of lanes has whole subgroups.
+        let (times, subgroup) = if Driver::first() == Driver::Gpu { (4, 32) } else { (1, 4) };
         let (groups, lanes, weight_rows, batch) = match case.rows {
             1 if index % 8 == 0 => (1, 8, 8, 1),
             1 => (4, 16, 4, 1),
@@ -285,7 +286,8 @@ fn row_major_products_by_integer_dot_products() {
         };
         // With little shared memory, a row of x is in several parts.
         let (workgroups, shared_bytes) = (1 + index as u32 % 3, [1600, 6000, 12_000, 24_000][index % 4]);
-        let config = DotsConfig { groups, lanes, weight_rows, batch, workgroups, subgroup: 4, shared_bytes };
+        let lanes = times * lanes;
+        let config = DotsConfig { groups, lanes, weight_rows, batch, workgroups, subgroup, shared_bytes };
         cases.recording.call(product.gemv_dots(case.rows, config));
     }
     check(&cases);

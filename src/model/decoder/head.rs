@@ -71,14 +71,13 @@ impl Decoder<'_> {
 
     /// Returns the time of a decode step from which sequences decode in prompt steps; `None` if they never do. A model whose
     /// prompts cannot be divided does not decode. Where layers are on several devices, a mixed step would wait on each of them for
-    /// the tokens of the one before, while a prompt's step and a decode step run on different devices at a time; with tensor
-    /// parallelism they are not proved on GPUs. Both only if `tuning` asks for it.
+    /// the tokens of the one before, while a prompt's step and a decode step run on different devices at a time: only if
+    /// `tuning` asks for it.
     pub fn mixed_steps(&self) -> Option<Duration> {
         let c = self.config;
         // Without matrices, a row would cost as much attention as a whole tile, or one workgroup would compute all of it.
         let on_matrices = |heads| self.flashes(heads).is_some_and(|way| !matches!(way, FlashWay::F32(_)));
-        let alone = self.stage.stages == 1 && self.stage.rank.is_none();
-        let pays = || alone && self.all_heads().into_iter().all(on_matrices);
+        let pays = || self.stage.stages == 1 && self.all_heads().into_iter().all(on_matrices);
         let rule = || if pays() { MIXED_STEP_US } else { 0 };
         let least = self.tuning.mixed_steps.unwrap_or_else(rule);
         let mixes = least > 0 && c.causal;

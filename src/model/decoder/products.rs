@@ -35,8 +35,8 @@ const MOST_CODES_ROWS: u32 = 4;
 /// The maximum number of rows of a prompt chunk for which its products are computed like those of a decode batch.
 const MOST_PANEL_ROWS: u32 = 64;
 
-/// The minimum number of rows that are packed in f16 for `wgmma`: as for rows in e4m3 ([`super::Tuning::e4m3_rows`]).
-const LEAST_HALF_ROWS: u32 = 128;
+/// The minimum number of rows that are packed in f16 for `wgmma`, which serves no fewer.
+const LEAST_HALF_ROWS: u32 = 64;
 
 /// The maximum number of chunks of 32 columns that a workgroup of `skinny` loads in a round.
 const MOST_ROUND: u32 = 144;

@@ -91,7 +91,7 @@ void main() {
     uint own_slot = BEST == 1u ? 2u * slot_words : (exchange & 1u) * slot_words;
     uint invocations = gl_NumWorkGroups.x * gl_WorkGroupSize.x, first = gl_GlobalInvocationID.x;
     for (uint word = first; PHASE != 2u && word < words; word += invocations) {
-        outbox.v[own_slot + word] = exchange_word(load_part(word, rows), exchange, fault.v[0] != 0u);
+        outbox.v[own_slot + word] = exchange_word(load_part(word, rows), exchange, fault.v[0]);
     }
     if (PHASE == 1u) return;
     barrier();

@@ -16,10 +16,15 @@
 // count   descriptor of a prompt step, whose rows are exchanged; only with COUNTED 1
 // fault   `tags.glsl`
 //
-// A word is three floats and a check that contains the number of the exchange. With HALVES 1 it has six floats, rounded to
-// bfloat16; the device's own part is rounded too. A word whose check is right is complete and of this exchange, whatever
-// was in its place before. Exchanges use the two slots in turn. No word is overwritten before it was read: a device begins
-// exchange n + 2 after it has got all words of exchange n + 1, which the others send after they have got all words of n.
+// A word is three floats and a check that contains the number of the exchange. A word whose check is right is complete and
+// of this exchange, whatever was in its place before. Exchanges use the two slots in turn. No word is overwritten before it
+// was read: a device begins exchange n + 2 after it has got all words of exchange n + 1, which the others send after they
+// have got all words of n.
+//
+// With HALVES 1 the floats are rounded to bfloat16, those of the device's own part too, and pass in blocks, which the host
+// copies with less work: a workgroup sends up to 4 · threads words of eight floats each, from the slot's beginning on, and a
+// header. Word w of a block of n words has the floats w, w + n, …, w + 7 n of the block. That is a word like those above, with the sums of the block's words in place of floats, at the slot's end (that
+// of the first block is the last word). A block is whole if its words have these sums, so they may come in any order.
 //
 // With PHASE 1 a call only sends. With PHASE 2 it only receives words that have come, in work that the host releases
 // then. With PHASE 0 it does both.
@@ -30,7 +35,7 @@
 // call that finds the fault word set does not poll, and sends words that tell the host to give up, because what the device
 // computes from then on is wrong.
 //
-// Traffic: RANKS · 16/3 bytes per float over the bus, with HALVES 1 half as many, and 8 to 12 bytes in memory.
+// Traffic: RANKS · 16/3 bytes per float over the bus, with HALVES 1 RANKS · 2, and 8 to 12 bytes in memory.
 #include "common.glsl"
 #define DEVICES_ID 9
 #include "tags.glsl"
@@ -65,32 +70,22 @@ layout(push_constant) uniform Args {
     uint y_tag;
 };
 
-// The number of floats in a word.
-const uint WORD_FLOATS = HALVES == 1u ? 6u : 3u;
+// The words of a block that an invocation sends and receives.
+const uint BLOCK_EACH = 4u;
 
 // Returns the bits of a float rounded to bfloat16, ties to even.
 uint half_of(uint bits) {
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return bits >> 16 | 0x40u;
-    return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    uint rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? bits >> 16 | 0x40u : rounded;
 }
 
 uint load_float(uint at, uint floats) { return at < floats ? x.v[at] : 0u; }
 
 // Returns a word of this device's part; zeros beyond the last float.
 uvec3 load_part(uint word, uint floats) {
-    uvec3 part = uvec3(0u);
-    [[unroll]] for (uint i = 0u; i < 3u; i++) {
-        uint at = word * WORD_FLOATS + i * (WORD_FLOATS / 3u);
-        part[i] = load_float(at, floats);
-        if (HALVES == 1u) part[i] = half_of(part[i]) | half_of(load_float(at + 1u, floats)) << 16;
-    }
+    uvec3 part;
+    [[unroll]] for (uint i = 0u; i < 3u; i++) part[i] = load_float(3u * word + i, floats);
     return part;
-}
-
-// Returns float i of a word.
-float float_of(uvec3 part, uint i) {
-    if (HALVES == 0u) return uintBitsToFloat(part[i]);
-    return i % 2u == 0u ? bf16_low(part[i / 2u]) : bf16_high(part[i / 2u]);
 }
 
 // Returns a word of this device's part after the product's call has written it.
@@ -107,15 +102,137 @@ uvec3 part_of(uint word, uint floats) {
     }
 }
 
+// This invocation's words of a block of one device.
+uvec4 part[BLOCK_EACH];
+shared uvec4 shared_sums[128];  // of each subgroup; at least one invocation each
+shared uvec2 header_sums;
+shared uint header_came;  // 1 if a header has come
+
+// Returns the data of a block's header, given the sums of each invocation's words.
+uvec2 block_sums(uvec4 own) {
+    uvec4 sums = subgroupAdd(own);
+    if (subgroupElect()) shared_sums[gl_SubgroupID] = sums;
+    barrier();
+    sums = uvec4(0u);
+    for (uint i = 0u; i < gl_NumSubgroups; i++) sums += shared_sums[i];
+    barrier();
+    return uvec2(sums.x ^ rotated(sums.y, 16u), sums.z ^ rotated(sums.w, 16u));
+}
+
+// Returns a word of this device's part as it is sent in a block of `count` words, the first of which is word `first` of all.
+uvec4 load_halves(uint first, uint count, uint word) {
+    uvec4 bits;
+    [[unroll]] for (uint i = 0u; i < 4u; i++) {
+        uint at = 8u * first + 2u * i * count + word;
+        bits[i] = half_of(x.v[at]) | half_of(x.v[at + count]) << 16;
+    }
+    return bits;
+}
+
+// Receives a block of another device into `part`: its `count` words, from word `first` of the inbox on. Returns false if
+// exchanges have ended before it has come. Called by whole workgroups.
+bool receive_block(uint first, uint count, uint header, uint exchange) {
+    uint stop = (RANKS - 1u) * 2u * slot_words, torn = 0u;
+    bool came = true, whole = false;
+    while (came && !whole) {
+        if (gl_LocalInvocationIndex == 0u) {
+            uvec4 got = inbox.v[header];
+            bool complete = is_complete(got, exchange), failed = fault.v[0] != 0u;
+            for (uint polls = 1u; !complete && !failed; polls++) {
+                got = inbox.v[header];
+                complete = is_complete(got, exchange);
+                if (polls % POLLS_BETWEEN_EXCHANGE_LOOKS == 0u) {
+                    failed = polls >= EXCHANGE_POLLS || inbox.v[stop].x != 0u || fault.v[0] != 0u;
+                }
+            }
+            header_sums = got.xy;
+            header_came = uint(complete && torn < EXCHANGE_POLLS);
+        }
+        barrier();
+        came = header_came == 1u;
+        uvec2 wanted = header_sums;
+        uvec4 sums = uvec4(0u);
+        [[unroll]] for (uint i = 0u; i < BLOCK_EACH; i++) {
+            uint word = i * gl_WorkGroupSize.x + gl_LocalInvocationIndex;
+            part[i] = came && word < count ? inbox.v[first + word] : uvec4(0u);
+            sums += part[i];
+        }
+        // It has a barrier: all have read the header before it is read again.
+        whole = block_sums(sums) == wanted;
+        torn++;
+    }
+    return came;
+}
+
+// The exchange with HALVES 1.
+void exchange_blocks(uint floats, uint exchange) {
+    uint threads = gl_WorkGroupSize.x, each = BLOCK_EACH * threads;
+    uint words = floats / 8u, blocks = (words + each - 1u) / each;
+    uint slot = (exchange & 1u) * slot_words;
+    for (uint block = gl_WorkGroupID.x; PHASE != 2u && block < blocks; block += gl_NumWorkGroups.x) {
+        uint first = block * each, count = min(each, words - first);
+        uvec4 sums = uvec4(0u);
+        [[unroll]] for (uint i = 0u; i < BLOCK_EACH; i++) {
+            uint word = i * threads + gl_LocalInvocationIndex;
+            uvec4 sent = uvec4(0u);
+            if (word < count) {
+                sent = load_halves(first, count, word);
+                outbox.v[slot + first + word] = sent;
+            }
+            sums += sent;
+        }
+        // A header that overtakes words of its block costs the host a second look.
+        memoryBarrierBuffer();
+        uvec2 header = block_sums(sums);
+        if (gl_LocalInvocationIndex == 0u) {
+            outbox.v[slot + slot_words - 1u - block] = exchange_word(uvec3(header, 0u), exchange, fault.v[0]);
+        }
+    }
+    if (PHASE == 1u) return;
+    for (uint block = gl_WorkGroupID.x; block < blocks; block += gl_NumWorkGroups.x) {
+        uint first = block * each, count = min(each, words - first);
+        float sum[8u * BLOCK_EACH];
+        [[unroll]] for (uint i = 0u; i < 8u * BLOCK_EACH; i++) sum[i] = 0.0;
+        bool failed = false;
+        for (uint rank = 0u; rank < RANKS && !failed; rank++) {
+            if (rank == RANK) {
+                [[unroll]] for (uint i = 0u; i < BLOCK_EACH; i++) {
+                    uint word = i * threads + gl_LocalInvocationIndex;
+                    part[i] = word < count ? load_halves(first, count, word) : uvec4(0u);
+                }
+            } else {
+                uint from = (rank - uint(rank > RANK)) * 2u * slot_words + slot;
+                failed = !receive_block(from + first, count, from + slot_words - 1u - block, exchange);
+            }
+            [[unroll]] for (uint i = 0u; i < 4u * BLOCK_EACH; i++) {
+                sum[2u * i] += bf16_low(part[i / 4u][i % 4u]);
+                sum[2u * i + 1u] += bf16_high(part[i / 4u][i % 4u]);
+            }
+        }
+        if (failed && gl_LocalInvocationIndex == 0u) fault.v[0] = EXCHANGE_FAULT;
+        [[unroll]] for (uint i = 0u; i < 8u * BLOCK_EACH; i++) {
+            uint word = i / 8u * threads + gl_LocalInvocationIndex, at = 8u * first + i % 8u * count + word;
+            if (!failed && word < count) {
+                float value = ADD == 1u ? uintBitsToFloat(y.v[at]) + sum[i] : sum[i];
+                y.v[at] = floatBitsToUint(value);
+            }
+        }
+    }
+}
+
 void main() {
     uint rows = COUNTED == 1u ? min(count.v[2], row_count) : row_count;
-    uint floats = rows * stride, words = (floats + WORD_FLOATS - 1u) / WORD_FLOATS;
+    uint floats = rows * stride, words = (floats + 2u) / 3u;
     uint exchange = number.v[0] + index;
+    if (HALVES == 1u) {
+        exchange_blocks(floats, exchange);
+        return;
+    }
     uint slot = (exchange & 1u) * slot_words;
     uint invocations = gl_NumWorkGroups.x * gl_WorkGroupSize.x, first = gl_GlobalInvocationID.x;
     for (uint word = first; PHASE != 2u && word < words; word += invocations) {
         uvec3 part = part_of(word, floats);
-        outbox.v[slot + word] = exchange_word(part, exchange, fault.v[0] != 0u);
+        outbox.v[slot + word] = exchange_word(part, exchange, fault.v[0]);
     }
     if (PHASE == 1u) return;
     barrier();
@@ -123,10 +240,10 @@ void main() {
     bool failed = fault.v[0] != 0u, waited = false;
     for (uint word = first; word < words; word += invocations) {
         uvec3 own = load_part(word, floats);
-        float sum[6] = float[6](0.0, 0.0, 0.0, 0.0, 0.0, 0.0);
+        vec3 sum = vec3(0.0);
         for (uint rank = 0u; rank < RANKS; rank++) {
             if (rank == RANK) {
-                [[unroll]] for (uint i = 0u; i < WORD_FLOATS; i++) sum[i] += float_of(own, i);
+                sum += uintBitsToFloat(own);
                 continue;
             }
             uint at = (rank - uint(rank > RANK)) * 2u * slot_words + slot + word;
@@ -146,11 +263,11 @@ void main() {
                 fault.v[0] = EXCHANGE_FAULT;
                 failed = true;
             }
-            [[unroll]] for (uint i = 0u; i < WORD_FLOATS; i++) sum[i] += float_of(got.xyz, i);
+            sum += uintBitsToFloat(got.xyz);
         }
         if (failed) continue;
-        [[unroll]] for (uint i = 0u; i < WORD_FLOATS; i++) {
-            uint at = WORD_FLOATS * word + i;
+        [[unroll]] for (uint i = 0u; i < 3u; i++) {
+            uint at = 3u * word + i;
             if (at >= floats) continue;
             float value = sum[i];
             if (ADD == 1u) {

@@ -19,9 +19,10 @@ uint check_of(uvec3 bits, uint exchange) {
     return exchange * 0x9e3779b1u ^ bits.x ^ rotated(bits.y, 11u) ^ rotated(bits.z, 22u);
 }
 
-// Returns the word that carries `bits`, or that tells the others of a fault.
-uvec4 exchange_word(uvec3 bits, uint exchange, bool failed) {
-    if (failed) bits = uvec3(FAILED, exchange, ~exchange);
+// Returns the word that carries `bits`, or that tells the host of a fault: `fault` is the fault word.
+uvec4 exchange_word(uvec3 bits, uint exchange, uint fault) {
+    bool failed = fault != 0u;
+    if (failed) bits = uvec3(FAILED, exchange, fault);
     return uvec4(bits, check_of(bits, exchange) ^ (failed ? FAILED : 0u));
 }
 

@@ -5,13 +5,13 @@
 use super::mailbox::{Address, Mailbox, mailbox};
 use crate::actors::thread::{ActorThread, SpawnError};
 use crate::device::{DeviceError, Gate};
-use crate::kernels::exchange::{WORD_BYTES, has_failed, is_complete, stop_offset};
+use crate::kernels::exchange::{BlockSums, Blocks, WORD_BYTES, is_complete, sent_fault, stop_offset, words_of};
 use crate::memory::Buffer;
 use crossbeam_channel::{Receiver, Sender, TryRecvError, unbounded};
 use rustix::time::{ClockId, clock_gettime};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The time without a word after which the host gives up an exchange that other devices wait for. Other programs' time
@@ -35,7 +35,7 @@ const MOST_THREADS: usize = 8;
 /// The minimum number of words of an exchange that a thread carries: a few of them are faster with fewer threads.
 const LEAST_WORDS: u32 = 320;
 /// The number of words that are loaded at once, so that the processor waits for several cache lines at a time.
-const BLOCK: usize = 32;
+const LOADED: usize = 32;
 /// The number of polls after which stored words leave the processor's write buffers, if no further ones come.
 const POLLS_BEFORE_FENCE: u32 = 16;
 /// Each thread's words of a sum begin at a multiple of this: a cache line.
@@ -52,8 +52,10 @@ pub struct Exchanges {
     pub first: u64,
     /// The number of exchanges of sums.
     pub count: u32,
-    /// The number of words of each exchange of sums.
-    pub words: u32,
+    /// The number of floats of each exchange of sums.
+    pub floats: u32,
+    /// Whether they are rounded to bfloat16 and pass in blocks.
+    pub halves: bool,
     /// The number of exchanges of scored rows, which all have words.
     pub turns: u32,
     /// The number of exchanges of the rows that draw tokens. The first one has a slot of its own.
@@ -75,6 +77,18 @@ impl Exchanges {
     pub fn end(&self) -> u64 {
         self.first_of_head() + u64::from(self.of_head)
     }
+}
+
+/// The fault of a device that sent words of an exchange although they are wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceFault {
+    /// The device's index.
+    pub device: usize,
+    /// The low bits of the number of the exchange.
+    pub exchange: u32,
+    /// The device's fault word: the number of a call that waited too long for tagged words, or
+    /// [`EXCHANGE_FAULT`](crate::kernels::exchange::EXCHANGE_FAULT).
+    pub word: u32,
 }
 
 /// The memory through which the devices of a replica exchange words.
@@ -113,6 +127,11 @@ impl ExchangeMemory {
         }
     }
 
+    /// Returns all devices but one.
+    fn others(&self, from: usize) -> impl Iterator<Item = usize> {
+        (0..self.inboxes.len()).filter(move |to| *to != from)
+    }
+
     /// Returns the first word of the same slot of device `from` in the inbox of device `to`.
     fn slot_in(&self, place: Place, number: u32, from: usize, to: usize) -> u64 {
         let index = (from - usize::from(from > to)) as u64;
@@ -140,6 +159,8 @@ struct Shared {
     memory: ExchangeMemory,
     /// Set when exchanges end before their words have come.
     stopped: AtomicBool,
+    /// The fault by which they ended, if a device told of one.
+    fault: OnceLock<DeviceFault>,
     /// The number of the last exchange that was queued.
     queued: AtomicU64,
     /// For each thread of each device, the number of the last exchange of which it has carried all of its words.
@@ -193,7 +214,7 @@ impl Proxies {
         let devices = memory.outboxes.len();
         let carried = Mutex::new(vec![vec![0; each]; devices]);
         let (stopped, queued) = (AtomicBool::new(false), AtomicU64::new(0));
-        let shared = Arc::new(Shared { memory, stopped, queued, carried });
+        let shared = Arc::new(Shared { memory, stopped, fault: OnceLock::new(), queued, carried });
         // If a thread cannot be started, the inboxes close before the others are joined.
         let (mut threads, mut inboxes) = (Vec::new(), Vec::new());
         for from in 0..devices {
@@ -228,6 +249,11 @@ impl Proxies {
     /// Whether exchanges ended before their words had come: all results since then are wrong.
     pub fn has_stopped(&self) -> bool {
         self.shared.stopped.load(Ordering::Acquire)
+    }
+
+    /// Returns the fault by which exchanges have ended, if a device told of one.
+    pub fn fault(&self) -> Option<DeviceFault> {
+        self.shared.fault.get().copied()
     }
 
     /// Waits until all words of an exchange have passed, which is at once if its step has ended on all devices. Returns false if
@@ -359,10 +385,13 @@ fn run(shared: &Shared, from: usize, (thread, threads): (usize, usize), counts: 
     let carrier = Carrier { from, thread, threads };
     while let Ok(exchanges) = inbox.recv() {
         let (first_turn, first_of_head) = (exchanges.first_turn(), exchanges.first_of_head());
-        let sums = carrier.share(0, exchanges.words.into());
+        let sums = carrier.share(0, words_of(exchanges.floats.into()));
         let mut has_words = true;
         for number in exchanges.first..exchanges.end() {
             let carried = match number {
+                _ if number < first_turn && exchanges.halves => {
+                    carry_blocks(shared, carrier, number as u32, Blocks::of(exchanges.floats))
+                }
                 _ if number < first_turn => carry(shared, from, (number as u32, Place::InTurn), sums.clone()),
                 _ if number < first_of_head => {
                     carry_counted(shared, carrier, counts, (number as u32, Place::InTurn)).is_some()
@@ -454,11 +483,11 @@ fn carry(shared: &Shared, from: usize, (number, place): (u32, Place), words: Ran
     let outbox = &memory.outboxes[from];
     // The slots of this device's words in the others' inboxes.
     let slot_of = |to: usize| (&*memory.inboxes[to], memory.slot_in(place, number, from, to));
-    let others = || (0..memory.inboxes.len()).filter(|to| *to != from).map(slot_of);
-    let mut block = [[0; 4]; BLOCK];
+    let others = || memory.others(from).map(slot_of);
+    let mut block = [[0; 4]; LOADED];
     let mut word = words.start;
     while word < words.end {
-        let block = &mut block[..(words.end - word).min(BLOCK as u64) as usize];
+        let block = &mut block[..(words.end - word).min(LOADED as u64) as usize];
         outbox.load_quads((slot + word) * WORD_BYTES, block);
         let complete = block.iter().take_while(|word| is_complete(**word, number)).count();
         for (to, first) in others() {
@@ -474,6 +503,59 @@ fn carry(shared: &Shared, from: usize, (number, place): (u32, Place), words: Ran
     true
 }
 
+/// Carries the thread's blocks of an exchange of sums, in turn with the other threads. Returns whether all have come.
+fn carry_blocks(shared: &Shared, carrier: Carrier, number: u32, blocks: Blocks) -> bool {
+    let (memory, from) = (&shared.memory, carrier.from);
+    let slot = memory.slot(Place::InTurn, number);
+    for block in (carrier.thread as u32..blocks.count()).step_by(carrier.threads) {
+        let header = u64::from(blocks.header(block, memory.slot_words));
+        let mut since = None;
+        loop {
+            if !wait(shared, from, number, slot + header) {
+                return false;
+            }
+            let mut word = [[0; 4]];
+            memory.outboxes[from].load_quads((slot + header) * WORD_BYTES, &mut word);
+            let [[x, y, z, _]] = word;
+            let sums = copy_block(memory, from, number, blocks.part(block));
+            if sums.bits() == [x, y, z] {
+                // The header is behind the block in the other devices' memory too.
+                fence(Ordering::SeqCst);
+                for to in memory.others(from) {
+                    let at = memory.slot_in(Place::InTurn, number, from, to) + header;
+                    memory.inboxes[to].store_quads(at * WORD_BYTES, &word);
+                }
+                break;
+            }
+            // Words of the block are on their way.
+            if since.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
+                tracing::error!(exchange = number, device = from, block, "a block in an exchange is not whole");
+                return false;
+            }
+        }
+    }
+    fence(Ordering::SeqCst);
+    true
+}
+
+/// Copies a block from a device to all others, and returns the sums of its words.
+fn copy_block(memory: &ExchangeMemory, from: usize, number: u32, words: Range<u32>) -> BlockSums {
+    let slot = memory.slot(Place::InTurn, number);
+    let (mut sums, mut at) = (BlockSums::default(), u64::from(words.start));
+    let mut some = [[0; 4]; LOADED];
+    while at < u64::from(words.end) {
+        let some = &mut some[..(u64::from(words.end) - at).min(LOADED as u64) as usize];
+        memory.outboxes[from].load_quads((slot + at) * WORD_BYTES, some);
+        sums.add(some);
+        for to in memory.others(from) {
+            let first = memory.slot_in(Place::InTurn, number, from, to);
+            memory.inboxes[to].store_quads((first + at) * WORD_BYTES, some);
+        }
+        at += some.len() as u64;
+    }
+    sums
+}
+
 /// Waits until a word of an exchange, the `at`-th of the outbox, has come. Returns whether it has.
 fn wait(shared: &Shared, from: usize, number: u32, at: u64) -> bool {
     let memory = &shared.memory;
@@ -484,8 +566,9 @@ fn wait(shared: &Shared, from: usize, number: u32, at: u64) -> bool {
         if is_complete(word[0], number) {
             return true;
         }
-        if has_failed(word[0], number) {
-            tracing::error!(exchange = number, device = from, "a device has a fault in an exchange");
+        if let Some(word) = sent_fault(word[0], number) {
+            // The first one is the cause: other devices wait for this one's words.
+            let _ = shared.fault.set(DeviceFault { device: from, exchange: number, word });
             return false;
         }
         polls = polls.wrapping_add(1);

@@ -41,13 +41,17 @@ fn exchanges(instance: &Instance, adapters: &[Adapter], json: bool) -> Result<St
             let times = exchange_times(instance, [a, b])?;
             // Writing to a string cannot fail.
             let _ = writeln!(text, "{} and {}: {} and {}", a.index, b.index, a.name, b.name);
-            let _ = writeln!(text, "   f32 values    within a step    step divided    each way, within a step");
-            for ExchangeTime { values, within, divided } in &times {
+            let _ = writeln!(
+                text,
+                "   f32 values    within a step  as bf16 blocks    step divided    each way, within a step"
+            );
+            for ExchangeTime { values, within, halves, divided } in &times {
                 let micros = |seconds: f64| format!("{:.1} µs", seconds * 1e6);
                 let waits = within.map_or("-".to_owned(), micros);
                 let rate = within
                     .map_or("-".to_owned(), |seconds| format!("{:.1} GB/s", f64::from(*values) * 4.0 / seconds / 1e9));
-                let _ = writeln!(text, "   {values:>10} {waits:>16} {:>15} {rate:>26}", micros(*divided));
+                let (halves, divided) = (halves.map_or("-".to_owned(), micros), micros(*divided));
+                let _ = writeln!(text, "   {values:>10} {waits:>16} {halves:>15} {divided:>15} {rate:>26}");
             }
             let micros = |seconds: f64| (seconds * 1e7).round() / 10.0;
             rows.push(json!({
@@ -55,6 +59,7 @@ fn exchanges(instance: &Instance, adapters: &[Adapter], json: bool) -> Result<St
                 "exchanges": times.iter().map(|time| json!({
                     "values": time.values,
                     "within_step_us": time.within.map(micros),
+                    "within_step_bf16_us": time.halves.map(micros),
                     "divided_us": micros(time.divided),
                 })).collect::<Vec<_>>(),
             }));

@@ -10,8 +10,7 @@ use super::tags::{Flow, tagged};
 use half::bf16;
 use std::ops;
 
-/// The number of floats in a word that passes between devices. A word has 16 bytes: the floats and a check. If they are
-/// rounded to bfloat16, a word has twice as many.
+/// The number of floats in a word that passes between devices. A word has 16 bytes: the floats and a check.
 const WORD_FLOATS: u32 = 3;
 /// The size of a word in bytes.
 pub const WORD_BYTES: u64 = 16;
@@ -23,6 +22,11 @@ const FAILED: u32 = 0x5bd1_e995;
 
 /// The number of invocations of a workgroup.
 const THREADS: u32 = 128;
+
+/// The maximum number of 16-byte words of a block, which a workgroup sends at once: four for each invocation.
+pub const BLOCK_WORDS: u32 = 4 * THREADS;
+/// The number of floats, rounded to bfloat16, in a word of a block.
+const BLOCK_WORD_FLOATS: u32 = 8;
 
 /// A device among those that compute a model together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -130,13 +134,71 @@ impl Phase {
     }
 }
 
-/// Returns the number of words that carry `floats` floats, rounded to bfloat16 or not.
-pub fn words_of(floats: u64, halves: bool) -> u64 {
-    floats.div_ceil(word_floats(halves).into())
+/// Returns the number of words that carry `floats` floats.
+pub fn words_of(floats: u64) -> u64 {
+    floats.div_ceil(WORD_FLOATS.into())
 }
 
-fn word_floats(halves: bool) -> u32 {
-    if halves { 2 * WORD_FLOATS } else { WORD_FLOATS }
+/// The floats of a sum that pass in blocks: rounded to bfloat16, eight in a word without a check. The blocks are side by side
+/// from the slot's beginning on. The header of each, a word with the sums of the block's words, is at the slot's end; that
+/// of the first block is the last word. A block is whole if its words have the header's sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Blocks {
+    /// The number of words of all blocks.
+    pub words: u32,
+}
+
+impl Blocks {
+    /// Returns the blocks that carry `floats` floats.
+    pub fn of(floats: u32) -> Blocks {
+        Blocks { words: floats.div_ceil(BLOCK_WORD_FLOATS) }
+    }
+
+    /// Returns the number of blocks.
+    pub fn count(self) -> u32 {
+        self.words.div_ceil(BLOCK_WORDS)
+    }
+
+    /// Returns the words of a block, counted from the slot's beginning.
+    pub fn part(self, block: u32) -> ops::Range<u32> {
+        BLOCK_WORDS * block..(BLOCK_WORDS * (block + 1)).min(self.words)
+    }
+
+    /// Returns the index of float `i` of word `word` of a block among all floats: neighbouring words have neighbouring ones.
+    pub fn float(self, block: u32, word: u32, i: u32) -> u32 {
+        let part = self.part(block);
+        BLOCK_WORD_FLOATS * part.start + i * part.len() as u32 + word
+    }
+
+    /// Returns the place of a block's header, counted from the slot's beginning.
+    pub fn header(self, block: u32, slot_words: u32) -> u32 {
+        slot_words - 1 - block
+    }
+
+    /// Returns the number of words with the headers.
+    pub fn with_headers(self) -> u32 {
+        self.words + self.count()
+    }
+}
+
+/// The sums of a block's words, as its header has them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BlockSums([u32; 4]);
+
+impl BlockSums {
+    /// Adds words to the sums.
+    #[inline]
+    pub fn add(&mut self, words: &[[u32; 4]]) {
+        for word in words {
+            self.0.iter_mut().zip(word).for_each(|(sum, bits)| *sum = sum.wrapping_add(*bits));
+        }
+    }
+
+    /// Returns the header's data.
+    pub fn bits(self) -> [u32; 3] {
+        let [a, b, c, d] = self.0;
+        [a ^ b.rotate_left(16), c ^ d.rotate_left(16), 0]
+    }
 }
 
 /// Returns the size of a device's outbox in bytes.
@@ -164,17 +226,13 @@ pub fn is_complete(word: [u32; 4], number: u32) -> bool {
     word[3] == check_of([word[0], word[1], word[2]], number)
 }
 
-/// Whether a word was sent by a device whose fault word is set, in exchange `number` or a later one: such a device
-/// waits for no other, so it may be ahead.
-pub fn has_failed(word: [u32; 4], number: u32) -> bool {
-    let of = word[1];
-    word == failed_word(of) && of.wrapping_sub(number) < 1 << 31
-}
-
-/// Returns the words that a device sends in exchange `number` if its fault word is set.
-fn failed_word(number: u32) -> [u32; 4] {
-    let bits = [FAILED, number, !number];
-    [bits[0], bits[1], bits[2], check_of(bits, number) ^ FAILED]
+/// Returns the fault word of the device that sent a word, if that is set and the word is of exchange `number` or a later
+/// one: such a device waits for no other, so it may be ahead.
+pub fn sent_fault(word: [u32; 4], number: u32) -> Option<u32> {
+    let [_, of, fault, _] = word;
+    let bits = [FAILED, of, fault];
+    let sent = [bits[0], bits[1], bits[2], check_of(bits, of) ^ FAILED];
+    (word == sent && of.wrapping_sub(number) < 1 << 31).then_some(fault)
 }
 
 /// The rows that are summed over all devices.
@@ -190,7 +248,7 @@ pub struct Summed {
     pub y: Activations,
     /// Whether the sum is added to y.
     pub adds: bool,
-    /// Whether the parts are rounded to bfloat16. Tagged parts are not.
+    /// Whether the parts are rounded to bfloat16 and pass in [`Blocks`]. Tagged parts do not.
     pub halves: bool,
     /// The tags of x and y.
     pub flow: Flow,
@@ -199,7 +257,7 @@ pub struct Summed {
 /// Returns the call that sums rows over all devices, exchange `index` of its step.
 ///
 /// # Panics
-/// If x and y differ in their strides.
+/// If x and y differ in their strides, or rounded rows are not whole words.
 pub fn all_reduce(
     label: String,
     summed: Summed,
@@ -210,8 +268,13 @@ pub fn all_reduce(
     let Summed { rows, count, x, y, adds, halves, flow } = summed;
     assert!(!halves || flow == Flow::NONE, "\"{label}\": tagged parts are not rounded");
     assert_eq!(x.stride, y.stride, "\"{label}\": the strides of the sum and of the parts");
-    let words = words_of(u64::from(rows) * u64::from(y.stride), halves);
-    assert!(words <= buffers.slot_words.into(), "\"{label}\": {words} words in slots of {}", buffers.slot_words);
+    let floats = rows * y.stride;
+    assert!(!halves || y.stride.is_multiple_of(BLOCK_WORD_FLOATS), "\"{label}\": rows of {} floats", y.stride);
+    let (words, tasks) = match halves {
+        true => (Blocks::of(floats).with_headers(), Blocks::of(floats).count()),
+        false => (words_of(floats.into()) as u32, floats.div_ceil(WORD_FLOATS * THREADS)),
+    };
+    assert!(words <= buffers.slot_words, "\"{label}\": {words} words in slots of {}", buffers.slot_words);
     let args = AllReduceArgs {
         x: x.range,
         y: y.range,
@@ -242,7 +305,7 @@ pub fn all_reduce(
         halves: halves.into(),
         devices: 0,
     };
-    let workgroups = (words as u32).div_ceil(THREADS).min(shape.workgroups).max(1);
+    let workgroups = tasks.min(shape.workgroups).max(1);
     let (constants, args) = (constants.into_values(), args.into_args());
     let call = Call { kernel: "all_reduce", label, constants, args, groups: [workgroups, 1, 1] };
     flow.mark(call, x.range, y.range)
@@ -260,19 +323,12 @@ pub(crate) fn reference_all_reduce(call: &Call, memory: &mut HostMemory) {
     let floats = rows * a.stride;
     let number = memory.u32(a.number, 0).wrapping_add(a.index);
     let slot = (number & 1) * a.slot_words;
-    let each = word_floats(c.halves == 1);
-    let float_of = |bits: [u32; 3], i: u32| match c.halves {
-        1 => bf16::from_bits((bits[i as usize / 2] >> (16 * (i % 2))) as u16).to_f32(),
-        _ => f32::from_bits(bits[i as usize]),
-    };
-    for word in 0..floats.div_ceil(each) {
-        let here = |i: u32| (each * word + i < floats).then_some(each * word + i);
-        let load = |i: u32| here(i).map_or(0, |at| memory.u32(a.x, at));
-        let half = |i: u32| u32::from(bf16::from_f32(f32::from_bits(load(i))).to_bits());
-        let own: [u32; 3] = std::array::from_fn(|i| match c.halves {
-            1 => half(2 * i as u32) | half(2 * i as u32 + 1) << 16,
-            _ => load(i as u32),
-        });
+    if c.halves == 1 {
+        return reference_blocks(&a, &c, memory, (floats, number, slot));
+    }
+    for word in 0..floats.div_ceil(WORD_FLOATS) {
+        let here = |i: u32| (WORD_FLOATS * word + i < floats).then_some(WORD_FLOATS * word + i);
+        let own: [u32; 3] = std::array::from_fn(|i| here(i as u32).map_or(0, |at| memory.u32(a.x, at)));
         if c.phase != 2 {
             for (i, value) in (0..).zip(own.into_iter().chain([check_of(own, number)])) {
                 memory.set_u32(a.outbox, 4 * (slot + word) + i, value);
@@ -281,17 +337,16 @@ pub(crate) fn reference_all_reduce(call: &Call, memory: &mut HostMemory) {
         if c.phase == 1 {
             continue;
         }
-        let mut sum = vec![0f32; each as usize];
+        let mut sum = [0f32; WORD_FLOATS as usize];
         for rank in 0..c.ranks {
             let part = if rank == c.rank {
                 own
             } else {
-                let at = 4 * ((rank - u32::from(rank > c.rank)) * 2 * a.slot_words + slot + word);
-                let got: [u32; 4] = std::array::from_fn(|i| memory.u32(a.inbox, at + i as u32));
+                let got = received(&a, &c, memory, rank, slot + word);
                 assert!(is_complete(got, number), "word {word} of exchange {number} has not come from device {rank}");
                 [got[0], got[1], got[2]]
             };
-            (0..).zip(&mut sum).for_each(|(i, sum)| *sum += float_of(part, i));
+            sum.iter_mut().zip(part).for_each(|(sum, bits)| *sum += f32::from_bits(bits));
         }
         for (i, sum) in (0..).zip(sum) {
             let Some(at) = here(i) else { continue };
@@ -300,6 +355,66 @@ pub(crate) fn reference_all_reduce(call: &Call, memory: &mut HostMemory) {
                 3 => memory.set_u32(a.y, at, tagged(value, a.y_tag)),
                 _ => memory.set_f32(a.y, at, value),
             }
+        }
+    }
+}
+
+/// Returns a word that came from device `rank`.
+fn received(a: &AllReduceArgs, c: &AllReduceConstants, memory: &HostMemory, rank: u32, word: u32) -> [u32; 4] {
+    let at = 4 * ((rank - u32::from(rank > c.rank)) * 2 * a.slot_words + word);
+    std::array::from_fn(|i| memory.u32(a.inbox, at + i as u32))
+}
+
+/// Computes a call with HALVES 1.
+fn reference_blocks(
+    a: &AllReduceArgs,
+    c: &AllReduceConstants,
+    memory: &mut HostMemory,
+    (floats, number, slot): (u32, u32, u32),
+) {
+    let blocks = Blocks::of(floats);
+    let half = |memory: &HostMemory, at: u32| u32::from(bf16::from_f32(memory.f32(a.x, at)).to_bits());
+    for block in 0..blocks.count() {
+        let header = blocks.header(block, a.slot_words);
+        let float = |word: u32, i: usize| blocks.float(block, word, i as u32);
+        let own: Vec<[u32; 4]> = (0..blocks.part(block).len() as u32)
+            .map(|word| {
+                let half = |i: usize| half(memory, float(word, i));
+                std::array::from_fn(|i| half(2 * i) | half(2 * i + 1) << 16)
+            })
+            .collect();
+        if c.phase != 2 {
+            let mut sums = BlockSums::default();
+            sums.add(&own);
+            let [x, y, z] = sums.bits();
+            let of_header = [([x, y, z, check_of([x, y, z], number)], header)];
+            let words = own.iter().copied().zip(blocks.part(block)).chain(of_header);
+            for (word, at) in words {
+                (0..).zip(word).for_each(|(i, bits)| memory.set_u32(a.outbox, 4 * (slot + at) + i, bits));
+            }
+        }
+        if c.phase == 1 {
+            continue;
+        }
+        let mut sum = vec![0f32; own.len() * BLOCK_WORD_FLOATS as usize];
+        for rank in 0..c.ranks {
+            let mut part = own.clone();
+            if rank != c.rank {
+                part = blocks.part(block).map(|word| received(a, c, memory, rank, slot + word)).collect();
+                let mut sums = BlockSums::default();
+                sums.add(&part);
+                let [x, y, z, check] = received(a, c, memory, rank, slot + header);
+                let whole = is_complete([x, y, z, check], number) && [x, y, z] == sums.bits();
+                assert!(whole, "block {block} of exchange {number} has not come from device {rank}");
+            }
+            let bits = part.as_flattened().iter().flat_map(|pair| [*pair as u16, (*pair >> 16) as u16]);
+            sum.iter_mut().zip(bits).for_each(|(sum, bits)| *sum += bf16::from_bits(bits).to_f32());
+        }
+        for (i, sum) in sum.into_iter().enumerate() {
+            let each = BLOCK_WORD_FLOATS as usize;
+            let at = float((i / each) as u32, i % each);
+            let value = if c.add == 1 { memory.f32(a.y, at) + sum } else { sum };
+            memory.set_f32(a.y, at, value);
         }
     }
 }
@@ -457,10 +572,15 @@ mod tests {
         let (old, new) = (word([1.0, -2.5, 3.25], 7), word([1.0, -2.5, 3.5], 9));
         assert!(is_complete(old, 7) && is_complete(new, 9));
         assert!(!is_complete(old, 9) && !is_complete([0; 4], 9));
-        let failed = failed_word;
-        assert!(has_failed(failed(9), 9) && has_failed(failed(11), 9) && has_failed(failed(1), u32::MAX));
-        assert!(!has_failed(failed(7), 9) && !has_failed(new, 9) && !has_failed([0; 4], 9));
-        assert!((0..1000).all(|other| !is_complete(failed(other), other) && !has_failed(word([0.0; 3], other), 9)));
+        let failed = |of: u32, fault: u32| {
+            let bits = [FAILED, of, fault];
+            [FAILED, of, fault, check_of(bits, of) ^ FAILED]
+        };
+        for (of, number) in [(9, 9), (11, 9), (1, u32::MAX)] {
+            assert_eq!(sent_fault(failed(of, 5), number), Some(5));
+        }
+        assert!([failed(7, 5), new, [0; 4]].into_iter().all(|word| sent_fault(word, 9).is_none()));
+        assert!((0..1000).all(|of| !is_complete(failed(of, 3), of) && sent_fault(word([0.0; 3], of), 9).is_none()));
         for mixed in 1..15u32 {
             let torn: [u32; 4] = std::array::from_fn(|i| if mixed >> i & 1 == 1 { new[i] } else { old[i] });
             // A word whose differing parts are all new is the new word.

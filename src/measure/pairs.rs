@@ -36,6 +36,8 @@ pub struct ExchangeTime {
     pub values: u32,
     /// The seconds of an exchange if kernels wait for words; `None` if they cannot.
     pub within: Option<f64>,
+    /// The same if they are rounded to bfloat16 and pass in blocks, as those of prompts.
+    pub halves: Option<f64>,
     /// The seconds of an exchange if the step is divided there.
     pub divided: f64,
 }
@@ -50,9 +52,10 @@ pub fn exchange_times(instance: &Instance, adapters: [&Adapter; 2]) -> Result<Ve
     let sizes = if on_cpu { &SIZES[..2] } else { &SIZES[..] };
     let mut times = Vec::new();
     for &values in sizes {
-        let within = if on_cpu { None } else { time(&devices, adapters, values, true)? };
-        if let Some(divided) = time(&devices, adapters, values, false)? {
-            times.push(ExchangeTime { values, within, divided });
+        let within = |halves| if on_cpu { Ok(None) } else { time(&devices, adapters, (values, halves), true) };
+        let (within, halves) = (within(false)?, within(true)?);
+        if let Some(divided) = time(&devices, adapters, (values, false), false)? {
+            times.push(ExchangeTime { values, within, halves, divided });
         }
     }
     Ok(times)
@@ -67,9 +70,14 @@ struct Side {
     gate: Arc<Gate>,
 }
 
-/// Returns the seconds of an exchange; `None` if it does not work.
-fn time(devices: &[Arc<Device>], adapters: [&Adapter; 2], values: u32, polls: bool) -> Result<Option<f64>, StartError> {
-    let slot_words = words_of(values.into(), false) as u32;
+/// Returns the seconds of an exchange of so many values, rounded to bfloat16 or not; `None` if it does not work.
+fn time(
+    devices: &[Arc<Device>],
+    adapters: [&Adapter; 2],
+    (values, halves): (u32, bool),
+    polls: bool,
+) -> Result<Option<f64>, StartError> {
+    let slot_words = slot_words(values);
     let mut memory = ExchangeMemory {
         outboxes: Vec::new(),
         inboxes: Vec::new(),
@@ -81,7 +89,7 @@ fn time(devices: &[Arc<Device>], adapters: [&Adapter; 2], values: u32, polls: bo
     let mut sides = Vec::new();
     for ((device, adapter), index) in devices.iter().zip(adapters).zip(0..) {
         let arena = Arena::new(device)?;
-        let recording = record(adapter, Rank { index, of: 2 }, values, polls);
+        let recording = record(adapter, Rank { index, of: 2 }, (values, halves), polls);
         let mut table = BufferTable::new();
         for decl in &recording.buffers {
             let place = match decl.name.as_str() {
@@ -115,7 +123,7 @@ fn time(devices: &[Arc<Device>], adapters: [&Adapter; 2], values: u32, polls: bo
     let mut best = None::<f64>;
     for step in 0..=STEPS {
         let first = 1 + u64::from(step * EXCHANGES);
-        proxies.carry(Exchanges { first, count: EXCHANGES, words: slot_words, turns: 0, of_head: 0 });
+        proxies.carry(Exchanges { first, count: EXCHANGES, floats: values, halves, turns: 0, of_head: 0 });
         let begun = Instant::now();
         let (reports, done) = crossbeam_channel::bounded(sides.len());
         let (wake, _woken) = crossbeam_channel::bounded(1);
@@ -150,10 +158,15 @@ fn time(devices: &[Arc<Device>], adapters: [&Adapter; 2], values: u32, polls: bo
     Ok(best)
 }
 
+/// Returns the number of words of a slot, which begins with a cache line.
+fn slot_words(values: u32) -> u32 {
+    (words_of(values.into()) as u32).next_multiple_of(4)
+}
+
 /// Returns a step of exchanges.
-fn record(adapter: &Adapter, rank: Rank, values: u32, polls: bool) -> Recording {
+fn record(adapter: &Adapter, rank: Rank, (values, halves): (u32, bool), polls: bool) -> Recording {
     let mut recording = Recording::new("exchanges");
-    let slot_words = words_of(values.into(), false) as u32;
+    let slot_words = slot_words(values);
     let r = &mut recording;
     let floats =
         |r: &mut Recording, name: &str| Activations { range: r.buffer(name, u64::from(values) * 4), stride: values };
@@ -172,7 +185,7 @@ fn record(adapter: &Adapter, rank: Rank, values: u32, polls: bool) -> Recording 
         workgroups: tuning.exchange_workgroups,
         most_polls: if polls { tuning.exchange_polls.max(1) } else { 1 },
     };
-    let summed = Summed { rows: 1, count: None, x, y, adds: false, halves: false, flow: Flow::NONE };
+    let summed = Summed { rows: 1, count: None, x, y, adds: false, halves, flow: Flow::NONE };
     let phases: &[Phase] = if polls { &[Phase::Both] } else { &[Phase::Send, Phase::Receive] };
     for index in 0..EXCHANGES {
         for phase in phases {

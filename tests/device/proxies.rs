@@ -8,7 +8,9 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::Random;
 use ostinato::actors::proxy::{ExchangeMemory, Exchanges, Proxies};
 use ostinato::device::Gate;
-use ostinato::kernels::exchange::{WORD_BYTES, check_of, inbox_bytes, outbox_bytes, stop_offset};
+use ostinato::kernels::exchange::{
+    BLOCK_WORDS, BlockSums, Blocks, WORD_BYTES, check_of, inbox_bytes, outbox_bytes, stop_offset,
+};
 use ostinato::memory::{Arena, Buffer, Place};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -111,7 +113,14 @@ fn words_that_come_late_and_in_pieces_pass_whole() {
     let vulkan = Vulkan::new();
     let (_arena, memory, proxies) = start(&vulkan, true);
     for step in 0..STEPS {
-        proxies.carry(Exchanges { first: 1 + step * u64::from(EACH), count: EACH, words: WORDS, turns: 0, of_head: 0 });
+        proxies.carry(Exchanges {
+            first: 1 + step * u64::from(EACH),
+            count: EACH,
+            floats: 3 * WORDS,
+            halves: false,
+            turns: 0,
+            of_head: 0,
+        });
     }
     std::thread::scope(|scope| {
         for own in 0..DEVICES {
@@ -127,7 +136,7 @@ fn words_that_come_late_and_in_pieces_pass_whole() {
 fn exchanges_that_are_ended_keep_no_device_waiting() {
     let vulkan = Vulkan::new();
     let (_arena, memory, proxies) = start(&vulkan, true);
-    proxies.carry(Exchanges { first: 1, count: EACH, words: WORDS, turns: 0, of_head: 0 });
+    proxies.carry(Exchanges { first: 1, count: EACH, floats: 3 * WORDS, halves: false, turns: 0, of_head: 0 });
     // One device has sent nothing.
     for own in [0, 2] {
         for at in 0..WORDS {
@@ -140,7 +149,14 @@ fn exchanges_that_are_ended_keep_no_device_waiting() {
     assert!(proxies.has_stopped() && !proxies.have_carried(1));
     for later in [EACH, 2 * EACH] {
         assert_eq!(memory.gates.iter().map(|gate| gate.opened()).collect::<Vec<_>>(), [u64::from(later); DEVICES]);
-        proxies.carry(Exchanges { first: u64::from(later) + 1, count: EACH, words: WORDS, turns: 0, of_head: 0 });
+        proxies.carry(Exchanges {
+            first: u64::from(later) + 1,
+            count: EACH,
+            floats: 3 * WORDS,
+            halves: false,
+            turns: 0,
+            of_head: 0,
+        });
     }
     for inbox in &memory.inboxes {
         assert_eq!(inbox.load_u32(stop_offset(WORDS, DEVICES as u32)), 1, "kernels are told");
@@ -200,7 +216,14 @@ fn logits_pass_whatever_threads_without_words_do() {
     let vulkan = Vulkan::new();
     let (_arena, memory, proxies) = start(&vulkan, false);
     for step in 0..DRAWN {
-        proxies.carry(Exchanges { first: 1 + 3 * step, count: 1, words: SUM, turns: 0, of_head: 2 });
+        proxies.carry(Exchanges {
+            first: 1 + 3 * step,
+            count: 1,
+            floats: 3 * SUM,
+            halves: false,
+            turns: 0,
+            of_head: 2,
+        });
     }
     std::thread::scope(|scope| {
         for own in 0..DEVICES {
@@ -209,4 +232,70 @@ fn logits_pass_whatever_threads_without_words_do() {
         }
     });
     assert!(proxies.have_carried(3 * DRAWN) && !proxies.has_stopped());
+}
+
+/// The floats of a sum that passes in blocks: two blocks, the second one not full.
+const BLOCK_FLOATS: u32 = 8 * (BLOCK_WORDS + 88);
+
+/// Returns the words of a device's slot in an exchange in blocks, each with its place.
+fn block_words(device: usize, number: u64) -> Vec<(u32, [u32; 4])> {
+    let blocks = Blocks::of(BLOCK_FLOATS);
+    let data = |at: u32| {
+        let [x, y, z, _] = word(device, number, at);
+        [x, y, z, at * 7 + number as u32]
+    };
+    let mut words: Vec<(u32, [u32; 4])> = (0..blocks.words).map(|at| (at, data(at))).collect();
+    for block in 0..blocks.count() {
+        let mut sums = BlockSums::default();
+        blocks.part(block).for_each(|at| sums.add(&[data(at)]));
+        let bits = sums.bits();
+        words.push((blocks.header(block, WORDS), [bits[0], bits[1], bits[2], check_of(bits, number as u32)]));
+    }
+    words
+}
+
+/// Goal: blocks pass whole, though headers come before words of their blocks. Method: devices store words and headers in random
+/// order and pause before the last one, which leaves a word of an earlier exchange in a block whose header has come.
+#[test]
+fn blocks_whose_words_come_after_their_headers_pass_whole() {
+    let vulkan = Vulkan::new();
+    let (_arena, memory, proxies) = start(&vulkan, true);
+    const EXCHANGES: u64 = 12;
+    for number in 1..=EXCHANGES {
+        proxies.carry(Exchanges { first: number, count: 1, floats: BLOCK_FLOATS, halves: true, turns: 0, of_head: 0 });
+    }
+    std::thread::scope(|scope| {
+        for own in 0..DEVICES {
+            let memory = &memory;
+            scope.spawn(move || {
+                let mut random = Random(own as u64);
+                for number in 1..=EXCHANGES {
+                    let slot = (number & 1) * u64::from(WORDS);
+                    let words = block_words(own, number);
+                    let order = random.permutation(words.len() as u32);
+                    for (sent, place) in order.iter().enumerate() {
+                        if sent + 1 == order.len() {
+                            std::thread::sleep(Duration::from_millis(2));
+                            let others = (0..DEVICES).filter(|other| *other != own);
+                            let opened = others.map(|other| memory.gates[other].opened()).max();
+                            assert!(opened < Some(number), "exchange {number} of {own}");
+                        }
+                        let (at, word) = words[*place as usize];
+                        memory.outboxes[own].store_quads((slot + u64::from(at)) * WORD_BYTES, &[word]);
+                    }
+                    until("the blocks of the others", || memory.gates[own].opened() >= number);
+                    for other in (0..DEVICES).filter(|other| *other != own) {
+                        let index = (other - usize::from(other > own)) as u64;
+                        for (at, wanted) in block_words(other, number) {
+                            let mut found = [[0; 4]];
+                            let at = index * 2 * u64::from(WORDS) + slot + u64::from(at);
+                            memory.inboxes[own].load_quads(at * WORD_BYTES, &mut found);
+                            assert_eq!(found, [wanted], "exchange {number}, from device {other} to {own}");
+                        }
+                    }
+                }
+            });
+        }
+    });
+    assert!(proxies.have_carried(EXCHANGES) && !proxies.has_stopped());
 }

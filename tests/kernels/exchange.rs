@@ -9,8 +9,8 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, POISON, Random};
 use half::bf16;
 use ostinato::kernels::exchange::{
-    Columns, EXCHANGE_FAULT, ExchangeBuffers, ExchangeShape, Gathered, GatheredRows, Phase, Rank, Summed, WORD_BYTES,
-    all_gather, all_reduce, check_of, has_failed, inbox_bytes, is_complete, outbox_bytes, words_of,
+    BlockSums, Blocks, Columns, EXCHANGE_FAULT, ExchangeBuffers, ExchangeShape, Gathered, GatheredRows, Phase, Rank,
+    Summed, WORD_BYTES, all_gather, all_reduce, check_of, inbox_bytes, is_complete, outbox_bytes, sent_fault, words_of,
 };
 use ostinato::kernels::gemm::Activations;
 use ostinato::kernels::recording::Range;
@@ -33,7 +33,7 @@ struct Exchange {
 fn record(cases: &mut Cases, random: &mut Random, of: &Exchange, comes: bool) -> (Range, Range, Range, Vec<Vec<f32>>) {
     let floats = of.rows * of.stride;
     let used = of.used.unwrap_or(of.rows) * of.stride;
-    let slot_words = words_of(u64::from(floats), false) as u32 + 5;
+    let slot_words = words_of(u64::from(floats)) as u32 + 5;
     let parts: Vec<Vec<f32>> = (0..of.rank.of).map(|_| (0..floats).map(|_| random.float() * 3.0).collect()).collect();
     let mut inbox = vec![POISON; (inbox_bytes(slot_words, of.rank.of) / 4) as usize];
     let stop = inbox.len() - 4;
@@ -41,15 +41,29 @@ fn record(cases: &mut Cases, random: &mut Random, of: &Exchange, comes: bool) ->
     let others = parts.iter().zip(0..).filter(|(_, rank)| *rank != of.rank.index);
     for (place, (part, _)) in (0u32..).zip(others).filter(|_| comes) {
         let first = (place * 2 + of.number % 2) * slot_words;
-        let half = |x: Option<&f32>| u32::from(bf16::from_f32(x.copied().unwrap_or(0.0)).to_bits());
-        for (word, floats) in part[..used as usize].chunks(if of.halves { 6 } else { 3 }).enumerate() {
-            let bits: [u32; 3] = std::array::from_fn(|i| match of.halves {
-                true => half(floats.get(2 * i)) | half(floats.get(2 * i + 1)) << 16,
-                false => floats.get(i).map_or(0, |x| x.to_bits()),
-            });
-            let at = (first as usize + word) * 4;
-            inbox[at..at + 3].copy_from_slice(&bits);
-            inbox[at + 3] = check_of(bits, of.number);
+        let mut put = |word: u32, bits: [u32; 4]| {
+            let at = (first + word) as usize * 4;
+            inbox[at..at + 4].copy_from_slice(&bits);
+        };
+        let checked = |[x, y, z]: [u32; 3]| [x, y, z, check_of([x, y, z], of.number)];
+        let part = &part[..used as usize];
+        if !of.halves {
+            for (word, floats) in (0..).zip(part.chunks(3)) {
+                put(word, checked(std::array::from_fn(|i| floats.get(i).map_or(0, |x| x.to_bits()))));
+            }
+            continue;
+        }
+        let half = |x: f32| u32::from(bf16::from_f32(x).to_bits());
+        let blocks = Blocks::of(used);
+        for block in 0..blocks.count() {
+            let mut sums = BlockSums::default();
+            for (word, at) in (0..).zip(blocks.part(block)) {
+                let half = |i: usize| half(part[blocks.float(block, word, i as u32) as usize]);
+                let bits = std::array::from_fn(|i| half(2 * i) | half(2 * i + 1) << 16);
+                sums.add(&[bits]);
+                put(at, bits);
+            }
+            put(blocks.header(block, slot_words), checked(sums.bits()));
         }
     }
     let x: Vec<f32> = (0..floats).map(|_| random.float()).collect();
@@ -79,12 +93,13 @@ fn parts_of_all_devices_are_summed_in_their_order() {
     let mut number = 3;
     for of in 2..=4 {
         for index in 0..of {
-            for (rows, stride, used) in [(1, 32, None), (1, 1024, None), (3, 64, None), (8, 96, Some(5))] {
+            // Several blocks in the last two.
+            let sizes =
+                [(1, 32, None), (1, 1024, None), (3, 64, None), (8, 96, Some(5)), (9, 1024, None), (5, 2048, Some(3))];
+            for ((rows, stride, used), halves) in sizes.into_iter().flat_map(|size| [(size, false), (size, true)]) {
                 number += 1;
-                let phase = [Phase::Both, Phase::Receive, Phase::Send][number as usize % 3];
-                let adds = number % 2 == 0;
-                // One of five, so that it occurs with every phase and number of devices.
-                let halves = number % 5 == 0;
+                let phase = [Phase::Both, Phase::Receive, Phase::Send][(number / 2) as usize % 3];
+                let adds = number / 3 % 2 == 0;
                 let of = Exchange { rank: Rank { index, of }, rows, stride, used, number, phase, adds, halves };
                 cases.case(format!("{index} of {} {rows} x {stride} {phase:?} {number}", of.rank.of));
                 let made_of = record(&mut cases, &mut random, &of, true);
@@ -108,7 +123,7 @@ fn parts_of_all_devices_are_summed_in_their_order() {
         }
         let sent = of.phase != Phase::Receive;
         let own = &parts[of.rank.index as usize];
-        let slot_words = words_of(u64::from(of.rows * of.stride), false) as u32 + 5;
+        let slot_words = words_of(u64::from(of.rows * of.stride)) as u32 + 5;
         let first = |slot: u32| reference.u32(outbox, slot * slot_words * 4);
         let low = |word: u32| if of.halves { word & 0xffff } else { word };
         let wanted = if of.halves { bf16::from_f32(own[0]).to_bits().into() } else { own[0].to_bits() };
@@ -151,7 +166,7 @@ fn a_part_that_never_comes_ends_the_call_with_a_fault() {
         let after = Bench::new(&vulkan, *driver).run(&cases.recording, &before);
         for word in 0..32 {
             let sent: [u32; 4] = std::array::from_fn(|i| after.u32(outbox, word * 4 + i as u32));
-            assert!(has_failed(sent, 8), "{sent:x?}");
+            assert_eq!(sent_fault(sent, 8), Some(7), "{sent:x?}");
         }
     }
 }
@@ -356,6 +371,6 @@ fn columns_that_never_come_end_the_call_with_a_fault() {
         before.set_u32(fault, 0, 7);
         let after = bench.run(&cases.recording, &before);
         let sent: [u32; 4] = std::array::from_fn(|i| after.u32(outbox, slot * 4 + i as u32));
-        assert!(has_failed(sent, NUMBER), "{sent:x?}");
+        assert_eq!(sent_fault(sent, NUMBER), Some(7), "{sent:x?}");
     }
 }

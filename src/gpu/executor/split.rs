@@ -17,7 +17,7 @@
 //! all steps of a plan are reported, those that drew nothing are queued again on all stages, with barriers.
 //! Not here: what a device runs (`gpu::executor`), and which layers it has (`gpu::build::split`).
 
-use crate::actors::proxy::{ExchangeMemory, Exchanges, Proxies};
+use crate::actors::proxy::{DeviceFault, ExchangeMemory, Exchanges, Proxies};
 use crate::actors::thread::SpawnError;
 use crate::actors::timeline::SubmissionRecord;
 use crate::actors::watcher::Then;
@@ -28,7 +28,6 @@ use crate::engine::variants::{Fallback, Variants};
 use crate::gpu::executor::exchange::{LEAST_ROWS, RETURNED, StageStep, Sums, buffer_of, faulted_call, parts};
 use crate::gpu::executor::{GpuExecutor, MOST_REPEATS, Parts};
 use crate::gpu::overlap::OverlapRetry;
-use crate::kernels::exchange::words_of;
 use crate::kernels::sampling::{Patch, patch_inbox};
 use crate::kernels::state;
 use crate::model::decoder::parallel::HEAD_EXCHANGES;
@@ -368,11 +367,11 @@ impl SplitExecutor {
             Work::CatchUp { .. } => (0, false, 0),
             Work::Decode { .. } => (rows, false, 0),
         };
-        let words = words_of(u64::from(rows) * u64::from(sums.row_floats), halves) as u32;
         let exchanges = Exchanges {
             first: self.exchange,
             count: sums.each_step,
-            words,
+            floats: rows * sums.row_floats,
+            halves,
             turns: if sums.gathers { turns } else { 0 },
             of_head: if sums.gathers && draws { HEAD_EXCHANGES } else { 0 },
         };
@@ -384,9 +383,34 @@ impl SplitExecutor {
     /// Returns an error if the devices have stopped exchanging sums: all their results since then are wrong.
     fn check_exchanges(&self) -> Result<(), ExecuteError> {
         match self.proxies.as_ref().is_some_and(Proxies::has_stopped) {
-            true => Err(ExecuteError::ExchangeEnded),
+            true => Err(self.exchange_ended()),
             false => Ok(()),
         }
+    }
+
+    /// Returns the error of exchanges that have ended, after an error line about the device that told of a fault.
+    fn exchange_ended(&self) -> ExecuteError {
+        let Some(DeviceFault { device, exchange, word }) = self.proxies.as_ref().and_then(Proxies::fault) else {
+            return ExecuteError::ExchangeEnded;
+        };
+        let device = self.stages.get(device).expect("proxies name devices of the replica");
+        let behind = |queued: &&QueuedStep| queued.last_sum as u32 >= exchange;
+        let step = self.queued.iter().find(behind).and_then(|queued| {
+            let flight = self.flights.iter().find(|flight| flight.ticket == queued.plan)?;
+            Some(&flight.parts[queued.part].one)
+        });
+        let (step, rows, call) = match step {
+            Some(work @ Work::Decode { .. }) => {
+                let rows = device.step_rows(work);
+                ("decode", rows, device.polling_call(rows, word))
+            }
+            Some(work @ Work::Prefill { .. }) => ("prefill", work.prompt_rows(), None),
+            Some(Work::CatchUp { .. }) | None => ("unknown", 0, None),
+        };
+        let device = &device.parts.device_name;
+        let call = call.unwrap_or("unknown");
+        tracing::error!(device, exchange, step, rows, call, number = word, "a device has a fault in an exchange");
+        ExecuteError::ExchangeEnded
     }
 
     /// Joins the stages' reports on the next step, which all of them have reported. Returns the report on the plan, unless
@@ -397,7 +421,8 @@ impl SplitExecutor {
         let queued = self.queued.pop_front().expect("a report is on a queued step");
         // A kernel that has given up by itself leaves words behind that have not passed.
         if self.proxies.as_ref().is_some_and(|proxies| !proxies.have_carried(queued.last_sum)) {
-            return Err(ExecuteError::ExchangeEnded);
+            self.queued.push_front(queued);
+            return Err(self.exchange_ended());
         }
         let at = self.flights.iter().position(|flight| flight.ticket == queued.plan).expect("a step belongs to a plan");
         let flight = &mut self.flights[at];

@@ -410,10 +410,15 @@ impl GpuExecutor {
         self.warn_of_fault(pending.steps.rows, pending.faults.call, pause);
     }
 
+    /// Returns the label of a call of a decode step of `rows` rows without barriers, by its number (`tags::number_calls`).
+    pub(super) fn polling_call(&self, rows: u32, call: u32) -> Option<&str> {
+        let (_, regions) = fitting(&self.parts.decode, rows);
+        regions.carried.as_ref().and_then(|region| region.whole.label(call.wrapping_sub(1)))
+    }
+
     /// Warns that a call of a step of `rows` rows waited too long, and of the pause that follows.
     pub(super) fn warn_of_fault(&self, rows: u32, call: u32, pause: Duration) {
-        let (_, regions) = fitting(&self.parts.decode, rows);
-        let label = regions.carried.as_ref().and_then(|region| region.whole.label(call.wrapping_sub(1)));
+        let label = self.polling_call(rows, call);
         tracing::warn!(
             device = self.parts.device_name,
             call = label.unwrap_or("unknown"),

@@ -35,13 +35,15 @@ impl Decoder<'_> {
     /// Returns the number of words of each slot of the exchange's buffers: those of the rows of any step.
     pub fn exchange_words(&self) -> u32 {
         let rows = self.state.chunk.max(self.state.rows).max(self.ring.rows);
-        let sums = exchange::words_of(u64::from(rows) * u64::from(stride(self.config.hidden)), false);
+        // Those in blocks take less.
+        let sums = exchange::words_of(u64::from(rows) * u64::from(stride(self.config.hidden)));
         let logits = self.stage.own_vocabulary().map(|(columns, rank, _)| {
             let lists = shared::shortlist_columns(rank).words(self.head_rows(), rank.of);
             let scores = score::part_columns(rank).words(self.score_rows(), rank.of);
             columns.words(self.head_rows(), rank.of).max(lists).max(scores)
         });
-        sums.max(logits.unwrap_or(0)) as u32
+        // Slots begin with a cache line of the host's.
+        (sums.max(logits.unwrap_or(0)) as u32).next_multiple_of(4)
     }
 
     /// Returns the number of words of the slot for the greatest logits of a step's rows; 0 if the LM head is not divided.

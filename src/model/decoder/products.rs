@@ -19,7 +19,7 @@ use crate::memory::pack::Format;
 use crate::memory::pack::codes::unit_cols;
 use crate::model::checkpoint::WeightSpec;
 use crate::model::config::{BlockNorms, LayerKind, MlpKind};
-use crate::quant::Codes;
+use crate::quant::{Codes, Minimum};
 
 /// The maximum number of rows for which products read rows of floats (`skinny`). Every workgroup reads all rows, so
 /// with more rows it is faster to pack them first in a stage of its own; narrow models reach that point later.
@@ -145,36 +145,8 @@ impl Decoder<'_> {
         if let Some(config) = self.tuning.codes.get(&(bits, weight.rows, weight.cols, rows)) {
             return *config;
         }
-        // The 16-byte words of codes that a lane loads for a unit.
-        let words = codes.map_or(2, |codes| unit_cols(codes) * codes.bits / 256);
-        let (blocks, processors) = (weight.rows.div_ceil(16), self.tuning.processors.max(1));
-        // Twelve lane groups, if few of their steps are empty.
-        let by_twelve = units.next_multiple_of(12) * 8 <= units * 9;
-        // Two steps are in flight: more words would leave no registers for the next call's workgroups, which load their
-        // weights while they wait. Measured with the matrices of Qwen3-8B on an H200.
-        let (threads, tiles, most_words, each) = match (matrices, rows) {
-            (Matrices::Emulated, _) => (64, 1, 1, 4),
-            // Two blocks of rows share a barrier, where each workgroup has at least eight such pairs.
-            (Matrices::Cooperative, 1) if units >= 64 && blocks >= 16 * processors => (512, 2, words, 1),
-            (Matrices::Cooperative, _) if units >= 64 => (512, 1, words, 1),
-            (Matrices::Cooperative, 2..) => (256, 1, 4, 2),
-            (Matrices::Cooperative, _) if words <= 3 && blocks <= processors => (512, 1, words, 1),
-            (Matrices::Cooperative, _) if words <= 3 && blocks <= 2 * processors && by_twelve => (384, 1, words, 2),
-            (Matrices::Cooperative, _) if words > 3 || blocks <= 2 * processors => (256, 1, words, 2),
-            // Whole turns of the processors.
-            (Matrices::Cooperative, _) if blocks <= 4 * processors => (128, 1, words, 4),
-            (Matrices::Cooperative, _) => (256, 2, words, 2),
-        };
-        let threads: u32 = match (matrices, rows, units) {
-            // Workgroups of four lane groups gave NaN in whole rows of x here on an H100 and an H200 (4 rows, 4 units of codes
-            // without stored minimums), for a reason that is not known; half of eight lane groups multiplies zeros instead.
-            (Matrices::Cooperative, 2.., 3..=4) => threads,
-            _ => threads.min(units.next_power_of_two() * 32),
-        };
-        // As few steps as the words in flight allow, of equal lengths.
-        let rounds = units.div_ceil(threads / 32 * (most_words / (words * tiles)).max(1));
-        let ahead = units.div_ceil(threads / 32 * rounds);
-        CodesConfig { threads, tiles, ahead, workgroups: each * processors }
+        let blocks = weight.rows.div_ceil(16);
+        codes_rule(codes, (blocks, units), rows, matrices, self.tuning.processors.max(1))
     }
 
     /// Returns the number of parts of a matrix's columns whose products `skinny_codes` adds up one after the other: x of a
@@ -762,6 +734,59 @@ impl Decoder<'_> {
     }
 }
 
+/// Returns the workgroup shape of `skinny_codes` for a matrix of `blocks` blocks of 16 rows and `units` units of columns, as it
+/// is without tuning.
+fn codes_rule(
+    codes: Option<Codes>,
+    (blocks, units): (u32, u32),
+    rows: u32,
+    matrices: Matrices,
+    processors: u32,
+) -> CodesConfig {
+    let bits = codes.map_or(16, |codes| codes.bits);
+    // The 16-byte words of codes that a lane loads for a unit.
+    let words = codes.map_or(2, |codes| unit_cols(codes) * codes.bits / 256);
+    // Twelve lane groups, if few of their steps are empty.
+    let by_twelve = units.next_multiple_of(12) * 8 <= units * 9;
+    let k_quants = codes.is_some_and(|of| of.bits == 4 && of.group == 32 && of.minimum == Minimum::Stored);
+    // Two steps are in flight: more words would leave no registers for the next call's workgroups, which load their
+    // weights while they wait. Measured with the matrices of Qwen3-8B, Mistral-Small-24B and Llama-3.3-70B on an H200:
+    // which workgroups of the next call fit beside those of a product matters as much as the product's own time.
+    let (threads, tiles, most_words, each) = match (matrices, rows) {
+        (Matrices::Emulated, _) => (64, 1, 1, 4),
+        // Several blocks of rows share a barrier, where each workgroup has at least four such groups.
+        (Matrices::Cooperative, 1)
+            if units >= 64 && bits == 4 && (16 * processors..32 * processors).contains(&blocks) =>
+        {
+            (256, 4, words, 1)
+        }
+        (Matrices::Cooperative, 1) if units >= 64 && blocks >= 16 * processors => (512, 2, words, 1),
+        (Matrices::Cooperative, _) if units >= 64 => (512, 1, words, 1),
+        (Matrices::Cooperative, 2..) => (256, 1, 4, 2),
+        (Matrices::Cooperative, _) if words <= 3 && blocks <= processors && units < 32 => (512, 1, words, 1),
+        (Matrices::Cooperative, _) if words <= 3 && blocks <= processors => {
+            (if by_twelve { 384 } else { 256 }, 1, words, 1)
+        }
+        (Matrices::Cooperative, _) if words <= 3 && blocks <= 2 * processors && by_twelve => (384, 1, words, 2),
+        (Matrices::Cooperative, _) if words > 3 || blocks <= 2 * processors => (256, 1, words, 2),
+        // Whole turns of the processors.
+        (Matrices::Cooperative, _) if blocks <= 4 * processors && units <= 32 => (128, 1, words, 4),
+        (Matrices::Cooperative, _) if blocks <= 4 * processors => (256, 2, words, 4),
+        (Matrices::Cooperative, _) if k_quants && units <= 32 && blocks <= 12 * processors => (256, 1, words, 3),
+        (Matrices::Cooperative, _) => (256, 2, words, 2),
+    };
+    let threads: u32 = match (matrices, rows, units) {
+        // Workgroups of four lane groups gave NaN in whole rows of x here on an H100 and an H200 (4 rows, 4 units of codes
+        // without stored minimums), for a reason that is not known; half of eight lane groups multiplies zeros instead.
+        (Matrices::Cooperative, 2.., 3..=4) => threads,
+        _ => threads.min(units.next_power_of_two() * 32),
+    };
+    // As few steps as the words in flight allow, of equal lengths.
+    let rounds = units.div_ceil(threads / 32 * (most_words / (words * tiles)).max(1));
+    let ahead = units.div_ceil(threads / 32 * rounds);
+    CodesConfig { threads, tiles, ahead, workgroups: each * processors }
+}
+
 /// Returns the label of a product: its weight's name, except that a tied embedding's product is labelled as the LM
 /// head.
 fn label_of(weight: &str) -> String {
@@ -771,6 +796,7 @@ fn label_of(weight: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::quant::number::Number;
 
     /// Goal: rounds have all chunks, with few zeros, in shapes that registers allow; narrow outputs of the measured models have
     /// the fastest shapes.
@@ -786,5 +812,28 @@ mod tests {
         assert_eq!([96, 112, 64].map(|chunks| even_rounds(chunks, 1)), [(24, 4), (16, 7), (16, 4)]);
         assert_eq!([128, 192, 288].map(|chunks| even_rounds(chunks, 2)), [(16, 4), (24, 4), (24, 6)]);
         assert_eq!(even_rounds(384, 3), (16, 8));
+    }
+
+    /// Goal: matrices of codes of the measured models have the fastest shapes, which depend on what fits beside them.
+    #[test]
+    fn codes_have_the_fastest_shapes_of_measured_models() {
+        let shape = |bits: u32, minimum: Minimum, rows: u32, cols: u32| {
+            let codes = Codes { bits, group: if bits == 6 { 16 } else { 32 }, number: Number::Affine, minimum };
+            let units = cols.div_ceil(unit_cols(codes));
+            let CodesConfig { threads, tiles, ahead, workgroups } =
+                codes_rule(Some(codes), (rows.div_ceil(16), units), 1, Matrices::Cooperative, 132);
+            (threads, tiles, ahead, workgroups / 132)
+        };
+        let q4 = |rows, cols| shape(4, Minimum::Stored, rows, cols);
+        let q6 = |rows, cols| shape(6, Minimum::Zero { halves: 64 }, rows, cols);
+        // Qwen3-8B: values; queries and keys; output; gate/up.
+        assert_eq!([q6(1024, 4096), q4(5120, 4096)], [(384, 1, 1, 1), (128, 1, 1, 4)]);
+        assert_eq!([q4(4096, 4096), q4(24_576, 4096)], [(384, 1, 1, 2), (256, 1, 1, 3)]);
+        // Mistral-Small-24B: values; queries and keys; all three; gate/up.
+        assert_eq!([q6(1024, 5120), q4(5120, 5120)], [(256, 1, 1, 1), (256, 2, 1, 4)]);
+        assert_eq!([q4(6144, 5120), q4(65_536, 5120)], [(256, 2, 1, 4), (256, 2, 1, 2)]);
+        // Llama-3.3-70B: gate/up, in codes with and without minimums.
+        let without = shape(4, Minimum::Zero { halves: 16 }, 57_344, 8192);
+        assert_eq!([q4(57_344, 8192), without], [(256, 4, 1, 1); 2]);
     }
 }

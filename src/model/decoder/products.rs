@@ -138,15 +138,22 @@ impl Decoder<'_> {
         config
     }
 
-    /// Returns the workgroup shape of `skinny_codes` for a product with `units` of a matrix's units of columns.
-    pub(super) fn codes_config(&self, weight: &Matrix, units: u32, rows: u32, matrices: Matrices) -> CodesConfig {
+    /// Returns the workgroup shape of `skinny_codes` for a product with `units` of a matrix's units of columns. `normed`:
+    /// whether it has a norm of x.
+    fn codes_config(
+        &self,
+        weight: &Matrix,
+        units: u32,
+        (rows, normed): (u32, bool),
+        matrices: Matrices,
+    ) -> CodesConfig {
         let codes = weight.format.codes();
         let bits = codes.map_or(16, |codes| codes.bits);
         if let Some(config) = self.tuning.codes.get(&(bits, weight.rows, weight.cols, rows)) {
             return *config;
         }
         let blocks = weight.rows.div_ceil(16);
-        codes_rule(codes, (blocks, units), rows, matrices, self.tuning.processors.max(1))
+        codes_rule(codes, (blocks, units), (rows, normed), matrices, self.tuning.processors.max(1))
     }
 
     /// Returns the number of parts of a matrix's columns whose products `skinny_codes` adds up one after the other: x of a
@@ -156,7 +163,7 @@ impl Decoder<'_> {
         let units = codes::units(weight);
         let fits = |parts: &u32| {
             let own = units.div_ceil(*parts);
-            let config = self.codes_config(weight, own, rows, matrices);
+            let config = self.codes_config(weight, own, (rows, false), matrices);
             let bytes = config.shared_bytes(weight.format, own * unit_cols(codes), rows, matrices);
             bytes <= self.tuning.shared_bytes
         };
@@ -318,12 +325,13 @@ impl Decoder<'_> {
         step: &Step,
     ) {
         let (units, rows) = (codes::units(&product.weight), shape.rows());
+        let kind = (rows, product.norm.is_some());
         let unit = product.weight.format.codes().map_or(1, unit_cols);
         assert!(count <= units, "{count} parts of {units} units of \"{}\"", product.label);
         if let &[flow] = flows
             && count > 1
         {
-            let config = self.codes_config(&product.weight, units.div_ceil(count), rows, matrices);
+            let config = self.codes_config(&product.weight, units.div_ceil(count), kind, matrices);
             // Each part of the rows has words of its own: all are of the same generation.
             let [before, own] = [first_row, product.weight.rows].map(|n| codes::partial_bytes(count, rows, n));
             let count = units.div_ceil(units.div_ceil(count));
@@ -334,7 +342,7 @@ impl Decoder<'_> {
         for (flow, index) in flows.iter().zip(0..) {
             let first = units * index / count;
             let own = units * (index + 1) / count - first;
-            let config = self.codes_config(&product.weight, own, rows, matrices);
+            let config = self.codes_config(&product.weight, own, kind, matrices);
             let part = match first {
                 0 => product.clone(),
                 _ => Product {
@@ -739,7 +747,7 @@ impl Decoder<'_> {
 fn codes_rule(
     codes: Option<Codes>,
     (blocks, units): (u32, u32),
-    rows: u32,
+    (rows, normed): (u32, bool),
     matrices: Matrices,
     processors: u32,
 ) -> CodesConfig {
@@ -770,7 +778,9 @@ fn codes_rule(
         (Matrices::Cooperative, _) if words <= 3 && blocks <= 2 * processors && by_twelve => (384, 1, words, 2),
         (Matrices::Cooperative, _) if words > 3 || blocks <= 2 * processors => (256, 1, words, 2),
         // Whole turns of the processors.
-        (Matrices::Cooperative, _) if blocks <= 4 * processors && units <= 32 => (128, 1, words, 4),
+        (Matrices::Cooperative, _) if blocks <= 4 * processors && units <= 32 => {
+            (if normed { 128 } else { 256 }, 1, words, 4)
+        }
         (Matrices::Cooperative, _) if blocks <= 4 * processors => (256, 2, words, 4),
         (Matrices::Cooperative, _) if k_quants && units <= 32 && blocks <= 12 * processors => (256, 1, words, 3),
         (Matrices::Cooperative, _) => (256, 2, words, 2),
@@ -817,23 +827,24 @@ mod tests {
     /// Goal: matrices of codes of the measured models have the fastest shapes, which depend on what fits beside them.
     #[test]
     fn codes_have_the_fastest_shapes_of_measured_models() {
-        let shape = |bits: u32, minimum: Minimum, rows: u32, cols: u32| {
+        let shape = |bits: u32, minimum: Minimum, (rows, normed): (u32, bool), cols: u32| {
             let codes = Codes { bits, group: if bits == 6 { 16 } else { 32 }, number: Number::Affine, minimum };
             let units = cols.div_ceil(unit_cols(codes));
             let CodesConfig { threads, tiles, ahead, workgroups } =
-                codes_rule(Some(codes), (rows.div_ceil(16), units), 1, Matrices::Cooperative, 132);
+                codes_rule(Some(codes), (rows.div_ceil(16), units), (1, normed), Matrices::Cooperative, 132);
             (threads, tiles, ahead, workgroups / 132)
         };
-        let q4 = |rows, cols| shape(4, Minimum::Stored, rows, cols);
-        let q6 = |rows, cols| shape(6, Minimum::Zero { halves: 64 }, rows, cols);
+        let q4 = |rows, cols| shape(4, Minimum::Stored, (rows, true), cols);
+        let q6 = |rows, cols| shape(6, Minimum::Zero { halves: 64 }, (rows, true), cols);
+        let output = |rows| shape(4, Minimum::Stored, (rows, false), 4096);
         // Qwen3-8B: values; queries and keys; output; gate/up.
         assert_eq!([q6(1024, 4096), q4(5120, 4096)], [(384, 1, 1, 1), (128, 1, 1, 4)]);
-        assert_eq!([q4(4096, 4096), q4(24_576, 4096)], [(384, 1, 1, 2), (256, 1, 1, 3)]);
-        // Mistral-Small-24B: values; queries and keys; all three; gate/up.
+        assert_eq!([output(4096), q4(24_576, 4096)], [(384, 1, 1, 2), (256, 1, 1, 3)]);
+        // Mistral-Small-24B: values; queries and keys; all three; output; gate/up.
         assert_eq!([q6(1024, 5120), q4(5120, 5120)], [(256, 1, 1, 1), (256, 2, 1, 4)]);
-        assert_eq!([q4(6144, 5120), q4(65_536, 5120)], [(256, 2, 1, 4), (256, 2, 1, 2)]);
+        assert_eq!([q4(6144, 5120), output(5120), q4(65_536, 5120)], [(256, 2, 1, 4), (256, 1, 1, 4), (256, 2, 1, 2)]);
         // Llama-3.3-70B: gate/up, in codes with and without minimums.
-        let without = shape(4, Minimum::Zero { halves: 16 }, 57_344, 8192);
+        let without = shape(4, Minimum::Zero { halves: 16 }, (57_344, true), 8192);
         assert_eq!([q4(57_344, 8192), without], [(256, 4, 1, 1); 2]);
     }
 }

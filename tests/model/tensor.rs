@@ -238,6 +238,40 @@ fn the_vocabulary_in_parts_draws_what_the_last_device_alone_draws() {
     }
 }
 
+/// Goal: sums of prompts that pass as bfloat16 in blocks are those that pass as f32, but for their rounding. Method: the demo
+/// model, with prompts whose chunks have one block or several, the last of them not full, beside decode steps, whose sums use the
+/// same slots in words. The tokens are the same; log probabilities differ a little, which shows that sums were rounded.
+#[test]
+fn sums_of_prompts_in_blocks_are_rounded_and_nothing_else() {
+    let vulkan = Vulkan::shared();
+    let draw = |tune: &str| {
+        let mut config = configured(&vulkan, DEMO_PATH, |model| {
+            model.replicas = vec![over_both(&vulkan, SplitMode::Tensor)];
+            (model.context, model.prefill_chunk) = (Some(128), Some(32));
+        });
+        config.runtime.tune = vec![tune.to_owned()];
+        let host = start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"));
+        let asks: Vec<Request> = [1, 33, 70, 5]
+            .into_iter()
+            .enumerate()
+            .map(|(at, length)| Request {
+                logprobs: Some(0),
+                ..named(at, request(&(300..300 + length).collect::<Vec<u32>>(), 12))
+            })
+            .collect();
+        let found = together(&only(&host), &asks);
+        idle(&only(&host));
+        let chosen = |token: &Token| token.logprobs.as_ref().expect("asked for").chosen;
+        let logprobs: Vec<f32> = found.iter().flat_map(|one| one.drawn.iter().map(chosen)).collect();
+        (found.into_iter().map(|one| one.tokens).collect::<Vec<_>>(), logprobs)
+    };
+    let (wanted, exact) = draw("exchange_halves=0");
+    let (found, rounded) = draw("exchange_halves=1");
+    assert_eq!(found, wanted);
+    let most = exact.iter().zip(&rounded).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+    assert!(most > 1e-6 && most < 0.1, "log probabilities differ by up to {most}");
+}
+
 /// Goal: drafts by the model's own block and by a draft head change no token, and some are accepted.
 #[test]
 fn drafts_for_a_model_in_parts_change_no_token() {

@@ -164,7 +164,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         // Some CPU drivers end loops after a few thousand turns, and a thread that waits for another device may keep it from
         // running.
         exchange_polls: if cpu { 0 } else { EXCHANGE_POLLS },
-        exchange_halves: false,
+        exchange_halves: None,
         vocabulary_rows: 1,
         matmul: BTreeMap::new(),
         matmul_shapes: BTreeMap::new(),
@@ -444,7 +444,7 @@ impl Build<'_> {
             if !part.polls {
                 tuning.exchange_polls = 0;
             }
-            tuning.exchange_halves = part.halves;
+            tuning.exchange_halves.get_or_insert(part.halves);
             if !part.mixes {
                 tuning.mixed_steps = Some(0);
             }

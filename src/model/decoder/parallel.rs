@@ -104,7 +104,7 @@ impl Decoder<'_> {
             x,
             y,
             adds: y.range.buffer == step.x.range.buffer,
-            halves: count.is_some() && self.tuning.exchange_halves,
+            halves: count.is_some() && self.tuning.exchange_halves == Some(true),
             flow: step.flow(Some(x.range), Some(y.range)),
         };
         for phase in self.exchange_phases() {

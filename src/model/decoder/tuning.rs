@@ -54,8 +54,9 @@ pub struct Tuning {
     /// The number of polls after which a wait for another device ends even if the host does not end it; 0 if steps do not wait
     /// for other devices, but are divided there.
     pub exchange_polls: u32,
-    /// Whether the parts of sums of prompt steps pass between devices as bfloat16.
-    pub exchange_halves: bool,
+    /// Whether the parts of sums of prompt steps pass between devices as bfloat16, in blocks. `None`: where products round
+    /// prompts' activations so too.
+    pub exchange_halves: Option<bool>,
     /// Whether the devices of a replica with tensor parallelism each have a part of the LM head's rows, where it can be divided:
     /// not (0), where that saves more time than the exchange of logits takes (1), or always (2).
     pub vocabulary_rows: u32,
@@ -359,6 +360,10 @@ impl Tuning {
             }
             "panel_f16" => {
                 self.panel_f16 = value != 0;
+                return true;
+            }
+            "exchange_halves" => {
+                self.exchange_halves = Some(value != 0);
                 return true;
             }
             "half_rows" => {

@@ -5,7 +5,7 @@
 
 use super::{Decoder, Step, StepShape, stride};
 use crate::kernels::exchange::{
-    self, Columns, ExchangeBuffers, ExchangeShape, Gathered, GatheredRows, Phase, Rank, Summed,
+    self, Blocks, Columns, ExchangeBuffers, ExchangeShape, Gathered, GatheredRows, Phase, Rank, Summed,
 };
 use crate::kernels::gemm::Activations;
 use crate::kernels::recording::{Call, Op, Range, Recording};
@@ -34,9 +34,13 @@ pub(super) struct SharedDraw {
 impl Decoder<'_> {
     /// Returns the number of words of each slot of the exchange's buffers: those of the rows of any step.
     pub fn exchange_words(&self) -> u32 {
-        let rows = self.state.chunk.max(self.state.rows).max(self.ring.rows);
-        // Those in blocks take less.
-        let sums = exchange::words_of(u64::from(rows) * u64::from(stride(self.config.hidden)));
+        let floats = |rows: u32| rows * stride(self.config.hidden);
+        let words = |rows: u32| exchange::words_of(floats(rows).into());
+        let of_prompts = match self.tuning.exchange_halves {
+            Some(true) => Blocks::of(floats(self.state.chunk)).with_headers().into(),
+            _ => words(self.state.chunk),
+        };
+        let sums = words(self.state.rows.max(self.ring.rows)).max(of_prompts);
         let logits = self.stage.own_vocabulary().map(|(columns, rank, _)| {
             let lists = shared::shortlist_columns(rank).words(self.head_rows(), rank.of);
             let scores = score::part_columns(rank).words(self.score_rows(), rank.of);

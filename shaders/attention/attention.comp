@@ -214,7 +214,14 @@ void spread_heads() {
 #endif
 
 // Rounds the new key or value as the cache will hold it, to codes if the cache has them.
-void rounded(vec4 low, vec4 high, float scale, out vec4 a, out vec4 b) { unpack_eight(pack_eight(low, high, scale), a, b); }
+void rounded(vec4 low, vec4 high, float scale, out vec4 a, out vec4 b) {
+    Eight eight = pack_eight(low, high, scale);
+#if KV == 0
+    // A zero that the compiler does not know, as for `widened`: it would take the values that are not rounded.
+    eight.all ^= max_pages >> 31;
+#endif
+    unpack_eight(eight, a, b);
+}
 
 // Loads values of AHEAD tokens of this lane from `from` on. Tokens beyond the last cached one, or before the window, are
 // replaced by the nearest token of the window: their own values may be anything.

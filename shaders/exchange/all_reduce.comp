@@ -22,9 +22,11 @@
 // have got all words of n.
 //
 // With HALVES 1 the floats are rounded to bfloat16, those of the device's own part too, and pass in blocks, which the host
-// copies with less work: a workgroup sends up to 4 · threads words of eight floats each, from the slot's beginning on, and a
-// header. Word w of a block of n words has the floats w, w + n, …, w + 7 n of the block. That is a word like those above, with the sums of the block's words in place of floats, at the slot's end (that
-// of the first block is the last word). A block is whole if its words have these sums, so they may come in any order.
+// copies with less work: a workgroup sends up to 4 · threads words of eight floats each, and a header. Word w of a block of n
+// words has the floats w, w + n, …, w + 7 n of the block. The header is a word like those above, with the sums of the
+// block's words in place of floats. A block is whole if its words have these sums, so they may come in any order. Blocks
+// have places at the slot's end, that of the first block the last: 4 · threads words, and four of which the first is the
+// header. No words like those above are ever in the place of a block's words, nor the reverse.
 //
 // With PHASE 1 a call only sends. With PHASE 2 it only receives words that have come, in work that the host releases
 // then. With PHASE 0 it does both.
@@ -105,19 +107,22 @@ uvec3 part_of(uint word, uint floats) {
 // This invocation's words of a block of one device.
 uvec4 part[BLOCK_EACH];
 shared uvec4 shared_sums[128];  // of each subgroup; at least one invocation each
-shared uvec2 header_sums;
+shared uvec3 header_sums;
 shared uint header_came;  // 1 if a header has come
 
 // Returns the data of a block's header, given the sums of each invocation's words.
-uvec2 block_sums(uvec4 own) {
+uvec3 block_sums(uvec4 own) {
     uvec4 sums = subgroupAdd(own);
     if (subgroupElect()) shared_sums[gl_SubgroupID] = sums;
     barrier();
     sums = uvec4(0u);
     for (uint i = 0u; i < gl_NumSubgroups; i++) sums += shared_sums[i];
     barrier();
-    return uvec2(sums.x ^ rotated(sums.y, 16u), sums.z ^ rotated(sums.w, 16u));
+    return uvec3(sums.x ^ rotated(sums.w, 11u), sums.y ^ rotated(sums.w, 22u), sums.z);
 }
+
+// Returns the place of a block's first word in a slot.
+uint block_place(uint block) { return slot_words - (BLOCK_EACH * gl_WorkGroupSize.x + 4u) * (block + 1u); }
 
 // Returns a word of this device's part as it is sent in a block of `count` words, the first of which is word `first` of all.
 uvec4 load_halves(uint first, uint count, uint word) {
@@ -131,7 +136,8 @@ uvec4 load_halves(uint first, uint count, uint word) {
 
 // Receives a block of another device into `part`: its `count` words, from word `first` of the inbox on. Returns false if
 // exchanges have ended before it has come. Called by whole workgroups.
-bool receive_block(uint first, uint count, uint header, uint exchange) {
+bool receive_block(uint first, uint count, uint exchange) {
+    uint header = first + BLOCK_EACH * gl_WorkGroupSize.x;
     uint stop = (RANKS - 1u) * 2u * slot_words, torn = 0u;
     bool came = true, whole = false;
     while (came && !whole) {
@@ -145,12 +151,14 @@ bool receive_block(uint first, uint count, uint header, uint exchange) {
                     failed = polls >= EXCHANGE_POLLS || inbox.v[stop].x != 0u || fault.v[0] != 0u;
                 }
             }
-            header_sums = got.xy;
-            header_came = uint(complete && torn < EXCHANGE_POLLS);
+            // Words of a torn block are on their way, unless exchanges have ended.
+            bool ended = torn != 0u && (inbox.v[stop].x != 0u || fault.v[0] != 0u);
+            header_sums = got.xyz;
+            header_came = uint(complete && !ended && torn < max(EXCHANGE_POLLS, POLLS_BETWEEN_EXCHANGE_LOOKS));
         }
         barrier();
         came = header_came == 1u;
-        uvec2 wanted = header_sums;
+        uvec3 wanted = header_sums;
         uvec4 sums = uvec4(0u);
         [[unroll]] for (uint i = 0u; i < BLOCK_EACH; i++) {
             uint word = i * gl_WorkGroupSize.x + gl_LocalInvocationIndex;
@@ -170,23 +178,21 @@ void exchange_blocks(uint floats, uint exchange) {
     uint words = floats / 8u, blocks = (words + each - 1u) / each;
     uint slot = (exchange & 1u) * slot_words;
     for (uint block = gl_WorkGroupID.x; PHASE != 2u && block < blocks; block += gl_NumWorkGroups.x) {
-        uint first = block * each, count = min(each, words - first);
+        uint first = block * each, count = min(each, words - first), place = slot + block_place(block);
         uvec4 sums = uvec4(0u);
         [[unroll]] for (uint i = 0u; i < BLOCK_EACH; i++) {
             uint word = i * threads + gl_LocalInvocationIndex;
             uvec4 sent = uvec4(0u);
             if (word < count) {
                 sent = load_halves(first, count, word);
-                outbox.v[slot + first + word] = sent;
+                outbox.v[place + word] = sent;
             }
             sums += sent;
         }
         // A header that overtakes words of its block costs the host a second look.
         memoryBarrierBuffer();
-        uvec2 header = block_sums(sums);
-        if (gl_LocalInvocationIndex == 0u) {
-            outbox.v[slot + slot_words - 1u - block] = exchange_word(uvec3(header, 0u), exchange, fault.v[0]);
-        }
+        uvec3 header = block_sums(sums);
+        if (gl_LocalInvocationIndex == 0u) outbox.v[place + each] = exchange_word(header, exchange, fault.v[0]);
     }
     if (PHASE == 1u) return;
     for (uint block = gl_WorkGroupID.x; block < blocks; block += gl_NumWorkGroups.x) {
@@ -202,7 +208,7 @@ void exchange_blocks(uint floats, uint exchange) {
                 }
             } else {
                 uint from = (rank - uint(rank > RANK)) * 2u * slot_words + slot;
-                failed = !receive_block(from + first, count, from + slot_words - 1u - block, exchange);
+                failed = !receive_block(from + block_place(block), count, exchange);
             }
             [[unroll]] for (uint i = 0u; i < 4u * BLOCK_EACH; i++) {
                 sum[2u * i] += bf16_low(part[i / 4u][i % 4u]);

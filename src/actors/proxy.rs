@@ -517,7 +517,7 @@ fn carry_blocks(shared: &Shared, carrier: Carrier, number: u32, blocks: Blocks) 
             let mut word = [[0; 4]];
             memory.outboxes[from].load_quads((slot + header) * WORD_BYTES, &mut word);
             let [[x, y, z, _]] = word;
-            let sums = copy_block(memory, from, number, blocks.part(block));
+            let sums = copy_block(memory, from, number, blocks.places(block, memory.slot_words));
             if sums.bits() == [x, y, z] {
                 // The header is behind the block in the other devices' memory too.
                 fence(Ordering::SeqCst);
@@ -527,7 +527,10 @@ fn carry_blocks(shared: &Shared, carrier: Carrier, number: u32, blocks: Blocks) 
                 }
                 break;
             }
-            // Words of the block are on their way.
+            // Words of the block are on their way, unless exchanges have ended.
+            if shared.stopped.load(Ordering::Acquire) {
+                return false;
+            }
             if since.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
                 tracing::error!(exchange = number, device = from, block, "a block in an exchange is not whole");
                 return false;
@@ -538,7 +541,7 @@ fn carry_blocks(shared: &Shared, carrier: Carrier, number: u32, blocks: Blocks) 
     true
 }
 
-/// Copies a block from a device to all others, and returns the sums of its words.
+/// Copies a block, the words of a slot in these places, from a device to all others, and returns the sums of its words.
 fn copy_block(memory: &ExchangeMemory, from: usize, number: u32, words: Range<u32>) -> BlockSums {
     let slot = memory.slot(Place::InTurn, number);
     let (mut sums, mut at) = (BlockSums::default(), u64::from(words.start));
@@ -567,8 +570,10 @@ fn wait(shared: &Shared, from: usize, number: u32, at: u64) -> bool {
             return true;
         }
         if let Some(word) = sent_fault(word[0], number) {
-            // The first one is the cause: other devices wait for this one's words.
-            let _ = shared.fault.set(DeviceFault { device: from, exchange: number, word });
+            // The first one is the cause: other devices wait for this one's words. After a stop, that is the cause of all.
+            if !shared.stopped.load(Ordering::Acquire) {
+                let _ = shared.fault.set(DeviceFault { device: from, exchange: number, word });
+            }
             return false;
         }
         polls = polls.wrapping_add(1);

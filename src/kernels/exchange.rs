@@ -25,6 +25,8 @@ const THREADS: u32 = 128;
 
 /// The maximum number of 16-byte words of a block, which a workgroup sends at once: four for each invocation.
 pub const BLOCK_WORDS: u32 = 4 * THREADS;
+/// The number of words of a block's place: those of a block, then a cache line of the host's that begins with the header.
+const BLOCK_PLACE_WORDS: u32 = BLOCK_WORDS + 4;
 /// The number of floats, rounded to bfloat16, in a word of a block.
 const BLOCK_WORD_FLOATS: u32 = 8;
 
@@ -84,8 +86,17 @@ pub struct ExchangeBuffers {
     pub fault: Range,
     /// The number of words of each of the two slots of outbox and inbox.
     pub slot_words: u32,
+    /// The number of words at the end of each slot that are for [`Blocks`]. Other words are before them.
+    pub block_words: u32,
     /// The number of words of the slot for the best tokens of a step's rows.
     pub best_words: u32,
+}
+
+impl ExchangeBuffers {
+    /// Returns the number of words at the beginning of each slot that are for words with checks.
+    fn checked_words(self) -> u32 {
+        self.slot_words - self.block_words
+    }
 }
 
 /// How a device runs exchanges.
@@ -139,9 +150,10 @@ pub fn words_of(floats: u64) -> u64 {
     floats.div_ceil(WORD_FLOATS.into())
 }
 
-/// The floats of a sum that pass in blocks: rounded to bfloat16, eight in a word without a check. The blocks are side by side
-/// from the slot's beginning on. The header of each, a word with the sums of the block's words, is at the slot's end; that
-/// of the first block is the last word. A block is whole if its words have the header's sums.
+/// The floats of a sum that pass in blocks: rounded to bfloat16, eight in a word without a check. Each block has a place at
+/// the slot's end, the first one the last: its words, and behind them the header, a word with their sums and a check. A
+/// block is whole if its words have the header's sums. No word with a check is ever stored where a block's words are, nor
+/// the reverse: numbers that a model computes would have the right check once in 2^32 words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Blocks {
     /// The number of words of all blocks.
@@ -159,8 +171,8 @@ impl Blocks {
         self.words.div_ceil(BLOCK_WORDS)
     }
 
-    /// Returns the words of a block, counted from the slot's beginning.
-    pub fn part(self, block: u32) -> ops::Range<u32> {
+    /// Returns the words of a block among those of all blocks.
+    fn part(self, block: u32) -> ops::Range<u32> {
         BLOCK_WORDS * block..(BLOCK_WORDS * (block + 1)).min(self.words)
     }
 
@@ -170,14 +182,20 @@ impl Blocks {
         BLOCK_WORD_FLOATS * part.start + i * part.len() as u32 + word
     }
 
-    /// Returns the place of a block's header, counted from the slot's beginning.
-    pub fn header(self, block: u32, slot_words: u32) -> u32 {
-        slot_words - 1 - block
+    /// Returns the places of a block's words, counted from the beginning of a slot of `slot_words` words.
+    pub fn places(self, block: u32, slot_words: u32) -> ops::Range<u32> {
+        let first = slot_words - BLOCK_PLACE_WORDS * (block + 1);
+        first..first + self.part(block).len() as u32
     }
 
-    /// Returns the number of words with the headers.
-    pub fn with_headers(self) -> u32 {
-        self.words + self.count()
+    /// Returns the place of a block's header, the same whatever the number of its words.
+    pub fn header(self, block: u32, slot_words: u32) -> u32 {
+        slot_words - BLOCK_PLACE_WORDS * block - (BLOCK_PLACE_WORDS - BLOCK_WORDS)
+    }
+
+    /// Returns the number of words at a slot's end that the places of all blocks take.
+    pub fn slot_words(self) -> u32 {
+        BLOCK_PLACE_WORDS * self.count()
     }
 }
 
@@ -197,7 +215,7 @@ impl BlockSums {
     /// Returns the header's data.
     pub fn bits(self) -> [u32; 3] {
         let [a, b, c, d] = self.0;
-        [a ^ b.rotate_left(16), c ^ d.rotate_left(16), 0]
+        [a ^ d.rotate_left(11), b ^ d.rotate_left(22), c]
     }
 }
 
@@ -270,11 +288,11 @@ pub fn all_reduce(
     assert_eq!(x.stride, y.stride, "\"{label}\": the strides of the sum and of the parts");
     let floats = rows * y.stride;
     assert!(!halves || y.stride.is_multiple_of(BLOCK_WORD_FLOATS), "\"{label}\": rows of {} floats", y.stride);
-    let (words, tasks) = match halves {
-        true => (Blocks::of(floats).with_headers(), Blocks::of(floats).count()),
-        false => (words_of(floats.into()) as u32, floats.div_ceil(WORD_FLOATS * THREADS)),
+    let (words, room, tasks) = match halves {
+        true => (Blocks::of(floats).slot_words(), buffers.block_words, Blocks::of(floats).count()),
+        false => (words_of(floats.into()) as u32, buffers.checked_words(), floats.div_ceil(WORD_FLOATS * THREADS)),
     };
-    assert!(words <= buffers.slot_words, "\"{label}\": {words} words in slots of {}", buffers.slot_words);
+    assert!(words <= room, "\"{label}\": {words} words in slots of {room}");
     let args = AllReduceArgs {
         x: x.range,
         y: y.range,
@@ -388,7 +406,7 @@ fn reference_blocks(
             sums.add(&own);
             let [x, y, z] = sums.bits();
             let of_header = [([x, y, z, check_of([x, y, z], number)], header)];
-            let words = own.iter().copied().zip(blocks.part(block)).chain(of_header);
+            let words = own.iter().copied().zip(blocks.places(block, a.slot_words)).chain(of_header);
             for (word, at) in words {
                 (0..).zip(word).for_each(|(i, bits)| memory.set_u32(a.outbox, 4 * (slot + at) + i, bits));
             }
@@ -400,7 +418,8 @@ fn reference_blocks(
         for rank in 0..c.ranks {
             let mut part = own.clone();
             if rank != c.rank {
-                part = blocks.part(block).map(|word| received(a, c, memory, rank, slot + word)).collect();
+                let places = blocks.places(block, a.slot_words);
+                part = places.map(|word| received(a, c, memory, rank, slot + word)).collect();
                 let mut sums = BlockSums::default();
                 sums.add(&part);
                 let [x, y, z, check] = received(a, c, memory, rank, slot + header);
@@ -460,7 +479,7 @@ pub fn all_gather(
     let ExchangeShape { rank, workgroups, most_polls } = shape;
     let words = columns.words(rows, rank.of);
     let best = matches!(from, GatheredRows::BeforeList(_));
-    let room = if best { buffers.best_words } else { buffers.slot_words };
+    let room = if best { buffers.best_words } else { buffers.checked_words() };
     assert!(words <= room.into(), "\"{label}\": {words} words in slots of {room}");
     let none = buffers.number.none();
     let (list, turn) = match from {
@@ -562,6 +581,48 @@ pub(crate) fn reference_all_gather(call: &Call, memory: &mut HostMemory) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Goal: headers are where no exchange has words of blocks, however many floats each has, and both are at the slot's end.
+    #[test]
+    fn headers_of_blocks_have_places_of_their_own() {
+        let exchanges = [8, 4096, 8 * BLOCK_WORDS + 8, 16 * BLOCK_WORDS, 24 * BLOCK_WORDS - 8].map(Blocks::of);
+        let most = exchanges.iter().map(|blocks| blocks.slot_words()).max().expect("there are exchanges");
+        let slot_words = most + 40;
+        let each = |blocks: &Blocks| (0..blocks.count()).map(|block| (*blocks, block)).collect::<Vec<_>>();
+        let all = || exchanges.iter().flat_map(each);
+        let headers: Vec<u32> = all().map(|(blocks, block)| blocks.header(block, slot_words)).collect();
+        for (blocks, block) in all() {
+            let places = blocks.places(block, slot_words);
+            assert!(headers.iter().all(|header| !places.contains(header) && (40..slot_words).contains(header)));
+            assert!(places.start >= 40 && places.start % 4 == 0, "{blocks:?} {block}: {places:?}");
+            let mut others = (0..blocks.count()).filter(|other| *other != block);
+            let apart = |other: u32| {
+                let of_other = blocks.places(other, slot_words);
+                places.end <= of_other.start || of_other.end <= places.start
+            };
+            assert!(others.all(apart), "{blocks:?} {block}: {places:?}");
+        }
+    }
+
+    /// Goal: words that are still those of memory of zeros do not have the sums of words of equal floats.
+    #[test]
+    fn blocks_that_lack_words_have_other_sums() {
+        for value in [1.0, -1.0, 2.0, 0.5, -0.0, 448.0] {
+            let bits = u32::from(bf16::from_f32(value).to_bits());
+            let mut sums = BlockSums::default();
+            let whole: Vec<[u32; 3]> = (0..=BLOCK_WORDS)
+                .map(|_| {
+                    let of_those_before = sums.bits();
+                    sums.add(&[[bits << 16 | bits; 4]]);
+                    of_those_before
+                })
+                .collect();
+            for words in [1, 2, 7, BLOCK_WORDS] {
+                let same = whole[..words as usize].iter().filter(|sums| **sums == whole[words as usize]).count();
+                assert_eq!(same, 0, "{words} words of {value}");
+            }
+        }
+    }
 
     #[test]
     fn words_of_other_exchanges_torn_words_and_memory_of_zeros_are_not_complete() {

@@ -9,7 +9,7 @@ use crate::device::{Adapter, Device, Gate, Instance};
 use crate::gpu::build::defaults::tuning;
 use crate::gpu::error::StartError;
 use crate::kernels::exchange::{
-    ExchangeBuffers, ExchangeShape, Phase, Rank, Summed, all_reduce, inbox_bytes, outbox_bytes, words_of,
+    Blocks, ExchangeBuffers, ExchangeShape, Phase, Rank, Summed, all_reduce, inbox_bytes, outbox_bytes, words_of,
 };
 use crate::kernels::gemm::Activations;
 use crate::kernels::recording::Recording;
@@ -77,7 +77,7 @@ fn time(
     (values, halves): (u32, bool),
     polls: bool,
 ) -> Result<Option<f64>, StartError> {
-    let slot_words = slot_words(values);
+    let slot_words = slot_words(values, halves);
     let mut memory = ExchangeMemory {
         outboxes: Vec::new(),
         inboxes: Vec::new(),
@@ -158,15 +158,18 @@ fn time(
     Ok(best)
 }
 
-/// Returns the number of words of a slot, which begins with a cache line.
-fn slot_words(values: u32) -> u32 {
-    (words_of(values.into()) as u32).next_multiple_of(4)
+/// Returns the number of words of a slot, which begins with a cache line. All of them are for blocks, or none.
+fn slot_words(values: u32, halves: bool) -> u32 {
+    match halves {
+        true => Blocks::of(values).slot_words(),
+        false => (words_of(values.into()) as u32).next_multiple_of(4),
+    }
 }
 
 /// Returns a step of exchanges.
 fn record(adapter: &Adapter, rank: Rank, (values, halves): (u32, bool), polls: bool) -> Recording {
     let mut recording = Recording::new("exchanges");
-    let slot_words = slot_words(values);
+    let slot_words = slot_words(values, halves);
     let r = &mut recording;
     let floats =
         |r: &mut Recording, name: &str| Activations { range: r.buffer(name, u64::from(values) * 4), stride: values };
@@ -177,6 +180,7 @@ fn record(adapter: &Adapter, rank: Rank, (values, halves): (u32, bool), polls: b
         number: r.buffer("number", 4),
         fault: r.buffer("fault", 8),
         slot_words,
+        block_words: if halves { slot_words } else { 0 },
         best_words: 0,
     };
     let tuning = tuning(adapter, None, 1, 1);

@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 const DEVICES: usize = 3;
 /// More than a thread carries, so that several threads share an exchange where there are enough cores.
 const WORDS: u32 = 700;
+/// The words of a slot: those, and two blocks behind them.
+const SLOT: u32 = WORDS + 2 * (BLOCK_WORDS + 4);
 /// The steps, and the exchanges of each.
 const STEPS: u64 = 3;
 const EACH: u32 = 4;
@@ -40,16 +42,16 @@ fn start(vulkan: &Vulkan, gated: bool) -> (Arena, ExchangeMemory, Proxies) {
     };
     let memory = ExchangeMemory {
         outboxes: (0..DEVICES)
-            .map(|at| buffer(&format!("outbox.{at}"), outbox_bytes(WORDS) + u64::from(BEST) * WORD_BYTES))
+            .map(|at| buffer(&format!("outbox.{at}"), outbox_bytes(SLOT) + u64::from(BEST) * WORD_BYTES))
             .collect(),
         inboxes: (0..DEVICES)
             .map(|at| {
                 let best = (DEVICES as u64 - 1) * u64::from(BEST) * WORD_BYTES;
-                buffer(&format!("inbox.{at}"), inbox_bytes(WORDS, DEVICES as u32) + best)
+                buffer(&format!("inbox.{at}"), inbox_bytes(SLOT, DEVICES as u32) + best)
             })
             .collect(),
         gates: (0..DEVICES).filter(|_| gated).map(|_| Arc::new(Gate::new(&device).expect("a gate"))).collect(),
-        slot_words: WORDS,
+        slot_words: SLOT,
         best_words: BEST,
         // Without gates, threads spin as for GPUs, so that some are off their cores for whole steps.
         on_cpu: gated,
@@ -78,7 +80,7 @@ fn until(what: &str, reached: impl Fn() -> bool) {
 /// Takes the part of a device: sends its words of each exchange, and checks those of the others when its gate has opened.
 fn device(memory: &ExchangeMemory, own: usize) {
     let mut random = Random(own as u64);
-    let slot = |number: u64| (number & 1) * u64::from(WORDS);
+    let slot = |number: u64| (number & 1) * u64::from(SLOT);
     let others = || (0..DEVICES).filter(|other| *other != own).map(|other| memory.gates[other].opened());
     for number in 1..=STEPS * u64::from(EACH) {
         if own == 1 && number == (STEPS - 1) * u64::from(EACH) + 1 {
@@ -99,7 +101,7 @@ fn device(memory: &ExchangeMemory, own: usize) {
         until("the words of the others", || memory.gates[own].opened() >= number);
         for other in (0..DEVICES).filter(|other| *other != own) {
             let index = (other - usize::from(other > own)) as u64;
-            let first = (index * 2 * u64::from(WORDS) + slot(number)) * WORD_BYTES;
+            let first = (index * 2 * u64::from(SLOT) + slot(number)) * WORD_BYTES;
             let mut found = vec![[0; 4]; WORDS as usize];
             memory.inboxes[own].load_quads(first, &mut found);
             let wanted: Vec<[u32; 4]> = (0..WORDS).map(|at| word(other, number, at)).collect();
@@ -140,7 +142,7 @@ fn exchanges_that_are_ended_keep_no_device_waiting() {
     // One device has sent nothing.
     for own in [0, 2] {
         for at in 0..WORDS {
-            memory.outboxes[own].store_quads((u64::from(WORDS) + u64::from(at)) * WORD_BYTES, &[word(own, 1, at)]);
+            memory.outboxes[own].store_quads((u64::from(SLOT) + u64::from(at)) * WORD_BYTES, &[word(own, 1, at)]);
         }
     }
     until("device 1 has the words of the others", || memory.gates[1].opened() == 1);
@@ -159,7 +161,7 @@ fn exchanges_that_are_ended_keep_no_device_waiting() {
         });
     }
     for inbox in &memory.inboxes {
-        assert_eq!(inbox.load_u32(stop_offset(WORDS, DEVICES as u32)), 1, "kernels are told");
+        assert_eq!(inbox.load_u32(stop_offset(SLOT, DEVICES as u32)), 1, "kernels are told");
     }
 }
 
@@ -167,7 +169,7 @@ fn exchanges_that_are_ended_keep_no_device_waiting() {
 /// many words of logits. It goes on as soon as it has the words of the others, whatever the proxies' threads do, and later
 /// writes over its own.
 fn drawing_device(memory: &ExchangeMemory, own: usize) {
-    let stop = stop_offset(WORDS, DEVICES as u32) / WORD_BYTES;
+    let stop = stop_offset(SLOT, DEVICES as u32) / WORD_BYTES;
     // The words of an exchange of a device: of logits, the first one counts the others.
     let words = |device: usize, number: u64, count: u32, follows: Option<bool>| -> Vec<[u32; 4]> {
         let first = follows.map(|follows| {
@@ -182,7 +184,7 @@ fn drawing_device(memory: &ExchangeMemory, own: usize) {
         let logits = (sum + 2, false, WORDS - 1, Some(false));
         let exchanges = [(sum, false, SUM, None), (sum + 1, true, 3, Some(follows))];
         for (number, best, count, tells) in exchanges.into_iter().chain(follows.then_some(logits)) {
-            let slot = if best { 2 * u64::from(WORDS) } else { (number & 1) * u64::from(WORDS) };
+            let slot = if best { 2 * u64::from(SLOT) } else { (number & 1) * u64::from(SLOT) };
             // The first word is the last that is stored.
             for (at, word) in words(own, number, count, tells).iter().enumerate().rev() {
                 memory.outboxes[own].store_quads((slot + at as u64) * WORD_BYTES, &[*word]);
@@ -191,7 +193,7 @@ fn drawing_device(memory: &ExchangeMemory, own: usize) {
                 let index = (other - usize::from(other > own)) as u64;
                 let from = match best {
                     true => stop + 1 + index * u64::from(BEST),
-                    false => index * 2 * u64::from(WORDS) + slot,
+                    false => index * 2 * u64::from(SLOT) + slot,
                 };
                 let wanted = words(other, number, count, tells);
                 until("the words of the others", || {
@@ -237,32 +239,42 @@ fn logits_pass_whatever_threads_without_words_do() {
 /// The floats of a sum that passes in blocks: two blocks, the second one not full.
 const BLOCK_FLOATS: u32 = 8 * (BLOCK_WORDS + 88);
 
-/// Returns the words of a device's slot in an exchange in blocks, each with its place.
+/// Returns the words of a device's slot in an exchange in blocks, each with its place. Each word of a block would be a complete
+/// word of the next exchange in the same slot.
 fn block_words(device: usize, number: u64) -> Vec<(u32, [u32; 4])> {
     let blocks = Blocks::of(BLOCK_FLOATS);
-    let data = |at: u32| {
-        let [x, y, z, _] = word(device, number, at);
-        [x, y, z, at * 7 + number as u32]
-    };
-    let mut words: Vec<(u32, [u32; 4])> = (0..blocks.words).map(|at| (at, data(at))).collect();
+    let mut words = Vec::new();
     for block in 0..blocks.count() {
         let mut sums = BlockSums::default();
-        blocks.part(block).for_each(|at| sums.add(&[data(at)]));
-        let bits = sums.bits();
-        words.push((blocks.header(block, WORDS), [bits[0], bits[1], bits[2], check_of(bits, number as u32)]));
+        for at in blocks.places(block, SLOT) {
+            let [x, y, z, _] = word(device, number, at);
+            let data = [x, y, z, check_of([x, y, z], number as u32 + 2)];
+            sums.add(&[data]);
+            words.push((at, data));
+        }
+        let [x, y, z] = sums.bits();
+        words.push((blocks.header(block, SLOT), [x, y, z, check_of([x, y, z], number as u32)]));
     }
     words
 }
 
-/// Goal: blocks pass whole, though headers come before words of their blocks. Method: devices store words and headers in random
-/// order and pause before the last one, which leaves a word of an earlier exchange in a block whose header has come.
+/// Goal: blocks pass whole, though headers come before words of their blocks, and no word of a block is taken for one of a later
+/// exchange. Method: exchanges in blocks and in words with checks follow each other in the same slots; devices store words
+/// and headers in random order and pause before the last one, which leaves a word of an earlier exchange in its place.
 #[test]
 fn blocks_whose_words_come_after_their_headers_pass_whole() {
     let vulkan = Vulkan::new();
     let (_arena, memory, proxies) = start(&vulkan, true);
-    const EXCHANGES: u64 = 12;
+    const EXCHANGES: u64 = 16;
+    let in_blocks = |number: u64| number % 4 < 2;
+    let words = |device: usize, number: u64| match in_blocks(number) {
+        true => block_words(device, number),
+        false => (0..WORDS).map(|at| (at, word(device, number, at))).collect(),
+    };
     for number in 1..=EXCHANGES {
-        proxies.carry(Exchanges { first: number, count: 1, floats: BLOCK_FLOATS, halves: true, turns: 0, of_head: 0 });
+        let halves = in_blocks(number);
+        let floats = if halves { BLOCK_FLOATS } else { 3 * WORDS };
+        proxies.carry(Exchanges { first: number, count: 1, floats, halves, turns: 0, of_head: 0 });
     }
     std::thread::scope(|scope| {
         for own in 0..DEVICES {
@@ -270,25 +282,25 @@ fn blocks_whose_words_come_after_their_headers_pass_whole() {
             scope.spawn(move || {
                 let mut random = Random(own as u64);
                 for number in 1..=EXCHANGES {
-                    let slot = (number & 1) * u64::from(WORDS);
-                    let words = block_words(own, number);
-                    let order = random.permutation(words.len() as u32);
-                    for (sent, place) in order.iter().enumerate() {
-                        if sent + 1 == order.len() {
+                    let slot = (number & 1) * u64::from(SLOT);
+                    let sent = words(own, number);
+                    let order = random.permutation(sent.len() as u32);
+                    for (before, place) in order.iter().enumerate() {
+                        if before + 1 == order.len() {
                             std::thread::sleep(Duration::from_millis(2));
                             let others = (0..DEVICES).filter(|other| *other != own);
                             let opened = others.map(|other| memory.gates[other].opened()).max();
                             assert!(opened < Some(number), "exchange {number} of {own}");
                         }
-                        let (at, word) = words[*place as usize];
+                        let (at, word) = sent[*place as usize];
                         memory.outboxes[own].store_quads((slot + u64::from(at)) * WORD_BYTES, &[word]);
                     }
-                    until("the blocks of the others", || memory.gates[own].opened() >= number);
+                    until("the words of the others", || memory.gates[own].opened() >= number);
                     for other in (0..DEVICES).filter(|other| *other != own) {
                         let index = (other - usize::from(other > own)) as u64;
-                        for (at, wanted) in block_words(other, number) {
+                        for (at, wanted) in words(other, number) {
                             let mut found = [[0; 4]];
-                            let at = index * 2 * u64::from(WORDS) + slot + u64::from(at);
+                            let at = index * 2 * u64::from(SLOT) + slot + u64::from(at);
                             memory.inboxes[own].load_quads(at * WORD_BYTES, &mut found);
                             assert_eq!(found, [wanted], "exchange {number}, from device {other} to {own}");
                         }

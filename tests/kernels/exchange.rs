@@ -29,11 +29,16 @@ struct Exchange {
     halves: bool,
 }
 
+/// Returns the number of words of a slot for exchanges of so many floats, in words with checks or in blocks.
+fn slot_words(floats: u32) -> u32 {
+    words_of(floats.into()) as u32 + 5 + Blocks::of(floats).slot_words()
+}
+
 /// Records an exchange with random parts. Returns the sum's and the outbox's ranges, and the parts of all devices.
 fn record(cases: &mut Cases, random: &mut Random, of: &Exchange, comes: bool) -> (Range, Range, Range, Vec<Vec<f32>>) {
     let floats = of.rows * of.stride;
     let used = of.used.unwrap_or(of.rows) * of.stride;
-    let slot_words = words_of(u64::from(floats)) as u32 + 5;
+    let slot_words = slot_words(floats);
     let parts: Vec<Vec<f32>> = (0..of.rank.of).map(|_| (0..floats).map(|_| random.float() * 3.0).collect()).collect();
     let mut inbox = vec![POISON; (inbox_bytes(slot_words, of.rank.of) / 4) as usize];
     let stop = inbox.len() - 4;
@@ -57,7 +62,7 @@ fn record(cases: &mut Cases, random: &mut Random, of: &Exchange, comes: bool) ->
         let blocks = Blocks::of(used);
         for block in 0..blocks.count() {
             let mut sums = BlockSums::default();
-            for (word, at) in (0..).zip(blocks.part(block)) {
+            for (word, at) in (0..).zip(blocks.places(block, slot_words)) {
                 let half = |i: usize| half(part[blocks.float(block, word, i as u32) as usize]);
                 let bits = std::array::from_fn(|i| half(2 * i) | half(2 * i + 1) << 16);
                 sums.add(&[bits]);
@@ -75,6 +80,7 @@ fn record(cases: &mut Cases, random: &mut Random, of: &Exchange, comes: bool) ->
         number: cases.words("number", &[first]),
         fault: cases.words("fault", &[0, 0]),
         slot_words,
+        block_words: Blocks::of(floats).slot_words(),
         best_words: 0,
     };
     let count = of.used.map(|used| cases.words("chunk", &[1, 0, used, 0]));
@@ -123,8 +129,9 @@ fn parts_of_all_devices_are_summed_in_their_order() {
         }
         let sent = of.phase != Phase::Receive;
         let own = &parts[of.rank.index as usize];
-        let slot_words = words_of(u64::from(of.rows * of.stride)) as u32 + 5;
-        let first = |slot: u32| reference.u32(outbox, slot * slot_words * 4);
+        let slot_words = slot_words(of.rows * of.stride);
+        let place = if of.halves { Blocks::of(used).places(0, slot_words).start } else { 0 };
+        let first = |slot: u32| reference.u32(outbox, (slot * slot_words + place) * 4);
         let low = |word: u32| if of.halves { word & 0xffff } else { word };
         let wanted = if of.halves { bf16::from_f32(own[0]).to_bits().into() } else { own[0].to_bits() };
         assert_eq!(first(of.number % 2) != POISON && low(first(of.number % 2)) == wanted, sent);
@@ -139,21 +146,12 @@ fn parts_of_all_devices_are_summed_in_their_order() {
 #[test]
 fn a_part_that_never_comes_ends_the_call_with_a_fault() {
     let vulkan = Vulkan::new();
-    for driver in Driver::all() {
+    for (driver, halves) in Driver::all().iter().flat_map(|driver| [(driver, false), (driver, true)]) {
         let mut cases = Cases::new("all_reduce");
         let mut random = Random(92);
         cases.case("missing".to_owned());
         let rank = Rank { index: 0, of: 2 };
-        let of = Exchange {
-            rank,
-            rows: 1,
-            stride: 96,
-            used: None,
-            number: 8,
-            phase: Phase::Both,
-            adds: true,
-            halves: false,
-        };
+        let of = Exchange { rank, rows: 1, stride: 96, used: None, number: 8, phase: Phase::Both, adds: true, halves };
         let (x, outbox, fault, _) = record(&mut cases, &mut random, &of, false);
         let before = cases.before();
         let after = Bench::new(&vulkan, *driver).run(&cases.recording, &before);
@@ -164,10 +162,41 @@ fn a_part_that_never_comes_ends_the_call_with_a_fault() {
         let mut before = cases.before();
         before.set_u32(fault, 0, 7);
         let after = Bench::new(&vulkan, *driver).run(&cases.recording, &before);
-        for word in 0..32 {
+        let header = Blocks::of(96).header(0, slot_words(96));
+        for word in if halves { header..header + 1 } else { 0..32 } {
             let sent: [u32; 4] = std::array::from_fn(|i| after.u32(outbox, word * 4 + i as u32));
             assert_eq!(sent_fault(sent, 8), Some(7), "{sent:x?}");
         }
+    }
+}
+
+/// Goal: a block that has not the sums of its header ends the call with a fault, and is not added. Method: its last word is
+/// lost.
+#[test]
+fn a_block_that_stays_torn_ends_the_call_with_a_fault() {
+    let vulkan = Vulkan::new();
+    for driver in Driver::all() {
+        let mut cases = Cases::new("all_reduce");
+        let mut random = Random(94);
+        cases.case("torn".to_owned());
+        let rank = Rank { index: 1, of: 2 };
+        let (rows, stride) = (5, 1024);
+        let of = Exchange { rank, rows, stride, used: None, number: 9, phase: Phase::Both, adds: true, halves: true };
+        let (x, _, fault, _) = record(&mut cases, &mut random, &of, true);
+        let inbox = cases.recording.buffers.iter().position(|decl| decl.name.ends_with("inbox")).expect("there is one");
+        let (floats, slot_words) = (rows * stride, slot_words(rows * stride));
+        let blocks = Blocks::of(floats);
+        assert!(blocks.count() > 1);
+        let second = blocks.places(1, slot_words);
+        let lost = ((slot_words + second.end - 1) * 4) as usize;
+        let mut before = cases.before();
+        before.buffers[inbox][lost..lost + 4].fill(0);
+        let after = Bench::new(&vulkan, *driver).run(&cases.recording, &before);
+        assert_eq!(after.u32(fault, 0), EXCHANGE_FAULT);
+        let kept = blocks.float(1, 0, 0) as usize;
+        let (had, has) = (before.floats(x), after.floats(x));
+        assert_eq!(had[kept..], has[kept..], "the stream keeps its values");
+        assert_ne!(had[..kept], has[..kept], "the first block is whole");
     }
 }
 
@@ -252,6 +281,7 @@ fn record_gather(cases: &mut Cases, of: &Columned, all: &[f32], comes: bool) -> 
         number: cases.words("number", &[NUMBER - 2]),
         fault: cases.words("fault", &[0, 0]),
         slot_words,
+        block_words: 0,
         best_words,
     };
     let from = match of.turn {

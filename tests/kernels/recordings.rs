@@ -20,7 +20,7 @@ use ostinato::config::KvFormat;
 use ostinato::gpu::build::defaults;
 use ostinato::kernels::attention::{Heads, flash};
 use ostinato::kernels::embed::PromptRows;
-use ostinato::kernels::exchange::{Columns, Rank, check_of};
+use ostinato::kernels::exchange::{Blocks, Columns, Rank, check_of, words_of};
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig, skinny};
 use ostinato::kernels::gemm::{Activations, Epilogue, GemvConfig, Matrix, Product, take_last, wgmma};
 use ostinato::kernels::host_memory::{HostMemory, PackedMatrix};
@@ -28,7 +28,9 @@ use ostinato::kernels::interpreter;
 use ostinato::kernels::layout::StateLayout;
 use ostinato::kernels::recording::{Arg, Call, Op, Recording, Touch};
 use ostinato::kernels::region::{RegionError, buffer_sizes};
-use ostinato::kernels::shaders::{AllReduceArgs, TakeLastArgs, find};
+use ostinato::kernels::shaders::{
+    AllGatherArgs, AllGatherConstants, AllReduceArgs, AllReduceConstants, TakeLastArgs, find,
+};
 use ostinato::kernels::state::{self, RingEntry, SlotInit};
 use ostinato::kernels::tags::{self, Flow, tagged};
 use ostinato::kernels::{barriers, delta};
@@ -1742,6 +1744,46 @@ fn a_tagged_decode_step_in_parts_has_barriers_only_around_its_layers() {
             for _ in 0..20 {
                 assert_eq!(simulate(&recording, &mut random), Ok(()), "{what}");
             }
+        }
+    }
+}
+
+/// Goal: the blocks in which prompts' sums pass have words of each slot for themselves. Method: the largest steps of parts of
+/// models whose LM heads are divided where they can be.
+#[test]
+fn blocks_of_prompts_are_behind_all_other_words_of_a_slot() {
+    let vulkan = Vulkan::new();
+    let way = Emulated { chunk: 64, tags: true, kv_format: KvFormat::F16, near: 0.0 };
+    let (_folders, checkpoints) = to_divide();
+    for (name, checkpoint) in &checkpoints {
+        for part in &InParts::with(checkpoint, 2, divide_vocabulary(&checkpoint.config, 2)) {
+            let mut decoder = part.decoder(&vulkan, way);
+            decoder.tuning.exchange_halves = Some(true);
+            let (rows, chunk) = (decoder.state.rows, decoder.state.chunk);
+            // The greatest numbers of words at both ends of a slot.
+            let (mut checked, mut in_blocks) = (0, 0);
+            for shape in [StepShape::Decode { rows }, StepShape::Prefill { rows: chunk }, StepShape::Head { rows }] {
+                for op in decoder.record(shape).ops {
+                    let Op::Call(call) = op else { continue };
+                    if call.kernel == "all_reduce" {
+                        let args = AllReduceArgs::from_args(&call.args);
+                        let (floats, slot_words) = (args.row_count * args.stride, args.slot_words);
+                        assert_eq!(slot_words, decoder.exchange_words());
+                        match AllReduceConstants::from_values(&call.constants).halves {
+                            0 => checked = checked.max(words_of(floats.into()) as u32),
+                            _ => in_blocks = in_blocks.max(Blocks::of(floats).slot_words()),
+                        }
+                    } else if call.kernel == "all_gather" {
+                        let args = AllGatherArgs::from_args(&call.args);
+                        let columns = Columns { count: args.columns, unit: args.unit };
+                        let of_best = AllGatherConstants::from_values(&call.constants).best == 1;
+                        checked = checked.max(if of_best { 0 } else { columns.words(args.row_count, 2) as u32 });
+                    }
+                }
+            }
+            let words = decoder.exchange_words();
+            assert!(checked > 0 && in_blocks > 0 && words.is_multiple_of(4), "{name}: {checked} {in_blocks} {words}");
+            assert!(checked + in_blocks <= words, "{name}: {checked} and {in_blocks} words in slots of {words}");
         }
     }
 }

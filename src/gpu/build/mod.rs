@@ -811,7 +811,7 @@ impl Build<'_> {
             each_step: parallel::exchanges(step),
             gathers: decoder.stage.vocabulary.is_some(),
             row_floats: stride(decoder.config.hidden),
-            rounds_prompts: decoder.tuning.exchange_halves == Some(true),
+            rounds_prompts: decoder.rounds_prompts(),
             divided: None,
         })
     }

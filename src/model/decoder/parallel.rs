@@ -34,20 +34,29 @@ pub(super) struct SharedDraw {
 impl Decoder<'_> {
     /// Returns the number of words of each slot of the exchange's buffers: those of the rows of any step.
     pub fn exchange_words(&self) -> u32 {
-        let floats = |rows: u32| rows * stride(self.config.hidden);
-        let words = |rows: u32| exchange::words_of(floats(rows).into());
-        let of_prompts = match self.tuning.exchange_halves {
-            Some(true) => Blocks::of(floats(self.state.chunk)).with_headers().into(),
-            _ => words(self.state.chunk),
-        };
-        let sums = words(self.state.rows.max(self.ring.rows)).max(of_prompts);
+        let rows = self.state.rows.max(self.ring.rows);
+        let rows = if self.rounds_prompts() { rows } else { rows.max(self.state.chunk) };
+        let sums = exchange::words_of(u64::from(rows) * u64::from(stride(self.config.hidden)));
         let logits = self.stage.own_vocabulary().map(|(columns, rank, _)| {
             let lists = shared::shortlist_columns(rank).words(self.head_rows(), rank.of);
             let scores = score::part_columns(rank).words(self.score_rows(), rank.of);
             columns.words(self.head_rows(), rank.of).max(lists).max(scores)
         });
-        // Slots begin with a cache line of the host's.
-        (sums.max(logits.unwrap_or(0)) as u32).next_multiple_of(4)
+        // Slots, and their blocks, begin with a cache line of the host's.
+        (sums.max(logits.unwrap_or(0)) as u32).next_multiple_of(4) + self.block_words()
+    }
+
+    /// Whether the parts of prompt steps' sums are rounded to bfloat16 and pass in blocks.
+    pub fn rounds_prompts(&self) -> bool {
+        self.tuning.exchange_halves == Some(true)
+    }
+
+    /// Returns the number of words of each slot that are for the rows of prompt steps, if these pass in blocks.
+    fn block_words(&self) -> u32 {
+        match self.rounds_prompts() {
+            true => Blocks::of(self.state.chunk * stride(self.config.hidden)).slot_words(),
+            false => 0,
+        }
     }
 
     /// Returns the number of words of the slot for the greatest logits of a step's rows; 0 if the LM head is not divided.
@@ -70,6 +79,7 @@ impl Decoder<'_> {
             number,
             fault,
             slot_words,
+            block_words: self.block_words(),
             best_words,
         }
     }
@@ -108,7 +118,7 @@ impl Decoder<'_> {
             x,
             y,
             adds: y.range.buffer == step.x.range.buffer,
-            halves: count.is_some() && self.tuning.exchange_halves == Some(true),
+            halves: count.is_some() && self.rounds_prompts(),
             flow: step.flow(Some(x.range), Some(y.range)),
         };
         for phase in self.exchange_phases() {

@@ -255,8 +255,10 @@ impl PairsCall {
                     };
                     let value = &self.kept[..at];
                     let tool = tools.iter().find(|tool| tool.name == *name);
-                    let value = match tool.is_some_and(|tool| tool.is_text(key)) {
-                        false if serde_json::from_str::<Value>(value).is_ok() => value.trim().to_owned(),
+                    let value = match tool {
+                        Some(tool) if tool.is_json(key) => tool.json(key, value),
+                        Some(tool) if tool.is_text(key) => Value::from(value).to_string(),
+                        _ if serde_json::from_str::<Value>(value).is_ok() => value.trim().to_owned(),
                         _ => Value::from(value).to_string(),
                     };
                     let comma = if self.count == 0 { "{" } else { ", " };

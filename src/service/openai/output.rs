@@ -690,9 +690,9 @@ impl TaggedCall {
                 let value = value.strip_prefix('\n').unwrap_or(value);
                 let value = value.strip_suffix('\n').unwrap_or(value);
                 let tool = tools.iter().find(|tool| tool.name == self.name);
-                let value = match tool.is_some_and(|tool| tool.is_json(parameter)) {
-                    true if serde_json::from_str::<Value>(value).is_ok() => value.trim().to_owned(),
-                    _ => Value::from(value).to_string(),
+                let value = match tool.filter(|tool| tool.is_json(parameter)) {
+                    Some(tool) => tool.json(parameter, value),
+                    None => Value::from(value).to_string(),
                 };
                 let comma = if self.parameters == 0 { "{" } else { ", " };
                 let text = format!("{comma}{}: {value}", Value::from(parameter.as_str()));
@@ -885,6 +885,35 @@ mod tests {
         check(Reasons::Never, form, call, "", "", &[("f", arguments)]);
         check(Reasons::Never, form, &format!("So:\n{call}\n{call}"), "", "So:", &[("f", arguments), ("f", arguments)]);
         check(Reasons::Never, form, "<tool_call><function=g></function></tool_call>", "", "", &[("g", "{}")]);
+        // What is allowed decides between a text and a value; words of Python are those of the model's template.
+        let parameters = json!({"properties": {
+            "b": {"type": "boolean"}, "t": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "e": {"enum": ["1", null]}, "u": {"type": ["string", "integer"]}, "o": {"type": "object"},
+        }});
+        let tools: Arc<[Tool]> = Arc::from([Tool { name: "f".to_owned(), parameters, strict: false }]);
+        for (name, written, value) in [
+            ("b", "True", "true"),
+            ("b", "false", "false"),
+            ("b", "maybe", "\"maybe\""),
+            ("t", "94103", "\"94103\""),
+            ("t", "\"94103\"", "\"94103\""),
+            ("t", "None", "null"),
+            ("t", "True", "\"True\""),
+            ("e", "1", "\"1\""),
+            ("e", "null", "null"),
+            ("u", "5", "5"),
+            ("u", "5.5", "\"5.5\""),
+            ("o", "[1]", "[1]"),
+        ] {
+            let tagged = format!("<tool_call>\n<function=f>\n<parameter={name}>\n{written}\n</parameter>\n</function>");
+            let pairs = format!("<tool_call>f<arg_key>{name}</arg_key><arg_value>{written}</arg_value></tool_call>");
+            for (form, text) in [(CallForm::TaggedParameters, tagged), (CallForm::TaggedPairs, pairs)] {
+                let mut output = Output::new(Reasons::Never, Some(form), &tools);
+                let mut pieces = Vec::new();
+                output.push(&text, &mut pieces);
+                assert_eq!(joined(pieces).2, [("f".to_owned(), format!("{{\"{name}\": {value}}}"))], "{text}");
+            }
+        }
         // A number that is none is a text, and so are values of unknown parameters.
         let odd =
             "<tool_call><function=f><parameter=n>five</parameter> <parameter=x>1</parameter></function></tool_call>";

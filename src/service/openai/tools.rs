@@ -45,6 +45,50 @@ impl Tool {
             !texts && !schema.get("enum").and_then(Value::as_array).is_some_and(all_texts)
         })
     }
+
+    /// Returns the JSON value of a parameter that is written as JSON ([`Tool::is_json`]) from what a model wrote for it.
+    /// Models also write the words of Python that their templates show them, and texts without quotes where the schema
+    /// allows a text among others.
+    pub(super) fn json(&self, parameter: &str, written: &str) -> String {
+        let types = self.property(parameter).and_then(types).unwrap_or_default();
+        let allows = |kind: &str| types.contains(&kind);
+        match (written.trim(), serde_json::from_str::<Value>(written)) {
+            ("True", _) if allows("boolean") => "true".to_owned(),
+            ("False", _) if allows("boolean") => "false".to_owned(),
+            ("None", _) if allows("null") => "null".to_owned(),
+            (trimmed, Ok(value)) if !allows("string") || kinds(&value).iter().any(|kind| allows(kind)) => {
+                trimmed.to_owned()
+            }
+            _ => Value::from(written).to_string(),
+        }
+    }
+}
+
+/// Returns the types of the values that a schema allows; `None` if it does not say them in a simple way.
+fn types(schema: &Value) -> Option<Vec<&str>> {
+    if let Some(kind) = schema.get("type") {
+        let kinds = kind.as_array().map_or(std::slice::from_ref(kind), Vec::as_slice);
+        return kinds.iter().map(Value::as_str).collect();
+    }
+    let any = ["anyOf", "oneOf"].into_iter().find_map(|key| schema.get(key)?.as_array());
+    match (any, schema.get("enum").and_then(Value::as_array)) {
+        (Some(any), _) => Some(any.iter().map(types).collect::<Option<Vec<_>>>()?.concat()),
+        (None, Some(values)) => Some(values.iter().flat_map(kinds).copied().collect()),
+        (None, None) => None,
+    }
+}
+
+/// Returns the names that schemas have for the type of a value.
+fn kinds(value: &Value) -> &'static [&'static str] {
+    match value {
+        Value::Null => &["null"],
+        Value::Bool(_) => &["boolean"],
+        Value::Number(number) if number.is_f64() => &["number"],
+        Value::Number(_) => &["integer", "number"],
+        Value::String(_) => &["string"],
+        Value::Array(_) => &["array"],
+        Value::Object(_) => &["object"],
+    }
 }
 
 /// Whether an output may or must contain calls.

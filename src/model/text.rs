@@ -6,6 +6,7 @@
 pub mod assembler;
 mod bytes;
 pub mod chat;
+mod python;
 pub mod stop;
 pub mod stream;
 

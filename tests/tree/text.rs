@@ -559,8 +559,7 @@ fn a_template_with_everything() {
 
 {%- endif %}
 ";
-    let config = json!({"chat_template": template, "bos_token": "<s>", "eos_token": {"content": "</s>"}}).to_string();
-    let text = Text::from_bytes(byte_level_json().as_bytes(), Some(config.as_bytes()), None).unwrap();
+    let config = json!({"bos_token": "<s>", "eos_token": {"content": "</s>"}}).to_string();
     let messages = [
         ("system", " Be brief.\n"),
         ("user", "héy \n"),
@@ -570,8 +569,11 @@ fn a_template_with_everything() {
     .map(|(role, content)| ChatMessage { role: role.into(), content: content.into(), ..Default::default() });
     let mut options = ChatOptions::default();
     options.extra.insert("enable_thinking".into(), false.into());
-    let rendered = text.chat(&messages, &options).unwrap();
-    assert_eq!(rendered, EXPECTED);
+    // Jinja has one kind of line end.
+    for template in [template.to_owned(), template.replace('\n', "\r\n")] {
+        let text = Text::from_bytes(byte_level_json().as_bytes(), Some(config.as_bytes()), Some(&template)).unwrap();
+        assert_eq!(text.chat(&messages, &options).unwrap(), EXPECTED);
+    }
 }
 
 const EXPECTED: &str = "<s>[Be brief.]\n\n  1/3 USER*: héy</s>\n\n  2/3 ASSISTANT: <yes></s>\n\n  3/3 USER: !go</s>\n\nuser,assistant,user {\"b\": 1, \"a\": [true, null]} -4 anon\n> (quiet)";

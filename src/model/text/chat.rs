@@ -7,12 +7,12 @@
 use std::collections::BTreeMap;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use minijinja::value::{Kwargs, Value as Jinja};
+use minijinja::value::Value as Jinja;
 use minijinja::{Environment, Error, ErrorKind};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::TextError;
+use super::{TextError, python};
 use crate::actors::workers::{Cancel, Failure, Workers};
 
 /// One message of a conversation, with the names of transformers. Members that are empty do not exist for the template,
@@ -488,7 +488,9 @@ impl Service {
         if let Some(compiled) = self.compiled.get(name) {
             return compiled.clone();
         }
-        let source = without_generation_tags(self.sources.get(name).map_or("", String::as_str));
+        let source = self.sources.get(name).map_or("", String::as_str);
+        // Jinja has one kind of line end.
+        let source = without_generation_tags(&source.replace("\r\n", "\n").replace('\r', "\n"));
         let result = self.environment.add_template_owned(name.to_owned(), source);
         let result = result.map_err(|error| error.to_string());
         self.compiled.insert(name.to_owned(), result.clone());
@@ -501,9 +503,12 @@ impl Service {
         }
         let mut variables: BTreeMap<&str, Jinja> = BTreeMap::new();
         for (key, value) in self.tokens.iter().chain(&options.extra) {
-            variables.insert(key, Jinja::from_serialize(value));
+            variables.insert(key, python::of_json(value));
         }
-        variables.insert("messages", Jinja::from_serialize(messages));
+        match serde_json::to_value(messages) {
+            Ok(messages) => variables.insert("messages", python::of_json(&messages)),
+            Err(error) => return Answer::Failed(error.to_string()),
+        };
         variables.insert("add_generation_prompt", options.add_generation_prompt.into());
         // transformers defines both variables as None.
         variables.entry("tools").or_insert(Jinja::from(()));
@@ -534,7 +539,7 @@ fn environment() -> Environment<'static> {
     environment.set_trim_blocks(true);
     environment.set_lstrip_blocks(true);
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    python::install(&mut environment);
     environment.add_function("raise_exception", |message: String| -> Result<Jinja, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, format!("{RAISED}{message}")))
     });
@@ -542,7 +547,6 @@ fn environment() -> Environment<'static> {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         strftime(now, &format)
     });
-    environment.add_filter("tojson", tojson);
     environment
 }
 
@@ -570,49 +574,6 @@ fn without_generation_tags(source: &str) -> String {
     }
     out.push_str(rest);
     out
-}
-
-/// Writes JSON like Python does: without HTML escapes, with a space after commas and colons.
-fn tojson(value: &Jinja, options: Kwargs) -> Result<String, Error> {
-    let indent: Option<usize> = options.get("indent")?;
-    let sorted: Option<bool> = options.get("sort_keys")?;
-    let _: Option<bool> = options.get("ensure_ascii")?;
-    options.assert_all_used()?;
-    let failed =
-        |error: serde_json::Error| Error::new(ErrorKind::InvalidOperation, "cannot write JSON").with_source(error);
-    let mut value = serde_json::to_value(value).map_err(failed)?;
-    if sorted == Some(true) {
-        value.sort_all_objects();
-    }
-    let mut out = Vec::new();
-    match indent {
-        None => value.serialize(&mut serde_json::Serializer::with_formatter(&mut out, OneLine)),
-        Some(indent) => {
-            let indent = " ".repeat(indent);
-            let formatter = serde_json::ser::PrettyFormatter::with_indent(indent.as_bytes());
-            value.serialize(&mut serde_json::Serializer::with_formatter(&mut out, formatter))
-        }
-    }
-    .map_err(failed)?;
-    String::from_utf8(out)
-        .map_err(|error| Error::new(ErrorKind::InvalidOperation, "cannot write JSON").with_source(error))
-}
-
-/// A JSON formatter with Python's default separators.
-struct OneLine;
-
-impl serde_json::ser::Formatter for OneLine {
-    fn begin_array_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
-    }
-
-    fn begin_object_key<W: ?Sized + std::io::Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
-    }
-
-    fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W) -> std::io::Result<()> {
-        writer.write_all(b": ")
-    }
 }
 
 const MONTHS: [&str; 12] = [

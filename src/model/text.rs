@@ -6,17 +6,19 @@
 pub mod assembler;
 mod bytes;
 pub mod chat;
+mod patterns;
 mod python;
 pub mod stop;
 pub mod stream;
 
+use std::borrow::Cow;
 use std::collections::HashSet;
 use std::fmt;
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use serde::de::IgnoredAny;
+use serde::Deserialize;
 use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
 
@@ -61,6 +63,10 @@ struct Inner {
     /// Built when the first constraint is used.
     grammars: OnceLock<Arc<Grammars>>,
 }
+
+/// The maximum length of a run of white space in a text that is encoded. The expressions of pre-tokenizers try each length
+/// of a run, and the library's limit on that (1,000,000) ends the splitting of the rest of the text without an error.
+pub const MOST_SPACES: usize = 500_000;
 
 /// The special tokens that become text in an output.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -229,6 +235,11 @@ impl Text {
         // prompts.
         tokenizer.with_truncation(None).map_err(invalid)?;
         tokenizer.with_padding(None);
+        // A file may ask for a special token around a text that it does not define, which only an encoding shows.
+        if encoded(&tokenizer, "", true).is_none() {
+            let reason = "its post_processor names a special token that it does not define".to_owned();
+            return Err(TextError::Invalid { file: "tokenizer.json", reason });
+        }
         let special =
             tokenizer.get_added_tokens_decoder().iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
         let templates = Templates::new(config, template)?;
@@ -240,9 +251,18 @@ impl Text {
     /// Returns the token ids of a text. With `add_special`, the tokenizer adds its special tokens around the text
     /// (usually a beginning-of-sequence token). Special tokens that are spelled out in the text become one id each in
     /// either case.
+    ///
+    /// # Errors The text has a run of more than [`MOST_SPACES`] characters of white space, or the tokenizer fails.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<u32>, TextError> {
-        let encoding = self.inner.tokenizer.encode_fast(text, add_special);
-        encoding.map(|encoding| encoding.get_ids().to_vec()).map_err(|error| TextError::Encode(error.to_string()))
+        let spaces = longest_space(text);
+        if spaces > MOST_SPACES {
+            return Err(TextError::Encode(format!(
+                "a run of {spaces} characters of white space, must be at most {MOST_SPACES}"
+            )));
+        }
+        encoded(&self.inner.tokenizer, text, add_special)
+            .unwrap_or_else(|| Err("its tokenizer cannot take it".into()))
+            .map_err(|error| TextError::Encode(error.to_string()))
     }
 
     /// Returns the text of token ids. Ids outside the tokenizer's vocabulary contribute no text. With `skip_special`,
@@ -406,11 +426,48 @@ impl Text {
     }
 }
 
+/// Encodes a text with the library. Returns `None` if it panics, as it does where parts of tokenizer.json do not fit each
+/// other.
+fn encoded(tokenizer: &Tokenizer, text: &str, add_special: bool) -> Option<tokenizers::Result<Vec<u32>>> {
+    let encode = || tokenizer.encode_fast(text, add_special).map(|encoding| encoding.get_ids().to_vec());
+    std::panic::catch_unwind(AssertUnwindSafe(encode)).ok()
+}
+
+/// Returns the length of the longest run of white space, if that can be more than [`MOST_SPACES`].
+fn longest_space(text: &str) -> usize {
+    if text.len() <= MOST_SPACES {
+        return 0;
+    }
+    text.split(|c: char| !c.is_whitespace()).map(|run| run.chars().count()).max().unwrap_or(0)
+}
+
+/// The parts of tokenizer.json that may have regular expressions.
+#[derive(Deserialize)]
+struct Parts {
+    normalizer: Option<Value>,
+    pre_tokenizer: Option<Value>,
+    decoder: Option<Value>,
+}
+
 /// Parses tokenizer.json. The library panics on some malformed parts; a panic is reported as an invalid file.
 fn read_tokenizer(bytes: &[u8]) -> Result<Tokenizer, TextError> {
     let invalid = |reason: String| TextError::Invalid { file: "tokenizer.json", reason };
-    serde_json::from_slice::<IgnoredAny>(bytes).map_err(|error| invalid(error.to_string()))?;
-    let read = std::panic::catch_unwind(|| Tokenizer::from_bytes(bytes));
+    let not_json = |error: serde_json::Error| invalid(error.to_string());
+    let Parts { normalizer, pre_tokenizer, decoder } = serde_json::from_slice(bytes).map_err(not_json)?;
+    let mut bytes = Cow::Borrowed(bytes);
+    for (key, part) in [("normalizer", normalizer), ("pre_tokenizer", pre_tokenizer), ("decoder", decoder)] {
+        let Some(part) = part else { continue };
+        let mut translated = part.clone();
+        patterns::translate_all(&mut translated).map_err(|(expression, construct)| {
+            invalid(format!("the expression {expression:?} of {key} has {construct}, which is not supported"))
+        })?;
+        if translated != part {
+            let mut whole: Value = serde_json::from_slice(&bytes).map_err(not_json)?;
+            whole[key] = translated;
+            bytes = Cow::Owned(whole.to_string().into_bytes());
+        }
+    }
+    let read = std::panic::catch_unwind(|| Tokenizer::from_bytes(&*bytes));
     read.map_err(|_| invalid("a part of it is not what its type asks for".to_owned()))?
         .map_err(|error| invalid(error.to_string()))
 }

@@ -6,7 +6,7 @@ use std::fs;
 use std::sync::LazyLock;
 
 use ostinato::model::text::chat::{ChatMessage, ChatOptions};
-use ostinato::model::text::{Text, TextError};
+use ostinato::model::text::{MOST_SPACES, Text, TextError};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use tokenizers::models::TrainerWrapper;
@@ -490,6 +490,19 @@ fn no_stop_string_counts_within_the_first_tokens() {
     assert_eq!(run(ids.len() as u32), ("the end of the end of it".to_owned(), false));
 }
 
+/// Goal: no text is split wrongly without an error. Method: the expression of a pre-tokenizer tries each length of a run of
+/// white space, and the library ends splitting in silence after a million tries; so longer runs are refused.
+#[test]
+fn a_long_run_of_white_space_is_split_or_refused() {
+    let text = |spaces: usize| " ".repeat(spaces) + "x b1";
+    let ids = BYTE_LEVEL.encode(&text(MOST_SPACES), false).unwrap();
+    assert!(ids.ends_with(&BYTE_LEVEL.encode(" x b1", false).unwrap()));
+    let error = BYTE_LEVEL.encode(&text(MOST_SPACES + 1), false).unwrap_err();
+    let expected = "cannot encode the text: a run of 500001 characters of white space, must be at most 500000";
+    assert_eq!(error.to_string(), expected);
+    assert!(BYTE_LEVEL.encode(&(text(MOST_SPACES) + &text(MOST_SPACES)), false).is_ok());
+}
+
 #[test]
 fn a_checkpoint_directory() {
     let dir = tempfile::TempDir::new().unwrap();
@@ -519,8 +532,37 @@ fn a_checkpoint_directory() {
     fs::write(dir.path().join("tokenizer_config.json"), "[1]").unwrap();
     let error = Text::load(dir.path()).unwrap_err().to_string();
     assert!(error.starts_with("tokenizer_config.json is not valid"), "{error}");
-    fs::write(dir.path().join("tokenizer.json"), "{}").unwrap();
     fs::write(dir.path().join("tokenizer_config.json"), "{}").unwrap();
+
+    // Oniguruma ends a line at `$`, and `\w` is another set of characters there.
+    let mut split = |expression: &str| {
+        tokenizer["truncation"] = Value::Null;
+        tokenizer["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": false},
+            {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
+        ]});
+        fs::write(dir.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+        Text::load(dir.path()).map(|text| text.unwrap().encode("the\nthe", false).unwrap())
+    };
+    assert_eq!(split("e$").unwrap(), split("e(?=\n)|e(?!\n)").unwrap());
+    assert_ne!(split("e$").unwrap(), split("x").unwrap());
+    let error = split(r"\w+").unwrap_err().to_string();
+    let expected =
+        "tokenizer.json is not valid: the expression \"\\\\w+\" of pre_tokenizer has \\w, which is not supported";
+    assert_eq!(error, expected);
+
+    tokenizer["pre_tokenizer"] = Value::Null;
+    tokenizer["post_processor"] = json!({
+        "type": "TemplateProcessing", "pair": [],
+        "single": [{"SpecialToken": {"id": "<x>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+    });
+    fs::write(dir.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let error = Text::load(dir.path()).unwrap_err().to_string();
+    let expected = "tokenizer.json is not valid: its post_processor names a special token that it does not define";
+    assert_eq!(error, expected);
+
+    fs::write(dir.path().join("tokenizer.json"), "{}").unwrap();
     let error = Text::load(dir.path()).unwrap_err().to_string();
     assert!(error.starts_with("tokenizer.json is not valid"), "{error}");
 }

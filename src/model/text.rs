@@ -40,13 +40,36 @@ pub struct Text {
 
 /// A handle to the tokenizer alone. Objects that a [`Text`] owns hold this instead of the [`Text`].
 #[derive(Clone)]
-pub(super) struct Tokens(Arc<Tokenizer>);
+pub(super) struct Tokens {
+    tokenizer: Arc<Tokenizer>,
+    spelling: Option<bytes::Spelling>,
+}
 
 impl Tokens {
-    /// Returns the token ids of a text, without the special tokens that the tokenizer adds around a prompt. `None` if
-    /// it cannot be encoded.
+    /// Returns the token ids that a text has within an output: ids of ordinary tokens whose bytes are those of the text.
+    /// `None` if the tokenizer has none.
     pub(super) fn of(&self, text: &str) -> Option<Vec<u32>> {
-        self.0.encode_fast(text, false).ok().map(|encoding| encoding.get_ids().to_vec())
+        let encode = |text: &str| encoded(&self.tokenizer, text, false)?.ok();
+        let ids = encode(text)?;
+        if self.spell(&ids, text) {
+            return Some(ids);
+        }
+        // Tokenizers in the style of SentencePiece put a space before a text. It is not part of what follows a line.
+        let ids = encode(&format!("\n{text}"))?;
+        (1..=ids.len()).map(|at| &ids[at..]).find(|ids| self.spell(ids, text)).map(<[u32]>::to_vec)
+    }
+
+    /// Whether these ids are ordinary tokens with the bytes of a text.
+    fn spell(&self, ids: &[u32], text: &str) -> bool {
+        let Some(spelling) = self.spelling else { return false };
+        let mut rest = text.as_bytes();
+        ids.iter().all(|id| {
+            let special = self.tokenizer.get_added_vocabulary().get_added_tokens_decoder().get(id);
+            let word = bytes::of_token(&self.tokenizer, spelling, *id);
+            let begins = !special.is_some_and(|token| token.special) && rest.starts_with(&word);
+            rest = if begins { &rest[word.len()..] } else { rest };
+            begins
+        }) && rest.is_empty()
     }
 }
 
@@ -324,7 +347,7 @@ impl Text {
 
     /// Returns a handle to the tokenizer.
     pub(super) fn tokens(&self) -> Tokens {
-        Tokens(Arc::clone(&self.inner.tokenizer))
+        Tokens { tokenizer: Arc::clone(&self.inner.tokenizer), spelling: self.inner.spelling }
     }
 
     /// Returns the number of tokens in the tokenizer's vocabulary. The model's embedding may have more rows.

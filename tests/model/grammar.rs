@@ -17,6 +17,7 @@ use ostinato::model::demo;
 use ostinato::model::grammar::{Constraint, GrammarError, Grammars, Next, StartedGrammar, bit, structural_tag};
 use ostinato::model::text::Text;
 use ostinato::replica::Replica;
+use serde_json::{Map, Value, json};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -119,6 +120,57 @@ fn whatever_masks_allow_is_what_the_constraint_says() {
             }
             let written = text.decode(&ids, false).unwrap();
             assert!(check(&written), "walk {walk} of {constraint:?}: {written:?}");
+        }
+    }
+}
+
+/// A tokenizer like that of Llama 2, which puts a space before a text.
+fn spaced() -> Text {
+    let mut tokens = ["<unk>", "<s>", "</s>"].map(str::to_owned).to_vec();
+    tokens.extend((0..=255).map(|byte| format!("<0x{byte:02X}>")));
+    tokens.extend(["▁", "a", "t", "h", "e", "th", "▁th", "▁the"].map(str::to_owned));
+    let vocabulary: Map<String, Value> = tokens.into_iter().zip(0..).map(|(token, id)| (token, json!(id))).collect();
+    let special = |id: u32, content: &str| {
+        json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+               "normalized": false, "special": true})
+    };
+    let replaced =
+        |pattern: &str, content: &str| json!({"type": "Replace", "pattern": {"String": pattern}, "content": content});
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "pre_tokenizer": null, "post_processor": null,
+        "added_tokens": [special(1, "<s>"), special(2, "</s>")],
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replaced(" ", "▁")]},
+        "decoder": {"type": "Sequence", "decoders": [
+            replaced("▁", " "), {"type": "ByteFallback"}, {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+        "model": {"type": "BPE", "dropout": null, "unk_token": "<unk>", "continuing_subword_prefix": null,
+                  "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": true, "ignore_merges": false,
+                  "vocab": vocabulary, "merges": [["t", "h"], ["▁", "th"], ["▁th", "e"]]},
+    });
+    Text::from_bytes(tokenizer.to_string().as_bytes(), None, None).unwrap()
+}
+
+/// Goal: a text that a constraint prescribes is written as it is, also if the tokenizer puts a space before a text, and if
+/// the text has the name of a special token.
+#[test]
+fn prescribed_texts_are_written_by_ordinary_tokens() {
+    for (text, end, prescribed) in [
+        (text(), "<|im_end|>", ["a<|im_end|>b", "<|im_end|>", " the end"]),
+        (spaced(), "</s>", ["a</s>b", "the theé", " the"]),
+    ] {
+        let grammars = Grammars::new(&text, text.vocabulary() as u32, &[text.id(end).unwrap()]).unwrap();
+        for whole in prescribed {
+            let mut started = grammars.start(&Constraint::Choice(vec![whole.to_owned()]), false).unwrap();
+            let (mut mask, mut written) = (started.mask, Vec::new());
+            while written.len() < whole.len() {
+                let id = (0..text.vocabulary() as u32).find(|id| bit(&mask, *id)).expect("a token is allowed");
+                written.extend(text.bytes(id));
+                match started.grammar.take(id).unwrap() {
+                    Next::Mask(next) => mask = next,
+                    Next::Complete => break,
+                }
+            }
+            assert_eq!(String::from_utf8(written).unwrap(), whole);
         }
     }
 }

@@ -5,9 +5,9 @@ use super::arrivals::{Arrivals, Window};
 use super::beside::{self, OWN_PROMPT, beside};
 use super::load::{self, Load};
 use super::named;
+use super::placement::DeviceArgs;
 use super::progress::Show;
-use super::split_over;
-use crate::config::{Config, Draft, GpuTime, KvFormat, Model, Placement, Quantize, Selector, SplitMode, file};
+use crate::config::{Config, Draft, GpuTime, KvFormat, Model, Quantize, file};
 use crate::device::{Adapter, Instance, InstanceOptions, choose};
 use crate::engine::request::{Event, FinishReason, Finished, Limits, PerToken, Request, RequestError, SinkClosed};
 use crate::gpu::build::defaults::check_tuning;
@@ -39,13 +39,8 @@ pub(crate) struct Bench {
     /// `demo-hybrid`.
     #[arg(long, default_value = "demo", value_name = "MODEL")]
     model: String,
-    /// The device: UUID, PCI address, name, index, or `cpu`. Default: the only GPU. With --split, given once for each.
-    #[arg(long)]
-    device: Vec<Selector>,
-    /// Split the model over all --device, in their order: `layers` gives each device consecutive layers, `tensor` a part of
-    /// every layer.
-    #[arg(long, value_name = "HOW", conflicts_with_all = ["stages", "server"])]
-    split: Option<SplitMode>,
+    #[command(flatten)]
+    devices: DeviceArgs,
     /// Prompt tokens; 0 skips the prompt test.
     ///
     /// If there are several streams, each one decodes after a prompt of this length. Their row shows the decode speed
@@ -107,7 +102,7 @@ pub(crate) struct Bench {
     #[arg(long)]
     beside: bool,
     /// Instead of the tests, time each stage of a decode step separately; with --chunk, the stages of a prompt chunk.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "split")]
     stages: bool,
     /// With --stages: number of batch rows of the decode step.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_SLOTS)))]
@@ -180,17 +175,8 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &Show) -> anyh
     }
     let instance = Instance::new(&InstanceOptions { validation: false })?;
     let adapters = instance.adapters();
-    let placement = match args.split {
-        Some(split) => split_over(split, &args.device)?,
-        None if args.device.len() > 1 => {
-            bail!(super::Usage(format!(
-                "{} devices need --split layers or tensor, or a run for each",
-                args.device.len()
-            )))
-        }
-        None => Placement::on(args.device.first().cloned()),
-    };
-    let adapter = choose(&adapters, args.device.first())?.clone();
+    let placement = args.devices.replica()?;
+    let adapter = choose(&adapters, args.devices.first())?.clone();
     check_tuning(&adapter, &args.tune)?;
     // Each is tried alone.
     for change in &args.tries {

@@ -6,6 +6,7 @@ mod input;
 
 use super::connect::Reach;
 use super::generate::Refused;
+use super::placement::DeviceArgs;
 use super::progress::{Verbosity, verbosity};
 use super::sampling::SamplingArgs;
 use super::{Usage, cache_directory};
@@ -27,13 +28,12 @@ pub(crate) struct Chat {
     /// an embedded demo model. With --server, the name of a served model. Default: `demo`, or the server's only model.
     model: Option<String>,
     /// Talk to a model of this server (HOST:PORT or a URI) instead of loading one.
-    #[arg(long, value_name = "ADDR", conflicts_with_all = ["context", "memory_limit", "quantize"])]
+    #[arg(long, value_name = "ADDR", conflicts_with_all = ["split", "context", "memory_limit", "quantize"])]
     server: Option<String>,
     #[command(flatten)]
     reach: Reach,
-    /// The device: UUID, PCI address, index, name, or `cpu`. Default: the only GPU, or the server's choice.
-    #[arg(long, value_name = "SEL")]
-    device: Option<String>,
+    #[command(flatten)]
+    devices: DeviceArgs,
     /// The system prompt, which says how the model is to answer.
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
@@ -230,7 +230,7 @@ impl Talk<'_> {
             })),
             sampling: Some(sampling.message()),
             stopping: Some(sampling.stopping()),
-            device: self.answers.device(self.args),
+            device: self.answers.device(),
             ..proto::GenerateRequest::default()
         }
     }

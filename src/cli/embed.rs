@@ -1,6 +1,7 @@
 //! `ostinato embed`: vectors of texts, in this process or on a server. Both answer the same message.
 
 use super::generate::Refused;
+use super::placement::DeviceArgs;
 use super::{cache_directory, named, progress};
 use crate::config::{Bytes, Config, DEMO_PATH, Model};
 use crate::gpu::devices::start;
@@ -21,11 +22,10 @@ pub(crate) struct Embed {
     /// the name of a served model. Default: `demo`, or the server's only model.
     #[arg(long, value_name = "MODEL")]
     model: Option<String>,
-    /// The device: UUID, PCI address, index, name, or `cpu`. Default: the only GPU, or the server's choice.
-    #[arg(long, value_name = "SEL")]
-    device: Option<String>,
+    #[command(flatten)]
+    devices: DeviceArgs,
     /// Send the texts to this server (HOST:PORT or a URI) instead of loading the model.
-    #[arg(long, value_name = "ADDR", conflicts_with = "memory_limit")]
+    #[arg(long, value_name = "ADDR", conflicts_with_all = ["split", "memory_limit"])]
     server: Option<String>,
     #[command(flatten)]
     reach: super::connect::Reach,
@@ -53,7 +53,7 @@ pub(crate) fn run(args: &Embed) -> anyhow::Result<()> {
     let text = |text: &String| proto::EmbedInput { input: Some(Input::Text(text.clone())) };
     let request = proto::EmbedRequest {
         model: args.model.clone().unwrap_or_default(),
-        device: args.device.clone().unwrap_or_default(),
+        device: String::new(),
         inputs: args.texts.iter().map(text).collect(),
         prompt_name: args.prompt_name.clone(),
         dimensions: args.dimensions,
@@ -61,21 +61,23 @@ pub(crate) fn run(args: &Embed) -> anyhow::Result<()> {
     };
     let response = match &args.server {
         Some(address) => runtime.block_on(async {
+            let request = proto::EmbedRequest { device: args.devices.of_request()?, ..request };
             // A vector of 8,192 values for each of the most texts of a call.
             let mut client = args.reach.connect(address).await?.max_decoding_message_size(128 << 20);
             Ok::<_, anyhow::Error>(client.embed(request).await.map_err(Refused::from)?.into_inner())
         })?,
         None => {
-            let device = args.device.as_deref().map(str::parse).transpose()?;
+            let placement = args.devices.replica()?;
             let given = args.model.as_deref().unwrap_or(DEMO_PATH);
             let path = named::find(given, args.json)?;
-            let mut model = Model::new(&named::served_as(given), path, device);
+            let mut model = Model::new(&named::served_as(given), path, None);
+            model.replicas = vec![placement];
             model.memory_limit = args.memory_limit;
             let mut config = Config { models: vec![model], ..Config::default() };
             config.runtime.cache_directory = cache_directory();
             config.runtime.self_test = args.self_test.wanted();
             let host = Arc::new(start(&config, &progress::Show::brief(args.json))?);
-            let request = proto::EmbedRequest { model: String::new(), device: String::new(), ..request };
+            let request = proto::EmbedRequest { model: String::new(), ..request };
             let rpc = Rpc::alone(host);
             let answer = runtime.block_on(Ostinato::embed(&rpc, tonic::Request::new(request)));
             answer.map_err(Refused::from)?.into_inner()

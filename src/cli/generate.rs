@@ -2,6 +2,8 @@
 //! the same code prints them.
 
 use super::arrivals::speed;
+use super::models::placed;
+use super::placement::DeviceArgs;
 use super::sampling::SamplingArgs;
 use super::{Usage, cache_directory, named, progress};
 use crate::actors::workers::Cancel;
@@ -9,6 +11,7 @@ use crate::config::{Bytes, Config, DEMO_PATH, Draft, KvFormat, Model, Quantize, 
 use crate::engine::request::{Bounds, Limits};
 use crate::gpu::devices::start;
 use crate::model::text::Text;
+use crate::service::convert;
 use crate::service::generation::{Delivery, Generation};
 use crate::service::prepare::{ConstrainedModel, Reasons, prepare, start_grammar};
 use crate::service::proto;
@@ -34,11 +37,10 @@ pub(crate) struct Generate {
     /// `demo-hybrid`. With --server, the name of a served model. Default: `demo`, or the server's only model.
     #[arg(long, value_name = "MODEL")]
     model: Option<String>,
-    /// The device: UUID, PCI address, index, name, or `cpu`. Default: the only GPU, or the server's choice.
-    #[arg(long, value_name = "SEL")]
-    device: Option<String>,
+    #[command(flatten)]
+    devices: DeviceArgs,
     /// Send the request to this server (HOST:PORT or a URI) instead of loading the model.
-    #[arg(long, value_name = "ADDR", conflicts_with_all = ["context", "memory_limit", "dump_logits", "tune", "prefill_chunk", "drafts"])]
+    #[arg(long, value_name = "ADDR", conflicts_with_all = ["split", "context", "memory_limit", "dump_logits", "tune", "prefill_chunk", "drafts"])]
     server: Option<String>,
     #[command(flatten)]
     reach: super::connect::Reach,
@@ -245,7 +247,7 @@ fn request(args: &Generate) -> anyhow::Result<proto::GenerateRequest> {
             prompt_logprobs: args.prompt_logprobs,
         }),
         constraint: args.constraint.message()?,
-        device: args.device.clone().unwrap_or_default(),
+        device: String::new(),
         priority: 0,
         cache_salt: String::new(),
     })
@@ -254,17 +256,14 @@ fn request(args: &Generate) -> anyhow::Result<proto::GenerateRequest> {
 type Messages = Result<proto::GenerateResponse, Status>;
 
 async fn against_server(args: &Generate, address: &str, printer: &mut Printer) -> anyhow::Result<()> {
+    let request = proto::GenerateRequest { device: args.devices.of_request()?, ..request(args)? };
     let mut client = args.reach.connect(address).await?;
-    let request = request(args)?;
     if !args.json {
         let models = client.list_models(proto::ListModelsRequest {}).await;
         let models = models.map_err(Refused::from)?.into_inner().models;
         // If no model has that name, the server's answer says so.
-        printer.ids_only = models
-            .iter()
-            .filter(|model| model.state() == proto::ModelState::Serving)
-            .find(|model| request.model.is_empty() || model.name == request.model)
-            .is_some_and(|model| !model.has_tokenizer);
+        let mut serving = models.into_iter().filter(|model| model.state() == proto::ModelState::Serving);
+        printer.model = serving.find(|model| request.model.is_empty() || model.name == request.model);
     }
     let mut request = tonic::Request::new(request);
     // The caller may pass a trace context in TRACEPARENT and TRACESTATE, OpenTelemetry's convention for programs.
@@ -278,7 +277,7 @@ async fn against_server(args: &Generate, address: &str, printer: &mut Printer) -
 }
 
 fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut Printer) -> anyhow::Result<()> {
-    let device = args.device.as_deref().map(str::parse).transpose()?;
+    let placement = args.devices.replica()?;
     let given = args.model.as_deref().unwrap_or(DEMO_PATH);
     let path = named::find(given, args.json)?;
     // Before the weights are loaded, which may take minutes.
@@ -307,7 +306,8 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
                 .map_err(Refused::from)?;
         }
     }
-    let mut model = Model::new(&named::served_as(given), path, device);
+    let mut model = Model::new(&named::served_as(given), path, None);
+    model.replicas = vec![placement];
     model.slots = Some(1);
     model.context = args.context;
     model.memory_limit = args.memory_limit;
@@ -327,9 +327,9 @@ fn in_process(args: &Generate, runtime: &tokio::runtime::Runtime, printer: &mut 
         args.quantize.iter().for_each(|to| show.notice(&format!("quantised to {to}")));
         Arc::new(start(&config, &show)?)
     };
-    printer.ids_only = host.models().iter().any(|model| model.text.is_none());
+    printer.model = host.models().first().map(|model| convert::model(model));
     // Empty names select the only model and its only replica.
-    let request = proto::GenerateRequest { model: String::new(), device: String::new(), ..request(args)? };
+    let request = proto::GenerateRequest { model: String::new(), ..request(args)? };
     let mut prepared = prepare(&host, request, None).map_err(Refused::from)?;
     let rows: Arc<Mutex<Vec<Vec<f32>>>> = Arc::default();
     prepared.request.dump_logits = args.dump_logits.is_some();
@@ -378,8 +378,8 @@ async fn print(mut stream: impl Stream<Item = Messages> + Unpin, printer: &mut P
 /// Prints events as they arrive, and keeps the data for the final table.
 struct Printer {
     json: bool,
-    /// In text mode: the model has no tokenizer.
-    ids_only: bool,
+    /// In text mode: the model, with its replicas; `None` if the server has none of that name.
+    model: Option<proto::Model>,
     started: Option<proto::Started>,
     finished: Option<proto::Finished>,
     /// In text mode: the current line is not yet terminated.
@@ -388,7 +388,7 @@ struct Printer {
 
 impl Printer {
     fn new(json: bool) -> Printer {
-        Printer { json, ids_only: false, started: None, finished: None, open_line: false }
+        Printer { json, model: None, started: None, finished: None, open_line: false }
     }
 
     fn event(&mut self, event: &Event) -> std::io::Result<()> {
@@ -397,7 +397,7 @@ impl Printer {
             writeln!(out, "{}", object(event))?;
         } else if let Event::Delta(delta) = event {
             // Without a tokenizer, only ids can be shown.
-            if self.ids_only {
+            if self.model.as_ref().is_some_and(|model| !model.has_tokenizer) {
                 for id in &delta.token_ids {
                     write!(out, "{}{id}", if self.open_line { " " } else { "" })?;
                     self.open_line = true;
@@ -427,7 +427,7 @@ impl Printer {
         Ok(())
     }
 
-    /// Prints the device and the cost per token to stderr.
+    /// Prints the device, or all devices of a split model, and the cost per token to stderr.
     fn table(&self) {
         let (Some(started), Some(finished)) = (&self.started, &self.finished) else {
             return;
@@ -435,7 +435,10 @@ impl Printer {
         if self.json || progress::verbosity() == progress::Verbosity::Quiet {
             return;
         }
-        let device = started.device.as_ref().map_or("", |device| device.name.as_str());
+        let replicas = self.model.iter().flat_map(|model| &model.replicas);
+        let device = replicas.filter(|replica| replica.name == started.replica).find_map(placed);
+        // A model may have been loaded again since it was listed.
+        let device = device.or_else(|| Some(started.device.as_ref()?.name.clone())).unwrap_or_default();
         let usage = finished.usage.unwrap_or_default();
         let timings = finished.timings.unwrap_or_default();
         let cost = finished.per_token.unwrap_or_default();

@@ -52,7 +52,7 @@ pub(super) struct Load {
     #[arg(
         long,
         value_name = "ADDR",
-        conflicts_with_all = ["model", "device", "depth", "seen", "beside", "stages", "prefill_chunk", "drafts", "draft", "kv_format", "tune"]
+        conflicts_with_all = ["model", "device", "split", "depth", "seen", "beside", "stages", "prefill_chunk", "drafts", "draft", "kv_format", "tune"]
     )]
     pub(super) server: Option<String>,
     #[command(flatten)]

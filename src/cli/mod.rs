@@ -16,6 +16,7 @@ mod manual;
 mod models;
 mod named;
 mod perfetto;
+mod placement;
 mod profile;
 mod progress;
 mod reload;
@@ -25,7 +26,7 @@ mod synth;
 mod token;
 mod tune;
 
-use crate::config::{self, ConfigError, Placement, Selector, SelectorError, SplitMode};
+use crate::config::{self, ConfigError, SelectorError};
 use crate::device::DeviceError;
 use crate::gpu::error::StartError;
 use crate::host::source::BuildError;
@@ -232,18 +233,6 @@ fn described(text: &clap::Error) -> ExitCode {
     }
 }
 
-/// Returns one replica over all devices of `--device`.
-fn split_over(split: SplitMode, devices: &[Selector]) -> Result<Placement, Usage> {
-    if devices.len() < 2 {
-        let given = devices.len();
-        return Err(Usage(format!("--split {split} needs at least two devices, and --device names {given}")));
-    }
-    if let Some(at) = (1..devices.len()).find(|at| devices[..*at].contains(&devices[*at])) {
-        return Err(Usage(format!("--split {split} takes each device once: --device {} is given again", devices[at])));
-    }
-    Ok(Placement { devices: devices.to_vec(), split: Some(split), ..Placement::default() })
-}
-
 /// Formats an error with its causes, one per line.
 fn told(error: &anyhow::Error) -> String {
     let mut text = error.to_string();
@@ -345,6 +334,12 @@ mod tests {
             "models",
             "serve demo /models/Qwen3-8B model.gguf --device cpu --listen 127.0.0.1:1 --json --quiet",
             "serve Qwen/Qwen3-8B --device 0 --device 1",
+            "serve demo --device 0 --device 1 --split layers",
+            "chat demo --device 0 --device 1 --split layers",
+            "generate --model dir --prompt a --device 0 --device 1 --split tensor",
+            "generate --server a:1 --prompt a --device demo/0",
+            "embed --device 0 --device 1 --split layers text",
+            "bench --device 0 --device 1 --split tensor",
             "chat",
             "chat demo --device cpu --system text --temperature 0.7 --max-tokens 5 --context 4096",
             "chat --server 127.0.0.1:50051 name",
@@ -396,6 +391,12 @@ mod tests {
             "serve --model nothing",
             "serve demo --device uuid:1",
             "chat --server a:1 --context 5",
+            "chat --server a:1 --device 0 --device 1 --split layers",
+            "generate --prompt a --server a:1 --device 0 --device 1 --split layers",
+            "generate --prompt a --device 0 --device 1 --split rows",
+            "embed --server a:1 --split layers text",
+            "bench --server a:1 --split layers",
+            "bench --stages --device 0 --device 1 --split layers",
             "inspect",
             "inspect demo --context 0",
             "generate --prompt a --context 0",

@@ -133,7 +133,7 @@ async fn list(client: &mut Client, json: bool) -> anyhow::Result<()> {
 }
 
 /// Returns the name of a replica's device, or of all with its layers on each.
-fn placed(replica: &proto::ModelReplica) -> Option<String> {
+pub(super) fn placed(replica: &proto::ModelReplica) -> Option<String> {
     let stages = replica.stages.iter().filter_map(|stage| {
         let (first, end) = (stage.first_layer, stage.first_layer + stage.layers);
         Some(format!("{} (layers {first} to {})", stage.device.as_ref()?.name, end.saturating_sub(1)))

@@ -1,10 +1,11 @@
 //! `ostinato serve`: starts the configuration, telemetry, admin endpoint, host and gRPC endpoint in this order, waits
 //! for a signal, and stops them in reverse order. Not here: applying a new configuration (`reload`).
 
+use super::placement::DeviceArgs;
 use super::reload::Reload;
-use super::{Usage, cache_directory, named, progress, split_over};
+use super::{Usage, cache_directory, named, progress};
 use crate::actors::workers::{self, WorkerLimits};
-use crate::config::{self, Bytes, Config, ConfigError, DEMO_PATH, Model, Placement, Selector, Sources, SplitMode};
+use crate::config::{self, Bytes, Config, ConfigError, DEMO_PATH, Model, Placement, Sources};
 use crate::gpu::devices::start;
 use crate::host::Host;
 use crate::host::progress::{Progress, Unit};
@@ -34,21 +35,22 @@ const POOLS: usize = 2;
 /// The number of connections that the system queues before they are accepted.
 const BACKLOG: u32 = 1024;
 
+/// What `--device` and `--split` mean where there may be several models and replicas.
+const DEVICE_HELP: &str = "The device of the models given on the command line without one: UUID, PCI address, index, name \
+    or `cpu`. Default: the only GPU. If given again, each model gets a replica on each; with --split, one over all of them";
+const SPLIT_HELP: &str = "Split each of these models over all --device, in their order, instead of a replica on each: \
+    `layers` gives each device consecutive layers, `tensor` a part of every layer";
+
 #[derive(Clone, Debug, clap::Args)]
+#[command(mut_arg("device", |arg| arg.help(DEVICE_HELP)), mut_arg("split", |arg| arg.help(SPLIT_HELP)))]
 pub(crate) struct Serve {
     /// Models to serve, each a checkpoint's folder, a GGUF file, ORG/NAME on the Hugging Face hub (downloaded unless it
     /// is in the cache, see `ostinato pull`), or an embedded demo model. Each is served under the last part of its
     /// path; --model gives it another name. Without any model, `demo` is served.
     #[arg(value_name = "MODEL")]
     models: Vec<String>,
-    /// The device of the models given on the command line without one: UUID, PCI address, index, name or `cpu`.
-    /// Default: the only GPU. If given again, each model gets a replica on each; with --split, one over all of them.
-    #[arg(long, value_name = "SEL")]
-    device: Vec<Selector>,
-    /// Split each of these models over all --device, in their order, instead of a replica on each: `layers` gives each
-    /// device consecutive layers, `tensor` a part of every layer.
-    #[arg(long, value_name = "HOW")]
-    split: Option<SplitMode>,
+    #[command(flatten)]
+    devices: DeviceArgs,
     /// Configuration file (TOML). `deploy/ostinato.toml` shows all keys.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
@@ -106,9 +108,7 @@ impl Serve {
             models.push(Model { path, ..model.clone() });
         }
         named::told_apart(&names)?;
-        if let Some(split) = self.split {
-            split_over(split, &self.device)?;
-        }
+        self.devices.check()?;
         for model in &mut models {
             self.place(model);
         }
@@ -117,14 +117,10 @@ impl Serve {
 
     /// Gives a model without a device the devices of the command line.
     fn place(&self, model: &mut Model) {
-        if self.device.is_empty() && self.split.is_none() || model.replicas.iter().any(Placement::is_placed) {
-            return;
+        let replicas = self.devices.replicas();
+        if !replicas.is_empty() && !model.replicas.iter().any(Placement::is_placed) {
+            model.replicas = replicas;
         }
-        let devices = self.device.iter().cloned();
-        model.replicas = match self.split {
-            None => devices.map(|device| Placement::on(Some(device))).collect(),
-            Some(_) => vec![Placement { devices: devices.collect(), split: self.split, ..Placement::default() }],
-        };
     }
 
     /// Reads the configuration from the arguments, the environment and the file, as they are now.

@@ -179,17 +179,55 @@ fn rows(arguments: &[&str]) -> Vec<Value> {
     events(&output)
 }
 
+/// Arguments that split a model over both CPU drivers.
+fn over_both(split: &'static str) -> [&'static str; 6] {
+    static OTHER: OnceLock<String> = OnceLock::new();
+    let other = OTHER.get_or_init(|| {
+        let devices: Value = serde_json::from_slice(&run(&["devices", "--json"]).stdout).unwrap();
+        let other = |device: &&Value| device["name"].as_str().unwrap().contains("SwiftShader");
+        devices.as_array().unwrap().iter().find(other).unwrap()["uuid"].as_str().unwrap().to_owned()
+    });
+    ["--device", cpu(), "--device", other, "--split", split]
+}
+
 #[test]
 fn a_split_model_is_measured_on_all_its_devices() {
-    let devices: Value = serde_json::from_slice(&run(&["devices", "--json"]).stdout).unwrap();
-    let other = |device: &&Value| device["name"].as_str().unwrap().contains("SwiftShader");
-    let other = devices.as_array().unwrap().iter().find(other).unwrap()["uuid"].as_str().unwrap();
-    let split = ["--device", cpu(), "--device", other, "--split", "layers"];
+    let split = over_both("layers");
     let rows = rows(&[&split[..], &["--prompt", "8", "--decode", "4", "--repeat", "1"]].concat());
     let tests: Vec<&Value> = rows.iter().map(|row| &row["test"]).collect();
     assert_eq!(tests, ["prefill", "decode"]);
     // A step is a submission on each device.
     assert_eq!(rows[1]["per_token"]["submits"], 2.0, "{}", rows[1]);
+}
+
+/// Goal: commands that load a model do with several devices what they do with one. Method: both CPU drivers with the demo
+/// model, whose layers or parts of layers are divided.
+#[test]
+fn a_split_model_gives_what_it_gives_on_one_device() {
+    let alone = ["--device", cpu()];
+    let generated = |devices: &[&str], more: &[&str]| {
+        let words = ["--chat", "Tell me a story about a fox.", "--max-tokens", "12"];
+        run(&[&["generate"][..], devices, &words, more].concat())
+    };
+    let (device, tokens, text, reason, _) = essence(&events(&generated(&alone, &["--json"])));
+    assert_eq!((tokens.len(), reason.as_str()), (12, Some("length")));
+    let (first, parts, ..) = essence(&events(&generated(&over_both("tensor"), &["--json"])));
+    assert_eq!((first, parts), (device, tokens));
+    let layers = generated(&over_both("layers"), &[]);
+    assert_eq!(String::from_utf8_lossy(&layers.stdout).trim_end(), text.trim_end());
+    let table = String::from_utf8_lossy(&layers.stderr).into_owned();
+    let line = table.lines().find(|line| line.trim_start().starts_with("device ")).expect("a line of the table");
+    // Each with its layers.
+    assert!(line.contains("llvmpipe") && line.contains(" + SwiftShader") && line.contains("(layers 0 to "), "{table}");
+
+    let embedded = |devices: &[&str]| {
+        let output = run(&[&["embed", "--json"][..], devices, &["A fox by the river."]].concat());
+        let values: Vec<f64> = serde_json::from_value(events(&output)[0]["embedding"].clone()).expect("numbers");
+        values
+    };
+    let (one, two) = (embedded(&alone), embedded(&over_both("layers")));
+    let cosine: f64 = one.iter().zip(&two).map(|(a, b)| a * b).sum();
+    assert!(one.len() == two.len() && (cosine - 1.0).abs() < 1e-3, "cosine {cosine} of {} values", one.len());
 }
 
 #[test]
@@ -346,6 +384,14 @@ fn what_the_user_can_mend_ends_with_2_and_says_what() {
         (&["bench", "--device", cpu(), "--split", "layers"], "at least two devices"),
         (&["bench", "--device", cpu(), "--device", cpu(), "--split", "layers"], "each device once"),
         (&["bench", "--device", cpu(), "--device", "0"], "2 devices need --split layers"),
+        (&["generate", "--prompt", "x", "--device", cpu(), "--device", cpu(), "--split", "tensor"], "each device once"),
+        (&["generate", "--prompt", "x", "--device", cpu(), "--device", "cpu"], "2 devices need --split layers"),
+        (
+            &["generate", "--prompt", "x", "--server", "127.0.0.1:1", "--device", "0", "--device", "1"],
+            "a request to a server names one --device, and 2 are given",
+        ),
+        (&["chat", "--split", "layers", "--device", "0"], "at least two devices"),
+        (&["embed", "--split", "layers", "x"], "--device names 0"),
         (&["serve", "--config", config], "2 problems"),
         (&["serve", "--config", "/nowhere.toml"], "/nowhere.toml"),
         (&["serve", "--listen", "0.0.0.0:1"], "insecure"),

@@ -4,10 +4,12 @@ use super::{Chat, embeds_only, print, without_template};
 use crate::cli::arrivals::speed;
 use crate::cli::connect::Client;
 use crate::cli::generate::Refused;
+use crate::cli::models::placed;
 use crate::cli::{cache_directory, named, progress};
 use crate::config::{Config, DEMO_PATH, Model};
 use crate::gpu::devices::start;
 use crate::host::Host;
+use crate::service::convert;
 use crate::service::generation::{Delivery, Generation};
 use crate::service::prepare::prepare;
 use crate::service::proto;
@@ -31,7 +33,7 @@ pub(super) enum Answers {
     /// A model in this process.
     Here { host: Arc<Host>, name: String },
     /// A model on a server.
-    There { client: Box<Client>, address: String, name: String },
+    There { client: Box<Client>, address: String, name: String, device: String },
 }
 
 /// An answer that has ended, or was ended.
@@ -52,9 +54,10 @@ impl Answers {
 
     fn here(args: &Chat) -> anyhow::Result<Answers> {
         let given = args.model.as_deref().unwrap_or(DEMO_PATH);
-        let device = args.device.as_deref().map(str::parse).transpose()?;
+        let placement = args.devices.replica()?;
         let name = named::served_as(given);
-        let mut model = Model::new(&name, named::find(given, false)?, device);
+        let mut model = Model::new(&name, named::find(given, false)?, None);
+        model.replicas = vec![placement];
         model.slots = Some(1);
         model.context = args.context;
         model.memory_limit = args.memory_limit;
@@ -76,6 +79,7 @@ impl Answers {
     }
 
     async fn there(args: &Chat, address: &str) -> anyhow::Result<Answers> {
+        let device = args.devices.of_request()?;
         let mut client = args.reach.connect(address).await?;
         let models = client.list_models(proto::ListModelsRequest {}).await.map_err(Refused::from)?.into_inner().models;
         let mut serving = models.iter().filter(|model| model.state() == proto::ModelState::Serving);
@@ -102,19 +106,16 @@ impl Answers {
                 return Err(Refused::from(Status::invalid_argument(why)).into());
             }
         };
-        Ok(Answers::There { client: Box::new(client), address: address.to_owned(), name })
+        Ok(Answers::There { client: Box::new(client), address: address.to_owned(), name, device })
     }
 
     /// Says who answers.
     pub(super) fn describe(&self) -> String {
         match self {
             Answers::Here { host, name } => {
-                let devices: Vec<String> = host
-                    .models()
-                    .iter()
-                    .flat_map(|model| &model.replicas)
-                    .map(|replica| replica.device.name.clone())
-                    .collect();
+                let models: Vec<proto::Model> = host.models().iter().map(|model| convert::model(model)).collect();
+                let replicas = models.iter().flat_map(|model| &model.replicas);
+                let devices: Vec<String> = replicas.filter_map(placed).collect();
                 format!("{name} on {}", devices.join(", "))
             }
             Answers::There { address, name, .. } => format!("{name} at {address}"),
@@ -130,11 +131,11 @@ impl Answers {
     }
 
     /// The device's name for a request.
-    pub(super) fn device(&self, args: &Chat) -> String {
+    pub(super) fn device(&self) -> String {
         match self {
-            // An empty selector means the only device.
+            // An empty selector means the only replica.
             Answers::Here { .. } => String::new(),
-            Answers::There { .. } => args.device.clone().unwrap_or_default(),
+            Answers::There { device, .. } => device.clone(),
         }
     }
 

@@ -60,6 +60,10 @@ drivers)
 esac
 
 if [ ${#missing[@]} -gt 0 ]; then
+    if ! command -v apt-get >/dev/null; then
+        echo "setup.sh: this system has no apt-get: install what Debian calls ${missing[*]}, then try again" >&2
+        exit 2
+    fi
     echo "installing ${missing[*]}"
     root=()
     [ "$(id -u)" -eq 0 ] || root=(sudo)

@@ -48,26 +48,26 @@ pub(crate) struct Bench {
     /// benchmarks call it batched decode). It also shows output tokens, and prompt plus output tokens, over the total
     /// time from the first submission to the last end, prompts included ("output/s", "total/s"). The rows of --server
     /// show the same quantities.
-    #[arg(long, default_value_t = 512)]
+    #[arg(long, value_name = "N", default_value_t = 512)]
     prompt: u32,
     /// Tokens to decode; 0 skips the decode test.
-    #[arg(long, default_value_t = 128)]
+    #[arg(long, value_name = "N", default_value_t = 128)]
     decode: u32,
     /// Context length before the test, in tokens.
-    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=MOST_DEPTH))]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=MOST_DEPTH))]
     depth: u32,
     /// Numbers of concurrent streams, separated by commas; each is measured separately.
-    #[arg(long, value_delimiter = ',', default_value = "1")]
+    #[arg(long, value_name = "N,N,…", value_delimiter = ',', default_value = "1")]
     streams: Vec<u32>,
     /// Runs of each test after one warm-up run; the median is shown. Default: 5; with --server 1 run and no warm-up.
-    #[arg(long)]
+    #[arg(long, value_name = "N")]
     repeat: Option<u32>,
     /// Maximum number of tokens in a prompt chunk.
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     prefill_chunk: Option<u32>,
     /// Number of draft tokens per step, for models that support speculative decoding; 0 disables it. Default: as many
     /// as are worthwhile.
-    #[arg(long)]
+    #[arg(long, value_name = "N")]
     drafts: Option<u32>,
     /// Source of draft tokens: `lookup` drafts the tokens that followed an earlier occurrence of the last tokens, and
     /// needs no drafting block in the model; or a smaller model with the same vocabulary, or a draft head (EAGLE-3), given
@@ -75,15 +75,15 @@ pub(crate) struct Bench {
     #[arg(long, value_name = "lookup|MODEL", conflicts_with = "server")]
     draft: Option<Draft>,
     /// Number format of keys and values in the KV cache: f16, f32 or int8. Default: f16.
-    #[arg(long)]
+    #[arg(long, value_name = "f16|f32|int8")]
     kv_format: Option<KvFormat>,
     /// With weights in FP8, round the inputs of products of 128 rows and more to FP8 too, where the device multiplies such
     /// numbers (NVIDIA's compute capability 9.0): faster prompts and batches, with a larger error.
     #[arg(long, conflicts_with = "server")]
     fp8_activations: bool,
     /// Quantise 16-bit and 32-bit matrices at load: int8 (8.125 bits a weight, relative error 0.65 %) or int4 (5 bits,
-    /// 7.3 %)
-    #[arg(long)]
+    /// 7.3 %).
+    #[arg(long, value_name = "int8|int4")]
     quantize: Option<Quantize>,
     /// Run the prompt test on prompts that are in the prefix cache except for their end.
     #[arg(long)]
@@ -105,19 +105,19 @@ pub(crate) struct Bench {
     #[arg(long, conflicts_with = "split")]
     stages: bool,
     /// With --stages: number of batch rows of the decode step.
-    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_SLOTS)))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_SLOTS)))]
     rows: u32,
     /// With --stages: number of tokens of the prompt chunk, which is timed instead of a decode step.
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CHUNK)))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CHUNK)))]
     chunk: Option<u32>,
     /// With --stages: context length of the last row, if it differs from --depth.
-    #[arg(long, value_parser = clap::value_parser!(u32).range(..=MOST_DEPTH))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=MOST_DEPTH))]
     last_depth: Option<u32>,
     /// With --stages: tuning changes to time separately: KEY=VALUE, separated by commas.
-    #[arg(long = "try", value_delimiter = ',')]
+    #[arg(long = "try", value_name = "KEY=VALUE", value_delimiter = ',')]
     tries: Vec<String>,
     /// Changes to the device's tuning: KEY=VALUE, separated by commas.
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
     tune: Vec<String>,
     #[command(flatten)]
     self_test: super::SelfTestArgs,
@@ -176,11 +176,18 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &Show) -> anyh
     let instance = Instance::new(&InstanceOptions { validation: false })?;
     let adapters = instance.adapters();
     let placement = args.devices.replica()?;
-    let adapter = choose(&adapters, args.devices.first())?.clone();
-    check_tuning(&adapter, &args.tune)?;
+    let chosen = match placement.devices.as_slice() {
+        [] => vec![choose(&adapters, placement.device.as_ref())?],
+        devices => devices.iter().map(|device| choose(&adapters, Some(device))).collect::<Result<_, _>>()?,
+    };
+    for adapter in &chosen {
+        check_tuning(adapter, &args.tune)?;
+    }
+    // The stages are those of a single device.
+    let adapter = chosen[0];
     // Each is tried alone.
     for change in &args.tries {
-        check_tuning(&adapter, std::slice::from_ref(change))?;
+        check_tuning(adapter, std::slice::from_ref(change))?;
     }
     let (path, mut checkpoint) = named::opened(&named::find(&args.model, args.json)?)?;
     // Before the weights are loaded, which may take minutes.
@@ -188,12 +195,17 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &Show) -> anyh
         bail!(RequestError::EmbedsOnly);
     }
     let grammar = grammar(args, &path, &checkpoint)?;
-    let bandwidth = read_bandwidth(&instance, &adapter)?;
+    // Several devices can read at once.
+    let mut bandwidth = Some(0.0);
+    for adapter in &chosen {
+        let own = read_bandwidth(&instance, adapter)?;
+        bandwidth = bandwidth.zip(own).map(|(all, own)| all + own);
+    }
     if let Some(to) = args.quantize {
         checkpoint.quantize(to);
     }
     if args.stages {
-        return print_stages(args, &instance, &adapter, &checkpoint, bandwidth);
+        return print_stages(args, &instance, adapter, &checkpoint, bandwidth);
     }
     let most = args.streams.iter().copied().max().unwrap_or(1);
     if most > MOST_SLOTS {
@@ -263,18 +275,19 @@ pub(crate) fn run(args: &Bench, cache: Option<PathBuf>, progress: &Show) -> anyh
             println!("{}", json_row(row, bandwidth.as_ref()));
         }
     } else {
-        print_table(&rows, bandwidth.as_ref(), &adapter.name, &path, &host);
+        let names: Vec<&str> = chosen.iter().map(|adapter| adapter.name.as_str()).collect();
+        print_table(&rows, bandwidth.as_ref(), &names.join(" + "), &path, &host);
     }
     Ok(())
 }
 
-/// The read bandwidth of a device in bytes per second, as far as this run knows it. A sweep over a large buffer gives a
-/// lower bound, and so does every row: a row may be faster, because caches help it or because the sweep was disturbed.
-/// Rows are compared with the largest of these rates.
+/// The read bandwidth of a device, or of all devices of a split model together, in bytes per second, as far as this run
+/// knows it. Sweeps over a large buffer give a lower bound, and so does every row: a row may be faster, because caches
+/// help it or because a sweep was disturbed. Rows are compared with the largest of these rates.
 struct ReadBandwidth {
-    /// The rate of the sweep.
+    /// The rate of the sweeps, of several devices their sum.
     measured: f64,
-    /// The largest rate of the sweep and all rows.
+    /// The largest rate of the sweeps and all rows.
     most: f64,
 }
 

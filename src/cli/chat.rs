@@ -47,7 +47,7 @@ pub(crate) struct Chat {
     memory_limit: Option<Bytes>,
     /// Quantise 16-bit and 32-bit matrices at load: int8 (8.125 bits a weight, relative error 0.65 %) or int4 (5 bits,
     /// 7.3 %).
-    #[arg(long)]
+    #[arg(long, value_name = "int8|int4")]
     quantize: Option<Quantize>,
     #[command(flatten)]
     self_test: super::SelfTestArgs,

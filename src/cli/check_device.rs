@@ -22,7 +22,7 @@ use std::time::Duration;
 #[derive(Debug, clap::Args)]
 pub(crate) struct CheckDevice {
     /// The device: UUID, PCI address, name, index, or `cpu`. Default: the only GPU.
-    #[arg(long)]
+    #[arg(long, value_name = "SEL")]
     device: Option<Selector>,
     /// Folder of a checkpoint, a GGUF file, ORG/NAME on the Hugging Face hub, or an embedded demo model: `demo` or
     /// `demo-hybrid`.
@@ -32,7 +32,7 @@ pub(crate) struct CheckDevice {
     #[arg(long)]
     compile_only: bool,
     /// Changes of the device tuning, for experiments: KEY=VALUE, separated by commas.
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
     tune: Vec<String>,
     /// Load the Khronos validation layer; a message of it fails the check.
     #[arg(long)]
@@ -88,7 +88,7 @@ pub(crate) fn run(args: &CheckDevice) -> anyhow::Result<bool> {
         model: &args.model,
         checkpoint: &checkpoint,
         compile_only: args.compile_only,
-        missing: missing(adapter),
+        missing: if adapter.described() { missing(adapter) } else { Vec::new() },
         check: found.as_ref(),
         validation: args.validation.then(|| instance.validation_messages()),
     };
@@ -105,12 +105,14 @@ impl Report<'_> {
     fn text(&self) -> String {
         let mut out = String::new();
         self.device(&mut out);
-        section(&mut out, "what it lacks, and what that costs");
-        if self.missing.is_empty() {
-            let _ = writeln!(out, "  nothing");
-        }
-        for Missing { what, cost } in &self.missing {
-            let _ = writeln!(out, "  {what}\n    {cost}");
+        if self.adapter.described() {
+            section(&mut out, "what it lacks, and what that costs");
+            if self.missing.is_empty() {
+                let _ = writeln!(out, "  nothing");
+            }
+            for Missing { what, cost } in &self.missing {
+                let _ = writeln!(out, "  {what}\n    {cost}");
+            }
         }
         if let Some(check) = self.check {
             tests(&mut out, check);
@@ -149,6 +151,9 @@ impl Report<'_> {
         line("driver", format!("{}, Vulkan {major}.{minor}.{patch}", adapter.driver));
         if let Some(reason) = &adapter.refused {
             line("refused", reason.clone());
+        }
+        if !self.adapter.described() {
+            return;
         }
         if let Some(check) = self.check {
             let paths: Vec<String> = check.paths.iter().map(|path| path.words()).collect();

@@ -2,8 +2,7 @@
 //! the same code prints them.
 
 use super::arrivals::speed;
-use super::models::placed;
-use super::placement::DeviceArgs;
+use super::placement::{DeviceArgs, placed};
 use super::sampling::SamplingArgs;
 use super::{Usage, cache_directory, named, progress};
 use crate::actors::workers::Cancel;
@@ -87,11 +86,11 @@ pub(crate) struct Generate {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     prefill_chunk: Option<u32>,
     /// Quantise 16-bit and 32-bit matrices at load: int8 (8.125 bits a weight, relative error 0.65 %) or int4 (5 bits,
-    /// 7.3 %)
-    #[arg(long, conflicts_with = "server")]
+    /// 7.3 %).
+    #[arg(long, value_name = "int8|int4", conflicts_with = "server")]
     quantize: Option<Quantize>,
     /// Number format of keys and values in the KV cache: f16, f32 or int8. Default: f16.
-    #[arg(long, conflicts_with = "server")]
+    #[arg(long, value_name = "f16|f32|int8", conflicts_with = "server")]
     kv_format: Option<KvFormat>,
     /// With weights in FP8, round the inputs of products of 128 rows and more to FP8 too, where the device multiplies such
     /// numbers (NVIDIA's compute capability 9.0): faster prompts and batches, with a larger error.
@@ -99,7 +98,7 @@ pub(crate) struct Generate {
     fp8_activations: bool,
     /// Number of draft tokens per step, for models that support speculative decoding; 0 disables it. Default: as many
     /// as are worthwhile.
-    #[arg(long)]
+    #[arg(long, value_name = "N")]
     drafts: Option<u32>,
     /// Source of draft tokens: `lookup` drafts the tokens that followed an earlier occurrence of the last tokens, and
     /// needs no drafting block in the model; or a smaller model with the same vocabulary, or a draft head (EAGLE-3), given

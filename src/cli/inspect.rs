@@ -4,6 +4,7 @@
 use super::chat::visible;
 use super::{cache_directory, named};
 use crate::config::{Bytes, KvFormat, Quantize};
+use crate::gpu::build::limits::LEAST_CONTEXT_PAGES;
 use crate::gpu::error::StartError;
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::memory::pack::Format;
@@ -37,14 +38,14 @@ pub(crate) struct Inspect {
     /// Context length for which memory is stated, in tokens. Default: the model's own, at most 32,768.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
-    /// Memory of a device, such as 24GiB: say whether the model fits there.
+    /// Memory of a device, such as 24GiB: say whether the model fits there, and with which context if --context names none.
     #[arg(long, value_name = "BYTES")]
     memory: Option<Bytes>,
     /// State memory as with this quantisation at load: int8 or int4.
-    #[arg(long)]
+    #[arg(long, value_name = "int8|int4")]
     quantize: Option<Quantize>,
     /// State memory with keys and values in this format: f16, f32 or int8. Default: f16.
-    #[arg(long)]
+    #[arg(long, value_name = "f16|f32|int8")]
     kv_format: Option<KvFormat>,
     /// State memory with this draft model or draft head too: given like the model.
     #[arg(long, value_name = "MODEL")]
@@ -66,6 +67,8 @@ struct Sum {
 struct Needs {
     /// The context in tokens.
     context: u32,
+    /// Whether the context was asked for. The model's own is reduced to what fits, as a server does.
+    asked: bool,
     weights: u64,
     /// The weights of the draft model, whose keys and values are in `kv_per_token`.
     draft_weights: u64,
@@ -136,6 +139,7 @@ impl Needs {
             let heads = delta_heads(net);
             config.layers_of(LayerKind::GatedDelta).count() as u64 * (heads.state_bytes(1) + heads.window_bytes(1))
         });
+        let asked = context.is_some();
         let context = context.unwrap_or(config.context.min(CONTEXT));
         let window = config.recycled_window().filter(|window| *window < context);
         let windowed =
@@ -143,6 +147,7 @@ impl Needs {
         let windowed: u64 = windowed.map(|layer| config.attention(layer).kv_bytes(format)).sum();
         Needs {
             context,
+            asked,
             weights: checkpoint.weight_bytes(),
             draft_weights: 0,
             kv_per_token: config.kv_bytes_per_token(format) - windowed + drafts,
@@ -175,7 +180,8 @@ impl Needs {
             PlanEntry::of_buffers(Purpose::Recurrent, Side::Device, [("state", self.state)]),
         ];
         let page_bytes = self.kv_per_token * u64::from(PAGE_TOKENS);
-        let least = u64::from(self.context.div_ceil(PAGE_TOKENS));
+        let context_pages = u64::from(self.context.div_ceil(PAGE_TOKENS));
+        let least = if self.asked { context_pages } else { context_pages.min(LEAST_CONTEXT_PAGES) };
         let window = (self.window > 0).then_some(WindowRequest {
             page_bytes: self.window,
             page_bytes_in_largest_buffer: 0,
@@ -186,6 +192,14 @@ impl Needs {
         });
         let kv = KvRequest { page_bytes, page_bytes_in_largest_buffer: 0, pages: Pages::All, least, window };
         Plan::new(limits, entries, (page_bytes > 0).then_some(kv))
+    }
+
+    /// Returns the largest context, in tokens, for which a plan has room.
+    fn fitting(&self, plan: &Plan) -> u32 {
+        match self.kv_per_token {
+            0 => self.context,
+            _ => u32::try_from(plan.kv_pages() * u64::from(PAGE_TOKENS)).unwrap_or(u32::MAX).min(self.context),
+        }
     }
 }
 
@@ -359,12 +373,16 @@ fn table(
             of_sequence("recurrent state", needs.state)
         );
     }
-    match plan {
+    match needs.zip(plan) {
         None => {}
-        Some(Ok(plan)) => {
-            let _ = writeln!(out, "{plan}\nit fits, if working memory ({WORKING}) does too");
+        Some((needs, Ok(plan))) => {
+            let reduced = match needs.fitting(plan) {
+                tokens if tokens < needs.context => format!(" with a context of at most {tokens} tokens"),
+                _ => String::new(),
+            };
+            let _ = writeln!(out, "{plan}\nit fits{reduced}, if working memory ({WORKING}) does too");
         }
-        Some(Err(error)) => {
+        Some((_, Err(error))) => {
             let _ = writeln!(out, "it does not fit: {error}");
         }
     }
@@ -438,8 +456,12 @@ fn object(
         "kv_bytes_per_token": needs.map(|needs| needs.kv_per_token),
         "window_bytes_per_sequence": needs.map(|needs| needs.window),
         "state_bytes_per_sequence": needs.map(|needs| needs.state),
-        "memory": plan.map(|plan| match plan {
-            Ok(plan) => json!({"fits": true, "kv_tokens": plan.kv_pages() * u64::from(PAGE_TOKENS)}),
+        "memory": needs.zip(plan).map(|(needs, plan)| match plan {
+            Ok(plan) => json!({
+                "fits": true,
+                "kv_tokens": plan.kv_pages() * u64::from(PAGE_TOKENS),
+                "context": needs.fitting(plan),
+            }),
             Err(error) => json!({"fits": false, "reason": error.to_string()}),
         }),
     })
@@ -452,8 +474,15 @@ mod tests {
     #[test]
     fn a_plan_without_a_device_says_both_sizes_or_what_fits() {
         let gib = 1 << 30;
-        let needs =
-            Needs { context: 1024, weights: 10 * gib, draft_weights: 0, kv_per_token: 1 << 17, window: 0, state: 0 };
+        let needs = Needs {
+            context: 1024,
+            asked: true,
+            weights: 10 * gib,
+            draft_weights: 0,
+            kv_per_token: 1 << 17,
+            window: 0,
+            state: 0,
+        };
         let plan = needs.plan(16 * gib).expect("it fits");
         assert_eq!(plan.bytes(Purpose::Weights), 10 * gib);
         // The memory after the reserve and the weights holds this many pages of 16 tokens.
@@ -467,5 +496,11 @@ mod tests {
         let long = Needs { context: 1 << 16, ..needs };
         let error = long.plan(16 * gib).expect_err("it does not fit").to_string();
         assert!(error.contains("8.0 GiB for kv pages"), "{error}");
+        // A context that nobody asked for is reduced, as when the model is loaded.
+        let own = Needs { asked: false, ..long };
+        assert_eq!(u64::from(own.fitting(&own.plan(16 * gib).expect("it fits"))), left / (16 << 17) * 16);
+        // A fiftieth is kept back.
+        let error = own.plan((10 * gib + (1 << 20)) * 50 / 49).expect_err("256 tokens do not fit");
+        assert!(error.to_string().contains("32.0 MiB for kv pages"), "{error}");
     }
 }

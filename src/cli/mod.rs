@@ -43,15 +43,18 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+/// The place of options of all commands in `--help`: behind those of a command.
+const LAST: usize = 900;
+
 /// The program's arguments. `--help` shows the package description from Cargo.toml instead of this text.
 #[derive(Debug, Parser)]
 #[command(name = "ostinato", version = manual::version(), about, max_term_width = 100)]
 struct Cli {
     /// Print results, warnings and errors only.
-    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    #[arg(short, long, global = true, conflicts_with = "verbose", display_order = LAST)]
     quiet: bool,
     /// Also print the facts of a load: its memory plan, speed and kernels.
-    #[arg(short, long, global = true)]
+    #[arg(short, long, global = true, display_order = LAST)]
     verbose: bool,
     #[command(subcommand)]
     command: Command,
@@ -126,10 +129,10 @@ struct Synth {
     #[arg(long, value_name = "TYPE", conflicts_with = "gguf")]
     quantize: Option<String>,
     /// Seed of the random weights; the same seed gives the same weights.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     /// Number format of the weights: bf16, f16 or f32. Default: the one in the shape's configuration.
-    #[arg(long)]
+    #[arg(long, value_name = "bf16|f16|f32")]
     dtype: Option<Dtype>,
     /// Number of layers, with unchanged widths. Default: the one in the shape's configuration.
     #[arg(long, value_name = "N")]
@@ -335,6 +338,7 @@ mod tests {
             "serve demo /models/Qwen3-8B model.gguf --device cpu --listen 127.0.0.1:1 --json --quiet",
             "serve Qwen/Qwen3-8B --device 0 --device 1",
             "serve demo --device 0 --device 1 --split layers",
+            "serve /models/Qwen3-8B --context 8192 --quantize int4 --memory-limit 10GiB",
             "chat demo --device 0 --device 1 --split layers",
             "generate --model dir --prompt a --device 0 --device 1 --split tensor",
             "generate --server a:1 --prompt a --device demo/0",
@@ -390,6 +394,8 @@ mod tests {
             "token a --requests 0",
             "serve --model nothing",
             "serve demo --device uuid:1",
+            "serve demo --context 0",
+            "serve demo --quantize int2",
             "chat --server a:1 --context 5",
             "chat --server a:1 --device 0 --device 1 --split layers",
             "generate --prompt a --server a:1 --device 0 --device 1 --split layers",

@@ -3,6 +3,7 @@
 
 use super::connect::{self, Client, Reach};
 use super::generate::Refused;
+use super::placement::placed;
 use super::progress::Show;
 use crate::host::progress::{Progress, Unit};
 use crate::memory::plan::HumanBytes;
@@ -130,19 +131,6 @@ async fn list(client: &mut Client, json: bool) -> anyhow::Result<()> {
         writeln!(out)?;
     }
     Ok(())
-}
-
-/// Returns the name of a replica's device, or of all with its layers on each.
-pub(super) fn placed(replica: &proto::ModelReplica) -> Option<String> {
-    let stages = replica.stages.iter().filter_map(|stage| {
-        let (first, end) = (stage.first_layer, stage.first_layer + stage.layers);
-        Some(format!("{} (layers {first} to {})", stage.device.as_ref()?.name, end.saturating_sub(1)))
-    });
-    let stages: Vec<String> = stages.collect();
-    match stages.is_empty() {
-        true => Some(replica.device.as_ref()?.name.clone()),
-        false => Some(stages.join(" + ")),
-    }
 }
 
 async fn load(client: &mut Client, name: &str, unload_first: bool, json: bool) -> anyhow::Result<()> {

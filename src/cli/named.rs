@@ -18,6 +18,11 @@ pub(super) fn find(given: &str, plain: bool) -> anyhow::Result<PathBuf> {
     }
     match hub::Reference::parse(given) {
         Some(reference) => hub::find(&reference, &progress::Show::new(plain)),
+        // A name without a folder may be meant for one of the hub.
+        None if path.components().count() == 1 && !gguf::is_named(path) => Err(Usage(format!(
+            "{given} does not exist; a model is a folder, a GGUF file, demo, or ORG/NAME on the Hugging Face hub"
+        ))
+        .into()),
         // Opening the path reports what is wrong with it.
         None => Ok(path.to_owned()),
     }

@@ -1,14 +1,16 @@
-//! The arguments that place a model on its devices, which all commands that load one to use it share. Not here: what a
-//! device's name means (`config::selector`), its choice (`device::select`), and the division of a model (`gpu::build::split`).
+//! The arguments that place a model on its devices, which all commands that load one to use it share, and how a placed
+//! replica is shown. Not here: what a device's name means (`config::selector`), its choice (`device::select`), and the
+//! division of a model (`gpu::build::split`).
 
 use super::Usage;
 use crate::config::{Placement, Selector, SplitMode};
+use crate::service::proto;
 
 /// Arguments that name the devices of a model.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub(super) struct DeviceArgs {
-    /// The device: UUID, PCI address, index, name, or `cpu`. Default: the only GPU; of a request to a server, the server's
-    /// choice. With --split, given once for each device.
+    /// The device: UUID, PCI address, index, name, or `cpu`. Default: the only GPU, or the server's choice. With --split,
+    /// given once for each device.
     #[arg(long, value_name = "SEL")]
     device: Vec<Selector>,
     /// Split the model over all --device, in their order: `layers` gives each device consecutive layers, `tensor` a part of
@@ -18,11 +20,6 @@ pub(super) struct DeviceArgs {
 }
 
 impl DeviceArgs {
-    /// Returns the first device that is named.
-    pub(super) fn first(&self) -> Option<&Selector> {
-        self.device.first()
-    }
-
     /// Refuses a split over fewer than two devices, or over one device twice.
     pub(super) fn check(&self) -> Result<(), Usage> {
         let Some(split) = self.split else {
@@ -69,6 +66,19 @@ impl DeviceArgs {
             [device] => Ok(device.to_string()),
             devices => Err(Usage(format!("a request to a server names one --device, and {} are given", devices.len()))),
         }
+    }
+}
+
+/// Returns the name of a replica's device, or of all with its layers on each.
+pub(super) fn placed(replica: &proto::ModelReplica) -> Option<String> {
+    let stages = replica.stages.iter().filter_map(|stage| {
+        let (first, end) = (stage.first_layer, stage.first_layer + stage.layers);
+        Some(format!("{} (layers {first} to {})", stage.device.as_ref()?.name, end.saturating_sub(1)))
+    });
+    let stages: Vec<String> = stages.collect();
+    match stages.is_empty() {
+        true => Some(replica.device.as_ref()?.name.clone()),
+        false => Some(stages.join(" + ")),
     }
 }
 

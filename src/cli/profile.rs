@@ -26,11 +26,11 @@ pub(crate) struct Profile {
     #[arg(long)]
     model: Option<String>,
     /// The replica's name, or its device's UUID, PCI address, index or name. Default: the least loaded replica.
-    #[arg(long)]
+    #[arg(long, value_name = "SEL")]
     device: Option<String>,
     /// Number of plans to profile: the last ones, or with --kernels the next ones. A plan is one prompt step or several
     /// decode steps that are submitted together.
-    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1024))]
     steps: u32,
     /// Time every kernel in one step of each plan.
     #[arg(long)]

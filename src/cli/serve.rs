@@ -5,7 +5,7 @@ use super::placement::DeviceArgs;
 use super::reload::Reload;
 use super::{Usage, cache_directory, named, progress};
 use crate::actors::workers::{self, WorkerLimits};
-use crate::config::{self, Bytes, Config, ConfigError, DEMO_PATH, Model, Placement, Sources};
+use crate::config::{self, Bytes, Config, ConfigError, DEMO_PATH, Model, Placement, Quantize, Sources};
 use crate::gpu::devices::start;
 use crate::host::Host;
 use crate::host::progress::{Progress, Unit};
@@ -71,6 +71,14 @@ pub(crate) struct Serve {
     /// port. Default: 127.0.0.1:9464, unless configured otherwise.
     #[arg(long, value_name = "ADDR|off")]
     admin: Option<String>,
+    /// Maximum length of prompt and output together, in tokens, for models without a configured one. Default: the
+    /// checkpoint's, or as much of it as the device's memory holds.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    context: Option<u32>,
+    /// Quantise 16-bit and 32-bit matrices at load, of models for which the configuration does not say it: int8 (8.125 bits
+    /// a weight, relative error 0.65 %) or int4 (5 bits, 7.3 %).
+    #[arg(long, value_name = "int8|int4")]
+    quantize: Option<Quantize>,
     /// Maximum device memory of each replica, such as 20GiB, for models without a configured limit.
     #[arg(long, value_name = "BYTES")]
     memory_limit: Option<Bytes>,
@@ -141,6 +149,8 @@ impl Serve {
         }
         for model in &mut config.models {
             model.memory_limit = model.memory_limit.or(self.memory_limit);
+            model.context = model.context.or(self.context);
+            model.quantize = model.quantize.or(self.quantize);
         }
         config.runtime.self_test &= self.self_test.wanted();
         if config.runtime.cache_directory.is_none() {
@@ -400,7 +410,13 @@ fn bind(address: SocketAddr, key: &str) -> anyhow::Result<TcpSocket> {
 }
 
 fn in_use(address: SocketAddr, key: &str, error: std::io::Error) -> anyhow::Error {
-    anyhow::Error::from(Usage(format!("cannot listen on {address} ({key}): {error}")))
+    let option = match key {
+        "server.listen" => "; --listen gives another address",
+        "http.listen" => "; --http gives another address",
+        "admin.listen" => "; --admin gives another address",
+        _ => "",
+    };
+    anyhow::Error::from(Usage(format!("cannot listen on {address} ({key}): {error}{option}")))
 }
 
 /// Returns a future that resolves at the first SIGTERM or SIGINT. A second signal ends the process with status 1.

@@ -21,26 +21,26 @@ pub(crate) struct Tune {
     #[arg(long, default_value = "demo", value_name = "MODEL")]
     model: String,
     /// The device: UUID, PCI address, name, index, or `cpu`. Default: the only GPU.
-    #[arg(long)]
+    #[arg(long, value_name = "SEL")]
     device: Option<Selector>,
     /// Context length before the timed steps, in tokens. Sequences of a batch share its whole pages.
-    #[arg(long, default_value_t = 256)]
+    #[arg(long, value_name = "N", default_value_t = 256)]
     depth: u32,
     /// Numbers of rows (sequences) of the decode steps to search, powers of two, separated by commas. Default: 1 on GPUs that
     /// take weights in fragments, 1,4,16,64 on others, 1,4 on CPU drivers.
-    #[arg(long, value_delimiter = ',', value_parser = rows_of_step)]
+    #[arg(long, value_name = "N,N,…", value_delimiter = ',', value_parser = rows_of_step)]
     rows: Option<Vec<u32>>,
     /// Numbers of rows (tokens) of the prompt chunks to search, separated by commas; 0 for none. Default: none on GPUs that
     /// take weights in fragments, 512 on others, 64 on CPU drivers. A GPU that computes a chunk for seconds may meet its
     /// driver's watchdog: give fewer rows there.
-    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(0..=i64::from(MOST_PROMPT)))]
+    #[arg(long, value_name = "N,N,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(0..=i64::from(MOST_PROMPT)))]
     prompt: Option<Vec<u32>>,
     /// Duration of the search in seconds, without the time to load the model. The kinds of steps share it equally; what one
     /// leaves is for the next ones. Default: 60 for each.
-    #[arg(long)]
+    #[arg(long, value_name = "N")]
     seconds: Option<u64>,
     /// Tuning values that the search keeps fixed: KEY=VALUE, separated by commas.
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',')]
     tune: Vec<String>,
     /// Maximum number of values that one pass tries for a choice.
     #[arg(long, hide = true)]

@@ -130,6 +130,11 @@ impl Adapter {
         format!("{:04x}-{:04x}", self.ids.0, self.ids.1)
     }
 
+    /// Whether limits and features are known: a driver older than Vulkan 1.3 is not asked for them.
+    pub fn described(&self) -> bool {
+        (self.api.0, self.api.1) >= (1, 3)
+    }
+
     /// Whether the adapter can be opened.
     pub fn usable(&self) -> bool {
         self.refused.is_none()

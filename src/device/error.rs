@@ -6,6 +6,14 @@ use crate::device::point::{Point, Role};
 use ash::vk;
 use std::path::PathBuf;
 
+/// Says how many GPUs can be chosen.
+fn usable_gpus(count: usize) -> String {
+    match count {
+        0 => "there is no usable GPU".to_owned(),
+        count => format!("a device must be chosen: there are {count} usable GPUs"),
+    }
+}
+
 /// An error of the device layer.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
@@ -56,7 +64,7 @@ pub enum DeviceError {
         adapters: String,
     },
     /// No selector was given and the number of usable GPUs is not one.
-    #[error("a device must be chosen: there are {count} usable GPUs{hint}; the adapters are:{adapters}")]
+    #[error("{}{hint}; the adapters are:{adapters}", usable_gpus(*.count))]
     MustChoose {
         /// The number of usable adapters that are not CPU drivers.
         count: usize,

@@ -75,7 +75,7 @@ fn adapter(entry: &ash::Entry, instance: &ash::Instance, index: usize, physical:
         cache_uuid: basic.pipeline_cache_uuid,
         physical,
     };
-    if (api.0, api.1) < (1, 3) {
+    if !adapter.described() {
         // A driver older than 1.3 must not be given structures of 1.3, so nothing more can be queried.
         adapter.refused = Some(format!("Vulkan 1.3 is needed, its driver has {}.{}.{}", api.0, api.1, api.2));
         return adapter;

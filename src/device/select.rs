@@ -55,7 +55,9 @@ fn only_gpu(adapters: &[Adapter]) -> Result<&Adapter, DeviceError> {
         _ => {
             let hint = match gpus.first() {
                 Some(first) => format!(", choose one with --device {}", first.index),
-                None if adapters.iter().any(Adapter::is_cpu) => ", --device cpu chooses the CPU driver".to_owned(),
+                None if adapters.iter().any(|a| a.usable() && a.is_cpu()) => {
+                    ", --device cpu chooses the CPU driver".to_owned()
+                }
                 None => String::new(),
             };
             Err(DeviceError::MustChoose { count: gpus.len(), hint, adapters: lines(adapters.iter()), no_gpu: None })

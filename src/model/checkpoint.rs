@@ -442,8 +442,14 @@ fn no_directory(path: &Path) -> String {
         }
         Some(folder) => format!("{shown} is a file of a checkpoint: name its directory, {}", folder.display()),
         None if !path.exists() => format!("{shown} does not exist"),
-        None => format!("{shown} is neither a directory nor a GGUF file"),
+        None => format!("{shown} is neither a directory nor a file whose name ends in .gguf"),
     }
+}
+
+/// Returns what is wrong with a GGUF file; errors about the file itself begin with its name.
+fn of_gguf(path: &Path, error: &GgufError) -> String {
+    let (path, text) = (path.display().to_string(), error.to_string());
+    if text.starts_with(&path) { text } else { format!("{path}: {text}") }
 }
 
 /// One reason why a checkpoint cannot be loaded.
@@ -499,7 +505,7 @@ pub enum CheckpointProblem {
         others: String,
     },
     /// The GGUF files cannot be read or do not hold a supported model.
-    #[error("{}: {error}", path.display())]
+    #[error("{}", of_gguf(path, error))]
     Gguf {
         /// The file that was named.
         path: PathBuf,

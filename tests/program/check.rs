@@ -4,7 +4,7 @@
 use crate::cli::{cpu, ostinato, run};
 use serde_json::Value;
 use std::path::Path;
-use std::process::Output;
+use std::process::{Command, Output};
 
 fn report(output: &Output) -> Value {
     let errors = String::from_utf8_lossy(&output.stderr);
@@ -102,14 +102,56 @@ fn arguments_that_are_wrong_end_with_2() {
     }
 }
 
-#[test]
-fn a_driver_that_the_loader_lists_on_request_only_is_found() {
+/// Returns the manifest of lavapipe's driver.
+fn lavapipe() -> Value {
     // The environment of this process names the drivers' manifests.
     let _ = cpu();
     let given = std::env::var_os("VK_DRIVER_FILES").expect("the tests select the drivers");
     let lavapipe = std::env::split_paths(&given).next().expect("a driver");
     let manifest = std::fs::read_to_string(&lavapipe).expect("the driver's manifest");
-    let mut manifest: Value = serde_json::from_str(&manifest).expect("JSON");
+    serde_json::from_str(&manifest).expect("JSON")
+}
+
+/// Goal: a driver older than Vulkan 1.3 is refused with both versions, and nothing is said of what it was not asked for.
+/// Method: a driver in front of lavapipe changes its version.
+#[test]
+fn a_driver_of_an_older_vulkan_is_refused_with_both_versions() {
+    let mut manifest = lavapipe();
+    let library = manifest["ICD"]["library_path"].as_str().expect("a library").to_owned();
+    let folder = tempfile::tempdir().expect("a folder");
+    let older = folder.path().join("libolder.so");
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/drivers/older.c");
+    let compiled = Command::new("c++").args(["-x", "c", "-shared", "-fPIC", source, "-o"]).arg(&older).status();
+    assert!(compiled.expect("a compiler").success());
+    manifest["ICD"]["library_path"] = older.to_str().expect("UTF-8").into();
+    let file = folder.path().join("older.json");
+    std::fs::write(&file, manifest.to_string()).expect("a manifest");
+    let run = |arguments: &[&str]| {
+        let mut command = ostinato(arguments);
+        let command =
+            command.env("VK_DRIVER_FILES", &file).env("VK_ICD_FILENAMES", &file).env("OLDER_DRIVER", &library);
+        let output = command.output().expect("it runs");
+        let text = [output.stdout, output.stderr].concat();
+        (output.status.code(), String::from_utf8_lossy(&text).into_owned())
+    };
+    let refused = "Vulkan 1.3 is needed, its driver has 1.2.131";
+    for (arguments, status) in [
+        (&["devices"][..], 0),
+        (&["check-device", "--device", "cpu"], 1),
+        (&["generate", "--prompt", "x", "--device", "cpu"], 2),
+        (&["generate", "--prompt", "x"], 2),
+    ] {
+        let (ended, text) = run(arguments);
+        assert_eq!(ended, Some(status), "{text}");
+        assert!(text.contains(refused) && !text.contains("0 invocations"), "{text}");
+    }
+    let (_, text) = run(&["generate", "--prompt", "x"]);
+    assert!(text.contains("there is no usable GPU; the adapters are:"), "there is nothing to choose: {text}");
+}
+
+#[test]
+fn a_driver_that_the_loader_lists_on_request_only_is_found() {
+    let mut manifest = lavapipe();
     manifest["ICD"]["is_portability_driver"] = true.into();
     let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("portability-{}.json", std::process::id()));
     std::fs::write(&file, manifest.to_string()).expect("a manifest");

@@ -230,6 +230,18 @@ fn a_split_model_gives_what_it_gives_on_one_device() {
     assert!(one.len() == two.len() && (cosine - 1.0).abs() < 1e-3, "cosine {cosine} of {} values", one.len());
 }
 
+/// Goal: `serve` applies its arguments for a model's context and weights. Method: the model's facts as the server lists them,
+/// beside those of the checkpoint.
+#[test]
+fn a_served_model_has_the_context_and_the_weights_that_arguments_ask_for() {
+    let own: Value = serde_json::from_slice(&run(&["inspect", "demo", "--json"]).stdout).unwrap();
+    let server = Server::start(&["demo", "--device", cpu(), "--context", "512", "--quantize", "int8"]);
+    let model = events(&run(&["models", "--server", &server.address, "--json"])).remove(0);
+    assert_eq!((&own["context"], &model["context"]), (&1024.into(), &512.into()));
+    let (own, served) = (own["weight_bytes"].as_u64().unwrap(), model["weight_bytes"].as_u64().unwrap());
+    assert!(served * 10 < own * 6, "8 bits a weight instead of 16: {served} of {own} bytes");
+}
+
 #[test]
 fn exchanges_between_devices_are_measured() {
     let pairs: Value = serde_json::from_slice(&run(&["devices", "--pairs", "--json"]).stdout).unwrap();
@@ -395,14 +407,15 @@ fn what_the_user_can_mend_ends_with_2_and_says_what() {
         (&["serve", "--config", config], "2 problems"),
         (&["serve", "--config", "/nowhere.toml"], "/nowhere.toml"),
         (&["serve", "--listen", "0.0.0.0:1"], "insecure"),
-        (&["serve", "--listen", &taken, "--admin", "off"], "(server.listen)"),
-        (&["serve", "--listen", "127.0.0.1:0", "--http", &taken], "(http.listen)"),
+        (&["serve", "--listen", &taken, "--admin", "off"], "(server.listen): Address already in use"),
+        (&["serve", "--listen", "127.0.0.1:0", "--http", &taken], "--http gives another address"),
         (&["serve", "--listen", "127.0.0.1:0", "--http", "off", "--admin", &taken], "(admin.listen)"),
         (&["serve", "--http", "0.0.0.0:1"], "insecure"),
         (&["serve", "--admin", "0.0.0.0:1"], "insecure"),
         (&["serve", "demo", "--split", "layers", "--device", "cpu"], "at least two devices, and --device names 1"),
         (&["serve", "--http", "8000"], "such as 127.0.0.1:8000, or \"off\""),
-        (&["inspect", "nope"], "nope does not exist"),
+        (&["inspect", "nope"], "nope does not exist; a model is a folder, a GGUF file, demo, or ORG/NAME"),
+        (&["inspect", "./nope.gguf"], "./nope.gguf does not exist"),
         (&["inspect", weights], "name its directory, "),
         (&["bench", "--prompt", "0", "--decode", "0"], "nothing to measure"),
         (&["synth", "--arch", "qwen3-0.6b", "--out", empty, "--shard-size", "0"], "--shard-size is 0"),

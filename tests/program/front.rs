@@ -297,7 +297,13 @@ fn a_checkpoint_is_inspected_without_a_device() {
     assert_eq!(demo["memory"], Value::Null);
     let small = json(&["demo", "--memory", "70MiB", "--context", "1024"]);
     assert_eq!(small["memory"]["fits"], false, "64 MiB of it are kept back: {small}");
-    assert_eq!(json(&["demo", "--memory", "1GiB"])["memory"]["fits"], true);
+    let enough = json(&["demo", "--memory", "1GiB"]);
+    assert_eq!((&enough["memory"]["fits"], &enough["memory"]["context"]), (&true.into(), &1024.into()));
+    // The model's own context is reduced to what fits beside the weights, a context that is asked for is not.
+    let less = json(&["demo", "--memory", "75MiB"]);
+    let context = less["memory"]["context"].as_u64().unwrap();
+    assert!(less["memory"]["fits"] == true && (256..1024).contains(&context), "{less}");
+    assert_eq!(json(&["demo", "--memory", "75MiB", "--context", "1024"])["memory"]["fits"], false);
     let quantised = json(&["demo", "--quantize", "int8"]);
     assert!(quantised["weight_bytes"].as_u64() < demo["weight_bytes"].as_u64(), "{quantised}");
     // A draft model adds its weights, and its keys and values.

@@ -37,9 +37,10 @@ const ADDED: [(&str, &str); 7] = [
 ];
 
 /// Beginnings of commands of the program whose arguments alone are checked, with the reason.
-const ARGUMENTS_ONLY: [(&str, &str); 6] = [
+const ARGUMENTS_ONLY: [(&str, &str); 7] = [
     ("ostinato serve /models/Llama-3.3-70B --split", "it needs two GPUs; tests/model/split.rs has two CPU drivers"),
-    ("ostinato pull", "it needs a network; tests/program/hub.rs has a hub of its own"),
+    ("ostinato chat Qwen/", "it needs a network; tests/program/hub.rs has a hub of its own"),
+    ("ostinato pull", "it needs a network; as above"),
     ("ostinato bench --model", "it measures for minutes on a CPU driver"),
     ("ostinato tune", "it measures for minutes on a CPU driver"),
     ("ostinato profile", "it waits for the work of other clients"),

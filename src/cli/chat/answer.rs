@@ -4,7 +4,7 @@ use super::{Chat, embeds_only, print, without_template};
 use crate::cli::arrivals::speed;
 use crate::cli::connect::Client;
 use crate::cli::generate::Refused;
-use crate::cli::models::placed;
+use crate::cli::placement::placed;
 use crate::cli::{cache_directory, named, progress};
 use crate::config::{Config, DEMO_PATH, Model};
 use crate::gpu::devices::start;

@@ -20,6 +20,8 @@ use crate::model::decoder::{self, Decoder, Part, ROPE};
 use std::collections::HashSet;
 use std::sync::atomic::Ordering;
 
+/// The KV pages of the smallest context to which a model's own context is reduced where memory is short.
+pub(crate) const LEAST_CONTEXT_PAGES: u64 = 16;
 /// The default size of the KV pool, if memory suffices, is the maximum context for every slot, but at most the larger
 /// of `DEFAULT_CONTEXTS` maximum contexts and [`DEFAULT_KV_TOKENS`] tokens.
 const DEFAULT_CONTEXTS: u64 = 16;
@@ -259,7 +261,7 @@ impl Build<'_> {
             }
         };
         // A configured context is kept or refused; the model's own context may be reduced to fit into memory.
-        let least = if asked { context_pages } else { context_pages.min(16) };
+        let least = if asked { context_pages } else { context_pages.min(LEAST_CONTEXT_PAGES) };
         let kv = KvRequest { page_bytes, page_bytes_in_largest_buffer, pages, least, window };
         match Plan::new(limits, entries, Some(kv)) {
             // What the load alone needs is no reason to refuse a model.

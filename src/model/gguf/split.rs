@@ -167,7 +167,7 @@ pub enum SplitError {
         source: ContainerError,
     },
     /// Files of the model do not exist.
-    #[error("files of the model are missing: {}", names(paths))]
+    #[error("{}", missing(paths))]
     Missing {
         /// The paths at which they are expected.
         paths: Vec<PathBuf>,
@@ -224,6 +224,16 @@ pub enum SplitError {
         /// The file that comes second.
         second: PathBuf,
     },
+}
+
+/// Says which files of a model do not exist; the only file of a model is alone.
+fn missing(paths: &[PathBuf]) -> String {
+    match paths {
+        [only] if only.file_name().is_some_and(|name| split_name(&name.to_string_lossy()).is_none()) => {
+            format!("{} does not exist", only.display())
+        }
+        paths => format!("files of the model are missing: {}", names(paths)),
+    }
 }
 
 fn names(paths: &[PathBuf]) -> String {

@@ -46,6 +46,8 @@ fn missing_files_are_named_together() {
     let missing = ["d/m-00001-of-00003.gguf", "d/m-00003-of-00003.gguf"].map(PathBuf::from);
     assert_eq!(error, SplitError::Missing { paths: missing.into() });
     assert_eq!(error.to_string(), "files of the model are missing: d/m-00001-of-00003.gguf, d/m-00003-of-00003.gguf");
+    let error = open(&[], "d/m.gguf").unwrap_err();
+    assert_eq!(error.to_string(), "d/m.gguf does not exist");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Compiles GLSL to SPIR-V and generates Rust code from the SPIR-V. Each `shaders/**/*.comp` becomes one SPIR-V module
 //! per row that names it in `shaders/permutations.txt` (or one module if no row does), and one Rust struct for its
-//! push-constant block. The modules are embedded deflated. The layout is written once, in the shader; the Rust struct is read from the compiled module by
-//! reflection.
+//! push-constant block. The layout is written once, in the shader; the Rust struct is read from the compiled module by
+//! reflection. The modules are embedded deflated and without names.
 
 use glslang::include::{IncludeHandler, IncludeResult, IncludeType};
 use rspirv::binary::{Consumer, ParseAction};
@@ -50,12 +50,13 @@ pub fn compile() {
     let mut seen: BTreeMap<PathBuf, Reflection> = BTreeMap::new();
     for variant in &variants {
         let words = compile_one(&root, variant);
+        let reflection = reflect(&variant.file, &words);
+        let words = without_names(&words);
         for word in &words {
             for byte in word.to_le_bytes() {
                 hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
             }
         }
-        let reflection = reflect(&variant.file, &words);
         let path =
             PathBuf::from(std::env::var("OUT_DIR").expect("cargo sets OUT_DIR")).join(format!("{}.spv", variant.name));
         let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
@@ -221,6 +222,24 @@ fn compile_one(root: &Path, variant: &Variant) -> Vec<u32> {
     let mut program = compiler.create_program();
     program.add_shader(&shader);
     program.compile(glslang::ShaderStage::Compute).unwrap_or_else(|e| fail(&e))
+}
+
+/// Returns a module without the instructions that only describe its source, an eighth of what is embedded: the names of
+/// variables and members, and the source's language and extensions.
+fn without_names(words: &[u32]) -> Vec<u32> {
+    const HEADER_WORDS: usize = 5;
+    const DESCRIBING: [Op; 4] = [Op::Source, Op::SourceExtension, Op::Name, Op::MemberName];
+    let (header, mut rest) = words.split_at(HEADER_WORDS);
+    let mut kept = header.to_vec();
+    while let Some(first) = rest.first() {
+        // The first word of an instruction holds its length in words above its opcode.
+        let (instruction, behind) = rest.split_at((first >> 16) as usize);
+        if !DESCRIBING.iter().any(|op| *op as u32 == first & 0xffff) {
+            kept.extend_from_slice(instruction);
+        }
+        rest = behind;
+    }
+    kept
 }
 
 fn reflect(file: &Path, words: &[u32]) -> Reflection {

@@ -244,6 +244,9 @@ impl Fleet {
         // With these settings a worker that has come back is used within seconds.
         router.args(["--health-check-interval-secs", "1", "--health-check-timeout-secs", "5"]);
         router.args(["--health-failure-threshold", "2", "--health-success-threshold", "1"]);
+        // A worker with more than 8 waiting requests would be left out until its load is polled again, 10 s later: all
+        // streams would go to one worker, or to none while the other is down.
+        router.arg("--disable-worker-overload-protection");
         if traces {
             router.args(["--enable-trace", "--otlp-traces-endpoint", &collector.to_string()]);
         }

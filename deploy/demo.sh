@@ -3,7 +3,7 @@
 # the cost per token, and stops the server.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-program=${OSTINATO:-target/release/ostinato}
+program=${OSTINATO:-${CARGO_TARGET_DIR:-target}/release/ostinato}
 listen=${LISTEN:-127.0.0.1:50551}
 ask=${ASK:-Tell me a story about a fox, a lantern and a river.}
 

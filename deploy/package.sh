@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 profile=release
 [ "${1:-}" = dist ] && profile=distributed
-program=${OSTINATO:-target/$profile/ostinato}
+program=${OSTINATO:-${CARGO_TARGET_DIR:-target}/$profile/ostinato}
 [ -x "$program" ] || { echo "package.sh: there is no program at $program: run make build, or make dist" >&2; exit 2; }
 # "ostinato 0.1.0 (…)"
 version=$("$program" --version | cut -d ' ' -f 2)

@@ -309,4 +309,13 @@ families! {
     deepseek_v2_agrees "deepseek2",
     deepseek_v3_agrees "deepseek3",
     glm4_moe_lite_agrees "glm4lite",
+    mixtral_agrees "mixtral",
+    qwen2_5_vl_agrees "qwen25vl",
+    qwen3_vl_moe_agrees "qwen3vlmoe",
+    seed_oss_agrees "seedoss",
+    ernie_4_5_agrees "ernie45",
+    exaone4_agrees "exaone4",
+    olmoe_agrees "olmoe",
+    dots1_agrees "dots1",
+    minimax_m2_agrees "minimaxm2",
 }

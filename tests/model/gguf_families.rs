@@ -104,4 +104,13 @@ architectures! {
     glm4_moe_lite_files_agree "deepseek2" ["glm4lite-mtp"];
     glm4_moe_files_agree "glm4moe" ["glm4moe-air", "glm4moe-groups"];
     qwen3_vl_files_agree "qwen3vl" ["qwen3vl-tied", "qwen3vl-untied"];
+    qwen3_vl_moe_files_agree "qwen3vlmoe" ["qwen3vlmoe-transposed"];
+    qwen2_5_vl_files_agree "qwen2vl" ["qwen25vl-tied"];
+    mixtral_files_agree "llama" ["mixtral-plain"];
+    seed_oss_files_agree "seed_oss" ["seedoss-biases", "seedoss-plain"];
+    ernie_4_5_files_agree "ernie4_5" ["ernie45-biases", "ernie45-plain"];
+    exaone4_files_agree "exaone4" ["exaone4-plain", "exaone4-window"];
+    olmoe_files_agree "olmoe" ["olmoe-plain"];
+    dots1_files_agree "dots1" ["dots1-plain"];
+    minimax_m2_files_agree "minimax-m2" ["minimaxm2-part"];
 }

@@ -118,6 +118,12 @@ struct Origin {
     transposed: Option<u32>,
 }
 
+/// The names of an expert's matrices: gate, up and down.
+const EXPERT_PARTS: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
+
+/// The name of the bias that counts for the choice of experts only.
+const CHOICE_BIAS: &str = "e_score_correction_bias";
+
 /// How tensors of all experts hold the experts' matrices.
 #[derive(Clone, Copy)]
 struct Fused {
@@ -490,7 +496,13 @@ impl<'a> Specs<'a> {
     fn experts(&mut self, experts: Experts, to: &str, from: &str) {
         let hidden = self.config.hidden;
         let name = |part: &str| format!("{to}{part}");
-        let root = if experts.beside_dense { from.to_owned() } else { format!("{from}mlp.") };
+        // Mixtral's names, which others have taken over.
+        let other = format!("{from}block_sparse_moe.");
+        let (root, parts) = match experts.beside_dense {
+            true => (from.to_owned(), EXPERT_PARTS),
+            false if self.has(&format!("{other}gate.weight")) => (other, ["w1", "w3", "w2"]),
+            false => (format!("{from}mlp."), EXPERT_PARTS),
+        };
         let tensor = |part: &str| format!("{root}{part}");
 
         let own = match experts.beside_dense {
@@ -518,7 +530,8 @@ impl<'a> Specs<'a> {
         self.stacked(&name("router"), &rows, Some(hidden));
         let (count, inner) = (experts.count, experts.inner);
         if experts.routing.is_some_and(|routing| routing.choice_bias) {
-            let bias = tensor(&format!("{own}.e_score_correction_bias"));
+            let [bias, of_block] = [tensor(&format!("{own}.{CHOICE_BIAS}")), tensor(CHOICE_BIAS)];
+            let bias = if self.has(&of_block) { of_block } else { bias };
             self.stacked(&name("router.choice_bias"), &[(&bias, count)], None);
         }
         if experts.bias {
@@ -568,11 +581,12 @@ impl<'a> Specs<'a> {
             )
         } else {
             let of = |expert: u32, part: &str| tensor(&format!("experts.{expert}.{part}.weight"));
-            let parts = [(0, "gate_proj"), (1, "up_proj")];
+            let [gate, up, down] = parts;
             let gate_up = (0..count).flat_map(|e| {
-                parts.map(|(i, part)| Origin::cut(of(e, part), inner, Some(hidden), vec![slice(0, e, i)]))
+                let part = |(i, part)| Origin::cut(of(e, part), inner, Some(hidden), vec![slice(0, e, i)]);
+                [(0, gate), (1, up)].map(part)
             });
-            let down = (0..count).map(|e| Origin::whole(of(e, "down_proj"), hidden, Some(inner), e * hidden));
+            let down = (0..count).map(|e| Origin::whole(of(e, down), hidden, Some(inner), e * hidden));
             (gate_up.collect(), down.collect())
         };
         self.push(&name("experts.gate_up"), Some(hidden), gate_up, 0.0);
@@ -595,8 +609,8 @@ impl<'a> Specs<'a> {
             let fused = self.config.architecture == Architecture::Qwen35Moe && !alone;
             return fused.then_some(Fused { alternate: false, transposed: false });
         }
-        // gpt-oss: rows alternate, of MXFP4 as they are multiplied, of numbers as their transpose. At least one of the
-        // two matrices of an expert is not square.
+        // gpt-oss, whose experts have biases: rows alternate, of MXFP4 as they are multiplied, of numbers as their transpose.
+        // Qwen3-VL: the transpose, whose rows do not alternate. At least one of the two matrices of an expert is not square.
         let [.., blocks] = Names::new(&gate_up).codes();
         let (count, inner, hidden) = (experts.count, experts.inner, self.config.hidden);
         let has_shape = |name: &str, shape: [u32; 3]| {
@@ -606,7 +620,8 @@ impl<'a> Specs<'a> {
             true => has_shape(&down, [count, inner, hidden]),
             false => has_shape(&gate_up, [count, hidden, 2 * inner]),
         };
-        Some(Fused { alternate: transposed || self.headers.find(&blocks).is_some(), transposed })
+        let alternate = experts.bias && (transposed || self.headers.find(&blocks).is_some());
+        Some(Fused { alternate, transposed })
     }
 
     /// Gives the routed experts' and the shared expert's matrix, which one kernel reads, the same format of numbers, which

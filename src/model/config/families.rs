@@ -71,6 +71,27 @@ pub enum Architecture {
     DeepseekV3,
     /// `Glm4MoeLiteForCausalLM` (GLM-4.7-Flash): like DeepSeek-V3.
     Glm4MoeLite,
+    /// `MixtralForCausalLM`: like Mistral, with experts in all layers.
+    Mixtral,
+    /// `Qwen2_5_VLForConditionalGeneration`: its text model, which is Qwen2's.
+    Qwen25Vl,
+    /// `Qwen3VLMoeForConditionalGeneration`: its text model, which is Qwen3-MoE's.
+    Qwen3VlMoe,
+    /// `SeedOssForCausalLM`: like Llama, with biases on q, k and v.
+    SeedOss,
+    /// `Ernie4_5ForCausalLM`: like Llama, with neighbouring pairs rotated.
+    Ernie45,
+    /// `Exaone4ForCausalLM`: norms only after attention and MLP, an RMS norm on each query and key head. In models with a
+    /// sliding window, layers that see all tokens have no rotary embedding.
+    Exaone4,
+    /// `OlmoeForCausalLM`: like Llama, with experts in all layers, and with one norm over all query heads and one over all
+    /// key heads.
+    Olmoe,
+    /// `Dots1ForCausalLM` (dots.llm1): like GLM-4.5, with whole heads rotated.
+    Dots1,
+    /// `MiniMaxM2ForCausalLM`: like OLMoE, with experts chosen by sigmoid scores with a bias, and with a part of each head
+    /// rotated.
+    MiniMaxM2,
 }
 
 /// Whether a projection has a bias.
@@ -89,6 +110,9 @@ pub(super) enum Windows {
     Never,
     /// The layers from `max_window_layers` on, if `use_sliding_window` is true.
     Upper,
+    /// The layers from `max_window_layers` on, unless the key is null. Holds the first of them if its key is absent, and
+    /// the window if the key is absent.
+    From(u32, u32),
     /// All layers, unless the key is null. Holds the window if the key is absent.
     Everywhere(Option<u32>),
     /// All layers except every n-th, counted from 1. Holds the keys that may give n, the default n, and the window if
@@ -167,6 +191,9 @@ pub(super) struct Facts {
     pub(super) default_rope_is_whole: bool,
     /// Layers without rotary embedding: whether `no_rope_layers` and `no_rope_layer_interval` (4) count.
     pub(super) some_without_rope: bool,
+    /// Whether layers that see all tokens have no rotary embedding unless `sliding_window` is null, which stands for no
+    /// window then.
+    pub(super) rope_in_windows: bool,
     /// Whether `llama_4_scaling_beta` counts: queries grow with their position.
     pub(super) query_growth: bool,
     /// The class's defaults of the dimensions of latent attention, in families that have it, and whether
@@ -300,6 +327,7 @@ const LLAMA: Facts = Facts {
     rope_required: false,
     default_rope_is_whole: false,
     some_without_rope: false,
+    rope_in_windows: false,
     query_growth: false,
     latent: None,
     interleaved: false,
@@ -423,7 +451,8 @@ const GLM4: Facts = Facts {
 const DEEPSEEK_V3: Facts = Facts {
     architecture: Architecture::DeepseekV3,
     names: &["DeepseekV3ForCausalLM"],
-    model_types: &["deepseek_v3"],
+    // Kimi K2's files have this architecture.
+    model_types: &["deepseek_v3", "kimi_k2"],
     experts: Some(ExpertFacts {
         count: 256,
         chosen: 8,
@@ -445,7 +474,7 @@ const DEEPSEEK_V3: Facts = Facts {
 };
 
 /// All supported families.
-pub(super) const FAMILIES: [Facts; 25] = [
+pub(super) const FAMILIES: [Facts; 34] = [
     QWEN3,
     LLAMA,
     Facts {
@@ -701,6 +730,150 @@ pub(super) const FAMILIES: [Facts; 25] = [
         default_rope_is_whole: false,
         defaults: Defaults { context: 202_752, rms_eps: 1e-5, bos: None, eos: &[], ..DEEPSEEK_V3.defaults },
         ..DEEPSEEK_V3
+    },
+    Facts {
+        architecture: Architecture::Mixtral,
+        names: &["MixtralForCausalLM"],
+        model_types: &["mixtral"],
+        experts: Some(ExpertFacts {
+            count: 8,
+            chosen: 2,
+            inner: 14_336,
+            everywhere: true,
+            normalise: None,
+            inner_keys: &["intermediate_size"],
+            ..EXPERTS
+        }),
+        windows: Windows::Everywhere(None),
+        defaults: Defaults { rms_eps: 1e-5, theta: 1_000_000.0, ..MISTRAL.defaults },
+        ..MISTRAL
+    },
+    Facts {
+        architecture: Architecture::Qwen25Vl,
+        names: &["Qwen2_5_VLForConditionalGeneration"],
+        model_types: &["qwen2_5_vl", "qwen2_5_vl_text"],
+        defaults: Defaults { kv_heads: Some(8), rms_eps: 1e-5, theta: 1_000_000.0, ..DEFAULTS },
+        ..QWEN2
+    },
+    Facts {
+        architecture: Architecture::Qwen3VlMoe,
+        names: &["Qwen3VLMoeForConditionalGeneration"],
+        model_types: &["qwen3_vl_moe", "qwen3_vl_moe_text"],
+        experts: Some(ExpertFacts { count: 60, chosen: 4, inner: 1408, normalise: None, ..EXPERTS }),
+        windows: Windows::Never,
+        defaults: Defaults { kv_heads: Some(16), head_dim: None, context: 128_000, theta: 500_000.0, ..DEFAULTS },
+        ..QWEN3
+    },
+    Facts {
+        architecture: Architecture::SeedOss,
+        names: &["SeedOssForCausalLM"],
+        model_types: &["seed_oss"],
+        qkv_bias: Bias::Key("attention_bias", true),
+        o_bias: Bias::Key("attention_out_bias", false),
+        defaults: Defaults {
+            kv_heads: Some(8),
+            head_dim: Some(128),
+            context: 524_288,
+            bos: Some(0),
+            eos: &[2],
+            ..DEFAULTS
+        },
+        ..LLAMA
+    },
+    Facts {
+        architecture: Architecture::Ernie45,
+        names: &["Ernie4_5ForCausalLM"],
+        model_types: &["ernie4_5"],
+        qkv_bias: Bias::Key("use_bias", false),
+        o_bias: Bias::Key("use_bias", false),
+        mlp_bias: Bias::Key("use_bias", false),
+        interleaved: true,
+        defaults: Defaults {
+            kv_heads: Some(2),
+            head_dim: Some(128),
+            context: 131_072,
+            rms_eps: 1e-5,
+            tied: true,
+            theta: 500_000.0,
+            bos: Some(1),
+            eos: &[2],
+            ..DEFAULTS
+        },
+        ..LLAMA
+    },
+    Facts {
+        architecture: Architecture::Exaone4,
+        names: &["Exaone4ForCausalLM"],
+        model_types: &["exaone4"],
+        qkv_bias: Bias::Never,
+        o_bias: Bias::Never,
+        qk_norm: QkNorm::Heads,
+        windows: Windows::Between(&["sliding_window_pattern"], 4, 4096),
+        rope_in_windows: true,
+        defaults: Defaults { kv_heads: Some(32), context: 2048, rms_eps: 1e-5, bos: Some(0), eos: &[2], ..DEFAULTS },
+        ..OLMO2
+    },
+    Facts {
+        architecture: Architecture::Olmoe,
+        names: &["OlmoeForCausalLM"],
+        model_types: &["olmoe"],
+        experts: Some(ExpertFacts {
+            count: 64,
+            inner: 2048,
+            everywhere: true,
+            inner_keys: &["intermediate_size"],
+            ..EXPERTS
+        }),
+        norms: BlockNorms::BEFORE,
+        defaults: Defaults { context: 4096, ..OLMO2.defaults },
+        ..OLMO2
+    },
+    Facts {
+        architecture: Architecture::Dots1,
+        names: &["Dots1ForCausalLM"],
+        model_types: &["dots1"],
+        experts: Some(ExpertFacts {
+            inner: 1408,
+            shared: Some(1408),
+            count_keys: &["n_routed_experts", "num_local_experts"],
+            style: ExpertStyle::DeepSeekV3(0, 1, 1, 1.0),
+            ..EXPERTS
+        }),
+        mlp_bias: Bias::Never,
+        qk_norm: QkNorm::Heads,
+        windows: Windows::From(62, 4096),
+        defaults: Defaults { kv_heads: Some(32), context: 2048, ..DEFAULTS },
+        ..LLAMA
+    },
+    Facts {
+        architecture: Architecture::MiniMaxM2,
+        names: &["MiniMaxM2ForCausalLM"],
+        model_types: &["minimax_m2"],
+        experts: Some(ExpertFacts {
+            count: 256,
+            chosen: 8,
+            inner: 1536,
+            everywhere: true,
+            normalise: None,
+            inner_keys: &["intermediate_size"],
+            style: ExpertStyle::DeepSeekV3(0, 1, 1, 1.0),
+            ..EXPERTS
+        }),
+        qkv_bias: Bias::Never,
+        o_bias: Bias::Never,
+        mlp_bias: Bias::Never,
+        qk_norm: QkNorm::Rows,
+        defaults: Defaults {
+            kv_heads: Some(8),
+            head_dim: Some(128),
+            context: 196_608,
+            theta: 5_000_000.0,
+            partial: Some(1.0),
+            bos: Some(200_034),
+            eos: &[200_020],
+            ..DEFAULTS
+        },
+        ..LLAMA
     },
 ];
 

@@ -212,6 +212,8 @@ pub(super) fn read(
     let delta = layer_kinds.as_ref().is_some_and(|kinds| kinds.contains(&LayerKind::GatedDelta));
     let delta = delta.then(|| delta_net(reader));
 
+    // No published model clamps queries, keys and values.
+    fixed(reader, "clip_qkv", Value::Null);
     let tied = reader.flag_or("tie_word_embeddings", facts.defaults.tied);
     let mut bias = |bias: Bias| match bias {
         Bias::Never => false,
@@ -641,7 +643,8 @@ fn mixers(reader: &mut Reader, facts: &Facts, layers: Option<u32>) -> Option<Vec
             true => reader.value("sliding_window").is_some(),
             false => default.is_some(),
         },
-        Windows::Between(..) => true,
+        Windows::From(..) => !reader.is_null("sliding_window"),
+        Windows::Between(..) => !(facts.rope_in_windows && reader.is_null("sliding_window")),
     };
     let (full, sliding) = (Mixer::Attention(Layers::Full), Mixer::Attention(Layers::Sliding));
     // The classes ignore `layer_types`, but transformers takes a Mistral file with the key for one of another class, which
@@ -674,10 +677,11 @@ fn mixers(reader: &mut Reader, facts: &Facts, layers: Option<u32>) -> Option<Vec
                 let rotated = rotated_layers(reader, facts, layers)?;
                 rotated.into_iter().map(|rotated| if rotated { full } else { sliding }).collect()
             }
-            Windows::Upper => {
-                let from = match reader.value("max_window_layers") {
-                    None => 28,
-                    Some(_) => reader.integer("max_window_layers", 0, MAX_LAYERS)?,
+            Windows::Upper | Windows::From(..) => {
+                let from = match (reader.value("max_window_layers"), facts.windows) {
+                    (None, Windows::From(default, _)) => default,
+                    (None, _) => 28,
+                    (Some(_), _) => reader.integer("max_window_layers", 0, MAX_LAYERS)?,
                 };
                 (0..layers).map(|layer| if layer >= from { sliding } else { full }).collect()
             }
@@ -794,7 +798,10 @@ fn attention(
         true => {
             let window = match (reader.value("sliding_window"), facts.windows) {
                 (Some(_), _) => reader.optional_count("sliding_window", MAX_CONTEXT),
-                (None, Windows::Between(_, _, default) | Windows::Everywhere(Some(default))) => Some(default),
+                (
+                    None,
+                    Windows::Between(_, _, window) | Windows::Everywhere(Some(window)) | Windows::From(_, window),
+                ) => Some(window),
                 // The class's default.
                 (None, _) => Some(4096),
             };
@@ -803,6 +810,7 @@ fn attention(
         }
     };
     let rotated = rotated_layers(reader, facts, mixers.len() as u32)?;
+    let only_windows = facts.rope_in_windows && !reader.is_null("sliding_window");
     let (heads, kv_heads, head_dim) = (heads?, kv_heads?, head_dim?);
     let (full_kv_heads, full_dim) = (full_kv_heads?, full_dim?);
     let full = full?;
@@ -819,7 +827,7 @@ fn attention(
         };
         let (kv_heads, head_dim) = if window.is_none() { (full_kv_heads, full_dim) } else { (kv_heads, head_dim) };
         let values_are_keys = keys_as_values && window.is_none();
-        let rope = rope.filter(|_| rotated);
+        let rope = rope.filter(|_| rotated && (window.is_some() || !only_windows));
         let normed_with = NormedHeads::default();
         let kind = Attention { heads, kv_heads, head_dim, rope, window, values_are_keys, normed_with };
         of.push(kinds.iter().position(|other| *other == kind).unwrap_or(kinds.len()));
@@ -1072,7 +1080,10 @@ fn routing(
     chosen: Option<u32>,
     (groups, kept, factor): (u32, u32, f64),
 ) -> Option<Routing> {
-    fixed(reader, "scoring_func", "sigmoid");
+    // Files of dots.llm1 have the name of the method here.
+    if reader.value("scoring_func").and_then(Value::as_str) != Some("noaux_tc") {
+        fixed(reader, "scoring_func", "sigmoid");
+    }
     fixed(reader, "topk_method", "noaux_tc");
     fixed(reader, "moe_layer_freq", 1);
     let (groups, kept) =
@@ -1222,10 +1233,15 @@ fn rope(
     context: Option<u32>,
 ) -> Option<Rope> {
     let parameters = rope::read(reader, facts, layers, context)?;
+    // Some files state the number of dimensions instead.
+    let part = parameters.partial.or_else(|| {
+        let dims = reader.optional_count("rotary_dim", MAX_DIMENSION)?;
+        Some(f64::from(dims) / f64::from(head_dim?))
+    });
     let partial = match facts.defaults.partial {
-        Some(default) => parameters.partial.unwrap_or(default),
+        Some(default) => part.unwrap_or(default),
         None => {
-            if let Some(partial) = parameters.partial.filter(|partial| *partial != 1.0) {
+            if let Some(partial) = part.filter(|partial| *partial != 1.0) {
                 reader.wrong("partial_rotary_factor", partial, "1 for this architecture");
             }
             1.0

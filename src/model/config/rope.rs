@@ -381,6 +381,8 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
         {
             "longrope"
         }
+        // Positions in several dimensions, which are the same in all of them for text.
+        Some(Value::String(kind)) if kind == "mrope" => "default",
         Some(Value::String(kind)) => kind.as_str(),
         Some(other) => {
             reader.problems.push(ConfigProblem::UnsupportedRope(other.to_string()));

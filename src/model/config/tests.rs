@@ -767,6 +767,83 @@ fn numbers_outside_the_range_of_f32_are_refused() {
     refused(MISTRAL, experts, "n_shared_experts");
 }
 
+/// Returns the problems' keys and rules of a configuration.
+fn rules(text: &str) -> Vec<(String, String)> {
+    let value = |problem: &ConfigProblem| match problem {
+        ConfigProblem::Value { key, rule, .. } => (key.clone(), rule.clone()),
+        other => (String::new(), format!("{other:?}")),
+    };
+    problems(text).iter().map(value).collect()
+}
+
+#[test]
+fn windows_decide_where_exaone_4_rotates() {
+    let exaone = |changes: Value| {
+        let own = serde_json::json!({
+            "architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "num_hidden_layers": 8,
+            "sliding_window": 4096, "sliding_window_pattern": 4,
+        });
+        with(&with(MISTRAL, own), changes)
+    };
+    let rotated = |changes: Value| -> Vec<bool> {
+        let c = ModelConfig::parse(&exaone(changes), None).unwrap();
+        (0..c.layers).map(|layer| c.attention(layer).rope.is_some()).collect()
+    };
+    let three_of_four = [true, true, true, false, true, true, true, false];
+    assert_eq!(rotated(serde_json::json!({})), three_of_four);
+    assert_eq!(rotated(serde_json::json!({"sliding_window": "<absent>"})), three_of_four, "the class's window");
+    assert_eq!(rotated(serde_json::json!({"sliding_window": null, "sliding_window_pattern": null})), [true; 8]);
+    let full = vec!["full_attention"; 8];
+    assert_eq!(rotated(serde_json::json!({"layer_types": full, "sliding_window": null})), [true; 8]);
+    assert_eq!(rotated(serde_json::json!({"layer_types": full})), [false; 8], "the key says it, not the layers");
+    let sliding = serde_json::json!({"layer_types": vec!["sliding_attention"; 8], "sliding_window": null});
+    assert!(matches!(problems(&exaone(sliding)).as_slice(), [ConfigProblem::UnsupportedLayer(_), ..]));
+    // A pattern of letters needs `layer_types`, which all published files have.
+    let letters = rules(&exaone(serde_json::json!({"sliding_window_pattern": "LLLG"})));
+    assert_eq!(letters[0].0, "sliding_window_pattern");
+}
+
+#[test]
+fn other_spellings_of_published_files_are_read() {
+    let dots = serde_json::json!({
+        "architectures": ["Dots1ForCausalLM"], "model_type": "dots1", "sliding_window": null, "n_routed_experts": 128,
+        "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
+        "norm_topk_prob": true, "routed_scaling_factor": 2.5, "scoring_func": "noaux_tc",
+    });
+    let c = ModelConfig::parse(&with(MISTRAL, dots.clone()), None).unwrap();
+    let experts = c.experts.unwrap();
+    assert_eq!((experts.count, experts.chosen, experts.shared_inner), (128, 6, Some(2816)));
+    assert!(experts.routing.is_some_and(|routing| routing.sigmoid && routing.groups == 1 && routing.factor == 2.5));
+    let kept = rules(&with(&with(MISTRAL, dots), serde_json::json!({"scoring_func": "softmax"})));
+    assert_eq!(kept, [("scoring_func".to_owned(), "sigmoid".to_owned())]);
+
+    let minimax = serde_json::json!({
+        "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "head_dim": 128, "rotary_dim": 64,
+        "num_local_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 1536, "scoring_func": "sigmoid",
+    });
+    let c = ModelConfig::parse(&with(MISTRAL, minimax.clone()), None).unwrap();
+    let rope = c.attention(0).rope.clone().unwrap();
+    assert_eq!((rope.rotary_dim, rope.theta, c.qk_norm, c.intermediate), (64, 1e4, QkNorm::Rows, 0));
+    assert!(c.mlp_kinds.iter().all(|kind| *kind == MlpKind::Experts) && c.experts.unwrap().normalise);
+    let part = serde_json::json!({"partial_rotary_factor": 0.25});
+    let c = ModelConfig::parse(&with(&with(MISTRAL, minimax), part), None).unwrap();
+    assert_eq!(c.attention(0).rope.as_ref().unwrap().rotary_dim, 32, "a factor counts before the number");
+    let llama = rules(&with(LLAMA, serde_json::json!({"rotary_dim": 16})));
+    assert_eq!(llama[0].0, "partial_rotary_factor");
+
+    let kimi = serde_json::json!({
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "sliding_window": "<absent>",
+        "n_routed_experts": 384, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 2048,
+        "n_shared_experts": 1, "first_k_dense_replace": 1,
+    });
+    assert_eq!(ModelConfig::parse(&with(MISTRAL, kimi), None).unwrap().architecture, Architecture::DeepseekV3);
+    let olmoe = serde_json::json!({
+        "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 64, "num_experts_per_tok": 8,
+        "clip_qkv": 8.0,
+    });
+    assert_eq!(rules(&with(MISTRAL, olmoe)), [("clip_qkv".to_owned(), "null".to_owned())]);
+}
+
 /// The configuration of a released Gemma 4 of the given kind, as far as it matters.
 fn gemma4(changes: Value) -> String {
     let text = r#"{

@@ -43,7 +43,7 @@ pub struct RopeFactors {
 /// The model families whose metadata and tensors are understood.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GgufArchitecture {
-    /// Llama and models that store themselves as Llama, such as Mistral; dense.
+    /// Llama and models that store themselves as Llama, such as Mistral; dense, or with experts in all layers (Mixtral).
     Llama,
     /// Qwen2 and Qwen2.5; dense, with biases of q, k and v.
     Qwen2,
@@ -87,11 +87,27 @@ pub enum GgufArchitecture {
     Glm4Moe,
     /// Qwen3-VL's text model, which is Qwen3's; dense.
     Qwen3Vl,
+    /// Qwen3-VL's text model with experts, which is that of Qwen3 with experts.
+    Qwen3VlMoe,
+    /// Qwen2.5-VL's text model, which is Qwen2's; dense.
+    Qwen2Vl,
+    /// Seed-OSS; dense, with biases of q, k and v.
+    SeedOss,
+    /// ERNIE 4.5; dense.
+    Ernie45,
+    /// EXAONE 4; dense, with norms after attention and MLP, and layers without rotary embedding.
+    Exaone4,
+    /// OLMoE: experts in all layers.
+    Olmoe,
+    /// dots.llm1: experts after dense layers.
+    Dots1,
+    /// MiniMax-M2: experts in all layers.
+    MiniMaxM2,
 }
 
 impl GgufArchitecture {
     /// All families.
-    pub const ALL: [GgufArchitecture; 22] = [
+    pub const ALL: [GgufArchitecture; 30] = [
         GgufArchitecture::Llama,
         GgufArchitecture::Qwen2,
         GgufArchitecture::Qwen3,
@@ -114,6 +130,14 @@ impl GgufArchitecture {
         GgufArchitecture::DeepSeek2,
         GgufArchitecture::Glm4Moe,
         GgufArchitecture::Qwen3Vl,
+        GgufArchitecture::Qwen3VlMoe,
+        GgufArchitecture::Qwen2Vl,
+        GgufArchitecture::SeedOss,
+        GgufArchitecture::Ernie45,
+        GgufArchitecture::Exaone4,
+        GgufArchitecture::Olmoe,
+        GgufArchitecture::Dots1,
+        GgufArchitecture::MiniMaxM2,
     ];
 
     /// Returns the value of `general.architecture`, which is also the prefix of the family's metadata keys.
@@ -141,6 +165,14 @@ impl GgufArchitecture {
             GgufArchitecture::DeepSeek2 => "deepseek2",
             GgufArchitecture::Glm4Moe => "glm4moe",
             GgufArchitecture::Qwen3Vl => "qwen3vl",
+            GgufArchitecture::Qwen3VlMoe => "qwen3vlmoe",
+            GgufArchitecture::Qwen2Vl => "qwen2vl",
+            GgufArchitecture::SeedOss => "seed_oss",
+            GgufArchitecture::Ernie45 => "ernie4_5",
+            GgufArchitecture::Exaone4 => "exaone4",
+            GgufArchitecture::Olmoe => "olmoe",
+            GgufArchitecture::Dots1 => "dots1",
+            GgufArchitecture::MiniMaxM2 => "minimax-m2",
         }
     }
 
@@ -160,17 +192,29 @@ impl GgufArchitecture {
                 | GgufArchitecture::GptOss
                 | GgufArchitecture::DeepSeek2
                 | GgufArchitecture::Glm4Moe
+                | GgufArchitecture::Qwen3VlMoe
+                | GgufArchitecture::Olmoe
+                | GgufArchitecture::Dots1
+                | GgufArchitecture::MiniMaxM2
         )
     }
 
     /// Whether some files of the family have experts, those that state a number of them.
     pub fn may_have_experts(self) -> bool {
-        self.has_experts() || self == GgufArchitecture::Gemma4
+        self.has_experts() || matches!(self, GgufArchitecture::Gemma4 | GgufArchitecture::Llama)
     }
 
-    /// Whether the layers with experts stand behind dense ones, and have a shared expert without a gate.
-    pub fn has_leading_dense_layers(self) -> bool {
-        matches!(self, GgufArchitecture::DeepSeek2 | GgufArchitecture::Glm4Moe)
+    /// Whether keys say how experts are chosen ([`GgufExperts::routing`]), how many dense layers stand before those with
+    /// experts, and how wide the shared expert is, which has no gate.
+    pub fn states_routing(self) -> bool {
+        use GgufArchitecture::{DeepSeek2, Dots1, Glm4Moe, MiniMaxM2};
+        matches!(self, DeepSeek2 | Glm4Moe | Dots1 | MiniMaxM2)
+    }
+
+    /// Whether config.json has the intermediate size of experts under the key of that of dense MLPs.
+    fn has_only_experts(self) -> bool {
+        use GgufArchitecture::{GptOss, Llama, MiniMaxM2, Olmoe};
+        matches!(self, GptOss | Llama | MiniMaxM2 | Olmoe)
     }
 
     /// Whether layers have a window in config.json unless it says otherwise.
@@ -216,8 +260,8 @@ pub struct GgufExperts {
     pub normalise: bool,
     /// The number of dense layers before the first one with experts.
     pub dense_layers: u64,
-    /// How experts are chosen, in the families whose shared expert has no gate
-    /// ([`GgufArchitecture::has_leading_dense_layers`]); `None`: by the greatest softmax scores.
+    /// How experts are chosen, in the families whose files say it
+    /// ([`GgufArchitecture::states_routing`]); `None`: by the greatest softmax scores.
     pub routing: Option<GgufRouting>,
 }
 
@@ -756,7 +800,7 @@ impl GgufModel {
         set("num_key_value_heads", json!(self.kv_heads));
         set("head_dim", json!(self.head_dim));
         // Families without dense layers have the size of their experts under this key.
-        let of_experts = self.experts.filter(|_| self.architecture == GgufArchitecture::GptOss);
+        let of_experts = self.experts.filter(|_| self.architecture.has_only_experts());
         if let Some(intermediate) = of_experts.map(|experts| experts.inner).or(self.intermediate) {
             set("intermediate_size", json!(intermediate));
         }

@@ -6,8 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::config::GgufArchitecture::{
-    Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe, GptOss, Granite, Llama, Mistral3, Olmo2, Phi3, Qwen2,
-    Qwen2Moe, Qwen3Next, SmolLm3,
+    Ernie45, Exaone4, Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe, GptOss, Granite, Llama, MiniMaxM2,
+    Mistral3, Olmo2, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen2Vl, Qwen3Next, SeedOss, SmolLm3,
 };
 use super::config::{
     CHOICE_BIAS, Delta, GgufExperts, GgufLatent, GgufLayerHeads, GgufModel, LAYER_INPUTS, dense_modules,
@@ -398,10 +398,10 @@ impl Builder<'_> {
                 ("post_attention_layernorm", "ffn_norm"),
                 ("post_mlp_layernorm", "post_ffw_norm"),
             ],
-            Olmo2 => {
+            Olmo2 | Exaone4 => {
                 &[("post_attention_layernorm", "post_attention_norm"), ("post_feedforward_layernorm", "post_ffw_norm")]
             }
-            GptOss | Glm4Moe => {
+            GptOss | Glm4Moe | SeedOss => {
                 &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "post_attention_norm")]
             }
             other if other.is_hybrid() => {
@@ -534,10 +534,11 @@ impl Builder<'_> {
             self.put(format!("{to}o_proj.bias"), &bias, &[m.hidden], Piece::vector(0, m.hidden));
         }
         let head_norms = match m.architecture {
-            Llama | Qwen2 | Qwen2Moe | Gemma2 | GptOss | Phi3 | Granite | SmolLm3 | Glm4 | Mistral3 => None,
+            Llama | Qwen2 | Qwen2Moe | Qwen2Vl | Gemma2 | GptOss | Phi3 | Granite | SmolLm3 | Glm4 | Mistral3 => None,
+            SeedOss | Ernie45 => None,
             Glm4Moe if !m.head_norms => None,
             // One norm over all heads.
-            Olmo2 => Some([q, kv]),
+            Olmo2 | Olmoe | MiniMaxM2 => Some([q, kv]),
             _ => Some([head_dim; 2]),
         };
         let names = ["q_norm", "k_norm"].into_iter().take(if own { 2 } else { 1 });

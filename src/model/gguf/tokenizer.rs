@@ -74,6 +74,12 @@ const QWEN2: &str = concat!(
 );
 /// The expression [`QWEN2`] without English contractions.
 const QWEN2_PLAIN: &str = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// The expression [`QWEN2`] with ends of lines apart from punctuation.
+const SEED: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|",
+    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}|",
+    r" ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+);
 /// The expression [`QWEN2`] with combining marks as letters.
 const QWEN35: &str = concat!(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|",
@@ -143,14 +149,22 @@ const PRES: &[Pre] = &[
     },
     Pre { names: &["glm4"], steps: &[Step::Split(LLAMA3)], nfc: false, ignore_merges: true, add_bos: false },
     Pre {
-        names: &["gpt-4o", "llama4"],
+        names: &["gpt-4o", "llama4", "minimax-m2"],
         steps: &[Step::Split(GPT4O)],
         nfc: false,
         ignore_merges: false,
         add_bos: false,
     },
     Pre { names: &["tekken"], steps: &[Step::Split(TEKKEN)], nfc: false, ignore_merges: true, add_bos: true },
-    Pre { names: &["gpt-2", "phi-2"], steps: &[Step::Gpt2], nfc: false, ignore_merges: false, add_bos: false },
+    Pre {
+        names: &["gpt-2", "phi-2", "exaone4"],
+        steps: &[Step::Gpt2],
+        nfc: false,
+        ignore_merges: false,
+        add_bos: false,
+    },
+    Pre { names: &["olmo"], steps: &[Step::Gpt2], nfc: true, ignore_merges: false, add_bos: false },
+    Pre { names: &["seed-coder"], steps: &[Step::Split(SEED)], nfc: false, ignore_merges: false, add_bos: false },
     Pre {
         names: &["smollm", "starcoder", "refact"],
         steps: &[Step::Digits, Step::Gpt2],

@@ -3,7 +3,7 @@
 //! Not here: whether a family has experts.
 
 use super::super::container::Value;
-use super::GgufArchitecture::{DeepSeek2, Qwen2Moe};
+use super::GgufArchitecture::{DeepSeek2, Olmoe, Qwen2Moe};
 use super::{CHOICE_BIAS, GgufConfigError, GgufExperts, GgufRouting, Keys, MAX_EXPERTS, MAX_LAYERS, MAX_SIZE};
 
 /// The value of `expert_gating_func` if the file does not state the kind of scores.
@@ -24,7 +24,7 @@ pub(super) fn read(keys: &Keys<'_>, layers: u64) -> Result<Option<GgufExperts>, 
     if !(keys.architecture.has_experts() || stated && keys.architecture.may_have_experts()) {
         return Ok(None);
     }
-    let leading = keys.architecture.has_leading_dense_layers();
+    let leading = keys.architecture.states_routing();
     let dense_layers = match leading {
         true => keys.size_or_zero("leading_dense_block_count", MAX_LAYERS)?,
         false => 0,
@@ -52,8 +52,8 @@ pub(super) fn read(keys: &Keys<'_>, layers: u64) -> Result<Option<GgufExperts>, 
     let routing = leading.then(|| routing(keys, dense_layers)).transpose()?;
     let norm = keys.get("expert_weights_norm").and_then(Value::flag);
     let normalise = match routing {
-        // The released models of these families normalise, except for Qwen2's; only few files state it.
-        None => norm.unwrap_or(keys.architecture != Qwen2Moe),
+        // The released models of these families normalise, except for Qwen2's and OLMoE; only few files state it.
+        None => norm.unwrap_or(![Qwen2Moe, Olmoe].contains(&keys.architecture)),
         Some(_) => norm.unwrap_or(false),
     };
     if let (Some(GgufRouting { sigmoid: false, .. }), true, Some(value)) =

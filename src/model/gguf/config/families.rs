@@ -5,8 +5,8 @@ use serde_json::{Value as Json, json};
 
 use super::super::container::{Array, Value};
 use super::GgufArchitecture::{
-    self, DeepSeek2, Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe, GptOss, Granite, Mistral3, Olmo2, Phi3,
-    SmolLm3,
+    self, DeepSeek2, Dots1, Ernie45, Exaone4, Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe, GptOss, Granite,
+    MiniMaxM2, Mistral3, Olmo2, Olmoe, Phi3, Qwen2Vl, Qwen3Vl, Qwen3VlMoe, SeedOss, SmolLm3,
 };
 use super::experts::{NOT_STATED, SCORES, SOFTMAX, SOFTMAX_OF_CHOSEN};
 use super::{
@@ -19,7 +19,7 @@ use super::{
 type Foreign = (&'static str, f64, &'static str, &'static [GgufArchitecture]);
 
 /// The families whose layers may have a sliding window.
-const WITH_WINDOWS: [GgufArchitecture; 7] = [Gemma2, Gemma3, GemmaEmbedding, Gemma4, GptOss, Phi3, Olmo2];
+const WITH_WINDOWS: [GgufArchitecture; 8] = [Gemma2, Gemma3, GemmaEmbedding, Gemma4, GptOss, Phi3, Olmo2, Exaone4];
 
 const FOREIGN: [Foreign; 19] = [
     ("attention.sliding_window", 0.0, "sliding-window attention", &WITH_WINDOWS),
@@ -35,9 +35,9 @@ const FOREIGN: [Foreign; 19] = [
     ("logit_scale", 1.0, "a scale of the logits", &[Granite]),
     ("residual_scale", 1.0, "a scale of the residual stream", &[Granite]),
     ("embedding_scale", 1.0, "a scale of the embedding", &[Granite]),
-    ("expert_group_count", 1.0, "groups of experts", &[DeepSeek2, Glm4Moe]),
-    ("expert_weights_scale", 1.0, "a scale of the experts' weights", &[DeepSeek2, Glm4Moe]),
-    ("leading_dense_block_count", 0.0, "leading dense layers", &[DeepSeek2, Glm4Moe]),
+    ("expert_group_count", 1.0, "groups of experts", &[DeepSeek2, Glm4Moe, Dots1]),
+    ("expert_weights_scale", 1.0, "a scale of the experts' weights", &[DeepSeek2, Glm4Moe, Dots1]),
+    ("leading_dense_block_count", 0.0, "leading dense layers", &[DeepSeek2, Glm4Moe, Dots1]),
     ("embedding_length_per_layer_input", 0.0, "inputs of layers", &[Gemma4]),
     ("rope.scaling.yarn_log_multiplier", 0.0, "a multiplier of YaRN's attention factor", &[Mistral3, DeepSeek2]),
     ("rope.scaling.yarn_ext_factor", 1.0, "a factor of YaRN's extrapolation", &[]),
@@ -65,7 +65,7 @@ impl Keys<'_> {
             (Some(Value::Bool(true)), _) => {}
             (Some(value), _) => return Err(self.unsupported("attention.causal", value, "attention to later tokens")),
         }
-        match self.get(SCORES).filter(|_| !self.architecture.has_leading_dense_layers()) {
+        match self.get(SCORES).filter(|_| !self.architecture.states_routing()) {
             None => {}
             Some(value) if value.unsigned().is_some_and(|n| [NOT_STATED, SOFTMAX].contains(&n)) => {}
             Some(value) if self.architecture == GptOss && value.unsigned() == Some(SOFTMAX_OF_CHOSEN) => {}
@@ -101,7 +101,9 @@ pub(super) fn window(keys: &Keys<'_>, layers: u64, theta: f64) -> Result<Option<
     // The window if the key is absent.
     let default = match keys.architecture {
         Gemma2 => 4096,
-        Gemma3 | GemmaEmbedding | Gemma4 | GptOss | Olmo2 | Phi3 => 0,
+        // The largest model, which has this number of layers, is the only published one with a window.
+        Exaone4 if layers == 64 => 4096,
+        Gemma3 | GemmaEmbedding | Gemma4 | GptOss | Olmo2 | Phi3 | Exaone4 => 0,
         _ => return Ok(None),
     };
     let key = "attention.sliding_window";
@@ -139,7 +141,7 @@ pub(super) fn pattern(keys: &Keys<'_>, layers: u64) -> Result<Vec<bool>, GgufCon
     let every = match keys.architecture {
         Gemma2 | GptOss => 2,
         Gemma3 | GemmaEmbedding => 6,
-        Olmo2 => 4,
+        Olmo2 | Exaone4 => 4,
         _ => 0,
     };
     let every = match keys.get(PATTERN) {
@@ -309,6 +311,8 @@ pub(super) fn own_keys(
             }
         }
         SmolLm3 => own.push(("no_rope_layer_interval", json!(4))),
+        SeedOss => own.push(("attention_out_bias", json!(keys.parts.has("blk.0.attn_output.bias")))),
+        Ernie45 => own.push(("use_bias", json!(keys.parts.has("blk.0.attn_output.bias")))),
         _ => {}
     }
     Ok(own)
@@ -375,10 +379,11 @@ impl GgufModel {
     /// Returns the entry of `architectures` and the `model_type` in config.json.
     pub fn published_names(&self) -> (&'static str, &'static str) {
         match self.architecture {
+            GgufArchitecture::Llama if self.experts.is_some() => ("MixtralForCausalLM", "mixtral"),
             GgufArchitecture::Llama => ("LlamaForCausalLM", "llama"),
-            GgufArchitecture::Qwen2 => ("Qwen2ForCausalLM", "qwen2"),
-            GgufArchitecture::Qwen3 => ("Qwen3ForCausalLM", "qwen3"),
-            GgufArchitecture::Qwen3Moe => ("Qwen3MoeForCausalLM", "qwen3_moe"),
+            GgufArchitecture::Qwen2 | Qwen2Vl => ("Qwen2ForCausalLM", "qwen2"),
+            GgufArchitecture::Qwen3 | Qwen3Vl => ("Qwen3ForCausalLM", "qwen3"),
+            GgufArchitecture::Qwen3Moe | Qwen3VlMoe => ("Qwen3MoeForCausalLM", "qwen3_moe"),
             GgufArchitecture::Qwen3Next => ("Qwen3NextForCausalLM", "qwen3_next"),
             GgufArchitecture::Qwen35 => ("Qwen3_5ForCausalLM", "qwen3_5_text"),
             GgufArchitecture::Qwen35Moe => ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
@@ -400,7 +405,12 @@ impl GgufModel {
             DeepSeek2 if self.has_sigmoid_scores() => ("DeepseekV3ForCausalLM", "deepseek_v3"),
             DeepSeek2 => ("DeepseekV2ForCausalLM", "deepseek_v2"),
             Glm4Moe => ("Glm4MoeForCausalLM", "glm4_moe"),
-            GgufArchitecture::Qwen3Vl => ("Qwen3ForCausalLM", "qwen3"),
+            SeedOss => ("SeedOssForCausalLM", "seed_oss"),
+            Ernie45 => ("Ernie4_5ForCausalLM", "ernie4_5"),
+            Exaone4 => ("Exaone4ForCausalLM", "exaone4"),
+            Olmoe => ("OlmoeForCausalLM", "olmoe"),
+            Dots1 => ("Dots1ForCausalLM", "dots1"),
+            MiniMaxM2 => ("MiniMaxM2ForCausalLM", "minimax_m2"),
         }
     }
 }

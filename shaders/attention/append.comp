@@ -2,6 +2,7 @@
 #extension GL_GOOGLE_include_directive : require
 // Prefill: QK-norm, RoPE and KV cache append, before `flash` or `attention`. For each row:
 //   q = rope(norm(q)), in place;  K page ← rope(norm(k));  V page ← v, or with V_NORM 1 v · rsqrt(mean v² + eps)
+// With QK_NORM 0 without norm, with 1 as written, with 2 norm(rope(q)) and norm(rope(k)).
 // With 8-bit codes (KV 2), q and k are then multiplied by a Hadamard matrix (`kv.glsl`), and k and v get their scales.
 //
 // qkv   [rows][stride] f32: q heads, k heads, v heads
@@ -53,7 +54,7 @@ void main() {
     }
     bool is_v = h >= Q_HEADS + KV_HEADS;
     bool is_k = h >= Q_HEADS && !is_v;
-    if (is_v ? V_NORM == 1u : QK_NORM == 1u) {
+    if (is_v ? V_NORM == 1u : QK_NORM != 0u) {
         square = subgroupAdd(square);
         if (subgroupElect()) partial[gl_SubgroupID] = square;
         barrier();
@@ -61,7 +62,7 @@ void main() {
         for (uint i = 0u; i < gl_NumSubgroups; i++) sum += partial[i];
         float scale = inversesqrt(sum / float(D) + epsilon);
         for (uint i = t; i < D; i += gl_WorkGroupSize.x)
-            head[i] *= scale * (is_v ? 1.0 : is_k ? k_norm.v[i] : q_norm.v[i]);
+            head[i] *= scale * (is_v || QK_NORM == 2u ? 1.0 : is_k ? k_norm.v[i] : q_norm.v[i]);
     }
     barrier();
     for (uint i = t; i < D; i += gl_WorkGroupSize.x) {
@@ -72,6 +73,8 @@ void main() {
             uint at = (info.y * (ROT / 2u) + j) * 2u;
             value = value * rope.v[at] + (low ? -head[j + ROT / 2u] : head[j]) * rope.v[at + 1u];
         }
+        // Rotation keeps the mean square, so only the weights come after it.
+        if (QK_NORM == 2u && !is_v) value *= is_k ? k_norm.v[i] : q_norm.v[i];
         if (h < Q_HEADS && QUERY_SCALES > 0u) value *= rope.v[QUERY_SCALES + info.y];
 #if KV != 2
         if (h < Q_HEADS) qkv.v[base + i] = value;

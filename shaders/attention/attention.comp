@@ -11,8 +11,8 @@
 // output [rows][output_stride] f32
 // TAGGED 3: qkv and output are tagged (`tags.glsl`); a row without a sequence then still writes zeros
 // rows   [rows] uvec4: token, position, slot, and 0 or the number of rows from this one to its prompt's last in the step
-// FUSED  1 (decode): q, k and v are raw; this kernel normalizes them (QK_NORM, V_NORM), rotates q and k and appends k and
-//        v to the cache. 0 (prefill): `append` has done that
+// FUSED  1 (decode): q, k and v are raw; this kernel normalizes them (QK_NORM, V_NORM; `append.comp`), rotates q and k and
+//        appends k and v to the cache. 0 (prefill): `append` has done that
 //
 // One workgroup serves G query heads (GQA) of one KV head of one row. PARTS workgroups serve all G · PARTS query heads of
 // the KV head, one of them if shared memory is large enough, so that K and V are read once. Split s of the S splits (S = gl_NumWorkGroups.x) processes blocks s, s + S, … of WORKERS tokens. In the score phase an invocation
@@ -151,7 +151,7 @@ void prepare_heads(uint position, float turn_c[ITEMS], float turn_s[ITEMS], floa
         barrier();
         for (uint i = t; i < D / 4u; i += WORKERS) v_s[i] *= factor;
     }
-    if (QK_NORM == 1u) {
+    if (QK_NORM != 0u) {
         for (uint g = gl_SubgroupID; g < G + 1u; g += gl_NumSubgroups) {
             float square = 0.0;
             for (uint i = gl_SubgroupInvocationID; i < D; i += gl_SubgroupSize) {
@@ -169,14 +169,19 @@ void prepare_heads(uint position, float turn_c[ITEMS], float turn_s[ITEMS], floa
         uint g = i / (D / 2u), first, second;
         pair_of(i % (D / 2u), first, second);
         float a = head_value(g, first), b = head_value(g, second);
-        if (QK_NORM == 1u) {
+        if (QK_NORM != 0u) {
             float scale = scale_s[g];
-            a *= scale * weight_a[n];
-            b *= scale * weight_b[n];
+            a *= QK_NORM == 1u ? scale * weight_a[n] : scale;
+            b *= QK_NORM == 1u ? scale * weight_b[n] : scale;
         }
         float turned = a * turn_c[n] - b * turn_s[n];
         b = b * turn_c[n] + a * turn_s[n];
         a = turned;
+        // Rotation keeps the mean square, so only the weights come after it.
+        if (QK_NORM == 2u) {
+            a *= weight_a[n];
+            b *= weight_b[n];
+        }
         if (g < G) {
             a *= inverse;
             b *= inverse;
@@ -308,7 +313,7 @@ void main() {
                 turn_c[n] = rope.v[(position * HALF + j) * 2u];
                 turn_s[n] = rope.v[(position * HALF + j) * 2u + 1u];
             }
-            if (QK_NORM == 1u) {
+            if (QK_NORM != 0u) {
                 bool is_q = i < G * (D / 2u);
                 weight_a[n] = is_q ? q_norm.v[first] : k_norm.v[first];
                 weight_b[n] = is_q ? q_norm.v[second] : k_norm.v[second];

@@ -383,8 +383,8 @@ void main() {
             turn_s[n] = low ? -vec4(a.yw, b.yw) : vec4(a.yw, b.yw);
             weight_own[n] = vec4(1.0);
             weight_other[n] = vec4(1.0);
-            if (QK_NORM == 1u) {
-                uint own = first / 4u, other = !turns ? own : low ? own + HALF / 4u : own - HALF / 4u;
+            if (QK_NORM != 0u) {
+                uint own = first / 4u, other = !turns || QK_NORM == 2u ? own : low ? own + HALF / 4u : own - HALF / 4u;
                 weight_own[n] = item < G * QUADS ? Floats4In(q_norm).v[own] : Floats4In(k_norm).v[own];
                 weight_other[n] = item < G * QUADS ? Floats4In(q_norm).v[other] : Floats4In(k_norm).v[other];
             }
@@ -394,7 +394,7 @@ void main() {
         [[unroll]] for (uint e = 0u; e < 4u; e++) {
             uint dim = item % QUADS * 4u + e;
             bool turns = dim < ROT;
-            uint other = !turns ? dim : dim < HALF ? dim + HALF : dim - HALF;
+            uint other = !turns || QK_NORM == 2u ? dim : dim < HALF ? dim + HALF : dim - HALF;
             uint at = (position * HALF + dim % max(HALF, 1u)) * 2u;
             turn_c[n][e] = turns ? rope.v[at] : 1.0;
             turn_s[n][e] = !turns ? 0.0 : dim < HALF ? -rope.v[at + 1u] : rope.v[at + 1u];
@@ -411,7 +411,7 @@ void main() {
             if (TAGGED != 0u) while (poll_again(stale(words, qkv_tag) != 0u, polls, fault, qkv_tag)) words = qkv.v[at];
             vec4 x = uintBitsToFloat(words);
             IF_OWN(n, RAW) raw_s[item] = x;
-            if (QK_NORM == 1u || V_NORM == 1u) {
+            if (QK_NORM != 0u || V_NORM == 1u) {
                 float square = dot(x, x);
                 [[unroll]] for (uint distance = 1u; distance < JOINED; distance *= 2u) square += subgroupShuffleXor(square, distance);
                 IF_OWN(n, RAW) if (item % JOINED == 0u) squares_s[item / JOINED] = square;
@@ -446,7 +446,7 @@ void main() {
         uint item = ITEM(n, TURNED), head = item / QUADS, quad = item % QUADS;
         if (item < TURNED) {
             float scale = 1.0;
-            if (QK_NORM == 1u) {
+            if (QK_NORM != 0u) {
                 float sum = 0.0;
                 for (uint i = 0u; i < QUADS / JOINED; i++) sum += squares_s[head * (QUADS / JOINED) + i];
                 scale = inversesqrt(sum / float(D) + epsilon);

@@ -9,7 +9,7 @@ use crate::gpu::error::StartError;
 use crate::gpu::timing::time_regions;
 use crate::kernels::attention::flash::{FlashF32Shape, FlashShape, FlashWay};
 use crate::kernels::attention::probe::{self, AttentionProbe};
-use crate::kernels::attention::{Heads, Scores};
+use crate::kernels::attention::{HeadNorm, Heads, Scores};
 use crate::kernels::delta::{DeltaHeads, DeltaShape, DeltaWay};
 use crate::kernels::delta_probe::{self, DeltaProbe};
 use crate::kernels::gemm::fragment_layout::{self, FOUND};
@@ -214,7 +214,7 @@ fn attention_is_right(
         kv: 1,
         dim,
         rot: dim,
-        qk_norm: false,
+        qk_norm: HeadNorm::None,
         v_norm: false,
         gated: false,
         scores: Scores::default(),

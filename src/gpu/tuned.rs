@@ -12,7 +12,7 @@ use crate::kernels::gemm::skinny::{MOST_AHEAD, Matrices};
 use crate::kernels::shaders::SHADER_SET;
 use crate::memory::pack::Format;
 use crate::model::checkpoint::{Checkpoint, WeightSpec};
-use crate::model::config::{ModelConfig, QkNorm};
+use crate::model::config::ModelConfig;
 use crate::model::decoder::Tuning;
 use crate::quant::number::Number;
 use crate::quant::{Codes, Minimum};
@@ -164,7 +164,7 @@ impl TuningBounds {
             kv: of.kv_heads,
             dim: of.head_dim,
             rot: of.rotary_dim(),
-            qk_norm: config.qk_norm == QkNorm::Heads,
+            qk_norm: config.qk_norm.of_heads(),
             v_norm: config.v_norm,
             gated: config.attention_gate,
             scores: Scores::default(),

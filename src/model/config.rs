@@ -12,6 +12,7 @@ mod rope;
 mod tests;
 
 use crate::config::KvFormat;
+use crate::kernels::attention::HeadNorm;
 use std::fmt;
 use std::str::FromStr;
 
@@ -238,16 +239,29 @@ pub enum NormKind {
     ZeroCentred,
 }
 
-/// The RMS norms of queries and keys before RoPE.
+/// The RMS norms of queries and keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum QkNorm {
     /// None.
     None,
-    /// A norm over each head, with a weight of `[head_dim]` for queries and one for keys.
+    /// A norm over each head before RoPE, with a weight of `[head_dim]` for queries and one for keys.
     Heads,
+    /// The same after RoPE.
+    RotatedHeads,
     /// A norm over all query heads together and one over all key heads together, with weights of `[heads * head_dim]`
-    /// and `[kv_heads * head_dim]`.
+    /// and `[kv_heads * head_dim]`, before RoPE.
     Rows,
+}
+
+impl QkNorm {
+    /// Returns the norm of each head, which attention's kernels compute.
+    pub fn of_heads(self) -> HeadNorm {
+        match self {
+            QkNorm::None | QkNorm::Rows => HeadNorm::None,
+            QkNorm::Heads => HeadNorm::Before,
+            QkNorm::RotatedHeads => HeadNorm::After,
+        }
+    }
 }
 
 /// The RMS norms of a layer over the residual stream's width, by the names of their tensors within the layer; `None`

@@ -26,7 +26,7 @@ use ostinato::device::{Component, MatrixShape};
 use ostinato::kernels::attention::flash::{
     FlashF32Shape, FlashShape, FlashWay, SHARING_PROMPTS, counters_bytes, flash, partials_bytes, parts,
 };
-use ostinato::kernels::attention::{Heads, Scores};
+use ostinato::kernels::attention::{HeadNorm, Heads, Scores};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows};
 use ostinato::kernels::gemm::matmul::MatrixUnits;
 use ostinato::kernels::gemm::skinny::Matrices;
@@ -48,7 +48,7 @@ fn heads(group: u32, kv: u32, dim: u32) -> Heads {
         kv,
         dim,
         rot: dim,
-        qk_norm: false,
+        qk_norm: HeadNorm::None,
         v_norm: false,
         gated: group.is_multiple_of(2),
         scores: Scores::default(),

@@ -15,7 +15,7 @@ use crate::pages::{Pages, head_at, round_head, spread, stored};
 use crate::scores::{self, first_visible, last_visible, query_scale, scored, sink_of};
 use ostinato::config::KvFormat;
 use ostinato::kernels::attention::flash_decode::{self, FlashDecodeShape, Split, Spread, flash_decode, plan_splits};
-use ostinato::kernels::attention::{self, AttentionShape, Heads, Scores};
+use ostinato::kernels::attention::{self, AttentionShape, HeadNorm, Heads, Scores};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows, RowsFrom, Table, embed_rows};
 use ostinato::kernels::gemm::matmul::{
     Arithmetic, Blocked, MatmulConfig, MatmulRows, MatrixUnits, Scratch, block_rows,
@@ -1046,11 +1046,14 @@ impl Context {
     /// Returns a head after its norm and rotary embedding; with codes, times the Hadamard matrix.
     fn prepared(&self, row: usize, head: u32, norm: &[f32]) -> Vec<f64> {
         let mut values = self.head(row, head);
-        if self.heads.qk_norm {
+        let normalize = |values: &mut [f64]| {
             let rms = (values.iter().map(|v| v * v).sum::<f64>() / values.len() as f64 + f64::from(EPSILON)).sqrt();
             for (value, weight) in values.iter_mut().zip(norm) {
                 *value = *value / rms * f64::from(*weight);
             }
+        };
+        if self.heads.qk_norm == BEFORE {
+            normalize(&mut values);
         }
         let half = self.heads.rot as usize / 2;
         let table = &self.rope[self.rows[row].expect("a valid row") as usize * half * 2..];
@@ -1059,6 +1062,9 @@ impl Context {
             let (c, s) = (f64::from(table[2 * j]), f64::from(table[2 * j + 1]));
             values[j] = old[j] * c - old[j + half] * s;
             values[j + half] = old[j + half] * c + old[j] * s;
+        }
+        if self.heads.qk_norm == AFTER {
+            normalize(&mut values);
         }
         if head < self.heads.q && self.heads.scores.query_scales.is_some() {
             let position = self.rows[row].expect("a valid row");
@@ -1102,6 +1108,10 @@ impl Context {
     }
 }
 
+const NO: HeadNorm = HeadNorm::None;
+const BEFORE: HeadNorm = HeadNorm::Before;
+const AFTER: HeadNorm = HeadNorm::After;
+
 /// Returns head counts and sizes that cover what a model can have: GQA of 1, 3, 7 and 8.
 fn all_heads() -> Vec<Heads> {
     let make = |(q, kv, dim, rot, qk_norm, kv_format)| Heads {
@@ -1116,32 +1126,32 @@ fn all_heads() -> Vec<Heads> {
         kv_format,
     };
     let plain: [Heads; 15] = [
-        (1, 1, 8, 8, false, KvFormat::F32),
-        (7, 1, 8, 4, true, KvFormat::F16),
-        (6, 2, 64, 64, true, KvFormat::F32),
-        (7, 1, 64, 32, false, KvFormat::F16),
-        (8, 1, 80, 80, false, KvFormat::F16),
-        (3, 3, 80, 32, true, KvFormat::F32),
-        (8, 1, 128, 128, true, KvFormat::F32),
-        (6, 2, 128, 64, true, KvFormat::F16),
-        (2, 2, 128, 128, false, KvFormat::F16),
-        (7, 1, 8, 4, true, KvFormat::Int8),
-        (6, 2, 64, 64, true, KvFormat::Int8),
-        (7, 1, 64, 32, false, KvFormat::Int8),
-        (3, 3, 80, 32, true, KvFormat::Int8),
-        (5, 1, 96, 96, true, KvFormat::Int8),
-        (6, 2, 128, 64, true, KvFormat::Int8),
+        (1, 1, 8, 8, NO, KvFormat::F32),
+        (7, 1, 8, 4, BEFORE, KvFormat::F16),
+        (6, 2, 64, 64, BEFORE, KvFormat::F32),
+        (7, 1, 64, 32, AFTER, KvFormat::F16),
+        (8, 1, 80, 80, AFTER, KvFormat::F16),
+        (3, 3, 80, 32, BEFORE, KvFormat::F32),
+        (8, 1, 128, 128, BEFORE, KvFormat::F32),
+        (6, 2, 128, 64, BEFORE, KvFormat::F16),
+        (2, 2, 128, 128, NO, KvFormat::F16),
+        (7, 1, 8, 4, BEFORE, KvFormat::Int8),
+        (6, 2, 64, 64, BEFORE, KvFormat::Int8),
+        (7, 1, 64, 32, AFTER, KvFormat::Int8),
+        (3, 3, 80, 32, BEFORE, KvFormat::Int8),
+        (5, 1, 96, 96, BEFORE, KvFormat::Int8),
+        (6, 2, 128, 64, BEFORE, KvFormat::Int8),
     ]
     .map(make);
     let varied = [
-        make((4, 2, 64, 64, false, KvFormat::F32)),
-        make((3, 1, 64, 0, false, KvFormat::F16)),
-        make((2, 1, 512, 512, true, KvFormat::F32)),
-        make((4, 2, 64, 64, false, KvFormat::Int8)),
-        make((3, 1, 64, 0, false, KvFormat::Int8)),
-        make((2, 1, 512, 512, true, KvFormat::Int8)),
-        make((2, 1, 512, 256, true, KvFormat::F16)),
-        make((2, 2, 288, 288, false, KvFormat::F16)),
+        make((4, 2, 64, 64, NO, KvFormat::F32)),
+        make((3, 1, 64, 0, NO, KvFormat::F16)),
+        make((2, 1, 512, 512, BEFORE, KvFormat::F32)),
+        make((4, 2, 64, 64, NO, KvFormat::Int8)),
+        make((3, 1, 64, 0, NO, KvFormat::Int8)),
+        make((2, 1, 512, 512, BEFORE, KvFormat::Int8)),
+        make((2, 1, 512, 256, BEFORE, KvFormat::F16)),
+        make((2, 2, 288, 288, NO, KvFormat::F16)),
     ];
     plain.into_iter().chain(with_scores(&varied)).collect()
 }
@@ -1251,15 +1261,15 @@ fn flash_heads(kv_format: KvFormat) -> Vec<Heads> {
         kv_format,
     };
     let plain = [
-        (7, 1, 64, 32, false),
-        (6, 2, 128, 64, true),
-        (3, 1, 32, 32, true),
-        (8, 1, 32, 16, false),
-        (5, 1, 96, 96, true),
+        (7, 1, 64, 32, AFTER),
+        (6, 2, 128, 64, BEFORE),
+        (3, 1, 32, 32, BEFORE),
+        (8, 1, 32, 16, AFTER),
+        (5, 1, 96, 96, BEFORE),
         // Two workgroups share the query heads of a KV head.
-        (24, 2, 32, 32, true),
+        (24, 2, 32, 32, BEFORE),
     ];
-    let varied = [(4, 2, 64, 64, false), (3, 1, 32, 32, true), (2, 2, 96, 0, false)].map(make);
+    let varied = [(4, 2, 64, 64, NO), (3, 1, 32, 32, BEFORE), (2, 2, 96, 0, NO)].map(make);
     plain.map(make).into_iter().chain(with_scores(&varied)).collect()
 }
 
@@ -1325,7 +1335,7 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch, KvFormat)>, tags
         kv: 2,
         dim: 64,
         rot: 64,
-        qk_norm: true,
+        qk_norm: BEFORE,
         v_norm: false,
         gated: false,
         scores,

@@ -318,4 +318,5 @@ families! {
     olmoe_agrees "olmoe",
     dots1_agrees "dots1",
     minimax_m2_agrees "minimaxm2",
+    hunyuan_agrees "hunyuan",
 }

@@ -113,4 +113,5 @@ architectures! {
     olmoe_files_agree "olmoe" ["olmoe-plain"];
     dots1_files_agree "dots1" ["dots1-plain"];
     minimax_m2_files_agree "minimax-m2" ["minimaxm2-part"];
+    hunyuan_files_agree "hunyuan-dense" ["hunyuan-alpha", "hunyuan-plain"];
 }

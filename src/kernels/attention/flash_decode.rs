@@ -170,7 +170,7 @@ pub fn flash_decode(label: String, heads: Heads, shape: FlashDecodeShape, flow: 
         rot: heads.rot,
         g: heads.group() / parts,
         kv_heads: heads.kv,
-        qk_norm: u32::from(heads.qk_norm),
+        qk_norm: heads.qk_norm as u32,
         tagged: flow.code(),
         planned,
         packed: PackedOrder::word(packed),

@@ -72,6 +72,17 @@ fn score(dot: f64, d: u32, scale: u32, soft_cap: u32) -> f64 {
     }
 }
 
+/// The RMS norm of each query and key head. The values are those of the kernels' constant `QK_NORM`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HeadNorm {
+    /// None.
+    None = 0,
+    /// A norm before RoPE.
+    Before = 1,
+    /// A norm after RoPE.
+    After = 2,
+}
+
 /// The heads of an attention layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Heads {
@@ -83,8 +94,8 @@ pub struct Heads {
     pub dim: u32,
     /// The number of rotated dimensions (RoPE).
     pub rot: u32,
-    /// Whether q and k are normalized per head (QK-norm).
-    pub qk_norm: bool,
+    /// The norm of q and k (QK-norm).
+    pub qk_norm: HeadNorm,
     /// Whether v is normalized per head, without weights.
     pub v_norm: bool,
     /// Whether each value of the output is multiplied by the sigmoid of a gate. The gates follow the v heads in qkv.
@@ -155,7 +166,7 @@ pub fn attention(label: String, heads: Heads, shape: AttentionShape, flow: Flow,
         rot: heads.rot,
         g: heads.group() / parts,
         kv_heads: heads.kv,
-        qk_norm: u32::from(heads.qk_norm),
+        qk_norm: heads.qk_norm as u32,
         fused: u32::from(fused),
         workers: threads,
         tagged: flow.code(),
@@ -193,7 +204,7 @@ pub fn append(label: String, heads: Heads, rows: u32, keys: bool, args: AppendAr
         rot: heads.rot,
         q_heads: heads.q,
         kv_heads: heads.kv,
-        qk_norm: u32::from(heads.qk_norm),
+        qk_norm: heads.qk_norm as u32,
         query_scales: heads.scores.query_scales.unwrap_or(0),
         v_norm: u32::from(heads.v_norm),
     };
@@ -208,23 +219,26 @@ pub fn append(label: String, heads: Heads, rows: u32, keys: bool, args: AppendAr
 
 /// Normalizes a head of values in place, without weights.
 fn norm_value(head: &mut [f64], epsilon: f32) {
-    norm_rope(head, Some(&|_| 1.0), epsilon, 0, |_| (1.0, 0.0));
+    norm_rope(head, (HeadNorm::Before as u32, &|_| 1.0), epsilon, 0, |_| (1.0, 0.0));
 }
 
-/// Normalizes and rotates one head in place. All references compute in f64, so that any difference to a device's result
+/// Normalizes and rotates one head in place. `qk_norm` is the kernels' constant. All references compute in f64, so that any difference to a device's result
 /// is the device's.
 fn norm_rope(
     head: &mut [f64],
-    norm: Option<&dyn Fn(u32) -> f32>,
+    (qk_norm, weight): (u32, &dyn Fn(u32) -> f32),
     epsilon: f32,
     rot: u32,
     rope: impl Fn(u32) -> (f32, f32),
 ) {
-    if let Some(norm) = norm {
+    let norm = |head: &mut [f64]| {
         let scale = 1.0 / (head.iter().map(|v| v * v).sum::<f64>() / head.len() as f64 + f64::from(epsilon)).sqrt();
         for (i, value) in head.iter_mut().enumerate() {
-            *value *= scale * f64::from(norm(i as u32));
+            *value *= scale * f64::from(weight(i as u32));
         }
+    };
+    if qk_norm == HeadNorm::Before as u32 {
+        norm(head);
     }
     let half = (rot / 2) as usize;
     for j in 0..half {
@@ -233,6 +247,9 @@ fn norm_rope(
         let (a, b) = (head[j], head[j + half]);
         head[j] = a * c - b * s;
         head[j + half] = b * c + a * s;
+    }
+    if qk_norm == HeadNorm::After as u32 {
+        norm(head);
     }
 }
 
@@ -262,7 +279,7 @@ pub(crate) fn reference_append(call: &Call, memory: &mut HostMemory) {
                 let weight = if h < c.q_heads { a.q_norm } else { a.k_norm };
                 let norm = |i: u32| memory.f32(weight, i);
                 let rope = |j: u32| rope_at(memory, a.rope, position, c.rot, j);
-                norm_rope(&mut head, (c.qk_norm == 1).then_some(&norm), a.epsilon, c.rot, rope);
+                norm_rope(&mut head, (c.qk_norm, &norm), a.epsilon, c.rot, rope);
             } else if c.v_norm == 1 {
                 norm_value(&mut head, a.epsilon);
             }
@@ -352,7 +369,7 @@ pub(super) fn attend(
                 let k_base = row * a.stride + (c.kv_heads * group + kvh) * c.d;
                 let mut key: Vec<f64> = (0..c.d).map(|i| f64::from(memory.f32(a.qkv, k_base + i))).collect();
                 let norm = |i: u32| memory.f32(a.k_norm, i);
-                norm_rope(&mut key, (c.qk_norm == 1).then_some(&norm), a.epsilon, c.rot, |j| {
+                norm_rope(&mut key, (c.qk_norm, &norm), a.epsilon, c.rot, |j| {
                     rope_at(memory, a.rope, position, c.rot, j)
                 });
                 if format == KvFormat::Int8 {
@@ -379,7 +396,7 @@ pub(super) fn attend(
                     (0..c.d).map(|i| f64::from(memory.f32(a.qkv, row * a.stride + h * c.d + i))).collect();
                 if c.fused == 1 {
                     let norm = |i: u32| memory.f32(a.q_norm, i);
-                    norm_rope(&mut query, (c.qk_norm == 1).then_some(&norm), a.epsilon, c.rot, |j| {
+                    norm_rope(&mut query, (c.qk_norm, &norm), a.epsilon, c.rot, |j| {
                         rope_at(memory, a.rope, position, c.rot, j)
                     });
                     let factor = query_scale(c.query_scales, memory, a.rope, position);

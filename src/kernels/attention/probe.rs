@@ -6,7 +6,7 @@
 
 use super::cache::{CachePages, Half, TokenPlace};
 use super::flash::{self, FlashWay};
-use super::{Heads, PAGE_TOKENS, Scores, flash_wgmma};
+use super::{HeadNorm, Heads, PAGE_TOKENS, Scores, flash_wgmma};
 use crate::config::KvFormat;
 use crate::kernels::gemm::tiled::Packed;
 use crate::kernels::host_memory::HostMemory;
@@ -101,7 +101,7 @@ pub fn wgmma_probe(constants: &[u32]) -> AttentionProbe {
         kv: kv_heads,
         dim: d,
         rot: d,
-        qk_norm: false,
+        qk_norm: HeadNorm::None,
         v_norm: false,
         gated: gated == 1,
         scores: Scores {

@@ -395,7 +395,7 @@ impl Checkpoint {
             let (queries, keys) = (heads.queries.len() as u32, heads.keys.len() as u32);
             let normed_with = match c.qk_norm {
                 QkNorm::Rows => NormedHeads { queries: of.heads - queries, keys: of.kv_heads - keys },
-                QkNorm::None | QkNorm::Heads => of.normed_with,
+                QkNorm::None | QkNorm::Heads | QkNorm::RotatedHeads => of.normed_with,
             };
             *of = Attention { heads: queries, kv_heads: keys, normed_with, ..of.clone() };
         }

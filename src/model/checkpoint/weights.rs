@@ -310,13 +310,18 @@ impl<'a> Specs<'a> {
         if c.qkv_bias {
             self.qkv(&name("qkv.bias"), from, "bias", None, of, own);
         }
-        for (part, heads) in [("q_norm", of.heads), ("k_norm", of.kv_heads)].into_iter().take(if own { 2 } else { 1 }) {
-            let tensor = attention(&format!("{part}.weight"));
-            let (heads, dim) = match c.qk_norm {
+        for (part, rotated, heads) in
+            [("q_norm", "query_layernorm", of.heads), ("k_norm", "key_layernorm", of.kv_heads)]
+                .into_iter()
+                .take(if own { 2 } else { 1 })
+        {
+            let (tensor, heads, dim) = match c.qk_norm {
                 QkNorm::None => continue,
-                QkNorm::Heads => (1, of.head_dim),
-                QkNorm::Rows => (heads, of.head_dim),
+                QkNorm::Heads => (part, 1, of.head_dim),
+                QkNorm::RotatedHeads => (rotated, 1, of.head_dim),
+                QkNorm::Rows => (part, heads, of.head_dim),
             };
+            let tensor = attention(&format!("{tensor}.weight"));
             let slices = head_slices(heads, dim, of.rope.as_ref(), |head| head * dim, |head| head * dim);
             let origin = Origin::cut(tensor, heads * dim, None, slices);
             self.push(&name(part), None, vec![origin], self.plus());

@@ -92,6 +92,8 @@ pub enum Architecture {
     /// `MiniMaxM2ForCausalLM`: like OLMoE, with experts chosen by sigmoid scores with a bias, and with a part of each head
     /// rotated.
     MiniMaxM2,
+    /// `HunYuanDenseV1ForCausalLM`: like Llama, with an RMS norm on each query and key head after they are rotated.
+    HunYuanDense,
 }
 
 /// Whether a projection has a bias.
@@ -194,6 +196,8 @@ pub(super) struct Facts {
     /// Whether layers that see all tokens have no rotary embedding unless `sliding_window` is null, which stands for no
     /// window then.
     pub(super) rope_in_windows: bool,
+    /// Whether a fixed `alpha` of a `dynamic` rotary embedding counts, which changes its base.
+    pub(super) rope_alpha: bool,
     /// Whether `llama_4_scaling_beta` counts: queries grow with their position.
     pub(super) query_growth: bool,
     /// The class's defaults of the dimensions of latent attention, in families that have it, and whether
@@ -328,6 +332,7 @@ const LLAMA: Facts = Facts {
     default_rope_is_whole: false,
     some_without_rope: false,
     rope_in_windows: false,
+    rope_alpha: false,
     query_growth: false,
     latent: None,
     interleaved: false,
@@ -474,7 +479,7 @@ const DEEPSEEK_V3: Facts = Facts {
 };
 
 /// All supported families.
-pub(super) const FAMILIES: [Facts; 34] = [
+pub(super) const FAMILIES: [Facts; 35] = [
     QWEN3,
     LLAMA,
     Facts {
@@ -873,6 +878,16 @@ pub(super) const FAMILIES: [Facts; 34] = [
             eos: &[200_020],
             ..DEFAULTS
         },
+        ..LLAMA
+    },
+    Facts {
+        architecture: Architecture::HunYuanDense,
+        names: &["HunYuanDenseV1ForCausalLM"],
+        model_types: &["hunyuan_v1_dense"],
+        mlp_bias: Bias::Never,
+        qk_norm: QkNorm::RotatedHeads,
+        rope_alpha: true,
+        defaults: Defaults { rms_eps: 1e-5, ..LLAMA.defaults },
         ..LLAMA
     },
 ];

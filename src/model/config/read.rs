@@ -1270,8 +1270,12 @@ fn rope(
         Some((_, true)) => reader.flag_or("rope_interleave", facts.interleaved),
         _ => facts.interleaved,
     };
+    let stretch = parameters.alpha.map_or(1.0, |alpha| {
+        let dims = f64::from(rotary_dim);
+        alpha.powf(dims / (dims - 2.0))
+    });
     Some(Rope {
-        theta: parameters.theta,
+        theta: parameters.theta * stretch,
         rotary_dim,
         scaling: parameters.scaling,
         exponent_dim: if parameters.proportional { head_dim } else { rotary_dim },

@@ -217,6 +217,8 @@ impl Rope {
 /// The rotary embedding's parameters in config.json.
 pub(super) struct Parameters {
     pub(super) theta: f64,
+    /// A factor that stretches the base, by its power of d / (d - 2) for d rotated dimensions.
+    pub(super) alpha: Option<f64>,
     /// The fraction of a head that is rotated, above 0 and at most 1; `None` if the file does not say.
     pub(super) partial: Option<f64>,
     pub(super) scaling: RopeScaling,
@@ -301,6 +303,7 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
             };
             return Some(Parameters {
                 theta,
+                alpha: None,
                 partial: None,
                 scaling: RopeScaling::Default,
                 query_growth: None,
@@ -337,6 +340,7 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
     let theta = number("rope_theta", 1.0, Some(default_theta))?;
     let partial = number("partial_rotary_factor", 0.0, None);
     let factor = number("factor", 0.0, None);
+    let alpha = number("alpha", 0.0, None);
     let low = number("low_freq_factor", 0.0, None);
     let high = number("high_freq_factor", 0.0, None);
     let original = number("original_max_position_embeddings", 0.0, context.map(f64::from));
@@ -419,6 +423,7 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
             Some(factor) => RopeScaling::Linear { factor },
         }),
         // It changes frequencies beyond `max_position_embeddings` only, and no longer context is served.
+        "dynamic" if facts.rope_alpha && alpha.is_some() => Some(RopeScaling::Default),
         "dynamic" => need("factor", factor).map(|_| RopeScaling::Default),
         "linear" => need("factor", factor).map(|factor| RopeScaling::Linear { factor }),
         "llama3" => {
@@ -487,6 +492,7 @@ pub(super) fn read(reader: &mut Reader, facts: &Facts, layers: Layers, context: 
     let proportional = kind == "proportional";
     (reader.problems.len() == before).then_some(Parameters {
         theta,
+        alpha: alpha.filter(|_| facts.rope_alpha && kind == "dynamic"),
         partial,
         scaling: scaling?,
         query_growth,

@@ -39,7 +39,7 @@ impl Decoder<'_> {
             kv: of.kv_heads,
             dim: of.head_dim,
             rot: of.rotary_dim(),
-            qk_norm: c.qk_norm == QkNorm::Heads,
+            qk_norm: c.qk_norm.of_heads(),
             v_norm: c.v_norm,
             gated: c.attention_gate,
             scores: Scores {
@@ -357,7 +357,7 @@ impl Decoder<'_> {
         let none = step.rows.none();
         let bytes = self.kv_bytes(block.attention);
         let norms = ["q_norm", "k_norm"].map(|name| match self.config.qk_norm {
-            QkNorm::Heads => self.vector(r, &block.name(name)).unwrap_or(none),
+            QkNorm::Heads | QkNorm::RotatedHeads => self.vector(r, &block.name(name)).unwrap_or(none),
             QkNorm::None | QkNorm::Rows => none,
         });
         AppendArgs {

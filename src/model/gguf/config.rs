@@ -103,11 +103,13 @@ pub enum GgufArchitecture {
     Dots1,
     /// MiniMax-M2: experts in all layers.
     MiniMaxM2,
+    /// HunYuan; dense.
+    HunYuanDense,
 }
 
 impl GgufArchitecture {
     /// All families.
-    pub const ALL: [GgufArchitecture; 30] = [
+    pub const ALL: [GgufArchitecture; 31] = [
         GgufArchitecture::Llama,
         GgufArchitecture::Qwen2,
         GgufArchitecture::Qwen3,
@@ -138,6 +140,7 @@ impl GgufArchitecture {
         GgufArchitecture::Olmoe,
         GgufArchitecture::Dots1,
         GgufArchitecture::MiniMaxM2,
+        GgufArchitecture::HunYuanDense,
     ];
 
     /// Returns the value of `general.architecture`, which is also the prefix of the family's metadata keys.
@@ -173,6 +176,7 @@ impl GgufArchitecture {
             GgufArchitecture::Olmoe => "olmoe",
             GgufArchitecture::Dots1 => "dots1",
             GgufArchitecture::MiniMaxM2 => "minimax-m2",
+            GgufArchitecture::HunYuanDense => "hunyuan-dense",
         }
     }
 

@@ -6,8 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::config::GgufArchitecture::{
-    Ernie45, Exaone4, Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe, GptOss, Granite, Llama, MiniMaxM2,
-    Mistral3, Olmo2, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen2Vl, Qwen3Next, SeedOss, SmolLm3,
+    Ernie45, Exaone4, Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe, GptOss, Granite, HunYuanDense, Llama,
+    MiniMaxM2, Mistral3, Olmo2, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen2Vl, Qwen3Next, SeedOss, SmolLm3,
 };
 use super::config::{
     CHOICE_BIAS, Delta, GgufExperts, GgufLatent, GgufLayerHeads, GgufModel, LAYER_INPUTS, dense_modules,
@@ -541,9 +541,13 @@ impl Builder<'_> {
             Olmo2 | Olmoe | MiniMaxM2 => Some([q, kv]),
             _ => Some([head_dim; 2]),
         };
-        let names = ["q_norm", "k_norm"].into_iter().take(if own { 2 } else { 1 });
-        for (name, rows) in names.zip(head_norms.into_iter().flatten()) {
-            self.norm(&format!("{to}{name}.weight"), &format!("{from}attn_{name}.weight"), rows);
+        let published = match m.architecture {
+            HunYuanDense => ["query_layernorm", "key_layernorm"],
+            _ => ["q_norm", "k_norm"],
+        };
+        let names = published.into_iter().zip(["q_norm", "k_norm"]).take(if own { 2 } else { 1 });
+        for ((name, stored), rows) in names.zip(head_norms.into_iter().flatten()) {
+            self.norm(&format!("{to}{name}.weight"), &format!("{from}attn_{stored}.weight"), rows);
         }
         if m.architecture == GptOss {
             let sinks = format!("{from}attn_sinks.weight");

@@ -201,7 +201,7 @@ const PRES: &[Pre] = &[
         add_bos: false,
     },
     Pre {
-        names: &["deepseek-v3"],
+        names: &["deepseek-v3", "hunyuan-dense"],
         steps: &[Step::Split(r"\p{N}{1,3}"), Step::Split(DEEPSEEK3_HAN), Step::Split(DEEPSEEK3)],
         nfc: false,
         ignore_merges: false,

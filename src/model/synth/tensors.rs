@@ -192,10 +192,14 @@ impl List<'_> {
         self.matrix(name("o_proj.weight"), c.hidden, q, 1.0);
         let norms = match c.qk_norm {
             QkNorm::None => None,
-            QkNorm::Heads => Some([of.head_dim; 2]),
+            QkNorm::Heads | QkNorm::RotatedHeads => Some([of.head_dim; 2]),
             QkNorm::Rows => Some([q, kv]),
         };
-        let parts = ["q_norm.weight", "k_norm.weight"].into_iter().take(if own { 2 } else { 1 });
+        let parts = match c.qk_norm {
+            QkNorm::RotatedHeads => ["query_layernorm.weight", "key_layernorm.weight"],
+            _ => ["q_norm.weight", "k_norm.weight"],
+        };
+        let parts = parts.into_iter().take(if own { 2 } else { 1 });
         for (part, length) in parts.zip(norms.into_iter().flatten()) {
             self.norm(name(part), length);
         }

@@ -6,7 +6,7 @@ use serde_json::{Value as Json, json};
 use super::super::container::{Array, Value};
 use super::GgufArchitecture::{
     self, DeepSeek2, Dots1, Ernie45, Exaone4, Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe, GptOss, Granite,
-    MiniMaxM2, Mistral3, Olmo2, Olmoe, Phi3, Qwen2Vl, Qwen3Vl, Qwen3VlMoe, SeedOss, SmolLm3,
+    HunYuanDense, MiniMaxM2, Mistral3, Olmo2, Olmoe, Phi3, Qwen2Vl, Qwen3Vl, Qwen3VlMoe, SeedOss, SmolLm3,
 };
 use super::experts::{NOT_STATED, SCORES, SOFTMAX, SOFTMAX_OF_CHOSEN};
 use super::{
@@ -411,6 +411,7 @@ impl GgufModel {
             Olmoe => ("OlmoeForCausalLM", "olmoe"),
             Dots1 => ("Dots1ForCausalLM", "dots1"),
             MiniMaxM2 => ("MiniMaxM2ForCausalLM", "minimax_m2"),
+            HunYuanDense => ("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
         }
     }
 }

@@ -246,7 +246,7 @@ pub enum QkNorm {
     None,
     /// A norm over each head before RoPE, with a weight of `[head_dim]` for queries and one for keys.
     Heads,
-    /// The same after RoPE.
+    /// The same after RoPE, whose cosines and sines have the factor 1.
     RotatedHeads,
     /// A norm over all query heads together and one over all key heads together, with weights of `[heads * head_dim]`
     /// and `[kv_heads * head_dim]`, before RoPE.

@@ -1274,7 +1274,7 @@ fn rope(
         let dims = f64::from(rotary_dim);
         alpha.powf(dims / (dims - 2.0))
     });
-    Some(Rope {
+    let rope = Rope {
         theta: parameters.theta * stretch,
         rotary_dim,
         scaling: parameters.scaling,
@@ -1285,7 +1285,13 @@ fn rope(
             false => RotatedPairs::Halves,
         },
         query_growth: parameters.query_growth,
-    })
+    };
+    // The kernels take the mean square before the rotation, which must keep it.
+    let factor = rope.attention_scale();
+    if facts.qk_norm == QkNorm::RotatedHeads && factor != 1.0 {
+        reader.wrong("rope_scaling.attention_factor", factor, "1 where heads have their norms after they are rotated");
+    }
+    Some(rope)
 }
 
 fn dtype(reader: &mut Reader) -> Option<Dtype> {

@@ -844,6 +844,31 @@ fn other_spellings_of_published_files_are_read() {
     assert_eq!(rules(&with(MISTRAL, olmoe)), [("clip_qkv".to_owned(), "null".to_owned())]);
 }
 
+#[test]
+fn hunyuan_norms_what_a_rotation_of_another_base_keeps() {
+    let hunyuan = |scaling: Value| {
+        let own = serde_json::json!({
+            "architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense", "head_dim": 128,
+            "sliding_window": "<absent>", "rope_scaling": scaling,
+        });
+        with(MISTRAL, own)
+    };
+    let alpha = serde_json::json!({"alpha": 1000.0, "factor": 1.0, "type": "dynamic"});
+    let c = ModelConfig::parse(&hunyuan(alpha.clone()), None).unwrap();
+    let theta = c.attention(0).rope.as_ref().unwrap().theta;
+    assert!((theta - 11_158_839.925).abs() < 1e-2, "{theta}: what llama.cpp's converter writes");
+    assert_eq!(c.qk_norm, QkNorm::RotatedHeads);
+    let llama = ModelConfig::parse(&with(LLAMA, serde_json::json!({ "rope_scaling": alpha })), None).unwrap();
+    let plain = ModelConfig::parse(LLAMA, None).unwrap();
+    let theta = |c: &ModelConfig| c.attention(0).rope.as_ref().unwrap().theta;
+    assert_eq!(theta(&llama), theta(&plain), "other families have no alpha");
+    let yarn = rules(&hunyuan(serde_json::json!({
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096,
+    })));
+    let [(key, _)] = yarn.as_slice() else { panic!("{yarn:?}") };
+    assert_eq!(key, "rope_scaling.attention_factor");
+}
+
 /// The configuration of a released Gemma 4 of the given kind, as far as it matters.
 fn gemma4(changes: Value) -> String {
     let text = r#"{

@@ -66,9 +66,9 @@ test: setup-test
 test-full: test
 	$(CARGO) test --locked --test model -- --ignored batches:: demo:: fallback:: grammar:: split:: tensor::
 	OSTINATO_DEMO_TASKS=10 $(CARGO) test --locked --test model -- demo::
-	$(CARGO) test --locked --test kernels -- --ignored codes::
+	$(CARGO) test --locked --test kernels -- --ignored codes::several_rows
 	OSTINATO_TEST_EVERY_CASE=1 CARGO="$(CARGO)" tests/run.py kernels
-	OSTINATO_TEST_EVERY_CASE=1 $(CARGO) test --locked --test model -- families:: transformers:: split:: tensor:: \
+	OSTINATO_TEST_EVERY_CASE=1 $(CARGO) test --locked --test model -- families:: experts:: transformers:: split:: tensor:: \
 		grammar::rows_follow speculation::a_draft_head_changes quantised::the_demo_model
 	OSTINATO_TEST_EVERY_CASE=1 $(CARGO) test --locked --lib -- gguf::write
 	OSTINATO_TEST_EVERY_CASE=1 $(CARGO) test --locked --test program -- fleet::

@@ -75,12 +75,13 @@ test-full: test
 	OSTINATO_HOSTILE_SECONDS=60 $(CARGO) test --locked --test hostile -- everything_at_once
 	OSTINATO_TEST_GPU_ASSISTED=1 $(CARGO) test --locked --test kernels -- sampling:: stream:: draft::
 	for tests in "codes:: --skip packed_matrices --skip integer_dot_products" moe:: flash:: tiled:: \
-		"delta:: --skip tokens_that_may_be_taken_back --test-threads=1" \
+		"delta:: --skip tokens_that_may_be_taken_back --skip rows_that_decode_beside_prompts --test-threads=1" \
 		"forward:: --skip forward::attention_of --test-threads=1"; do \
 		OSTINATO_TEST_GPU_ASSISTED=1 OSTINATO_TEST_DRIVER=SwiftShader $(CARGO) test --locked --test kernels -- $$tests || exit 1; \
 	done
 	OSTINATO_TEST_GPU_ASSISTED=1 OSTINATO_TEST_DRIVER=SwiftShader VK_LAYER_GPUAV_SHARED_MEMORY_DATA_RACE=0 \
-		$(CARGO) test --locked --test kernels -- forward::attention_of tokens_that_may_be_taken_back integer_dot_products
+		$(CARGO) test --locked --test kernels -- forward::attention_of tokens_that_may_be_taken_back \
+		rows_that_decode_beside_prompts integer_dot_products
 	OSTINATO_TEST_GPU_ASSISTED=1 $(CARGO) test --locked --test kernels -- --ignored gpu_assisted
 
 # OSTINATO_SOAK_SECONDS sets another duration; the slope that is accepted of a shorter run is greater.

@@ -128,6 +128,14 @@ impl SourceRef {
             SourceFormat::Canonical(codes) => codes.group,
         }
     }
+
+    /// Returns the number of columns whose codes share a byte of a row of which a part can be decoded.
+    fn byte(&self) -> u32 {
+        match self.map.format {
+            SourceFormat::Canonical(codes) => 2 / codes.code_bytes(2) as u32,
+            _ => 1,
+        }
+    }
 }
 
 impl WeightSpec {
@@ -139,9 +147,9 @@ impl WeightSpec {
             Format::Codes(codes) if self.sources.iter().any(quantised) => codes.group,
             _ => 1,
         };
-        // Groups are powers of two. A row of a single group has one scale wherever it is cut.
+        // Groups are powers of two. A row of a single group has one scale wherever it is cut, but two codes may share a byte.
         let group = self.sources.iter().map(SourceRef::group).fold(packed, u32::max);
-        if self.cols <= group { 1 } else { group }
+        if self.cols <= group { self.sources.iter().map(SourceRef::byte).fold(1, u32::max) } else { group }
     }
 
     /// Returns the weight with some of its columns only.
@@ -656,14 +664,21 @@ mod tests {
         assert_eq!(divided(9728, 4), [2304, 2560, 2304, 2560]);
         // 96 inner values in groups of 32.
         assert_eq!(inner("quantised/ct-mixed"), [32, 64]);
-        // A row of one group can be cut anywhere, one of several between them.
-        let weight = |cols: u32, name: &str| {
-            let all = open("quantised/gptq-8").weights;
-            let of = all.into_iter().find(|weight| weight.name == name).unwrap();
+        // A row of one group can be cut anywhere, but not within a byte, one of several between them.
+        let weight = |cols: u32, fixture: &str| {
+            let all = open(&format!("quantised/{fixture}")).weights;
+            let of = all.into_iter().find(|weight| weight.name == "layers.0.o").unwrap();
             WeightSpec { cols, ..of }
         };
-        assert!(weight(64, "layers.0.o").columns(0..32).is_ok());
-        let error = weight(128, "layers.0.o").columns(32..64).unwrap_err().to_string();
+        assert!(weight(64, "gptq-8").columns(0..31).is_ok());
+        assert!(weight(26, "awq").columns(0..14).is_ok() && weight(26, "awq").columns(13..26).is_err());
+        let mut four_bits = open("quantised/awq");
+        (four_bits.config.attention_kinds[0].heads, four_bits.config.attention_kinds[0].kv_heads) = (4, 4);
+        four_bits.config.dense_widths.fill(26);
+        four_bits.weights.iter_mut().filter(|of| of.name.ends_with(".down")).for_each(|of| of.cols = 26);
+        let own = |index| four_bits.parts(Rank { index, of: 2 }).unwrap().inner[0].clone();
+        assert_eq!([own(0), own(1)], [0..12, 12..26]);
+        let error = weight(128, "gptq-8").columns(32..64).unwrap_err().to_string();
         assert!(
             error.starts_with("layers.0.o has groups of 64 columns, the heads of a device are 32 columns"),
             "{error}"

@@ -5,6 +5,7 @@ use super::*;
 use crate::config::KvFormat;
 use crate::device::{AdapterKind, Capabilities, Module, NEEDED, NEEDED_INVOCATIONS, NEEDED_SHARED_BYTES, Statistic};
 use crate::gpu::build::defaults::{RING_STEPS, tuning};
+use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::layout::StateLayout;
 use crate::kernels::shaders::{SHADERS, find};
 use crate::model::checkpoint::{CheckpointProblem, WeightSpec};
@@ -118,6 +119,22 @@ fn what_every_device_is_asked_for_is_what_the_plain_path_uses() {
         *most > NEEDED_SHARED_BYTES / 2,
         "{kernel:?} has {most} bytes at most, which is much less than is asked for"
     );
+}
+
+/// Goal: a step is recorded for every size of shared memory. Method: inputs of a norm that one workgroup of the product with
+/// codes does not hold, with one row as with several.
+#[test]
+fn inputs_of_norms_that_are_larger_than_shared_memory_are_packed() {
+    let folder = PathBuf::from("tests/fixtures/quantised/fp8-hybrid");
+    let checkpoint = Checkpoint::open(&folder).unwrap_or_else(|error| panic!("{error}"));
+    let emulated = tuning(&least(), Some(Matrices::Emulated), checkpoint.config.least_kv_heads(), 2048);
+    let kernels = |shared_bytes: u32| -> BTreeSet<&str> {
+        let tuning = Tuning { shared_bytes, ..emulated.clone() };
+        pipelines(&checkpoint, tuning).into_iter().map(|(kernel, _)| kernel).collect()
+    };
+    assert!(kernels(NEEDED_SHARED_BYTES).contains("skinny_codes.plain"));
+    let narrow = kernels(3 << 10);
+    assert!(!narrow.contains("skinny_codes.plain") && narrow.contains("panel.codes.plain"), "{narrow:?}");
 }
 
 /// The test at start leaves out models of which no small one can be made.

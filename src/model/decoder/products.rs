@@ -190,7 +190,8 @@ impl Decoder<'_> {
     }
 
     /// Whether `skinny_codes` serves a step of a number of rows. With more than one row, every workgroup scales more of x.
-    /// Parts of the columns pay for up to two rows; products with a norm, whose inputs are of the hidden size, have none.
+    /// Parts of the columns pay for up to two rows; products with a norm, whose inputs are of the hidden size, have none, so
+    /// that even one row is packed if such an input is larger than shared memory.
     fn codes_fit(&self, rows: u32) -> bool {
         let fits = |w: &WeightSpec| {
             let range = Range { buffer: BufferId(0), offset: 0, bytes: 0 };
@@ -198,7 +199,7 @@ impl Decoder<'_> {
             let whole = |matrices| self.column_parts(&weight, rows, matrices) == 1;
             rows <= 2 && w.cols != self.config.hidden || self.tuning.fragments.is_none_or(whole)
         };
-        rows <= 1 || rows <= MOST_CODES_ROWS && self.weights.iter().all(fits)
+        rows <= MOST_CODES_ROWS && self.weights.iter().all(fits)
     }
 
     /// Records a product with every part of a weight, after an optional norm of x.

@@ -479,7 +479,7 @@ const DEEPSEEK_V3: Facts = Facts {
 };
 
 /// All supported families.
-pub(super) const FAMILIES: [Facts; 35] = [
+pub(super) static FAMILIES: [Facts; 35] = [
     QWEN3,
     LLAMA,
     Facts {

@@ -614,8 +614,8 @@ impl<'a> Specs<'a> {
             let fused = self.config.architecture == Architecture::Qwen35Moe && !alone;
             return fused.then_some(Fused { alternate: false, transposed: false });
         }
-        // gpt-oss, whose experts have biases: rows alternate, of MXFP4 as they are multiplied, of numbers as their transpose.
-        // Qwen3-VL: the transpose, whose rows do not alternate. At least one of the two matrices of an expert is not square.
+        // gpt-oss: rows alternate, of MXFP4 as they are multiplied, of numbers as their transpose. Qwen3-VL: the transpose,
+        // whose rows do not alternate. At least one of the two matrices of an expert is not square.
         let [.., blocks] = Names::new(&gate_up).codes();
         let (count, inner, hidden) = (experts.count, experts.inner, self.config.hidden);
         let has_shape = |name: &str, shape: [u32; 3]| {
@@ -625,8 +625,8 @@ impl<'a> Specs<'a> {
             true => has_shape(&down, [count, inner, hidden]),
             false => has_shape(&gate_up, [count, hidden, 2 * inner]),
         };
-        let alternate = experts.bias && (transposed || self.headers.find(&blocks).is_some());
-        Some(Fused { alternate, transposed })
+        let halves = self.config.architecture == Architecture::Qwen3VlMoe;
+        Some(Fused { alternate: transposed && !halves || self.headers.find(&blocks).is_some(), transposed })
     }
 
     /// Gives the routed experts' and the shared expert's matrix, which one kernel reads, the same format of numbers, which

@@ -510,10 +510,10 @@ pub fn check_beside_prompts(
         let steps = replica.steps(100_000);
         let drawn: u32 = steps.iter().filter(|step| step.phase == "prefill").map(|step| step.tokens).sum();
         // Each prompt draws one token in a prefill step, and so does a sequence that was computed again.
-        if drawn > asked + replica.load().preemptions as u32 + 3 {
+        if drawn > asked + replica.load().preemptions as u32 + 10 {
             break;
         }
-        assert!(round < 20, "{name}, {split:?}, {tune:?}: {drawn} tokens were drawn in prefill steps");
+        assert!(round < 40, "{name}, {split:?}, {tune:?}: {drawn} tokens were drawn in prefill steps");
     }
     idle(&replica);
 }

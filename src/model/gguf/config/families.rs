@@ -268,6 +268,8 @@ pub(super) fn own_keys(
     [layers, hidden, heads, head_dim]: [u64; 4],
 ) -> Result<Vec<(&'static str, Json)>, GgufConfigError> {
     let mut own = Vec::new();
+    // As of the other biases, what the last layer has counts.
+    let has_output_bias = keys.parts.has(&format!("blk.{}.attn_output.bias", layers - 1));
     match keys.architecture {
         Gemma2 | Gemma3 | GemmaEmbedding => {
             // No key says it. The largest models of both families, which have these numbers of layers, are the only
@@ -311,8 +313,8 @@ pub(super) fn own_keys(
             }
         }
         SmolLm3 => own.push(("no_rope_layer_interval", json!(4))),
-        SeedOss => own.push(("attention_out_bias", json!(keys.parts.has("blk.0.attn_output.bias")))),
-        Ernie45 => own.push(("use_bias", json!(keys.parts.has("blk.0.attn_output.bias")))),
+        SeedOss => own.push(("attention_out_bias", json!(has_output_bias))),
+        Ernie45 => own.push(("use_bias", json!(has_output_bias))),
         _ => {}
     }
     Ok(own)

@@ -72,6 +72,16 @@ fn embedding_gemma_is_gemma_3_whose_tokens_see_later_ones() {
     assert_eq!(refused("gemma-embedding", &[]), "the metadata key gemma-embedding.attention.sliding_window is missing");
 }
 
+/// Goal: experts are read in files of llama, where Mixtral has them, and refused in families that have none.
+#[test]
+fn experts_are_refused_where_a_family_has_none() {
+    let json = config("llama", &experts());
+    assert_eq!((&json["architectures"], &json["num_experts"]), (&json!(["MixtralForCausalLM"]), &json!(2)));
+    assert_eq!(config("llama", &[])["architectures"], json!(["LlamaForCausalLM"]));
+    let error = refused("qwen2", &[("expert_count", Value::U32(8))]);
+    assert_eq!(error, "qwen2.expert_count is 8, which is not supported (experts in this architecture)");
+}
+
 /// Returns which layers of config.json have a window, as a string of S and F.
 fn layers(config: &Json) -> String {
     let names = config["layer_types"].as_array().unwrap().iter();

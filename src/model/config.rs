@@ -195,7 +195,7 @@ pub struct Experts {
     pub shared_inner: Option<u32>,
     /// Whether the shared expert's output is scaled by a gate of its own.
     pub shared_gate: bool,
-    /// How the router chooses; `None`: the greatest logits, with softmax weights.
+    /// How the router chooses; `None`: the greatest logits, with softmax weights, and a shared expert has a gate.
     pub routing: Option<Routing>,
     /// Whether the weights of a token's chosen experts are normalised to a sum of 1.
     pub normalise: bool,

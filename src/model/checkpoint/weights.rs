@@ -123,6 +123,9 @@ const EXPERT_PARTS: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 
 /// The name of the bias that counts for the choice of experts only.
 const CHOICE_BIAS: &str = "e_score_correction_bias";
+/// Granite's names of the matrices of a shared MLP, and of those of all experts.
+const GRANITE_GATE_UP: &str = "input_linear.weight";
+const GRANITE_DOWN: &str = "output_linear.weight";
 
 /// How tensors of all experts hold the experts' matrices.
 #[derive(Clone, Copy)]
@@ -466,7 +469,10 @@ impl<'a> Specs<'a> {
         self.block_norm(&format!("{to}mlp_norm"), from, c.norms.mlp);
         let experts = c.experts.filter(|_| kind == MlpKind::Experts);
         if experts.is_none_or(|experts| experts.beside_dense) {
-            self.dense(to, &format!("{from}mlp."), inner, c.mlp_bias);
+            // Granite 4 names its dense MLPs like the shared experts of other sizes.
+            let shared = format!("{from}shared_mlp.");
+            let own = if self.has(&format!("{shared}{GRANITE_DOWN}")) { shared } else { format!("{from}mlp.") };
+            self.dense(to, &own, inner, c.mlp_bias);
         }
         if let Some(experts) = experts {
             self.experts(experts, to, from);
@@ -479,8 +485,12 @@ impl<'a> Specs<'a> {
         let name = |part: &str| format!("{to}{part}");
         let mlp = |part: &str| format!("{from}{part}");
         // Some checkpoints have one tensor with the rows of the gate projection, then those of the up projection.
-        let fused = mlp("gate_up_proj.weight");
-        if self.has(&fused) && !self.has(&mlp("gate_proj.weight")) {
+        let granite = self.has(&mlp(GRANITE_DOWN));
+        let (fused, down) = match granite {
+            true => (mlp(GRANITE_GATE_UP), mlp(GRANITE_DOWN)),
+            false => (mlp("gate_up_proj.weight"), mlp("down_proj.weight")),
+        };
+        if granite || self.has(&fused) && !self.has(&mlp("gate_proj.weight")) {
             let slices = [0, 1].map(|part| Slice { from: part * inner, rows: inner, first_row: part, row_step: 2 });
             let origin = Origin::cut(fused, 2 * inner, Some(hidden), slices.into());
             self.push(&name("gate_up"), Some(hidden), vec![origin], 0.0);
@@ -492,7 +502,7 @@ impl<'a> Specs<'a> {
             let parts = ["gate_proj.bias", "up_proj.bias"].map(|part| (mlp(part), inner));
             self.interleaved(&name("gate_up.bias"), &borrowed(&parts), None);
         }
-        self.stacked(&name("down"), &[(&mlp("down_proj.weight"), hidden)], Some(inner));
+        self.stacked(&name("down"), &[(&down, hidden)], Some(inner));
         if bias {
             self.stacked(&name("down.bias"), &[(&mlp("down_proj.bias"), hidden)], None);
         }
@@ -506,14 +516,17 @@ impl<'a> Specs<'a> {
         let (root, parts) = match experts.beside_dense {
             true => (from.to_owned(), EXPERT_PARTS),
             false if self.has(&format!("{other}gate.weight")) => (other, ["w1", "w3", "w2"]),
+            false if self.has(&format!("{other}{GRANITE_DOWN}")) => (other, EXPERT_PARTS),
             false => (format!("{from}mlp."), EXPERT_PARTS),
         };
         let tensor = |part: &str| format!("{root}{part}");
 
         let own = match experts.beside_dense {
             true => "router.proj",
-            false if self.has(&tensor("router.weight")) => "router",
-            false => "gate",
+            false => ["router", "router.layer", "gate.wg"]
+                .into_iter()
+                .find(|own| self.has(&tensor(&format!("{own}.weight"))))
+                .unwrap_or("gate"),
         };
         if experts.beside_dense {
             let names = ["dense_post_norm", "experts.norm", "experts.post_norm"];
@@ -535,9 +548,17 @@ impl<'a> Specs<'a> {
         self.stacked(&name("router"), &rows, Some(hidden));
         let (count, inner) = (experts.count, experts.inner);
         if experts.routing.is_some_and(|routing| routing.choice_bias) {
-            let [bias, of_block] = [tensor(&format!("{own}.{CHOICE_BIAS}")), tensor(CHOICE_BIAS)];
-            let bias = if self.has(&of_block) { of_block } else { bias };
-            self.stacked(&name("router.choice_bias"), &[(&bias, count)], None);
+            let places = [CHOICE_BIAS.to_owned(), format!("moe_statics.{CHOICE_BIAS}")].map(|place| tensor(&place));
+            let bias = places.into_iter().find(|place| self.has(place));
+            let bias = bias.unwrap_or_else(|| tensor(&format!("{own}.{CHOICE_BIAS}")));
+            let slices = vec![Slice { from: 0, rows: count, first_row: 0, row_step: 1 }];
+            // ERNIE's is of one group of experts.
+            let shape = match self.headers.find(&bias).is_some_and(|(_, info)| info.shape.len() == 2) {
+                true => vec![1, u64::from(count)],
+                false => vec![u64::from(count)],
+            };
+            let bias = Origin { tensor: bias, shape, slices, transposed: None };
+            self.push(&name("router.choice_bias"), None, vec![bias], 0.0);
         }
         if experts.bias {
             self.stacked(&name("router.bias"), &[(&tensor(&format!("{own}.bias")), count)], None);
@@ -577,13 +598,11 @@ impl<'a> Specs<'a> {
             // Rows that alternate are in the packed order.
             let gate_up = if alternate { whole(2 * inner) } else { (0..count).flat_map(halves).collect() };
             let down = whole(hidden);
-            let origin = |part: &str, rows: u32, cols: u32, slices: Vec<Slice>| {
-                vec![Origin::fused(tensor(part), [count, rows, cols], transposed, slices)]
+            let origin = |tensor: String, rows: u32, cols: u32, slices: Vec<Slice>| {
+                vec![Origin::fused(tensor, [count, rows, cols], transposed, slices)]
             };
-            (
-                origin("experts.gate_up_proj", 2 * inner, hidden, gate_up),
-                origin("experts.down_proj", hidden, inner, down),
-            )
+            let [both, last] = self.fused_names(&tensor);
+            (origin(both, 2 * inner, hidden, gate_up), origin(last, hidden, inner, down))
         } else {
             let of = |expert: u32, part: &str| tensor(&format!("experts.{expert}.{part}.weight"));
             let [gate, up, down] = parts;
@@ -597,18 +616,31 @@ impl<'a> Specs<'a> {
         self.push(&name("experts.gate_up"), Some(hidden), gate_up, 0.0);
         self.push(&name("experts.down"), Some(inner), down, 0.0);
         if let Some(inner) = experts.shared_inner {
-            let shared =
-                if self.has(&tensor("shared_experts.down_proj.weight")) { "shared_experts." } else { "shared_expert." };
-            self.dense(&name("shared."), &tensor(shared), inner, false);
+            let granite = format!("{from}shared_mlp.");
+            let shared = ["shared_experts.", "shared_mlp."].map(tensor);
+            let shared = match shared.into_iter().find(|shared| self.has(&format!("{shared}down_proj.weight"))) {
+                Some(shared) => shared,
+                None if self.has(&format!("{granite}{GRANITE_DOWN}")) => granite,
+                None => tensor("shared_expert."),
+            };
+            self.dense(&name("shared."), &shared, inner, false);
             for part in ["gate_up", "down"] {
                 self.match_numbers([name(&format!("experts.{part}")), name(&format!("shared.{part}"))]);
             }
         }
     }
 
+    /// Returns the names of the tensors of all experts: gate and up projections, and down projections.
+    fn fused_names(&self, tensor: &dyn Fn(&str) -> String) -> [String; 2] {
+        match self.has(&tensor(GRANITE_DOWN)) {
+            true => [GRANITE_GATE_UP, GRANITE_DOWN].map(tensor),
+            false => ["experts.gate_up_proj", "experts.down_proj"].map(tensor),
+        }
+    }
+
     /// Returns how the experts' matrices are stored in tensors of all experts; `None` if each expert has its own tensors.
     fn fused(&self, tensor: &dyn Fn(&str) -> String, experts: Experts) -> Option<Fused> {
-        let [gate_up, down] = ["experts.gate_up_proj", "experts.down_proj"].map(tensor);
+        let [gate_up, down] = self.fused_names(tensor);
         if !self.has(&gate_up) {
             let alone = self.has(&tensor("experts.0.gate_proj.weight"));
             let fused = self.config.architecture == Architecture::Qwen35Moe && !alone;

@@ -94,6 +94,18 @@ pub enum Architecture {
     MiniMaxM2,
     /// `HunYuanDenseV1ForCausalLM`: like Llama, with an RMS norm on each query and key head after they are rotated.
     HunYuanDense,
+    /// `HunYuanMoEV1ForCausalLM`: like HunYuan's dense models, with experts in all layers, beside a shared expert.
+    HunYuanMoe,
+    /// `Ernie4_5_MoeForCausalLM`: like ERNIE 4.5, with experts between dense layers, which are chosen by softmax scores with a
+    /// bias, beside a shared expert.
+    Ernie45Moe,
+    /// `GraniteMoeForCausalLM`: like Granite, with experts in all layers.
+    GraniteMoe,
+    /// `GraniteMoeSharedForCausalLM`: like that, with a shared expert.
+    GraniteMoeShared,
+    /// `GraniteMoeHybridForCausalLM` (Granite 4): like that, or dense, with or without rotary embedding. Models with Mamba
+    /// layers are refused.
+    GraniteMoeHybrid,
 }
 
 /// Whether a projection has a bias.
@@ -193,6 +205,11 @@ pub(super) struct Facts {
     pub(super) default_rope_is_whole: bool,
     /// Layers without rotary embedding: whether `no_rope_layers` and `no_rope_layer_interval` (4) count.
     pub(super) some_without_rope: bool,
+    /// Another name in `layer_types` of layers that see all tokens, in families whose layers are of other kinds, which are not
+    /// supported, if the key is absent.
+    pub(super) attention_name: Option<&'static str>,
+    /// Whether layers have a rotary embedding only if `position_embedding_type` says so.
+    pub(super) rope_named: bool,
     /// Whether layers that see all tokens have no rotary embedding unless `sliding_window` is null, which stands for no
     /// window then.
     pub(super) rope_in_windows: bool,
@@ -260,8 +277,10 @@ pub(super) struct ExpertFacts {
     pub(super) everywhere: bool,
     /// Whether the chosen experts' weights are normalised: always, or by `norm_topk_prob` with this default.
     pub(super) normalise: Option<bool>,
-    /// The keys of the number of experts and of their intermediate size; the first that is present counts.
+    /// The keys of the number of experts, of the number chosen and of their intermediate size; the first that is present
+    /// counts.
     pub(super) count_keys: &'static [&'static str],
+    pub(super) chosen_keys: &'static [&'static str],
     pub(super) inner_keys: &'static [&'static str],
     /// Whether the router and the experts' matrices have biases.
     pub(super) bias: bool,
@@ -284,6 +303,14 @@ pub(super) enum ExpertStyle {
     /// If `enable_moe_block` is true, all layers have experts beside a dense MLP; `top_k_experts` are chosen of softmax
     /// scores, by a router with a norm of its own, and each has a factor.
     Gemma4,
+    /// Every `moe_layer_interval`-th layer from `moe_layer_start_index` to `moe_layer_end_index` has experts;
+    /// `moe_num_shared_experts` times the experts' width, without a gate; chosen by softmax scores with a bias.
+    Ernie,
+    /// All layers; a shared expert as wide as the others, without a gate. Keys may be lists of the same number for each layer.
+    HunYuan,
+    /// All layers, or none if there are 0 experts; `shared_intermediate_size`, without a gate, which is also the width of
+    /// dense MLPs.
+    Granite,
 }
 
 const DEFAULTS: Defaults = Defaults {
@@ -308,6 +335,7 @@ const EXPERTS: ExpertFacts = ExpertFacts {
     everywhere: false,
     normalise: Some(false),
     count_keys: &["num_experts", "num_local_experts"],
+    chosen_keys: &["num_experts_per_tok"],
     inner_keys: &["moe_intermediate_size"],
     bias: false,
     style: ExpertStyle::Qwen,
@@ -331,6 +359,8 @@ const LLAMA: Facts = Facts {
     rope_required: false,
     default_rope_is_whole: false,
     some_without_rope: false,
+    attention_name: None,
+    rope_named: false,
     rope_in_windows: false,
     rope_alpha: false,
     query_growth: false,
@@ -478,8 +508,72 @@ const DEEPSEEK_V3: Facts = Facts {
     ..LLAMA
 };
 
+const ERNIE45: Facts = Facts {
+    architecture: Architecture::Ernie45,
+    names: &["Ernie4_5ForCausalLM"],
+    model_types: &["ernie4_5"],
+    qkv_bias: Bias::Key("use_bias", false),
+    o_bias: Bias::Key("use_bias", false),
+    mlp_bias: Bias::Key("use_bias", false),
+    interleaved: true,
+    defaults: Defaults {
+        kv_heads: Some(2),
+        head_dim: Some(128),
+        context: 131_072,
+        rms_eps: 1e-5,
+        tied: true,
+        theta: 500_000.0,
+        bos: Some(1),
+        eos: &[2],
+        ..DEFAULTS
+    },
+    ..LLAMA
+};
+
+const GRANITE: Facts = Facts {
+    architecture: Architecture::Granite,
+    names: &["GraniteForCausalLM"],
+    model_types: &["granite"],
+    embedding_scale: EmbeddingScale::Key("embedding_multiplier"),
+    score_scale: ScoreScale::Key("attention_multiplier"),
+    multipliers: true,
+    ..LLAMA
+};
+
+const GRANITE_EXPERTS: ExpertFacts = ExpertFacts {
+    count: 8,
+    chosen: 2,
+    inner: 11_008,
+    everywhere: true,
+    normalise: None,
+    count_keys: &["num_local_experts"],
+    inner_keys: &["intermediate_size"],
+    style: ExpertStyle::Granite,
+    ..EXPERTS
+};
+
+const GRANITE_MOE: Facts = Facts {
+    architecture: Architecture::GraniteMoe,
+    names: &["GraniteMoeForCausalLM"],
+    model_types: &["granitemoe"],
+    experts: Some(GRANITE_EXPERTS),
+    mlp_bias: Bias::Never,
+    ..GRANITE
+};
+
+const HUNYUAN: Facts = Facts {
+    architecture: Architecture::HunYuanDense,
+    names: &["HunYuanDenseV1ForCausalLM"],
+    model_types: &["hunyuan_v1_dense"],
+    mlp_bias: Bias::Never,
+    qk_norm: QkNorm::RotatedHeads,
+    rope_alpha: true,
+    defaults: Defaults { rms_eps: 1e-5, ..LLAMA.defaults },
+    ..LLAMA
+};
+
 /// All supported families.
-pub(super) static FAMILIES: [Facts; 35] = [
+pub(super) static FAMILIES: [Facts; 40] = [
     QWEN3,
     LLAMA,
     Facts {
@@ -585,15 +679,7 @@ pub(super) static FAMILIES: [Facts; 35] = [
         },
         ..LLAMA
     },
-    Facts {
-        architecture: Architecture::Granite,
-        names: &["GraniteForCausalLM"],
-        model_types: &["granite"],
-        embedding_scale: EmbeddingScale::Key("embedding_multiplier"),
-        score_scale: ScoreScale::Key("attention_multiplier"),
-        multipliers: true,
-        ..LLAMA
-    },
+    GRANITE,
     GEMMA2,
     Facts {
         architecture: Architecture::Gemma3,
@@ -614,6 +700,7 @@ pub(super) static FAMILIES: [Facts; 35] = [
         experts: Some(ExpertFacts {
             normalise: None,
             count_keys: &["num_experts"],
+            chosen_keys: &["top_k_experts"],
             style: ExpertStyle::Gemma4,
             ..EXPERTS
         }),
@@ -785,27 +872,7 @@ pub(super) static FAMILIES: [Facts; 35] = [
         },
         ..LLAMA
     },
-    Facts {
-        architecture: Architecture::Ernie45,
-        names: &["Ernie4_5ForCausalLM"],
-        model_types: &["ernie4_5"],
-        qkv_bias: Bias::Key("use_bias", false),
-        o_bias: Bias::Key("use_bias", false),
-        mlp_bias: Bias::Key("use_bias", false),
-        interleaved: true,
-        defaults: Defaults {
-            kv_heads: Some(2),
-            head_dim: Some(128),
-            context: 131_072,
-            rms_eps: 1e-5,
-            tied: true,
-            theta: 500_000.0,
-            bos: Some(1),
-            eos: &[2],
-            ..DEFAULTS
-        },
-        ..LLAMA
-    },
+    ERNIE45,
     Facts {
         architecture: Architecture::Exaone4,
         names: &["Exaone4ForCausalLM"],
@@ -880,15 +947,62 @@ pub(super) static FAMILIES: [Facts; 35] = [
         },
         ..LLAMA
     },
+    HUNYUAN,
     Facts {
-        architecture: Architecture::HunYuanDense,
-        names: &["HunYuanDenseV1ForCausalLM"],
-        model_types: &["hunyuan_v1_dense"],
+        architecture: Architecture::HunYuanMoe,
+        names: &["HunYuanMoEV1ForCausalLM"],
+        model_types: &["hunyuan_v1_moe"],
+        experts: Some(ExpertFacts {
+            count: 1,
+            chosen: 1,
+            inner: 11_008,
+            shared: Some(11_008),
+            everywhere: true,
+            normalise: None,
+            chosen_keys: &["moe_topk", "num_experts_per_tok"],
+            inner_keys: &["intermediate_size"],
+            style: ExpertStyle::HunYuan,
+            ..EXPERTS
+        }),
+        ..HUNYUAN
+    },
+    Facts {
+        architecture: Architecture::Ernie45Moe,
+        names: &["Ernie4_5_MoeForCausalLM"],
+        model_types: &["ernie4_5_moe"],
+        experts: Some(ExpertFacts {
+            count: 64,
+            chosen: 6,
+            inner: 1536,
+            shared: Some(3072),
+            normalise: None,
+            count_keys: &["moe_num_experts", "num_experts"],
+            chosen_keys: &["moe_k", "num_experts_per_tok"],
+            style: ExpertStyle::Ernie,
+            ..EXPERTS
+        }),
+        qkv_bias: Bias::Never,
+        o_bias: Bias::Never,
         mlp_bias: Bias::Never,
-        qk_norm: QkNorm::RotatedHeads,
-        rope_alpha: true,
-        defaults: Defaults { rms_eps: 1e-5, ..LLAMA.defaults },
-        ..LLAMA
+        defaults: Defaults { kv_heads: Some(4), head_dim: None, ..ERNIE45.defaults },
+        ..ERNIE45
+    },
+    GRANITE_MOE,
+    Facts {
+        architecture: Architecture::GraniteMoeShared,
+        names: &["GraniteMoeSharedForCausalLM"],
+        model_types: &["granitemoeshared"],
+        experts: Some(ExpertFacts { shared: Some(0), ..GRANITE_EXPERTS }),
+        ..GRANITE_MOE
+    },
+    Facts {
+        architecture: Architecture::GraniteMoeHybrid,
+        names: &["GraniteMoeHybridForCausalLM"],
+        model_types: &["granitemoehybrid"],
+        experts: Some(ExpertFacts { shared: Some(1024), everywhere: false, ..GRANITE_EXPERTS }),
+        attention_name: Some("attention"),
+        rope_named: true,
+        ..GRANITE_MOE
     },
 ];
 

@@ -177,6 +177,9 @@ pub(super) fn read(
     let (mlp_kinds, experts) = mlp_kinds(reader, facts, layers, hidden);
     let intermediate = match &mlp_kinds {
         Some(kinds) if !kinds.contains(&MlpKind::Dense) && !experts.is_some_and(|of| of.beside_dense) => Some(0),
+        _ if facts.experts.is_some_and(|of| of.style == ExpertStyle::Granite) => {
+            reader.count_or("shared_intermediate_size", MAX_DIMENSION, 1024)
+        }
         _ => reader.count("intermediate_size", MAX_DIMENSION),
     };
     let vocab = match facts.defaults.vocab {
@@ -658,6 +661,11 @@ fn mixers(reader: &mut Reader, facts: &Facts, layers: Option<u32>) -> Option<Vec
     }
     let Some(names) = reader.value("layer_types").cloned().filter(|_| !everywhere) else {
         let layers = layers?;
+        if facts.attention_name.is_some() {
+            let key = reader.named("layer_types");
+            reader.problems.push(ConfigProblem::Missing(key));
+            return None;
+        }
         return Some(match facts.windows {
             _ if facts.hybrid => {
                 let interval = reader.count_or("full_attention_interval", MAX_LAYERS, 4)?;
@@ -706,6 +714,7 @@ fn mixers(reader: &mut Reader, facts: &Facts, layers: Option<u32>) -> Option<Vec
     for name in names {
         match name.as_str() {
             Some("full_attention") => mixers.push(full),
+            other if other.is_some() && other == facts.attention_name => mixers.push(full),
             Some("linear_attention") if facts.hybrid => mixers.push(Mixer::GatedDelta),
             Some("sliding_attention") if slides => mixers.push(sliding),
             other => {
@@ -734,9 +743,17 @@ fn mixers(reader: &mut Reader, facts: &Facts, layers: Option<u32>) -> Option<Vec
     Some(mixers)
 }
 
-/// Returns whether each layer has a rotary embedding: `no_rope_layers`, in which 1 stands for a layer with one, or all
+/// Returns whether each layer has a rotary embedding: `position_embedding_type`; `no_rope_layers`, in which 1 stands for a layer with one, or all
 /// but every `no_rope_layer_interval`-th.
 fn rotated_layers(reader: &mut Reader, facts: &Facts, layers: u32) -> Option<Vec<bool>> {
+    if facts.rope_named {
+        const KEY: &str = "position_embedding_type";
+        let kind = reader.value(KEY).cloned().unwrap_or(Value::Null);
+        if ![Value::Null, "rope".into(), "nope".into()].contains(&kind) {
+            reader.wrong(KEY, &kind, "rope, nope or null");
+        }
+        return Some(vec![kind == "rope"; layers as usize]);
+    }
     if !facts.some_without_rope {
         return Some(vec![true; layers as usize]);
     }
@@ -911,12 +928,34 @@ fn mlp_kinds(
     else {
         return (all(MlpKind::Dense), None);
     };
-    let ExpertFacts { count, chosen, inner, shared, everywhere, normalise, count_keys, inner_keys, bias, style } =
-        experts;
+    let ExpertFacts {
+        count,
+        chosen,
+        inner,
+        shared,
+        everywhere,
+        normalise,
+        count_keys,
+        chosen_keys,
+        inner_keys,
+        bias,
+        style,
+    } = experts;
     let named = |reader: &Reader, keys: &[&'static str]| {
         keys.iter().copied().find(|key| reader.value(key).is_some()).unwrap_or(keys[0])
     };
-    let (key, inner_key) = (named(reader, count_keys), named(reader, inner_keys));
+    let [key, chosen_key, inner_key] = [count_keys, chosen_keys, inner_keys].map(|keys| named(reader, keys));
+    if style == ExpertStyle::HunYuan {
+        for key in [key, chosen_key, inner_key, "moe_intermediate_size", "num_shared_expert"] {
+            same_in_all_layers(reader, key);
+        }
+        // The class uses neither key.
+        fixed(reader, "num_shared_expert", 1);
+        if let Some(width) = reader.value(inner_key).cloned() {
+            fixed(reader, "moe_intermediate_size", width);
+        }
+        fixed(reader, "norm_topk_prob", true);
+    }
     let count = match reader.value(key) {
         None => Some(count),
         // 0 experts make every layer dense, in families that allow dense layers.
@@ -929,36 +968,53 @@ fn mlp_kinds(
             ExpertStyle::Qwen => sparse_layers(reader, layers),
             ExpertStyle::DeepSeekV3(dense, ..) => layers_after_dense(reader, layers, dense),
             ExpertStyle::DeepSeekV2 => layers_after_dense(reader, layers, 0),
-            ExpertStyle::Gemma4 => all(MlpKind::Experts),
+            ExpertStyle::Ernie => layers_between(reader, layers),
+            ExpertStyle::Gemma4 | ExpertStyle::HunYuan | ExpertStyle::Granite => all(MlpKind::Experts),
         },
     };
     if kinds.as_ref().is_some_and(|kinds| !kinds.contains(&MlpKind::Experts)) {
         return (kinds, None);
     }
-    let chosen_key = if style == ExpertStyle::Gemma4 { "top_k_experts" } else { "num_experts_per_tok" };
     let chosen = reader.count_or(chosen_key, MAX_DIMENSION, chosen);
     let inner = reader.count_or(inner_key, MAX_DIMENSION, inner);
-    let shared_inner = match (style, shared, reader.value("shared_expert_intermediate_size")) {
-        (_, None, _) => Some(0),
-        (ExpertStyle::DeepSeekV3(..) | ExpertStyle::DeepSeekV2, Some(_), _) => {
-            let shared = match reader.value("n_shared_experts") {
-                None => Some(1),
-                Some(_) => reader.integer("n_shared_experts", 0, 1024),
+    // The key of the shared expert's width, or of the number of experts that are as wide together, and its default.
+    let (shared_key, times) = match style {
+        ExpertStyle::DeepSeekV3(..) | ExpertStyle::DeepSeekV2 => ("n_shared_experts", Some(1)),
+        ExpertStyle::Ernie => ("moe_num_shared_experts", Some(2)),
+        ExpertStyle::HunYuan => ("num_shared_expert", Some(1)),
+        ExpertStyle::Granite => ("shared_intermediate_size", None),
+        ExpertStyle::Qwen | ExpertStyle::Gemma4 => ("shared_expert_intermediate_size", None),
+    };
+    let shared_inner = match (shared, times, reader.value(shared_key)) {
+        (None, ..) => Some(0),
+        (Some(_), Some(default), stated) => {
+            let shared = match stated {
+                None => Some(default),
+                Some(_) => reader.integer(shared_key, 0, 1024),
             };
             let product = shared.zip(inner).map(|(shared, inner)| u64::from(shared) * u64::from(inner));
             if let Some(product) = product.filter(|product| *product > MAX_DIMENSION) {
                 let rule = format!("such that {inner_key} times it is at most {MAX_DIMENSION}, not {product}");
-                reader.wrong("n_shared_experts", shared.unwrap_or(0), rule);
+                reader.wrong(shared_key, shared.unwrap_or(0), rule);
             }
             product.filter(|product| *product <= MAX_DIMENSION).map(|product| product as u32)
         }
-        (ExpertStyle::Qwen | ExpertStyle::Gemma4, default, None) => default,
-        (ExpertStyle::Qwen | ExpertStyle::Gemma4, _, Some(_)) => {
-            reader.integer("shared_expert_intermediate_size", 0, MAX_DIMENSION)
-        }
+        (default, None, None) => default,
+        (_, None, Some(_)) => reader.integer(shared_key, 0, MAX_DIMENSION),
     };
     let routing = match style {
         ExpertStyle::Qwen => None,
+        // A softmax over the chosen logits has the shares of the softmax over all, normalised. The choice without a routing
+        // takes a shared expert for one with a gate.
+        ExpertStyle::HunYuan | ExpertStyle::Granite => shared_inner.filter(|inner| *inner > 0).map(|_| PLAIN_ROUTING),
+        ExpertStyle::Ernie => {
+            fixed(reader, "use_bias", false);
+            // A least sum of the chosen experts' shares: the shares of every choice have a greater one.
+            if let Some(least) = reader.positive("moe_norm_min", None).filter(|least| *least > 1e-9) {
+                reader.wrong("moe_norm_min", least, "at most 1e-9");
+            }
+            Some(Routing { choice_bias: true, ..PLAIN_ROUTING })
+        }
         ExpertStyle::DeepSeekV3(_, groups, kept, factor) => routing(reader, count, chosen, (groups, kept, factor)),
         ExpertStyle::DeepSeekV2 => softmax_routing(reader, count, chosen),
         // The router's input is divided by the square root of its width.
@@ -991,10 +1047,10 @@ fn mlp_kinds(
         reader.wrong(inner_key, inner, "a multiple of 8");
     }
     // In the other styles it is a multiple of the experts' width.
-    if let (ExpertStyle::Qwen, Some(shared)) = (style, shared_inner)
+    if let (None, Some(shared)) = (times, shared_inner)
         && shared % 8 != 0
     {
-        reader.wrong("shared_expert_intermediate_size", shared, "a multiple of 8");
+        reader.wrong(shared_key, shared, "a multiple of 8");
     }
     if let Some(hidden) = hidden
         && hidden % 16 != 0
@@ -1049,6 +1105,35 @@ fn layers_after_dense(reader: &mut Reader, layers: Option<u32>, dense: u32) -> O
         Some(_) => reader.integer("first_k_dense_replace", 0, MAX_LAYERS)?,
     };
     Some((0..layers).map(|layer| if layer < dense { MlpKind::Dense } else { MlpKind::Experts }).collect())
+}
+
+/// Replaces a list of the same value for each layer by the value; other lists stay, and are no value of the key.
+fn same_in_all_layers(reader: &mut Reader, key: &str) {
+    if let Some(Value::Array(values)) = reader.map.get(key)
+        && let Some(first) = values.first().filter(|first| values.iter().all(|value| value == *first)).cloned()
+    {
+        reader.map.insert(key.to_owned(), first);
+    }
+}
+
+/// Returns experts for every `moe_layer_interval`-th layer from `moe_layer_start_index` to `moe_layer_end_index`, where -1
+/// stands for the last layer.
+fn layers_between(reader: &mut Reader, layers: Option<u32>) -> Option<Vec<MlpKind>> {
+    let (layers, interval) = (layers?, reader.count_or("moe_layer_interval", MAX_LAYERS, 1)?);
+    let first = match reader.value("moe_layer_start_index") {
+        None => 1,
+        Some(_) => reader.integer("moe_layer_start_index", 0, MAX_LAYERS)?,
+    };
+    let last = match reader.value("moe_layer_end_index") {
+        None => layers,
+        Some(last) if last.as_i64() == Some(-1) => layers,
+        Some(_) => reader.integer("moe_layer_end_index", 0, MAX_LAYERS)?,
+    };
+    let kind = |layer: u32| match (layer + 1).is_multiple_of(interval) && (first..=last).contains(&layer) {
+        true => MlpKind::Experts,
+        false => MlpKind::Dense,
+    };
+    Some((0..layers).map(kind).collect())
 }
 
 /// A choice by the greatest softmax scores of all experts.

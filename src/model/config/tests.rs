@@ -844,6 +844,83 @@ fn other_spellings_of_published_files_are_read() {
     assert_eq!(rules(&with(MISTRAL, olmoe)), [("clip_qkv".to_owned(), "null".to_owned())]);
 }
 
+/// Goal: Granite's layers are attention, by name, with or without rotary embedding; a shared MLP is the dense one where there
+/// are no experts.
+#[test]
+fn granite_4_without_mamba_layers_is_read() {
+    let granite = |own: Value| {
+        let base = serde_json::json!({
+            "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "num_hidden_layers": 2,
+            "sliding_window": "<absent>", "layer_types": ["attention", "attention"], "num_local_experts": 0,
+            "num_experts_per_tok": 0, "position_embedding_type": "rope", "shared_intermediate_size": 2048,
+        });
+        with(&with(MISTRAL, base), own)
+    };
+    let c = ModelConfig::parse(&granite(serde_json::json!({})), None).unwrap();
+    assert_eq!((c.intermediate, c.experts, c.attention(1).rope.is_some()), (2048, None, true));
+    let experts = serde_json::json!({
+        "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 512, "position_embedding_type": "nope",
+    });
+    let c = ModelConfig::parse(&granite(experts), None).unwrap();
+    let experts = c.experts.unwrap();
+    assert_eq!(
+        (experts.inner, experts.shared_inner, experts.shared_gate, experts.normalise),
+        (512, Some(2048), false, true)
+    );
+    assert!(c.attention(0).rope.is_none() && experts.routing.is_some(), "the choice needs no gate of the shared MLP");
+
+    let mamba = problems(&granite(serde_json::json!({"layer_types": ["mamba", "attention"]})));
+    assert_eq!(mamba, [ConfigProblem::UnsupportedLayer("mamba".into())]);
+    let absent = problems(&granite(serde_json::json!({"layer_types": "<absent>"})));
+    assert_eq!(absent, [ConfigProblem::Missing("layer_types".into())]);
+    let odd = rules(&granite(serde_json::json!({"position_embedding_type": "alibi"})));
+    assert_eq!(odd, [("position_embedding_type".to_owned(), "rope, nope or null".to_owned())]);
+    let llama = problems(&with(LLAMA, serde_json::json!({"layer_types": ["attention", "attention"]})));
+    assert!(matches!(llama.as_slice(), [ConfigProblem::UnsupportedLayer(_), ..]), "{llama:?}");
+}
+
+#[test]
+fn experts_of_ernie_and_hunyuan_are_read() {
+    let ernie = |own: Value| {
+        let base = serde_json::json!({
+            "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "num_hidden_layers": 4,
+            "sliding_window": "<absent>", "moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536,
+            "moe_num_shared_experts": 2, "moe_layer_end_index": -1, "use_bias": false,
+        });
+        with(&with(MISTRAL, base), own)
+    };
+    let kinds = |own: Value| ModelConfig::parse(&ernie(own), None).unwrap().mlp_kinds;
+    let (dense, experts) = (MlpKind::Dense, MlpKind::Experts);
+    assert_eq!(kinds(serde_json::json!({})), [dense, experts, experts, experts]);
+    let between = serde_json::json!({"moe_layer_interval": 2, "moe_layer_start_index": 0, "moe_layer_end_index": 2});
+    assert_eq!(kinds(between), [dense, experts, dense, dense]);
+    let of = ModelConfig::parse(&ernie(serde_json::json!({})), None).unwrap().experts.unwrap();
+    assert_eq!((of.count, of.chosen, of.shared_inner, of.normalise), (64, 6, Some(3072), true));
+    assert!(of.routing.is_some_and(|routing| routing.choice_bias && !routing.sigmoid));
+    for (key, value) in [("use_bias", serde_json::json!(true)), ("moe_norm_min", serde_json::json!(0.5))] {
+        assert_eq!(rules(&ernie(serde_json::json!({ key: value })))[0].0, key);
+    }
+
+    let hunyuan = |own: Value| {
+        let base = serde_json::json!({
+            "architectures": ["HunYuanMoEV1ForCausalLM"], "model_type": "hunyuan_v1_moe", "num_hidden_layers": 2,
+            "sliding_window": "<absent>", "num_experts": 64, "moe_topk": [8, 8], "num_shared_expert": [1, 1],
+            "intermediate_size": 3072, "moe_intermediate_size": [3072, 3072],
+        });
+        with(&with(MISTRAL, base), own)
+    };
+    let of = ModelConfig::parse(&hunyuan(serde_json::json!({})), None).unwrap().experts.unwrap();
+    assert_eq!((of.chosen, of.inner, of.shared_inner, of.shared_gate), (8, 3072, Some(3072), false));
+    for (key, value) in [
+        ("moe_topk", serde_json::json!([8, 4])),
+        ("num_shared_expert", serde_json::json!(2)),
+        ("moe_intermediate_size", serde_json::json!([3072, 1536])),
+        ("norm_topk_prob", serde_json::json!(false)),
+    ] {
+        assert_eq!(rules(&hunyuan(serde_json::json!({ key: value })))[0].0, key);
+    }
+}
+
 #[test]
 fn hunyuan_norms_what_a_rotation_of_another_base_keeps() {
     let hunyuan = |scaling: Value| {

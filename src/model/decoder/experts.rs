@@ -93,6 +93,21 @@ impl Decoder<'_> {
         r.call(stream::add_branch(label, size, branch, (step.x, factor), tags, step.fault));
     }
 
+    /// Records experts whose output is multiplied by the model's factor before it is added to the residual stream.
+    pub(super) fn scaled_experts(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block) {
+        let c = self.config;
+        self.experts_into(r, shape, step, block, step.branch);
+        let x = if self.stage.rank.is_some() { step.summed } else { step.branch };
+        if self.stage.rank.is_some() {
+            self.all_reduce(r, shape, step, &block.name("experts"), (step.branch, x));
+        }
+        let branch = Branch { x, norm: None, beside: None, epsilon: c.rms_eps, scale: c.residual_scale };
+        let flow = step.flow(Some(x.range), Some(step.x.range));
+        let tags = BranchFlow { flow, ..BranchFlow::NONE };
+        let (label, size) = (block.name("experts_add"), (shape.rows(), c.hidden));
+        r.call(stream::add_branch(label, size, branch, (step.x, None), tags, step.fault));
+    }
+
     /// Records a router and its experts, whose output replaces `y`.
     pub(super) fn experts_into(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block, y: Activations) {
         // Experts of few rows replace y themselves, others add to it.

@@ -546,6 +546,7 @@ impl Decoder<'_> {
         self.mixer_output(r, shape, step, &block, mixed);
         match block.experts {
             Some(experts) if experts.beside_dense => self.experts_beside_dense(r, shape, step, &block),
+            Some(_) if c.residual_scale != 1.0 => self.scaled_experts(r, shape, step, &block),
             Some(_) if self.stage.rank.is_some() => {
                 self.experts_into(r, shape, step, &block, step.branch);
                 self.all_reduce(r, shape, step, &block.name("experts"), (step.branch, step.x));

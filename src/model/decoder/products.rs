@@ -774,7 +774,14 @@ fn codes_rule(
         (Matrices::Cooperative, 2..) => (256, 1, 4, 2),
         (Matrices::Cooperative, _) if words <= 3 && blocks <= processors && units < 32 => (512, 1, words, 1),
         (Matrices::Cooperative, _) if words <= 3 && blocks <= processors => {
-            (if by_twelve { 384 } else { 256 }, 1, words, 1)
+            let threads = if !by_twelve {
+                256
+            } else if words > 2 {
+                384
+            } else {
+                512
+            };
+            (threads, 1, words, 1)
         }
         (Matrices::Cooperative, _) if words <= 3 && blocks <= 2 * processors && by_twelve => (384, 1, words, 2),
         (Matrices::Cooperative, _) if words > 3 || blocks <= 2 * processors => (256, 1, words, 2),
@@ -841,6 +848,8 @@ mod tests {
         // Qwen3-8B: values; queries and keys; output; gate/up.
         assert_eq!([q6(1024, 4096), q4(5120, 4096)], [(384, 1, 1, 1), (128, 1, 1, 4)]);
         assert_eq!([output(4096), q4(24_576, 4096)], [(384, 1, 1, 2), (256, 1, 1, 3)]);
+        // Qwen3-30B-A3B: output.
+        assert_eq!(output(2048), (512, 1, 1, 1));
         // Mistral-Small-24B: values; queries and keys; all three; output; gate/up.
         assert_eq!([q6(1024, 5120), q4(5120, 5120)], [(256, 1, 1, 1), (256, 2, 1, 4)]);
         assert_eq!([q4(6144, 5120), output(5120), q4(65_536, 5120)], [(256, 2, 1, 4), (256, 1, 1, 4), (256, 2, 1, 2)]);

@@ -114,4 +114,8 @@ architectures! {
     dots1_files_agree "dots1" ["dots1-plain"];
     minimax_m2_files_agree "minimax-m2" ["minimaxm2-part"];
     hunyuan_files_agree "hunyuan-dense" ["hunyuan-alpha", "hunyuan-plain"];
+    hunyuan_moe_files_agree "hunyuan-moe" ["hunyuanmoe-lists"];
+    ernie_4_5_moe_files_agree "ernie4_5-moe" ["ernie45moe-plain"];
+    granite_moe_files_agree "granitemoe" ["granitemoe-plain", "granitemoe-shared"];
+    granite_hybrid_files_agree "granite" ["granitehybrid-dense"];
 }

@@ -546,7 +546,7 @@ const GRANITE_EXPERTS: ExpertFacts = ExpertFacts {
     inner: 11_008,
     everywhere: true,
     normalise: None,
-    count_keys: &["num_local_experts"],
+    count_keys: &["num_local_experts", "num_experts"],
     inner_keys: &["intermediate_size"],
     style: ExpertStyle::Granite,
     ..EXPERTS

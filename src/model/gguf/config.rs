@@ -105,11 +105,17 @@ pub enum GgufArchitecture {
     MiniMaxM2,
     /// HunYuan; dense.
     HunYuanDense,
+    /// HunYuan with experts in all layers.
+    HunYuanMoe,
+    /// ERNIE 4.5 with experts after dense layers.
+    Ernie45Moe,
+    /// Granite with experts in all layers.
+    GraniteMoe,
 }
 
 impl GgufArchitecture {
     /// All families.
-    pub const ALL: [GgufArchitecture; 31] = [
+    pub const ALL: [GgufArchitecture; 34] = [
         GgufArchitecture::Llama,
         GgufArchitecture::Qwen2,
         GgufArchitecture::Qwen3,
@@ -141,6 +147,9 @@ impl GgufArchitecture {
         GgufArchitecture::Dots1,
         GgufArchitecture::MiniMaxM2,
         GgufArchitecture::HunYuanDense,
+        GgufArchitecture::HunYuanMoe,
+        GgufArchitecture::Ernie45Moe,
+        GgufArchitecture::GraniteMoe,
     ];
 
     /// Returns the value of `general.architecture`, which is also the prefix of the family's metadata keys.
@@ -177,6 +186,9 @@ impl GgufArchitecture {
             GgufArchitecture::Dots1 => "dots1",
             GgufArchitecture::MiniMaxM2 => "minimax-m2",
             GgufArchitecture::HunYuanDense => "hunyuan-dense",
+            GgufArchitecture::HunYuanMoe => "hunyuan-moe",
+            GgufArchitecture::Ernie45Moe => "ernie4_5-moe",
+            GgufArchitecture::GraniteMoe => "granitemoe",
         }
     }
 
@@ -200,6 +212,9 @@ impl GgufArchitecture {
                 | GgufArchitecture::Olmoe
                 | GgufArchitecture::Dots1
                 | GgufArchitecture::MiniMaxM2
+                | GgufArchitecture::HunYuanMoe
+                | GgufArchitecture::Ernie45Moe
+                | GgufArchitecture::GraniteMoe
         )
     }
 
@@ -211,14 +226,19 @@ impl GgufArchitecture {
     /// Whether keys say how experts are chosen ([`GgufExperts::routing`]), how many dense layers stand before those with
     /// experts, and how wide the shared expert is, which has no gate.
     pub fn states_routing(self) -> bool {
-        use GgufArchitecture::{DeepSeek2, Dots1, Glm4Moe, MiniMaxM2};
-        matches!(self, DeepSeek2 | Glm4Moe | Dots1 | MiniMaxM2)
+        use GgufArchitecture::{DeepSeek2, Dots1, Ernie45Moe, Glm4Moe, MiniMaxM2};
+        matches!(self, DeepSeek2 | Glm4Moe | Dots1 | MiniMaxM2 | Ernie45Moe)
+    }
+
+    /// Whether a shared expert has no gate, in families whose files do not state the routing.
+    pub fn adds_shared_expert(self) -> bool {
+        matches!(self, GgufArchitecture::GraniteMoe | GgufArchitecture::HunYuanMoe)
     }
 
     /// Whether config.json has the intermediate size of experts under the key of that of dense MLPs.
     fn has_only_experts(self) -> bool {
-        use GgufArchitecture::{GptOss, Llama, MiniMaxM2, Olmoe};
-        matches!(self, GptOss | Llama | MiniMaxM2 | Olmoe)
+        use GgufArchitecture::{GptOss, GraniteMoe, HunYuanMoe, Llama, MiniMaxM2, Olmoe};
+        matches!(self, GptOss | Llama | MiniMaxM2 | Olmoe | GraniteMoe | HunYuanMoe)
     }
 
     /// Whether layers have a window in config.json unless it says otherwise.
@@ -264,17 +284,27 @@ pub struct GgufExperts {
     pub normalise: bool,
     /// The number of dense layers before the first one with experts.
     pub dense_layers: u64,
+    /// n if, from there on, every n-th layer of all layers has experts.
+    pub interval: u64,
     /// How experts are chosen, in the families whose files say it
     /// ([`GgufArchitecture::states_routing`]); `None`: by the greatest softmax scores.
     pub routing: Option<GgufRouting>,
 }
 
+impl GgufExperts {
+    /// Whether a layer has experts.
+    pub fn has(&self, layer: u64) -> bool {
+        layer >= self.dense_layers && (layer + 1).is_multiple_of(self.interval)
+    }
+}
+
 /// A choice of experts in groups.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GgufRouting {
-    /// Whether scores are sigmoids, with a bias that counts for the choice only; otherwise they are of a softmax over all
-    /// experts.
+    /// Whether scores are sigmoids; otherwise they are of a softmax over all experts.
     pub sigmoid: bool,
+    /// Whether scores have a bias that counts for the choice only.
+    pub biased: bool,
     /// The number of groups.
     pub groups: u64,
     /// The number of groups that a token's experts are of.

@@ -6,8 +6,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::config::GgufArchitecture::{
-    Ernie45, Exaone4, Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe, GptOss, Granite, HunYuanDense, Llama,
-    MiniMaxM2, Mistral3, Olmo2, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen2Vl, Qwen3Next, SeedOss, SmolLm3,
+    Ernie45, Ernie45Moe, Exaone4, Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe, GptOss, Granite, GraniteMoe,
+    HunYuanDense, HunYuanMoe, Llama, MiniMaxM2, Mistral3, Olmo2, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen2Vl, Qwen3Next,
+    SeedOss, SmolLm3,
 };
 use super::config::{
     CHOICE_BIAS, Delta, GgufExperts, GgufLatent, GgufLayerHeads, GgufModel, LAYER_INPUTS, dense_modules,
@@ -423,7 +424,7 @@ impl Builder<'_> {
             }
         }
         let beside = m.architecture == Gemma4;
-        let experts = m.experts.filter(|experts| layer >= experts.dense_layers);
+        let experts = m.experts.filter(|experts| experts.has(layer));
         if experts.is_none() || beside {
             self.dense(&format!("{to}mlp."), from, m.dense_width(layer));
         }
@@ -501,7 +502,7 @@ impl Builder<'_> {
         // The queries of hybrids have a gate of the same width, interleaved head by head.
         let q_rows = if m.architecture.is_hybrid() { 2 * q } else { q };
         let permuted = |heads: u64| match m.architecture {
-            Llama | Granite | SmolLm3 | Mistral3 => RowOrder::RotaryPairs { heads, head_dim },
+            Llama | Granite | GraniteMoe | SmolLm3 | Mistral3 => RowOrder::RotaryPairs { heads, head_dim },
             _ => RowOrder::Same,
         };
         let projections = [
@@ -535,14 +536,14 @@ impl Builder<'_> {
         }
         let head_norms = match m.architecture {
             Llama | Qwen2 | Qwen2Moe | Qwen2Vl | Gemma2 | GptOss | Phi3 | Granite | SmolLm3 | Glm4 | Mistral3 => None,
-            SeedOss | Ernie45 => None,
+            SeedOss | Ernie45 | Ernie45Moe | GraniteMoe => None,
             Glm4Moe if !m.head_norms => None,
             // One norm over all heads.
             Olmo2 | Olmoe | MiniMaxM2 => Some([q, kv]),
             _ => Some([head_dim; 2]),
         };
         let published = match m.architecture {
-            HunYuanDense => ["query_layernorm", "key_layernorm"],
+            HunYuanDense | HunYuanMoe => ["query_layernorm", "key_layernorm"],
             _ => ["q_norm", "k_norm"],
         };
         let names = published.into_iter().zip(["q_norm", "k_norm"]).take(if own { 2 } else { 1 });
@@ -649,7 +650,7 @@ impl Builder<'_> {
             self.vector(&format!("{to}router.scale"), &format!("{from}ffn_gate_inp.scale"), m.hidden);
             self.vector(&format!("{to}router.per_expert_scale"), &format!("{from}ffn_down_exps.scale"), count);
         }
-        if routing.is_some_and(|routing| routing.sigmoid) {
+        if routing.is_some_and(|routing| routing.biased) {
             let bias = format!("{to}{router}.e_score_correction_bias");
             self.vector(&bias, &format!("{from}{CHOICE_BIAS}"), count);
         }
@@ -686,7 +687,7 @@ impl Builder<'_> {
             }
         }
         if let Some(inner) = shared_inner {
-            let gated = routing.is_none();
+            let gated = routing.is_none() && !m.architecture.adds_shared_expert();
             let shared = if gated { "shared_expert" } else { "shared_experts" };
             if gated {
                 let gate = Piece::matrix(0, 1, m.hidden);

@@ -3,7 +3,7 @@
 //! Not here: whether a family has experts.
 
 use super::super::container::Value;
-use super::GgufArchitecture::{DeepSeek2, Olmoe, Qwen2Moe};
+use super::GgufArchitecture::{DeepSeek2, Ernie45Moe, Olmoe, Qwen2Moe};
 use super::{CHOICE_BIAS, GgufConfigError, GgufExperts, GgufRouting, Keys, MAX_EXPERTS, MAX_LAYERS, MAX_SIZE};
 
 /// The value of `expert_gating_func` if the file does not state the kind of scores.
@@ -33,10 +33,14 @@ pub(super) fn read(keys: &Keys<'_>, layers: u64) -> Result<Option<GgufExperts>, 
         let rule = format!("less than the number of layers ({layers})");
         return Err(keys.wrong("leading_dense_block_count", &Value::U64(dense_layers), rule));
     }
+    let interval = match keys.architecture {
+        Ernie45Moe => keys.size_or_zero("interleave_moe_layer_step", MAX_LAYERS)?.max(1),
+        _ => 1,
+    };
+    let first = (dense_layers..layers).find(|layer| (layer + 1).is_multiple_of(interval)).unwrap_or(dense_layers);
     // Some files lack the sizes of the experts, which their tensors have: the contiguous dimension of a down
     // projection is the intermediate size.
-    let tensor =
-        |name: &str| keys.parts.tensor(&format!("blk.{dense_layers}.{name}.weight")).map(|tensor| tensor.cols());
+    let tensor = |name: &str| keys.parts.tensor(&format!("blk.{first}.{name}.weight")).map(|tensor| tensor.cols());
     let inner = "expert_feed_forward_length";
     let inner = keys.uniform(inner)?.or(tensor("ffn_down_exps")).ok_or_else(|| keys.missing(inner))?;
     let shared_inner = match leading {
@@ -49,14 +53,16 @@ pub(super) fn read(keys: &Keys<'_>, layers: u64) -> Result<Option<GgufExperts>, 
             n => Some(n),
         },
     };
-    let routing = leading.then(|| routing(keys, dense_layers)).transpose()?;
+    let routing = leading.then(|| routing(keys, first)).transpose()?;
     let norm = keys.get("expert_weights_norm").and_then(Value::flag);
     let normalise = match routing {
         // The released models of these families normalise, except for Qwen2's and OLMoE; only few files state it.
         None => norm.unwrap_or(![Qwen2Moe, Olmoe].contains(&keys.architecture)),
+        // The class has no key for it.
+        Some(_) if keys.architecture == Ernie45Moe => true,
         Some(_) => norm.unwrap_or(false),
     };
-    if let (Some(GgufRouting { sigmoid: false, .. }), true, Some(value)) =
+    if let (Some(GgufRouting { sigmoid: false, biased: false, .. }), true, Some(value)) =
         (routing, normalise, keys.get("expert_weights_norm"))
     {
         return Err(keys.unsupported("expert_weights_norm", value, "softmax scores of groups with a sum of 1"));
@@ -68,16 +74,18 @@ pub(super) fn read(keys: &Keys<'_>, layers: u64) -> Result<Option<GgufExperts>, 
         shared_inner,
         normalise,
         dense_layers,
+        interval,
         routing,
     }))
 }
 
 /// Reads how experts are chosen. `layer` is the first layer that has them.
 fn routing(keys: &Keys<'_>, layer: u64) -> Result<GgufRouting, GgufConfigError> {
-    // Sigmoid scores always have the bias, softmax scores never. Files of models whose published configuration does not
+    // Sigmoid scores always have the bias, softmax scores only in ERNIE's family. Files of models whose published configuration does not
     // name the scores lack the key.
     let biased = keys.parts.has(&format!("blk.{layer}.{CHOICE_BIAS}"));
     let sigmoid = match keys.get(SCORES).map(|value| (value, value.unsigned())) {
+        None | Some((_, Some(NOT_STATED | SOFTMAX))) if keys.architecture == Ernie45Moe => false,
         None | Some((_, Some(NOT_STATED))) => biased || keys.architecture != DeepSeek2,
         Some((_, Some(SIGMOID))) => true,
         Some((value, Some(SOFTMAX))) if biased => {
@@ -88,6 +96,7 @@ fn routing(keys: &Keys<'_>, layer: u64) -> Result<GgufRouting, GgufConfigError> 
     };
     Ok(GgufRouting {
         sigmoid,
+        biased: sigmoid || keys.architecture == Ernie45Moe,
         // Files without these keys, which older converters wrote, are run without groups elsewhere too.
         groups: keys.size_or_zero("expert_group_count", MAX_EXPERTS)?.max(1),
         kept_groups: keys.size_or_zero("expert_group_used_count", MAX_EXPERTS)?.max(1),

@@ -5,8 +5,9 @@ use serde_json::{Value as Json, json};
 
 use super::super::container::{Array, Value};
 use super::GgufArchitecture::{
-    self, DeepSeek2, Dots1, Ernie45, Exaone4, Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe, GptOss, Granite,
-    HunYuanDense, MiniMaxM2, Mistral3, Olmo2, Olmoe, Phi3, Qwen2Vl, Qwen3Vl, Qwen3VlMoe, SeedOss, SmolLm3,
+    self, DeepSeek2, Dots1, Ernie45, Ernie45Moe, Exaone4, Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe,
+    GptOss, Granite, GraniteMoe, HunYuanDense, HunYuanMoe, MiniMaxM2, Mistral3, Olmo2, Olmoe, Phi3, Qwen2Vl, Qwen3Vl,
+    Qwen3VlMoe, SeedOss, SmolLm3,
 };
 use super::experts::{NOT_STATED, SCORES, SOFTMAX, SOFTMAX_OF_CHOSEN};
 use super::{
@@ -21,23 +22,24 @@ type Foreign = (&'static str, f64, &'static str, &'static [GgufArchitecture]);
 /// The families whose layers may have a sliding window.
 const WITH_WINDOWS: [GgufArchitecture; 8] = [Gemma2, Gemma3, GemmaEmbedding, Gemma4, GptOss, Phi3, Olmo2, Exaone4];
 
-const FOREIGN: [Foreign; 19] = [
+const FOREIGN: [Foreign; 20] = [
     ("attention.sliding_window", 0.0, "sliding-window attention", &WITH_WINDOWS),
     ("attention.clamp_kqv", 0.0, "clamped queries, keys and values", &[]),
     ("attention.max_alibi_bias", 0.0, "ALiBi", &[]),
-    ("attention.scale", 0.0, "a scale of attention", &[Granite]),
+    ("attention.scale", 0.0, "a scale of attention", &[Granite, GraniteMoe]),
     ("attention.temperature_scale", 0.0, "a temperature of attention", &[Mistral3]),
     ("attention.temperature_length", 0.0, "a temperature of attention", &[]),
     ("attention.shared_kv_layers", 0.0, "keys and values that layers share", &[Gemma4]),
     ("attn_logit_softcapping", 0.0, "softcapping", &[Gemma2]),
     ("final_logit_softcapping", 0.0, "softcapping", &[Gemma2, Gemma3, GemmaEmbedding, Gemma4]),
     ("router_logit_softcapping", 0.0, "softcapping", &[]),
-    ("logit_scale", 1.0, "a scale of the logits", &[Granite]),
-    ("residual_scale", 1.0, "a scale of the residual stream", &[Granite]),
-    ("embedding_scale", 1.0, "a scale of the embedding", &[Granite]),
+    ("logit_scale", 1.0, "a scale of the logits", &[Granite, GraniteMoe]),
+    ("residual_scale", 1.0, "a scale of the residual stream", &[Granite, GraniteMoe]),
+    ("embedding_scale", 1.0, "a scale of the embedding", &[Granite, GraniteMoe]),
     ("expert_group_count", 1.0, "groups of experts", &[DeepSeek2, Glm4Moe, Dots1]),
     ("expert_weights_scale", 1.0, "a scale of the experts' weights", &[DeepSeek2, Glm4Moe, Dots1]),
-    ("leading_dense_block_count", 0.0, "leading dense layers", &[DeepSeek2, Glm4Moe, Dots1]),
+    ("leading_dense_block_count", 0.0, "leading dense layers", &[DeepSeek2, Glm4Moe, Dots1, Ernie45Moe]),
+    ("interleave_moe_layer_step", 1.0, "dense layers between those with experts", &[Ernie45Moe]),
     ("embedding_length_per_layer_input", 0.0, "inputs of layers", &[Gemma4]),
     ("rope.scaling.yarn_log_multiplier", 0.0, "a multiplier of YaRN's attention factor", &[Mistral3, DeepSeek2]),
     ("rope.scaling.yarn_ext_factor", 1.0, "a factor of YaRN's extrapolation", &[]),
@@ -71,7 +73,9 @@ impl Keys<'_> {
             Some(value) if self.architecture == GptOss && value.unsigned() == Some(SOFTMAX_OF_CHOSEN) => {}
             Some(value) => return Err(self.unsupported(SCORES, value, "a router without softmax")),
         }
-        if let (Granite, Some(value @ Value::Bool(false))) = (self.architecture, self.get("rope.scaling.finetuned")) {
+        if let (Granite | GraniteMoe, Some(value @ Value::Bool(false))) =
+            (self.architecture, self.get("rope.scaling.finetuned"))
+        {
             return Err(self.unsupported("rope.scaling.finetuned", value, "no rotary embedding"));
         }
         // With it, the rows of queries and keys are in another order.
@@ -297,7 +301,7 @@ pub(super) fn own_keys(
             own.push(("hidden_activation", json!("gelu_pytorch_tanh")));
             own.push(("final_logit_softcapping", json!(keys.optional("final_logit_softcapping", None)?)));
         }
-        Granite => {
+        Granite | GraniteMoe => {
             for (key, published) in [
                 ("attention.scale", "attention_multiplier"),
                 ("embedding_scale", "embedding_multiplier"),
@@ -350,7 +354,8 @@ impl GgufModel {
             ]);
         }
         if let Some(experts) = self.experts
-            && let Some(GgufRouting { sigmoid, groups, kept_groups, factor }) = experts.routing
+            && let Some(GgufRouting { sigmoid, groups, kept_groups, factor, .. }) = experts.routing
+            && self.architecture != Ernie45Moe
         {
             let method = match sigmoid {
                 true => "noaux_tc",
@@ -366,6 +371,21 @@ impl GgufModel {
                 ("topk_method", json!(method)),
                 ("routed_scaling_factor", json!(factor)),
             ]);
+        }
+        if let (Ernie45Moe, Some(experts)) = (self.architecture, self.experts) {
+            keys.extend([
+                ("moe_num_shared_experts", json!(experts.shared_inner.map_or(0, |inner| inner / experts.inner))),
+                ("moe_layer_start_index", json!(experts.dense_layers)),
+                ("moe_layer_interval", json!(experts.interval)),
+            ]);
+        }
+        if let (HunYuanMoe, Some(experts)) = (self.architecture, self.experts) {
+            // The shared expert must be as wide as the others.
+            let times = experts.shared_inner.filter(|inner| inner.is_multiple_of(experts.inner));
+            keys.push(("num_shared_expert", json!(times.map_or(0, |inner| inner / experts.inner))));
+        }
+        if let (GraniteMoe, Some(experts)) = (self.architecture, self.experts) {
+            keys.push(("shared_intermediate_size", json!(experts.shared_inner.unwrap_or(0))));
         }
         if self.architecture == Glm4Moe {
             keys.push(("use_qk_norm", json!(self.head_norms)));
@@ -414,6 +434,12 @@ impl GgufModel {
             Dots1 => ("Dots1ForCausalLM", "dots1"),
             MiniMaxM2 => ("MiniMaxM2ForCausalLM", "minimax_m2"),
             HunYuanDense => ("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
+            HunYuanMoe => ("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe"),
+            Ernie45Moe => ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
+            GraniteMoe if self.experts.is_some_and(|experts| experts.shared_inner.is_some()) => {
+                ("GraniteMoeSharedForCausalLM", "granitemoeshared")
+            }
+            GraniteMoe => ("GraniteMoeForCausalLM", "granitemoe"),
         }
     }
 }

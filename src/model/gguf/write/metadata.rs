@@ -213,6 +213,7 @@ impl<'a> Keys<'a> {
             shared_inner: Some(shared.unwrap_or(if next { 512 } else { 0 })).filter(|n| *n > 0),
             normalise: self.flag("norm_topk_prob")?.unwrap_or(next),
             dense_layers: 0,
+            interval: 1,
             routing: None,
         })
     }

@@ -835,7 +835,7 @@ struct Emulated {
 /// can carry tags; those of two are not. They cover attention and dense MLPs, gated delta nets, experts, both, norms behind
 /// mixers and MLPs with windows, and these with heads of two sizes and experts beside dense MLPs. The folder holds the files
 /// of the checkpoints that are generated here, because their weights are read again.
-fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 8]) {
+fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 9]) {
     let folder = tempfile::tempdir().expect("a folder");
     let write = |name: &str, seed: u64, config: &str| {
         let path = folder.path().join(name);
@@ -881,6 +881,16 @@ fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 8]) {
         gemma4["text_config"][key] = value.into();
     }
     gemma4["text_config"]["layer_types"] = ["sliding_attention", "full_attention"].repeat(2).into();
+    // Experts whose output is multiplied before it is added.
+    let granite = serde_json::json!({
+        "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "hidden_size": 128,
+        "intermediate_size": 64, "shared_intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "num_attention_heads": 4, "num_hidden_layers": 3, "num_key_value_heads": 2, "vocab_size": 512,
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "layer_types": ["attention", "attention", "attention"],
+        "position_embedding_type": "rope", "residual_multiplier": 0.5, "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.15, "logits_scaling": 2.0, "torch_dtype": "bfloat16", "bos_token_id": 2,
+        "eos_token_id": 1,
+    });
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo");
     let checkpoints = [
         ("demo", Checkpoint::open(&demo.join("model")).expect("the demo model")),
@@ -894,6 +904,7 @@ fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 8]) {
         ("tiny-gemma3", write("tiny-gemma3", 0, &gemma.to_string())),
         // As above, of the seeds 0 to 6: the largest difference is 0.5 to 0.9 times the allowed one with 1, 3, 4 and 5.
         ("tiny-gemma4", write("tiny-gemma4", 3, &gemma4.to_string())),
+        ("tiny-granite", write("tiny-granite", 0, &granite.to_string())),
         ("qwen3-deep", open("qwen3-deep")),
     ];
     (folder, checkpoints)
@@ -985,7 +996,7 @@ fn recordings_with_norms_behind_mixers_and_mlps_mean_the_same_on_lavapipe_and_in
     run_emulated(
         Driver::first(),
         ways(&[exact, Emulated { chunk: 8, near: 8e-2, ..TAGGED }], &[exact]),
-        &["tiny-gemma4"],
+        &["tiny-gemma4", "tiny-granite"],
     );
 }
 
@@ -1696,7 +1707,7 @@ fn to_divide() -> ([tempfile::TempDir; 2], Vec<(&'static str, Checkpoint)>) {
         gpt_oss[key] = value.into();
     }
     let (others, checkpoints) = on_fragments();
-    let names = ["demo", "tiny-llama", "tiny-qwen3-moe", "tiny-gemma3"];
+    let names = ["demo", "tiny-llama", "tiny-qwen3-moe", "tiny-gemma3", "tiny-granite"];
     let mut all: Vec<_> = checkpoints.into_iter().filter(|(name, _)| names.contains(name)).collect();
     assert_eq!(all.len(), names.len());
     all.extend([("hybrid with experts", write("hybrid", &hybrid)), ("gpt-oss", write("gpt-oss", &gpt_oss))]);
@@ -2227,6 +2238,9 @@ fn stages(checkpoint: &Checkpoint, layer: u32, fragments: bool) -> Vec<String> {
         MlpKind::Dense if c.has_branch_stages() => &["gate_up", "down", "down_add"],
         MlpKind::Dense => &["gate_up", "down"],
         MlpKind::Experts if beside => &["gate_up", "down", "router", "experts.gate_up", "experts.down", "mlp_add"],
+        MlpKind::Experts if fragments && c.has_branch_stages() => {
+            &["router", "experts.gate_up", "experts.down", "experts_add"]
+        }
         MlpKind::Experts if fragments => &["router", "experts.gate_up", "experts.down"],
         MlpKind::Experts => &["router", "experts.choose", "experts.gate_up", "experts.down"],
     };

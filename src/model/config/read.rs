@@ -743,8 +743,8 @@ fn mixers(reader: &mut Reader, facts: &Facts, layers: Option<u32>) -> Option<Vec
     Some(mixers)
 }
 
-/// Returns whether each layer has a rotary embedding: `position_embedding_type`; `no_rope_layers`, in which 1 stands for a layer with one, or all
-/// but every `no_rope_layer_interval`-th.
+/// Returns whether each layer has a rotary embedding: by `position_embedding_type`, in families that have it;
+/// `no_rope_layers`, in which 1 stands for a layer with one; or all but every `no_rope_layer_interval`-th.
 fn rotated_layers(reader: &mut Reader, facts: &Facts, layers: u32) -> Option<Vec<bool>> {
     if facts.rope_named {
         const KEY: &str = "position_embedding_type";
@@ -949,7 +949,7 @@ fn mlp_kinds(
         for key in [key, chosen_key, inner_key, "moe_intermediate_size", "num_shared_expert"] {
             same_in_all_layers(reader, key);
         }
-        // The class uses neither key.
+        // The class computes by these values without reading the keys.
         fixed(reader, "num_shared_expert", 1);
         if let Some(width) = reader.value(inner_key).cloned() {
             fixed(reader, "moe_intermediate_size", width);
@@ -1009,7 +1009,7 @@ fn mlp_kinds(
         ExpertStyle::HunYuan | ExpertStyle::Granite => shared_inner.filter(|inner| *inner > 0).map(|_| PLAIN_ROUTING),
         ExpertStyle::Ernie => {
             fixed(reader, "use_bias", false);
-            // A least sum of the chosen experts' shares: the shares of every choice have a greater one.
+            // The least divisor of the chosen experts' shares. Published files have 1e-12, below every sum that matters.
             if let Some(least) = reader.positive("moe_norm_min", None).filter(|least| *least > 1e-9) {
                 reader.wrong("moe_norm_min", least, "at most 1e-9");
             }

@@ -125,7 +125,7 @@ const DEEPSEEK_SIGNS: &str = "\\s?[!-/:-~！-／：-～‘-‟\u{3000}-。]+";
 /// The known pre-tokenizers.
 const PRES: &[Pre] = &[
     Pre {
-        names: &["qwen2", "deepseek-r1-qwen"],
+        names: &["qwen2", "deepseek-r1-qwen", "hunyuan"],
         steps: &[Step::Split(QWEN2)],
         nfc: true,
         ignore_merges: false,

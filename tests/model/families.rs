@@ -251,6 +251,30 @@ const ROUNDED: f64 = 5e-2;
 /// (`make_families.py`).
 const SENSITIVE: &str = "gemma4-shared";
 
+/// Goal: a family that is not implemented is refused by its name before anything is loaded. Method: a fixture under the name of
+/// such a family.
+#[test]
+fn other_families_are_refused_by_name() {
+    let vulkan = Vulkan::shared();
+    let copy = tempfile::tempdir().expect("a folder");
+    let from = fixture("families").join("granitehybrid-dense");
+    for entry in std::fs::read_dir(&from).expect("the fixture is in the tree") {
+        let entry = entry.expect("a readable folder");
+        std::fs::copy(entry.path(), copy.path().join(entry.file_name())).expect("a copy");
+    }
+    let file = copy.path().join("config.json");
+    let text = std::fs::read_to_string(&file).expect("config.json");
+    let mut json: serde_json::Value = serde_json::from_str(&text).expect("valid JSON");
+    let name = "BambaForCausalLM";
+    (json["architectures"][0], json["model_type"]) = (name.into(), "bamba".into());
+    std::fs::write(&file, json.to_string()).expect("config.json");
+    let model = Model::new("fixture", copy.path(), Some(vulkan.adapter(Driver::Lavapipe).selector()));
+    let config = Config { models: vec![model], ..Config::default() };
+    let error = start_with(&vulkan.devices, &config, &Quiet).err().unwrap_or_else(|| panic!("{name} runs"));
+    let error = format!("{error:?}");
+    assert!(error.contains("UnsupportedArchitecture") && error.contains(name), "{error}");
+}
+
 macro_rules! families {
     ($($test:ident $family:literal),* $(,)?) => {
         $(#[test]

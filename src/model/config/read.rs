@@ -177,10 +177,12 @@ pub(super) fn read(
     let (mlp_kinds, experts) = mlp_kinds(reader, facts, layers, hidden);
     let intermediate = match &mlp_kinds {
         Some(kinds) if !kinds.contains(&MlpKind::Dense) && !experts.is_some_and(|of| of.beside_dense) => Some(0),
-        _ if facts.experts.is_some_and(|of| of.style == ExpertStyle::Granite) => {
-            reader.count_or("shared_intermediate_size", MAX_DIMENSION, 1024)
-        }
-        _ => reader.count("intermediate_size", MAX_DIMENSION),
+        _ => match facts.experts {
+            Some(ExpertFacts { style: ExpertStyle::Granite, shared: Some(default), .. }) => {
+                reader.count_or("shared_intermediate_size", MAX_DIMENSION, default)
+            }
+            _ => reader.count("intermediate_size", MAX_DIMENSION),
+        },
     };
     let vocab = match facts.defaults.vocab {
         Some(default) => reader.count_or("vocab_size", MAX_DIMENSION, default),

@@ -93,19 +93,22 @@ impl Decoder<'_> {
         r.call(stream::add_branch(label, size, branch, (step.x, factor), tags, step.fault));
     }
 
-    /// Records experts whose output is multiplied by the model's factor before it is added to the residual stream.
-    pub(super) fn scaled_experts(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block) {
-        let c = self.config;
-        self.experts_into(r, shape, step, block, step.branch);
-        let x = if self.stage.rank.is_some() { step.summed } else { step.branch };
-        if self.stage.rank.is_some() {
-            self.all_reduce(r, shape, step, &block.name("experts"), (step.branch, x));
+    /// Records a router and its experts, whose output is added to the residual stream: directly, or as a sum over all devices,
+    /// times the model's factor.
+    pub(super) fn add_experts(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block) {
+        let (staged, shared) = (self.config.residual_scale != 1.0, self.stage.rank.is_some());
+        if !staged && !shared {
+            return self.experts(r, shape, step, block, step.x);
         }
-        let branch = Branch { x, norm: None, beside: None, epsilon: c.rms_eps, scale: c.residual_scale };
-        let flow = step.flow(Some(x.range), Some(step.x.range));
-        let tags = BranchFlow { flow, ..BranchFlow::NONE };
-        let (label, size) = (block.name("experts_add"), (shape.rows(), c.hidden));
-        r.call(stream::add_branch(label, size, branch, (step.x, None), tags, step.fault));
+        self.experts_into(r, shape, step, block, step.branch);
+        if shared {
+            let to = if staged { step.summed } else { step.x };
+            self.all_reduce(r, shape, step, &block.name("experts"), (step.branch, to));
+        }
+        if staged {
+            let x = if shared { step.summed } else { step.branch };
+            self.add_branch(r, shape, step, block.name("experts_add"), (x, None, None));
+        }
     }
 
     /// Records a router and its experts, whose output replaces `y`.

@@ -546,12 +546,7 @@ impl Decoder<'_> {
         self.mixer_output(r, shape, step, &block, mixed);
         match block.experts {
             Some(experts) if experts.beside_dense => self.experts_beside_dense(r, shape, step, &block),
-            Some(_) if c.residual_scale != 1.0 => self.scaled_experts(r, shape, step, &block),
-            Some(_) if self.stage.rank.is_some() => {
-                self.experts_into(r, shape, step, &block, step.branch);
-                self.all_reduce(r, shape, step, &block.name("experts"), (step.branch, step.x));
-            }
-            Some(_) => self.experts(r, shape, step, &block, step.x),
+            Some(_) => self.add_experts(r, shape, step, &block),
             None => self.mlp(r, shape, step, &block),
         }
         if c.layer_inputs.is_some() {
@@ -619,12 +614,25 @@ impl Decoder<'_> {
         }
         if staged {
             let x = if shared { step.summed } else { step.branch };
-            let (label, size) = (format!("{weight}_add"), (shape.rows(), c.hidden));
-            let branch = Branch { x, norm: after, beside: None, epsilon: c.rms_eps, scale: c.residual_scale };
-            let flow = step.flow(Some(x.range), Some(step.x.range));
-            let tags = BranchFlow { flow, ..BranchFlow::NONE };
-            r.call(stream::add_branch(label, size, branch, (step.x, factor), tags, step.fault));
+            self.add_branch(r, shape, step, format!("{weight}_add"), (x, after, factor));
         }
+    }
+
+    /// Records the addition of a branch's output `x` to the residual stream: after an optional norm, times the model's factor
+    /// and an optional one of the layer.
+    fn add_branch(
+        &self,
+        r: &mut Recording,
+        shape: StepShape,
+        step: &Step,
+        label: String,
+        (x, norm, factor): (Activations, Option<Range>, Option<Range>),
+    ) {
+        let c = self.config;
+        let branch = Branch { x, norm, beside: None, epsilon: c.rms_eps, scale: c.residual_scale };
+        let flow = step.flow(Some(x.range), Some(step.x.range));
+        let tags = BranchFlow { flow, ..BranchFlow::NONE };
+        r.call(stream::add_branch(label, (shape.rows(), c.hidden), branch, (step.x, factor), tags, step.fault));
     }
 
     /// Records the product of rows that are packed or not; `fold` is for packed rows.

@@ -774,12 +774,10 @@ fn codes_rule(
         (Matrices::Cooperative, 2..) => (256, 1, 4, 2),
         (Matrices::Cooperative, _) if words <= 3 && blocks <= processors && units < 32 => (512, 1, words, 1),
         (Matrices::Cooperative, _) if words <= 3 && blocks <= processors => {
-            let threads = if !by_twelve {
-                256
-            } else if words > 2 {
-                384
-            } else {
-                512
+            let threads = match (by_twelve, words) {
+                (false, _) => 256,
+                (true, 3) => 384,
+                (true, _) => 512,
             };
             (threads, 1, words, 1)
         }

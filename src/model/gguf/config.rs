@@ -296,6 +296,12 @@ impl GgufExperts {
     pub fn has(&self, layer: u64) -> bool {
         layer >= self.dense_layers && (layer + 1).is_multiple_of(self.interval)
     }
+
+    /// Returns how many routed experts are as wide as the shared expert; 0 if none is shared, or if it is no multiple.
+    pub fn shared_count(&self) -> u64 {
+        let whole = self.shared_inner.filter(|inner| inner.is_multiple_of(self.inner));
+        whole.map_or(0, |inner| inner / self.inner)
+    }
 }
 
 /// A choice of experts in groups.

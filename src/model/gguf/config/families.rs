@@ -364,7 +364,7 @@ impl GgufModel {
             };
             keys.extend([
                 ("n_routed_experts", json!(experts.count)),
-                ("n_shared_experts", json!(experts.shared_inner.map_or(0, |inner| inner / experts.inner))),
+                ("n_shared_experts", json!(experts.shared_count())),
                 ("first_k_dense_replace", json!(experts.dense_layers)),
                 ("n_group", json!(groups)),
                 ("topk_group", json!(kept_groups)),
@@ -372,20 +372,17 @@ impl GgufModel {
                 ("routed_scaling_factor", json!(factor)),
             ]);
         }
-        if let (Ernie45Moe, Some(experts)) = (self.architecture, self.experts) {
-            keys.extend([
-                ("moe_num_shared_experts", json!(experts.shared_inner.map_or(0, |inner| inner / experts.inner))),
+        match (self.architecture, self.experts) {
+            (Ernie45Moe, Some(experts)) => keys.extend([
+                ("moe_num_shared_experts", json!(experts.shared_count())),
                 ("moe_layer_start_index", json!(experts.dense_layers)),
                 ("moe_layer_interval", json!(experts.interval)),
-            ]);
-        }
-        if let (HunYuanMoe, Some(experts)) = (self.architecture, self.experts) {
-            // The shared expert must be as wide as the others.
-            let times = experts.shared_inner.filter(|inner| inner.is_multiple_of(experts.inner));
-            keys.push(("num_shared_expert", json!(times.map_or(0, |inner| inner / experts.inner))));
-        }
-        if let (GraniteMoe, Some(experts)) = (self.architecture, self.experts) {
-            keys.push(("shared_intermediate_size", json!(experts.shared_inner.unwrap_or(0))));
+            ]),
+            (HunYuanMoe, Some(experts)) => keys.push(("num_shared_expert", json!(experts.shared_count()))),
+            (GraniteMoe, Some(experts)) => {
+                keys.push(("shared_intermediate_size", json!(experts.shared_inner.unwrap_or(0))));
+            }
+            _ => {}
         }
         if self.architecture == Glm4Moe {
             keys.push(("use_qk_norm", json!(self.head_norms)));

@@ -723,7 +723,9 @@ fn constrained_rows_decode_beside_prompts() {
             let steps = replica.steps(100_000);
             let prefill = steps.iter().filter(|step| step.number > before && step.phase == "prefill");
             let drawn: u32 = prefill.map(|step| step.tokens).sum();
-            if drawn > 9 * round + 20 {
+            // Each of the nine requests of a round draws its first token in such a step. A row without a gate is ready for one
+            // only if its mask was computed before the step was planned, so only a few of them are asked for.
+            if drawn > 9 * round + if tune.contains(&"gates=1") { 20 } else { 5 } {
                 break;
             }
             assert!(round < 10, "{tune:?}: {drawn} tokens were drawn in prefill steps");

@@ -14,8 +14,7 @@
 // conv   [channels][4], a_log, dt_bias [value heads], norm [value_dim]
 // state  [cells][value heads][key_dim][value_dim] f32; at position 0 it counts as zero
 // window [cells][8][channels]: u of position p at p % 8; positions below 0 count as zero
-// y      [rows][y_stride] f32; with PACKED 1 bfloat16 blocks in the layout of `pack_rows`, `y_stride` of 32 columns;
-//        PACKED 2 bfloat16 in the swizzled order of `pack_rows`, of `y_stride` rows
+// y      [rows][y_stride] f32, or packed for the next product (`output_rows.glsl`)
 // TAGGED 1: x is tagged (`tags.glsl`). TAGGED 3: y is tagged too, and zeros are written for rows without a sequence.
 //
 // Pending tokens. A step does not add its own tokens to the state in memory, because a step may be run again (rejected
@@ -139,26 +138,10 @@ uint wait_for_one(uint at, uint row_base, inout uint polls) {
     return word;
 }
 
+#include "output_rows.glsl"
+
 void write_output(uint row, uint h, uint quad, vec4 value) {
-    if (PACKED == 0u) {
-        y.v[row * y_stride / 4u + h * QUADS + quad] = TAGGED == 3u ? tagged(value, y_tag) : floatBitsToUint(value);
-        return;
-    }
-    uint column = h * QUADS + quad;
-    uvec2 pairs = uvec2(pack_pair(value.x, value.y), pack_pair(value.z, value.w));
-    if (PACKED == 2u) {
-        PUT_SWIZZLED(y, row, column, y_stride, pairs)
-        return;
-    }
-    uint word = (((row / 16u * y_stride + column / 8u) * 2u + column % 2u) * 32u + row % 8u * 4u + column % 8u / 2u);
-    // Constant components, because some drivers store a dynamic component by rewriting the whole vector.
-    if (row % 16u < 8u) {
-        y.v[word].x = pairs.x;
-        y.v[word].z = pairs.y;
-    } else {
-        y.v[word].y = pairs.x;
-        y.v[word].w = pairs.y;
-    }
+    write_quad(row, h * QUADS + quad, value, TAGGED == 3u ? tagged(value, y_tag) : floatBitsToUint(value));
 }
 
 void main() {

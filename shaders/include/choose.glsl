@@ -11,7 +11,7 @@
 // ROUTED 0  the greatest logits, with softmax shares (`experts.glsl`)
 // ROUTED 1  likewise, of the logits times `logit_scale`; the shares times `factor`
 // ROUTED 2  the greatest sigmoids of the logits times `logit_scale`, with CHOICE_BIAS 1 plus `choice_bias`; the shares are
-//           the sigmoids (NORMALISE 1: divided by their sum) times `factor`
+//           the sigmoids (NORMALISE 1: divided by their sum plus SUM_OFFSET) times `factor`
 // These are the selections of `expert_route` without groups of experts.
 //
 // `totals_s`: per row, the softmax denominator over all experts; used only with NORMALISE 0.
@@ -26,8 +26,7 @@ shared uint keys_s[COUNT];
 float share_of(uint row, uint choice) {
     float total = NORMALISE == 1u ? 0.0 : ROUTED == 2u ? 1.0 : totals_s[row];
     if (NORMALISE == 1u) [[unroll]] for (uint j = 0u; j < CHOSEN; j++) total += shares_s[row * CHOSEN + j];
-    // All sigmoids of a row may be 0.
-    if (ROUTED == 2u && NORMALISE == 1u) total += 1e-20;
+    if (ROUTED == 2u && NORMALISE == 1u) total += uintBitsToFloat(SUM_OFFSET);
     float share = shares_s[row * CHOSEN + choice] / total;
     return ROUTED == 0u ? share : share * factor;
 }

@@ -1,15 +1,13 @@
 // Definitions shared by the gated delta rule kernels: scalar functions and the constants of the recurrent state's
 // buffers.
+#include "windows.glsl"
 
-const uint RING = 8u;                 // positions held by a cell's convolution window (a ring buffer)
 const uint TAPS = 4u;                 // taps of the causal convolution
 const uint BLOCK_ROWS = 64u;          // rows of a prompt that the chunked scan processes per step
 // The key head that a value head uses, and whether it is the first value head that uses it. Value heads that share a key
 // head are adjacent, or (TILED 1) key heads take turns. The shader must declare KEY_HEADS, VALUE_HEADS and TILED.
 #define KEY_HEAD(h) (TILED == 1u ? (h) % KEY_HEADS : (h) / (VALUE_HEADS / KEY_HEADS))
 #define FIRST_OF_KEY_HEAD(h) (TILED == 1u ? (h) < KEY_HEADS : (h) % (VALUE_HEADS / KEY_HEADS) == 0u)
-// Sentinel in place of a cell number: the prompt continues no stored state.
-const uint NO_CELL = 0xffffffffu;
 const float L2_EPSILON = 1e-6;
 
 vec4 silu(vec4 x) { return x / (1.0 + exp(-x)); }

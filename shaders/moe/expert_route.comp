@@ -5,7 +5,7 @@
 //   s = softmax(z) or, with SIGMOID 1, sigmoid(z);   c = s + bias
 //   of GROUPS groups of experts with adjacent ids, the KEPT groups with the greatest sums of their BEST greatest c stay
 //   the CHOSEN experts of these groups with the greatest c are chosen, each with the share  s · factor
-//   (NORMALISE 1: s / (the sum of the chosen s) · factor), with SCALES 1 times the expert's own factor
+//   (NORMALISE 1: s / (the sum of the chosen s + SUM_OFFSET) · factor), with SCALES 1 times the expert's own factor
 // Softmax without bias and groups chooses by the logits, whose order is that of c, as the kernels for a few rows do.
 // Among equal scores, the lowest id wins. A NaN counts as less than every number.
 //
@@ -33,6 +33,7 @@ layout(constant_id = 10) const uint GROUPS = 1;   // divides COUNT
 layout(constant_id = 11) const uint KEPT = 1;
 layout(constant_id = 12) const uint BEST = 1;     // at most COUNT / GROUPS
 layout(constant_id = 13) const uint SCALES = 0;
+layout(constant_id = 14) const uint SUM_OFFSET = 0x1e3ce508; // the bits of an f32; above 0, since all sigmoids may be 0
 
 layout(buffer_reference, std430, buffer_reference_align = 8) writeonly restrict buffer ChoicesOut { uvec2 v[]; };
 
@@ -137,7 +138,7 @@ void main() {
     for (uint j = t; j < CHOSEN; j += gl_WorkGroupSize.x) {
         float divisor = 1.0;
         if (NORMALISE == 1u) {
-            divisor = 1e-20;
+            divisor = uintBitsToFloat(SUM_OFFSET);
             for (uint other = 0u; other < CHOSEN; other++) divisor += scores_s[ids_s[other]];
         }
         float share = scores_s[ids_s[j]] / divisor * factor;

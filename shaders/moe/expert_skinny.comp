@@ -62,8 +62,9 @@ layout(constant_id = 18) const uint EXPERT_SCALES = 0;
 layout(constant_id = 19) const uint GATED = 1;    // the shared expert has a gate
 layout(constant_id = 21) const uint FIRST_EXPERT = 0; // the first expert in `weight`: `expert_part.glsl`
 layout(constant_id = 22) const uint PART_EXPERTS = 0; // the number of experts in `weight`; 0: all
+layout(constant_id = 23) const uint SUM_OFFSET = 0x1e3ce508; // the bits of an f32: `choose.glsl`
 #if CODED == 1
-layout(constant_id = 23) const uint CODES = 0x5024; // the weights' format
+layout(constant_id = 24) const uint CODES = 0x5024; // the weights' format
 #endif
 
 #include "fragments.glsl"

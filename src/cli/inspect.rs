@@ -15,7 +15,7 @@ use crate::memory::plan::{
 use crate::model::checkpoint::contents::{Contents, TensorKind};
 use crate::model::checkpoint::{Checkpoint, CheckpointProblem, WeightSpec};
 use crate::model::config::LayerKind;
-use crate::model::decoder::delta_heads;
+use crate::model::decoder::cell_bytes;
 use crate::model::demo;
 use crate::model::draft;
 use crate::model::embedding;
@@ -135,10 +135,7 @@ impl Needs {
         let (config, format) = (&checkpoint.config, kv_format.unwrap_or(KvFormat::F16));
         // The block that drafts has keys and values of its own.
         let drafts = if checkpoint.has_mtp() { config.attention_kinds[0].kv_bytes(format) } else { 0 };
-        let state = config.delta.map_or(0, |net| {
-            let heads = delta_heads(net);
-            config.layers_of(LayerKind::GatedDelta).count() as u64 * (heads.state_bytes(1) + heads.window_bytes(1))
-        });
+        let state = cell_bytes(config);
         let asked = context.is_some();
         let context = context.unwrap_or(config.context.min(CONTEXT));
         let window = config.recycled_window().filter(|window| *window < context);
@@ -262,7 +259,7 @@ fn table(
     if let Ok(checkpoint) = &contents.checkpoint {
         let config = &checkpoint.config;
         let (windowed, of) = (&config.attention_kinds, &config.attention_kinds[0]);
-        let recurrent = config.layers_of(LayerKind::GatedDelta).count();
+        let recurrent = config.layers as usize - config.layers_of(LayerKind::Attention).count();
         let kinds = if recurrent > 0 { format!(" ({recurrent} recurrent)") } else { String::new() };
         let experts = config.experts.map_or(String::new(), |experts| {
             format!(", {} of {} experts of {}", experts.chosen, experts.count, experts.inner)

@@ -22,7 +22,7 @@ use crate::memory::pack::FRAGMENT_COLS;
 pub const RING: u32 = 8;
 /// The maximum number of tokens of a sequence that [`delta_verify`] processes and that may be pending.
 pub const MOST_PENDING: u32 = 4;
-const NO_CELL: u32 = u32::MAX;
+pub(super) const NO_CELL: u32 = u32::MAX;
 const L2_EPSILON: f64 = 1e-6;
 
 /// The heads of a gated-delta layer.

@@ -23,6 +23,7 @@ pub mod recording;
 pub mod region;
 pub mod sampling;
 pub mod shaders;
+pub mod short_conv;
 pub mod state;
 pub mod stream;
 pub mod tags;
@@ -141,6 +142,8 @@ pub fn reference(kernel: &str) -> Reference {
         "delta_blocks" | "delta_blocks_matrix" => delta::reference_delta_blocks,
         "delta_scan" | "delta_scan_matrix" => delta::reference_delta_scan,
         "delta_gate" => delta::reference_delta_gate,
+        "short_conv_step" => short_conv::reference_short_conv_step,
+        "short_conv_prompts" => short_conv::reference_short_conv_prompts,
         "verify_rows" => draft::reference_verify_rows,
         "decode_rows" => embed::reference_decode_rows,
         "next_tokens" => draft::reference_next_tokens,

@@ -79,6 +79,8 @@ pub struct Route {
     pub kept: u32,
     /// The number of experts whose scores make a group's score.
     pub best: u32,
+    /// What is added to the sum of the chosen experts' scores, by which their shares are divided if they are normalised.
+    pub sum_offset: f32,
     /// The factor of the shares.
     pub factor: f32,
     /// The factor of the logits.
@@ -513,6 +515,7 @@ impl Mlp {
             routed: self.routing.map_or(0, |routing| routing.code()),
             choice_bias: u32::from(choice_bias.is_some()),
             expert_scales: u32::from(scales.is_some()),
+            sum_offset: self.routing.map_or(0, |routing| routing.sum_offset.to_bits()),
             gated: u32::from(shape.gated),
             devices: 0,
             first_expert: part.first,
@@ -701,6 +704,7 @@ impl Mlp {
             kept: routing.kept,
             best: routing.best,
             scales: u32::from(routing.scales.is_some()),
+            sum_offset: routing.sum_offset.to_bits(),
         };
         let args = ExpertRouteArgs {
             logits: self.logits.range,
@@ -961,6 +965,7 @@ struct Selection {
     groups: u32,
     kept: u32,
     best: u32,
+    sum_offset: f32,
     factor: f32,
     logit_scale: f32,
 }
@@ -978,6 +983,7 @@ impl Selection {
             groups: 1,
             kept: 1,
             best: 1,
+            sum_offset: 0.0,
             factor: 1.0,
             logit_scale: 1.0,
         }
@@ -1016,7 +1022,8 @@ impl Selection {
         order(&mut keys);
         let chosen: Vec<u32> = keys[..self.chosen as usize].iter().map(|(_, id)| *id).collect();
         let sum: f64 = chosen.iter().map(|id| scores[*id as usize]).sum();
-        let divisor = if self.normalise { sum + if self.sigmoid { 1e-20 } else { 0.0 } } else { 1.0 };
+        let divisor =
+            if self.normalise { sum + if self.sigmoid { f64::from(self.sum_offset) } else { 0.0 } } else { 1.0 };
         let own = |id: u32| self.scales.map_or(1.0, |scales| f64::from(memory.f32(scales, id)));
         let share = |id: &u32| (*id, scores[*id as usize] / divisor * f64::from(self.factor) * own(*id));
         chosen.iter().map(share).collect()
@@ -1130,6 +1137,7 @@ pub(super) fn reference_expert_skinny(call: &Call, memory: &mut HostMemory) {
         sigmoid: c.routed == 2,
         bias: (c.choice_bias == 1).then_some(a.choice_bias),
         scales: (c.expert_scales == 1).then_some(a.expert_scales),
+        sum_offset: f32::from_bits(c.sum_offset),
         factor: a.factor,
         logit_scale: a.logit_scale,
         ..Selection::greatest(c.count, c.chosen, c.normalise)
@@ -1221,6 +1229,7 @@ pub(super) fn reference_expert_route(call: &Call, memory: &mut HostMemory) {
         groups: c.groups,
         kept: c.kept,
         best: c.best,
+        sum_offset: f32::from_bits(c.sum_offset),
         factor: a.factor,
         logit_scale: a.logit_scale,
     };

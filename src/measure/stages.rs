@@ -160,7 +160,7 @@ pub fn stages(
             prompts: 1,
             sequences: 1,
             max_pages,
-            cells: config.delta.is_some(),
+            cells: config.is_recurrent(),
             windows: false,
         },
         cells: rows,

@@ -313,6 +313,9 @@ impl Checkpoint {
     ///   `conv` (a vector; the taps of channel c start at `conv_kernel * c`, and the last tap is for the current token;
     ///   the channels are in the order of q, k, v in `in_proj`), `a_log` and `dt_bias` (`[value_heads]`), `delta_norm`
     ///   (`[value_dim]`), `o`;
+    /// - short convolution: `attn_norm`, `conv_in` (the rows of B, C and x, in this order), `conv` (a vector; the taps of
+    ///   channel c start at `taps * c`, and the last tap is for the current token), `o`, and with biases `conv_in.bias`,
+    ///   `conv.bias` and `o.bias`;
     /// - dense MLP: `mlp_norm`, `gate_up` (row 2j is row j of the gate projection, row 2j + 1 is row j of the up
     ///   projection), `gate_up.bias`, `down`, `down.bias`;
     /// - MoE: `mlp_norm`, `router` (one row per expert, then the shared expert's gate), `experts.gate_up` (all experts

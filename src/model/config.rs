@@ -100,6 +100,8 @@ pub enum LayerKind {
     /// The gated delta rule (linear attention): a short causal convolution, followed by a recurrent state of fixed size
     /// for each head, which every token updates and reads.
     GatedDelta,
+    /// A gated convolution over the last few tokens, which are all of the layer's state.
+    ShortConv,
 }
 
 /// The kind of MLP that follows the token mixing in a layer.
@@ -158,6 +160,24 @@ impl DeltaNet {
     }
 }
 
+/// The dimensions of short-convolution layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ShortConv {
+    /// The number of channels: the hidden size, or a part of it in a part of a model that several devices compute.
+    pub channels: u32,
+    /// The number of taps of the convolution; the last tap is for the current token.
+    pub taps: u32,
+    /// Whether the convolution and the projections before and after it have biases.
+    pub bias: bool,
+}
+
+impl ShortConv {
+    /// Returns the number of rows of `conv_in`, `[B | C | x]`.
+    pub fn projected_rows(&self) -> u32 {
+        3 * self.channels
+    }
+}
+
 /// How a router chooses experts, if not by the greatest logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Routing {
@@ -171,6 +191,8 @@ pub struct Routing {
     pub kept: u32,
     /// The number of experts whose scores make a group's score.
     pub best: u32,
+    /// What is added to the sum of the chosen experts' scores, by which their weights are divided if they are normalised.
+    pub sum_offset: f32,
     /// The factor of the chosen experts' weights.
     pub factor: f32,
     /// The factor of the logits.
@@ -300,6 +322,9 @@ impl BlockNorms {
         mlp: Some("post_attention_layernorm"),
         after_mlp: Some("post_mlp_layernorm"),
     };
+    /// Norms before mixer and MLP, with the names of LFM2.
+    pub const LFM: BlockNorms =
+        BlockNorms { mixer: Some("operator_norm"), after_mixer: None, mlp: Some("ffn_norm"), after_mlp: None };
     /// Norms after mixer and MLP only, as in OLMo 2.
     pub const OLMO: BlockNorms = BlockNorms {
         mixer: None,
@@ -475,6 +500,8 @@ pub struct ModelConfig {
     pub mlp_kinds: Vec<MlpKind>,
     /// The dimensions of gated-delta-rule layers; `Some` if there is at least one.
     pub delta: Option<DeltaNet>,
+    /// The dimensions of short-convolution layers; `Some` if there is at least one.
+    pub short_conv: Option<ShortConv>,
     /// The dimensions of MoE layers; `Some` if there is at least one.
     pub experts: Option<Experts>,
     /// The number of multi-token-prediction (MTP) blocks according to the configuration. The checkpoint may have been
@@ -598,6 +625,11 @@ impl ModelConfig {
         (0..).zip(&self.layer_kinds).filter(move |(_, of_layer)| **of_layer == kind).map(|(layer, _)| layer)
     }
 
+    /// Whether some layers have recurrent state: what a sequence keeps of its tokens is of a fixed size there.
+    pub fn is_recurrent(&self) -> bool {
+        self.delta.is_some() || self.short_conv.is_some()
+    }
+
     /// Returns the least number of key heads of a kind of attention layers.
     pub fn least_kv_heads(&self) -> u32 {
         self.attention_kinds.iter().map(|kind| kind.kv_heads).min().unwrap_or(1)
@@ -677,7 +709,7 @@ pub enum ConfigProblem {
     /// A layer is of a type that its family does not have.
     #[error(
         "layer type \"{0}\" is not supported for this architecture (full_attention is, sliding_attention in families \
-         with a window, linear_attention in hybrids)"
+         with a window, linear_attention in hybrids, conv in LFM2)"
     )]
     UnsupportedLayer(String),
     /// A required key is missing.

@@ -109,7 +109,7 @@ fn check_head(head: &DraftHead, own: &ModelConfig) -> Result<(), DraftError> {
 
 /// Returns what the layers of a model have that a draft model must not have.
 fn unsupported(config: &ModelConfig) -> Option<&'static str> {
-    if config.layers_of(LayerKind::GatedDelta).next().is_some() {
+    if config.is_recurrent() {
         return Some("recurrent layers");
     }
     if !config.causal {

@@ -22,6 +22,7 @@ mod recordings;
 mod sampling;
 mod scores;
 mod shared;
+mod short_conv;
 mod stream;
 mod tiled;
 mod wgmma;

@@ -519,6 +519,7 @@ fn a_few_rows_are_routed_by_scores() {
                 groups: 1,
                 kept: 1,
                 best: 1,
+                sum_offset: 0.25,
                 factor: 1.5,
                 logit_scale: 0.75,
                 scales: (!sigmoid).then(|| cases.floats("scales", &scales)),
@@ -707,7 +708,7 @@ impl Routed {
         let ids: Vec<usize> = (0..count).filter(|id| kept.contains(&(id / each))).collect();
         let chosen = greatest(&ids, &by, shape.chosen);
         let sum: f64 = chosen.iter().map(|id| scores[*id]).sum();
-        let divisor = if shape.normalise { sum } else { 1.0 };
+        let divisor = if shape.normalise { sum + f64::from(route.sum_offset) } else { 1.0 };
         chosen.iter().map(|id| (*id as u32, scores[*id] / divisor * f64::from(route.factor))).collect()
     }
 }
@@ -746,7 +747,9 @@ fn experts_are_chosen_by_scores_in_groups() {
         let mut mlp = layer.mlp(&mut cases, rows, false, None);
         mlp.logits = Activations { range: cases.floats("scored", &logits), stride: width };
         let range = bias.as_ref().map(|bias| cases.floats("choice_bias", bias));
-        let route = Route { sigmoid, bias: range, groups, kept, best, factor: 2.5, logit_scale: 1.0, scales: None };
+        let (factor, logit_scale, scales) = (2.5, 1.0, None);
+        let sum_offset = if sigmoid { 0.125 } else { 1e-20 };
+        let route = Route { sigmoid, bias: range, groups, kept, best, sum_offset, factor, logit_scale, scales };
         let count = cases.words("chunk", &[POISON, POISON, used, POISON]);
         let choices = cases.output("choices", shape.choices_bytes(rows) as usize / 4, Expect::Pairs(SUMS));
         let valid = valid_rows(&mut cases, rows, nobody);
@@ -1006,6 +1009,7 @@ fn experts_are_chosen_by_scores() {
             groups,
             kept: groups.min(2),
             best: if sigmoid { 2 } else { 1 },
+            sum_offset: 1e-20,
             factor: 1.5,
             logit_scale: 3.0,
             scales: (!sigmoid).then(|| cases.floats("scales", &scales)),

@@ -78,7 +78,7 @@ fn decoder<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, max_
             prompts: 2,
             sequences: 2,
             max_pages: PAGES,
-            cells: checkpoint.config.delta.is_some(),
+            cells: checkpoint.config.is_recurrent(),
             windows: false,
         },
         cells: 4,
@@ -191,7 +191,10 @@ fn initial(decoder: &Decoder<'_>, recordings: &[&Recording]) -> Memory {
         if memory.contains_key(&name) {
             continue;
         }
-        let net = || c.delta.expect("only gated delta nets have this buffer");
+        let projected = || match (c.delta, c.short_conv) {
+            (Some(net), _) => net.projected_rows(),
+            (None, conv) => conv.expect("only recurrent layers have this buffer").projected_rows(),
+        };
         let experts = || c.experts.expect("only experts have this buffer");
         // Of each row the chosen experts' parts and the shared expert's part, each padded.
         let middle = || {
@@ -206,7 +209,7 @@ fn initial(decoder: &Decoder<'_>, recordings: &[&Recording]) -> Memory {
             "draft.joined" => row(2 * c.hidden),
             "qkv" => row(c.qkv_rows(&c.attention_kinds[0])),
             "attention.output" => row(heads.q * heads.dim),
-            "in_proj.output" => row(net().projected_rows()),
+            "in_proj.output" => row(projected()),
             // Read for rows without a sequence, but not written where only steps of few rows have this buffer.
             "mixer.output" => vec![0; words],
             "mlp.hidden" => row(c.intermediate),
@@ -832,10 +835,10 @@ struct Emulated {
 }
 
 /// Returns checkpoints for weights in fragment order. The widths of most are multiples of 32, so that their activations
-/// can carry tags; those of two are not. They cover attention and dense MLPs, gated delta nets, experts, both, norms behind
-/// mixers and MLPs with windows, and these with heads of two sizes and experts beside dense MLPs. The folder holds the files
+/// can carry tags; those of two are not. They cover attention and dense MLPs, gated delta nets, experts, both, short
+/// convolutions with biases, norms behind mixers and MLPs with windows, and these with heads of two sizes and experts beside dense MLPs. The folder holds the files
 /// of the checkpoints that are generated here, because their weights are read again.
-fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 9]) {
+fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 10]) {
     let folder = tempfile::tempdir().expect("a folder");
     let write = |name: &str, seed: u64, config: &str| {
         let path = folder.path().join(name);
@@ -891,6 +894,12 @@ fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 9]) {
         "attention_multiplier": 0.15, "logits_scaling": 2.0, "torch_dtype": "bfloat16", "bos_token_id": 2,
         "eos_token_id": 1,
     });
+    let lfm2 = serde_json::json!({
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 128, "intermediate_size": 96,
+        "block_auto_adjust_ff_dim": false, "num_attention_heads": 4, "num_hidden_layers": 5, "num_key_value_heads": 2,
+        "vocab_size": 512, "max_position_embeddings": 512, "norm_eps": 1e-6, "conv_L_cache": 3, "conv_bias": true,
+        "full_attn_idxs": [1, 3], "torch_dtype": "bfloat16", "bos_token_id": 2, "eos_token_id": 1,
+    });
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo");
     let checkpoints = [
         ("demo", Checkpoint::open(&demo.join("model")).expect("the demo model")),
@@ -905,6 +914,7 @@ fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 9]) {
         // As above, of the seeds 0 to 6: the largest difference is 0.5 to 0.9 times the allowed one with 1, 3, 4 and 5.
         ("tiny-gemma4", write("tiny-gemma4", 3, &gemma4.to_string())),
         ("tiny-granite", write("tiny-granite", 0, &granite.to_string())),
+        ("tiny-lfm2", write("tiny-lfm2", 0, &lfm2.to_string())),
         ("qwen3-deep", open("qwen3-deep")),
     ];
     (folder, checkpoints)
@@ -998,6 +1008,11 @@ fn recordings_with_norms_behind_mixers_and_mlps_mean_the_same_on_lavapipe_and_in
         ways(&[exact, Emulated { chunk: 8, near: 8e-2, ..TAGGED }], &[exact]),
         &["tiny-gemma4", "tiny-granite"],
     );
+}
+
+#[test]
+fn recordings_of_short_convolutions_mean_the_same_on_lavapipe_and_in_plain_rust() {
+    run_emulated(Driver::first(), ways(&ALL, &[ON_FRAGMENTS, TAGGED, ROUNDED]), &["tiny-lfm2"]);
 }
 
 /// The widths of these models do not allow tags.
@@ -2232,6 +2247,7 @@ fn stages(checkpoint: &Checkpoint, layer: u32, fragments: bool) -> Vec<String> {
     let mixer = match c.layer_kinds[layer as usize] {
         LayerKind::Attention => ["qkv", "attention", "o"],
         LayerKind::GatedDelta => ["in_proj", "delta", "o"],
+        LayerKind::ShortConv => ["conv_in", "short_conv", "o"],
     };
     let beside = c.experts.is_some_and(|experts| experts.beside_dense);
     let mlp: &[&str] = match c.mlp_kinds[layer as usize] {
@@ -2293,7 +2309,9 @@ fn a_decode_step_has_a_dispatch_and_a_barrier_for_each_stage_of_a_layer() {
         let decoder = emulated(&vulkan, Driver::first(), checkpoint, way);
         check(name, checkpoint, &Recordings::new(&decoder).decode, true);
     }
-    for name in ["llama-deep", "qwen3-deep", "llama-bias", "hybrid-two", "hybrid-moe", "moe-top2"] {
+    for name in
+        ["llama-deep", "qwen3-deep", "llama-bias", "hybrid-two", "hybrid-moe", "moe-top2", "families/lfm2-plain"]
+    {
         let checkpoint = open(name);
         let decoder = decoder(&vulkan, Driver::first(), &checkpoint, WHOLE);
         check(name, &checkpoint, &Recordings::new(&decoder).decode, false);

@@ -181,6 +181,26 @@ fn hybrid(layers: u32) -> serde_json::Value {
     json
 }
 
+/// Returns the configuration of layers with experts, every other one a short convolution, whose activations can be tagged.
+fn short_convolutions() -> serde_json::Value {
+    let config = include_str!("../fixtures/families/lfm2moe-plain/config.json");
+    let mut json: serde_json::Value = serde_json::from_str(config).expect("JSON");
+    let sizes = [
+        ("hidden_size", 64),
+        ("intermediate_size", 128),
+        ("moe_intermediate_size", 32),
+        ("num_attention_heads", 4),
+        ("num_key_value_heads", 2),
+        ("num_hidden_layers", 4),
+        ("vocab_size", 2048),
+    ];
+    for (key, value) in sizes {
+        json[key] = value.into();
+    }
+    json["layer_types"] = ["conv", "full_attention"].repeat(2).into();
+    json
+}
+
 /// Returns the configuration of layers with experts of which every other one has a window that is much shorter than the
 /// context.
 fn windows() -> serde_json::Value {
@@ -234,7 +254,8 @@ impl Injected {
     fn start(vulkan: &Vulkan, path: &str, slots: u32, change: &dyn Fn(&mut Model), tune: &[&str]) -> Injected {
         // Recurrent state takes a multiple of 64 tokens at a time.
         let config = std::fs::read_to_string(Path::new(path).join("config.json"));
-        let chunk = if config.is_ok_and(|text| text.contains("linear_attention")) { 64 } else { 16 };
+        let recurrent = |text: String| ["linear_attention", "conv_L_cache"].iter().any(|key| text.contains(key));
+        let chunk = if config.is_ok_and(recurrent) { 64 } else { 16 };
         let small = |model: &mut Model| {
             // The test at start fills the context, so a long one takes time.
             (model.slots, model.context) = (Some(slots), Some(2 * chunk + 64));
@@ -397,6 +418,8 @@ fn a_fault_in_any_call_of_experts_in_several_buffers_changes_no_token() {
 fn a_fault_in_any_call_changes_no_recurrent_state() {
     let folder = tempfile::tempdir().expect("a folder");
     any_call(&write(&hybrid(4), folder.path()), &[1], 1, &|_| {});
+    let folder = tempfile::tempdir().expect("a folder");
+    any_call(&write(&short_convolutions(), folder.path()), &[1], 1, &|_| {});
 }
 
 /// Has the layers of a model split over both CPU drivers.
@@ -500,7 +523,7 @@ fn prompts_that_join_behind_a_fault_draw_their_own_tokens() {
         return eprintln!("not on a GPU");
     }
     let vulkan = Vulkan::shared_without_validation();
-    for config in [built_in("tiny-qwen3", 3), hybrid(4)] {
+    for config in [built_in("tiny-qwen3", 3), hybrid(4), short_convolutions()] {
         let folder = tempfile::tempdir().expect("a folder");
         let injected = Injected::start(&vulkan, &write(&config, folder.path()), 2, &|_| {}, &[]);
         let prompts: Vec<Vec<u32>> = (1..6).map(|i| prompt(i).repeat(1 + i as usize)).collect();

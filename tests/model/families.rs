@@ -9,6 +9,7 @@ use crate::harness::every_case;
 use crate::harness::models::{collect, fixture, generate, request, submit};
 use crate::transformers::error;
 use ostinato::config::{Config, KvFormat, Model};
+use ostinato::engine::plan::STATE_TOKENS;
 use ostinato::engine::request::Request;
 use ostinato::gpu::devices::start_with;
 use ostinato::host::Host;
@@ -95,8 +96,8 @@ fn longest(cases: &[Case]) -> u32 {
 }
 
 /// The families of which each kind of layer on weights in fragments is in one: biases; windows, sinks and experts with
-/// biases; bounds of scores and norms around branches; experts beside an MLP; latent attention; experts chosen by sigmoids.
-const IN_FRAGMENTS: [&str; 6] = ["qwen2", "gptoss", "gemma2", "gemma4", "deepseek3", "glm4moe"];
+/// biases; bounds of scores and norms around branches; experts beside an MLP; latent attention; experts chosen by sigmoids; short convolutions.
+const IN_FRAGMENTS: [&str; 7] = ["qwen2", "gptoss", "gemma2", "gemma4", "deepseek3", "glm4moe", "lfm2"];
 
 /// Checks all fixtures of a family.
 fn check(family: &str) {
@@ -172,9 +173,15 @@ pub fn step_by_step(replica: &Replica, name: &str, case: &Case) {
     assert_eq!(stepped.tokens, case.greedy, "{what}");
 }
 
-/// Checks a checkpoint with each prompt alone in chunks of 32 tokens, step by step, and all at once.
+/// Returns the number of tokens of a small chunk of a checkpoint's prompts. Recurrent state takes whole blocks.
+pub fn small_chunk(folder: &Path) -> u32 {
+    let config = std::fs::read_to_string(folder.join("config.json")).expect("config.json");
+    if config.contains("conv_L_cache") { STATE_TOKENS } else { 32 }
+}
+
+/// Checks a checkpoint with each prompt alone in small chunks, step by step, and all at once.
 fn in_small_chunks(vulkan: &Vulkan, folder: &Path, name: &str, cases: &[Case]) {
-    let host = serve_few_pages(vulkan, folder, cases, Some(32));
+    let host = serve_few_pages(vulkan, folder, cases, Some(small_chunk(folder)));
     let replica = &host.replicas().next().expect("one model");
     cases.iter().for_each(|case| step_by_step(replica, name, case));
     together(replica, name, cases);
@@ -305,6 +312,8 @@ families! {
     granite_moe_agrees "granitemoe",
     ernie_moe_agrees "ernie45moe",
     hunyuan_moe_agrees "hunyuanmoe",
+    lfm2_agrees "lfm2",
+    lfm2_moe_agrees "lfm2moe",
     smollm3_agrees "smollm3",
     ministral3_agrees "ministral3",
     olmo2_agrees "olmo2",

@@ -117,5 +117,7 @@ architectures! {
     hunyuan_moe_files_agree "hunyuan-moe" ["hunyuanmoe-lists"];
     ernie_4_5_moe_files_agree "ernie4_5-moe" ["ernie45moe-plain"];
     granite_moe_files_agree "granitemoe" ["granitemoe-plain", "granitemoe-shared"];
+    lfm2_files_agree "lfm2" ["lfm2-plain"];
+    lfm2_moe_files_agree "lfm2moe" ["lfm2moe-plain"];
     granite_hybrid_files_agree "granite" ["granitehybrid-dense"];
 }

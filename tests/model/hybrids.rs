@@ -5,6 +5,7 @@
 //! of all lengths have known answers.
 
 use crate::common::{Driver, Vulkan};
+use crate::families::cases;
 use crate::harness::models::{collect, expected, fixture, generate, idle, request, submit};
 use ostinato::config::{Config, KvFormat, Model};
 use ostinato::engine::request::{Event, FinishReason, Request};
@@ -15,8 +16,8 @@ use ostinato::replica::Replica;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A model of gated delta nets and attention, and one that also has experts.
-const CHECKPOINTS: [&str; 2] = ["hybrid-long", "hybrid-moe"];
+/// Models of gated delta nets and attention, and of short convolutions and attention, without and with experts.
+const CHECKPOINTS: [&str; 4] = ["hybrid-long", "hybrid-moe", "families/lfm2-plain", "families/lfm2moe-scaled"];
 
 /// A known text: the number of its prompt tokens, and its prompt followed by the greedy tokens.
 struct Text {
@@ -25,6 +26,12 @@ struct Text {
 }
 
 fn text(name: &str) -> Text {
+    if name.starts_with("families/") {
+        let longest =
+            cases(&fixture(name)).into_iter().max_by_key(|case| case.prompt.len()).expect("there are prompts");
+        let prompt = longest.prompt.len();
+        return Text { prompt, tokens: longest.prompt.into_iter().chain(longest.greedy).collect() };
+    }
     let known = expected(name);
     Text { prompt: known.prompt.len(), tokens: known.prompt.into_iter().chain(known.greedy).collect() }
 }
@@ -116,6 +123,8 @@ fn sequences_draw_beside_prompts_what_they_draw_alone() {
         ("hybrid-long", 128, Some(26)),
         ("hybrid-moe", 128, None),
         ("next-moe", 128, None),
+        ("families/lfm2-biases", 192, None),
+        ("families/lfm2-plain", 128, Some(26)),
     ];
     for (name, chunk, kv_pages) in worlds {
         let text = text(name);
@@ -188,33 +197,39 @@ fn collect_any(events: &crossbeam_channel::Receiver<Event>) -> Vec<u32> {
 #[test]
 fn sequences_that_lose_their_place_are_computed_again() {
     let vulkan = Vulkan::shared();
-    let name = "hybrid-long";
-    let text = text(name);
-    let [all, prompt] = [text.tokens.len(), text.prompt].map(|tokens| (tokens as u32).div_ceil(16));
-    let host = serve(&vulkan, name, |model, _| {
-        // There is room for two prompts, but not for their outputs.
-        model.kv_pages = Some(2 * prompt + 3);
-        model.context = Some(16 * all);
-        model.prefix_cache = Some(false);
-    });
-    let replica = &replica(&host);
-    let tokens = text.tokens.len() - text.prompt;
-    let events: Vec<_> = (0..5).map(|i| submit(replica, text.ask(&format!("r{i}"), 0, tokens))).collect();
-    for events in &events {
-        let generated = collect(events);
-        assert_eq!(generated.tokens, text.answer(0, tokens));
-        assert_eq!(generated.finished.reason, FinishReason::Length);
+    for name in ["hybrid-long", "families/lfm2-plain"] {
+        let text = text(name);
+        let [all, prompt] = [text.tokens.len(), text.prompt].map(|tokens| (tokens as u32).div_ceil(16));
+        let host = serve(&vulkan, name, |model, _| {
+            // There is room for two prompts, but not for their outputs.
+            model.kv_pages = Some(2 * prompt + 3);
+            model.context = Some(16 * all);
+            model.prefix_cache = Some(false);
+        });
+        let replica = &replica(&host);
+        let tokens = text.tokens.len() - text.prompt;
+        let events: Vec<_> = (0..5).map(|i| submit(replica, text.ask(&format!("r{i}"), 0, tokens))).collect();
+        for events in &events {
+            let generated = collect(events);
+            assert_eq!(generated.tokens, text.answer(0, tokens), "{name}");
+            assert_eq!(generated.finished.reason, FinishReason::Length);
+        }
+        idle(replica);
+        assert!(replica.load().preemptions > 0, "{name}: {:?}", replica.load());
     }
-    idle(replica);
-    assert!(replica.load().preemptions > 0, "{:?}", replica.load());
 }
 
 #[test]
 fn beginnings_are_restored_from_the_longest_snapshot() {
     let vulkan = Vulkan::shared();
-    let name = "hybrid-long";
+    for name in ["hybrid-long", "families/lfm2-plain", "families/lfm2moe-scaled"] {
+        restores_beginnings(&vulkan, name);
+    }
+}
+
+fn restores_beginnings(vulkan: &Vulkan, name: &str) {
     let text = text(name);
-    let host = serve(&vulkan, name, |model, _| model.prefill_chunk = Some(128));
+    let host = serve(vulkan, name, |model, _| model.prefill_chunk = Some(128));
     let replica = &replica(&host);
     let first = generate(replica, text.ask("first", 0, 10));
     assert_eq!((&first.tokens[..], first.finished.cached_tokens), (text.answer(0, 10), 0));

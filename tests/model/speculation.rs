@@ -4,6 +4,7 @@
 //! certainty; with the largest number of drafts and without; greedy and sampled with a seed, alone and several at a time.
 
 use crate::common::{Driver, Vulkan};
+use crate::families::cases;
 use crate::harness::every_case;
 use crate::harness::models::{
     Drafted, Generated, Lines, collect, drafted, expected, fixture, generate, idle, request, submit,
@@ -144,20 +145,23 @@ fn serve_with_lookup(
 #[test]
 fn looked_up_drafts_change_no_token() {
     let vulkan = Vulkan::shared();
-    for name in ["qwen3-deep", "llama-f32", "hybrid-two"] {
+    for name in ["qwen3-deep", "llama-f32", "hybrid-two", "families/lfm2-plain", "families/lfm2-biases"] {
         let host = serve_with_lookup(&vulkan, fixture(name), 3, |model, config| {
             model.prefill_chunk = Some(64);
             config.runtime.tune = vec!["fragments=0".into()];
         });
         let (_, replica) = host.route("", "").expect("one model");
-        let known = expected(name);
-        let prompt = [&known.prompt[..], &known.greedy[..24]].concat();
+        let (known, greedy) = match name.starts_with("families/") {
+            true => cases(&fixture(name)).pop().map(|case| (case.prompt, case.greedy)).expect("there are prompts"),
+            false => (expected(name).prompt, expected(name).greedy),
+        };
+        let prompt = [&known[..], &greedy[..24]].concat();
         for turn in 0..2 {
-            let found = generate(&replica, request(&known.prompt, 64));
-            assert_eq!(found.tokens, known.greedy, "{name}, turn {turn}");
+            let found = generate(&replica, request(&known, 64));
+            assert_eq!(found.tokens, greedy, "{name}, turn {turn}");
             assert!(found.finished.drafted_tokens > 0);
             let rest = generate(&replica, request(&prompt, 40));
-            assert_eq!(rest.tokens, known.greedy[24..], "{name}, turn {turn}, the rest");
+            assert_eq!(rest.tokens, greedy[24..], "{name}, turn {turn}, the rest");
         }
         idle(&replica);
     }

@@ -4,7 +4,7 @@
 //! device.
 
 use crate::common::{Driver, Vulkan};
-use crate::families::cases;
+use crate::families::{cases, small_chunk};
 use crate::harness::every_case;
 use crate::harness::models::{Generated, Lines, collect, expected, fixture, generate, idle, request, submit};
 use crate::transformers::error;
@@ -105,9 +105,10 @@ pub fn check_family(name: &str, serve: impl FnOnce(PathBuf, &dyn Fn(&mut Model))
     let folder = fixture("families").join(name);
     let cases = cases(&folder);
     let longest = cases.iter().map(|case| case.prompt.len() + case.greedy.len()).max().expect("prompts") as u32;
+    let chunk = small_chunk(&folder);
     let host = serve(folder, &|model| {
         model.context = Some(longest + 16);
-        model.prefill_chunk = Some(32);
+        model.prefill_chunk = Some(chunk);
         model.kv_pages = Some(longest.div_ceil(16) + 6);
     });
     let replica = only(&host);
@@ -119,6 +120,12 @@ pub fn check_family(name: &str, serve: impl FnOnce(PathBuf, &dyn Fn(&mut Model))
         assert_eq!(collect(events).tokens, case.greedy, "{name}, prompt of {}", case.prompt.len());
     }
     idle(&replica);
+}
+
+#[test]
+fn short_convolutions_on_two_devices_draw_what_transformers_draws() {
+    let vulkan = Vulkan::shared();
+    check_family("lfm2-biases", |folder, change| serve(&vulkan, folder, change));
 }
 
 /// Goal: layers with windows, experts, latent attention, norms around branches, and layers that read the keys of others
@@ -136,6 +143,7 @@ fn families_on_two_devices_draw_what_transformers_draws() {
         "deepseek2-lite",
         "mistral-window",
         "glm4-plain",
+        "lfm2moe-plain",
     ] {
         check_family(name, |folder, change| serve(&vulkan, folder, change));
     }

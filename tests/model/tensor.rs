@@ -69,6 +69,15 @@ fn latent_vectors_norms_of_rows_and_experts_beside_an_mlp_draw_what_transformers
     }
 }
 
+#[test]
+fn channels_of_short_convolutions_draw_in_parts_what_transformers_draws() {
+    let vulkan = Vulkan::shared();
+    let further: &[&str] = if every_case() { &["lfm2-plain"] } else { &[] };
+    for name in ["lfm2moe-scaled"].iter().chain(further) {
+        check_family(name, |folder, change| divided(&vulkan, folder, change));
+    }
+}
+
 /// Goal: value heads of GGUF files, whose key heads take turns, keep their key heads. Method: a random hybrid; each device has
 /// three value heads, which use both key heads, one of them twice.
 #[test]
@@ -109,6 +118,7 @@ fn families_in_parts_draw_what_transformers_draws() {
         "ernie45moe-plain",
         "granitehybrid-moe",
         "hunyuanmoe-lists",
+        "lfm2moe-plain",
         "qwen3vlmoe-dense",
         "glm4-bias",
         "glm4moe-air",
@@ -394,6 +404,10 @@ fn what_cannot_be_divided_by_tensors_is_refused() {
     let tensor = |model: &mut Model| model.replicas = vec![over_both(&vulkan, SplitMode::Tensor)];
     for (name, what) in [
         ("hybrid-three", "3 value heads of recurrent layers cannot be divided equally among 2 devices"),
+        (
+            "families/lfm2-biases",
+            "60 channels of short convolutions cannot be divided equally among 2 devices, in multiples of 4",
+        ),
         ("quantised/ct-order", "are not in the order of its inputs (act-order)"),
     ] {
         let error = refused(&vulkan, fixture(name), tensor);

@@ -16,7 +16,7 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::layout::StateLayout;
 use crate::kernels::sampling;
 use crate::model::checkpoint::WeightSpec;
-use crate::model::config::{LayerKind, ModelConfig};
+use crate::model::config::ModelConfig;
 use crate::model::decoder::drafter::{Drafter, DrafterKind};
 use crate::model::decoder::stage::LayerStage;
 use crate::model::decoder::{self, Decoder, RingLayout, Tuning, most_dots_rows, most_gemv_rows};
@@ -285,15 +285,15 @@ impl Build<'_> {
 
     /// Returns the number of snapshots of recurrent state; `None` for models without recurrent state.
     pub(crate) fn snapshots(&self) -> Option<u32> {
-        let net = self.checkpoint.config.delta?;
+        if !self.checkpoint.config.is_recurrent() {
+            return None;
+        }
         let finds = self.model.prefix_cache.unwrap_or(true);
         let own = || {
             if self.sized_for_cpu() {
                 return CPU_SNAPSHOTS;
             }
-            let layers = self.checkpoint.config.layers_of(LayerKind::GatedDelta).count() as u64;
-            let heads = decoder::delta_heads(net);
-            let bytes = (layers * (heads.state_bytes(1) + heads.window_bytes(1))).max(1);
+            let bytes = decoder::cell_bytes(&self.checkpoint.config).max(1);
             let fit = self.heap_bytes() / SNAPSHOT_SHARE / bytes;
             u32::try_from(fit).unwrap_or(u32::MAX).clamp(GPU_SNAPSHOTS.0, GPU_SNAPSHOTS.1)
         };
@@ -352,7 +352,7 @@ impl Build<'_> {
                 prompts: slots.next_power_of_two().min(tuning.prompts),
                 sequences: slots.next_power_of_two().min(tuning.prompts),
                 max_pages: context.div_ceil(PAGE_TOKENS),
-                cells: config.delta.is_some() || self.draft.is_some_and(|draft| draft.config.draft_head.is_some()),
+                cells: config.is_recurrent() || self.draft.is_some_and(|draft| draft.config.draft_head.is_some()),
                 windows: window_pages.is_some(),
             },
             cells: slots + self.snapshots().unwrap_or(0),

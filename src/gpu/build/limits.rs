@@ -118,8 +118,8 @@ impl Build<'_> {
                  possible, or draft = \"lookup\", a draft model or a draft head"
             )));
         }
-        if let (Some(_), Some(chunk)) =
-            (c.delta, self.model.prefill_chunk.filter(|chunk| !chunk.is_multiple_of(STATE_TOKENS)))
+        if let Some(chunk) =
+            self.model.prefill_chunk.filter(|chunk| c.is_recurrent() && !chunk.is_multiple_of(STATE_TOKENS))
         {
             return Err(self
                 .unsupported(format!("prefill_chunk is {chunk}, recurrent state takes a multiple of {STATE_TOKENS}")));

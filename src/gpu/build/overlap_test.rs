@@ -60,7 +60,7 @@ pub(crate) fn test_overlap(
     let mut test = Test { build, decoder, probe, steps: 0 };
     let steps = (SUBMISSIONS * STEPS).min(decoder.context);
     // Recurrent state is only treated as empty at position 0, so both runs must begin there.
-    let context = match decoder.config.delta.is_some() {
+    let context = match decoder.config.is_recurrent() {
         true => 0,
         false => CONTEXT_PAGES.min((decoder.context - steps) / probe.page_tokens).min(decoder.state.max_pages - 1),
     };

@@ -142,7 +142,7 @@ fn small_decoder<'a>(decoder: &Decoder<'_>, small: &'a Miniature) -> Decoder<'a>
             prompts: 1,
             sequences: 1,
             max_pages: PAGES,
-            cells: small.config.delta.is_some(),
+            cells: small.config.is_recurrent(),
             windows: decoder.state.windows,
         },
         cells: slots,

@@ -296,7 +296,7 @@ impl<'a> Bench<'a> {
             let rows = PromptRows { slot: 0, start, tokens: some, last: false, next: None, from, keeps: &[] };
             self.run_prompt(rows)?;
         }
-        if self.decoder.config.delta.is_none() || places.of_one_row() {
+        if !self.decoder.config.is_recurrent() || places.of_one_row() {
             return Ok(());
         }
         // Recurrent state is each sequence's own. The keys and values of the few tokens are those of the shared context.

@@ -10,8 +10,9 @@
 
 use super::{Checkpoint, SourceRef, WeightSpec};
 use crate::kernels::exchange::Rank;
+use crate::kernels::short_conv::CHANNEL_MULTIPLE;
 use crate::memory::pack::{FRAGMENT_COLS, Format, RowMap, SourceFormat, Transposed};
-use crate::model::config::{Attention, DeltaNet, LayerKind, MlpKind, ModelConfig, NormedHeads, QkNorm};
+use crate::model::config::{Attention, DeltaNet, LayerKind, MlpKind, ModelConfig, NormedHeads, QkNorm, ShortConv};
 use std::ops::Range;
 
 /// Why a model cannot be divided among devices by tensors.
@@ -55,6 +56,19 @@ pub enum ShardError {
         heads: u32,
         /// The number of devices.
         devices: u32,
+    },
+    /// The channels of short convolutions cannot be divided.
+    #[error(
+        "{channels} channels of short convolutions cannot be divided equally among {devices} devices, in multiples of \
+         {multiple}; split = \"layers\" works"
+    )]
+    Channels {
+        /// The number of channels.
+        channels: u32,
+        /// The number of devices.
+        devices: u32,
+        /// The number of which a device's channels must be a multiple.
+        multiple: u32,
     },
     /// The columns of a device's heads do not begin a group of a quantised matrix.
     #[error(
@@ -273,6 +287,16 @@ impl OwnRecurrent {
     }
 }
 
+/// Returns the channels of short convolutions of a device. All devices have the same number, because all have room for the same
+/// sequences and snapshots.
+fn own_channels(conv: ShortConv, rank: Rank) -> Result<Range<u32>, ShardError> {
+    let (channels, devices, multiple) = (conv.channels, rank.of, CHANNEL_MULTIPLE);
+    match channels.is_multiple_of(devices * multiple) {
+        true => Ok(rank.part(channels)),
+        false => Err(ShardError::Channels { channels, devices, multiple }),
+    }
+}
+
 /// The part of each layer that a device has.
 struct Parts<'a> {
     config: &'a ModelConfig,
@@ -281,6 +305,8 @@ struct Parts<'a> {
     heads: Vec<OwnHeads>,
     /// The heads of recurrent layers.
     recurrent: Option<OwnRecurrent>,
+    /// The channels of short convolutions.
+    channels: Option<Range<u32>>,
     /// For each layer, the inner values of its dense MLP.
     inner: Vec<Range<u32>>,
     /// The inner values of each expert, and of the shared expert.
@@ -345,6 +371,19 @@ impl Parts<'_> {
             _ => whole().into_iter().map(|spec| WeightSpec { sources: Vec::new(), ..spec }).collect(),
         };
         let count: u32 = ranges.iter().map(|range| range.rows).sum();
+        if let (LayerKind::ShortConv, Some(conv), Some(own)) = (c.layer_kinds[at], c.short_conv, &self.channels) {
+            let taps = own.start * conv.taps..own.end * conv.taps;
+            match part {
+                "conv_in" | "conv_in.bias" => {
+                    let kept = [0, 1, 2].map(|n| own.start + n * conv.channels..own.end + n * conv.channels);
+                    return Ok(rows(ranges, &kept));
+                }
+                "conv" => return Ok(rows(ranges, std::slice::from_ref(&taps))),
+                "conv.bias" => return Ok(rows(ranges, std::slice::from_ref(own))),
+                "o" => return columns(own.clone()),
+                _ => {}
+            }
+        }
         let (OwnHeads { queries, keys }, dim) = (&self.heads[kind], c.attention_kinds[kind].head_dim);
         // The rows or columns of heads that have `each` of them.
         let of_heads = |heads: &Range<u32>, each: u32| heads.start * each..heads.end * each;
@@ -419,6 +458,9 @@ impl Checkpoint {
             value_heads: own.values.len() as u32,
             ..net
         });
+        if let (Some(conv), Some(own)) = (&mut config.short_conv, &parts.channels) {
+            conv.channels = own.len() as u32;
+        }
         let mut weights = Vec::new();
         let mut all = self.weights_without_mtp();
         let block = &self.weights[all.len()..];
@@ -440,6 +482,7 @@ impl Checkpoint {
         let c = &self.config;
         let heads = c.attention_kinds.iter().map(|of| OwnHeads::of(of, rank)).collect::<Result<_, ShardError>>()?;
         let recurrent = c.delta.map(|net| OwnRecurrent::of(net, rank)).transpose()?;
+        let channels = c.short_conv.map(|conv| own_channels(conv, rank)).transpose()?;
         // Inner values are divided in groups of the matrix whose columns they are.
         let group = |name: &str| {
             let weights = self.weights.iter().filter(|weight| weight.merged == name);
@@ -478,7 +521,7 @@ impl Checkpoint {
             };
         }
         let (of_experts, of_shared) = of_experts;
-        Ok(Parts { config: c, rank, heads, recurrent, inner, of_experts, of_shared })
+        Ok(Parts { config: c, rank, heads, recurrent, channels, inner, of_experts, of_shared })
     }
 }
 
@@ -520,6 +563,8 @@ mod tests {
             ("families/olmo2-equal", 3),
             ("families/olmo3-old", 2),
             ("hybrid-moe", 2),
+            ("families/lfm2-plain", 3),
+            ("families/lfm2moe-scaled", 2),
         ] {
             let checkpoint = open(name);
             let parts = shards(&checkpoint, of);
@@ -545,8 +590,10 @@ mod tests {
                 let whole: u64 = ranges.map(WeightSpec::elements).sum();
                 let ends = |of: &[&str]| of.iter().any(|end| weight.merged.ends_with(end));
                 let divided = [".o", ".down", ".gate_up", ".gate_up.bias", ".sinks", ".a_log", ".dt_bias"];
+                let of_conv = [".conv_in", ".conv_in.bias", ".conv.bias"];
                 let normed = checkpoint.config.qk_norm == QkNorm::Rows;
                 let wanted = match () {
+                    () if ends(&of_conv) => whole,
                     () if ends(&divided) || ends(&[".latent.q", ".latent.keys", ".latent.values"]) => whole,
                     () if normed && ends(&[".q_norm"]) => whole,
                     // A key head that several devices have counts for each, and so do rows that are normed together.
@@ -626,6 +673,26 @@ mod tests {
         assert_eq!(counts, [8, 16, 4, 8, 8, 24, 8, 8, 1, 3, 4, 4, 1, 1]);
         let error = OwnRecurrent::of(net(1, 3, false), Rank { index: 0, of: 2 }).unwrap_err();
         assert_eq!(error, ShardError::Recurrent { heads: 3, devices: 2 });
+    }
+
+    /// Goal: parts of short convolutions have the taps of their channels. Method: every source of `conv`, whose rows are the
+    /// taps, begins with a whole channel of the device.
+    #[test]
+    fn channels_keep_their_taps() {
+        let checkpoint = open("families/lfm2moe-scaled");
+        let whole = checkpoint.config.short_conv.expect("short convolutions");
+        for (index, part) in (0..).zip(shards(&checkpoint, 2)) {
+            let own = part.config.short_conv.expect("short convolutions");
+            assert_eq!(own, ShortConv { channels: whole.channels / 2, ..whole });
+            let conv = part.weights.iter().find(|weight| weight.name == "layers.0.conv").expect("the taps");
+            let first = checkpoint.weights.iter().find(|weight| weight.name == "layers.0.conv").expect("the taps");
+            let offset = conv.sources[0].offset - first.sources[0].offset;
+            let number = conv.sources[0].map.format.row_bytes(1);
+            assert_eq!(offset, u64::from(index * own.channels * own.taps) * number);
+            assert_eq!(conv.rows, own.channels * own.taps);
+        }
+        let error = own_channels(ShortConv { channels: 60, ..whole }, Rank { index: 0, of: 2 }).unwrap_err();
+        assert_eq!(error, ShardError::Channels { channels: 60, devices: 2, multiple: 4 });
     }
 
     #[test]

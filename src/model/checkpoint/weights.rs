@@ -12,7 +12,7 @@ use super::{CheckpointProblem, SourceRef, TensorInfo, WeightKind, WeightSpec};
 use crate::memory::pack::{Format, RowMap, SourceFormat, Transposed};
 use crate::model::config::{
     Architecture, Attention, BESIDE_DENSE, DeltaNet, DraftHead, Experts, Latent, LayerKind, MlpKind, ModelConfig,
-    NormKind, QkNorm, Rope,
+    NormKind, QkNorm, Rope, ShortConv,
 };
 use crate::model::gguf::tensors::StoredAs;
 
@@ -120,6 +120,8 @@ struct Origin {
 
 /// The names of an expert's matrices: gate, up and down.
 const EXPERT_PARTS: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
+/// The names of these matrices in Mixtral's experts and in LFM2's MLPs and experts.
+const W_PARTS: [&str; 3] = ["w1", "w3", "w2"];
 
 /// The name of the bias that counts for the choice of experts only.
 const CHOICE_BIAS: &str = "e_score_correction_bias";
@@ -175,8 +177,9 @@ impl<'a> Specs<'a> {
         }
         for (layer, (kind, mlp)) in c.layer_kinds.iter().zip(&c.mlp_kinds).enumerate() {
             let (to, from) = (format!("layers.{layer}."), format!("model.layers.{layer}."));
-            match (kind, &c.delta) {
-                (LayerKind::GatedDelta, Some(delta)) => self.gated_delta(&to, &from, *delta),
+            match (kind, c.delta, c.short_conv) {
+                (LayerKind::GatedDelta, Some(delta), _) => self.gated_delta(&to, &from, delta),
+                (LayerKind::ShortConv, _, Some(conv)) => self.short_conv(&to, &from, conv),
                 _ => match c.latent {
                     Some(latent) => self.latent_attention(&to, &from, c.attention(layer as u32), latent),
                     None => self.attention(&to, &from, c.attention(layer as u32), c.owns_cache(layer as u32)),
@@ -193,7 +196,9 @@ impl<'a> Specs<'a> {
             self.norm("layer_inputs.norm", "model.per_layer_projection_norm.weight", of.width);
         }
         self.stacked("embed", &[("model.embed_tokens.weight", c.vocab)], Some(c.hidden));
-        self.norm("final_norm", "model.norm.weight", c.hidden);
+        // LFM2's name.
+        let final_norm = self.first(["model.norm.weight", "model.embedding_norm.weight"]);
+        self.norm("final_norm", final_norm, c.hidden);
         if !c.tied {
             self.stacked("lm_head", &[("lm_head.weight", c.vocab)], Some(c.hidden));
         }
@@ -240,6 +245,12 @@ impl<'a> Specs<'a> {
     fn has(&self, tensor: &str) -> bool {
         let found = |name: &str| self.headers.find(name).is_some() || self.headers.is_lost(name);
         found(tensor) || Names::new(tensor).codes().iter().any(|name| found(name))
+    }
+
+    /// Returns the first of these tensors that exists; the first of all if none does.
+    fn first<N: AsRef<str>, const COUNT: usize>(&self, names: [N; COUNT]) -> N {
+        let found = names.iter().position(|name| self.has(name.as_ref())).unwrap_or(0);
+        names.into_iter().nth(found).expect("there is a name")
     }
 
     /// Adds the weights of the multi-token-prediction (MTP) block.
@@ -313,18 +324,20 @@ impl<'a> Specs<'a> {
         if c.qkv_bias {
             self.qkv(&name("qkv.bias"), from, "bias", None, of, own);
         }
-        for (part, rotated, heads) in
-            [("q_norm", "query_layernorm", of.heads), ("k_norm", "key_layernorm", of.kv_heads)]
-                .into_iter()
-                .take(if own { 2 } else { 1 })
+        for (part, rotated, lfm2, heads) in [
+            ("q_norm", "query_layernorm", "q_layernorm", of.heads),
+            ("k_norm", "key_layernorm", "k_layernorm", of.kv_heads),
+        ]
+        .into_iter()
+        .take(if own { 2 } else { 1 })
         {
-            let (tensor, heads, dim) = match c.qk_norm {
+            let (names, heads, dim) = match c.qk_norm {
                 QkNorm::None => continue,
-                QkNorm::Heads => (part, 1, of.head_dim),
-                QkNorm::RotatedHeads => (rotated, 1, of.head_dim),
-                QkNorm::Rows => (part, heads, of.head_dim),
+                QkNorm::Heads => ([part, lfm2], 1, of.head_dim),
+                QkNorm::RotatedHeads => ([rotated; 2], 1, of.head_dim),
+                QkNorm::Rows => ([part; 2], heads, of.head_dim),
             };
-            let tensor = attention(&format!("{tensor}.weight"));
+            let tensor = self.first(names.map(|name| attention(&format!("{name}.weight"))));
             let slices = head_slices(heads, dim, of.rope.as_ref(), |head| head * dim, |head| head * dim);
             let origin = Origin::cut(tensor, heads * dim, None, slices);
             self.push(&name(part), None, vec![origin], self.plus());
@@ -332,7 +345,8 @@ impl<'a> Specs<'a> {
         if c.sinks {
             self.stacked(&name("sinks"), &[(&attention("sinks"), of.heads)], None);
         }
-        self.stacked(&name("o"), &[(&attention("o_proj.weight"), c.hidden)], Some(of.q_rows()));
+        let output = self.first(["o_proj.weight", "out_proj.weight"].map(attention));
+        self.stacked(&name("o"), &[(&output, c.hidden)], Some(of.q_rows()));
         if c.o_bias {
             self.stacked(&name("o.bias"), &[(&attention("o_proj.bias"), c.hidden)], None);
         }
@@ -463,6 +477,28 @@ impl<'a> Specs<'a> {
         self.stacked(&name("o"), &[(&tensor("out_proj.weight"), c.hidden)], Some(delta.value_rows()));
     }
 
+    fn short_conv(&mut self, to: &str, from: &str, conv: ShortConv) {
+        let c = self.config;
+        let name = |part: &str| format!("{to}{part}");
+        let tensor = |part: &str| format!("{from}conv.{part}");
+        let ShortConv { channels, taps, bias } = conv;
+        self.block_norm(&name("attn_norm"), from, c.norms.mixer);
+        self.stacked(&name("conv_in"), &[(&tensor("in_proj.weight"), conv.projected_rows())], Some(c.hidden));
+        let origin = Origin {
+            tensor: tensor("conv.weight"),
+            shape: [channels, 1, taps].map(u64::from).to_vec(),
+            slices: vec![Slice { from: 0, rows: channels * taps, first_row: 0, row_step: 1 }],
+            transposed: None,
+        };
+        self.push(&name("conv"), None, vec![origin], 0.0);
+        self.stacked(&name("o"), &[(&tensor("out_proj.weight"), c.hidden)], Some(channels));
+        if bias {
+            self.stacked(&name("conv_in.bias"), &[(&tensor("in_proj.bias"), conv.projected_rows())], None);
+            self.stacked(&name("conv.bias"), &[(&tensor("conv.bias"), channels)], None);
+            self.stacked(&name("o.bias"), &[(&tensor("out_proj.bias"), c.hidden)], None);
+        }
+    }
+
     /// Adds an MLP's weights. `inner` is the width of a dense one.
     fn mlp(&mut self, kind: MlpKind, to: &str, from: &str, inner: u32) {
         let c = self.config;
@@ -471,7 +507,12 @@ impl<'a> Specs<'a> {
         if experts.is_none_or(|experts| experts.beside_dense) {
             // Granite 4 names its dense MLPs like the shared experts of other sizes.
             let shared = format!("{from}shared_mlp.");
-            let own = if self.has(&format!("{shared}{GRANITE_DOWN}")) { shared } else { format!("{from}mlp.") };
+            let lfm2 = format!("{from}feed_forward.");
+            let own = match () {
+                () if self.has(&format!("{shared}{GRANITE_DOWN}")) => shared,
+                () if self.has(&format!("{lfm2}{}.weight", W_PARTS[2])) => lfm2,
+                () => format!("{from}mlp."),
+            };
             self.dense(to, &own, inner, c.mlp_bias);
         }
         if let Some(experts) = experts {
@@ -486,16 +527,18 @@ impl<'a> Specs<'a> {
         let mlp = |part: &str| format!("{from}{part}");
         // Some checkpoints have one tensor with the rows of the gate projection, then those of the up projection.
         let granite = self.has(&mlp(GRANITE_DOWN));
+        let [_, _, last] = W_PARTS.map(|part| format!("{part}.weight"));
+        let [gate, up, down] = if self.has(&mlp(&last)) { W_PARTS } else { EXPERT_PARTS };
         let (fused, down) = match granite {
             true => (mlp(GRANITE_GATE_UP), mlp(GRANITE_DOWN)),
-            false => (mlp("gate_up_proj.weight"), mlp("down_proj.weight")),
+            false => (mlp("gate_up_proj.weight"), mlp(&format!("{down}.weight"))),
         };
         if granite || self.has(&fused) && !self.has(&mlp("gate_proj.weight")) {
             let slices = [0, 1].map(|part| Slice { from: part * inner, rows: inner, first_row: part, row_step: 2 });
             let origin = Origin::cut(fused, 2 * inner, Some(hidden), slices.into());
             self.push(&name("gate_up"), Some(hidden), vec![origin], 0.0);
         } else {
-            let parts = ["gate_proj.weight", "up_proj.weight"].map(|part| (mlp(part), inner));
+            let parts = [gate, up].map(|part| (mlp(&format!("{part}.weight")), inner));
             self.interleaved(&name("gate_up"), &borrowed(&parts), Some(hidden));
         }
         if bias {
@@ -512,10 +555,11 @@ impl<'a> Specs<'a> {
         let hidden = self.config.hidden;
         let name = |part: &str| format!("{to}{part}");
         // Mixtral's names, which others have taken over.
-        let other = format!("{from}block_sparse_moe.");
+        let (other, lfm2) = (format!("{from}block_sparse_moe."), format!("{from}feed_forward."));
         let (root, parts) = match experts.beside_dense {
             true => (from.to_owned(), EXPERT_PARTS),
-            false if self.has(&format!("{other}gate.weight")) => (other, ["w1", "w3", "w2"]),
+            false if self.has(&format!("{other}gate.weight")) => (other, W_PARTS),
+            false if self.has(&format!("{lfm2}gate.weight")) => (lfm2, W_PARTS),
             false if self.has(&format!("{other}{GRANITE_DOWN}")) => (other, EXPERT_PARTS),
             false => (format!("{from}mlp."), EXPERT_PARTS),
         };
@@ -548,7 +592,8 @@ impl<'a> Specs<'a> {
         self.stacked(&name("router"), &rows, Some(hidden));
         let (count, inner) = (experts.count, experts.inner);
         if experts.routing.is_some_and(|routing| routing.choice_bias) {
-            let places = [CHOICE_BIAS.to_owned(), format!("moe_statics.{CHOICE_BIAS}")].map(|place| tensor(&place));
+            let places = [CHOICE_BIAS.to_owned(), format!("moe_statics.{CHOICE_BIAS}"), "expert_bias".to_owned()]
+                .map(|place| tensor(&place));
             let bias = places.into_iter().find(|place| self.has(place));
             let bias = bias.unwrap_or_else(|| tensor(&format!("{own}.{CHOICE_BIAS}")));
             let slices = vec![Slice { from: 0, rows: count, first_row: 0, row_step: 1 }];

@@ -106,6 +106,11 @@ pub enum Architecture {
     /// `GraniteMoeHybridForCausalLM` (Granite 4): like that, or dense, with or without rotary embedding. Models with Mamba
     /// layers are refused.
     GraniteMoeHybrid,
+    /// `Lfm2ForCausalLM` (LFM2, LFM2.5): dense, with short convolutions instead of attention in most layers, and an RMS norm
+    /// on each query and key head.
+    Lfm2,
+    /// `Lfm2MoeForCausalLM`: like that, with experts after dense layers, which are chosen by sigmoid scores with a bias.
+    Lfm2Moe,
 }
 
 /// Whether a projection has a bias.
@@ -234,6 +239,9 @@ pub(super) struct Facts {
     /// Whether the keys of Gemma 4 count: other heads in layers that see all tokens, values that are keys, shared keys and
     /// values, inputs and factors of layers, and norms of values.
     pub(super) gemma4: bool,
+    /// Whether the keys of LFM2 count: `norm_eps`, `tie_embedding`, the layers that are short convolutions, and the adjusted
+    /// width of dense MLPs.
+    pub(super) lfm2: bool,
     /// Whether scores have a bound by `attn_logit_softcapping` and logits one by `final_logit_softcapping`, in families that
     /// have these keys.
     pub(super) soft_caps: Option<[SoftCap; 2]>,
@@ -308,6 +316,9 @@ pub(super) enum ExpertStyle {
     Ernie,
     /// All layers; a shared expert as wide as the others, without a gate. Keys may be lists of the same number for each layer.
     HunYuan,
+    /// The layers from `num_dense_layers` on (with this default); chosen by sigmoid scores, with a bias unless
+    /// `use_expert_bias` is false.
+    Lfm2(u32),
     /// All layers, or none if there are 0 experts; `shared_intermediate_size`, without a gate, which is also the width of
     /// dense MLPs.
     Granite,
@@ -372,6 +383,7 @@ const LLAMA: Facts = Facts {
     sinks: false,
     both: false,
     gemma4: false,
+    lfm2: false,
     soft_caps: None,
     multipliers: false,
     defaults: Defaults { context: 2048, bos: Some(1), eos: &[2], ..DEFAULTS },
@@ -446,6 +458,30 @@ const GEMMA2: Facts = Facts {
         tied: true,
         bos: Some(2),
         eos: &[1],
+        ..DEFAULTS
+    },
+    ..LLAMA
+};
+
+const LFM2: Facts = Facts {
+    architecture: Architecture::Lfm2,
+    names: &["Lfm2ForCausalLM", "LFM2ForCausalLM"],
+    model_types: &["lfm2"],
+    qkv_bias: Bias::Never,
+    o_bias: Bias::Never,
+    mlp_bias: Bias::Never,
+    qk_norm: QkNorm::Heads,
+    norms: BlockNorms::LFM,
+    activation: (&[], Activation::Silu),
+    lfm2: true,
+    defaults: Defaults {
+        kv_heads: Some(8),
+        context: 128_000,
+        rms_eps: 1e-5,
+        tied: true,
+        theta: 1_000_000.0,
+        bos: Some(1),
+        eos: &[2],
         ..DEFAULTS
     },
     ..LLAMA
@@ -573,7 +609,7 @@ const HUNYUAN: Facts = Facts {
 };
 
 /// All supported families.
-pub(super) static FAMILIES: [Facts; 40] = [
+pub(super) static FAMILIES: [Facts; 42] = [
     QWEN3,
     LLAMA,
     Facts {
@@ -1003,6 +1039,21 @@ pub(super) static FAMILIES: [Facts; 40] = [
         attention_name: Some("attention"),
         rope_named: true,
         ..GRANITE_MOE
+    },
+    LFM2,
+    Facts {
+        architecture: Architecture::Lfm2Moe,
+        names: &["Lfm2MoeForCausalLM"],
+        model_types: &["lfm2_moe"],
+        experts: Some(ExpertFacts {
+            count: 32,
+            chosen: 4,
+            inner: 1792,
+            normalise: Some(true),
+            style: ExpertStyle::Lfm2(2),
+            ..EXPERTS
+        }),
+        ..LFM2
     },
 ];
 

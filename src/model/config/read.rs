@@ -15,9 +15,10 @@ use super::quantization::{self, Quantization};
 use super::rope::{self, Layers, Rope, RopeScaling, RotatedPairs};
 use super::{
     Activation, Attention, ConfigProblem, DeltaNet, Dtype, Experts, Latent, LayerInputs, LayerKind, MlpKind,
-    ModelConfig, NormedHeads, QkNorm, Routing, UnknownDtype,
+    ModelConfig, NormedHeads, QkNorm, Routing, ShortConv, UnknownDtype,
 };
 use crate::kernels::moe::MOST_CHOSEN;
+use crate::kernels::short_conv;
 
 /// The maximum size of a dimension. A larger value means that the file is damaged.
 pub(super) const MAX_DIMENSION: u64 = 1 << 24;
@@ -181,6 +182,7 @@ pub(super) fn read(
             Some(ExpertFacts { style: ExpertStyle::Granite, shared: Some(default), .. }) => {
                 reader.count_or("shared_intermediate_size", MAX_DIMENSION, default)
             }
+            _ if facts.lfm2 => lfm2_width(reader, facts),
             _ => reader.count("intermediate_size", MAX_DIMENSION),
         },
     };
@@ -194,12 +196,13 @@ pub(super) fn read(
         (None, _) => heads(reader, facts, hidden),
         (Some(_), latent) => latent_heads(reader, latent),
     };
-    let rms_eps = match reader.value("rms_norm_eps").cloned() {
+    let eps_key = if facts.lfm2 { "norm_eps" } else { "rms_norm_eps" };
+    let rms_eps = match reader.value(eps_key).cloned() {
         None => facts.defaults.rms_eps,
         Some(value) => match value.as_f64().map(|eps| eps as f32) {
             Some(eps) if eps.is_finite() && eps > 0.0 => eps,
             _ => {
-                reader.wrong("rms_norm_eps", value, "a positive number");
+                reader.wrong(eps_key, value, "a positive number");
                 1e-6
             }
         },
@@ -216,10 +219,13 @@ pub(super) fn read(
     let layer_kinds: Option<Vec<LayerKind>> = mixers.map(|mixers| mixers.iter().map(|mixer| mixer.kind()).collect());
     let delta = layer_kinds.as_ref().is_some_and(|kinds| kinds.contains(&LayerKind::GatedDelta));
     let delta = delta.then(|| delta_net(reader));
+    let short_conv = layer_kinds.as_ref().is_some_and(|kinds| kinds.contains(&LayerKind::ShortConv));
+    let short_conv = short_conv.then(|| short_convolution(reader, hidden));
 
     // No published model clamps queries, keys and values.
     fixed(reader, "clip_qkv", Value::Null);
     let tied = reader.flag_or("tie_word_embeddings", facts.defaults.tied);
+    let tied = if facts.lfm2 { reader.flag_or("tie_embedding", tied) } else { tied };
     let mut bias = |bias: Bias| match bias {
         Bias::Never => false,
         Bias::Always => true,
@@ -315,6 +321,10 @@ pub(super) fn read(
             Some(delta) => Some(delta?),
             None => None,
         },
+        short_conv: match short_conv {
+            Some(conv) => Some(conv?),
+            None => None,
+        },
         experts,
         mtp_layers,
         mtp_attention: 0,
@@ -358,7 +368,7 @@ impl Sees {
 fn sees(reader: &mut Reader, facts: &Facts) -> Sees {
     const BOTH: &str = "use_bidirectional_attention";
     let causal = reader.flag_or("is_causal", true);
-    if !causal && (facts.hybrid || facts.latent.is_some() || facts.gemma4) {
+    if !causal && (facts.hybrid || facts.latent.is_some() || facts.gemma4 || facts.lfm2) {
         reader.wrong("is_causal", false, "true for this architecture: attention is causal");
     }
     // With "vision", only the rows of images see later ones.
@@ -622,6 +632,7 @@ fn layer_inputs(
 enum Mixer {
     Attention(Layers),
     GatedDelta,
+    ShortConv,
 }
 
 impl Mixer {
@@ -629,6 +640,7 @@ impl Mixer {
         match self {
             Mixer::Attention(_) => LayerKind::Attention,
             Mixer::GatedDelta => LayerKind::GatedDelta,
+            Mixer::ShortConv => LayerKind::ShortConv,
         }
     }
 }
@@ -669,6 +681,7 @@ fn mixers(reader: &mut Reader, facts: &Facts, layers: Option<u32>) -> Option<Vec
             return None;
         }
         return Some(match facts.windows {
+            _ if facts.lfm2 => lfm2_mixers(reader, facts, layers)?,
             _ if facts.hybrid => {
                 let interval = reader.count_or("full_attention_interval", MAX_LAYERS, 4)?;
                 // The KV cache's pages belong to attention layers, so a model needs at least one.
@@ -718,6 +731,7 @@ fn mixers(reader: &mut Reader, facts: &Facts, layers: Option<u32>) -> Option<Vec
             Some("full_attention") => mixers.push(full),
             other if other.is_some() && other == facts.attention_name => mixers.push(full),
             Some("linear_attention") if facts.hybrid => mixers.push(Mixer::GatedDelta),
+            Some("conv") if facts.lfm2 => mixers.push(Mixer::ShortConv),
             Some("sliding_attention") if slides => mixers.push(sliding),
             other => {
                 let name = other.map_or_else(|| name.to_string(), str::to_owned);
@@ -728,8 +742,8 @@ fn mixers(reader: &mut Reader, facts: &Facts, layers: Option<u32>) -> Option<Vec
             }
         }
     }
-    if refused.is_empty() && !mixers.iter().any(|mixer| mixer.kind() == LayerKind::Attention) {
-        reader.wrong("layer_types", "without full_attention", "with a layer of it at least");
+    if refused.is_empty() {
+        needs_attention(reader, "layer_types", &mixers);
     }
     if let Some(layers) = layers
         && layers as usize != names.len()
@@ -743,6 +757,78 @@ fn mixers(reader: &mut Reader, facts: &Facts, layers: Option<u32>) -> Option<Vec
         *last = full;
     }
     Some(mixers)
+}
+
+/// Refuses layers without attention: the KV cache's pages belong to attention layers.
+fn needs_attention(reader: &mut Reader, key: &str, mixers: &[Mixer]) {
+    if !mixers.iter().any(|mixer| mixer.kind() == LayerKind::Attention) {
+        reader.wrong(key, "without full_attention", "with a layer of it at least");
+    }
+}
+
+/// Returns the mixers of LFM2's layers if `layer_types` is absent: attention in those that `full_attn_idxs` lists, or in all if
+/// it is absent too and the class has a rule for that.
+fn lfm2_mixers(reader: &mut Reader, facts: &Facts, layers: u32) -> Option<Vec<Mixer>> {
+    const KEY: &str = "full_attn_idxs";
+    let full = Mixer::Attention(Layers::Full);
+    let Some(value) = reader.value(KEY).cloned() else {
+        if facts.experts.is_some() {
+            let key = reader.named("layer_types");
+            reader.problems.push(ConfigProblem::Missing(key));
+            return None;
+        }
+        return Some(vec![full; layers as usize]);
+    };
+    let listed = value.as_array().and_then(|list| list.iter().map(Value::as_u64).collect::<Option<Vec<_>>>());
+    let Some(listed) = listed.filter(|listed| listed.iter().all(|layer| *layer < u64::from(layers))) else {
+        reader.wrong(KEY, value, format!("a list of layers below num_hidden_layers ({layers})"));
+        return None;
+    };
+    let at = |layer: u32| if listed.contains(&u64::from(layer)) { full } else { Mixer::ShortConv };
+    let mixers: Vec<Mixer> = (0..layers).map(at).collect();
+    needs_attention(reader, KEY, &mixers);
+    Some(mixers)
+}
+
+/// Reads the width of LFM2's dense MLPs. In the family without experts, two thirds of it count, times a factor and rounded up to
+/// a multiple, unless `block_auto_adjust_ff_dim` is false.
+fn lfm2_width(reader: &mut Reader, facts: &Facts) -> Option<u32> {
+    let adjusts = facts.experts.is_none() && reader.flag_or("block_auto_adjust_ff_dim", true);
+    let of_block = facts.experts.is_none() && reader.value("block_ff_dim").is_some();
+    let key = if of_block { "block_ff_dim" } else { "intermediate_size" };
+    let width = reader.count(key, MAX_DIMENSION)?;
+    if !adjusts {
+        return Some(width);
+    }
+    const FACTOR: &str = "block_ffn_dim_multiplier";
+    let whole = |number: f64| number as u64;
+    let mut adjusted = whole(2.0 * f64::from(width) / 3.0);
+    // A null is no factor, and then there is no multiple either.
+    if !reader.is_null(FACTOR) {
+        let factor = reader.positive(FACTOR, Some(1.0))?;
+        let multiple = u64::from(reader.count_or("block_multiple_of", MAX_DIMENSION, 256)?);
+        adjusted = whole(factor * adjusted as f64).next_multiple_of(multiple);
+    }
+    if !(1..=MAX_DIMENSION).contains(&adjusted) {
+        reader.wrong(key, width, format!("such that the adjusted width is from 1 to {MAX_DIMENSION}, not {adjusted}"));
+        return None;
+    }
+    Some(adjusted as u32)
+}
+
+/// Reads the dimensions of short-convolution layers.
+fn short_convolution(reader: &mut Reader, hidden: Option<u32>) -> Option<ShortConv> {
+    let taps = reader.count_or("conv_L_cache", MAX_DIMENSION, 3);
+    if let Some(taps) = taps.filter(|taps| !short_conv::TAPS.contains(taps)) {
+        let (least, most) = (short_conv::TAPS.start(), short_conv::TAPS.end());
+        reader.wrong("conv_L_cache", taps, format!("an integer from {least} to {most}"));
+    }
+    if let Some(hidden) = hidden.filter(|hidden| !hidden.is_multiple_of(short_conv::CHANNEL_MULTIPLE)) {
+        let rule = format!("a multiple of {} where layers are short convolutions", short_conv::CHANNEL_MULTIPLE);
+        reader.wrong("hidden_size", hidden, rule);
+    }
+    let bias = reader.flag("conv_bias");
+    Some(ShortConv { channels: hidden?, taps: taps?, bias })
 }
 
 /// Returns whether each layer has a rotary embedding: by `position_embedding_type`, in families that have it;
@@ -837,7 +923,7 @@ fn attention(
     let mut of = Vec::new();
     for (mixer, rotated) in mixers.iter().zip(rotated) {
         let (rope, window) = match mixer {
-            Mixer::GatedDelta => {
+            Mixer::GatedDelta | Mixer::ShortConv => {
                 of.push(0);
                 continue;
             }
@@ -885,7 +971,7 @@ fn heads_by_layer(reader: &mut Reader, mixers: Option<&[Mixer]>, heads: Option<u
             let own = map.get(&layer.to_string()).map_or(Some([None; 2]), read)?;
             match mixer {
                 Mixer::Attention(Layers::Full) if *full.get_or_insert(own) == own => {}
-                Mixer::Attention(Layers::Sliding) | Mixer::GatedDelta if own == [None; 2] => {}
+                Mixer::Attention(Layers::Sliding) | Mixer::GatedDelta | Mixer::ShortConv if own == [None; 2] => {}
                 _ => return None,
             }
         }
@@ -971,6 +1057,7 @@ fn mlp_kinds(
             ExpertStyle::DeepSeekV3(dense, ..) => layers_after_dense(reader, layers, dense),
             ExpertStyle::DeepSeekV2 => layers_after_dense(reader, layers, 0),
             ExpertStyle::Ernie => layers_between(reader, layers),
+            ExpertStyle::Lfm2(dense) => layers_from(reader, layers, "num_dense_layers", dense),
             ExpertStyle::Gemma4 | ExpertStyle::HunYuan | ExpertStyle::Granite => all(MlpKind::Experts),
         },
     };
@@ -985,7 +1072,7 @@ fn mlp_kinds(
         ExpertStyle::Ernie => ("moe_num_shared_experts", Some(2)),
         ExpertStyle::HunYuan => ("num_shared_expert", Some(1)),
         ExpertStyle::Granite => ("shared_intermediate_size", None),
-        ExpertStyle::Qwen | ExpertStyle::Gemma4 => ("shared_expert_intermediate_size", None),
+        ExpertStyle::Qwen | ExpertStyle::Gemma4 | ExpertStyle::Lfm2(_) => ("shared_expert_intermediate_size", None),
     };
     let shared_inner = match (shared, times, reader.value(shared_key)) {
         (None, ..) => Some(0),
@@ -1019,6 +1106,11 @@ fn mlp_kinds(
         }
         ExpertStyle::DeepSeekV3(_, groups, kept, factor) => routing(reader, count, chosen, (groups, kept, factor)),
         ExpertStyle::DeepSeekV2 => softmax_routing(reader, count, chosen),
+        ExpertStyle::Lfm2(_) => {
+            let factor = reader.positive("routed_scaling_factor", Some(1.0)).unwrap_or(1.0) as f32;
+            let choice_bias = reader.flag_or("use_expert_bias", true);
+            Some(Routing { sigmoid: true, choice_bias, sum_offset: 1e-6, factor, ..PLAIN_ROUTING })
+        }
         // The router's input is divided by the square root of its width.
         ExpertStyle::Gemma4 => hidden.map(|hidden| Routing {
             sigmoid: false,
@@ -1102,11 +1194,16 @@ fn layers_after_dense(reader: &mut Reader, layers: Option<u32>, dense: u32) -> O
         }
         return kinds;
     }
-    let dense = match reader.value("first_k_dense_replace") {
-        None => dense,
-        Some(_) => reader.integer("first_k_dense_replace", 0, MAX_LAYERS)?,
+    layers_from(reader, Some(layers), "first_k_dense_replace", dense)
+}
+
+/// Returns experts for the layers from a key's value on.
+fn layers_from(reader: &mut Reader, layers: Option<u32>, key: &'static str, default: u32) -> Option<Vec<MlpKind>> {
+    let dense = match reader.value(key) {
+        None => default,
+        Some(_) => reader.integer(key, 0, MAX_LAYERS)?,
     };
-    Some((0..layers).map(|layer| if layer < dense { MlpKind::Dense } else { MlpKind::Experts }).collect())
+    Some((0..layers?).map(|layer| if layer < dense { MlpKind::Dense } else { MlpKind::Experts }).collect())
 }
 
 /// Replaces a list of the same value for each layer by the value; other lists stay, and are no value of the key.
@@ -1145,6 +1242,8 @@ const PLAIN_ROUTING: Routing = Routing {
     groups: 1,
     kept: 1,
     best: 1,
+    // All scores may be 0.
+    sum_offset: 1e-20,
     factor: 1.0,
     logit_scale: 1.0,
     own_norm: false,

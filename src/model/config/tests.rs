@@ -648,6 +648,7 @@ fn routers_with_groups_are_read_and_checked() {
         groups: 4,
         kept: 2,
         best: 2,
+        sum_offset: 1e-20,
         factor: 2.5,
         logit_scale: 1.0,
         own_norm: false,
@@ -877,6 +878,77 @@ fn granite_4_without_mamba_layers_is_read() {
     assert_eq!(odd, [("position_embedding_type".to_owned(), "rope, nope or null".to_owned())]);
     let llama = problems(&with(LLAMA, serde_json::json!({"layer_types": ["attention", "attention"]})));
     assert!(matches!(llama.as_slice(), [ConfigProblem::UnsupportedLayer(_), ..]), "{llama:?}");
+}
+
+/// Goal: LFM2's layers and the width of its MLPs are read in both spellings, and what its kernels cannot run is refused by the
+/// key.
+#[test]
+fn short_convolutions_of_lfm2_are_read() {
+    let lfm2 = |own: Value| {
+        let base = serde_json::json!({
+            "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "num_hidden_layers": 4, "hidden_size": 1024,
+            "intermediate_size": 6656, "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 65536,
+            "norm_eps": 1e-4, "conv_L_cache": 3, "full_attn_idxs": [1, 3],
+        });
+        with(&base.to_string(), own)
+    };
+    let read = |own: Value| ModelConfig::parse(&lfm2(own), None).unwrap();
+    let c = read(serde_json::json!({}));
+    let (conv, attention) = (LayerKind::ShortConv, LayerKind::Attention);
+    assert_eq!(c.layer_kinds, [conv, attention, conv, attention]);
+    assert_eq!(c.short_conv, Some(ShortConv { channels: 1024, taps: 3, bias: false }));
+    assert!(c.is_recurrent() && c.tied && c.qk_norm == QkNorm::Heads && c.delta.is_none());
+    assert_eq!((c.attention(1).head_dim, c.rms_eps, c.context), (64, 1e-4, 128_000));
+    assert_eq!(c.attention(3).rope.as_ref().map(|rope| rope.theta), Some(1e6));
+    // Two thirds are 4437, which is rounded up to a multiple of 256.
+    assert_eq!((c.intermediate, c.dense_widths), (4608, vec![4608; 4]));
+    let width = |own: Value| read(own).intermediate;
+    assert_eq!(width(serde_json::json!({"block_auto_adjust_ff_dim": false})), 6656);
+    assert_eq!(width(serde_json::json!({"block_ffn_dim_multiplier": null})), 4437);
+    let other = serde_json::json!({"block_ff_dim": 90, "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 24});
+    assert_eq!(width(other), 96);
+    let named = serde_json::json!({
+        "layer_types": ["full_attention", "conv", "conv", "conv"], "conv_bias": true, "conv_L_cache": 4,
+        "tie_embedding": false,
+    });
+    let c = read(named);
+    assert_eq!((c.layer_kinds[0], c.layer_kinds[1], c.tied), (attention, conv, false));
+    assert_eq!(c.short_conv, Some(ShortConv { channels: 1024, taps: 4, bias: true }));
+    let plain = read(serde_json::json!({"full_attn_idxs": "<absent>"}));
+    assert_eq!((plain.layer_kinds, plain.short_conv), (vec![attention; 4], None));
+
+    for (own, key) in [
+        (serde_json::json!({"conv_L_cache": 6}), "conv_L_cache"),
+        (serde_json::json!({"conv_L_cache": 1}), "conv_L_cache"),
+        (serde_json::json!({"hidden_size": 1026, "head_dim": 64}), "hidden_size"),
+        (serde_json::json!({"full_attn_idxs": [4]}), "full_attn_idxs"),
+        (serde_json::json!({"full_attn_idxs": []}), "full_attn_idxs"),
+        (serde_json::json!({"intermediate_size": 1}), "intermediate_size"),
+    ] {
+        assert_eq!(rules(&lfm2(own.clone()))[0].0, key, "{own}");
+    }
+    let qwen = serde_json::json!({"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]});
+    assert_eq!(problems(&with(QWEN3_MOE, qwen)), [ConfigProblem::UnsupportedLayer("conv".into())]);
+
+    let moe = |own: Value| {
+        let base = serde_json::json!({
+            "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "num_experts": 32,
+            "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"], "full_attn_idxs": "<absent>",
+        });
+        with(&lfm2(base), own)
+    };
+    let c = ModelConfig::parse(&moe(serde_json::json!({})), None).unwrap();
+    assert_eq!(c.mlp_kinds, [MlpKind::Dense, MlpKind::Experts, MlpKind::Experts, MlpKind::Experts]);
+    assert_eq!((c.intermediate, c.experts.map(|experts| experts.normalise)), (6656, Some(true)));
+    let routing = c.experts.and_then(|experts| experts.routing).unwrap();
+    assert!(routing.sigmoid && routing.choice_bias && routing.sum_offset == 1e-6 && routing.factor == 1.0);
+    let other = serde_json::json!({"use_expert_bias": false, "routed_scaling_factor": 2.5, "norm_topk_prob": false});
+    let experts = ModelConfig::parse(&moe(other), None).unwrap().experts.unwrap();
+    let routing = experts.routing.unwrap();
+    assert_eq!((routing.choice_bias, routing.factor, experts.normalise), (false, 2.5, false));
+    let absent = problems(&moe(serde_json::json!({"layer_types": "<absent>"})));
+    assert_eq!(absent, [ConfigProblem::Missing("layer_types".into())]);
 }
 
 #[test]

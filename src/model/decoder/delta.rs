@@ -6,13 +6,12 @@ use super::{Block, Decoder, Mixed, Step, StepShape};
 use crate::kernels::delta::{self, DecodingRows, DeltaHeads, DeltaShape, DeltaWay, MOST_PENDING, PromptOperands};
 use crate::kernels::gemm::matmul::Arithmetic;
 use crate::kernels::gemm::skinny::Matrices;
-use crate::kernels::gemm::tiled::Packed;
 use crate::kernels::recording::Recording;
 use crate::kernels::shaders::DeltaStepArgs;
 use crate::model::config::DeltaNet;
 
 /// Returns the heads of a configuration's gated-delta-rule layers.
-pub fn delta_heads(net: DeltaNet) -> DeltaHeads {
+pub(super) fn delta_heads(net: DeltaNet) -> DeltaHeads {
     DeltaHeads {
         key: net.key_heads,
         value: net.value_heads,
@@ -45,12 +44,7 @@ impl Decoder<'_> {
         self.mixer_input(r, shape, step, block, "in_proj", step.projected);
         let rows = shape.rows();
         let width = heads.output();
-        // The output is packed for the next product if its rows consist of whole blocks of columns.
-        let order = self.packed_order(shape, &block.name("o"));
-        let packs = self.packs_for(shape, &block.name("o"))
-            && order.is_written_by_products()
-            && width.is_multiple_of(order.block_cols());
-        let packed = packs.then(|| Packed { order, ..Self::packed(r, &format!("packed.{width}"), rows, width) });
+        let packed = self.packed_mixed(r, shape, block, width);
         let (y, y_stride) = match packed {
             Some(packed) => (packed.range, packed.stride(rows)),
             None => (step.mixed.range, step.mixed.stride),

@@ -265,8 +265,8 @@ impl Decoder<'_> {
         let routing = self.config.experts.and_then(|experts| experts.routing)?;
         let bias = routing.choice_bias.then(|| self.vector(r, &block.name("router.choice_bias"))).flatten();
         let scales = routing.expert_scales.then(|| self.vector(r, &block.name("router.scales"))).flatten();
-        let config::Routing { sigmoid, groups, kept, best, factor, logit_scale, .. } = routing;
-        Some(moe::Route { sigmoid, bias, groups, kept, best, factor, logit_scale, scales })
+        let config::Routing { sigmoid, groups, kept, best, sum_offset, factor, logit_scale, .. } = routing;
+        Some(moe::Route { sigmoid, bias, groups, kept, best, sum_offset, factor, logit_scale, scales })
     }
 
     /// Returns the rows of a step, and the row table that marks valid rows. For a prefill step it returns no table: the

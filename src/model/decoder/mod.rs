@@ -1,5 +1,5 @@
-//! Decoders: turn a batch shape into a `Recording`. A layer consists of a mixer (full attention or the gated delta
-//! rule) and an MLP (dense or MoE), each in a file of its own. The configuration selects them, never a model's name.
+//! Decoders: turn a batch shape into a `Recording`. A layer consists of a mixer (full attention, the gated delta rule or a
+//! short convolution) and an MLP (dense or MoE), each in a file of its own. The configuration selects them, never a model's name.
 //!
 //! Not here: memory, devices, and which queue runs what.
 
@@ -16,12 +16,12 @@ mod mtp;
 pub mod parallel;
 mod products;
 mod score;
+mod short_conv;
 pub mod stage;
 mod tuning;
 mod weights;
 
 pub use attention::ROPE;
-pub use delta::delta_heads;
 use drafter::Drafter;
 use products::{Operands, Unpacked};
 use stage::LayerStage;
@@ -109,9 +109,21 @@ impl StepShape {
 }
 
 /// The prefix of the names of recurrent-state buffers.
-pub const RECURRENT: &str = "delta.";
+pub const RECURRENT: &str = "recurrent.";
 /// The prefix of the names of buffers with tagged words; see `kernels::tags`.
 pub const TAGGED: &str = "tagged.";
+
+/// Returns the size in bytes of the recurrent state of one sequence in all layers: what a cell holds.
+pub fn cell_bytes(config: &ModelConfig) -> u64 {
+    let layers = |kind| config.layers_of(kind).count() as u64;
+    let delta = config.delta.map_or(0, |net| {
+        let heads = delta::delta_heads(net);
+        layers(LayerKind::GatedDelta) * (heads.state_bytes(1) + heads.window_bytes(1))
+    });
+    let conv =
+        config.short_conv.map_or(0, |conv| layers(LayerKind::ShortConv) * short_conv::conv_shape(conv).window_bytes(1));
+    delta + conv
+}
 
 /// The dimensions of the ring buffer from which the host reads sampled tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -219,8 +231,7 @@ struct Step {
     /// The input of the projection of queries, keys and values, if it is not the norm of x.
     joined: Option<Activations>,
     attention: Activations,
-    /// The output of a gated-delta-rule layer's merged projection (`in_proj`), and the mixer's output before the output
-    /// projection.
+    /// The output of a recurrent layer's input projection, and the mixer's output before the output projection.
     projected: Activations,
     mixed: Activations,
     mlp: Activations,
@@ -352,6 +363,9 @@ impl Decoder<'_> {
         if let Some(net) = c.delta {
             widths.extend([net.projected_rows(), net.value_rows()]);
         }
+        if let Some(conv) = c.short_conv {
+            widths.push(conv.channels);
+        }
         if (0..c.layers).any(|layer| c.has_dense_mlp(layer)) {
             widths.push(c.intermediate);
         }
@@ -434,7 +448,9 @@ impl Decoder<'_> {
         // Tagged and plain words never share memory, because a plain word's low bits could equal any tag.
         let named = |name: &str| if carries { format!("{TAGGED}{name}") } else { name.to_owned() };
         let most = |of: &dyn Fn(&Attention) -> u32| c.attention_kinds.iter().map(of).max().unwrap_or(0);
-        let (projected, mixed) = c.delta.map_or((0, 0), |net| (net.projected_rows(), net.value_rows()));
+        let of_delta = c.delta.map_or([0, 0], |net| [net.projected_rows(), net.value_rows()]);
+        let of_conv = c.short_conv.map_or([0, 0], |conv| [conv.projected_rows(), conv.channels]);
+        let [projected, mixed] = [0, 1].map(|of| of_delta[of].max(of_conv[of]));
         let experts = c.experts.map(|experts| self.expert_shape(experts));
         let of_block = c.mtp_experts.filter(|_| self.drafts()).map(|experts| self.expert_shape(experts));
         let middle = experts.iter().chain(&of_block).map(|experts| experts.middle_stride()).max();
@@ -527,7 +543,7 @@ impl Decoder<'_> {
         let kind = c.layer_kinds[at];
         let plan = |layer: u32| self.plan_kind(c.attention_of[layer as usize]);
         let alike = |other: u32| {
-            c.layer_kinds[other as usize] == kind && (kind == LayerKind::GatedDelta || plan(other) == plan(layer))
+            c.layer_kinds[other as usize] == kind && (kind != LayerKind::Attention || plan(other) == plan(layer))
         };
         let block = Block {
             prefix: format!("layers.{layer}"),
@@ -542,6 +558,7 @@ impl Decoder<'_> {
         let mixed = match kind {
             LayerKind::Attention => self.attention(r, shape, step, &block, &format!("kv.{}", c.cache_of[at])),
             LayerKind::GatedDelta => self.delta(r, shape, step, &block, &format!("{RECURRENT}{layer}")),
+            LayerKind::ShortConv => self.short_conv(r, shape, step, &block, &format!("{RECURRENT}{layer}")),
         };
         self.mixer_output(r, shape, step, &block, mixed);
         match block.experts {
@@ -577,6 +594,16 @@ impl Decoder<'_> {
         };
         let operands = Operands { weight: &name, x, y: Output::Rows(y), epilogue: Epilogue::Store };
         self.tiled(r, shape, step, operands, fold);
+    }
+
+    /// Returns the buffer of a recurrent layer's output packed for the output projection, if that takes packed rows and they
+    /// consist of whole blocks of columns.
+    fn packed_mixed(&self, r: &mut Recording, shape: StepShape, block: &Block, width: u32) -> Option<Packed> {
+        let (rows, order) = (shape.rows(), self.packed_order(shape, &block.name("o")));
+        let packs = self.packs_for(shape, &block.name("o"))
+            && order.is_written_by_products()
+            && width.is_multiple_of(order.block_cols());
+        packs.then(|| Packed { order, ..Self::packed(r, &format!("packed.{width}"), rows, width) })
     }
 
     /// Records a mixer's output projection, which is added to x.

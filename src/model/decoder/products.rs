@@ -710,6 +710,7 @@ impl Decoder<'_> {
         let input = match self.config.layer_kinds[layer as usize] {
             LayerKind::Attention => "qkv",
             LayerKind::GatedDelta => "in_proj",
+            LayerKind::ShortConv => "conv_in",
         };
         [input, "o", "gate_up", "down"].map(|part| format!("layers.{layer}.{part}"))
     }

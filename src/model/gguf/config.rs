@@ -111,11 +111,15 @@ pub enum GgufArchitecture {
     Ernie45Moe,
     /// Granite with experts in all layers.
     GraniteMoe,
+    /// LFM2; dense, with short convolutions instead of attention in most layers.
+    Lfm2,
+    /// LFM2 with experts after dense layers.
+    Lfm2Moe,
 }
 
 impl GgufArchitecture {
     /// All families.
-    pub const ALL: [GgufArchitecture; 34] = [
+    pub const ALL: [GgufArchitecture; 36] = [
         GgufArchitecture::Llama,
         GgufArchitecture::Qwen2,
         GgufArchitecture::Qwen3,
@@ -150,6 +154,8 @@ impl GgufArchitecture {
         GgufArchitecture::HunYuanMoe,
         GgufArchitecture::Ernie45Moe,
         GgufArchitecture::GraniteMoe,
+        GgufArchitecture::Lfm2,
+        GgufArchitecture::Lfm2Moe,
     ];
 
     /// Returns the value of `general.architecture`, which is also the prefix of the family's metadata keys.
@@ -189,12 +195,19 @@ impl GgufArchitecture {
             GgufArchitecture::HunYuanMoe => "hunyuan-moe",
             GgufArchitecture::Ernie45Moe => "ernie4_5-moe",
             GgufArchitecture::GraniteMoe => "granitemoe",
+            GgufArchitecture::Lfm2 => "lfm2",
+            GgufArchitecture::Lfm2Moe => "lfm2moe",
         }
     }
 
     /// Whether some layers use the gated delta rule (linear attention).
     pub fn is_hybrid(self) -> bool {
         matches!(self, GgufArchitecture::Qwen3Next | GgufArchitecture::Qwen35 | GgufArchitecture::Qwen35Moe)
+    }
+
+    /// Whether some layers are short convolutions.
+    pub fn has_short_convs(self) -> bool {
+        matches!(self, GgufArchitecture::Lfm2 | GgufArchitecture::Lfm2Moe)
     }
 
     /// Whether all files of the family have experts.
@@ -215,6 +228,7 @@ impl GgufArchitecture {
                 | GgufArchitecture::HunYuanMoe
                 | GgufArchitecture::Ernie45Moe
                 | GgufArchitecture::GraniteMoe
+                | GgufArchitecture::Lfm2Moe
         )
     }
 
@@ -226,8 +240,8 @@ impl GgufArchitecture {
     /// Whether keys say how experts are chosen ([`GgufExperts::routing`]), how many dense layers stand before those with
     /// experts, and how wide the shared expert is, which has no gate.
     pub fn states_routing(self) -> bool {
-        use GgufArchitecture::{DeepSeek2, Dots1, Ernie45Moe, Glm4Moe, MiniMaxM2};
-        matches!(self, DeepSeek2 | Glm4Moe | Dots1 | MiniMaxM2 | Ernie45Moe)
+        use GgufArchitecture::{DeepSeek2, Dots1, Ernie45Moe, Glm4Moe, Lfm2Moe, MiniMaxM2};
+        matches!(self, DeepSeek2 | Glm4Moe | Dots1 | MiniMaxM2 | Ernie45Moe | Lfm2Moe)
     }
 
     /// Whether a shared expert has no gate, in families whose files do not state the routing.
@@ -479,10 +493,12 @@ pub struct GgufModel {
     pub mlp_bias: bool,
     /// The maximum sequence length.
     pub context: u64,
-    /// `[layers]`: whether the layer has full attention, rather than the gated delta rule.
+    /// `[layers]`: whether the layer has full attention, rather than the gated delta rule or a short convolution.
     pub full_attention: Vec<bool>,
     /// The dimensions of gated-delta-rule layers; `Some` for hybrids.
     pub delta: Option<Delta>,
+    /// The number of taps of short convolutions; `Some` for families that have them.
+    pub conv_taps: Option<u64>,
     /// The dimensions of layers with experts; `Some` for families that have them.
     pub experts: Option<GgufExperts>,
     /// The sliding window; `None` if no layer has one.
@@ -608,14 +624,15 @@ impl<'a> Keys<'a> {
         self.size(key, most)?.ok_or_else(|| self.missing(key))
     }
 
-    /// Reads a size that may be given by layer. All layers must have the same; in hybrids, layers may have 0.
+    /// Reads a size that may be given by layer. All layers must have the same; in families whose layers are not all of
+    /// attention, layers may have 0.
     fn uniform(&self, key: &str) -> Result<Option<u64>, GgufConfigError> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let Value::Array(array) = value else { return self.size(key, MAX_SIZE) };
         let mut found = None;
         for index in 0..array.len() {
             match array.unsigned(index) {
-                Some(0) if self.architecture.is_hybrid() => {}
+                Some(0) if self.architecture.is_hybrid() || self.architecture.has_short_convs() => {}
                 Some(n) if n > 0 && n <= MAX_SIZE && found.is_none_or(|other| other == n) => found = Some(n),
                 _ => return Err(self.wrong(key, value, "the same in all layers")),
             }
@@ -799,6 +816,10 @@ impl GgufModel {
             context: keys.need("context_length", MAX_SIZE)?,
             full_attention: full_attention(&keys, layers)?,
             delta: architecture.is_hybrid().then(|| delta(&keys)).transpose()?,
+            conv_taps: match architecture.has_short_convs() {
+                true => Some(keys.need("shortconv.l_cache", MAX_SIZE)?),
+                false => None,
+            },
             experts: experts::read(&keys, layers)?,
             window: families::window(&keys, layers, rope_theta)?,
             query_growth: families::query_growth(&keys)?,
@@ -857,6 +878,11 @@ impl GgufModel {
             set("layer_types", json!(self.full_attention.iter().map(kind).collect::<Vec<_>>()));
             set("mtp_num_hidden_layers", json!(self.mtp_layers));
             set("mtp_use_dedicated_embeddings", json!(self.mtp_own_embedding));
+        }
+        if let Some(taps) = self.conv_taps {
+            let kind = |full: &bool| if *full { "full_attention" } else { "conv" };
+            set("layer_types", json!(self.full_attention.iter().map(kind).collect::<Vec<_>>()));
+            set("conv_L_cache", json!(taps));
         }
         if let Some(delta) = self.delta {
             set("linear_num_key_heads", json!(delta.key_heads));
@@ -1005,6 +1031,20 @@ fn rope_scaling(keys: &Keys<'_>, long: bool) -> Result<GgufRope, GgufConfigError
 
 /// Returns for each layer whether it has full attention.
 fn full_attention(keys: &Keys<'_>, layers: u64) -> Result<Vec<bool>, GgufConfigError> {
+    if keys.architecture.has_short_convs() {
+        // Layers without attention have no key heads.
+        let key = "attention.head_count_kv";
+        return match keys.get(key) {
+            Some(value @ Value::Array(array)) if array.len() as u64 >= layers => {
+                let full = (0..layers as usize).map(|layer| array.unsigned(layer).map(|heads| heads > 0)).collect();
+                Option::ok_or_else(full, || keys.wrong(key, value, "a list of integers"))
+            }
+            Some(value @ Value::Array(_)) => {
+                Err(keys.wrong(key, value, format!("a list of at least {layers} integers")))
+            }
+            _ => Ok(vec![true; layers as usize]),
+        };
+    }
     if !keys.architecture.is_hybrid() {
         return Ok(vec![true; layers as usize]);
     }

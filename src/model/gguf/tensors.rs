@@ -7,8 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::config::GgufArchitecture::{
     Ernie45, Ernie45Moe, Exaone4, Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe, GptOss, Granite, GraniteMoe,
-    HunYuanDense, HunYuanMoe, Llama, MiniMaxM2, Mistral3, Olmo2, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen2Vl, Qwen3Next,
-    SeedOss, SmolLm3,
+    HunYuanDense, HunYuanMoe, Lfm2, Lfm2Moe, Llama, MiniMaxM2, Mistral3, Olmo2, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen2Vl,
+    Qwen3Next, SeedOss, SmolLm3,
 };
 use super::config::{
     CHOICE_BIAS, Delta, GgufExperts, GgufLatent, GgufLayerHeads, GgufModel, LAYER_INPUTS, dense_modules,
@@ -329,7 +329,12 @@ impl Builder<'_> {
             return;
         }
         self.matrix("model.embed_tokens.weight", "token_embd.weight", m.vocab, m.hidden);
-        self.norm("model.norm.weight", "output_norm.weight", m.hidden);
+        // LFM2's final norm has the name of another family's norm of embeddings.
+        let final_norm = match m.architecture.has_short_convs() && self.parts.has("token_embd_norm.weight") {
+            true => "token_embd_norm.weight",
+            false => "output_norm.weight",
+        };
+        self.norm("model.norm.weight", final_norm, m.hidden);
         if !m.tied {
             self.matrix("lm_head.weight", "output.weight", m.vocab, m.hidden);
         }
@@ -405,6 +410,7 @@ impl Builder<'_> {
             GptOss | Glm4Moe | SeedOss => {
                 &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "post_attention_norm")]
             }
+            Lfm2 | Lfm2Moe => &[("operator_norm", "attn_norm"), ("ffn_norm", "ffn_norm")],
             other if other.is_hybrid() => {
                 &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "post_attention_norm")]
             }
@@ -413,8 +419,9 @@ impl Builder<'_> {
         for (name, stored) in norms {
             self.norm(&format!("{to}{name}.weight"), &format!("{from}{stored}.weight"), m.hidden);
         }
-        match (full_attention, m.delta, m.latent) {
-            (false, Some(delta), _) => self.gated_delta(&format!("{to}linear_attn."), from, delta),
+        match (full_attention, m.delta, m.conv_taps, m.latent) {
+            (false, Some(delta), ..) => self.gated_delta(&format!("{to}linear_attn."), from, delta),
+            (false, None, Some(taps), _) => self.short_conv(&format!("{to}conv."), from, taps),
             (.., Some(latent)) => self.latent_attention(&format!("{to}self_attn."), from, latent),
             _ => {
                 // That of an MTP block is an ordinary one.
@@ -611,6 +618,14 @@ impl Builder<'_> {
         };
         let out = Piece { columns, ..Piece::matrix(0, m.hidden, values) };
         self.put(name("out_proj.weight"), &stored("ssm_out.weight"), &[values, m.hidden], out);
+    }
+
+    fn short_conv(&mut self, to: &str, from: &str, taps: u64) {
+        let hidden = self.model.hidden;
+        self.matrix(&format!("{to}in_proj.weight"), &format!("{from}shortconv.in_proj.weight"), 3 * hidden, hidden);
+        self.matrix(&format!("{to}out_proj.weight"), &format!("{from}shortconv.out_proj.weight"), hidden, hidden);
+        let conv = Piece { shape: vec![hidden, 1, taps], ..Piece::matrix(0, hidden, taps) };
+        self.put(format!("{to}conv.weight"), &format!("{from}shortconv.conv.weight"), &[taps, hidden], conv);
     }
 
     fn dense(&mut self, to: &str, from: &str, inner: Option<u64>) {

@@ -6,7 +6,7 @@ use super::tensors::{Distribution, tensors_of};
 use crate::memory::pack::{self, Format, Packing, RowMap, Rows, SourceFormat, codes};
 use crate::model::checkpoint::{Checkpoint, CheckpointError, WeightKind, WeightSpec};
 use crate::model::config::{
-    Attention, DeltaNet, Experts, Latent, LayerInputs, LayerKind, MlpKind, ModelConfig, NormedHeads,
+    Attention, DeltaNet, Experts, Latent, LayerInputs, LayerKind, ModelConfig, NormedHeads, ShortConv,
 };
 use crate::model::split_mix::{GAMMA, mix, split_mix};
 use std::collections::{BTreeMap, BTreeSet};
@@ -132,7 +132,7 @@ fn chosen_layers(config: &ModelConfig, weights: &[WeightSpec]) -> Vec<u32> {
     let mut chosen = BTreeSet::new();
     for layer in 0..config.layers {
         let at = layer as usize;
-        let kind = (config.layer_kinds[at] == LayerKind::Attention, config.mlp_kinds[at] == MlpKind::Experts);
+        let kind = (config.layer_kinds[at], config.mlp_kinds[at]);
         let own = config.owns_cache(layer);
         let mut found = formats.remove(&layer).unwrap_or_default();
         found.insert(format!("{kind:?} {} {own} {}", config.attention_of[at], config.dense_widths[at] == 0));
@@ -175,6 +175,7 @@ fn shrunk(c: &ModelConfig, layers: &[u32]) -> ModelConfig {
         let key_heads = net.key_heads.min(KEY_HEADS);
         DeltaNet { key_heads, value_heads: net.value_heads / net.key_heads * key_heads, ..net }
     };
+    let short_conv = |conv: ShortConv| ShortConv { channels: conv.channels.min(HIDDEN), ..conv };
     let vocab = c.vocab.min(VOCABULARY);
     ModelConfig {
         hidden: c.hidden.min(HIDDEN),
@@ -190,6 +191,7 @@ fn shrunk(c: &ModelConfig, layers: &[u32]) -> ModelConfig {
         layer_kinds: of(&c.layer_kinds, layers),
         mlp_kinds: of(&c.mlp_kinds, layers),
         delta: c.delta.map(delta),
+        short_conv: c.short_conv.map(short_conv),
         experts: c.experts.map(experts),
         mtp_layers: 0,
         mtp_attention: 0,

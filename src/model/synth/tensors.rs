@@ -3,7 +3,8 @@
 //! one token's logit stands out.
 
 use crate::model::config::{
-    Architecture, Attention, BESIDE_DENSE, DeltaNet, Experts, Latent, LayerKind, MlpKind, ModelConfig, NormKind, QkNorm,
+    Architecture, Attention, BESIDE_DENSE, DeltaNet, Experts, Latent, LayerKind, MlpKind, ModelConfig, NormKind,
+    QkNorm, ShortConv,
 };
 
 /// The distribution of a tensor's elements.
@@ -97,8 +98,9 @@ impl List<'_> {
     /// its MLP, and the width of a dense one.
     fn layer(&mut self, at: &str, kind: LayerKind, (attention, own): (&Attention, bool), (mlp, inner): (MlpKind, u32)) {
         let c = self.config;
-        match (kind, c.delta) {
-            (LayerKind::GatedDelta, Some(delta)) => self.gated_delta(at, delta),
+        match (kind, c.delta, c.short_conv) {
+            (LayerKind::GatedDelta, Some(delta), _) => self.gated_delta(at, delta),
+            (LayerKind::ShortConv, _, Some(conv)) => self.short_conv(at, conv),
             _ => match c.latent {
                 Some(latent) => self.latent_attention(at, attention.heads, latent),
                 None => self.attention(at, attention, own),
@@ -244,6 +246,21 @@ impl List<'_> {
         self.vectors.push((name("A_log"), length.clone(), Distribution::LogOfUniform { low: 1.0, high: 16.0 }));
         self.vectors.push((name("dt_bias"), length, Distribution::Normal { mean: -5.5, deviation: 0.8 }));
         self.vector(name("norm.weight"), delta.value_dim, 1.0);
+    }
+
+    fn short_conv(&mut self, at: &str, conv: ShortConv) {
+        let hidden = self.config.hidden;
+        let ShortConv { channels, taps, bias } = conv;
+        let name = |part: &str| format!("{at}conv.{part}");
+        self.matrix(name("in_proj.weight"), conv.projected_rows(), hidden, 1.0);
+        let shape = [channels, 1, taps].map(u64::from).to_vec();
+        self.matrices.push((name("conv.weight"), shape, projection(taps, 1.0)));
+        self.matrix(name("out_proj.weight"), hidden, channels, 1.0);
+        if bias {
+            self.vector(name("in_proj.bias"), conv.projected_rows(), 0.0);
+            self.vector(name("conv.bias"), channels, 0.0);
+            self.vector(name("out_proj.bias"), hidden, 0.0);
+        }
     }
 
     fn dense(&mut self, at: &str, inner: u32, bias: bool) {

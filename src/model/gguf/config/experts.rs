@@ -3,7 +3,7 @@
 //! Not here: whether a family has experts.
 
 use super::super::container::Value;
-use super::GgufArchitecture::{DeepSeek2, Ernie45Moe, Olmoe, Qwen2Moe};
+use super::GgufArchitecture::{DeepSeek2, Ernie45Moe, Lfm2Moe, Olmoe, Qwen2Moe};
 use super::{CHOICE_BIAS, GgufConfigError, GgufExperts, GgufRouting, Keys, MAX_EXPERTS, MAX_LAYERS, MAX_SIZE};
 
 /// The value of `expert_gating_func` if the file does not state the kind of scores.
@@ -60,7 +60,8 @@ pub(super) fn read(keys: &Keys<'_>, layers: u64) -> Result<Option<GgufExperts>, 
         None => norm.unwrap_or(![Qwen2Moe, Olmoe].contains(&keys.architecture)),
         // The class has no key for it.
         Some(_) if keys.architecture == Ernie45Moe => true,
-        Some(_) => norm.unwrap_or(false),
+        // The released models of this family normalise, and the files do not state it.
+        Some(_) => norm.unwrap_or(keys.architecture == Lfm2Moe),
     };
     if let (Some(GgufRouting { sigmoid: false, biased: false, .. }), true, Some(value)) =
         (routing, normalise, keys.get("expert_weights_norm"))

@@ -6,8 +6,8 @@ use serde_json::{Value as Json, json};
 use super::super::container::{Array, Value};
 use super::GgufArchitecture::{
     self, DeepSeek2, Dots1, Ernie45, Ernie45Moe, Exaone4, Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe,
-    GptOss, Granite, GraniteMoe, HunYuanDense, HunYuanMoe, MiniMaxM2, Mistral3, Olmo2, Olmoe, Phi3, Qwen2Vl, Qwen3Vl,
-    Qwen3VlMoe, SeedOss, SmolLm3,
+    GptOss, Granite, GraniteMoe, HunYuanDense, HunYuanMoe, Lfm2, Lfm2Moe, MiniMaxM2, Mistral3, Olmo2, Olmoe, Phi3,
+    Qwen2Vl, Qwen3Vl, Qwen3VlMoe, SeedOss, SmolLm3,
 };
 use super::experts::{NOT_STATED, SCORES, SOFTMAX, SOFTMAX_OF_CHOSEN};
 use super::{
@@ -38,7 +38,7 @@ const FOREIGN: [Foreign; 20] = [
     ("embedding_scale", 1.0, "a scale of the embedding", &[Granite, GraniteMoe]),
     ("expert_group_count", 1.0, "groups of experts", &[DeepSeek2, Glm4Moe, Dots1]),
     ("expert_weights_scale", 1.0, "a scale of the experts' weights", &[DeepSeek2, Glm4Moe, Dots1]),
-    ("leading_dense_block_count", 0.0, "leading dense layers", &[DeepSeek2, Glm4Moe, Dots1, Ernie45Moe]),
+    ("leading_dense_block_count", 0.0, "leading dense layers", &[DeepSeek2, Glm4Moe, Dots1, Ernie45Moe, Lfm2Moe]),
     ("interleave_moe_layer_step", 1.0, "dense layers between those with experts", &[Ernie45Moe]),
     ("embedding_length_per_layer_input", 0.0, "inputs of layers", &[Gemma4]),
     ("rope.scaling.yarn_log_multiplier", 0.0, "a multiplier of YaRN's attention factor", &[Mistral3, DeepSeek2]),
@@ -355,7 +355,7 @@ impl GgufModel {
         }
         if let Some(experts) = self.experts
             && let Some(GgufRouting { sigmoid, groups, kept_groups, factor, .. }) = experts.routing
-            && self.architecture != Ernie45Moe
+            && ![Ernie45Moe, Lfm2Moe].contains(&self.architecture)
         {
             let method = match sigmoid {
                 true => "noaux_tc",
@@ -383,6 +383,12 @@ impl GgufModel {
                 keys.push(("shared_intermediate_size", json!(experts.shared_inner.unwrap_or(0))));
             }
             _ => {}
+        }
+        if self.architecture.has_short_convs() {
+            // The width of dense MLPs is the adjusted one.
+            keys.extend([("norm_eps", json!(self.rms_eps)), ("block_auto_adjust_ff_dim", json!(false))]);
+            let dense = self.experts.map_or(0, |experts| experts.dense_layers);
+            keys.push(("num_dense_layers", json!(dense)));
         }
         if self.architecture == Glm4Moe {
             keys.push(("use_qk_norm", json!(self.head_norms)));
@@ -437,6 +443,8 @@ impl GgufModel {
                 ("GraniteMoeSharedForCausalLM", "granitemoeshared")
             }
             GraniteMoe => ("GraniteMoeForCausalLM", "granitemoe"),
+            Lfm2 => ("Lfm2ForCausalLM", "lfm2"),
+            Lfm2Moe => ("Lfm2MoeForCausalLM", "lfm2_moe"),
         }
     }
 }

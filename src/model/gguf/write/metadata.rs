@@ -290,6 +290,7 @@ pub fn model(config: &Json) -> Result<GgufModel, WriteError> {
         context,
         full_attention: keys.full_attention(architecture, layers)?,
         delta: architecture.is_hybrid().then(|| keys.delta()).transpose()?,
+        conv_taps: None,
         experts: architecture.has_experts().then(|| keys.experts(architecture)).transpose()?,
         window: None,
         query_growth: None,

@@ -17,6 +17,8 @@
 // window [cells][8][channels]: the convolution's inputs at positions before the chunk, read from cell `from`
 // Rows beyond a prompt's end have k = v = β = 0 and ln α = 0, which leaves the state unchanged.
 //
+// PLAIN 1 (see `delta_step`): T = diag(β), E = (lower(q_i·k_j) ⊙ D) T + skip, and v and 0 in place of β v and β e^G.
+//
 // MATRIX 1: cooperative matrices, one subgroup for each 16 rows. q̂, k̂, T and E are stored as pairs of bfloat16 whose
 // sum has a relative error of at most 2^-17, in blocks of 16 × 16 of 2 × 512 bytes, in the order in which `delta_scan`
 // loads them: [most, rest][32 lanes][16 bytes]; lane 4g + t holds rows g and g + 8 (n), columns 2t, 2t + 1, 2t + 8 and
@@ -47,6 +49,8 @@ layout(constant_id = 1) const uint VALUE_HEADS = 32;
 layout(constant_id = 2) const uint KEY_DIM = 128;
 layout(constant_id = 3) const uint VALUE_DIM = 128;
 layout(constant_id = 4) const uint TILED = 0;      // order of the value heads, see delta.glsl
+layout(constant_id = 5) const uint PLAIN = 0;
+layout(constant_id = 6) const uint CONV_BIAS = 0;  // as in `delta_step`
 
 #if MATRIX == 1
 layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Mixed { uvec4 v[]; };
@@ -69,6 +73,7 @@ layout(push_constant) uniform Args {
     Solved solved;
     Floats4Out values;
     FloatsOut gates;
+    FloatsIn skip;    // [value heads]; read if PLAIN
     uint stride;
 };
 
@@ -76,6 +81,7 @@ const uint KEY_QUADS = KEY_DIM / 4u;
 const uint QUADS = VALUE_DIM / 4u;
 const uint CHANNEL_QUADS = 2u * KEY_HEADS * KEY_QUADS + VALUE_HEADS * QUADS;
 const uint GATES = CHANNEL_QUADS * 4u + VALUE_HEADS * VALUE_DIM;
+const uint DECAYS = GATES + (PLAIN == 1u ? 0u : VALUE_HEADS);
 
 #include "delta_inputs.glsl"
 
@@ -85,6 +91,7 @@ vec4 convolved(uint index, uint quad) {
     vec4 mixed = vec4(
         dot(conv.v[quad * 4u], vec4(t0.x, t1.x, t2.x, u.x)), dot(conv.v[quad * 4u + 1u], vec4(t0.y, t1.y, t2.y, u.y)),
         dot(conv.v[quad * 4u + 2u], vec4(t0.z, t1.z, t2.z, u.z)), dot(conv.v[quad * 4u + 3u], vec4(t0.w, t1.w, t2.w, u.w)));
+    if (CONV_BIAS == 1u) mixed += conv.v[CHANNEL_QUADS * 4u + quad];
     return silu(mixed);
 }
 
@@ -127,6 +134,7 @@ uvec4 turned_at(uint part, uint row, uint block, uint g, uint t) {
 #define EACH_ROW(quad_, body) {                                                                                \
         uint quad = quad_, row_quads = stride / 4u, last_row = in_use - 1u;                                    \
         vec4 w0 = conv.v[quad * 4u], w1 = conv.v[quad * 4u + 1u], w2 = conv.v[quad * 4u + 2u], w3 = conv.v[quad * 4u + 3u]; \
+        vec4 bias_ = CONV_BIAS == 1u ? conv.v[CHANNEL_QUADS * 4u + quad] : vec4(0.0);                          \
         vec4 t0, t1, t2, next[4];                                                                              \
         /* Rows beyond the prompt's end are masked, but read a clamped address. */                             \
         [[unroll]] for (uint e_ = 0u; e_ < 4u; e_++)                                                           \
@@ -149,6 +157,7 @@ uvec4 turned_at(uint part, uint row, uint block, uint g, uint t) {
                 vec4 u = now[e_];                                                                              \
                 vec4 sums_ = vec4(dot(w0, vec4(t0.x, t1.x, t2.x, u.x)), dot(w1, vec4(t0.y, t1.y, t2.y, u.y)),  \
                                   dot(w2, vec4(t0.z, t1.z, t2.z, u.z)), dot(w3, vec4(t0.w, t1.w, t2.w, u.w))); \
+                if (CONV_BIAS == 1u) sums_ += bias_;                                                           \
                 vec4 mixed_row = index + n < in_use ? silu(sums_) : vec4(0.0);                                 \
                 body                                                                                           \
                 t0 = t1; t1 = t2; t2 = u;                                                                      \
@@ -160,7 +169,8 @@ uvec4 turned_at(uint part, uint row, uint block, uint g, uint t) {
 #define STORE_ROWS(quad_, length_) {                                                                           \
         EACH_ROW(kh * KEY_QUADS + (quad_),                                                                     \
             float square = LANE < KEY_QUADS ? dot(mixed_row, mixed_row) : 0.0;                                 \
-            vec4 unit = mixed_row * (inversesqrt(subgroupAdd(square) + L2_EPSILON) * (length_));               \
+            float scale_ = inversesqrt(subgroupAdd(square) + L2_EPSILON) * (length_);                          \
+            vec4 unit = PLAIN == 1u ? mixed_row : mixed_row * scale_;                                          \
             uvec2 most; uvec2 rest;                                                                            \
             split_four(unit, most, rest);                                                                      \
             if (LANE < KEY_QUADS) {                                                                            \
@@ -189,10 +199,10 @@ void main() {
         // The integer parts and the remainders of ln α are summed separately, so that the sums are accurate to the last
         // bits, however strong the decay.
         uint row = first + i0;
-        uint at = (first_row + min(row, in_use - 1u)) * stride + GATES + h;
-        float b = FloatsIn(x).v[at], a = FloatsIn(x).v[at + VALUE_HEADS];
-        float l = log_decay(a, a_log.v[h], dt_bias.v[h]);
-        beta_s[i0] = row < in_use ? sigmoid(b) : 0.0;
+        uint at = (first_row + min(row, in_use - 1u)) * stride + h;
+        float b = FloatsIn(x).v[at + GATES], a = FloatsIn(x).v[at + DECAYS];
+        float l = log_decay(a, a_log.v[h], dt_bias.v[h]), beta = PLAIN == 1u ? softplus(a + dt_bias.v[h]) : sigmoid(b);
+        beta_s[i0] = row < in_use ? beta : 0.0;
         sums_s[i0] = row < in_use ? vec2(ceil(l), l - ceil(l)) : vec2(0.0);
     }
     barrier();
@@ -210,15 +220,15 @@ void main() {
         float grown = exp(sum.x + sum.y);
         uint at = own * 4u * BLOCK_ROWS + row;
         gates.v[at] = grown;
-        gates.v[at + BLOCK_ROWS] = beta_s[row] * grown;
+        gates.v[at + BLOCK_ROWS] = PLAIN == 1u ? 0.0 : beta_s[row] * grown;
         gates.v[at + 2u * BLOCK_ROWS] = decay_between(total, sum);
     }
 
     {
-        // β v, reordered through the subgroup's own part of `words_s`.
+        // β v or v, reordered through the subgroup's own part of `words_s`.
         uint base = own_row * V_STEP;
         EACH_ROW(2u * KEY_HEADS * KEY_QUADS + h * QUADS + min(LANE, QUADS - 1u),
-            vec4 v = beta_s[own_row + n] * mixed_row;
+            vec4 v = PLAIN == 1u ? mixed_row : beta_s[own_row + n] * mixed_row;
             if (LANE < QUADS) {
                 uint at = base + n * V_STEP + LANE * 4u;
                 words_s[at] = floatBitsToUint(v.x);
@@ -301,6 +311,10 @@ void main() {
         vec4 d8 = vec4(decay_between(sum_g8, before_x), decay_between(sum_g8, before_y), decay_between(sum_g8, before_z), decay_between(sum_g8, before_w));
         vec4 k_low = mix(vec4(0.0), beta_g * d * SUMS_LOW(keys[j]), lessThan(column, uvec4(row)));
         vec4 k_high = mix(vec4(0.0), beta_g8 * d8 * SUMS_HIGH(keys[j]), lessThan(column, uvec4(row + 8u)));
+        if (PLAIN == 1u) {
+            k_low = mix(vec4(0.0), vec4(beta_g), equal(column, uvec4(row)));
+            k_high = mix(vec4(0.0), vec4(beta_g8), equal(column, uvec4(row + 8u)));
+        }
         MATRIX_AT(row, column.x) = floatBitsToUint(k_low.x);
         MATRIX_AT(row, column.y) = floatBitsToUint(k_low.y);
         MATRIX_AT(row, column.z) = floatBitsToUint(k_low.z);
@@ -315,7 +329,7 @@ void main() {
     }
     LANES_BARRIER
     // Each 16 × 16 block on the diagonal is inverted by its subgroup, one column per lane.
-    {
+    if (PLAIN == 0u) {
         float line[16];
         uint column = LANE & 15u;
         [[unroll]] for (uint r = 0u; r < 16u; r++) {
@@ -327,7 +341,7 @@ void main() {
     }
     barrier();
     // Then the rows of the blocks below, one after the other: T_i = -T_ii (Σ_j L_ij T_j).
-    [[unroll]] for (uint b = 1u; b < 4u; b++) {
+    if (PLAIN == 0u) [[unroll]] for (uint b = 1u; b < 4u; b++) {
         uint r = i0 / 8u, c = i0 % 8u;
         float product[6];
         [[unroll]] for (uint n = 0u; n < 2u * b; n++) product[n] = 0.0;
@@ -371,7 +385,13 @@ void main() {
                 }
             }
             uvec4 most, rest;
-            split_block(SUMS_LOW(sums), SUMS_HIGH(sums), most, rest);
+            vec4 low = SUMS_LOW(sums), high = SUMS_HIGH(sums);
+            if (PLAIN == 1u) {
+                uvec4 own_column = j * 16u + 2u * t + uvec4(0u, 1u, 8u, 9u);
+                low += mix(vec4(0.0), vec4(skip.v[h]), equal(own_column, uvec4(own_row + g)));
+                high += mix(vec4(0.0), vec4(skip.v[h]), equal(own_column, uvec4(own_row + g + 8u)));
+            }
+            split_block(low, high, most, rest);
             solved.v[solved_at + (10u + j) * 64u] = most;
             solved.v[solved_at + (10u + j) * 64u + 32u] = rest;
             uint row = own_row + g, column = j * 16u + 2u * t;
@@ -401,11 +421,13 @@ void main() {
     vec2 decay = vec2(0.0);
     float beta = 0.0;
     if (index < in_use) {
-        uint at = (first_row + index) * stride + GATES + h;
-        vec4 b = x.v[at / 4u], a = x.v[(at + VALUE_HEADS) / 4u];
-        uint b_in = at % 4u, a_in = (at + VALUE_HEADS) % 4u;
+        uint at = (first_row + index) * stride + h, b_at = at + GATES, a_at = at + DECAYS;
+        vec4 b = x.v[b_at / 4u], a = x.v[a_at / 4u];
+        uint b_in = b_at % 4u, a_in = a_at % 4u;
+        float own_a = a_in < 2u ? (a_in == 0u ? a.x : a.y) : (a_in == 2u ? a.z : a.w);
         beta = sigmoid(b_in < 2u ? (b_in == 0u ? b.x : b.y) : (b_in == 2u ? b.z : b.w));
-        float l = log_decay(a_in < 2u ? (a_in == 0u ? a.x : a.y) : (a_in == 2u ? a.z : a.w), a_log.v[h], dt_bias.v[h]);
+        if (PLAIN == 1u) beta = softplus(own_a + dt_bias.v[h]);
+        float l = log_decay(own_a, a_log.v[h], dt_bias.v[h]);
         decay = vec2(ceil(l), l - ceil(l));
     }
     sums_s[i] = decay;
@@ -429,16 +451,17 @@ void main() {
         mixed.v[k_at + c] = k;
     }
     vec2 scales = inversesqrt(squares + L2_EPSILON) * vec2(inversesqrt(float(KEY_DIM)), 1.0);
+    if (PLAIN == 1u) scales = vec2(1.0);
     for (uint c = 0u; c < KEY_QUADS; c++) {
         mixed.v[q_at + c] = mixed.v[q_at + c] * scales.x;
         mixed.v[k_at + c] = mixed.v[k_at + c] * scales.y;
     }
     for (uint c = 0u; c < QUADS; c++)
-        values.v[(own * BLOCK_ROWS + i) * QUADS + c] = beta * convolved(index, 2u * KEY_HEADS * KEY_QUADS + h * QUADS + c);
+        values.v[(own * BLOCK_ROWS + i) * QUADS + c] = (PLAIN == 1u ? 1.0 : beta) * convolved(index, 2u * KEY_HEADS * KEY_QUADS + h * QUADS + c);
     float grown = exp(sum.x + sum.y);
     uint gates_at = own * 4u * BLOCK_ROWS + i;
     gates.v[gates_at] = grown;
-    gates.v[gates_at + BLOCK_ROWS] = beta * grown;
+    gates.v[gates_at + BLOCK_ROWS] = PLAIN == 1u ? 0.0 : beta * grown;
     gates.v[gates_at + 2u * BLOCK_ROWS] = exp((total.x - sum.x) + (total.y - sum.y));
     memoryBarrierBuffer();
     barrier();
@@ -449,13 +472,13 @@ void main() {
         uint other = ((own * 2u + 1u) * BLOCK_ROWS + j) * KEY_QUADS;
         for (uint c = 0u; c < KEY_QUADS; c++) dots += dot(mixed.v[k_at + c], mixed.v[other + c]);
         vec2 between = sum - sums_s[j];
-        matrix_s[i * STEP + j] = j < i ? beta * dots * exp(min(between.x + between.y, 0.0)) : 0.0;
+        matrix_s[i * STEP + j] = PLAIN == 0u && j < i ? beta * dots * exp(min(between.x + between.y, 0.0)) : 0.0;
     }
     barrier();
     // An invocation computes a column of T, then a row of E.
     float line[BLOCK_ROWS];
     for (uint r = 0u; r < BLOCK_ROWS; r++) {
-        float value = r == i ? 1.0 : 0.0;
+        float value = r == i ? (PLAIN == 1u ? beta : 1.0) : 0.0;
         for (uint c = 0u; c < r; c++) value -= matrix_s[r * STEP + c] * line[c];
         line[r] = value;
     }
@@ -474,7 +497,7 @@ void main() {
     for (uint c = 0u; c < BLOCK_ROWS; c++) {
         uint at = (own * 2u * BLOCK_ROWS + i) * BLOCK_ROWS + c;
         solved.v[at] = matrix_s[i * STEP + c];
-        solved.v[at + BLOCK_ROWS * BLOCK_ROWS] = line[c];
+        solved.v[at + BLOCK_ROWS * BLOCK_ROWS] = line[c] + (PLAIN == 1u && c == i ? skip.v[h] : 0.0);
     }
 }
 #endif

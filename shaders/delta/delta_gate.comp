@@ -1,7 +1,7 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
 // Gated RMSNorm, part 3 of 3 of the gated delta rule for prefill (after `delta_scan`):
-//   y = o · rsqrt(mean o² + ε) ⊙ norm ⊙ silu(z)    with the mean over a value head
+//   y = o · rsqrt(mean o² + ε) ⊙ norm ⊙ silu(z)    with the mean over a value head;    PLAIN 1: y = o ⊙ silu(z)
 //
 // o     [rows][value heads · value_dim] f32;  x [rows][stride] f32, which holds z from float Z on;  norm [value_dim]
 // count the descriptor of the prompt step; word 2 is the number of rows in use
@@ -25,6 +25,7 @@ layout(constant_id = 2) const uint VALUE_DIM = 128;
 layout(constant_id = 3) const uint TOGETHER = 8;   // heads; the workgroup has TOGETHER · VALUE_DIM / 4 invocations
 layout(constant_id = 4) const uint Z = 8192;
 layout(constant_id = 5) const uint PACKED = 0;
+layout(constant_id = 6) const uint PLAIN = 0;
 
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Words4Out { uvec4 v[]; };
 
@@ -64,7 +65,9 @@ void main() {
     vec2 squares = vec2(0.0);
     for (uint n = 0u; n < QUADS; n++) squares += squares_s[i0 / QUADS * QUADS + n];
     vec2 scale = inversesqrt(squares / float(VALUE_DIM) + epsilon);
-    vec4 weight = norm.v[quad];
+    vec4 weight = vec4(1.0);
+    if (PLAIN == 1u) scale = vec2(1.0);
+    else weight = norm.v[quad];
     a *= scale.x * weight * silu(a_gate);
     b *= scale.y * weight * silu(b_gate);
     if (!there) return;

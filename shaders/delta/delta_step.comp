@@ -10,8 +10,12 @@
 //   r = Sᵀk̂,  w = Sᵀq̂,  δ = β (v - α r),  o = α w + (q̂·k̂) δ,  S ← α S + k̂ δᵀ
 //   y = o · rsqrt(mean o² + ε) ⊙ norm ⊙ silu(z)
 //
-// x      [rows][stride] f32: q | k | v | z | b | a;  rows [rows][4]: token, position, slot (the cell), valid
-// conv   [channels][4], a_log, dt_bias [value heads], norm [value_dim]
+// PLAIN 1: the state space of Mamba-2, whose update does not depend on the state. q (C) and k (B) keep their lengths, and
+//   β = softplus(a + dt_bias),  α = exp(-exp(a_log) · β),  δ = β v,  o = α w + (q·k) δ + skip v,  y = o ⊙ silu(z)
+//
+// x      [rows][stride] f32: q | k | v | z | b | a, without b if PLAIN;  rows [rows][4]: token, position, slot (the cell), valid
+// conv   [channels][4], and with CONV_BIAS 1 then [channels], which are added before silu; a_log, dt_bias [value heads]
+// norm   [value_dim]; with PLAIN 1 [value heads]: skip
 // state  [cells][value heads][key_dim][value_dim] f32; at position 0 it counts as zero
 // window [cells][8][channels]: u of position p at p % 8; positions below 0 count as zero
 // y      [rows][y_stride] f32, or packed for the next product (`output_rows.glsl`)
@@ -56,6 +60,8 @@ layout(constant_id = 8) const uint TOKENS = 1;     // at most 4
 layout(constant_id = 9) const uint PENDING = 1;    // at least TOKENS, at most 4
 layout(constant_id = 10) const uint TILED = 0;     // order of the value heads, see delta.glsl
 layout(constant_id = 12) const uint BESIDE_PROMPTS = 0;
+layout(constant_id = 13) const uint PLAIN = 0;
+layout(constant_id = 14) const uint CONV_BIAS = 0;
 
 layout(buffer_reference, std430, buffer_reference_align = 16) restrict buffer Floats4InOut { vec4 v[]; };
 
@@ -88,6 +94,7 @@ const uint ITEMS = 2u * KEY_QUADS + QUADS;        // quads of q, k and v
 const uint LOADS = (ITEMS + THREADS - 1u) / THREADS;
 const uint CHANNEL_QUADS = 2u * KEY_HEADS * KEY_QUADS + VALUE_HEADS * QUADS;
 const uint GATES = CHANNEL_QUADS * 4u + VALUE_HEADS * VALUE_DIM; // b, then a
+const uint DECAYS = GATES + (PLAIN == 1u ? 0u : VALUE_HEADS);    // a
 
 const uint PENDING_QUADS = KEY_QUADS + QUADS + 1u;
 
@@ -171,7 +178,7 @@ void main() {
                 if (writes) wait_for(z_at, row_base, words, polls);
                 if (gates) {
                     wait_for_one(GATES + h, row_base, polls);
-                    wait_for_one(GATES + VALUE_HEADS + h, row_base, polls);
+                    if (PLAIN == 0u) wait_for_one(DECAYS + h, row_base, polls);
                 }
             }
         }
@@ -185,15 +192,16 @@ void main() {
     uint state_at = ((info.z * VALUE_HEADS + h) * KEY_DIM + group * EACH_ROWS) * QUADS + column;
     vec4 s[EACH_ROWS];
     [[unroll]] for (uint n = 0u; n < EACH_ROWS; n++) s[n] = state.v[state_at + n * QUADS];
-    vec4 past[LOADS][3], weight[LOADS][4];
+    vec4 past[LOADS][3], weight[LOADS][4], bias[LOADS];
     uint window_at = info.z * RING * CHANNEL_QUADS;
     [[unroll]] for (uint n = 0u; n < LOADS; n++) {
         uint at = channel_quad(h, min(i0 + n * THREADS, ITEMS - 1u));
         [[unroll]] for (uint j = 0u; j < 3u; j++)
             past[n][j] = window.v[window_at + (position + RING - 3u + j) % RING * CHANNEL_QUADS + at];
         [[unroll]] for (uint e = 0u; e < 4u; e++) weight[n][e] = conv.v[at * 4u + e];
+        bias[n] = CONV_BIAS == 1u ? conv.v[CHANNEL_QUADS * 4u + at] : vec4(0.0);
     }
-    vec4 scale = writes ? norm.v[column] : vec4(0.0);
+    vec4 scale = writes ? norm.v[PLAIN == 1u ? h / 4u : column] : vec4(0.0);
     float a_log_h = gates ? a_log.v[h] : 0.0, dt_bias_h = gates ? dt_bias.v[h] : 0.0;
     uint pending_at = (info.z * VALUE_HEADS + h) * PENDING * PENDING_QUADS;
     uint settled = slots.v[info.z * SLOT_WORDS + SLOT_SETTLED];
@@ -235,6 +243,7 @@ void main() {
                     vec4 mixed = vec4(
                         dot(weight[n][0], vec4(t0.x, t1.x, t2.x, u.x)), dot(weight[n][1], vec4(t0.y, t1.y, t2.y, u.y)),
                         dot(weight[n][2], vec4(t0.z, t1.z, t2.z, u.z)), dot(weight[n][3], vec4(t0.w, t1.w, t2.w, u.w)));
+                    if (CONV_BIAS == 1u) mixed += bias[n];
                     mixed_s[token * ITEMS + item] = silu(mixed);
                     if (first || item >= 2u * KEY_QUADS)
                         window.v[window_at + (position + token) % RING * CHANNEL_QUADS + at] = u;
@@ -248,9 +257,9 @@ void main() {
                 z[token] = uintBitsToFloat(words);
             }
             if (gates) {
-                float b = uintBitsToFloat(wait_for_one(GATES + h, row_base, polls));
-                float a = uintBitsToFloat(wait_for_one(GATES + VALUE_HEADS + h, row_base, polls));
-                gates_s[token * 2u] = sigmoid(b);
+                float b = uintBitsToFloat(wait_for_one(GATES + h, row_base, polls)), a = b;
+                if (PLAIN == 0u) a = uintBitsToFloat(wait_for_one(DECAYS + h, row_base, polls));
+                gates_s[token * 2u] = PLAIN == 1u ? softplus(a + dt_bias_h) : sigmoid(b);
                 gates_s[token * 2u + 1u] = exp(log_decay(a, a_log_h, dt_bias_h));
             }
         }
@@ -284,6 +293,7 @@ void main() {
             }
             sums = subgroupAdd(sums);
             float q_scale = inversesqrt(sums.x + L2_EPSILON) * inversesqrt(float(KEY_DIM)), k_scale = inversesqrt(sums.y + L2_EPSILON);
+            if (PLAIN == 1u) q_scale = k_scale = 1.0;
             float beta = gates_s[token * 2u], alpha = gates_s[token * 2u + 1u];
 
             vec4 r = vec4(0.0), w = vec4(0.0);
@@ -297,13 +307,15 @@ void main() {
             barrier();
             r = vec4(0.0);
             [[unroll]] for (uint n = 0u; n < GROUPS; n++) r += r_s[n * QUADS + column];
-            vec4 delta = beta * (mixed_s[own + 2u * KEY_QUADS + column] - alpha * k_scale * r);
+            vec4 v = mixed_s[own + 2u * KEY_QUADS + column];
+            vec4 delta = PLAIN == 1u ? beta * v : beta * (v - alpha * k_scale * r);
 
             vec4 o = vec4(0.0);
             if (writes) {
                 w = vec4(0.0);
                 [[unroll]] for (uint n = 0u; n < GROUPS; n++) w += w_s[n * QUADS + column];
                 o = alpha * q_scale * w + q_scale * k_scale * sums.z * delta;
+                if (PLAIN == 1u) o += component(scale, h) * v;
             }
             if (BESIDE_PROMPTS == 1u) {
                 if (writes) write_output(first_row, h, column, o);
@@ -312,7 +324,9 @@ void main() {
                 return;
             }
             float square;
-            if (gl_SubgroupSize == QUADS) {
+            if (PLAIN == 1u) {
+                square = 0.0;
+            } else if (gl_SubgroupSize == QUADS) {
                 square = subgroupAdd(dot(o, o));
             } else {
                 if (writes) squares_s[column] = dot(o, o);
@@ -320,7 +334,8 @@ void main() {
                 square = 0.0;
                 for (uint n = 0u; n < QUADS; n++) square += squares_s[n];
             }
-            if (writes)
+            if (writes && PLAIN == 1u) write_output(first_row + token, h, column, o * silu(z[token]));
+            else if (writes)
                 write_output(first_row + token, h, column, o * inversesqrt(square / float(VALUE_DIM) + epsilon) * scale * silu(z[token]));
             if (!EARLY && token == 0u) WRITE_STATE
             // All reads of pending tokens are before the barriers above.

@@ -10,7 +10,7 @@ use crate::gpu::timing::time_regions;
 use crate::kernels::attention::flash::{FlashF32Shape, FlashShape, FlashWay};
 use crate::kernels::attention::probe::{self, AttentionProbe};
 use crate::kernels::attention::{HeadNorm, Heads, Scores};
-use crate::kernels::delta::{DeltaHeads, DeltaShape, DeltaWay};
+use crate::kernels::delta::{DeltaHeads, DeltaRule, DeltaShape, DeltaWay};
 use crate::kernels::delta_probe::{self, DeltaProbe};
 use crate::kernels::gemm::fragment_layout::{self, FOUND};
 use crate::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, MatrixUnits, Scratch, block_rows};
@@ -243,7 +243,7 @@ fn recurrence_is_right(
 ) -> Result<bool, StartError> {
     let shared = device.adapter().capabilities.max_shared_bytes;
     for dim in [64, 128] {
-        let heads = DeltaHeads { key: 1, value: 2, tiled: false, key_dim: dim, value_dim: dim };
+        let heads = DeltaHeads { key: 1, value: 2, tiled: false, key_dim: dim, value_dim: dim, rule: DeltaRule::Delta };
         let Some(shape) = DeltaShape::choose(heads, units, shared) else { continue };
         // Three blocks, the last of which is not full.
         let DeltaProbe { recording, memory, results } = delta_probe::probe(heads, 131, DeltaWay::Loads(shape));

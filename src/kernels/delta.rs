@@ -1,4 +1,5 @@
-//! The gated delta rule (linear attention): `delta_step` for rows that decode and verification, and `delta_blocks`, `delta_scan`
+//! The gated delta rule (linear attention) and the state space of Mamba-2, which is that rule without its correction:
+//! `delta_step` for rows that decode and verification, and `delta_blocks`, `delta_scan`
 //! (on matrices of which only the shape is known `delta_blocks_matrix`, `delta_scan_matrix`) and `delta_gate` for prefill.
 //! Not here: the projections before and after, and the assignment of cells.
 
@@ -25,6 +26,35 @@ pub const MOST_PENDING: u32 = 4;
 pub(super) const NO_CELL: u32 = u32::MAX;
 const L2_EPSILON: f64 = 1e-6;
 
+/// How a token changes a head's state S and reads it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DeltaRule {
+    /// The gated delta rule, with k and q of length 1: S ← αS + k̂ δᵀ, where δ = σ(b) (v - αSᵀk̂). The output Sᵀq̂ has a norm
+    /// of each head before its gate.
+    Delta,
+    /// The state space of Mamba-2: S ← αS + k δᵀ, where δ = softplus(a + `dt_bias`) v and α = exp(-exp(`a_log`) softplus(…)).
+    /// The output is Sᵀq + skip · v, with a factor `skip` of each head, times its gate. There is no b.
+    StateSpace {
+        /// Whether the convolution has biases, which follow its weights.
+        conv_bias: bool,
+    },
+}
+
+impl DeltaRule {
+    /// The rule that a kernel's constants describe.
+    fn of(plain: u32, conv_bias: u32) -> DeltaRule {
+        if plain == 1 { DeltaRule::StateSpace { conv_bias: conv_bias == 1 } } else { DeltaRule::Delta }
+    }
+
+    /// The kernels' constants: whether the update does not depend on the state, and whether the convolution has biases.
+    fn constants(self) -> (u32, u32) {
+        match self {
+            DeltaRule::Delta => (0, 0),
+            DeltaRule::StateSpace { conv_bias } => (1, u32::from(conv_bias)),
+        }
+    }
+}
+
 /// The heads of a gated-delta layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DeltaHeads {
@@ -39,13 +69,20 @@ pub struct DeltaHeads {
     pub key_dim: u32,
     /// The dimension of a head of v.
     pub value_dim: u32,
+    /// The rule of the state.
+    pub rule: DeltaRule,
 }
 
 impl DeltaHeads {
     /// The heads that a kernel's constants describe: the numbers of key and value heads, their dimensions, and
     /// whether they are tiled.
-    fn of([key, value, key_dim, value_dim, tiled]: [u32; 5]) -> DeltaHeads {
-        DeltaHeads { key, value, tiled: tiled == 1, key_dim, value_dim }
+    fn of([key, value, key_dim, value_dim, tiled]: [u32; 5], rule: DeltaRule) -> DeltaHeads {
+        DeltaHeads { key, value, tiled: tiled == 1, key_dim, value_dim, rule }
+    }
+
+    /// The column of the merged projection where the columns of a begin.
+    fn decays(self) -> u32 {
+        self.projected() - self.value
     }
 
     /// The number of channels of the convolution: q, k and v.
@@ -53,9 +90,10 @@ impl DeltaHeads {
         2 * self.key * self.key_dim + self.value * self.value_dim
     }
 
-    /// The number of columns of the merged projection: q, k, v, z, b and a.
+    /// The number of columns of the merged projection: q, k, v, z, b and a; a state space has no b.
     pub fn projected(self) -> u32 {
-        self.channels() + self.value * self.value_dim + 2 * self.value
+        let gates = if self.rule == DeltaRule::Delta { 2 } else { 1 };
+        self.channels() + self.value * self.value_dim + gates * self.value
     }
 
     /// The number of columns of the output.
@@ -190,6 +228,7 @@ fn step(
 
 /// Returns the constants of `delta_step` for one token of a sequence, without tags, of a decode step.
 fn step_constants(heads: DeltaHeads, entries: u32) -> DeltaStepConstants {
+    let (plain, conv_bias) = heads.rule.constants();
     assert!((1..=MOST_PENDING).contains(&entries), "{entries} pending tokens for each cell");
     DeltaStepConstants {
         threads: STEP_GROUPS * heads.value_dim / 4,
@@ -205,6 +244,8 @@ fn step_constants(heads: DeltaHeads, entries: u32) -> DeltaStepConstants {
         tiled: u32::from(heads.tiled),
         devices: 0,
         beside_prompts: 0,
+        plain,
+        conv_bias,
     }
 }
 
@@ -296,9 +337,14 @@ impl DeltaShape {
     /// Whether the kernels serve heads in this shape: a workgroup has at most 256 invocations, and workgroups of
     /// `delta_scan_matrix` divide the value columns evenly.
     fn serves(self, heads: DeltaHeads) -> bool {
+        // In f16, with k̂ and q̂ of length 1.
         let MatrixUnits { m, n, k, .. } = self.units;
         let sides = [m, n, k].into_iter().all(|side| side == 8 || side == 16);
-        sides && self.threads() <= 256 && delta_serves(heads) && heads.value_dim.is_multiple_of(16 * self.together)
+        heads.rule == DeltaRule::Delta
+            && sides
+            && self.threads() <= 256
+            && delta_serves(heads)
+            && heads.value_dim.is_multiple_of(16 * self.together)
     }
 
     /// The number of invocations of a workgroup of either kernel: a subgroup has `units.m` rows of a block.
@@ -372,13 +418,13 @@ pub struct PromptOperands {
     pub chunk: Range,
     /// The part of the descriptor about the prompts' cells.
     pub cells: Range,
-    /// The convolution's weights, f32 `[channels][4]`.
+    /// The convolution's weights, f32 `[channels][4]`, followed by its biases if it has any, f32 `[channels]`.
     pub conv: Range,
     /// The decay parameter, f32 `[value heads]`.
     pub a_log: Range,
     /// The time step bias, f32 `[value heads]`.
     pub dt_bias: Range,
-    /// The output norm's weight, f32 `[value_dim]`.
+    /// The output norm's weight, f32 `[value_dim]`; of a state space, the factors of v in the output, f32 `[value heads]`.
     pub norm: Range,
     /// The epsilon of the norm.
     pub epsilon: f32,
@@ -434,8 +480,9 @@ pub fn delta_prompts(
             offset += bytes;
             part
         });
-    let DeltaHeads { key, value, key_dim, value_dim, tiled } = heads;
+    let DeltaHeads { key, value, key_dim, value_dim, tiled, rule } = heads;
     let tiled = u32::from(tiled);
+    let (plain, conv_bias) = rule.constants();
     let of_blocks = DeltaBlocksArgs {
         x: o.x,
         chunk: o.chunk,
@@ -448,6 +495,7 @@ pub fn delta_prompts(
         solved,
         values,
         gates,
+        skip: o.norm,
         stride: o.stride,
     };
     let of_scan = DeltaScanArgs {
@@ -464,7 +512,8 @@ pub fn delta_prompts(
         stride: o.stride,
     };
     let (threads, together) = scan_shape(heads, way);
-    let block_constants = DeltaBlocksConstants { key_heads: key, value_heads: value, key_dim, value_dim, tiled };
+    let block_constants =
+        DeltaBlocksConstants { key_heads: key, value_heads: value, key_dim, value_dim, tiled, plain, conv_bias };
     let scan_constants =
         DeltaScanConstants { threads, key_heads: key, value_heads: value, key_dim, value_dim, together, tiled };
     let [blocks, scan] = match way {
@@ -513,6 +562,7 @@ pub fn delta_prompts(
             together,
             z: heads.channels(),
             packed: PackedOrder::word(packed),
+            plain,
         }
         .into_values(),
         args: DeltaGateArgs {
@@ -545,9 +595,9 @@ fn scan_shape(heads: DeltaHeads, way: DeltaWay) -> (u32, u32) {
     }
 }
 
-/// The constants of `delta_blocks_matrix`, of which the first are those of `delta_blocks`.
+/// The constants of `delta_blocks_matrix`, of which the first five are those of `delta_blocks`.
 fn blocks_by_loads(shape: DeltaShape, of: DeltaBlocksConstants) -> DeltaBlocksMatrixConstants {
-    let DeltaBlocksConstants { key_heads, value_heads, key_dim, value_dim, tiled } = of;
+    let DeltaBlocksConstants { key_heads, value_heads, key_dim, value_dim, tiled, .. } = of;
     let MatrixUnits { m: matrix_m, n: matrix_n, k: matrix_k, subgroup } = shape.units;
     let threads = shape.threads();
     DeltaBlocksMatrixConstants {
@@ -585,7 +635,8 @@ fn scan_by_loads(shape: DeltaShape, of: DeltaScanConstants) -> DeltaScanMatrixCo
 
 /// The arguments of `delta_blocks_matrix`, of which the first are those of `delta_blocks`.
 fn blocks_with_turned(of: DeltaBlocksArgs, turned: Range) -> DeltaBlocksMatrixArgs {
-    let DeltaBlocksArgs { x, chunk, cells, conv, a_log, dt_bias, window, mixed, solved, values, gates, stride } = of;
+    let DeltaBlocksArgs { x, chunk, cells, conv, a_log, dt_bias, window, mixed, solved, values, gates, stride, .. } =
+        of;
     DeltaBlocksMatrixArgs {
         x,
         chunk,
@@ -603,6 +654,44 @@ fn blocks_with_turned(of: DeltaBlocksArgs, turned: Range) -> DeltaBlocksMatrixAr
     }
 }
 
+/// The arguments and constants of `delta_blocks` that a call of `delta_blocks_matrix` stands for.
+fn blocks_without_loads(call: &Call) -> (DeltaBlocksArgs, DeltaBlocksConstants) {
+    let DeltaBlocksMatrixArgs {
+        x,
+        chunk,
+        cells,
+        conv,
+        a_log,
+        dt_bias,
+        window,
+        mixed,
+        solved,
+        values,
+        gates,
+        stride,
+        ..
+    } = DeltaBlocksMatrixArgs::from_args(&call.args);
+    let DeltaBlocksMatrixConstants { key_heads, value_heads, key_dim, value_dim, tiled, .. } =
+        DeltaBlocksMatrixConstants::from_values(&call.constants);
+    let args = DeltaBlocksArgs {
+        x,
+        chunk,
+        cells,
+        conv,
+        a_log,
+        dt_bias,
+        window,
+        mixed,
+        solved,
+        values,
+        gates,
+        skip: conv.none(),
+        stride,
+    };
+    let constants = DeltaBlocksConstants { key_heads, value_heads, key_dim, value_dim, tiled, plain: 0, conv_bias: 0 };
+    (args, constants)
+}
+
 /// The arguments of `delta_scan_matrix`, of which the first are those of `delta_scan`.
 fn scan_with_turned(of: DeltaScanArgs, turned: Range) -> DeltaScanMatrixArgs {
     let DeltaScanArgs { x, chunk, cells, mixed, solved, values, gates, state, window, o, stride } = of;
@@ -613,10 +702,23 @@ fn silu(x: f64) -> f64 {
     x / (1.0 + (-x).exp())
 }
 
+/// Returns ln(1 + e^(a + `dt_bias`)), the time step of a token.
+fn time_step(a: f32, dt_bias: f32) -> f64 {
+    let x = f64::from(a) + f64::from(dt_bias);
+    x.max(0.0) + (-x.abs()).exp().ln_1p()
+}
+
 /// Returns ln α of a token.
 fn log_decay(a: f32, a_log: f32, dt_bias: f32) -> f64 {
-    let x = f64::from(a) + f64::from(dt_bias);
-    -f64::from(a_log).exp() * (x.max(0.0) + (-x.abs()).exp().ln_1p())
+    -f64::from(a_log).exp() * time_step(a, dt_bias)
+}
+
+/// Returns β of a token, whose row of the merged projection begins at float `row` of `x`, and a head.
+fn beta_of(memory: &HostMemory, heads: DeltaHeads, (x, row): (Range, u32), h: u32, dt_bias: Range) -> f64 {
+    match heads.rule {
+        DeltaRule::Delta => sigmoid(memory.f32(x, row + heads.channels() + heads.output() + h)),
+        DeltaRule::StateSpace { .. } => time_step(memory.f32(x, row + heads.decays() + h), memory.f32(dt_bias, h)),
+    }
 }
 
 fn sigmoid(x: f32) -> f64 {
@@ -630,12 +732,16 @@ fn unit(x: &[f64]) -> Vec<f64> {
 }
 
 /// Returns a channel after convolution and silu, from its last four inputs.
-fn mix(memory: &HostMemory, conv: Range, channel: u32, taps: [f64; 4]) -> f64 {
+fn mix(memory: &HostMemory, heads: DeltaHeads, conv: Range, channel: u32, taps: [f64; 4]) -> f64 {
     let weight = |j: u32| f64::from(memory.f32(conv, channel * 4 + j));
-    silu((0..).zip(taps).map(|(j, u)| weight(j) * u).sum())
+    let bias = match heads.rule {
+        DeltaRule::StateSpace { conv_bias: true } => f64::from(memory.f32(conv, heads.channels() * 4 + channel)),
+        _ => 0.0,
+    };
+    silu(bias + (0..).zip(taps).map(|(j, u)| weight(j) * u).sum::<f64>())
 }
 
-/// Returns a value head's q, k and v after the convolution, with q and k normalized. `u` returns a channel's last four
+/// Returns a value head's q, k and v after the convolution, with q and k normalized for the delta rule. `u` returns a channel's last four
 /// inputs.
 fn head_rows(
     memory: &HostMemory,
@@ -647,15 +753,27 @@ fn head_rows(
     let DeltaHeads { key, key_dim, value_dim, .. } = heads;
     let kh = heads.key_of(h);
     let run = |first: u32, count: u32| -> Vec<f64> {
-        (first..first + count).map(|channel| mix(memory, conv, channel, u(channel))).collect()
+        (first..first + count).map(|channel| mix(memory, heads, conv, channel, u(channel))).collect()
     };
-    let q = unit(&run(kh * key_dim, key_dim)).iter().map(|v| v / f64::from(key_dim).sqrt()).collect();
-    let k = unit(&run((key + kh) * key_dim, key_dim));
+    let (q, k) = (run(kh * key_dim, key_dim), run((key + kh) * key_dim, key_dim));
+    let (q, k) = match heads.rule {
+        DeltaRule::Delta => (unit(&q).iter().map(|v| v / f64::from(key_dim).sqrt()).collect(), unit(&k)),
+        DeltaRule::StateSpace { .. } => (q, k),
+    };
     [q, k, run(2 * key * key_dim + h * value_dim, value_dim)]
 }
 
-/// Returns a head's output after its norm and gate.
-fn gated(memory: &HostMemory, o: &[f64], norm: Range, epsilon: f32, z: &dyn Fn(u32) -> f32) -> Vec<f32> {
+/// Returns a head's output after its norm, for the delta rule, and gate.
+fn gated(
+    memory: &HostMemory,
+    rule: DeltaRule,
+    o: &[f64],
+    (norm, epsilon): (Range, f32),
+    z: &dyn Fn(u32) -> f32,
+) -> Vec<f32> {
+    if rule != DeltaRule::Delta {
+        return (0..).zip(o).map(|(i, v)| (v * silu(f64::from(z(i)))) as f32).collect();
+    }
     let mean = o.iter().map(|v| v * v).sum::<f64>() / o.len() as f64;
     let scale = 1.0 / (mean + f64::from(epsilon)).sqrt();
     (0..).zip(o).map(|(i, v)| (v * scale * f64::from(memory.f32(norm, i)) * silu(f64::from(z(i)))) as f32).collect()
@@ -672,7 +790,8 @@ fn put(memory: &mut HostMemory, y: Range, packed: u32, (row, column, y_stride): 
 pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
     let a = DeltaStepArgs::from_args(&call.args);
     let c = DeltaStepConstants::from_values(&call.constants);
-    let heads = DeltaHeads::of([c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.tiled]);
+    let rule = DeltaRule::of(c.plain, c.conv_bias);
+    let heads = DeltaHeads::of([c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.tiled], rule);
     let DeltaHeads { value, key_dim, value_dim, .. } = heads;
     let channels = heads.channels();
     let beside = c.beside_prompts == 1;
@@ -743,9 +862,8 @@ pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
             }
             for token in 0..valid {
                 let (row, position) = (first_row + token, start + token);
-                let gates = row * a.stride + channels + heads.output() + h;
-                let beta = sigmoid(memory.f32(a.x, gates));
-                let decay = memory.f32(a.x, gates + value);
+                let beta = beta_of(memory, heads, (a.x, row * a.stride), h, a.dt_bias);
+                let decay = memory.f32(a.x, row * a.stride + heads.decays() + h);
                 let alpha = log_decay(decay, memory.f32(a.a_log, h), memory.f32(a.dt_bias, h)).exp();
                 let [q, k, v] = head_rows(memory, heads, a.conv, h, &|channel| {
                     std::array::from_fn(|j| match (position + j as u32).checked_sub(3) {
@@ -756,10 +874,14 @@ pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
                 let dots = |s: &[Vec<f64>], x: &[f64], column: usize| -> f64 {
                     s.iter().zip(x).map(|(row, x)| row[column] * x).sum()
                 };
+                let (skip, correction) = match rule {
+                    DeltaRule::Delta => (0.0, alpha),
+                    DeltaRule::StateSpace { .. } => (f64::from(memory.f32(a.norm, h)), 0.0),
+                };
                 let delta: Vec<f64> =
-                    v.iter().enumerate().map(|(column, v)| beta * (v - alpha * dots(&s, &k, column))).collect();
+                    v.iter().enumerate().map(|(column, v)| beta * (v - correction * dots(&s, &k, column))).collect();
                 advance(&mut s, &k, &delta, alpha);
-                let o: Vec<f64> = (0..value_dim as usize).map(|column| dots(&s, &q, column)).collect();
+                let o: Vec<f64> = (0..).zip(&v).map(|(column, v)| dots(&s, &q, column) + skip * v).collect();
                 if beside {
                     store(memory, &s);
                     (0..).zip(o).for_each(|(i, o)| memory.set_f32(a.y, row * a.y_stride + h * value_dim + i, o as f32));
@@ -770,7 +892,7 @@ pub(super) fn reference_delta_step(call: &Call, memory: &mut HostMemory) {
                     memory.set_f32(a.pending, pending_at(token) + i, *value as f32);
                 }
                 let z = |i: u32| memory.f32(a.x, row * a.stride + channels + h * value_dim + i);
-                for (i, value) in (0..).zip(gated(memory, &o, a.norm, a.epsilon, &z)) {
+                for (i, value) in (0..).zip(gated(memory, rule, &o, (a.norm, a.epsilon), &z)) {
                     let column = h * value_dim + i;
                     match c.tagged {
                         3 => memory.set_u32(a.y, row * a.y_stride + column, tagged(value, a.y_tag)),
@@ -817,9 +939,12 @@ fn prompts_of(memory: &HostMemory, chunk: Range, cells: Range) -> Vec<Prompt> {
 /// Writes what the variant without cooperative matrices writes; computed in f64. The first constants and arguments of all
 /// variants are the same.
 pub(super) fn reference_delta_blocks(call: &Call, memory: &mut HostMemory) {
-    let a = DeltaBlocksArgs::from_args(&call.args);
-    let c = DeltaBlocksConstants::from_values(&call.constants);
-    let heads = DeltaHeads::of([c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.tiled]);
+    let (a, c) = match call.kernel {
+        "delta_blocks_matrix" => blocks_without_loads(call),
+        _ => (DeltaBlocksArgs::from_args(&call.args), DeltaBlocksConstants::from_values(&call.constants)),
+    };
+    let rule = DeltaRule::of(c.plain, c.conv_bias);
+    let heads = DeltaHeads::of([c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.tiled], rule);
     let channels = heads.channels();
     let n = BLOCK_ROWS as usize;
     for prompt in prompts_of(memory, a.chunk, a.cells) {
@@ -843,9 +968,9 @@ pub(super) fn reference_delta_blocks(call: &Call, memory: &mut HostMemory) {
             for i in 0..n {
                 let index = block * BLOCK_ROWS + i as u32;
                 if index < prompt.rows {
-                    let gates = (prompt.first_row + index) * a.stride + channels + heads.output() + h;
-                    betas[i] = sigmoid(memory.f32(a.x, gates));
-                    let decay = memory.f32(a.x, gates + heads.value);
+                    let row = (prompt.first_row + index) * a.stride;
+                    betas[i] = beta_of(memory, heads, (a.x, row), h, a.dt_bias);
+                    let decay = memory.f32(a.x, row + heads.decays() + h);
                     sum += log_decay(decay, memory.f32(a.a_log, h), memory.f32(a.dt_bias, h));
                     [q[i], k[i], v[i]] = head_rows(memory, heads, a.conv, h, &|channel| {
                         std::array::from_fn(|j| u(memory, i64::from(index) + j as i64 - 3, channel))
@@ -854,10 +979,11 @@ pub(super) fn reference_delta_blocks(call: &Call, memory: &mut HostMemory) {
                 sums[i] = sum;
             }
             let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+            let plain = rule != DeltaRule::Delta;
             let mut t = vec![vec![0.0; n]; n];
             for i in 0..n {
-                t[i][i] = 1.0;
-                for j in 0..i {
+                t[i][i] = if plain { betas[i] } else { 1.0 };
+                for j in 0..if plain { 0 } else { i } {
                     let factor = betas[i] * dot(&k[i], &k[j]) * (sums[i] - sums[j]).exp();
                     let (before, rest) = t.split_at_mut(i);
                     rest[0].iter_mut().zip(&before[j]).for_each(|(t, above)| *t -= factor * above);
@@ -870,7 +996,13 @@ pub(super) fn reference_delta_blocks(call: &Call, memory: &mut HostMemory) {
                     e[i].iter_mut().zip(&t[j]).for_each(|(e, t)| *e += factor * t);
                 }
             }
-            v.iter_mut().zip(&betas).for_each(|(row, beta)| row.iter_mut().for_each(|v| *v *= beta));
+            if plain {
+                let skip = f64::from(memory.f32(a.skip, h));
+                e.iter_mut().enumerate().for_each(|(i, row)| row[i] += skip);
+                betas.fill(0.0);
+            } else {
+                v.iter_mut().zip(&betas).for_each(|(row, beta)| row.iter_mut().for_each(|v| *v *= beta));
+            }
             let grown: Vec<f64> = sums.iter().map(|g| g.exp()).collect();
             let gates = [
                 grown.clone(),
@@ -892,7 +1024,8 @@ pub(super) fn reference_delta_blocks(call: &Call, memory: &mut HostMemory) {
 pub(super) fn reference_delta_scan(call: &Call, memory: &mut HostMemory) {
     let a = DeltaScanArgs::from_args(&call.args);
     let c = DeltaScanConstants::from_values(&call.constants);
-    let heads = DeltaHeads::of([c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.tiled]);
+    // The scan is the same for both rules.
+    let heads = DeltaHeads::of([c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.tiled], DeltaRule::Delta);
     let DeltaHeads { value, key_dim, value_dim, .. } = heads;
     let (n, cell_floats) = (BLOCK_ROWS, value * key_dim * value_dim);
     for prompt in prompts_of(memory, a.chunk, a.cells) {
@@ -975,7 +1108,8 @@ pub(super) fn reference_delta_gate(call: &Call, memory: &mut HostMemory) {
         let first = h * c.value_dim;
         let o: Vec<f64> = (0..c.value_dim).map(|i| f64::from(memory.f32(a.o, row * width + first + i))).collect();
         let z = |i: u32| memory.f32(a.x, row * a.stride + c.z + first + i);
-        for (i, value) in (0..).zip(gated(memory, &o, a.norm, a.epsilon, &z)) {
+        let rule = DeltaRule::of(c.plain, 0);
+        for (i, value) in (0..).zip(gated(memory, rule, &o, (a.norm, a.epsilon), &z)) {
             put(memory, a.y, c.packed, (row, first + i, a.y_stride), value);
         }
     }

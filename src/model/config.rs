@@ -98,7 +98,7 @@ pub enum LayerKind {
     /// Causal attention over earlier positions: all of them, or those of a sliding window ([`Attention::window`]).
     Attention,
     /// The gated delta rule (linear attention): a short causal convolution, followed by a recurrent state of fixed size
-    /// for each head, which every token updates and reads.
+    /// for each head, which every token updates and reads; or the state space of Mamba-2 ([`DeltaNet::space`]).
     GatedDelta,
     /// A gated convolution over the last few tokens, which are all of the layer's state.
     ShortConv,
@@ -111,6 +111,14 @@ pub enum MlpKind {
     Dense,
     /// A mixture of experts (MoE): a router chooses the MLPs that a token uses.
     Experts,
+}
+
+/// What the state space of Mamba-2 has beside the dimensions of [`DeltaNet`], whose q, k and v are its C, B and x. Its groups
+/// are key heads. The output has a norm over all heads, after the gate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct StateSpace {
+    /// Whether the convolution has biases.
+    pub conv_bias: bool,
 }
 
 /// The dimensions of gated-delta-rule layers.
@@ -130,6 +138,8 @@ pub struct DeltaNet {
     /// architectures, whose weights are used in that order. Otherwise each key head is shared by `value_heads /
     /// key_heads` consecutive value heads, as in Hugging Face checkpoints.
     pub tiled: bool,
+    /// `Some` if the layers are state spaces, which have another rule.
+    pub space: Option<StateSpace>,
 }
 
 impl DeltaNet {
@@ -149,9 +159,10 @@ impl DeltaNet {
         2 * self.key_rows() + self.value_rows()
     }
 
-    /// Returns the number of rows of `in_proj`, `[q | k | v | z | b | a]`.
+    /// Returns the number of rows of `in_proj`, `[q | k | v | z | b | a]`; state spaces have no b.
     pub fn projected_rows(&self) -> u32 {
-        self.channels() + self.value_rows() + 2 * self.value_heads
+        let gates = if self.space.is_some() { 1 } else { 2 };
+        self.channels() + self.value_rows() + gates * self.value_heads
     }
 
     /// Returns the number of floats in one sequence's state in one layer: `value_heads * key_dim * value_dim`.
@@ -709,7 +720,7 @@ pub enum ConfigProblem {
     /// A layer is of a type that its family does not have.
     #[error(
         "layer type \"{0}\" is not supported for this architecture (full_attention is, sliding_attention in families \
-         with a window, linear_attention in hybrids, conv in LFM2)"
+         with a window, linear_attention in hybrids, conv in LFM2, mamba in Granite)"
     )]
     UnsupportedLayer(String),
     /// A required key is missing.

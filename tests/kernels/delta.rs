@@ -18,8 +18,8 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor, descriptor_mixed, every_case};
 use ostinato::device::{Component, MatrixShape};
 use ostinato::kernels::delta::{
-    DecodingRows, DeltaHeads, DeltaShape, DeltaWay, MOST_PENDING, PromptOperands, RING, delta_prompts, delta_serves,
-    delta_step, delta_verify, scratch_bytes,
+    DecodingRows, DeltaHeads, DeltaRule, DeltaShape, DeltaWay, MOST_PENDING, PromptOperands, RING, delta_prompts,
+    delta_serves, delta_step, delta_verify, scratch_bytes,
 };
 use ostinato::kernels::delta_probe;
 use ostinato::kernels::embed::{BLOCK_ROWS, ChunkLayout, PromptRows};
@@ -43,7 +43,12 @@ const EPSILON: f32 = 1e-6;
 const CELLS: u32 = 7;
 
 fn heads(key: u32, value: u32, key_dim: u32, value_dim: u32) -> DeltaHeads {
-    DeltaHeads { key, value, key_dim, value_dim, tiled: false }
+    DeltaHeads { key, value, key_dim, value_dim, tiled: false, rule: DeltaRule::Delta }
+}
+
+/// Returns heads of a state space.
+fn space(key: u32, value: u32, key_dim: u32, value_dim: u32, conv_bias: bool) -> DeltaHeads {
+    DeltaHeads { rule: DeltaRule::StateSpace { conv_bias }, ..heads(key, value, key_dim, value_dim) }
 }
 
 /// Returns heads whose key heads take turns.
@@ -53,8 +58,16 @@ fn tiled(key: u32, value: u32, key_dim: u32, value_dim: u32) -> DeltaHeads {
 
 /// Returns head shapes that cover each kind of dimension and of grouping. Each shape needs several pipelines, which
 /// take SwiftShader seconds to compile.
-fn shapes() -> [DeltaHeads; 5] {
-    [heads(1, 1, 16, 16), tiled(2, 4, 32, 16), heads(1, 3, 48, 32), heads(1, 2, 128, 128), heads(2, 4, 16, 48)]
+fn shapes() -> [DeltaHeads; 7] {
+    [
+        heads(1, 1, 16, 16),
+        tiled(2, 4, 32, 16),
+        heads(1, 3, 48, 32),
+        heads(1, 2, 128, 128),
+        heads(2, 4, 16, 48),
+        space(1, 3, 48, 32, true),
+        space(2, 4, 16, 16, false),
+    ]
 }
 
 /// Returns the ways to multiply that a device supports. Those by loads have a workgroup for each 16 value columns.
@@ -71,6 +84,8 @@ fn ways(bench: &Bench) -> Vec<DeltaWay> {
 /// workgroup for 32 columns.
 fn way_of(way: DeltaWay, heads: DeltaHeads, case: usize) -> DeltaWay {
     match way {
+        // In f16, with k and q of length 1.
+        DeltaWay::Loads(_) if heads.rule != DeltaRule::Delta => DeltaWay::Fragments(Matrices::Emulated),
         DeltaWay::Loads(shape) if case.is_multiple_of(2) && heads.value_dim.is_multiple_of(32) => {
             let wide = DeltaShape { together: 2, ..shape };
             DeltaWay::Loads(if wide.shared_bytes(heads) <= 32 * 1024 { wide } else { shape })
@@ -97,6 +112,11 @@ enum Gates {
     Closed,
 }
 
+/// Whether the convolution has biases.
+fn biased(heads: DeltaHeads) -> bool {
+    heads.rule == DeltaRule::StateSpace { conv_bias: true }
+}
+
 /// The weights of a layer.
 struct Layer {
     heads: DeltaHeads,
@@ -110,27 +130,30 @@ struct Layer {
 impl Layer {
     fn new(random: &mut Random, heads: DeltaHeads) -> Layer {
         let value = heads.value as usize;
+        let factors = if heads.rule == DeltaRule::Delta { heads.value_dim } else { heads.value };
         Layer {
             heads,
             stride: heads.projected().next_multiple_of(4) + 8,
-            conv: random.floats(heads.channels() as usize * 4),
+            conv: random.floats(heads.channels() as usize * if biased(heads) { 5 } else { 4 }),
             a_log: random.floats(value).into_iter().map(|v| 1.5 * v - 0.5).collect(),
             dt_bias: random.floats(value),
-            norm: random.floats(heads.value_dim as usize).into_iter().map(|v| v + 1.5).collect(),
+            norm: random.floats(factors as usize).into_iter().map(|v| v + 1.5).collect(),
         }
     }
 
     /// Returns a token's row of the input projection.
     fn token(&self, random: &mut Random, gates: Gates) -> Vec<f32> {
         let h = self.heads;
-        let mut row: Vec<f32> = random.floats((h.projected() - 2 * h.value) as usize).iter().map(|v| 2.0 * v).collect();
+        let without_gates = h.channels() + h.output();
+        let mut row: Vec<f32> = random.floats(without_gates as usize).iter().map(|v| 2.0 * v).collect();
         let (b, a) = match gates {
             Gates::Usual => (0.0, -2.0),
             Gates::Strong => (0.0, if random.below(8) == 0 { -60.0 } else { 60.0 }),
             Gates::None => (60.0, -120.0),
             Gates::Closed => (-120.0, -2.0),
         };
-        for offset in [b, a] {
+        let gates: &[f32] = if h.rule == DeltaRule::Delta { &[b, a] } else { &[a] };
+        for offset in gates {
             row.extend(random.floats(h.value as usize).iter().map(|v| offset + 3.0 * v));
         }
         row
@@ -171,8 +194,8 @@ impl Sequence {
 
     /// Processes one token and returns its output, `[value head][value dim]`.
     fn step(&mut self, layer: &Layer, row: &[f32]) -> Vec<f64> {
-        let DeltaHeads { key, value, key_dim, value_dim, tiled } = layer.heads;
-        let channels = layer.heads.channels() as usize;
+        let DeltaHeads { key, value, key_dim, value_dim, tiled, rule } = layer.heads;
+        let (channels, plain) = (layer.heads.channels() as usize, rule != DeltaRule::Delta);
         self.past.push(row[..channels].to_vec());
         let mixed: Vec<f64> = (0..channels)
             .map(|channel| {
@@ -180,13 +203,14 @@ impl Sequence {
                     Some(at) => f64::from(self.past[at][channel]),
                     None => 0.0,
                 };
-                Sequence::silu((0..4).map(|j| f64::from(layer.conv[channel * 4 + j]) * tap(j)).sum())
+                let bias = if biased(layer.heads) { f64::from(layer.conv[channels * 4 + channel]) } else { 0.0 };
+                Sequence::silu(bias + (0..4).map(|j| f64::from(layer.conv[channel * 4 + j]) * tap(j)).sum::<f64>())
             })
             .collect();
         let unit = |first: u32, scale: f64| -> Vec<f64> {
             let part = &mixed[first as usize..(first + key_dim) as usize];
             let length = (part.iter().map(|v| v * v).sum::<f64>() + 1e-6).sqrt();
-            part.iter().map(|v| v / length * scale).collect()
+            part.iter().map(|v| if plain { *v } else { v / length * scale }).collect()
         };
         let mut y = Vec::new();
         for h in 0..value {
@@ -194,9 +218,11 @@ impl Sequence {
             let (q, k) = (unit(kh * key_dim, f64::from(key_dim).sqrt().recip()), unit((key + kh) * key_dim, 1.0));
             let v_at = (2 * key * key_dim + h * value_dim) as usize;
             let gates = channels + (value * value_dim + h) as usize;
-            let beta = 1.0 / (1.0 + (-f64::from(row[gates])).exp());
-            let a = f64::from(row[gates + value as usize]) + f64::from(layer.dt_bias[h as usize]);
-            let alpha = (-f64::from(layer.a_log[h as usize]).exp() * (1.0 + a.exp()).ln()).exp();
+            let decay = if plain { gates } else { gates + value as usize };
+            let a = f64::from(row[decay]) + f64::from(layer.dt_bias[h as usize]);
+            let time = (1.0 + a.exp()).ln();
+            let beta = if plain { time } else { 1.0 / (1.0 + (-f64::from(row[gates])).exp()) };
+            let alpha = (-f64::from(layer.a_log[h as usize]).exp() * time).exp();
             let o: Vec<f64> = (0..value_dim as usize)
                 .map(|i| {
                     let at = |d: usize| ((h * key_dim) as usize + d) * value_dim as usize + i;
@@ -205,15 +231,17 @@ impl Sequence {
                         self.state[at(d)] *= alpha;
                         dot += self.state[at(d)] * k;
                     }
-                    let delta = beta * (mixed[v_at + i] - dot);
+                    let (correction, skip) = if plain { (0.0, f64::from(layer.norm[h as usize])) } else { (dot, 0.0) };
+                    let delta = beta * (mixed[v_at + i] - correction);
                     k.iter().enumerate().for_each(|(d, k)| self.state[at(d)] += k * delta);
-                    q.iter().enumerate().map(|(d, q)| self.state[at(d)] * q).sum()
+                    q.iter().enumerate().map(|(d, q)| self.state[at(d)] * q).sum::<f64>() + skip * mixed[v_at + i]
                 })
                 .collect();
             let scale = (o.iter().map(|v| v * v).sum::<f64>() / f64::from(value_dim) + f64::from(EPSILON)).sqrt();
             for (i, o) in o.into_iter().enumerate() {
                 let z = f64::from(row[channels + (h * value_dim) as usize + i]);
-                y.push(o / scale * f64::from(layer.norm[i]) * Sequence::silu(z));
+                let normed = if plain { o } else { o / scale * f64::from(layer.norm[i]) };
+                y.push(normed * Sequence::silu(z));
             }
         }
         y
@@ -861,7 +889,7 @@ fn prompts_of_awkward_lengths() {
     let mut steps = Vec::new();
     for length in [1, 3, 7, 63, 64, 65, 200] {
         for start in [0, 1, 2, 10] {
-            let layer = Layer::new(&mut random, shapes()[steps.len() % 5]);
+            let layer = Layer::new(&mut random, shapes()[steps.len() % shapes().len()]);
             let part = part(&mut random, &layer, Gates::Usual, start, length, steps.len() as u32 % CELLS);
             steps.push((layer, vec![part]));
         }
@@ -877,13 +905,13 @@ fn several_prompts_in_one_step_that_keep_and_continue() {
         let layer = Layer::new(&mut random, heads);
         let mut parts = vec![
             part(&mut random, &layer, Gates::Usual, 3, 2, 0),
-            part(&mut random, &layer, Gates::Usual, 0, [130, 64, 128, 192, 129][index], 1),
+            part(&mut random, &layer, Gates::Usual, 0, [130, 64, 128, 192, 129, 129, 130][index], 1),
             part(&mut random, &layer, Gates::Usual, 17, 65, 2),
         ];
         // One part starts from a snapshot's cell, one keeps snapshots (also at its very end), and in the last case two
         // parts keep one each.
         parts[0].from = Some(4);
-        parts[1].keeps = [(64, 5), ([128, 0, 128, 192, 64][index], 6)];
+        parts[1].keeps = [(64, 5), ([128, 0, 128, 192, 64, 128, 128][index], 6)];
         parts[2].from = Some(if index % 2 == 0 { 3 } else { 2 });
         if index == 4 {
             parts[1].keeps = [(0, 0), (128, 6)];

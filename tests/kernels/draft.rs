@@ -6,7 +6,7 @@
 
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor};
-use ostinato::kernels::delta::{DeltaHeads, MOST_PENDING, delta_step, delta_verify};
+use ostinato::kernels::delta::{DeltaHeads, DeltaRule, MOST_PENDING, delta_step, delta_verify};
 use ostinato::kernels::draft::{self, SlotsFrom, VerifyRows};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows, decode_rows};
 use ostinato::kernels::gemm::Activations;
@@ -435,7 +435,7 @@ fn rejected_tokens_leave_nothing_and_accepted_ones_what_steps_would() {
     let mut compared: Vec<(Range, Range, u32)> = Vec::new();
     let shapes = [(1, 1, 16, 32), (2, 4, 32, 16), (1, 3, 48, 48)];
     for (index, (key, value, key_dim, value_dim)) in shapes.into_iter().enumerate() {
-        let heads = DeltaHeads { key, value, key_dim, value_dim, tiled: false };
+        let heads = DeltaHeads { key, value, key_dim, value_dim, tiled: false, rule: DeltaRule::Delta };
         cases.case(format!("{heads:?}"));
         let layer = Layer::new(&mut cases, &mut random, heads, 24);
         let (plain, drafting) = (layer.cell(&mut cases, "plain"), layer.cell(&mut cases, "drafting"));

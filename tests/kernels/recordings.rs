@@ -838,7 +838,7 @@ struct Emulated {
 /// can carry tags; those of two are not. They cover attention and dense MLPs, gated delta nets, experts, both, short
 /// convolutions with biases, norms behind mixers and MLPs with windows, and these with heads of two sizes and experts beside dense MLPs. The folder holds the files
 /// of the checkpoints that are generated here, because their weights are read again.
-fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 10]) {
+fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 11]) {
     let folder = tempfile::tempdir().expect("a folder");
     let write = |name: &str, seed: u64, config: &str| {
         let path = folder.path().join(name);
@@ -900,6 +900,14 @@ fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 10]) {
         "vocab_size": 512, "max_position_embeddings": 512, "norm_eps": 1e-6, "conv_L_cache": 3, "conv_bias": true,
         "full_attn_idxs": [1, 3], "torch_dtype": "bfloat16", "bos_token_id": 2, "eos_token_id": 1,
     });
+    // State spaces, whose output has a norm, and a dense MLP.
+    let mut mamba = granite.clone();
+    for (key, value) in [("mamba_expand", 4), ("mamba_n_heads", 32), ("mamba_d_head", 16), ("mamba_d_state", 32)] {
+        mamba[key] = value.into();
+    }
+    (mamba["num_local_experts"], mamba["num_experts_per_tok"], mamba["num_hidden_layers"]) =
+        (0.into(), 0.into(), 4.into());
+    mamba["layer_types"] = ["mamba", "attention"].repeat(2).into();
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("demo");
     let checkpoints = [
         ("demo", Checkpoint::open(&demo.join("model")).expect("the demo model")),
@@ -915,6 +923,7 @@ fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 10]) {
         ("tiny-gemma4", write("tiny-gemma4", 3, &gemma4.to_string())),
         ("tiny-granite", write("tiny-granite", 0, &granite.to_string())),
         ("tiny-lfm2", write("tiny-lfm2", 0, &lfm2.to_string())),
+        ("tiny-mamba", write("tiny-mamba", 0, &mamba.to_string())),
         ("qwen3-deep", open("qwen3-deep")),
     ];
     (folder, checkpoints)
@@ -1013,6 +1022,20 @@ fn recordings_with_norms_behind_mixers_and_mlps_mean_the_same_on_lavapipe_and_in
 #[test]
 fn recordings_of_short_convolutions_mean_the_same_on_lavapipe_and_in_plain_rust() {
     run_emulated(Driver::first(), ways(&ALL, &[ON_FRAGMENTS, TAGGED, ROUNDED]), &["tiny-lfm2"]);
+}
+
+#[test]
+fn recordings_of_state_spaces_on_fragments_mean_the_same_on_lavapipe_and_in_plain_rust() {
+    let (_folder, checkpoints) = on_fragments();
+    let (_, checkpoint) = checkpoints.iter().find(|(name, _)| *name == "tiny-mamba").expect("it is among them");
+    let decoder = emulated(&Vulkan::new(), Driver::first(), checkpoint, TAGGED);
+    let carries = decoder
+        .record(StepShape::Decode { rows: 1 })
+        .ops
+        .iter()
+        .any(|op| matches!(op, Op::Call(call) if call.args.iter().any(|arg| matches!(arg, Arg::Carried(..)))));
+    assert!(carries, "its decode steps have no tagged words");
+    run_emulated(Driver::first(), ways(&[ON_FRAGMENTS, TAGGED, ROUNDED], &[TAGGED, ROUNDED]), &["tiny-mamba"]);
 }
 
 /// The widths of these models do not allow tags.

@@ -96,8 +96,9 @@ fn longest(cases: &[Case]) -> u32 {
 }
 
 /// The families of which each kind of layer on weights in fragments is in one: biases; windows, sinks and experts with
-/// biases; bounds of scores and norms around branches; experts beside an MLP; latent attention; experts chosen by sigmoids; short convolutions.
-const IN_FRAGMENTS: [&str; 7] = ["qwen2", "gptoss", "gemma2", "gemma4", "deepseek3", "glm4moe", "lfm2"];
+/// biases; bounds of scores and norms around branches; experts beside an MLP; latent attention; experts chosen by sigmoids;
+/// short convolutions; state spaces.
+const IN_FRAGMENTS: [&str; 8] = ["qwen2", "gptoss", "gemma2", "gemma4", "deepseek3", "glm4moe", "lfm2", "granitemamba"];
 
 /// Checks all fixtures of a family.
 fn check(family: &str) {
@@ -176,7 +177,8 @@ pub fn step_by_step(replica: &Replica, name: &str, case: &Case) {
 /// Returns the number of tokens of a small chunk of a checkpoint's prompts. Recurrent state takes whole blocks.
 pub fn small_chunk(folder: &Path) -> u32 {
     let config = std::fs::read_to_string(folder.join("config.json")).expect("config.json");
-    if config.contains("conv_L_cache") { STATE_TOKENS } else { 32 }
+    let kinds = ["conv_L_cache", "\"mamba\"", "\"linear_attention\""];
+    if kinds.iter().any(|kind| config.contains(kind)) { STATE_TOKENS } else { 32 }
 }
 
 /// Checks a checkpoint with each prompt alone in small chunks, step by step, and all at once.
@@ -309,6 +311,7 @@ families! {
     gpt_oss_agrees "gptoss",
     granite_agrees "granite",
     granite_hybrid_agrees "granitehybrid",
+    granite_mamba_agrees "granitemamba",
     granite_moe_agrees "granitemoe",
     ernie_moe_agrees "ernie45moe",
     hunyuan_moe_agrees "hunyuanmoe",

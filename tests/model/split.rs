@@ -144,6 +144,7 @@ fn families_on_two_devices_draw_what_transformers_draws() {
         "mistral-window",
         "glm4-plain",
         "lfm2moe-plain",
+        "granitemamba-moe",
     ] {
         check_family(name, |folder, change| serve(&vulkan, folder, change));
     }

@@ -70,6 +70,9 @@ pub enum ShardError {
         /// The number of which a device's channels must be a multiple.
         multiple: u32,
     },
+    /// The output of state spaces has a norm over all heads.
+    #[error("the norm of state space layers is over the heads of all devices; split = \"layers\" works")]
+    StateSpace,
     /// The columns of a device's heads do not begin a group of a quantised matrix.
     #[error(
         "{weight} has groups of {group} columns, the heads of a device are {columns} columns from column {first} on; split \
@@ -256,7 +259,10 @@ impl OwnRecurrent {
     /// Returns a device's heads: adjacent value heads, whose columns of the next product are then adjacent too, and the key
     /// heads that they use. All devices have the same number, because all have room for the same sequences and snapshots.
     fn of(net: DeltaNet, rank: Rank) -> Result<OwnRecurrent, ShardError> {
-        let DeltaNet { key_heads, value_heads, tiled, .. } = net;
+        let DeltaNet { key_heads, value_heads, tiled, space, .. } = net;
+        if space.is_some() {
+            return Err(ShardError::StateSpace);
+        }
         if !value_heads.is_multiple_of(rank.of) {
             return Err(ShardError::Recurrent { heads: value_heads, devices: rank.of });
         }
@@ -529,6 +535,7 @@ impl Checkpoint {
 mod tests {
     use super::*;
     use crate::model::checkpoint::WeightKind;
+    use crate::model::config::StateSpace;
     use std::path::Path;
 
     fn open(name: &str) -> Checkpoint {
@@ -673,6 +680,8 @@ mod tests {
         assert_eq!(counts, [8, 16, 4, 8, 8, 24, 8, 8, 1, 3, 4, 4, 1, 1]);
         let error = OwnRecurrent::of(net(1, 3, false), Rank { index: 0, of: 2 }).unwrap_err();
         assert_eq!(error, ShardError::Recurrent { heads: 3, devices: 2 });
+        let space = DeltaNet { space: Some(StateSpace { conv_bias: true }), ..net(1, 4, false) };
+        assert_eq!(OwnRecurrent::of(space, Rank { index: 0, of: 2 }), Err(ShardError::StateSpace));
     }
 
     /// Goal: parts of short convolutions have the taps of their channels. Method: every source of `conv`, whose rows are the

@@ -12,7 +12,7 @@ use super::{CheckpointProblem, SourceRef, TensorInfo, WeightKind, WeightSpec};
 use crate::memory::pack::{Format, RowMap, SourceFormat, Transposed};
 use crate::model::config::{
     Architecture, Attention, BESIDE_DENSE, DeltaNet, DraftHead, Experts, Latent, LayerKind, MlpKind, ModelConfig,
-    NormKind, QkNorm, Rope, ShortConv,
+    NormKind, QkNorm, Rope, ShortConv, StateSpace,
 };
 use crate::model::gguf::tensors::StoredAs;
 
@@ -451,7 +451,57 @@ impl<'a> Specs<'a> {
         self.push(name, cols, origins, 0.0);
     }
 
+    /// Adds the weights of a state space. Its input projection has z, then the convolution's channels x, B and C, then the time
+    /// steps, which become C, B, x, z and the time steps.
+    fn state_space(&mut self, to: &str, from: &str, (delta, space): (DeltaNet, StateSpace)) {
+        let c = self.config;
+        let name = |part: &str| format!("{to}{part}");
+        let tensor = |part: &str| format!("{from}mamba.{part}");
+        let (values, keys, channels, heads) =
+            (delta.value_rows(), delta.key_rows(), delta.channels(), delta.value_heads);
+        // For each part of the channels: its first one in the file, their number, and the first one's place.
+        let parts = [(0, values, 2 * keys), (values, keys, keys), (values + keys, keys, 0)];
+        let slices = |before: u32, each: u32| -> Vec<Slice> {
+            let slice = |(from, rows, to)| Slice {
+                from: (before + from) * each,
+                rows: rows * each,
+                first_row: to * each,
+                row_step: 1,
+            };
+            parts.map(slice).into()
+        };
+
+        self.block_norm(&name("attn_norm"), from, c.norms.mixer);
+        let whole = |from: u32, rows: u32, to: u32| Slice { from, rows, first_row: to, row_step: 1 };
+        let mut rows = slices(values, 1);
+        rows.push(whole(0, values, channels));
+        rows.push(whole(values + channels, heads, channels + values));
+        let projection = Origin::cut(tensor("in_proj.weight"), delta.projected_rows(), Some(c.hidden), rows);
+        self.push(&name("in_proj"), Some(c.hidden), vec![projection], 0.0);
+        let taps = delta.conv_kernel;
+        let mut conv = vec![Origin {
+            tensor: tensor("conv1d.weight"),
+            shape: [channels, 1, taps].map(u64::from).to_vec(),
+            slices: slices(0, taps),
+            transposed: None,
+        }];
+        if space.conv_bias {
+            let behind = |slice: Slice| Slice { first_row: slice.first_row + channels * taps, ..slice };
+            let slices = slices(0, 1).into_iter().map(behind).collect();
+            conv.push(Origin::cut(tensor("conv1d.bias"), channels, None, slices));
+        }
+        self.push(&name("conv"), None, conv, 0.0);
+        for (to, from) in [("a_log", "A_log"), ("dt_bias", "dt_bias"), ("skip", "D")] {
+            self.stacked(&name(to), &[(&tensor(from), heads)], None);
+        }
+        self.stacked(&name("delta_norm"), &[(&tensor("norm.weight"), values)], None);
+        self.stacked(&name("o"), &[(&tensor("out_proj.weight"), c.hidden)], Some(values));
+    }
+
     fn gated_delta(&mut self, to: &str, from: &str, delta: DeltaNet) {
+        if let Some(space) = delta.space {
+            return self.state_space(to, from, (delta, space));
+        }
         let c = self.config;
         let name = |part: &str| format!("{to}{part}");
         let tensor = |part: &str| format!("{from}linear_attn.{part}");

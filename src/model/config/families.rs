@@ -190,6 +190,8 @@ pub(super) struct Facts {
     pub(super) model_types: &'static [&'static str],
     /// Whether some layers use the gated delta rule instead of attention.
     pub(super) hybrid: bool,
+    /// Whether some layers may be state spaces (Mamba-2) instead of attention.
+    pub(super) state_spaces: bool,
     /// Whether layers may have experts.
     pub(super) experts: Option<ExpertFacts>,
     /// The biases of q, k and v; of the attention output's projection; of the MLP.
@@ -357,6 +359,7 @@ const LLAMA: Facts = Facts {
     names: &["LlamaForCausalLM"],
     model_types: &["llama"],
     hybrid: false,
+    state_spaces: false,
     experts: None,
     qkv_bias: Bias::Key("attention_bias", false),
     o_bias: Bias::Key("attention_bias", false),
@@ -1037,6 +1040,7 @@ pub(super) static FAMILIES: [Facts; 42] = [
         model_types: &["granitemoehybrid"],
         experts: Some(ExpertFacts { shared: Some(1024), everywhere: false, ..GRANITE_EXPERTS }),
         attention_name: Some("attention"),
+        state_spaces: true,
         rope_named: true,
         ..GRANITE_MOE
     },

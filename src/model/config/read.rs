@@ -15,7 +15,7 @@ use super::quantization::{self, Quantization};
 use super::rope::{self, Layers, Rope, RopeScaling, RotatedPairs};
 use super::{
     Activation, Attention, ConfigProblem, DeltaNet, Dtype, Experts, Latent, LayerInputs, LayerKind, MlpKind,
-    ModelConfig, NormedHeads, QkNorm, Routing, ShortConv, UnknownDtype,
+    ModelConfig, NormedHeads, QkNorm, Routing, ShortConv, StateSpace, UnknownDtype,
 };
 use crate::kernels::moe::MOST_CHOSEN;
 use crate::kernels::short_conv;
@@ -218,7 +218,10 @@ pub(super) fn read(
     let wide = facts.gemma4 && reader.flag("use_double_wide_mlp");
     let layer_kinds: Option<Vec<LayerKind>> = mixers.map(|mixers| mixers.iter().map(|mixer| mixer.kind()).collect());
     let delta = layer_kinds.as_ref().is_some_and(|kinds| kinds.contains(&LayerKind::GatedDelta));
-    let delta = delta.then(|| delta_net(reader));
+    let delta = delta.then(|| match facts.state_spaces {
+        true => state_space(reader, hidden),
+        false => delta_net(reader),
+    });
     let short_conv = layer_kinds.as_ref().is_some_and(|kinds| kinds.contains(&LayerKind::ShortConv));
     let short_conv = short_conv.then(|| short_convolution(reader, hidden));
 
@@ -730,7 +733,8 @@ fn mixers(reader: &mut Reader, facts: &Facts, layers: Option<u32>) -> Option<Vec
         match name.as_str() {
             Some("full_attention") => mixers.push(full),
             other if other.is_some() && other == facts.attention_name => mixers.push(full),
-            Some("linear_attention") if facts.hybrid => mixers.push(Mixer::GatedDelta),
+            Some("linear_attention") if facts.hybrid || facts.state_spaces => mixers.push(Mixer::GatedDelta),
+            Some("mamba") if facts.state_spaces => mixers.push(Mixer::GatedDelta),
             Some("conv") if facts.lfm2 => mixers.push(Mixer::ShortConv),
             Some("sliding_attention") if slides => mixers.push(sliding),
             other => {
@@ -1390,6 +1394,61 @@ fn delta_net(reader: &mut Reader) -> Option<DeltaNet> {
         value_dim: value_dim?,
         conv_kernel: conv_kernel?,
         tiled: false,
+        space: None,
+    })
+}
+
+/// Reads the dimensions of state spaces. Absent keys take the class defaults of transformers.
+fn state_space(reader: &mut Reader, hidden: Option<u32>) -> Option<DeltaNet> {
+    let heads = reader.count_or("mamba_n_heads", MAX_DIMENSION / (4 * MAX_DELTA_DIM), 128);
+    let groups = reader.count_or("mamba_n_groups", MAX_DIMENSION / (4 * MAX_DELTA_DIM), 1);
+    let expand = reader.count_or("mamba_expand", MAX_DIMENSION, 2);
+    let state = reader.count_or("mamba_d_state", MAX_DIMENSION, 256);
+    let inner = expand.zip(hidden).map(|(expand, hidden)| u64::from(expand) * u64::from(hidden));
+    let dim = match reader.value("mamba_d_head") {
+        Some(value) if value != "auto" => reader.count_or("mamba_d_head", MAX_DIMENSION, 64),
+        _ => inner.zip(heads).and_then(|(inner, heads)| u32::try_from(inner / u64::from(heads)).ok()),
+    };
+    for (key, dim) in [("mamba_d_state", state), ("mamba_d_head", dim)] {
+        if let Some(dim) = dim
+            && (dim == 0 || dim % 16 != 0 || u64::from(dim) > MAX_DELTA_DIM)
+        {
+            reader.wrong(key, dim, format!("a multiple of 16, at most {MAX_DELTA_DIM}"));
+        }
+    }
+    if let (Some(inner), Some(heads), Some(dim)) = (inner, heads, dim)
+        && u64::from(heads) * u64::from(dim) != inner
+    {
+        let rule = format!("mamba_expand x hidden_size / mamba_d_head ({inner} / {dim})");
+        reader.wrong("mamba_n_heads", heads, rule);
+    }
+    // With several groups the output's norm is that of each group.
+    if let Some(groups) = groups
+        && groups != 1
+    {
+        reader.wrong("mamba_n_groups", groups, "1");
+    }
+    fixed(reader, "mamba_d_conv", 4);
+    fixed(reader, "mamba_proj_bias", false);
+    let conv_bias = reader.flag_or("mamba_conv_bias", true);
+    // The time step, which is positive, has no bound: Python writes infinity in one of two ways.
+    if let Some(limit) = reader.value("time_step_limit").cloned() {
+        let unbounded = limit.as_array().is_some_and(|limit| match limit.as_slice() {
+            [least, most] => least.as_f64() == Some(0.0) && (most == "inf" || most["__float__"] == "Infinity"),
+            _ => false,
+        });
+        if !unbounded {
+            reader.wrong("time_step_limit", limit, "from 0 to infinity");
+        }
+    }
+    Some(DeltaNet {
+        key_heads: groups?,
+        value_heads: heads?,
+        key_dim: state?,
+        value_dim: dim?,
+        conv_kernel: 4,
+        tiled: false,
+        space: Some(StateSpace { conv_bias }),
     })
 }
 

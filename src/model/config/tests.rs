@@ -398,7 +398,15 @@ fn reads_qwen3_next() {
     assert_eq!((c.architecture, c.norm), (Architecture::Qwen3Next, NormKind::ZeroCentred));
     assert_eq!(c.layers_of(LayerKind::Attention).collect::<Vec<_>>(), (0..12).map(|i| 4 * i + 3).collect::<Vec<_>>());
     assert_eq!(c.layers_of(LayerKind::GatedDelta).count(), 36);
-    let delta = DeltaNet { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, conv_kernel: 4, tiled: false };
+    let delta = DeltaNet {
+        key_heads: 16,
+        value_heads: 32,
+        key_dim: 128,
+        value_dim: 128,
+        conv_kernel: 4,
+        tiled: false,
+        space: None,
+    };
     assert_eq!(c.delta, Some(delta));
     assert_eq!((delta.key_rows(), delta.value_rows(), delta.channels()), (2048, 4096, 8192));
     assert_eq!((delta.projected_rows(), delta.state_elements()), (8192 + 4096 + 64, 32 * 128 * 128));
@@ -482,7 +490,15 @@ fn reads_qwen35_with_experts_by_class_defaults() {
         (c.attention_kinds[0].head_dim, c.attention_kinds[0].kv_heads, rope_of(&c).rotary_dim, rope_of(&c).theta),
         (256, 2, 64, 10_000.0)
     );
-    let delta = DeltaNet { key_heads: 16, value_heads: 32, key_dim: 128, value_dim: 128, conv_kernel: 4, tiled: false };
+    let delta = DeltaNet {
+        key_heads: 16,
+        value_heads: 32,
+        key_dim: 128,
+        value_dim: 128,
+        conv_kernel: 4,
+        tiled: false,
+        space: None,
+    };
     assert_eq!((c.delta, c.mtp_layers), (Some(delta), 0));
     config.as_object_mut().unwrap().remove("architectures");
     assert_eq!(ModelConfig::parse(&config.to_string(), None).unwrap(), c);
@@ -845,6 +861,49 @@ fn other_spellings_of_published_files_are_read() {
     assert_eq!(rules(&with(MISTRAL, olmoe)), [("clip_qkv".to_owned(), "null".to_owned())]);
 }
 
+/// Goal: Granite's Mamba layers are state spaces by the names of both versions of transformers, and what the kernels do not
+/// serve is refused by name with what they do.
+#[test]
+fn granite_4_with_mamba_layers_is_read() {
+    let granite = |own: Value| {
+        let base = serde_json::json!({
+            "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "num_hidden_layers": 2,
+            "sliding_window": "<absent>", "layer_types": ["mamba", "attention"], "num_local_experts": 0,
+            "num_experts_per_tok": 0, "position_embedding_type": "nope", "shared_intermediate_size": 2048,
+            "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_conv_bias": true,
+        });
+        with(&with(MISTRAL, base), own)
+    };
+    let c = ModelConfig::parse(&granite(serde_json::json!({})), None).unwrap();
+    assert_eq!(c.layer_kinds, [LayerKind::GatedDelta, LayerKind::Attention]);
+    let space = Some(StateSpace { conv_bias: true });
+    let net =
+        DeltaNet { key_heads: 1, value_heads: 128, key_dim: 128, value_dim: 64, conv_kernel: 4, tiled: false, space };
+    assert_eq!((c.delta, net.channels(), net.projected_rows()), (Some(net), 8192 + 256, 2 * 8192 + 256 + 128));
+    let newer = serde_json::json!({
+        "layer_types": ["linear_attention", "full_attention"], "mamba_d_head": "auto",
+        "time_step_limit": [0.0, {"__float__": "Infinity"}],
+    });
+    assert_eq!(ModelConfig::parse(&granite(newer), None).unwrap().delta, Some(net));
+
+    for (own, key, rule) in [
+        (serde_json::json!({"mamba_d_state": "<absent>"}), "mamba_d_state", "a multiple of 16, at most 128"),
+        (
+            serde_json::json!({"mamba_n_heads": 64}),
+            "mamba_n_heads",
+            "mamba_expand x hidden_size / mamba_d_head (8192 / 64)",
+        ),
+        (serde_json::json!({"mamba_n_groups": 8}), "mamba_n_groups", "1"),
+        (serde_json::json!({"mamba_d_conv": 3}), "mamba_d_conv", "4"),
+        (serde_json::json!({"mamba_proj_bias": true}), "mamba_proj_bias", "false"),
+        (serde_json::json!({"time_step_limit": [0.0, 0.1]}), "time_step_limit", "from 0 to infinity"),
+    ] {
+        assert_eq!(rules(&granite(own)), [(key.to_owned(), rule.to_owned())]);
+    }
+    let whole = problems(&granite(serde_json::json!({"layer_types": ["mamba", "mamba"]})));
+    assert!(matches!(whole.as_slice(), [ConfigProblem::Value { key, .. }] if key == "layer_types"), "{whole:?}");
+}
+
 /// Goal: Granite's layers are attention, by name, with or without rotary embedding; a shared MLP is the dense one where there
 /// are no experts.
 #[test]
@@ -870,8 +929,6 @@ fn granite_4_without_mamba_layers_is_read() {
     );
     assert!(c.attention(0).rope.is_none() && experts.routing.is_some(), "the choice needs no gate of the shared MLP");
 
-    let mamba = problems(&granite(serde_json::json!({"layer_types": ["mamba", "attention"]})));
-    assert_eq!(mamba, [ConfigProblem::UnsupportedLayer("mamba".into())]);
     let absent = problems(&granite(serde_json::json!({"layer_types": "<absent>"})));
     assert_eq!(absent, [ConfigProblem::Missing("layer_types".into())]);
     let odd = rules(&granite(serde_json::json!({"position_embedding_type": "alibi"})));

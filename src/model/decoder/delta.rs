@@ -3,12 +3,14 @@
 //! Not here: the layers' MLPs (`mlp`).
 
 use super::{Block, Decoder, Mixed, Step, StepShape};
-use crate::kernels::delta::{self, DecodingRows, DeltaHeads, DeltaShape, DeltaWay, MOST_PENDING, PromptOperands};
+use crate::kernels::delta::{
+    self, DecodingRows, DeltaHeads, DeltaRule, DeltaShape, DeltaWay, MOST_PENDING, PromptOperands,
+};
 use crate::kernels::gemm::matmul::Arithmetic;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::Recording;
 use crate::kernels::shaders::DeltaStepArgs;
-use crate::model::config::DeltaNet;
+use crate::model::config::{DeltaNet, StateSpace};
 
 /// Returns the heads of a configuration's gated-delta-rule layers.
 pub(super) fn delta_heads(net: DeltaNet) -> DeltaHeads {
@@ -18,6 +20,10 @@ pub(super) fn delta_heads(net: DeltaNet) -> DeltaHeads {
         key_dim: net.key_dim,
         value_dim: net.value_dim,
         tiled: net.tiled,
+        rule: match net.space {
+            Some(StateSpace { conv_bias }) => DeltaRule::StateSpace { conv_bias },
+            None => DeltaRule::Delta,
+        },
     }
 }
 
@@ -44,7 +50,9 @@ impl Decoder<'_> {
         self.mixer_input(r, shape, step, block, "in_proj", step.projected);
         let rows = shape.rows();
         let width = heads.output();
-        let packed = self.packed_mixed(r, shape, block, width);
+        // A state space's output has a norm over all its heads.
+        let delta = heads.rule == DeltaRule::Delta;
+        let packed = if delta { self.packed_mixed(r, shape, block, width) } else { None };
         let (y, y_stride) = match packed {
             Some(packed) => (packed.range, packed.stride(rows)),
             None => (step.mixed.range, step.mixed.stride),
@@ -53,7 +61,8 @@ impl Decoder<'_> {
             let name = block.name(part);
             self.vector(r, &name).unwrap_or_else(|| panic!("the checkpoint was opened with \"{name}\""))
         };
-        let (conv, a_log, dt_bias, norm) = (vector("conv"), vector("a_log"), vector("dt_bias"), vector("delta_norm"));
+        let [conv, a_log, dt_bias] = ["conv", "a_log", "dt_bias"].map(&mut vector);
+        let norm = vector(if delta { "delta_norm" } else { "skip" });
         let state = r.buffer(&format!("{cells}.state"), heads.state_bytes(self.cells));
         let window = r.buffer(&format!("{cells}.window"), heads.window_bytes(self.cells));
         let (x, stride, epsilon) = (step.projected.range, step.projected.stride, c.rms_eps);

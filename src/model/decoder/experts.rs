@@ -65,7 +65,7 @@ impl Decoder<'_> {
         let hidden = self.mlp_hidden(r, shape, step, block);
         let down = block.name("down");
         let operands = Operands { weight: &down, x: hidden, y: step.branch, epilogue: Epilogue::Store };
-        self.output(r, shape, step, operands, Fold::None);
+        self.output(r, shape, step, operands, (None, Fold::None));
         // A device must have got all words of an exchange before it begins the next one. The second sum does not depend on the
         // first, but there are barriers between the calls of the experts.
         if self.stage.rank.is_some() {

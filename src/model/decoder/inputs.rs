@@ -47,7 +47,7 @@ impl Decoder<'_> {
         };
         let after = self.vector(r, &block.name("layer_input.norm"));
         let factor = self.layer_factor(r, block, false);
-        self.add_output(r, shape, step, LastProduct { weight: &name, x: mixed, after, next: None, factor });
+        self.add_output(r, shape, step, LastProduct { weight: &name, x: mixed, norm: None, after, next: None, factor });
     }
 
     /// Records a product of rows of `columns` floats, without a norm.

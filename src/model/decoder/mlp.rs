@@ -17,7 +17,12 @@ impl Decoder<'_> {
         let after = self.vector(r, &block.name("mlp_post_norm"));
         let next = self.vector(r, &block.next_norm);
         let factor = self.layer_factor(r, block, true);
-        self.add_output(r, shape, step, LastProduct { weight: &block.name("down"), x: hidden, after, next, factor });
+        self.add_output(
+            r,
+            shape,
+            step,
+            LastProduct { weight: &block.name("down"), x: hidden, norm: None, after, next, factor },
+        );
     }
 
     /// Records a dense MLP up to its second product, and returns that product's input.

@@ -315,6 +315,8 @@ struct LastProduct<'a> {
     /// The name of its weight.
     weight: &'a str,
     x: Mixed,
+    /// A norm of x, which is rows of floats then.
+    norm: Option<Range>,
     /// The norm of the product, before it is added to the residual stream.
     after: Option<Range>,
     /// The norm of the residual stream that follows.
@@ -609,24 +611,31 @@ impl Decoder<'_> {
     /// Records a mixer's output projection, which is added to x.
     fn mixer_output(&self, r: &mut Recording, shape: StepShape, step: &Step, block: &Block, mixed: Mixed) {
         let name = block.name("o");
-        let mixed = match mixed {
+        let norm = self.row_norm(r, block);
+        let (mixed, norm) = match mixed {
             Mixed::Rows(y) if self.packs_for(shape, &name) => {
                 let cols = self.weight(&name).map_or(0, |w| w.cols);
                 let order = self.packed_order(shape, &name);
-                let rows = Unpacked { label: block.name("o_pack"), x: y, cols, norm: None, order };
-                Mixed::Packed(self.pack(r, shape, step, rows))
+                let rows = Unpacked { label: block.name("o_pack"), x: y, cols, norm, order };
+                (Mixed::Packed(self.pack(r, shape, step, rows)), None)
             }
-            mixed => mixed,
+            mixed => (mixed, norm),
         };
         let after = self.vector(r, &block.name("attn_post_norm"));
         let next = self.vector(r, &block.name("mlp_norm"));
-        self.add_output(r, shape, step, LastProduct { weight: &name, x: mixed, after, next, factor: None });
+        self.add_output(r, shape, step, LastProduct { weight: &name, x: mixed, norm, after, next, factor: None });
+    }
+
+    /// Returns the norm of a mixer's output before its projection: state spaces have one over all heads.
+    fn row_norm(&self, r: &mut Recording, block: &Block) -> Option<Range> {
+        let space = self.config.delta.is_some_and(|net| net.space.is_some());
+        self.vector(r, &block.name("delta_norm")).filter(|_| space)
     }
 
     /// Records the last product of a mixer or an MLP, whose output is added to the residual stream: directly, or after a
     /// norm and the model's factor.
     fn add_output(&self, r: &mut Recording, shape: StepShape, step: &Step, product: LastProduct<'_>) {
-        let LastProduct { weight, x, after, next, factor } = product;
+        let LastProduct { weight, x, norm, after, next, factor } = product;
         let c = self.config;
         let staged = after.is_some() || factor.is_some() || c.residual_scale != 1.0;
         // Other products of this kind, and the block that drafts, are computed whole by each device that has them.
@@ -635,7 +644,7 @@ impl Decoder<'_> {
         let direct = !staged && !shared;
         let (y, epilogue) = if direct { (step.x, Epilogue::Residual) } else { (step.branch, Epilogue::Store) };
         let fold = if direct { Self::leaves(step.unscaled, next) } else { Fold::None };
-        self.output(r, shape, step, Operands { weight, x, y, epilogue }, fold);
+        self.output(r, shape, step, Operands { weight, x, y, epilogue }, (norm, fold));
         if shared {
             self.all_reduce(r, shape, step, weight, (step.branch, if staged { step.summed } else { step.x }));
         }
@@ -662,18 +671,18 @@ impl Decoder<'_> {
         r.call(stream::add_branch(label, (shape.rows(), c.hidden), branch, (step.x, factor), tags, step.fault));
     }
 
-    /// Records the product of rows that are packed or not; `fold` is for packed rows.
+    /// Records the product of rows that are packed or not. The norm is for rows of floats, the fold for packed rows.
     fn output(
         &self,
         r: &mut Recording,
         shape: StepShape,
         step: &Step,
         operands: Operands<'_, Mixed, Activations>,
-        fold: Fold,
+        (norm, fold): (Option<Range>, Fold),
     ) {
         let Operands { weight, x, y, epilogue } = operands;
         match x {
-            Mixed::Rows(x) => self.product(r, shape, step, Operands { weight, x, y, epilogue }, None),
+            Mixed::Rows(x) => self.product(r, shape, step, Operands { weight, x, y, epilogue }, norm),
             Mixed::Packed(x) => {
                 let operands = Operands { weight, x, y: Output::Rows(y), epilogue };
                 self.tiled(r, shape, step, operands, fold);

@@ -190,16 +190,24 @@ impl Decoder<'_> {
     }
 
     /// Whether `skinny_codes` serves a step of a number of rows. With more than one row, every workgroup scales more of x.
-    /// Parts of the columns pay for up to two rows; products with a norm, whose inputs are of the hidden size, have none, so
-    /// that even one row is packed if such an input is larger than shared memory.
+    /// Parts of the columns pay for up to two rows; products with a norm, whose inputs are of the hidden size or a state space's
+    /// output, have none, so that even one row is packed if such an input is larger than shared memory.
     fn codes_fit(&self, rows: u32) -> bool {
         let fits = |w: &WeightSpec| {
             let range = Range { buffer: BufferId(0), offset: 0, bytes: 0 };
             let weight = Matrix { range, format: w.format, rows: w.rows, cols: w.cols };
             let whole = |matrices| self.column_parts(&weight, rows, matrices) == 1;
-            rows <= 2 && w.cols != self.config.hidden || self.tuning.fragments.is_none_or(whole)
+            let normed = w.cols == self.config.hidden || self.follows_row_norm(&w.merged);
+            rows <= 2 && !normed || self.tuning.fragments.is_none_or(whole)
         };
         rows <= MOST_CODES_ROWS && self.weights.iter().all(fits)
+    }
+
+    /// Whether a weight is the output projection of a state space, whose input has a norm.
+    fn follows_row_norm(&self, name: &str) -> bool {
+        let layer = || name.strip_prefix("layers.")?.strip_suffix(".o")?.parse::<usize>().ok();
+        let kind = || self.config.layer_kinds.get(layer()?).copied();
+        self.config.delta.is_some_and(|net| net.space.is_some()) && kind() == Some(LayerKind::GatedDelta)
     }
 
     /// Records a product with every part of a weight, after an optional norm of x.

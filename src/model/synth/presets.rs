@@ -129,7 +129,15 @@ impl Preset {
     }
 
     const fn qwen35(hidden: u32, intermediate: u32, layers: u32, value_heads: u32, tied: bool) -> Preset {
-        let delta = DeltaNet { key_heads: 16, value_heads, key_dim: 128, value_dim: 128, conv_kernel: 4, tiled: false };
+        let delta = DeltaNet {
+            key_heads: 16,
+            value_heads,
+            key_dim: 128,
+            value_dim: 128,
+            conv_kernel: 4,
+            tiled: false,
+            space: None,
+        };
         Preset {
             architecture: Architecture::Qwen35,
             head_dim: 256,
@@ -202,6 +210,7 @@ impl Preset {
             value_dim: dim,
             conv_kernel: 4,
             tiled: false,
+            space: None,
         };
         Preset { delta: Some(delta), ..self }
     }

@@ -4,7 +4,7 @@
 
 use crate::model::config::{
     Architecture, Attention, BESIDE_DENSE, DeltaNet, Experts, Latent, LayerKind, MlpKind, ModelConfig, NormKind,
-    QkNorm, ShortConv,
+    QkNorm, ShortConv, StateSpace,
 };
 
 /// The distribution of a tensor's elements.
@@ -225,6 +225,9 @@ impl List<'_> {
     /// keep between 0.83 and 0.996 of their state per step.
     fn gated_delta(&mut self, at: &str, delta: DeltaNet) {
         let hidden = self.config.hidden;
+        if let Some(space) = delta.space {
+            return self.state_space(at, (delta, space));
+        }
         let name = |part: &str| format!("{at}linear_attn.{part}");
         let (values, heads) = (delta.value_rows(), delta.value_heads);
         if self.config.architecture == Architecture::Qwen3Next {
@@ -261,6 +264,25 @@ impl List<'_> {
             self.vector(name("conv.bias"), channels, 0.0);
             self.vector(name("out_proj.bias"), hidden, 0.0);
         }
+    }
+
+    /// Adds a state space, which forgets as the layers of [`Self::gated_delta`] do.
+    fn state_space(&mut self, at: &str, (delta, space): (DeltaNet, StateSpace)) {
+        let hidden = self.config.hidden;
+        let name = |part: &str| format!("{at}mamba.{part}");
+        let (values, heads, taps) = (delta.value_rows(), delta.value_heads, delta.conv_kernel);
+        self.matrix(name("in_proj.weight"), delta.projected_rows(), hidden, 1.0);
+        let shape = [delta.channels(), 1, taps].map(u64::from).to_vec();
+        self.matrices.push((name("conv1d.weight"), shape, projection(taps, 1.0)));
+        if space.conv_bias {
+            self.vector(name("conv1d.bias"), delta.channels(), 0.0);
+        }
+        self.matrix(name("out_proj.weight"), hidden, values, 1.0);
+        let length = vec![u64::from(heads)];
+        self.vectors.push((name("A_log"), length.clone(), Distribution::LogOfUniform { low: 1.0, high: 16.0 }));
+        self.vectors.push((name("dt_bias"), length, Distribution::Normal { mean: -5.5, deviation: 0.8 }));
+        self.vector(name("D"), heads, 1.0);
+        self.vector(name("norm.weight"), values, 1.0);
     }
 
     fn dense(&mut self, at: &str, inner: u32, bias: bool) {

@@ -230,6 +230,7 @@ fn hybrids_have_all_their_tensors() {
             value_dim: 16,
             conv_kernel: 4,
             tiled: false,
+            space: None,
         };
         assert_eq!((config.delta, config.attention_kinds[0].rope.as_ref().unwrap().rotary_dim), (Some(delta), 4));
         let expected = experts.then_some(model_config::Experts {

@@ -120,4 +120,5 @@ architectures! {
     lfm2_files_agree "lfm2" ["lfm2-plain"];
     lfm2_moe_files_agree "lfm2moe" ["lfm2moe-plain"];
     granite_hybrid_files_agree "granite" ["granitehybrid-dense"];
+    granite_mamba_files_agree "granitehybrid" ["granitemamba-dense", "granitemamba-moe"];
 }

@@ -115,11 +115,13 @@ pub enum GgufArchitecture {
     Lfm2,
     /// LFM2 with experts after dense layers.
     Lfm2Moe,
+    /// Granite 4, dense or with experts, with state spaces (Mamba-2) instead of attention in most layers.
+    GraniteHybrid,
 }
 
 impl GgufArchitecture {
     /// All families.
-    pub const ALL: [GgufArchitecture; 36] = [
+    pub const ALL: [GgufArchitecture; 37] = [
         GgufArchitecture::Llama,
         GgufArchitecture::Qwen2,
         GgufArchitecture::Qwen3,
@@ -156,6 +158,7 @@ impl GgufArchitecture {
         GgufArchitecture::GraniteMoe,
         GgufArchitecture::Lfm2,
         GgufArchitecture::Lfm2Moe,
+        GgufArchitecture::GraniteHybrid,
     ];
 
     /// Returns the value of `general.architecture`, which is also the prefix of the family's metadata keys.
@@ -197,6 +200,7 @@ impl GgufArchitecture {
             GgufArchitecture::GraniteMoe => "granitemoe",
             GgufArchitecture::Lfm2 => "lfm2",
             GgufArchitecture::Lfm2Moe => "lfm2moe",
+            GgufArchitecture::GraniteHybrid => "granitehybrid",
         }
     }
 
@@ -208,6 +212,16 @@ impl GgufArchitecture {
     /// Whether some layers are short convolutions.
     pub fn has_short_convs(self) -> bool {
         matches!(self, GgufArchitecture::Lfm2 | GgufArchitecture::Lfm2Moe)
+    }
+
+    /// Whether some layers are state spaces.
+    pub fn has_state_spaces(self) -> bool {
+        matches!(self, GgufArchitecture::GraniteHybrid)
+    }
+
+    /// Whether layers without attention have no key heads.
+    fn counts_no_key_heads(self) -> bool {
+        self.has_short_convs() || self.has_state_spaces()
     }
 
     /// Whether all files of the family have experts.
@@ -234,7 +248,8 @@ impl GgufArchitecture {
 
     /// Whether some files of the family have experts, those that state a number of them.
     pub fn may_have_experts(self) -> bool {
-        self.has_experts() || matches!(self, GgufArchitecture::Gemma4 | GgufArchitecture::Llama)
+        use GgufArchitecture::{Gemma4, GraniteHybrid, Llama};
+        self.has_experts() || matches!(self, Gemma4 | Llama | GraniteHybrid)
     }
 
     /// Whether keys say how experts are chosen ([`GgufExperts::routing`]), how many dense layers stand before those with
@@ -246,13 +261,14 @@ impl GgufArchitecture {
 
     /// Whether a shared expert has no gate, in families whose files do not state the routing.
     pub fn adds_shared_expert(self) -> bool {
-        matches!(self, GgufArchitecture::GraniteMoe | GgufArchitecture::HunYuanMoe)
+        use GgufArchitecture::{GraniteHybrid, GraniteMoe, HunYuanMoe};
+        matches!(self, GraniteMoe | GraniteHybrid | HunYuanMoe)
     }
 
     /// Whether config.json has the intermediate size of experts under the key of that of dense MLPs.
     fn has_only_experts(self) -> bool {
-        use GgufArchitecture::{GptOss, GraniteMoe, HunYuanMoe, Llama, MiniMaxM2, Olmoe};
-        matches!(self, GptOss | Llama | MiniMaxM2 | Olmoe | GraniteMoe | HunYuanMoe)
+        use GgufArchitecture::{GptOss, GraniteHybrid, GraniteMoe, HunYuanMoe, Llama, MiniMaxM2, Olmoe};
+        matches!(self, GptOss | Llama | MiniMaxM2 | Olmoe | GraniteMoe | GraniteHybrid | HunYuanMoe)
     }
 
     /// Whether layers have a window in config.json unless it says otherwise.
@@ -281,6 +297,15 @@ pub struct Delta {
     pub value_dim: u64,
     /// The number of taps of the convolution.
     pub conv_kernel: u64,
+}
+
+/// The state spaces of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GgufSpace {
+    /// The dimensions: key heads are groups, and value heads the heads.
+    pub dims: Delta,
+    /// Whether the convolution has biases.
+    pub conv_bias: bool,
 }
 
 /// The dimensions of layers with experts.
@@ -493,12 +518,15 @@ pub struct GgufModel {
     pub mlp_bias: bool,
     /// The maximum sequence length.
     pub context: u64,
-    /// `[layers]`: whether the layer has full attention, rather than the gated delta rule or a short convolution.
+    /// `[layers]`: whether the layer has full attention, rather than the gated delta rule, a short convolution or a state
+    /// space.
     pub full_attention: Vec<bool>,
     /// The dimensions of gated-delta-rule layers; `Some` for hybrids.
     pub delta: Option<Delta>,
     /// The number of taps of short convolutions; `Some` for families that have them.
     pub conv_taps: Option<u64>,
+    /// The state spaces; `Some` for families that have them.
+    pub space: Option<GgufSpace>,
     /// The dimensions of layers with experts; `Some` for families that have them.
     pub experts: Option<GgufExperts>,
     /// The sliding window; `None` if no layer has one.
@@ -632,7 +660,7 @@ impl<'a> Keys<'a> {
         let mut found = None;
         for index in 0..array.len() {
             match array.unsigned(index) {
-                Some(0) if self.architecture.is_hybrid() || self.architecture.has_short_convs() => {}
+                Some(0) if self.architecture.is_hybrid() || self.architecture.counts_no_key_heads() => {}
                 Some(n) if n > 0 && n <= MAX_SIZE && found.is_none_or(|other| other == n) => found = Some(n),
                 _ => return Err(self.wrong(key, value, "the same in all layers")),
             }
@@ -787,6 +815,7 @@ impl GgufModel {
             |names: [&str; 2]| names.iter().any(|name| parts.has(&format!("blk.{}.{name}", layers - 1)));
         let own = ["embed_tokens", "shared_head_head"];
         let mtp_own_embedding = own.iter().any(|name| parts.has(&format!("blk.{layers}.nextn.{name}.weight")));
+        let full_attention = full_attention(&keys, layers)?;
         Ok(GgufModel {
             architecture,
             hidden,
@@ -814,7 +843,8 @@ impl GgufModel {
             attention_bias: last_layer_has(["attn_q.bias", "attn_qkv.bias"]),
             mlp_bias: last_layer_has(["ffn_gate.bias", "ffn_up.bias"]),
             context: keys.need("context_length", MAX_SIZE)?,
-            full_attention: full_attention(&keys, layers)?,
+            space: architecture.has_state_spaces().then(|| state_space(&keys, &full_attention)).transpose()?,
+            full_attention,
             delta: architecture.is_hybrid().then(|| delta(&keys)).transpose()?,
             conv_taps: match architecture.has_short_convs() {
                 true => Some(keys.need("shortconv.l_cache", MAX_SIZE)?),
@@ -883,6 +913,17 @@ impl GgufModel {
             let kind = |full: &bool| if *full { "full_attention" } else { "conv" };
             set("layer_types", json!(self.full_attention.iter().map(kind).collect::<Vec<_>>()));
             set("conv_L_cache", json!(taps));
+        }
+        if let Some(GgufSpace { dims, conv_bias }) = self.space {
+            let kind = |full: &bool| if *full { "attention" } else { "mamba" };
+            set("layer_types", json!(self.full_attention.iter().map(kind).collect::<Vec<_>>()));
+            set("mamba_n_heads", json!(dims.value_heads));
+            set("mamba_n_groups", json!(dims.key_heads));
+            set("mamba_d_head", json!(dims.value_dim));
+            set("mamba_d_state", json!(dims.key_dim));
+            set("mamba_d_conv", json!(dims.conv_kernel));
+            set("mamba_expand", json!(dims.value_heads * dims.value_dim / self.hidden));
+            set("mamba_conv_bias", json!(conv_bias));
         }
         if let Some(delta) = self.delta {
             set("linear_num_key_heads", json!(delta.key_heads));
@@ -1031,8 +1072,7 @@ fn rope_scaling(keys: &Keys<'_>, long: bool) -> Result<GgufRope, GgufConfigError
 
 /// Returns for each layer whether it has full attention.
 fn full_attention(keys: &Keys<'_>, layers: u64) -> Result<Vec<bool>, GgufConfigError> {
-    if keys.architecture.has_short_convs() {
-        // Layers without attention have no key heads.
+    if keys.architecture.counts_no_key_heads() {
         let key = "attention.head_count_kv";
         return match keys.get(key) {
             Some(value @ Value::Array(array)) if array.len() as u64 >= layers => {
@@ -1064,6 +1104,12 @@ fn full_attention(keys: &Keys<'_>, layers: u64) -> Result<Vec<bool>, GgufConfigE
         }
         Some(value) => Err(keys.wrong(key, value, format!("a list of at least {layers} truth values"))),
     }
+}
+
+/// Reads the dimensions of state spaces; the tensors say whether the convolution has biases.
+fn state_space(keys: &Keys<'_>, full_attention: &[bool]) -> Result<GgufSpace, GgufConfigError> {
+    let layer = full_attention.iter().position(|full| !full).unwrap_or(0);
+    Ok(GgufSpace { dims: delta(keys)?, conv_bias: keys.parts.has(&format!("blk.{layer}.ssm_conv1d.bias")) })
 }
 
 fn delta(keys: &Keys<'_>) -> Result<Delta, GgufConfigError> {

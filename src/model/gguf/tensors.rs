@@ -6,12 +6,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::config::GgufArchitecture::{
-    Ernie45, Ernie45Moe, Exaone4, Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe, GptOss, Granite, GraniteMoe,
-    HunYuanDense, HunYuanMoe, Lfm2, Lfm2Moe, Llama, MiniMaxM2, Mistral3, Olmo2, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen2Vl,
-    Qwen3Next, SeedOss, SmolLm3,
+    Ernie45, Ernie45Moe, Exaone4, Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe, GptOss, Granite,
+    GraniteHybrid, GraniteMoe, HunYuanDense, HunYuanMoe, Lfm2, Lfm2Moe, Llama, MiniMaxM2, Mistral3, Olmo2, Olmoe, Phi3,
+    Qwen2, Qwen2Moe, Qwen2Vl, Qwen3Next, SeedOss, SmolLm3,
 };
 use super::config::{
-    CHOICE_BIAS, Delta, GgufExperts, GgufLatent, GgufLayerHeads, GgufModel, LAYER_INPUTS, dense_modules,
+    CHOICE_BIAS, Delta, GgufExperts, GgufLatent, GgufLayerHeads, GgufModel, GgufSpace, LAYER_INPUTS, dense_modules,
 };
 use super::container::{GgufTensor, TensorType};
 use super::split::{GgufFiles, TensorRef};
@@ -419,6 +419,10 @@ impl Builder<'_> {
         for (name, stored) in norms {
             self.norm(&format!("{to}{name}.weight"), &format!("{from}{stored}.weight"), m.hidden);
         }
+        if let (false, Some(space)) = (full_attention, m.space) {
+            self.state_space(&format!("{to}mamba."), from, space);
+            return self.mlp(to, from, layer);
+        }
         match (full_attention, m.delta, m.conv_taps, m.latent) {
             (false, Some(delta), ..) => self.gated_delta(&format!("{to}linear_attn."), from, delta),
             (false, None, Some(taps), _) => self.short_conv(&format!("{to}conv."), from, taps),
@@ -430,6 +434,11 @@ impl Builder<'_> {
                 self.attention(&format!("{to}self_attn."), from, heads);
             }
         }
+        self.mlp(to, from, layer);
+    }
+
+    fn mlp(&mut self, to: &str, from: &str, layer: u64) {
+        let m = self.model;
         let beside = m.architecture == Gemma4;
         let experts = m.experts.filter(|experts| experts.has(layer));
         if experts.is_none() || beside {
@@ -509,7 +518,9 @@ impl Builder<'_> {
         // The queries of hybrids have a gate of the same width, interleaved head by head.
         let q_rows = if m.architecture.is_hybrid() { 2 * q } else { q };
         let permuted = |heads: u64| match m.architecture {
-            Llama | Granite | GraniteMoe | SmolLm3 | Mistral3 => RowOrder::RotaryPairs { heads, head_dim },
+            Llama | Granite | GraniteMoe | GraniteHybrid | SmolLm3 | Mistral3 => {
+                RowOrder::RotaryPairs { heads, head_dim }
+            }
             _ => RowOrder::Same,
         };
         let projections = [
@@ -543,7 +554,7 @@ impl Builder<'_> {
         }
         let head_norms = match m.architecture {
             Llama | Qwen2 | Qwen2Moe | Qwen2Vl | Gemma2 | GptOss | Phi3 | Granite | SmolLm3 | Glm4 | Mistral3 => None,
-            SeedOss | Ernie45 | Ernie45Moe | GraniteMoe => None,
+            SeedOss | Ernie45 | Ernie45Moe | GraniteMoe | GraniteHybrid => None,
             Glm4Moe if !m.head_norms => None,
             // One norm over all heads.
             Olmo2 | Olmoe | MiniMaxM2 => Some([q, kv]),
@@ -618,6 +629,26 @@ impl Builder<'_> {
         };
         let out = Piece { columns, ..Piece::matrix(0, m.hidden, values) };
         self.put(name("out_proj.weight"), &stored("ssm_out.weight"), &[values, m.hidden], out);
+    }
+
+    fn state_space(&mut self, to: &str, from: &str, space: GgufSpace) {
+        let hidden = self.model.hidden;
+        let GgufSpace { dims: Delta { key_heads, value_heads, key_dim, value_dim, conv_kernel }, conv_bias } = space;
+        let (inner, groups) = (value_heads * value_dim, key_heads);
+        let channels = inner + 2 * groups * key_dim;
+        let (name, stored) = (|part: &str| format!("{to}{part}"), |part: &str| format!("{from}ssm_{part}"));
+        self.matrix(&name("in_proj.weight"), &stored("in.weight"), inner + channels + value_heads, hidden);
+        let conv = Piece { shape: vec![channels, 1, conv_kernel], ..Piece::matrix(0, channels, conv_kernel) };
+        self.put(name("conv1d.weight"), &stored("conv1d.weight"), &[conv_kernel, channels], conv);
+        if conv_bias {
+            self.vector(&name("conv1d.bias"), &stored("conv1d.bias"), channels);
+        }
+        let a_log = Piece { change: StoredAs::NegativeExp, ..Piece::vector(0, value_heads) };
+        self.put(name("A_log"), &stored("a"), &[1, value_heads], a_log);
+        self.put(name("D"), &stored("d"), &[1, value_heads], Piece::vector(0, value_heads));
+        self.vector(&name("dt_bias"), &stored("dt.bias"), value_heads);
+        self.put(name("norm.weight"), &stored("norm.weight"), &[inner / groups, groups], Piece::vector(0, inner));
+        self.matrix(&name("out_proj.weight"), &stored("out.weight"), hidden, inner);
     }
 
     fn short_conv(&mut self, to: &str, from: &str, taps: u64) {

@@ -6,8 +6,8 @@ use serde_json::{Value as Json, json};
 use super::super::container::{Array, Value};
 use super::GgufArchitecture::{
     self, DeepSeek2, Dots1, Ernie45, Ernie45Moe, Exaone4, Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe,
-    GptOss, Granite, GraniteMoe, HunYuanDense, HunYuanMoe, Lfm2, Lfm2Moe, MiniMaxM2, Mistral3, Olmo2, Olmoe, Phi3,
-    Qwen2Vl, Qwen3Vl, Qwen3VlMoe, SeedOss, SmolLm3,
+    GptOss, Granite, GraniteHybrid, GraniteMoe, HunYuanDense, HunYuanMoe, Lfm2, Lfm2Moe, MiniMaxM2, Mistral3, Olmo2,
+    Olmoe, Phi3, Qwen2Vl, Qwen3Vl, Qwen3VlMoe, SeedOss, SmolLm3,
 };
 use super::experts::{NOT_STATED, SCORES, SOFTMAX, SOFTMAX_OF_CHOSEN};
 use super::{
@@ -22,20 +22,23 @@ type Foreign = (&'static str, f64, &'static str, &'static [GgufArchitecture]);
 /// The families whose layers may have a sliding window.
 const WITH_WINDOWS: [GgufArchitecture; 8] = [Gemma2, Gemma3, GemmaEmbedding, Gemma4, GptOss, Phi3, Olmo2, Exaone4];
 
+/// The families with Granite's factors.
+const GRANITES: [GgufArchitecture; 3] = [Granite, GraniteMoe, GraniteHybrid];
+
 const FOREIGN: [Foreign; 20] = [
     ("attention.sliding_window", 0.0, "sliding-window attention", &WITH_WINDOWS),
     ("attention.clamp_kqv", 0.0, "clamped queries, keys and values", &[]),
     ("attention.max_alibi_bias", 0.0, "ALiBi", &[]),
-    ("attention.scale", 0.0, "a scale of attention", &[Granite, GraniteMoe]),
+    ("attention.scale", 0.0, "a scale of attention", &GRANITES),
     ("attention.temperature_scale", 0.0, "a temperature of attention", &[Mistral3]),
     ("attention.temperature_length", 0.0, "a temperature of attention", &[]),
     ("attention.shared_kv_layers", 0.0, "keys and values that layers share", &[Gemma4]),
     ("attn_logit_softcapping", 0.0, "softcapping", &[Gemma2]),
     ("final_logit_softcapping", 0.0, "softcapping", &[Gemma2, Gemma3, GemmaEmbedding, Gemma4]),
     ("router_logit_softcapping", 0.0, "softcapping", &[]),
-    ("logit_scale", 1.0, "a scale of the logits", &[Granite, GraniteMoe]),
-    ("residual_scale", 1.0, "a scale of the residual stream", &[Granite, GraniteMoe]),
-    ("embedding_scale", 1.0, "a scale of the embedding", &[Granite, GraniteMoe]),
+    ("logit_scale", 1.0, "a scale of the logits", &GRANITES),
+    ("residual_scale", 1.0, "a scale of the residual stream", &GRANITES),
+    ("embedding_scale", 1.0, "a scale of the embedding", &GRANITES),
     ("expert_group_count", 1.0, "groups of experts", &[DeepSeek2, Glm4Moe, Dots1]),
     ("expert_weights_scale", 1.0, "a scale of the experts' weights", &[DeepSeek2, Glm4Moe, Dots1]),
     ("leading_dense_block_count", 0.0, "leading dense layers", &[DeepSeek2, Glm4Moe, Dots1, Ernie45Moe, Lfm2Moe]),
@@ -301,7 +304,11 @@ pub(super) fn own_keys(
             own.push(("hidden_activation", json!("gelu_pytorch_tanh")));
             own.push(("final_logit_softcapping", json!(keys.optional("final_logit_softcapping", None)?)));
         }
-        Granite | GraniteMoe => {
+        Granite | GraniteMoe | GraniteHybrid => {
+            if keys.architecture == GraniteHybrid {
+                let rotates = keys.get("rope.scaling.finetuned").is_none_or(|value| value.flag() != Some(false));
+                own.push(("position_embedding_type", json!(if rotates { "rope" } else { "nope" })));
+            }
             for (key, published) in [
                 ("attention.scale", "attention_multiplier"),
                 ("embedding_scale", "embedding_multiplier"),
@@ -379,9 +386,15 @@ impl GgufModel {
                 ("moe_layer_interval", json!(experts.interval)),
             ]),
             (HunYuanMoe, Some(experts)) => keys.push(("num_shared_expert", json!(experts.shared_count()))),
-            (GraniteMoe, Some(experts)) => {
+            (GraniteMoe | GraniteHybrid, Some(experts)) => {
                 keys.push(("shared_intermediate_size", json!(experts.shared_inner.unwrap_or(0))));
             }
+            // Its dense MLPs have the width of shared ones.
+            (GraniteHybrid, None) => keys.extend([
+                ("num_local_experts", json!(0)),
+                ("num_experts_per_tok", json!(0)),
+                ("shared_intermediate_size", json!(self.intermediate)),
+            ]),
             _ => {}
         }
         if self.architecture.has_short_convs() {
@@ -443,6 +456,7 @@ impl GgufModel {
                 ("GraniteMoeSharedForCausalLM", "granitemoeshared")
             }
             GraniteMoe => ("GraniteMoeForCausalLM", "granitemoe"),
+            GraniteHybrid => ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
             Lfm2 => ("Lfm2ForCausalLM", "lfm2"),
             Lfm2Moe => ("Lfm2MoeForCausalLM", "lfm2_moe"),
         }

@@ -291,6 +291,7 @@ pub fn model(config: &Json) -> Result<GgufModel, WriteError> {
         full_attention: keys.full_attention(architecture, layers)?,
         delta: architecture.is_hybrid().then(|| keys.delta()).transpose()?,
         conv_taps: None,
+        space: None,
         experts: architecture.has_experts().then(|| keys.experts(architecture)).transpose()?,
         window: None,
         query_growth: None,

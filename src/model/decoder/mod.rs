@@ -363,7 +363,7 @@ impl Decoder<'_> {
         let shared = shared || c.latent.is_some() || c.layer_inputs.is_some();
         let staged = c.qk_norm == QkNorm::Rows || routed || shared;
         if let Some(net) = c.delta {
-            widths.extend([net.projected_rows(), net.value_rows()]);
+            widths.push(net.value_rows());
         }
         if let Some(conv) = c.short_conv {
             widths.push(conv.channels);
@@ -385,6 +385,8 @@ impl Decoder<'_> {
             && !staged
             && !alone
             && widths.iter().all(|width| width.is_multiple_of(32))
+            // No product waits for these rows, and `delta_step` does for words of four columns.
+            && c.delta.is_none_or(|net| net.projected_rows().is_multiple_of(4))
             && self.weights.iter().all(|w| matches!(w.kind, WeightKind::Vector) || self.in_fragments(w))
             && self.weights.iter().all(|w| w.order.is_none())
     }

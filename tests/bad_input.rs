@@ -226,7 +226,7 @@ fn everything_that_is_not_supported_is_named_at_once() {
             "model_type": "mamba",
             "dtype": "float8_e4m3fn",
             "hidden_act": "relu2",
-            "quantization_config": { "quant_method": "bitsandbytes" },
+            "quantization_config": { "quant_method": "aqlm" },
         }),
     );
     let error = refused(&vulkan, vec![model(&vulkan, folder.path())]);
@@ -241,14 +241,14 @@ fn everything_that_is_not_supported_is_named_at_once() {
         ConfigProblem::UnsupportedArchitecture("MambaForCausalLM".to_owned()),
         ConfigProblem::UnsupportedDtype("float8_e4m3fn".to_owned()),
         ConfigProblem::UnsupportedActivation("relu2".to_owned(), "silu"),
-        ConfigProblem::Quantized("bitsandbytes".to_owned()),
+        ConfigProblem::Quantized("aqlm".to_owned()),
     ];
     for problem in &wanted {
         assert!(found.contains(&problem), "{problem} is not among {found:?}");
     }
     assert_names(
         &with_causes(&error),
-        &["MambaForCausalLM", "Qwen3ForCausalLM", "float8_e4m3fn", "bfloat16", "relu2", "bitsandbytes"],
+        &["MambaForCausalLM", "Qwen3ForCausalLM", "float8_e4m3fn", "bfloat16", "relu2", "aqlm"],
     );
     works(&vulkan, "llama-plain");
 }

@@ -7,7 +7,7 @@ use crate::config::{Bytes, KvFormat, Quantize};
 use crate::gpu::build::limits::LEAST_CONTEXT_PAGES;
 use crate::gpu::error::StartError;
 use crate::kernels::attention::PAGE_TOKENS;
-use crate::memory::pack::Format;
+use crate::memory::pack::{Format, SourceFormat};
 use crate::memory::plan::{
     HumanBytes, KvRequest, MemoryLimits, Pages, Plan, PlanEntry, PlanError, Purpose, Side, WindowRequest,
     default_reserve,
@@ -229,6 +229,21 @@ fn packed(checkpoint: &Checkpoint) -> BTreeMap<String, Sum> {
     sums
 }
 
+/// Sums the elements of a checkpoint's quantised weights by the format in which its files have them.
+fn stored(checkpoint: &Checkpoint) -> BTreeMap<String, u64> {
+    let mut sums: BTreeMap<String, u64> = BTreeMap::new();
+    for source in checkpoint.weights().iter().flat_map(|weight| &weight.sources) {
+        let format = match (&source.matrix, source.map.format) {
+            (Some(of), _) => of.matrix.description.storage.to_string(),
+            (None, SourceFormat::Blocks(blocks) | SourceFormat::ScaledBlocks(blocks, _)) => blocks.to_string(),
+            _ => continue,
+        };
+        let elements = sums.entry(format).or_default();
+        *elements = elements.saturating_add(u64::from(source.map.rows) * u64::from(source.map.cols));
+    }
+    sums
+}
+
 fn table(
     path: &Path,
     contents: &Contents,
@@ -308,6 +323,9 @@ fn table(
         let (all, active) = (checkpoint.parameters(), checkpoint.active_parameters());
         let active = if active < all { format!(", {} for a token", millions(active)) } else { String::new() };
         line("parameters", format!("{}{active}", millions(all)));
+        for (index, (format, elements)) in stored(checkpoint).iter().enumerate() {
+            line(if index == 0 { "quantised" } else { "" }, format!("{} in {format}", millions(*elements)));
+        }
         let quantised = checkpoint.weights().iter().any(|weight| weight.format.codes().is_some());
         for (index, (format, sum)) in packed(checkpoint).iter().enumerate().filter(|_| quantised) {
             let bits = sum.bytes as f64 * 8.0 / sum.elements.max(1) as f64;
@@ -428,6 +446,10 @@ fn object(
         };
         formats.map(value).collect::<Vec<Value>>()
     });
+    let quantised = checkpoint.map(|checkpoint| {
+        let formats = stored(checkpoint).into_iter();
+        formats.map(|(format, elements)| json!({"format": format, "elements": elements})).collect::<Vec<Value>>()
+    });
     let files: Vec<Value> = contents.files.iter().map(|(path, bytes)| json!({"path": path, "bytes": bytes})).collect();
     json!({
         "path": path,
@@ -443,6 +465,7 @@ fn object(
         "parameters": checkpoint.map(Checkpoint::parameters),
         "active_parameters": checkpoint.map(Checkpoint::active_parameters),
         "tensors": tensors,
+        "quantised": quantised,
         "on_device": on_device,
         "tokenizer": text.map(Option::is_some),
         "chat_template": text.map(|text| text.as_ref().is_some_and(Text::has_chat)),

@@ -7,6 +7,7 @@ pub mod contents;
 mod draft_tokens;
 mod headers;
 mod place;
+mod quant_state;
 mod quantised;
 pub mod shard;
 mod weights;
@@ -605,6 +606,14 @@ pub enum CheckpointProblem {
     /// The tensors of a quantised weight do not fit together.
     #[error(transparent)]
     Weight(WeightError),
+    /// The tensor that says how a weight of bitsandbytes is stored is damaged or says what is not supported.
+    #[error("tensor {tensor} does not say how its weight is quantised: {reason}")]
+    QuantState {
+        /// The tensor's name.
+        tensor: String,
+        /// The defect, with what is expected.
+        reason: String,
+    },
     /// A quantised weight has not the size that config.json requires.
     #[error("tensor {tensor} is of a weight of {found:?} rows and columns, config.json asks for {expected:?}")]
     QuantisedShape {

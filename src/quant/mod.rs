@@ -14,6 +14,7 @@ pub mod number;
 pub mod quantize;
 pub mod safetensors;
 pub mod store;
+pub mod table;
 pub mod wide;
 
 use number::Number;

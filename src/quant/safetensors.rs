@@ -1,8 +1,9 @@
-//! The quantised weights of safetensors checkpoints: FP8, GPTQ, AWQ, compressed-tensors, MXFP4 and NVFP4. Each format
-//! is a description of its tensors; opening it checks their shapes and gives a [`CodeMatrix`], whose rows are decoded into
-//! canonical codes, scales and minimums. Not here: reading configurations and files, and which tensor is what.
+//! The quantised weights of safetensors checkpoints: FP8, GPTQ, AWQ, compressed-tensors, MXFP4, NVFP4 and bitsandbytes.
+//! Each format is a description of its tensors; opening it checks their shapes and gives a [`CodeMatrix`], whose rows are
+//! decoded into canonical codes, scales and minimums. Not here: reading configurations and files, and which tensor is what.
 
 use super::number::{self, Number};
+use super::table::TableType;
 use super::wide::wide;
 use super::{Codes, Minimum, largest};
 use std::fmt;
@@ -275,7 +276,7 @@ pub struct PackedInts<'a> {
     pub bits: u32,
 }
 
-/// 8-bit integers, a byte each: compressed-tensors `int-quantized`. Value = (weight − zero) × scale.
+/// 8-bit integers, a byte each: compressed-tensors `int-quantized` and bitsandbytes. Value = (weight − zero) × scale.
 #[derive(Clone, Copy, Debug)]
 pub struct Int8<'a> {
     /// i8, shape `[rows, cols]`.
@@ -286,6 +287,39 @@ pub struct Int8<'a> {
     pub scale_shape: ScaleShape,
     /// i8, of the scales' shape; absent if symmetric.
     pub zero_point: Option<Tensor<'a>>,
+    /// Whether the scales' tensor has largest absolute values, 127 scales each (bitsandbytes' `SCB`).
+    pub largest: bool,
+}
+
+/// bitsandbytes, 4 bits: blocks of all elements one after the other, which may begin inside of a row. Value = number ×
+/// largest absolute value of the element's block.
+#[derive(Clone, Copy, Debug)]
+pub struct TableCodes<'a> {
+    /// u8, shape `[rows × cols / 2, 1]`: the even column is in the high nibble.
+    pub packed: Tensor<'a>,
+    /// The largest absolute values, shape `[⌈rows × cols / block⌉]`: f32, or u8 where they are quantised themselves.
+    pub largest: Tensor<'a>,
+    /// How quantised largest values are read.
+    pub nested: Option<Nested<'a>>,
+    /// The numbers.
+    pub table: TableType,
+    /// The elements of a block.
+    pub block: u32,
+    /// The rows and columns.
+    pub shape: [u64; 2],
+}
+
+/// Scales that are quantised themselves. Scale = number of the byte × largest absolute value of its block + offset.
+#[derive(Clone, Copy, Debug)]
+pub struct Nested<'a> {
+    /// f32, shape `[256]`: the numbers.
+    pub numbers: Tensor<'a>,
+    /// f32, shape `[⌈scales / block⌉]`.
+    pub largest: Tensor<'a>,
+    /// The scales of a block.
+    pub block: u32,
+    /// What is added.
+    pub offset: f32,
 }
 
 /// NVFP4: compressed-tensors `nvfp4-pack-quantized` and ModelOpt. Value = e2m1 × scale ÷ or × the tensor's scale.
@@ -445,7 +479,10 @@ impl<'a> Int8<'a> {
     pub fn open(self) -> Result<CodeMatrix<'a>, WeightError> {
         let (rows, cols) = self.weight.two_dimensions()?;
         self.weight.check(&[TensorDtype::I8])?;
-        let (scales, group) = Scales::open(self.scale, self.scale_shape, rows, cols)?;
+        let (mut scales, group) = Scales::open(self.scale, self.scale_shape, rows, cols)?;
+        if self.largest {
+            (scales.factor, scales.divides) = (127.0, true);
+        }
         if let Some(zero_point) = self.zero_point {
             zero_point.expect(&[TensorDtype::I8], self.scale.shape)?;
         }
@@ -457,6 +494,50 @@ impl<'a> Int8<'a> {
             packing: Packing::Bytes { flip: 0x80 },
             scales,
             zeros: self.zero_point.map_or(Zeros::Constant, |tensor| Zeros::Bytes { tensor }),
+            order: None,
+        })
+    }
+}
+
+impl<'a> TableCodes<'a> {
+    /// Checks the tensors and gives their matrix.
+    pub fn open(self) -> Result<CodeMatrix<'a>, WeightError> {
+        let TableCodes { packed, largest, table, block, .. } = self;
+        let (rows, cols) = (packed.dimension(self.shape[0])?, packed.dimension(self.shape[1])?);
+        let elements = u64::from(rows) * u64::from(cols);
+        packed.expect(&[TensorDtype::U8], &[elements.div_ceil(2)])?;
+        // Groups that neither a block nor a row ends within.
+        let whole = canonical_group(&packed, Some(block))?;
+        let fits = |n: &u32| *n <= whole && cols.is_multiple_of(*n);
+        let Some(group) = [128, 64, 32, 16].into_iter().find(fits) else {
+            return Err(WeightError::Columns { tensor: packed.name.into(), cols, block, least: 16 });
+        };
+        let blocks = elements.div_ceil(u64::from(block));
+        let dtype = if self.nested.is_some() { TensorDtype::U8 } else { TensorDtype::F32 };
+        largest.expect(&[dtype], &[blocks])?;
+        if let Some(Nested { numbers, largest, block, .. }) = self.nested {
+            numbers.expect(&[TensorDtype::F32], &[256])?;
+            if block == 0 {
+                return Err(WeightError::Group { tensor: largest.name.into(), group: 0, least: 1 });
+            }
+            largest.expect(&[TensorDtype::F32], &[blocks.div_ceil(u64::from(block))])?;
+        }
+        let scales = match cols.is_multiple_of(block) {
+            true => Scales::grouped(largest, cols, block),
+            false => {
+                let rows = Scales::grouped(largest, cols, group);
+                Scales { row_stride: cols as usize, group_stride: group as usize, each: block as usize, ..rows }
+            }
+        };
+        let (number, halves) = table.meaning();
+        Ok(CodeMatrix {
+            rows,
+            cols,
+            codes: Codes { bits: 8, group, number, minimum: Minimum::Zero { halves } },
+            weight: packed,
+            packing: Packing::Table { codes: table.codes() },
+            scales: Scales { factor: table.parts(), divides: true, nested: self.nested, ..scales },
+            zeros: Zeros::Constant,
             order: None,
         })
     }
@@ -601,6 +682,10 @@ pub enum TensorRole {
     GroupIndex,
     /// A scale of the whole tensor.
     Global,
+    /// The numbers that scales of one byte stand for.
+    ScaleNumbers,
+    /// The scales of scales.
+    ScaleOfScales,
 }
 
 /// How a weight is stored in several tensors.
@@ -640,6 +725,19 @@ pub enum Storage {
     Int8 {
         /// The scales' shape.
         scale_shape: ScaleShape,
+        /// Whether the scales' tensor has largest absolute values.
+        largest: bool,
+    },
+    /// [`TableCodes`].
+    Table {
+        /// The numbers.
+        table: TableType,
+        /// The elements of a block.
+        block: u32,
+        /// The rows and columns.
+        shape: [u64; 2],
+        /// Scales that are quantised themselves.
+        nested: Option<NestedStorage>,
     },
     /// [`Nvfp4`].
     Nvfp4 {
@@ -648,6 +746,33 @@ pub enum Storage {
     },
     /// [`Mxfp4`].
     Mxfp4,
+}
+
+/// The numbers of [`Nested`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NestedStorage {
+    /// The scales of a block.
+    pub block: u32,
+    /// The bits of what is added, in f32.
+    pub offset_bits: u32,
+}
+
+/// Writes the format's name in checkpoints, such as `GPTQ of 4 bits` or `bitsandbytes nf4`.
+impl fmt::Display for Storage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Storage::Fp8 { .. } => f.write_str("FP8"),
+            Storage::Gptq { bits, .. } => write!(f, "GPTQ of {bits} bits"),
+            Storage::Awq { .. } => f.write_str("AWQ"),
+            Storage::PackedInts { bits, .. } => write!(f, "packed integers of {bits} bits"),
+            Storage::Int8 { largest: false, .. } => f.write_str("integers of 8 bits"),
+            Storage::Int8 { largest: true, .. } => f.write_str("bitsandbytes int8"),
+            Storage::Table { table, nested: None, .. } => write!(f, "bitsandbytes {}", table.name()),
+            Storage::Table { table, .. } => write!(f, "bitsandbytes {} with quantised scales", table.name()),
+            Storage::Nvfp4 { .. } => f.write_str("NVFP4"),
+            Storage::Mxfp4 => f.write_str("MXFP4"),
+        }
+    }
 }
 
 /// A tensor's header.
@@ -740,9 +865,21 @@ impl Description {
                 bits,
             }
             .open(),
-            Storage::Int8 { scale_shape } => {
+            Storage::Int8 { scale_shape, largest } => {
                 let (scale, zero_point) = (need(TensorRole::Scale)?, find(TensorRole::Zero));
-                Int8 { weight, scale, scale_shape, zero_point }.open()
+                Int8 { weight, scale, scale_shape, zero_point, largest }.open()
+            }
+            Storage::Table { table, block, shape, nested } => {
+                let nested = match nested {
+                    None => None,
+                    Some(NestedStorage { block, offset_bits }) => Some(Nested {
+                        numbers: need(TensorRole::ScaleNumbers)?,
+                        largest: need(TensorRole::ScaleOfScales)?,
+                        block,
+                        offset: f32::from_bits(offset_bits),
+                    }),
+                };
+                TableCodes { packed: weight, largest: need(TensorRole::Scale)?, nested, table, block, shape }.open()
             }
             Storage::Nvfp4 { global_divides } => {
                 let (scale, global) = (need(TensorRole::Scale)?, need(TensorRole::Global)?);
@@ -796,13 +933,18 @@ pub struct WeightPart {
     pub first: u32,
 }
 
-/// Returns the least common multiple of two numbers above zero.
-fn common_multiple(a: u64, b: u64) -> u64 {
+/// Returns the greatest common divisor of two numbers.
+fn common_divisor(a: u64, b: u64) -> u64 {
     let (mut x, mut y) = (a, b);
     while y != 0 {
         (x, y) = (y, x % y);
     }
-    a / x * b
+    x
+}
+
+/// Returns the least common multiple of two numbers above zero.
+fn common_multiple(a: u64, b: u64) -> u64 {
+    a / common_divisor(a, b) * b
 }
 
 impl Description {
@@ -815,6 +957,11 @@ impl Description {
         if let Zeros::Down { dense: false, .. } = matrix.zeros {
             step = common_multiple(step, u64::from(32 / matrix.codes.bits));
         }
+        if let Storage::Table { block, nested, .. } = self.storage {
+            // Blocks of scales, or of elements, end with a row.
+            let block = u64::from(block) * nested.map_or(1, |nested| u64::from(nested.block));
+            step = common_multiple(step, block / common_divisor(block, u64::from(matrix.cols)));
+        }
         let first = u64::from(rows.start) / step * step;
         let end = u64::from(rows.end).next_multiple_of(step).min(all);
         let (mut tensors, mut heads) = (Vec::new(), Vec::new());
@@ -826,6 +973,9 @@ impl Description {
         let storage = match self.storage {
             Storage::PackedInts { bits, scale_shape, shape: [_, cols] } => {
                 Storage::PackedInts { bits, scale_shape, shape: [end - first, cols] }
+            }
+            Storage::Table { table, block, shape: [_, cols], nested } => {
+                Storage::Table { table, block, shape: [end - first, cols], nested }
             }
             other => other,
         };
@@ -854,11 +1004,27 @@ impl Description {
         };
         let words = |bits: u64| rows.start * bits / 32..(rows.end * bits).div_ceil(32);
         let is_transposed = matches!(self.storage, Storage::Gptq { .. } | Storage::Awq { .. });
+        // One element for each `per` elements of the weight, which are whole blocks but at its end.
+        let flat = |per: u64| {
+            let (first, end) = (rows.start * cols / per, (rows.end * cols).div_ceil(per));
+            (Runs::one(first * size, (end - first) * size), vec![end - first])
+        };
+        if let Storage::Table { block, nested, .. } = self.storage {
+            let block = u64::from(block);
+            return match head.role {
+                TensorRole::Codes => flat(2),
+                TensorRole::Scale => flat(block),
+                TensorRole::ScaleOfScales => flat(block * nested.map_or(1, |nested| u64::from(nested.block))),
+                _ => whole(),
+            };
+        }
         match head.role {
-            TensorRole::GroupIndex | TensorRole::Global => whole(),
+            TensorRole::GroupIndex | TensorRole::Global | TensorRole::ScaleNumbers | TensorRole::ScaleOfScales => {
+                whole()
+            }
             TensorRole::Codes => match matrix.packing {
                 Packing::Bytes { .. } => row_major(rows, cols),
-                Packing::Nibbles => row_major(rows, cols / 2),
+                Packing::Nibbles | Packing::Table { .. } => row_major(rows, cols / 2),
                 Packing::Along { words, .. } => row_major(rows, words as u64),
                 Packing::Down => lines(height, rows, all),
                 Packing::Awq => lines(height, rows.start / 8..rows.end / 8, all / 8),
@@ -908,6 +1074,8 @@ enum Packing {
     Bytes { flip: u8 },
     /// Two codes in a byte, row-major, the even column in the low bits.
     Nibbles,
+    /// Two values of 4 bits in a byte, row-major, the even column in the high bits; each stands for one of these codes.
+    Table { codes: &'static [u8; 16] },
     /// Codes in words along the columns, row-major.
     Along { words: usize, dense: bool },
     /// Codes in words along the columns, `[words][rows]`, dense.
@@ -916,13 +1084,15 @@ enum Packing {
     Awq,
 }
 
-/// The scales of a matrix: that of row r and source group g is element `r / rows * row_stride + g * group_stride`.
+/// The scales of a matrix: that of row r and source group g is element `(r / rows * row_stride + g * group_stride) / each`.
 #[derive(Clone, Copy, Debug)]
 struct Scales<'a> {
     tensor: Tensor<'a>,
     rows: usize,
     row_stride: usize,
     group_stride: usize,
+    /// 1, or the elements of a block where strides count elements of the weight.
+    each: usize,
     /// Source groups of a row.
     groups: usize,
     /// Columns of a source group.
@@ -930,6 +1100,8 @@ struct Scales<'a> {
     /// A number that multiplies or divides every scale.
     factor: f32,
     divides: bool,
+    /// How the tensor is read if it is quantised itself.
+    nested: Option<Nested<'a>>,
 }
 
 impl<'a> Scales<'a> {
@@ -960,7 +1132,18 @@ impl<'a> Scales<'a> {
     /// Scales of shape `[rows, ⌈cols / group⌉]`.
     fn grouped(tensor: Tensor<'a>, cols: u32, group: u32) -> Scales<'a> {
         let groups = cols.div_ceil(group) as usize;
-        Scales { tensor, rows: 1, row_stride: groups, group_stride: 1, groups, group, factor: 1.0, divides: false }
+        Scales {
+            tensor,
+            rows: 1,
+            row_stride: groups,
+            group_stride: 1,
+            each: 1,
+            groups,
+            group,
+            factor: 1.0,
+            divides: false,
+            nested: None,
+        }
     }
 
     /// Scales of shape `[groups, rows]`.
@@ -971,7 +1154,19 @@ impl<'a> Scales<'a> {
     /// The index of the scale of a row and source group.
     #[inline(always)]
     fn index(&self, row: u32, group: usize) -> usize {
-        row as usize / self.rows * self.row_stride + group * self.group_stride
+        (row as usize / self.rows * self.row_stride + group * self.group_stride) / self.each
+    }
+
+    /// Element `index` of the scales' tensor as a number.
+    #[inline(always)]
+    fn number(&self, index: usize) -> f32 {
+        match &self.nested {
+            None => self.tensor.number(index),
+            Some(Nested { numbers, largest, block, offset }) => {
+                let number = numbers.number(usize::from(self.tensor.data()[index]));
+                number * largest.number(index / *block as usize) + offset
+            }
+        }
     }
 
     /// Reads adjacent scales from that of a row and source group on: those of further rows, if they are adjacent, else those
@@ -980,7 +1175,14 @@ impl<'a> Scales<'a> {
         wide(
             #[inline(always)]
             || {
-                self.tensor.numbers(self.index(row, group), scales);
+                match (self.each, self.nested) {
+                    (1, None) => self.tensor.numbers(self.index(row, group), scales),
+                    _ => {
+                        // Scales of several rows are not read together then.
+                        let all = scales.iter_mut().zip(group..);
+                        all.for_each(|(scale, group)| *scale = self.number(self.index(row, group)));
+                    }
+                }
                 match self.divides {
                     true => scales.iter_mut().for_each(|scale| *scale /= self.factor),
                     false => scales.iter_mut().for_each(|scale| *scale *= self.factor),
@@ -991,7 +1193,7 @@ impl<'a> Scales<'a> {
 
     #[inline(always)]
     fn get(&self, row: u32, group: usize) -> f32 {
-        let scale = self.tensor.number(self.index(row, group));
+        let scale = self.number(self.index(row, group));
         if self.divides { scale / self.factor } else { scale * self.factor }
     }
 }
@@ -1076,7 +1278,7 @@ impl<'a> CodeMatrix<'a> {
     /// should begin at a multiple of it.
     pub fn rows_together(&self) -> u32 {
         match self.packing {
-            Packing::Bytes { .. } | Packing::Nibbles | Packing::Along { .. } => 1,
+            Packing::Bytes { .. } | Packing::Nibbles | Packing::Table { .. } | Packing::Along { .. } => 1,
             // [`LINE`] bytes.
             Packing::Down => 128,
             // Two cache lines: more rows of usual widths would not stay in a core's cache.
@@ -1093,7 +1295,7 @@ impl<'a> CodeMatrix<'a> {
     pub fn bytes_of(&self, rows: Range<u32>) -> Option<Range<u64>> {
         let row_bytes = match self.packing {
             Packing::Bytes { .. } => u64::from(self.cols),
-            Packing::Nibbles => u64::from(self.cols / 2),
+            Packing::Nibbles | Packing::Table { .. } => u64::from(self.cols / 2),
             Packing::Along { words, .. } => words as u64 * 4,
             Packing::Down | Packing::Awq => return None,
         };
@@ -1246,7 +1448,7 @@ impl<'a> CodeMatrix<'a> {
             }
         };
         let rows = count as usize;
-        if self.scales.row_stride == 1 && self.scales.rows == 1 {
+        if self.scales.row_stride == 1 && self.scales.rows == 1 && self.scales.nested.is_none() {
             for source in 0..sources {
                 (0..rows).step_by(MOST).for_each(|row| read(row, source, (rows - row).min(MOST), 1));
             }
@@ -1348,6 +1550,12 @@ impl<'a> CodeMatrix<'a> {
             }
             Packing::Nibbles => {
                 rows.zip(lines(cols / 2)).for_each(|(row, line)| row[..line.len()].copy_from_slice(line))
+            }
+            Packing::Table { codes } => {
+                for (row, line) in rows.zip(lines(cols / 2)) {
+                    let pairs = row.as_chunks_mut::<2>().0.iter_mut().zip(line);
+                    pairs.for_each(|(pair, byte)| *pair = [byte >> 4, byte & 15].map(|code| codes[usize::from(code)]));
+                }
             }
             Packing::Along { words, dense } => {
                 let bytes = self.codes.code_bytes(cols);
@@ -1627,6 +1835,17 @@ pub enum WeightError {
         /// The required divisor.
         least: u32,
     },
+    /// A row has columns that no groups within blocks of all elements divide.
+    Columns {
+        /// The tensor's name.
+        tensor: String,
+        /// The columns.
+        cols: u32,
+        /// The elements of a block.
+        block: u32,
+        /// The required divisor.
+        least: u32,
+    },
     /// A column belongs to a group that does not exist.
     GroupIndex {
         /// The tensor's name.
@@ -1723,6 +1942,11 @@ impl fmt::Display for WeightError {
             WeightError::Group { tensor, group, least } => {
                 write!(f, "tensor {tensor} has groups of {group}, expected a positive multiple of {least}")
             }
+            WeightError::Columns { tensor, cols, block, least } => write!(
+                f,
+                "tensor {tensor} has rows of {cols} columns in blocks of {block} that do not end with rows: expected a \
+                 multiple of {least} columns"
+            ),
             WeightError::GroupIndex { tensor, col, found, groups } => {
                 write!(f, "tensor {tensor} puts column {col} in group {found} of {groups}")
             }

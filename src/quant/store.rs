@@ -2,12 +2,15 @@
 //! [`super::safetensors`]. Not here: names of modules, files, and better ways to choose codes.
 
 use super::number::{e8m0, to_e2m1, to_e4m3};
+use super::table::TableType;
 use half::{bf16, f16};
 
 /// The columns of a group of integers; the last group of a row may be shorter.
 pub const GROUP: usize = 128;
 /// The rows and columns of a block of [`StoredType::Fp8Block`].
 pub const BLOCK: usize = 128;
+/// The elements of a block of [`StoredType::Nf4`].
+const NF4_BLOCK: usize = 64;
 
 /// A format of a quantised matrix in several tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +37,10 @@ pub enum StoredType {
     Nvfp4,
     /// compressed-tensors `mxfp4-pack-quantized`.
     Mxfp4,
+    /// bitsandbytes nf4, with scales in f32.
+    Nf4,
+    /// bitsandbytes, 8 bits with a scale a row.
+    BitsAndBytes8,
 }
 
 /// A tensor of a quantised matrix.
@@ -51,7 +58,7 @@ pub struct StoredTensor {
 
 impl StoredType {
     /// All types.
-    pub const ALL: [StoredType; 11] = [
+    pub const ALL: [StoredType; 13] = [
         StoredType::Fp8,
         StoredType::Fp8Channel,
         StoredType::Fp8Block,
@@ -63,6 +70,8 @@ impl StoredType {
         StoredType::Int8,
         StoredType::Nvfp4,
         StoredType::Mxfp4,
+        StoredType::Nf4,
+        StoredType::BitsAndBytes8,
     ];
 
     /// The type's name, for example `fp8-block`.
@@ -79,6 +88,8 @@ impl StoredType {
             StoredType::Int8 => "ct-int8",
             StoredType::Nvfp4 => "nvfp4",
             StoredType::Mxfp4 => "mxfp4",
+            StoredType::Nf4 => "bnb-nf4",
+            StoredType::BitsAndBytes8 => "bnb-int8",
         }
     }
 
@@ -90,11 +101,15 @@ impl StoredType {
     /// Whether a matrix of this size can be stored: packed words are whole.
     pub const fn fits(self, rows: usize, cols: usize) -> bool {
         let (row_multiple, col_multiple) = match self {
-            StoredType::Fp8 | StoredType::Fp8Channel | StoredType::Fp8Block | StoredType::Int8 => (1, 1),
+            StoredType::Fp8
+            | StoredType::Fp8Channel
+            | StoredType::Fp8Block
+            | StoredType::Int8
+            | StoredType::BitsAndBytes8 => (1, 1),
             StoredType::Gptq4 | StoredType::Gptq4Order | StoredType::Awq => (8, 8),
             StoredType::Gptq8 => (4, 4),
             StoredType::Int4 => (1, 8),
-            StoredType::Nvfp4 => (1, 16),
+            StoredType::Nvfp4 | StoredType::Nf4 => (1, 16),
             StoredType::Mxfp4 => (1, 32),
         };
         rows > 0 && cols > 0 && rows.is_multiple_of(row_multiple) && cols.is_multiple_of(col_multiple)
@@ -153,6 +168,17 @@ impl StoredType {
             StoredType::Mxfp4 => {
                 vec![tensor("weight_packed", "U8", &[rows, cols / 2]), tensor("weight_scale", "U8", &[rows, cols / 32])]
             }
+            StoredType::Nf4 => vec![
+                tensor("weight", "U8", &[rows * cols / 2, 1]),
+                tensor("weight.absmax", "F32", &[(rows * cols).div_ceil(NF4_BLOCK)]),
+                tensor("weight.quant_map", "F32", &[16]),
+                tensor("weight.quant_state.bitsandbytes__nf4", "U8", &[nf4_state(rows, cols).len()]),
+            ],
+            StoredType::BitsAndBytes8 => vec![
+                tensor("weight", "I8", &[rows, cols]),
+                tensor("SCB", "F32", &[rows]),
+                tensor("weight_format", "U8", &[]),
+            ],
         }
     }
 
@@ -209,8 +235,26 @@ impl StoredType {
                 let codes: Vec<u8> = numbers.iter().enumerate().map(code).collect();
                 vec![nibbles(&codes), scales]
             }
+            StoredType::Nf4 => {
+                let most: Vec<f32> = numbers.chunks(NF4_BLOCK).map(|part| above_zero(largest(part))).collect();
+                let code = |(i, x): (usize, &f32)| TableType::Nf4.nearest(x / most[i / NF4_BLOCK]);
+                let codes: Vec<u8> = numbers.iter().enumerate().map(code).collect();
+                let packed = codes.as_chunks::<2>().0.iter().map(|[high, low]| high << 4 | low).collect();
+                vec![packed, f32_bytes(&most), f32_bytes(TableType::Nf4.numbers()), nf4_state(rows, cols).into_bytes()]
+            }
+            StoredType::BitsAndBytes8 => {
+                let most: Vec<f32> = numbers.chunks(cols).map(|row| above_zero(largest(row))).collect();
+                let code = |(i, x): (usize, &f32)| (x * 127.0 / most[i / cols]).round() as i8 as u8;
+                vec![numbers.iter().enumerate().map(code).collect(), f32_bytes(&most), vec![0]]
+            }
         }
     }
+}
+
+/// The state that bitsandbytes stores beside a matrix, without its scales.
+fn nf4_state(rows: usize, cols: usize) -> String {
+    let table = TableType::Nf4.name();
+    format!(r#"{{"quant_type": "{table}", "blocksize": {NF4_BLOCK}, "dtype": "bfloat16", "shape": [{rows}, {cols}]}}"#)
 }
 
 fn largest(numbers: &[f32]) -> f32 {
@@ -224,6 +268,10 @@ fn above_zero(scale: f32) -> f32 {
 
 fn scale_bytes(scale: f32) -> Vec<u8> {
     above_zero(scale).to_le_bytes().to_vec()
+}
+
+fn f32_bytes(numbers: &[f32]) -> Vec<u8> {
+    numbers.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
 fn bf16_bytes(numbers: &[bf16]) -> Vec<u8> {
@@ -297,7 +345,7 @@ fn fp8_blocks(rows: usize, cols: usize, numbers: &[f32]) -> Vec<Vec<u8>> {
     scales.iter_mut().for_each(|scale| *scale = above_zero(*scale));
     let scale_of = |i: usize| scales[i / cols / BLOCK * across + i % cols / BLOCK];
     let codes = numbers.iter().enumerate().map(|(i, x)| to_e4m3(x / scale_of(i))).collect();
-    vec![codes, scales.iter().flat_map(|scale| scale.to_le_bytes()).collect()]
+    vec![codes, f32_bytes(&scales)]
 }
 
 /// Transposes numbers by row and group, as f16.
@@ -379,7 +427,10 @@ mod tests {
             StoredType::Gptq8 => (gptq(8), 0.005),
             StoredType::Awq => (Storage::Awq { group: Some(128) }, 0.075),
             StoredType::Int4 => (Storage::PackedInts { bits: 4, scale_shape: ScaleShape::Group(128), shape }, 0.075),
-            StoredType::Int8 => (Storage::Int8 { scale_shape: ScaleShape::Row }, 0.005),
+            StoredType::Int8 => (Storage::Int8 { scale_shape: ScaleShape::Row, largest: false }, 0.005),
+            StoredType::BitsAndBytes8 => (Storage::Int8 { scale_shape: ScaleShape::Row, largest: true }, 0.005),
+            // Half of the largest step, and what the codes are off.
+            StoredType::Nf4 => (Storage::Table { table: TableType::Nf4, block: 64, shape, nested: None }, 0.156),
             StoredType::Nvfp4 => (Storage::Nvfp4 { global_divides: true }, 0.18),
             StoredType::Mxfp4 => (Storage::Mxfp4, 0.26),
         }
@@ -391,7 +442,7 @@ mod tests {
             "qzeros" => Some(TensorRole::Zero),
             "g_idx" => Some(TensorRole::GroupIndex),
             "weight_global_scale" => Some(TensorRole::Global),
-            "weight_shape" => None,
+            "weight_shape" | "weight_format" | "weight.quant_map" | "weight.quant_state.bitsandbytes__nf4" => None,
             _ => Some(TensorRole::Scale),
         }
     }
@@ -496,6 +547,14 @@ mod tests {
         found(message(StoredType::Fp8Block, &shape(1, &[2, 2])), &["weight_scale_inv", "[2, 2]", "[1, 2]"]);
         found(message(StoredType::Int4, &shape(0, &[16, 31])), &["weight_packed", "[16, 31]", "[16, 32]"]);
         found(message(StoredType::Nvfp4, &shape(1, &[16, 15])), &["weight_scale", "[16, 15]", "[16, 16]"]);
+        found(message(StoredType::Nf4, &shape(1, &[65])), &["weight.absmax", "[65]", "[64]"]);
+        found(message(StoredType::Nf4, &shape(0, &[2047, 1])), &["weight", "[2047, 1]", "[2048]"]);
+        found(message(StoredType::BitsAndBytes8, &shape(1, &[15])), &["SCB", "[15]", "[16, 1]"]);
+        let columns = |description: &mut Description, _: &mut Vec<Vec<u8>>| {
+            let nested = None;
+            description.storage = Storage::Table { table: TableType::Nf4, block: 64, shape: [512, 8], nested };
+        };
+        found(message(StoredType::Nf4, &columns), &["weight", "8 columns", "blocks of 64", "multiple of 16"]);
         let nan = |part: usize, at: usize, bits: &'static [u8]| {
             move |_: &mut Description, bytes: &mut Vec<Vec<u8>>| bytes[part][at..at + bits.len()].copy_from_slice(bits)
         };
@@ -504,6 +563,7 @@ mod tests {
         found(message(StoredType::Fp8, &nan(1, 0, &[0, 0, 0x80, 0x7f])), &["weight_scale", "inf"]);
         found(message(StoredType::Fp8, &nan(0, 300, &[0x7f])), &["weight", "0x7f", "row 1, column 44"]);
         found(message(StoredType::Mxfp4, &nan(1, 9, &[0xff])), &["weight_scale", "NaN", "row 1"]);
+        found(message(StoredType::Nf4, &nan(1, 20, &[0, 0, 0x80, 0x7f])), &["weight.absmax", "inf", "row 1, group 1"]);
         found(message(StoredType::Nvfp4, &nan(2, 0, &[0, 0, 0, 0])), &["weight_global_scale", "scale 0"]);
         found(message(StoredType::Gptq4, &nan(1, 0, &[0])), &["qzeros", "zero 1", "expected 8"]);
         found(message(StoredType::Gptq4, &nan(3, 4, &[9])), &["g_idx", "column 1", "group 9 of 2"]);

@@ -3,9 +3,10 @@
 
 use ostinato::quant::blocks::BlockType;
 use ostinato::quant::safetensors::{
-    Awq, CodeMatrix, Fp8, Gptq, GptqVersion, Int8, Mxfp4, Nvfp4, PackedInts, ScaleShape, Tensor, TensorDtype,
-    WeightError,
+    Awq, CodeMatrix, Fp8, Gptq, GptqVersion, Int8, Mxfp4, Nested, Nvfp4, PackedInts, ScaleShape, TableCodes, Tensor,
+    TensorDtype, WeightError,
 };
+use ostinato::quant::table::TableType;
 
 /// The most bytes of a tensor that is made.
 const MOST: u64 = 1 << 16;
@@ -107,7 +108,7 @@ fn decode(opened: Result<CodeMatrix<'_>, WeightError>, together: u32) {
 pub fn weights(bytes: &[u8]) {
     use TensorDtype::{Bf16, E4m3, E5m2, E8m0, F16, F32, I8, I32, U8};
     let input = &mut Input(bytes);
-    let format = input.byte() % 8;
+    let format = input.byte() % 9;
     if format == 7 {
         return blocks(input);
     }
@@ -192,6 +193,7 @@ pub fn weights(bytes: &[u8]) {
                 scale: scale.tensor("weight_scale"),
                 scale_shape: shape,
                 zero_point: (flags & 2 != 0).then(|| zero_point.tensor("weight_zero_point")),
+                largest: flags & 8 != 0,
             };
             decode(int8.open(), together);
         }
@@ -206,6 +208,31 @@ pub fn weights(bytes: &[u8]) {
                 global_divides: flags & 2 != 0,
             };
             decode(nvfp4.open(), together);
+        }
+        8 => {
+            let table = TableType::ALL[usize::from(flags & 1)];
+            let elements = rows * cols;
+            let scales = elements.div_ceil(u64::from(group.max(1)));
+            let codes = Made::new(input, U8, &[elements.div_ceil(2), 1]);
+            let largest = Made::new(input, if flags & 2 != 0 { U8 } else { F32 }, &[scales]);
+            let block = input.word();
+            let numbers = Made::new(input, F32, &[256]);
+            let outer = Made::new(input, F32, &[scales.div_ceil(u64::from(block.max(1)))]);
+            let nested = Nested {
+                numbers: numbers.tensor("nested_quant_map"),
+                largest: outer.tensor("nested_absmax"),
+                block,
+                offset: if flags & 4 != 0 { f32::INFINITY } else { 0.5 },
+            };
+            let table = TableCodes {
+                packed: codes.tensor("weight"),
+                largest: largest.tensor("absmax"),
+                nested: (flags & 2 != 0).then_some(nested),
+                table,
+                block: group,
+                shape: if flags & 16 != 0 { [rows, u64::MAX] } else { [rows, cols] },
+            };
+            decode(table.open(), together);
         }
         _ => {
             let blocks = cols / 32;

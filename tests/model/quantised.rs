@@ -32,6 +32,8 @@ const EXACT_DIVERGENCE: f64 = 1e-10;
 /// The mean divergence of integers with zeros: a minimum, scale × zero, has up to 19 significant bits and is stored in 11,
 /// so that all weights of a group are off by up to half a 500th of a step.
 const OFF_BY_MINIMUMS: f64 = 1e-5;
+/// The mean divergence of NF4, whose numbers are stored as integers.
+const OFF_BY_CODES: f64 = 1e-3;
 /// The mean divergence of codes that are expanded to f16.
 const EXPANDED_DIVERGENCE: f64 = 1e-6;
 /// The mean divergence of codes that are expanded to bfloat16.
@@ -325,6 +327,22 @@ fn a_quantised_shared_expert_beside_experts_of_numbers() {
     check_fixture("fp8-shared", EXPANDED_TO_BFLOATS);
 }
 
+/// NF4 is stored in 8 bits, whose mean error is a 19th of NF4's own.
+#[test]
+fn nf4_of_bitsandbytes_with_quantised_scales() {
+    check_fixture("bnb-nf4", OFF_BY_CODES);
+}
+
+#[test]
+fn fp4_of_bitsandbytes() {
+    check_fixture("bnb-fp4", EXACT_DIVERGENCE);
+}
+
+#[test]
+fn eight_bits_of_bitsandbytes() {
+    check_fixture("bnb-int8", EXACT_DIVERGENCE);
+}
+
 #[test]
 fn nvfp4_in_a_gguf_file() {
     check_fixture("gguf-nvfp4", EXACT_DIVERGENCE);
@@ -470,7 +488,7 @@ fn random_models_of_every_stored_type() {
         let apart = divergence(&found, &wanted);
         println!("{}: divergence {apart:.1e}", kind.name());
         let limit = match kind {
-            StoredType::Gptq8 | StoredType::Int8 => 1e-3,
+            StoredType::Gptq8 | StoredType::Int8 | StoredType::BitsAndBytes8 => 1e-3,
             StoredType::Fp8 | StoredType::Fp8Channel | StoredType::Fp8Block => 5e-2,
             _ => 0.3,
         };

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use super::headers::Headers;
 use super::place::TensorPlace;
+use super::quant_state::{ModuleTensors, QuantState};
 use super::{CheckpointProblem, TensorInfo};
 use crate::model::config::quantization::{Quantization, Scheme, Strategy};
 use crate::quant::Codes;
@@ -68,12 +69,26 @@ impl Names {
 }
 
 /// The parts of tensors' names that belong to quantised weights.
-const SCALES: [&str; 5] = ["weight_scale_inv", "weight_scale", "scales", "weight_scale_2", "weight_global_scale"];
+const SCALES: [&str; 7] =
+    ["weight_scale_inv", "weight_scale", "scales", "weight_scale_2", "weight_global_scale", "weight.absmax", "SCB"];
 
 /// Returns the name of a scale that stands beside a tensor of numbers, which then may not be the weight itself.
 pub(super) fn scale_beside(headers: &Headers, tensor: &str) -> Option<String> {
     let names = Names::new(tensor);
     SCALES.into_iter().find_map(|part| headers.find(&names.of(part)).map(|(name, _)| name.to_owned()))
+}
+
+/// Whether a tensor has codes of 4 bits of bitsandbytes, whatever its element type: they are stored in one of any type.
+pub(super) fn has_quant_state(headers: &Headers, tensor: &str) -> bool {
+    let names = Names::new(tensor);
+    of_module(headers, &names, |tensors| tensors.state()).is_some()
+}
+
+/// Gives the tensors of a module to a function.
+fn of_module<R>(headers: &Headers, names: &Names, read: impl Fn(ModuleTensors<'_>) -> R) -> R {
+    let name = |part: &str| names.of(part);
+    let find = |part: &str| headers.find(&name(part)).map(|(name, info)| (name.to_owned(), headers.place(info)));
+    read(ModuleTensors { name: &name, find: &find })
 }
 
 /// A tensor that was found.
@@ -148,6 +163,27 @@ impl<'a> Finder<'a> {
         };
         self.add(role, (name, info, dtype));
         Ok(true)
+    }
+
+    /// Reads the state that bitsandbytes has beside codes of 4 bits, and the codes as bytes.
+    fn quant_state(&mut self) -> Result<QuantState, CheckpointProblem> {
+        let state = of_module(self.headers, &self.names, |tensors| tensors.read())?;
+        let codes = &mut self.tensors[0];
+        (codes.dtype, codes.shape) = (TensorDtype::U8, vec![self.places[0].bytes]);
+        Ok(state)
+    }
+
+    /// Refuses 8-bit codes of bitsandbytes whose rows are not in their order: those of a kernel's tiles.
+    fn are_rows(&self) -> Result<(), CheckpointProblem> {
+        let Some((name, info)) = self.headers.find(&self.names.of("weight_format")) else { return Ok(()) };
+        let bytes = self.headers.place(info).read()?;
+        match bytes.iter().all(|byte| *byte == 0) {
+            true => Ok(()),
+            false => Err(CheckpointProblem::QuantState {
+                tensor: name.to_owned(),
+                reason: format!("the format is {}, must be 0 (rows)", bytes[0]),
+            }),
+        }
     }
 
     /// Refuses codes in a tensor that the configuration's format does not have.
@@ -226,7 +262,23 @@ impl<'a> Finder<'a> {
                 if !symmetric {
                     self.need(TensorRole::Zero, &["weight_zero_point"])?;
                 }
-                Storage::Int8 { scale_shape: scale_shape(strategy) }
+                Storage::Int8 { scale_shape: scale_shape(strategy), largest: false }
+            }
+            Scheme::BitsAndBytes { bits: 8 } => {
+                self.codes_are(&[numbers])?;
+                self.are_rows()?;
+                self.need(TensorRole::Scale, &["SCB"])?;
+                Storage::Int8 { scale_shape: ScaleShape::Row, largest: true }
+            }
+            Scheme::BitsAndBytes { .. } => {
+                self.codes_are(&[numbers])?;
+                let QuantState { table, block, shape, nested } = self.quant_state()?;
+                self.need(TensorRole::Scale, &["weight.absmax"])?;
+                if nested.is_some() {
+                    self.need(TensorRole::ScaleNumbers, &["weight.nested_quant_map"])?;
+                    self.need(TensorRole::ScaleOfScales, &["weight.nested_absmax"])?;
+                }
+                Storage::Table { table, block, shape, nested }
             }
             Scheme::Nvfp4 { compressed } => {
                 self.codes_are(&[if compressed { ".weight_packed" } else { ".weight" }])?;

@@ -999,6 +999,7 @@ impl<'a> Specs<'a> {
         let name = &origin.tensor;
         let quantization = self.config.quantization.as_ref();
         let numbers = headers.find(name).filter(|(_, info)| info.format.is_some() || !headers.may_be_quantised(info));
+        let numbers = numbers.filter(|_| !is_matrix || !quantised::has_quant_state(headers, name));
         if is_matrix && !headers.is_gguf() {
             if let Some((tensor, info)) = numbers
                 && quantization.is_some()

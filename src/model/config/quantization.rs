@@ -16,7 +16,8 @@ use crate::quant::safetensors::GptqVersion;
 pub const FILES: [&str; 3] = ["quantize_config.json", "quant_config.json", "hf_quant_config.json"];
 
 /// The values of `quant_method` that are supported.
-const METHODS: [&str; 7] = ["awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "mxfp4"];
+const METHODS: [&str; 8] =
+    ["awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "mxfp4"];
 
 /// The largest group size; a larger number means that the file is damaged.
 const MAX_GROUP: u64 = 1 << 24;
@@ -52,6 +53,12 @@ pub enum Quantization {
         group: Option<u32>,
         /// The key `zero_point`: whether modules must have zeros; those of other checkpoints may have some.
         zeros: bool,
+    },
+    /// `bitsandbytes`. Which modules of `llm_int8_skip_modules` are not quantised is seen in the tensors, and so are types,
+    /// blocks, and whether scales are quantised themselves.
+    BitsAndBytes {
+        /// 4 (`load_in_4bit`) or 8 (`load_in_8bit`).
+        bits: u32,
     },
     /// `compressed-tensors`.
     CompressedTensors {
@@ -171,6 +178,11 @@ pub enum Scheme {
         /// Whether modules must have zeros.
         zeros: bool,
     },
+    /// bitsandbytes.
+    BitsAndBytes {
+        /// 4 or 8.
+        bits: u32,
+    },
     /// compressed-tensors `pack-quantized`: integers in 32-bit words.
     PackedInts {
         /// The number of bits.
@@ -227,6 +239,7 @@ impl Quantization {
                 }
             }
             Quantization::Awq { group, zeros } => Said::OfAll(Scheme::Awq { group: *group, zeros: *zeros }),
+            Quantization::BitsAndBytes { bits } => Said::OfAll(Scheme::BitsAndBytes { bits: *bits }),
             Quantization::CompressedTensors { groups, ignore } => {
                 if ignore.iter().any(|target| target.is(name) || target.matches(name) || target.is(class)) {
                     return Said::Nothing;
@@ -318,6 +331,7 @@ pub(super) fn read(value: &Value, path: &str, problems: &mut Vec<ConfigProblem>)
         "fp8" | "fbgemm_fp8" => keys.fp8(),
         "gptq" => keys.gptq(),
         "awq" => keys.awq(),
+        "bitsandbytes" => keys.bits_and_bytes(),
         "compressed-tensors" => keys.compressed_tensors(),
         "modelopt" => keys.modelopt(),
         "mxfp4" => Some(Quantization::Mxfp4),
@@ -518,6 +532,20 @@ impl<'a> Keys<'a> {
         let zeros = self.flag("zero_point", false);
         bits?;
         Some(Quantization::Awq { group: group?, zeros })
+    }
+
+    fn bits_and_bytes(&mut self) -> Option<Quantization> {
+        self.only("bnb_4bit_quant_type", &["nf4", "fp4"]);
+        let bits = match (self.flag("load_in_4bit", false), self.flag("load_in_8bit", false)) {
+            (true, false) => Some(4),
+            (false, true) => Some(8),
+            (both, _) => {
+                let found = Value::from(if both { "true beside load_in_8bit" } else { "false beside load_in_8bit" });
+                self.wrong("load_in_4bit", &found, "true or false, and load_in_8bit the other one");
+                None
+            }
+        };
+        Some(Quantization::BitsAndBytes { bits: bits? })
     }
 
     fn modelopt(&mut self) -> Option<Quantization> {
@@ -789,10 +817,21 @@ mod tests {
     #[test]
     fn what_is_not_supported_is_refused_by_name() {
         refused(
-            json!({"quant_method": "bitsandbytes"}),
-            "quantization \"bitsandbytes\" is not supported (awq, compressed-tensors, fbgemm_fp8, fp8, gptq, modelopt, \
-             mxfp4 are)",
+            json!({"quant_method": "aqlm"}),
+            "quantization \"aqlm\" is not supported (awq, bitsandbytes, compressed-tensors, fbgemm_fp8, fp8, gptq, \
+             modelopt, mxfp4 are)",
         );
+        let bnb = |of_4: bool, of_8: bool, kind: &str| {
+            json!({"quant_method": "bitsandbytes", "load_in_4bit": of_4, "load_in_8bit": of_8,
+                "bnb_4bit_quant_type": kind, "llm_int8_skip_modules": null, "llm_int8_threshold": 6.0})
+        };
+        assert_eq!(parse(bnb(true, false, "nf4")), Ok(Quantization::BitsAndBytes { bits: 4 }));
+        assert_eq!(parse(bnb(false, true, "fp4")), Ok(Quantization::BitsAndBytes { bits: 8 }));
+        refused(bnb(true, false, "int4"), "quantization_config.bnb_4bit_quant_type is \"int4\", must be nf4 or fp4");
+        for both in [true, false] {
+            let found = format!("quantization_config.load_in_4bit is \"{both} beside load_in_8bit\"");
+            refused(bnb(both, both, "nf4"), &format!("{found}, must be true or false, and load_in_8bit the other one"));
+        }
         let awq = |bits: u32, group: i64, version: &str| json!({"quant_method": "awq", "bits": bits, "group_size": group, "version": version, "zero_point": true});
         parse(awq(4, 128, "GEMM")).unwrap();
         refused(awq(4, 128, "gemv"), "quantization_config.version is \"gemv\", must be gemm");

@@ -244,7 +244,7 @@ fn every_problem_is_reported_at_once() {
             "architectures": ["MambaForCausalLM"], "hidden_act": "gelu", "num_attention_heads": 0,
             "num_hidden_layers": "<absent>", "vocab_size": -5, "rms_norm_eps": 0, "torch_dtype": "float8_e4m3fn",
             "rope_scaling": {"rope_type": "spiral"},
-            "quantization_config": {"quant_method": "bitsandbytes"}, "tie_word_embeddings": "yes",
+            "quantization_config": {"quant_method": "aqlm"}, "tie_word_embeddings": "yes",
         }),
     );
     let found = problems(&text);
@@ -254,7 +254,7 @@ fn every_problem_is_reported_at_once() {
     expect(ConfigProblem::Missing("num_hidden_layers".into()));
     expect(ConfigProblem::UnsupportedDtype("float8_e4m3fn".into()));
     expect(ConfigProblem::UnsupportedRope("spiral".into()));
-    expect(ConfigProblem::Quantized("bitsandbytes".into()));
+    expect(ConfigProblem::Quantized("aqlm".into()));
     for key in ["num_attention_heads", "vocab_size", "rms_norm_eps", "tie_word_embeddings"] {
         assert!(found.iter().any(|p| matches!(p, ConfigProblem::Value { key: k, .. } if k == key)), "{key}");
     }

@@ -87,6 +87,13 @@ fn quantization(kind: StoredType) -> Value {
         StoredType::Int8 => compressed("int-quantized", weights(8, "int", "channel", None)),
         StoredType::Nvfp4 => compressed("nvfp4-pack-quantized", weights(4, "float", "tensor_group", Some(16))),
         StoredType::Mxfp4 => compressed("mxfp4-pack-quantized", weights(4, "float", "group", Some(32))),
+        StoredType::Nf4 => json!({
+            "quant_method": "bitsandbytes", "load_in_4bit": true, "load_in_8bit": false, "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": false, "bnb_4bit_compute_dtype": "bfloat16",
+        }),
+        StoredType::BitsAndBytes8 => json!({
+            "quant_method": "bitsandbytes", "load_in_4bit": false, "load_in_8bit": true, "llm_int8_threshold": 6.0,
+        }),
     }
 }
 

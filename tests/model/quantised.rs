@@ -349,6 +349,26 @@ fn nvfp4_in_a_gguf_file() {
 }
 
 #[test]
+fn auto_round_in_tensors_of_gptq() {
+    check_fixture("auto-round-gptq", OFF_BY_MINIMUMS);
+}
+
+#[test]
+fn auto_round_in_tensors_of_awq() {
+    check_fixture("auto-round-awq", OFF_BY_MINIMUMS);
+}
+
+#[test]
+fn mixed_precision_of_modelopt() {
+    check_fixture("modelopt-mixed", EXACT_DIVERGENCE);
+}
+
+#[test]
+fn mxfp4_and_fp8_of_quark() {
+    check_fixture("quark-mixed", EXACT_DIVERGENCE);
+}
+
+#[test]
 fn nvfp4_experts_of_modelopt() {
     check_fixture("modelopt-moe", EXACT_DIVERGENCE);
 }

@@ -329,6 +329,13 @@ fn a_checkpoint_is_inspected_without_a_device() {
     assert_eq!(drafting["draft_weight_bytes"], described["weight_bytes"]);
     assert_eq!(kv(&drafting), kv(&demo) + kv(&described));
 
+    let quantised = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/quantised/bnb-nf4");
+    let quantised = quantised.to_str().unwrap();
+    let described = json(&[quantised]);
+    assert_eq!(described["quantised"][0]["format"], "bitsandbytes nf4 with quantised scales", "{described}");
+    let text = String::from_utf8(inspect(&[quantised]).stdout).unwrap();
+    assert!(text.contains(" M in bitsandbytes nf4 with quantised scales\n"), "{text}");
+
     let file = gguf(folder.path());
     let packed = json(&[&file]);
     assert_eq!((&packed["format"], &packed["runs"]), (&"GGUF".into(), &true.into()), "{packed}");

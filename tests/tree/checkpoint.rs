@@ -596,6 +596,78 @@ fn mxfp4_experts_of_other_dimensions_are_refused() {
     assert_eq!(problems(dir.path()), [problem]);
 }
 
+/// Goal: what stands beside a weight of bitsandbytes says how it is read, or is refused by its name. Method: fixtures whose
+/// tensors are changed, byte by byte.
+#[test]
+fn states_of_bitsandbytes_that_say_something_else_are_refused() {
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("model.safetensors");
+    let copy = |name: &str| {
+        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/quantised").join(name);
+        for file in ["config.json", "model.safetensors"] {
+            fs::copy(fixture.join(file), dir.path().join(file)).unwrap();
+        }
+        Checkpoint::open(dir.path()).unwrap();
+    };
+    // Replaces bytes of a tensor and returns what is said of it.
+    let changed = |name: &str, tensor: &str, find: &[u8], put: &[u8]| -> Vec<String> {
+        copy(name);
+        let mut bytes = fs::read(&file).unwrap();
+        let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let value: Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
+        let at = |index: usize| value[tensor]["data_offsets"][index].as_u64().unwrap() as usize + 8 + header;
+        let found = bytes[at(0)..at(1)].windows(find.len()).position(|window| window == find).unwrap();
+        bytes[at(0) + found..][..put.len()].copy_from_slice(put);
+        fs::write(&file, bytes).unwrap();
+        problems(dir.path()).iter().map(ToString::to_string).collect()
+    };
+    let weight = "model.layers.0.self_attn.q_proj.weight";
+    let state = format!("{weight}.quant_state.bitsandbytes__nf4");
+    let said = "does not say how its weight is quantised";
+    assert_eq!(
+        changed("bnb-nf4", &state, b"\"blocksize\": 64", b"\"blocksize\": 40"),
+        [format!("tensor {state} {said}: blocksize is 40, must be a multiple of 16 of at most 16777216")]
+    );
+    // Twice as many elements in a block, so half as many scales.
+    assert_eq!(
+        changed("bnb-nf4", &state, b"\"blocksize\": 64", b"\"blocksize\":128"),
+        [format!("tensor {weight}.absmax has shape [64], expected [32]")]
+    );
+    assert_eq!(
+        changed("bnb-nf4", &state, b"\"shape\": [64, 64]", b"\"shape\": [32,128]"),
+        [format!("tensor {weight} is of a weight of [32, 128] rows and columns, config.json asks for [64, 64]")]
+    );
+    let map = format!("{weight}.quant_map");
+    assert_eq!(
+        changed("bnb-nf4", &map, &1f32.to_le_bytes(), &0.75f32.to_le_bytes()),
+        [format!("tensor {map} {said}: code 15 is 0.75, must be 1 as nf4 has it")]
+    );
+    let format = "model.layers.1.mlp.up_proj.weight_format";
+    assert_eq!(
+        changed("bnb-int8", format, &[0], &[2]),
+        [format!("tensor {format} {said}: the format is 2, must be 0 (rows)")]
+    );
+
+    // Codes in a tensor of any element type, as `bnb_4bit_quant_storage` asks for.
+    copy("bnb-nf4");
+    edit_header(&file, |header| {
+        for (dtype, shape, part) in [("BF16", json!([1024, 1]), "q_proj"), ("F32", json!([512, 1]), "k_proj")] {
+            let tensor = &mut header[format!("model.layers.0.self_attn.{part}.weight")];
+            (tensor["dtype"], tensor["shape"]) = (dtype.into(), shape);
+        }
+    });
+    Checkpoint::open(dir.path()).unwrap();
+    // Without its state, a tensor is not known to be codes.
+    edit_header(&file, |header| drop(header.as_object_mut().unwrap().remove(&state)));
+    let found: Vec<String> = problems(dir.path()).iter().map(ToString::to_string).collect();
+    let scale = "which only quantised tensors have";
+    assert_eq!(found, [format!("tensor {weight} of dtype BF16 has the scale {weight}.absmax beside it, {scale}")]);
+    copy("bnb-nf4");
+    edit_header(&file, |header| drop(header.as_object_mut().unwrap().remove(&format!("{weight}.nested_absmax"))));
+    let found: Vec<String> = problems(dir.path()).iter().map(ToString::to_string).collect();
+    assert_eq!(found, [format!("tensor {weight}.nested_absmax is missing")]);
+}
+
 #[test]
 fn experts_beside_dense_layers() {
     let changes = json!({"mlp_only_layers": [1], "intermediate_size": 88});

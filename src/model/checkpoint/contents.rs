@@ -221,6 +221,7 @@ fn is_unsupported(problem: &CheckpointProblem) -> bool {
         | CheckpointProblem::OtherFormat { .. }
         | CheckpointProblem::NoQuantization { .. }
         | CheckpointProblem::MixedFormats { .. }
+        | CheckpointProblem::QuantState { .. }
         | CheckpointProblem::UnusedTensor { .. }
         | CheckpointProblem::UnsupportedDtype { .. } => true,
         _ => false,

@@ -71,9 +71,8 @@ impl ModuleTensors<'_> {
             let bytes = place.read()?;
             let found = bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
             let mut pairs = found.zip(table.numbers()).enumerate();
-            // Not only rounding.
-            if let Some((code, (found, wanted))) = pairs.find(|(_, (found, wanted))| !((found - *wanted).abs() < 1e-5))
-            {
+            let differ = |found: f32, wanted: f32| found.is_nan() || (found - wanted).abs() > 1e-5;
+            if let Some((code, (found, wanted))) = pairs.find(|(_, (found, wanted))| differ(*found, **wanted)) {
                 let name = table.name();
                 return Err(wrong(&tensor, format!("code {code} is {found}, must be {wanted} as {name} has it")));
             }

@@ -10,7 +10,7 @@ use super::headers::Headers;
 use super::place::TensorPlace;
 use super::quant_state::{ModuleTensors, QuantState};
 use super::{CheckpointProblem, TensorInfo};
-use crate::model::config::quantization::{Quantization, Scheme, Strategy};
+use crate::model::config::quantization::{Mxfp4Names, Quantization, Scheme, Strategy};
 use crate::quant::Codes;
 use crate::quant::safetensors::{Description, ScaleShape, Storage, TensorDtype, TensorHead, TensorRole};
 
@@ -286,10 +286,15 @@ impl<'a> Finder<'a> {
                 self.need(TensorRole::Global, &[if compressed { "weight_global_scale" } else { "weight_scale_2" }])?;
                 Storage::Nvfp4 { global_divides: compressed }
             }
-            Scheme::Mxfp4 { compressed } => {
-                self.codes_are(&[if compressed { ".weight_packed" } else { "_blocks" }])?;
-                self.need(TensorRole::Scale, &[if compressed { "weight_scale" } else { "scales" }])?;
-                if !compressed {
+            Scheme::Mxfp4 { names } => {
+                let (codes, scales) = match names {
+                    Mxfp4Names::Compressed => (".weight_packed", "weight_scale"),
+                    Mxfp4Names::Blocks => ("_blocks", "scales"),
+                    Mxfp4Names::Plain => (".weight", "weight_scale"),
+                };
+                self.codes_are(&[codes])?;
+                self.need(TensorRole::Scale, &[scales])?;
+                if names == Mxfp4Names::Blocks {
                     self.are_blocks(shape)?;
                 }
                 Storage::Mxfp4

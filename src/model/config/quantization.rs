@@ -6,6 +6,8 @@
 //!
 //! Not here: the tensors.
 
+use std::collections::BTreeMap;
+
 use fancy_regex::Regex;
 use serde_json::{Map, Value};
 
@@ -16,13 +18,25 @@ use crate::quant::safetensors::GptqVersion;
 pub const FILES: [&str; 3] = ["quantize_config.json", "quant_config.json", "hf_quant_config.json"];
 
 /// The values of `quant_method` that are supported.
-const METHODS: [&str; 8] =
-    ["awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "mxfp4"];
+const METHODS: [&str; 10] = [
+    "auto-round",
+    "awq",
+    "bitsandbytes",
+    "compressed-tensors",
+    "fbgemm_fp8",
+    "fp8",
+    "gptq",
+    "modelopt",
+    "mxfp4",
+    "quark",
+];
 
 /// The largest group size; a larger number means that the file is damaged.
 const MAX_GROUP: u64 = 1 << 24;
 /// The maximum number of patterns and names in the lists of a configuration.
 const MAX_PATTERNS: usize = 4096;
+/// The maximum number of modules that a configuration describes one by one: those of all experts.
+const MAX_MODULES: usize = 1 << 20;
 /// How often a pattern may go back while it is matched against a name.
 const BACKTRACKS: usize = 100_000;
 /// The maximum size of a compiled pattern in bytes; names of modules need a hundredth.
@@ -67,10 +81,44 @@ pub enum Quantization {
         /// The key `ignore`: modules that are not quantised.
         ignore: Vec<ModuleTarget>,
     },
-    /// `modelopt` with NVFP4.
-    ModelOptNvfp4,
+    /// `auto-round`, `modelopt` and `quark`.
+    ByModule(ModuleSchemes),
     /// `mxfp4`.
     Mxfp4,
+}
+
+/// A scheme for all modules, and those of modules that differ.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ModuleSchemes {
+    /// The scheme of modules that nothing else names; `None` if they are not quantised.
+    all: Option<Scheme>,
+    /// The schemes of modules by their names, or by that of a module that they belong to; `None` for one that is not
+    /// quantised.
+    named: BTreeMap<String, Option<Scheme>>,
+    /// The schemes of other modules; the first target that matches decides.
+    rules: Vec<(ModuleTarget, Option<Scheme>)>,
+}
+
+impl ModuleSchemes {
+    /// Returns what is said of a module of this name.
+    fn said(&self, name: &str) -> Said {
+        let mut of = Some(name);
+        let named = std::iter::from_fn(|| {
+            let here = of?;
+            of = here.rsplit_once('.').map(|(outer, _)| outer);
+            Some(here)
+        });
+        let found = named.into_iter().find_map(|name| self.named.get(name));
+        let by_rule = || {
+            let mut rules = self.rules.iter();
+            rules.find(|(target, _)| target.is(name) || target.matches(name)).map(|(_, scheme)| scheme)
+        };
+        match (found.or_else(by_rule), self.all) {
+            (Some(Some(scheme)), _) => Said::OfName(*scheme),
+            (None, Some(scheme)) => Said::OfAll(scheme),
+            (Some(None), _) | (None, None) => Said::Nothing,
+        }
+    }
 }
 
 /// How GPTQ stores a module.
@@ -102,13 +150,15 @@ pub struct SchemeGroup {
     pub scheme: Scheme,
 }
 
-/// A module, or modules, in a list of compressed-tensors.
+/// A module, or modules, in a list of a configuration.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ModuleTarget {
     /// A module's exact name, or the name of a class such as `Linear`.
     Name(String),
-    /// `re:` and a regular expression that is matched at the start of a module's name.
+    /// A regular expression that is matched at the start of a module's name.
     Pattern(Pattern),
+    /// A whole name in which `*` stands for any characters and `?` for one.
+    Wildcard(String),
 }
 
 /// A regular expression that is matched at the start of a name, as Python's `re.match` does.
@@ -209,11 +259,22 @@ pub enum Scheme {
         /// Whether it is compressed-tensors', whose global scale divides.
         compressed: bool,
     },
-    /// MXFP4 of compressed-tensors (`weight_packed`), or of gpt-oss (`_blocks` and `_scales` of all experts).
+    /// MXFP4.
     Mxfp4 {
-        /// Whether it is compressed-tensors'.
-        compressed: bool,
+        /// Whose tensors they are.
+        names: Mxfp4Names,
     },
+}
+
+/// How the tensors of MXFP4 are called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mxfp4Names {
+    /// compressed-tensors: `weight_packed`, `weight_scale`.
+    Compressed,
+    /// gpt-oss: `_blocks` and `_scales` of all experts.
+    Blocks,
+    /// Quark: `weight`, `weight_scale`.
+    Plain,
 }
 
 impl Quantization {
@@ -256,10 +317,18 @@ impl Quantization {
                     None => of_class().map_or(Said::Nothing, |(_, scheme)| Said::OfAll(scheme)),
                 }
             }
-            Quantization::ModelOptNvfp4 => Said::OfAll(Scheme::Nvfp4 { compressed: false }),
+            Quantization::ByModule(schemes) => schemes.said(name),
             // Modules of `modules_to_not_convert` have no blocks.
-            Quantization::Mxfp4 => Said::OfAll(Scheme::Mxfp4 { compressed: false }),
+            Quantization::Mxfp4 => Said::OfAll(Scheme::Mxfp4 { names: Mxfp4Names::Blocks }),
         }
+    }
+}
+
+/// Reads a name with `*` or `?` as a wildcard.
+fn wildcards(target: ModuleTarget) -> ModuleTarget {
+    match target {
+        ModuleTarget::Name(text) if text.contains(['*', '?']) => ModuleTarget::Wildcard(text),
+        other => other,
     }
 }
 
@@ -281,15 +350,41 @@ impl ModuleTarget {
 
     /// Whether it is a pattern that matches a name.
     fn matches(&self, name: &str) -> bool {
-        matches!(self, ModuleTarget::Pattern(pattern) if pattern.matches(name))
+        match self {
+            ModuleTarget::Name(_) => false,
+            ModuleTarget::Pattern(pattern) => pattern.matches(name),
+            ModuleTarget::Wildcard(text) => has_form(name.as_bytes(), text.as_bytes()),
+        }
     }
 
     fn text(&self) -> &str {
         match self {
-            ModuleTarget::Name(text) => text,
+            ModuleTarget::Name(text) | ModuleTarget::Wildcard(text) => text,
             ModuleTarget::Pattern(pattern) => pattern.text(),
         }
     }
+}
+
+/// Whether a name is what `form` describes, in which `*` stands for any characters and `?` for one.
+fn has_form(name: &[u8], form: &[u8]) -> bool {
+    let (mut at, mut of) = (0, 0);
+    // Where the last `*` is, and where what follows it was looked for.
+    let mut last: Option<(usize, usize)> = None;
+    while at < name.len() {
+        match form.get(of) {
+            Some(b'*') => {
+                last = Some((of, at));
+                of += 1;
+            }
+            Some(byte) if *byte == b'?' || *byte == name[at] => (at, of) = (at + 1, of + 1),
+            _ => {
+                let Some((star, from)) = last else { return false };
+                last = Some((star, from + 1));
+                (at, of) = (from + 1, star + 1);
+            }
+        }
+    }
+    form[of..].iter().all(|byte| *byte == b'*')
 }
 
 /// Reads the keys of one object of the configuration and records what is wrong with them.
@@ -328,6 +423,7 @@ pub(super) fn read(value: &Value, path: &str, problems: &mut Vec<ConfigProblem>)
         None => "unnamed".to_owned(),
     };
     let read = match method.as_str() {
+        "auto-round" | "intel/auto-round" => keys.auto_round(),
         "fp8" | "fbgemm_fp8" => keys.fp8(),
         "gptq" => keys.gptq(),
         "awq" => keys.awq(),
@@ -335,6 +431,7 @@ pub(super) fn read(value: &Value, path: &str, problems: &mut Vec<ConfigProblem>)
         "compressed-tensors" => keys.compressed_tensors(),
         "modelopt" => keys.modelopt(),
         "mxfp4" => Some(Quantization::Mxfp4),
+        "quark" => keys.quark(),
         _ => {
             keys.problems.push(ConfigProblem::Quantized(method));
             None
@@ -343,17 +440,24 @@ pub(super) fn read(value: &Value, path: &str, problems: &mut Vec<ConfigProblem>)
     read.filter(|_| problems.len() == before)
 }
 
-/// Counts the regular expressions of a configuration: texts that begin with `re:`, and the keys of `dynamic`.
+/// Counts the regular expressions of a configuration: texts that begin with `re:`, the keys of `dynamic`, and those of
+/// `extra_config` that are not names.
 fn patterns(value: &Value) -> usize {
     match value {
         Value::String(text) => usize::from(text.starts_with("re:")),
         Value::Array(list) => list.iter().map(patterns).sum(),
         Value::Object(map) => {
             let rules = map.get("dynamic").and_then(Value::as_object).map_or(0, Map::len);
-            rules + map.values().map(patterns).sum::<usize>()
+            let extra = map.get("extra_config").and_then(Value::as_object).into_iter().flatten();
+            rules + extra.filter(|(key, _)| !is_name(key)).count() + map.values().map(patterns).sum::<usize>()
         }
         _ => 0,
     }
+}
+
+/// Whether a text is a module's name and not a regular expression, by its characters.
+fn is_name(text: &str) -> bool {
+    text.chars().all(|c| c.is_alphanumeric() || "_-.".contains(c))
 }
 
 /// The supported values of `quant_method`, for messages.
@@ -548,18 +652,223 @@ impl<'a> Keys<'a> {
         Some(Quantization::BitsAndBytes { bits: bits? })
     }
 
-    fn modelopt(&mut self) -> Option<Quantization> {
-        match self.value("quant_algo") {
-            Some(Value::String(name)) if name == "FP8" || name == "FP8_PER_CHANNEL_PER_TOKEN" => {
-                Some(Quantization::Fp8 { block: None })
-            }
-            Some(Value::String(name)) if name == "NVFP4" => Some(Quantization::ModelOptNvfp4),
-            Some(other) => {
-                self.wrong("quant_algo", other, "FP8 or FP8_PER_CHANNEL_PER_TOKEN or NVFP4");
+    /// Reads auto-round's configuration: the tensors of GPTQ or AWQ, with a layout for each module.
+    fn auto_round(&mut self) -> Option<Quantization> {
+        let packing = match self.value("packing_format").map(|value| value.as_str().ok_or(value)) {
+            None | Some(Ok("auto" | "auto_round:auto_gptq" | "auto_round:gptq")) => Some(Some(GptqVersion::V1)),
+            // These packings keep the zeros as they are.
+            Some(Ok("auto_round" | "auto_round:gptqmodel")) => Some(Some(GptqVersion::V2)),
+            Some(Ok("auto_round:auto_awq" | "auto_round:awq")) => Some(None),
+            Some(Ok(_)) | Some(Err(_)) => {
+                let value = self.value("packing_format").expect("it was read just now");
+                let rule = "auto_round:auto_gptq, auto_round:gptq, auto_round:gptqmodel, auto_round, auto_round:auto_awq or \
+                            auto_round:awq";
+                self.wrong("packing_format", value, rule);
                 None
             }
-            None => {
-                self.missing("quant_algo");
+        };
+        let layout = self.auto_round_layout(packing.flatten().is_none(), None);
+        let (packing, layout) = (packing?, layout?);
+        let scheme = |layout: Option<GptqLayout>| {
+            layout.map(|layout| match packing {
+                Some(version) => Scheme::Gptq { layout, version },
+                None => Scheme::Awq { group: layout.group, zeros: true },
+            })
+        };
+        let mut schemes = ModuleSchemes { all: scheme(layout), ..ModuleSchemes::default() };
+        for (name, value) in self.modules("extra_config")? {
+            let Some(map) = value.as_object() else {
+                self.wrong(&format!("extra_config[{name}]"), value, "an object");
+                continue;
+            };
+            // The library leaves these out.
+            if map.is_empty() {
+                continue;
+            }
+            let mut keys = Keys { map, path: format!("{}.extra_config[{name}]", self.path), problems: self.problems };
+            let Some(layout) = keys.auto_round_layout(packing.is_none(), layout) else { continue };
+            if is_name(name) {
+                schemes.named.insert(name.clone(), scheme(layout));
+                continue;
+            }
+            // The library searches in the whole name.
+            match Pattern::new(&format!(".*?(?:{name})")) {
+                Ok(pattern) => schemes.rules.push((ModuleTarget::Pattern(pattern), scheme(layout))),
+                Err(reason) => {
+                    let text = Value::from(name.as_str());
+                    self.wrong("extra_config", &text, format!("a name or a regular expression ({reason})"));
+                }
+            }
+        }
+        Some(Quantization::ByModule(schemes))
+    }
+
+    /// Reads the keys of a layout of auto-round, of which the inner `None` stands for 16 bits and more; absent ones are those
+    /// of `base`.
+    #[expect(clippy::option_option, reason = "wrong, or not quantised")]
+    fn auto_round_layout(&mut self, is_awq: bool, base: Option<GptqLayout>) -> Option<Option<GptqLayout>> {
+        // Modules that are not quantised keep other keys.
+        if self.value("bits").and_then(Value::as_u64).is_some_and(|bits| bits >= 16) {
+            return Some(None);
+        }
+        self.only("data_type", &["int", "int_sym", "int_asym"]);
+        for key in ["super_bits", "super_group_size", "rotation_config"] {
+            if let Some(value) = self.value(key).filter(|value| value.as_object().is_none_or(|map| !map.is_empty())) {
+                self.wrong(key, value, "absent");
+            }
+        }
+        if is_awq && (base.is_none() || self.value("bits").is_some()) {
+            self.number(&["bits"], &[4])?;
+        }
+        self.gptq_layout(base).map(Some)
+    }
+
+    /// Returns the modules that a key describes by name; none if it is absent.
+    fn modules(&mut self, key: &str) -> Option<Vec<(&'a String, &'a Value)>> {
+        match self.value(key) {
+            None => Some(Vec::new()),
+            Some(Value::Object(map)) if map.len() <= MAX_MODULES => Some(map.iter().collect()),
+            Some(other) => {
+                self.wrong(key, other, format!("an object of at most {MAX_MODULES} modules"));
+                None
+            }
+        }
+    }
+
+    fn modelopt(&mut self) -> Option<Quantization> {
+        let excluded = self.excluded(&["exclude_modules", "ignore"])?;
+        let rules = excluded.into_iter().map(|target| (target, None)).collect();
+        let mut schemes = ModuleSchemes { rules, ..ModuleSchemes::default() };
+        if self.value("quant_algo").and_then(Value::as_str) != Some("MIXED_PRECISION") {
+            schemes.all = Some(self.modelopt_scheme(", or MIXED_PRECISION")?);
+            return Some(Quantization::ByModule(schemes));
+        }
+        if self.value("quantized_layers").is_none() {
+            self.missing("quantized_layers");
+        }
+        for (name, value) in self.modules("quantized_layers")? {
+            let Some(map) = value.as_object() else {
+                self.wrong(&format!("quantized_layers[{name}]"), value, "an object");
+                continue;
+            };
+            let mut keys =
+                Keys { map, path: format!("{}.quantized_layers[{name}]", self.path), problems: self.problems };
+            if let Some(scheme) = keys.modelopt_scheme("") {
+                schemes.named.insert(name.clone(), Some(scheme));
+            }
+        }
+        Some(Quantization::ByModule(schemes))
+    }
+
+    /// Reads how ModelOpt stores one module, or all; `more` are further values of the key that the caller reads.
+    fn modelopt_scheme(&mut self, more: &str) -> Option<Scheme> {
+        let Some(value) = self.value("quant_algo") else {
+            self.missing("quant_algo");
+            return None;
+        };
+        let group = |keys: &mut Keys<'_>, size: u32| match keys.value("group_size") {
+            None => Some(()),
+            // 0 is written where no group was looked for.
+            Some(value) if value == 0 => Some(()),
+            Some(_) => keys.number(&["group_size"], &[size]).map(drop),
+        };
+        match value.as_str() {
+            Some("FP8" | "FP8_PER_CHANNEL_PER_TOKEN") => Some(Scheme::Fp8 { block: None }),
+            Some("NVFP4" | "W4A16_NVFP4") => {
+                group(self, 16)?;
+                Some(Scheme::Nvfp4 { compressed: false })
+            }
+            Some("MXFP8") => {
+                group(self, 32)?;
+                Some(Scheme::Floats { strategy: Strategy::Group(32) })
+            }
+            Some("W8A16") => Some(Scheme::Int8 { strategy: Strategy::Channel, symmetric: true }),
+            _ => {
+                let rule = format!("FP8, FP8_PER_CHANNEL_PER_TOKEN, NVFP4, W4A16_NVFP4, MXFP8 or W8A16{more}");
+                self.wrong("quant_algo", value, rule);
+                None
+            }
+        }
+    }
+
+    /// Reads lists of modules that are not quantised: names, and names with `*`; those that begin with `re:` are regular
+    /// expressions.
+    fn excluded(&mut self, lists: &[&str]) -> Option<Vec<ModuleTarget>> {
+        let before = self.problems.len();
+        let targets: Vec<ModuleTarget> =
+            lists.iter().flat_map(|key| self.targets(key).unwrap_or_default()).map(wildcards).collect();
+        (self.problems.len() == before).then_some(targets)
+    }
+
+    /// Reads Quark's configuration: a scheme for all modules and others by names with `*`.
+    fn quark(&mut self) -> Option<Quantization> {
+        let excluded = self.excluded(&["exclude"])?;
+        let mut schemes = ModuleSchemes::default();
+        schemes.rules.extend(excluded.into_iter().map(|target| (target, None)));
+        if let Some(value) = self.value("layer_type_quant_config")
+            && value.as_object().is_none_or(|map| !map.is_empty())
+        {
+            self.wrong("layer_type_quant_config", value, "absent or empty");
+        }
+        if let Some(map) = self.value("export").and_then(Value::as_object) {
+            let mut keys = Keys { map, path: format!("{}.export", self.path), problems: self.problems };
+            keys.only("weight_format", &["real_quantized"]);
+        }
+        schemes.all = match self.value("global_quant_config") {
+            None => None,
+            Some(value) => self.quark_scheme("global_quant_config", value)?,
+        };
+        let layers = self.modules("layer_quant_config")?;
+        if layers.len() > MAX_PATTERNS {
+            let found = Value::from(format!("{} modules", layers.len()));
+            self.wrong("layer_quant_config", &found, format!("an object of at most {MAX_PATTERNS} modules"));
+        }
+        for (name, value) in layers {
+            let scheme = self.quark_scheme(&format!("layer_quant_config[{name}]"), value)?;
+            schemes.rules.push((wildcards(ModuleTarget::Name(name.clone())), scheme));
+        }
+        Some(Quantization::ByModule(schemes))
+    }
+
+    /// Reads how Quark stores a module's weight; the inner `None` is a module that is not quantised.
+    #[expect(clippy::option_option, reason = "wrong, or not quantised")]
+    fn quark_scheme(&mut self, key: &str, value: &Value) -> Option<Option<Scheme>> {
+        let path = format!("{}.{key}", self.path);
+        let Some(map) = value.as_object() else {
+            self.wrong(key, value, "an object");
+            return None;
+        };
+        let mut weight = map.get("weight").filter(|weight| !weight.is_null());
+        if let Some(Value::Array(list)) = weight {
+            // Several steps: NVFP4 and others, whose scales are quantised themselves.
+            let [one] = list.as_slice() else {
+                let found = Value::from(format!("a list of {}", list.len()));
+                self.wrong(&format!("{key}.weight"), &found, "an object");
+                return None;
+            };
+            weight = Some(one);
+        }
+        let map = match weight {
+            None => return Some(None),
+            Some(Value::Object(map)) => map,
+            Some(other) => {
+                self.wrong(&format!("{key}.weight"), other, "an object");
+                return None;
+            }
+        };
+        let mut keys = Keys { map, path: format!("{path}.weight"), problems: self.problems };
+        let text = |keys: &Keys<'_>, key: &str| keys.value(key).and_then(Value::as_str).unwrap_or("absent").to_owned();
+        match (text(&keys, "dtype").as_str(), text(&keys, "qscheme").as_str()) {
+            ("fp8_e4m3" | "fp8_e5m2", "per_tensor" | "per_channel") => Some(Some(Scheme::Fp8 { block: None })),
+            ("fp4", "per_group") => {
+                keys.number(&["group_size"], &[32])?;
+                let before = keys.problems.len();
+                keys.only("scale_format", &["e8m0"]);
+                (keys.problems.len() == before).then_some(Some(Scheme::Mxfp4 { names: Mxfp4Names::Plain }))
+            }
+            (dtype, form) => {
+                let found = Value::from(format!("{dtype} {form}"));
+                keys.wrong("dtype", &found, "fp8_e4m3 or fp8_e5m2 per_tensor or per_channel, or fp4 per_group");
                 None
             }
         }
@@ -663,7 +972,7 @@ impl<'a> Keys<'a> {
             ("int", "pack-quantized") => Scheme::PackedInts { bits, strategy, symmetric },
             ("int", _) => Scheme::Int8 { strategy, symmetric },
             (_, "nvfp4-pack-quantized") => Scheme::Nvfp4 { compressed: true },
-            (_, "mxfp4-pack-quantized") => Scheme::Mxfp4 { compressed: true },
+            (_, "mxfp4-pack-quantized") => Scheme::Mxfp4 { names: Mxfp4Names::Compressed },
             _ => Scheme::Floats { strategy },
         };
         let blocks = matches!(strategy, Strategy::Block(_));
@@ -814,12 +1123,162 @@ mod tests {
         }
     }
 
+    /// Goal: auto-round's modules have the layouts that its library gives them: that of their name, else that of the first
+    /// regular expression that is found anywhere in the name, else the common one.
+    #[test]
+    fn auto_round_decides_by_name_then_by_pattern() {
+        let config = |packing: &str| {
+            json!({
+                "quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": false, "data_type": "int",
+                "packing_format": packing, "autoround_version": "0.9.2", "iters": 200,
+                "extra_config": {
+                    ".*mlp.*": {"bits": 16, "data_type": "float"}, "up_proj$": {"bits": 8},
+                    "model.layers.1.self_attn.o_proj": {"bits": 16, "data_type": "fp"},
+                    "model.layers.0.mlp.down_proj": {"bits": 8, "group_size": -1, "sym": true}, "v_proj|q_proj": {},
+                },
+            })
+        };
+        let read = parse(config("auto_round:auto_gptq")).unwrap();
+        let of = |name: &str| match read.scheme(&[name], "Linear") {
+            Some(Scheme::Gptq { layout, version: GptqVersion::V1 }) => {
+                Some((layout.bits, layout.group, layout.symmetric))
+            }
+            None => None,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(of("model.layers.0.mlp.down_proj"), Some((8, None, true)));
+        assert_eq!(of("model.layers.1.mlp.down_proj"), None);
+        assert_eq!(of("model.layers.1.mlp.up_proj"), None);
+        assert_eq!(of("model.layers.1.self_attn.o_proj"), None);
+        assert_eq!(of("model.layers.11.self_attn.o_proj"), Some((4, Some(128), false)));
+        assert_eq!(of("other.up_proj"), Some((8, Some(128), false)));
+        assert_eq!(of("model.layers.0.self_attn.v_proj"), Some((4, Some(128), false)));
+        let version = |packing: &str| {
+            let mut config = config(packing);
+            config["extra_config"] = json!({});
+            config["quant_method"] = json!("intel/auto-round");
+            match parse(config).unwrap().scheme(&["q_proj"], "Linear") {
+                Some(Scheme::Gptq { version, .. }) => Some(version),
+                Some(Scheme::Awq { group: Some(128), zeros: true }) => None,
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(["auto", "auto_round:gptq"].map(version), [Some(GptqVersion::V1); 2]);
+        assert_eq!(["auto_round", "auto_round:gptqmodel"].map(version), [Some(GptqVersion::V2); 2]);
+        assert_eq!(["auto_round:awq", "auto_round:auto_awq"].map(version), [None; 2]);
+
+        let with = |key: &str, value: Value, rule: &str| {
+            let mut config = config("auto_round");
+            config[key] = value.clone();
+            refused(config, &format!("quantization_config.{key} is {value}, must be {rule}"));
+        };
+        let packings = "auto_round:auto_gptq, auto_round:gptq, auto_round:gptqmodel, auto_round, auto_round:auto_awq or \
+                        auto_round:awq";
+        with("packing_format", json!("auto_round:llm_compressor"), packings);
+        with("bits", json!(5), "2 or 3 or 4 or 8");
+        with("data_type", json!("mx_fp"), "int or int_sym or int_asym");
+        with("super_bits", json!(6), "absent");
+        let mut awq = config("auto_round:auto_awq");
+        awq["extra_config"] = json!({"up_proj$": {"bits": 8}});
+        refused(awq, "quantization_config.extra_config[up_proj$].bits is 8, must be 4");
+    }
+
+    #[test]
+    fn modules_of_mixed_precision_have_their_own_algorithms() {
+        let config = |algorithm: &str| {
+            json!({
+                "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "kv_cache_scheme": "FP8",
+                "quantized_layers": {
+                    "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+                    "model.layers.0.mlp.up_proj": {"quant_algo": algorithm, "group_size": 16},
+                    "model.layers.1.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16},
+                    "model.layers.1.mlp.shared": {"quant_algo": "MXFP8", "group_size": 32},
+                    "model.layers.1.mlp.down_proj": {"quant_algo": "W8A16"},
+                },
+                "exclude_modules": ["lm_head", "model.layers.2*"],
+            })
+        };
+        let read = parse(config("W4A16_NVFP4")).unwrap();
+        let of = |name: &str| read.scheme(&[name], "Linear");
+        assert_eq!(of("model.layers.0.self_attn.q_proj"), Some(Scheme::Fp8 { block: None }));
+        assert_eq!(of("model.layers.0.mlp.up_proj"), Some(Scheme::Nvfp4 { compressed: false }));
+        assert_eq!(of("model.layers.1.mlp.experts.7.up_proj"), Some(Scheme::Nvfp4 { compressed: false }));
+        assert_eq!(of("model.layers.1.mlp.shared"), Some(Scheme::Floats { strategy: Strategy::Group(32) }));
+        let rows = Scheme::Int8 { strategy: Strategy::Channel, symmetric: true };
+        assert_eq!(of("model.layers.1.mlp.down_proj"), Some(rows));
+        assert_eq!(of("model.layers.0.mlp.down_proj"), None);
+        let known = "must be FP8, FP8_PER_CHANNEL_PER_TOKEN, NVFP4, W4A16_NVFP4, MXFP8 or W8A16";
+        let key = "quantization_config.quantized_layers[model.layers.0.mlp.up_proj].quant_algo";
+        refused(config("W4A16_AWQ"), &format!("{key} is \"W4A16_AWQ\", {known}"));
+        let all =
+            |algorithm: &str| json!({"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["*.o_proj"]});
+        let read = parse(all("NVFP4")).unwrap();
+        assert_eq!(read.scheme(&["model.layers.0.self_attn.o_proj"], "Linear"), None);
+        assert!(read.scheme(&["model.layers.0.self_attn.q_proj"], "Linear").is_some());
+        let key = "quantization_config.quant_algo";
+        refused(all("NVFP4_AWQ"), &format!("{key} is \"NVFP4_AWQ\", {known}, or MIXED_PRECISION"));
+        let mut without = config("NVFP4");
+        without["quantized_layers"] = Value::Null;
+        refused(without, "quantization_config.quantized_layers is missing");
+    }
+
+    #[test]
+    fn quark_excludes_modules_and_gives_some_a_scheme_of_their_own() {
+        let fp8 =
+            json!({"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "ch_axis": null, "is_dynamic": false}});
+        let fp4 = |group: u32, scale: &str| {
+            json!({"input_tensors": {"dtype": "fp4"}, "weight": {
+                "dtype": "fp4", "qscheme": "per_group", "group_size": group, "scale_format": scale, "ch_axis": -1}})
+        };
+        let config = |all: &Value| {
+            json!({
+                "quant_method": "quark", "global_quant_config": all, "exclude": ["lm_head", "*.mlp.gate", "re:.*k_proj"],
+                "layer_quant_config": {"*self_attn*": fp8, "*.o_proj": {"weight": null}}, "layer_type_quant_config": {},
+                "export": {"weight_format": "real_quantized", "pack_method": "reorder"},
+            })
+        };
+        let read = parse(config(&fp4(32, "e8m0"))).unwrap();
+        let of = |name: &str| read.scheme(&[name], "Linear");
+        assert_eq!(of("model.layers.0.mlp.up_proj"), Some(Scheme::Mxfp4 { names: Mxfp4Names::Plain }));
+        assert_eq!(of("model.layers.0.self_attn.o_proj"), Some(Scheme::Fp8 { block: None }));
+        assert_eq!(of("model.layers.0.linear_attn.o_proj"), None);
+        for name in ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.self_attn.k_proj"] {
+            assert_eq!(of(name), None, "{name}");
+        }
+        let key = "quantization_config.global_quant_config.weight";
+        refused(config(&fp4(16, "e8m0")), &format!("{key}.group_size is 16, must be 32"));
+        refused(config(&fp4(32, "float32")), &format!("{key}.scale_format is \"float32\", must be e8m0"));
+        let int4 = json!({"weight": {"dtype": "uint4", "qscheme": "per_group", "group_size": 128}});
+        let rule = "must be fp8_e4m3 or fp8_e5m2 per_tensor or per_channel, or fp4 per_group";
+        refused(config(&int4), &format!("{key}.dtype is \"uint4 per_group\", {rule}"));
+        let steps = json!({"weight": [{"dtype": "fp4"}, {"dtype": "fp8_e4m3"}]});
+        refused(config(&steps), &format!("{key} is \"a list of 2\", must be an object"));
+    }
+
+    #[test]
+    fn wildcards_match_whole_names() {
+        for (name, form, wanted) in [
+            ("model.layers.0.mlp", "model.layers.0*", true),
+            ("model.layers.0", "model.layers.0*", true),
+            ("my.model.layers.0", "model.layers.0*", false),
+            ("a.b.c.b.d", "*b.d", true),
+            ("a.b.c.b.d", "a*b*d", true),
+            ("a.b.c.b.d", "a*c*c", false),
+            ("layers.10.mlp", "layers.1.*", false),
+            ("layers.10.mlp", "layers.1?.m*", true),
+            ("", "*", true),
+            ("a", "", false),
+        ] {
+            assert_eq!(has_form(name.as_bytes(), form.as_bytes()), wanted, "{name} {form}");
+        }
+    }
+
     #[test]
     fn what_is_not_supported_is_refused_by_name() {
         refused(
             json!({"quant_method": "aqlm"}),
-            "quantization \"aqlm\" is not supported (awq, bitsandbytes, compressed-tensors, fbgemm_fp8, fp8, gptq, \
-             modelopt, mxfp4 are)",
+            "quantization \"aqlm\" is not supported (auto-round, awq, bitsandbytes, compressed-tensors, fbgemm_fp8, fp8, \
+             gptq, modelopt, mxfp4, quark are)",
         );
         let bnb = |of_4: bool, of_8: bool, kind: &str| {
             json!({"quant_method": "bitsandbytes", "load_in_4bit": of_4, "load_in_8bit": of_8,

@@ -519,7 +519,7 @@ pub enum CheckpointProblem {
     /// A tensor of a GGUF file is missing or has an unexpected shape.
     #[error(transparent)]
     GgufTensor(TensorProblem),
-    /// A tensor of a GGUF file is stored in a way that is not supported yet.
+    /// A tensor is stored in a way that is not supported yet.
     #[error("tensor {tensor} is stored with {what}, which is not supported yet")]
     Stored {
         /// The tensor's name.

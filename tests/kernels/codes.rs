@@ -50,15 +50,17 @@ enum Way {
 }
 
 /// The codes of safetensors formats that no type of block has.
-const CANONICAL: [Codes; 8] = {
+const CANONICAL: [Codes; 10] = {
     const fn codes(bits: u32, group: u32, number: Number, halves: u16) -> Codes {
         Codes { bits, group, number, minimum: Minimum::Zero { halves } }
     }
     [
         codes(8, 128, Number::E4m3, 0),
+        codes(8, 64, Number::E4m3, 0),
         codes(8, 32, Number::E4m3, 0),
         codes(8, 128, Number::E5m2, 0),
         codes(4, 16, Number::E2m1, 0),
+        codes(8, 64, Number::Affine, 256),
         codes(4, 128, Number::Affine, 16),
         codes(3, 64, Number::Affine, 8),
         codes(2, 128, Number::Affine, 4),

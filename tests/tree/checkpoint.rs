@@ -669,6 +669,31 @@ fn states_of_bitsandbytes_that_say_something_else_are_refused() {
 }
 
 #[test]
+fn weights_whose_inputs_must_be_scaled_are_refused() {
+    let dir = TempDir::new().unwrap();
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/quantised/modelopt-mixed");
+    for file in ["config.json", "hf_quant_config.json", "model.safetensors"] {
+        fs::copy(fixture.join(file), dir.path().join(file)).unwrap();
+    }
+    Checkpoint::open(dir.path()).unwrap();
+    let module = "model.layers.1.mlp.down_proj";
+    edit_header(&dir.path().join("model.safetensors"), |header| {
+        header[format!("{module}.pre_quant_scale")] = header[format!("{module}.weight_scale")].clone();
+    });
+    let what = "scales of its inputs (pre_quant_scale)";
+    assert_eq!(problems(dir.path()), [CheckpointProblem::Stored { tensor: format!("{module}.weight"), what }]);
+    // A module that the lists exclude must not be quantised.
+    fs::copy(fixture.join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+    edit(dir.path(), "hf_quant_config.json", |config| {
+        let of = &mut config["quantization"];
+        of["quantized_layers"].as_object_mut().unwrap().remove(module);
+        of["exclude_modules"] = json!(["lm_head", "model.layers.1.mlp*"]);
+    });
+    let problem = CheckpointProblem::NotQuantised { tensor: format!("{module}.weight"), module: module.to_owned() };
+    assert_eq!(problems(dir.path()), [problem]);
+}
+
+#[test]
 fn experts_beside_dense_layers() {
     let changes = json!({"mlp_only_layers": [1], "intermediate_size": 88});
     let dir = written(&config("tiny-qwen3-moe", changes), SynthOptions::default());

@@ -208,7 +208,19 @@ impl<'a> Finder<'a> {
         }
     }
 
+    /// Refuses a weight whose inputs must be scaled before it multiplies them, as ModelOpt's AWQ and SmoothQuant have it.
+    fn takes_inputs_as_they_are(&self) -> Result<(), CheckpointProblem> {
+        match self.headers.find(&self.names.of("pre_quant_scale")) {
+            None => Ok(()),
+            Some(_) => {
+                let (tensor, what) = (self.tensors[0].name.clone(), "scales of its inputs (pre_quant_scale)");
+                Err(CheckpointProblem::Stored { tensor, what })
+            }
+        }
+    }
+
     fn weight(mut self, scheme: Scheme, shape: &[u64]) -> Result<QuantisedWeight, CheckpointProblem> {
+        self.takes_inputs_as_they_are()?;
         let fused = self.names.joint == "_";
         let numbers = if fused { "_proj" } else { ".weight" };
         // Of three dimensions, those of experts and of their rows are one.

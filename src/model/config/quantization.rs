@@ -830,6 +830,18 @@ impl<'a> Keys<'a> {
         Some(Quantization::ByModule(schemes))
     }
 
+    /// Refuses scales along another dimension of a weight than these; an absent key is accepted.
+    fn axis(&mut self, allowed: &[i64]) -> Option<()> {
+        match self.value("ch_axis") {
+            Some(value) if value.as_i64().is_none_or(|axis| !allowed.contains(&axis)) => {
+                let allowed: Vec<String> = allowed.iter().map(i64::to_string).collect();
+                self.wrong("ch_axis", value, allowed.join(" or "));
+                None
+            }
+            _ => Some(()),
+        }
+    }
+
     /// Reads how Quark stores a module's weight; the inner `None` is a module that is not quantised.
     #[expect(clippy::option_option, reason = "wrong, or not quantised")]
     fn quark_scheme(&mut self, key: &str, value: &Value) -> Option<Option<Scheme>> {
@@ -859,9 +871,16 @@ impl<'a> Keys<'a> {
         let mut keys = Keys { map, path: format!("{path}.weight"), problems: self.problems };
         let text = |keys: &Keys<'_>, key: &str| keys.value(key).and_then(Value::as_str).unwrap_or("absent").to_owned();
         match (text(&keys, "dtype").as_str(), text(&keys, "qscheme").as_str()) {
-            ("fp8_e4m3" | "fp8_e5m2", "per_tensor" | "per_channel") => Some(Some(Scheme::Fp8 { block: None })),
+            ("fp8_e4m3" | "fp8_e5m2", "per_tensor") => Some(Some(Scheme::Fp8 { block: None })),
+            ("fp8_e4m3" | "fp8_e5m2", "per_channel") => {
+                // A scale a row.
+                keys.axis(&[0])?;
+                Some(Some(Scheme::Fp8 { block: None }))
+            }
             ("fp4", "per_group") => {
                 keys.number(&["group_size"], &[32])?;
+                // Groups of columns.
+                keys.axis(&[-1, 1])?;
                 let before = keys.problems.len();
                 keys.only("scale_format", &["e8m0"]);
                 (keys.problems.len() == before).then_some(Some(Scheme::Mxfp4 { names: Mxfp4Names::Plain }))
@@ -1248,6 +1267,11 @@ mod tests {
         let key = "quantization_config.global_quant_config.weight";
         refused(config(&fp4(16, "e8m0")), &format!("{key}.group_size is 16, must be 32"));
         refused(config(&fp4(32, "float32")), &format!("{key}.scale_format is \"float32\", must be e8m0"));
+        let across = json!({"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 1}});
+        refused(config(&across), &format!("{key}.ch_axis is 1, must be 0"));
+        let mut down = fp4(32, "e8m0");
+        down["weight"]["ch_axis"] = json!(0);
+        refused(config(&down), &format!("{key}.ch_axis is 0, must be -1 or 1"));
         let int4 = json!({"weight": {"dtype": "uint4", "qscheme": "per_group", "group_size": 128}});
         let rule = "must be fp8_e4m3 or fp8_e5m2 per_tensor or per_channel, or fp4 per_group";
         refused(config(&int4), &format!("{key}.dtype is \"uint4 per_group\", {rule}"));

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 /// The project's own contract, and vLLM's engine contract, which the server implements as well.
 const FILES: [&str; 2] = ["ostinato/v1/ostinato.proto", "vllm/engine.proto"];
 
-/// Writes one Rust file per package (such as `ostinato.v1.rs`) and `descriptors.bin` to `OUT_DIR`.
+/// Writes one Rust file per package (such as `ostinato.v1.rs`) and `descriptors.bin`, compressed, to `OUT_DIR`.
 pub fn compile() {
     println!("cargo:rerun-if-changed=proto");
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
@@ -15,7 +15,8 @@ pub fn compile() {
     for file in FILES {
         compiler.open_file(file).unwrap_or_else(|error| panic!("proto/: {error:?}"));
     }
-    std::fs::write(out.join("descriptors.bin"), compiler.encode_file_descriptor_set()).expect("OUT_DIR is writable");
+    let descriptors = crate::demo::deflated(&compiler.encode_file_descriptor_set());
+    std::fs::write(out.join("descriptors.bin"), descriptors).expect("OUT_DIR is writable");
     tonic_prost_build::configure()
         .compile_fds(compiler.file_descriptor_set())
         .expect("proto/: cannot write the generated Rust");

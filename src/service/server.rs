@@ -325,7 +325,7 @@ impl Grpc {
         let ours = OstinatoServer::new(self.rpc.clone()).max_decoding_message_size(self.max_message_bytes);
         let reflection = || {
             tonic_reflection::server::Builder::configure()
-                .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
+                .register_encoded_file_descriptor_set(proto::descriptors())
                 .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         };
         let router = tonic::transport::Server::builder()

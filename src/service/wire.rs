@@ -56,7 +56,7 @@ enum Kind {
 pub fn schema() -> &'static Schema {
     static SCHEMA: OnceLock<Schema> = OnceLock::new();
     SCHEMA.get_or_init(|| {
-        let set = FileDescriptorSet::decode(proto::DESCRIPTORS).expect("the build script encodes it");
+        let set = FileDescriptorSet::decode(proto::descriptors()).expect("the build script encodes it");
         Schema::of(&set)
     })
 }

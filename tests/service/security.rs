@@ -824,7 +824,7 @@ async fn no_field_of_a_request_reaches_the_file_system() {
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     let made = folder.path().join("made");
     let served = slow(Options::default()).await;
-    let set = FileDescriptorSet::decode(proto::DESCRIPTORS).unwrap();
+    let set = FileDescriptorSet::decode(proto::descriptors()).unwrap();
     let mut messages = HashMap::new();
     for file in &set.file {
         file.message_type.iter().for_each(|message| nested(&format!(".{}", file.package()), message, &mut messages));

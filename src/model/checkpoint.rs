@@ -341,7 +341,7 @@ impl Checkpoint {
     }
 
     /// Changes the formats of matrices whose sources are not quantised to codes, to which they are quantised when they
-    /// are loaded. Routers, the input projections of recurrent layers and the `fc` of MTP blocks and draft heads are kept; the embedding
+    /// are loaded. Routers, the input projections of gated-delta-rule layers and the `fc` of MTP blocks and draft heads are kept; the embedding
     /// and the LM head get 8 bits.
     pub fn quantize(&mut self, to: Quantize) {
         for weight in &mut self.weights {

@@ -21,7 +21,7 @@ pub enum TensorKind {
     Embedding,
     /// Projections of attention.
     Attention,
-    /// Recurrent layers: the gated delta rule and other state-space layers.
+    /// Recurrent layers: the gated delta rule, short convolutions and state-space layers.
     Recurrent,
     /// Dense MLPs.
     Mlp,
@@ -71,10 +71,22 @@ impl TensorKind {
             () if any(&["norm"]) => TensorKind::Norms,
             () if any(&["embed_tokens", "token_embd", "wte."]) => TensorKind::Embedding,
             () if begins(&["lm_head.", "output."]) => TensorKind::Head,
-            () if any(&["expert", "_exps", "_shexp", "ffn_gate_inp", "mlp.gate.", "router", "block_sparse_moe"]) => {
+            () if any(&[
+                "expert",
+                "_exps",
+                "_shexp",
+                "ffn_gate_inp",
+                "mlp.gate.",
+                "feed_forward.gate.",
+                "router",
+                "block_sparse_moe",
+            ]) =>
+            {
                 TensorKind::Experts
             }
-            () if any(&["linear_attn.", ".ssm_", ".mamba.", "mixer.", ".conv."]) => TensorKind::Recurrent,
+            () if any(&["linear_attn.", ".ssm_", ".mamba.", "mixer.", ".conv.", ".shortconv."]) => {
+                TensorKind::Recurrent
+            }
             () if any(&["attn", "attention", "rope_freqs"]) => TensorKind::Attention,
             () if any(&["mlp", "ffn", "feed_forward"]) => TensorKind::Mlp,
             () => TensorKind::Other,
@@ -253,6 +265,10 @@ mod tests {
             ("blk.3.ffn_gate_inp.weight", TensorKind::Experts),
             ("model.layers.0.linear_attn.in_proj_qkv.weight", TensorKind::Recurrent),
             ("blk.3.ssm_out.weight", TensorKind::Recurrent),
+            ("model.layers.0.conv.in_proj.weight", TensorKind::Recurrent),
+            ("blk.0.shortconv.in_proj.weight", TensorKind::Recurrent),
+            ("model.layers.2.feed_forward.gate.weight", TensorKind::Experts),
+            ("model.layers.0.feed_forward.w1.weight", TensorKind::Mlp),
             ("lm_head.weight", TensorKind::Head),
             ("output.weight", TensorKind::Head),
             ("mtp.layers.0.self_attn.q_proj.weight", TensorKind::Drafts),

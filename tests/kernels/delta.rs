@@ -506,7 +506,14 @@ fn tokens_that_may_be_taken_back() {
     let mut cases = Cases::new("delta_verify");
     let mut random = Random(67);
     let mut made = Vec::new();
-    for (heads, tags) in [(heads(1, 2, 128, 128), false), (heads(2, 4, 32, 16), true), (heads(1, 3, 48, 32), false)] {
+    let shapes = [
+        (heads(1, 2, 128, 128), false),
+        (heads(2, 4, 32, 16), true),
+        (heads(1, 3, 48, 32), false),
+        (space(1, 3, 48, 32, true), true),
+        (space(2, 4, 16, 16, false), false),
+    ];
+    for (heads, tags) in shapes {
         let layer = Layer::new(&mut random, heads);
         let mut cells = Cells::new(heads);
         let mut sequences: Vec<Sequence> = Vec::new();

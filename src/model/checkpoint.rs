@@ -314,6 +314,9 @@ impl Checkpoint {
     ///   `conv` (a vector; the taps of channel c start at `conv_kernel * c`, and the last tap is for the current token;
     ///   the channels are in the order of q, k, v in `in_proj`), `a_log` and `dt_bias` (`[value_heads]`), `delta_norm`
     ///   (`[value_dim]`), `o`;
+    /// - state space (Mamba-2): the same, where q, k and v are C, B and x; without b in `in_proj`; `conv` is followed by a bias of
+    ///   each channel if the configuration says so; `delta_norm` is over all heads (`[value_heads * value_dim]`); and `skip`
+    ///   (`[value_heads]`);
     /// - short convolution: `attn_norm`, `conv_in` (the rows of B, C and x, in this order), `conv` (a vector; the taps of
     ///   channel c start at `taps * c`, and the last tap is for the current token), `o`, and with biases `conv_in.bias`,
     ///   `conv.bias` and `o.bias`;

@@ -1,4 +1,4 @@
-//! Writes a checkpoint again with quantised weights: the matrices of attention, delta nets and MLPs, in a format of
+//! Writes a checkpoint again with quantised weights: the matrices of attention, recurrent layers and MLPs, in a format of
 //! `quant::store`. Embeddings, LM heads, norms, routers, small projections and the multi-token-prediction block stay as
 //! they are; so do matrices whose size a format does not have.
 //!
@@ -24,7 +24,7 @@ use crate::quant::store::{BLOCK, GROUP, StoredTensor, StoredType};
 const MAX_THREADS: usize = 16;
 
 /// The ends of the names of quantised matrices.
-const QUANTISED: [&str; 15] = [
+const QUANTISED: [&str; 16] = [
     "q_proj.weight",
     "k_proj.weight",
     "v_proj.weight",
@@ -39,6 +39,7 @@ const QUANTISED: [&str; 15] = [
     "in_proj_qkv.weight",
     "in_proj_qkvz.weight",
     "in_proj_z.weight",
+    "mamba.in_proj.weight",
     "out_proj.weight",
 ];
 

@@ -381,9 +381,10 @@ impl Scratch {
         let blocks = u64::from(most_blocks(rows, prompts));
         let value_blocks = blocks * u64::from(heads.value);
         // With fragments in matrices: q, k and kᵀ of each key head. Otherwise q and k of each value head, and by loads kᵀ of
-        // each key head. Recordings compare with a reference that writes q and k of each value head.
+        // each key head.
         let (mixed, turned) = match way {
-            DeltaWay::Fragments(_) => ((2 * heads.value).max(3 * heads.key), 0),
+            DeltaWay::Fragments(Matrices::Cooperative) => (3 * heads.key, 0),
+            DeltaWay::Fragments(Matrices::Emulated) => (2 * heads.value, 0),
             DeltaWay::Loads(_) => (2 * heads.value, heads.key),
         };
         let key_blocks = |heads_: u32| blocks * u64::from(heads_) * u64::from(heads.key_dim) * row;
@@ -936,7 +937,16 @@ fn prompts_of(memory: &HostMemory, chunk: Range, cells: Range) -> Vec<Prompt> {
         .collect()
 }
 
-/// Writes what the variant without cooperative matrices writes; computed in f64. The first constants and arguments of all
+/// Returns the place of a block's q and k of value head `h` in `mixed`, in pairs of both: of each value head, or of each key head
+/// in calls on fragments in matrices.
+fn mixed_at(call: &Call, heads: DeltaHeads, block: u32, h: u32) -> u32 {
+    match call.kernel {
+        "delta_blocks" | "delta_scan" => block * heads.key + heads.key_of(h),
+        _ => block * heads.value + h,
+    }
+}
+
+/// Writes what the variant without cooperative matrices writes, but for [`mixed_at`]; computed in f64. The first constants and arguments of all
 /// variants are the same.
 pub(super) fn reference_delta_blocks(call: &Call, memory: &mut HostMemory) {
     let (a, c) = match call.kernel {
@@ -1012,7 +1022,8 @@ pub(super) fn reference_delta_blocks(call: &Call, memory: &mut HostMemory) {
             let mut store = |to: Range, first: u32, values: &mut dyn Iterator<Item = &f64>| {
                 (first..).zip(values).for_each(|(at, value)| memory.set_f32(to, at, *value as f32));
             };
-            store(a.mixed, own * 2 * BLOCK_ROWS * heads.key_dim, &mut q.iter().chain(&k).flatten());
+            let mixed = mixed_at(call, heads, prompt.first_block + block, h);
+            store(a.mixed, mixed * 2 * BLOCK_ROWS * heads.key_dim, &mut q.iter().chain(&k).flatten());
             store(a.solved, own * 2 * BLOCK_ROWS * BLOCK_ROWS, &mut t.iter().chain(&e).flatten());
             store(a.values, own * BLOCK_ROWS * heads.value_dim, &mut v.iter().flatten());
             store(a.gates, own * 4 * BLOCK_ROWS, &mut gates.iter().flatten());
@@ -1041,10 +1052,12 @@ pub(super) fn reference_delta_scan(call: &Call, memory: &mut HostMemory) {
             };
             for block in 0..prompt.rows.div_ceil(n) {
                 let own = (prompt.first_block + block) * value + h;
-                let load = |range: Range, count: u32| -> Vec<f64> {
+                let load_at = |own: u32, range: Range, count: u32| -> Vec<f64> {
                     (own * count..(own + 1) * count).map(|i| f64::from(memory.f32(range, i))).collect()
                 };
-                let (mixed, solved) = (load(a.mixed, 2 * n * key_dim), load(a.solved, 2 * n * n));
+                let load = |range: Range, count: u32| load_at(own, range, count);
+                let of_mixed = mixed_at(call, heads, prompt.first_block + block, h);
+                let (mixed, solved) = (load_at(of_mixed, a.mixed, 2 * n * key_dim), load(a.solved, 2 * n * n));
                 let (q, k) = mixed.split_at((n * key_dim) as usize);
                 let (t, e) = solved.split_at((n * n) as usize);
                 let (v, gates) = (load(a.values, n * value_dim), load(a.gates, 4 * n));

@@ -1434,7 +1434,9 @@ fn state_space(reader: &mut Reader, hidden: Option<u32>) -> Option<DeltaNet> {
     // The time step, which is positive, has no bound: Python writes infinity in one of two ways.
     if let Some(limit) = reader.value("time_step_limit").cloned() {
         let unbounded = limit.as_array().is_some_and(|limit| match limit.as_slice() {
-            [least, most] => least.as_f64() == Some(0.0) && (most == "inf" || most["__float__"] == "Infinity"),
+            [least, most] => {
+                least.as_f64() == Some(0.0) && (most == "inf" || most == "Infinity" || most["__float__"] == "Infinity")
+            }
             _ => false,
         });
         if !unbounded {

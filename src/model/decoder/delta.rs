@@ -50,9 +50,9 @@ impl Decoder<'_> {
         self.mixer_input(r, shape, step, block, "in_proj", step.projected);
         let rows = shape.rows();
         let width = heads.output();
-        // A state space's output has a norm over all its heads.
-        let delta = heads.rule == DeltaRule::Delta;
-        let packed = if delta { self.packed_mixed(r, shape, block, width) } else { None };
+        // Each head has a norm here; a state space's output has one over all heads, in its projection.
+        let normed = heads.rule == DeltaRule::Delta;
+        let packed = if normed { self.packed_mixed(r, shape, block, width) } else { None };
         let (y, y_stride) = match packed {
             Some(packed) => (packed.range, packed.stride(rows)),
             None => (step.mixed.range, step.mixed.stride),
@@ -62,7 +62,7 @@ impl Decoder<'_> {
             self.vector(r, &name).unwrap_or_else(|| panic!("the checkpoint was opened with \"{name}\""))
         };
         let [conv, a_log, dt_bias] = ["conv", "a_log", "dt_bias"].map(&mut vector);
-        let norm = vector(if delta { "delta_norm" } else { "skip" });
+        let norm = vector(if normed { "delta_norm" } else { "skip" });
         let state = r.buffer(&format!("{cells}.state"), heads.state_bytes(self.cells));
         let window = r.buffer(&format!("{cells}.window"), heads.window_bytes(self.cells));
         let (x, stride, epsilon) = (step.projected.range, step.projected.stride, c.rms_eps);

@@ -73,8 +73,8 @@ layout(push_constant) uniform Args {
     Solved solved;
     Floats4Out values;
     FloatsOut gates;
-    FloatsIn skip;    // [value heads]; read if PLAIN
     uint stride;
+    FloatsIn skip;    // [value heads]; read if PLAIN
 };
 
 const uint KEY_QUADS = KEY_DIM / 4u;

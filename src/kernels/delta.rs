@@ -496,8 +496,8 @@ pub fn delta_prompts(
         solved,
         values,
         gates,
-        skip: o.norm,
         stride: o.stride,
+        skip: o.norm,
     };
     let of_scan = DeltaScanArgs {
         x: o.x,
@@ -655,42 +655,14 @@ fn blocks_with_turned(of: DeltaBlocksArgs, turned: Range) -> DeltaBlocksMatrixAr
     }
 }
 
-/// The arguments and constants of `delta_blocks` that a call of `delta_blocks_matrix` stands for.
-fn blocks_without_loads(call: &Call) -> (DeltaBlocksArgs, DeltaBlocksConstants) {
-    let DeltaBlocksMatrixArgs {
-        x,
-        chunk,
-        cells,
-        conv,
-        a_log,
-        dt_bias,
-        window,
-        mixed,
-        solved,
-        values,
-        gates,
-        stride,
-        ..
-    } = DeltaBlocksMatrixArgs::from_args(&call.args);
-    let DeltaBlocksMatrixConstants { key_heads, value_heads, key_dim, value_dim, tiled, .. } =
-        DeltaBlocksMatrixConstants::from_values(&call.constants);
-    let args = DeltaBlocksArgs {
-        x,
-        chunk,
-        cells,
-        conv,
-        a_log,
-        dt_bias,
-        window,
-        mixed,
-        solved,
-        values,
-        gates,
-        skip: conv.none(),
-        stride,
-    };
-    let constants = DeltaBlocksConstants { key_heads, value_heads, key_dim, value_dim, tiled, plain: 0, conv_bias: 0 };
-    (args, constants)
+/// The constants of `delta_blocks` that a call of any variant stands for.
+fn block_constants(call: &Call) -> DeltaBlocksConstants {
+    if call.kernel != "delta_blocks_matrix" {
+        return DeltaBlocksConstants::from_values(&call.constants);
+    }
+    let of = DeltaBlocksMatrixConstants::from_values(&call.constants);
+    let DeltaBlocksMatrixConstants { key_heads, value_heads, key_dim, value_dim, tiled, .. } = of;
+    DeltaBlocksConstants { key_heads, value_heads, key_dim, value_dim, tiled, plain: 0, conv_bias: 0 }
 }
 
 /// The arguments of `delta_scan_matrix`, of which the first are those of `delta_scan`.
@@ -946,13 +918,10 @@ fn mixed_at(call: &Call, heads: DeltaHeads, block: u32, h: u32) -> u32 {
     }
 }
 
-/// Writes what the variant without cooperative matrices writes, but for [`mixed_at`]; computed in f64. The first constants and arguments of all
-/// variants are the same.
+/// Writes what the variant without cooperative matrices writes, but for [`mixed_at`]; computed in f64. The first arguments of
+/// all variants are the same; `skip`, behind them, is read of state spaces only.
 pub(super) fn reference_delta_blocks(call: &Call, memory: &mut HostMemory) {
-    let (a, c) = match call.kernel {
-        "delta_blocks_matrix" => blocks_without_loads(call),
-        _ => (DeltaBlocksArgs::from_args(&call.args), DeltaBlocksConstants::from_values(&call.constants)),
-    };
+    let (a, c) = (DeltaBlocksArgs::from_args(&call.args), block_constants(call));
     let rule = DeltaRule::of(c.plain, c.conv_bias);
     let heads = DeltaHeads::of([c.key_heads, c.value_heads, c.key_dim, c.value_dim, c.tiled], rule);
     let channels = heads.channels();

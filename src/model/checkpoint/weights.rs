@@ -150,6 +150,11 @@ impl Origin {
         Origin { tensor, shape, slices, transposed: None }
     }
 
+    /// The taps of a convolution for each of its channels; `slices` are of the channels' taps, one after the other.
+    fn taps(tensor: String, [channels, taps]: [u32; 2], slices: Vec<Slice>) -> Origin {
+        Origin { tensor, shape: [channels, 1, taps].map(u64::from).to_vec(), slices, transposed: None }
+    }
+
     /// The matrices of all experts in one tensor; `slices` are of their stacked rows.
     fn fused(tensor: String, [count, rows, cols]: [u32; 3], transposed: bool, slices: Vec<Slice>) -> Origin {
         let shape = if transposed { [count, cols, rows] } else { [count, rows, cols] };
@@ -479,16 +484,11 @@ impl<'a> Specs<'a> {
         let projection = Origin::cut(tensor("in_proj.weight"), delta.projected_rows(), Some(c.hidden), rows);
         self.push(&name("in_proj"), Some(c.hidden), vec![projection], 0.0);
         let taps = delta.conv_kernel;
-        let mut conv = vec![Origin {
-            tensor: tensor("conv1d.weight"),
-            shape: [channels, 1, taps].map(u64::from).to_vec(),
-            slices: slices(0, taps),
-            transposed: None,
-        }];
+        let mut conv = vec![Origin::taps(tensor("conv1d.weight"), [channels, taps], slices(0, taps))];
         if space.conv_bias {
             let behind = |slice: Slice| Slice { first_row: slice.first_row + channels * taps, ..slice };
-            let slices = slices(0, 1).into_iter().map(behind).collect();
-            conv.push(Origin::cut(tensor("conv1d.bias"), channels, None, slices));
+            let biases = slices(0, 1).into_iter().map(behind).collect();
+            conv.push(Origin::cut(tensor("conv1d.bias"), channels, None, biases));
         }
         self.push(&name("conv"), None, conv, 0.0);
         for (to, from) in [("a_log", "A_log"), ("dt_bias", "dt_bias"), ("skip", "D")] {
@@ -513,12 +513,8 @@ impl<'a> Specs<'a> {
             if grouped { grouped_projections(&tensor, delta, c.hidden) } else { projections(&tensor, delta, c.hidden) };
         self.push(&name("in_proj"), Some(c.hidden), origins, 0.0);
         let (channels, taps) = (delta.channels(), delta.conv_kernel);
-        let conv = Origin {
-            tensor: tensor("conv1d.weight"),
-            shape: [channels, 1, taps].map(u64::from).to_vec(),
-            slices: vec![Slice { from: 0, rows: channels * taps, first_row: 0, row_step: 1 }],
-            transposed: None,
-        };
+        let all = vec![Slice { from: 0, rows: channels * taps, first_row: 0, row_step: 1 }];
+        let conv = Origin::taps(tensor("conv1d.weight"), [channels, taps], all);
         self.push(&name("conv"), None, vec![conv], 0.0);
         self.stacked(&name("a_log"), &[(&tensor("A_log"), delta.value_heads)], None);
         self.stacked(&name("dt_bias"), &[(&tensor("dt_bias"), delta.value_heads)], None);
@@ -534,12 +530,8 @@ impl<'a> Specs<'a> {
         let ShortConv { channels, taps, bias } = conv;
         self.block_norm(&name("attn_norm"), from, c.norms.mixer);
         self.stacked(&name("conv_in"), &[(&tensor("in_proj.weight"), conv.projected_rows())], Some(c.hidden));
-        let origin = Origin {
-            tensor: tensor("conv.weight"),
-            shape: [channels, 1, taps].map(u64::from).to_vec(),
-            slices: vec![Slice { from: 0, rows: channels * taps, first_row: 0, row_step: 1 }],
-            transposed: None,
-        };
+        let all = vec![Slice { from: 0, rows: channels * taps, first_row: 0, row_step: 1 }];
+        let origin = Origin::taps(tensor("conv.weight"), [channels, taps], all);
         self.push(&name("conv"), None, vec![origin], 0.0);
         self.stacked(&name("o"), &[(&tensor("out_proj.weight"), c.hidden)], Some(channels));
         if bias {

@@ -1,4 +1,4 @@
-//! Gated-delta-rule layers (linear attention): their recurrent state and convolution window, and the stages of a step.
+//! Gated-delta-rule layers (linear attention) and state spaces (Mamba-2): their recurrent state and convolution window, and the stages of a step.
 //!
 //! Not here: the layers' MLPs (`mlp`).
 

@@ -205,8 +205,10 @@ impl Decoder<'_> {
 
     /// Whether a weight is the output projection of a state space, whose input has a norm.
     fn follows_row_norm(&self, name: &str) -> bool {
-        let layer = || name.strip_prefix("layers.")?.strip_suffix(".o")?.parse::<usize>().ok();
-        let kind = || self.config.layer_kinds.get(layer()?).copied();
+        let kind = || {
+            let layer: usize = name.strip_prefix("layers.")?.strip_suffix(".o")?.parse().ok()?;
+            self.config.layer_kinds.get(layer).copied()
+        };
         self.config.delta.is_some_and(|net| net.space.is_some()) && kind() == Some(LayerKind::GatedDelta)
     }
 

@@ -20,13 +20,14 @@
 // workgroups serve all G · PARTS query heads of the KV head, each with the same keys and values. A
 // group of 32 lanes processes one page of 16 tokens at a time and keeps its own maximum, sum and output; the groups are
 // combined at the end. Scores are the product of Q (16 rows: the two f16 parts of head g are rows g and g + 8) and a
-// page of keys, 16 × 32 dimensions in two loads per lane. A lane's sums are then its part of P, whose two f16 parts
-// again are rows g and g + 8. The first page is loaded before the workgroup polls for q. The new token is not read from
-// a page: split 0 adds it when the groups are combined.
+// page of keys, 16 × 32 dimensions in two loads per lane. A lane's sums are then its part of Pᵀ, column g of a block of up to 8
+// heads: the output is computed transposed, Vᵀ · Pᵀ, once for each of the two f16 parts of P, so that its blocks have as many
+// columns as heads. The first page is loaded before the workgroup polls for q. The new token is not read from a page: split 0
+// adds it when the groups are combined.
 // If there are several splits, they write {m, l, o} to `partials`. With WAITS 1 (tagged words only), workgroups that were
 // launched later poll for these results and combine them: with COMBINERS 0 the split with the highest number, otherwise
 // COMBINERS further workgroups, each of which combines a part of the output. With WAITS 0 the last split to arrive
-// combines them. All give the same bits.
+// combines them. With either value of WAITS the output has the same bits.
 // With 8-bit codes, a page's codes are multiplied as f16 integers: the scale of a key multiplies its score, and that of a
 // value its weight. Weights are kept relative to the largest scale so far, so that their f16 parts lose no bits to small
 // scales. q and the new key are multiplied by the Hadamard matrix of `kv.glsl`.
@@ -104,6 +105,7 @@ const uint HALF = ROT / 2u;
 const uint BLOCKS = D / 16u;
 const uint ROW = D / 8u + 1u;                     // 16-byte words per staged token; spreads over the banks
 const uint STAGED = 16u * ROW;                    // words per group; also as large as its output, with G at most 8
+const uint OUTPUT_ROW = QUADS + 1u;               // 16-byte words per head of a group's output; spreads over the banks
 const uint RAW = (G + 2u + GATED * G) * QUADS;
 const uint RAW_LOADS = (RAW + LANES - 1u) / LANES;
 const uint TURNED = (G + 1u) * QUADS;             // quads of q and k
@@ -116,16 +118,10 @@ const uint JOINED = LOW_BIT < 32u ? LOW_BIT : 32u;
 const uint JOINED = 1u;
 #endif
 const uint ITEMS = G * QUADS;
-// The number of groups of ITEMS invocations that divide the splits among themselves in the combination.
-#if MATRIX == 1
-const uint TEAMS = LANES / ITEMS > 1u ? LANES / ITEMS : 1u;
-#else
-const uint TEAMS = 1u;
-#endif
 // Invocations per part of the output of a combining workgroup, and the number of partial sums over the splits.
 const uint SHARE = COMBINERS > 0u ? ITEMS / COMBINERS : LANES;
-const uint SUMS = COMBINERS > 0u ? LANES / SHARE : TEAMS;
-const uint TURNS = TEAMS > 1u ? 1u : (ITEMS + LANES - 1u) / LANES;
+const uint SUMS = LANES / SHARE;
+const uint TURNS = (ITEMS + LANES - 1u) / LANES;
 const uint AHEAD = 8u;                            // splits whose words are in flight in the combination
 const uint PART = G * (QUADS + 1u);               // 16-byte words that a split writes
 const uint MOST_SPLITS = 32u;
@@ -145,16 +141,18 @@ shared uvec2 new_v_s[QUADS];
 #endif
 shared uvec4 stage_s[GROUPS * STAGED];            // values of a page, then outputs
 shared vec2 state_s[GROUPS * G];                  // m, l
-shared float most_s[G * MOST_SPLITS];             // maximum of each split
-shared float sum_s[G * MOST_SPLITS];
-shared float weight_s[G * MOST_SPLITS];
-shared vec4 own_s[ITEMS];                         // the workgroup's own part
+shared float correction_s[GROUPS * 8u];           // the factors of the outputs so far, of each head
+#if MATRIX == 1
+shared float most_s[MOST_SPLITS];                 // of each split, in a combining workgroup: m, l and exp(m - the largest m)
+shared float sum_s[MOST_SPLITS];
+shared float weight_s[MOST_SPLITS];
+#endif
 shared float new_score_s[G * QUADS / JOINED];
 shared uint last_s;
 
 #if MATRIX == 1
-// Loads values of 16 tokens and of the block's 16 dimensions, in the element order of the matrix units.
-#define SET_VALUES(m, block) coopMatLoad(m, stage_s, LANE_GROUP * STAGED + (block) * 2u, ROW, gl_CooperativeMatrixLayoutRowMajor);
+// Loads Vᵀ of 16 tokens and of the block's 16 dimensions, in the element order of the matrix units.
+#define SET_VALUES(m, block) coopMatLoad(m, stage_s, LANE_GROUP * STAGED + (block) * 2u, ROW, gl_CooperativeMatrixLayoutColumnMajor);
 #else
 uint half_at(uint token, uint dim) {
     uvec4 word = stage_s[LANE_GROUP * STAGED + token * ROW + dim / 8u];
@@ -163,6 +161,15 @@ uint half_at(uint token, uint dim) {
 uint pair_at(uint token, uint dim) { return half_at(token, dim) | (half_at(token + 1u, dim) << 16); }
 #define SET_VALUES(m, block) { uint t_ = (LANE & 3u) * 2u, d_ = (block) * 16u + (LANE >> 2); \
     m = uvec4(pair_at(t_, d_), pair_at(t_ + 8u, d_), pair_at(t_, d_ + 8u), pair_at(t_ + 8u, d_ + 8u)); }
+#endif
+// Stores value `x` of a head's output in a group's part of shared memory.
+#if MATRIX == 1
+#define PUT_OUTPUT(head_, dim_, value_) stage_s[LANE_GROUP * STAGED + (head_) * OUTPUT_ROW + (dim_) / 4u][(dim_) % 4u] = floatBitsToUint(value_);
+#else
+// The components are constants: some drivers implement a store to a dynamically indexed component as a store of the whole vector.
+#define PUT_OUTPUT(head_, dim_, value_) { uint at_ = LANE_GROUP * STAGED + (head_) * OUTPUT_ROW + (dim_) / 4u, part_ = (dim_) % 4u, word_ = floatBitsToUint(value_); \
+    if (part_ == 0u) stage_s[at_].x = word_; else if (part_ == 1u) stage_s[at_].y = word_; \
+    else if (part_ == 2u) stage_s[at_].z = word_; else stage_s[at_].w = word_; }
 #endif
 
 #if KV == 2
@@ -285,7 +292,7 @@ void combine(uint row, uint head_group, uint combiner, uint live, uint parts, ui
     [[unroll]] for (uint n = 1u; n < SUMS; n++) result += uintBitsToFloat(stage_s[n * SHARE + i0]);
     float l = 0.0;
     for (uint s = 0u; s < live; s++) l += weight_s[s] * sum_s[s];
-    write_output(row, head_group, item, result / l);
+    write_output(row, head_group, item, result * (1.0 / l));
 }
 #endif
 
@@ -362,6 +369,30 @@ void main() {
 #define LOAD_VALUES(page_) { uint base_ = ((page_) * KV_HEADS + kvh) * 2u * D + LANE;               \
     [[unroll]] for (uint c = 0u; c < BLOCKS; c++) value[c] = v.v[base_ + c * 32u]; }
 #endif
+    // Stores a page's values to shared memory. Codes of tokens that are not written yet are finite, and their weight is zero; f16
+    // of tokens that are not written yet, or are before the window, may be anything, also NaN, and are replaced by zeros.
+#if KV == 2
+#define STAGE_VALUES(index_) { \
+    [[unroll]] for (uint c = 0u; c < LOADS; c++) { \
+        uint word_ = c * 32u + LANE, at_ = LANE_GROUP * STAGED + word_ / (D / 8u) * ROW + word_ % (D / 8u); \
+        uvec4 both_ = value[c]; \
+        stage_s[at_] = uvec4(halves_of(both_.x), halves_of(both_.y)); \
+        stage_s[at_ + 8u * ROW] = uvec4(halves_of(both_.z), halves_of(both_.w)); \
+    } }
+#else
+#define STAGE_VALUES(index_) { \
+    uint from_ = (index_) * 16u; \
+    if (from_ + 16u > position || WINDOW > 0u && from_ < low) { \
+        [[unroll]] for (uint c = 0u; c < BLOCKS; c++) { \
+            uint token_ = from_ + (c * 32u + LANE) / (D / 8u); \
+            if (token_ >= position || WINDOW > 0u && token_ < low) value[c] = uvec4(0u); \
+        } \
+    } \
+    [[unroll]] for (uint c = 0u; c < BLOCKS; c++) { \
+        uint word_ = c * 32u + LANE; \
+        stage_s[LANE_GROUP * STAGED + word_ / (D / 8u) * ROW + word_ % (D / 8u)] = value[c]; \
+    } }
+#endif
     uint last_page = max(full, 1u) - 1u;
     uint page = pages.v[table + min(own_page, last_page)];
     LOAD_KEYS(page)
@@ -403,11 +434,14 @@ void main() {
         }
     }
 
+    uvec4 raw_words[RAW_LOADS];
+    [[unroll]] for (uint n = 0u; n < RAW_LOADS; n++) raw_words[n] = qkv.v[head_quad(row, head_group, min(ITEM(n, RAW), RAW - 1u))];
+    STAGE_VALUES(own_page)
     [[unroll]] for (uint n = 0u; n < RAW_LOADS; n++) {
         uint item = ITEM(n, RAW);
         if (item < RAW) {
             uint at = head_quad(row, head_group, item);
-            uvec4 words = qkv.v[at];
+            uvec4 words = raw_words[n];
             if (TAGGED != 0u) while (poll_again(stale(words, qkv_tag) != 0u, polls, fault, qkv_tag)) words = qkv.v[at];
             vec4 x = uintBitsToFloat(words);
             IF_OWN(n, RAW) raw_s[item] = x;
@@ -520,8 +554,9 @@ void main() {
 #endif
 
     float most = LOWEST, sum = 0.0;
-    Sums outputs[BLOCKS];
-    [[unroll]] for (uint j = 0u; j < BLOCKS; j++) outputs[j] = NO_SUMS;
+    // The transposed output: dimensions g and g + 8 of each block, of heads 2t and 2t + 1.
+    FewSums outputs[BLOCKS];
+    [[unroll]] for (uint j = 0u; j < BLOCKS; j++) outputs[j] = NO_FEW_SUMS;
     uint head = min(g, G - 1u);
     if (split == 0u) {
         uint in_page = position % 16u;
@@ -564,8 +599,9 @@ void main() {
 #if KV == 2
     float unit = LEAST_VALUE; // the largest scale of values so far: outputs are sums in this unit
 #endif
-    for (uint round = 0u; round < rounds; round++) {
-        uint index = own_page + round * step_pages, next = pages.v[table + min(index + step_pages, last_page)];
+    uint index = own_page, round = 0u;
+    [[dont_unroll]] do {
+        uint next = pages.v[table + min(index + step_pages, last_page)];
         Sums scores = NO_SUMS;
         UNROLL_PRODUCTS for (uint c = 0u; c < BLOCKS / 2u; c++) {
             UNROLL_PRODUCTS for (uint h = 0u; h < 2u; h++) {
@@ -612,68 +648,57 @@ void main() {
         unit = largest;
         p *= scales * (1.0 / largest);
 #endif
-        if (round > 0u) {
-            [[unroll]] for (uint j = 0u; j < BLOCKS; j++) SCALE_SUMS(outputs[j], correction, correction)
-        }
+        if (t == 0u) correction_s[LANE_GROUP * 8u + g] = correction;
         uvec2 p_most, p_rest;
         split_pair(p.x, p.y, max_pages >> 31, p_most.x, p_rest.x);
         split_pair(p.z, p.w, max_pages >> 31, p_most.y, p_rest.y);
 
-#if KV == 2
-        // Codes of tokens that are not written yet are finite, and their weight is zero.
-        [[unroll]] for (uint c = 0u; c < LOADS; c++) {
-            uint word = c * 32u + LANE, token = word / (D / 8u), eighth = word % (D / 8u);
-            uvec4 both = value[c];
-            stage_s[LANE_GROUP * STAGED + token * ROW + eighth] = uvec4(halves_of(both.x), halves_of(both.y));
-            stage_s[LANE_GROUP * STAGED + (token + 8u) * ROW + eighth] = uvec4(halves_of(both.z), halves_of(both.w));
-        }
-#else
-        [[unroll]] for (uint c = 0u; c < BLOCKS; c++) {
-            uint eighth = c * 32u + LANE, token = eighth / (D / 8u);
-            // Tokens that are not written yet, or are before the window, may hold anything, also NaN, so they are
-            // replaced by zeros.
-            bool there_ = index * 16u + token < position && (WINDOW == 0u || index * 16u + token >= low);
-            stage_s[LANE_GROUP * STAGED + token * ROW + eighth % (D / 8u)] = there_ ? value[c] : uvec4(0u);
-        }
-#endif
-        if (round + 1u < rounds) LOAD_VALUES(next)
         LANES_BARRIER
-        Tokens a;
-        SET_TOKENS(a, p_most, p_rest)
+        float first_head = correction_s[LANE_GROUP * 8u + 2u * t], second_head = correction_s[LANE_GROUP * 8u + 2u * t + 1u];
+        [[unroll]] for (uint j = 0u; j < BLOCKS; j++) SCALE_FEW_SUMS(outputs[j], first_head, second_head)
+        FewTokens a_most, a_rest;
+        SET_FEW_TOKENS(a_most, p_most)
+        SET_FEW_TOKENS(a_rest, p_rest)
         UNROLL_PRODUCTS for (uint j = 0u; j < BLOCKS; j++) {
-            Weights m;
+            RowWeights m;
             SET_VALUES(m, j)
-            MULTIPLY_ADD(outputs[j], a, m)
+            MULTIPLY_ADD_FEW_PARTS(outputs[j], a_most, a_rest, m)
         }
         LANES_BARRIER
-    }
+        round++;
+        index += step_pages;
+        if (round < rounds) {
+            LOAD_VALUES(next)
+            STAGE_VALUES(index)
+        }
+    } while (round < rounds);
     sum += subgroupShuffleXor(sum, 1u);
     sum += subgroupShuffleXor(sum, 2u);
 
-    // The groups' outputs side by side: lane (g, t) has dimensions 2t, 2t + 1, 2t + 8 and 2t + 9 of each block.
-    if (g < G) {
-        [[unroll]] for (uint j = 0u; j < BLOCKS; j++) {
-            vec4 part = SUMS_LOW(outputs[j]) + SUMS_HIGH(outputs[j]);
+    // The groups' outputs side by side.
+    [[unroll]] for (uint j = 0u; j < BLOCKS; j++) {
+        vec4 part = FEW_SUMS(outputs[j]);
 #if KV == 2
-            part *= unit;
+        part *= unit;
 #endif
-            uint at = LANE_GROUP * STAGED + g * QUADS + j * 4u + t / 2u;
-            // The components are constants: some drivers implement a store to a dynamically indexed component as a
-            // store of the whole vector.
-            if (t % 2u == 0u) {
-                stage_s[at].xy = floatBitsToUint(part.xy);
-                stage_s[at + 2u].xy = floatBitsToUint(part.zw);
-            } else {
-                stage_s[at].zw = floatBitsToUint(part.xy);
-                stage_s[at + 2u].zw = floatBitsToUint(part.zw);
-            }
+        if (2u * t < G) {
+            PUT_OUTPUT(2u * t, j * 16u + g, part.x)
+            PUT_OUTPUT(2u * t, j * 16u + g + 8u, part.z)
         }
-        if (t == 0u) state_s[LANE_GROUP * G + g] = vec2(most, sum);
+        if (2u * t + 1u < G) {
+            PUT_OUTPUT(2u * t + 1u, j * 16u + g, part.y)
+            PUT_OUTPUT(2u * t + 1u, j * 16u + g + 8u, part.w)
+        }
     }
+    if (g < G && t == 0u) state_s[LANE_GROUP * G + g] = vec2(most, sum);
     barrier();
     uint part = parts + split * each;
-    EACH(i, G * QUADS) {
-        uint h = i / QUADS;
+    // The workgroup's results: the heads' outputs, the largest scores and the sums of weights.
+    vec4 results[TURNS];
+    vec2 states[TURNS];
+    [[unroll]] for (uint turn = 0u; turn < TURNS; turn++) {
+        uint i = ITEM(turn, ITEMS), h = i / QUADS;
+        if (i >= ITEMS) continue;
         float own = LOWEST;
         if (split == 0u) {
             own = 0.0;
@@ -694,118 +719,100 @@ void main() {
             vec2 state = state_s[n * G + h];
             float share = state.y > 0.0 ? exp(state.x - top) : 0.0;
             l += share * state.y;
-            result += share * uintBitsToFloat(stage_s[n * STAGED + i]);
+            result += share * uintBitsToFloat(stage_s[n * STAGED + h * OUTPUT_ROW + i % QUADS]);
         }
-        if (live == 1u) {
-            IF_OWN(turn_, G * QUADS) write_output(row, head_group, i, result / l);
-            continue;
-        }
-        vec4 state = vec4(top, l, 0.0, 0.0);
-        uvec4 words = TAGGED != 0u ? tagged(result, o_tag) : floatBitsToUint(result);
-        uvec4 state_words = TAGGED != 0u ? tagged(state, o_tag) : floatBitsToUint(state);
-#if MATRIX == 0
-        if (!IS_ITEM(turn_, G * QUADS)) continue;
-#endif
-        // The combining workgroup reads its own part from here, rounded in the same way as the others' parts.
-        own_s[i] = uintBitsToFloat(words);
-        if (i % QUADS == 0u) {
-            most_s[h * MOST_SPLITS + split] = uintBitsToFloat(state_words.x);
-            sum_s[h * MOST_SPLITS + split] = uintBitsToFloat(state_words.y);
-        }
-        if (WAITS == 0u || COMBINERS > 0u || split + 1u < live) {
-            partials.v[part + G + i] = words;
-            if (i % QUADS == 0u) partials.v[part + h] = state_words;
-        }
+        results[turn] = result;
+        states[turn] = vec2(top, l);
     }
-    if (live == 1u) return;
-
-    if (WAITS == 1u) {
-        // Every workgroup that the last one polls for was launched before it. A workgroup must never poll for a later
-        // one: a device that preempts a context launches no new workgroups and lets the running ones finish.
-        if (COMBINERS > 0u || split + 1u < live) return;
-    } else {
-        // Release the partial results and count; the last workgroup to arrive acquires all of them.
-        memoryBarrierBuffer();
-        barrier();
-        if (i0 == 0u) last_s = atomicAdd(counters.v[slot], 1u) + 1u;
-        barrier();
-        if (last_s != live) return;
-        memoryBarrierBuffer();
-        if (i0 == 0u) {
-            counters.v[slot] = 0u;
-            // The reset must be visible before the output: where the output is tagged, it alone orders the next use of
-            // the counter.
+    if (live > 1u) {
+        uvec4 own_words[TURNS], own_states[TURNS];
+        [[unroll]] for (uint turn = 0u; turn < TURNS; turn++) {
+            uint i = ITEM(turn, ITEMS), at = part + i / QUADS;
+            if (i >= ITEMS) continue;
+            vec4 state = vec4(states[turn], 0.0, 0.0);
+            own_words[turn] = TAGGED != 0u ? tagged(results[turn], o_tag) : floatBitsToUint(results[turn]);
+            own_states[turn] = TAGGED != 0u ? tagged(state, o_tag) : floatBitsToUint(state);
+            if (WAITS == 0u || COMBINERS > 0u || split + 1u < live) {
+                IF_OWN(turn, ITEMS) partials.v[part + G + i] = own_words[turn];
+                IF_OWN(turn, ITEMS) if (i % QUADS == 0u) partials.v[at] = own_states[turn];
+            }
+        }
+        if (WAITS == 1u) {
+            // Every workgroup that the last one polls for was launched before it. A workgroup must never poll for a later
+            // one: a device that preempts a context launches no new workgroups and lets the running ones finish.
+            if (COMBINERS > 0u || split + 1u < live) return;
+        } else {
+            // Release the partial results and count; the last workgroup to arrive acquires all of them.
             memoryBarrierBuffer();
-        }
-    }
-
-    // The first item's words are loaded before the workgroup polls for the maxima.
-    uint team = TEAMS > 1u ? i0 / ITEMS : 0u;
-    bool works = team < TEAMS;
-    uvec4 words[AHEAD];
-#define LOAD_PARTS(item, first) [[unroll]] for (uint n = 0u; n < AHEAD; n++) \
-        words[n] = partials.v[parts + min((first) + n * SUMS, live - 1u) * each + G + (item)];
-    uint item = TEAMS > 1u ? i0 % ITEMS : ITEM(0u, ITEMS);
-    item = min(item, ITEMS - 1u);
-    LOAD_PARTS(item, team)
-    EACH(n, live * G) {
-        uint s = n / G, h = n % G;
-        if (s != split) {
-            uint at = parts + s * each + h;
-            uvec4 state = partials.v[at];
-            if (WAITS == 1u) while (poll_again(stale(state, o_tag) != 0u, polls, fault, o_tag)) state = partials.v[at];
-            IF_OWN(turn_, live * G) {
-                most_s[h * MOST_SPLITS + s] = uintBitsToFloat(state.x);
-                sum_s[h * MOST_SPLITS + s] = uintBitsToFloat(state.y);
-            }
-        }
-    }
-    barrier();
-    // The weight of each split relative to the common maximum.
-    EACH(n, live * G) {
-        uint s = n / G, h = n % G;
-        float top = LOWEST;
-        for (uint other = 0u; other < live; other++) top = max(top, most_s[h * MOST_SPLITS + other]);
-        IF_OWN(turn_, live * G) weight_s[h * MOST_SPLITS + s] = exp(most_s[h * MOST_SPLITS + s] - top);
-    }
-    barrier();
-    for (uint turn = 0u; turn < TURNS; turn++) {
-        if (turn > 0u) {
-            item = min(ITEM(turn, ITEMS), ITEMS - 1u);
-            LOAD_PARTS(item, team)
-        }
-        uint h = item / QUADS;
-        vec4 result = vec4(0.0);
-        // As many partial sums as combining workgroups add, in the same order: all of them here, or one for each team.
-        for (uint sum = team; sum < (TEAMS > 1u ? team + 1u : SUMS); sum++) {
-            vec4 partial = vec4(0.0);
-            for (uint s = sum; s < live; s += AHEAD * SUMS) {
-                if (s != team) LOAD_PARTS(item, s)
-                if (WAITS == 1u) {
-                    bool waiting = works;
-                    while (waiting) {
-                        uint bad = 0u;
-                        [[unroll]] for (uint n = 0u; n < AHEAD; n++)
-                            bad |= min(s + n * SUMS, live - 1u) != split ? stale(words[n], o_tag) : 0u;
-                        waiting = poll_again(bad != 0u, polls, fault, o_tag);
-                        if (waiting) LOAD_PARTS(item, s)
-                    }
-                }
-                [[unroll]] for (uint n = 0u; n < AHEAD; n++) {
-                    uint other = s + n * SUMS;
-                    if (other < live)
-                        partial += weight_s[h * MOST_SPLITS + other] * (other == split ? own_s[item] : uintBitsToFloat(words[n]));
-                }
-            }
-            result = sum == team ? partial : result + partial;
-        }
-        if (TEAMS > 1u) {
-            if (works) stage_s[i0] = floatBitsToUint(result);
             barrier();
-            [[unroll]] for (uint n = 1u; n < TEAMS; n++) if (team == 0u) result += uintBitsToFloat(stage_s[n * ITEMS + item]);
+            if (i0 == 0u) last_s = atomicAdd(counters.v[slot], 1u) + 1u;
+            barrier();
+            if (last_s != live) return;
+            memoryBarrierBuffer();
+            if (i0 == 0u) {
+                counters.v[slot] = 0u;
+                // The reset must be visible before the output: where the output is tagged, it alone orders the next use of
+                // the counter.
+                memoryBarrierBuffer();
+            }
         }
-        float l = 0.0;
-        for (uint s = 0u; s < live; s++) l += weight_s[h * MOST_SPLITS + s] * sum_s[h * MOST_SPLITS + s];
-        if (IS_ITEM(turn, ITEMS)) write_output(row, head_group, item, result / l);
+        // Combine the splits' results in order, AHEAD at a time. Each invocation computes the weights of its head's splits.
+        [[unroll]] for (uint turn = 0u; turn < TURNS; turn++) {
+            uint i = ITEM(turn, ITEMS), h = i / QUADS;
+            if (i >= ITEMS) continue;
+            float top = LOWEST, l = 0.0;
+            vec4 result = vec4(0.0);
+            if (COMBINERS > 0u) {
+                // In the order of `combine`.
+                for (uint s = 0u; s < live; s++) top = max(top, uintBitsToFloat(partials.v[parts + s * each + h].x));
+                for (uint sum_of = 0u; sum_of < SUMS; sum_of++) {
+                    vec4 partial = vec4(0.0);
+                    for (uint s = sum_of; s < live; s += SUMS)
+                        partial += exp(uintBitsToFloat(partials.v[parts + s * each + h].x) - top) * uintBitsToFloat(partials.v[parts + s * each + G + i]);
+                    result = sum_of == 0u ? partial : result + partial;
+                }
+                for (uint s = 0u; s < live; s++) {
+                    uvec2 state = partials.v[parts + s * each + h].xy;
+                    l += exp(uintBitsToFloat(state.x) - top) * uintBitsToFloat(state.y);
+                }
+            } else [[dont_unroll]] for (uint first = 0u; first < live; first += AHEAD) {
+                uvec4 words[AHEAD];
+                uvec2 split_states[AHEAD];
+                uint bad;
+                do {
+                    bad = 0u;
+                    [[unroll]] for (uint n = 0u; n < AHEAD; n++) {
+                        uint at = parts + min(first + n, live - 1u - WAITS) * each;
+                        words[n] = partials.v[at + G + i];
+                        split_states[n] = partials.v[at + h].xy;
+                    }
+                    if (WAITS == 1u) [[unroll]] for (uint n = 0u; n < AHEAD; n++)
+                        bad |= stale(words[n], o_tag) | stale(split_states[n].xyxy, o_tag);
+                } while (poll_again(bad != 0u, polls, fault, o_tag));
+                // With WAITS 1 the last split is this one, whose results are rounded as those of the others are.
+                if (WAITS == 1u) [[unroll]] for (uint n = 0u; n < AHEAD; n++) if (first + n + 1u == live) {
+                    words[n] = own_words[turn];
+                    split_states[n] = own_states[turn].xy;
+                }
+                float most_of = top;
+                [[unroll]] for (uint n = 0u; n < AHEAD; n++)
+                    if (first + n < live) most_of = max(most_of, uintBitsToFloat(split_states[n].x));
+                float scale = exp(top - most_of);
+                l *= scale;
+                result *= scale;
+                [[unroll]] for (uint n = 0u; n < AHEAD; n++) if (first + n < live) {
+                    float weight = exp(uintBitsToFloat(split_states[n].x) - most_of);
+                    l += weight * uintBitsToFloat(split_states[n].y);
+                    result += weight * uintBitsToFloat(words[n]);
+                }
+                top = most_of;
+            }
+            results[turn] = result;
+            states[turn].y = l;
+        }
+    }
+    [[unroll]] for (uint turn = 0u; turn < TURNS; turn++) {
+        uint i = ITEM(turn, ITEMS);
+        IF_OWN(turn, ITEMS) if (i < ITEMS) write_output(row, head_group, i, results[turn] * (1.0 / states[turn].y));
     }
 }

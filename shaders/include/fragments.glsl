@@ -54,6 +54,10 @@
 #define NO_FEW_SUMS FewSums(0.0)
 #define MULTIPLY_ADD_FEW(sums, tokens, weights) sums = coopMatMulAdd(weights, tokens, sums);
 #define FEW_SUMS(s) vec4(s[0], s[1], s[2], s[3])
+// Multiplies the sums of tokens 2t and 2t + 1.
+#define SCALE_FEW_SUMS(s, a, b) { s[0] *= a; s[1] *= b; s[2] *= a; s[3] *= b; }
+// Adds the products with tokens that are the sums of two parts.
+#define MULTIPLY_ADD_FEW_PARTS(sums, most, rest, weights) { MULTIPLY_ADD_FEW(sums, most, weights) MULTIPLY_ADD_FEW(sums, rest, weights) }
 // Before a loop around products.
 #define UNROLL_PRODUCTS [[unroll]]
 
@@ -110,21 +114,29 @@ void multiply_add(inout Sums sums, uvec4 tokens, uvec4 weights) {
 #define SET_FEW_TOKENS(m, words) m = (words);
 #define NO_FEW_SUMS vec4(0.0)
 #define FEW_SUMS(s) (s)
+#define SCALE_FEW_SUMS(s, a, b) s *= vec4(a, b, a, b);
 
-void multiply_add_few(inout vec4 sums, uvec2 tokens, uvec4 weights) {
+// `tokens` are the sums of the first and, with `parts` 2, the last two words.
+void multiply_add_few(inout vec4 sums, uvec4 tokens, uvec4 weights, const uint parts) {
     barrier();
-    exchange_tokens[gl_LocalInvocationIndex].xy = tokens;
+    exchange_tokens[gl_LocalInvocationIndex] = tokens;
     exchange_weights[gl_LocalInvocationIndex] = weights;
     barrier();
     uint group = LANE_GROUP * 32u, g = LANE >> 2, t = LANE & 3u;
     for (uint i = 0u; i < 4u; i++) {
         uvec4 w = exchange_weights[group + g * 4u + i];
-        vec4 first = four_of(exchange_tokens[group + 2u * t * 4u + i].xy), second = four_of(exchange_tokens[group + (2u * t + 1u) * 4u + i].xy);
+        uvec4 a = exchange_tokens[group + 2u * t * 4u + i], b = exchange_tokens[group + (2u * t + 1u) * 4u + i];
+        vec4 first = four_of(a.xy), second = four_of(b.xy);
+        if (parts == 2u) {
+            first += four_of(a.zw);
+            second += four_of(b.zw);
+        }
         vec4 low = four_of(w.xy), high = four_of(w.zw);
         sums += vec4(dot(first, low), dot(second, low), dot(first, high), dot(second, high));
     }
 }
-#define MULTIPLY_ADD_FEW(sums, tokens, weights) multiply_add_few(sums, tokens, weights);
+#define MULTIPLY_ADD_FEW(sums, tokens, weights) multiply_add_few(sums, uvec4(tokens, 0u, 0u), weights, 1u);
+#define MULTIPLY_ADD_FEW_PARTS(sums, most, rest, weights) multiply_add_few(sums, uvec4(most, rest), weights, 2u);
 #endif
 // A lane's first row of W in a block, for FewSums; and a store of its sums of one token, `of_rows`, to that token's sums of
 // the block's rows 4 (g / 2) and on. The components are constants: some drivers implement a store to a dynamically indexed

@@ -1246,6 +1246,40 @@ fn append_normalises_rotates_and_fills_pages() {
     check(&cases, &reference);
 }
 
+impl Context {
+    /// Adds the operands of the attention of all rows, with up to `splits` splits, and returns its arguments, but for the output,
+    /// whose rows are 8 floats apart. `fused`: whether the kernel prepares and appends the rows. `put` gives the words of qkv.
+    fn args(&self, cases: &mut Cases, fused: bool, splits: u32, put: impl Fn(f32) -> u32) -> AttentionArgs {
+        let (heads, count) = (self.heads, self.rows.len() as u32);
+        let (k, v) = self.cache(|position| if fused { position } else { position + 1 });
+        let q_norm = cases.floats("q_norm", &self.q_norm);
+        let k_norm = cases.floats("k_norm", &self.k_norm);
+        let rope = cases.floats("rope", &self.rope);
+        let rows = cases.words("rows", &self.row_words());
+        AttentionArgs {
+            qkv: cases.words("qkv", &self.qkv_words().into_iter().map(put).collect::<Vec<u32>>()),
+            rows,
+            q_norm: if fused { q_norm } else { q_norm.none() },
+            k_norm: if fused { k_norm } else { k_norm.none() },
+            rope: if fused { rope } else { rope.none() },
+            pages: cases.words("pages", &self.page_words()),
+            k: cases.words("k", &k),
+            v: cases.words("v", &v),
+            partials: cases.output("partials", heads.partial_floats(splits) as usize * count as usize, Expect::Any),
+            counters: cases.words("counters", &vec![0; (heads.q * count) as usize]),
+            o: rows.none(),
+            fault: cases.words("fault", &[0, 0]),
+            sinks: cases.floats("sinks", &(0..heads.q).map(sink_of).collect::<Vec<f32>>()),
+            stride: self.stride,
+            output_stride: heads.q * heads.dim + 8,
+            max_pages: self.max_pages,
+            epsilon: EPSILON,
+            qkv_tag: 0,
+            o_tag: 0,
+        }
+    }
+}
+
 /// Returns heads that `flash_decode` supports: groups that leave lanes idle, and head sizes that the lanes do not
 /// divide evenly.
 fn flash_heads(kv_format: KvFormat) -> Vec<Heads> {
@@ -1362,11 +1396,6 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch, KvFormat)>, tags
         let mut last = None;
         for splits in [1, 3, 16] {
             cases.case(format!("{heads:?}.splits={splits}.threads={threads}"));
-            let (k, v) = context.cache(|position| if fused { position } else { position + 1 });
-            let norms = |cases: &mut Cases, name, values| cases.floats(name, values);
-            let (q_norm, k_norm) =
-                (norms(&mut cases, "q_norm", &context.q_norm), norms(&mut cases, "k_norm", &context.k_norm));
-            let rope = cases.floats("rope", &context.rope);
             let limit = if fused { fused_limit(heads.kv_format) } else { SUMS };
             let near_words = |limit| if tags { Expect::Tagged(limit + 2e-5) } else { Expect::Floats(limit) };
             let packs = order.is_some();
@@ -1382,27 +1411,8 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch, KvFormat)>, tags
                 }
                 false => cases.output(name, (count * (width + 8)) as usize, near_words(limit)),
             });
-            let mut args = AttentionArgs {
-                qkv: cases.words("qkv", &context.qkv_words().into_iter().map(put).collect::<Vec<u32>>()),
-                rows: cases.words("rows", &context.row_words()),
-                q_norm: if fused { q_norm } else { q_norm.none() },
-                k_norm: if fused { k_norm } else { k_norm.none() },
-                rope: if fused { rope } else { rope.none() },
-                pages: cases.words("pages", &context.page_words()),
-                k: cases.words("k", &k),
-                v: cases.words("v", &v),
-                partials: cases.output("partials", heads.partial_floats(splits) as usize * count as usize, Expect::Any),
-                counters: cases.words("counters", &vec![0; (heads.q * count) as usize]),
-                o: outputs[0],
-                fault: cases.words("fault", &[0, 0]),
-                sinks: cases.floats("sinks", &(0..heads.q).map(sink_of).collect::<Vec<f32>>()),
-                stride: context.stride,
-                output_stride: order.map_or(width + 8, |order| order.stride(count, width)),
-                max_pages: context.max_pages,
-                epsilon: EPSILON,
-                qkv_tag: 0,
-                o_tag: 0,
-            };
+            let mut args = context.args(&mut cases, fused, splits, put);
+            args.output_stride = order.map_or(args.output_stride, |order| order.stride(count, width));
             cases.expect(args.k, stored(heads, SUMS));
             cases.expect(args.v, stored_values(heads));
             for (turn, o) in outputs.into_iter().enumerate() {
@@ -1534,6 +1544,59 @@ fn attention_of_a_decode_step_reads_and_writes_tagged_rows() {
 fn flash_decode_reads_and_writes_tagged_rows() {
     for matrices in ways() {
         attention_cases(true, Some((*matrices, Batch::Even, KvFormat::F16)), true);
+    }
+}
+
+/// Goal: a step without barriers has the same bits as the same step with barriers, where the last workgroup to arrive combines
+/// the splits instead of one that waits for the others: the test at start compares both. Method: up to 16 splits, more than are
+/// combined at a time, and heads whose output takes further workgroups to combine. CPU drivers, on which no workgroup waits in
+/// operation, run workgroups in order too. Combining workgroups need matrix units.
+#[test]
+fn flash_decode_has_the_same_bits_with_and_without_waiting() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::first());
+    let flow = Flow { input_carried: true, input: TAGS[0], old: 0, output: Some(TAGS[2]) };
+    let mut random = Random(10);
+    for matrices in ways() {
+        let gpu = *matrices == Matrices::Cooperative;
+        let shapes = [(6, 2, 128, 32), (8, 1, 32, 64), (8, 1, 256, 256)];
+        for (q, kv, dim, threads) in shapes.into_iter().filter(|shape| gpu || shape.2 < 256) {
+            let scores = Scores::default();
+            let of = |kv_format| Heads {
+                q,
+                kv,
+                dim,
+                rot: dim,
+                qk_norm: BEFORE,
+                v_norm: false,
+                gated: false,
+                scores,
+                kv_format,
+            };
+            for kv_format in [KvFormat::F16, KvFormat::Int8] {
+                let (heads, rows) = (of(kv_format), all_rows());
+                let (context, splits) = (Context::new(&mut random, heads, &rows), 16);
+                let mut cases = Cases::new("flash_decode.waits");
+                cases.case(format!("{heads:?}"));
+                let mut args = context.args(&mut cases, true, splits, |v| tagged(v, flow.input));
+                args.o = cases.output("o", rows.len() * args.output_stride as usize, Expect::Any);
+                let split = Split::Evenly { rows: rows.len() as u32, splits };
+                let shape = FlashDecodeShape { split, threads, packed: None, matrices: *matrices };
+                let mut call = flash_decode("attention".to_owned(), heads, shape, flow, args);
+                let names = ostinato::kernels::shaders::find(call.kernel).constants;
+                for (value, (_, name)) in call.constants.iter_mut().zip(names) {
+                    if *name == "waits" {
+                        *value = 1;
+                    }
+                }
+                cases.recording.call(call);
+                let before = cases.before();
+                let output = |recording| bench.run(recording, &before).buffers[args.o.buffer.0 as usize].clone();
+                let (waiting, counting) = (output(&cases.recording), output(&cases.recording.with_barriers()));
+                let differ = waiting.iter().zip(&counting).filter(|(a, b)| a != b).count();
+                assert_eq!(differ, 0, "{heads:?} {matrices:?}: words of {}", waiting.len());
+            }
+        }
     }
 }
 

@@ -43,10 +43,16 @@ pub fn shared_bytes(heads: Heads, threads: u32, matrices: Matrices) -> u32 {
     let joined = if matrices == Matrices::Emulated { 1 } else { 8 };
     let raw = g + 2 + if heads.gated { g } else { 0 };
     let sums = (raw + g) * (d / 4) / joined * 4;
-    let combined = 3 * g * MOST_SPLITS * 4 + g * d * 4;
+    // Of each split, for a workgroup that combines them.
+    let combined = if matrices == Matrices::Emulated { 0 } else { 3 * MOST_SPLITS * 4 };
     // The new key in f32 and the largest magnitudes of the new key and value.
     let quantised = if heads.kv_format == KvFormat::Int8 { 2 * (d / 4) / joined * 4 } else { 0 };
-    4 * (raw * d + g * d + d + 1) + quantised + combined + groups * (16 * (d / 8 + 1) * 16 + g * 8) + sums + exchange
+    4 * (raw * d + g * d + d + 1)
+        + quantised
+        + combined
+        + groups * (16 * (d / 8 + 1) * 16 + g * 8 + 32)
+        + sums
+        + exchange
 }
 
 /// The parameters of `plan_splits`, which distributes the workgroups of a batch's attention over its rows.

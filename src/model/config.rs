@@ -13,6 +13,7 @@ mod tests;
 
 use crate::config::KvFormat;
 use crate::kernels::attention::HeadNorm;
+use crate::model::python_json;
 use std::fmt;
 use std::str::FromStr;
 
@@ -557,7 +558,7 @@ impl ModelConfig {
         quantized: Option<(&'static str, &str)>,
     ) -> Result<ModelConfig, ModelConfigError> {
         let mut problems = Vec::new();
-        let mut object = |file: &'static str, text: &str| match serde_json::from_str::<Value>(text) {
+        let mut object = |file: &'static str, text: &str| match python_json::parse(text) {
             Ok(Value::Object(map)) => Some(map),
             Ok(_) => {
                 problems.push(ConfigProblem::NotJson { file, reason: "not an object".to_owned() });

@@ -12,6 +12,7 @@ pub mod draft;
 pub mod embedding;
 pub mod gguf;
 pub mod grammar;
+pub mod python_json;
 pub mod split_mix;
 pub mod synth;
 pub mod text;

@@ -7,6 +7,7 @@ mod presets;
 mod quantised;
 mod tensors;
 
+use crate::model::python_json;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -201,7 +202,7 @@ const TEXT: &str = "text_config";
 
 /// Returns the prefix of the tensor names, except those of the LM head and of the multi-token-prediction (MTP) blocks.
 fn root(config_json: &str) -> &'static str {
-    match serde_json::from_str::<Value>(config_json) {
+    match python_json::parse(config_json) {
         Ok(config) if config.get(TEXT).is_some_and(Value::is_object) => "model.language_model.",
         _ => "model.",
     }
@@ -564,7 +565,10 @@ fn small_files(
     files.push(("generation_config.json", format!("{:#}\n", Value::Object(generation))));
 
     // The text has been parsed before, so this cannot fail. Only the element type may change.
-    let mut config: Map<String, Value> = serde_json::from_str(config_json).unwrap_or_default();
+    let mut config = match python_json::parse(config_json) {
+        Ok(Value::Object(config)) => config,
+        _ => Map::new(),
+    };
     let written = match config.get_mut(TEXT) {
         Some(Value::Object(text)) => text,
         _ => &mut config,

@@ -10,6 +10,7 @@ use crate::model::config::{ConfigProblem, quantization};
 use crate::model::gguf::config::GgufConfigError;
 use crate::model::gguf::split::GgufFiles;
 use crate::model::gguf::{self, GgufError};
+use crate::model::python_json;
 use serde_json::Value;
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -149,7 +150,7 @@ fn of_folder(dir: &Path, checkpoint: Result<Checkpoint, CheckpointError>) -> Res
         return Err(CheckpointError { problems });
     }
     let text = file::read_text(&dir.join("config.json"), file::SMALL).unwrap_or_default();
-    let config: Value = serde_json::from_str(&text).unwrap_or_default();
+    let config: Value = python_json::parse(&text).unwrap_or_default();
     let texts = [&config, &config["text_config"], &config["transformer_layer_config"]];
     let architecture = config["architectures"][0].as_str().or_else(|| config["model_type"].as_str());
     let tensors = headers.tensors.into_iter().map(|(name, info)| ListedTensor {

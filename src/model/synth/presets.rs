@@ -1,5 +1,6 @@
 //! Presets: the shapes of released models, and tiny ones of the same families, as the config.json of such a checkpoint.
 
+use crate::model::python_json;
 use serde_json::{Map, Value, json};
 
 use super::{SynthError, TEXT};
@@ -383,7 +384,7 @@ pub fn preset(name: &str) -> Result<String, SynthError> {
 /// Returns the configuration with the given number of layers of the same widths. Text that is not a JSON object is
 /// returned unchanged; the parser reports it.
 pub fn with_layers(config_json: &str, layers: u32) -> String {
-    let Ok(Value::Object(mut config)) = serde_json::from_str::<Value>(config_json) else {
+    let Ok(Value::Object(mut config)) = python_json::parse(config_json) else {
         return config_json.to_owned();
     };
     let keys = match config.get_mut(TEXT) {

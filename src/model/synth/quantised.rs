@@ -4,6 +4,7 @@
 //!
 //! Not here: random weights.
 
+use crate::model::python_json;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
@@ -231,7 +232,7 @@ fn copy_texts(from: &Path, out: &Path, kind: StoredType) -> Result<bool, SynthEr
     }
     let path = from.join("config.json");
     let text = file::read_text(&path, file::SMALL).map_err(|source| read_error(&path, source))?;
-    let mut config: Value = serde_json::from_str(&text).map_err(|error| SynthError::Source(error.to_string()))?;
+    let mut config: Value = python_json::parse(&text).map_err(|error| SynthError::Source(error.to_string()))?;
     config["quantization_config"] = quantization(kind);
     let path = out.join("config.json");
     std::fs::write(&path, format!("{config:#}\n")).map_err(failed(path))?;

@@ -4,6 +4,7 @@
 
 use super::contract;
 use crate::host::{Host, ServedModel};
+use crate::model::python_json;
 use crate::model::text::SpecialText;
 use crate::replica::Replica;
 use crate::service::inputs::{Answers, Common, EmbedCall, Input as Embedded};
@@ -378,7 +379,11 @@ pub fn model_info(model: &ServedModel) -> contract::GetModelInfoResponse {
     let object = |name: &str| -> serde_json::Map<String, serde_json::Value> {
         let files = model.text.iter().flat_map(|text| text.files());
         let bytes = files.into_iter().find(|(other, _)| *other == name).map(|(_, bytes)| bytes.as_slice());
-        bytes.and_then(|bytes| serde_json::from_slice(bytes).ok()).unwrap_or_default()
+        let text = bytes.and_then(|bytes| std::str::from_utf8(bytes).ok());
+        match text.map(python_json::parse) {
+            Some(Ok(serde_json::Value::Object(object))) => object,
+            _ => serde_json::Map::new(),
+        }
     };
     let (config, generation) = (object("config.json"), object("generation_config.json"));
     let id = |name: &str| config.get(name).and_then(|id| i32::try_from(id.as_i64()?).ok()).unwrap_or_default();

@@ -1,5 +1,6 @@
 //! Converting the folder of a checkpoint: its JSON files, and its safetensors files with their headers.
 
+use crate::model::python_json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::ErrorKind;
@@ -112,7 +113,7 @@ fn read_text(path: &Path) -> Result<Option<String>, WriteError> {
 
 fn read_json(path: &Path) -> Result<Option<Json>, WriteError> {
     let wrong = |error: serde_json::Error| WriteError::Content { path: path.to_owned(), reason: error.to_string() };
-    read_text(path)?.map(|text| serde_json::from_str(&text).map_err(wrong)).transpose()
+    read_text(path)?.map(|text| python_json::parse(&text).map_err(wrong)).transpose()
 }
 
 /// A tensor of a safetensors file.

@@ -22,8 +22,8 @@
 // combined at the end. Scores are the product of Q (16 rows: the two f16 parts of head g are rows g and g + 8) and a
 // page of keys, 16 × 32 dimensions in two loads per lane. A lane's sums are then its part of Pᵀ, column g of a block of up to 8
 // heads: the output is computed transposed, Vᵀ · Pᵀ, once for each of the two f16 parts of P, so that its blocks have as many
-// columns as heads. The first page is loaded before the workgroup polls for q. The new token is not read from a page: split 0
-// adds it when the groups are combined.
+// columns as heads. The first page is loaded, and its values are in shared memory, before the workgroup polls for q. The new
+// token is not read from a page: split 0 adds it when the groups are combined.
 // If there are several splits, they write {m, l, o} to `partials`. With WAITS 1 (tagged words only), workgroups that were
 // launched later poll for these results and combine them: with COMBINERS 0 the split with the highest number, otherwise
 // COMBINERS further workgroups, each of which combines a part of the output. With WAITS 0 the last split to arrive
@@ -162,7 +162,7 @@ uint pair_at(uint token, uint dim) { return half_at(token, dim) | (half_at(token
 #define SET_VALUES(m, block) { uint t_ = (LANE & 3u) * 2u, d_ = (block) * 16u + (LANE >> 2); \
     m = uvec4(pair_at(t_, d_), pair_at(t_ + 8u, d_), pair_at(t_, d_ + 8u), pair_at(t_ + 8u, d_ + 8u)); }
 #endif
-// Stores value `x` of a head's output in a group's part of shared memory.
+// Stores dimension `dim_` of a head's output in the group's part of shared memory.
 #if MATRIX == 1
 #define PUT_OUTPUT(head_, dim_, value_) stage_s[LANE_GROUP * STAGED + (head_) * OUTPUT_ROW + (dim_) / 4u][(dim_) % 4u] = floatBitsToUint(value_);
 #else
@@ -434,6 +434,7 @@ void main() {
         }
     }
 
+    // The words of qkv are on their way while the values are stored. Those that are stale are loaded again.
     uvec4 raw_words[RAW_LOADS];
     [[unroll]] for (uint n = 0u; n < RAW_LOADS; n++) raw_words[n] = qkv.v[head_quad(row, head_group, min(ITEM(n, RAW), RAW - 1u))];
     STAGE_VALUES(own_page)

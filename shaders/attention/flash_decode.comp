@@ -166,10 +166,8 @@ uint pair_at(uint token, uint dim) { return half_at(token, dim) | (half_at(token
 #if MATRIX == 1
 #define PUT_OUTPUT(head_, dim_, value_) stage_s[LANE_GROUP * STAGED + (head_) * OUTPUT_ROW + (dim_) / 4u][(dim_) % 4u] = floatBitsToUint(value_);
 #else
-// The components are constants: some drivers implement a store to a dynamically indexed component as a store of the whole vector.
-#define PUT_OUTPUT(head_, dim_, value_) { uint at_ = LANE_GROUP * STAGED + (head_) * OUTPUT_ROW + (dim_) / 4u, part_ = (dim_) % 4u, word_ = floatBitsToUint(value_); \
-    if (part_ == 0u) stage_s[at_].x = word_; else if (part_ == 1u) stage_s[at_].y = word_; \
-    else if (part_ == 2u) stage_s[at_].z = word_; else stage_s[at_].w = word_; }
+#define PUT_OUTPUT(head_, dim_, value_) \
+    PUT_COMPONENT(stage_s[LANE_GROUP * STAGED + (head_) * OUTPUT_ROW + (dim_) / 4u], (dim_) % 4u, floatBitsToUint(value_))
 #endif
 
 #if KV == 2
@@ -180,10 +178,8 @@ uint pair_at(uint token, uint dim) { return half_at(token, dim) | (half_at(token
         scale = scale_of(top_);                                                             \
     }
 
-// Stores word `at` of the cache. Each branch names a constant component, as for PUT_WORD.
-#define PUT_CODES(cache, at, word) { uint at_ = at, part_ = at_ % 4u, word_ = word; \
-    if (part_ == 0u) cache.v[at_ / 4u].x = word_; else if (part_ == 1u) cache.v[at_ / 4u].y = word_; \
-    else if (part_ == 2u) cache.v[at_ / 4u].z = word_; else cache.v[at_ / 4u].w = word_; }
+// Stores word `at` of the cache.
+#define PUT_CODES(cache, at, word) { uint at_ = at; PUT_COMPONENT(cache.v[at_ / 4u], at_ % 4u, word) }
 
 // Stores four values to the cache.
 #elif MATRIX == 1

@@ -176,8 +176,8 @@ void main() {
     if (gl_LocalInvocationID.x == 0u) {
         uint row_words = E4M3 == 1 ? chunks * 2u : chunks * 4u;
         uint behind = pairs * 2u * row_words + block * 4u + g / 4u;
-        PUT_WORD(packed, behind, g % 4u, floatBitsToUint(power_of_two(low_exponent)))
-        PUT_WORD(packed, behind + 2u, g % 4u, floatBitsToUint(power_of_two(high_exponent)))
+        PUT_COMPONENT(packed.v[behind], g % 4u, floatBitsToUint(power_of_two(low_exponent)))
+        PUT_COMPONENT(packed.v[behind + 2u], g % 4u, floatBitsToUint(power_of_two(high_exponent)))
     }
 #endif
 #if E4M3

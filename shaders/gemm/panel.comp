@@ -108,11 +108,8 @@ const uint EACH_ROW = LANES / (BLOCKS * 16u) < 32u ? LANES / (BLOCKS * 16u) : 32
 
 shared vec4 sums_s[GROUPS * ITEMS];
 
-// Stores one 32-bit word of a buffer of 16-byte words. Each branch names a constant component: some drivers implement a
-// store to a dynamically indexed component as a store of the whole vector.
-#define PUT_WORD(to, at, word) { uint at_ = at; \
-    if (at_ % 4u == 0u) to.v[at_ / 4u].x = word; else if (at_ % 4u == 1u) to.v[at_ / 4u].y = word; \
-    else if (at_ % 4u == 2u) to.v[at_ / 4u].z = word; else to.v[at_ / 4u].w = word; }
+// Stores one 32-bit word of a buffer of 16-byte words.
+#define PUT_WORD(to, at, word) { uint at_ = at; PUT_COMPONENT(to.v[at_ / 4u], at_ % 4u, word) }
 
 // Writes the RMSNorm scale of each of the panel's rows to `sums_s`.
 void read_scales(uint panel, uint row_blocks) {

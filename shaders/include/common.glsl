@@ -14,6 +14,12 @@ layout(buffer_reference, std430, buffer_reference_align = 4) restrict buffer Flo
 layout(buffer_reference, std430, buffer_reference_align = 4) writeonly restrict buffer WordsOut { uint v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 4) restrict buffer WordsInOut { uint v[]; };
 
+// Stores component `part` of a 16-byte word. Each branch names a constant component: some drivers implement a store to a
+// dynamically indexed component as a store of the whole vector.
+#define PUT_COMPONENT(four, part, word) { uint part_ = part, word_ = word; \
+    if (part_ == 0u) four.x = word_; else if (part_ == 1u) four.y = word_; \
+    else if (part_ == 2u) four.z = word_; else four.w = word_; }
+
 // NVIDIA's compiler takes a float that is rounded to f16 and widened again for the float itself, so that no remainder would be
 // left of it. Functions that split floats into two f16 widen `most ^ zero`: a zero that the compiler does not know, such as
 // the upper bit of a push constant that is a number of things.

@@ -116,7 +116,7 @@ void multiply_add(inout Sums sums, uvec4 tokens, uvec4 weights) {
 #define FEW_SUMS(s) (s)
 #define SCALE_FEW_SUMS(s, a, b) s *= vec4(a, b, a, b);
 
-// `tokens` are the sums of the first and, with `parts` 2, the last two words.
+// A lane's columns of a token are the first two words of `tokens`; with `parts` 2 the last two words are added to them.
 void multiply_add_few(inout vec4 sums, uvec4 tokens, uvec4 weights, const uint parts) {
     barrier();
     exchange_tokens[gl_LocalInvocationIndex] = tokens;

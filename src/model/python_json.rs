@@ -1,9 +1,9 @@
 //! JSON as Python's `json` module writes it, in which infinities and NaN may stand for numbers: configurations that older
-//! versions of transformers saved have them. Not here: files that no such program writes.
+//! versions of transformers saved have them. Not here: JSON of requests and of other files, which is parsed strictly.
 
 use serde_json::Value;
 
-/// What Python writes for numbers that JSON has no text for. A longer one is before its end.
+/// The words that Python writes for numbers that JSON cannot express.
 const NUMBERS: [&str; 3] = ["-Infinity", "Infinity", "NaN"];
 
 /// Parses a text. `Infinity`, `-Infinity` and `NaN` become strings.
@@ -27,7 +27,7 @@ fn quoted(text: &str) -> String {
             rest = &rest[end..];
             continue;
         }
-        // Any other word that begins so is an error, whose rest is taken over as it is.
+        // All else that begins so is copied: negative numbers, and errors, which the parser reports.
         let number = NUMBERS.into_iter().find(|number| rest.starts_with(number));
         match number {
             Some(number) => {

@@ -50,7 +50,7 @@ pub fn shared_bytes(heads: Heads, threads: u32, matrices: Matrices) -> u32 {
     4 * (raw * d + g * d + d + 1)
         + quantised
         + combined
-        + groups * (16 * (d / 8 + 1) * 16 + g * 8 + 32)
+        + groups * (16 * (d / 8 + 1) * 16 + g * 8 + MOST_QUERY_HEADS * 4)
         + sums
         + exchange
 }

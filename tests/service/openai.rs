@@ -546,7 +546,7 @@ struct Special {
     output: &'static str,
 }
 
-const SPECIAL: [Special; 4] = [
+const SPECIAL: [Special; 11] = [
     Special {
         template: "{% if tools %}{{ tools | tojson }}functions{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}\
             {# <|channel|> <|message|> #}<|start|>assistant",
@@ -583,6 +583,57 @@ const SPECIAL: [Special; 4] = [
         ],
         output: "<think>hm</think>So.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{\"city\": \"Rome\"}\
             <｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    },
+    Special {
+        template: "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}\
+            {# <seed:tool_call> <function= </seed:think> #}",
+        mark: "<seed:tool_call>",
+        tokens: &["<seed:eos>", "<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"],
+        output: "<seed:think>hm</seed:think>So.\n<seed:tool_call>\n<function=weather>\n<parameter=city>Rome</parameter>\n\
+            </function>\n</seed:tool_call>",
+    },
+    Special {
+        template: "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}\
+            {# <minimax:tool_call> <invoke name= </think> #}",
+        mark: "<minimax:tool_call>",
+        tokens: &["[e~[", "<minimax:tool_call>", "</minimax:tool_call>"],
+        output: "<think>hm</think>So.\n<minimax:tool_call>\n<invoke name=\"weather\">\n<parameter name=\"city\">Rome</parameter>\n\
+            </invoke>\n</minimax:tool_call>",
+    },
+    Special {
+        template: "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}\
+            {# <|tool_call>call: <|\"|> <channel|> #}",
+        mark: "<|tool_call>",
+        tokens: &["<turn|>", "<|tool_call>", "<tool_call|>", "<|\"|>", "<|channel>", "<channel|>"],
+        output: "<|channel>thought\nhm\n<channel|>So.<|tool_call>call:weather{city:<|\"|>Rome<|\"|>}<tool_call|>",
+    },
+    Special {
+        template: "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}\
+            {# <|tool_call_start|> </think> #}",
+        mark: "<|tool_call_start|>",
+        tokens: &["<|im_end|>", "<|tool_call_start|>", "<|tool_call_end|>"],
+        output: "<think>hm</think>So.<|tool_call_start|>[weather(city='Rome')]<|tool_call_end|>",
+    },
+    Special {
+        template: "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}\
+            {# <function_calls> </think> #}",
+        mark: "<function_calls>",
+        tokens: &["<|im_end|>", "<function_calls>", "</function_calls>"],
+        output: "<think>hm</think>So.\n<function_calls>\nweather(city=\"Rome\")\n</function_calls>",
+    },
+    Special {
+        template: "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}\
+            {# <|tool_call|> <|/tool_call|> </think> #}",
+        mark: "<|tool_call|>",
+        tokens: &["<|end|>", "<|tool_call|>", "<|/tool_call|>"],
+        output: "<think>hm</think>So.<|tool_call|>{\"name\": \"weather\", \"arguments\": {\"city\": \"Rome\"}}<|/tool_call|>",
+    },
+    Special {
+        template: "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}\
+            {# <|tool_call|> </think> #}",
+        mark: "<|tool_call|>",
+        tokens: &["<|end_of_text|>", "<|tool_call|>"],
+        output: "<think>hm</think>So.<|tool_call|>[{\"name\": \"weather\", \"arguments\": {\"city\": \"Rome\"}}]",
     },
 ];
 
@@ -691,9 +742,9 @@ async fn a_format_holds_for_the_content_behind_channels_and_special_marks() {
 
 #[tokio::test]
 async fn an_unknown_form_of_calls_is_content_and_cannot_be_forced() {
-    let template = "{% if tools %}{{ tools | tojson }}{% endif %}{# \"name\" \"parameters\" <|tool_call>call: #}\
+    let template = "{% if tools %}{{ tools | tojson }}{% endif %}{# \"name\" \"parameters\" <|tool_call>other: #}\
         {% for m in messages %}{{ m.content }}{% endfor %}";
-    let output = "<|tool_call>call:time{}<tool_call|>";
+    let output = "<|tool_call>other:time{}<tool_call|>";
     let served = server(tokenizer_of(Some(template)), output).await;
     let mut asked = json!({"messages": user("x"), "tools": tools(), "max_tokens": output.len()});
     let whole = chat(served.http, asked.clone()).await.json();

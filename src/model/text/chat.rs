@@ -88,10 +88,13 @@ pub struct ChatStyle {
 /// The forms in which models write calls of tools.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallForm {
-    /// `<tool_call>` around a JSON object of `name` and `arguments` (Hermes, Qwen2.5, Qwen3).
-    TaggedJson,
-    /// `<tool_call>` around `<function=NAME>` and its `<parameter=NAME>` (Qwen3-Coder, Qwen3.5).
-    TaggedParameters,
+    /// Two marks around a JSON object of `name` and `arguments`, or a list of such objects (Hermes, Qwen2.5, Qwen3, Granite,
+    /// Phi-4-mini). If the second mark is empty, there is none.
+    TaggedJson(&'static Marks),
+    /// Two marks around functions with tagged parameters (Qwen3-Coder, Qwen3.5, Seed-OSS, MiniMax-M2).
+    TaggedParameters(&'static ParameterTags),
+    /// Two marks around calls whose arguments have plain names, such as `f(a=1)` (Gemma 4, LFM2, OLMo 3).
+    Named(&'static NamedTags),
     /// `<tool_call>` around a name, and `<arg_key>` and `<arg_value>` of each argument (GLM-4.5 and later).
     TaggedPairs,
     /// A bare JSON object of `name` and `parameters` (Llama 3).
@@ -106,6 +109,36 @@ pub enum CallForm {
     Section,
     /// Messages on channels; a message to a function is a call (harmony: gpt-oss).
     Channels,
+}
+
+/// The texts of calls with tagged parameters.
+#[derive(Debug, PartialEq, Eq)]
+pub struct ParameterTags {
+    /// Around one or several functions.
+    pub calls: Marks,
+    /// Before the name of a function, behind it, and behind the function's parameters.
+    pub function: [&'static str; 3],
+    /// Before the name of a parameter, behind it, and behind the parameter's value.
+    pub parameter: [&'static str; 3],
+    /// Whether values are on lines of their own.
+    pub lines: bool,
+}
+
+/// The texts of calls whose arguments have plain names.
+#[derive(Debug, PartialEq, Eq)]
+pub struct NamedTags {
+    /// Around one or several calls.
+    pub calls: Marks,
+    /// Before the name of a function.
+    pub before: &'static str,
+    /// Around the arguments of a function.
+    pub around: [char; 2],
+    /// Between the name of an argument and its value.
+    pub between: char,
+    /// Around a text; `None` if texts are in quotes, as in Python.
+    pub quote: Option<&'static str>,
+    /// What is before, between and behind several calls inside the marks; `None` if each call has marks of its own.
+    pub list: Option<[&'static str; 3]>,
 }
 
 /// A form of calls, and how a chat template that has it is recognised.
@@ -158,12 +191,63 @@ pub mod brackets {
     pub const ID: &str = "[CALL_ID]";
 }
 
-/// The marks around a call, in the forms whose names begin with `Tagged`.
-pub const TAGS: [&str; 2] = ["<tool_call>", "</tool_call>"];
+/// The marks around a call of [`CallForm::TaggedPairs`], and of most models with the other forms whose names begin with
+/// `Tagged`.
+pub const TAGS: Marks = ["<tool_call>", "</tool_call>"];
 /// The marks around the name of an argument, of [`CallForm::TaggedPairs`].
 pub const KEY: [&str; 2] = ["<arg_key>", "</arg_key>"];
 /// The marks around the value of an argument, of [`CallForm::TaggedPairs`].
 pub const VALUE: [&str; 2] = ["<arg_value>", "</arg_value>"];
+
+/// Qwen3-Coder, Qwen3.5.
+pub static QWEN_PARAMETERS: ParameterTags = ParameterTags {
+    calls: TAGS,
+    function: ["<function=", ">", "</function>"],
+    parameter: ["<parameter=", ">", "</parameter>"],
+    lines: true,
+};
+/// Seed-OSS.
+pub static SEED_PARAMETERS: ParameterTags = ParameterTags {
+    calls: ["<seed:tool_call>", "</seed:tool_call>"],
+    function: QWEN_PARAMETERS.function,
+    parameter: QWEN_PARAMETERS.parameter,
+    lines: false,
+};
+/// MiniMax-M2.
+pub static MINIMAX_PARAMETERS: ParameterTags = ParameterTags {
+    calls: ["<minimax:tool_call>", "</minimax:tool_call>"],
+    function: ["<invoke name=\"", "\">", "</invoke>"],
+    parameter: ["<parameter name=\"", "\">", "</parameter>"],
+    lines: false,
+};
+/// Gemma 4.
+pub static GEMMA_CALLS: NamedTags = NamedTags {
+    calls: ["<|tool_call>", "<tool_call|>"],
+    before: "call:",
+    around: ['{', '}'],
+    between: ':',
+    quote: Some("<|\"|>"),
+    list: None,
+};
+/// FunctionGemma.
+pub static FUNCTION_GEMMA_CALLS: NamedTags =
+    NamedTags { calls: ["<start_function_call>", "<end_function_call>"], quote: Some("<escape>"), ..GEMMA_CALLS };
+/// LFM2.
+pub static LFM_CALLS: NamedTags = NamedTags {
+    calls: ["<|tool_call_start|>", "<|tool_call_end|>"],
+    before: "",
+    around: ['(', ')'],
+    between: '=',
+    quote: None,
+    list: Some(["[", ", ", "]"]),
+};
+/// OLMo 3.
+pub static OLMO_CALLS: NamedTags =
+    NamedTags { calls: ["<function_calls>", "</function_calls>"], list: Some(["\n", "\n", "\n"]), ..LFM_CALLS };
+/// Phi-4-mini.
+pub static PHI_TAGS: Marks = ["<|tool_call|>", "<|/tool_call|>"];
+/// Granite 3.
+pub static GRANITE_TAGS: Marks = ["<|tool_call|>", ""];
 
 /// The forms that are read. The first one that a template has is its form.
 const FORMS: &[Form] = &[
@@ -188,7 +272,62 @@ const FORMS: &[Form] = &[
         lacks: &["<tool_sep>"],
         marks: &[TAGS[0], TAGS[1], KEY[0], KEY[1], VALUE[0], VALUE[1]],
     },
-    Form { form: CallForm::TaggedParameters, has: &[&[TAGS[0]], &["<function="]], lacks: &[], marks: &TAGS },
+    Form {
+        form: CallForm::TaggedParameters(&SEED_PARAMETERS),
+        has: &[&["<seed:tool_call>"], &["<function="]],
+        lacks: &[],
+        marks: &["<seed:tool_call>", "</seed:tool_call>"],
+    },
+    Form {
+        form: CallForm::TaggedParameters(&MINIMAX_PARAMETERS),
+        has: &[&["<minimax:tool_call>"], &["<invoke name="]],
+        lacks: &[],
+        marks: &["<minimax:tool_call>", "</minimax:tool_call>"],
+    },
+    Form {
+        form: CallForm::TaggedParameters(&QWEN_PARAMETERS),
+        has: &[&[TAGS[0]], &["<function="]],
+        lacks: &[],
+        marks: &TAGS,
+    },
+    Form {
+        form: CallForm::Named(&GEMMA_CALLS),
+        has: &[&["<|tool_call>call:"], &["<|\"|>", "<|\\\"|>"]],
+        lacks: &[],
+        marks: &["<|tool_call>", "<tool_call|>", "<|\"|>"],
+    },
+    Form {
+        form: CallForm::Named(&FUNCTION_GEMMA_CALLS),
+        has: &[&["<start_function_call>call:"], &["<escape>"]],
+        lacks: &[],
+        marks: &["<start_function_call>", "<end_function_call>", "<escape>"],
+    },
+    Form {
+        form: CallForm::Named(&LFM_CALLS),
+        // Some templates show only the list of tools.
+        has: &[&["<|tool_call_start|>", "<|tool_list_start|>"]],
+        lacks: &[],
+        marks: &["<|tool_call_start|>", "<|tool_call_end|>"],
+    },
+    Form {
+        form: CallForm::Named(&OLMO_CALLS),
+        has: &[&["<function_calls>"]],
+        lacks: &["<invoke", "DSML"],
+        marks: &["<function_calls>", "</function_calls>"],
+    },
+    Form {
+        form: CallForm::TaggedJson(&PHI_TAGS),
+        has: &[&[PHI_TAGS[0]], &[PHI_TAGS[1]]],
+        lacks: &[],
+        marks: &PHI_TAGS,
+    },
+    Form {
+        form: CallForm::TaggedJson(&GRANITE_TAGS),
+        has: &[&[GRANITE_TAGS[0]]],
+        // Marks of other models that are not read.
+        lacks: &["<|tool_call_end|>"],
+        marks: &["<|tool_call|>"],
+    },
     Form {
         form: CallForm::SectionFenced,
         has: &[&[section::CALLS[0]], &[section::SEPARATOR], &["```json"]],
@@ -209,7 +348,7 @@ const FORMS: &[Form] = &[
     },
     Form { form: CallForm::BracketList, has: &[&[brackets::CALLS]], lacks: &[], marks: BRACKET_MARKS },
     Form {
-        form: CallForm::TaggedJson,
+        form: CallForm::TaggedJson(&TAGS),
         // The template shows the object's members to the model, with the quotes escaped where it writes them in a text.
         has: &[&[TAGS[0]], &["\"name\"", "\\\"name\\\""], &["\"arguments\"", "\\\"arguments\\\""]],
         lacks: &[KEY[0], "<tool_sep>"],
@@ -228,7 +367,19 @@ const SECTION_MARKS: &[&str] =
 const BRACKET_MARKS: &[&str] = &[brackets::CALLS, brackets::ARGUMENTS, brackets::ID];
 
 /// The marks of reasoning that are read. A template that has the second one of a pair has the pair.
-const REASONING: &[Marks] = &[["<think>", "</think>"], ["[THINK]", "[/THINK]"]];
+const REASONING: &[Marks] = &[
+    ["<think>", "</think>"],
+    ["[THINK]", "[/THINK]"],
+    ["<seed:think>", "</seed:think>"],
+    // Gemma 4: a channel.
+    ["<|channel>", "<channel|>"],
+];
+
+/// Returns the name of the channel that follows the first one of a pair of [`REASONING`], and is no reasoning; empty if it is
+/// not a channel.
+pub fn channel_of(marks: &Marks) -> &'static str {
+    if marks[0] == "<|channel>" { "thought" } else { "" }
+}
 
 impl CallForm {
     /// The marks that may be special tokens of a model, which the reader of the form has to see.
@@ -788,13 +939,34 @@ mod tests {
         let section = "{% if tools %}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>{{ arguments }}\
             <｜tool▁call▁end｜><｜tool▁calls▁end｜>{% endif %}</think>";
         let llama = r#"{% if tools is not none %}{"name": function name, "parameters": dictionary}{{ m.tool_calls[0] }}{% endif %}"#;
+        let seed =
+            "{% if tools %}<seed:tool_call>\n<function=name>\n<parameter=a>1</parameter>{% endif %}</seed:think>";
+        let minimax =
+            "{% if tools %}<minimax:tool_call>\n<invoke name=\"f\">\n<parameter name=\"a\">{% endif %}</think>";
+        let gemma =
+            "{% if tools %}{{ '<|tool_call>call:' + name + '{' }}<|\"|>x<|\"|>}<tool_call|>{% endif %}<channel|>";
+        let function_gemma = "{% if tools %}<start_function_call>call:f{a:<escape>x<escape>}{% endif %}";
+        let lfm = "{% if tools %}List of tools: {{ tools | tojson }}<|tool_call_start|>[]<|tool_call_end|>{% endif %}";
+        let lfm_of_old = "{% if tools %}List of tools: <|tool_list_start|>{\"name\", \"parameters\"}{% endif %}";
+        let olmo = "{% if tools %}<functions>{{ tools }}</functions><function_calls>{% endif %}";
+        let phi = "{% if tools %}<|tool_call|>{\"name\": \"parameters\"}<|/tool_call|>{% endif %}";
+        let granite = "{% if tools %}write <|tool_call|> and a list: \"name\", \"parameters\"{% endif %}";
         let none = Reasoning::None;
         for (source, form, reasoning) in [
             (harmony, Channels, Reasoning::Channel),
             (glm, TaggedPairs, think),
-            (coder, TaggedParameters, none),
-            (hermes, TaggedJson, none),
-            (qwen, TaggedJson, think),
+            (coder, TaggedParameters(&QWEN_PARAMETERS), none),
+            (hermes, TaggedJson(&TAGS), none),
+            (qwen, TaggedJson(&TAGS), think),
+            (seed, TaggedParameters(&SEED_PARAMETERS), Reasoning::Marked(&["<seed:think>", "</seed:think>"])),
+            (minimax, TaggedParameters(&MINIMAX_PARAMETERS), think),
+            (gemma, Named(&GEMMA_CALLS), Reasoning::Marked(&["<|channel>", "<channel|>"])),
+            (function_gemma, Named(&FUNCTION_GEMMA_CALLS), none),
+            (lfm, Named(&LFM_CALLS), none),
+            (lfm_of_old, Named(&LFM_CALLS), none),
+            (olmo, Named(&OLMO_CALLS), none),
+            (phi, TaggedJson(&PHI_TAGS), none),
+            (granite, TaggedJson(&GRANITE_TAGS), none),
             (list, BracketList, none),
             (arguments, BracketArguments, brackets),
             (fenced, SectionFenced, think),
@@ -810,14 +982,9 @@ mod tests {
     fn a_form_that_is_not_known_is_taken_for_none() {
         let definition = r#"{% if tools %}{"name": x, "parameters": y}"#;
         for call in [
-            "<|tool_call>call:name{key:value}<tool_call|>",
-            "<|tool_call|>[{\"name\": \"arguments\"}]",
-            "<function_calls>\nname(key=value)\n</function_calls>",
-            "<start_function_call>call:name{}<end_function_call>",
             "<tool_call>name<tool_sep><arg_key>k</arg_key><arg_value>v</arg_value></tool_call>",
             "<tool_call>name(key=value)</tool_call>",
             "<|tool_calls_section_begin|><|tool_call_begin|>functions.name:0",
-            "<minimax:tool_call><invoke name=\"name\">",
             "<｜DSML｜function_calls>",
             "<|START_ACTION|>[]<|END_ACTION|>",
         ] {

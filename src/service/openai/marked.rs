@@ -1,11 +1,11 @@
 //! Parsers of the text between the marks of tool calls: the name before JSON arguments (Mistral, DeepSeek), incremental
-//! arguments, and arguments with marked names and values (GLM).
+//! arguments, arguments with marked names and values (GLM), and arguments with plain names (Gemma, LFM2, OLMo).
 //! Not here: the text around calls, and text that turns out not to be a call (`output`).
 
 use super::pieces::Piece;
 use super::tools::Tool;
-use crate::model::text::chat::{KEY, TAGS, VALUE, brackets, section};
-use serde_json::Value;
+use crate::model::text::chat::{KEY, NamedTags, TAGS, VALUE, brackets, section};
+use serde_json::{Map, Value};
 
 /// The maximum length of the name of a function or an argument, in bytes.
 const MOST_NAME: usize = 1024;
@@ -57,7 +57,7 @@ pub(super) enum Head {
     Bad,
 }
 
-fn in_name(c: char) -> bool {
+pub(super) fn in_name(c: char) -> bool {
     c.is_ascii_alphanumeric() || "_-.:/".contains(c)
 }
 
@@ -98,6 +98,18 @@ pub(super) fn bracket_head(text: &str) -> Head {
         } else {
             return Head::Bad;
         }
+    }
+}
+
+/// Parses the text after the mark before a JSON object of a call, or a list of them.
+pub(super) fn json_head(text: &str) -> Head {
+    let shown = text.trim_start();
+    let used = text.len() - shown.len();
+    match shown.chars().next() {
+        None => Head::More,
+        Some('[') => Head::List { used: used + 1 },
+        Some('{') => Head::Object { used },
+        Some(_) => Head::Bad,
     }
 }
 
@@ -277,4 +289,288 @@ impl PairsCall {
         let text = if self.count == 0 { "{}" } else { "}" }.to_owned();
         pieces.push(Piece::Arguments { index, text });
     }
+}
+
+/// The parser of a call whose arguments have plain names. Each argument is emitted when it is complete.
+#[derive(Debug)]
+pub(super) struct NamedCall {
+    tags: &'static NamedTags,
+    /// The unparsed text.
+    pub(super) kept: String,
+    /// The function, once it is known.
+    pub(super) name: Option<String>,
+    /// The argument whose value follows.
+    key: Option<String>,
+    /// How far the end of the value was searched.
+    scan: Scan,
+    /// The number of arguments that were emitted.
+    count: usize,
+}
+
+impl NamedCall {
+    pub(super) fn new(tags: &'static NamedTags) -> NamedCall {
+        NamedCall { tags, kept: String::new(), name: None, key: None, scan: Scan::default(), count: 0 }
+    }
+
+    /// Parses text; returns the text after the end of the call, or all of it if it is not a call.
+    pub(super) fn push(
+        &mut self,
+        text: &str,
+        index: usize,
+        tools: &[Tool],
+        pieces: &mut Vec<Piece>,
+    ) -> Result<Option<String>, String> {
+        self.kept.push_str(text);
+        let [open, close] = self.tags.around;
+        loop {
+            let Some(name) = &self.name else {
+                let shown = self.kept.trim_start();
+                let Some(shown) = shown.strip_prefix(self.tags.before) else {
+                    return match self.tags.before.starts_with(shown) {
+                        true => Ok(None),
+                        false => Err(std::mem::take(&mut self.kept)),
+                    };
+                };
+                let Some(at) = shown.find(open) else {
+                    return match shown.trim().is_empty() || is_name(shown.trim()) {
+                        true => Ok(None),
+                        false => Err(std::mem::take(&mut self.kept)),
+                    };
+                };
+                let name = shown[..at].trim().to_owned();
+                if !is_name(&name) {
+                    return Err(std::mem::take(&mut self.kept));
+                }
+                pieces.push(Piece::Call { index, name: name.clone() });
+                self.kept = shown[at + open.len_utf8()..].to_owned();
+                self.name = Some(name);
+                continue;
+            };
+            let Some(key) = &self.key else {
+                let shown = self.kept.trim_start_matches(|c: char| c.is_whitespace() || c == ',');
+                if let Some(rest) = shown.strip_prefix(close) {
+                    let rest = rest.to_owned();
+                    self.end(index, pieces);
+                    return Ok(Some(rest));
+                }
+                let stops = |c: char| c == self.tags.between || ",()[]{}\"'<\n".contains(c);
+                let (key, behind) = shown.split_at(shown.find(stops).unwrap_or(shown.len()));
+                if behind.is_empty() && key.len() <= MOST_NAME {
+                    return Ok(None);
+                }
+                let (Some(value), false) = (behind.strip_prefix(self.tags.between), key.trim().is_empty()) else {
+                    // The call ends here; the rest is returned.
+                    let rest = shown.to_owned();
+                    self.end(index, pieces);
+                    return Ok(Some(rest));
+                };
+                let (key, value) = (key.trim().to_owned(), value.to_owned());
+                (self.key, self.kept, self.scan) = (Some(key), value, Scan::default());
+                continue;
+            };
+            let Some(at) = self.scan.end(&self.kept, self.tags.quote, close) else { return Ok(None) };
+            let written = self.kept[..at].trim();
+            let value = Literal { rest: written, quote: self.tags.quote }.whole();
+            let tool = tools.iter().find(|tool| tool.name == *name);
+            let is_text = tool.is_some_and(|tool| tool.is_text(key));
+            let value = match value {
+                Some(value) if value.is_string() || !is_text => value.to_string(),
+                _ => Value::from(written).to_string(),
+            };
+            let comma = if self.count == 0 { "{" } else { ", " };
+            let text = format!("{comma}{}: {value}", Value::from(key.as_str()));
+            pieces.push(Piece::Arguments { index, text });
+            self.kept.drain(..at);
+            self.key = None;
+            self.count += 1;
+        }
+    }
+
+    /// Handles the end of the call.
+    fn end(&mut self, index: usize, pieces: &mut Vec<Piece>) {
+        let text = if self.count == 0 { "{}" } else { "}" }.to_owned();
+        pieces.push(Piece::Arguments { index, text });
+    }
+}
+
+/// Whether a quote in this text behind it ends a text, as in Python; `None` if that is not known yet. Models write quotes inside
+/// of texts as they are, so a quote ends a text only before what can follow a value.
+fn closes(behind: &str) -> Option<bool> {
+    behind.trim_start().chars().next().map(|c| ",)]}:".contains(c))
+}
+
+/// Finds the end of the value of an argument.
+#[derive(Debug, Default)]
+struct Scan {
+    /// The number of bytes that were searched.
+    at: usize,
+    /// The number of brackets that are open.
+    depth: u32,
+    /// The quote of the text that is open; with marks around texts, any character.
+    inside: Option<char>,
+    escaped: bool,
+}
+
+impl Scan {
+    /// Returns the position of the comma or of `close` behind the value with which `text` begins.
+    fn end(&mut self, text: &str, quote: Option<&str>, close: char) -> Option<usize> {
+        while let Some(c) = text[self.at..].chars().next() {
+            let rest = &text[self.at..];
+            if let Some(mark) = quote {
+                if rest.starts_with(mark) {
+                    self.inside = if self.inside.is_some() { None } else { Some(c) };
+                    self.at += mark.len();
+                    continue;
+                }
+                if mark.starts_with(rest) {
+                    return None;
+                }
+            }
+            match (self.inside, c) {
+                (Some(_), _) if quote.is_some() => {}
+                (Some(_), _) if std::mem::take(&mut self.escaped) => {}
+                (Some(_), '\\') => self.escaped = true,
+                (Some(open), _) if c == open => {
+                    if closes(&rest[c.len_utf8()..])? {
+                        self.inside = None;
+                    }
+                }
+                (Some(_), _) => {}
+                (None, '"' | '\'') if quote.is_none() => self.inside = Some(c),
+                (None, ',') if self.depth == 0 => return Some(self.at),
+                (None, _) if self.depth == 0 && c == close => return Some(self.at),
+                (None, '(' | '[' | '{') => self.depth += 1,
+                (None, ')' | ']' | '}') => self.depth = self.depth.saturating_sub(1),
+                (None, _) => {}
+            }
+            self.at += c.len_utf8();
+        }
+        None
+    }
+}
+
+/// The deepest nesting of a value; deeper ones are taken as texts.
+const MOST_DEPTH: u32 = 64;
+
+/// A reader of a value as models write it in calls with plain names: JSON, Python's literals, and texts between marks.
+struct Literal<'a> {
+    rest: &'a str,
+    quote: Option<&'a str>,
+}
+
+impl<'a> Literal<'a> {
+    /// Returns the value; `None` if the text is none.
+    fn whole(mut self) -> Option<Value> {
+        let value = self.value(0)?;
+        self.rest.trim().is_empty().then_some(value)
+    }
+
+    fn value(&mut self, depth: u32) -> Option<Value> {
+        self.rest = self.rest.trim_start();
+        if let Some(text) = self.text() {
+            return Some(Value::from(text));
+        }
+        let close = match self.rest.chars().next()? {
+            _ if depth > MOST_DEPTH => return None,
+            '[' => ']',
+            '(' => ')',
+            '{' => '}',
+            _ => return self.word(),
+        };
+        self.rest = &self.rest[1..];
+        let (mut list, mut map) = (Vec::new(), Map::new());
+        loop {
+            self.rest = self.rest.trim_start();
+            if let Some(rest) = self.rest.strip_prefix(close) {
+                self.rest = rest;
+                return Some(if close == '}' { Value::Object(map) } else { Value::Array(list) });
+            }
+            if close == '}' {
+                let key = match self.text() {
+                    Some(key) => key,
+                    None => {
+                        let (key, _) = self.rest.split_once(':')?;
+                        self.rest = &self.rest[key.len()..];
+                        key.trim().to_owned()
+                    }
+                };
+                self.rest = self.rest.trim_start().strip_prefix(':')?;
+                map.insert(key, self.value(depth + 1)?);
+            } else {
+                list.push(self.value(depth + 1)?);
+            }
+            self.rest = self.rest.trim_start();
+            match self.rest.strip_prefix(',') {
+                Some(rest) => self.rest = rest,
+                None if self.rest.starts_with(close) => {}
+                None => return None,
+            }
+        }
+    }
+
+    /// Reads a text, if one follows.
+    fn text(&mut self) -> Option<String> {
+        if let Some(mark) = self.quote {
+            let (text, rest) = self.rest.strip_prefix(mark)?.split_once(mark)?;
+            self.rest = rest;
+            return Some(text.to_owned());
+        }
+        let open = self.rest.chars().next().filter(|c| "\"'".contains(*c))?;
+        let (mut text, mut at) = (String::new(), 1);
+        while let Some(c) = self.rest[at..].chars().next() {
+            at += c.len_utf8();
+            if c == '\\' {
+                at += escape(&self.rest[at..], &mut text);
+            } else if c == open && closes(&self.rest[at..]).unwrap_or(true) {
+                let (written, rest) = self.rest.split_at(at);
+                self.rest = rest;
+                // JSON writes some characters as two.
+                return Some(serde_json::from_str(written).unwrap_or(text));
+            } else {
+                text.push(c);
+            }
+        }
+        None
+    }
+
+    /// Reads a number or one of the words of JSON and Python.
+    fn word(&mut self) -> Option<Value> {
+        let end = self.rest.find(|c: char| ",)]}".contains(c)).unwrap_or(self.rest.len());
+        let (word, rest) = self.rest.split_at(end);
+        self.rest = rest;
+        match word.trim() {
+            "True" => Some(Value::Bool(true)),
+            "False" => Some(Value::Bool(false)),
+            "None" => Some(Value::Null),
+            word => serde_json::from_str(word).ok().filter(|value: &Value| !value.is_string()),
+        }
+    }
+}
+
+/// Appends what a backslash before `behind` stands for in a text of Python; returns the number of bytes of `behind` in it.
+fn escape(behind: &str, text: &mut String) -> usize {
+    let Some(c) = behind.chars().next() else {
+        text.push('\\');
+        return 0;
+    };
+    let digits = match c {
+        'x' => 2,
+        'u' => 4,
+        'U' => 8,
+        _ => 0,
+    };
+    let code = behind.get(1..1 + digits).filter(|_| digits > 0).and_then(|code| u32::from_str_radix(code, 16).ok());
+    if let Some(code) = code.and_then(char::from_u32) {
+        text.push(code);
+        return 1 + digits;
+    }
+    match c {
+        'n' => text.push('\n'),
+        't' => text.push('\t'),
+        'r' => text.push('\r'),
+        '\n' => {}
+        '\\' | '\'' | '"' | '/' => text.push(c),
+        other => text.extend(['\\', other]),
+    }
+    c.len_utf8()
 }

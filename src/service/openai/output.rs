@@ -4,17 +4,15 @@
 //! calls (`tools`), and the JSON of answers.
 
 use super::channels::Channels;
-use super::marked::{Head, Nesting, PairsCall, Tail, bracket_head, section_head, section_tail};
+use super::marked::{
+    Head, NamedCall, Nesting, PairsCall, Tail, bracket_head, in_name, json_head, section_head, section_tail,
+};
 use super::pieces::{Piece, content, held};
 use super::tools::Tool;
-use crate::model::text::chat::{CallForm, Marks, TAGS, brackets, section};
+use crate::model::text::chat::{CallForm, Marks, NamedTags, ParameterTags, TAGS, brackets, channel_of, section};
 use crate::service::prepare::Reasons;
 use serde_json::Value;
 use std::sync::Arc;
-
-/// The marks of a function and of its parameters.
-const FUNCTION: [&str; 2] = ["<function=", "</function>"];
-const PARAMETER: [&str; 2] = ["<parameter=", "</parameter>"];
 
 /// The parser of one output.
 #[derive(Debug)]
@@ -36,12 +34,20 @@ pub(super) struct Marked {
 enum ReasoningAt {
     /// At the beginning, after this text, which may become the opening mark.
     Before(&'static Marks, String),
-    /// In the reasoning; with the closing mark, the held-back text, and whether a piece was emitted.
-    Inside { close: &'static str, held: String, told: bool },
+    /// In the reasoning; with the name of a channel that may come first, the closing mark, the held-back text, and whether a
+    /// piece was emitted.
+    Inside { channel: &'static str, close: &'static str, held: String, told: bool },
     /// After the reasoning, before the content: white space is dropped.
     Behind,
     /// In the content, or there is no reasoning.
     Content,
+}
+
+impl ReasoningAt {
+    /// Behind the first one of these marks.
+    fn inside(marks: &'static Marks) -> ReasoningAt {
+        ReasoningAt::Inside { channel: channel_of(marks), close: marks[1], held: String::new(), told: false }
+    }
 }
 
 impl Output {
@@ -51,7 +57,7 @@ impl Output {
         let reasoning = match reasons {
             Reasons::Never => ReasoningAt::Content,
             Reasons::IfOpened(marks) => ReasoningAt::Before(marks, String::new()),
-            Reasons::Opened([_, close]) => ReasoningAt::Inside { close, held: String::new(), told: false },
+            Reasons::Opened(marks) => ReasoningAt::inside(marks),
             Reasons::Channel => {
                 let tools = form.map(|_| Arc::clone(tools));
                 return Output::Channels(Box::new(Channels::new(tools)));
@@ -83,22 +89,31 @@ impl Output {
 impl Marked {
     fn push(&mut self, text: &str, pieces: &mut Vec<Piece>) {
         match &mut self.reasoning {
-            ReasoningAt::Before([open, close], begun) => {
+            ReasoningAt::Before(marks, begun) => {
                 begun.push_str(text);
                 let shown = begun.trim_start();
-                if let Some(rest) = shown.strip_prefix(open) {
+                if let Some(rest) = shown.strip_prefix(marks[0]) {
                     let rest = rest.to_owned();
-                    self.reasoning = ReasoningAt::Inside { close, held: String::new(), told: false };
+                    self.reasoning = ReasoningAt::inside(marks);
                     self.push(&rest, pieces);
-                } else if !open.starts_with(shown) {
+                } else if !marks[0].starts_with(shown) {
                     let begun = std::mem::take(begun);
                     self.reasoning = ReasoningAt::Content;
                     self.content(&begun, pieces);
                 }
             }
-            ReasoningAt::Inside { close, held: kept, told } => {
+            ReasoningAt::Inside { channel, close, held: kept, told } => {
                 let close: &str = close;
                 kept.push_str(text);
+                if !channel.is_empty() {
+                    let shown = kept.trim_start();
+                    match shown.strip_prefix(*channel) {
+                        Some(rest) => *kept = rest.to_owned(),
+                        None if channel.starts_with(shown) => return,
+                        None => {}
+                    }
+                    *channel = "";
+                }
                 if let Some(at) = kept.find(close) {
                     let rest = kept.split_off(at).split_off(close.len());
                     let shown = if *told { kept.trim_end() } else { kept.trim() };
@@ -174,6 +189,10 @@ enum CallsAt {
     Tagged(TaggedCall),
     /// In a call with marked names and values of arguments.
     Pairs(PairsCall),
+    /// In a call whose arguments have plain names.
+    Named(NamedCall),
+    /// Before, between or behind such calls; with the text so far.
+    Between(&'static NamedTags, String),
     /// Before the arguments of a call; with the text so far.
     Head(String),
     /// In a call's arguments.
@@ -189,7 +208,10 @@ enum CallsAt {
 /// The mark that opens a call or a section of calls.
 fn opening(form: CallForm) -> Option<&'static str> {
     match form {
-        CallForm::TaggedJson | CallForm::TaggedParameters | CallForm::TaggedPairs => Some(TAGS[0]),
+        CallForm::TaggedJson([open, _]) => Some(open),
+        CallForm::TaggedParameters(tags) => Some(tags.calls[0]),
+        CallForm::Named(tags) => Some(tags.calls[0]),
+        CallForm::TaggedPairs => Some(TAGS[0]),
         CallForm::BracketList | CallForm::BracketArguments => Some(brackets::CALLS),
         CallForm::SectionFenced | CallForm::Section => Some(section::CALLS[0]),
         CallForm::Json | CallForm::Channels => None,
@@ -229,10 +251,12 @@ impl Calls {
                     content(shown, pieces);
                     self.opened = format!("{}{open}", &kept[shown.len()..]);
                     self.at = match self.form {
-                        CallForm::TaggedParameters => CallsAt::Tagged(TaggedCall::default()),
+                        CallForm::TaggedParameters(tags) => CallsAt::Tagged(TaggedCall::new(tags)),
                         CallForm::TaggedPairs => CallsAt::Pairs(PairsCall::default()),
-                        CallForm::TaggedJson | CallForm::Json | CallForm::Channels => CallsAt::Object(self.object()),
-                        CallForm::BracketList
+                        CallForm::Named(tags) => CallsAt::Between(tags, String::new()),
+                        CallForm::Json | CallForm::Channels => CallsAt::Object(self.object()),
+                        CallForm::TaggedJson(_)
+                        | CallForm::BracketList
                         | CallForm::BracketArguments
                         | CallForm::SectionFenced
                         | CallForm::Section => CallsAt::Head(String::new()),
@@ -287,10 +311,43 @@ impl Calls {
                 let read = call.push(&text, self.count, &self.tools, pieces);
                 self.after_call(read, pieces)
             }
+            CallsAt::Named(call) => {
+                let read = call.push(&text, self.count, &self.tools, pieces);
+                self.after_call(read, pieces)
+            }
+            CallsAt::Between(tags, kept) => {
+                kept.push_str(&text);
+                let [_, close] = tags.calls;
+                let lists = |c: char| tags.list.is_some() && ",[]".contains(c);
+                let shown = kept.trim_start_matches(|c: char| c.is_whitespace() || lists(c));
+                if close.starts_with(shown) && shown.len() < close.len() {
+                    return String::new();
+                }
+                if shown.starts_with(tags.before) && shown.starts_with(in_name) {
+                    let rest = shown.to_owned();
+                    self.opened.push_str(&kept[..kept.len() - rest.len()]);
+                    self.at = CallsAt::Named(NamedCall::new(tags));
+                    return rest;
+                }
+                if tags.before.starts_with(shown) && shown.len() < tags.before.len() {
+                    return String::new();
+                }
+                let rest = shown.strip_prefix(close).map(str::to_owned);
+                let kept = std::mem::take(kept);
+                let Some(rest) = rest else { return self.broken(kept, pieces) };
+                // Marks without calls are emitted unchanged.
+                if !self.opened.is_empty() {
+                    content(&format!("{}{}", self.opened, &kept[..kept.len() - rest.len()]), pieces);
+                }
+                self.opened.clear();
+                self.at = in_content();
+                rest
+            }
             CallsAt::Head(kept) => {
                 kept.push_str(&text);
                 let head = match self.form {
                     CallForm::SectionFenced | CallForm::Section => section_head(kept),
+                    CallForm::TaggedJson(_) => json_head(kept),
                     _ => bracket_head(kept),
                 };
                 if matches!(head, Head::More) {
@@ -364,16 +421,35 @@ impl Calls {
                 let Some(rest) = shown.strip_prefix(']') else { return self.broken(shown.to_owned(), pieces) };
                 let rest = rest.to_owned();
                 // A list without calls is emitted unchanged.
-                if self.opened.contains(brackets::CALLS) {
+                let empty = opening(self.form).is_some_and(|open| self.opened.contains(open));
+                if empty {
                     content(&format!("{}]", self.opened), pieces);
                 }
                 self.opened.clear();
-                (self.at, self.listed) = (in_content(), false);
+                let closes = matches!(self.form, CallForm::TaggedJson(_)) && !empty;
+                self.at = if closes { CallsAt::Close(String::new()) } else { in_content() };
+                self.listed = false;
                 rest
             }
             CallsAt::Close(kept) => {
                 kept.push_str(&text);
-                let [_, close] = TAGS;
+                let close = match self.form {
+                    CallForm::TaggedJson([_, close]) => close,
+                    CallForm::TaggedParameters(tags) => {
+                        // Another function inside the same marks.
+                        let shown = kept.trim_start();
+                        if shown.starts_with(tags.function[0]) {
+                            let rest = shown.to_owned();
+                            self.at = CallsAt::Tagged(TaggedCall::new(tags));
+                            return rest;
+                        }
+                        if tags.function[0].starts_with(shown) {
+                            return String::new();
+                        }
+                        tags.calls[1]
+                    }
+                    _ => TAGS[1],
+                };
                 if let Some(at) = kept.find(close) {
                     let rest = kept.split_off(at).split_off(close.len());
                     self.at = in_content();
@@ -398,7 +474,9 @@ impl Calls {
         self.opened.clear();
         self.at = match self.form {
             CallForm::Json => CallsAt::Start(String::new()),
-            CallForm::TaggedJson | CallForm::TaggedParameters => CallsAt::Close(String::new()),
+            CallForm::TaggedJson(_) if self.listed => CallsAt::List,
+            CallForm::TaggedJson(_) | CallForm::TaggedParameters(_) => CallsAt::Close(String::new()),
+            CallForm::Named(tags) => CallsAt::Between(tags, String::new()),
             CallForm::SectionFenced | CallForm::Section => CallsAt::Tail(String::new()),
             _ if self.listed => CallsAt::List,
             _ => in_content(),
@@ -436,13 +514,16 @@ impl Calls {
             CallsAt::Object(object) => content(&(opened + &object.raw), pieces),
             CallsAt::Tagged(call) if call.named => {}
             CallsAt::Tagged(call) => content(&(opened + &call.kept), pieces),
+            CallsAt::Named(call) if call.name.is_some() => {}
+            CallsAt::Named(call) => content(&(opened + &call.kept), pieces),
+            CallsAt::Between(_, kept) if !opened.is_empty() => content(&(opened + &kept), pieces),
             CallsAt::Pairs(call) if call.name.is_some() => {}
             CallsAt::Pairs(call) => content(&(opened + &call.kept), pieces),
             // A part of the closing mark of the last call.
             CallsAt::Head(kept) if opened.is_empty() && section::CALLS[1].starts_with(kept.trim()) => {}
             CallsAt::Head(kept) => content(&(opened + &kept), pieces),
-            CallsAt::List if opened.contains(brackets::CALLS) => content(&opened, pieces),
-            CallsAt::List | CallsAt::Arguments(_) | CallsAt::Tail(_) | CallsAt::Close(_) => {}
+            CallsAt::List if opening(self.form).is_some_and(|open| opened.contains(open)) => content(&opened, pieces),
+            CallsAt::Between(..) | CallsAt::List | CallsAt::Arguments(_) | CallsAt::Tail(_) | CallsAt::Close(_) => {}
         }
     }
 }
@@ -655,8 +736,9 @@ fn tell(index: usize, text: &mut String, pieces: &mut Vec<Piece>) {
 }
 
 /// The parser of a call with tagged parameters, each of which is emitted when it is complete.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct TaggedCall {
+    tags: &'static ParameterTags,
     /// The unparsed text.
     kept: String,
     /// The position from which the end of a value is searched.
@@ -669,6 +751,18 @@ struct TaggedCall {
 }
 
 impl TaggedCall {
+    fn new(tags: &'static ParameterTags) -> TaggedCall {
+        TaggedCall {
+            tags,
+            kept: String::new(),
+            looked: 0,
+            name: String::new(),
+            named: false,
+            parameter: None,
+            parameters: 0,
+        }
+    }
+
     /// Parses text; returns the text after the end of the call, or all of it if it is not a call.
     fn push(
         &mut self,
@@ -680,15 +774,16 @@ impl TaggedCall {
         self.kept.push_str(text);
         loop {
             if let Some(parameter) = &self.parameter {
-                let [_, close] = PARAMETER;
+                let [.., close] = self.tags.parameter;
                 let from = (0..=self.looked).rev().find(|at| self.kept.is_char_boundary(*at)).unwrap_or(0);
                 let Some(at) = self.kept[from..].find(close).map(|at| at + from) else {
                     self.looked = self.kept.len().saturating_sub(close.len());
                     return Ok(None);
                 };
                 let value = &self.kept[..at];
-                let value = value.strip_prefix('\n').unwrap_or(value);
-                let value = value.strip_suffix('\n').unwrap_or(value);
+                let inner = value.strip_prefix('\n').unwrap_or(value);
+                let inner = inner.strip_suffix('\n').unwrap_or(inner);
+                let value = if self.tags.lines { inner } else { value };
                 let tool = tools.iter().find(|tool| tool.name == self.name);
                 let value = match tool.filter(|tool| tool.is_json(parameter)) {
                     Some(tool) => tool.json(parameter, value),
@@ -703,13 +798,13 @@ impl TaggedCall {
                 continue;
             }
             let shown = self.kept.trim_start();
-            let (mark, end) = match self.named {
-                true => (PARAMETER[0], Some(FUNCTION[1])),
-                false => (FUNCTION[0], None),
+            let ([mark, behind, _], end) = match self.named {
+                true => (self.tags.parameter, Some(self.tags.function[2])),
+                false => (self.tags.function, None),
             };
             if let Some(rest) = shown.strip_prefix(mark) {
-                let Some(at) = rest.find('>') else { return Ok(None) };
-                let (name, rest) = (rest[..at].trim().to_owned(), rest[at + 1..].to_owned());
+                let Some(at) = rest.find(behind) else { return Ok(None) };
+                let (name, rest) = (rest[..at].trim().to_owned(), rest[at + behind.len()..].to_owned());
                 self.kept = rest;
                 if self.named {
                     self.parameter = Some(name);
@@ -740,6 +835,10 @@ impl TaggedCall {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::text::chat::{
+        FUNCTION_GEMMA_CALLS, GEMMA_CALLS, GRANITE_TAGS, LFM_CALLS, MINIMAX_PARAMETERS, OLMO_CALLS, PHI_TAGS,
+        QWEN_PARAMETERS, SEED_PARAMETERS,
+    };
     use serde_json::json;
 
     fn tools() -> Arc<[Tool]> {
@@ -829,7 +928,7 @@ mod tests {
 
     #[test]
     fn tagged_json_becomes_calls() {
-        let form = Some(CallForm::TaggedJson);
+        let form = Some(CallForm::TaggedJson(&TAGS));
         let never = Reasons::Never;
         let call = "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"s\": \"a}\\\"</tool_call>é\", \"n\": [1, {}]}}\n</tool_call>";
         let arguments = "{\"s\": \"a}\\\"</tool_call>é\", \"n\": [1, {}]}";
@@ -879,7 +978,7 @@ mod tests {
 
     #[test]
     fn tagged_parameters_become_json() {
-        let form = Some(CallForm::TaggedParameters);
+        let form = Some(CallForm::TaggedParameters(&QWEN_PARAMETERS));
         let call = "<tool_call>\n<function=f>\n<parameter=n>\n5\n</parameter>\n<parameter=s>\na\n\"b\" < c\n</parameter>\n</function>\n</tool_call>";
         let arguments = "{\"n\": 5, \"s\": \"a\\n\\\"b\\\" < c\"}";
         check(Reasons::Never, form, call, "", "", &[("f", arguments)]);
@@ -907,7 +1006,8 @@ mod tests {
         ] {
             let tagged = format!("<tool_call>\n<function=f>\n<parameter={name}>\n{written}\n</parameter>\n</function>");
             let pairs = format!("<tool_call>f<arg_key>{name}</arg_key><arg_value>{written}</arg_value></tool_call>");
-            for (form, text) in [(CallForm::TaggedParameters, tagged), (CallForm::TaggedPairs, pairs)] {
+            for (form, text) in [(CallForm::TaggedParameters(&QWEN_PARAMETERS), tagged), (CallForm::TaggedPairs, pairs)]
+            {
                 let mut output = Output::new(Reasons::Never, Some(form), &tools);
                 let mut pieces = Vec::new();
                 output.push(&text, &mut pieces);
@@ -1071,6 +1171,104 @@ mod tests {
         comes_in_parts(never, CallForm::BracketArguments, "[TOOL_CALLS]f[ARGS]", TRICKY);
         let list = "[TOOL_CALLS][{\"name\": \"f\", \"arguments\": ";
         comes_in_parts(never, CallForm::BracketList, list, "{\"n\": [1, {}]}");
+    }
+
+    #[test]
+    fn functions_of_other_tags_become_json() {
+        let never = Reasons::Never;
+        let seed = Some(CallForm::TaggedParameters(&SEED_PARAMETERS));
+        let call = "<seed:tool_call>\n<function=f>\n<parameter=n>5</parameter>\n<parameter=s>a\nb\n</parameter>\n</function>\n\
+            </seed:tool_call>";
+        let arguments = "{\"n\": 5, \"s\": \"a\\nb\\n\"}";
+        let think: &Marks = &["<seed:think>", "</seed:think>"];
+        check(
+            Reasons::IfOpened(think),
+            seed,
+            &format!("<seed:think>hm</seed:think>\nSo.\n{call}\n{call}"),
+            "hm",
+            "So.",
+            &[("f", arguments), ("f", arguments)],
+        );
+        // MiniMax writes several functions between one pair of marks.
+        let minimax = Some(CallForm::TaggedParameters(&MINIMAX_PARAMETERS));
+        let one = "<invoke name=\"f\">\n<parameter name=\"n\">5</parameter>\n<parameter name=\"s\">a > \"b\"</parameter>\n</invoke>";
+        let calls = format!("<minimax:tool_call>\n{one}\n<invoke name=\"g\">\n</invoke>\n</minimax:tool_call>");
+        let arguments = "{\"n\": 5, \"s\": \"a > \\\"b\\\"\"}";
+        check(never, minimax, &format!("So.\n{calls} And"), "", "So. And", &[("f", arguments), ("g", "{}")]);
+        check(never, minimax, "<minimax:tool_call>oh", "", "<minimax:tool_call>oh", &[]);
+    }
+
+    #[test]
+    fn json_between_other_marks_is_an_object_or_a_list() {
+        let never = Reasons::Never;
+        let one = format!("{{\"name\": \"f\", \"arguments\": {TRICKY}}}");
+        let granite = Some(CallForm::TaggedJson(&GRANITE_TAGS));
+        let list = format!("<|tool_call|>[{one}, {{\"name\": \"g\", \"arguments\": {{}}}}]");
+        check(never, granite, &list, "", "", &[("f", TRICKY), ("g", "{}")]);
+        check(never, granite, &format!("So. {list} And"), "", "So. And", &[("f", TRICKY), ("g", "{}")]);
+        check(never, granite, &format!("<|tool_call|> {one} And"), "", " And", &[("f", TRICKY)]);
+        let phi = Some(CallForm::TaggedJson(&PHI_TAGS));
+        check(never, phi, &format!("{list}<|/tool_call|> And"), "", " And", &[("f", TRICKY), ("g", "{}")]);
+        let calls = format!("<|tool_call|>{one}<|/tool_call|><|tool_call|>{one}<|/tool_call|>");
+        check(never, phi, &calls, "", "", &[("f", TRICKY), ("f", TRICKY)]);
+        for bad in ["<|tool_call|>[]", "<|tool_call|>oh", "<|tool_call|>[oh]", "<|tool_call|>"] {
+            check(never, phi, bad, "", bad, &[]);
+            check(never, granite, bad, "", bad, &[]);
+        }
+    }
+
+    #[test]
+    fn calls_with_plain_names_become_json() {
+        let never = Reasons::Never;
+        let gemma = Some(CallForm::Named(&GEMMA_CALLS));
+        let call =
+            "<|tool_call>call:f{n:5,s:<|\"|>a, \"b}\": 'c'<|\"|>,x:{k:[1.5,<|\"|>y<|\"|>],z:null,b:true}}<tool_call|>";
+        let arguments = "{\"n\": 5, \"s\": \"a, \\\"b}\\\": 'c'\", \"x\": {\"k\":[1.5,\"y\"],\"z\":null,\"b\":true}}";
+        let think: &Marks = &["<|channel>", "<channel|>"];
+        check(
+            Reasons::IfOpened(think),
+            gemma,
+            &format!("<|channel>thought\nhm\n<channel|>So.{call}{call}"),
+            "hm",
+            "So.",
+            &[("f", arguments), ("f", arguments)],
+        );
+        check(Reasons::IfOpened(think), gemma, "<|channel>though<channel|>So.", "though", "So.", &[]);
+        check(never, gemma, "<|tool_call>call:g{}<tool_call|> And", "", " And", &[("g", "{}")]);
+        // A text that the schema asks for is none without its marks.
+        check(
+            never,
+            gemma,
+            "<|tool_call>call:f{s:12, n: 3}<tool_call|>",
+            "",
+            "",
+            &[("f", "{\"s\": \"12\", \"n\": 3}")],
+        );
+        let function_gemma = Some(CallForm::Named(&FUNCTION_GEMMA_CALLS));
+        let call = "<start_function_call>call:f{s:<escape>a<escape>}<end_function_call>";
+        check(never, function_gemma, call, "", "", &[("f", "{\"s\": \"a\"}")]);
+        for bad in ["<|tool_call>oh", "<|tool_call>call:", "<|tool_call>call:a b{}", "<|tool_call><tool_call|>"] {
+            check(never, gemma, bad, "", bad, &[]);
+        }
+        // Cut outputs have the arguments that were complete.
+        check(never, gemma, "<|tool_call>call:f{n:5,s:<|\"|>a", "", "", &[("f", "{\"n\": 5")]);
+
+        let lfm = Some(CallForm::Named(&LFM_CALLS));
+        let calls = "<|tool_call_start|>[f(n=5, s='it\\'s \\\\ a, \"b\"', x=[1, {'k': None, \"m\": (True, -2.5e3)}]), g()]<|tool_call_end|>";
+        let arguments = "{\"n\": 5, \"s\": \"it's \\\\ a, \\\"b\\\"\", \"x\": [1,{\"k\":null,\"m\":[true,-2500.0]}]}";
+        check(never, lfm, &format!("So. {calls}And"), "", "So.And", &[("f", arguments), ("g", "{}")]);
+        // Quotes that are not escaped, JSON's escapes, and words that are no value.
+        let odd = "<|tool_call_start|>[f(s='it's (a) \"b\" so', x=\"\\ud83d\\ude00\\n\", y=Rome)]<|tool_call_end|>";
+        let arguments = "{\"s\": \"it's (a) \\\"b\\\" so\", \"x\": \"😀\\n\", \"y\": \"Rome\"}";
+        check(never, lfm, odd, "", "", &[("f", arguments)]);
+        check(never, lfm, "<|tool_call_start|>[]<|tool_call_end|>", "", "<|tool_call_start|>[]<|tool_call_end|>", &[]);
+        let deep = format!("<|tool_call_start|>[f(x={})]<|tool_call_end|>", "[".repeat(500) + &"]".repeat(500));
+        assert_eq!(read(never, lfm, &[&deep]).2[0].0, "f");
+
+        let olmo = Some(CallForm::Named(&OLMO_CALLS));
+        let calls = "<function_calls>\nf(n=5, s=\"a\")\ng()\n</function_calls>\n";
+        check(never, olmo, &format!("So.\n{calls}"), "", "So.", &[("f", "{\"n\": 5, \"s\": \"a\"}"), ("g", "{}")]);
+        check(never, olmo, "<function_calls>\nf(1)\n</function_calls>", "", "1)\n</function_calls>", &[("f", "{}")]);
     }
 
     #[test]

@@ -5,7 +5,9 @@
 use super::fields::{self, Fields, refuse};
 use crate::model::grammar::{GrammarError, MOST_BYTES};
 use crate::model::text::Text;
-use crate::model::text::chat::{CallForm, KEY, TAGS, VALUE, brackets, channels, section};
+use crate::model::text::chat::{
+    CallForm, KEY, Marks, NamedTags, ParameterTags, TAGS, VALUE, brackets, channels, section,
+};
 use crate::service::bounds;
 use crate::service::prepare::{channel, mark, until};
 use crate::service::refusal::Refusal;
@@ -222,7 +224,7 @@ impl Tools {
         content: Option<Value>,
     ) -> Result<Option<Value>, GrammarError> {
         let tags = || -> Result<Vec<Value>, GrammarError> {
-            if matches!(form, CallForm::TaggedParameters | CallForm::TaggedPairs) {
+            if matches!(form, CallForm::TaggedParameters(_) | CallForm::TaggedPairs | CallForm::Named(_)) {
                 let bytes = self.callable.iter().map(copied_definitions).fold(0, usize::saturating_add);
                 if bytes > MOST_BYTES {
                     return Err(GrammarError::TooLong { bytes });
@@ -249,7 +251,20 @@ impl Tools {
             let calls = tags()?;
             Ok(match form {
                 CallForm::Json => separated(calls, "; ", true),
-                CallForm::TaggedJson | CallForm::TaggedParameters => separated(calls, "\n", !self.parallel),
+                CallForm::TaggedJson(marks) | CallForm::TaggedParameters(ParameterTags { calls: marks, .. }) => {
+                    match is_plain(text, marks) {
+                        true => separated(calls, "\n", !self.parallel),
+                        false => several(calls, true),
+                    }
+                }
+                CallForm::Named(tags) => match tags.list {
+                    Some([begin, between, end]) => {
+                        let [open, close] = tags.calls;
+                        let list = separated(calls, between, !self.parallel);
+                        sequence(vec![mark(text, open), constant(begin), list, constant(end), mark(text, close)])
+                    }
+                    None => several(calls, false),
+                },
                 CallForm::TaggedPairs => several(calls, true),
                 CallForm::BracketList => {
                     let list = separated(calls, ", ", !self.parallel);
@@ -273,18 +288,23 @@ impl Tools {
             _ => content,
         });
         // Forms in which a constraint can begin at a mark of plain text in the middle of an output.
-        let triggered = matches!(form, CallForm::TaggedJson | CallForm::TaggedParameters);
+        let trigger = match form {
+            CallForm::TaggedJson(marks) | CallForm::TaggedParameters(ParameterTags { calls: marks, .. }) => {
+                Some(marks[0]).filter(|_| is_plain(text, marks))
+            }
+            _ => None,
+        };
         Ok(match (self.choice, content) {
             (Choice::None, content) => content,
             (Choice::Required, _) => Some(calls()?),
             (Choice::Auto, Some(content)) => Some(json!({"type": "or", "elements": [calls()?, content]})),
-            (Choice::Auto, None) if triggered && self.callable.iter().any(|tool| tool.strict) => {
-                let (trigger, parallel) = (TAGS[0], self.parallel);
-                Some(json!({
-                    "type": "triggered_tags", "triggers": [trigger], "tags": tags()?, "stop_after_first": !parallel,
-                }))
-            }
-            (Choice::Auto, None) => None,
+            (Choice::Auto, None) => match trigger.filter(|_| self.callable.iter().any(|tool| tool.strict)) {
+                Some(trigger) => Some(json!({
+                    "type": "triggered_tags", "triggers": [trigger], "tags": tags()?,
+                    "stop_after_first": !self.parallel,
+                })),
+                None => None,
+            },
         })
     }
 }
@@ -315,6 +335,21 @@ fn sequence(elements: Vec<Value>) -> Value {
 /// A newline that some versions of a model write and others do not.
 fn optional_newline() -> Value {
     json!({"type": "optional", "content": constant("\n")})
+}
+
+/// Whether marks are plain text for the model, not special tokens.
+fn is_plain(text: &Text, marks: &Marks) -> bool {
+    marks.iter().all(|mark| text.special_id(mark).is_none())
+}
+
+/// A format between two marks; a tag if they are plain text.
+fn enclosed(text: &Text, [open, close]: &Marks, [begin, end]: [String; 2], content: Value) -> Value {
+    if is_plain(text, &[open, close]) {
+        return json!({"type": "tag", "begin": format!("{open}{begin}"), "content": content, "end": format!("{end}{close}")});
+    }
+    let call = json!({"type": "tag", "begin": begin, "content": content, "end": end});
+    let close = (!close.is_empty()).then(|| mark(text, close));
+    sequence([Some(mark(text, open)), Some(call), close].into_iter().flatten().collect())
 }
 
 /// A call of a tool, as a format of a structural tag: in the forms whose marks are plain text, and in lists, a tag.
@@ -360,20 +395,23 @@ fn call(form: CallForm, text: &Text, tool: &Tool) -> Value {
             elements.push(mark(close));
             sequence(elements)
         }
-        CallForm::TaggedJson => json!({
-            "type": "tag", "begin": format!("{open}\n{{\"name\": {name}, \"arguments\": "),
-            "content": schema, "end": format!("}}\n{close}"),
-        }),
+        CallForm::TaggedJson(marks) => {
+            // Models without a mark behind calls write a list.
+            let [list, end] = if marks[1].is_empty() { ["[", "]"] } else { ["\n", "\n"] };
+            let around = [format!("{list}{{\"name\": {name}, \"arguments\": "), format!("}}{end}")];
+            enclosed(text, marks, around, schema)
+        }
+        CallForm::Named(tags) => named_call(text, tool, tags),
         CallForm::Json => json!({
             "type": "tag", "begin": format!("{{\"name\": {name}, \"parameters\": "), "content": schema, "end": "}",
         }),
-        CallForm::TaggedParameters => {
-            let begin = format!("{open}\n<function={}>\n", tool.name);
-            let end = format!("</function>\n{close}");
+        CallForm::TaggedParameters(tags) => {
+            let [before, behind, end] = tags.function;
+            let around = [format!("\n{before}{}{behind}\n", tool.name), format!("{end}\n")];
             let elements =
-                parameters(tool, |name, schema| parameter(name, schema, tool.is_json(name), &tool.parameters));
+                parameters(tool, |name, schema| parameter(tags, name, schema, tool.is_json(name), &tool.parameters));
             let content = if elements.is_empty() { constant("") } else { sequence(elements) };
-            json!({"type": "tag", "begin": begin, "content": content, "end": end})
+            enclosed(text, &tags.calls, around, content)
         }
     }
 }
@@ -415,11 +453,84 @@ fn copied_definitions(tool: &Tool) -> usize {
 }
 
 /// A parameter of a tagged call.
-fn parameter(name: &str, schema: &Value, is_json: bool, whole: &Value) -> Value {
-    let begin = format!("<parameter={name}>\n");
-    let end = "\n</parameter>\n";
+fn parameter(tags: &ParameterTags, name: &str, schema: &Value, is_json: bool, whole: &Value) -> Value {
+    let line = if tags.lines { "\n" } else { "" };
+    let [before, behind, end] = tags.parameter;
+    let (begin, end) = (format!("{before}{name}{behind}{line}"), format!("{line}{end}\n"));
     let content = value(schema, is_json, whole).unwrap_or_else(|| json!({"type": "any_text"}));
     json!({"type": "tag", "begin": begin, "content": content, "end": end})
+}
+
+/// A call whose arguments have plain names. In a list it is a tag without marks around it.
+fn named_call(text: &Text, tool: &Tool, tags: &NamedTags) -> Value {
+    let [open, close] = tags.around;
+    let begin = format!("{}{}{open}", tags.before, tool.name);
+    let required = tool.parameters.get("required").and_then(Value::as_array);
+    let required: HashSet<&str> = required.into_iter().flatten().filter_map(Value::as_str).collect();
+    let properties = tool.parameters.get("properties").and_then(Value::as_object);
+    let named =
+        properties.into_iter().flatten().map(|(name, of)| Some((name, named_value(text, name, of, tool, tags)?)));
+    let content = match named.collect::<Option<Vec<_>>>() {
+        Some(named) => {
+            let argument = |(name, value): &(&String, Value)| {
+                sequence(vec![constant(&format!("{name}{}", tags.between)), value.clone()])
+            };
+            let (first, rest): (Vec<_>, Vec<_>) = named.iter().partition(|(name, _)| required.contains(name.as_str()));
+            let comma = if tags.quote.is_some() { "," } else { ", " };
+            let following = |argument: Value| sequence(vec![constant(comma), argument]);
+            let optional = |rest: &[&(&String, Value)]| -> Vec<Value> {
+                let element = |of: &&(&String, Value)| json!({"type": "optional", "content": following(argument(of))});
+                rest.iter().map(element).collect()
+            };
+            match first.split_first() {
+                Some((one, others)) => {
+                    let mut elements = vec![argument(one)];
+                    elements.extend(others.iter().map(|of| following(argument(of))));
+                    elements.extend(optional(&rest));
+                    sequence(elements)
+                }
+                // Any one of the arguments may be the first.
+                None => {
+                    let mut choices = vec![constant("")];
+                    for (at, one) in rest.iter().enumerate() {
+                        let mut elements = vec![argument(one)];
+                        elements.extend(optional(&rest[at + 1..]));
+                        choices.push(sequence(elements));
+                    }
+                    json!({"type": "or", "elements": choices})
+                }
+            }
+        }
+        // Values that no format describes between marks: any arguments.
+        None => {
+            let [_, mark_behind] = tags.calls;
+            return sequence(vec![mark(text, tags.calls[0]), constant(&begin), until(text, mark_behind)]);
+        }
+    };
+    let call = json!({"type": "tag", "begin": begin, "content": content, "end": close.to_string()});
+    match tags.list {
+        Some(_) => call,
+        None => sequence(vec![mark(text, tags.calls[0]), call, mark(text, tags.calls[1])]),
+    }
+}
+
+/// Returns the format of the value of an argument with a plain name; `None` if it cannot be described: lists and objects with
+/// texts between marks.
+fn named_value(text: &Text, name: &str, schema: &Value, tool: &Tool, tags: &NamedTags) -> Option<Value> {
+    let Some(quote) = tags.quote else {
+        // JSON, which readers of Python's literals take too.
+        return value(schema, true, &tool.parameters);
+    };
+    if !tool.is_json(name) {
+        let between = value(schema, false, &tool.parameters);
+        return Some(sequence(match between {
+            Some(texts) => vec![mark(text, quote), texts, mark(text, quote)],
+            None => vec![mark(text, quote), until(text, quote)],
+        }));
+    }
+    let types = types(schema)?;
+    let plain = types.iter().all(|kind| ["integer", "number", "boolean", "null"].contains(kind));
+    value(schema, true, &tool.parameters).filter(|_| plain)
 }
 
 /// Returns the format of a parameter's value; `None` for arbitrary text.

@@ -7,7 +7,7 @@ use super::channels::Channels;
 use super::marked::{
     Head, NamedCall, Nesting, PairsCall, Tail, bracket_head, in_name, json_head, section_head, section_tail,
 };
-use super::pieces::{Piece, content, held};
+use super::pieces::{Piece, content, held, held_of};
 use super::tools::Tool;
 use crate::model::text::chat::{CallForm, Marks, NamedTags, ParameterTags, TAGS, brackets, channel_of, section};
 use crate::service::prepare::Reasons;
@@ -279,6 +279,10 @@ impl Calls {
                 if shown.is_empty() || shown.starts_with('{') {
                     let shown = shown.to_owned();
                     if !shown.is_empty() {
+                        // White space before an object that is no call is content like that.
+                        if self.count == 0 {
+                            self.opened = format!("{space}{}", &text[..text.len() - shown.len()]);
+                        }
                         self.at = CallsAt::Object(self.object());
                     }
                     return shown;
@@ -433,29 +437,26 @@ impl Calls {
             }
             CallsAt::Close(kept) => {
                 kept.push_str(&text);
-                let close = match self.form {
-                    CallForm::TaggedJson([_, close]) => close,
-                    CallForm::TaggedParameters(tags) => {
-                        // Another function inside the same marks.
-                        let shown = kept.trim_start();
-                        if shown.starts_with(tags.function[0]) {
-                            let rest = shown.to_owned();
-                            self.at = CallsAt::Tagged(TaggedCall::new(tags));
-                            return rest;
-                        }
-                        if tags.function[0].starts_with(shown) {
-                            return String::new();
-                        }
-                        tags.calls[1]
-                    }
-                    _ => TAGS[1],
+                let (close, another) = match self.form {
+                    CallForm::TaggedJson([_, close]) => (*close, None),
+                    // Another function may be inside the same marks.
+                    CallForm::TaggedParameters(tags) => (tags.calls[1], Some((tags, tags.function[0]))),
+                    _ => (TAGS[1], None),
                 };
-                if let Some(at) = kept.find(close) {
+                let end = kept.find(close);
+                if let Some((tags, begin)) = another
+                    && let Some(at) = kept.find(begin).filter(|at| end.is_none_or(|end| *at < end))
+                {
+                    let rest = kept.split_off(at);
+                    self.at = CallsAt::Tagged(TaggedCall::new(tags));
+                    return rest;
+                }
+                if let Some(at) = end {
                     let rest = kept.split_off(at).split_off(close.len());
                     self.at = in_content();
                     return rest;
                 }
-                let keep = held(kept, close, false);
+                let keep = held_of(kept, [Some(close), another.map(|(_, begin)| begin)].into_iter().flatten());
                 *kept = kept.split_off(kept.len() - keep);
                 String::new()
             }
@@ -512,9 +513,10 @@ impl Calls {
             CallsAt::Content(kept) | CallsAt::Start(kept) => content(&kept, pieces),
             CallsAt::Object(object) if object.named() => {}
             CallsAt::Object(object) => content(&(opened + &object.raw), pieces),
-            CallsAt::Tagged(call) if call.named => {}
+            // A call behind others, of which nothing is known yet.
+            CallsAt::Tagged(call) if call.named || opened.is_empty() => {}
             CallsAt::Tagged(call) => content(&(opened + &call.kept), pieces),
-            CallsAt::Named(call) if call.name.is_some() => {}
+            CallsAt::Named(call) if call.name.is_some() || opened.is_empty() => {}
             CallsAt::Named(call) => content(&(opened + &call.kept), pieces),
             CallsAt::Between(_, kept) if !opened.is_empty() => content(&(opened + &kept), pieces),
             CallsAt::Pairs(call) if call.name.is_some() => {}
@@ -1269,6 +1271,87 @@ mod tests {
         let calls = "<function_calls>\nf(n=5, s=\"a\")\ng()\n</function_calls>\n";
         check(never, olmo, &format!("So.\n{calls}"), "", "So.", &[("f", "{\"n\": 5, \"s\": \"a\"}"), ("g", "{}")]);
         check(never, olmo, "<function_calls>\nf(1)\n</function_calls>", "", "1)\n</function_calls>", &[("f", "{}")]);
+    }
+
+    /// Goal: how an output is cut into parts changes nothing, whatever it holds. Method: random sequences of what forms of calls
+    /// consist of, cut at random places.
+    #[test]
+    fn cuts_change_nothing() {
+        const FORMS: [CallForm; 14] = [
+            CallForm::TaggedJson(&TAGS),
+            CallForm::TaggedJson(&PHI_TAGS),
+            CallForm::TaggedJson(&GRANITE_TAGS),
+            CallForm::TaggedParameters(&QWEN_PARAMETERS),
+            CallForm::TaggedParameters(&SEED_PARAMETERS),
+            CallForm::TaggedParameters(&MINIMAX_PARAMETERS),
+            CallForm::TaggedPairs,
+            CallForm::Named(&GEMMA_CALLS),
+            CallForm::Named(&LFM_CALLS),
+            CallForm::Named(&OLMO_CALLS),
+            CallForm::Json,
+            CallForm::BracketList,
+            CallForm::Section,
+            CallForm::SectionFenced,
+        ];
+        const PARTS: [&str; 24] = [
+            " ",
+            "\n",
+            "f",
+            "g",
+            "1",
+            "é",
+            "{",
+            "}",
+            "[",
+            "]",
+            "(",
+            ")",
+            ",",
+            ":",
+            "=",
+            "\"",
+            "'",
+            "\\",
+            "s=",
+            "n:",
+            "call:",
+            "{\"name\": \"f\"",
+            "\"arguments\": {\"n\": 1}",
+            "<",
+        ];
+        let mut state = 7u64;
+        let mut random = |most: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as usize % most
+        };
+        for case in 0..20_000 {
+            let form = FORMS[case % FORMS.len()];
+            let mut marks = form.marks().to_vec();
+            match form {
+                CallForm::TaggedParameters(tags) => marks.extend(tags.function.into_iter().chain(tags.parameter)),
+                CallForm::Named(tags) => marks.extend(tags.quote),
+                _ => {}
+            }
+            let mut text = String::new();
+            for _ in 0..random(24) {
+                match random(3) {
+                    0 if !marks.is_empty() => text.push_str(marks[random(marks.len())]),
+                    _ => text.push_str(PARTS[random(PARTS.len())]),
+                }
+            }
+            let whole = read(Reasons::Never, Some(form), &[&text]);
+            let mut parts = Vec::new();
+            let mut rest = text.as_str();
+            while !rest.is_empty() {
+                let (part, behind) = rest.split_at(rest.ceil_char_boundary(1 + random(5)));
+                parts.push(part);
+                rest = behind;
+            }
+            assert_eq!(read(Reasons::Never, Some(form), &parts), whole, "{form:?}: {parts:?}");
+            if whole.2.is_empty() {
+                assert_eq!(whole.1, text, "{form:?}: content without calls");
+            }
+        }
     }
 
     #[test]

@@ -769,6 +769,8 @@ fn codes_rule(
     // Twelve lane groups, if few of their steps are empty.
     let by_twelve = units.next_multiple_of(12) * 8 <= units * 9;
     let k_quants = codes.is_some_and(|of| of.bits == 4 && of.group == 32 && of.minimum == Minimum::Stored);
+    // AWQ and GPTQ: few scales, so that more words are in flight in as many registers.
+    let long_groups = codes.is_some_and(|of| of.bits == 4 && of.group == 128);
     // Two steps are in flight: more words would leave no registers for the next call's workgroups, which load their
     // weights while they wait. Measured with the matrices of Qwen3-8B, Mistral-Small-24B and Llama-3.3-70B on an H200:
     // which workgroups of the next call fit beside those of a product matters as much as the product's own time.
@@ -781,6 +783,7 @@ fn codes_rule(
             (256, 4, words, 1)
         }
         (Matrices::Cooperative, 1) if units >= 64 && blocks >= 16 * processors => (512, 2, words, 1),
+        (Matrices::Cooperative, 1) if units >= 64 && long_groups && blocks <= 2 * processors => (512, 2, words, 2),
         (Matrices::Cooperative, _) if units >= 64 => (512, 1, words, 1),
         (Matrices::Cooperative, 2..) => (256, 1, 4, 2),
         (Matrices::Cooperative, _) if words <= 3 && blocks <= processors && units < 32 => (512, 1, words, 1),
@@ -792,8 +795,17 @@ fn codes_rule(
             };
             (threads, 1, words, 1)
         }
-        (Matrices::Cooperative, _) if words <= 3 && blocks <= 2 * processors && by_twelve => (384, 1, words, 2),
+        (Matrices::Cooperative, _) if words <= 3 && blocks <= 2 * processors && by_twelve => {
+            if long_groups {
+                (256, 1, words, 3)
+            } else {
+                (384, 1, words, 2)
+            }
+        }
         (Matrices::Cooperative, _) if words > 3 || blocks <= 2 * processors => (256, 1, words, 2),
+        (Matrices::Cooperative, _) if blocks <= 4 * processors && units <= 32 && long_groups && normed => {
+            (256, 1, 2 * words, 2)
+        }
         // Whole turns of the processors.
         (Matrices::Cooperative, _) if blocks <= 4 * processors && units <= 32 => {
             (if normed { 128 } else { 256 }, 1, words, 4)
@@ -844,19 +856,25 @@ mod tests {
     /// Goal: matrices of codes of the measured models have the fastest shapes, which depend on what fits beside them.
     #[test]
     fn codes_have_the_fastest_shapes_of_measured_models() {
-        let shape = |bits: u32, minimum: Minimum, (rows, normed): (u32, bool), cols: u32| {
-            let codes = Codes { bits, group: if bits == 6 { 16 } else { 32 }, number: Number::Affine, minimum };
+        let of_groups = |bits: u32, group: u32, minimum: Minimum, (rows, normed): (u32, bool), cols: u32| {
+            let codes = Codes { bits, group, number: Number::Affine, minimum };
             let units = cols.div_ceil(unit_cols(codes));
             let CodesConfig { threads, tiles, ahead, workgroups } =
                 codes_rule(Some(codes), (rows.div_ceil(16), units), (1, normed), Matrices::Cooperative, 132);
             (threads, tiles, ahead, workgroups / 132)
         };
+        let shape =
+            |bits, minimum, product, cols| of_groups(bits, if bits == 6 { 16 } else { 32 }, minimum, product, cols);
         let q4 = |rows, cols| shape(4, Minimum::Stored, (rows, true), cols);
         let q6 = |rows, cols| shape(6, Minimum::Zero { halves: 64 }, (rows, true), cols);
         let output = |rows| shape(4, Minimum::Stored, (rows, false), 4096);
         // Qwen3-8B: values; queries and keys; output; gate/up.
         assert_eq!([q6(1024, 4096), q4(5120, 4096)], [(384, 1, 1, 1), (128, 1, 1, 4)]);
         assert_eq!([output(4096), q4(24_576, 4096)], [(384, 1, 1, 2), (256, 1, 1, 3)]);
+        // The same in AWQ: queries, keys and values; output; down.
+        let awq = |product, cols| of_groups(4, 128, Minimum::Stored, product, cols);
+        assert_eq!([awq((6144, true), 4096), awq((4096, false), 4096)], [(256, 1, 2, 2), (256, 1, 1, 3)]);
+        assert_eq!([awq((4096, false), 12_288), awq((24_576, true), 4096)], [(512, 2, 1, 2), (256, 2, 1, 2)]);
         // Qwen3-30B-A3B: output.
         assert_eq!(output(2048), (512, 1, 1, 1));
         // Mistral-Small-24B: values; queries and keys; all three; output; gate/up.

@@ -712,6 +712,57 @@ async fn calls_are_forced_in_the_models_own_form() {
     }
 }
 
+/// Goal: arguments with plain names follow their schemas when a call is forced, whichever of the optional ones are there.
+#[tokio::test]
+async fn forced_calls_with_plain_names_follow_the_schema() {
+    let tool = json!({"type": "function", "function": {"name": "set", "parameters": {
+        "type": "object",
+        "properties": {
+            "on": {"type": "boolean"}, "level": {"type": "integer", "minimum": 0, "maximum": 9},
+            "kind": {"enum": ["a", "b"]},
+        },
+    }}});
+    let mut with_list = tool.clone();
+    with_list["function"]["parameters"]["properties"]["list"] =
+        json!({"type": "array", "items": {"type": "boolean"}, "maxItems": 2});
+    let marks = ["<|tool_call>", "<|tool_call_start|>", "<function_calls>"];
+    for special in SPECIAL.iter().filter(|special| marks.contains(&special.mark)) {
+        // Between marks of texts, no format describes a list.
+        let tool = if special.mark == "<|tool_call>" { &tool } else { &with_list };
+        let served = special.server("").await;
+        let mut seen = std::collections::BTreeSet::new();
+        for seed in 0..240 {
+            let asked = json!({
+                "messages": user("x"), "tools": [tool], "tool_choice": "required", "seed": seed, "max_tokens": 600,
+                "temperature": 1, "parallel_tool_calls": false,
+            });
+            let whole = chat(served.http, asked).await.json();
+            let choice = &whole["choices"][0];
+            if choice["finish_reason"] == "length" {
+                // Its reasoning has not ended.
+                continue;
+            }
+            let calls = choice["message"]["tool_calls"].as_array().unwrap();
+            assert_eq!((calls.len(), &calls[0]["function"]["name"]), (1, &json!("set")), "{whole}");
+            let arguments: Value = serde_json::from_str(calls[0]["function"]["arguments"].as_str().unwrap()).unwrap();
+            for (name, value) in arguments.as_object().unwrap() {
+                let right = match name.as_str() {
+                    "on" => value.is_boolean(),
+                    "level" => value.as_u64().is_some_and(|level| level < 10),
+                    "kind" => value == "a" || value == "b",
+                    "list" => value.as_array().is_some_and(|list| list.len() < 3 && list.iter().all(Value::is_boolean)),
+                    _ => false,
+                };
+                assert!(right, "{whole}");
+                seen.insert(name.clone());
+            }
+            seen.insert(arguments.as_object().unwrap().len().to_string());
+        }
+        // No argument, and one that is not the first of the schema.
+        assert!(["0", "1", "on"].iter().all(|expected| seen.contains(*expected)), "{}: {seen:?}", special.mark);
+    }
+}
+
 #[tokio::test]
 async fn a_format_holds_for_the_content_behind_channels_and_special_marks() {
     let schema = json!({"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]});

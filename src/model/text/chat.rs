@@ -305,7 +305,7 @@ const FORMS: &[Form] = &[
     Form {
         form: CallForm::Named(&LFM_CALLS),
         // Some templates show only the list of tools.
-        has: &[&["<|tool_call_start|>", "<|tool_list_start|>"]],
+        has: &[&["<|tool_call_start|>", "<|tool_list_start|>", "keep_past_thinking"]],
         lacks: &[],
         marks: &["<|tool_call_start|>", "<|tool_call_end|>"],
     },
@@ -375,7 +375,7 @@ const REASONING: &[Marks] = &[
     ["<|channel>", "<channel|>"],
 ];
 
-/// Returns the name of the channel that follows the first one of a pair of [`REASONING`], and is no reasoning; empty if it is
+/// Returns the name of the channel that follows the first one of a pair of marks of reasoning, and is no reasoning; empty if it is
 /// not a channel.
 pub fn channel_of(marks: &Marks) -> &'static str {
     if marks[0] == "<|channel>" { "thought" } else { "" }

@@ -8,7 +8,7 @@ use crate::model::text::chat::{KEY, NamedTags, TAGS, VALUE, brackets, section};
 use serde_json::{Map, Value};
 
 /// The maximum length of the name of a function or an argument, in bytes.
-const MOST_NAME: usize = 1024;
+pub(super) const MOST_NAME: usize = 1024;
 
 /// Finds the end of a JSON object.
 #[derive(Debug, Default)]
@@ -61,7 +61,7 @@ pub(super) fn in_name(c: char) -> bool {
     c.is_ascii_alphanumeric() || "_-.:/".contains(c)
 }
 
-fn is_name(text: &str) -> bool {
+pub(super) fn is_name(text: &str) -> bool {
     (1..=MOST_NAME).contains(&text.len()) && text.chars().all(in_name)
 }
 
@@ -307,6 +307,16 @@ pub(super) struct NamedCall {
     count: usize,
 }
 
+/// What is known of the name of an argument.
+enum Key {
+    /// Incomplete.
+    More,
+    /// The name; the value begins after this number of bytes.
+    Name(String, usize),
+    /// No name.
+    Bad,
+}
+
 impl NamedCall {
     pub(super) fn new(tags: &'static NamedTags) -> NamedCall {
         NamedCall { tags, kept: String::new(), name: None, key: None, scan: Scan::default(), count: 0 }
@@ -322,6 +332,7 @@ impl NamedCall {
     ) -> Result<Option<String>, String> {
         self.kept.push_str(text);
         let [open, close] = self.tags.around;
+        let [_, calls_end] = self.tags.calls;
         loop {
             let Some(name) = &self.name else {
                 let shown = self.kept.trim_start();
@@ -346,36 +357,40 @@ impl NamedCall {
                 self.name = Some(name);
                 continue;
             };
+            let tool = tools.iter().find(|tool| tool.name == *name);
             let Some(key) = &self.key else {
-                let shown = self.kept.trim_start_matches(|c: char| c.is_whitespace() || c == ',');
+                self.kept = self.kept.trim_start_matches(|c: char| c.is_whitespace() || c == ',').to_owned();
+                let shown = self.kept.as_str();
                 if let Some(rest) = shown.strip_prefix(close) {
                     let rest = rest.to_owned();
                     self.end(index, pieces);
                     return Ok(Some(rest));
                 }
-                let stops = |c: char| c == self.tags.between || ",()[]{}\"'<\n".contains(c);
-                let (key, behind) = shown.split_at(shown.find(stops).unwrap_or(shown.len()));
-                if behind.is_empty() && key.len() <= MOST_NAME {
-                    return Ok(None);
+                match self.key(tool) {
+                    _ if calls_end.starts_with(shown) && shown.len() < calls_end.len() => return Ok(None),
+                    Key::More => return Ok(None),
+                    Key::Name(key, used) => {
+                        let value = shown[used..].to_owned();
+                        (self.key, self.kept, self.scan) = (Some(key), value, Scan::default());
+                    }
+                    Key::Bad => {
+                        // The call ends here, if its bracket is missing too; the rest is returned.
+                        self.end(index, pieces);
+                        return Ok(Some(std::mem::take(&mut self.kept)));
+                    }
                 }
-                let (Some(value), false) = (behind.strip_prefix(self.tags.between), key.trim().is_empty()) else {
-                    // The call ends here; the rest is returned.
-                    let rest = shown.to_owned();
-                    self.end(index, pieces);
-                    return Ok(Some(rest));
-                };
-                let (key, value) = (key.trim().to_owned(), value.to_owned());
-                (self.key, self.kept, self.scan) = (Some(key), value, Scan::default());
                 continue;
             };
-            let Some(at) = self.scan.end(&self.kept, self.tags.quote, close) else { return Ok(None) };
+            let Some(at) = self.scan.end(&self.kept, self.tags) else { return Ok(None) };
             let written = self.kept[..at].trim();
-            let value = Literal { rest: written, quote: self.tags.quote }.whole();
-            let tool = tools.iter().find(|tool| tool.name == *name);
-            let is_text = tool.is_some_and(|tool| tool.is_text(key));
-            let value = match value {
-                Some(value) if value.is_string() || !is_text => value.to_string(),
-                _ => Value::from(written).to_string(),
+            let value = match (Literal { rest: written, quote: self.tags.quote }.whole(), tool) {
+                (Some(Value::Null), _) => "null".to_owned(),
+                (Some(value), Some(tool)) if tool.is_json(key) => tool.json(key, &value.to_string()),
+                (Some(value), Some(tool)) if tool.is_text(key) && !value.is_string() => {
+                    Value::from(written).to_string()
+                }
+                (Some(value), _) => value.to_string(),
+                (None, _) => Value::from(written).to_string(),
             };
             let comma = if self.count == 0 { "{" } else { ", " };
             let text = format!("{comma}{}: {value}", Value::from(key.as_str()));
@@ -386,17 +401,47 @@ impl NamedCall {
         }
     }
 
+    /// Reads the name of the argument with which the unparsed text begins.
+    fn key(&self, tool: Option<&Tool>) -> Key {
+        let (shown, between) = (self.kept.as_str(), self.tags.between);
+        // Names of the schema that hold what ends other names.
+        let stops = |c: char| c == between || ",()[]{}\"'<\n".contains(c);
+        let mut odd: Vec<&str> = tool.into_iter().flat_map(Tool::names).filter(|name| name.contains(stops)).collect();
+        odd.sort_by_key(|name| std::cmp::Reverse(name.len()));
+        for name in odd {
+            match shown.strip_prefix(name) {
+                Some(behind) if behind.starts_with(between) => {
+                    return Key::Name(name.to_owned(), name.len() + between.len_utf8());
+                }
+                Some("") => return Key::More,
+                None if name.starts_with(shown) => return Key::More,
+                _ => {}
+            }
+        }
+        // Some models write a name as a text.
+        let quotes = self.tags.quote.into_iter().chain(["\"", "'"]);
+        let (key, behind) = match quotes.clone().find_map(|quote| shown.strip_prefix(quote).map(|rest| (quote, rest))) {
+            Some((quote, rest)) => match rest.split_once(quote) {
+                Some((key, behind)) => (key, behind),
+                None if rest.len() <= MOST_NAME => return Key::More,
+                None => return Key::Bad,
+            },
+            None if quotes.clone().any(|quote| quote.starts_with(shown)) => return Key::More,
+            None => shown.split_at(shown.find(stops).unwrap_or(shown.len())),
+        };
+        match behind.trim_start().strip_prefix(between) {
+            Some(_) if key.trim().is_empty() => Key::Bad,
+            Some(value) => Key::Name(key.trim().to_owned(), shown.len() - value.len()),
+            None if behind.trim().is_empty() && shown.len() <= MOST_NAME => Key::More,
+            None => Key::Bad,
+        }
+    }
+
     /// Handles the end of the call.
     fn end(&mut self, index: usize, pieces: &mut Vec<Piece>) {
         let text = if self.count == 0 { "{}" } else { "}" }.to_owned();
         pieces.push(Piece::Arguments { index, text });
     }
-}
-
-/// Whether a quote in this text behind it ends a text, as in Python; `None` if that is not known yet. Models write quotes inside
-/// of texts as they are, so a quote ends a text only before what can follow a value.
-fn closes(behind: &str) -> Option<bool> {
-    behind.trim_start().chars().next().map(|c| ",)]}:".contains(c))
 }
 
 /// Finds the end of the value of an argument.
@@ -406,37 +451,55 @@ struct Scan {
     at: usize,
     /// The number of brackets that are open.
     depth: u32,
-    /// The quote of the text that is open; with marks around texts, any character.
-    inside: Option<char>,
+    /// What ends the text that is open.
+    inside: Option<Inside>,
     escaped: bool,
+    /// The number of bytes up to which white space behind a quote was seen.
+    space: usize,
+}
+
+/// What ends a text.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Inside {
+    /// The mark around texts.
+    Mark,
+    /// This quote.
+    Quote(char),
 }
 
 impl Scan {
-    /// Returns the position of the comma or of `close` behind the value with which `text` begins.
-    fn end(&mut self, text: &str, quote: Option<&str>, close: char) -> Option<usize> {
+    /// Returns the position behind the value with which `text` begins: that of the comma, of the bracket that closes the call, or of
+    /// the mark behind the calls.
+    fn end(&mut self, text: &str, tags: &NamedTags) -> Option<usize> {
+        let [_, close] = tags.around;
         while let Some(c) = text[self.at..].chars().next() {
             let rest = &text[self.at..];
-            if let Some(mark) = quote {
-                if rest.starts_with(mark) {
-                    self.inside = if self.inside.is_some() { None } else { Some(c) };
-                    self.at += mark.len();
-                    continue;
-                }
-                if mark.starts_with(rest) {
-                    return None;
-                }
+            let marks = tags.quote.into_iter().chain([tags.calls[1]]);
+            if marks.clone().any(|mark| mark.len() > rest.len() && mark.starts_with(rest)) {
+                return None;
+            }
+            if rest.starts_with(tags.calls[1]) {
+                return Some(self.at);
+            }
+            if let Some(mark) = tags.quote.filter(|mark| rest.starts_with(mark))
+                && !matches!(self.inside, Some(Inside::Quote(_)))
+            {
+                self.inside = if self.inside.is_some() { None } else { Some(Inside::Mark) };
+                self.at += mark.len();
+                continue;
             }
             match (self.inside, c) {
-                (Some(_), _) if quote.is_some() => {}
+                (Some(Inside::Mark), _) => {}
                 (Some(_), _) if std::mem::take(&mut self.escaped) => {}
                 (Some(_), '\\') => self.escaped = true,
-                (Some(open), _) if c == open => {
-                    if closes(&rest[c.len_utf8()..])? {
+                (Some(Inside::Quote(open)), _) if c == open => {
+                    if self.closes(text, tags)? {
                         self.inside = None;
                     }
                 }
                 (Some(_), _) => {}
-                (None, '"' | '\'') if quote.is_none() => self.inside = Some(c),
+                (None, '"') => self.inside = Some(Inside::Quote(c)),
+                (None, '\'') if tags.quote.is_none() => self.inside = Some(Inside::Quote(c)),
                 (None, ',') if self.depth == 0 => return Some(self.at),
                 (None, _) if self.depth == 0 && c == close => return Some(self.at),
                 (None, '(' | '[' | '{') => self.depth += 1,
@@ -446,6 +509,44 @@ impl Scan {
             self.at += c.len_utf8();
         }
         None
+    }
+
+    /// Whether the quote at the present place ends a text; `None` if that is not known yet. Models write quotes inside of texts as
+    /// they are, so a quote ends a text only before what can follow a value: in a list or an object a comma, a colon or a bracket,
+    /// and otherwise the next argument or the end of the call.
+    fn closes(&mut self, text: &str, tags: &NamedTags) -> Option<bool> {
+        let from = self.space.max(self.at + 1);
+        let behind = text[from..].trim_start();
+        self.space = text.len() - behind.len();
+        let next = behind.chars().next()?;
+        if self.depth > 0 {
+            return Some(",)]}:".contains(next));
+        }
+        let [_, close] = tags.around;
+        let rest = &behind[next.len_utf8()..];
+        match next {
+            ',' => {
+                let name = rest.trim_start();
+                let behind = name.trim_start_matches(|c: char| c != tags.between && !",()[]{}\"'<\n".contains(c));
+                match behind.chars().next() {
+                    Some(c) => Some(c == tags.between && behind.len() < name.len()),
+                    None if rest.len() <= MOST_NAME => None,
+                    None => Some(true),
+                }
+            }
+            _ if next == close => {
+                let rest = rest.trim_start_matches([' ', '\t']);
+                match rest.chars().next() {
+                    Some(',' | ']' | ';' | '\n') => Some(true),
+                    Some(_) if tags.calls[1].starts_with(rest) && rest.len() < tags.calls[1].len() => None,
+                    Some(_) => Some(rest.starts_with(tags.calls[1])),
+                    None => None,
+                }
+            }
+            // The bracket is missing.
+            _ if tags.calls[1].starts_with(behind) && behind.len() < tags.calls[1].len() => None,
+            _ => Some(behind.starts_with(tags.calls[1])),
+        }
     }
 }
 
@@ -461,6 +562,12 @@ struct Literal<'a> {
 impl<'a> Literal<'a> {
     /// Returns the value; `None` if the text is none.
     fn whole(mut self) -> Option<Value> {
+        // A text that is no part of another value ends at the last quote, whatever quotes are in it.
+        if let Some(open) = self.rest.chars().next().filter(|c| *c == '"' || *c == '\'' && self.quote.is_none())
+            && let Some(inner) = self.rest[1..].strip_suffix(open)
+        {
+            return Some(serde_json::from_str(self.rest).unwrap_or_else(|_| Value::from(unescaped(inner))));
+        }
         let value = self.value(0)?;
         self.rest.trim().is_empty().then_some(value)
     }
@@ -510,24 +617,25 @@ impl<'a> Literal<'a> {
 
     /// Reads a text, if one follows.
     fn text(&mut self) -> Option<String> {
-        if let Some(mark) = self.quote {
-            let (text, rest) = self.rest.strip_prefix(mark)?.split_once(mark)?;
+        if let Some(inner) = self.quote.and_then(|mark| self.rest.strip_prefix(mark)) {
+            let (text, rest) = inner.split_once(self.quote?)?;
             self.rest = rest;
             return Some(text.to_owned());
         }
         let open = self.rest.chars().next().filter(|c| "\"'".contains(*c))?;
-        let (mut text, mut at) = (String::new(), 1);
-        while let Some(c) = self.rest[at..].chars().next() {
-            at += c.len_utf8();
-            if c == '\\' {
-                at += escape(&self.rest[at..], &mut text);
-            } else if c == open && closes(&self.rest[at..]).unwrap_or(true) {
-                let (written, rest) = self.rest.split_at(at);
-                self.rest = rest;
+        let mut escaped = false;
+        for (at, c) in self.rest.char_indices().skip(1) {
+            let behind = &self.rest[at + c.len_utf8()..];
+            let follows = behind.trim_start().chars().next().is_none_or(|c| ",)]}:".contains(c));
+            if std::mem::take(&mut escaped) {
+                continue;
+            } else if c == '\\' {
+                escaped = true;
+            } else if c == open && follows {
+                let written = &self.rest[..at + 1];
+                self.rest = behind;
                 // JSON writes some characters as two.
-                return Some(serde_json::from_str(written).unwrap_or(text));
-            } else {
-                text.push(c);
+                return Some(serde_json::from_str(written).unwrap_or_else(|_| unescaped(&written[1..at])));
             }
         }
         None
@@ -542,9 +650,24 @@ impl<'a> Literal<'a> {
             "True" => Some(Value::Bool(true)),
             "False" => Some(Value::Bool(false)),
             "None" => Some(Value::Null),
-            word => serde_json::from_str(word).ok().filter(|value: &Value| !value.is_string()),
+            word => match serde_json::from_str(word).ok().filter(|value: &Value| !value.is_string()) {
+                // Texts between marks are plain to see, so what has no marks is a word.
+                None if self.quote.is_some() && !word.is_empty() => Some(Value::from(word)),
+                value => value,
+            },
         }
     }
+}
+
+/// Returns a text of Python without its quotes as it is read.
+fn unescaped(written: &str) -> String {
+    let (mut text, mut rest) = (String::new(), written);
+    while let Some(at) = rest.find('\\') {
+        text.push_str(&rest[..at]);
+        rest = &rest[at + 1..];
+        rest = &rest[escape(rest, &mut text)..];
+    }
+    text + rest
 }
 
 /// Appends what a backslash before `behind` stands for in a text of Python; returns the number of bytes of `behind` in it.

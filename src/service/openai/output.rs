@@ -5,9 +5,10 @@
 
 use super::channels::Channels;
 use super::marked::{
-    Head, NamedCall, Nesting, PairsCall, Tail, bracket_head, in_name, json_head, section_head, section_tail,
+    Head, MOST_NAME, NamedCall, Nesting, PairsCall, Tail, bracket_head, in_name, is_name, json_head, section_head,
+    section_tail,
 };
-use super::pieces::{Piece, content, held, held_of};
+use super::pieces::{Piece, content, held};
 use super::tools::Tool;
 use crate::model::text::chat::{CallForm, Marks, NamedTags, ParameterTags, TAGS, brackets, channel_of, section};
 use crate::service::prepare::Reasons;
@@ -108,9 +109,12 @@ impl Marked {
                 if !channel.is_empty() {
                     let shown = kept.trim_start();
                     match shown.strip_prefix(*channel) {
-                        Some(rest) => *kept = rest.to_owned(),
+                        Some("") => return,
+                        Some(rest) if rest.starts_with(|c: char| c.is_whitespace() || c == '<') => {
+                            *kept = rest.to_owned()
+                        }
                         None if channel.starts_with(shown) => return,
-                        None => {}
+                        _ => {}
                     }
                     *channel = "";
                 }
@@ -322,14 +326,18 @@ impl Calls {
             CallsAt::Between(tags, kept) => {
                 kept.push_str(&text);
                 let [_, close] = tags.calls;
-                let lists = |c: char| tags.list.is_some() && ",[]".contains(c);
-                let shown = kept.trim_start_matches(|c: char| c.is_whitespace() || lists(c));
+                let lists = |c: char| tags.list.is_some() && ",;[]".contains(c);
+                let begins = kept.find(|c: char| !c.is_whitespace() && !lists(c)).unwrap_or(kept.len());
+                let dropped: String = kept.drain(..begins).collect();
+                if !self.opened.is_empty() {
+                    self.opened.push_str(&dropped);
+                }
+                let shown = kept.as_str();
                 if close.starts_with(shown) && shown.len() < close.len() {
                     return String::new();
                 }
                 if shown.starts_with(tags.before) && shown.starts_with(in_name) {
                     let rest = shown.to_owned();
-                    self.opened.push_str(&kept[..kept.len() - rest.len()]);
                     self.at = CallsAt::Named(NamedCall::new(tags));
                     return rest;
                 }
@@ -341,7 +349,7 @@ impl Calls {
                 let Some(rest) = rest else { return self.broken(kept, pieces) };
                 // Marks without calls are emitted unchanged.
                 if !self.opened.is_empty() {
-                    content(&format!("{}{}", self.opened, &kept[..kept.len() - rest.len()]), pieces);
+                    content(&format!("{}{close}", self.opened), pieces);
                 }
                 self.opened.clear();
                 self.at = in_content();
@@ -436,19 +444,30 @@ impl Calls {
                 rest
             }
             CallsAt::Close(kept) => {
-                kept.push_str(&text);
                 let (close, another) = match self.form {
                     CallForm::TaggedJson([_, close]) => (*close, None),
                     // Another function may be inside the same marks.
                     CallForm::TaggedParameters(tags) => (tags.calls[1], Some((tags, tags.function[0]))),
                     _ => (TAGS[1], None),
                 };
-                let end = kept.find(close);
+                let open = opening(self.form).unwrap_or(close);
+                let longest = close.len().max(open.len()).max(another.map_or(0, |(_, begin)| begin.len()));
+                let from = kept.floor_char_boundary(kept.len().saturating_sub(longest));
+                kept.push_str(&text);
+                let find = |mark: &str| kept[from..].find(mark).map(|at| from + at);
+                let (end, next) = (find(close), find(open));
+                let before = |at: &usize, others: [Option<usize>; 2]| others.iter().flatten().all(|other| at < other);
                 if let Some((tags, begin)) = another
-                    && let Some(at) = kept.find(begin).filter(|at| end.is_none_or(|end| *at < end))
+                    && let Some(at) = find(begin).filter(|at| before(at, [end, next]))
                 {
                     let rest = kept.split_off(at);
                     self.at = CallsAt::Tagged(TaggedCall::new(tags));
+                    return rest;
+                }
+                // A call whose closing mark is missing.
+                if let Some(at) = next.filter(|at| before(at, [end, None])) {
+                    let rest = kept.split_off(at);
+                    self.at = in_content();
                     return rest;
                 }
                 if let Some(at) = end {
@@ -456,8 +475,6 @@ impl Calls {
                     self.at = in_content();
                     return rest;
                 }
-                let keep = held_of(kept, [Some(close), another.map(|(_, begin)| begin)].into_iter().flatten());
-                *kept = kept.split_off(kept.len() - keep);
                 String::new()
             }
         }
@@ -525,7 +542,18 @@ impl Calls {
             CallsAt::Head(kept) if opened.is_empty() && section::CALLS[1].starts_with(kept.trim()) => {}
             CallsAt::Head(kept) => content(&(opened + &kept), pieces),
             CallsAt::List if opening(self.form).is_some_and(|open| opened.contains(open)) => content(&opened, pieces),
-            CallsAt::Between(..) | CallsAt::List | CallsAt::Arguments(_) | CallsAt::Tail(_) | CallsAt::Close(_) => {}
+            // Without a closing mark, what follows a call is content, unless it is a part of that mark.
+            CallsAt::Close(kept) => {
+                let close = match self.form {
+                    CallForm::TaggedJson([_, close]) => *close,
+                    CallForm::TaggedParameters(tags) => tags.calls[1],
+                    _ => TAGS[1],
+                };
+                if !close.starts_with(kept.trim()) {
+                    content(&kept, pieces);
+                }
+            }
+            CallsAt::Between(..) | CallsAt::List | CallsAt::Arguments(_) | CallsAt::Tail(_) => {}
         }
     }
 }
@@ -705,7 +733,7 @@ impl CallObject {
         } else if self.is_arguments() && !self.has_arguments {
             let text = match serde_json::from_str(&self.token) {
                 // Some models write the arguments as JSON in a string.
-                Ok(Value::String(text)) => text,
+                Ok(Value::String(text)) if serde_json::from_str::<Value>(&text).is_ok() => text,
                 Ok(Value::Null) => "{}".to_owned(),
                 Ok(_) => self.token.clone(),
                 Err(_) => return At::Bad,
@@ -805,7 +833,15 @@ impl TaggedCall {
                 false => (self.tags.function, None),
             };
             if let Some(rest) = shown.strip_prefix(mark) {
-                let Some(at) = rest.find(behind) else { return Ok(None) };
+                let Some(at) = rest.find(behind) else {
+                    return match self.named || rest.len() <= MOST_NAME {
+                        true => Ok(None),
+                        false => Err(std::mem::take(&mut self.kept)),
+                    };
+                };
+                if !self.named && !is_name(rest[..at].trim()) {
+                    return Err(std::mem::take(&mut self.kept));
+                }
                 let (name, rest) = (rest[..at].trim().to_owned(), rest[at + behind.len()..].to_owned());
                 self.kept = rest;
                 if self.named {
@@ -818,7 +854,12 @@ impl TaggedCall {
                 let text = if self.parameters == 0 { "{}" } else { "}" }.to_owned();
                 pieces.push(Piece::Arguments { index, text });
                 return Ok(Some(rest.to_owned()));
-            } else if mark.starts_with(shown) || end.is_some_and(|end| end.starts_with(shown)) {
+            } else if self.named && shown.starts_with(self.tags.calls[1]) {
+                // The function's closing mark is missing.
+                let text = if self.parameters == 0 { "{}" } else { "}" }.to_owned();
+                pieces.push(Piece::Arguments { index, text });
+                return Ok(Some(shown.to_owned()));
+            } else if [mark, end.unwrap_or(mark), self.tags.calls[1]].iter().any(|mark| mark.starts_with(shown)) {
                 return Ok(None);
             } else if self.named {
                 // Text between parameters is dropped.
@@ -1271,6 +1312,81 @@ mod tests {
         let calls = "<function_calls>\nf(n=5, s=\"a\")\ng()\n</function_calls>\n";
         check(never, olmo, &format!("So.\n{calls}"), "", "So.", &[("f", "{\"n\": 5, \"s\": \"a\"}"), ("g", "{}")]);
         check(never, olmo, "<function_calls>\nf(1)\n</function_calls>", "", "1)\n</function_calls>", &[("f", "{}")]);
+    }
+
+    /// What models write that is not quite the form.
+    #[test]
+    fn calls_with_plain_names_are_read_as_they_are_meant() {
+        let parameters = json!({"type": "object", "properties": {
+            "n": {"type": "integer"}, "s": {"type": "string"}, "x": {"type": ["string", "null"]}, "filter[a]": {"type": "string"},
+        }});
+        let tools: Arc<[Tool]> = Arc::from([Tool { name: "f".to_owned(), parameters, strict: false }]);
+        let all = |form: CallForm, text: &str| {
+            let cut = |size: usize| {
+                let mut output = Output::new(Reasons::Never, Some(form), &tools);
+                let mut pieces = Vec::new();
+                let characters: Vec<char> = text.chars().collect();
+                for part in characters.chunks(size) {
+                    output.push(&part.iter().collect::<String>(), &mut pieces);
+                }
+                output.finish(&mut pieces);
+                let (_, content, calls) = joined(pieces);
+                let calls = calls.into_iter().map(|(_, text)| serde_json::from_str(&text).expect("JSON"));
+                (content, calls.collect::<Vec<Value>>())
+            };
+            assert_eq!(cut(1), cut(3), "{text}");
+            cut(text.len())
+        };
+        let lfm = |inner: &str, content: &str, calls: &[Value]| {
+            let text = format!("<|tool_call_start|>[{inner}<|tool_call_end|>Bye");
+            assert_eq!(all(CallForm::Named(&LFM_CALLS), &text), (content.to_owned(), calls.to_vec()), "{text}");
+        };
+        // Quotes inside of a text.
+        lfm(r#"f(s="{"k": "v"}", n=1)]"#, "Bye", &[json!({"s": "{\"k\": \"v\"}", "n": 1})]);
+        lfm(r"f(s='d = {'a': 1}')]", "Bye", &[json!({"s": "d = {'a': 1}"})]);
+        lfm(r#"f(s="print("a", "b")"), f(n=2)]"#, "Bye", &[json!({"s": "print(\"a\", \"b\")"}), json!({"n": 2})]);
+        lfm(r"f(s='x IN ('y', 'z')', n=1)]", "Bye", &[json!({"s": "x IN ('y', 'z')", "n": 1})]);
+        // Brackets and quotes that are missing: the mark behind the calls ends them.
+        lfm("f(n=1]", "Bye", &[json!({"n": "1]"})]);
+        lfm("f(s='a)]", "Bye", &[json!({"s": "'a)]"})]);
+        lfm("f(", "Bye", &[json!({})]);
+        lfm("f(n=1); f(n=2)]", "Bye", &[json!({"n": 1}), json!({"n": 2})]);
+        // What the schema allows.
+        lfm("f(s=None, x=94103)]", "Bye", &[json!({"s": null, "x": "94103"})]);
+        lfm("f(filter[a]='b', n=1)]", "Bye", &[json!({"filter[a]": "b", "n": 1})]);
+        let gemma = |inner: &str, content: &str, calls: &[Value]| {
+            let text = format!("<|tool_call>call:{inner}<tool_call|>Bye");
+            assert_eq!(all(CallForm::Named(&GEMMA_CALLS), &text), (content.to_owned(), calls.to_vec()), "{text}");
+        };
+        gemma("f{s:<|\"|>abc}", "Bye", &[json!({"s": "<|\"|>abc}"})]);
+        gemma("f{s:\"hello, world\",n:3}", "Bye", &[json!({"s": "hello, world", "n": 3})]);
+        gemma(
+            "f{o:{\"a\":\"b:c\",d:foo},<|\"|>l<|\"|>:[a, b]}",
+            "Bye",
+            &[json!({"o": {"a": "b:c", "d": "foo"}, "l": ["a", "b"]})],
+        );
+        gemma("f{filter[a]:<|\"|>b<|\"|>}", "Bye", &[json!({"filter[a]": "b"})]);
+        // Marks behind a function or a list that are missing.
+        let minimax = CallForm::TaggedParameters(&MINIMAX_PARAMETERS);
+        let call = "<minimax:tool_call><invoke name=\"f\"><parameter name=\"s\">v</parameter>";
+        assert_eq!(
+            all(minimax, &format!("{call}</minimax:tool_call>Bye")),
+            ("Bye".to_owned(), vec![json!({"s": "v"})])
+        );
+        assert_eq!(all(minimax, &format!("{call}</invoke>\nBye")), ("\nBye".to_owned(), vec![json!({"s": "v"})]));
+        let phi = CallForm::TaggedJson(&PHI_TAGS);
+        let one = "<|tool_call|>[{\"name\": \"f\", \"arguments\": {\"n\": 1}}]";
+        assert_eq!(all(phi, &format!("{one}\nBye")), ("\nBye".to_owned(), vec![json!({"n": 1})]));
+        assert_eq!(all(phi, &format!("{one}{one}")), (String::new(), vec![json!({"n": 1}), json!({"n": 1})]));
+        let text = "<|tool_call|>{\"name\": \"f\", \"arguments\": \"oops\"}";
+        assert_eq!(all(phi, text), (String::new(), vec![json!("oops")]));
+        // Long runs of white space and separators take linear time.
+        for part in [" ", ", ", "\n"] {
+            let long = part.repeat(100_000);
+            for text in ["f(s=\"a\"", "f(n=1", "f(n=1)", ""] {
+                all(CallForm::Named(&LFM_CALLS), &format!("<|tool_call_start|>[{text}{long})]<|tool_call_end|>"));
+            }
+        }
     }
 
     /// Goal: how an output is cut into parts changes nothing, whatever it holds. Method: random sequences of what forms of calls

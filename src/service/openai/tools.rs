@@ -33,6 +33,12 @@ impl Tool {
         self.parameters.get("properties")?.get(name)
     }
 
+    /// The names of its parameters.
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        let properties = self.parameters.get("properties").and_then(Value::as_object);
+        properties.into_iter().flatten().map(|(name, _)| name.as_str())
+    }
+
     /// Whether a parameter's value can only be a text.
     pub(super) fn is_text(&self, parameter: &str) -> bool {
         self.property(parameter).is_some() && !self.is_json(parameter)

@@ -2,7 +2,7 @@
 //! arguments, arguments with marked names and values (GLM), and arguments with plain names (Gemma, LFM2, OLMo).
 //! Not here: the text around calls, and text that turns out not to be a call (`output`).
 
-use super::pieces::Piece;
+use super::pieces::{Piece, argument, end_of_arguments};
 use super::tools::Tool;
 use crate::model::text::chat::{KEY, NamedTags, TAGS, VALUE, brackets, section};
 use serde_json::{Map, Value};
@@ -226,7 +226,7 @@ impl PairsCall {
                 None => {
                     if let Some(rest) = shown.strip_prefix(TAGS[1]) {
                         let rest = rest.to_owned();
-                        self.end(index, pieces);
+                        end_of_arguments(index, self.count, pieces);
                         return Ok(Some(rest));
                     }
                     let key = shown.strip_prefix(KEY[0]);
@@ -241,7 +241,7 @@ impl PairsCall {
                         _ => {
                             // The call ends here; the rest is returned.
                             let rest = shown.to_owned();
-                            self.end(index, pieces);
+                            end_of_arguments(index, self.count, pieces);
                             return Ok(Some(rest));
                         }
                     }
@@ -255,7 +255,7 @@ impl PairsCall {
                         return Ok(None);
                     } else {
                         let rest = format!("{}{key}{}{}", KEY[0], KEY[1], self.kept);
-                        self.end(index, pieces);
+                        end_of_arguments(index, self.count, pieces);
                         return Ok(Some(rest));
                     }
                 }
@@ -273,21 +273,12 @@ impl PairsCall {
                         _ if serde_json::from_str::<Value>(value).is_ok() => value.trim().to_owned(),
                         _ => Value::from(value).to_string(),
                     };
-                    let comma = if self.count == 0 { "{" } else { ", " };
-                    let text = format!("{comma}{}: {value}", Value::from(key.as_str()));
-                    pieces.push(Piece::Arguments { index, text });
+                    argument(index, &mut self.count, key, &value, pieces);
                     self.kept.drain(..at + VALUE[1].len());
                     self.key = None;
-                    self.count += 1;
                 }
             }
         }
-    }
-
-    /// Handles the end of the call.
-    fn end(&mut self, index: usize, pieces: &mut Vec<Piece>) {
-        let text = if self.count == 0 { "{}" } else { "}" }.to_owned();
-        pieces.push(Piece::Arguments { index, text });
     }
 }
 
@@ -305,6 +296,11 @@ pub(super) struct NamedCall {
     scan: Scan,
     /// The number of arguments that were emitted.
     count: usize,
+}
+
+/// Whether a character ends the name of an argument, which `between` follows.
+fn stops(c: char, between: char) -> bool {
+    c == between || ",()[]{}\"'<\n".contains(c)
 }
 
 /// What is known of the name of an argument.
@@ -363,7 +359,7 @@ impl NamedCall {
                 let shown = self.kept.as_str();
                 if let Some(rest) = shown.strip_prefix(close) {
                     let rest = rest.to_owned();
-                    self.end(index, pieces);
+                    end_of_arguments(index, self.count, pieces);
                     return Ok(Some(rest));
                 }
                 match self.key(tool) {
@@ -375,7 +371,7 @@ impl NamedCall {
                     }
                     Key::Bad => {
                         // The call ends here, if its bracket is missing too; the rest is returned.
-                        self.end(index, pieces);
+                        end_of_arguments(index, self.count, pieces);
                         return Ok(Some(std::mem::take(&mut self.kept)));
                     }
                 }
@@ -392,12 +388,9 @@ impl NamedCall {
                 (Some(value), _) => value.to_string(),
                 (None, _) => Value::from(written).to_string(),
             };
-            let comma = if self.count == 0 { "{" } else { ", " };
-            let text = format!("{comma}{}: {value}", Value::from(key.as_str()));
-            pieces.push(Piece::Arguments { index, text });
+            argument(index, &mut self.count, key, &value, pieces);
             self.kept.drain(..at);
             self.key = None;
-            self.count += 1;
         }
     }
 
@@ -405,7 +398,7 @@ impl NamedCall {
     fn key(&self, tool: Option<&Tool>) -> Key {
         let (shown, between) = (self.kept.as_str(), self.tags.between);
         // Names of the schema that hold what ends other names.
-        let stops = |c: char| c == between || ",()[]{}\"'<\n".contains(c);
+        let stops = |c: char| stops(c, between);
         let mut odd: Vec<&str> = tool.into_iter().flat_map(Tool::names).filter(|name| name.contains(stops)).collect();
         odd.sort_by_key(|name| std::cmp::Reverse(name.len()));
         for name in odd {
@@ -435,12 +428,6 @@ impl NamedCall {
             None if behind.trim().is_empty() && shown.len() <= MOST_NAME => Key::More,
             None => Key::Bad,
         }
-    }
-
-    /// Handles the end of the call.
-    fn end(&mut self, index: usize, pieces: &mut Vec<Piece>) {
-        let text = if self.count == 0 { "{}" } else { "}" }.to_owned();
-        pieces.push(Piece::Arguments { index, text });
     }
 }
 
@@ -527,7 +514,7 @@ impl Scan {
         match next {
             ',' => {
                 let name = rest.trim_start();
-                let behind = name.trim_start_matches(|c: char| c != tags.between && !",()[]{}\"'<\n".contains(c));
+                let behind = name.trim_start_matches(|c: char| !stops(c, tags.between));
                 match behind.chars().next() {
                     Some(c) => Some(c == tags.between && behind.len() < name.len()),
                     None if rest.len() <= MOST_NAME => None,
@@ -626,12 +613,12 @@ impl<'a> Literal<'a> {
         let mut escaped = false;
         for (at, c) in self.rest.char_indices().skip(1) {
             let behind = &self.rest[at + c.len_utf8()..];
-            let follows = behind.trim_start().chars().next().is_none_or(|c| ",)]}:".contains(c));
+            let follows = || behind.trim_start().chars().next().is_none_or(|c| ",)]}:".contains(c));
             if std::mem::take(&mut escaped) {
                 continue;
             } else if c == '\\' {
                 escaped = true;
-            } else if c == open && follows {
+            } else if c == open && follows() {
                 let written = &self.rest[..at + 1];
                 self.rest = behind;
                 // JSON writes some characters as two.

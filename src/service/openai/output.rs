@@ -8,7 +8,7 @@ use super::marked::{
     Head, MOST_NAME, NamedCall, Nesting, PairsCall, Tail, bracket_head, in_name, is_name, json_head, section_head,
     section_tail,
 };
-use super::pieces::{Piece, content, held};
+use super::pieces::{Piece, argument, content, end_of_arguments, held};
 use super::tools::Tool;
 use crate::model::text::chat::{CallForm, Marks, NamedTags, ParameterTags, TAGS, brackets, channel_of, section};
 use crate::service::prepare::Reasons;
@@ -219,6 +219,15 @@ fn opening(form: CallForm) -> Option<&'static str> {
         CallForm::BracketList | CallForm::BracketArguments => Some(brackets::CALLS),
         CallForm::SectionFenced | CallForm::Section => Some(section::CALLS[0]),
         CallForm::Json | CallForm::Channels => None,
+    }
+}
+
+/// The mark behind a call, in the forms in which a call waits for it ([`CallsAt::Close`]).
+fn closing(form: CallForm) -> &'static str {
+    match form {
+        CallForm::TaggedJson([_, close]) => close,
+        CallForm::TaggedParameters(tags) => tags.calls[1],
+        _ => TAGS[1],
     }
 }
 
@@ -444,11 +453,11 @@ impl Calls {
                 rest
             }
             CallsAt::Close(kept) => {
-                let (close, another) = match self.form {
-                    CallForm::TaggedJson([_, close]) => (*close, None),
-                    // Another function may be inside the same marks.
-                    CallForm::TaggedParameters(tags) => (tags.calls[1], Some((tags, tags.function[0]))),
-                    _ => (TAGS[1], None),
+                let close = closing(self.form);
+                // Another function may be inside the same marks.
+                let another = match self.form {
+                    CallForm::TaggedParameters(tags) => Some((tags, tags.function[0])),
+                    _ => None,
                 };
                 let open = opening(self.form).unwrap_or(close);
                 let longest = close.len().max(open.len()).max(another.map_or(0, |(_, begin)| begin.len()));
@@ -544,12 +553,7 @@ impl Calls {
             CallsAt::List if opening(self.form).is_some_and(|open| opened.contains(open)) => content(&opened, pieces),
             // Without a closing mark, what follows a call is content, unless it is a part of that mark.
             CallsAt::Close(kept) => {
-                let close = match self.form {
-                    CallForm::TaggedJson([_, close]) => *close,
-                    CallForm::TaggedParameters(tags) => tags.calls[1],
-                    _ => TAGS[1],
-                };
-                if !close.starts_with(kept.trim()) {
+                if !closing(self.form).starts_with(kept.trim()) {
                     content(&kept, pieces);
                 }
             }
@@ -819,12 +823,9 @@ impl TaggedCall {
                     Some(tool) => tool.json(parameter, value),
                     None => Value::from(value).to_string(),
                 };
-                let comma = if self.parameters == 0 { "{" } else { ", " };
-                let text = format!("{comma}{}: {value}", Value::from(parameter.as_str()));
-                pieces.push(Piece::Arguments { index, text });
+                argument(index, &mut self.parameters, parameter, &value, pieces);
                 self.kept.drain(..at + close.len());
                 (self.parameter, self.looked) = (None, 0);
-                self.parameters += 1;
                 continue;
             }
             let shown = self.kept.trim_start();
@@ -851,13 +852,11 @@ impl TaggedCall {
                     pieces.push(Piece::Call { index, name });
                 }
             } else if let Some(rest) = end.and_then(|end| shown.strip_prefix(end)) {
-                let text = if self.parameters == 0 { "{}" } else { "}" }.to_owned();
-                pieces.push(Piece::Arguments { index, text });
+                end_of_arguments(index, self.parameters, pieces);
                 return Ok(Some(rest.to_owned()));
             } else if self.named && shown.starts_with(self.tags.calls[1]) {
                 // The function's closing mark is missing.
-                let text = if self.parameters == 0 { "{}" } else { "}" }.to_owned();
-                pieces.push(Piece::Arguments { index, text });
+                end_of_arguments(index, self.parameters, pieces);
                 return Ok(Some(shown.to_owned()));
             } else if [mark, end.unwrap_or(mark), self.tags.calls[1]].iter().any(|mark| mark.starts_with(shown)) {
                 return Ok(None);

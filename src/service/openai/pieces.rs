@@ -1,6 +1,8 @@
 //! The pieces of a parsed output, and how much of a text must be held back because it may be the beginning of a mark.
 //! Not here: parsing outputs (`output`).
 
+use serde_json::Value;
+
 /// A piece of an output. Calls are numbered from 0, and the pieces of a call are consecutive.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Piece {
@@ -34,4 +36,17 @@ pub(super) fn content(text: &str, pieces: &mut Vec<Piece>) {
     if !text.is_empty() {
         pieces.push(Piece::Content(text.to_owned()));
     }
+}
+
+/// Emits an argument of a call, of which `count` arguments were emitted before; `value` is JSON.
+pub(super) fn argument(index: usize, count: &mut usize, name: &str, value: &str, pieces: &mut Vec<Piece>) {
+    let comma = if *count == 0 { "{" } else { ", " };
+    pieces.push(Piece::Arguments { index, text: format!("{comma}{}: {value}", Value::from(name)) });
+    *count += 1;
+}
+
+/// Emits the end of the arguments of a call, of which `count` were emitted.
+pub(super) fn end_of_arguments(index: usize, count: usize, pieces: &mut Vec<Piece>) {
+    let text = if count == 0 { "{}" } else { "}" }.to_owned();
+    pieces.push(Piece::Arguments { index, text });
 }

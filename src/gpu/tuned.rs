@@ -139,7 +139,7 @@ pub(crate) fn entry(key: &str, config: &ModelConfig) -> Option<String> {
         "gemv_threads" | "gemv_most" | "dots" | "dots_batch" | "dots_most" => {
             Some(format!("{key}.{}x{}", config.hidden, config.intermediate))
         }
-        key if key.starts_with("skinny.") || key.starts_with("codes.") => Some(key.to_owned()),
+        key if ["skinny.", "codes.", "codes_ptx."].iter().any(|kind| key.starts_with(kind)) => Some(key.to_owned()),
         key => matmul_shape(key).map(|_| key.to_owned()),
     }
 }
@@ -213,6 +213,8 @@ impl TuningBounds {
                     && config.threads(tuning.arithmetic) <= most
                     && config.shared_bytes(tuning.arithmetic) <= tuning.shared_bytes
             }
+            // A shape that does not fit in shared memory is not used.
+            key if key.starts_with("codes_ptx.") => tuning.ptx,
             key if key.starts_with("codes.") => {
                 let shape = codes_shape(key)?;
                 let (config, (bits, _, cols, tokens)) = (changed.codes.get(&shape)?, shape);
@@ -292,10 +294,16 @@ impl Tuned {
     }
 }
 
-/// Returns the bits of a code, the rows and columns of W and the rows of x of a key `codes.BITSxROWSxCOLUMNS`, with one row
-/// of x, or `codes.BITSxROWSxCOLUMNSxTOKENS`.
+/// Returns the bits of a code, the rows and columns of W and the rows of x of a key `codes.BITSxROWSxCOLUMNS` or
+/// `codes_ptx.BITSxROWSxCOLUMNS`, with one row of x, or `codes.BITSxROWSxCOLUMNSxTOKENS`.
 fn codes_shape(key: &str) -> Option<(u32, u32, u32, u32)> {
-    let numbers: Result<Vec<u32>, _> = key.strip_prefix("codes.")?.split('x').map(str::parse).collect();
+    let numbers: Result<Vec<u32>, _> = key
+        .split_once('.')
+        .filter(|(kind, _)| ["codes", "codes_ptx"].contains(kind))?
+        .1
+        .split('x')
+        .map(str::parse)
+        .collect();
     match numbers.ok()?[..] {
         [bits, rows, cols] => Some((bits, rows, cols, 1)),
         [bits, rows, cols, tokens] if tokens > 1 => Some((bits, rows, cols, tokens)),
@@ -313,7 +321,7 @@ pub(crate) fn matmul_shape(key: &str) -> Option<(u32, u32, u32)> {
 /// Returns the tuning key and value of an entry if the model has the entry's shape.
 fn occurs((name, value): (String, String), checkpoint: &Checkpoint) -> Option<(String, String)> {
     let (key, shape) = name.split_once('.')?;
-    if key == "codes" {
+    if ["codes", "codes_ptx"].contains(&key) {
         let (bits, rows, cols, _) = codes_shape(&name)?;
         let fits = |w: &WeightSpec| {
             w.cols == cols && w.rows >= rows && w.format.codes().is_some_and(|codes| codes.bits == bits)

@@ -1,9 +1,9 @@
 //! The program in PTX of a call. Not here: how its text is written (`gemm::wgmma`, `attention::flash_wgmma`).
 
 use super::attention::flash_wgmma;
-use super::gemm::wgmma;
+use super::gemm::{codes_ptx, wgmma};
 use super::ptx::PtxProgram;
-use super::shaders::{FLASH_WGMMA, WGMMA};
+use super::shaders::{FLASH_WGMMA, SKINNY_CODES_PTX, WGMMA};
 
 /// Returns the program of a kernel for the constants of a call.
 ///
@@ -12,6 +12,9 @@ use super::shaders::{FLASH_WGMMA, WGMMA};
 pub fn program(kernel: &str, constants: &[u32]) -> PtxProgram {
     if kernel == FLASH_WGMMA.name {
         return flash_wgmma::program(constants);
+    }
+    if kernel == SKINNY_CODES_PTX.name {
+        return codes_ptx::program(constants);
     }
     assert_eq!(kernel, WGMMA.name, "a kernel in PTX");
     let variant = wgmma::variant_of(constants);
@@ -30,6 +33,9 @@ pub fn program(kernel: &str, constants: &[u32]) -> PtxProgram {
 pub fn workgroup(kernel: &str, constants: &[u32]) -> (u32, u32) {
     if kernel == FLASH_WGMMA.name {
         return flash_wgmma::workgroup(constants);
+    }
+    if kernel == SKINNY_CODES_PTX.name {
+        return codes_ptx::workgroup(constants);
     }
     assert_eq!(kernel, WGMMA.name, "a kernel in PTX");
     let variant = wgmma::variant_of(constants);

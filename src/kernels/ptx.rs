@@ -62,18 +62,82 @@ impl PtxText {
     /// Waits for the phase with parity `phase` of the barrier at `at` to end. The registers %polls and %p0 change. A wait that
     /// is given up ends the program with a trap, which loses the device.
     pub fn wait(&mut self, at: &str, phase: &str) {
+        self.wait_counting(at, phase, "%polls", "%p0");
+    }
+
+    /// Like [`PtxText::wait`], with other registers that change: a word and a predicate.
+    pub fn wait_counting(&mut self, at: &str, phase: &str, count: &str, predicate: &str) {
         let label = self.label();
         self.out += &format!(
-            "mov.u32 %polls, 0;
+            "mov.u32 {count}, 0;
 POLL{label}:
-mbarrier.try_wait.parity.shared::cta.b64 %p0, [{at}], {phase};
-@%p0 bra POLLED{label};
-add.u32 %polls, %polls, 1;
-setp.lt.u32 %p0, %polls, {MOST_POLLS};
-@%p0 bra POLL{label};
+mbarrier.try_wait.parity.shared::cta.b64 {predicate}, [{at}], {phase};
+@{predicate} bra POLLED{label};
+add.u32 {count}, {count}, 1;
+setp.lt.u32 {predicate}, {count}, {MOST_POLLS};
+@{predicate} bra POLL{label};
 trap;
 POLLED{label}:
 "
+        );
+    }
+
+    /// Waits for a phase that other lanes of the workgroup end, all of whose own waits are bounded: its time has no bound of
+    /// its own, since theirs may be longer than a copy takes. The register `predicate` changes.
+    pub fn wait_for_group(&mut self, at: &str, phase: &str, predicate: &str) {
+        let label = self.label();
+        self.out += &format!(
+            "AWAIT{label}:
+mbarrier.try_wait.parity.shared::cta.b64 {predicate}, [{at}], {phase};
+@!{predicate} bra AWAIT{label};
+"
+        );
+    }
+
+    /// Sets the register `to` to the gated linear unit of the registers `gate` and `up`, which change (`glu.glsl`); `kind` is
+    /// its code. The two registers of `free` change too.
+    pub fn glu(&mut self, kind: u32, [gate, up]: [&str; 2], to: &str, [product, power]: [&str; 2]) {
+        const LOG2_E: f32 = std::f32::consts::LOG2_E;
+        // `power`: the sigmoid that the gate is multiplied by is 1 / (1 + 2^power).
+        self.out += &match kind {
+            3 => {
+                // gelu(x) = x · sigmoid(2 · sqrt(2 / pi) · (x + 0.044715 x³))
+                let scale = 2.0 * (2.0 / std::f32::consts::PI).sqrt();
+                format!(
+                    "mul.f32 {product}, {gate}, {gate};
+fma.rn.f32 {product}, {product}, {cubic}, {one};
+mul.f32 {product}, {product}, {gate};
+mul.f32 {power}, {product}, {scale};
+",
+                    cubic = float(0.044715),
+                    one = float(1.0),
+                    scale = float(-scale * LOG2_E),
+                )
+            }
+            clamped if clamped & 0xff == 4 => {
+                let limit = f32::from_bits(clamped & !0xff);
+                format!(
+                    "min.f32 {gate}, {gate}, {most};
+min.f32 {up}, {up}, {most};
+max.f32 {up}, {up}, {least};
+add.f32 {up}, {up}, {one};
+mul.f32 {power}, {gate}, {scale};
+",
+                    most = float(limit),
+                    least = float(-limit),
+                    one = float(1.0),
+                    scale = float(-1.702 * LOG2_E),
+                )
+            }
+            _ => format!("mul.f32 {power}, {gate}, {};\n", float(-LOG2_E)),
+        };
+        self.out += &format!(
+            "ex2.approx.f32 {power}, {power};
+add.f32 {power}, {power}, {one};
+mul.f32 {product}, {gate}, {up};
+div.full.f32 {to}, {product}, {power};
+",
+            one = float(1.0)
         );
     }
 }

@@ -113,6 +113,49 @@ pub static WGMMA: Shader = Shader {
     matrices: false,
 };
 
+/// The interface of `skinny_codes.ptx`, whose program is a text in PTX: that of `skinny_codes`.
+pub static SKINNY_CODES_PTX: Shader = Shader {
+    name: "skinny_codes.ptx",
+    source: "src/kernels/gemm/codes_ptx.rs",
+    spirv: &[],
+    push_bytes: 88,
+    fields: &[
+        address("weight", 0),
+        address("x", 8),
+        address("norm", 16),
+        address("bias", 24),
+        address("y", 32),
+        address("partials", 40),
+        address("fault", 48),
+        value("n", 56),
+        value("k", 60),
+        value("x_stride", 64),
+        value("y_stride", 68),
+        value("epsilon", 72),
+        value("x_tag", 76),
+        value("old_tag", 80),
+        value("y_tag", 84),
+    ],
+    constants: &[
+        (0, "threads"),
+        (1, "lanes"),
+        (2, "norm"),
+        (3, "bias"),
+        (4, "epilogue"),
+        (5, "tiles"),
+        (6, "ahead"),
+        (7, "rows"),
+        (8, "units"),
+        (9, "tagged"),
+        (10, "codes"),
+        (11, "first_unit"),
+        (12, "own_units"),
+        (13, "devices"),
+        (14, "column_parts"),
+    ],
+    matrices: false,
+};
+
 /// The interface of `flash_wgmma`, whose program is a text in PTX (`super::attention::flash_wgmma`): that of `flash`, whose
 /// partial results it does not need.
 pub static FLASH_WGMMA: Shader = Shader {
@@ -170,6 +213,7 @@ pub fn find(name: &str) -> &'static Shader {
         Ok(index) => &SHADERS[index],
         Err(_) if name == WGMMA.name => &WGMMA,
         Err(_) if name == FLASH_WGMMA.name => &FLASH_WGMMA,
+        Err(_) if name == SKINNY_CODES_PTX.name => &SKINNY_CODES_PTX,
         Err(_) => panic!("no shader is called \"{name}\""),
     }
 }

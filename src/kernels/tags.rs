@@ -10,7 +10,8 @@ use std::collections::{HashMap, HashSet};
 
 /// The number of low bits of a word that hold its tag.
 pub const TAG_BITS: u32 = 7;
-const TAG_MASK: u32 = (1 << TAG_BITS) - 1;
+/// The bits of a word that hold its tag.
+pub const TAG_MASK: u32 = (1 << TAG_BITS) - 1;
 
 /// The number of bits of a tag argument below the call's number.
 pub const CALL_SHIFT: u32 = 8;

@@ -6,14 +6,17 @@
 //! up to 512 terms of about 0.2 (after a norm) has a relative error of up to 2^-10 with a random sign, together about
 //! 2e-3; SwiGLU multiplies it by a few. A code in a wrong place changes most sums by more than 0.1.
 
+use crate::assembler::Assembler;
 use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, every_case};
+use crate::ptx;
 use half::bf16;
 use ostinato::kernels::codes_word;
 use ostinato::kernels::embed::{RowsFrom, Table, embed_rows};
 use ostinato::kernels::gemm::codes::{
     CodesConfig, ProductColumns, expand_codes, expanded_bytes, partial_bytes, skinny_codes, units,
 };
+use ostinato::kernels::gemm::codes_ptx::{self, CodesPtxConfig, skinny_codes_ptx};
 use ostinato::kernels::gemm::gemv_dots::{self, DotsConfig};
 use ostinato::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulRows, Scratch, block_rows};
 use ostinato::kernels::gemm::panel::{Fold, PanelConfig, panel};
@@ -21,10 +24,10 @@ use ostinato::kernels::gemm::skinny::Matrices;
 use ostinato::kernels::gemm::tiled::{Output, Packed, PackedOrder, Tiled, token_index};
 use ostinato::kernels::gemm::{Activations, Epilogue, GemvConfig, Glu, Matrix, Product};
 use ostinato::kernels::moe::{ExpertsShape, GemvRows, Mlp, Stack, Used};
-use ostinato::kernels::recording::Range;
-use ostinato::kernels::shaders::EmbedRowsArgs;
+use ostinato::kernels::recording::{Op, Range};
+use ostinato::kernels::shaders::{EmbedRowsArgs, SkinnyCodesConstants};
 use ostinato::kernels::state;
-use ostinato::kernels::tags::{Flow, tagged};
+use ostinato::kernels::tags::{CALL_SHIFT, Flow, tagged};
 use ostinato::memory::pack::codes::element;
 use ostinato::memory::pack::{self, Format, Layout, Packing, RowMap, SourceFormat};
 use ostinato::model::decoder::stride;
@@ -39,6 +42,8 @@ const SUMS: f32 = 2e-5;
 /// Tolerance of products in f16, and of two of them multiplied by SwiGLU.
 const HALF: f32 = 1.2e-2;
 const HALF_SWIGLU: f32 = 4e-2;
+/// Of `skinny_codes.ptx`, which rounds x to 16 bits or more.
+const INTEGERS: f32 = 4e-4;
 
 /// A way to quantise a matrix.
 #[derive(Clone, Copy, Debug)]
@@ -183,7 +188,7 @@ impl Case {
     /// Adds the operands. The values after x's columns and after the norm are poison.
     fn product(&self, cases: &mut Cases, random: &mut Random, layout: Layout, limit: f32) -> Product {
         let Case { way, rows, n, k, flow, .. } = *self;
-        let outputs = if self.epilogue == Epilogue::Gated(Glu::Silu) { n / 2 } else { n };
+        let outputs = if self.epilogue.halves() { n / 2 } else { n };
         let (x_stride, y_stride) = (stride(k), stride(outputs));
         let weight = cases.words("weight", &way.matrix(random, n, k, layout));
         let word = |tag: Option<u32>| move |v: f32| tag.map_or(v.to_bits(), |tag| tagged(v, tag));
@@ -370,6 +375,146 @@ fn skinny_cases(name: &str, list: Vec<Case>, parts: u32) {
     match parts {
         1 => check(&cases),
         _ => check_in_order(&cases),
+    }
+}
+
+/// Products of one row by `skinny_codes.ptx` of every format that it serves, with other numbers of groups, slots and workgroups.
+fn ptx_cases(name: &str, flow: Flow) -> Cases {
+    let mut cases = Cases::new(name);
+    let mut random = Random(94);
+    let served = products(&[1], flow).into_iter().filter(|case| codes_ptx::serves(case.way.format()));
+    for (index, case) in (0..).zip(served) {
+        let epilogue = match case.epilogue {
+            Epilogue::Gated(_) => {
+                Epilogue::Gated([Glu::Silu, Glu::GeluTanh, Glu::Clamped { limit: 7f32.to_bits() }][index as usize % 3])
+            }
+            other => other,
+        };
+        let case = Case { epilogue, ..case };
+        let groups = [1, 2, 3, 7, 16][index as usize % 5];
+        let config = CodesPtxConfig { groups, slots: 1 + index % 3, workgroups: 1 + index % 4 };
+        cases.case(format!("{case:?}.{config:?}"));
+        let product = case.product(&mut cases, &mut random, Layout::Fragments, INTEGERS);
+        let fault = cases.words("fault", &[0, 0]);
+        cases.recording.call(skinny_codes_ptx(&product, config, flow, fault));
+    }
+    cases
+}
+
+const TAGGED: Flow = Flow { input_carried: true, input: 9, old: 8, output: Some(10) };
+
+/// Runs the programs of cases, whose texts `change` may change, on the simulated processor, and compares with the reference.
+fn agree(cases: &Cases, change: impl Fn(&str) -> String) {
+    let mut memory = cases.before();
+    for op in &cases.recording.ops {
+        let Op::Call(call) = op else { panic!("{op:?}") };
+        memory = ptx::simulate(call, &memory, &change);
+    }
+    cases.compare(&cases.recording, &cases.reference(), &memory, "the simulated processor");
+}
+
+#[test]
+fn one_row_on_a_simulated_processor() {
+    for (name, flow) in [("plain", Flow::NONE), ("tagged", TAGGED), ("input", Flow { output: None, ..TAGGED })] {
+        agree(&ptx_cases(name, flow), str::to_owned);
+    }
+}
+
+/// Goal: the simulation notices what is read or overwritten too early. Method: programs that wait less than they must.
+#[test]
+fn the_simulated_processor_notices_a_missing_wait_of_one_row() {
+    let cases = ptx_cases("waits", Flow::NONE);
+    agree(&cases, str::to_owned);
+    for (right, wrong) in [
+        // A unit is multiplied before its copy has come.
+        ("mbarrier.try_wait.parity.shared::cta.b64 %p0, [%slot_at], %phase;", "setp.lt.u32 %p0, %lane, 32;"),
+        // Sums are added up before all groups have stored theirs.
+        ("mbarrier.try_wait.parity.shared::cta.b64 %p0, [%r1], %r2;", "setp.lt.u32 %p0, %lane, 32;"),
+        // The next unit is copied over one that is not multiplied.
+        ("add.u32 %r0, %slot_at, 16;", "add.u32 %r0, %slots, 16;"),
+    ] {
+        let change = |text: &str| {
+            assert!(text.contains(right), "the text has no {right}");
+            text.replace(right, wrong)
+        };
+        let run = std::panic::AssertUnwindSafe(|| agree(&cases, change));
+        assert!(std::panic::catch_unwind(run).is_err(), "{wrong} is not noticed");
+    }
+}
+
+/// Goal: a wait for words that never come ends, and says which call waited. Method: x, and then old values of y, of an earlier
+/// generation.
+#[test]
+fn one_row_that_waits_in_vain_sets_the_fault_word() {
+    for (number, flow) in [(5, Flow { input: 11, ..TAGGED }), (6, Flow { old: 7, ..TAGGED })] {
+        let mut cases = Cases::new("stale");
+        let way = Way::Blocks(BlockType::Q4_0);
+        let (epilogue, shape) = (Epilogue::Residual, (1, 16, 128));
+        let case =
+            Case { way, rows: shape.0, n: shape.1, k: shape.2, norm: false, bias: false, epilogue, flow: TAGGED };
+        cases.case("stale".to_owned());
+        let product = case.product(&mut cases, &mut Random(95), Layout::Fragments, INTEGERS);
+        let fault = cases.words("fault", &[0, 0]);
+        let [input, old] = [flow.input, flow.old].map(|tag| tag | number << CALL_SHIFT);
+        let config = CodesPtxConfig { groups: 1, slots: 2, workgroups: 1 };
+        let call = skinny_codes_ptx(&product, config, Flow { input, old, ..flow }, fault);
+        let after = ptx::simulate(&call, &cases.before(), str::to_owned);
+        assert_eq!(after.u32(fault, 0), number, "{flow:?}");
+    }
+}
+
+#[test]
+fn programs_of_one_row_are_assembled_without_spilling() {
+    let assembler = Assembler::new();
+    let formats = ways().into_iter().map(Way::format).filter(|format| codes_ptx::serves(*format));
+    let mut seen = Vec::new();
+    for (index, format) in (0..).zip(formats) {
+        let new = !seen.contains(&format);
+        seen.push(format);
+        // Norm, bias, epilogue, tags, exchanges with other devices, groups and units.
+        for [norm, bias, epilogue, tagged, devices, groups, units] in [
+            [1, 0, 2, 3, 0, 16, 32],
+            [0, 0, 1, 3, 0, 16, 96],
+            [1, 0, 0, 1, 0, 16, 32],
+            [1, 1, 3, 3, 1, 20, 40],
+            [0, 1, 1, 0, 1, 16, 224],
+            [0, 0, 4 | 0x40e0_0000, 3, 0, 32, 64],
+        ] {
+            if !new && !every_case() || index > 2 && groups != 16 && !every_case() {
+                continue;
+            }
+            let constants = SkinnyCodesConstants {
+                threads: groups * 32,
+                lanes: groups * 32,
+                norm,
+                bias,
+                epilogue,
+                tiles: 1,
+                ahead: 2,
+                rows: 1,
+                units,
+                tagged,
+                codes: codes_word(format),
+                first_unit: 0,
+                own_units: units,
+                devices,
+                column_parts: 1,
+            };
+            let constants = constants.into_values();
+            assembler.require(&format!("{format:?}, {constants:?}"), &codes_ptx::program(&constants).text);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU of compute capability 9.0 (OSTINATO_TEST_GPU)"]
+fn one_row_by_a_program_in_ptx() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::Gpu);
+    bench.device.takes_ptx().expect("programs in PTX");
+    for (name, flow) in [("plain", Flow::NONE), ("tagged", TAGGED), ("input", Flow { output: None, ..TAGGED })] {
+        let cases = ptx_cases(name, flow);
+        cases.check(&bench, &cases.reference());
     }
 }
 

@@ -1,4 +1,4 @@
-//! A simulated processor for programs in PTX: the instructions that `wgmma` and `flash_wgmma` consist of, for tests without a
+//! A simulated processor for programs in PTX: the instructions that `wgmma`, `flash_wgmma` and `skinny_codes.ptx` consist of, for tests without a
 //! GPU. What is asynchronous on the device happens as late as its rules allow: a bulk copy when no warp can go on without it,
 //! and a group of products or of other copies when it is waited for. A program that reads or overwrites something too early then computes
 //! something else. Not here: instructions that no program uses; they end the test.
@@ -114,7 +114,9 @@ pub fn simulate(call: &Call, memory: &HostMemory, change: impl Fn(&str) -> Strin
     let mut args = vec![0; shader.push_bytes as usize];
     for (arg, field) in call.args.iter().zip(shader.fields) {
         let bytes = match arg {
-            Arg::Buffer(range, _) => (base(range.buffer.0 as usize) + range.offset).to_le_bytes().to_vec(),
+            Arg::Buffer(range, _) | Arg::Carried(range, _) => {
+                (base(range.buffer.0 as usize) + range.offset).to_le_bytes().to_vec()
+            }
             Arg::F32(value) => value.to_le_bytes().to_vec(),
             other => other.u32().to_le_bytes().to_vec(),
         };
@@ -381,7 +383,7 @@ impl Processor<'_> {
         let lanes = || (0..LANES).filter(|lane| mask[*lane]);
         let of = |i: usize| self.value(warp, &operands[i]);
         match (parts[0], &parts[1..]) {
-            ("fence" | "setmaxnreg", _) | ("bar", ["warp", ..]) | ("wgmma", ["fence", ..]) => {}
+            ("fence" | "setmaxnreg" | "createpolicy", _) | ("bar", ["warp", ..]) | ("wgmma", ["fence", ..]) => {}
             ("trap", _) => assert!(!mask.contains(&true), "a wait was given up"),
             ("elect", _) => {
                 let first = lanes().next();
@@ -502,6 +504,10 @@ impl Processor<'_> {
                     group.into_iter().for_each(|product| self.multiply(warp, product));
                 }
             }
+            ("mma", ["sync", "aligned", ..]) => {
+                assert_eq!(mask, [true; LANES], "a product of some lanes");
+                multiply_at_once(warp, name, operands);
+            }
             ("mov", ["b32"]) if matches!(operands[0], Operand::List(_)) => {
                 let (Operand::List(halves), whole) = (&operands[0], of(1)) else { panic!("{operands:?}") };
                 for (at, half) in (0..).zip(halves) {
@@ -528,7 +534,23 @@ impl Processor<'_> {
                 "idx" => [of(1)[of(2)[0] as usize]; LANES],
                 _ => each(&|lane| of(1)[lane ^ of(2)[0] as usize]),
             },
+            ("vote", _) => [u64::from((0..LANES).any(|lane| warp.active[lane] && of(1)[lane] != 0)); LANES],
+            ("redux", _) => [of(1).into_iter().max().expect("lanes"); LANES],
+            ("lop3", _) => {
+                let (a, b, c, table) = (of(1), of(2), of(3), of(4)[0]);
+                each(&|lane| {
+                    let bit = |at: u32| {
+                        let index = (a[lane] >> at & 1) << 2 | (b[lane] >> at & 1) << 1 | c[lane] >> at & 1;
+                        (table >> index & 1) << at
+                    };
+                    (0..32).map(bit).sum()
+                })
+            }
             ("selp", _) => each(&|lane| if of(3)[lane] != 0 { of(1)[lane] } else { of(2)[lane] }),
+            ("setp", "f32") => {
+                assert_eq!(parts[1], "lt", "{name} is not simulated");
+                each(&|lane| u64::from(float(1)[lane] < float(2)[lane]))
+            }
             ("setp", _) => {
                 let signed = |bits: u64| if kind == "s32" { i64::from(bits as u32 as i32) } else { bits as u32 as i64 };
                 let (a, b) = (of(1).map(signed), of(2).map(signed));
@@ -546,6 +568,12 @@ impl Processor<'_> {
                         })
                 })
             }
+            ("cvt", "s32") => floats(&|lane| of(1)[lane] as u32 as i32 as f32),
+            ("cvt", "e4m3x2") => each(&|lane| {
+                let number = |at: u32| Number::E4m3.table()[usize::from((of(1)[lane] >> at) as u8)];
+                let half = |at: u32| u64::from(f16::from_f32(number(at)).to_bits());
+                half(0) | half(8) << 16
+            }),
             ("cvt", "f16") => {
                 let half = |lane: usize| f16::from_bits(of(1)[lane] as u16);
                 floats(&|lane| half(lane).to_f32())
@@ -594,6 +622,8 @@ impl Processor<'_> {
                     "add" => a[lane] + b[lane],
                     "sub" => a[lane] - b[lane],
                     "rcp" => 1.0 / a[lane],
+                    "abs" => a[lane].abs(),
+                    "neg" => -a[lane],
                     "rsqrt" => 1.0 / a[lane].sqrt(),
                     "mul" => a[lane] * b[lane],
                     "min" => a[lane].min(b[lane]),
@@ -616,6 +646,7 @@ impl Processor<'_> {
                         ("mul", "lo") => a.wrapping_mul(b),
                         ("mad", "lo") => a.wrapping_mul(b).wrapping_add(c),
                         ("div", _) => a / b,
+                        ("rem", _) => a % b,
                         ("min", _) => a.min(b),
                         ("max", _) => a.max(b),
                         ("and", _) => a & b,
@@ -694,6 +725,56 @@ impl Processor<'_> {
                 warp.registers[register][lane] = (before + dot).to_bits().into();
             }
         }
+    }
+}
+
+/// Sets the sums of a product of 16 rows of A by 8 columns of B, both in registers: `mma`.
+fn multiply_at_once(warp: &mut Warp, name: &str, operands: &[Operand]) {
+    let list = |i: usize| match &operands[i] {
+        Operand::List(list) => list.clone(),
+        other => panic!("{other:?} of {name}"),
+    };
+    let [sums, a, b, before] = [0, 1, 2, 3].map(list);
+    let integers = match name {
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32" => true,
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" => false,
+        _ => panic!("{name} is not simulated"),
+    };
+    // The numbers of a register, in f64: sums of these are exact.
+    let numbers = |register: usize, lane: usize| -> Vec<f64> {
+        let bytes = (warp.registers[register][lane] as u32).to_le_bytes();
+        match integers {
+            true => bytes.iter().map(|byte| f64::from(*byte as i8)).collect(),
+            false => bytes.chunks(2).map(|b| f64::from(f16::from_le_bytes([b[0], b[1]]).to_f32())).collect(),
+        }
+    };
+    let mut results = Vec::new();
+    for lane in 0..LANES {
+        let (g, t) = (lane / 4, lane % 4);
+        let sum = |row: usize, col: usize| -> f64 {
+            let lanes = (0..4).flat_map(|u| [0, 1].map(|half| (u, half)));
+            let terms = lanes.flat_map(|(u, half)| {
+                let left = numbers(a[2 * half + row / 8], row % 8 * 4 + u);
+                let right = numbers(b[half], col * 4 + u);
+                left.into_iter().zip(right).map(|(x, y)| x * y)
+            });
+            terms.sum()
+        };
+        for (i, (row, col)) in [(g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1)].into_iter().enumerate()
+        {
+            let old = warp.registers[before[i]][lane] as u32;
+            results.push((
+                sums[i],
+                lane,
+                match integers {
+                    true => (sum(row, col) as i32).wrapping_add(old as i32) as u32,
+                    false => (sum(row, col) as f32 + f32::from_bits(old)).to_bits(),
+                },
+            ));
+        }
+    }
+    for (register, lane, value) in results {
+        warp.registers[register][lane] = value.into();
     }
 }
 

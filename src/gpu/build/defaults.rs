@@ -197,6 +197,8 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         mixed_steps: cpu.then_some(0),
         prompts: MOST_PROMPTS,
         flash_wgmma: true,
+        codes_ptx: true,
+        codes_ptx_shapes: BTreeMap::new(),
         fp8_activations: false,
         wgmma_each: 16,
         wgmma: BTreeMap::new(),
@@ -434,6 +436,9 @@ impl Build<'_> {
         }
         if self.fallbacks.no_flash_wgmma.load(Ordering::Relaxed) {
             tuning.flash_wgmma = false;
+        }
+        if self.fallbacks.no_codes_ptx.load(Ordering::Relaxed) {
+            tuning.codes_ptx = false;
         }
         if !self.self_test {
             tuning.reference_test = 0;

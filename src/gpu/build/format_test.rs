@@ -10,13 +10,14 @@ use crate::kernels::code_probe::{CodeKernel, CodeProbe, WEIGHTS, code_kernel, pr
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::recording::{Call, Op};
 use crate::kernels::region::{Pipelines, Region};
+use crate::kernels::shaders;
 use crate::memory::{BufferTable, Place};
 use crate::model::decoder::Tuning;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Tests the kernels of quantised weights in a model's recordings, of each kernel and format those for the fewest and
-/// for the most rows. Returns a description of the first failure; `None` if all results are right.
+/// for the most rows; not programs in PTX (`ptx_test`). Returns a description of the first failure; `None` if all results are right.
 pub(crate) fn test_formats(
     build: &Build<'_>,
     tuning: &Tuning,
@@ -26,6 +27,7 @@ pub(crate) fn test_formats(
     let mut calls: BTreeMap<CodeKernel, BTreeMap<u32, &Call>> = BTreeMap::new();
     for op in recordings.all().into_iter().flat_map(|recording| &recording.ops) {
         if let Op::Call(call) = op
+            && !shaders::find(call.kernel).is_ptx()
             && let Some((kernel, rows)) = code_kernel(call)
         {
             calls.entry(kernel).or_default().entry(rows).or_insert(call);

@@ -51,7 +51,7 @@ use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::gemm::wgmma;
 use crate::kernels::recording::{Op, Recording};
 use crate::kernels::region::{Pipelines, Region, buffer_sizes};
-use crate::kernels::shaders::FLASH_WGMMA;
+use crate::kernels::shaders::{FLASH_WGMMA, SKINNY_CODES_PTX};
 use crate::memory::pack::Packing;
 use crate::memory::plan::{HumanBytes, Plan, Purpose, Side};
 use crate::memory::{Buffer, BufferTable, MemoryError, Place, WeightFile};
@@ -169,6 +169,8 @@ pub(crate) struct Fallbacks {
     pub(crate) no_ptx: AtomicBool,
     /// `flash_wgmma`, of the programs in PTX.
     pub(crate) no_flash_wgmma: AtomicBool,
+    /// `skinny_codes.ptx`, likewise.
+    pub(crate) no_codes_ptx: AtomicBool,
     /// Integer dot products of codes.
     pub(crate) no_dots: AtomicBool,
     /// Packing of weights on the device during the load: the host packs them.
@@ -182,6 +184,7 @@ impl Fallbacks {
             row_major: copy(&self.row_major),
             no_ptx: copy(&self.no_ptx),
             no_flash_wgmma: copy(&self.no_flash_wgmma),
+            no_codes_ptx: copy(&self.no_codes_ptx),
             no_dots: copy(&self.no_dots),
             no_device_packing: copy(&self.no_device_packing),
         }
@@ -381,7 +384,11 @@ impl Build<'_> {
     /// Leaves out a kernel in PTX, and says why.
     fn leave_out(&self, kernel: &str, why: &str) {
         self.progress.line(&format!("\"{}\": {kernel} is not used: {why}", self.name));
-        let flag = if kernel == FLASH_WGMMA.name { &self.fallbacks.no_flash_wgmma } else { &self.fallbacks.no_ptx };
+        let flag = match kernel {
+            _ if kernel == FLASH_WGMMA.name => &self.fallbacks.no_flash_wgmma,
+            _ if kernel == SKINNY_CODES_PTX.name => &self.fallbacks.no_codes_ptx,
+            _ => &self.fallbacks.no_ptx,
+        };
         flag.store(true, Ordering::Relaxed);
     }
 
@@ -406,13 +413,16 @@ impl Build<'_> {
             return Ok(true);
         }
         match test_ptx(self, &decoder.tuning, recordings, pipelines)? {
-            Ok(TestedPtx { products, attention }) => {
+            Ok(TestedPtx { products, attention, codes }) => {
                 says(&match products {
                     0 => "wgmma serves none of the model's products".to_owned(),
                     count => format!("products of many rows use wgmma, {count} programs in PTX"),
                 });
                 if decoder.divides_experts() {
                     says("experts that are divided among several buffers do not use wgmma");
+                }
+                if codes > 0 {
+                    says(&format!("products of one row use 8-bit matrices, {codes} programs in PTX"));
                 }
                 if attention > 0 {
                     says(&format!("prompts' attention uses wgmma, {attention} programs in PTX"));

@@ -1,19 +1,21 @@
 //! The test at start of the programs in PTX: each that the model's recordings launch runs on random numbers and must give
 //! the reference's results. Otherwise the model runs without them.
-//! Not here: the probes and their references (`kernels::gemm::wgmma::probe`, `kernels::attention::probe`).
+//! Not here: the probes and their references (`kernels::gemm::wgmma::probe`, `kernels::attention::probe`,
+//! `kernels::code_probe`).
 
 use crate::gpu::build::Build;
 use crate::gpu::build::recordings::Recordings;
 use crate::gpu::error::StartError;
 use crate::kernels::attention;
+use crate::kernels::code_probe;
 use crate::kernels::gemm::wgmma::probe;
 use crate::kernels::host_memory::HostMemory;
-use crate::kernels::recording::{Op, Recording};
+use crate::kernels::recording::{Call, Op, Recording};
 use crate::kernels::region::{Pipelines, Region};
-use crate::kernels::shaders::{self, FLASH_WGMMA};
+use crate::kernels::shaders::{self, FLASH_WGMMA, SKINNY_CODES_PTX};
 use crate::memory::{BufferTable, Place};
 use crate::model::decoder::Tuning;
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// The numbers of programs in PTX that passed their tests.
@@ -22,6 +24,8 @@ pub(crate) struct TestedPtx {
     pub(crate) products: usize,
     /// Those of prompts' attention.
     pub(crate) attention: usize,
+    /// Those of products of codes with one row of x.
+    pub(crate) codes: usize,
 }
 
 /// A program in PTX that failed its test.
@@ -39,19 +43,24 @@ pub(crate) fn test_ptx(
     recordings: &Recordings,
     pipelines: &Pipelines,
 ) -> Result<Result<TestedPtx, FailedPtx>, StartError> {
-    let mut programs: BTreeSet<(&'static str, &[u32])> = BTreeSet::new();
+    let mut programs: BTreeMap<(&'static str, &[u32]), &Call> = BTreeMap::new();
     for op in recordings.all().into_iter().flat_map(|recording| &recording.ops) {
         if let Op::Call(call) = op
             && shaders::find(call.kernel).is_ptx()
         {
-            programs.insert((call.kernel, &call.constants));
+            programs.entry((call.kernel, &call.constants)).or_insert(call);
         }
     }
-    for (kernel, constants) in &programs {
+    for ((kernel, constants), call) in &programs {
         build.wanted()?;
         let found = if *kernel == FLASH_WGMMA.name {
             let probe = attention::probe::wgmma_probe(constants);
             let found = run(build, &probe.recording, &probe.memory, &[attention::probe::RESULTS], pipelines)?;
+            probe.difference(&found)
+        } else if *kernel == SKINNY_CODES_PTX.name {
+            let probe = code_probe::probe(call).expect("it reads codes");
+            let all: Vec<&str> = probe.recording.buffers.iter().map(|decl| &*decl.name).collect();
+            let found = run(build, &probe.recording, &probe.memory, &all, pipelines)?;
             probe.difference(&found)
         } else {
             let probe = probe::probe(constants, tuning.processors);
@@ -63,8 +72,9 @@ pub(crate) fn test_ptx(
             return Ok(Err(FailedPtx { kernel, why: format!("{constants:?}: {why}") }));
         }
     }
-    let attention = programs.iter().filter(|(kernel, _)| *kernel == FLASH_WGMMA.name).count();
-    Ok(Ok(TestedPtx { products: programs.len() - attention, attention }))
+    let count = |name: &str| programs.keys().filter(|(kernel, _)| *kernel == name).count();
+    let (attention, codes) = (count(FLASH_WGMMA.name), count(SKINNY_CODES_PTX.name));
+    Ok(Ok(TestedPtx { products: programs.len() - attention - codes, attention, codes }))
 }
 
 /// Runs a probe's recording on the device, from `memory`, and returns the memory after it: its buffers named in `results`, and

@@ -5,6 +5,7 @@
 //! `tiled`, `wgmma`).
 
 pub mod codes;
+pub mod codes_ptx;
 pub mod fragment_layout;
 pub mod gemv_dots;
 pub mod matmul;

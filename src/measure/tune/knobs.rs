@@ -10,7 +10,7 @@ use crate::kernels::gemm::matmul::{Arithmetic, MatmulConfig};
 use crate::kernels::gemm::skinny::MOST_AHEAD;
 use crate::kernels::recording::{Call, Op};
 use crate::kernels::shaders::{
-    MatmulArgs, MatmulConstants, SkinnyArgs, SkinnyCodesArgs, SkinnyCodesConstants, SkinnyConstants,
+    self, MatmulArgs, MatmulConstants, SkinnyArgs, SkinnyCodesArgs, SkinnyCodesConstants, SkinnyConstants,
 };
 use crate::memory::pack::codes::unit_cols;
 use crate::model::decoder::{Decoder, StepShape, Tuning};
@@ -196,6 +196,10 @@ impl Knobs<'_> {
     }
 
     fn add_codes(&mut self, call: &Call, rows: u32) {
+        if shaders::find(call.kernel).is_ptx() {
+            self.add_codes_ptx(call);
+            return;
+        }
         let (args, c) = (SkinnyCodesArgs::from_args(&call.args), SkinnyCodesConstants::from_values(&call.constants));
         let (codes, processors) = (codes_of(c.codes), self.tuning.processors);
         let tiles = args.n.div_ceil(16 * c.tiles);
@@ -208,6 +212,16 @@ impl Knobs<'_> {
         values.retain(|value| rows == 1 || !(3..=4).contains(&c.units) || !value.starts_with("128/"));
         let of_rows = if rows > 1 { format!("x{rows}") } else { String::new() };
         self.add(format!("codes.{}x{}x{}{of_rows}", codes.bits, args.n, args.k), rule, values, args.weight.bytes);
+    }
+
+    fn add_codes_ptx(&mut self, call: &Call) {
+        let (args, c) = (SkinnyCodesArgs::from_args(&call.args), SkinnyCodesConstants::from_values(&call.constants));
+        let key = format!("codes_ptx.{}x{}x{}", codes_of(c.codes).bits, args.n, args.k);
+        let each = call.groups[0].div_ceil(self.tuning.processors);
+        let rule = format!("{}/{}/{each}", c.threads / 32 - 1, c.ahead);
+        let groups = [12, 16, 20].into_iter().filter(|groups| *groups <= c.units);
+        let values = groups.flat_map(|groups| [2, 3, 4].map(|slots| format!("{groups}/{slots}/1"))).collect();
+        self.add(key, rule, values, args.weight.bytes);
     }
 
     fn add_matmul(&mut self, call: &Call, rows: u32) {

@@ -4,8 +4,10 @@
 //! Not here: which weights a layer has.
 
 use super::{Decoder, Part, Step, StepShape, floats_from, outputs_from, outputs_of};
+use crate::device::MOST_SHARED_BYTES;
 use crate::kernels::format_word;
 use crate::kernels::gemm::codes::{CodesConfig, ProductColumns};
+use crate::kernels::gemm::codes_ptx::{self, CodesPtxConfig};
 use crate::kernels::gemm::gemv_dots::{self, DotsConfig};
 use crate::kernels::gemm::matmul::{self, Blocked, MatmulConfig, MatmulRows, Scratch};
 use crate::kernels::gemm::panel::{self, Fold, Unscaled};
@@ -19,6 +21,7 @@ use crate::memory::pack::Format;
 use crate::memory::pack::codes::unit_cols;
 use crate::model::checkpoint::WeightSpec;
 use crate::model::config::{BlockNorms, LayerKind, MlpKind};
+use crate::quant::number::Number;
 use crate::quant::{Codes, Minimum};
 
 /// The maximum number of rows for which products read rows of floats (`skinny`). Every workgroup reads all rows, so
@@ -156,9 +159,25 @@ impl Decoder<'_> {
         codes_rule(codes, (blocks, units), (rows, normed), matrices, self.tuning.processors.max(1))
     }
 
+    /// Returns the workgroups of `skinny_codes.ptx` for a matrix of codes and `rows` rows of x; `None` if `skinny_codes`
+    /// multiplies them.
+    fn codes_ptx_config(&self, weight: &Matrix, rows: u32) -> Option<CodesPtxConfig> {
+        let served = self.tuning.ptx && self.tuning.codes_ptx && rows == 1 && codes_ptx::serves(weight.format);
+        let codes = weight.format.codes().filter(|_| served && self.tuning.fragments == Some(Matrices::Cooperative))?;
+        let units = codes::units(weight);
+        let config = match self.tuning.codes_ptx_shapes.get(&(codes.bits, weight.rows, weight.cols)) {
+            Some(config) => *config,
+            None => codes_ptx_rule(codes, units, self.config.hidden, self.tuning.processors.max(1))?,
+        };
+        (config.shared_bytes(codes, units) <= MOST_SHARED_BYTES).then_some(config)
+    }
+
     /// Returns the number of parts of a matrix's columns whose products `skinny_codes` adds up one after the other: x of a
     /// part must fit in shared memory.
     fn column_parts(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> u32 {
+        if self.codes_ptx_config(weight, rows).is_some() {
+            return 1;
+        }
         let Some(codes) = weight.format.codes() else { return 1 };
         let units = codes::units(weight);
         let fits = |parts: &u32| {
@@ -339,6 +358,12 @@ impl Decoder<'_> {
         let kind = (rows, product.norm.is_some());
         let unit = product.weight.format.codes().map_or(1, unit_cols);
         assert!(count <= units, "{count} parts of {units} units of \"{}\"", product.label);
+        if let Some(config) = self.codes_ptx_config(&product.weight, rows)
+            && let &[flow] = flows
+        {
+            recording.call(codes_ptx::skinny_codes_ptx(&product, config, flow, step.fault));
+            return;
+        }
         if let &[flow] = flows
             && count > 1
         {
@@ -754,6 +779,16 @@ impl Decoder<'_> {
     }
 }
 
+/// Returns the workgroups of `skinny_codes.ptx` for a matrix of codes with `units` units of columns, in a model of `hidden` hidden
+/// values: one for each processor. `None` if `skinny_codes` is faster, or was not compared: with four bits in groups of 128, and
+/// where the groups of lanes cannot share the columns of the model's rows equally or have few of them.
+fn codes_ptx_rule(codes: Codes, units: u32, hidden: u32, processors: u32) -> Option<CodesPtxConfig> {
+    const GROUPS: u32 = 16;
+    let long_groups = codes.number == Number::Affine && codes.group == 128;
+    let even = hidden.is_multiple_of(GROUPS * 128) && hidden >= 2 * GROUPS * 128 && units >= 2 * GROUPS;
+    (even && !long_groups).then_some(CodesPtxConfig { groups: GROUPS, slots: 3, workgroups: processors })
+}
+
 /// Returns the workgroup shape of `skinny_codes` for a matrix of `blocks` blocks of 16 rows and `units` units of columns, as it
 /// is without tuning.
 fn codes_rule(
@@ -835,7 +870,6 @@ fn label_of(weight: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::quant::number::Number;
 
     /// Goal: rounds have all chunks, with few zeros, in shapes that registers allow; narrow outputs of the measured models have
     /// the fastest shapes.
@@ -883,5 +917,28 @@ mod tests {
         // Llama-3.3-70B: gate/up, in codes with and without minimums.
         let without = shape(4, Minimum::Zero { halves: 16 }, (57_344, true), 8192);
         assert_eq!([q4(57_344, 8192), without], [(256, 4, 1, 1); 2]);
+    }
+
+    /// Goal: programs in PTX multiply one row where they were measured to be faster. Method: formats and widths of models.
+    #[test]
+    fn one_row_uses_programs_in_ptx_where_they_are_faster() {
+        let codes = |bits, group, number, minimum| Codes { bits, group, number, minimum };
+        let k_quant = codes(4, 32, Number::Affine, Minimum::Stored);
+        let shape = |codes: Codes, cols: u32, hidden: u32| {
+            let config = codes_ptx_rule(codes, cols.div_ceil(unit_cols(codes)), hidden, 132)?;
+            Some([config.groups, config.slots, config.workgroups])
+        };
+        let q6 = codes(6, 16, Number::Affine, Minimum::Zero { halves: 64 });
+        let fp8 = codes(8, 128, Number::E4m3, Minimum::Zero { halves: 0 });
+        for (codes, cols, hidden) in
+            [(k_quant, 4096, 4096), (q6, 12_288, 4096), (fp8, 4096, 4096), (k_quant, 28_672, 8192)]
+        {
+            assert_eq!(shape(codes, cols, hidden), Some([16, 3, 132]), "{codes:?} of {cols} columns");
+        }
+        // AWQ; Mistral-Small-24B; Qwen3-30B-A3B.
+        let awq = codes(4, 128, Number::Affine, Minimum::Stored);
+        for (codes, cols, hidden) in [(awq, 4096, 4096), (k_quant, 5120, 5120), (k_quant, 4096, 2048)] {
+            assert_eq!(shape(codes, cols, hidden), None, "{codes:?} of {cols} columns");
+        }
     }
 }

@@ -5,6 +5,7 @@
 
 use crate::kernels::attention::flash::SHARING_PROMPTS;
 use crate::kernels::gemm::codes::CodesConfig;
+use crate::kernels::gemm::codes_ptx::{self, CodesPtxConfig};
 use crate::kernels::gemm::gemv_dots::DotsConfig;
 use crate::kernels::gemm::matmul::{Arithmetic, MatmulConfig, MatrixUnits};
 use crate::kernels::gemm::panel;
@@ -101,6 +102,10 @@ pub struct Tuning {
     /// The workgroup shapes of `skinny_codes`, by bits of a code, rows and columns of W and rows of x. Overrides the default
     /// rule.
     pub codes: BTreeMap<(u32, u32, u32, u32), CodesConfig>,
+    /// Whether products of one row of x with codes use `skinny_codes.ptx` where `ptx` allows and it serves the format.
+    pub codes_ptx: bool,
+    /// The workgroup shapes of `skinny_codes.ptx`, by bits of a code, rows and columns of W. Overrides the default rule.
+    pub codes_ptx_shapes: BTreeMap<(u32, u32, u32), CodesPtxConfig>,
     /// The workgroup shapes of `panel`, by rows and columns of W. Overrides the default rule.
     pub panel: BTreeMap<(u32, u32), panel::PanelConfig>,
     /// Whether `panel` multiplies codes in f16 where x allows.
@@ -198,6 +203,7 @@ impl Tuning {
     /// Applies a change `key=value`. Returns false, without a change, if the key is unknown or the value is invalid.
     /// Values are numbers, except: `skinny.ROWSxCOLUMNS` (of W) takes `threads/tiles/ahead`, `codes.BITSxROWSxCOLUMNS`, which
     /// may end in the number of rows of x (`x8`), takes these and the number of workgroups per compute unit,
+    /// `codes_ptx.BITSxROWSxCOLUMNS` takes `groups/slots` of [`CodesPtxConfig`] and that number,
     /// `panel.ROWSxCOLUMNS` takes `threads/tiles/ahead/blocks`, `tiles.ROWSxCOLUMNS` takes a tile's name (`wide`, `half`
     /// or `square`), and `wgmma.ROWSxCOLUMNS` takes `groups/blocks/tokens/stages/splits` (`splits` may be left out).
     /// `matmul.ROWS` (from that number of rows of activations on) takes `tokens/features/words/each/splits` and replaces
@@ -301,6 +307,18 @@ impl Tuning {
             self.skinny.insert((rows, cols), config);
             return true;
         }
+        if let Some(shape) = key.strip_prefix("codes_ptx.") {
+            let shape: Result<Vec<u32>, _> = shape.split('x').map(str::parse).collect();
+            let numbers: Vec<u32> = value.split('/').filter_map(|n| n.parse().ok()).collect();
+            let (Ok(shape), &[groups, slots, each]) = (shape, &numbers[..]) else { return false };
+            let &[bits, rows, cols] = &shape[..] else { return false };
+            if !(1..=codes_ptx::MOST_GROUPS).contains(&groups) || !(1..=codes_ptx::MOST_SLOTS).contains(&slots) {
+                return false;
+            }
+            let workgroups = each.max(1).saturating_mul(self.processors);
+            self.codes_ptx_shapes.insert((bits, rows, cols), CodesPtxConfig { groups, slots, workgroups });
+            return true;
+        }
         if let Some(shape) = key.strip_prefix("codes.") {
             let numbers: Result<Vec<u32>, _> = shape.split('x').map(str::parse).collect();
             let Some((config, each)) = value.rsplit_once('/') else { return false };
@@ -356,6 +374,10 @@ impl Tuning {
             "retry_ms" => &mut self.retry_ms,
             "ptx" => {
                 self.ptx = value != 0;
+                return true;
+            }
+            "codes_ptx" => {
+                self.codes_ptx = value != 0;
                 return true;
             }
             "panel_f16" => {

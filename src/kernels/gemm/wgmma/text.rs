@@ -1282,43 +1282,10 @@ mov.f32 %f4, 0f00000000;
             (0..4).for_each(|i| line!(self, "add.f32 %v{i}, %v{i}, %b{i};"));
         }
         if self.variant.epilogue >= 2 {
-            self.glu(0, 1, 0);
-            self.glu(2, 3, 1);
+            let kind = self.variant.epilogue;
+            self.ptx.glu(kind, ["%v0", "%v1"], "%v0", ["%f4", "%f5"]);
+            self.ptx.glu(kind, ["%v2", "%v3"], "%v1", ["%f4", "%f5"]);
         }
-    }
-
-    /// Sets %v`to` to the gated linear unit of %v`gate` and %v`up` (`glu.glsl`).
-    fn glu(&mut self, gate: u32, up: u32, to: u32) {
-        let kind = self.variant.epilogue;
-        const LOG2_E: f32 = std::f32::consts::LOG2_E;
-        // %f4: the gate's factor before its sigmoid, which is 1 / (1 + 2^%f5).
-        match kind {
-            3 => {
-                // gelu(x) = x · sigmoid(2 · sqrt(2 / pi) · (x + 0.044715 x³))
-                let scale = 2.0 * (2.0 / std::f32::consts::PI).sqrt();
-                line!(self, "mul.f32 %f4, %v{gate}, %v{gate};");
-                line!(self, "fma.rn.f32 %f4, %f4, {}, {};", float(0.044715), float(1.0));
-                line!(self, "mul.f32 %f4, %f4, %v{gate};");
-                line!(self, "mul.f32 %f5, %f4, {};", float(-scale * LOG2_E));
-            }
-            clamped if clamped & 0xff == 4 => {
-                let limit = f32::from_bits(clamped & !0xff);
-                line!(self, "min.f32 %v{gate}, %v{gate}, {};", float(limit));
-                line!(self, "min.f32 %v{up}, %v{up}, {};", float(limit));
-                line!(self, "max.f32 %v{up}, %v{up}, {};", float(-limit));
-                line!(self, "add.f32 %v{up}, %v{up}, {};", float(1.0));
-                line!(self, "mul.f32 %f5, %v{gate}, {};", float(-1.702 * LOG2_E));
-            }
-            _ => line!(self, "mul.f32 %f5, %v{gate}, {};", float(-LOG2_E)),
-        }
-        line!(
-            self,
-            "ex2.approx.f32 %f5, %f5;
-add.f32 %f5, %f5, {one};
-mul.f32 %f4, %v{gate}, %v{up};
-div.full.f32 %v{to}, %f4, %f5;",
-            one = float(1.0)
-        );
     }
 
     /// Stores rows of floats: four of a row of W each, or two gated ones.

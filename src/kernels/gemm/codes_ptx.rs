@@ -1,0 +1,1161 @@
+//! `skinny_codes.ptx`: `skinny_codes` for one row of x, as a program in PTX for NVIDIA GPUs of compute capability 9.0:
+//! `y = epilogue( W · prologue(x) )` for quantised weights in fragment order. The arguments, the prologue, the epilogue and the
+//! tags are those of `skinny_codes`; a program's text is made for the constants of a call.
+//!
+//! Affine codes are multiplied as 8-bit integers by `mma.m16n8k32`, which SPIR-V reaches only with many instructions for each
+//! byte. 32 columns of x have a common factor and become integers of 16 bits, 256 · high + low, two bytes with signs: a product
+//! with codes is exact, and rounding changes an element of x by at most 2⁻¹⁶ of the largest of the 32. A block of x has eight
+//! columns: two, high and low, for each of four groups of columns of W. A *set* is what these four columns are multiplied by: 4
+//! groups of 16, or 128 columns in larger groups. x of a block of 32 columns of W is zero in the columns of other groups, so
+//! that lane 4g + t, which receives columns 2t and 2t + 1 of rows u and v, has the sums of group t, and applies the group's
+//! scale and minimum to them: `(sum · scale · 2⁻²⁴ · factor - minimum · Σx)`, once for each set. Weights need no scaling.
+//!
+//! Codes in e4m3 become f16 by an instruction for two, and are multiplied by `mma.m16n8k16`. x has a factor for each 128 columns;
+//! the columns of its block are f16 in turns, most and rest, whose sum has 22 bits.
+//!
+//! A workgroup has one group of 32 lanes more than [`CodesPtxConfig::groups`], and computes blocks of 16 rows of W: block
+//! `workgroup + i · workgroups`. The groups split the units of columns. Each has `slots` places in shared memory for a unit,
+//! which its first lane fills by bulk copies, in the order of blocks and first to leave the L2 cache; a place is filled again as soon as the group has
+//! multiplied its unit, also across blocks. So no registers hold weights on their way, several workgroups fit on a processor,
+//! and those of the next calls have their first weights while they still poll for x. A group stores its sums of a block in one
+//! of `PLACES` places; the last group adds up those of all groups, finishes them and stores y.
+//!
+//! Traffic: W once; x once per workgroup, from the L2 cache.
+//!
+//! Polls for tagged words are bounded as in `tags.glsl`, and a wait for a copy by a trap, which loses the device. A wait for
+//! another group of the workgroup ends after these.
+
+use super::{Matrix, Product};
+use crate::kernels::gemm::codes::units;
+use crate::kernels::ptx::{PtxProgram, PtxText, float, line, registers};
+use crate::kernels::recording::{Call, Range};
+use crate::kernels::shaders::{SKINNY_CODES_PTX, SkinnyCodesArgs, SkinnyCodesConstants};
+use crate::kernels::tags::{Flow, TAG_MASK};
+use crate::kernels::{codes_word, format_of_word};
+use crate::memory::pack::Format;
+use crate::memory::pack::codes::{BLOCK_HEADER, fragment_unit_bytes, unit_cols};
+use crate::quant::number::Number;
+use crate::quant::{Codes, Minimum};
+
+/// The shape of the workgroups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct CodesPtxConfig {
+    /// The number of groups of 32 lanes that multiply: 1 to 31.
+    pub groups: u32,
+    /// The number of units that a group has on their way or multiplies.
+    pub slots: u32,
+    /// The maximum number of workgroups; each computes as many blocks of 16 rows, but for the last ones.
+    pub workgroups: u32,
+}
+
+impl CodesPtxConfig {
+    /// Returns the shared memory of a workgroup in bytes, for a matrix of `units` units of columns of a format.
+    pub fn shared_bytes(self, codes: Codes, units: u32) -> u32 {
+        let CodesPtxConfig { groups, slots, .. } = self;
+        Variant { codes, groups, slots, units, norm: false, bias: false, epilogue: 0, tagged: 0, devices: false }
+            .shared_bytes()
+    }
+}
+
+/// Whether the program multiplies with weights of a format.
+pub fn serves(format: Format) -> bool {
+    let Some(codes) = format.codes() else { return false };
+    let whole = codes.group == 128 && unit_cols(codes) == 128;
+    match codes.number {
+        Number::Affine => codes.group <= 32 || whole,
+        Number::E4m3 => whole && codes.minimum == Minimum::Zero { halves: 0 },
+        Number::E2m1 | Number::E5m2 => false,
+    }
+}
+
+/// Returns the call of a product of one row of x. `flow` gives the tagged operands.
+///
+/// # Panics
+/// If the program does not serve the format of W.
+pub fn skinny_codes_ptx(product: &Product, config: CodesPtxConfig, flow: Flow, fault: Range) -> Call {
+    let Matrix { range: weight, format, rows: n, cols: k } = product.weight;
+    assert!(serves(format), "{format:?} of \"{}\"", product.label);
+    let units = units(&product.weight);
+    let (norm, bias, epsilon) = product.touched();
+    let constants = SkinnyCodesConstants {
+        threads: (config.groups + 1) * 32,
+        lanes: (config.groups + 1) * 32,
+        norm: u32::from(product.norm.is_some()),
+        bias: u32::from(product.bias.is_some()),
+        epilogue: product.epilogue.code(),
+        tiles: 1,
+        ahead: config.slots,
+        rows: 1,
+        units,
+        tagged: flow.code(),
+        codes: codes_word(format),
+        first_unit: 0,
+        own_units: units,
+        devices: 0,
+        column_parts: 1,
+    };
+    let args = SkinnyCodesArgs {
+        weight,
+        x: product.x.range,
+        norm,
+        bias,
+        y: product.y.range,
+        partials: fault.none(),
+        // An empty range, so that no barrier is derived: calls may set and read the fault word in any order.
+        fault: fault.none(),
+        n,
+        k,
+        x_stride: product.x.stride,
+        y_stride: product.y.stride,
+        epsilon,
+        x_tag: flow.input,
+        old_tag: flow.old,
+        y_tag: flow.output.unwrap_or(0),
+    };
+    let blocks = n.div_ceil(16);
+    let call = Call {
+        kernel: SKINNY_CODES_PTX.name,
+        label: product.label.clone(),
+        constants: constants.into_values(),
+        args: args.into_args(),
+        groups: [blocks.div_ceil(blocks.div_ceil(config.workgroups.max(1))), 1, 1],
+    };
+    flow.mark(call, product.x.range, product.y.range)
+}
+
+/// The most groups of a workgroup that multiply.
+pub const MOST_GROUPS: u32 = 31;
+/// The most slots of a group.
+pub const MOST_SLOTS: u32 = 16;
+/// The places for blocks' sums in shared memory.
+const PLACES: u32 = 4;
+/// The polls after which a reader looks at the fault word, and after which it sets it (`tags.glsl`).
+const POLLS_BETWEEN_LOOKS: u32 = 256;
+const MOST_POLLS: u32 = 30_000;
+/// The largest integer that a column of x becomes.
+const MOST: f32 = 32639.0;
+/// 1.5 · 2²³ + 128 in f32: an integer that is added to it, plus 128, is in the lowest bits of the fraction. Of that sum, the
+/// second byte is `high`, and the first one is `low` with its sign inverted.
+const MAGIC: u32 = 0x4b40_0080;
+/// The value of code 1 of affine codes, and of the number 1 of e4m3 (`memory::pack::codes`).
+const CODE_VALUE: f32 = 5.960_464_5e-8;
+const E4M3_VALUE: f32 = 1.0 / 256.0;
+/// The bytes of a slot before its unit, of which its barrier takes 8.
+const SLOT_HEADER: u32 = 16;
+
+/// What a program is made for.
+#[derive(Clone, Copy, Debug)]
+struct Variant {
+    codes: Codes,
+    groups: u32,
+    slots: u32,
+    units: u32,
+    norm: bool,
+    bias: bool,
+    epilogue: u32,
+    tagged: u32,
+    devices: bool,
+}
+
+impl Variant {
+    fn of(constants: &[u32]) -> Variant {
+        let c = SkinnyCodesConstants::from_values(constants);
+        Variant {
+            codes: format_of_word(c.codes).codes().expect("a format of codes"),
+            groups: c.threads / 32 - 1,
+            slots: c.ahead,
+            units: c.units,
+            norm: c.norm == 1,
+            bias: c.bias == 1,
+            epilogue: c.epilogue,
+            tagged: c.tagged,
+            devices: c.devices == 1,
+        }
+    }
+
+    fn threads(&self) -> u32 {
+        (self.groups + 1) * 32
+    }
+
+    fn is_integer(&self) -> bool {
+        self.codes.number == Number::Affine
+    }
+
+    /// The most units of a group.
+    fn own_units(&self) -> u32 {
+        self.units.div_ceil(self.groups)
+    }
+
+    /// The 128 columns of a unit.
+    fn parts(&self) -> u32 {
+        unit_cols(self.codes) / 128
+    }
+
+    /// The blocks of 32 columns of a set, and the sets of 128 columns.
+    fn set_blocks(&self) -> u32 {
+        if self.codes.group == 16 { 2 } else { 4 }
+    }
+    fn part_sets(&self) -> u32 {
+        4 / self.set_blocks()
+    }
+
+    fn unit_bytes(&self) -> u32 {
+        fragment_unit_bytes(self.codes)
+    }
+    fn slot_bytes(&self) -> u32 {
+        SLOT_HEADER + self.unit_bytes()
+    }
+    fn block_bytes(&self) -> u32 {
+        BLOCK_HEADER as u32 + self.units * self.unit_bytes()
+    }
+
+    /// The bytes of 128 columns of x without their factors, which follow, and with them.
+    fn x_bytes(&self) -> u32 {
+        if self.is_integer() { 256 } else { 512 }
+    }
+    fn part_bytes(&self) -> u32 {
+        self.x_bytes() + if self.is_integer() { self.part_sets() * 32 } else { 16 }
+    }
+    /// The number of 128 columns of x that a group polls for together, with their norm's weights.
+    fn batch(&self) -> u32 {
+        if self.norm { 3 } else { 6 }
+    }
+
+    // The shared memory: the groups' slots, then their x, the places of sums, the groups' sums of squares, and the barriers of
+    // full places and of empty places.
+    fn x_at(&self) -> u32 {
+        self.groups * self.slots * self.slot_bytes()
+    }
+    fn sums_at(&self) -> u32 {
+        self.x_at() + self.groups * self.own_units() * self.parts() * self.part_bytes()
+    }
+    fn squares_at(&self) -> u32 {
+        self.sums_at() + PLACES * self.groups * 64
+    }
+    fn full_places_at(&self) -> u32 {
+        (self.squares_at() + self.groups * 4).next_multiple_of(8)
+    }
+    fn shared_bytes(&self) -> u32 {
+        self.full_places_at() + 2 * PLACES * 8
+    }
+}
+
+/// Returns the number of threads and of bytes of shared memory of a workgroup.
+pub fn workgroup(constants: &[u32]) -> (u32, u32) {
+    let v = Variant::of(constants);
+    (v.threads(), v.shared_bytes())
+}
+
+/// Returns the program for the constants of a call.
+pub fn program(constants: &[u32]) -> PtxProgram {
+    let v = Variant::of(constants);
+    let mut text = Text { ptx: PtxText::default(), v };
+    text.write();
+    PtxProgram { text: text.ptx.out, entry: ENTRY, threads: v.threads(), shared_bytes: v.shared_bytes() }
+}
+
+/// The name of the program's entry.
+const ENTRY: &str = "skinny_codes";
+
+struct Text {
+    ptx: PtxText,
+    v: Variant,
+}
+
+impl Text {
+    fn write(&mut self) {
+        let v = self.v;
+        self.ptx.head(ENTRY, SKINNY_CODES_PTX.push_bytes, v.threads());
+        line!(
+            self,
+            ".reg .pred %p<8>, %mine<4>, %half, %first, %lead;
+.reg .b16 %h<4>;
+.reg .b32 %r<16>, %q<4>, %w<32>, %a<4>, %b<4>, %c<4>, %x<{xs}>, %polls, %looks;
+.reg .b64 %l<4>, %from;
+.reg .f32 %f<16>, %gain<{xs}>, %d<8>, %sum_u, %sum_v, %fx, %fs, %squares, %factor, %bias_of_row, %norm_scale;
+.reg .b32 %thread, %lane, %group, %g, %t, %base, %n, %k, %x_tag, %y_tag, %old_tag;
+.reg .b32 %own, %first_unit, %copies, %of_block, %slots, %slot_at, %phase, %left;
+.reg .b32 %own_x, %x_at, %factors_at, %own_scales, %turn, %old;
+.reg .b64 %weight, %x, %norm, %bias, %y, %fault;
+ld.param.u64 %weight, [args];
+ld.param.u64 %x, [args+8];
+ld.param.u64 %norm, [args+16];
+ld.param.u64 %bias, [args+24];
+ld.param.u64 %y, [args+32];
+ld.param.u64 %fault, [args+48];
+ld.param.u32 %n, [args+56];
+ld.param.u32 %k, [args+60];
+ld.param.u32 %x_tag, [args+76];
+ld.param.u32 %old_tag, [args+80];
+ld.param.u32 %y_tag, [args+84];
+mov.u32 %base, shared;
+mov.u32 %thread, %tid.x;
+shr.u32 %group, %thread, 5;
+and.b32 %lane, %thread, 31;
+shr.u32 %g, %lane, 2;
+and.b32 %t, %lane, 3;
+mov.u32 %polls, 0;
+mov.u32 %turn, 0;
+setp.eq.u32 %lead, %lane, 0;
+setp.eq.u32 %p0, %group, {groups};
+@%p0 bra FINISHER;",
+            xs = v.batch() * 4,
+            groups = v.groups,
+        );
+        self.begin_copies();
+        line!(self, "bar.sync 0, {};", v.threads());
+        self.read_x();
+        self.products();
+        line!(self, "ret;\nFINISHER:");
+        self.finisher();
+        line!(self, "ret;\n}}");
+    }
+
+    /// The group's first lane begins the copies to all slots.
+    fn begin_copies(&mut self) {
+        let v = self.v;
+        line!(
+            self,
+            "mul.lo.u32 %r0, %group, {units};
+div.u32 %first_unit, %r0, {groups};
+add.u32 %r0, %r0, {units};
+div.u32 %own, %r0, {groups};
+sub.u32 %own, %own, %first_unit;
+mad.lo.u32 %slots, %group, {slots_bytes}, %base;
+// The units of the workgroup's blocks.
+mov.u32 %r1, %ctaid.x;
+mov.u32 %r2, %nctaid.x;
+add.u32 %r0, %n, 15;
+shr.u32 %r0, %r0, 4;
+sub.u32 %r0, %r0, %r1;
+add.u32 %r0, %r0, %r2;
+sub.u32 %r0, %r0, 1;
+div.u32 %r0, %r0, %r2;
+mul.lo.u32 %copies, %r0, %own;
+mov.u32 %of_block, %own;
+mul.wide.u32 %from, %r1, {block_bytes};
+mul.wide.u32 %l0, %first_unit, {unit_bytes};
+add.u64 %from, %from, %l0;
+add.u64 %from, %from, %weight;
+add.u64 %from, %from, {BLOCK_HEADER};
+@!%lead bra COPIED;",
+            units = v.units,
+            groups = v.groups,
+            slots_bytes = v.slots * v.slot_bytes(),
+            block_bytes = v.block_bytes(),
+            unit_bytes = v.unit_bytes(),
+        );
+        for slot in 0..v.slots {
+            line!(self, "mbarrier.init.shared::cta.b64 [%slots+{}], 1;", slot * v.slot_bytes());
+        }
+        line!(self, "fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;");
+        for slot in 0..v.slots {
+            line!(self, "add.u32 %slot_at, %slots, {};", slot * v.slot_bytes());
+            self.copy();
+        }
+        line!(self, "COPIED:");
+    }
+
+    /// Copies the group's next unit, if there is one, to the slot at %slot_at.
+    fn copy(&mut self) {
+        let (label, unit_bytes, block_bytes) = (self.ptx.label(), self.v.unit_bytes(), self.v.block_bytes());
+        line!(
+            self,
+            "setp.eq.u32 %p0, %copies, 0;
+@%p0 bra NONE{label};
+mbarrier.arrive.expect_tx.shared::cta.b64 _, [%slot_at], {unit_bytes};
+add.u32 %r0, %slot_at, {SLOT_HEADER};
+createpolicy.fractional.L2::evict_first.b64 %l1;
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%r0], [%from], {unit_bytes}, [%slot_at], %l1;
+sub.u32 %copies, %copies, 1;
+add.u64 %from, %from, {unit_bytes};
+sub.u32 %of_block, %of_block, 1;
+setp.ne.u32 %p0, %of_block, 0;
+@%p0 bra NONE{label};
+mov.u32 %r0, %nctaid.x;
+mul.wide.u32 %l0, %r0, {block_bytes};
+add.u64 %from, %from, %l0;
+mul.wide.u32 %l0, %own, {unit_bytes};
+sub.u64 %from, %from, %l0;
+mov.u32 %of_block, %own;
+NONE{label}:"
+
+        );
+    }
+
+    /// Jumps to `again` if %p0 says that a word is stale, unless the wait is given up. `tag`: of the words that are awaited.
+    fn poll_again(&mut self, again: &str, tag: &str) {
+        let label = self.ptx.label();
+        line!(
+            self,
+            "@!%p0 bra FRESH{label};
+add.u32 %polls, %polls, 1;
+and.b32 %looks, %polls, {};
+setp.ne.u32 %p0, %looks, 0;
+@%p0 bra {again};",
+            POLLS_BETWEEN_LOOKS - 1
+        );
+        if self.v.devices {
+            // Time in which a call waits for another device does not count.
+            line!(
+                self,
+                "ld.volatile.global.u32 %looks, [%fault+4];
+setp.ne.u32 %p0, %looks, 0;
+@%p0 mov.u32 %polls, 0;"
+            );
+        }
+        line!(
+            self,
+            "setp.lt.u32 %p0, %polls, {MOST_POLLS};
+@%p0 bra LOOK{label};
+shr.u32 %looks, {tag}, 8;
+max.u32 %looks, %looks, 1;
+st.volatile.global.u32 [%fault], %looks;
+LOOK{label}:
+ld.volatile.global.u32 %looks, [%fault];
+setp.eq.u32 %p0, %looks, 0;
+@%p0 bra {again};
+FRESH{label}:"
+        );
+    }
+
+    /// Writes the group's columns of x to shared memory, and the sum of their squares.
+    fn read_x(&mut self) {
+        let v = self.v;
+        let parts = v.own_units() * v.parts();
+        line!(
+            self,
+            "mad.lo.u32 %own_x, %group, {x_bytes}, %base;
+add.u32 %own_x, %own_x, {x_at};
+mov.f32 %squares, 0f00000000;
+// The lane has 4 columns of block %r8 of 32: 8 columns for each %r9, 4 for each %r10. Their place is %x_at.
+shr.u32 %r8, %lane, 3;
+shr.u32 %r9, %lane, 1;
+and.b32 %r9, %r9, 3;
+and.b32 %r10, %lane, 1;
+// Its first 16 bytes of x, and the group's 128 columns of x.
+mul.lo.u32 %r12, %first_unit, {unit_quads};
+add.u32 %r12, %r12, %lane;
+mul.lo.u32 %r13, %own, {unit_parts};",
+            x_bytes = v.own_units() * v.parts() * v.part_bytes(),
+            x_at = v.x_at(),
+            unit_quads = unit_cols(v.codes) / 4,
+            unit_parts = v.parts(),
+        );
+        match (v.is_integer(), v.codes.group) {
+            (false, _) => line!(
+                self,
+                "mad.lo.u32 %x_at, %r8, 128, %own_x;
+mad.lo.u32 %x_at, %r9, 16, %x_at;
+mad.lo.u32 %x_at, %r10, 8, %x_at;"
+            ),
+            (true, group) => {
+                line!(
+                    self,
+                    "mad.lo.u32 %x_at, %r8, 64, %own_x;
+mad.lo.u32 %x_at, %r9, 8, %x_at;
+mad.lo.u32 %x_at, %r10, 4, %x_at;"
+                );
+                // The place of the factors of the lane's columns, and whether it is the lane that writes them.
+                match group {
+                    16 => line!(
+                        self,
+                        "shr.u32 %r0, %lane, 2;\nand.b32 %r1, %lane, 3;\nmad.lo.u32 %factors_at, %r0, 8, %own_x;"
+                    ),
+                    _ => line!(self, "and.b32 %r1, %lane, 7;\nmad.lo.u32 %factors_at, %r8, 8, %own_x;"),
+                }
+                line!(self, "setp.eq.u32 %first, %r1, 0;");
+            }
+        }
+        line!(self, "mul.wide.u32 %l1, %r12, 16;\nadd.u64 %l0, %x, %l1;\nadd.u64 %l1, %norm, %l1;");
+        for first in (0..parts).step_by(v.batch() as usize) {
+            let batch = first..(first + v.batch()).min(parts);
+            // Columns that do not exist are not loaded, and their words are not stale.
+            for (i, part) in (0..).zip(batch.clone()) {
+                line!(
+                    self,
+                    "add.u32 %r0, %r12, {quads};
+setp.gt.u32 %p{there}, %r13, {part};
+shl.b32 %r1, %r0, 2;
+setp.lt.and.u32 %p{there}, %r1, %k, %p{there};",
+                    quads = part * 32,
+                    there = i + 1,
+                );
+                for e in i * 4..i * 4 + 4 {
+                    line!(self, "mov.b32 %x{e}, %x_tag;");
+                }
+                if v.norm {
+                    for e in i * 4..i * 4 + 4 {
+                        line!(self, "mov.f32 %gain{e}, 0f00000000;");
+                    }
+                    line!(
+                        self,
+                        "@%p{} ld.global.nc.v4.f32 {{{}}}, [%l1+{}];",
+                        i + 1,
+                        registers("gain", i * 4..i * 4 + 4),
+                        part * 512
+                    );
+                }
+            }
+            let label = self.ptx.label();
+            if v.tagged > 0 && parts > v.batch() && first == 0 {
+                // Groups that wait for many columns poll for the first word alone: all of them would take the bandwidth of
+                // the L2 cache from the call before.
+                line!(
+                    self,
+                    "min.u32 %r0, %first_unit, {last};
+mul.wide.u32 %l2, %r0, {unit_x};
+add.u64 %l2, %x, %l2;
+FIRST{label}:
+ld.volatile.global.u32 %r0, [%l2];
+xor.b32 %r0, %r0, %x_tag;
+and.b32 %r0, %r0, {TAG_MASK};
+setp.ne.u32 %p0, %r0, 0;
+vote.sync.any.pred %p0, %p0, 0xffffffff;",
+                    last = v.units - 1,
+                    unit_x = unit_cols(v.codes) * 4,
+                );
+                self.poll_again(&format!("FIRST{label}"), "%x_tag");
+            }
+            line!(self, "POLL{label}:");
+            for (i, part) in (0..).zip(batch.clone()) {
+                line!(
+                    self,
+                    "@%p{} ld.volatile.global.v4.u32 {{{}}}, [%l0+{}];",
+                    i + 1,
+                    registers("x", i * 4..i * 4 + 4),
+                    part * 512
+                );
+            }
+            if v.tagged > 0 {
+                line!(self, "mov.u32 %r0, 0;");
+                for i in 0..(batch.end - batch.start) * 4 {
+                    line!(self, "xor.b32 %r1, %x{i}, %x_tag;\nor.b32 %r0, %r0, %r1;");
+                }
+                line!(
+                    self,
+                    "and.b32 %r0, %r0, {TAG_MASK};
+setp.ne.u32 %p0, %r0, 0;
+vote.sync.any.pred %p0, %p0, 0xffffffff;"
+                );
+                self.poll_again(&format!("POLL{label}"), "%x_tag");
+            }
+            for (i, part) in (0..).zip(batch) {
+                self.prepare_x(i, part);
+            }
+        }
+        if v.norm {
+            for mask in [1, 2, 4, 8, 16] {
+                line!(
+                    self,
+                    "shfl.sync.bfly.b32 %f0, %squares, {mask}, 31, 0xffffffff;\nadd.f32 %squares, %squares, %f0;"
+                );
+            }
+            line!(self, "mad.lo.u32 %r0, %group, 4, %base;\n@%lead st.shared.f32 [%r0+{}], %squares;", v.squares_at());
+        }
+        line!(self, "bar.warp.sync 0xffffffff;");
+    }
+
+    /// Writes the lane's columns of the group's `part`-th 128 columns, the `i`-th of a batch.
+    fn prepare_x(&mut self, i: u32, part: u32) {
+        let v = self.v;
+        for e in 0..4 {
+            line!(self, "selp.f32 %f{e}, %x{}, 0f00000000, %p{};", i * 4 + e, i + 1);
+        }
+        if v.norm {
+            for e in 0..4 {
+                line!(self, "fma.rn.f32 %squares, %f{e}, %f{e}, %squares;\nmul.f32 %f{e}, %f{e}, %gain{};", i * 4 + e);
+            }
+        }
+        // As integers, NaN is larger than infinity.
+        for e in 0..4 {
+            line!(self, "abs.f32 %f{a}, %f{e};\nmov.b32 %r{e}, %f{a};", a = 4 + e);
+        }
+        line!(self, "max.u32 %r0, %r0, %r1;\nmax.u32 %r2, %r2, %r3;\nmax.u32 %r0, %r0, %r2;");
+        if v.is_integer() {
+            for mask in [1, 2, 4] {
+                line!(self, "shfl.sync.bfly.b32 %r1, %r0, {mask}, 31, 0xffffffff;\nmax.u32 %r0, %r0, %r1;");
+            }
+        } else {
+            line!(self, "redux.sync.max.u32 %r0, %r0, 0xffffffff;");
+        }
+        // %f9 scales x; %f10 undoes it. Below 1e-30 the inverse could overflow. The factor is NaN if a column is not finite.
+        let most = if v.is_integer() { MOST } else { 1.0 };
+        line!(
+            self,
+            "mov.b32 %f8, %r0;
+rcp.approx.ftz.f32 %f9, %f8;
+mul.f32 %f9, %f9, {most};
+mul.f32 %f10, %f8, {inverse};
+setp.lt.f32 %p7, %f8, {least};
+selp.f32 %f9, 0f00000000, %f9, %p7;
+selp.f32 %f10, 0f00000000, %f10, %p7;
+setp.ge.u32 %p7, %r0, 0x7f800000;
+selp.f32 %f10, 0f7fc00000, %f10, %p7;",
+            most = float(most),
+            inverse = float(1.0 / most),
+            least = float(1e-30),
+        );
+        let x_at = part * v.part_bytes();
+        let factors_at = x_at + v.x_bytes();
+        if !v.is_integer() {
+            for e in 0..4 {
+                line!(self, "mul.f32 %f{e}, %f{e}, %f9;");
+            }
+            // Bytes 0 and 2 of a word of W become a pair of f16, and bytes 1 and 3: see `words`.
+            for (to, [a, b]) in [(0, [0, 2]), (1, [1, 3])] {
+                line!(
+                    self,
+                    "cvt.rn.f16x2.f32 %r{to}, %f{b}, %f{a};
+mov.b32 {{%h0, %h1}}, %r{to};
+cvt.f32.f16 %f4, %h0;
+cvt.f32.f16 %f5, %h1;
+sub.f32 %f4, %f{a}, %f4;
+sub.f32 %f5, %f{b}, %f5;
+cvt.rn.f16x2.f32 %r{rest}, %f5, %f4;",
+                    rest = to + 2,
+                );
+            }
+            line!(
+                self,
+                "st.shared.v2.b32 [%x_at+{x_at}], {{%r0, %r1}};
+st.shared.v2.b32 [%x_at+{rest}], {{%r2, %r3}};
+mul.f32 %f10, %f10, {value};
+@%lead st.shared.f32 [%own_x+{factors_at}], %f10;",
+                rest = x_at + 64,
+                value = float(E4M3_VALUE),
+            );
+            return;
+        }
+        for e in 0..4 {
+            line!(self, "fma.rn.f32 %f{e}, %f{e}, %f9, {};\nmov.b32 %r{e}, %f{e};", float(f32::from_bits(MAGIC)));
+        }
+        // %r4: the sum. %r5 and %r6: the low and the high bytes, in the order of the codes in a word of W: see `words`.
+        line!(
+            self,
+            "add.u32 %r4, %r0, %r1;
+add.u32 %r5, %r2, %r3;
+add.u32 %r4, %r4, %r5;
+sub.u32 %r4, %r4, {all_magic};
+prmt.b32 %r5, %r0, %r2, 0x0040;
+prmt.b32 %r6, %r1, %r3, 0x0040;
+prmt.b32 %r5, %r5, %r6, 0x5410;
+xor.b32 %r5, %r5, 0x80808080;
+prmt.b32 %r6, %r0, %r2, 0x0051;
+prmt.b32 %r7, %r1, %r3, 0x0051;
+prmt.b32 %r6, %r6, %r7, 0x5410;
+st.shared.b32 [%x_at+{x_at}], %r6;
+st.shared.b32 [%x_at+{low}], %r5;",
+            all_magic = MAGIC.wrapping_mul(4),
+            low = x_at + 32,
+        );
+        for mask in [1, 2, 4] {
+            if mask * 4 < v.codes.group.min(32) {
+                line!(self, "shfl.sync.bfly.b32 %r5, %r4, {mask}, 31, 0xffffffff;\nadd.u32 %r4, %r4, %r5;");
+            }
+        }
+        line!(
+            self,
+            "cvt.rn.f32.s32 %f11, %r4;
+mul.f32 %f11, %f11, %f10;
+neg.f32 %f11, %f11;
+mul.f32 %f10, %f10, {value};
+@%first st.shared.v2.f32 [%factors_at+{factors_at}], {{%f10, %f11}};",
+            value = float(CODE_VALUE),
+        );
+    }
+
+    /// Computes the group's sums of all blocks.
+    fn products(&mut self) {
+        let v = self.v;
+        let unit_groups = unit_cols(v.codes) / v.codes.group;
+        line!(
+            self,
+            "and.b32 %r0, %lane, {scale_mask};
+mad.lo.u32 %r0, %g, {unit_groups}, %r0;
+shl.b32 %own_scales, %r0, 2;",
+            scale_mask = unit_groups.min(4) - 1,
+        );
+        if v.is_integer() {
+            // The lane's column of x is that of group %r1 of a set. With groups of 16, it is in block %r1 / 2, in the columns
+            // of two of the four lanes of a column.
+            line!(
+                self,
+                "shr.u32 %r1, %g, 1;
+and.b32 %r2, %g, 1;
+mad.lo.u32 %factors_at, %t, 8, %own_x;
+add.u32 %factors_at, %factors_at, {};",
+                v.x_bytes()
+            );
+            if v.codes.group == 16 {
+                line!(
+                    self,
+                    "shr.u32 %r0, %t, 1;
+and.b32 %r3, %r1, 1;
+setp.eq.u32 %half, %r0, %r3;
+shr.u32 %r1, %r1, 1;"
+                );
+            }
+            line!(
+                self,
+                "mad.lo.u32 %x_at, %r1, 64, %own_x;
+mad.lo.u32 %x_at, %r2, 32, %x_at;
+mad.lo.u32 %x_at, %t, 8, %x_at;"
+            );
+            for c in 0..v.set_blocks() {
+                match v.codes.group {
+                    16 => line!(self, "setp.eq.and.u32 %mine{c}, %r1, {c}, %half;"),
+                    _ => line!(self, "setp.eq.u32 %mine{c}, %r1, {c};"),
+                }
+            }
+        } else {
+            line!(
+                self,
+                "add.u32 %factors_at, %own_x, {};
+and.b32 %r2, %g, 1;
+mad.lo.u32 %x_at, %r2, 64, %own_x;
+mad.lo.u32 %x_at, %t, 16, %x_at;",
+                v.x_bytes()
+            );
+        }
+        line!(
+            self,
+            "mov.u32 %slot_at, %slots;
+mov.u32 %phase, 0;
+BLOCK:
+mov.f32 %sum_u, 0f00000000;
+mov.f32 %sum_v, 0f00000000;
+mov.u32 %left, %own;
+setp.eq.u32 %p0, %own, 0;
+@%p0 bra SUMMED;
+UNIT:"
+        );
+        self.ptx.wait_counting("%slot_at", "%phase", "%looks", "%p0");
+        line!(self, "mad.lo.u32 %r13, %lane, 16, %slot_at;\nadd.u32 %r14, %slot_at, %own_scales;");
+        match v.is_integer() {
+            true => self.integer_unit(),
+            false => self.float_unit(),
+        }
+        line!(self, "bar.warp.sync 0xffffffff;\n@!%lead bra REFILLED;");
+        self.copy();
+        line!(
+            self,
+            "REFILLED:
+add.u32 %x_at, %x_at, {unit_x};
+add.u32 %factors_at, %factors_at, {unit_x};
+add.u32 %slot_at, %slot_at, {slot_bytes};
+add.u32 %r0, %slots, {slots_bytes};
+setp.eq.u32 %p0, %slot_at, %r0;
+@%p0 mov.u32 %slot_at, %slots;
+@%p0 xor.b32 %phase, %phase, 1;
+sub.u32 %left, %left, 1;
+setp.ne.u32 %p0, %left, 0;
+@%p0 bra UNIT;
+mul.lo.u32 %r0, %own, {unit_x};
+sub.u32 %x_at, %x_at, %r0;
+sub.u32 %factors_at, %factors_at, %r0;
+SUMMED:",
+            unit_x = v.parts() * v.part_bytes(),
+            slot_bytes = v.slot_bytes(),
+            slots_bytes = v.slots * v.slot_bytes(),
+        );
+        if v.is_integer() {
+            for mask in [1, 2] {
+                line!(
+                    self,
+                    "shfl.sync.bfly.b32 %f0, %sum_u, {mask}, 31, 0xffffffff;
+shfl.sync.bfly.b32 %f1, %sum_v, {mask}, 31, 0xffffffff;
+add.f32 %sum_u, %sum_u, %f0;
+add.f32 %sum_v, %sum_v, %f1;"
+                );
+            }
+        }
+        // A place is empty at first, as after the second phase of its barrier.
+        self.place();
+        line!(self, "xor.b32 %r2, %r2, 1;\nadd.u32 %r1, %r1, {};", PLACES * 8);
+        self.ptx.wait_for_group("%r1", "%r2", "%p0");
+        line!(
+            self,
+            "mad.lo.u32 %r0, %r0, {groups}, %group;
+mad.lo.u32 %r0, %r0, 64, %base;
+// The first of the lane's rows, u.
+shr.u32 %r2, %lane, 3;
+mad.lo.u32 %r0, %r2, 16, %r0;
+bfe.u32 %r2, %lane, 2, 1;
+mad.lo.u32 %r0, %r2, 4, %r0;
+and.b32 %r2, %lane, 3;
+setp.eq.u32 %p0, %r2, 0;
+@%p0 st.shared.f32 [%r0+{sums}], %sum_u;
+@%p0 st.shared.f32 [%r0+{sums_v}], %sum_v;
+bar.warp.sync 0xffffffff;
+sub.u32 %r1, %r1, {places};
+@%lead mbarrier.arrive.shared::cta.b64 _, [%r1];",
+            groups = v.groups,
+            sums = v.sums_at(),
+            sums_v = v.sums_at() + 8,
+            places = PLACES * 8,
+        );
+        self.next_turn("BLOCK");
+    }
+
+    /// Sets %r0 to the place of the block's sums, %r1 to the barrier that says when it is full, and %r2 to the barrier's phase.
+    fn place(&mut self) {
+        line!(
+            self,
+            "and.b32 %r0, %turn, {};
+mad.lo.u32 %r1, %r0, 8, %base;
+add.u32 %r1, %r1, {};
+shr.u32 %r2, %turn, {};
+and.b32 %r2, %r2, 1;",
+            PLACES - 1,
+            self.v.full_places_at(),
+            PLACES.ilog2(),
+        );
+    }
+
+    /// Adds the products of affine codes of the unit in the slot, whose words for the lane begin at %r13 and scales at %r14.
+    fn integer_unit(&mut self) {
+        let v = self.v;
+        let codes = v.codes;
+        let unit_groups = unit_cols(codes) / codes.group;
+        let (scale_words, scale_step) = ((unit_groups / 4).max(1), unit_groups.min(4));
+        let scales = self.load_codes();
+        for set in 0..v.parts() * v.part_sets() {
+            let scale = scales + set.min(scale_words - 1) * scale_step * 4;
+            // With groups of 16, the blocks of a set are half of the 128 columns.
+            let part = set / v.part_sets() * v.part_bytes();
+            let (x, factors) = (part + set % v.part_sets() * 128, part + set % v.part_sets() * 32);
+            line!(
+                self,
+                "ld.shared.v2.f32 {{%fx, %fs}}, [%factors_at+{factors}];
+ld.shared.v2.b32 {{%q0, %q1}}, [%x_at+{x}];
+ld.shared.b32 %q2, [%r14+{scale}];"
+            );
+            if codes.minimum == Minimum::Stored {
+                line!(self, "ld.shared.b32 %q3, [%r14+{}];", scale + 32 * unit_groups);
+            }
+            for c in 0..v.set_blocks() {
+                self.words(set * v.set_blocks() + c);
+                if c == 0 {
+                    line!(self, "mov.b32 %b2, 0;");
+                }
+                let sums = if c == 0 { "%b2, %b2, %b2, %b2" } else { "%c0, %c1, %c2, %c3" };
+                line!(
+                    self,
+                    "selp.b32 %b0, %q0, 0, %mine{c};
+selp.b32 %b1, %q1, 0, %mine{c};
+mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {{%c0, %c1, %c2, %c3}}, {{%a0, %a1, %a2, %a3}}, {{%b0, %b1}}, {{{sums}}};"
+                );
+            }
+            line!(
+                self,
+                "mad.lo.s32 %r0, %c0, 256, %c1;
+mad.lo.s32 %r1, %c2, 256, %c3;
+cvt.rn.f32.s32 %f0, %r0;
+cvt.rn.f32.s32 %f1, %r1;
+mul.f32 %f0, %f0, %fx;
+mul.f32 %f1, %f1, %fx;
+mov.b32 {{%h0, %h1}}, %q2;
+cvt.f32.f16 %f2, %h0;
+cvt.f32.f16 %f3, %h1;"
+            );
+            // What a code is less than the integer that is multiplied: %fs is -Σx.
+            let shift = match codes.minimum {
+                Minimum::Stored => 0.0,
+                Minimum::Zero { halves } => f32::from(halves) * 0.5,
+            } - if codes.bits == 8 { 128.0 } else { 0.0 };
+            if shift != 0.0 {
+                let shift = float(shift * CODE_VALUE);
+                line!(self, "fma.rn.f32 %f0, %fs, {shift}, %f0;\nfma.rn.f32 %f1, %fs, {shift}, %f1;");
+            }
+            line!(self, "fma.rn.f32 %sum_u, %f0, %f2, %sum_u;\nfma.rn.f32 %sum_v, %f1, %f3, %sum_v;");
+            if codes.minimum == Minimum::Stored {
+                line!(
+                    self,
+                    "mov.b32 {{%h0, %h1}}, %q3;
+cvt.f32.f16 %f2, %h0;
+cvt.f32.f16 %f3, %h1;
+fma.rn.f32 %sum_u, %fs, %f2, %sum_u;
+fma.rn.f32 %sum_v, %fs, %f3, %sum_v;"
+                );
+            }
+        }
+    }
+
+    /// Like [`Text::integer_unit`] for codes in e4m3. All lanes with the same g have the sums of the same rows.
+    fn float_unit(&mut self) {
+        let scales = self.load_codes();
+        line!(self, "ld.shared.f32 %fx, [%factors_at];\nld.shared.b32 %q2, [%r14+{scales}];");
+        for i in 0..8 {
+            line!(self, "mov.f32 %d{i}, 0f00000000;");
+        }
+        for c in 0..4 {
+            line!(self, "ld.shared.v4.b32 {{%b0, %b1, %b2, %b3}}, [%x_at+{}];", c * 128);
+            for h in 0..2 {
+                for (row, [most, other]) in [(0, [0, 2]), (1, [1, 3])] {
+                    line!(
+                        self,
+                        "mov.b32 {{%h0, %h1}}, %w{};
+cvt.rn.f16x2.e4m3x2 %a{most}, %h0;
+cvt.rn.f16x2.e4m3x2 %a{other}, %h1;",
+                        c * 4 + 2 * h + row
+                    );
+                }
+                // Two chains of sums, which hide the latency of the matrix units.
+                let sums = registers("d", h * 4..h * 4 + 4);
+                line!(
+                    self,
+                    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{{sums}}}, {{%a0, %a1, %a2, %a3}}, {{%b{}, %b{}}}, {{{sums}}};",
+                    h * 2,
+                    h * 2 + 1
+                );
+            }
+        }
+        line!(
+            self,
+            "add.f32 %d0, %d0, %d4;
+add.f32 %d1, %d1, %d5;
+add.f32 %d2, %d2, %d6;
+add.f32 %d3, %d3, %d7;
+add.f32 %d0, %d0, %d1;
+add.f32 %d2, %d2, %d3;
+mul.f32 %d0, %d0, %fx;
+mul.f32 %d2, %d2, %fx;
+mov.b32 {{%h0, %h1}}, %q2;
+cvt.f32.f16 %f2, %h0;
+cvt.f32.f16 %f3, %h1;
+fma.rn.f32 %sum_u, %d0, %f2, %sum_u;
+fma.rn.f32 %sum_v, %d2, %f3, %sum_v;"
+        );
+    }
+
+    /// Loads the lane's words of the unit's planes to %w; returns the offset of the unit's scales.
+    fn load_codes(&mut self) -> u32 {
+        let loads = unit_cols(self.v.codes) * self.v.codes.bits / 256;
+        for load in 0..loads {
+            let at = SLOT_HEADER + load * 512;
+            line!(self, "ld.shared.v4.b32 {{{}}}, [%r13+{at}];", registers("w", load * 4..load * 4 + 4));
+        }
+        SLOT_HEADER + loads * 512
+    }
+
+    /// Sets %a0 to %a3 to the integers of a block of 32 columns of the unit: of four columns of row u, of v, and of the other four
+    /// columns of both. The order of columns in a word is 0, 2, 1, 3, that of x.
+    fn words(&mut self, c: u32) {
+        let codes = self.v.codes;
+        if codes.bits == 8 {
+            for (a, word) in [(0, 0), (1, 1), (2, 2), (3, 3)] {
+                line!(self, "xor.b32 %a{a}, %w{}, 0x80808080;", c * 4 + word);
+            }
+            return;
+        }
+        let four_loads = if codes.bits & 4 != 0 { unit_cols(codes) / 64 } else { 0 };
+        let two_loads = if codes.bits & 2 != 0 { unit_cols(codes) / 128 } else { 0 };
+        for h in 0..2 {
+            if codes.bits & 4 != 0 {
+                // The even bytes of both words are codes of u, the odd ones of v.
+                line!(
+                    self,
+                    "shr.u32 %r0, %w{four}, 4;
+and.b32 %r1, %w{four}, 0x0f0f0f0f;
+and.b32 %r0, %r0, 0x0f0f0f0f;
+prmt.b32 %a{u}, %r1, %r0, 0x6240;
+prmt.b32 %a{v}, %r1, %r0, 0x7351;",
+                    four = c / 2 * 4 + c % 2 * 2 + h,
+                    u = 2 * h,
+                    v = 2 * h + 1
+                );
+            }
+            for second in 0..2 {
+                let a = 2 * h + second;
+                if codes.bits & 2 != 0 {
+                    let word = (four_loads + c / 4) * 4 + c % 4;
+                    self.put_plane(a, word, (2, 8 * h + 4 * second), codes.bits & 4);
+                }
+                if codes.bits & 1 != 0 {
+                    let word = (four_loads + two_loads + c / 8) * 4 + (c / 2 % 4);
+                    self.put_plane(a, word, (1, 8 * (c % 2) + 4 * h + 2 * second), codes.bits & 6);
+                }
+            }
+        }
+    }
+
+    /// Puts a plane's `bits` of four codes of a row to bit `to` of the bytes of %a`a`, which has their lower bits; with `to` 0 it
+    /// has none. In word `word`, the bits of the first two codes are at `from` and `from` + 16, and those of the others above.
+    fn put_plane(&mut self, a: u32, word: u32, (bits, from): (u32, u32), to: u32) {
+        let mask = (((1u32 << bits) - 1) << to) * 0x0001_0001;
+        for (others, mask, from, to) in [(to > 0, mask, from, to), (true, mask << 8, from + bits, to + 8)] {
+            match from >= to {
+                true => line!(self, "shr.u32 %r0, %w{word}, {};", from - to),
+                false => line!(self, "shl.b32 %r0, %w{word}, {};", to - from),
+            }
+            match others {
+                true => line!(self, "lop3.b32 %a{a}, %r0, {mask:#x}, %a{a}, 0xea;"),
+                false => line!(self, "and.b32 %a{a}, %r0, {mask:#x};"),
+            }
+        }
+    }
+
+    /// Goes on with the workgroup's next block at `label`, if there is one.
+    fn next_turn(&mut self, label: &str) {
+        line!(
+            self,
+            "add.u32 %turn, %turn, 1;
+mov.u32 %r0, %nctaid.x;
+mov.u32 %r1, %ctaid.x;
+mad.lo.u32 %r0, %turn, %r0, %r1;
+shl.b32 %r0, %r0, 4;
+setp.lt.u32 %p0, %r0, %n;
+@%p0 bra {label};"
+        );
+    }
+
+    /// The last group adds up all groups' sums of each block, finishes them and stores y: lane i and lane i + 16 have row i.
+    fn finisher(&mut self) {
+        let v = self.v;
+        line!(self, "@!%lead bra READY;");
+        for place in 0..PLACES {
+            let full = v.full_places_at() + place * 8;
+            line!(
+                self,
+                "mbarrier.init.shared::cta.b64 [%base+{full}], {groups};
+mbarrier.init.shared::cta.b64 [%base+{empty}], 1;",
+                groups = v.groups,
+                empty = full + PLACES * 8
+            );
+        }
+        line!(
+            self,
+            "READY:
+bar.warp.sync 0xffffffff;
+bar.sync 0, {threads};
+setp.lt.u32 %first, %lane, 16;
+mov.f32 %norm_scale, 0f00000000;
+FINISH:
+// %r5 is the row, and %l0 the place of the same row of y or, if it does not exist, of the last one.
+mov.u32 %r0, %nctaid.x;
+mov.u32 %r1, %ctaid.x;
+mad.lo.u32 %r0, %turn, %r0, %r1;
+and.b32 %r1, %lane, 15;
+mad.lo.u32 %r5, %r0, 16, %r1;
+mul.wide.u32 %l0, %r0, {block_bytes};
+mul.wide.u32 %l1, %r1, 4;
+add.u64 %l0, %l0, %l1;
+add.u64 %l0, %l0, %weight;
+ld.global.nc.f32 %factor, [%l0];
+sub.u32 %r0, %n, 1;
+min.u32 %r0, %r5, %r0;
+mul.wide.u32 %l1, %r0, 4;
+add.u64 %l0, %y, %l1;",
+            threads = v.threads(),
+            block_bytes = v.block_bytes(),
+        );
+        if v.bias {
+            line!(self, "add.u64 %l1, %bias, %l1;\nld.global.nc.f32 %bias_of_row, [%l1];");
+        }
+        if v.epilogue == 1 {
+            line!(self, "ld.volatile.global.u32 %old, [%l0];");
+        }
+        self.place();
+        self.ptx.wait_for_group("%r1", "%r2", "%p0");
+        line!(
+            self,
+            "mad.lo.u32 %r4, %r0, {place_bytes}, %base;
+mad.lo.u32 %r4, %lane, 4, %r4;
+mov.f32 %f0, 0f00000000;",
+            place_bytes = v.groups * 64
+        );
+        for pair in 0..v.groups.div_ceil(2) {
+            // The other half of the lanes has one more group, or one fewer.
+            let there = if pair * 2 + 1 == v.groups { "@%first " } else { "" };
+            line!(self, "{there}ld.shared.f32 %f1, [%r4+{}];\n{there}add.f32 %f0, %f0, %f1;", v.sums_at() + pair * 128);
+        }
+        line!(self, "shfl.sync.bfly.b32 %f1, %f0, 16, 31, 0xffffffff;\nadd.f32 %f0, %f0, %f1;");
+        if v.norm {
+            line!(
+                self,
+                "setp.ne.u32 %p0, %turn, 0;
+@%p0 bra NORMED;
+mov.f32 %f2, 0f00000000;"
+            );
+            for group in 0..v.groups {
+                line!(self, "ld.shared.f32 %f1, [%base+{}];\nadd.f32 %f2, %f2, %f1;", v.squares_at() + group * 4);
+            }
+            line!(
+                self,
+                "cvt.rn.f32.u32 %f1, %k;
+div.rn.f32 %f2, %f2, %f1;
+ld.param.f32 %f1, [args+72];
+add.f32 %f2, %f2, %f1;
+rsqrt.approx.f32 %norm_scale, %f2;
+NORMED:
+mul.f32 %f0, %f0, %norm_scale;"
+            );
+        }
+        line!(
+            self,
+            "bar.warp.sync 0xffffffff;
+@%lead mbarrier.arrive.shared::cta.b64 _, [%r1+{}];
+mul.f32 %f0, %f0, %factor;",
+            PLACES * 8
+        );
+        if v.bias {
+            line!(self, "add.f32 %f0, %f0, %bias_of_row;");
+        }
+        line!(self, "setp.lt.and.u32 %p1, %r5, %n, %first;");
+        if v.epilogue == 1 {
+            if v.tagged == 3 {
+                line!(
+                    self,
+                    "bra CHECK;
+POLLOLD:
+ld.volatile.global.u32 %old, [%l0];
+CHECK:
+xor.b32 %r0, %old, %old_tag;
+and.b32 %r0, %r0, {TAG_MASK};
+setp.ne.u32 %p0, %r0, 0;
+vote.sync.any.pred %p0, %p0, 0xffffffff;"
+                );
+                self.poll_again("POLLOLD", "%old_tag");
+            }
+            line!(self, "mov.b32 %f1, %old;\nadd.f32 %f0, %f0, %f1;");
+        }
+        if v.epilogue >= 2 {
+            // Even rows are gates, and the next ones are their up projections.
+            line!(
+                self,
+                "shfl.sync.bfly.b32 %f1, %f0, 1, 31, 0xffffffff;
+and.b32 %r0, %lane, 1;
+setp.eq.and.u32 %p1, %r0, 0, %p1;
+add.u32 %r0, %r5, 1;
+setp.lt.and.u32 %p1, %r0, %n, %p1;
+shr.u32 %r0, %r5, 1;
+mul.wide.u32 %l0, %r0, 4;
+add.u64 %l0, %y, %l0;"
+            );
+            self.ptx.glu(v.epilogue, ["%f0", "%f1"], "%f0", ["%f2", "%f3"]);
+        }
+        line!(self, "mov.b32 %r0, %f0;");
+        if v.tagged == 3 {
+            // `tagged` of `tags.glsl`.
+            line!(
+                self,
+                "and.b32 %r1, %r0, 0x7fffffff;
+and.b32 %r2, %y_tag, {TAG_MASK};
+add.u32 %r4, %r1, {half};
+max.u32 %r4, %r4, %r2;
+sub.u32 %r4, %r4, %r2;
+setp.lt.u32 %p2, %r1, 0x7f800000;
+selp.b32 %r1, %r4, %r1, %p2;
+and.b32 %r1, %r1, {untagged:#x};
+and.b32 %r0, %r0, 0x80000000;
+or.b32 %r0, %r0, %r1;
+or.b32 %r0, %r0, %r2;",
+                half = TAG_MASK.div_ceil(2),
+                untagged = !TAG_MASK,
+            );
+        }
+        line!(self, "@%p1 st.volatile.global.u32 [%l0], %r0;");
+        self.next_turn("FINISH");
+    }
+}

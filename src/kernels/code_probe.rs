@@ -13,9 +13,10 @@ use super::host_memory::{HostMemory, PackedMatrix};
 use super::moe::NOBODY;
 use super::recording::{Call, Op, Range, Recording};
 use super::shaders::{
-    EmbedRowsArgs, EmbedRowsConstants, ExpandCodesArgs, ExpandCodesConstants, ExpertGemvArgs, ExpertGemvConstants,
-    ExpertSkinnyArgs, ExpertSkinnyConstants, GemvArgs, GemvConstants, GemvDotsConstants, MatmulArgs, MatmulConstants,
-    PanelArgs, PanelConstants, SkinnyArgs, SkinnyCodesArgs, SkinnyCodesConstants, SkinnyConstants,
+    self, EmbedRowsArgs, EmbedRowsConstants, ExpandCodesArgs, ExpandCodesConstants, ExpertGemvArgs,
+    ExpertGemvConstants, ExpertSkinnyArgs, ExpertSkinnyConstants, GemvArgs, GemvConstants, GemvDotsConstants,
+    MatmulArgs, MatmulConstants, PanelArgs, PanelConstants, SkinnyArgs, SkinnyCodesArgs, SkinnyCodesConstants,
+    SkinnyConstants,
 };
 use super::tags::tagged;
 use super::{Format, fold, format_of, format_of_word, format_word, interpreter, state};
@@ -367,10 +368,13 @@ impl Operands {
     fn skinny_codes(&mut self, call: &Call, format: Format) -> Built {
         let c = SkinnyCodesConstants::from_values(&call.constants);
         let a = SkinnyCodesArgs::from_args(&call.args);
-        // One workgroup computes all tiles of a part of the columns, one after the other.
-        let n = FRAGMENT_ROWS * c.tiles * 3;
+        // One workgroup computes all tiles of a part of the columns, one after the other. The program in PTX has one row, of
+        // which each group of lanes has other columns, and uses a place of sums again from the fifth block on.
+        let is_ptx = shaders::find(call.kernel).is_ptx();
+        let (values, blocks) = if is_ptx { (a.k, 6) } else { (VALUES, 3) };
+        let n = FRAGMENT_ROWS * c.tiles * blocks;
         let tag = |bit: u32, tag: u32| (c.tagged & bit != 0).then_some(tag);
-        let x = self.rows(VALUES, [c.rows, a.k, a.x_stride], tag(1, a.x_tag));
+        let x = self.rows(values, [c.rows, a.k, a.x_stride], tag(1, a.x_tag));
         let width = n;
         let old = tag(2, a.old_tag).map_or(0, |tag| tagged(0.0, tag));
         let y = self.buffer("y", vec![old; (c.rows * width) as usize]);

@@ -11,6 +11,7 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, Expect, POISON, Random, every_case};
 use crate::ptx;
 use half::bf16;
+use ostinato::kernels::code_probe::probe;
 use ostinato::kernels::codes_word;
 use ostinato::kernels::embed::{RowsFrom, Table, embed_rows};
 use ostinato::kernels::gemm::codes::{
@@ -383,7 +384,21 @@ fn ptx_cases(name: &str, flow: Flow) -> Cases {
     let mut cases = Cases::new(name);
     let mut random = Random(94);
     let served = products(&[1], flow).into_iter().filter(|case| codes_ptx::serves(case.way.format()));
-    for (index, case) in (0..).zip(served) {
+    // Groups with more columns than they poll for together, from another than the first column on; one without any; and
+    // more blocks than two turns of the places of sums.
+    let wide = |way, n, k, norm| Case { way, rows: 1, n, k, norm, bias: false, epilogue: Epilogue::Residual, flow };
+    let blocks = |of| Way::Blocks(of);
+    let further = [
+        (wide(blocks(BlockType::Q4_K), 160, 2048, false), CodesPtxConfig { groups: 2, slots: 3, workgroups: 1 }),
+        (wide(blocks(BlockType::Q6_K), 32, 1280, true), CodesPtxConfig { groups: 2, slots: 2, workgroups: 2 }),
+        (wide(blocks(BlockType::Q8_0), 50, 128, false), CodesPtxConfig { groups: 3, slots: 2, workgroups: 1 }),
+    ];
+    let served = served.enumerate().map(|(index, case)| {
+        let groups = [1, 2, 3, 7, 16][index % 5];
+        let index = index as u32;
+        (case, CodesPtxConfig { groups, slots: 1 + index % 3, workgroups: 1 + index % 4 })
+    });
+    for (index, (case, config)) in (0..).zip(served.chain(further)) {
         let epilogue = match case.epilogue {
             Epilogue::Gated(_) => {
                 Epilogue::Gated([Glu::Silu, Glu::GeluTanh, Glu::Clamped { limit: 7f32.to_bits() }][index as usize % 3])
@@ -391,8 +406,6 @@ fn ptx_cases(name: &str, flow: Flow) -> Cases {
             other => other,
         };
         let case = Case { epilogue, ..case };
-        let groups = [1, 2, 3, 7, 16][index as usize % 5];
-        let config = CodesPtxConfig { groups, slots: 1 + index % 3, workgroups: 1 + index % 4 };
         cases.case(format!("{case:?}.{config:?}"));
         let product = case.product(&mut cases, &mut random, Layout::Fragments, INTEGERS);
         let fault = cases.words("fault", &[0, 0]);
@@ -439,6 +452,45 @@ fn the_simulated_processor_notices_a_missing_wait_of_one_row() {
         };
         let run = std::panic::AssertUnwindSafe(|| agree(&cases, change));
         assert!(std::panic::catch_unwind(run).is_err(), "{wrong} is not noticed");
+    }
+}
+
+/// Goal: the test at start accepts the programs, and notices groups of lanes, slots and places that are wrong. Method: its probes
+/// on the simulated processor, with programs that differ in one place.
+#[test]
+fn the_test_at_start_of_one_row_covers_all_groups() {
+    let mut cases = Cases::new("start");
+    let fault = cases.words("fault", &[0, 0]);
+    for way in [Way::Blocks(BlockType::Q4_K), Way::Blocks(BlockType::Q6_K), Way::Canonical(CANONICAL[0])] {
+        let (norm, bias, epilogue) = (false, false, Epilogue::Residual);
+        let case = Case { way, rows: 1, n: 16, k: 1280, norm, bias, epilogue, flow: TAGGED };
+        cases.case(format!("{case:?}"));
+        let product = case.product(&mut cases, &mut Random(96), Layout::Fragments, INTEGERS);
+        let config = CodesPtxConfig { groups: 4, slots: 2, workgroups: 1 };
+        let probe = probe(&skinny_codes_ptx(&product, config, TAGGED, fault)).expect("it reads codes");
+        let Op::Call(call) = &probe.recording.ops[0] else { panic!("a probe is one call") };
+        let difference = |right: &str, wrong: &str| {
+            let change = |text: &str| {
+                assert!(text.contains(right), "the text has no {right}");
+                text.replace(right, wrong)
+            };
+            probe.difference(&ptx::simulate(call, &probe.memory, change))
+        };
+        assert_eq!(difference("", ""), None, "{case:?}");
+        for (right, wrong) in [
+            // The last group has the columns of another; a slot is another one's; a place is not the next one.
+            (
+                "sub.u32 %own, %own, %first_unit;",
+                "sub.u32 %own, %own, %first_unit;\nmin.u32 %first_unit, %first_unit, 6;",
+            ),
+            (
+                "sub.u32 %copies, %copies, 1;\nadd.u64 %from, %from, ",
+                "sub.u32 %copies, %copies, 1;\nadd.u64 %from, %from, 0; //",
+            ),
+            ("mad.lo.u32 %r4, %r0, ", "mad.lo.u32 %r4, 0, "),
+        ] {
+            assert!(difference(right, wrong).is_some(), "{case:?}: {wrong} is not noticed");
+        }
     }
 }
 

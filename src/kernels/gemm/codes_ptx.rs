@@ -15,10 +15,10 @@
 //!
 //! A workgroup has one group of 32 lanes more than [`CodesPtxConfig::groups`], and computes blocks of 16 rows of W: block
 //! `workgroup + i · workgroups`. The groups split the units of columns. Each has `slots` places in shared memory for a unit,
-//! which its first lane fills by bulk copies, in the order of blocks and first to leave the L2 cache; a place is filled again as soon as the group has
-//! multiplied its unit, also across blocks. So no registers hold weights on their way, several workgroups fit on a processor,
-//! and those of the next calls have their first weights while they still poll for x. A group stores its sums of a block in one
-//! of `PLACES` places; the last group adds up those of all groups, finishes them and stores y.
+//! which its first lane fills by bulk copies, in the order of blocks, of words that leave the L2 cache first; a place is filled
+//! again as soon as the group has multiplied its unit, also across blocks. So no registers hold weights on their way, several
+//! workgroups fit on a processor, and those of the next calls have their first weights while they still poll for x. A group
+//! stores its sums of a block in one of `PLACES` places; the last group adds up those of all groups, finishes them and stores y.
 //!
 //! Traffic: W once; x once per workgroup, from the L2 cache.
 //!
@@ -579,12 +579,13 @@ vote.sync.any.pred %p0, %p0, 0xffffffff;"
         } else {
             line!(self, "redux.sync.max.u32 %r0, %r0, 0xffffffff;");
         }
-        // %f9 scales x; %f10 undoes it. Below 1e-30 the inverse could overflow. The factor is NaN if a column is not finite.
+        // %f9 scales x; %f10 undoes it. Below 1e-30 the inverse could overflow; of the largest numbers it is subnormal. The
+        // factor is NaN if a column is not finite.
         let most = if v.is_integer() { MOST } else { 1.0 };
         line!(
             self,
             "mov.b32 %f8, %r0;
-rcp.approx.ftz.f32 %f9, %f8;
+rcp.approx.f32 %f9, %f8;
 mul.f32 %f9, %f9, {most};
 mul.f32 %f10, %f8, {inverse};
 setp.lt.f32 %p7, %f8, {least};

@@ -371,7 +371,7 @@ impl Sees {
 fn sees(reader: &mut Reader, facts: &Facts) -> Sees {
     const BOTH: &str = "use_bidirectional_attention";
     let causal = reader.flag_or("is_causal", true);
-    if !causal && (facts.hybrid || facts.latent.is_some() || facts.gemma4 || facts.lfm2) {
+    if !causal && (facts.hybrid || facts.state_spaces || facts.latent.is_some() || facts.gemma4 || facts.lfm2) {
         reader.wrong("is_causal", false, "true for this architecture: attention is causal");
     }
     // With "vision", only the rows of images see later ones.

@@ -901,6 +901,7 @@ fn granite_4_with_mamba_layers_is_read() {
         (serde_json::json!({"mamba_n_groups": 8}), "mamba_n_groups", "1"),
         (serde_json::json!({"mamba_d_conv": 3}), "mamba_d_conv", "4"),
         (serde_json::json!({"mamba_proj_bias": true}), "mamba_proj_bias", "false"),
+        (serde_json::json!({"is_causal": false}), "is_causal", "true for this architecture: attention is causal"),
         (serde_json::json!({"time_step_limit": [0.0, 0.1]}), "time_step_limit", "from 0 to infinity"),
     ] {
         assert_eq!(rules(&granite(own)), [(key.to_owned(), rule.to_owned())]);

@@ -232,4 +232,16 @@ mod tests {
             assert_eq!(shader.words()[0], 0x0723_0203, "{} is no SPIR-V", shader.name);
         }
     }
+
+    /// Goal: the constants and arguments of `skinny_codes` mean the same to its program in PTX.
+    #[test]
+    fn the_program_of_one_row_has_the_interface_of_its_shader() {
+        let (shader, program) = (find("skinny_codes"), &SKINNY_CODES_PTX);
+        let fields = |shader: &Shader| -> Vec<(&str, u32, u32)> {
+            shader.fields.iter().map(|field| (field.name, field.offset, field.bytes)).collect()
+        };
+        assert_eq!(fields(shader), fields(program));
+        assert_eq!(shader.constants, program.constants);
+        assert!(program.push_bytes >= shader.push_bytes && program.push_bytes.is_multiple_of(8));
+    }
 }

@@ -30,7 +30,7 @@ use crate::kernels::gemm::codes::units;
 use crate::kernels::ptx::{PtxProgram, PtxText, float, line, registers};
 use crate::kernels::recording::{Call, Range};
 use crate::kernels::shaders::{SKINNY_CODES_PTX, SkinnyCodesArgs, SkinnyCodesConstants};
-use crate::kernels::tags::{Flow, TAG_MASK};
+use crate::kernels::tags::{CALL_SHIFT, Flow, TAG_MASK};
 use crate::kernels::{codes_word, format_of_word};
 use crate::memory::pack::Format;
 use crate::memory::pack::codes::{BLOCK_HEADER, fragment_unit_bytes, unit_cols};
@@ -379,7 +379,6 @@ mul.wide.u32 %l0, %own, {unit_bytes};
 sub.u64 %from, %from, %l0;
 mov.u32 %of_block, %own;
 NONE{label}:"
-
         );
     }
 
@@ -408,7 +407,7 @@ setp.ne.u32 %p0, %looks, 0;
             self,
             "setp.lt.u32 %p0, %polls, {MOST_POLLS};
 @%p0 bra LOOK{label};
-shr.u32 %looks, {tag}, 8;
+shr.u32 %looks, {tag}, {CALL_SHIFT};
 max.u32 %looks, %looks, 1;
 st.volatile.global.u32 [%fault], %looks;
 LOOK{label}:

@@ -297,13 +297,8 @@ impl Tuned {
 /// Returns the bits of a code, the rows and columns of W and the rows of x of a key `codes.BITSxROWSxCOLUMNS` or
 /// `codes_ptx.BITSxROWSxCOLUMNS`, with one row of x, or `codes.BITSxROWSxCOLUMNSxTOKENS`.
 fn codes_shape(key: &str) -> Option<(u32, u32, u32, u32)> {
-    let numbers: Result<Vec<u32>, _> = key
-        .split_once('.')
-        .filter(|(kind, _)| ["codes", "codes_ptx"].contains(kind))?
-        .1
-        .split('x')
-        .map(str::parse)
-        .collect();
+    let shape = key.strip_prefix("codes.").or_else(|| key.strip_prefix("codes_ptx."))?;
+    let numbers: Result<Vec<u32>, _> = shape.split('x').map(str::parse).collect();
     match numbers.ok()?[..] {
         [bits, rows, cols] => Some((bits, rows, cols, 1)),
         [bits, rows, cols, tokens] if tokens > 1 => Some((bits, rows, cols, tokens)),

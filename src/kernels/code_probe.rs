@@ -26,6 +26,8 @@ use half::{bf16, f16};
 
 /// The name of the buffer of a probe's weights.
 pub const WEIGHTS: &str = "probe.weight";
+/// The name of the buffer of the results of a probe of `skinny_codes`.
+pub const RESULTS: &str = "probe.y";
 /// The number of values of a row of x that are not zero; they are adjacent. The fewer there are, the more one wrong
 /// weight changes a result.
 const VALUES: u32 = 64;

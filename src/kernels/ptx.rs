@@ -95,7 +95,7 @@ mbarrier.try_wait.parity.shared::cta.b64 {predicate}, [{at}], {phase};
     }
 
     /// Sets the register `to` to the gated linear unit of the registers `gate` and `up`, which change (`glu.glsl`); `kind` is
-    /// its code. The two registers of `free` change too.
+    /// its code. The registers `product` and `power` change too.
     pub fn glu(&mut self, kind: u32, [gate, up]: [&str; 2], to: &str, [product, power]: [&str; 2]) {
         const LOG2_E: f32 = std::f32::consts::LOG2_E;
         // `power`: the sigmoid that the gate is multiplied by is 1 / (1 + 2^power).

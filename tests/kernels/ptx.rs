@@ -1,5 +1,5 @@
-//! A simulated processor for programs in PTX: the instructions that `wgmma`, `flash_wgmma` and `skinny_codes.ptx` consist of, for tests without a
-//! GPU. What is asynchronous on the device happens as late as its rules allow: a bulk copy when no warp can go on without it,
+//! A simulated processor for programs in PTX: the instructions that `wgmma`, `flash_wgmma` and `skinny_codes.ptx` consist of,
+//! for tests without a GPU. What is asynchronous on the device happens as late as its rules allow: a bulk copy when no warp can go on without it,
 //! and a group of products or of other copies when it is waited for. A program that reads or overwrites something too early then computes
 //! something else. Not here: instructions that no program uses; they end the test.
 
@@ -646,7 +646,6 @@ impl Processor<'_> {
                         ("mul", "lo") => a.wrapping_mul(b),
                         ("mad", "lo") => a.wrapping_mul(b).wrapping_add(c),
                         ("div", _) => a / b,
-                        ("rem", _) => a % b,
                         ("min", _) => a.min(b),
                         ("max", _) => a.max(b),
                         ("and", _) => a & b,

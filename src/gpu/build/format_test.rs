@@ -17,7 +17,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Tests the kernels of quantised weights in a model's recordings, of each kernel and format those for the fewest and
-/// for the most rows; not programs in PTX (`ptx_test`). Returns a description of the first failure; `None` if all results are right.
+/// for the most rows; not programs in PTX (`ptx_test`). Returns a description of the first failure; `None` if all results are
+/// right.
 pub(crate) fn test_formats(
     build: &Build<'_>,
     tuning: &Tuning,

@@ -384,10 +384,12 @@ impl Build<'_> {
     /// Leaves out a kernel in PTX, and says why.
     fn leave_out(&self, kernel: &str, why: &str) {
         self.progress.line(&format!("\"{}\": {kernel} is not used: {why}", self.name));
-        let flag = match kernel {
-            _ if kernel == FLASH_WGMMA.name => &self.fallbacks.no_flash_wgmma,
-            _ if kernel == SKINNY_CODES_PTX.name => &self.fallbacks.no_codes_ptx,
-            _ => &self.fallbacks.no_ptx,
+        let flag = if kernel == FLASH_WGMMA.name {
+            &self.fallbacks.no_flash_wgmma
+        } else if kernel == SKINNY_CODES_PTX.name {
+            &self.fallbacks.no_codes_ptx
+        } else {
+            &self.fallbacks.no_ptx
         };
         flag.store(true, Ordering::Relaxed);
     }
@@ -422,7 +424,7 @@ impl Build<'_> {
                     says("experts that are divided among several buffers do not use wgmma");
                 }
                 if codes > 0 {
-                    says(&format!("products of one row use 8-bit matrices, {codes} programs in PTX"));
+                    says(&format!("products of one row use skinny_codes.ptx, {codes} programs in PTX"));
                 }
                 if attention > 0 {
                     says(&format!("prompts' attention uses wgmma, {attention} programs in PTX"));

@@ -25,13 +25,14 @@
 //! Polls for tagged words are bounded as in `tags.glsl`, and a wait for a copy by a trap, which loses the device. A wait for
 //! another group of the workgroup ends after these.
 
-use super::{Matrix, Product};
-use crate::kernels::gemm::codes::units;
+use super::Product;
+use super::codes::{CodesConfig, ProductColumns, skinny_codes, units};
+use super::skinny::Matrices;
+use crate::kernels::format_of_word;
 use crate::kernels::ptx::{PtxProgram, PtxText, float, line, registers};
 use crate::kernels::recording::{Call, Range};
-use crate::kernels::shaders::{SKINNY_CODES_PTX, SkinnyCodesArgs, SkinnyCodesConstants};
+use crate::kernels::shaders::{SKINNY_CODES_PTX, SkinnyCodesConstants};
 use crate::kernels::tags::{CALL_SHIFT, Flow, TAG_MASK};
-use crate::kernels::{codes_word, format_of_word};
 use crate::memory::pack::Format;
 use crate::memory::pack::codes::{BLOCK_HEADER, fragment_unit_bytes, unit_cols};
 use crate::quant::number::Number;
@@ -68,59 +69,19 @@ pub fn serves(format: Format) -> bool {
     }
 }
 
-/// Returns the call of a product of one row of x. `flow` gives the tagged operands.
+/// Returns the call of a product of one row of x: that of `skinny_codes` for these workgroups, with the program in PTX. `flow`
+/// gives the tagged operands.
 ///
 /// # Panics
 /// If the program does not serve the format of W.
 pub fn skinny_codes_ptx(product: &Product, config: CodesPtxConfig, flow: Flow, fault: Range) -> Call {
-    let Matrix { range: weight, format, rows: n, cols: k } = product.weight;
+    let format = product.weight.format;
     assert!(serves(format), "{format:?} of \"{}\"", product.label);
-    let units = units(&product.weight);
-    let (norm, bias, epsilon) = product.touched();
-    let constants = SkinnyCodesConstants {
-        threads: (config.groups + 1) * 32,
-        lanes: (config.groups + 1) * 32,
-        norm: u32::from(product.norm.is_some()),
-        bias: u32::from(product.bias.is_some()),
-        epilogue: product.epilogue.code(),
-        tiles: 1,
-        ahead: config.slots,
-        rows: 1,
-        units,
-        tagged: flow.code(),
-        codes: codes_word(format),
-        first_unit: 0,
-        own_units: units,
-        devices: 0,
-        column_parts: 1,
-    };
-    let args = SkinnyCodesArgs {
-        weight,
-        x: product.x.range,
-        norm,
-        bias,
-        y: product.y.range,
-        partials: fault.none(),
-        // An empty range, so that no barrier is derived: calls may set and read the fault word in any order.
-        fault: fault.none(),
-        n,
-        k,
-        x_stride: product.x.stride,
-        y_stride: product.y.stride,
-        epsilon,
-        x_tag: flow.input,
-        old_tag: flow.old,
-        y_tag: flow.output.unwrap_or(0),
-    };
-    let blocks = n.div_ceil(16);
-    let call = Call {
-        kernel: SKINNY_CODES_PTX.name,
-        label: product.label.clone(),
-        constants: constants.into_values(),
-        args: args.into_args(),
-        groups: [blocks.div_ceil(blocks.div_ceil(config.workgroups.max(1))), 1, 1],
-    };
-    flow.mark(call, product.x.range, product.y.range)
+    let CodesPtxConfig { groups, slots, workgroups } = config;
+    let config = CodesConfig { threads: (groups + 1) * 32, tiles: 1, ahead: slots, workgroups };
+    let columns = ProductColumns::Of(0..units(&product.weight));
+    let call = skinny_codes(product, 1, Matrices::Cooperative, config, columns, flow, fault);
+    Call { kernel: SKINNY_CODES_PTX.name, ..call }
 }
 
 /// The most groups of a workgroup that multiply.
@@ -186,12 +147,12 @@ impl Variant {
         self.units.div_ceil(self.groups)
     }
 
-    /// The 128 columns of a unit.
+    /// The number of 128 columns of a unit.
     fn parts(&self) -> u32 {
         unit_cols(self.codes) / 128
     }
 
-    /// The blocks of 32 columns of a set, and the sets of 128 columns.
+    /// The numbers of blocks of 32 columns of a set, and of sets of 128 columns.
     fn set_blocks(&self) -> u32 {
         if self.codes.group == 16 { 2 } else { 4 }
     }
@@ -382,12 +343,16 @@ NONE{label}:"
         );
     }
 
-    /// Jumps to `again` if %p0 says that a word is stale, unless the wait is given up. `tag`: of the words that are awaited.
+    /// Jumps to `again` if a lane has a stale word, unless the wait is given up. %r0 has the bits in which the lane's words differ
+    /// from `tag`, their awaited tag.
     fn poll_again(&mut self, again: &str, tag: &str) {
         let label = self.ptx.label();
         line!(
             self,
-            "@!%p0 bra FRESH{label};
+            "and.b32 %r0, %r0, {TAG_MASK};
+setp.ne.u32 %p0, %r0, 0;
+vote.sync.any.pred %p0, %p0, 0xffffffff;
+@!%p0 bra FRESH{label};
 add.u32 %polls, %polls, 1;
 and.b32 %looks, %polls, {};
 setp.ne.u32 %p0, %looks, 0;
@@ -498,21 +463,16 @@ setp.lt.and.u32 %p{there}, %r1, %k, %p{there};",
             }
             let label = self.ptx.label();
             if v.tagged > 0 && parts > v.batch() && first == 0 {
-                // Groups that wait for many columns poll for the first word alone: all of them would take the bandwidth of
-                // the L2 cache from the call before.
+                // Polls for many columns would take the bandwidth of the L2 cache from the call before, so the first word alone
+                // is polled for. With so many columns, every group has some.
                 line!(
                     self,
-                    "min.u32 %r0, %first_unit, {last};
-mul.wide.u32 %l2, %r0, {unit_x};
+                    "mul.wide.u32 %l2, %first_unit, {};
 add.u64 %l2, %x, %l2;
 FIRST{label}:
 ld.volatile.global.u32 %r0, [%l2];
-xor.b32 %r0, %r0, %x_tag;
-and.b32 %r0, %r0, {TAG_MASK};
-setp.ne.u32 %p0, %r0, 0;
-vote.sync.any.pred %p0, %p0, 0xffffffff;",
-                    last = v.units - 1,
-                    unit_x = unit_cols(v.codes) * 4,
+xor.b32 %r0, %r0, %x_tag;",
+                    unit_cols(v.codes) * 4
                 );
                 self.poll_again(&format!("FIRST{label}"), "%x_tag");
             }
@@ -531,12 +491,6 @@ vote.sync.any.pred %p0, %p0, 0xffffffff;",
                 for i in 0..(batch.end - batch.start) * 4 {
                     line!(self, "xor.b32 %r1, %x{i}, %x_tag;\nor.b32 %r0, %r0, %r1;");
                 }
-                line!(
-                    self,
-                    "and.b32 %r0, %r0, {TAG_MASK};
-setp.ne.u32 %p0, %r0, 0;
-vote.sync.any.pred %p0, %p0, 0xffffffff;"
-                );
                 self.poll_again(&format!("POLL{label}"), "%x_tag");
             }
             for (i, part) in (0..).zip(batch) {
@@ -996,15 +950,18 @@ prmt.b32 %a{v}, %r1, %r0, 0x7351;",
         }
     }
 
+    /// Sets %r0 to the number of the turn's block.
+    fn block(&mut self) {
+        line!(self, "mov.u32 %r0, %nctaid.x;\nmov.u32 %r1, %ctaid.x;\nmad.lo.u32 %r0, %turn, %r0, %r1;");
+    }
+
     /// Goes on with the workgroup's next block at `label`, if there is one.
     fn next_turn(&mut self, label: &str) {
+        line!(self, "add.u32 %turn, %turn, 1;");
+        self.block();
         line!(
             self,
-            "add.u32 %turn, %turn, 1;
-mov.u32 %r0, %nctaid.x;
-mov.u32 %r1, %ctaid.x;
-mad.lo.u32 %r0, %turn, %r0, %r1;
-shl.b32 %r0, %r0, 4;
+            "shl.b32 %r0, %r0, 4;
 setp.lt.u32 %p0, %r0, %n;
 @%p0 bra {label};"
         );
@@ -1031,11 +988,13 @@ bar.warp.sync 0xffffffff;
 bar.sync 0, {threads};
 setp.lt.u32 %first, %lane, 16;
 mov.f32 %norm_scale, 0f00000000;
-FINISH:
-// %r5 is the row, and %l0 the place of the same row of y or, if it does not exist, of the last one.
-mov.u32 %r0, %nctaid.x;
-mov.u32 %r1, %ctaid.x;
-mad.lo.u32 %r0, %turn, %r0, %r1;
+FINISH:",
+            threads = v.threads(),
+        );
+        self.block();
+        line!(
+            self,
+            "// %r5 is the row, and %l0 the place of the same row of y or, if it does not exist, of the last one.
 and.b32 %r1, %lane, 15;
 mad.lo.u32 %r5, %r0, 16, %r1;
 mul.wide.u32 %l0, %r0, {block_bytes};
@@ -1047,7 +1006,6 @@ sub.u32 %r0, %n, 1;
 min.u32 %r0, %r5, %r0;
 mul.wide.u32 %l1, %r0, 4;
 add.u64 %l0, %y, %l1;",
-            threads = v.threads(),
             block_bytes = v.block_bytes(),
         );
         if v.bias {
@@ -1111,10 +1069,7 @@ mul.f32 %f0, %f0, %factor;",
 POLLOLD:
 ld.volatile.global.u32 %old, [%l0];
 CHECK:
-xor.b32 %r0, %old, %old_tag;
-and.b32 %r0, %r0, {TAG_MASK};
-setp.ne.u32 %p0, %r0, 0;
-vote.sync.any.pred %p0, %p0, 0xffffffff;"
+xor.b32 %r0, %old, %old_tag;"
                 );
                 self.poll_again("POLLOLD", "%old_tag");
             }

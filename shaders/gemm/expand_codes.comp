@@ -47,7 +47,7 @@ void main() {
     uint group = (gl_WorkGroupID.z * gl_NumWorkGroups.x + gl_WorkGroupID.x) * (LANES / 32u) + LANE_GROUP;
     uint block = group / UNITS, unit = group % UNITS;
     if (block >= row_blocks) return;
-    uint base = block * BLOCK_WORDS, at = base + 4u + unit * UNIT_WORDS;
+    uint base = block * BLOCK_WORDS, at = base + BLOCK_HEADER + unit * UNIT_WORDS;
     uint g = LANE >> 2, t = LANE & 3u, u = 4u * (g >> 1) + (g & 1u);
     vec2 factor = uintBitsToFloat(uvec2(CODE_WORD(weight, base * 4u + u), CODE_WORD(weight, base * 4u + u + 2u)));
     uvec4 w[PLANE_LOADS];

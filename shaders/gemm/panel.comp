@@ -310,8 +310,8 @@ void main() {
     // The rows' factors.
     vec4 factor[TILES];
     [[unroll]] for (uint j = 0u; j < TILES; j++) {
-        base[j] = (before + min(first + j, blocks - 1u)) * BLOCK_WORDS + 4u;
-        factor[j] = uintBitsToFloat(weight.v[base[j] - 4u + (gl_LocalInvocationIndex & 3u)]);
+        base[j] = (before + min(first + j, blocks - 1u)) * BLOCK_WORDS + BLOCK_HEADER;
+        factor[j] = uintBitsToFloat(weight.v[base[j] - BLOCK_HEADER + (gl_LocalInvocationIndex & 3u)]);
     }
 #elif HALVES == 1
     [[unroll]] for (uint j = 0u; j < TILES; j++) base[j] = (before + min(first + j, blocks - 1u)) * (CHUNKS * 64u);

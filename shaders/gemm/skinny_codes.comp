@@ -163,7 +163,7 @@ uint column_of(uint pass, uint i) {
     [[unroll]] for (uint u = 0u; u < AHEAD; u++) { \
         uint unit_ = (FIRST_UNIT + part_first + min((round_ * AHEAD + u) * GROUPS + LANE_GROUP, part_units - 1u)) * UNIT_WORDS; \
         [[unroll]] for (uint j = 0u; j < TILES; j++) { \
-            uint at_of_unit = more_ ? min(tile_ * TILES + j, blocks - 1u) * BLOCK_WORDS + 4u + unit_ : 0u; \
+            uint at_of_unit = more_ ? min(tile_ * TILES + j, blocks - 1u) * BLOCK_WORDS + BLOCK_HEADER + unit_ : 0u; \
             [[unroll]] for (uint i = 0u; i < PLANE_LOADS; i++) \
                 w[(u * TILES + j) * PLANE_LOADS + i] = weight.v[at_of_unit + (more_ ? i * 32u : 0u) + lane_]; \
             LOAD_SCALES(scales, (u * TILES + j) * SCALE_SLOTS, more_ ? at_of_unit + PLANE_LOADS * 32u : 0u) \

@@ -216,15 +216,16 @@ void load_codes8(Words4In weight, uint row, uint c, uint chunks, out vec4 a, out
     load_codes8_of(CODES, weight, row, c, chunks, a, b);
 }
 
-// Fragments: blocks of 16 rows, each with 16 factors and then units of UNIT_COLS columns. All sizes are in 16-byte words.
+// Fragments: blocks of 16 rows, each with 16 factors, zeros, and then units of UNIT_COLS columns. All sizes are in 16-byte words.
+const uint BLOCK_HEADER = 8u;                        // of a block before its units
 const uint UNIT_GROUPS = UNIT_COLS / GROUP;
 const uint PLANE_LOADS = UNIT_COLS * BITS / 256u;    // 16-byte loads of a lane for a unit's codes
 const uint UNIT_WORDS = PLANE_LOADS * 32u + UNIT_GROUPS * 2u * (1u + STORED);
-#define BLOCK_WORDS (4u + UNITS * UNIT_WORDS)
+#define BLOCK_WORDS (BLOCK_HEADER + UNITS * UNIT_WORDS)
 // Reads eight weights of a matrix in fragment order: chunk `c` of row `row`. `chunks` are those of a row without padding.
 void load_fragment_codes8(Words4In weight, uint row, uint c, uint chunks, out vec4 a, out vec4 b) {
     uint units = (chunks * 8u + UNIT_COLS - 1u) / UNIT_COLS, unit = c * 8u / UNIT_COLS;
-    uint base = row / 16u * (4u + units * UNIT_WORDS) * 4u, at = base + 16u + unit * UNIT_WORDS * 4u;
+    uint base = row / 16u * (BLOCK_HEADER + units * UNIT_WORDS) * 4u, at = base + (BLOCK_HEADER + unit * UNIT_WORDS) * 4u;
     uint r = row % 16u, g = 2u * (r / 4u) + r % 2u, second = r / 2u % 2u, block = c * 8u % UNIT_COLS / 32u;
     uint lane = g * 4u + c % 4u;
     uint code[8];

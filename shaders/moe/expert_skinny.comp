@@ -307,7 +307,7 @@ void main() {
             matrix = list_s[d].x - FIRST_EXPERT; \
         } \
         [[unroll]] for (uint j = 0u; j < TILES; j++) { \
-            uint base = (matrix * blocks + min(first + j, blocks - 1u)) * BLOCK_WORDS, from = base + 4u + unit * UNIT_WORDS; \
+            uint base = (matrix * blocks + min(first + j, blocks - 1u)) * BLOCK_WORDS, from = base + BLOCK_HEADER + unit * UNIT_WORDS; \
             [[unroll]] for (uint i = 0u; i < PLANE_LOADS; i++) \
                 next_w[(u * TILES + j) * PLANE_LOADS + i] = weight.v[from + i * 32u + LANE]; \
             LOAD_SCALES(next_scales, (u * TILES + j) * SCALE_SLOTS, from + PLANE_LOADS * 32u) \

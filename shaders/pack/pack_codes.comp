@@ -381,7 +381,8 @@ uvec4 lane_words(const uint bits, uint shift, uint col, uint at, uint lane) {
 uvec4 block_words(uint at) {
     if (at < 4u)
         return uvec4(stored_factor(at * 4u), stored_factor(at * 4u + 1u), stored_factor(at * 4u + 2u), stored_factor(at * 4u + 3u));
-    uint unit = (at - 4u) / UNIT_WORDS, in_unit = (at - 4u) % UNIT_WORDS, col = unit * UNIT_COLS, lane = in_unit % 32u;
+    if (at < BLOCK_HEADER) return uvec4(0u);
+    uint unit = (at - BLOCK_HEADER) / UNIT_WORDS, in_unit = (at - BLOCK_HEADER) % UNIT_WORDS, col = unit * UNIT_COLS, lane = in_unit % 32u;
     uint load = in_unit / 32u;
     if (load < PLANE_LOADS) {
         if ((BITS & 8u) != 0u) return lane_words(8u, 0u, col, load, lane);
@@ -487,7 +488,7 @@ void main() {
     }
     barrier();
     if (FRAGMENTS == 1u) {
-        uint words = 4u + units * UNIT_WORDS, base = unit * words;
+        uint words = BLOCK_HEADER + units * UNIT_WORDS, base = unit * words;
         for (uint at = i; at < words; at += gl_WorkGroupSize.x) target.v[base + at] = block_words(at);
     } else {
         uint padded = units * UNIT_COLS, groups = padded / GROUP * (1u + STORED);

@@ -16,9 +16,12 @@
 //! A workgroup has one group of 32 lanes more than [`CodesPtxConfig::groups`], and computes blocks of 16 rows of W: block
 //! `workgroup + i · workgroups`. The groups split the units of columns. Each has `slots` places in shared memory for a unit,
 //! which its first lane fills by bulk copies, in the order of blocks, of words that leave the L2 cache first; a place is filled
-//! again as soon as the group has multiplied its unit, also across blocks. So no registers hold weights on their way, several
-//! workgroups fit on a processor, and those of the next calls have their first weights while they still poll for x. A group
-//! stores its sums of a block in one of `PLACES` places; the last group adds up those of all groups, finishes them and stores y.
+//! again as soon as the group has multiplied its unit, also across blocks. So no registers hold weights on their way, two
+//! workgroups fit on a processor, and that of the next call has its first weights while it still polls for x. One place stays
+//! empty until then: the more a waiting call copies, the later the call before it ends. A workgroup asks for at least
+//! [`LEAST_SHARED_BYTES`], so that a processor has room for two in all. With more room, some processors would get two workgroups
+//! of the same call, which take twice as long, and others none. A group stores its sums of a block in one of `PLACES` places; the
+//! last group adds up those of all groups, finishes them and stores y.
 //!
 //! Traffic: W once; x once per workgroup, from the L2 cache.
 //!
@@ -101,8 +104,8 @@ const MAGIC: u32 = 0x4b40_0080;
 /// The value of code 1 of affine codes, and of the number 1 of e4m3 (`memory::pack::codes`).
 const CODE_VALUE: f32 = 5.960_464_5e-8;
 const E4M3_VALUE: f32 = 1.0 / 256.0;
-/// The bytes of a slot before its unit, of which its barrier takes 8.
-const SLOT_HEADER: u32 = 16;
+/// The least shared memory of a workgroup in bytes: more than a third of a processor's 228 KiB, and less than half.
+const LEAST_SHARED_BYTES: u32 = 90 << 10;
 
 /// What a program is made for.
 #[derive(Clone, Copy, Debug)]
@@ -163,8 +166,13 @@ impl Variant {
     fn unit_bytes(&self) -> u32 {
         fragment_unit_bytes(self.codes)
     }
+    /// The bytes of a slot: bulk copies to multiples of 128 bytes are faster.
     fn slot_bytes(&self) -> u32 {
-        SLOT_HEADER + self.unit_bytes()
+        self.unit_bytes().next_multiple_of(128)
+    }
+    /// The number of slots of a group that are filled before x has come.
+    fn early_slots(&self) -> u32 {
+        (self.slots - 1).max(1)
     }
     fn block_bytes(&self) -> u32 {
         BLOCK_HEADER as u32 + self.units * self.unit_bytes()
@@ -177,13 +185,15 @@ impl Variant {
     fn part_bytes(&self) -> u32 {
         self.x_bytes() + if self.is_integer() { self.part_sets() * 32 } else { 16 }
     }
-    /// The number of 128 columns of x that a group polls for together, with their norm's weights.
+    /// The number of 128 columns of x that a group polls for together, with their norm's weights: all, if registers for them
+    /// leave room for another workgroup, or few.
     fn batch(&self) -> u32 {
-        if self.norm { 3 } else { 6 }
+        let (own, most) = (self.own_units() * self.parts(), if self.norm { 3 } else { 6 });
+        if own <= most { own } else { 2 }
     }
 
     // The shared memory: the groups' slots, then their x, the places of sums, the groups' sums of squares, and the barriers of
-    // full places and of empty places.
+    // full places, of empty places and of the groups' slots.
     fn x_at(&self) -> u32 {
         self.groups * self.slots * self.slot_bytes()
     }
@@ -196,8 +206,11 @@ impl Variant {
     fn full_places_at(&self) -> u32 {
         (self.squares_at() + self.groups * 4).next_multiple_of(8)
     }
-    fn shared_bytes(&self) -> u32 {
+    fn slot_barriers_at(&self) -> u32 {
         self.full_places_at() + 2 * PLACES * 8
+    }
+    fn shared_bytes(&self) -> u32 {
+        (self.slot_barriers_at() + self.groups * self.slots * 8).max(LEAST_SHARED_BYTES)
     }
 }
 
@@ -235,7 +248,7 @@ impl Text {
 .reg .b64 %l<4>, %from;
 .reg .f32 %f<16>, %gain<{xs}>, %d<8>, %sum_u, %sum_v, %fx, %fs, %squares, %factor, %bias_of_row, %norm_scale;
 .reg .b32 %thread, %lane, %group, %g, %t, %base, %n, %k, %x_tag, %y_tag, %old_tag;
-.reg .b32 %own, %first_unit, %copies, %of_block, %slots, %slot_at, %phase, %left;
+.reg .b32 %own, %first_unit, %copies, %of_block, %slots, %slot_at, %barriers, %barrier_at, %phase, %left;
 .reg .b32 %own_x, %x_at, %factors_at, %own_scales, %turn, %old;
 .reg .b64 %weight, %x, %norm, %bias, %y, %fault;
 ld.param.u64 %weight, [args];
@@ -266,13 +279,16 @@ setp.eq.u32 %p0, %group, {groups};
         self.begin_copies();
         line!(self, "bar.sync 0, {};", v.threads());
         self.read_x();
+        line!(self, "@!%lead bra FILLED;");
+        self.fill(v.early_slots()..v.slots);
+        line!(self, "FILLED:");
         self.products();
         line!(self, "ret;\nFINISHER:");
         self.finisher();
         line!(self, "ret;\n}}");
     }
 
-    /// The group's first lane begins the copies to all slots.
+    /// The group's first lane begins the copies to the slots that are filled before x has come.
     fn begin_copies(&mut self) {
         let v = self.v;
         line!(
@@ -283,6 +299,8 @@ add.u32 %r0, %r0, {units};
 div.u32 %own, %r0, {groups};
 sub.u32 %own, %own, %first_unit;
 mad.lo.u32 %slots, %group, {slots_bytes}, %base;
+mad.lo.u32 %barriers, %group, {barriers_bytes}, %base;
+add.u32 %barriers, %barriers, {barriers_at};
 // The units of the workgroup's blocks.
 mov.u32 %r1, %ctaid.x;
 mov.u32 %r2, %nctaid.x;
@@ -303,31 +321,43 @@ add.u64 %from, %from, {BLOCK_HEADER};
             units = v.units,
             groups = v.groups,
             slots_bytes = v.slots * v.slot_bytes(),
+            barriers_bytes = v.slots * 8,
+            barriers_at = v.slot_barriers_at(),
             block_bytes = v.block_bytes(),
             unit_bytes = v.unit_bytes(),
         );
         for slot in 0..v.slots {
-            line!(self, "mbarrier.init.shared::cta.b64 [%slots+{}], 1;", slot * v.slot_bytes());
+            line!(self, "mbarrier.init.shared::cta.b64 [%barriers+{}], 1;", slot * 8);
         }
         line!(self, "fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;");
-        for slot in 0..v.slots {
-            line!(self, "add.u32 %slot_at, %slots, {};", slot * v.slot_bytes());
-            self.copy();
-        }
+        self.fill(0..v.early_slots());
         line!(self, "COPIED:");
     }
 
-    /// Copies the group's next unit, if there is one, to the slot at %slot_at.
+    /// Copies the group's next units, as far as there are any, to empty slots.
+    fn fill(&mut self, slots: std::ops::Range<u32>) {
+        let slot_bytes = self.v.slot_bytes();
+        for slot in slots {
+            line!(
+                self,
+                "add.u32 %slot_at, %slots, {};\nadd.u32 %barrier_at, %barriers, {};",
+                slot * slot_bytes,
+                slot * 8
+            );
+            self.copy();
+        }
+    }
+
+    /// Copies the group's next unit, if there is one, to the slot at %slot_at, whose barrier is at %barrier_at.
     fn copy(&mut self) {
         let (label, unit_bytes, block_bytes) = (self.ptx.label(), self.v.unit_bytes(), self.v.block_bytes());
         line!(
             self,
             "setp.eq.u32 %p0, %copies, 0;
 @%p0 bra NONE{label};
-mbarrier.arrive.expect_tx.shared::cta.b64 _, [%slot_at], {unit_bytes};
-add.u32 %r0, %slot_at, {SLOT_HEADER};
+mbarrier.arrive.expect_tx.shared::cta.b64 _, [%barrier_at], {unit_bytes};
 createpolicy.fractional.L2::evict_first.b64 %l1;
-cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%r0], [%from], {unit_bytes}, [%slot_at], %l1;
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%slot_at], [%from], {unit_bytes}, [%barrier_at], %l1;
 sub.u32 %copies, %copies, 1;
 add.u64 %from, %from, {unit_bytes};
 sub.u32 %of_block, %of_block, 1;
@@ -462,20 +492,6 @@ setp.lt.and.u32 %p{there}, %r1, %k, %p{there};",
                 }
             }
             let label = self.ptx.label();
-            if v.tagged > 0 && parts > v.batch() && first == 0 {
-                // Polls for many columns would take the bandwidth of the L2 cache from the call before, so the first word alone
-                // is polled for. With so many columns, every group has some.
-                line!(
-                    self,
-                    "mul.wide.u32 %l2, %first_unit, {};
-add.u64 %l2, %x, %l2;
-FIRST{label}:
-ld.volatile.global.u32 %r0, [%l2];
-xor.b32 %r0, %r0, %x_tag;",
-                    unit_cols(v.codes) * 4
-                );
-                self.poll_again(&format!("FIRST{label}"), "%x_tag");
-            }
             line!(self, "POLL{label}:");
             for (i, part) in (0..).zip(batch.clone()) {
                 line!(
@@ -675,6 +691,7 @@ mad.lo.u32 %x_at, %t, 16, %x_at;",
         line!(
             self,
             "mov.u32 %slot_at, %slots;
+mov.u32 %barrier_at, %barriers;
 mov.u32 %phase, 0;
 BLOCK:
 mov.f32 %sum_u, 0f00000000;
@@ -684,7 +701,7 @@ setp.eq.u32 %p0, %own, 0;
 @%p0 bra SUMMED;
 UNIT:"
         );
-        self.ptx.wait_counting("%slot_at", "%phase", "%looks", "%p0");
+        self.ptx.wait_counting("%barrier_at", "%phase", "%looks", "%p0");
         line!(self, "mad.lo.u32 %r13, %lane, 16, %slot_at;\nadd.u32 %r14, %slot_at, %own_scales;");
         match v.is_integer() {
             true => self.integer_unit(),
@@ -698,9 +715,11 @@ UNIT:"
 add.u32 %x_at, %x_at, {unit_x};
 add.u32 %factors_at, %factors_at, {unit_x};
 add.u32 %slot_at, %slot_at, {slot_bytes};
+add.u32 %barrier_at, %barrier_at, 8;
 add.u32 %r0, %slots, {slots_bytes};
 setp.eq.u32 %p0, %slot_at, %r0;
 @%p0 mov.u32 %slot_at, %slots;
+@%p0 mov.u32 %barrier_at, %barriers;
 @%p0 xor.b32 %phase, %phase, 1;
 sub.u32 %left, %left, 1;
 setp.ne.u32 %p0, %left, 0;
@@ -887,10 +906,10 @@ fma.rn.f32 %sum_v, %d2, %f3, %sum_v;"
     fn load_codes(&mut self) -> u32 {
         let loads = unit_cols(self.v.codes) * self.v.codes.bits / 256;
         for load in 0..loads {
-            let at = SLOT_HEADER + load * 512;
+            let at = load * 512;
             line!(self, "ld.shared.v4.b32 {{{}}}, [%r13+{at}];", registers("w", load * 4..load * 4 + 4));
         }
-        SLOT_HEADER + loads * 512
+        loads * 512
     }
 
     /// Sets %a0 to %a3 to the integers of a block of 32 columns of the unit: of four columns of row u, of v, and of the other four

@@ -15,9 +15,9 @@
 //! 5 bits 4 + 1, 3 bits 2 + 1; the plane with more bits holds the low ones.
 //!
 //! Row-major: for each row, 16 bytes (the factor, then zeros), the planes, the scales and the minimums; columns are in
-//! order, the lowest bits first. Fragments: for each block of 16 rows, 16 factors, then units of 128 columns (256 for
-//! formats with a plane of 1 bit); a unit has its planes in the order in which 32 lanes load them, 16 bytes a lane at a
-//! time, then the scales and the minimums of its groups (see [`fragment_place`] and [`pair_place`]).
+//! order, the lowest bits first. Fragments: for each block of 16 rows, 16 factors and as many zeros, then units of 128
+//! columns (256 for formats with a plane of 1 bit); a unit has its planes in the order in which 32 lanes load them, 16 bytes
+//! a lane at a time, then the scales and the minimums of its groups (see [`fragment_place`] and [`pair_place`]).
 //!
 //! Not here: the formats of files (`quant`), and layouts of other numbers.
 
@@ -32,8 +32,9 @@ use std::ops::Range;
 
 /// The bytes before a row's planes in a row-major tensor.
 const ROW_HEADER: u64 = 16;
-/// The bytes before the units of a block of 16 rows in fragments: one f32 for each row.
-pub const BLOCK_HEADER: u64 = 64;
+/// The bytes before the units of a block of 16 rows in fragments: one f32 for each row, then zeros. Units of formats with groups
+/// of at most 32 columns have multiples of 128 bytes, and begin at such: bulk copies of them are faster then.
+pub const BLOCK_HEADER: u64 = 128;
 
 /// The columns of a divisible row that are decoded at a time: whole units, and whole blocks of every type.
 const CHUNK: usize = 2048;
@@ -574,6 +575,7 @@ impl Plane<'_> {
 /// [`pair_place`] describes, a word at a time.
 fn write_numbers(codes: Codes, u: u32, rows: [&Row; 2], room: &mut Room, out: &mut [u8]) {
     let (header, units) = out.split_at_mut(BLOCK_HEADER as usize);
+    header[FRAGMENT_ROWS as usize * 4..].fill(0);
     for (index, row) in [u, u + 2].into_iter().zip(rows) {
         header[index as usize * 4..][..4].copy_from_slice(&row.factor.to_le_bytes());
     }

@@ -783,10 +783,13 @@ impl Decoder<'_> {
 /// values: one for each processor. `None` if `skinny_codes` is faster, or was not compared: with four bits in groups of 128, and
 /// where the groups of lanes cannot share the columns of the model's rows equally or have few of them.
 fn codes_ptx_rule(codes: Codes, units: u32, hidden: u32, processors: u32) -> Option<CodesPtxConfig> {
-    const GROUPS: u32 = 16;
-    let long_groups = codes.number == Number::Affine && codes.group == 128;
-    let even = hidden.is_multiple_of(GROUPS * 128) && hidden >= 2 * GROUPS * 128 && units >= 2 * GROUPS;
-    (even && !long_groups).then_some(CodesPtxConfig { groups: GROUPS, slots: 3, workgroups: processors })
+    let affine = codes.number == Number::Affine;
+    let long_groups = affine && codes.group == 128;
+    let even = |groups: &u32| hidden.is_multiple_of(groups * 128) && hidden >= 2 * groups * 128;
+    let groups = [16, 20].into_iter().filter(|groups| affine || *groups == 16).find(even)?;
+    // The more a call has copied when it begins, the later the call before it ends; e4m3 and long rows need more on their way.
+    let slots = if affine && hidden < 4 * groups * 128 { 2 } else { 3 };
+    (units >= 32 && !long_groups).then_some(CodesPtxConfig { groups, slots, workgroups: processors })
 }
 
 /// Returns the workgroup shape of `skinny_codes` for a matrix of `blocks` blocks of 16 rows and `units` units of columns, as it
@@ -930,14 +933,20 @@ mod tests {
         };
         let q6 = codes(6, 16, Number::Affine, Minimum::Zero { halves: 64 });
         let fp8 = codes(8, 128, Number::E4m3, Minimum::Zero { halves: 0 });
-        for (codes, cols, hidden) in
-            [(k_quant, 4096, 4096), (q6, 12_288, 4096), (fp8, 4096, 4096), (k_quant, 28_672, 8192)]
-        {
-            assert_eq!(shape(codes, cols, hidden), Some([16, 3, 132]), "{codes:?} of {cols} columns");
+        // Qwen3-8B; Mistral-Small-24B; Llama-3.3-70B.
+        for (codes, cols, hidden, groups, slots) in [
+            (k_quant, 4096, 4096, 16, 2),
+            (q6, 12_288, 4096, 16, 2),
+            (fp8, 4096, 4096, 16, 3),
+            (k_quant, 4096, 5120, 20, 2),
+            (k_quant, 32_768, 5120, 20, 2),
+            (k_quant, 28_672, 8192, 16, 3),
+        ] {
+            assert_eq!(shape(codes, cols, hidden), Some([groups, slots, 132]), "{codes:?} of {cols} columns");
         }
-        // AWQ; Mistral-Small-24B; Qwen3-30B-A3B.
+        // AWQ; FP8 of 5,120 hidden values; Qwen3-30B-A3B.
         let awq = codes(4, 128, Number::Affine, Minimum::Stored);
-        for (codes, cols, hidden) in [(awq, 4096, 4096), (k_quant, 5120, 5120), (k_quant, 4096, 2048)] {
+        for (codes, cols, hidden) in [(awq, 4096, 4096), (fp8, 5120, 5120), (k_quant, 4096, 2048)] {
             assert_eq!(shape(codes, cols, hidden), None, "{codes:?} of {cols} columns");
         }
     }

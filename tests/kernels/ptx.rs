@@ -266,12 +266,19 @@ impl Processor<'_> {
                 panic!("no warp goes on: {:?}", waits().collect::<Vec<_>>())
             };
             let content = self.global(from, bytes as usize).to_vec();
-            self.shared[to as usize..(to + bytes) as usize].copy_from_slice(&content);
+            self.shared(to, bytes).copy_from_slice(&content);
             let barrier = self.barriers.get_mut(&barrier).expect("a barrier");
             barrier.bytes -= bytes as i64;
             barrier.check();
         }
         assert!(self.copies.is_empty(), "copies are on their way at the end");
+    }
+
+    /// Returns bytes of shared memory, of which none is a barrier's.
+    fn shared(&mut self, at: u64, bytes: u64) -> &mut [u8] {
+        let barrier = (at & !7..at + bytes).step_by(8).find(|at| self.barriers.contains_key(at));
+        assert_eq!(barrier, None, "{bytes} bytes at {at:#x} are a barrier's");
+        &mut self.shared[at as usize..(at + bytes) as usize]
     }
 
     fn global(&mut self, address: u64, bytes: usize) -> &mut [u8] {
@@ -410,7 +417,7 @@ impl Processor<'_> {
                     assert!(at[lane].is_multiple_of(4 * list.len() as u64), "{name} at {:#x}", at[lane]);
                     for (i, register) in (0..).zip(&list) {
                         let word = match *space {
-                            "shared" => &mut self.shared[(at[lane] + 4 * i) as usize..][..4],
+                            "shared" => self.shared(at[lane] + 4 * i, 4),
                             _ => self.global(at[lane] + 4 * i, 4),
                         };
                         match parts[0] {
@@ -439,6 +446,7 @@ impl Processor<'_> {
             ("mbarrier", ["init", ..]) => {
                 let (at, count) = (self.address(warp, &operands[0]), of(1));
                 for lane in lanes() {
+                    assert!(at[lane].is_multiple_of(8) && at[lane] + 8 <= self.shared.len() as u64, "{:#x}", at[lane]);
                     let count = count[lane] as i64;
                     self.barriers.insert(at[lane], Barrier { count, pending: count, bytes: 0, phase: 0 });
                 }
@@ -475,7 +483,7 @@ impl Processor<'_> {
                         if used > 0 {
                             content[..used as usize].copy_from_slice(self.global(from, used as usize));
                         }
-                        self.shared[to as usize..to as usize + 16].copy_from_slice(&content);
+                        self.shared(to, 16).copy_from_slice(&content);
                     }
                 }
             }

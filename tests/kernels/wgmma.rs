@@ -21,6 +21,7 @@ use ostinato::kernels::{codes_word, format_word};
 use ostinato::memory::pack::{Format, fragment_index};
 use ostinato::quant::number::Number;
 use ostinato::quant::{Codes, Minimum};
+use std::cell::Cell;
 use std::collections::HashSet;
 
 /// Every tile that `wgmma::choose` knows, and every other combination that can be configured, but for the stages.
@@ -440,13 +441,15 @@ fn the_simulated_processor_notices_a_missing_wait() {
         // The descriptor is that of the columns before.
         ("add.u64 %l1, %l0, 2;", "add.u64 %l1, %l0, 0;"),
     ] {
+        let found = Cell::new(false);
         let change = |text: &str| {
-            assert!(text.contains(right), "the text has no {right}");
+            found.set(text.contains(right));
             text.replace(right, wrong)
         };
         let run = std::panic::AssertUnwindSafe(|| probe.difference(&simulate(&probe, change)));
         // A panic is the processor's own complaint.
         assert!(std::panic::catch_unwind(run).map_or(true, |found| found.is_some()), "{wrong} is not noticed");
+        assert!(found.get(), "the text has no {right}");
     }
 }
 

@@ -29,9 +29,21 @@ while names(through) != names(direct):
     assert time.monotonic() < until, (names(through), names(direct))
     time.sleep(0.2)
 assert len(names(direct)) == len(workers), names(direct)
+
+
+def answer(client, **asked):
+    while True:
+        try:
+            return client.chat.completions.create(**asked)
+        except openai.InternalServerError as error:
+            # The router lists a model before it has its tokenizer, and answers with 503 until then.
+            assert error.status_code == 503 and time.monotonic() < until, error
+            time.sleep(0.2)
+
+
 for model in names(direct):
     asked = dict(model=model, messages=[{"role": "user", "content": "Add 2 and 3."}], max_tokens=24, temperature=0)
-    said = [client.chat.completions.create(**asked) for client in (through, direct)]
+    said = [answer(client, **asked) for client in (through, direct)]
     texts = [answer.choices[0].message.content for answer in said]
     assert texts[0] == texts[1] and said[0].model == model, said
     print(model, repr(texts[0]))

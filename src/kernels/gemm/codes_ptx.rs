@@ -19,8 +19,8 @@
 //! again as soon as the group has multiplied its unit, also across blocks. So no registers hold weights on their way, two
 //! workgroups fit on a processor, and that of the next call has its first weights while it still polls for x. One place stays
 //! empty until then: the more a waiting call copies, the later the call before it ends. A workgroup asks for at least
-//! [`LEAST_SHARED_BYTES`], so that a processor has room for two in all. With more room, some processors would get two workgroups
-//! of the same call, which take twice as long, and others none. A group stores its sums of a block in one of `PLACES` places; the
+//! [`LEAST_SHARED_BYTES`], so that a processor has room for two in all (for one where rows are long). With more room, some processors
+//! would get two workgroups of the same call, which take twice as long, and others none. A group stores its sums of a block in one of `PLACES` places; the
 //! last group adds up those of all groups, finishes them and stores y.
 //!
 //! Traffic: W once; x once per workgroup, from the L2 cache.
@@ -192,8 +192,11 @@ impl Variant {
         if own <= most { own } else { 2 }
     }
 
-    // The shared memory: the groups' slots, then their x, the places of sums, the groups' sums of squares, and the barriers of
-    // full places, of empty places and of the groups' slots.
+    // The shared memory, behind bytes that are not used: the groups' slots, then their x, the places of sums, the groups' sums of
+    // squares, and the barriers of full places, of empty places and of the groups' slots.
+    fn unused_bytes(&self) -> u32 {
+        LEAST_SHARED_BYTES.saturating_sub(self.used_bytes()).next_multiple_of(128)
+    }
     fn x_at(&self) -> u32 {
         self.groups * self.slots * self.slot_bytes()
     }
@@ -209,8 +212,11 @@ impl Variant {
     fn slot_barriers_at(&self) -> u32 {
         self.full_places_at() + 2 * PLACES * 8
     }
+    fn used_bytes(&self) -> u32 {
+        self.slot_barriers_at() + self.groups * self.slots * 8
+    }
     fn shared_bytes(&self) -> u32 {
-        (self.slot_barriers_at() + self.groups * self.slots * 8).max(LEAST_SHARED_BYTES)
+        self.unused_bytes() + self.used_bytes()
     }
 }
 
@@ -263,6 +269,7 @@ ld.param.u32 %x_tag, [args+76];
 ld.param.u32 %old_tag, [args+80];
 ld.param.u32 %y_tag, [args+84];
 mov.u32 %base, shared;
+add.u32 %base, %base, {unused};
 mov.u32 %thread, %tid.x;
 shr.u32 %group, %thread, 5;
 and.b32 %lane, %thread, 31;
@@ -275,6 +282,7 @@ setp.eq.u32 %p0, %group, {groups};
 @%p0 bra FINISHER;",
             xs = v.batch() * 4,
             groups = v.groups,
+            unused = v.unused_bytes(),
         );
         self.begin_copies();
         line!(self, "bar.sync 0, {};", v.threads());

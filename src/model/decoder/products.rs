@@ -172,12 +172,16 @@ impl Decoder<'_> {
         (config.shared_bytes(codes, units) <= MOST_SHARED_BYTES).then_some(config)
     }
 
-    /// Returns the number of parts of a matrix's columns whose products `skinny_codes` adds up one after the other: x of a
-    /// part must fit in shared memory.
+    /// Returns the number of parts of a matrix's columns whose products are added up one after the other.
     fn column_parts(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> u32 {
-        if self.codes_ptx_config(weight, rows).is_some() {
-            return 1;
+        match self.codes_ptx_config(weight, rows) {
+            Some(_) => 1,
+            None => self.skinny_parts(weight, rows, matrices),
         }
+    }
+
+    /// Like [`Decoder::column_parts`] for `skinny_codes`: x of a part must fit in shared memory.
+    fn skinny_parts(&self, weight: &Matrix, rows: u32, matrices: Matrices) -> u32 {
         let Some(codes) = weight.format.codes() else { return 1 };
         let units = codes::units(weight);
         let fits = |parts: &u32| {
@@ -190,13 +194,13 @@ impl Decoder<'_> {
     }
 
     /// Returns the number of sums for a row of x that workgroups with parts of a matrix's columns pass on: the most of all
-    /// products.
+    /// products. `skinny_codes.ptx` passes none on, but may serve a weight and not a part of it.
     pub(super) fn column_sums(&self, shape: StepShape) -> u32 {
         let Some(matrices) = self.tuning.fragments.filter(|_| !self.packs(shape)) else { return 0 };
         let range = Range { buffer: BufferId(0), offset: 0, bytes: 0 };
         let sums = |w: &WeightSpec| {
             let weight = Matrix { range, format: w.format, rows: w.rows, cols: w.cols };
-            match self.column_parts(&weight, shape.rows(), matrices) - 1 {
+            match self.skinny_parts(&weight, shape.rows(), matrices) - 1 {
                 0 => 0,
                 others => {
                     let merged = self.weights.iter().filter(|other| other.merged == w.merged);
@@ -787,8 +791,8 @@ fn codes_ptx_rule(codes: Codes, units: u32, hidden: u32, processors: u32) -> Opt
     let long_groups = affine && codes.group == 128;
     let even = |groups: &u32| hidden.is_multiple_of(groups * 128) && hidden >= 2 * groups * 128;
     let groups = [16, 20].into_iter().filter(|groups| affine || *groups == 16).find(even)?;
-    // The more a call has copied when it begins, the later the call before it ends; e4m3 and long rows need more on their way.
-    let slots = if affine && hidden < 4 * groups * 128 { 2 } else { 3 };
+    // The more a call has copied when it begins, the later the call before it ends; 8 bits and long rows need more on their way.
+    let slots = if codes.bits < 8 && hidden < 4 * groups * 128 { 2 } else { 3 };
     (units >= 32 && !long_groups).then_some(CodesPtxConfig { groups, slots, workgroups: processors })
 }
 
@@ -938,6 +942,7 @@ mod tests {
             (k_quant, 4096, 4096, 16, 2),
             (q6, 12_288, 4096, 16, 2),
             (fp8, 4096, 4096, 16, 3),
+            (codes(8, 32, Number::Affine, Minimum::Zero { halves: 256 }), 4096, 4096, 16, 3),
             (k_quant, 4096, 5120, 20, 2),
             (k_quant, 32_768, 5120, 20, 2),
             (k_quant, 28_672, 8192, 16, 3),

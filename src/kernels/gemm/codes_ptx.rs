@@ -18,10 +18,11 @@
 //! which its first lane fills by bulk copies, in the order of blocks, of words that leave the L2 cache first; a place is filled
 //! again as soon as the group has multiplied its unit, also across blocks. So no registers hold weights on their way, two
 //! workgroups fit on a processor, and that of the next call has its first weights while it still polls for x. One place stays
-//! empty until then: the more a waiting call copies, the later the call before it ends. A workgroup asks for at least
-//! [`LEAST_SHARED_BYTES`], so that a processor has room for two in all (for one where rows are long). With more room, some processors
-//! would get two workgroups of the same call, which take twice as long, and others none. A group stores its sums of a block in one of `PLACES` places; the
-//! last group adds up those of all groups, finishes them and stores y.
+//! empty until x has come: the more a waiting call copies, the later the call before it ends. A group stores its sums of a block
+//! in one of `PLACES` places; the last group adds up those of all groups, finishes them and stores y.
+//!
+//! A workgroup asks for at least `LEAST_SHARED_BYTES`, so that a processor has room for two in all (for one where rows are long).
+//! With more room, some processors would get two workgroups of the same call, which take twice as long, and others none.
 //!
 //! Traffic: W once; x once per workgroup, from the L2 cache.
 //!

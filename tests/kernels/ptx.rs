@@ -1,7 +1,7 @@
 //! A simulated processor for programs in PTX: the instructions that `wgmma`, `flash_wgmma` and `skinny_codes.ptx` consist of,
-//! for tests without a GPU. What is asynchronous on the device happens as late as its rules allow: a bulk copy when no warp can go on without it,
-//! and a group of products or of other copies when it is waited for. A program that reads or overwrites something too early then computes
-//! something else. Not here: instructions that no program uses; they end the test.
+//! for tests without a GPU. What is asynchronous on the device happens as late as its rules allow: a bulk copy when no warp can
+//! go on without it, and a group of products or of other copies when it is waited for. A program that reads or overwrites
+//! something too early then computes something else. Not here: instructions that no program uses; they end the test.
 
 use half::{bf16, f16};
 use ostinato::kernels::host_memory::HostMemory;

@@ -31,7 +31,7 @@ while names(through) != names(direct):
 assert len(names(direct)) == len(workers), names(direct)
 
 
-def answer(client, **asked):
+def ask(client, **asked):
     while True:
         try:
             return client.chat.completions.create(**asked)
@@ -43,7 +43,7 @@ def answer(client, **asked):
 
 for model in names(direct):
     asked = dict(model=model, messages=[{"role": "user", "content": "Add 2 and 3."}], max_tokens=24, temperature=0)
-    said = [answer(client, **asked) for client in (through, direct)]
+    said = [ask(client, **asked) for client in (through, direct)]
     texts = [answer.choices[0].message.content for answer in said]
     assert texts[0] == texts[1] and said[0].model == model, said
     print(model, repr(texts[0]))

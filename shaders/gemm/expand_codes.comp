@@ -37,9 +37,9 @@ uvec4 expanded(uvec4 pairs, uint scale, uint minimum, vec2 factor) {
     if (STORED == 0u) m = s * ZERO_VALUE;
     s *= factor;
     m *= factor;
-    vec2 second = HIGH_SECOND ? s * 0.0625 : s;
-    vec2 a = unpackHalf2x16(pairs.x) * s.x - m.x, b = unpackHalf2x16(pairs.y) * second.x - m.x;
-    vec2 c = unpackHalf2x16(pairs.z) * s.y - m.y, d = unpackHalf2x16(pairs.w) * second.y - m.y;
+    if (HIGH_V) s.y *= 0.0625;
+    vec2 a = unpackHalf2x16(pairs.x) * s.x - m.x, b = unpackHalf2x16(pairs.y) * s.x - m.x;
+    vec2 c = unpackHalf2x16(pairs.z) * s.y - m.y, d = unpackHalf2x16(pairs.w) * s.y - m.y;
     return uvec4(pack_pair(a.x, a.y), pack_pair(b.x, b.y), pack_pair(c.x, c.y), pack_pair(d.x, d.y));
 }
 

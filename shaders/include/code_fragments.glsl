@@ -36,8 +36,8 @@ uint group_of(uint c, uint t) { return GROUP == 16u ? c * 2u + t / 2u : c * 32u 
 #define SCALE_OF(words, first, c, t) words[(first) + group_of(c, t)]
 #endif
 
-// Whether the second pair of a row's codes is left 4 bits higher, as a number 16 times as large: one shift less.
-#define HIGH_SECOND (BITS == 4u && NUMBER == 0u)
+// Whether row v's codes are left 4 bits higher, as numbers 16 times as large: two shifts less.
+#define HIGH_V (BITS == 4u && NUMBER == 0u)
 
 // Returns a half's four pairs of codes, each as two small integers: (u0, u1), (u2, u3), (v0, v1), (v2, v3); those of e4m3
 // and e2m1 as the f16 that they stand for. `a` and `b` are the words of the plane of 8 bits (u, v) or 4 bits (`a` only); `two` and `one` are those of the planes of 2 bits and
@@ -48,27 +48,27 @@ uvec4 code_pairs(uint a, uint b, uint two, uint one, uint c, uint h) {
         return (high & 0x7f007f00u) >> 1 | (high & 0x80008000u);
     }
     if (NUMBER == 2u) {
-        uvec4 high = uvec4(a << 12, a << 8, a << 4, a);
+        uvec4 high = uvec4(a << 12, a << 4, a << 8, a);
         return (high & 0x70007000u) >> 3 | (high & 0x80008000u);
     }
     if (BITS == 8u) return uvec4(a, a >> 8, b, b >> 8) & 0x00ff00ffu;
     uvec4 pairs = uvec4(0u);
-    if (HIGH_SECOND) {
-        uint v = a >> 8;
-        pairs = uvec4(a & 0x000f000fu, a & 0x00f000f0u, v & 0x000f000fu, v & 0x00f000f0u);
+    if (HIGH_V) {
+        uint second = a >> 8;
+        pairs = uvec4(a & 0x000f000fu, second & 0x000f000fu, a & 0x00f000f0u, second & 0x00f000f0u);
     } else if ((BITS & 4u) != 0u) {
-        pairs = uvec4(a, a >> 4, a >> 8, a >> 12) & 0x000f000fu;
+        pairs = uvec4(a, a >> 8, a >> 4, a >> 12) & 0x000f000fu;
     }
     if (BITS == 6u) {
-        two >>= 8u * h;
-        pairs |= uvec4(two << 4, two << 2, two, two >> 2) & 0x00300030u;
+        two >>= 4u * h;
+        pairs |= uvec4(two << 4, two >> 4, two << 2, two >> 6) & 0x00300030u;
     } else if ((BITS & 2u) != 0u) {
-        two >>= 8u * h;
-        pairs |= uvec4(two, two >> 2, two >> 4, two >> 6) & 0x00030003u;
+        two >>= 4u * h;
+        pairs |= uvec4(two, two >> 8, two >> 2, two >> 10) & 0x00030003u;
     }
     if ((BITS & 1u) != 0u) {
-        one >>= 8u * (c & 1u) + 4u * h;
-        pairs |= (uvec4(one, one >> 1, one >> 2, one >> 3) & 0x00010001u) << (BITS & 6u);
+        one >>= 4u * (c & 1u) + 2u * h;
+        pairs |= (uvec4(one, one >> 8, one >> 1, one >> 9) & 0x00010001u) << (BITS & 6u);
     }
     return pairs;
 }
@@ -113,9 +113,9 @@ uvec4 scaled(uvec4 pairs, uint scale, uint minimum) {
     pairs = value_pairs(pairs);
     f16vec2 s = unpackFloat2x16(value_scales(scale)), m = unpackFloat2x16(minimum);
     if (STORED == 0u) m = s * float16_t(ZERO_VALUE);
-    f16vec2 second = HIGH_SECOND ? s * float16_t(0.0625) : s;
-    return uvec4(scaled_pair(pairs.x, s.xx, m.xx), scaled_pair(pairs.y, second.xx, m.xx),
-        scaled_pair(pairs.z, s.yy, m.yy), scaled_pair(pairs.w, second.yy, m.yy));
+    if (HIGH_V) s.y *= float16_t(0.0625);
+    return uvec4(scaled_pair(pairs.x, s.xx, m.xx), scaled_pair(pairs.y, s.xx, m.xx),
+        scaled_pair(pairs.z, s.yy, m.yy), scaled_pair(pairs.w, s.yy, m.yy));
 }
 #else
 uint scaled_pair(uint pair, float scale, float minimum) { return packHalf2x16(unpackHalf2x16(pair) * scale - minimum); }
@@ -123,8 +123,8 @@ uvec4 scaled(uvec4 pairs, uint scale, uint minimum) {
     pairs = value_pairs(pairs);
     vec2 s = unpackHalf2x16(value_scales(scale)), m = unpackHalf2x16(minimum);
     if (STORED == 0u) m = s * ZERO_VALUE;
-    vec2 second = HIGH_SECOND ? s * 0.0625 : s;
-    return uvec4(scaled_pair(pairs.x, s.x, m.x), scaled_pair(pairs.y, second.x, m.x),
-        scaled_pair(pairs.z, s.y, m.y), scaled_pair(pairs.w, second.y, m.y));
+    if (HIGH_V) s.y *= 0.0625;
+    return uvec4(scaled_pair(pairs.x, s.x, m.x), scaled_pair(pairs.y, s.x, m.x),
+        scaled_pair(pairs.z, s.y, m.y), scaled_pair(pairs.w, s.y, m.y));
 }
 #endif

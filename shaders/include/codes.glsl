@@ -230,23 +230,23 @@ void load_fragment_codes8(Words4In weight, uint row, uint c, uint chunks, out ve
     uint lane = g * 4u + c % 4u;
     uint code[8];
     [[unroll]] for (uint i = 0u; i < 8u; i++) {
-        // The pair of the row's codes and the position in the pair; the two halves have four columns each.
-        uint h = i / 4u, pair = second * 2u + i % 4u / 2u, high = i % 2u * 16u, from = at;
+        // The two halves have four columns each, which are in bytes 0, 2, 1 and 3 of a word.
+        uint h = i / 4u, byte = i % 4u / 2u * 8u + i % 2u * 16u, from = at;
         code[i] = 0u;
         if ((BITS & 8u) != 0u)
-            code[i] = CODE_WORD(weight, from + (block * 32u + lane) * 4u + h * 2u + second) >> (i % 4u / 2u * 8u + high) & 255u;
+            code[i] = CODE_WORD(weight, from + (block * 32u + lane) * 4u + h * 2u + second) >> byte & 255u;
         if ((BITS & 4u) != 0u) {
-            code[i] = CODE_WORD(weight, from + (block / 2u * 32u + lane) * 4u + block % 2u * 2u + h) >> (4u * pair + high) & 15u;
+            code[i] = CODE_WORD(weight, from + (block / 2u * 32u + lane) * 4u + block % 2u * 2u + h) >> (byte + 4u * second) & 15u;
             from += UNIT_COLS * 2u;
         }
         if ((BITS & 2u) != 0u) {
-            uint bits = CODE_WORD(weight, from + (block / 4u * 32u + lane) * 4u + block % 4u) >> (8u * h + 2u * pair + high);
+            uint bits = CODE_WORD(weight, from + (block / 4u * 32u + lane) * 4u + block % 4u) >> (byte + 4u * h + 2u * second);
             code[i] |= (bits & 3u) << (BITS & 4u);
             from += UNIT_COLS;
         }
         if ((BITS & 1u) != 0u) {
             uint bits = CODE_WORD(weight, from + (block / 8u * 32u + lane) * 4u + block / 2u % 4u);
-            code[i] |= (bits >> (8u * (block % 2u) + 4u * h + pair + high) & 1u) << (BITS & 6u);
+            code[i] |= (bits >> (byte + 4u * (block % 2u) + 2u * h + second) & 1u) << (BITS & 6u);
         }
     }
     uint half_ = (at + PLANE_LOADS * 128u) * 2u + (g * UNIT_GROUPS + c * 8u % UNIT_COLS / GROUP) * 2u + second;

@@ -341,17 +341,16 @@ uvec4 row_words(uint r, const uint bits, uint shift, uint col) {
     return words;
 }
 
-// The bits of four codes of a plane of fragments: the first and third next to each other, the second and fourth 16 bits
-// above them.
-uint spread(uint codes, const uint bits, uint shift) {
-    uint x = codes >> shift & ((1u << bits) - 1u) * 0x01010101u, both = (1u << 2u * bits) - 1u;
-    uint pairs = x | x >> (16u - bits);
-    return pairs & both | (pairs & both << 8) << 8;
+// Four codes of row `r` in the order of a word's bytes in fragments: the second and the third change places.
+uint in_order(uint r, uint col) {
+    uint codes = codes_at(r, col);
+    return codes & 0xff0000ffu | codes >> 8 & 0xff00u | codes << 8 & 0xff0000u;
 }
 
 // Four columns of a lane's rows u and v in a plane of less than 8 bits.
 uint lane_half(uint u, uint col, const uint bits, uint shift) {
-    return spread(codes_at(u, col), bits, shift) | spread(codes_at(u + 2u, col), bits, shift) << 2u * bits;
+    uint mask = ((1u << bits) - 1u) * 0x01010101u;
+    return in_order(u, col) >> shift & mask | (in_order(u + 2u, col) >> shift & mask) << bits;
 }
 
 // 16 bytes of a plane of a unit of columns that begins at column `col`: load `at` of lane `lane`.
@@ -361,17 +360,16 @@ uvec4 lane_words(const uint bits, uint shift, uint col, uint at, uint lane) {
     uvec4 words;
     [[unroll]] for (uint k = 0u; k < 4u; k++) {
         if (bits == 8u) {
-            uint codes = codes_at(u + 2u * (k & 1u), col + 4u * (k >> 1));
-            words[k] = codes & 0xff0000ffu | codes >> 8 & 0xff00u | codes << 8 & 0xff0000u;
+            words[k] = in_order(u + 2u * (k & 1u), col + 4u * (k >> 1));
         } else if (bits == 4u) {
             words[k] = lane_half(u, col + 32u * (k >> 1) + 4u * (k & 1u), 4u, shift);
         } else if (bits == 2u) {
             uint of = col + 32u * k;
-            words[k] = lane_half(u, of, 2u, shift) | lane_half(u, of + 4u, 2u, shift) << 8;
+            words[k] = lane_half(u, of, 2u, shift) | lane_half(u, of + 4u, 2u, shift) << 4;
         } else {
             uint of = col + 64u * k;
-            uint first = lane_half(u, of, 1u, shift) | lane_half(u, of + 4u, 1u, shift) << 4;
-            words[k] = first | (lane_half(u, of + 32u, 1u, shift) | lane_half(u, of + 36u, 1u, shift) << 4) << 8;
+            uint first = lane_half(u, of, 1u, shift) | lane_half(u, of + 4u, 1u, shift) << 2;
+            words[k] = first | (lane_half(u, of + 32u, 1u, shift) | lane_half(u, of + 36u, 1u, shift) << 2) << 4;
         }
     }
     return words;

@@ -743,15 +743,16 @@ fn multiply_at_once(warp: &mut Warp, name: &str, operands: &[Operand]) {
     };
     let [sums, a, b, before] = [0, 1, 2, 3].map(list);
     let integers = match name {
-        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32" => true,
+        "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32" => true,
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" => false,
         _ => panic!("{name} is not simulated"),
     };
-    // The numbers of a register, in f64: sums of these are exact.
-    let numbers = |register: usize, lane: usize| -> Vec<f64> {
+    // The numbers of a register of A or B, in f64: sums of these are exact.
+    let numbers = |register: usize, lane: usize, signed: bool| -> Vec<f64> {
         let bytes = (warp.registers[register][lane] as u32).to_le_bytes();
         match integers {
-            true => bytes.iter().map(|byte| f64::from(*byte as i8)).collect(),
+            true if signed => bytes.iter().map(|byte| f64::from(*byte as i8)).collect(),
+            true => bytes.iter().map(|byte| f64::from(*byte)).collect(),
             false => bytes.chunks(2).map(|b| f64::from(f16::from_le_bytes([b[0], b[1]]).to_f32())).collect(),
         }
     };
@@ -761,8 +762,8 @@ fn multiply_at_once(warp: &mut Warp, name: &str, operands: &[Operand]) {
         let sum = |row: usize, col: usize| -> f64 {
             let lanes = (0..4).flat_map(|u| [0, 1].map(|half| (u, half)));
             let terms = lanes.flat_map(|(u, half)| {
-                let left = numbers(a[2 * half + row / 8], row % 8 * 4 + u);
-                let right = numbers(b[half], col * 4 + u);
+                let left = numbers(a[2 * half + row / 8], row % 8 * 4 + u, false);
+                let right = numbers(b[half], col * 4 + u, true);
                 left.into_iter().zip(right).map(|(x, y)| x * y)
             });
             terms.sum()

@@ -142,6 +142,11 @@ impl Variant {
         (self.groups + 1) * 32
     }
 
+    /// What the codes of row v are multiplied by: codes of 4 bits stay in the upper half of their bytes.
+    fn times_of_v(&self) -> f32 {
+        if self.is_integer() && self.codes.bits == 4 { 16.0 } else { 1.0 }
+    }
+
     fn is_integer(&self) -> bool {
         self.codes.number == Number::Affine
     }
@@ -253,7 +258,7 @@ impl Text {
 .reg .b16 %h<4>;
 .reg .b32 %r<16>, %q<4>, %w<32>, %a<4>, %b<4>, %c<4>, %x<{xs}>, %polls, %looks;
 .reg .b64 %l<4>, %from;
-.reg .f32 %f<16>, %gain<{xs}>, %d<8>, %sum_u, %sum_v, %fx, %fs, %squares, %factor, %bias_of_row, %norm_scale;
+.reg .f32 %f<16>, %gain<{xs}>, %d<8>, %sum_u, %sum_v, %least_v, %fx, %fs, %squares, %factor, %bias_of_row, %norm_scale;
 .reg .b32 %thread, %lane, %group, %g, %t, %base, %n, %k, %x_tag, %y_tag, %old_tag;
 .reg .b32 %own, %first_unit, %copies, %of_block, %slots, %slot_at, %barriers, %barrier_at, %phase, %left;
 .reg .b32 %own_x, %x_at, %factors_at, %own_scales, %turn, %old;
@@ -705,6 +710,7 @@ mov.u32 %phase, 0;
 BLOCK:
 mov.f32 %sum_u, 0f00000000;
 mov.f32 %sum_v, 0f00000000;
+mov.f32 %least_v, 0f00000000;
 mov.u32 %left, %own;
 setp.eq.u32 %p0, %own, 0;
 @%p0 bra SUMMED;
@@ -742,6 +748,7 @@ SUMMED:",
             slots_bytes = v.slots * v.slot_bytes(),
         );
         if v.is_integer() {
+            line!(self, "fma.rn.f32 %sum_v, %sum_v, {}, %least_v;", float(1.0 / v.times_of_v()));
             for mask in [1, 2] {
                 line!(
                     self,
@@ -826,7 +833,7 @@ ld.shared.b32 %q2, [%r14+{scale}];"
                     self,
                     "selp.b32 %b0, %q0, 0, %mine{c};
 selp.b32 %b1, %q1, 0, %mine{c};
-mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {{%c0, %c1, %c2, %c3}}, {{%a0, %a1, %a2, %a3}}, {{%b0, %b1}}, {{{sums}}};"
+mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {{%c0, %c1, %c2, %c3}}, {{%a0, %a1, %a2, %a3}}, {{%b0, %b1}}, {{{sums}}};"
                 );
             }
             line!(
@@ -841,14 +848,17 @@ mov.b32 {{%h0, %h1}}, %q2;
 cvt.f32.f16 %f2, %h0;
 cvt.f32.f16 %f3, %h1;"
             );
-            // What a code is less than the integer that is multiplied: %fs is -Σx.
-            let shift = match codes.minimum {
-                Minimum::Stored => 0.0,
-                Minimum::Zero { halves } => f32::from(halves) * 0.5,
-            } - if codes.bits == 8 { 128.0 } else { 0.0 };
-            if shift != 0.0 {
-                let shift = float(shift * CODE_VALUE);
-                line!(self, "fma.rn.f32 %f0, %fs, {shift}, %f0;\nfma.rn.f32 %f1, %fs, {shift}, %f1;");
+            if let Minimum::Zero { halves } = codes.minimum
+                && halves > 0
+            {
+                // %fs is -Σx.
+                let zero = f32::from(halves) * 0.5 * CODE_VALUE;
+                line!(
+                    self,
+                    "fma.rn.f32 %f0, %fs, {}, %f0;\nfma.rn.f32 %f1, %fs, {}, %f1;",
+                    float(zero),
+                    float(zero * v.times_of_v())
+                );
             }
             line!(self, "fma.rn.f32 %sum_u, %f0, %f2, %sum_u;\nfma.rn.f32 %sum_v, %f1, %f3, %sum_v;");
             if codes.minimum == Minimum::Stored {
@@ -858,7 +868,7 @@ cvt.f32.f16 %f3, %h1;"
 cvt.f32.f16 %f2, %h0;
 cvt.f32.f16 %f3, %h1;
 fma.rn.f32 %sum_u, %fs, %f2, %sum_u;
-fma.rn.f32 %sum_v, %fs, %f3, %sum_v;"
+fma.rn.f32 %least_v, %fs, %f3, %least_v;"
                 );
             }
         }
@@ -925,56 +935,42 @@ fma.rn.f32 %sum_v, %d2, %f3, %sum_v;"
     /// columns of both. The order of columns in a word is 0, 2, 1, 3, that of x.
     fn words(&mut self, c: u32) {
         let codes = self.v.codes;
-        if codes.bits == 8 {
-            for (a, word) in [(0, 0), (1, 1), (2, 2), (3, 3)] {
-                line!(self, "xor.b32 %a{a}, %w{}, 0x80808080;", c * 4 + word);
-            }
-            return;
-        }
         let four_loads = if codes.bits & 4 != 0 { unit_cols(codes) / 64 } else { 0 };
         let two_loads = if codes.bits & 2 != 0 { unit_cols(codes) / 128 } else { 0 };
-        for h in 0..2 {
-            if codes.bits & 4 != 0 {
-                // The even bytes of both words are codes of u, the odd ones of v.
-                line!(
-                    self,
-                    "shr.u32 %r0, %w{four}, 4;
-and.b32 %r1, %w{four}, 0x0f0f0f0f;
-and.b32 %r0, %r0, 0x0f0f0f0f;
-prmt.b32 %a{u}, %r1, %r0, 0x6240;
-prmt.b32 %a{v}, %r1, %r0, 0x7351;",
-                    four = c / 2 * 4 + c % 2 * 2 + h,
-                    u = 2 * h,
-                    v = 2 * h + 1
-                );
+        for (h, second) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+            let a = 2 * h + second;
+            if codes.bits & 8 != 0 {
+                line!(self, "mov.b32 %a{a}, %w{};", c * 4 + a);
             }
-            for second in 0..2 {
-                let a = 2 * h + second;
-                if codes.bits & 2 != 0 {
-                    let word = (four_loads + c / 4) * 4 + c % 4;
-                    self.put_plane(a, word, (2, 8 * h + 4 * second), codes.bits & 4);
+            if codes.bits & 4 != 0 {
+                let word = c / 2 * 4 + c % 2 * 2 + h;
+                match self.v.times_of_v() > 1.0 && second == 1 {
+                    true => line!(self, "and.b32 %a{a}, %w{word}, 0xf0f0f0f0;"),
+                    false => self.put_plane(a, word, (4, 4 * second), 0),
                 }
-                if codes.bits & 1 != 0 {
-                    let word = (four_loads + two_loads + c / 8) * 4 + (c / 2 % 4);
-                    self.put_plane(a, word, (1, 8 * (c % 2) + 4 * h + 2 * second), codes.bits & 6);
-                }
+            }
+            if codes.bits & 2 != 0 {
+                let word = (four_loads + c / 4) * 4 + c % 4;
+                self.put_plane(a, word, (2, 4 * h + 2 * second), codes.bits & 4);
+            }
+            if codes.bits & 1 != 0 {
+                let word = (four_loads + two_loads + c / 8) * 4 + (c / 2 % 4);
+                self.put_plane(a, word, (1, 4 * (c % 2) + 2 * h + second), codes.bits & 6);
             }
         }
     }
 
-    /// Puts a plane's `bits` of four codes of a row to bit `to` of the bytes of %a`a`, which has their lower bits; with `to` 0 it
-    /// has none. In word `word`, the bits of the first two codes are at `from` and `from` + 16, and those of the others above.
+    /// Puts a plane's `bits` of four codes of a row, at bit `from` of the bytes of word `word`, to bit `to` of the bytes of %a`a`,
+    /// which has their lower bits; with `to` 0 it has none.
     fn put_plane(&mut self, a: u32, word: u32, (bits, from): (u32, u32), to: u32) {
-        let mask = (((1u32 << bits) - 1) << to) * 0x0001_0001;
-        for (others, mask, from, to) in [(to > 0, mask, from, to), (true, mask << 8, from + bits, to + 8)] {
-            match from >= to {
-                true => line!(self, "shr.u32 %r0, %w{word}, {};", from - to),
-                false => line!(self, "shl.b32 %r0, %w{word}, {};", to - from),
-            }
-            match others {
-                true => line!(self, "lop3.b32 %a{a}, %r0, {mask:#x}, %a{a}, 0xea;"),
-                false => line!(self, "and.b32 %a{a}, %r0, {mask:#x};"),
-            }
+        let mask = (((1u32 << bits) - 1) << to) * 0x0101_0101;
+        match from >= to {
+            true => line!(self, "shr.u32 %r0, %w{word}, {};", from - to),
+            false => line!(self, "shl.b32 %r0, %w{word}, {};", to - from),
+        }
+        match to > 0 {
+            true => line!(self, "lop3.b32 %a{a}, %r0, {mask:#x}, %a{a}, 0xea;"),
+            false => line!(self, "and.b32 %a{a}, %r0, {mask:#x};"),
         }
     }
 

@@ -91,20 +91,21 @@ fn scale_exponent(number: Number) -> i32 {
 /// positions of the four codes' lowest bits in it.
 ///
 /// Lane `4g + t` has rows `u = 4(g >> 1) + (g & 1)` and `v = u + 2`, and in each block of 32 columns the columns
-/// `8t .. 8t + 8`, of which half `h` is four. Its four 16-bit pairs of a half, `p` = 0 to 3, are (u0, u1), (u2, u3),
-/// (v0, v1) and (v2, v3); the second code of a pair is 16 bits above the first.
+/// `8t .. 8t + 8`, of which half `h` is four. The four codes of a row's half are at the same bits of the bytes 0, 2, 1 and 3
+/// of a word: bytes are four codes of a row for products of integers, and 16-bit words are pairs of adjacent columns for
+/// products of f16.
 pub fn fragment_place(plane: u32, row: u32, quad: u32) -> (u32, [u32; 4]) {
     let (block, t, h) = (quad / 8, quad % 8 / 2, quad % 2);
     let g = 2 * (row / 4) + row % 2;
     let second = row / 2 % 2;
     let lane = 4 * g + t;
-    let pairs = |first: u32, step: u32| [first, first + 16, first + step, first + step + 16];
-    match plane {
-        8 => ((block * 32 + lane) * 4 + 2 * h + second, pairs(0, 8)),
-        4 => ((block / 2 * 32 + lane) * 4 + block % 2 * 2 + h, pairs(8 * second, 4)),
-        2 => ((block / 4 * 32 + lane) * 4 + block % 4, pairs(8 * h + 4 * second, 2)),
-        _ => ((block / 8 * 32 + lane) * 4 + block / 2 % 4, pairs(8 * (block % 2) + 4 * h + 2 * second, 1)),
-    }
+    let (word, first) = match plane {
+        8 => (block * 4 * 32 + lane * 4 + 2 * h + second, 0),
+        4 => ((block / 2 * 32 + lane) * 4 + block % 2 * 2 + h, 4 * second),
+        2 => ((block / 4 * 32 + lane) * 4 + block % 4, 4 * h + 2 * second),
+        _ => ((block / 8 * 32 + lane) * 4 + block / 2 % 4, 4 * (block % 2) + 2 * h + second),
+    };
+    (word, [first, first + 16, first + 8, first + 24])
 }
 
 /// Returns the index of a row's f16 in a fragment unit's scales or minimums: for each of 8 pairs of rows (u, v), the
@@ -495,6 +496,13 @@ fn write_planes(
     }
 }
 
+/// Returns four codes in the order of a word's bytes: the second and the third change places.
+#[inline(always)]
+fn in_order(four: &[u8; 4]) -> u32 {
+    let x = u32::from_le_bytes(*four);
+    x & 0xff00_00ff | x >> 8 & 0xff00 | x << 8 & 0xff_0000
+}
+
 /// The place of two rows in a plane of units.
 struct Plane<'a> {
     /// The units of at most [`CHUNK`] columns: `cols` columns and `bytes` each.
@@ -528,27 +536,20 @@ impl Plane<'_> {
     #[inline(always)]
     fn write<const BITS: u32>(self, u: &[u8], v: &[u8], shift: u32) {
         let mask = 0x0101_0101 * ((1 << BITS) - 1);
-        // The bits of four codes: the first and third next to each other, the second and fourth 16 bits above them.
-        let spread = |four: &[u8; 4]| {
-            let x = u32::from_le_bytes(*four) >> shift & mask;
-            let pairs = x | x >> (16 - BITS);
-            let both = (1 << (2 * BITS)) - 1;
-            pairs & both | pairs << 8 & both << 16
-        };
         // Four columns are a half of a lane's columns in a block.
         for ((half, u), v) in self.words.iter_mut().zip(u.as_chunks::<4>().0).zip(v.as_chunks::<4>().0) {
-            *half = spread(u) | spread(v) << (2 * BITS);
+            *half = in_order(u) >> shift & mask | (in_order(v) >> shift & mask) << BITS;
         }
         let words = self.cols / 4;
         match BITS {
             4 => self.each(words, |two: &[u32; 16], t| [two[2 * t], two[2 * t + 1], two[2 * t + 8], two[2 * t + 9]]),
             2 => self.each(words, |four: &[u32; 32], t| {
-                let word = |block: usize| four[8 * block + 2 * t] | four[8 * block + 2 * t + 1] << 8;
+                let word = |block: usize| four[8 * block + 2 * t] | four[8 * block + 2 * t + 1] << 4;
                 [word(0), word(1), word(2), word(3)]
             }),
             _ => self.each(words, |eight: &[u32; 64], t| {
-                let block = |block: usize| eight[8 * block + 2 * t] | eight[8 * block + 2 * t + 1] << 4;
-                let word = |two: usize| block(2 * two) | block(2 * two + 1) << 8;
+                let block = |block: usize| eight[8 * block + 2 * t] | eight[8 * block + 2 * t + 1] << 2;
+                let word = |two: usize| block(2 * two) | block(2 * two + 1) << 4;
                 [word(0), word(1), word(2), word(3)]
             }),
         }
@@ -557,14 +558,9 @@ impl Plane<'_> {
     /// Writes a plane of 8 bits.
     #[inline(always)]
     fn write_bytes(self, u: &[u8], v: &[u8]) {
-        // The second and third of four codes change places.
-        let spread = |four: &[u8; 4]| {
-            let x = u32::from_le_bytes(*four);
-            x & 0xff00_00ff | x >> 8 & 0xff00 | x << 8 & 0xff_0000
-        };
         let halves = self.words.as_chunks_mut::<2>().0;
         for ((half, u), v) in halves.iter_mut().zip(u.as_chunks::<4>().0).zip(v.as_chunks::<4>().0) {
-            *half = [spread(u), spread(v)];
+            *half = [in_order(u), in_order(v)];
         }
         let words = self.cols / 2;
         self.each(words, |block: &[u32; 16], t| [block[4 * t], block[4 * t + 1], block[4 * t + 2], block[4 * t + 3]]);

@@ -319,7 +319,7 @@ impl Text {
 .reg .f32 %epsilon, %g<4>;
 .reg .pred %lead;
 .reg .b32 %whole, %share, %first_step, %end_step;
-.reg .b32 %w<{weights}>, %q<{codes}>, %d<4>, %s<6>, %scale, %scales_at, %expert;
+.reg .b32 %w<{weights}>, %q<{codes}>, %d<4>, %s<4>, %scale, %scales_at, %expert;
 .reg .b16 %h<2>;
 ld.param.u64 %weight, [args];
 ld.param.u64 %x, [args+8];
@@ -1020,13 +1020,11 @@ add.u32 %previous, %full, {};",
                     let w = weights(block, c * 2 + half);
                     // The instruction has both rows' first columns before their last ones.
                     for (pair, register) in [w, w + 2, w + 1, w + 3].into_iter().enumerate() {
-                        // %s0 and %s1 are the scales of the rows u and v, %s2 and %s3 those of a second pair that is 16 times
-                        // as large, %s4 and %s5 the minimums.
-                        let (row, second) = (pair / 2, pair % 2 == 1 && high_second(codes));
-                        let scale = if second { 2 + row } else { row };
+                        // %s0 and %s1 are the scales of the rows u and v, %s2 and %s3 their minimums.
+                        let row = pair / 2;
                         match has_minimum(codes) {
-                            true => line!(self, "fma.rn.f16x2 %d{pair}, %d{pair}, %s{scale}, %s{};", 4 + row),
-                            false => line!(self, "mul.rn.f16x2 %d{pair}, %d{pair}, %s{scale};"),
+                            true => line!(self, "fma.rn.f16x2 %d{pair}, %d{pair}, %s{row}, %s{};", 2 + row),
+                            false => line!(self, "mul.rn.f16x2 %d{pair}, %d{pair}, %s{row};"),
                         }
                         line!(
                             self,
@@ -1041,35 +1039,34 @@ cvt.rn.bf16x2.f32 %w{register}, %f1, %f0;"
         }
     }
 
-    /// Loads a group's scales, and sets %s0 and %s1 to pairs of those of the rows u and v, %s2 and %s3 to a sixteenth of
-    /// them if they are needed, and %s4 and %s5 to the negative minimums.
+    /// Loads a group's scales, and sets %s0 and %s1 to pairs of those of the rows u and v, as their codes are left by
+    /// [`Text::pairs`], and %s2 and %s3 to the negative minimums.
     fn scales(&mut self, codes: Codes, at: u32, minimum_at: Option<u32>) {
         let pairs = |of: u32| {
             format!("prmt.b32 %s{of}, %scale, %scale, 0x1010;\nprmt.b32 %s{}, %scale, %scale, 0x3232;", of + 1)
         };
         line!(self, "ld.shared.b32 %scale, [%r2+{at}];\n{}", pairs(0));
-        if high_second(codes) {
-            let sixteenth = pair_of(0.0625);
-            line!(self, "mov.b32 %s4, {sixteenth:#x};\nmul.rn.f16x2 %s2, %s0, %s4;\nmul.rn.f16x2 %s3, %s1, %s4;");
+        if high_v(codes) {
+            line!(self, "mov.b32 %s2, {:#x};\nmul.rn.f16x2 %s1, %s1, %s2;", pair_of(0.0625));
         }
         match (codes.minimum, minimum_at) {
             (_, Some(at)) => {
-                line!(self, "ld.shared.b32 %scale, [%r2+{at}];\nxor.b32 %scale, %scale, 0x80008000;\n{}", pairs(4));
+                line!(self, "ld.shared.b32 %scale, [%r2+{at}];\nxor.b32 %scale, %scale, 0x80008000;\n{}", pairs(2));
             }
             (Minimum::Zero { halves }, None) if halves > 0 => {
                 // A code's bits count in the smallest f16, which cannot be halved.
                 if halves % 2 == 1 {
-                    line!(self, "mov.b32 %s4, {:#x};\nmul.rn.f16x2 %scale, %scale, %s4;", pair_of(0.5));
+                    line!(self, "mov.b32 %s2, {:#x};\nmul.rn.f16x2 %scale, %scale, %s2;", pair_of(0.5));
                 }
                 let zero = u32::from(if halves % 2 == 1 { halves } else { halves / 2 });
                 line!(
                     self,
-                    "mov.b32 %s4, {:#x};
-mul.rn.f16x2 %scale, %scale, %s4;
+                    "mov.b32 %s2, {:#x};
+mul.rn.f16x2 %scale, %scale, %s2;
 xor.b32 %scale, %scale, 0x80008000;
 {}",
                     zero | zero << 16,
-                    pairs(4)
+                    pairs(2)
                 );
             }
             _ => {}
@@ -1090,7 +1087,7 @@ xor.b32 %scale, %scale, 0x80008000;
             for pair in 0..4u32 {
                 let (word, by) = match bits {
                     8 => (q + second * 4 + half * 2 + pair / 2, 8 - 8 * (pair % 2)),
-                    _ => (q + second * 2 + half, 12 - 4 * pair),
+                    _ => (q + second * 2 + half, [12, 4, 8, 0][pair as usize]),
                 };
                 line!(
                     self,
@@ -1137,18 +1134,18 @@ or.b32 %d{pair}, %d{pair}, %r3;"
         }
         if bits & 4 != 0 {
             let word = [q + second * 2 + half; 4];
-            match high_second(codes) {
-                true => plane(self, word, [0, 0, 8, 8], [0x000f_000f, 0x00f0_00f0, 0x000f_000f, 0x00f0_00f0]),
-                false => plane(self, word, [0, 4, 8, 12], [0x000f_000f; 4]),
+            match high_v(codes) {
+                true => plane(self, word, [0, 8, 0, 8], [0x000f_000f, 0x000f_000f, 0x00f0_00f0, 0x00f0_00f0]),
+                false => plane(self, word, [0, 8, 4, 12], [0x000f_000f; 4]),
             }
         }
         let lower = |plane: u32| (bits & !(2 * plane - 1) & 7) as i32;
         if bits & 2 != 0 {
-            let by = [0, 2, 4, 6].map(|by| by + 8 * half as i32 - lower(2));
+            let by = [0, 8, 2, 10].map(|by| by + 4 * half as i32 - lower(2));
             plane(self, [q + 4 + second; 4], by, [0x0003_0003 << lower(2); 4]);
         }
         if bits & 1 != 0 {
-            let by = [0, 1, 2, 3].map(|by| by + 8 * (c % 2) as i32 + 4 * half as i32 - lower(1));
+            let by = [0, 8, 1, 9].map(|by| by + 4 * (c % 2) as i32 + 2 * half as i32 - lower(1));
             plane(self, [q + 6; 4], by, [0x0001_0001 << lower(1); 4]);
         }
         match codes.number {
@@ -1568,8 +1565,8 @@ ld.shared.v4.b32 {{%r10, %r11, %r12, %r13}}, [%r8+{}];
     }
 }
 
-/// Whether the second pair of a row's codes is left 4 bits higher, as a number 16 times as large: one shift less.
-fn high_second(codes: Codes) -> bool {
+/// Whether row v's codes are left 4 bits higher, as numbers 16 times as large: two shifts less.
+fn high_v(codes: Codes) -> bool {
     codes.bits == 4 && codes.number == Number::Affine
 }
 

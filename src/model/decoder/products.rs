@@ -258,7 +258,10 @@ impl Decoder<'_> {
         // Tagged words pass between workgroups of one call, plain ones from call to call.
         let flow_count = if most > 1 && step.generations.is_some() && !step.is_logits(y.range) { 1 } else { most };
         let flows: Vec<Flow> = (0..flow_count).map(|_| flow()).collect();
-        for (first, weight) in parts {
+        // The calls of a weight's parts run side by side.
+        let sizes: Vec<_> = parts.iter().map(|(_, weight)| (weight.rows.div_ceil(16), weight.range.bytes)).collect();
+        let shares = share_processors(&sizes, self.tuning.processors.max(1));
+        for ((first, weight), share) in parts.into_iter().zip(shares) {
             let codes = fragments && weight.format.codes().is_some();
             let (x, norm) = self.in_order(recording, shape, (name, first), x, norm);
             let product = Product {
@@ -274,7 +277,7 @@ impl Decoder<'_> {
                 },
             };
             if let Some(matrices) = self.tuning.fragments.filter(|_| codes && !self.packs(shape)) {
-                self.codes_product(recording, shape, (product, first), matrices, (most, &flows), step);
+                self.codes_product(recording, shape, (product, first, share), matrices, (most, &flows), step);
                 continue;
             }
             let flow = flows[0];
@@ -348,12 +351,13 @@ impl Decoder<'_> {
     }
 
     /// Records the product of a few rows with a matrix of codes, in `count` parts of its columns. Each part's product is added
-    /// to those of the parts before it, by calls with a flow each or, with one flow, by the workgroups of one call.
+    /// to those of the parts before it, by calls with a flow each or, with one flow, by the workgroups of one call. The matrix
+    /// begins at row `first_row` of its weight, and `share` processors are for it.
     fn codes_product(
         &self,
         recording: &mut Recording,
         shape: StepShape,
-        (product, first_row): (Product, u32),
+        (product, first_row, share): (Product, u32, u32),
         matrices: Matrices,
         (count, flows): (u32, &[Flow]),
         step: &Step,
@@ -365,6 +369,10 @@ impl Decoder<'_> {
         if let Some(config) = self.codes_ptx_config(&product.weight, rows)
             && let &[flow] = flows
         {
+            let config = match config.workgroups == self.tuning.processors {
+                true => CodesPtxConfig { workgroups: share, ..config },
+                false => config,
+            };
             recording.call(codes_ptx::skinny_codes_ptx(&product, config, flow, step.fault));
             return;
         }
@@ -783,6 +791,30 @@ impl Decoder<'_> {
     }
 }
 
+/// Returns the number of workgroups of each of several products that run side by side, one for each processor at most, with
+/// which the last of them ends first: `parts` are their numbers of blocks of rows and the bytes of all their blocks. With more
+/// parts than processors, each product gets all of them.
+fn share_processors(parts: &[(u32, u64)], processors: u32) -> Vec<u32> {
+    let shares = |time: u64| -> Option<Vec<u32>> {
+        let share = |(blocks, bytes): &(u32, u64)| match time * u64::from(*blocks) / bytes {
+            0 => None,
+            each => Some(u64::from(*blocks).div_ceil(each) as u32),
+        };
+        let shares: Vec<u32> = parts.iter().map(share).collect::<Option<_>>()?;
+        (shares.iter().sum::<u32>() <= processors).then_some(shares)
+    };
+    if parts.len() == 1 {
+        return vec![processors];
+    }
+    // The last product ends when a workgroup of one of them has computed a number of blocks.
+    let time_of = |each: u32, (blocks, bytes): (u32, u64)| (u64::from(each) * bytes).div_ceil(u64::from(blocks));
+    let times = parts.iter().flat_map(|part| (1..=part.0).map(|each| time_of(each, *part)));
+    let mut times: Vec<u64> = times.collect();
+    times.sort_unstable();
+    let first = times.partition_point(|time| shares(*time).is_none());
+    times.get(first).and_then(|time| shares(*time)).unwrap_or_else(|| vec![processors; parts.len()])
+}
+
 /// Returns the workgroups of `skinny_codes.ptx` for a matrix of codes with `units` units of columns, in a model of `hidden` hidden
 /// values: one for each processor. `None` if `skinny_codes` is faster, or was not compared: with four bits in groups of 128, and
 /// where the groups of lanes cannot share the columns of the model's rows equally or have few of them.
@@ -924,6 +956,33 @@ mod tests {
         // Llama-3.3-70B: gate/up, in codes with and without minimums.
         let without = shape(4, Minimum::Zero { halves: 16 }, (57_344, true), 8192);
         assert_eq!([q4(57_344, 8192), without], [(256, 4, 1, 1); 2]);
+    }
+
+    /// Goal: the parts of a weight end at about the same time, each with at least one workgroup and together with no more than there
+    /// are processors. Method: measured models' queries and keys beside values, and numbers of parts and blocks of all kinds.
+    #[test]
+    fn parts_of_a_weight_share_the_processors() {
+        // Qwen3-8B and Mistral-Small-24B: queries and keys with 4 bits, values with 6 bits.
+        assert_eq!(share_processors(&[(320, 320 * 41), (64, 64 * 57)], 132), [80, 32]);
+        assert_eq!(share_processors(&[(320, 320 * 51), (64, 64 * 71)], 132), [80, 32]);
+        assert_eq!(share_processors(&[(384, 7)], 132), [132]);
+        assert_eq!(share_processors(&[(1, 1), (1, 1), (1, 1)], 2), [2, 2, 2]);
+        for (first, second, third) in (1..60u32).flat_map(|n| [(n, 61 - n, 1), (n * n, 7, n), (5 * n, 5 * n, 1000)]) {
+            let parts = [(first, 10 * u64::from(first)), (second, 15 * u64::from(second)), (third, 3 * u64::from(third))];
+            let shares = share_processors(&parts, 33);
+            assert!(shares.iter().sum::<u32>() <= 33 && !shares.contains(&0), "{parts:?}: {shares:?}");
+            // The last part could not end earlier with the processors that are left.
+            let time = |i: usize, share: u32| u64::from(parts[i].0.div_ceil(share)) * parts[i].1 / u64::from(parts[i].0);
+            let last = (0..3).map(|i| time(i, shares[i])).max().expect("three");
+            let before = (1..last).rev().find_map(|time| {
+                let needed = parts.iter().map(|(blocks, bytes)| {
+                    let each = time * u64::from(*blocks) / bytes;
+                    (each > 0).then(|| u64::from(*blocks).div_ceil(each))
+                });
+                needed.sum::<Option<u64>>().filter(|sum| *sum <= 33)
+            });
+            assert_eq!(before, None, "{parts:?}: {shares:?}");
+        }
     }
 
     /// Goal: programs in PTX multiply one row where they were measured to be faster. Method: formats and widths of models.

@@ -2,13 +2,15 @@
 //! `y = epilogue( W · prologue(x) )` for quantised weights in fragment order. The arguments, the prologue, the epilogue and the
 //! tags are those of `skinny_codes`; a program's text is made for the constants of a call.
 //!
-//! Affine codes are multiplied as 8-bit integers by `mma.m16n8k32`, which SPIR-V reaches only with many instructions for each
-//! byte. 32 columns of x have a common factor and become integers of 16 bits, 256 · high + low, two bytes with signs: a product
-//! with codes is exact, and rounding changes an element of x by at most 2⁻¹⁶ of the largest of the 32. A block of x has eight
-//! columns: two, high and low, for each of four groups of columns of W. A *set* is what these four columns are multiplied by: 4
-//! groups of 16, or 128 columns in larger groups. x of a block of 32 columns of W is zero in the columns of other groups, so
-//! that lane 4g + t, which receives columns 2t and 2t + 1 of rows u and v, has the sums of group t, and applies the group's
-//! scale and minimum to them: `(sum · scale · 2⁻²⁴ · factor - minimum · Σx)`, once for each set. Weights need no scaling.
+//! Affine codes are multiplied as 8-bit integers without signs by `mma.m16n8k32`, which SPIR-V reaches only with many instructions
+//! for each byte. Bytes of a plane's word are the codes of one row: one instruction makes an operand of four codes of 4 bits, for
+//! row v 16 times as large. 32 columns of x, or a group of 128, have a common factor and become integers of 16 bits, 256 · high +
+//! low, two bytes with signs: a product with codes is exact, and rounding changes an element of x by at most 2⁻¹⁶ of the largest
+//! of the 32 or 128. A block of x has eight columns: two, high and low, for each of four groups of columns of W. A *set* is what
+//! these four columns are multiplied by: 4 groups of 16 or of 32. x of a block of 32 columns of W is zero in the columns of other
+//! groups, so that lane 4g + t, which receives columns 2t and 2t + 1 of rows u and v, has the sums of group t, and applies the
+//! group's scale and minimum to them: `(sum · scale · 2⁻²⁴ · factor - minimum · Σx)`, once for each set. With groups of 128, the
+//! four pairs of columns are the same. Weights need no scaling.
 //!
 //! Codes in e4m3 become f16 by an instruction for two, and are multiplied by `mma.m16n8k16`. x has a factor for each 128 columns;
 //! the columns of its block are f16 in turns, most and rest, whose sum has 22 bits.
@@ -16,13 +18,14 @@
 //! A workgroup has one group of 32 lanes more than [`CodesPtxConfig::groups`], and computes blocks of 16 rows of W: block
 //! `workgroup + i · workgroups`. The groups split the units of columns. Each has `slots` places in shared memory for a unit,
 //! which its first lane fills by bulk copies, in the order of blocks, of words that leave the L2 cache first; a place is filled
-//! again as soon as the group has multiplied its unit, also across blocks. So no registers hold weights on their way, two
-//! workgroups fit on a processor, and that of the next call has its first weights while it still polls for x. One place stays
-//! empty until x has come: the more a waiting call copies, the later the call before it ends. A group stores its sums of a block
-//! in one of `PLACES` places; the last group adds up those of all groups, finishes them and stores y.
+//! again as soon as the group has multiplied its unit, also across blocks, and no registers hold weights on their way. At least
+//! one place stays empty until x has come: the more a waiting call copies, the later the call before it ends. A group stores its
+//! sums of a block in one of `PLACES` places; the last group adds up those of all groups, finishes them and stores y.
 //!
-//! A workgroup asks for at least `LEAST_SHARED_BYTES`, so that a processor has room for two in all (for one where rows are long).
-//! With more room, some processors would get two workgroups of the same call, which take twice as long, and others none.
+//! A processor has one workgroup at a time: it gives shared memory as much of its first cache as the largest program of late
+//! asked for, in steps of 32 to 36 KB from 100 KB on. All workgroups ask for at least `LEAST_SHARED_BYTES`, so that two do not fit.
+//! If some asked for twice as much as others, some processors would get two workgroups of the same call, which take twice as
+//! long, and others none.
 //!
 //! Traffic: W once; x once per workgroup, from the L2 cache.
 //!
@@ -105,7 +108,8 @@ const MAGIC: u32 = 0x4b40_0080;
 /// The value of code 1 of affine codes, and of the number 1 of e4m3 (`memory::pack::codes`).
 const CODE_VALUE: f32 = 5.960_464_5e-8;
 const E4M3_VALUE: f32 = 1.0 / 256.0;
-/// The least shared memory of a workgroup in bytes: more than a third of a processor's 228 KiB, and less than half.
+/// The least shared memory of a workgroup in bytes: more than half of the 132 KB that a processor's shared memory has where
+/// another program needs more than 99 KB.
 const LEAST_SHARED_BYTES: u32 = 90 << 10;
 
 /// What a program is made for.
@@ -147,6 +151,12 @@ impl Variant {
         if self.is_integer() && self.codes.bits == 4 { 16.0 } else { 1.0 }
     }
 
+    /// Whether the columns of a block of x are those of groups of columns of W: not in groups of 128, which have one scale, so
+    /// that all lanes with the same g have the sums of the same rows.
+    fn has_sets(&self) -> bool {
+        self.is_integer() && self.codes.group < 128
+    }
+
     fn is_integer(&self) -> bool {
         self.codes.number == Number::Affine
     }
@@ -178,7 +188,7 @@ impl Variant {
     }
     /// The number of slots of a group that are filled before x has come.
     fn early_slots(&self) -> u32 {
-        (self.slots - 1).max(1)
+        if self.is_integer() && !self.has_sets() { 1 } else { (self.slots - 1).max(1) }
     }
     fn block_bytes(&self) -> u32 {
         BLOCK_HEADER as u32 + self.units * self.unit_bytes()
@@ -191,8 +201,8 @@ impl Variant {
     fn part_bytes(&self) -> u32 {
         self.x_bytes() + if self.is_integer() { self.part_sets() * 32 } else { 16 }
     }
-    /// The number of 128 columns of x that a group polls for together, with their norm's weights: all, if registers for them
-    /// leave room for another workgroup, or few.
+    /// The number of 128 columns of x that a group polls for together, with their norm's weights: all, if there are registers for
+    /// them, or few.
     fn batch(&self) -> u32 {
         let (own, most) = (self.own_units() * self.parts(), if self.norm { 3 } else { 6 });
         if own <= most { own } else { 2 }
@@ -470,7 +480,8 @@ mad.lo.u32 %x_at, %r10, 4, %x_at;"
                         self,
                         "shr.u32 %r0, %lane, 2;\nand.b32 %r1, %lane, 3;\nmad.lo.u32 %factors_at, %r0, 8, %own_x;"
                     ),
-                    _ => line!(self, "and.b32 %r1, %lane, 7;\nmad.lo.u32 %factors_at, %r8, 8, %own_x;"),
+                    32 => line!(self, "and.b32 %r1, %lane, 7;\nmad.lo.u32 %factors_at, %r8, 8, %own_x;"),
+                    _ => line!(self, "mov.u32 %r1, %lane;\nmov.u32 %factors_at, %own_x;"),
                 }
                 line!(self, "setp.eq.u32 %first, %r1, 0;");
             }
@@ -555,7 +566,7 @@ setp.lt.and.u32 %p{there}, %r1, %k, %p{there};",
             line!(self, "abs.f32 %f{a}, %f{e};\nmov.b32 %r{e}, %f{a};", a = 4 + e);
         }
         line!(self, "max.u32 %r0, %r0, %r1;\nmax.u32 %r2, %r2, %r3;\nmax.u32 %r0, %r0, %r2;");
-        if v.is_integer() {
+        if v.has_sets() {
             for mask in [1, 2, 4] {
                 line!(self, "shfl.sync.bfly.b32 %r1, %r0, {mask}, 31, 0xffffffff;\nmax.u32 %r0, %r0, %r1;");
             }
@@ -633,8 +644,8 @@ st.shared.b32 [%x_at+{low}], %r5;",
             all_magic = MAGIC.wrapping_mul(4),
             low = x_at + 32,
         );
-        for mask in [1, 2, 4] {
-            if mask * 4 < v.codes.group.min(32) {
+        for mask in [1, 2, 4, 8, 16] {
+            if mask * 4 < v.codes.group {
                 line!(self, "shfl.sync.bfly.b32 %r5, %r4, {mask}, 31, 0xffffffff;\nadd.u32 %r4, %r4, %r5;");
             }
         }
@@ -660,7 +671,7 @@ mad.lo.u32 %r0, %g, {unit_groups}, %r0;
 shl.b32 %own_scales, %r0, 2;",
             scale_mask = unit_groups.min(4) - 1,
         );
-        if v.is_integer() {
+        if v.has_sets() {
             // The lane's column of x is that of group %r1 of a set. With groups of 16, it is in block %r1 / 2, in the columns
             // of two of the four lanes of a column.
             line!(
@@ -697,9 +708,11 @@ mad.lo.u32 %x_at, %t, 8, %x_at;"
                 self,
                 "add.u32 %factors_at, %own_x, {};
 and.b32 %r2, %g, 1;
-mad.lo.u32 %x_at, %r2, 64, %own_x;
-mad.lo.u32 %x_at, %t, 16, %x_at;",
-                v.x_bytes()
+mad.lo.u32 %x_at, %r2, {}, %own_x;
+mad.lo.u32 %x_at, %t, {}, %x_at;",
+                v.x_bytes(),
+                v.x_bytes() / 8,
+                v.x_bytes() / 32,
             );
         }
         line!(
@@ -749,6 +762,8 @@ SUMMED:",
         );
         if v.is_integer() {
             line!(self, "fma.rn.f32 %sum_v, %sum_v, {}, %least_v;", float(1.0 / v.times_of_v()));
+        }
+        if v.has_sets() {
             for mask in [1, 2] {
                 line!(
                     self,
@@ -814,12 +829,10 @@ and.b32 %r2, %r2, 1;",
             // With groups of 16, the blocks of a set are half of the 128 columns.
             let part = set / v.part_sets() * v.part_bytes();
             let (x, factors) = (part + set % v.part_sets() * 128, part + set % v.part_sets() * 32);
-            line!(
-                self,
-                "ld.shared.v2.f32 {{%fx, %fs}}, [%factors_at+{factors}];
-ld.shared.v2.b32 {{%q0, %q1}}, [%x_at+{x}];
-ld.shared.b32 %q2, [%r14+{scale}];"
-            );
+            line!(self, "ld.shared.v2.f32 {{%fx, %fs}}, [%factors_at+{factors}];\nld.shared.b32 %q2, [%r14+{scale}];");
+            if v.has_sets() {
+                line!(self, "ld.shared.v2.b32 {{%q0, %q1}}, [%x_at+{x}];");
+            }
             if codes.minimum == Minimum::Stored {
                 line!(self, "ld.shared.b32 %q3, [%r14+{}];", scale + 32 * unit_groups);
             }
@@ -829,11 +842,13 @@ ld.shared.b32 %q2, [%r14+{scale}];"
                     line!(self, "mov.b32 %b2, 0;");
                 }
                 let sums = if c == 0 { "%b2, %b2, %b2, %b2" } else { "%c0, %c1, %c2, %c3" };
+                match v.has_sets() {
+                    true => line!(self, "selp.b32 %b0, %q0, 0, %mine{c};\nselp.b32 %b1, %q1, 0, %mine{c};"),
+                    false => line!(self, "ld.shared.v2.b32 {{%b0, %b1}}, [%x_at+{}];", x + c * 64),
+                }
                 line!(
                     self,
-                    "selp.b32 %b0, %q0, 0, %mine{c};
-selp.b32 %b1, %q1, 0, %mine{c};
-mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {{%c0, %c1, %c2, %c3}}, {{%a0, %a1, %a2, %a3}}, {{%b0, %b1}}, {{{sums}}};"
+                    "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {{%c0, %c1, %c2, %c3}}, {{%a0, %a1, %a2, %a3}}, {{%b0, %b1}}, {{{sums}}};"
                 );
             }
             line!(

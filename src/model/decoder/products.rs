@@ -816,16 +816,21 @@ fn share_processors(parts: &[(u32, u64)], processors: u32) -> Vec<u32> {
 }
 
 /// Returns the workgroups of `skinny_codes.ptx` for a matrix of codes with `units` units of columns, in a model of `hidden` hidden
-/// values: one for each processor. `None` if `skinny_codes` is faster, or was not compared: with four bits in groups of 128, and
-/// where the groups of lanes cannot share the columns of the model's rows equally or have few of them.
+/// values: one for each processor. `None` if `skinny_codes` is faster, or was not compared: with other than four bits in groups of
+/// 128, and where the groups of lanes cannot share the columns of the model's rows equally or have few of them.
 fn codes_ptx_rule(codes: Codes, units: u32, hidden: u32, processors: u32) -> Option<CodesPtxConfig> {
     let affine = codes.number == Number::Affine;
     let long_groups = affine && codes.group == 128;
     let even = |groups: &u32| hidden.is_multiple_of(groups * 128) && hidden >= 2 * groups * 128;
     let groups = [16, 20].into_iter().filter(|groups| affine || *groups == 16).find(even)?;
-    // The more a call has copied when it begins, the later the call before it ends; 8 bits and long rows need more on their way.
-    let slots = if codes.bits < 8 && hidden < 4 * groups * 128 { 2 } else { 3 };
-    (units >= 32 && !long_groups).then_some(CodesPtxConfig { groups, slots, workgroups: processors })
+    // 8 bits and long rows need more on their way, and so do the smaller units of long groups.
+    let two = codes.bits < 8 && hidden < 4 * groups * 128 && !(long_groups && groups == 16);
+    let slots = if two { 2 } else { 3 };
+    (units >= 32 && (codes.bits == 4 || !long_groups)).then_some(CodesPtxConfig {
+        groups,
+        slots,
+        workgroups: processors,
+    })
 }
 
 /// Returns the workgroup shape of `skinny_codes` for a matrix of `blocks` blocks of 16 rows and `units` units of columns, as it
@@ -968,11 +973,13 @@ mod tests {
         assert_eq!(share_processors(&[(384, 7)], 132), [132]);
         assert_eq!(share_processors(&[(1, 1), (1, 1), (1, 1)], 2), [2, 2, 2]);
         for (first, second, third) in (1..60u32).flat_map(|n| [(n, 61 - n, 1), (n * n, 7, n), (5 * n, 5 * n, 1000)]) {
-            let parts = [(first, 10 * u64::from(first)), (second, 15 * u64::from(second)), (third, 3 * u64::from(third))];
+            let parts =
+                [(first, 10 * u64::from(first)), (second, 15 * u64::from(second)), (third, 3 * u64::from(third))];
             let shares = share_processors(&parts, 33);
             assert!(shares.iter().sum::<u32>() <= 33 && !shares.contains(&0), "{parts:?}: {shares:?}");
             // The last part could not end earlier with the processors that are left.
-            let time = |i: usize, share: u32| u64::from(parts[i].0.div_ceil(share)) * parts[i].1 / u64::from(parts[i].0);
+            let time =
+                |i: usize, share: u32| u64::from(parts[i].0.div_ceil(share)) * parts[i].1 / u64::from(parts[i].0);
             let last = (0..3).map(|i| time(i, shares[i])).max().expect("three");
             let before = (1..last).rev().find_map(|time| {
                 let needed = parts.iter().map(|(blocks, bytes)| {
@@ -996,6 +1003,7 @@ mod tests {
         };
         let q6 = codes(6, 16, Number::Affine, Minimum::Zero { halves: 64 });
         let fp8 = codes(8, 128, Number::E4m3, Minimum::Zero { halves: 0 });
+        let awq = codes(4, 128, Number::Affine, Minimum::Stored);
         // Qwen3-8B; Mistral-Small-24B; Llama-3.3-70B.
         for (codes, cols, hidden, groups, slots) in [
             (k_quant, 4096, 4096, 16, 2),
@@ -1005,12 +1013,14 @@ mod tests {
             (k_quant, 4096, 5120, 20, 2),
             (k_quant, 32_768, 5120, 20, 2),
             (k_quant, 28_672, 8192, 16, 3),
+            (awq, 4096, 4096, 16, 3),
+            (awq, 32_768, 5120, 20, 2),
         ] {
             assert_eq!(shape(codes, cols, hidden), Some([groups, slots, 132]), "{codes:?} of {cols} columns");
         }
-        // AWQ; FP8 of 5,120 hidden values; Qwen3-30B-A3B.
-        let awq = codes(4, 128, Number::Affine, Minimum::Stored);
-        for (codes, cols, hidden) in [(awq, 4096, 4096), (fp8, 5120, 5120), (k_quant, 4096, 2048)] {
+        // GPTQ with 8 bits; FP8 of 5,120 hidden values; Qwen3-30B-A3B.
+        let gptq8 = codes(8, 128, Number::Affine, Minimum::Stored);
+        for (codes, cols, hidden) in [(gptq8, 4096, 4096), (fp8, 5120, 5120), (k_quant, 4096, 2048)] {
             assert_eq!(shape(codes, cols, hidden), None, "{codes:?} of {cols} columns");
         }
     }

@@ -18,14 +18,13 @@
 //! A workgroup has one group of 32 lanes more than [`CodesPtxConfig::groups`], and computes blocks of 16 rows of W: block
 //! `workgroup + i · workgroups`. The groups split the units of columns. Each has `slots` places in shared memory for a unit,
 //! which its first lane fills by bulk copies, in the order of blocks, of words that leave the L2 cache first; a place is filled
-//! again as soon as the group has multiplied its unit, also across blocks, and no registers hold weights on their way. At least
-//! one place stays empty until x has come: the more a waiting call copies, the later the call before it ends. A group stores its
-//! sums of a block in one of `PLACES` places; the last group adds up those of all groups, finishes them and stores y.
+//! again as soon as the group has multiplied its unit, also across blocks, and no registers hold weights on their way. Of several
+//! places, at least one stays empty until x has come: the more a waiting call copies, the later the call before it ends. A group
+//! stores its sums of a block in one of `PLACES` places; the last group adds up those of all groups, finishes them and stores y.
 //!
-//! A processor has one workgroup at a time: it gives shared memory as much of its first cache as the largest program of late
-//! asked for, in steps of 32 to 36 KB from 100 KB on. All workgroups ask for at least `LEAST_SHARED_BYTES`, so that two do not fit.
-//! If some asked for twice as much as others, some processors would get two workgroups of the same call, which take twice as
-//! long, and others none.
+//! All workgroups ask for at least `LEAST_SHARED_BYTES`, so that a processor has one of them at a time. If one call asked for
+//! twice as much as the next one, some processors would get two of the next call's workgroups, which take twice as long, and
+//! others none: a processor keeps as much shared memory as the largest program of late asked for.
 //!
 //! Traffic: W once; x once per workgroup, from the L2 cache.
 //!
@@ -108,9 +107,9 @@ const MAGIC: u32 = 0x4b40_0080;
 /// The value of code 1 of affine codes, and of the number 1 of e4m3 (`memory::pack::codes`).
 const CODE_VALUE: f32 = 5.960_464_5e-8;
 const E4M3_VALUE: f32 = 1.0 / 256.0;
-/// The least shared memory of a workgroup in bytes: more than half of the 132 KB that a processor's shared memory has where
-/// another program needs more than 99 KB.
-const LEAST_SHARED_BYTES: u32 = 90 << 10;
+/// The least shared memory of a workgroup in bytes: with the 1 KiB that each workgroup takes besides, more than half of the
+/// 228 KiB that a processor has at most.
+const LEAST_SHARED_BYTES: u32 = 114 << 10;
 
 /// What a program is made for.
 #[derive(Clone, Copy, Debug)]

@@ -56,6 +56,9 @@ enum Way {
     Load(Format),
 }
 
+/// AWQ, and GPTQ with four bits and zeros.
+const AWQ: Codes = Codes { bits: 4, group: 128, number: Number::Affine, minimum: Minimum::Stored };
+
 /// The codes of safetensors formats that no type of block has.
 const CANONICAL: [Codes; 10] = {
     const fn codes(bits: u32, group: u32, number: Number, halves: u16) -> Codes {
@@ -71,7 +74,7 @@ const CANONICAL: [Codes; 10] = {
         codes(4, 128, Number::Affine, 16),
         codes(3, 64, Number::Affine, 8),
         codes(2, 128, Number::Affine, 4),
-        Codes { bits: 4, group: 128, number: Number::Affine, minimum: Minimum::Stored },
+        AWQ,
     ]
 };
 
@@ -393,6 +396,7 @@ fn ptx_cases(name: &str, flow: Flow) -> Cases {
         (wide(blocks(BlockType::Q4_K), 160, 2048, false), CodesPtxConfig { groups: 2, slots: 3, workgroups: 1 }),
         (wide(blocks(BlockType::Q6_K), 32, 1280, true), CodesPtxConfig { groups: 2, slots: 2, workgroups: 2 }),
         (wide(blocks(BlockType::Q8_0), 50, 128, false), CodesPtxConfig { groups: 3, slots: 2, workgroups: 1 }),
+        (wide(Way::Canonical(AWQ), 32, 1920, true), CodesPtxConfig { groups: 2, slots: 3, workgroups: 1 }),
     ];
     let served = served.enumerate().map(|(index, case)| {
         let groups = [1, 2, 3, 7, 16][index % 5];
@@ -464,7 +468,8 @@ fn the_simulated_processor_notices_a_missing_wait_of_one_row() {
 fn the_test_at_start_of_one_row_covers_all_groups() {
     let mut cases = Cases::new("start");
     let fault = cases.words("fault", &[0, 0]);
-    for way in [Way::Blocks(BlockType::Q4_K), Way::Blocks(BlockType::Q6_K), Way::Canonical(CANONICAL[0])] {
+    let [awq, e4m3] = [AWQ, CANONICAL[0]].map(Way::Canonical);
+    for way in [Way::Blocks(BlockType::Q4_K), Way::Blocks(BlockType::Q6_K), awq, e4m3] {
         let (norm, bias, epilogue) = (false, false, Epilogue::Residual);
         let case = Case { way, rows: 1, n: 16, k: 1280, norm, bias, epilogue, flow: TAGGED };
         cases.case(format!("{case:?}"));

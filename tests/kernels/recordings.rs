@@ -21,6 +21,7 @@ use ostinato::gpu::build::defaults;
 use ostinato::kernels::attention::{Heads, flash};
 use ostinato::kernels::embed::PromptRows;
 use ostinato::kernels::exchange::{Blocks, Columns, Rank, check_of, words_of};
+use ostinato::kernels::gemm::codes_ptx::CodesPtxConfig;
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig, skinny};
 use ostinato::kernels::gemm::{Activations, Epilogue, GemvConfig, Matrix, Product, take_last, wgmma};
 use ostinato::kernels::host_memory::{HostMemory, PackedMatrix};
@@ -43,7 +44,9 @@ use ostinato::model::decoder::parallel::{HEAD_EXCHANGES, INBOX};
 use ostinato::model::decoder::stage::{LayerStage, divide_vocabulary};
 use ostinato::model::decoder::{Decoder, RECURRENT, ROPE, RingLayout, StepShape, stride};
 use ostinato::model::synth::{self, SynthOptions};
+use ostinato::quant::number::Number;
 use ostinato::quant::store::StoredType;
+use ostinato::quant::{Codes, Minimum};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
@@ -1332,6 +1335,53 @@ fn a_prompt_step_with_rows_in_e4m3_means_nearly_the_same_in_plain_rust() {
         let texts = [&plain, &e4m3].map(Recording::to_string);
         assert!(texts.iter().all(|text| text.contains("flash_wgmma")), "{preset} {kind:?}");
         assert_eq!(texts.map(|text| text.contains(".o_pack")), [false, true], "{preset} {kind:?}");
+    }
+}
+
+/// Goal: the calls of a weight's parts share the processors if they run side by side. Method: queries and keys of ten blocks of
+/// rows beside values of two, on six processors; with three bits another kernel serves the first part, and parts with orders
+/// run one after the other.
+#[test]
+fn parts_of_codes_share_the_processors() {
+    let vulkan = Vulkan::new();
+    let (_folder, checkpoints) = on_fragments();
+    let (_, checkpoint) = checkpoints.iter().find(|(name, _)| *name == "tiny-llama").expect("it is among them");
+    let affine = |bits, group, minimum| Format::Codes(Codes { bits, group, number: Number::Affine, minimum });
+    let four = affine(4, 32, Minimum::Stored);
+    let three = affine(3, 32, Minimum::Stored);
+    let six = affine(6, 16, Minimum::Zero { halves: 64 });
+    for (format, ordered, wanted) in [
+        (four, false, [("skinny_codes.ptx", 5), ("skinny_codes.ptx", 1)]),
+        (three, false, [("skinny_codes", 10), ("skinny_codes.ptx", 2)]),
+        (four, true, [("skinny_codes.ptx", 5), ("skinny_codes.ptx", 2)]),
+    ] {
+        let parts = |w: &WeightSpec| {
+            if w.merged != "layers.0.qkv" {
+                return vec![w.clone()];
+            }
+            let order = ordered.then(|| (0..w.cols).rev().collect());
+            let part = |name: &str, first_row, rows, format| WeightSpec {
+                name: format!("layers.0.qkv{name}"),
+                first_row,
+                rows,
+                format,
+                order: order.clone(),
+                ..w.clone()
+            };
+            vec![part("", 0, w.rows - 32, format), part(".values", w.rows - 32, 32, six)]
+        };
+        let weights: Vec<WeightSpec> = checkpoint.weights().iter().flat_map(parts).collect();
+        let way = Emulated { chunk: 64, tags: true, kv_format: KvFormat::F16, near: 0.0 };
+        let mut decoder = Decoder { weights: &weights, ..emulated(&vulkan, Driver::first(), checkpoint, way) };
+        (decoder.tuning.fragments, decoder.tuning.ptx) = (Some(Matrices::Cooperative), true);
+        (decoder.tuning.codes_ptx, decoder.tuning.processors) = (true, 6);
+        for (bits, rows) in [(4, 160), (6, 32)] {
+            let config = CodesPtxConfig { groups: 1, slots: 2, workgroups: 6 };
+            decoder.tuning.codes_ptx_shapes.insert((bits, rows, 128), config);
+        }
+        let recording = decoder.record(StepShape::Decode { rows: 1 });
+        let calls = layer_products(&recording).take(2).map(|call| (call.kernel, call.groups[0]));
+        assert_eq!(calls.collect::<Vec<_>>(), wanted, "{format:?}, ordered: {ordered}");
     }
 }
 

@@ -258,9 +258,7 @@ impl Decoder<'_> {
         // Tagged words pass between workgroups of one call, plain ones from call to call.
         let flow_count = if most > 1 && step.generations.is_some() && !step.is_logits(y.range) { 1 } else { most };
         let flows: Vec<Flow> = (0..flow_count).map(|_| flow()).collect();
-        // The calls of a weight's parts run side by side.
-        let sizes: Vec<_> = parts.iter().map(|(_, weight)| (weight.rows.div_ceil(16), weight.range.bytes)).collect();
-        let shares = share_processors(&sizes, self.tuning.processors.max(1));
+        let shares = self.shares(recording, shape, name, &parts);
         for ((first, weight), share) in parts.into_iter().zip(shares) {
             let codes = fragments && weight.format.codes().is_some();
             let (x, norm) = self.in_order(recording, shape, (name, first), x, norm);
@@ -301,6 +299,22 @@ impl Decoder<'_> {
                 }
             };
             recording.call(call);
+        }
+    }
+
+    /// Returns the number of processors for each part of a weight: the calls of parts run side by side and share them, if
+    /// `skinny_codes.ptx` serves all of them and none takes x in an order of its own, which all orders write to one place.
+    fn shares(&self, recording: &mut Recording, shape: StepShape, name: &str, parts: &[(u32, Matrix)]) -> Vec<u32> {
+        let processors = self.tuning.processors.max(1);
+        let side_by_side = parts.iter().all(|(first, weight)| {
+            self.codes_ptx_config(weight, shape.rows()).is_some() && self.order(recording, name, *first).is_none()
+        });
+        match side_by_side {
+            true => {
+                let size = |(_, weight): &(u32, Matrix)| (weight.rows.div_ceil(16), weight.range.bytes);
+                share_processors(&parts.iter().map(size).collect::<Vec<_>>(), processors)
+            }
+            false => vec![processors; parts.len()],
         }
     }
 
@@ -823,7 +837,7 @@ fn codes_ptx_rule(codes: Codes, units: u32, hidden: u32, processors: u32) -> Opt
     let long_groups = affine && codes.group == 128;
     let even = |groups: &u32| hidden.is_multiple_of(groups * 128) && hidden >= 2 * groups * 128;
     let groups = [16, 20].into_iter().filter(|groups| affine || *groups == 16).find(even)?;
-    // 8 bits and long rows need more on their way, and so do the smaller units of long groups.
+    // 8 bits and long rows need more on their way. So do the smaller units of long groups, but not with 20 groups of lanes.
     let two = codes.bits < 8 && hidden < 4 * groups * 128 && !(long_groups && groups == 16);
     let slots = if two { 2 } else { 3 };
     (units >= 32 && (codes.bits == 4 || !long_groups)).then_some(CodesPtxConfig {

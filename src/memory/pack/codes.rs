@@ -92,8 +92,8 @@ fn scale_exponent(number: Number) -> i32 {
 ///
 /// Lane `4g + t` has rows `u = 4(g >> 1) + (g & 1)` and `v = u + 2`, and in each block of 32 columns the columns
 /// `8t .. 8t + 8`, of which half `h` is four. The four codes of a row's half are at the same bits of the bytes 0, 2, 1 and 3
-/// of a word: bytes are four codes of a row for products of integers, and 16-bit words are pairs of adjacent columns for
-/// products of f16.
+/// of a word: the bytes are four codes of a row for products of integers, and the halves of the word have adjacent columns
+/// at the same bits, for pairs of f16.
 pub fn fragment_place(plane: u32, row: u32, quad: u32) -> (u32, [u32; 4]) {
     let (block, t, h) = (quad / 8, quad % 8 / 2, quad % 2);
     let g = 2 * (row / 4) + row % 2;

@@ -100,7 +100,7 @@ pub fn fragment_place(plane: u32, row: u32, quad: u32) -> (u32, [u32; 4]) {
     let second = row / 2 % 2;
     let lane = 4 * g + t;
     let (word, first) = match plane {
-        8 => (block * 4 * 32 + lane * 4 + 2 * h + second, 0),
+        8 => ((block * 32 + lane) * 4 + 2 * h + second, 0),
         4 => ((block / 2 * 32 + lane) * 4 + block % 2 * 2 + h, 4 * second),
         2 => ((block / 4 * 32 + lane) * 4 + block % 4, 4 * h + 2 * second),
         _ => ((block / 8 * 32 + lane) * 4 + block / 2 % 4, 4 * (block % 2) + 2 * h + second),

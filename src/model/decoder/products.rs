@@ -383,10 +383,8 @@ impl Decoder<'_> {
         if let Some(config) = self.codes_ptx_config(&product.weight, rows)
             && let &[flow] = flows
         {
-            let config = match config.workgroups == self.tuning.processors {
-                true => CodesPtxConfig { workgroups: share, ..config },
-                false => config,
-            };
+            let each = config.workgroups / self.tuning.processors.max(1);
+            let config = CodesPtxConfig { workgroups: each * share, ..config };
             recording.call(codes_ptx::skinny_codes_ptx(&product, config, flow, step.fault));
             return;
         }
@@ -805,9 +803,9 @@ impl Decoder<'_> {
     }
 }
 
-/// Returns the number of workgroups of each of several products that run side by side, one for each processor at most, with
-/// which the last of them ends first: `parts` are their numbers of blocks of rows and the bytes of all their blocks. With more
-/// parts than processors, each product gets all of them.
+/// Divides the processors among products that run side by side, so that all have ended as early as possible. `parts` has the
+/// number of blocks of rows of each product and their size in bytes. Returns each product's number of processors: all of them if
+/// there are more products than processors.
 fn share_processors(parts: &[(u32, u64)], processors: u32) -> Vec<u32> {
     let shares = |time: u64| -> Option<Vec<u32>> {
         let share = |(blocks, bytes): &(u32, u64)| match time * u64::from(*blocks) / bytes {

@@ -203,8 +203,8 @@ impl Tuning {
     /// Applies a change `key=value`. Returns false, without a change, if the key is unknown or the value is invalid.
     /// Values are numbers, except: `skinny.ROWSxCOLUMNS` (of W) takes `threads/tiles/ahead`, `codes.BITSxROWSxCOLUMNS`, which
     /// may end in the number of rows of x (`x8`), takes these and the number of workgroups per compute unit,
-    /// `codes_ptx.BITSxROWSxCOLUMNS` takes `groups/slots` of [`CodesPtxConfig`] and that number (with 1, parts of a weight
-    /// that run side by side share the compute units),
+    /// `codes_ptx.BITSxROWSxCOLUMNS` takes `groups/slots` of [`CodesPtxConfig`] and that number (parts of a weight that run
+    /// side by side share the compute units),
     /// `panel.ROWSxCOLUMNS` takes `threads/tiles/ahead/blocks`, `tiles.ROWSxCOLUMNS` takes a tile's name (`wide`, `half`
     /// or `square`), and `wgmma.ROWSxCOLUMNS` takes `groups/blocks/tokens/stages/splits` (`splits` may be left out).
     /// `matmul.ROWS` (from that number of rows of activations on) takes `tokens/features/words/each/splits` and replaces

@@ -238,20 +238,25 @@ pub(super) struct Shape {
 /// read the padding; a kernel may read it, but its result must not depend on it.
 pub(super) fn product(memory: &mut HostMemory, format: Format, rows: u32, s: &Shape) {
     let matrix = PackedMatrix { range: s.weight, format, fragments: s.fragments, cols: s.cols };
-    for row in 0..rows {
+    let row_of_x = |row: u32| {
         let x: Vec<f64> = (0..s.k).map(|i| f64::from(memory.f32(s.x, row * s.x_stride + i))).collect();
-        let x = match s.norm {
+        match s.norm {
             Some(norm) => normed(memory, x, norm, s.epsilon),
             None => x,
-        };
-        let v: Vec<f64> = (0..s.n)
-            .map(|r| {
-                let weight = |i: usize| f64::from(memory.element(&matrix, r, s.first_col + i as u32));
-                let dot: f64 = x.iter().enumerate().map(|(i, x)| x * weight(i)).sum();
-                dot + s.bias.map_or(0.0, |b| f64::from(memory.f32(b, r)))
-            })
-            .collect();
-        finish(memory, s.epilogue, (s.y, s.tag), row * s.y_stride, &v);
+        }
+    };
+    let xs: Vec<Vec<f64>> = (0..rows).map(row_of_x).collect();
+    let mut results = vec![Vec::with_capacity(s.n as usize); rows as usize];
+    for r in 0..s.n {
+        let weights: Vec<f64> = (0..s.k).map(|i| f64::from(memory.element(&matrix, r, s.first_col + i))).collect();
+        let bias = s.bias.map_or(0.0, |b| f64::from(memory.f32(b, r)));
+        for (x, v) in xs.iter().zip(&mut results) {
+            let dot: f64 = x.iter().zip(&weights).map(|(x, weight)| x * weight).sum();
+            v.push(dot + bias);
+        }
+    }
+    for (row, v) in (0..).zip(&results) {
+        finish(memory, s.epilogue, (s.y, s.tag), row * s.y_stride, v);
     }
 }
 

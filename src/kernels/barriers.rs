@@ -16,15 +16,22 @@ pub const MOST_GENERATIONS: usize = 100;
 /// that an earlier operation reads or wrote needs no barrier either, if the write cannot start before that operation
 /// has ended because it polls for data that depends on everything that the operation wrote.
 ///
+/// Calls right behind one another with [`Access::Beside`] need no barrier for what they write.
+///
 /// A tagged buffer is written at most [`MOST_GENERATIONS`] times between two barriers: with more writes the tags would
 /// repeat, and a reader could mistake an old word for a new one.
 pub fn derive(ops: &[Op]) -> Vec<bool> {
     let mut pending: Vec<(usize, Touch)> = Vec::new();
     let mut flow = Flow::default();
+    // The first of the newest operations that write other words than those before them.
+    let mut first = 0;
     ops.iter()
         .enumerate()
         .map(|(index, op)| {
             let touches = op.touches();
+            if touches.iter().all(|touch| touch.access != Access::Beside) {
+                first = index;
+            }
             flow.add(index, op, &touches, &pending);
             let generations = |of: BufferId| {
                 let writes = |touch: &Touch| touch.carried && touch.access.writes() && touch.range.buffer == of;
@@ -35,6 +42,7 @@ pub fn derive(ops: &[Op]) -> Vec<bool> {
                 repeats
                     || pending
                         .iter()
+                        .filter(|(earlier, before)| *earlier < first || !beside(before, now))
                         .any(|(earlier, before)| hazard(before, now) && !flow.orders(*earlier, before, now))
             });
             if needed {
@@ -49,6 +57,11 @@ pub fn derive(ops: &[Op]) -> Vec<bool> {
 
 fn hazard(before: &Touch, now: &Touch) -> bool {
     (before.access.writes() || now.access.writes()) && before.range.overlaps(&now.range)
+}
+
+/// Whether both write, the second one other words than the operations right before it.
+fn beside(before: &Touch, now: &Touch) -> bool {
+    before.access.writes() && now.access == Access::Beside
 }
 
 /// Tracks which operations since the last barrier have ended when the newest operation writes, as ensured by tagged
@@ -129,6 +142,20 @@ mod tests {
         let touch = (0u32..4, 0u64..6, 0u64..4, access());
         prop::collection::vec(prop::collection::vec(touch, 1..4), 0..24)
             .prop_map(|list| list.iter().map(|a| op(a)).collect())
+    }
+
+    /// Goal: parts of a product need no barrier between them, but one before their reader, before an operation that writes the same
+    /// words, and behind one that reads them. Method: parts of one range, in a row and with another operation between them.
+    #[test]
+    fn parts_beside_one_another_need_no_barrier() {
+        let product = |access| op(&[(0, 0, 4, Access::Read), (1, 0, 4, access)]);
+        let (first, part) = (product(Access::Write), product(Access::Beside));
+        let (reader, writer) = (op(&[(1, 2, 1, Access::Read)]), op(&[(1, 0, 4, Access::Write)]));
+        let ops = [first.clone(), part.clone(), part.clone(), reader, part.clone(), writer];
+        assert_eq!(derive(&ops), [false, false, false, true, true, true]);
+        let other = op(&[(2, 0, 4, Access::Write)]);
+        assert_eq!(derive(&[first.clone(), other.clone(), part.clone()]), [false, false, true]);
+        assert_eq!(derive(&[other, first, part]), [false, false, false]);
     }
 
     fn conflict(a: &Op, b: &Op) -> bool {

@@ -27,6 +27,9 @@ pub enum Access {
     Write,
     /// The range is read and written (also by atomics).
     ReadWrite,
+    /// Like `ReadWrite`, by a call that accesses other words of the range than the calls right before it that write there: one
+    /// of several parts of a product, each of which computes some columns of several rows.
+    Beside,
 }
 
 impl Access {
@@ -148,6 +151,19 @@ impl Call {
                 && of.buffer == range.buffer
             {
                 *arg = Arg::Carried(of, access);
+            }
+        }
+        self
+    }
+
+    /// Returns the call with its writes to `range`'s buffer as [`Access::Beside`].
+    pub fn beside(mut self, range: Range) -> Call {
+        for arg in &mut self.args {
+            if let Arg::Buffer(of, access) | Arg::Carried(of, access) = arg
+                && of.buffer == range.buffer
+                && access.writes()
+            {
+                *access = Access::Beside;
             }
         }
         self

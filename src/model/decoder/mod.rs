@@ -178,14 +178,6 @@ fn outputs_from(y: Activations, first: u32, epilogue: Epilogue) -> Activations {
     Activations { range: floats_from(y.range, first), ..y }
 }
 
-/// Like [`outputs_from`], for a single row of x and a part of `rows` rows of W: without the outputs of later parts, so that
-/// the parts' products need no barrier between them.
-fn outputs_of(y: Activations, (first, rows): (u32, u32), epilogue: Epilogue) -> Activations {
-    let y = outputs_from(y, first, epilogue);
-    let outputs = if epilogue.halves() { rows / 2 } else { rows };
-    Activations { range: y.range.part(0, (u64::from(outputs) * 4).min(y.range.bytes)), ..y }
-}
-
 /// The parameters that determine a replica's recordings.
 #[derive(Clone, Debug)]
 pub struct Decoder<'a> {

@@ -3,7 +3,7 @@
 //!
 //! Not here: which weights a layer has.
 
-use super::{Decoder, Part, Step, StepShape, floats_from, outputs_from, outputs_of};
+use super::{Decoder, Part, Step, StepShape, floats_from, outputs_from};
 use crate::device::MOST_SHARED_BYTES;
 use crate::kernels::format_word;
 use crate::kernels::gemm::codes::{CodesConfig, ProductColumns};
@@ -259,7 +259,7 @@ impl Decoder<'_> {
         let flow_count = if most > 1 && step.generations.is_some() && !step.is_logits(y.range) { 1 } else { most };
         let flows: Vec<Flow> = (0..flow_count).map(|_| flow()).collect();
         let shares = self.shares(recording, shape, name, &parts);
-        for ((first, weight), share) in parts.into_iter().zip(shares) {
+        for (index, ((first, weight), share)) in parts.into_iter().zip(shares).enumerate() {
             let codes = fragments && weight.format.codes().is_some();
             let (x, norm) = self.in_order(recording, shape, (name, first), x, norm);
             let product = Product {
@@ -269,17 +269,13 @@ impl Decoder<'_> {
                 norm: norm.map(|n| (n, self.config.rms_eps)),
                 bias: bias.map(|bias| floats_from(bias, first)),
                 epilogue,
-                y: match shape.rows() {
-                    1 => outputs_of(y, (first, weight.rows), epilogue),
-                    _ => outputs_from(y, first, epilogue),
-                },
+                y: outputs_from(y, first, epilogue),
             };
-            if let Some(matrices) = self.tuning.fragments.filter(|_| codes && !self.packs(shape)) {
-                self.codes_product(recording, shape, (product, first, share), matrices, (most, &flows), step);
-                continue;
-            }
             let flow = flows[0];
             let call = match (shape, self.tuning.fragments.filter(|_| fragments)) {
+                (_, Some(matrices)) if codes && !self.packs(shape) => {
+                    self.codes_product(recording, shape, (product, first, share), matrices, (most, &flows), step)
+                }
                 (_, Some(matrices)) if !self.packs(shape) => {
                     let config = self.skinny_config(&weight, shape.rows(), matrices);
                     skinny::skinny(&product, shape.rows(), matrices, config, flow, step.fault)
@@ -298,7 +294,9 @@ impl Decoder<'_> {
                     }
                 }
             };
-            recording.call(call);
+            // With several flows, several calls for one part add to the same words.
+            let beside = index > 0 && flows.len() == 1;
+            recording.call(if beside { call.beside(y.range) } else { call });
         }
     }
 
@@ -364,9 +362,9 @@ impl Decoder<'_> {
         Some(DotsConfig { groups: 1 << groups.ilog2(), batch: most.batch.min(rows), ..most })
     }
 
-    /// Records the product of a few rows with a matrix of codes, in `count` parts of its columns. Each part's product is added
-    /// to those of the parts before it, by calls with a flow each or, with one flow, by the workgroups of one call. The matrix
-    /// begins at row `first_row` of its weight, and `share` processors are for it.
+    /// Records the product of a few rows with a matrix of codes, in `count` parts of its columns, but for the last call, which it
+    /// returns. Each part's product is added to those of the parts before it, by calls with a flow each or, with one flow, by
+    /// the workgroups of one call. The matrix begins at row `first_row` of its weight, and `share` processors are for it.
     fn codes_product(
         &self,
         recording: &mut Recording,
@@ -375,7 +373,7 @@ impl Decoder<'_> {
         matrices: Matrices,
         (count, flows): (u32, &[Flow]),
         step: &Step,
-    ) {
+    ) -> Call {
         let (units, rows) = (codes::units(&product.weight), shape.rows());
         let kind = (rows, product.norm.is_some());
         let unit = product.weight.format.codes().map_or(1, unit_cols);
@@ -385,8 +383,7 @@ impl Decoder<'_> {
         {
             let each = config.workgroups / self.tuning.processors.max(1);
             let config = CodesPtxConfig { workgroups: each * share, ..config };
-            recording.call(codes_ptx::skinny_codes_ptx(&product, config, flow, step.fault));
-            return;
+            return codes_ptx::skinny_codes_ptx(&product, config, flow, step.fault);
         }
         if let &[flow] = flows
             && count > 1
@@ -396,10 +393,9 @@ impl Decoder<'_> {
             let [before, own] = [first_row, product.weight.rows].map(|n| codes::partial_bytes(count, rows, n));
             let count = units.div_ceil(units.div_ceil(count));
             let columns = ProductColumns::Parts { count, partials: step.column_sums.range.part(before, own) };
-            recording.call(codes::skinny_codes(&product, rows, matrices, config, columns, flow, step.fault));
-            return;
+            return codes::skinny_codes(&product, rows, matrices, config, columns, flow, step.fault);
         }
-        for (flow, index) in flows.iter().zip(0..) {
+        let call = |(flow, index): (&Flow, u32)| {
             let first = units * index / count;
             let own = units * (index + 1) / count - first;
             let config = self.codes_config(&product.weight, own, kind, matrices);
@@ -413,8 +409,12 @@ impl Decoder<'_> {
                 },
             };
             let columns = ProductColumns::Of(first..first + own);
-            recording.call(codes::skinny_codes(&part, rows, matrices, config, columns, *flow, step.fault));
-        }
+            codes::skinny_codes(&part, rows, matrices, config, columns, *flow, step.fault)
+        };
+        let mut calls: Vec<Call> = flows.iter().zip(0..).map(call).collect();
+        let last = calls.pop().expect("a product has a flow");
+        calls.into_iter().for_each(|call| recording.call(call));
+        last
     }
 
     /// Records the input of a product in the order of the columns of its weight, where that is another one. Returns the
@@ -564,7 +564,7 @@ impl Decoder<'_> {
             }
         }
         let mut x = input;
-        for (first, weight, run) in parts {
+        for (index, (first, weight, run)) in parts.into_iter().enumerate() {
             // All runs of a part have one order.
             if run.is_none_or(|(from, _)| from == 0) {
                 x = input;
@@ -625,7 +625,10 @@ impl Decoder<'_> {
                     panel::panel(&product, rows, matrices, config, fold)
                 }
             };
-            recording.call(call);
+            recording.call(match y {
+                Output::Rows(y) if index > 0 => call.beside(y.range),
+                _ => call,
+            });
         }
     }
 

@@ -7,6 +7,7 @@
 
 use super::embed::rows_bytes;
 use super::gemm::codes::expanded_bytes;
+use super::gemm::codes_ptx;
 use super::gemm::matmul;
 use super::gemm::tiled::token_index;
 use super::host_memory::{HostMemory, PackedMatrix};
@@ -370,10 +371,12 @@ impl Operands {
     fn skinny_codes(&mut self, call: &Call, format: Format) -> Built {
         let c = SkinnyCodesConstants::from_values(&call.constants);
         let a = SkinnyCodesArgs::from_args(&call.args);
-        // One workgroup computes all tiles of a part of the columns, one after the other. The program in PTX has one row, of
-        // which each group of lanes has other columns, and uses a place of sums again from the fifth block on.
-        let is_ptx = shaders::find(call.kernel).is_ptx();
-        let (values, blocks) = if is_ptx { (a.k, 6) } else { (VALUES, 3) };
+        // One workgroup computes all tiles of a part of the columns, one after the other. The program in PTX has groups of lanes
+        // with other columns each, and uses a place of sums again from the fifth block on, if it may have so many.
+        let (values, blocks) = match shaders::find(call.kernel).is_ptx() {
+            true => (a.k, codes_ptx::most_blocks(&call.constants).min(6)),
+            false => (VALUES, 3),
+        };
         let n = FRAGMENT_ROWS * c.tiles * blocks;
         let tag = |bit: u32, tag: u32| (c.tagged & bit != 0).then_some(tag);
         let x = self.rows(values, [c.rows, a.k, a.x_stride], tag(1, a.x_tag));

@@ -24,6 +24,7 @@ use ostinato::kernels::gemm::panel::{Fold, PanelConfig, panel};
 use ostinato::kernels::gemm::skinny::Matrices;
 use ostinato::kernels::gemm::tiled::{Output, Packed, PackedOrder, Tiled, token_index};
 use ostinato::kernels::gemm::{Activations, Epilogue, GemvConfig, Glu, Matrix, Product};
+use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::moe::{ExpertsShape, GemvRows, Mlp, Stack, Used};
 use ostinato::kernels::recording::{Op, Range};
 use ostinato::kernels::shaders::{EmbedRowsArgs, SkinnyCodesConstants};
@@ -44,8 +45,8 @@ const SUMS: f32 = 2e-5;
 /// Tolerance of products in f16, and of two of them multiplied by SwiGLU.
 const HALF: f32 = 1.2e-2;
 const HALF_SWIGLU: f32 = 4e-2;
-/// Of `skinny_codes.ptx`, which rounds x to 16 bits or more.
-const INTEGERS: f32 = 4e-4;
+/// Of one row by `skinny_codes.ptx`, which rounds x to 16 bits or more.
+const INTEGERS: f32 = 6e-4;
 
 /// A way to quantise a matrix.
 #[derive(Clone, Copy, Debug)]
@@ -383,20 +384,34 @@ fn skinny_cases(name: &str, list: Vec<Case>, parts: u32) {
     }
 }
 
-/// Products of one row by `skinny_codes.ptx` of every format that it serves, with other numbers of groups, slots and workgroups.
+/// Products by `skinny_codes.ptx` of every format that it serves and every number of rows, with other numbers of groups, slots and
+/// workgroups.
 fn ptx_cases(name: &str, flow: Flow) -> Cases {
     let mut cases = Cases::new(name);
     let mut random = Random(94);
-    let served = products(&[1], flow).into_iter().filter(|case| codes_ptx::serves(case.way.format()));
+    let served = products(&codes_ptx::ROWS, flow).into_iter().filter(|case| codes_ptx::serves(case.way.format()));
     // Groups with more columns than they poll for together, from another than the first column on; one without any; and
     // more blocks than two turns of the places of sums.
-    let wide = |way, n, k, norm| Case { way, rows: 1, n, k, norm, bias: false, epilogue: Epilogue::Residual, flow };
+    let wide = |rows, way, n, k, norm| Case { way, rows, n, k, norm, bias: false, epilogue: Epilogue::Residual, flow };
     let blocks = |of| Way::Blocks(of);
+    let e4m3 = Way::Canonical(CANONICAL[0]);
     let further = [
-        (wide(blocks(BlockType::Q4_K), 160, 2048, false), CodesPtxConfig { groups: 2, slots: 3, workgroups: 1 }),
-        (wide(blocks(BlockType::Q6_K), 32, 1280, true), CodesPtxConfig { groups: 2, slots: 2, workgroups: 2 }),
-        (wide(blocks(BlockType::Q8_0), 50, 128, false), CodesPtxConfig { groups: 3, slots: 2, workgroups: 1 }),
-        (wide(Way::Canonical(AWQ), 32, 1920, true), CodesPtxConfig { groups: 2, slots: 3, workgroups: 1 }),
+        (wide(1, blocks(BlockType::Q4_K), 160, 2048, false), CodesPtxConfig { groups: 2, slots: 3, workgroups: 1 }),
+        (wide(1, blocks(BlockType::Q6_K), 32, 1280, true), CodesPtxConfig { groups: 2, slots: 2, workgroups: 2 }),
+        (wide(1, blocks(BlockType::Q8_0), 50, 128, false), CodesPtxConfig { groups: 3, slots: 2, workgroups: 1 }),
+        (wide(1, Way::Canonical(AWQ), 32, 1920, true), CodesPtxConfig { groups: 2, slots: 3, workgroups: 1 }),
+        (wide(4, blocks(BlockType::Q4_K), 160, 1024, true), CodesPtxConfig { groups: 2, slots: 2, workgroups: 1 }),
+        (wide(2, blocks(BlockType::Q6_K), 50, 1280, false), CodesPtxConfig { groups: 3, slots: 2, workgroups: 2 }),
+        (wide(4, blocks(BlockType::Q6_K), 50, 512, false), CodesPtxConfig { groups: 3, slots: 3, workgroups: 1 }),
+        (wide(8, blocks(BlockType::Q4_K), 160, 1024, true), CodesPtxConfig { groups: 3, slots: 2, workgroups: 2 }),
+        // x in two sections.
+        (wide(8, blocks(BlockType::Q4_K), 40, 13_056, false), CodesPtxConfig { groups: 4, slots: 2, workgroups: 1 }),
+        (wide(8, Way::Canonical(AWQ), 24, 13_696, true), CodesPtxConfig { groups: 6, slots: 3, workgroups: 2 }),
+        // In three, with four blocks.
+        (wide(8, blocks(BlockType::Q6_K), 64, 6144, true), CodesPtxConfig { groups: 6, slots: 16, workgroups: 1 }),
+        (wide(8, e4m3, 50, 6400, false), CodesPtxConfig { groups: 5, slots: 16, workgroups: 1 }),
+        (wide(4, e4m3, 50, 1280, true), CodesPtxConfig { groups: 3, slots: 2, workgroups: 2 }),
+        (wide(8, e4m3, 50, 1280, true), CodesPtxConfig { groups: 3, slots: 2, workgroups: 2 }),
     ];
     let served = served.enumerate().map(|(index, case)| {
         let groups = [1, 2, 3, 7, 16][index % 5];
@@ -412,9 +427,14 @@ fn ptx_cases(name: &str, flow: Flow) -> Cases {
         };
         let case = Case { epilogue, ..case };
         cases.case(format!("{case:?}.{config:?}"));
-        let product = case.product(&mut cases, &mut random, Layout::Fragments, INTEGERS);
+        // Later rows have larger numbers, whose products have larger errors; `rows_together_are_what_each_is_alone`.
+        let limit = if case.rows == 1 { INTEGERS } else { HALF };
+        let product = case.product(&mut cases, &mut random, Layout::Fragments, limit);
         let fault = cases.words("fault", &[0, 0]);
-        cases.recording.call(skinny_codes_ptx(&product, config, flow, fault));
+        let call = skinny_codes_ptx(&product, case.rows, config, flow, fault);
+        let in_sections = case.k > 6000;
+        assert_eq!(codes_ptx::most_blocks(&call.constants) < u32::MAX, in_sections, "{case:?}");
+        cases.recording.call(call);
     }
     cases
 }
@@ -432,7 +452,7 @@ fn agree(cases: &Cases, change: impl Fn(&str) -> String) {
 }
 
 #[test]
-fn one_row_on_a_simulated_processor() {
+fn few_rows_on_a_simulated_processor() {
     for (name, flow) in [("plain", Flow::NONE), ("tagged", TAGGED), ("input", Flow { output: None, ..TAGGED })] {
         agree(&ptx_cases(name, flow), str::to_owned);
     }
@@ -440,7 +460,7 @@ fn one_row_on_a_simulated_processor() {
 
 /// Goal: the simulation notices what is read or overwritten too early. Method: programs that wait less than they must.
 #[test]
-fn the_simulated_processor_notices_a_missing_wait_of_one_row() {
+fn the_simulated_processor_notices_a_missing_wait_of_few_rows() {
     let cases = ptx_cases("waits", Flow::NONE);
     agree(&cases, str::to_owned);
     for (right, wrong) in [
@@ -448,6 +468,8 @@ fn the_simulated_processor_notices_a_missing_wait_of_one_row() {
         ("mbarrier.try_wait.parity.shared::cta.b64 %p0, [%barrier_at], %phase;", "setp.lt.u32 %p0, %lane, 32;"),
         // Sums are added up before all groups have stored theirs.
         ("mbarrier.try_wait.parity.shared::cta.b64 %p0, [%r1], %r2;", "setp.lt.u32 %p0, %lane, 32;"),
+        // A block's sums are handed over with each section.
+        ("setp.eq.and.u32 %p1, %section, 1, %lead;", "and.pred %p1, %lead, %lead;"),
         // The next unit is copied over one that is not multiplied.
         ("L2::cache_hint [%slot_at], [%from]", "L2::cache_hint [%slots], [%from]"),
     ] {
@@ -465,17 +487,20 @@ fn the_simulated_processor_notices_a_missing_wait_of_one_row() {
 /// Goal: the test at start accepts the programs, and notices groups of lanes, slots and places that are wrong. Method: its probes
 /// on the simulated processor, with programs that differ in one place.
 #[test]
-fn the_test_at_start_of_one_row_covers_all_groups() {
+fn the_test_at_start_of_few_rows_covers_all_groups() {
     let mut cases = Cases::new("start");
     let fault = cases.words("fault", &[0, 0]);
     let [awq, e4m3] = [AWQ, CANONICAL[0]].map(Way::Canonical);
-    for way in [Way::Blocks(BlockType::Q4_K), Way::Blocks(BlockType::Q6_K), awq, e4m3] {
+    let [q4, q6] = [BlockType::Q4_K, BlockType::Q6_K].map(Way::Blocks);
+    for (way, rows) in
+        [(q4, 1), (q6, 1), (awq, 1), (e4m3, 1), (q4, 2), (q6, 4), (awq, 4), (e4m3, 4), (q4, 8), (e4m3, 8)]
+    {
         let (norm, bias, epilogue) = (false, false, Epilogue::Residual);
-        let case = Case { way, rows: 1, n: 16, k: 1280, norm, bias, epilogue, flow: TAGGED };
+        let case = Case { way, rows, n: 16, k: 1280, norm, bias, epilogue, flow: TAGGED };
         cases.case(format!("{case:?}"));
         let product = case.product(&mut cases, &mut Random(96), Layout::Fragments, INTEGERS);
         let config = CodesPtxConfig { groups: 4, slots: 2, workgroups: 1 };
-        let probe = probe(&skinny_codes_ptx(&product, config, TAGGED, fault)).expect("it reads codes");
+        let probe = probe(&skinny_codes_ptx(&product, case.rows, config, TAGGED, fault)).expect("it reads codes");
         let Op::Call(call) = &probe.recording.ops[0] else { panic!("a probe is one call") };
         let difference = |right: &str, wrong: &str| {
             let change = |text: &str| {
@@ -505,41 +530,123 @@ fn the_test_at_start_of_one_row_covers_all_groups() {
 /// Goal: a wait for words that never come ends, and says which call waited. Method: x, and then old values of y, of an earlier
 /// generation.
 #[test]
-fn one_row_that_waits_in_vain_sets_the_fault_word() {
-    for (number, flow) in [(5, Flow { input: 11, ..TAGGED }), (6, Flow { old: 7, ..TAGGED })] {
+fn rows_that_wait_in_vain_set_the_fault_word() {
+    let (input, old) = ((5, Flow { input: 11, ..TAGGED }), (6, Flow { old: 7, ..TAGGED }));
+    for ((number, flow), rows) in [(input, 1), (old, 1), (input, 4), (old, 4)] {
         let mut cases = Cases::new("stale");
         let way = Way::Blocks(BlockType::Q4_0);
         let epilogue = Epilogue::Residual;
-        let case = Case { way, rows: 1, n: 16, k: 128, norm: false, bias: false, epilogue, flow: TAGGED };
+        let case = Case { way, rows, n: 16, k: 128, norm: false, bias: false, epilogue, flow: TAGGED };
         cases.case("stale".to_owned());
         let product = case.product(&mut cases, &mut Random(95), Layout::Fragments, INTEGERS);
         let fault = cases.words("fault", &[0, 0]);
         let [input, old] = [flow.input, flow.old].map(|tag| tag | number << CALL_SHIFT);
         let config = CodesPtxConfig { groups: 1, slots: 2, workgroups: 1 };
-        let call = skinny_codes_ptx(&product, config, Flow { input, old, ..flow }, fault);
+        let call = skinny_codes_ptx(&product, case.rows, config, Flow { input, old, ..flow }, fault);
         let after = ptx::simulate(&call, &cases.before(), str::to_owned);
         assert_eq!(after.u32(fault, 0), number, "{flow:?}");
     }
 }
 
+/// Goal: numbers that are not finite stay in their row. Method: one infinite number, or one that is none, in one of several rows.
 #[test]
-fn programs_of_one_row_are_assembled_without_spilling() {
+fn a_row_that_is_not_finite_changes_no_other() {
+    let [awq, e4m3] = [AWQ, CANONICAL[0]].map(Way::Canonical);
+    let [q4, q6] = [BlockType::Q4_K, BlockType::Q6_K].map(Way::Blocks);
+    for (way, rows) in [(q4, 2), (q6, 8), (awq, 4), (e4m3, 2), (e4m3, 4), (e4m3, 8)] {
+        for value in [f32::INFINITY, f32::NAN] {
+            let mut cases = Cases::new("not finite");
+            let (norm, bias, epilogue) = (false, false, Epilogue::Store);
+            let case = Case { way, rows, n: 16, k: 256, norm, bias, epilogue, flow: Flow::NONE };
+            cases.case(format!("{case:?}"));
+            let product = case.product(&mut cases, &mut Random(97), Layout::Fragments, INTEGERS);
+            let fault = cases.words("fault", &[0, 0]);
+            let config = CodesPtxConfig { groups: 2, slots: 2, workgroups: 1 };
+            let call = skinny_codes_ptx(&product, rows, config, Flow::NONE, fault);
+            let results = |memory: &HostMemory, row: u32| -> Vec<u32> {
+                let result = |i| memory.u32(product.y.range, row * product.y.stride + i);
+                (0..case.n).map(result).collect()
+            };
+            let before = cases.before();
+            let finite = ptx::simulate(&call, &before, str::to_owned);
+            let mut changed = before.clone();
+            changed.set_f32(product.x.range, product.x.stride + 3, value);
+            let found = ptx::simulate(&call, &changed, str::to_owned);
+            for row in 0..rows {
+                match row {
+                    1 => assert!(results(&found, row).iter().all(|word| !f32::from_bits(*word).is_finite())),
+                    _ => assert_eq!(results(&found, row), results(&finite, row), "{case:?}, row {row}"),
+                }
+            }
+        }
+    }
+}
+
+/// Goal: rows together are what each is alone, but for the order of sums. Method: numbers of rows of all formats, beside the program
+/// of one row.
+#[test]
+fn rows_together_are_what_each_is_alone() {
+    let served = |case: &Case| case.rows > 1 && codes_ptx::serves(case.way.format());
+    for case in products(&codes_ptx::ROWS, Flow::NONE).into_iter().filter(served) {
+        let floats = case.way.format().codes().is_some_and(|codes| codes.number == Number::E4m3);
+        let case = Case { norm: false, bias: false, k: case.k.max(512), epilogue: Epilogue::Store, ..case };
+        let mut cases = Cases::new("together");
+        cases.case(format!("{case:?}"));
+        let product = case.product(&mut cases, &mut Random(98), Layout::Fragments, INTEGERS);
+        let fault = cases.words("fault", &[0, 0]);
+        let config = CodesPtxConfig { groups: 2, slots: 2, workgroups: 2 };
+        let run = |product: &Product, rows| {
+            let call = skinny_codes_ptx(product, rows, config, Flow::NONE, fault);
+            ptx::simulate(&call, &cases.before(), str::to_owned)
+        };
+        let together = run(&product, case.rows);
+        for row in 0..case.rows {
+            let of_row = |of: Activations| {
+                let skipped = u64::from(row * of.stride) * 4;
+                Activations { range: of.range.part(skipped, of.range.bytes - skipped), ..of }
+            };
+            let one = Product { x: of_row(product.x), y: of_row(product.y), ..product.clone() };
+            let alone = run(&one, 1);
+            let largest = (0..case.n).map(|i| alone.f32(one.y.range, i).abs()).fold(0.0, f32::max);
+            // Four and more rows of floats are f16.
+            let limit = largest * if floats && case.rows > 2 { 1e-3 } else { SUMS };
+            for i in 0..case.n {
+                let [a, b] = [&together, &alone].map(|memory| memory.f32(one.y.range, i));
+                assert!((a - b).abs() <= limit, "{case:?}: row {row}, {i}: {a} instead of {b}");
+            }
+        }
+    }
+}
+
+#[test]
+fn programs_of_few_rows_are_assembled_without_spilling() {
     let assembler = Assembler::new();
     let formats = ways().into_iter().map(Way::format).filter(|format| codes_ptx::serves(*format));
-    let mut seen = Vec::new();
+    let (mut seen, mut assembled) = (Vec::new(), HashSet::new());
     for (index, format) in (0..).zip(formats) {
         let new = !seen.contains(&format);
         seen.push(format);
-        // Norm, bias, epilogue, tags, exchanges with other devices, groups and units.
-        for [norm, bias, epilogue, tagged, devices, groups, units] in [
-            [1, 0, 2, 3, 0, 16, 32],
-            [0, 0, 1, 3, 0, 16, 96],
-            [1, 0, 0, 1, 0, 16, 32],
-            [1, 1, 3, 3, 1, 20, 40],
-            [0, 1, 1, 0, 1, 16, 224],
-            [0, 0, 4 | 0x40e0_0000, 3, 0, 31, 64],
+        // Rows, norm, bias, epilogue, tags, exchanges with other devices, groups and units.
+        for [rows, norm, bias, epilogue, tagged, devices, groups, units] in [
+            [1, 1, 0, 2, 3, 0, 16, 32],
+            [1, 0, 0, 1, 3, 0, 16, 96],
+            [1, 1, 0, 0, 1, 0, 16, 32],
+            [1, 1, 1, 3, 3, 1, 20, 40],
+            [1, 0, 1, 1, 0, 1, 16, 224],
+            [1, 0, 0, 4 | 0x40e0_0000, 3, 0, 31, 64],
+            [2, 1, 0, 2, 3, 0, 16, 32],
+            [4, 1, 1, 2, 3, 0, 16, 32],
+            [4, 0, 0, 1, 3, 1, 20, 80],
+            [8, 1, 0, 2, 3, 0, 16, 32],
+            [8, 0, 1, 1, 3, 0, 16, 96],
+            [4, 0, 0, 1, 3, 0, 20, 256],
         ] {
             if !new && !every_case() || index > 2 && groups != 16 && !every_case() {
+                continue;
+            }
+            let config = CodesPtxConfig { groups, slots: 3, workgroups: 1 };
+            let codes = format.codes().expect("the program serves codes");
+            if !config.fits(codes, (16, units), rows) {
                 continue;
             }
             let constants = SkinnyCodesConstants {
@@ -550,7 +657,7 @@ fn programs_of_one_row_are_assembled_without_spilling() {
                 epilogue,
                 tiles: 1,
                 ahead: 3,
-                rows: 1,
+                rows,
                 units,
                 tagged,
                 codes: codes_word(format),
@@ -560,14 +667,18 @@ fn programs_of_one_row_are_assembled_without_spilling() {
                 column_parts: 1,
             };
             let constants = constants.into_values();
+            assembled.insert((rows, codes_ptx::most_blocks(&constants) < u32::MAX));
             assembler.require(&format!("{format:?}, {constants:?}"), &codes_ptx::program(&constants).text);
         }
+    }
+    for of in [(1, false), (2, false), (4, false), (8, false), (4, true), (8, true)] {
+        assert!(assembled.contains(&of), "rows and whether x is in sections: {of:?}");
     }
 }
 
 #[test]
 #[ignore = "needs a GPU of compute capability 9.0 (OSTINATO_TEST_GPU)"]
-fn one_row_by_a_program_in_ptx() {
+fn few_rows_by_a_program_in_ptx() {
     let vulkan = Vulkan::new();
     let bench = Bench::new(&vulkan, Driver::Gpu);
     bench.device.takes_ptx().expect("programs in PTX");

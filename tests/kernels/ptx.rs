@@ -543,6 +543,7 @@ impl Processor<'_> {
                 _ => each(&|lane| of(1)[lane ^ of(2)[0] as usize]),
             },
             ("vote", _) => [u64::from((0..LANES).any(|lane| warp.active[lane] && of(1)[lane] != 0)); LANES],
+            ("redux", "s32") => [of(1).into_iter().sum::<u64>() & 0xffff_ffff; LANES],
             ("redux", _) => [of(1).into_iter().max().expect("lanes"); LANES],
             ("lop3", _) => {
                 let (a, b, c, table) = (of(1), of(2), of(3), of(4)[0]);

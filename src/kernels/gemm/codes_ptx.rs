@@ -1,19 +1,22 @@
-//! `skinny_codes.ptx`: `skinny_codes` for one row of x, as a program in PTX for NVIDIA GPUs of compute capability 9.0:
+//! `skinny_codes.ptx`: `skinny_codes` for 1, 2, 4 or 8 rows of x, as a program in PTX for NVIDIA GPUs of compute capability 9.0:
 //! `y = epilogue( W · prologue(x) )` for quantised weights in fragment order. The arguments, the prologue, the epilogue and the
 //! tags are those of `skinny_codes`; a program's text is made for the constants of a call.
 //!
 //! Affine codes are multiplied as 8-bit integers without signs by `mma.m16n8k32`, which SPIR-V reaches only with many instructions
 //! for each byte. The same bits of a word's four bytes are four codes of one row, so one instruction makes an operand of four codes
-//! of 4 bits, for row v 16 times as large. 32 columns of x, or a group of 128, have a common factor and become integers of 16 bits, 256 · high +
-//! low, two bytes with signs: a product with codes is exact, and rounding changes an element of x by at most 2⁻¹⁶ of the largest
-//! of the 32 or 128. A block of x has eight columns: two, high and low, for each of four groups of columns of W. A *set* is what
-//! these four columns are multiplied by: 4 groups of 16 or of 32. x of a block of 32 columns of W is zero in the columns of other
-//! groups, so that lane 4g + t, which receives columns 2t and 2t + 1 of rows u and v, has the sums of group t, and applies the
-//! group's scale and minimum to them: `(sum · scale · 2⁻²⁴ · factor - minimum · Σx)`, once for each set. With groups of 128, the
-//! four pairs of columns are the same. Weights need no scaling.
+//! of 4 bits, for row v 16 times as large. 32 columns of x, or a group of 128, have a common factor and become integers of 16
+//! bits, 256 · high + low, two bytes with signs: a product with codes is exact, and rounding changes an element of x by at most
+//! 2⁻¹⁶ of the largest of the 32 or 128.
 //!
-//! Codes in e4m3 become f16 by an instruction for two, and are multiplied by `mma.m16n8k16`. x has a factor for each 128 columns;
-//! the columns of its block are f16 in turns, most and rest, whose sum has 22 bits.
+//! A block of x has eight columns: high and low for each of four pairs of a row of x and a group of columns of W. A *set* is the
+//! groups that a block of x has columns for: 4 groups of 16 or of 32 of one row of x, 2 of two rows, one of four rows; eight rows
+//! are two blocks. x of a block of 32 columns of W is zero in the columns of other groups, so that lane 4g + t, which receives
+//! columns 2t and 2t + 1 of rows u and v of W, has the sums of row t % rows of x and group t / rows of the set, and applies the
+//! group's scale and minimum to them: `(sum · scale · 2⁻²⁴ · factor - minimum · Σx)`, once for each set. With groups of 128, there
+//! is one set, and pairs of columns beyond the rows repeat them. Weights need no scaling.
+//!
+//! Codes in e4m3 become f16 by an instruction for two, and are multiplied by `mma.m16n8k16`. A row of x has a factor for each 128
+//! columns; its columns of a block are f16, most and rest, whose sum has 22 bits, or with four and more rows most alone.
 //!
 //! A workgroup has one group of 32 lanes more than [`CodesPtxConfig::groups`], and computes blocks of 16 rows of W: block
 //! `workgroup + i · workgroups`. The groups split the units of columns. Each has `slots` places in shared memory for a unit,
@@ -21,6 +24,9 @@
 //! again as soon as the group has multiplied its unit, also across blocks, and no registers hold weights on their way. Of several
 //! places, at least one stays empty until x has come: the more a waiting call copies, the later the call before it ends. A group
 //! stores its sums of a block in one of `PLACES` places; the last group adds up those of all groups, finishes them and stores y.
+//!
+//! If x of several rows does not fit in shared memory, each group's units are divided into *sections*: all blocks are multiplied
+//! with x of one section, then x of the next takes its place. Each block keeps its place of sums then, to which a section adds.
 //!
 //! All workgroups ask for at least `LEAST_SHARED_BYTES`, so that a processor has one of them at a time. If one call asked for
 //! twice as much as the next one, some processors would get two of the next call's workgroups, which take twice as long, and
@@ -34,6 +40,7 @@
 use super::Product;
 use super::codes::{CodesConfig, ProductColumns, skinny_codes, units};
 use super::skinny::Matrices;
+use crate::device::MOST_SHARED_BYTES;
 use crate::kernels::format_of_word;
 use crate::kernels::ptx::{PtxProgram, PtxText, float, line, registers};
 use crate::kernels::recording::{Call, Range};
@@ -56,11 +63,14 @@ pub struct CodesPtxConfig {
 }
 
 impl CodesPtxConfig {
-    /// Returns the shared memory of a workgroup in bytes, for a matrix of `units` units of columns of a format.
-    pub fn shared_bytes(self, codes: Codes, units: u32) -> u32 {
-        let CodesPtxConfig { groups, slots, .. } = self;
-        Variant { codes, groups, slots, units, norm: false, bias: false, epilogue: 0, tagged: 0, devices: false }
-            .shared_bytes()
+    /// Whether a workgroup has enough shared memory for a matrix of `n` rows and `units` units of columns of a format, with
+    /// `rows` rows of x. If x fits only in sections, it adds to its blocks' sums section by section, so that each needs a place.
+    pub fn fits(self, codes: Codes, (n, units): (u32, u32), rows: u32) -> bool {
+        let CodesPtxConfig { groups, slots, workgroups } = self;
+        let (norm, bias, epilogue, tagged, devices) = (false, false, 0, 0, false);
+        let whole = Variant { codes, rows, sections: 1, groups, slots, units, norm, bias, epilogue, tagged, devices };
+        let blocks = n.div_ceil(16).div_ceil(workgroups);
+        whole.in_sections().is_some_and(|v| v.sections == 1 || blocks <= PLACES)
     }
 }
 
@@ -75,21 +85,26 @@ pub fn serves(format: Format) -> bool {
     }
 }
 
-/// Returns the call of a product of one row of x: that of `skinny_codes` for these workgroups, with the program in PTX. `flow`
-/// gives the tagged operands.
+/// Returns the call of a product of 1, 2, 4 or 8 rows of x: that of `skinny_codes` for these workgroups, with the program in PTX.
+/// `flow` gives the tagged operands.
 ///
 /// # Panics
-/// If the program does not serve the format of W.
-pub fn skinny_codes_ptx(product: &Product, config: CodesPtxConfig, flow: Flow, fault: Range) -> Call {
+/// If the program does not serve the format of W or the number of rows, or a workgroup has not enough shared memory.
+pub fn skinny_codes_ptx(product: &Product, rows: u32, config: CodesPtxConfig, flow: Flow, fault: Range) -> Call {
     let format = product.weight.format;
-    assert!(serves(format), "{format:?} of \"{}\"", product.label);
+    assert!(serves(format) && ROWS.contains(&rows), "{rows} rows, {format:?} of \"{}\"", product.label);
+    let codes = format.codes().expect("it is served");
+    let fits = config.fits(codes, (product.weight.rows, units(&product.weight)), rows);
+    assert!(fits, "{config:?} for {rows} rows of \"{}\"", product.label);
     let CodesPtxConfig { groups, slots, workgroups } = config;
     let config = CodesConfig { threads: (groups + 1) * 32, tiles: 1, ahead: slots, workgroups };
     let columns = ProductColumns::Of(0..units(&product.weight));
-    let call = skinny_codes(product, 1, Matrices::Cooperative, config, columns, flow, fault);
+    let call = skinny_codes(product, rows, Matrices::Cooperative, config, columns, flow, fault);
     Call { kernel: SKINNY_CODES_PTX.name, ..call }
 }
 
+/// The numbers of rows of x that the program serves.
+pub const ROWS: [u32; 4] = [1, 2, 4, 8];
 /// The most groups of a workgroup that multiply.
 pub const MOST_GROUPS: u32 = 31;
 /// The most slots of a group.
@@ -115,6 +130,9 @@ const LEAST_SHARED_BYTES: u32 = 114 << 10;
 #[derive(Clone, Copy, Debug)]
 struct Variant {
     codes: Codes,
+    rows: u32,
+    /// The number of sections of a group's units; x of one of them is in shared memory at a time.
+    sections: u32,
     groups: u32,
     slots: u32,
     units: u32,
@@ -128,8 +146,10 @@ struct Variant {
 impl Variant {
     fn of(constants: &[u32]) -> Variant {
         let c = SkinnyCodesConstants::from_values(constants);
-        Variant {
+        let whole = Variant {
             codes: format_of_word(c.codes).codes().expect("a format of codes"),
+            rows: c.rows,
+            sections: 1,
             groups: c.threads / 32 - 1,
             slots: c.ahead,
             units: c.units,
@@ -138,7 +158,16 @@ impl Variant {
             epilogue: c.epilogue,
             tagged: c.tagged,
             devices: c.devices == 1,
-        }
+        };
+        whole.in_sections().expect("x fits in shared memory, as its call was made for it")
+    }
+
+    /// Returns the variant with as few sections as leave room for x in shared memory. With several, each group has units of all; one
+    /// row has one section.
+    fn in_sections(self) -> Option<Variant> {
+        let with = |sections| Variant { sections, ..self };
+        let most = if self.rows == 1 { 1 } else { (self.units / self.groups).max(1) };
+        (1..=most).map(with).find(|v| v.shared_bytes() <= MOST_SHARED_BYTES)
     }
 
     fn threads(&self) -> u32 {
@@ -151,7 +180,7 @@ impl Variant {
     }
 
     /// Whether the columns of a block of x are those of groups of columns of W: not in groups of 128, which have one scale, so
-    /// that all lanes with the same g have the sums of the same rows.
+    /// that all lanes with the same g have sums of the same group and rows of W.
     fn has_sets(&self) -> bool {
         self.is_integer() && self.codes.group < 128
     }
@@ -170,12 +199,24 @@ impl Variant {
         unit_cols(self.codes) / 128
     }
 
-    /// The numbers of blocks of 32 columns of a set, and of sets of 128 columns.
-    fn set_blocks(&self) -> u32 {
-        if self.codes.group == 16 { 2 } else { 4 }
+    /// The number of rows of x in a block of x, and of blocks for all rows.
+    fn block_rows(&self) -> u32 {
+        self.rows.min(4)
     }
+    fn row_blocks(&self) -> u32 {
+        self.rows / self.block_rows()
+    }
+    /// The number of groups of columns of a set: a block of x has four pairs of columns, one for each row of x and group.
+    fn set_groups(&self) -> u32 {
+        if self.has_sets() { 4 / self.block_rows() } else { 1 }
+    }
+    /// The number of sets of 128 columns.
     fn part_sets(&self) -> u32 {
-        4 / self.set_blocks()
+        128 / self.codes.group / self.set_groups()
+    }
+    /// The number of blocks of 32 columns of a set; a set of one group of 16 has half a block.
+    fn set_blocks(&self) -> u32 {
+        (self.set_groups() * self.codes.group).div_ceil(32)
     }
 
     fn unit_bytes(&self) -> u32 {
@@ -194,18 +235,42 @@ impl Variant {
         BLOCK_HEADER as u32 + self.units * self.unit_bytes()
     }
 
-    /// The bytes of 128 columns of x without their factors, which follow, and with them.
+    /// The number of passes in which the last group finishes a block of W: two rows of y each.
+    fn passes(&self) -> u32 {
+        self.rows.div_ceil(2)
+    }
+    /// Whether a row of x has two columns of a block, high and low or most and rest: of four rows of floats, the rest would take as
+    /// much shared memory again.
+    fn has_two_columns(&self) -> bool {
+        self.is_integer() || self.rows < 4
+    }
+    /// The bytes of a column of a block of x, of 32 columns of W.
+    fn column_bytes(&self) -> u32 {
+        if self.is_integer() { 32 } else { 64 }
+    }
+    /// The bytes of a block of 32 columns of one row of x.
+    fn row_bytes(&self) -> u32 {
+        self.column_bytes() * if self.has_two_columns() { 2 } else { 1 }
+    }
+    /// The bytes of 128 columns of all rows of x without their factors, which follow, and with them.
     fn x_bytes(&self) -> u32 {
-        if self.is_integer() { 256 } else { 512 }
+        4 * self.rows * self.row_bytes()
     }
     fn part_bytes(&self) -> u32 {
-        self.x_bytes() + if self.is_integer() { self.part_sets() * 32 } else { 16 }
+        let factors = if self.is_integer() { 128 / self.codes.group * 8 } else { 4 };
+        self.x_bytes() + (self.rows * factors).next_multiple_of(16)
     }
-    /// The number of 128 columns of x that a group polls for together, with their norm's weights: all, if there are registers for
-    /// them, or few.
+    /// The number of 128 columns of x that a group polls for together, in all rows, with their norm's weights: of one row all, if
+    /// there are registers for them; otherwise few.
     fn batch(&self) -> u32 {
-        let (own, most) = (self.own_units() * self.parts(), if self.norm { 3 } else { 6 });
-        if own <= most { own } else { 2 }
+        let own = self.section_parts();
+        match self.rows {
+            1 if own <= if self.norm { 3 } else { 6 } => own,
+            1 => 2,
+            // Several rows are read by a loop. Of a group with an odd number, the last 128 columns are zeros, for which there is room.
+            2 if self.sections == 1 && own.is_multiple_of(2) => 2,
+            _ => 1,
+        }
     }
 
     // The shared memory, behind bytes that are not used: the groups' slots, then their x, the places of sums, the groups' sums of
@@ -217,13 +282,21 @@ impl Variant {
         self.groups * self.slots * self.slot_bytes()
     }
     fn sums_at(&self) -> u32 {
-        self.x_at() + self.groups * self.own_units() * self.parts() * self.part_bytes()
+        self.x_at() + self.groups * self.section_bytes()
+    }
+    /// The bytes of x of a group's section.
+    fn section_bytes(&self) -> u32 {
+        self.section_parts() * self.part_bytes()
+    }
+    /// The most 128 columns of a section.
+    fn section_parts(&self) -> u32 {
+        self.own_units().div_ceil(self.sections) * self.parts()
     }
     fn squares_at(&self) -> u32 {
-        self.sums_at() + PLACES * self.groups * 64
+        self.sums_at() + PLACES * self.groups * self.rows * 64
     }
     fn full_places_at(&self) -> u32 {
-        (self.squares_at() + self.groups * 4).next_multiple_of(8)
+        (self.squares_at() + self.rows * self.groups * 4).next_multiple_of(8)
     }
     fn slot_barriers_at(&self) -> u32 {
         self.full_places_at() + 2 * PLACES * 8
@@ -240,6 +313,11 @@ impl Variant {
 pub fn workgroup(constants: &[u32]) -> (u32, u32) {
     let v = Variant::of(constants);
     (v.threads(), v.shared_bytes())
+}
+
+/// Returns the most blocks of 16 rows of W of a workgroup: as many as there are places, if x is in sections.
+pub fn most_blocks(constants: &[u32]) -> u32 {
+    if Variant::of(constants).sections > 1 { PLACES } else { u32::MAX }
 }
 
 /// Returns the program for the constants of a call.
@@ -266,12 +344,14 @@ impl Text {
             self,
             ".reg .pred %p<8>, %mine<4>, %half, %first, %lead;
 .reg .b16 %h<4>;
-.reg .b32 %r<16>, %q<4>, %w<32>, %a<4>, %b<4>, %c<4>, %x<{xs}>, %polls, %looks;
-.reg .b64 %l<4>, %from;
-.reg .f32 %f<16>, %gain<{xs}>, %d<8>, %sum_u, %sum_v, %least_v, %fx, %fs, %squares, %factor, %bias_of_row, %norm_scale;
+.reg .b32 %r<16>, %q<8>, %w<32>, %a<4>, %b<8>, %c<8>, %x<{xs}>, %polls, %looks;
+.reg .b64 %l<4>, %from, %row<8>, %old_at<4>, %gains_at;
+.reg .f32 %f<16>, %gain<{gains}>, %d<8>, %sum_u<2>, %sum_v<2>, %least_v<2>, %fx<2>, %fs<2>, %squares<8>, %factor, %bias_of_row, %norm_scale<4>;
 .reg .b32 %thread, %lane, %group, %g, %t, %base, %n, %k, %x_tag, %y_tag, %old_tag;
 .reg .b32 %own, %first_unit, %copies, %of_block, %slots, %slot_at, %barriers, %barrier_at, %phase, %left;
-.reg .b32 %own_x, %x_at, %factors_at, %own_scales, %turn, %old;
+.reg .b32 %own_x, %x_at, %factors_at, %own_scales, %turn, %old<4>, %no_x;
+.reg .b32 %x_start, %x_to, %factors_start, %factors_to, %quad, %parts_left;
+.reg .b32 %section, %of_section, %copied_section, %copies_of_section, %blocks, %block;
 .reg .b64 %weight, %x, %norm, %bias, %y, %fault;
 ld.param.u64 %weight, [args];
 ld.param.u64 %x, [args+8];
@@ -282,6 +362,7 @@ ld.param.u64 %fault, [args+48];
 ld.param.u32 %n, [args+56];
 ld.param.u32 %k, [args+60];
 ld.param.u32 %x_tag, [args+76];
+and.b32 %no_x, %x_tag, {TAG_MASK};
 ld.param.u32 %old_tag, [args+80];
 ld.param.u32 %y_tag, [args+84];
 mov.u32 %base, shared;
@@ -296,17 +377,36 @@ mov.u32 %turn, 0;
 setp.eq.u32 %lead, %lane, 0;
 setp.eq.u32 %p0, %group, {groups};
 @%p0 bra FINISHER;",
-            xs = v.batch() * 4,
+            xs = v.batch() * v.block_rows() * 4,
+            gains = v.batch() * 4,
             groups = v.groups,
             unused = v.unused_bytes(),
         );
         self.begin_copies();
         line!(self, "bar.sync 0, {};", v.threads());
+        self.begin_x();
         self.read_x();
         line!(self, "@!%lead bra FILLED;");
         self.fill(v.early_slots()..v.slots);
         line!(self, "FILLED:");
+        self.begin_products();
+        if v.sections > 1 {
+            line!(self, "bra SECTION;\nNEXTSECTION:");
+            self.section("%section", "%of_section");
+            self.read_x();
+            line!(self, "SECTION:");
+        }
         self.products();
+        if v.sections > 1 {
+            line!(
+                self,
+                "mov.u32 %turn, 0;
+add.u32 %section, %section, 1;
+setp.lt.u32 %p0, %section, {};
+@%p0 bra NEXTSECTION;",
+                v.sections
+            );
+        }
         line!(self, "ret;\nFINISHER:");
         self.finisher();
         line!(self, "ret;\n}}");
@@ -333,15 +433,16 @@ shr.u32 %r0, %r0, 4;
 sub.u32 %r0, %r0, %r1;
 add.u32 %r0, %r0, %r2;
 sub.u32 %r0, %r0, 1;
-div.u32 %r0, %r0, %r2;
-mul.lo.u32 %copies, %r0, %own;
-mov.u32 %of_block, %own;
+div.u32 %blocks, %r0, %r2;
+mul.lo.u32 %copies, %blocks, %own;
+mov.u32 %block, %blocks;
+mov.u32 %section, 0;
+mov.u32 %of_section, %own;
 mul.wide.u32 %from, %r1, {block_bytes};
 mul.wide.u32 %l0, %first_unit, {unit_bytes};
 add.u64 %from, %from, %l0;
 add.u64 %from, %from, %weight;
-add.u64 %from, %from, {BLOCK_HEADER};
-@!%lead bra COPIED;",
+add.u64 %from, %from, {BLOCK_HEADER};",
             units = v.units,
             groups = v.groups,
             slots_bytes = v.slots * v.slot_bytes(),
@@ -350,12 +451,35 @@ add.u64 %from, %from, {BLOCK_HEADER};
             block_bytes = v.block_bytes(),
             unit_bytes = v.unit_bytes(),
         );
+        if v.sections > 1 {
+            self.section("%section", "%of_section");
+        }
+        line!(
+            self,
+            "mov.u32 %copied_section, 0;
+mov.u32 %copies_of_section, %of_section;
+mov.u32 %of_block, %of_section;
+@!%lead bra COPIED;"
+        );
         for slot in 0..v.slots {
             line!(self, "mbarrier.init.shared::cta.b64 [%barriers+{}], 1;", slot * 8);
         }
         line!(self, "fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;");
         self.fill(0..v.early_slots());
         line!(self, "COPIED:");
+    }
+
+    /// Sets the register `count` to the number of units of the group's section in the register `section`. %r0 and %r1 change.
+    fn section(&mut self, section: &str, count: &str) {
+        let sections = self.v.sections;
+        line!(
+            self,
+            "mul.lo.u32 %r0, %own, {section};
+add.u32 %r1, %r0, %own;
+div.u32 %r0, %r0, {sections};
+div.u32 %r1, %r1, {sections};
+sub.u32 {count}, %r1, %r0;"
+        );
     }
 
     /// Copies the group's next units, as far as there are any, to empty slots.
@@ -390,11 +514,28 @@ setp.ne.u32 %p0, %of_block, 0;
 mov.u32 %r0, %nctaid.x;
 mul.wide.u32 %l0, %r0, {block_bytes};
 add.u64 %from, %from, %l0;
-mul.wide.u32 %l0, %own, {unit_bytes};
-sub.u64 %from, %from, %l0;
-mov.u32 %of_block, %own;
-NONE{label}:"
+mul.wide.u32 %l1, %copies_of_section, {unit_bytes};
+sub.u64 %from, %from, %l1;
+mov.u32 %of_block, %copies_of_section;"
         );
+        if self.v.sections > 1 {
+            // Behind the last block, the next section of the first one follows.
+            line!(
+                self,
+                "sub.u32 %block, %block, 1;
+setp.ne.u32 %p0, %block, 0;
+@%p0 bra NONE{label};
+mov.u32 %block, %blocks;
+mul.lo.u32 %r0, %r0, %blocks;
+mul.wide.u32 %l0, %r0, {block_bytes};
+sub.u64 %from, %from, %l0;
+add.u64 %from, %from, %l1;
+add.u32 %copied_section, %copied_section, 1;"
+            );
+            self.section("%copied_section", "%copies_of_section");
+            line!(self, "mov.u32 %of_block, %copies_of_section;");
+        }
+        line!(self, "NONE{label}:");
     }
 
     /// Jumps to `again` if a lane has a stale word, unless the wait is given up. %r0 has the bits in which the lane's words differ
@@ -437,128 +578,185 @@ FRESH{label}:"
         );
     }
 
-    /// Writes the group's columns of x to shared memory, and the sum of their squares.
-    fn read_x(&mut self) {
+    /// Prepares the reading of x.
+    fn begin_x(&mut self) {
         let v = self.v;
-        let parts = v.own_units() * v.parts();
+        for row in 0..v.rows {
+            line!(self, "mov.f32 %squares{row}, 0f00000000;");
+        }
         line!(
             self,
             "mad.lo.u32 %own_x, %group, {x_bytes}, %base;
 add.u32 %own_x, %own_x, {x_at};
-mov.f32 %squares, 0f00000000;
-// The lane has 4 columns of block %r8 of 32: 8 columns for each %r9, 4 for each %r10. Their place is %x_at.
+// The lane has 4 columns of block %r8 of 32: 8 columns for each %r9, 4 for each %r10. Their place is %x_start.
 shr.u32 %r8, %lane, 3;
 shr.u32 %r9, %lane, 1;
 and.b32 %r9, %r9, 3;
 and.b32 %r10, %lane, 1;
-// Its first 16 bytes of x, and the group's 128 columns of x.
-mul.lo.u32 %r12, %first_unit, {unit_quads};
-add.u32 %r12, %r12, %lane;
-mul.lo.u32 %r13, %own, {unit_parts};",
-            x_bytes = v.own_units() * v.parts() * v.part_bytes(),
+mad.lo.u32 %x_start, %r8, {block_bytes}, %own_x;
+mad.lo.u32 %x_start, %r9, {quarter}, %x_start;
+mad.lo.u32 %x_start, %r10, {eighth}, %x_start;
+// Its first 16 bytes of x.
+mul.lo.u32 %quad, %first_unit, {unit_quads};
+add.u32 %quad, %quad, %lane;",
+            x_bytes = v.section_bytes(),
             x_at = v.x_at(),
+            block_bytes = v.rows * v.row_bytes(),
+            quarter = v.column_bytes() / 4,
+            eighth = v.column_bytes() / 8,
             unit_quads = unit_cols(v.codes) / 4,
-            unit_parts = v.parts(),
         );
-        match (v.is_integer(), v.codes.group) {
-            (false, _) => line!(
+        // The place of the factors of the lane's columns, and whether it is the lane that writes them.
+        match v.codes.group {
+            16 => line!(
                 self,
-                "mad.lo.u32 %x_at, %r8, 128, %own_x;
-mad.lo.u32 %x_at, %r9, 16, %x_at;
-mad.lo.u32 %x_at, %r10, 8, %x_at;"
+                "shr.u32 %r0, %lane, 2;\nand.b32 %r1, %lane, 3;\nmad.lo.u32 %factors_start, %r0, {}, %own_x;",
+                8 * v.rows
             ),
-            (true, group) => {
-                line!(
-                    self,
-                    "mad.lo.u32 %x_at, %r8, 64, %own_x;
-mad.lo.u32 %x_at, %r9, 8, %x_at;
-mad.lo.u32 %x_at, %r10, 4, %x_at;"
-                );
-                // The place of the factors of the lane's columns, and whether it is the lane that writes them.
-                match group {
-                    16 => line!(
-                        self,
-                        "shr.u32 %r0, %lane, 2;\nand.b32 %r1, %lane, 3;\nmad.lo.u32 %factors_at, %r0, 8, %own_x;"
-                    ),
-                    32 => line!(self, "and.b32 %r1, %lane, 7;\nmad.lo.u32 %factors_at, %r8, 8, %own_x;"),
-                    _ => line!(self, "mov.u32 %r1, %lane;\nmov.u32 %factors_at, %own_x;"),
-                }
-                line!(self, "setp.eq.u32 %first, %r1, 0;");
-            }
+            32 => line!(self, "and.b32 %r1, %lane, 7;\nmad.lo.u32 %factors_start, %r8, {}, %own_x;", 8 * v.rows),
+            _ => line!(self, "mov.u32 %r1, %lane;\nmov.u32 %factors_start, %own_x;"),
         }
-        line!(self, "mul.wide.u32 %l1, %r12, 16;\nadd.u64 %l0, %x, %l1;\nadd.u64 %l1, %norm, %l1;");
-        for first in (0..parts).step_by(v.batch() as usize) {
-            let batch = first..(first + v.batch()).min(parts);
-            // Columns that do not exist are not loaded, and their words are not stale.
-            for (i, part) in (0..).zip(batch.clone()) {
-                line!(
-                    self,
-                    "add.u32 %r0, %r12, {quads};
-setp.gt.u32 %p{there}, %r13, {part};
-shl.b32 %r1, %r0, 2;
-setp.lt.and.u32 %p{there}, %r1, %k, %p{there};",
-                    quads = part * 32,
-                    there = i + 1,
-                );
-                for e in i * 4..i * 4 + 4 {
-                    line!(self, "mov.b32 %x{e}, %x_tag;");
-                }
-                if v.norm {
-                    for e in i * 4..i * 4 + 4 {
-                        line!(self, "mov.f32 %gain{e}, 0f00000000;");
-                    }
-                    line!(
-                        self,
-                        "@%p{} ld.global.nc.v4.f32 {{{}}}, [%l1+{}];",
-                        i + 1,
-                        registers("gain", i * 4..i * 4 + 4),
-                        part * 512
-                    );
-                }
+        line!(
+            self,
+            "setp.eq.u32 %first, %r1, 0;
+mul.wide.u32 %l1, %quad, 16;
+add.u64 %row0, %x, %l1;
+add.u64 %gains_at, %norm, %l1;"
+        );
+        for row in 1..v.rows {
+            line!(
+                self,
+                "ld.param.u32 %r0, [args+64];\nmul.wide.u32 %l2, %r0, 4;\nadd.u64 %row{row}, %row{}, %l2;",
+                row - 1
+            );
+        }
+    }
+
+    /// Writes the columns of x of the group's section to shared memory, and the sums of the squares of all so far.
+    fn read_x(&mut self) {
+        let v = self.v;
+        let (parts, batch) = (v.section_parts(), v.batch());
+        line!(
+            self,
+            "mov.u32 %x_to, %x_start;\nmov.u32 %factors_to, %factors_start;\nmul.lo.u32 %parts_left, %of_section, {};",
+            v.parts()
+        );
+        if v.rows == 1 {
+            for first in (0..parts).step_by(batch as usize) {
+                self.read_parts(first..(first + batch).min(parts), 0..1);
             }
+        } else {
+            // A loop: the code for all parts would fill the instruction cache.
             let label = self.ptx.label();
-            line!(self, "POLL{label}:");
-            for (i, part) in (0..).zip(batch.clone()) {
-                line!(
-                    self,
-                    "@%p{} ld.volatile.global.v4.u32 {{{}}}, [%l0+{}];",
-                    i + 1,
-                    registers("x", i * 4..i * 4 + 4),
-                    part * 512
-                );
+            line!(self, "setp.eq.u32 %p0, %parts_left, 0;\n@%p0 bra READ{label};\nPARTS{label}:");
+            for first in (0..v.rows).step_by(v.block_rows() as usize) {
+                self.read_parts(0..batch, first..first + v.block_rows());
             }
-            if v.tagged > 0 {
-                line!(self, "mov.u32 %r0, 0;");
-                for i in 0..(batch.end - batch.start) * 4 {
-                    line!(self, "xor.b32 %r1, %x{i}, %x_tag;\nor.b32 %r0, %r0, %r1;");
-                }
-                self.poll_again(&format!("POLL{label}"), "%x_tag");
+            for row in 0..v.rows {
+                line!(self, "add.u64 %row{row}, %row{row}, {};", batch * 512);
             }
-            for (i, part) in (0..).zip(batch) {
-                self.prepare_x(i, part);
-            }
+            line!(
+                self,
+                "add.u64 %gains_at, %gains_at, {columns};
+add.u32 %quad, %quad, {quads};
+add.u32 %x_to, %x_to, {bytes};
+add.u32 %factors_to, %factors_to, {bytes};
+setp.gt.u32 %p0, %parts_left, {batch};
+sub.u32 %parts_left, %parts_left, {batch};
+@%p0 bra PARTS{label};
+READ{label}:",
+                columns = batch * 512,
+                quads = batch * 32,
+                bytes = batch * v.part_bytes(),
+            );
         }
         if v.norm {
-            for mask in [1, 2, 4, 8, 16] {
-                line!(
-                    self,
-                    "shfl.sync.bfly.b32 %f0, %squares, {mask}, 31, 0xffffffff;\nadd.f32 %squares, %squares, %f0;"
-                );
+            line!(self, "mad.lo.u32 %r0, %group, 4, %base;");
+            for row in 0..v.rows {
+                line!(self, "mov.f32 %f1, %squares{row};");
+                for mask in [1, 2, 4, 8, 16] {
+                    line!(self, "shfl.sync.bfly.b32 %f0, %f1, {mask}, 31, 0xffffffff;\nadd.f32 %f1, %f1, %f0;");
+                }
+                let at = v.squares_at() + row * v.groups * 4;
+                line!(self, "@%lead st.shared.f32 [%r0+{at}], %f1;");
             }
-            line!(self, "mad.lo.u32 %r0, %group, 4, %base;\n@%lead st.shared.f32 [%r0+{}], %squares;", v.squares_at());
         }
         line!(self, "bar.warp.sync 0xffffffff;");
     }
 
-    /// Writes the lane's columns of the group's `part`-th 128 columns, the `i`-th of a batch.
-    fn prepare_x(&mut self, i: u32, part: u32) {
+    /// Reads 128 columns each of `parts` behind %row0 and the others, of some rows, and writes them behind %x_to.
+    fn read_parts(&mut self, parts: std::ops::Range<u32>, rows: std::ops::Range<u32>) {
+        let v = self.v;
+        let count = rows.end - rows.start;
+        let first_of = |i: u32, row: u32| (i * count + row - rows.start) * 4;
+        // Columns that do not exist are not loaded: they are zeros with the awaited tag, subnormal numbers.
+        for (i, part) in (0..).zip(parts.clone()) {
+            line!(
+                self,
+                "add.u32 %r0, %quad, {quads};
+setp.gt.u32 %p{there}, %parts_left, {part};
+shl.b32 %r1, %r0, 2;
+setp.lt.and.u32 %p{there}, %r1, %k, %p{there};",
+                quads = part * 32,
+                there = i + 1,
+            );
+            for e in i * count * 4..(i + 1) * count * 4 {
+                line!(self, "mov.b32 %x{e}, %no_x;");
+            }
+            if v.norm {
+                for e in i * 4..i * 4 + 4 {
+                    line!(self, "mov.f32 %gain{e}, 0f00000000;");
+                }
+                line!(
+                    self,
+                    "@%p{} ld.global.nc.v4.f32 {{{}}}, [%gains_at+{}];",
+                    i + 1,
+                    registers("gain", i * 4..i * 4 + 4),
+                    part * 512
+                );
+            }
+        }
+        let label = self.ptx.label();
+        line!(self, "POLL{label}:");
+        for (i, part) in (0..).zip(parts.clone()) {
+            for row in rows.clone() {
+                line!(
+                    self,
+                    "@%p{} ld.volatile.global.v4.u32 {{{}}}, [%row{row}+{}];",
+                    i + 1,
+                    registers("x", first_of(i, row)..first_of(i, row) + 4),
+                    part * 512
+                );
+            }
+        }
+        if v.tagged > 0 {
+            line!(self, "mov.u32 %r0, 0;");
+            for i in 0..(parts.end - parts.start) * count * 4 {
+                line!(self, "xor.b32 %r1, %x{i}, %x_tag;\nor.b32 %r0, %r0, %r1;");
+            }
+            self.poll_again(&format!("POLL{label}"), "%x_tag");
+        }
+        for (i, part) in (0..).zip(parts) {
+            for row in rows.clone() {
+                self.prepare_x((first_of(i, row), i * 4), part, row);
+            }
+        }
+    }
+
+    /// Writes the lane's four columns of a row of x, of the `part`-th 128 columns; they are in the registers %x from `x` on, and their
+    /// norm's weights in %gain from `gain` on.
+    fn prepare_x(&mut self, (x, gain): (u32, u32), part: u32, row: u32) {
         let v = self.v;
         for e in 0..4 {
-            line!(self, "selp.f32 %f{e}, %x{}, 0f00000000, %p{};", i * 4 + e, i + 1);
+            line!(self, "mov.b32 %f{e}, %x{};", x + e);
         }
         if v.norm {
             for e in 0..4 {
-                line!(self, "fma.rn.f32 %squares, %f{e}, %f{e}, %squares;\nmul.f32 %f{e}, %f{e}, %gain{};", i * 4 + e);
+                line!(
+                    self,
+                    "fma.rn.f32 %squares{row}, %f{e}, %f{e}, %squares{row};\nmul.f32 %f{e}, %f{e}, %gain{};",
+                    gain + e
+                );
             }
         }
         // As integers, NaN is larger than infinity.
@@ -574,50 +772,50 @@ setp.lt.and.u32 %p{there}, %r1, %k, %p{there};",
             line!(self, "redux.sync.max.u32 %r0, %r0, 0xffffffff;");
         }
         // %f9 scales x; %f10 undoes it. Below 1e-30 the inverse could overflow; of the largest numbers it is subnormal. The
-        // factor is NaN if a column is not finite.
+        // factor is NaN if a column is not finite: infinity times 0 is NaN.
         let most = if v.is_integer() { MOST } else { 1.0 };
         line!(
             self,
-            "mov.b32 %f8, %r0;
+            "max.u32 %r0, %r0, {least:#x};
+mov.b32 %f8, %r0;
 rcp.approx.f32 %f9, %f8;
 mul.f32 %f9, %f9, {most};
 mul.f32 %f10, %f8, {inverse};
-setp.lt.f32 %p7, %f8, {least};
-selp.f32 %f9, 0f00000000, %f9, %p7;
-selp.f32 %f10, 0f00000000, %f10, %p7;
-setp.ge.u32 %p7, %r0, 0x7f800000;
-selp.f32 %f10, 0f7fc00000, %f10, %p7;",
+fma.rn.f32 %f10, %f8, 0f00000000, %f10;",
             most = float(most),
             inverse = float(1.0 / most),
-            least = float(1e-30),
+            least = 1e-30f32.to_bits(),
         );
-        let x_at = part * v.part_bytes();
-        let factors_at = x_at + v.x_bytes();
+        let x_at = part * v.part_bytes() + row * v.row_bytes();
+        let factors_at = part * v.part_bytes() + v.x_bytes() + row * if v.is_integer() { 8 } else { 4 };
         if !v.is_integer() {
             for e in 0..4 {
                 line!(self, "mul.f32 %f{e}, %f{e}, %f9;");
             }
             // Bytes 0 and 2 of a word of W become a pair of f16, and bytes 1 and 3: see `words`.
             for (to, [a, b]) in [(0, [0, 2]), (1, [1, 3])] {
-                line!(
-                    self,
-                    "cvt.rn.f16x2.f32 %r{to}, %f{b}, %f{a};
-mov.b32 {{%h0, %h1}}, %r{to};
+                line!(self, "cvt.rn.f16x2.f32 %r{to}, %f{b}, %f{a};");
+                if v.has_two_columns() {
+                    line!(
+                        self,
+                        "mov.b32 {{%h0, %h1}}, %r{to};
 cvt.f32.f16 %f4, %h0;
 cvt.f32.f16 %f5, %h1;
 sub.f32 %f4, %f{a}, %f4;
 sub.f32 %f5, %f{b}, %f5;
 cvt.rn.f16x2.f32 %r{rest}, %f5, %f4;",
-                    rest = to + 2,
-                );
+                        rest = to + 2,
+                    );
+                }
+            }
+            line!(self, "st.shared.v2.b32 [%x_to+{x_at}], {{%r0, %r1}};");
+            if v.has_two_columns() {
+                line!(self, "st.shared.v2.b32 [%x_to+{}], {{%r2, %r3}};", x_at + v.column_bytes());
             }
             line!(
                 self,
-                "st.shared.v2.b32 [%x_at+{x_at}], {{%r0, %r1}};
-st.shared.v2.b32 [%x_at+{rest}], {{%r2, %r3}};
-mul.f32 %f10, %f10, {value};
-@%lead st.shared.f32 [%own_x+{factors_at}], %f10;",
-                rest = x_at + 64,
+                "mul.f32 %f10, %f10, {value};
+@%lead st.shared.f32 [%factors_to+{factors_at}], %f10;",
                 value = float(E4M3_VALUE),
             );
             return;
@@ -639,15 +837,17 @@ xor.b32 %r5, %r5, 0x80808080;
 prmt.b32 %r6, %r0, %r2, 0x0051;
 prmt.b32 %r7, %r1, %r3, 0x0051;
 prmt.b32 %r6, %r6, %r7, 0x5410;
-st.shared.b32 [%x_at+{x_at}], %r6;
-st.shared.b32 [%x_at+{low}], %r5;",
+st.shared.b32 [%x_to+{x_at}], %r6;
+st.shared.b32 [%x_to+{low}], %r5;",
             all_magic = MAGIC.wrapping_mul(4),
-            low = x_at + 32,
+            low = x_at + v.column_bytes(),
         );
-        for mask in [1, 2, 4, 8, 16] {
-            if mask * 4 < v.codes.group {
+        if v.has_sets() {
+            for mask in [1, 2, 4].into_iter().filter(|mask| mask * 4 < v.codes.group) {
                 line!(self, "shfl.sync.bfly.b32 %r5, %r4, {mask}, 31, 0xffffffff;\nadd.u32 %r4, %r4, %r5;");
             }
+        } else {
+            line!(self, "redux.sync.add.s32 %r4, %r4, 0xffffffff;");
         }
         line!(
             self,
@@ -655,34 +855,42 @@ st.shared.b32 [%x_at+{low}], %r5;",
 mul.f32 %f11, %f11, %f10;
 neg.f32 %f11, %f11;
 mul.f32 %f10, %f10, {value};
-@%first st.shared.v2.f32 [%factors_at+{factors_at}], {{%f10, %f11}};",
+@%first st.shared.v2.f32 [%factors_to+{factors_at}], {{%f10, %f11}};",
             value = float(CODE_VALUE),
         );
     }
 
-    /// Computes the group's sums of all blocks.
-    fn products(&mut self) {
+    /// Sets the registers that say what the lane multiplies.
+    fn begin_products(&mut self) {
         let v = self.v;
-        let unit_groups = unit_cols(v.codes) / v.codes.group;
+        let (unit_groups, log_rows) = (unit_cols(v.codes) / v.codes.group, v.block_rows().ilog2());
+        // The lane's sums are those of row t % rows of each block of x and of group t / rows of a set. The column of x that it
+        // gives to the products is that of row %r2 and of group %r1.
         line!(
             self,
-            "and.b32 %r0, %lane, {scale_mask};
+            "shr.u32 %r0, %t, {log_rows};
+and.b32 %r0, %r0, {scale_mask};
 mad.lo.u32 %r0, %g, {unit_groups}, %r0;
-shl.b32 %own_scales, %r0, 2;",
-            scale_mask = unit_groups.min(4) - 1,
+shl.b32 %own_scales, %r0, 2;
+shr.u32 %r1, %g, 1;
+and.b32 %r2, %r1, {last_row};
+shr.u32 %r1, %r1, {log_rows};
+and.b32 %r3, %g, 1;
+mad.lo.u32 %x_at, %r2, {row_bytes}, %own_x;
+mad.lo.u32 %x_at, %r3, {second_column}, %x_at;
+mad.lo.u32 %x_at, %t, {quarter}, %x_at;
+add.u32 %factors_at, %own_x, {x_bytes};",
+            scale_mask = v.set_groups() - 1,
+            last_row = v.block_rows() - 1,
+            row_bytes = v.row_bytes(),
+            second_column = v.row_bytes() - v.column_bytes(),
+            quarter = v.column_bytes() / 4,
+            x_bytes = v.x_bytes(),
         );
         if v.has_sets() {
-            // The lane's column of x is that of group %r1 of a set. With groups of 16, it is in block %r1 / 2, in the columns
-            // of two of the four lanes of a column.
-            line!(
-                self,
-                "shr.u32 %r1, %g, 1;
-and.b32 %r2, %g, 1;
-mad.lo.u32 %factors_at, %t, 8, %own_x;
-add.u32 %factors_at, %factors_at, {};",
-                v.x_bytes()
-            );
+            line!(self, "mad.lo.u32 %factors_at, %t, 8, %factors_at;");
             if v.codes.group == 16 {
+                // Group %r1 is in block %r1 / 2, in the columns of two of the four lanes of a column.
                 line!(
                     self,
                     "shr.u32 %r0, %t, 1;
@@ -691,12 +899,7 @@ setp.eq.u32 %half, %r0, %r3;
 shr.u32 %r1, %r1, 1;"
                 );
             }
-            line!(
-                self,
-                "mad.lo.u32 %x_at, %r1, 64, %own_x;
-mad.lo.u32 %x_at, %r2, 32, %x_at;
-mad.lo.u32 %x_at, %t, 8, %x_at;"
-            );
+            line!(self, "mad.lo.u32 %x_at, %r1, {}, %x_at;", v.rows * v.row_bytes());
             for c in 0..v.set_blocks() {
                 match v.codes.group {
                     16 => line!(self, "setp.eq.and.u32 %mine{c}, %r1, {c}, %half;"),
@@ -704,28 +907,26 @@ mad.lo.u32 %x_at, %t, 8, %x_at;"
                 }
             }
         } else {
+            let bytes = if v.is_integer() { 8 } else { 4 };
+            line!(self, "and.b32 %r0, %t, {};\nmad.lo.u32 %factors_at, %r0, {bytes}, %factors_at;", v.block_rows() - 1);
+        }
+        line!(self, "mov.u32 %slot_at, %slots;\nmov.u32 %barrier_at, %barriers;\nmov.u32 %phase, 0;");
+    }
+
+    /// Computes the sums of the group's section of all blocks.
+    fn products(&mut self) {
+        let v = self.v;
+        line!(self, "BLOCK:");
+        for of in 0..v.row_blocks() {
             line!(
                 self,
-                "add.u32 %factors_at, %own_x, {};
-and.b32 %r2, %g, 1;
-mad.lo.u32 %x_at, %r2, {}, %own_x;
-mad.lo.u32 %x_at, %t, {}, %x_at;",
-                v.x_bytes(),
-                v.x_bytes() / 8,
-                v.x_bytes() / 32,
+                "mov.f32 %sum_u{of}, 0f00000000;\nmov.f32 %sum_v{of}, 0f00000000;\nmov.f32 %least_v{of}, 0f00000000;"
             );
         }
         line!(
             self,
-            "mov.u32 %slot_at, %slots;
-mov.u32 %barrier_at, %barriers;
-mov.u32 %phase, 0;
-BLOCK:
-mov.f32 %sum_u, 0f00000000;
-mov.f32 %sum_v, 0f00000000;
-mov.f32 %least_v, 0f00000000;
-mov.u32 %left, %own;
-setp.eq.u32 %p0, %own, 0;
+            "mov.u32 %left, %of_section;
+setp.eq.u32 %p0, %left, 0;
 @%p0 bra SUMMED;
 UNIT:"
         );
@@ -752,7 +953,7 @@ setp.eq.u32 %p0, %slot_at, %r0;
 sub.u32 %left, %left, 1;
 setp.ne.u32 %p0, %left, 0;
 @%p0 bra UNIT;
-mul.lo.u32 %r0, %own, {unit_x};
+mul.lo.u32 %r0, %of_section, {unit_x};
 sub.u32 %x_at, %x_at, %r0;
 sub.u32 %factors_at, %factors_at, %r0;
 SUMMED:",
@@ -760,18 +961,20 @@ SUMMED:",
             slot_bytes = v.slot_bytes(),
             slots_bytes = v.slots * v.slot_bytes(),
         );
-        if v.is_integer() {
-            line!(self, "fma.rn.f32 %sum_v, %sum_v, {}, %least_v;", float(1.0 / v.times_of_v()));
-        }
-        if v.has_sets() {
-            for mask in [1, 2] {
-                line!(
-                    self,
-                    "shfl.sync.bfly.b32 %f0, %sum_u, {mask}, 31, 0xffffffff;
-shfl.sync.bfly.b32 %f1, %sum_v, {mask}, 31, 0xffffffff;
-add.f32 %sum_u, %sum_u, %f0;
-add.f32 %sum_v, %sum_v, %f1;"
-                );
+        for of in 0..v.row_blocks() {
+            if v.is_integer() {
+                line!(self, "fma.rn.f32 %sum_v{of}, %sum_v{of}, {}, %least_v{of};", float(1.0 / v.times_of_v()));
+            }
+            if v.has_sets() {
+                for mask in [1, 2].into_iter().filter(|mask| *mask >= v.rows) {
+                    line!(
+                        self,
+                        "shfl.sync.bfly.b32 %f0, %sum_u{of}, {mask}, 31, 0xffffffff;
+shfl.sync.bfly.b32 %f1, %sum_v{of}, {mask}, 31, 0xffffffff;
+add.f32 %sum_u{of}, %sum_u{of}, %f0;
+add.f32 %sum_v{of}, %sum_v{of}, %f1;"
+                    );
+                }
             }
         }
         // A place is empty at first, as after the second phase of its barrier.
@@ -781,22 +984,44 @@ add.f32 %sum_v, %sum_v, %f1;"
         line!(
             self,
             "mad.lo.u32 %r0, %r0, {groups}, %group;
-mad.lo.u32 %r0, %r0, 64, %base;
-// The first of the lane's rows, u.
+mad.lo.u32 %r0, %r0, {group_bytes}, %base;
+// The first of the lane's rows of W, u.
 shr.u32 %r2, %lane, 3;
 mad.lo.u32 %r0, %r2, 16, %r0;
 bfe.u32 %r2, %lane, 2, 1;
 mad.lo.u32 %r0, %r2, 4, %r0;
-and.b32 %r2, %lane, 3;
-setp.eq.u32 %p0, %r2, 0;
-@%p0 st.shared.f32 [%r0+{sums}], %sum_u;
-@%p0 st.shared.f32 [%r0+{sums_v}], %sum_v;
-bar.warp.sync 0xffffffff;
-sub.u32 %r1, %r1, {places};
-@%lead mbarrier.arrive.shared::cta.b64 _, [%r1];",
+mad.lo.u32 %r0, %t, 64, %r0;
+setp.lt.u32 %p0, %t, {rows};",
             groups = v.groups,
-            sums = v.sums_at(),
-            sums_v = v.sums_at() + 8,
+            group_bytes = v.rows * 64,
+            rows = v.block_rows(),
+        );
+        let sums = |of: u32| v.sums_at() + of * v.block_rows() * 64;
+        let (mut full, mut arrives) = (String::new(), "%lead");
+        if v.sections > 1 {
+            // All sections but the first add to the place; it is full with the last one.
+            line!(self, "setp.ne.and.u32 %p1, %section, 0, %p0;");
+            for of in 0..v.row_blocks() {
+                for (sum, at) in [("%sum_u", sums(of)), ("%sum_v", sums(of) + 8)] {
+                    line!(self, "@%p1 ld.shared.f32 %f0, [%r0+{at}];\n@%p1 add.f32 {sum}{of}, {sum}{of}, %f0;");
+                }
+            }
+            full = format!("setp.eq.and.u32 %p1, %section, {}, %lead;\n", v.sections - 1);
+            arrives = "%p1";
+        }
+        for of in 0..v.row_blocks() {
+            line!(
+                self,
+                "@%p0 st.shared.f32 [%r0+{}], %sum_u{of};\n@%p0 st.shared.f32 [%r0+{}], %sum_v{of};",
+                sums(of),
+                sums(of) + 8
+            );
+        }
+        line!(
+            self,
+            "{full}bar.warp.sync 0xffffffff;
+sub.u32 %r1, %r1, {places};
+@{arrives} mbarrier.arrive.shared::cta.b64 _, [%r1];",
             places = PLACES * 8,
         );
         self.next_turn("BLOCK");
@@ -822,82 +1047,124 @@ and.b32 %r2, %r2, 1;",
         let v = self.v;
         let codes = v.codes;
         let unit_groups = unit_cols(codes) / codes.group;
-        let (scale_words, scale_step) = ((unit_groups / 4).max(1), unit_groups.min(4));
+        let block_bytes = v.rows * v.row_bytes();
         let scales = self.load_codes();
         for set in 0..v.parts() * v.part_sets() {
-            let scale = scales + set.min(scale_words - 1) * scale_step * 4;
-            // With groups of 16, the blocks of a set are half of the 128 columns.
-            let part = set / v.part_sets() * v.part_bytes();
-            let (x, factors) = (part + set % v.part_sets() * 128, part + set % v.part_sets() * 32);
-            line!(self, "ld.shared.v2.f32 {{%fx, %fs}}, [%factors_at+{factors}];\nld.shared.b32 %q2, [%r14+{scale}];");
-            if v.has_sets() {
-                line!(self, "ld.shared.v2.b32 {{%q0, %q1}}, [%x_at+{x}];");
-            }
+            let scale = scales + set * v.set_groups() * 4;
+            let (part, of_part) = (set / v.part_sets() * v.part_bytes(), set % v.part_sets());
+            // The first of the set's blocks in the 128 columns, and whether it is the second half of one.
+            let first_column = of_part * v.set_groups() * codes.group;
+            let (block, second) = (first_column / 32, !first_column.is_multiple_of(32));
+            let (x, factors) = (part + block * block_bytes, part + of_part * 32 * v.row_blocks());
+            let of_rows = |of: u32| of * v.block_rows() * v.row_bytes();
+            line!(self, "ld.shared.b32 %q2, [%r14+{scale}];");
             if codes.minimum == Minimum::Stored {
                 line!(self, "ld.shared.b32 %q3, [%r14+{}];", scale + 32 * unit_groups);
             }
+            for of in 0..v.row_blocks() {
+                line!(self, "ld.shared.v2.f32 {{%fx{of}, %fs{of}}}, [%factors_at+{}];", factors + of * 32);
+                if v.has_sets() && !second {
+                    let q = 4 + 2 * of;
+                    line!(self, "ld.shared.v2.b32 {{%q{q}, %q{}}}, [%x_at+{}];", q + 1, x + of_rows(of));
+                }
+            }
             for c in 0..v.set_blocks() {
-                self.words(set * v.set_blocks() + c);
+                if !second {
+                    self.words(set / v.part_sets() * 4 + block + c);
+                }
                 if c == 0 {
-                    line!(self, "mov.b32 %b2, 0;");
+                    line!(self, "mov.b32 %b4, 0;");
                 }
-                let sums = if c == 0 { "%b2, %b2, %b2, %b2" } else { "%c0, %c1, %c2, %c3" };
-                match v.has_sets() {
-                    true => line!(self, "selp.b32 %b0, %q0, 0, %mine{c};\nselp.b32 %b1, %q1, 0, %mine{c};"),
-                    false => line!(self, "ld.shared.v2.b32 {{%b0, %b1}}, [%x_at+{}];", x + c * 64),
+                for of in 0..v.row_blocks() {
+                    let [b, q] = [2 * of, 4 + 2 * of].map(|first| [first, first + 1]);
+                    match (v.has_sets(), second) {
+                        (true, false) => {
+                            line!(self, "selp.b32 %b{}, %q{}, 0, %mine{c};", b[0], q[0]);
+                            line!(self, "selp.b32 %b{}, %q{}, 0, %mine{c};", b[1], q[1]);
+                        }
+                        (true, true) => {
+                            line!(self, "selp.b32 %b{}, 0, %q{}, %mine{c};", b[0], q[0]);
+                            line!(self, "selp.b32 %b{}, 0, %q{}, %mine{c};", b[1], q[1]);
+                        }
+                        (false, _) => {
+                            let at = x + c * block_bytes + of_rows(of);
+                            line!(self, "ld.shared.v2.b32 {{%b{}, %b{}}}, [%x_at+{at}];", b[0], b[1]);
+                        }
+                    }
+                    let sums = registers("c", 4 * of..4 * of + 4);
+                    let before = if c == 0 { "%b4, %b4, %b4, %b4" } else { &sums };
+                    line!(
+                        self,
+                        "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {{{sums}}}, {{%a0, %a1, %a2, %a3}}, {{%b{}, %b{}}}, {{{before}}};",
+                        b[0],
+                        b[1]
+                    );
                 }
+            }
+            line!(self, "mov.b32 {{%h0, %h1}}, %q2;\ncvt.f32.f16 %f2, %h0;\ncvt.f32.f16 %f3, %h1;");
+            if codes.minimum == Minimum::Stored {
+                line!(self, "mov.b32 {{%h0, %h1}}, %q3;\ncvt.f32.f16 %f4, %h0;\ncvt.f32.f16 %f5, %h1;");
+            }
+            for of in 0..v.row_blocks() {
+                let c = 4 * of;
                 line!(
                     self,
-                    "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {{%c0, %c1, %c2, %c3}}, {{%a0, %a1, %a2, %a3}}, {{%b0, %b1}}, {{{sums}}};"
-                );
-            }
-            line!(
-                self,
-                "mad.lo.s32 %r0, %c0, 256, %c1;
-mad.lo.s32 %r1, %c2, 256, %c3;
+                    "mad.lo.s32 %r0, %c{}, 256, %c{};
+mad.lo.s32 %r1, %c{}, 256, %c{};
 cvt.rn.f32.s32 %f0, %r0;
 cvt.rn.f32.s32 %f1, %r1;
-mul.f32 %f0, %f0, %fx;
-mul.f32 %f1, %f1, %fx;
-mov.b32 {{%h0, %h1}}, %q2;
-cvt.f32.f16 %f2, %h0;
-cvt.f32.f16 %f3, %h1;"
-            );
-            if let Minimum::Zero { halves } = codes.minimum
-                && halves > 0
-            {
-                // %fs is -Σx.
-                let zero = f32::from(halves) * 0.5 * CODE_VALUE;
+mul.f32 %f0, %f0, %fx{of};
+mul.f32 %f1, %f1, %fx{of};",
+                    c,
+                    c + 1,
+                    c + 2,
+                    c + 3
+                );
+                if let Minimum::Zero { halves } = codes.minimum
+                    && halves > 0
+                {
+                    // %fs is -Σx.
+                    let zero = f32::from(halves) * 0.5 * CODE_VALUE;
+                    line!(
+                        self,
+                        "fma.rn.f32 %f0, %fs{of}, {}, %f0;\nfma.rn.f32 %f1, %fs{of}, {}, %f1;",
+                        float(zero),
+                        float(zero * v.times_of_v())
+                    );
+                }
                 line!(
                     self,
-                    "fma.rn.f32 %f0, %fs, {}, %f0;\nfma.rn.f32 %f1, %fs, {}, %f1;",
-                    float(zero),
-                    float(zero * v.times_of_v())
+                    "fma.rn.f32 %sum_u{of}, %f0, %f2, %sum_u{of};\nfma.rn.f32 %sum_v{of}, %f1, %f3, %sum_v{of};"
                 );
-            }
-            line!(self, "fma.rn.f32 %sum_u, %f0, %f2, %sum_u;\nfma.rn.f32 %sum_v, %f1, %f3, %sum_v;");
-            if codes.minimum == Minimum::Stored {
-                line!(
-                    self,
-                    "mov.b32 {{%h0, %h1}}, %q3;
-cvt.f32.f16 %f2, %h0;
-cvt.f32.f16 %f3, %h1;
-fma.rn.f32 %sum_u, %fs, %f2, %sum_u;
-fma.rn.f32 %least_v, %fs, %f3, %least_v;"
-                );
+                if codes.minimum == Minimum::Stored {
+                    line!(
+                        self,
+                        "fma.rn.f32 %sum_u{of}, %fs{of}, %f4, %sum_u{of};
+fma.rn.f32 %least_v{of}, %fs{of}, %f5, %least_v{of};"
+                    );
+                }
             }
         }
     }
 
-    /// Like [`Text::integer_unit`] for codes in e4m3. All lanes with the same g have the sums of the same rows.
+    /// Like [`Text::integer_unit`] for codes in e4m3.
     fn float_unit(&mut self) {
+        let v = self.v;
         let scales = self.load_codes();
-        line!(self, "ld.shared.f32 %fx, [%factors_at];\nld.shared.b32 %q2, [%r14+{scales}];");
+        line!(self, "ld.shared.b32 %q2, [%r14+{scales}];");
+        for of in 0..v.row_blocks() {
+            line!(self, "ld.shared.f32 %fx{of}, [%factors_at+{}];", of * 16);
+        }
+        // Two chains of sums, which hide the latency of the matrix units.
+        let chains = 2 / v.row_blocks();
         for i in 0..8 {
             line!(self, "mov.f32 %d{i}, 0f00000000;");
         }
         for c in 0..4 {
-            line!(self, "ld.shared.v4.b32 {{%b0, %b1, %b2, %b3}}, [%x_at+{}];", c * 128);
+            for of in 0..v.row_blocks() {
+                let at = (c * v.rows + of * v.block_rows()) * v.row_bytes();
+                line!(self, "ld.shared.v4.b32 {{{}}}, [%x_at+{at}];", registers("b", of * 4..of * 4 + 4));
+            }
             for h in 0..2 {
                 for (row, [most, other]) in [(0, [0, 2]), (1, [1, 3])] {
                     line!(
@@ -908,32 +1175,37 @@ cvt.rn.f16x2.e4m3x2 %a{other}, %h1;",
                         c * 4 + 2 * h + row
                     );
                 }
-                // Two chains of sums, which hide the latency of the matrix units.
-                let sums = registers("d", h * 4..h * 4 + 4);
-                line!(
-                    self,
-                    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{{sums}}}, {{%a0, %a1, %a2, %a3}}, {{%b{}, %b{}}}, {{{sums}}};",
-                    h * 2,
-                    h * 2 + 1
-                );
+                for of in 0..v.row_blocks() {
+                    let chain = of * chains + h % chains;
+                    let sums = registers("d", chain * 4..chain * 4 + 4);
+                    line!(
+                        self,
+                        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{{sums}}}, {{%a0, %a1, %a2, %a3}}, {{%b{}, %b{}}}, {{{sums}}};",
+                        of * 4 + h * 2,
+                        of * 4 + h * 2 + 1
+                    );
+                }
             }
         }
-        line!(
-            self,
-            "add.f32 %d0, %d0, %d4;
-add.f32 %d1, %d1, %d5;
-add.f32 %d2, %d2, %d6;
-add.f32 %d3, %d3, %d7;
-add.f32 %d0, %d0, %d1;
-add.f32 %d2, %d2, %d3;
-mul.f32 %d0, %d0, %fx;
-mul.f32 %d2, %d2, %fx;
-mov.b32 {{%h0, %h1}}, %q2;
-cvt.f32.f16 %f2, %h0;
-cvt.f32.f16 %f3, %h1;
-fma.rn.f32 %sum_u, %d0, %f2, %sum_u;
-fma.rn.f32 %sum_v, %d2, %f3, %sum_v;"
-        );
+        line!(self, "mov.b32 {{%h0, %h1}}, %q2;\ncvt.f32.f16 %f2, %h0;\ncvt.f32.f16 %f3, %h1;");
+        for of in 0..v.row_blocks() {
+            let d: [u32; 4] = std::array::from_fn(|i| of * chains * 4 + i as u32);
+            for i in d.into_iter().filter(|_| chains == 2) {
+                line!(self, "add.f32 %d{i}, %d{i}, %d{};", i + 4);
+            }
+            if v.has_two_columns() {
+                line!(self, "add.f32 %d{0}, %d{0}, %d{1};\nadd.f32 %d{2}, %d{2}, %d{3};", d[0], d[1], d[2], d[3]);
+            }
+            line!(
+                self,
+                "mul.f32 %d{0}, %d{0}, %fx{of};
+mul.f32 %d{1}, %d{1}, %fx{of};
+fma.rn.f32 %sum_u{of}, %d{0}, %f2, %sum_u{of};
+fma.rn.f32 %sum_v{of}, %d{1}, %f3, %sum_v{of};",
+                d[0],
+                d[2]
+            );
+        }
     }
 
     /// Loads the lane's words of the unit's planes to %w; returns the offset of the unit's scales.
@@ -1006,7 +1278,8 @@ setp.lt.u32 %p0, %r0, %n;
         );
     }
 
-    /// The last group adds up all groups' sums of each block, finishes them and stores y: lane i and lane i + 16 have row i.
+    /// The last group adds up all groups' sums of each block, finishes them and stores y: lanes i and i + 16 have row i of W, of
+    /// one row of x half of the groups each, of several rows two rows of y in a pass.
     fn finisher(&mut self) {
         let v = self.v;
         line!(self, "@!%lead bra READY;");
@@ -1026,14 +1299,29 @@ mbarrier.init.shared::cta.b64 [%base+{empty}], 1;",
 bar.warp.sync 0xffffffff;
 bar.sync 0, {threads};
 setp.lt.u32 %first, %lane, 16;
-mov.f32 %norm_scale, 0f00000000;
-FINISH:",
+// The lane's turn among the two rows of y of a pass.
+shr.u32 %g, %lane, 4;",
             threads = v.threads(),
         );
+        for pass in 0..v.passes() {
+            line!(self, "mov.f32 %norm_scale{pass}, 0f00000000;\nmov.u64 %row{pass}, %y;");
+            if v.rows > 1 {
+                line!(
+                    self,
+                    "ld.param.u32 %r0, [args+68];
+add.u32 %r1, %g, {};
+mul.lo.u32 %r0, %r0, %r1;
+mul.wide.u32 %l0, %r0, 4;
+add.u64 %row{pass}, %row{pass}, %l0;",
+                    pass * 2
+                );
+            }
+        }
+        line!(self, "FINISH:");
         self.block();
         line!(
             self,
-            "// %r5 is the row, and %l0 the place of the same row of y or, if it does not exist, of the last one.
+            "// %r5 is the row of W, and %l1 the offset of its result in a row of y or, if it does not exist, that of the last one.
 and.b32 %r1, %lane, 15;
 mad.lo.u32 %r5, %r0, 16, %r1;
 mul.wide.u32 %l0, %r0, {block_bytes};
@@ -1043,90 +1331,119 @@ add.u64 %l0, %l0, %weight;
 ld.global.nc.f32 %factor, [%l0];
 sub.u32 %r0, %n, 1;
 min.u32 %r0, %r5, %r0;
-mul.wide.u32 %l1, %r0, 4;
-add.u64 %l0, %y, %l1;",
+mul.wide.u32 %l1, %r0, 4;",
             block_bytes = v.block_bytes(),
         );
         if v.bias {
-            line!(self, "add.u64 %l1, %bias, %l1;\nld.global.nc.f32 %bias_of_row, [%l1];");
+            line!(self, "add.u64 %l0, %bias, %l1;\nld.global.nc.f32 %bias_of_row, [%l0];");
         }
         if v.epilogue == 1 {
-            line!(self, "ld.volatile.global.u32 %old, [%l0];");
+            for pass in 0..v.passes() {
+                line!(
+                    self,
+                    "add.u64 %old_at{pass}, %row{pass}, %l1;\nld.volatile.global.u32 %old{pass}, [%old_at{pass}];"
+                );
+            }
         }
         self.place();
         self.ptx.wait_for_group("%r1", "%r2", "%p0");
         line!(
             self,
             "mad.lo.u32 %r4, %r0, {place_bytes}, %base;
-mad.lo.u32 %r4, %lane, 4, %r4;
-mov.f32 %f0, 0f00000000;",
-            place_bytes = v.groups * 64
+mad.lo.u32 %r4, %lane, 4, %r4;",
+            place_bytes = v.groups * v.rows * 64
         );
-        for pair in 0..v.groups.div_ceil(2) {
-            // The other half of the lanes has one more group, or one fewer.
-            let there = if pair * 2 + 1 == v.groups { "@%first " } else { "" };
-            line!(self, "{there}ld.shared.f32 %f1, [%r4+{}];\n{there}add.f32 %f0, %f0, %f1;", v.sums_at() + pair * 128);
+        for pass in 0..v.passes() {
+            line!(self, "mov.f32 %d{pass}, 0f00000000;");
         }
-        line!(self, "shfl.sync.bfly.b32 %f1, %f0, 16, 31, 0xffffffff;\nadd.f32 %f0, %f0, %f1;");
-        if v.norm {
-            line!(
-                self,
-                "setp.ne.u32 %p0, %turn, 0;
-@%p0 bra NORMED;
-mov.f32 %f2, 0f00000000;"
-            );
-            for group in 0..v.groups {
-                line!(self, "ld.shared.f32 %f1, [%base+{}];\nadd.f32 %f2, %f2, %f1;", v.squares_at() + group * 4);
+        // With one row of x, half of the lanes add up every second group; that half has one group more, or one fewer.
+        let step = if v.rows == 1 { 2 } else { 1 };
+        for group in (0..v.groups).step_by(step) {
+            let there = if step == 2 && group + 1 == v.groups { "@%first " } else { "" };
+            for pass in 0..v.passes() {
+                let at = v.sums_at() + group * v.rows * 64 + pass * 128;
+                line!(self, "{there}ld.shared.f32 %f1, [%r4+{at}];\n{there}add.f32 %d{pass}, %d{pass}, %f1;");
             }
-            line!(
-                self,
-                "cvt.rn.f32.u32 %f1, %k;
+        }
+        if v.rows == 1 {
+            line!(self, "shfl.sync.bfly.b32 %f1, %d0, 16, 31, 0xffffffff;\nadd.f32 %d0, %d0, %f1;");
+        }
+        if v.norm {
+            line!(self, "setp.ne.u32 %p0, %turn, 0;\n@%p0 bra NORMED;");
+            let of_lane = if v.rows == 1 { 0 } else { v.groups * 4 };
+            line!(self, "mad.lo.u32 %r2, %g, {of_lane}, %base;");
+            for pass in 0..v.passes() {
+                line!(self, "mov.f32 %f2, 0f00000000;");
+                for group in 0..v.groups {
+                    let at = v.squares_at() + (2 * pass * v.groups + group) * 4;
+                    line!(self, "ld.shared.f32 %f1, [%r2+{at}];\nadd.f32 %f2, %f2, %f1;");
+                }
+                line!(
+                    self,
+                    "cvt.rn.f32.u32 %f1, %k;
 div.rn.f32 %f2, %f2, %f1;
 ld.param.f32 %f1, [args+72];
 add.f32 %f2, %f2, %f1;
-rsqrt.approx.f32 %norm_scale, %f2;
-NORMED:
-mul.f32 %f0, %f0, %norm_scale;"
-            );
+rsqrt.approx.f32 %norm_scale{pass}, %f2;"
+                );
+            }
+            line!(self, "NORMED:");
         }
         line!(
             self,
             "bar.warp.sync 0xffffffff;
 @%lead mbarrier.arrive.shared::cta.b64 _, [%r1+{}];
-mul.f32 %f0, %f0, %factor;",
+setp.lt.u32 %p1, %r5, %n;",
             PLACES * 8
         );
-        if v.bias {
-            line!(self, "add.f32 %f0, %f0, %bias_of_row;");
-        }
-        line!(self, "setp.lt.and.u32 %p1, %r5, %n, %first;");
-        if v.epilogue == 1 {
-            if v.tagged == 3 {
-                line!(
-                    self,
-                    "bra CHECK;
-POLLOLD:
-ld.volatile.global.u32 %old, [%l0];
-CHECK:
-xor.b32 %r0, %old, %old_tag;"
-                );
-                self.poll_again("POLLOLD", "%old_tag");
-            }
-            line!(self, "mov.b32 %f1, %old;\nadd.f32 %f0, %f0, %f1;");
+        if v.rows == 1 {
+            line!(self, "and.pred %p1, %p1, %first;");
         }
         if v.epilogue >= 2 {
-            // Even rows are gates, and the next ones are their up projections.
+            // Even rows of W are gates, and the next ones are their up projections.
             line!(
                 self,
-                "shfl.sync.bfly.b32 %f1, %f0, 1, 31, 0xffffffff;
-and.b32 %r0, %lane, 1;
+                "and.b32 %r0, %lane, 1;
 setp.eq.and.u32 %p1, %r0, 0, %p1;
 add.u32 %r0, %r5, 1;
 setp.lt.and.u32 %p1, %r0, %n, %p1;
 shr.u32 %r0, %r5, 1;
-mul.wide.u32 %l0, %r0, 4;
-add.u64 %l0, %y, %l0;"
+mul.wide.u32 %l1, %r0, 4;"
             );
+        }
+        for pass in 0..v.passes() {
+            self.finish(pass);
+        }
+        self.next_turn("FINISH");
+    }
+
+    /// Finishes the sums of a pass and stores them at offset %l1 of its rows of y, where %p1 holds.
+    fn finish(&mut self, pass: u32) {
+        let v = self.v;
+        if v.norm {
+            line!(self, "mul.f32 %d{pass}, %d{pass}, %norm_scale{pass};");
+        }
+        line!(self, "mul.f32 %f0, %d{pass}, %factor;");
+        if v.bias {
+            line!(self, "add.f32 %f0, %f0, %bias_of_row;");
+        }
+        if v.epilogue == 1 {
+            if v.tagged == 3 {
+                let label = self.ptx.label();
+                line!(
+                    self,
+                    "bra CHECK{label};
+POLLOLD{label}:
+ld.volatile.global.u32 %old{pass}, [%old_at{pass}];
+CHECK{label}:
+xor.b32 %r0, %old{pass}, %old_tag;"
+                );
+                self.poll_again(&format!("POLLOLD{label}"), "%old_tag");
+            }
+            line!(self, "mov.b32 %f1, %old{pass};\nadd.f32 %f0, %f0, %f1;");
+        }
+        if v.epilogue >= 2 {
+            line!(self, "shfl.sync.bfly.b32 %f1, %f0, 1, 31, 0xffffffff;");
             self.ptx.glu(v.epilogue, ["%f0", "%f1"], "%f0", ["%f2", "%f3"]);
         }
         line!(self, "mov.b32 %r0, %f0;");
@@ -1149,7 +1466,6 @@ or.b32 %r0, %r0, %r2;",
                 untagged = !TAG_MASK,
             );
         }
-        line!(self, "@%p1 st.volatile.global.u32 [%l0], %r0;");
-        self.next_turn("FINISH");
+        line!(self, "add.u64 %l0, %row{pass}, %l1;\n@%p1 st.volatile.global.u32 [%l0], %r0;");
     }
 }

@@ -197,7 +197,10 @@ impl Knobs<'_> {
 
     fn add_codes(&mut self, call: &Call, rows: u32) {
         if shaders::find(call.kernel).is_ptx() {
-            self.add_codes_ptx(call);
+            // Several rows have the rule's shapes.
+            if rows == 1 {
+                self.add_codes_ptx(call);
+            }
             return;
         }
         let (args, c) = (SkinnyCodesArgs::from_args(&call.args), SkinnyCodesConstants::from_values(&call.constants));

@@ -4,7 +4,6 @@
 //! Not here: which weights a layer has.
 
 use super::{Decoder, Part, Step, StepShape, floats_from, outputs_from};
-use crate::device::MOST_SHARED_BYTES;
 use crate::kernels::format_word;
 use crate::kernels::gemm::codes::{CodesConfig, ProductColumns};
 use crate::kernels::gemm::codes_ptx::{self, CodesPtxConfig};
@@ -33,7 +32,7 @@ const MOST_SKINNY_ROWS: u32 = 8;
 const MOST_SKINNY_ROWS_NARROW: u32 = 16;
 /// The maximum hidden size of a narrow model; see [`MOST_SKINNY_ROWS_NARROW`].
 const NARROW: u32 = 2048;
-/// Like [`MOST_SKINNY_ROWS`], for models with weights of codes.
+/// Like [`MOST_SKINNY_ROWS`], for models with weights of codes that programs in PTX do not serve.
 const MOST_CODES_ROWS: u32 = 4;
 /// The maximum number of rows of a prompt chunk for which its products are computed like those of a decode batch.
 const MOST_PANEL_ROWS: u32 = 64;
@@ -162,14 +161,17 @@ impl Decoder<'_> {
     /// Returns the workgroups of `skinny_codes.ptx` for a matrix of codes and `rows` rows of x; `None` if `skinny_codes`
     /// multiplies them.
     fn codes_ptx_config(&self, weight: &Matrix, rows: u32) -> Option<CodesPtxConfig> {
-        let served = self.tuning.ptx && self.tuning.codes_ptx && rows == 1 && codes_ptx::serves(weight.format);
+        let served = self.tuning.ptx
+            && self.tuning.codes_ptx
+            && codes_ptx::ROWS.contains(&rows)
+            && codes_ptx::serves(weight.format);
         let codes = weight.format.codes().filter(|_| served && self.tuning.fragments == Some(Matrices::Cooperative))?;
         let units = codes::units(weight);
-        let config = match self.tuning.codes_ptx_shapes.get(&(codes.bits, weight.rows, weight.cols)) {
-            Some(config) => *config,
-            None => codes_ptx_rule(codes, units, self.config.hidden, self.tuning.processors.max(1))?,
-        };
-        (config.shared_bytes(codes, units) <= MOST_SHARED_BYTES).then_some(config)
+        let fits = |config: &CodesPtxConfig| config.fits(codes, (weight.rows, units), rows);
+        let tuned = self.tuning.codes_ptx_shapes.get(&(codes.bits, weight.rows, weight.cols));
+        let tuned = tuned.copied().filter(|config| rows == 1 && fits(config));
+        let rule = || codes_ptx_rule(codes, units, self.config.hidden, self.tuning.processors.max(1)).filter(fits);
+        tuned.or_else(rule)
     }
 
     /// Returns the number of parts of a matrix's columns whose products are added up one after the other.
@@ -194,12 +196,17 @@ impl Decoder<'_> {
     }
 
     /// Returns the number of sums for a row of x that workgroups with parts of a matrix's columns pass on: the most of all
-    /// products. `skinny_codes.ptx` passes none on, but may serve a weight and not a part of it.
+    /// products. `skinny_codes.ptx` passes none on.
     pub(super) fn column_sums(&self, shape: StepShape) -> u32 {
         let Some(matrices) = self.tuning.fragments.filter(|_| !self.packs(shape)) else { return 0 };
         let range = Range { buffer: BufferId(0), offset: 0, bytes: 0 };
         let sums = |w: &WeightSpec| {
             let weight = Matrix { range, format: w.format, rows: w.rows, cols: w.cols };
+            let as_ptx =
+                |part: &Part| self.codes_ptx_config(&Matrix { rows: part.rows, ..weight }, shape.rows()).is_some();
+            if self.parts(w).iter().all(as_ptx) {
+                return 0;
+            }
             match self.skinny_parts(&weight, shape.rows(), matrices) - 1 {
                 0 => 0,
                 others => {
@@ -212,7 +219,8 @@ impl Decoder<'_> {
         of_codes.map(sums).max().unwrap_or(0)
     }
 
-    /// Whether `skinny_codes` serves a step of a number of rows. With more than one row, every workgroup scales more of x.
+    /// Whether `skinny_codes` serves a step of a number of rows. With more than one row, every workgroup scales more of x; with
+    /// more than [`MOST_CODES_ROWS`] that pays where the programs in PTX serve all weights of codes.
     /// Parts of the columns pay for up to two rows; products with a norm, whose inputs are of the hidden size or a state space's
     /// output, have none, so that even one row is packed if such an input is larger than shared memory.
     fn codes_fit(&self, rows: u32) -> bool {
@@ -221,9 +229,15 @@ impl Decoder<'_> {
             let weight = Matrix { range, format: w.format, rows: w.rows, cols: w.cols };
             let whole = |matrices| self.column_parts(&weight, rows, matrices) == 1;
             let normed = w.cols == self.config.hidden || self.follows_row_norm(&w.merged);
-            rows <= 2 && !normed || self.tuning.fragments.is_none_or(whole)
+            let as_ptx = w.format.codes().is_none() || self.codes_ptx_config(&weight, rows).is_some();
+            match rows {
+                ..=MOST_CODES_ROWS => rows <= 2 && !normed || self.tuning.fragments.is_none_or(whole),
+                _ => as_ptx,
+            }
         };
-        rows <= MOST_CODES_ROWS && self.weights.iter().all(fits)
+        // Experts of codes take at most as many rows unpacked.
+        let most = if self.config.experts.is_some() { MOST_CODES_ROWS } else { MOST_SKINNY_ROWS };
+        rows <= most && self.weights.iter().all(fits)
     }
 
     /// Whether a weight is the output projection of a state space, whose input has a norm.
@@ -382,8 +396,10 @@ impl Decoder<'_> {
             && let &[flow] = flows
         {
             let each = config.workgroups / self.tuning.processors.max(1);
-            let config = CodesPtxConfig { workgroups: each * share, ..config };
-            return codes_ptx::skinny_codes_ptx(&product, config, flow, step.fault);
+            let shared = CodesPtxConfig { workgroups: each * share, ..config };
+            let codes = product.weight.format.codes().expect("weights of codes");
+            let config = if shared.fits(codes, (product.weight.rows, units), rows) { shared } else { config };
+            return codes_ptx::skinny_codes_ptx(&product, rows, config, flow, step.fault);
         }
         if let &[flow] = flows
             && count > 1

@@ -102,9 +102,10 @@ pub struct Tuning {
     /// The workgroup shapes of `skinny_codes`, by bits of a code, rows and columns of W and rows of x. Overrides the default
     /// rule.
     pub codes: BTreeMap<(u32, u32, u32, u32), CodesConfig>,
-    /// Whether products of one row of x with codes use `skinny_codes.ptx` where `ptx` allows and it serves the format.
+    /// Whether products of few rows of x with codes use `skinny_codes.ptx` where `ptx` allows and it serves the format.
     pub codes_ptx: bool,
-    /// The workgroup shapes of `skinny_codes.ptx`, by bits of a code, rows and columns of W. Overrides the default rule.
+    /// The workgroup shapes of `skinny_codes.ptx` for one row of x, by bits of a code, rows and columns of W. Overrides the default
+    /// rule.
     pub codes_ptx_shapes: BTreeMap<(u32, u32, u32), CodesPtxConfig>,
     /// The workgroup shapes of `panel`, by rows and columns of W. Overrides the default rule.
     pub panel: BTreeMap<(u32, u32), panel::PanelConfig>,
@@ -203,8 +204,8 @@ impl Tuning {
     /// Applies a change `key=value`. Returns false, without a change, if the key is unknown or the value is invalid.
     /// Values are numbers, except: `skinny.ROWSxCOLUMNS` (of W) takes `threads/tiles/ahead`, `codes.BITSxROWSxCOLUMNS`, which
     /// may end in the number of rows of x (`x8`), takes these and the number of workgroups per compute unit,
-    /// `codes_ptx.BITSxROWSxCOLUMNS` takes `groups/slots` of [`CodesPtxConfig`] and that number (parts of a weight that run
-    /// side by side share the compute units),
+    /// `codes_ptx.BITSxROWSxCOLUMNS` (one row of x) takes `groups/slots` of [`CodesPtxConfig`] and that number (parts of a weight
+    /// that run side by side share the compute units),
     /// `panel.ROWSxCOLUMNS` takes `threads/tiles/ahead/blocks`, `tiles.ROWSxCOLUMNS` takes a tile's name (`wide`, `half`
     /// or `square`), and `wgmma.ROWSxCOLUMNS` takes `groups/blocks/tokens/stages/splits` (`splits` may be left out).
     /// `matmul.ROWS` (from that number of rows of activations on) takes `tokens/features/words/each/splits` and replaces

@@ -381,6 +381,12 @@ impl Build<'_> {
         Ok(PreparedModel { decoder, recordings, table, pipelines, loading, memory })
     }
 
+    /// Returns the number of threads that compile and test.
+    pub(crate) fn threads(&self) -> usize {
+        let all = || std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        if self.beside { threads_beside() } else { all() }
+    }
+
     /// Leaves out a kernel in PTX, and says why.
     fn leave_out(&self, kernel: &str, why: &str) {
         self.progress.line(&format!("\"{}\": {kernel} is not used: {why}", self.name));
@@ -424,7 +430,7 @@ impl Build<'_> {
                     says("experts that are divided among several buffers do not use wgmma");
                 }
                 if codes > 0 {
-                    says(&format!("products of one row use skinny_codes.ptx, {codes} programs in PTX"));
+                    says(&format!("products of few rows use skinny_codes.ptx, {codes} programs in PTX"));
                 }
                 if attention > 0 {
                     says(&format!("prompts' attention uses wgmma, {attention} programs in PTX"));

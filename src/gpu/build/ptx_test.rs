@@ -7,7 +7,7 @@ use crate::gpu::build::Build;
 use crate::gpu::build::recordings::Recordings;
 use crate::gpu::error::StartError;
 use crate::kernels::attention;
-use crate::kernels::code_probe;
+use crate::kernels::code_probe::{self, CodeProbe};
 use crate::kernels::gemm::wgmma::probe;
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::recording::{Call, Op, Recording};
@@ -24,7 +24,7 @@ pub(crate) struct TestedPtx {
     pub(crate) products: usize,
     /// Those of prompts' attention.
     pub(crate) attention: usize,
-    /// Those of products of codes with one row of x.
+    /// Those of products of codes with few rows of x.
     pub(crate) codes: usize,
 }
 
@@ -51,29 +51,51 @@ pub(crate) fn test_ptx(
             programs.entry((call.kernel, &call.constants)).or_insert(call);
         }
     }
-    for ((kernel, constants), call) in &programs {
+    let broken = || (tuning.broken_ptx > 0).then(|| "an injected failure".to_owned());
+    for (kernel, constants) in programs.keys().filter(|(kernel, _)| *kernel != SKINNY_CODES_PTX.name) {
         build.wanted()?;
         let found = if *kernel == FLASH_WGMMA.name {
             let probe = attention::probe::wgmma_probe(constants);
             let found = run(build, &probe.recording, &probe.memory, &[attention::probe::RESULTS], pipelines)?;
-            probe.difference(&found)
-        } else if *kernel == SKINNY_CODES_PTX.name {
-            let probe = code_probe::probe(call).expect("it reads codes");
-            let found = run(build, &probe.recording, &probe.memory, &[code_probe::RESULTS], pipelines)?;
             probe.difference(&found)
         } else {
             let probe = probe::probe(constants, tuning.processors);
             let found = run(build, &probe.recording, &probe.memory, &probe::RESULTS, pipelines)?;
             probe.difference(&found)
         };
-        let broken = (tuning.broken_ptx > 0).then(|| "an injected failure".to_owned());
-        if let Some(why) = broken.or(found) {
+        if let Some(why) = broken().or(found) {
             return Ok(Err(FailedPtx { kernel, why: format!("{constants:?}: {why}") }));
+        }
+    }
+    // The references of products of codes take up to a second each, so that several threads compute them.
+    let of_codes: Vec<&Call> = programs.values().copied().filter(|call| call.kernel == SKINNY_CODES_PTX.name).collect();
+    for calls in of_codes.chunks(build.threads()) {
+        build.wanted()?;
+        let probes = side_by_side(calls, |call| code_probe::probe(call).expect("it reads codes"));
+        let run = |probe: CodeProbe| {
+            let found = run(build, &probe.recording, &probe.memory, &[code_probe::RESULTS], pipelines)?;
+            Ok((probe, found))
+        };
+        let found: Vec<(CodeProbe, HostMemory)> = probes.into_iter().map(run).collect::<Result<_, StartError>>()?;
+        let differences = side_by_side(&found, |(probe, found)| probe.difference(found));
+        for (call, difference) in calls.iter().zip(differences) {
+            if let Some(why) = broken().or(difference) {
+                return Ok(Err(FailedPtx { kernel: call.kernel, why: format!("{:?}: {why}", call.constants) }));
+            }
         }
     }
     let count = |name: &str| programs.keys().filter(|(kernel, _)| *kernel == name).count();
     let (attention, codes) = (count(FLASH_WGMMA.name), count(SKINNY_CODES_PTX.name));
     Ok(Ok(TestedPtx { products: programs.len() - attention - codes, attention, codes }))
+}
+
+/// Computes the results of all items, each by a thread of its own.
+fn side_by_side<T: Sync, R: Send>(items: &[T], result: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = items.iter().map(|item| scope.spawn(|| result(item))).collect();
+        let joined = threads.into_iter().map(|thread| thread.join());
+        joined.map(|joined| joined.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    })
 }
 
 /// Runs a probe's recording on the device, from `memory`, and returns the memory after it: its buffers named in `results`, and

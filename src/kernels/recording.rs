@@ -169,6 +169,18 @@ impl Call {
         self
     }
 
+    /// Returns the call with its accesses to `range`'s buffer as reads, for a variant that writes nothing there.
+    pub fn reads(mut self, range: Range) -> Call {
+        for arg in &mut self.args {
+            if let Arg::Buffer(of, access) | Arg::Carried(of, access) = arg
+                && of.buffer == range.buffer
+            {
+                *access = Access::Read;
+            }
+        }
+        self
+    }
+
     /// Returns the call with its accesses to `range`'s buffer marked as `Apart`.
     pub fn apart(mut self, range: Range) -> Call {
         for arg in &mut self.args {

@@ -1385,6 +1385,106 @@ fn parts_of_codes_share_the_processors() {
     }
 }
 
+/// Writes a checkpoint whose tensors, of these names and sizes in bfloat16, are holes in the file.
+fn hollow(folder: &Path, config: &serde_json::Value, tensors: &[(String, Vec<u64>)]) -> Checkpoint {
+    let mut header = serde_json::Map::new();
+    let mut end = 0;
+    for (name, shape) in tensors {
+        let first = end;
+        end += shape.iter().product::<u64>() * 2;
+        header.insert(name.clone(), serde_json::json!({"dtype": "BF16", "shape": shape, "data_offsets": [first, end]}));
+    }
+    let header = serde_json::to_string(&header).expect("JSON");
+    std::fs::create_dir_all(folder).expect("a folder");
+    std::fs::write(folder.join("config.json"), config.to_string()).expect("written");
+    let path = folder.join("model.safetensors");
+    std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()).expect("written");
+    let file = std::fs::File::options().write(true).open(&path).expect("it was written");
+    file.set_len(8 + header.len() as u64 + end).expect("a hole");
+    Checkpoint::open(folder).expect("a checkpoint")
+}
+
+/// Goal: steps of few rows of a model with codes use `skinny_codes.ptx` for all products, without barriers between the parts of a
+/// weight and without sums of parts of columns; with experts, up to as many rows as experts of codes take. Method: models of 4,096
+/// hidden values, with query and key rows of four bits and value rows of six.
+#[test]
+fn few_rows_of_codes_use_programs_in_ptx_without_barriers_between_parts() {
+    let vulkan = Vulkan::new();
+    let folder = tempfile::tempdir().expect("a folder");
+    let affine = |bits, group, minimum| Format::Codes(Codes { bits, group, number: Number::Affine, minimum });
+    let (four, six) = (affine(4, 32, Minimum::Stored), affine(6, 16, Minimum::Zero { halves: 64 }));
+    for (class, model_type, experts, most) in
+        [("LlamaForCausalLM", "llama", 0, 8), ("MixtralForCausalLM", "mixtral", 2, 4)]
+    {
+        let config = serde_json::json!({
+            "architectures": [class], "model_type": model_type, "hidden_size": 4096, "intermediate_size": 4096,
+            "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 512,
+            "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+            "tie_word_embeddings": false, "num_local_experts": experts, "num_experts_per_tok": 2,
+            "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
+        });
+        let mut tensors =
+            vec![("model.embed_tokens".to_owned(), vec![512, 4096]), ("lm_head".to_owned(), vec![512, 4096])];
+        tensors.push(("model.norm".to_owned(), vec![4096]));
+        for layer in 0..2 {
+            let mut add =
+                |name: &str, shape: &[u64]| tensors.push((format!("model.layers.{layer}.{name}"), shape.to_vec()));
+            add("input_layernorm", &[4096]);
+            add("post_attention_layernorm", &[4096]);
+            for (name, rows) in [("q", 4096), ("k", 1024), ("v", 1024), ("o", 4096)] {
+                add(&format!("self_attn.{name}_proj"), &[rows, 4096]);
+            }
+            for name in ["gate", "up", "down"].iter().filter(|_| experts == 0) {
+                add(&format!("mlp.{name}_proj"), &[4096, 4096]);
+            }
+            if experts > 0 {
+                add("block_sparse_moe.gate", &[experts, 4096]);
+            }
+            for (expert, name) in (0..experts).flat_map(|expert| ["w1", "w2", "w3"].map(|name| (expert, name))) {
+                add(&format!("block_sparse_moe.experts.{expert}.{name}"), &[4096, 4096]);
+            }
+        }
+        tensors.iter_mut().for_each(|(name, _)| name.push_str(".weight"));
+        let checkpoint = hollow(&folder.path().join(model_type), &config, &tensors);
+        let parts = |w: &WeightSpec| {
+            if w.kind == WeightKind::Vector || w.name.ends_with("router") {
+                return vec![w.clone()];
+            }
+            let values = if w.merged.ends_with(".qkv") { 1024 } else { 0 };
+            let part = |name: &str, first_row, rows, format| WeightSpec {
+                name: format!("{}{name}", w.name),
+                first_row,
+                rows,
+                format,
+                ..w.clone()
+            };
+            let all = [part("", 0, w.rows - values, four), part(".values", w.rows - values, values, six)];
+            all.into_iter().filter(|part| part.rows > 0).collect()
+        };
+        let weights: Vec<WeightSpec> = checkpoint.weights().iter().flat_map(parts).collect();
+        let way = Emulated { chunk: 64, tags: true, kv_format: KvFormat::F16, near: 0.0 };
+        let mut decoder = Decoder { weights: &weights, ..emulated(&vulkan, Driver::first(), &checkpoint, way) };
+        (decoder.tuning.fragments, decoder.tuning.ptx) = (Some(Matrices::Cooperative), true);
+        (decoder.tuning.codes_ptx, decoder.tuning.processors) = (true, 132);
+        for rows in [1, 2, 4, 8, 16] {
+            let recording = decoder.record(StepShape::Decode { rows });
+            let calls: Vec<&Call> = layer_products(&recording).filter(|call| call.label.ends_with("qkv")).collect();
+            assert_eq!(calls.len(), 4, "{class}, {rows} rows");
+            let as_ptx = calls.iter().all(|call| call.kernel == "skinny_codes.ptx");
+            assert_eq!(as_ptx, rows <= most, "{class}, {rows} rows: {}", calls[0].kernel);
+            let behind = recording
+                .ops
+                .iter()
+                .zip(barriers::derive(&recording.ops))
+                .filter(|(op, _)| matches!(op, Op::Call(call) if call.label.ends_with("qkv")));
+            let needed: Vec<bool> = behind.map(|(_, needed)| needed).collect();
+            assert!(!needed[1] && !needed[3], "{class}, {rows} rows: a barrier between parts");
+            let sums = recording.buffers.iter().find(|decl| decl.name == "column_sums").map_or(0, |decl| decl.bytes);
+            assert!(rows > most || sums == 0, "{class}, {rows} rows: {sums} bytes of sums");
+        }
+    }
+}
+
 #[test]
 fn tagged_recordings_mean_the_same_on_swiftshader_and_in_plain_rust() {
     run_emulated(Driver::SwiftShader, &[TAGGED], &["tiny-llama"]);

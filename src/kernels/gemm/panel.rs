@@ -155,7 +155,7 @@ fn of_rows(
         k: weight.cols,
         epsilon,
     };
-    Call {
+    let call = Call {
         kernel: match (weight.format, matrices) {
             (Format::Bf16, Matrices::Emulated) => "panel.bf16.plain",
             (Format::Bf16, Matrices::Cooperative) => "panel.bf16",
@@ -169,6 +169,10 @@ fn of_rows(
         constants: constants.into_values(),
         args: args.into_args(),
         groups: fold(weight.rows.div_ceil(16 * config.tiles), rows.div_ceil(16 * blocks)),
+    };
+    match fold_norm {
+        Fold::Scale(x, _) => call.reads(x.squares),
+        _ => call,
     }
 }
 

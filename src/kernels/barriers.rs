@@ -16,7 +16,7 @@ pub const MOST_GENERATIONS: usize = 100;
 /// that an earlier operation reads or wrote needs no barrier either, if the write cannot start before that operation
 /// has ended because it polls for data that depends on everything that the operation wrote.
 ///
-/// Calls right behind one another with [`Access::Beside`] need no barrier for what they write.
+/// A call with [`Access::Beside`] needs no barrier for what the calls right before it write: their words are others.
 ///
 /// A tagged buffer is written at most [`MOST_GENERATIONS`] times between two barriers: with more writes the tags would
 /// repeat, and a reader could mistake an old word for a new one.

@@ -366,7 +366,7 @@ impl Build<'_> {
         let mut with_init = all.clone();
         with_init.push(&init);
         let begin = Moment::now();
-        let threads = self.beside.then(threads_beside);
+        let threads = Some(self.threads());
         let pipelines = Pipelines::build_for(
             &self.opened.device,
             &self.opened.pipelines,

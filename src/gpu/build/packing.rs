@@ -3,7 +3,7 @@
 //! Not here: the packing (`actors::packer`), and the probes and their reference (`kernels::pack_codes`).
 
 use crate::actors::packer::{DevicePacker, RawSlots};
-use crate::gpu::build::{Build, threads_beside};
+use crate::gpu::build::Build;
 use crate::gpu::devices::staging;
 use crate::gpu::error::StartError;
 use crate::kernels::host_memory::HostMemory;
@@ -110,7 +110,7 @@ impl Build<'_> {
         let says = |what: &str| self.progress.line(&format!("\"{}\": {what}", self.name));
         let probes = self.probes(variants);
         let recordings: Vec<&Recording> = probes.iter().map(|(_, probe)| &probe.recording).collect();
-        let cores = self.beside.then(threads_beside);
+        let cores = Some(self.threads());
         let (device, table) = (&self.opened.device, &self.opened.pipelines);
         let pipelines = match Pipelines::build_for(device, table, cache, &recordings, cores, &|_, _| {}) {
             Ok(pipelines) => pipelines,

@@ -67,7 +67,7 @@ pub(crate) fn test_ptx(
             return Ok(Err(FailedPtx { kernel, why: format!("{constants:?}: {why}") }));
         }
     }
-    // The references of products of codes take up to a second each, so that several threads compute them.
+    // The references of products of codes decode all weights of a probe on the host, so that several threads compute them.
     let of_codes: Vec<&Call> = programs.values().copied().filter(|call| call.kernel == SKINNY_CODES_PTX.name).collect();
     for calls in of_codes.chunks(build.threads()) {
         build.wanted()?;

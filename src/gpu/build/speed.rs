@@ -4,8 +4,8 @@
 //! Not here: the division (`model::decoder::stage`), and its memory (`gpu::build::split`).
 
 use crate::device::fnv;
+use crate::gpu::build::Build;
 use crate::gpu::build::split::StagePart;
-use crate::gpu::build::{Build, threads_beside};
 use crate::gpu::error::StartError;
 use crate::kernels::gemm::weight_bytes;
 use crate::kernels::recording::{Op, Recording};
@@ -149,7 +149,7 @@ fn time(build: &Build<'_>, products: &Recording, cache: Option<&Path>) -> Result
         init.ops.push(Op::Fill { to, word: 0 });
     }
     // The model's own pipelines will be found in the table.
-    let threads = build.beside.then(threads_beside);
+    let threads = Some(build.threads());
     let recordings = [products, &init];
     let pipelines = Pipelines::build_for(&opened.device, &opened.pipelines, cache, &recordings, threads, &|_, _| {})?;
     build.run_all(vec![vec![Arc::new(Region::build(&opened.device, &init, &table, &pipelines)?)]], &[])?;

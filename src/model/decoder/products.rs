@@ -229,10 +229,9 @@ impl Decoder<'_> {
             let weight = Matrix { range, format: w.format, rows: w.rows, cols: w.cols };
             let whole = |matrices| self.column_parts(&weight, rows, matrices) == 1;
             let normed = w.cols == self.config.hidden || self.follows_row_norm(&w.merged);
-            let as_ptx = w.format.codes().is_none() || self.codes_ptx_config(&weight, rows).is_some();
             match rows {
                 ..=MOST_CODES_ROWS => rows <= 2 && !normed || self.tuning.fragments.is_none_or(whole),
-                _ => as_ptx,
+                _ => w.format.codes().is_none() || self.codes_ptx_config(&weight, rows).is_some(),
             }
         };
         // Experts of codes take at most as many rows unpacked.

@@ -88,14 +88,14 @@ void main() {
     uint words = 1u + rows * row_words();
     uint exchange = number.v[0] + index;
     if (TURNED == 1u) exchange += turn.v[0];
-    uint own_slot = BEST == 1u ? 2u * slot_words : (exchange & 1u) * slot_words;
+    uint own_slot = BEST == 1u ? SLOTS * slot_words : exchange % SLOTS * slot_words;
     uint invocations = gl_NumWorkGroups.x * gl_WorkGroupSize.x, first = gl_GlobalInvocationID.x;
     for (uint word = first; PHASE != 2u && word < words; word += invocations) {
         outbox.v[own_slot + word] = exchange_word(load_part(word, rows), exchange, fault.v[0]);
     }
     if (PHASE == 1u) return;
     barrier();
-    uint stop = (RANKS - 1u) * 2u * slot_words;
+    uint stop = (RANKS - 1u) * SLOTS * slot_words;
     bool failed = fault.v[0] != 0u, waited = false;
     for (uint word = first; word < words; word += invocations) {
         for (uint rank = 0u; rank < RANKS; rank++) {
@@ -104,7 +104,7 @@ void main() {
                 continue;
             }
             uint place = rank - uint(rank > RANK);
-            uint at = (BEST == 1u ? stop + 1u + place * best_words : place * 2u * slot_words + own_slot) + word;
+            uint at = (BEST == 1u ? stop + 1u + place * best_words : place * SLOTS * slot_words + own_slot) + word;
             uvec4 got = inbox.v[at];
             bool complete = is_complete(got, exchange);
             for (uint polls = 1u; !complete && !failed; polls++) {

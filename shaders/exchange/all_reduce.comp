@@ -7,9 +7,9 @@
 //
 // x       [floats] f32: this device's part; tagged with TAGGED 3 (`tags.glsl`), and then sent with its tags
 // y       [floats] f32, with x's stride; tagged with TAGGED 3
-// outbox  [2][slot_words] uvec4, in host memory: this device's part for the others. Host threads copy each word to the
+// outbox  [SLOTS][slot_words] uvec4, in host memory: this device's part for the others. Host threads copy each word to the
 //         other devices' inboxes (`actors::proxy`).
-// inbox   [RANKS - 1][2][slot_words] uvec4, then one uvec4: the parts of the others in their order, and a word that is
+// inbox   [RANKS - 1][SLOTS][slot_words] uvec4, then one uvec4: the parts of the others in their order, and a word that is
 //         not zero once the host has given up. It must be in memory of this device: some GPUs keep a line of host memory
 //         in their cache for as long as a submission runs.
 // number  [1]: the number of the step's first exchange; this one has number[0] + index
@@ -17,9 +17,10 @@
 // fault   `tags.glsl`
 //
 // A word is three floats and a check that contains the number of the exchange. A word whose check is right is complete and
-// of this exchange, whatever was in its place before. Exchanges use the two slots in turn. No word is overwritten before it
-// was read: a device begins exchange n + 2 after it has got all words of exchange n + 1, which the others send after they
-// have got all words of n.
+// of this exchange, whatever was in its place before. Exchanges use the four slots in turn. No word is overwritten before it
+// was read: at most two exchanges of sums are on the way at a time. A device sends words of exchange n + 4 only after it has got
+// all words of n + 2, and the others have sent those after they had got all words of n. Exchanges of logits that do not take
+// place leave their slots free.
 //
 // With HALVES 1 the floats are rounded to bfloat16, those of the device's own part too, and pass in blocks, which the host
 // copies with less work: a workgroup sends up to 4 · threads words of eight floats each, and a header. Word w of a block of n
@@ -28,10 +29,10 @@
 // have places at the slot's end, that of the first block the last: 4 · threads words, and four of which the first is the
 // header. No words like those above are ever in the place of a block's words, nor the reverse.
 //
-// With PHASE 1 a call only sends. With PHASE 2 it only receives words that have come, in work that the host releases
-// then. With PHASE 0 it does both.
+// With PHASE 1 a call only sends. With PHASE 2 it only receives: words that have come, in work that the host releases then,
+// or, with polls, those that come while work between both calls runs. With PHASE 0 it does both.
 //
-// All invocations send before any one polls, and there are no more workgroups than the device runs at once, so that no
+// All invocations of a call send before any one polls, and there are no more workgroups than the device runs at once, so that no
 // workgroup waits for one that has not been launched, on either device. A poll ends when the word is there, when the host
 // has given up or after EXCHANGE_POLLS. The call then sets the fault word; where a part has not come, y keeps its value. A
 // call that finds the fault word set does not poll, and sends words that tell the host to give up, because what the device
@@ -138,7 +139,7 @@ uvec4 load_halves(uint first, uint count, uint word) {
 // exchanges have ended before it has come. Called by whole workgroups.
 bool receive_block(uint first, uint count, uint exchange) {
     uint header = first + BLOCK_EACH * gl_WorkGroupSize.x;
-    uint stop = (RANKS - 1u) * 2u * slot_words, torn = 0u;
+    uint stop = (RANKS - 1u) * SLOTS * slot_words, torn = 0u;
     bool came = true, whole = false;
     while (came && !whole) {
         if (gl_LocalInvocationIndex == 0u) {
@@ -176,7 +177,7 @@ bool receive_block(uint first, uint count, uint exchange) {
 void exchange_blocks(uint floats, uint exchange) {
     uint threads = gl_WorkGroupSize.x, each = BLOCK_EACH * threads;
     uint words = floats / 8u, blocks = (words + each - 1u) / each;
-    uint slot = (exchange & 1u) * slot_words;
+    uint slot = exchange % SLOTS * slot_words;
     for (uint block = gl_WorkGroupID.x; PHASE != 2u && block < blocks; block += gl_NumWorkGroups.x) {
         uint first = block * each, count = min(each, words - first), place = slot + block_place(block);
         uvec4 sums = uvec4(0u);
@@ -207,7 +208,7 @@ void exchange_blocks(uint floats, uint exchange) {
                     part[i] = word < count ? load_halves(first, count, word) : uvec4(0u);
                 }
             } else {
-                uint from = (rank - uint(rank > RANK)) * 2u * slot_words + slot;
+                uint from = (rank - uint(rank > RANK)) * SLOTS * slot_words + slot;
                 failed = !receive_block(from + block_place(block), count, exchange);
             }
             [[unroll]] for (uint i = 0u; i < 4u * BLOCK_EACH; i++) {
@@ -234,7 +235,7 @@ void main() {
         exchange_blocks(floats, exchange);
         return;
     }
-    uint slot = (exchange & 1u) * slot_words;
+    uint slot = exchange % SLOTS * slot_words;
     uint invocations = gl_NumWorkGroups.x * gl_WorkGroupSize.x, first = gl_GlobalInvocationID.x;
     for (uint word = first; PHASE != 2u && word < words; word += invocations) {
         uvec3 part = part_of(word, floats);
@@ -242,7 +243,7 @@ void main() {
     }
     if (PHASE == 1u) return;
     barrier();
-    uint stop = (RANKS - 1u) * 2u * slot_words;
+    uint stop = (RANKS - 1u) * SLOTS * slot_words;
     bool failed = fault.v[0] != 0u, waited = false;
     for (uint word = first; word < words; word += invocations) {
         uvec3 own = load_part(word, floats);
@@ -252,7 +253,7 @@ void main() {
                 sum += uintBitsToFloat(own);
                 continue;
             }
-            uint at = (rank - uint(rank > RANK)) * 2u * slot_words + slot + word;
+            uint at = (rank - uint(rank > RANK)) * SLOTS * slot_words + slot + word;
             uvec4 got = inbox.v[at];
             bool complete = is_complete(got, exchange);
             for (uint polls = 1u; !complete && !failed; polls++) {

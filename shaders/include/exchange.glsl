@@ -5,6 +5,8 @@
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly buffer Outbox { volatile uvec4 v[]; };
 layout(buffer_reference, std430, buffer_reference_align = 16) readonly buffer Inbox { volatile uvec4 v[]; };
 
+// The number of slots for exchanges; `all_reduce.comp` tells why they suffice.
+const uint SLOTS = 4u;
 // The number of polls between two reads of the host's word and of the fault word.
 const uint POLLS_BETWEEN_EXCHANGE_LOOKS = 64u;
 // In the fault word: no call of this step polled too long for tagged words, but an exchange did not end.

@@ -5,7 +5,7 @@
 use super::mailbox::{Address, Mailbox, mailbox};
 use crate::actors::thread::{ActorThread, SpawnError};
 use crate::device::{DeviceError, Gate};
-use crate::kernels::exchange::{BlockSums, Blocks, WORD_BYTES, is_complete, sent_fault, stop_offset, words_of};
+use crate::kernels::exchange::{BlockSums, Blocks, SLOTS, WORD_BYTES, is_complete, sent_fault, stop_offset, words_of};
 use crate::memory::Buffer;
 use crossbeam_channel::{Receiver, Sender, TryRecvError, unbounded};
 use rustix::time::{ClockId, clock_gettime};
@@ -52,8 +52,8 @@ pub struct Exchanges {
     pub first: u64,
     /// The number of exchanges of sums.
     pub count: u32,
-    /// The number of floats of each exchange of sums.
-    pub floats: u32,
+    /// The numbers of floats of exchanges of sums, which take turns: of the first, the third and so on, and of the others.
+    pub floats: [u32; 2],
     /// Whether they are rounded to bfloat16 and pass in blocks.
     pub halves: bool,
     /// The number of exchanges of scored rows, which all have words.
@@ -112,7 +112,7 @@ pub struct ExchangeMemory {
 /// A slot of outboxes and inboxes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
-    /// One of the two that exchanges use in turn.
+    /// One of those that exchanges use in turn.
     InTurn,
     /// The one for the best tokens of a step's rows.
     Best,
@@ -122,8 +122,8 @@ impl ExchangeMemory {
     /// Returns the first word of a slot in an outbox.
     fn slot(&self, place: Place, number: u32) -> u64 {
         match place {
-            Place::InTurn => u64::from(number & 1) * u64::from(self.slot_words),
-            Place::Best => 2 * u64::from(self.slot_words),
+            Place::InTurn => u64::from(number % SLOTS) * u64::from(self.slot_words),
+            Place::Best => u64::from(SLOTS) * u64::from(self.slot_words),
         }
     }
 
@@ -136,7 +136,7 @@ impl ExchangeMemory {
     fn slot_in(&self, place: Place, number: u32, from: usize, to: usize) -> u64 {
         let index = (from - usize::from(from > to)) as u64;
         match place {
-            Place::InTurn => index * 2 * u64::from(self.slot_words) + self.slot(place, number),
+            Place::InTurn => index * u64::from(SLOTS) * u64::from(self.slot_words) + self.slot(place, number),
             Place::Best => {
                 let stop = stop_offset(self.slot_words, self.inboxes.len() as u32) / WORD_BYTES;
                 stop + 1 + index * u64::from(self.best_words)
@@ -385,14 +385,15 @@ fn run(shared: &Shared, from: usize, (thread, threads): (usize, usize), counts: 
     let carrier = Carrier { from, thread, threads };
     while let Ok(exchanges) = inbox.recv() {
         let (first_turn, first_of_head) = (exchanges.first_turn(), exchanges.first_of_head());
-        let sums = carrier.share(0, words_of(exchanges.floats.into()));
+        let sums = exchanges.floats.map(|floats| carrier.share(0, words_of(floats.into())));
         let mut has_words = true;
         for number in exchanges.first..exchanges.end() {
+            let turn = ((number - exchanges.first) % 2) as usize;
             let carried = match number {
                 _ if number < first_turn && exchanges.halves => {
-                    carry_blocks(shared, carrier, number as u32, Blocks::of(exchanges.floats))
+                    carry_blocks(shared, carrier, number as u32, Blocks::of(exchanges.floats[turn]))
                 }
-                _ if number < first_turn => carry(shared, from, (number as u32, Place::InTurn), sums.clone()),
+                _ if number < first_turn => carry(shared, from, (number as u32, Place::InTurn), sums[turn].clone()),
                 _ if number < first_of_head => {
                     carry_counted(shared, carrier, counts, (number as u32, Place::InTurn)).is_some()
                 }

@@ -493,7 +493,12 @@ impl Devices {
         let mut executor = SplitExecutor::new(executors, on_cpu)?;
         let failed_test = |source| StartError::SplitTest { model: name.to_owned(), source };
         if split == SplitMode::Tensor {
-            test_exchanges(&mut executor, waits.polls).map_err(failed_test)?;
+            let as_whole = test_exchanges(&mut executor, waits.polls).map_err(failed_test)?;
+            if !as_whole {
+                attempt.progress.line(&format!(
+                    "\"{name}\": prompts are computed whole, because a test failed: in microbatches, a prompt had other logits"
+                ));
+            }
         }
         let failed = test_split(&mut executor).map_err(failed_test)?;
         for (rows, why) in failed {

@@ -75,6 +75,25 @@ impl ChunkLayout {
         u64::from(self.token(tokens)) * 4
     }
 
+    /// Returns the number of words of the descriptor of a microbatch of at most `prompts` prompts: the first four words of a
+    /// step's descriptor, and four for each prompt. It has no cells, no last rows (their number is 0) and no tokens, so only layers
+    /// read it that need none of these.
+    pub fn microbatch_words(prompts: u32) -> u32 {
+        4 + 4 * prompts
+    }
+
+    /// Returns the words of the descriptor of a microbatch, whose rows are those of `prompts`.
+    pub fn describe_microbatch(prompts: &[PromptRows<'_>]) -> Vec<u32> {
+        let rows = prompts.iter().map(|prompt| prompt.tokens.len() as u32).sum();
+        let mut words = vec![prompts.len() as u32, 0, rows, 0];
+        let mut first_row = 0;
+        for prompt in prompts {
+            words.extend([prompt.slot, prompt.start, first_row, 0]);
+            first_row += prompt.tokens.len() as u32;
+        }
+        words
+    }
+
     /// Returns the words of a step's descriptor, as runs with the index of their first word.
     ///
     /// # Panics
@@ -151,6 +170,30 @@ pub struct PromptRows<'a> {
     /// The numbers of rows, multiples of [`BLOCK_ROWS`], after which the state is stored as a snapshot, each with its
     /// cell; at most two.
     pub keeps: &'a [(u32, u32)],
+}
+
+impl<'a> PromptRows<'a> {
+    /// Returns the part of the first `rows` rows, and that of the others; `None` if it has no row. The parts say nothing about
+    /// cells.
+    fn cut(self, rows: usize) -> [Option<PromptRows<'a>>; 2] {
+        let (before, behind) = self.tokens.split_at(rows.min(self.tokens.len()));
+        let part = |tokens: &'a [u32], start: u32| {
+            let part = PromptRows { start, tokens, last: false, next: None, from: None, keeps: &[], ..self };
+            (!tokens.is_empty()).then_some(part)
+        };
+        [part(before, self.start), part(behind, self.start + before.len() as u32)]
+    }
+}
+
+/// Returns the prompts of the first `rows` rows of a step, which are the first microbatch, and those of the others, which are the
+/// second. They say nothing about cells.
+pub fn microbatches<'a>(prompts: &[PromptRows<'a>], rows: u32) -> [Vec<PromptRows<'a>>; 2] {
+    let (mut parts, mut left) = ([Vec::new(), Vec::new()], rows as usize);
+    for prompt in prompts {
+        parts.iter_mut().zip(prompt.cut(left)).for_each(|(part, own)| part.extend(own));
+        left -= left.min(prompt.tokens.len());
+    }
+    parts
 }
 
 /// Returns the call that writes the buffers `rows` and `x` for `rows` rows of a step.
@@ -272,4 +315,44 @@ pub(super) fn reference_embed_rows(call: &Call, memory: &mut HostMemory) {
 /// The size of a `rows` buffer in bytes.
 pub fn rows_bytes(rows: u32) -> u64 {
     u64::from(rows) * 16
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Goal: each row of a step is in one microbatch, at its position, and prompts are in the order of their rows. Method: all
+    /// cuts of two prompts, before, within and behind each of them.
+    #[test]
+    fn rows_are_in_one_of_both_microbatches_at_their_positions() {
+        let tokens: Vec<u32> = (100..109).collect();
+        let prompt = |slot, start, tokens| PromptRows {
+            slot,
+            start,
+            tokens,
+            last: true,
+            next: Some(7),
+            from: Some(3),
+            keeps: &[(64, 5)],
+        };
+        let prompts = [prompt(4, 32, &tokens[..6]), prompt(2, 0, &tokens[6..])];
+        // The slot, the position and the token of each row.
+        let rows = |prompts: &[PromptRows<'_>]| -> Vec<(u32, u32, u32)> {
+            let each = |p: &PromptRows<'_>| {
+                let slot = p.slot;
+                (p.start..).zip(p.tokens.to_vec()).map(move |(at, token)| (slot, at, token))
+            };
+            prompts.iter().flat_map(each).collect()
+        };
+        for first in 0..=9 {
+            let parts = microbatches(&prompts, first);
+            assert_eq!(rows(&parts[0]).len(), first as usize);
+            assert_eq!(parts.iter().flat_map(|part| rows(part)).collect::<Vec<_>>(), rows(&prompts), "cut at {first}");
+            assert!(parts.iter().flatten().all(|part| !part.tokens.is_empty() && part.from.is_none()));
+        }
+        let [first, second] = microbatches(&prompts, 4);
+        assert_eq!(ChunkLayout::describe_microbatch(&first), [1, 0, 4, 0, 4, 32, 0, 0]);
+        assert_eq!(ChunkLayout::describe_microbatch(&second), [2, 0, 5, 0, 4, 36, 0, 0, 2, 0, 2, 0]);
+        assert!(ChunkLayout::microbatch_words(2) >= 12);
+    }
 }

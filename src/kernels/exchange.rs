@@ -20,6 +20,12 @@ pub const EXCHANGE_FAULT: u32 = 0xff_fffe;
 /// In the words that a device sends whose fault word is set.
 const FAILED: u32 = 0x5bd1_e995;
 
+/// The number of slots of an outbox, and of those for each other device in an inbox. Exchanges use them in turn. At most two
+/// exchanges of sums are on the way at a time, one of each microbatch of a prompt step. So a device sends the words of exchange
+/// n + 4 only after it has got all of n + 2; the others have sent those after they had got all of n, whose slot is free then.
+/// An exchange of logits that does not take place leaves its slot free.
+pub const SLOTS: u32 = 4;
+
 /// The number of invocations of a workgroup.
 const THREADS: u32 = 128;
 
@@ -84,7 +90,7 @@ pub struct ExchangeBuffers {
     pub number: Range,
     /// The fault word.
     pub fault: Range,
-    /// The number of words of each of the two slots of outbox and inbox.
+    /// The number of words of each of the [`SLOTS`] slots of outbox and inbox.
     pub slot_words: u32,
     /// The number of words at the end of each slot that are for [`Blocks`]. Other words are before them.
     pub block_words: u32,
@@ -117,7 +123,7 @@ pub enum Phase {
     Both,
     /// The call only sends.
     Send,
-    /// The call receives words that have come.
+    /// The call receives words. It polls for those that have not come, at most `most_polls` times.
     Receive,
 }
 
@@ -221,7 +227,7 @@ impl BlockSums {
 
 /// Returns the size of a device's outbox in bytes.
 pub fn outbox_bytes(slot_words: u32) -> u64 {
-    2 * u64::from(slot_words) * WORD_BYTES
+    u64::from(SLOTS) * u64::from(slot_words) * WORD_BYTES
 }
 
 /// Returns the size of the inbox of one of `of` devices in bytes.
@@ -340,7 +346,7 @@ pub(crate) fn reference_all_reduce(call: &Call, memory: &mut HostMemory) {
     let rows = if c.counted == 1 { memory.u32(a.count, 2).min(a.row_count) } else { a.row_count };
     let floats = rows * a.stride;
     let number = memory.u32(a.number, 0).wrapping_add(a.index);
-    let slot = (number & 1) * a.slot_words;
+    let slot = number % SLOTS * a.slot_words;
     if c.halves == 1 {
         return reference_blocks(&a, &c, memory, (floats, number, slot));
     }
@@ -379,7 +385,7 @@ pub(crate) fn reference_all_reduce(call: &Call, memory: &mut HostMemory) {
 
 /// Returns a word that came from device `rank`.
 fn received(a: &AllReduceArgs, c: &AllReduceConstants, memory: &HostMemory, rank: u32, word: u32) -> [u32; 4] {
-    let at = 4 * ((rank - u32::from(rank > c.rank)) * 2 * a.slot_words + word);
+    let at = 4 * ((rank - u32::from(rank > c.rank)) * SLOTS * a.slot_words + word);
     std::array::from_fn(|i| memory.u32(a.inbox, at + i as u32))
 }
 
@@ -546,7 +552,7 @@ pub(crate) fn reference_all_gather(call: &Call, memory: &mut HostMemory) {
     let columns = Columns { count: a.columns, unit: a.unit };
     let part_of = |index: u32| columns.part(Rank { index, of: c.ranks });
     let each = columns.most(c.ranks).div_ceil(WORD_FLOATS);
-    let slot = if c.best == 1 { 2 * a.slot_words } else { (number & 1) * a.slot_words };
+    let slot = if c.best == 1 { SLOTS * a.slot_words } else { number % SLOTS * a.slot_words };
     let mut sent = vec![[count * each, memory.u32(a.list, 0), 0]];
     for (row, word) in rows.iter().flat_map(|row| (0..each).map(move |word| (*row, word))) {
         let load = |i: u32| (i < part_of(c.rank).len() as u32).then(|| memory.u32(a.x, row * a.x_stride + i));
@@ -559,7 +565,7 @@ pub(crate) fn reference_all_gather(call: &Call, memory: &mut HostMemory) {
     }
     for rank in (0..c.ranks).filter(|_| c.phase != 1) {
         let place = rank - u32::from(rank > c.rank);
-        let at = if c.best == 1 { stop as u32 + 1 + place * a.best_words } else { place * 2 * a.slot_words + slot };
+        let at = if c.best == 1 { stop as u32 + 1 + place * a.best_words } else { place * SLOTS * a.slot_words + slot };
         let part = part_of(rank);
         for (word, own) in (0..).zip(&sent) {
             let mut bits = *own;

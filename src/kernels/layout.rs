@@ -1,4 +1,4 @@
-//! The layout of the `state` buffer: slots, batch list, prompt step descriptor, page tables, logit biases, single
+//! The layout of the `state` buffer: slots, batch list, prompt step descriptors, page tables, logit biases, single
 //! words. They share one buffer so that one patch kernel can update all of it. Not here: the meaning of a slot's words
 //! (`state`).
 
@@ -33,7 +33,7 @@ pub struct StateLayout {
 const ALIGN: u64 = 64;
 
 impl StateLayout {
-    fn offsets(&self) -> [u64; 11] {
+    fn offsets(&self) -> [u64; 12] {
         let bytes = [
             u64::from(self.slots) * u64::from(state::SLOT_WORDS) * 4,
             u64::from(self.rows) * 4,
@@ -45,8 +45,9 @@ impl StateLayout {
             pool_words(self.prompts) * 4,
             if self.windows { u64::from(self.slots) * u64::from(self.max_pages) * 4 } else { 0 },
             12,
+            2 * self.microbatch_bytes(),
         ];
-        let mut offsets = [0; 11];
+        let mut offsets = [0; 12];
         for (i, b) in bytes.iter().enumerate() {
             offsets[i + 1] = (offsets[i] + b).next_multiple_of(ALIGN);
         }
@@ -55,7 +56,7 @@ impl StateLayout {
 
     /// The size of the whole buffer in bytes.
     pub fn bytes(&self) -> u64 {
-        self.offsets()[10]
+        self.offsets()[11]
     }
 
     fn range(&self, recording: &mut Recording, part: usize) -> Range {
@@ -81,6 +82,21 @@ impl StateLayout {
     /// The layout of the descriptor of a prompt step.
     pub fn chunk_layout(&self) -> ChunkLayout {
         ChunkLayout { prompts: self.sequences, cells: self.cells }
+    }
+
+    fn microbatch_bytes(&self) -> u64 {
+        (u64::from(ChunkLayout::microbatch_words(self.sequences)) * 4).next_multiple_of(ALIGN)
+    }
+
+    /// The descriptor of one of the two microbatches of a prompt step: see [`ChunkLayout::microbatch_words`].
+    pub fn microbatch(&self, recording: &mut Recording, index: u32) -> Range {
+        let bytes = self.microbatch_bytes();
+        self.range(recording, 10).part(u64::from(index) * bytes, bytes)
+    }
+
+    /// The word offset of the descriptor of a microbatch.
+    pub fn microbatch_word(&self, index: u32) -> u32 {
+        ((self.offsets()[10] + u64::from(index) * self.microbatch_bytes()) / 4) as u32
     }
 
     /// The part of the descriptor of a prompt step about its prompts' cells.
@@ -236,5 +252,13 @@ mod tests {
         assert_eq!(u64::from(layout.pool_word()) * 4, pool.offset);
         let token = layout.chunk_word(layout.chunk_layout().token(16));
         assert_eq!(u64::from(token) * 4 + 4, parts[2].offset + layout.chunk_layout().bytes(17));
+        let microbatches = [0, 1].map(|index| layout.microbatch(&mut recording, index));
+        let exchange = layout.exchange(&mut recording);
+        assert!(exchange.offset + 12 <= microbatches[0].offset && !microbatches[0].overlaps(&microbatches[1]));
+        assert_eq!(microbatches[1].offset + microbatches[1].bytes, layout.bytes());
+        for (range, index) in microbatches.iter().zip(0..) {
+            assert_eq!(u64::from(layout.microbatch_word(index)) * 4, range.offset);
+            assert!(u64::from(ChunkLayout::microbatch_words(4)) * 4 <= range.bytes);
+        }
     }
 }

@@ -123,7 +123,7 @@ fn time(
     let mut best = None::<f64>;
     for step in 0..=STEPS {
         let first = 1 + u64::from(step * EXCHANGES);
-        proxies.carry(Exchanges { first, count: EXCHANGES, floats: values, halves, turns: 0, of_head: 0 });
+        proxies.carry(Exchanges { first, count: EXCHANGES, floats: [values; 2], halves, turns: 0, of_head: 0 });
         let begun = Instant::now();
         let (reports, done) = crossbeam_channel::bounded(sides.len());
         let (wake, _woken) = crossbeam_channel::bounded(1);

@@ -9,7 +9,7 @@ use crate::harness::Random;
 use ostinato::actors::proxy::{ExchangeMemory, Exchanges, Proxies};
 use ostinato::device::Gate;
 use ostinato::kernels::exchange::{
-    BLOCK_WORDS, BlockSums, Blocks, WORD_BYTES, check_of, inbox_bytes, outbox_bytes, stop_offset,
+    BLOCK_WORDS, BlockSums, Blocks, SLOTS, WORD_BYTES, check_of, inbox_bytes, outbox_bytes, stop_offset,
 };
 use ostinato::memory::{Arena, Buffer, Place};
 use std::sync::Arc;
@@ -22,7 +22,7 @@ const WORDS: u32 = 700;
 const SLOT: u32 = WORDS + 2 * (BLOCK_WORDS + 4);
 /// The steps, and the exchanges of each.
 const STEPS: u64 = 3;
-const EACH: u32 = 4;
+const EACH: u32 = 6;
 /// How late the second device is in the first exchange of the last step.
 const LATE: Duration = Duration::from_millis(300);
 /// Time limit, longer than any wait here takes on a busy machine.
@@ -77,10 +77,16 @@ fn until(what: &str, reached: impl Fn() -> bool) {
     }
 }
 
-/// Takes the part of a device: sends its words of each exchange, and checks those of the others when its gate has opened.
+/// Returns the number of words of an exchange: a few less in every second one.
+fn words_in(number: u64) -> u32 {
+    WORDS - 90 * ((number - 1) % 2) as u32
+}
+
+/// Takes the part of a device: sends its words of each exchange, and checks those of the others when its gate has opened. In every
+/// second step, two exchanges are on the way: it sends the next one before it waits.
 fn device(memory: &ExchangeMemory, own: usize) {
     let mut random = Random(own as u64);
-    let slot = |number: u64| (number & 1) * u64::from(SLOT);
+    let slot = |number: u64| number % u64::from(SLOTS) * u64::from(SLOT);
     let others = || (0..DEVICES).filter(|other| *other != own).map(|other| memory.gates[other].opened());
     for number in 1..=STEPS * u64::from(EACH) {
         if own == 1 && number == (STEPS - 1) * u64::from(EACH) + 1 {
@@ -88,8 +94,9 @@ fn device(memory: &ExchangeMemory, own: usize) {
             assert!(others().max() < Some(number), "no device goes on without the words of all");
         }
         // The device pauses once before it has sent all pieces.
-        let last = random.below(WORDS * 4 - 1);
-        for (sent, place) in (0..).zip(random.permutation(WORDS * 4)) {
+        let words = words_in(number);
+        let last = random.below(words * 4 - 1);
+        for (sent, place) in (0..).zip(random.permutation(words * 4)) {
             let (at, piece) = (place / 4, place % 4);
             let to = (slot(number) + u64::from(at)) * WORD_BYTES + u64::from(piece) * 4;
             memory.outboxes[own].store_u32(to, word(own, number, at)[piece as usize]);
@@ -98,14 +105,26 @@ fn device(memory: &ExchangeMemory, own: usize) {
                 assert!(others().max() < Some(number), "exchange {number} of {own}");
             }
         }
-        until("the words of the others", || memory.gates[own].opened() >= number);
-        for other in (0..DEVICES).filter(|other| *other != own) {
-            let index = (other - usize::from(other > own)) as u64;
-            let first = (index * 2 * u64::from(SLOT) + slot(number)) * WORD_BYTES;
-            let mut found = vec![[0; 4]; WORDS as usize];
-            memory.inboxes[own].load_quads(first, &mut found);
-            let wanted: Vec<[u32; 4]> = (0..WORDS).map(|at| word(other, number, at)).collect();
-            assert!(found == wanted, "exchange {number}, from device {other} to {own}");
+        let (step, last) = ((number - 1) / u64::from(EACH), number.is_multiple_of(u64::from(EACH)));
+        let overlaps = step % 2 == 1;
+        let begins = number % u64::from(EACH) == 1;
+        let received = match (overlaps, begins, last) {
+            (false, ..) => number..number + 1,
+            (true, true, _) => 0..0,
+            (true, false, false) => number - 1..number,
+            (true, false, true) => number - 1..number + 1,
+        };
+        for number in received {
+            until("the words of the others", || memory.gates[own].opened() >= number);
+            for other in (0..DEVICES).filter(|other| *other != own) {
+                let index = (other - usize::from(other > own)) as u64;
+                let first = (index * u64::from(SLOTS) * u64::from(SLOT) + slot(number)) * WORD_BYTES;
+                let words = words_in(number);
+                let mut found = vec![[0; 4]; words as usize];
+                memory.inboxes[own].load_quads(first, &mut found);
+                let wanted: Vec<[u32; 4]> = (0..words).map(|at| word(other, number, at)).collect();
+                assert!(found == wanted, "exchange {number}, from device {other} to {own}");
+            }
         }
     }
 }
@@ -118,7 +137,7 @@ fn words_that_come_late_and_in_pieces_pass_whole() {
         proxies.carry(Exchanges {
             first: 1 + step * u64::from(EACH),
             count: EACH,
-            floats: 3 * WORDS,
+            floats: [1, 2].map(|number| 3 * words_in(number)),
             halves: false,
             turns: 0,
             of_head: 0,
@@ -138,7 +157,7 @@ fn words_that_come_late_and_in_pieces_pass_whole() {
 fn exchanges_that_are_ended_keep_no_device_waiting() {
     let vulkan = Vulkan::new();
     let (_arena, memory, proxies) = start(&vulkan, true);
-    proxies.carry(Exchanges { first: 1, count: EACH, floats: 3 * WORDS, halves: false, turns: 0, of_head: 0 });
+    proxies.carry(Exchanges { first: 1, count: EACH, floats: [3 * WORDS; 2], halves: false, turns: 0, of_head: 0 });
     // One device has sent nothing.
     for own in [0, 2] {
         for at in 0..WORDS {
@@ -154,7 +173,7 @@ fn exchanges_that_are_ended_keep_no_device_waiting() {
         proxies.carry(Exchanges {
             first: u64::from(later) + 1,
             count: EACH,
-            floats: 3 * WORDS,
+            floats: [3 * WORDS; 2],
             halves: false,
             turns: 0,
             of_head: 0,
@@ -184,7 +203,8 @@ fn drawing_device(memory: &ExchangeMemory, own: usize) {
         let logits = (sum + 2, false, WORDS - 1, Some(false));
         let exchanges = [(sum, false, SUM, None), (sum + 1, true, 3, Some(follows))];
         for (number, best, count, tells) in exchanges.into_iter().chain(follows.then_some(logits)) {
-            let slot = if best { 2 * u64::from(SLOT) } else { (number & 1) * u64::from(SLOT) };
+            let slot =
+                if best { u64::from(SLOTS) * u64::from(SLOT) } else { number % u64::from(SLOTS) * u64::from(SLOT) };
             // The first word is the last that is stored.
             for (at, word) in words(own, number, count, tells).iter().enumerate().rev() {
                 memory.outboxes[own].store_quads((slot + at as u64) * WORD_BYTES, &[*word]);
@@ -193,7 +213,7 @@ fn drawing_device(memory: &ExchangeMemory, own: usize) {
                 let index = (other - usize::from(other > own)) as u64;
                 let from = match best {
                     true => stop + 1 + index * u64::from(BEST),
-                    false => index * 2 * u64::from(SLOT) + slot,
+                    false => index * u64::from(SLOTS) * u64::from(SLOT) + slot,
                 };
                 let wanted = words(other, number, count, tells);
                 until("the words of the others", || {
@@ -221,7 +241,7 @@ fn logits_pass_whatever_threads_without_words_do() {
         proxies.carry(Exchanges {
             first: 1 + 3 * step,
             count: 1,
-            floats: 3 * SUM,
+            floats: [3 * SUM; 2],
             halves: false,
             turns: 0,
             of_head: 2,
@@ -248,7 +268,7 @@ fn block_words(device: usize, number: u64) -> Vec<(u32, [u32; 4])> {
         let mut sums = BlockSums::default();
         for at in blocks.places(block, SLOT) {
             let [x, y, z, _] = word(device, number, at);
-            let data = [x, y, z, check_of([x, y, z], number as u32 + 2)];
+            let data = [x, y, z, check_of([x, y, z], number as u32 + SLOTS)];
             sums.add(&[data]);
             words.push((at, data));
         }
@@ -266,7 +286,7 @@ fn blocks_whose_words_come_after_their_headers_pass_whole() {
     let vulkan = Vulkan::new();
     let (_arena, memory, proxies) = start(&vulkan, true);
     const EXCHANGES: u64 = 16;
-    let in_blocks = |number: u64| number % 4 < 2;
+    let in_blocks = |number: u64| (number / u64::from(SLOTS)).is_multiple_of(2);
     let words = |device: usize, number: u64| match in_blocks(number) {
         true => block_words(device, number),
         false => (0..WORDS).map(|at| (at, word(device, number, at))).collect(),
@@ -274,7 +294,7 @@ fn blocks_whose_words_come_after_their_headers_pass_whole() {
     for number in 1..=EXCHANGES {
         let halves = in_blocks(number);
         let floats = if halves { BLOCK_FLOATS } else { 3 * WORDS };
-        proxies.carry(Exchanges { first: number, count: 1, floats, halves, turns: 0, of_head: 0 });
+        proxies.carry(Exchanges { first: number, count: 1, floats: [floats; 2], halves, turns: 0, of_head: 0 });
     }
     std::thread::scope(|scope| {
         for own in 0..DEVICES {
@@ -282,7 +302,7 @@ fn blocks_whose_words_come_after_their_headers_pass_whole() {
             scope.spawn(move || {
                 let mut random = Random(own as u64);
                 for number in 1..=EXCHANGES {
-                    let slot = (number & 1) * u64::from(SLOT);
+                    let slot = number % u64::from(SLOTS) * u64::from(SLOT);
                     let sent = words(own, number);
                     let order = random.permutation(sent.len() as u32);
                     for (before, place) in order.iter().enumerate() {
@@ -300,7 +320,7 @@ fn blocks_whose_words_come_after_their_headers_pass_whole() {
                         let index = (other - usize::from(other > own)) as u64;
                         for (at, wanted) in words(other, number) {
                             let mut found = [[0; 4]];
-                            let at = index * 2 * u64::from(SLOT) + slot + u64::from(at);
+                            let at = index * u64::from(SLOTS) * u64::from(SLOT) + slot + u64::from(at);
                             memory.inboxes[own].load_quads(at * WORD_BYTES, &mut found);
                             assert_eq!(found, [wanted], "exchange {number}, from device {other} to {own}");
                         }

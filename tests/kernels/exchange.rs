@@ -9,8 +9,9 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, POISON, Random};
 use half::bf16;
 use ostinato::kernels::exchange::{
-    BlockSums, Blocks, Columns, EXCHANGE_FAULT, ExchangeBuffers, ExchangeShape, Gathered, GatheredRows, Phase, Rank,
-    Summed, WORD_BYTES, all_gather, all_reduce, check_of, inbox_bytes, is_complete, outbox_bytes, sent_fault, words_of,
+    BlockSums, Blocks, Columns, EXCHANGE_FAULT, ExchangeBuffers, ExchangeShape, GateOf, Gathered, GatheredRows, Phase,
+    Rank, SLOTS, Summed, WORD_BYTES, all_gather, all_reduce, awaited_offset, check_of, inbox_bytes, is_complete,
+    outbox_bytes, sent_fault, words_of,
 };
 use ostinato::kernels::gemm::Activations;
 use ostinato::kernels::recording::Range;
@@ -45,7 +46,7 @@ fn record(cases: &mut Cases, random: &mut Random, of: &Exchange, comes: bool) ->
     inbox[stop..].fill(0);
     let others = parts.iter().zip(0..).filter(|(_, rank)| *rank != of.rank.index);
     for (place, (part, _)) in (0u32..).zip(others).filter(|_| comes) {
-        let first = (place * 2 + of.number % 2) * slot_words;
+        let first = (place * SLOTS + of.number % SLOTS) * slot_words;
         let mut put = |word: u32, bits: [u32; 4]| {
             let at = (first + word) as usize * 4;
             inbox[at..at + 4].copy_from_slice(&bits);
@@ -134,8 +135,9 @@ fn parts_of_all_devices_are_summed_in_their_order() {
         let first = |slot: u32| reference.u32(outbox, (slot * slot_words + place) * 4);
         let low = |word: u32| if of.halves { word & 0xffff } else { word };
         let wanted = if of.halves { bf16::from_f32(own[0]).to_bits().into() } else { own[0].to_bits() };
-        assert_eq!(first(of.number % 2) != POISON && low(first(of.number % 2)) == wanted, sent);
-        assert_eq!(first(1 - of.number % 2), POISON, "the other slot");
+        assert_eq!(first(of.number % SLOTS) != POISON && low(first(of.number % SLOTS)) == wanted, sent);
+        let mut others = (0..SLOTS).filter(|slot| *slot != of.number % SLOTS);
+        assert!(others.all(|slot| first(slot) == POISON), "the other slots");
     }
     let vulkan = Vulkan::new();
     for driver in Driver::all() {
@@ -234,13 +236,13 @@ fn record_gather(cases: &mut Cases, of: &Columned, all: &[f32], comes: bool) -> 
     let number = NUMBER + of.turn.unwrap_or(0);
     let behind = (of.rank.of - 1) * best_words * 4;
     let mut inbox = vec![POISON; (inbox_bytes(slot_words, of.rank.of) / 4) as usize + behind as usize];
-    let stop = (of.rank.of - 1) * 2 * slot_words;
+    let stop = (of.rank.of - 1) * SLOTS * slot_words;
     inbox[stop as usize * 4..][..4].fill(0);
     let others = (0..of.rank.of).filter(|rank| *rank != of.rank.index);
     for (place, rank) in (0u32..).zip(others).filter(|_| comes) {
         let first = match of.best {
             true => stop + 1 + place * best_words,
-            false => (place * 2 + number % 2) * slot_words,
+            false => (place * SLOTS + number % SLOTS) * slot_words,
         };
         let part = of.columns.part(Rank { index: rank, ..of.rank });
         let each = of.columns.most(of.rank.of).div_ceil(3);
@@ -345,7 +347,7 @@ fn columns_of_all_devices_are_collected() {
         }
         let number = NUMBER + of.turn.unwrap_or(0);
         let slot_words = of.columns.words(of.rows, of.rank.of) as u32 + 3;
-        let first = if of.best { 2 * slot_words } else { number % 2 * slot_words };
+        let first = if of.best { SLOTS * slot_words } else { number % SLOTS * slot_words };
         let header: [u32; 4] = std::array::from_fn(|i| reference.u32(outbox, first * 4 + i as u32));
         let rows = of.listed.map_or(of.rows, |listed| listed.len() as u32);
         let wanted = rows * of.columns.most(of.rank.of).div_ceil(3);
@@ -353,7 +355,7 @@ fn columns_of_all_devices_are_collected() {
             Phase::Receive => assert_eq!(header[0], POISON),
             _ => assert!(header[0] == wanted && is_complete(header, number), "{of:?}: {header:?}"),
         }
-        assert_eq!(outbox.bytes / WORD_BYTES, u64::from(2 * slot_words + if of.best { slot_words - 3 } else { 0 }));
+        assert_eq!(outbox.bytes / WORD_BYTES, u64::from(SLOTS * slot_words + if of.best { slot_words - 3 } else { 0 }));
     }
     let vulkan = Vulkan::new();
     for driver in Driver::all() {
@@ -389,7 +391,7 @@ fn columns_that_never_come_end_the_call_with_a_fault() {
         for column in of.columns.part(Rank { index: 0, of: 2 }) {
             assert_eq!(after.u32(y, column), POISON, "column {column}");
         }
-        let slot = NUMBER % 2 * (of.columns.words(of.rows, 2) as u32 + 3);
+        let slot = NUMBER % SLOTS * (of.columns.words(of.rows, 2) as u32 + 3);
         let list = cases.recording.buffers.iter().position(|decl| decl.name.ends_with("list")).expect("there is one");
         let mut before = cases.before();
         before.buffers[list][0] = 0;

@@ -20,7 +20,7 @@ use ostinato::config::KvFormat;
 use ostinato::gpu::build::defaults;
 use ostinato::kernels::attention::{Heads, flash};
 use ostinato::kernels::embed::PromptRows;
-use ostinato::kernels::exchange::{Blocks, Columns, Rank, check_of, words_of};
+use ostinato::kernels::exchange::{Blocks, Columns, Phase, Rank, SLOTS, check_of, words_of};
 use ostinato::kernels::gemm::codes_ptx::CodesPtxConfig;
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig, skinny};
 use ostinato::kernels::gemm::{Activations, Epilogue, GemvConfig, Matrix, Product, take_last, wgmma};
@@ -38,9 +38,9 @@ use ostinato::kernels::{barriers, delta};
 use ostinato::memory::pack::codes::{sample, unit_cols};
 use ostinato::memory::pack::{self, Format, Layout, Packing};
 use ostinato::model::checkpoint::{Checkpoint, WeightKind, WeightSpec};
-use ostinato::model::config::{LayerKind, MlpKind};
+use ostinato::model::config::{LayerKind, MlpKind, ModelConfig};
 use ostinato::model::decoder::drafter::{DRAFTER, Drafter, DrafterKind, PlacedWeight};
-use ostinato::model::decoder::parallel::{HEAD_EXCHANGES, INBOX};
+use ostinato::model::decoder::parallel::{HEAD_EXCHANGES, INBOX, exchanges};
 use ostinato::model::decoder::stage::{LayerStage, divide_vocabulary};
 use ostinato::model::decoder::{Decoder, RECURRENT, ROPE, RingLayout, StepShape, stride};
 use ostinato::model::synth::{self, SynthOptions};
@@ -1987,6 +1987,78 @@ fn blocks_of_prompts_are_behind_all_other_words_of_a_slot() {
     }
 }
 
+/// Goal: the two microbatches of a prompt step take turns between exchanges, each exchange has a number of its own, and no call of
+/// one of them writes what the other one needs. Method: models of all kinds that have microbatches; of what both write, only
+/// the residual stream and the row table in parts that do not overlap, KV pages and the state.
+#[test]
+fn microbatches_of_a_prompt_step_take_turns_and_share_no_buffer() {
+    let vulkan = Vulkan::new();
+    let way = Emulated { chunk: 64, tags: true, kv_format: KvFormat::F16, near: 0.0 };
+    let (_folders, checkpoints) = to_divide();
+    let mut with_microbatches = 0;
+    for (name, checkpoint) in &checkpoints {
+        for part in &InParts::of(checkpoint, 2) {
+            let mut decoder = part.decoder(&vulkan, way);
+            decoder.tuning.microbatch_rows = 64;
+            assert!(!decoder.has_microbatches(32), "{name}");
+            assert_eq!(decoder.has_microbatches(64), checkpoint.config.delta.is_none(), "{name}");
+            let later = ModelConfig { causal: false, ..decoder.config.clone() };
+            assert!(!Decoder { config: &later, ..decoder.clone() }.has_microbatches(64), "{name}: sees later tokens");
+            if !decoder.has_microbatches(64) {
+                continue;
+            }
+            with_microbatches += 1;
+            let whole = decoder.record(StepShape::Prefill { rows: 64 });
+            let recording = decoder.record_in_microbatches(64);
+            let count = exchanges(&recording);
+            assert_eq!(count, 2 * exchanges(&whole), "{name}");
+            let second = |buffer: &str| buffer.ends_with(".second");
+            for decl in recording.buffers.iter().filter(|decl| second(&decl.name)) {
+                let of_first = decl.name.trim_end_matches(".second");
+                assert!(recording.buffers.iter().any(|other| other.name == of_first), "{name}: {}", decl.name);
+            }
+            // The microbatch whose layers the next call computes.
+            let (mut own, mut phases) = (0, Vec::new());
+            for op in &recording.ops {
+                let Op::Call(call) = op else { continue };
+                let phase = Phase::of(call).map(|phase| (phase, AllReduceArgs::from_args(&call.args).index));
+                if let Some((Phase::Receive, index)) = phase {
+                    own = index % 2;
+                }
+                for arg in call.args.iter().filter(|_| call.label.starts_with("layers.")) {
+                    let (Arg::Buffer(range, access) | Arg::Carried(range, access) | Arg::Apart(range, access)) = arg
+                    else {
+                        continue;
+                    };
+                    let decl = recording.decl(range.buffer);
+                    let shared = ["x", "rows", "state"].contains(&&*decl.name)
+                        || ["kv.", "exchange."].iter().any(|prefix| decl.name.starts_with(prefix));
+                    if access.writes() && !shared {
+                        assert_eq!(second(&decl.name), own == 1, "{name}: \"{}\" writes \"{}\"", call.label, decl.name);
+                    }
+                    if ["x", "rows"].contains(&&*decl.name) && range.bytes > 0 {
+                        let half = decl.bytes / 2;
+                        let of = u64::from(own) * half;
+                        let inside = of <= range.offset && range.offset + range.bytes <= of + half;
+                        assert!(inside, "{name}: \"{}\" uses rows of the other microbatch", call.label);
+                    }
+                }
+                if let Some((Phase::Send, 0)) = phase {
+                    own = 1;
+                }
+                phases.extend(phase);
+            }
+            let mut wanted = vec![(Phase::Send, 0), (Phase::Send, 1)];
+            for index in 0..count {
+                wanted.push((Phase::Receive, index));
+                wanted.extend((index + 2 < count).then_some((Phase::Send, index + 2)));
+            }
+            assert_eq!(phases, wanted, "{name}: the order of exchanges");
+        }
+    }
+    assert!(with_microbatches > 4, "{with_microbatches} parts have microbatches");
+}
+
 /// Checks that a step with barriers has one between any two exchanges.
 fn assert_barriers_between_exchanges(recording: &Recording, what: &str) {
     let mut ordered = true;
@@ -2143,7 +2215,7 @@ fn run_parts(parts: &mut [Interpreted], first: u32) {
             let (x, number) = (places[from].1.x, first + exchange as u32);
             let floats = (places[from].1.row_count * places[from].1.stride) as usize;
             let sent = parts[from].memory.buffers[x.buffer.0 as usize][(x.offset / 4) as usize..][..floats].to_vec();
-            let place = (from - usize::from(from > to)) * 2 + (number % 2) as usize;
+            let place = (from - usize::from(from > to)) * SLOTS as usize + (number % SLOTS) as usize;
             let inbox = parts[to].words(INBOX);
             for (word, floats) in sent.chunks(3).enumerate() {
                 let bits: [u32; 3] = std::array::from_fn(|i| floats.get(i).copied().unwrap_or(0));

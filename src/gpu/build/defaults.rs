@@ -165,6 +165,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         // running.
         exchange_polls: if cpu { 0 } else { EXCHANGE_POLLS },
         exchange_halves: None,
+        microbatch_rows: if cpu { 16 } else { 256 },
         vocabulary_rows: 1,
         matmul: BTreeMap::new(),
         matmul_shapes: BTreeMap::new(),
@@ -450,6 +451,7 @@ impl Build<'_> {
                 tuning.exchange_polls = 0;
             }
             tuning.exchange_halves.get_or_insert(part.halves);
+            tuning.microbatch_rows = part.microbatch_rows;
             if !part.mixes {
                 tuning.mixed_steps = Some(0);
             }

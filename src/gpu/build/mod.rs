@@ -566,6 +566,9 @@ impl Build<'_> {
         // Where the host carries sums within a step, its region is the first part, and this has the others.
         let divided = RefCell::new(BTreeMap::new());
         let layers = |recording: &Recording| -> Result<Arc<Region>, StartError> {
+            if decoder.tuning.exchange_polls > 0 {
+                return region(recording);
+            }
             let pieces = parallel::pieces(recording);
             let first = region(&pieces[0])?;
             if pieces.len() > 1 {
@@ -620,6 +623,7 @@ impl Build<'_> {
             of.into_iter().map(head).collect::<Result<BTreeMap<u32, MixedHead>, StartError>>()
         };
         let (prefill, wide) = (by_rows(&recordings.prefill)?, by_rows(&recordings.wide)?);
+        let microbatches = by_rows(&recordings.microbatches)?;
         let mut inboxes = Vec::new();
         for (index, InboxRecordings { apply, clear, mark }) in recordings.inboxes.iter().enumerate() {
             inboxes.push(Inbox {
@@ -741,6 +745,7 @@ impl Build<'_> {
             verify,
             prefill,
             wide,
+            microbatches,
             catch_up: by_rows(&recordings.catch_up)?,
             decode_rows: recordings.decode_rows.as_ref().map(&region).transpose()?,
             inboxes,
@@ -821,6 +826,8 @@ impl Build<'_> {
         let (_, step, _) = &recordings.decode[0];
         let layers = recordings.layers();
         assert!(layers.map(parallel::exchanges).all(|count| count == parallel::exchanges(step)), "sums of all steps");
+        let mut microbatches = recordings.microbatches.iter().map(|(_, step)| parallel::exchanges(step));
+        assert!(microbatches.all(|count| count == 2 * parallel::exchanges(step)), "sums of both microbatches");
         Ok(Sums {
             outbox,
             inbox,

@@ -42,6 +42,8 @@ pub(crate) struct Recordings {
     pub(crate) verify: Vec<(u32, u32, Recording)>,
     /// The prefill steps, by number of rows.
     pub(crate) prefill: Vec<(u32, Recording)>,
+    /// Those of prefill steps in two microbatches, with tensor parallelism.
+    pub(crate) microbatches: Vec<(u32, Recording)>,
     /// Those of prefill steps with more sequences than [`StateLayout::prompts`], most of which decode in them; empty if there are
     /// none.
     pub(crate) wide: Vec<(u32, Recording)>,
@@ -141,6 +143,8 @@ impl Recordings {
         }
         let prefill: Vec<(u32, Recording)> =
             buckets.iter().map(|&rows| (rows, decoder.record(StepShape::Prefill { rows }))).collect();
+        let microbatches = buckets.iter().filter(|rows| decoder.has_microbatches(**rows));
+        let microbatches = microbatches.map(|&rows| (rows, decoder.record_in_microbatches(rows))).collect();
         let more = decoder.state.sequences - decoder.state.prompts;
         let wide = prefill.iter().filter(|(rows, _)| more > 0 && *rows > decoder.state.prompts);
         let wide = wide.map(|(rows, step)| (*rows, with_room(step, more))).collect();
@@ -155,8 +159,19 @@ impl Recordings {
         let decode_rows = decoder.mixed_steps().map(|_| decoder.decode_rows());
         let catch_up = buckets.iter().filter_map(|&rows| Some((rows, decoder.catch_up(rows)?))).collect();
         let exchange = ExchangeRecordings::default();
-        let mut recordings =
-            Recordings { decode, verify, prefill, wide, catch_up, decode_rows, inboxes, head, logits, exchange };
+        let mut recordings = Recordings {
+            decode,
+            verify,
+            prefill,
+            microbatches,
+            wide,
+            catch_up,
+            decode_rows,
+            inboxes,
+            head,
+            logits,
+            exchange,
+        };
         recordings.exchange = exchange_recordings(decoder, &recordings);
         recordings
     }
@@ -199,7 +214,13 @@ impl Recordings {
     fn of_steps(&self) -> impl Iterator<Item = &Recording> {
         let decode = self.decode.iter().map(|(_, recording, _)| recording);
         let verify = self.verify.iter().map(|(.., recording)| recording);
-        let prompts = self.prefill.iter().chain(&self.wide).chain(&self.catch_up).map(|(_, recording)| recording);
+        let prompts = self
+            .prefill
+            .iter()
+            .chain(&self.microbatches)
+            .chain(&self.wide)
+            .chain(&self.catch_up)
+            .map(|(_, recording)| recording);
         let prompts = prompts.chain(&self.decode_rows);
         let logits = self.logits.iter().flat_map(LogitRecordings::all);
         decode.chain(verify).chain(prompts).chain(logits).chain(self.head.iter().map(|head| &head.pool))
@@ -207,7 +228,13 @@ impl Recordings {
 
     pub(crate) fn all(&self) -> Vec<&Recording> {
         let decode = self.decode.iter().flat_map(|(_, recording, plain)| std::iter::once(recording).chain(plain));
-        let prompts = self.prefill.iter().chain(&self.wide).chain(&self.catch_up).map(|(_, recording)| recording);
+        let prompts = self
+            .prefill
+            .iter()
+            .chain(&self.microbatches)
+            .chain(&self.wide)
+            .chain(&self.catch_up)
+            .map(|(_, recording)| recording);
         let prompts = prompts.chain(&self.decode_rows);
         let verify = self.verify.iter().map(|(.., recording)| recording);
         let inboxes =

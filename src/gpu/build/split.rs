@@ -38,6 +38,9 @@ pub(crate) struct StagePart {
     /// Whether parts of sums of prompt steps pass as bfloat16, with tensor parallelism: where the products of all devices round
     /// their inputs so too.
     pub(crate) halves: bool,
+    /// The minimum size of a bucket of prompt steps in microbatches, with tensor parallelism; 0 for none. The same on all devices,
+    /// which exchange the sums of each.
+    pub(crate) microbatch_rows: u32,
     /// The tags of the words that the stage takes over (`Decoder::input_tags`).
     pub(crate) input_tags: BTreeMap<u32, u32>,
 }
@@ -55,6 +58,7 @@ impl StagePart {
             mixes: true,
             polls: false,
             halves: false,
+            microbatch_rows: 0,
             input_tags: BTreeMap::new(),
         }
     }
@@ -324,6 +328,7 @@ pub(crate) fn choose_ranks(
     let of = builds.len() as u32;
     let rounds = |build: &Build<'_>| build.tuning(DEFAULT_CONTEXT).fragments == Some(Matrices::Cooperative);
     let halves = builds.iter().all(rounds);
+    let microbatch_rows = agreed_microbatch_rows(builds);
     let tags = polls && tags && builds.iter().all(Build::may_overlap);
     let vocabulary = vocabulary(builds);
     if let Err(why) = vocabulary {
@@ -332,7 +337,8 @@ pub(crate) fn choose_ranks(
     let part = |(build, index): (&Build<'_>, u32)| {
         let config = &build.checkpoint.config;
         let stage = LayerStage::of_rank(config, Rank { index, of }, vocabulary.ok());
-        StagePart { on_cpu, heap_bytes, tags, polls, halves, ..StagePart::of(stage, config, build.all_weights()) }
+        let whole = StagePart::of(stage, config, build.all_weights());
+        StagePart { on_cpu, heap_bytes, tags, polls, halves, microbatch_rows, ..whole }
     };
     let mut parts: Vec<StagePart> = builds.iter().zip(0..).map(part).collect();
     agree_on_mixed_steps(builds, &mut parts);
@@ -348,6 +354,17 @@ pub(crate) fn choose_ranks(
     let planned = builds.iter().zip(&parts).map(|(build, part)| Ok(build.of_part(part).planned()?.0));
     let sizes = planned.collect::<Result<Vec<PlannedSizes>, StartError>>()?;
     Ok(agreed(parts, &sizes))
+}
+
+/// Returns the minimum size of a bucket of prompt steps in microbatches that suits all devices; 0 if one has none. Only the last
+/// device has a draft head, which takes all rows of a step.
+fn agreed_microbatch_rows(builds: &[Build<'_>]) -> u32 {
+    let heads = |build: &Build<'_>| build.draft.is_some_and(|draft| draft.config.draft_head.is_some());
+    let rows = builds.iter().map(|build| build.tuning(DEFAULT_CONTEXT).microbatch_rows);
+    match builds.iter().any(heads) || rows.clone().any(|rows| rows == 0) {
+        true => 0,
+        false => rows.max().unwrap_or(0),
+    }
 }
 
 /// Returns whether one of the devices is a CPU driver, and the size of the smallest device memory in bytes.

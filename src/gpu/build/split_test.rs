@@ -25,6 +25,17 @@ struct Outcome {
     logits: Vec<u32>,
 }
 
+impl Outcome {
+    fn note(&mut self, drawn: Vec<Sampled>) {
+        for Sampled { slot, id, details, .. } in drawn {
+            self.tokens.push((slot, id));
+            if let Some(logits) = details.and_then(|details| details.logits) {
+                self.logits = logits.into_iter().map(f32::to_bits).collect();
+            }
+        }
+    }
+}
+
 /// Tests every number of rows that decodes without barriers, and lets those that fail run with barriers. Returns the
 /// failed ones, each with a description of the fault.
 pub(crate) fn test_split(executor: &mut SplitExecutor) -> Result<Vec<(u32, String)>, ExecuteError> {
@@ -53,25 +64,116 @@ const ROUNDS_OF_POLLS: u32 = 8;
 /// The number of rounds if steps are divided at their exchanges, so that submissions and semaphores order all accesses.
 const ROUNDS_OF_DIVIDED: u32 = 2;
 
+/// The greatest root mean square of the differences of logits, in parts of their own, between a prompt that is computed in
+/// microbatches and whole. Products of other numbers of rows may round otherwise; wrong rows or keys change logits entirely.
+const MICROBATCH_TOLERANCE: f64 = 0.1;
+
 /// Tests the exchange of sums between devices that each have a part of every layer: decodes with one sequence and with as
-/// many as a step holds, and must get the same tokens and logits in every round. `polls`: whether kernels wait for words of
-/// other devices. An exchange in which a word does not come is an error.
-pub(crate) fn test_exchanges(executor: &mut SplitExecutor, polls: bool) -> Result<(), ExecuteError> {
+/// many as a step holds, and computes a prompt in microbatches if there are any. It must get the same tokens and logits in every
+/// round. `polls`: whether kernels wait for words of other devices. An exchange in which a word does not come is an error.
+/// Returns false if the logits of the prompt are not those of the prompt computed whole; prompts are computed whole then.
+pub(crate) fn test_exchanges(executor: &mut SplitExecutor, polls: bool) -> Result<bool, ExecuteError> {
     let rounds = if polls { ROUNDS_OF_POLLS } else { ROUNDS_OF_DIVIDED };
     executor.test(true);
+    let differs = |what: &str| {
+        Err(ExecuteError::Failed(format!(
+            "{what} got other tokens or logits in a repetition: sums of several devices are not reliable; split = \
+             \"layers\" works"
+        )))
+    };
     for rows in BTreeSet::from([1, executor.capacity().slots]) {
         let first = run(executor, rows)?;
         for _ in 1..rounds {
             if run(executor, rows)? != first {
-                return Err(ExecuteError::Failed(format!(
-                    "{rows} sequences got other tokens or logits in a repetition: sums of several devices are not reliable; \
-                     split = \"layers\" works"
-                )));
+                return differs(&format!("{rows} sequences"));
             }
         }
     }
+    let mut as_whole = true;
+    if let Some(rows) = executor.rows_in_microbatches().filter(|rows| has_room(executor.capacity(), *rows)) {
+        let first = run_prompt(executor, rows, 0)?;
+        for round in 1..rounds {
+            if run_prompt(executor, rows, round)? != first {
+                return differs(&format!("a prompt of {rows} tokens"));
+            }
+        }
+        let regions = executor.forbid_microbatches();
+        as_whole = difference(&first.logits, &run_prompt(executor, rows, 0)?.logits) < MICROBATCH_TOLERANCE;
+        if as_whole {
+            executor.allow_microbatches(regions);
+        }
+    }
     executor.end_test();
-    Ok(())
+    Ok(as_whole)
+}
+
+/// Returns the root mean square of the differences of logits, in parts of their own. Logits that are no numbers differ.
+fn difference(found: &[u32], wanted: &[u32]) -> f64 {
+    let square = |x: f64| x * x;
+    let pairs = || found.iter().zip(wanted).map(|(a, b)| [*a, *b].map(|bits| f64::from(f32::from_bits(bits))));
+    let own: f64 = pairs().map(|[_, b]| square(b)).sum();
+    let differences: f64 = pairs().map(|[a, b]| square(a - b)).sum();
+    let ratio = (differences / own.max(f64::MIN_POSITIVE)).sqrt();
+    if ratio.is_nan() || found.len() != wanted.len() { f64::INFINITY } else { ratio }
+}
+
+/// Whether a sequence can have a prompt of `rows` tokens and one token more.
+fn has_room(capacity: &Capacity, rows: u32) -> bool {
+    let pages = capacity.window.map_or(capacity.pages, |window| window.pages.min(capacity.pages));
+    rows < capacity.context && (rows + 1).div_ceil(PAGE_TOKENS) <= pages
+}
+
+/// Returns the parameters of a sequence whose tokens behind the first `prompt_tokens` are drawn greedily.
+fn params(prompt_tokens: u32, dump_logits: bool) -> Box<SlotParams> {
+    Box::new(SlotParams {
+        sampling: Sampling::default(),
+        seed: 0,
+        generated: 0,
+        prompt_tokens,
+        max_tokens: u32::MAX,
+        min_tokens: 0,
+        stop_ids: Vec::new(),
+        logprobs: None,
+        dump_logits,
+        mask: None,
+    })
+}
+
+/// Draws the token that follows a prompt of `rows` tokens, which is one step. Rounds take turns in pages, as far as there are some,
+/// so that keys of the round before are not found in place of those that were not written yet.
+fn run_prompt(executor: &mut SplitExecutor, rows: u32, round: u32) -> Result<Outcome, ExecuteError> {
+    let Capacity { pages, window, vocabulary, .. } = *executor.capacity();
+    let slot = Slot(0);
+    let (needed, all) = ((rows + 1).div_ceil(PAGE_TOKENS), window.map_or(pages, |window| window.pages.min(pages)));
+    let first = round % (all / needed).clamp(1, 3) * needed;
+    let table: Vec<Page> = (first..first + needed).map(Page).collect();
+    let mut changes = vec![Change::Join { slot, params: params(rows, true), cached: Vec::new() }];
+    let tables = [Some(PageTable::Full), window.map(|_| PageTable::Window)];
+    changes.extend(tables.into_iter().flatten().map(|of| Change::Pages {
+        slot,
+        table: of,
+        first: 0,
+        pages: table.clone(),
+    }));
+    let chunk = Chunk {
+        slot,
+        tokens: (0..rows).map(|at| (at * 97 + 1) % vocabulary).collect(),
+        start: 0,
+        last: true,
+        next: None,
+        restore: None,
+        keeps: Vec::new(),
+        score: None,
+        pooled: 0..0,
+    };
+    let work = Work::Prefill { chunks: vec![chunk], decoding: Vec::new(), awaits: false };
+    executor.submit(StepPlan { changes, work: Some(work) })?;
+    let mut outcome = Outcome { tokens: Vec::new(), logits: Vec::new() };
+    for report in executor.finish()? {
+        outcome.note(report.tokens);
+    }
+    executor.submit(StepPlan { changes: vec![Change::Leave { slot }], work: None })?;
+    Ok(outcome)
 }
 
 /// Has as many sequences as a step of `rows` rows holds decode a few tokens after a short prompt each, or after one token
@@ -92,19 +194,7 @@ fn run(executor: &mut SplitExecutor, rows: u32) -> Result<Outcome, ExecuteError>
     let token = |slot: u32| (slot * 97 + 1) % vocabulary;
     let mut changes = Vec::new();
     for slot in 0..sequences {
-        let params = SlotParams {
-            sampling: Sampling::default(),
-            seed: 0,
-            generated: 0,
-            prompt_tokens: shared + 1,
-            max_tokens: u32::MAX,
-            min_tokens: 0,
-            stop_ids: Vec::new(),
-            logprobs: None,
-            dump_logits: slot == 0,
-            mask: None,
-        };
-        changes.push(Change::Join { slot: Slot(slot), params: Box::new(params), cached: Vec::new() });
+        changes.push(Change::Join { slot: Slot(slot), params: params(shared + 1, slot == 0), cached: Vec::new() });
         // Page 0 is the context of all sequences, as often as it takes.
         let mut table = vec![Page(0); (shared / PAGE_TOKENS) as usize];
         table.extend((0..own).map(|page| Page(1 + slot * own + page)));
@@ -125,14 +215,7 @@ fn run(executor: &mut SplitExecutor, rows: u32) -> Result<Outcome, ExecuteError>
         pooled: 0..0,
     };
     let mut outcome = Outcome { tokens: Vec::new(), logits: Vec::new() };
-    let mut note = |drawn: Vec<Sampled>| {
-        for Sampled { slot, id, details, .. } in drawn {
-            outcome.tokens.push((slot, id));
-            if let Some(logits) = details.and_then(|details| details.logits) {
-                outcome.logits = logits.into_iter().map(f32::to_bits).collect();
-            }
-        }
-    };
+    let mut note = |drawn: Vec<Sampled>| outcome.note(drawn);
     let mut plans = Vec::new();
     if shared > 0 {
         // All tokens of the context have the same page.
@@ -163,4 +246,19 @@ fn run(executor: &mut SplitExecutor, rows: u32) -> Result<Outcome, ExecuteError>
     let changes = slots.into_iter().map(|slot| Change::Leave { slot }).collect();
     executor.submit(StepPlan { changes, work: None })?;
     Ok(outcome)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn logits_differ_by_more_than_rounding_or_not() {
+        let bits = |logits: &[f32]| logits.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
+        let (whole, rounded) = (bits(&[1.0, -2.0, 3.0]), bits(&[1.01, -2.01, 2.99]));
+        assert!(difference(&rounded, &whole) < MICROBATCH_TOLERANCE && difference(&whole, &whole) == 0.0);
+        for wrong in [&[3.0, 1.0, -2.0][..], &[1.0, -2.0], &[f32::NAN, -2.0, 3.0], &[0.0; 3]] {
+            assert!(difference(&bits(wrong), &whole) > MICROBATCH_TOLERANCE, "{wrong:?}");
+        }
+    }
 }

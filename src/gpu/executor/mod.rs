@@ -141,6 +141,8 @@ pub struct Parts {
     pub verify: BTreeMap<u32, BTreeMap<u32, Arc<Region>>>,
     /// The regions that run the layers of a prefill step, by number of rows.
     pub prefill: BTreeMap<u32, Arc<Region>>,
+    /// Those of prefill steps in two microbatches, the first one of half of these rows; none without tensor parallelism.
+    pub microbatches: BTreeMap<u32, Arc<Region>>,
     /// The regions in which a draft model computes tokens that it has not computed, by number of rows; none if it computes all
     /// of them in their own steps.
     pub catch_up: BTreeMap<u32, Arc<Region>>,

@@ -28,11 +28,12 @@ use crate::engine::variants::{Fallback, Variants};
 use crate::gpu::executor::exchange::{LEAST_ROWS, RETURNED, StageStep, Sums, buffer_of, faulted_call, parts};
 use crate::gpu::executor::{GpuExecutor, MOST_REPEATS, Parts};
 use crate::gpu::overlap::OverlapRetry;
+use crate::kernels::region::Region;
 use crate::kernels::sampling::{Patch, patch_inbox};
 use crate::kernels::state;
 use crate::model::decoder::parallel::HEAD_EXCHANGES;
 use crossbeam_channel::{Receiver, bounded};
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -197,6 +198,9 @@ impl SplitExecutor {
             (pages, window, slots, context, parts.layout)
         };
         assert!(stages.iter().all(|parts| sizes(parts) == sizes(&stages[0])), "stages have the same pages and slots");
+        let microbatches = |parts: &Parts| parts.microbatches.keys().copied().collect::<Vec<u32>>();
+        let agreed = stages.iter().all(|parts| microbatches(parts) == microbatches(&stages[0]));
+        assert!(agreed, "devices compute the same steps in microbatches");
         let variants: Vec<Arc<Variants>> = stages.iter().map(|parts| Arc::clone(&parts.variants)).collect();
         let first_waits = variants.iter().scan(0, |first, variants| {
             let own = *first;
@@ -242,6 +246,21 @@ impl SplitExecutor {
             last_report: Instant::now(),
             variants: Arc::new(Variants::joined(&variants)),
         })
+    }
+
+    /// Computes all prompts whole from now on. Returns the regions of those in microbatches.
+    pub(crate) fn forbid_microbatches(&mut self) -> Vec<BTreeMap<u32, Arc<Region>>> {
+        self.stages.iter_mut().map(|stage| std::mem::take(&mut stage.parts.microbatches)).collect()
+    }
+
+    /// Computes prompts in microbatches again, with the regions that [`SplitExecutor::forbid_microbatches`] has returned.
+    pub(crate) fn allow_microbatches(&mut self, regions: Vec<BTreeMap<u32, Arc<Region>>>) {
+        self.stages.iter_mut().zip(regions).for_each(|(stage, own)| stage.parts.microbatches = own);
+    }
+
+    /// Returns the number of rows of the smallest step of prompts that is computed in microbatches, if there is one.
+    pub(crate) fn rows_in_microbatches(&self) -> Option<u32> {
+        self.last().parts.microbatches.keys().next().copied()
     }
 
     fn last(&self) -> &GpuExecutor {
@@ -367,10 +386,20 @@ impl SplitExecutor {
             Work::CatchUp { .. } => (0, false, 0),
             Work::Decode { .. } => (rows, false, 0),
         };
+        let first_microbatch = match work {
+            Work::Prefill { chunks, decoding, .. } => {
+                self.last().parts.first_microbatch(rows, (chunks.len(), decoding.len()))
+            }
+            Work::CatchUp { .. } | Work::Decode { .. } => None,
+        };
+        let (count, rows) = match first_microbatch {
+            Some(first) => (2 * sums.each_step, [first, rows - first]),
+            None => (sums.each_step, [rows; 2]),
+        };
         let exchanges = Exchanges {
             first: self.exchange,
-            count: sums.each_step,
-            floats: rows * sums.row_floats,
+            count,
+            floats: rows.map(|rows| rows * sums.row_floats),
             halves,
             turns: if sums.gathers { turns } else { 0 },
             of_head: if sums.gathers && draws { HEAD_EXCHANGES } else { 0 },

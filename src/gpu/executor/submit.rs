@@ -8,9 +8,10 @@ use crate::engine::plan::{Chunk, Slot, Ticket, Work};
 use crate::engine::variants::Fallback;
 use crate::gpu::executor::inbox::Posts;
 use crate::gpu::executor::{
-    Around, Commands, DecodeRegion, GpuExecutor, Kind, Link, MOST_REPEATS, Pending, Pools, REPORT_EVERY, Scoring, Steps,
+    Around, Commands, DecodeRegion, GpuExecutor, Kind, Link, MOST_REPEATS, Parts, Pending, Pools, REPORT_EVERY,
+    Scoring, Steps,
 };
-use crate::kernels::embed::PromptRows;
+use crate::kernels::embed::{self, ChunkLayout, PromptRows};
 use crate::kernels::region::Region;
 use crate::kernels::sampling::Patch;
 use crate::kernels::state::{self};
@@ -23,6 +24,23 @@ pub(super) fn fitting<T>(buckets: &BTreeMap<u32, T>, rows: u32) -> (u32, &T) {
     let (bucket, found) =
         buckets.range(rows..).next().unwrap_or_else(|| panic!("{rows} rows exceed the largest bucket"));
     (*bucket, found)
+}
+
+impl Parts {
+    /// Returns the number of rows of the first of the two microbatches in which a prefill step of `rows` rows is computed, with so
+    /// many prompts and slots that decode in it; `None` if it is computed whole. All devices of a replica return the same.
+    ///
+    /// # Panics
+    /// If no bucket has as many rows.
+    pub(super) fn first_microbatch(&self, rows: u32, (prompts, decoding): (usize, usize)) -> Option<u32> {
+        // The descriptors of microbatches have neither rows that decode nor more prompts.
+        if decoding > 0 || prompts > self.layout.prompts as usize {
+            return None;
+        }
+        let (bucket, _) = fitting(&self.prefill, rows);
+        let first = bucket / 2;
+        (self.microbatches.contains_key(&bucket) && rows > first).then_some(first)
+    }
 }
 
 /// Work that is ready to be queued, apart from the changes before it.
@@ -107,7 +125,13 @@ impl GpuExecutor {
         let all_rows = all_rows as u32;
         let lasts = (chunks.iter().filter(|chunk| chunk.last).count() + decoding.len()) as u32;
         let wide = (chunks.len() + decoding.len()) as u32 > layout.prompts;
-        let (_, layers) = fitting(if wide { &self.parts.wide } else { &self.parts.prefill }, all_rows);
+        let (bucket, mut layers) = fitting(if wide { &self.parts.wide } else { &self.parts.prefill }, all_rows);
+        if let Some(first) = self.parts.first_microbatch(all_rows, (chunks.len(), decoding.len())) {
+            layers = &self.parts.microbatches[&bucket];
+            for (index, part) in (0..).zip(embed::microbatches(&rows, first)) {
+                patch.set_all(layout.microbatch_word(index), &ChunkLayout::describe_microbatch(&part));
+            }
+        }
         let completed = (!decoding.is_empty()).then(|| {
             let region = self.parts.decode_rows.as_ref();
             Arc::clone(region.expect("slots decode in prefill steps only where there are mixed steps"))

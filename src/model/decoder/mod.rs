@@ -252,6 +252,8 @@ struct Step {
     /// The rows between products that fold the norms; `None` if norms are stages of their own.
     unscaled: Option<Unscaled>,
     fault: Range,
+    /// The index of the microbatch, if the step's rows are those of one of two microbatches of a prompt step.
+    microbatch: Option<u32>,
     /// The generation numbers of the tagged buffers; `None` if the step's activations are not tagged.
     generations: Option<RefCell<Generations>>,
 }
@@ -385,6 +387,11 @@ impl Decoder<'_> {
 
     /// Returns the recording of a step.
     pub fn record(&self, shape: StepShape) -> Recording {
+        self.recorded(shape, false)
+    }
+
+    /// Returns the recording of a step, whose layers are computed in microbatches or not.
+    fn recorded(&self, shape: StepShape, in_microbatches: bool) -> Recording {
         let mut recording = Recording::new(shape.name());
         let r = &mut recording;
         let rows = shape.rows();
@@ -413,7 +420,10 @@ impl Decoder<'_> {
             if self.keeps_tokens() {
                 self.note_tokens(r, step.rows, rows);
             }
-            self.layers(r, shape, &step);
+            match in_microbatches {
+                true => self.microbatches(r, shape, &step),
+                false => self.layers(r, shape, &step),
+            }
         }
         match shape {
             _ if !self.stage.has_logits() => assert!(!behind, "only the last stage draws tokens"),
@@ -494,6 +504,7 @@ impl Decoder<'_> {
             },
             unscaled: self.unscaled(r, shape),
             fault: self.state.fault(r),
+            microbatch: None,
             generations,
             of_experts: Self::activations(r, &named("experts.output"), rows, if beside { c.hidden } else { 0 }),
             partials: (0..)

@@ -3,16 +3,17 @@
 //!
 //! Not here: which part of each weight a device has (`checkpoint::shard`).
 
-use super::{Decoder, Step, StepShape, stride};
+use super::{Decoder, LayerKind, Step, StepShape, stride};
 use crate::kernels::exchange::{
     self, Blocks, Columns, ExchangeBuffers, ExchangeShape, Gathered, GatheredRows, Phase, Rank, Summed,
 };
 use crate::kernels::gemm::Activations;
-use crate::kernels::recording::{Call, Op, Range, Recording};
+use crate::kernels::recording::{Arg, BufferId, Call, Op, Range, Recording};
 use crate::kernels::sampling::score;
 use crate::kernels::sampling::shared::{self, ListedRows};
 use crate::kernels::shaders::{DrawShortlistedArgs, ScorePartArgs, SharedRowsArgs, ShortlistArgs};
 use crate::kernels::state::SCORE_TURN;
+use std::collections::BTreeSet;
 
 /// The buffer with what the other devices need of sums and logits.
 pub const OUTBOX: &str = "exchange.send_parts";
@@ -109,7 +110,9 @@ impl Decoder<'_> {
         (x, y): (Activations, Activations),
     ) {
         let rank = self.stage.rank.expect("a device with a part of every layer");
-        let (index, number) = (exchanges(r), self.state.exchange(r));
+        // The exchanges of the two microbatches of a step take turns.
+        let index = step.microbatch.map_or(exchanges(r), |own| 2 * exchanges(r) + own);
+        let number = self.state.exchange(r);
         let buffers = self.exchange_buffers(r, number, step.fault, rank);
         let count = matches!(shape, StepShape::Prefill { .. }).then_some(step.chunk);
         let summed = Summed {
@@ -121,9 +124,56 @@ impl Decoder<'_> {
             halves: count.is_some() && self.rounds_prompts(),
             flow: step.flow(Some(x.range), Some(y.range)),
         };
-        for phase in self.exchange_phases() {
+        let phases = if step.microbatch.is_some() { &[Phase::Send, Phase::Receive] } else { self.exchange_phases() };
+        for phase in phases {
             let label = format!("{name}_{}", if *phase == Phase::Send { "send" } else { "sum" });
             r.call(exchange::all_reduce(label, summed, (self.exchange_shape(rank), *phase), index, buffers));
+        }
+    }
+
+    /// Whether prompt steps of the bucket `rows` are also recorded in two microbatches, of half of the bucket's rows and of the
+    /// others. Recurrent layers and inputs that depend on the tokens take all rows of a step, and so does attention to later
+    /// tokens, whose keys the second half would write too late.
+    pub fn has_microbatches(&self, rows: u32) -> bool {
+        let least = self.tuning.microbatch_rows;
+        self.stage.rank.is_some()
+            && least > 0
+            && rows >= least
+            && rows.is_multiple_of(2)
+            && self.config.causal
+            && self.config.layer_inputs.is_none()
+            && self.config.layer_kinds.iter().all(|kind| *kind == LayerKind::Attention)
+    }
+
+    /// Returns the recording of a prompt step of the bucket `rows` in two microbatches: while the sums of one of them pass
+    /// between devices, the device computes the other one. The first one has `rows / 2` rows.
+    pub fn record_in_microbatches(&self, rows: u32) -> Recording {
+        let whole = self.recorded(StepShape::Prefill { rows }, true);
+        Recording { name: format!("{}.microbatches", whole.name), ..whole }
+    }
+
+    /// Records the layers of a prompt step in two microbatches: in turn, what each computes between two exchanges. What the
+    /// second one writes, apart from the residual stream and the KV pages, has buffers of its own.
+    pub(super) fn microbatches(&self, r: &mut Recording, shape: StepShape, step: &Step) {
+        let half = StepShape::Prefill { rows: shape.rows() / 2 };
+        let [first, second] = [0, 1].map(|index| {
+            let mut own = Recording::new("");
+            let chunk = self.state.microbatch(&mut own, index);
+            let buffers = self.buffers(&mut own, half, half.rows(), chunk, false);
+            let part = |own: &mut Recording, name: &str, whole: Range| {
+                let bytes = whole.bytes / 2;
+                own.buffer(name, whole.bytes).part(u64::from(index) * bytes, bytes)
+            };
+            let x = Activations { range: part(&mut own, X, step.x.range), ..step.x };
+            let rows = part(&mut own, ROWS, step.rows);
+            self.layers(&mut own, half, &Step { rows, x, microbatch: Some(index), ..buffers });
+            own
+        });
+        let own: BTreeSet<String> = written(&second).into_iter().filter(|name| !is_shared(name)).collect();
+        let named = |name: &str| if own.contains(name) { format!("{name}.second") } else { name.to_owned() };
+        for (of_first, of_second) in pieces(&first).into_iter().zip(pieces(&second)) {
+            r.append(of_first, str::to_owned);
+            r.append(of_second, named);
         }
     }
 
@@ -279,10 +329,39 @@ pub fn exchanges(recording: &Recording) -> u32 {
     phases(recording, |call| call.kernel == "all_reduce").filter(|(_, phase)| *phase != Phase::Send).count() as u32
 }
 
-/// Returns a step in the parts between which the host carries sums; the whole step, if it waits for them itself.
+/// Returns a step in parts, each of which but the first begins with a call that only receives what other devices have sent;
+/// the whole step, if it has none.
 pub fn pieces(recording: &Recording) -> Vec<Recording> {
-    let ends = phases(recording, |_| true).filter(|(_, phase)| *phase == Phase::Send).map(|(index, _)| index + 1);
-    recording.cut(&ends.collect::<Vec<_>>())
+    let begins = phases(recording, |_| true).filter(|(_, phase)| *phase == Phase::Receive).map(|(index, _)| index);
+    recording.cut(&begins.collect::<Vec<_>>())
+}
+
+/// The buffers of the residual stream and of the row table.
+const X: &str = "x";
+const ROWS: &str = "rows";
+
+/// Whether both microbatches of a step write the same buffer: other parts of it, or in order.
+fn is_shared(name: &str) -> bool {
+    [X, ROWS, "state"].contains(&name) || ["kv.", "exchange."].iter().any(|prefix| name.starts_with(prefix))
+}
+
+/// Returns the names of the buffers that a recording writes.
+fn written(recording: &Recording) -> BTreeSet<String> {
+    let mut ids: BTreeSet<BufferId> = BTreeSet::new();
+    for op in &recording.ops {
+        match op {
+            Op::Call(call) => ids.extend(call.args.iter().filter_map(|arg| match arg {
+                Arg::Buffer(range, access) | Arg::Carried(range, access) | Arg::Apart(range, access) => {
+                    access.writes().then_some(range.buffer)
+                }
+                Arg::U32(_) | Arg::F32(_) => None,
+            })),
+            Op::Copy { to, .. } | Op::Fill { to, .. } => {
+                ids.insert(to.buffer);
+            }
+        }
+    }
+    ids.into_iter().map(|id| recording.decl(id).name.clone()).collect()
 }
 
 /// Returns the exchanges of a recording that `are` among the wanted ones: the index of the operation, and the part of the

@@ -58,6 +58,9 @@ pub struct Tuning {
     /// Whether the parts of sums of prompt steps pass between devices as bfloat16, in blocks. `None`: where products round
     /// prompts' activations so too.
     pub exchange_halves: Option<bool>,
+    /// With tensor parallelism, the minimum size of a bucket of prompt steps whose rows are computed in two microbatches; 0 for
+    /// none.
+    pub microbatch_rows: u32,
     /// Whether the devices of a replica with tensor parallelism each have a part of the LM head's rows, where it can be divided:
     /// not (0), where that saves more time than the exchange of logits takes (1), or always (2).
     pub vocabulary_rows: u32,
@@ -363,6 +366,7 @@ impl Tuning {
             "spread_pages" => &mut self.spread_pages,
             "splits" => &mut self.splits,
             "exchange_workgroups" => &mut self.exchange_workgroups,
+            "microbatch_rows" => &mut self.microbatch_rows,
             "exchange_polls" => &mut self.exchange_polls,
             "sample_threads" => &mut self.sample_threads,
             "fault_at" => &mut self.fault_at,

@@ -21,6 +21,8 @@ use std::time::{Duration, Instant};
 pub struct Submission {
     /// Identifies the submission in its reports.
     pub id: u64,
+    /// A region that runs before the gate of the first entry. It is not timed.
+    pub ahead: Option<Arc<Region>>,
     /// The regions of each entry, in order.
     pub entries: Vec<Vec<Arc<Region>>>,
     /// Points of other queues that must be reached before the submission runs.
@@ -63,6 +65,7 @@ enum Message {
 /// A submission together with the obligation to report its end.
 struct Work {
     id: u64,
+    ahead: Option<Arc<Region>>,
     entries: Vec<Vec<Arc<Region>>>,
     waits: Vec<Point>,
     gates: Gates,
@@ -94,12 +97,14 @@ impl Compute {
 
     /// Queues a submission behind all earlier ones. Blocks while the inbox is full.
     pub fn submit(&self, submission: Submission) {
-        let Submission { id, entries, waits, gates, waits_within, flush, report_after, outbox, then } = submission;
+        let Submission { id, ahead, entries, waits, gates, waits_within, flush, report_after, outbox, then } =
+            submission;
         let owed = Owed::new(id, outbox, Arc::clone(&self.device) as _);
         {
             // If the thread has ended, the mailbox drops the message, and dropping `owed` reports the error.
             let _ = self.inbox.send(Message::Submit(Box::new(Work {
                 id,
+                ahead,
                 entries,
                 waits,
                 gates,
@@ -170,7 +175,7 @@ impl Actor {
         let turns = self.turns.as_mut().filter(|_| work.gates.is_empty() && !work.waits_within);
         let turn = turns.and_then(Turns::take);
         let begin = Moment::now();
-        let Work { id, entries, waits, mut gates, flush, mut report_after, mut owed, then, .. } = work;
+        let Work { id, ahead, entries, waits, mut gates, flush, mut report_after, mut owed, then, .. } = work;
         let count = entries.len() as u32;
         report_after.retain(|entry| *entry > 0 && *entry < count);
         report_after.push(count);
@@ -187,6 +192,9 @@ impl Actor {
         });
         let stamp = |index: usize| Some(self.stamps.as_ref()?.commands(stamps.as_ref()?, index as u64));
         let mut batch = Batch { entries: Vec::with_capacity(report_after.len()), waits: waits.clone() };
+        batch
+            .entries
+            .extend(ahead.iter().map(|region| QueueEntry { commands: vec![region.commands().clone()], gate: None }));
         let mut commands: Vec<Commands> = stamp(0).into_iter().collect();
         // Entries without a report are merged into the next entry with one, because each timeline signal costs the host
         // and the device about a microsecond.
@@ -220,7 +228,7 @@ impl Actor {
         // After a failed submission it is unknown whether its commands run. The last point handed out is not earlier
         // than any point that they could signal, so the regions count as used until then.
         let used = *result.as_ref().unwrap_or(&queue.last());
-        entries.iter().flatten().for_each(|region| region.mark_used(used));
+        entries.iter().flatten().chain(&ahead).for_each(|region| region.mark_used(used));
         let last = match result {
             Ok(last) => last,
             Err(error) => return owed.report(Report::failed(id, enqueue, error)),
@@ -236,6 +244,7 @@ impl Actor {
             runs,
             stamps,
             regions: entries.into_iter().flatten().collect(),
+            ahead,
             owed,
             then,
             turn,

@@ -218,6 +218,7 @@ impl DevicePacker {
         slot.index = None;
         self.compute.submit(Submission {
             id: index as u64,
+            ahead: None,
             entries: vec![vec![region]],
             waits: vec![copied],
             gates: Gates::new(),

@@ -44,8 +44,9 @@ pub(super) struct Watch {
     /// The runs to time, and the timestamps: one before the first run and one after each run.
     pub(super) runs: Vec<Run>,
     pub(super) stamps: Option<Taken>,
-    /// The submission's regions, in order.
+    /// The submission's regions, in order, and the one ahead of them, which counts nowhere.
     pub(super) regions: Vec<Arc<Region>>,
+    pub(super) ahead: Option<Arc<Region>>,
     /// Destination of the reports.
     pub(super) owed: Owed,
     /// The function to call when the last point is reached.
@@ -324,6 +325,7 @@ impl Actor {
                 // Before the report, so that its receiver finds the buffers of regions that nobody else keeps free, and with
                 // the point of this use.
                 watch.regions.clear();
+                watch.ahead = None;
             }
             watch.owed.report(report);
             if failed {
@@ -453,6 +455,7 @@ mod tests {
             flush: FlushReason::Readback,
             runs: Vec::new(),
             stamps: None,
+            ahead: None,
             regions: Vec::new(),
             owed: Owed::new(id, outbox.clone(), Arc::clone(device) as _),
             then: None,

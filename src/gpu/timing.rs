@@ -29,6 +29,7 @@ pub(crate) fn time_regions(
         for id in 0..(repeats + WARM) as u64 {
             compute.submit(Submission {
                 id,
+                ahead: None,
                 entries: vec![vec![Arc::clone(region)]],
                 waits: Vec::new(),
                 gates: Gates::new(),

@@ -5,7 +5,9 @@
 use super::gemm::Activations;
 use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
-use super::shaders::{AllGatherArgs, AllGatherConstants, AllReduceArgs, AllReduceConstants};
+use super::shaders::{
+    AllGatherArgs, AllGatherConstants, AllReduceArgs, AllReduceConstants, AwaitGateArgs, AwaitGateConstants,
+};
 use super::tags::{Flow, tagged};
 use half::bf16;
 use std::ops;
@@ -442,6 +444,52 @@ fn reference_blocks(
             memory.set_f32(a.y, at, value);
         }
     }
+}
+
+/// The number of calls of [`await_gate`] that may be queued at a time.
+pub const AWAITED_TURNS: u32 = 256;
+
+/// The gate that a call of [`await_gate`] waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GateOf {
+    /// That of the messages from the stage before.
+    Messages,
+    /// That of the changes of slots from the last stage.
+    Returns,
+}
+
+impl GateOf {
+    /// Returns the offset of the gate's number in the buffer of [`await_gate`].
+    pub fn offset(self) -> u64 {
+        match self {
+            GateOf::Messages => 0,
+            GateOf::Returns => 4,
+        }
+    }
+}
+
+/// The size in bytes of the buffer of [`await_gate`]: the numbers up to which the host has opened both gates, the number of calls
+/// so far, and the numbers that calls wait for, one call after the other.
+pub const AWAITED_BYTES: u64 = awaited_offset(AWAITED_TURNS - 1) + 4;
+
+/// Returns the offset in that buffer of the number that call `turn` waits for, counted from 0.
+pub const fn awaited_offset(turn: u32) -> u64 {
+    32 + 4 * (turn % AWAITED_TURNS) as u64
+}
+
+/// Returns the call that keeps a device busy until the host has opened a gate up to the number that the call waits for, or for
+/// `polls` polls. `numbers` are [`AWAITED_BYTES`] bytes.
+pub fn await_gate(label: String, gate: GateOf, numbers: Range, polls: u32) -> Call {
+    let constants = AwaitGateConstants { threads: 1, turns: AWAITED_TURNS }.into_values();
+    let (word, turns) = (numbers.part(gate.offset(), 4), numbers.part(16, AWAITED_BYTES - 16));
+    let args = AwaitGateArgs { word, turns, polls }.into_args();
+    Call { kernel: "await_gate", label, constants, args, groups: [1, 1, 1] }
+}
+
+pub(crate) fn reference_await_gate(call: &Call, memory: &mut HostMemory) {
+    let args = AwaitGateArgs::from_args(&call.args);
+    let calls = memory.u32(args.turns, 0);
+    memory.set_u32(args.turns, 0, calls.wrapping_add(1));
 }
 
 /// Rows whose columns are collected from all devices.

@@ -130,6 +130,7 @@ pub fn reference(kernel: &str) -> Reference {
         "take_last" => gemm::reference_take_last,
         "all_reduce" => exchange::reference_all_reduce,
         "all_gather" => exchange::reference_all_gather,
+        "await_gate" => exchange::reference_await_gate,
         "add_branch" => stream::reference_add_branch,
         "norm_heads" => stream::reference_norm_heads,
         "bound_logits" => stream::reference_bound_logits,

@@ -132,6 +132,7 @@ fn time(
             let gates = (2..).zip(first..).take(side.regions.len() - 1);
             side.compute.submit(Submission {
                 id: u64::from(step),
+                ahead: None,
                 entries: side.regions.iter().map(|region| vec![Arc::clone(region)]).collect(),
                 waits: Vec::new(),
                 gates: gates.map(|(entry, number)| (entry, (Arc::clone(&side.gate), number))).collect::<Gates>(),

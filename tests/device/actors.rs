@@ -46,6 +46,7 @@ impl Reports {
     fn submission(&self, id: u64, regions: Vec<Arc<Region>>) -> Submission {
         Submission {
             id,
+            ahead: None,
             entries: vec![regions],
             waits: Vec::new(),
             gates: Gates::new(),

@@ -189,6 +189,7 @@ fn a_compute_actor_that_panics_is_a_lost_device() {
     drop(opened);
     compute.submit(Submission {
         id: 7,
+        ahead: None,
         entries: vec![Vec::new(), Vec::new()],
         waits: Vec::new(),
         gates: Gates::from([(2, (Arc::new(Gate::new(&device).expect("a gate")), 1))]),

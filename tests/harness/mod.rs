@@ -127,6 +127,7 @@ impl Bound<'_> {
         let outbox = Outbox { reports, wake };
         self.bench.compute.submit(Submission {
             id: 0,
+            ahead: None,
             entries,
             waits: Vec::new(),
             gates: Gates::new(),

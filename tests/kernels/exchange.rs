@@ -9,9 +9,9 @@ use crate::common::{Driver, Vulkan};
 use crate::harness::{Bench, Cases, POISON, Random};
 use half::bf16;
 use ostinato::kernels::exchange::{
-    BlockSums, Blocks, Columns, EXCHANGE_FAULT, ExchangeBuffers, ExchangeShape, GateOf, Gathered, GatheredRows, Phase,
-    Rank, SLOTS, Summed, WORD_BYTES, all_gather, all_reduce, awaited_offset, check_of, inbox_bytes, is_complete,
-    outbox_bytes, sent_fault, words_of,
+    AWAITED_BYTES, AWAITED_TURNS, BlockSums, Blocks, Columns, EXCHANGE_FAULT, ExchangeBuffers, ExchangeShape, GateOf,
+    Gathered, GatheredRows, Phase, Rank, SLOTS, Summed, WORD_BYTES, all_gather, all_reduce, await_gate, awaited_offset,
+    check_of, inbox_bytes, is_complete, outbox_bytes, sent_fault, words_of,
 };
 use ostinato::kernels::gemm::Activations;
 use ostinato::kernels::recording::Range;
@@ -199,6 +199,36 @@ fn a_block_that_stays_torn_ends_the_call_with_a_fault() {
         let (had, has) = (before.floats(x), after.floats(x));
         assert_eq!(had[kept..], has[kept..], "the stream keeps its values");
         assert_ne!(had[..kept], has[..kept], "the first block is whole");
+    }
+}
+
+/// Goal: the wait for a gate ends when the host has written a number that is high enough, also beyond the numbers' end, and by
+/// itself otherwise; each call waits for the number of its turn. Method: a call that took another turn's number would poll for
+/// longer than the test may take, except those that end after their polls.
+#[test]
+fn a_wait_for_a_gate_ends() {
+    let vulkan = Vulkan::new();
+    let turns = [0, 5, AWAITED_TURNS - 1, AWAITED_TURNS, 3 * AWAITED_TURNS + 7];
+    for driver in Driver::all() {
+        let mut cases = Cases::new("await_gate");
+        for (open, wanted, polls) in
+            [(7, 7, u32::MAX), (9, 7, u32::MAX), (1, u32::MAX, u32::MAX), (6, 7, 50), (0, 1, 0)]
+        {
+            for turn in turns {
+                cases.case(format!("{open} {wanted} {turn}"));
+                // Another turn's number never comes.
+                let mut numbers = vec![open + 1000; (AWAITED_BYTES / 4) as usize];
+                // The other gate is not open.
+                let gate = [GateOf::Messages, GateOf::Returns][turn as usize % 2];
+                let at = (gate.offset() / 4) as usize;
+                (numbers[at], numbers[1 - at], numbers[4]) = (open, wanted.wrapping_sub(1), turn);
+                numbers[(awaited_offset(turn) / 4) as usize] = wanted;
+                let numbers = cases.words("numbers", &numbers);
+                cases.recording.call(await_gate("await_gate".to_owned(), gate, numbers, polls));
+            }
+        }
+        let reference = cases.reference();
+        cases.check(&Bench::new(&vulkan, *driver), &reference);
     }
 }
 

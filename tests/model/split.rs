@@ -472,6 +472,18 @@ fn measured_times_divide_the_layers() {
     assert_eq!(said(), (line, layers));
 }
 
+/// Goal: devices that keep themselves busy while they wait for each other draw what others draw. Method: few polls, so that waits
+/// end with the gate and before it.
+#[test]
+fn devices_that_do_not_wait_idle_draw_what_transformers_draws() {
+    let vulkan = Vulkan::shared();
+    let mut config = configured(&vulkan, fixture("qwen3-deep"), |_| {});
+    config.runtime.tune = vec!["gate_polls=2000".to_owned()];
+    let host = start_with(&vulkan.devices, &config, &Quiet).unwrap_or_else(|e| panic!("{e:?}"));
+    check(&only(&host), "qwen3-deep");
+    idle(&only(&host));
+}
+
 /// Has sequences decode in the steps of prompts on both devices. They draw what one device draws without such steps.
 pub fn check_beside_prompts(
     vulkan: &Vulkan,

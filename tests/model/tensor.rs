@@ -54,13 +54,22 @@ fn parts_of_layers_on_two_devices_draw_what_transformers_draws() {
     }
 }
 
-/// Goal: latent attention, norms over all heads of a row, and experts beside a dense MLP. Method: numbers of heads that the
-/// devices divide unevenly, and a key head that both have.
+/// Goal: latent attention, norms over all heads of a row, experts beside a dense MLP, and inputs of layers that depend on the
+/// token, with which prompts are computed whole. Method: numbers of heads that the devices divide unevenly, and a key head that
+/// both have.
 #[test]
 fn latent_vectors_norms_of_rows_and_experts_beside_an_mlp_draw_what_transformers_draws() {
     let vulkan = Vulkan::shared();
     let further: &[&str] = if every_case() {
-        &["deepseek2-lite", "deepseek3-blocks", "deepseek3-halves", "glm4lite-types", "olmo2-equal", "olmo3-new"]
+        &[
+            "deepseek2-lite",
+            "deepseek3-blocks",
+            "deepseek3-halves",
+            "glm4lite-types",
+            "olmo2-equal",
+            "olmo3-new",
+            "gemma4-shared",
+        ]
     } else {
         &[]
     };

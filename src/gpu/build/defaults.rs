@@ -1,7 +1,7 @@
 //! The default sizes and kernel choices of a replica, where its configuration sets none.
 
 use crate::config::KvFormat;
-use crate::device::{Adapter, Capabilities};
+use crate::device::{Adapter, AdapterKind, Capabilities};
 use crate::engine::plan::WindowCapacity;
 use crate::gpu::abilities::assumed_processors;
 use crate::gpu::build::Build;
@@ -117,6 +117,10 @@ const WHOLE_PROMPT: u32 = 2048;
 /// GPU.
 const EXCHANGE_POLLS: u32 = 1 << 26;
 
+/// The number of polls with which a GPU keeps itself busy while it waits for another one: some 45 ms of an H200, longer
+/// than a decode step of a 70B model in 16 bits takes.
+const GATE_POLLS: u32 = 1 << 18;
+
 /// The maximum shared memory of a workgroup of `gemv_dots`, in bytes: more would keep other workgroups away.
 const DOTS_SHARED_BYTES: u32 = 32 << 10;
 
@@ -165,6 +169,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         // running.
         exchange_polls: if cpu { 0 } else { EXCHANGE_POLLS },
         exchange_halves: None,
+        gate_polls: if adapter.is_nvidia() && adapter.kind == AdapterKind::Discrete { GATE_POLLS } else { 0 },
         microbatch_rows: if cpu { 16 } else { 256 },
         vocabulary_rows: 1,
         matmul: BTreeMap::new(),

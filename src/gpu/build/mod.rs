@@ -30,15 +30,15 @@ use crate::gpu::build::limits::{MOST_PAGES, purpose};
 use crate::gpu::build::overlap_test::{Probe, test_overlap};
 use crate::gpu::build::ptx_test::{FailedPtx, TestedPtx, test_ptx};
 use crate::gpu::build::recordings::{
-    EXCHANGE, ExchangeRecordings, HeadRecordings, InboxRecordings, LogitRecordings, Recordings, exchange_buffer,
-    variants,
+    AWAITED, EXCHANGE, ExchangeRecordings, HeadRecordings, InboxRecordings, LogitRecordings, Recordings,
+    exchange_buffer, variants,
 };
 use crate::gpu::build::reference_test::{Tested, test_reference};
 use crate::gpu::build::split::StagePart;
 use crate::gpu::devices::OpenDevice;
 use crate::gpu::error::StartError;
 use crate::gpu::executor::exchange::{
-    self, DividedSteps, Exchange, MessagesIn, MessagesOut, PassedRows, SlotsIn, SlotsOut, Sums,
+    self, BusyWait, DividedSteps, Exchange, MessagesIn, MessagesOut, PassedRows, SlotsIn, SlotsOut, Sums,
 };
 use crate::gpu::executor::{
     CountInbox, DecodeRegion, DecodeRegions, GpuExecutor, HeadParts, Inbox, Injection, LogitRegions, MixedHead, Parts,
@@ -776,7 +776,7 @@ impl Build<'_> {
             // The load waits for work that is submitted later, so what was timed before has been read by then.
             self.opened.compute.stop_timing();
         }
-        let ExchangeRecordings { receive, send, apply, publish } = &recordings.exchange;
+        let ExchangeRecordings { receive, send, apply, publish, awaits } = &recordings.exchange;
         type Make<'m> = &'m dyn Fn(&Recording) -> Result<Arc<Region>, StartError>;
         let each = |of: &[Recording], make: Make<'_>| of.iter().map(make).collect::<Result<Vec<_>, StartError>>();
         let buffers = |what: &str| -> Result<Vec<Arc<Buffer>>, StartError> {
@@ -807,6 +807,14 @@ impl Build<'_> {
             publish: match publish.is_empty() {
                 true => None,
                 false => Some(SlotsOut { slots: buffers("publish")?, regions: each(publish, region)? }),
+            },
+            busy_wait: match awaits {
+                None => None,
+                Some([messages, returns]) => {
+                    let (numbers, regions) = (buffer(AWAITED)?, [gated(messages)?, gated(returns)?]);
+                    // Polls of host memory would take the bus from other devices.
+                    numbers.device_local().then(|| BusyWait::new(numbers, regions))
+                }
             },
             sums: match decoder.stage.rank {
                 None => None,
@@ -921,6 +929,7 @@ impl Build<'_> {
         for regions in submissions {
             self.opened.compute.submit(Submission {
                 id: 0,
+                ahead: None,
                 entries: vec![regions],
                 waits: waits.to_vec(),
                 gates: Gates::new(),

@@ -7,6 +7,7 @@ use crate::gpu::executor::exchange::{self, PassedRows, RETURNED};
 use crate::kernels::attention::flash;
 use crate::kernels::delta;
 use crate::kernels::embed::rows_bytes;
+use crate::kernels::exchange::{AWAITED_BYTES, GateOf, await_gate};
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::layout::StateLayout;
 use crate::kernels::recording::{Op, Recording};
@@ -94,12 +95,15 @@ pub(crate) struct ExchangeRecordings {
     pub(crate) apply: OfBuffers,
     /// The recordings that copy all slots to the host; empty in all stages but the last.
     pub(crate) publish: OfBuffers,
+    /// The recordings that keep the device busy while it waits for the gate of messages, and for that of slots' changes; `None` if
+    /// the device waits idle.
+    pub(crate) awaits: Option<[Recording; 2]>,
 }
 
 impl ExchangeRecordings {
     fn all(&self) -> impl Iterator<Item = &Recording> {
         let rows = self.receive.values().chain(self.send.values());
-        rows.flatten().chain(&self.apply).chain(&self.publish)
+        rows.flatten().chain(&self.apply).chain(&self.publish).chain(self.awaits.iter().flatten())
     }
 }
 
@@ -107,6 +111,9 @@ impl ExchangeRecordings {
 pub(crate) fn exchange_buffer(what: &str, index: usize) -> String {
     format!("{EXCHANGE}{what}.{index}")
 }
+
+/// The exchange buffer through which the host tells a device how far it has opened its gates.
+pub(crate) const AWAITED: &str = "exchange.awaited";
 
 /// The prefix of the names of exchange buffers.
 pub(crate) const EXCHANGE: &str = "exchange.";
@@ -355,7 +362,15 @@ fn exchange_recordings(decoder: &Decoder<'_>, recordings: &Recordings) -> Exchan
         recording.ops.push(Op::Copy { from, to });
         recording
     };
+    let awaits = |gate: GateOf| {
+        let mut recording = Recording::new("await_gate");
+        let numbers = recording.buffer(AWAITED, AWAITED_BYTES);
+        recording.call(await_gate("await_gate".to_owned(), gate, numbers, decoder.tuning.gate_polls));
+        recording
+    };
+    let waits_busy = passes_on && decoder.tuning.gate_polls > 0;
     ExchangeRecordings {
+        awaits: waits_busy.then(|| [GateOf::Messages, GateOf::Returns].map(awaits)),
         receive: if first { BTreeMap::new() } else { passes("receive", false) },
         send: if last || !passes_on { BTreeMap::new() } else { passes("send", true) },
         apply: if last { Vec::new() } else { buffers.clone().map(apply).collect() },

@@ -9,6 +9,7 @@ use crate::engine::executor::ExecuteError;
 use crate::engine::plan::{Change, PLANS_IN_FLIGHT, Ticket, Work};
 use crate::gpu::executor::submit::fitting;
 use crate::gpu::executor::{Around, GpuExecutor, Link, Pending};
+use crate::kernels::exchange::{GateOf, awaited_offset};
 use crate::kernels::region::Region;
 use crate::kernels::sampling::patch_inbox;
 use crate::kernels::state;
@@ -17,6 +18,7 @@ use crate::model::decoder::stage::MessageLayout;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering, fence};
 
 /// The words of a slot that a step may change and that stages before the last read.
 pub const RETURNED: [u32; 9] = [
@@ -100,8 +102,50 @@ pub struct Exchange {
     pub apply: Option<SlotsIn>,
     /// The sending side of sampled tokens; `None` in all stages but the last.
     pub publish: Option<SlotsOut>,
+    /// What keeps the device busy while a step waits for another stage; `None` if the device waits idle.
+    pub busy_wait: Option<BusyWait>,
     /// With tensor parallelism, the exchanges within a step.
     pub sums: Option<Sums>,
+}
+
+/// The regions that keep a device busy while it waits at a gate: at that of the messages from the stage before, and at that of the
+/// slots' changes.
+#[derive(Debug)]
+pub struct BusyWait {
+    /// The numbers of `kernels::exchange::await_gate`, in memory of the device to which the host writes.
+    numbers: Arc<Buffer>,
+    regions: [Arc<Region>; 2],
+    /// The number of runs that were queued.
+    turns: AtomicU32,
+}
+
+impl BusyWait {
+    /// Creates it with a region of [`await_gate`](crate::kernels::exchange::await_gate) for messages, one for slots' changes, and
+    /// their numbers, which are zeros.
+    pub fn new(numbers: Arc<Buffer>, regions: [Arc<Region>; 2]) -> BusyWait {
+        BusyWait { numbers, regions, turns: AtomicU32::new(0) }
+    }
+
+    /// Returns the memory through which the device is told of its gates.
+    pub(super) fn numbers(&self) -> Arc<Buffer> {
+        Arc::clone(&self.numbers)
+    }
+
+    /// Tells the device of the number up to which a gate is about to be opened.
+    pub(super) fn tell(numbers: &Buffer, gate: GateOf, number: u64) {
+        numbers.store_u32(gate.offset(), number as u32);
+        // The store leaves the processor's write buffers now.
+        fence(Ordering::SeqCst);
+    }
+
+    /// Returns the region that waits for a gate's value `number`. It must be the next one that is queued; if that fails, so has the
+    /// executor.
+    fn region(&self, gate: GateOf, number: u64) -> Arc<Region> {
+        let turn = self.turns.fetch_add(1, Ordering::Relaxed);
+        self.numbers.store_u32(awaited_offset(turn), number as u32);
+        let [messages, returns] = &self.regions;
+        Arc::clone(if gate == GateOf::Messages { messages } else { returns })
+    }
 }
 
 /// The exchanges of a device within a step, by which the parts of all devices are summed, and logits are collected.
@@ -221,6 +265,7 @@ impl Exchange {
         };
         let (from, to) = (Arc::clone(&send.messages[buffer]), Arc::clone(&receive.messages[buffer]));
         let gate = Arc::clone(&receive.gate);
+        let busy_wait = next.busy_wait.as_ref().map(BusyWait::numbers);
         let MessageLayout { buffers, fault, inbox, .. } = self.layouts[usize::from(is_of_part(buffer))].clone();
         let parts: Vec<(u64, u64)> =
             buffers.iter().map(|passed| (passed.at, u64::from(rows) * passed.row_bytes)).collect();
@@ -236,6 +281,9 @@ impl Exchange {
                 let faults = [[fault_word, word]];
                 let faults = &faults[..usize::from(word != 0)];
                 to.write(inbox, bytemuck::cast_slice(&patch_inbox(faults)));
+            }
+            if let Some(numbers) = &busy_wait {
+                BusyWait::tell(numbers, GateOf::Messages, number);
             }
             gate.open(number)
         })
@@ -303,7 +351,9 @@ impl GpuExecutor {
             } else {
                 // The plan's own changes of slots come after those by earlier steps.
                 let gates = own.map(|gate| (1, gate)).into_iter().collect();
-                self.hand_over(Pending::changes(ticket, Vec::new()), vec![regions], Vec::new(), (gates, None));
+                let busy_wait = exchange.busy_wait.as_ref().filter(|_| work.is_some());
+                let ahead = busy_wait.map(|busy_wait| busy_wait.region(GateOf::Returns, applied_at));
+                self.hand_over(Pending::changes(ticket, Vec::new()), (ahead, vec![regions]), Vec::new(), (gates, None));
             }
         }
         let mut posts = self.changes(changes);
@@ -327,11 +377,15 @@ impl GpuExecutor {
             // The patches of slots have come before the message: the first stage has waited for them.
             gate = Some((Arc::clone(&receive.gate), message));
         }
+        let busy_wait = exchange.busy_wait.as_ref().zip(gate.as_ref());
+        let of = if exchange.receive.is_some() { GateOf::Messages } else { GateOf::Returns };
+        let ahead = busy_wait.map(|(busy_wait, (_, number))| busy_wait.region(of, *number));
         let sent = exchange.send.as_ref().map(|send| &send.regions[&rows]);
         let published = exchange.publish.as_ref().filter(|_| draws).map(|publish| &publish.regions);
         let after = sent.or(published).map(|regions| Arc::clone(&regions[buffer])).into_iter().collect();
         (self.repeats, self.breaks) = (barriers, breaks);
-        let queued = self.enqueue(ticket, Some(work), posts, Some(Around { before, after, link: Link { gate, then } }));
+        let queued =
+            self.enqueue(ticket, Some(work), posts, Some(Around { ahead, before, after, link: Link { gate, then } }));
         (self.repeats, self.breaks) = (false, true);
         queued?;
         let broken = self.pending.back().and_then(|pending| pending.steps.broken.first());
@@ -341,6 +395,11 @@ impl GpuExecutor {
     /// Opens all gates, so that queued work runs without waiting for messages; its results are not used any more.
     pub(super) fn open_all(&self, last: u64) -> Result<(), DeviceError> {
         let exchange = self.exchange();
+        if let Some(busy_wait) = &exchange.busy_wait {
+            for gate in [GateOf::Messages, GateOf::Returns] {
+                BusyWait::tell(&busy_wait.numbers, gate, last);
+            }
+        }
         let gates = [exchange.receive.as_ref().map(|of| &of.gate), exchange.apply.as_ref().map(|of| &of.gate)];
         gates.into_iter().flatten().try_for_each(|gate| gate.open(last))
     }

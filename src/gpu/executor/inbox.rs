@@ -131,7 +131,7 @@ impl GpuExecutor {
             let full = std::mem::take(applied);
             self.hand_over(
                 Pending::changes(ticket, full.inboxes),
-                vec![full.regions],
+                (None, vec![full.regions]),
                 Vec::new(),
                 (Gates::new(), None),
             );

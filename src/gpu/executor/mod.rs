@@ -352,6 +352,8 @@ enum Kind {
 /// The regions before and after a step.
 #[derive(Debug)]
 struct Around {
+    /// The region that runs before the gate, if the device does not wait idle.
+    ahead: Option<Arc<Region>>,
     before: Vec<Arc<Region>>,
     after: Vec<Arc<Region>>,
     link: Link,

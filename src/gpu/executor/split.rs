@@ -25,9 +25,10 @@ use crate::engine::executor::{ExecuteError, Executor};
 use crate::engine::pace::Pace;
 use crate::engine::plan::{Capacity, Change, PLANS_IN_FLIGHT, PlanReport, Slot, StepPlan, Ticket, Work};
 use crate::engine::variants::{Fallback, Variants};
-use crate::gpu::executor::exchange::{LEAST_ROWS, RETURNED, StageStep, Sums, buffer_of, faulted_call, parts};
+use crate::gpu::executor::exchange::{BusyWait, LEAST_ROWS, RETURNED, StageStep, Sums, buffer_of, faulted_call, parts};
 use crate::gpu::executor::{GpuExecutor, MOST_REPEATS, Parts};
 use crate::gpu::overlap::OverlapRetry;
+use crate::kernels::exchange::GateOf;
 use crate::kernels::region::Region;
 use crate::kernels::sampling::{Patch, patch_inbox};
 use crate::kernels::state;
@@ -283,6 +284,9 @@ impl SplitExecutor {
         let from = Arc::clone(&published.slots[buffer]);
         let applies = self.stages.iter().filter_map(|stage| stage.exchange().apply.as_ref());
         let to: Vec<_> = applies.map(|to| (Arc::clone(&to.inboxes[buffer]), Arc::clone(&to.gate))).collect();
+        let busy_wait =
+            self.stages.iter().filter_map(|stage| stage.exchange().busy_wait.as_ref().map(BusyWait::numbers));
+        let busy_wait: Vec<_> = busy_wait.collect();
         Then::new(move || {
             let mut patch = Patch::default();
             let mut words = [0u32; state::SLOT_WORDS as usize];
@@ -292,6 +296,7 @@ impl SplitExecutor {
             }
             let inbox = patch_inbox(&patch.into_pairs());
             to.iter().for_each(|(inbox_of, _)| inbox_of.write(0, bytemuck::cast_slice(&inbox)));
+            busy_wait.iter().for_each(|numbers| BusyWait::tell(numbers, GateOf::Returns, number));
             // Only now: a stage between the first and the last waits for the first one's message instead.
             to.iter().try_for_each(|(_, gate)| gate.open(number))
         })

@@ -314,8 +314,9 @@ impl GpuExecutor {
                 self.time(region);
             }
         }
-        let mut link = Link::default();
+        let (mut link, mut ahead) = (Link::default(), None);
         if let Some(around) = around {
+            ahead = around.ahead;
             each.add(around.before.iter().chain(&around.after));
             entries[0].splice(0..0, around.before);
             entries.last_mut().expect("a step has an entry").extend(around.after);
@@ -336,7 +337,7 @@ impl GpuExecutor {
         let changes = Pending::changes(ticket, applied.inboxes);
         let before_gate = entries[..entries.len() - 1].iter().map(Vec::len).sum();
         let pending = Pending { steps, fixed, each, gate, before_gate, awaits, flush, ..changes };
-        self.hand_over(pending, entries, report_after, (gates, link.then));
+        self.hand_over(pending, (ahead, entries), report_after, (gates, link.then));
         Ok(())
     }
 
@@ -380,11 +381,11 @@ impl GpuExecutor {
         }
     }
 
-    /// Passes entries to the compute actor, whose reports will refer to `pending`.
+    /// Passes entries, and a region that runs ahead of their gate, to the compute actor, whose reports will refer to `pending`.
     pub(super) fn hand_over(
         &mut self,
         mut pending: Pending,
-        entries: Vec<Vec<Arc<Region>>>,
+        (ahead, entries): (Option<Arc<Region>>, Vec<Vec<Arc<Region>>>),
         report_after: Vec<u32>,
         (gates, then): (Gates, Option<Then>),
     ) {
@@ -396,7 +397,8 @@ impl GpuExecutor {
         self.pending.push_back(pending);
         let outbox = self.outbox.clone();
         let waits_within = self.first_sum.is_some();
-        let submission = Submission { id, entries, waits, gates, waits_within, flush, report_after, outbox, then };
+        let submission =
+            Submission { id, ahead, entries, waits, gates, waits_within, flush, report_after, outbox, then };
         self.parts.compute.submit(submission);
     }
 

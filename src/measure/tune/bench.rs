@@ -252,6 +252,7 @@ impl<'a> Bench<'a> {
             for region in some {
                 self.compute.submit(Submission {
                     id: 0,
+                    ahead: None,
                     entries: vec![vec![Arc::clone(region)]],
                     waits: std::mem::take(&mut self.ready),
                     gates: Gates::new(),

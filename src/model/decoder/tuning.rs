@@ -58,6 +58,9 @@ pub struct Tuning {
     /// Whether the parts of sums of prompt steps pass between devices as bfloat16, in blocks. `None`: where products round
     /// prompts' activations so too.
     pub exchange_halves: Option<bool>,
+    /// With layers on several devices, the maximum number of polls with which a device keeps itself busy while it waits for another
+    /// one; 0 if it waits idle.
+    pub gate_polls: u32,
     /// With tensor parallelism, the minimum size of a bucket of prompt steps whose rows are computed in two microbatches; 0 for
     /// none.
     pub microbatch_rows: u32,
@@ -366,6 +369,7 @@ impl Tuning {
             "spread_pages" => &mut self.spread_pages,
             "splits" => &mut self.splits,
             "exchange_workgroups" => &mut self.exchange_workgroups,
+            "gate_polls" => &mut self.gate_polls,
             "microbatch_rows" => &mut self.microbatch_rows,
             "exchange_polls" => &mut self.exchange_polls,
             "sample_threads" => &mut self.sample_threads,

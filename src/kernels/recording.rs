@@ -2,6 +2,7 @@
 //! made without a GPU, printable as text, and comparable in tests. Not here: Vulkan objects, addresses, and the order
 //! of a model's layers.
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 /// The index of a buffer in its [`Recording`].
@@ -280,6 +281,25 @@ impl Recording {
             }
         };
         Range { buffer: BufferId(index as u32), offset: 0, bytes }
+    }
+
+    /// Returns the names of the buffers that operations write, also in parts that no other operation accesses.
+    pub fn written(&self) -> impl Iterator<Item = &str> {
+        let of_call = |call: &Call| -> Vec<BufferId> {
+            let written = call.args.iter().filter_map(|arg| match arg {
+                Arg::Buffer(range, access) | Arg::Carried(range, access) | Arg::Apart(range, access) => {
+                    access.writes().then_some(range.buffer)
+                }
+                Arg::U32(_) | Arg::F32(_) => None,
+            });
+            written.collect()
+        };
+        let written = self.ops.iter().flat_map(move |op| match op {
+            Op::Call(call) => of_call(call),
+            Op::Copy { to, .. } | Op::Fill { to, .. } => vec![to.buffer],
+        });
+        let ids: BTreeSet<BufferId> = written.collect();
+        ids.into_iter().map(|id| &*self.decl(id).name)
     }
 
     /// Returns the declaration of a buffer.

@@ -217,38 +217,28 @@ impl Recordings {
         decode.chain(verify).chain(self.prefill.iter().map(|(_, recording)| recording))
     }
 
+    /// Returns the recordings of steps of prompts, and of what completes them.
+    fn of_prompts(&self) -> impl Iterator<Item = &Recording> {
+        let steps = self.prefill.iter().chain(&self.microbatches).chain(&self.wide).chain(&self.catch_up);
+        steps.map(|(_, recording)| recording).chain(&self.decode_rows)
+    }
+
     /// Returns the recordings that steps normally use, without the fallbacks with barriers.
     fn of_steps(&self) -> impl Iterator<Item = &Recording> {
         let decode = self.decode.iter().map(|(_, recording, _)| recording);
         let verify = self.verify.iter().map(|(.., recording)| recording);
-        let prompts = self
-            .prefill
-            .iter()
-            .chain(&self.microbatches)
-            .chain(&self.wide)
-            .chain(&self.catch_up)
-            .map(|(_, recording)| recording);
-        let prompts = prompts.chain(&self.decode_rows);
         let logits = self.logits.iter().flat_map(LogitRecordings::all);
-        decode.chain(verify).chain(prompts).chain(logits).chain(self.head.iter().map(|head| &head.pool))
+        decode.chain(verify).chain(self.of_prompts()).chain(logits).chain(self.head.iter().map(|head| &head.pool))
     }
 
     pub(crate) fn all(&self) -> Vec<&Recording> {
         let decode = self.decode.iter().flat_map(|(_, recording, plain)| std::iter::once(recording).chain(plain));
-        let prompts = self
-            .prefill
-            .iter()
-            .chain(&self.microbatches)
-            .chain(&self.wide)
-            .chain(&self.catch_up)
-            .map(|(_, recording)| recording);
-        let prompts = prompts.chain(&self.decode_rows);
         let verify = self.verify.iter().map(|(.., recording)| recording);
         let inboxes =
             self.inboxes.iter().flat_map(|inbox| std::iter::once(&inbox.apply).chain(&inbox.clear).chain(&inbox.mark));
         let head = self.head.iter().flat_map(|head| [&head.pool, &head.dump]);
         let head = self.logits.iter().flat_map(LogitRecordings::all).chain(head);
-        decode.chain(verify).chain(prompts).chain(head).chain(inboxes).chain(self.exchange.all()).collect()
+        decode.chain(verify).chain(self.of_prompts()).chain(head).chain(inboxes).chain(self.exchange.all()).collect()
     }
 }
 

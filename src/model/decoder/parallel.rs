@@ -8,7 +8,7 @@ use crate::kernels::exchange::{
     self, Blocks, Columns, ExchangeBuffers, ExchangeShape, Gathered, GatheredRows, Phase, Rank, Summed,
 };
 use crate::kernels::gemm::Activations;
-use crate::kernels::recording::{Arg, BufferId, Call, Op, Range, Recording};
+use crate::kernels::recording::{Call, Op, Range, Recording};
 use crate::kernels::sampling::score;
 use crate::kernels::sampling::shared::{self, ListedRows};
 use crate::kernels::shaders::{DrawShortlistedArgs, ScorePartArgs, SharedRowsArgs, ShortlistArgs};
@@ -19,6 +19,10 @@ use std::collections::BTreeSet;
 pub const OUTBOX: &str = "exchange.send_parts";
 /// The buffer with what the other devices have of sums and logits.
 pub const INBOX: &str = "exchange.receive_parts";
+
+/// The buffers of the residual stream and of the row table.
+const X: &str = "x";
+const ROWS: &str = "rows";
 
 /// The number of exchanges of the rows of a step that draw tokens, if the LM head is divided: of the greatest logits of each
 /// part, and, unless all rows are greedy and without conditions, of shortlists and of all logits of some rows.
@@ -169,7 +173,7 @@ impl Decoder<'_> {
             self.layers(&mut own, half, &Step { rows, x, microbatch: Some(index), ..buffers });
             own
         });
-        let own: BTreeSet<String> = written(&second).into_iter().filter(|name| !is_shared(name)).collect();
+        let own: BTreeSet<String> = second.written().filter(|name| !is_shared(name)).map(str::to_owned).collect();
         let named = |name: &str| if own.contains(name) { format!("{name}.second") } else { name.to_owned() };
         for (of_first, of_second) in pieces(&first).into_iter().zip(pieces(&second)) {
             r.append(of_first, str::to_owned);
@@ -336,32 +340,9 @@ pub fn pieces(recording: &Recording) -> Vec<Recording> {
     recording.cut(&begins.collect::<Vec<_>>())
 }
 
-/// The buffers of the residual stream and of the row table.
-const X: &str = "x";
-const ROWS: &str = "rows";
-
 /// Whether both microbatches of a step write the same buffer: other parts of it, or in order.
 fn is_shared(name: &str) -> bool {
     [X, ROWS, "state"].contains(&name) || ["kv.", "exchange."].iter().any(|prefix| name.starts_with(prefix))
-}
-
-/// Returns the names of the buffers that a recording writes.
-fn written(recording: &Recording) -> BTreeSet<String> {
-    let mut ids: BTreeSet<BufferId> = BTreeSet::new();
-    for op in &recording.ops {
-        match op {
-            Op::Call(call) => ids.extend(call.args.iter().filter_map(|arg| match arg {
-                Arg::Buffer(range, access) | Arg::Carried(range, access) | Arg::Apart(range, access) => {
-                    access.writes().then_some(range.buffer)
-                }
-                Arg::U32(_) | Arg::F32(_) => None,
-            })),
-            Op::Copy { to, .. } | Op::Fill { to, .. } => {
-                ids.insert(to.buffer);
-            }
-        }
-    }
-    ids.into_iter().map(|id| recording.decl(id).name.clone()).collect()
 }
 
 /// Returns the exchanges of a recording that `are` among the wanted ones: the index of the operation, and the part of the

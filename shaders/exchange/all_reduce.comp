@@ -32,8 +32,8 @@
 // With PHASE 1 a call only sends. With PHASE 2 it only receives: words that have come, in work that the host releases then,
 // or, with polls, those that come while work between both calls runs. With PHASE 0 it does both.
 //
-// All invocations of a call send before any one polls, and there are no more workgroups than the device runs at once, so that no
-// workgroup waits for one that has not been launched, on either device. A poll ends when the word is there, when the host
+// All invocations of a call send before any one polls, and there are no more workgroups than the device runs at once, so
+// that no workgroup waits for one that has not been launched, on either device. A poll ends when the word is there, when the host
 // has given up or after EXCHANGE_POLLS. The call then sets the fault word; where a part has not come, y keeps its value. A
 // call that finds the fault word set does not poll, and sends words that tell the host to give up, because what the device
 // computes from then on is wrong.

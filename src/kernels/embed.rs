@@ -84,14 +84,9 @@ impl ChunkLayout {
 
     /// Returns the words of the descriptor of a microbatch, whose rows are those of `prompts`.
     pub fn describe_microbatch(prompts: &[PromptRows<'_>]) -> Vec<u32> {
-        let rows = prompts.iter().map(|prompt| prompt.tokens.len() as u32).sum();
-        let mut words = vec![prompts.len() as u32, 0, rows, 0];
-        let mut first_row = 0;
-        for prompt in prompts {
-            words.extend([prompt.slot, prompt.start, first_row, 0]);
-            first_row += prompt.tokens.len() as u32;
-        }
-        words
+        // The first two runs of a step's descriptor, which are adjacent.
+        let layout = ChunkLayout { prompts: prompts.len() as u32, cells: false };
+        layout.describe(prompts).into_iter().take(2).flat_map(|(_, words)| words).collect()
     }
 
     /// Returns the words of a step's descriptor, as runs with the index of their first word.

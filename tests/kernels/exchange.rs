@@ -1,6 +1,6 @@
 //! Goal: `all_reduce` sends a device's part, and sums the parts of all devices in their order, bit for bit as its
 //! reference does. Method: 2 to 4 devices, each in every place, awkward widths, padding, prompt steps with fewer rows
-//! than their regions, both slots, parts rounded to bfloat16, and both phases of an exchange alone; on both CPU
+//! than their regions, all slots, parts rounded to bfloat16, and both phases of an exchange alone; on both CPU
 //! drivers. A part that never comes must end the call with the fault word set, and a device with the fault word set
 //! must tell the others. The same of `all_gather`, which collects columns, with lists of rows and columns that are not
 //! divided equally.

@@ -566,6 +566,7 @@ impl Build<'_> {
         // Where the host carries sums within a step, its region is the first part, and this has the others.
         let divided = RefCell::new(BTreeMap::new());
         let layers = |recording: &Recording| -> Result<Arc<Region>, StartError> {
+            // Kernels wait for the sums themselves.
             if decoder.tuning.exchange_polls > 0 {
                 return region(recording);
             }

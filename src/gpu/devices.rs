@@ -493,10 +493,10 @@ impl Devices {
         let mut executor = SplitExecutor::new(executors, on_cpu)?;
         let failed_test = |source| StartError::SplitTest { model: name.to_owned(), source };
         if split == SplitMode::Tensor {
-            let as_whole = test_exchanges(&mut executor, waits.polls).map_err(failed_test)?;
-            if !as_whole {
+            let as_chunks = test_exchanges(&mut executor, waits.polls).map_err(failed_test)?;
+            if !as_chunks {
                 attempt.progress.line(&format!(
-                    "\"{name}\": prompts are computed whole, because a test failed: in microbatches, a prompt had other logits"
+                    "\"{name}\": prompts are computed whole, because a test failed: in microbatches, a prompt had other logits than in chunks"
                 ));
             }
         }

@@ -283,23 +283,38 @@ impl Recording {
         Range { buffer: BufferId(index as u32), offset: 0, bytes }
     }
 
-    /// Returns the names of the buffers that operations write, also in parts that no other operation accesses.
-    pub fn written(&self) -> impl Iterator<Item = &str> {
-        let of_call = |call: &Call| -> Vec<BufferId> {
-            let written = call.args.iter().filter_map(|arg| match arg {
-                Arg::Buffer(range, access) | Arg::Carried(range, access) | Arg::Apart(range, access) => {
-                    access.writes().then_some(range.buffer)
+    /// Returns the names of the buffers that operations write. An empty range counts only in a buffer of which nothing is read: some
+    /// calls write without a barrier, and others have no use for an output and get an empty range of an input.
+    pub fn written(&self) -> BTreeSet<&str> {
+        let (mut written, mut empty, mut read) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
+        for op in &self.ops {
+            match op {
+                Op::Call(call) => {
+                    for arg in &call.args {
+                        let (Arg::Buffer(range, access) | Arg::Carried(range, access) | Arg::Apart(range, access)) =
+                            arg
+                        else {
+                            continue;
+                        };
+                        if access.writes() {
+                            if range.bytes > 0 { &mut written } else { &mut empty }.insert(range.buffer);
+                        }
+                        if access.reads() && range.bytes > 0 {
+                            read.insert(range.buffer);
+                        }
+                    }
                 }
-                Arg::U32(_) | Arg::F32(_) => None,
-            });
-            written.collect()
-        };
-        let written = self.ops.iter().flat_map(move |op| match op {
-            Op::Call(call) => of_call(call),
-            Op::Copy { to, .. } | Op::Fill { to, .. } => vec![to.buffer],
-        });
-        let ids: BTreeSet<BufferId> = written.collect();
-        ids.into_iter().map(|id| &*self.decl(id).name)
+                Op::Copy { from, to } => {
+                    written.insert(to.buffer);
+                    read.insert(from.buffer);
+                }
+                Op::Fill { to, .. } => {
+                    written.insert(to.buffer);
+                }
+            }
+        }
+        written.extend(empty.difference(&read).copied());
+        written.into_iter().map(|id| &*self.decl(id).name).collect()
     }
 
     /// Returns the declaration of a buffer.

@@ -46,8 +46,15 @@ pub fn configured(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce
     Config { models: vec![model], ..Config::default() }
 }
 
+/// Serves a model, none of whose tests at start has failed: after such a failure, its steps would run in another way.
 pub fn serve(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Model)) -> Host {
-    start_with(&vulkan.devices, &configured(vulkan, path, change), &Quiet).unwrap_or_else(|e| panic!("{e:?}"))
+    let lines = Lines::default();
+    let host = start_with(&vulkan.devices, &configured(vulkan, path, change), &lines);
+    let lines = lines.0.into_inner().expect("no panic");
+    let failed: Vec<&String> =
+        lines.iter().filter(|line| line.contains("test failed") || line.contains("failed its")).collect();
+    assert!(failed.is_empty(), "{failed:?}");
+    host.unwrap_or_else(|e| panic!("{e:?}"))
 }
 
 pub fn refused(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Model)) -> StartError {

@@ -65,13 +65,14 @@ const ROUNDS_OF_POLLS: u32 = 8;
 const ROUNDS_OF_DIVIDED: u32 = 2;
 
 /// The greatest root mean square of the differences of logits, in parts of their own, between a prompt that is computed in
-/// microbatches and whole. Products of other numbers of rows may round otherwise; wrong rows or keys change logits entirely.
+/// microbatches and in two chunks of as many rows. Kernels for other numbers of rows may round otherwise; wrong rows or keys
+/// change logits entirely.
 const MICROBATCH_TOLERANCE: f64 = 0.1;
 
 /// Tests the exchange of sums between devices that each have a part of every layer: decodes with one sequence and with as
 /// many as a step holds, and computes a prompt in microbatches if there are any. It must get the same tokens and logits in every
 /// round. `polls`: whether kernels wait for words of other devices. An exchange in which a word does not come is an error.
-/// Returns false if the logits of the prompt are not those of the prompt computed whole; prompts are computed whole then.
+/// Returns false if the logits of the prompt are not those of the prompt in two chunks; prompts are computed whole then.
 pub(crate) fn test_exchanges(executor: &mut SplitExecutor, polls: bool) -> Result<bool, ExecuteError> {
     let rounds = if polls { ROUNDS_OF_POLLS } else { ROUNDS_OF_DIVIDED };
     executor.test(true);
@@ -89,22 +90,24 @@ pub(crate) fn test_exchanges(executor: &mut SplitExecutor, polls: bool) -> Resul
             }
         }
     }
-    let mut as_whole = true;
+    let mut as_chunks = true;
     if let Some(rows) = executor.rows_in_microbatches().filter(|rows| has_room(executor.capacity(), *rows)) {
-        let first = run_prompt(executor, rows, 0)?;
+        let first = run_prompt(executor, &[rows], 0)?;
         for round in 1..rounds {
-            if run_prompt(executor, rows, round)? != first {
+            if run_prompt(executor, &[rows], round)? != first {
                 return differs(&format!("a prompt of {rows} tokens"));
             }
         }
-        let regions = executor.forbid_microbatches();
-        as_whole = difference(&first.logits, &run_prompt(executor, rows, 0)?.logits) < MICROBATCH_TOLERANCE;
-        if as_whole {
-            executor.allow_microbatches(regions);
+        // Steps of fewer rows than the smallest one in microbatches are computed whole, by kernels for as many rows as a
+        // microbatch has.
+        let chunked = run_prompt(executor, &[rows / 2, rows - rows / 2], 0)?;
+        as_chunks = difference(&first.logits, &chunked.logits) < MICROBATCH_TOLERANCE;
+        if !as_chunks {
+            executor.forbid_microbatches();
         }
     }
     executor.end_test();
-    Ok(as_whole)
+    Ok(as_chunks)
 }
 
 /// Returns the root mean square of the differences of logits, in parts of their own. Logits that are no numbers differ.
@@ -139,9 +142,10 @@ fn params(prompt_tokens: u32, dump_logits: bool) -> Box<SlotParams> {
     })
 }
 
-/// Draws the token that follows a prompt of `rows` tokens, which is one step. Rounds take turns in pages, as far as there are some,
-/// so that keys of the round before are not found in place of those that were not written yet.
-fn run_prompt(executor: &mut SplitExecutor, rows: u32, round: u32) -> Result<Outcome, ExecuteError> {
+/// Draws the token that follows a prompt in chunks of these numbers of tokens, each of which is a step. Rounds take turns in pages,
+/// as far as there are some, so that keys of the round before are not found in place of those that were not written yet.
+fn run_prompt(executor: &mut SplitExecutor, chunks: &[u32], round: u32) -> Result<Outcome, ExecuteError> {
+    let rows: u32 = chunks.iter().sum();
     let Capacity { pages, window, vocabulary, .. } = *executor.capacity();
     let slot = Slot(0);
     let (needed, all) = ((rows + 1).div_ceil(PAGE_TOKENS), window.map_or(pages, |window| window.pages.min(pages)));
@@ -155,22 +159,28 @@ fn run_prompt(executor: &mut SplitExecutor, rows: u32, round: u32) -> Result<Out
         first: 0,
         pages: table.clone(),
     }));
-    let chunk = Chunk {
-        slot,
-        tokens: (0..rows).map(|at| (at * 97 + 1) % vocabulary).collect(),
-        start: 0,
-        last: true,
-        next: None,
-        restore: None,
-        keeps: Vec::new(),
-        score: None,
-        pooled: 0..0,
-    };
-    let work = Work::Prefill { chunks: vec![chunk], decoding: Vec::new(), awaits: false };
-    executor.submit(StepPlan { changes, work: Some(work) })?;
+    let token = |at: u32| (at * 97 + 1) % vocabulary;
     let mut outcome = Outcome { tokens: Vec::new(), logits: Vec::new() };
-    for report in executor.finish()? {
-        outcome.note(report.tokens);
+    let mut start = 0;
+    for tokens in chunks {
+        let end = start + tokens;
+        let chunk = Chunk {
+            slot,
+            tokens: (start..end).map(token).collect(),
+            start,
+            last: end == rows,
+            next: (end < rows).then_some(token(end)),
+            restore: None,
+            keeps: Vec::new(),
+            score: None,
+            pooled: 0..0,
+        };
+        let work = Work::Prefill { chunks: vec![chunk], decoding: Vec::new(), awaits: false };
+        executor.submit(StepPlan { changes: std::mem::take(&mut changes), work: Some(work) })?;
+        for report in executor.finish()? {
+            outcome.note(report.tokens);
+        }
+        start = end;
     }
     executor.submit(StepPlan { changes: vec![Change::Leave { slot }], work: None })?;
     Ok(outcome)

@@ -29,12 +29,11 @@ use crate::gpu::executor::exchange::{BusyWait, LEAST_ROWS, RETURNED, StageStep, 
 use crate::gpu::executor::{GpuExecutor, MOST_REPEATS, Parts};
 use crate::gpu::overlap::OverlapRetry;
 use crate::kernels::exchange::GateOf;
-use crate::kernels::region::Region;
 use crate::kernels::sampling::{Patch, patch_inbox};
 use crate::kernels::state;
 use crate::model::decoder::parallel::HEAD_EXCHANGES;
 use crossbeam_channel::{Receiver, bounded};
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -249,14 +248,9 @@ impl SplitExecutor {
         })
     }
 
-    /// Computes all prompts whole from now on. Returns the regions of those in microbatches.
-    pub(crate) fn forbid_microbatches(&mut self) -> Vec<BTreeMap<u32, Arc<Region>>> {
-        self.stages.iter_mut().map(|stage| std::mem::take(&mut stage.parts.microbatches)).collect()
-    }
-
-    /// Computes prompts in microbatches again, with the regions that [`SplitExecutor::forbid_microbatches`] has returned.
-    pub(crate) fn allow_microbatches(&mut self, regions: Vec<BTreeMap<u32, Arc<Region>>>) {
-        self.stages.iter_mut().zip(regions).for_each(|(stage, own)| stage.parts.microbatches = own);
+    /// Computes all prompts whole from now on.
+    pub(crate) fn forbid_microbatches(&mut self) {
+        self.stages.iter_mut().for_each(|stage| stage.parts.microbatches.clear());
     }
 
     /// Returns the number of rows of the smallest step of prompts that is computed in microbatches, if there is one.

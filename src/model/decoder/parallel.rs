@@ -173,7 +173,8 @@ impl Decoder<'_> {
             self.layers(&mut own, half, &Step { rows, x, microbatch: Some(index), ..buffers });
             own
         });
-        let own: BTreeSet<String> = second.written().filter(|name| !is_shared(name)).map(str::to_owned).collect();
+        let own: BTreeSet<String> =
+            second.written().into_iter().filter(|name| !is_shared(name)).map(str::to_owned).collect();
         let named = |name: &str| if own.contains(name) { format!("{name}.second") } else { name.to_owned() };
         for (of_first, of_second) in pieces(&first).into_iter().zip(pieces(&second)) {
             r.append(of_first, str::to_owned);

@@ -91,33 +91,38 @@ pub(crate) fn test_exchanges(executor: &mut SplitExecutor, polls: bool) -> Resul
         }
     }
     let mut as_chunks = true;
-    if let Some(rows) = executor.rows_in_microbatches().filter(|rows| has_room(executor.capacity(), *rows)) {
+    let smallest = executor.rows_in_microbatches();
+    if let Some(rows) = smallest.filter(|rows| has_room(executor.capacity(), *rows)) {
         let first = run_prompt(executor, &[rows], 0)?;
         for round in 1..rounds {
             if run_prompt(executor, &[rows], round)? != first {
                 return differs(&format!("a prompt of {rows} tokens"));
             }
         }
-        // Steps of fewer rows than the smallest one in microbatches are computed whole, by kernels for as many rows as a
-        // microbatch has.
+        // Half of a step's rows are one microbatch, so these steps are whole. Their kernels are those of a microbatch where
+        // there is a step of as many rows.
         let chunked = run_prompt(executor, &[rows / 2, rows - rows / 2], 0)?;
         as_chunks = difference(&first.logits, &chunked.logits) < MICROBATCH_TOLERANCE;
         if !as_chunks {
             executor.forbid_microbatches();
         }
+    } else if smallest.is_some() {
+        // What cannot be tested is not used.
+        executor.forbid_microbatches();
     }
     executor.end_test();
     Ok(as_chunks)
 }
 
-/// Returns the root mean square of the differences of logits, in parts of their own. Logits that are no numbers differ.
+/// Returns the root mean square of the differences of logits, in parts of their own. Logits that are no numbers differ, and so do
+/// those that have not come.
 fn difference(found: &[u32], wanted: &[u32]) -> f64 {
     let square = |x: f64| x * x;
     let pairs = || found.iter().zip(wanted).map(|(a, b)| [*a, *b].map(|bits| f64::from(f32::from_bits(bits))));
     let own: f64 = pairs().map(|[_, b]| square(b)).sum();
     let differences: f64 = pairs().map(|[a, b]| square(a - b)).sum();
     let ratio = (differences / own.max(f64::MIN_POSITIVE)).sqrt();
-    if ratio.is_nan() || found.len() != wanted.len() { f64::INFINITY } else { ratio }
+    if ratio.is_nan() || found.len() != wanted.len() || wanted.is_empty() { f64::INFINITY } else { ratio }
 }
 
 /// Whether a sequence can have a prompt of `rows` tokens and one token more.
@@ -270,5 +275,6 @@ mod tests {
         for wrong in [&[3.0, 1.0, -2.0][..], &[1.0, -2.0], &[f32::NAN, -2.0, 3.0], &[0.0; 3]] {
             assert!(difference(&bits(wrong), &whole) > MICROBATCH_TOLERANCE, "{wrong:?}");
         }
+        assert!(difference(&[], &[]) > MICROBATCH_TOLERANCE, "no logits");
     }
 }

@@ -146,6 +146,7 @@ impl Decoder<'_> {
             && rows.is_multiple_of(2)
             && self.config.causal
             && self.config.layer_inputs.is_none()
+            && self.draft_head().is_none()
             && self.config.layer_kinds.iter().all(|kind| *kind == LayerKind::Attention)
     }
 

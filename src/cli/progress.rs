@@ -126,6 +126,14 @@ impl Progress for Show {
         }
     }
 
+    fn warning(&self, text: &str) {
+        match self.place {
+            Place::Log => tracing::warn!("{text}"),
+            // Also for those who want results only.
+            Place::Terminal | Place::Lines | Place::Nowhere => self.beside(|| eprintln!("warning: {text}")),
+        }
+    }
+
     fn step(&self, what: &str, done: u64, total: u64, unit: Unit) {
         if self.place == Place::Nowhere {
             return;

@@ -198,6 +198,10 @@ impl Progress for Lines {
         tracing::info!("{text}");
     }
 
+    fn warning(&self, text: &str) {
+        tracing::warn!("{text}");
+    }
+
     fn step(&self, _: &str, _: u64, _: u64, _: Unit) {}
 }
 

@@ -237,6 +237,11 @@ impl Progress for Both<'_> {
         self.1.line(text);
     }
 
+    fn warning(&self, text: &str) {
+        self.0.warning(text);
+        self.1.warning(text);
+    }
+
     fn step(&self, what: &str, done: u64, total: u64, unit: Unit) {
         self.0.step(what, done, total, unit);
         self.1.step(what, done, total, unit);

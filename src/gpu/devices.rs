@@ -421,7 +421,7 @@ impl Devices {
             return built(Waits::NONE);
         }
         let says = |what: &str, error: &StartError| {
-            attempt.progress.line(&format!("\"{name}\": {what}: {}", with_causes(error)));
+            attempt.progress.warning(&format!("\"{name}\": {what}: {}", with_causes(error)));
         };
         let tags = builds.iter().all(Build::may_overlap);
         for (waits, otherwise) in [
@@ -495,14 +495,14 @@ impl Devices {
         if split == SplitMode::Tensor {
             let as_chunks = test_exchanges(&mut executor, waits.polls).map_err(failed_test)?;
             if !as_chunks {
-                attempt.progress.line(&format!(
+                attempt.progress.warning(&format!(
                     "\"{name}\": prompts are computed whole, because a test failed: in microbatches, a prompt had other logits than in chunks"
                 ));
             }
         }
         let failed = test_split(&mut executor).map_err(failed_test)?;
         for (rows, why) in failed {
-            attempt.progress.line(&format!(
+            attempt.progress.warning(&format!(
                 "\"{name}\": the decode step of {rows} rows without barriers failed its test ({why}): it runs with barriers"
             ));
         }

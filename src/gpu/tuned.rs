@@ -420,6 +420,9 @@ mod tests {
             fn line(&self, text: &str) {
                 panic!("{text}");
             }
+            fn warning(&self, text: &str) {
+                panic!("{text}");
+            }
             fn step(&self, _: &str, _: u64, _: u64, _: crate::host::progress::Unit) {}
         }
         let tuned = Tuned::of_model(Some(folder.path()), &adapter, &model, &Silent);

@@ -159,6 +159,10 @@ impl Progress for Kept<'_> {
         self.also.line(text);
     }
 
+    fn warning(&self, text: &str) {
+        self.also.warning(text);
+    }
+
     fn step(&self, what: &str, done: u64, total: u64, unit: Unit) {
         if let Ok(entry) = self.job.host.catalogue.lock().entry(self.job.name)
             && let Some(ModelWork::Loading { step, .. }) = &mut entry.work

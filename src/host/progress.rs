@@ -4,6 +4,8 @@
 pub trait Progress: Sync {
     /// Reports a fact that is worth a line of output: a memory plan, the speed of a load.
     fn line(&self, text: &str);
+    /// Reports that a model runs in a slower way than its device should allow, because a test at start has failed.
+    fn warning(&self, text: &str);
     /// Reports that `done` of `total` units of the activity `what` are complete.
     fn step(&self, what: &str, done: u64, total: u64, unit: Unit);
 }
@@ -23,5 +25,6 @@ pub struct Quiet;
 
 impl Progress for Quiet {
     fn line(&self, _: &str) {}
+    fn warning(&self, _: &str) {}
     fn step(&self, _: &str, _: u64, _: u64, _: Unit) {}
 }

@@ -129,6 +129,11 @@ impl Progress for ProgressSender {
         self.send(Event::Line(text.to_owned()));
     }
 
+    fn warning(&self, text: &str) {
+        tracing::warn!("{text}");
+        self.send(Event::Line(text.to_owned()));
+    }
+
     fn step(&self, what: &str, done: u64, total: u64, unit: Unit) {
         let now = Instant::now();
         {

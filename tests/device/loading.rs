@@ -77,6 +77,8 @@ impl<F: Fn(&str) + Sync> Progress for When<'_, F> {
         }
     }
 
+    fn warning(&self, _: &str) {}
+
     fn step(&self, _: &str, _: u64, _: u64, _: Unit) {}
 }
 
@@ -86,6 +88,8 @@ struct Built(Mutex<Vec<u64>>);
 
 impl Progress for Built {
     fn line(&self, _: &str) {}
+
+    fn warning(&self, _: &str) {}
 
     fn step(&self, what: &str, done: u64, total: u64, _: Unit) {
         if what == "building pipelines" && done == 0 {

@@ -137,5 +137,23 @@ impl Progress for Lines {
         self.0.lock().expect("no panic").push(text.to_owned());
     }
 
+    fn warning(&self, text: &str) {
+        self.line(text);
+    }
+
+    fn step(&self, _: &str, _: u64, _: u64, _: Unit) {}
+}
+
+/// Records the warnings of a start.
+#[derive(Default)]
+pub struct Warnings(pub Mutex<Vec<String>>);
+
+impl Progress for Warnings {
+    fn line(&self, _: &str) {}
+
+    fn warning(&self, text: &str) {
+        self.0.lock().expect("no panic").push(text.to_owned());
+    }
+
     fn step(&self, _: &str, _: u64, _: u64, _: Unit) {}
 }

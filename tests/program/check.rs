@@ -75,6 +75,24 @@ fn kernels_that_compute_wrongly_fail_the_check() {
     assert_eq!(failed.collect::<Vec<_>>(), ["quantised_kernels", "start"]);
 }
 
+/// Goal: who wants results only still learns that a model runs in a slower way than it should. Method: a test at start that is made
+/// to fail.
+#[test]
+fn a_failed_test_at_start_is_told_with_quiet_too() {
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/llama.cpp/demo-Q4_K_M.gguf");
+    let given = ["generate", "--quiet", "--device", cpu(), "--model", model, "--prompt", "Once", "--max-tokens", "2"];
+    let told = |tune: &str| {
+        let output = run(&[&given[..], &["--tune", tune]].concat());
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{errors}");
+        errors
+    };
+    assert_eq!(told("integer_dots=1"), "");
+    let errors = told("integer_dots=1,broken_codes=3");
+    assert!(errors.starts_with("warning: \"demo") && errors.contains("without integer dot products"), "{errors}");
+    assert_eq!(errors.lines().count(), 1, "{errors}");
+}
+
 #[test]
 fn matrix_units_that_the_device_did_not_promise_are_refused() {
     let tune = ["--tune", "fragments=2"];

@@ -389,7 +389,7 @@ impl Build<'_> {
 
     /// Leaves out a kernel in PTX, and says why.
     fn leave_out(&self, kernel: &str, why: &str) {
-        self.progress.line(&format!("\"{}\": {kernel} is not used: {why}", self.name));
+        self.progress.warning(&format!("\"{}\": {kernel} is not used: {why}", self.name));
         let flag = if kernel == FLASH_WGMMA.name {
             &self.fallbacks.no_flash_wgmma
         } else if kernel == SKINNY_CODES_PTX.name {
@@ -508,14 +508,14 @@ impl Build<'_> {
                 if decoder.tuning.dots.is_none() {
                     return Err(self.unsupported(refusal));
                 }
-                self.progress.line(&format!(
+                self.progress.warning(&format!(
                     "\"{}\": device \"{device}\" computes {what} wrongly {why}: tested again without integer dot products",
                     self.name
                 ));
                 self.fallbacks.no_dots.store(true, Ordering::Relaxed);
                 continue;
             }
-            self.progress.line(&format!(
+            self.progress.warning(&format!(
                 "\"{}\": device \"{device}\" computes {what} in fragments wrongly {why}: they are packed row after row",
                 self.name
             ));

@@ -99,7 +99,7 @@ pub(crate) fn test_overlap(
             }
         };
         if let Some(why) = why {
-            build.progress.line(&format!(
+            build.progress.warning(&format!(
                 "\"{}\": the decode step of {rows} rows without barriers failed its test ({why}): it runs with barriers",
                 build.name
             ));

@@ -129,9 +129,9 @@ impl Build<'_> {
             };
             match fault {
                 None => drop(right.insert(*variant)),
-                Some(why) => says(&format!(
-                    "device \"{}\" packs {variant} wrongly ({why}): the host packs them",
-                    self.adapter.name
+                Some(why) => self.progress.warning(&format!(
+                    "\"{}\": device \"{}\" packs {variant} wrongly ({why}): the host packs them",
+                    self.name, self.adapter.name
                 )),
             }
         }

@@ -217,6 +217,10 @@ impl Progress for Admin {
         loading.lines.push_back(text.to_owned());
     }
 
+    fn warning(&self, text: &str) {
+        self.line(text);
+    }
+
     fn step(&self, what: &str, done: u64, total: u64, unit: Unit) {
         let mut loading = self.loading();
         match &mut loading.step {

@@ -148,6 +148,7 @@ async fn load(client: &mut Client, name: &str, unload_first: bool, json: bool) -
                 show.step(&step.what, step.done, step.total, unit);
             }
             Some(Event::Line(line)) => show.line(&line),
+            Some(Event::Warning(warning)) => show.warning(&warning),
             Some(Event::Loaded(loaded)) => {
                 drop(show);
                 return loaded_line(name, &loaded, json);

@@ -190,7 +190,7 @@ fn kept(old: &Config, new: &Config) -> Vec<String> {
     kept
 }
 
-/// Writes the progress lines of loads to the log.
+/// Writes the lines and warnings of loads to the log.
 struct Lines;
 
 impl Progress for Lines {

@@ -16,14 +16,14 @@ use crate::gpu::abilities::{KernelPath, lacks};
 use crate::gpu::build::defaults::{check_tuning, takes_ptx};
 use crate::gpu::build::speed::Speeds;
 use crate::gpu::build::split::{Division, StagePart, check_stages, choose_ranks, choose_stages, shards};
-use crate::gpu::build::split_test::{test_exchanges, test_split};
+use crate::gpu::build::split_test::{Microbatches, test_exchanges, test_split};
 use crate::gpu::build::{Build, Fallbacks};
 use crate::gpu::error::StartError;
 use crate::gpu::executor::split::SplitExecutor;
 use crate::gpu::matrix_units::{Multiplies, runs_wgmma};
 use crate::gpu::spans;
 use crate::gpu::tuned::Tuned;
-use crate::host::progress::{Progress, Quiet};
+use crate::host::progress::{Progress, WarningsOnly};
 use crate::host::source::LoadAttempt;
 use crate::host::source::{BuildError, ModelSource};
 use crate::host::{DeviceMemory, DeviceReport, DeviceStatus, MemoryShare, ServedDevice};
@@ -493,11 +493,15 @@ impl Devices {
         let mut executor = SplitExecutor::new(executors, on_cpu)?;
         let failed_test = |source| StartError::SplitTest { model: name.to_owned(), source };
         if split == SplitMode::Tensor {
-            let as_chunks = test_exchanges(&mut executor, waits.polls).map_err(failed_test)?;
-            if !as_chunks {
-                attempt.progress.warning(&format!(
-                    "\"{name}\": prompts are computed whole, because a test failed: in microbatches, a prompt had other logits than in chunks"
-                ));
+            let says = |why: &str| format!("\"{name}\": prompts are computed whole, {why}");
+            match test_exchanges(&mut executor, waits.polls).map_err(failed_test)? {
+                Microbatches::Tested => {}
+                Microbatches::Untested => {
+                    attempt.progress.line(&says("because a sequence has no room for one that tests microbatches"))
+                }
+                Microbatches::Wrong => attempt
+                    .progress
+                    .warning(&says("because a test failed: in microbatches, a prompt had other logits than in chunks")),
             }
         }
         let failed = test_split(&mut executor).map_err(failed_test)?;
@@ -581,9 +585,9 @@ impl Devices {
             kv_memory: None,
             ..model.clone()
         };
-        // No operator waits for this load, so its progress is not reported. The replica's clients wait for it, so it
-        // may use all of the host.
-        let attempt = LoadAttempt { beside: false, queue_limit: 0, cancelled, progress: &Quiet };
+        // No operator waits for this load, so its progress is not reported, but for warnings. The replica's clients wait for
+        // it, so it may use all of the host.
+        let attempt = LoadAttempt { beside: false, queue_limit: 0, cancelled, progress: &WarningsOnly };
         Ok(self.executor(&model, index, &adapters, (&checkpoint, draft.as_ref()), &attempt)?.executor)
     }
 }

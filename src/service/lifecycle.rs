@@ -131,7 +131,7 @@ impl Progress for ProgressSender {
 
     fn warning(&self, text: &str) {
         tracing::warn!("{text}");
-        self.send(Event::Line(text.to_owned()));
+        self.send(Event::Warning(text.to_owned()));
     }
 
     fn step(&self, what: &str, done: u64, total: u64, unit: Unit) {

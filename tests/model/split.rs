@@ -50,7 +50,7 @@ pub fn configured(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce
 pub fn serve(vulkan: &Vulkan, path: impl Into<PathBuf>, change: impl FnOnce(&mut Model)) -> Host {
     let warnings = Warnings::default();
     let host = start_with(&vulkan.devices, &configured(vulkan, path, change), &warnings);
-    assert_eq!(*warnings.0.lock().expect("no panic"), [""; 0]);
+    assert_eq!(*warnings.0.lock().expect("no panic"), [""; 0], "{:?}", host.as_ref().err());
     host.unwrap_or_else(|e| panic!("{e:?}"))
 }
 

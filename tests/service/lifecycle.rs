@@ -120,6 +120,7 @@ async fn load(
         assert!(loaded.is_none(), "nothing follows what was loaded");
         match message.event.unwrap() {
             Event::Line(_) => lines += 1,
+            Event::Warning(text) => panic!("{text}"),
             Event::Progress(step) => {
                 assert_eq!((step.what.as_str(), step.total), ("loading weights", 2));
                 assert_eq!(step.unit(), proto::load_progress::Unit::Bytes);

@@ -389,7 +389,8 @@ impl Build<'_> {
 
     /// Leaves out a kernel in PTX, and says why.
     fn leave_out(&self, kernel: &str, why: &str) {
-        self.progress.warning(&format!("\"{}\": {kernel} is not used: {why}", self.name));
+        let device = &self.adapter.name;
+        self.progress.warning(&format!("\"{}\": {kernel} is not used on \"{device}\": {why}", self.name));
         let flag = if kernel == FLASH_WGMMA.name {
             &self.fallbacks.no_flash_wgmma
         } else if kernel == SKINNY_CODES_PTX.name {

@@ -116,7 +116,8 @@ impl Build<'_> {
             Ok(pipelines) => pipelines,
             Err(error) if device.is_lost() => return Err(error.into()),
             Err(error) => {
-                says(&format!("the host packs the weights: {}", with_causes(&error)));
+                let why = with_causes(&error);
+                self.progress.warning(&format!("\"{}\": the host packs the weights: {why}", self.name));
                 return Ok(None);
             }
         };

@@ -69,11 +69,22 @@ const ROUNDS_OF_DIVIDED: u32 = 2;
 /// change logits entirely.
 const MICROBATCH_TOLERANCE: f64 = 0.1;
 
+/// What a test at start has found about prompts in microbatches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Microbatches {
+    /// They are right, or there are none.
+    Tested,
+    /// No sequence has room for a prompt that is computed in them.
+    Untested,
+    /// Their logits are wrong.
+    Wrong,
+}
+
 /// Tests the exchange of sums between devices that each have a part of every layer: decodes with one sequence and with as
 /// many as a step holds, and computes a prompt in microbatches if there are any. It must get the same tokens and logits in every
 /// round. `polls`: whether kernels wait for words of other devices. An exchange in which a word does not come is an error.
-/// Returns false if the logits of the prompt are not those of the prompt in two chunks; prompts are computed whole then.
-pub(crate) fn test_exchanges(executor: &mut SplitExecutor, polls: bool) -> Result<bool, ExecuteError> {
+/// Unless microbatches are tested, and the logits of the prompt are those of the prompt in two chunks, prompts are computed whole.
+pub(crate) fn test_exchanges(executor: &mut SplitExecutor, polls: bool) -> Result<Microbatches, ExecuteError> {
     let rounds = if polls { ROUNDS_OF_POLLS } else { ROUNDS_OF_DIVIDED };
     executor.test(true);
     let differs = |what: &str| {
@@ -90,7 +101,7 @@ pub(crate) fn test_exchanges(executor: &mut SplitExecutor, polls: bool) -> Resul
             }
         }
     }
-    let mut as_chunks = true;
+    let mut tested = Microbatches::Tested;
     let smallest = executor.rows_in_microbatches();
     if let Some(rows) = smallest.filter(|rows| has_room(executor.capacity(), *rows)) {
         let first = run_prompt(executor, &[rows], 0)?;
@@ -102,16 +113,17 @@ pub(crate) fn test_exchanges(executor: &mut SplitExecutor, polls: bool) -> Resul
         // Half of a step's rows are one microbatch, so these steps are whole. Their kernels are those of a microbatch where
         // there is a step of as many rows.
         let chunked = run_prompt(executor, &[rows / 2, rows - rows / 2], 0)?;
-        as_chunks = difference(&first.logits, &chunked.logits) < MICROBATCH_TOLERANCE;
-        if !as_chunks {
-            executor.forbid_microbatches();
+        if difference(&first.logits, &chunked.logits) >= MICROBATCH_TOLERANCE {
+            tested = Microbatches::Wrong;
         }
     } else if smallest.is_some() {
-        // What cannot be tested is not used.
+        tested = Microbatches::Untested;
+    }
+    if tested != Microbatches::Tested {
         executor.forbid_microbatches();
     }
     executor.end_test();
-    Ok(as_chunks)
+    Ok(tested)
 }
 
 /// Returns the root mean square of the differences of logits, in parts of their own. Logits that are no numbers differ, and so do

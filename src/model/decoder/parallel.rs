@@ -136,8 +136,8 @@ impl Decoder<'_> {
     }
 
     /// Whether prompt steps of the bucket `rows` are also recorded in two microbatches, of half of the bucket's rows and of the
-    /// others. Recurrent layers and inputs that depend on the tokens take all rows of a step, and so does attention to later
-    /// tokens, whose keys the second half would write too late.
+    /// others. Recurrent layers, draft heads and inputs that depend on the tokens take all rows of a step, and so does attention
+    /// to later tokens, whose keys the second half would write too late.
     pub fn has_microbatches(&self, rows: u32) -> bool {
         let least = self.tuning.microbatch_rows;
         self.stage.rank.is_some()

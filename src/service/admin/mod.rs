@@ -218,7 +218,7 @@ impl Progress for Admin {
     }
 
     fn warning(&self, text: &str) {
-        self.line(text);
+        self.line(&format!("warning: {text}"));
     }
 
     fn step(&self, what: &str, done: u64, total: u64, unit: Unit) {

@@ -106,6 +106,16 @@ impl Arg {
         }
     }
 
+    /// Returns the range of a buffer argument and the kind of access; `None` for a value.
+    pub fn access(self) -> Option<(Range, Access)> {
+        match self {
+            Arg::Buffer(range, access) | Arg::Carried(range, access) | Arg::Apart(range, access) => {
+                Some((range, access))
+            }
+            Arg::U32(_) | Arg::F32(_) => None,
+        }
+    }
+
     /// Returns the unsigned integer.
     ///
     /// # Panics
@@ -245,6 +255,15 @@ impl Op {
             Op::Fill { to, .. } => vec![plain(to, Access::Write)],
         }
     }
+
+    /// Returns every range that the operation accesses, with the kind of access.
+    pub fn accesses(&self) -> Vec<(Range, Access)> {
+        match self {
+            Op::Call(call) => call.args.iter().filter_map(|arg| arg.access()).collect(),
+            Op::Copy { from, to } => vec![(*from, Access::Read), (*to, Access::Write)],
+            Op::Fill { to, .. } => vec![(*to, Access::Write)],
+        }
+    }
 }
 
 /// A flat list of operations over named buffers, to be executed in order by a [`super::region::Region`] or by the
@@ -286,35 +305,12 @@ impl Recording {
     /// Returns the names of the buffers that operations write. An empty range counts only in a buffer of which nothing is read: some
     /// calls write without a barrier, and others have no use for an output and get an empty range of an input.
     pub fn written(&self) -> BTreeSet<&str> {
-        let (mut written, mut empty, mut read) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
-        for op in &self.ops {
-            match op {
-                Op::Call(call) => {
-                    for arg in &call.args {
-                        let (Arg::Buffer(range, access) | Arg::Carried(range, access) | Arg::Apart(range, access)) =
-                            arg
-                        else {
-                            continue;
-                        };
-                        if access.writes() {
-                            if range.bytes > 0 { &mut written } else { &mut empty }.insert(range.buffer);
-                        }
-                        if access.reads() && range.bytes > 0 {
-                            read.insert(range.buffer);
-                        }
-                    }
-                }
-                Op::Copy { from, to } => {
-                    written.insert(to.buffer);
-                    read.insert(from.buffer);
-                }
-                Op::Fill { to, .. } => {
-                    written.insert(to.buffer);
-                }
-            }
-        }
-        written.extend(empty.difference(&read).copied());
-        written.into_iter().map(|id| &*self.decl(id).name).collect()
+        let accesses: Vec<(Range, Access)> = self.ops.iter().flat_map(Op::accesses).collect();
+        let reads = |(range, access): &&(Range, Access)| range.bytes > 0 && access.reads();
+        let read: BTreeSet<BufferId> = accesses.iter().filter(reads).map(|(range, _)| range.buffer).collect();
+        let writes =
+            |(range, access): &&(Range, Access)| access.writes() && (range.bytes > 0 || !read.contains(&range.buffer));
+        accesses.iter().filter(writes).map(|(range, _)| &*self.decl(range.buffer).name).collect()
     }
 
     /// Returns the declaration of a buffer.

@@ -2056,11 +2056,8 @@ fn microbatches_of_a_prompt_step_take_turns_and_share_no_buffer() {
                 if let Some((Phase::Receive, index)) = phase {
                     own = index % 2;
                 }
-                for arg in call.args.iter().filter(|_| call.label.starts_with("layers.")) {
-                    let (Arg::Buffer(range, access) | Arg::Carried(range, access) | Arg::Apart(range, access)) = arg
-                    else {
-                        continue;
-                    };
+                let accesses = call.args.iter().filter_map(|arg| arg.access());
+                for (range, access) in accesses.filter(|_| call.label.starts_with("layers.")) {
                     let decl = recording.decl(range.buffer);
                     let shared = ["x", "rows", "state"].contains(&&*decl.name)
                         || ["kv.", "exchange."].iter().any(|prefix| decl.name.starts_with(prefix));

@@ -13,7 +13,7 @@ use crate::kernels::embed::PromptRows;
 use crate::kernels::host_memory::HostMemory;
 use crate::kernels::interpreter;
 use crate::kernels::layout::StateLayout;
-use crate::kernels::recording::{Arg, BufferDecl, Op, Range, Recording};
+use crate::kernels::recording::{BufferDecl, Op, Range, Recording};
 use crate::kernels::region::{Pipelines, Region, buffer_sizes};
 use crate::kernels::shaders::SHADER_SET;
 use crate::kernels::state::{self, RingEntry, SlotInit};
@@ -550,17 +550,7 @@ const BROKEN: &str = "final_norm";
 
 /// Returns the ranges that an operation writes.
 fn written(op: &Op) -> impl Iterator<Item = Range> {
-    let (args, other): (&[Arg], _) = match op {
-        Op::Call(call) => (&call.args, None),
-        Op::Copy { to, .. } | Op::Fill { to, .. } => (&[], Some(*to)),
-    };
-    let of_call = args.iter().filter_map(|arg| match arg {
-        Arg::Buffer(range, access) | Arg::Carried(range, access) | Arg::Apart(range, access) => {
-            access.writes().then_some(*range)
-        }
-        Arg::U32(_) | Arg::F32(_) => None,
-    });
-    of_call.chain(other)
+    op.accesses().into_iter().filter(|(_, access)| access.writes()).map(|(range, _)| range)
 }
 
 /// Returns the words of a recording's buffers.

@@ -105,12 +105,14 @@ def routed(**change):
     })
 
 
-def checkpoint(program, config, folder):
-    """Writes a checkpoint; raises CalledProcessError with the program's message if the configuration is refused."""
+def checkpoint(program, config, folder, *options):
+    """Writes a checkpoint, with further options of `synth`; raises CalledProcessError with the program's message if the
+    configuration is refused."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     shape = folder.with_suffix(".json")
     shape.write_text(json.dumps(config, indent=1))
-    subprocess.run([program, "synth", "--config", shape, "--out", folder], check=True, capture_output=True, text=True)
+    command = [program, "synth", "--config", shape, "--out", folder, *options]
+    subprocess.run(command, check=True, capture_output=True, text=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / name, folder / name)
 

@@ -68,17 +68,26 @@ REGEX = "([a-z]{2,8} )+"
 
 @dataclasses.dataclass
 class Model:
-    """A model, the keys of its configuration and of its requests, and how often a step faults."""
+    """A model, the keys of its configuration and of its requests, how often a step faults, and the format of its checkpoint."""
 
     config: dict
     keys: dict = dataclasses.field(default_factory=dict)
     request: dict = dataclasses.field(default_factory=dict)
     every: int = EVERY
+    quantize: str | None = None
+
+    @property
+    def options(self):
+        return ("--quantize", self.quantize) if self.quantize else ()
 
     @property
     def drafts(self):
         return self.keys.get("drafts", 0)
 
+
+# So wide that programs in PTX multiply weights of codes.
+WIDE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192,
+        "num_hidden_layers": 2, "tie_word_embeddings": False}
 
 MODELS = {
     "dense": Model(common.dense()),
@@ -95,6 +104,8 @@ MODELS = {
     "routed experts": Model(common.routed()),
     "int8": Model(common.dense(), {"quantize": "int8"}),
     "int4": Model(common.dense(), {"quantize": "int4"}),
+    "wide, AWQ": Model(common.dense(**WIDE), quantize="awq"),
+    "wide, FP8 in blocks": Model(common.dense(**WIDE), quantize="fp8-block"),
     # Without tied embeddings: with them, the text of a model of few layers is one token.
     "dense, drafts": Model(common.dense(tie_word_embeddings=False), {"draft": "lookup", "drafts": DRAFTS}),
     "dense, always drafts": Model(common.dense(tie_word_embeddings=False),
@@ -303,7 +314,9 @@ def main():
     parser.add_argument("--seconds", type=float, default=1800)
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
-    models = {name: model for name, model in MODELS.items() if not args.only or name in args.only}
+    # A CPU driver multiplies wide models too slowly.
+    named = args.only or [name for name, model in MODELS.items() if args.device != ["cpu"] or not model.quantize]
+    models = {name: model for name, model in MODELS.items() if name in named}
     if args.configs:
         models = {path.stem: Model(json.loads(path.read_text())) for path in args.configs}
     runs = [(name, streams) for name, model in models.items() for streams in args.streams or (1, STREAMS)
@@ -319,7 +332,7 @@ def main():
             try:
                 if name not in folders:
                     folders[name] = pathlib.Path(root) / f"model{index}"
-                    common.checkpoint(args.program, model.config, folders[name])
+                    common.checkpoint(args.program, model.config, folders[name], *model.options)
                 row, fine = run(args, name, model, streams, folders[name], end)
             except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
                 row, fine = (name, streams, 0, 0, 0, 0, 0, str(getattr(error, "stderr", None) or error).strip()), False

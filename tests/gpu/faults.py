@@ -6,11 +6,11 @@ undisturbed ones.
               [CONFIG.json ...]
 
 Several devices share the layers of each model. Models are small ones of random weights of each kind, or those of the given
-configurations. Each is served undisturbed, twice,
-and then with a fault in every EVERY-th step (`broken_calls=1`), with one stream and with eight. A model ends when each call has
-been broken in N different steps of a text (40), or its share of S seconds is over. The status is 1 if a text differs from the
-undisturbed one, or a call was broken in fewer steps. On a CPU driver: --device cpu --tune fragments=1 --tune tags=1, for
-constrained rows also --tune gates=1.
+configurations; "wide" ones have quantised weights and enough columns for the programs in PTX of a few rows, and do not run on CPU
+drivers alone. Each is served undisturbed, twice, and then with a fault in every EVERY-th step (`broken_calls=1`), with one stream
+and with eight. A model ends when each call has been broken in N different steps of a text (40), or its share of S seconds is
+over. The status is 1 if a text differs from the undisturbed one, or a call was broken in fewer steps. On a CPU driver:
+--device cpu --tune fragments=1 --tune tags=1, for constrained rows also --tune gates=1.
 
 Two kinds of models have steps of other kinds in their texts:
 - "drafts": steps that verify drafts alternate with the steps that fault. They have barriers, so they cannot fault, but they wait
@@ -68,17 +68,18 @@ REGEX = "([a-z]{2,8} )+"
 
 @dataclasses.dataclass
 class Model:
-    """A model, the keys of its configuration and of its requests, how often a step faults, and the format of its checkpoint."""
+    """A model, the keys of its configuration and of its requests, how often a step faults, and the format in which `synth`
+    stores it."""
 
     config: dict
     keys: dict = dataclasses.field(default_factory=dict)
     request: dict = dataclasses.field(default_factory=dict)
     every: int = EVERY
-    quantize: str | None = None
+    stored: str | None = None
 
     @property
     def options(self):
-        return ("--quantize", self.quantize) if self.quantize else ()
+        return ("--quantize", self.stored) if self.stored else ()
 
     @property
     def drafts(self):
@@ -104,8 +105,8 @@ MODELS = {
     "routed experts": Model(common.routed()),
     "int8": Model(common.dense(), {"quantize": "int8"}),
     "int4": Model(common.dense(), {"quantize": "int4"}),
-    "wide, AWQ": Model(common.dense(**WIDE), quantize="awq"),
-    "wide, FP8 in blocks": Model(common.dense(**WIDE), quantize="fp8-block"),
+    "wide, AWQ": Model(common.dense(**WIDE), stored="awq"),
+    "wide, FP8 in blocks": Model(common.dense(**WIDE), stored="fp8-block"),
     # Without tied embeddings: with them, the text of a model of few layers is one token.
     "dense, drafts": Model(common.dense(tie_word_embeddings=False), {"draft": "lookup", "drafts": DRAFTS}),
     "dense, always drafts": Model(common.dense(tie_word_embeddings=False),
@@ -315,7 +316,8 @@ def main():
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
     # A CPU driver multiplies wide models too slowly.
-    named = args.only or [name for name, model in MODELS.items() if args.device != ["cpu"] or not model.quantize]
+    wide = set(args.device or ["?"]) != {"cpu"}
+    named = args.only or [name for name, model in MODELS.items() if wide or not model.stored]
     models = {name: model for name, model in MODELS.items() if name in named}
     if args.configs:
         models = {path.stem: Model(json.loads(path.read_text())) for path in args.configs}

@@ -345,7 +345,7 @@ impl Text {
             ".reg .pred %p<8>, %mine<4>, %half, %first, %lead;
 .reg .b16 %h<4>;
 .reg .b32 %r<16>, %q<8>, %w<32>, %a<4>, %b<8>, %c<8>, %x<{xs}>, %polls, %looks;
-.reg .b64 %l<4>, %from, %row<8>, %old_at<4>, %gains_at;
+.reg .b64 %l<4>, %from, %policy, %row<8>, %old_at<4>, %gains_at;
 .reg .f32 %f<16>, %gain<{gains}>, %d<8>, %sum_u<2>, %sum_v<2>, %least_v<2>, %fx<2>, %fs<2>, %squares<8>, %factor, %bias_of_row, %norm_scale<4>;
 .reg .b32 %thread, %lane, %group, %g, %t, %base, %n, %k, %x_tag, %y_tag, %old_tag;
 .reg .b32 %own, %first_unit, %copies, %of_block, %slots, %slot_at, %barriers, %barrier_at, %phase, %left;
@@ -369,6 +369,8 @@ mov.u32 %base, shared;
 add.u32 %base, %base, {unused};
 mov.u32 %thread, %tid.x;
 shr.u32 %group, %thread, 5;
+// NVIDIA's assembler sees by the shuffle that it is the same in all lanes, and so what follows from it.
+shfl.sync.idx.b32 %group, %group, 0, 31, 0xffffffff;
 and.b32 %lane, %thread, 31;
 shr.u32 %g, %lane, 2;
 and.b32 %t, %lane, 3;
@@ -386,9 +388,7 @@ setp.eq.u32 %p0, %group, {groups};
         line!(self, "bar.sync 0, {};", v.threads());
         self.begin_x();
         self.read_x();
-        line!(self, "@!%lead bra FILLED;");
         self.fill(v.early_slots()..v.slots);
-        line!(self, "FILLED:");
         self.begin_products();
         if v.sections > 1 {
             line!(self, "bra SECTION;\nNEXTSECTION:");
@@ -412,7 +412,7 @@ setp.lt.u32 %p0, %section, {};
         line!(self, "ret;\n}}");
     }
 
-    /// The group's first lane begins the copies to the slots that are filled before x has come.
+    /// Begins the copies to the slots that are filled before x has come, with all lanes of the group.
     fn begin_copies(&mut self) {
         let v = self.v;
         line!(
@@ -459,14 +459,17 @@ add.u64 %from, %from, {BLOCK_HEADER};",
             "mov.u32 %copied_section, 0;
 mov.u32 %copies_of_section, %of_section;
 mov.u32 %of_block, %of_section;
-@!%lead bra COPIED;"
+createpolicy.fractional.L2::evict_first.b64 %policy;
+@!%lead bra INITIAL;"
         );
         for slot in 0..v.slots {
             line!(self, "mbarrier.init.shared::cta.b64 [%barriers+{}], 1;", slot * 8);
         }
-        line!(self, "fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;");
+        line!(
+            self,
+            "fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;\nINITIAL:\nbar.warp.sync 0xffffffff;"
+        );
         self.fill(0..v.early_slots());
-        line!(self, "COPIED:");
     }
 
     /// Sets the register `count` to the number of units of the group's section in the register `section`. %r0 and %r1 change.
@@ -492,20 +495,26 @@ sub.u32 {count}, %r1, %r0;"
                 slot * slot_bytes,
                 slot * 8
             );
-            self.copy();
+            self.copy(false);
         }
     }
 
-    /// Copies the group's next unit, if there is one, to the slot at %slot_at, whose barrier is at %barrier_at.
-    fn copy(&mut self) {
+    /// Copies the group's next unit, if there is one, to the slot at %slot_at, whose barrier is at %barrier_at: to an empty slot
+    /// or, with `read`, to one that all lanes have read before a `bar.warp.sync` in front of this. A fence then orders their reads
+    /// before the copy's writes. The first lane copies; all lanes count, so that most counters and addresses are in registers
+    /// that the lanes share.
+    fn copy(&mut self, read: bool) {
         let (label, unit_bytes, block_bytes) = (self.ptx.label(), self.v.unit_bytes(), self.v.block_bytes());
+        line!(self, "setp.eq.u32 %p0, %copies, 0;\n@%p0 bra NONE{label};\n@!%lead bra COPIED{label};");
+        if read {
+            line!(self, "fence.proxy.async.shared::cta;");
+        }
         line!(
             self,
-            "setp.eq.u32 %p0, %copies, 0;
-@%p0 bra NONE{label};
-mbarrier.arrive.expect_tx.shared::cta.b64 _, [%barrier_at], {unit_bytes};
-createpolicy.fractional.L2::evict_first.b64 %l1;
-cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%slot_at], [%from], {unit_bytes}, [%barrier_at], %l1;
+            "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%barrier_at], {unit_bytes};
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%slot_at], [%from], {unit_bytes}, [%barrier_at], %policy;
+COPIED{label}:
+bar.warp.sync 0xffffffff;
 sub.u32 %copies, %copies, 1;
 add.u64 %from, %from, {unit_bytes};
 sub.u32 %of_block, %of_block, 1;
@@ -936,12 +945,11 @@ UNIT:"
             true => self.integer_unit(),
             false => self.float_unit(),
         }
-        line!(self, "bar.warp.sync 0xffffffff;\n@!%lead bra REFILLED;");
-        self.copy();
+        line!(self, "bar.warp.sync 0xffffffff;");
+        self.copy(true);
         line!(
             self,
-            "REFILLED:
-add.u32 %x_at, %x_at, {unit_x};
+            "add.u32 %x_at, %x_at, {unit_x};
 add.u32 %factors_at, %factors_at, {unit_x};
 add.u32 %slot_at, %slot_at, {slot_bytes};
 add.u32 %barrier_at, %barrier_at, 8;

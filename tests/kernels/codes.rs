@@ -470,6 +470,8 @@ fn the_simulated_processor_notices_a_missing_wait_of_few_rows() {
         ("mbarrier.try_wait.parity.shared::cta.b64 %p0, [%r1], %r2;", "setp.lt.u32 %p0, %lane, 32;"),
         // A block's sums are handed over with each section.
         ("setp.eq.and.u32 %p1, %section, 1, %lead;", "and.pred %p1, %lead, %lead;"),
+        // The next unit is copied over one whose loads may be on their way.
+        ("fence.proxy.async.shared::cta;\nmbarrier.arrive", "mbarrier.arrive"),
         // The next unit is copied over one that is not multiplied.
         ("L2::cache_hint [%slot_at], [%from]", "L2::cache_hint [%slots], [%from]"),
     ] {

@@ -1,7 +1,8 @@
 //! A simulated processor for programs in PTX: the instructions that `wgmma`, `flash_wgmma` and `skinny_codes.ptx` consist of,
 //! for tests without a GPU. What is asynchronous on the device happens as late as its rules allow: a bulk copy when no warp can
 //! go on without it, and a group of products or of other copies when it is waited for. A program that reads or overwrites
-//! something too early then computes something else. Not here: instructions that no program uses; they end the test.
+//! something too early then computes something else. Loads happen at once here; on the device they may be on their way when a warp
+//! begins a bulk copy to where they read, so that the warp has to have a fence between them. Not here: instructions that no program uses; they end the test.
 
 use half::{bf16, f16};
 use ostinato::kernels::host_memory::HostMemory;
@@ -58,6 +59,8 @@ struct Warp {
     /// Copies of 16 bytes, likewise: destination, source and the number of bytes that are not zero.
     copy_groups: VecDeque<Vec<[u64; 3]>>,
     open_copies: Vec<[u64; 3]>,
+    /// The 16 bytes of shared memory each that the warp has read since its last fence between loads and bulk copies.
+    read: BTreeSet<u64>,
     done: bool,
 }
 
@@ -248,6 +251,7 @@ impl Processor<'_> {
             open: Vec::new(),
             copy_groups: VecDeque::new(),
             open_copies: Vec::new(),
+            read: BTreeSet::new(),
             done: false,
         };
         let mut warps: Vec<Warp> = (0..self.launch.threads / LANES as u32).map(warp).collect();
@@ -390,6 +394,11 @@ impl Processor<'_> {
         let lanes = || (0..LANES).filter(|lane| mask[*lane]);
         let of = |i: usize| self.value(warp, &operands[i]);
         match (parts[0], &parts[1..]) {
+            ("fence", ["proxy", "async", ..]) => {
+                if mask.contains(&true) {
+                    warp.read.clear();
+                }
+            }
             ("fence" | "setmaxnreg" | "createpolicy", _) | ("bar", ["warp", ..]) | ("wgmma", ["fence", ..]) => {}
             ("trap", _) => assert!(!mask.contains(&true), "a wait was given up"),
             ("elect", _) => {
@@ -415,6 +424,9 @@ impl Processor<'_> {
                 let at = self.address(warp, address);
                 for lane in lanes() {
                     assert!(at[lane].is_multiple_of(4 * list.len() as u64), "{name} at {:#x}", at[lane]);
+                    if (parts[0], *space) == ("ld", "shared") {
+                        warp.read.insert(at[lane] / 16);
+                    }
                     for (i, register) in (0..).zip(&list) {
                         let word = match *space {
                             "shared" => self.shared(at[lane] + 4 * i, 4),
@@ -493,6 +505,8 @@ impl Processor<'_> {
                 for lane in lanes() {
                     let copy = [to[lane], from[lane], bytes[lane], barrier[lane]];
                     assert!(copy[2] > 0 && copy[..3].iter().all(|n| n.is_multiple_of(16)), "a copy of {copy:?}");
+                    let overwritten = warp.read.range(copy[0] / 16..(copy[0] + copy[2]) / 16).next();
+                    assert_eq!(overwritten, None, "a copy of {copy:?} to what may not be read yet");
                     self.copies.push_back(copy);
                 }
             }

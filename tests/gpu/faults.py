@@ -316,9 +316,9 @@ def main():
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
     # A CPU driver multiplies wide models too slowly.
-    wide = set(args.device or ["?"]) != {"cpu"}
-    named = args.only or [name for name, model in MODELS.items() if wide or not model.stored]
-    models = {name: model for name, model in MODELS.items() if name in named}
+    on_cpu = bool(args.device) and all(device == "cpu" for device in args.device)
+    chosen = args.only or [name for name, model in MODELS.items() if not (on_cpu and model.stored)]
+    models = {name: MODELS[name] for name in MODELS if name in chosen}
     if args.configs:
         models = {path.stem: Model(json.loads(path.read_text())) for path in args.configs}
     runs = [(name, streams) for name, model in models.items() for streams in args.streams or (1, STREAMS)

@@ -1,8 +1,9 @@
 //! A simulated processor for programs in PTX: the instructions that `wgmma`, `flash_wgmma` and `skinny_codes.ptx` consist of,
 //! for tests without a GPU. What is asynchronous on the device happens as late as its rules allow: a bulk copy when no warp can
 //! go on without it, and a group of products or of other copies when it is waited for. A program that reads or overwrites
-//! something too early then computes something else. Loads happen at once here; on the device they may be on their way when a warp
-//! begins a bulk copy to where they read, so that the warp has to have a fence between them. Not here: instructions that no program uses; they end the test.
+//! something too early then computes something else. Loads happen at once, although on the device they may still be on their
+//! way when the warp begins a bulk copy to where they read: a fence has to stand between them, and a copy without one ends the
+//! test. Not here: instructions that no program uses; they end the test too.
 
 use half::{bf16, f16};
 use ostinato::kernels::host_memory::HostMemory;

@@ -384,12 +384,15 @@ fn skinny_cases(name: &str, list: Vec<Case>, parts: u32) {
     }
 }
 
+/// Numbers of rows of x for `skinny_codes.ptx`: those that it multiplies, and two of which it stores fewer.
+const ROWS_IN_PTX: [u32; 6] = [1, 2, 3, 4, 6, 8];
+
 /// Products by `skinny_codes.ptx` of every format that it serves and every number of rows, with other numbers of groups, slots and
 /// workgroups.
 fn ptx_cases(name: &str, flow: Flow) -> Cases {
     let mut cases = Cases::new(name);
     let mut random = Random(94);
-    let served = products(&codes_ptx::ROWS, flow).into_iter().filter(|case| codes_ptx::serves(case.way.format()));
+    let served = products(&ROWS_IN_PTX, flow).into_iter().filter(|case| codes_ptx::serves(case.way.format()));
     // Groups with more columns than they poll for together, from another than the first column on; one without any; and
     // more blocks than two turns of the places of sums.
     let wide = |rows, way, n, k, norm| Case { way, rows, n, k, norm, bias: false, epilogue: Epilogue::Residual, flow };
@@ -411,6 +414,10 @@ fn ptx_cases(name: &str, flow: Flow) -> Cases {
         (wide(8, blocks(BlockType::Q6_K), 64, 6144, true), CodesPtxConfig { groups: 6, slots: 16, workgroups: 1 }),
         (wide(8, e4m3, 50, 6400, false), CodesPtxConfig { groups: 5, slots: 16, workgroups: 1 }),
         (wide(4, e4m3, 50, 1280, true), CodesPtxConfig { groups: 3, slots: 2, workgroups: 2 }),
+        // The last pass of the last group has one row.
+        (wide(3, blocks(BlockType::Q4_K), 50, 1024, true), CodesPtxConfig { groups: 3, slots: 2, workgroups: 2 }),
+        (wide(5, Way::Canonical(AWQ), 40, 1280, true), CodesPtxConfig { groups: 3, slots: 2, workgroups: 1 }),
+        (wide(7, e4m3, 40, 640, false), CodesPtxConfig { groups: 2, slots: 2, workgroups: 2 }),
         (wide(8, e4m3, 50, 1280, true), CodesPtxConfig { groups: 3, slots: 2, workgroups: 2 }),
     ];
     let served = served.enumerate().map(|(index, case)| {
@@ -589,7 +596,7 @@ fn a_row_that_is_not_finite_changes_no_other() {
 #[test]
 fn rows_together_are_what_each_is_alone() {
     let served = |case: &Case| case.rows > 1 && codes_ptx::serves(case.way.format());
-    for case in products(&codes_ptx::ROWS, Flow::NONE).into_iter().filter(served) {
+    for case in products(&ROWS_IN_PTX, Flow::NONE).into_iter().filter(served) {
         let floats = case.way.format().codes().is_some_and(|codes| codes.number == Number::E4m3);
         let case = Case { norm: false, bias: false, k: case.k.max(512), epilogue: Epilogue::Store, ..case };
         let mut cases = Cases::new("together");
@@ -638,6 +645,8 @@ fn programs_of_few_rows_are_assembled_without_spilling() {
             [1, 0, 0, 4 | 0x40e0_0000, 3, 0, 31, 64],
             [2, 1, 0, 2, 3, 0, 16, 32],
             [4, 1, 1, 2, 3, 0, 16, 32],
+            [3, 0, 0, 1, 3, 0, 16, 96],
+            [7, 1, 0, 2, 3, 0, 16, 32],
             [4, 0, 0, 1, 3, 1, 20, 80],
             [8, 1, 0, 2, 3, 0, 16, 32],
             [8, 0, 1, 1, 3, 0, 16, 96],
@@ -673,7 +682,7 @@ fn programs_of_few_rows_are_assembled_without_spilling() {
             assembler.require(&format!("{format:?}, {constants:?}"), &codes_ptx::program(&constants).text);
         }
     }
-    for of in [(1, false), (2, false), (4, false), (8, false), (4, true), (8, true)] {
+    for of in [(1, false), (2, false), (3, false), (4, false), (7, false), (8, false), (4, true), (8, true)] {
         assert!(assembled.contains(&of), "rows and whether x is in sections: {of:?}");
     }
 }

@@ -1,4 +1,4 @@
-//! `skinny_codes.ptx`: `skinny_codes` for 1, 2, 4 or 8 rows of x, as a program in PTX for NVIDIA GPUs of compute capability 9.0:
+//! `skinny_codes.ptx`: `skinny_codes` for 1 to 8 rows of x, as a program in PTX for NVIDIA GPUs of compute capability 9.0:
 //! `y = epilogue( W · prologue(x) )` for quantised weights in fragment order. The arguments, the prologue, the epilogue and the
 //! tags are those of `skinny_codes`; a program's text is made for the constants of a call.
 //!
@@ -10,8 +10,8 @@
 //!
 //! A block of x has eight columns: high and low for each of four pairs of a row of x and a group of columns of W. A *set* is the
 //! groups that a block of x has columns for: 4 groups of 16 or of 32 of one row of x, 2 of two rows, one of four rows; eight rows
-//! are two blocks. x of a block of 32 columns of W is zero in the columns of other groups, so that lane 4g + t, which receives
-//! columns 2t and 2t + 1 of rows u and v of W, has the sums of row t % rows of x and group t / rows of the set, and applies the
+//! are two blocks. Other numbers of rows repeat the last one up to four or eight, and do not store the products of those. x of a
+//! block of 32 columns of W is zero in the columns of other groups, so that lane 4g + t, which receives columns 2t and 2t + 1 of rows u and v of W, has the sums of row t % rows of x and group t / rows of the set, and applies the
 //! group's scale and minimum to them: `(sum · scale · 2⁻²⁴ · factor - minimum · Σx)`, once for each set. With groups of 128, there
 //! is one set, and pairs of columns beyond the rows repeat them. Weights need no scaling.
 //!
@@ -68,9 +68,23 @@ impl CodesPtxConfig {
     pub fn fits(self, codes: Codes, (n, units): (u32, u32), rows: u32) -> bool {
         let CodesPtxConfig { groups, slots, workgroups } = self;
         let (norm, bias, epilogue, tagged, devices) = (false, false, 0, 0, false);
-        let whole = Variant { codes, rows, sections: 1, groups, slots, units, norm, bias, epilogue, tagged, devices };
+        let (stored_rows, rows) = (rows, rows.next_power_of_two());
+        let size = Variant {
+            codes,
+            rows,
+            stored_rows,
+            sections: 1,
+            groups,
+            slots,
+            units,
+            norm,
+            bias,
+            epilogue,
+            tagged,
+            devices,
+        };
         let blocks = n.div_ceil(16).div_ceil(workgroups);
-        whole.in_sections().is_some_and(|v| v.sections == 1 || blocks <= PLACES)
+        size.in_sections().is_some_and(|v| v.sections == 1 || blocks <= PLACES)
     }
 }
 
@@ -85,14 +99,14 @@ pub fn serves(format: Format) -> bool {
     }
 }
 
-/// Returns the call of a product of 1, 2, 4 or 8 rows of x: that of `skinny_codes` for these workgroups, with the program in PTX.
+/// Returns the call of a product of 1 to [`MOST_ROWS`] rows of x: that of `skinny_codes` for these workgroups, with the program in PTX.
 /// `flow` gives the tagged operands.
 ///
 /// # Panics
 /// If the program does not serve the format of W or the number of rows, or a workgroup has not enough shared memory.
 pub fn skinny_codes_ptx(product: &Product, rows: u32, config: CodesPtxConfig, flow: Flow, fault: Range) -> Call {
     let format = product.weight.format;
-    assert!(serves(format) && ROWS.contains(&rows), "{rows} rows, {format:?} of \"{}\"", product.label);
+    assert!(serves(format) && (1..=MOST_ROWS).contains(&rows), "{rows} rows, {format:?} of \"{}\"", product.label);
     let codes = format.codes().expect("it is served");
     let fits = config.fits(codes, (product.weight.rows, units(&product.weight)), rows);
     assert!(fits, "{config:?} for {rows} rows of \"{}\"", product.label);
@@ -103,8 +117,8 @@ pub fn skinny_codes_ptx(product: &Product, rows: u32, config: CodesPtxConfig, fl
     Call { kernel: SKINNY_CODES_PTX.name, ..call }
 }
 
-/// The numbers of rows of x that the program serves.
-pub const ROWS: [u32; 4] = [1, 2, 4, 8];
+/// The maximum number of rows of x.
+pub const MOST_ROWS: u32 = 8;
 /// The most groups of a workgroup that multiply.
 pub const MOST_GROUPS: u32 = 31;
 /// The most slots of a group.
@@ -130,7 +144,10 @@ const LEAST_SHARED_BYTES: u32 = 114 << 10;
 #[derive(Clone, Copy, Debug)]
 struct Variant {
     codes: Codes,
+    /// The number of rows of x that are multiplied: 1, 2, 4 or 8. Those from `stored_rows` on repeat the last one.
     rows: u32,
+    /// The number of rows of y.
+    stored_rows: u32,
     /// The number of sections of a group's units; x of one of them is in shared memory at a time.
     sections: u32,
     groups: u32,
@@ -148,7 +165,8 @@ impl Variant {
         let c = SkinnyCodesConstants::from_values(constants);
         let whole = Variant {
             codes: format_of_word(c.codes).codes().expect("a format of codes"),
-            rows: c.rows,
+            rows: c.rows.next_power_of_two(),
+            stored_rows: c.rows,
             sections: 1,
             groups: c.threads / 32 - 1,
             slots: c.ahead,
@@ -237,7 +255,11 @@ impl Variant {
 
     /// The number of passes in which the last group finishes a block of W: two rows of y each.
     fn passes(&self) -> u32 {
-        self.rows.div_ceil(2)
+        self.stored_rows.div_ceil(2)
+    }
+    /// Whether a pass has one row of y, which half of the lanes have: the last one of an odd number of rows.
+    fn is_half(&self, pass: u32) -> bool {
+        2 * pass + 1 == self.stored_rows
     }
     /// Whether a row of x has two columns of a block, high and low or most and rest: of four rows of floats, the rest would take as
     /// much shared memory again.
@@ -633,6 +655,10 @@ add.u64 %row0, %x, %l1;
 add.u64 %gains_at, %norm, %l1;"
         );
         for row in 1..v.rows {
+            if row >= v.stored_rows {
+                line!(self, "mov.u64 %row{row}, %row{};", row - 1);
+                continue;
+            }
             line!(
                 self,
                 "ld.param.u32 %r0, [args+64];\nmul.wide.u32 %l2, %r0, 4;\nadd.u64 %row{row}, %row{}, %l2;",
@@ -1347,10 +1373,8 @@ mul.wide.u32 %l1, %r0, 4;",
         }
         if v.epilogue == 1 {
             for pass in 0..v.passes() {
-                line!(
-                    self,
-                    "add.u64 %old_at{pass}, %row{pass}, %l1;\nld.volatile.global.u32 %old{pass}, [%old_at{pass}];"
-                );
+                line!(self, "add.u64 %old_at{pass}, %row{pass}, %l1;\nmov.u32 %old{pass}, %old_tag;");
+                self.load_old(pass);
             }
         }
         self.place();
@@ -1404,9 +1428,6 @@ rsqrt.approx.f32 %norm_scale{pass}, %f2;"
 setp.lt.u32 %p1, %r5, %n;",
             PLACES * 8
         );
-        if v.rows == 1 {
-            line!(self, "and.pred %p1, %p1, %first;");
-        }
         if v.epilogue >= 2 {
             // Even rows of W are gates, and the next ones are their up projections.
             line!(
@@ -1441,11 +1462,10 @@ mul.wide.u32 %l1, %r0, 4;"
                 line!(
                     self,
                     "bra CHECK{label};
-POLLOLD{label}:
-ld.volatile.global.u32 %old{pass}, [%old_at{pass}];
-CHECK{label}:
-xor.b32 %r0, %old{pass}, %old_tag;"
+POLLOLD{label}:"
                 );
+                self.load_old(pass);
+                line!(self, "CHECK{label}:\nxor.b32 %r0, %old{pass}, %old_tag;");
                 self.poll_again(&format!("POLLOLD{label}"), "%old_tag");
             }
             line!(self, "mov.b32 %f1, %old{pass};\nadd.f32 %f0, %f0, %f1;");
@@ -1474,6 +1494,17 @@ or.b32 %r0, %r0, %r2;",
                 untagged = !TAG_MASK,
             );
         }
-        line!(self, "add.u64 %l0, %row{pass}, %l1;\n@%p1 st.volatile.global.u32 [%l0], %r0;");
+        line!(self, "add.u64 %l0, %row{pass}, %l1;");
+        let stores = if v.is_half(pass) { "%p2" } else { "%p1" };
+        if v.is_half(pass) {
+            line!(self, "and.pred %p2, %p1, %first;");
+        }
+        line!(self, "@{stores} st.volatile.global.u32 [%l0], %r0;");
+    }
+
+    /// Loads what y holds where a pass adds to it, unless the lane has no row in the pass.
+    fn load_old(&mut self, pass: u32) {
+        let first = if self.v.is_half(pass) { "@%first " } else { "" };
+        line!(self, "{first}ld.volatile.global.u32 %old{pass}, [%old_at{pass}];");
     }
 }

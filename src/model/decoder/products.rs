@@ -163,7 +163,7 @@ impl Decoder<'_> {
     fn codes_ptx_config(&self, weight: &Matrix, rows: u32) -> Option<CodesPtxConfig> {
         let served = self.tuning.ptx
             && self.tuning.codes_ptx
-            && codes_ptx::ROWS.contains(&rows)
+            && rows <= codes_ptx::MOST_ROWS
             && codes_ptx::serves(weight.format);
         let codes = weight.format.codes().filter(|_| served && self.tuning.fragments == Some(Matrices::Cooperative))?;
         let units = codes::units(weight);

@@ -2,7 +2,7 @@
 #extension GL_GOOGLE_include_directive : require
 #pragma use_vulkan_memory_model
 // Flash attention for decode (flash-decoding), on matrix blocks, with split-K over the context, for one new token per
-// row:
+// row, or with NEW_TOKENS for so many rows with the next tokens of one sequence:
 //   o[r, h] = softmax(q[r, h] · Kᵀ / sqrt(D)) · V    over the pages of row r's sequence up to the row's position
 // Variants of the scores, which are all constants: `scores.glsl`.
 // The kernel also normalizes q, k and v, rotates q and k and appends k and v to the cache: the same result as
@@ -23,7 +23,8 @@
 // page of keys, 16 × 32 dimensions in two loads per lane. A lane's sums are then its part of Pᵀ, column g of a block of up to 8
 // heads: the output is computed transposed, Vᵀ · Pᵀ, once for each of the two f16 parts of P, so that its blocks have as many
 // columns as heads. The first page is loaded, and its values are in shared memory, before the workgroup polls for q. The new
-// token is not read from a page: split 0 adds it when the groups are combined.
+// token, and those of the rows before it of the same sequence, are not read from pages, which other workgroups write meanwhile:
+// split 0 adds them when the groups are combined.
 // If there are several splits, they write {m, l, o} to `partials`. With WAITS 1 (tagged words only), workgroups that were
 // launched later poll for these results and combine them: with COMBINERS 0 the split with the highest number, otherwise
 // COMBINERS further workgroups, each of which combines a part of the output. With WAITS 0 the last split to arrive
@@ -60,10 +61,11 @@ layout(constant_id = 16) const uint SINKS = 0;
 layout(constant_id = 17) const uint QUERY_SCALES = 0;
 layout(constant_id = 18) const uint V_NORM = 0;
 layout(constant_id = 19) const uint PARTS = 1;
+layout(constant_id = 21) const uint NEW_TOKENS = 1; // rows of a sequence: rows NEW_TOKENS · n to NEW_TOKENS · (n + 1) - 1
 
 #include "fragments.glsl"
 #include "swizzled.glsl"
-const uint BOTH = 0u; // a row is the last of its sequence
+const uint BOTH = 0u; // a row sees no later token
 #include "scores.glsl"
 #if KV == 2
 #include "code_halves.glsl"
@@ -106,9 +108,12 @@ const uint BLOCKS = D / 16u;
 const uint ROW = D / 8u + 1u;                     // 16-byte words per staged token; spreads over the banks
 const uint STAGED = 16u * ROW;                    // words per group; also as large as its output, with G at most 8
 const uint OUTPUT_ROW = QUADS + 1u;               // 16-byte words per head of a group's output; spreads over the banks
-const uint RAW = (G + 2u + GATED * G) * QUADS;
+// The heads that a workgroup reads: queries of its row, then keys and values of its sequence's new tokens, then gates.
+const uint VALUES = G + NEW_TOKENS;
+const uint GATES = VALUES + NEW_TOKENS;
+const uint RAW = (GATES + GATED * G) * QUADS;
 const uint RAW_LOADS = (RAW + LANES - 1u) / LANES;
-const uint TURNED = (G + 1u) * QUADS;             // quads of q and k
+const uint TURNED = VALUES * QUADS;               // quads of q and k
 const uint TURNED_LOADS = (TURNED + LANES - 1u) / LANES;
 // The number of quads whose squares are added by shuffles: a power of two that divides a head's number of quads.
 #if MATRIX == 1
@@ -132,12 +137,12 @@ shared vec4 raw_s[RAW];
 shared float squares_s[RAW / JOINED];
 shared uvec4 q_s[G * QUADS];
 #if KV == 2
-shared vec4 new_k_s[QUADS];                       // as computed; the value stays in raw_s
-shared uint key_tops_s[QUADS / JOINED];           // largest magnitudes, as bits
-shared uint value_tops_s[QUADS / JOINED];
+shared vec4 new_k_s[NEW_TOKENS * QUADS];          // as computed; the value stays in raw_s
+shared uint key_tops_s[NEW_TOKENS * QUADS / JOINED]; // largest magnitudes, as bits
+shared uint value_tops_s[NEW_TOKENS * QUADS / JOINED];
 #else
-shared uvec2 new_k_s[QUADS];
-shared uvec2 new_v_s[QUADS];
+shared uvec2 new_k_s[NEW_TOKENS * QUADS];
+shared uvec2 new_v_s[NEW_TOKENS * QUADS];
 #endif
 shared uvec4 stage_s[GROUPS * STAGED];            // values of a page, then outputs
 shared vec2 state_s[GROUPS * G];                  // m, l
@@ -147,7 +152,7 @@ shared float most_s[MOST_SPLITS];                 // of each split, in a combini
 shared float sum_s[MOST_SPLITS];
 shared float weight_s[MOST_SPLITS];
 #endif
-shared float new_score_s[G * QUADS / JOINED];
+shared float new_score_s[NEW_TOKENS * G * QUADS / JOINED];
 shared uint last_s;
 
 #if MATRIX == 1
@@ -171,11 +176,11 @@ uint pair_at(uint token, uint dim) { return half_at(token, dim) | (half_at(token
 #endif
 
 #if KV == 2
-// The scale of the new key or value, from the largest magnitudes of its parts.
-#define SCALE_OF_TOPS(scale, tops) {                                                        \
-        uint top_ = 0u;                                                                     \
-        for (uint i_ = 0u; i_ < QUADS / JOINED; i_++) top_ = max(top_, tops[i_]);           \
-        scale = scale_of(top_);                                                             \
+// The scale of a new token's key or value, from the largest magnitudes of its parts.
+#define SCALE_OF_TOPS(scale, tops, token) {                                                                     \
+        uint top_ = 0u;                                                                                         \
+        for (uint i_ = 0u; i_ < QUADS / JOINED; i_++) top_ = max(top_, tops[(token) * (QUADS / JOINED) + i_]);  \
+        scale = scale_of(top_);                                                                                 \
     }
 
 // Stores word `at` of the cache.
@@ -213,18 +218,31 @@ uint round_pair(float a, float b) {
 
 float raw(uint head, uint dim) { return raw_s[head * QUADS + dim / 4u][dim % 4u]; }
 
-// Returns where four dimensions of the KV head's query heads, key, value or gates begin in qkv, in 16-byte words.
+// The number of the row's token among the new ones of its sequence.
+uint newest(uint row) { return row % NEW_TOKENS; }
+
+// Returns where four dimensions of the KV head's query heads, new keys, new values or gates begin in qkv, in 16-byte words. The
+// row's own token stands in for later ones.
 uint head_quad(uint row, uint head_group, uint item) {
     uint head = item / QUADS;
+    if (head >= G && head < GATES) row += min((head - G) % NEW_TOKENS, newest(row)) - newest(row);
     return row * stride / 4u + item % QUADS
-        + (head < G ? head_group * G + head : head == G ? Q_HEADS + head_group / PARTS
-            : head == G + 1u ? Q_HEADS + KV_HEADS + head_group / PARTS
-            : Q_HEADS + 2u * KV_HEADS + head_group * G + head - (G + 2u)) * QUADS;
+        + (head < G ? head_group * G + head : head < VALUES ? Q_HEADS + head_group / PARTS
+            : head < GATES ? Q_HEADS + KV_HEADS + head_group / PARTS
+            : Q_HEADS + 2u * KV_HEADS + head_group * G + head - GATES) * QUADS;
+}
+
+// Returns the factor of a new token's value.
+float value_factor(uint token) {
+    if (V_NORM == 0u) return 1.0;
+    float sum = 0.0;
+    for (uint i = 0u; i < QUADS / JOINED; i++) sum += squares_s[(VALUES + token) * (QUADS / JOINED) + i];
+    return inversesqrt(sum / float(D) + epsilon);
 }
 
 // Writes quad `quad` of the KV head's query heads to the output.
 void write_output(uint row, uint head_group, uint quad, vec4 value) {
-    if (GATED == 1u) value /= 1.0 + exp(-raw_s[(G + 2u) * QUADS + quad]);
+    if (GATED == 1u) value /= 1.0 + exp(-raw_s[GATES * QUADS + quad]);
     if (PACKED == 0u) {
         o.v[(row * output_stride + head_group * G * D) / 4u + quad] = TAGGED != 0u ? tagged(value, o_tag) : floatBitsToUint(value);
         return;
@@ -256,10 +274,10 @@ void combine(uint row, uint head_group, uint combiner, uint live, uint parts, ui
     uint i0 = gl_LocalInvocationIndex, sum = i0 / SHARE, item = combiner * SHARE + i0 % SHARE, h = item / QUADS, polls = 0u;
     // `partials` is not cleared: until an earlier layer of this step has written it, it holds what this layer wrote a step
     // before, if this is the last one. A word of this layer's qkv (with GATED 1 a gate) says that the layers before are done.
-    uint at = head_quad(row, head_group, item + GATED * (G + 2u) * QUADS);
+    uint at = head_quad(row, head_group, item + GATED * GATES * QUADS);
     uvec4 own = qkv.v[at];
     while (poll_again(stale(own, qkv_tag) != 0u, polls, fault, qkv_tag)) own = qkv.v[at];
-    if (GATED == 1u && sum == 0u) raw_s[(G + 2u) * QUADS + item] = uintBitsToFloat(own);
+    if (GATED == 1u && sum == 0u) raw_s[GATES * QUADS + item] = uintBitsToFloat(own);
     uvec4 words[MOST], state = uvec4(0u);
     uint bad;
     do {
@@ -320,15 +338,17 @@ void main() {
                 while (poll_again(stale(qkv.v[at], qkv_tag) != 0u, polls, fault, qkv_tag)) {}
             }
             // The output is zero, so the gates are ignored and set to zero.
-            EACH(i, GATED * G * QUADS) IF_OWN(turn_, GATED * G * QUADS) raw_s[(G + 2u) * QUADS + i] = vec4(0.0);
+            EACH(i, GATED * G * QUADS) IF_OWN(turn_, GATED * G * QUADS) raw_s[GATES * QUADS + i] = vec4(0.0);
             barrier();
             for (uint i = i0; i < G * QUADS; i += LANES) write_output(row, head_group, i, vec4(0.0));
         }
         return;
     }
-    // The new token is at `position`; all tokens before it are in pages.
-    uint full = (position + 15u) / 16u;
+    // The new tokens begin at `past`; the row's is at `position`. All tokens before them are in pages.
+    uint own_token = newest(row), past = position - own_token;
+    uint full = (past + 15u) / 16u;
     uint low = first_visible(position), seen = full - low / 16u; // pages with tokens of the window
+    uint end = NEW_TOKENS > 1u ? max(past, low) : past;          // of the tokens in pages that the row sees
     uint splits = gl_NumWorkGroups.x - COMBINERS;
     uint live = PLANNED != 0u ? planned : clamp((seen + GROUPS - 1u) / GROUPS, 1u, splits);
     uint slot = row * HEAD_GROUPS + head_group;
@@ -378,10 +398,10 @@ void main() {
 #else
 #define STAGE_VALUES(index_) { \
     uint from_ = (index_) * 16u; \
-    if (from_ + 16u > position || WINDOW > 0u && from_ < low) { \
+    if (from_ + 16u > past || WINDOW > 0u && from_ < low) { \
         [[unroll]] for (uint c = 0u; c < BLOCKS; c++) { \
             uint token_ = from_ + (c * 32u + LANE) / (D / 8u); \
-            if (token_ >= position || WINDOW > 0u && token_ < low) value[c] = uvec4(0u); \
+            if (token_ >= past || WINDOW > 0u && token_ < low) value[c] = uvec4(0u); \
         } \
     } \
     [[unroll]] for (uint c = 0u; c < BLOCKS; c++) { \
@@ -398,12 +418,13 @@ void main() {
     vec4 turn_c[TURNED_LOADS], turn_s[TURNED_LOADS], weight_own[TURNED_LOADS], weight_other[TURNED_LOADS];
     [[unroll]] for (uint n = 0u; n < TURNED_LOADS; n++) {
         uint item = min(i0 + n * LANES, TURNED - 1u);
+        uint turned_at = item < G * QUADS ? position : past + min(item / QUADS - G, own_token);
 #if MATRIX == 1
         // Four consecutive dimensions are on the same side of the rotation, and their factors are contiguous.
         if (HALF % 4u == 0u) {
             uint first = item % QUADS * 4u;
             bool turns = first < ROT, low = first < HALF;
-            uint at = (position * HALF + first % max(HALF, 1u)) / 2u;
+            uint at = (turned_at * HALF + first % max(HALF, 1u)) / 2u;
             vec4 a = turns ? Floats4In(rope).v[at] : vec4(1.0, 0.0, 1.0, 0.0);
             vec4 b = turns ? Floats4In(rope).v[at + 1u] : vec4(1.0, 0.0, 1.0, 0.0);
             turn_c[n] = vec4(a.xz, b.xz);
@@ -422,7 +443,7 @@ void main() {
             uint dim = item % QUADS * 4u + e;
             bool turns = dim < ROT;
             uint other = !turns || QK_NORM == 2u ? dim : dim < HALF ? dim + HALF : dim - HALF;
-            uint at = (position * HALF + dim % max(HALF, 1u)) * 2u;
+            uint at = (turned_at * HALF + dim % max(HALF, 1u)) * 2u;
             turn_c[n][e] = turns ? rope.v[at] : 1.0;
             turn_s[n][e] = !turns ? 0.0 : dim < HALF ? -rope.v[at + 1u] : rope.v[at + 1u];
             weight_own[n][e] = QK_NORM == 0u ? 1.0 : item < G * QUADS ? q_norm.v[dim] : k_norm.v[dim];
@@ -457,9 +478,9 @@ void main() {
         [[unroll]] for (uint distance = 1u; distance < JOINED; distance *= 2u) top_ = max(top_, subgroupShuffleXor(top_, distance)); \
         if ((i) % JOINED == 0u) tops[(i) / JOINED] = top_;                                          \
     }
-#define STORE_NEW_KEY new_k_s[quad] = x; STORE_TOP(key_tops_s, quad, x)
+#define STORE_NEW_KEY new_k_s[item - G * QUADS] = x; STORE_TOP(key_tops_s, item - G * QUADS, x)
 #else
-#define STORE_NEW_KEY new_k_s[quad] = uvec2(packHalf2x16(x.xy), packHalf2x16(x.zw));
+#define STORE_NEW_KEY new_k_s[item - G * QUADS] = uvec2(packHalf2x16(x.xy), packHalf2x16(x.zw));
 #endif
 #define STORE_TURNED                                                                                \
     if (head < G) {                                                                                 \
@@ -529,26 +550,15 @@ void main() {
         IF_OWN(n, TURNED) { STORE_TURNED }
     }
 #endif
-    float v_factor = 1.0;
-    if (V_NORM == 1u) {
-        float sum = 0.0;
-        for (uint i = 0u; i < QUADS / JOINED; i++) sum += squares_s[(G + 1u) * (QUADS / JOINED) + i];
-        v_factor = inversesqrt(sum / float(D) + epsilon);
-    }
-    EACH(i, QUADS) {
-        vec4 x = v_factor * raw_s[(G + 1u) * QUADS + i];
+    EACH(i, NEW_TOKENS * QUADS) {
+        vec4 x = value_factor(i / QUADS) * raw_s[VALUES * QUADS + i];
 #if KV == 2
-        IF_OWN(turn_, QUADS) STORE_TOP(value_tops_s, i, x)
+        IF_OWN(turn_, NEW_TOKENS * QUADS) STORE_TOP(value_tops_s, i, x)
 #else
-        IF_OWN(turn_, QUADS) new_v_s[i] = uvec2(packHalf2x16(x.xy), packHalf2x16(x.zw));
+        IF_OWN(turn_, NEW_TOKENS * QUADS) new_v_s[i] = uvec2(packHalf2x16(x.xy), packHalf2x16(x.zw));
 #endif
     }
     barrier();
-#if KV == 2
-    float new_k_scale, new_v_scale;
-    SCALE_OF_TOPS(new_k_scale, key_tops_s)
-    SCALE_OF_TOPS(new_v_scale, value_tops_s)
-#endif
 
     float most = LOWEST, sum = 0.0;
     // The transposed output: dimensions g and g + 8 of each block, of heads 2t and 2t + 1.
@@ -559,11 +569,16 @@ void main() {
         uint in_page = position % 16u;
         // One of the KV head's workgroups appends.
         bool appends = PARTS == 1u || head_group % PARTS == 0u;
+        uint first_quad = own_token * QUADS;
 #if KV == 2
         uint new_page = pages.v[table + position / 16u];
+        float new_k_scale, new_v_scale;
+        SCALE_OF_TOPS(new_k_scale, key_tops_s, own_token)
+        SCALE_OF_TOPS(new_v_scale, value_tops_s, own_token)
+        float v_factor = value_factor(own_token);
         EACH(i, QUADS) IF_OWN(turn_, QUADS) if (appends) {
-            PUT_CODES(k, KEY_AT(new_page, kvh, i / 2u, in_page) * 2u + i % 2u, to_codes(new_k_s[i], new_k_scale))
-            PUT_CODES(v, VALUE_AT(new_page, kvh, in_page, i / 2u) * 2u + i % 2u, to_codes(v_factor * raw_s[(G + 1u) * QUADS + i], new_v_scale))
+            PUT_CODES(k, KEY_AT(new_page, kvh, i / 2u, in_page) * 2u + i % 2u, to_codes(new_k_s[first_quad + i], new_k_scale))
+            PUT_CODES(v, VALUE_AT(new_page, kvh, in_page, i / 2u) * 2u + i % 2u, to_codes(v_factor * raw_s[VALUES * QUADS + first_quad + i], new_v_scale))
         }
         if (i0 == 0u && appends) {
             uint at = SCALE_AT(new_page, kvh, in_page);
@@ -573,23 +588,26 @@ void main() {
 #else
         uint own = pages.v[table + position / 16u] * KV_HEADS + kvh;
         EACH(i, QUADS) IF_OWN(turn_, QUADS) if (appends) {
-            PUT_FOUR(k, (own * 2u * D + i / 2u * 16u + in_page) * 2u + i % 2u, new_k_s[i])
-            PUT_FOUR(v, (own * 16u + in_page) * QUADS + i, new_v_s[i])
+            PUT_FOUR(k, (own * 2u * D + i / 2u * 16u + in_page) * 2u + i % 2u, new_k_s[first_quad + i])
+            PUT_FOUR(v, (own * 16u + in_page) * QUADS + i, new_v_s[first_quad + i])
         }
 #endif
-        // The new token's score, from the same f16 parts of q that are multiplied with the pages' keys.
-        EACH(i, G * QUADS) {
-            uvec4 x = q_s[i];
+        // The new tokens' scores, from the same f16 parts of q that are multiplied with the pages' keys.
+        EACH(i, NEW_TOKENS * G * QUADS) {
+            uvec4 x = q_s[i % (G * QUADS)];
+            uint key_quad = i / (G * QUADS) * QUADS + i % QUADS;
 #if KV == 2
-            vec4 y = new_k_scale * codes_of(to_codes(new_k_s[i % QUADS], new_k_scale));
+            float scale;
+            SCALE_OF_TOPS(scale, key_tops_s, i / (G * QUADS))
+            vec4 y = scale * codes_of(to_codes(new_k_s[key_quad], scale));
             float dots = dot(unpackHalf2x16(x.x) + unpackHalf2x16(x.z), y.xy) + dot(unpackHalf2x16(x.y) + unpackHalf2x16(x.w), y.zw);
 #else
-            uvec2 y = new_k_s[i % QUADS];
+            uvec2 y = new_k_s[key_quad];
             float dots = dot(unpackHalf2x16(x.x) + unpackHalf2x16(x.z), unpackHalf2x16(y.x))
                 + dot(unpackHalf2x16(x.y) + unpackHalf2x16(x.w), unpackHalf2x16(y.y));
 #endif
             [[unroll]] for (uint distance = 1u; distance < JOINED; distance *= 2u) dots += subgroupShuffleXor(dots, distance);
-            IF_OWN(turn_, G * QUADS) if (i % JOINED == 0u) new_score_s[i / JOINED] = dots;
+            IF_OWN(turn_, NEW_TOKENS * G * QUADS) if (i % JOINED == 0u) new_score_s[i / JOINED] = dots;
         }
     }
 
@@ -625,8 +643,8 @@ void main() {
         vec4 score = soft_cap(sums);
         uint first = index * 16u + t * 2u;
         uvec4 tokens = uvec4(first, first + 1u, first + 8u, first + 9u);
-        bvec4 there = lessThan(tokens, uvec4(position));
-        if (WINDOW > 0u) there = lessThan(tokens - low, uvec4(position - low)); // a token before the window wraps around
+        bvec4 there = lessThan(tokens, uvec4(end));
+        if (WINDOW > 0u) there = lessThan(tokens - low, uvec4(end - low)); // a token before the window wraps around
         score = mix(vec4(LOWEST), score, there);
         float top = max(max(score.x, score.y), max(score.z, score.w));
         top = max(top, subgroupShuffleXor(top, 1u));
@@ -696,21 +714,33 @@ void main() {
     [[unroll]] for (uint turn = 0u; turn < TURNS; turn++) {
         uint i = ITEM(turn, ITEMS), h = i / QUADS;
         if (i >= ITEMS) continue;
-        float own = LOWEST;
-        if (split == 0u) {
-            own = 0.0;
-            for (uint n = 0u; n < QUADS / JOINED; n++) own += new_score_s[h * (QUADS / JOINED) + n];
-            own = soft_cap(own);
-        }
         float sink = SINKS == 1u && split == 0u ? sinks.v[head_group * G + h] : LOWEST;
-        float top = max(own, sink);
+        float top = sink, own[NEW_TOKENS];
+        [[unroll]] for (uint token = 0u; token < NEW_TOKENS; token++) {
+            own[token] = LOWEST;
+            if (split == 0u && token <= own_token && (WINDOW == 0u || past + token >= low)) {
+                own[token] = 0.0;
+                for (uint n = 0u; n < QUADS / JOINED; n++) own[token] += new_score_s[(token * G + h) * (QUADS / JOINED) + n];
+                own[token] = soft_cap(own[token]);
+            }
+            top = max(top, own[token]);
+        }
         [[unroll]] for (uint n = 0u; n < GROUPS; n++) top = max(top, state_s[n * G + h].x);
-        float scale = split == 0u ? exp(own - top) : 0.0, l = scale;
+        float l = 0.0;
+        vec4 result = vec4(0.0);
+        [[unroll]] for (uint token = 0u; token < NEW_TOKENS; token++) {
+            float scale = split == 0u && own[token] != LOWEST ? exp(own[token] - top) : 0.0;
+            l += scale;
 #if KV == 2
-        vec4 result = (scale * new_v_scale) * codes_of(to_codes(v_factor * raw_s[(G + 1u) * QUADS + i % QUADS], new_v_scale));
+            float new_v_scale;
+            SCALE_OF_TOPS(new_v_scale, value_tops_s, token)
+            vec4 x = value_factor(token) * raw_s[(VALUES + token) * QUADS + i % QUADS];
+            result += (scale * new_v_scale) * codes_of(to_codes(x, new_v_scale));
 #else
-        vec4 result = scale * vec4(unpackHalf2x16(new_v_s[i % QUADS].x), unpackHalf2x16(new_v_s[i % QUADS].y));
+            uvec2 x = new_v_s[token * QUADS + i % QUADS];
+            result += scale * vec4(unpackHalf2x16(x.x), unpackHalf2x16(x.y));
 #endif
+        }
         if (SINKS == 1u && split == 0u) l += exp(sink - top);
         [[unroll]] for (uint n = 0u; n < GROUPS; n++) {
             vec2 state = state_s[n * G + h];

@@ -34,8 +34,9 @@ void main() {
         uint position = STEP == 0u ? info.y : slots.v[at + SLOT_POSITION] + STEP - 1u;
         if (row % EACH == 0u) {
             uint drawn = slots.v[at + SLOT_POSITION];
-            // No tokens are drafted for a slot whose sequence has ended.
-            bool runs = info.w != 0u && slots.v[at + SLOT_ACTIVE] == ACTIVE_RUNNING;
+            // No tokens are drafted for a slot whose sequence has ended, or behind rows from which none was drawn because of a
+            // fault: their hidden states may be anything.
+            bool runs = info.w != 0u && slots.v[at + SLOT_ACTIVE] == ACTIVE_RUNNING && (STEP > 0u || drawn != info.y);
             next.v[4u + 4u * index] = runs ? info.z : 0xffffffffu;
             next.v[4u + 4u * index + 1u] = position;
             next.v[4u + 4u * index + 2u] = row;

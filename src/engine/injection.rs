@@ -11,6 +11,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub struct Wait {
     /// The number of rows of the step.
     pub rows: u32,
+    /// The number of drafts that the step verifies for each sequence.
+    pub drafts: u32,
     /// The call's number in its step, counted from 1.
     pub number: u32,
     /// The call's label, for example `layers.1.mlp.down`.
@@ -51,12 +53,13 @@ impl Injections {
         self.every.store(every, Relaxed);
     }
 
-    /// Returns the index of the wait that the next broken step of `rows` rows breaks: the wait that was broken least
-    /// often, so that every wait has its turn although steps queued behind a fault break nothing.
-    pub fn next(&self, rows: u32) -> Option<usize> {
+    /// Returns the index of the wait that the next broken step of `rows` rows, with `drafts` drafts for each sequence, breaks: the
+    /// wait that was broken least often, so that every wait has its turn although steps queued behind a fault break nothing.
+    pub fn next(&self, rows: u32, drafts: u32) -> Option<usize> {
         let broken = self.broken();
         let times = |at: &usize| broken[*at].values().sum::<u32>();
-        (0..self.waits.len()).filter(|at| self.waits[*at].rows == rows).min_by_key(times)
+        let own = |wait: &Wait| wait.rows == rows && wait.drafts == drafts;
+        (0..self.waits.len()).filter(|at| own(&self.waits[*at])).min_by_key(times)
     }
 
     /// Counts a fault of a step: for the wait that a test has broken in it, or as one that no broken wait explains. `call` is
@@ -64,8 +67,8 @@ impl Injections {
     /// outputs that are done lose none and do not count.
     pub fn note_fault(&self, broken: Option<usize>, call: u32, token: Option<u32>) {
         if let Some((wait, token)) = self.note_quietly(broken, call, token) {
-            let Wait { call, tag, rows, .. } = &self.waits[wait];
-            tracing::warn!(call, tag, rows, token, "a test has broken this call");
+            let Wait { call, tag, rows, drafts, .. } = &self.waits[wait];
+            tracing::warn!(call, tag, rows, drafts, token, "a test has broken this call");
         }
     }
 
@@ -144,13 +147,19 @@ mod tests {
 
     #[test]
     fn every_wait_of_a_step_has_its_turn() {
-        let wait = |rows, call: &str| Wait { rows, number: 1, call: call.to_owned(), tag: "x_tag" };
-        let injections = Injections::new(vec![wait(1, "a"), wait(8, "a"), wait(1, "b"), wait(1, "c")], 3);
-        assert_eq!(injections.next(2), None);
+        let wait = |rows, call: &str| Wait { rows, drafts: 0, number: 1, call: call.to_owned(), tag: "x_tag" };
+        let verifying = Wait { drafts: 3, ..wait(8, "b") };
+        let waits = vec![wait(1, "a"), wait(8, "a"), wait(1, "b"), wait(1, "c"), verifying];
+        let injections = Injections::new(waits, 3);
+        assert_eq!(injections.next(2, 0), None);
+        assert_eq!(
+            [(8, 0), (8, 1), (8, 3)].map(|(rows, drafts)| injections.next(rows, drafts)),
+            [Some(1), None, Some(4)]
+        );
         let turns: Vec<usize> = (0..5)
             .map(|token| {
-                let turn = injections.next(1).expect("there are waits");
-                assert_eq!(injections.next(1), Some(turn), "a turn that broke nothing is taken again");
+                let turn = injections.next(1, 0).expect("there are waits");
+                assert_eq!(injections.next(1, 0), Some(turn), "a turn that broke nothing is taken again");
                 injections.note(turn, token);
                 turn
             })

@@ -278,6 +278,11 @@ impl Work {
         }
     }
 
+    /// Returns the number of drafts that each step verifies for each sequence.
+    pub fn drafts(&self) -> u32 {
+        if let Work::Decode { drafts, .. } = self { *drafts } else { 0 }
+    }
+
     /// Returns the number of rows of a prefill step: tokens of prompts, and slots that decode in it; 0 of other work.
     pub fn prompt_rows(&self) -> u32 {
         match self {

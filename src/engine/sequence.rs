@@ -589,6 +589,13 @@ impl Sequence {
         };
     }
 
+    /// Notes that steps with drafts, which drew the last `drawn` reported tokens, were run again without drafts: what a draft
+    /// model has computed in them may be anything.
+    pub fn drafts_failed(&mut self, drawn: u32) {
+        let before = (self.tokens.len() as u32).saturating_sub(drawn + 2);
+        self.drafted = Drafted::UpTo(self.drafted_tokens_known().min(before));
+    }
+
     /// Returns the number of reported tokens of which a draft model has keys and values at least.
     fn drafted_tokens_known(&self) -> u32 {
         match self.drafted {

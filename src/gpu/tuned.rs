@@ -187,7 +187,7 @@ impl TuningBounds {
                 threads > 0
                     && threads.is_multiple_of(32)
                     && threads <= most
-                    && flash_decode::shared_bytes(self.heads, threads, matrices) <= tuning.shared_bytes
+                    && flash_decode::shared_bytes(self.heads, threads, 1, matrices) <= tuning.shared_bytes
             }
             "splits" => (1..=flash_decode::MOST_SPLITS.min(most)).contains(&changed.splits),
             "attention_threads" => {

@@ -261,7 +261,8 @@ pub(super) fn reference_next_tokens(call: &Call, memory: &mut HostMemory) {
         let position = if c.step == 0 { own } else { drawn + c.step - 1 };
         if row % c.each == 0 {
             let index = row / c.each;
-            let runs = valid != 0 && slot_word(memory, a.slots, slot, SLOT_ACTIVE) == ACTIVE_RUNNING;
+            let draws = c.step > 0 || drawn != own;
+            let runs = valid != 0 && draws && slot_word(memory, a.slots, slot, SLOT_ACTIVE) == ACTIVE_RUNNING;
             let prompt = [if runs { slot } else { u32::MAX }, position, row, 0];
             for (i, word) in (0..).zip(prompt) {
                 memory.set_u32(a.next, 4 + 4 * index + i, word);

@@ -202,12 +202,15 @@ pub struct Poll {
     pub tag: &'static str,
 }
 
-/// Returns the places at which the calls of a recording poll, in the order of the calls. The splits' partial results,
-/// which attention writes and reads within one call, are not among them.
+/// Returns the places at which the calls of a recording poll and can be broken ([`break_poll`]), in the order of the calls. Not
+/// among them are the splits' partial results, which attention writes and reads within one call, and the first words of a
+/// buffer, if no barrier separates them from those of an earlier step.
 pub fn polls(recording: &Recording) -> Vec<Poll> {
     let mut polls = Vec::new();
     let all = polled(recording, &mut |polled| {
-        polls.push(Poll { number: polled.number, tag: polled.tag });
+        if !polled.states.contains(&Held::Unknown) {
+            polls.push(Poll { number: polled.number, tag: polled.tag });
+        }
         Ok(())
     });
     assert_eq!(all, Ok(()), "the visitor accepts everything");

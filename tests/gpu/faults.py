@@ -13,12 +13,12 @@ over. The status is 1 if a text differs from the undisturbed one, or a call was 
 --device cpu --tune fragments=1 --tune tags=1, for constrained rows also --tune gates=1.
 
 Two kinds of models have steps of other kinds in their texts:
-- "drafts": steps that verify drafts alternate with the steps that fault. They have barriers, so they cannot fault, but they wait
-  behind faulted steps and are then run again without drafts. Such steps round differently, so the texts are ones whose tokens no
-  rounding changes (`steady`), and the undisturbed texts are those without drafts. One stream only: a batch of more than four
-  sequences does not draft. The last column has the number of plans with drafts that were run again behind a fault, and the
-  share of drafts that were accepted. "always drafts": only the last tokens of a text are drawn without drafts, so faults come
-  behind drafts, but no drafts behind faults.
+- "drafts": steps that verify drafts alternate with decode steps. Both fault, and each call of the decode steps has its turn.
+  Steps that fault, or wait behind one that does, are run again without drafts. Such steps round differently, so the texts are
+  ones whose tokens no rounding changes (`steady`), and the undisturbed texts are those without drafts. One stream only: a batch
+  of more than four sequences does not draft. The last column has the number of plans with drafts that were run again behind a
+  fault, and the share of drafts that were accepted. "always drafts": only the last tokens of a text are drawn without drafts, and
+  each call of the steps that verify drafts has its turn.
 - "constrained": all rows follow a regular expression. Each step waits for the masks of its rows and is a plan of its own.
 """
 
@@ -265,8 +265,11 @@ def run(args, name, model, streams, folder, end):
     wanted, make, why = undisturbed(args, model, streams, folder, keys, first)
     if why:
         return (name, streams, 0, 0, 0, 0, 0, why), False
-    # A split model divides a batch among its devices. Steps that verify drafts have more rows, but no waits.
+    # A split model divides a batch among its devices.
     rows = -(-streams // len(args.device or [""]))
+    # The drafts of each step whose calls are broken in turn.
+    drafts = model.drafts if model.keys.get("drafts_always") else 0
+    kind = (rows * (drafts + 1), drafts)
     tune = [*args.tune, "broken_calls=1", f"broken_every={model.every}", "retry_ms=0"]
     texts = different = 0
     notes = []
@@ -274,9 +277,9 @@ def run(args, name, model, streams, folder, end):
         batches = make(server)
         told = [entry["message"] for entry in server.log if "are broken in turn" in entry.get("message", "")]
         failed = [entry["message"] for entry in server.log if "failed its test" in entry.get("message", "")]
-        numbers = [re.search(r"(\d+) waits of steps of (\d+) rows", line) for line in told]
+        numbers = [re.search(r"(\d+) waits of steps of (\d+) rows(?: with (\d+) drafts)?", line) for line in told]
         # Each stage of a split model tells its own.
-        waits = sum(int(of[1]) for of in numbers if int(of[2]) == rows)
+        waits = sum(int(of[1]) for of in numbers if (int(of[2]), int(of[3] or 0)) == kind)
         steps, faults, seen = {}, 0, 0
         for tokens in itertools.cycle(wanted):
             if time.monotonic() > end:
@@ -286,7 +289,7 @@ def run(args, name, model, streams, folder, end):
             different += sum(one != other for one, other in zip(found, wanted[tokens], strict=True))
             # Faults of texts that were not compared do not count.
             for entry in server.log[max(seen, batches.began):]:
-                if entry.get("message") == "a test has broken this call" and entry["rows"] == rows:
+                if entry.get("message") == "a test has broken this call" and (entry["rows"], entry["drafts"]) == kind:
                     steps.setdefault((entry["call"], entry["tag"]), set()).add(entry["token"])
                     faults += 1
             seen = len(server.log)

@@ -107,11 +107,11 @@ fn rows_to_verify_and_rows_to_draft_from() {
         let args = VerifyRowsArgs { slots, batch: cases.words("batch", &batch), chunk, tokens_at: LAYOUT.token(0) };
         cases.recording.call(draft::verify_rows("verify_rows".to_owned(), rows, args));
     }
-    // Of slot 3 the first two of three rows were accepted, of slot 0 all. Slot 1 has finished, and the last row belongs
-    // to no sequence.
+    // Of slot 3 the first two of three rows were accepted, of slot 0 all. Slot 1 has finished, the next row belongs to no
+    // sequence, and from the last rows, again of slot 3, nothing was drawn.
     for (each, step) in [(3, 0), (1, 1), (1, 2)] {
         cases.case(format!("next.{each}.{step}"));
-        let starts = [(3u32, 38u32), (0, 14), (1, 9), (u32::MAX, 0)];
+        let starts = [(3u32, 38u32), (0, 14), (1, 9), (u32::MAX, 0), (3, 40)];
         let table: Vec<u32> = starts
             .iter()
             .flat_map(|&(slot, start)| {
@@ -134,7 +134,9 @@ fn rows_to_verify_and_rows_to_draft_from() {
             // The row from which the last token was drawn gets that token; the rows before it get the accepted drafts.
             assert_eq!([word(LAYOUT.last(0)), word(LAYOUT.last(1))], [1, 5]);
             assert_eq!([0, 1, 3, 4, 5].map(|row| word(LAYOUT.token(row))), [531, 103, 501, 502, 100]);
-            assert_eq!([0, 1, 2, 3].map(|index| word(4 + 4 * index)), [3, 0, u32::MAX, u32::MAX]);
+            let slots = [0, 1, 2, 3, 4].map(|index| word(4 + 4 * index));
+            assert_eq!(slots, [3, 0, u32::MAX, u32::MAX, u32::MAX]);
+            assert!((0..5).all(|index| word(LAYOUT.last(index)) < 15), "last rows are rows of the step");
         } else {
             assert_eq!(word(LAYOUT.token(0)), 230 + step - 1, "the draft before is read");
             assert_eq!(word(5), 40 + step - 1, "at the position behind the token drawn");

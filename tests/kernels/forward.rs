@@ -910,8 +910,10 @@ fn later(heads: Heads, row: usize) -> u32 {
 /// Unpacked keys, values and queries of several sequences.
 struct Context {
     heads: Heads,
-    /// The position of each row; `None` for a row that is not valid.
+    /// The position of each row; `None` for a row that is not valid. Of sequences with several rows, those of their last ones.
     rows: Vec<Option<u32>>,
+    /// The number of rows of each sequence, whose tokens follow each other.
+    each: u32,
     max_pages: u32,
     /// The pages of each row's sequence.
     pages: Vec<Vec<u32>>,
@@ -947,6 +949,7 @@ impl Context {
         Context {
             heads,
             rows: rows.to_vec(),
+            each: 1,
             max_pages,
             pages,
             keys: ends.iter().map(|end| cached(random, end)).collect(),
@@ -972,18 +975,28 @@ impl Context {
         }
     }
 
+    /// Creates one slot per sequence, with `each` rows, the last of which is at the given position.
+    fn of_sequences(random: &mut Random, heads: Heads, ends: &[Option<u32>], each: u32) -> Context {
+        let single = Context::new(random, heads, ends);
+        let more = (1..each).flat_map(|_| Context::new(random, heads, &vec![None; ends.len()]).qkv);
+        let qkv = single.qkv.clone().into_iter().chain(more.collect::<Vec<_>>()).collect();
+        Context { each, qkv, ..single }
+    }
+
     /// Returns the slot of a row, which differs from the row's number.
     fn slot(&self, row: usize) -> usize {
         (row + 1) % self.rows.len()
     }
 
     fn row_words(&self) -> Vec<u32> {
-        let words = |(row, position): (usize, &Option<u32>)| match position {
-            Some(position) => [5, *position, self.slot(row) as u32, 1 + later(self.heads, row)],
+        let words = |(row, back, position): (usize, u32, &Option<u32>)| match position {
+            Some(position) => [5, position - back, self.slot(row) as u32, 1 + back + later(self.heads, row)],
             // Of an invalid row only the last word, the valid flag, may matter.
             None => [0, 0, u32::MAX, 0],
         };
-        self.rows.iter().enumerate().flat_map(words).collect()
+        let sequences = self.rows.iter().enumerate();
+        let rows = sequences.flat_map(|(row, position)| (0..self.each).rev().map(move |back| (row, back, position)));
+        rows.flat_map(words).collect()
     }
 
     fn page_words(&self) -> Vec<u32> {
@@ -1007,7 +1020,7 @@ impl Context {
         let [mut k, mut v] = [true, false].map(|keys| Pages::new(self.heads, keys, pages));
         for (row, position) in self.rows.iter().enumerate() {
             // Tokens before the window may hold anything.
-            let first = position.map_or(0, |position| first_visible(self.heads.scores, position));
+            let first = position.map_or(0, |position| first_visible(self.heads.scores, position + 1 - self.each));
             for token in first..position.map_or(0, |position| tokens(position) + self.seen_later(row)) {
                 for head in 0..self.heads.kv {
                     let at = (token * self.heads.kv + head) as usize;
@@ -1250,8 +1263,8 @@ impl Context {
     /// Adds the operands of the attention of all rows, with up to `splits` splits, and returns its arguments, but for the output,
     /// whose rows are 8 floats apart. `fused`: whether the kernel prepares and appends the rows. `put` gives the words of qkv.
     fn args(&self, cases: &mut Cases, fused: bool, splits: u32, put: impl Fn(f32) -> u32) -> AttentionArgs {
-        let (heads, count) = (self.heads, self.rows.len() as u32);
-        let (k, v) = self.cache(|position| if fused { position } else { position + 1 });
+        let (heads, count) = (self.heads, self.qkv.len() as u32);
+        let (k, v) = self.cache(|position| position + 1 - if fused { self.each } else { 0 });
         let q_norm = cases.floats("q_norm", &self.q_norm);
         let k_norm = cases.floats("k_norm", &self.k_norm);
         let rope = cases.floats("rope", &self.rope);
@@ -1308,9 +1321,9 @@ fn flash_heads(kv_format: KvFormat) -> Vec<Heads> {
 }
 
 /// Returns the size of a workgroup of `flash_decode`: another one for each case, within the shared memory of every device.
-fn flash_threads(heads: Heads, case: usize, matrices: Matrices) -> u32 {
+fn flash_threads(heads: Heads, case: usize, new_tokens: u32, matrices: Matrices) -> u32 {
     let mut threads = [32, 64, 128, 256][case % 4];
-    while threads > 32 && flash_decode::shared_bytes(heads, threads, matrices) > 32 << 10 {
+    while threads > 32 && flash_decode::shared_bytes(heads, threads, new_tokens, matrices) > 32 << 10 {
         threads /= 2;
     }
     threads
@@ -1420,13 +1433,13 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch, KvFormat)>, tags
                 let label = "attention".to_owned();
                 let call = match flash {
                     Some((matrices, Batch::Even, _)) => {
-                        let threads = flash_threads(heads, index, matrices);
+                        let threads = flash_threads(heads, index, 1, matrices);
                         let split = Split::Evenly { rows: count, splits };
-                        let shape = FlashDecodeShape { split, threads, packed: None, matrices };
+                        let shape = FlashDecodeShape { split, threads, new_tokens: 1, packed: None, matrices };
                         flash_decode(label, heads, shape, flow, args)
                     }
                     Some((matrices, ..)) => {
-                        let threads = flash_threads(heads, index, matrices);
+                        let threads = flash_threads(heads, index, 1, matrices);
                         // As many units as there is room for partial results.
                         let spread = Spread {
                             units: (splits - 1) * count,
@@ -1441,7 +1454,7 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch, KvFormat)>, tags
                         // Combining workgroups wait, which needs tags and a GPU: here the plan has them, and the call does not.
                         let split = Split::Planned { rows: count, spread: Spread { combiners: 0, ..spread } };
                         let args = AttentionArgs { rows: work, ..args };
-                        let shape = FlashDecodeShape { split, threads, packed: order, matrices };
+                        let shape = FlashDecodeShape { split, threads, new_tokens: 1, packed: order, matrices };
                         flash_decode(label, heads, shape, flow, args)
                     }
                     None => {
@@ -1560,7 +1573,7 @@ fn flash_decode_has_the_same_bits_with_and_without_waiting() {
     for matrices in ways() {
         let gpu = *matrices == Matrices::Cooperative;
         let shapes = [(6, 2, 128, 32), (8, 1, 32, 64), (8, 1, 256, 96)];
-        for (q, kv, dim, threads) in shapes.into_iter().filter(|shape| gpu || shape.2 < 256) {
+        for (case, (q, kv, dim, threads)) in (0u32..).zip(shapes).filter(|(_, shape)| gpu || shape.2 < 256) {
             let scores = Scores::default();
             let of = |kv_format| Heads {
                 q,
@@ -1574,14 +1587,19 @@ fn flash_decode_has_the_same_bits_with_and_without_waiting() {
                 kv_format,
             };
             for kv_format in [KvFormat::F16, KvFormat::Int8] {
-                let (heads, rows) = (of(kv_format), all_rows());
-                let (context, splits) = (Context::new(&mut random, heads, &rows), 16);
+                let heads = of(kv_format);
+                // Rows of sequences of their own, or of two, three and four new tokens.
+                let new_tokens = if kv_format == KvFormat::F16 { 1 } else { 2 + case };
+                let ends: Vec<_> =
+                    all_rows().into_iter().map(|end| end.map(|p| (p + new_tokens - 1).min(LONGEST - 1))).collect();
+                let (context, splits) = (Context::of_sequences(&mut random, heads, &ends, new_tokens), 16);
+                let rows = ends.len() as u32 * new_tokens;
                 let mut cases = Cases::new("flash_decode.waits");
                 cases.case(format!("{heads:?}"));
                 let mut args = context.args(&mut cases, true, splits, |v| tagged(v, flow.input));
-                args.o = cases.output("o", rows.len() * args.output_stride as usize, Expect::Any);
-                let split = Split::Evenly { rows: rows.len() as u32, splits };
-                let shape = FlashDecodeShape { split, threads, packed: None, matrices: *matrices };
+                args.o = cases.output("o", (rows * args.output_stride) as usize, Expect::Any);
+                let split = Split::Evenly { rows, splits };
+                let shape = FlashDecodeShape { split, threads, new_tokens, packed: None, matrices: *matrices };
                 let mut call = flash_decode("attention".to_owned(), heads, shape, flow, args);
                 let names = ostinato::kernels::shaders::find(call.kernel).constants;
                 for (value, (_, name)) in call.constants.iter_mut().zip(names) {
@@ -1605,6 +1623,55 @@ fn flash_decode_shares_its_workgroups_out_by_a_plan() {
     for matrices in ways() {
         attention_cases(true, Some((*matrices, Batch::Planned, KvFormat::F16)), false);
         attention_cases(true, Some((*matrices, Batch::Planned, KvFormat::F16)), true);
+    }
+}
+
+/// Goal: rows with the next tokens of one sequence mean the same as one step for each. Method: the reference takes the rows in
+/// turn, so that a row reads the keys and values that those before it have appended; the pages hold poison there. Sequences begin
+/// at, before and behind borders of pages and windows.
+#[test]
+fn flash_decode_attends_to_the_new_tokens_of_a_sequence_in_the_rows_before() {
+    let flow = Flow { input_carried: true, input: TAGS[0], old: 0, output: Some(TAGS[2]) };
+    let mut random = Random(11);
+    for matrices in ways() {
+        for kv_format in [KvFormat::F16, KvFormat::Int8] {
+            let mut cases = Cases::new("flash_decode.new_tokens");
+            let all = flash_heads(kv_format);
+            let every = if every_case() { 1 } else { 2 };
+            for (index, heads) in
+                all.into_iter().enumerate().skip(usize::from(kv_format == KvFormat::Int8)).step_by(every)
+            {
+                let each = 2 + index as u32 % 3;
+                let mut ends: Vec<Option<u32>> =
+                    POSITIONS.into_iter().map(|p| Some((p + each - 1).min(LONGEST - 1))).collect();
+                ends.insert(3, None);
+                let context = Context::of_sequences(&mut random, heads, &ends, each);
+                let count = ends.len() as u32 * each;
+                cases.case(format!("{heads:?}.each={each}"));
+                let limit = fused_limit(kv_format) + 2e-5;
+                let (splits, put) = (1 + 2 * (index as u32 % 3), |v: f32| tagged(v, flow.input));
+                let threads = flash_threads(heads, index, each, *matrices);
+                let mut args = context.args(&mut cases, true, splits, put);
+                cases.expect(args.k, stored(heads, SUMS));
+                cases.expect(args.v, stored_values(heads));
+                args.o = cases.output("o", (count * args.output_stride) as usize, Expect::Tagged(limit));
+                let spread = Spread { units: (splits - 1) * count, least: 1, combiners: 0 };
+                let split = match index / 2 % 2 {
+                    0 => Split::Evenly { rows: count, splits },
+                    _ => Split::Planned { rows: count, spread },
+                };
+                if let Split::Planned { .. } = split {
+                    let work = cases.output("work", spread.bytes(count) as usize / 4, Expect::Exact);
+                    let window = heads.scores.window;
+                    cases.recording.call(plan_splits("plan".to_owned(), count, spread, window, args.rows, work));
+                    args.rows = work;
+                }
+                let shape = FlashDecodeShape { split, threads, new_tokens: each, packed: None, matrices: *matrices };
+                cases.recording.call(flash_decode("attention".to_owned(), heads, shape, flow, args));
+            }
+            let reference = cases.reference();
+            check(&cases, &reference);
+        }
     }
 }
 

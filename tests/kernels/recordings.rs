@@ -756,6 +756,53 @@ fn steps_that_verify_drafts_mean_the_same_on_lavapipe_and_in_plain_rust() {
     }
 }
 
+/// Goal: steps that verify drafts without barriers mean the same, whose rows read each other's keys and values in attention.
+/// Method: right and wrong drafts of trained models, in caches of f16 and of codes, looked up or of the model's own block.
+#[test]
+fn steps_that_verify_drafts_without_barriers_mean_the_same_on_lavapipe_and_in_plain_rust() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::first());
+    let (_folder, checkpoints) = on_fragments();
+    for (name, way) in [("demo", TAGGED), ("demo", CODED), ("demo-hybrid", TAGGED)] {
+        let (_, checkpoint) = checkpoints.iter().find(|(of, _)| *of == name).expect("it is among them");
+        let mut decoder = emulated(&vulkan, bench.driver, checkpoint, way);
+        decoder.drafts = 1;
+        let recordings = Recordings::new(&decoder);
+        for step in &recordings.verify {
+            let barriers =
+                |recording: &Recording| barriers::derive(&recording.ops).iter().filter(|before| **before).count();
+            let (without, with) = (barriers(step), barriers(&step.with_barriers()));
+            assert!(without * 2 < with, "{}: {without} barriers instead of {with}", step.name);
+        }
+        let known = expected(name);
+        let mut run = Run::new(&format!("{name} with drafts {way:?}"), &bench, &decoder, &recordings, true);
+        run.near = way.near;
+        let tokens = run.verify(&recordings, &known.prompt, &known.greedy);
+        assert_eq!(tokens, known.greedy[..tokens.len()], "{name} {way:?}");
+        assert_eq!(run.words("state")[decoder.state.fault_word() as usize], 0, "{name} {way:?}: the fault word");
+    }
+}
+
+/// Goal: the passes of a draft model without barriers mean the same. Method: a trained model drafts for itself.
+#[test]
+fn passes_of_a_draft_model_without_barriers_mean_the_same_on_lavapipe_and_in_plain_rust() {
+    let vulkan = Vulkan::new();
+    let bench = Bench::new(&vulkan, Driver::first());
+    let (_folder, checkpoints) = on_fragments();
+    let (_, checkpoint) = checkpoints.iter().find(|(name, _)| *name == "demo").expect("it is among them");
+    let own = emulated(&vulkan, bench.driver, checkpoint, TAGGED);
+    let drafter = Some(Drafter { kind: DrafterKind::Model, decoder: Box::new(own.clone()), sequences: 2 });
+    let decoder = Decoder { drafts: 1, drafter, ..own };
+    let recordings = Recordings::new(&decoder);
+    let known = expected("demo");
+    let mut run = Run::new("demo with itself, tagged", &bench, &decoder, &recordings, true);
+    run.near = TAGGED.near;
+    let (tokens, accepted) = run.verify_own(&recordings, &known.prompt);
+    assert_eq!(tokens, known.greedy[..tokens.len()]);
+    assert_eq!(accepted, 8, "every draft is right");
+    assert_eq!(run.words("state")[decoder.state.fault_word() as usize], 0, "the fault word");
+}
+
 /// Goal: a draft model computes the tokens of all steps at their positions. Method: a model drafts for itself, so that all
 /// of its drafts are right unless it misses a token; its pages start as NaN.
 #[test]

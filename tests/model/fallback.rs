@@ -266,7 +266,7 @@ impl Injected {
             start_model(vulkan, path, &small, &[&["tags=1", "retry_ms=0", "broken_calls=1"], tune].concat());
         assert!(said.is_empty(), "{path}: {said:?}");
         let injected = Injected { host, requests: Cell::new(0), chunk };
-        assert!(!injected.seen(1).is_empty(), "{path}: steps have barriers");
+        assert!(!injected.seen((1, 0)).is_empty(), "{path}: steps have barriers");
         injected
     }
 
@@ -279,10 +279,10 @@ impl Injected {
         self.with(|replica| replica.variants().injections().set_every(every));
     }
 
-    /// Returns the waits of steps of `rows` rows, and where they have been broken so far.
-    fn seen(&self, rows: u32) -> Vec<(Wait, BrokenAt)> {
+    /// Returns the waits of steps of so many rows and drafts for each sequence, and where they have been broken so far.
+    fn seen(&self, of: (u32, u32)) -> Vec<(Wait, BrokenAt)> {
         let mut seen = self.with(|replica| replica.variants().injections().seen());
-        seen.retain(|(wait, _)| wait.rows == rows);
+        seen.retain(|(wait, _)| (wait.rows, wait.drafts) == of);
         seen
     }
 
@@ -326,14 +326,21 @@ impl Injected {
         panic!("{STREAMS} prompts never joined in one plan");
     }
 
-    /// Repeats a text with faults until each wait of steps of `rows` rows has been broken `times` times. Every repetition
-    /// must give `wanted`. A split model divides these rows among its devices.
-    fn cover<T: PartialEq + std::fmt::Debug>(&self, rows: u32, times: u32, wanted: &T, run: &dyn Fn() -> T) {
+    /// Repeats a text with faults until each wait of steps of `rows` rows, with so many drafts for each sequence, has been broken
+    /// `times` times. Every repetition must give `wanted`. A split model divides these rows among its devices.
+    fn cover<T: PartialEq + std::fmt::Debug>(
+        &self,
+        (rows, drafts): (u32, u32),
+        times: u32,
+        wanted: &T,
+        run: &dyn Fn() -> T,
+    ) {
         let rows = rows.div_ceil(self.with(|replica| replica.stages.len().max(1) as u32));
-        let waits = self.seen(rows).len() as u32;
+        let of = (rows, drafts);
+        let waits = self.seen(of).len() as u32;
         let mut texts = 0;
         let least = || {
-            let seen = self.seen(rows);
+            let seen = self.seen(of);
             let times = seen.iter().map(|(wait, at)| (at.values().sum::<u32>(), wait.clone()));
             times.min_by_key(|(times, _)| *times).expect("there are waits")
         };
@@ -350,7 +357,7 @@ impl Injected {
             0,
             "faults that no broken call explains"
         );
-        let seen = self.seen(rows);
+        let seen = self.seen(of);
         let count: u32 = seen.iter().flat_map(|(_, at)| at.values()).sum();
         let tokens: BTreeSet<u32> = seen.iter().flat_map(|(_, at)| at.keys().copied()).collect();
         println!("{rows} rows: {waits} waits, {count} faults at {} tokens, {texts} texts", tokens.len());
@@ -384,7 +391,7 @@ fn any_call_of(path: &str, rows: &[u32], times: u32, change: &dyn Fn(&mut Model)
         assert_eq!(run(), wanted, "without faults");
         assert!(wanted.iter().all(|text| text.len() == TOKENS as usize));
         let before = faults(&injected.host);
-        injected.cover(*rows, times, &wanted, &run);
+        injected.cover((*rows, 0), times, &wanted, &run);
         assert!(faults(&injected.host) > before);
     }
 }
@@ -583,6 +590,46 @@ fn drafts_behind_a_fault_change_no_token() {
     }
 }
 
+/// Goal: a fault in a call of a step that verifies drafts changes no token: its step runs again without drafts. Method: as for
+/// decode steps, with two drafts of each step, looked up, of the model's own block, or of a draft model, which is the model
+/// itself; the reference has none.
+#[test]
+fn a_fault_in_any_call_of_steps_that_verify_drafts_changes_no_token() {
+    if !batches_may_differ() {
+        return eprintln!("not on a GPU");
+    }
+    const TOKENS: u32 = 40;
+    let vulkan = Vulkan::shared_without_validation();
+    enum By {
+        Lookup,
+        Block,
+        Itself,
+    }
+    for (config, by) in
+        [(built_in("tiny-qwen3", 3), By::Lookup), (hybrid(4), By::Block), (built_in("tiny-qwen3", 2), By::Itself)]
+    {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = write(&config, folder.path());
+        let draft = match by {
+            By::Lookup => Some(Draft::Lookup),
+            By::Block => None,
+            By::Itself => Some(Draft::Model(path.clone().into())),
+        };
+        let drafting = |model: &mut Model| {
+            (model.drafts, model.draft, model.drafts_always) = (Some(2), draft.clone(), Some(true));
+        };
+        let injected = Injected::start(&vulkan, &path, 1, &drafting, &[]);
+        let plain = Injected::start(&vulkan, &path, 1, &|_| {}, &[]);
+        let wanted = plain.alone(&prompt(0), TOKENS);
+        drop(plain);
+        let run = || injected.alone(&prompt(0), TOKENS);
+        assert_eq!(run(), wanted, "without faults");
+        injected.cover((3, 2), 1, &wanted, &run);
+        let drafted = injected.with(|replica| generate(replica, injected.request(&prompt(0), TOKENS)).finished);
+        println!("{} of {} drafts accepted", drafted.accepted_tokens, drafted.drafted_tokens);
+    }
+}
+
 /// Goal: rows that wait for masks draw what they draw without faults, and so do rows beside them. Method: one row of four
 /// follows a regular expression, whose masks come through gates.
 #[test]
@@ -615,5 +662,5 @@ fn a_fault_in_a_step_with_constrained_rows_changes_no_token() {
     };
     let wanted = run();
     assert_eq!(run(), wanted, "without faults");
-    injected.cover(4, 1, &wanted, &run);
+    injected.cover((4, 0), 1, &wanted, &run);
 }

@@ -752,6 +752,9 @@ impl Scheduler {
                 let sequence = self.sequences.get_mut(id).expect("a sequence that holds a slot is known");
                 if flight.drafts > 0 && sequence.state == SequenceState::Decode {
                     sequence.undraw(flight.reserved - flight.drawn[index]);
+                    if progress.faults > 0 {
+                        sequence.drafts_failed(flight.drawn[index]);
+                    }
                 }
                 if in_flight == 0 && sequence.state == SequenceState::Leaving {
                     self.release(id);

@@ -114,11 +114,11 @@ impl Bench {
                 (steps, (0..steps).flat_map(|_| slots.iter().map(|&slot| token(slot))).collect())
             }
         };
-        self.report(ticket, steps, tokens);
+        self.report(ticket, (steps, 0), tokens);
     }
 
-    /// Reports that a plan has finished without a fault.
-    fn report(&mut self, ticket: Ticket, steps: u32, tokens: Vec<Sampled>) {
+    /// Reports that a plan of so many steps has finished, with so many faults.
+    fn report(&mut self, ticket: Ticket, (steps, faults): (u32, u32), tokens: Vec<Sampled>) {
         let report = PlanReport {
             ticket,
             steps,
@@ -126,7 +126,7 @@ impl Bench {
             scored: None,
             pooled: Vec::new(),
             finished: true,
-            faults: 0,
+            faults,
             cost: PerToken::default(),
             submissions: Vec::new(),
         };
@@ -467,6 +467,21 @@ fn a_draft_model_catches_up_before_drafts() {
     bench.complete();
     bench.complete();
     drafting(bench.work());
+
+    // A plan that was run again without drafts has left its tokens to be computed, and those of the plans queued behind it.
+    let length = bench.scheduler.sequences[SequenceId(0)].tokens.len();
+    while let Some((ticket, work)) = bench.flights.pop_front() {
+        let Work::Decode { slots, steps, drafts: 1, .. } = work else { panic!("{work:?}") };
+        let token = |_| Sampled { slot: slots[0], id: 7, done: None, draft: 0, details: None };
+        bench.report(ticket, (steps, 1), (0..steps).map(token).collect());
+    }
+    let drawn = bench.scheduler.sequences[SequenceId(0)].tokens.len() - length;
+    match bench.work() {
+        Some(Work::CatchUp { chunks }) => {
+            assert_eq!((chunks[0].start as usize, chunks[0].tokens.len()), (length - 2, drawn));
+        }
+        work => panic!("{work:?}"),
+    }
 }
 
 #[test]
@@ -1052,7 +1067,7 @@ impl Learned {
                 tokens.extend((0..=drafts.min(right)).map(token));
             }
         }
-        self.bench.report(ticket, steps, tokens);
+        self.bench.report(ticket, (steps, 0), tokens);
     }
 
     /// Keeps `rows` sequences decoding and, with `prompts`, one prompt of 512 tokens waiting, for a number of plans.

@@ -1,4 +1,4 @@
-//! The decode steps in which tests have one call wait for words that are never written, as a tuning asks for them.
+//! The steps of decoding in which tests have one call wait for words that are never written, as a tuning asks for them.
 //! Not here: which steps of a run these are (`gpu::executor`), and the count of what they broke (`engine::injection`).
 
 use crate::engine::injection::Wait;
@@ -8,24 +8,27 @@ use crate::kernels::tags;
 use crate::model::decoder::Tuning;
 use std::collections::BTreeMap;
 
-/// The broken decode steps; empty unless the tuning asks for them.
+/// The broken steps; empty unless the tuning asks for them.
 #[derive(Default)]
 pub(super) struct BrokenSteps {
-    /// The broken steps that replace the step without barriers, also in its test at start, by number of rows.
-    pub(super) always: BTreeMap<u32, Recording>,
+    /// The broken steps that replace the step without barriers, also in its test at start, by drafts per sequence and number of
+    /// sequences.
+    pub(super) always: BTreeMap<(u32, u32), Recording>,
     /// The broken steps that run only sometimes.
     pub(super) sometimes: Vec<(Wait, Recording)>,
 }
 
-/// Returns the broken decode steps. Fails with a description if a call cannot be broken, or none has the number that the
+/// Returns the broken steps. Fails with a description if a call cannot be broken, or none has the number that the
 /// tuning names.
 pub(super) fn broken_steps(recordings: &Recordings, tuning: &Tuning) -> Result<BrokenSteps, String> {
     let mut steps = BrokenSteps::default();
     if tuning.broken_call == 0 && tuning.broken_calls == 0 {
         return Ok(steps);
     }
-    let carried = recordings.decode.iter().filter(|(.., plain)| plain.is_some());
-    for (rows, recording, _) in carried.clone() {
+    let decode = recordings.decode.iter().map(|(rows, step, plain)| (0, *rows, step, plain));
+    let verify = recordings.verify.iter().map(|(drafts, sequences, step, plain)| (*drafts, *sequences, step, plain));
+    let carried = decode.chain(verify).filter(|(.., plain)| plain.is_some());
+    for (drafts, sequences, recording, _) in carried.clone() {
         let mut polls = tags::polls(recording);
         if tuning.broken_calls == 0 {
             // With some numbers of rows the first calls of a step wait for nothing.
@@ -35,11 +38,12 @@ pub(super) fn broken_steps(recordings: &Recordings, tuning: &Tuning) -> Result<B
         for poll in polls {
             let broken = tags::break_poll(recording, poll)?;
             if tuning.broken_calls == 0 && tuning.broken_step == 0 && tuning.broken_every == 0 {
-                steps.always.insert(*rows, broken);
+                steps.always.insert((drafts, sequences), broken);
                 continue;
             }
             let Op::Call(call) = &recording.ops[poll.number as usize - 1] else { unreachable!("only calls poll") };
-            let wait = Wait { rows: *rows, number: poll.number, call: call.label.clone(), tag: poll.tag };
+            let rows = sequences * (drafts + 1);
+            let wait = Wait { rows, drafts, number: poll.number, call: call.label.clone(), tag: poll.tag };
             steps.sometimes.push((wait, broken));
         }
     }

@@ -391,7 +391,8 @@ impl Build<'_> {
                 drafts: 0,
                 // Its windows are in the pages of layers that see all tokens: they are given back with the sequence.
                 window_pages: None,
-                tuning: Tuning { tags: false, ..tuning },
+                // Its passes fault with the step that they are in, which only whole models run again without drafts.
+                tuning: Tuning { tags: decoder.tuning.tags && decoder.stage.is_whole(), ..tuning },
                 ..decoder.clone()
             };
             let kind = match draft.config.draft_head {

@@ -62,7 +62,7 @@ use crate::replica::MemoryUse;
 use crate::telemetry::clock::Moment;
 use crate::telemetry::with_causes;
 use std::cell::RefCell;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -589,27 +589,37 @@ impl Build<'_> {
         };
         let BrokenSteps { always, sometimes } =
             broken_steps(&recordings, &decoder.tuning).map_err(|what| self.unsupported(what))?;
-        let mut decode = BTreeMap::new();
-        for (rows, recording, plain) in &recordings.decode {
-            let carried = plain.as_ref().map(|_| step(always.get(rows).unwrap_or(recording))).transpose()?;
-            let of_rows = sometimes.iter().enumerate().filter(|(_, (wait, _))| wait.rows == *rows);
-            let broken = of_rows.map(|(index, (_, broken))| Ok((index, step(broken)?)));
+        // Constrained rows do not draft, so only decode steps wait for masks.
+        let verifying = |recording: &Recording| Ok(DecodeRegion { whole: layers(recording)?, parts: None });
+        let regions = |(drafts, sequences): (u32, u32), recording: &Recording, plain: &Option<Recording>| {
+            let step = |recording: &Recording| if drafts > 0 { verifying(recording) } else { step(recording) };
+            let carried = always.get(&(drafts, sequences)).unwrap_or(recording);
+            let carried = plain.as_ref().map(|_| step(carried)).transpose()?;
+            let own = |wait: &Wait| (wait.drafts, wait.rows) == (drafts, sequences * (drafts + 1));
+            let of_step = sometimes.iter().enumerate().filter(|(_, (wait, _))| own(wait));
+            let broken = of_step.map(|(index, (_, broken))| Ok((index, step(broken)?)));
             let broken = broken.collect::<Result<_, StartError>>()?;
             let plain = step(plain.as_ref().unwrap_or(recording))?;
-            decode.insert(*rows, DecodeRegions { tagged: carried.is_some(), plain, carried, broken });
+            Ok::<_, StartError>(DecodeRegions { tagged: carried.is_some(), plain, carried, broken })
+        };
+        let mut decode = BTreeMap::new();
+        for (rows, recording, plain) in &recordings.decode {
+            decode.insert(*rows, regions((0, *rows), recording, plain)?);
+        }
+        let mut verify: BTreeMap<u32, BTreeMap<u32, DecodeRegions>> = BTreeMap::new();
+        for (drafts, sequences, recording, plain) in &recordings.verify {
+            let regions = regions((*drafts, *sequences), recording, plain)?;
+            verify.entry(*drafts).or_default().insert(*sequences, regions);
         }
         let waits: Vec<Wait> = sometimes.into_iter().map(|(wait, _)| wait).collect();
-        for rows in decode.keys() {
-            let count = waits.iter().filter(|wait| wait.rows == *rows).count();
-            if count > 0 {
-                let name = self.name;
-                self.progress
-                    .line(&format!("\"{name}\": for a test, {count} waits of steps of {rows} rows are broken in turn"));
-            }
-        }
-        let mut verify: BTreeMap<u32, BTreeMap<u32, Arc<Region>>> = BTreeMap::new();
-        for (drafts, sequences, recording) in &recordings.verify {
-            verify.entry(*drafts).or_default().insert(*sequences, layers(recording)?);
+        let kinds: BTreeSet<(u32, u32)> = waits.iter().map(|wait| (wait.drafts, wait.rows)).collect();
+        for (drafts, rows) in kinds {
+            let count = waits.iter().filter(|wait| (wait.drafts, wait.rows) == (drafts, rows)).count();
+            let verifying = if drafts > 0 { format!(" with {drafts} drafts a sequence") } else { String::new() };
+            let name = self.name;
+            self.progress.line(&format!(
+                "\"{name}\": for a test, {count} waits of steps of {rows} rows{verifying} are broken in turn"
+            ));
         }
         let by_rows = |of: &[(u32, Recording)]| {
             let built = of.iter().map(|(rows, recording)| Ok((*rows, layers(recording)?)));
@@ -693,7 +703,7 @@ impl Build<'_> {
                     ready: &ready,
                     page_tokens: PAGE_TOKENS,
                 };
-                test_overlap(self, &decoder, &table, &probe, &mut decode)?
+                test_overlap(self, &decoder, &table, &probe, (&mut decode, &mut verify))?
             }
         };
         spans::recorded(self.span, begin);

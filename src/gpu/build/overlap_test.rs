@@ -1,6 +1,6 @@
-//! The test at start of decode steps without barriers: sequences decode a few tokens as in normal operation, with
-//! several submissions in flight, once without and once with barriers. Tokens and logits must be equal; a step that
-//! fails is removed.
+//! The test at start of steps without barriers, decode steps and those that verify drafts: sequences decode a few tokens as in
+//! normal operation, with several submissions in flight, once without and once with barriers. Tokens and logits must be equal;
+//! a step that fails is removed.
 //! Not here: faults at run time (`gpu::executor`, `gpu::overlap`).
 
 use crate::device::Point;
@@ -45,24 +45,29 @@ struct Outcome {
     fault: Option<u32>,
 }
 
-/// Tests every bucket that has a step without barriers, and removes that step from buckets that fail. Returns the
-/// number of buckets that failed.
+/// The steps of decoding of some numbers of sequences.
+type Buckets = BTreeMap<u32, DecodeRegions>;
+
+/// Tests every bucket that has a step without barriers, and removes that step from buckets that fail: of decode steps, and of
+/// those that verify drafts, by drafts per sequence. Returns the number of buckets that failed.
 pub(crate) fn test_overlap(
     build: &Build<'_>,
     decoder: &Decoder<'_>,
     table: &BufferTable,
     probe: &Probe<'_>,
-    decode: &mut BTreeMap<u32, DecodeRegions>,
+    (decode, verify): (&mut Buckets, &mut BTreeMap<u32, Buckets>),
 ) -> Result<u32, StartError> {
-    if decode.values().all(|regions| regions.carried.is_none()) {
+    let all = || decode.values().chain(verify.values().flat_map(BTreeMap::values));
+    if all().all(|regions| regions.carried.is_none()) {
         return Ok(0);
     }
     let mut test = Test { build, decoder, probe, steps: 0 };
-    let steps = (SUBMISSIONS * STEPS).min(decoder.context);
+    // All tokens of a test lie in one page behind the context.
+    let most = probe.page_tokens.min(decoder.context);
     // Recurrent state is only treated as empty at position 0, so both runs must begin there.
     let context = match decoder.config.is_recurrent() {
         true => 0,
-        false => CONTEXT_PAGES.min((decoder.context - steps) / probe.page_tokens).min(decoder.state.max_pages - 1),
+        false => CONTEXT_PAGES.min((decoder.context - most) / probe.page_tokens).min(decoder.state.max_pages - 1),
     };
     if context > 0 {
         // Page 0 is the context of all sequences; one sequence fills it.
@@ -71,37 +76,64 @@ pub(crate) fn test_overlap(
         test.run(&single, 1, fill, probe.page_tokens)?;
     }
     let mut failed = 0;
-    for (rows, regions) in decode.iter_mut() {
+    let verify = verify.iter_mut().flat_map(|(drafts, buckets)| buckets.iter_mut().map(|of| (*drafts, of)));
+    for (drafts, (bucket, regions)) in decode.iter_mut().map(|of| (0, of)).chain(verify) {
         let Some(carried) = &regions.carried else { continue };
         build.wanted()?;
+        let each = drafts + 1;
+        // A drafting pass behind a step has tokens behind those of the step.
+        let room = most.saturating_sub(drafts) / each;
+        let (rows, steps) = (bucket * each, room.min(SUBMISSIONS * STEPS) / SUBMISSIONS * SUBMISSIONS);
+        let what = || match drafts {
+            0 => format!("the decode step of {rows} rows"),
+            _ => format!("the step that verifies {drafts} drafts of {bucket} sequences"),
+        };
+        if steps == 0 {
+            regions.carried = None;
+            regions.broken.clear();
+            continue;
+        }
         // Each sequence has its own page after the context.
         let own_pages = decoder.window_pages.map_or(decoder.pages, |pages| pages.min(decoder.pages)) - 1;
-        let sequences = (*rows).min(own_pages).min(decoder.state.slots);
+        let sequences = (*bucket).min(own_pages).min(decoder.state.slots);
         let pages = |slot: u32, index: u32| if index == context { slot + 1 } else { 0 };
-        let mut run = |region: &DecodeRegion| {
-            let patch = test.patch(sequences, context * probe.page_tokens, pages);
-            test.run(region, *rows, patch, steps)
+        let mut right = vec![[0; state::MOST_DRAFTS as usize]; sequences as usize];
+        let mut run = |region: &DecodeRegion, drafted: &[[u32; state::MOST_DRAFTS as usize]]| {
+            let mut patch = test.patch(sequences, context * probe.page_tokens, pages);
+            for (slot, tokens) in (0..).zip(drafted) {
+                patch.set_all(decoder.state.slot_word(slot, state::SLOT_DRAFTS), tokens);
+            }
+            test.run(region, rows, patch, steps)
         };
-        let found = run(carried)?;
+        if drafts > 0 {
+            // The drafts of the first step are the tokens that a run without right drafts draws, so that later rows count too.
+            let drawn = run(&regions.plain, &right)?.tokens;
+            for (slot, tokens) in right.iter_mut().enumerate() {
+                let own = |index: &usize| index % rows as usize / each as usize == slot;
+                let own = (0..drawn.len()).filter(own).filter_map(|index| drawn[index]);
+                tokens.iter_mut().zip(own).for_each(|(draft, token)| *draft = token);
+            }
+        }
+        let found = run(carried, &right)?;
         let why = match found.fault {
             Some(call) => Some(format!(
                 "call {} waited too long",
                 carried.whole.label(call.wrapping_sub(1)).unwrap_or("of an unknown number")
             )),
             None => {
-                let wanted = run(&regions.plain)?;
+                let wanted = run(&regions.plain, &right)?;
                 if let Some(call) = wanted.fault {
                     let call = regions.plain.whole.label(call.wrapping_sub(1)).unwrap_or("unknown");
-                    return Err(build
-                        .unsupported(format!("{call} of the decode step of {rows} rows waits in spite of barriers")));
+                    return Err(build.unsupported(format!("{call} of {} waits in spite of barriers", what())));
                 }
                 difference(&wanted, &found)
             }
         };
         if let Some(why) = why {
             build.progress.warning(&format!(
-                "\"{}\": the decode step of {rows} rows without barriers failed its test ({why}): it runs with barriers",
-                build.name
+                "\"{}\": {} without barriers failed its test ({why}): it runs with barriers",
+                build.name,
+                what()
             ));
             regions.carried = None;
             regions.broken.clear();

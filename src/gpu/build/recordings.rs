@@ -39,8 +39,8 @@ pub(crate) struct Recordings {
     /// The decode steps, by number of rows; the second recording is the same step with barriers, if the first one
     /// differs from it.
     pub(crate) decode: Vec<(u32, Recording, Option<Recording>)>,
-    /// The verification steps, by drafts per sequence and number of sequences.
-    pub(crate) verify: Vec<(u32, u32, Recording)>,
+    /// The verification steps, by drafts per sequence and number of sequences, with the same step with barriers if it differs.
+    pub(crate) verify: Vec<(u32, u32, Recording, Option<Recording>)>,
     /// The prefill steps, by number of rows.
     pub(crate) prefill: Vec<(u32, Recording)>,
     /// Those of prefill steps in two microbatches, with tensor parallelism.
@@ -130,13 +130,17 @@ pub(crate) struct InboxRecordings {
 
 impl Recordings {
     pub(crate) fn new(decoder: &Decoder<'_>, buckets: &[u32], draft_sequences: u32) -> Recordings {
+        // If words are tagged, the same step with barriers is kept as a fallback.
+        let both = |shape| {
+            let recording = decoder.record(shape);
+            let plain = recording.with_barriers();
+            let plain = (plain != recording).then_some(plain);
+            (recording, plain)
+        };
         let mut decode = Vec::new();
         let mut rows = 1;
         while rows <= decoder.state.rows {
-            let recording = decoder.record(StepShape::Decode { rows });
-            // If words are tagged, the same step with barriers is kept as a fallback.
-            let plain = recording.with_barriers();
-            let plain = (plain != recording).then_some(plain);
+            let (recording, plain) = both(StepShape::Decode { rows });
             decode.push((rows, recording, plain));
             rows *= 2;
         }
@@ -144,7 +148,8 @@ impl Recordings {
         for drafts in 1..=decoder.drafts {
             let mut sequences = 1;
             while sequences <= draft_sequences {
-                verify.push((drafts, sequences, decoder.record(StepShape::Verify { sequences, drafts })));
+                let (recording, plain) = both(StepShape::Verify { sequences, drafts });
+                verify.push((drafts, sequences, recording, plain));
                 sequences *= 2;
             }
         }
@@ -185,7 +190,8 @@ impl Recordings {
 
     /// Returns the numbers of rows of the steps, and which of them are tagged.
     pub(crate) fn rows(&self) -> BTreeSet<PassedRows> {
-        let verify = self.verify.iter().map(|(drafts, sequences, _)| sequences * (drafts + 1));
+        // Those of split models are not tagged.
+        let verify = self.verify.iter().map(|(drafts, sequences, ..)| sequences * (drafts + 1));
         let others = verify.chain(self.prefill.iter().map(|(rows, _)| *rows));
         self.decode_rows().chain(others.map(|rows| PassedRows { rows, tagged: false })).collect()
     }
@@ -213,7 +219,7 @@ impl Recordings {
     /// Returns the recordings that run all layers.
     pub(crate) fn layers(&self) -> impl Iterator<Item = &Recording> {
         let decode = self.decode.iter().map(|(_, recording, _)| recording);
-        let verify = self.verify.iter().map(|(.., recording)| recording);
+        let verify = self.verify.iter().map(|(.., recording, _)| recording);
         decode.chain(verify).chain(self.prefill.iter().map(|(_, recording)| recording))
     }
 
@@ -226,14 +232,14 @@ impl Recordings {
     /// Returns the recordings that steps normally use, without the fallbacks with barriers.
     fn of_steps(&self) -> impl Iterator<Item = &Recording> {
         let decode = self.decode.iter().map(|(_, recording, _)| recording);
-        let verify = self.verify.iter().map(|(.., recording)| recording);
+        let verify = self.verify.iter().map(|(.., recording, _)| recording);
         let logits = self.logits.iter().flat_map(LogitRecordings::all);
         decode.chain(verify).chain(self.of_prompts()).chain(logits).chain(self.head.iter().map(|head| &head.pool))
     }
 
     pub(crate) fn all(&self) -> Vec<&Recording> {
         let decode = self.decode.iter().flat_map(|(_, recording, plain)| std::iter::once(recording).chain(plain));
-        let verify = self.verify.iter().map(|(.., recording)| recording);
+        let verify = self.verify.iter().flat_map(|(.., recording, plain)| std::iter::once(recording).chain(plain));
         let inboxes =
             self.inboxes.iter().flat_map(|inbox| std::iter::once(&inbox.apply).chain(&inbox.clear).chain(&inbox.mark));
         let head = self.head.iter().flat_map(|head| [&head.pool, &head.dump]);

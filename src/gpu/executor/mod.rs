@@ -40,7 +40,7 @@ const MOST_REPEATS: u32 = 4;
 /// batch of n rows each step gives n tokens, and the limit is 1/n of this.
 const REPORT_EVERY: Duration = Duration::from_millis(16);
 
-/// The regions of a decode bucket.
+/// The regions of a bucket of decode or verification steps.
 #[derive(Debug)]
 pub struct DecodeRegions {
     /// Whether the activations of these steps are tagged, with barriers or without.
@@ -138,7 +138,7 @@ pub struct Parts {
     /// The decode regions, by number of rows.
     pub decode: BTreeMap<u32, DecodeRegions>,
     /// The verification regions, by drafts per sequence, then by number of sequences.
-    pub verify: BTreeMap<u32, BTreeMap<u32, Arc<Region>>>,
+    pub verify: BTreeMap<u32, BTreeMap<u32, DecodeRegions>>,
     /// The regions that run the layers of a prefill step, by number of rows.
     pub prefill: BTreeMap<u32, Arc<Region>>,
     /// Those of prefill steps in two microbatches, the first one of half of these rows; none without tensor parallelism.

@@ -324,7 +324,7 @@ impl SplitExecutor {
         let rows = self.stages[0].step_rows(work);
         let allowed = self.testing.map_or_else(|| self.overlap.allows(Instant::now()), |barriers| !barriers);
         let barriers = manner.barriers || !allowed;
-        let wait = self.variants.injections().next(rows).filter(|_| self.testing.is_none());
+        let wait = self.variants.injections().next(rows, work.drafts()).filter(|_| self.testing.is_none());
         let broken_stage = wait.map(|wait| self.first_waits.partition_point(|first| *first <= wait) - 1);
         let fault_word = self.last().parts.layout.fault_word();
         let exchanges = self.carry_sums(work, rows, draws);
@@ -428,9 +428,9 @@ impl SplitExecutor {
             Some(&flight.parts[queued.part].one)
         });
         let (step, rows, call) = match step {
-            Some(work @ Work::Decode { .. }) => {
+            Some(work @ Work::Decode { drafts, .. }) => {
                 let rows = device.step_rows(work);
-                ("decode", rows, device.polling_call(rows, word))
+                ("decode", rows, device.polling_call((rows / (drafts + 1), *drafts), word))
             }
             Some(work @ Work::Prefill { .. }) => ("prefill", work.prompt_rows(), None),
             Some(Work::CatchUp { .. }) | None => ("unknown", 0, None),
@@ -540,8 +540,9 @@ impl SplitExecutor {
         self.variants.injections().note_quietly(joined, call, token);
         let Some(pause) = self.overlap.fault(Instant::now()) else { return };
         self.variants.fell_back(Fallback::OverlapFault);
-        let rows = self.stages[stage].step_rows(&self.flights[flight].parts[queued.part].one);
-        self.stages[stage].warn_of_fault(rows, call, pause);
+        let work = &self.flights[flight].parts[queued.part].one;
+        let (rows, drafts) = (self.stages[stage].step_rows(work), work.drafts());
+        self.stages[stage].warn_of_fault((rows / (drafts + 1), drafts), call, pause);
     }
 
     /// Returns the number of parts into which a decode batch is divided.

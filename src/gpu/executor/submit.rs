@@ -8,8 +8,8 @@ use crate::engine::plan::{Chunk, Slot, Ticket, Work};
 use crate::engine::variants::Fallback;
 use crate::gpu::executor::inbox::Posts;
 use crate::gpu::executor::{
-    Around, Commands, DecodeRegion, GpuExecutor, Kind, Link, MOST_REPEATS, Parts, Pending, Pools, REPORT_EVERY,
-    Scoring, Steps,
+    Around, Commands, DecodeRegion, DecodeRegions, GpuExecutor, Kind, Link, MOST_REPEATS, Parts, Pending, Pools,
+    REPORT_EVERY, Scoring, Steps,
 };
 use crate::kernels::embed::{self, ChunkLayout, PromptRows};
 use crate::kernels::region::Region;
@@ -62,31 +62,41 @@ impl Queued {
 }
 
 impl GpuExecutor {
-    /// Returns the bucket and the regions of `steps` decode steps of `sequences` sequences, and which of these steps a
-    /// test breaks.
-    pub(super) fn decode_steps(&mut self, sequences: u32, steps: u32) -> (u32, Vec<DecodeRegion>, Vec<(u32, usize)>) {
-        let (rows, regions) = fitting(&self.parts.decode, sequences);
+    /// Returns the regions of steps that verify so many drafts for each sequence, by number of sequences.
+    fn buckets(&self, drafts: u32) -> &BTreeMap<u32, DecodeRegions> {
+        if drafts > 0 { &self.parts.verify[&drafts] } else { &self.parts.decode }
+    }
+
+    /// Returns the bucket and the regions of `steps` steps of `sequences` sequences, each of which verifies `drafts` drafts for
+    /// each sequence, and which of these steps a test breaks.
+    fn decode_steps(
+        &mut self,
+        (sequences, drafts): (u32, u32),
+        steps: u32,
+    ) -> (u32, Vec<DecodeRegion>, Vec<(u32, usize)>) {
+        let (sequences, regions) = fitting(self.buckets(drafts), sequences);
         let overlaps = !self.repeats && self.overlap.allows(Instant::now());
         let Some(carried) = regions.carried.as_ref().filter(|_| overlaps) else {
-            return (rows, vec![regions.plain.clone(); steps as usize], Vec::new());
+            return (sequences, vec![regions.plain.clone(); steps as usize], Vec::new());
         };
         let mut steps = vec![carried.clone(); steps as usize];
         let first = self.carried_steps + 1;
-        self.carried_steps += steps.len() as u64;
+        let last = self.carried_steps + steps.len() as u64;
         let mut broken = Vec::new();
         let injections = &self.parts.variants.injections();
-        let wait = injections.next(rows).filter(|_| self.breaks);
+        let wait = injections.next(sequences * (drafts + 1), drafts).filter(|_| self.breaks);
         let wait = wait.and_then(|wait| Some((wait, regions.broken.get(&wait)?)));
         if let Some((wait, region)) = wait {
             let (one, every) = (u64::from(self.parts.injection.step), u64::from(injections.every()));
-            for (index, number) in (0u32..).zip(first..=self.carried_steps) {
+            for (index, number) in (0u32..).zip(first..=last) {
                 if number == one || every > 0 && number.is_multiple_of(every) {
                     steps[index as usize] = region.clone();
                     broken.push((index, wait));
                 }
             }
         }
-        (rows, steps, broken)
+        self.carried_steps = last;
+        (sequences, steps, broken)
     }
 
     /// Returns the regions of a prefill step in which the slots `decoding` decode, whose masks it `awaits` or not, the number
@@ -241,20 +251,11 @@ impl GpuExecutor {
     /// Returns `count` decode steps of `slots`. Adds the changes of the batch's rows to `patch`. With `awaits`, the step is
     /// in two entries, of which the second waits behind the gate.
     fn decode(&mut self, slots: Vec<Slot>, count: u32, drafts: u32, awaits: bool, patch: &mut Patch) -> Queued {
-        let (sequences, entries, broken) = match drafts {
-            0 => {
-                let (sequences, mut regions, broken) = self.decode_steps(slots.len() as u32, count);
-                let entries = if awaits {
-                    regions.remove(0).parts.expect("there are gates").map(|part| vec![part]).into()
-                } else {
-                    regions.into_iter().map(|region| vec![region.whole]).collect()
-                };
-                (sequences, entries, broken)
-            }
-            _ => {
-                let (sequences, region) = fitting(&self.parts.verify[&drafts], slots.len() as u32);
-                (sequences, vec![vec![Arc::clone(region)]; count.max(1) as usize], Vec::new())
-            }
+        let (sequences, mut regions, broken) = self.decode_steps((slots.len() as u32, drafts), count);
+        let entries = if awaits {
+            regions.remove(0).parts.expect("there are gates").map(|part| vec![part]).into()
+        } else {
+            regions.into_iter().map(|region| vec![region.whole]).collect()
         };
         // Logits can only be requested for the first row.
         let mut batch = slots.clone();
@@ -433,22 +434,25 @@ impl GpuExecutor {
         self.note_injected(pending);
         let Some(pause) = self.overlap.fault(Instant::now()) else { return };
         self.parts.variants.fell_back(Fallback::OverlapFault);
-        self.warn_of_fault(pending.steps.rows, pending.faults.call, pause);
+        let drafts = pending.steps.drafts;
+        self.warn_of_fault((pending.steps.rows / (drafts + 1), drafts), pending.faults.call, pause);
     }
 
-    /// Returns the label of a call of a decode step of `rows` rows without barriers, by its number (`tags::number_calls`).
-    pub(super) fn polling_call(&self, rows: u32, call: u32) -> Option<&str> {
-        let (_, regions) = fitting(&self.parts.decode, rows);
+    /// Returns the label of a call of a step of so many sequences, and drafts for each, without barriers, by the call's number
+    /// (`tags::number_calls`).
+    pub(super) fn polling_call(&self, (sequences, drafts): (u32, u32), call: u32) -> Option<&str> {
+        let (_, regions) = fitting(self.buckets(drafts), sequences);
         regions.carried.as_ref().and_then(|region| region.whole.label(call.wrapping_sub(1)))
     }
 
-    /// Warns that a call of a step of `rows` rows waited too long, and of the pause that follows.
-    pub(super) fn warn_of_fault(&self, rows: u32, call: u32, pause: Duration) {
-        let label = self.polling_call(rows, call);
+    /// Warns that a call of a step of so many sequences, and drafts for each, waited too long, and of the pause that follows.
+    pub(super) fn warn_of_fault(&self, (sequences, drafts): (u32, u32), call: u32, pause: Duration) {
+        let label = self.polling_call((sequences, drafts), call);
         tracing::warn!(
             device = self.parts.device_name,
             call = label.unwrap_or("unknown"),
-            rows,
+            rows = sequences * (drafts + 1),
+            drafts,
             pause_ms = pause.as_millis() as u64,
             "a call of a decode step without barriers waited too long: its step and those behind it run again, with \
              barriers until the pause is over"

@@ -1,6 +1,6 @@
-//! `flash_decode`, the decode attention on blocks of 16 × 16, for one new token per row; the same result as `attention`
-//! with `fused`. `plan_splits` distributes its workgroups over the rows of a batch. Not here: prompts, and caches of
-//! f32.
+//! `flash_decode`, the decode attention on blocks of 16 × 16, for one new token per row, or for several rows with the next
+//! tokens of a sequence; the same result as `attention` with `fused` for one row after the other. `plan_splits` distributes
+//! its workgroups over the rows of a batch. Not here: prompts, and caches of f32.
 
 use super::cache::kv_format_of;
 use crate::config::KvFormat;
@@ -35,19 +35,19 @@ pub fn parts(heads: Heads) -> u32 {
     (1..=group).find(served).unwrap_or(group)
 }
 
-/// Returns the shared memory that a workgroup of `threads` invocations uses, in bytes.
-pub fn shared_bytes(heads: Heads, threads: u32, matrices: Matrices) -> u32 {
+/// Returns the shared memory that a workgroup of `threads` invocations uses, in bytes, for sequences of `new_tokens` rows.
+pub fn shared_bytes(heads: Heads, threads: u32, new_tokens: u32, matrices: Matrices) -> u32 {
     let (g, d, groups) = (heads.group() / parts(heads), heads.dim, threads / 32);
     let exchange = if matrices == Matrices::Emulated { threads * 32 } else { 0 };
     // Without shuffles that are wide enough, there is one partial sum for each four dimensions.
     let joined = if matrices == Matrices::Emulated { 1 } else { 8 };
-    let raw = g + 2 + if heads.gated { g } else { 0 };
-    let sums = (raw + g) * (d / 4) / joined * 4;
+    let raw = g + 2 * new_tokens + if heads.gated { g } else { 0 };
+    let sums = (raw + g * new_tokens) * (d / 4) / joined * 4;
     // Of each split, for a workgroup that combines them.
     let combined = if matrices == Matrices::Emulated { 0 } else { 3 * MOST_SPLITS * 4 };
-    // The new key in f32 and the largest magnitudes of the new key and value.
-    let quantised = if heads.kv_format == KvFormat::Int8 { 2 * (d / 4) / joined * 4 } else { 0 };
-    4 * (raw * d + g * d + d + 1)
+    // The new keys in f32 and the largest magnitudes of the new keys and values.
+    let quantised = if heads.kv_format == KvFormat::Int8 { new_tokens * 2 * (d / 4) / joined * 4 } else { 0 };
+    4 * (raw * d + g * d + new_tokens * d + 1)
         + quantised
         + combined
         + groups * (16 * (d / 8 + 1) * 16 + g * 8 + MOST_QUERY_HEADS * 4)
@@ -143,6 +143,8 @@ pub struct FlashDecodeShape {
     pub split: Split,
     /// The number of invocations of a workgroup.
     pub threads: u32,
+    /// The number of rows of each sequence, which follow each other and have its next tokens.
+    pub new_tokens: u32,
     /// The order in which the output is packed for the next product, if it is; the output's stride then counts blocks of
     /// 32 columns ([`PackedOrder::Fragments`]) or rows ([`PackedOrder::Swizzled`]).
     pub packed: Option<PackedOrder>,
@@ -152,7 +154,7 @@ pub struct FlashDecodeShape {
 
 /// Returns the call for the attention of a step's rows, split along their contexts.
 pub fn flash_decode(label: String, heads: Heads, shape: FlashDecodeShape, flow: Flow, args: AttentionArgs) -> Call {
-    let FlashDecodeShape { split, threads, packed, matrices } = shape;
+    let FlashDecodeShape { split, threads, new_tokens, packed, matrices } = shape;
     let parts = parts(heads);
     assert!(serves(heads) && (packed.is_none() || flow.output.is_none()), "{heads:?}, {packed:?}");
     // Polling requires that earlier workgroups were launched first, but a CPU driver may run workgroups in any order.
@@ -191,6 +193,7 @@ pub fn flash_decode(label: String, heads: Heads, shape: FlashDecodeShape, flow: 
         v_norm: u32::from(heads.v_norm),
         parts,
         devices: 0,
+        new_tokens,
     };
     // The argument block is the same as `attention`'s, field for field.
     let args = AttentionArgs { fault: args.fault.none(), qkv_tag: flow.input, o_tag: flow.output.unwrap_or(0), ..args };
@@ -234,12 +237,12 @@ pub(crate) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
         parts: c.parts,
         v_norm: c.v_norm,
         devices: 0,
-        // A row is the last of its sequence.
+        // A row sees no later token.
         both: 0,
     };
     let [groups, _, rows] = call.groups;
     let word = |at: u32| memory.u32(args.rows, at);
-    let rows: Vec<[u32; 4]> = match c.planned {
+    let mut rows: Vec<[u32; 4]> = match c.planned {
         0 => (0..rows).map(|row| [row, word(row * 4 + 1), word(row * 4 + 2), word(row * 4 + 3)]).collect(),
         // Only the first unit of each row is taken: it stands for all of the row's units, and for those that combine them.
         _ => (0..groups)
@@ -248,6 +251,8 @@ pub(crate) fn reference_flash_decode(call: &Call, memory: &mut HostMemory) {
             .map(|[row, position, slot, code]| [row, position, slot, code >> 16])
             .collect(),
     };
+    // A sequence's rows follow each other: each appends its key and value, which the next ones read.
+    rows.sort();
     let put = |memory: &mut HostMemory, row, column, value| match PackedOrder::of_word(c.packed) {
         None => put_row(&args, &constants, memory, row, column, value),
         Some(order) => {

@@ -143,7 +143,7 @@ impl Decoder<'_> {
     pub(super) fn counter_bytes(&self) -> u64 {
         let parts = |heads: Heads| heads.kv * self.attention_size(heads).1.max(flash_decode::parts(heads));
         let most = self.all_heads().into_iter().map(parts).max();
-        u64::from(most.unwrap_or(0)) * u64::from(self.state.rows) * 4
+        u64::from(most.unwrap_or(0)) * u64::from(self.decoding_rows()) * 4
     }
 
     /// Returns the number of splits of each row's attention with the `attention` kernel: no more than the device can run
@@ -176,11 +176,13 @@ impl Decoder<'_> {
             && 4 * workgroups >= 3 * self.tuning.processors
     }
 
-    /// Returns the number of threads of a `flash_decode` workgroup.
-    pub(super) fn flash_threads(&self, heads: Heads, rows: u32, matrices: Matrices) -> u32 {
+    /// Returns the number of threads of a `flash_decode` workgroup for `rows` rows, of which each sequence has `new_tokens`.
+    pub(super) fn flash_threads(&self, heads: Heads, (rows, new_tokens): (u32, u32), matrices: Matrices) -> u32 {
         let many = rows * heads.kv * flash_decode::parts(heads) > self.tuning.processors;
         let mut threads = if many { self.tuning.flash_threads_many } else { self.tuning.flash_threads };
-        while threads > 32 && flash_decode::shared_bytes(heads, threads, matrices) > self.tuning.shared_bytes {
+        while threads > 32
+            && flash_decode::shared_bytes(heads, threads, new_tokens, matrices) > self.tuning.shared_bytes
+        {
             threads /= 2;
         }
         threads
@@ -242,8 +244,9 @@ impl Decoder<'_> {
         // What follows latent attention reads rows of floats.
         let packs = packs.filter(|order| order.is_written_by_products() && c.latent.is_none());
         let AppendArgs { k, v, q_norm, k_norm, rope, .. } = self.append_args(r, step, block, cache);
-        // Rows of a decode step are prepared and appended by the attention itself, if the layer has keys of its own.
-        let decode = matches!(shape, StepShape::Decode { .. });
+        // Rows of a decode step are prepared and appended by the attention itself, if the layer has keys of its own. So are those
+        // of a verification step without barriers.
+        let decode = matches!(shape, StepShape::Decode { .. }) || step.generations.is_some();
         let fused = decode && block.owns_cache;
         if !fused {
             let args = self.append_args(r, step, block, cache);
@@ -301,7 +304,8 @@ impl Decoder<'_> {
             r.call(attention::attention(block.name("attention"), heads, shape, flow, args));
             return Mixed::Rows(step.attention);
         };
-        let threads = self.flash_threads(heads, rows, matrices);
+        let new_tokens = shape.rows_of_sequence();
+        let threads = self.flash_threads(heads, (rows, new_tokens), matrices);
         let waits = step.generations.is_some() && matrices == Matrices::Cooperative;
         let (split, table) = match self.spread(heads, rows, threads, waits) {
             Some(spread) => {
@@ -327,7 +331,7 @@ impl Decoder<'_> {
         };
         let args = AttentionArgs { rows: table, ..args };
         let label = block.name("attention");
-        let shape = FlashDecodeShape { split, threads, packed: packs, matrices };
+        let shape = FlashDecodeShape { split, threads, new_tokens, packed: packs, matrices };
         r.call(flash_decode::flash_decode(label, heads, shape, flow, args));
         direct.map_or(Mixed::Rows(step.attention), Mixed::Packed)
     }

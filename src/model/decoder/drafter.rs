@@ -208,8 +208,15 @@ impl Decoder<'_> {
             let (last_at, tokens_at) = (layout.last(0), layout.token(0));
             let args = DraftRowsArgs { slots, batch, history, next, stride, last_at, tokens_at };
             r.call(draft::draft_rows("draft_rows".to_owned(), sequences, index, from, args));
-            let shape = StepShape::Head { rows: if index == 0 { 2 * sequences } else { sequences } };
-            let step = self.buffers(r, shape, shape.rows(), next, false);
+            // Like rows to verify, whose activations can be tagged.
+            let each = if index == 0 { 2 } else { 1 };
+            let shape = StepShape::Verify { sequences, drafts: each - 1 };
+            let carries = self.carries(shape);
+            let shape = if carries { shape } else { StepShape::Head { rows: sequences * each } };
+            let step = self.buffers(r, shape, shape.rows(), next, carries);
+            if carries {
+                self.clear_tags(r, &step);
+            }
             self.embed(r, shape, &step);
             self.layers(r, shape, &step);
             if drafts == 0 {
@@ -228,6 +235,7 @@ impl Decoder<'_> {
             };
             r.call(take_last("draft_last".to_owned(), sequences, args));
             let shape = StepShape::Head { rows: sequences };
+            let step = self.buffers(r, shape, sequences, next, false);
             let logits = Self::activations(r, "logits", sequences, c.vocab);
             self.lm_head(r, shape, &step, head_x, "final_norm", logits);
             let partials = self.best(r, sequences, logits, "draft.partials", "draft_argmax");

@@ -226,13 +226,20 @@ impl Decoder<'_> {
             options: 0,
         };
         let (threads, shared) = (self.tuning.sample_threads, self.stage.vocabulary.is_some());
+        // A step without tags may be queued after one that faults. It samples nothing either, because both are run again. So does
+        // any step after an exchange with other devices that did not end.
+        let decodes = match shape {
+            StepShape::Verify { .. } => self.stage.is_whole(),
+            shape => matches!(shape, StepShape::Decode { .. }),
+        };
+        let heeds_fault = decodes && self.tuning.tags || self.stage.rank.is_some();
         let advance = AdvanceArgs { step_number };
         match shape {
             StepShape::Verify { sequences, drafts } => {
                 let each = drafts + 1;
                 for first in 0..each {
                     let label = format!("sample.{first}");
-                    let of = SampledStep { heeds_fault: self.stage.rank.is_some(), lags: true, shared };
+                    let of = SampledStep { heeds_fault, lags: true, shared };
                     r.call(sampling::sample_drafts(label, sequences, (each, first), threads, of, args));
                 }
                 r.call(sampling::advance("advance".to_owned(), advance));
@@ -246,10 +253,6 @@ impl Decoder<'_> {
             }
             _ => {
                 let decode = matches!(shape, StepShape::Decode { .. });
-                // A step without tags may be queued after one that faults. It samples nothing either, because both are
-                // run again.
-                // So does any step after an exchange with other devices that did not end.
-                let heeds_fault = decode && self.tuning.tags || self.stage.rank.is_some();
                 let of = SampledStep { heeds_fault, lags: decode && c.delta.is_some(), shared };
                 r.call(sampling::sample("sample".to_owned(), rows, threads, of, args));
                 if rows > 1 {

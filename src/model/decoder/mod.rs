@@ -30,6 +30,7 @@ pub use tuning::{Tuning, most_dots_rows, most_gemv_rows};
 use super::checkpoint::{WeightKind, WeightSpec};
 use super::config::{Attention, Experts, LayerKind, MlpKind, ModelConfig, QkNorm};
 use crate::config::KvFormat;
+use crate::kernels::attention::flash_decode;
 use crate::kernels::embed;
 use crate::kernels::gemm::panel::{Fold, Unscaled};
 use crate::kernels::gemm::tiled::{Output, Packed};
@@ -93,6 +94,11 @@ impl StepShape {
             StepShape::Pool { prompts } => format!("pool.{prompts}"),
             StepShape::Verify { sequences, drafts } => format!("verify.{sequences}.{drafts}"),
         }
+    }
+
+    /// Returns the number of rows of each sequence in a step of decoding.
+    fn rows_of_sequence(self) -> u32 {
+        if let StepShape::Verify { drafts, .. } = self { drafts + 1 } else { 1 }
     }
 
     /// Returns the number of rows of activations.
@@ -372,7 +378,11 @@ impl Decoder<'_> {
         let divided = self.stage.rank.is_some() && (self.tuning.exchange_polls == 0 || beside);
         self.tuning.tags
             && !divided
-            && matches!(shape, StepShape::Decode { .. })
+            && match shape {
+                StepShape::Decode { .. } => true,
+                StepShape::Verify { .. } => self.verifies_beside(),
+                _ => false,
+            }
             && (self.stage.is_first() || self.input_tags.contains_key(&shape.rows()))
             && !self.packs(shape)
             && whole
@@ -383,6 +393,14 @@ impl Decoder<'_> {
             && c.delta.is_none_or(|net| net.projected_rows().is_multiple_of(4))
             && self.weights.iter().all(|w| matches!(w.kind, WeightKind::Vector) || self.in_fragments(w))
             && self.weights.iter().all(|w| w.order.is_none())
+    }
+
+    /// Whether the activations of verification steps may be tagged: where a row's attention takes in the keys of those before it
+    /// in the step, as `flash_decode` does. Steps of several devices pass other buffers on.
+    fn verifies_beside(&self) -> bool {
+        self.stage.is_whole()
+            && self.tuning.fragments.is_some()
+            && self.all_heads().into_iter().all(flash_decode::serves)
     }
 
     /// Returns the recording of a step.
@@ -442,6 +460,11 @@ impl Decoder<'_> {
         tags::number_calls(&mut recording);
         debug_assert_eq!(tags::check(&recording), Ok(()));
         recording
+    }
+
+    /// Returns the maximum number of rows of a decode or verification step.
+    pub(super) fn decoding_rows(&self) -> u32 {
+        self.state.rows.max(self.ring.rows)
     }
 
     /// Returns the buffers of a step: for `x_rows` rows of the residual stream, with the descriptor `chunk`. `carries`:
@@ -511,7 +534,7 @@ impl Decoder<'_> {
                 .zip(&heads)
                 .map(|(kind, heads)| {
                     let name = attention::name_of_kind("attention.partials", self.plan_kind(kind));
-                    let floats = heads.partial_floats(self.tuning.splits) * u64::from(self.state.rows);
+                    let floats = heads.partial_floats(self.tuning.splits) * u64::from(self.decoding_rows());
                     r.buffer(&named(&name), floats * 4)
                 })
                 .collect(),

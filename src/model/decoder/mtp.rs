@@ -69,9 +69,12 @@ impl Decoder<'_> {
         chunk
     }
 
-    /// Returns the buffers of a drafting pass of `rows` rows; those not replaced here are shared with the model's step.
+    /// Returns the buffers of a drafting pass of `rows` rows; those not replaced here are shared with the model's step, unless its
+    /// words are tagged.
     fn draft_step(&self, r: &mut Recording, of: &Step, rows: u32) -> Step {
         let hidden = self.config.hidden;
+        let plain = of.generations.is_some().then(|| self.buffers(r, StepShape::Head { rows }, rows, of.chunk, false));
+        let of = plain.as_ref().unwrap_or(of);
         Step {
             rows: r.buffer("draft.rows", embed::rows_bytes(rows)),
             x: Self::activations(r, "draft.x", rows, hidden),

@@ -39,7 +39,7 @@ pub(super) struct SharedDraw {
 impl Decoder<'_> {
     /// Returns the number of words of each slot of the exchange's buffers: those of the rows of any step.
     pub fn exchange_words(&self) -> u32 {
-        let rows = self.state.rows.max(self.ring.rows);
+        let rows = self.decoding_rows();
         let rows = if self.rounds_prompts() { rows } else { rows.max(self.state.chunk) };
         let sums = exchange::words_of(u64::from(rows) * u64::from(stride(self.config.hidden)));
         let logits = self.stage.own_vocabulary().map(|(columns, rank, _)| {
@@ -72,7 +72,7 @@ impl Decoder<'_> {
 
     /// Returns the maximum number of rows of a step that draw tokens.
     fn head_rows(&self) -> u32 {
-        self.state.rows.max(self.ring.rows).max(self.state.prompts)
+        self.decoding_rows().max(self.state.prompts)
     }
 
     fn exchange_buffers(&self, r: &mut Recording, number: Range, fault: Range, rank: Rank) -> ExchangeBuffers {

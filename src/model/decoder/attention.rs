@@ -20,6 +20,11 @@ use std::collections::BTreeMap;
 const MOST_PROMPT_SPLITS: u32 = 16;
 /// The same, at least, where sequences decode in prompt steps.
 const LEAST_MIXED_SPLITS: u32 = 4;
+/// In a batch whose attention has at most this many workgroups for each processor, so that the last of them leave many processors
+/// idle, long contexts are split: into this many units on average, of at least this many pages.
+const MOST_UNEVEN: u32 = 4;
+const LONG_UNITS: u32 = 3;
+const LONG_PAGES: u32 = 32;
 /// The name of the rotary table of the first kind of attention layers, and the beginning of the others' names.
 pub const ROPE: &str = "rope";
 
@@ -176,10 +181,15 @@ impl Decoder<'_> {
             && 4 * workgroups >= 3 * self.tuning.processors
     }
 
+    /// Whether the attention of `rows` rows has more workgroups than there are processors, also if no context is split.
+    fn has_many(&self, heads: Heads, rows: u32) -> bool {
+        rows * heads.kv * flash_decode::parts(heads) > self.tuning.processors
+    }
+
     /// Returns the number of threads of a `flash_decode` workgroup for `rows` rows, of which each sequence has `new_tokens`.
     pub(super) fn flash_threads(&self, heads: Heads, (rows, new_tokens): (u32, u32), matrices: Matrices) -> u32 {
-        let many = rows * heads.kv * flash_decode::parts(heads) > self.tuning.processors;
-        let mut threads = if many { self.tuning.flash_threads_many } else { self.tuning.flash_threads };
+        let mut threads =
+            if self.has_many(heads, rows) { self.tuning.flash_threads_many } else { self.tuning.flash_threads };
         while threads > 32
             && flash_decode::shared_bytes(heads, threads, new_tokens, matrices) > self.tuning.shared_bytes
         {
@@ -202,7 +212,14 @@ impl Decoder<'_> {
         // The buffer of partial results has room for this many units in addition to one per row.
         let room = (self.tuning.splits.min(flash_decode::MOST_SPLITS) - 1) * rows;
         let workgroups = heads.kv * flash_decode::parts(heads);
-        let units = (self.tuning.spread * self.tuning.processors / workgroups).min(room);
+        let many = self.has_many(heads, rows);
+        // Heads of 256 dimensions lose by such splits (one model was measured); of smaller batches only narrower heads were.
+        let narrow = heads.dim <= 128;
+        let long = many && narrow && rows * workgroups <= MOST_UNEVEN * self.tuning.processors;
+        // Where most rows are whole, some may be much longer than others.
+        let turns = if many || !narrow { 2 } else { 1 };
+        let shared = turns * self.tuning.spread * self.tuning.processors / workgroups;
+        let units = if long { LONG_UNITS * rows } else { shared }.min(room);
         // More than there are processors take longer to launch than one workgroup takes to combine.
         let most = self.tuning.processors / (rows * workgroups);
         // Measured for heads of 256 dimensions only.
@@ -210,7 +227,7 @@ impl Decoder<'_> {
         let combiners = if combines { flash_decode::combiners(heads, threads, most) } else { 0 };
         // Where splits are combined by several workgroups, smaller ones pay.
         let pages = if combiners > 0 { self.tuning.spread_pages.div_ceil(2) } else { self.tuning.spread_pages };
-        let least = (threads / 32 * pages).max(1);
+        let least = if long { LONG_PAGES } else { (threads / 32 * pages).max(1) };
         (rows > 1).then_some(flash_decode::Spread { units, least, combiners })
     }
 

@@ -4,6 +4,7 @@
 use super::connect::{self, Reach};
 use super::generate::Refused;
 use super::{Usage, perfetto};
+use crate::engine::variants::stage;
 use crate::service::proto;
 use anyhow::Context;
 use prost::Message;
@@ -160,22 +161,12 @@ fn table(profile: &proto::ProfileResponse) -> String {
     text
 }
 
-/// Returns a call's label without its layer: `layers.3.qkv` becomes `qkv`.
-fn stage(label: &str) -> String {
-    match label.strip_prefix("layers.").and_then(|rest| rest.split_once('.')) {
-        Some((_, stage)) => stage.to_owned(),
-        None => label.to_owned(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn stages_are_summed_over_layers() {
-        assert_eq!(stage("layers.31.mlp.down"), "mlp.down");
-        assert_eq!(stage("lm_head"), "lm_head");
         let kernel = |label: &str, begin_ns, end_ns| proto::KernelRun {
             label: label.to_owned(),
             kernel: "skinny".to_owned(),

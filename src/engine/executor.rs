@@ -74,7 +74,7 @@ pub trait Executor: Send {
     }
     /// Returns recent step times; the step loop sizes its run-ahead and prompt chunks by them.
     fn pace(&self) -> &Pace;
-    /// Returns the number of faults so far: how often a kernel of a decode step without barriers timed out while it
+    /// Returns the number of faults so far: how often a kernel of a step without barriers timed out while it
     /// polled for another kernel's words. One fault can affect several plans in flight (`PlanReport::faults` says
     /// which); none loses a token.
     fn faults(&self) -> u64 {

@@ -789,6 +789,7 @@ impl FakeExecutor {
                 let progress = PlanReport {
                     ticket,
                     steps: 1,
+                    drafts: 0,
                     tokens,
                     scored,
                     pooled,
@@ -806,6 +807,7 @@ impl FakeExecutor {
                 let progress = PlanReport {
                     ticket,
                     steps: 1,
+                    drafts: 0,
                     tokens: Vec::new(),
                     scored: None,
                     pooled: Vec::new(),
@@ -847,6 +849,7 @@ impl FakeExecutor {
                         PlanReport {
                             ticket,
                             steps: part,
+                            drafts,
                             tokens,
                             scored: None,
                             pooled: Vec::new(),

@@ -1,4 +1,4 @@
-//! The faults that tests inject into decode steps without barriers: at which places calls poll for other calls' words, and
+//! The faults that tests inject into steps without barriers: at which places calls poll for other calls' words, and
 //! at which tokens each of these places has been broken so far.
 //! Not here: how a place is broken (`kernels::tags`), and which steps contain a broken one (`gpu::executor`).
 
@@ -37,13 +37,13 @@ pub struct Injections {
 }
 
 impl Injections {
-    /// Creates the injections of these waits into every `every`-th decode step without barriers; 0: into none yet.
+    /// Creates the injections of these waits into every `every`-th step without barriers; 0: into none yet.
     pub fn new(waits: Vec<Wait>, every: u32) -> Injections {
         let broken = Mutex::new(vec![BrokenAt::new(); waits.len()]);
         Injections { waits, every: every.into(), broken, ..Injections::default() }
     }
 
-    /// Every how many decode steps without barriers one contains a broken wait; 0: never.
+    /// Every how many steps without barriers one contains a broken wait; 0: never.
     pub fn every(&self) -> u32 {
         self.every.load(Relaxed)
     }

@@ -384,6 +384,8 @@ pub struct PlanReport {
     pub ticket: Ticket,
     /// The number of steps of the plan that this report completes (1 for a prefill).
     pub steps: u32,
+    /// The number of drafts that these steps verified for each slot: 0 for those of a plan with drafts that were run again.
+    pub drafts: u32,
     /// The tokens drawn, in step order, then in row order.
     pub tokens: Vec<Sampled>,
     /// The scores of the plan's chunk, if it asked for them.

@@ -29,9 +29,9 @@ pub enum Fallback {
     /// The stages of a decode step run one after the other, because the device does not guarantee which workgroups
     /// start first.
     NoOverlap,
-    /// A bucket's decode step without barriers failed its test at start.
+    /// A bucket's step without barriers failed its test at start.
     OverlapTest,
-    /// A kernel of a decode step without barriers timed out at run time; steps have barriers for a while.
+    /// A kernel of a step without barriers timed out at run time; steps have barriers for a while.
     OverlapFault,
 }
 
@@ -114,8 +114,8 @@ impl Variants {
     }
 }
 
-/// Returns a label without layer numbers: `layers.3.qkv` becomes `qkv`.
-fn stage(label: &str) -> String {
+/// Returns a call's label without its layer: `layers.3.qkv` becomes `qkv`, and `drafter.0.layers.3.qkv` `drafter.0.qkv`.
+pub fn stage(label: &str) -> String {
     let mut parts = Vec::new();
     let mut after_layers = false;
     for part in label.split('.') {
@@ -137,7 +137,7 @@ mod tests {
         for (label, wanted) in [
             ("layers.3.qkv", "qkv"),
             ("layers.12.mlp.gate_up", "mlp.gate_up"),
-            ("mtp.layers.0.qkv", "mtp.qkv"),
+            ("drafter.0.layers.3.qkv", "drafter.0.qkv"),
             ("sample.1", "sample.1"),
             ("lm_head", "lm_head"),
         ] {

@@ -1,4 +1,4 @@
-//! Decides when decode steps without barriers are tried again after a fault: a pure function of the times of faults.
+//! Decides when steps without barriers are tried again after a fault: a pure function of the times of faults.
 //! Not here: the detection of faults (`tags.glsl`), and the repetition of steps (`gpu::executor`).
 
 use std::time::{Duration, Instant};

@@ -202,7 +202,7 @@ struct Shared {
     rebuilding: AtomicBool,
     /// How often the device was lost.
     losses: AtomicU64,
-    /// The number of faults of decode steps without barriers, over all executors of the replica.
+    /// The number of faults of steps without barriers, over all executors of the replica.
     faults: AtomicU64,
     /// When the engine thread last saw that number grow (`Moment`'s nanoseconds; 0: never).
     last_fault: AtomicU64,
@@ -477,7 +477,7 @@ impl Replica {
         self.shared.losses.load(Relaxed)
     }
 
-    /// Returns the number of faults while serving: how often a kernel of a decode step without barriers timed out while
+    /// Returns the number of faults while serving: how often a kernel of a step without barriers timed out while
     /// it polled for another kernel's words.
     pub fn faults(&self) -> u64 {
         self.shared.faults.load(Relaxed)

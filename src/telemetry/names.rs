@@ -199,7 +199,7 @@ pub const TRANSFER_SUBMITS: &str = "ostinato.transfer_submits";
 /// Pipelines that were compiled, or found in the cache or with another model of the device.
 pub const LOAD_PIPELINES: &str = "ostinato.load.pipelines";
 
-/// On a request, a phase or a step: how often a kernel of a decode step without barriers timed out while it waited for
+/// On a request, a phase or a step: how often a kernel of a step without barriers timed out while it waited for
 /// another kernel's tagged words, so that steps were run again. Absent if it never happened.
 pub const OVERLAP_FAULTS: &str = "ostinato.overlap_faults";
 /// How often the sequence lost its pages and was recomputed.
@@ -253,7 +253,7 @@ pub const METRIC_PROMPT_TOKENS: &str = "ostinato_prompt_tokens_total";
 pub const METRIC_PREFIX_HIT_TOKENS: &str = "ostinato_prefix_hit_tokens_total";
 /// How often a replica's device was lost.
 pub const METRIC_LOSSES: &str = "ostinato_device_losses_total";
-/// Timeouts inside decode steps without barriers; the steps were run again.
+/// Timeouts inside steps without barriers; the steps were run again.
 pub const METRIC_OVERLAP_FAULTS: &str = "ostinato_overlap_faults_total";
 /// Sequences that lost their pages to others or with their device, and are recomputed.
 pub const METRIC_PREEMPTIONS: &str = "ostinato_preemptions_total";

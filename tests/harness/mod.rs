@@ -211,12 +211,6 @@ pub fn compare(
                         // Devices differ in the NaN that they compute from NaN.
                         (was - is).abs() <= limit * AGAIN * (1.0 + was.abs()) || (was.is_nan() && is.is_nan())
                     }
-                    // They may also be rounded to the other neighbour.
-                    Expect::Halves(limit) => [0, 16].iter().all(|shift| {
-                        let bits = [old[i], found[i]].map(|word| (word >> shift) as u16);
-                        let [was, is] = bits.map(|bits| f16::from_bits(bits).to_f32());
-                        (was - is).abs() <= limit * AGAIN * (1.0 + was.abs()) || bits[0].abs_diff(bits[1]) <= 1
-                    }),
                     _ => false,
                 };
                 let same = found[i] == old[i] || found[i] == wanted[i] || again;

@@ -731,10 +731,12 @@ impl Scheduler {
             if flight.drafts > 0 {
                 let index = flight.slots.iter().position(|slot| *slot == sampled.slot);
                 flight.drawn[index.expect("a token of a slot that the plan names")] += 1;
-                self.speculation.note(flight.drafts, sampled.draft);
+            }
+            if progress.drafts > 0 {
+                self.speculation.note(progress.drafts, sampled.draft);
             }
             let decodes = !flight.is_prefill() || flight.decoding().contains(&sampled.slot);
-            self.take_token(sampled, flight.drafts, decodes.then_some(&completed), now);
+            self.take_token(sampled, progress.drafts, decodes.then_some(&completed), now);
         }
         if !later.is_empty() {
             self.unsettled.push(Unsettled { tokens: later, completed, at: now });
@@ -756,7 +758,11 @@ impl Scheduler {
                         sequence.drafts_failed(flight.drawn[index]);
                     }
                 }
-                if in_flight == 0 && sequence.state == SequenceState::Leaving {
+                let leaves = in_flight == 0 && sequence.state == SequenceState::Leaving;
+                if flight.drafts > 0 && !leaves {
+                    self.name_drafted(id);
+                }
+                if leaves {
                     self.release(id);
                 } else {
                     // Others may need the pages of its chunk before it is in a plan again.
@@ -851,7 +857,6 @@ impl Scheduler {
         };
         if full {
             self.name_pages(id);
-            self.name_drafted(id);
         }
         match (reason, grammar) {
             (Some(reason), _) => self.end_as(id, reason, sampled.done.is_some(), now),

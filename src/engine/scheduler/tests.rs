@@ -119,9 +119,12 @@ impl Bench {
 
     /// Reports that a plan of so many steps has finished, with so many faults.
     fn report(&mut self, ticket: Ticket, (steps, faults): (u32, u32), tokens: Vec<Sampled>) {
+        let named = |flight: &&Flight| flight.ticket == ticket;
+        let drafts = self.scheduler.flights.iter().find(named).map_or(0, |flight| flight.drafts);
         let report = PlanReport {
             ticket,
             steps,
+            drafts: if faults > 0 { 0 } else { drafts },
             tokens,
             scored: None,
             pooled: Vec::new(),

@@ -12,7 +12,7 @@ use crate::kernels::region::{Pipelines, Region};
 use crate::kernels::sampling::{Patch, patch_inbox};
 use crate::kernels::state::{self, RingEntry, SlotInit};
 use crate::memory::{Buffer, BufferTable};
-use crate::model::decoder::Decoder;
+use crate::model::decoder::{Decoder, stride};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -73,9 +73,12 @@ pub(crate) fn test_overlap(
         // Page 0 is the context of all sequences; one sequence fills it.
         let single = decode[&1].plain.clone();
         let fill = test.patch(1, 0, |_, _| 0);
-        test.run(&single, 1, fill, probe.page_tokens)?;
+        test.run((&single, probe.dump_region), 1, fill, probe.page_tokens)?;
     }
     let mut failed = 0;
+    let plain: BTreeMap<u32, DecodeRegion> = decode.iter().map(|(rows, of)| (*rows, of.plain.clone())).collect();
+    // The steps of a draft model compute only its own tokens' keys, so there is no context before them.
+    let drafter = decoder.drafter_catches_up();
     let verify = verify.iter_mut().flat_map(|(drafts, buckets)| buckets.iter_mut().map(|of| (*drafts, of)));
     for (drafts, (bucket, regions)) in decode.iter_mut().map(|of| (0, of)).chain(verify) {
         let Some(carried) = &regions.carried else { continue };
@@ -84,6 +87,7 @@ pub(crate) fn test_overlap(
         // A drafting pass behind a step has tokens behind those of the step.
         let room = most.saturating_sub(drafts) / each;
         let (rows, steps) = (bucket * each, room.min(SUBMISSIONS * STEPS) / SUBMISSIONS * SUBMISSIONS);
+        let context = if drafts > 0 && drafter { 0 } else { context };
         let what = || match drafts {
             0 => format!("the decode step of {rows} rows"),
             _ => format!("the step that verifies {drafts} drafts of {bucket} sequences"),
@@ -97,31 +101,31 @@ pub(crate) fn test_overlap(
         let own_pages = decoder.window_pages.map_or(decoder.pages, |pages| pages.min(decoder.pages)) - 1;
         let sequences = (*bucket).min(own_pages).min(decoder.state.slots);
         let pages = |slot: u32, index: u32| if index == context { slot + 1 } else { 0 };
-        let mut right = vec![[0; state::MOST_DRAFTS as usize]; sequences as usize];
-        let mut run = |region: &DecodeRegion, drafted: &[[u32; state::MOST_DRAFTS as usize]]| {
-            let mut patch = test.patch(sequences, context * probe.page_tokens, pages);
-            for (slot, tokens) in (0..).zip(drafted) {
-                patch.set_all(decoder.state.slot_word(slot, state::SLOT_DRAFTS), tokens);
+        let mut begin = test.patch(sequences, context * probe.page_tokens, pages);
+        let first_row = Arc::clone(probe.dump_region);
+        let mut dump = Arc::clone(&first_row);
+        if let (1.., Some(alone)) = (drafts, plain.get(bucket)) {
+            // The drafts of the first step are right, so that its tokens come from all rows; and the logits that are compared are
+            // those of the last row of the first sequence, which depend on all of its rows.
+            let steps = (most / SUBMISSIONS * SUBMISSIONS).min(state::MOST_DRAFTS.next_multiple_of(SUBMISSIONS));
+            let drawn = test.run((alone, &first_row), *bucket, begin, steps)?.tokens;
+            begin = test.patch(sequences, context * probe.page_tokens, pages);
+            for slot in 0..sequences {
+                let drawn = drawn.iter().skip(slot as usize).step_by(*bucket as usize);
+                let right: Vec<u32> = drawn.take(drafts as usize).map(|token| token.unwrap_or(0)).collect();
+                begin.set_all(decoder.state.slot_word(slot, state::SLOT_DRAFTS), &right);
             }
-            test.run(region, rows, patch, steps)
-        };
-        if drafts > 0 {
-            // The drafts of the first step are the tokens that a run without right drafts draws, so that later rows count too.
-            let drawn = run(&regions.plain, &right)?.tokens;
-            for (slot, tokens) in right.iter_mut().enumerate() {
-                let own = |index: &usize| index % rows as usize / each as usize == slot;
-                let own = (0..drawn.len()).filter(own).filter_map(|index| drawn[index]);
-                tokens.iter_mut().zip(own).for_each(|(draft, token)| *draft = token);
-            }
+            dump = test.dump_of(table, drafts)?;
         }
-        let found = run(carried, &right)?;
+        let mut run = |region: &DecodeRegion| test.run((region, &dump), rows, begin.clone(), steps);
+        let found = run(carried)?;
         let why = match found.fault {
             Some(call) => Some(format!(
                 "call {} waited too long",
                 carried.whole.label(call.wrapping_sub(1)).unwrap_or("of an unknown number")
             )),
             None => {
-                let wanted = run(&regions.plain, &right)?;
+                let wanted = run(&regions.plain)?;
                 if let Some(call) = wanted.fault {
                     let call = regions.plain.whole.label(call.wrapping_sub(1)).unwrap_or("unknown");
                     return Err(build.unsupported(format!("{call} of {} waits in spite of barriers", what())));
@@ -193,8 +197,14 @@ impl Test<'_> {
     }
 
     /// Runs `steps` steps of a region after applying a patch, split into as many submissions in flight as plans are in
-    /// normal operation.
-    fn run(&mut self, region: &DecodeRegion, rows: u32, patch: Patch, steps: u32) -> Result<Outcome, StartError> {
+    /// normal operation, and `dump` behind them.
+    fn run(
+        &mut self,
+        (region, dump): (&DecodeRegion, &Arc<Region>),
+        rows: u32,
+        patch: Patch,
+        steps: u32,
+    ) -> Result<Outcome, StartError> {
         let inbox = self.probe.inbox;
         let mut pairs = patch.into_pairs();
         // If the patch exceeds an inbox, its first part is applied in advance.
@@ -207,7 +217,7 @@ impl Test<'_> {
         let share = steps / SUBMISSIONS;
         let mut submissions = vec![vec![Arc::clone(&region.whole); share as usize]; SUBMISSIONS as usize];
         submissions[0].insert(0, Arc::clone(&inbox.apply));
-        submissions[SUBMISSIONS as usize - 1].push(Arc::clone(self.probe.dump_region));
+        submissions[SUBMISSIONS as usize - 1].push(Arc::clone(dump));
         self.build.run_all(submissions, self.probe.ready)?;
         let first = self.steps;
         self.steps += share * SUBMISSIONS;
@@ -229,15 +239,29 @@ impl Test<'_> {
         Ok(outcome)
     }
 
+    /// Returns the region that copies the logits of a row to `dump`.
+    fn dump_of(&self, table: &BufferTable, row: u32) -> Result<Arc<Region>, StartError> {
+        let mut dump = Recording::new("dump of a row");
+        let (row_bytes, bytes) =
+            (u64::from(stride(self.decoder.config.vocab)) * 4, u64::from(self.decoder.config.vocab) * 4);
+        let logits = dump.buffer("logits", u64::from(row + 1) * row_bytes);
+        let (from, to) = (logits.part(u64::from(row) * row_bytes, bytes), dump.buffer("dump", bytes));
+        dump.ops.push(Op::Copy { from, to });
+        self.without_calls(dump, table)
+    }
+
     /// Resets the device state to zero, as before the test.
     fn reset(&self, table: &BufferTable) -> Result<(), StartError> {
         let mut reset = Recording::new("reset after test");
         let to = [self.decoder.state.all(&mut reset), reset.buffer("step", 4)];
         reset.ops.extend(to.map(|to| Op::Fill { to, word: 0 }));
+        self.build.run_all(vec![vec![self.without_calls(reset, table)?]], &[])
+    }
+
+    /// Returns the region of a recording of copies and fills, which need no pipelines.
+    fn without_calls(&self, recording: Recording, table: &BufferTable) -> Result<Arc<Region>, StartError> {
         let device = &self.build.opened.device;
-        // Fills need no pipelines.
-        let pipelines = Pipelines::build(device, None, &[&reset], &|_, _| {})?;
-        let reset = Region::build(device, &reset, table, &pipelines)?;
-        self.build.run_all(vec![vec![Arc::new(reset)]], &[])
+        let pipelines = Pipelines::build(device, None, &[&recording], &|_, _| {})?;
+        Ok(Arc::new(Region::build(device, &recording, table, &pipelines)?))
     }
 }

@@ -60,7 +60,7 @@ pub struct DecodeRegions {
 pub struct Injection {
     /// The number of the decode plan, counted from 1, before which the fault word is set; 0 for none.
     pub plan: u32,
-    /// The number of the decode step without barriers, counted from 1, that contains a broken call; 0 for none.
+    /// The number of the step without barriers, counted from 1, that contains a broken call; 0 for none.
     pub step: u32,
 }
 

@@ -131,6 +131,7 @@ impl GpuExecutor {
                 let progress = PlanReport {
                     ticket: pending.ticket,
                     steps,
+                    drafts: pending.steps.drafts,
                     tokens,
                     scored: pending.steps.scoring.filter(|_| report.last).map(|scoring| self.scores(scoring)),
                     pooled: match report.last && !pending.steps.pooling.runs.is_empty() {

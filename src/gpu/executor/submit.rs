@@ -454,7 +454,7 @@ impl GpuExecutor {
             rows = sequences * (drafts + 1),
             drafts,
             pause_ms = pause.as_millis() as u64,
-            "a call of a decode step without barriers waited too long: its step and those behind it run again, with \
+            "a call of a step without barriers waited too long: its step and those behind it run again, with \
              barriers until the pause is over"
         );
     }

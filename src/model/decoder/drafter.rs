@@ -9,7 +9,7 @@ use super::{Decoder, Part, StepShape};
 use crate::kernels::draft::{self, SlotsFrom};
 use crate::kernels::embed;
 use crate::kernels::gemm::take_last;
-use crate::kernels::recording::{Range, Recording};
+use crate::kernels::recording::{Op, Range, Recording};
 use crate::kernels::sampling;
 use crate::kernels::shaders::{DraftRowsArgs, StoreDraftArgs, TakeLastArgs};
 use crate::kernels::tags;
@@ -203,6 +203,7 @@ impl Decoder<'_> {
         let layout = self.state.chunk_layout();
         let (history, stride) = self.history(r);
         for index in 0..drafts.max(1) {
+            let first = r.ops.len();
             let slots = self.state.slots(r);
             let next = self.descriptor(r, "draft.chunk");
             let (last_at, tokens_at) = (layout.last(0), layout.token(0));
@@ -220,7 +221,7 @@ impl Decoder<'_> {
             self.embed(r, shape, &step);
             self.layers(r, shape, &step);
             if drafts == 0 {
-                return;
+                return name_pass(&mut r.ops[first..], index);
             }
             let head_x = Self::activations(r, "head.x", sequences, c.hidden);
             let head_rows = r.buffer("head.rows", embed::rows_bytes(sequences));
@@ -243,6 +244,16 @@ impl Decoder<'_> {
             let token_ids = slots.none();
             let args = StoreDraftArgs { partials, rows: head_rows, slots, token_ids, row_count: sequences, parts };
             r.call(draft::store_draft("store_draft".to_owned(), index, args));
+            name_pass(&mut r.ops[first..], index);
+        }
+    }
+}
+
+/// Names the calls of a draft model's pass, so that they are told from those of the model and of its other passes.
+fn name_pass(ops: &mut [Op], index: u32) {
+    for op in ops {
+        if let Op::Call(call) = op {
+            call.label = format!("{DRAFTER}{index}.{}", call.label);
         }
     }
 }

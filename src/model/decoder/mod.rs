@@ -38,6 +38,7 @@ use crate::kernels::gemm::{Activations, Epilogue};
 use crate::kernels::layout::StateLayout;
 use crate::kernels::recording::{Range, Recording};
 use crate::kernels::sampling;
+use crate::kernels::state::MOST_DRAFTS;
 use crate::kernels::stream::{self, Branch, BranchFlow};
 use crate::kernels::tags::{self, Flow, Generations};
 use std::cell::RefCell;
@@ -396,11 +397,14 @@ impl Decoder<'_> {
     }
 
     /// Whether the activations of verification steps may be tagged: where a row's attention takes in the keys of those before it
-    /// in the step, as `flash_decode` does. Steps of several devices pass other buffers on.
+    /// in the step, as `flash_decode` does, for which it needs shared memory. Steps of several devices pass other buffers on.
     fn verifies_beside(&self) -> bool {
         self.stage.is_whole()
-            && self.tuning.fragments.is_some()
-            && self.all_heads().into_iter().all(flash_decode::serves)
+            && self.tuning.fragments.is_some_and(|matrices| {
+                let bytes = |heads| flash_decode::shared_bytes(heads, 32, MOST_DRAFTS + 1, matrices);
+                let served = |heads| flash_decode::serves(heads) && bytes(heads) <= self.tuning.shared_bytes;
+                self.all_heads().into_iter().all(served)
+            })
     }
 
     /// Returns the recording of a step.

@@ -160,10 +160,10 @@ pub struct Tuning {
     /// For tests: with 1, each broken step breaks another call in turn, of all that wait for tagged words; `broken_step` or
     /// `broken_every` says which steps these are. 0 changes nothing.
     pub broken_calls: u32,
-    /// For tests: the number, counted from 1, of the decode step without barriers that contains the broken call; 0 for
+    /// For tests: the number, counted from 1, of the step without barriers that contains the broken call; 0 for
     /// none.
     pub broken_step: u32,
-    /// For tests: every `broken_every`-th decode step without barriers contains a broken call; 0 for none.
+    /// For tests: every `broken_every`-th step without barriers contains a broken call; 0 for none.
     pub broken_every: u32,
     /// The time in milliseconds for which steps run with barriers after a first fault.
     pub retry_ms: u32,

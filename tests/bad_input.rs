@@ -1055,7 +1055,8 @@ fn messages_on_their_way_have_so_much_room() {
 #[test]
 fn a_client_that_never_reads_holds_up_nobody() {
     in_turn(async {
-        let served = served(STEP / 10, Options { stream_buffer: 64, ..Options::default() }).await;
+        // Room for the text of the client that reads, however late.
+        let served = served(STEP / 10, Options { stream_buffer: 320, ..Options::default() }).await;
         let mut client = served.client().await;
         let mut sent = Vec::new();
         for (path, question) in PATHS.iter().zip(questions(2000)) {

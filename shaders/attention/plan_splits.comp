@@ -1,8 +1,13 @@
 #version 460
 #extension GL_GOOGLE_include_directive : require
-// Work scheduling for flash decode: distributes a batch's attention workgroups over its rows. A row gets
-// spread · pages / (the pages of all rows) units, rounded down, but at least one, at most one per `least` pages and at
-// most MOST. A unit is one split of a row's context: one workgroup of `flash_decode` per KV head.
+// Work scheduling for flash decode: distributes a batch's attention workgroups over its rows. A unit is one split of a row's
+// context: one workgroup of `flash_decode` per KV head. A row has at least one unit, and at most MOST.
+//
+// TURN 0: a row gets spread · pages / (the pages of all rows) units, rounded down, at most one per `least` pages.
+// TURN > 0: so many units run at a time, and each attends to GROUPS pages at a time. A row gets a unit for each `size` pages,
+// rounded up. Of the sizes for which the longest row has 1 to 32 units, of at least `least` pages, the one is taken by which the
+// last unit ends first:
+//   ⌈units / TURN⌉ · (⌈size / GROUPS⌉ + FIXED)    where what a unit takes for no page counts as FIXED turns of its pages
 //
 // rows   [rows][4] token, position, slot, valid
 // work   [units][4] row, position, slot, split | live << 8 | valid << 16, where `live` is the row's number of units;
@@ -18,6 +23,8 @@ layout(constant_id = 2) const uint UNITS = 1;     // at least ROWS + `spread`
 layout(constant_id = 3) const uint MOST = 32;     // the maximum number of units of a row
 layout(constant_id = 4) const uint WINDOW = 0;    // number of tokens that a token sees, itself included; 0 for all
 layout(constant_id = 5) const uint COMBINERS = 0; // workgroups that combine the units of a row
+layout(constant_id = 6) const uint TURN = 0;      // units that run at a time
+layout(constant_id = 7) const uint GROUPS = 4;    // pages to which a unit attends at a time
 
 layout(buffer_reference, std430, buffer_reference_align = 16) writeonly restrict buffer Words4Out { uvec4 v[]; };
 
@@ -34,8 +41,15 @@ layout(push_constant) uniform Args {
 #define EACH_ROW(r) for (uint turn_ = 0u, r = min(first, ROWS - 1u); turn_ < ROWS; turn_ += step_, r = min(first + turn_, ROWS - 1u))
 #define IS_OWN_ROW (first + turn_ < ROWS)
 
+const uint SIZES = 32u;                           // the least number of invocations
+const uint FIXED = 3u;
+
 shared uint pages_s[ROWS];
 shared uint live_s[ROWS];
+shared uint cost_s[SIZES];
+
+// Returns the number of pages of a unit, if the longest row, of so many pages, has so many units.
+uint size_of(uint longest, uint units) { return max((longest + units - 1u) / units, max(least, 1u)); }
 
 void main() {
     uint first = gl_LocalInvocationID.x, step_ = gl_WorkGroupSize.x;
@@ -46,12 +60,31 @@ void main() {
         if (IS_OWN_ROW) pages_s[r] = pages;
     }
     barrier();
-    uint all = 0u;
-    for (uint r = 0u; r < ROWS; r++) all += pages_s[r];
+    uint all = 0u, longest = 0u;
+    for (uint r = 0u; r < ROWS; r++) {
+        all += pages_s[r];
+        longest = max(longest, pages_s[r]);
+    }
+    uint size = 1u;
+    if (TURN > 0u) {
+        uint own = size_of(longest, min(first, SIZES - 1u) + 1u), units = 0u, empty = 0u;
+        for (uint r = 0u; r < ROWS; r++) {
+            uint pages = pages_s[r];
+            units += min((pages + own - 1u) / own, MOST);
+            empty += pages == 0u ? 1u : 0u; // a unit without work
+        }
+        uint cost = (units + TURN - 1u) / TURN * ((own + GROUPS - 1u) / GROUPS + FIXED);
+        if (first < SIZES) cost_s[first] = units + empty > UNITS ? 0xffffffffu : cost;
+        barrier();
+        uint best = 0u;
+        for (uint i = 1u; i < SIZES; i++) best = cost_s[i] < cost_s[best] ? i : best;
+        size = size_of(longest, best + 1u);
+    }
     EACH_ROW(r) {
         uint pages = pages_s[r];
         uint most = clamp(pages / max(least, 1u), 1u, MOST);
         uint live = clamp(spread * pages / max(all, 1u), 1u, most);
+        if (TURN > 0u) live = clamp((pages + size - 1u) / size, 1u, MOST);
         if (IS_OWN_ROW) live_s[r] = live;
     }
     barrier();

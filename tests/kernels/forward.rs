@@ -14,7 +14,9 @@ use crate::harness::{Bench, Cases, Expect, POISON, Random, descriptor, every_cas
 use crate::pages::{Pages, head_at, round_head, spread, stored};
 use crate::scores::{self, first_visible, last_visible, query_scale, scored, sink_of};
 use ostinato::config::KvFormat;
-use ostinato::kernels::attention::flash_decode::{self, FlashDecodeShape, Split, Spread, flash_decode, plan_splits};
+use ostinato::kernels::attention::flash_decode::{
+    self, FlashDecodeShape, Split, Spread, SpreadBy, flash_decode, plan_splits,
+};
 use ostinato::kernels::attention::{self, AttentionShape, HeadNorm, Heads, Scores};
 use ostinato::kernels::embed::{ChunkLayout, PromptRows, RowsFrom, Table, embed_rows};
 use ostinato::kernels::gemm::matmul::{
@@ -1445,6 +1447,10 @@ fn attention_cases(fused: bool, flash: Option<(Matrices, Batch, KvFormat)>, tags
                             units: (splits - 1) * count,
                             least: 1 + index as u32 % 2,
                             combiners: index as u32 % 3,
+                            by: match index % 2 {
+                                0 => SpreadBy::Shares,
+                                _ => SpreadBy::Turns { turn: 1 + 5 * splits, groups: 1 + index as u32 % 3 },
+                            },
                         };
                         let work =
                             cases.output(&format!("work.{turn}"), spread.bytes(count) as usize / 4, Expect::Exact);
@@ -1655,7 +1661,8 @@ fn flash_decode_attends_to_the_new_tokens_of_a_sequence_in_the_rows_before() {
                 cases.expect(args.k, stored(heads, SUMS));
                 cases.expect(args.v, stored_values(heads));
                 args.o = cases.output("o", (count * args.output_stride) as usize, Expect::Tagged(limit));
-                let spread = Spread { units: (splits - 1) * count, least: 1, combiners: 0 };
+                let by = SpreadBy::Turns { turn: 2 * count, groups: 1 };
+                let spread = Spread { units: (splits - 1) * count, least: 1, by, combiners: 0 };
                 let split = match index / 2 % 2 {
                     0 => Split::Evenly { rows: count, splits },
                     _ => Split::Planned { rows: count, spread },

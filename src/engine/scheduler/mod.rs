@@ -754,12 +754,12 @@ impl Scheduler {
                 let sequence = self.sequences.get_mut(id).expect("a sequence that holds a slot is known");
                 if flight.drafts > 0 && sequence.state == SequenceState::Decode {
                     sequence.undraw(flight.reserved - flight.drawn[index]);
+                }
+                let leaves = in_flight == 0 && sequence.state == SequenceState::Leaving;
+                if flight.drafts > 0 {
                     if progress.faults > 0 {
                         sequence.drafts_failed(flight.drawn[index]);
                     }
-                }
-                let leaves = in_flight == 0 && sequence.state == SequenceState::Leaving;
-                if flight.drafts > 0 && !leaves {
                     self.name_drafted(id);
                 }
                 if leaves {

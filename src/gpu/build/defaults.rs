@@ -180,7 +180,7 @@ pub fn tuning(adapter: &Adapter, matrices: Option<Matrices>, kv_heads: u32, cont
         attention_threads: if cpu { 32 } else { if context >= 8192 { 256 } else { 128 }.min(most) },
         flash_threads: if cpu { 64 } else { 256.min(most) },
         flash_threads_many: if cpu { 64 } else { 128.min(most) },
-        spread: 1,
+        spread: 2,
         spread_pages: 2,
         processors,
         shared_bytes: capabilities.max_shared_bytes,

@@ -77,7 +77,7 @@ pub(crate) fn test_overlap(
     }
     let mut failed = 0;
     let plain: BTreeMap<u32, DecodeRegion> = decode.iter().map(|(rows, of)| (*rows, of.plain.clone())).collect();
-    // The steps of a draft model compute only its own tokens' keys, so there is no context before them.
+    // A draft model also writes the token before the first, which would lie in the page that all sequences share.
     let drafter = decoder.drafter_catches_up();
     let verify = verify.iter_mut().flat_map(|(drafts, buckets)| buckets.iter_mut().map(|of| (*drafts, of)));
     for (drafts, (bucket, regions)) in decode.iter_mut().map(|of| (0, of)).chain(verify) {
@@ -105,8 +105,8 @@ pub(crate) fn test_overlap(
         let first_row = Arc::clone(probe.dump_region);
         let mut dump = Arc::clone(&first_row);
         if let (1.., Some(alone)) = (drafts, plain.get(bucket)) {
-            // The drafts of the first step are right, so that its tokens come from all rows; and the logits that are compared are
-            // those of the last row of the first sequence, which depend on all of its rows.
+            // The drafts of the first step are right, so that its tokens come from all rows (a draft model replaces them); and the
+            // logits that are compared are those of the last row of the first sequence, which depend on all of its rows.
             let steps = (most / SUBMISSIONS * SUBMISSIONS).min(state::MOST_DRAFTS.next_multiple_of(SUBMISSIONS));
             let drawn = test.run((alone, &first_row), *bucket, begin, steps)?.tokens;
             begin = test.patch(sequences, context * probe.page_tokens, pages);

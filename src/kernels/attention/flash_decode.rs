@@ -18,6 +18,9 @@ use crate::memory::pack::Format;
 /// The maximum number of splits along a context.
 pub const MOST_SPLITS: u32 = 32;
 
+/// What a unit takes besides its pages, in turns of them (`plan_splits`).
+const FIXED_TURNS: u32 = 3;
+
 /// The maximum number of query heads of a workgroup.
 const MOST_QUERY_HEADS: u32 = 8;
 /// The maximum number of workgroups that share the query heads of a KV head; each reads the same keys and values.
@@ -58,13 +61,39 @@ pub fn shared_bytes(heads: Heads, threads: u32, new_tokens: u32, matrices: Matri
 /// The parameters of `plan_splits`, which distributes the workgroups of a batch's attention over its rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Spread {
-    /// The number of units that are distributed according to the rows' pages. A unit is [`parts`] workgroups per KV head.
+    /// The number of units beside one per row, at most. A unit is [`parts`] workgroups per KV head.
     pub units: u32,
     /// The minimum number of pages per unit.
     pub least: u32,
+    /// How the number of pages of a unit is chosen.
+    pub by: SpreadBy,
     /// The number of workgroups that combine the units of a row with several, for each KV head ([`combiners`]); 0 if
     /// workgroups may not wait for others.
     pub combiners: u32,
+}
+
+/// How `plan_splits` chooses the number of pages of a unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SpreadBy {
+    /// Each row gets the share of the units that its pages have of those of all rows.
+    Shares,
+    /// All units have about as many pages: as many that the last one ends first.
+    Turns {
+        /// The number of units that the device runs at a time.
+        turn: u32,
+        /// The number of pages to which a unit attends at a time.
+        groups: u32,
+    },
+}
+
+impl SpreadBy {
+    /// Returns the constants TURN and GROUPS.
+    fn words(self) -> [u32; 2] {
+        match self {
+            SpreadBy::Shares => [0, 1],
+            SpreadBy::Turns { turn, groups } => [turn.max(1), groups],
+        }
+    }
 }
 
 impl Spread {
@@ -97,6 +126,8 @@ pub fn plan_splits(label: String, rows: u32, spread: Spread, window: Option<u32>
             most: MOST_SPLITS,
             window: window.unwrap_or(0),
             combiners: spread.combiners,
+            turn: spread.by.words()[0],
+            groups: spread.by.words()[1],
         }
         .into_values(),
         args: PlanSplitsArgs { rows: table, work, spread: spread.units, least: spread.least }.into_args(),
@@ -278,7 +309,21 @@ pub(crate) fn reference_plan_splits(call: &Call, memory: &mut HostMemory) {
         _ => row[1].div_ceil(PAGE_TOKENS) - first_visible(c.window, row[1]) / PAGE_TOKENS,
     };
     let all: u32 = rows.iter().map(pages).sum();
+    let longest = rows.iter().map(pages).max().unwrap_or(0);
+    // With TURN: the number of pages of a unit by which the last unit ends first.
+    let size_of = |units: u32| longest.div_ceil(units).max(a.least).max(1);
+    let units_of = |size: u32| -> Vec<u32> { rows.iter().map(|row| pages(row).div_ceil(size).min(c.most)).collect() };
+    let cost = |units: &u32| {
+        let size = size_of(*units);
+        let taken: u32 = units_of(size).into_iter().map(|units| units.max(1)).sum();
+        let turns = units_of(size).into_iter().sum::<u32>().div_ceil(c.turn.max(1));
+        if taken > c.units { u32::MAX } else { turns * (size.div_ceil(c.groups) + FIXED_TURNS) }
+    };
+    let size = size_of((1..=32).min_by_key(cost).expect("there are numbers"));
     let live = |row: &[u32; 4]| {
+        if c.turn > 0 {
+            return pages(row).div_ceil(size).clamp(1, c.most);
+        }
         let most = (pages(row) / a.least.max(1)).clamp(1, c.most);
         (a.spread * pages(row) / all.max(1)).clamp(1, most)
     };

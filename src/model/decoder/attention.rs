@@ -4,7 +4,7 @@
 
 use super::{Block, Decoder, Mixed, Step, StepShape};
 use crate::kernels::attention::flash::{self, FlashF32Shape, FlashShape, FlashWay};
-use crate::kernels::attention::flash_decode::{self, FlashDecodeShape, Split};
+use crate::kernels::attention::flash_decode::{self, FlashDecodeShape, Split, SpreadBy};
 use crate::kernels::attention::{self, AttentionShape, Heads, Scores, flash_wgmma};
 use crate::kernels::gemm::Activations;
 use crate::kernels::gemm::matmul::Arithmetic;
@@ -20,11 +20,10 @@ use std::collections::BTreeMap;
 const MOST_PROMPT_SPLITS: u32 = 16;
 /// The same, at least, where sequences decode in prompt steps.
 const LEAST_MIXED_SPLITS: u32 = 4;
-/// In a batch whose attention has at most this many workgroups for each processor, so that the last of them leave many processors
-/// idle, long contexts are split: into this many units on average, of at least this many pages.
-const MOST_UNEVEN: u32 = 4;
-const LONG_UNITS: u32 = 3;
-const LONG_PAGES: u32 = 32;
+/// The number of `flash_decode` workgroups of 128 and of more invocations that share a processor, for heads of up to 128
+/// dimensions.
+const SMALL_RESIDENT: u32 = 3;
+const LARGE_RESIDENT: u32 = 1;
 /// The name of the rotary table of the first kind of attention layers, and the beginning of the others' names.
 pub const ROPE: &str = "rope";
 
@@ -208,18 +207,35 @@ impl Decoder<'_> {
 
     /// Returns how the workgroups of a batch's attention are shared among its rows, or `None` for a single row, which
     /// has all of them. `waits`: whether workgroups may wait for others that were launched before them.
-    fn spread(&self, heads: Heads, rows: u32, threads: u32, waits: bool) -> Option<flash_decode::Spread> {
+    fn spread(
+        &self,
+        heads: Heads,
+        rows: u32,
+        (threads, matrices): (u32, Matrices),
+        waits: bool,
+    ) -> Option<flash_decode::Spread> {
         // The buffer of partial results has room for this many units in addition to one per row.
         let room = (self.tuning.splits.min(flash_decode::MOST_SPLITS) - 1) * rows;
         let workgroups = heads.kv * flash_decode::parts(heads);
-        let many = self.has_many(heads, rows);
-        // Heads of 256 dimensions lose by such splits (one model was measured); of smaller batches only narrower heads were.
-        let narrow = heads.dim <= 128;
-        let long = many && narrow && rows * workgroups <= MOST_UNEVEN * self.tuning.processors;
-        // Where most rows are whole, some may be much longer than others.
-        let turns = if many || !narrow { 2 } else { 1 };
-        let shared = turns * self.tuning.spread * self.tuning.processors / workgroups;
-        let units = if long { LONG_UNITS * rows } else { shared }.min(room);
+        // Heads of 256 dimensions take more registers, and CPU drivers do not run workgroups side by side.
+        let by_turns = matrices == Matrices::Cooperative && heads.dim <= 128;
+        let resident = if threads <= 128 { SMALL_RESIDENT } else { LARGE_RESIDENT };
+        let turn = (resident * self.tuning.processors / workgroups).max(1);
+        let units = match by_turns {
+            // Units without work take some time too.
+            true => {
+                if self.has_many(heads, rows) {
+                    3 * rows
+                } else {
+                    2 * turn
+                }
+            }
+            false => self.tuning.spread * self.tuning.processors / workgroups,
+        };
+        let by = match by_turns {
+            true => SpreadBy::Turns { turn, groups: threads / 32 },
+            false => SpreadBy::Shares,
+        };
         // More than there are processors take longer to launch than one workgroup takes to combine.
         let most = self.tuning.processors / (rows * workgroups);
         // Measured for heads of 256 dimensions only.
@@ -227,8 +243,8 @@ impl Decoder<'_> {
         let combiners = if combines { flash_decode::combiners(heads, threads, most) } else { 0 };
         // Where splits are combined by several workgroups, smaller ones pay.
         let pages = if combiners > 0 { self.tuning.spread_pages.div_ceil(2) } else { self.tuning.spread_pages };
-        let least = if long { LONG_PAGES } else { (threads / 32 * pages).max(1) };
-        (rows > 1).then_some(flash_decode::Spread { units, least, combiners })
+        let least = (threads / 32 * pages).max(1);
+        (rows > 1).then_some(flash_decode::Spread { units: units.min(room), least, by, combiners })
     }
 
     /// Records the stages of the mixer except its output projection. `cache` is the prefix of the names of the layer's
@@ -324,7 +340,7 @@ impl Decoder<'_> {
         let new_tokens = shape.rows_of_sequence();
         let threads = self.flash_threads(heads, (rows, new_tokens), matrices);
         let waits = step.generations.is_some() && matrices == Matrices::Cooperative;
-        let (split, table) = match self.spread(heads, rows, threads, waits) {
+        let (split, table) = match self.spread(heads, rows, (threads, matrices), waits) {
             Some(spread) => {
                 let window = heads.scores.window;
                 let name = name_of_kind("attention.work", self.plan_kind(block.attention));

@@ -84,7 +84,7 @@ pub struct Tuning {
     /// Like `flash_threads`, for batches with more than one workgroup per compute unit (rows times KV heads).
     pub flash_threads_many: u32,
     /// The number of workgroups per compute unit into which a batch's attention is split along its contexts, if they
-    /// are long enough.
+    /// are long enough, where the rows have shares of the workgroups (`flash_decode::SpreadBy`).
     pub spread: u32,
     /// The minimum number of KV pages per 32 invocations of a `flash_decode` workgroup that a split along a context
     /// leaves to the workgroup.

@@ -221,20 +221,10 @@ impl Decoder<'_> {
         let by_turns = matrices == Matrices::Cooperative && heads.dim <= 128;
         let resident = if threads <= 128 { SMALL_RESIDENT } else { LARGE_RESIDENT };
         let turn = (resident * self.tuning.processors / workgroups).max(1);
-        let units = match by_turns {
+        let (units, by) = match (by_turns, self.has_many(heads, rows)) {
+            (false, _) => (self.tuning.spread * self.tuning.processors / workgroups, SpreadBy::Shares),
             // Units without work take some time too.
-            true => {
-                if self.has_many(heads, rows) {
-                    3 * rows
-                } else {
-                    2 * turn
-                }
-            }
-            false => self.tuning.spread * self.tuning.processors / workgroups,
-        };
-        let by = match by_turns {
-            true => SpreadBy::Turns { turn, groups: threads / 32 },
-            false => SpreadBy::Shares,
+            (true, many) => (if many { 3 * rows } else { 2 * turn }, SpreadBy::Turns { turn, groups: threads / 32 }),
         };
         // More than there are processors take longer to launch than one workgroup takes to combine.
         let most = self.tuning.processors / (rows * workgroups);

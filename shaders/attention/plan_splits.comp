@@ -7,7 +7,7 @@
 // TURN > 0: so many units run at a time, and each attends to GROUPS pages at a time. A row gets a unit for each `size` pages,
 // rounded up. Of the sizes for which the longest row has 1 to 32 units, of at least `least` pages, the one is taken by which the
 // last unit ends first:
-//   ⌈units / TURN⌉ · (⌈size / GROUPS⌉ + FIXED)    where what a unit takes for no page counts as FIXED turns of its pages
+//   ⌈units / TURN⌉ · (⌈size / GROUPS⌉ + FIXED)    where what a unit does besides takes as long as FIXED rounds of GROUPS pages
 //
 // rows   [rows][4] token, position, slot, valid
 // work   [units][4] row, position, slot, split | live << 8 | valid << 16, where `live` is the row's number of units;

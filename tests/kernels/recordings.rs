@@ -795,8 +795,7 @@ fn passes_of_a_draft_model_without_barriers_draft_what_it_would_draw() {
     let (_folder, checkpoints) = on_fragments();
     let (_, checkpoint) = checkpoints.iter().find(|(name, _)| *name == "demo").expect("it is among them");
     let own = emulated(&vulkan, bench.driver, checkpoint, TAGGED);
-    let drafter = Some(Drafter { kind: DrafterKind::Model, decoder: Box::new(own.clone()), sequences: 2 });
-    let decoder = Decoder { drafts: 2, drafter, ..own };
+    let decoder = with_draft_model(own.clone(), own, 2);
     let recordings = Recordings::new(&decoder);
     let known = expected("demo");
     let mut run = Run::new("demo with itself, tagged", &bench, &decoder, &recordings, false);
@@ -815,8 +814,7 @@ fn steps_of_a_draft_model_mean_the_same_on_lavapipe_and_in_plain_rust() {
     for name in ["qwen3-gqa7", "llama-bias"] {
         let checkpoint = open(name);
         let own = decoder(&vulkan, bench.driver, &checkpoint, WHOLE);
-        let drafter = Some(Drafter { kind: DrafterKind::Model, decoder: Box::new(own.clone()), sequences: 2 });
-        let decoder = Decoder { drafts: 1, drafter, ..own };
+        let decoder = with_draft_model(own.clone(), own, 1);
         let recordings = Recordings::new(&decoder);
         let known = expected(name);
         let mut run = Run::new(&format!("{name} with itself"), &bench, &decoder, &recordings, true);
@@ -980,6 +978,12 @@ fn on_fragments() -> (tempfile::TempDir, [(&'static str, Checkpoint); 11]) {
         ("qwen3-deep", open("qwen3-deep")),
     ];
     (folder, checkpoints)
+}
+
+/// Returns a decoder that verifies so many drafts of a draft model.
+fn with_draft_model<'a>(own: Decoder<'a>, drafting: Decoder<'a>, drafts: u32) -> Decoder<'a> {
+    let drafter = Drafter { kind: DrafterKind::Model, decoder: Box::new(drafting), sequences: 2 };
+    Decoder { drafts, drafter: Some(drafter), ..own }
 }
 
 fn emulated<'a>(vulkan: &Vulkan, driver: Driver, checkpoint: &'a Checkpoint, way: Emulated) -> Decoder<'a> {
@@ -1551,11 +1555,7 @@ fn a_tagged_decode_step_behind_a_draft_model_means_the_same_in_plain_rust() {
     let own = emulated(&vulkan, bench.driver, checkpoint, way);
     let mut drafting = own.clone();
     drafting.tuning.tags = false;
-    let decoder = Decoder {
-        drafts: 1,
-        drafter: Some(Drafter { kind: DrafterKind::Model, decoder: Box::new(drafting), sequences: 2 }),
-        ..own
-    };
+    let decoder = with_draft_model(own, drafting, 1);
     let recordings = Recordings::new(&decoder);
     for decode in &recordings.decode {
         let carried =
@@ -1892,8 +1892,10 @@ fn a_tagged_step_that_verifies_drafts_reads_no_word_of_another() {
     for (name, drafts_itself) in [("demo", false), ("demo", true), ("demo-hybrid", false), ("tiny-gemma3", false)] {
         let (_, checkpoint) = checkpoints.iter().find(|(of, _)| *of == name).expect("it is among them");
         let own = emulated(&vulkan, Driver::first(), checkpoint, way);
-        let drafter = Drafter { kind: DrafterKind::Model, decoder: Box::new(own.clone()), sequences: 2 };
-        let decoder = Decoder { drafts: 3, drafter: drafts_itself.then_some(drafter), ..own };
+        let decoder = match drafts_itself {
+            true => with_draft_model(own.clone(), own, 3),
+            false => Decoder { drafts: 3, ..own },
+        };
         for (sequences, drafts) in [(1, 1), (1, 3), (2, 1)] {
             let recording = decoder.record(StepShape::Verify { sequences, drafts });
             let what = format!("{name}, {}, drafts for itself: {drafts_itself}", recording.name);

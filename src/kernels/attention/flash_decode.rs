@@ -18,8 +18,9 @@ use crate::memory::pack::Format;
 /// The maximum number of splits along a context.
 pub const MOST_SPLITS: u32 = 32;
 
-/// What a unit takes besides its pages, in turns of them (`plan_splits`).
-const FIXED_TURNS: u32 = 3;
+/// How long what a unit does besides attending to its pages takes, in rounds of the pages to which it attends at a time
+/// (`plan_splits`).
+const FIXED_ROUNDS: u32 = 3;
 
 /// The maximum number of query heads of a workgroup.
 const MOST_QUERY_HEADS: u32 = 8;
@@ -317,7 +318,7 @@ pub(crate) fn reference_plan_splits(call: &Call, memory: &mut HostMemory) {
         let size = size_of(*units);
         let taken: u32 = units_of(size).into_iter().map(|units| units.max(1)).sum();
         let turns = units_of(size).into_iter().sum::<u32>().div_ceil(c.turn.max(1));
-        if taken > c.units { u32::MAX } else { turns * (size.div_ceil(c.groups) + FIXED_TURNS) }
+        if taken > c.units { u32::MAX } else { turns * (size.div_ceil(c.groups) + FIXED_ROUNDS) }
     };
     let size = size_of((1..=32).min_by_key(cost).expect("there are numbers"));
     let live = |row: &[u32; 4]| {

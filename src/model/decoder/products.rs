@@ -22,6 +22,7 @@ use crate::model::checkpoint::WeightSpec;
 use crate::model::config::{BlockNorms, LayerKind, MlpKind};
 use crate::quant::number::Number;
 use crate::quant::{Codes, Minimum};
+use std::ops::RangeInclusive;
 
 /// The maximum number of rows for which products read rows of floats (`skinny`). Every workgroup reads all rows, so
 /// with more rows it is faster to pack them first in a stage of its own; narrow models reach that point later.
@@ -53,6 +54,41 @@ fn even_rounds(chunks: u32, rounds: u32) -> (u32, u32) {
     let fitting = shapes.filter(|(_, ahead)| *ahead <= skinny::MOST_AHEAD);
     let best = fitting.min_by_key(|(groups, ahead)| (groups * ahead, std::cmp::Reverse(*groups)));
     best.unwrap_or((16, skinny::MOST_AHEAD))
+}
+
+/// Returns the threads of a workgroup of `skinny`, its blocks of 16 rows of W, and the chunks that each of its groups loads in a
+/// round, for one row of x and a matrix of `blocks` blocks and `chunks` chunks of 32 columns. Measured on H200s with the
+/// matrices of Qwen3, Qwen3.5, Qwen2.5 and Llama models of up to 14 billion weights.
+fn skinny_rule(blocks: u32, chunks: u32) -> (u32, u32, u32) {
+    match (chunks, blocks) {
+        (128..256, 4096..) => (512, 2, 4),
+        // With 129 to 255 chunks, two rounds of more than 512 threads leave little room for the next call's workgroups. Only
+        // products of few rows are faster so.
+        (128 | 256.., _) | (129..256, ..256) => {
+            let (groups, ahead) = even_rounds(chunks, chunks.div_ceil(MOST_ROUND).max(2));
+            (groups * 32, 1, ahead)
+        }
+        // At least two rounds, so that registers are left for the next call's weights.
+        (..64, 512..4096) => (256, 3, 2),
+        (_, 512..4096) => (evenest(8..=12, chunks, 4, 8) * 32, 2, 4),
+        (_, 512..) => (256, 2, 4),
+        // About as many workgroups as compute units.
+        (..64, 256..) => (512, (blocks / 85).min(4), 2),
+        (_, 256..) => (evenest(10..=18, chunks, 2, 16) * 32, (blocks / 85).min(4), 2),
+        (..=64, 170..) => (512, 1, 2),
+        (_, 170..) => (384, 1, 2),
+        _ => {
+            let (groups, ahead) = even_rounds(chunks, 1);
+            (groups * 32, 1, ahead)
+        }
+    }
+}
+
+/// Returns the number of groups out of `groups` whose rounds, in which each group loads `ahead` chunks, multiply the fewest
+/// zeros behind the last of `chunks` chunks; of equals, the one nearest to `near`.
+fn evenest(groups: RangeInclusive<u32>, chunks: u32, ahead: u32, near: u32) -> u32 {
+    let zeros = |groups: u32| chunks.next_multiple_of(groups * ahead) - chunks;
+    groups.min_by_key(|&groups| (zeros(groups), groups.abs_diff(near))).expect("there are groups")
 }
 
 /// The operands of a product: y is the epilogue of W · x.
@@ -95,28 +131,10 @@ impl Decoder<'_> {
         }
         let chunks = weight.cols.div_ceil(32);
         let blocks = weight.rows.div_ceil(16);
-        // Measured on an H200 with the matrices of Qwen3, Qwen3.5 and Llama models of up to eight billion weights.
         let (threads, tiles, ahead) = match (matrices, rows) {
             // Two groups of lanes, as CPU drivers take longer for more.
             (Matrices::Emulated, _) => (64, if blocks >= 256 { 2 } else { 1 }, 2),
-            (Matrices::Cooperative, 1) => match (chunks, blocks) {
-                (128..256, 4096..) => (512, 2, 4),
-                (128.., _) => {
-                    let (groups, ahead) = even_rounds(chunks, chunks.div_ceil(MOST_ROUND).max(2));
-                    (groups * 32, 1, ahead)
-                }
-                // At least two rounds, so that registers are left for the next call's weights: rounds of 16 chunks where one
-                // of 32 would hold all, or the last one would be half empty.
-                (_, 512..4096) if chunks < 64 || matches!(chunks % 32, 1..=16) => (256, 3, 2),
-                (_, 512..) => (256, 2, 4),
-                // About as many workgroups as compute units, with all of K in flight.
-                (_, 256..) => (512, (blocks / 85).min(4), 2),
-                (_, 170..) => (512, 1, 2),
-                _ => {
-                    let (groups, ahead) = even_rounds(chunks, 1);
-                    (groups * 32, 1, ahead)
-                }
-            },
+            (Matrices::Cooperative, 1) => skinny_rule(blocks, chunks),
             // Every workgroup reads all rows of x again, so each should compute many rows of W.
             (Matrices::Cooperative, 2..) => {
                 let (threads, tiles) = match blocks {
@@ -959,6 +977,30 @@ mod tests {
         assert_eq!([96, 112, 64].map(|chunks| even_rounds(chunks, 1)), [(24, 4), (16, 7), (16, 4)]);
         assert_eq!([128, 192, 288].map(|chunks| even_rounds(chunks, 2)), [(16, 4), (24, 4), (24, 6)]);
         assert_eq!(even_rounds(384, 3), (16, 8));
+    }
+
+    /// Goal: matrices of the measured models have the fastest shapes, or nearly so.
+    #[test]
+    fn rows_have_the_fastest_shapes_of_measured_models() {
+        let rule = |rows: u32, cols: u32| skinny_rule(rows.div_ceil(16), cols.div_ceil(32));
+        // Qwen2.5-7B: queries, keys and values; output; gate/up; down.
+        assert_eq!([rule(4608, 3584), rule(3584, 3584)], [(448, 3, 2), (384, 1, 2)]);
+        assert_eq!([rule(37_888, 3584), rule(3584, 18_944)], [(320, 2, 4), (544, 1, 7)]);
+        // Qwen3-4B: queries, keys and values; output; gate/up.
+        assert_eq!([rule(6144, 2560), rule(2560, 4096), rule(19_456, 2560)], [(320, 4, 2), (512, 1, 4), (320, 2, 4)]);
+        // Llama-3.2-3B: queries, keys and values; output; gate/up.
+        assert_eq!([rule(5120, 3072), rule(3072, 3072), rule(16_384, 3072)], [(512, 3, 2), (384, 1, 2), (256, 2, 4)]);
+        // Qwen3-14B: queries, keys and values; output; gate/up; LM head.
+        assert_eq!([rule(7168, 5120), rule(5120, 5120)], [(512, 4, 2), (512, 3, 2)]);
+        assert_eq!([rule(34_816, 5120), rule(151_936, 5120)], [(256, 2, 4), (512, 2, 4)]);
+        // Llama-2-13B: queries, keys and values.
+        assert_eq!(rule(15_360, 5120), (256, 2, 4));
+        // Qwen3-8B: queries, keys and values; output; gate/up; down.
+        assert_eq!([rule(6144, 4096), rule(4096, 4096), rule(24_576, 4096)], [(512, 1, 4); 3]);
+        assert_eq!(rule(4096, 12_288), (512, 1, 8));
+        // Qwen3-1.7B: down. Llama-3.2-1B: queries, keys and values. Qwen3-0.6B: gate/up; down.
+        assert_eq!([rule(2048, 6144), rule(3072, 2048)], [(768, 1, 4), (512, 1, 2)]);
+        assert_eq!([rule(6144, 1024), rule(1024, 3072)], [(512, 4, 2), (768, 1, 4)]);
     }
 
     /// Goal: matrices of codes of the measured models have the fastest shapes, which depend on what fits beside them.

@@ -651,6 +651,10 @@ fn programs_of_few_rows_are_assembled_without_spilling() {
             [8, 1, 0, 2, 3, 0, 16, 32],
             [8, 0, 1, 1, 3, 0, 16, 96],
             [4, 0, 0, 1, 3, 0, 20, 256],
+            [1, 1, 0, 2, 3, 0, 24, 24],
+            [8, 1, 1, 2, 3, 0, 24, 24],
+            [8, 0, 0, 1, 3, 1, 14, 148],
+            [2, 0, 1, 1, 3, 0, 12, 12],
         ] {
             if !new && !every_case() || index > 2 && groups != 16 && !every_case() {
                 continue;

@@ -221,8 +221,9 @@ impl Knobs<'_> {
         let (args, c) = (SkinnyCodesArgs::from_args(&call.args), SkinnyCodesConstants::from_values(&call.constants));
         let key = format!("codes_ptx.{}x{}x{}", codes_of(c.codes).bits, args.n, args.k);
         let each = call.groups[0].div_ceil(self.tuning.processors);
-        let rule = format!("{}/{}/{each}", c.threads / 32 - 1, c.ahead);
-        let groups = [12, 16, 20].into_iter().filter(|groups| *groups <= c.units);
+        let groups = c.threads / 32 - 1;
+        let rule = format!("{groups}/{}/{each}", c.ahead);
+        let groups = BTreeSet::from([12, 16, 20, 24, groups]).into_iter().filter(|groups| *groups <= c.units);
         let values = groups.flat_map(|groups| [2, 3, 4].map(|slots| format!("{groups}/{slots}/1"))).collect();
         self.add(key, rule, values, args.weight.bytes);
     }

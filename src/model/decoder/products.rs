@@ -22,6 +22,7 @@ use crate::model::checkpoint::WeightSpec;
 use crate::model::config::{BlockNorms, LayerKind, MlpKind};
 use crate::quant::number::Number;
 use crate::quant::{Codes, Minimum};
+use std::cmp::Reverse;
 use std::ops::RangeInclusive;
 
 /// The maximum number of rows for which products read rows of floats (`skinny`). Every workgroup reads all rows, so
@@ -46,13 +47,18 @@ const MOST_ROUND: u32 = 144;
 /// The maximum number of groups of 32 invocations of a workgroup of `skinny`.
 const MOST_GROUPS: u32 = 24;
 
+/// The numbers of groups of lanes that a workgroup of `skinny_codes.ptx` may have, in models whose rows have as many units.
+const CODES_PTX_GROUPS: RangeInclusive<u32> = 12..=24;
+/// The minimum number of such groups, in models whose rows have no more units.
+const LEAST_CODES_PTX_GROUPS: u32 = 8;
+
 /// Returns the number of groups of 32 invocations, and of chunks that each loads in a round, with which a workgroup loads
 /// `chunks` chunks in `rounds` rounds and multiplies the fewest zeros; of equals, those with the most groups.
 fn even_rounds(chunks: u32, rounds: u32) -> (u32, u32) {
     let round = chunks.div_ceil(rounds);
     let shapes = (1..=MOST_GROUPS).map(|groups| (groups, round.div_ceil(groups)));
     let fitting = shapes.filter(|(_, ahead)| *ahead <= skinny::MOST_AHEAD);
-    let best = fitting.min_by_key(|(groups, ahead)| (groups * ahead, std::cmp::Reverse(*groups)));
+    let best = fitting.min_by_key(|(groups, ahead)| (groups * ahead, Reverse(*groups)));
     best.unwrap_or((16, skinny::MOST_AHEAD))
 }
 
@@ -864,17 +870,19 @@ fn share_processors(parts: &[(u32, u64)], processors: u32) -> Vec<u32> {
 }
 
 /// Returns the workgroups of `skinny_codes.ptx` for a matrix of codes with `units` units of columns, in a model of `hidden` hidden
-/// values: one for each processor. `None` if `skinny_codes` is faster, or was not compared: with other than four bits in groups of
-/// 128, and where the groups of lanes cannot share the columns of the model's rows equally or have few of them.
+/// values: one for each processor. `None` for few units and for codes of 8 bits in groups of 128, which were not compared with
+/// `skinny_codes`.
 fn codes_ptx_rule(codes: Codes, units: u32, hidden: u32, processors: u32) -> Option<CodesPtxConfig> {
-    let affine = codes.number == Number::Affine;
-    let long_groups = affine && codes.group == 128;
-    let even = |groups: &u32| hidden.is_multiple_of(groups * 128) && hidden >= 2 * groups * 128;
-    let groups = [16, 20].into_iter().filter(|groups| affine || *groups == 16).find(even)?;
-    // 8 bits and long rows need more on their way. So do the smaller units of long groups, but not with 20 groups of lanes.
-    let two = codes.bits < 8 && hidden < 4 * groups * 128 && !(long_groups && groups == 16);
+    let of_rows = hidden.div_ceil(unit_cols(codes));
+    let long_groups = codes.number == Number::Affine && codes.group == 128;
+    // The groups of lanes share the columns of the model's rows equally, or nearly so.
+    let idle = |groups: u32| of_rows.next_multiple_of(groups) - of_rows;
+    let few = of_rows < *CODES_PTX_GROUPS.start();
+    let groups = if few { Some(of_rows) } else { CODES_PTX_GROUPS.min_by_key(|&n| (idle(n), Reverse(n))) }?;
+    // Few groups, 8 bits and long rows need more on their way. So do the smaller units of long groups in 16 groups of lanes.
+    let two = codes.bits < 8 && groups >= 16 && of_rows < 4 * groups && !(long_groups && groups == 16);
     let slots = if two { 2 } else { 3 };
-    (units >= 32 && (codes.bits == 4 || !long_groups)).then_some(CodesPtxConfig {
+    (units.min(of_rows) >= LEAST_CODES_PTX_GROUPS && (codes.bits == 4 || !long_groups)).then_some(CodesPtxConfig {
         groups,
         slots,
         workgroups: processors,
@@ -1087,12 +1095,22 @@ mod tests {
             (k_quant, 28_672, 8192, 16, 3),
             (awq, 4096, 4096, 16, 3),
             (awq, 32_768, 5120, 20, 2),
+            // Qwen2.5-7B; Llama-3.2-3B; Qwen3-4B; Qwen2.5-3B; Gemma-3-12B's width; Qwen2.5-1.5B.
+            (k_quant, 18_944, 3584, 14, 3),
+            (q6, 8192, 3072, 24, 2),
+            (k_quant, 4096, 2560, 20, 2),
+            (k_quant, 2048, 2048, 16, 2),
+            (k_quant, 2048, 3840, 15, 3),
+            (q6, 1536, 1536, 12, 3),
+            // Qwen3-0.6B. A width that no number of groups divides.
+            (k_quant, 3072, 1024, 8, 3),
+            (k_quant, 3712, 3712, 15, 3),
         ] {
             assert_eq!(shape(codes, cols, hidden), Some([groups, slots, 132]), "{codes:?} of {cols} columns");
         }
-        // GPTQ with 8 bits; FP8 of 5,120 hidden values; Qwen3-30B-A3B.
+        // GPTQ with 8 bits; a narrow model; few columns of a wider one.
         let gptq8 = codes(8, 128, Number::Affine, Minimum::Stored);
-        for (codes, cols, hidden) in [(gptq8, 4096, 4096), (fp8, 5120, 5120), (k_quant, 4096, 2048)] {
+        for (codes, cols, hidden) in [(gptq8, 4096, 4096), (k_quant, 3072, 896), (k_quant, 896, 4096)] {
             assert_eq!(shape(codes, cols, hidden), None, "{codes:?} of {cols} columns");
         }
     }

@@ -41,6 +41,9 @@ def shape(draw):
     extra = []
     if draw.random() < 0.25:
         extra = ["--quantize", draw.choice(["int4", "int8"])]
+    # From 1,024 hidden values on, rows of codes are multiplied by programs in PTX where a GPU takes them.
+    if draw.random() < (0.5 if extra else 0.1):
+        change.update(hidden_size=draw.randrange(1024, 4001, 32), intermediate_size=draw.randrange(896, 4001, 32))
     kind = draw.random()
     if kind < 0.15:
         return common.experts(**{**change, "moe_intermediate_size": draw.choice([32, 64, 96])}), extra

@@ -5,6 +5,7 @@ use crate::gpu::tuned;
 use crate::gpu::tuned::{MOST_TILES, TuningBounds};
 use crate::kernels::attention::PAGE_TOKENS;
 use crate::kernels::codes_of;
+use crate::kernels::gemm::codes_ptx::CodesPtxConfig;
 use crate::kernels::gemm::gemv_dots::DotsConfig;
 use crate::kernels::gemm::matmul::{Arithmetic, MatmulConfig};
 use crate::kernels::gemm::skinny::MOST_AHEAD;
@@ -223,8 +224,12 @@ impl Knobs<'_> {
         let each = call.groups[0].div_ceil(self.tuning.processors);
         let groups = c.threads / 32 - 1;
         let rule = format!("{groups}/{}/{each}", c.ahead);
-        let groups = BTreeSet::from([12, 16, 20, 24, groups]).into_iter().filter(|groups| *groups <= c.units);
-        let values = groups.flat_map(|groups| [2, 3, 4].map(|slots| format!("{groups}/{slots}/1"))).collect();
+        let possible = |groups: u32| {
+            let fitting = [2, 3, 4].map(|slots| CodesPtxConfig { groups, slots, workgroups: self.tuning.processors });
+            fitting.into_iter().filter(|config| config.fits(codes_of(c.codes), (args.n, c.units), 1))
+        };
+        let values = BTreeSet::from([12, 16, 20, 24, groups]).into_iter().flat_map(possible);
+        let values = values.map(|config| format!("{}/{}/1", config.groups, config.slots)).collect();
         self.add(key, rule, values, args.weight.bytes);
     }
 

@@ -47,10 +47,12 @@ const MOST_ROUND: u32 = 144;
 /// The maximum number of groups of 32 invocations of a workgroup of `skinny`.
 const MOST_GROUPS: u32 = 24;
 
-/// The numbers of groups of lanes that a workgroup of `skinny_codes.ptx` may have, in models whose rows have as many units.
+/// The numbers of groups of lanes that a workgroup of `skinny_codes.ptx` may have; in models whose rows have fewer units, as many.
 const CODES_PTX_GROUPS: RangeInclusive<u32> = 12..=24;
-/// The minimum number of such groups, in models whose rows have no more units.
-const LEAST_CODES_PTX_GROUPS: u32 = 8;
+/// The minimum number of units of columns of a matrix for `skinny_codes.ptx`, and of the model's rows: of 128 columns, and of 256
+/// with an odd number of bits, of which fewer were not measured.
+const LEAST_CODES_PTX_UNITS: u32 = 8;
+const LEAST_CODES_PTX_UNITS_ODD: u32 = 32;
 
 /// Returns the number of groups of 32 invocations, and of chunks that each loads in a round, with which a workgroup loads
 /// `chunks` chunks in `rounds` rounds and multiplies the fewest zeros; of equals, those with the most groups.
@@ -194,7 +196,7 @@ impl Decoder<'_> {
         let fits = |config: &CodesPtxConfig| config.fits(codes, (weight.rows, units), rows);
         let tuned = self.tuning.codes_ptx_shapes.get(&(codes.bits, weight.rows, weight.cols));
         let tuned = tuned.copied().filter(|config| rows == 1 && fits(config));
-        let rule = || codes_ptx_rule(codes, units, self.config.hidden, self.tuning.processors.max(1)).filter(fits);
+        let rule = || codes_ptx_rule(codes, units, self.config.hidden, self.tuning.processors.max(1), fits);
         tuned.or_else(rule)
     }
 
@@ -870,23 +872,33 @@ fn share_processors(parts: &[(u32, u64)], processors: u32) -> Vec<u32> {
 }
 
 /// Returns the workgroups of `skinny_codes.ptx` for a matrix of codes with `units` units of columns, in a model of `hidden` hidden
-/// values: one for each processor. `None` for few units and for codes of 8 bits in groups of 128, which were not compared with
-/// `skinny_codes`.
-fn codes_ptx_rule(codes: Codes, units: u32, hidden: u32, processors: u32) -> Option<CodesPtxConfig> {
+/// values: one for each processor, of the best shape that `fits` in shared memory. `None` for few units, and for affine codes in
+/// groups of 128 with other than four bits, which were not compared with `skinny_codes`.
+fn codes_ptx_rule(
+    codes: Codes,
+    units: u32,
+    hidden: u32,
+    processors: u32,
+    fits: impl Fn(&CodesPtxConfig) -> bool,
+) -> Option<CodesPtxConfig> {
     let of_rows = hidden.div_ceil(unit_cols(codes));
     let long_groups = codes.number == Number::Affine && codes.group == 128;
+    let least = if codes.bits.is_multiple_of(2) { LEAST_CODES_PTX_UNITS } else { LEAST_CODES_PTX_UNITS_ODD };
+    if units.min(hidden / unit_cols(codes)) < least || (long_groups && codes.bits != 4) {
+        return None;
+    }
     // The groups of lanes share the columns of the model's rows equally, or nearly so.
     let idle = |groups: u32| of_rows.next_multiple_of(groups) - of_rows;
     let few = of_rows < *CODES_PTX_GROUPS.start();
-    let groups = if few { Some(of_rows) } else { CODES_PTX_GROUPS.min_by_key(|&n| (idle(n), Reverse(n))) }?;
-    // Few groups, 8 bits and long rows need more on their way. So do the smaller units of long groups in 16 groups of lanes.
-    let two = codes.bits < 8 && groups >= 16 && of_rows < 4 * groups && !(long_groups && groups == 16);
-    let slots = if two { 2 } else { 3 };
-    (units.min(of_rows) >= LEAST_CODES_PTX_GROUPS && (codes.bits == 4 || !long_groups)).then_some(CodesPtxConfig {
-        groups,
-        slots,
-        workgroups: processors,
-    })
+    let mut groups: Vec<u32> = if few { vec![of_rows] } else { CODES_PTX_GROUPS.collect() };
+    groups.sort_by_key(|&groups| (idle(groups), Reverse(groups)));
+    let shapes = groups.into_iter().flat_map(|groups| {
+        // Few groups, 8 bits and long rows need more on their way. So do the smaller units of long groups in 16 groups of lanes.
+        let two = codes.bits < 8 && groups >= 16 && hidden < 4 * groups * 128 && !(long_groups && groups == 16);
+        let slots = if two { 2..=2 } else { 2..=3 };
+        slots.rev().map(move |slots| CodesPtxConfig { groups, slots, workgroups: processors })
+    });
+    shapes.into_iter().find(fits)
 }
 
 /// Returns the workgroup shape of `skinny_codes` for a matrix of `blocks` blocks of 16 rows and `units` units of columns, as it
@@ -1011,6 +1023,56 @@ mod tests {
         assert_eq!([rule(6144, 1024), rule(1024, 3072)], [(512, 4, 2), (768, 1, 4)]);
     }
 
+    /// Goal: up to eight rows of models that people run are multiplied by programs in PTX, also where the shape that is the fastest
+    /// for one row does not fit in shared memory. Method: the widest matrices of models in several formats.
+    #[test]
+    fn eight_rows_of_popular_models_use_programs_in_ptx() {
+        let affine = |bits, group, minimum| Codes { bits, group, number: Number::Affine, minimum };
+        let fp8 = Codes { bits: 8, group: 128, number: Number::E4m3, minimum: Minimum::Zero { halves: 0 } };
+        let formats = [
+            ("Q4_K", affine(4, 32, Minimum::Stored)),
+            ("Q6_K", affine(6, 16, Minimum::Zero { halves: 64 })),
+            ("Q8_0", affine(8, 32, Minimum::Zero { halves: 256 })),
+            ("AWQ", affine(4, 128, Minimum::Stored)),
+            ("FP8", fp8),
+        ];
+        // Hidden sizes, inner values and vocabularies of Qwen3-0.6B, Qwen2.5-1.5B, Qwen3-1.7B, Qwen3-4B, Llama-3.2-3B, Qwen2.5-7B,
+        // Gemma-3-12B, Qwen3-8B, Qwen3-14B, Mistral-Small-24B, Nemotron-4-15B and Llama-3.3-70B.
+        let models: [(u32, u32, u32); 12] = [
+            (1024, 3072, 151_936),
+            (1536, 8960, 151_936),
+            (2048, 6144, 151_936),
+            (2560, 9728, 151_936),
+            (3072, 8192, 128_256),
+            (3584, 18_944, 152_064),
+            (3840, 15_360, 262_208),
+            (4096, 12_288, 151_936),
+            (5120, 17_408, 151_936),
+            (5120, 32_768, 131_072),
+            (6144, 24_576, 256_000),
+            (8192, 28_672, 128_256),
+        ];
+        let mut missing = Vec::new();
+        for (hidden, inner, vocabulary) in models {
+            for (name, codes) in formats {
+                for (rows, cols) in [(2 * inner, hidden), (hidden, inner), (vocabulary, hidden)] {
+                    let units = cols.div_ceil(unit_cols(codes));
+                    let served = |tokens: &u32| {
+                        codes_ptx_rule(codes, units, hidden, 132, |config| config.fits(codes, (rows, units), *tokens))
+                            .is_some()
+                    };
+                    let most = [8, 4, 2, 1].into_iter().find(served).unwrap_or(0);
+                    if most < 8 {
+                        missing.push((name, rows, cols, most));
+                    }
+                }
+            }
+        }
+        // x of eight rows leaves too little room for wide units.
+        let wide = |name| [(name, 57_344, 8192, 4), (name, 128_256, 8192, 4)];
+        assert_eq!(missing, [wide("Q6_K"), wide("Q8_0")].concat());
+    }
+
     /// Goal: matrices of codes of the measured models have the fastest shapes, which depend on what fits beside them.
     #[test]
     fn codes_have_the_fastest_shapes_of_measured_models() {
@@ -1078,7 +1140,7 @@ mod tests {
         let codes = |bits, group, number, minimum| Codes { bits, group, number, minimum };
         let k_quant = codes(4, 32, Number::Affine, Minimum::Stored);
         let shape = |codes: Codes, cols: u32, hidden: u32| {
-            let config = codes_ptx_rule(codes, cols.div_ceil(unit_cols(codes)), hidden, 132)?;
+            let config = codes_ptx_rule(codes, cols.div_ceil(unit_cols(codes)), hidden, 132, |_| true)?;
             Some([config.groups, config.slots, config.workgroups])
         };
         let q6 = codes(6, 16, Number::Affine, Minimum::Zero { halves: 64 });

@@ -38,6 +38,10 @@ const LEAST_WORDS: u32 = 320;
 const LOADED: usize = 32;
 /// The number of polls after which stored words leave the processor's write buffers, if no further ones come.
 const POLLS_BEFORE_FENCE: u32 = 16;
+/// A thread that waits for a word of a CPU driver sleeps after so many polls.
+const YIELDS_BEFORE_SLEEP: u32 = 32;
+/// How long it sleeps then.
+const CPU_DRIVER_SLEEP: Duration = Duration::from_micros(50);
 /// Each thread's words of a sum begin at a multiple of this: a cache line.
 const LINE: u64 = 64 / WORD_BYTES;
 
@@ -582,7 +586,10 @@ fn wait(shared: &Shared, from: usize, number: u32, at: u64) -> bool {
             fence(Ordering::SeqCst);
         }
         std::hint::spin_loop();
-        if memory.on_cpu {
+        // A CPU driver computes what is waited for, on cores that this thread should leave to it.
+        if memory.on_cpu && polls.is_multiple_of(YIELDS_BEFORE_SLEEP) {
+            std::thread::sleep(CPU_DRIVER_SLEEP);
+        } else if memory.on_cpu {
             std::thread::yield_now();
         }
         if !polls.is_multiple_of(POLLS_BETWEEN_LOOKS) && !memory.on_cpu {

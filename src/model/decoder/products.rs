@@ -47,7 +47,8 @@ const MOST_ROUND: u32 = 144;
 /// The maximum number of groups of 32 invocations of a workgroup of `skinny`.
 const MOST_GROUPS: u32 = 24;
 
-/// The numbers of groups of lanes that a workgroup of `skinny_codes.ptx` may have; in models whose rows have fewer units, as many.
+/// The numbers of groups of lanes that a workgroup of `skinny_codes.ptx` may have. In models whose rows have fewer units of columns,
+/// it has one for each unit.
 const CODES_PTX_GROUPS: RangeInclusive<u32> = 12..=24;
 /// The minimum number of units of columns of a matrix for `skinny_codes.ptx`, and of the model's rows: of 128 columns, and of 256
 /// with an odd number of bits, of which fewer were not measured.
@@ -95,8 +96,13 @@ fn skinny_rule(blocks: u32, chunks: u32) -> (u32, u32, u32) {
 /// Returns the number of groups out of `groups` whose rounds, in which each group loads `ahead` chunks, multiply the fewest
 /// zeros behind the last of `chunks` chunks; of equals, the one nearest to `near`.
 fn evenest(groups: RangeInclusive<u32>, chunks: u32, ahead: u32, near: u32) -> u32 {
-    let zeros = |groups: u32| chunks.next_multiple_of(groups * ahead) - chunks;
-    groups.min_by_key(|&groups| (zeros(groups), groups.abs_diff(near))).expect("there are groups")
+    let best = groups.min_by_key(|&groups| (left_over(chunks, groups * ahead), groups.abs_diff(near)));
+    best.expect("there are groups")
+}
+
+/// Returns by how many places the last round of `each` places reaches past `count` of them.
+fn left_over(count: u32, each: u32) -> u32 {
+    count.next_multiple_of(each) - count
 }
 
 /// The operands of a product: y is the epilogue of W · x.
@@ -888,17 +894,16 @@ fn codes_ptx_rule(
         return None;
     }
     // The groups of lanes share the columns of the model's rows equally, or nearly so.
-    let idle = |groups: u32| of_rows.next_multiple_of(groups) - of_rows;
     let few = of_rows < *CODES_PTX_GROUPS.start();
     let mut groups: Vec<u32> = if few { vec![of_rows] } else { CODES_PTX_GROUPS.collect() };
-    groups.sort_by_key(|&groups| (idle(groups), Reverse(groups)));
-    let shapes = groups.into_iter().flat_map(|groups| {
+    groups.sort_by_key(|&groups| (left_over(of_rows, groups), Reverse(groups)));
+    let mut shapes = groups.into_iter().flat_map(|groups| {
         // Few groups, 8 bits and long rows need more on their way. So do the smaller units of long groups in 16 groups of lanes.
         let two = codes.bits < 8 && groups >= 16 && hidden < 4 * groups * 128 && !(long_groups && groups == 16);
         let slots = if two { 2..=2 } else { 2..=3 };
         slots.rev().map(move |slots| CodesPtxConfig { groups, slots, workgroups: processors })
     });
-    shapes.into_iter().find(fits)
+    shapes.find(fits)
 }
 
 /// Returns the workgroup shape of `skinny_codes` for a matrix of `blocks` blocks of 16 rows and `units` units of columns, as it

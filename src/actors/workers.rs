@@ -900,6 +900,7 @@ while :; do
     frame
     case "$body" in
         slow) sleep 1 ;;
+        slower) exec sleep 1000 ;;
         # Frames of 0x01010101 bytes without a pause, each of which is a question. Descriptor 3 keeps the input open.
         traffic) exec tr '\0' '\1' 3<&0 </dev/zero ;;
     esac
@@ -948,22 +949,22 @@ done
             Ok(worker.home())
         });
         let home = first.unwrap();
-        let cancelled = |output| {
+        let cancelled = |frame: &'static str, output| {
             let begun = Instant::now();
-            let job = move |worker: &mut Worker| Ok((call(worker, "slow", &soon(), Some(output)), worker.home()));
+            let job = move |worker: &mut Worker| Ok((call(worker, frame, &soon(), Some(output)), worker.home()));
             let (failure, home) = workers.run(None, job).unwrap();
             assert_eq!(failure, Err(Failure::Cancelled));
             (begun.elapsed(), home)
         };
-        let (took, after) = cancelled(2);
+        let (took, after) = cancelled("slow", 2);
         assert_eq!(after, home, "the worker has ended, and with it the state of another output");
         assert!(took >= Duration::from_millis(900), "{took:?}");
         // The frames are still in step.
         let next = workers.run(Some(home), |worker| call(worker, "next", &Cancel::default(), Some(1)));
         assert_eq!(next.unwrap(), "next");
         // Its own state protects nobody.
-        let (took, after) = cancelled(1);
-        assert!(after != home && took < Duration::from_millis(700), "{took:?}");
+        let (took, after) = cancelled("slower", 1);
+        assert!(after != home && took < Duration::from_secs(20), "{took:?}");
         assert_eq!(workers.held(), [0; 0]);
     }
 
@@ -995,19 +996,22 @@ done
         let start = |worker: &mut Worker| call(worker, "a", &Cancel::default(), None).map(|_| worker.home());
         let home = workers.run(None, start).unwrap();
         let (busy, is_busy) = crossbeam_channel::bounded(1);
+        let (release, released) = crossbeam_channel::bounded::<()>(1);
         workers.submit(
             Some(home),
             Box::new(move |worker| {
-                busy.send(()).unwrap();
-                let _ = worker.and_then(|worker| call(worker, "slow", &Cancel::default(), None));
+                busy.send(worker.unwrap().home()).unwrap();
+                let _ = released.recv_timeout(Duration::from_secs(60));
             }),
         );
-        is_busy.recv().unwrap();
+        assert_eq!(is_busy.recv().unwrap(), home);
         let (ran, where_it_ran) = crossbeam_channel::bounded(1);
         workers.submit_to(home, Box::new(move |worker| ran.send(worker.home()).unwrap()));
         // Another job with the same home is run elsewhere meanwhile.
         let other = workers.run(Some(home), |worker| Ok(worker.home())).unwrap();
         assert_ne!(other, home);
+        assert!(where_it_ran.is_empty(), "the process is busy");
+        release.send(()).unwrap();
         assert_eq!(where_it_ran.recv_timeout(Duration::from_secs(20)), Ok(home));
         let end = |worker: &mut Worker| {
             worker.end();

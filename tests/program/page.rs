@@ -248,12 +248,13 @@ fn timeline_moves(browser: &mut Browser) {
     browser.until("chart.pointers.size === 0");
 
     // The element under the pointer is described, and a clicked element stays selected.
-    browser.eval("(() => { const s = document.querySelector('#device'); s.value = '0'; s.dispatchEvent(new Event('change')); chart.span = 60000; chart.follow(true); chart.follow(false); })()");
-    let spot = "(() => { const box = chart.boxes.findLast((b) => b.lane === 'compute' && b.end < chart.from + chart.span && b.begin > chart.from);
+    browser.eval("(() => { const s = document.querySelector('#device'); s.value = '0'; s.dispatchEvent(new Event('change')); chart.span = 60000; })()");
+    // On a busy machine nothing may have run in the last 60 ms, so the window moves on until it has a box.
+    let spot = "(() => { chart.follow(true); chart.follow(false); const box = chart.boxes.findLast((b) => b.lane === 'compute' && b.end < chart.from + chart.span && b.begin > chart.from);
         const lane = chart.lanes.find((l) => l.id === 'compute'); const r = chart.canvas.getBoundingClientRect();
-        return box && [r.x + ((box.begin + box.end) / 2 - chart.from) / chart.span * r.width, r.y + lane.y + 8]; })()";
+        return window.spot = box && [r.x + ((box.begin + box.end) / 2 - chart.from) / chart.span * r.width, r.y + lane.y + 8]; })()";
     browser.until(spot);
-    let spot: Vec<f64> = serde_json::from_value(browser.eval(spot)).unwrap();
+    let spot: Vec<f64> = serde_json::from_value(browser.eval("window.spot")).unwrap();
     browser.mouse("mouseMoved", spot[0], spot[1], json!({}));
     browser.until("document.querySelector('#detail-title').textContent.startsWith('Region ')");
     let facts = browser.text("#detail-facts");

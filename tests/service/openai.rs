@@ -546,7 +546,7 @@ struct Special {
     output: &'static str,
 }
 
-const SPECIAL: [Special; 11] = [
+const SPECIAL: [Special; 12] = [
     Special {
         template: "{% if tools %}{{ tools | tojson }}functions{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}\
             {# <|channel|> <|message|> #}<|start|>assistant",
@@ -635,6 +635,13 @@ const SPECIAL: [Special; 11] = [
         tokens: &["<|end_of_text|>", "<|tool_call|>"],
         output: "<think>hm</think>So.<|tool_call|>[{\"name\": \"weather\", \"arguments\": {\"city\": \"Rome\"}}]",
     },
+    Special {
+        template: "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}\
+            {# <TOOLCALL> </TOOLCALL> </think> #}",
+        mark: "<TOOLCALL>",
+        tokens: &["<|im_end|>", "<TOOLCALL>", "</TOOLCALL>"],
+        output: "<think>hm</think>So.<TOOLCALL>[{\"name\": \"weather\", \"arguments\": {\"city\": \"Rome\"}}]</TOOLCALL>",
+    },
 ];
 
 impl Special {
@@ -698,6 +705,10 @@ async fn calls_are_forced_in_the_models_own_form() {
             // The mark is the special token, not its letters.
             let drawn = choice["logprobs"]["content"].as_array().unwrap();
             assert!(drawn.iter().any(|token| token["token"] == special.mark), "{whole}");
+            // A model that writes a list writes one for a single call too.
+            let text: String = drawn.iter().filter_map(|token| token["token"].as_str()).collect();
+            let list = format!("{}[{{", special.mark);
+            assert_eq!(text.contains(&list), special.output.contains(&list), "{whole}");
             let calls = choice["message"]["tool_calls"].as_array().unwrap();
             assert!(calls.len() == 1 || seed % 2 == 1 && !calls.is_empty(), "{whole}");
             for call in calls {

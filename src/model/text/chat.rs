@@ -89,7 +89,7 @@ pub struct ChatStyle {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallForm {
     /// Two marks around a JSON object of `name` and `arguments`, or a list of such objects (Hermes, Qwen2.5, Qwen3, Granite,
-    /// Phi-4-mini). If the second mark is empty, there is none.
+    /// Phi-4-mini, Nemotron). If the second mark is empty, there is none.
     TaggedJson(&'static Marks),
     /// Two marks around functions with tagged parameters (Qwen3-Coder, Qwen3.5, Seed-OSS, MiniMax-M2).
     TaggedParameters(&'static ParameterTags),
@@ -246,8 +246,15 @@ pub static OLMO_CALLS: NamedTags =
     NamedTags { calls: ["<function_calls>", "</function_calls>"], list: Some(["\n", "\n", "\n"]), ..LFM_CALLS };
 /// Phi-4-mini.
 pub static PHI_TAGS: Marks = ["<|tool_call|>", "<|/tool_call|>"];
+/// Nemotron-H and Nemotron Nano 2.
+pub static NEMOTRON_TAGS: Marks = ["<TOOLCALL>", "</TOOLCALL>"];
 /// Granite 3.
 pub static GRANITE_TAGS: Marks = ["<|tool_call|>", ""];
+
+/// Whether models with these marks around calls in JSON write a list of them.
+pub fn are_around_lists(marks: &Marks) -> bool {
+    [GRANITE_TAGS, NEMOTRON_TAGS].contains(marks)
+}
 
 /// The forms that are read. The first one that a template has is its form.
 const FORMS: &[Form] = &[
@@ -320,6 +327,12 @@ const FORMS: &[Form] = &[
         has: &[&[PHI_TAGS[0]], &[PHI_TAGS[1]]],
         lacks: &[],
         marks: &PHI_TAGS,
+    },
+    Form {
+        form: CallForm::TaggedJson(&NEMOTRON_TAGS),
+        has: &[&[NEMOTRON_TAGS[0]], &[NEMOTRON_TAGS[1]]],
+        lacks: &[],
+        marks: &NEMOTRON_TAGS,
     },
     Form {
         form: CallForm::TaggedJson(&GRANITE_TAGS),
@@ -950,6 +963,8 @@ mod tests {
         let lfm_of_old = "{% if tools %}List of tools: <|tool_list_start|>{\"name\", \"parameters\"}{% endif %}";
         let olmo = "{% if tools %}<functions>{{ tools }}</functions><function_calls>{% endif %}";
         let phi = "{% if tools %}<|tool_call|>{\"name\": \"parameters\"}<|/tool_call|>{% endif %}";
+        let nemotron = "{% if tools %}<AVAILABLE_TOOLS>{{ tools }}</AVAILABLE_TOOLS> <TOOLCALL>[{\"name\": f, \"arguments\": a}]\
+            </TOOLCALL>{% endif %}</think>";
         let granite = "{% if tools %}write <|tool_call|> and a list: \"name\", \"parameters\"{% endif %}";
         let none = Reasoning::None;
         for (source, form, reasoning) in [
@@ -966,6 +981,7 @@ mod tests {
             (lfm_of_old, Named(&LFM_CALLS), none),
             (olmo, Named(&OLMO_CALLS), none),
             (phi, TaggedJson(&PHI_TAGS), none),
+            (nemotron, TaggedJson(&NEMOTRON_TAGS), think),
             (granite, TaggedJson(&GRANITE_TAGS), none),
             (list, BracketList, none),
             (arguments, BracketArguments, brackets),

@@ -878,8 +878,8 @@ impl TaggedCall {
 mod tests {
     use super::*;
     use crate::model::text::chat::{
-        FUNCTION_GEMMA_CALLS, GEMMA_CALLS, GRANITE_TAGS, LFM_CALLS, MINIMAX_PARAMETERS, OLMO_CALLS, PHI_TAGS,
-        QWEN_PARAMETERS, SEED_PARAMETERS,
+        FUNCTION_GEMMA_CALLS, GEMMA_CALLS, GRANITE_TAGS, LFM_CALLS, MINIMAX_PARAMETERS, NEMOTRON_TAGS, OLMO_CALLS,
+        PHI_TAGS, QWEN_PARAMETERS, SEED_PARAMETERS,
     };
     use serde_json::json;
 
@@ -1251,6 +1251,9 @@ mod tests {
         check(never, granite, &format!("<|tool_call|> {one} And"), "", " And", &[("f", TRICKY)]);
         let phi = Some(CallForm::TaggedJson(&PHI_TAGS));
         check(never, phi, &format!("{list}<|/tool_call|> And"), "", " And", &[("f", TRICKY), ("g", "{}")]);
+        let nemotron = Some(CallForm::TaggedJson(&NEMOTRON_TAGS));
+        let calls = format!("So. <TOOLCALL>[{one}, {{\"name\": \"g\", \"arguments\": {{}}}}]</TOOLCALL> And");
+        check(never, nemotron, &calls, "", "So. And", &[("f", TRICKY), ("g", "{}")]);
         let calls = format!("<|tool_call|>{one}<|/tool_call|><|tool_call|>{one}<|/tool_call|>");
         check(never, phi, &calls, "", "", &[("f", TRICKY), ("f", TRICKY)]);
         for bad in ["<|tool_call|>[]", "<|tool_call|>oh", "<|tool_call|>[oh]", "<|tool_call|>"] {
@@ -1392,8 +1395,9 @@ mod tests {
     /// consist of, cut at random places.
     #[test]
     fn cuts_change_nothing() {
-        const FORMS: [CallForm; 14] = [
+        const FORMS: [CallForm; 15] = [
             CallForm::TaggedJson(&TAGS),
+            CallForm::TaggedJson(&NEMOTRON_TAGS),
             CallForm::TaggedJson(&PHI_TAGS),
             CallForm::TaggedJson(&GRANITE_TAGS),
             CallForm::TaggedParameters(&QWEN_PARAMETERS),

@@ -6,7 +6,7 @@ use super::fields::{self, Fields, refuse};
 use crate::model::grammar::{GrammarError, MOST_BYTES};
 use crate::model::text::Text;
 use crate::model::text::chat::{
-    CallForm, KEY, Marks, NamedTags, ParameterTags, TAGS, VALUE, brackets, channels, section,
+    CallForm, KEY, Marks, NamedTags, ParameterTags, TAGS, VALUE, are_around_lists, brackets, channels, section,
 };
 use crate::service::bounds;
 use crate::service::prepare::{channel, mark, until};
@@ -402,8 +402,7 @@ fn call(form: CallForm, text: &Text, tool: &Tool) -> Value {
             sequence(elements)
         }
         CallForm::TaggedJson(marks) => {
-            // Models without a mark behind calls write a list.
-            let [list, end] = if marks[1].is_empty() { ["[", "]"] } else { ["\n", "\n"] };
+            let [list, end] = if are_around_lists(marks) { ["[", "]"] } else { ["\n", "\n"] };
             let around = [format!("{list}{{\"name\": {name}, \"arguments\": "), format!("}}{end}")];
             enclosed(text, marks, around, schema)
         }

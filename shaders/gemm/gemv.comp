@@ -4,8 +4,9 @@
 //
 // prologue   NORM 0: x. NORM 1 (RMSNorm): x ⊙ norm, and the epilogue scales the product by rsqrt(mean x² + eps), so
 //            that the norm needs no dispatch of its own
-// epilogue   0 store: y = s·Wx + b. 1 residual: y += s·Wx + b. 2 SwiGLU: the rows of W alternate gate and up;
-//            y[n/2] = glu(gate, up). s is the norm's scale, 1 without NORM
+// epilogue   0 store: y = s·Wx + b. 1 residual: y += s·Wx + b. 2 and more: a gated linear unit: the rows of W alternate gate and
+//            up; y[n/2] = glu(gate, up); or squared ReLU: y = max(s·Wx + b, 0)² (`glu.glsl`). s is the norm's scale, 1
+//            without NORM
 // weight     [N][chunks·8] in the variant's format (codes: `codes.glsl`);  x [rows][x_stride] f32;  y [rows][y_stride] f32
 //
 // One workgroup computes ROWS rows of W (an even number) for BATCH rows of x. All its invocations split K: per iteration,
@@ -151,9 +152,10 @@ void main() {
     }
     float scale = NORM == 1u ? inversesqrt(squares / float(k) + epsilon) : 1.0;
     v = v * scale + added;
-    if (EPILOGUE >= 2u) {
+    if (IS_GATED(EPILOGUE)) {
         y.v[own_y + own_first / 2u] = glu(EPILOGUE, v.x, v.y);
     } else {
+        v = ACTIVATED(EPILOGUE, v);
         y.v[own_y + own_first] = v.x;
         if (own_first + 1u < n) y.v[own_y + own_first + 1u] = v.y;
     }

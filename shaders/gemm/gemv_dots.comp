@@ -158,9 +158,10 @@ void main() {
             if (BIAS == 1u) added[i] += bias.v[weight_row];
         }
         v = v * factor * scale + added;
-        if (EPILOGUE >= 2u) {
+        if (IS_GATED(EPILOGUE)) {
             y.v[own_y + row / 2u] = glu(EPILOGUE, v.x, v.y);
         } else {
+            v = ACTIVATED(EPILOGUE, v);
             y.v[own_y + row] = v.x;
             if (row + 1u < n) y.v[own_y + row + 1u] = v.y;
         }

@@ -277,11 +277,12 @@ void finish(uint token, uint feature, vec2 v) {
     v *= scales.v[token];
     if (BIAS == 1u) v += vec2(bias.v[bias_row + feature], bias.v[bias_row + min(feature + 1u, n - 1u)]);
     uint at = row * y_stride;
-    if (EPILOGUE >= 2u) {
+    if (IS_GATED(EPILOGUE)) {
         y.v[at + feature / 2u] = glu(EPILOGUE, v.x, v.y);
         return;
     }
     at += feature;
+    v = ACTIVATED(EPILOGUE, v);
     if (EPILOGUE == 1u) y.v[at] += v.x; else y.v[at] = v.x;
     if (feature + 1u >= n) return;
     if (EPILOGUE == 1u) y.v[at + 1u] += v.y; else y.v[at + 1u] = v.y;

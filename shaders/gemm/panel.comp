@@ -4,15 +4,15 @@
 // Small-M GEMM for decode batches, on fragment-packed weights: y[r] = epilogue( W · x[r] ) for panels of 16 · BLOCKS
 // packed rows of x. It serves the range between the few rows of `skinny` and the many rows of `tiled`.
 //
-// epilogue   0 store: y = Wx + b. 1 residual: y += Wx + b. 2 SwiGLU: the rows of W alternate gate and up;
-//            y[n/2] = glu(gate, up)
+// epilogue   0 store: y = Wx + b. 1 residual: y += Wx + b. 2 and more: a gated linear unit: the rows of W alternate gate and
+//            up; y[n/2] = glu(gate, up); or squared ReLU: y = max(Wx + b, 0)² (`glu.glsl`)
 // weight     16 × 32 blocks in fragment order (`memory::pack::Layout::Fragments`). CODED 1: codes with scales
 //            (`codes.glsl`), which are dequantised in f16 and rounded to bfloat16 in registers, once for all rows of x of
 //            the panel; AHEAD then counts units of columns. IN_F16 1: they stay f16, and x becomes f16, which is faster
 //            for a few rows. Where that could overflow, or loses small numbers, a lane group does its part again in
 //            bfloat16
 // x          16 × 32 blocks as `pack_rows` writes them
-// y          PACKED 0: [rows][y_stride] f32. PACKED 1 (SwiGLU only): 16-bit blocks like x, as input of the next
+// y          PACKED 0: [rows][y_stride] f32. PACKED 1 (gated only): 16-bit blocks like x, as input of the next
 //            product; rows are written up to a multiple of 16, columns beyond the last are not written
 // norm       RMSNorm fused into the products around it, so that it needs no dispatch of its own. FOLD 1: x is a
 //            row ⊙ the norm's weight, and the product is scaled by rsqrt(mean row² + eps), computed from the partial
@@ -418,7 +418,7 @@ void main() {
             }
             uint left = min(n - row, 4u);
             if (BIAS == 1u) [[unroll]] for (uint e = 0u; e < 4u; e++) if (e < left) v[e] += bias.v[bias_row + row + e];
-            if (EPILOGUE >= 2u) {
+            if (IS_GATED(EPILOGUE)) {
                 vec2 result = glu(EPILOGUE, v.xz, v.yw);
                 uint column = row / 2u;
                 if (PACKED == 1u) {
@@ -433,6 +433,7 @@ void main() {
             } else {
                 uint at = (token * y_stride + row) / 4u;
                 if (EPILOGUE == 1u) v += uintBitsToFloat(y.v[at]);
+                v = ACTIVATED(EPILOGUE, v);
                 uvec4 words = floatBitsToUint(v);
                 if (left == 4u) y.v[at] = words;
                 if (left < 4u) y.v[at].x = words.x;

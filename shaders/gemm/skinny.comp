@@ -6,8 +6,9 @@
 //
 // prologue   NORM 0: x. NORM 1 (RMSNorm): x ⊙ norm, and the epilogue scales the product by rsqrt(mean x² + eps), so
 //            that the norm needs no dispatch of its own
-// epilogue   0 store: y = s·Wx + b. 1 residual: y += s·Wx + b. 2 SwiGLU: the rows of W alternate gate and up;
-//            y[n/2] = glu(gate, up). s is the norm's scale, 1 without NORM
+// epilogue   0 store: y = s·Wx + b. 1 residual: y += s·Wx + b. 2 and more: a gated linear unit: the rows of W alternate gate and
+//            up; y[n/2] = glu(gate, up); or squared ReLU: y = max(s·Wx + b, 0)² (`glu.glsl`). s is the norm's scale, 1
+//            without NORM
 // weight     16 × 32 blocks in fragment order (`memory::pack::Layout::Fragments`), of bfloat16 or f16
 // x          [rows][x_stride] f32; each value is split into two 16-bit parts, so that the sums are as accurate as with
 //            16 bits of significand of x (of weights in f16 22 bits: `half_rows.glsl`)
@@ -255,7 +256,7 @@ void main() {
         uint left = min(n - item_row, 4u);
         if (BIAS == 1u) [[unroll]] for (uint i = 0u; i < 4u; i++) if (i < left) v[i] += bias.v[item_row + i];
         if (EPILOGUE == 1u) v += uintBitsToFloat(old);
-        if (EPILOGUE >= 2u) {
+        if (IS_GATED(EPILOGUE)) {
             vec2 result = glu(EPILOGUE, v.xz, v.yw);
             uint at = item_token * y_stride + item_row / 2u;
             uvec2 words = TAGGED == 3u ? uvec2(tagged(result.x, y_tag), tagged(result.y, y_tag)) : floatBitsToUint(result);
@@ -265,6 +266,7 @@ void main() {
                 PUT_ONE(at, words.x)
             }
         } else {
+            v = ACTIVATED(EPILOGUE, v);
             uvec4 words = TAGGED == 3u ? tagged(v, y_tag) : floatBitsToUint(v);
             if (left == 4u) y.v[item_at] = words;
             if (left < 4u) y.v[item_at].x = words.x;

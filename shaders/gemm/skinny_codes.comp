@@ -402,7 +402,7 @@ void main() {
                         uint left = last_part ? min(n - row, 4u) : 0u;
                         if (BIAS == 1u) [[unroll]] for (uint i = 0u; i < 4u; i++) if (i < left) v[i] += bias.v[row + i];
                         if (EPILOGUE == 1u) v += uintBitsToFloat(old);
-                        if (EPILOGUE >= 2u) {
+                        if (IS_GATED(EPILOGUE)) {
                             vec2 result = glu(EPILOGUE, v.xz, v.yw);
                             uint half_at = token * y_stride + row / 2u;
                             uvec2 words = TAGGED == 3u ? uvec2(tagged(result.x, y_tag), tagged(result.y, y_tag)) : floatBitsToUint(result);
@@ -412,6 +412,7 @@ void main() {
                                 PUT_ONE(half_at, words.x)
                             }
                         } else {
+                            v = ACTIVATED(EPILOGUE, v);
                             uvec4 words = TAGGED == 3u ? tagged(v, y_tag) : floatBitsToUint(v);
                             if (left == 4u) y.v[at] = words;
                             if (left < 4u && left > 0u) y.v[at].x = words.x;

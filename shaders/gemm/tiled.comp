@@ -3,11 +3,11 @@
 // Tiled GEMM for prefill, on fragment-packed weights and activations: y[r] = epilogue( W · x[r] ) for the rows of
 // prompts.
 //
-// epilogue   0 store: y = Wx + b. 1 residual: y += Wx + b. 2 SwiGLU: the rows of W alternate gate and up;
-//            y[N/2] = glu(gate, up)
+// epilogue   0 store: y = Wx + b. 1 residual: y += Wx + b. 2 and more: a gated linear unit: the rows of W alternate gate and
+//            up; y[N/2] = glu(gate, up); or squared ReLU: y = max(Wx + b, 0)² (`glu.glsl`)
 // weight     [N padded to 16][K], `memory::pack::Layout::Fragments`
 // x          [rows padded to 64][K], as `pack_rows` writes it; in f16 with `scales`, by which a row's products are multiplied
-// y          PACKED 0: [rows][y_stride] f32. PACKED 1 (SwiGLU only): packed as `pack_rows` would pack it, as x of the
+// y          PACKED 0: [rows][y_stride] f32. PACKED 1 (gated only): packed as `pack_rows` would pack it, as x of the
 //            next product
 // experts    EXPERTS 1 (MoE): `tiles` assigns an expert to each tile of x, and the expert's weights are N rows. Without
 //            PACKED, the tile's rows are written to rows `slots` of y; rows whose slot is NOBODY are dropped
@@ -105,22 +105,27 @@ vec2 gated(vec4 v) { return glu(EPILOGUE, v.xz, v.yw); }
 
 // Stores rows row .. + 4 of W for one token.
 void store(uint token, uint row, vec4 v) {
-    uint at = token * y_stride + (EPILOGUE >= 2u ? row / 2u : row);
+    v = ACTIVATED(EPILOGUE, v);
+    uint at = token * y_stride + (IS_GATED(EPILOGUE) ? row / 2u : row);
 #if MATRIX == 1
     // Only here: not every driver without cooperative matrices supports access to y through a second reference type.
     if (row + 4u <= N) {
-        if (EPILOGUE == 0u) Floats4InOut(y).v[at / 4u] = v;
-        if (EPILOGUE == 1u) Floats4InOut(y).v[at / 4u] += v;
-        if (EPILOGUE >= 2u) Floats2Out(y).v[at / 2u] = gated(v);
+        if (IS_GATED(EPILOGUE)) Floats2Out(y).v[at / 2u] = gated(v);
+        else if (EPILOGUE == 1u) Floats4InOut(y).v[at / 4u] += v;
+        else Floats4InOut(y).v[at / 4u] = v;
         return;
     }
 #endif
     vec2 s = gated(v);
     [[unroll]] for (uint i = 0u; i < 4u; i++) {
         if (row + i >= N) return;
-        if (EPILOGUE == 0u) y.v[at + i] = v[i];
-        if (EPILOGUE == 1u) y.v[at + i] += v[i];
-        if (EPILOGUE >= 2u && (i & 1u) == 0u) y.v[at + i / 2u] = s[i / 2u];
+        if (IS_GATED(EPILOGUE)) {
+            if ((i & 1u) == 0u) y.v[at + i / 2u] = s[i / 2u];
+        } else if (EPILOGUE == 1u) {
+            y.v[at + i] += v[i];
+        } else {
+            y.v[at + i] = v[i];
+        }
     }
 }
 

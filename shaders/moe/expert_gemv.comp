@@ -2,7 +2,7 @@
 #extension GL_GOOGLE_include_directive : require
 // MoE expert MLP as GEMV, on row-major weights, in two dispatches (stages) for the experts that `choices` names:
 //
-// STAGE 0   y[r][j] = share(r, j) · glu( W[e(r, j)] · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) + bias[e(r, j)] ); the
+// STAGE 0   y[r][j] = share(r, j) · f( W[e(r, j)] · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) + bias[e(r, j)] ); the
 //           shared expert's result follows the others
 // STAGE 1   y[r] += sum_j ( W[e(r, j)] · x[r][j] + share(r, j) · bias[e(r, j)] ) + Ws · x[r][CHOSEN]
 //
@@ -28,7 +28,7 @@ layout(constant_id = 2) const uint CHOSEN = 2;
 layout(constant_id = 3) const uint SHARED = 0;
 layout(constant_id = 4) const uint USED = 0;      // rows of x in use; 0: `count` holds the number
 layout(constant_id = 5) const uint ROWS = 2;      // rows of W, even
-layout(constant_id = 6) const uint GLU = 2;       // the gated linear unit: `glu.glsl`
+layout(constant_id = 6) const uint GLU = 2;       // f: a gated linear unit, or an activation without a gate: `glu.glsl`
 layout(constant_id = 7) const uint BIAS = 0;
 layout(constant_id = 8) const uint FIRST_EXPERT = 0; // the first expert in `weight`: `expert_part.glsl`
 layout(constant_id = 9) const uint PART_EXPERTS = 0; // the number of experts in `weight`; 0: all
@@ -178,7 +178,12 @@ void main() {
                 gate += bias.v[chosen.x * n + first + r];
                 up += bias.v[chosen.x * n + first + r + 1u];
             }
-            y.v[yo + choice * part + (first + r) / 2u] = glu(GLU, gate, up) * share;
+            if (IS_GATED(GLU)) {
+                y.v[yo + choice * part + (first + r) / 2u] = glu(GLU, gate, up) * share;
+            } else {
+                y.v[yo + choice * part + first + r] = ACTIVATED(GLU, gate) * share;
+                y.v[yo + choice * part + first + r + 1u] = ACTIVATED(GLU, up) * share;
+            }
         }
     } else {
         if (BIAS == 1u) {

@@ -4,9 +4,9 @@
 // MoE expert MLP for decode: small-M GEMM on fragment-packed weights for 1 to 16 rows (codes: 1 to 4), in two dispatches
 // (stages). With TAGGED 1 there is no barrier between the stages: the second one polls the words of the first.
 //
-// STAGE 0   for each expert e that row r chooses as its j-th: y[r][j] = share(r, j) · glu(
+// STAGE 0   for each expert e that row r chooses as its j-th: y[r][j] = share(r, j) · f(
 //           Wgu[e] · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) ), and for the shared expert
-//           y[r][CHOSEN] = sigmoid(logits[r][COUNT]) · glu( Ws · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) )
+//           y[r][CHOSEN] = sigmoid(logits[r][COUNT]) · f( Ws · (x[r] ⊙ norm) · rsqrt(mean x[r]² + eps) )
 //           (GATED 0: without the sigmoid)
 // STAGE 1   y[r] += sum_j Wd[e(r, j)] · x[r][j] + Wsd · x[r][CHOSEN], as one sum over all columns of all experts; with
 //           ADD 0, y[r] is replaced
@@ -53,7 +53,7 @@ layout(constant_id = 9) const uint ROWS = 1;      // at most 16
 layout(constant_id = 10) const uint COLUMNS = 32; // columns of an expert's matrix
 layout(constant_id = 11) const uint SHARED_COLUMNS = 32;
 layout(constant_id = 12) const uint TAGGED = 0;
-layout(constant_id = 13) const uint GLU = 2;      // the gated linear unit: `glu.glsl`
+layout(constant_id = 13) const uint GLU = 2;      // f: a gated linear unit, or an activation without a gate: `glu.glsl`
 layout(constant_id = 14) const uint BIAS = 0;
 layout(constant_id = 15) const uint ADD = 1;
 layout(constant_id = 16) const uint ROUTED = 0;
@@ -627,6 +627,11 @@ void main() {
             if (BIAS == 1u && !of_shared) {
                 uint at_ = entry.x * n + item_row;
                 v += vec4(bias.v[at_], bias.v[at_ + 1u], bias.v[at_ + 2u], bias.v[at_ + 3u]);
+            }
+            if (!IS_GATED(GLU)) {
+                v = ACTIVATED(GLU, v) * share;
+                y.v[(item_token * y_stride + choice * ((n + 31u) / 32u * 32u) + item_row) / 4u] = TAGGED == 1u ? tagged(v, y_tag) : floatBitsToUint(v);
+                continue;
             }
             vec2 result = glu(GLU, v.xz, v.yw) * share;
             uint to = item_token * y_stride + choice * ((n / 2u + 31u) / 32u * 32u) + item_row / 2u;

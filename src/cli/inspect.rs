@@ -274,7 +274,8 @@ fn table(
     if let Ok(checkpoint) = &contents.checkpoint {
         let config = &checkpoint.config;
         let (windowed, of) = (&config.attention_kinds, &config.attention_kinds[0]);
-        let recurrent = config.layers as usize - config.layers_of(LayerKind::Attention).count();
+        let recurrent =
+            config.layers_of(LayerKind::GatedDelta).count() + config.layers_of(LayerKind::ShortConv).count();
         let kinds = if recurrent > 0 { format!(" ({recurrent} recurrent)") } else { String::new() };
         let experts = config.experts.map_or(String::new(), |experts| {
             format!(", {} of {} experts of {}", experts.chosen, experts.count, experts.inner)

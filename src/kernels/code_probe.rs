@@ -6,6 +6,7 @@
 //! Not here: running a probe on a device (`gpu::build`).
 
 use super::embed::rows_bytes;
+use super::gemm::Epilogue;
 use super::gemm::codes::expanded_bytes;
 use super::gemm::codes_ptx;
 use super::gemm::matmul;
@@ -149,6 +150,11 @@ fn extremes(c: &PanelConstants, format: Format) -> bool {
 /// Returns the number of the experts of a part (with 0, of all) among `chosen` ones that begin with its first.
 fn experts_of(part: u32, chosen: u32) -> u32 {
     if part == 0 { chosen } else { part.min(chosen) }
+}
+
+/// Returns the number of outputs that the first product of experts makes of `n` rows of W; `code`: its epilogue's number.
+fn outputs_of(n: u32, code: u32) -> u32 {
+    if Epilogue::of_code(code).halves() { n / 2 } else { n }
 }
 
 /// The name of a kernel without its variant.
@@ -612,7 +618,7 @@ impl Operands {
         let tag = (c.tagged == 1).then_some(a.x_tag);
         // In the first stage, a row of y is the parts of all choices.
         let width = match c.stage {
-            0 => (c.chosen + c.shared) * (n / 2).next_multiple_of(FRAGMENT_COLS),
+            0 => (c.chosen + c.shared) * outputs_of(n, c.glu).next_multiple_of(FRAGMENT_COLS),
             _ => n,
         };
         let y = self.buffer("y", vec![word(0.0, a.old_tag); (c.rows * width) as usize]);
@@ -687,7 +693,7 @@ impl Operands {
             bias: self.bias((c.first_expert + own) * n),
             n,
             shared_n,
-            part: if c.stage == 0 { (n / 2).next_multiple_of(FRAGMENT_COLS) } else { a.part },
+            part: if c.stage == 0 { outputs_of(n, c.glu).next_multiple_of(FRAGMENT_COLS) } else { a.part },
             ..a
         };
         let heights = if c.stage == 0 { rows * choices } else { rows };
@@ -705,7 +711,7 @@ mod tests {
     use crate::kernels::gemm::panel::{Fold, PanelConfig, panel};
     use crate::kernels::gemm::skinny::{self, Matrices, SkinnyConfig};
     use crate::kernels::gemm::tiled::{Output, Packed, PackedOrder, Tiled};
-    use crate::kernels::gemm::{Activations, Epilogue, GemvConfig, Glu, Matrix, Product};
+    use crate::kernels::gemm::{Activations, GemvConfig, Glu, Matrix, Product};
     use crate::kernels::moe::{ExpertsShape, FewRows, GemvRows, Grouped, Mlp, Sorted, Stack, Used};
     use crate::kernels::tags::Flow;
     use crate::quant::blocks::BlockType;
@@ -834,9 +840,11 @@ mod tests {
             let config = PanelConfig { threads: 128, tiles: 2, ahead: 1, blocks: 1, in_f16: false };
             calls.push(panel(&product, 16, matrices, config, Fold::None));
         }
-        let of_experts = expert_calls(Format::F16, &[8]).into_iter();
-        calls.extend(of_experts.filter(|call| code_kernel(call).is_some()));
-        assert_eq!(calls.len(), 9);
+        for epilogue in EPILOGUES {
+            let of_experts = expert_calls(Format::F16, &[8], epilogue).into_iter();
+            calls.extend(of_experts.filter(|call| code_kernel(call).is_some()));
+        }
+        assert_eq!(calls.len(), 13);
         for call in calls {
             let probe = probe(&call).expect("a probe");
             let mut right = probe.memory.clone();
@@ -851,8 +859,11 @@ mod tests {
         }
     }
 
+    /// Those of experts with a gate and without one.
+    const EPILOGUES: [Epilogue; 2] = [Epilogue::Gated(Glu::Silu), Epilogue::SquaredRelu];
+
     /// Returns the calls of experts of codes that are divided among buffers of these numbers of experts, in all ways.
-    fn expert_calls(format: Format, sizes: &[u32]) -> Vec<Call> {
+    fn expert_calls(format: Format, sizes: &[u32], epilogue: Epilogue) -> Vec<Call> {
         let mut r = Recording::new("calls");
         let shape = ExpertsShape {
             count: sizes.iter().sum(),
@@ -861,7 +872,7 @@ mod tests {
             hidden: 256,
             shared_inner: None,
             normalise: true,
-            glu: Glu::Silu,
+            epilogue,
             gated: false,
         };
         let (rows, bytes) = (4, 1 << 20);
@@ -875,7 +886,7 @@ mod tests {
         let mlp = Mlp {
             label: "layers.0.".to_owned(),
             shape,
-            gate_up: stacks(2 * shape.inner, shape.hidden),
+            gate_up: stacks(shape.first_rows(shape.inner), shape.hidden),
             down: stacks(shape.hidden, shape.inner),
             shared: None,
             biases: [Some(range), Some(range)],
@@ -901,7 +912,8 @@ mod tests {
         for stack in &mlp.gate_up {
             calls.push(mlp.few_gate_up(stack, few));
             calls.push(mlp.gemv_gate_up(stack, gemv, middle));
-            calls.push(mlp.sorted_gate_up(stack, packed, Output::Packed(packed), &sorted, panel));
+            let y = if shape.packs_middle(packed.order) { Output::Packed(packed) } else { Output::Rows(middle) };
+            calls.push(mlp.sorted_gate_up(stack, packed, y, &sorted, panel));
             calls.push(mlp.matmul_gate_up(stack, x, middle, &sorted, config));
         }
         for stack in &mlp.down {
@@ -919,9 +931,9 @@ mod tests {
     fn a_wrong_code_of_experts_in_several_buffers_is_a_difference() {
         let format = Format::Codes(BlockType::Q8_0.codes());
         let whole: Vec<CodeKernel> =
-            expert_calls(format, &[8]).iter().filter_map(code_kernel).map(|(kernel, _)| kernel).collect();
+            expert_calls(format, &[8], EPILOGUES[0]).iter().filter_map(code_kernel).map(|(kernel, _)| kernel).collect();
         assert_eq!(whole.len(), 8);
-        for call in expert_calls(format, &[5, 2, 1]) {
+        for call in EPILOGUES.into_iter().flat_map(|epilogue| expert_calls(format, &[5, 2, 1], epilogue)) {
             let (kernel, _) = code_kernel(&call).expect("a kernel of codes");
             assert!(!whole.contains(&kernel), "{kernel:?}");
             let probe = probe(&call).expect("a probe");

@@ -132,6 +132,7 @@ pub fn reference(kernel: &str) -> Reference {
         "all_gather" => exchange::reference_all_gather,
         "await_gate" => exchange::reference_await_gate,
         "add_branch" => stream::reference_add_branch,
+        "norm_groups" => stream::reference_norm_groups,
         "norm_heads" => stream::reference_norm_heads,
         "bound_logits" => stream::reference_bound_logits,
         "row_scales" => stream::reference_row_scales,

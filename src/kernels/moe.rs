@@ -21,7 +21,7 @@ use super::gemm::panel;
 use super::gemm::skinny::{Matrices, SkinnyConfig};
 use super::gemm::tiled::{Output, Packed, PackedOrder, TILE_TOKENS, Tile, Tiled};
 use super::gemm::wgmma::{self, WgmmaTile};
-use super::gemm::{Activations, Epilogue, Glu, Matrix, Product, glu};
+use super::gemm::{Activations, Epilogue, Matrix, Product};
 use super::host_memory::{HostMemory, PackedMatrix};
 use super::recording::{Call, Range};
 use super::shaders::{
@@ -52,7 +52,7 @@ pub struct ExpertsShape {
     pub count: u32,
     /// The number of experts per row (top-k), at most [`MOST_CHOSEN`].
     pub chosen: u32,
-    /// The number of values between an expert's two products (the intermediate size), a multiple of 8.
+    /// The number of values between an expert's two products (the intermediate size), a multiple of 8; of 16 without a gate.
     pub inner: u32,
     /// The number of values of a row (the hidden size), a multiple of 16.
     pub hidden: u32,
@@ -60,8 +60,8 @@ pub struct ExpertsShape {
     pub shared_inner: Option<u32>,
     /// Whether the shares of a row's chosen experts are divided by their sum.
     pub normalise: bool,
-    /// The gated linear unit between an expert's two products.
-    pub glu: Glu,
+    /// What an expert's first product does with its results: a gated linear unit, or an activation without a gate.
+    pub epilogue: Epilogue,
     /// Whether the shared expert's output is multiplied by the sigmoid of a gate, a further row of the router.
     pub gated: bool,
 }
@@ -142,6 +142,16 @@ impl ExpertsShape {
         u32::from(self.shared_inner.is_some())
     }
 
+    /// The number of rows of a first matrix with `inner` outputs: gate and up projections, or up projections only.
+    pub fn first_rows(&self, inner: u32) -> u32 {
+        if self.epilogue.halves() { 2 * inner } else { inner }
+    }
+
+    /// Whether the first product of sorted rows can pack its outputs for the second one, which takes rows in this order.
+    pub fn packs_middle(&self, order: PackedOrder) -> bool {
+        self.epilogue.halves() && order.is_written_by_products()
+    }
+
     /// The number of floats per choice in rows of [`ExpertsShape::middle_stride`].
     fn part(&self) -> u32 {
         self.inner.next_multiple_of(FRAGMENT_COLS)
@@ -179,7 +189,7 @@ impl ExpertsShape {
     fn assert_served(&self) {
         assert!(
             self.chosen <= self.count.min(MOST_CHOSEN)
-                && self.inner.is_multiple_of(8)
+                && self.first_rows(self.inner).is_multiple_of(16)
                 && self.hidden.is_multiple_of(FRAGMENT_ROWS)
                 && self.shared_inner.is_none_or(|inner| inner.is_multiple_of(8)),
             "experts of {self:?}"
@@ -261,10 +271,12 @@ impl Grouped {
         tiles: &BTreeMap<(u32, u32), WgmmaTile>,
         fp8: bool,
     ) -> Option<(u32, Grouped)> {
-        let [gate_up, down] = [(2 * shape.inner, shape.hidden, formats[0]), (shape.hidden, shape.inner, formats[1])];
+        let [gate_up, down] =
+            [(shape.first_rows(shape.inner), shape.hidden, formats[0]), (shape.hidden, shape.inner, formats[1])];
         let serves = |(n, k, format)| wgmma::serves(format, n, k);
         let alike = formats[0] == formats[1] || !formats.contains(&Format::F16);
-        if !serves(gate_up) || !serves(down) || !wgmma::packs(gate_up.0) || !alike {
+        let packs = !shape.epilogue.halves() || wgmma::packs(gate_up.0);
+        if !serves(gate_up) || !serves(down) || !packs || !alike {
             return None;
         }
         let e4m3 = fp8 && [gate_up, down].into_iter().all(|(n, k, format)| wgmma::serves_e4m3(format, n, k));
@@ -294,7 +306,7 @@ impl Grouped {
         in_f16: bool,
     ) -> (u32, Grouped) {
         let panels = |[first, second]: [(u32, u32, u32); 2], blocks| {
-            let sizes = [(2 * shape.inner, shape.hidden, first), (shape.hidden, shape.inner, second)];
+            let sizes = [(shape.first_rows(shape.inner), shape.hidden, first), (shape.hidden, shape.inner, second)];
             let configs = sizes.map(|(n, k, (threads, tiles, ahead))| {
                 let own = shapes.get(&(n, k)).filter(|own| own.blocks == blocks);
                 let rule = panel::PanelConfig { threads, tiles, ahead, blocks, in_f16: blocks == 1 };
@@ -374,7 +386,7 @@ pub struct Mlp {
     pub label: String,
     /// The sizes.
     pub shape: ExpertsShape,
-    /// `[count · 2 · inner][hidden]`; the rows of gate and up alternate. One stack of all experts, or several in the order of
+    /// `[count · first_rows(inner)][hidden]`; the rows of gate and up alternate. One stack of all experts, or several in the order of
     /// the experts.
     pub gate_up: Vec<Stack>,
     /// `[count · hidden][inner]`, likewise; its stacks need not be those of `gate_up`.
@@ -439,11 +451,11 @@ impl Mlp {
             Stage::Down => (stack.matrix, self.shared.map(|s| s.1)),
         };
         let (rows, cols) = match stage {
-            Stage::GateUp => (2 * self.shape.inner, self.shape.hidden),
+            Stage::GateUp => (self.shape.first_rows(self.shape.inner), self.shape.hidden),
             Stage::Down => (self.shape.hidden, self.shape.inner),
         };
         let shared_rows = match stage {
-            Stage::GateUp => 2 * self.shape.shared_inner.unwrap_or(0),
+            Stage::GateUp => self.shape.first_rows(self.shape.shared_inner.unwrap_or(0)),
             Stage::Down => self.shape.hidden,
         };
         let own = experts.rows / rows;
@@ -509,7 +521,7 @@ impl Mlp {
             columns,
             shared_columns: shared.map_or(FRAGMENT_COLS, |s| s.cols),
             tagged: u32::from(tagged),
-            glu: shape.glu.code(),
+            glu: shape.epilogue.code(),
             bias: u32::from(self.bias(stage).is_some()),
             add: u32::from(stage == Stage::Down && (self.adds || part.first > 0)),
             routed: self.routing.map_or(0, |routing| routing.code()),
@@ -626,7 +638,7 @@ impl Mlp {
 
     fn epilogue(&self, stage: Stage) -> Epilogue {
         match stage {
-            Stage::GateUp => Epilogue::Gated(self.shape.glu),
+            Stage::GateUp => self.shape.epilogue,
             Stage::Down => Epilogue::Store,
         }
     }
@@ -759,7 +771,7 @@ impl Mlp {
             rows: ROWS,
             codes: codes_word(weight.format),
             shared_codes: shared.map_or(0, |s| format_word(s.format)),
-            glu: shape.glu.code(),
+            glu: shape.epilogue.code(),
             bias: u32::from(self.bias(stage).is_some()),
             first_expert: part.first,
             part_experts: part.count,
@@ -1101,13 +1113,13 @@ impl Stages {
         let x = super::gemm::normed(memory, line(memory, 0, self.weights.cols), self.norm.0, self.norm.1);
         for (place, expert, share) in choices {
             let (weights, first, n) = of(expert);
-            let to = row * self.y.stride + place * (self.n / 2).next_multiple_of(FRAGMENT_COLS);
-            for i in 0..n / 2 {
-                let [gate, up] = [0, 1].map(|r| {
-                    let row = 2 * i + r;
-                    dot(memory, weights, first + row, &x) + bias(memory, expert, row)
-                });
-                set(memory, to + i, glu(self.glu, gate, up) * share);
+            let v: Vec<f64> =
+                (0..n).map(|row| dot(memory, weights, first + row, &x) + bias(memory, expert, row)).collect();
+            let epilogue = Epilogue::of_code(self.glu);
+            let each = if epilogue.halves() { self.n / 2 } else { self.n };
+            let to = row * self.y.stride + place * each.next_multiple_of(FRAGMENT_COLS);
+            for (i, value) in (to..).zip(epilogue.of_sums(&v)) {
+                set(memory, i, value * share);
             }
         }
     }
@@ -1297,6 +1309,7 @@ pub(super) fn reference_expert_combine(call: &Call, memory: &mut HostMemory) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::gemm::Glu;
 
     #[test]
     fn no_choice_of_rows_takes_more_tiles_than_are_counted() {
@@ -1307,7 +1320,7 @@ mod tests {
             hidden: 16,
             shared_inner: None,
             normalise: true,
-            glu: Glu::Silu,
+            epilogue: Epilogue::Gated(Glu::Silu),
             gated: true,
         };
         assert_eq!(shape.most_tiles(1, 16), 2);

@@ -94,6 +94,11 @@ mbarrier.try_wait.parity.shared::cta.b64 {predicate}, [{at}], {phase};
         );
     }
 
+    /// Sets the register `of` to its squared ReLU (`glu.glsl`).
+    pub fn squared_relu(&mut self, of: &str) {
+        self.out += &format!("max.f32 {of}, {of}, {zero};\nmul.f32 {of}, {of}, {of};\n", zero = float(0.0));
+    }
+
     /// Sets the register `to` to the gated linear unit of the registers `gate` and `up`, which change (`glu.glsl`); `kind` is
     /// its code. The registers `product` and `power` change too.
     pub fn glu(&mut self, kind: u32, [gate, up]: [&str; 2], to: &str, [product, power]: [&str; 2]) {

@@ -1,5 +1,5 @@
 //! Stages between products, for models that need them: `add_branch`, which adds a changed output of a mixer or an MLP to
-//! the residual stream; `norm_heads`, the norm of parts of rows; `gate_rows`, a gated linear unit of two buffers;
+//! the residual stream; `norm_heads` and `norm_groups`, the norms of parts of rows; `gate_rows`, a gated linear unit of two buffers;
 //! `bound_logits`, which scales and bounds logits. Also the end of a step whose prompts are embedded: `row_scales` and
 //! `pool_rows`, the sums of normed rows. Not here: norms before a product, which are a part of it (`gemm`), and norms of
 //! queries and keys in attention (`attention`).
@@ -9,7 +9,8 @@ use super::host_memory::HostMemory;
 use super::recording::{Call, Range};
 use super::shaders::{
     AddBranchArgs, AddBranchConstants, BoundLogitsArgs, BoundLogitsConstants, GateRowsArgs, GateRowsConstants,
-    NormHeadsArgs, NormHeadsConstants, PoolRowsArgs, PoolRowsConstants, RowScalesArgs, RowScalesConstants,
+    NormGroupsArgs, NormGroupsConstants, NormHeadsArgs, NormHeadsConstants, PoolRowsArgs, PoolRowsConstants,
+    RowScalesArgs, RowScalesConstants,
 };
 use super::tags::{Flow, tagged};
 
@@ -190,6 +191,46 @@ fn norm_parts(
     }
 }
 
+/// Returns the call that norms each of `groups` groups of `width` adjacent columns of `rows` rows of x, and writes them to y.
+/// `norm` has the weights of all groups, and epsilon.
+///
+/// # Panics
+/// If the width is not a multiple of 4.
+pub fn norm_groups(
+    label: String,
+    rows: u32,
+    (groups, width): (u32, u32),
+    (x, y): (Activations, Activations),
+    (norm, epsilon): (Range, f32),
+    (flow, fault): (Flow, Range),
+) -> Call {
+    assert!(width.is_multiple_of(4), "\"{label}\": groups of {width} columns");
+    let quads = width / 4;
+    let threads = quads.next_power_of_two().clamp(32, 256);
+    let args = NormGroupsArgs {
+        x: x.range,
+        norm,
+        y: y.range,
+        // An empty range, so that no barrier is derived: calls may set and read the fault word in any order.
+        fault: fault.none(),
+        width,
+        x_stride: x.stride,
+        y_stride: y.stride,
+        epsilon,
+        x_tag: flow.input,
+        y_tag: flow.output.unwrap_or(0),
+    };
+    let constants = NormGroupsConstants { threads, quads: quads.div_ceil(threads), tagged: flow.code(), devices: 0 };
+    let call = Call {
+        kernel: "norm_groups",
+        label,
+        constants: constants.into_values(),
+        args: args.into_args(),
+        groups: [groups, rows, 1],
+    };
+    flow.mark(call, x.range, y.range)
+}
+
 /// Returns the call that replaces `columns` floats x of each of `rows` rows by `glu(x, y)`, where y begins at float
 /// `first` of the row of another buffer.
 pub fn gate_rows(
@@ -317,6 +358,24 @@ pub(crate) fn reference_norm_heads(call: &Call, memory: &mut HostMemory) {
                 value = (value + f64::from(a.scale) * f64::from(y)) * std::f64::consts::FRAC_1_SQRT_2;
             }
             memory.set_f32(a.x, base + i, value as f32);
+        }
+    }
+}
+
+pub(crate) fn reference_norm_groups(call: &Call, memory: &mut HostMemory) {
+    let a = NormGroupsArgs::from_args(&call.args);
+    let c = NormGroupsConstants::from_values(&call.constants);
+    for (row, group) in (0..call.groups[1]).flat_map(|row| (0..call.groups[0]).map(move |group| (row, group))) {
+        let first = group * a.width;
+        let x: Vec<f64> = (first..first + a.width).map(|i| f64::from(memory.f32(a.x, row * a.x_stride + i))).collect();
+        let factor = rms(&x, a.epsilon);
+        for (i, x) in (first..).zip(x) {
+            let value = (x * factor * f64::from(memory.f32(a.norm, i))) as f32;
+            let at = row * a.y_stride + i;
+            match c.tagged {
+                3 => memory.set_u32(a.y, at, tagged(value, a.y_tag)),
+                _ => memory.set_f32(a.y, at, value),
+            }
         }
     }
 }

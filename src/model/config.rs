@@ -103,6 +103,8 @@ pub enum LayerKind {
     GatedDelta,
     /// A gated convolution over the last few tokens, which are all of the layer's state.
     ShortConv,
+    /// Nothing: the layer is an MLP alone.
+    None,
 }
 
 /// The kind of MLP that follows the token mixing in a layer.
@@ -112,14 +114,18 @@ pub enum MlpKind {
     Dense,
     /// A mixture of experts (MoE): a router chooses the MLPs that a token uses.
     Experts,
+    /// No MLP: the layer is a mixer alone.
+    None,
 }
 
 /// What the state space of Mamba-2 has beside the dimensions of [`DeltaNet`], whose q, k and v are its C, B and x. Its groups
-/// are key heads. The output has a norm over all heads, after the gate.
+/// are key heads. The output has a norm after the gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StateSpace {
     /// Whether the convolution has biases.
     pub conv_bias: bool,
+    /// The number of groups of adjacent heads that are normed one by one; 1: all heads together.
+    pub norm_groups: u32,
 }
 
 /// The dimensions of gated-delta-rule layers.
@@ -164,6 +170,11 @@ impl DeltaNet {
     pub fn projected_rows(&self) -> u32 {
         let gates = if self.space.is_some() { 1 } else { 2 };
         self.channels() + self.value_rows() + gates * self.value_heads
+    }
+
+    /// Whether the output of all heads together has a norm: that of state spaces without groups.
+    pub fn norms_rows(&self) -> bool {
+        self.space.is_some_and(|space| space.norm_groups == 1)
     }
 
     /// Returns the number of floats in one sequence's state in one layer: `value_heads * key_dim * value_dim`.
@@ -337,6 +348,9 @@ impl BlockNorms {
     /// Norms before mixer and MLP, with the names of LFM2.
     pub const LFM: BlockNorms =
         BlockNorms { mixer: Some("operator_norm"), after_mixer: None, mlp: Some("ffn_norm"), after_mlp: None };
+    /// A norm before the mixer or the MLP that the layer consists of, with the name of Nemotron-H.
+    pub const NEMOTRON: BlockNorms =
+        BlockNorms { mixer: Some("norm"), after_mixer: None, mlp: Some("norm"), after_mlp: None };
     /// Norms after mixer and MLP only, as in OLMo 2.
     pub const OLMO: BlockNorms = BlockNorms {
         mixer: None,
@@ -359,6 +373,15 @@ pub enum Activation {
         /// The bits of the limit, an f32.
         limit: u32,
     },
+    /// Squared ReLU without a gate: `max(up, 0)²`.
+    SquaredRelu,
+}
+
+impl Activation {
+    /// Whether MLPs have a gate projection.
+    pub fn has_gate(self) -> bool {
+        self != Activation::SquaredRelu
+    }
 }
 
 /// Attention layers that are computed alike.
@@ -625,6 +648,16 @@ impl ModelConfig {
     pub fn has_dense_mlp(&self, layer: u32) -> bool {
         let beside = self.experts.is_some_and(|experts| experts.beside_dense);
         self.mlp_kinds[layer as usize] == MlpKind::Dense || beside
+    }
+
+    /// Whether each layer is either a mixer or an MLP.
+    pub fn has_single_blocks(&self) -> bool {
+        self.norms == BlockNorms::NEMOTRON
+    }
+
+    /// Returns the name of a layer's module in the files of checkpoints, which is `usual` unless each layer has only one.
+    pub fn module(&self, usual: &'static str) -> &'static str {
+        if self.has_single_blocks() { "mixer" } else { usual }
     }
 
     /// Whether the outputs of mixers and MLPs are changed before they are added to the residual stream.

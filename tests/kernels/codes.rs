@@ -235,7 +235,7 @@ impl Case {
 
 /// A product of each format, with several widths and epilogues.
 fn products(rows: &[u32], flow: Flow) -> Vec<Case> {
-    let epilogues = [Epilogue::Store, Epilogue::Gated(Glu::Silu), Epilogue::Residual];
+    let epilogues = [Epilogue::Store, Epilogue::Gated(Glu::Silu), Epilogue::Residual, Epilogue::SquaredRelu];
     let each = ways().into_iter().enumerate().flat_map(|(index, way)| rows.iter().map(move |rows| (index, way, *rows)));
     each.map(|(index, way, rows)| {
         let k = [256, 512, 280, 96][index % 4];
@@ -246,7 +246,7 @@ fn products(rows: &[u32], flow: Flow) -> Vec<Case> {
             k: k.max(way.columns()).next_multiple_of(way.columns()),
             norm: index % 2 == 0,
             bias: index % 3 == 1,
-            epilogue: epilogues[(index + rows as usize) % 3],
+            epilogue: epilogues[(index / 2 + rows as usize) % 4],
             flow,
         }
     })
@@ -287,7 +287,7 @@ fn row_major_products_by_integer_dot_products() {
             continue;
         }
         cases.case(format!("{case:?}"));
-        let limit = if case.epilogue == Epilogue::Gated(Glu::Silu) { SUMS * 128.0 } else { SUMS * 16.0 };
+        let limit = if case.epilogue.multiplies() { SUMS * 128.0 } else { SUMS * 16.0 };
         let product = case.product(&mut cases, &mut random, ROW_MAJOR, limit);
         // Subgroups of CPU drivers have four or eight invocations. A group of lanes has whole subgroups.
         let (times, subgroup) = if Driver::first() == Driver::Gpu { (4, 32) } else { (1, 4) };
@@ -362,7 +362,7 @@ fn skinny_cases(name: &str, list: Vec<Case>, parts: u32) {
         let shared = config.shared_bytes(case.way.format(), case.k, case.rows, Matrices::Emulated);
         assert!(shared <= 32 << 10, "{config:?} of {} rows: {shared}", case.rows);
         cases.case(format!("{case:?}.{config:?}"));
-        let limit = if case.epilogue == Epilogue::Gated(Glu::Silu) { HALF_SWIGLU } else { HALF };
+        let limit = if case.epilogue.multiplies() { HALF_SWIGLU } else { HALF };
         let product = case.product(&mut cases, &mut random, Layout::Fragments, limit);
         let fault = cases.words("fault", &[0, 0]);
         let units = units(&product.weight);
@@ -781,7 +781,7 @@ fn packed_rows_by_fragments_of_every_format() {
         let x = Packed { range: cases.words("x", &x), cols: k, order: PackedOrder::Fragments };
         // Sums of up to 512 terms of about 0.3 with a relative error of 2^-9 each and a random sign; rounding to bfloat16
         // adds 2^-8 of the result.
-        let gated = case.epilogue == Epilogue::Gated(Glu::Silu);
+        let gated = case.epilogue.multiplies();
         let y = match (case.epilogue, index % 2) {
             (Epilogue::Gated(_), 0) => {
                 let to = Packed { cols: n / 2, ..x };
@@ -964,7 +964,7 @@ fn experts_beside_a_shared_expert_of_another_type() {
             hidden,
             shared_inner: Some(shared_inner),
             normalise: true,
-            glu: Glu::Silu,
+            epilogue: if number % 3 == 2 { Epilogue::SquaredRelu } else { Epilogue::Gated(Glu::Silu) },
             gated: true,
         };
         // The experts of every second case are divided among calls, differently for both products.
@@ -974,11 +974,11 @@ fn experts_beside_a_shared_expert_of_another_type() {
             let range = cases.words(name, &way.matrix(&mut random, rows, cols, ROW_MAJOR));
             Matrix { range, format: way.format(), rows, cols }
         };
-        let gate_up = matrix(&mut cases, "gate_up", routed, count * 2 * inner, hidden);
+        let gate_up = matrix(&mut cases, "gate_up", routed, count * shape.first_rows(inner), hidden);
         let (down, shared_down) = if other.format().codes().is_some() { (other, routed) } else { (routed, other) };
         let down = matrix(&mut cases, "down", down, count * hidden, inner);
         let shared = (
-            matrix(&mut cases, "shared.gate_up", other, 2 * shared_inner, hidden),
+            matrix(&mut cases, "shared.gate_up", other, shape.first_rows(shared_inner), hidden),
             matrix(&mut cases, "shared.down", shared_down, hidden, shared_inner),
         );
         let floats = |cases: &mut Cases, random: &mut Random, name: &str, width: u32| Activations {

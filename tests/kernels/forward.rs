@@ -448,6 +448,7 @@ impl Logical {
                         let gate = v(2 * i);
                         gate / (1.0 + (-gate).exp()) * v(2 * i + 1)
                     }
+                    Epilogue::SquaredRelu => v(i).max(0.0).powi(2),
                 };
                 near(
                     memory.f32(y.range, row as u32 * y.stride + i as u32),
@@ -460,7 +461,7 @@ impl Logical {
 }
 
 fn variants() -> Vec<(Format, bool, bool, Epilogue)> {
-    let epilogues = [Epilogue::Store, Epilogue::Residual, Epilogue::Gated(Glu::Silu)];
+    let epilogues = [Epilogue::Store, Epilogue::Residual, Epilogue::Gated(Glu::Silu), Epilogue::SquaredRelu];
     let options = epilogues
         .into_iter()
         .flat_map(|e| [(false, false), (true, false), (false, true), (true, true)].map(|(n, b)| (n, b, e)));

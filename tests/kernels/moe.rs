@@ -15,7 +15,7 @@ use ostinato::kernels::gemm::matmul::{Arithmetic, Blocked, MatmulConfig, MatmulR
 use ostinato::kernels::gemm::panel;
 use ostinato::kernels::gemm::skinny::{Matrices, SkinnyConfig};
 use ostinato::kernels::gemm::tiled::{Output, Packed, PackedOrder, TILE_TOKENS, Tile, pack_sorted};
-use ostinato::kernels::gemm::{Activations, Glu, Matrix};
+use ostinato::kernels::gemm::{Activations, Epilogue, Glu, Matrix};
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::moe::{ExpertsShape, FewRows, GemvRows, Grouped, Mlp, Route, Sorted, Stack, Used};
 use ostinato::kernels::recording::{BufferId, Range};
@@ -73,8 +73,8 @@ type Stacks = [&'static [u32]; 2];
 /// All experts are in one buffer.
 const WHOLE: Stacks = [&[], &[]];
 
-/// A limit that many values reach.
-const CLAMPED: Glu = Glu::Clamped { limit: 2.5f32.to_bits() };
+/// With a limit that many values reach.
+const CLAMPED: Epilogue = Epilogue::Gated(Glu::Clamped { limit: 2.5f32.to_bits() });
 
 fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
@@ -100,23 +100,24 @@ impl Layer {
             shape,
             rows,
             format,
-            gate_up: matrix(random, shape.count * 2 * shape.inner, shape.hidden),
+            gate_up: matrix(random, shape.count * shape.first_rows(shape.inner), shape.hidden),
             down: matrix(random, shape.count * shape.hidden, shape.inner),
-            shared: shape
-                .shared_inner
-                .map(|inner| (matrix(random, 2 * inner, shape.hidden), matrix(random, shape.hidden, inner))),
+            shared: shape.shared_inner.map(|inner| {
+                (matrix(random, shape.first_rows(inner), shape.hidden), matrix(random, shape.hidden, inner))
+            }),
             x: random.floats((rows * shape.hidden) as usize),
             norm: random.floats(shape.hidden as usize),
             logits: values,
             stacks: WHOLE,
-            biases: (shape.glu == CLAMPED)
+            biases: (shape.epilogue == CLAMPED)
                 .then(|| [2 * shape.inner, shape.hidden].map(|rows| random.floats((shape.count * rows) as usize))),
         };
         // The weights of experts that no row chooses must not be read.
         let chosen: Vec<u32> = (0..rows).flat_map(|row| layer.chosen(row)).map(|(id, _)| id).collect();
         for id in (0..shape.count).filter(|id| !chosen.contains(id)) {
             let size = (shape.inner * shape.hidden) as usize;
-            layer.gate_up[id as usize * 2 * size..][..2 * size].fill(f32::NAN);
+            let first = (shape.first_rows(shape.inner) * shape.hidden) as usize;
+            layer.gate_up[id as usize * first..][..first].fill(f32::NAN);
             layer.down[id as usize * size..][..size].fill(f32::NAN);
             for biases in layer.biases.iter_mut().flatten() {
                 let rows = biases.len() / shape.count as usize;
@@ -158,7 +159,7 @@ impl Layer {
         let m: Vec<f64> = x.iter().zip(&self.norm).map(|(v, w)| v * scale * f64::from(*w)).collect();
         let times = |w: &[f32], x: &[f64]| -> f64 { w.iter().zip(x).map(|(w, x)| f64::from(*w) * x).sum() };
         let mut y = x;
-        let glu = |gate: f64, up: f64| match self.shape.glu {
+        let glu = |gate: f64, up: f64| match self.shape.epilogue {
             CLAMPED => {
                 let gate = gate.min(2.5);
                 gate * sigmoid(1.702 * gate) * (up.clamp(-2.5, 2.5) + 1.0)
@@ -175,9 +176,11 @@ impl Layer {
         let mut add = |gate_up: &[f32], down: &[f32], inner: usize, id: Option<u32>, share: f64| {
             let middle: Vec<f64> = (0..inner)
                 .map(|i| {
-                    let [gate, up] =
-                        [2 * i, 2 * i + 1].map(|r| times(&gate_up[r * hidden..][..hidden], &m) + bias(0, id, r));
-                    glu(gate, up)
+                    let sum = |r: usize| times(&gate_up[r * hidden..][..hidden], &m) + bias(0, id, r);
+                    match self.shape.epilogue {
+                        Epilogue::SquaredRelu => sum(i).max(0.0).powi(2),
+                        _ => glu(sum(2 * i), sum(2 * i + 1)),
+                    }
                 })
                 .collect();
             for (r, y) in y.iter_mut().enumerate() {
@@ -187,7 +190,8 @@ impl Layer {
         let inner = self.shape.inner as usize;
         for (id, share) in self.chosen(row) {
             let at = id as usize * inner * hidden;
-            let (gate_up, down) = (&self.gate_up[2 * at..][..2 * inner * hidden], &self.down[at..][..inner * hidden]);
+            let first = self.shape.first_rows(self.shape.inner) as usize * hidden;
+            let (gate_up, down) = (&self.gate_up[id as usize * first..][..first], &self.down[at..][..inner * hidden]);
             add(gate_up, down, inner, Some(id), share);
         }
         if let Some((gate_up, down)) = &self.shared {
@@ -307,9 +311,14 @@ impl Layer {
 
 fn shape(sizes: [u32; 4], shared_inner: Option<u32>, normalise: bool) -> ExpertsShape {
     let [count, chosen, inner, hidden] = sizes;
-    // Without a shared expert, as in gpt-oss: with biases, and its gated linear unit.
-    let glu = if shared_inner.is_none() { CLAMPED } else { Glu::Silu };
-    ExpertsShape { count, chosen, inner, hidden, shared_inner, normalise, glu, gated: true }
+    // Without a shared expert, as in gpt-oss: with biases, and its gated linear unit. Without a gate if the sizes allow it.
+    let squared = count == 16 && shared_inner.is_none_or(|inner| inner % 16 == 0) && inner % 16 == 0;
+    let epilogue = match shared_inner {
+        _ if squared => Epilogue::SquaredRelu,
+        None => CLAMPED,
+        Some(_) => Epilogue::Gated(Glu::Silu),
+    };
+    ExpertsShape { count, chosen, inner, hidden, shared_inner, normalise, epilogue, gated: true }
 }
 
 /// Records both stages of a few rows.
@@ -841,7 +850,9 @@ fn sorted_cases(
             layer.quantise(format);
         }
         let mlp = layer.mlp(&mut cases, most, fragments, None);
-        cases.expect(mlp.x.range, Expect::Floats(ROUNDED));
+        // A square has twice the relative error of its root.
+        let rounded = if shape.epilogue == Epilogue::SquaredRelu { 2.0 * ROUNDED } else { ROUNDED };
+        cases.expect(mlp.x.range, Expect::Floats(rounded));
         let count = (used != most).then(|| cases.words("chunk", &[POISON, POISON, used, POISON]));
         let rows = Used { rows: most, count };
         // A row that is not valid chooses no expert.
@@ -853,7 +864,7 @@ fn sorted_cases(
         let slots = cases.output("slots", slots as usize / 4, Expect::Exact);
         let sorted = Sorted::new(&shape, most, tile, tiles, slots);
         let stride = shape.hidden.next_multiple_of(32) + 4;
-        let parts = cases.output("parts", shape.parts_bytes(most, stride) as usize / 4, Expect::Floats(ROUNDED));
+        let parts = cases.output("parts", shape.parts_bytes(most, stride) as usize / 4, Expect::Floats(rounded));
         let parts = Activations { range: parts, stride };
         cases.recording.call(mlp.choose(rows, valid, choices));
         cases.recording.call(mlp.plan(rows, choices, &sorted));
@@ -914,7 +925,7 @@ fn many_rows_are_sorted_by_expert_and_put_together_again() {
                 cases.expect(middle, near(ROUNDED, inner));
                 let middle = Packed { range: middle, cols: inner, order };
                 cases.recording.call(pack_sorted("pack".to_owned(), mlp.x, Some(mlp.norm), packed, sorted));
-                let hidden = (!order.is_written_by_products()).then(|| {
+                let hidden = (!mlp.shape.packs_middle(order)).then(|| {
                     let choices = mlp.shape.chosen * sorted.slot_count();
                     let range = cases.words("hidden", &vec![POISON; (choices * inner) as usize]);
                     cases.expect(range, Expect::Any);

@@ -2690,13 +2690,16 @@ fn calls(recording: &Recording) -> Vec<&str> {
 /// separate stage. Outputs that are changed before they are added are added by stages of their own.
 fn stages(checkpoint: &Checkpoint, layer: u32, fragments: bool) -> Vec<String> {
     let c = &checkpoint.config;
-    let mixer = match c.layer_kinds[layer as usize] {
-        LayerKind::Attention => ["qkv", "attention", "o"],
-        LayerKind::GatedDelta => ["in_proj", "delta", "o"],
-        LayerKind::ShortConv => ["conv_in", "short_conv", "o"],
+    let mixer: &[&str] = match c.layer_kinds[layer as usize] {
+        LayerKind::Attention => &["qkv", "attention", "o"],
+        LayerKind::GatedDelta if c.has_single_blocks() => &["in_proj", "delta", "group_norm", "o"],
+        LayerKind::GatedDelta => &["in_proj", "delta", "o"],
+        LayerKind::ShortConv => &["conv_in", "short_conv", "o"],
+        LayerKind::None => &[],
     };
     let beside = c.experts.is_some_and(|experts| experts.beside_dense);
     let mlp: &[&str] = match c.mlp_kinds[layer as usize] {
+        MlpKind::None => &[],
         MlpKind::Dense if c.has_branch_stages() => &["gate_up", "down", "down_add"],
         MlpKind::Dense => &["gate_up", "down"],
         MlpKind::Experts if beside => &["gate_up", "down", "router", "experts.gate_up", "experts.down", "mlp_add"],

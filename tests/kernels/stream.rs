@@ -10,8 +10,8 @@ use ostinato::kernels::gemm::{Activations, Epilogue, GemvConfig, Glu, Matrix, Pr
 use ostinato::kernels::host_memory::HostMemory;
 use ostinato::kernels::shaders::{PoolRowsArgs, RowScalesArgs};
 use ostinato::kernels::stream::{
-    Beside, Branch, BranchFlow, add_branch, bound_logits, gate_rows, norm_and_add, norm_heads, norm_with, pool_rows,
-    pool_words, row_scales,
+    Beside, Branch, BranchFlow, add_branch, bound_logits, gate_rows, norm_and_add, norm_groups, norm_heads, norm_with,
+    pool_rows, pool_words, row_scales,
 };
 use ostinato::kernels::tags::{Flow, tagged};
 use ostinato::memory::pack::Format;
@@ -320,6 +320,51 @@ fn gated_linear_units_match_their_formulas() {
                 }
             };
             near(reference.f32(y, at), wanted, &format!("{glu:?}({gate}, {up})"));
+        }
+    }
+    check(&cases, &reference);
+}
+
+/// Goal: each group of columns has the norm of its own mean, with its own weights, also where words carry tags.
+#[test]
+fn groups_of_columns_are_normed() {
+    let mut cases = Cases::new("norm_groups");
+    let mut random = Random(76);
+    let mut made = Vec::new();
+    for (index, (groups, width)) in [(1, 40), (8, 16), (3, 512), (2, 2048), (5, 132)].into_iter().enumerate() {
+        let flow = Flow { input_carried: true, input: 9, old: 8, output: Some(10) };
+        let flow = if index % 2 == 1 { flow } else { Flow::NONE };
+        cases.case(format!("{groups} of {width}, {flow:?}"));
+        let (rows, stride, other) = (3u32, groups * width + 8, groups * width + 32);
+        let x: Vec<f32> = (0..rows * stride).map(|i| random.float() * (1 + i / width % 7) as f32).collect();
+        let weights: Vec<f32> = (0..groups * width).map(|_| 1.0 + random.float()).collect();
+        let words: Vec<u32> = match index % 2 {
+            1 => x.iter().map(|value| tagged(*value, 9)).collect(),
+            _ => x.iter().map(|value| value.to_bits()).collect(),
+        };
+        let (range, norm) = (cases.words("x", &words), cases.floats("norm", &weights));
+        let y = cases.words("y", &vec![0; (rows * other) as usize]);
+        let limit = if index % 2 == 1 { TAGGED_LIMIT } else { LIMIT };
+        cases.expect(y, Expect::Floats(limit));
+        let ends = (Activations { range, stride }, Activations { range: y, stride: other });
+        let fault = cases.words("fault", &[0, 0]);
+        let call = norm_groups("norm".to_owned(), rows, (groups, width), ends, (norm, EPSILON), (flow, fault));
+        cases.recording.call(call);
+        let values: Vec<f32> = words.into_iter().map(f32::from_bits).collect();
+        made.push(((groups, width), (values, weights), (y, stride, other), limit));
+    }
+    let reference = cases.reference();
+    for ((groups, width), (x, weights), (y, stride, other), limit) in made {
+        for (row, group) in (0..3).flat_map(|row| (0..groups).map(move |group| (row, group))) {
+            let own = &x[(row * stride + group * width) as usize..][..width as usize];
+            let mean = own.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / f64::from(width);
+            for (i, value) in (0..).zip(own) {
+                let weight = f64::from(weights[(group * width + i) as usize]);
+                let wanted = f64::from(*value) / (mean + f64::from(EPSILON)).sqrt() * weight;
+                let found = f64::from(reference.f32(y, row * other + group * width + i));
+                let near = (found - wanted).abs() <= f64::from(limit) * (1e-3 + wanted.abs());
+                assert!(near, "{found:e} instead of {wanted:e}: group {group} of {width}, row {row}, column {i}");
+            }
         }
     }
     check(&cases, &reference);

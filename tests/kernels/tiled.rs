@@ -375,6 +375,7 @@ impl Logical {
             Epilogue::Store => v(i),
             Epilogue::Residual => f64::from(self.old[row * n + i]) + v(i),
             Epilogue::Gated(_) => silu(v(2 * i)) * v(2 * i + 1),
+            Epilogue::SquaredRelu => v(i).max(0.0).powi(2),
         }
     }
 
@@ -408,6 +409,7 @@ fn tiled_multiplies_the_rows_of_a_chunk() {
         (Epilogue::Residual, false),
         (Epilogue::Gated(Glu::Silu), false),
         (Epilogue::Gated(Glu::Silu), true),
+        (Epilogue::SquaredRelu, false),
     ];
     for tile in tiles() {
         let mut cases = Cases::new(&format!("tiled.{tile:?}"));
@@ -462,6 +464,7 @@ fn panel_multiplies_the_rows_of_a_batch() {
         (Epilogue::Residual, false),
         (Epilogue::Gated(Glu::Silu), false),
         (Epilogue::Gated(Glu::Silu), true),
+        (Epilogue::SquaredRelu, false),
     ];
     for matrices in ways() {
         let mut cases = Cases::new(&format!("panel.{matrices:?}"));
@@ -502,6 +505,7 @@ fn tiled_multiplies_the_rows_of_a_batch() {
             (Epilogue::Residual, false),
             (Epilogue::Gated(Glu::Silu), false),
             (Epilogue::Gated(Glu::Silu), true),
+            (Epilogue::SquaredRelu, false),
         ];
         for (at, (epilogue, into_packed)) in epilogues.into_iter().enumerate() {
             for (shape, rows) in [((192, 96), 128), ((400, 160), 256), ((66, 200), 128)] {

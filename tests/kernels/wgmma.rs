@@ -47,12 +47,13 @@ const TILES: [[u32; 4]; 20] = [
     [1, 3, 32, 7],
     [1, 4, 32, 6],
 ];
-/// The number of an epilogue: GeGLU, and the clamped unit with a limit of 7.
+/// The number of an epilogue: GeGLU, the clamped unit with a limit of 7, and squared ReLU.
 const GELU: u32 = 3;
 const CLAMPED: u32 = 4 | 0x40e0_0000;
+const SQUARED: u32 = 5;
 /// Bias, epilogue and whether y is packed.
-const EPILOGUES: [[u32; 3]; 8] =
-    [[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0], [0, 2, 0], [0, 2, 1], [1, GELU, 1], [1, CLAMPED, 1]];
+const EPILOGUES: [[u32; 3]; 9] =
+    [[0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0], [0, 2, 0], [0, 2, 1], [1, GELU, 1], [1, CLAMPED, 1], [1, SQUARED, 0]];
 
 /// Formats of weights: of each number of bits and kind of number, with and without minimums, by groups of each size.
 const FORMATS: [Codes; 12] = [
@@ -113,12 +114,14 @@ fn further() -> Vec<Vec<u32>> {
             (TILES[3 + index % (TILES.len() - 3)], EPILOGUES[(index + 3) % EPILOGUES.len()], 0),
             ([2, 1, 128, 3], [1, 0, 0], 1),
             ([3, 1, 64, 4], [0, CLAMPED, 1], 1),
+            ([2, 1, 64, 4], [0, SQUARED, 0], 1),
         ] {
             all.extend(coded(tile, epilogue, format, experts));
         }
     }
-    for (tile, epilogue) in
-        TILES.into_iter().zip([[0, 0, 0], [1, 0, 0], [0, 2, 1], [1, CLAMPED, 1], [0, GELU, 0]].into_iter().cycle())
+    for (tile, epilogue) in TILES
+        .into_iter()
+        .zip([[0, 0, 0], [1, 0, 0], [0, 2, 1], [1, CLAMPED, 1], [0, GELU, 0], [0, SQUARED, 0]].into_iter().cycle())
     {
         all.push(tile.into_iter().chain(epilogue).chain([0, 1, 0, 1, 0]).collect());
     }

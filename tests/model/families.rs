@@ -14,6 +14,7 @@ use ostinato::engine::request::Request;
 use ostinato::gpu::devices::start_with;
 use ostinato::host::Host;
 use ostinato::host::progress::Quiet;
+use ostinato::model::python_json;
 use ostinato::model::synth::{self, SynthOptions};
 use ostinato::replica::Replica;
 use std::collections::BTreeSet;
@@ -97,8 +98,9 @@ fn longest(cases: &[Case]) -> u32 {
 
 /// The families of which each kind of layer on weights in fragments is in one: biases; windows, sinks and experts with
 /// biases; bounds of scores and norms around branches; experts beside an MLP; latent attention; experts chosen by sigmoids;
-/// short convolutions; state spaces.
-const IN_FRAGMENTS: [&str; 8] = ["qwen2", "gptoss", "gemma2", "gemma4", "deepseek3", "glm4moe", "lfm2", "granitemamba"];
+/// short convolutions; state spaces; layers of a mixer or an MLP alone.
+const IN_FRAGMENTS: [&str; 9] =
+    ["qwen2", "gptoss", "gemma2", "gemma4", "deepseek3", "glm4moe", "lfm2", "granitemamba", "nemotronh"];
 
 /// Checks all fixtures of a family.
 fn check(family: &str) {
@@ -177,7 +179,7 @@ pub fn step_by_step(replica: &Replica, name: &str, case: &Case) {
 /// Returns the number of tokens of a small chunk of a checkpoint's prompts. Recurrent state takes whole blocks.
 pub fn small_chunk(folder: &Path) -> u32 {
     let config = std::fs::read_to_string(folder.join("config.json")).expect("config.json");
-    let kinds = ["conv_L_cache", "\"mamba\"", "\"linear_attention\""];
+    let kinds = ["conv_L_cache", "\"mamba\"", "\"linear_attention\"", "ssm_state_size"];
     if kinds.iter().any(|kind| config.contains(kind)) { STATE_TOKENS } else { 32 }
 }
 
@@ -242,7 +244,8 @@ pub fn in_fragments(vulkan: &Vulkan, path: &Path, name: &str, cases: &[Case], ex
 fn synthesised(vulkan: &Vulkan, folder: &Path, name: &str, cases: &[Case]) {
     let made = tempfile::tempdir().expect("a folder");
     let text = std::fs::read_to_string(folder.join("config.json")).expect("config.json");
-    let mut json: serde_json::Value = serde_json::from_str(&text).expect("valid JSON");
+    // Some files have Python's infinity.
+    let mut json = python_json::parse(&text).expect("JSON as Python writes it");
     // `synth` writes numbers.
     json.as_object_mut().expect("an object").remove("quantization_config");
     let path = made.path().join("model");
@@ -339,4 +342,5 @@ families! {
     dots1_agrees "dots1",
     minimax_m2_agrees "minimaxm2",
     hunyuan_agrees "hunyuan",
+    nemotron_h_agrees "nemotronh",
 }

@@ -486,6 +486,18 @@ fn a_device_that_computes_a_kind_of_model_wrongly_is_noticed_at_start() {
     }
 }
 
+/// Goal: the small model of the test at start has groups of state spaces like those of the model, which has more.
+#[test]
+fn a_small_model_has_fewer_groups_of_state_spaces() {
+    let vulkan = Vulkan::shared();
+    let model = crate::harness::models::fixture("families/nemotronh-dense");
+    let lines = Lines::default();
+    let config = configured(&vulkan, &model, None, &["reference_test=2"]);
+    start_with(&vulkan.devices, &config, &lines).expect("a start");
+    let said = lines.0.lock().expect("no panic").join("\n");
+    assert!(said.contains("a small model of the same kind gives the reference's results"), "{said}");
+}
+
 /// A random checkpoint in every type of `synth --quantize` runs, and its logits are near those of the numbers.
 #[test]
 fn random_models_of_every_stored_type() {

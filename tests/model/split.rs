@@ -149,6 +149,8 @@ fn families_on_two_devices_draw_what_transformers_draws() {
         "glm4-plain",
         "lfm2moe-plain",
         "granitemamba-moe",
+        "nemotronh-moe",
+        "nemotronh-dense",
     ] {
         check_family(name, |folder, change| serve(&vulkan, folder, change));
     }

@@ -136,6 +136,7 @@ fn families_in_parts_draw_what_transformers_draws() {
         "qwen2moe-every",
         "qwen3vl-untied",
         "smollm3-list",
+        "nemotronh-moe",
     ] {
         check_family(name, |folder, change| divided(&vulkan, folder, change));
     }
@@ -417,6 +418,8 @@ fn what_cannot_be_divided_by_tensors_is_refused() {
             "families/lfm2-biases",
             "60 channels of short convolutions cannot be divided equally among 2 devices, in multiples of 4",
         ),
+        ("families/nemotronh-dense", "norm their heads in 3 groups, which cannot be divided equally among 2 devices"),
+        ("families/granitemamba-dense", "norm their heads in 1 group, which cannot be divided equally among 2 devices"),
         ("quantised/ct-order", "are not in the order of its inputs (act-order)"),
     ] {
         let error = refused(&vulkan, fixture(name), tensor);

@@ -37,9 +37,9 @@
 //! Polls for tagged words are bounded as in `tags.glsl`, and a wait for a copy by a trap, which loses the device. A wait for
 //! another group of the workgroup ends after these.
 
-use super::Product;
 use super::codes::{CodesConfig, ProductColumns, skinny_codes, units};
 use super::skinny::Matrices;
+use super::{Epilogue, Product};
 use crate::device::MOST_SHARED_BYTES;
 use crate::kernels::format_of_word;
 use crate::kernels::ptx::{PtxProgram, PtxText, float, line, registers};
@@ -1428,7 +1428,7 @@ rsqrt.approx.f32 %norm_scale{pass}, %f2;"
 setp.lt.u32 %p1, %r5, %n;",
             PLACES * 8
         );
-        if v.epilogue >= 2 {
+        if Epilogue::of_code(v.epilogue).halves() {
             // Even rows of W are gates, and the next ones are their up projections.
             line!(
                 self,
@@ -1470,9 +1470,13 @@ POLLOLD{label}:"
             }
             line!(self, "mov.b32 %f1, %old{pass};\nadd.f32 %f0, %f0, %f1;");
         }
-        if v.epilogue >= 2 {
-            line!(self, "shfl.sync.bfly.b32 %f1, %f0, 1, 31, 0xffffffff;");
-            self.ptx.glu(v.epilogue, ["%f0", "%f1"], "%f0", ["%f2", "%f3"]);
+        match Epilogue::of_code(v.epilogue) {
+            Epilogue::Store | Epilogue::Residual => {}
+            Epilogue::Gated(_) => {
+                line!(self, "shfl.sync.bfly.b32 %f1, %f0, 1, 31, 0xffffffff;");
+                self.ptx.glu(v.epilogue, ["%f0", "%f1"], "%f0", ["%f2", "%f3"]);
+            }
+            Epilogue::SquaredRelu => self.ptx.squared_relu("%f0"),
         }
         line!(self, "mov.b32 %r0, %f0;");
         if v.tagged == 3 {

@@ -30,7 +30,12 @@ pub enum Epilogue {
     Residual,
     /// The rows of W alternate gate and up: `y[i] = glu(v[2i], v[2i + 1])`.
     Gated(Glu),
+    /// Squared ReLU: `y = max(v, 0)²`.
+    SquaredRelu,
 }
+
+/// The number of [`Epilogue::SquaredRelu`] in kernels (`glu.glsl`).
+pub(super) const SQUARED_RELU: u32 = 5;
 
 /// A gated linear unit (`glu.glsl`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -61,12 +66,40 @@ impl Glu {
 }
 
 impl Epilogue {
+    /// Returns its number in kernels.
     pub(super) fn code(self) -> u32 {
         match self {
             Epilogue::Store => 0,
             Epilogue::Residual => 1,
             Epilogue::Gated(glu) => glu.code(),
+            Epilogue::SquaredRelu => SQUARED_RELU,
         }
+    }
+
+    /// Returns the epilogue with a number in kernels.
+    pub(super) fn of_code(code: u32) -> Epilogue {
+        match code {
+            0 => Epilogue::Store,
+            1 => Epilogue::Residual,
+            3 => Epilogue::Gated(Glu::GeluTanh),
+            SQUARED_RELU => Epilogue::SquaredRelu,
+            clamped if clamped & 0xff == 4 => Epilogue::Gated(Glu::Clamped { limit: clamped & !0xff }),
+            _ => Epilogue::Gated(Glu::Silu),
+        }
+    }
+
+    /// Returns the outputs that are made of sums only; those of [`Epilogue::Residual`] before y is added.
+    pub(super) fn of_sums(self, v: &[f64]) -> Vec<f64> {
+        match self {
+            Epilogue::Store | Epilogue::Residual => v.to_vec(),
+            Epilogue::Gated(unit) => v.chunks_exact(2).map(|pair| glu(unit.code(), pair[0], pair[1])).collect(),
+            Epilogue::SquaredRelu => v.iter().map(|v| v.max(0.0).powi(2)).collect(),
+        }
+    }
+
+    /// Whether results of the product are multiplied by each other, and with them their errors.
+    pub fn multiplies(self) -> bool {
+        matches!(self, Epilogue::Gated(_) | Epilogue::SquaredRelu)
     }
 
     /// Whether one output is made of two rows of W.
@@ -287,12 +320,10 @@ pub(super) fn glu(kind: u32, gate: f64, up: f64) -> f64 {
 /// Applies the epilogue to one row of products and writes the floats of y from `first` on, with the tag if there is
 /// one.
 pub(super) fn finish(memory: &mut HostMemory, epilogue: u32, (y, tag): (Range, Option<u32>), first: u32, v: &[f64]) {
-    let results: Vec<f64> = match epilogue {
-        1 => (first..).zip(v).map(|(at, v)| f64::from(memory.f32(y, at)) + v).collect(),
-        2.. => v.chunks_exact(2).map(|pair| glu(epilogue, pair[0], pair[1])).collect(),
-        _ => v.to_vec(),
-    };
-    for (at, value) in (first..).zip(results) {
+    let epilogue = Epilogue::of_code(epilogue);
+    for (at, value) in (first..).zip(epilogue.of_sums(v)) {
+        let old = if epilogue == Epilogue::Residual { f64::from(memory.f32(y, at)) } else { 0.0 };
+        let value = old + value;
         match tag {
             Some(tag) => memory.set_u32(y, at, tagged(value as f32, tag)),
             None => memory.set_f32(y, at, value as f32),

@@ -70,7 +70,7 @@ impl TensorKind {
                 TensorKind::Vision
             }
             () if any(&["norm"]) => TensorKind::Norms,
-            () if any(&["embed_tokens", "token_embd", "wte."]) => TensorKind::Embedding,
+            () if any(&["embed_tokens", "embeddings.", "token_embd", "wte."]) => TensorKind::Embedding,
             () if begins(&["lm_head.", "output."]) => TensorKind::Head,
             () if any(&[
                 "expert",
@@ -78,6 +78,7 @@ impl TensorKind {
                 "_shexp",
                 "ffn_gate_inp",
                 "mlp.gate.",
+                "mixer.gate.",
                 "feed_forward.gate.",
                 "router",
                 "block_sparse_moe",
@@ -85,6 +86,8 @@ impl TensorKind {
             {
                 TensorKind::Experts
             }
+            () if any(&["mixer.q_proj", "mixer.k_proj", "mixer.v_proj", "mixer.o_proj"]) => TensorKind::Attention,
+            () if any(&["mixer.up_proj", "mixer.down_proj"]) => TensorKind::Mlp,
             () if any(&["linear_attn.", ".ssm_", ".mamba.", "mixer.", ".conv.", ".shortconv."]) => {
                 TensorKind::Recurrent
             }
@@ -270,6 +273,13 @@ mod tests {
             ("blk.0.shortconv.in_proj.weight", TensorKind::Recurrent),
             ("model.layers.2.feed_forward.gate.weight", TensorKind::Experts),
             ("model.layers.0.feed_forward.w1.weight", TensorKind::Mlp),
+            ("backbone.embeddings.weight", TensorKind::Embedding),
+            ("backbone.layers.0.norm.weight", TensorKind::Norms),
+            ("backbone.layers.0.mixer.in_proj.weight", TensorKind::Recurrent),
+            ("backbone.layers.1.mixer.gate.weight", TensorKind::Experts),
+            ("backbone.layers.1.mixer.experts.7.up_proj.weight", TensorKind::Experts),
+            ("backbone.layers.2.mixer.q_proj.weight", TensorKind::Attention),
+            ("backbone.layers.3.mixer.up_proj.weight", TensorKind::Mlp),
             ("lm_head.weight", TensorKind::Head),
             ("output.weight", TensorKind::Head),
             ("mtp.layers.0.self_attn.q_proj.weight", TensorKind::Drafts),

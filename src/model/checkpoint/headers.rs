@@ -316,7 +316,8 @@ fn source_format(kind: TensorType) -> SourceFormat {
 }
 
 /// The possible prefixes of the text model's tensor names.
-const PREFIXES: [&str; 5] = ["", "model.", "model.language_model.", "language_model.model.", "language_model."];
+const PREFIXES: [&str; 6] =
+    ["", "model.", "model.language_model.", "language_model.model.", "language_model.", "backbone."];
 
 /// Returns the number of the text model's layer that a tensor of a file belongs to, and its name in the layer; `None` for
 /// tensors of other parts, such as multi-token-prediction blocks under a name of their own and the layers of encoders.

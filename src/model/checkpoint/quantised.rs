@@ -127,7 +127,8 @@ pub(super) fn find<'a>(
     let module = names.module.clone();
     let known_as = codes.len().checked_sub(codes.rsplit('.').next().map_or(0, str::len) + 1).map(|end| &codes[..end]);
     let in_file = known_as.unwrap_or(&module);
-    let class = if module.ends_with("embed_tokens") { "Embedding" } else { "Linear" };
+    let is_embedding = ["embed_tokens", "embeddings"].iter().any(|name| module.ends_with(name));
+    let class = if is_embedding { "Embedding" } else { "Linear" };
     let Some(scheme) = quantization.scheme(&[in_file, &module], class) else {
         return Some(Err(CheckpointProblem::NotQuantised { tensor: codes.to_owned(), module: in_file.to_owned() }));
     };

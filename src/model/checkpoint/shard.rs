@@ -11,8 +11,10 @@
 use super::{Checkpoint, SourceRef, WeightSpec};
 use crate::kernels::exchange::Rank;
 use crate::kernels::short_conv::CHANNEL_MULTIPLE;
-use crate::memory::pack::{FRAGMENT_COLS, Format, RowMap, SourceFormat, Transposed};
-use crate::model::config::{Attention, DeltaNet, LayerKind, MlpKind, ModelConfig, NormedHeads, QkNorm, ShortConv};
+use crate::memory::pack::{FRAGMENT_COLS, FRAGMENT_ROWS, Format, RowMap, SourceFormat, Transposed};
+use crate::model::config::{
+    Attention, DeltaNet, LayerKind, MlpKind, ModelConfig, NormedHeads, QkNorm, ShortConv, StateSpace,
+};
 use std::ops::Range;
 
 /// Why a model cannot be divided among devices by tensors.
@@ -70,9 +72,18 @@ pub enum ShardError {
         /// The number of which a device's channels must be a multiple.
         multiple: u32,
     },
-    /// The output of state spaces has a norm over all heads.
-    #[error("the norm of state space layers is over the heads of all devices; split = \"layers\" works")]
-    StateSpace,
+    /// The output of state spaces has a norm over all heads, or over groups of them that cannot be divided.
+    #[error(
+        "state space layers norm their heads in {groups} group{}, which cannot be divided equally among {devices} devices; \
+         split = \"layers\" works",
+        if *.groups == 1 { "" } else { "s" }
+    )]
+    StateSpace {
+        /// The number of groups.
+        groups: u32,
+        /// The number of devices.
+        devices: u32,
+    },
     /// The columns of a device's heads do not begin a group of a quantised matrix.
     #[error(
         "{weight} has groups of {group} columns, the heads of a device are {columns} columns from column {first} on; split \
@@ -260,8 +271,8 @@ impl OwnRecurrent {
     /// heads that they use. All devices have the same number, because all have room for the same sequences and snapshots.
     fn of(net: DeltaNet, rank: Rank) -> Result<OwnRecurrent, ShardError> {
         let DeltaNet { key_heads, value_heads, tiled, space, .. } = net;
-        if space.is_some() {
-            return Err(ShardError::StateSpace);
+        if let Some(groups) = space.map(|space| space.norm_groups).filter(|groups| !groups.is_multiple_of(rank.of)) {
+            return Err(ShardError::StateSpace { groups, devices: rank.of });
         }
         if !value_heads.is_multiple_of(rank.of) {
             return Err(ShardError::Recurrent { heads: value_heads, devices: rank.of });
@@ -351,13 +362,15 @@ impl Parts<'_> {
         keys_from(0).chain(keys_from(net.key_rows())).chain([values]).collect()
     }
 
-    /// Returns the rows that a device keeps of the projection of a recurrent layer's input: those of q, k, v, z, b and a.
+    /// Returns the rows that a device keeps of the projection of a recurrent layer's input: those of q, k, v, z, b and a; state
+    /// spaces have no b.
     fn in_proj(&self) -> Vec<Range<u32>> {
         let Some((net, OwnRecurrent { values, .. })) = self.recurrent() else { return Vec::new() };
         let behind = net.channels() + net.value_rows();
         let rest = [(net.value_dim, net.channels()), (1, behind), (1, behind + net.value_heads)];
         let rest = rest.map(|(each, first)| first + values.start * each..first + values.end * each);
-        self.channels().into_iter().chain(rest).collect()
+        let count = if net.space.is_some() { 2 } else { 3 };
+        self.channels().into_iter().chain(rest.into_iter().take(count)).collect()
     }
 
     /// Returns the device's part of the ranges of a merged weight.
@@ -369,8 +382,9 @@ impl Parts<'_> {
         let at: usize = layer.parse().unwrap_or(0);
         let (c, kind) = (self.config, self.config.attention_of[at]);
         let columns = |of: Range<u32>| ranges.iter().map(|range| range.columns(of.clone())).collect();
-        // Rows of gate and up alternate.
-        let both = |of: &Range<u32>| 2 * of.start..2 * of.end;
+        // The rows of a gate projection alternate with those of the up projection.
+        let each = if c.activation.has_gate() { 2 } else { 1 };
+        let both = |of: &Range<u32>| each * of.start..each * of.end;
         // Of a bias that is added to a sum over devices, all but the first add zeros.
         let once = || match self.rank.index {
             0 => whole(),
@@ -410,13 +424,19 @@ impl Parts<'_> {
                 });
             }
             "in_proj" => rows(ranges, &self.in_proj()),
-            // The taps of a channel are adjacent.
+            // The taps of a channel are adjacent; the biases of all channels are behind them.
             "conv" => {
-                let taps = c.delta.map_or(0, |net| net.conv_kernel);
-                rows(ranges, &self.channels().iter().map(|of| of_heads(of, taps)).collect::<Vec<_>>())
+                let (taps, all) = c.delta.map_or((0, 0), |net| (net.conv_kernel, net.channels() * net.conv_kernel));
+                let channels = self.channels();
+                let biases = channels.iter().map(|of| of.start + all..of.end + all).filter(|of| of.end <= count);
+                rows(ranges, &channels.iter().map(|of| of_heads(of, taps)).chain(biases).collect::<Vec<_>>())
             }
-            "a_log" | "dt_bias" => {
+            "a_log" | "dt_bias" | "skip" => {
                 rows(ranges, &self.recurrent().map_or(Vec::new(), |(_, own)| vec![own.values.clone()]))
+            }
+            "delta_norm" if c.delta.is_some_and(|net| net.space.is_some()) => {
+                let of = |(net, own): (DeltaNet, &OwnRecurrent)| vec![of_heads(&own.values, net.value_dim)];
+                rows(ranges, &self.recurrent().map_or(Vec::new(), of))
             }
             "gate_up" | "gate_up.bias" => rows(ranges, &[both(&self.inner[at])]),
             "down" => return columns(self.inner[at].clone()),
@@ -462,6 +482,7 @@ impl Checkpoint {
         config.delta = parts.recurrent().map(|(net, own)| DeltaNet {
             key_heads: own.key_count(),
             value_heads: own.values.len() as u32,
+            space: net.space.map(|space| StateSpace { norm_groups: space.norm_groups / rank.of, ..space }),
             ..net
         });
         if let (Some(conv), Some(own)) = (&mut config.short_conv, &parts.channels) {
@@ -494,8 +515,8 @@ impl Checkpoint {
             let weights = self.weights.iter().filter(|weight| weight.merged == name);
             weights.map(WeightSpec::group).max().unwrap_or(1)
         };
-        let divide = |name: String, count: u32| -> Result<Range<u32>, ShardError> {
-            let least = group(&name);
+        let divide = |name: String, count: u32, least: u32| -> Result<Range<u32>, ShardError> {
+            let least = group(&name).max(least);
             let suits = |multiple: &u32| multiple.is_multiple_of(least) && count.is_multiple_of(*multiple);
             let mut units = INNER_MULTIPLES.into_iter().filter(suits).filter(|unit| count / unit >= rank.of);
             // The others wait for the device with most inner values. Kernels take whole chunks of columns.
@@ -514,15 +535,17 @@ impl Checkpoint {
         let mut inner = Vec::new();
         for (layer, width) in c.dense_widths.iter().enumerate() {
             let dense = c.has_dense_mlp(layer as u32);
-            inner.push(if dense { divide(format!("layers.{layer}.down"), *width)? } else { 0..*width });
+            inner.push(if dense { divide(format!("layers.{layer}.down"), *width, 1)? } else { 0..*width });
         }
         let routed = c.mlp_kinds.iter().position(|kind| *kind == MlpKind::Experts);
         let of_layer = |part: &str| format!("layers.{}.{part}", routed.unwrap_or(0));
         let mut of_experts = (0..0, 0..0);
         if let Some(experts) = c.experts {
-            of_experts.0 = divide(of_layer("experts.down"), experts.inner)?;
+            // Without a gate, the first matrix of experts has as many rows, in whole blocks.
+            let least = if c.activation.has_gate() { 1 } else { FRAGMENT_ROWS };
+            of_experts.0 = divide(of_layer("experts.down"), experts.inner, least)?;
             of_experts.1 = match experts.shared_inner {
-                Some(inner) => divide(of_layer("shared.down"), inner)?,
+                Some(inner) => divide(of_layer("shared.down"), inner, least)?,
                 None => 0..0,
             };
         }
@@ -535,7 +558,6 @@ impl Checkpoint {
 mod tests {
     use super::*;
     use crate::model::checkpoint::WeightKind;
-    use crate::model::config::StateSpace;
     use std::path::Path;
 
     fn open(name: &str) -> Checkpoint {
@@ -572,6 +594,7 @@ mod tests {
             ("hybrid-moe", 2),
             ("families/lfm2-plain", 3),
             ("families/lfm2moe-scaled", 2),
+            ("families/nemotronh-moe", 2),
         ] {
             let checkpoint = open(name);
             let parts = shards(&checkpoint, of);
@@ -596,13 +619,15 @@ mod tests {
                 let ranges = checkpoint.weights.iter().filter(|other| other.merged == weight.merged);
                 let whole: u64 = ranges.map(WeightSpec::elements).sum();
                 let ends = |of: &[&str]| of.iter().any(|end| weight.merged.ends_with(end));
-                let divided = [".o", ".down", ".gate_up", ".gate_up.bias", ".sinks", ".a_log", ".dt_bias"];
+                let divided = [".o", ".down", ".gate_up", ".gate_up.bias", ".sinks", ".a_log", ".dt_bias", ".skip"];
                 let of_conv = [".conv_in", ".conv_in.bias", ".conv.bias"];
                 let normed = checkpoint.config.qk_norm == QkNorm::Rows;
+                let spaces = checkpoint.config.delta.is_some_and(|net| net.space.is_some());
                 let wanted = match () {
                     () if ends(&of_conv) => whole,
                     () if ends(&divided) || ends(&[".latent.q", ".latent.keys", ".latent.values"]) => whole,
                     () if normed && ends(&[".q_norm"]) => whole,
+                    () if spaces && ends(&[".delta_norm"]) => whole,
                     // A key head that several devices have counts for each, and so do rows that are normed together.
                     () if ends(&[".qkv", ".qkv.bias", ".in_proj", ".conv"]) || normed && ends(&[".k_norm"]) => {
                         assert!((whole..=whole * u64::from(of)).contains(&found), "{name}: {}", weight.merged);
@@ -680,8 +705,15 @@ mod tests {
         assert_eq!(counts, [8, 16, 4, 8, 8, 24, 8, 8, 1, 3, 4, 4, 1, 1]);
         let error = OwnRecurrent::of(net(1, 3, false), Rank { index: 0, of: 2 }).unwrap_err();
         assert_eq!(error, ShardError::Recurrent { heads: 3, devices: 2 });
-        let space = DeltaNet { space: Some(StateSpace { conv_bias: true }), ..net(1, 4, false) };
-        assert_eq!(OwnRecurrent::of(space, Rank { index: 0, of: 2 }), Err(ShardError::StateSpace));
+        let space = |norm_groups| {
+            let space =
+                DeltaNet { space: Some(StateSpace { conv_bias: true, norm_groups }), ..net(norm_groups, 12, false) };
+            OwnRecurrent::of(space, Rank { index: 1, of: 2 })
+        };
+        assert_eq!(space(1), Err(ShardError::StateSpace { groups: 1, devices: 2 }));
+        assert_eq!(space(3), Err(ShardError::StateSpace { groups: 3, devices: 2 }));
+        let own = space(4).expect("each device has two groups");
+        assert_eq!((own.keys.first(), own.key_count(), own.values), (Some(&(2..4)), 2, 6..12));
     }
 
     /// Goal: parts of short convolutions have the taps of their channels. Method: every source of `conv`, whose rows are the

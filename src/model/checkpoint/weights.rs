@@ -183,6 +183,7 @@ impl<'a> Specs<'a> {
         for (layer, (kind, mlp)) in c.layer_kinds.iter().zip(&c.mlp_kinds).enumerate() {
             let (to, from) = (format!("layers.{layer}."), format!("model.layers.{layer}."));
             match (kind, c.delta, c.short_conv) {
+                (LayerKind::None, ..) => {}
                 (LayerKind::GatedDelta, Some(delta), _) => self.gated_delta(&to, &from, delta),
                 (LayerKind::ShortConv, _, Some(conv)) => self.short_conv(&to, &from, conv),
                 _ => match c.latent {
@@ -190,7 +191,9 @@ impl<'a> Specs<'a> {
                     None => self.attention(&to, &from, c.attention(layer as u32), c.owns_cache(layer as u32)),
                 },
             }
-            self.mlp(*mlp, &to, &from, c.dense_widths[layer]);
+            if *mlp != MlpKind::None {
+                self.mlp(*mlp, &to, &from, c.dense_widths[layer]);
+            }
             self.layer_end(&to, &from);
         }
         if let Some(of) = c.layer_inputs {
@@ -200,9 +203,12 @@ impl<'a> Specs<'a> {
             self.stacked("layer_inputs.projection", &[projection], Some(c.hidden));
             self.norm("layer_inputs.norm", "model.per_layer_projection_norm.weight", of.width);
         }
-        self.stacked("embed", &[("model.embed_tokens.weight", c.vocab)], Some(c.hidden));
+        // The second names are those of Nemotron-H.
+        let embedding = self.first(["model.embed_tokens.weight", "model.embeddings.weight"]);
+        self.stacked("embed", &[(embedding, c.vocab)], Some(c.hidden));
         // LFM2's name.
-        let final_norm = self.first(["model.norm.weight", "model.embedding_norm.weight"]);
+        let names = ["model.norm.weight", "model.norm_f.weight", "model.embedding_norm.weight"];
+        let final_norm = self.first(names);
         self.norm("final_norm", final_norm, c.hidden);
         if !c.tied {
             self.stacked("lm_head", &[("lm_head.weight", c.vocab)], Some(c.hidden));
@@ -322,7 +328,8 @@ impl<'a> Specs<'a> {
     fn attention(&mut self, to: &str, from: &str, of: &Attention, own: bool) {
         let c = self.config;
         let name = |part: &str| format!("{to}{part}");
-        let attention = |part: &str| format!("{from}self_attn.{part}");
+        let module = c.module("self_attn");
+        let attention = |part: &str| format!("{from}{module}.{part}");
 
         self.block_norm(&name("attn_norm"), from, c.norms.mixer);
         self.qkv(&name("qkv"), from, "weight", Some(c.qkv_cols()), of, own);
@@ -420,7 +427,8 @@ impl<'a> Specs<'a> {
     /// checkpoints have one tensor with the rows of q, k and v one after the other. Without keys and values of its own, a
     /// layer has the rows of q only.
     fn qkv(&mut self, name: &str, from: &str, part: &str, cols: Option<u32>, of: &Attention, own: bool) {
-        let tensor = |projection: &str| format!("{from}self_attn.{projection}.{part}");
+        let module = self.config.module("self_attn");
+        let tensor = |projection: &str| format!("{from}{module}.{projection}.{part}");
         let (q, kv, dim) = (of.q_rows(), of.kv_rows(), of.head_dim);
         let rope = of.rope.as_ref();
         // Where each head's rows are in q's tensor, and in the packed weight.
@@ -461,7 +469,8 @@ impl<'a> Specs<'a> {
     fn state_space(&mut self, to: &str, from: &str, (delta, space): (DeltaNet, StateSpace)) {
         let c = self.config;
         let name = |part: &str| format!("{to}{part}");
-        let tensor = |part: &str| format!("{from}mamba.{part}");
+        let module = c.module("mamba");
+        let tensor = |part: &str| format!("{from}{module}.{part}");
         let (values, keys, channels, heads) =
             (delta.value_rows(), delta.key_rows(), delta.channels(), delta.value_heads);
         // For each part of the channels: its first one in the file, their number, and the first one's place.
@@ -553,7 +562,7 @@ impl<'a> Specs<'a> {
             let own = match () {
                 () if self.has(&format!("{shared}{GRANITE_DOWN}")) => shared,
                 () if self.has(&format!("{lfm2}{}.weight", W_PARTS[2])) => lfm2,
-                () => format!("{from}mlp."),
+                () => format!("{from}{}.", c.module("mlp")),
             };
             self.dense(to, &own, inner, c.mlp_bias);
         }
@@ -575,7 +584,10 @@ impl<'a> Specs<'a> {
             true => (mlp(GRANITE_GATE_UP), mlp(GRANITE_DOWN)),
             false => (mlp("gate_up_proj.weight"), mlp(&format!("{down}.weight"))),
         };
-        if granite || self.has(&fused) && !self.has(&mlp("gate_proj.weight")) {
+        let gated = self.config.activation.has_gate();
+        if !gated {
+            self.stacked(&name("gate_up"), &[(&mlp(&format!("{up}.weight")), inner)], Some(hidden));
+        } else if granite || self.has(&fused) && !self.has(&mlp("gate_proj.weight")) {
             let slices = [0, 1].map(|part| Slice { from: part * inner, rows: inner, first_row: part, row_step: 2 });
             let origin = Origin::cut(fused, 2 * inner, Some(hidden), slices.into());
             self.push(&name("gate_up"), Some(hidden), vec![origin], 0.0);
@@ -585,7 +597,10 @@ impl<'a> Specs<'a> {
         }
         if bias {
             let parts = ["gate_proj.bias", "up_proj.bias"].map(|part| (mlp(part), inner));
-            self.interleaved(&name("gate_up.bias"), &borrowed(&parts), None);
+            match gated {
+                true => self.interleaved(&name("gate_up.bias"), &borrowed(&parts), None),
+                false => self.stacked(&name("gate_up.bias"), &borrowed(&parts)[1..], None),
+            }
         }
         self.stacked(&name("down"), &[(&down, hidden)], Some(inner));
         if bias {
@@ -603,7 +618,7 @@ impl<'a> Specs<'a> {
             false if self.has(&format!("{other}gate.weight")) => (other, W_PARTS),
             false if self.has(&format!("{lfm2}gate.weight")) => (lfm2, W_PARTS),
             false if self.has(&format!("{other}{GRANITE_DOWN}")) => (other, EXPERT_PARTS),
-            false => (format!("{from}mlp."), EXPERT_PARTS),
+            false => (format!("{from}{}.", self.config.module("mlp")), EXPERT_PARTS),
         };
         let tensor = |part: &str| format!("{root}{part}");
 
@@ -668,12 +683,14 @@ impl<'a> Specs<'a> {
                 self.push(&name(&format!("experts.{part}.bias")), None, origins, 0.0);
             }
         }
-        // The rows of an expert's gate projection and of its up projection alternate in the packed weight.
+        // The rows of an expert's gate projection and of its up projection alternate in the packed weight; without a gate it has
+        // those of the up projection.
+        let step = if self.config.activation.has_gate() { 2 } else { 1 };
         let slice = |from: u32, expert: u32, part: u32| Slice {
             from,
             rows: inner,
-            first_row: 2 * inner * expert + part,
-            row_step: 2,
+            first_row: step * inner * expert + part,
+            row_step: step,
         };
         let (gate_up, down) = if let Some(Fused { alternate, transposed }) = self.fused(&tensor, experts) {
             let halves = |e: u32| [slice(2 * inner * e, e, 0), slice(2 * inner * e + inner, e, 1)];
@@ -683,20 +700,20 @@ impl<'a> Specs<'a> {
                 (0..count).map(|e| Slice { from: rows * e, rows, first_row: rows * e, row_step: 1 }).collect()
             };
             // Rows that alternate are in the packed order.
-            let gate_up = if alternate { whole(2 * inner) } else { (0..count).flat_map(halves).collect() };
+            let gate_up = if alternate { whole(step * inner) } else { (0..count).flat_map(halves).collect() };
             let down = whole(hidden);
             let origin = |tensor: String, rows: u32, cols: u32, slices: Vec<Slice>| {
                 vec![Origin::fused(tensor, [count, rows, cols], transposed, slices)]
             };
             let [both, last] = self.fused_names(&tensor);
-            (origin(both, 2 * inner, hidden, gate_up), origin(last, hidden, inner, down))
+            (origin(both, step * inner, hidden, gate_up), origin(last, hidden, inner, down))
         } else {
             let of = |expert: u32, part: &str| tensor(&format!("experts.{expert}.{part}.weight"));
             let [gate, up, down] = parts;
-            let gate_up = (0..count).flat_map(|e| {
-                let part = |(i, part)| Origin::cut(of(e, part), inner, Some(hidden), vec![slice(0, e, i)]);
-                [(0, gate), (1, up)].map(part)
-            });
+            let first: &[(u32, &str)] = if step == 2 { &[(0, gate), (1, up)] } else { &[(0, up)] };
+            let places = (0..count).flat_map(|e| first.iter().map(move |(i, part)| (e, *i, *part)));
+            let gate_up =
+                places.map(|(e, i, part)| Origin::cut(of(e, part), inner, Some(hidden), vec![slice(0, e, i)]));
             let down = (0..count).map(|e| Origin::whole(of(e, down), hidden, Some(inner), e * hidden));
             (gate_up.collect(), down.collect())
         };
@@ -721,6 +738,7 @@ impl<'a> Specs<'a> {
     fn fused_names(&self, tensor: &dyn Fn(&str) -> String) -> [String; 2] {
         match self.has(&tensor(GRANITE_DOWN)) {
             true => [GRANITE_GATE_UP, GRANITE_DOWN].map(tensor),
+            false if !self.config.activation.has_gate() => ["experts.up_proj", "experts.down_proj"].map(tensor),
             false => ["experts.gate_up_proj", "experts.down_proj"].map(tensor),
         }
     }
@@ -732,6 +750,10 @@ impl<'a> Specs<'a> {
             let alone = self.has(&tensor("experts.0.gate_proj.weight"));
             let fused = self.config.architecture == Architecture::Qwen35Moe && !alone;
             return fused.then_some(Fused { alternate: false, transposed: false });
+        }
+        if !self.config.activation.has_gate() {
+            // Up projections only, whose rows are in the packed order.
+            return Some(Fused { alternate: true, transposed: false });
         }
         // gpt-oss: rows alternate, of MXFP4 as they are multiplied, of numbers as their transpose. Qwen3-VL: the transpose,
         // whose rows do not alternate. At least one of the two matrices of an expert is not square.

@@ -103,14 +103,17 @@ pub enum Architecture {
     GraniteMoe,
     /// `GraniteMoeSharedForCausalLM`: like that, with a shared expert.
     GraniteMoeShared,
-    /// `GraniteMoeHybridForCausalLM` (Granite 4): like that, or dense, with or without rotary embedding. Models with Mamba
-    /// layers are refused.
+    /// `GraniteMoeHybridForCausalLM` (Granite 4): like that, or dense, with or without rotary embedding; most layers may be state
+    /// spaces (Mamba-2) instead of attention.
     GraniteMoeHybrid,
     /// `Lfm2ForCausalLM` (LFM2, LFM2.5): dense, with short convolutions instead of attention in most layers, and an RMS norm
     /// on each query and key head.
     Lfm2,
     /// `Lfm2MoeForCausalLM`: like that, with experts after dense layers, which are chosen by sigmoid scores with a bias.
     Lfm2Moe,
+    /// `NemotronHForCausalLM` (Nemotron-H, Nemotron 3 Nano): each layer is either a mixer (attention without rotary embedding, or
+    /// a state space) or an MLP without a gate (dense, or experts that are chosen as in GLM-4.5, beside a shared expert).
+    NemotronH,
 }
 
 /// Whether a projection has a bias.
@@ -146,6 +149,17 @@ pub(super) enum LocalRope {
     Same,
     /// An unscaled one with its own base. Holds the key of the base, and the base if the key is absent.
     Own(Option<&'static str>, f64),
+}
+
+/// Whether layers have a rotary embedding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Rotated {
+    /// All have one, but for those of [`Facts::some_without_rope`] and [`Facts::rope_in_windows`].
+    Yes,
+    /// Only if `position_embedding_type` says so.
+    Named,
+    /// None, whatever keys say.
+    No,
 }
 
 /// The factor of the embeddings.
@@ -190,8 +204,8 @@ pub(super) struct Facts {
     pub(super) model_types: &'static [&'static str],
     /// Whether some layers use the gated delta rule instead of attention.
     pub(super) hybrid: bool,
-    /// Whether some layers may be state spaces (Mamba-2) instead of attention.
-    pub(super) state_spaces: bool,
+    /// The keys of state spaces (Mamba-2), in families some of whose layers may be that instead of attention.
+    pub(super) state_spaces: Option<SpaceFacts>,
     /// Whether layers may have experts.
     pub(super) experts: Option<ExpertFacts>,
     /// The biases of q, k and v; of the attention output's projection; of the MLP.
@@ -215,8 +229,8 @@ pub(super) struct Facts {
     /// Another name in `layer_types` of layers that see all tokens, in families whose layers are of other kinds, which are not
     /// supported, if the key is absent.
     pub(super) attention_name: Option<&'static str>,
-    /// Whether layers have a rotary embedding only if `position_embedding_type` says so.
-    pub(super) rope_named: bool,
+    /// Whether layers have a rotary embedding.
+    pub(super) rotated: Rotated,
     /// Whether layers that see all tokens have no rotary embedding unless `sliding_window` is null, which stands for no
     /// window then.
     pub(super) rope_in_windows: bool,
@@ -247,11 +261,76 @@ pub(super) struct Facts {
     /// Whether scores have a bound by `attn_logit_softcapping` and logits one by `final_logit_softcapping`, in families that
     /// have these keys.
     pub(super) soft_caps: Option<[SoftCap; 2]>,
+    /// The keys that list the layers' blocks, in families whose layers are either a mixer or an MLP.
+    pub(super) blocks: Option<BlockKeys>,
+    /// The key of the norms' epsilon.
+    pub(super) eps_key: &'static str,
     /// Whether `residual_multiplier` and `logits_scaling` count.
     pub(super) multipliers: bool,
     /// The class's defaults of keys.
     pub(super) defaults: Defaults,
 }
+
+/// The keys of a family's state spaces; of several names of a key, the first that is present counts.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SpaceFacts {
+    /// The keys of the number of heads, of groups of them with the same B and C, of a state's dimensions per value, of a
+    /// head's values, of the convolution's taps, and whether it has biases.
+    pub(super) heads: &'static str,
+    pub(super) groups: &'static [&'static str],
+    pub(super) state: &'static str,
+    pub(super) head_dim: &'static str,
+    pub(super) taps: &'static [&'static str],
+    pub(super) conv_bias: &'static [&'static str],
+    /// The class's defaults of groups, state and a head's values; `None`: the head's values are the inner size's share.
+    pub(super) defaults: (u32, u32, Option<u32>),
+    /// The key of the inner size over the hidden size, if it counts.
+    pub(super) expand: Option<&'static str>,
+    /// Whether each group of heads has a norm of its own; otherwise a model has one group.
+    pub(super) norms_groups: bool,
+    /// The keys that may only be false, of biases; of the bounds of the time step, which may only be those of none; and of the
+    /// activation behind the convolution, which may only be SiLU.
+    pub(super) unbiased: &'static [&'static str],
+    pub(super) limits: &'static [&'static str],
+    pub(super) activation: Option<&'static str>,
+}
+
+/// The keys that say what each layer is: a list of names, and the same as a string of letters.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct BlockKeys {
+    pub(super) names: &'static [&'static str],
+    pub(super) letters: &'static str,
+}
+
+const GRANITE_SPACES: SpaceFacts = SpaceFacts {
+    heads: "mamba_n_heads",
+    groups: &["mamba_n_groups"],
+    state: "mamba_d_state",
+    head_dim: "mamba_d_head",
+    taps: &["mamba_d_conv"],
+    conv_bias: &["mamba_conv_bias"],
+    defaults: (1, 256, None),
+    expand: Some("mamba_expand"),
+    norms_groups: false,
+    unbiased: &["mamba_proj_bias"],
+    limits: &["time_step_limit"],
+    activation: None,
+};
+
+const NEMOTRON_SPACES: SpaceFacts = SpaceFacts {
+    heads: "mamba_num_heads",
+    groups: &["mamba_n_groups", "n_groups"],
+    state: "ssm_state_size",
+    head_dim: "mamba_head_dim",
+    taps: &["mamba_d_conv", "conv_kernel"],
+    conv_bias: &["mamba_conv_bias", "use_conv_bias"],
+    defaults: (8, 128, Some(64)),
+    expand: None,
+    norms_groups: true,
+    unbiased: &["mamba_proj_bias", "use_bias"],
+    limits: &["mamba_dt_limit", "time_step_limit"],
+    activation: Some("mamba_hidden_act"),
+};
 
 /// The values of absent keys.
 #[derive(Clone, Copy, Debug)]
@@ -324,6 +403,8 @@ pub(super) enum ExpertStyle {
     /// All layers, or none if there are 0 experts; `shared_intermediate_size`, without a gate, which is also the width of
     /// dense MLPs.
     Granite,
+    /// The layers that [`Facts::blocks`] says; `moe_shared_expert_intermediate_size`; chosen as in DeepSeek-V3.
+    Nemotron,
 }
 
 const DEFAULTS: Defaults = Defaults {
@@ -359,7 +440,7 @@ const LLAMA: Facts = Facts {
     names: &["LlamaForCausalLM"],
     model_types: &["llama"],
     hybrid: false,
-    state_spaces: false,
+    state_spaces: None,
     experts: None,
     qkv_bias: Bias::Key("attention_bias", false),
     o_bias: Bias::Key("attention_bias", false),
@@ -374,7 +455,7 @@ const LLAMA: Facts = Facts {
     default_rope_is_whole: false,
     some_without_rope: false,
     attention_name: None,
-    rope_named: false,
+    rotated: Rotated::Yes,
     rope_in_windows: false,
     rope_alpha: false,
     query_growth: false,
@@ -388,6 +469,8 @@ const LLAMA: Facts = Facts {
     gemma4: false,
     lfm2: false,
     soft_caps: None,
+    blocks: None,
+    eps_key: "rms_norm_eps",
     multipliers: false,
     defaults: Defaults { context: 2048, bos: Some(1), eos: &[2], ..DEFAULTS },
 };
@@ -477,6 +560,7 @@ const LFM2: Facts = Facts {
     norms: BlockNorms::LFM,
     activation: (&[], Activation::Silu),
     lfm2: true,
+    eps_key: "norm_eps",
     defaults: Defaults {
         kv_heads: Some(8),
         context: 128_000,
@@ -612,7 +696,7 @@ const HUNYUAN: Facts = Facts {
 };
 
 /// All supported families.
-pub(super) static FAMILIES: [Facts; 42] = [
+pub(super) static FAMILIES: [Facts; 43] = [
     QWEN3,
     LLAMA,
     Facts {
@@ -1040,8 +1124,8 @@ pub(super) static FAMILIES: [Facts; 42] = [
         model_types: &["granitemoehybrid"],
         experts: Some(ExpertFacts { shared: Some(1024), everywhere: false, ..GRANITE_EXPERTS }),
         attention_name: Some("attention"),
-        state_spaces: true,
-        rope_named: true,
+        state_spaces: Some(GRANITE_SPACES),
+        rotated: Rotated::Named,
         ..GRANITE_MOE
     },
     LFM2,
@@ -1058,6 +1142,39 @@ pub(super) static FAMILIES: [Facts; 42] = [
             ..EXPERTS
         }),
         ..LFM2
+    },
+    Facts {
+        architecture: Architecture::NemotronH,
+        names: &["NemotronHForCausalLM"],
+        model_types: &["nemotron_h"],
+        state_spaces: Some(NEMOTRON_SPACES),
+        experts: Some(ExpertFacts {
+            count: 8,
+            chosen: 2,
+            inner: 7688,
+            shared: Some(7688),
+            normalise: Some(true),
+            count_keys: &["n_routed_experts", "num_local_experts"],
+            style: ExpertStyle::Nemotron,
+            ..EXPERTS
+        }),
+        norms: BlockNorms::NEMOTRON,
+        rotated: Rotated::No,
+        activation: (&["mlp_hidden_act"], Activation::SquaredRelu),
+        blocks: Some(BlockKeys { names: &["layers_block_type", "layer_types"], letters: "hybrid_override_pattern" }),
+        eps_key: "layer_norm_epsilon",
+        defaults: Defaults {
+            heads: Some(32),
+            vocab: Some(131_072),
+            kv_heads: Some(8),
+            head_dim: Some(128),
+            context: 4096,
+            rms_eps: 1e-5,
+            bos: Some(1),
+            eos: &[2],
+            ..DEFAULTS
+        },
+        ..LLAMA
     },
 ];
 

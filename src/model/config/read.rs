@@ -8,8 +8,8 @@ use std::str::FromStr;
 use serde_json::{Map, Value};
 
 use super::families::{
-    Architecture, Bias, EmbeddingScale, ExpertFacts, ExpertStyle, FAMILIES, Facts, ScoreScale, SoftCap, WRAPPER_TYPES,
-    WRAPPERS, Windows,
+    Architecture, Bias, BlockKeys, EmbeddingScale, ExpertFacts, ExpertStyle, FAMILIES, Facts, Rotated, ScoreScale,
+    SoftCap, SpaceFacts, WRAPPER_TYPES, WRAPPERS, Windows,
 };
 use super::quantization::{self, Quantization};
 use super::rope::{self, Layers, Rope, RopeScaling, RotatedPairs};
@@ -174,8 +174,13 @@ pub(super) fn read(
     let dtype = dtype(reader);
 
     let hidden = reader.count("hidden_size", MAX_DIMENSION);
-    let layers = reader.count("num_hidden_layers", MAX_LAYERS);
-    let (mlp_kinds, experts) = mlp_kinds(reader, facts, layers, hidden);
+    let blocks = facts.blocks.map(|keys| blocks(reader, keys));
+    let layers = match &blocks {
+        None => reader.count("num_hidden_layers", MAX_LAYERS),
+        Some(blocks) => blocks.as_ref().map(|blocks| blocks.len() as u32),
+    };
+    let blocks = blocks.flatten();
+    let (mlp_kinds, experts) = mlp_kinds(reader, facts, layers, hidden, blocks.as_deref());
     let intermediate = match &mlp_kinds {
         Some(kinds) if !kinds.contains(&MlpKind::Dense) && !experts.is_some_and(|of| of.beside_dense) => Some(0),
         _ => match facts.experts {
@@ -196,7 +201,7 @@ pub(super) fn read(
         (None, _) => heads(reader, facts, hidden),
         (Some(_), latent) => latent_heads(reader, latent),
     };
-    let eps_key = if facts.lfm2 { "norm_eps" } else { "rms_norm_eps" };
+    let eps_key = facts.eps_key;
     let rms_eps = match reader.value(eps_key).cloned() {
         None => facts.defaults.rms_eps,
         Some(value) => match value.as_f64().map(|eps| eps as f32) {
@@ -211,7 +216,10 @@ pub(super) fn read(
         Some(_) => reader.optional_count("max_position_embeddings", MAX_CONTEXT),
         None => Some(facts.defaults.context),
     };
-    let mixers = mixers(reader, facts, layers);
+    let mixers = match (facts.blocks, &blocks) {
+        (None, _) => mixers(reader, facts, layers),
+        (Some(_), blocks) => blocks.as_ref().map(|blocks| blocks.iter().map(|block| block.mixer()).collect()),
+    };
     let shared = shared_caches(reader, facts, mixers.as_deref());
     let attention = attention(reader, facts, mixers.as_deref(), heads, (latent, context, sees));
     let layer_inputs = layer_inputs(reader, facts, layers, vocab, dtype);
@@ -219,8 +227,8 @@ pub(super) fn read(
     let layer_kinds: Option<Vec<LayerKind>> = mixers.map(|mixers| mixers.iter().map(|mixer| mixer.kind()).collect());
     let delta = layer_kinds.as_ref().is_some_and(|kinds| kinds.contains(&LayerKind::GatedDelta));
     let delta = delta.then(|| match facts.state_spaces {
-        true => state_space(reader, hidden),
-        false => delta_net(reader),
+        Some(keys) => state_space(reader, keys, hidden),
+        None => delta_net(reader),
     });
     let short_conv = layer_kinds.as_ref().is_some_and(|kinds| kinds.contains(&LayerKind::ShortConv));
     let short_conv = short_conv.then(|| short_convolution(reader, hidden));
@@ -371,7 +379,8 @@ impl Sees {
 fn sees(reader: &mut Reader, facts: &Facts) -> Sees {
     const BOTH: &str = "use_bidirectional_attention";
     let causal = reader.flag_or("is_causal", true);
-    if !causal && (facts.hybrid || facts.state_spaces || facts.latent.is_some() || facts.gemma4 || facts.lfm2) {
+    if !causal && (facts.hybrid || facts.state_spaces.is_some() || facts.latent.is_some() || facts.gemma4 || facts.lfm2)
+    {
         reader.wrong("is_causal", false, "true for this architecture: attention is causal");
     }
     // With "vision", only the rows of images see later ones.
@@ -425,6 +434,7 @@ fn activation(reader: &mut Reader, facts: &Facts) -> Activation {
             }
             (["silu", "swish"].as_slice(), "silu")
         }
+        Activation::SquaredRelu => (["relu2"].as_slice(), "relu2"),
     };
     let found = keys.iter().find_map(|key| reader.value(key)).cloned();
     match found.as_ref().map(|value| value.as_str().ok_or(value)) {
@@ -636,6 +646,7 @@ enum Mixer {
     Attention(Layers),
     GatedDelta,
     ShortConv,
+    None,
 }
 
 impl Mixer {
@@ -644,8 +655,89 @@ impl Mixer {
             Mixer::Attention(_) => LayerKind::Attention,
             Mixer::GatedDelta => LayerKind::GatedDelta,
             Mixer::ShortConv => LayerKind::ShortConv,
+            Mixer::None => LayerKind::None,
         }
     }
+}
+
+/// A layer that is either a mixer or an MLP.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum SingleBlock {
+    Attention,
+    StateSpace,
+    Dense,
+    Experts,
+}
+
+impl SingleBlock {
+    /// Returns the block with a name in a list of layers, or with a letter in a string of them.
+    fn of(name: &str) -> Option<SingleBlock> {
+        match name {
+            "full_attention" | "attention" | "*" => Some(SingleBlock::Attention),
+            "linear_attention" | "mamba" | "M" => Some(SingleBlock::StateSpace),
+            "mlp" | "-" => Some(SingleBlock::Dense),
+            "moe" | "E" => Some(SingleBlock::Experts),
+            _ => None,
+        }
+    }
+
+    fn mixer(self) -> Mixer {
+        match self {
+            SingleBlock::Attention => Mixer::Attention(Layers::Full),
+            SingleBlock::StateSpace => Mixer::GatedDelta,
+            SingleBlock::Dense | SingleBlock::Experts => Mixer::None,
+        }
+    }
+
+    fn mlp(self) -> MlpKind {
+        match self {
+            SingleBlock::Attention | SingleBlock::StateSpace => MlpKind::None,
+            SingleBlock::Dense => MlpKind::Dense,
+            SingleBlock::Experts => MlpKind::Experts,
+        }
+    }
+}
+
+/// Reads what each layer is, in families whose layers are either a mixer or an MLP: from a list of names, or else from a
+/// string of letters. `num_hidden_layers` may be absent.
+fn blocks(reader: &mut Reader, keys: BlockKeys) -> Option<Vec<SingleBlock>> {
+    let key = keys.names.iter().copied().find(|key| reader.value(key).is_some()).unwrap_or(keys.letters);
+    let names: Vec<String> = match reader.value(key).cloned() {
+        None => {
+            let key = reader.named(keys.names[0]);
+            reader.problems.push(ConfigProblem::Missing(key));
+            return None;
+        }
+        Some(Value::Array(names)) if key != keys.letters => {
+            names.iter().map(|name| name.as_str().map_or_else(|| name.to_string(), str::to_owned)).collect()
+        }
+        Some(Value::String(letters)) if key == keys.letters => letters.chars().map(String::from).collect(),
+        Some(other) => {
+            let rule = if key == keys.letters { "a string of M, E, * and -" } else { "a list of names" };
+            reader.wrong(key, other, rule);
+            return None;
+        }
+    };
+    if names.is_empty() || names.len() as u64 > MAX_LAYERS {
+        reader.wrong(key, format!("{} long", names.len()), format!("from 1 to {MAX_LAYERS} layers"));
+        return None;
+    }
+    let mut refused: Vec<&String> = Vec::new();
+    for name in names.iter().filter(|name| SingleBlock::of(name).is_none()) {
+        if !refused.contains(&name) {
+            reader.problems.push(ConfigProblem::UnsupportedLayer(name.clone()));
+            refused.push(name);
+        }
+    }
+    let blocks: Vec<SingleBlock> = names.iter().map(|name| SingleBlock::of(name)).collect::<Option<_>>()?;
+    if let Some(layers) = reader.optional_count("num_hidden_layers", MAX_LAYERS).filter(|n| *n as usize != names.len())
+    {
+        reader.wrong("num_hidden_layers", layers, format!("the number of layers of {key} ({})", names.len()));
+    }
+    if !blocks.contains(&SingleBlock::Attention) {
+        reader.wrong(key, "without attention", "with a layer of it at least");
+    }
+    Some(blocks)
 }
 
 /// Returns the token mixing of each layer: `layer_types` if present, otherwise the family's rule.
@@ -733,8 +825,8 @@ fn mixers(reader: &mut Reader, facts: &Facts, layers: Option<u32>) -> Option<Vec
         match name.as_str() {
             Some("full_attention") => mixers.push(full),
             other if other.is_some() && other == facts.attention_name => mixers.push(full),
-            Some("linear_attention") if facts.hybrid || facts.state_spaces => mixers.push(Mixer::GatedDelta),
-            Some("mamba") if facts.state_spaces => mixers.push(Mixer::GatedDelta),
+            Some("linear_attention") if facts.hybrid || facts.state_spaces.is_some() => mixers.push(Mixer::GatedDelta),
+            Some("mamba") if facts.state_spaces.is_some() => mixers.push(Mixer::GatedDelta),
             Some("conv") if facts.lfm2 => mixers.push(Mixer::ShortConv),
             Some("sliding_attention") if slides => mixers.push(sliding),
             other => {
@@ -838,7 +930,10 @@ fn short_convolution(reader: &mut Reader, hidden: Option<u32>) -> Option<ShortCo
 /// Returns whether each layer has a rotary embedding: by `position_embedding_type`, in families that have it;
 /// `no_rope_layers`, in which 1 stands for a layer with one; or all but every `no_rope_layer_interval`-th.
 fn rotated_layers(reader: &mut Reader, facts: &Facts, layers: u32) -> Option<Vec<bool>> {
-    if facts.rope_named {
+    if facts.rotated == Rotated::No {
+        return Some(vec![false; layers as usize]);
+    }
+    if facts.rotated == Rotated::Named {
         const KEY: &str = "position_embedding_type";
         let kind = reader.value(KEY).cloned().unwrap_or(Value::Null);
         if ![Value::Null, "rope".into(), "nope".into()].contains(&kind) {
@@ -927,7 +1022,7 @@ fn attention(
     let mut of = Vec::new();
     for (mixer, rotated) in mixers.iter().zip(rotated) {
         let (rope, window) = match mixer {
-            Mixer::GatedDelta | Mixer::ShortConv => {
+            Mixer::GatedDelta | Mixer::ShortConv | Mixer::None => {
                 of.push(0);
                 continue;
             }
@@ -1013,6 +1108,7 @@ fn mlp_kinds(
     facts: &Facts,
     layers: Option<u32>,
     hidden: Option<u32>,
+    blocks: Option<&[SingleBlock]>,
 ) -> (Option<Vec<MlpKind>>, Option<Experts>) {
     let all = |kind: MlpKind| layers.map(|layers| vec![kind; layers as usize]);
     let style = facts.experts.map(|experts| experts.style);
@@ -1050,11 +1146,17 @@ fn mlp_kinds(
     }
     let count = match reader.value(key) {
         None => Some(count),
-        // 0 experts make every layer dense, in families that allow dense layers.
-        Some(_) => reader.integer(key, u64::from(everywhere), MAX_DIMENSION),
+        // 0 experts make every layer dense, in families that allow dense layers and do not list those with experts.
+        Some(_) => {
+            let listed = blocks.is_some_and(|blocks| blocks.contains(&SingleBlock::Experts));
+            reader.integer(key, u64::from(everywhere || listed), MAX_DIMENSION)
+        }
     };
     let kinds = match (everywhere, count) {
         (true, _) => all(MlpKind::Experts),
+        (false, _) if style == ExpertStyle::Nemotron => {
+            blocks.map(|blocks| blocks.iter().map(|block| block.mlp()).collect())
+        }
         (false, Some(0)) => all(MlpKind::Dense),
         (false, _) => match style {
             ExpertStyle::Qwen => sparse_layers(reader, layers),
@@ -1062,7 +1164,9 @@ fn mlp_kinds(
             ExpertStyle::DeepSeekV2 => layers_after_dense(reader, layers, 0),
             ExpertStyle::Ernie => layers_between(reader, layers),
             ExpertStyle::Lfm2(dense) => layers_from(reader, layers, "num_dense_layers", dense),
-            ExpertStyle::Gemma4 | ExpertStyle::HunYuan | ExpertStyle::Granite => all(MlpKind::Experts),
+            ExpertStyle::Gemma4 | ExpertStyle::HunYuan | ExpertStyle::Granite | ExpertStyle::Nemotron => {
+                all(MlpKind::Experts)
+            }
         },
     };
     if kinds.as_ref().is_some_and(|kinds| !kinds.contains(&MlpKind::Experts)) {
@@ -1076,6 +1180,7 @@ fn mlp_kinds(
         ExpertStyle::Ernie => ("moe_num_shared_experts", Some(2)),
         ExpertStyle::HunYuan => ("num_shared_expert", Some(1)),
         ExpertStyle::Granite => ("shared_intermediate_size", None),
+        ExpertStyle::Nemotron => ("moe_shared_expert_intermediate_size", None),
         ExpertStyle::Qwen | ExpertStyle::Gemma4 | ExpertStyle::Lfm2(_) => ("shared_expert_intermediate_size", None),
     };
     let shared_inner = match (shared, times, reader.value(shared_key)) {
@@ -1108,6 +1213,12 @@ fn mlp_kinds(
             }
             Some(Routing { choice_bias: true, ..PLAIN_ROUTING })
         }
+        ExpertStyle::Nemotron => {
+            // Projections before and after the experts, and biases of the shared expert.
+            fixed(reader, "moe_latent_size", Value::Null);
+            fixed(reader, "mlp_bias", false);
+            routing(reader, count, chosen, (1, 1, 1.0))
+        }
         ExpertStyle::DeepSeekV3(_, groups, kept, factor) => routing(reader, count, chosen, (groups, kept, factor)),
         ExpertStyle::DeepSeekV2 => softmax_routing(reader, count, chosen),
         ExpertStyle::Lfm2(_) => {
@@ -1139,16 +1250,19 @@ fn mlp_kinds(
     } else if let Some(chosen) = chosen.filter(|chosen| *chosen > MOST_CHOSEN) {
         reader.wrong(chosen_key, chosen, format!("at most {MOST_CHOSEN}"));
     }
+    // The first matrix has as many rows, or twice as many with a gate: whole blocks of 16.
+    let (_, activation) = facts.activation;
+    let multiple = if activation.has_gate() { 8 } else { 16 };
     if let Some(inner) = inner
-        && inner % 8 != 0
+        && inner % multiple != 0
     {
-        reader.wrong(inner_key, inner, "a multiple of 8");
+        reader.wrong(inner_key, inner, format!("a multiple of {multiple}"));
     }
     // In the other styles it is a multiple of the experts' width.
     if let (None, Some(shared)) = (times, shared_inner)
-        && shared % 8 != 0
+        && shared % multiple != 0
     {
-        reader.wrong(shared_key, shared, "a multiple of 8");
+        reader.wrong(shared_key, shared, format!("a multiple of {multiple}"));
     }
     if let Some(hidden) = hidden
         && hidden % 16 != 0
@@ -1399,17 +1513,25 @@ fn delta_net(reader: &mut Reader) -> Option<DeltaNet> {
 }
 
 /// Reads the dimensions of state spaces. Absent keys take the class defaults of transformers.
-fn state_space(reader: &mut Reader, hidden: Option<u32>) -> Option<DeltaNet> {
-    let heads = reader.count_or("mamba_n_heads", MAX_DIMENSION / (4 * MAX_DELTA_DIM), 128);
-    let groups = reader.count_or("mamba_n_groups", MAX_DIMENSION / (4 * MAX_DELTA_DIM), 1);
-    let expand = reader.count_or("mamba_expand", MAX_DIMENSION, 2);
-    let state = reader.count_or("mamba_d_state", MAX_DIMENSION, 256);
-    let inner = expand.zip(hidden).map(|(expand, hidden)| u64::from(expand) * u64::from(hidden));
-    let dim = match reader.value("mamba_d_head") {
-        Some(value) if value != "auto" => reader.count_or("mamba_d_head", MAX_DIMENSION, 64),
+fn state_space(reader: &mut Reader, keys: SpaceFacts, hidden: Option<u32>) -> Option<DeltaNet> {
+    let first = |reader: &Reader, keys: &[&'static str]| {
+        keys.iter().copied().find(|key| reader.value(key).is_some()).unwrap_or(keys[0])
+    };
+    let [groups_key, taps_key, bias_key] = [keys.groups, keys.taps, keys.conv_bias].map(|keys| first(reader, keys));
+    let (default_groups, default_state, default_dim) = keys.defaults;
+    let heads = reader.count_or(keys.heads, MAX_DIMENSION / (4 * MAX_DELTA_DIM), 128);
+    let groups = reader.count_or(groups_key, MAX_DIMENSION / (4 * MAX_DELTA_DIM), default_groups);
+    let inner = keys.expand.and_then(|key| {
+        let expand = reader.count_or(key, MAX_DIMENSION, 2);
+        expand.zip(hidden).map(|(expand, hidden)| u64::from(expand) * u64::from(hidden))
+    });
+    let state = reader.count_or(keys.state, MAX_DIMENSION, default_state);
+    let dim = match (reader.value(keys.head_dim), default_dim) {
+        (Some(value), _) if value != "auto" => reader.count_or(keys.head_dim, MAX_DIMENSION, 64),
+        (None, Some(default)) => Some(default),
         _ => inner.zip(heads).and_then(|(inner, heads)| u32::try_from(inner / u64::from(heads)).ok()),
     };
-    for (key, dim) in [("mamba_d_state", state), ("mamba_d_head", dim)] {
+    for (key, dim) in [(keys.state, state), (keys.head_dim, dim)] {
         if let Some(dim) = dim
             && (dim == 0 || dim % 16 != 0 || u64::from(dim) > MAX_DELTA_DIM)
         {
@@ -1420,19 +1542,25 @@ fn state_space(reader: &mut Reader, hidden: Option<u32>) -> Option<DeltaNet> {
         && u64::from(heads) * u64::from(dim) != inner
     {
         let rule = format!("mamba_expand x hidden_size / mamba_d_head ({inner} / {dim})");
-        reader.wrong("mamba_n_heads", heads, rule);
+        reader.wrong(keys.heads, heads, rule);
     }
-    // With several groups the output's norm is that of each group.
-    if let Some(groups) = groups
-        && groups != 1
-    {
-        reader.wrong("mamba_n_groups", groups, "1");
+    match (groups, heads) {
+        // Whether each group has a norm of its own differs between the programs that run such files.
+        (Some(groups), _) if groups != 1 && !keys.norms_groups => reader.wrong(groups_key, groups, "1"),
+        (Some(groups), Some(heads)) if !heads.is_multiple_of(groups) => {
+            reader.wrong(groups_key, groups, format!("a divisor of {} ({heads})", keys.heads));
+        }
+        _ => {}
     }
-    fixed(reader, "mamba_d_conv", 4);
-    fixed(reader, "mamba_proj_bias", false);
-    let conv_bias = reader.flag_or("mamba_conv_bias", true);
+    fixed(reader, taps_key, 4);
+    keys.unbiased.iter().for_each(|key| fixed(reader, key, false));
+    if let Some(key) = keys.activation {
+        fixed(reader, key, "silu");
+    }
+    let conv_bias = reader.flag_or(bias_key, true);
     // The time step, which is positive, has no bound: Python writes infinity in one of two ways.
-    if let Some(limit) = reader.value("time_step_limit").cloned() {
+    for key in keys.limits {
+        let Some(limit) = reader.value(key).cloned() else { continue };
         let unbounded = limit.as_array().is_some_and(|limit| match limit.as_slice() {
             [least, most] => {
                 least.as_f64() == Some(0.0) && (most == "inf" || most == "Infinity" || most["__float__"] == "Infinity")
@@ -1440,7 +1568,7 @@ fn state_space(reader: &mut Reader, hidden: Option<u32>) -> Option<DeltaNet> {
             _ => false,
         });
         if !unbounded {
-            reader.wrong("time_step_limit", limit, "from 0 to infinity");
+            reader.wrong(key, limit, "from 0 to infinity");
         }
     }
     Some(DeltaNet {
@@ -1450,7 +1578,7 @@ fn state_space(reader: &mut Reader, hidden: Option<u32>) -> Option<DeltaNet> {
         value_dim: dim?,
         conv_kernel: 4,
         tiled: false,
-        space: Some(StateSpace { conv_bias }),
+        space: Some(StateSpace { conv_bias, norm_groups: if keys.norms_groups { groups? } else { 1 } }),
     })
 }
 

@@ -876,7 +876,7 @@ fn granite_4_with_mamba_layers_is_read() {
     };
     let c = ModelConfig::parse(&granite(serde_json::json!({})), None).unwrap();
     assert_eq!(c.layer_kinds, [LayerKind::GatedDelta, LayerKind::Attention]);
-    let space = Some(StateSpace { conv_bias: true });
+    let space = Some(StateSpace { conv_bias: true, norm_groups: 1 });
     let net =
         DeltaNet { key_heads: 1, value_heads: 128, key_dim: 128, value_dim: 64, conv_kernel: 4, tiled: false, space };
     assert_eq!((c.delta, net.channels(), net.projected_rows()), (Some(net), 8192 + 256, 2 * 8192 + 256 + 128));
@@ -908,6 +908,79 @@ fn granite_4_with_mamba_layers_is_read() {
     }
     let whole = problems(&granite(serde_json::json!({"layer_types": ["mamba", "mamba"]})));
     assert!(matches!(whole.as_slice(), [ConfigProblem::Value { key, .. }] if key == "layer_types"), "{whole:?}");
+}
+
+/// Goal: each of Nemotron-H's layers is a mixer or an MLP, by a list of names or by a string of letters, and what the kernels do
+/// not serve is refused by name with what they do.
+#[test]
+fn nemotron_h_has_layers_of_one_block() {
+    let nemotron = |own: Value| {
+        let base = serde_json::json!({
+            "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 2688, "vocab_size": 131072,
+            "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "hybrid_override_pattern": "MEM*E-",
+            "num_hidden_layers": 6, "intermediate_size": 1856, "layer_norm_epsilon": 2e-5, "rope_theta": 10000,
+            "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4,
+            "use_conv_bias": true, "expand": 2, "time_step_limit": [0.0, {"__float__": "Infinity"}],
+            "mlp_hidden_act": "relu2", "n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 1,
+            "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5,
+            "norm_topk_prob": true, "n_group": 1, "topk_group": 1, "moe_latent_size": null, "sliding_window": null,
+        });
+        with(&with(r#"{"torch_dtype": "bfloat16"}"#, base), own)
+    };
+    let c = ModelConfig::parse(&nemotron(serde_json::json!({})), None).unwrap();
+    let (state, full, none) = (LayerKind::GatedDelta, LayerKind::Attention, LayerKind::None);
+    assert_eq!(c.layer_kinds, [state, none, state, full, none, none]);
+    let (mlp, experts, nothing) = (MlpKind::Dense, MlpKind::Experts, MlpKind::None);
+    assert_eq!(c.mlp_kinds, [nothing, experts, nothing, nothing, experts, mlp]);
+    assert_eq!((c.layers, c.intermediate, c.rms_eps, c.attention(3).rope.is_none()), (6, 1856, 2e-5, true));
+    assert!(!c.activation.has_gate() && c.has_single_blocks() && !c.has_dense_mlp(1) && c.has_dense_mlp(5));
+    let net = c.delta.unwrap();
+    assert_eq!((net.key_heads, net.value_heads, net.key_dim, net.value_dim), (8, 64, 128, 64));
+    assert_eq!(net.space, Some(StateSpace { conv_bias: true, norm_groups: 8 }));
+    let Experts { count, chosen, inner, shared_inner, shared_gate, routing, .. } = c.experts.unwrap();
+    assert_eq!((count, chosen, inner, shared_inner, shared_gate), (128, 6, 1856, Some(3712), false));
+    let routing = routing.unwrap();
+    assert!(routing.sigmoid && routing.choice_bias && routing.factor == 2.5);
+    // The names of older files count more than others, and no key gives attention a rotary embedding.
+    let own = serde_json::json!({"mamba_n_groups": 4, "position_embedding_type": "rope"});
+    let older = ModelConfig::parse(&nemotron(own), None).unwrap();
+    assert!(older.attention(3).rope.is_none() && older.delta.is_some_and(|net| net.key_heads == 4));
+    // As newer versions of transformers write it, by either kind of names; the number of layers follows.
+    let names = ["linear_attention", "moe", "mamba", "attention", "moe", "mlp"];
+    let newer = serde_json::json!({
+        "layers_block_type": names, "hybrid_override_pattern": "<absent>", "num_hidden_layers": "<absent>",
+    });
+    let newer = ModelConfig::parse(&nemotron(newer), None).unwrap();
+    assert_eq!((newer.layer_kinds, newer.mlp_kinds), (c.layer_kinds, c.mlp_kinds));
+
+    for (own, key, rule) in [
+        (
+            serde_json::json!({"hybrid_override_pattern": "MEMEE-"}),
+            "hybrid_override_pattern",
+            "with a layer of it at least",
+        ),
+        (
+            serde_json::json!({"num_hidden_layers": 5}),
+            "num_hidden_layers",
+            "the number of layers of hybrid_override_pattern (6)",
+        ),
+        (serde_json::json!({"n_groups": 7}), "n_groups", "a divisor of mamba_num_heads (64)"),
+        (serde_json::json!({"ssm_state_size": 256}), "ssm_state_size", "a multiple of 16, at most 128"),
+        (serde_json::json!({"moe_latent_size": 1024}), "moe_latent_size", "null"),
+        (serde_json::json!({"moe_intermediate_size": 1848}), "moe_intermediate_size", "a multiple of 16"),
+        (serde_json::json!({"use_bias": true}), "use_bias", "false"),
+        (serde_json::json!({"time_step_limit": [0.001, 0.1]}), "time_step_limit", "from 0 to infinity"),
+        (serde_json::json!({"mamba_dt_limit": [0.001, 0.1]}), "mamba_dt_limit", "from 0 to infinity"),
+        (serde_json::json!({"n_routed_experts": 0}), "n_routed_experts", "an integer from 1 to 16777216"),
+    ] {
+        assert_eq!(rules(&nemotron(own)), [(key.to_owned(), rule.to_owned())]);
+    }
+    let other = problems(&nemotron(serde_json::json!({"hybrid_override_pattern": "MEM*EX"})));
+    assert_eq!(other, [ConfigProblem::UnsupportedLayer("X".into())]);
+    let gelu = problems(&nemotron(serde_json::json!({"mlp_hidden_act": "gelu"})));
+    assert_eq!(gelu, [ConfigProblem::UnsupportedActivation("gelu".into(), "relu2")]);
+    let absent = problems(&nemotron(serde_json::json!({"hybrid_override_pattern": "<absent>"})));
+    assert_eq!(absent, [ConfigProblem::Missing("layers_block_type".into())]);
 }
 
 /// Goal: Granite's layers are attention, by name, with or without rotary embedding; a shared MLP is the dense one where there

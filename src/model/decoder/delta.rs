@@ -10,6 +10,7 @@ use crate::kernels::gemm::matmul::Arithmetic;
 use crate::kernels::gemm::skinny::Matrices;
 use crate::kernels::recording::Recording;
 use crate::kernels::shaders::DeltaStepArgs;
+use crate::kernels::stream;
 use crate::model::config::{DeltaNet, StateSpace};
 
 /// Returns the heads of a configuration's gated-delta-rule layers.
@@ -21,7 +22,7 @@ pub(super) fn delta_heads(net: DeltaNet) -> DeltaHeads {
         value_dim: net.value_dim,
         tiled: net.tiled,
         rule: match net.space {
-            Some(StateSpace { conv_bias }) => DeltaRule::StateSpace { conv_bias },
+            Some(StateSpace { conv_bias, .. }) => DeltaRule::StateSpace { conv_bias },
             None => DeltaRule::Delta,
         },
     }
@@ -50,7 +51,7 @@ impl Decoder<'_> {
         self.mixer_input(r, shape, step, block, "in_proj", step.projected);
         let rows = shape.rows();
         let width = heads.output();
-        // Each head has a norm here; a state space's output has one over all heads, in its projection.
+        // Each head has a norm here; a state space's output has one over all heads, in its projection, or over groups of them.
         let normed = heads.rule == DeltaRule::Delta;
         let packed = if normed { self.packed_mixed(r, shape, block, width) } else { None };
         let (y, y_stride) = match packed {
@@ -135,6 +136,16 @@ impl Decoder<'_> {
             );
             calls.into_iter().for_each(|call| r.call(call));
         }
-        packed.map_or(Mixed::Rows(step.mixed), Mixed::Packed)
+        match c.delta.and_then(|net| net.space) {
+            Some(StateSpace { norm_groups: groups, .. }) if groups > 1 => {
+                let weight = self.vector(r, &block.name("delta_norm")).expect("a state space has a norm");
+                let flow = step.flow(Some(step.mixed.range), Some(step.normed.range));
+                let (label, ends) = (block.name("group_norm"), (step.mixed, step.normed));
+                let norm = (weight, epsilon);
+                r.call(stream::norm_groups(label, rows, (groups, width / groups), ends, norm, (flow, step.fault)));
+                Mixed::Rows(step.normed)
+            }
+            _ => packed.map_or(Mixed::Rows(step.mixed), Mixed::Packed),
+        }
     }
 }

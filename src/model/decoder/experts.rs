@@ -26,7 +26,7 @@ impl Decoder<'_> {
             hidden: self.config.hidden,
             shared_inner: experts.shared_inner,
             normalise: experts.normalise,
-            glu: self.glu(),
+            epilogue: self.activated(),
             gated: experts.shared_gate,
         }
     }
@@ -135,7 +135,7 @@ impl Decoder<'_> {
         let mlp = Mlp {
             label: format!("{}.", block.prefix),
             shape: experts,
-            gate_up: self.stacks(r, &block.name("experts.gate_up"), 2 * experts.inner),
+            gate_up: self.stacks(r, &block.name("experts.gate_up"), experts.first_rows(experts.inner)),
             down: self.stacks(r, &block.name("experts.down"), c.hidden),
             shared,
             biases: [
@@ -212,7 +212,7 @@ impl Decoder<'_> {
     /// expert has.
     fn sorted_configs(&self, mlp: &Mlp, rows: u32) -> [MatmulConfig; 2] {
         let each = Self::rows_of_expert(rows, mlp.shape.chosen, mlp.shape.count);
-        [(&mlp.gate_up, 2 * mlp.shape.inner), (&mlp.down, mlp.shape.hidden)]
+        [(&mlp.gate_up, mlp.shape.first_rows(mlp.shape.inner)), (&mlp.down, mlp.shape.hidden)]
             .map(|(stacks, n)| self.matmul_config(&stacks[0].matrix, each, n))
     }
 
@@ -251,7 +251,7 @@ impl Decoder<'_> {
             let hidden = Self::activations(r, "shared.hidden", rows, inner);
             let output = Self::activations(r, "shared.output", rows, c.hidden);
             let (gate_up, down) = (block.name("shared.gate_up"), block.name("shared.down"));
-            let operands = Operands { weight: &gate_up, x: step.x, y: hidden, epilogue: self.gated() };
+            let operands = Operands { weight: &gate_up, x: step.x, y: hidden, epilogue: self.activated() };
             self.product(r, shape, step, operands, Some(mlp.norm.0));
             let operands = Operands { weight: &down, x: hidden, y: output, epilogue: Epilogue::Store };
             self.product(r, shape, step, operands, None);
@@ -308,7 +308,8 @@ impl Decoder<'_> {
         let orders: Vec<PackedOrder> = names.iter().map(|name| self.packed_order(shape, name)).collect();
         let halves = |order: &PackedOrder| order.format() == Format::F16;
         let swizzled = names.iter().all(|name| self.wgmma_serves(shape, name, wgmma::serves));
-        let order = match swizzled && mlp.shared.is_none_or(|(gate_up, _)| wgmma::packs(gate_up.rows)) {
+        let gated = experts.epilogue.halves();
+        let order = match swizzled && mlp.shared.is_none_or(|(gate_up, _)| !gated || wgmma::packs(gate_up.rows)) {
             _ if halves(&orders[0]) && orders.iter().all(|order| *order == orders[0]) => orders[0],
             true if !orders.iter().any(halves) => PackedOrder::Swizzled,
             _ => PackedOrder::Fragments,
@@ -345,7 +346,7 @@ impl Decoder<'_> {
         let stride = step.x.stride;
         let parts = Activations { range: r.buffer("experts.parts", experts.parts_bytes(rows, stride)), stride };
         r.call(tiled::pack_sorted(block.name("experts.pack"), step.x, Some(mlp.norm), x, &sorted));
-        if how.order().is_written_by_products() {
+        if experts.packs_middle(how.order()) {
             for stack in &mlp.gate_up {
                 r.call(mlp.sorted_gate_up(stack, x, Output::Packed(middle), &sorted, how));
             }
@@ -365,8 +366,8 @@ impl Decoder<'_> {
         let shared = experts.shared_inner.map(|inner| {
             let output = Self::activations(r, "shared.output", rows, c.hidden);
             let (gate_up, down) = (block.name("shared.gate_up"), block.name("shared.down"));
-            let first = |y: Output| Operands { weight: &gate_up, x: packed, y, epilogue: self.gated() };
-            let hidden = match order.is_written_by_products() {
+            let first = |y: Output| Operands { weight: &gate_up, x: packed, y, epilogue: self.activated() };
+            let hidden = match experts.packs_middle(order) {
                 true => {
                     let hidden = Packed { order, ..Self::packed(r, "shared.packed", rows, inner) };
                     self.tiled(r, shape, step, first(Output::Packed(hidden)), Fold::None);

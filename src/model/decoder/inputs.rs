@@ -35,7 +35,7 @@ impl Decoder<'_> {
         let gate = Self::activations(r, "layer_input.gate", shape.rows(), of.width);
         self.linear(r, shape, step, &block.name("layer_input.gate"), (step.x, c.hidden), gate);
         let (label, size) = (block.name("layer_input"), (shape.rows(), of.width));
-        r.call(stream::gate_rows(label, size, gate, (step.inputs, layer * of.width), self.glu()));
+        r.call(stream::gate_rows(label, size, gate, (step.inputs, layer * of.width), self.gated()));
         let name = block.name("layer_input.output");
         let mixed = match self.packs_for(shape, &name) {
             true => {

@@ -31,7 +31,7 @@ impl Decoder<'_> {
         let gate_up = block.name("gate_up");
         let norm = self.vector(r, &block.name("mlp_norm"));
         if !self.packs_for(shape, &gate_up) {
-            let operands = Operands { weight: &gate_up, x: step.x, y: step.mlp, epilogue: self.gated() };
+            let operands = Operands { weight: &gate_up, x: step.x, y: step.mlp, epilogue: self.activated() };
             self.product(r, shape, step, operands, norm);
             return Mixed::Rows(step.mlp);
         }
@@ -49,6 +49,7 @@ impl Decoder<'_> {
         let whole = |w| self.parts(w).len() == 1 && !(expands && self.in_code_fragments(w));
         let whole = self.weight(&gate_up).is_none_or(whole);
         let packs = match order {
+            _ if !self.activated().halves() => false,
             PackedOrder::Fragments => true,
             PackedOrder::Swizzled => wgmma::packs(2 * block.inner),
             PackedOrder::HalfFragments | PackedOrder::HalfSwizzled | PackedOrder::E4m3 => false,
@@ -56,11 +57,11 @@ impl Decoder<'_> {
         let whole = whole && order == next_order && packs;
         let hidden = if whole {
             let hidden = Packed { order, ..Self::packed(r, "packed.mlp", shape.rows(), block.inner) };
-            let operands = Operands { weight: &gate_up, x, y: Output::Packed(hidden), epilogue: self.gated() };
+            let operands = Operands { weight: &gate_up, x, y: Output::Packed(hidden), epilogue: self.activated() };
             self.tiled(r, shape, step, operands, fold);
             hidden
         } else {
-            let operands = Operands { weight: &gate_up, x, y: Output::Rows(step.mlp), epilogue: self.gated() };
+            let operands = Operands { weight: &gate_up, x, y: Output::Rows(step.mlp), epilogue: self.activated() };
             self.tiled(r, shape, step, operands, fold);
             let label = block.name("down_pack");
             self.pack(r, shape, step, Unpacked { label, x: step.mlp, cols: block.inner, norm: None, order: next_order })
@@ -68,17 +69,21 @@ impl Decoder<'_> {
         Mixed::Packed(hidden)
     }
 
-    /// Returns the epilogue of the MLP's first product.
-    pub(super) fn gated(&self) -> Epilogue {
-        Epilogue::Gated(self.glu())
+    /// Returns the gated linear unit of the MLPs, which have a gate.
+    pub(super) fn gated(&self) -> Glu {
+        match self.activated() {
+            Epilogue::Gated(unit) => unit,
+            other => panic!("MLPs with {other:?} have no gate"),
+        }
     }
 
-    /// Returns the gated linear unit of the MLPs.
-    pub(super) fn glu(&self) -> Glu {
+    /// Returns the epilogue of the first product of MLPs and experts.
+    pub(super) fn activated(&self) -> Epilogue {
         match self.config.activation {
-            Activation::Silu => Glu::Silu,
-            Activation::GeluTanh => Glu::GeluTanh,
-            Activation::ClampedSilu { limit } => Glu::Clamped { limit },
+            Activation::Silu => Epilogue::Gated(Glu::Silu),
+            Activation::GeluTanh => Epilogue::Gated(Glu::GeluTanh),
+            Activation::ClampedSilu { limit } => Epilogue::Gated(Glu::Clamped { limit }),
+            Activation::SquaredRelu => Epilogue::SquaredRelu,
         }
     }
 }

@@ -230,9 +230,11 @@ struct Step {
     /// The input of the projection of queries, keys and values, if it is not the norm of x.
     joined: Option<Activations>,
     attention: Activations,
-    /// The output of a recurrent layer's input projection, and the mixer's output before the output projection.
+    /// The output of a recurrent layer's input projection, and the mixer's output before the output projection; its norm, if
+    /// groups of heads have one.
     projected: Activations,
     mixed: Activations,
+    normed: Activations,
     mlp: Activations,
     /// The output of a mixer or an MLP before it is added to x, if it is changed before.
     branch: Activations,
@@ -358,7 +360,7 @@ impl Decoder<'_> {
         for kind in c.attention_kinds.iter().filter(|_| !plans.is_empty()) {
             widths.extend([kind.q_rows(), c.qkv_rows(kind)]);
         }
-        // The stages of `kernels::stream` but `add_branch`, and experts that a kernel of its own chooses, use barriers.
+        // The stages of `kernels::stream` but `add_branch` and `norm_groups`, and experts that a kernel of its own chooses, use barriers.
         let routed = c.experts.is_some() && !self.chooses_alone();
         let shared = c.layers_of(LayerKind::Attention).any(|layer| !c.owns_cache(layer));
         let shared = shared || c.latent.is_some() || c.layer_inputs.is_some();
@@ -512,6 +514,10 @@ impl Decoder<'_> {
             attention: Self::activations(r, &named("attention.output"), rows, most(&Attention::q_rows)),
             projected: Self::activations(r, &named("in_proj.output"), rows, projected),
             mixed: Self::activations(r, &named("mixer.output"), rows, mixed),
+            normed: {
+                let grouped = c.delta.filter(|net| net.space.is_some_and(|space| space.norm_groups > 1));
+                Self::activations(r, &named("mixer.normed"), rows, grouped.map_or(0, |net| net.value_rows()))
+            },
             mlp: Self::activations(r, &named("mlp.hidden"), rows, inner),
             branch,
             summed,
@@ -563,7 +569,8 @@ impl Decoder<'_> {
     /// stage has taken over. This is one call before a barrier that the first stage needs anyway, since the mixers read the
     /// row table that the embedding writes.
     fn clear_tags(&self, r: &mut Recording, step: &Step) {
-        let layer = [step.qkv, step.attention, step.projected, step.mixed, step.mlp, step.router, step.middle];
+        let layer =
+            [step.qkv, step.attention, step.projected, step.mixed, step.normed, step.mlp, step.router, step.middle];
         // Tagged words are never both of experts beside a dense MLP and summed over devices.
         let summed = if step.summed.range == step.branch.range { step.of_experts } else { step.summed };
         let all = layer.into_iter().chain([step.branch, summed, step.column_sums]);
@@ -590,15 +597,19 @@ impl Decoder<'_> {
             experts: c.experts.filter(|_| c.mlp_kinds[at] == MlpKind::Experts),
         };
         let mixed = match kind {
-            LayerKind::Attention => self.attention(r, shape, step, &block, &format!("kv.{}", c.cache_of[at])),
-            LayerKind::GatedDelta => self.delta(r, shape, step, &block, &format!("{RECURRENT}{layer}")),
-            LayerKind::ShortConv => self.short_conv(r, shape, step, &block, &format!("{RECURRENT}{layer}")),
+            LayerKind::Attention => Some(self.attention(r, shape, step, &block, &format!("kv.{}", c.cache_of[at]))),
+            LayerKind::GatedDelta => Some(self.delta(r, shape, step, &block, &format!("{RECURRENT}{layer}"))),
+            LayerKind::ShortConv => Some(self.short_conv(r, shape, step, &block, &format!("{RECURRENT}{layer}"))),
+            LayerKind::None => None,
         };
-        self.mixer_output(r, shape, step, &block, mixed);
-        match block.experts {
-            Some(experts) if experts.beside_dense => self.experts_beside_dense(r, shape, step, &block),
-            Some(_) => self.add_experts(r, shape, step, &block),
-            None => self.mlp(r, shape, step, &block),
+        if let Some(mixed) = mixed {
+            self.mixer_output(r, shape, step, &block, mixed);
+        }
+        match (c.mlp_kinds[at], block.experts) {
+            (MlpKind::None, _) => {}
+            (_, Some(experts)) if experts.beside_dense => self.experts_beside_dense(r, shape, step, &block),
+            (_, Some(_)) => self.add_experts(r, shape, step, &block),
+            (_, None) => self.mlp(r, shape, step, &block),
         }
         if c.layer_inputs.is_some() {
             self.layer_input(r, shape, step, &block, layer);
@@ -658,10 +669,10 @@ impl Decoder<'_> {
         self.add_output(r, shape, step, LastProduct { weight: &name, x: mixed, norm, after, next, factor: None });
     }
 
-    /// Returns the norm of a mixer's output before its projection: state spaces have one over all heads.
+    /// Returns the norm of a mixer's output before its projection: that of state spaces which norm all heads together.
     fn row_norm(&self, r: &mut Recording, block: &Block) -> Option<Range> {
-        let space = self.config.delta.is_some_and(|net| net.space.is_some());
-        self.vector(r, &block.name("delta_norm")).filter(|_| space)
+        let whole = self.config.delta.is_some_and(|net| net.norms_rows());
+        self.vector(r, &block.name("delta_norm")).filter(|_| whole)
     }
 
     /// Records the last product of a mixer or an MLP, whose output is added to the residual stream: directly, or after a

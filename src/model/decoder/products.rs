@@ -271,13 +271,13 @@ impl Decoder<'_> {
         rows <= most && self.weights.iter().all(fits)
     }
 
-    /// Whether a weight is the output projection of a state space, whose input has a norm.
+    /// Whether a weight is the output projection of a state space, whose input has a norm over the whole row.
     fn follows_row_norm(&self, name: &str) -> bool {
         let kind = || {
             let layer: usize = name.strip_prefix("layers.")?.strip_suffix(".o")?.parse().ok()?;
             self.config.layer_kinds.get(layer).copied()
         };
-        self.config.delta.is_some_and(|net| net.space.is_some()) && kind() == Some(LayerKind::GatedDelta)
+        self.config.delta.is_some_and(|net| net.norms_rows()) && kind() == Some(LayerKind::GatedDelta)
     }
 
     /// Records a product with every part of a weight, after an optional norm of x.
@@ -820,6 +820,7 @@ impl Decoder<'_> {
             LayerKind::Attention => "qkv",
             LayerKind::GatedDelta => "in_proj",
             LayerKind::ShortConv => "conv_in",
+            LayerKind::None => panic!("layer {layer} has no mixer"),
         };
         [input, "o", "gate_up", "down"].map(|part| format!("layers.{layer}.{part}"))
     }

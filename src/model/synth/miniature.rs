@@ -6,7 +6,7 @@ use super::tensors::{Distribution, tensors_of};
 use crate::memory::pack::{self, Format, Packing, RowMap, Rows, SourceFormat, codes};
 use crate::model::checkpoint::{Checkpoint, CheckpointError, WeightKind, WeightSpec};
 use crate::model::config::{
-    Attention, DeltaNet, Experts, Latent, LayerInputs, LayerKind, ModelConfig, NormedHeads, ShortConv,
+    Attention, DeltaNet, Experts, Latent, LayerInputs, LayerKind, ModelConfig, NormedHeads, ShortConv, StateSpace,
 };
 use crate::model::split_mix::{GAMMA, mix, split_mix};
 use std::collections::{BTreeMap, BTreeSet};
@@ -173,7 +173,9 @@ fn shrunk(c: &ModelConfig, layers: &[u32]) -> ModelConfig {
     };
     let delta = |net: DeltaNet| {
         let key_heads = net.key_heads.min(KEY_HEADS);
-        DeltaNet { key_heads, value_heads: net.value_heads / net.key_heads * key_heads, ..net }
+        // Either all heads are normed together, or those of each key head.
+        let space = net.space.map(|space| StateSpace { norm_groups: space.norm_groups.min(key_heads), ..space });
+        DeltaNet { key_heads, value_heads: net.value_heads / net.key_heads * key_heads, space, ..net }
     };
     let short_conv = |conv: ShortConv| ShortConv { channels: conv.channels.min(HIDDEN), ..conv };
     let vocab = c.vocab.min(VOCABULARY);
@@ -238,10 +240,20 @@ mod tests {
     use crate::memory::pack::Layout;
     use crate::model::synth::{PRESETS, preset};
 
+    /// The sizes of Nemotron 3 Nano 30B-A3B, with fewer layers: more groups of state spaces than a miniature has.
+    const NEMOTRON: &str = r#"{
+        "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 2688, "vocab_size": 131072,
+        "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "hybrid_override_pattern": "MEM*E-",
+        "intermediate_size": 1856, "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8,
+        "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712 }"#;
+
     #[test]
     fn every_built_in_shape_has_a_miniature() {
-        for (name, _) in PRESETS {
-            let config = ModelConfig::parse(&preset(name).expect("a built-in shape"), None).expect("valid");
+        let built_in = PRESETS.map(|(name, _)| (name, preset(name).expect("a built-in shape")));
+        let further = [("nemotron", NEMOTRON.to_owned())];
+        for (name, config) in built_in.into_iter().chain(further) {
+            let config = ModelConfig::parse(&config, None).expect("valid");
             let tensors = tensors_of(&config, "model.").into_iter().map(|(name, shape, _)| (name, shape));
             let weights = Checkpoint::weights_of_shapes(&config, tensors).expect("all tensors");
             let small = Miniature::of(&config, &weights).unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -249,6 +261,11 @@ mod tests {
             assert_eq!(names.len(), small.weights.len(), "{name}");
             let parameters: u64 = small.weights.iter().map(WeightSpec::elements).sum();
             assert!(parameters < 20 << 20, "{name}: {parameters} parameters");
+            let divides = |net: DeltaNet| {
+                let groups = net.space.map_or(1, |space| space.norm_groups);
+                groups <= net.key_heads && net.value_heads.is_multiple_of(groups)
+            };
+            assert!(small.config.delta.is_none_or(divides), "{name}: {:?}", small.config.delta);
         }
     }
 

@@ -392,8 +392,12 @@ pub fn with_layers(config_json: &str, layers: u32) -> String {
         _ => &mut config,
     };
     keys.insert("num_hidden_layers".to_owned(), layers.into());
-    if let Some(Value::Array(kinds)) = keys.get_mut("layer_types") {
-        kinds.truncate(layers as usize);
+    for list in ["layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern"] {
+        match keys.get_mut(list) {
+            Some(Value::Array(kinds)) => kinds.truncate(layers as usize),
+            Some(Value::String(letters)) => *letters = letters.chars().take(layers as usize).collect(),
+            _ => {}
+        }
     }
     format!("{:#}\n", Value::Object(config))
 }

@@ -33,7 +33,9 @@ pub(super) type Tensor = (String, Vec<u64>, Distribution);
 /// of all names except those of the LM head and of the multi-token-prediction (MTP) blocks.
 pub(super) fn tensors_of(c: &ModelConfig, root: &str) -> Vec<Tensor> {
     let mut list = List { config: c, matrices: Vec::new(), vectors: Vec::new() };
-    list.matrix(format!("{root}embed_tokens.weight"), c.vocab, c.hidden, 2.0);
+    let single = c.has_single_blocks();
+    let [embedding, norm] = if single { ["embeddings", "norm_f"] } else { ["embed_tokens", "norm"] };
+    list.matrix(format!("{root}{embedding}.weight"), c.vocab, c.hidden, 2.0);
     for ((layer, kind), mlp) in (0..c.layers).zip(&c.layer_kinds).zip(&c.mlp_kinds) {
         let at = format!("{root}layers.{layer}.");
         list.layer(&at, *kind, (c.attention(layer), c.owns_cache(layer)), (*mlp, c.dense_widths[layer as usize]));
@@ -48,7 +50,7 @@ pub(super) fn tensors_of(c: &ModelConfig, root: &str) -> Vec<Tensor> {
     if !c.tied {
         list.matrix("lm_head.weight".to_owned(), c.vocab, c.hidden, 2.0);
     }
-    list.norm(format!("{root}norm.weight"), c.hidden);
+    list.norm(format!("{root}{norm}.weight"), c.hidden);
     if c.mtp_layers > 0 {
         list.matrix("mtp.fc.weight".to_owned(), c.hidden, 2 * c.hidden, 1.0);
         let mlp = if c.experts.is_some() { MlpKind::Experts } else { MlpKind::Dense };
@@ -99,6 +101,7 @@ impl List<'_> {
     fn layer(&mut self, at: &str, kind: LayerKind, (attention, own): (&Attention, bool), (mlp, inner): (MlpKind, u32)) {
         let c = self.config;
         match (kind, c.delta, c.short_conv) {
+            (LayerKind::None, ..) => {}
             (LayerKind::GatedDelta, Some(delta), _) => self.gated_delta(at, delta),
             (LayerKind::ShortConv, _, Some(conv)) => self.short_conv(at, conv),
             _ => match c.latent {
@@ -107,16 +110,18 @@ impl List<'_> {
             },
         }
         let experts = c.experts.filter(|_| mlp == MlpKind::Experts);
-        if experts.is_none_or(|experts| experts.beside_dense) {
-            self.dense(&format!("{at}mlp."), inner, c.mlp_bias);
+        let own = format!("{at}{}.", c.module("mlp"));
+        if mlp == MlpKind::Dense || experts.is_some_and(|experts| experts.beside_dense) {
+            self.dense(&own, inner, c.mlp_bias);
         }
         match experts {
             Some(experts) if experts.beside_dense => self.experts_beside(at, experts),
-            Some(experts) => self.experts(&format!("{at}mlp."), experts),
+            Some(experts) => self.experts(&own, experts),
             None => {}
         }
         let norms = c.norms;
-        for norm in [norms.mixer, norms.after_mixer, norms.mlp, norms.after_mlp].into_iter().flatten() {
+        let of_mlp = if c.has_single_blocks() { None } else { norms.mlp };
+        for norm in [norms.mixer, norms.after_mixer, of_mlp, norms.after_mlp].into_iter().flatten() {
             self.norm(format!("{at}{norm}.weight"), c.hidden);
         }
     }
@@ -183,7 +188,8 @@ impl List<'_> {
         let (q, kv) = (of.q_rows(), of.kv_rows());
         // Each head has the rows of its query, then those of its gate.
         let q_and_gate = if c.attention_gate { 2 * q } else { q };
-        let name = |part: &str| format!("{at}self_attn.{part}");
+        let module = c.module("self_attn");
+        let name = |part: &str| format!("{at}{module}.{part}");
         self.matrix(name("q_proj.weight"), q_and_gate, c.hidden, 1.0);
         if own {
             self.matrix(name("k_proj.weight"), kv, c.hidden, 1.0);
@@ -269,7 +275,8 @@ impl List<'_> {
     /// Adds a state space, which forgets as the layers of [`Self::gated_delta`] do.
     fn state_space(&mut self, at: &str, (delta, space): (DeltaNet, StateSpace)) {
         let hidden = self.config.hidden;
-        let name = |part: &str| format!("{at}mamba.{part}");
+        let module = self.config.module("mamba");
+        let name = |part: &str| format!("{at}{module}.{part}");
         let (values, heads, taps) = (delta.value_rows(), delta.value_heads, delta.conv_kernel);
         self.matrix(name("in_proj.weight"), delta.projected_rows(), hidden, 1.0);
         let shape = [delta.channels(), 1, taps].map(u64::from).to_vec();
@@ -288,11 +295,16 @@ impl List<'_> {
     fn dense(&mut self, at: &str, inner: u32, bias: bool) {
         let hidden = self.config.hidden;
         let name = |part: &str| format!("{at}{part}");
-        self.matrix(name("gate_proj.weight"), inner, hidden, 1.0);
+        let gated = self.config.activation.has_gate();
+        if gated {
+            self.matrix(name("gate_proj.weight"), inner, hidden, 1.0);
+        }
         self.matrix(name("up_proj.weight"), inner, hidden, 1.0);
         self.matrix(name("down_proj.weight"), hidden, inner, 1.0);
         if bias {
-            self.vector(name("gate_proj.bias"), inner, 0.0);
+            if gated {
+                self.vector(name("gate_proj.bias"), inner, 0.0);
+            }
             self.vector(name("up_proj.bias"), inner, 0.0);
             self.vector(name("down_proj.bias"), hidden, 0.0);
         }
@@ -307,13 +319,16 @@ impl List<'_> {
         } else {
             for expert in 0..count {
                 let name = |part: &str| format!("{at}experts.{expert}.{part}.weight");
-                self.matrix(name("gate_proj"), inner, hidden, 1.0);
+                if self.config.activation.has_gate() {
+                    self.matrix(name("gate_proj"), inner, hidden, 1.0);
+                }
                 self.matrix(name("up_proj"), inner, hidden, 1.0);
                 self.matrix(name("down_proj"), hidden, inner, EXPERT_GAIN);
             }
         }
         if let Some(inner) = experts.shared_inner {
-            self.dense(&format!("{at}shared_expert."), inner, false);
+            let shared = if self.config.has_single_blocks() { "shared_experts" } else { "shared_expert" };
+            self.dense(&format!("{at}{shared}."), inner, false);
             if experts.shared_gate {
                 self.matrix(format!("{at}shared_expert_gate.weight"), 1, hidden, 1.0);
             }

@@ -9,7 +9,7 @@ use super::{Shares, WgmmaOptions, order_of, variant_of, wgmma, wgmma_sorted};
 use crate::kernels::format_of_word;
 use crate::kernels::gemm::panel::{Fold, Unscaled};
 use crate::kernels::gemm::tiled::{Output, Packed, PackedOrder, SWIZZLED_COLS, Tiled, e4m3_scale};
-use crate::kernels::gemm::{Activations, Epilogue, Glu, Matrix};
+use crate::kernels::gemm::{Activations, Epilogue, Matrix};
 use crate::kernels::host_memory::{HostMemory, PackedMatrix};
 use crate::kernels::interpreter;
 use crate::kernels::moe::{ExpertPart, NOBODY, Sorted};
@@ -156,13 +156,7 @@ pub fn sized(constants: &[u32], rows: u32, (n, k): (u32, u32), processors: u32) 
     };
     let x = Packed { order, ..packed(buffer("x", x), k) };
     let bias = variant.bias.then(|| buffer("bias", numbers.floats(experts * n)));
-    let epilogue = match variant.epilogue {
-        0 => Epilogue::Store,
-        1 => Epilogue::Residual,
-        3 => Epilogue::Gated(Glu::GeluTanh),
-        clamped if clamped & 0xff == 4 => Epilogue::Gated(Glu::Clamped { limit: clamped & !0xff }),
-        _ => Epilogue::Gated(Glu::Silu),
-    };
+    let epilogue = Epilogue::of_code(variant.epilogue);
     let cols = if epilogue.halves() { n / 2 } else { n };
     let y = match variant.packed {
         true => Output::Packed(packed(buffer("y", vec![0; (Packed::bytes(rows, cols) / 4) as usize]), cols)),
@@ -219,9 +213,9 @@ pub fn sized(constants: &[u32], rows: u32, (n, k): (u32, u32), processors: u32) 
         }
     };
     recording.call(call);
-    // Weights of codes are rounded to bfloat16, 2^-9 of themselves. In a gated unit, an operand's error is multiplied by the
-    // other one, which may be large. A lane that reads wrong codes makes a row wrong by more than a tenth of its length.
-    let tolerance = match (format.codes(), epilogue.halves()) {
+    // Weights of codes are rounded to bfloat16, 2^-9 of themselves. Where results are multiplied by each other, the error of
+    // one is multiplied by the other one, which may be large. A lane that reads wrong codes makes a row wrong by more than a tenth of its length.
+    let tolerance = match (format.codes(), epilogue.multiplies()) {
         (None, _) => (1e-3, f64::INFINITY),
         (Some(_), false) => (3e-2, 1e-2),
         (Some(_), true) => (0.3, 2e-2),

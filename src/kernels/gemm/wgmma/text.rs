@@ -2,8 +2,8 @@
 //! A program's text is made for a [`WgmmaVariant`]: tile, stages and epilogue are numbers in it.
 //!
 //! ```text
-//! epilogue   0 store: y = Wx + b. 1 residual: y += Wx + b. 2 and more: a gated linear unit (`Glu::code`): the rows of W
-//!            alternate gate and up; y[N/2] = glu(gate, up)
+//! epilogue   0 store: y = Wx + b. 1 residual: y += Wx + b. 2 and more: a gated linear unit: the rows of W
+//!            alternate gate and up; y[N/2] = glu(gate, up); or squared ReLU: y = max(Wx + b, 0)² (`glu.glsl`)
 //! weight     [N padded to 16][K] bfloat16 or f16, `memory::pack::Layout::Fragments`: a block of 16 rows × 64 columns is 2 KiB; or
 //!            codes with scales (`memory::pack::codes`), of which K is whole units
 //! x          [K / 64][x_rows][64] bfloat16 in the order of `tiled::swizzled_index`: 128 bytes for 64 columns of a row. Or, for
@@ -60,6 +60,7 @@
 
 use crate::device::MOST_SHARED_BYTES;
 use crate::kernels::format_of_word;
+use crate::kernels::gemm::Epilogue;
 use crate::kernels::moe::NOBODY;
 use crate::kernels::ptx::{PtxText, float, line, registers};
 use crate::kernels::shaders::WGMMA;
@@ -1278,10 +1279,14 @@ mov.f32 %f4, 0f00000000;
         if self.variant.bias {
             (0..4).for_each(|i| line!(self, "add.f32 %v{i}, %v{i}, %b{i};"));
         }
-        if self.variant.epilogue >= 2 {
-            let kind = self.variant.epilogue;
-            self.ptx.glu(kind, ["%v0", "%v1"], "%v0", ["%f4", "%f5"]);
-            self.ptx.glu(kind, ["%v2", "%v3"], "%v1", ["%f4", "%f5"]);
+        let kind = self.variant.epilogue;
+        match Epilogue::of_code(kind) {
+            Epilogue::Store | Epilogue::Residual => {}
+            Epilogue::Gated(_) => {
+                self.ptx.glu(kind, ["%v0", "%v1"], "%v0", ["%f4", "%f5"]);
+                self.ptx.glu(kind, ["%v2", "%v3"], "%v1", ["%f4", "%f5"]);
+            }
+            Epilogue::SquaredRelu => (0..4).for_each(|i| self.ptx.squared_relu(&format!("%v{i}"))),
         }
     }
 
@@ -1299,7 +1304,7 @@ mul.wide.u32 %l0, %r1, %y_stride;
 cvt.u64.u32 %l1, %row;",
             tile.tokens
         );
-        if epilogue >= 2 {
+        if Epilogue::of_code(epilogue).halves() {
             line!(self, "shr.u64 %l1, %l1, 1;");
         }
         line!(
@@ -1336,9 +1341,11 @@ mul.wide.u32 %pitch, %y_stride, 32;"
             for eight in eights {
                 self.exchange(block, eight);
                 line!(self, "setp.gt.s32 %p1, %left, {};", eight * 8);
-                match epilogue {
-                    0 => line!(self, "@%p1 st.global.v4.f32 [%at], {{%v0, %v1, %v2, %v3}};"),
-                    1 => {
+                match Epilogue::of_code(epilogue) {
+                    Epilogue::Store | Epilogue::SquaredRelu => {
+                        line!(self, "@%p1 st.global.v4.f32 [%at], {{%v0, %v1, %v2, %v3}};");
+                    }
+                    Epilogue::Residual => {
                         for i in 0..4 {
                             line!(self, "mov.b32 %f{i}, %r{};", 8 + (eight - first) * 4 + i);
                             line!(self, "add.f32 %v{i}, %v{i}, %f{i};");
@@ -1348,7 +1355,7 @@ mul.wide.u32 %pitch, %y_stride, 32;"
                             self.norm_four(eight);
                         }
                     }
-                    _ => line!(self, "@%p1 st.global.v2.f32 [%at], {{%v0, %v1}};"),
+                    Epilogue::Gated(_) => line!(self, "@%p1 st.global.v2.f32 [%at], {{%v0, %v1}};"),
                 }
                 line!(self, "add.u64 %at, %at, %pitch;");
             }
@@ -1474,7 +1481,8 @@ SQUARED{label}:",
     /// Stores rows of floats, each at the place of its choice.
     fn store_choices(&mut self, block: u32) {
         let WgmmaVariant { tile, epilogue, .. } = self.variant;
-        let shift = if epilogue >= 2 { 1 } else { 2 };
+        let halves = Epilogue::of_code(epilogue).halves();
+        let shift = if halves { 1 } else { 2 };
         line!(
             self,
             "mad.lo.u32 %r1, %token_tile, {}, %t;
@@ -1501,9 +1509,9 @@ shl.b64 %l0, %l0, 2;
 add.u64 %l0, %pitch, %l0;",
                     slot = 8 + eight - first
                 );
-                match epilogue {
-                    0 => line!(self, "@%p1 st.global.v4.f32 [%l0], {{%v0, %v1, %v2, %v3}};"),
-                    _ => line!(self, "@%p1 st.global.v2.f32 [%l0], {{%v0, %v1}};"),
+                match halves {
+                    false => line!(self, "@%p1 st.global.v4.f32 [%l0], {{%v0, %v1, %v2, %v3}};"),
+                    true => line!(self, "@%p1 st.global.v2.f32 [%l0], {{%v0, %v1}};"),
                 }
             }
         }

@@ -121,4 +121,6 @@ architectures! {
     lfm2_moe_files_agree "lfm2moe" ["lfm2moe-plain"];
     granite_hybrid_files_agree "granite" ["granitehybrid-dense"];
     granite_mamba_files_agree "granitehybrid" ["granitemamba-dense", "granitemamba-moe"];
+    nemotron_h_files_agree "nemotron_h" ["nemotronh-dense"];
+    nemotron_h_moe_files_agree "nemotron_h_moe" ["nemotronh-moe"];
 }

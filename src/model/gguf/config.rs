@@ -117,11 +117,15 @@ pub enum GgufArchitecture {
     Lfm2Moe,
     /// Granite 4, dense or with experts, with state spaces (Mamba-2) instead of attention in most layers.
     GraniteHybrid,
+    /// Nemotron-H; dense, with layers that are either attention, a state space (Mamba-2) or an MLP without a gate.
+    NemotronH,
+    /// Nemotron 3: like that, with experts in all MLPs.
+    NemotronHMoe,
 }
 
 impl GgufArchitecture {
     /// All families.
-    pub const ALL: [GgufArchitecture; 37] = [
+    pub const ALL: [GgufArchitecture; 39] = [
         GgufArchitecture::Llama,
         GgufArchitecture::Qwen2,
         GgufArchitecture::Qwen3,
@@ -159,6 +163,8 @@ impl GgufArchitecture {
         GgufArchitecture::Lfm2,
         GgufArchitecture::Lfm2Moe,
         GgufArchitecture::GraniteHybrid,
+        GgufArchitecture::NemotronH,
+        GgufArchitecture::NemotronHMoe,
     ];
 
     /// Returns the value of `general.architecture`, which is also the prefix of the family's metadata keys.
@@ -201,6 +207,8 @@ impl GgufArchitecture {
             GgufArchitecture::Lfm2 => "lfm2",
             GgufArchitecture::Lfm2Moe => "lfm2moe",
             GgufArchitecture::GraniteHybrid => "granitehybrid",
+            GgufArchitecture::NemotronH => "nemotron_h",
+            GgufArchitecture::NemotronHMoe => "nemotron_h_moe",
         }
     }
 
@@ -216,7 +224,13 @@ impl GgufArchitecture {
 
     /// Whether some layers are state spaces.
     pub fn has_state_spaces(self) -> bool {
-        matches!(self, GgufArchitecture::GraniteHybrid)
+        self == GgufArchitecture::GraniteHybrid || self.has_single_blocks()
+    }
+
+    /// Whether each layer is either a mixer or an MLP. Attention has no rotary embedding in these families, whatever keys
+    /// say of it, and MLPs have no gate projection.
+    pub fn has_single_blocks(self) -> bool {
+        matches!(self, GgufArchitecture::NemotronH | GgufArchitecture::NemotronHMoe)
     }
 
     /// Whether layers without attention have no key heads.
@@ -243,6 +257,7 @@ impl GgufArchitecture {
                 | GgufArchitecture::Ernie45Moe
                 | GgufArchitecture::GraniteMoe
                 | GgufArchitecture::Lfm2Moe
+                | GgufArchitecture::NemotronHMoe
         )
     }
 
@@ -255,8 +270,8 @@ impl GgufArchitecture {
     /// Whether keys say how experts are chosen ([`GgufExperts::routing`]), how many dense layers stand before those with
     /// experts, and how wide the shared expert is, which has no gate.
     pub fn states_routing(self) -> bool {
-        use GgufArchitecture::{DeepSeek2, Dots1, Ernie45Moe, Glm4Moe, Lfm2Moe, MiniMaxM2};
-        matches!(self, DeepSeek2 | Glm4Moe | Dots1 | MiniMaxM2 | Ernie45Moe | Lfm2Moe)
+        use GgufArchitecture::{DeepSeek2, Dots1, Ernie45Moe, Glm4Moe, Lfm2Moe, MiniMaxM2, NemotronHMoe};
+        matches!(self, DeepSeek2 | Glm4Moe | Dots1 | MiniMaxM2 | Ernie45Moe | Lfm2Moe | NemotronHMoe)
     }
 
     /// Whether a shared expert has no gate, in families whose files do not state the routing.
@@ -297,6 +312,17 @@ pub struct Delta {
     pub value_dim: u64,
     /// The number of taps of the convolution.
     pub conv_kernel: u64,
+}
+
+/// What a layer is, in families whose layers are either a mixer or an MLP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GgufBlock {
+    /// Attention.
+    Attention,
+    /// A state space.
+    StateSpace,
+    /// An MLP, dense or with experts: the same in all layers.
+    Mlp,
 }
 
 /// The state spaces of a model.
@@ -518,9 +544,11 @@ pub struct GgufModel {
     pub mlp_bias: bool,
     /// The maximum sequence length.
     pub context: u64,
-    /// `[layers]`: whether the layer has full attention, rather than the gated delta rule, a short convolution or a state
-    /// space.
+    /// `[layers]`: whether the layer has full attention, rather than the gated delta rule, a short convolution, a state
+    /// space or an MLP alone.
     pub full_attention: Vec<bool>,
+    /// `[layers]`: what the layer is, in families whose layers are either a mixer or an MLP.
+    pub blocks: Option<Vec<GgufBlock>>,
     /// The dimensions of gated-delta-rule layers; `Some` for hybrids.
     pub delta: Option<Delta>,
     /// The number of taps of short convolutions; `Some` for families that have them.
@@ -668,17 +696,19 @@ impl<'a> Keys<'a> {
         found.ok_or_else(|| self.wrong(key, value, "a list with a number")).map(Some)
     }
 
-    /// Reads a size for each of `layers` layers, which may be given once for all; `None` if the key is absent.
-    fn by_layer(&self, key: &str, layers: u64) -> Result<Option<Vec<u64>>, GgufConfigError> {
+    /// Reads a size of at least `least` for each of `layers` layers, which may be given once for all; `None` if the key is
+    /// absent.
+    fn by_layer(&self, key: &str, layers: u64, least: u64) -> Result<Option<Vec<u64>>, GgufConfigError> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let Value::Array(array) = value else {
-            return Ok(self.size(key, MAX_SIZE)?.map(|n| vec![n; layers as usize]));
+            let n = self.in_range(key, value, value.unsigned(), least, MAX_SIZE)?;
+            return Ok(Some(vec![n; layers as usize]));
         };
-        let size = |layer: usize| array.unsigned(layer).filter(|n| (1..=MAX_SIZE).contains(n));
+        let size = |layer: usize| array.unsigned(layer).filter(|n| (least..=MAX_SIZE).contains(n));
         let sizes = (array.len() as u64 >= layers)
             .then(|| (0..layers as usize).map(size).collect::<Option<Vec<u64>>>())
             .flatten();
-        let rule = || format!("a list of at least {layers} integers from 1 to {MAX_SIZE}");
+        let rule = || format!("a list of at least {layers} integers from {least} to {MAX_SIZE}");
         sizes.ok_or_else(|| self.wrong(key, value, rule())).map(Some)
     }
 
@@ -787,10 +817,15 @@ impl GgufModel {
             heads::read(&keys, layers, hidden, factors.llama3.as_deref())?;
         let rope_theta = keys.number("rope.freq_base")?.unwrap_or(10_000.0);
         let long = architecture == GgufArchitecture::Phi3 && LONG_ROPE_FACTORS.iter().any(|name| parts.has(name));
-        let scaling = rope_scaling(&keys, long)?;
+        let scaling = match architecture.has_single_blocks() {
+            true => GgufRope::Default,
+            false => rope_scaling(&keys, long)?,
+        };
         let rope_scaling = match (parts.has(ROPE_FACTORS), &factors.llama3) {
             // The tensor says which dimensions are rotated.
             _ if full_heads.is_some() => scaling,
+            // Nothing is rotated.
+            _ if architecture.has_single_blocks() => scaling,
             (false, _) if long => families::long_rope(&keys, &scaling, factors.long.as_ref(), rotary_dim)?,
             (false, _) => scaling,
             (true, None) => return Err(GgufConfigError::RopeFactors("no values".to_owned())),
@@ -799,6 +834,7 @@ impl GgufModel {
             }
             (true, Some(factors)) => fit_llama3(factors, rope_theta, rotary_dim)?,
         };
+        let blocks = families::blocks(&keys, layers)?;
         let (intermediate, wide_shared) = families::dense_widths(&keys, layers, own_caches)?;
         let embedding = "token_embd.weight";
         let embedding_info = parts.tensor(embedding).ok_or(GgufConfigError::MissingTensor(embedding))?;
@@ -811,11 +847,24 @@ impl GgufModel {
         if let Some(stated) = keys.size("vocab_size", MAX_SIZE)? {
             same("vocab_size", stated, vocab)?;
         }
-        let last_layer_has =
-            |names: [&str; 2]| names.iter().any(|name| parts.has(&format!("blk.{}.{name}", layers - 1)));
+        // Of families whose layers are either a mixer or an MLP, the last layer of the kind counts.
+        let last = |kind: GgufBlock| match &blocks {
+            None => layers - 1,
+            Some(blocks) => blocks.iter().rposition(|block| *block == kind).map_or(layers - 1, |layer| layer as u64),
+        };
+        let (attention, mlp) = (last(GgufBlock::Attention), last(GgufBlock::Mlp));
+        let has_one_of =
+            |layer: u64, names: &[&str]| names.iter().any(|name| parts.has(&format!("blk.{layer}.{name}")));
         let own = ["embed_tokens", "shared_head_head"];
         let mtp_own_embedding = own.iter().any(|name| parts.has(&format!("blk.{layers}.nextn.{name}.weight")));
-        let full_attention = full_attention(&keys, layers)?;
+        let full_attention = match &blocks {
+            None => full_attention(&keys, layers)?,
+            Some(blocks) => blocks.iter().map(|block| *block == GgufBlock::Attention).collect(),
+        };
+        let first_space = match &blocks {
+            None => full_attention.iter().position(|full| !full),
+            Some(blocks) => blocks.iter().position(|block| *block == GgufBlock::StateSpace),
+        };
         Ok(GgufModel {
             architecture,
             hidden,
@@ -829,28 +878,27 @@ impl GgufModel {
             full_heads,
             own_caches,
             latent,
-            head_norms: last_layer_has(["attn_q_norm.weight"; 2]),
+            head_norms: has_one_of(attention, &["attn_q_norm.weight"]),
             rope_theta,
             rope_scaling,
             intermediate,
             wide_shared,
             layer_inputs: families::layer_inputs(&keys)?,
-            rms_eps: keys
-                .number("attention.layer_norm_rms_epsilon")?
-                .ok_or_else(|| keys.missing("attention.layer_norm_rms_epsilon"))?,
+            rms_eps: families::norm_eps(&keys)?,
             vocab,
             tied: !parts.has("output.weight"),
-            attention_bias: last_layer_has(["attn_q.bias", "attn_qkv.bias"]),
-            mlp_bias: last_layer_has(["ffn_gate.bias", "ffn_up.bias"]),
+            attention_bias: has_one_of(attention, &["attn_q.bias", "attn_qkv.bias"]),
+            mlp_bias: has_one_of(mlp, &["ffn_gate.bias", "ffn_up.bias"]),
             context: keys.need("context_length", MAX_SIZE)?,
-            space: architecture.has_state_spaces().then(|| state_space(&keys, &full_attention)).transpose()?,
+            space: architecture.has_state_spaces().then(|| state_space(&keys, first_space)).transpose()?,
             full_attention,
             delta: architecture.is_hybrid().then(|| delta(&keys)).transpose()?,
             conv_taps: match architecture.has_short_convs() {
                 true => Some(keys.need("shortconv.l_cache", MAX_SIZE)?),
                 false => None,
             },
-            experts: experts::read(&keys, layers)?,
+            experts: experts::read(&keys, layers, blocks.as_deref())?,
+            blocks,
             window: families::window(&keys, layers, rope_theta)?,
             query_growth: families::query_growth(&keys)?,
             own_keys: families::own_keys(&keys, [layers, hidden, heads, head_dim])?,
@@ -914,7 +962,7 @@ impl GgufModel {
             set("layer_types", json!(self.full_attention.iter().map(kind).collect::<Vec<_>>()));
             set("conv_L_cache", json!(taps));
         }
-        if let Some(GgufSpace { dims, conv_bias }) = self.space {
+        if let Some(GgufSpace { dims, conv_bias }) = self.space.filter(|_| self.blocks.is_none()) {
             let kind = |full: &bool| if *full { "attention" } else { "mamba" };
             set("layer_types", json!(self.full_attention.iter().map(kind).collect::<Vec<_>>()));
             set("mamba_n_heads", json!(dims.value_heads));
@@ -1106,9 +1154,10 @@ fn full_attention(keys: &Keys<'_>, layers: u64) -> Result<Vec<bool>, GgufConfigE
     }
 }
 
-/// Reads the dimensions of state spaces; the tensors say whether the convolution has biases.
-fn state_space(keys: &Keys<'_>, full_attention: &[bool]) -> Result<GgufSpace, GgufConfigError> {
-    let layer = full_attention.iter().position(|full| !full).unwrap_or(0);
+/// Reads the dimensions of state spaces; the tensors of the first one, if a layer is one, say whether the convolution has
+/// biases.
+fn state_space(keys: &Keys<'_>, first: Option<usize>) -> Result<GgufSpace, GgufConfigError> {
+    let layer = first.unwrap_or(0);
     Ok(GgufSpace { dims: delta(keys)?, conv_bias: keys.parts.has(&format!("blk.{layer}.ssm_conv1d.bias")) })
 }
 

@@ -7,11 +7,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::config::GgufArchitecture::{
     Ernie45, Ernie45Moe, Exaone4, Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe, GptOss, Granite,
-    GraniteHybrid, GraniteMoe, HunYuanDense, HunYuanMoe, Lfm2, Lfm2Moe, Llama, MiniMaxM2, Mistral3, Olmo2, Olmoe, Phi3,
-    Qwen2, Qwen2Moe, Qwen2Vl, Qwen3Next, SeedOss, SmolLm3,
+    GraniteHybrid, GraniteMoe, HunYuanDense, HunYuanMoe, Lfm2, Lfm2Moe, Llama, MiniMaxM2, Mistral3, NemotronH,
+    NemotronHMoe, Olmo2, Olmoe, Phi3, Qwen2, Qwen2Moe, Qwen2Vl, Qwen3Next, SeedOss, SmolLm3,
 };
 use super::config::{
-    CHOICE_BIAS, Delta, GgufExperts, GgufLatent, GgufLayerHeads, GgufModel, GgufSpace, LAYER_INPUTS, dense_modules,
+    CHOICE_BIAS, Delta, GgufBlock, GgufExperts, GgufLatent, GgufLayerHeads, GgufModel, GgufSpace, LAYER_INPUTS,
+    dense_modules,
 };
 use super::container::{GgufTensor, TensorType};
 use super::split::{GgufFiles, TensorRef};
@@ -226,7 +227,8 @@ pub enum TensorProblem {
         /// The GGUF name.
         tensor: String,
     },
-    /// A layer has a bias or a norm that the model does not have by its metadata and its last layer.
+    /// A layer has a bias, a norm or a projection around the experts that the model does not have by its metadata and its
+    /// last layer.
     #[error("tensor {tensor} would not be used: the architecture, or the last layer, has no such tensor")]
     Unused {
         /// The GGUF name.
@@ -365,9 +367,9 @@ impl Builder<'_> {
         self.refuse_unused();
     }
 
-    /// Refuses biases and norms of the layers that nobody asked for, as llama.cpp refuses all tensors of the kind: the model
-    /// would silently give other tokens without them. Layers behind the last one hold multi-token-prediction blocks, and
-    /// layers that read the keys and values of others may keep their own unused.
+    /// Refuses biases, norms and projections around experts of the layers that nobody asked for, as llama.cpp refuses all
+    /// tensors of the kind: the model would silently give other tokens without them. Layers behind the last one hold
+    /// multi-token-prediction blocks, and layers that read the keys and values of others may keep their own unused.
     fn refuse_unused(&mut self) {
         let m = self.model;
         for tensor in self.parts.tensors.keys() {
@@ -376,7 +378,9 @@ impl Builder<'_> {
             };
             let Some(layer) = layer.parse::<u64>().ok().filter(|layer| *layer < m.layers) else { continue };
             let counts = match part.strip_suffix(".weight") {
-                Some(module) => module.contains("norm") && !module.starts_with("nextn."),
+                Some(module) => {
+                    module.contains("norm") && !module.starts_with("nextn.") || module.starts_with("ffn_latent_")
+                }
                 None => part.ends_with(".bias"),
             };
             let of_keys = ["attn_k.", "attn_v.", "attn_k_norm.", "attn_v_norm."];
@@ -411,6 +415,7 @@ impl Builder<'_> {
                 &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "post_attention_norm")]
             }
             Lfm2 | Lfm2Moe => &[("operator_norm", "attn_norm"), ("ffn_norm", "ffn_norm")],
+            NemotronH | NemotronHMoe => &[("norm", "attn_norm")],
             other if other.is_hybrid() => {
                 &[("input_layernorm", "attn_norm"), ("post_attention_layernorm", "post_attention_norm")]
             }
@@ -418,6 +423,9 @@ impl Builder<'_> {
         };
         for (name, stored) in norms {
             self.norm(&format!("{to}{name}.weight"), &format!("{from}{stored}.weight"), m.hidden);
+        }
+        if let Some(block) = m.blocks.as_ref().and_then(|blocks| blocks.get(layer as usize)) {
+            return self.single_block(&format!("{to}mixer."), from, layer, *block);
         }
         if let (false, Some(space)) = (full_attention, m.space) {
             self.state_space(&format!("{to}mamba."), from, space);
@@ -435,6 +443,17 @@ impl Builder<'_> {
             }
         }
         self.mlp(to, from, layer);
+    }
+
+    /// Adds a layer that is either a mixer or an MLP, without its norm.
+    fn single_block(&mut self, to: &str, from: &str, layer: u64, block: GgufBlock) {
+        let m = self.model;
+        match (block, m.space, m.experts) {
+            (GgufBlock::StateSpace, Some(space), _) => self.state_space(to, from, space),
+            (GgufBlock::Mlp, _, Some(experts)) => self.experts(to, from, experts),
+            (GgufBlock::Mlp, _, None) => self.dense(to, from, m.intermediate),
+            (GgufBlock::Attention | GgufBlock::StateSpace, ..) => self.attention(to, from, m.heads_of(layer)),
+        }
     }
 
     fn mlp(&mut self, to: &str, from: &str, layer: u64) {
@@ -521,6 +540,8 @@ impl Builder<'_> {
             Llama | Granite | GraniteMoe | GraniteHybrid | SmolLm3 | Mistral3 => {
                 RowOrder::RotaryPairs { heads, head_dim }
             }
+            // The converter also reorders the rows of Nemotron-H, which has no rotary embedding: queries and keys in the
+            // same order have the same products in any order.
             _ => RowOrder::Same,
         };
         let projections = [
@@ -554,7 +575,7 @@ impl Builder<'_> {
         }
         let head_norms = match m.architecture {
             Llama | Qwen2 | Qwen2Moe | Qwen2Vl | Gemma2 | GptOss | Phi3 | Granite | SmolLm3 | Glm4 | Mistral3 => None,
-            SeedOss | Ernie45 | Ernie45Moe | GraniteMoe | GraniteHybrid => None,
+            SeedOss | Ernie45 | Ernie45Moe | GraniteMoe | GraniteHybrid | NemotronH | NemotronHMoe => None,
             Glm4Moe if !m.head_norms => None,
             // One norm over all heads.
             Olmo2 | Olmoe | MiniMaxM2 => Some([q, kv]),
@@ -661,13 +682,16 @@ impl Builder<'_> {
 
     fn dense(&mut self, to: &str, from: &str, inner: Option<u64>) {
         let m = self.model;
+        let gated = !m.architecture.has_single_blocks();
         let Some(inner) = inner else {
-            self.problems.push(TensorProblem::Missing { tensor: format!("{from}ffn_gate.weight") });
+            let first = if gated { "gate" } else { "up" };
+            self.problems.push(TensorProblem::Missing { tensor: format!("{from}ffn_{first}.weight") });
             return;
         };
         // The rows of gate and then those of up.
         let fused = matches!(m.architecture, Phi3 | Glm4) && !self.parts.has(&format!("{from}ffn_gate.weight"));
-        for (part, rows, cols) in [("gate", inner, m.hidden), ("up", inner, m.hidden), ("down", m.hidden, inner)] {
+        let parts = [("gate", inner, m.hidden), ("up", inner, m.hidden), ("down", m.hidden, inner)];
+        for (part, rows, cols) in parts.into_iter().skip(usize::from(!gated)) {
             let name = format!("{to}{part}_proj.weight");
             match (fused, part) {
                 (true, "gate" | "up") => {
@@ -711,14 +735,16 @@ impl Builder<'_> {
                 }
             }
         }
+        // Without gate projections, the first part is left out.
+        let left_out = usize::from(m.architecture.has_single_blocks());
         let fused = format!("{from}ffn_gate_up_exps.weight");
-        let is_fused = self.parts.has(&fused);
+        let is_fused = left_out == 0 && self.parts.has(&fused);
         let tensors = [
             ("gate", inner, m.hidden, is_fused.then_some(0)),
             ("up", inner, m.hidden, is_fused.then_some(inner)),
             ("down", m.hidden, inner, None),
         ];
-        for (part, rows, cols, within) in tensors {
+        for (part, rows, cols, within) in tensors.into_iter().skip(left_out) {
             let (stored, of_expert) = match within {
                 Some(_) => (fused.clone(), 2 * inner),
                 None => (format!("{from}ffn_{part}_exps.weight"), rows),
@@ -740,7 +766,8 @@ impl Builder<'_> {
                 let stored = format!("{from}ffn_gate_inp_shexp.weight");
                 self.put(format!("{to}shared_expert_gate.weight"), &stored, &[m.hidden], gate);
             }
-            for (part, rows, cols) in [("gate", inner, m.hidden), ("up", inner, m.hidden), ("down", m.hidden, inner)] {
+            let parts = [("gate", inner, m.hidden), ("up", inner, m.hidden), ("down", m.hidden, inner)];
+            for (part, rows, cols) in parts.into_iter().skip(left_out) {
                 let stored = format!("{from}ffn_{part}_shexp.weight");
                 self.matrix(&format!("{to}{shared}.{part}_proj.weight"), &stored, rows, cols);
             }

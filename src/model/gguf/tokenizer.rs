@@ -134,7 +134,7 @@ const PRES: &[Pre] = &[
     Pre { names: &["qwen35"], steps: &[Step::Split(QWEN35)], nfc: true, ignore_merges: false, add_bos: false },
     Pre { names: &["ufakzeka"], steps: &[Step::Split(QWEN2_PLAIN)], nfc: false, ignore_merges: false, add_bos: false },
     Pre {
-        names: &["llama-bpe", "llama3", "llama-v3", "lfm2"],
+        names: &["llama-bpe", "llama3", "llama-v3", "lfm2", "pixtral"],
         steps: &[Step::Split(LLAMA3)],
         nfc: false,
         ignore_merges: true,

@@ -3,8 +3,10 @@
 //! Not here: whether a family has experts.
 
 use super::super::container::Value;
-use super::GgufArchitecture::{DeepSeek2, Ernie45Moe, Lfm2Moe, Olmoe, Qwen2Moe};
-use super::{CHOICE_BIAS, GgufConfigError, GgufExperts, GgufRouting, Keys, MAX_EXPERTS, MAX_LAYERS, MAX_SIZE};
+use super::GgufArchitecture::{DeepSeek2, Ernie45Moe, Lfm2Moe, NemotronHMoe, Olmoe, Qwen2Moe};
+use super::{
+    CHOICE_BIAS, GgufBlock, GgufConfigError, GgufExperts, GgufRouting, Keys, MAX_EXPERTS, MAX_LAYERS, MAX_SIZE,
+};
 
 /// The value of `expert_gating_func` if the file does not state the kind of scores.
 pub(super) const NOT_STATED: u64 = 0;
@@ -18,8 +20,13 @@ pub(super) const SOFTMAX_OF_CHOSEN: u64 = 3;
 /// The key of the kind of scores.
 pub(super) const SCORES: &str = "expert_gating_func";
 
-/// Reads the experts, if the model has any.
-pub(super) fn read(keys: &Keys<'_>, layers: u64) -> Result<Option<GgufExperts>, GgufConfigError> {
+/// Reads the experts, if the model has any. `blocks`: what each layer is, in families whose layers are either a mixer or an
+/// MLP.
+pub(super) fn read(
+    keys: &Keys<'_>,
+    layers: u64,
+    blocks: Option<&[GgufBlock]>,
+) -> Result<Option<GgufExperts>, GgufConfigError> {
     let stated = keys.size_or_zero("expert_count", MAX_EXPERTS)? > 0;
     if !(keys.architecture.has_experts() || stated && keys.architecture.may_have_experts()) {
         return Ok(None);
@@ -37,13 +44,17 @@ pub(super) fn read(keys: &Keys<'_>, layers: u64) -> Result<Option<GgufExperts>, 
         Ernie45Moe => keys.size_or_zero("interleave_moe_layer_step", MAX_LAYERS)?.max(1),
         _ => 1,
     };
-    let first = (dense_layers..layers).find(|layer| (layer + 1).is_multiple_of(interval)).unwrap_or(dense_layers);
+    let first = match blocks {
+        None => (dense_layers..layers).find(|layer| (layer + 1).is_multiple_of(interval)),
+        Some(blocks) => (0..layers).zip(blocks).find(|(_, block)| **block == GgufBlock::Mlp).map(|(layer, _)| layer),
+    };
+    let first = first.unwrap_or(dense_layers);
     // Some files lack the sizes of the experts, which their tensors have: the contiguous dimension of a down
     // projection is the intermediate size.
     let tensor = |name: &str| keys.parts.tensor(&format!("blk.{first}.{name}.weight")).map(|tensor| tensor.cols());
     let inner = "expert_feed_forward_length";
     let inner = keys.uniform(inner)?.or(tensor("ffn_down_exps")).ok_or_else(|| keys.missing(inner))?;
-    let shared_inner = match leading {
+    let shared_inner = match leading && keys.architecture != NemotronHMoe {
         true => {
             let count = keys.size_or_zero("expert_shared_count", MAX_EXPERTS)?;
             Some(count * inner).filter(|n| *n > 0)

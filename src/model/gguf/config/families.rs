@@ -6,13 +6,13 @@ use serde_json::{Value as Json, json};
 use super::super::container::{Array, Value};
 use super::GgufArchitecture::{
     self, DeepSeek2, Dots1, Ernie45, Ernie45Moe, Exaone4, Gemma2, Gemma3, Gemma4, GemmaEmbedding, Glm4, Glm4Moe,
-    GptOss, Granite, GraniteHybrid, GraniteMoe, HunYuanDense, HunYuanMoe, Lfm2, Lfm2Moe, MiniMaxM2, Mistral3, Olmo2,
-    Olmoe, Phi3, Qwen2Vl, Qwen3Vl, Qwen3VlMoe, SeedOss, SmolLm3,
+    GptOss, Granite, GraniteHybrid, GraniteMoe, HunYuanDense, HunYuanMoe, Lfm2, Lfm2Moe, MiniMaxM2, Mistral3,
+    NemotronH, NemotronHMoe, Olmo2, Olmoe, Phi3, Qwen2Vl, Qwen3Vl, Qwen3VlMoe, SeedOss, SmolLm3,
 };
 use super::experts::{NOT_STATED, SCORES, SOFTMAX, SOFTMAX_OF_CHOSEN};
 use super::{
-    GgufConfigError, GgufFullHeads, GgufLatent, GgufModel, GgufRope, GgufRouting, GgufWindow, Keys, LAYER_INPUTS,
-    LONG_ROPE_FACTORS, MAX_LAYERS, MAX_SIZE,
+    GgufBlock, GgufConfigError, GgufFullHeads, GgufLatent, GgufModel, GgufRope, GgufRouting, GgufSpace, GgufWindow,
+    Keys, LAYER_INPUTS, LONG_ROPE_FACTORS, MAX_LAYERS, MAX_SIZE,
 };
 
 /// A key that changes the computation: the key, the value that changes nothing, what it means, and the families that
@@ -25,7 +25,7 @@ const WITH_WINDOWS: [GgufArchitecture; 8] = [Gemma2, Gemma3, GemmaEmbedding, Gem
 /// The families with Granite's factors.
 const GRANITES: [GgufArchitecture; 3] = [Granite, GraniteMoe, GraniteHybrid];
 
-const FOREIGN: [Foreign; 20] = [
+const FOREIGN: [Foreign; 21] = [
     ("attention.sliding_window", 0.0, "sliding-window attention", &WITH_WINDOWS),
     ("attention.clamp_kqv", 0.0, "clamped queries, keys and values", &[]),
     ("attention.max_alibi_bias", 0.0, "ALiBi", &[]),
@@ -39,8 +39,9 @@ const FOREIGN: [Foreign; 20] = [
     ("logit_scale", 1.0, "a scale of the logits", &GRANITES),
     ("residual_scale", 1.0, "a scale of the residual stream", &GRANITES),
     ("embedding_scale", 1.0, "a scale of the embedding", &GRANITES),
-    ("expert_group_count", 1.0, "groups of experts", &[DeepSeek2, Glm4Moe, Dots1]),
-    ("expert_weights_scale", 1.0, "a scale of the experts' weights", &[DeepSeek2, Glm4Moe, Dots1]),
+    ("expert_group_count", 1.0, "groups of experts", &[DeepSeek2, Glm4Moe, Dots1, NemotronHMoe]),
+    ("expert_weights_scale", 1.0, "a scale of the experts' weights", &[DeepSeek2, Glm4Moe, Dots1, NemotronHMoe]),
+    ("moe_latent_size", 0.0, "experts of a latent vector", &[]),
     ("leading_dense_block_count", 0.0, "leading dense layers", &[DeepSeek2, Glm4Moe, Dots1, Ernie45Moe, Lfm2Moe]),
     ("interleave_moe_layer_step", 1.0, "dense layers between those with experts", &[Ernie45Moe]),
     ("embedding_length_per_layer_input", 0.0, "inputs of layers", &[Gemma4]),
@@ -196,6 +197,38 @@ pub(super) fn mscale(keys: &Keys<'_>) -> Result<Option<[f64; 2]>, GgufConfigErro
     })
 }
 
+/// Reads what each layer is, in families whose layers are either a mixer or an MLP.
+pub(super) fn blocks(keys: &Keys<'_>, layers: u64) -> Result<Option<Vec<GgufBlock>>, GgufConfigError> {
+    if !keys.architecture.has_single_blocks() {
+        return Ok(None);
+    }
+    let need = |key: &str| keys.by_layer(key, layers, 0)?.ok_or_else(|| keys.missing(key));
+    let (kv_heads, widths) = (need("attention.head_count_kv")?, need("feed_forward_length")?);
+    let block = |sizes: (&u64, &u64)| match sizes {
+        (0, 0) => GgufBlock::StateSpace,
+        (_, 0) => GgufBlock::Attention,
+        _ => GgufBlock::Mlp,
+    };
+    Ok(Some(kv_heads.iter().zip(&widths).map(block).collect()))
+}
+
+/// Reads the epsilon of the norms.
+pub(super) fn norm_eps(keys: &Keys<'_>) -> Result<f64, GgufConfigError> {
+    let [key, own] = ["attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"];
+    let eps = keys.number(key)?;
+    if !keys.architecture.has_single_blocks() {
+        return eps.ok_or_else(|| keys.missing(key));
+    }
+    // transformers goes by the key of config.json that the converter writes as the second one, llama.cpp by the first one if
+    // it is present.
+    match (eps, keys.number(own)?, keys.get(key), keys.get(own)) {
+        (Some(eps), Some(other), Some(value), Some(others)) if eps != other => {
+            Err(keys.wrong(key, value, format!("equal to {own} ({others})")))
+        }
+        (eps, own, ..) => eps.or(own).ok_or_else(|| keys.missing(key)),
+    }
+}
+
 /// Reads the intermediate size of dense MLPs, and whether it is twice as large in the layers from `own_caches` on, which
 /// have no keys and values of their own.
 pub(super) fn dense_widths(
@@ -204,10 +237,14 @@ pub(super) fn dense_widths(
     own_caches: u64,
 ) -> Result<(Option<u64>, bool), GgufConfigError> {
     let key = "feed_forward_length";
-    if own_caches == layers {
-        return Ok((keys.uniform(key)?, false));
+    match keys.architecture {
+        // The list has the experts' width.
+        NemotronHMoe => return Ok((None, false)),
+        NemotronH => return Ok((width_of_mlps(keys, layers)?, false)),
+        _ if own_caches == layers => return Ok((keys.uniform(key)?, false)),
+        _ => {}
     }
-    let Some(widths) = keys.by_layer(key, layers)? else { return Ok((None, false)) };
+    let Some(widths) = keys.by_layer(key, layers, 1)? else { return Ok((None, false)) };
     let (first, others) = (widths[0], widths[own_caches as usize]);
     let expected = |layer: u64| if layer < own_caches { first } else { others };
     let odd = (0..).zip(&widths).find(|(layer, width)| **width != expected(*layer));
@@ -220,6 +257,21 @@ pub(super) fn dense_widths(
             Err(keys.wrong(key, value, rule))
         }
         (_, None) => Err(keys.missing(key)),
+    }
+}
+
+/// Reads the intermediate size of the layers that are MLPs, which other layers have 0 for; `None` if there are none.
+fn width_of_mlps(keys: &Keys<'_>, layers: u64) -> Result<Option<u64>, GgufConfigError> {
+    let key = "feed_forward_length";
+    let widths = keys.by_layer(key, layers, 0)?.unwrap_or_default();
+    let mut mlps = (0..).zip(&widths).filter(|(_, width)| **width > 0);
+    let Some((_, first)) = mlps.next() else { return Ok(None) };
+    match (mlps.find(|(_, width)| *width != first), keys.get(key)) {
+        (Some((layer, other)), Some(value)) => {
+            let rule = format!("{first} in all layers that are MLPs, not {other} in layer {layer}");
+            Err(keys.wrong(key, value, rule))
+        }
+        _ => Ok(Some(*first)),
     }
 }
 
@@ -362,7 +414,7 @@ impl GgufModel {
         }
         if let Some(experts) = self.experts
             && let Some(GgufRouting { sigmoid, groups, kept_groups, factor, .. }) = experts.routing
-            && ![Ernie45Moe, Lfm2Moe].contains(&self.architecture)
+            && ![Ernie45Moe, Lfm2Moe, NemotronHMoe].contains(&self.architecture)
         {
             let method = match sigmoid {
                 true => "noaux_tc",
@@ -403,8 +455,44 @@ impl GgufModel {
             let dense = self.experts.map_or(0, |experts| experts.dense_layers);
             keys.push(("num_dense_layers", json!(dense)));
         }
+        keys.extend(self.block_keys());
         if self.architecture == Glm4Moe {
             keys.push(("use_qk_norm", json!(self.head_norms)));
+        }
+        keys
+    }
+
+    /// Returns the keys of config.json of families whose layers are either a mixer or an MLP.
+    fn block_keys(&self) -> Vec<(&'static str, Json)> {
+        let (Some(blocks), Some(GgufSpace { dims, conv_bias })) = (&self.blocks, self.space) else { return Vec::new() };
+        let name = |block: &GgufBlock| match block {
+            GgufBlock::Attention => "attention",
+            GgufBlock::StateSpace => "mamba",
+            GgufBlock::Mlp if self.experts.is_some() => "moe",
+            GgufBlock::Mlp => "mlp",
+        };
+        let mut keys = vec![
+            ("layers_block_type", json!(blocks.iter().map(name).collect::<Vec<_>>())),
+            ("mlp_hidden_act", json!("relu2")),
+            ("layer_norm_epsilon", json!(self.rms_eps)),
+            ("mamba_num_heads", json!(dims.value_heads)),
+            ("mamba_head_dim", json!(dims.value_dim)),
+            ("n_groups", json!(dims.key_heads)),
+            ("ssm_state_size", json!(dims.key_dim)),
+            ("conv_kernel", json!(dims.conv_kernel)),
+            ("use_conv_bias", json!(conv_bias)),
+        ];
+        if let Some(experts) = self.experts
+            && let Some(GgufRouting { groups, kept_groups, factor, .. }) = experts.routing
+        {
+            keys.extend([
+                ("n_routed_experts", json!(experts.count)),
+                // 0 stands for no shared expert.
+                ("moe_shared_expert_intermediate_size", json!(experts.shared_inner.unwrap_or(0))),
+                ("n_group", json!(groups)),
+                ("topk_group", json!(kept_groups)),
+                ("routed_scaling_factor", json!(factor)),
+            ]);
         }
         keys
     }
@@ -459,6 +547,7 @@ impl GgufModel {
             GraniteHybrid => ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
             Lfm2 => ("Lfm2ForCausalLM", "lfm2"),
             Lfm2Moe => ("Lfm2MoeForCausalLM", "lfm2_moe"),
+            NemotronH | NemotronHMoe => ("NemotronHForCausalLM", "nemotron_h"),
         }
     }
 }

@@ -56,7 +56,11 @@ fn one_kind(keys: &Keys<'_>, layers: u64, hidden: u64) -> Result<Heads, GgufConf
         None => return Err(keys.missing("attention.key_length")),
     };
     same_values(keys, "attention.value_length", head_dim)?;
-    let rotary_dim = keys.size("rope.dimension_count", head_dim)?.unwrap_or(head_dim);
+    let rotary_dim = match keys.architecture.has_single_blocks() {
+        // Nothing is rotated. The converter takes the number from sizes that are not those of the heads.
+        true => head_dim,
+        false => keys.size("rope.dimension_count", head_dim)?.unwrap_or(head_dim),
+    };
     Ok(Heads { heads, kv_heads, head_dim, rotary_dim, full: None, own_caches: layers, latent: None })
 }
 
@@ -81,7 +85,7 @@ fn two_kinds(keys: &Keys<'_>, layers: u64, divisors: Option<&[f32]>) -> Result<H
     let slides = pattern(keys, layers)?;
 
     let key = "attention.head_count_kv";
-    let by_layer = keys.by_layer(key, layers)?.unwrap_or_else(|| vec![heads; layers as usize]);
+    let by_layer = keys.by_layer(key, layers, 1)?.unwrap_or_else(|| vec![heads; layers as usize]);
     let of_kind = |slides_too: bool| {
         let mut of_kind = by_layer.iter().zip(&slides).filter(|(_, slides)| **slides == slides_too).map(|(n, _)| *n);
         let first = of_kind.next();

@@ -580,3 +580,159 @@ fn deepseeks_multiplier_is_a_tenth_of_the_coefficient() {
     let off = [&yarn[..3], &[(key, Value::F64(0.0))]].concat();
     assert_eq!(refused(&off), format!("deepseek2.{key} is 0, must be a number above 0"));
 }
+
+/// Returns the small model as one of Nemotron-H's family, of a state space, an MLP, attention and an MLP, with these keys in
+/// place of the usual ones.
+fn nemotron(family: &str, more: &[(&'static str, Value)]) -> File {
+    let list = |sizes: [u32; 4]| Value::Array(Array::U32(sizes.into()));
+    let mut pairs = vec![
+        ("attention.head_count_kv", list([0, 0, 1, 0])),
+        ("feed_forward_length", list([0, 24, 0, 24])),
+        ("rope.scaling.finetuned", Value::Bool(false)),
+    ];
+    let sizes = [
+        ("attention.key_length", 6),
+        ("attention.value_length", 6),
+        ("ssm.conv_kernel", 4),
+        ("ssm.state_size", 16),
+        ("ssm.group_count", 2),
+        ("ssm.inner_size", 24),
+        ("ssm.time_step_rank", 4),
+    ];
+    pairs.extend(sizes.map(|(key, size)| (key, Value::U32(size))));
+    if family == "nemotron_h_moe" {
+        let sizes = [
+            ("expert_count", 8),
+            ("expert_used_count", 3),
+            ("expert_feed_forward_length", 24),
+            ("expert_shared_feed_forward_length", 40),
+            ("expert_shared_count", 1),
+        ];
+        pairs.extend(sizes.map(|(key, size)| (key, Value::U32(size))));
+        pairs.extend([("expert_weights_norm", Value::Bool(true)), ("expert_weights_scale", Value::F32(2.5))]);
+    }
+    pairs.retain(|(key, _)| !more.iter().any(|(other, _)| other == key));
+    pairs.extend(more.iter().cloned());
+    of(family, &pairs)
+}
+
+fn nemotron_json(family: &str, more: &[(&'static str, Value)]) -> Result<Json, String> {
+    let model = read(&nemotron(family, more), &RopeFactors::default()).map_err(|error| error.to_string())?;
+    Ok(model.config_json(&SpecialIds::default()))
+}
+
+#[test]
+fn layers_of_one_block_are_what_the_lists_say() {
+    let dense = nemotron_json("nemotron_h", &[]).unwrap();
+    let expected = json!({
+        "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "mlp", "attention", "mlp"], "mlp_hidden_act": "relu2",
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 6, "intermediate_size": 24,
+        "mamba_num_heads": 4, "mamba_head_dim": 6, "n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4,
+        "use_conv_bias": false, "attention_bias": false, "mlp_bias": false, "layer_types": null, "n_routed_experts": null,
+        "position_embedding_type": null, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    });
+    for (key, value) in expected.as_object().unwrap() {
+        assert_eq!(&dense[key], value, "{key}");
+    }
+    let moe = nemotron_json("nemotron_h_moe", &[]).unwrap();
+    let expected = json!({
+        "model_type": "nemotron_h", "layers_block_type": ["mamba", "moe", "attention", "moe"], "intermediate_size": null,
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40, "norm_topk_prob": true, "routed_scaling_factor": 2.5, "n_group": 1,
+        "topk_group": 1,
+    });
+    for (key, value) in expected.as_object().unwrap() {
+        assert_eq!(&moe[key], value, "{key}");
+    }
+    // A number counts for all layers.
+    let kinds =
+        |more: &[(&'static str, Value)]| nemotron_json("nemotron_h", more).unwrap()["layers_block_type"].clone();
+    let none = ("feed_forward_length", Value::U32(0));
+    assert_eq!(kinds(std::slice::from_ref(&none)), json!(["mamba", "mamba", "attention", "mamba"]));
+    assert_eq!(kinds(&[none, ("attention.head_count_kv", Value::U32(1))]), json!(vec!["attention"; 4]));
+    // The entry of a block behind the layers, which has both, is not a layer's.
+    let five = |sizes: [u32; 5]| Value::Array(Array::U32(sizes.into()));
+    let mtp = [
+        ("block_count", Value::U32(5)),
+        ("nextn_predict_layers", Value::U32(1)),
+        ("attention.head_count_kv", five([0, 0, 1, 0, 1])),
+        ("feed_forward_length", five([0, 24, 0, 24, 24])),
+    ];
+    let mtp = nemotron_json("nemotron_h_moe", &mtp).unwrap();
+    assert_eq!(mtp["layers_block_type"], moe["layers_block_type"]);
+    // Keys of a rotary embedding say nothing.
+    let rope = [
+        ("rope.dimension_count", Value::U32(20)),
+        ("rope.scaling.type", text("yarn")),
+        ("rope.scaling.finetuned", Value::Bool(true)),
+    ];
+    assert_eq!(nemotron_json("nemotron_h", &rope).unwrap(), dense);
+    // Without the key, tensors say how wide experts are: the list may count those of a token together.
+    let mut file = nemotron("nemotron_h_moe", &[]);
+    file.pairs.retain(|(key, _)| !key.ends_with("expert_feed_forward_length"));
+    let file = file.tensor("blk.1.ffn_down_exps.weight", &[32, 8, 8], super::super::container::TensorType::F32);
+    let json = read(&file, &RopeFactors::default()).unwrap().config_json(&SpecialIds::default());
+    assert_eq!(json["moe_intermediate_size"], 32);
+}
+
+#[test]
+fn metadata_of_layers_of_one_block_are_checked() {
+    for (family, key) in [
+        ("nemotron_h", "attention.head_count_kv"),
+        ("nemotron_h", "feed_forward_length"),
+        ("nemotron_h", "ssm.group_count"),
+        ("nemotron_h", "ssm.time_step_rank"),
+        ("nemotron_h", "attention.layer_norm_rms_epsilon"),
+        ("nemotron_h_moe", "expert_count"),
+        ("nemotron_h_moe", "expert_used_count"),
+        ("nemotron_h_moe", "expert_feed_forward_length"),
+    ] {
+        let mut file = nemotron(family, &[]);
+        file.pairs.retain(|(other, _)| *other != format!("{family}.{key}"));
+        let error = read(&file, &RopeFactors::default()).unwrap_err().to_string();
+        assert_eq!(error, format!("the metadata key {family}.{key} is missing"));
+    }
+    let list = |sizes: &[u32]| Value::Array(Array::U32(sizes.into()));
+    for (key, value, rule) in [
+        ("attention.head_count_kv", list(&[0, 0, 1]), "a list of at least 4 integers from 0 to 1073741824"),
+        ("attention.head_count_kv", list(&[2, 0, 1, 0]), "the same in all layers"),
+        ("attention.head_count_kv", list(&[0; 4]), "a list with a number"),
+        ("feed_forward_length", list(&[0, 24, 0]), "a list of at least 4 integers from 0 to 1073741824"),
+        ("feed_forward_length", text("24"), "an integer from 0 to 1073741824"),
+        ("feed_forward_length", list(&[0, 24, 0, 40]), "24 in all layers that are MLPs, not 40 in layer 3"),
+        ("attention.value_length", Value::U32(8), "equal to the keys' (6)"),
+        ("ssm.time_step_rank", Value::U32(3), "a multiple of ssm.group_count (2)"),
+        ("ssm.inner_size", Value::U32(26), "a multiple of ssm.time_step_rank (4)"),
+    ] {
+        let error = nemotron_json("nemotron_h", &[(key, value.clone())]).unwrap_err();
+        assert_eq!(error, format!("nemotron_h.{key} is {value}, must be {rule}"));
+    }
+    // Epsilons of both keys are the same, or one of them is there.
+    let (first, second) = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon");
+    let error = nemotron_json("nemotron_h", &[(second, Value::F32(0.5))]).unwrap_err();
+    assert_eq!(error, format!("nemotron_h.{first} is 0.000001, must be equal to {second} (0.5)"));
+    let mut file = nemotron("nemotron_h", &[(second, Value::F32(0.5))]);
+    file.pairs.retain(|(key, _)| !key.ends_with(first));
+    let json = read(&file, &RopeFactors::default()).unwrap().config_json(&SpecialIds::default());
+    assert_eq!((&json["layer_norm_epsilon"], &json["rms_norm_eps"]), (&json!(0.5), &json!(0.5)));
+    for (key, value, what) in [
+        ("moe_latent_size", Value::U32(16), "experts of a latent vector"),
+        ("expert_gating_func", Value::U32(1), "scores of this kind"),
+        ("attention.scale", Value::F32(0.5), "a scale of attention"),
+        ("leading_dense_block_count", Value::U32(1), "leading dense layers"),
+    ] {
+        let error = nemotron_json("nemotron_h_moe", &[(key, value.clone())]).unwrap_err();
+        assert_eq!(error, format!("nemotron_h_moe.{key} is {value}, which is not supported ({what})"));
+    }
+    assert!(nemotron_json("nemotron_h_moe", &[("expert_gating_func", Value::U32(2))]).is_ok());
+    // Models whose experts differ by layer have lists.
+    let widths = list(&[0, 24, 0, 40]);
+    let error = nemotron_json("nemotron_h_moe", &[("expert_feed_forward_length", widths)]).unwrap_err();
+    assert_eq!(error, "nemotron_h_moe.expert_feed_forward_length is a list of 4, must be the same in all layers");
+    let chosen = list(&[0, 3, 0, 2]);
+    let error = nemotron_json("nemotron_h_moe", &[("expert_used_count", chosen)]).unwrap_err();
+    assert_eq!(error, "nemotron_h_moe.expert_used_count is a list of 4, must be an integer from 1 to 4096");
+    let error = nemotron_json("nemotron_h", &[("expert_count", Value::U32(8))]).unwrap_err();
+    assert_eq!(error, "nemotron_h.expert_count is 8, which is not supported (experts in this architecture)");
+}

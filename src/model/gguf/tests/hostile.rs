@@ -4,7 +4,7 @@ use super::super::config::RopeFactors;
 use super::super::container::{Array, Header, Value};
 use super::super::split::{GgufFile, GgufFiles};
 use super::super::{Gguf, fuzz};
-use super::tensors::hybrid;
+use super::tensors::{hybrid, single_blocks};
 use super::{Random, small_model};
 
 #[test]
@@ -84,6 +84,8 @@ fn numbers_in_the_metadata_do_no_harm() {
         hybrid("qwen35", false, true),
         hybrid("qwen35moe", true, true),
         hybrid("qwen3next", true, false),
+        single_blocks(false, false),
+        single_blocks(true, true),
     ];
     for model in models {
         for pair in 1..model.pairs.len() {

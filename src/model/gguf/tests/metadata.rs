@@ -137,7 +137,8 @@ fn what_is_not_understood_is_refused_by_name() {
     let list = "llama, qwen2, qwen3, qwen3moe, qwen3next, qwen35, qwen35moe, qwen2moe, gemma2, gemma3, gemma-embedding, \
                 gpt-oss, phi3, granite, smollm3, olmo2, glm4, mistral3, gemma4, deepseek2, glm4moe, qwen3vl, \
                 qwen3vlmoe, qwen2vl, seed_oss, ernie4_5, exaone4, olmoe, dots1, minimax-m2, hunyuan-dense, \
-                hunyuan-moe, ernie4_5-moe, granitemoe, lfm2, lfm2moe, granitehybrid are";
+                hunyuan-moe, ernie4_5-moe, granitemoe, lfm2, lfm2moe, granitehybrid, nemotron_h, \
+                nemotron_h_moe are";
     for name in ["gemma4-assistant", "deepseek32", "phimoe", ""] {
         let error = refused(&with("general.architecture", text(name)));
         assert_eq!(error, format!("architecture {name:?} is not supported ({list})"));

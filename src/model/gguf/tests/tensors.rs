@@ -8,7 +8,7 @@ use super::super::split::{GgufFile, GgufFiles, TensorRef};
 use super::super::tensors::{ColumnOrder, RowOrder, Source, StoredAs};
 use super::super::{Gguf, GgufError};
 use super::{File, small_model, text};
-use crate::model::config::{self as model_config, LayerKind, ModelConfig};
+use crate::model::config::{self as model_config, LayerKind, MlpKind, ModelConfig};
 
 fn source(rows: u64, cols: u64, order: RowOrder) -> Source {
     Source {
@@ -488,4 +488,196 @@ fn factors_of_the_model_are_no_factors_of_blocks() {
     // Every tensor is used but that of the divisors, which is read before.
     let used: BTreeSet<usize> = gguf.sources.values().map(|source| source.at.index).collect();
     assert_eq!(used.len(), file.tensors.len() - 1);
+}
+
+/// Returns a model of Nemotron-H's family of two state spaces, attention and two MLPs, in the order M-*M-: 2 heads of 16,
+/// and state spaces of 4 heads of 16 in 2 groups. `mtp`: there is a block behind the layers, of attention and of experts.
+pub(super) fn single_blocks(experts: bool, mtp: bool) -> File {
+    let name = if experts { "nemotron_h_moe" } else { "nemotron_h" };
+    let mut file = small_model();
+    file.tensors.clear();
+    file.pairs.retain(|(key, _)| !key.starts_with("llama."));
+    file.pairs[0].1 = text(name);
+    let behind = usize::from(mtp);
+    let mut sizes = vec![
+        ("block_count", 5 + behind as u32),
+        ("nextn_predict_layers", behind as u32),
+        ("context_length", 64),
+        ("embedding_length", 32),
+        ("vocab_size", 4),
+        ("attention.head_count", 2),
+        ("attention.key_length", 16),
+        ("attention.value_length", 16),
+        // The converter takes it from other sizes than the heads'. Nothing is rotated.
+        ("rope.dimension_count", 20),
+        ("ssm.conv_kernel", 4),
+        ("ssm.state_size", 32),
+        ("ssm.group_count", 2),
+        ("ssm.inner_size", 64),
+        ("ssm.time_step_rank", 4),
+    ];
+    if experts {
+        sizes.extend([
+            ("expert_count", 4),
+            ("expert_used_count", 2),
+            ("expert_group_count", 1),
+            ("expert_group_used_count", 1),
+            ("expert_shared_count", 1),
+            ("expert_feed_forward_length", 48),
+            ("expert_shared_feed_forward_length", 80),
+        ]);
+    }
+    for (key, value) in sizes {
+        file = file.pair(&format!("{name}.{key}"), Value::U32(value));
+    }
+    let list = |sizes: [i32; 6]| Value::Array(Array::I32(sizes[..5 + behind].into()));
+    file = file
+        .pair(&format!("{name}.attention.head_count_kv"), list([0, 0, 1, 0, 0, 1]))
+        .pair(&format!("{name}.feed_forward_length"), list([0, 48, 0, 0, 48, 48]))
+        .pair(&format!("{name}.attention.layer_norm_rms_epsilon"), Value::F32(1e-5))
+        .pair(&format!("{name}.rope.scaling.finetuned"), Value::Bool(false));
+    if experts {
+        file = file
+            .pair("nemotron_h_moe.expert_weights_norm", Value::Bool(true))
+            .pair("nemotron_h_moe.expert_weights_scale", Value::F32(2.5));
+    }
+    let mut tensors: Vec<(String, Vec<u64>)> = vec![
+        ("token_embd.weight".to_owned(), vec![32, 4]),
+        ("output_norm.weight".to_owned(), vec![32]),
+        ("output.weight".to_owned(), vec![32, 4]),
+    ];
+    for (layer, kinds) in ["M", "-", "*", "M", "-", "*-"].into_iter().enumerate().take(5 + behind) {
+        let mut add = |part: &str, dims: &[u64]| tensors.push((format!("blk.{layer}.{part}"), dims.to_vec()));
+        add("attn_norm.weight", &[32]);
+        for kind in kinds.chars() {
+            match kind {
+                'M' => {
+                    add("ssm_in.weight", &[32, 64 + 64 + 2 * 2 * 32 + 4]);
+                    add("ssm_conv1d.weight", &[4, 64 + 2 * 2 * 32]);
+                    add("ssm_conv1d.bias", &[64 + 2 * 2 * 32]);
+                    add("ssm_a", &[1, 4]);
+                    add("ssm_d", &[1, 4]);
+                    add("ssm_dt.bias", &[4]);
+                    add("ssm_norm.weight", &[32, 2]);
+                    add("ssm_out.weight", &[64, 32]);
+                }
+                '*' => {
+                    add("attn_q.weight", &[32, 32]);
+                    add("attn_k.weight", &[32, 16]);
+                    add("attn_v.weight", &[32, 16]);
+                    add("attn_output.weight", &[32, 32]);
+                }
+                _ if experts => {
+                    add("ffn_gate_inp.weight", &[32, 4]);
+                    add("exp_probs_b.bias", &[4]);
+                    add("ffn_up_exps.weight", &[32, 48, 4]);
+                    add("ffn_down_exps.weight", &[48, 32, 4]);
+                    add("ffn_up_shexp.weight", &[32, 80]);
+                    add("ffn_down_shexp.weight", &[80, 32]);
+                }
+                _ => {
+                    add("ffn_up.weight", &[32, 48]);
+                    add("ffn_down.weight", &[48, 32]);
+                }
+            }
+        }
+        if layer == 5 {
+            add("post_attention_norm.weight", &[32]);
+            add("nextn.eh_proj.weight", &[64, 32]);
+            for part in ["enorm", "hnorm", "shared_head_norm"] {
+                add(&format!("nextn.{part}.weight"), &[32]);
+            }
+        }
+    }
+    for (name, dims) in tensors {
+        file = file.tensor(&name, &dims, TensorType::F32);
+    }
+    file
+}
+
+/// Goal: files of Nemotron-H open with each layer as what the lists say, and every tensor of the layers is used; a block
+/// behind the layers is left out.
+#[test]
+fn layers_of_one_block_have_all_their_tensors() {
+    for (experts, mtp) in [(false, false), (true, false), (true, true)] {
+        let file = single_blocks(experts, mtp);
+        let gguf = open(&file).unwrap_or_else(|error| panic!("{experts}, {mtp}: {error}"));
+        let config = ModelConfig::parse(std::str::from_utf8(gguf.file("config.json").unwrap()).unwrap(), None).unwrap();
+        let (space, none, full) = (LayerKind::GatedDelta, LayerKind::None, LayerKind::Attention);
+        assert_eq!((config.layers, config.mtp_layers), (5, 0));
+        assert_eq!(config.layer_kinds, [space, none, full, space, none]);
+        let mlp = if experts { MlpKind::Experts } else { MlpKind::Dense };
+        assert_eq!(config.mlp_kinds, [MlpKind::None, mlp, MlpKind::None, MlpKind::None, mlp]);
+        assert!(config.attention(2).rope.is_none() && !config.activation.has_gate() && !config.tied);
+        let delta = config.delta.unwrap();
+        assert_eq!((delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim), (2, 4, 32, 16));
+        let space = model_config::StateSpace { conv_bias: true, norm_groups: 2 };
+        assert_eq!((delta.space, config.rms_eps), (Some(space), 1e-5));
+        let of_experts =
+            config.experts.map(|e| (e.count, e.chosen, e.inner, e.shared_inner, e.normalise, e.shared_gate));
+        assert_eq!(of_experts, experts.then_some((4, 2, 48, Some(80), true, false)));
+        let routing = config.experts.and_then(|experts| experts.routing);
+        let routing = routing.map(|r| (r.sigmoid, r.choice_bias, r.groups, r.kept, r.factor));
+        assert_eq!(routing, experts.then_some((true, true, 1, 1, 2.5)));
+
+        let used: BTreeSet<usize> = gguf.sources.values().map(|source| source.at.index).collect();
+        let of_layers = file.tensors.iter().filter(|tensor| !tensor.name.starts_with("blk.5.")).count();
+        assert_eq!(used, (0..of_layers).collect());
+        let has = |name: &str| gguf.sources.contains_key(&format!("model.layers.{name}"));
+        assert!(has("2.norm.weight") && has("2.mixer.q_proj.weight") && !has("2.post_attention_layernorm.weight"));
+        assert_eq!(gguf.sources["model.layers.2.mixer.q_proj.weight"].order, RowOrder::Same);
+        assert_eq!([has("1.mixer.up_proj.weight"), has("1.mixer.experts.3.up_proj.weight")], [!experts, experts]);
+        assert_eq!(
+            [has("1.mixer.gate.e_score_correction_bias"), has("4.mixer.shared_experts.down_proj.weight")],
+            [experts, experts]
+        );
+        assert!(gguf.sources.keys().all(|name| !name.contains("gate_proj") && !name.starts_with("model.layers.5.")));
+        let space = |part: &str| &gguf.sources[&format!("model.layers.3.mixer.{part}")];
+        assert_eq!((space("A_log").change, space("A_log").shape.as_slice()), (StoredAs::NegativeExp, &[4][..]));
+        assert_eq!(
+            (space("norm.weight").shape.as_slice(), space("conv1d.weight").shape.as_slice()),
+            (&[64][..], &[192, 1, 4][..])
+        );
+    }
+}
+
+#[test]
+fn tensors_of_layers_of_one_block_are_checked() {
+    let refused = |file: &File| open(file).unwrap_err().to_string();
+    let without = |mut file: File, name: &str| {
+        file.tensors.retain(|tensor| tensor.name != name);
+        file
+    };
+    for (experts, name) in [
+        (false, "blk.0.ssm_in.weight"),
+        (false, "blk.1.ffn_up.weight"),
+        (false, "blk.2.attn_k.weight"),
+        (true, "blk.1.ffn_down_exps.weight"),
+        (true, "blk.4.exp_probs_b.bias"),
+        (true, "blk.4.ffn_up_shexp.weight"),
+    ] {
+        let error = refused(&without(single_blocks(experts, false), name));
+        assert_eq!(error, format!("1 problems, first: tensor {name} is missing"));
+    }
+    // What the layers' tensors have decides whether there are biases, wherever the last layer of the kind stands.
+    let biased = single_blocks(false, false)
+        .tensor("blk.1.ffn_up.bias", &[48], TensorType::F32)
+        .tensor("blk.1.ffn_down.bias", &[32], TensorType::F32)
+        .tensor("blk.4.ffn_up.bias", &[48], TensorType::F32)
+        .tensor("blk.4.ffn_down.bias", &[32], TensorType::F32);
+    let gguf = open(&biased).unwrap();
+    assert!(gguf.sources.contains_key("model.layers.1.mixer.down_proj.bias") && gguf.model.mlp_bias);
+    let error = refused(&without(biased, "blk.4.ffn_down.bias"));
+    assert_eq!(error, "1 problems, first: tensor blk.4.ffn_down.bias is missing");
+    let some = single_blocks(false, false).tensor("blk.2.attn_q.bias", &[32], TensorType::F32);
+    let Err(GgufError::Tensors(problems)) = open(&some) else { panic!("it is refused") };
+    let missing = ["k", "v"].map(|part| format!("tensor blk.2.attn_{part}.bias is missing"));
+    assert_eq!(problems.iter().map(ToString::to_string).collect::<Vec<_>>(), missing);
+    // Projections around the experts, which files have with moe_latent_size.
+    let latent = single_blocks(true, false).tensor("blk.1.ffn_latent_down.weight", &[32, 32], TensorType::F32);
+    assert!(refused(&latent).starts_with("1 problems, first: tensor blk.1.ffn_latent_down.weight would not be used"));
+    // Only the tensors say whether the convolution has biases.
+    let mut plain = single_blocks(false, false);
+    plain.tensors.retain(|tensor| !tensor.name.ends_with("ssm_conv1d.bias"));
+    assert!(!open(&plain).unwrap().model.space.unwrap().conv_bias);
 }

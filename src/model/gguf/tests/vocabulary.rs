@@ -78,7 +78,7 @@ fn every_known_pre_tokenizer_loads() {
         let tokenizer = load(&files);
         assert_eq!(ids(&tokenizer, "ab<think> <|im_end|>\n", false), [2, 5, 3, 4, 8], "{pre}");
         assert_eq!(tokenizer.decode(&[2, 3, 0, 4], false).unwrap(), "ab a<|im_end|>", "{pre}");
-        let begins = ["llama-bpe", "llama3", "llama-v3", "lfm2", "tekken"].contains(&pre);
+        let begins = ["llama-bpe", "llama3", "llama-v3", "lfm2", "pixtral", "tekken"].contains(&pre);
         assert_eq!(files.config["add_bos_token"], begins, "{pre}");
         assert_eq!(ids(&tokenizer, "a", true), if begins { vec![6, 0] } else { vec![0] }, "{pre}");
     }

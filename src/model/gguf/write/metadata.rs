@@ -289,6 +289,7 @@ pub fn model(config: &Json) -> Result<GgufModel, WriteError> {
         mlp_bias: keys.flag("mlp_bias")?.unwrap_or(false) && architecture == GgufArchitecture::Llama,
         context,
         full_attention: keys.full_attention(architecture, layers)?,
+        blocks: None,
         delta: architecture.is_hybrid().then(|| keys.delta()).transpose()?,
         conv_taps: None,
         space: None,

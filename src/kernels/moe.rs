@@ -386,8 +386,8 @@ pub struct Mlp {
     pub label: String,
     /// The sizes.
     pub shape: ExpertsShape,
-    /// `[count · first_rows(inner)][hidden]`; the rows of gate and up alternate. One stack of all experts, or several in the order of
-    /// the experts.
+    /// `[count · first_rows(inner)][hidden]`; the rows of gate and up alternate. One stack of all experts, or several in the
+    /// order of the experts.
     pub gate_up: Vec<Stack>,
     /// `[count · hidden][inner]`, likewise; its stacks need not be those of `gate_up`.
     pub down: Vec<Stack>,

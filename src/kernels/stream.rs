@@ -1,7 +1,7 @@
 //! Stages between products, for models that need them: `add_branch`, which adds a changed output of a mixer or an MLP to
-//! the residual stream; `norm_heads` and `norm_groups`, the norms of parts of rows; `gate_rows`, a gated linear unit of two buffers;
-//! `bound_logits`, which scales and bounds logits. Also the end of a step whose prompts are embedded: `row_scales` and
-//! `pool_rows`, the sums of normed rows. Not here: norms before a product, which are a part of it (`gemm`), and norms of
+//! the residual stream; `norm_heads` and `norm_groups`, the norms of parts of rows; `gate_rows`, a gated linear unit of two
+//! buffers; `bound_logits`, which scales and bounds logits. Also the end of a step whose prompts are embedded: `row_scales`
+//! and `pool_rows`, the sums of normed rows. Not here: norms before a product, which are a part of it (`gemm`), and norms of
 //! queries and keys in attention (`attention`).
 
 use super::gemm::{Activations, Glu, glu};

@@ -182,6 +182,13 @@ fn hybrid(layers: u32) -> serde_json::Value {
     json
 }
 
+/// Sets keys of a configuration to these numbers.
+fn set(config: &mut serde_json::Value, numbers: &[(&str, u32)]) {
+    for (key, number) in numbers {
+        config[*key] = (*number).into();
+    }
+}
+
 /// Returns the configuration of layers with experts, every other one a short convolution, whose activations can be tagged.
 fn short_convolutions() -> serde_json::Value {
     let config = include_str!("../fixtures/families/lfm2moe-plain/config.json");
@@ -195,9 +202,7 @@ fn short_convolutions() -> serde_json::Value {
         ("num_hidden_layers", 4),
         ("vocab_size", 2048),
     ];
-    for (key, value) in sizes {
-        json[key] = value.into();
-    }
+    set(&mut json, &sizes);
     json["layer_types"] = ["conv", "full_attention"].repeat(2).into();
     json
 }
@@ -209,11 +214,9 @@ fn windows() -> serde_json::Value {
     let mut json: serde_json::Value = serde_json::from_str(config).expect("JSON");
     json.as_object_mut().expect("an object").remove("quantization_config");
     let layers = ["sliding_attention", "full_attention"].repeat(2);
-    for (key, value) in [("num_hidden_layers", 4), ("num_key_value_heads", 2), ("intermediate_size", 64)] {
-        json[key] = value.into();
-    }
+    let heads = ("num_key_value_heads", 2);
+    set(&mut json, &[("num_hidden_layers", 4), heads, ("intermediate_size", 64), ("vocab_size", 2048)]);
     json["layer_types"] = layers.into();
-    json["vocab_size"] = 2048.into();
     json
 }
 
@@ -234,9 +237,7 @@ fn single_blocks() -> serde_json::Value {
         ("ssm_state_size", 16),
         ("vocab_size", 2048),
     ];
-    for (key, value) in sizes {
-        json[key] = value.into();
-    }
+    set(&mut json, &sizes);
     let blocks = ["linear_attention", "moe", "full_attention", "linear_attention", "mlp", "moe", "full_attention"];
     json["layers_block_type"] = blocks.into();
     json

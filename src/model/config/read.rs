@@ -76,6 +76,11 @@ impl Reader {
         self.map.get(key).filter(|value| !value.is_null())
     }
 
+    /// Returns the first of these keys that is present; the first of all if none is.
+    fn first_of(&self, keys: &[&'static str]) -> &'static str {
+        keys.iter().copied().find(|key| self.value(key).is_some()).unwrap_or(keys[0])
+    }
+
     /// Returns the key's dotted path in the file, for messages.
     pub(super) fn named(&self, key: &str) -> String {
         let first = key.split('.').next().unwrap_or(key);
@@ -722,21 +727,13 @@ fn blocks(reader: &mut Reader, keys: BlockKeys) -> Option<Vec<SingleBlock>> {
         reader.wrong(key, format!("{} long", names.len()), format!("from 1 to {MAX_LAYERS} layers"));
         return None;
     }
-    let mut refused: Vec<&String> = Vec::new();
-    for name in names.iter().filter(|name| SingleBlock::of(name).is_none()) {
-        if !refused.contains(&name) {
-            reader.problems.push(ConfigProblem::UnsupportedLayer(name.clone()));
-            refused.push(name);
-        }
-    }
+    refuse_layers(reader, names.iter().filter(|name| SingleBlock::of(name).is_none()).cloned().collect());
     let blocks: Vec<SingleBlock> = names.iter().map(|name| SingleBlock::of(name)).collect::<Option<_>>()?;
     if let Some(layers) = reader.optional_count("num_hidden_layers", MAX_LAYERS).filter(|n| *n as usize != names.len())
     {
         reader.wrong("num_hidden_layers", layers, format!("the number of layers of {key} ({})", names.len()));
     }
-    if !blocks.contains(&SingleBlock::Attention) {
-        reader.wrong(key, "without attention", "with a layer of it at least");
-    }
+    needs_attention(reader, key, &blocks.iter().map(|block| block.mixer()).collect::<Vec<Mixer>>());
     Some(blocks)
 }
 
@@ -830,17 +827,14 @@ fn mixers(reader: &mut Reader, facts: &Facts, layers: Option<u32>) -> Option<Vec
             Some("conv") if facts.lfm2 => mixers.push(Mixer::ShortConv),
             Some("sliding_attention") if slides => mixers.push(sliding),
             other => {
-                let name = other.map_or_else(|| name.to_string(), str::to_owned);
-                if !refused.contains(&name) {
-                    reader.problems.push(ConfigProblem::UnsupportedLayer(name.clone()));
-                    refused.push(name);
-                }
+                refused.push(other.map_or_else(|| name.to_string(), str::to_owned));
             }
         }
     }
     if refused.is_empty() {
         needs_attention(reader, "layer_types", &mixers);
     }
+    refuse_layers(reader, refused);
     if let Some(layers) = layers
         && layers as usize != names.len()
     {
@@ -853,6 +847,15 @@ fn mixers(reader: &mut Reader, facts: &Facts, layers: Option<u32>) -> Option<Vec
         *last = full;
     }
     Some(mixers)
+}
+
+/// Refuses layers of these names, each name once.
+fn refuse_layers(reader: &mut Reader, names: Vec<String>) {
+    for (at, name) in names.iter().enumerate() {
+        if !names[..at].contains(name) {
+            reader.problems.push(ConfigProblem::UnsupportedLayer(name.clone()));
+        }
+    }
 }
 
 /// Refuses layers without attention: the KV cache's pages belong to attention layers.
@@ -1129,10 +1132,7 @@ fn mlp_kinds(
         bias,
         style,
     } = experts;
-    let named = |reader: &Reader, keys: &[&'static str]| {
-        keys.iter().copied().find(|key| reader.value(key).is_some()).unwrap_or(keys[0])
-    };
-    let [key, chosen_key, inner_key] = [count_keys, chosen_keys, inner_keys].map(|keys| named(reader, keys));
+    let [key, chosen_key, inner_key] = [count_keys, chosen_keys, inner_keys].map(|keys| reader.first_of(keys));
     if style == ExpertStyle::HunYuan {
         for key in [key, chosen_key, inner_key, "moe_intermediate_size", "num_shared_expert"] {
             same_in_all_layers(reader, key);
@@ -1514,10 +1514,7 @@ fn delta_net(reader: &mut Reader) -> Option<DeltaNet> {
 
 /// Reads the dimensions of state spaces. Absent keys take the class defaults of transformers.
 fn state_space(reader: &mut Reader, keys: SpaceFacts, hidden: Option<u32>) -> Option<DeltaNet> {
-    let first = |reader: &Reader, keys: &[&'static str]| {
-        keys.iter().copied().find(|key| reader.value(key).is_some()).unwrap_or(keys[0])
-    };
-    let [groups_key, taps_key, bias_key] = [keys.groups, keys.taps, keys.conv_bias].map(|keys| first(reader, keys));
+    let [groups_key, taps_key, bias_key] = [keys.groups, keys.taps, keys.conv_bias].map(|keys| reader.first_of(keys));
     let (default_groups, default_state, default_dim) = keys.defaults;
     let heads = reader.count_or(keys.heads, MAX_DIMENSION / (4 * MAX_DELTA_DIM), 128);
     let groups = reader.count_or(groups_key, MAX_DIMENSION / (4 * MAX_DELTA_DIM), default_groups);

@@ -214,7 +214,8 @@ pub fn sized(constants: &[u32], rows: u32, (n, k): (u32, u32), processors: u32) 
     };
     recording.call(call);
     // Weights of codes are rounded to bfloat16, 2^-9 of themselves. Where results are multiplied by each other, the error of
-    // one is multiplied by the other one, which may be large. A lane that reads wrong codes makes a row wrong by more than a tenth of its length.
+    // one is multiplied by the other one, which may be large. A lane that reads wrong codes makes a row wrong by more than a
+    // tenth of its length.
     let tolerance = match (format.codes(), epilogue.multiplies()) {
         (None, _) => (1e-3, f64::INFINITY),
         (Some(_), false) => (3e-2, 1e-2),

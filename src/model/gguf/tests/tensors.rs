@@ -193,10 +193,12 @@ pub(super) fn hybrid(name: &str, experts: bool, mtp: bool) -> File {
             }
         }
     }
-    for (name, dims) in tensors {
-        file = file.tensor(&name, &dims, TensorType::F32);
-    }
-    file
+    with_floats(file, tensors)
+}
+
+/// Returns the file with these tensors too, in f32: their names and dimensions.
+fn with_floats(file: File, tensors: Vec<(String, Vec<u64>)>) -> File {
+    tensors.iter().fold(file, |file, (name, dims)| file.tensor(name, dims, TensorType::F32))
 }
 
 fn open(file: &File) -> Result<Gguf, GgufError> {
@@ -363,10 +365,7 @@ fn latent(split: bool) -> File {
             }
         }
     }
-    for (name, dims) in tensors {
-        file = file.tensor(&name, &dims, TensorType::F32);
-    }
-    file
+    with_floats(file, tensors)
 }
 
 #[test]
@@ -469,9 +468,7 @@ fn factors_of_the_model_are_no_factors_of_blocks() {
         add("proj.weight", &[8, 32]);
         add("layer_output_scale.weight", &[1]);
     }
-    for (name, dims) in tensors {
-        file = file.tensor(&name, &dims, TensorType::F32);
-    }
+    let file = with_floats(file, tensors);
     let still = [1.0, 1.0, 1e30, 1e30, 1e30, 1e30, 1e30, 1e30];
     let factors = RopeFactors { llama3: Some(still.to_vec()), long: None };
     let gguf = open_with(&file, &factors).unwrap();
@@ -589,10 +586,7 @@ pub(super) fn single_blocks(experts: bool, mtp: bool) -> File {
             }
         }
     }
-    for (name, dims) in tensors {
-        file = file.tensor(&name, &dims, TensorType::F32);
-    }
-    file
+    with_floats(file, tensors)
 }
 
 /// Goal: files of Nemotron-H open with each layer as what the lists say, and every tensor of the layers is used; a block
